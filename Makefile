@@ -1,0 +1,43 @@
+# make demo and make test set up what they need: only python3, make, a C/C++ compiler and a package index are assumed.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+# The name holds the interpreter's version, so that another PYTHON makes the environment anew.
+STAMP := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+.PHONY: help install demo test lint types format clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 16
+
+install: $(STAMP)  ## a .venv with everything for development
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxsparse needs Python 3.11 or newer, $(PYTHON) is " + sys.version)'
+	$(PYTHON) -m venv $(if $(wildcard $(STAMP)),,--clear) $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: install  ## train on the digits, sparse beside dense: a table and out/demo.png
+	$(BIN)/python -m benchmarks.train
+
+test: lint types  ## everything that CI checks
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+lint: install  ## ruff, and whether the formatting is its own
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install  ## mypy
+	$(BIN)/mypy
+
+format: install  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## removes the environment and everything built
+	rm -rf $(VENV) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,64 @@
+"""Communication-efficient data-parallel training in JAX.
+
+A sparse all-reduce is an ordinary JAX function over five communication verbs. The way of a gradient through this
+package is the order of its modules:
+
+    gradient pytree
+      -> f32[n]                                flatten
+      -> + residual, the largest entries       select
+      -> rounds of messages                    collectives, over comm and routes
+      -> total, new residual                   state
+      -> / P, pytree, the next transformation  transform
+
+`training` wraps that in a step over a mesh, `simulation` runs it with any number of workers on one device, and `costs`
+reads the messages and words off its jaxpr.
+
+    tx = optax.chain(js.spardl_transform("workers", density=0.01), optax.sgd(0.1))
+    state = js.init(tx, params, mesh, axis="workers")
+    step = js.make_train_step(loss_fn, tx, mesh, axis="workers")
+    params, state, metrics = step(params, state, batch)
+"""
+
+from jaxsparse import costs, select
+from jaxsparse.collectives import Collective, SparseCollective, collective_names, make_collective
+from jaxsparse.collectives.dense import dense_transform
+from jaxsparse.collectives.spardl import spardl_transform
+from jaxsparse.comm import AxisComm, SimComm
+from jaxsparse.simulation import Simulated, simulate
+from jaxsparse.state import Metrics, ReduceState, metrics, specs
+from jaxsparse.training import StepMetrics, TrainStep, init, make_train_step
+from jaxsparse.transform import make_transform, transform_of
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
+
+__version__ = "0.1.0"
+
+__all__ = [
+  "AxisComm",
+  "Collective",
+  "Comm",
+  "Cost",
+  "Counters",
+  "Metrics",
+  "ReduceState",
+  "Reduced",
+  "SimComm",
+  "Simulated",
+  "Sparse",
+  "SparseCollective",
+  "State",
+  "StepMetrics",
+  "TrainStep",
+  "collective_names",
+  "costs",
+  "dense_transform",
+  "init",
+  "make_collective",
+  "make_train_step",
+  "make_transform",
+  "metrics",
+  "select",
+  "simulate",
+  "spardl_transform",
+  "specs",
+  "transform_of",
+]

@@ -1,0 +1,107 @@
+"""What every algorithm of this folder is: a frozen dataclass whose fields are its configuration, checked when built."""
+
+import abc
+import dataclasses
+import math
+import numbers
+import typing
+from fractions import Fraction
+from typing import Any, Literal, get_args, get_origin
+
+import jax
+
+from jaxsparse.types import Comm, Cost, Reduced, State
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective(abc.ABC):
+  """An all-reduce: pure functions of arrays over the verbs of `Comm`.
+
+  A field typed `Literal[...]` is checked against its choices here, and the conformance tests run every one of them.
+  """
+
+  def __post_init__(self) -> None:
+    for field, choices in choices_of(type(self)).items():
+      if getattr(self, field) not in choices:
+        raise ValueError(
+          f"{self.name}: {field}={getattr(self, field)!r}, choose one of {', '.join(map(repr, choices))}"
+        )
+
+  @property
+  def name(self) -> str:
+    """The name users choose it by: that of its file."""
+    return type(self).__module__.rpartition(".")[2]
+
+  @property
+  def conserves(self) -> bool:
+    """Whether Law C holds: total and residuals together hold every entry ever given."""
+    return True
+
+  def init(self, n: int, size: int) -> State:
+    """The state before the first step, for n entries and `size` workers.
+
+    Raises:
+      ValueError: where the configuration does not fit n or `size`.
+    """
+    del n, size
+    return State()
+
+  @abc.abstractmethod
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    """Sums the f32[n] of all workers of `comm`."""
+
+  @abc.abstractmethod
+  def cost(self, n: int, size: int) -> Cost:
+    """The paper's formula, ⌈·⌉ where a size does not divide. Its upper end where sizes vary."""
+
+
+def choices_of(kind: type[Collective]) -> dict[str, tuple[Any, ...]]:
+  """The `Literal` fields of a collective, each with its choices."""
+  hints = typing.get_type_hints(kind)
+  fields = [field.name for field in dataclasses.fields(kind)]
+  return {name: get_args(hints[name]) for name in fields if get_origin(hints[name]) is Literal}
+
+
+def _is_number(value: object, kind: type) -> bool:
+  return isinstance(value, kind) and not isinstance(value, bool)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseCollective(Collective):
+  """A collective that delivers k of n entries: give the share, `density`, or the number, `k`.
+
+  Attributes:
+    density: ρ in (0, 1]; k = ⌈ρ n⌉ with ρ the decimal number it prints as, so that 0.07 of 100 is 7 and not 8.
+    k: number of entries, at least 1 and at most n.
+  """
+
+  density: float | None = None
+  k: int | None = None
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    density, k = self.density, self.k
+    if isinstance(density, jax.Array) or isinstance(k, jax.Array):
+      raise TypeError(
+        f"{self.name}: density and k must be Python numbers, they fix the size of the messages when the step is "
+        "compiled; under optax.inject_hyperparams name them in static_args"
+      )
+    if (density is None) == (k is None):
+      raise ValueError(f"{self.name}: give exactly one of density and k, got density={density!r} and k={k!r}")
+    if density is not None and not (_is_number(density, numbers.Real) and 0 < density <= 1):
+      raise ValueError(f"{self.name}: density={density!r}, choose a number in (0, 1]")
+    if k is not None and not (_is_number(k, numbers.Integral) and k >= 1):
+      raise ValueError(f"{self.name}: k={k!r}, choose a whole number from 1 up to the number of gradient entries")
+
+  def entries(self, n: int) -> int:
+    """The number of entries to deliver of n.
+
+    Raises:
+      ValueError: if k is more than n.
+    """
+    if self.density is not None:
+      return math.ceil(Fraction(repr(float(self.density))) * n)
+    k = int(typing.cast(int, self.k))
+    if k > n:
+      raise ValueError(f"{self.name}: k={k}, choose at most the number of gradient entries, {n}")
+    return k

@@ -1,0 +1,199 @@
+"""The verbs of `types.Comm` on JAX: workers along a shard_map axis, or all of them under vmap on one device.
+
+`shift` and `permute` bit-cast a pytree to one uint32 buffer, so that a round is one collective op that the compiler has
+nothing to widen, split or combine in.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Literal, cast
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse import _compat, routes
+from jaxsparse.types import Comm, Tree
+
+_WORD = 4  # bytes
+
+
+def comm_of(axis: _compat.AxisName | Comm) -> Comm:
+  """`axis` if it is a comm already, else the comm of the workers along a shard_map axis of that name (or names).
+
+  Raises:
+    TypeError: if `axis` is neither.
+  """
+  if isinstance(axis, str) or (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
+    return AxisComm(axis)
+  if all(hasattr(axis, verb) for verb in ("size", "rank", "shift", "permute", "all_reduce", "split")):
+    return cast(Comm, axis)
+  raise TypeError(f"axis={axis!r}: give the name of a shard_map axis, a tuple of such names, or a comm")
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisComm:
+  """The workers along a named axis of `jax.shard_map`, or every `stride`-th of them.
+
+  Attributes:
+    axis: the name of the axis, or a tuple of names (the first is the slowest).
+    stride: distance on the axis between neighbours of this view.
+    members: how many workers this view has; None for the whole axis.
+  """
+
+  axis: _compat.AxisName
+  stride: int = 1
+  members: int | None = None
+
+  @property
+  def size(self) -> int:
+    """Number of workers of this view.
+
+    Raises:
+      ValueError: outside a mapped axis of that name.
+    """
+    return self._axis_size() if self.members is None else self.members
+
+  @property
+  def rank(self) -> jax.Array:
+    """Number of this worker within the view, i32[]."""
+    return jax.lax.axis_index(self.axis) // self.stride % self.size
+
+  def shift(self, tree: Tree, by: int) -> Tree:
+    """Sends `tree` `by` places further and returns what came from `by` places before: one message."""
+    return self.permute(tree, routes.rotation(self.size, by)) if by % self.size else tree
+
+  def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
+    """Sends `tree` along (source, destination) pairs: one message; zeros arrive where nobody sends.
+
+    Raises:
+      ValueError: if a worker is out of range, sends twice or receives twice.
+    """
+    hops = {source: destination - source for source, destination in routes.checked(pairs, self.size)}
+    everyone = range(self._axis_size())
+    place = lambda worker: worker // self.stride % self.size
+    on_axis = [(worker, worker + hops[place(worker)] * self.stride) for worker in everyone if place(worker) in hops]
+    return unpack(self._ppermute(pack(tree), on_axis), tree)
+
+  def all_reduce(self, x: jax.Array, op: Literal["sum", "max", "min"] = "sum") -> jax.Array:
+    """Combines `x` of all workers of the view."""
+    reduce = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
+    return reduce(x, self.axis, axis_index_groups=self._groups())
+
+  def split(self, teams: int) -> tuple["AxisComm", "AxisComm"]:
+    """(team, member): views of the size / teams workers of my team, and of the `teams` workers of my position.
+
+    Raises:
+      ValueError: if `teams` does not divide `size`, naming the divisors.
+    """
+    if teams < 1 or self.size % teams:
+      divisors = [d for d in range(1, self.size + 1) if self.size % d == 0]
+      raise ValueError(f"teams={teams} does not divide the {self.size} workers, choose one of {divisors}")
+    length = self.size // teams
+    view = functools.partial(dataclasses.replace, self)
+    return view(members=length), view(stride=self.stride * length, members=teams)
+
+  def _axis_size(self) -> int:
+    try:
+      return jax.lax.axis_size(self.axis)
+    except NameError as error:
+      raise ValueError(
+        f"axis {self.axis!r} is not mapped here: jaxsparse transforms take the local gradients of one worker, so init "
+        f"and update must run inside jax.shard_map over {self.axis!r}; js.init and js.make_train_step do that for you"
+      ) from error
+
+  def _groups(self) -> list[list[int]] | None:
+    """The views that tile the axis, as lists of axis positions; None where one view is the whole axis."""
+    if self.members is None:
+      return None
+    span = self.stride * self.members
+    starts = [s for s in range(self._axis_size()) if s % span < self.stride]
+    return [list(range(start, start + span, self.stride)) for start in starts]
+
+  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    return jax.lax.ppermute(buffer, self.axis, pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimComm(AxisComm):
+  """The same workers under `jax.vmap(axis_name=axis)` on one device: bit for bit what shard_map gives on CPU.
+
+  vmap sums in an order of its own and takes only full permutations, so both are spelled out here.
+  """
+
+  def all_reduce(self, x: jax.Array, op: Literal["sum", "max", "min"] = "sum") -> jax.Array:
+    """Combines in rank order and in float32, as XLA's CPU all-reduce does."""
+    combine = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[op]
+    gathered = jax.lax.all_gather(x, self.axis)
+    if self.members is not None:
+      worker = jax.lax.axis_index(self.axis)
+      first = worker - self.rank * self.stride
+      gathered = gathered[first + jnp.arange(self.size, dtype=jnp.int32) * self.stride]
+    if jnp.issubdtype(x.dtype, jnp.floating):
+      gathered = gathered.astype(jnp.promote_types(x.dtype, jnp.float32))
+    result, _ = jax.lax.scan(lambda total, row: (combine(total, row), None), gathered[0], gathered[1:])
+    return result.astype(x.dtype)
+
+  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    size = self._axis_size()
+    idle = lambda column: [w for w in range(size) if w not in {pair[column] for pair in pairs}]
+    full = [*pairs, *zip(idle(0), idle(1), strict=True)]
+    got = jax.lax.ppermute(buffer, self.axis, full)
+    if len(full) == len(pairs):
+      return got
+    received = jnp.zeros(size, jnp.bool_).at[jnp.array([d for _, d in pairs], jnp.int32)].set(True)
+    return jnp.where(received[jax.lax.axis_index(self.axis)], got, jnp.zeros_like(got))
+
+
+def all_gather(comm: Comm, tree: Tree) -> Tree:
+  """Bruck's all-gather over `shift` alone: ⌈log₂ P⌉ messages and P − 1 times the words of `tree`, for any P.
+
+  Every leaf gains a leading axis of P rows in the home frame: row b came from worker (rank + b) mod P. Six workers,
+  what worker 0 holds after each round (the last one sends only what is missing):
+
+      own            0
+      from 1         0 1
+      from 2         0 1 2 3
+      from 4         0 1 2 3 4 5
+  """
+  rows = jax.tree.map(lambda x: x[None], tree)
+  for stride in reversed(routes.strides(comm.size)):
+    missing = min(stride, comm.size - stride)
+    got = comm.shift(jax.tree.map(lambda x, m=missing: x[:m], rows), -stride)
+    rows = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), rows, got)
+  return rows
+
+
+def pack(tree: Tree) -> jax.Array:
+  """Bit-casts the leaves of a pytree into one u32[words] buffer, in order; short leaves are padded to whole words."""
+  return jnp.concatenate([_to_words(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def unpack(words: jax.Array, like: Tree) -> Tree:
+  """Undoes `pack` for a pytree of the shapes and dtypes of `like`."""
+  leaves, structure = jax.tree.flatten(like)
+  ends = [0]
+  for leaf in leaves:
+    ends.append(ends[-1] + math.ceil(leaf.size * leaf.dtype.itemsize / _WORD))
+  parts = [_from_words(words[a:b], leaf) for (a, b), leaf in zip(itertools.pairwise(ends), leaves, strict=True)]
+  return jax.tree.unflatten(structure, parts)
+
+
+def _to_words(x: jax.Array) -> jax.Array:
+  flat = x.reshape(-1)
+  if x.dtype == jnp.bool_:
+    flat = flat.astype(jnp.uint8)
+  per_word = max(1, _WORD // flat.dtype.itemsize)
+  if per_word > 1:
+    flat = jnp.pad(flat, (0, -flat.size % per_word)).reshape(-1, per_word)
+  return jax.lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1)
+
+
+def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:
+  dtype = jnp.dtype(jnp.uint8) if like.dtype == jnp.bool_ else like.dtype
+  if dtype.itemsize > _WORD:
+    words = words.reshape(-1, dtype.itemsize // _WORD)
+  flat = jax.lax.bitcast_convert_type(words, dtype).reshape(-1)
+  return flat[: like.size].reshape(like.shape).astype(like.dtype)

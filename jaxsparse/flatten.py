@@ -1,0 +1,48 @@
+"""Gradient pytree <-> one flat f32[n]: float32 inside, the caller's dtypes outside."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+
+def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+  """All leaves as one f32[n], in pytree order, and the function that puts an f32[n] back into their shapes and dtypes.
+
+  Args:
+    tree: a pytree of floating-point arrays.
+
+  Raises:
+    ValueError: if the pytree holds no entry.
+    TypeError: if a leaf is not floating point, naming its place.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> flat, unflatten = flatten({"b": jnp.ones(1, jnp.bfloat16), "w": jnp.zeros((2, 2))})
+    >>> flat.tolist(), flat.dtype.name
+    ([1.0, 0.0, 0.0, 0.0, 0.0], 'float32')
+    >>> unflatten(2 * flat)["b"]
+    Array([2], dtype=bfloat16)
+  """
+  count(tree)
+  flat, unravel = ravel_pytree(jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.float32), tree))
+  restore = lambda leaf, like: leaf.astype(jnp.result_type(like))
+  return flat, lambda new: jax.tree.map(restore, unravel(new), tree)
+
+
+def count(tree: Any) -> int:
+  """Number of entries n of a pytree of floating-point arrays; raises as `flatten` does."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  for path, leaf in leaves:
+    dtype = jnp.result_type(leaf)
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise TypeError(
+        f"gradients{jax.tree_util.keystr(path)} has dtype {dtype.name}, choose a floating-point one "
+        "(optax.masked keeps other leaves out of a transform)"
+      )
+  n = sum(jnp.size(leaf) for _, leaf in leaves)
+  if not n:
+    raise ValueError(f"gradients={tree!r} hold no entry: give a pytree with at least one non-empty array")
+  return n

@@ -1,0 +1,45 @@
+"""Who talks to whom: static Python data, checked when built, the same for every worker.
+
+A route is a tuple of (source, destination) pairs over workers 0 … P − 1.
+"""
+
+from collections.abc import Iterable
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+def strides(size: int) -> tuple[int, ...]:
+  """The strides of a recursive-halving schedule that needs no power of two, largest first: ⌈log₂ size⌉ of them.
+
+  Example:
+    >>> strides(6), strides(8), strides(1)
+    ((4, 2, 1), (4, 2, 1), ())
+  """
+  return tuple(1 << bit for bit in reversed(range((size - 1).bit_length())))
+
+
+def rotation(size: int, by: int) -> Pairs:
+  """Every worker to the one `by` places further on.
+
+  Example:
+    >>> rotation(3, 1)
+    ((0, 1), (1, 2), (2, 0))
+  """
+  return tuple((source, (source + by) % size) for source in range(size))
+
+
+def checked(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
+  """`pairs` as a tuple, if each worker sends at most once and receives at most once.
+
+  Raises:
+    ValueError: naming the pair that is out of range, or the worker that appears twice.
+  """
+  pairs = tuple((int(source), int(destination)) for source, destination in pairs)
+  for pair in pairs:
+    if not all(0 <= worker < size for worker in pair):
+      raise ValueError(f"route {pair}: workers are numbered 0 … {size - 1}")
+  for verb, workers in (("sends", [p[0] for p in pairs]), ("receives", [p[1] for p in pairs])):
+    twice = {worker for worker in workers if workers.count(worker) > 1}
+    if twice:
+      raise ValueError(f"route: worker {min(twice)} {verb} more than once in one round of {pairs}")
+  return pairs

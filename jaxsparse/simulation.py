@@ -1,0 +1,107 @@
+"""All workers on one device: any P anywhere, bit for bit what the mesh computes."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse import state as states
+from jaxsparse.collectives import Collective, make_collective
+from jaxsparse.comm import SimComm
+from jaxsparse.state import Metrics, ReduceState
+from jaxsparse.transform import init_state, reduce_step
+
+_AXIS = "workers"
+
+
+class Simulated(NamedTuple):
+  """One simulated reduction.
+
+  Attributes:
+    total: f32[n], the sum that every worker received (not divided by P).
+    residuals: f32[P, n], what each worker keeps; zeros for a collective that keeps nothing.
+    metrics: `Metrics` over all workers.
+    state: what the next call takes as `state=`; a pytree with a leading axis of P.
+  """
+
+  total: jax.Array
+  residuals: jax.Array
+  metrics: Metrics
+  state: ReduceState
+
+
+def simulate(
+  name: str,
+  grads: jax.typing.ArrayLike,
+  residuals: jax.typing.ArrayLike | None = None,
+  *,
+  state: ReduceState | None = None,
+  **config: Any,
+) -> Simulated:
+  """Runs one reduction of P workers on one device, under vmap.
+
+  Args:
+    name: one of `js.collective_names()`.
+    grads: f32[P, n], one gradient a worker.
+    residuals: f32[P, n] to start from; zeros by default.
+    state: the state that an earlier call returned, to go on from there instead.
+    **config: the options of the collective.
+
+  Returns:
+    `Simulated`: total, residuals, metrics and state.
+
+  Raises:
+    ValueError: for shapes that do not fit, both `residuals` and `state`, or a configuration that is rejected.
+    TypeError: for gradients that are not floating point.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> grads = jnp.array([[4.0, 0.0, 1.0, 0.0], [0.0, 1.0, 1.0, 3.0]])
+    >>> out = js.simulate("spardl", grads, k=2)
+    >>> out.total, out.residuals
+    (Array([4., 0., 0., 3.], dtype=float32), Array([[0., 0., 1., 0.],
+           [0., 1., 1., 0.]], dtype=float32))
+    >>> js.simulate("spardl", jnp.zeros((2, 4)), state=out.state, k=2).total
+    Array([0., 1., 2., 0.], dtype=float32)
+  """
+  collective = make_collective(name, **config)
+  grads = jnp.asarray(grads)
+  if grads.ndim != 2 or not grads.size:
+    raise ValueError(f"simulate: grads have shape {grads.shape}, give [workers, entries] with at least one of each")
+  if not jnp.issubdtype(grads.dtype, jnp.floating):
+    raise TypeError(f"simulate: grads have dtype {grads.dtype.name}, give a floating-point one")
+  if state is None:
+    state = initial(collective, *grads.shape)
+    if residuals is not None:
+      state = _with_residuals(state, jnp.asarray(residuals, jnp.float32), collective)
+  elif residuals is not None:
+    raise ValueError("simulate: give residuals or state, not both: a state holds its own residuals")
+  totals, state = reduce_all(collective, grads.astype(jnp.float32), state)
+  kept = state.carried.residual
+  left = jnp.zeros_like(totals) if kept is None else kept
+  flat_counters = jax.tree.map(jnp.ravel, state.counters)
+  return Simulated(totals[0], left, states.summary(state.carried, flat_counters), state)
+
+
+def initial(collective: Collective, workers: int, n: int) -> ReduceState:
+  """The states of all workers before the first step, along a leading axis."""
+  one = init_state(collective, n, workers)
+  return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), one)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def reduce_all(collective: Collective, grads: jax.Array, state: ReduceState) -> tuple[jax.Array, ReduceState]:
+  """`reduce_step` at every worker: f32[P, n] to the f32[P, n] totals that each of them received."""
+  states.check(state, grads.shape[1], held=grads.shape[0], workers=grads.shape[0])
+  worker = functools.partial(reduce_step, collective, SimComm(_AXIS))
+  return jax.vmap(worker, axis_name=_AXIS)(grads, state)
+
+
+def _with_residuals(state: ReduceState, residuals: jax.Array, collective: Collective) -> ReduceState:
+  expected = state.carried.residual
+  if expected is None:
+    raise ValueError(f"simulate: {collective.name} keeps no residual, leave residuals out")
+  if residuals.shape != expected.shape:
+    raise ValueError(f"simulate: residuals have shape {residuals.shape}, the gradients {expected.shape}")
+  return state._replace(carried=state.carried._replace(residual=residuals))

@@ -1,0 +1,153 @@
+"""What is carried from step to step: how it is made, checked, sharded and read.
+
+Everything lives in the optax state as arrays. Inside shard_map a worker sees its own part; outside, per-worker arrays
+of all workers lie one after the other along their leading axis, sharded over it, and shared ones are replicated.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxsparse._compat import AxisName
+from jaxsparse.types import Counters, State
+
+
+class ReduceState(NamedTuple):
+  """The optax state of a jaxsparse transform.
+
+  Attributes:
+    carried: the collective's own `State`.
+    counters: `Counters` of the last step, [1] at each worker and [P] outside shard_map.
+  """
+
+  carried: State
+  counters: Counters
+
+
+class Metrics(NamedTuple):
+  """What the last step did, over all workers.
+
+  Attributes:
+    words_sent: 4-byte words sent by the worker that sent most.
+    words_used: words that carried an entry, mean over workers.
+    density: share of the entries of the total that were delivered.
+    overflow: entries that found no room in a message and stayed in a residual, all workers together.
+    threshold_age: steps since a reused threshold was exact.
+    skipped: whether the step met NaN or Inf and was skipped by every worker.
+    skipped_steps: how many steps have been skipped so far.
+    residual_norm: ℓ₂ norm of all residuals together, the mass not yet delivered.
+  """
+
+  words_sent: jax.Array
+  words_used: jax.Array
+  density: jax.Array
+  overflow: jax.Array
+  threshold_age: jax.Array
+  skipped: jax.Array
+  skipped_steps: jax.Array
+  residual_norm: jax.Array
+
+
+def metrics(state: Any) -> Metrics:
+  """Reads the metrics of the last step from an optax state that holds one jaxsparse transform.
+
+  The residual norm is computed here, when it is read, and not in every step: it would cost a pass over the residual.
+
+  Args:
+    state: an optax state, of a chain too. Outside shard_map the metrics are over all workers, inside over this one.
+
+  Raises:
+    ValueError: if the state holds no jaxsparse transform, or more than one.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> tx = js.spardl_transform("workers", density=0.5)
+    >>> js.metrics(js.init(tx, jnp.zeros(8), mesh, axis="workers")).residual_norm
+    Array(0., dtype=float32)
+  """
+  found = reduce_states(state)
+  if len(found) != 1:
+    raise ValueError(f"metrics: the state holds {len(found)} jaxsparse transforms, give a state that holds one")
+  return summary(*found[0])
+
+
+def summary(carried: State, counters: Counters) -> Metrics:
+  """Metrics over all workers: `counters` of [P], and a residual of any shape that holds all residuals."""
+  residual = jnp.zeros(()) if carried.residual is None else carried.residual
+  return Metrics(
+    words_sent=counters.words_sent.max(),
+    words_used=counters.words_used.astype(jnp.float32).mean(),
+    density=counters.density.max(),
+    overflow=counters.overflow.sum(),
+    threshold_age=counters.threshold_age.max(),
+    skipped=counters.skipped.any(),
+    skipped_steps=counters.skipped_steps.max(),
+    residual_norm=jnp.sqrt(jnp.sum(residual**2)),
+  )
+
+
+def specs(state: Any, axis: AxisName) -> Any:
+  """The `PartitionSpec` of every leaf of an optax state, for the in_specs and out_specs of your own shard_map.
+
+  Residuals, counters and other per-worker arrays get `P(axis)`; what is the same on every worker gets `P()`.
+
+  Args:
+    state: an optax state, as arrays or as `jax.ShapeDtypeStruct`.
+    axis: the name, or tuple of names, of the mesh axis that the workers lie along.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> tx = optax.chain(js.spardl_transform("workers", density=0.5), optax.sgd(0.1, momentum=0.9))
+    >>> spec = js.specs(js.init(tx, jnp.zeros(8), mesh, axis="workers"), axis="workers")
+    >>> spec[0].carried.residual, spec[1][0].trace
+    (P('workers',), P())
+  """
+  per_worker, replicated = PartitionSpec(axis), PartitionSpec()
+
+  def of_node(node: Any) -> Any:
+    if not isinstance(node, ReduceState):
+      return replicated
+    carried = jax.tree.map(lambda _: per_worker, node.carried)
+    shared = jax.tree.map(lambda _: replicated, node.carried.shared)
+    return ReduceState(carried._replace(shared=shared), jax.tree.map(lambda _: per_worker, node.counters))
+
+  return jax.tree.map(of_node, state, is_leaf=_is_reduce_state)
+
+
+def reduce_states(state: Any) -> list[ReduceState]:
+  """Every `ReduceState` within an optax state."""
+  return [node for node in jax.tree.leaves(state, is_leaf=_is_reduce_state) if _is_reduce_state(node)]
+
+
+def check(state: ReduceState, n: int, held: int, workers: int) -> None:
+  """Checks that a state is of n entries and `workers` workers, before anything is computed with it.
+
+  Args:
+    state: the state, in which the per-worker arrays of `held` workers lie one after the other.
+    n: number of gradient entries.
+    held: 1 inside shard_map; all of them outside.
+    workers: the workers of the axis.
+
+  Raises:
+    ValueError: naming the sizes it was made for.
+  """
+  found = state.counters.skipped.size * workers // held
+  if found != workers:
+    raise ValueError(
+      f"the optimizer state was made for {found} workers, the axis has {workers}: make a new one with js.init, or "
+      f"restore it on {found} workers"
+    )
+  residual = state.carried.residual
+  if residual is not None and residual.size != n * held:
+    raise ValueError(
+      f"the optimizer state holds a residual of {residual.size // held} entries a worker, the gradients have {n}: make "
+      "a new one with js.init for these parameters"
+    )
+
+
+def _is_reduce_state(node: Any) -> bool:
+  return isinstance(node, ReduceState)

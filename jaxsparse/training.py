@@ -1,0 +1,186 @@
+"""The shard_map boilerplate that a user should not write: state over the mesh, and a training step."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxsparse import _compat, flatten
+from jaxsparse import state as states
+from jaxsparse._compat import AxisName
+
+
+class StepMetrics(NamedTuple):
+  """What a training step reports; `js.metrics(state)` has what it communicated.
+
+  Attributes:
+    loss: f32[], mean of the loss over the workers.
+    skipped: bool[], whether the step met NaN or Inf and was skipped by every worker.
+    aux: what `loss_fn` returned beside the loss, mean over the workers; None without `has_aux`.
+  """
+
+  loss: jax.Array
+  skipped: jax.Array
+  aux: Any = None
+
+
+def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, *, axis: AxisName = "workers") -> Any:
+  """The optimizer state over a mesh: residuals sharded over `axis`, everything else replicated.
+
+  Args:
+    tx: a chain whose first transformation is a jaxsparse one over `axis`.
+    params: the parameters, a pytree of floating-point arrays.
+    mesh: the mesh whose axis, or tuple of axes, `axis` is.
+    axis: the axis that the workers lie along.
+
+  Returns:
+    The state of `tx`; the residual is one f32[P · n] of all workers. Go on with `js.make_train_step`, or with
+    `js.specs(state, axis)` in a shard_map of your own.
+
+  Raises:
+    ValueError: if the mesh has no such axis, or the configuration does not fit the parameters.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> state = js.init(js.spardl_transform("workers", k=3), jnp.zeros(8), mesh, axis="workers")
+    >>> state.carried.residual.size == 8 * len(jax.devices())
+    True
+  """
+  _workers(mesh, axis)
+  mesh, replicated = _compat.auto_mesh(mesh), PartitionSpec()
+  make = functools.partial(_compat.shard_map, tx.init, mesh, replicated)
+  spec = states.specs(jax.eval_shape(make(replicated), params), axis)
+  return jax.jit(make(spec), out_shardings=_shardings(mesh, spec))(params)
+
+
+def make_train_step(
+  loss_fn: Callable[..., Any],
+  tx: optax.GradientTransformation,
+  mesh: Mesh,
+  *,
+  axis: AxisName = "workers",
+  has_aux: bool = False,
+) -> "TrainStep":
+  """A jitted data-parallel training step `params, state, metrics = step(params, state, batch)`.
+
+  Each worker takes its share of the batch along the leading axis, computes the gradient of its own mean loss, and `tx`
+  averages over the workers. The step donates `params` and `state`: use what it returns and not what it was given.
+
+  Args:
+    loss_fn: (params, batch) -> f32[] loss of one worker's share of the batch, or (loss, aux) with `has_aux`.
+    tx: a chain whose first transformation is a jaxsparse one over `axis`.
+    mesh: the mesh; other axes than `axis` hold copies.
+    axis: the axis, or tuple of axes, that the workers lie along.
+    has_aux: whether `loss_fn` returns a pytree of arrays to average beside the loss.
+
+  Returns:
+    A `TrainStep`.
+
+  Raises:
+    ValueError: if the mesh has no such axis; when called, for a batch that P does not divide or a state of other sizes.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> tx = optax.chain(js.spardl_transform("workers", density=0.5), optax.sgd(0.25))
+    >>> params = jnp.zeros(4)
+    >>> state = js.init(tx, params, mesh, axis="workers")
+    >>> step = js.make_train_step(lambda p, batch: jnp.mean((p - batch) ** 2), tx, mesh, axis="workers")
+    >>> for _ in range(50):
+    ...   params, state, metrics = step(params, state, jnp.ones((len(jax.devices()), 4)))
+    >>> float(jnp.abs(params - 1).max()) < 1e-3
+    True
+  """
+  return TrainStep(loss_fn, tx, mesh, axis, has_aux)
+
+
+class TrainStep:
+  """A training step over a mesh; made by `make_train_step`."""
+
+  def __init__(
+    self, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, mesh: Mesh, axis: AxisName, has_aux: bool
+  ):
+    self.workers = _workers(mesh, axis)
+    self._mesh, self._axis = _compat.auto_mesh(mesh), axis
+    self._step = functools.partial(_worker_step, loss_fn, tx, axis, has_aux)
+    self._programs: dict[Any, Callable[..., Any]] = {}
+    # XLA's CPU runtime runs the devices of a mesh on a small pool of threads: the rendezvous of steps in flight starve
+    # each other until it aborts, so at most one step is in flight there.
+    self._one_in_flight = mesh.devices.flat[0].platform == "cpu"
+    self._last: Any = None
+
+  def __call__(self, params: optax.Params, state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
+    """One step; see `make_train_step`."""
+    program = self._program(params, state, batch)
+    if self._one_in_flight:
+      jax.block_until_ready(self._last)
+    params, state, metrics = program(params, state, batch)
+    self._last = metrics.loss
+    return params, state, metrics
+
+  def lower(self, params: optax.Params, state: Any, batch: Any) -> jax.stages.Lowered:
+    """The step as `jax.stages.Lowered`, to look at its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
+    return self._program(params, state, batch).lower(params, state, batch)
+
+  def _program(self, params: optax.Params, state: Any, batch: Any) -> Any:
+    self._check(params, state, batch)
+    structure = jax.tree.structure(state)
+    if structure not in self._programs:
+      self._programs[structure] = self._compile(states.specs(state, self._axis))
+    return self._programs[structure]
+
+  def _compile(self, state_spec: Any) -> Callable[..., Any]:
+    replicated, split = PartitionSpec(), PartitionSpec(self._axis)
+    in_specs, out_specs = (replicated, state_spec, split), (replicated, state_spec, replicated)
+    step = _compat.shard_map(self._step, self._mesh, in_specs, out_specs)
+    place = functools.partial(_shardings, self._mesh)
+    return jax.jit(step, in_shardings=place(in_specs), out_shardings=place(out_specs), donate_argnums=(0, 1))
+
+  def _check(self, params: optax.Params, state: Any, batch: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+      if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % self.workers:
+        raise ValueError(
+          f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: its leading axis must divide among the "
+          f"{self.workers} workers of axis {self._axis!r}"
+        )
+    for node in states.reduce_states(state):
+      states.check(node, flatten.count(params), held=self.workers, workers=self.workers)
+
+
+def _worker_step(
+  loss_fn: Callable[..., Any],
+  tx: optax.GradientTransformation,
+  axis: AxisName,
+  has_aux: bool,
+  params: optax.Params,
+  state: Any,
+  batch: Any,
+) -> tuple[optax.Params, Any, StepMetrics]:
+  """One worker's step, inside shard_map. The mean of loss and aux is its only message beside those of `tx`."""
+  value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
+  loss, aux = value if has_aux else (value, None)
+  updates, state = tx.update(grads, state, params)
+  params = optax.apply_updates(params, updates)
+  skipped = [node.counters.skipped[0] for node in states.reduce_states(state)]
+  loss, aux = jax.lax.pmean((loss, aux), axis)
+  return params, state, StepMetrics(loss, jnp.any(jnp.array(skipped)), aux)
+
+
+def _workers(mesh: Mesh, axis: AxisName) -> int:
+  names = (axis,) if isinstance(axis, str) else axis
+  unknown = [name for name in names if name not in mesh.shape]
+  if unknown:
+    raise ValueError(f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
+  size = 1
+  for name in names:
+    size *= mesh.shape[name]
+  return size
+
+
+def _shardings(mesh: Mesh, spec: Any) -> Any:
+  return jax.tree.map(lambda s: NamedSharding(mesh, s), spec, is_leaf=lambda s: isinstance(s, PartitionSpec))

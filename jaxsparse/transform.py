@@ -1,0 +1,88 @@
+"""A collective as an `optax.GradientTransformation`, written once for all of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse import _compat, flatten
+from jaxsparse import state as states
+from jaxsparse.collectives import Collective, make_collective
+from jaxsparse.comm import AxisComm, comm_of
+from jaxsparse.state import ReduceState
+from jaxsparse.types import Comm, Counters
+
+
+def make_transform(name: str, axis: _compat.AxisName | Comm, **config: Any) -> optax.GradientTransformation:
+  """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.
+
+  Args:
+    name: one of `js.collective_names()`.
+    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    **config: the options of the collective; those of `js.spardl_transform` for "spardl", and so on.
+
+  Raises:
+    ValueError: for an unknown name or a rejected option, with the choices.
+    TypeError: for an option that the collective does not have.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> tx = js.make_transform("spardl", "workers", density=0.01)
+    >>> js.make_transform("sparse", "workers")
+    Traceback (most recent call last):
+    ValueError: unknown collective 'sparse', choose one of dense, spardl
+  """
+  return transform_of(make_collective(name, **config), axis)
+
+
+def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax.GradientTransformation:
+  """The transform that averages gradients with `collective` over the workers of `axis`."""
+  comm = comm_of(axis)
+
+  def init(params: optax.Params) -> ReduceState:
+    return init_state(collective, flatten.count(params), comm.size)
+
+  def update(
+    updates: optax.Updates, state: ReduceState, params: optax.Params | None = None
+  ) -> tuple[optax.Updates, ReduceState]:
+    del params
+    grads, unflatten = flatten.flatten(updates)
+    states.check(state, grads.size, held=1, workers=comm.size)
+    _check_local(comm, grads)
+    total, state = reduce_step(collective, comm, grads, state)
+    return unflatten(total / comm.size), state
+
+  return optax.GradientTransformation(init, update)
+
+
+def init_state(collective: Collective, n: int, size: int) -> ReduceState:
+  """The state of one of `size` workers before the first step."""
+  return ReduceState(collective.init(n, size), Counters.zeros())
+
+
+def reduce_step(
+  collective: Collective, comm: Comm, grads: jax.Array, state: ReduceState
+) -> tuple[jax.Array, ReduceState]:
+  """One reduction at one worker: f32[n] to the f32[n] sum over workers, and the next state.
+
+  NaN and Inf rank above everything in selection, so one of them anywhere is in the total of every worker. All of them
+  see it without an extra message, return a total of zeros and keep what they carried: the step is skipped.
+  """
+  total, carried, counters = collective.reduce(comm, grads, state.carried)
+  finite = jnp.isfinite(total).all()
+  total = jnp.where(finite, total, 0.0)
+  carried = jax.tree.map(lambda new, old: jnp.where(finite, new, old), carried, state.carried)
+  skipped_steps = state.counters.skipped_steps + ~finite
+  counters = counters._replace(skipped=~finite, skipped_steps=skipped_steps)
+  counters = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype).reshape(1), counters, state.counters)
+  return total, ReduceState(carried, counters)
+
+
+def _check_local(comm: Comm, grads: jax.Array) -> None:
+  """Under check_vma=True JAX sums the gradients of replicated parameters by itself: they are not local any more."""
+  if isinstance(comm, AxisComm) and _compat.is_summed_over(comm.axis, grads):
+    raise ValueError(
+      f"the gradients are already summed over {comm.axis!r}: jaxsparse takes the local gradients of one worker, so "
+      "give jax.shard_map check_vma=False (js.make_train_step does)"
+    )

@@ -1,0 +1,140 @@
+"""The words the library speaks: what travels, the verbs that carry it, what is kept, what it costs."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+Tree = TypeVar("Tree")
+
+
+class Sparse(NamedTuple):
+  """Entries of a vector (or of the rows of a matrix) in coordinate form; two words an entry on the wire.
+
+  Attributes:
+    indices: i32[..., k], positions within the vector or row; unique within it.
+    values: f32[..., k].
+  """
+
+  indices: jax.Array
+  values: jax.Array
+
+
+class Comm(Protocol):
+  """The five verbs, and all that an algorithm knows of the engine that carries its messages.
+
+  `rank` is traced under shard_map and may be an int elsewhere: never branch on it in Python; take, where, roll.
+  """
+
+  @property
+  def size(self) -> int:
+    """Number of workers, a Python int."""
+    ...
+
+  @property
+  def rank(self) -> jax.Array:
+    """Number of this worker, i32[] in 0 … size − 1."""
+    ...
+
+  def shift(self, tree: Tree, by: int) -> Tree:
+    """Sends `tree` to rank + by and returns what rank − by sent, modulo `size`: one message."""
+    ...
+
+  def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
+    """Sends `tree` along (source, destination) pairs: one message; zeros where none arrives."""
+    ...
+
+  def all_reduce(self, x: jax.Array, op: Literal["sum", "max", "min"] = "sum") -> jax.Array:
+    """Combines `x` of all workers, the same bits on each of them."""
+    ...
+
+  def split(self, teams: int) -> tuple["Comm", "Comm"]:
+    """Views (team, member): the workers of my team, and those of my position in every team."""
+    ...
+
+
+class State(NamedTuple):
+  """What a collective carries from step to step. Arrays only, the same shapes and dtypes after every step.
+
+  Attributes:
+    residual: f32[n] at this worker, the mass not yet delivered; None for a collective that leaves none.
+    worker: any pytree that differs between workers; every leaf has a leading axis (it is sharded along it).
+    shared: any pytree that is bitwise the same on every worker.
+  """
+
+  residual: Any = None
+  worker: Any = ()
+  shared: Any = ()
+
+
+class Counters(NamedTuple):
+  """What one reduction did at one worker: scalars, or [workers] outside shard_map.
+
+  Attributes:
+    words_sent: 4-byte words this worker sent, empty slots included.
+    words_used: those of them that carried an entry.
+    density: share of the entries of the total that were delivered.
+    overflow: entries that found no room in a message and went back to the residual.
+    threshold_age: steps since a reused threshold was exact.
+    skipped: whether this step saw NaN or Inf and was skipped on every worker.
+    skipped_steps: how many steps have been skipped since the state was made.
+  """
+
+  words_sent: Any = 0
+  words_used: Any = 0
+  density: Any = 0.0
+  overflow: Any = 0
+  threshold_age: Any = 0
+  skipped: Any = False
+  skipped_steps: Any = 0
+
+  @classmethod
+  def zeros(cls) -> Self:
+    """Counters of a worker before its first step, one entry each: the leading axis is the worker's."""
+    types = cls(jnp.uint32, jnp.uint32, jnp.float32, jnp.int32, jnp.int32, jnp.bool_, jnp.int32)
+    return cls(*(jnp.zeros(1, dtype) for dtype in types))
+
+
+class Reduced(NamedTuple):
+  """What a collective gives back at one worker.
+
+  Attributes:
+    total: f32[n], the estimate of the *sum* over workers, bitwise the same on every worker (Law R).
+    state: the next `State`; its residual holds what `total` did not deliver (Law C).
+    counters: the step's `Counters`, scalars.
+  """
+
+  total: jax.Array
+  state: State
+  counters: Counters
+
+
+class Cost(NamedTuple):
+  """What one worker sends for one update: the α and β terms of the alpha-beta model.
+
+  Attributes:
+    messages: number of messages one after the other.
+    words: 4-byte words sent.
+    agreements: one-word all-reduces, listed apart.
+
+  Example:
+    >>> cost = Cost(messages=6, words=1000)
+    >>> cost.bytes
+    4000
+    >>> round(cost.seconds(alpha=1e-4, beta=8e-9), 6)  # 0.1 ms a message, 1 Gbit/s
+    0.000632
+  """
+
+  messages: int
+  words: int
+  agreements: int = 0
+
+  @property
+  def bytes(self) -> int:
+    """Bytes sent by one worker."""
+    return 4 * self.words
+
+  def seconds(self, alpha: float, beta: float) -> float:
+    """`messages · alpha + bytes · beta`, with alpha in seconds a message and beta in seconds a byte."""
+    return self.messages * alpha + self.bytes * beta
