@@ -131,8 +131,8 @@ class SimComm(AxisComm):
       worker = jax.lax.axis_index(self.axis)
       first = worker - self.rank * self.stride
       gathered = gathered[first + jnp.arange(self.size, dtype=jnp.int32) * self.stride]
-    if jnp.issubdtype(x.dtype, jnp.floating):
-      gathered = gathered.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < _WORD:
+      gathered = gathered.astype(jnp.float32)
     result, _ = jax.lax.scan(lambda total, row: (combine(total, row), None), gathered[0], gathered[1:])
     return result.astype(x.dtype)
 

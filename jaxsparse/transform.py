@@ -73,7 +73,7 @@ def reduce_step(
   finite = jnp.isfinite(total).all()
   total = jnp.where(finite, total, 0.0)
   carried = jax.tree.map(lambda new, old: jnp.where(finite, new, old), carried, state.carried)
-  skipped_steps = state.counters.skipped_steps + ~finite
+  skipped_steps = state.counters.skipped_steps + (~finite).astype(jnp.int32)
   counters = counters._replace(skipped=~finite, skipped_steps=skipped_steps)
   counters = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype).reshape(1), counters, state.counters)
   return total, ReduceState(carried, counters)
