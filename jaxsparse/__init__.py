@@ -20,7 +20,7 @@ reads the messages and words off its jaxpr.
 """
 
 from jaxsparse import costs, select
-from jaxsparse.collectives import Collective, SparseCollective, collective_names, make_collective
+from jaxsparse.collectives import Collective, SparseCollective, collective_names, collective_options, make_collective
 from jaxsparse.collectives.dense import dense_transform
 from jaxsparse.collectives.spardl import spardl_transform
 from jaxsparse.comm import AxisComm, SimComm
@@ -49,6 +49,7 @@ __all__ = [
   "StepMetrics",
   "TrainStep",
   "collective_names",
+  "collective_options",
   "costs",
   "dense_transform",
   "init",

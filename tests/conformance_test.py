@@ -1,7 +1,7 @@
 """The laws that every collective obeys, for every option it has and any number of workers.
 
-A new file in jaxsparse/collectives/ is in these tables by existing. The letters are those of the design: C conservation,
-R replication, 1 exactly once, W wire; then bit equality of simulator and mesh, and behaviour on bad and extreme input.
+A new file in jaxsparse/collectives/ is in these tables by existing. C is conservation, R replication, 1 exactly once, W
+the wire; then come bit equality of simulator and mesh, and behaviour on bad and extreme input.
 """
 
 import functools
@@ -162,12 +162,14 @@ def test_not_a_number_anywhere_skips_the_step_everywhere(case, workers, poison):
   totals, after = simulation.reduce_all(collective, jnp.asarray(bad), state)
   np.testing.assert_array_equal(totals, np.zeros((workers, n)))
   jax.tree.map(np.testing.assert_array_equal, after.carried, state.carried)
-  assert np.all(after.counters.skipped) and np.all(after.counters.skipped_steps == 1)
+  assert np.all(after.counters.skipped)
+  assert np.all(after.counters.skipped_steps == 1)
   clean = jnp.asarray(normals(2, workers, n))
   resumed, final = simulation.reduce_all(collective, clean, after)
   expected, _ = simulation.reduce_all(collective, clean, state)
   np.testing.assert_array_equal(bits(resumed), bits(expected))
-  assert not np.any(final.counters.skipped) and np.all(final.counters.skipped_steps == 1)
+  assert not np.any(final.counters.skipped)
+  assert np.all(final.counters.skipped_steps == 1)
 
 
 @each_case
@@ -188,7 +190,9 @@ def test_extreme_gradients(case, workers, kind, n):
   if case in CONSERVING:
     left = np.asarray(out.residuals, np.float64).sum(0)
     exact = np.asarray(grads, np.float64).sum(0)
-    np.testing.assert_allclose(np.asarray(out.total, np.float64) + left, exact, rtol=2**-7 if "bf" in str(case) else 1e-6)
+    np.testing.assert_allclose(
+      np.asarray(out.total, np.float64) + left, exact, rtol=2**-7 if "bf" in str(case) else 1e-6
+    )
   if kind == "giant":
     assert out.total[n // 2] == 2.0**100
 

@@ -1,6 +1,5 @@
 """Sixteen workers in every test process, strict arithmetic, and one table of collectives for all tests."""
 
-
 import hypothesis
 import jax
 

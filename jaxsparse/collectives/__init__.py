@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxsparse.collectives._base import Collective, SparseCollective
 
-__all__ = ["Collective", "SparseCollective", "collective_names", "make_collective"]
+__all__ = ["Collective", "SparseCollective", "collective_names", "collective_options", "make_collective"]
 
 
 @functools.cache
@@ -34,6 +34,21 @@ def collective_names() -> tuple[str, ...]:
   return tuple(sorted(_kinds()))
 
 
+def collective_options(name: str) -> tuple[str, ...]:
+  """The names of the options of a collective.
+
+  Raises:
+    ValueError: for an unknown name, with the choices.
+
+  Example:
+    >>> collective_options("dense")
+    ('dtype',)
+  """
+  if name not in _kinds():
+    raise ValueError(f"unknown collective {name!r}, choose one of {', '.join(collective_names())}")
+  return tuple(field.name for field in dataclasses.fields(_kinds()[name]))
+
+
 def make_collective(name: str, **config: Any) -> Collective:
   """The collective of that name.
 
@@ -41,11 +56,8 @@ def make_collective(name: str, **config: Any) -> Collective:
     ValueError: for an unknown name, or a configuration it rejects.
     TypeError: for an option it does not have; each names the choices.
   """
-  kind = _kinds().get(name)
-  if kind is None:
-    raise ValueError(f"unknown collective {name!r}, choose one of {', '.join(collective_names())}")
-  options = [field.name for field in dataclasses.fields(kind)]
+  options = collective_options(name)
   unknown = sorted(set(config) - set(options))
   if unknown:
     raise TypeError(f"{name}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}")
-  return kind(**config)
+  return _kinds()[name](**config)

@@ -35,6 +35,7 @@ def spardl_transform(
   *,
   density: float | None = None,
   k: int | None = None,
+  teams: Literal[1] = 1,
   residual: Literal["global", "partial", "local"] = "global",
 ) -> optax.GradientTransformation:
   """Averages gradients over the workers, k of n entries a step, and keeps the rest for later steps (SparDL, §3).
@@ -51,6 +52,7 @@ def spardl_transform(
     axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
     density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
     k: the number of entries to deliver instead, 1 … n. It is rounded up to ⌈k/P⌉ for each of P blocks.
+    teams: one team of all workers, so far.
     residual: what to keep of the entries that are not delivered. "global" keeps all. "partial" (without what later
       workers drop at I) and "local" (only what this worker did not send) are the paper's ablation (§4.1.3) and lose
       gradient mass.
@@ -73,13 +75,14 @@ def spardl_transform(
     >>> float(metrics.loss)
     16.0
   """
-  return transform_of(SparDL(density=density, k=k, residual=residual), axis)
+  return transform_of(SparDL(density=density, k=k, teams=teams, residual=residual), axis)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparDL(SparseCollective):
   """SparDL with one team; see `spardl_transform` for the fields."""
 
+  teams: Literal[1] = 1
   residual: Literal["global", "partial", "local"] = "global"
 
   @property

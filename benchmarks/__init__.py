@@ -1,0 +1,1 @@
+"""Benchmarks: absl-flag binaries, one for each table or figure. `python -m benchmarks.NAME --help` explains each."""

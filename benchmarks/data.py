@@ -1,0 +1,119 @@
+"""Data sets for training runs: the digits inside scikit-learn, and CIFAR-10 from its python files."""
+
+import io
+import pathlib
+import pickle
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+CIFAR10_FILES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+
+
+class Dataset(NamedTuple):
+  """Images f32[count, height, width, channels] with mean 0 and deviation 1 over the training set, labels i32[count]."""
+
+  train_images: np.ndarray
+  train_labels: np.ndarray
+  test_images: np.ndarray
+  test_labels: np.ndarray
+
+
+def load(name: str, data_dir: str | None = None) -> Dataset:
+  """The data set of that name.
+
+  Raises:
+    ValueError: for an unknown name, a missing `data_dir`, or a file that does not hold what it should.
+    FileNotFoundError: for a missing file, saying what was expected where.
+  """
+  if name == "digits":
+    return _digits()
+  if name == "cifar10":
+    if not data_dir:
+      raise ValueError("--dataset=cifar10 needs --data_dir, the folder that holds cifar-10-batches-py")
+    return _cifar10(pathlib.Path(data_dir))
+  raise ValueError(f"unknown dataset {name!r}, choose one of digits, cifar10")
+
+
+def batches(images: np.ndarray, labels: np.ndarray, size: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
+  """Endless shuffled batches of `size`, the same for the same seed; each epoch drops its incomplete last batch.
+
+  Raises:
+    ValueError: if there are fewer images than `size`.
+  """
+  if size > len(images):
+    raise ValueError(f"a batch of {size} does not fit in {len(images)} training images: use a smaller --batch_size")
+  random = np.random.default_rng(seed)
+  while True:
+    order = random.permutation(len(images))
+    for start in range(0, len(order) - size + 1, size):
+      chosen = order[start : start + size]
+      yield {"image": images[chosen], "label": labels[chosen]}
+
+
+def _digits() -> Dataset:
+  """1,797 handwritten digits of 8 × 8 pixels, every fifth for the test."""
+  from sklearn.datasets import load_digits  # slow to import, and not needed for CIFAR-10
+
+  digits = load_digits()
+  images = digits.images[..., None].astype(np.float32)
+  test = np.arange(len(images)) % 5 == 0
+  return _standardized(images[~test], digits.target[~test], images[test], digits.target[test])
+
+
+def _cifar10(folder: pathlib.Path) -> Dataset:
+  if (folder / "cifar-10-batches-py").is_dir():
+    folder = folder / "cifar-10-batches-py"
+  missing = [name for name in CIFAR10_FILES if not (folder / name).is_file()]
+  if missing:
+    raise FileNotFoundError(
+      f"CIFAR-10: {folder} has no {', '.join(missing)}; expected the files of the python version of the data set, "
+      f"unpacked: {', '.join(CIFAR10_FILES)}"
+    )
+  *train, (test_images, test_labels) = (_cifar10_file(folder / name) for name in CIFAR10_FILES)
+  images, labels = (np.concatenate(parts) for parts in zip(*train, strict=True))
+  return _standardized(images, labels, test_images, test_labels)
+
+
+def _cifar10_file(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
+  """One file: a pickled dictionary of `data` u8[count, 3072], channel by channel, and `labels`, 0 … 9."""
+  try:
+    content = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+    data, labels = np.asarray(content[b"data"]), np.asarray(content[b"labels"])
+  except Exception as error:  # pickle raises whatever the bytes make it raise
+    raise ValueError(
+      f"CIFAR-10: {path} is not a python batch of the data set, a pickled dictionary with the keys data and labels "
+      f"({type(error).__name__}: {error})"
+    ) from error
+  if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3072 or labels.shape != data.shape[:1]:
+    raise ValueError(
+      f"CIFAR-10: {path} holds data {data.dtype.name}{list(data.shape)} and labels {list(labels.shape)}, expected "
+      "uint8[count, 3072] and [count]"
+    )
+  if not np.isin(labels, np.arange(10)).all():
+    raise ValueError(f"CIFAR-10: {path} holds labels outside 0 … 9")
+  return data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1).astype(np.float32), labels
+
+
+class _ArraysOnly(pickle.Unpickler):
+  """Loads arrays and plain containers; a pickle that names anything else is refused, not run."""
+
+  _ALLOWED = frozenset(
+    {("multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
+  )
+
+  def find_class(self, module: str, name: str) -> Any:
+    last = module.rpartition(".")[2]
+    if (last, name) not in self._ALLOWED:
+      raise pickle.UnpicklingError(f"it names {module}.{name}")
+    # Files written long ago name numpy.core, which has moved.
+    return super().find_class("numpy._core.multiarray" if last == "multiarray" else module, name)
+
+
+def _standardized(
+  train_images: np.ndarray, train_labels: np.ndarray, test_images: np.ndarray, test_labels: np.ndarray
+) -> Dataset:
+  mean, deviation = train_images.mean(), train_images.std() + 1e-6
+  scale = lambda images: ((images - mean) / deviation).astype(np.float32)
+  return Dataset(scale(train_images), train_labels.astype(np.int32), scale(test_images), test_labels.astype(np.int32))
