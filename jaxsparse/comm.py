@@ -28,7 +28,7 @@ def comm_of(axis: _compat.AxisName | Comm) -> Comm:
   """
   if isinstance(axis, str) or (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
     return AxisComm(axis)
-  if all(hasattr(axis, verb) for verb in ("size", "rank", "shift", "permute", "all_reduce", "split")):
+  if all(hasattr(axis, verb) for verb in ("shift", "permute", "all_reduce", "split")):
     return cast(Comm, axis)
   raise TypeError(f"axis={axis!r}: give the name of a shard_map axis, a tuple of such names, or a comm")
 

@@ -21,6 +21,12 @@ class Collective(abc.ABC):
   """
 
   def __post_init__(self) -> None:
+    for field, value in vars(self).items():
+      if isinstance(value, jax.Array):
+        raise TypeError(
+          f"{self.name}: {field} must be a plain Python value, it is part of the program that is compiled; under "
+          "optax.inject_hyperparams name it in static_args"
+        )
     for field, choices in choices_of(type(self)).items():
       if getattr(self, field) not in choices:
         raise ValueError(
@@ -81,11 +87,6 @@ class SparseCollective(Collective):
   def __post_init__(self) -> None:
     super().__post_init__()
     density, k = self.density, self.k
-    if isinstance(density, jax.Array) or isinstance(k, jax.Array):
-      raise TypeError(
-        f"{self.name}: density and k must be Python numbers, they fix the size of the messages when the step is "
-        "compiled; under optax.inject_hyperparams name them in static_args"
-      )
     if (density is None) == (k is None):
       raise ValueError(f"{self.name}: give exactly one of density and k, got density={density!r} and k={k!r}")
     if density is not None and not (_is_number(density, numbers.Real) and 0 < density <= 1):

@@ -1,0 +1,145 @@
+"""The verbs, on a mesh of forced host devices and under vmap: the same answers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxsparse import _compat
+from jaxsparse.comm import AxisComm, SimComm, all_gather, comm_of, pack, unpack
+from tests.cases import WORKERS, mesh_of, normals
+
+
+def on_mesh(function, *args):
+  workers = len(args[0])
+  mapped = lambda *rows: jax.tree.map(lambda x: x[None], function(AxisComm("workers"), *(row[0] for row in rows)))
+  return jax.jit(_compat.shard_map(mapped, mesh_of(workers), P("workers"), P("workers")))(*args)
+
+
+def simulated(function, *args):
+  return jax.jit(jax.vmap(lambda *rows: function(SimComm("workers"), *rows), axis_name="workers"))(*args)
+
+
+engines = pytest.mark.parametrize("run", [on_mesh, simulated])
+each_size = pytest.mark.parametrize("workers", WORKERS)
+
+
+@engines
+@each_size
+def test_size_and_rank(run, workers):
+  ranks = run(lambda comm, x: comm.rank + 0 * x, jnp.zeros(workers, jnp.int32))
+  np.testing.assert_array_equal(ranks, np.arange(workers))
+
+
+@engines
+@each_size
+@pytest.mark.parametrize("by", [0, 1, 2, -1, 17])
+def test_shift(run, workers, by):
+  tree = {"i": jnp.arange(workers, dtype=jnp.int32), "f": jnp.asarray(normals(0, workers, 3))}
+  got = run(lambda comm, i, f: comm.shift({"i": i, "f": f}, by), tree["i"], tree["f"])
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.roll(y, by, axis=0)), got, tree)
+
+
+@engines
+def test_permute_leaves_zeros_where_nobody_sends(run):
+  got = run(lambda comm, x: comm.permute(x, [(0, 3), (3, 1)]), jnp.arange(10.0, 15.0))
+  np.testing.assert_array_equal(got, [0, 13, 0, 10, 0])
+
+
+@engines
+@pytest.mark.parametrize(
+  ("pairs", "message"),
+  [([(0, 4)], "numbered 0 … 3"), ([(0, 1), (0, 2)], "worker 0 sends more"), ([(0, 1), (2, 1)], "worker 1 receives")],
+)
+def test_bad_routes(run, pairs, message):
+  with pytest.raises(ValueError, match=message):
+    run(lambda comm, x: comm.permute(x, pairs), jnp.zeros(4))
+
+
+@each_size
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_all_reduce_agrees_bit_for_bit(workers, op, dtype):
+  x = jnp.asarray(10 * normals(1, workers, 33)).astype(dtype)
+  reduce = lambda comm, row: comm.all_reduce(row, op)
+  a, b = on_mesh(reduce, x), simulated(reduce, x)
+  np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+  expected = getattr(np, op)(np.asarray(x, np.float64), axis=0)
+  np.testing.assert_allclose(np.asarray(a[0], np.float64), expected, rtol=2e-2, atol=1)
+
+
+@engines
+@pytest.mark.parametrize("teams", [1, 2, 3, 6, 12])
+def test_split(run, teams):
+  length = 12 // teams
+
+  def places(comm, x):
+    team, member = comm.split(teams)
+    assert (team.size, member.size) == (length, teams)
+    return team.rank, member.rank, team.shift(x, 1), member.shift(x, 1), team.all_reduce(x), member.all_reduce(x)
+
+  got = run(places, jnp.arange(12.0))
+  grid = np.arange(12).reshape(teams, length)
+  expected = [
+    np.broadcast_to(np.arange(length), grid.shape),
+    np.broadcast_to(np.arange(teams)[:, None], grid.shape),
+    np.roll(grid, 1, axis=1),
+    np.roll(grid, 1, axis=0),
+    np.broadcast_to(grid.sum(1, keepdims=True), grid.shape),
+    np.broadcast_to(grid.sum(0), grid.shape),
+  ]
+  for x, y in zip(got, expected, strict=True):
+    np.testing.assert_array_equal(x, y.reshape(-1))
+
+
+@engines
+def test_split_of_a_split(run):
+  def nested(comm, x):
+    _, member = comm.split(3)  # workers 0 4 8, 1 5 9, ...
+    inner, _ = comm.split(3)[0].split(2)  # workers 0 1, 2 3, ...
+    return member.all_reduce(x), inner.all_reduce(x)
+
+  across, within = run(nested, jnp.arange(12.0))
+  np.testing.assert_array_equal(across, [12, 15, 18, 21] * 3)
+  np.testing.assert_array_equal(within, np.repeat(np.arange(12).reshape(6, 2).sum(1), 2))
+
+
+def test_split_names_the_divisors():
+  with pytest.raises(ValueError, match=r"teams=4 does not divide the 6 workers, choose one of \[1, 2, 3, 6\]"):
+    simulated(lambda comm, x: comm.split(4)[0].shift(x, 1), jnp.zeros(6))
+
+
+@engines
+@each_size
+def test_all_gather_has_rows_in_the_home_frame(run, workers):
+  x = jnp.asarray(normals(0, workers, 2))
+  got = run(all_gather, x)
+  for rank in range(workers):
+    np.testing.assert_array_equal(got[rank], np.roll(x, -rank, axis=0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "uint8", "int8", "bfloat16", "float16", "bool", "uint16"])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7), (0,)])
+def test_pack_is_undone_by_unpack(dtype, shape):
+  x = jnp.asarray(np.random.default_rng(0).integers(0, 2, shape)).astype(dtype)
+  tree = (x, {"y": jnp.float32(jnp.nan), "z": x})
+  words = pack(tree)
+  assert words.dtype == jnp.uint32
+  assert words.size == 2 * -(-x.size * x.dtype.itemsize // 4) + 1
+  jax.tree.map(np.testing.assert_array_equal, unpack(words, tree), tree)
+
+
+def test_tuple_of_axes_is_one_row_of_workers():
+  mesh = jax.make_mesh((2, 3), ("hosts", "devices"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  both = ("hosts", "devices")
+  program = _compat.shard_map(lambda x: AxisComm(both).shift(x, 1), mesh, P(both), P(both))
+  np.testing.assert_array_equal(jax.jit(program)(jnp.arange(6.0)), [5, 0, 1, 2, 3, 4])
+
+
+def test_comm_of():
+  comm = AxisComm("workers")
+  assert comm_of("workers") == comm
+  assert comm_of(comm) is comm
+  with pytest.raises(TypeError, match="axis=3: give the name of a shard_map axis"):
+    comm_of(3)

@@ -1,0 +1,62 @@
+"""Counting: from the jaxpr, for sizes that nothing could hold."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxsparse as js
+from jaxsparse import _compat
+from jaxsparse.comm import AxisComm
+from jaxsparse.costs import count_jaxpr
+
+
+def traced(function, workers):
+  """The jaxpr of `function(comm, f32[10])` at one of `workers` workers."""
+  mesh = _compat.abstract_mesh("w", workers)
+  program = _compat.shard_map(lambda x: function(AxisComm("w"), x), mesh, P("w"), P("w"))
+  return jax.make_jaxpr(program)(jax.ShapeDtypeStruct((10 * workers,), jnp.float32)).jaxpr
+
+
+def test_a_size_that_nothing_could_hold_takes_seconds():
+  start = time.monotonic()
+  cost = js.costs.count("spardl", n=2**27, workers=128, density=0.001)
+  share = -(-134218 // 128)  # ⌈⌈0.001 · 2^27⌉ / 128⌉
+  assert cost == js.Cost(messages=14, words=4 * share * 127)
+  assert time.monotonic() - start < 60
+
+
+def test_loops_count_their_length_and_switches_their_dearest_branch():
+  loop = lambda comm, x: jax.lax.fori_loop(0, 5, lambda _, y: comm.shift(y, 1), x)
+  assert count_jaxpr(traced(loop, 4), 4) == js.Cost(5, 50)
+  once, twice = lambda comm, x: comm.shift(x, 1), lambda comm, x: comm.shift(comm.shift(x, 1), 1)
+  switch = lambda comm, x: jax.lax.cond(x[0] > 0, lambda y: once(comm, y), lambda y: twice(comm, y), x)
+  assert count_jaxpr(traced(switch, 4), 4) == js.Cost(2, 20)
+
+
+def test_one_word_is_an_agreement():
+  agree = lambda comm, x: x + comm.all_reduce(x[0], "max")
+  assert count_jaxpr(traced(agree, 4), 4) == js.Cost(0, 0, agreements=1)
+
+
+def test_views_are_counted_by_their_size():
+  team = lambda comm, x: comm.split(4)[0].all_reduce(x)
+  assert count_jaxpr(traced(team, 8), 8) == js.costs.all_reduce_cost(10, 2)
+
+
+def test_what_cannot_be_counted_says_so():
+  endless = lambda comm, x: jax.lax.while_loop(lambda y: y[0] > 0, lambda y: comm.shift(y, 1), x)
+  with pytest.raises(NotImplementedError, match="unknown length"):
+    count_jaxpr(traced(endless, 4), 4)
+  other = lambda comm, x: jax.lax.all_to_all(x.reshape(2, 5), comm.axis, 0, 0).reshape(-1)
+  with pytest.raises(NotImplementedError, match="all_to_all is not known"):
+    count_jaxpr(traced(other, 2), 2)
+
+
+@pytest.mark.parametrize(("n", "workers", "message"), [(0, 2, "n=0"), (5, 0, "workers=0")])
+def test_bad_sizes(n, workers, message):
+  for function in (js.costs.count, js.costs.predict):
+    with pytest.raises(ValueError, match=message):
+      function("dense", n=n, workers=workers)

@@ -1,0 +1,201 @@
+"""The training step: trains, places, paces itself, and says what is wrong before it changes anything."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+
+import jaxsparse as js
+from tests.cases import CASES, bits, mesh_of, normals
+
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+TARGET = np.linspace(-1, 1, 20).astype(np.float32)
+
+
+def loss_fn(params, batch):
+  return jnp.mean((batch - params["w"][None]) ** 2) * 10
+
+
+def batch_of(step, workers):
+  return TARGET + 0.1 * normals(step, 2 * workers, 20)
+
+
+def make(case=None, workers=6, tx=None):
+  if tx is None:
+    tx = optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1, momentum=0.5))
+  if case is not None:
+    tx = optax.chain(js.make_transform(case.name, "workers", **case.config(density=0.2)), optax.sgd(0.1))
+  mesh, params = mesh_of(workers), {"w": jnp.zeros(20)}
+  return js.make_train_step(loss_fn, tx, mesh), params, js.init(tx, params, mesh), (tx, mesh)
+
+
+@each_case
+@pytest.mark.parametrize("workers", [1, 3, 6])
+def test_it_learns(case, workers):
+  step, params, state, _ = make(case, workers)
+  for i in range(150):
+    params, state, metrics = step(params, state, batch_of(i, workers))
+  assert float(metrics.loss) < 0.3
+  assert np.abs(params["w"] - TARGET).max() < 0.2
+
+
+def test_state_and_parameters_lie_where_they_should():
+  step, params, state, _ = make()
+  assert state[0].carried.residual.shape == (6 * 20,)
+  for _ in range(2):
+    spec = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
+    assert spec[0].carried.residual == jax.P("workers")
+    assert spec[1][0].trace["w"] == jax.P()
+    params, state, _ = step(params, state, batch_of(0, 6))
+    assert params["w"].sharding.is_fully_replicated
+
+
+def test_it_compiles_once():
+  compiled = []
+  listen = lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None
+  step, params, state, _ = make()
+  batches = [jnp.asarray(batch_of(i, 6)) for i in range(4)]
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    for batch in batches:
+      params, state, _ = step(params, state, batch)
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+  assert len(compiled) == 1
+
+
+def test_it_donates():
+  step, params, state, _ = make()
+  params, state, _ = step(params, state, batch_of(0, 6))
+  old = params["w"], state[0].carried.residual
+  step(params, state, batch_of(1, 6))
+  assert all(array.is_deleted() for array in old)
+
+
+def test_the_hlo_holds_the_messages_of_the_paper():
+  step, params, state, _ = make()
+  text = step.lower(params, state, batch_of(0, 6)).compile().as_text()
+  assert text.count(" collective-permute(") + text.count(" collective-permute-start(") == 2 * 3
+  assert text.count(" all-reduce(") == 1  # the mean loss
+
+
+def test_aux_is_averaged():
+  tx, mesh, params = js.dense_transform("workers"), mesh_of(4), jnp.zeros(1)
+  aux_loss = lambda p, batch: (jnp.sum(p * 0), {"mean": batch.mean()})
+  step = js.make_train_step(aux_loss, tx, mesh, has_aux=True)
+  _, _, metrics = step(params, js.init(tx, params, mesh), jnp.arange(8.0))
+  assert float(metrics.aux["mean"]) == 3.5
+
+
+@each_case
+def test_a_poisoned_batch_is_skipped_and_training_goes_on(case):
+  step, params, state, _ = make(case)
+  params, state, _ = step(params, state, batch_of(0, 6))
+  before, residual = np.array(params["w"]), jax.tree.map(np.array, state[0].carried)
+  bad = batch_of(1, 6)
+  bad[-1, -1] = np.nan  # at one worker
+  params, state, metrics = step(params, state, bad)
+  assert bool(metrics.skipped)
+  assert bool(js.metrics(state).skipped)
+  np.testing.assert_array_equal(params["w"], before)
+  chex.assert_trees_all_equal(jax.tree.map(np.asarray, state[0].carried), residual)
+  params, state, metrics = step(params, state, batch_of(2, 6))
+  assert not bool(metrics.skipped)
+  assert int(js.metrics(state).skipped_steps) == 1
+  assert np.any(params["w"] != before)
+
+
+def test_a_mesh_of_explicit_axes_and_of_two_axes():
+  explicit = jax.make_mesh((4,), ("workers",), axis_types=(jax.sharding.AxisType.Explicit,))
+  grid = jax.make_mesh((2, 3), ("hosts", "devices"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  for mesh, axis in ((explicit, "workers"), (grid, ("hosts", "devices")), (grid, "devices")):
+    tx = optax.chain(js.spardl_transform(axis, density=0.2), optax.sgd(0.1))
+    params = {"w": jnp.zeros(20)}
+    state, step = js.init(tx, params, mesh, axis=axis), js.make_train_step(loss_fn, tx, mesh, axis=axis)
+    for i in range(100):
+      params, state, metrics = step(params, state, batch_of(i, 6 if axis != "workers" else 4))
+    assert float(metrics.loss) < 0.3
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # orbax's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
+  step, params, state, (tx, mesh) = make()
+  for i in range(3):
+    params, state, _ = step(params, state, batch_of(i, 6))
+  with orbax.checkpoint.StandardCheckpointer() as saver:
+    saver.save(tmp_path / "checkpoint", (params, state))
+  fresh = js.init(tx, {"w": jnp.zeros(20)}, mesh)
+  like = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, (params, fresh))
+  with orbax.checkpoint.StandardCheckpointer() as saver:
+    params2, state2 = saver.restore(tmp_path / "checkpoint", like)
+  for i in range(3, 6):
+    params, state, _ = step(params, state, batch_of(i, 6))
+    params2, state2, _ = step(params2, state2, batch_of(i, 6))
+  np.testing.assert_array_equal(bits(params["w"]), bits(params2["w"]))
+  np.testing.assert_array_equal(bits(state[0].carried.residual), bits(state2[0].carried.residual))
+
+
+def test_unknown_axis_names_the_choices():
+  tx = js.spardl_transform("workers", density=0.5)
+  for call in (
+    lambda: js.init(tx, jnp.zeros(3), mesh_of(2), axis="data"),
+    lambda: js.make_train_step(loss_fn, tx, mesh_of(2), axis="data"),
+  ):
+    with pytest.raises(ValueError, match=r"axis 'data' is not an axis of the mesh, choose from \('workers',\)"):
+      call()
+
+
+def test_a_batch_that_does_not_divide():
+  step, params, state, _ = make()
+  with pytest.raises(ValueError, match=r"batch has shape \(7, 20\): its leading axis must divide among the 6 workers"):
+    step(params, state, np.zeros((7, 20), np.float32))
+  with pytest.raises(ValueError, match=r"batch\['label'\] has shape \(\)"):
+    step(params, state, {"label": np.float32(1)})
+  assert not state[0].carried.residual.is_deleted()
+
+
+def test_state_of_another_mesh_or_model():
+  step, params, state, _ = make(workers=6)
+  *_, other = make(workers=3)[:3]
+  with pytest.raises(ValueError, match="made for 3 workers, the axis has 6"):
+    step(params, other, batch_of(0, 6))
+  with pytest.raises(ValueError, match="residual of 20 entries a worker, the gradients have 21"):
+    step({"w": jnp.zeros(21)}, state, batch_of(0, 6))
+  assert not params["w"].is_deleted()
+
+
+LOOP = """
+import jax
+jax.config.update("jax_num_cpu_devices", 6)
+import jax.numpy as jnp, optax, jaxsparse as js
+mesh = jax.make_mesh((6,), ("workers",))
+tx = optax.chain(js.spardl_transform("workers", density=0.01), optax.sgd(0.1))
+params = {"w": jnp.zeros((100, 100))}
+state = js.init(tx, params, mesh)
+step = js.make_train_step(lambda p, b: jnp.mean((b @ p["w"] - 1.0) ** 2), tx, mesh)
+batch = jnp.ones((12, 100))
+for _ in range(3000):
+  params, state, metrics = step(params, state, batch)
+print("loss", float(metrics.loss))
+"""
+
+
+@pytest.mark.timeout(240)
+def test_a_loop_that_never_waits_does_not_dead_lock():
+  """3000 steps on 6 forced devices, without looking at any of them, in a process of its own."""
+  environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+  root = pathlib.Path(__file__).parents[1]
+  done = subprocess.run(
+    [sys.executable, "-c", LOOP], env=environment, cwd=root, capture_output=True, text=True, timeout=200, check=False
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert done.stdout.startswith("loss")
