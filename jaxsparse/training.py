@@ -108,7 +108,7 @@ class TrainStep:
     self.workers = _workers(mesh, axis)
     self._mesh, self._axis = _compat.auto_mesh(mesh), axis
     self._step = functools.partial(_worker_step, loss_fn, tx, axis, has_aux)
-    self._programs: dict[Any, Callable[..., Any]] = {}
+    self._programs: dict[Any, tuple[Any, Any]] = {}
     # XLA's CPU runtime runs the devices of a mesh on a small pool of threads: the rendezvous of steps in flight starve
     # each other until it aborts, so at most one step is in flight there.
     self._one_in_flight = mesh.devices.flat[0].platform == "cpu"
@@ -116,30 +116,34 @@ class TrainStep:
 
   def __call__(self, params: optax.Params, state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
     """One step; see `make_train_step`."""
-    program = self._program(params, state, batch)
+    program, places = self._program(params, state, batch)
+    # Arrays elsewhere would be moved anyway, but have another type: the first step would be compiled apart.
+    arguments = jax.device_put((params, state, batch), places)
     if self._one_in_flight:
       jax.block_until_ready(self._last)
-    params, state, metrics = program(params, state, batch)
+    params, state, metrics = program(*arguments)
     self._last = metrics.loss
     return params, state, metrics
 
   def lower(self, params: optax.Params, state: Any, batch: Any) -> jax.stages.Lowered:
     """The step as `jax.stages.Lowered`, to look at its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
-    return self._program(params, state, batch).lower(params, state, batch)
+    program, _ = self._program(params, state, batch)
+    return program.lower(params, state, batch)
 
-  def _program(self, params: optax.Params, state: Any, batch: Any) -> Any:
+  def _program(self, params: optax.Params, state: Any, batch: Any) -> tuple[Any, Any]:
+    """The jitted step for this structure of the state, and where its arguments belong."""
     self._check(params, state, batch)
     structure = jax.tree.structure(state)
     if structure not in self._programs:
       self._programs[structure] = self._compile(states.specs(state, self._axis))
     return self._programs[structure]
 
-  def _compile(self, state_spec: Any) -> Callable[..., Any]:
+  def _compile(self, state_spec: Any) -> tuple[Any, Any]:
     replicated, split = PartitionSpec(), PartitionSpec(self._axis)
     in_specs, out_specs = (replicated, state_spec, split), (replicated, state_spec, replicated)
     step = _compat.shard_map(self._step, self._mesh, in_specs, out_specs)
-    place = functools.partial(_shardings, self._mesh)
-    return jax.jit(step, in_shardings=place(in_specs), out_shardings=place(out_specs), donate_argnums=(0, 1))
+    places, results = _shardings(self._mesh, in_specs), _shardings(self._mesh, out_specs)
+    return jax.jit(step, in_shardings=places, out_shardings=results, donate_argnums=(0, 1)), places
 
   def _check(self, params: optax.Params, state: Any, batch: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):

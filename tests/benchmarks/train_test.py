@@ -1,0 +1,63 @@
+"""The training binary as a user runs it."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.data import CIFAR10_FILES
+from tests.benchmarks.data_test import batch, write
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def train(*flags):
+  command = [sys.executable, "-m", "benchmarks.train", *flags]
+  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_both_algorithms_learn_and_are_reported(tmp_path):
+  done = train("--steps=200", "--workers=3", "--json", "--density=0.05", f"--report_dir={tmp_path}")
+  assert done.returncode == 0, done.stderr[-2000:]
+  sparse, dense = json.loads(done.stdout)["runs"]
+  assert (sparse["algorithm"], dense["algorithm"]) == ("spardl", "dense")
+  assert min(sparse["test_accuracy"], dense["test_accuracy"]) > 0.8
+  n = 22602
+  assert dense["words_per_step"] == 2 * (n // 3) * 2
+  assert sparse["words_per_step"] == 4 * -(-1131 // 3) * 2  # ⌈0.05 n⌉ = 1131 entries in three blocks
+  assert sparse["residual_norm"] > 0
+  assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_cifar10_and_a_table(tmp_path):
+  for seed, name in enumerate(CIFAR10_FILES):
+    write(tmp_path, name, batch(seed))
+  flags = ("--workers=2", "--batch_size=4", "--steps=2", "--model=mlp", "--algorithm=dense", "--algorithm=spardl")
+  done = train(*flags, "--dataset=cifar10", f"--data_dir={tmp_path}", f"--report_dir={tmp_path}")
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert "words / step" in " ".join(done.stdout.split()) or "residual" in done.stdout
+  assert done.stdout.index("dense") < done.stdout.index("spardl")
+
+
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [
+    (["--algorithm=sparse"], "unknown collective 'sparse', choose one of dense, spardl"),
+    (["--density=2"], "density=2.0, choose a number in (0, 1]"),
+    (["--teams=2"], "teams=2, choose one of 1"),
+    (["--workers=0"], "--workers=0, choose at least 1"),
+    (["--steps=0"], "--steps=0, choose at least 1"),
+    (["--batch_size=1000"], "does not fit in 1437 training images"),
+    (["--dataset=cifar10"], "needs --data_dir"),
+    (["--dataset=mnist"], "should be one of"),
+    (["extra"], "unexpected arguments ['extra']"),
+  ],
+)
+def test_bad_flags(flags, message, tmp_path):
+  done = train(*flags, f"--report_dir={tmp_path / 'none'}")
+  assert done.returncode != 0
+  assert message in done.stdout + done.stderr
+  assert "Traceback" not in done.stdout + done.stderr
+  assert not (tmp_path / "none").exists()
