@@ -3,6 +3,7 @@
 A route is a tuple of (source, destination) pairs over workers 0 … P − 1.
 """
 
+import collections
 from collections.abc import Iterable
 
 Pairs = tuple[tuple[int, int], ...]
@@ -33,13 +34,18 @@ def checked(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
 
   Raises:
     ValueError: naming the pair that is out of range, or the worker that appears twice.
+
+  Example:
+    >>> checked([(0, 1), (2, 1)], size=3)
+    Traceback (most recent call last):
+    ValueError: route: worker 1 receives more than once in one round of ((0, 1), (2, 1))
   """
   pairs = tuple((int(source), int(destination)) for source, destination in pairs)
   for pair in pairs:
     if not all(0 <= worker < size for worker in pair):
       raise ValueError(f"route {pair}: workers are numbered 0 … {size - 1}")
-  for verb, workers in (("sends", [p[0] for p in pairs]), ("receives", [p[1] for p in pairs])):
-    twice = {worker for worker in workers if workers.count(worker) > 1}
-    if twice:
-      raise ValueError(f"route: worker {min(twice)} {verb} more than once in one round of {pairs}")
+  for verb, end in (("sends", 0), ("receives", 1)):
+    worker, times = collections.Counter(pair[end] for pair in pairs).most_common(1)[0] if pairs else (0, 0)
+    if times > 1:
+      raise ValueError(f"route: worker {worker} {verb} more than once in one round of {pairs}")
   return pairs

@@ -23,6 +23,11 @@ class Simulated(NamedTuple):
     residuals: f32[P, n], what each worker keeps; zeros for a collective that keeps nothing.
     metrics: `Metrics` over all workers.
     state: what the next call takes as `state=`; a pytree with a leading axis of P.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> js.simulate("dense", jnp.ones((3, 2))).total
+    Array([3., 3.], dtype=float32)
   """
 
   total: jax.Array

@@ -20,6 +20,12 @@ class ReduceState(NamedTuple):
   Attributes:
     carried: the collective's own `State`.
     counters: `Counters` of the last step, [1] at each worker and [P] outside shard_map.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> isinstance(js.init(js.dense_transform("workers"), jnp.zeros(8), mesh), js.ReduceState)
+    True
   """
 
   carried: State
@@ -38,6 +44,11 @@ class Metrics(NamedTuple):
     skipped: whether the step met NaN or Inf and was skipped by every worker.
     skipped_steps: how many steps have been skipped so far.
     residual_norm: ℓ₂ norm of all residuals together, the mass not yet delivered.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> js.simulate("spardl", jnp.array([[3.0, 4.0, 5.0]]), k=1).metrics.residual_norm
+    Array(5., dtype=float32)
   """
 
   words_sent: jax.Array

@@ -21,6 +21,11 @@ class StepMetrics(NamedTuple):
     loss: f32[], mean of the loss over the workers.
     skipped: bool[], whether the step met NaN or Inf and was skipped by every worker.
     aux: what `loss_fn` returned beside the loss, mean over the workers; None without `has_aux`.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> js.StepMetrics(loss=jnp.float32(0.5), skipped=jnp.bool_(False)).aux is None
+    True
   """
 
   loss: jax.Array
@@ -90,8 +95,8 @@ def make_train_step(
     >>> tx = optax.chain(js.spardl_transform("workers", density=0.5), optax.sgd(0.25))
     >>> params = jnp.zeros(4)
     >>> state = js.init(tx, params, mesh, axis="workers")
-    >>> step = js.make_train_step(lambda p, batch: jnp.mean((p - batch) ** 2), tx, mesh, axis="workers")
-    >>> for _ in range(50):
+    >>> step = js.make_train_step(lambda p, batch: jnp.mean((p[None] - batch) ** 2), tx, mesh, axis="workers")
+    >>> for _ in range(100):
     ...   params, state, metrics = step(params, state, jnp.ones((len(jax.devices()), 4)))
     >>> float(jnp.abs(params - 1).max()) < 1e-3
     True
@@ -100,7 +105,20 @@ def make_train_step(
 
 
 class TrainStep:
-  """A training step over a mesh; made by `make_train_step`."""
+  """A training step over a mesh; made by `make_train_step`.
+
+  Attributes:
+    workers: number of workers P.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> tx, params = js.dense_transform("workers"), jnp.zeros(3)
+    >>> step = js.make_train_step(lambda p, batch: jnp.sum(p) * jnp.mean(batch), tx, mesh)
+    >>> lowered = step.lower(params, js.init(tx, params, mesh), jnp.zeros(step.workers))
+    >>> "all_reduce" in lowered.as_text()
+    True
+  """
 
   def __init__(
     self, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, mesh: Mesh, axis: AxisName, has_aux: bool

@@ -37,7 +37,19 @@ def make_transform(name: str, axis: _compat.AxisName | Comm, **config: Any) -> o
 
 
 def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax.GradientTransformation:
-  """The transform that averages gradients with `collective` over the workers of `axis`."""
+  """The transform that averages gradients with `collective` over the workers of `axis`.
+
+  Args:
+    collective: from `js.make_collective`, or one of your own.
+    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+
+  Raises:
+    TypeError: if `axis` is none of these.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> tx = js.transform_of(js.make_collective("spardl", k=100), "workers")
+  """
   comm = comm_of(axis)
 
   def init(params: optax.Params) -> ReduceState:

@@ -15,6 +15,11 @@ class Sparse(NamedTuple):
   Attributes:
     indices: i32[..., k], positions within the vector or row; unique within it.
     values: f32[..., k].
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> js.Sparse(indices=jnp.array([7]), values=jnp.array([0.5])).values
+    Array([0.5], dtype=float32)
   """
 
   indices: jax.Array
@@ -25,6 +30,10 @@ class Comm(Protocol):
   """The five verbs, and all that an algorithm knows of the engine that carries its messages.
 
   `rank` is traced under shard_map and may be an int elsewhere: never branch on it in Python; take, where, roll.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> comm: js.Comm = js.AxisComm("workers")
   """
 
   @property
@@ -61,6 +70,11 @@ class State(NamedTuple):
     residual: f32[n] at this worker, the mass not yet delivered; None for a collective that leaves none.
     worker: any pytree that differs between workers; every leaf has a leading axis (it is sharded along it).
     shared: any pytree that is bitwise the same on every worker.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> js.State(residual=jnp.zeros(2)).shared
+    ()
   """
 
   residual: Any = None
@@ -79,6 +93,11 @@ class Counters(NamedTuple):
     threshold_age: steps since a reused threshold was exact.
     skipped: whether this step saw NaN or Inf and was skipped on every worker.
     skipped_steps: how many steps have been skipped since the state was made.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> js.Counters(words_sent=760, words_used=760, density=0.01).overflow
+    0
   """
 
   words_sent: Any = 0
@@ -103,6 +122,11 @@ class Reduced(NamedTuple):
     total: f32[n], the estimate of the *sum* over workers, bitwise the same on every worker (Law R).
     state: the next `State`; its residual holds what `total` did not deliver (Law C).
     counters: the step's `Counters`, scalars.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> js.Reduced(jnp.ones(2), js.State(), js.Counters()).total
+    Array([1., 1.], dtype=float32)
   """
 
   total: jax.Array

@@ -55,6 +55,10 @@ def make_collective(name: str, **config: Any) -> Collective:
   Raises:
     ValueError: for an unknown name, or a configuration it rejects.
     TypeError: for an option it does not have; each names the choices.
+
+  Example:
+    >>> make_collective("dense", dtype="bfloat16")
+    Dense(dtype='bfloat16')
   """
   options = collective_options(name)
   unknown = sorted(set(config) - set(options))

@@ -18,6 +18,24 @@ class Collective(abc.ABC):
   """An all-reduce: pure functions of arrays over the verbs of `Comm`.
 
   A field typed `Literal[...]` is checked against its choices here, and the conformance tests run every one of them.
+
+  Example:
+    One algorithm more, a ring that passes the sum around P − 1 times:
+
+    >>> import dataclasses, jax, jax.numpy as jnp, jaxsparse as js
+    >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+    ... class Ring(js.Collective):
+    ...   def cost(self, n, size):
+    ...     return js.Cost(messages=size - 1, words=n * (size - 1))
+    ...   def reduce(self, comm, grads, state):
+    ...     total = part = grads
+    ...     for _ in range(comm.size - 1):
+    ...       part = comm.shift(part, 1)
+    ...       total = total + part
+    ...     return js.Reduced(total, state, js.Counters(density=1.0))
+    >>> worker = lambda grads: Ring().reduce(js.SimComm("w"), grads, js.State()).total
+    >>> jax.vmap(worker, axis_name="w")(jnp.array([[1.0], [2.0], [4.0]])).ravel()
+    Array([7., 7., 7.], dtype=float32)
   """
 
   def __post_init__(self) -> None:
@@ -79,6 +97,11 @@ class SparseCollective(Collective):
   Attributes:
     density: ρ in (0, 1]; k = ⌈ρ n⌉ with ρ the decimal number it prints as, so that 0.07 of 100 is 7 and not 8.
     k: number of entries, at least 1 and at most n.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> js.make_collective("spardl", density=0.01).entries(14_728_266)
+    147283
   """
 
   density: float | None = None

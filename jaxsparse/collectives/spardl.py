@@ -70,7 +70,7 @@ def spardl_transform(
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
     >>> params = {"w": jnp.zeros((4, 4))}
     >>> state = js.init(tx, params, mesh, axis="workers")
-    >>> step = js.make_train_step(lambda p, batch: jnp.sum((p["w"] - batch) ** 2), tx, mesh, axis="workers")
+    >>> step = js.make_train_step(lambda p, batch: jnp.sum((p["w"][None] - batch) ** 2), tx, mesh, axis="workers")
     >>> params, state, metrics = step(params, state, jnp.ones((len(jax.devices()), 4, 4)))
     >>> float(metrics.loss)
     16.0
