@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsparse import _compat, flatten
+from jaxsparse import _compat
 from jaxsparse import state as states
 from jaxsparse._compat import AxisName
 
@@ -135,8 +136,7 @@ class TrainStep:
   def __call__(self, params: optax.Params, state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
     """One step; see `make_train_step`."""
     program, places = self._program(params, state, batch)
-    # Arrays elsewhere would be moved anyway, but have another type: the first step would be compiled apart.
-    arguments = jax.device_put((params, state, batch), places)
+    arguments = map(_placed, (params, state, batch), places)
     if self._one_in_flight:
       jax.block_until_ready(self._last)
     params, state, metrics = program(*arguments)
@@ -165,13 +165,14 @@ class TrainStep:
 
   def _check(self, params: optax.Params, state: Any, batch: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-      if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % self.workers:
+      if not np.ndim(leaf) or np.shape(leaf)[0] % self.workers:
         raise ValueError(
-          f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: its leading axis must divide among the "
+          f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}: its leading axis must divide among the "
           f"{self.workers} workers of axis {self._axis!r}"
         )
+    n = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
     for node in states.reduce_states(state):
-      states.check(node, flatten.count(params), held=self.workers, workers=self.workers)
+      states.check(node, n, held=self.workers, workers=self.workers)
 
 
 def _worker_step(
@@ -202,6 +203,16 @@ def _workers(mesh: Mesh, axis: AxisName) -> int:
   for name in names:
     size *= mesh.shape[name]
   return size
+
+
+def _placed(tree: Any, places: Any) -> Any:
+  """`tree` on the mesh: jit would move it too, but would compile once more for arrays that come from elsewhere."""
+  leaves, wanted = jax.tree.leaves(tree), jax.tree.leaves(places)
+  if isinstance(places, NamedSharding):
+    wanted *= len(leaves)
+  # Comparing is sixty times faster than a device_put that has nothing to do, in every step.
+  there = all(getattr(leaf, "sharding", None) == place for leaf, place in zip(leaves, wanted, strict=True))
+  return tree if there else jax.device_put(tree, places)
 
 
 def _shardings(mesh: Mesh, spec: Any) -> Any:
