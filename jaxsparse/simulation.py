@@ -98,8 +98,12 @@ def initial(collective: Collective, workers: int, n: int) -> ReduceState:
 @functools.partial(jax.jit, static_argnums=0)
 def reduce_all(collective: Collective, grads: jax.Array, state: ReduceState) -> tuple[jax.Array, ReduceState]:
   """`reduce_step` at every worker: f32[P, n] to the f32[P, n] totals that each of them received."""
-  states.check(state, grads.shape[1], held=grads.shape[0], workers=grads.shape[0])
-  worker = functools.partial(reduce_step, collective, SimComm(_AXIS))
+  states.check_workers(state, len(grads), held=len(grads))
+
+  def worker(grads: jax.Array, state: ReduceState) -> tuple[jax.Array, ReduceState]:
+    states.check_entries(state, grads.size)
+    return reduce_step(collective, SimComm(_AXIS), grads, state)
+
   return jax.vmap(worker, axis_name=_AXIS)(grads, state)
 
 

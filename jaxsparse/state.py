@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 
 from jaxsparse._compat import AxisName
@@ -109,6 +110,9 @@ def specs(state: Any, axis: AxisName) -> Any:
     state: an optax state, as arrays or as `jax.ShapeDtypeStruct`.
     axis: the name, or tuple of names, of the mesh axis that the workers lie along.
 
+  Raises:
+    ValueError: if optax.MultiSteps wraps a jaxsparse transform: it would keep local gradients as if replicated.
+
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
@@ -118,9 +122,10 @@ def specs(state: Any, axis: AxisName) -> Any:
     (P('workers',), P())
   """
   per_worker, replicated = PartitionSpec(axis), PartitionSpec()
+  _check_wrappers(state)
 
   def of_node(node: Any) -> Any:
-    if not isinstance(node, ReduceState):
+    if not _is_reduce_state(node):
       return replicated
     carried = jax.tree.map(lambda _: per_worker, node.carried)
     shared = jax.tree.map(lambda _: replicated, node.carried.shared)
@@ -134,17 +139,16 @@ def reduce_states(state: Any) -> list[ReduceState]:
   return [node for node in jax.tree.leaves(state, is_leaf=_is_reduce_state) if _is_reduce_state(node)]
 
 
-def check(state: ReduceState, n: int, held: int, workers: int) -> None:
-  """Checks that a state is of n entries and `workers` workers, before anything is computed with it.
+def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
+  """Checks that a state is of `workers` workers, before anything is computed with it.
 
   Args:
     state: the state, in which the per-worker arrays of `held` workers lie one after the other.
-    n: number of gradient entries.
-    held: 1 inside shard_map; all of them outside.
     workers: the workers of the axis.
+    held: 1 inside shard_map, all of them outside.
 
   Raises:
-    ValueError: naming the sizes it was made for.
+    ValueError: naming the number of workers it was made for.
   """
   found = state.counters.skipped.size * workers // held
   if found != workers:
@@ -152,11 +156,25 @@ def check(state: ReduceState, n: int, held: int, workers: int) -> None:
       f"the optimizer state was made for {found} workers, the axis has {workers}: make a new one with js.init, or "
       f"restore it on {found} workers"
     )
+
+
+def check_entries(state: ReduceState, n: int) -> None:
+  """Checks that the state of one worker is of n gradient entries; raises ValueError naming those it was made for."""
   residual = state.carried.residual
-  if residual is not None and residual.size != n * held:
+  if residual is not None and residual.size != n:
     raise ValueError(
-      f"the optimizer state holds a residual of {residual.size // held} entries a worker, the gradients have {n}: make "
-      "a new one with js.init for these parameters"
+      f"the optimizer state holds a residual of {residual.size} entries a worker, the gradients have {n}: make a new "
+      "one with js.init for these parameters"
+    )
+
+
+def _check_wrappers(state: Any) -> None:
+  """MultiSteps accumulates what it is given: local gradients, which no checkpoint of replicated state would hold."""
+  wrappers = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.MultiStepsState))
+  if any(isinstance(node, optax.MultiStepsState) and reduce_states(node.inner_opt_state) for node in wrappers):
+    raise ValueError(
+      "optax.MultiSteps around a jaxsparse transform accumulates the gradients of one worker as if they were those of "
+      "all: put it after, as in optax.chain(js.spardl_transform(...), optax.MultiSteps(opt, every_k_schedule=k))"
     )
 
 

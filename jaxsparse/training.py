@@ -135,7 +135,7 @@ class TrainStep:
 
   def __call__(self, params: optax.Params, state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
     """One step; see `make_train_step`."""
-    program, places = self._program(params, state, batch)
+    program, places = self._program(state, batch)
     arguments = map(_placed, (params, state, batch), places)
     if self._one_in_flight:
       jax.block_until_ready(self._last)
@@ -145,12 +145,12 @@ class TrainStep:
 
   def lower(self, params: optax.Params, state: Any, batch: Any) -> jax.stages.Lowered:
     """The step as `jax.stages.Lowered`, to look at its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
-    program, _ = self._program(params, state, batch)
+    program, _ = self._program(state, batch)
     return program.lower(params, state, batch)
 
-  def _program(self, params: optax.Params, state: Any, batch: Any) -> tuple[Any, Any]:
+  def _program(self, state: Any, batch: Any) -> tuple[Any, Any]:
     """The jitted step for this structure of the state, and where its arguments belong."""
-    self._check(params, state, batch)
+    self._check(state, batch)
     structure = jax.tree.structure(state)
     if structure not in self._programs:
       self._programs[structure] = self._compile(states.specs(state, self._axis))
@@ -163,16 +163,15 @@ class TrainStep:
     places, results = _shardings(self._mesh, in_specs), _shardings(self._mesh, out_specs)
     return jax.jit(step, in_shardings=places, out_shardings=results, donate_argnums=(0, 1)), places
 
-  def _check(self, params: optax.Params, state: Any, batch: Any) -> None:
+  def _check(self, state: Any, batch: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
       if not np.ndim(leaf) or np.shape(leaf)[0] % self.workers:
         raise ValueError(
           f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}: its leading axis must divide among the "
           f"{self.workers} workers of axis {self._axis!r}"
         )
-    n = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
     for node in states.reduce_states(state):
-      states.check(node, n, held=self.workers, workers=self.workers)
+      states.check_workers(node, self.workers, held=self.workers)
 
 
 def _worker_step(

@@ -60,7 +60,8 @@ def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax
   ) -> tuple[optax.Updates, ReduceState]:
     del params
     grads, unflatten = flatten.flatten(updates)
-    states.check(state, grads.size, held=1, workers=comm.size)
+    states.check_workers(state, comm.size)
+    states.check_entries(state, grads.size)
     _check_local(comm, grads)
     total, state = reduce_step(collective, comm, grads, state)
     return unflatten(total / comm.size), state

@@ -147,6 +147,34 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
   np.testing.assert_array_equal(bits(state[0].carried.residual), bits(state2[0].carried.residual))
 
 
+@pytest.mark.parametrize("wrap", ["masked", "multisteps", "multi_transform"])
+def test_wrapped_by_optax(wrap):
+  """Leaves that stay dense, several batches a step, and both kinds side by side."""
+  sparse, sgd = js.spardl_transform("workers", density=0.2), optax.sgd(0.1)
+  labels = {"w": "sparse", "b": "dense"}
+  tx = {
+    "masked": optax.chain(optax.masked(sparse, {"w": True, "b": False}), sgd),
+    "multisteps": optax.chain(sparse, optax.MultiSteps(sgd, 2).gradient_transformation()),
+    "multi_transform": optax.chain(
+      optax.multi_transform({"sparse": sparse, "dense": js.dense_transform("workers")}, labels), sgd
+    ),
+  }[wrap]
+  params, mesh = {"w": jnp.zeros(20), "b": jnp.zeros(())}, mesh_of(6)
+  state = js.init(tx, params, mesh)
+  step = js.make_train_step(lambda p, batch: loss_fn(p, batch) + (p["b"] - 1.0) ** 2, tx, mesh)
+  for i in range(200):
+    with jax.numpy_dtype_promotion("standard"):  # MultiSteps needs it
+      params, state, metrics = step(params, state, batch_of(i, 6))
+  assert float(metrics.loss) < 0.3
+  assert float(params["b"]) == pytest.approx(1, abs=0.1)
+
+
+def test_multisteps_around_it_would_lose_gradients():
+  tx = optax.MultiSteps(optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)), 2)
+  with pytest.raises(ValueError, match="put it after, as in optax.chain"):
+    js.init(tx, {"w": jnp.zeros(20)}, mesh_of(3))
+
+
 def test_unknown_axis_names_the_choices():
   tx = js.spardl_transform("workers", density=0.5)
   for call in (
@@ -171,9 +199,11 @@ def test_state_of_another_mesh_or_model():
   *_, other = make(workers=3)[:3]
   with pytest.raises(ValueError, match="made for 3 workers, the axis has 6"):
     step(params, other, batch_of(0, 6))
+  any_size = js.make_train_step(lambda p, batch: jnp.sum(p["w"]) * jnp.mean(batch), *make()[3])
   with pytest.raises(ValueError, match="residual of 20 entries a worker, the gradients have 21"):
-    step({"w": jnp.zeros(21)}, state, batch_of(0, 6))
+    any_size({"w": jnp.zeros(21)}, state, batch_of(0, 6))
   assert not params["w"].is_deleted()
+  assert not state[0].carried.residual.is_deleted()
 
 
 LOOP = """
