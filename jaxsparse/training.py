@@ -1,6 +1,7 @@
 """The shard_map boilerplate that a user should not write: state over the mesh, and a training step."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -88,7 +89,8 @@ def make_train_step(
     A `TrainStep`.
 
   Raises:
-    ValueError: if the mesh has no such axis; when called, for a batch that P does not divide or a state of other sizes.
+    ValueError: if the mesh has no such axis; when called, for a batch that P does not divide, a state of other sizes, or
+      one without a jaxsparse transform.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -170,7 +172,13 @@ class TrainStep:
           f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}: its leading axis must divide among the "
           f"{self.workers} workers of axis {self._axis!r}"
         )
-    for node in states.reduce_states(state):
+    nodes = states.reduce_states(state)
+    if not nodes:
+      raise ValueError(
+        "the optimizer state holds no jaxsparse transform, so nothing would average the gradients of the workers: start "
+        "the chain with one, js.dense_transform for the plain average"
+      )
+    for node in nodes:
       states.check_workers(node, self.workers, held=self.workers)
 
 
@@ -198,10 +206,7 @@ def _workers(mesh: Mesh, axis: AxisName) -> int:
   unknown = [name for name in names if name not in mesh.shape]
   if unknown:
     raise ValueError(f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
-  size = 1
-  for name in names:
-    size *= mesh.shape[name]
-  return size
+  return math.prod(mesh.shape[name] for name in names)
 
 
 def _placed(tree: Any, places: Any) -> Any:

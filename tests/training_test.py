@@ -175,6 +175,13 @@ def test_multisteps_around_it_would_lose_gradients():
     js.init(tx, {"w": jnp.zeros(20)}, mesh_of(3))
 
 
+def test_a_chain_that_averages_nothing():
+  tx, params = optax.sgd(0.1), {"w": jnp.zeros(20)}
+  step = js.make_train_step(loss_fn, tx, mesh_of(3))
+  with pytest.raises(ValueError, match="no jaxsparse transform, so nothing would average"):
+    step(params, js.init(tx, params, mesh_of(3)), batch_of(0, 3))
+
+
 def test_unknown_axis_names_the_choices():
   tx = js.spardl_transform("workers", density=0.5)
   for call in (
