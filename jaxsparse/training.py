@@ -89,8 +89,8 @@ def make_train_step(
     A `TrainStep`.
 
   Raises:
-    ValueError: if the mesh has no such axis; when called, for a batch that P does not divide, a state of other sizes, or
-      one without a jaxsparse transform.
+    ValueError: if the mesh has no such axis; when called, for a batch that P does not divide, a state of other sizes,
+      or one without a jaxsparse transform.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -175,8 +175,8 @@ class TrainStep:
     nodes = states.reduce_states(state)
     if not nodes:
       raise ValueError(
-        "the optimizer state holds no jaxsparse transform, so nothing would average the gradients of the workers: start "
-        "the chain with one, js.dense_transform for the plain average"
+        "the optimizer state holds no jaxsparse transform, so nothing would average the gradients of the workers: "
+        "start the chain with one, js.dense_transform for the plain average"
       )
     for node in nodes:
       states.check_workers(node, self.workers, held=self.workers)
