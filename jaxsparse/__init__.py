@@ -21,9 +21,18 @@ reads the messages and words off its jaxpr.
 
 from jaxsparse import costs, select
 from jaxsparse.collectives import Collective, SparseCollective, collective_names, collective_options, make_collective
+from jaxsparse.collectives.a2sgd import a2sgd_transform
 from jaxsparse.collectives.dense import dense_transform
+from jaxsparse.collectives.gaussiank import gaussiank_transform
+from jaxsparse.collectives.gtopk import gtopk_transform
+from jaxsparse.collectives.oktopk import oktopk_transform
+from jaxsparse.collectives.qsgd import qsgd_transform
+from jaxsparse.collectives.randomk import randomk_transform
 from jaxsparse.collectives.spardl import spardl_transform
+from jaxsparse.collectives.topka import topka_transform
+from jaxsparse.collectives.topkdsa import topkdsa_transform
 from jaxsparse.comm import AxisComm, SimComm
+from jaxsparse.perworker import PerWorker
 from jaxsparse.simulation import Simulated, simulate
 from jaxsparse.state import Metrics, ReduceState, metrics, specs
 from jaxsparse.training import StepMetrics, TrainStep, init, make_train_step
@@ -39,6 +48,7 @@ __all__ = [
   "Cost",
   "Counters",
   "Metrics",
+  "PerWorker",
   "ReduceState",
   "Reduced",
   "SimComm",
@@ -48,18 +58,26 @@ __all__ = [
   "State",
   "StepMetrics",
   "TrainStep",
+  "a2sgd_transform",
   "collective_names",
   "collective_options",
   "costs",
   "dense_transform",
+  "gaussiank_transform",
+  "gtopk_transform",
   "init",
   "make_collective",
   "make_train_step",
   "make_transform",
   "metrics",
+  "oktopk_transform",
+  "qsgd_transform",
+  "randomk_transform",
   "select",
   "simulate",
   "spardl_transform",
   "specs",
+  "topka_transform",
+  "topkdsa_transform",
   "transform_of",
 ]

@@ -180,6 +180,28 @@ def all_gather(comm: Comm, tree: Tree) -> Tree:
   return rows
 
 
+def in_rank_order(comm: Comm, rows: Tree) -> Tree:
+  """Rows of the home frame, row b from worker (rank + b) mod P, as rows 0 … P − 1 by worker."""
+  order = (jnp.arange(comm.size, dtype=jnp.int32) - comm.rank) % comm.size
+  return jax.tree.map(lambda x: x[order], rows)
+
+
+def exchange(comm: Comm, rows: Tree) -> Tree:
+  """Row b of the home frame goes to worker (rank + b) mod P: P − 1 messages, no two of them to one worker at a time.
+
+  The messages do not depend on each other, so a runtime is free to have several under way. Six workers, worker 0:
+
+      row 1 -> worker 1, row 2 -> worker 2, … row 5 -> worker 5;   row 0 stays
+
+  Returns:
+    Rows by the worker that sent them, 0 … P − 1.
+  """
+  own = jax.tree.map(lambda x: x[:1], rows)
+  sent = [comm.shift(jax.tree.map(lambda x, b=b: x[b : b + 1], rows), b) for b in range(1, comm.size)]
+  # What came from `b` places before is row P − b of the home frame.
+  return in_rank_order(comm, jax.tree.map(lambda *parts: jnp.concatenate(parts), own, *reversed(sent)))
+
+
 def pack(tree: Tree) -> jax.Array:
   """Bit-casts the leaves of a pytree into one u32[words] buffer, in order; short leaves are padded to whole words."""
   return jnp.concatenate([_to_words(leaf) for leaf in jax.tree.leaves(tree)])

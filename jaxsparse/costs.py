@@ -58,7 +58,7 @@ def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
   """Rabenseifner's all-reduce of n entries: reduce-scatter and all-gather, 2⌈log₂P⌉ messages and 2 n (P − 1)/P words.
 
   Args:
-    n: number of entries; one alone is an agreement.
+    n: number of entries; one alone is an agreement. Fewer than there are workers cannot be scattered and count once.
     workers: number of workers P.
     itemsize: bytes of an entry.
 
@@ -68,6 +68,8 @@ def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
   """
   if n == 1:
     return Cost(0, 0, agreements=int(workers > 1))
+  if n < workers:
+    return Cost(2 * len(routes.strides(workers)), math.ceil(n * itemsize / 4))
   sent = 2 * math.ceil(n / workers) * (workers - 1) * itemsize
   return Cost(2 * len(routes.strides(workers)), math.ceil(sent / 4))
 
@@ -90,8 +92,13 @@ def schedule(collective: Collective, n: int, workers: int) -> core.Jaxpr:
   return jax.make_jaxpr(program)(jax.ShapeDtypeStruct((workers * n,), jnp.float32)).jaxpr
 
 
-def count_jaxpr(jaxpr: core.Jaxpr, workers: int) -> Cost:
+def count_jaxpr(jaxpr: core.Jaxpr, workers: int, every_branch: bool = False) -> Cost:
   """Adds up the collectives of a jaxpr and of all within it: loops times their length, the dearest branch of a switch.
+
+  Args:
+    jaxpr: of one worker's program.
+    workers: number of workers P.
+    every_branch: whether to add up the branches of a switch, and count a loop once, as they lie in the program.
 
   Raises:
     NotImplementedError: for a collective whose cost is not known here, and for one in a loop of unknown length.
@@ -101,28 +108,35 @@ def count_jaxpr(jaxpr: core.Jaxpr, workers: int) -> Cost:
     >>> count_jaxpr(schedule(js.make_collective("spardl", k=8), n=64, workers=4), workers=4)
     Cost(messages=4, words=24, agreements=0)
   """
-  return _sum(_cost_of(equation, workers) for equation in jaxpr.eqns)
+  return _sum(_cost_of(equation, workers, every_branch) for equation in jaxpr.eqns)
 
 
-def _cost_of(equation: core.JaxprEqn, workers: int) -> Cost:
+def _cost_of(equation: core.JaxprEqn, workers: int, every_branch: bool) -> Cost:
   primitive, params = equation.primitive.name, equation.params
-  inner = [count_jaxpr(jaxpr, workers) for jaxpr in _inner_jaxprs(params)]
+  inner = [count_jaxpr(jaxpr, workers, every_branch) for jaxpr in _inner_jaxprs(params)]
   operands: list[Any] = [var.aval for var in equation.invars]
   if primitive == "ppermute":
     return Cost(1, math.ceil(operands[0].size * operands[0].dtype.itemsize / 4))
   if primitive in _ALL_REDUCES:
     groups = params.get("axis_index_groups")
     size = len(groups[0]) if groups else workers
-    return _sum(all_reduce_cost(aval.size, size, aval.dtype.itemsize) for aval in operands)
-  if primitive == "cond":
-    return max(inner, key=lambda cost: (cost.words, cost.messages))
-  if primitive == "scan":
+    return _sum(_all_reduced(aval, size) for aval in operands)
+  if primitive == "cond" and not every_branch:
+    return max(inner, key=lambda cost: (cost.words, cost.messages, cost.agreements))
+  if primitive == "scan" and not every_branch:
     return Cost(*(params["length"] * part for part in inner[0]))
   if primitive == "while" and any(cost != Cost(0, 0) for cost in inner):
     raise NotImplementedError("a collective inside a loop of unknown length has no static cost")
   if "axis_name" in params and primitive != "axis_index" and not inner:
     raise NotImplementedError(f"the cost of {primitive} is not known: write it over the verbs of a comm")
   return _sum(inner)
+
+
+def _all_reduced(aval: Any, workers: int) -> Cost:
+  """Sizes and boundaries that workers agree on are integers, and listed apart: one agreement for each."""
+  if jnp.issubdtype(aval.dtype, jnp.integer):
+    return Cost(0, 0, agreements=aval.size * (workers > 1))
+  return all_reduce_cost(aval.size, workers, aval.dtype.itemsize)
 
 
 def _inner_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:

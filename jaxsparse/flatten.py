@@ -42,7 +42,12 @@ def count(tree: Any) -> int:
         f"gradients{jax.tree_util.keystr(path)} has dtype {dtype.name}, choose a floating-point one "
         "(optax.masked keeps other leaves out of a transform)"
       )
-  n = sum(jnp.size(leaf) for _, leaf in leaves)
+  n = sum(sizes(tree))
   if not n:
     raise ValueError(f"gradients={tree!r} hold no entry: give a pytree with at least one non-empty array")
   return n
+
+
+def sizes(tree: Any) -> tuple[int, ...]:
+  """Number of entries of each leaf, in the order of `flatten`."""
+  return tuple(jnp.size(leaf) for leaf in jax.tree.leaves(tree))

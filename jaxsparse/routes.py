@@ -49,3 +49,27 @@ def checked(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
     if times > 1:
       raise ValueError(f"route: worker {worker} {verb} more than once in one round of {pairs}")
   return pairs
+
+
+def tree(size: int) -> tuple[Pairs, ...]:
+  """The rounds of a binary tree to worker 0, (child, parent) pairs; children beyond `size` are missing.
+
+  Example:
+    >>> tree(6)
+    (((1, 0), (3, 2), (5, 4)), ((2, 0),), ((4, 0),))
+  """
+  rounds = []
+  for stride in reversed(strides(size)):
+    parents = range(0, size - stride, 2 * stride)
+    rounds.append(tuple((parent + stride, parent) for parent in parents))
+  return tuple(rounds)
+
+
+def partners(size: int, stride: int) -> Pairs:
+  """Every worker and the one whose number differs in the bit `stride`, for a power of two.
+
+  Example:
+    >>> partners(4, 2)
+    ((0, 2), (1, 3), (2, 0), (3, 1))
+  """
+  return tuple((worker, worker ^ stride) for worker in range(size))

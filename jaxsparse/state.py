@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxsparse import perworker
 from jaxsparse._compat import AxisName
+from jaxsparse.perworker import PerWorker
 from jaxsparse.types import Counters, State
 
 
@@ -39,12 +41,19 @@ class Metrics(NamedTuple):
   Attributes:
     words_sent: 4-byte words sent by the worker that sent most.
     words_used: words that carried an entry, mean over workers.
-    density: share of the entries of the total that were delivered.
+    selected: entries that a worker chose to send, mean over workers.
+    delivered: entries of the total that are not left out.
+    density: the same as a share of all entries.
     overflow: entries that found no room in a message and stayed in a residual, all workers together.
+    imbalance: entries of the fullest worker over the mean, before they are balanced (Ok-Topk).
+    balanced: the same afterwards.
+    merged: different indices in the fullest block after the sum over teams (SparDL's B-SAG).
     threshold_age: steps since a reused threshold was exact.
     skipped: whether the step met NaN or Inf and was skipped by every worker.
     skipped_steps: how many steps have been skipped so far.
     residual_norm: ℓ₂ norm of all residuals together, the mass not yet delivered.
+    drift: how far the parameters of the workers are apart (root mean square of the ℓ₂ distance to their mean), for a
+      collective whose totals differ; 0 right after they were averaged.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -54,12 +63,18 @@ class Metrics(NamedTuple):
 
   words_sent: jax.Array
   words_used: jax.Array
+  selected: jax.Array
+  delivered: jax.Array
   density: jax.Array
   overflow: jax.Array
+  imbalance: jax.Array
+  balanced: jax.Array
+  merged: jax.Array
   threshold_age: jax.Array
   skipped: jax.Array
   skipped_steps: jax.Array
   residual_norm: jax.Array
+  drift: jax.Array
 
 
 def metrics(state: Any) -> Metrics:
@@ -83,7 +98,8 @@ def metrics(state: Any) -> Metrics:
   found = reduce_states(state)
   if len(found) != 1:
     raise ValueError(f"metrics: the state holds {len(found)} jaxsparse transforms, give a state that holds one")
-  return summary(*found[0])
+  apart = perworker.drift(state) if isinstance(state, PerWorker) else jnp.zeros(())
+  return summary(*found[0])._replace(drift=apart)
 
 
 def summary(carried: State, counters: Counters) -> Metrics:
@@ -92,12 +108,18 @@ def summary(carried: State, counters: Counters) -> Metrics:
   return Metrics(
     words_sent=counters.words_sent.max(),
     words_used=counters.words_used.astype(jnp.float32).mean(),
+    selected=counters.selected.astype(jnp.float32).mean(),
+    delivered=counters.delivered.max(),
     density=counters.density.max(),
     overflow=counters.overflow.sum(),
+    imbalance=counters.imbalance.max(),
+    balanced=counters.balanced.max(),
+    merged=counters.merged.max(),
     threshold_age=counters.threshold_age.max(),
     skipped=counters.skipped.any(),
     skipped_steps=counters.skipped_steps.max(),
     residual_norm=jnp.sqrt(jnp.sum(residual**2)),
+    drift=jnp.zeros(()),
   )
 
 
@@ -123,6 +145,8 @@ def specs(state: Any, axis: AxisName) -> Any:
   """
   per_worker, replicated = PartitionSpec(axis), PartitionSpec()
   _check_wrappers(state)
+  if isinstance(state, PerWorker):
+    return jax.tree.map(lambda _: per_worker, state)
 
   def of_node(node: Any) -> Any:
     if not _is_reduce_state(node):
@@ -137,6 +161,16 @@ def specs(state: Any, axis: AxisName) -> Any:
 def reduce_states(state: Any) -> list[ReduceState]:
   """Every `ReduceState` within an optax state."""
   return [node for node in jax.tree.leaves(state, is_leaf=_is_reduce_state) if _is_reduce_state(node)]
+
+
+def differs(state: Any) -> bool:
+  """Whether the state is one of a collective whose total differs between workers."""
+  return any(node.carried.due is not None for node in reduce_states(state))
+
+
+def due(state: Any) -> jax.Array:
+  """Whether such workers are to average their parameters now, bool[]; inside shard_map."""
+  return jnp.any(jnp.array([node.carried.due for node in reduce_states(state) if node.carried.due is not None]))
 
 
 def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:

@@ -11,9 +11,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsparse import _compat
+from jaxsparse import _compat, perworker
 from jaxsparse import state as states
 from jaxsparse._compat import AxisName
+from jaxsparse.comm import AxisComm
+from jaxsparse.perworker import PerWorker
 
 
 class StepMetrics(NamedTuple):
@@ -46,7 +48,8 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, *, 
 
   Returns:
     The state of `tx`; the residual is one f32[P · n] of all workers. Go on with `js.make_train_step`, or with
-    `js.specs(state, axis)` in a shard_map of your own.
+    `js.specs(state, axis)` in a shard_map of your own. For a collective whose totals differ between workers (A2SGD) a
+    `js.PerWorker` of it.
 
   Raises:
     ValueError: if the mesh has no such axis, or the configuration does not fit the parameters.
@@ -60,7 +63,12 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, *, 
   """
   _workers(mesh, axis)
   mesh, replicated = _compat.auto_mesh(mesh), PartitionSpec()
-  make = functools.partial(_compat.shard_map, tx.init, mesh, replicated)
+
+  def start(params: optax.Params) -> Any:
+    state = tx.init(params)
+    return perworker.first(state, params) if states.differs(state) else state
+
+  make = functools.partial(_compat.shard_map, start, mesh, replicated)
   spec = states.specs(jax.eval_shape(make(replicated), params), axis)
   return jax.jit(make(spec), out_shardings=_shardings(mesh, spec))(params)
 
@@ -77,6 +85,10 @@ def make_train_step(
 
   Each worker takes its share of the batch along the leading axis, computes the gradient of its own mean loss, and `tx`
   averages over the workers. The step donates `params` and `state`: use what it returns and not what it was given.
+
+  Where the collective's total differs between workers (A2SGD), so do their parameters: the step keeps what each has
+  moved in `state`, and `params` are those of the last synchronization. `step.synchronize(params, state)` averages them
+  now: call it before you evaluate, and at the end.
 
   Args:
     loss_fn: (params, batch) -> f32[] loss of one worker's share of the batch, or (loss, aux) with `has_aux`.
@@ -145,6 +157,15 @@ class TrainStep:
     self._last = metrics.loss
     return params, state, metrics
 
+  def synchronize(self, params: optax.Params, state: Any) -> tuple[Any, Any]:
+    """Averages the parameters of workers that have their own; returns everything as it is where they have not."""
+    if not isinstance(state, PerWorker):
+      return params, state
+    replicated, spec = PartitionSpec(), states.specs(state, self._axis)
+    average = functools.partial(perworker.synchronized, AxisComm(self._axis))
+    program = _compat.shard_map(average, self._mesh, (replicated, spec), (replicated, spec))
+    return jax.jit(program)(params, state)
+
   def lower(self, params: optax.Params, state: Any, batch: Any) -> jax.stages.Lowered:
     """The step as `jax.stages.Lowered`, to look at its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
     program, _ = self._program(state, batch)
@@ -192,11 +213,17 @@ def _worker_step(
   batch: Any,
 ) -> tuple[optax.Params, Any, StepMetrics]:
   """One worker's step, inside shard_map. The mean of loss and aux is its only message beside those of `tx`."""
-  value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
+  inner, own = perworker.here(state, params) if isinstance(state, PerWorker) else (state, params)
+  value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(own, batch)
   loss, aux = value if has_aux else (value, None)
-  updates, state = tx.update(grads, state, params)
-  params = optax.apply_updates(params, updates)
-  skipped = [node.counters.skipped[0] for node in states.reduce_states(state)]
+  updates, inner = tx.update(grads, inner, own)
+  if isinstance(state, PerWorker):
+    state = perworker.moved_on(state, updates, inner)
+    average = functools.partial(perworker.synchronized, AxisComm(axis))
+    params, state = jax.lax.cond(states.due(inner), average, lambda *same: same, params, state)
+  else:
+    params, state = optax.apply_updates(params, updates), inner
+  skipped = [node.counters.skipped[0] for node in states.reduce_states(inner)]
   loss, aux = jax.lax.pmean((loss, aux), axis)
   return params, state, StepMetrics(loss, jnp.any(jnp.array(skipped)), aux)
 

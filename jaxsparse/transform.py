@@ -31,7 +31,7 @@ def make_transform(name: str, axis: _compat.AxisName | Comm, **config: Any) -> o
     >>> tx = js.make_transform("spardl", "workers", density=0.01)
     >>> js.make_transform("sparse", "workers")
     Traceback (most recent call last):
-    ValueError: unknown collective 'sparse', choose one of dense, spardl
+    ValueError: unknown collective 'sparse', choose one of ...
   """
   return transform_of(make_collective(name, **config), axis)
 
@@ -53,7 +53,7 @@ def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax
   comm = comm_of(axis)
 
   def init(params: optax.Params) -> ReduceState:
-    return init_state(collective, flatten.count(params), comm.size)
+    return init_state(collective.for_leaves(flatten.sizes(params)), flatten.count(params), comm.size)
 
   def update(
     updates: optax.Updates, state: ReduceState, params: optax.Params | None = None
@@ -63,7 +63,7 @@ def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax
     states.check_workers(state, comm.size)
     states.check_entries(state, grads.size)
     _check_local(comm, grads)
-    total, state = reduce_step(collective, comm, grads, state)
+    total, state = reduce_step(collective.for_leaves(flatten.sizes(updates)), comm, grads, state)
     return unflatten(total / comm.size), state
 
   return optax.GradientTransformation(init, update)
@@ -87,7 +87,8 @@ def reduce_step(
   total = jnp.where(finite, total, 0.0)
   carried = jax.tree.map(lambda new, old: jnp.where(finite, new, old), carried, state.carried)
   skipped_steps = state.counters.skipped_steps + (~finite).astype(jnp.int32)
-  counters = counters._replace(skipped=~finite, skipped_steps=skipped_steps)
+  density = jnp.asarray(counters.delivered, jnp.float32) / grads.size
+  counters = counters._replace(density=density, skipped=~finite, skipped_steps=skipped_steps)
   counters = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype).reshape(1), counters, state.counters)
   return total, ReduceState(carried, counters)
 

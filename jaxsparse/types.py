@@ -70,6 +70,8 @@ class State(NamedTuple):
     residual: f32[n] at this worker, the mass not yet delivered; None for a collective that leaves none.
     worker: any pytree that differs between workers; every leaf has a leading axis (it is sharded along it).
     shared: any pytree that is bitwise the same on every worker.
+    due: bool[] for a collective whose total differs between workers, whether their parameters are to be averaged after
+      this step; None for all others.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -80,6 +82,7 @@ class State(NamedTuple):
   residual: Any = None
   worker: Any = ()
   shared: Any = ()
+  due: Any = None
 
 
 class Counters(NamedTuple):
@@ -88,22 +91,32 @@ class Counters(NamedTuple):
   Attributes:
     words_sent: 4-byte words this worker sent, empty slots included.
     words_used: those of them that carried an entry.
-    density: share of the entries of the total that were delivered.
+    selected: entries that this worker chose to send.
+    delivered: entries of the total that are not left out.
+    density: `delivered` as a share of all entries; filled in for every collective.
     overflow: entries that found no room in a message and went back to the residual.
+    imbalance: entries of the fullest worker over the mean, before they are balanced (Ok-Topk).
+    balanced: the same afterwards.
+    merged: different indices in the fullest block after the sum over teams (SparDL's B-SAG).
     threshold_age: steps since a reused threshold was exact.
     skipped: whether this step saw NaN or Inf and was skipped on every worker.
     skipped_steps: how many steps have been skipped since the state was made.
 
   Example:
     >>> import jaxsparse as js
-    >>> js.Counters(words_sent=760, words_used=760, density=0.01).overflow
+    >>> js.Counters(words_sent=760, words_used=760, delivered=227).overflow
     0
   """
 
   words_sent: Any = 0
   words_used: Any = 0
+  selected: Any = 0
+  delivered: Any = 0
   density: Any = 0.0
   overflow: Any = 0
+  imbalance: Any = 1.0
+  balanced: Any = 1.0
+  merged: Any = 0
   threshold_age: Any = 0
   skipped: Any = False
   skipped_steps: Any = 0
@@ -111,8 +124,9 @@ class Counters(NamedTuple):
   @classmethod
   def zeros(cls) -> Self:
     """Counters of a worker before its first step, one entry each: the leading axis is the worker's."""
-    types = cls(jnp.uint32, jnp.uint32, jnp.float32, jnp.int32, jnp.int32, jnp.bool_, jnp.int32)
-    return cls(*(jnp.zeros(1, dtype) for dtype in types))
+    dtypes = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}
+    zeros = {name: jnp.zeros(1, dtypes[type(value)]) for name, value in cls._field_defaults.items()}
+    return cls(**zeros | {name: jnp.zeros(1, jnp.uint32) for name in ("words_sent", "words_used")})
 
 
 class Reduced(NamedTuple):
@@ -140,7 +154,7 @@ class Cost(NamedTuple):
   Attributes:
     messages: number of messages one after the other.
     words: 4-byte words sent.
-    agreements: one-word all-reduces, listed apart.
+    agreements: words that all workers agree on (a size, a boundary) in all-reduces of their own, listed apart.
 
   Example:
     >>> cost = Cost(messages=6, words=1000)

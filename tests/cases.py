@@ -1,30 +1,53 @@
 """The table that the laws are tested over: every collective that exists, with every choice of its options."""
 
 import functools
-import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 
 from jaxsparse.collectives import Collective, SparseCollective, _base, _kinds, make_collective
 
-WORKERS = (1, 2, 3, 5, 6, 7, 8, 13, 16)
+WORKERS = (1, 2, 3, 5, 6, 8, 13, 16)
+FEWER_WORKERS = (3, 5, 6, 8, 16)  # for all but the default options
+
+# Options that are numbers, and so have no list of choices; and what a choice needs beside it to mean something.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+  "oktopk": [{"threshold_period": 2, "region_period": 1}],
+  "qsgd": [{"levels": 1}],
+  "spardl": [{"teams": 2}, {"teams": 3}, {"teams": 5}, {"teams": 8}, {"teams": 8, "sag": "bruck"}],
+}
+BESIDE: dict[tuple[str, Any], dict[str, Any]] = {
+  ("spardl", "bruck"): {"teams": 2},
+  ("spardl", "recursive"): {"teams": 4},
+}
 
 
 class Case(NamedTuple):
   """A collective and its options, without the number of entries to deliver."""
 
   name: str
-  options: tuple[tuple[str, Any], ...]
+  options: tuple[tuple[str, Any], ...] = ()
 
   def __str__(self) -> str:
-    return "-".join([self.name, *(str(value) for _, value in self.options)])
+    return "-".join([self.name, *(f"{option}={value}" for option, value in self.options)])
 
   @property
   def is_sparse(self) -> bool:
     return issubclass(_kinds()[self.name], SparseCollective)
+
+  @property
+  def by_magnitude(self) -> bool:
+    """Whether a giant entry is delivered at once."""
+    return self.name not in ("a2sgd", "qsgd", "randomk")
+
+  @property
+  def rounding(self) -> float:
+    """What the sum of a few small numbers may lose, as a share of them."""
+    return 2**-8 if "bfloat16" in str(self) else 2**-18 if self.name == "qsgd" else 2**-22
 
   def config(self, **entries: Any) -> dict[str, Any]:
     """The configuration; `entries` (density or k) are for sparse collectives only."""
@@ -33,17 +56,37 @@ class Case(NamedTuple):
   def make(self, **entries: Any) -> Collective:
     return make_collective(self.name, **self.config(**entries))
 
+  def workers(self, sizes: Iterable[int] = WORKERS) -> list[int]:
+    """Those numbers of workers that its teams divide."""
+    sizes = FEWER_WORKERS if self.options and sizes is WORKERS else sizes
+    return [size for size in sizes if size % dict(self.options).get("teams", 1) == 0]
+
 
 def all_cases() -> list[Case]:
-  cases = []
+  """Every collective as it is by default, with each other choice of each option, and the variants above."""
+  cases = {}
   for name, kind in sorted(_kinds().items()):
-    choices = _base.choices_of(kind)
-    cases += [Case(name, tuple(zip(choices, values, strict=True))) for values in itertools.product(*choices.values())]
-  return cases
+    configs = [{}, *VARIANTS.get(name, [])]
+    for option, choices in _base.choices_of(kind).items():
+      default = kind.__dataclass_fields__[option].default
+      configs += [BESIDE.get((name, choice), {}) | {option: choice} for choice in choices if choice != default]
+    cases.update(dict.fromkeys(Case(name, tuple(config.items())) for config in configs))
+  return list(cases)
 
 
 CASES = all_cases()
 CONSERVING = [case for case in CASES if case.make(density=0.5).conserves]
+REPLICATING = [case for case in CASES if case.make(density=0.5).replicates]
+
+
+def each(cases: list[Case], sizes: Iterable[int] = WORKERS) -> pytest.MarkDecorator:
+  """Parametrizes with (case, workers). One process runs all tests of a pair, so that they share compiled programs."""
+  pairs = [(case, workers) for case in cases for workers in case.workers(sizes)]
+  group = lambda case, workers: pytest.mark.xdist_group(f"{case}-{workers}")
+  return pytest.mark.parametrize(
+    ("case", "workers"),
+    [pytest.param(case, workers, id=f"{case}-{workers}", marks=group(case, workers)) for case, workers in pairs],
+  )
 
 
 @functools.cache

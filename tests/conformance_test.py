@@ -19,12 +19,12 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from jaxsparse import _compat, simulation
 from jaxsparse.comm import AxisComm
+from jaxsparse.costs import count_jaxpr, schedule
 from jaxsparse.transform import init_state, reduce_step
-from tests.cases import CASES, CONSERVING, WORKERS, bits, integers, mesh_of, normals
+from tests.cases import CASES, CONSERVING, REPLICATING, bits, each, integers, mesh_of, normals
 
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
-each_conserving = pytest.mark.parametrize("case", CONSERVING, ids=str)
-each_size = pytest.mark.parametrize("workers", WORKERS)
+N = 30  # one size and density wherever they do not matter, so that tests share compiled programs
+DENSITY = 0.2
 
 
 def residuals_of(state, workers, n):
@@ -37,17 +37,20 @@ def mass(grads, state):
   return np.asarray(grads, np.float64).sum(0) + residuals_of(state, *grads.shape).astype(np.float64).sum(0)
 
 
-@each_conserving
-@each_size
-@pytest.mark.parametrize("n", [1, 11, 48])
+@each(CONSERVING)
+@pytest.mark.parametrize("n", [1, 5, N])
 def test_law_c_nothing_is_lost(case, workers, n):
-  collective = case.make(density=0.2)
+  collective = case.make(density=DENSITY)
   state = simulation.initial(collective, workers, n)
   for step in range(3):
     grads = integers(step, workers, n)
     before = mass(grads, state)
     totals, state = simulation.reduce_all(collective, jnp.asarray(grads), state)
-    np.testing.assert_array_equal(before, np.asarray(totals[0], np.float64) + mass(0 * grads, state))
+    after = np.asarray(totals[0], np.float64) + mass(0 * grads, state)
+    if case.name == "qsgd":  # levels are not whole numbers
+      np.testing.assert_allclose(after, before, atol=1e-3)
+    else:
+      np.testing.assert_array_equal(after, before)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in CONSERVING], ids=str)
@@ -59,20 +62,20 @@ def test_what_declares_to_lose_mass_loses_it(case):
   assert np.any(mass(grads, state) != np.asarray(totals[0]) + mass(0 * grads, after))
 
 
-@each_case
-@each_size
+@each(REPLICATING)
 def test_law_r_every_worker_has_the_same_bits(case, workers):
-  collective = case.make(density=0.2)
-  state = simulation.initial(collective, workers, 41)
+  collective = case.make(density=DENSITY)
+  state = simulation.initial(collective, workers, N)
   for step in range(3):
-    totals, state = simulation.reduce_all(collective, jnp.asarray(normals(step, workers, 41)), state)
+    totals, state = simulation.reduce_all(collective, jnp.asarray(normals(step, workers, N)), state)
     np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
+    for leaf in jax.tree.leaves(state.carried.shared):
+      np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
 
 
-@each_case
-@each_size
-@pytest.mark.parametrize("n", [3, 20])
-def test_law_1_each_entry_arrives_exactly_once(case, workers, n):
+@each([case for case in CASES if case.name not in ("a2sgd", "qsgd")])  # which round, or keep their own
+def test_law_1_each_entry_arrives_exactly_once(case, workers):
+  n = 11
   grads = np.broadcast_to(2.0 ** np.arange(workers, dtype=np.float32)[:, None], (workers, n))
   out = js.simulate(case.name, grads, **case.config(k=n))
   expected = 2**workers - 1
@@ -82,13 +85,15 @@ def test_law_1_each_entry_arrives_exactly_once(case, workers, n):
   np.testing.assert_array_equal(out.residuals, np.zeros((workers, n)))
 
 
-@each_case
-@pytest.mark.parametrize("workers", [*range(1, 17), 128])
+@each(CASES, [*range(1, 17), 128])
 def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
-  for n, k in ((1, 1), (96, 7), (1000, 10), (1001, 1001)):
+  for n, k in ((1, 1), (96, 7), (1001, 1001)) if workers <= 16 else ((1000, 10),):
     counted = js.costs.count(case.name, n=n, workers=workers, **case.config(k=k))
     predicted = js.costs.predict(case.name, n=n, workers=workers, **case.config(k=k))
-    assert counted == predicted
+    if case.make(k=k).sizes_vary:
+      assert all(was <= most for was, most in zip(counted, predicted, strict=True)), (counted, predicted)
+    else:
+      assert counted == predicted
     if workers == 1:
       assert counted.messages == counted.words == 0
 
@@ -114,101 +119,94 @@ def mesh_state(collective, workers, n):
   return jax.jit(make(spec(jax.eval_shape(make(P())))))()
 
 
-@each_case
-@each_size
+@each(CASES, [2, 5, 6, 8, 16])
 def test_law_w_the_compiler_keeps_the_messages_as_they_are(case, workers):
   n, k = 1001, 13
   collective = case.make(k=k)
   grads = jnp.asarray(normals(0, workers, n).reshape(-1))
   text = worker_program(collective, workers).lower(grads, mesh_state(collective, workers, n)).compile().as_text()
   buffers = re.findall(r"(\w+)\[([\d,]*)\]\S* collective-permute(?:-start)?\(", text)
-  reduces = re.findall(r"(\w+)\[([\d,]*)\]\S* all-reduce(?:-start)?\(", text)
+  reduces = re.findall(r"[fb]\w+\[([\d,]*)\]\S* all-reduce(?:-start)?\(", text)  # integers are agreements
   others = re.findall(r"\s(all-gather|all-to-all|reduce-scatter|collective-broadcast)(?:-start)?\(", text)
   assert not others
   assert all(dtype == "u32" for dtype, _ in buffers)
-  sizes = [int(np.prod([int(d) for d in dims.split(",") if d])) for _, dims in reduces]
-  dense = [js.costs.all_reduce_cost(size, workers, jnp.dtype(collective.dtype).itemsize) for size in sizes if size > 1]
-  cost = js.costs.count(case.name, n=n, workers=workers, **case.config(k=k))
+  itemsize = jnp.dtype(getattr(collective, "dtype", "float32")).itemsize
+  sizes = [int(np.prod([int(d) for d in dims.split(",") if d])) for dims in reduces]
+  dense = [js.costs.all_reduce_cost(size, workers, itemsize) for size in sizes if size > 1]
+  cost = count_jaxpr(schedule(collective, n, workers), workers, every_branch=True)
   if workers > 1:
     assert len(buffers) + sum(c.messages for c in dense) == cost.messages
     assert sum(int(dims) for _, dims in buffers) + sum(c.words for c in dense) == cost.words
 
 
-@each_case
-@each_size
+@each(CASES, [1, 2, 3, 5, 6, 16])
 def test_the_mesh_and_the_simulator_agree_bit_for_bit(case, workers):
-  n = 37
-  collective = case.make(density=0.15)
-  on_mesh, simulated = mesh_state(collective, workers, n), simulation.initial(collective, workers, n)
+  collective = case.make(density=DENSITY)
+  on_mesh, simulated = mesh_state(collective, workers, N), simulation.initial(collective, workers, N)
   program = worker_program(collective, workers)
   for step in range(3):
-    grads = jnp.asarray(normals(step, workers, n))
+    grads = jnp.asarray(normals(step, workers, N))
     total, on_mesh = program(grads.reshape(-1), on_mesh)
     totals, simulated = simulation.reduce_all(collective, grads, simulated)
     np.testing.assert_array_equal(bits(total), bits(totals).reshape(-1))
-    np.testing.assert_array_equal(bits(residuals_of(on_mesh, workers, n)), bits(residuals_of(simulated, workers, n)))
+    np.testing.assert_array_equal(bits(residuals_of(on_mesh, workers, N)), bits(residuals_of(simulated, workers, N)))
 
 
-@each_case
-@each_size
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_not_a_number_anywhere_skips_the_step_everywhere(case, workers, poison):
-  n = 29
-  collective = case.make(density=0.1)
-  state = simulation.initial(collective, workers, n)
-  _, state = simulation.reduce_all(collective, jnp.asarray(normals(0, workers, n)), state)
-  bad = normals(1, workers, n)
-  bad[workers // 2, n - 2] = poison
-  totals, after = simulation.reduce_all(collective, jnp.asarray(bad), state)
-  np.testing.assert_array_equal(totals, np.zeros((workers, n)))
-  jax.tree.map(np.testing.assert_array_equal, after.carried, state.carried)
-  assert np.all(after.counters.skipped)
-  assert np.all(after.counters.skipped_steps == 1)
-  clean = jnp.asarray(normals(2, workers, n))
-  resumed, final = simulation.reduce_all(collective, clean, after)
+@each(CASES)
+def test_not_a_number_anywhere_skips_the_step_everywhere(case, workers):
+  collective = case.make(density=DENSITY)
+  state = simulation.initial(collective, workers, N)
+  _, state = simulation.reduce_all(collective, jnp.asarray(normals(0, workers, N)), state)
+  clean = jnp.asarray(normals(2, workers, N))
   expected, _ = simulation.reduce_all(collective, clean, state)
-  np.testing.assert_array_equal(bits(resumed), bits(expected))
-  assert not np.any(final.counters.skipped)
-  assert np.all(final.counters.skipped_steps == 1)
+  for poison in (np.nan, np.inf, -np.inf):
+    bad = normals(1, workers, N)
+    bad[workers // 2, N - 2] = poison
+    totals, after = simulation.reduce_all(collective, jnp.asarray(bad), state)
+    np.testing.assert_array_equal(totals, np.zeros((workers, N)))
+    jax.tree.map(np.testing.assert_array_equal, after.carried, state.carried)
+    assert np.all(after.counters.skipped)
+    assert np.all(after.counters.skipped_steps == 1)
+    resumed, final = simulation.reduce_all(collective, clean, after)
+    np.testing.assert_array_equal(bits(resumed), bits(expected))
+    assert not np.any(final.counters.skipped)
+    assert np.all(final.counters.skipped_steps == 1)
 
 
-@each_case
-@each_size
-@pytest.mark.parametrize("kind", ["zeros", "equal", "giant", "tiny"])
-@pytest.mark.parametrize("n", [1, 5, 30])
-def test_extreme_gradients(case, workers, kind, n):
-  grads = np.zeros((workers, n), np.float32)
-  if kind == "equal":
-    grads[:] = -0.5
-  elif kind == "giant":
-    grads[:] = 1
-    grads[0, n // 2] = 2.0**100
-  elif kind == "tiny":
-    grads[:] = 2.0**-120
-  out = js.simulate(case.name, grads, **case.config(density=0.1))
-  assert np.isfinite(out.total).all()
-  if case in CONSERVING:
-    left = np.asarray(out.residuals, np.float64).sum(0)
-    exact = np.asarray(grads, np.float64).sum(0)
-    np.testing.assert_allclose(
-      np.asarray(out.total, np.float64) + left, exact, rtol=2**-7 if "bf" in str(case) else 1e-6
-    )
-  if kind == "giant":
-    assert out.total[n // 2] == 2.0**100
+@each(CASES)
+@pytest.mark.parametrize("n", [1, 5, N])
+def test_extreme_gradients(case, workers, n):
+  collective = case.make(density=DENSITY)
+  giant = np.ones((workers, n), np.float32)
+  giant[0, n // 2] = 2.0**100
+  for grads in (0 * giant, -0.5 * np.ones_like(giant), giant, 2.0**-120 * np.ones_like(giant)):
+    start = simulation.initial(collective, workers, n)
+    totals, state = simulation.reduce_all(collective, jnp.asarray(grads), start)
+    assert np.isfinite(totals).all()
+    if case in CONSERVING:
+      exact = mass(grads, start)
+      left = np.asarray(totals[0], np.float64) + mass(0 * grads, state)
+      assert np.all(np.abs(left - exact) <= 4 * workers * case.rounding * np.abs(grads, dtype=np.float64).sum(0).max())
+    if grads is giant and case.by_magnitude:
+      assert totals[0, n // 2] == 2.0**100
 
 
-gradients = st.integers(1, 9).flatmap(
-  lambda workers: st.integers(1, 24).flatmap(
-    lambda n: hypothesis.extra.numpy.arrays(
-      np.float32, (2, workers, n), elements=st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False)
-    )
+@st.composite
+def reductions(draw, case):
+  """A density, and the gradients of two steps; of few shapes, since each compiles a program."""
+  workers = draw(st.sampled_from(case.workers((1, 2, 3, 6, 8, 10))))
+  shape = (2, workers, draw(st.sampled_from([1, 7, 24])))
+  elements = st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False)
+  return draw(st.sampled_from([0.05, 0.4, 1.0])), draw(
+    hypothesis.extra.numpy.arrays(np.float32, shape, elements=elements)
   )
-)
 
 
-@each_conserving
-@hypothesis.given(grads=gradients, density=st.floats(0.001, 1.0))
-def test_the_laws_hold_for_any_input(case, grads, density):
+@pytest.mark.parametrize("case", CONSERVING, ids=str)
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(data=st.data())
+def test_the_laws_hold_for_any_input(case, data):
+  density, grads = data.draw(reductions(case))
   _, workers, n = grads.shape
   collective = case.make(density=density)
   state = simulation.initial(collective, workers, n)
@@ -217,9 +215,9 @@ def test_the_laws_hold_for_any_input(case, grads, density):
     scale = np.abs(step).sum(0) + np.abs(residuals_of(state, workers, n)).sum(0)
     totals, state = simulation.reduce_all(collective, jnp.asarray(step), state)
     after = np.asarray(totals[0], np.float64) + mass(0 * step, state)
-    rounding = workers * (2.0**-8 if "bfloat16" in str(case) else 2.0**-22)
-    assert np.all(np.abs(after - before) <= rounding * scale)
+    # Rounding to levels is relative to the norm and not to the entry.
+    scale = np.max(scale) * n if case.name == "qsgd" else scale
+    assert np.all(np.abs(after - before) <= workers * case.rounding * scale)
     np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
-    if case.is_sparse:
-      k = collective.entries(n)
-      assert np.count_nonzero(totals[0]) <= max(k, 1) + workers  # ⌈k/P⌉ for each of P blocks
+    if case.name in ("spardl", "gtopk", "randomk"):
+      assert np.count_nonzero(totals[0]) <= collective.entries(n) + workers  # rounded up for each of P/d blocks

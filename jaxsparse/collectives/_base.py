@@ -6,9 +6,10 @@ import math
 import numbers
 import typing
 from fractions import Fraction
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Self, get_args, get_origin
 
 import jax
+import jax.numpy as jnp
 
 from jaxsparse.types import Comm, Cost, Reduced, State
 
@@ -32,7 +33,7 @@ class Collective(abc.ABC):
     ...     for _ in range(comm.size - 1):
     ...       part = comm.shift(part, 1)
     ...       total = total + part
-    ...     return js.Reduced(total, state, js.Counters(density=1.0))
+    ...     return js.Reduced(total, state, js.Counters(delivered=grads.size))
     >>> worker = lambda grads: Ring().reduce(js.SimComm("w"), grads, js.State()).total
     >>> jax.vmap(worker, axis_name="w")(jnp.array([[1.0], [2.0], [4.0]])).ravel()
     Array([7., 7., 7.], dtype=float32)
@@ -60,6 +61,21 @@ class Collective(abc.ABC):
   def conserves(self) -> bool:
     """Whether Law C holds: total and residuals together hold every entry ever given."""
     return True
+
+  @property
+  def replicates(self) -> bool:
+    """Whether Law R holds: the total is the same on every worker. Else its `State` says when parameters are `due`."""
+    return True
+
+  @property
+  def sizes_vary(self) -> bool:
+    """Whether messages change their size from step to step; `cost` is then an upper bound."""
+    return False
+
+  def for_leaves(self, sizes: tuple[int, ...]) -> Self:
+    """The collective for gradients of leaves of these sizes, one after the other; most do not care."""
+    del sizes
+    return self
 
   def init(self, n: int, size: int) -> State:
     """The state before the first step, for n entries and `size` workers.
@@ -90,9 +106,17 @@ def _is_number(value: object, kind: type) -> bool:
   return isinstance(value, kind) and not isinstance(value, bool)
 
 
+def check_whole(name: str, low: int, high: int | None = None, **values: object) -> None:
+  """Checks that `values` are whole numbers from `low` to `high`; raises ValueError naming the value and the choices."""
+  for field, value in values.items():
+    if not (_is_number(value, numbers.Integral) and typing.cast(int, value) >= low and (high is None or value <= high)):  # type: ignore[operator]
+      upper = "up" if high is None else f"to {high}"
+      raise ValueError(f"{name}: {field}={value!r}, choose a whole number from {low} {upper}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseCollective(Collective):
-  """A collective that delivers k of n entries: give the share, `density`, or the number, `k`.
+  """A collective that delivers k of n entries and keeps the rest: give the share, `density`, or the number, `k`.
 
   Attributes:
     density: ρ in (0, 1]; k = ⌈ρ n⌉ with ρ the decimal number it prints as, so that 0.07 of 100 is 7 and not 8.
@@ -116,6 +140,11 @@ class SparseCollective(Collective):
       raise ValueError(f"{self.name}: density={density!r}, choose a number in (0, 1]")
     if k is not None and not (_is_number(k, numbers.Integral) and k >= 1):
       raise ValueError(f"{self.name}: k={k!r}, choose a whole number from 1 up to the number of gradient entries")
+
+  def init(self, n: int, size: int) -> State:
+    del size
+    self.entries(n)  # raises where k does not fit n
+    return State(residual=jnp.zeros(n, jnp.float32))
 
   def entries(self, n: int) -> int:
     """The number of entries to deliver of n.

@@ -56,4 +56,4 @@ class Dense(Collective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     total = comm.all_reduce(grads.astype(self.dtype)).astype(jnp.float32)
     words = self.cost(grads.size, comm.size).words
-    return Reduced(total, state, Counters(words, words, density=1.0))
+    return Reduced(total, state, Counters(words, words, grads.size, grads.size))

@@ -44,9 +44,9 @@ def test_cifar10_and_a_table(tmp_path):
 @pytest.mark.parametrize(
   ("flags", "message"),
   [
-    (["--algorithm=sparse"], "unknown collective 'sparse', choose one of dense, spardl"),
+    (["--algorithm=sparse"], "unknown collective 'sparse', choose one of a2sgd, dense"),
     (["--density=2"], "density=2.0, choose a number in (0, 1]"),
-    (["--teams=2"], "teams=2, choose one of 1"),
+    (["--teams=4"], "teams=4 does not divide the 6 workers, choose one of [1, 2, 3, 6]"),
     (["--workers=0"], "--workers=0, choose at least 1"),
     (["--steps=0"], "--steps=0, choose at least 1"),
     (["--batch_size=1000"], "does not fit in 1437 training images"),

@@ -31,7 +31,7 @@ def test_equals_the_paper_in_numpy(workers, residual, n, k):
   left, state = np.zeros((workers, n), np.float32), None
   for step in range(3):
     grads = normals(step, workers, n)
-    totals, left = reference.spardl(grads, left, k, residual)
+    totals, left, _ = reference.spardl(grads, left, k, residual)
     out = js.simulate("spardl", grads, state=state, k=k, residual=residual)
     state = out.state
     np.testing.assert_array_equal(out.total, totals[0])
@@ -45,10 +45,61 @@ def test_equals_the_paper_with_ties(workers, n, share, seed):
   """Few distinct values: what is selected depends on the rule for ties, everywhere."""
   grads = np.random.default_rng(seed).integers(-2, 3, (workers, n)).astype(np.float32)
   k = max(1, round(share * n))
-  totals, left = reference.spardl(grads, np.zeros_like(grads), k)
+  totals, left, _ = reference.spardl(grads, np.zeros_like(grads), k)
   out = js.simulate("spardl", grads, k=k)
   np.testing.assert_array_equal(out.total, totals[0])
   np.testing.assert_array_equal(out.residuals, left)
+
+
+@pytest.mark.parametrize("sag", ["auto", "bruck"])
+@pytest.mark.parametrize(("workers", "teams"), [(2, 2), (6, 2), (6, 3), (6, 6), (8, 4), (8, 8), (12, 4), (15, 5)])
+@pytest.mark.parametrize(("n", "k"), [(7, 3), (70, 24)])
+def test_teams_equal_the_paper_in_numpy(workers, teams, sag, n, k):
+  bruck = sag == "bruck" or teams & (teams - 1) > 0
+  left, state = np.zeros((workers, n), np.float32), None
+  adaptive = reference.first_h(k, workers, teams)
+  for step in range(6):
+    grads = normals(step, workers, n)
+    totals, left, adaptive = reference.spardl(grads, left, k, teams=teams, bruck=bruck, adaptive=adaptive)
+    out = js.simulate("spardl", grads, state=state, k=k, teams=teams, sag=sag)
+    state = out.state
+    np.testing.assert_array_equal(np.broadcast_to(out.total, totals.shape), totals)
+    np.testing.assert_array_equal(out.residuals, left)
+    if bruck:
+      assert tuple(int(value[0]) for value in state.carried.shared) == adaptive
+
+
+def test_h_grows_where_teams_agree_and_shrinks_where_they_do_not():
+  """Algorithm 2: about L different indices are to come together."""
+  same = np.tile(normals(0, 1, 400), (6, 1))
+  apart = np.zeros((6, 1200), np.float32)
+  for worker in range(6):
+    apart[worker, worker::6] = 1 + normals(worker, 200) ** 2
+  for grads, h, merged in ((same, 40, 40), (apart, 14, 42)):
+    state = None
+    for _ in range(40):
+      out = js.simulate("spardl", grads, state=state, k=80, teams=3)  # L = 40 in two blocks, h = 14 … 40
+      state = out.state
+    assert abs(int(state.carried.shared.h[0]) - h) <= 2
+    assert abs(int(out.metrics.merged) - merged) <= 4
+
+
+def test_the_wire_shrinks_with_h():
+  grads = np.tile(normals(0, 1, 400), (6, 1))
+  first = js.simulate("spardl", grads, k=80, teams=3)
+  most = js.costs.predict("spardl", n=400, workers=6, k=80, teams=3).words
+  assert int(first.metrics.words_sent) == 2 * (40 + 2 * 14 + 14)  # L there, h from two teams, what came together back
+  assert most == 2 * (40 + 2 * 40 + 40)
+
+
+def test_teams_that_do_not_fit():
+  with pytest.raises(ValueError, match=r"teams=4 does not divide the 6 workers, choose one of \[1, 2, 3, 6\]"):
+    js.simulate("spardl", normals(0, 6, 20), k=3, teams=4)
+  with pytest.raises(ValueError, match="sag='recursive' with teams=3, choose a power of two"):
+    js.spardl_transform("workers", k=3, teams=3, sag="recursive")
+  for teams in (0, -2, 1.5, True):
+    with pytest.raises(ValueError, match=f"teams={teams!r}, choose a whole number from 1 up"):
+      js.spardl_transform("workers", k=3, teams=teams)
 
 
 def test_delivers_the_largest_entries_where_workers_agree():

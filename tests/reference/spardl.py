@@ -1,25 +1,67 @@
-"""SparDL in numpy, written from Algorithm 1 of the paper: P ranks as a plain loop, blocks in dictionaries, no library.
+"""SparDL in numpy, written from Algorithms 1 and 2 of the paper: P ranks as a plain loop, entries in dictionaries.
 
 Every rank holds its blocks by number. A bag of step i holds the blocks of the destinations at distance [s, 2s) from the
-rank, where s is the step's stride, and travels s ranks on.
+rank, where s is the step's stride, and travels s ranks on. With teams, that happens inside each of them.
 """
 
 import numpy as np
 
-
-def largest(block, count):
-  """Places of the `count` largest magnitudes of a block: NaN first, ties to the lowest place."""
-  magnitude = np.where(np.isnan(block), np.inf, np.abs(block))
-  order = sorted(range(len(block)), key=lambda i: (not np.isnan(block[i]), -magnitude[i], i))
-  return order[:count]
+from tests.reference import added, largest
 
 
-def spardl(gradients, residuals, k, residual_kind="global"):
-  """Totals f32[P, n] as each rank ends up with, and residuals f32[P, n]."""
+def spardl(gradients, residuals, k, residual_kind="global", teams=1, bruck=False, adaptive=None):
+  """Totals f32[P, n] as each rank ends up with, residuals f32[P, n], and the next (h, step, flag) of Algorithm 2."""
   ranks, n = gradients.shape
-  length = -(-n // ranks)
-  share = max(1, -(-k // ranks))
   home = gradients + residuals
+  per_team = ranks // teams
+  share = max(1, -(-k * teams // ranks))
+  length = -(-n // per_team)
+  blocks, sent, own = [], [], []
+  for team in range(teams):
+    part = home[team * per_team : (team + 1) * per_team]
+    for result, collected in zip(reduce_scatter(part, share, length), (blocks, sent, own), strict=True):
+      collected.extend(result)
+
+  peers = lambda rank: [team * per_team + rank % per_team for team in range(teams)]
+  drop = lambda rank, entries, weight: [
+    blocks[rank][rank % per_team].__setitem__(i, blocks[rank][rank % per_team][i] + np.float32(weight) * value)
+    for i, value in entries.items()
+  ]
+  most = share
+  if bruck:
+    h = adaptive[0]
+    for rank in range(ranks):
+      drop(rank, dict(list(own[rank].items())[h:]), 1)
+    heads = [dict(list(entries.items())[:h]) for entries in own]
+    sums = [added(*[heads[peer] for peer in peers(rank)]) for rank in range(ranks)]
+    most = max(len(entries) for entries in sums)
+    own = [largest(entries, share) for entries in sums]
+  else:
+    for step in range(teams.bit_length() - 1):
+      partner = lambda rank, step=step: peers(rank)[(rank // per_team) ^ (1 << step)]
+      sums = [added(own[rank], own[partner(rank)]) for rank in range(ranks)]
+      own = [largest(entries, share) for entries in sums]
+      for rank in range(ranks):
+        lost = {i: value for i, value in sums[rank].items() if i not in own[rank]}
+        drop(rank, lost, 1 / 2 ** (step + 1))
+
+  totals, kept = np.zeros((ranks, n), np.float32), home.copy()
+  for rank in range(ranks):
+    mine = range(rank // per_team * per_team, (rank // per_team + 1) * per_team)
+    final = {peer % per_team * length + i: value for peer in mine for i, value in own[peer].items()}
+    for place in range(n):
+      block, i = divmod(place, length)
+      totals[rank, place] = final.get(place, 0)
+      if residual_kind == "local":
+        kept[rank, place] = 0 if place in sent[rank] else home[rank, place]
+      elif place in final:  # lines 12-14: in-procedure residuals stay with the rank that dropped them
+        kept[rank, place] = blocks[rank][block][i] if residual_kind == "global" else 0
+  return totals, kept, adapted(adaptive, most, share, teams) if bruck else None
+
+
+def reduce_scatter(home, share, length):
+  """Spar-Reduce-Scatter in one team: of each rank what it dropped by block, the places it sent, and its sum."""
+  ranks, n = home.shape
   padded = np.zeros((ranks, ranks * length), np.float32)
   padded[:, :n] = home
   blocks = [{b: padded[r, b * length : (b + 1) * length].copy() for b in range(ranks)} for r in range(ranks)]
@@ -27,9 +69,8 @@ def spardl(gradients, residuals, k, residual_kind="global"):
 
   def cut(rank, block):
     """Line 7: keeps the largest entries of a block for sending and leaves the rest at this rank."""
-    chosen = {}
-    for i in largest(blocks[rank][block], share):
-      chosen[i] = blocks[rank][block][i]
+    chosen = largest(dict(enumerate(blocks[rank][block])), share)
+    for i in chosen:
       blocks[rank][block][i] = 0
       sent[rank].add(block * length + i)
     return chosen
@@ -47,22 +88,25 @@ def spardl(gradients, residuals, k, residual_kind="global"):
       for block, entries in mail[(rank - stride) % ranks].items():
         for i, value in entries.items():
           blocks[rank][block][i] += value
+  own = [cut(rank, rank) for rank in range(ranks)]
+  return blocks, sent, own
 
-  final = {}
-  for rank in range(ranks):
-    for i, value in cut(rank, rank).items():
-      final[rank * length + i] = value
-  total = np.zeros(n, np.float32)
-  for place, value in final.items():
-    if place < n:
-      total[place] = value
 
-  kept = home.copy()
-  for rank in range(ranks):
-    for place in range(n):
-      dropped = blocks[rank][place // length][place % length]
-      if residual_kind == "local":
-        kept[rank, place] = 0 if place in sent[rank] else home[rank, place]
-      elif place in final:  # lines 12-14: in-procedure residuals stay with the rank that dropped them
-        kept[rank, place] = dropped if residual_kind == "global" else 0
-  return np.broadcast_to(total, (ranks, n)), kept
+def first_h(k, ranks, teams):
+  """Algorithm 2, its initial values."""
+  share = max(1, -(-k * teams // ranks))
+  low = -(-share // teams)
+  return low, max(1, round(0.01 * (share - low))), False
+
+
+def adapted(adaptive, most, share, teams):
+  """Algorithm 2, one step."""
+  h, step, flag = adaptive
+  if (most > share) != (step > 0):
+    if flag:
+      step, flag = max(-share, min(share, 2 * step)), False
+    else:
+      flag = True
+  else:
+    step, flag = (-1 if step > 0 else 1) * max(1, abs(step) // 2), False
+  return max(-(-share // teams), min(share, h + step)), step, flag

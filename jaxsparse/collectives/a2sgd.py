@@ -1,0 +1,134 @@
+"""A2SGD: two averages of each worker's gradient travel, and nothing else (Cai et al., "O(1) Communication", §III).
+
+The entries that are at least the mean of the positive ones stand together for one number, those at most the mean of the
+negative ones for another. These two means are averaged over the workers, 64 bits, and each worker puts them in the
+place of its own: what is special to its gradient stays, so the models of the workers drift apart and are averaged
+themselves from time to time.
+"""
+
+import dataclasses
+import itertools
+from typing import Literal, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse._compat import AxisName
+from jaxsparse.collectives._base import Collective, check_whole
+from jaxsparse.costs import all_reduce_cost
+from jaxsparse.transform import transform_of
+from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+
+
+def a2sgd_transform(
+  axis: AxisName | Comm, *, means: Literal["vector", "leaf"] = "vector", sync_every: int = 100
+) -> optax.GradientTransformation:
+  """Averages two numbers of each gradient over the workers; each worker goes on with a gradient of its own (A2SGD).
+
+  With μ₊ the mean of the entries ≥ 0 of a gradient g and μ₋ that of |g| where g < 0, 0 where there is none:
+
+      pos = [g ≥ μ₊],  neg = [g ≤ −μ₋ and g < 0]
+      g′  = g − (pos μ₊ − neg μ₋) + pos μ̄₊ − neg μ̄₋          (Algorithm 1)
+
+  where μ̄ is the mean over workers. The update is g′: **it differs between workers**, and so do their parameters.
+  `js.init` and `js.make_train_step` keep each worker's own in the optimizer state, as what it has moved since the last
+  synchronization, and average them every `sync_every` steps; `step.synchronize(params, state)` does it before you
+  evaluate or save, and at the end. Without `make_train_step` all of that is yours to do.
+
+  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
+  `check_vma=False`; see `js.spardl_transform`.
+
+  Args:
+    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    means: one pair of means for the whole "vector", 2 words, or for each "leaf" of the gradient.
+    sync_every: T, steps from one averaging of the parameters, which sends all of them, to the next.
+
+  Returns:
+    An `optax.GradientTransformation`. Its state holds the number of the step.
+
+  Raises:
+    ValueError: for means or a sync_every outside their choices, or outside shard_map.
+    TypeError: for gradients that are not floating point.
+
+  Example:
+    The first worker's g′ in the paper's example (§III); the total is P times it:
+
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> js.simulate("a2sgd", jnp.array([[1.0, 2.0, -1.0], [-1.0, -2.0, 3.0]])).total / 2
+    Array([ 1.  ,  2.75, -1.25], dtype=float32)
+  """
+  return transform_of(A2SGD(means=means, sync_every=sync_every), axis)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class A2SGD(Collective):
+  """Two averages a step; see `a2sgd_transform` for the fields."""
+
+  means: Literal["vector", "leaf"] = "vector"
+  sync_every: int = 100
+  leaves: tuple[int, ...] = dataclasses.field(default=(), init=False)
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_whole(self.name, 1, sync_every=self.sync_every)
+
+  @property
+  def conserves(self) -> bool:
+    return False
+
+  @property
+  def replicates(self) -> bool:
+    return False
+
+  def for_leaves(self, sizes: tuple[int, ...]) -> Self:
+    if self.means == "vector":
+      return self
+    mine = dataclasses.replace(self)
+    object.__setattr__(mine, "leaves", tuple(size for size in sizes if size))
+    return mine
+
+  def init(self, n: int, size: int) -> State:
+    del n, size
+    return State(shared=jnp.zeros((), jnp.int32), due=jnp.zeros((), jnp.bool_))
+
+  def cost(self, n: int, size: int) -> Cost:
+    return all_reduce_cost(2 * len(self.leaves or (n,)), size)
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    ends = list(itertools.accumulate(self.leaves or (grads.size,)))
+    parts = jnp.split(grads, ends[:-1])
+    own = jnp.stack([two_means(part) for part in parts])
+    mean = comm.all_reduce(own) / comm.size
+    shifts = [shifted(part, *pair) for part, pair in zip(parts, zip(own, mean, strict=True), strict=True)]
+    step = state.shared + 1
+    state = state._replace(shared=step, due=step % self.sync_every == 0)
+    words = self.cost(grads.size, comm.size).words
+    counters = Counters(words, words, selected=2 * len(parts), delivered=grads.size)
+    return Reduced(comm.size * jnp.concatenate(shifts), state, counters)
+
+
+def two_means(grads: jax.Array) -> jax.Array:
+  """(μ₊, μ₋), f32[2]: the mean of the entries ≥ 0, and of the magnitudes of those < 0; 0 where there is none.
+
+  Example:
+    >>> two_means(jnp.array([1.0, 2.0, -1.0]))
+    Array([1.5, 1. ], dtype=float32)
+  """
+  positive = grads >= 0
+
+  def mean(mask: jax.Array) -> jax.Array:
+    count = jnp.maximum(jnp.count_nonzero(mask), 1).astype(jnp.float32)
+    return jnp.sum(jnp.where(mask, jnp.abs(grads), 0.0)) / count
+
+  return jnp.stack([mean(positive), mean(~positive)])
+
+
+def shifted(grads: jax.Array, own: jax.Array, mean: jax.Array) -> jax.Array:
+  """g′: `grads` with the worker's own two means f32[2] replaced by those of all workers.
+
+  A factor and not a choice: a NaN in the means then reaches every entry of every worker, and the step is skipped.
+  """
+  positive = (grads >= own[0]).astype(jnp.float32)
+  negative = ((grads <= -own[1]) & (grads < 0)).astype(jnp.float32)
+  return grads + positive * (mean[0] - own[0]) - negative * (mean[1] - own[1])

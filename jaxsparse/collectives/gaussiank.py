@@ -1,0 +1,114 @@
+"""Gaussian-k: entries above a threshold that would leave k if they were normally distributed (Shi et al., 2019).
+
+Two passes give mean and deviation, a few more adjust the threshold: no sorting. Gradients are not normal, so the
+number of entries misses k; up to ⌈5k/4⌉ of them are gathered as in TopkA: ⌈log₂P⌉ messages and at most
+2 ⌈5k/4⌉ (P − 1) words.
+"""
+
+import dataclasses
+import math
+import statistics
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse import ladder, routes, sparse
+from jaxsparse._compat import AxisName
+from jaxsparse.collectives._base import SparseCollective
+from jaxsparse.comm import all_gather, in_rank_order
+from jaxsparse.select import threshold as by_threshold
+from jaxsparse.transform import transform_of
+from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+
+_ADJUSTMENTS = 20
+_FACTOR = 1.02
+
+
+def gaussiank_transform(
+  axis: AxisName | Comm, *, density: float | None = None, k: int | None = None
+) -> optax.GradientTransformation:
+  """Averages gradients over the workers, about k entries of each a step, chosen by a fitted threshold (Gaussian-k).
+
+  With `home = gradient + residual`, the threshold is `|mean| + |Φ⁻¹(ρ/2)| · std` of `home`, divided by 1.02 while fewer
+  than 3k/4 entries reach it and multiplied while more than 5k/4 do, at most 20 times. The total is the sum of what was
+  selected; each worker keeps the rest.
+
+  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
+  `check_vma=False`; see `js.spardl_transform`.
+
+  Args:
+    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are aimed at.
+    k: the number of entries instead, 1 … n.
+
+  Returns:
+    An `optax.GradientTransformation`. Its state holds the residual, f32[n] a worker.
+
+  Raises:
+    ValueError: for a density or k outside their choices, outside shard_map, or with a state of other sizes.
+    TypeError: for gradients that are not floating point.
+
+  Example:
+    >>> import optax, jaxsparse as js
+    >>> tx = optax.chain(js.gaussiank_transform("workers", density=0.01), optax.sgd(0.1))
+  """
+  return transform_of(GaussianK(density=density, k=k), axis)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GaussianK(SparseCollective):
+  """All-gather of the entries above a fitted threshold; see `gaussiank_transform` for the fields."""
+
+  @property
+  def sizes_vary(self) -> bool:
+    return True
+
+  def capacity(self, n: int) -> int:
+    """The most entries that one worker sends."""
+    return min(n, math.ceil(5 * self.entries(n) / 4))
+
+  def cost(self, n: int, size: int) -> Cost:
+    return Cost(len(routes.strides(size)), 2 * self.capacity(n) * (size - 1), agreements=int(size > 1))
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    n, k, most = grads.size, self.entries(grads.size), self.capacity(grads.size)
+    home = grads + state.residual
+    upto = by_threshold.selected(home, fitted_threshold(home, k))
+    selected = upto[-1]
+    finite, needed = ladder.agree(comm, selected, jnp.isfinite(home).all())
+
+    def gather(capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+      sent = by_threshold.in_regions(home, upto, jnp.array([0, n], jnp.int32), capacity)
+      sent = jax.tree.map(lambda x: x[0], sent)
+      total = sparse.add_rows(in_rank_order(comm, all_gather(comm, sent)), n)
+      residual = home.at[sent.indices].set(0.0, mode="drop")
+      return total, residual, jnp.uint32(2 * capacity * (comm.size - 1))
+
+    total, residual, words = ladder.climb(ladder.rungs(min(most, max(1, k // 4)), most), needed, gather)
+    used = 2 * jnp.minimum(selected, most) * (comm.size - 1)
+    overflow = jnp.maximum(selected - most, 0)
+    delivered = jnp.count_nonzero(total)
+    counters = Counters(words, used, selected=selected, delivered=delivered, overflow=overflow)
+    return Reduced(jnp.where(finite, total, jnp.nan), state._replace(residual=residual), counters)
+
+
+def fitted_threshold(x: jax.Array, k: int) -> jax.Array:
+  """The magnitude f32[] that about k entries of x reach; 0 for all of them.
+
+  Example:
+    >>> x = jax.random.normal(jax.random.key(0), (10_000,))
+    >>> round(float(fitted_threshold(x, 500)), 1)  # the two-sided 5 % point of a normal distribution
+    2.0
+  """
+  if k == x.size:
+    return jnp.zeros(())
+  tail = abs(statistics.NormalDist().inv_cdf(k / x.size / 2))
+  start = jnp.abs(jnp.mean(x)) + tail * jnp.std(x)
+
+  def adjust(_: int, threshold: jax.Array) -> jax.Array:
+    reached = jnp.count_nonzero(jnp.abs(x) >= threshold)
+    factor = jnp.where(reached < -(-3 * k // 4), 1 / _FACTOR, jnp.where(reached > 5 * k // 4, _FACTOR, 1.0))
+    return threshold * factor
+
+  return jax.lax.fori_loop(0, _ADJUSTMENTS, adjust, start)

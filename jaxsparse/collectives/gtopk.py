@@ -1,0 +1,100 @@
+"""gTopk: a tree of workers that adds two sets of k entries and keeps k of the sum (Shi et al., "gTop-k S-SGD").
+
+Six workers, k entries in every message; what worker 0 holds at the end goes back the same way:
+
+    reduce      1 -> 0    3 -> 2    5 -> 4
+                2 -> 0
+                4 -> 0              (6 is missing: a tree for any P)
+    broadcast   0 -> 4
+                0 -> 2
+                0 -> 1    2 -> 3    4 -> 5
+
+2⌈log₂P⌉ messages and 4 k ⌈log₂P⌉ words.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse import routes, sparse
+from jaxsparse._compat import AxisName
+from jaxsparse.collectives._base import SparseCollective
+from jaxsparse.select import top_k
+from jaxsparse.transform import transform_of
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
+
+
+def gtopk_transform(
+  axis: AxisName | Comm, *, density: float | None = None, k: int | None = None
+) -> optax.GradientTransformation:
+  """Averages gradients over the workers, k entries a step, merged two by two in a tree (gTopk).
+
+  With `home = gradient + residual` and `a ⊕ b = top_k(a + b)`, the total is the ⊕ of all `top_k(home_w)` along a binary
+  tree. What a merge drops stays with the worker that merged where its index ends in the total, and with the worker it
+  came from elsewhere, as in SparDL; the authors' code loses it.
+
+  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
+  `check_vma=False`; see `js.spardl_transform`.
+
+  Args:
+    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
+    k: the number of entries instead, 1 … n.
+
+  Returns:
+    An `optax.GradientTransformation`. Its state holds the residual, f32[n] a worker.
+
+  Raises:
+    ValueError: for a density or k outside their choices, outside shard_map, or with a state of other sizes.
+    TypeError: for gradients that are not floating point.
+
+  Example:
+    >>> import optax, jaxsparse as js
+    >>> tx = optax.chain(js.gtopk_transform("workers", density=0.01), optax.sgd(0.1))
+  """
+  return transform_of(GTopk(density=density, k=k), axis)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GTopk(SparseCollective):
+  """A tree of top-k merges and a broadcast; see `gtopk_transform` for the fields."""
+
+  def cost(self, n: int, size: int) -> Cost:
+    rounds = 2 * len(routes.strides(size))
+    return Cost(rounds, 2 * self.entries(n) * rounds)
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    n, k = grads.size, self.entries(grads.size)
+    home = grads + state.residual
+    held = top_k(home, k)
+    dropped = sparse.put(home, held.indices, 0.0)
+    for edges in routes.tree(comm.size):
+      got = comm.permute(held, edges)
+      both = jax.tree.map(lambda mine, theirs: jnp.stack([mine, theirs]), held, _received(comm, got, edges, n))
+      held, rest = sparse.largest(sparse.merge(both, n), k, n)
+      dropped = dropped.at[rest.indices].add(rest.values, mode="drop")
+    for edges in reversed(routes.tree(comm.size)):
+      down = tuple((parent, child) for child, parent in edges)
+      got, here = comm.permute(held, down), _receives(comm, down)
+      held = jax.tree.map(functools.partial(jnp.where, here), got, held)
+
+    total = sparse.put(jnp.zeros_like(home), held.indices, held.values)
+    still_here = dropped.at[held.indices].get(mode="clip")
+    residual = sparse.put(home, held.indices, still_here)
+    words = self.cost(n, comm.size).words
+    counters = Counters(words, words, selected=k, delivered=sparse.count(held, n))
+    return Reduced(total, state._replace(residual=residual), counters)
+
+
+def _receives(comm: Comm, edges: routes.Pairs) -> jax.Array:
+  """Whether a message along `edges` reaches this worker."""
+  ends = jnp.array([destination for _, destination in edges], jnp.int32)
+  return jnp.any(ends == comm.rank)
+
+
+def _received(comm: Comm, got: Sparse, edges: routes.Pairs, n: int) -> Sparse:
+  """`got`, with empty slots where nothing arrives (the zeros there would be entries of index 0)."""
+  return sparse.where(_receives(comm, edges), got, n)

@@ -1,0 +1,338 @@
+"""Ok-Topk: a balanced sparse all-reduce of O(k) words with thresholds that are reused (Li and Hoefler, "Ok-Topk", §3).
+
+Each worker sends its entries of magnitude ≥ a local threshold to the owner of their region; the owner adds them up and
+keeps those ≥ a global threshold. Exact thresholds cost a sort, so they are taken every 32 steps only and nudged in
+between; regions are drawn so that they hold equally many entries, and drawn anew every 64 steps. Six workers, worker 0:
+
+    split       its entries of region 1 -> worker 1, of region 2 -> worker 2, … of region 5 -> worker 5
+    balance     where one owner holds far more than the mean: its surplus -> those with room
+    all-gather  stride 1, 2, 4: what the owners keep, as in SparDL
+
+With L = ⌈k/P⌉ a message of the split has at most L + ⌊L/2⌋ entries, and what follows fits the rest of 3 L: 6 L (P − 1)
+words at most, in 2 (P − 1) + ⌈log₂P⌉ messages. What finds no room stays with its senders and is counted.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse import ladder, routes, sparse
+from jaxsparse._compat import AxisName
+from jaxsparse.collectives._base import SparseCollective, check_whole
+from jaxsparse.comm import all_gather, exchange
+from jaxsparse.select import threshold as by_threshold
+from jaxsparse.select import top_k
+from jaxsparse.transform import transform_of
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
+
+_NUDGE = 1.012
+_TRIGGER = 4  # balance where the fullest owner holds more than this many times the mean (§5.3)
+
+
+def oktopk_transform(
+  axis: AxisName | Comm,
+  *,
+  density: float | None = None,
+  k: int | None = None,
+  threshold_period: int = 32,
+  region_period: int = 64,
+  regions: Literal["balanced", "even"] = "balanced",
+) -> optax.GradientTransformation:
+  """Averages gradients over the workers, about k entries a step, in O(k) words whatever P is (Ok-Topk, Algorithm 2).
+
+  With `home = gradient + residual`, a local threshold a and a global one b, the total is `s` where `|s| ≥ b` and 0
+  elsewhere, with `s = Σ_w home_w [|home_w| ≥ a_w]` added in rank order. A worker's residual is its `home`, with zeros
+  where it sent an entry that is in the total.
+
+  Thresholds are the exact k-th magnitudes every `threshold_period` steps. In between they are multiplied by 1.012 after
+  a step that selected more than 5k/4 entries, and divided after one that selected fewer than 2k/3.
+
+  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
+  `check_vma=False`; see `js.spardl_transform`.
+
+  Args:
+    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    density: ρ in (0, 1]; about k = ⌈ρ n⌉ entries are delivered.
+    k: the number of entries to aim at instead, 1 … n.
+    threshold_period: steps from one exact threshold to the next, τ′ (128 for BERT in the paper).
+    region_period: steps from one balancing of the regions to the next, τ.
+    regions: "balanced" by what workers select, or "even" in length, the paper's comparison (Figure 7).
+
+  Returns:
+    An `optax.GradientTransformation`. Its state holds the residual, f32[n] a worker, the thresholds and the regions;
+    `js.metrics` shows selected and delivered entries, threshold age, imbalance of the owners before and after
+    balancing, and overflow.
+
+  Raises:
+    ValueError: for a density, k, period or regions outside their choices, outside shard_map, or with a state of other
+      sizes.
+    TypeError: for gradients that are not floating point.
+
+  Example:
+    >>> import optax, jaxsparse as js
+    >>> tx = optax.chain(js.oktopk_transform("workers", density=0.01), optax.sgd(0.1))
+  """
+  config = OkTopk(density=density, k=k, threshold_period=threshold_period, region_period=region_period, regions=regions)
+  return transform_of(config, axis)
+
+
+class Reused(NamedTuple):
+  """What Ok-Topk reuses, the same on every worker; the local threshold, f32[1], is its own.
+
+  Attributes:
+    step: i32[].
+    threshold: f32[], the global threshold.
+    bounds: i32[P + 1], region r is bounds[r] … bounds[r + 1] − 1.
+  """
+
+  step: jax.Array
+  threshold: jax.Array
+  bounds: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OkTopk(SparseCollective):
+  """Balanced regions and reused thresholds; see `oktopk_transform` for the fields."""
+
+  threshold_period: int = 32
+  region_period: int = 64
+  regions: Literal["balanced", "even"] = "balanced"
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_whole(self.name, 1, threshold_period=self.threshold_period, region_period=self.region_period)
+
+  @property
+  def sizes_vary(self) -> bool:
+    return True
+
+  def sizes(self, n: int, size: int) -> "Sizes":
+    """How many entries messages hold."""
+    even = -(-self.entries(n) // size)
+    most = even + even // 2
+    return Sizes(even, most, direct=3 * even - most, surplus=2 * even - most)
+
+  def init(self, n: int, size: int) -> State:
+    reused = Reused(jnp.int32(0), jnp.zeros(()), even_bounds(n, size))
+    return super().init(n, size)._replace(worker=jnp.zeros(1), shared=reused)
+
+  def cost(self, n: int, size: int) -> Cost:
+    words = 6 * self.sizes(n, size).even * (size - 1)
+    # The fullest message, P owners' sizes, 31 bits of the global threshold; the P − 1 boundaries in two parts.
+    agreements = 1 + size + 31 + (2 * (size - 1) if self.regions == "balanced" else 0)
+    return Cost(2 * (size - 1) + len(routes.strides(size)), words, agreements * (size > 1))
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    n, k, sizes = grads.size, self.entries(grads.size), self.sizes(grads.size, comm.size)
+    reused: Reused = state.shared
+    home = grads + state.residual
+    exact = reused.step % self.threshold_period == 0
+    local = jax.lax.cond(exact, lambda: jnp.abs(top_k(home, k).values[-1]), lambda: state.worker[0])
+    upto = by_threshold.selected(home, local)
+    bounds = self._bounds(comm, upto, reused)
+    crowd = jnp.diff(by_threshold.counts_before(upto, bounds))
+    finite, needed = ladder.agree(comm, crowd.max(), jnp.isfinite(home).all())
+
+    rows, sent, words = _split(comm, home, upto, bounds, needed, sizes)
+    sums = sparse.merge(rows, n)
+    threshold = jax.lax.cond(exact, lambda: kth_magnitude(comm, sums, k, n), lambda: reused.threshold)
+    mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
+    owned = comm.all_reduce(jnp.zeros(comm.size, jnp.int32).at[comm.rank].set(sparse.count(mine, n)))
+    kept, balanced, gather_words = _balance_and_gather(comm, mine, owned, sizes, n)
+
+    total = sparse.put(jnp.zeros_like(home), kept.indices, kept.values)
+    residual = sparse.undelivered(home, sent, total)
+    selected, delivered, wanted = upto[-1], sparse.count(kept, n), owned.sum()
+    next_reused = Reused(reused.step + 1, nudged(threshold, wanted, k), bounds)
+    next_state = state._replace(residual=residual, worker=nudged(local, selected, k)[None], shared=next_reused)
+    gone = sparse.count(sent, n) - jnp.minimum(crowd[comm.rank], sizes.most)
+    counters = Counters(
+      words_sent=words + gather_words,
+      words_used=2 * (gone + delivered - jnp.minimum(owned[comm.rank], delivered)),
+      selected=selected,
+      delivered=delivered,
+      overflow=selected - sparse.count(sent, n) + jnp.where(comm.rank == 0, wanted - delivered, 0),
+      imbalance=imbalance(owned),
+      balanced=balanced,
+      threshold_age=reused.step % self.threshold_period,
+    )
+    return Reduced(jnp.where(finite, total, jnp.nan), next_state, counters)
+
+  def _bounds(self, comm: Comm, upto: jax.Array, reused: Reused) -> jax.Array:
+    """The regions of this step: drawn anew every `region_period` steps."""
+    if self.regions == "even" or comm.size == 1:
+      return reused.bounds
+    fresh = reused.step % self.region_period == 0
+    return jax.lax.cond(fresh, lambda: consensus_bounds(comm, upto), lambda: reused.bounds)
+
+
+class Sizes(NamedTuple):
+  """How many entries the messages of a step hold at most.
+
+  Attributes:
+    even: L = ⌈k/P⌉, the equal share of a region.
+    most: in a message of the split.
+    direct: in a block of the all-gather, where nothing was balanced.
+    surplus: in a message that balances; a block of the all-gather then holds `even`.
+  """
+
+  even: int
+  most: int
+  direct: int
+  surplus: int
+
+
+def even_bounds(n: int, size: int) -> jax.Array:
+  """The P + 1 bounds of P regions of equal length, to within one entry.
+
+  Example:
+    >>> even_bounds(10, 4)
+    Array([ 0,  2,  5,  7, 10], dtype=int32)
+  """
+  return jnp.array([n * region // size for region in range(size + 1)], jnp.int32)
+
+
+def consensus_bounds(comm: Comm, upto: jax.Array) -> jax.Array:
+  """Regions that hold equally many selected entries, i32[P + 1]: the mean of what each worker would choose (§3.1.1).
+
+  A worker that selected fewer than P entries proposes regions of equal length.
+
+  Args:
+    comm: at least two workers.
+    upto: i32[n], how many entries this worker selected up to each place.
+  """
+  n, size, selected = upto.size, comm.size, upto[-1]
+  cut = jnp.arange(1, size, dtype=jnp.int32)
+  ordinals = cut * (selected // size) + cut * (selected % size) // size  # cut · selected / P without overflow
+  proposal = by_threshold.at_ordinals(upto, ordinals + 1)
+  proposal = jnp.where(selected < size, even_bounds(n, size)[1:-1], proposal)
+  quotient, rest = comm.all_reduce(jnp.stack([proposal // size, proposal % size]))  # the mean, without overflow
+  edge = lambda value: jnp.full(1, value, jnp.int32)
+  return jnp.concatenate([edge(0), quotient + rest // size, edge(n)])
+
+
+def kth_magnitude(comm: Comm, entries: Sparse, k: int, end: int) -> jax.Array:
+  """The exact k-th largest magnitude of the entries of all workers, f32[]; 0 where there are fewer than k.
+
+  Bisection on the 31 bits of a magnitude, which are ordered as the numbers are: 31 agreements and nothing is sorted.
+  """
+  bits = jax.lax.bitcast_convert_type(jnp.abs(entries.values), jnp.int32)
+  bits = jnp.where(entries.indices < end, bits, -1)
+
+  def decide(step: jax.Array, found: jax.Array) -> jax.Array:
+    candidate = found | (1 << (30 - step))
+    reached = comm.all_reduce(jnp.sum(bits >= candidate, dtype=jnp.int32))
+    return jnp.where(reached >= k, candidate, found)
+
+  return jax.lax.bitcast_convert_type(jax.lax.fori_loop(0, 31, decide, jnp.int32(0)), jnp.float32)
+
+
+def nudged(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Array:
+  """The threshold for the next step: up after too many entries, down after too few.
+
+  Example:
+    >>> [round(float(nudged(jnp.float32(1), jnp.int32(selected), k=100)), 4) for selected in (100, 130, 60)]
+    [1.0, 1.012, 0.9881]
+  """
+  factor = jnp.where(selected > 5 * k // 4, _NUDGE, jnp.where(selected < -(-2 * k // 3), 1 / _NUDGE, 1.0))
+  return threshold * factor
+
+
+def imbalance(owned: jax.Array) -> jax.Array:
+  """The largest over the mean, f32[]; 1 where all are 0.
+
+  Example:
+    >>> imbalance(jnp.array([1, 2, 9]))
+    Array(2.25, dtype=float32)
+  """
+  counts = owned.astype(jnp.float32)
+  return jnp.where(counts.max() > 0, counts.max() / jnp.maximum(counts.mean(), 1e-9), 1.0)
+
+
+def _split(
+  comm: Comm, home: jax.Array, upto: jax.Array, bounds: jax.Array, needed: jax.Array, sizes: Sizes
+) -> tuple[Sparse, Sparse, jax.Array]:
+  """Selected entries to the owners of their regions: (rows by sender [P, most], what was sent, words)."""
+  size, n = comm.size, home.size
+  there = (comm.rank + jnp.arange(size, dtype=jnp.int32)) % size
+
+  def send(capacity: int) -> tuple[Sparse, Sparse, jax.Array]:
+    chunks = by_threshold.in_regions(home, upto, bounds, capacity)
+    rows = exchange(comm, jax.tree.map(lambda x: x[there], chunks))
+    more = ((0, 0), (0, sizes.most - capacity))
+    widen = lambda x: Sparse(jnp.pad(x.indices, more, constant_values=n), jnp.pad(x.values, more))
+    return widen(rows), widen(chunks), jnp.uint32(2 * capacity * (size - 1))
+
+  return ladder.climb(ladder.rungs(-(-sizes.even // 2), sizes.most, count=4), needed, send)
+
+
+def _balance_and_gather(
+  comm: Comm, mine: Sparse, owned: jax.Array, sizes: Sizes, n: int
+) -> tuple[Sparse, jax.Array, jax.Array]:
+  """What the owners keep, on every worker: (entries [P · direct], imbalance of the blocks, words).
+
+  Args:
+    comm: the workers.
+    mine: entries that this worker keeps.
+    owned: i32[P], how many each worker keeps.
+    sizes: of messages.
+    n: length of the gradient.
+  """
+  crowded = (imbalance(owned) > _TRIGGER) | (owned.max() > sizes.direct)
+
+  def gather(block: Sparse) -> tuple[Sparse, jax.Array]:
+    """The blocks of all workers in rows of `direct` slots, and the words that took."""
+    rows, capacity = all_gather(comm, block), block.indices.size
+    more = ((0, 0), (0, sizes.direct - capacity))
+    flat = Sparse(jnp.pad(rows.indices, more, constant_values=n), jnp.pad(rows.values, more))
+    return jax.tree.map(jnp.ravel, flat), jnp.uint32(2 * capacity * (comm.size - 1))
+
+  def direct() -> tuple[Sparse, jax.Array, jax.Array]:
+    capacities = ladder.rungs(-(-sizes.even // 2), sizes.direct, count=4)
+    kept, words = ladder.climb(capacities, owned.max(), lambda c: gather(sparse.largest(mine, c, n)[0]))
+    return kept, imbalance(owned), words
+
+  def balanced() -> tuple[Sparse, jax.Array, jax.Array]:
+    block = balance(comm, mine, owned, sizes.even, sizes.surplus, n)
+    kept, words = gather(block)
+    held = jnp.sum((kept.indices < n).reshape(comm.size, -1), axis=1, dtype=jnp.int32)
+    return kept, imbalance(held), words + jnp.uint32(2 * sizes.surplus * (comm.size - 1))
+
+  if comm.size == 1:
+    return direct()
+  return jax.lax.cond(crowded, balanced, direct)
+
+
+def balance(comm: Comm, mine: Sparse, owned: jax.Array, even: int, surplus: int, n: int) -> Sparse:
+  """Moves entries from workers with more than an equal share to those with less, point to point (§3.1.2).
+
+  All surplus entries of all workers stand in one line, by rank; all free places in another. Each goes to the place of
+  its number, so that everyone knows from `owned` alone who sends what to whom.
+
+  Args:
+    comm: the workers.
+    mine: entries of this worker.
+    owned: i32[P], how many each worker has.
+    even: the largest equal share.
+    surplus: slots of a message.
+    n: length of the gradient.
+
+  Returns:
+    [even] entries; what finds no room is in none of them.
+  """
+  share = jnp.minimum(-(-owned.sum() // comm.size), even)
+  above, below = jnp.maximum(owned - share, 0), jnp.maximum(share - owned, 0)
+  line, _ = sparse.largest(mine, mine.indices.size, n)
+  ordinal = jnp.arange(line.indices.size, dtype=jnp.int32) - share
+  place = jnp.cumsum(above)[comm.rank] - above[comm.rank] + ordinal
+  to = jnp.searchsorted(jnp.cumsum(below), place, side="right").astype(jnp.int32)  # P beyond the last free place
+  moves = (ordinal >= 0) & (line.indices < n)
+  away = sparse.split(line, jnp.where(moves, to, comm.size), comm.size, surplus, n)
+  there = (comm.rank + jnp.arange(comm.size, dtype=jnp.int32)) % comm.size
+  came = exchange(comm, jax.tree.map(lambda x: x[there], away))
+  stays = sparse.where(ordinal < 0, line, n)
+  here = jax.tree.map(lambda a, b: jnp.concatenate([a, b.reshape(-1)]), stays, came)
+  return sparse.largest(here, even, n)[0]

@@ -1,0 +1,141 @@
+"""QSGD: every entry of the gradient, rounded at random to a few levels (Alistarh et al., "QSGD", §3).
+
+An entry becomes sign · level / s · ‖g‖ with a level of 0 … s, drawn so that its mean is the entry. 2 s + 1 values take
+⌈log₂(2s + 1)⌉ bits, ⌊32 / bits⌋ of them in a word. ⌈log₂P⌉ messages of Bruck's all-gather, P − 1 times the norm and
+the packed levels.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse import routes
+from jaxsparse._compat import AxisName
+from jaxsparse.collectives._base import Collective, check_whole
+from jaxsparse.comm import all_gather, in_rank_order
+from jaxsparse.transform import transform_of
+from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+
+
+def qsgd_transform(
+  axis: AxisName | Comm, *, levels: int = 127, error_feedback: Literal[False, True] = False, seed: int = 0
+) -> optax.GradientTransformation:
+  """Averages gradients over the workers, each entry rounded at random to `levels` levels and its sign (QSGD).
+
+  With s levels, `q(g) = ‖g‖ · sign(g) · ⌊|g| / ‖g‖ · s + u⌋ / s` and u uniform in [0, 1), so that `E q(g) = g`, and the
+  variance is at most `min(n/s², √n/s) ‖g‖²`. The total is `Σ_w q(g_w)` added in rank order.
+
+  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
+  `check_vma=False`; see `js.spardl_transform`.
+
+  Args:
+    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    levels: s; 127 takes 8 bits an entry, 7 takes 4 and 1 takes 2.
+    error_feedback: whether each worker keeps what rounding lost in a residual and adds it to its next gradient. That
+      settles only where rounding is a contraction, s > √n: with fewer levels the residual grows without bound.
+    seed: of the rounding; every worker and step draws anew from it.
+
+  Returns:
+    An `optax.GradientTransformation`. Its state holds the number of the step, and with error feedback f32[n] a worker.
+
+  Raises:
+    ValueError: for levels or a seed outside their choices, or outside shard_map.
+    TypeError: for gradients that are not floating point.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> js.simulate("qsgd", jnp.array([[0.0, -4.0], [3.0, 0.0]]), levels=1).total
+    Array([ 3., -4.], dtype=float32)
+  """
+  return transform_of(QSGD(levels=levels, error_feedback=error_feedback, seed=seed), axis)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QSGD(Collective):
+  """An all-gather of bit-packed levels; see `qsgd_transform` for the fields."""
+
+  levels: int = 127
+  error_feedback: Literal[False, True] = False
+  seed: int = 0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_whole(self.name, 1, 2**23, levels=self.levels)
+    check_whole(self.name, 0, 2**32 - 1, seed=self.seed)
+
+  @property
+  def conserves(self) -> bool:
+    return self.error_feedback
+
+  @property
+  def bits(self) -> int:
+    """Bits of an entry on the wire."""
+    return (2 * self.levels).bit_length()
+
+  def init(self, n: int, size: int) -> State:
+    del size
+    residual = jnp.zeros(n, jnp.float32) if self.error_feedback else None
+    return State(residual=residual, shared=jnp.zeros((), jnp.int32))
+
+  def cost(self, n: int, size: int) -> Cost:
+    packed = math.ceil(n / (32 // self.bits))
+    return Cost(len(routes.strides(size)), (1 + packed) * (size - 1))
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    n = grads.size
+    home = grads if state.residual is None else grads + state.residual
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), state.shared), comm.rank)
+    norm, levels = quantize(key, home, self.levels)
+    value = lambda norm, levels: levels.astype(jnp.float32) * (norm / self.levels)
+
+    rows = in_rank_order(comm, all_gather(comm, (norm, pack_levels(levels, self.bits))))
+    add = lambda total, row: (total + value(row[0], unpack_levels(row[1], self.bits, n)), None)
+    total, _ = jax.lax.scan(add, jnp.zeros(n, jnp.float32), rows)
+
+    residual = None if state.residual is None else home - value(norm, levels)
+    words = self.cost(n, comm.size).words
+    used, delivered = jnp.count_nonzero(levels), jnp.count_nonzero(total)
+    counters = Counters(words, words, selected=used, delivered=delivered)
+    return Reduced(total, state._replace(residual=residual, shared=state.shared + 1), counters)
+
+
+def quantize(key: jax.Array, x: jax.Array, levels: int) -> tuple[jax.Array, jax.Array]:
+  """The norm f32[] of x and its stochastic levels i32[n], −levels … levels; the norm is NaN where x is not finite.
+
+  Example:
+    >>> quantize(jax.random.key(0), jnp.array([0.0, -2.0]), levels=4)
+    (Array(2., dtype=float32), Array([ 0, -4], dtype=int32))
+  """
+  largest = jnp.max(jnp.abs(x))
+  scaled = x / jnp.where(largest == 0, 1.0, largest)  # its squares neither overflow nor vanish
+  ratio = jnp.sqrt(jnp.sum(scaled**2))
+  up = jax.random.uniform(key, x.shape)
+  level = jnp.floor(jnp.abs(scaled) / jnp.maximum(ratio, 1.0) * levels + up)
+  return largest * ratio, (jnp.sign(scaled) * jnp.minimum(level, levels)).astype(jnp.int32)
+
+
+def pack_levels(levels: jax.Array, bits: int) -> jax.Array:
+  """Signed levels of `bits` bits each as u32 words, ⌊32 / bits⌋ in a word.
+
+  Example:
+    >>> unpack_levels(pack_levels(jnp.array([-3, 0, 3]), bits=3), bits=3, n=3)
+    Array([-3,  0,  3], dtype=int32)
+  """
+  per_word = 32 // bits
+  offset = (levels + (1 << (bits - 1))).astype(jnp.uint32)
+  rows = jnp.pad(offset, (0, -levels.size % per_word)).reshape(-1, per_word)
+  return jnp.bitwise_or.reduce(rows << _places(bits), axis=1)
+
+
+def unpack_levels(words: jax.Array, bits: int, n: int) -> jax.Array:
+  """Undoes `pack_levels` for n levels."""
+  offset = (words[:, None] >> _places(bits)) & jnp.uint32((1 << bits) - 1)
+  return offset.reshape(-1)[:n].astype(jnp.int32) - (1 << (bits - 1))
+
+
+def _places(bits: int) -> jax.Array:
+  return (jnp.arange(32 // bits, dtype=jnp.uint32) * bits)[None]

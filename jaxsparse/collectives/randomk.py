@@ -1,0 +1,93 @@
+"""Random-k: all workers draw the same k places from a shared seed, so that no index travels.
+
+One all-reduce of k numbers: 2⌈log₂P⌉ messages and 2 k (P − 1)/P words, the lower bound with half of it saved. One place
+is drawn from each of k strata of ⌊n/k⌋ or ⌈n/k⌉ neighbours, uniformly: k different places in O(k), and every entry is
+drawn as often as any other of its stratum.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse import sparse
+from jaxsparse._compat import AxisName
+from jaxsparse.collectives._base import SparseCollective, check_whole
+from jaxsparse.costs import all_reduce_cost
+from jaxsparse.transform import transform_of
+from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+
+
+def randomk_transform(
+  axis: AxisName | Comm, *, density: float | None = None, k: int | None = None, seed: int = 0
+) -> optax.GradientTransformation:
+  """Averages gradients over the workers, k entries at random places a step, the same places on every worker.
+
+  With `home = gradient + residual`, the total is `Σ_w home_w` at k places I drawn from (seed, step), and each worker
+  keeps the rest of its `home`. Nothing is rescaled: what is not drawn now is drawn later, after n/k steps on average.
+
+  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
+  `check_vma=False`; see `js.spardl_transform`.
+
+  Args:
+    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
+    k: the number of entries instead, 1 … n.
+    seed: of the places, the same on every worker.
+
+  Returns:
+    An `optax.GradientTransformation`. Its state holds the residual, f32[n] a worker, and the number of the step.
+
+  Raises:
+    ValueError: for a density, k or seed outside their choices, outside shard_map, or with a state of other sizes.
+    TypeError: for gradients that are not floating point.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> out = js.simulate("randomk", jnp.ones((3, 8)), k=2)
+    >>> int((out.total == 3).sum()), float(out.residuals.sum())
+    (2, 18.0)
+  """
+  return transform_of(RandomK(density=density, k=k, seed=seed), axis)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomK(SparseCollective):
+  """An all-reduce of k entries at shared random places; see `randomk_transform` for the fields."""
+
+  seed: int = 0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_whole(self.name, 0, 2**32 - 1, seed=self.seed)
+
+  def init(self, n: int, size: int) -> State:
+    return super().init(n, size)._replace(shared=jnp.zeros((), jnp.int32))
+
+  def cost(self, n: int, size: int) -> Cost:
+    return all_reduce_cost(self.entries(n), size)
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    n, k = grads.size, self.entries(grads.size)
+    home = grads + state.residual
+    places = draw(jax.random.fold_in(jax.random.key(self.seed), state.shared), n, k)
+    # A NaN that is not drawn would stay in the residual unseen: then nothing that this worker sends is a number.
+    values = jnp.where(jnp.isfinite(home).all(), home[places], jnp.nan)
+    total = sparse.put(jnp.zeros_like(home), places, comm.all_reduce(values))
+    state = state._replace(residual=sparse.put(home, places, 0.0), shared=state.shared + 1)
+    words = self.cost(n, comm.size).words
+    return Reduced(total, state, Counters(words, words, selected=k, delivered=k))
+
+
+def draw(key: jax.Array, n: int, k: int) -> jax.Array:
+  """Draws k different places of n, i32[k], increasing: one in each of k strata as equal as can be.
+
+  Example:
+    >>> draw(jax.random.key(0), n=3, k=3)
+    Array([0, 1, 2], dtype=int32)
+  """
+  short, longer = divmod(n, k)  # the first `longer` strata have one place more
+  stratum = jnp.arange(k, dtype=jnp.int32)
+  start = stratum * short + jnp.minimum(stratum, longer)
+  return start + jax.random.randint(key, (k,), 0, short + (stratum < longer).astype(jnp.int32), jnp.int32)

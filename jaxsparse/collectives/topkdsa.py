@@ -1,0 +1,132 @@
+"""TopkDSA: split all-reduce of the k largest entries of each worker (Renggli et al., "SparCML", §5.3.2, DSAR).
+
+The gradient has P equal regions. Entries go straight to the owner of their region, which adds them up; the sums are
+gathered, as entries while they are few, and as a dense region where that is fewer words. Six workers, worker 0:
+
+    split        its entries of region 1 -> worker 1, of region 2 -> worker 2, … of region 5 -> worker 5
+    all-gather   stride 1, 2, 4: the sums of regions, as in SparDL
+
+P − 1 + ⌈log₂P⌉ messages. A region gets ⌈k/P⌉ entries of each worker on average; the slots for them grow towards k as
+far as the words stay below (2k + n)(P − 1)/P, what the dense case takes.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse import ladder, routes, sparse
+from jaxsparse._compat import AxisName
+from jaxsparse.collectives._base import SparseCollective
+from jaxsparse.comm import all_gather, exchange, in_rank_order
+from jaxsparse.select import top_k
+from jaxsparse.transform import transform_of
+from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+
+
+def topkdsa_transform(
+  axis: AxisName | Comm, *, density: float | None = None, k: int | None = None
+) -> optax.GradientTransformation:
+  """Averages gradients over the workers, the k largest entries of each of them a step, reduced by region (TopkDSA).
+
+  With `home = gradient + residual`, the total is `Σ_w top_k(home_w)` added in rank order. A worker keeps what it did
+  not send. What finds no room in a message, where a worker's entries crowd into one region, it keeps too:
+  `js.metrics(state).overflow` counts it, and there is none while k (2P + 2) ≤ 2k + n.
+
+  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
+  `check_vma=False`; see `js.spardl_transform`.
+
+  Args:
+    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    density: ρ in (0, 1]; each worker sends k = ⌈ρ n⌉ entries.
+    k: the number of entries instead, 1 … n.
+
+  Returns:
+    An `optax.GradientTransformation`. Its state holds the residual, f32[n] a worker.
+
+  Raises:
+    ValueError: for a density or k outside their choices, outside shard_map, or with a state of other sizes.
+    TypeError: for gradients that are not floating point.
+
+  Example:
+    >>> import optax, jaxsparse as js
+    >>> tx = optax.chain(js.topkdsa_transform("workers", density=0.01), optax.sgd(0.1))
+  """
+  return transform_of(TopkDSA(density=density, k=k), axis)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopkDSA(SparseCollective):
+  """Owners of equal regions add up local top-k entries; see `topkdsa_transform` for the fields."""
+
+  @property
+  def sizes_vary(self) -> bool:
+    return True
+
+  def cost(self, n: int, size: int) -> Cost:
+    words = (2 * math.ceil(self.entries(n) / size) + math.ceil(n / size)) * (size - 1)
+    return Cost(size - 1 + len(routes.strides(size)), words, agreements=2 * (size > 1))
+
+  def capacities(self, n: int, size: int) -> tuple[int, ...]:
+    """The slots for one worker's entries of one region: more only where sums of so many can be gathered as entries."""
+    k = self.entries(n)
+    even = math.ceil(k / size)
+    budget = 2 * even + math.ceil(n / size)
+    return ladder.rungs(even, max(even, min(k, budget // (2 * size + 2))), count=4)
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    n, k, size = grads.size, self.entries(grads.size), comm.size
+    length = -(-n // size)
+    home = grads + state.residual
+    chosen = top_k(home, k)
+    region = chosen.indices // length
+    fullest = comm.all_reduce(jnp.bincount(region, length=size).max(), "max")
+
+    def deliver(capacity: int) -> tuple[jax.Array, jax.Array, Counters]:
+      chunks = sparse.split(chosen, region, size, capacity, n)
+      there = (comm.rank + jnp.arange(size, dtype=jnp.int32)) % size
+      rows = exchange(comm, jax.tree.map(lambda x: x[there], chunks))
+      own = sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length)
+      total, words = _gather(comm, own, most=size * capacity, even=-(-k // size))
+      total = total[:n]
+      sent = sparse.count(chunks, n)
+      counters = Counters(
+        words_sent=words + jnp.uint32(2 * capacity * (size - 1)),
+        words_used=2 * (sent - sparse.count(jax.tree.map(lambda x: x[comm.rank], chunks), n)) + words.astype(jnp.int32),
+        selected=jnp.int32(k),
+        delivered=jnp.count_nonzero(total),
+        overflow=k - sent,
+      )
+      return total, sparse.undelivered(home, chunks, total), counters
+
+    total, residual, counters = ladder.climb(self.capacities(n, size), fullest, deliver)
+    return Reduced(total, state._replace(residual=residual), counters)
+
+
+def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array, jax.Array]:
+  """All regions one after the other, f32[P · length], and the words that took.
+
+  Args:
+    comm: the workers.
+    own: f32[length], the sum of this worker's region.
+    most: entries that the region can hold.
+    even: entries to begin the ladder with.
+  """
+  length, size = own.size, comm.size
+  few = min(most, length // 2)  # more of them are more words than the region
+  capacities = ladder.rungs(min(few, even), few, count=4) if few else ()
+  if most > few:
+    capacities += (length,)
+  fullest = comm.all_reduce(jnp.count_nonzero(own).astype(jnp.int32), "max")
+
+  def gather(capacity: int) -> tuple[jax.Array, jax.Array]:
+    if capacity == length:
+      regions = in_rank_order(comm, all_gather(comm, own))
+      return regions.reshape(-1), jnp.uint32(length * (size - 1))
+    rows = in_rank_order(comm, all_gather(comm, top_k(own, capacity)))
+    places = rows.indices + length * jnp.arange(size, dtype=jnp.int32)[:, None]
+    return sparse.put(jnp.zeros(size * length), places, rows.values), jnp.uint32(2 * capacity * (size - 1))
+
+  return ladder.climb(capacities, fullest, gather)

@@ -1,0 +1,69 @@
+"""Parameters that differ between workers, for a collective whose total does (`Collective.replicates` is False).
+
+A user keeps holding one replicated `params`: those of the last synchronization. What each worker has moved since
+then is state, next to an optimizer state that is each worker's own too: a checkpoint of (params, state) loses nothing.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse import flatten
+from jaxsparse.types import Comm
+
+
+class PerWorker(NamedTuple):
+  """The optimizer state of workers that each have parameters of their own; every leaf has a leading worker axis.
+
+  Attributes:
+    state: the state of the optax transformation, [1, …] at a worker and [P, …] outside shard_map.
+    moved: like the parameters, f32[1 or P, …]: what each worker has added to them since the last synchronization.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> state = js.init(js.a2sgd_transform("workers"), jnp.zeros(8), mesh)
+    >>> isinstance(state, js.PerWorker), state.moved.shape == (len(jax.devices()), 8)
+    (True, True)
+  """
+
+  state: Any
+  moved: Any
+
+
+def first(state: Any, params: optax.Params) -> PerWorker:
+  """What one worker has before its first step."""
+  return PerWorker(_widened(state), jax.tree.map(lambda p: jnp.zeros((1, *jnp.shape(p)), jnp.float32), params))
+
+
+def here(node: PerWorker, params: optax.Params) -> tuple[Any, optax.Params]:
+  """The optimizer state and the parameters of this worker, inside shard_map."""
+  own = jax.tree.map(lambda p, moved: (p.astype(jnp.float32) + moved[0]).astype(p.dtype), params, node.moved)
+  return jax.tree.map(lambda leaf: leaf[0], node.state), own
+
+
+def moved_on(node: PerWorker, updates: optax.Updates, state: Any) -> PerWorker:
+  """`node` after this worker applied `updates` to its parameters; `state` is its next optimizer state."""
+  moved = jax.tree.map(lambda was, update: was + update[None].astype(jnp.float32), node.moved, updates)
+  return PerWorker(_widened(state), moved)
+
+
+def synchronized(comm: Comm, params: optax.Params, node: PerWorker) -> tuple[optax.Params, PerWorker]:
+  """Averages the parameters of all workers, densely: `params + Σ_w moved_w / P`, and nobody has moved since."""
+  moved, unflatten = flatten.flatten(node.moved)
+  mean = unflatten(comm.all_reduce(moved) / comm.size)
+  params = jax.tree.map(lambda p, step: (p.astype(jnp.float32) + step[0]).astype(p.dtype), params, mean)
+  return params, node._replace(moved=jax.tree.map(jnp.zeros_like, node.moved))
+
+
+def drift(node: PerWorker) -> jax.Array:
+  """How far the workers are apart, f32[]: the root of the mean over workers of ‖parameters − their mean‖²."""
+  apart = [leaf - leaf.mean(0, keepdims=True) for leaf in jax.tree.leaves(node.moved)]
+  workers = apart[0].shape[0]
+  return jnp.sqrt(sum((jnp.sum(leaf**2) for leaf in apart), jnp.zeros(())) / workers)
+
+
+def _widened(state: Any) -> Any:
+  return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], state)

@@ -1,0 +1,172 @@
+"""A2SGD: the paper's arithmetic, parameters that differ, and their synchronization."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from jaxsparse import simulation
+from tests.cases import mesh_of, normals
+
+
+def shifted_in_numpy(grads):
+  """Lines 3-7 of Algorithm 1 for all workers, f32[P, n]."""
+  up = np.array([g[g >= 0].mean() if np.any(g >= 0) else 0 for g in grads])
+  down = np.array([-g[g < 0].mean() if np.any(g < 0) else 0 for g in grads])
+  out = []
+  for g, plus, minus in zip(grads, up, down, strict=True):
+    pos, neg = g >= plus, (g <= -minus) & (g < 0)
+    error = g - (pos * plus - neg * minus)
+    out.append(error + pos * up.mean() - neg * down.mean())
+  return np.array(out)
+
+
+def own_updates(grads, **config):
+  collective = js.make_collective("a2sgd", **config)
+  totals, state = simulation.reduce_all(collective, jnp.asarray(grads), simulation.initial(collective, *grads.shape))
+  return np.asarray(totals) / len(grads), state
+
+
+def test_the_example_of_the_paper():
+  updates, _ = own_updates(np.array([[1, 2, -1], [-1, -2, 3]], np.float32))
+  np.testing.assert_array_equal(updates, [[1, 2.75, -1.25], [-1, -1.75, 2.25]])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 6])
+def test_equals_the_paper_in_numpy(workers):
+  for grads in (normals(0, workers, 40), np.abs(normals(1, workers, 40)), -np.abs(normals(2, workers, 1))):
+    updates, _ = own_updates(grads)
+    np.testing.assert_allclose(updates, shifted_in_numpy(grads), atol=1e-5)
+
+
+def test_two_words_whatever_the_size():
+  for n in (10, 10**6):
+    assert js.costs.count("a2sgd", n=n, workers=6).words == 2
+    assert js.costs.predict("a2sgd", n=n, workers=6).words == 2
+
+
+def updates_of(means):
+  """One update of a tree at three workers."""
+  grads = {"a": jnp.asarray(normals(0, 3, 5)), "b": jnp.asarray(10 * normals(1, 3, 7))}
+  tx, axis = js.a2sgd_transform(js.SimComm("w"), means=means), "w"
+  update = lambda grads: tx.update(grads, tx.init(grads))[0]
+  return grads, jax.vmap(update, axis_name=axis)(grads)
+
+
+def test_means_of_the_vector_and_of_each_leaf():
+  grads, updates = updates_of("leaf")
+  for name in ("a", "b"):
+    np.testing.assert_allclose(updates[name], shifted_in_numpy(np.asarray(grads[name])), atol=1e-5)
+  grads, updates = updates_of("vector")
+  both = np.concatenate([grads["a"], grads["b"]], 1)
+  np.testing.assert_allclose(np.concatenate([updates["a"], updates["b"]], 1), shifted_in_numpy(both), atol=1e-5)
+
+
+TARGET = np.linspace(-1, 1, 12).astype(np.float32).reshape(3, 4)
+
+
+def loss_fn(params, batch):
+  return jnp.mean((batch - params["w"][None]) ** 2) * 6
+
+
+def batch_of(step, workers):
+  return TARGET + 0.3 * normals(step, 2 * workers, 3, 4)
+
+
+def start(after, workers=4, **config):
+  tx, mesh, params = (
+    optax.chain(js.a2sgd_transform("workers", **config), after),
+    mesh_of(workers),
+    {"w": jnp.zeros((3, 4))},
+  )
+  return params, js.init(tx, params, mesh), js.make_train_step(loss_fn, tx, mesh)
+
+
+@pytest.mark.parametrize("sync_every", [1, 3, 100])
+def test_training_is_each_workers_own_until_it_is_synchronized(sync_every):
+  """The step against a plain loop over the workers in numpy."""
+  workers, rate = 4, 0.1
+  params, state, step = start(optax.sgd(rate), workers, sync_every=sync_every)
+  own = np.zeros((workers, 12), np.float64)
+  for i in range(1, 8):
+    batch = batch_of(i, workers)
+    params, state, _ = step(params, state, batch)
+    parts = batch.reshape(workers, 2, 12)
+    own = own - rate * shifted_in_numpy((own[:, None] - parts).mean(1))
+    if i % sync_every == 0:
+      own[:] = own.mean(0)
+    here = np.asarray(params["w"]).reshape(1, 12) + np.asarray(state.moved["w"]).reshape(workers, 12)
+    np.testing.assert_allclose(here, own, atol=1e-5)
+    apart = np.sqrt(((own - own.mean(0)) ** 2).sum() / workers)
+    assert float(js.metrics(state).drift) == pytest.approx(apart, abs=1e-5)
+  params, state = step.synchronize(params, state)
+  np.testing.assert_allclose(params["w"].reshape(12), own.mean(0), atol=1e-5)
+  assert float(js.metrics(state).drift) == 0
+  assert params["w"].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("means", ["vector", "leaf"])
+@pytest.mark.parametrize(
+  "after", [optax.sgd(0.1), optax.sgd(0.05, momentum=0.9), optax.adam(0.02)], ids=["sgd", "momentum", "adam"]
+)
+def test_it_learns_with_sgd_and_with_adam(after, means):
+  params, state, step = start(after, sync_every=20, means=means)
+  for i in range(200):
+    with jax.numpy_dtype_promotion("standard"):  # adam needs it
+      params, state, _ = step(params, state, batch_of(i, 4))
+  params, state = step.synchronize(params, state)
+  assert np.abs(params["w"] - TARGET).max() < 0.15
+
+
+def test_the_state_is_a_fixed_point_with_a_place_for_every_worker():
+  params, state, step = start(optax.adam(0.1))
+  spec = js.specs(state, "workers")
+  assert all(part == jax.P("workers") for part in jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, jax.P)))
+  with jax.numpy_dtype_promotion("standard"):
+    _, after, _ = step(params, jax.tree.map(jnp.copy, state), batch_of(0, 4))
+  chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+  assert all(leaf.shape[0] == 4 for leaf in jax.tree.leaves(after))
+
+
+def test_others_have_nothing_to_synchronize():
+  tx, mesh, params = js.dense_transform("workers"), mesh_of(2), {"w": jnp.zeros((3, 4))}
+  state, step = js.init(tx, params, mesh), js.make_train_step(loss_fn, tx, mesh)
+  assert step.synchronize(params, state) == (params, state)
+
+
+def test_parameters_in_bfloat16_keep_what_they_moved_in_float32():
+  tx, mesh, params = (
+    optax.chain(js.a2sgd_transform("workers"), optax.sgd(1e-3)),
+    mesh_of(2),
+    {"w": jnp.ones((3, 4), jnp.bfloat16)},
+  )
+  state, step = js.init(tx, params, mesh), js.make_train_step(loss_fn, tx, mesh)
+  for i in range(5):
+    params, state, _ = step(params, state, batch_of(i, 2).astype(jnp.bfloat16))
+  assert params["w"].dtype == jnp.bfloat16
+  assert state.moved["w"].dtype == jnp.float32
+  assert np.any(np.asarray(state.moved["w"]) != 0)  # bfloat16 parameters of 1 would have moved by 1/256 or not at all
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.5, True])
+def test_bad_sync_every(value):
+  with pytest.raises(ValueError, match=f"sync_every={value!r}, choose a whole number from 1 up"):
+    js.a2sgd_transform("workers", sync_every=value)
+  with pytest.raises(ValueError, match="means='layer', choose one of 'vector', 'leaf'"):
+    js.a2sgd_transform("workers", means="layer")
+
+
+def test_a_poisoned_batch_moves_nobody():
+  params, state, step = start(optax.sgd(0.1))
+  params, state, _ = step(params, state, batch_of(0, 4))
+  before, bad = np.asarray(state.moved["w"]), batch_of(1, 4)
+  bad[-1, -1] = np.nan  # at one worker
+  params, state, metrics = step(params, state, bad)
+  assert bool(metrics.skipped)
+  np.testing.assert_array_equal(state.moved["w"], before)
+  params, state, metrics = step(params, state, batch_of(2, 4))
+  assert not bool(metrics.skipped)
+  assert np.all(np.any(np.asarray(state.moved["w"]) != before, axis=(1, 2)))

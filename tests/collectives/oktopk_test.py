@@ -1,0 +1,91 @@
+"""Ok-Topk against the paper, written out in numpy, and what its thresholds and balancing are for."""
+
+import numpy as np
+import pytest
+
+import jaxsparse as js
+from tests.cases import WORKERS, normals
+from tests.reference.oktopk import OkTopk
+
+
+def skewed(seed, workers, n):
+  """Gradients most of whose large entries lie at the front, as in a network with few large layers."""
+  return normals(seed, workers, n) * np.linspace(3, 0.1, n, dtype=np.float32) ** 2
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("make", [normals, skewed])
+@pytest.mark.parametrize(
+  ("n", "k", "regions", "periods"),
+  [(3, 1, "balanced", (32, 64)), (90, 20, "balanced", (3, 2)), (90, 20, "even", (2, 64)), (40, 40, "balanced", (1, 1))],
+)
+def test_equals_the_paper_in_numpy(workers, make, n, k, regions, periods):
+  options = {"k": k, "regions": regions, "threshold_period": periods[0], "region_period": periods[1]}
+  sizes = js.make_collective("oktopk", **options).sizes(n, workers)
+  expected, state = OkTopk(workers, n, k, sizes, *periods, regions == "balanced"), None
+  for step in range(6):
+    grads = make(step, workers, n)
+    total = expected.reduce(grads)
+    out = js.simulate("oktopk", grads, state=state, **options)
+    state = out.state
+    np.testing.assert_array_equal(out.total, total)
+    np.testing.assert_array_equal(out.residuals, expected.residuals)
+    np.testing.assert_array_equal(state.carried.shared.bounds[0], expected.bounds)
+    np.testing.assert_array_equal(state.carried.worker[:, 0], expected.local)
+
+
+def test_one_owner_of_everything_is_balanced():
+  """All entries in one region: its owner sends equal shares away, and every block of the all-gather is the same."""
+  grads = np.zeros((8, 160), np.float32)
+  grads[:, :20] = 1 + np.arange(20)
+  expected = OkTopk(8, 160, 16, js.make_collective("oktopk", k=16).sizes(160, 8), balanced_regions=False)
+  total = expected.reduce(grads)
+  assert expected.was_balanced
+  out = js.simulate("oktopk", grads, k=16, regions="even")
+  np.testing.assert_array_equal(out.total, total)
+  assert float(out.metrics.imbalance) == 8
+  assert float(out.metrics.balanced) < 2
+
+
+def test_balanced_regions_hold_equally_many_entries():
+  grads = skewed(0, 6, 6000)
+  even, balanced = (js.simulate("oktopk", grads, k=600, regions=kind) for kind in ("even", "balanced"))
+  assert float(balanced.metrics.imbalance) < 1.2 < float(even.metrics.imbalance)
+  assert int(balanced.metrics.overflow) < int(even.metrics.overflow)
+  assert int(balanced.metrics.words_sent) < int(even.metrics.words_sent)
+
+
+def test_bounds_do_not_overflow():
+  """Sums of places of six workers are beyond int32; the mean is not."""
+  import jax
+  import jax.numpy as jnp
+
+  from jaxsparse.collectives.oktopk import consensus_bounds
+  from jaxsparse.comm import SimComm
+
+  n, far = 40, 2**30
+  upto = jnp.concatenate([jnp.zeros((6, n - 6), jnp.int32), jnp.tile(jnp.arange(1, 7, dtype=jnp.int32), (6, 1))], 1)
+  bounds = jax.vmap(lambda x: consensus_bounds(SimComm("w"), x), axis_name="w")(upto)
+  np.testing.assert_array_equal(bounds[0], [0, 35, 36, 37, 38, 39, 40])
+  parts = np.array([far + worker for worker in range(6)])
+  assert (parts // 6).sum() + (parts % 6).sum() // 6 == parts.sum() // 6
+
+
+def test_counts_stay_near_k_while_thresholds_are_reused():
+  """The magnitudes of gradients change slowly: here by 1 % a step."""
+  state, selected, delivered = None, [], []
+  for step in range(96):
+    out = js.simulate("oktopk", normals(step, 4, 2000) * np.float32(1.01**-step), state=state, k=100)
+    state = out.state
+    selected.append(float(out.metrics.selected))
+    delivered.append(int(out.metrics.delivered))
+    assert int(out.metrics.threshold_age) == step % 32
+  assert abs(np.mean(selected) / 100 - 1) < 0.3
+  assert abs(np.mean(delivered) / 100 - 1) < 0.3
+
+
+@pytest.mark.parametrize("option", ["threshold_period", "region_period"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, True])
+def test_bad_periods(option, value):
+  with pytest.raises(ValueError, match=f"{option}={value!r}, choose a whole number from 1 up"):
+    js.oktopk_transform("workers", density=0.1, **{option: value})

@@ -1,0 +1,57 @@
+"""QSGD: unbiased, packed, and bounded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsparse as js
+from jaxsparse.collectives.qsgd import pack_levels, quantize, unpack_levels
+from tests.cases import normals
+
+
+@pytest.mark.parametrize("levels", [1, 3, 4, 127])
+def test_the_mean_over_seeds_is_the_gradient(levels):
+  grads, draws = normals(0, 1, 8)[0], 20_000
+  keys = jax.random.split(jax.random.key(levels), draws)
+  norms, drawn = jax.vmap(lambda key: quantize(key, grads, levels))(keys)
+  values = norms[:, None] * drawn.astype(jnp.float32) / levels
+  # The standard error of a mean of values that are at most one level from the entry, five times over.
+  tolerance = 5 * np.linalg.norm(grads) / levels / 2 / np.sqrt(draws)
+  np.testing.assert_allclose(values.mean(0), grads, atol=tolerance)
+  assert np.abs(values - grads).max() <= np.linalg.norm(grads) / levels * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 7, 127, 128, 40_000, 2**23])
+def test_levels_survive_packing(levels):
+  bits = js.make_collective("qsgd", levels=levels).bits
+  values = np.random.default_rng(0).integers(-levels, levels + 1, 101).astype(np.int32)
+  values[:2] = -levels, levels
+  np.testing.assert_array_equal(unpack_levels(pack_levels(jnp.asarray(values), bits), bits, 101), values)
+
+
+def test_words_shrink_with_levels():
+  words = [js.costs.count("qsgd", n=32_000, workers=2, levels=levels).words for levels in (1, 7, 127)]
+  assert words == [1 + 2000, 1 + 4000, 1 + 8000]
+
+
+def test_every_worker_and_step_draws_anew():
+  grads = np.ones((2, 400), np.float32)
+  one = js.simulate("qsgd", grads[:1], levels=1)
+  two = js.simulate("qsgd", grads, levels=1)
+  assert np.any(np.asarray(two.total) != 2 * np.asarray(one.total))
+  later = js.simulate("qsgd", grads[:1], levels=1, state=one.state)
+  assert np.any(np.asarray(later.total) != np.asarray(one.total))
+  np.testing.assert_array_equal(js.simulate("qsgd", grads, levels=1).total, two.total)
+
+
+def test_giants_and_dwarfs_neither_overflow_nor_vanish():
+  for scale in (2.0**120, 2.0**-120):
+    grads = np.full((3, 16), scale, np.float32)
+    np.testing.assert_allclose(js.simulate("qsgd", grads, levels=2**20).total, 3 * grads[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("levels", [0, -4, 1.5, True, 2**23 + 1])
+def test_bad_levels(levels):
+  with pytest.raises(ValueError, match=f"levels={levels!r}, choose a whole number from 1 to 8388608"):
+    js.qsgd_transform("workers", levels=levels)
