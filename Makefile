@@ -26,7 +26,7 @@ demo: install  ## train on the digits, sparse beside dense: a table and out/demo
 	$(BIN)/python -m benchmarks.train
 
 test: lint types  ## everything that CI checks
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 lint: install  ## ruff, and whether the formatting is its own
 	$(BIN)/ruff check .

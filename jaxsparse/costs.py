@@ -6,7 +6,7 @@ nothing is allocated and no device is needed.
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import AxisComm
 from jaxsparse.transform import init_state, reduce_step
 from jaxsparse.types import Cost
+
+Branch = Literal["most", "least", "every"]
 
 _AXIS = "workers"
 _ALL_REDUCES = ("psum", "psum2", "psum_invariant", "pmax", "pmin")
@@ -92,13 +94,14 @@ def schedule(collective: Collective, n: int, workers: int) -> core.Jaxpr:
   return jax.make_jaxpr(program)(jax.ShapeDtypeStruct((workers * n,), jnp.float32)).jaxpr
 
 
-def count_jaxpr(jaxpr: core.Jaxpr, workers: int, every_branch: bool = False) -> Cost:
-  """Adds up the collectives of a jaxpr and of all within it: loops times their length, the dearest branch of a switch.
+def count_jaxpr(jaxpr: core.Jaxpr, workers: int, branch: Branch = "most") -> Cost:
+  """Adds up the collectives of a jaxpr and of all within it: loops times their length, one branch of a switch.
 
   Args:
     jaxpr: of one worker's program.
     workers: number of workers P.
-    every_branch: whether to add up the branches of a switch, and count a loop once, as they lie in the program.
+    branch: which branch of a switch to count: the one with the "most" words, with the "least", or "every" one, as they
+      lie in the program, where a loop counts once too.
 
   Raises:
     NotImplementedError: for a collective whose cost is not known here, and for one in a loop of unknown length.
@@ -108,12 +111,12 @@ def count_jaxpr(jaxpr: core.Jaxpr, workers: int, every_branch: bool = False) -> 
     >>> count_jaxpr(schedule(js.make_collective("spardl", k=8), n=64, workers=4), workers=4)
     Cost(messages=4, words=24, agreements=0)
   """
-  return _sum(_cost_of(equation, workers, every_branch) for equation in jaxpr.eqns)
+  return _sum(_cost_of(equation, workers, branch) for equation in jaxpr.eqns)
 
 
-def _cost_of(equation: core.JaxprEqn, workers: int, every_branch: bool) -> Cost:
+def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
   primitive, params = equation.primitive.name, equation.params
-  inner = [count_jaxpr(jaxpr, workers, every_branch) for jaxpr in _inner_jaxprs(params)]
+  inner = [count_jaxpr(jaxpr, workers, branch) for jaxpr in _inner_jaxprs(params)]
   operands: list[Any] = [var.aval for var in equation.invars]
   if primitive == "ppermute":
     return Cost(1, math.ceil(operands[0].size * operands[0].dtype.itemsize / 4))
@@ -121,9 +124,10 @@ def _cost_of(equation: core.JaxprEqn, workers: int, every_branch: bool) -> Cost:
     groups = params.get("axis_index_groups")
     size = len(groups[0]) if groups else workers
     return _sum(_all_reduced(aval, size) for aval in operands)
-  if primitive == "cond" and not every_branch:
-    return max(inner, key=lambda cost: (cost.words, cost.messages, cost.agreements))
-  if primitive == "scan" and not every_branch:
+  if primitive == "cond" and branch != "every":
+    choose = max if branch == "most" else min
+    return choose(inner, key=lambda cost: (cost.words, cost.messages, cost.agreements))
+  if primitive == "scan" and branch != "every":
     return Cost(*(params["length"] * part for part in inner[0]))
   if primitive == "while" and any(cost != Cost(0, 0) for cost in inner):
     raise NotImplementedError("a collective inside a loop of unknown length has no static cost")

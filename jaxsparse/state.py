@@ -152,8 +152,8 @@ def specs(state: Any, axis: AxisName) -> Any:
     if not _is_reduce_state(node):
       return replicated
     carried = jax.tree.map(lambda _: per_worker, node.carried)
-    shared = jax.tree.map(lambda _: replicated, node.carried.shared)
-    return ReduceState(carried._replace(shared=shared), jax.tree.map(lambda _: per_worker, node.counters))
+    shared, due = jax.tree.map(lambda _: replicated, (node.carried.shared, node.carried.due))
+    return ReduceState(carried._replace(shared=shared, due=due), jax.tree.map(lambda _: per_worker, node.counters))
 
   return jax.tree.map(of_node, state, is_leaf=_is_reduce_state)
 

@@ -142,6 +142,7 @@ class TrainStep:
     self._mesh, self._axis = _compat.auto_mesh(mesh), axis
     self._step = functools.partial(_worker_step, loss_fn, tx, axis, has_aux)
     self._programs: dict[Any, tuple[Any, Any]] = {}
+    self._average: Any = None
     # XLA's CPU runtime runs the devices of a mesh on a small pool of threads: the rendezvous of steps in flight starve
     # each other until it aborts, so at most one step is in flight there.
     self._one_in_flight = mesh.devices.flat[0].platform == "cpu"
@@ -161,10 +162,11 @@ class TrainStep:
     """Averages the parameters of workers that have their own; returns everything as it is where they have not."""
     if not isinstance(state, PerWorker):
       return params, state
-    replicated, spec = PartitionSpec(), states.specs(state, self._axis)
-    average = functools.partial(perworker.synchronized, AxisComm(self._axis))
-    program = _compat.shard_map(average, self._mesh, (replicated, spec), (replicated, spec))
-    return jax.jit(program)(params, state)
+    if self._average is None:
+      replicated, spec = PartitionSpec(), PartitionSpec(self._axis)
+      average = functools.partial(perworker.synchronized, AxisComm(self._axis))
+      self._average = jax.jit(_compat.shard_map(average, self._mesh, (replicated, spec), (replicated, spec)))
+    return self._average(params, state)
 
   def lower(self, params: optax.Params, state: Any, batch: Any) -> jax.stages.Lowered:
     """The step as `jax.stages.Lowered`, to look at its HLO; the arguments may be `jax.ShapeDtypeStruct`."""

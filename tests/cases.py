@@ -80,13 +80,9 @@ REPLICATING = [case for case in CASES if case.make(density=0.5).replicates]
 
 
 def each(cases: list[Case], sizes: Iterable[int] = WORKERS) -> pytest.MarkDecorator:
-  """Parametrizes with (case, workers). One process runs all tests of a pair, so that they share compiled programs."""
+  """Parametrizes with (case, workers)."""
   pairs = [(case, workers) for case in cases for workers in case.workers(sizes)]
-  group = lambda case, workers: pytest.mark.xdist_group(f"{case}-{workers}")
-  return pytest.mark.parametrize(
-    ("case", "workers"),
-    [pytest.param(case, workers, id=f"{case}-{workers}", marks=group(case, workers)) for case, workers in pairs],
-  )
+  return pytest.mark.parametrize(("case", "workers"), pairs, ids=[f"{case}-{workers}" for case, workers in pairs])
 
 
 @functools.cache

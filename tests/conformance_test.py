@@ -5,6 +5,7 @@ the wire; then come bit equality of simulator and mesh, and behaviour on bad and
 """
 
 import functools
+import itertools
 import re
 
 import hypothesis
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
@@ -23,7 +25,6 @@ from jaxsparse.costs import count_jaxpr, schedule
 from jaxsparse.transform import init_state, reduce_step
 from tests.cases import CASES, CONSERVING, REPLICATING, bits, each, integers, mesh_of, normals
 
-N = 30  # one size and density wherever they do not matter, so that tests share compiled programs
 DENSITY = 0.2
 
 
@@ -37,9 +38,9 @@ def mass(grads, state):
   return np.asarray(grads, np.float64).sum(0) + residuals_of(state, *grads.shape).astype(np.float64).sum(0)
 
 
-@each(CONSERVING)
-@pytest.mark.parametrize("n", [1, 5, N])
-def test_law_c_nothing_is_lost(case, workers, n):
+def law_c_nothing_is_lost(case, workers, n):
+  if case not in CONSERVING:
+    return
   collective = case.make(density=DENSITY)
   state = simulation.initial(collective, workers, n)
   for step in range(3):
@@ -53,6 +54,70 @@ def test_law_c_nothing_is_lost(case, workers, n):
       np.testing.assert_array_equal(after, before)
 
 
+def law_r_every_worker_has_the_same_bits(case, workers, n):
+  if case not in REPLICATING:
+    return
+  collective = case.make(density=DENSITY)
+  state = simulation.initial(collective, workers, n)
+  for step in range(3):
+    totals, state = simulation.reduce_all(collective, jnp.asarray(normals(step, workers, n)), state)
+    np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
+    for leaf in jax.tree.leaves(state.carried.shared):
+      np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
+
+
+def not_a_number_anywhere_skips_the_step_everywhere(case, workers, n):
+  collective = case.make(density=DENSITY)
+  state = simulation.initial(collective, workers, n)
+  _, state = simulation.reduce_all(collective, jnp.asarray(normals(0, workers, n)), state)
+  clean = jnp.asarray(normals(2, workers, n))
+  expected, _ = simulation.reduce_all(collective, clean, state)
+  for poison in (np.nan, np.inf, -np.inf):
+    bad = normals(1, workers, n)
+    bad[workers // 2, n - 1] = poison
+    totals, after = simulation.reduce_all(collective, jnp.asarray(bad), state)
+    np.testing.assert_array_equal(totals, np.zeros((workers, n)))
+    jax.tree.map(np.testing.assert_array_equal, after.carried, state.carried)
+    assert np.all(after.counters.skipped)
+    assert np.all(after.counters.skipped_steps == 1)
+    resumed, final = simulation.reduce_all(collective, clean, after)
+    np.testing.assert_array_equal(bits(resumed), bits(expected))
+    assert not np.any(final.counters.skipped)
+    assert np.all(final.counters.skipped_steps == 1)
+
+
+def extreme_gradients_are_delivered_or_kept(case, workers, n):
+  collective = case.make(density=DENSITY)
+  giant = np.ones((workers, n), np.float32)
+  giant[0, n // 2] = 2.0**100
+  for grads in (0 * giant, -0.5 * np.ones_like(giant), giant, 2.0**-120 * np.ones_like(giant)):
+    start = simulation.initial(collective, workers, n)
+    totals, state = simulation.reduce_all(collective, jnp.asarray(grads), start)
+    assert np.isfinite(totals).all()
+    if case in CONSERVING:
+      exact = mass(grads, start)
+      left = np.asarray(totals[0], np.float64) + mass(0 * grads, state)
+      assert np.all(np.abs(left - exact) <= 4 * workers * case.rounding * np.abs(grads, dtype=np.float64).sum(0).max())
+    if grads is giant and case.by_magnitude:
+      assert totals[0, n // 2] == 2.0**100
+
+
+LAWS = (
+  law_c_nothing_is_lost,
+  law_r_every_worker_has_the_same_bits,
+  not_a_number_anywhere_skips_the_step_everywhere,
+  extreme_gradients_are_delivered_or_kept,
+)
+
+
+@each(CASES)
+def test_the_laws(case, workers, subtests):
+  """All in one test, since they share compiled programs, and compiling is what takes the time."""
+  for law, n in itertools.product(LAWS, (1, 5, 30)):
+    with subtests.test(law.__name__, n=n):
+      law(case, workers, n)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case not in CONSERVING], ids=str)
 def test_what_declares_to_lose_mass_loses_it(case):
   collective = case.make(density=0.1)
@@ -60,17 +125,6 @@ def test_what_declares_to_lose_mass_loses_it(case):
   grads = integers(0, 6, 60)
   totals, after = simulation.reduce_all(collective, jnp.asarray(grads), state)
   assert np.any(mass(grads, state) != np.asarray(totals[0]) + mass(0 * grads, after))
-
-
-@each(REPLICATING)
-def test_law_r_every_worker_has_the_same_bits(case, workers):
-  collective = case.make(density=DENSITY)
-  state = simulation.initial(collective, workers, N)
-  for step in range(3):
-    totals, state = simulation.reduce_all(collective, jnp.asarray(normals(step, workers, N)), state)
-    np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
-    for leaf in jax.tree.leaves(state.carried.shared):
-      np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
 
 
 @each([case for case in CASES if case.name not in ("a2sgd", "qsgd")])  # which round, or keep their own
@@ -119,12 +173,28 @@ def mesh_state(collective, workers, n):
   return jax.jit(make(spec(jax.eval_shape(make(P())))))()
 
 
-@each(CASES, [2, 5, 6, 8, 16])
-def test_law_w_the_compiler_keeps_the_messages_as_they_are(case, workers):
-  n, k = 1001, 13
+@each(CASES, [1, 2, 3, 5, 6, 8, 16])
+def test_the_mesh_sends_these_messages_and_agrees_with_the_simulator_bit_for_bit(case, workers, subtests):
+  n, k = 103, 13
   collective = case.make(k=k)
-  grads = jnp.asarray(normals(0, workers, n).reshape(-1))
-  text = worker_program(collective, workers).lower(grads, mesh_state(collective, workers, n)).compile().as_text()
+  on_mesh, simulated = mesh_state(collective, workers, n), simulation.initial(collective, workers, n)
+  shape = jax.ShapeDtypeStruct((workers * n,), jnp.float32)
+  program = worker_program(collective, workers).lower(shape, on_mesh).compile()
+  with subtests.test("the compiler keeps the messages as they are (law W)"):
+    check_messages(program.as_text(), collective, workers, n)
+  with subtests.test("bit equality"):
+    for step in range(3):
+      grads = jnp.asarray(normals(step, workers, n))
+      total, on_mesh = program(
+        jax.device_put(grads.reshape(-1), NamedSharding(mesh_of(workers), P("workers"))), on_mesh
+      )
+      totals, simulated = simulation.reduce_all(collective, grads, simulated)
+      np.testing.assert_array_equal(bits(total), bits(totals).reshape(-1))
+      np.testing.assert_array_equal(bits(residuals_of(on_mesh, workers, n)), bits(residuals_of(simulated, workers, n)))
+
+
+def check_messages(text, collective, workers, n):
+  """The collective ops of the compiled program, those of all branches of its switches."""
   buffers = re.findall(r"(\w+)\[([\d,]*)\]\S* collective-permute(?:-start)?\(", text)
   reduces = re.findall(r"[fb]\w+\[([\d,]*)\]\S* all-reduce(?:-start)?\(", text)  # integers are agreements
   others = re.findall(r"\s(all-gather|all-to-all|reduce-scatter|collective-broadcast)(?:-start)?\(", text)
@@ -133,62 +203,10 @@ def test_law_w_the_compiler_keeps_the_messages_as_they_are(case, workers):
   itemsize = jnp.dtype(getattr(collective, "dtype", "float32")).itemsize
   sizes = [int(np.prod([int(d) for d in dims.split(",") if d])) for dims in reduces]
   dense = [js.costs.all_reduce_cost(size, workers, itemsize) for size in sizes if size > 1]
-  cost = count_jaxpr(schedule(collective, n, workers), workers, every_branch=True)
+  cost = count_jaxpr(schedule(collective, n, workers), workers, branch="every")
   if workers > 1:
     assert len(buffers) + sum(c.messages for c in dense) == cost.messages
     assert sum(int(dims) for _, dims in buffers) + sum(c.words for c in dense) == cost.words
-
-
-@each(CASES, [1, 2, 3, 5, 6, 16])
-def test_the_mesh_and_the_simulator_agree_bit_for_bit(case, workers):
-  collective = case.make(density=DENSITY)
-  on_mesh, simulated = mesh_state(collective, workers, N), simulation.initial(collective, workers, N)
-  program = worker_program(collective, workers)
-  for step in range(3):
-    grads = jnp.asarray(normals(step, workers, N))
-    total, on_mesh = program(grads.reshape(-1), on_mesh)
-    totals, simulated = simulation.reduce_all(collective, grads, simulated)
-    np.testing.assert_array_equal(bits(total), bits(totals).reshape(-1))
-    np.testing.assert_array_equal(bits(residuals_of(on_mesh, workers, N)), bits(residuals_of(simulated, workers, N)))
-
-
-@each(CASES)
-def test_not_a_number_anywhere_skips_the_step_everywhere(case, workers):
-  collective = case.make(density=DENSITY)
-  state = simulation.initial(collective, workers, N)
-  _, state = simulation.reduce_all(collective, jnp.asarray(normals(0, workers, N)), state)
-  clean = jnp.asarray(normals(2, workers, N))
-  expected, _ = simulation.reduce_all(collective, clean, state)
-  for poison in (np.nan, np.inf, -np.inf):
-    bad = normals(1, workers, N)
-    bad[workers // 2, N - 2] = poison
-    totals, after = simulation.reduce_all(collective, jnp.asarray(bad), state)
-    np.testing.assert_array_equal(totals, np.zeros((workers, N)))
-    jax.tree.map(np.testing.assert_array_equal, after.carried, state.carried)
-    assert np.all(after.counters.skipped)
-    assert np.all(after.counters.skipped_steps == 1)
-    resumed, final = simulation.reduce_all(collective, clean, after)
-    np.testing.assert_array_equal(bits(resumed), bits(expected))
-    assert not np.any(final.counters.skipped)
-    assert np.all(final.counters.skipped_steps == 1)
-
-
-@each(CASES)
-@pytest.mark.parametrize("n", [1, 5, N])
-def test_extreme_gradients(case, workers, n):
-  collective = case.make(density=DENSITY)
-  giant = np.ones((workers, n), np.float32)
-  giant[0, n // 2] = 2.0**100
-  for grads in (0 * giant, -0.5 * np.ones_like(giant), giant, 2.0**-120 * np.ones_like(giant)):
-    start = simulation.initial(collective, workers, n)
-    totals, state = simulation.reduce_all(collective, jnp.asarray(grads), start)
-    assert np.isfinite(totals).all()
-    if case in CONSERVING:
-      exact = mass(grads, start)
-      left = np.asarray(totals[0], np.float64) + mass(0 * grads, state)
-      assert np.all(np.abs(left - exact) <= 4 * workers * case.rounding * np.abs(grads, dtype=np.float64).sum(0).max())
-    if grads is giant and case.by_magnitude:
-      assert totals[0, n // 2] == 2.0**100
 
 
 @st.composite

@@ -105,7 +105,9 @@ class A2SGD(Collective):
     state = state._replace(shared=step, due=step % self.sync_every == 0)
     words = self.cost(grads.size, comm.size).words
     counters = Counters(words, words, selected=2 * len(parts), delivered=grads.size)
-    return Reduced(comm.size * jnp.concatenate(shifts), state, counters)
+    # A NaN at one worker is in the means of all, and all of them skip the step.
+    total = jnp.where(jnp.isfinite(mean).all(), comm.size * jnp.concatenate(shifts), jnp.nan)
+    return Reduced(total, state, counters)
 
 
 def two_means(grads: jax.Array) -> jax.Array:
@@ -125,10 +127,7 @@ def two_means(grads: jax.Array) -> jax.Array:
 
 
 def shifted(grads: jax.Array, own: jax.Array, mean: jax.Array) -> jax.Array:
-  """g′: `grads` with the worker's own two means f32[2] replaced by those of all workers.
-
-  A factor and not a choice: a NaN in the means then reaches every entry of every worker, and the step is skipped.
-  """
-  positive = (grads >= own[0]).astype(jnp.float32)
-  negative = ((grads <= -own[1]) & (grads < 0)).astype(jnp.float32)
-  return grads + positive * (mean[0] - own[0]) - negative * (mean[1] - own[1])
+  """g′: `grads` with the worker's own two means f32[2] replaced by those of all workers."""
+  positive = jnp.where(grads >= own[0], mean[0] - own[0], 0.0)
+  negative = jnp.where((grads <= -own[1]) & (grads < 0), mean[1] - own[1], 0.0)
+  return grads + positive - negative

@@ -1,0 +1,90 @@
+"""Training runs as a table and as figures."""
+
+import pathlib
+import statistics
+from collections.abc import Callable, Sequence
+
+import matplotlib as mpl
+import rich.table
+
+from benchmarks.training import Run
+
+mpl.use("Agg")
+from matplotlib import axes, pyplot
+
+
+def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:
+  """The runs of each algorithm, one for each seed, in the order they were asked for."""
+  return {label: [run for run in runs if run.algorithm == label] for label in dict.fromkeys(r.algorithm for r in runs)}
+
+
+def table(runs: Sequence[Run], title: str) -> rich.table.Table:
+  """The algorithms side by side: means over seeds, and the standard deviation where there are several."""
+  groups = by_algorithm(runs)
+  dense = groups["dense"][0].words_per_step if "dense" in groups else None
+  several = "; ± is the standard deviation over seeds" if len(runs) > len(groups) else ""
+  result = rich.table.Table(title=title + several)
+  result.add_column("algorithm", no_wrap=True)
+  for head in ("test accuracy", "train loss", "words / step", "vs dense", "messages", "ms / step", "residual norm"):
+    result.add_column(head, justify="right")
+  for label, group in groups.items():
+    words = statistics.mean(run.words_per_step for run in group)
+    result.add_row(
+      label,
+      _spread(group, lambda run: run.test_accuracy),
+      _spread(group, lambda run: run.train_loss),
+      f"{words:,.0f}",
+      f"{words / dense:.3f}" if dense else "–",
+      str(group[0].messages_per_step),
+      f"{1e3 * statistics.median(run.seconds_per_step for run in group):.1f}",
+      f"{statistics.mean(run.residual_norm for run in group):.3f}",
+    )
+  return result
+
+
+def figure(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
+  """Test accuracy over steps, and over words sent by each worker; a band from the worst to the best seed."""
+  plot, (over_steps, over_words) = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+  for label, group in by_algorithm(runs).items():
+    words = statistics.mean(run.words_per_step for run in group)
+    _band(over_steps, group[0].steps, [run.accuracy for run in group], label)
+    _band(over_words, [max(1, step * words) for step in group[0].steps], [run.accuracy for run in group], label)
+  over_steps.set(xlabel="step", ylabel="test accuracy")
+  over_words.set(xlabel="words sent by each worker (4 bytes each)", xscale="log")
+  over_words.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small")
+  _save(plot, title, path)
+
+
+def trace(runs: Sequence[Run], names: Sequence[str], title: str, path: pathlib.Path) -> None:
+  """Metrics of `js.metrics` over the steps, one panel each."""
+  plot, panels = pyplot.subplots(1, len(names), figsize=(5.5 * len(names), 4), squeeze=False, layout="constrained")
+  for panel, name in zip(panels[0], names, strict=True):
+    for label, group in by_algorithm(runs).items():
+      lines = [run.trace[name] for run in group]
+      _band(panel, range(1, len(lines[0]) + 1), lines, label, linewidth=0.8)
+    panel.set(xlabel="step", ylabel=name.replace("_", " "))
+  panels[0][-1].legend(fontsize="small")
+  _save(plot, title, path)
+
+
+def _spread(group: Sequence[Run], value: Callable[[Run], float]) -> str:
+  values = [value(run) for run in group]
+  deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+  return f"{statistics.mean(values):.4f}{deviation}"
+
+
+def _band(
+  panel: axes.Axes, x: Sequence[float], lines: Sequence[Sequence[float]], label: str, linewidth: float = 1.5
+) -> None:
+  columns = list(zip(*lines, strict=True))
+  (line,) = panel.plot(x, [statistics.mean(column) for column in columns], label=label, linewidth=linewidth)
+  if len(lines) > 1:
+    panel.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.2)
+  panel.grid(alpha=0.3)
+
+
+def _save(plot: pyplot.Figure, title: str, path: pathlib.Path) -> None:
+  plot.suptitle(title, fontsize="medium")
+  path.parent.mkdir(parents=True, exist_ok=True)
+  plot.savefig(path, dpi=150)
+  pyplot.close(plot)

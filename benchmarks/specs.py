@@ -1,0 +1,77 @@
+"""How a benchmark's --algorithm names what to run: a collective, and options that differ from the defaults."""
+
+import ast
+from typing import Any, NamedTuple
+
+import jax
+
+import jaxsparse as js
+
+HELP = (
+  "All-reduces to compare, in this order, or 'all'. Repeat it, or separate by commas. Options of one follow its name: "
+  "spardl:teams=2:sag=bruck"
+)
+
+
+class Spec(NamedTuple):
+  """One algorithm to run.
+
+  Attributes:
+    label: as the user wrote it.
+    name: of the collective.
+    config: its options.
+  """
+
+  label: str
+  name: str
+  config: dict[str, Any]
+
+  @property
+  def collective(self) -> js.Collective:
+    """What it names."""
+    return js.make_collective(self.name, **self.config)
+
+
+def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
+  """The algorithms that the flag names, each once, checked for `workers` workers before anything runs.
+
+  Args:
+    values: of the flag.
+    workers: number of workers P.
+    **shared: options for every algorithm that has them, where its own do not say otherwise.
+
+  Raises:
+    ValueError: for an unknown name, or options that are rejected, with the choices.
+
+  Example:
+    >>> [spec.config for spec in parse(["dense,spardl:teams=2"], workers=4, density=0.1)]
+    [{}, {'density': 0.1, 'teams': 2}]
+  """
+  labels = [label for value in values for label in value.split(",")]
+  if labels == ["all"]:
+    labels = list(js.collective_names())
+  return [_spec(label, workers, shared) for label in dict.fromkeys(labels)]
+
+
+def _spec(label: str, workers: int, shared: dict[str, Any]) -> Spec:
+  name, *options = label.split(":")
+  known = js.collective_options(name)
+  config = {option: value for option, value in shared.items() if option in known}
+  for option in options:
+    key, separator, text = option.partition("=")
+    if not separator:
+      raise ValueError(f"{label}: {option!r} is not of the form option=value")
+    config[key] = _value(text)
+  try:
+    spec = Spec(label, name, config)
+    jax.eval_shape(lambda: spec.collective.init(1_000_000, workers))  # no array yet: devices are chosen later
+  except TypeError as error:
+    raise ValueError(error) from error
+  return spec
+
+
+def _value(text: str) -> Any:
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return text
