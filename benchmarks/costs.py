@@ -1,7 +1,7 @@
 r"""What every algorithm sends for one update: counted from its schedule, beside the paper's formula (SparDL, Table 1).
 
-The formula is the upper end where sizes vary. The ratio compares the counted words with 2k(P − 1)/P, what any sparse
-all-reduce has to send.
+Where sizes vary from step to step, the schedule has a switch: its least and its most words are counted, and the formula
+is an upper bound of the most. The ratio compares with 2k(P − 1)/P, what any sparse all-reduce has to send.
 
 Examples:
   python -m benchmarks.costs --workers=2,4,6,8,14,64,256
@@ -11,6 +11,7 @@ Examples:
 
 import json
 import math
+import operator
 import sys
 from typing import Any, NamedTuple
 
@@ -32,17 +33,23 @@ _JSON = flags.DEFINE_bool(
 
 
 class Row(NamedTuple):
-  """One algorithm at one number of workers: what was counted, what the formula says, words over the lower bound."""
+  """One algorithm at one number of workers: what was counted, and what the formula says.
+
+  Attributes:
+    algorithm: as it was asked for.
+    workers: P.
+    least: the `js.Cost` of the branches with the least words.
+    most: that of the branches with the most.
+    formula: the paper's.
+    bound: 2k(P − 1)/P words.
+  """
 
   algorithm: str
   workers: int
-  messages: int
-  messages_formula: int
-  words: int
-  words_formula: int
-  agreements: int
-  ratio: float
-  varies: bool
+  least: js.Cost
+  most: js.Cost
+  formula: js.Cost
+  bound: float
 
 
 def row(spec: specs.Spec, workers: int, n: int, density: float) -> Row:
@@ -51,31 +58,42 @@ def row(spec: specs.Spec, workers: int, n: int, density: float) -> Row:
   Raises:
     RuntimeError: where the two contradict each other: a benchmark checks what it prints.
   """
-  counted = js.costs.count(spec.name, n=n, workers=workers, **spec.config)
-  formula = js.costs.predict(spec.name, n=n, workers=workers, **spec.config)
-  varies = js.make_collective(spec.name, **spec.config).sizes_vary
-  if counted != formula and not (varies and all(was <= most for was, most in zip(counted, formula, strict=True))):
-    raise RuntimeError(f"{spec.label} at {workers} workers: counted {counted}, the formula says {formula}")
-  bound = 2 * math.ceil(density * n) * (workers - 1) / workers
-  ratio = counted.words / bound if bound else float("nan")
-  messages, words = (counted.messages, formula.messages), (counted.words, formula.words)
-  return Row(spec.label, workers, *messages, *words, counted.agreements, ratio, varies)
+  collective = spec.collective
+  schedule = js.costs.schedule(collective, n, workers)
+  least, most = (js.costs.count_jaxpr(schedule, workers, branch) for branch in ("least", "most"))
+  formula = collective.cost(n, workers)
+  if most != formula and not (collective.sizes_vary and all(map(operator.le, most, formula))):
+    raise RuntimeError(f"{spec.label} at {workers} workers: counted {most}, the formula says {formula}")
+  return Row(spec.label, workers, least, most, formula, 2 * math.ceil(density * n) * (workers - 1) / workers)
 
 
 def table(rows: list[Row], title: str) -> rich.table.Table:
   """The rows, those of one number of workers together."""
-  result = rich.table.Table(title=title, caption="≤: sizes vary from step to step, the formula is their upper end")
+  result = rich.table.Table(title=title)
   result.add_column("P", justify="right")
   result.add_column("algorithm", no_wrap=True)
   for head in ("messages", "formula", "words", "formula", "agreed", "× 2k(P−1)/P"):
-    result.add_column(head, justify="right")
+    result.add_column(head, justify="right", no_wrap=True)
   for number, one in enumerate(rows):
     last = number + 1 == len(rows) or rows[number + 1].workers != one.workers
-    sign = "≤ " if one.varies else ""
-    cells = [str(one.workers), one.algorithm, str(one.messages), sign + str(one.messages_formula)]
-    cells += [f"{one.words:,}", f"{sign}{one.words_formula:,}", str(one.agreements), f"{one.ratio:,.2f}"]
-    result.add_row(*cells, end_section=last)
+    exact = one.most == one.formula
+    ratios = [cost.words / one.bound if one.bound else 1.0 for cost in (one.least, one.most)]
+    result.add_row(
+      str(one.workers),
+      one.algorithm,
+      _range(one.least.messages, one.most.messages),
+      f"{'' if exact else '≤ '}{one.formula.messages}",
+      _range(one.least.words, one.most.words),
+      f"{'' if exact else '≤ '}{one.formula.words:,}",
+      _range(one.least.agreements, one.most.agreements),
+      f"{ratios[0]:.2f}" if ratios[0] == ratios[1] else f"{ratios[0]:.2f} … {ratios[1]:.2f}",
+      end_section=last,
+    )
   return result
+
+
+def _range(least: int, most: int) -> str:
+  return f"{most:,}" if least == most else f"{least:,} … {most:,}"
 
 
 def _rows(console: rich.console.Console) -> list[Row]:
@@ -93,12 +111,16 @@ def _rows(console: rich.console.Console) -> list[Row]:
   return [row(spec, workers, _N.value, _DENSITY.value) for spec, workers in work]
 
 
+def _plain(value: Any) -> Any:
+  return value._asdict() if isinstance(value, js.Cost) else value
+
+
 def main(argv: list[str]) -> None:
   """Counts every chosen algorithm and reports."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
   logging.set_verbosity(logging.WARNING)
-  console = rich.console.Console(stderr=_JSON.value)
+  console = rich.console.Console(stderr=_JSON.value, width=None if sys.stdout.isatty() else 130)
   try:
     rows = _rows(console)
   except ValueError as error:
@@ -107,7 +129,7 @@ def main(argv: list[str]) -> None:
     table(rows, f"one update of n = {_N.value:,} entries, density {_DENSITY.value:g}, 4-byte words a worker")
   )
   if _JSON.value:
-    print(json.dumps([one._asdict() for one in rows]))
+    print(json.dumps([{name: _plain(value) for name, value in one._asdict().items()} for one in rows]))
 
 
 if __name__ == "__main__":

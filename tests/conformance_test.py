@@ -97,7 +97,9 @@ def extreme_gradients_are_delivered_or_kept(case, workers, n):
     if case in CONSERVING:
       exact = mass(grads, start)
       left = np.asarray(totals[0], np.float64) + mass(0 * grads, state)
-      assert np.all(np.abs(left - exact) <= 4 * workers * case.rounding * np.abs(grads, dtype=np.float64).sum(0).max())
+      scale = np.abs(grads, dtype=np.float64).sum(0).max()
+      flushed = workers * 2.0**-126  # smaller numbers are 0 on this hardware
+      assert np.all(np.abs(left - exact) <= 4 * workers * case.rounding * scale + flushed)
     if grads is giant and case.by_magnitude:
       assert totals[0, n // 2] == 2.0**100
 
@@ -113,7 +115,7 @@ LAWS = (
 @each(CASES)
 def test_the_laws(case, workers, subtests):
   """All in one test, since they share compiled programs, and compiling is what takes the time."""
-  for law, n in itertools.product(LAWS, (1, 5, 30)):
+  for law, n in itertools.product(LAWS, (1, 30)):
     with subtests.test(law.__name__, n=n):
       law(case, workers, n)
 
@@ -173,7 +175,7 @@ def mesh_state(collective, workers, n):
   return jax.jit(make(spec(jax.eval_shape(make(P())))))()
 
 
-@each(CASES, [1, 2, 3, 5, 6, 8, 16])
+@each(CASES, [2, 3, 5, 6, 16])
 def test_the_mesh_sends_these_messages_and_agrees_with_the_simulator_bit_for_bit(case, workers, subtests):
   n, k = 103, 13
   collective = case.make(k=k)
@@ -212,7 +214,7 @@ def check_messages(text, collective, workers, n):
 @st.composite
 def reductions(draw, case):
   """A density, and the gradients of two steps; of few shapes, since each compiles a program."""
-  workers = draw(st.sampled_from(case.workers((1, 2, 3, 6, 8, 10))))
+  workers = draw(st.sampled_from(case.workers((1, 2, 3, 5, 6, 8))))
   shape = (2, workers, draw(st.sampled_from([1, 7, 24])))
   elements = st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False)
   return draw(st.sampled_from([0.05, 0.4, 1.0])), draw(
@@ -221,7 +223,7 @@ def reductions(draw, case):
 
 
 @pytest.mark.parametrize("case", CONSERVING, ids=str)
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=10)
 @hypothesis.given(data=st.data())
 def test_the_laws_hold_for_any_input(case, data):
   density, grads = data.draw(reductions(case))

@@ -46,7 +46,7 @@ def collective_options(name: str) -> tuple[str, ...]:
   """
   if name not in _kinds():
     raise ValueError(f"unknown collective {name!r}, choose one of {', '.join(collective_names())}")
-  return tuple(field.name for field in dataclasses.fields(_kinds()[name]))
+  return tuple(field.name for field in dataclasses.fields(_kinds()[name]) if field.init)
 
 
 def make_collective(name: str, **config: Any) -> Collective:

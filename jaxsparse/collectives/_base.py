@@ -98,7 +98,7 @@ class Collective(abc.ABC):
 def choices_of(kind: type[Collective]) -> dict[str, tuple[Any, ...]]:
   """The `Literal` fields of a collective, each with its choices."""
   hints = typing.get_type_hints(kind)
-  fields = [field.name for field in dataclasses.fields(kind)]
+  fields = [field.name for field in dataclasses.fields(kind) if field.init]
   return {name: get_args(hints[name]) for name in fields if get_origin(hints[name]) is Literal}
 
 

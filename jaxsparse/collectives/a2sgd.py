@@ -1,4 +1,4 @@
-"""A2SGD: two averages of each worker's gradient travel, and nothing else (Cai et al., "O(1) Communication", §III).
+"""A2SGD: two averages of each worker's gradient travel, and nothing else (Bhattacharya et al., §III).
 
 The entries that are at least the mean of the positive ones stand together for one number, those at most the mean of the
 negative ones for another. These two means are averaged over the workers, 64 bits, and each worker puts them in the
@@ -17,6 +17,7 @@ import optax
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import Collective, check_whole
 from jaxsparse.costs import all_reduce_cost
+from jaxsparse.sums import ordered_sum
 from jaxsparse.transform import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
@@ -99,7 +100,8 @@ class A2SGD(Collective):
     ends = list(itertools.accumulate(self.leaves or (grads.size,)))
     parts = jnp.split(grads, ends[:-1])
     own = jnp.stack([two_means(part) for part in parts])
-    mean = comm.all_reduce(own) / comm.size
+    # Divided before it travels: a compiler contracts a product with the sum that follows it in one program, not in all.
+    mean = comm.all_reduce(own / comm.size)
     shifts = [shifted(part, *pair) for part, pair in zip(parts, zip(own, mean, strict=True), strict=True)]
     step = state.shared + 1
     state = state._replace(shared=step, due=step % self.sync_every == 0)
@@ -121,7 +123,7 @@ def two_means(grads: jax.Array) -> jax.Array:
 
   def mean(mask: jax.Array) -> jax.Array:
     count = jnp.maximum(jnp.count_nonzero(mask), 1).astype(jnp.float32)
-    return jnp.sum(jnp.where(mask, jnp.abs(grads), 0.0)) / count
+    return ordered_sum(jnp.where(mask, jnp.abs(grads), 0.0)) / count
 
   return jnp.stack([mean(positive), mean(~positive)])
 

@@ -18,6 +18,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, in_rank_order
 from jaxsparse.select import threshold as by_threshold
+from jaxsparse.sums import ordered_sum
 from jaxsparse.transform import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
@@ -104,7 +105,8 @@ def fitted_threshold(x: jax.Array, k: int) -> jax.Array:
   if k == x.size:
     return jnp.zeros(())
   tail = abs(statistics.NormalDist().inv_cdf(k / x.size / 2))
-  start = jnp.abs(jnp.mean(x)) + tail * jnp.std(x)
+  mean = ordered_sum(x) / x.size
+  start = jnp.abs(mean) + tail * jnp.sqrt(ordered_sum((x - mean) ** 2) / x.size)
 
   def adjust(_: int, threshold: jax.Array) -> jax.Array:
     reached = jnp.count_nonzero(jnp.abs(x) >= threshold)

@@ -17,6 +17,7 @@ from jaxsparse import routes
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import Collective, check_whole
 from jaxsparse.comm import all_gather, in_rank_order
+from jaxsparse.sums import ordered_sum
 from jaxsparse.transform import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
@@ -90,7 +91,7 @@ class QSGD(Collective):
     home = grads if state.residual is None else grads + state.residual
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), state.shared), comm.rank)
     norm, levels = quantize(key, home, self.levels)
-    value = lambda norm, levels: levels.astype(jnp.float32) * (norm / self.levels)
+    value = lambda norm, levels: levels.astype(jnp.float32) * jnp.float32(1 / self.levels) * norm
 
     rows = in_rank_order(comm, all_gather(comm, (norm, pack_levels(levels, self.bits))))
     add = lambda total, row: (total + value(row[0], unpack_levels(row[1], self.bits, n)), None)
@@ -112,7 +113,7 @@ def quantize(key: jax.Array, x: jax.Array, levels: int) -> tuple[jax.Array, jax.
   """
   largest = jnp.max(jnp.abs(x))
   scaled = x / jnp.where(largest == 0, 1.0, largest)  # its squares neither overflow nor vanish
-  ratio = jnp.sqrt(jnp.sum(scaled**2))
+  ratio = jnp.sqrt(ordered_sum(scaled**2))
   up = jax.random.uniform(key, x.shape)
   level = jnp.floor(jnp.abs(scaled) / jnp.maximum(ratio, 1.0) * levels + up)
   return largest * ratio, (jnp.sign(scaled) * jnp.minimum(level, levels)).astype(jnp.int32)

@@ -11,7 +11,7 @@ from tests.reference.gtopk import gtopk
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (50, 9), (50, 50)])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (50, 9)])
 def test_equals_the_tree_in_numpy(workers, n, k):
   left, state = np.zeros((workers, n), np.float32), None
   for step in range(3):

@@ -11,14 +11,14 @@ from tests.reference import added, dense, largest
 class OkTopk:
   """All workers; `reduce` is one step."""
 
-  def __init__(self, ranks, n, k, sizes, threshold_period=32, region_period=64, balanced_regions=True):
+  def __init__(self, ranks, n, k, sizes, threshold_period=32, region_period=64, balanced_regions=True, fixed=True):
     self.ranks, self.n, self.k, self.sizes = ranks, n, k, sizes
     self.threshold_period, self.region_period, self.balanced_regions = threshold_period, region_period, balanced_regions
     self.step = 0
     self.local, self.threshold = [np.float32(0)] * ranks, np.float32(0)
     self.bounds = [n * region // ranks for region in range(ranks + 1)]
     self.residuals = np.zeros((ranks, n), np.float32)
-    self.was_balanced = False
+    self.was_balanced, self.fixed = False, fixed
 
   def reduce(self, gradients):
     """Total f32[n]; the residuals are an attribute."""
@@ -42,6 +42,11 @@ class OkTopk:
     if exact:
       magnitudes = sorted((abs(value) for entries in owned for value in entries.values()), reverse=True)
       self.threshold = magnitudes[self.k - 1] if len(magnitudes) >= self.k else np.float32(0)
+    elif not self.fixed:
+      for octave in (8, 256):
+        candidates = self.threshold * np.array([2 ** (step / octave) for step in range(-16, 17)], np.float32)
+        counts = [sum(abs(value) >= t for entries in owned for value in entries.values()) for t in candidates]
+        self.threshold = candidates[np.argmin([abs(count - self.k) for count in counts])]
     owned = [{i: value for i, value in entries.items() if abs(value) >= self.threshold} for entries in owned]
     count = sum(map(len, owned))
     total = dense(added(*self.gathered(owned)), self.n)
@@ -53,7 +58,7 @@ class OkTopk:
           if total[i] != 0:
             self.residuals[rank, i] = 0
     self.local = [self.nudged(a, len(mine)) for a, mine in zip(self.local, chosen, strict=True)]
-    self.threshold = self.nudged(self.threshold, count)
+    self.threshold = self.nudged(self.threshold, count) if self.fixed else self.threshold
     self.step += 1
     return total
 
@@ -75,7 +80,7 @@ class OkTopk:
     if not self.was_balanced:
       return [dict(line[: self.sizes.direct]) for line in lines]
     share = min(-(-count // self.ranks), self.sizes.even)
-    places = [rank for rank in range(self.ranks) for _ in range(max(0, share - len(lines[rank])))]
+    places = [rank for level in range(share) for rank in range(self.ranks) if level < share - len(lines[rank])]
     surplus = [(rank, entry) for rank in range(self.ranks) for entry in lines[rank][share:]]
     kept, messages = [dict(line[:share]) for line in lines], {}
     for (source, (i, value)), destination in zip(surplus, places, strict=False):
@@ -85,6 +90,8 @@ class OkTopk:
     return [*kept, *messages.values()]
 
   def nudged(self, threshold, count):
+    if not self.fixed:
+      return np.float32(threshold * min(np.float32(0.9) + np.float32(count) / np.float32(10 * self.k), np.float32(2)))
     if count > 5 * self.k / 4:
       return np.float32(threshold * np.float32(1.012))
     if count < 2 * self.k / 3:
