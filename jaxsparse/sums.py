@@ -1,4 +1,4 @@
-"""A float sum whose bits do not depend on the program it is part of."""
+"""Float arithmetic whose bits do not depend on the program it is part of."""
 
 import jax
 import jax.numpy as jnp
@@ -21,3 +21,14 @@ def ordered_sum(x: jax.Array) -> jax.Array:
     half = columns.size // 2
     columns = columns[:half] + columns[half:]
   return columns[0]
+
+
+def rounded_up(x: jax.Array, bits: int) -> jax.Array:
+  """The next f32 at least x ≥ 0 whose last `bits` bits are 0: a product of two such numbers can be exact.
+
+  Example:
+    >>> float(rounded_up(jnp.float32(1.1), bits=22))
+    1.5
+  """
+  words, rest = jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32((1 << bits) - 1)
+  return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type((words + rest) & ~rest, jnp.float32), x)

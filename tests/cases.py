@@ -40,8 +40,8 @@ class Case(NamedTuple):
 
   @property
   def by_magnitude(self) -> bool:
-    """Whether a giant entry is delivered at once."""
-    return self.name not in ("a2sgd", "qsgd", "randomk")
+    """Whether a giant entry is delivered at once. A threshold that everything else equals selects too much for that."""
+    return self.name not in ("a2sgd", "gaussiank", "oktopk", "qsgd", "randomk")
 
   @property
   def rounding(self) -> float:

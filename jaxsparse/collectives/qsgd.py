@@ -1,8 +1,8 @@
 """QSGD: every entry of the gradient, rounded at random to a few levels (Alistarh et al., "QSGD", §3).
 
 An entry becomes sign · level / s · ‖g‖ with a level of 0 … s, drawn so that its mean is the entry. 2 s + 1 values take
-⌈log₂(2s + 1)⌉ bits, ⌊32 / bits⌋ of them in a word. ⌈log₂P⌉ messages of Bruck's all-gather, P − 1 times the norm and
-the packed levels.
+⌈log₂(2s + 1)⌉ bits, ⌊32 / bits⌋ of them in a word. ⌈log₂P⌉ messages of Bruck's all-gather, P − 1 times the size of a
+level and the packed levels.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxsparse import routes
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import Collective, check_whole
 from jaxsparse.comm import all_gather, in_rank_order
-from jaxsparse.sums import ordered_sum
+from jaxsparse.sums import ordered_sum, rounded_up
 from jaxsparse.transform import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
@@ -90,14 +90,14 @@ class QSGD(Collective):
     n = grads.size
     home = grads if state.residual is None else grads + state.residual
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), state.shared), comm.rank)
-    norm, levels = quantize(key, home, self.levels)
-    value = lambda norm, levels: levels.astype(jnp.float32) * jnp.float32(1 / self.levels) * norm
+    scale, levels = quantize(key, home, self.levels)
+    value = lambda scale, levels: levels.astype(jnp.float32) * scale
 
-    rows = in_rank_order(comm, all_gather(comm, (norm, pack_levels(levels, self.bits))))
+    rows = in_rank_order(comm, all_gather(comm, (scale, pack_levels(levels, self.bits))))
     add = lambda total, row: (total + value(row[0], unpack_levels(row[1], self.bits, n)), None)
     total, _ = jax.lax.scan(add, jnp.zeros(n, jnp.float32), rows)
 
-    residual = None if state.residual is None else home - value(norm, levels)
+    residual = None if state.residual is None else home - value(scale, levels)
     words = self.cost(n, comm.size).words
     used, delivered = jnp.count_nonzero(levels), jnp.count_nonzero(total)
     counters = Counters(words, words, selected=used, delivered=delivered)
@@ -105,18 +105,22 @@ class QSGD(Collective):
 
 
 def quantize(key: jax.Array, x: jax.Array, levels: int) -> tuple[jax.Array, jax.Array]:
-  """The norm f32[] of x and its stochastic levels i32[n], −levels … levels; the norm is NaN where x is not finite.
+  """The size of a level f32[], ‖x‖/levels, and stochastic levels i32[n], −levels … levels; NaN where x is not finite.
+
+  Factors are rounded up to so few bits that squares, and products with a level, are exact: with fused multiply-add and
+  without it, every program adds up the same bits. The mean stays the entry, whatever the size is.
 
   Example:
     >>> quantize(jax.random.key(0), jnp.array([0.0, -2.0]), levels=4)
-    (Array(2., dtype=float32), Array([ 0, -4], dtype=int32))
+    (Array(0.5, dtype=float32), Array([ 0, -4], dtype=int32))
   """
   largest = jnp.max(jnp.abs(x))
   scaled = x / jnp.where(largest == 0, 1.0, largest)  # its squares neither overflow nor vanish
-  ratio = jnp.sqrt(ordered_sum(scaled**2))
+  norm = largest * jnp.sqrt(ordered_sum(rounded_up(jnp.abs(scaled), bits=12) ** 2))
+  size = rounded_up(norm / levels, bits=levels.bit_length())
   up = jax.random.uniform(key, x.shape)
-  level = jnp.floor(jnp.abs(scaled) / jnp.maximum(ratio, 1.0) * levels + up)
-  return largest * ratio, (jnp.sign(scaled) * jnp.minimum(level, levels)).astype(jnp.int32)
+  level = jnp.floor(jnp.abs(x) / jnp.where(size == 0, 1.0, size) + up)
+  return size, (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)
 
 
 def pack_levels(levels: jax.Array, bits: int) -> jax.Array:
