@@ -31,6 +31,25 @@ def test_both_algorithms_learn_and_are_reported(tmp_path):
   assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
+def test_seeds_options_and_a_trace(tmp_path):
+  flags = (
+    "--seed=0",
+    "--seed=3",
+    "--algorithm=oktopk:region_period=8,a2sgd",
+    "--optimizer=adam",
+    "--trace=drift,selected",
+  )
+  done = train("--steps=8", "--workers=2", "--model=mlp", "--json", *flags, f"--report_dir={tmp_path}")
+  assert done.returncode == 0, done.stderr[-2000:]
+  runs = json.loads(done.stdout)["runs"]
+  assert [(run["algorithm"], run["seed"]) for run in runs] == [
+    (name, seed) for name in ("oktopk:region_period=8", "a2sgd") for seed in (0, 3)
+  ]
+  assert all(len(run["trace"]["selected"]) == 8 for run in runs)
+  assert runs[2]["trace"]["drift"][-1] > 0 == runs[0]["trace"]["drift"][-1]
+  assert (tmp_path / "trace.png").stat().st_size > 10_000
+
+
 def test_cifar10_and_a_table(tmp_path):
   for seed, name in enumerate(CIFAR10_FILES):
     write(tmp_path, name, batch(seed))
@@ -52,6 +71,7 @@ def test_cifar10_and_a_table(tmp_path):
     (["--batch_size=1000"], "does not fit in 1437 training images"),
     (["--dataset=cifar10"], "needs --data_dir"),
     (["--dataset=mnist"], "should be one of"),
+    (["--trace=loss"], "--trace=loss, choose from words_sent"),
     (["extra"], "unexpected arguments ['extra']"),
   ],
 )

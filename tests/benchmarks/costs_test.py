@@ -1,0 +1,57 @@
+"""The table of costs as a user prints it, and how benchmarks read the names of algorithms."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import specs
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def costs(*flags):
+  command = [sys.executable, "-m", "benchmarks.costs", *flags]
+  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_counts_beside_formulas():
+  done = costs("--workers=6,14", "--n=100000", "--json")
+  assert done.returncode == 0, done.stderr[-2000:]
+  rows = {(row["algorithm"], row["workers"]): row for row in json.loads(done.stdout)}
+  assert rows["spardl", 6]["most"] == rows["spardl", 6]["formula"] == {"messages": 6, "words": 3340, "agreements": 0}
+  assert rows["a2sgd", 14]["most"]["words"] == 2
+  varying = rows["spardl:teams=7", 14]
+  assert varying["least"]["words"] < varying["most"]["words"] == varying["formula"]["words"]
+
+
+def test_one_algorithm_as_a_table():
+  done = costs("--workers=4", "--n=1000", "--algorithm=spardl:teams=2,dense")
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert "spardl:teams=2" in done.stdout
+
+
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [
+    (["--workers=6", "--algorithm=spardl:teams=4"], "teams=4 does not divide the 6 workers"),
+    (["--workers=0"], "--workers=0, choose at least 1"),
+    (["--workers=two"], "two"),
+    (["--algorithm=spardl:teams"], "'teams' is not of the form option=value"),
+    (["--algorithm=dense:rho=2"], "dense: unknown option rho, choose from dtype"),
+  ],
+)
+def test_bad_flags(flags, message):
+  done = costs("--n=100", *flags)
+  assert done.returncode != 0
+  assert message in done.stderr
+  assert "Traceback" not in done.stderr
+
+
+def test_specs():
+  values = ["spardl:teams=3:k=5", "dense,dense,qsgd:levels=4"]
+  both, same, text = specs.parse(values, workers=6, density=None, teams=1)
+  assert both == ("spardl:teams=3:k=5", "spardl", {"density": None, "teams": 3, "k": 5})
+  assert (same.label, text.config) == ("dense", {"levels": 4})
