@@ -26,7 +26,7 @@ def table(runs: Sequence[Run], title: str) -> rich.table.Table:
   result = rich.table.Table(title=title + several)
   result.add_column("algorithm", no_wrap=True)
   for head in ("test accuracy", "train loss", "words / step", "vs dense", "messages", "ms / step", "residual norm"):
-    result.add_column(head, justify="right")
+    result.add_column(head, justify="right", no_wrap=True)
   for label, group in groups.items():
     words = statistics.mean(run.words_per_step for run in group)
     result.add_row(

@@ -102,7 +102,7 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
   logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which backends it does not find
-  console = rich.console.Console(stderr=_JSON.value, width=None if sys.stdout.isatty() else 120)
+  console = rich.console.Console(stderr=_JSON.value, width=None if sys.stdout.isatty() else 130)
   try:
     runs, title = _compare(console)
   except (ValueError, OSError) as error:
