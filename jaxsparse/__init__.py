@@ -6,12 +6,12 @@ package is the order of its modules:
     gradient pytree
       -> f32[n]                                flatten
       -> + residual, the largest entries       select
-      -> rounds of messages                    collectives, over comm and routes
+      -> rounds of messages                    collectives, over comm and routes, sparse and ladder
       -> total, new residual                   state
       -> / P, pytree, the next transformation  transform
 
-`training` wraps that in a step over a mesh, `simulation` runs it with any number of workers on one device, and `costs`
-reads the messages and words off its jaxpr.
+`training` wraps that in a step over a mesh (with `perworker` where workers have parameters of their own), `simulation`
+runs it with any number of workers on one device, and `costs` reads the messages and words off its jaxpr.
 
     tx = optax.chain(js.spardl_transform("workers", density=0.01), optax.sgd(0.1))
     state = js.init(tx, params, mesh, axis="workers")

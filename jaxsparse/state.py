@@ -133,7 +133,8 @@ def specs(state: Any, axis: AxisName) -> Any:
     axis: the name, or tuple of names, of the mesh axis that the workers lie along.
 
   Raises:
-    ValueError: if optax.MultiSteps wraps a jaxsparse transform: it would keep local gradients as if replicated.
+    ValueError: if optax.MultiSteps wraps a jaxsparse transform: it would keep local gradients as if replicated. If
+      workers have states of their own (A2SGD) and this one was not made with `js.init`.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -147,6 +148,11 @@ def specs(state: Any, axis: AxisName) -> Any:
   _check_wrappers(state)
   if isinstance(state, PerWorker):
     return jax.tree.map(lambda _: per_worker, state)
+  if differs(state) and len(jax.tree.leaves(state)) != len(jax.tree.leaves(reduce_states(state))):
+    raise ValueError(
+      "the workers of this collective have parameters and optimizer states of their own, which no spec of this state "
+      "would keep: make it with js.init and train with js.make_train_step"
+    )
 
   def of_node(node: Any) -> Any:
     if not _is_reduce_state(node):

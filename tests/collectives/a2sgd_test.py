@@ -170,3 +170,10 @@ def test_a_poisoned_batch_moves_nobody():
   params, state, metrics = step(params, state, batch_of(2, 4))
   assert not bool(metrics.skipped)
   assert np.all(np.any(np.asarray(state.moved["w"]) != before, axis=(1, 2)))
+
+
+def test_a_state_that_would_lose_what_is_each_workers_own_is_refused():
+  tx = optax.chain(js.a2sgd_transform(js.SimComm("w")), optax.adam(0.1))
+  state = jax.vmap(lambda p: tx.init(p), axis_name="w")(jnp.zeros((2, 3)))
+  with pytest.raises(ValueError, match="make it with js.init and train with js.make_train_step"):
+    js.specs(state, "w")
