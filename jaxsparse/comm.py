@@ -97,10 +97,7 @@ class AxisComm:
     Raises:
       ValueError: if `teams` does not divide `size`, naming the divisors.
     """
-    if teams < 1 or self.size % teams:
-      divisors = [d for d in range(1, self.size + 1) if self.size % d == 0]
-      raise ValueError(f"teams={teams} does not divide the {self.size} workers, choose one of {divisors}")
-    length = self.size // teams
+    length = routes.team_size(self.size, teams)
     view = functools.partial(dataclasses.replace, self)
     return view(members=length), view(stride=self.stride * length, members=teams)
 
@@ -187,17 +184,19 @@ def in_rank_order(comm: Comm, rows: Tree) -> Tree:
 
 
 def exchange(comm: Comm, rows: Tree) -> Tree:
-  """Row b of the home frame goes to worker (rank + b) mod P: P − 1 messages, no two of them to one worker at a time.
+  """Row r goes to worker r: P − 1 messages, rotated so that no two of them go to one worker at a time.
 
-  The messages do not depend on each other, so a runtime is free to have several under way. Six workers, worker 0:
+  The messages do not depend on each other, so a runtime is free to have several under way. Six workers, worker 2:
 
-      row 1 -> worker 1, row 2 -> worker 2, … row 5 -> worker 5;   row 0 stays
+      row 3 -> worker 3, row 4 -> worker 4, row 5 -> worker 5, row 0 -> worker 0, row 1 -> worker 1;   row 2 stays
 
   Returns:
     Rows by the worker that sent them, 0 … P − 1.
   """
-  own = jax.tree.map(lambda x: x[:1], rows)
-  sent = [comm.shift(jax.tree.map(lambda x, b=b: x[b : b + 1], rows), b) for b in range(1, comm.size)]
+  away = (comm.rank + jnp.arange(comm.size, dtype=jnp.int32)) % comm.size
+  home_frame = jax.tree.map(lambda x: x[away], rows)
+  own = jax.tree.map(lambda x: x[:1], home_frame)
+  sent = [comm.shift(jax.tree.map(lambda x, b=b: x[b : b + 1], home_frame), b) for b in range(1, comm.size)]
   # What came from `b` places before is row P − b of the home frame.
   return in_rank_order(comm, jax.tree.map(lambda *parts: jnp.concatenate(parts), own, *reversed(sent)))
 

@@ -19,6 +19,22 @@ def strides(size: int) -> tuple[int, ...]:
   return tuple(1 << bit for bit in reversed(range((size - 1).bit_length())))
 
 
+def team_size(size: int, teams: int) -> int:
+  """Workers of each of `teams` teams of `size` workers.
+
+  Raises:
+    ValueError: if `teams` does not divide `size`, naming the divisors.
+
+  Example:
+    >>> team_size(6, teams=2)
+    3
+  """
+  if teams < 1 or size % teams:
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    raise ValueError(f"teams={teams} does not divide the {size} workers, choose one of {divisors}")
+  return size // teams
+
+
 def rotation(size: int, by: int) -> Pairs:
   """Every worker to the one `by` places further on.
 

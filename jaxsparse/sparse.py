@@ -31,6 +31,17 @@ def where(keep: jax.Array, entries: Sparse, end: int) -> Sparse:
   return Sparse(jnp.where(keep, entries.indices, end), jnp.where(keep, entries.values, 0.0))
 
 
+def widened(entries: Sparse, slots: int, end: int) -> Sparse:
+  """`entries` with empty slots added to each row, up to `slots` of them.
+
+  Example:
+    >>> widened(Sparse(jnp.array([4]), jnp.array([2.0])), slots=2, end=9)
+    Sparse(indices=Array([4, 9], dtype=int32), values=Array([2., 0.], dtype=float32))
+  """
+  more = [(0, 0)] * (entries.indices.ndim - 1) + [(0, slots - entries.indices.shape[-1])]
+  return Sparse(jnp.pad(entries.indices, more, constant_values=end), jnp.pad(entries.values, more))
+
+
 def add_rows(rows: Sparse, end: int) -> jax.Array:
   """The dense sum of rows of entries, added one row after the other.
 
@@ -67,7 +78,7 @@ def merge(rows: Sparse, end: int) -> Sparse:
   """
   count = rows.indices.shape[0]
   indices, values = jax.lax.sort((rows.indices.reshape(-1), rows.values.reshape(-1)), num_keys=1, is_stable=True)
-  further = Sparse(jnp.pad(indices, (0, count), constant_values=end), jnp.pad(values, (0, count)))
+  further = widened(Sparse(indices, values), indices.size + count, end)
 
   def add(distance: jax.Array, sums: jax.Array) -> jax.Array:
     there = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, distance, indices.size), further)
@@ -101,9 +112,7 @@ def largest(entries: Sparse, k: int, end: int) -> tuple[Sparse, Sparse]:
   _, slots = jax.lax.top_k(magnitude, min(k, size))
   taken = jax.tree.map(lambda x: x[slots], entries)
   left = jnp.ones(size, jnp.bool_).at[slots].set(False, unique_indices=True)
-  more = (0, max(0, k - size))
-  padded = Sparse(jnp.pad(taken.indices, more, constant_values=end), jnp.pad(taken.values, more))
-  return padded, where(left, entries, end)
+  return widened(taken, k, end), where(left, entries, end)
 
 
 def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -> Sparse:

@@ -51,7 +51,7 @@ def oktopk_transform(
 
   Thresholds are the exact k-th magnitudes every `threshold_period` steps, and follow the counts in between. The paper's
   "fixed" nudge multiplies them by 1.012 after a step with more than 5k/4 entries and divides after one with fewer than
-  2k/3. Batches differ by more than that: on the demo's network it delivers 0.73 k. So by default the local threshold is
+  2k/3. Batches differ by more than that: on the demo's network it delivers 0.72 k. So by default the local threshold is
   multiplied by 1 + x/10 with `x = selected / k − 1`, and the global one is searched around the last one, with two more
   all-reduces of 33 counts.
 
@@ -230,9 +230,14 @@ def consensus_bounds(comm: Comm, upto: jax.Array) -> jax.Array:
   ordinals = cut * (selected // size) + cut * (selected % size) // size  # cut · selected / P without overflow
   proposal = by_threshold.at_ordinals(upto, ordinals + 1)
   proposal = jnp.where(selected < size, even_bounds(n, size)[1:-1], proposal)
-  quotient, rest = comm.all_reduce(jnp.stack([proposal // size, proposal % size]))  # the mean, without overflow
   edge = lambda value: jnp.full(1, value, jnp.int32)
-  return jnp.concatenate([edge(0), quotient + rest // size, edge(n)])
+  return jnp.concatenate([edge(0), floor_mean(comm, proposal), edge(n)])
+
+
+def floor_mean(comm: Comm, x: jax.Array) -> jax.Array:
+  """⌊Σ_w x_w / P⌋ of i32 arrays, whose sum may be beyond int32."""
+  quotient, rest = comm.all_reduce(jnp.stack([x // comm.size, x % comm.size]))
+  return quotient + rest // comm.size
 
 
 def kth_magnitude(comm: Comm, entries: Sparse, k: int, end: int) -> jax.Array:
@@ -303,14 +308,11 @@ def _split(
 ) -> tuple[Sparse, Sparse, jax.Array]:
   """Selected entries to the owners of their regions: (rows by sender [P, most], what was sent, words)."""
   size, n = comm.size, home.size
-  there = (comm.rank + jnp.arange(size, dtype=jnp.int32)) % size
 
   def send(capacity: int) -> tuple[Sparse, Sparse, jax.Array]:
     chunks = by_threshold.in_regions(home, upto, bounds, capacity)
-    rows = exchange(comm, jax.tree.map(lambda x: x[there], chunks))
-    more = ((0, 0), (0, sizes.most - capacity))
-    widen = lambda x: Sparse(jnp.pad(x.indices, more, constant_values=n), jnp.pad(x.values, more))
-    return widen(rows), widen(chunks), jnp.uint32(2 * capacity * (size - 1))
+    rows, sent = (sparse.widened(entries, sizes.most, n) for entries in (exchange(comm, chunks), chunks))
+    return rows, sent, jnp.uint32(2 * capacity * (size - 1))
 
   return ladder.climb(ladder.rungs(-(-sizes.even // 2), sizes.most, count=4), needed, send)
 
@@ -331,10 +333,8 @@ def _balance_and_gather(
 
   def gather(block: Sparse) -> tuple[Sparse, jax.Array]:
     """The blocks of all workers in rows of `direct` slots, and the words that took."""
-    rows, capacity = all_gather(comm, block), block.indices.size
-    more = ((0, 0), (0, sizes.direct - capacity))
-    flat = Sparse(jnp.pad(rows.indices, more, constant_values=n), jnp.pad(rows.values, more))
-    return jax.tree.map(jnp.ravel, flat), jnp.uint32(2 * capacity * (comm.size - 1))
+    rows = sparse.widened(all_gather(comm, block), sizes.direct, n)
+    return jax.tree.map(jnp.ravel, rows), jnp.uint32(2 * block.indices.size * (comm.size - 1))
 
   def direct() -> tuple[Sparse, jax.Array, jax.Array]:
     capacities = ladder.rungs(-(-sizes.even // 2), sizes.direct, count=4)
@@ -379,8 +379,7 @@ def balance(comm: Comm, mine: Sparse, owned: jax.Array, even: int, surplus: int,
   found = jnp.searchsorted(jnp.cumsum(free.ravel(), dtype=jnp.int32), place + 1).astype(jnp.int32)
   moves = (ordinal >= 0) & (line.indices < n) & (found < free.size)
   away = sparse.split(line, jnp.where(moves, found % comm.size, comm.size), comm.size, surplus, n)
-  there = (comm.rank + jnp.arange(comm.size, dtype=jnp.int32)) % comm.size
-  came = exchange(comm, jax.tree.map(lambda x: x[there], away))
+  came = exchange(comm, away)
   stays = sparse.where(ordinal < 0, line, n)
   here = jax.tree.map(lambda a, b: jnp.concatenate([a, b.reshape(-1)]), stays, came)
   return sparse.largest(here, even, n)[0]

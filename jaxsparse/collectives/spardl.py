@@ -144,10 +144,7 @@ class SparDL(SparseCollective):
     Raises:
       ValueError: if `teams` does not divide `size`, naming the divisors.
     """
-    if size % self.teams:
-      divisors = [d for d in range(1, size + 1) if size % d == 0]
-      raise ValueError(f"{self.name}: teams={self.teams} does not divide the {size} workers, choose one of {divisors}")
-    return -(-self.entries(n) * self.teams // size)
+    return -(-self.entries(n) // routes.team_size(size, self.teams))
 
   def rungs(self, n: int, size: int) -> tuple[int, ...]:
     """The sizes of a block of L entries in a message: fixed, but for B-SAG from L/d, where all teams chose the same."""
@@ -264,9 +261,7 @@ def _all_gather(
 
   def gather(capacity: int) -> tuple[Sparse, jax.Array]:
     rows = all_gather(team, jax.tree.map(lambda x: x[:capacity], own))
-    empty = ((0, 0), (0, share - capacity))
-    padded = Sparse(jnp.pad(rows.indices, empty, constant_values=length), jnp.pad(rows.values, empty))
-    return padded, jnp.uint32(2 * capacity * (team.size - 1))
+    return sparse.widened(rows, share, length), jnp.uint32(2 * capacity * (team.size - 1))
 
   return ladder.climb(rungs, largest, gather)
 

@@ -86,8 +86,7 @@ class TopkDSA(SparseCollective):
 
     def deliver(capacity: int) -> tuple[jax.Array, jax.Array, Counters]:
       chunks = sparse.split(chosen, region, size, capacity, n)
-      there = (comm.rank + jnp.arange(size, dtype=jnp.int32)) % size
-      rows = exchange(comm, jax.tree.map(lambda x: x[there], chunks))
+      rows = exchange(comm, chunks)
       own = sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length)
       total, words = _gather(comm, own, most=size * capacity, even=-(-k // size))
       total = total[:n]

@@ -1,9 +1,13 @@
 """Ok-Topk against the paper, written out in numpy, and what its thresholds and balancing are for."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxsparse as js
+from jaxsparse.collectives.oktopk import consensus_bounds, floor_mean
+from jaxsparse.comm import SimComm
 from tests.cases import normals
 from tests.reference.oktopk import OkTopk
 
@@ -60,17 +64,13 @@ def test_balanced_regions_hold_equally_many_entries():
 
 def test_bounds_do_not_overflow():
   """Sums of places of six workers are beyond int32; the mean is not."""
-  import jax
-  import jax.numpy as jnp
-
-  from jaxsparse.collectives.oktopk import consensus_bounds
-  from jaxsparse.comm import SimComm
-
   n, far = 40, 2**30
   upto = jnp.concatenate([jnp.zeros((6, n - 6), jnp.int32), jnp.tile(jnp.arange(1, 7, dtype=jnp.int32), (6, 1))], 1)
   bounds = jax.vmap(lambda x: consensus_bounds(SimComm("w"), x), axis_name="w")(upto)
   np.testing.assert_array_equal(bounds[0], [0, 35, 36, 37, 38, 39, 40])
   parts = np.array([far + worker for worker in range(6)])
+  means = jax.vmap(lambda x: floor_mean(SimComm("w"), x), axis_name="w")(parts.astype(np.int32))
+  np.testing.assert_array_equal(means, np.full(6, parts.sum() // 6))
   assert (parts // 6).sum() + (parts % 6).sum() // 6 == parts.sum() // 6
 
 
