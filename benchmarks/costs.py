@@ -21,7 +21,7 @@ import rich.table
 from absl import app, flags, logging
 
 import jaxsparse as js
-from benchmarks import specs
+from benchmarks import specs, workers
 
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["all"], specs.HELP)
 _WORKERS = flags.DEFINE_list("workers", ["2", "4", "6", "8", "14", "64", "256"], "Numbers of workers.")
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
   logging.set_verbosity(logging.WARNING)
-  console = rich.console.Console(stderr=_JSON.value, width=None if sys.stdout.isatty() else 130)
+  console = workers.console(stderr=_JSON.value)
   try:
     rows = _rows(console)
   except ValueError as error:

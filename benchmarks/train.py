@@ -12,12 +12,12 @@ Examples:
   python -m benchmarks.train --algorithm=oktopk,gaussiank,oktopk:regions=even --trace=selected,delivered,imbalance
   python -m benchmarks.train --algorithm=a2sgd,dense --optimizer=adam --learning_rate=0.003
   python -m benchmarks.train --dataset=cifar10 --data_dir=$HOME/data --model=cnn --steps=5000
+  python -m benchmarks.train --engine=processes --algorithm=spardl,dense
   python -m benchmarks.train --json | jq '.runs[].test_accuracy'
 """
 
 import json
 import pathlib
-import sys
 from typing import Any
 
 import rich.console
@@ -26,9 +26,11 @@ from absl import app, flags, logging
 
 import jaxsparse as js
 from benchmarks import data, models, report, specs, training, workers
+from jaxsparse import launch
 
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["spardl", "dense"], specs.HELP)
-_WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers: accelerators if there are as many, else CPU devices.")
+_ENGINE = flags.DEFINE_enum("engine", "devices", list(workers.ENGINES), workers.ENGINE_HELP)
+_WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.")
 _DENSITY = flags.DEFINE_float(
   "density", 0.01, "Share of the gradient entries that a sparse all-reduce delivers a step."
 )
@@ -61,17 +63,17 @@ def _check_flags() -> list[specs.Spec]:
   return specs.parse(_ALGORITHM.value, _WORKERS.value, density=_DENSITY.value, teams=_TEAMS.value)
 
 
-def _compare(console: rich.console.Console) -> tuple[list[training.Run], str]:
+def _compare(
+  chosen: list[specs.Spec], place: workers.Workers, console: rich.console.Console
+) -> tuple[list[training.Run], str]:
   """Trains with every chosen algorithm behind a progress bar; the runs, and a title that says what was run."""
-  chosen = _check_flags()
-  mesh = workers.mesh_of(_WORKERS.value)
   dataset = data.load(_DATASET.value, _DATA_DIR.value)
   tasks = {
-    seed: training.make_task(_MODEL.value, dataset, mesh, _BATCH_SIZE.value, seed)
+    seed: training.make_task(_MODEL.value, dataset, place, _BATCH_SIZE.value, seed)
     for seed in dict.fromkeys(_SEED.value)
   }
   n = next(iter(tasks.values())).entries
-  title = f"{_MODEL.value} ({n:,} parameters) on {_DATASET.value}, {workers.describe(mesh)}, density {_DENSITY.value:g}"
+  title = f"{_MODEL.value} ({n:,} parameters) on {_DATASET.value}, {place}, density {_DENSITY.value:g}"
   if _OPTIMIZER.value != "sgd":
     title += f", {_OPTIMIZER.value}"
   columns = [
@@ -93,7 +95,7 @@ def _compare(console: rich.console.Console) -> tuple[list[training.Run], str]:
           progress.update(bar, completed=number, accuracy=accuracy)
 
         settings = (_STEPS.value, _OPTIMIZER.value, _LEARNING_RATE.value, seed)
-        runs.append(training.train(task, spec, mesh, *settings, on_step))
+        runs.append(training.train(task, spec, place, *settings, on_step))
   return runs, title
 
 
@@ -102,11 +104,20 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
   logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which backends it does not find
-  console = rich.console.Console(stderr=_JSON.value, width=None if sys.stdout.isatty() else 130)
   try:
-    runs, title = _compare(console)
-  except (ValueError, OSError) as error:
-    sys.exit(f"error: {error}")
+    chosen = _check_flags()
+    if workers.launched(_ENGINE.value, _WORKERS.value):
+      return
+    place = workers.here(_ENGINE.value, _WORKERS.value)
+    console = workers.console(stderr=_JSON.value, quiet=not place.reports)
+    runs, title = _compare(chosen, place, console)
+  except (ValueError, OSError, launch.RunFailed) as error:
+    launch.fail(error)
+  if place.reports:
+    _report(runs, title, console)
+
+
+def _report(runs: list[training.Run], title: str, console: rich.console.Console) -> None:
   path = pathlib.Path(_REPORT_DIR.value) / "demo.png"
   report.figure(runs, title, path)
   console.print(report.table(runs, f"after {_STEPS.value} steps"))

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 
 import jaxsparse as js
-from benchmarks import data, models, specs, workers
+from benchmarks import data, models, specs
+from benchmarks.workers import Workers
 from jaxsparse.collectives.a2sgd import A2SGD
 
 CLASSES = 10
@@ -72,7 +72,7 @@ class Task(NamedTuple):
     return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
 
-def make_task(model: str, dataset: data.Dataset, mesh: Mesh, batch_size: int, seed: int) -> Task:
+def make_task(model: str, dataset: data.Dataset, workers: Workers, batch_size: int, seed: int) -> Task:
   """The classification task of a model on a data set, `batch_size` images a worker."""
   module = models.make(model, dataset.train_images.shape[1:], CLASSES, seed)
   structure, params = nnx.split(module)
@@ -85,13 +85,13 @@ def make_task(model: str, dataset: data.Dataset, mesh: Mesh, batch_size: int, se
 
   correct = lambda params, images, labels: jnp.sum(jnp.argmax(logits(params, images), -1) == labels)
   summed = lambda params, images, labels: loss(params, {"image": images, "label": labels}) * len(labels)
-  home = mesh.devices.flat[0]
+  home = jax.local_devices()[0]
 
   def mean_over(function: Callable[..., jax.Array], images: np.ndarray, labels: np.ndarray) -> Callable[[Any], float]:
     compiled = jax.jit(function)
 
     def mean(params: Any) -> float:
-      params, total = jax.device_put(params, home), 0.0
+      params, total = jax.device_put(jax.tree.map(_here, params), home), 0.0
       for start in range(0, len(images), 1000):
         part = slice(start, start + 1000)
         total += float(compiled(params, *jax.device_put((images[part], labels[part]), home)))
@@ -99,20 +99,22 @@ def make_task(model: str, dataset: data.Dataset, mesh: Mesh, batch_size: int, se
 
     return mean
 
-  size = batch_size * mesh.size
+  size = batch_size * workers.size
+  share = workers.share(batch_size)
+  train_set = dataset.train_images, dataset.train_labels
   return Task(
     params,
     loss,
     mean_over(correct, dataset.test_images, dataset.test_labels),
-    mean_over(summed, dataset.train_images, dataset.train_labels),
-    lambda: data.batches(dataset.train_images, dataset.train_labels, size, seed),
+    mean_over(summed, *train_set),
+    lambda: (jax.tree.map(lambda x: x[share], batch) for batch in data.batches(*train_set, size, seed)),
   )
 
 
 def train(
   task: Task,
   spec: specs.Spec,
-  mesh: Mesh,
+  workers: Workers,
   steps: int,
   optimizer: str,
   learning_rate: float,
@@ -121,11 +123,11 @@ def train(
 ) -> Run:
   """Trains `task` with one all-reduce; calls `on_step` with the step and the last measured accuracy."""
   schedule = optax.cosine_decay_schedule(learning_rate, steps)
-  tx = optax.chain(js.make_transform(spec.name, workers.AXIS, **spec.config), OPTIMIZERS[optimizer](schedule))
+  tx = optax.chain(js.make_transform(spec.name, workers.axis, **spec.config), OPTIMIZERS[optimizer](schedule))
   params = jax.tree.map(jnp.copy, task.params)  # the step donates them
-  state = js.init(tx, params, mesh, axis=workers.AXIS)
-  step = js.make_train_step(task.loss, tx, mesh, axis=workers.AXIS)
-  read = jax.jit(js.metrics)
+  state = js.init(tx, params, workers.where)
+  step = js.make_train_step(task.loss, tx, workers.where)
+  read = jax.jit(workers.metrics)
   few = min(steps, CURVE_POINTS // 2)  # closer together where accuracy changes most, at the start
   points = {round(point) for spread in (np.linspace, np.geomspace) for point in spread(1, steps, few)} | {steps}
   run = Run(spec.label, seed, 0.0, 0.0, 0.0, 0, 0.0, 0.0, [], [], [], {name: [] for name in js.Metrics._fields})
@@ -146,12 +148,17 @@ def train(
   params, state = step.synchronize(params, state)
   words = statistics.mean(run.trace["words_sent"])
   if isinstance(spec.collective, A2SGD):  # whose parameters are averaged from time to time
-    words += js.costs.predict("dense", n=task.entries, workers=mesh.size).words / spec.collective.sync_every
+    words += js.costs.predict("dense", n=task.entries, workers=workers.size).words / spec.collective.sync_every
   return run._replace(
     test_accuracy=run.accuracy[-1],
     train_loss=task.train_loss(params),
     words_per_step=words,
-    messages_per_step=js.costs.count(spec.name, n=task.entries, workers=mesh.size, **spec.config).messages,
+    messages_per_step=js.costs.count(spec.name, n=task.entries, workers=workers.size, **spec.config).messages,
     seconds_per_step=statistics.median(times[1:] or times),  # the first step compiles
     residual_norm=run.trace["residual_norm"][-1],
   )
+
+
+def _here(x: jax.Array) -> jax.Array:
+  """What this process holds of an array that is the same everywhere."""
+  return x if x.is_fully_addressable else x.addressable_data(0)

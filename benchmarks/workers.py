@@ -1,27 +1,123 @@
-"""Where the workers of a benchmark run: real accelerators where there are enough, else forced CPU devices."""
+"""Where the workers of a benchmark run: devices of this process, processes, ranks of MPI, or simulated on one device.
+
+A benchmark calls `launched` first, and `here` where that says that this process is to do the work.
+"""
+
+import pathlib
+import sys
+from typing import NamedTuple
 
 import jax
 import numpy as np
+import rich.console
 from jax.sharding import Mesh
 
+import jaxsparse as js
+from jaxsparse import launch
+
 AXIS = "workers"
+ENGINES = {
+  "devices": "accelerators of this process if there are as many as workers, else CPU devices",
+  "processes": "a process a worker, in JAX's own multi-process runtime",
+  "mpi": "a process a worker, over MPI",
+  "sim": "all workers simulated on one device",
+}
+ENGINE_HELP = "; ".join(f"{name}: {what}" for name, what in ENGINES.items())
 
 
-def mesh_of(workers: int) -> Mesh:
-  """A mesh of `workers` devices along `AXIS`. Call it before anything else uses JAX: it makes the CPU devices.
+class Workers(NamedTuple):
+  """The workers of a benchmark, seen from one process.
+
+  Attributes:
+    where: what `js.init` and `js.make_train_step` take: a mesh, or a comm.
+    axis: what a transform takes: the axis of the mesh, or the comm.
+    size: number of workers P.
+    shares: how many shares of a batch this process gives: those of all workers, or under MPI its own.
+    number: of this process among those that run; the first one reports.
+  """
+
+  where: Mesh | js.Comm
+  axis: str | js.Comm
+  size: int
+  shares: int
+  number: int
+
+  def __str__(self) -> str:
+    platform = jax.default_backend()
+    engines = {js.MpiComm: f"{platform} ranks of MPI", js.SimComm: f"one {platform} device, simulated"}
+    where = f"{platform} processes" if jax.process_count() > 1 else platform
+    return f"{self.size} workers on {engines.get(type(self.where), where)}"
+
+  def share(self, size: int) -> slice:
+    """The rows that this process gives, of a batch of `size` rows for each worker."""
+    first = 0 if self.shares == self.size else self.number
+    return slice(first * size, (first + self.shares) * size)
+
+  @property
+  def reports(self) -> bool:
+    """Whether this process prints the results of all."""
+    return self.number == 0
+
+  def metrics(self, state: object) -> js.Metrics:
+    """`js.metrics` over all workers."""
+    return js.metrics(state, None if self.shares == self.size else self.axis)
+
+
+def launched(engine: str, workers: int, limit: float | None = None) -> bool:
+  """Runs this very command as `workers` ranks, if the engine wants that and nobody has started us as one of them.
 
   Raises:
     ValueError: for fewer than one worker.
+    launch.RunFailed: if a rank died, did not come or did not end.
   """
   if workers < 1:
     raise ValueError(f"--workers={workers}, choose at least 1")
-  jax.config.update("jax_num_cpu_devices", workers)
+  if engine not in ("processes", "mpi") or launch.is_rank():
+    return False
+  spec = sys.modules["__main__"].__spec__
+  program = ["-m", spec.name] if spec else [str(pathlib.Path(sys.argv[0]).resolve())]
+  launch.run([sys.executable, *program, *sys.argv[1:]], workers, "mpi" if engine == "mpi" else "processes", limit=limit)
+  return True
+
+
+def here(engine: str, workers: int) -> Workers:
+  """The workers, in a process that does their work. Call it before anything else uses JAX: it makes the devices.
+
+  Raises:
+    ValueError: for fewer than one worker, or another number than the job has ranks.
+  """
+  if workers < 1:
+    raise ValueError(f"--workers={workers}, choose at least 1")
+  if engine == "mpi":
+    ranks = js.MpiComm()
+    _check_ranks(workers, ranks.size)
+    return Workers(ranks, ranks, workers, shares=1, number=int(ranks.rank))
+  if engine == "sim":
+    simulated = js.SimComm(AXIS, members=workers)
+    return Workers(simulated, simulated, workers, shares=workers, number=0)
+  if engine == "processes":
+    launch.join()
+    _check_ranks(workers, len(jax.devices()))
+  mesh = mesh_of(workers)
+  return Workers(mesh, AXIS, workers, shares=workers, number=jax.process_index())
+
+
+def console(stderr: bool = False, quiet: bool = False) -> rich.console.Console:
+  """A console as wide as the terminal; mpirun gives a rank one of its own, which tells nothing."""
+  width = None if sys.stdout.isatty() and not launch.is_rank() else 130
+  return rich.console.Console(stderr=stderr, quiet=quiet, width=width)
+
+
+def mesh_of(workers: int) -> Mesh:
+  """A mesh of `workers` devices along `AXIS`: accelerators where there are enough, else forced CPU devices."""
+  if not jax.distributed.is_initialized():
+    jax.config.update("jax_num_cpu_devices", workers)
   devices = jax.devices()
   if len(devices) < workers:
     devices = jax.devices("cpu")
   return Mesh(np.array(devices[:workers]), (AXIS,))
 
 
-def describe(mesh: Mesh) -> str:
-  """For example "6 workers on cpu"."""
-  return f"{mesh.size} workers on {mesh.devices.flat[0].platform}"
+def _check_ranks(workers: int, ranks: int) -> None:
+  if workers != ranks:
+    raise ValueError(f"--workers={workers}, but the job has {ranks}: start as many ranks as workers")

@@ -32,6 +32,7 @@ from jaxsparse.collectives.spardl import spardl_transform
 from jaxsparse.collectives.topka import topka_transform
 from jaxsparse.collectives.topkdsa import topkdsa_transform
 from jaxsparse.comm import AxisComm, SimComm
+from jaxsparse.comm_mpi import MpiComm
 from jaxsparse.perworker import PerWorker
 from jaxsparse.simulation import Simulated, simulate
 from jaxsparse.state import Metrics, ReduceState, metrics, specs
@@ -48,6 +49,7 @@ __all__ = [
   "Cost",
   "Counters",
   "Metrics",
+  "MpiComm",
   "PerWorker",
   "ReduceState",
   "Reduced",

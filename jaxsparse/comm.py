@@ -9,13 +9,13 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import _compat, routes
-from jaxsparse.types import Comm, Tree
+from jaxsparse.types import Comm, Reduction, Tree
 
 _WORD = 4  # bytes
 
@@ -33,8 +33,67 @@ def comm_of(axis: _compat.AxisName | Comm) -> Comm:
   raise TypeError(f"axis={axis!r}: give the name of a shard_map axis, a tuple of such names, or a comm")
 
 
+class View:
+  """Every `stride`-th worker of an engine, `members` of them: what the views of all engines share.
+
+  An engine adds three things: how many workers it has, which of them this one is, and how a buffer gets from some of
+  them to others. Rings, partial permutations and teams are the same everywhere.
+  """
+
+  stride: int
+  members: int | None
+
+  @property
+  def size(self) -> int:
+    """Number of workers of this view."""
+    return self._everyone() if self.members is None else self.members
+
+  @property
+  def rank(self) -> jax.Array:
+    """Number of this worker within the view, i32[]."""
+    return self._position() // self.stride % self.size
+
+  def shift(self, tree: Tree, by: int) -> Tree:
+    """Sends `tree` `by` places further and returns what came from `by` places before: one message."""
+    return self.permute(tree, routes.rotation(self.size, by)) if by % self.size else tree
+
+  def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
+    """Sends `tree` along (source, destination) pairs: one message; zeros arrive where nobody sends.
+
+    Raises:
+      ValueError: if a worker is out of range, sends twice or receives twice.
+    """
+    hops = {source: destination - source for source, destination in routes.checked(pairs, self.size)}
+    place = lambda worker: worker // self.stride % self.size
+    everyone = range(self._everyone())
+    moves = [(worker, worker + hops[place(worker)] * self.stride) for worker in everyone if place(worker) in hops]
+    return unpack(self._ppermute(pack(tree), moves), tree)
+
+  def split(self, teams: int) -> tuple[Self, Self]:
+    """(team, member): views of the size / teams workers of my team, and of the `teams` workers of my position.
+
+    Raises:
+      ValueError: if `teams` does not divide `size`, naming the divisors.
+    """
+    length = routes.team_size(self.size, teams)
+    view: Any = functools.partial(dataclasses.replace, self)
+    return view(members=length), view(stride=self.stride * length, members=teams)
+
+  def _everyone(self) -> int:
+    """Number of workers of the engine."""
+    raise NotImplementedError
+
+  def _position(self) -> jax.Array:
+    """Number of this worker within the engine, i32[]."""
+    raise NotImplementedError
+
+  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    """Sends a u32[words] along pairs of workers of the engine; zeros arrive where nobody sends."""
+    raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
-class AxisComm:
+class AxisComm(View):
   """The workers along a named axis of `jax.shard_map`, or every `stride`-th of them.
 
   Attributes:
@@ -56,52 +115,12 @@ class AxisComm:
   stride: int = 1
   members: int | None = None
 
-  @property
-  def size(self) -> int:
-    """Number of workers of this view.
-
-    Raises:
-      ValueError: outside a mapped axis of that name.
-    """
-    return self._axis_size() if self.members is None else self.members
-
-  @property
-  def rank(self) -> jax.Array:
-    """Number of this worker within the view, i32[]."""
-    return jax.lax.axis_index(self.axis) // self.stride % self.size
-
-  def shift(self, tree: Tree, by: int) -> Tree:
-    """Sends `tree` `by` places further and returns what came from `by` places before: one message."""
-    return self.permute(tree, routes.rotation(self.size, by)) if by % self.size else tree
-
-  def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
-    """Sends `tree` along (source, destination) pairs: one message; zeros arrive where nobody sends.
-
-    Raises:
-      ValueError: if a worker is out of range, sends twice or receives twice.
-    """
-    hops = {source: destination - source for source, destination in routes.checked(pairs, self.size)}
-    everyone = range(self._axis_size())
-    place = lambda worker: worker // self.stride % self.size
-    on_axis = [(worker, worker + hops[place(worker)] * self.stride) for worker in everyone if place(worker) in hops]
-    return unpack(self._ppermute(pack(tree), on_axis), tree)
-
-  def all_reduce(self, x: jax.Array, op: Literal["sum", "max", "min"] = "sum") -> jax.Array:
-    """Combines `x` of all workers of the view."""
+  def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
+    """Combines `x` of all workers of the view with the platform's own all-reduce, in the platform's order."""
     reduce = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
     return reduce(x, self.axis, axis_index_groups=self._groups())
 
-  def split(self, teams: int) -> tuple["AxisComm", "AxisComm"]:
-    """(team, member): views of the size / teams workers of my team, and of the `teams` workers of my position.
-
-    Raises:
-      ValueError: if `teams` does not divide `size`, naming the divisors.
-    """
-    length = routes.team_size(self.size, teams)
-    view = functools.partial(dataclasses.replace, self)
-    return view(members=length), view(stride=self.stride * length, members=teams)
-
-  def _axis_size(self) -> int:
+  def _everyone(self) -> int:
     try:
       return jax.lax.axis_size(self.axis)
     except NameError as error:
@@ -110,12 +129,15 @@ class AxisComm:
         f"and update must run inside jax.shard_map over {self.axis!r}; js.init and js.make_train_step do that for you"
       ) from error
 
+  def _position(self) -> jax.Array:
+    return jax.lax.axis_index(self.axis)
+
   def _groups(self) -> list[list[int]] | None:
     """The views that tile the axis, as lists of axis positions; None where one view is the whole axis."""
     if self.members is None:
       return None
     span = self.stride * self.members
-    starts = [s for s in range(self._axis_size()) if s % span < self.stride]
+    starts = [s for s in range(self._everyone()) if s % span < self.stride]
     return [list(range(start, start + span, self.stride)) for start in starts]
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
@@ -126,7 +148,9 @@ class AxisComm:
 class SimComm(AxisComm):
   """The same workers under `jax.vmap(axis_name=axis)` on one device: bit for bit what shard_map gives on CPU.
 
-  vmap sums in an order of its own and takes only full permutations, so both are spelled out here.
+  vmap sums in an order of its own and takes only full permutations, so both are spelled out here. With `members` it is
+  also an engine for `js.init` and `js.make_train_step`: `js.SimComm("workers", members=64)` trains with 64 workers
+  wherever there is one device.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -134,21 +158,16 @@ class SimComm(AxisComm):
     Array([3, 0, 1, 2], dtype=int32)
   """
 
-  def all_reduce(self, x: jax.Array, op: Literal["sum", "max", "min"] = "sum") -> jax.Array:
+  def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines in rank order and in float32, as XLA's CPU all-reduce does."""
-    combine = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[op]
     gathered = jax.lax.all_gather(x, self.axis)
     if self.members is not None:
-      worker = jax.lax.axis_index(self.axis)
-      first = worker - self.rank * self.stride
+      first = self._position() - self.rank * self.stride
       gathered = gathered[first + jnp.arange(self.size, dtype=jnp.int32) * self.stride]
-    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < _WORD:
-      gathered = gathered.astype(jnp.float32)
-    result, _ = jax.lax.scan(lambda total, row: (combine(total, row), None), gathered[0], gathered[1:])
-    return result.astype(x.dtype)
+    return combined(gathered, op)
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    size = self._axis_size()
+    size = self._everyone()
     idle = lambda end: sorted(set(range(size)) - {pair[end] for pair in pairs})
     full = [*pairs, *zip(idle(0), idle(1), strict=True)]
     got = jax.lax.ppermute(buffer, self.axis, full)
@@ -156,6 +175,29 @@ class SimComm(AxisComm):
       return got
     received = jnp.zeros(size, jnp.bool_).at[jnp.array([d for _, d in pairs], jnp.int32)].set(True)
     return jnp.where(received[jax.lax.axis_index(self.axis)], got, jnp.zeros_like(got))
+
+
+def combined(rows: jax.Array, op: Reduction) -> jax.Array:
+  """Combines the rows of x[P, …] in rank order, short floats in float32: the bits do not depend on the engine."""
+  combine = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[op]
+  dtype = rows.dtype
+  if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < _WORD:
+    rows = rows.astype(jnp.float32)
+  result, _ = jax.lax.scan(lambda total, row: (combine(total, row), None), rows[0], rows[1:])
+  return result.astype(dtype)
+
+
+def all_reduce_in_order(comm: Comm, x: jax.Array, op: Reduction = "sum") -> jax.Array:
+  """An all-reduce over `shift` alone that adds in rank order, for engines that have none of their own.
+
+  Few entries are gathered (⌈log₂ P⌉ messages) and combined by everyone. More are split into P blocks: each worker
+  combines one (P − 1 messages), and the results are gathered, 2n(P − 1)/P words in all as for any good all-reduce.
+  """
+  if x.size < comm.size:
+    return combined(in_rank_order(comm, all_gather(comm, x)), op)
+  blocks = jnp.pad(x.reshape(-1), (0, -x.size % comm.size)).reshape(comm.size, -1)
+  mine = combined(exchange(comm, blocks), op)
+  return in_rank_order(comm, all_gather(comm, mine)).reshape(-1)[: x.size].reshape(x.shape)
 
 
 def all_gather(comm: Comm, tree: Tree) -> Tree:

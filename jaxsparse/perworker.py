@@ -58,11 +58,18 @@ def synchronized(comm: Comm, params: optax.Params, node: PerWorker) -> tuple[opt
   return params, node._replace(moved=jax.tree.map(jnp.zeros_like, node.moved))
 
 
-def drift(node: PerWorker) -> jax.Array:
-  """How far the workers are apart, f32[]: the root of the mean over workers of ‖parameters − their mean‖²."""
-  apart = [leaf - leaf.mean(0, keepdims=True) for leaf in jax.tree.leaves(node.moved)]
-  workers = apart[0].shape[0]
-  return jnp.sqrt(sum((jnp.sum(leaf**2) for leaf in apart), jnp.zeros(())) / workers)
+def drift(node: PerWorker, comm: Comm | None = None) -> jax.Array:
+  """How far the workers are apart, f32[]: the root of the mean over workers of ‖parameters − their mean‖².
+
+  Args:
+    node: of all workers, or of this one.
+    comm: in the latter case, of all of them.
+  """
+  everyone = comm.all_reduce if comm else lambda x: x
+  leaves = jax.tree.leaves(node.moved)
+  workers = comm.size if comm else leaves[0].shape[0]
+  apart = [leaf - everyone(leaf.sum(0, keepdims=True)) / workers for leaf in leaves]
+  return jnp.sqrt(everyone(sum((jnp.sum(leaf**2) for leaf in apart), jnp.zeros(()))) / workers)
 
 
 def _widened(state: Any) -> Any:

@@ -4,7 +4,7 @@ Everything lives in the optax state as arrays. Inside shard_map a worker sees it
 of all workers lie one after the other along their leading axis, sharded over it, and shared ones are replicated.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse import perworker
 from jaxsparse._compat import AxisName
+from jaxsparse.comm import comm_of
 from jaxsparse.perworker import PerWorker
-from jaxsparse.types import Counters, State
+from jaxsparse.types import Comm, Counters, State
 
 
 class ReduceState(NamedTuple):
@@ -77,13 +78,15 @@ class Metrics(NamedTuple):
   drift: jax.Array
 
 
-def metrics(state: Any) -> Metrics:
+def metrics(state: Any, over: AxisName | Comm | None = None) -> Metrics:
   """Reads the metrics of the last step from an optax state that holds one jaxsparse transform.
 
   The residual norm is computed here, when it is read, and not in every step: it would cost a pass over the residual.
 
   Args:
-    state: an optax state, of a chain too. Outside shard_map the metrics are over all workers, inside over this one.
+    state: an optax state, of a chain too. Outside shard_map it is that of all workers.
+    over: where `state` is that of one worker, inside shard_map and under MPI, the axis or comm of all of them; every
+      worker must call then. None reads what `state` holds.
 
   Raises:
     ValueError: if the state holds no jaxsparse transform, or more than one.
@@ -98,27 +101,38 @@ def metrics(state: Any) -> Metrics:
   found = reduce_states(state)
   if len(found) != 1:
     raise ValueError(f"metrics: the state holds {len(found)} jaxsparse transforms, give a state that holds one")
-  apart = perworker.drift(state) if isinstance(state, PerWorker) else jnp.zeros(())
-  return summary(*found[0])._replace(drift=apart)
+  comm = None if over is None else comm_of(over)
+  apart = perworker.drift(state, comm) if isinstance(state, PerWorker) else jnp.zeros(())
+  return summary(*found[0], comm)._replace(drift=apart)
 
 
-def summary(carried: State, counters: Counters) -> Metrics:
-  """Metrics over all workers: `counters` of [P], and a residual of any shape that holds all residuals."""
+# How the counters of workers become one number.
+_OVER_WORKERS: dict[str, Literal["sum", "max", "mean"]] = {
+  "words_used": "mean",
+  "selected": "mean",
+  "overflow": "sum",
+}
+
+
+def summary(carried: State, counters: Counters, comm: Comm | None = None) -> Metrics:
+  """Metrics of the workers whose counters and residuals are here, or with a comm of all its workers."""
+
+  def over_workers(x: jax.Array, op: Literal["sum", "max", "mean"]) -> jax.Array:
+    if op == "mean":
+      x = x.astype(jnp.float32)
+    x = getattr(jnp, op)(x)
+    if comm is None:
+      return x
+    return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
+
+  read = {
+    name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in counters._asdict().items() if name != "skipped"
+  }
   residual = jnp.zeros(()) if carried.residual is None else carried.residual
   return Metrics(
-    words_sent=counters.words_sent.max(),
-    words_used=counters.words_used.astype(jnp.float32).mean(),
-    selected=counters.selected.astype(jnp.float32).mean(),
-    delivered=counters.delivered.max(),
-    density=counters.density.max(),
-    overflow=counters.overflow.sum(),
-    imbalance=counters.imbalance.max(),
-    balanced=counters.balanced.max(),
-    merged=counters.merged.max(),
-    threshold_age=counters.threshold_age.max(),
-    skipped=counters.skipped.any(),
-    skipped_steps=counters.skipped_steps.max(),
-    residual_norm=jnp.sqrt(jnp.sum(residual**2)),
+    **read,
+    skipped=over_workers(counters.skipped.astype(jnp.int32), "max") > 0,
+    residual_norm=jnp.sqrt(over_workers(residual**2, "sum")),
     drift=jnp.zeros(()),
   )
 

@@ -1,7 +1,6 @@
-"""The shard_map boilerplate that a user should not write: state over the mesh, and a training step."""
+"""The boilerplate that a user should not write: state over the workers, and a training step."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from jaxsparse import _compat, perworker
+from jaxsparse import perworker
 from jaxsparse import state as states
 from jaxsparse._compat import AxisName
-from jaxsparse.comm import AxisComm
+from jaxsparse.engine import engine_of
 from jaxsparse.perworker import PerWorker
+from jaxsparse.types import Comm
 
 
 class StepMetrics(NamedTuple):
@@ -37,19 +37,22 @@ class StepMetrics(NamedTuple):
   aux: Any = None
 
 
-def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, *, axis: AxisName = "workers") -> Any:
-  """The optimizer state over a mesh: residuals sharded over `axis`, everything else replicated.
+def init(
+  tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisName = "workers"
+) -> Any:
+  """The optimizer state over the workers: residuals sharded over `axis`, everything else replicated.
 
   Args:
     tx: a chain whose first transformation is a jaxsparse one over `axis`.
     params: the parameters, a pytree of floating-point arrays.
-    mesh: the mesh whose axis, or tuple of axes, `axis` is.
+    mesh: the mesh whose axis, or tuple of axes, `axis` is; its devices may belong to many processes. Or a comm that
+      brings its own workers: `js.MpiComm()`, `js.SimComm(axis, members=P)`.
     axis: the axis that the workers lie along.
 
   Returns:
-    The state of `tx`; the residual is one f32[P · n] of all workers. Go on with `js.make_train_step`, or with
-    `js.specs(state, axis)` in a shard_map of your own. For a collective whose totals differ between workers (A2SGD) a
-    `js.PerWorker` of it.
+    The state of `tx`; the residual is one f32[P · n] of all workers, or this worker's f32[n] under MPI. Go on with
+    `js.make_train_step`, or with `js.specs(state, axis)` in a shard_map of your own. For a collective whose totals
+    differ between workers (A2SGD) a `js.PerWorker` of it.
 
   Raises:
     ValueError: if the mesh has no such axis, or the configuration does not fit the parameters.
@@ -61,22 +64,21 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh, *, 
     >>> state.carried.residual.size == 8 * len(jax.devices())
     True
   """
-  _workers(mesh, axis)
-  mesh, replicated = _compat.auto_mesh(mesh), PartitionSpec()
+  engine, replicated = engine_of(mesh, axis), PartitionSpec()
 
   def start(params: optax.Params) -> Any:
     state = tx.init(params)
     return perworker.first(state, params) if states.differs(state) else state
 
-  make = functools.partial(_compat.shard_map, start, mesh, replicated)
-  spec = states.specs(jax.eval_shape(make(replicated), params), axis)
-  return jax.jit(make(spec), out_shardings=_shardings(mesh, spec))(params)
+  arguments = engine.place((params,), (replicated,))
+  spec = states.specs(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), axis)
+  return engine.jit(start, (replicated,), spec)(*arguments)
 
 
 def make_train_step(
   loss_fn: Callable[..., Any],
   tx: optax.GradientTransformation,
-  mesh: Mesh,
+  mesh: Mesh | Comm,
   *,
   axis: AxisName = "workers",
   has_aux: bool = False,
@@ -93,7 +95,9 @@ def make_train_step(
   Args:
     loss_fn: (params, batch) -> f32[] loss of one worker's share of the batch, or (loss, aux) with `has_aux`.
     tx: a chain whose first transformation is a jaxsparse one over `axis`.
-    mesh: the mesh; other axes than `axis` hold copies.
+    mesh: the mesh, or the comm, that `js.init` was given; other axes than `axis` hold copies. Under MPI `batch` is this
+      worker's share, elsewhere that of all workers; over a mesh of many processes each of them gives the whole batch,
+      or an array that `jax.make_array_from_process_local_data` put together.
     axis: the axis, or tuple of axes, that the workers lie along.
     has_aux: whether `loss_fn` returns a pytree of arrays to average beside the loss.
 
@@ -120,7 +124,7 @@ def make_train_step(
 
 
 class TrainStep:
-  """A training step over a mesh; made by `make_train_step`.
+  """A training step of all workers; made by `make_train_step`.
 
   Attributes:
     workers: number of workers P.
@@ -136,23 +140,26 @@ class TrainStep:
   """
 
   def __init__(
-    self, loss_fn: Callable[..., Any], tx: optax.GradientTransformation, mesh: Mesh, axis: AxisName, has_aux: bool
+    self,
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    mesh: Mesh | Comm,
+    axis: AxisName,
+    has_aux: bool,
   ):
-    self.workers = _workers(mesh, axis)
-    self._mesh, self._axis = _compat.auto_mesh(mesh), axis
-    self._step = functools.partial(_worker_step, loss_fn, tx, axis, has_aux)
+    self._engine = engine_of(mesh, axis)
+    self.workers = self._engine.workers
+    self._axis = axis
+    self._step = functools.partial(_worker_step, loss_fn, tx, self._engine.comm, has_aux)
     self._programs: dict[Any, tuple[Any, Any]] = {}
     self._average: Any = None
-    # XLA's CPU runtime runs the devices of a mesh on a small pool of threads: the rendezvous of steps in flight starve
-    # each other until it aborts, so at most one step is in flight there.
-    self._one_in_flight = mesh.devices.flat[0].platform == "cpu"
     self._last: Any = None
 
   def __call__(self, params: optax.Params, state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
     """One step; see `make_train_step`."""
-    program, places = self._program(state, batch)
-    arguments = map(_placed, (params, state, batch), places)
-    if self._one_in_flight:
+    program, specs = self._program(state, batch)
+    arguments = self._engine.place((params, state, batch), specs)
+    if self._engine.waits:
       jax.block_until_ready(self._last)
     params, state, metrics = program(*arguments)
     self._last = metrics.loss
@@ -163,9 +170,11 @@ class TrainStep:
     if not isinstance(state, PerWorker):
       return params, state
     if self._average is None:
-      replicated, spec = PartitionSpec(), PartitionSpec(self._axis)
-      average = functools.partial(perworker.synchronized, AxisComm(self._axis))
-      self._average = jax.jit(_compat.shard_map(average, self._mesh, (replicated, spec), (replicated, spec)))
+      average, specs = (
+        functools.partial(perworker.synchronized, self._engine.comm),
+        (PartitionSpec(), PartitionSpec(self._axis)),
+      )
+      self._average = self._engine.jit(average, specs, specs)
     return self._average(params, state)
 
   def lower(self, params: optax.Params, state: Any, batch: Any) -> jax.stages.Lowered:
@@ -174,23 +183,18 @@ class TrainStep:
     return program.lower(params, state, batch)
 
   def _program(self, state: Any, batch: Any) -> tuple[Any, Any]:
-    """The jitted step for this structure of the state, and where its arguments belong."""
+    """The jitted step for this structure of the state, and the specs of its arguments."""
     self._check(state, batch)
     structure = jax.tree.structure(state)
     if structure not in self._programs:
-      self._programs[structure] = self._compile(states.specs(state, self._axis))
+      replicated, split, own = PartitionSpec(), PartitionSpec(self._axis), states.specs(state, self._axis)
+      in_specs, out_specs = (replicated, own, split), (replicated, own, replicated)
+      self._programs[structure] = self._engine.jit(self._step, in_specs, out_specs, donate=(0, 1)), in_specs
     return self._programs[structure]
-
-  def _compile(self, state_spec: Any) -> tuple[Any, Any]:
-    replicated, split = PartitionSpec(), PartitionSpec(self._axis)
-    in_specs, out_specs = (replicated, state_spec, split), (replicated, state_spec, replicated)
-    step = _compat.shard_map(self._step, self._mesh, in_specs, out_specs)
-    places, results = _shardings(self._mesh, in_specs), _shardings(self._mesh, out_specs)
-    return jax.jit(step, in_shardings=places, out_shardings=results, donate_argnums=(0, 1)), places
 
   def _check(self, state: Any, batch: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-      if not np.ndim(leaf) or np.shape(leaf)[0] % self.workers:
+      if not np.ndim(leaf) or np.shape(leaf)[0] % self._engine.held:
         raise ValueError(
           f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}: its leading axis must divide among the "
           f"{self.workers} workers of axis {self._axis!r}"
@@ -202,51 +206,29 @@ class TrainStep:
         "start the chain with one, js.dense_transform for the plain average"
       )
     for node in nodes:
-      states.check_workers(node, self.workers, held=self.workers)
+      states.check_workers(node, self.workers, held=self._engine.held)
 
 
 def _worker_step(
   loss_fn: Callable[..., Any],
   tx: optax.GradientTransformation,
-  axis: AxisName,
+  comm: Comm,
   has_aux: bool,
   params: optax.Params,
   state: Any,
   batch: Any,
 ) -> tuple[optax.Params, Any, StepMetrics]:
-  """One worker's step, inside shard_map. The mean of loss and aux is its only message beside those of `tx`."""
+  """One worker's step, mapped over all of them. The mean of loss and aux is its only message beside those of `tx`."""
   inner, own = perworker.here(state, params) if isinstance(state, PerWorker) else (state, params)
   value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(own, batch)
   loss, aux = value if has_aux else (value, None)
   updates, inner = tx.update(grads, inner, own)
   if isinstance(state, PerWorker):
     state = perworker.moved_on(state, updates, inner)
-    average = functools.partial(perworker.synchronized, AxisComm(axis))
+    average = functools.partial(perworker.synchronized, comm)
     params, state = jax.lax.cond(states.due(inner), average, lambda *same: same, params, state)
   else:
     params, state = optax.apply_updates(params, updates), inner
   skipped = [node.counters.skipped[0] for node in states.reduce_states(inner)]
-  loss, aux = jax.lax.pmean((loss, aux), axis)
+  loss, aux = jax.tree.map(lambda x: comm.all_reduce(x) / comm.size, (loss, aux))
   return params, state, StepMetrics(loss, jnp.any(jnp.array(skipped)), aux)
-
-
-def _workers(mesh: Mesh, axis: AxisName) -> int:
-  names = (axis,) if isinstance(axis, str) else axis
-  unknown = [name for name in names if name not in mesh.shape]
-  if unknown:
-    raise ValueError(f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
-  return math.prod(mesh.shape[name] for name in names)
-
-
-def _placed(tree: Any, places: Any) -> Any:
-  """`tree` on the mesh: jit would move it too, but would compile once more for arrays that come from elsewhere."""
-  leaves, wanted = jax.tree.leaves(tree), jax.tree.leaves(places)
-  if isinstance(places, NamedSharding):
-    wanted *= len(leaves)
-  # Comparing is sixty times faster than a device_put that has nothing to do, in every step.
-  there = all(getattr(leaf, "sharding", None) == place for leaf, place in zip(leaves, wanted, strict=True))
-  return tree if there else jax.device_put(tree, places)
-
-
-def _shardings(mesh: Mesh, spec: Any) -> Any:
-  return jax.tree.map(lambda s: NamedSharding(mesh, s), spec, is_leaf=lambda s: isinstance(s, PartitionSpec))

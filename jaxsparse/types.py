@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 Tree = TypeVar("Tree")
+Reduction = Literal["sum", "max", "min"]
 
 
 class Sparse(NamedTuple):
@@ -54,7 +55,7 @@ class Comm(Protocol):
     """Sends `tree` along (source, destination) pairs: one message; zeros where none arrives."""
     ...
 
-  def all_reduce(self, x: jax.Array, op: Literal["sum", "max", "min"] = "sum") -> jax.Array:
+  def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines `x` of all workers, the same bits on each of them."""
     ...
 
