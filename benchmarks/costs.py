@@ -21,7 +21,8 @@ import rich.table
 from absl import app, flags, logging
 
 import jaxsparse as js
-from benchmarks import specs, workers
+from benchmarks import specs
+from benchmarks.workers import make_console
 
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["all"], specs.HELP)
 _WORKERS = flags.DEFINE_list("workers", ["2", "4", "6", "8", "14", "64", "256"], "Numbers of workers.")
@@ -120,7 +121,7 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
   logging.set_verbosity(logging.WARNING)
-  console = workers.console(stderr=_JSON.value)
+  console = make_console(stderr=_JSON.value)
   try:
     rows = _rows(console)
   except ValueError as error:

@@ -52,7 +52,7 @@ def figure(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
   over_steps.set(xlabel="step", ylabel="test accuracy")
   over_words.set(xlabel="words sent by each worker (4 bytes each)", xscale="log")
   over_words.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small")
-  _save(plot, title, path)
+  save(plot, title, path)
 
 
 def trace(runs: Sequence[Run], names: Sequence[str], title: str, path: pathlib.Path) -> None:
@@ -64,7 +64,7 @@ def trace(runs: Sequence[Run], names: Sequence[str], title: str, path: pathlib.P
       _band(panel, range(1, len(lines[0]) + 1), lines, label, linewidth=0.8)
     panel.set(xlabel="step", ylabel=name.replace("_", " "))
   panels[0][-1].legend(fontsize="small")
-  _save(plot, title, path)
+  save(plot, title, path)
 
 
 def _spread(group: Sequence[Run], value: Callable[[Run], float]) -> str:
@@ -83,7 +83,8 @@ def _band(
   panel.grid(alpha=0.3)
 
 
-def _save(plot: pyplot.Figure, title: str, path: pathlib.Path) -> None:
+def save(plot: pyplot.Figure, title: str, path: pathlib.Path) -> None:
+  """Writes a figure with a title over it."""
   plot.suptitle(title, fontsize="medium")
   path.parent.mkdir(parents=True, exist_ok=True)
   plot.savefig(path, dpi=150)

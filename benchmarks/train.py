@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
     if workers.launched(_ENGINE.value, _WORKERS.value):
       return
     place = workers.here(_ENGINE.value, _WORKERS.value)
-    console = workers.console(stderr=_JSON.value, quiet=not place.reports)
+    console = workers.make_console(stderr=_JSON.value, quiet=not place.reports)
     runs, title = _compare(chosen, place, console)
   except (ValueError, OSError, launch.RunFailed) as error:
     launch.fail(error)

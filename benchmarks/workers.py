@@ -93,16 +93,19 @@ def here(engine: str, workers: int) -> Workers:
     _check_ranks(workers, ranks.size)
     return Workers(ranks, ranks, workers, shares=1, number=int(ranks.rank))
   if engine == "sim":
+    launch.arrived(0)
     simulated = js.SimComm(AXIS, members=workers)
     return Workers(simulated, simulated, workers, shares=workers, number=0)
   if engine == "processes":
     launch.join()
     _check_ranks(workers, len(jax.devices()))
+  else:
+    launch.arrived(0)  # one process may have been started alone, to have devices of its own
   mesh = mesh_of(workers)
   return Workers(mesh, AXIS, workers, shares=workers, number=jax.process_index())
 
 
-def console(stderr: bool = False, quiet: bool = False) -> rich.console.Console:
+def make_console(stderr: bool = False, quiet: bool = False) -> rich.console.Console:
   """A console as wide as the terminal; mpirun gives a rank one of its own, which tells nothing."""
   width = None if sys.stdout.isatty() and not launch.is_rank() else 130
   return rich.console.Console(stderr=stderr, quiet=quiet, width=width)

@@ -177,6 +177,44 @@ class SimComm(AxisComm):
     return jnp.where(received[jax.lax.axis_index(self.axis)], got, jnp.zeros_like(got))
 
 
+@dataclasses.dataclass(frozen=True)
+class SoloComm(View):
+  """One of `workers` workers, alone: it receives what it sends, so that an update costs what it does without the wire.
+
+  Its results mean nothing, its shapes and its arithmetic are those of a real update.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> SoloComm(6).shift(jnp.arange(3), 1)
+    Array([0, 1, 2], dtype=int32)
+  """
+
+  workers: int
+  stride: int = 1
+  members: int | None = None
+
+  def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
+    """Gives back `x`."""
+    del op
+    return message(x)
+
+  def _everyone(self) -> int:
+    return self.workers
+
+  def _position(self) -> jax.Array:
+    return jnp.int32(0)
+
+  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    del pairs
+    return message(buffer)
+
+
+@jax.jit
+def message(buffer: jax.Array) -> jax.Array:
+  """What stands for a message in the jaxpr of a worker alone."""
+  return buffer
+
+
 def combined(rows: jax.Array, op: Reduction) -> jax.Array:
   """Combines the rows of x[P, …] in rank order, short floats in float32: the bits do not depend on the engine."""
   combine = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[op]

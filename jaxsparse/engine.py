@@ -46,6 +46,10 @@ class Engine(Protocol):
     """`tree` where `jit` wants it: it would move it too, but compile once more for what comes from elsewhere."""
     ...
 
+  def spread(self, value: np.ndarray) -> jax.Array:
+    """`value` of this process as the part of each of its workers, of an array that is split along the workers."""
+    ...
+
 
 def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
   """The engine for a mesh and the axis of it that workers lie along, or for a comm that brings its own workers.
@@ -73,6 +77,7 @@ class _OnMesh:
       raise ValueError(f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
     self.comm: Comm = AxisComm(axis)
+    self._axis = axis
     # XLA's CPU runtime runs the devices of a mesh on a small pool of threads: the rendezvous of steps in flight starve
     # each other until it aborts, so at most one step is in flight there.
     self.waits = mesh.devices.flat[0].platform == "cpu"
@@ -95,6 +100,10 @@ class _OnMesh:
     put = _put_global if self._mesh.is_multi_process else jax.device_put
     return jax.tree.unflatten(structure, map(put, leaves, places))
 
+  def spread(self, value: np.ndarray) -> jax.Array:
+    place = self._shardings(PartitionSpec(self._axis))
+    return jax.make_array_from_callback((self.workers, *value.shape), place, lambda _: value[None])
+
   def _shardings(self, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=_is_spec)
 
@@ -102,6 +111,7 @@ class _OnMesh:
 class _OnOneDevice:
   """What engines share whose arrays lie on this process's one device."""
 
+  held: int
   waits = False
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -114,6 +124,9 @@ class _OnOneDevice:
   def place(self, tree: Any, specs: Any) -> Any:
     del specs
     return tree
+
+  def spread(self, value: np.ndarray) -> jax.Array:
+    return jax.numpy.broadcast_to(value, (self.held, *value.shape))
 
 
 class _Simulated(_OnOneDevice):

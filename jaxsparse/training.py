@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxsparse import perworker
 from jaxsparse import state as states
 from jaxsparse._compat import AxisName
-from jaxsparse.engine import engine_of
+from jaxsparse.engine import Engine, engine_of
 from jaxsparse.perworker import PerWorker
 from jaxsparse.types import Comm
 
@@ -64,15 +64,20 @@ def init(
     >>> state.carried.residual.size == 8 * len(jax.devices())
     True
   """
-  engine, replicated = engine_of(mesh, axis), PartitionSpec()
 
   def start(params: optax.Params) -> Any:
     state = tx.init(params)
     return perworker.first(state, params) if states.differs(state) else state
 
+  return started(engine_of(mesh, axis), start, params, axis)[0]
+
+
+def started(engine: Engine, start: Callable, params: optax.Params, axis: AxisName) -> tuple[Any, Any]:
+  """The state that `start(params)` makes at every worker of an engine, and its specs."""
+  replicated = PartitionSpec()
   arguments = engine.place((params,), (replicated,))
   spec = states.specs(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), axis)
-  return engine.jit(start, (replicated,), spec)(*arguments)
+  return engine.jit(start, (replicated,), spec)(*arguments), spec
 
 
 def make_train_step(

@@ -114,6 +114,36 @@ def count_jaxpr(jaxpr: core.Jaxpr, workers: int, branch: Branch = "most") -> Cos
   return _sum(_cost_of(equation, workers, branch) for equation in jaxpr.eqns)
 
 
+def count_agreements(jaxpr: core.Jaxpr) -> int:
+  """How many all-reduces of integers one update makes at least: sizes and boundaries that workers agree on.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> count_agreements(schedule(js.make_collective("gaussiank", k=8), n=64, workers=4))
+    1
+  """
+  return sum(map(_agreements_of, jaxpr.eqns))
+
+
+def reduces(jaxpr: core.Jaxpr, workers: int) -> bool:
+  """Whether the platform's all-reduce carries the gradients, and no messages of our own.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> reduces(schedule(js.make_collective("dense"), n=64, workers=4), workers=4)
+    True
+  """
+  return "ppermute" not in str(jaxpr) and count_jaxpr(jaxpr, workers).messages > 0
+
+
+def _agreements_of(equation: core.JaxprEqn) -> int:
+  inner = [count_agreements(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
+  if equation.primitive.name in _ALL_REDUCES:
+    operands: list[Any] = [var.aval for var in equation.invars]
+    return int(all(jnp.issubdtype(aval.dtype, jnp.integer) for aval in operands))
+  return min(inner) if equation.primitive.name == "cond" else sum(inner)
+
+
 def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
   primitive, params = equation.primitive.name, equation.params
   inner = [count_jaxpr(jaxpr, workers, branch) for jaxpr in _inner_jaxprs(params)]

@@ -1,0 +1,403 @@
+r"""A network lab on one machine: hosts with a network of their own, joined by a switch, over links of any speed.
+
+Every host is a network namespace, so its programs meet those of other hosts on the wire only; the switch is a bridge in
+a namespace of its own, and nothing of the lab is seen outside. COMMAND runs outside: it finds the hosts in the variable
+JAXSPARSE_HOSTS and starts programs in them. When it ends, or is interrupted, the lab is removed with all that still
+runs in it. Needs root and iproute2. With --loopback COMMAND runs without a lab.
+
+Examples:
+  python -m benchmarks.netlab --hosts=6 --rate=1gbit -- python -m jaxsparse.launch --ranks=6 -- python train.py
+  python -m benchmarks.netlab --hosts=2 --rate=100mbit -- sh -c 'echo "$JAXSPARSE_HOSTS" | jq .'
+  python -m benchmarks.netlab --rate=none -- bash
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
+
+from absl import app, flags
+
+SUBNET = "10.77.0.0/16"
+MOST_HOSTS = 250
+VARIABLE = "JAXSPARSE_HOSTS"
+
+_ETC = pathlib.Path("/etc/netns")  # what `ip netns exec` mounts over /etc
+_RUN = pathlib.Path("/var/run/netns")
+_NAME = re.compile(r"jslab-(\d+)-(\d+)-(?:switch|\d+)")  # the owner's process id and when that process started
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:([kmgt]i?)?(bit|bps))?", re.IGNORECASE)
+_GRACE = 2.0  # seconds to end after SIGTERM, before SIGKILL
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LAB = threading.Lock()
+
+
+class LabUnavailable(RuntimeError):
+  """No lab on this machine, or for this user; the message says why and what helps."""
+
+
+class Host(NamedTuple):
+  """One host of a lab.
+
+  Attributes:
+    name: its host name, and that of its namespace; every host resolves it to `address`.
+    address: its IPv4 address inside the lab.
+    enter: the command that runs in the host what is appended to it.
+  """
+
+  name: str
+  address: str
+  enter: list[str]
+
+
+class _Shape(NamedTuple):
+  """What `tc` and `ip` need for one rate."""
+
+  rate: str
+  burst: int
+  limit: int
+  packet: int
+
+
+@contextlib.contextmanager
+def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
+  """Makes a lab, and removes it with all processes in it when the block ends, whatever ends it.
+
+  Inside the block SIGTERM and SIGHUP raise `SystemExit`, unless the program has handlers of its own. Labs of processes
+  that were killed are removed first.
+
+  Args:
+    hosts: from 1 to 250.
+    rate: of each link in both directions, as `tc` writes it: "100mbit", "1gbit"; None for links that are not shaped.
+
+  Raises:
+    ValueError: for arguments outside these.
+    LabUnavailable: without root, without the tools, or where the kernel refuses.
+  """
+  if not 1 <= hosts <= MOST_HOSTS:
+    raise ValueError(f"hosts={hosts}, choose from 1 to {MOST_HOSTS}")
+  shape = None if rate is None else _shape(rate)
+  _check_machine()
+  if not _LAB.acquire(blocking=False):
+    raise RuntimeError("this process has a lab already: leave its block first")
+  owner = f"jslab-{os.getpid()}-{_started(os.getpid())}"
+  switch, team = f"{owner}-switch", [_host(f"{owner}-{number}", number) for number in range(hosts)]
+  try:
+    with _Signals() as signals:
+      try:  # twice: a signal may arrive between the end of the block and the `hold`
+        try:
+          _remove_leftovers()
+          _build(switch, team, shape)
+          yield team
+        finally:
+          signals.hold()
+      finally:
+        _remove([switch, *(host.name for host in team)])
+  finally:
+    _LAB.release()
+
+
+def environment(hosts: list[Host]) -> dict[str, str]:
+  """The variable by which a launcher finds the hosts: a JSON list of objects with the attributes of `Host`."""
+  return {VARIABLE: json.dumps([host._asdict() for host in hosts])}
+
+
+def _host(name: str, number: int) -> Host:
+  # The host name is the host's own as well: a program that binds what its name resolves to binds the lab's address.
+  own_name = ["unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$@"', "sh"]
+  return Host(name, f"10.77.0.{number + 1}", ["ip", "netns", "exec", name, *own_name])
+
+
+def _bits(rate: str) -> float:
+  """What a rate in the notation of `tc` is in bits a second.
+
+  Raises:
+    ValueError: for what is no rate, or none that a lab can have.
+  """
+  form = _RATE.fullmatch(rate)
+  bits = 0.0
+  if form:
+    number, prefix, unit = form[1], (form[2] or "").lower(), (form[3] or "bit").lower()
+    bits = float(number) * (1024 if prefix.endswith("i") else 1000) ** " kmgt".index(prefix[:1] or " ")
+    bits *= {"bit": 1, "bps": 8}[unit]
+  if not 1e3 <= bits <= 1e11:
+    raise ValueError(f"rate={rate!r}, choose from 1kbit to 100gbit, for example 10mbit, 2.5gbit or 125mbps (bytes)")
+  return bits
+
+
+def _shape(rate: str) -> _Shape:
+  """The token bucket of a rate.
+
+  The bucket is full whenever a link was idle, so each message gets that many bytes for free: it has to be small beside
+  a message, yet outlast a late timer. With 16 kB and 0.3 ms of the rate, TCP reaches 95.7 % of 10mbit, 100mbit and
+  1gbit, which is all that headers leave, and a message of 200 kB is 1 to 9 % faster than the rate. A bucket of 32 kB
+  falls behind when all hosts send at 1gbit, one of 256 kB lets 200 kB pass in half their time.
+
+  A bucket cuts packets larger than itself into single frames, each with a timer of its own, which is too slow at 1gbit
+  (packets of 65 kB, a bucket of 64 kB: 65 to 90 % of the rate). Hosts therefore make packets of half a bucket.
+
+  The queue has room for 0.1 s, and 1 MB at least: what five hosts send to one at once fits, as in a good switch. With
+  loss, time-outs would be measured instead of the rate.
+  """
+  speed = _bits(rate) / 8
+  burst = int(16_000 + 0.3e-3 * speed)
+  return _Shape(rate, burst, limit=burst + int(max(1e6, 0.1 * speed)), packet=min(burst // 2, 65_536))
+
+
+def _check_machine() -> None:
+  if os.geteuid():
+    raise LabUnavailable("network namespaces need root: run it with sudo")
+  missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if not shutil.which(tool)]
+  if missing:
+    raise LabUnavailable(
+      f"{', '.join(missing)} not found: install iproute2, util-linux and hostname (/usr/sbin on PATH)"
+    )
+
+
+def _build(switch: str, team: list[Host], shape: _Shape | None) -> None:
+  """Makes what `_remove` removes: namespaces with all in them, and the files of hosts."""
+  _tell(["ip"], [f"netns add {name}" for name in (switch, *(host.name for host in team))])
+  _write_names(team)
+  _build_links(switch, team, [f"gso_max_size {shape.packet}"] if shape else [])
+  if shape:
+    bucket = f"root tbf rate {shape.rate} burst {shape.burst} limit {shape.limit}"
+    _tell(["tc", "-n", switch], [f"qdisc add dev port{number} {bucket}" for number in range(len(team))])
+    for host in team:
+      _tell(["tc", "-n", host.name], [f"qdisc add dev eth0 {bucket}"])
+
+
+def _build_links(switch: str, team: list[Host], settings: list[str]) -> None:
+  """From the eth0 of each host to a port of the bridge."""
+  # Without IPv6 addresses nobody speaks on an idle link.
+  quiet = ["addrgenmode none"] if os.path.exists("/proc/sys/net/ipv6") else []
+  ports = ["link add bridge type bridge", *_up("bridge", quiet)]
+  for number, host in enumerate(team):
+    ports.append(f"link add port{number} type veth peer name eth0 address {_mac(number)} netns {host.name}")
+    ports += _up(f"port{number}", ["master bridge", *quiet])
+  _tell(["ip", "-n", switch], ports)
+  # Known neighbours instead of ARP: its table has room for 1024 on the whole machine, 32 hosts that all talk.
+  neighbours = [f"neighbour add {host.address} lladdr {_mac(number)} dev eth0" for number, host in enumerate(team)]
+  for host in team:
+    lines = [*_up("lo", []), f"address add {host.address}/16 dev eth0", *_up("eth0", quiet + settings), *neighbours]
+    # The usual congestion control, whatever this machine prefers: BBR leaves a tenth of a shared link unused.
+    lines.append(f"route replace {SUBNET} dev eth0 src {host.address} congctl cubic")
+    _tell(["ip", "-n", host.name], lines)
+
+
+def _mac(number: int) -> str:
+  return f"02:00:0a:4d:00:{number + 1:02x}"
+
+
+def _up(device: str, settings: list[str]) -> list[str]:
+  return [f"link set {device} {setting}" for setting in (*settings, "up")]
+
+
+def _write_names(team: list[Host]) -> None:
+  names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in team)
+  try:
+    for host in team:
+      (_ETC / host.name).mkdir(parents=True)
+      (_ETC / host.name / "hosts").write_text(names)
+  except OSError as error:
+    raise LabUnavailable(f"{error}: the names of the hosts lie in {_ETC}, make it writable") from error
+
+
+def _tell(tool: list[str], lines: list[str]) -> None:
+  """Has `ip` or `tc` carry out all lines in one process.
+
+  Raises:
+    LabUnavailable: for the first that fails.
+  """
+  done = _batch(tool, lines)
+  if done.returncode:
+    reason = "; ".join(line.strip() for line in done.stderr.splitlines())
+    raise LabUnavailable(
+      f"`{' '.join(tool)}` refused a part of the lab ({reason}): it takes the capabilities CAP_SYS_ADMIN and "
+      "CAP_NET_ADMIN (in docker --privileged), and a kernel with network namespaces, veth, bridge and tbf"
+    )
+
+
+def _batch(tool: list[str], lines: list[str]) -> "subprocess.CompletedProcess[str]":
+  text = "".join(f"{line}\n" for line in lines)
+  # Blocked signals are inherited: a Ctrl-C, which goes to all programs of a terminal, does not end it half way.
+  before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+  try:
+    return subprocess.run([*tool, "-batch", "-"], input=text, capture_output=True, text=True, check=False)
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _remove_leftovers() -> None:
+  """Removes the labs whose owner is dead, also where another process has its id by now."""
+  names = {name for folder in (_RUN, _ETC) if folder.is_dir() for name in os.listdir(folder)}
+  owners = {name: owner for name in sorted(names) if (owner := _NAME.fullmatch(name))}
+  dead = [name for name, owner in owners.items() if _started(int(owner[1])) != owner[2]]
+  if dead:
+    ended = _remove(dead)
+    labs = ", ".join(sorted({name.rpartition("-")[0] for name in dead}))
+    counts = f"namespaces: {len(dead)}, processes ended: {ended}"
+    print(f"netlab: removed what {labs} left behind ({counts})", file=sys.stderr)
+
+
+def _started(pid: int) -> str | None:
+  """When a process started, in clock ticks since the machine did; None where there is none, or only its remains."""
+  try:
+    text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+  except OSError:
+    return None
+  state, *numbers = text.rpartition(")")[2].split()  # the program's name, in parentheses, may have any character
+  return None if state in "ZX" else numbers[18]
+
+
+def _remove(names: list[str]) -> int:
+  """Removes hosts and switches as far as they are there, and says how many processes it ended in them."""
+  ended = _end_processes(names)
+  done = _batch(["ip", "-force"], [f"netns del {name}" for name in names if (_RUN / name).exists()])
+  for name in names:
+    shutil.rmtree(_ETC / name, ignore_errors=True)
+  left = [name for name in names if (_RUN / name).exists() or (_ETC / name).exists()]
+  if left:
+    print(f"netlab: could not remove {', '.join(left)}: {done.stderr.strip()}", file=sys.stderr)
+  return ended
+
+
+def _end_processes(names: list[str]) -> int:
+  asked: set[int] = set()
+  start = time.monotonic()
+  while inside := _processes(names):
+    waited = time.monotonic() - start
+    if waited > 2 * _GRACE:
+      break  # not even SIGKILL ends a process that waits for a disk; its namespace goes when it does
+    for pid in inside if waited > _GRACE else inside - asked:
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL if waited > _GRACE else signal.SIGTERM)
+    asked |= inside
+    time.sleep(0.01)
+  return len(asked)
+
+
+def _processes(names: list[str]) -> set[int]:
+  """Those in the namespaces, never in our own: one pass over /proc, where `ip netns pids` makes one for each name."""
+  spaces = {_identity(_RUN / name) for name in names} - {None, _identity("/proc/self/ns/net")}
+  pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] if spaces else []
+  return {pid for pid in pids if _identity(f"/proc/{pid}/ns/net") in spaces}
+
+
+def _identity(path: str | pathlib.Path) -> tuple[int, int] | None:
+  try:
+    status = os.stat(path)
+  except OSError:
+    return None
+  return status.st_dev, status.st_ino
+
+
+class _Signals:
+  """Lets the signals that end a program end a block by an exception, and holds them back while all is put in order.
+
+  A program's own handlers are called as before, and what it ignores (nohup) stays ignored.
+  """
+
+  def __init__(self) -> None:
+    self._before: dict[int, Any] = {}
+    self._held = False
+    self._late: int | None = None
+
+  def __enter__(self) -> "_Signals":
+    if threading.current_thread() is threading.main_thread():  # the only one that may have handlers
+      for number in _SIGNALS:
+        before = signal.getsignal(number)
+        if before not in (signal.SIG_IGN, None):
+          self._before[number] = before
+          signal.signal(number, self._arrived)
+    return self
+
+  def hold(self) -> None:
+    """From now on signals wait for the end of the `with` block."""
+    self._held = True
+
+  def _arrived(self, number: int, frame: FrameType | None) -> None:
+    before = self._before[number]
+    if self._held:
+      self._late = number
+    elif callable(before):  # among them Python's own for SIGINT, which raises KeyboardInterrupt
+      before(number, frame)
+    else:
+      raise SystemExit(128 + number)
+
+  def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    for number, before in self._before.items():
+      signal.signal(number, before)
+    if self._late is not None and error is None:  # otherwise the program is on its way out anyway
+      signal.raise_signal(self._late)
+
+
+def _run(command: list[str], extra: dict[str, str]) -> int:
+  """Runs COMMAND; its exit status as a shell gives it."""
+  inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
+  try:
+    process = subprocess.Popen(command, env=inherited | extra, preexec_fn=_die_with_parent)
+  except OSError as error:
+    print(f"error: cannot run {command[0]!r}: {error.strerror}", file=sys.stderr)
+    return 127 if isinstance(error, FileNotFoundError) else 126
+  try:
+    status = process.wait()
+  except BaseException as error:
+    if not isinstance(error, KeyboardInterrupt):  # Ctrl-C in a terminal has reached it: twice would break its clean-up
+      process.terminate()
+    _stop(process)
+    raise
+  return status if status >= 0 else 128 - status
+
+
+def _die_with_parent() -> None:
+  """COMMAND gets SIGTERM when the lab's process is killed: it would go on with hosts that the next lab removes."""
+  set_death_signal = 1  # PR_SET_PDEATHSIG
+  ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+  try:
+    process.wait(_GRACE)
+  except subprocess.TimeoutExpired:
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      process.wait(_GRACE)
+  finally:  # also after a second Ctrl-C
+    process.kill()
+    process.wait()
+
+
+def main(argv: list[str]) -> int:
+  """Runs COMMAND beside a lab."""
+  hosts, rate, loopback = flags.FLAGS.hosts, flags.FLAGS.rate, flags.FLAGS.loopback
+  command = argv[1:]
+  if not command:
+    sys.exit("error: COMMAND is missing, for example: python -m benchmarks.netlab --rate=1gbit -- python train.py")
+  try:
+    if loopback:
+      return _run(command, {})
+    with lab(hosts, None if rate == "none" else rate) as team:
+      return _run(command, environment(team))
+  except ValueError as error:
+    sys.exit(f"error: --{error}")
+  except LabUnavailable as error:
+    sys.exit(f"error: {error}. Or run COMMAND without a lab: --loopback")
+  except KeyboardInterrupt:
+    return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":  # the flags as well: who imports this module may have some of the same name
+  flags.DEFINE_integer("hosts", 6, "Number of hosts.")
+  flags.DEFINE_string("rate", "1gbit", "Rate of each link as tc writes it, e.g. 10mbit; or none for links not shaped.")
+  flags.DEFINE_bool("loopback", False, "Run COMMAND on this machine as it is, without a lab.")
+  app.run(main)

@@ -1,0 +1,25 @@
+"""What an update costs: counted and predicted words, and the seconds they take on the machine at hand.
+
+count, predict          messages and words of one update (counting)
+fit -> Profile          α, β, γ and the speed of each algorithm's arithmetic, measured (calibration)
+advise -> Advice        seconds per update of every algorithm, and the fastest, dense included (advice)
+"""
+
+from jaxsparse.costs.advice import Advice, Prediction, advise
+from jaxsparse.costs.calibration import Algorithm, Profile, fit, label_of
+from jaxsparse.costs.counting import all_reduce_cost, count, count_jaxpr, predict, schedule
+
+__all__ = [
+  "Advice",
+  "Algorithm",
+  "Prediction",
+  "Profile",
+  "advise",
+  "all_reduce_cost",
+  "count",
+  "count_jaxpr",
+  "fit",
+  "label_of",
+  "predict",
+  "schedule",
+]

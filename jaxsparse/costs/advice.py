@@ -1,0 +1,128 @@
+"""Which algorithm would be fastest: seconds per update of each, predicted from a profile."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxsparse.costs.calibration import Profile, collective_of
+from jaxsparse.costs.counting import predict
+
+
+class Prediction(NamedTuple):
+  """One algorithm's time per update.
+
+  Attributes:
+    label: the collective and its options, as a person reads them.
+    name: of the collective.
+    config: its options, for `js.make_transform`.
+    arithmetic: seconds of residual, selection, sums and total.
+    wire: seconds of its messages.
+    messages: one after the other, of one worker.
+    words: 4-byte words that one worker sends.
+
+  Example:
+    >>> Prediction("dense", "dense", {}, 0.1, 0.2, 6, 1000).seconds
+    0.30000000000000004
+  """
+
+  label: str
+  name: str
+  config: dict[str, Any]
+  arithmetic: float
+  wire: float
+  messages: int
+  words: int
+
+  @property
+  def seconds(self) -> float:
+    """Seconds of one update."""
+    return self.arithmetic + self.wire
+
+
+class Advice(NamedTuple):
+  """What `advise` found.
+
+  Attributes:
+    predictions: of every algorithm that the profile knows, the fastest first.
+    why: one sentence that compares the fastest with the best dense one.
+
+  Example:
+    >>> Advice([Prediction("dense", "dense", {}, 0.1, 0.2, 6, 1000)], "it is alone").best.label
+    'dense'
+  """
+
+  predictions: list[Prediction]
+  why: str
+
+  @property
+  def best(self) -> Prediction:
+    """The fastest."""
+    return self.predictions[0]
+
+  def __str__(self) -> str:
+    lines = [f"{'algorithm':<32}{'seconds':>10}{'arithmetic':>12}{'wire':>10}{'messages':>10}{'words':>14}"]
+    for one in self.predictions:
+      lines.append(
+        f"{one.label:<32}{one.seconds:>10.4f}{one.arithmetic:>12.4f}{one.wire:>10.4f}{one.messages:>10}{one.words:>14,}"
+      )
+    return "\n".join([*lines, self.why])
+
+
+def advise(params: Any, profile: Profile) -> Advice:
+  """Predicts the seconds per update of every algorithm that a profile knows, and names the fastest, dense included.
+
+  seconds = arithmetic · n + α · messages + β · bytes, with the α and β of the platform's all-reduce where the algorithm
+  is one. It says nothing about accuracy: a lower density is always faster, so profile the densities you would train
+  with.
+
+  Args:
+    params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`, or their number n.
+    profile: from `js.costs.fit`.
+
+  Raises:
+    ValueError: for a profile without any algorithm, or no parameters.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> profile = js.costs.Profile(workers=6, alpha=1e-4, beta=8e-9, reduce_alpha=1e-4, reduce_beta=8e-9, algorithms={
+    ...   "dense": js.costs.Algorithm(1e-9, reduces=True), "spardl:density=0.01": js.costs.Algorithm(4e-8)})
+    >>> js.costs.advise(14_728_266, profile).best.label
+    'spardl:density=0.01'
+    >>> js.costs.advise(1_000, profile).why
+    'dense: 0.0006 s per update. The fastest of the others, spardl:density=0.01, would take 0.0006 s'
+  """
+  n = params if isinstance(params, int) else sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+  if n < 1:
+    raise ValueError(f"advise: {n} parameters, give at least 1")
+  if not profile.algorithms:
+    raise ValueError("advise: the profile knows no algorithm, make one with js.costs.fit")
+  predictions = sorted((_prediction(label, n, profile) for label in profile.algorithms), key=lambda one: one.seconds)
+  return Advice(predictions, _why(predictions))
+
+
+def _prediction(label: str, n: int, profile: Profile) -> Prediction:
+  name, options = collective_of(label)
+  measured = profile.algorithms[label]
+  cost = predict(name, n=n, workers=profile.workers, **options)
+  words = round(cost.words * measured.fill)
+  agreeing = measured.agreements * 2 * (profile.workers - 1).bit_length()
+  alpha, beta = (profile.reduce_alpha, profile.reduce_beta) if measured.reduces else (profile.alpha, profile.beta)
+  wire = cost.messages * alpha + 4 * words * beta + agreeing * profile.reduce_alpha
+  return Prediction(label, name, options, measured.arithmetic * n, wire, cost.messages, words)
+
+
+def _why(predictions: list[Prediction]) -> str:
+  best, *others = predictions
+  first = f"{best.label}: {best.seconds:.4f} s per update"
+  if best.name == "dense":
+    rest = f". The fastest of the others, {others[0].label}, would take {others[0].seconds:.4f} s" if others else ""
+    return first + rest
+  dense = next((one for one in others if one.name == "dense"), None)
+  if dense is None:
+    return first
+  saved, spent = dense.wire - best.wire, best.arithmetic - dense.arithmetic
+  return (
+    f"{first}, {dense.seconds / best.seconds:.2f} times as fast as {dense.label}: it saves {saved:.4f} s of the wire "
+    f"and spends {spent:.4f} s more on arithmetic"
+  )

@@ -1,0 +1,271 @@
+"""The network lab: what runs in it, how fast its links are, and that nothing of it stays behind."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks import netlab
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# Starts a sleeper in the first host, says who is who, and waits.
+IDLE = """
+import json, os, subprocess, time
+host, = json.loads(os.environ["JAXSPARSE_HOSTS"])
+sleeper = subprocess.Popen([*host["enter"], "sleep", "600"])
+print(os.getpid(), sleeper.pid, flush=True)
+time.sleep(600)
+"""
+
+# Binds what the host's own name resolves to, and times a transfer from the first byte to the last.
+RECEIVE = """
+import socket, sys, time
+with socket.create_server((socket.gethostname(), 7000)) as server:
+  print(server.getsockname()[0], flush=True)
+  connection, _ = server.accept()
+  with connection:
+    size = len(connection.recv(1))
+    start = time.monotonic()
+    while chunk := connection.recv(1 << 20):
+      size += len(chunk)
+    print(size, time.monotonic() - start)
+"""
+
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 7000), timeout=60) as connection:
+  connection.sendall(bytes(1_000_000))
+"""
+
+
+@pytest.fixture(scope="module")
+def machine():
+  """Skips where there can be no lab."""
+  try:
+    with netlab.lab(1, "10mbit"):
+      pass
+  except netlab.LabUnavailable as error:
+    pytest.skip(str(error))
+
+
+needs_lab = pytest.mark.usefixtures("machine")
+
+
+def command(*arguments):
+  # With the default signals: who started the tests in the background had them ignored.
+  return ["env", "--default-signal", sys.executable, "-m", "benchmarks.netlab", *arguments]
+
+
+def run(*arguments, prefix=(), **environment):
+  return subprocess.run(
+    [*prefix, *command(*arguments)],
+    cwd=ROOT,
+    env=os.environ | environment,
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
+
+
+@contextlib.contextmanager
+def idle_lab():
+  """A lab in a process of its own, the process ids of its command and of a sleeper in its only host."""
+  arguments = command("--hosts=1", "--rate=10mbit", "--", sys.executable, "-c", IDLE)
+  with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    try:
+      outside, inside = map(int, process.stdout.readline().split())
+      yield process, outside, inside
+    finally:
+      process.kill()
+
+
+def remains(pid):
+  """Namespaces and folders of the labs of one process."""
+  listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
+  etc = pathlib.Path("/etc/netns")
+  names = {*listed, *(os.listdir(etc) if etc.exists() else [])}
+  return sorted(name for name in names if name.startswith(f"jslab-{pid}-"))
+
+
+def soon(holds):
+  """Whether something comes true within a few seconds."""
+  deadline = time.monotonic() + 10
+  while not holds() and time.monotonic() < deadline:
+    time.sleep(0.01)
+  return holds()
+
+
+def alive(pid):
+  with contextlib.suppress(OSError):
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+  return False
+
+
+@needs_lab
+def test_hosts_meet_by_name_at_the_rate():
+  with netlab.lab(3, "20mbit") as hosts:
+    assert [host.address for host in hosts] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+    receive = [*hosts[2].enter, sys.executable, "-c", RECEIVE]
+    with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
+      assert receiver.stdout.readline().strip() == hosts[2].address
+      subprocess.run([*hosts[0].enter, sys.executable, "-c", SEND, hosts[2].name], timeout=60, check=True)
+      size, seconds = receiver.stdout.read().split()
+  assert int(size) == 1_000_000
+  assert 0.38 < float(seconds) < 4  # 0.4 s and headers, less a bucket of 17 kB; the upper end is for a busy machine
+  assert remains(os.getpid()) == []
+
+
+@needs_lab
+@pytest.mark.parametrize("rate", ["10mbit", "10MBIT", "0.01gbit", "1.25mbps", "10000000"])
+def test_both_ends_of_a_link_have_the_rate(rate):
+  with netlab.lab(1, rate) as (host,):
+    for name, device in [(host.name, "eth0"), (host.name.removesuffix("0") + "switch", "port0")]:
+      show = ["tc", "-n", name, "-j", "qdisc", "show", "dev", device]
+      (shape,) = json.loads(subprocess.run(show, capture_output=True, text=True, check=True).stdout)
+      assert shape["kind"] == "tbf"
+      assert shape["options"]["rate"] == 1_250_000
+      assert 15_900 < shape["options"]["burst"] < 17_000
+
+
+@needs_lab
+def test_the_command_finds_the_hosts():
+  show = 'echo "$JAXSPARSE_HOSTS"; exit 7'
+  done = run("--hosts=2", "--rate=none", "--", "sh", "-c", show)
+  assert (done.returncode, done.stderr) == (7, "")
+  first, second = json.loads(done.stdout)
+  assert second["address"] == "10.77.0.2"
+  assert first["name"].startswith("jslab-")
+  assert first["name"].endswith("-0")
+  assert first["enter"][:4] == ["ip", "netns", "exec", first["name"]]
+
+
+def test_the_environment_round_trips():
+  host = netlab.Host("a", "10.77.0.1", ["ip", "netns", "exec", "a"])
+  (value,) = netlab.environment([host]).values()
+  assert [netlab.Host(**fields) for fields in json.loads(value)] == [host]
+
+
+@needs_lab
+@pytest.mark.parametrize(
+  ("number", "terminal"),
+  [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGHUP, False)],
+)
+def test_signals_leave_nothing(number, terminal):
+  with idle_lab() as (process, outside, inside):
+    assert len(remains(process.pid)) == 2
+    if terminal:  # Ctrl-C goes to all its programs; a second one comes into the clean-up
+      os.killpg(process.pid, number)
+      time.sleep(0.05)
+      os.killpg(process.pid, number)
+    else:
+      process.send_signal(number)
+    assert process.wait(30) == 128 + number
+    assert remains(process.pid) == []
+    assert not alive(inside)
+    assert not alive(outside)
+
+
+@needs_lab
+def test_what_a_killed_lab_left_is_removed_by_the_next(capfd):
+  with idle_lab() as (process, outside, inside):
+    assert len(remains(process.pid)) == 2
+    assert alive(inside)
+    process.kill()  # and not waited for: a zombie owns nothing
+    assert soon(lambda: not alive(process.pid))
+    with netlab.lab(1, None):
+      assert remains(process.pid) == []
+      assert not alive(inside)
+    assert soon(lambda: not alive(outside))
+    said = capfd.readouterr().err.splitlines()
+    if said:  # nothing where the lab of another test came first
+      assert len(said) == 1
+      assert re.fullmatch(rf"netlab: removed what jslab-{process.pid}-\d+ left behind \(.*ended: 1\)", said[0])
+
+
+@needs_lab
+def test_a_reused_process_id_does_not_protect():
+  name = f"jslab-{os.getpid()}-1-0"  # ours, but of a process that started with the machine
+  subprocess.run(["ip", "netns", "add", name], check=True)
+  with netlab.lab(1, None):
+    assert name not in remains(os.getpid())
+
+
+@needs_lab
+def test_labs_of_two_processes():
+  with idle_lab() as (process, _, inside):
+    with netlab.lab(2, "10mbit") as hosts:
+      assert len(remains(os.getpid())) == 3
+      with pytest.raises(RuntimeError, match="has a lab already"), netlab.lab(1, None):
+        pass
+      subprocess.run([*hosts[0].enter, "true"], check=True)
+    assert remains(os.getpid()) == []
+    assert len(remains(process.pid)) == 2
+    assert alive(inside)
+    process.terminate()
+    process.wait(30)
+
+
+@needs_lab
+def test_an_error_leaves_nothing_and_stubborn_processes_end():
+  with contextlib.suppress(KeyError), netlab.lab(1, None) as (host,):
+    stubborn = subprocess.Popen([*host.enter, "sh", "-c", "trap '' TERM; echo; exec sleep 600"], stdout=subprocess.PIPE)
+    stubborn.stdout.readline()
+    raise KeyError
+  with stubborn:
+    assert stubborn.wait(10) == -signal.SIGKILL
+  assert remains(os.getpid()) == []
+
+
+@needs_lab
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
+def test_a_kernel_that_refuses():
+  done = run("--", "true", prefix=["setpriv", "--bounding-set=-net_admin"])
+  assert done.returncode == 1
+  assert done.stderr.startswith("error: ")
+  assert "not permitted" in done.stderr
+  assert "CAP_NET_ADMIN" in done.stderr
+  assert "--loopback" in done.stderr
+  owner = re.search(r"-n jslab-(\d+)-\d+-switch", done.stderr)[1]  # its namespaces were there by then
+  assert remains(owner) == []
+
+
+def test_without_tools(monkeypatch):
+  monkeypatch.setenv("PATH", "/nowhere")
+  with pytest.raises(netlab.LabUnavailable, match=r"sudo|ip, tc, unshare, hostname not found"), netlab.lab(1, None):
+    pass
+
+
+def test_loopback():
+  done = run("--loopback", "--", "sh", "-c", 'echo "[$JAXSPARSE_HOSTS]"; kill -9 $$', JAXSPARSE_HOSTS="old")
+  assert (done.returncode, done.stdout) == (128 + 9, "[]\n")
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--hosts=0", "--", "true"], "error: --hosts=0, choose from 1 to 250"),
+    (["--hosts=251", "--", "true"], "error: --hosts=251, choose from 1 to 250"),
+    (["--rate=fast", "--", "true"], "error: --rate='fast', choose from 1kbit to 100gbit, for example 10mbit"),
+    (["--rate=10m", "--", "true"], "--rate='10m'"),
+    (["--rate=0mbit", "--", "true"], "--rate='0mbit'"),
+    (["--rate=١mbit", "--", "true"], "--rate='١mbit'"),
+    (["--rate=1gbit\n", "--", "true"], "--rate='1gbit\\n'"),
+    (["--hosts=2"], "error: COMMAND is missing, for example"),
+    (["--loopback", "--", "no-such-program"], "error: cannot run 'no-such-program': No such file or directory"),
+  ],
+)
+def test_bad_input(arguments, message):
+  done = run(*arguments)
+  assert done.returncode != 0
+  assert message in done.stderr
+  assert "Traceback" not in done.stderr
