@@ -55,7 +55,8 @@ class View:
 
   def shift(self, tree: Tree, by: int) -> Tree:
     """Sends `tree` `by` places further and returns what came from `by` places before: one message."""
-    return self.permute(tree, routes.rotation(self.size, by)) if by % self.size else tree
+    size = self.size
+    return self._send(tree, routes.rotation(size, by)) if by % size else tree
 
   def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
     """Sends `tree` along (source, destination) pairs: one message; zeros arrive where nobody sends.
@@ -63,11 +64,7 @@ class View:
     Raises:
       ValueError: if a worker is out of range, sends twice or receives twice.
     """
-    hops = {source: destination - source for source, destination in routes.checked(pairs, self.size)}
-    place = lambda worker: worker // self.stride % self.size
-    everyone = range(self._everyone())
-    moves = [(worker, worker + hops[place(worker)] * self.stride) for worker in everyone if place(worker) in hops]
-    return unpack(self._ppermute(pack(tree), moves), tree)
+    return self._send(tree, routes.checked(pairs, self.size))
 
   def split(self, teams: int) -> tuple[Self, Self]:
     """(team, member): views of the size / teams workers of my team, and of the `teams` workers of my position.
@@ -78,6 +75,18 @@ class View:
     length = routes.team_size(self.size, teams)
     view: Any = functools.partial(dataclasses.replace, self)
     return view(members=length), view(stride=self.stride * length, members=teams)
+
+  def _send(self, tree: Tree, pairs: routes.Pairs) -> Tree:
+    """Sends `tree` along pairs of this view, and along the same ones of all views that tile the engine."""
+    moves = [(start + a * self.stride, start + b * self.stride) for start in self._starts() for a, b in pairs]
+    return unpack(self._ppermute(pack(tree), moves), tree)
+
+  def _starts(self) -> list[int]:
+    """The first worker of each of the views that tile the engine."""
+    if self.members is None:
+      return [0]
+    span = self.stride * self.members
+    return [first + offset for first in range(0, self._everyone(), span) for offset in range(self.stride)]
 
   def _everyone(self) -> int:
     """Number of workers of the engine."""
@@ -137,8 +146,7 @@ class AxisComm(View):
     if self.members is None:
       return None
     span = self.stride * self.members
-    starts = [s for s in range(self._everyone()) if s % span < self.stride]
-    return [list(range(start, start + span, self.stride)) for start in starts]
+    return [list(range(start, start + span, self.stride)) for start in self._starts()]
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
     return jax.lax.ppermute(buffer, self.axis, pairs)

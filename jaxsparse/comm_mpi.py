@@ -113,8 +113,8 @@ def _mpi4jax() -> tuple[Any, ModuleType]:
     from mpi4py import MPI
   except (ImportError, RuntimeError) as error:
     raise ImportError(
-      f"js.MpiComm needs mpi4jax, built for this JAX and this MPI, which could not be loaded: {error}. Install it with "
-      "'make mpi', or as README.md says under 'Many hosts'; 'python -m jaxsparse.doctor' tells what is missing"
+      f"js.MpiComm needs mpi4jax, built for this JAX and this MPI, which could not be loaded: {error}. Install it as "
+      "README.md says, section 'Many hosts'; python -m jaxsparse.doctor tells what is missing"
     ) from error
   return MPI, mpi4jax
 

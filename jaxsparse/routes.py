@@ -57,12 +57,12 @@ def checked(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
     ValueError: route: worker 1 receives more than once in one round of ((0, 1), (2, 1))
   """
   pairs = tuple((int(source), int(destination)) for source, destination in pairs)
-  for pair in pairs:
-    if not all(0 <= worker < size for worker in pair):
+  for verb, ends in zip(("sends", "receives"), zip(*pairs, strict=True), strict=False):
+    if min(ends) < 0 or max(ends) >= size:
+      pair = next(pair for pair in pairs if not all(0 <= worker < size for worker in pair))
       raise ValueError(f"route {pair}: workers are numbered 0 … {size - 1}")
-  for verb, end in (("sends", 0), ("receives", 1)):
-    worker, times = collections.Counter(pair[end] for pair in pairs).most_common(1)[0] if pairs else (0, 0)
-    if times > 1:
+    if len(set(ends)) < len(ends):
+      worker = collections.Counter(ends).most_common(1)[0][0]
       raise ValueError(f"route: worker {worker} {verb} more than once in one round of {pairs}")
   return pairs
 

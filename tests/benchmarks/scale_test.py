@@ -1,0 +1,70 @@
+"""Scale on paper as a user asks for it: predictions, programs that are made and not run, one figure."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jaxsparse as js
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def scale(*flags):
+  command = [sys.executable, "-m", "benchmarks.scale", *flags]
+  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("scale")
+  networks = ["--network=25GbE,slow:alpha=1e-3:beta=1e-7"]
+  done = scale("--workers=16,8", "--n=100000", "--repeats=1", *networks, "--json", f"--report_dir={folder}")
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert (folder / "scale.png").stat().st_size > 10_000
+  assert "dense / spardl" in done.stderr
+  return json.loads(done.stdout)
+
+
+def test_predictions_are_those_of_js_costs(result):
+  rows = {(row["network"], row["workers"], row["algorithm"]): row for row in result["predicted"]}
+  labels = [*js.collective_names(), "spardl:teams=best"]
+  assert set(rows) == {(net, p, label) for net in ("25GbE", "slow") for p in (8, 16) for label in labels}
+  for name, config in (("spardl", {"density": 0.01}), ("dense", {})):
+    cost = js.costs.predict(name, n=100_000, workers=16, **config)
+    assert rows["slow", 16, name]["seconds"] == cost.seconds(alpha=1e-3, beta=1e-7)
+    assert rows["25GbE", 16, name]["words"] == cost.words
+
+
+def test_the_best_number_of_teams_is_the_fastest_divisor(result):
+  (row,) = (r for r in result["predicted"] if r["teams"] and (r["network"], r["workers"]) == ("slow", 16))
+  costs = {d: js.costs.predict("spardl", n=100_000, workers=16, density=0.01, teams=d) for d in (1, 2, 4, 8, 16)}
+  seconds = {d: cost.seconds(alpha=1e-3, beta=1e-7) for d, cost in costs.items()}
+  assert row["teams"] == min(seconds, key=seconds.get) > 1
+  assert row["seconds"] == min(seconds.values())
+
+
+def test_programs_have_one_operation_for_each_message(result):
+  assert [(row["workers"], row["messages"], row["collectives"]) for row in result["compiled"]] == [
+    (8, 6, 6),
+    (16, 8, 8),
+  ]
+  assert all(row[phase] > 0 for row in result["compiled"] for phase in ("trace", "lower", "compile", "cpu"))
+  assert {row["phase"] for row in result["growth"]} == {"trace", "lower", "compile", "total", "cpu"}
+  assert all(row["log_ratio"] == pytest.approx(4 / 3) for row in result["growth"])
+
+
+@pytest.mark.parametrize(
+  ("flag", "message"),
+  [
+    ("--workers=8,0", "error: --workers=0, choose whole numbers of at least 2"),
+    ("--network=mine:alpha=1e-5", "error: --network=mine:alpha=1e-5, choose from 1GbE, 25GbE, 400Gb, or write name:"),
+    ("--algorithm=spardl:teams=3", "error: teams=3 does not divide the 8 workers"),
+  ],
+)
+def test_bad_flags(flag, message):
+  done = scale(flag)
+  assert done.returncode == 1
+  assert done.stderr.startswith(message)

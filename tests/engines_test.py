@@ -1,0 +1,143 @@
+"""The same collectives on every engine: devices, processes, MPI and the simulator give the same bits."""
+
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import jaxsparse as js
+from jaxsparse import launch, simulation
+from jaxsparse import state as states
+from jaxsparse.costs import counting
+from jaxsparse.engine import engine_of
+from tests.cases import CASES, normals
+
+RANKS = pathlib.Path(__file__).with_name("ranks.py")
+STEPS, N = 2, 64
+
+
+def run(what, engine, ranks, file, *more):
+  command = [sys.executable, str(RANKS), what, engine, str(file), *more]
+  launch.run(command, ranks, engine, start_timeout=120, limit=240)
+
+
+def gradients(collective, workers, engine):
+  """Normals; where gloo adds in an order of its own, numbers whose sums are exact in any order."""
+  adds = counting.reduces(counting.schedule(collective, N, workers), workers)
+  if engine == "mpi" or not adds:
+    return normals(0, STEPS, workers, N)
+  signs, steps = (-1.0) ** np.arange(N), 2.0 ** np.arange(STEPS)
+  return (steps[:, None, None] * np.arange(1, workers + 1)[None, :, None] * signs).astype(np.float32)
+
+
+def expected(cases, workers, engine):
+  """What the simulator makes of the gradients, for the ranks to compare with."""
+  data = {"cases": json.dumps([(case.name, case.config(k=12)) for case in cases])}
+  for number, case in enumerate(cases):
+    collective = case.make(k=12)
+    grads = gradients(collective, workers, engine)
+    state, totals, residuals = simulation.initial(collective, workers, N), [], []
+    for step in grads:
+      total, state = simulation.reduce_all(collective, jnp.asarray(step), state)
+      totals.append(total)
+      residuals.append(np.zeros_like(step) if state.carried.residual is None else state.carried.residual)
+    words = states.summary(state.carried, jax.tree.map(jnp.ravel, state.counters)).words_sent
+    found = {"grads": grads, "totals": totals, "residuals": residuals, "words": words}
+    data |= {f"{number}/{name}": np.asarray(value) for name, value in found.items()}
+  return data
+
+
+def check(tmp_path, engine, ranks, cases, *more):
+  file = tmp_path / "expected.npz"
+  np.savez(file, **expected(cases, ranks, engine))
+  run("equality", engine, ranks, file, *more)
+
+
+DEFAULTS = [case for case in CASES if not case.options]
+
+
+@pytest.mark.parametrize("engine", ["processes", "mpi"])
+def test_every_collective_gives_the_same_bits(tmp_path, engine):
+  teams = [case for case in CASES if dict(case.options) == {"teams": 3}]
+  check(tmp_path, engine, 3, [*DEFAULTS, *teams])
+
+
+@pytest.mark.parametrize(("engine", "ranks"), [("mpi", 1), ("mpi", 2), ("mpi", 5), ("mpi", 6), ("processes", 6)])
+def test_any_number_of_ranks(tmp_path, engine, ranks):
+  names = ("spardl",) if ranks > 3 else ("dense", "oktopk", "spardl")
+  more = ["metrics"] if engine == "mpi" and ranks == 2 else []
+  check(tmp_path, engine, ranks, [case for case in DEFAULTS if case.name in names], *more)
+
+
+def test_mpi_through_host_memory(tmp_path):
+  check(tmp_path, "mpi", 3, [case for case in CASES if str(case) in ("dense", "spardl", "spardl-teams=3")], "staged")
+
+
+def test_one_training_step_for_all_engines(tmp_path):
+  """Parameters after five steps with momentum, bit for bit."""
+  file = tmp_path / "batch.npz"
+  batch = normals(1, 6, 3)
+  np.savez(file, batch=batch)
+  found = {}
+  for engine in ("processes", "mpi"):
+    run("training", engine, 3, file)
+    found[engine] = json.loads(file.with_suffix(".json").read_text())
+  sim = js.SimComm("workers", members=3)
+  for name, where, axis in (
+    ("devices", Mesh(np.array(jax.devices()[:3]), ("workers",)), "workers"),
+    ("sim", sim, sim),
+  ):
+    tx = optax.chain(js.oktopk_transform(axis, k=6), optax.sgd(0.25, momentum=0.5))
+    params = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(4)}
+    state = js.init(tx, params, where)
+    loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"][None] - 1.0) ** 2)
+    step = js.make_train_step(loss, tx, where)
+    for _ in range(5):
+      params, state, metrics = step(params, state, batch)
+    found[name] = {key: np.asarray(leaf).tolist() for key, leaf in params.items()} | {"loss": float(metrics.loss)}
+  for name, one in found.items():
+    for key in ("w", "b"):
+      np.testing.assert_allclose(one[key], found["sim"][key], rtol=2e-6, err_msg=name)
+    assert one["loss"] == pytest.approx(found["sim"]["loss"], rel=2e-6)
+
+
+def test_a_state_may_go_from_the_simulator_to_a_mesh_and_back():
+  """The arrays of SimComm(members=P) lie as those of a mesh do."""
+  sim, mesh = js.SimComm("workers", members=4), Mesh(np.array(jax.devices()[:4]), ("workers",))
+  loss = lambda p, x: jnp.mean((p[None] - x) ** 2)
+  tx = lambda axis: optax.chain(js.spardl_transform(axis, k=4), optax.sgd(1.0))
+  simulated, real = (js.make_train_step(loss, tx(axis), where) for axis, where in ((sim, sim), ("workers", mesh)))
+  runs = []
+  for steps in ((simulated, real), (real, simulated)):
+    params, state = jnp.zeros(10), js.init(tx(sim), jnp.zeros(10), sim)
+    for number, step in enumerate(steps):
+      here = jax.tree.map(np.asarray, (params, state))
+      params, state, _ = step(*here, normals(number, 8, 10))
+    runs.append((params, state[0].carried.residual, js.metrics(state)))
+  assert runs[0][1].shape == (40,)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *runs)
+
+
+def test_metrics_over_the_workers_of_a_comm_are_those_of_the_whole_state():
+  sim = js.SimComm("workers", members=3)
+  for name, config in (("oktopk", {"k": 9}), ("a2sgd", {})):
+    tx = js.make_transform(name, sim, **config)
+    params = jnp.zeros(30)
+    state = js.init(tx, params, sim)
+    step = js.make_train_step(lambda p, x: jnp.sum((p - x.mean(0)) ** 2), tx, sim)
+    _, state, _ = step(params, state, normals(0, 3, 30))
+    engine = engine_of(sim, "workers")
+    spec = js.specs(state, "workers")
+    inside = engine.jit(lambda s: js.metrics(s, sim), (spec,), jax.sharding.PartitionSpec())(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), inside, js.metrics(state))
+
+
+def test_what_is_no_engine_is_refused():
+  with pytest.raises(TypeError, match=r"give a jax.sharding.Mesh, a js.MpiComm, or js.SimComm\(axis, members=P\)"):
+    js.init(js.dense_transform("workers"), jnp.zeros(3), js.SimComm("workers"))

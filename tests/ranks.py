@@ -1,0 +1,106 @@
+"""What the ranks of the multi-process tests run: `python tests/ranks.py WHAT ENGINE FILE`, by jaxsparse.launch."""
+
+import functools
+import json
+import os
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxsparse as js
+from jaxsparse import launch, timing
+from jaxsparse.engine import engine_of
+from jaxsparse.training import started
+from jaxsparse.transform import init_state, reduce_step
+
+
+def join(engine: str):
+  """(what js.init takes, the axis of a transform, the rank)."""
+  if engine == "mpi":
+    comm = js.MpiComm(host_staging=True) if "staged" in sys.argv else js.MpiComm()
+    return comm, comm, int(comm.rank)
+  launch.join()
+  return jax.make_mesh((len(jax.devices()),), ("workers",)), "workers", jax.process_index()
+
+
+def local(x):
+  """What this rank holds of an array."""
+  return np.asarray(x if x.is_fully_addressable else x.addressable_data(0))
+
+
+def equality(engine_name: str, file: str) -> None:
+  """Several steps of every collective of the file, bit for bit what the simulator made of the same gradients."""
+  where, _, rank = join(engine_name)
+  engine = engine_of(where, "workers")
+  split = jax.sharding.PartitionSpec("workers")
+  data = np.load(file)
+  for number, (name, config) in enumerate(json.loads(str(data["cases"]))):
+    collective, n = js.make_collective(name, **config), data[f"{number}/grads"].shape[-1]
+    state, own = started(engine, lambda _, c=collective, n=n: init_state(c, n, engine.workers), jnp.zeros(n), "workers")
+    rows = data[f"{number}/grads"]
+    grads = [step[rank] if engine.held == 1 else engine.place(step.reshape(-1), split) for step in rows]
+    program = engine.jit(functools.partial(reduce_step, collective, engine.comm), (split, own), (split, own))
+    for step, mine in enumerate(grads):
+      total, state = program(mine, state)
+      same(total, data[f"{number}/totals"][step, rank], f"{name} step {step} rank {rank}")
+      if state.carried.residual is not None:
+        same(state.carried.residual, data[f"{number}/residuals"][step, rank], f"{name} residual {step} rank {rank}")
+    if "metrics" in sys.argv:  # under MPI those of all workers must be asked for
+      words = jax.jit(lambda s: js.metrics(s, engine.comm))(state).words_sent
+      assert float(words) == float(data[f"{number}/words"]), (name, words)
+
+
+def same(found, wanted, what):
+  """The same bits."""
+  np.testing.assert_array_equal(local(found).view(np.uint32), wanted.view(np.uint32), what)
+
+
+def training(engine_name: str, file: str) -> None:
+  """Trains a little with a step of the library, and writes what came out."""
+  where, axis, rank = join(engine_name)
+  tx = optax.chain(js.oktopk_transform(axis, k=6), optax.sgd(0.25, momentum=0.5))
+  params = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(4)}
+  state = js.init(tx, params, where)
+  loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"][None] - 1.0) ** 2)
+  step = js.make_train_step(loss, tx, where)
+  data = np.load(file)["batch"]
+  mine = data.reshape(step.workers, -1, 3)[rank] if engine_name == "mpi" else data
+  for _ in range(5):
+    params, state, metrics = step(params, state, mine)
+  if rank == 0:
+    out = {name: local(leaf).tolist() for name, leaf in params.items()} | {"loss": float(timing.here(metrics.loss))}
+    pathlib.Path(file).with_suffix(".json").write_text(json.dumps(out))
+
+
+def forever(engine_name: str, file: str) -> None:
+  """Steps without end; each rank writes its process id first. Rank 1 fails by itself if the file says so."""
+  where, axis, rank = join(engine_name)
+  tx = js.spardl_transform(axis, k=4)
+  params = jnp.zeros(40)
+  state = js.init(tx, params, where)
+  step = js.make_train_step(lambda p, x: jnp.sum(p * x.mean()), tx, where)
+  batch = np.ones(step.workers if engine_name == "processes" else 1, np.float32)
+  params, state, _ = step(params, state, batch)
+  pathlib.Path(file, str(rank)).write_text(str(os.getpid()))
+  while True:
+    if rank == 1 and pathlib.Path(file, "raise").exists():
+      raise ValueError("rank 1 has had enough")
+    params, state, _ = step(params, state, batch)
+    time.sleep(0.01)
+
+
+def late(engine_name: str, _: str) -> None:
+  """The last rank never joins."""
+  last = os.environ.get("JAXSPARSE_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "2"
+  if last:
+    time.sleep(600)
+  join(engine_name)
+
+
+if __name__ == "__main__":
+  {"equality": equality, "training": training, "forever": forever, "late": late}[sys.argv[1]](*sys.argv[2:4])
