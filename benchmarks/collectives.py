@@ -162,10 +162,10 @@ def _run(setting: Setting, rows: pathlib.Path) -> list[Measured]:
   command += [f"--workers={setting.workers}", f"--rate={setting.rate}", f"--rows={rows}"]
   ranks = setting.workers if engine in ("processes", "mpi") else 1
   with contextlib.ExitStack() as stack:
-    hosts = None
+    hosts: list[launch.Host] | None = None
     if setting.rate:
       rate = None if setting.rate == "none" else setting.rate
-      hosts = [launch.Host(*host) for host in stack.enter_context(netlab.lab(setting.workers, rate))]
+      hosts = stack.enter_context(netlab.lab(setting.workers, rate))
     launch.run(command, ranks, "mpi" if engine == "mpi" else "processes", hosts=hosts)
   return [Measured(Row(*row), predicted) for row, predicted in json.loads(rows.read_text())]
 

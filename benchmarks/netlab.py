@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 
 from absl import app, flags
 
+from jaxsparse.launch import HOSTS, Host
+
 SUBNET = "10.77.0.0/16"
 MOST_HOSTS = 250
-VARIABLE = "JAXSPARSE_HOSTS"
 
 _ETC = pathlib.Path("/etc/netns")  # what `ip netns exec` mounts over /etc
 _RUN = pathlib.Path("/var/run/netns")
@@ -44,20 +45,6 @@ _LAB = threading.Lock()
 
 class LabUnavailable(RuntimeError):
   """No lab on this machine, or for this user; the message says why and what helps."""
-
-
-class Host(NamedTuple):
-  """One host of a lab.
-
-  Attributes:
-    name: its host name, and that of its namespace; every host resolves it to `address`.
-    address: its IPv4 address inside the lab.
-    enter: the command that runs in the host what is appended to it.
-  """
-
-  name: str
-  address: str
-  enter: list[str]
 
 
 class _Shape(NamedTuple):
@@ -79,6 +66,9 @@ def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
   Args:
     hosts: from 1 to 250.
     rate: of each link in both directions, as `tc` writes it: "100mbit", "1gbit"; None for links that are not shaped.
+
+  Returns:
+    The hosts, which resolve each other's names; `name` is also that of the namespace.
 
   Raises:
     ValueError: for arguments outside these.
@@ -109,7 +99,7 @@ def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
 
 def environment(hosts: list[Host]) -> dict[str, str]:
   """The variable by which a launcher finds the hosts: a JSON list of objects with the attributes of `Host`."""
-  return {VARIABLE: json.dumps([host._asdict() for host in hosts])}
+  return {HOSTS: json.dumps([host._asdict() for host in hosts])}
 
 
 def _host(name: str, number: int) -> Host:
@@ -343,7 +333,7 @@ class _Signals:
 
 def _run(command: list[str], extra: dict[str, str]) -> int:
   """Runs COMMAND; its exit status as a shell gives it."""
-  inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
+  inherited = {name: value for name, value in os.environ.items() if name != HOSTS}
   try:
     process = subprocess.Popen(command, env=inherited | extra, preexec_fn=_die_with_parent)
   except OSError as error:

@@ -27,8 +27,12 @@ class Engine(Protocol):
     held: workers whose parts the arrays outside a program hold: all P, or this one alone.
     comm: the comm of a program that is mapped.
     waits: whether a step must wait for the one before.
+    process: number of this process, of `processes` that run the program together.
+    processes: how many there are.
   """
 
+  process: int
+  processes: int
   workers: int
   held: int
   comm: Comm
@@ -78,6 +82,7 @@ class _OnMesh:
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
     self.comm: Comm = AxisComm(axis)
     self._axis = axis
+    self.process, self.processes = jax.process_index(), jax.process_count()
     # XLA's CPU runtime runs the devices of a mesh on a small pool of threads: the rendezvous of steps in flight starve
     # each other until it aborts, so at most one step is in flight there.
     self.waits = mesh.devices.flat[0].platform == "cpu"
@@ -113,6 +118,7 @@ class _OnOneDevice:
 
   held: int
   waits = False
+  process, processes = 0, 1
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     del in_specs, out_specs
@@ -160,7 +166,8 @@ class _Rank(_OnOneDevice):
   held = 1
 
   def __init__(self, comm: MpiComm):
-    self.workers = comm.size
+    self.workers = self.processes = comm.size
+    self.process = int(comm.rank)
     self.comm: Comm = comm
 
 

@@ -133,6 +133,7 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
     by_mpi = any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"))
     jax.distributed.initialize(cluster_detection_method="mpi4py" if by_mpi else None, **limits)
   fail_on_exceptions()
+  _connect()
   arrived(jax.process_index())
 
 
@@ -167,6 +168,19 @@ def is_rank() -> bool:
   return any(name in os.environ for name in (_RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")) or (
     "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
   )
+
+
+def _connect() -> None:
+  """Opens the connections between all ranks now that all are here: gloo gives up after 30 s of one that compiles."""
+  import jax
+  import numpy as np
+  from jax.sharding import Mesh, PartitionSpec
+
+  from jaxsparse import _compat
+
+  rank = lambda: jax.lax.psum(jax.lax.axis_index("ranks"), "ranks")
+  total = _compat.shard_map(rank, Mesh(np.array(jax.devices()), ("ranks",)), (), PartitionSpec())
+  jax.block_until_ready(jax.jit(total)())
 
 
 def _keep_stdout_clean() -> None:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxsparse import timing
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import collective_names, collective_options, make_collective
-from jaxsparse.costs.counting import count_agreements, predict, reduces, schedule
+from jaxsparse.costs.counting import all_reduce_cost, count_agreements, predict, reduces, schedule
 from jaxsparse.engine import Engine, engine_of
 from jaxsparse.simulation import simulate
 from jaxsparse.types import Comm
@@ -132,7 +132,7 @@ def fit(
   measure = _Measure(engine, axis, repetitions)
   alpha, beta, gamma = _links(measure)
   reduce_alpha, reduce_beta = _all_reduce(measure)
-  measured = {label: _algorithm(label, measure, n) for label in names}
+  measured = _algorithms(names, measure, n, reduce_beta)
   return Profile(engine.workers, alpha, beta, gamma, reduce_alpha, reduce_beta, n, measured)
 
 
@@ -215,6 +215,11 @@ class _Measure:
     collective = make_collective(name, **options)
     return timing.alone(self.engine, self._watch, collective, grads, n, self.repetitions, self._axis)[0]
 
+  def most(self, values: np.ndarray) -> np.ndarray:
+    """The largest of what the processes have at each place of f32[m]."""
+    rows = timing.rows_of(self.engine, lambda x: x[0], (self._split,))
+    return rows(self.engine.spread(values)).max(0)
+
   def _median(self, program: Callable, *arguments: Any) -> float:
     first, _ = self._watch.time(program, *arguments)  # compiles
     times = [self._watch.time(program, *arguments)[0]]
@@ -239,13 +244,13 @@ def _links(measure: _Measure) -> tuple[float, float, float]:
   return alpha, max(0.0, seconds - alpha) / (4 * words), gamma
 
 
-def _all_reduce(measure: _Measure) -> tuple[float, float]:
-  """(α, β) of the platform's all-reduce, to go with the messages and words that `predict` says of it."""
+def _all_reduce(measure: _Measure, dtype: jax.typing.DTypeLike = jnp.float32) -> tuple[float, float]:
+  """(α, β) of the platform's all-reduce, to go with the messages and words that formulas say of it."""
   workers = measure.engine.workers
-  reduce = lambda comm, x: comm.all_reduce(x.astype(jnp.float32))
+  reduce = lambda comm, x: comm.all_reduce(x.astype(dtype))
   latency = measure.messages(reduce, 2 * workers)
-  words, seconds = _growing(lambda words: measure.messages(reduce, words))
-  cost = predict("dense", n=words, workers=workers)
+  entries, seconds = _growing(lambda words: measure.messages(reduce, words))
+  cost = all_reduce_cost(entries, workers, jnp.dtype(dtype).itemsize)
   return latency / cost.messages, max(0.0, seconds - latency) / cost.bytes
 
 
@@ -258,12 +263,21 @@ def _growing(seconds_of: Callable[[int], float]) -> tuple[int, float]:
   return words, seconds
 
 
-def _algorithm(label: str, measure: _Measure, n: int) -> Algorithm:
-  name, options = collective_of(label)
-  workers = measure.engine.workers
-  jaxpr = schedule(make_collective(name, **options), _SHAPE, workers)
-  arithmetic = measure.arithmetic(label, n) / n
-  return Algorithm(arithmetic, _fill(label, workers), reduces(jaxpr, workers), count_agreements(jaxpr))
+def _algorithms(labels: Sequence[str], measure: _Measure, n: int, reduce_beta: float) -> dict[str, Algorithm]:
+  engine = measure.engine
+  # Simulations need no network, so each process does some of them for all.
+  turn = lambda number: number % engine.processes == engine.process
+  mine = [_fill(label, engine.workers) if turn(number) else 0.0 for number, label in enumerate(labels)]
+  fills = measure.most(np.array(mine, np.float32))
+  measured = {}
+  for label, fill in zip(labels, fills.tolist(), strict=True):
+    name, options = collective_of(label)
+    jaxpr = schedule(make_collective(name, **options), _SHAPE, engine.workers)
+    reducing = reduces(jaxpr, engine.workers)
+    if reducing and (dtype := options.get("dtype")):  # a platform may send more than the type says: XLA on CPU does
+      fill = _all_reduce(measure, dtype)[1] / reduce_beta
+    measured[label] = Algorithm(measure.arithmetic(label, n) / n, fill, reducing, count_agreements(jaxpr))
+  return measured
 
 
 def _fill(label: str, workers: int) -> float:

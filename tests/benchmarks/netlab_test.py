@@ -14,6 +14,7 @@ import time
 import pytest
 
 from benchmarks import netlab
+from jaxsparse import launch
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -150,9 +151,9 @@ def test_the_command_finds_the_hosts():
 
 
 def test_the_environment_round_trips():
-  host = netlab.Host("a", "10.77.0.1", ["ip", "netns", "exec", "a"])
+  host = launch.Host("a", "10.77.0.1", ["ip", "netns", "exec", "a"])
   (value,) = netlab.environment([host]).values()
-  assert [netlab.Host(**fields) for fields in json.loads(value)] == [host]
+  assert [launch.Host(**fields) for fields in json.loads(value)] == [host]
 
 
 @needs_lab

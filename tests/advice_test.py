@@ -1,0 +1,91 @@
+"""The cost model: what is fitted, what is predicted from it, and what is advised."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxsparse as js
+from jaxsparse.costs import Algorithm, Profile
+from tests.cases import mesh_of
+
+SPARDL = "spardl:density=0.01"
+PROFILE = Profile(
+  workers=6,
+  alpha=1e-4,
+  beta=8e-9,
+  gamma=1.5,
+  reduce_alpha=2e-4,
+  reduce_beta=9e-9,
+  entries=10_000,
+  algorithms={"dense": Algorithm(1e-9, reduces=True), SPARDL: Algorithm(2e-8)},
+)
+
+
+def test_seconds_are_arithmetic_and_the_alpha_beta_model():
+  n = 1_000_000
+  dense, sparse = sorted(js.costs.advise(n, PROFILE).predictions, key=lambda one: one.label)
+  cost = js.costs.predict("spardl", n=n, workers=6, density=0.01)
+  assert sparse.seconds == pytest.approx(2e-8 * n + cost.seconds(1e-4, 8e-9))
+  assert (sparse.messages, sparse.words, sparse.config) == (cost.messages, cost.words, {"density": 0.01})
+  cost = js.costs.predict("dense", n=n, workers=6)
+  assert dense.seconds == pytest.approx(1e-9 * n + cost.seconds(2e-4, 9e-9))
+
+
+def test_the_advice_follows_the_network():
+  slow = js.costs.advise(10_000_000, PROFILE)
+  assert slow.best.label == SPARDL
+  assert "it saves" in slow.why
+  fast = js.costs.advise(10_000_000, dataclasses.replace(PROFILE, reduce_beta=1e-10))
+  assert fast.best.label == "dense"
+  assert SPARDL in fast.why
+  assert "messages" in str(fast)
+  assert str(fast).splitlines()[1].startswith("dense")
+
+
+def test_messages_that_are_not_full_and_agreements_count():
+  label = "oktopk:density=0.01"
+  half = dataclasses.replace(PROFILE, algorithms={label: Algorithm(0.0, fill=0.5, agreements=2)})
+  (one,) = js.costs.advise({"w": jnp.zeros((1000, 100))}, half).predictions
+  cost = js.costs.predict("oktopk", n=100_000, workers=6, density=0.01)
+  assert one.words == round(cost.words / 2)
+  assert one.seconds == pytest.approx(cost.messages * 1e-4 + 4 * one.words * 8e-9 + 2 * 2 * 3 * 2e-4)
+
+
+def test_a_profile_is_saved_and_read_again(tmp_path):
+  PROFILE.save(tmp_path / "profile.json")
+  assert Profile.load(tmp_path / "profile.json") == PROFILE
+
+
+def test_fit_measures_each_algorithm_that_is_asked_for():
+  profile = js.costs.fit(mesh_of(2), n=3000, densities=(0.1, 0.2), algorithms=["oktopk", "dense"], repetitions=1)
+  assert list(profile.algorithms) == ["oktopk:density=0.1", "oktopk:density=0.2", "dense"]
+  assert profile.algorithms["dense"].reduces
+  assert not profile.algorithms["oktopk:density=0.1"].reduces
+  assert 0 < profile.algorithms["oktopk:density=0.1"].fill <= 1
+  assert profile.algorithms["oktopk:density=0.1"].agreements > 0
+  assert min(profile.alpha, profile.beta, profile.gamma, profile.reduce_alpha, profile.reduce_beta) > 0
+  assert (profile.workers, profile.entries) == (2, 3000)
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda: js.costs.fit(mesh_of(1)), "one worker alone has no wire"),
+    (lambda: js.costs.fit(mesh_of(2), algorithms=["speedy"]), "unknown collective 'speedy'"),
+    (lambda: js.costs.fit(mesh_of(2), algorithms=["spardl:teams=3"]), "teams=3"),
+    (lambda: js.costs.advise(0, PROFILE), "0 parameters, give at least 1"),
+    (lambda: js.costs.advise(5, Profile(2, 1e-4, 1e-9)), "the profile knows no algorithm"),
+  ],
+)
+def test_bad_input(call, message):
+  with pytest.raises(ValueError, match=message):
+    call()
+
+
+def test_every_candidate_fits_the_workers():
+  for label in js.costs.calibration.candidates(6, [0.01, 0.001]):
+    name, config = js.costs.calibration.collective_of(label)
+    jax.eval_shape(lambda name=name, config=config: js.make_collective(name, **config).init(1000, 6))
+    assert js.costs.label_of(name, config) == label
