@@ -22,11 +22,10 @@ def _world() -> Any:
   """A communicator of our own: a clone, so that no message of somebody else's is taken for one of ours."""
   from jaxsparse import launch  # which is also a program: `python -m` wants it not yet imported
 
-  world = _mpi4jax()[0].COMM_WORLD
   if launch.is_rank():
+    launch.arrived()
     launch.fail_on_exceptions()
-    launch.arrived(world.Get_rank())
-  return world.Clone()
+  return _mpi4jax()[0].COMM_WORLD.Clone()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -32,6 +32,7 @@ GRACE = 20.0  # seconds that ranks get to end by themselves after the first of t
 KILL_AFTER = 1.0  # seconds that ranks get to end after a signal
 
 _ARRIVALS, _COORDINATOR, _RANK, _RANKS = (f"JAXSPARSE_{name}" for name in ("ARRIVALS", "COORDINATOR", "RANK", "RANKS"))
+_RANK_OF = (_RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # where a launcher says which rank we are
 HOSTS = "JAXSPARSE_HOSTS"  # set by benchmarks.netlab: the hosts to start ranks in
 
 
@@ -122,6 +123,7 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
     return
   import jax
 
+  arrived()
   limits: dict[str, Any] = {"initialization_timeout": round(timeout), "heartbeat_timeout_seconds": HEARTBEAT}
   _keep_stdout_clean()
   jax.config.update("jax_num_cpu_devices", 1)
@@ -130,11 +132,10 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
     place = (os.environ[_COORDINATOR], int(os.environ[_RANKS]), int(os.environ[_RANK]))
     jax.distributed.initialize(*place, **limits)
   else:
-    by_mpi = any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"))
+    by_mpi = any(name in os.environ for name in _RANK_OF)
     jax.distributed.initialize(cluster_detection_method="mpi4py" if by_mpi else None, **limits)
   fail_on_exceptions()
   _connect()
-  arrived(jax.process_index())
 
 
 def fail(error: object) -> NoReturn:
@@ -165,7 +166,7 @@ def is_rank() -> bool:
     >>> is_rank()
     False
   """
-  return any(name in os.environ for name in (_RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")) or (
+  return any(name in os.environ for name in _RANK_OF) or (
     "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
   )
 
@@ -190,10 +191,11 @@ def _keep_stdout_clean() -> None:
   os.dup2(2, 1)
 
 
-def arrived(rank: int) -> None:
-  """Tells the launcher, if there is one, that this rank has come."""
+def arrived() -> None:
+  """Tells the launcher, if there is one, that this rank is about to join: what follows waits for all the others."""
   if folder := os.environ.get(_ARRIVALS):
-    (pathlib.Path(folder) / str(rank)).touch()
+    rank = next(os.environ[name] for name in _RANK_OF if name in os.environ)
+    (pathlib.Path(folder) / rank).touch()
 
 
 def _hosts() -> list[Host]:

@@ -68,7 +68,7 @@ def test_a_rank_that_dies_ends_the_run(tmp_path, capfd, engine, how):
 @ENGINES
 def test_a_rank_that_does_not_come_is_named(tmp_path, engine):
   begin = time.monotonic()
-  with pytest.raises(launch.RunFailed, match=r"2.* did not come within 15 s"):
+  with pytest.raises(launch.RunFailed, match=r"^rank 2 did not come within 15 s"):
     start("late", engine, tmp_path, start_timeout=15, limit=100)
   assert time.monotonic() - begin < 30
 
