@@ -19,7 +19,6 @@ from jaxsparse.engine import Engine, engine_of
 
 ENOUGH = 20.0  # seconds of measuring after which one repetition has to do
 _BUCKETS = 4096
-_REPLICATED = PartitionSpec()
 
 
 class Row(NamedTuple):
@@ -133,10 +132,9 @@ class _Laws:
     collective = spec.collective
     self._tolerance = 2**-8 if spec.config.get("dtype") == "bfloat16" else 2**-18  # shares of the magnitudes
     self._conserves, self._replicates, self._size = collective.conserves, collective.replicates, engine.workers
-    mean = _REPLICATED if collective.replicates else specs[0]
     rows = functools.partial(timing.rows_of, engine)
     self._held, self._kept = rows(_held, specs), rows(functools.partial(_held, None), specs[1:])
-    self._delivered, self._bits = rows(_bucket_sums, (mean,)), rows(_checksum, (mean,))
+    self._delivered, self._bits = rows(_bucket_sums, specs[:1]), rows(_checksum, specs[:1])
 
   @property
   def names(self) -> str:

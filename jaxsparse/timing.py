@@ -60,7 +60,7 @@ class Update:
 
   Attributes:
     function: gradients and state of one worker to the mean and the next state.
-    program: the same for all workers; it donates the state.
+    program: the same for all workers, each with its own mean to look at; it donates the state.
     state: before the first update.
     specs: of (gradients, state).
 
@@ -70,17 +70,16 @@ class Update:
     >>> comm = js.SimComm("workers", members=2)
     >>> update = Update(engine_of(comm, "workers"), js.make_collective("dense"), comm, n=3)
     >>> update.program(jnp.arange(6.0), update.state)[0]
-    Array([1.5, 2.5, 3.5], dtype=float32)
+    Array([1.5, 2.5, 3.5, 1.5, 2.5, 3.5], dtype=float32)
   """
 
   def __init__(self, engine: Engine, collective: Collective, comm: Comm, n: int, axis: AxisName = _AXIS):
     tx = transform_of(collective, comm)
-    alone, split = comm is not engine.comm, PartitionSpec(axis)
+    split = PartitionSpec(axis)
     self.function = tx.update
     self.state, own = started(engine, tx.init, jnp.zeros(n), axis)
     self.specs = (split, own)
-    mean = split if alone or not collective.replicates else PartitionSpec()
-    self.program = engine.jit(tx.update, self.specs, (mean, own), donate=(1,))
+    self.program = engine.jit(tx.update, self.specs, (split, own), donate=(1,))
 
 
 def alone(
