@@ -22,6 +22,7 @@ from jaxsparse.simulation import simulate
 from jaxsparse.types import Comm
 
 _LONG = 0.3  # seconds: a message that takes this long shows its bandwidth
+_SHORTEST = 2**18  # words that a message may always grow to: less shows no bandwidth
 _CHAIN = 8  # messages one after the other, so that the clock and the call count little
 _SHAPE = 2**16  # entries of the simulated gradients that show how full messages are
 
@@ -241,7 +242,7 @@ def _links(measure: _Measure, n: int) -> tuple[float, float, float]:
   words, seconds = _growing(lambda words: measure.messages(one, words), n)
   both = lambda comm, x: jnp.concatenate([comm.shift(x, 1), comm.shift(x + jnp.uint32(1), 1)])
   gamma = measure.messages(both, words) / seconds
-  return alpha, max(0.0, seconds - alpha) / (4 * words), gamma
+  return alpha, _beyond(alpha, seconds) / (4 * words), gamma
 
 
 def _all_reduce(measure: _Measure, n: int, dtype: jax.typing.DTypeLike = jnp.float32) -> tuple[float, float]:
@@ -251,12 +252,17 @@ def _all_reduce(measure: _Measure, n: int, dtype: jax.typing.DTypeLike = jnp.flo
   latency = measure.messages(reduce, 2 * workers)
   entries, seconds = _growing(lambda words: measure.messages(reduce, words), n)
   cost = all_reduce_cost(entries, workers, jnp.dtype(dtype).itemsize)
-  return latency / cost.messages, max(0.0, seconds - latency) / cost.bytes
+  return latency / cost.messages, _beyond(latency, seconds) / cost.bytes
+
+
+def _beyond(latency: float, seconds: float) -> float:
+  """What a long message takes beyond a short one; a little at least, for on a fast machine the clock may see nothing."""
+  return max(seconds - latency, 0.01 * seconds)
 
 
 def _growing(seconds_of: Callable[[int], float], most: int) -> tuple[int, float]:
   """The first size, growing fourfold up to `most` words, that takes long enough to show its bandwidth; its seconds."""
-  words = min(2**14, most)
+  words, most = 2**14, max(most, _SHORTEST)
   while (seconds := seconds_of(words)) < _LONG and words < most:
     # Not beyond what takes about as long as wanted: on a slow network four times as much would take four times as long.
     words = min(most, words * 4, max(2 * words, round(words * _LONG / seconds)))
