@@ -90,7 +90,7 @@ def advise(params: Any, profile: Profile) -> Advice:
     >>> js.costs.advise(14_728_266, profile).best.label
     'spardl:density=0.01'
     >>> js.costs.advise(14_728_266, profile).why
-    'spardl:density=0.01: ... s per update, ... times as fast as dense: it saves ... s of the wire and spends ... more ...'
+    'spardl:density=0.01: ... s per update, ... times as fast as dense: it saves ... s of the wire and spends ...'
   """
   n = params if isinstance(params, int) else sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
   if n < 1:

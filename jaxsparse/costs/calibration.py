@@ -256,7 +256,7 @@ def _all_reduce(measure: _Measure, n: int, dtype: jax.typing.DTypeLike = jnp.flo
 
 
 def _beyond(latency: float, seconds: float) -> float:
-  """What a long message takes beyond a short one; a little at least, for on a fast machine the clock may see nothing."""
+  """What a long message takes beyond a short one; a little at least, for the clock may see nothing."""
   return max(seconds - latency, 0.01 * seconds)
 
 
