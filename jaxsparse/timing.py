@@ -119,5 +119,5 @@ def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., 
 
 
 def here(x: jax.Array) -> jax.Array:
-  """What this process holds of an array that is the same everywhere."""
+  """What this process holds of an array; all of it where nobody else has a part."""
   return x if x.is_fully_addressable else x.addressable_data(0)
