@@ -10,8 +10,10 @@ package is the order of its modules:
       -> total, new residual                   state
       -> / P, pytree, the next transformation  transform
 
-`training` wraps that in a step over a mesh (with `perworker` where workers have parameters of their own), `simulation`
-runs it with any number of workers on one device, and `costs` reads the messages and words off its jaxpr.
+`training` wraps that in a step over the workers of an `engine`: a mesh, of many processes too, MPI (`comm_mpi`) or the
+simulator (with `perworker` where workers have parameters of their own). `launch` starts the ranks of a run,
+`simulation` runs one reduction with any number of workers on one device, `costs` reads the messages and words off its
+jaxpr and predicts seconds from what it measures with `timing`, and `doctor` says what an installation can do.
 
     tx = optax.chain(js.spardl_transform("workers", density=0.01), optax.sgd(0.1))
     state = js.init(tx, params, mesh, axis="workers")

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 Engine = Literal["processes", "mpi"]
 
-START_TIMEOUT = 120.0  # seconds until every rank must have joined
+START_TIMEOUT = 120.0  # seconds until every rank must have called `join`
 HEARTBEAT = 10  # seconds without a sign of life after which a rank of another host counts as dead
 GRACE = 20.0  # seconds that ranks get to end by themselves after the first of them has ended well
 KILL_AFTER = 1.0  # seconds that ranks get to end after a signal
