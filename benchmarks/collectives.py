@@ -53,6 +53,9 @@ _JSON = flags.DEFINE_bool(
 _ROWS = flags.DEFINE_string("rows", None, "Write the rows here and print nothing: how ranks tell who started them.")
 
 
+_SETTING = ("workers", "rate", "n", "density")  # of a row, beside its algorithm
+
+
 class Setting(NamedTuple):
   """What one run of ranks measures.
 
@@ -127,12 +130,12 @@ def _measure(setting: Setting) -> list[Measured] | None:
   place = workers.here(_ENGINE.value, setting.workers)
   progress = workers.make_console(stderr=True, quiet=not place.reports)
   measured = []
+  chosen = {density: _chosen(setting.workers, density) for density in setting.density}
+  profile = _profile(place, [spec for some in chosen.values() for spec in some])
   for n in setting.n:
     bench = Bench(place, _ENGINE.value, n, _REPETITIONS.value)
     for density in setting.density:
-      chosen = _chosen(setting.workers, density)
-      profile = _profile(place, chosen)
-      for spec in chosen:
+      for spec in chosen[density]:
         row = bench.row(spec, density, setting.rate)
         measured.append(Measured(row, _predicted(profile, spec, n)))
         progress.print(f"{setting.rate} P={setting.workers} n={n:,} {density:g} {spec.label}: {row.seconds:.4f} s")
@@ -142,7 +145,7 @@ def _measure(setting: Setting) -> list[Measured] | None:
 def _profile(place: workers.Workers, chosen: Sequence[specs.Spec]) -> js.costs.Profile | None:
   if not _PREDICT.value:
     return None
-  return js.costs.fit(place.where, algorithms=[_label(spec) for spec in chosen])
+  return js.costs.fit(place.where, algorithms=list(dict.fromkeys(map(_label, chosen))))
 
 
 def _label(spec: specs.Spec) -> str:
@@ -172,18 +175,21 @@ def _run(setting: Setting, rows: pathlib.Path) -> list[Measured]:
 
 def _ratio(one: Measured, measured: Sequence[Measured], dense: str) -> str:
   """How many times as fast as the dense one of the same setting."""
-  setting = lambda row: (row.workers, row.n, row.density, row.rate)
+  setting = lambda row: [getattr(row, name) for name in _SETTING]
   times = [
     other.row.seconds for other in measured if other.row.algorithm == dense and setting(other.row) == setting(one.row)
   ]
   return f"{times[0] / one.row.seconds:.2f}" if times else "–"
 
 
+def _several(measured: Sequence[Measured]) -> list[str]:
+  """What of the setting has several values."""
+  return [name for name in _SETTING if len({getattr(one.row, name) for one in measured}) > 1]
+
+
 def _table(measured: Sequence[Measured]) -> rich.table.Table:
   result = rich.table.Table(title=f"seconds per update, engine {_ENGINE.value}")
-  several = [
-    name for name in ("workers", "rate", "n", "density") if len({getattr(one.row, name) for one in measured}) > 1
-  ]
+  several = _several(measured)
   for head in several:
     result.add_column(head, justify="right")
   result.add_column("algorithm", no_wrap=True)
@@ -219,7 +225,7 @@ def _table(measured: Sequence[Measured]) -> rich.table.Table:
 
 def _figure(measured: Sequence[Measured], path: pathlib.Path) -> None:
   """Seconds over the flag that has several values, or as bars of where the time went."""
-  over = [name for name in ("workers", "rate", "n", "density") if len({getattr(one.row, name) for one in measured}) > 1]
+  over = _several(measured)
   plot, panel = report.pyplot.subplots(figsize=(9, 5), layout="constrained")
   rows = [one.row for one in measured]
   labels = list(dict.fromkeys(row.algorithm for row in rows))
@@ -239,7 +245,7 @@ def _figure(measured: Sequence[Measured], path: pathlib.Path) -> None:
       panel.set(xscale="log")
   panel.grid(alpha=0.3)
   panel.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small")
-  same = [f"{name} {getattr(rows[0], name)}" for name in ("workers", "rate", "n", "density") if name not in over[:1]]
+  same = [f"{name} {getattr(rows[0], name)}" for name in _SETTING if name not in over[:1]]
   report.save(plot, f"engine {_ENGINE.value}, " + ", ".join(same), path)
 
 

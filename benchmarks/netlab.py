@@ -383,6 +383,7 @@ def main(argv: list[str]) -> int:
   except LabUnavailable as error:
     sys.exit(f"error: {error}. Or run COMMAND without a lab: --loopback")
   except KeyboardInterrupt:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the lab is gone: another Ctrl-C has nothing left to interrupt
     return 128 + signal.SIGINT
 
 

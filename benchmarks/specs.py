@@ -1,6 +1,5 @@
 """How a benchmark's --algorithm names what to run: a collective, and options that differ from the defaults."""
 
-import ast
 from typing import Any, NamedTuple
 
 import jax
@@ -54,24 +53,12 @@ def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
 
 
 def _spec(label: str, workers: int, shared: dict[str, Any]) -> Spec:
-  name, *options = label.split(":")
+  name, own = js.costs.collective_of(label)
   known = js.collective_options(name)
   config = {option: value for option, value in shared.items() if option in known}
-  for option in options:
-    key, separator, text = option.partition("=")
-    if not separator:
-      raise ValueError(f"{label}: {option!r} is not of the form option=value")
-    config[key] = _value(text)
   try:
-    spec = Spec(label, name, config)
+    spec = Spec(label, name, config | own)
     jax.eval_shape(lambda: spec.collective.init(1_000_000, workers))  # no array yet: devices are chosen later
   except TypeError as error:
     raise ValueError(error) from error
   return spec
-
-
-def _value(text: str) -> Any:
-  try:
-    return ast.literal_eval(text)
-  except (ValueError, SyntaxError):
-    return text

@@ -14,6 +14,7 @@ from flax import nnx
 import jaxsparse as js
 from benchmarks import data, models, specs
 from benchmarks.workers import Workers
+from jaxsparse import timing
 from jaxsparse.collectives.a2sgd import A2SGD
 
 CLASSES = 10
@@ -91,7 +92,7 @@ def make_task(model: str, dataset: data.Dataset, workers: Workers, batch_size: i
     compiled = jax.jit(function)
 
     def mean(params: Any) -> float:
-      params, total = jax.device_put(jax.tree.map(_here, params), home), 0.0
+      params, total = jax.device_put(jax.tree.map(timing.here, params), home), 0.0
       for start in range(0, len(images), 1000):
         part = slice(start, start + 1000)
         total += float(compiled(params, *jax.device_put((images[part], labels[part]), home)))
@@ -157,8 +158,3 @@ def train(
     seconds_per_step=statistics.median(times[1:] or times),  # the first step compiles
     residual_norm=run.trace["residual_norm"][-1],
   )
-
-
-def _here(x: jax.Array) -> jax.Array:
-  """What this process holds of an array that is the same everywhere."""
-  return x if x.is_fully_addressable else x.addressable_data(0)

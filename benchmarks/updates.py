@@ -196,5 +196,5 @@ def until_first_message(function: Callable) -> Callable:
 
 def _sends(equation: core.JaxprEqn) -> bool:
   return equation.params.get("name") == "message" or any(
-    _sends(inner) for jaxpr in js.costs.counting._inner_jaxprs(equation.params) for inner in jaxpr.eqns
+    _sends(inner) for jaxpr in js.costs.counting.inner_jaxprs(equation.params) for inner in jaxpr.eqns
   )

@@ -82,7 +82,9 @@ class _OnMesh:
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
     self.comm: Comm = AxisComm(axis)
     self._axis = axis
-    self.process, self.processes = jax.process_index(), jax.process_count()
+    taking_part = sorted({device.process_index for device in mesh.devices.flat})
+    self.processes, me = len(taking_part), jax.process_index()
+    self.process = taking_part.index(me) if me in taking_part else 0
     # XLA's CPU runtime runs the devices of a mesh on a small pool of threads: the rendezvous of steps in flight starve
     # each other until it aborts, so at most one step is in flight there.
     self.waits = mesh.devices.flat[0].platform == "cpu"

@@ -6,7 +6,7 @@ advise -> Advice        seconds per update of every algorithm, and the fastest, 
 """
 
 from jaxsparse.costs.advice import Advice, Prediction, advise
-from jaxsparse.costs.calibration import Algorithm, Profile, fit, label_of
+from jaxsparse.costs.calibration import Algorithm, Profile, collective_of, fit, label_of
 from jaxsparse.costs.counting import all_reduce_cost, count, count_jaxpr, predict, schedule
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
   "Profile",
   "advise",
   "all_reduce_cost",
+  "collective_of",
   "count",
   "count_jaxpr",
   "fit",

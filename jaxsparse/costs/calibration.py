@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse import timing
 from jaxsparse._compat import AxisName
-from jaxsparse.collectives import collective_names, collective_options, make_collective
+from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective
 from jaxsparse.costs.counting import all_reduce_cost, count_agreements, predict, reduces, schedule
 from jaxsparse.engine import Engine, engine_of
 from jaxsparse.simulation import simulate
@@ -166,13 +166,21 @@ def label_of(name: str, config: Mapping[str, Any]) -> str:
 def collective_of(label: str) -> tuple[str, dict[str, Any]]:
   """The name and the options behind a label.
 
+  Raises:
+    ValueError: for an option that is not of the form option=value.
+
   Example:
     >>> collective_of("spardl:teams=2:density=0.01")
     ('spardl', {'teams': 2, 'density': 0.01})
   """
   name, *options = label.split(":")
-  pairs = (option.split("=") for option in options)
-  return name, {key: _value(text) for key, text in pairs}
+  config = {}
+  for option in options:
+    key, separator, text = option.partition("=")
+    if not separator:
+      raise ValueError(f"{label}: {option!r} is not of the form option=value")
+    config[key] = _value(text)
+  return name, config
 
 
 def _value(text: str) -> Any:
@@ -209,11 +217,12 @@ class _Measure:
     program = self.engine.jit(run, (self._split,), self._split)
     return self._median(program, self.engine.spread(np.arange(words, dtype=np.uint32)))
 
-  def arithmetic(self, label: str, n: int) -> float:
+  def gradients(self, n: int) -> jax.Array:
+    """Gradients of n entries at each worker."""
+    return timing.gradients(self.engine, n, self._axis)(0)
+
+  def arithmetic(self, collective: Collective, grads: jax.Array, n: int) -> float:
     """Seconds of one update of n entries, all workers at work at once, none of them sending."""
-    name, options = collective_of(label)
-    grads = timing.gradients(self.engine, n, self._axis)(0)
-    collective = make_collective(name, **options)
     return timing.alone(self.engine, self._watch, collective, grads, n, self.repetitions, self._axis)[0]
 
   def most(self, values: np.ndarray) -> np.ndarray:
@@ -275,14 +284,15 @@ def _algorithms(labels: Sequence[str], measure: _Measure, n: int, reduce_beta: f
   turn = lambda number: number % engine.processes == engine.process
   mine = [_fill(label, engine.workers) if turn(number) else 0.0 for number, label in enumerate(labels)]
   fills = measure.most(np.array(mine, np.float32))
-  measured = {}
+  grads, measured = measure.gradients(n), {}
   for label, fill in zip(labels, fills.tolist(), strict=True):
     name, options = collective_of(label)
-    jaxpr = schedule(make_collective(name, **options), _SHAPE, engine.workers)
+    collective = make_collective(name, **options)
+    jaxpr = schedule(collective, _SHAPE, engine.workers)
     reducing = reduces(jaxpr, engine.workers)
     if reducing and (dtype := options.get("dtype")):  # a platform may send more than the type says: XLA on CPU does
       fill = _all_reduce(measure, n, dtype)[1] / reduce_beta
-    measured[label] = Algorithm(measure.arithmetic(label, n) / n, fill, reducing, count_agreements(jaxpr))
+    measured[label] = Algorithm(measure.arithmetic(collective, grads, n) / n, fill, reducing, count_agreements(jaxpr))
   return measured
 
 

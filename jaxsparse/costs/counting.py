@@ -137,7 +137,7 @@ def reduces(jaxpr: core.Jaxpr, workers: int) -> bool:
 
 
 def _agreements_of(equation: core.JaxprEqn) -> int:
-  inner = [count_agreements(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
+  inner = [count_agreements(jaxpr) for jaxpr in inner_jaxprs(equation.params)]
   if equation.primitive.name in _ALL_REDUCES:
     operands: list[Any] = [var.aval for var in equation.invars]
     return int(all(jnp.issubdtype(aval.dtype, jnp.integer) for aval in operands))
@@ -146,7 +146,7 @@ def _agreements_of(equation: core.JaxprEqn) -> int:
 
 def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
   primitive, params = equation.primitive.name, equation.params
-  inner = [count_jaxpr(jaxpr, workers, branch) for jaxpr in _inner_jaxprs(params)]
+  inner = [count_jaxpr(jaxpr, workers, branch) for jaxpr in inner_jaxprs(params)]
   operands: list[Any] = [var.aval for var in equation.invars]
   if primitive == "ppermute":
     return Cost(1, math.ceil(operands[0].size * operands[0].dtype.itemsize / 4))
@@ -173,7 +173,8 @@ def _all_reduced(aval: Any, workers: int) -> Cost:
   return all_reduce_cost(aval.size, workers, aval.dtype.itemsize)
 
 
-def _inner_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
+  """The jaxprs within an equation of these parameters: bodies of loops, branches, functions."""
   for value in params.values():
     for item in value if isinstance(value, (tuple, list)) else (value,):
       if isinstance(item, core.ClosedJaxpr):
