@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import _compat, flatten
+from jaxsparse import _compat, flatten, sparse
 from jaxsparse import state as states
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import AxisComm, comm_of
 from jaxsparse.state import ReduceState
-from jaxsparse.types import Comm, Counters
+from jaxsparse.types import Comm, Counters, Sparse
 
 
 def make_transform(name: str, axis: _compat.AxisName | Comm, **config: Any) -> optax.GradientTransformation:
@@ -63,8 +63,8 @@ def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax
     states.check_workers(state, comm.size)
     states.check_entries(state, grads.size)
     _check_local(comm, grads)
-    total, state = reduce_step(collective.for_leaves(flatten.sizes(updates)), comm, grads, state)
-    return unflatten(total / comm.size), state
+    mean, state = reduce_step(collective.for_leaves(flatten.sizes(updates)), comm, grads, state, divisor=comm.size)
+    return unflatten(mean), state
 
   return optax.GradientTransformation(init, update)
 
@@ -75,22 +75,44 @@ def init_state(collective: Collective, n: int, size: int) -> ReduceState:
 
 
 def reduce_step(
-  collective: Collective, comm: Comm, grads: jax.Array, state: ReduceState
+  collective: Collective, comm: Comm, grads: jax.Array, state: ReduceState, divisor: int = 1
 ) -> tuple[jax.Array, ReduceState]:
-  """One reduction at one worker: f32[n] to the f32[n] sum over workers, and the next state.
+  """One reduction at one worker: f32[n] to the f32[n] sum over workers, divided by `divisor`, and the next state.
 
   NaN and Inf rank above everything in selection, so one of them anywhere is in the total of every worker. All of them
   see it without an extra message, return a total of zeros and keep what they carried: the step is skipped.
   """
   total, carried, counters = collective.reduce(comm, grads, state.carried)
-  finite = jnp.isfinite(total).all()
-  total = jnp.where(finite, total, 0.0)
-  carried = jax.tree.map(lambda new, old: jnp.where(finite, new, old), carried, state.carried)
+  finite = jnp.isfinite(total.values if isinstance(total, Sparse) else total).all()
   skipped_steps = state.counters.skipped_steps + (~finite).astype(jnp.int32)
   density = jnp.asarray(counters.delivered, jnp.float32) / grads.size
   counters = counters._replace(density=density, skipped=~finite, skipped_steps=skipped_steps)
   counters = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype).reshape(1), counters, state.counters)
-  return total, ReduceState(carried, counters)
+  keep = lambda new, old: jnp.where(finite, new, old)
+  if isinstance(carried.residual, Sparse):
+    # Vectors are written after all that was to be read of others has been, and so can take their place.
+    finite = sparse.after(carried.residual.values, finite.astype(jnp.int32)) > 0
+    residual = _residual(finite, grads, state.carried.residual, carried.residual)
+    rest = jax.tree.map(keep, carried._replace(residual=None), state.carried._replace(residual=None))
+    carried = rest._replace(residual=residual)
+  else:
+    carried = jax.tree.map(keep, carried, state.carried)
+  return _total(finite, grads, total, divisor), ReduceState(carried, counters)
+
+
+def _residual(finite: jax.Array, grads: jax.Array, old: jax.Array, entries: Sparse) -> jax.Array:
+  """Gradient + old residual with `entries` instead, in one pass; the old residual where the step is skipped."""
+  residual = old + jnp.where(finite, grads, -0.0)  # −0 changes no bit of what it is added to
+  return sparse.put(residual, jnp.where(finite, entries.indices, old.size), entries.values)
+
+
+def _total(finite: jax.Array, grads: jax.Array, total: jax.Array | Sparse, divisor: int) -> jax.Array:
+  """The total over the divisor, f32[n]; zeros where the step is skipped."""
+  if not isinstance(total, Sparse):
+    return jnp.where(finite, total, 0.0) / divisor
+  # Zeros of its own: a compiler that shared those that a collective starts from would have to copy them.
+  zeros = jnp.full_like(grads, jnp.where(finite, 0.0, -0.0))
+  return sparse.put(zeros, total.indices, jnp.where(finite, total.values, 0.0) / divisor)
 
 
 def _check_local(comm: Comm, grads: jax.Array) -> None:

@@ -134,8 +134,10 @@ class Reduced(NamedTuple):
   """What a collective gives back at one worker.
 
   Attributes:
-    total: f32[n], the estimate of the *sum* over workers, bitwise the same on every worker (Law R).
-    state: the next `State`; its residual holds what `total` did not deliver (Law C).
+    total: f32[n], the estimate of the *sum* over workers, bitwise the same on every worker (Law R). Or the `Sparse` of
+      its entries, those beyond n left out: writing the vector is then left to the caller, who does it once.
+    state: the next `State`; its residual holds what `total` did not deliver (Law C). That is f32[n] or, likewise, the
+      `Sparse` of the entries where it is not gradient + old residual.
     counters: the step's `Counters`, scalars.
 
   Example:
@@ -144,7 +146,7 @@ class Reduced(NamedTuple):
     Array([1., 1.], dtype=float32)
   """
 
-  total: jax.Array
+  total: jax.Array | Sparse
   state: State
   counters: Counters
 

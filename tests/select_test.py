@@ -1,31 +1,139 @@
-"""Exact top-k: ties to the lowest index, NaN first."""
+"""Selection: every method gives the same bits, ties to the lowest index, NaN first; sets of places are sets."""
 
 import hypothesis
 import hypothesis.extra.numpy
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxsparse.select import top_k
+from jaxsparse.select import candidates, exact, order, packed, threshold, top_k
 from tests.reference import largest
 
 floats = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, np.inf, -np.inf, np.nan, 1e-42, 3e38]) | st.floats(width=32)
 
 
-@hypothesis.given(
-  x=hypothesis.extra.numpy.arrays(np.float32, st.tuples(st.integers(1, 3), st.just(12)), elements=floats)
-)
-@pytest.mark.parametrize("k", [1, 5, 12])
-def test_equals_a_sort_by_magnitude(k, x):
-  chosen = top_k(x, k)
+def simple(x, k):
+  """The indices by a stable sort, in their order."""
+  magnitude = np.where(np.isnan(x), np.inf, np.abs(x))
+  return np.sort(np.lexsort((np.arange(x.size), -magnitude, ~np.isnan(x)))[:k])
+
+
+@hypothesis.given(x=hypothesis.extra.numpy.arrays(np.float32, st.tuples(st.just(2), st.just(40)), elements=floats))
+@pytest.mark.parametrize(("method", "k"), [("sort", 1), ("sort", 5), ("bisect", 5), ("bracket", 5), ("bracket", 40)])
+def test_equals_a_sort_by_magnitude(method, k, x):
+  chosen = top_k(x, k, method=method)
   for row, indices, values in zip(x, np.asarray(chosen.indices), np.asarray(chosen.values), strict=True):
-    nans = np.isnan(row[indices]).sum()
-    assert nans == min(k, np.isnan(row).sum())
-    assert sorted(indices[nans:]) == sorted(set(largest(dict(enumerate(row)), k)) - set(np.flatnonzero(np.isnan(row))))
+    assert sorted(largest(dict(enumerate(row)), k)) == indices.tolist()
     np.testing.assert_array_equal(values, row[indices])
+
+
+N = 70_001
+normal = np.random.default_rng(0).standard_normal(N).astype(np.float32)
+GRADIENTS = {
+  "normal": normal,
+  "heavy tail": np.random.default_rng(1).standard_t(1.5, N).astype(np.float32),
+  "sorted": np.sort(normal),
+  "falling": -np.sort(-np.abs(normal)),
+  "equal": np.full(N, -2.0, np.float32),
+  "zeros": np.zeros(N, np.float32),
+  "few values": np.round(normal),
+  "mostly zeros": np.where(normal > 3, normal, 0).astype(np.float32),
+  "one giant": np.where(np.arange(N) == 777, 1e30, normal).astype(np.float32),
+  "periodic": np.where(np.arange(N) % 64 == 0, 5.0, normal).astype(np.float32),
+  "a crowd at the end": np.where(np.arange(N) >= N - 900, 9.0, normal).astype(np.float32),
+  "not finite": np.where(np.arange(N) % 5000 == 1, np.nan, np.where(np.arange(N) % 7000 == 1, -np.inf, normal)),
+  "denormal": (normal * 1e-40).astype(np.float32),
+}
+
+
+@pytest.mark.parametrize("method", ["bracket", "bisect"])
+def test_methods_agree_on_long_rows(method):
+  select = jax.jit(lambda x: top_k(x, 700, method=method))
+  for name, x in GRADIENTS.items():
+    chosen = select(x.astype(np.float32))
+    np.testing.assert_array_equal(chosen.indices, simple(x, 700), err_msg=name)
+    np.testing.assert_array_equal(chosen.values, x[np.asarray(chosen.indices)], err_msg=name)
+
+
+def test_rows_that_miss_do_not_spoil_others():
+  rows = np.stack([GRADIENTS["normal"], GRADIENTS["equal"], GRADIENTS["heavy tail"]])
+  chosen = top_k(rows, 500, method="bracket")
+  for row, indices in zip(rows, chosen.indices, strict=True):
+    np.testing.assert_array_equal(indices, simple(row, 500))
+
+
+def test_under_vmap():
+  rows = np.stack([GRADIENTS["normal"], GRADIENTS["few values"]])
+  chosen = jax.vmap(lambda row: top_k(row, 300, method="bracket"))(rows)
+  for row, indices in zip(rows, chosen.indices, strict=True):
+    np.testing.assert_array_equal(indices, simple(row, 300))
 
 
 @pytest.mark.parametrize("k", [0, 5])
 def test_k_outside_the_row(k):
   with pytest.raises(ValueError, match=f"k={k}, choose a number of entries from 1 to the 4"):
     top_k(np.zeros(4, np.float32), k)
+
+
+def test_an_unknown_method():
+  with pytest.raises(ValueError, match="method='heap', choose one of 'bracket', 'bisect', 'sort'"):
+    top_k(np.zeros(4, np.float32), 1, method="heap")
+
+
+def test_the_choice_is_the_fastest_that_is_right():
+  assert exact.method_for(14_728_266, 147_283) == "bracket"
+  assert exact.method_for(14_728_266, 14_000_000) == "bisect"
+  assert exact.method_for(1000, 10) == "sort"
+
+
+@hypothesis.given(flags=st.lists(st.booleans(), min_size=1, max_size=600), data=st.data())
+def test_packed_sets_are_sets(flags, data):
+  places = [i for i, flag in enumerate(flags) if flag]
+  bound = data.draw(st.integers(0, len(flags)))
+  words = packed.pack(jnp.array(flags))
+  assert packed.count(words) == len(places)
+  assert packed.before(words, jnp.int32(bound)) == sum(p < bound for p in places)
+  found = packed.places(words, len(places) + 2).tolist()
+  assert found[: len(places)] == places
+  assert min(found[len(places) :]) >= len(flags)
+  assert packed.places(words, 1).tolist() == found[:1]
+  for ordinal, at in enumerate(places[:3]):
+    assert packed.place(words, jnp.int32(ordinal)) == at
+  left = packed.without(words, jnp.int32(bound), jnp.int32(len(flags)))
+  assert packed.count(left) == sum(p < bound for p in places)
+
+
+@hypothesis.given(
+  keys=st.lists(st.integers(0, 9) | st.integers(0, order.TOP - 1), min_size=1, max_size=60), data=st.data()
+)
+def test_a_bound_is_reached_by_k_keys_or_is_the_kth(keys, data):
+  k = data.draw(st.integers(1, len(keys)))
+  bound = int(order.bound_of(jnp.array(keys, jnp.int32), k))
+  assert sum(key >= bound for key in keys) == k or bound == sorted(keys)[-k]
+
+
+def test_candidates_hold_the_largest_of_every_block():
+  gradient, residual, share = GRADIENTS["normal"], GRADIENTS["heavy tail"], 300
+  length, blocks = -(-N // 3), np.array([2, 0, 1], np.int32)
+  found = jax.jit(lambda g, r: candidates.candidates([g, r], length, share, blocks))(gradient, residual)
+  assert found.hit.all()
+  padded = np.pad(gradient + residual, (0, 3 * length - N)).reshape(3, length)
+  for block, indices, low in zip(blocks, np.asarray(found.indices), np.asarray(found.low), strict=True):
+    reached = np.flatnonzero(np.abs(padded[block]).view(np.int32) >= low)
+    assert indices[indices < length].tolist() == reached.tolist()
+    assert len(reached) >= share
+
+
+def test_candidates_say_where_they_miss():
+  x = np.concatenate([GRADIENTS["normal"], GRADIENTS["zeros"], GRADIENTS["equal"]])
+  found = candidates.candidates([x], N, 300, jnp.arange(3, dtype=jnp.int32))
+  assert found.hit.tolist() == [True, False, False]
+
+
+def test_a_full_region_keeps_its_first_and_takes_no_slot_of_another():
+  x = jnp.array([5.0, 4.0, 0.0, 3.0, 2.0, 1.0])
+  words = threshold.selected(x, jnp.float32(1))
+  rows = threshold.in_regions(x, words, jnp.array([0, 4, 6]), 2)
+  np.testing.assert_array_equal(rows.indices, [[0, 1], [4, 5]])

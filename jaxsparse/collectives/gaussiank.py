@@ -17,6 +17,7 @@ from jaxsparse import ladder, routes, sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, in_rank_order
+from jaxsparse.select import packed
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.sums import ordered_sum
 from jaxsparse.transform import transform_of
@@ -75,12 +76,12 @@ class GaussianK(SparseCollective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, most = grads.size, self.entries(grads.size), self.capacity(grads.size)
     home = grads + state.residual
-    upto = by_threshold.selected(home, fitted_threshold(home, k))
-    selected = upto[-1]
+    chosen = by_threshold.selected(home, fitted_threshold(home, k))
+    selected = packed.count(chosen)
     finite, needed = ladder.agree(comm, selected, jnp.isfinite(home).all())
 
     def gather(capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-      sent = by_threshold.in_regions(home, upto, jnp.array([0, n], jnp.int32), capacity)
+      sent = by_threshold.in_regions(home, chosen, jnp.array([0, n], jnp.int32), capacity)
       sent = jax.tree.map(lambda x: x[0], sent)
       total = sparse.add_rows(in_rank_order(comm, all_gather(comm, sent)), n)
       residual = home.at[sent.indices].set(0.0, mode="drop")
@@ -109,7 +110,7 @@ def fitted_threshold(x: jax.Array, k: int) -> jax.Array:
   start = jnp.abs(mean) + tail * jnp.sqrt(ordered_sum((x - mean) ** 2) / x.size)
 
   def adjust(_: int, threshold: jax.Array) -> jax.Array:
-    reached = jnp.count_nonzero(jnp.abs(x) >= threshold)
+    reached = packed.count(packed.pack(jnp.abs(x) >= threshold))
     factor = jnp.where(reached < -(-3 * k // 4), 1 / _FACTOR, jnp.where(reached > 5 * k // 4, _FACTOR, 1.0))
     return threshold * factor
 

@@ -24,8 +24,8 @@ from jaxsparse import ladder, routes, sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective, check_whole
 from jaxsparse.comm import all_gather, exchange
+from jaxsparse.select import packed, top_k
 from jaxsparse.select import threshold as by_threshold
-from jaxsparse.select import top_k
 from jaxsparse.transform import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
@@ -146,13 +146,13 @@ class OkTopk(SparseCollective):
     reused: Reused = state.shared
     home = grads + state.residual
     exact = reused.step % self.threshold_period == 0
-    local = jax.lax.cond(exact, lambda: jnp.abs(top_k(home, k).values[-1]), lambda: state.worker[0])
-    upto = by_threshold.selected(home, local)
-    bounds = self._bounds(comm, upto, reused)
-    crowd = jnp.diff(by_threshold.counts_before(upto, bounds))
+    local = jax.lax.cond(exact, lambda: jnp.abs(top_k(home, k).values).min(), lambda: state.worker[0])
+    chosen = by_threshold.selected(home, local)
+    bounds = self._bounds(comm, chosen, n, reused)
+    crowd = jnp.diff(by_threshold.counts_before(chosen, bounds))
     finite, needed = ladder.agree(comm, crowd.max(), jnp.isfinite(home).all())
 
-    rows, sent, words = _split(comm, home, upto, bounds, needed, sizes)
+    rows, sent, words = _split(comm, home, chosen, bounds, needed, sizes)
     sums = sparse.merge(rows, n)
     followed = lambda: nearest(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
     threshold = jax.lax.cond(exact, lambda: kth_magnitude(comm, sums, k, n), followed)
@@ -162,7 +162,7 @@ class OkTopk(SparseCollective):
 
     total = sparse.put(jnp.zeros_like(home), kept.indices, kept.values)
     residual = sparse.undelivered(home, sent, total)
-    selected, delivered, wanted = upto[-1], sparse.count(kept, n), owned.sum()
+    selected, delivered, wanted = crowd.sum(), sparse.count(kept, n), owned.sum()
     if self.nudge == "fixed":
       local, threshold = by_a_fixed_step(local, selected, k), by_a_fixed_step(threshold, wanted, k)
     else:
@@ -182,12 +182,12 @@ class OkTopk(SparseCollective):
     )
     return Reduced(jnp.where(finite, total, jnp.nan), next_state, counters)
 
-  def _bounds(self, comm: Comm, upto: jax.Array, reused: Reused) -> jax.Array:
+  def _bounds(self, comm: Comm, chosen: jax.Array, n: int, reused: Reused) -> jax.Array:
     """The regions of this step: drawn anew every `region_period` steps."""
     if self.regions == "even" or comm.size == 1:
       return reused.bounds
     fresh = reused.step % self.region_period == 0
-    return jax.lax.cond(fresh, lambda: consensus_bounds(comm, upto), lambda: reused.bounds)
+    return jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n), lambda: reused.bounds)
 
 
 class Sizes(NamedTuple):
@@ -216,19 +216,20 @@ def even_bounds(n: int, size: int) -> jax.Array:
   return jnp.array([n * region // size for region in range(size + 1)], jnp.int32)
 
 
-def consensus_bounds(comm: Comm, upto: jax.Array) -> jax.Array:
+def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
   """Regions that hold equally many selected entries, i32[P + 1]: the mean of what each worker would choose (§3.1.1).
 
   A worker that selected fewer than P entries proposes regions of equal length.
 
   Args:
     comm: at least two workers.
-    upto: i32[n], how many entries this worker selected up to each place.
+    chosen: the packed set of the entries that this worker selected.
+    n: length of the gradient.
   """
-  n, size, selected = upto.size, comm.size, upto[-1]
+  size, selected = comm.size, packed.count(chosen)
   cut = jnp.arange(1, size, dtype=jnp.int32)
   ordinals = cut * (selected // size) + cut * (selected % size) // size  # cut · selected / P without overflow
-  proposal = by_threshold.at_ordinals(upto, ordinals + 1)
+  proposal = by_threshold.at_ordinals(chosen, ordinals)
   proposal = jnp.where(selected < size, even_bounds(n, size)[1:-1], proposal)
   edge = lambda value: jnp.full(1, value, jnp.int32)
   return jnp.concatenate([edge(0), floor_mean(comm, proposal), edge(n)])
@@ -304,13 +305,13 @@ def imbalance(owned: jax.Array) -> jax.Array:
 
 
 def _split(
-  comm: Comm, home: jax.Array, upto: jax.Array, bounds: jax.Array, needed: jax.Array, sizes: Sizes
+  comm: Comm, home: jax.Array, chosen: jax.Array, bounds: jax.Array, needed: jax.Array, sizes: Sizes
 ) -> tuple[Sparse, Sparse, jax.Array]:
   """Selected entries to the owners of their regions: (rows by sender [P, most], what was sent, words)."""
   size, n = comm.size, home.size
 
   def send(capacity: int) -> tuple[Sparse, Sparse, jax.Array]:
-    chunks = by_threshold.in_regions(home, upto, bounds, capacity)
+    chunks = by_threshold.in_regions(home, chosen, bounds, capacity)
     rows, sent = (sparse.widened(entries, sizes.most, n) for entries in (exchange(comm, chunks), chunks))
     return rows, sent, jnp.uint32(2 * capacity * (size - 1))
 

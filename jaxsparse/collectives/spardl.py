@@ -38,7 +38,7 @@ from jaxsparse import ladder, routes, sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective, check_whole
 from jaxsparse.comm import all_gather, in_rank_order
-from jaxsparse.select import top_k
+from jaxsparse.held import Held
 from jaxsparse.transform import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
@@ -169,88 +169,65 @@ class SparDL(SparseCollective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, share = grads.size, self.share(grads.size, comm.size)
     team, member = comm.split(self.teams)
-    length = -(-n // team.size)
-    home = grads + state.residual
-    blocks = (team.rank + jnp.arange(team.size, dtype=jnp.int32)) % team.size
-    held = jnp.pad(home, (0, team.size * length - n)).reshape(team.size, length)[blocks]
+    held, sent = spar_reduce_scatter(team, Held.of(team, grads, state.residual, share=share))
 
-    dropped, sent = spar_reduce_scatter(team, held, share)
     rungs = self.rungs(n, comm.size)
-    own, dropped, merged, sag_words = self._spar_all_gather(member, sent, dropped, state.shared, rungs)
+    own, lost, merged, sag_words = self._spar_all_gather(member, sent, held.length, state.shared, rungs)
+    for entries in lost:
+      held = held.add(jax.tree.map(lambda x: x[None], entries))
     largest = comm.all_reduce(merged, "max") if self.is_bruck else merged
-    kept, gather_words = _all_gather(team, own, largest, rungs, length)
+    kept, gather_words = _all_gather(team, own, largest, rungs, held.length)
 
-    def place(block_entries: Sparse) -> jax.Array:
-      """From places within a block to places of n; padding and empty slots lie beyond n, where a scatter drops them."""
-      inside = block_entries.indices < length
-      return jnp.where(inside, block_entries.indices + length * blocks[:, None], n)
-
-    total = sparse.put(jnp.zeros_like(home), place(kept), kept.values)
-    still_here = jnp.take_along_axis(dropped, kept.indices, axis=1, mode="clip")
+    delivered = held.places(kept.indices)
     residual = {
-      "global": lambda: sparse.put(home, place(kept), still_here),
-      "partial": lambda: sparse.put(home, place(kept), 0.0),
-      "local": lambda: sparse.put(home, place(sent), 0.0),
+      "global": lambda: Sparse(delivered, held.at(delivered)),
+      "partial": lambda: Sparse(delivered, jnp.zeros_like(kept.values)),
+      "local": lambda: Sparse(held.places(sent.indices), jnp.zeros_like(sent.values)),
     }[self.residual]()
-
     shared = adapt(state.shared, largest, rungs[0], share) if self.is_bruck else state.shared
     words = jnp.uint32(2 * share * (team.size - 1)) + sag_words + gather_words
     counters = Counters(
       words, words, selected=share * team.size, delivered=jnp.count_nonzero(kept.values), merged=largest
     )
-    return Reduced(total, state._replace(residual=residual, shared=shared), counters)
+    return Reduced(Sparse(delivered, kept.values), state._replace(residual=residual, shared=shared), counters)
 
   def _spar_all_gather(
-    self, member: Comm, sent: Sparse, dropped: jax.Array, adaptive: Adaptive, rungs: tuple[int, ...]
-  ) -> tuple[Sparse, jax.Array, jax.Array, jax.Array]:
-    """Adds up this worker's block, row 0 of `sent`, over the teams: (own [L], dropped, different indices, words)."""
+    self, member: Comm, sent: Sparse, length: int, adaptive: Adaptive, rungs: tuple[int, ...]
+  ) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
+    """Adds up this worker's block, row 0 of `sent`, over teams: (own [L], what it lost, different indices, words)."""
     own = jax.tree.map(lambda x: x[0], sent)
     if self.is_bruck:
-      own, lost, merged, words = b_sag(member, own, adaptive.h, rungs, dropped.shape[1])
-    else:
-      own, lost = r_sag(member, own, dropped.shape[1])
-      merged = jnp.int32(own.indices.size)
-      words = jnp.uint32(2 * own.indices.size * len(routes.strides(self.teams)))
-    for entries in lost:
-      dropped = dropped.at[0, entries.indices].add(entries.values, mode="drop")
-    return own, dropped, merged, words
+      return b_sag(member, own, adaptive.h, rungs, length)
+    own, lost = r_sag(member, own, length)
+    words = jnp.uint32(2 * own.indices.size * len(routes.strides(self.teams)))
+    return own, lost, jnp.int32(own.indices.size), words
 
 
 def _is_power_of_two(number: int) -> bool:
   return number & (number - 1) == 0
 
 
-def spar_reduce_scatter(comm: Comm, held: jax.Array, share: int) -> tuple[jax.Array, Sparse]:
-  """Sums P blocks over P workers, `share` entries of each, cut just before they leave (§3.1).
+def spar_reduce_scatter(comm: Comm, held: Held) -> tuple[Held, Sparse]:
+  """Sums P blocks over P workers, L entries of each, cut just before they leave (§3.1).
 
   In the home frame row b is block (rank + b) mod P. The bag of a stride s is then rows s … 2s − 1, clipped at P, and
   lands on the receiver's rows 0 … s − 1, for every P (the paper's Theorem 3.1 as a slice).
 
   Args:
     comm: the workers.
-    held: f32[P, m], the blocks of this worker in its home frame.
-    share: entries of each block that travel, at most m.
+    held: gradient + residual of this worker.
 
   Returns:
-    (dropped, sent): f32[P, m], what was cut from each row at this worker, received parts included, and the `Sparse`
-    [P, share] it selected in each row. Row 0 of `sent` is this worker's block of the sum; the others have left.
+    (held, sent): what this worker has left, received parts included, and the `Sparse` [P, L] that it selected in each
+    row. Row 0 of `sent` is this worker's block of the sum; the others have left.
   """
   bags = []
   for stride in routes.strides(comm.size):
-    held, bag = _take(held, stride, min(2 * stride, comm.size), share)
-    got = comm.shift(bag, stride)
-    rows = jnp.arange(got.indices.shape[0], dtype=jnp.int32)[:, None]
-    held = held.at[rows, got.indices].add(got.values, unique_indices=True)
+    held, bag = held.take(stride, min(2 * stride, comm.size))
+    held = held.receive(comm.shift(bag, stride), rows=stride)
     bags.append(bag)
-  dropped, own = _take(held, 0, 1, share)
-  return dropped, jax.tree.map(lambda *rows: jnp.concatenate(rows), own, *reversed(bags))
-
-
-def _take(held: jax.Array, first: int, last: int, share: int) -> tuple[jax.Array, Sparse]:
-  """Moves the `share` largest entries of each of rows first … last − 1 out of `held`."""
-  bag = top_k(held[first:last], share)
-  rows = jnp.arange(first, last, dtype=jnp.int32)[:, None]
-  return held.at[rows, bag.indices].set(0.0, unique_indices=True), bag
+  held, own = held.take(0, 1)
+  return held, jax.tree.map(lambda *rows: jnp.concatenate(rows), own, *reversed(bags))
 
 
 def _all_gather(
@@ -296,7 +273,7 @@ def b_sag(
 
   Args:
     member: the workers that hold this block, one of each team.
-    own: [L] entries of the block, largest first.
+    own: [L] entries of the block.
     h: i32[], how many of them travel.
     rungs: the sizes of a message that are compiled, up to L.
     length: of the block.
@@ -306,6 +283,7 @@ def b_sag(
     that came together, and the words sent.
   """
   share, teams = own.indices.size, member.size
+  own, _ = sparse.largest(own, share, length)
   travels = jnp.arange(share, dtype=jnp.int32) < h
   head, tail = sparse.where(travels, own, length), sparse.where(~travels, own, length)
 

@@ -80,7 +80,7 @@ class TopkDSA(SparseCollective):
     n, k, size = grads.size, self.entries(grads.size), comm.size
     length = -(-n // size)
     home = grads + state.residual
-    chosen = top_k(home, k)
+    chosen, _ = sparse.largest(top_k(home, k), k, n)  # where messages are full, the smallest stay
     region = chosen.indices // length
     fullest = comm.all_reduce(jnp.bincount(region, length=size).max(), "max")
 

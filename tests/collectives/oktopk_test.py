@@ -8,6 +8,7 @@ import pytest
 import jaxsparse as js
 from jaxsparse.collectives.oktopk import consensus_bounds, floor_mean
 from jaxsparse.comm import SimComm
+from jaxsparse.select import packed
 from tests.cases import normals
 from tests.reference.oktopk import OkTopk
 
@@ -65,8 +66,8 @@ def test_balanced_regions_hold_equally_many_entries():
 def test_bounds_do_not_overflow():
   """Sums of places of six workers are beyond int32; the mean is not."""
   n, far = 40, 2**30
-  upto = jnp.concatenate([jnp.zeros((6, n - 6), jnp.int32), jnp.tile(jnp.arange(1, 7, dtype=jnp.int32), (6, 1))], 1)
-  bounds = jax.vmap(lambda x: consensus_bounds(SimComm("w"), x), axis_name="w")(upto)
+  chosen = jnp.tile(packed.pack(jnp.arange(n) >= n - 6), (6, 1))
+  bounds = jax.vmap(lambda words: consensus_bounds(SimComm("w"), words, n), axis_name="w")(chosen)
   np.testing.assert_array_equal(bounds[0], [0, 35, 36, 37, 38, 39, 40])
   parts = np.array([far + worker for worker in range(6)])
   means = jax.vmap(lambda x: floor_mean(SimComm("w"), x), axis_name="w")(parts.astype(np.int32))

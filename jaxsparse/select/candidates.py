@@ -1,0 +1,117 @@
+"""The few entries of each block that can be among its largest, found in one pass over all blocks."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse.select import order, packed
+
+_SAMPLES = 1 << 14  # of a block
+
+
+class Candidates(NamedTuple):
+  """Where the larger entries of each block are.
+
+  Attributes:
+    indices: i32[rows, c], places within the block, ascending; the block's length where a slot is empty.
+    low: i32[rows], the key (`order.keys_of`) that all of them reach and no other entry of the block does.
+    hit: bool[rows], whether at least as many as were wanted reach it, and all of them found a slot.
+  """
+
+  indices: jax.Array
+  low: jax.Array
+  hit: jax.Array
+
+
+def worthwhile(length: int, share: int) -> bool:
+  """Whether candidates are few enough, and a block long enough, that finding them first saves time.
+
+  Example:
+    >>> worthwhile(1_000_000, 10_000), worthwhile(1_000_000, 900_000), worthwhile(1_000, 10)
+    (True, False, False)
+  """
+  return length > _SAMPLES and _capacity(length, share) < length // 2
+
+
+def candidates(parts: Sequence[jax.Array], length: int, share: int, blocks: jax.Array) -> Candidates:
+  """Candidates for the `share` largest entries of each block of the sum of `parts`.
+
+  A bound is taken from a sample of each block; one pass packs which entries reach it.
+
+  Args:
+    parts: f32[n] each; their sum is never written out.
+    length: of a block; block b starts at b · length. What lies beyond n counts as zeros, and is never a candidate.
+    share: entries wanted of each block.
+    blocks: i32[⌈n / length⌉], the block of each row of the result, each once.
+
+  Returns:
+    `Candidates` by row.
+
+  Example:
+    >>> x = jax.random.normal(jax.random.key(0), (100_000,))
+    >>> found = candidates([x], length=50_000, share=100, blocks=jnp.array([1, 0]))
+    >>> found.hit, bool((x[50_000 + found.indices[0, :100]] ** 2 > 4).all())
+    (Array([ True,  True], dtype=bool), True)
+  """
+  parts = [jnp.asarray(part) for part in parts]
+  n, count, capacity = parts[0].size, blocks.size, _capacity(length, share)
+  low = _bounds(parts, length, share, count)
+  first = jnp.arange(0, n, packed.BITS, dtype=jnp.int32)
+  last = jnp.minimum(first + (packed.BITS - 1), n - 1)
+  # Two blocks may share a word, which then takes the lower bound; what only reaches that is left out below.
+  bounds = jnp.minimum(low[first // length], low[last // length])
+  words = packed.reaching(order.keys_of(_sum(parts)), bounds)
+  everywhere = packed.places(words, packed.aligned(count * (capacity + packed.BITS)))
+
+  starts = jnp.searchsorted(everywhere, jnp.arange(count + 1, dtype=jnp.int32) * length).astype(jnp.int32)
+  begin, end = starts[blocks][:, None], starts[blocks + 1][:, None]
+  slots = begin + jnp.arange(capacity, dtype=jnp.int32)[None]
+  places = everywhere[jnp.minimum(slots, everywhere.size - 1)]
+  keys = order.keys_of(_at(parts, places))
+  valid = (slots < end) & (places < n) & (keys >= low[blocks][:, None])
+  found = jnp.sum(valid.astype(jnp.float32), axis=1)
+  hit = (found >= share) & (end[:, 0] - begin[:, 0] <= capacity) & (end[:, 0] < everywhere.size)
+  return Candidates(jnp.where(valid, places - (blocks * length)[:, None], length), low[blocks], hit)
+
+
+def largest(indices: jax.Array, keys: jax.Array, low: jax.Array, reached: jax.Array, *, k: int) -> jax.Array:
+  """Which of `indices` have the k largest keys, ties to the lowest index, i32[k] in their order.
+
+  Args:
+    indices: i32[c], each once but for empty slots.
+    keys: i32[c], −1 in empty slots.
+    low: i32[], which at least k keys reach.
+    reached: i32[], how many do.
+    k: how many to choose.
+
+  Example:
+    >>> indices, keys = jnp.array([0, 5, 2, 9]), jnp.array([7, 8, 7, -1])
+    >>> largest(indices, keys, jnp.int32(1), jnp.int32(3), k=2)
+    Array([0, 5], dtype=int32)
+  """
+  chosen = order.largest(keys, k, order.bound_of(keys, k, low, reach_low=reached), indices)
+  return indices[packed.places(packed.pack(chosen), k)]
+
+
+def _bounds(parts: Sequence[jax.Array], length: int, share: int, count: int) -> jax.Array:
+  """A key for each block, i32[count], that a few more than `share` of its entries reach."""
+  rank, _ = order.rank_in_sample(_SAMPLES, share / length)
+  places = order.sample(length, _SAMPLES)[None] + length * jnp.arange(count, dtype=jnp.int32)[:, None]
+  keys = order.keys_of(_at(parts, places))
+  # Never 0: a block of zeros and little else has no use for candidates, and would take the slots of others.
+  return jnp.maximum(jax.vmap(lambda block: order.bound_of(block, rank))(keys), 1)
+
+
+def _capacity(length: int, share: int) -> int:
+  return packed.aligned(int(share * order.rank_in_sample(_SAMPLES, share / length)[1]))
+
+
+def _at(parts: Sequence[jax.Array], places: jax.Array) -> jax.Array:
+  return _sum([part.at[places].get(mode="fill", fill_value=0.0) for part in parts])
+
+
+def _sum(parts: Sequence[jax.Array]) -> jax.Array:
+  return functools.reduce(jnp.add, parts)

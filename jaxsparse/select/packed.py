@@ -1,0 +1,180 @@
+"""Sets of places as bits: 32 of them to a word, so that finding out where they are costs a pass over n/32 words.
+
+A comparison of n entries that is packed at once reads them and writes next to nothing. Bits are in the order of places,
+and so is all that is read from them.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+BITS = 32
+_ALIGNED = 256  # slots
+_GROUP = 8  # words, 256 places, that are counted together: enough that counts are few, few enough to search one by one
+
+
+def pack(flags: jax.Array) -> jax.Array:
+  """Bit i % 32 of word i // 32 is flag i; zeros fill the last group of words.
+
+  Args:
+    flags: bool[n]; where it comes of one elementwise pass, the compiler makes it part of this one.
+
+  Returns:
+    u32[⌈n/256⌉ · 8].
+
+  Example:
+    >>> pack(jnp.array([True, False, True]))[:2]
+    Array([5, 0], dtype=uint32)
+  """
+  return _pack(flags, lambda part, _: part)
+
+
+def reaching(keys: jax.Array, bounds: jax.Array) -> jax.Array:
+  """Packs which keys are at least the bound of their word, of 32 keys.
+
+  Args:
+    keys: [n]; where they come of one elementwise pass, the compiler makes it part of this one.
+    bounds: [⌈n/32⌉].
+
+  Example:
+    >>> reaching(jnp.array([3, 1, 4]), jnp.array([3]))[0]
+    Array(5, dtype=uint32)
+  """
+  return _pack(keys, lambda part, first: part >= bounds[first : first + len(part), None])
+
+
+def _pack(x: jax.Array, flags_of: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
+  """The words of `flags_of(32 entries a row, number of the first row)`."""
+  bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
+
+  def words_of(part: jax.Array, first: int) -> jax.Array:
+    flags = flags_of(part.reshape(-1, BITS), first)
+    return jnp.sum(jnp.where(flags, bits[None], jnp.uint32(0)), axis=1, dtype=jnp.uint32)
+
+  whole = x.size // BITS  # padding x would cost a copy of what it comes from
+  rest = x[whole * BITS :]
+  some = words_of(jnp.pad(rest, (0, -rest.size % BITS)), whole)
+  some = some & ((jnp.uint32(1) << (rest.size % BITS)) - 1)  # what was padded is not there
+  words = jnp.concatenate([words_of(x[: whole * BITS], 0), some])
+  return jnp.pad(words, (0, -words.size % _GROUP))
+
+
+def aligned(capacity: int) -> int:
+  """`capacity` or a little more: a number of slots that fills the vectors of the machine.
+
+  Example:
+    >>> aligned(1000)
+    1024
+  """
+  return -(-capacity // _ALIGNED) * _ALIGNED
+
+
+def count(words: jax.Array) -> jax.Array:
+  """How many places a set of packed bits holds, i32[]; packing and this are faster on CPU than the sum of the flags.
+
+  Example:
+    >>> count(pack(jnp.array([True, False, True])))
+    Array(2, dtype=int32)
+  """
+  return jnp.sum(_counts(words), dtype=jnp.int32)
+
+
+def places(words: jax.Array, capacity: int) -> jax.Array:
+  """The first `capacity` places of a set in their order, i32[capacity]; beyond all places where there are fewer.
+
+  Each group of words drops a mark where its places begin; the running sum of the marks tells every slot its group.
+
+  Example:
+    >>> places(pack(jnp.array([True, False, True])), 2)
+    Array([0, 2], dtype=int32)
+  """
+  counts = _group_counts(words)
+  ends = jnp.cumsum(counts, dtype=jnp.int32)
+  starts = ends - counts
+  slots = jnp.arange(aligned(capacity), dtype=jnp.int32)
+  marks = jnp.zeros(slots.size, jnp.int32).at[starts].add(1, mode="drop", indices_are_sorted=True)
+  group = jnp.cumsum(marks, dtype=jnp.int32) - 1
+  found = jnp.where(slots < ends[-1], _within(words, group, slots - starts[group]), BITS * words.size)
+  if slots.size == capacity:
+    return found
+  # A scatter, and no slice: the compiler would search for slots one by one, to a length that does not fill its vectors.
+  return jnp.zeros(capacity, jnp.int32).at[slots].set(found, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+
+def before(words: jax.Array, bound: jax.Array) -> jax.Array:
+  """How many places below `bound` a set holds, i32[].
+
+  Example:
+    >>> before(pack(jnp.array([True, False, True])), jnp.int32(2))
+    Array(1, dtype=int32)
+  """
+  return jnp.sum(_counts(words & _below(words.size, bound)), dtype=jnp.int32)
+
+
+def without(words: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+  """A set without its places start … end − 1.
+
+  Example:
+    >>> count(without(pack(jnp.array([True, False, True])), jnp.int32(1), jnp.int32(3)))
+    Array(1, dtype=int32)
+  """
+  return words & (_below(words.size, start) | ~_below(words.size, end))
+
+
+def place(words: jax.Array, ordinal: jax.Array) -> jax.Array:
+  """The place of that ordinal, 0 for the first, i32[]; the last of all places where there are fewer.
+
+  Example:
+    >>> place(pack(jnp.array([True, False, True])), jnp.int32(1))
+    Array(2, dtype=int32)
+  """
+
+  def halve(bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    low, high = bracket  # no more than `ordinal` places lie below `low`
+    middle = low + (high - low) // 2
+    few = before(words, middle) <= ordinal
+    return jnp.where(few, middle, low), jnp.where(few, high, middle)
+
+  bracket = (jnp.int32(0), jnp.int32(BITS * words.size))
+  return jax.lax.while_loop(lambda bracket: bracket[1] - bracket[0] > 1, halve, bracket)[0]
+
+
+def _below(size: int, bound: jax.Array) -> jax.Array:
+  """The set of all places below `bound`, u32[size]."""
+  bits = jnp.clip(bound - BITS * jnp.arange(size, dtype=jnp.int32), 0, BITS).astype(jnp.uint32)
+  return jnp.where(bits == BITS, ~jnp.uint32(0), (jnp.uint32(1) << (bits % BITS)) - 1)
+
+
+def _counts(words: jax.Array) -> jax.Array:
+  return jax.lax.population_count(words).astype(jnp.int32)
+
+
+def _group_counts(words: jax.Array) -> jax.Array:
+  return jnp.sum(_counts(words).reshape(-1, _GROUP), axis=1, dtype=jnp.int32)
+
+
+def _within(words: jax.Array, group: jax.Array, rank: jax.Array) -> jax.Array:
+  """The place of the bit of that rank, 0 for the first, within a group."""
+  word, bits = group * _GROUP, jnp.zeros(group.shape, jnp.uint32)
+  found = jnp.zeros(group.shape, jnp.bool_)
+  for number in range(_GROUP):
+    candidate = words[group * _GROUP + number]
+    held = _counts(candidate)
+    here = ~found & (rank < held)
+    word, bits = jnp.where(here, group * _GROUP + number, word), jnp.where(here, candidate, bits)
+    found |= here
+    rank = jnp.where(found, rank, rank - held)
+  return word * BITS + _bit_of_rank(bits, rank)
+
+
+def _bit_of_rank(bits: jax.Array, rank: jax.Array) -> jax.Array:
+  """Where in a word its set bit of that rank is: half of what is left at a time."""
+  position = jnp.zeros(bits.shape, jnp.int32)
+  for width in (16, 8, 4, 2, 1):
+    low = bits & jnp.uint32((1 << width) - 1)
+    held = _counts(low)
+    upper = rank >= held
+    rank, position = jnp.where(upper, rank - held, rank), jnp.where(upper, position + width, position)
+    bits = jnp.where(upper, bits >> width, low)
+  return position
