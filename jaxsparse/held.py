@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import select, sparse
-from jaxsparse.select import candidates, order
+from jaxsparse.select import candidates, order, packed
 from jaxsparse.select.candidates import Candidates
 from jaxsparse.types import Comm, Sparse
 
@@ -84,12 +84,10 @@ class Held:
       among = jax.tree.map(lambda x: x[first:last], self.among)
       values = self.at(self._places(among.indices, blocks))
       keys = jnp.where(among.indices < self.length, order.keys_of(values), -1)
-      reached = jax.vmap(lambda row, low: jnp.sum((row >= low).astype(jnp.float32)))(keys, among.low).astype(jnp.int32)
-      enough = (among.hit & (reached >= self.share)).all()
-      quick = jax.vmap(functools.partial(candidates.largest, k=self.share))
+      reached = packed.count(packed.pack(keys >= among.low[:, None]))
       indices = jax.lax.cond(
-        enough,
-        lambda: quick(among.indices, keys, among.low, reached),
+        (among.hit & (reached >= self.share)).all(),
+        lambda: self._of_candidates(among, keys, reached),
         lambda: self._of_everything(blocks),
       )
     places = self._places(indices, blocks)
@@ -104,15 +102,24 @@ class Held:
       changed = _bits(_at(self.changed, places)) != 0
       known = changed | (order.keys_of(values) >= among.low[: len(places), None])
       new = jnp.where(known, self.length, got.indices)
-      new = jnp.pad(new, ((0, rows - len(new)), (0, 0)), constant_values=self.length)
+      more = packed.aligned(self.share) - self.share
+      new = jnp.pad(new, ((0, rows - len(new)), (0, more)), constant_values=self.length)
       among = Candidates(jnp.concatenate([among.indices[:rows], new], axis=1), among.low[:rows], among.hit[:rows])
       places = sparse.after(changed, places)
     return dataclasses.replace(self._put(places, values + got.values), among=among)
 
+  def _of_candidates(self, among: Candidates, keys: jax.Array, reached: jax.Array) -> jax.Array:
+    """The `share` largest entries of each row, of which at least as many are among the candidates."""
+    chosen = order.largest_of(keys, among.indices, self.share, among.low, reached)
+    slots = packed.places(packed.pack(chosen).reshape(-1), len(keys) * self.share)
+    return among.indices.reshape(-1)[slots].reshape(len(keys), self.share)
+
   def _of_everything(self, blocks: jax.Array) -> jax.Array:
     """The `share` largest entries of each block, found by looking at all of them."""
     everything = jnp.broadcast_to(jnp.arange(self.length, dtype=jnp.int32), (len(blocks), self.length))
-    return select.top_k(self.at(self._places(everything, blocks)), self.share).indices
+    values = self.at(self._places(everything, blocks))
+    # Where there are candidates this hardly ever runs, and is compiled for every round: a sort is the least to compile.
+    return select.top_k(values, self.share, method=None if self.among is None else "sort").indices
 
   def _places(self, indices: jax.Array, blocks: jax.Array) -> jax.Array:
     n = self.changed.size

@@ -31,7 +31,7 @@ def after(read: jax.Array, x: jax.Array) -> jax.Array:
     >>> after(jnp.array([1.0, 2.0]), jnp.array([7]))
     Array([7], dtype=int32)
   """
-  return x + jnp.minimum(jnp.sum(read != 0, dtype=jnp.int32), 0)
+  return x + jnp.minimum(jnp.sum(read.astype(jnp.bool_), dtype=jnp.int32), 0)
 
 
 def where(keep: jax.Array, entries: Sparse, end: int) -> Sparse:

@@ -77,32 +77,13 @@ def candidates(parts: Sequence[jax.Array], length: int, share: int, blocks: jax.
   return Candidates(jnp.where(valid, places - (blocks * length)[:, None], length), low[blocks], hit)
 
 
-def largest(indices: jax.Array, keys: jax.Array, low: jax.Array, reached: jax.Array, *, k: int) -> jax.Array:
-  """Which of `indices` have the k largest keys, ties to the lowest index, i32[k] in their order.
-
-  Args:
-    indices: i32[c], each once but for empty slots.
-    keys: i32[c], −1 in empty slots.
-    low: i32[], which at least k keys reach.
-    reached: i32[], how many do.
-    k: how many to choose.
-
-  Example:
-    >>> indices, keys = jnp.array([0, 5, 2, 9]), jnp.array([7, 8, 7, -1])
-    >>> largest(indices, keys, jnp.int32(1), jnp.int32(3), k=2)
-    Array([0, 5], dtype=int32)
-  """
-  chosen = order.largest(keys, k, order.bound_of(keys, k, low, reach_low=reached), indices)
-  return indices[packed.places(packed.pack(chosen), k)]
-
-
 def _bounds(parts: Sequence[jax.Array], length: int, share: int, count: int) -> jax.Array:
   """A key for each block, i32[count], that a few more than `share` of its entries reach."""
   rank, _ = order.rank_in_sample(_SAMPLES, share / length)
   places = order.sample(length, _SAMPLES)[None] + length * jnp.arange(count, dtype=jnp.int32)[:, None]
   keys = order.keys_of(_at(parts, places))
   # Never 0: a block of zeros and little else has no use for candidates, and would take the slots of others.
-  return jnp.maximum(jax.vmap(lambda block: order.bound_of(block, rank))(keys), 1)
+  return jnp.maximum(order.bound_of(keys, rank), 1)
 
 
 def _capacity(length: int, share: int) -> int:

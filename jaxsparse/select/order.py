@@ -44,9 +44,9 @@ def bound_of(
   now by half, and after a few rounds by half only. Keys that are spread smoothly take about 10 counts, none over 40.
 
   Args:
-    keys: i32[n].
+    keys: i32[n], or i32[rows, n] with n a multiple of 256, each row by itself; all else is then i32[rows] or for all.
     k: at most n.
-    low: at least k keys reach it. It is tried whether it is the answer before anything else is.
+    low: at least k keys reach it.
     high: fewer than k keys reach it.
     reach_low: how many reach `low`; None for all.
 
@@ -56,7 +56,7 @@ def bound_of(
   """
 
   def shrink(bracket: _Bracket) -> _Bracket:
-    count = packed.count(packed.pack(keys >= bracket.bound))
+    count = packed.count(packed.pack(keys >= bracket.bound[..., None]))
     enough, exact = count >= k, count == k
     low, reach_low = jnp.where(enough, bracket.bound, bracket.low), jnp.where(enough, count, bracket.reach_low)
     high = jnp.where(exact, bracket.bound + 1, jnp.where(enough, bracket.high, bracket.bound))
@@ -66,20 +66,15 @@ def bound_of(
     width = high - low
     by_line = (bracket.round % 2 == 0) & (bracket.round < _BY_LINE)
     step = jnp.where(by_line, (share * width.astype(jnp.float32)).astype(jnp.int32), width // 2)
-    return _Bracket(
-      low, high, reach_low, reach_high, low + jnp.clip(step, 1, jnp.maximum(width - 1, 1)), bracket.round + 1
-    )
+    bound = low + jnp.clip(step, 1, jnp.maximum(width - 1, 1))
+    # A row that is done stays as it is.
+    fresh = _Bracket(low, high, reach_low, reach_high, bound, bracket.round + 1)
+    return jax.tree.map(lambda new, old: jnp.where(bracket.high - bracket.low > 1, new, old), fresh, bracket)
 
-  low = jnp.asarray(low, jnp.int32)
-  start = _Bracket(
-    low,
-    jnp.asarray(high, jnp.int32),
-    jnp.asarray(keys.size if reach_low is None else reach_low, jnp.int32),
-    jnp.zeros_like(low),
-    low + 1,
-    jnp.zeros_like(low),
-  )
-  return jax.lax.while_loop(lambda bracket: bracket.high - bracket.low > 1, shrink, start).low
+  each = lambda value: jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:-1])
+  reach = keys.shape[-1] if reach_low is None else reach_low
+  start = _Bracket(each(low), each(high), each(reach), each(0), each(low) + 1, each(0))
+  return jax.lax.while_loop(lambda bracket: (bracket.high - bracket.low > 1).any(), shrink, start).low
 
 
 class _Bracket(NamedTuple):
@@ -93,25 +88,43 @@ class _Bracket(NamedTuple):
   round: jax.Array
 
 
-def largest(keys: jax.Array, k: int, bound: jax.Array, place: jax.Array | None = None) -> jax.Array:
-  """Which keys are the k largest, ties to the lowest place: bool[n] with k of them set.
+def largest(keys: jax.Array, k: int, bound: jax.Array) -> jax.Array:
+  """Which keys are the k largest, ties to the first: bool[n] with k of them set.
 
   Args:
     keys: i32[n].
     k: at most n.
     bound: from `bound_of`.
-    place: i32[n], at least 0, where keys of the same value are all different; None for their order.
 
   Example:
     >>> largest(jnp.array([3, 4, 1, 4, 4]), 2, jnp.int32(4))
     Array([False,  True, False,  True, False], dtype=bool)
   """
   above, ties = keys > bound, keys == bound
-  left = k - packed.count(packed.pack(above))
-  if place is None:
-    return above | (ties & (jnp.arange(keys.size, dtype=jnp.int32) <= packed.place(packed.pack(ties), left - 1)))
-  nearness = jnp.where(ties, _LAST_PLACE - place, -1)
-  return above | (nearness >= bound_of(nearness, left, high=_LAST_PLACE + 1, reach_low=packed.count(packed.pack(ties))))
+  last = packed.place(packed.pack(ties), k - 1 - packed.count(packed.pack(above)))
+  return above | (ties & (jnp.arange(keys.size, dtype=jnp.int32) <= last))
+
+
+def largest_of(keys: jax.Array, places: jax.Array, k: int, low: jax.Array, reach_low: jax.Array) -> jax.Array:
+  """Which keys of each row are its k largest, ties to the lowest place: bool[rows, n] with k set in each.
+
+  Args:
+    keys: i32[rows, n], n a multiple of 256.
+    places: i32[rows, n], at least 0, in any order; those of equal keys differ.
+    k: at most n.
+    low: i32[rows], which at least k keys of the row reach.
+    reach_low: i32[rows], how many do.
+
+  Example:
+    >>> keys, places = jnp.zeros((1, 256), jnp.int32).at[0, :3].set(jnp.array([7, 8, 7])), 255 - jnp.arange(256)[None]
+    >>> jnp.flatnonzero(largest_of(keys, places, 2, low=jnp.array([1]), reach_low=jnp.array([3]))[0])
+    Array([1, 2], dtype=int32)
+  """
+  bound = bound_of(keys, k, low, reach_low=reach_low)[:, None]
+  above, ties = keys > bound, keys == bound
+  nearness = jnp.where(ties, _LAST_PLACE - places, -1)
+  left, tied = k - packed.count(packed.pack(above)), packed.count(packed.pack(ties))
+  return above | (nearness >= bound_of(nearness, left, high=_LAST_PLACE + 1, reach_low=tied)[:, None])
 
 
 def sample(n: int, size: int) -> jax.Array:

@@ -18,16 +18,18 @@ def pack(flags: jax.Array) -> jax.Array:
   """Bit i % 32 of word i // 32 is flag i; zeros fill the last group of words.
 
   Args:
-    flags: bool[n]; where it comes of one elementwise pass, the compiler makes it part of this one.
+    flags: bool[n], or bool[rows, n] with n a multiple of 256. Where it comes of one elementwise pass, the compiler
+      makes it part of this one.
 
   Returns:
-    u32[⌈n/256⌉ · 8].
+    u32[⌈n/256⌉ · 8], or u32[rows, n/32].
 
   Example:
     >>> pack(jnp.array([True, False, True]))[:2]
     Array([5, 0], dtype=uint32)
   """
-  return _pack(flags, lambda part, _: part)
+  # Rows one after the other: compilers do worse with a batch.
+  return _pack(flags.reshape(-1), lambda part, _: part).reshape(*flags.shape[:-1], -1)
 
 
 def reaching(keys: jax.Array, bounds: jax.Array) -> jax.Array:
@@ -52,11 +54,12 @@ def _pack(x: jax.Array, flags_of: Callable[[jax.Array, int], jax.Array]) -> jax.
     flags = flags_of(part.reshape(-1, BITS), first)
     return jnp.sum(jnp.where(flags, bits[None], jnp.uint32(0)), axis=1, dtype=jnp.uint32)
 
-  whole = x.size // BITS  # padding x would cost a copy of what it comes from
+  whole = x.size // BITS
+  words = words_of(x[: whole * BITS], 0)
   rest = x[whole * BITS :]
-  some = words_of(jnp.pad(rest, (0, -rest.size % BITS)), whole)
-  some = some & ((jnp.uint32(1) << (rest.size % BITS)) - 1)  # what was padded is not there
-  words = jnp.concatenate([words_of(x[: whole * BITS], 0), some])
+  if rest.size:  # by itself, since padding x would cost a copy of what it comes from
+    last = words_of(jnp.pad(rest, (0, BITS - rest.size)), whole)
+    words = jnp.concatenate([words, last & ((1 << rest.size) - 1)])
   return jnp.pad(words, (0, -words.size % _GROUP))
 
 
@@ -71,13 +74,15 @@ def aligned(capacity: int) -> int:
 
 
 def count(words: jax.Array) -> jax.Array:
-  """How many places a set of packed bits holds, i32[]; packing and this are faster on CPU than the sum of the flags.
+  """How many places a set of packed bits holds, i32[], or i32[rows] of each of them.
+
+  Packing and this are several times as fast on CPU as the sum of the flags.
 
   Example:
     >>> count(pack(jnp.array([True, False, True])))
     Array(2, dtype=int32)
   """
-  return jnp.sum(_counts(words), dtype=jnp.int32)
+  return jnp.sum(_counts(words), axis=-1, dtype=jnp.int32)
 
 
 def places(words: jax.Array, capacity: int) -> jax.Array:

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxsparse as js
+from jaxsparse import simulation
+from jaxsparse.select import candidates
 from tests.cases import WORKERS, bits, normals
 from tests.reference import spardl as reference
 
@@ -131,3 +133,35 @@ def test_padding_never_reaches_total_or_residual():
   np.testing.assert_array_equal(out.total, np.full(5, 4.0))
   assert out.residuals.shape == (4, 5)
   assert not jax.numpy.any(out.residuals)
+
+
+CANCELLING = np.random.default_rng(0).standard_normal((1, 6001))
+
+
+@pytest.mark.parametrize(
+  "grads",
+  [
+    normals(0, 6, 6001),
+    np.concatenate([CANCELLING, -CANCELLING, 1e-3 * CANCELLING]),  # what was selected is gone when it is selected again
+    np.sign(CANCELLING).repeat(4, 0),
+    np.where(np.abs(CANCELLING) > 3, CANCELLING, 0).repeat(3, 0),
+    np.where(np.arange(6001) < 3000, normals(1, 5, 6001), 100.0),  # some blocks hit, others miss
+    normals(2, 3, 6001) * np.where(np.arange(6001) == 7, np.nan, 1),
+  ],
+  ids=["normal", "cancelling", "equal", "mostly zero", "half", "not a number"],
+)
+def test_looking_among_candidates_changes_no_bit(monkeypatch, grads):
+  grads, config = grads.astype(np.float32), {"k": 60}
+
+  def two_steps():
+    simulation.reduce_all.clear_cache()
+    first = js.simulate("spardl", grads, **config)
+    return first, js.simulate("spardl", grads[::-1], state=first.state, **config)
+
+  among_all = two_steps()
+  monkeypatch.setattr(candidates, "_SAMPLES", 256)
+  assert candidates.worthwhile(-(-6001 // len(grads)), -(-60 // len(grads)))
+  for expected, found in zip(among_all, two_steps(), strict=True):
+    np.testing.assert_array_equal(expected.total, found.total)
+    np.testing.assert_array_equal(expected.residuals, found.residuals)
+  simulation.reduce_all.clear_cache()

@@ -1,0 +1,600 @@
+r"""Seconds of selecting k of n float32 on one device, beside `lax.top_k` of the magnitudes and one read of the vector.
+
+`js.select.top_k` finds the k largest, `select.threshold` and `select.packed` all entries of at least a threshold (here
+the exact k-th magnitude), `select.candidates` a superset of the k largest, which is what an update starts with. Each
+result is checked against `lax.top_k` before it is timed: the same set of indices, the same bits of the values. One
+repetition of every program follows the other, with a read after each, since the machine may be busy; medians and their
+ratios are of one run.
+
+Real gradients are those of the convolutional network on the digits after a few steps of SGD. It has 22,602 parameters,
+so the gradients of as many batches as fill n entries are laid one after the other.
+
+Then one whole SparDL update of one of --update workers, alone: messages are copies, it receives what it sends. Its
+total is no real sum, and no law holds for it, so only shapes and finiteness are checked (`benchmarks.collectives`
+checks the laws). Its passes over arrays of n entries are read off the compiled program: what each instruction reads and
+writes of them, in arrays of n float32. Reading or writing a few entries of such an array is no pass. "fallbacks" says
+how often one more update found too few candidates, and looked at all entries of some blocks.
+
+Examples:
+  python -m benchmarks.selection
+  python -m benchmarks.selection --inputs=normal,gradients --n=1000000 --density=0.001
+  python -m benchmarks.selection --inputs= --update=64
+  python -m benchmarks.selection --json | jq '.update.passes[] | select(.reads + .writes > 0)'
+"""
+
+import collections
+import functools
+import itertools
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.progress
+import rich.table
+from absl import app, flags, logging
+from jax.extend import core
+
+import jaxsparse as js
+from benchmarks import data, training, workers
+from jaxsparse import flatten, launch
+from jaxsparse.comm import SoloComm
+from jaxsparse.select import candidates, exact, packed, threshold
+from jaxsparse.select.candidates import Candidates
+
+_WARM_UP = 10  # steps of SGD before gradients are taken
+
+
+def _heavy_tail(random: np.random.Generator, n: int) -> np.ndarray:
+  """Magnitudes 1, 1/2, 1/3, … with random signs, shuffled."""
+  return random.permutation(random.choice([-1, 1], n) / np.arange(1, n + 1))
+
+
+def _gradients(random: np.random.Generator, n: int) -> np.ndarray:
+  """Gradients of one batch after the other, at the parameters after a few steps, as the library flattens them."""
+  seed = int(random.integers(2**31))
+  task = training.make_task("cnn", data.load("digits"), workers.here("sim", 1), batch_size=16, seed=seed)
+  gradient, params, batches = jax.jit(jax.grad(task.loss)), task.params, task.batches()
+  for batch in itertools.islice(batches, _WARM_UP):
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient(params, batch))
+  parts = itertools.islice(batches, math.ceil(n / task.entries))
+  return np.concatenate([flatten.flatten(gradient(params, batch))[0] for batch in parts])[:n]
+
+
+INPUTS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+  "normal": lambda random, n: random.standard_normal(n),
+  "student-t": lambda random, n: random.standard_t(2, n),
+  "heavy-tail": _heavy_tail,
+  "gradients": _gradients,
+  "sorted": lambda random, n: np.sort(random.standard_normal(n)),
+  "equal": lambda _, n: np.ones(n),
+  "few": lambda random, n: np.round(random.standard_normal(n)),
+  "zeros": lambda random, n: np.where(random.random(n) < 0.005, random.standard_normal(n), 0),
+}
+_SPREAD = ("normal", "student-t", "heavy-tail", "gradients")
+_TIED = ("sorted", "equal", "few")
+
+_INPUTS = flags.DEFINE_list(
+  "inputs",
+  list(INPUTS),
+  "What to select from: normal; student-t with 2 degrees of freedom; heavy-tail, 1/rank shuffled; gradients of a real "
+  "model; sorted normals; all equal; few values, rounded normals; zeros in 99.5 % of the places. None with --inputs=",
+)
+_N = flags.DEFINE_integer("n", 14_728_266, "Entries; VGG-16's gradient by default.")
+_DENSITY = flags.DEFINE_float("density", 0.01, "Share of the entries to select.")
+_REPETITIONS = flags.DEFINE_integer("repetitions", 9, "How often each program is timed; the median counts.")
+_UPDATE = flags.DEFINE_integer("update", 6, "Workers of the SparDL update of which one is timed alone; 0 for none.")
+_JSON = flags.DEFINE_bool(
+  "json", False, "Print the result as JSON on standard output, everything else on standard error."
+)
+
+
+class Row(NamedTuple):
+  """Selection from one input, medians in seconds.
+
+  Attributes:
+    input: its name.
+    lax_top_k: `lax.top_k` of the magnitudes.
+    top_k: `js.select.top_k`.
+    threshold: indices and values of the entries that reach the k-th magnitude, up to about k of them.
+    candidates: `select.candidates` of one block.
+    read: the sum of the magnitudes.
+    method: the one that `js.select.top_k` chose.
+    missed: whether its bracket held too few or too many entries, so that it bisected as well.
+    hit: whether the k largest are among the candidates.
+  """
+
+  input: str
+  lax_top_k: float
+  top_k: float
+  threshold: float
+  candidates: float
+  read: float
+  method: str
+  missed: bool
+  hit: bool
+
+
+class Pass(NamedTuple):
+  """What one instruction of a compiled program does with arrays of n entries.
+
+  Attributes:
+    name: of the instruction.
+    opcode: its kind.
+    reads: arrays of n float32 that it reads; of a conditional, in its cheapest branch; of a while loop, each time.
+    writes: how many it writes, likewise.
+    note: "in place" where it changes a few entries of one, and what else a branch or loop may add.
+  """
+
+  name: str
+  opcode: str
+  reads: float
+  writes: float
+  note: str
+
+
+class Update(NamedTuple):
+  """One update of one worker, alone.
+
+  Attributes:
+    workers: P.
+    seconds: median of one update.
+    read: of one read of the gradient in the same run.
+    buffers: memory it takes at its peak beyond gradient and state, its own mean included, in arrays of n float32.
+    fallbacks: how many of its choices between candidates and everything fell on everything, in one more update.
+    choices: how many there are.
+    passes: over arrays of n entries.
+  """
+
+  workers: int
+  seconds: float
+  read: float
+  buffers: float
+  fallbacks: int
+  choices: int
+  passes: list[Pass]
+
+  @property
+  def touched(self) -> float:
+    """Arrays of n entries that are read or written, all passes together."""
+    return sum(one.reads + one.writes for one in self.passes)
+
+
+class Goal(NamedTuple):
+  """A ratio that is to be reached.
+
+  Attributes:
+    what: the goal in words.
+    measured: the ratio of the worst input; None where none was measured.
+    met: whether it is reached.
+  """
+
+  what: str
+  measured: float | None
+  met: bool | None
+
+
+_READ = jax.jit(lambda x: jnp.abs(x).sum())
+
+
+def _by_threshold(x: jax.Array, bound: jax.Array, k: int) -> tuple[js.Sparse, jax.Array]:
+  """The first entries that reach `bound`, up to about k, and how many do."""
+  words = threshold.selected(x, bound)
+  indices = packed.places(words, packed.aligned(k))
+  return js.Sparse(indices, x.at[indices].get(mode="fill", fill_value=0.0)), packed.count(words)
+
+
+def _candidates(x: jax.Array, k: int) -> Candidates:
+  return candidates.candidates([x], x.size, k, jnp.zeros(1, jnp.int32))
+
+
+class Bench:
+  """The programs for k of n entries, compiled once.
+
+  Args:
+    n: entries.
+    density: share of them to select.
+    repetitions: of each program.
+  """
+
+  def __init__(self, n: int, density: float, repetitions: int):
+    self._n, self._k, self._repetitions = n, math.ceil(density * n), repetitions
+    k = self._k
+    self._lax_top_k = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), k))
+    self._top_k = jax.jit(functools.partial(js.select.top_k, k=k))
+    self._threshold = jax.jit(functools.partial(_by_threshold, k=k))
+    self._candidates = jax.jit(functools.partial(_candidates, k=k))
+
+  def row(self, name: str) -> Row:
+    """Checks and times selection from one input.
+
+    Raises:
+      RuntimeError: if a result is not what `lax.top_k` says.
+    """
+    x = jnp.asarray(INPUTS[name](np.random.default_rng(0), self._n), jnp.float32)
+    bound, hit = self._checked(name, x)
+    seconds = interleaved(
+      {
+        "lax_top_k": lambda: self._lax_top_k(x),
+        "top_k": lambda: self._top_k(x),
+        "threshold": lambda: self._threshold(x, bound),
+        "candidates": lambda: self._candidates(x),
+      },
+      x,
+      self._repetitions,
+    )
+    missed, _ = fallbacks(functools.partial(js.select.top_k, k=self._k), x)
+    return Row(name, **seconds, method=exact.method_for(self._n, self._k), missed=missed > 0, hit=hit)
+
+  def _checked(self, name: str, x: jax.Array) -> tuple[jax.Array, bool]:
+    """The k-th magnitude, and whether the candidates hit; every program has run once then."""
+    entries = np.asarray(x)
+    magnitudes, largest = jax.device_get(self._lax_top_k(x))
+    chosen = jax.device_get(self._top_k(x))
+    _expect(name, "top_k", entries, chosen, np.sort(largest))
+
+    bound = jnp.float32(magnitudes[-1])
+    reach = np.flatnonzero((np.abs(entries) >= bound) & (entries != 0))
+    some, count = jax.device_get(self._threshold(x, bound))
+    if count != len(reach):
+      raise RuntimeError(f"{name}: {count} entries reach the threshold, numpy counts {len(reach)}")
+    filled = js.Sparse(some.indices[:count], some.values[:count])
+    _expect(name, "threshold", entries, filled, reach[: packed.aligned(self._k)])
+
+    found = jax.device_get(self._candidates(x))
+    hit = bool(found.hit[0])
+    if hit:
+      places = found.indices[found.indices < self._n]
+      all_of_them = np.flatnonzero(np.abs(entries).view(np.int32) >= found.low[0])
+      if not np.array_equal(places, all_of_them) or not np.isin(largest, places).all():
+        raise RuntimeError(f"{name}: the candidates are not the entries that reach their bound, or too few")
+    jax.block_until_ready(_READ(x))
+    return bound, hit
+
+
+def _expect(name: str, program: str, entries: np.ndarray, found: js.Sparse, indices: np.ndarray) -> None:
+  """Raises RuntimeError unless `found` holds exactly the entries at `indices`, in this order."""
+  if not np.array_equal(found.indices, indices):
+    raise RuntimeError(f"{name}: {program} selects other indices than lax.top_k")
+  if not np.array_equal(found.values.view(np.int32), entries[indices].view(np.int32)):
+    raise RuntimeError(f"{name}: {program} gives values that are not those of its indices, bit for bit")
+
+
+def interleaved(programs: Mapping[str, Callable[[], Any]], x: jax.Array, repetitions: int) -> dict[str, float]:
+  """Median seconds of each program, and of "read", one read of x; each is run once, then all of them again."""
+  times: dict[str, list[float]] = collections.defaultdict(list)
+  for _ in range(repetitions):
+    for name, program in programs.items():
+      times[name].append(_seconds(program))
+      times["read"].append(_seconds(lambda: _READ(x)))  # it is short, so it takes more of them to tell
+  return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def _seconds(program: Callable[[], Any]) -> float:
+  start = time.perf_counter()
+  jax.block_until_ready(program())
+  return time.perf_counter() - start
+
+
+def fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
+  """(taken, choices): how many of the outermost `lax.cond` of a function take their branch for False.
+
+  In selection that is what is done where a sample's bound was no good. The predicates are computed, and nothing else.
+
+  Example:
+    >>> fallbacks(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), jnp.float32(-1))
+    (1, 1)
+  """
+  closed = jax.make_jaxpr(function)(*arguments)
+  chosen = [equation.invars[0] for equation in closed.jaxpr.eqns if equation.primitive.name == "cond"]
+  names = closed.jaxpr.debug_info._replace(result_paths=None)
+  head = closed.jaxpr.replace(outvars=chosen, debug_info=names)
+  branches = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(head, closed.consts)))(*jax.tree.leaves(arguments))
+  return sum(int(branch) == 0 for branch in branches), len(branches)
+
+
+def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
+  """One SparDL update of one of `size` workers, whose messages are copies.
+
+  Raises:
+    RuntimeError: if what it gives is not finite.
+  """
+  tx = js.make_transform("spardl", SoloComm(size), density=density)
+  several = [jax.random.normal(jax.random.key(seed), (n,), jnp.float32) for seed in range(3)]
+  grads, state = itertools.cycle(several), tx.init(several[0])
+  # The state comes first: outputs take the donated buffers in order, and the residual is to take the residual's.
+  program = jax.jit(lambda grads, state: tx.update(grads, state)[::-1], donate_argnums=(1,))
+  compiled: Any = program.lower(several[0], state).compile()
+  mean = several[0]
+
+  def update() -> jax.Array:
+    nonlocal state, mean
+    state, mean = compiled(next(grads), state)
+    return mean
+
+  for _ in several:  # the first update has an empty residual
+    jax.block_until_ready((update(), _READ(several[0])))
+  seconds = interleaved({"seconds": update}, several[0], repetitions)
+  residual = state.carried.residual
+  if not mean.shape == residual.shape == (n,) or not bool(jnp.isfinite(mean).all() & jnp.isfinite(residual).all()):
+    raise RuntimeError(f"the update of one of {size} workers is not finite, or not of {n} entries")
+  memory = compiled.memory_analysis()
+  beyond = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+  taken, choices = fallbacks(tx.update, next(grads), state)
+  passes = passes_of(compiled.as_text(), n)
+  return Update(size, **seconds, buffers=beyond / (4 * n), fallbacks=taken, choices=choices, passes=passes)
+
+
+class _Instruction(NamedTuple):
+  """One line of a program in XLA's text form.
+
+  Attributes:
+    name: of the instruction and its result.
+    opcode: its kind.
+    weight: what its result holds in arrays of n float32, arrays of far fewer entries left out.
+    operands: names in the same computation.
+    calls: names of computations.
+    is_root: whether it is the result of its computation.
+  """
+
+  name: str
+  opcode: str
+  weight: float
+  operands: list[str]
+  calls: list[str]
+  is_root: bool
+
+
+_Computation = dict[str, _Instruction]
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+_LINE = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
+_ARRAY = re.compile(r"([a-z]+\d*)\w*\[([\d,]*)\]")
+_CALLS = re.compile(r"(?:calls|to_apply|body|branch_computations|\w+_computation)=(\{[^}]*\}|[^,\s]+)")
+_END_OF_OPERANDS = re.compile(r"\)(?:, |$)")
+_NAME = re.compile(r"%([\w.-]+)")
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"}  # no data moves
+_OF_COMPUTATIONS = {"call", "conditional", "while"}
+_FEW_OF = {"gather", "dynamic-slice", "slice"}  # which read no more of their first operand than they write
+_INTO = {"scatter", "dynamic-update-slice"}  # which XLA does in place; where it cannot, there is a copy beside them
+
+
+def passes_of(text: str, n: int) -> list[Pass]:
+  """What the instructions of a compiled program read and write of arrays of about n entries, n/2 at least.
+
+  Instructions that do neither are left out.
+
+  Args:
+    text: `compiled.as_text()`.
+    n: entries.
+  """
+  program, entry = _parsed(text, n)
+  return [one for one in _passes_in(program, entry) if one.reads or one.writes or one.note]
+
+
+def _parsed(text: str, n: int) -> tuple[dict[str, _Computation], str]:
+  """The computations of a program by name, and which of them is its entry."""
+  program: dict[str, _Computation] = {}
+  entry = name = ""
+  for line in text.splitlines():
+    if header := _HEADER.match(line):
+      name = header[2]
+      program[name] = {}
+      entry = name if header[1] else entry
+    elif name and (found := _LINE.match(line)):
+      root, result, shape, opcode, rest = found.groups()
+      operands, attributes = [*_END_OF_OPERANDS.split(rest, maxsplit=1), ""][:2]
+      calls = [called for group in _CALLS.findall(attributes) for called in _NAME.findall(group)]
+      weight = _weight(shape, n)
+      program[name][result] = _Instruction(result, opcode, weight, _NAME.findall(operands), calls, bool(root))
+  return program, entry
+
+
+def _weight(shape: str, n: int) -> float:
+  words = 0.0
+  for kind, sizes in _ARRAY.findall(shape):
+    entries = math.prod(int(size) for size in sizes.split(",") if size)
+    bits = int(re.sub(r"\D", "", kind) or 8)
+    words += entries * bits / 32 if 2 * entries >= n else 0
+  return words / n
+
+
+def _passes_in(program: Mapping[str, _Computation], name: str) -> Iterable[Pass]:
+  for one in program[name].values():
+    if one.opcode in _OF_COMPUTATIONS:
+      yield _pass_of_computations(one, program)
+    elif one.opcode not in _FREE:
+      yield _pass_of_arrays(one, program[name], program)
+
+
+def _pass_of_computations(one: _Instruction, program: Mapping[str, _Computation]) -> Pass:
+  """Of the cheapest branch; a note says what the dearest takes."""
+  branches = [list(_passes_in(program, name)) for name in one.calls]
+  totals = sorted((sum(p.reads for p in branch), sum(p.writes for p in branch)) for branch in branches)
+  least, most = min(totals, key=sum), max(totals, key=sum)
+  if one.opcode == "while":
+    return Pass(one.name, one.opcode, *most, "each time round" if any(most) else "")
+  return Pass(one.name, one.opcode, *least, f"another branch: {sum(most):g}" if most != least else "")
+
+
+def _pass_of_arrays(one: _Instruction, around: _Computation, program: Mapping[str, _Computation]) -> Pass:
+  """Of a fusion, or of an instruction that is looked at as a fusion of itself alone."""
+  if one.opcode == "fusion":
+    body = program[one.calls[0]]
+  else:
+    inputs = {name: around[name]._replace(opcode="parameter", is_root=False) for name in one.operands}
+    body = {**inputs, one.name: one._replace(is_root=True)}
+  (root,) = (inner for inner in body.values() if inner.is_root)
+  outputs = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
+  in_place = [output for output in outputs if _is_in_place(output, body)]
+  written = [output for output in outputs if output not in in_place]
+  needed = [*(output.name for output in written), *(name for output in in_place for name in _few(output, body))]
+  reads = sum(body[name].weight for name in _read_whole(needed, body))
+  writes = sum(output.weight for output in written)
+  return Pass(one.name, one.opcode, reads, writes, "in place" if in_place else "")
+
+
+def _is_in_place(output: _Instruction, body: _Computation) -> bool:
+  """Whether few entries are put into an array that is given."""
+  target = _behind_bitcasts(output, body)
+  if target.opcode not in _INTO or not target.weight:
+    return False
+  into = _behind_bitcasts(body[target.operands[0]], body)
+  return into.opcode == "parameter" and not any(body[name].weight for name in target.operands[1:])
+
+
+def _few(output: _Instruction, body: _Computation) -> list[str]:
+  """What is put into the array, and where."""
+  return _behind_bitcasts(output, body).operands[1:]
+
+
+def _behind_bitcasts(one: _Instruction, body: _Computation) -> _Instruction:
+  while one.opcode == "bitcast":
+    one = body[one.operands[0]]
+  return one
+
+
+def _read_whole(needed: Sequence[str], body: _Computation) -> set[str]:
+  """The parameters that are read in whole for the results `needed`."""
+  seen: set[str] = set()
+  queue = list(needed)
+  while queue:
+    one = body[queue.pop()]
+    if one.name in seen:
+      continue
+    seen.add(one.name)
+    if one.opcode != "parameter":
+      queue += one.operands[1:] if one.opcode in _FEW_OF and not one.weight else one.operands
+  return {name for name in seen if body[name].opcode == "parameter"}
+
+
+def goals(rows: Sequence[Row], update: Update | None) -> list[Goal]:
+  """The goals, each by the worst of the inputs it speaks of."""
+  spread = [row for row in rows if row.input in _SPREAD]
+  tied = [row for row in rows if row.input in _TIED]
+  on_spread, on_tied = (" on " + ", ".join(names) for names in (_SPREAD, _TIED))
+  return [
+    _at_least(8, f"top_k ≥ 8 × as fast as lax.top_k{on_spread}", [row.lax_top_k / row.top_k for row in spread]),
+    _at_most(1.2, f"top_k ≤ 1.2 × the time of lax.top_k{on_tied}", [row.top_k / row.lax_top_k for row in tied]),
+    _at_most(6, f"top_k ≤ 6 × one read{on_spread}", [row.top_k / row.read for row in spread]),
+    _at_least(20, f"threshold ≥ 20 × as fast as lax.top_k{on_spread}", [r.lax_top_k / r.threshold for r in spread]),
+    _at_most(20, "the update alone ≤ 20 × one read", [update.seconds / update.read] if update else []),
+  ]
+
+
+def _at_least(bound: float, what: str, ratios: Sequence[float]) -> Goal:
+  return Goal(what, min(ratios), min(ratios) >= bound) if ratios else Goal(what, None, None)
+
+
+def _at_most(bound: float, what: str, ratios: Sequence[float]) -> Goal:
+  return Goal(what, max(ratios), max(ratios) <= bound) if ratios else Goal(what, None, None)
+
+
+def selection_table(rows: Sequence[Row], title: str) -> rich.table.Table:
+  """The inputs, one program beside the other."""
+  result = rich.table.Table(title=title, caption="ms; × faster is than lax.top_k, × read as long as one read takes")
+  heads = ("input", "read", "lax.top_k", "top_k", "× faster", "× read", "method", "threshold", "× faster")
+  for head in (*heads, "candidates", "× read", "hit"):
+    result.add_column(head, justify="left" if head in ("input", "method", "hit") else "right", no_wrap=True)
+  for row in rows:
+    result.add_row(
+      row.input,
+      *map(_ms, (row.read, row.lax_top_k, row.top_k)),
+      *(f"{row.lax_top_k / row.top_k:.1f}", f"{row.top_k / row.read:.1f}"),
+      row.method + (", missed" if row.missed else ""),
+      *(_ms(row.threshold), f"{row.lax_top_k / row.threshold:.1f}"),
+      *(_ms(row.candidates), f"{row.candidates / row.read:.1f}", "yes" if row.hit else "no"),
+    )
+  return result
+
+
+def update_table(update: Update) -> rich.table.Table:
+  """Time, memory and passes of the update."""
+  result = rich.table.Table(title="one SparDL update of one worker, alone; memory and passes in arrays of n float32")
+  for head in ("P", "ms", "read", "× read", "memory", "passes", "fallbacks"):
+    result.add_column(head, justify="right", no_wrap=True)
+  result.add_row(
+    str(update.workers),
+    *(_ms(update.seconds), _ms(update.read), f"{update.seconds / update.read:.1f}"),
+    *(f"{update.buffers:.2f}", f"{update.touched:.3g}", f"{update.fallbacks} of {update.choices}"),
+  )
+  return result
+
+
+def pass_table(passes: Sequence[Pass]) -> rich.table.Table:
+  """Which instructions of the update touch arrays of n entries."""
+  result = rich.table.Table(title="its passes over arrays of n entries")
+  for head in ("instruction", "opcode", "reads", "writes", "note"):
+    result.add_column(head, justify="right" if head in ("reads", "writes") else "left", no_wrap=True)
+  for one in passes:
+    result.add_row(one.name, one.opcode, f"{one.reads:.3g}", f"{one.writes:.3g}", one.note)
+  reads, writes = (sum(getattr(one, name) for one in passes) for name in ("reads", "writes"))
+  result.add_section()
+  result.add_row("total", "", f"{reads:.3g}", f"{writes:.3g}", f"{reads + writes:.3g} together")
+  return result
+
+
+def _ms(seconds: float) -> str:
+  return f"{1e3 * seconds:,.1f}"
+
+
+def _check_flags() -> None:
+  """Raises ValueError before anything is measured."""
+  for flag, least in ((_N, 1), (_REPETITIONS, 1), (_UPDATE, 0)):
+    if flag.value < least:
+      raise ValueError(f"--{flag.name}={flag.value}, choose at least {least}")
+  if not 0 < _DENSITY.value <= 1:
+    raise ValueError(f"--density={_DENSITY.value:g}, choose a share above 0, up to 1")
+  unknown = [name for name in _INPUTS.value if name not in INPUTS]
+  if unknown:
+    raise ValueError(f"--inputs={unknown[0]}, choose from {', '.join(INPUTS)}")
+
+
+def _measure(console: rich.console.Console) -> tuple[list[Row], Update | None]:
+  """Everything that the flags ask for, behind a progress bar."""
+  bench = Bench(_N.value, _DENSITY.value, _REPETITIONS.value)
+  work: Any = rich.progress.track(_INPUTS.value, "selecting", console=console, transient=True)
+  rows = [bench.row(name) for name in work]
+  settings = (_UPDATE.value, _N.value, _DENSITY.value, _REPETITIONS.value)
+  return rows, update_alone(*settings) if _UPDATE.value else None
+
+
+def main(argv: list[str]) -> None:
+  """Checks, times and reports."""
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
+  logging.set_verbosity(logging.WARNING)
+  console = workers.make_console(stderr=_JSON.value)
+  try:
+    _check_flags()
+    rows, update = _measure(console)
+  except (ValueError, OSError, RuntimeError) as error:
+    launch.fail(error)
+  reached = goals(rows, update)
+  if rows:
+    console.print(selection_table(rows, f"{_DENSITY.value:g} of n = {_N.value:,} entries, {jax.default_backend()}"))
+  if update:
+    console.print(update_table(update), pass_table(update.passes))
+  for goal in reached:
+    verdict = "not measured" if goal.measured is None else f"{goal.measured:.2f}, {'met' if goal.met else 'not met'}"
+    console.print(f"goal: {goal.what}: {verdict}", highlight=False)
+  if _JSON.value:
+    _print_json(rows, update, reached)
+
+
+def _print_json(rows: Sequence[Row], update: Update | None, reached: Sequence[Goal]) -> None:
+  plain = lambda values: [value._asdict() for value in values]
+  alone = {**update._asdict(), "passes": plain(update.passes)} if update else None
+  settings = {"n": _N.value, "density": _DENSITY.value, "repetitions": _REPETITIONS.value}
+  print(json.dumps({**settings, "selection": plain(rows), "update": alone, "goals": plain(reached)}))
+
+
+if __name__ == "__main__":
+  app.run(main)

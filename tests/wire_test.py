@@ -1,0 +1,189 @@
+"""What is decoded is what was encoded, up to the rounding of its values, and takes as many words as were promised."""
+
+import hypothesis
+import hypothesis.extra.numpy
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsparse import comm, wire
+from jaxsparse.types import Sparse
+from tests.cases import bits
+
+# (rows, capacity, length), of low parts of 4, 8 and 16 bits; full blocks, and blocks with fewer entries than slots
+SHAPES = [(1, 1, 1), (2, 7, 7), (1, 20, 3), (3, 9, 33), (2, 5, 3000), (3, 3, 1_000_000)]
+SHORT = ["bf16", "int8"]
+LARGEST = float(jnp.finfo(jnp.bfloat16).max)
+normal = {"width": 32, "allow_nan": False, "allow_infinity": False, "allow_subnormal": False}
+
+encode = jax.jit(wire.encode, static_argnames=("length", "wire"))
+decode = jax.jit(wire.decode, static_argnames=("capacity", "length", "wire"))
+
+
+@st.composite
+def messages(draw, rows, capacity, length, elements):
+  """Entries with empty slots anywhere, in any order, and noise."""
+  random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+  indices = length + random.integers(0, 3, (rows, capacity))
+  for row in indices:
+    most = min(capacity, length)
+    drawn = st.lists(st.integers(0, length - 1), min_size=draw(st.sampled_from([0, most])), max_size=most, unique=True)
+    some = np.array(draw(drawn), np.int64)
+    row[random.permutation(capacity)[: len(some)]] = some
+  values = draw(hypothesis.extra.numpy.arrays(np.float32, (rows, capacity), elements=elements))
+  noise = draw(st.sampled_from([np.zeros, lambda shape: np.full(shape, 1 - 2.0**-24), random.random]))((rows, capacity))
+  values = np.where(indices < length, values, 0)
+  return Sparse(jnp.array(indices, jnp.int32), jnp.array(values)), jnp.array(noise, jnp.float32)
+
+
+def some_entries(rows, capacity, length, seed=0):
+  random = np.random.default_rng(seed)
+  indices = np.stack([random.choice(length, capacity, replace=False) for _ in range(rows)])
+  values = random.standard_normal((rows, capacity))
+  entries = Sparse(jnp.array(indices, jnp.int32), jnp.array(values, jnp.float32))
+  return entries, jnp.array(random.random((rows, capacity)), jnp.float32)
+
+
+@pytest.mark.parametrize("wire_", SHORT)
+@pytest.mark.parametrize("shape", SHAPES)
+@hypothesis.given(data=st.data())
+def test_entries_come_back_in_the_order_of_their_high_parts(shape, wire_, data):
+  _, capacity, length = shape
+  entries, noise = data.draw(messages(*shape, st.floats(**normal)))
+  got = decode(encode(entries, length, wire_, noise), capacity, length, wire_)
+
+  indices = np.minimum(entries.indices, length)
+  high = np.where(indices < length, indices >> wire.low_bits(capacity, length), length + 1)
+  order = np.argsort(high, axis=1, kind="stable")
+  np.testing.assert_array_equal(got.indices, np.take_along_axis(indices, order, 1))
+
+  sent = np.clip(np.take_along_axis(np.asarray(entries.values), order, 1), -LARGEST, LARGEST)
+  if wire_ == "bf16":
+    rounded = sent.astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(got.values, rounded)
+    assert (np.abs(rounded - sent.astype(np.float64)) <= 2.0**-8 * np.abs(sent)).all()
+  else:
+    # A level of rows with nothing above 1.5e-36 is too small to be told from 0.
+    size = np.abs(sent.astype(np.float64)).max(1, keepdims=True) / 127 * (1 + 2.0**-16) + 1.5e-36
+    assert (np.abs(got.values - sent.astype(np.float64)) <= size).all()
+  assert (np.asarray(got.values)[np.asarray(got.indices) == length] == 0).all()
+
+
+def test_coordinate_form_is_sent_as_it_is():
+  entries, noise = some_entries(2, 3, 9)
+  assert wire.encode(entries, 9, "f32", noise) is entries
+  assert wire.decode(entries, 3, 9, "f32") is entries
+
+
+@pytest.mark.parametrize("wire_", ["f32", *SHORT])
+def test_words_are_those_of_the_packed_message(wire_):
+  for rows, capacity, length in [*SHAPES, (3, 5, 8), (5, 31, 10_000), (6, 24_548, 2_454_711), (2, 70_000, 2**30)]:
+    entries = jax.ShapeDtypeStruct((rows, capacity), jnp.int32), jax.ShapeDtypeStruct((rows, capacity), jnp.float32)
+    packed = lambda entries, noise, length=length: comm.pack(wire.encode(entries, length, wire_, noise))
+    size = jax.eval_shape(packed, Sparse(*entries), entries[1]).size
+    assert wire.words(rows, capacity, length, wire_) == size
+
+
+def test_at_one_percent_a_message_is_less_than_half_as_large_or_a_third():
+  size = lambda wire_: wire.words(1, 24_548, 2_454_711, wire_)
+  assert size("f32") == 2 * 24_548
+  assert size("bf16") < 0.4 * size("f32")
+  assert size("int8") < 0.28 * size("f32")
+
+
+@pytest.mark.parametrize(
+  ("capacity", "length"), [(1, 1), (7, 7), (10, 20), (10, 4000), (24_548, 2_454_711), (10, 2**30)]
+)
+def test_the_low_part_is_the_one_of_the_fewest_words(capacity, length):
+  cost = lambda low: low * capacity + capacity + (length >> low)
+  assert cost(wire.low_bits(capacity, length)) == min(map(cost, (4, 8, 16)))
+
+
+def test_levels_are_unbiased():
+  values = jnp.array([[1.0, -0.3, 0.123, -1e-4, 0.0, -1.0, 0.999]])
+  entries = Sparse(jnp.arange(7, dtype=jnp.int32)[None], values)
+  times = 4096
+  noise = jnp.array((np.arange(times)[:, None, None] + np.random.default_rng(0).random((1, 1, 7))) / times, jnp.float32)
+  there_and_back = lambda noise: wire.decode(wire.encode(entries, 7, "int8", noise), 7, 7, "int8")
+  got = jax.jit(jax.vmap(there_and_back))(noise).values
+  # A grid of noise gives the mean up to one step of it.
+  np.testing.assert_allclose(np.asarray(got, np.float64).mean(0), values, atol=1.01 / 127 / times, rtol=1e-6)
+  assert (np.abs(got - values[None]) <= 1.001 / 127).all()
+  assert (got[..., 4] == 0).all()
+
+
+def test_noise_belongs_to_the_slots_of_the_entries():
+  indices = jnp.array([[900, 20, 999, 300]])  # the third is empty
+  entries = Sparse(indices, jnp.array([[127.0, 0.5, 0.0, 0.5]]))
+  noise = jnp.array([[0.0, 0.0, 0.9, 0.9]])
+  got = decode(encode(entries, 999, "int8", noise), 4, 999, "int8")
+  assert got.indices.tolist() == [[20, 300, 900, 999]]
+  np.testing.assert_allclose(got.values, [[0.0, 1.0, 127.0, 0.0]], rtol=2e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("wire_", SHORT)
+def test_what_is_not_finite_shows_in_its_row_and_in_no_other(wire_, bad):
+  entries, noise = some_entries(3, 20, 1000)
+  for slot in (0, 7, 19):
+    broken = entries._replace(values=entries.values.at[1, slot].set(bad))
+    got = decode(encode(broken, 1000, wire_, noise), 20, 1000, wire_)
+    assert np.isfinite(got.values).all(axis=1).tolist() == [True, False, True]
+    np.testing.assert_array_equal(np.sort(got.indices), np.sort(entries.indices))
+
+
+@pytest.mark.parametrize("wire_", SHORT)
+def test_the_largest_are_finite_and_the_smallest_are_numbers(wire_):
+  largest, least = np.finfo(np.float32).max, np.finfo(np.float32).tiny
+  values = np.array([[largest, -largest], [least, -least], [0.0, -0.0], [1e-45, largest]], np.float32)
+  entries = Sparse(jnp.array([[0, 1]] * 4, jnp.int32), jnp.array(values))
+  got = decode(encode(entries, 2, wire_, jnp.full((4, 2), 0.9999)), 2, 2, wire_).values
+  assert np.isfinite(got).all()
+  np.testing.assert_allclose(got, values, rtol=2.0**-7, atol=1e-37)
+  assert (got[2] == 0).all()
+
+
+@pytest.mark.parametrize("wire_", SHORT)
+def test_the_same_bits_in_every_program(wire_):
+  entries, noise = some_entries(6, 40, 4000)
+  there = lambda entries, noise: wire.encode(entries, 4000, wire_, noise)
+  back = lambda message: wire.decode(message, 40, 4000, wire_)
+  message = jax.jit(there)(entries, noise)
+  got = jax.jit(back)(message)
+
+  split = lambda tree: jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), tree)
+  of_two = jax.jit(jax.vmap(there))(split(entries), split(noise))
+  jax.tree.map(np.testing.assert_array_equal, split(message), of_two)
+  jax.tree.map(np.testing.assert_array_equal, split(got), jax.jit(jax.vmap(back))(of_two))
+
+  sent = comm.unpack(comm.pack(message), message)
+  for other in (back(message), jax.jit(back)(sent), jax.jit(lambda *x: back(there(*x)))(entries, noise)):
+    np.testing.assert_array_equal(got.indices, other.indices)
+    np.testing.assert_array_equal(bits(got.values), bits(other.values))
+
+
+def test_a_sum_of_levels_is_the_same_bits_with_fused_multiply_add_and_without_it():
+  entries, noise = some_entries(2, 100, 1000)
+  message = encode(entries, 1000, "int8", noise)
+  exact = np.asarray(message.values, np.float64) * np.asarray(message.size, np.float64)[:, None]
+  np.testing.assert_array_equal(np.asarray(decode(message, 100, 1000, "int8").values, np.float64), exact)
+
+
+@pytest.mark.parametrize(("capacity", "length"), [(9, 33), (5, 3000), (3, 1_000_000)])
+def test_a_message_of_zeros_holds_nothing(capacity, length):
+  message = jax.eval_shape(lambda *x: wire.encode(x[0], length, "int8", x[1]), *some_entries(3, capacity, length))
+  got = wire.decode(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), message), capacity, length, "int8")
+  assert (got.indices == length).all()
+  assert (got.values == 0).all()
+
+
+@pytest.mark.parametrize("last", [1, 200, 2**20, 2**31 - 2])
+def test_order_is_that_of_a_stable_sort(last):
+  random = np.random.default_rng(last)
+  few = random.integers(0, last, 9, endpoint=True)
+  buckets = np.concatenate([random.integers(0, last, 1000, endpoint=True), random.choice([*few, 0, last], 1500)])
+  buckets = random.permutation(buckets).astype(np.int32)
+  got = jax.jit(wire.order_of, static_argnums=1)(jnp.array(buckets), last)
+  np.testing.assert_array_equal(got, np.argsort(buckets, kind="stable"))
