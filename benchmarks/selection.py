@@ -308,28 +308,25 @@ def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
   """
   tx = js.make_transform("spardl", SoloComm(size), density=density)
   several = [jax.random.normal(jax.random.key(seed), (n,), jnp.float32) for seed in range(3)]
-  grads, state = itertools.cycle(several), tx.init(several[0])
-  # The state comes first: outputs take the donated buffers in order, and the residual is to take the residual's.
-  program = jax.jit(lambda grads, state: tx.update(grads, state)[::-1], donate_argnums=(1,))
-  compiled: Any = program.lower(several[0], state).compile()
-  mean = several[0]
-
-  def update() -> jax.Array:
-    nonlocal state, mean
-    state, mean = compiled(next(grads), state)
-    return mean
-
-  for _ in several:  # the first update has an empty residual
-    jax.block_until_ready((update(), _READ(several[0])))
-  seconds = interleaved({"seconds": update}, several[0], repetitions)
+  state = tx.init(several[0])
+  # A training step has no use for its gradients afterwards: they give their buffer to the mean.
+  compiled: Any = jax.jit(tx.update, donate_argnums=(0, 1)).lower(several[0], state).compile()
+  times: dict[str, list[float]] = {"seconds": [], "read": []}
+  for step in range(3 + repetitions):  # the first of them have an empty residual
+    grads = jax.block_until_ready(jnp.copy(several[step % 3]))
+    times["read"].append(_seconds(functools.partial(_READ, grads)))
+    start = time.perf_counter()
+    mean, state = jax.block_until_ready(compiled(grads, state))
+    times["seconds"].append(time.perf_counter() - start)
+  medians = {name: statistics.median(seconds[3:]) for name, seconds in times.items()}
   residual = state.carried.residual
   if not mean.shape == residual.shape == (n,) or not bool(jnp.isfinite(mean).all() & jnp.isfinite(residual).all()):
     raise RuntimeError(f"the update of one of {size} workers is not finite, or not of {n} entries")
   memory = compiled.memory_analysis()
   beyond = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-  taken, choices = fallbacks(tx.update, next(grads), state)
+  taken, choices = fallbacks(tx.update, several[0], state)
   passes = passes_of(compiled.as_text(), n)
-  return Update(size, **seconds, buffers=beyond / (4 * n), fallbacks=taken, choices=choices, passes=passes)
+  return Update(size, **medians, buffers=beyond / (4 * n), fallbacks=taken, choices=choices, passes=passes)
 
 
 class _Instruction(NamedTuple):

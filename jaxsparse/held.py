@@ -1,11 +1,12 @@
 """What a worker holds while it sends entries away and receives others: blocks of a vector that is never written out.
 
-It is gradient + residual, but for a few places that have changed. Those lie in a vector of zeros, in which a place that
-changed to 0 is marked by −0. Adding up gradient and residual first would read both and write as much, for nothing.
+It is gradient + residual; adding them up first would read both and write as much, for nothing. Where an entry changes,
+what it becomes takes the place of the gradient's and −0 that of the residual's, in their own buffers where these are
+donated: the sum stays the sum, no third vector is needed, and a residual that is −0 says that an entry has changed.
+What was there before is remembered, and put back when the next residual is written.
 """
 
 import dataclasses
-import functools
 from typing import Self
 
 import jax
@@ -14,9 +15,9 @@ import jax.numpy as jnp
 from jaxsparse import select, sparse
 from jaxsparse.select import candidates, order, packed
 from jaxsparse.select.candidates import Candidates
-from jaxsparse.types import Comm, Sparse
+from jaxsparse.types import Before, Comm, Kept, Sparse
 
-_MARK = -(2**31)  # the bits of −0
+_MARK = -0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +25,9 @@ class Held:
   """The vector of one worker in P blocks; row b is block (rank + b) mod P, so that row 0 is its own.
 
   Attributes:
-    parts: f32[n] each, gradient and residual; their sum is what it starts with.
-    changed: f32[n], what is at the places that changed, −0 for 0, and 0 at all others.
+    grads: f32[n], at first the gradient.
+    residual: f32[n], at first the residual; no entry of it is −0 then.
+    before: what was where entries have changed, from the first change to the last.
     blocks: i32[P], the block of each row.
     length: of a block; the last ones may reach beyond n.
     share: entries that are taken out of a row at a time.
@@ -41,21 +43,26 @@ class Held:
     Array([ 1.5, 12. ,  0. ,  3. ,  0. ], dtype=float32)
   """
 
-  parts: tuple[jax.Array, ...]
-  changed: jax.Array
+  grads: jax.Array
+  residual: jax.Array
+  before: tuple[Before, ...]
   blocks: jax.Array
   length: int
   share: int
   among: Candidates | None
 
   @classmethod
-  def of(cls, comm: Comm, *parts: jax.Array, share: int) -> Self:
-    """Starts with the sum of `parts`, in blocks for the workers of `comm`."""
-    length = -(-parts[0].size // comm.size)
+  def of(cls, comm: Comm, grads: jax.Array, residual: jax.Array, share: int) -> Self:
+    """Starts with gradient + residual, in blocks for the workers of `comm`."""
+    length = -(-grads.size // comm.size)
     blocks = (comm.rank + jnp.arange(comm.size, dtype=jnp.int32)) % comm.size
     pays = candidates.worthwhile(length, share)
-    among = candidates.candidates(parts, length, share, blocks) if pays else None
-    return cls(parts, jnp.zeros_like(parts[0]), blocks, length, share, among)
+    among = candidates.candidates((grads, residual), length, share, blocks) if pays else None
+    return cls(grads, residual, (), blocks, length, share, among)
+
+  def keeping(self, entries: Sparse) -> Kept:
+    """The next residual: what it was at the start, but `entries`, of places among all n."""
+    return Kept(self.grads, self.residual, self.before, entries)
 
   def places(self, indices: jax.Array) -> jax.Array:
     """Where indices [rows, c] within the first rows are among all n; n for empty slots and padding."""
@@ -63,9 +70,7 @@ class Held:
 
   def at(self, places: jax.Array) -> jax.Array:
     """What is at `places`, f32 like them; 0 beyond the end."""
-    changed = _at(self.changed, places)
-    start = functools.reduce(jnp.add, [_at(part, places) for part in self.parts])
-    return jnp.where(_bits(changed) == 0, start, jnp.where(_bits(changed) == _MARK, 0.0, changed))
+    return _at(self.grads, places) + _at(self.residual, places)
 
   def add(self, entries: Sparse) -> Self:
     """With [rows, c] entries added to the first rows."""
@@ -99,7 +104,7 @@ class Held:
     among, places = self.among, self.places(got.indices)
     values = self.at(places)
     if among is not None:
-      changed = _bits(_at(self.changed, places)) != 0
+      changed = _is_marked(_at(self.residual, places))
       known = changed | (order.keys_of(values) >= among.low[: len(places), None])
       new = jnp.where(known, self.length, got.indices)
       more = packed.aligned(self.share) - self.share
@@ -122,19 +127,24 @@ class Held:
     return select.top_k(values, self.share, method=None if self.among is None else "sort").indices
 
   def _places(self, indices: jax.Array, blocks: jax.Array) -> jax.Array:
-    n = self.changed.size
+    n = self.grads.size
     return jnp.where(indices < self.length, jnp.minimum(indices + self.length * blocks[:, None], n), n)
 
   def _put(self, places: jax.Array, values: jax.Array) -> Self:
-    bits = _bits(values)
-    marked = jax.lax.bitcast_convert_type(jnp.where(bits == 0, _MARK, bits), jnp.float32)
-    changed = self.changed.at[places].set(marked, mode="drop", unique_indices=True)
-    return dataclasses.replace(self, changed=changed)
+    residual = _at(self.residual, places)
+    before = Before(places, _at(self.grads, places) + residual, residual)
+    places = sparse.after(before.held, sparse.after(before.residual, places))
+    return dataclasses.replace(
+      self,
+      grads=sparse.put(self.grads, places, values),
+      residual=sparse.put(self.residual, places, _MARK),
+      before=(*self.before, before),
+    )
 
 
 def _at(x: jax.Array, places: jax.Array) -> jax.Array:
   return x.at[places].get(mode="fill", fill_value=0.0)
 
 
-def _bits(x: jax.Array) -> jax.Array:
-  return jax.lax.bitcast_convert_type(x, jnp.int32)
+def _is_marked(residual: jax.Array) -> jax.Array:
+  return (residual == 0) & jnp.signbit(residual)

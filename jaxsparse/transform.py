@@ -11,7 +11,7 @@ from jaxsparse import state as states
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import AxisComm, comm_of
 from jaxsparse.state import ReduceState
-from jaxsparse.types import Comm, Counters, Sparse
+from jaxsparse.types import Comm, Counters, Kept, Sparse
 
 
 def make_transform(name: str, axis: _compat.AxisName | Comm, **config: Any) -> optax.GradientTransformation:
@@ -89,30 +89,18 @@ def reduce_step(
   counters = counters._replace(density=density, skipped=~finite, skipped_steps=skipped_steps)
   counters = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype).reshape(1), counters, state.counters)
   keep = lambda new, old: jnp.where(finite, new, old)
-  if isinstance(carried.residual, Sparse):
+  if isinstance(carried.residual, Kept):
     # Vectors are written after all that was to be read of others has been, and so can take their place.
-    finite = sparse.after(carried.residual.values, finite.astype(jnp.int32)) > 0
-    residual = _residual(finite, grads, state.carried.residual, carried.residual)
+    ready = sparse.after(carried.residual.entries.values, finite.astype(jnp.int32)) > 0
+    residual = carried.residual.written(ready)
     rest = jax.tree.map(keep, carried._replace(residual=None), state.carried._replace(residual=None))
-    carried = rest._replace(residual=residual)
+    carried, zero = rest._replace(residual=residual), jnp.where(jnp.isfinite(residual[0]), 0.0, -0.0)
   else:
-    carried = jax.tree.map(keep, carried, state.carried)
-  return _total(finite, grads, total, divisor), ReduceState(carried, counters)
-
-
-def _residual(finite: jax.Array, grads: jax.Array, old: jax.Array, entries: Sparse) -> jax.Array:
-  """Gradient + old residual with `entries` instead, in one pass; the old residual where the step is skipped."""
-  residual = old + jnp.where(finite, grads, -0.0)  # −0 changes no bit of what it is added to
-  return sparse.put(residual, jnp.where(finite, entries.indices, old.size), entries.values)
-
-
-def _total(finite: jax.Array, grads: jax.Array, total: jax.Array | Sparse, divisor: int) -> jax.Array:
-  """The total over the divisor, f32[n]; zeros where the step is skipped."""
-  if not isinstance(total, Sparse):
-    return jnp.where(finite, total, 0.0) / divisor
-  # Zeros of its own: a compiler that shared those that a collective starts from would have to copy them.
-  zeros = jnp.full_like(grads, jnp.where(finite, 0.0, -0.0))
-  return sparse.put(zeros, total.indices, jnp.where(finite, total.values, 0.0) / divisor)
+    carried, zero = jax.tree.map(keep, carried, state.carried), jnp.zeros(())
+  if isinstance(total, Sparse):
+    values = jnp.where(finite, total.values, 0.0) / divisor
+    return sparse.put(jnp.full_like(grads, zero), total.indices, values), ReduceState(carried, counters)
+  return jnp.where(finite, total, 0.0) / divisor, ReduceState(carried, counters)
 
 
 def _check_local(comm: Comm, grads: jax.Array) -> None:

@@ -130,14 +130,63 @@ class Counters(NamedTuple):
     return cls(**zeros | {name: jnp.zeros(1, jnp.uint32) for name in ("words_sent", "words_used")})
 
 
+class Before(NamedTuple):
+  """What a worker held at places whose entries it changed.
+
+  Attributes:
+    places: i32[...], each once; those beyond n do not count.
+    held: f32[...], gradient + residual there.
+    residual: f32[...], the residual there.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> js.types.Before(jnp.array([7]), held=jnp.array([3.0]), residual=jnp.array([1.0])).held
+    Array([3.], dtype=float32)
+  """
+
+  places: jax.Array
+  held: jax.Array
+  residual: jax.Array
+
+
+class Kept(NamedTuple):
+  """A residual that is still to be written: gradient + old residual, but for a few entries.
+
+  Attributes:
+    grads: f32[n], the gradient, or what became of it.
+    residual: f32[n], the old residual, or what became of it.
+    before: what both were at the places where they are not any more; the first of several for a place is right.
+    entries: the `Sparse` of what the new residual is at other places than those it is gradient + old residual at.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> kept = js.types.Kept(jnp.ones(2), jnp.zeros(2), (), js.Sparse(jnp.array([1]), jnp.array([0.0])))
+    >>> kept.written(jnp.bool_(True))
+    Array([1., 0.], dtype=float32)
+  """
+
+  grads: jax.Array
+  residual: jax.Array
+  before: tuple[Before, ...]
+  entries: Sparse
+
+  def written(self, finite: jax.Array) -> jax.Array:
+    """The new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
+    put = lambda x, places, values: x.at[places].set(values, mode="drop", unique_indices=True)
+    residual = self.residual + jnp.where(finite, self.grads, -0.0)  # −0 changes no bit of what it is added to
+    for places, held, old in reversed(self.before):
+      residual = put(residual, places, jnp.where(finite, held, old))
+    return put(residual, jnp.where(finite, self.entries.indices, residual.size), self.entries.values)
+
+
 class Reduced(NamedTuple):
   """What a collective gives back at one worker.
 
   Attributes:
     total: f32[n], the estimate of the *sum* over workers, bitwise the same on every worker (Law R). Or the `Sparse` of
       its entries, those beyond n left out: writing the vector is then left to the caller, who does it once.
-    state: the next `State`; its residual holds what `total` did not deliver (Law C). That is f32[n] or, likewise, the
-      `Sparse` of the entries where it is not gradient + old residual.
+    state: the next `State`; its residual holds what `total` did not deliver (Law C). That is f32[n] or, likewise, what
+      is `Kept`.
     counters: the step's `Counters`, scalars.
 
   Example:

@@ -179,11 +179,13 @@ class SparDL(SparseCollective):
     kept, gather_words = _all_gather(team, own, largest, rungs, held.length)
 
     delivered = held.places(kept.indices)
-    residual = {
-      "global": lambda: Sparse(delivered, held.at(delivered)),
-      "partial": lambda: Sparse(delivered, jnp.zeros_like(kept.values)),
-      "local": lambda: Sparse(held.places(sent.indices), jnp.zeros_like(sent.values)),
-    }[self.residual]()
+    residual = held.keeping(
+      {
+        "global": lambda: Sparse(delivered, held.at(delivered)),
+        "partial": lambda: Sparse(delivered, jnp.zeros_like(kept.values)),
+        "local": lambda: Sparse(held.places(sent.indices), jnp.zeros_like(sent.values)),
+      }[self.residual]()
+    )
     shared = adapt(state.shared, largest, rungs[0], share) if self.is_bruck else state.shared
     words = jnp.uint32(2 * share * (team.size - 1)) + sag_words + gather_words
     counters = Counters(
