@@ -2,8 +2,8 @@
 
 It is gradient + residual; adding them up first would read both and write as much, for nothing. Where an entry changes,
 what it becomes takes the place of the gradient's and −0 that of the residual's, in their own buffers where these are
-donated: the sum stays the sum, no third vector is needed, and a residual that is −0 says that an entry has changed.
-What was there before is remembered, and put back when the next residual is written.
+donated: the sum stays the sum, and no third vector is needed. What was there before is remembered, and put back when
+the next residual is written.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxsparse.select import candidates, order, packed
 from jaxsparse.select.candidates import Candidates
 from jaxsparse.types import Before, Comm, Kept, Sparse
 
-_MARK = -0.0
+_NEUTRAL = -0.0  # changes no bit of what it is added to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +26,13 @@ class Held:
 
   Attributes:
     grads: f32[n], at first the gradient.
-    residual: f32[n], at first the residual; no entry of it is −0 then.
+    residual: f32[n], at first the residual.
     before: what was where entries have changed, from the first change to the last.
     blocks: i32[P], the block of each row.
     length: of a block; the last ones may reach beyond n.
     share: entries that are taken out of a row at a time.
     among: where the largest entries of the rows that are left are; None where looking at everything is as fast.
+    received: the packed set of the places that were received, while there is an `among`.
 
   Example:
     >>> from jaxsparse.comm import SoloComm
@@ -50,6 +51,7 @@ class Held:
   length: int
   share: int
   among: Candidates | None
+  received: jax.Array
 
   @classmethod
   def of(cls, comm: Comm, grads: jax.Array, residual: jax.Array, share: int) -> Self:
@@ -58,7 +60,8 @@ class Held:
     blocks = (comm.rank + jnp.arange(comm.size, dtype=jnp.int32)) % comm.size
     pays = candidates.worthwhile(length, share)
     among = candidates.candidates((grads, residual), length, share, blocks) if pays else None
-    return cls(grads, residual, (), blocks, length, share, among)
+    nothing = jnp.zeros(-(-grads.size // packed.BITS) if pays else 0, jnp.uint32)
+    return cls(grads, residual, (), blocks, length, share, among, nothing)
 
   def keeping(self, entries: Sparse) -> Kept:
     """The next residual: what it was at the start, but `entries`, of places among all n."""
@@ -101,17 +104,19 @@ class Held:
 
   def receive(self, got: Sparse, rows: int) -> Self:
     """With [r, c] entries added to the first of the first `rows` rows, those that are left."""
-    among, places = self.among, self.places(got.indices)
+    places = self.places(got.indices)
     values = self.at(places)
-    if among is not None:
-      changed = _is_marked(_at(self.residual, places))
-      known = changed | (order.keys_of(values) >= among.low[: len(places), None])
-      new = jnp.where(known, self.length, got.indices)
-      more = packed.aligned(self.share) - self.share
-      new = jnp.pad(new, ((0, rows - len(new)), (0, more)), constant_values=self.length)
-      among = Candidates(jnp.concatenate([among.indices[:rows], new], axis=1), among.low[:rows], among.hit[:rows])
-      places = sparse.after(changed, places)
-    return dataclasses.replace(self._put(places, values + got.values), among=among)
+    if self.among is None:
+      return self._put(places, values + got.values)
+    among = self.among
+    known = packed.contains(self.received, places) | (order.keys_of(values) >= among.low[: len(places), None])
+    new = jnp.where(known, self.length, got.indices)
+    more = packed.aligned(self.share) - self.share
+    new = jnp.pad(new, ((0, rows - len(new)), (0, more)), constant_values=self.length)
+    among = Candidates(jnp.concatenate([among.indices[:rows], new], axis=1), among.low[:rows], among.hit[:rows])
+    received = packed.with_new(self.received, jnp.where(known, self.grads.size, places), self.grads.size)
+    added = self._put(sparse.after(known, places), values + got.values)
+    return dataclasses.replace(added, among=among, received=received)
 
   def _of_candidates(self, among: Candidates, keys: jax.Array, reached: jax.Array) -> jax.Array:
     """The `share` largest entries of each row, of which at least as many are among the candidates."""
@@ -137,14 +142,10 @@ class Held:
     return dataclasses.replace(
       self,
       grads=sparse.put(self.grads, places, values),
-      residual=sparse.put(self.residual, places, _MARK),
+      residual=sparse.put(self.residual, places, _NEUTRAL),
       before=(*self.before, before),
     )
 
 
 def _at(x: jax.Array, places: jax.Array) -> jax.Array:
   return x.at[places].get(mode="fill", fill_value=0.0)
-
-
-def _is_marked(residual: jax.Array) -> jax.Array:
-  return (residual == 0) & jnp.signbit(residual)

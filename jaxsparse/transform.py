@@ -94,7 +94,7 @@ def reduce_step(
     ready = sparse.after(carried.residual.entries.values, finite.astype(jnp.int32)) > 0
     residual = carried.residual.written(ready)
     rest = jax.tree.map(keep, carried._replace(residual=None), state.carried._replace(residual=None))
-    carried, zero = rest._replace(residual=residual), jnp.where(jnp.isfinite(residual[0]), 0.0, -0.0)
+    carried, zero = rest._replace(residual=residual), sparse.after(residual[:1], jnp.int32(0)).astype(jnp.float32)
   else:
     carried, zero = jax.tree.map(keep, carried, state.carried), jnp.zeros(())
   if isinstance(total, Sparse):

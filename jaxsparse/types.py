@@ -173,7 +173,7 @@ class Kept(NamedTuple):
   def written(self, finite: jax.Array) -> jax.Array:
     """The new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
     put = lambda x, places, values: x.at[places].set(values, mode="drop", unique_indices=True)
-    residual = self.residual + jnp.where(finite, self.grads, -0.0)  # −0 changes no bit of what it is added to
+    residual = jnp.where(finite, self.grads + self.residual, self.residual)
     for places, held, old in reversed(self.before):
       residual = put(residual, places, jnp.where(finite, held, old))
     return put(residual, jnp.where(finite, self.entries.indices, residual.size), self.entries.values)

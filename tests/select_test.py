@@ -64,6 +64,11 @@ def test_rows_that_miss_do_not_spoil_others():
     np.testing.assert_array_equal(indices, simple(row, 500))
 
 
+def test_few_entries_and_no_rows():
+  assert top_k(jnp.arange(5.0), 2, method="bracket").indices.tolist() == [3, 4]
+  assert top_k(jnp.zeros((0, 20_000)), 5).indices.shape == (0, 5)
+
+
 def test_under_vmap():
   rows = np.stack([GRADIENTS["normal"], GRADIENTS["few values"]])
   chosen = jax.vmap(lambda row: top_k(row, 300, method="bracket"))(rows)
@@ -124,6 +129,13 @@ def test_candidates_hold_the_largest_of_every_block():
     reached = np.flatnonzero(np.abs(padded[block]).view(np.int32) >= low)
     assert indices[indices < length].tolist() == reached.tolist()
     assert len(reached) >= share
+
+
+@pytest.mark.parametrize("n", [2**17, 2**17 - 1, 2**17 + 1])
+def test_candidates_of_the_last_block_are_found(n):
+  """Whether or not blocks reach beyond n, and n fills its last word."""
+  x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
+  assert candidates.candidates([x], -(-n // 3), 300, jnp.arange(3, dtype=jnp.int32)).hit.all()
 
 
 def test_candidates_say_where_they_miss():

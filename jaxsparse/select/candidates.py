@@ -66,7 +66,8 @@ def candidates(parts: Sequence[jax.Array], length: int, share: int, blocks: jax.
   words = packed.reaching(order.keys_of(_sum(parts)), bounds)
   everywhere = packed.places(words, packed.aligned(count * (capacity + packed.BITS)))
 
-  starts = jnp.searchsorted(everywhere, jnp.arange(count + 1, dtype=jnp.int32) * length).astype(jnp.int32)
+  edges = jnp.minimum(jnp.arange(count + 1, dtype=jnp.int32) * length, n)  # empty slots lie at n or beyond
+  starts = jnp.searchsorted(everywhere, edges).astype(jnp.int32)
   begin, end = starts[blocks][:, None], starts[blocks + 1][:, None]
   slots = begin + jnp.arange(capacity, dtype=jnp.int32)[None]
   places = everywhere[jnp.minimum(slots, everywhere.size - 1)]

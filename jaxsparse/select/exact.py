@@ -102,13 +102,13 @@ def _by_bracket(rows: jax.Array, k: int) -> jax.Array:
 
 def _each(function: Callable, *rows: jax.Array) -> Any:
   """`function` of each row; a single one is not batched, which compilers do worse with."""
-  if len(rows[0]) > 1:
+  if len(rows[0]) != 1:
     return jax.vmap(function)(*rows)
   return jax.tree.map(lambda x: x[None], function(*(row[0] for row in rows)))
 
 
 def _samples(n: int) -> int:
-  return min(_SAMPLES, n // 8)
+  return max(1, min(_SAMPLES, n // 8))
 
 
 def _capacity(n: int, k: int) -> int:

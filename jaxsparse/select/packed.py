@@ -127,6 +127,28 @@ def without(words: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
   return words & (_below(words.size, start) | ~_below(words.size, end))
 
 
+def contains(words: jax.Array, places: jax.Array) -> jax.Array:
+  """Whether each of `places` is in a set, bool like them; those beyond its end are not.
+
+  Example:
+    >>> contains(pack(jnp.array([True, False, True])), jnp.array([1, 2]))
+    Array([False,  True], dtype=bool)
+  """
+  held = words.at[places // BITS].get(mode="fill", fill_value=0)
+  return (held >> (places % BITS).astype(jnp.uint32)) & 1 != 0
+
+
+def with_new(words: jax.Array, places: jax.Array, n: int) -> jax.Array:
+  """A set with `places` that are not in it yet, each once; those from n on are left out.
+
+  Example:
+    >>> count(with_new(pack(jnp.array([True, False, True])), jnp.array([1, 3, 3]), n=3))
+    Array(3, dtype=int32)
+  """
+  bits = jnp.uint32(1) << (places % BITS).astype(jnp.uint32)
+  return words.at[jnp.where(places < n, places // BITS, words.size)].add(bits, mode="drop")
+
+
 def place(words: jax.Array, ordinal: jax.Array) -> jax.Array:
   """The place of that ordinal, 0 for the first, i32[]; the last of all places where there are fewer.
 
