@@ -73,7 +73,7 @@ class Held:
 
   def at(self, places: jax.Array) -> jax.Array:
     """What is at `places`, f32 like them; 0 beyond the end."""
-    return _at(self.grads, places) + _at(self.residual, places)
+    return sparse.at(self.grads, places) + sparse.at(self.residual, places)
 
   def add(self, entries: Sparse) -> Self:
     """With [rows, c] entries added to the first rows."""
@@ -136,8 +136,8 @@ class Held:
     return jnp.where(indices < self.length, jnp.minimum(indices + self.length * blocks[:, None], n), n)
 
   def _put(self, places: jax.Array, values: jax.Array) -> Self:
-    residual = _at(self.residual, places)
-    before = Before(places, _at(self.grads, places) + residual, residual)
+    residual = sparse.at(self.residual, places)
+    before = Before(places, sparse.at(self.grads, places) + residual, residual)
     places = sparse.after(before.held, sparse.after(before.residual, places))
     return dataclasses.replace(
       self,
@@ -145,7 +145,3 @@ class Held:
       residual=sparse.put(self.residual, places, _NEUTRAL),
       before=(*self.before, before),
     )
-
-
-def _at(x: jax.Array, places: jax.Array) -> jax.Array:
-  return x.at[places].get(mode="fill", fill_value=0.0)

@@ -11,6 +11,16 @@ import jax.numpy as jnp
 from jaxsparse.types import Sparse
 
 
+def at(x: jax.Array, places: jax.Array) -> jax.Array:
+  """What is at `places` of x; 0 beyond its end.
+
+  Example:
+    >>> at(jnp.array([1.0, 2.0]), jnp.array([1, 7]))
+    Array([2., 0.], dtype=float32)
+  """
+  return x.at[places].get(mode="fill", fill_value=0.0)
+
+
 def put(x: jax.Array, places: jax.Array, values: jax.Array | float) -> jax.Array:
   """Returns x with `values` at `places`, each of which occurs once; those beyond its end are dropped.
 
@@ -169,7 +179,7 @@ def undelivered(home: jax.Array, sent: Sparse, total: jax.Array) -> jax.Array:
     Array([1., 2., 0.], dtype=float32)
   """
   indices = sent.indices.reshape(-1)
-  delivered = total.at[indices].get(mode="fill", fill_value=0.0) != 0
+  delivered = at(total, indices) != 0
   return put(home, jnp.where(delivered, indices, home.size), 0.0)
 
 

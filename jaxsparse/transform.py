@@ -92,7 +92,7 @@ def reduce_step(
   if isinstance(carried.residual, Kept):
     # Vectors are written after all that was to be read of others has been, and so can take their place.
     ready = sparse.after(carried.residual.entries.values, finite.astype(jnp.int32)) > 0
-    residual = carried.residual.written(ready)
+    residual = _written(carried.residual, ready)
     rest = jax.tree.map(keep, carried._replace(residual=None), state.carried._replace(residual=None))
     carried, zero = rest._replace(residual=residual), sparse.after(residual[:1], jnp.int32(0)).astype(jnp.float32)
   else:
@@ -101,6 +101,14 @@ def reduce_step(
     values = jnp.where(finite, total.values, 0.0) / divisor
     return sparse.put(jnp.full_like(grads, zero), total.indices, values), ReduceState(carried, counters)
   return jnp.where(finite, total, 0.0) / divisor, ReduceState(carried, counters)
+
+
+def _written(kept: Kept, finite: jax.Array) -> jax.Array:
+  """The new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
+  residual = jnp.where(finite, kept.grads + kept.residual, kept.residual)
+  for places, held, old in reversed(kept.before):
+    residual = sparse.put(residual, places, jnp.where(finite, held, old))
+  return sparse.put(residual, jnp.where(finite, kept.entries.indices, residual.size), kept.entries.values)
 
 
 def _check_local(comm: Comm, grads: jax.Array) -> None:

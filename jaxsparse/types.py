@@ -161,22 +161,14 @@ class Kept(NamedTuple):
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
     >>> kept = js.types.Kept(jnp.ones(2), jnp.zeros(2), (), js.Sparse(jnp.array([1]), jnp.array([0.0])))
-    >>> kept.written(jnp.bool_(True))
-    Array([1., 0.], dtype=float32)
+    >>> kept.entries.indices
+    Array([1], dtype=int32)
   """
 
   grads: jax.Array
   residual: jax.Array
   before: tuple[Before, ...]
   entries: Sparse
-
-  def written(self, finite: jax.Array) -> jax.Array:
-    """The new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
-    put = lambda x, places, values: x.at[places].set(values, mode="drop", unique_indices=True)
-    residual = jnp.where(finite, self.grads + self.residual, self.residual)
-    for places, held, old in reversed(self.before):
-      residual = put(residual, places, jnp.where(finite, held, old))
-    return put(residual, jnp.where(finite, self.entries.indices, residual.size), self.entries.values)
 
 
 class Reduced(NamedTuple):

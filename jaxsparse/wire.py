@@ -29,7 +29,6 @@ _LOWS = (4, 8, 16)  # bits of a low part that machines read with ease
 _LEVELS = 127
 _KEY_BITS = 31  # of an i32 that is not negative
 _WORD = 4  # bytes
-_WHOLE = 8  # words that `packed.places` takes together
 _VALUE_BYTES = {"bf16": 2, "int8": 1}
 
 
@@ -235,7 +234,7 @@ def _read_high(words: jax.Array, capacity: int) -> jax.Array:
   Where there are none, as in a message of zeros, it is more than any high part.
   """
   rows, count = words.shape
-  whole = jnp.pad(words.reshape(-1), (0, -words.size % _WHOLE))
+  whole = jnp.pad(words.reshape(-1), (0, -words.size % packed.GROUP))
   return packed.places(whole, rows * capacity).reshape(rows, capacity) - _in_rows(rows, capacity, count)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsparse import sparse
 from jaxsparse.select import order, packed
 
 _SAMPLES = 1 << 14  # of a block
@@ -92,7 +93,7 @@ def _capacity(length: int, share: int) -> int:
 
 
 def _at(parts: Sequence[jax.Array], places: jax.Array) -> jax.Array:
-  return _sum([part.at[places].get(mode="fill", fill_value=0.0) for part in parts])
+  return _sum([sparse.at(part, places) for part in parts])
 
 
 def _sum(parts: Sequence[jax.Array]) -> jax.Array:

@@ -149,7 +149,7 @@ def rank_in_sample(size: int, share: float) -> tuple[int, float]:
   Example:
     >>> rank, most = rank_in_sample(65536, 0.01)
     >>> rank, round(most, 2)
-    (746, 1.29)
+    (745, 1.28)
   """
   mean = size * share
   rank = min(size, int(mean + _DEVIATIONS * mean**0.5 + 1))

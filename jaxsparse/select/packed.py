@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 BITS = 32
 _ALIGNED = 256  # slots
-_GROUP = 8  # words, 256 places, that are counted together: enough that counts are few, few enough to search one by one
+GROUP = 8  # words, 256 places, that are counted together: enough that counts are few, few enough to search one by one
 
 
 def pack(flags: jax.Array) -> jax.Array:
@@ -60,7 +60,7 @@ def _pack(x: jax.Array, flags_of: Callable[[jax.Array, int], jax.Array]) -> jax.
   if rest.size:  # by itself, since padding x would cost a copy of what it comes from
     last = words_of(jnp.pad(rest, (0, BITS - rest.size)), whole)
     words = jnp.concatenate([words, last & ((1 << rest.size) - 1)])
-  return jnp.pad(words, (0, -words.size % _GROUP))
+  return jnp.pad(words, (0, -words.size % GROUP))
 
 
 def aligned(capacity: int) -> int:
@@ -178,18 +178,18 @@ def _counts(words: jax.Array) -> jax.Array:
 
 
 def _group_counts(words: jax.Array) -> jax.Array:
-  return jnp.sum(_counts(words).reshape(-1, _GROUP), axis=1, dtype=jnp.int32)
+  return jnp.sum(_counts(words).reshape(-1, GROUP), axis=1, dtype=jnp.int32)
 
 
 def _within(words: jax.Array, group: jax.Array, rank: jax.Array) -> jax.Array:
   """The place of the bit of that rank, 0 for the first, within a group."""
-  word, bits = group * _GROUP, jnp.zeros(group.shape, jnp.uint32)
+  word, bits = group * GROUP, jnp.zeros(group.shape, jnp.uint32)
   found = jnp.zeros(group.shape, jnp.bool_)
-  for number in range(_GROUP):
-    candidate = words[group * _GROUP + number]
+  for number in range(GROUP):
+    candidate = words[group * GROUP + number]
     held = _counts(candidate)
     here = ~found & (rank < held)
-    word, bits = jnp.where(here, group * _GROUP + number, word), jnp.where(here, candidate, bits)
+    word, bits = jnp.where(here, group * GROUP + number, word), jnp.where(here, candidate, bits)
     found |= here
     rank = jnp.where(found, rank, rank - held)
   return word * BITS + _bit_of_rank(bits, rank)

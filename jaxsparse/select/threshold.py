@@ -6,6 +6,7 @@ What is selected is a set of `select.packed` words, which other questions are pu
 import jax
 import jax.numpy as jnp
 
+from jaxsparse import sparse
 from jaxsparse.select import packed
 from jaxsparse.types import Sparse
 
@@ -78,4 +79,4 @@ def in_regions(x: jax.Array, words: jax.Array, bounds: jax.Array, capacity: int)
   first = jnp.cumsum(fit, dtype=jnp.int32) - fit
   places = found[jnp.minimum(first[:, None] + slot, found.size - 1)]
   indices = jnp.where(slot < fit[:, None], places, x.size)
-  return Sparse(indices, x.at[indices].get(mode="fill", fill_value=0.0))
+  return Sparse(indices, sparse.at(x, indices))
