@@ -10,10 +10,14 @@ It takes indices in the order of their high parts, `h = index >> low`, and write
 
 The places of the set ascend strictly, so that none is lost, and `place_i − i` is `h_i` again. `low + 1 + (n >> low)/c`
 bits an index; 9.4 bits at a density of 1 %.
+
+Where slot j is known to hold an entry of the j-th of c chunks, the place within the chunk is all there is to say: one
+byte for chunks of up to 255 entries.
 """
 
+import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,111 +33,163 @@ _LOWS = (4, 8, 16)  # bits of a low part that machines read with ease
 _LEVELS = 127
 _KEY_BITS = 31  # of an i32 that is not negative
 _WORD = 4  # bytes
-_VALUE_BYTES = {"bf16": 2, "int8": 1}
+_VALUE_BYTES = {"f32": 4, "bf16": 2, "int8": 1}
 
 
 class Message(NamedTuple):
-  """Rows of entries as they travel, in the order of the high parts of their indices, empty slots last.
+  """Rows of entries as they travel.
 
   Attributes:
-    low: u8 or u16[rows, capacity], the last bits of the indices; of 4 bits there are two in a byte, the first one low.
-    high: u32[rows, ⌈(capacity + (length >> low)) / 32⌉], a packed set of bits.
-    values: bf16 or i8[rows, capacity].
-    size: f32[rows], what a level of i8 is worth; None for bf16.
+    low: u8, u16 or u32[rows, capacity], what is said of each index by itself; of 4 bits two are in a byte, the first
+      one low.
+    high: u32[rows, ⌈(capacity + (length >> low)) / 32⌉], a packed set of bits; None where the slot says it.
+    values: f32, bf16 or i8[rows, capacity].
+    size: f32[rows], what a level of i8 is worth; None for others.
 
   Example:
     >>> entries = Sparse(jnp.array([[7, 300]]), jnp.array([[0.5, -1.0]]))
-    >>> encode(entries, 1000, "bf16", jnp.zeros((1, 2))).low
+    >>> codec_of("bf16", 1000).encode(entries)[0].low
     Array([[ 7, 44]], dtype=uint8)
   """
 
   low: jax.Array
-  high: jax.Array
+  high: jax.Array | None
   values: jax.Array
   size: jax.Array | None
 
 
-def encode(entries: Sparse, length: int, wire: Wire, noise: jax.Array) -> Any:
-  """Rows of entries as the pytree of arrays that is sent: of static shapes, whatever the entries are.
-
-  "int8" sends levels `⌊v/s + noise⌋` of size `s = max |v| / 127`, made larger by a factor of `1 + 2⁻¹⁶` at most. Their
-  mean is v/s where noise is uniform in [0, 1), and the error is less than s. Of a row with a value that is not finite,
-  no decoded value is. "bf16" rounds to the nearest, ties to even; finite values stay finite, and others stay as they
-  are.
-
-  Args:
-    entries: i32 and f32[rows, c]. An index in 0 … length − 1 occurs once in its row; any other is at least `length`,
-      and its slot is empty: value 0. The order does not matter.
-    length: of the block the entries are of.
-    wire: "f32" sends `entries` as they are.
-    noise: f32[rows, c] in [0, 1), of the slots of `entries`; read for "int8" only.
-
-  Returns:
-    `entries` for "f32", else a `Message`.
+class Codec(Protocol):
+  """How rows of entries of blocks of one length are written: arrays of static shapes, whatever the entries are.
 
   Example:
     >>> entries = Sparse(jnp.array([[700, 9, 30]]), jnp.array([[1.27, 0.0, 0.5]]))
-    >>> message = encode(entries, 1000, "int8", jnp.full((1, 3), 0.5))
-    >>> message.values, message.high
-    (Array([[  0,  50, 127]], dtype=int8), Array([[19]], dtype=uint32))
+    >>> codec: Codec = codec_of("int8", length=1000)
+    >>> message, rounded = codec.encode(entries, noise=jnp.full((1, 3), 0.5))
+    >>> message.values, codec.decode(message).indices
+    (Array([[  0,  50, 127]], dtype=int8), Array([[  9,  30, 700]], dtype=int32))
   """
-  if wire == "f32":
-    return entries
-  low = low_bits(entries.indices.shape[1], length)
-  last = length >> low
-  indices = jnp.minimum(entries.indices, length)
-  # `length` may share its high part with entries: empty slots have a bucket of their own, so that they come last.
-  buckets = jnp.where(indices < length, indices >> low, last + 1)
-  order = jax.vmap(lambda row: order_of(row, last + 1))(buckets)
-  in_order = lambda x: jnp.take_along_axis(x, order, axis=1, mode="clip")
-  values, size = _to_bf16(entries.values) if wire == "bf16" else _to_int8(entries.values, noise)
-  indices = in_order(indices)
-  return Message(_write_low(indices, low), _write_high(indices >> low, last), in_order(values), size)
+
+  def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Any, jax.Array]:
+    """The pytree that is sent, and what it says.
+
+    Args:
+      entries: i32 and f32[rows, c]. An index in 0 … length − 1 occurs once in its row; any other is at least `length`,
+        and its slot is empty: value 0.
+      noise: f32[rows, c] in [0, 1), of the slots of `entries`; for "int8" only.
+
+    Returns:
+      (message, rounded): `rounded` f32[rows, c] are the values that any worker will decode for the slots of `entries`.
+    """
+    ...
+
+  def decode(self, message: Any) -> Sparse:
+    """The same entries with rounded values, the same bits on every worker; empty slots have index `length`."""
+    ...
+
+  def words(self, rows: int, capacity: int) -> int:
+    """How many 4-byte words the packed message of [rows, capacity] entries takes."""
+    ...
 
 
-def decode(message: Any, capacity: int, length: int, wire: Wire) -> Sparse:
-  """Undoes `encode`: the same entries with rounded values, the same bits wherever they are decoded.
+def codec_of(wire: Wire, length: int, *, by_chunk: bool = False) -> Codec:
+  """The codec for blocks of `length`.
 
   Args:
-    message: what `encode` made of [rows, capacity] entries.
-    capacity: slots of a row.
-    length: of the block.
-    wire: that of `encode`.
-
-  Returns:
-    [rows, capacity] entries: those that were sent for "f32"; else in the order of the high parts of their indices and,
-    where those agree, of their slots. Empty slots are last, their index is `length`.
+    wire: "f32" sends values as they are. "bf16" rounds to the nearest, ties to even; finite values stay finite, and
+      others stay as they are. "int8" sends levels `⌊v/s + noise⌋` of size `s = max |v| / 127` of the row, made larger
+      by a factor of `1 + 2⁻¹⁶` at most. Their mean is v/s where noise is uniform in [0, 1), and the error is less than
+      s. Of a row with a value that is not finite, no decoded value is.
+    length: of a block.
+    by_chunk: whether slot j of a row of c slots is empty or one of the entries j, j + c, j + 2c, … of the block.
 
   Example:
-    >>> entries = Sparse(jnp.array([[700, 9, 30]]), jnp.array([[1.25, 0.0, 0.5]]))
-    >>> decode(encode(entries, 1000, "bf16", jnp.zeros((1, 3))), 3, 1000, "bf16").indices
-    Array([[  9,  30, 700]], dtype=int32)
-  """
-  if wire == "f32":
-    return message
-  low = low_bits(capacity, length)
-  # Of a message of zeros, which stands for none in `Comm.permute`, all slots are empty: there are no high parts in it.
-  highs = jnp.minimum(_read_high(message.high, capacity), (length >> low) + 1)
-  indices = (highs << low) | _read_low(message.low, low, capacity)
-  values = message.values.astype(jnp.float32)
-  if message.size is not None:
-    values = values * message.size[:, None]
-  return sparse.where(indices < length, Sparse(indices, values), length)  # a size of NaN stays with what was sent
-
-
-def words(rows: int, capacity: int, length: int, wire: Wire) -> int:
-  """How many 4-byte words a message of [rows, capacity] entries of a block of `length` takes.
-
-  Example:
-    >>> [words(1, 10_000, 1_000_000, wire) for wire in ("f32", "bf16", "int8")]
+    >>> [codec_of(wire, 1_000_000).words(1, 10_000) for wire in ("f32", "bf16", "int8")]
     [20000, 7935, 5436]
+    >>> [codec_of(wire, 1_000_000, by_chunk=True).words(1, 10_000) for wire in ("f32", "bf16", "int8")]
+    [12500, 7500, 5001]
   """
-  if wire == "f32":
+  if by_chunk:
+    return _ByChunk(wire, length)
+  return _Coordinates() if wire == "f32" else _QuasiSuccinct(wire, length)
+
+
+class _Coordinates:
+  """Entries as they are, in their order."""
+
+  def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Sparse, jax.Array]:
+    del noise
+    return entries, entries.values
+
+  def decode(self, message: Sparse) -> Sparse:
+    return message
+
+  def words(self, rows: int, capacity: int) -> int:
     return 2 * rows * capacity
-  low = low_bits(capacity, length)
-  padded = lambda count: math.ceil(count / _WORD)
-  lows, values = padded(rows * math.ceil(capacity * low / 8)), padded(rows * capacity * _VALUE_BYTES[wire])
-  return lows + rows * _high_words(capacity, length >> low) + values + (rows if wire == "int8" else 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _QuasiSuccinct:
+  """Elias and Fano's code. Decoded entries are in the order of high parts, then of slots; empty slots are last."""
+
+  wire: Wire
+  length: int
+
+  def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Message, jax.Array]:
+    low = low_bits(entries.indices.shape[1], self.length)
+    last = self.length >> low
+    indices = jnp.minimum(entries.indices, self.length)
+    # `length` may share its high part with entries: empty slots have a bucket of their own, so that they come last.
+    buckets = jnp.where(indices < self.length, indices >> low, last + 1)
+    order = jax.vmap(lambda row: order_of(row, last + 1))(buckets)
+    in_order = lambda x: jnp.take_along_axis(x, order, axis=1, mode="clip")
+    values, size = _to_wire(entries.values, self.wire, noise)
+    indices = in_order(indices)
+    message = Message(_write_low(indices, low), _write_high(indices >> low, last), in_order(values), size)
+    return message, _from_wire(values, size)
+
+  def decode(self, message: Message) -> Sparse:
+    assert message.high is not None
+    capacity = message.values.shape[1]
+    low = low_bits(capacity, self.length)
+    # Of a message of zeros, which stands for none in `Comm.permute`, all slots are empty: it has no high parts.
+    highs = jnp.minimum(_read_high(message.high, capacity), (self.length >> low) + 1)
+    indices = jnp.minimum((highs << low) | _read_low(message.low, low, capacity), self.length)
+    # The size of a row that is not finite stays with what was sent.
+    return sparse.where(indices < self.length, Sparse(indices, _from_wire(message.values, message.size)), self.length)
+
+  def words(self, rows: int, capacity: int) -> int:
+    low = low_bits(capacity, self.length)
+    high = rows * _high_words(capacity, self.length >> low)
+    return _padded(rows * math.ceil(capacity * low / 8)) + high + _value_words(rows, capacity, self.wire)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByChunk:
+  """The slot says the chunk, and a byte or two the place within it. Entries keep their slots."""
+
+  wire: Wire
+  length: int
+
+  def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Message, jax.Array]:
+    chunks = entries.indices.shape[1]
+    empty = -(-self.length // chunks)  # a place that no chunk has
+    places = jnp.where(entries.indices < self.length, entries.indices // chunks, empty)
+    values, size = _to_wire(entries.values, self.wire, noise)
+    return Message(places.astype(self._place(chunks)), None, values, size), _from_wire(values, size)
+
+  def decode(self, message: Message) -> Sparse:
+    chunks = message.values.shape[1]
+    indices = message.low.astype(jnp.int32) * chunks + jnp.arange(chunks, dtype=jnp.int32)[None]
+    indices = jnp.minimum(indices, self.length)
+    return sparse.where(indices < self.length, Sparse(indices, _from_wire(message.values, message.size)), self.length)
+
+  def words(self, rows: int, capacity: int) -> int:
+    places = rows * capacity * jnp.dtype(self._place(capacity)).itemsize
+    return _padded(places) + _value_words(rows, capacity, self.wire)
+
+  def _place(self, chunks: int) -> Any:
+    sizes = (jnp.uint8, jnp.uint16, jnp.uint32)
+    return next(size for size in sizes if -(-self.length // chunks) <= jnp.iinfo(size).max)
 
 
 def low_bits(capacity: int, length: int) -> int:
@@ -175,23 +231,38 @@ def order_of(buckets: jax.Array, last: int) -> jax.Array:
   return order
 
 
-def _to_bf16(values: jax.Array) -> tuple[jax.Array, None]:
-  """Rounded to bf16, which is all that there is to it."""
-  # Compilers may leave out a conversion there and back: a worker that decodes its own message would have values that
-  # nobody else has. This they may not leave out.
-  return jax.lax.reduce_precision(_clamped(values), exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16), None
+def _to_wire(values: jax.Array, wire: Wire, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+  """Values as they are sent, [rows, c], and what a level is worth, f32[rows], if they are levels.
 
-
-def _to_int8(values: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Levels i8[rows, c] and what one is worth, f32[rows].
-
-  The size has so few bits that its product with a level is exact: adding it up gives the same bits with fused
-  multiply-add and without it.
+  The size of a level has so few bits that its product with a level is exact: adding it up gives the same bits with
+  fused multiply-add and without it.
   """
+  if wire == "f32":
+    return values, None
+  if wire == "bf16":
+    # Compilers may leave out a conversion there and back: a worker that decodes its own message would have values that
+    # nobody else has. This they may not leave out.
+    rounded = jax.lax.reduce_precision(_clamped(values), exponent_bits=8, mantissa_bits=7)
+    return rounded.astype(jnp.bfloat16), None
+  assert noise is not None, "levels are rounded with noise"
   largest = _clamped(jnp.max(jnp.abs(values), axis=1))  # NaN where there is one
   size = rounded_up(largest * (1 / _LEVELS), bits=_LEVELS.bit_length())
   level = jnp.floor(values / jnp.where(size == 0, 1.0, size)[:, None] + noise)
   return jnp.clip(level, -_LEVELS, _LEVELS).astype(jnp.int8), size
+
+
+def _from_wire(values: jax.Array, size: jax.Array | None) -> jax.Array:
+  """What was sent, as f32."""
+  values = values.astype(jnp.float32)
+  return values if size is None else values * size[:, None]
+
+
+def _padded(count: int) -> int:
+  return math.ceil(count / _WORD)
+
+
+def _value_words(rows: int, capacity: int, wire: Wire) -> int:
+  return _padded(rows * capacity * _VALUE_BYTES[wire]) + (rows if wire == "int8" else 0)
 
 
 def _clamped(x: jax.Array) -> jax.Array:

@@ -17,7 +17,16 @@ WORKERS = (1, 2, 3, 5, 6, 8, 13, 16)
 VARIANTS: dict[str, list[dict[str, Any]]] = {
   "oktopk": [{"threshold_period": 2, "region_period": 1}],
   "qsgd": [{"levels": 1}],
-  "spardl": [{"teams": 2}, {"teams": 3}, {"teams": 5}, {"teams": 8}, {"teams": 8, "sag": "bruck"}],
+  "spardl": [
+    {"teams": 2},
+    {"teams": 3},
+    {"teams": 5},
+    {"teams": 8},
+    {"teams": 8, "sag": "bruck"},
+    {"selector": "chunked", "wire": "bf16"},
+    {"selector": "reuse", "wire": "int8", "teams": 2},
+    {"selector": "chunked", "wire": "int8", "teams": 3},
+  ],
 }
 BESIDE: dict[tuple[str, Any], dict[str, Any]] = {
   ("spardl", "bruck"): {"teams": 2},
@@ -41,12 +50,17 @@ class Case(NamedTuple):
   @property
   def by_magnitude(self) -> bool:
     """Whether a giant entry is delivered at once. A threshold that everything else equals selects too much for that."""
-    return self.name not in ("a2sgd", "gaussiank", "oktopk", "qsgd", "randomk")
+    return self.exact and self.name not in ("a2sgd", "gaussiank", "oktopk", "randomk")
+
+  @property
+  def exact(self) -> bool:
+    """Whether small whole numbers arrive as they are. Levels are shares of the largest number."""
+    return self.name != "qsgd" and "int8" not in str(self)
 
   @property
   def rounding(self) -> float:
     """What the sum of a few small numbers may lose, as a share of them."""
-    return 2**-8 if "bfloat16" in str(self) else 2**-18 if self.name == "qsgd" else 2**-22
+    return 2**-8 if "bfloat16" in str(self) else 2**-22 if self.exact else 2**-18
 
   def config(self, **entries: Any) -> dict[str, Any]:
     """The configuration; `entries` (density or k) are for sparse collectives only."""

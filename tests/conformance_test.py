@@ -48,10 +48,10 @@ def law_c_nothing_is_lost(case, workers, n):
     before = mass(grads, state)
     totals, state = simulation.reduce_all(collective, jnp.asarray(grads), state)
     after = np.asarray(totals[0], np.float64) + mass(0 * grads, state)
-    if case.name == "qsgd":  # levels are not whole numbers
-      np.testing.assert_allclose(after, before, atol=1e-3)
-    else:
+    if case.exact:
       np.testing.assert_array_equal(after, before)
+    else:  # levels are not whole numbers
+      np.testing.assert_allclose(after, before, atol=1e-3)
 
 
 def law_r_every_worker_has_the_same_bits(case, workers, n):
@@ -115,7 +115,7 @@ LAWS = (
 @each(CASES)
 def test_the_laws(case, workers, subtests):
   """All in one test, since they share compiled programs, and compiling is what takes the time."""
-  for law, n in itertools.product(LAWS, (1, 30)):
+  for law, n in itertools.product(LAWS, (1, 30) if workers in (1, 3, 6) else (30,)):
     with subtests.test(law.__name__, n=n):
       law(case, workers, n)
 
@@ -129,7 +129,7 @@ def test_what_declares_to_lose_mass_loses_it(case):
   assert np.any(mass(grads, state) != np.asarray(totals[0]) + mass(0 * grads, after))
 
 
-@each([case for case in CASES if case.name not in ("a2sgd", "qsgd")])  # which round, or keep their own
+@each([case for case in CASES if case.name != "a2sgd" and case.exact], [1, 2, 3, 6, 13])  # its workers keep their own
 def test_law_1_each_entry_arrives_exactly_once(case, workers):
   n = 11
   grads = np.broadcast_to(2.0 ** np.arange(workers, dtype=np.float32)[:, None], (workers, n))
@@ -175,7 +175,8 @@ def mesh_state(collective, workers, n):
   return jax.jit(make(spec(jax.eval_shape(make(P())))))()
 
 
-@each(CASES, [2, 3, 5, 6, 16])
+@each(CASES, [2, 3, 6, 16])
+@pytest.mark.usefixtures("as_users_compile")
 def test_the_mesh_sends_these_messages_and_agrees_with_the_simulator_bit_for_bit(case, workers, subtests):
   n, k = 103, 13
   collective = case.make(k=k)
@@ -214,16 +215,13 @@ def check_messages(text, collective, workers, n):
 @st.composite
 def reductions(draw, case):
   """A density, and the gradients of two steps; of few shapes, since each compiles a program."""
-  workers = draw(st.sampled_from(case.workers((1, 2, 3, 5, 6, 8))))
-  shape = (2, workers, draw(st.sampled_from([1, 7, 24])))
+  workers = case.workers((3, 6, 2, 5, 8))
+  n, density, size = draw(st.sampled_from([(7, 1.0, workers[0]), (24, 0.2, workers[-1]), (24, 0.05, workers[0])]))
   elements = st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False)
-  return draw(st.sampled_from([0.05, 0.4, 1.0])), draw(
-    hypothesis.extra.numpy.arrays(np.float32, shape, elements=elements)
-  )
+  return density, draw(hypothesis.extra.numpy.arrays(np.float32, (2, size, n), elements=elements))
 
 
 @pytest.mark.parametrize("case", CONSERVING, ids=str)
-@hypothesis.settings(max_examples=10)
 @hypothesis.given(data=st.data())
 def test_the_laws_hold_for_any_input(case, data):
   density, grads = data.draw(reductions(case))
@@ -236,7 +234,7 @@ def test_the_laws_hold_for_any_input(case, data):
     totals, state = simulation.reduce_all(collective, jnp.asarray(step), state)
     after = np.asarray(totals[0], np.float64) + mass(0 * step, state)
     # Rounding to levels is relative to the norm and not to the entry.
-    scale = np.max(scale) * n if case.name == "qsgd" else scale
+    scale = scale if case.exact else np.max(scale) * n
     assert np.all(np.abs(after - before) <= workers * case.rounding * scale)
     np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
     if case.name in ("spardl", "gtopk", "randomk"):

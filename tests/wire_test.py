@@ -1,5 +1,7 @@
 """What is decoded is what was encoded, up to the rounding of its values, and takes as many words as were promised."""
 
+import functools
+
 import hypothesis
 import hypothesis.extra.numpy
 import hypothesis.strategies as st
@@ -8,18 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsparse import comm, wire
+from jaxsparse import comm, sparse, wire
 from jaxsparse.types import Sparse
 from tests.cases import bits
 
 # (rows, capacity, length), of low parts of 4, 8 and 16 bits; full blocks, and blocks with fewer entries than slots
-SHAPES = [(1, 1, 1), (2, 7, 7), (1, 20, 3), (3, 9, 33), (2, 5, 3000), (3, 3, 1_000_000)]
+SHAPES = [(1, 1, 1), (1, 20, 3), (3, 9, 33), (2, 5, 3000), (3, 3, 1_000_000)]
 SHORT = ["bf16", "int8"]
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 normal = {"width": 32, "allow_nan": False, "allow_infinity": False, "allow_subnormal": False}
 
-encode = jax.jit(wire.encode, static_argnames=("length", "wire"))
-decode = jax.jit(wire.decode, static_argnames=("capacity", "length", "wire"))
+
+@functools.partial(jax.jit, static_argnames=("length", "wire_"))
+def encode(entries, length, wire_, noise):
+  return wire.codec_of(wire_, length).encode(entries, noise)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("length", "wire_"))
+def decode(message, length, wire_):
+  return wire.codec_of(wire_, length).decode(message)
 
 
 @st.composite
@@ -52,7 +61,7 @@ def some_entries(rows, capacity, length, seed=0):
 def test_entries_come_back_in_the_order_of_their_high_parts(shape, wire_, data):
   _, capacity, length = shape
   entries, noise = data.draw(messages(*shape, st.floats(**normal)))
-  got = decode(encode(entries, length, wire_, noise), capacity, length, wire_)
+  got = decode(encode(entries, length, wire_, noise), length, wire_)
 
   indices = np.minimum(entries.indices, length)
   high = np.where(indices < length, indices >> wire.low_bits(capacity, length), length + 1)
@@ -73,24 +82,29 @@ def test_entries_come_back_in_the_order_of_their_high_parts(shape, wire_, data):
 
 def test_coordinate_form_is_sent_as_it_is():
   entries, noise = some_entries(2, 3, 9)
-  assert wire.encode(entries, 9, "f32", noise) is entries
-  assert wire.decode(entries, 3, 9, "f32") is entries
+  codec = wire.codec_of("f32", 9)
+  message, rounded = codec.encode(entries, noise)
+  assert message is entries
+  assert codec.decode(message) is entries
+  assert rounded is entries.values
 
 
 @pytest.mark.parametrize("wire_", ["f32", *SHORT])
 def test_words_are_those_of_the_packed_message(wire_):
   for rows, capacity, length in [*SHAPES, (3, 5, 8), (5, 31, 10_000), (6, 24_548, 2_454_711), (2, 70_000, 2**30)]:
     entries = jax.ShapeDtypeStruct((rows, capacity), jnp.int32), jax.ShapeDtypeStruct((rows, capacity), jnp.float32)
-    packed = lambda entries, noise, length=length: comm.pack(wire.encode(entries, length, wire_, noise))
-    size = jax.eval_shape(packed, Sparse(*entries), entries[1]).size
-    assert wire.words(rows, capacity, length, wire_) == size
+    for by_chunk in (False, True):
+      codec = wire.codec_of(wire_, length, by_chunk=by_chunk)
+      packed = lambda entries, noise, codec=codec: comm.pack(codec.encode(entries, noise)[0])
+      assert codec.words(rows, capacity) == jax.eval_shape(packed, Sparse(*entries), entries[1]).size
 
 
 def test_at_one_percent_a_message_is_less_than_half_as_large_or_a_third():
-  size = lambda wire_: wire.words(1, 24_548, 2_454_711, wire_)
+  size = lambda wire_, **layout: wire.codec_of(wire_, 2_454_711, **layout).words(1, 24_548)
   assert size("f32") == 2 * 24_548
   assert size("bf16") < 0.4 * size("f32")
   assert size("int8") < 0.28 * size("f32")
+  assert size("int8", by_chunk=True) < 0.2501 * size("f32")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +120,8 @@ def test_levels_are_unbiased():
   entries = Sparse(jnp.arange(7, dtype=jnp.int32)[None], values)
   times = 4096
   noise = jnp.array((np.arange(times)[:, None, None] + np.random.default_rng(0).random((1, 1, 7))) / times, jnp.float32)
-  there_and_back = lambda noise: wire.decode(wire.encode(entries, 7, "int8", noise), 7, 7, "int8")
+  codec = wire.codec_of("int8", 7)
+  there_and_back = lambda noise: codec.decode(codec.encode(entries, noise)[0])
   got = jax.jit(jax.vmap(there_and_back))(noise).values
   # A grid of noise gives the mean up to one step of it.
   np.testing.assert_allclose(np.asarray(got, np.float64).mean(0), values, atol=1.01 / 127 / times, rtol=1e-6)
@@ -118,7 +133,7 @@ def test_noise_belongs_to_the_slots_of_the_entries():
   indices = jnp.array([[900, 20, 999, 300]])  # the third is empty
   entries = Sparse(indices, jnp.array([[127.0, 0.5, 0.0, 0.5]]))
   noise = jnp.array([[0.0, 0.0, 0.9, 0.9]])
-  got = decode(encode(entries, 999, "int8", noise), 4, 999, "int8")
+  got = decode(encode(entries, 999, "int8", noise), 999, "int8")
   assert got.indices.tolist() == [[20, 300, 900, 999]]
   np.testing.assert_allclose(got.values, [[0.0, 1.0, 127.0, 0.0]], rtol=2e-5)
 
@@ -129,7 +144,7 @@ def test_what_is_not_finite_shows_in_its_row_and_in_no_other(wire_, bad):
   entries, noise = some_entries(3, 20, 1000)
   for slot in (0, 7, 19):
     broken = entries._replace(values=entries.values.at[1, slot].set(bad))
-    got = decode(encode(broken, 1000, wire_, noise), 20, 1000, wire_)
+    got = decode(encode(broken, 1000, wire_, noise), 1000, wire_)
     assert np.isfinite(got.values).all(axis=1).tolist() == [True, False, True]
     np.testing.assert_array_equal(np.sort(got.indices), np.sort(entries.indices))
 
@@ -139,7 +154,7 @@ def test_the_largest_are_finite_and_the_smallest_are_numbers(wire_):
   largest, least = np.finfo(np.float32).max, np.finfo(np.float32).tiny
   values = np.array([[largest, -largest], [least, -least], [0.0, -0.0], [1e-45, largest]], np.float32)
   entries = Sparse(jnp.array([[0, 1]] * 4, jnp.int32), jnp.array(values))
-  got = decode(encode(entries, 2, wire_, jnp.full((4, 2), 0.9999)), 2, 2, wire_).values
+  got = decode(encode(entries, 2, wire_, jnp.full((4, 2), 0.9999)), 2, wire_).values
   assert np.isfinite(got).all()
   np.testing.assert_allclose(got, values, rtol=2.0**-7, atol=1e-37)
   assert (got[2] == 0).all()
@@ -148,8 +163,8 @@ def test_the_largest_are_finite_and_the_smallest_are_numbers(wire_):
 @pytest.mark.parametrize("wire_", SHORT)
 def test_the_same_bits_in_every_program(wire_):
   entries, noise = some_entries(6, 40, 4000)
-  there = lambda entries, noise: wire.encode(entries, 4000, wire_, noise)
-  back = lambda message: wire.decode(message, 40, 4000, wire_)
+  codec = wire.codec_of(wire_, 4000)
+  there, back = lambda entries, noise: codec.encode(entries, noise)[0], codec.decode
   message = jax.jit(there)(entries, noise)
   got = jax.jit(back)(message)
 
@@ -168,15 +183,42 @@ def test_a_sum_of_levels_is_the_same_bits_with_fused_multiply_add_and_without_it
   entries, noise = some_entries(2, 100, 1000)
   message = encode(entries, 1000, "int8", noise)
   exact = np.asarray(message.values, np.float64) * np.asarray(message.size, np.float64)[:, None]
-  np.testing.assert_array_equal(np.asarray(decode(message, 100, 1000, "int8").values, np.float64), exact)
+  np.testing.assert_array_equal(np.asarray(decode(message, 1000, "int8").values, np.float64), exact)
 
 
 @pytest.mark.parametrize(("capacity", "length"), [(9, 33), (5, 3000), (3, 1_000_000)])
 def test_a_message_of_zeros_holds_nothing(capacity, length):
-  message = jax.eval_shape(lambda *x: wire.encode(x[0], length, "int8", x[1]), *some_entries(3, capacity, length))
-  got = wire.decode(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), message), capacity, length, "int8")
+  codec = wire.codec_of("int8", length)
+  message, _ = jax.eval_shape(codec.encode, *some_entries(3, capacity, length))
+  got = codec.decode(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), message))
   assert (got.indices == length).all()
   assert (got.values == 0).all()
+
+
+@pytest.mark.parametrize("wire_", ["f32", *SHORT])
+@pytest.mark.parametrize("by_chunk", [False, True])
+def test_what_was_rounded_off_is_known_to_the_sender(wire_, by_chunk):
+  length, chunks = 1000, 30
+  random = np.random.default_rng(0)
+  slots = np.arange(chunks)[None]
+  indices = np.where(random.random((3, chunks)) < 0.7, random.integers(0, 33, (3, chunks)) * chunks + slots, 1000)
+  values = np.where(indices < 1000, random.standard_normal(indices.shape), 0)
+  entries, noise = Sparse(jnp.array(indices), jnp.array(values, jnp.float32)), jnp.array(random.random(indices.shape))
+  codec = wire.codec_of(wire_, length, by_chunk=by_chunk)
+  message, rounded = jax.jit(codec.encode)(entries, noise.astype(jnp.float32))
+  got = jax.jit(codec.decode)(message)
+  dense = lambda entries: np.asarray(jax.vmap(lambda row: sparse.put(jnp.zeros(length), *row))(entries))
+  np.testing.assert_array_equal(bits(dense(got)), bits(dense(Sparse(entries.indices, rounded))))
+  assert (np.abs(rounded - entries.values) <= np.abs(values).max() / 100).all()
+  if by_chunk:
+    np.testing.assert_array_equal(got.indices, indices)
+
+
+@pytest.mark.parametrize(("length", "dtype"), [(4 * 255, "uint8"), (4 * 255 + 1, "uint16"), (4 * 65_536, "uint32")])
+def test_places_in_chunks_take_the_fewest_bytes_that_can_also_say_none(length, dtype):
+  entries = Sparse(jnp.array([[0, 1, length, 3]]), jnp.array([[1.0, 2.0, 0.0, 3.0]]))
+  message, _ = wire.codec_of("f32", length, by_chunk=True).encode(entries)
+  assert message.low.dtype == dtype
 
 
 @pytest.mark.parametrize("last", [1, 200, 2**20, 2**31 - 2])

@@ -21,7 +21,7 @@ from jaxsparse.select import packed
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.sums import ordered_sum
 from jaxsparse.transform import transform_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 _ADJUSTMENTS = 20
 _FACTOR = 1.02
@@ -79,15 +79,15 @@ class GaussianK(SparseCollective):
     chosen = by_threshold.selected(home, fitted_threshold(home, k))
     selected = packed.count(chosen)
     finite, needed = ladder.agree(comm, selected, jnp.isfinite(home).all())
+    sent = by_threshold.first(home, chosen, most)
 
-    def gather(capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-      sent = by_threshold.in_regions(home, chosen, jnp.array([0, n], jnp.int32), capacity)
-      sent = jax.tree.map(lambda x: x[0], sent)
-      total = sparse.add_rows(in_rank_order(comm, all_gather(comm, sent)), n)
-      residual = home.at[sent.indices].set(0.0, mode="drop")
-      return total, residual, jnp.uint32(2 * capacity * (comm.size - 1))
+    def gather(capacity: int) -> tuple[Sparse, jax.Array]:
+      rows = all_gather(comm, jax.tree.map(lambda x: x[:capacity], sent))
+      return sparse.widened(rows, most, n), jnp.uint32(2 * capacity * (comm.size - 1))
 
-    total, residual, words = ladder.climb(ladder.rungs(min(most, max(1, k // 4)), most), needed, gather)
+    rows, words = ladder.climb(ladder.rungs(min(most, max(1, k // 4)), most), needed, gather)
+    total = sparse.add_rows(in_rank_order(comm, rows), n)
+    residual = sparse.put(home, sent.indices, 0.0)
     used = 2 * jnp.minimum(selected, most) * (comm.size - 1)
     overflow = jnp.maximum(selected - most, 0)
     delivered = jnp.count_nonzero(total)

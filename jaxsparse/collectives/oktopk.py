@@ -308,14 +308,15 @@ def _split(
   comm: Comm, home: jax.Array, chosen: jax.Array, bounds: jax.Array, needed: jax.Array, sizes: Sizes
 ) -> tuple[Sparse, Sparse, jax.Array]:
   """Selected entries to the owners of their regions: (rows by sender [P, most], what was sent, words)."""
-  size, n = comm.size, home.size
+  n = home.size
+  chunks = by_threshold.in_regions(home, chosen, bounds, sizes.most)
 
-  def send(capacity: int) -> tuple[Sparse, Sparse, jax.Array]:
-    chunks = by_threshold.in_regions(home, chosen, bounds, capacity)
-    rows, sent = (sparse.widened(entries, sizes.most, n) for entries in (exchange(comm, chunks), chunks))
-    return rows, sent, jnp.uint32(2 * capacity * (size - 1))
+  def send(capacity: int) -> tuple[Sparse, jax.Array]:
+    rows = exchange(comm, jax.tree.map(lambda x: x[:, :capacity], chunks))
+    return sparse.widened(rows, sizes.most, n), jnp.uint32(2 * capacity * (comm.size - 1))
 
-  return ladder.climb(ladder.rungs(-(-sizes.even // 2), sizes.most, count=4), needed, send)
+  rows, words = ladder.climb(ladder.rungs(-(-sizes.even // 2), sizes.most, count=4), needed, send)
+  return rows, chunks, words
 
 
 def _balance_and_gather(
@@ -339,7 +340,8 @@ def _balance_and_gather(
 
   def direct() -> tuple[Sparse, jax.Array, jax.Array]:
     capacities = ladder.rungs(-(-sizes.even // 2), sizes.direct, count=4)
-    kept, words = ladder.climb(capacities, owned.max(), lambda c: gather(sparse.largest(mine, c, n)[0]))
+    most, _ = sparse.largest(mine, sizes.direct, n)
+    kept, words = ladder.climb(capacities, owned.max(), lambda c: gather(jax.tree.map(lambda x: x[:c], most)))
     return kept, imbalance(owned), words
 
   def balanced() -> tuple[Sparse, jax.Array, jax.Array]:

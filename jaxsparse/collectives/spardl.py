@@ -28,19 +28,23 @@ remain. (The lower end 2k(d² + P − 2d)/(Pd) of B-SAG's words in the paper's T
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import ladder, routes, sparse
+from jaxsparse import ladder, routes, selectors, sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective, check_whole
 from jaxsparse.comm import all_gather, in_rank_order
 from jaxsparse.held import Held
+from jaxsparse.selectors import SelectorOf
 from jaxsparse.transform import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
+from jaxsparse.wire import Codec, Wire, codec_of
+
+_SUMS = 1 << 30  # message numbers of sums over teams begin here, those of the reduce-scatter are strides
 
 
 def spardl_transform(
@@ -51,6 +55,8 @@ def spardl_transform(
   teams: int = 1,
   sag: Literal["auto", "recursive", "bruck"] = "auto",
   residual: Literal["global", "partial", "local"] = "global",
+  selector: Literal["exact", "chunked", "reuse"] = "exact",
+  wire: Wire = "f32",
 ) -> optax.GradientTransformation:
   """Averages gradients over the workers, k of n entries a step, and keeps the rest for later steps (SparDL, §3).
 
@@ -72,12 +78,19 @@ def spardl_transform(
     residual: what to keep of the entries that are not delivered. "global" keeps all. "partial" (without what later
       workers drop at I) and "local" (only what this worker did not send) are the paper's ablation (§4.1.3) and lose
       gradient mass.
+    selector: how the L entries of a block are chosen. "exact" takes the largest. "chunked" takes the largest of each of
+      L equal chunks, dealt out like cards: less to do, and a place within a chunk is a byte on the wire. "reuse" takes
+      those of the largest that reach the last step's threshold, which goes down while they are fewer than L: less to
+      find out.
+    wire: how values travel. "bf16" rounds to 8 bits, "int8" to 127 levels of the largest of a message's block, up or
+      down at random so that the mean stays; both also write indices in about 9 bits each. What is rounded off stays in
+      the residual of the worker that did it.
 
   Returns:
     An `optax.GradientTransformation`. Its state holds the residual, f32[n] a worker, whatever the gradients' dtype.
 
   Raises:
-    ValueError: for a density, k, teams, sag or residual outside their choices, teams that do not divide P, outside
+    ValueError: for a density, k, teams or another option outside their choices, teams that do not divide P, outside
       shard_map, or with a state of other sizes.
     TypeError: for gradients that are not floating point.
 
@@ -92,7 +105,8 @@ def spardl_transform(
     >>> float(metrics.loss)
     16.0
   """
-  return transform_of(SparDL(density=density, k=k, teams=teams, sag=sag, residual=residual), axis)
+  collective = SparDL(density=density, k=k, teams=teams, sag=sag, residual=residual, selector=selector, wire=wire)
+  return transform_of(collective, axis)
 
 
 class Adaptive(NamedTuple):
@@ -109,6 +123,49 @@ class Adaptive(NamedTuple):
   right: jax.Array
 
 
+class Shared(NamedTuple):
+  """What is the same on every worker; what an option has no use for is ().
+
+  Attributes:
+    adaptive: for B-SAG.
+    step: i32[], which the noise of "int8" comes from.
+  """
+
+  adaptive: Any = ()
+  step: Any = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Wired:
+  """A codec, and the noise that it rounds with.
+
+  Attributes:
+    codec: for blocks of `length`.
+    length: of a block.
+    wire: what the codec does to values.
+    key: of the noise, for "int8".
+  """
+
+  codec: Codec
+  length: int
+  wire: Wire
+  key: jax.Array | None
+
+  @property
+  def rounds(self) -> bool:
+    """Whether anything is lost on the way."""
+    return self.wire != "f32"
+
+  def encode(self, entries: Sparse, number: int) -> tuple[Any, Sparse]:
+    """Rows of entries as message `number` of this step, and what that rounds off, in their slots."""
+    noise = None
+    if self.key is not None:
+      noise = jax.random.uniform(jax.random.fold_in(self.key, number), entries.values.shape)
+    message, rounded = self.codec.encode(entries, noise)
+    off = entries.values - rounded if self.rounds else jnp.zeros_like(rounded)
+    return message, entries._replace(values=off)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparDL(SparseCollective):
   """SparDL with any number of teams; see `spardl_transform` for the fields."""
@@ -116,6 +173,8 @@ class SparDL(SparseCollective):
   teams: int = 1
   sag: Literal["auto", "recursive", "bruck"] = "auto"
   residual: Literal["global", "partial", "local"] = "global"
+  selector: Literal["exact", "chunked", "reuse"] = "exact"
+  wire: Wire = "f32"
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -153,63 +212,105 @@ class SparDL(SparseCollective):
     return ladder.rungs(-(-share // self.teams), share) if self.is_bruck and not everything else (share,)
 
   def init(self, n: int, size: int) -> State:
-    share, state = self.share(n, size), super().init(n, size)
-    if not self.is_bruck:
-      return state
-    low = self.rungs(n, size)[0]
-    first = max(1, round(0.01 * (share - low)))
-    return state._replace(shared=Adaptive(jnp.int32(low), jnp.int32(first), jnp.bool_(False)))
+    share = self.share(n, size)
+    adaptive: Any = ()
+    if self.is_bruck:
+      low = self.rungs(n, size)[0]
+      first = max(1, round(0.01 * (share - low)))
+      adaptive = Adaptive(jnp.int32(low), jnp.int32(first), jnp.bool_(False))
+    shared = Shared(adaptive, jnp.int32(0) if self.wire == "int8" else ())
+    bounds = jnp.zeros(routes.team_size(size, self.teams)) if self.selector == "reuse" else ()
+    return super().init(n, size)._replace(worker=bounds, shared=shared)
 
   def cost(self, n: int, size: int) -> Cost:
     share, team = self.share(n, size), size // self.teams
+    blocks, sums, gathered = self._codecs(-(-n // team))
     rounds = len(routes.strides(self.teams))  # R-SAG sends L entries in each; B-SAG up to L of each other team
-    blocks = 2 * (team - 1) + (self.teams - 1 if self.is_bruck else rounds)
-    return Cost(2 * len(routes.strides(team)) + rounds, 2 * share * blocks, agreements=int(self.is_bruck))
+    sag = _words_of(sums, self.teams, share) if self.is_bruck else rounds * sums.words(1, share)
+    words = _words_of(blocks, team, share) + sag + _words_of(gathered, team, share)
+    return Cost(2 * len(routes.strides(team)) + rounds, words, agreements=int(self.is_bruck))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, share = grads.size, self.share(grads.size, comm.size)
     team, member = comm.split(self.teams)
-    held, sent = spar_reduce_scatter(team, Held.of(team, grads, state.residual, share=share))
+    held = Held.of(team, grads, state.residual, share, self._selector(state))
+    blocks, sums, gathered = self._wires(team, held.length, state)
+    held, chosen = spar_reduce_scatter(team, held, blocks)
 
     rungs = self.rungs(n, comm.size)
-    own, lost, merged, sag_words = self._spar_all_gather(member, sent, held.length, state.shared, rungs)
-    for entries in lost:
-      held = held.add(jax.tree.map(lambda x: x[None], entries))
+    own = jax.tree.map(lambda x: x[:1], chosen)
+    own, lost, merged, sag_words = self._spar_all_gather(member, own, sums, state, rungs)
     largest = comm.all_reduce(merged, "max") if self.is_bruck else merged
-    kept, gather_words = _all_gather(team, own, largest, rungs, held.length)
+    kept, off, gather_words = _all_gather(team, own, largest, rungs, gathered)
+    for entries in lost + _divided(off, self.teams):
+      held = held.add(entries)
 
     delivered = held.places(kept.indices)
     residual = held.keeping(
       {
         "global": lambda: Sparse(delivered, held.at(delivered)),
         "partial": lambda: Sparse(delivered, jnp.zeros_like(kept.values)),
-        "local": lambda: Sparse(held.places(sent.indices), jnp.zeros_like(sent.values)),
+        "local": lambda: Sparse(held.places(chosen.indices), jnp.zeros_like(chosen.values)),
       }[self.residual]()
     )
-    shared = adapt(state.shared, largest, rungs[0], share) if self.is_bruck else state.shared
-    words = jnp.uint32(2 * share * (team.size - 1)) + sag_words + gather_words
+    words = jnp.uint32(_words_of(blocks.codec, team.size, share)) + sag_words + gather_words
     counters = Counters(
-      words, words, selected=share * team.size, delivered=jnp.count_nonzero(kept.values), merged=largest
+      words,
+      words,
+      selected=sparse.count(chosen, held.length),
+      delivered=jnp.count_nonzero(kept.values),
+      merged=largest,
     )
-    return Reduced(Sparse(delivered, kept.values), state._replace(residual=residual, shared=shared), counters)
+    next_state = self._next(state, chosen, held.length, largest, rungs[0])
+    return Reduced(Sparse(delivered, kept.values), next_state._replace(residual=residual), counters)
 
   def _spar_all_gather(
-    self, member: Comm, sent: Sparse, length: int, adaptive: Adaptive, rungs: tuple[int, ...]
+    self, member: Comm, own: Sparse, wire: Wired, state: State, rungs: tuple[int, ...]
   ) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
-    """Adds up this worker's block, row 0 of `sent`, over teams: (own [L], what it lost, different indices, words)."""
-    own = jax.tree.map(lambda x: x[0], sent)
+    """Adds up this worker's block over teams: (own [1, L], what it lost, different indices, words)."""
+    share = own.indices.size
     if self.is_bruck:
-      return b_sag(member, own, adaptive.h, rungs, length)
-    own, lost = r_sag(member, own, length)
-    words = jnp.uint32(2 * own.indices.size * len(routes.strides(self.teams)))
-    return own, lost, jnp.int32(own.indices.size), words
+      return b_sag(member, own, state.shared.adaptive.h, rungs, wire)
+    own, lost = r_sag(member, own, wire)
+    words = jnp.uint32(wire.codec.words(1, share) * len(routes.strides(self.teams)))
+    return own, lost, jnp.int32(share), words
+
+  def _selector(self, state: State) -> SelectorOf:
+    return {
+      "exact": lambda: selectors.exact,
+      "chunked": lambda: selectors.chunked,
+      "reuse": lambda: selectors.above(state.worker),
+    }[self.selector]()
+
+  def _codecs(self, length: int) -> tuple[Codec, Codec, Codec]:
+    """How blocks travel, their sums over teams, and what is gathered. Sums of teams are not one entry a chunk."""
+    sums = codec_of(self.wire, length)
+    blocks = codec_of(self.wire, length, by_chunk=self.selector == "chunked")
+    return blocks, sums, blocks if self.teams == 1 else sums
+
+  def _wires(self, team: Comm, length: int, state: State) -> list[Wired]:
+    key = None
+    if self.wire == "int8":  # the same for the same block of every team, which must round alike
+      key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), state.shared.step), team.rank)
+    return [Wired(codec, length, self.wire, key) for codec in self._codecs(length)]
+
+  def _next(self, state: State, chosen: Sparse, length: int, merged: jax.Array, low: int) -> State:
+    """The state after this step, but for the residual."""
+    shared = state.shared
+    if self.is_bruck:
+      shared = shared._replace(adaptive=adapt(shared.adaptive, merged, low, chosen.indices.shape[1]))
+    if self.wire == "int8":
+      shared = shared._replace(step=shared.step + 1)
+    if self.selector == "reuse":
+      state = state._replace(worker=selectors.next_bounds(state.worker, chosen, length))
+    return state._replace(shared=shared)
 
 
 def _is_power_of_two(number: int) -> bool:
   return number & (number - 1) == 0
 
 
-def spar_reduce_scatter(comm: Comm, held: Held) -> tuple[Held, Sparse]:
+def spar_reduce_scatter(comm: Comm, held: Held, wire: Wired) -> tuple[Held, Sparse]:
   """Sums P blocks over P workers, L entries of each, cut just before they leave (§3.1).
 
   In the home frame row b is block (rank + b) mod P. The bag of a stride s is then rows s … 2s − 1, clipped at P, and
@@ -218,56 +319,82 @@ def spar_reduce_scatter(comm: Comm, held: Held) -> tuple[Held, Sparse]:
   Args:
     comm: the workers.
     held: gradient + residual of this worker.
+    wire: how bags are written.
 
   Returns:
-    (held, sent): what this worker has left, received parts included, and the `Sparse` [P, L] that it selected in each
-    row. Row 0 of `sent` is this worker's block of the sum; the others have left.
+    (held, chosen): what this worker has left, parts received and what was rounded off included, and the `Sparse`
+    [P, L] that it selected in each row. Row 0 of `chosen` is this worker's block of the sum; the others have left.
   """
   bags = []
   for stride in routes.strides(comm.size):
-    held, bag = held.take(stride, min(2 * stride, comm.size))
-    held = held.receive(comm.shift(bag, stride), rows=stride)
+    bag = held.largest(stride, min(2 * stride, comm.size))
+    message, off = wire.encode(bag, stride)
+    held = held.left(off, stride)
+    held = held.receive(wire.codec.decode(comm.shift(message, stride)), rows=stride)
     bags.append(bag)
-  held, own = held.take(0, 1)
+  own = held.largest(0, 1)
+  held = held.left(own._replace(values=jnp.zeros_like(own.values)), 0)
   return held, jax.tree.map(lambda *rows: jnp.concatenate(rows), own, *reversed(bags))
 
 
+def _words_of(codec: Codec, size: int, share: int) -> int:
+  """Words of all bags of a reduce-scatter over `size` workers, or of as many rows gathered."""
+  return sum(codec.words(min(stride, size - stride), share) for stride in routes.strides(size))
+
+
 def _all_gather(
-  team: Comm, own: Sparse, largest: jax.Array, rungs: tuple[int, ...], length: int
-) -> tuple[Sparse, jax.Array]:
-  """The blocks of all workers of a team, [P/d, L] in the home frame, and the words that took."""
+  team: Comm, own: Sparse, largest: jax.Array, rungs: tuple[int, ...], wire: Wired
+) -> tuple[Sparse, Sparse | None, jax.Array]:
+  """The blocks of all workers of a team, [P/d, L] in the home frame, what was rounded off of the own one, and words."""
   share = own.indices.size
 
-  def gather(capacity: int) -> tuple[Sparse, jax.Array]:
-    rows = all_gather(team, jax.tree.map(lambda x: x[:capacity], own))
-    return sparse.widened(rows, share, length), jnp.uint32(2 * capacity * (team.size - 1))
+  def gather(capacity: int) -> tuple[Sparse, Sparse | None, jax.Array]:
+    message, off = wire.encode(jax.tree.map(lambda x: x[:, :capacity], own), 0)
+    rows = wire.codec.decode(gathered_rows(team, message))
+    words = jnp.uint32(_words_of(wire.codec, team.size, capacity))
+    lost = sparse.widened(off, share, wire.length) if wire.rounds else None
+    return sparse.widened(rows, share, wire.length), lost, words
 
   return ladder.climb(rungs, largest, gather)
 
 
-def r_sag(member: Comm, own: Sparse, length: int) -> tuple[Sparse, list[Sparse]]:
+def _divided(entries: Sparse | None, by: int) -> list[Sparse]:
+  """What each of `by` workers keeps of entries that all of them lose alike."""
+  return [] if entries is None else [entries._replace(values=entries.values / by)]
+
+
+def gathered_rows(comm: Comm, rows: Any) -> Any:
+  """`all_gather` of pytrees of a single row, as rows."""
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), all_gather(comm, rows))
+
+
+def r_sag(member: Comm, own: Sparse, wire: Wired) -> tuple[Sparse, list[Sparse]]:
   """Adds up one block over 2^j teams by recursive doubling, cut to its largest entries after each step (§3.3.1).
 
   Args:
     member: the workers that hold this block, one of each team.
-    own: [L] entries of the block.
-    length: of the block.
+    own: [1, L] entries of the block.
+    wire: how they are written.
 
   Returns:
-    (own, lost): the sum, and what each step dropped. Step t = 0, 1, … drops the same at 2^(t + 1) workers, so each of
-    them keeps 1/2^(t + 1) of it. (The paper's "half" is right for the first step only.)
+    (own, lost): the sum, and what each step lost, [1, …] each. Step t = 0, 1, … drops the same at 2^(t + 1) workers, so
+    each of them keeps 1/2^(t + 1) of it. (The paper's "half" is right for the first step only.) What it rounds off is
+    the same at 2^t.
   """
   lost = []
-  for step, stride in enumerate(reversed(routes.strides(member.size)), start=1):
-    got = member.permute(own, routes.partners(member.size, stride))
-    both = jax.tree.map(lambda mine, theirs: jnp.stack([mine, theirs]), own, got)
-    own, rest = sparse.largest(sparse.merge(both, length), own.indices.size, length)
-    lost.append(rest._replace(values=rest.values / 2**step))
+  for step, stride in enumerate(reversed(routes.strides(member.size))):
+    message, off = wire.encode(own, _SUMS + step)
+    got = member.permute(message, routes.partners(member.size, stride))
+    mine, theirs = wire.codec.decode(message), wire.codec.decode(got)
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), mine, theirs)
+    kept, rest = sparse.largest(sparse.merge(both, wire.length), own.indices.size, wire.length)
+    own, rest = (jax.tree.map(lambda x: x[None], entries) for entries in (kept, rest))
+    lost += _divided(rest, 2 ** (step + 1)) + _divided(off if wire.rounds else None, 2**step)
   return own, lost
 
 
 def b_sag(
-  member: Comm, own: Sparse, h: jax.Array, rungs: tuple[int, ...], length: int
+  member: Comm, own: Sparse, h: jax.Array, rungs: tuple[int, ...], wire: Wired
 ) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
   """Adds up the h largest entries of one block of each team, for any number of teams (§3.3.2).
 
@@ -275,28 +402,31 @@ def b_sag(
 
   Args:
     member: the workers that hold this block, one of each team.
-    own: [L] entries of the block.
+    own: [1, L] entries of the block.
     h: i32[], how many of them travel.
     rungs: the sizes of a message that are compiled, up to L.
-    length: of the block.
+    wire: how they are written.
 
   Returns:
-    (own, lost, merged, words): the L largest entries of the sum, what was not sent, the number N of different indices
-    that came together, and the words sent.
+    (own, lost, merged, words): the L largest entries of the sum, what was not sent or rounded off, the number N of
+    different indices that came together, and the words sent.
   """
-  share, teams = own.indices.size, member.size
-  own, _ = sparse.largest(own, share, length)
+  share, length = own.indices.size, wire.length
+  in_order, _ = sparse.largest(jax.tree.map(lambda x: x[0], own), share, length)
   travels = jnp.arange(share, dtype=jnp.int32) < h
-  head, tail = sparse.where(travels, own, length), sparse.where(~travels, own, length)
+  head, tail = (jax.tree.map(lambda x: x[None], sparse.where(mask, in_order, length)) for mask in (travels, ~travels))
 
-  def gather(capacity: int) -> tuple[Sparse, jax.Array, jax.Array]:
-    rows = in_rank_order(member, all_gather(member, jax.tree.map(lambda x: x[:capacity], head)))
+  def gather(capacity: int) -> tuple[Sparse, Sparse | None, jax.Array, jax.Array]:
+    message, off = wire.encode(jax.tree.map(lambda x: x[:, :capacity], head), _SUMS)
+    rows = in_rank_order(member, wire.codec.decode(gathered_rows(member, message)))
     merged = sparse.merge(rows, length)
     kept, _ = sparse.largest(merged, share, length)
-    return kept, sparse.count(merged, length), jnp.uint32(2 * capacity * (teams - 1))
+    lost = sparse.widened(off, share, length) if wire.rounds else None
+    words = jnp.uint32(_words_of(wire.codec, member.size, capacity))
+    return jax.tree.map(lambda x: x[None], kept), lost, sparse.count(merged, length), words
 
-  kept, merged, words = ladder.climb(rungs, h, gather)
-  return kept, [tail], merged, words
+  kept, lost, merged, words = ladder.climb(rungs, h, gather)
+  return kept, [tail, *_divided(lost, by=1)], merged, words
 
 
 def adapt(state: Adaptive, merged: jax.Array, low: int, share: int) -> Adaptive:

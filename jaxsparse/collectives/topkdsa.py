@@ -21,9 +21,9 @@ from jaxsparse import ladder, routes, sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, exchange, in_rank_order
-from jaxsparse.select import top_k
+from jaxsparse.select import packed, threshold, top_k
 from jaxsparse.transform import transform_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 
 def topkdsa_transform(
@@ -83,25 +83,26 @@ class TopkDSA(SparseCollective):
     chosen, _ = sparse.largest(top_k(home, k), k, n)  # where messages are full, the smallest stay
     region = chosen.indices // length
     fullest = comm.all_reduce(jnp.bincount(region, length=size).max(), "max")
+    capacities = self.capacities(n, size)
+    chunks = sparse.split(chosen, region, size, capacities[-1], n)
 
-    def deliver(capacity: int) -> tuple[jax.Array, jax.Array, Counters]:
-      chunks = sparse.split(chosen, region, size, capacity, n)
-      rows = exchange(comm, chunks)
-      own = sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length)
-      total, words = _gather(comm, own, most=size * capacity, even=-(-k // size))
-      total = total[:n]
-      sent = sparse.count(chunks, n)
-      counters = Counters(
-        words_sent=words + jnp.uint32(2 * capacity * (size - 1)),
-        words_used=2 * (sent - sparse.count(jax.tree.map(lambda x: x[comm.rank], chunks), n)) + words.astype(jnp.int32),
-        selected=jnp.int32(k),
-        delivered=jnp.count_nonzero(total),
-        overflow=k - sent,
-      )
-      return total, sparse.undelivered(home, chunks, total), counters
+    def deliver(capacity: int) -> tuple[Sparse, jax.Array]:
+      rows = exchange(comm, jax.tree.map(lambda x: x[:, :capacity], chunks))
+      return sparse.widened(rows, capacities[-1], n), jnp.uint32(2 * capacity * (size - 1))
 
-    total, residual, counters = ladder.climb(self.capacities(n, size), fullest, deliver)
-    return Reduced(total, state._replace(residual=residual), counters)
+    rows, split_words = ladder.climb(capacities, fullest, deliver)
+    own = sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length)
+    regions, words = _gather(comm, own, most=size * capacities[-1], even=-(-k // size))
+    total = regions[:n]
+    sent = sparse.count(chunks, n)
+    counters = Counters(
+      words_sent=split_words + words,
+      words_used=2 * (sent - sparse.count(jax.tree.map(lambda x: x[comm.rank], chunks), n)) + words.astype(jnp.int32),
+      selected=k,
+      delivered=jnp.count_nonzero(total),
+      overflow=k - sent,
+    )
+    return Reduced(total, state._replace(residual=sparse.undelivered(home, chunks, total)), counters)
 
 
 def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array, jax.Array]:
@@ -118,14 +119,17 @@ def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array
   capacities = ladder.rungs(min(few, even), few, count=4) if few else ()
   if most > few:
     capacities += (length,)
-  fullest = comm.all_reduce(jnp.count_nonzero(own).astype(jnp.int32), "max")
+  chosen = packed.pack(own != 0)
+  fullest = comm.all_reduce(packed.count(chosen), "max")
+  entries = threshold.first(own, chosen, few) if few else None
 
   def gather(capacity: int) -> tuple[jax.Array, jax.Array]:
     if capacity == length:
       regions = in_rank_order(comm, all_gather(comm, own))
       return regions.reshape(-1), jnp.uint32(length * (size - 1))
-    rows = in_rank_order(comm, all_gather(comm, top_k(own, capacity)))
+    rows = in_rank_order(comm, all_gather(comm, jax.tree.map(lambda x: x[:capacity], entries)))
     places = rows.indices + length * jnp.arange(size, dtype=jnp.int32)[:, None]
+    places = jnp.where(rows.indices < length, places, size * length)
     return sparse.put(jnp.zeros(size * length), places, rows.values), jnp.uint32(2 * capacity * (size - 1))
 
   return ladder.climb(capacities, fullest, gather)

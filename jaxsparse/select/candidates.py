@@ -19,7 +19,7 @@ class Candidates(NamedTuple):
   Attributes:
     indices: i32[rows, c], places within the block, ascending; the block's length where a slot is empty.
     low: i32[rows], the key (`order.keys_of`) that all of them reach and no other entry of the block does.
-    hit: bool[rows], whether at least as many as were wanted reach it, and all of them found a slot.
+    hit: bool[rows], whether all of them found a slot, and they are as many as were wanted if the bound is a guess.
   """
 
   indices: jax.Array
@@ -37,16 +37,19 @@ def worthwhile(length: int, share: int) -> bool:
   return length > _SAMPLES and _capacity(length, share) < length // 2
 
 
-def candidates(parts: Sequence[jax.Array], length: int, share: int, blocks: jax.Array) -> Candidates:
+def candidates(
+  parts: Sequence[jax.Array], length: int, share: int, blocks: jax.Array, known: jax.Array | None = None
+) -> Candidates:
   """Candidates for the `share` largest entries of each block of the sum of `parts`.
 
-  A bound is taken from a sample of each block; one pass packs which entries reach it.
+  A bound is known, or guessed from a sample of each block; one pass packs which entries reach it.
 
   Args:
     parts: f32[n] each; their sum is never written out.
     length: of a block; block b starts at b · length. What lies beyond n counts as zeros, and is never a candidate.
     share: entries wanted of each block.
     blocks: i32[⌈n / length⌉], the block of each row of the result, each once.
+    known: i32[rows], at least 1: the keys that candidates are to reach, however few do.
 
   Returns:
     `Candidates` by row.
@@ -59,7 +62,7 @@ def candidates(parts: Sequence[jax.Array], length: int, share: int, blocks: jax.
   """
   parts = [jnp.asarray(part) for part in parts]
   n, count, capacity = parts[0].size, blocks.size, _capacity(length, share)
-  low = _bounds(parts, length, share, count)
+  low = _bounds(parts, length, share, count) if known is None else jnp.zeros_like(known).at[blocks].set(known)
   first = jnp.arange(0, n, packed.BITS, dtype=jnp.int32)
   last = jnp.minimum(first + (packed.BITS - 1), n - 1)
   # Two blocks may share a word, which then takes the lower bound; what only reaches that is left out below.
@@ -75,7 +78,9 @@ def candidates(parts: Sequence[jax.Array], length: int, share: int, blocks: jax.
   keys = order.keys_of(_at(parts, places))
   valid = (slots < end) & (places < n) & (keys >= low[blocks][:, None])
   found = jnp.sum(valid.astype(jnp.float32), axis=1)
-  hit = (found >= share) & (end[:, 0] - begin[:, 0] <= capacity) & (end[:, 0] < everywhere.size)
+  hit = (
+    (found >= (share if known is None else 0)) & (end[:, 0] - begin[:, 0] <= capacity) & (end[:, 0] < everywhere.size)
+  )
   return Candidates(jnp.where(valid, places - (blocks * length)[:, None], length), low[blocks], hit)
 
 

@@ -105,13 +105,15 @@ def largest(keys: jax.Array, k: int, bound: jax.Array) -> jax.Array:
   return above | (ties & (jnp.arange(keys.size, dtype=jnp.int32) <= last))
 
 
-def largest_of(keys: jax.Array, places: jax.Array, k: int, low: jax.Array, reach_low: jax.Array) -> jax.Array:
+def largest_of(
+  keys: jax.Array, places: jax.Array, k: jax.Array | int, low: jax.Array, reach_low: jax.Array
+) -> jax.Array:
   """Which keys of each row are its k largest, ties to the lowest place: bool[rows, n] with k set in each.
 
   Args:
     keys: i32[rows, n], n a multiple of 256.
     places: i32[rows, n], at least 0, in any order; those of equal keys differ.
-    k: at most n.
+    k: at most n; i32[rows], or for all.
     low: i32[rows], which at least k keys of the row reach.
     reach_low: i32[rows], how many do.
 

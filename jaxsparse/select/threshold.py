@@ -45,6 +45,26 @@ def at_ordinals(words: jax.Array, ordinals: jax.Array) -> jax.Array:
   return jax.vmap(lambda ordinal: packed.place(words, ordinal))(ordinals)
 
 
+def first(x: jax.Array, words: jax.Array, capacity: int) -> Sparse:
+  """The first `capacity` selected entries, in the order of their indices.
+
+  Args:
+    x: f32[n].
+    words: of `selected`.
+    capacity: slots.
+
+  Returns:
+    [capacity] entries; empty slots have index n.
+
+  Example:
+    >>> x = jnp.array([3.0, 0.0, -2.0, 1.0])
+    >>> first(x, selected(x, jnp.float32(1)), 2).indices
+    Array([0, 2], dtype=int32)
+  """
+  indices = jnp.minimum(packed.places(words, capacity), x.size)
+  return Sparse(indices, sparse.at(x, indices))
+
+
 def in_regions(x: jax.Array, words: jax.Array, bounds: jax.Array, capacity: int) -> Sparse:
   """The first `capacity` selected entries of each region, in the order of their indices.
 

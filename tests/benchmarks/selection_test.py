@@ -32,7 +32,7 @@ def test_every_program_is_checked_and_timed():
   assert [row["missed"] for row in rows.values()] == [False, False, True]  # all equal is too many for any bracket
   update = result["update"]
   assert (update["workers"], update["fallbacks"]) == (2, 0)
-  assert update["buffers"] > 1  # its mean
+  assert 0 < update["buffers"] <= 3  # the mean takes the place of the donated gradients
   assert any(one["note"] == "in place" for one in update["passes"])
   assert sum(one["reads"] for one in update["passes"]) >= 4  # gradient and residual, to select and for the rest
   assert {goal["met"] is None for goal in result["goals"]} == {False}
