@@ -10,11 +10,11 @@ import dataclasses
 from typing import Self
 
 import jax
-import jax.numpy as jnp
 
 from jaxsparse import selectors, sparse
-from jaxsparse.selectors import Blocks, Selector, SelectorOf
-from jaxsparse.types import Before, Comm, Kept, Sparse
+from jaxsparse.blocks import Blocks
+from jaxsparse.selectors import Selector, SelectorOf
+from jaxsparse.types import Before, Kept, Sparse
 
 _NEUTRAL = -0.0  # changes no bit of what it is added to
 
@@ -28,27 +28,26 @@ class Held(Blocks):
     selector: what chooses the entries of a row that are sent.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> from jaxsparse.comm import SoloComm
-    >>> held = Held.of(SoloComm(2), jnp.array([1.0, 2.0, 4.0, 3.0]), jnp.array([0.5, 0.0, 0.0, 0.0]), share=1)
+    >>> blocks = Blocks.of(SoloComm(2), jnp.array([1.0, 2.0, 4.0, 3.0]), jnp.array([0.5, 0.0, 0.0, 0.0]), share=1)
+    >>> held = Held.starting(blocks)
     >>> bag = held.largest(1, 2)
     >>> bag.indices, bag.values
     (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
     >>> held = held.left(bag._replace(values=jnp.zeros((1, 1))), first=1)
-    >>> held.receive(Sparse(jnp.array([[1]]), jnp.array([[10.0]])), rows=1).at(jnp.arange(5))
-    Array([ 1.5, 12. ,  0. ,  3. ,  0. ], dtype=float32)
+    >>> held.receive(Sparse(jnp.array([[1]]), jnp.array([[10.0]])), rows=1).remaining(jnp.array([[0, 1], [0, 1]]))
+    Array([[ 1.5, 12. ],
+           [ 0. ,  3. ]], dtype=float32)
   """
 
   before: tuple[Before, ...]
   selector: Selector
 
   @classmethod
-  def of(
-    cls, comm: Comm, grads: jax.Array, residual: jax.Array, share: int, selector: SelectorOf = selectors.exact
-  ) -> Self:
-    """Starts with gradient + residual, in blocks for the workers of `comm`."""
-    order = (comm.rank + jnp.arange(comm.size, dtype=jnp.int32)) % comm.size
-    blocks = Blocks(grads, residual, order, length=-(-grads.size // comm.size), share=share)
-    return cls(**vars(blocks), before=(), selector=selector(blocks))
+  def starting(cls, start: Blocks, selector: SelectorOf = selectors.exact) -> Self:
+    """Blocks that have not changed yet."""
+    return cls(**vars(start), before=(), selector=selector(start))
 
   def keeping(self, entries: Sparse) -> Kept:
     """The next residual: what it was at the start, but `entries`, of places among all n."""
@@ -58,6 +57,10 @@ class Held(Blocks):
     """With [rows, c] entries added to the first rows."""
     places = self.places(entries.indices)
     return self._put(places, self.at(places) + entries.values)
+
+  def remaining(self, indices: jax.Array) -> jax.Array:
+    """What is at indices [rows, c] of the first rows now, f32 like them."""
+    return self.at(self.places(indices))
 
   def largest(self, first: int, last: int) -> Sparse:
     """The `share` entries of each of rows first … last − 1 that the selector chooses, as the rows of a `Sparse`.

@@ -1,49 +1,20 @@
-"""How SparDL chooses what to send of each block: the largest entries, those above a known bound, or one of each chunk.
+"""How SparDL chooses what to send of each block: the largest entries, or those of them above a known bound.
 
 What a worker holds changes while parts of the sum arrive, so a selector is asked again in every round, and told what
 arrived. It is a value: what it is told makes another one of it.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import select, sparse
-from jaxsparse.select import candidates, chunks, order, packed
+from jaxsparse import select
+from jaxsparse.blocks import Blocks
+from jaxsparse.select import candidates, order, packed
 from jaxsparse.select.candidates import Candidates
-from jaxsparse.select.chunks import Champions
 from jaxsparse.types import Sparse
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-  """A vector of one worker, the sum of two, in P blocks; row b is block (rank + b) mod P, so that row 0 is its own.
-
-  Attributes:
-    grads: f32[n], at first the gradient.
-    residual: f32[n], at first the residual.
-    blocks: i32[P], the block of each row.
-    length: of a block; the last ones may reach beyond n.
-    share: entries that are chosen of a row at a time.
-  """
-
-  grads: jax.Array
-  residual: jax.Array
-  blocks: jax.Array
-  length: int
-  share: int
-
-  def places(self, indices: jax.Array, first: int = 0) -> jax.Array:
-    """Where indices [rows, c] within rows first … are among all n; n for empty slots and padding."""
-    n, blocks = self.grads.size, self.blocks[first : first + len(indices)]
-    return jnp.where(indices < self.length, jnp.minimum(indices + self.length * blocks[:, None], n), n)
-
-  def at(self, places: jax.Array) -> jax.Array:
-    """What is at `places`, f32 like them; 0 beyond the end."""
-    return sparse.at(self.grads, places) + sparse.at(self.residual, places)
 
 
 class Selector(Protocol):
@@ -126,14 +97,6 @@ def next_bounds(bounds: jax.Array, chosen: Sparse, length: int) -> jax.Array:
   return jnp.where(full == 1, least, bounds * (0.75 + full / 4))
 
 
-def chunked(held: Blocks) -> Selector:
-  """The largest known entry of each of `share` chunks of each row: no bound, and slot j holds an entry of chunk j.
-
-  Known are the largest of each chunk at the start, and what was received since.
-  """
-  return _Chunked(chunks.champions((held.grads, held.residual), held.length, held.share, held.blocks))
-
-
 class _Everything(NamedTuple):
   """Looks at whole blocks.
 
@@ -190,27 +153,6 @@ class _Among(NamedTuple):
     new = jnp.pad(new, ((0, rows - len(new)), (0, more)), constant_values=end)
     among = Candidates(jnp.concatenate([among.indices[:rows], new], axis=1), among.low[:rows], among.hit[:rows])
     return self._replace(among=among, arrived=packed.with_new(self.arrived, jnp.where(known, n, places), n)), known
-
-
-class _Chunked(NamedTuple):
-  """Compares what arrives with the champion of its chunk."""
-
-  best: Champions
-
-  def choose(self, held: Blocks, first: int, last: int) -> jax.Array:
-    del held
-    return self.best.indices[first:last]
-
-  def told(
-    self, held: Blocks, got: Sparse, places: jax.Array, values: jax.Array, rows: int
-  ) -> tuple[Selector, jax.Array]:
-    del places
-    known = jax.tree.map(lambda x: x[: len(values)], self.best)
-    keys = jnp.where(got.indices < held.length, order.keys_of(values + got.values), -1)
-    wins = (got.indices == known.indices) | (keys > known.keys)
-    best = Champions(jnp.where(wins, got.indices, known.indices), jnp.where(wins, keys, known.keys))
-    rest = jax.tree.map(lambda x: x[len(values) : rows], self.best)
-    return _Chunked(jax.tree.map(lambda a, b: jnp.concatenate([a, b]), best, rest)), keys
 
 
 def _candidates_of(held: Blocks, known: jax.Array | None = None) -> Candidates:

@@ -25,7 +25,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     {"teams": 8, "sag": "bruck"},
     {"selector": "chunked", "wire": "bf16"},
     {"selector": "reuse", "wire": "int8", "teams": 2},
-    {"selector": "chunked", "wire": "int8", "teams": 3},
+    {"wire": "int8", "teams": 3},
   ],
 }
 BESIDE: dict[tuple[str, Any], dict[str, Any]] = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxsparse.select import candidates, exact, order, packed, threshold, top_k
+from jaxsparse.select import candidates, chunks, exact, order, packed, threshold, top_k
 from tests.reference import largest
 
 floats = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, np.inf, -np.inf, np.nan, 1e-42, 3e38]) | st.floats(width=32)
@@ -129,6 +129,34 @@ def test_candidates_hold_the_largest_of_every_block():
     reached = np.flatnonzero(np.abs(padded[block]).view(np.int32) >= low)
     assert indices[indices < length].tolist() == reached.tolist()
     assert len(reached) >= share
+
+
+def test_known_bounds_take_the_place_of_a_sample():
+  gradient, length = GRADIENTS["normal"], -(-N // 3)
+  blocks, bounds = np.array([1, 2, 0], np.int32), np.array([3.0, 9.0, 2.0], np.float32)
+  known = jnp.array(bounds).view(jnp.int32)
+  found = candidates.candidates([gradient], length, 300, blocks, known)
+  assert found.hit.tolist() == [True, True, False]  # the last are more than there is room for
+  for block, bound, indices in zip(blocks[:2], bounds[:2], np.asarray(found.indices)[:2], strict=True):
+    block = gradient[block * length : (block + 1) * length]
+    assert indices[indices < length].tolist() == np.flatnonzero(np.abs(block) >= bound).tolist()
+
+
+@pytest.mark.parametrize(
+  ("n", "workers", "count"), [(1, 1, 1), (30, 3, 4), (5, 4, 1), (103, 5, 3), (10_000, 3, 7), (30_000, 2, 3000)]
+)
+def test_champions_of_chunks(n, workers, count):
+  """Small whole numbers, whose last bits are zeros and of which some tie; with a NaN, and blocks short or empty."""
+  random, length = np.random.default_rng(n), -(-n // workers)
+  parts = random.integers(-9, 10, (2, n)).astype(np.float32)
+  parts[1, n // 2] = np.nan
+  blocks = random.permutation(workers).astype(np.int32)
+  best = jax.jit(lambda *parts: chunks.champions(parts, length, count, blocks))(*parts)
+  for block, indices in zip(blocks, np.asarray(best), strict=True):
+    values = np.nan_to_num(np.abs(parts.sum(0)[block * length : (block + 1) * length]), nan=np.inf)
+    of_chunks = [values[chunk::count] for chunk in range(count)]
+    expected = [chunk + count * np.argmax(x) if x.size else length for chunk, x in enumerate(of_chunks)]
+    assert indices.tolist() == expected
 
 
 @pytest.mark.parametrize("n", [2**17, 2**17 - 1, 2**17 + 1])

@@ -36,10 +36,11 @@ import optax
 
 from jaxsparse import ladder, routes, selectors, sparse
 from jaxsparse._compat import AxisName
+from jaxsparse.blocks import Blocks
+from jaxsparse.chunked import Chunked
 from jaxsparse.collectives._base import SparseCollective, check_whole
 from jaxsparse.comm import all_gather, in_rank_order
 from jaxsparse.held import Held
-from jaxsparse.selectors import SelectorOf
 from jaxsparse.transform import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 from jaxsparse.wire import Codec, Wire, codec_of
@@ -183,6 +184,11 @@ class SparDL(SparseCollective):
       raise ValueError(
         f"{self.name}: sag='recursive' with teams={self.teams}, choose a power of two, or sag='bruck' or 'auto'"
       )
+    if self.selector == "chunked" and self.teams > 1:
+      raise ValueError(
+        f"{self.name}: selector='chunked' with teams={self.teams}: sums of teams are no longer one entry a chunk, "
+        "choose teams=1, or another selector"
+      )
 
   @property
   def conserves(self) -> bool:
@@ -224,36 +230,36 @@ class SparDL(SparseCollective):
 
   def cost(self, n: int, size: int) -> Cost:
     share, team = self.share(n, size), size // self.teams
-    blocks, sums, gathered = self._codecs(-(-n // team))
+    blocks, sums = self._codecs(-(-n // team))
     rounds = len(routes.strides(self.teams))  # R-SAG sends L entries in each; B-SAG up to L of each other team
     sag = _words_of(sums, self.teams, share) if self.is_bruck else rounds * sums.words(1, share)
-    words = _words_of(blocks, team, share) + sag + _words_of(gathered, team, share)
+    words = 2 * _words_of(blocks, team, share) + sag
     return Cost(2 * len(routes.strides(team)) + rounds, words, agreements=int(self.is_bruck))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, share = grads.size, self.share(grads.size, comm.size)
     team, member = comm.split(self.teams)
-    held = Held.of(team, grads, state.residual, share, self._selector(state))
-    blocks, sums, gathered = self._wires(team, held.length, state)
-    held, chosen = spar_reduce_scatter(team, held, blocks)
+    held = self._held(Blocks.of(team, grads, state.residual, share), state)
+    inside, between = self._wires(team, held.length, state)
+    held, chosen = spar_reduce_scatter(team, held, inside)
 
     rungs = self.rungs(n, comm.size)
     own = jax.tree.map(lambda x: x[:1], chosen)
-    own, lost, merged, sag_words = self._spar_all_gather(member, own, sums, state, rungs)
+    own, lost, merged, sag_words = self._spar_all_gather(member, own, between, state, rungs)
     largest = comm.all_reduce(merged, "max") if self.is_bruck else merged
-    kept, off, gather_words = _all_gather(team, own, largest, rungs, gathered)
+    kept, off, gather_words = _all_gather(team, own, largest, rungs, inside)
     for entries in lost + _divided(off, self.teams):
       held = held.add(entries)
 
     delivered = held.places(kept.indices)
     residual = held.keeping(
       {
-        "global": lambda: Sparse(delivered, held.at(delivered)),
+        "global": lambda: Sparse(delivered, held.remaining(kept.indices)),
         "partial": lambda: Sparse(delivered, jnp.zeros_like(kept.values)),
         "local": lambda: Sparse(held.places(chosen.indices), jnp.zeros_like(chosen.values)),
       }[self.residual]()
     )
-    words = jnp.uint32(_words_of(blocks.codec, team.size, share)) + sag_words + gather_words
+    words = jnp.uint32(_words_of(inside.codec, team.size, share)) + sag_words + gather_words
     counters = Counters(
       words,
       words,
@@ -275,18 +281,14 @@ class SparDL(SparseCollective):
     words = jnp.uint32(wire.codec.words(1, share) * len(routes.strides(self.teams)))
     return own, lost, jnp.int32(share), words
 
-  def _selector(self, state: State) -> SelectorOf:
-    return {
-      "exact": lambda: selectors.exact,
-      "chunked": lambda: selectors.chunked,
-      "reuse": lambda: selectors.above(state.worker),
-    }[self.selector]()
+  def _held(self, blocks: Blocks, state: State) -> Held | Chunked:
+    if self.selector == "chunked":
+      return Chunked.of(blocks)
+    return Held.starting(blocks, selectors.above(state.worker) if self.selector == "reuse" else selectors.exact)
 
-  def _codecs(self, length: int) -> tuple[Codec, Codec, Codec]:
-    """How blocks travel, their sums over teams, and what is gathered. Sums of teams are not one entry a chunk."""
-    sums = codec_of(self.wire, length)
-    blocks = codec_of(self.wire, length, by_chunk=self.selector == "chunked")
-    return blocks, sums, blocks if self.teams == 1 else sums
+  def _codecs(self, length: int) -> tuple[Codec, Codec]:
+    """How blocks travel inside a team, and how between teams."""
+    return codec_of(self.wire, length, by_chunk=self.selector == "chunked"), codec_of(self.wire, length)
 
   def _wires(self, team: Comm, length: int, state: State) -> list[Wired]:
     key = None
@@ -310,7 +312,7 @@ def _is_power_of_two(number: int) -> bool:
   return number & (number - 1) == 0
 
 
-def spar_reduce_scatter(comm: Comm, held: Held, wire: Wired) -> tuple[Held, Sparse]:
+def spar_reduce_scatter(comm: Comm, held: Held | Chunked, wire: Wired) -> tuple[Held | Chunked, Sparse]:
   """Sums P blocks over P workers, L entries of each, cut just before they leave (§3.1).
 
   In the home frame row b is block (rank + b) mod P. The bag of a stride s is then rows s … 2s − 1, clipped at P, and

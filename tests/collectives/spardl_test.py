@@ -4,6 +4,7 @@ import pathlib
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -41,21 +42,53 @@ def test_equals_the_paper_in_numpy(workers, residual, n, k):
     np.testing.assert_array_equal(out.residuals, left)
 
 
+@pytest.mark.parametrize(("workers", "n", "k"), [(1, 50, 9), (3, 50, 9), (6, 70, 30)])
+@pytest.mark.parametrize("selector", ["exact", "chunked", "reuse"])
+@pytest.mark.parametrize("wire", ["f32", "bf16"])
+def test_selectors_and_a_rounding_wire_equal_numpy(workers, n, k, selector, wire):
+  share = -(-k // workers)
+  bounds = np.zeros((workers, workers), np.float32) if selector == "reuse" else None
+  rounded = (lambda value: value) if wire == "f32" else lambda value: value.astype(jnp.bfloat16).astype(np.float32)
+  left, state = np.zeros((workers, n), np.float32), None
+  for step in range(5):
+    grads = normals(step, workers, n)
+    choose = reference.Chunked(share, -(-n // workers)) if selector == "chunked" else reference.Largest(share, bounds)
+    totals, left, _ = reference.spardl(grads, left, k, selector=choose, rounded=rounded)
+    out = js.simulate("spardl", grads, state=state, k=k, selector=selector, wire=wire)
+    state = out.state
+    np.testing.assert_array_equal(out.total, totals[0])
+    np.testing.assert_array_equal(out.residuals, left)
+  if selector == "reuse":
+    by_row = (np.arange(workers)[:, None] + np.arange(workers)) % workers
+    np.testing.assert_allclose(
+      np.reshape(state.carried.worker, (workers, workers)), np.take_along_axis(bounds, by_row, 1), rtol=1e-6
+    )
+
+
 @hypothesis.given(
-  workers=st.integers(1, 9), n=st.integers(1, 30), share=st.floats(0, 1), seed=st.integers(0, 2**32 - 1)
+  shape=st.sampled_from([(2, 5, 1), (6, 30, 9), (9, 20, 20)]),
+  seed=st.integers(0, 2**32 - 1),
+  least=st.sampled_from([-2, 0]),
 )
-def test_equals_the_paper_with_ties(workers, n, share, seed):
+def test_equals_the_paper_with_ties(shape, seed, least):
   """Few distinct values: what is selected depends on the rule for ties, everywhere."""
-  grads = np.random.default_rng(seed).integers(-2, 3, (workers, n)).astype(np.float32)
-  k = max(1, round(share * n))
+  workers, n, k = shape
+  grads = np.random.default_rng(seed).integers(least, 3, (workers, n)).astype(np.float32)
   totals, left, _ = reference.spardl(grads, np.zeros_like(grads), k)
   out = js.simulate("spardl", grads, k=k)
   np.testing.assert_array_equal(out.total, totals[0])
   np.testing.assert_array_equal(out.residuals, left)
 
 
-@pytest.mark.parametrize("sag", ["auto", "bruck"])
-@pytest.mark.parametrize(("workers", "teams"), [(2, 2), (6, 2), (6, 3), (6, 6), (8, 4), (8, 8), (12, 4), (15, 5)])
+@pytest.mark.parametrize(
+  ("workers", "teams", "sag"),
+  [
+    *(
+      (workers, teams, "auto") for workers, teams in ((2, 2), (6, 2), (6, 3), (6, 6), (8, 4), (8, 8), (12, 4), (15, 5))
+    ),
+    *((workers, teams, "bruck") for workers, teams in ((6, 2), (8, 4), (8, 8))),
+  ],
+)
 @pytest.mark.parametrize(("n", "k"), [(7, 3), (70, 24)])
 def test_teams_equal_the_paper_in_numpy(workers, teams, sag, n, k):
   bruck = sag == "bruck" or teams & (teams - 1) > 0
@@ -100,6 +133,8 @@ def test_teams_that_do_not_fit():
     js.simulate("spardl", normals(0, 6, 20), k=3, teams=4)
   with pytest.raises(ValueError, match="sag='recursive' with teams=3, choose a power of two"):
     js.spardl_transform("workers", k=3, teams=3, sag="recursive")
+  with pytest.raises(ValueError, match="selector='chunked' with teams=2: .*, choose teams=1, or another selector"):
+    js.spardl_transform("workers", k=3, teams=2, selector="chunked")
   for teams in (0, -2, 1.5, True):
     with pytest.raises(ValueError, match=f"teams={teams!r}, choose a whole number from 1 up"):
       js.spardl_transform("workers", k=3, teams=teams)
@@ -139,21 +174,26 @@ def test_padding_never_reaches_total_or_residual():
 CANCELLING = np.random.default_rng(0).standard_normal((1, 6001))
 
 
+INPUTS = {
+  "normal": normals(0, 6, 6001),
+  "cancelling": np.concatenate(
+    [CANCELLING, -CANCELLING, 1e-3 * CANCELLING]
+  ),  # what was selected is gone when it is selected again
+  "equal": np.sign(CANCELLING).repeat(4, 0),
+  "mostly zero": np.where(np.abs(CANCELLING) > 3, CANCELLING, 0).repeat(3, 0),
+  "one large": np.where(np.arange(3) == 1, 1e6, 0)[:, None] * np.eye(3, 6001, 7)
+  + normals(3, 3, 6001),  # large here, small there
+  "half": np.where(np.arange(6001) < 3000, normals(1, 5, 6001), 100.0),  # some blocks hit, others miss
+  "not a number": normals(2, 3, 6001) * np.where(np.arange(6001) == 7, np.nan, 1),
+}
+
+
 @pytest.mark.parametrize(
-  "grads",
-  [
-    normals(0, 6, 6001),
-    np.concatenate([CANCELLING, -CANCELLING, 1e-3 * CANCELLING]),  # what was selected is gone when it is selected again
-    np.sign(CANCELLING).repeat(4, 0),
-    np.where(np.abs(CANCELLING) > 3, CANCELLING, 0).repeat(3, 0),
-    np.where(np.arange(3) == 1, 1e6, 0)[:, None] * np.eye(3, 6001, 7) + normals(3, 3, 6001),  # large here, small there
-    np.where(np.arange(6001) < 3000, normals(1, 5, 6001), 100.0),  # some blocks hit, others miss
-    normals(2, 3, 6001) * np.where(np.arange(6001) == 7, np.nan, 1),
-  ],
-  ids=["normal", "cancelling", "equal", "mostly zero", "one large", "half", "not a number"],
+  ("name", "selector"),
+  [*((name, "exact") for name in INPUTS), *((name, "reuse") for name in ("normal", "cancelling", "half"))],
 )
-def test_looking_among_candidates_changes_no_bit(monkeypatch, grads):
-  grads, config = grads.astype(np.float32), {"k": 60}
+def test_looking_among_candidates_changes_no_bit(monkeypatch, name, selector):
+  grads, config = INPUTS[name].astype(np.float32), {"k": 60, "selector": selector}
   residuals = np.where(np.arange(grads.size).reshape(grads.shape) % 3, np.float32(-0.0), np.float32(1e-40))
 
   def two_steps():

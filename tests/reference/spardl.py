@@ -4,13 +4,79 @@ Every rank holds its blocks by number. A bag of step i holds the blocks of the d
 rank, where s is the step's stride, and travels s ranks on. With teams, that happens inside each of them.
 """
 
+import itertools
+
 import numpy as np
 
 from tests.reference import added, largest
 
 
-def spardl(gradients, residuals, k, residual_kind="global", teams=1, bruck=False, adaptive=None):
-  """Totals f32[P, n] as each rank ends up with, residuals f32[P, n], and the next (h, step, flag) of Algorithm 2."""
+class Largest:
+  """Chooses the largest entries of a block, if they reach the bound of their rank and block where there are bounds."""
+
+  def __init__(self, share, bounds=None):
+    self.share, self.bounds = share, bounds
+
+  def choose(self, rank, block, values):
+    chosen = largest(dict(enumerate(values)), self.share)
+    if self.bounds is None:
+      return chosen
+    chosen = {i: value for i, value in chosen.items() if abs(value) >= self.bounds[rank, block]}
+    least = min((abs(value) for value in chosen.values()), default=None)
+    full = len(chosen) == self.share
+    self.bounds[rank, block] = least if full else self.bounds[rank, block] * (0.75 + len(chosen) / self.share / 4)
+    return chosen
+
+  def told(self, rank, block, received, values):
+    pass
+
+
+class Chunked:
+  """Chooses one entry of each chunk: the largest at the start, or what was received since and is larger.
+
+  Of a magnitude only those bits count that a word has room for beside the number of a row.
+  """
+
+  def __init__(self, share, length):
+    self.share, self.best = share, {}
+    self.spent = (-(-length // share)).bit_length()
+
+  def rank(self, value):
+    return int(np.float32(abs(value)).view(np.int32)) >> self.spent
+
+  def champions(self, rank, block, values):
+    if (rank, block) not in self.best:
+      chunks = [range(chunk, len(values), self.share) for chunk in range(self.share)]
+      largest = lambda chunk: max(chunk, key=lambda i: (self.rank(values[i]), -i), default=None)
+      self.best[rank, block] = [largest(chunk) for chunk in chunks]
+    return self.best[rank, block]
+
+  def choose(self, rank, block, values):
+    return {i: values[i] for i in self.champions(rank, block, values) if i is not None}
+
+  def told(self, rank, block, received, values):
+    """After `received` was added to `values`."""
+    best = self.champions(rank, block, values)
+    for i in received:
+      if self.rank(values[i]) > self.rank(values[best[i % self.share]]):
+        best[i % self.share] = i
+
+
+def spardl(
+  gradients,
+  residuals,
+  k,
+  residual_kind="global",
+  teams=1,
+  bruck=False,
+  adaptive=None,
+  selector=None,
+  rounded=lambda value: value,
+):
+  """Totals f32[P, n] as each rank ends up with, residuals f32[P, n], and the next (h, step, flag) of Algorithm 2.
+
+  `selector` and `rounded`, what becomes of a value that is sent, are for one team only.
+  """
   ranks, n = gradients.shape
   home = gradients + residuals
   per_team = ranks // teams
@@ -19,7 +85,8 @@ def spardl(gradients, residuals, k, residual_kind="global", teams=1, bruck=False
   blocks, sent, own = [], [], []
   for team in range(teams):
     part = home[team * per_team : (team + 1) * per_team]
-    for result, collected in zip(reduce_scatter(part, share, length), (blocks, sent, own), strict=True):
+    scattered = reduce_scatter(part, length, selector or Largest(share), rounded)
+    for result, collected in zip(scattered, (blocks, sent, own), strict=True):
       collected.extend(result)
 
   peers = lambda rank: [team * per_team + rank % per_team for team in range(teams)]
@@ -59,21 +126,25 @@ def spardl(gradients, residuals, k, residual_kind="global", teams=1, bruck=False
   return totals, kept, adapted(adaptive, most, share, teams) if bruck else None
 
 
-def reduce_scatter(home, share, length):
+def reduce_scatter(home, length, selector, rounded):
   """Spar-Reduce-Scatter in one team: of each rank what it dropped by block, the places it sent, and its sum."""
   ranks, n = home.shape
   padded = np.zeros((ranks, ranks * length), np.float32)
   padded[:, :n] = home
+  inside = [max(0, min(length, n - b * length)) for b in range(ranks)]  # of each block
   blocks = [{b: padded[r, b * length : (b + 1) * length].copy() for b in range(ranks)} for r in range(ranks)]
+  if isinstance(selector, Chunked):  # before anything is received
+    for rank, block in itertools.product(range(ranks), range(ranks)):
+      selector.champions(rank, block, blocks[rank][block][: inside[block]])
   sent = [set() for _ in range(ranks)]
 
   def cut(rank, block):
     """Line 7: keeps the largest entries of a block for sending and leaves the rest at this rank."""
-    chosen = largest(dict(enumerate(blocks[rank][block])), share)
-    for i in chosen:
-      blocks[rank][block][i] = 0
+    chosen = selector.choose(rank, block, blocks[rank][block])
+    for i, value in chosen.items():
+      blocks[rank][block][i] = value - rounded(value)
       sent[rank].add(block * length + i)
-    return chosen
+    return {i: rounded(value) for i, value in chosen.items()}
 
   stride = 1
   while stride < ranks:
@@ -88,6 +159,7 @@ def reduce_scatter(home, share, length):
       for block, entries in mail[(rank - stride) % ranks].items():
         for i, value in entries.items():
           blocks[rank][block][i] += value
+        selector.told(rank, block, entries, blocks[rank][block])
   own = [cut(rank, rank) for rank in range(ranks)]
   return blocks, sent, own
 
