@@ -6,9 +6,11 @@ package is the order of its modules:
     gradient pytree
       -> f32[n]                                flatten
       -> + residual, the largest entries       select
-      -> rounds of messages                    collectives, over comm and routes, sparse and ladder
+      -> rounds of messages                    collectives, over comm and routes, sparse, ladder and wire
       -> total, new residual                   state
       -> / P, pytree, the next transformation  transform
+
+SparDL keeps what it works on in `blocks`: `held`, with what its `selectors` choose, or `chunked`.
 
 `training` wraps that in a step over the workers of an `engine`: a mesh, of many processes too, MPI (`comm_mpi`) or the
 simulator (with `perworker` where workers have parameters of their own). `launch` starts the ranks of a run,
