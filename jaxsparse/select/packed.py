@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 BITS = 32
 _ALIGNED = 256  # slots
-_SHORT = 4096  # places
 GROUP = 8  # words, 256 places, that are counted together: enough that counts are few, few enough to search one by one
 
 
@@ -95,8 +94,6 @@ def places(words: jax.Array, capacity: int) -> jax.Array:
     >>> places(pack(jnp.array([True, False, True])), 2)
     Array([0, 2], dtype=int32)
   """
-  if BITS * words.size <= _SHORT:
-    return _sorted_places(words, capacity)
   counts = _group_counts(words)
   ends = jnp.cumsum(counts, dtype=jnp.int32)
   starts = ends - counts
@@ -182,13 +179,6 @@ def _counts(words: jax.Array) -> jax.Array:
 
 def _group_counts(words: jax.Array) -> jax.Array:
   return jnp.sum(_counts(words).reshape(-1, GROUP), axis=1, dtype=jnp.int32)
-
-
-def _sorted_places(words: jax.Array, capacity: int) -> jax.Array:
-  """`places` of a short set: one sort, which takes much less time to compile and no more to run."""
-  everything = jnp.arange(BITS * words.size, dtype=jnp.int32)
-  found = jnp.sort(jnp.where(contains(words, everything), everything, everything.size))[:capacity]
-  return jnp.pad(found, (0, capacity - found.size), constant_values=everything.size)
 
 
 def _within(words: jax.Array, group: jax.Array, rank: jax.Array) -> jax.Array:
