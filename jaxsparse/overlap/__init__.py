@@ -1,11 +1,13 @@
 """Hide what must be sent behind backward: which gradients travel together, which at once, and a program that does it.
 
+measure, link_of        backward time of each leaf of a model, and what a communication costs, measured (measured)
 plan -> Plan            groups and their predicted timeline (plans, search), priced by one simulation (network)
 figure                  its timeline as a picture (picture)
 """
 
+from jaxsparse.overlap.measured import Layers, link_of, measure
 from jaxsparse.overlap.network import Link, Sent
 from jaxsparse.overlap.picture import figure
 from jaxsparse.overlap.plans import Group, Plan, plan
 
-__all__ = ["Group", "Link", "Plan", "Sent", "figure", "plan"]
+__all__ = ["Group", "Layers", "Link", "Plan", "Sent", "figure", "link_of", "measure", "plan"]
