@@ -28,7 +28,7 @@ def loss(params, batch):
 
 def test_layers_are_in_the_order_of_the_forward_pass():
   params = params_of()
-  layers = js.overlap.measure(loss, params, jnp.ones((64, 16)), mesh_of(2), cuts=3, repetitions=2)
+  layers = js.overlap.measure(loss, params, jnp.ones((16384, 16)), mesh_of(2), cuts=3, repetitions=3)
   assert [name[3] for name in layers.names] == list("0011223344")
   leaves = jax.tree.leaves(params)
   assert list(layers.sizes) == [4.0 * leaves[number].size for number in layers.order]
