@@ -35,6 +35,7 @@ from jaxsparse.collectives.topka import topka_transform
 from jaxsparse.collectives.topkdsa import topkdsa_transform
 from jaxsparse.comm import AxisComm, SimComm
 from jaxsparse.comm_mpi import MpiComm
+from jaxsparse.overlap.buckets import bucketed_transform
 from jaxsparse.perworker import PerWorker
 from jaxsparse.simulation import Simulated, simulate
 from jaxsparse.state import Metrics, ReduceState, metrics, specs
@@ -63,6 +64,7 @@ __all__ = [
   "StepMetrics",
   "TrainStep",
   "a2sgd_transform",
+  "bucketed_transform",
   "collective_names",
   "collective_options",
   "costs",

@@ -2,12 +2,27 @@
 
 measure, link_of        backward time of each leaf of a model, and what a communication costs, measured (measured)
 plan -> Plan            groups and their predicted timeline (plans, search), priced by one simulation (network)
+bucketed_transform      the plan carried out, in a program that compiler_options keep as it is (buckets)
 figure                  its timeline as a picture (picture)
 """
 
+from jaxsparse.compiling import compiler_options
+from jaxsparse.overlap.buckets import bucketed_transform
 from jaxsparse.overlap.measured import Layers, link_of, measure
 from jaxsparse.overlap.network import Link, Sent
 from jaxsparse.overlap.picture import figure
 from jaxsparse.overlap.plans import Group, Plan, plan
 
-__all__ = ["Group", "Layers", "Link", "Plan", "Sent", "figure", "link_of", "measure", "plan"]
+__all__ = [
+  "Group",
+  "Layers",
+  "Link",
+  "Plan",
+  "Sent",
+  "bucketed_transform",
+  "compiler_options",
+  "figure",
+  "link_of",
+  "measure",
+  "plan",
+]
