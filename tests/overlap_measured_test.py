@@ -114,3 +114,17 @@ def test_unused_parameters_are_there_from_the_start():
   )
   assert layers.order == (0, 1)
   assert layers.backward_times[1] <= layers.forward + sum(layers.backward_times)
+
+
+def test_where_nothing_is_hidden_everything_is_ready_at_the_end():
+  layers = measured.Layers(("a", "b", "c"), (0, 1, 2), (1.0, 2.0, 3.0), (4.0, 4.0, 4.0), 0.5).at_the_end
+  made = js.overlap.plan("wfbp", layers.backward_times, layers.sizes, alpha=1.0, beta=0.0, gamma=1.0)
+  assert [sent.ready for sent in made.timeline] == [6.0, 6.0, 6.0]
+
+
+def test_what_a_runtime_does_at_once_is_measured():
+  runtime = js.overlap.runtime_of(mesh_of(2), repetitions=1)
+  assert runtime.start_ups > 0
+  assert 0 <= runtime.hidden <= 1
+  with pytest.raises(ValueError, match="one worker alone sends nothing"):
+    js.overlap.runtime_of(mesh_of(1))

@@ -11,6 +11,7 @@ A compilation for each leaf would take too long, so there are a few cuts, and th
 out by the operations that the jaxpr does for each leaf.
 """
 
+import functools
 import itertools
 import math
 import statistics
@@ -27,6 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxsparse import timing
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
+from jaxsparse.compiling import compiler_options
 from jaxsparse.costs import Profile, advise, label_of
 from jaxsparse.costs.counting import inner_jaxprs
 from jaxsparse.engine import engine_of
@@ -34,6 +36,9 @@ from jaxsparse.overlap.network import Link
 from jaxsparse.types import Comm
 
 _WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are
+_LINKS = 8  # short all-reduces in a chain, so that the clock and the call count little
+_SIDE, _PRODUCTS = 256, 16  # of matrices: milliseconds
+_LONGEST = 2**20  # words of the longest all-reduce
 
 
 class Layers(NamedTuple):
@@ -56,6 +61,29 @@ class Layers(NamedTuple):
   backward_times: tuple[float, ...]
   sizes: tuple[float, ...]
   forward: float
+
+  @property
+  def at_the_end(self) -> "Layers":
+    """The same where nothing can be sent before backward has ended: for a runtime that hides nothing."""
+    return self._replace(backward_times=(*[0.0] * (len(self.sizes) - 1), sum(self.backward_times)))
+
+
+class Runtime(NamedTuple):
+  """What a runtime does at once, whatever the network could.
+
+  Attributes:
+    start_ups: seconds of two short all-reduces that do not depend on each other, over those of one: 1 where they start
+      beside each other, 2 where one waits for the other, and then more than one at a time is no use (`ways=1`).
+    hidden: share of an all-reduce that arithmetic of the same length hides when it goes on meanwhile, 0 to 1. Near 0 a
+      plan had better be made for `Layers.at_the_end`.
+
+  Example:
+    >>> Runtime(start_ups=2.0, hidden=0.0).hidden
+    0.0
+  """
+
+  start_ups: float
+  hidden: float
 
 
 def measure(
@@ -126,6 +154,73 @@ def measure(
   names = tuple(jax.tree_util.keystr(leaves[leaf][0]) for leaf in reversed(order))
   sizes = tuple(float(_WORD * jnp.size(leaves[leaf][1])) for leaf in reversed(order))
   return Layers(names, tuple(reversed(order)), tuple(reversed(times)), sizes, seconds[0])
+
+
+def runtime_of(mesh: Mesh | Comm, *, axis: AxisName = "workers", repetitions: int = 5) -> Runtime:
+  """Measures whether all-reduces start beside each other, and whether they are hidden behind arithmetic.
+
+  In a run of many processes each of them calls it, and all get the same numbers.
+
+  Args:
+    mesh: the workers, as for `js.init`.
+    axis: of the mesh.
+    repetitions: of each measurement, medians count.
+
+  Returns:
+    A `Runtime`.
+
+  Raises:
+    ValueError: for one worker alone, which sends nothing, or fewer than one repetition.
+
+  Example:
+    >>> import jax, jaxsparse as js
+    >>> mesh = jax.make_mesh((2,), ("workers",), devices=jax.devices()[:2])
+    >>> 0 <= js.overlap.runtime_of(mesh, repetitions=1).hidden <= 1
+    True
+  """
+  check_whole("runtime_of", 1, repetitions=repetitions)
+  engine = engine_of(mesh, axis)
+  if engine.workers < 2:
+    raise ValueError("runtime_of: one worker alone sends nothing, give at least two")
+  split, watch = PartitionSpec(axis), timing.Stopwatch(engine, axis)
+  options = compiler_options(engine.platform)
+
+  def seconds(function: Callable, words: int) -> float:
+    program = engine.jit(lambda x: function(x[0])[None], (split,), split, options=options)
+    rows = engine.spread(np.ones(words, np.float32))
+    return statistics.median([watch.time(program, rows)[0] for _ in range(repetitions + 1)][1:])
+
+  once = functools.partial(_chain, engine.comm)
+  twice = lambda x: once(x) + once(2 * x)
+  start_ups = seconds(twice, 2 * engine.workers) / seconds(once, 2 * engine.workers)
+  arithmetic, reduce = seconds(_arithmetic, _SIDE**2), lambda x: engine.comm.all_reduce(x)
+  words = _SIDE**2
+  while (sending := seconds(reduce, words)) < arithmetic and words < _LONGEST:
+    words = min(_LONGEST, max(2 * words, round(words * arithmetic / sending)))
+  both = seconds(functools.partial(_beside, reduce), words)
+  return Runtime(start_ups, min(1.0, max(0.0, (arithmetic + sending - both) / min(arithmetic, sending))))
+
+
+def _chain(comm: Comm, x: jax.Array) -> jax.Array:
+  """Short all-reduces one after the other, each of something that differs between workers."""
+  own = x + comm.rank.astype(jnp.float32)
+  for _ in range(_LINKS):
+    x = comm.all_reduce(own + 0.5 * x)
+  return x
+
+
+def _arithmetic(x: jax.Array) -> jax.Array:
+  """Products of matrices one after the other, as in backward."""
+  square = x[: _SIDE**2].reshape(_SIDE, _SIDE)
+  for _ in range(_PRODUCTS):
+    square = jnp.tanh(square @ square)
+  return jnp.pad(square.reshape(-1), (0, x.size - _SIDE**2))
+
+
+def _beside(reduce: Callable, x: jax.Array) -> jax.Array:
+  """An all-reduce of what is there after the first product, and products that go on."""
+  first = jnp.tanh(x[: _SIDE**2].reshape(_SIDE, _SIDE) @ x[: _SIDE**2].reshape(_SIDE, _SIDE))
+  return reduce(x + first[0, 0]) + _arithmetic(x)
 
 
 def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
