@@ -23,7 +23,7 @@ jaxpr and predicts seconds from what it measures with `timing`, and `doctor` say
     params, state, metrics = step(params, state, batch)
 """
 
-from jaxsparse import costs, select
+from jaxsparse import costs, overlap, select
 from jaxsparse.collectives import Collective, SparseCollective, collective_names, collective_options, make_collective
 from jaxsparse.collectives.a2sgd import a2sgd_transform
 from jaxsparse.collectives.dense import dense_transform
@@ -37,6 +37,7 @@ from jaxsparse.collectives.topka import topka_transform
 from jaxsparse.collectives.topkdsa import topkdsa_transform
 from jaxsparse.comm import AxisComm, SimComm
 from jaxsparse.comm_mpi import MpiComm
+from jaxsparse.overlap.buckets import bucketed_transform
 from jaxsparse.perworker import PerWorker
 from jaxsparse.simulation import Simulated, simulate
 from jaxsparse.state import Metrics, ReduceState, metrics, specs
@@ -65,6 +66,7 @@ __all__ = [
   "StepMetrics",
   "TrainStep",
   "a2sgd_transform",
+  "bucketed_transform",
   "collective_names",
   "collective_options",
   "costs",
@@ -77,6 +79,7 @@ __all__ = [
   "make_transform",
   "metrics",
   "oktopk_transform",
+  "overlap",
   "qsgd_transform",
   "randomk_transform",
   "select",

@@ -31,6 +31,11 @@ class Engine(Protocol):
     processes: how many there are.
   """
 
+  @property
+  def platform(self) -> str:
+    """Of the devices."""
+    ...
+
   process: int
   processes: int
   workers: int
@@ -42,8 +47,10 @@ class Engine(Protocol):
     """The program of all workers that runs `function` at each, as `jax.shard_map` does."""
     ...
 
-  def jit(self, function: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> Any:
-    """The same compiled, with arguments and results where their specs say."""
+  def jit(
+    self, function: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = (), options: Any = None
+  ) -> Any:
+    """The same compiled, with arguments and results where their specs say, and with compiler options."""
     ...
 
   def place(self, tree: Any, specs: Any) -> Any:
@@ -87,16 +94,19 @@ class _OnMesh:
     self.process = taking_part.index(me) if me in taking_part else 0
     # XLA's CPU runtime runs the devices of a mesh on a small pool of threads: the rendezvous of steps in flight starve
     # each other until it aborts, so at most one step is in flight there.
-    self.waits = mesh.devices.flat[0].platform == "cpu"
+    self.platform = mesh.devices.flat[0].platform
+    self.waits = self.platform == "cpu"
     self._mesh = _compat.auto_mesh(mesh)
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     return _compat.shard_map(function, self._mesh, in_specs, out_specs)
 
-  def jit(self, function: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> Any:
+  def jit(
+    self, function: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = (), options: Any = None
+  ) -> Any:
     places, results = self._shardings(in_specs), self._shardings(out_specs)
     mapped = self.map(function, in_specs, out_specs)
-    return jax.jit(mapped, in_shardings=places, out_shardings=results, donate_argnums=donate)
+    return jax.jit(mapped, in_shardings=places, out_shardings=results, donate_argnums=donate, compiler_options=options)
 
   def place(self, tree: Any, specs: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
@@ -122,12 +132,18 @@ class _OnOneDevice:
   waits = False
   process, processes = 0, 1
 
+  @property
+  def platform(self) -> str:
+    return jax.default_backend()
+
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     del in_specs, out_specs
     return function
 
-  def jit(self, function: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> Any:
-    return jax.jit(self.map(function, in_specs, out_specs), donate_argnums=donate)
+  def jit(
+    self, function: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = (), options: Any = None
+  ) -> Any:
+    return jax.jit(self.map(function, in_specs, out_specs), donate_argnums=donate, compiler_options=options)
 
   def place(self, tree: Any, specs: Any) -> Any:
     del specs

@@ -128,11 +128,11 @@ def summary(carried: State, counters: Counters, comm: Comm | None = None) -> Met
   read = {
     name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in counters._asdict().items() if name != "skipped"
   }
-  residual = jnp.zeros(()) if carried.residual is None else carried.residual
+  squares = [over_workers(residual**2, "sum") for residual in jax.tree.leaves(carried.residual)]  # of each group
   return Metrics(
     **read,
     skipped=over_workers(counters.skipped.astype(jnp.int32), "max") > 0,
-    residual_norm=jnp.sqrt(over_workers(residual**2, "sum")),
+    residual_norm=jnp.sqrt(sum(squares, jnp.zeros(()))),
     drift=jnp.zeros(()),
   )
 
@@ -186,6 +186,11 @@ def reduce_states(state: Any) -> list[ReduceState]:
 def differs(state: Any) -> bool:
   """Whether the state is one of a collective whose total differs between workers."""
   return any(node.carried.due is not None for node in reduce_states(state))
+
+
+def in_groups(state: Any) -> bool:
+  """Whether the state is one of `js.bucketed_transform`: a residual for each of several communications."""
+  return any(isinstance(node.carried.residual, tuple) for node in reduce_states(state))
 
 
 def due(state: Any) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxsparse import perworker
 from jaxsparse import state as states
 from jaxsparse._compat import AxisName
+from jaxsparse.compiling import compiler_options
 from jaxsparse.engine import Engine, engine_of
 from jaxsparse.perworker import PerWorker
 from jaxsparse.types import Comm
@@ -194,7 +195,9 @@ class TrainStep:
     if structure not in self._programs:
       replicated, split, own = PartitionSpec(), PartitionSpec(self._axis), states.specs(state, self._axis)
       in_specs, out_specs = (replicated, own, split), (replicated, own, replicated)
-      self._programs[structure] = self._engine.jit(self._step, in_specs, out_specs, donate=(0, 1)), in_specs
+      options = compiler_options(self._engine.platform) if states.in_groups(state) else None
+      program = self._engine.jit(self._step, in_specs, out_specs, donate=(0, 1), options=options)
+      self._programs[structure] = program, in_specs
     return self._programs[structure]
 
   def _check(self, state: Any, batch: Any) -> None:

@@ -11,7 +11,7 @@ from jaxsparse import state as states
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import AxisComm, comm_of
 from jaxsparse.state import ReduceState
-from jaxsparse.types import Comm, Counters, Kept, Sparse
+from jaxsparse.types import Comm, Counters, Kept, Reduced, Sparse
 
 
 def make_transform(name: str, axis: _compat.AxisName | Comm, **config: Any) -> optax.GradientTransformation:
@@ -62,7 +62,7 @@ def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax
     grads, unflatten = flatten.flatten(updates)
     states.check_workers(state, comm.size)
     states.check_entries(state, grads.size)
-    _check_local(comm, grads)
+    check_local(comm, grads)
     mean, state = reduce_step(collective.for_leaves(flatten.sizes(updates)), comm, grads, state, divisor=comm.size)
     return unflatten(mean), state
 
@@ -82,8 +82,21 @@ def reduce_step(
   NaN and Inf rank above everything in selection, so one of them anywhere is in the total of every worker. All of them
   see it without an extra message, return a total of zeros and keep what they carried: the step is skipped.
   """
-  total, carried, counters = collective.reduce(comm, grads, state.carried)
-  finite = jnp.isfinite(total.values if isinstance(total, Sparse) else total).all()
+  reduced = collective.reduce(comm, grads, state.carried)
+  return applied(reduced, is_finite(reduced), grads, state, divisor)
+
+
+def is_finite(reduced: Reduced) -> jax.Array:
+  """Whether the total has neither NaN nor Inf, bool[], the same at every worker."""
+  total = reduced.total
+  return jnp.isfinite(total.values if isinstance(total, Sparse) else total).all()
+
+
+def applied(
+  reduced: Reduced, finite: jax.Array, grads: jax.Array, state: ReduceState, divisor: int = 1
+) -> tuple[jax.Array, ReduceState]:
+  """What `reduce_step` gives back, from what was reduced; zeros and the old state where the step is not `finite`."""
+  total, carried, counters = reduced
   skipped_steps = state.counters.skipped_steps + (~finite).astype(jnp.int32)
   density = jnp.asarray(counters.delivered, jnp.float32) / grads.size
   counters = counters._replace(density=density, skipped=~finite, skipped_steps=skipped_steps)
@@ -111,7 +124,7 @@ def _written(kept: Kept, finite: jax.Array) -> jax.Array:
   return sparse.put(residual, jnp.where(finite, kept.entries.indices, residual.size), kept.entries.values)
 
 
-def _check_local(comm: Comm, grads: jax.Array) -> None:
+def check_local(comm: Comm, grads: jax.Array) -> None:
   """Under check_vma=True JAX sums the gradients of replicated parameters by itself: they are not local any more."""
   if isinstance(comm, AxisComm) and _compat.is_summed_over(comm.axis, grads):
     raise ValueError(

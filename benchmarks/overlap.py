@@ -1,0 +1,240 @@
+r"""What hiding communication behind backward brings: the ASC-WFBP paper's setting on paper, beside what it measured.
+
+Layers are those of the real networks (benchmarks/architectures.py), their backward times a roofline scaled to the
+paper's total. Where the paper does not print the seconds of computing, Tables IV and V say them: S · t(ASC) / P, and a
+third of it is forward as it is for ResNet-152, which gives back the S_max that the paper prints. Predicted is forward
+and the plan's iteration time, with a start-up of --alpha for each all-reduce and --beta for each byte.
+
+S is the throughput of all workers over that of one. S_max is Eq. 42: a link that is always full, at 9.43 Gbit/s. "α of
+WFBP" is the start-up that would explain the measured time of WFBP, all else as it is. Figures of the timelines are
+overlap_MODEL.png in --report_dir.
+
+Examples:
+  python -m benchmarks.overlap
+  python -m benchmarks.overlap --model=bert_base --plan=mg_wfbp,asc_wfbp --gamma=2
+  python -m benchmarks.overlap --alpha=5e-5 --ways=4 --json | jq '.[] | [.model, .plan, .seconds]'
+"""
+
+import json
+import pathlib
+import sys
+from typing import Any, NamedTuple, get_args
+
+import rich.console
+import rich.progress
+import rich.table
+from absl import app, flags, logging
+
+import jaxsparse as js
+from benchmarks import architectures
+from benchmarks.workers import make_console
+from jaxsparse.overlap.plans import Kind
+
+_KINDS = list(get_args(Kind))
+_WORKERS = 32
+_LINK = 9.43e9 / 8  # bytes a second, as the paper measured it with iperf3
+
+_MODEL = flags.DEFINE_list("model", list(architectures.MODELS), "Networks.")
+_PLAN = flags.DEFINE_list("plan", _KINDS, "Kinds of plans.")
+_ALPHA = flags.DEFINE_float("alpha", 1.4e-3, "Seconds to start an all-reduce.")
+_BETA = flags.DEFINE_float("beta", 1.7e-9, "Seconds a byte of an all-reduce.")
+_GAMMA = flags.DEFINE_float("gamma", 1.5, "Two all-reduces at once take so many times as long for a byte.")
+_WAYS = flags.DEFINE_integer("ways", 2, "How many may be under way at once.")
+_REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figures.")
+_JSON = flags.DEFINE_bool(
+  "json", False, "Print the rows as JSON on standard output, everything else on standard error."
+)
+
+
+class Paper(NamedTuple):
+  """What the paper measured of a network on 32 GPUs, Tables IV and V.
+
+  Attributes:
+    seconds: of an iteration, by kind of plan.
+    speed_up: S of ASC-WFBP over one GPU.
+    bound: S_max.
+    computing: seconds of forward and backward, where the text has them.
+  """
+
+  seconds: dict[str, float]
+  speed_up: float
+  bound: float
+  computing: float | None = None
+
+  @property
+  def forward(self) -> float:
+    """Seconds of forward, a third of computing."""
+    return self._computing / 3
+
+  @property
+  def backward(self) -> float:
+    """Seconds of backward."""
+    return self._computing * 2 / 3
+
+  @property
+  def _computing(self) -> float:
+    return self.computing or self.speed_up * self.seconds["asc_wfbp"] / _WORKERS
+
+
+PAPER = {
+  "resnet152": Paper({"wfbp": 0.956, "mg_wfbp": 0.710, "asc_wfbp": 0.524}, 16.7, 17.5, computing=0.091 + 0.182),
+  "densenet201": Paper({"wfbp": 0.778, "mg_wfbp": 0.375, "asc_wfbp": 0.314}, 22.3, 32.0),
+  "inception_v4": Paper({"wfbp": 0.719, "mg_wfbp": 0.510, "asc_wfbp": 0.377}, 16.1, 17.2),
+  "bert_base": Paper({"wfbp": 1.010, "mg_wfbp": 1.062, "asc_wfbp": 0.924}, 10.6, 11.5),
+}
+
+
+class Row(NamedTuple):
+  """One plan for one network.
+
+  Attributes:
+    model: the network.
+    plan: the kind of plan.
+    groups: communications.
+    most_at_once: of them.
+    seconds: predicted, of an iteration with its forward pass.
+    measured: by the paper, or None.
+    speed_up: predicted S.
+    bound: S_max by Eq. 42.
+  """
+
+  model: str
+  plan: str
+  groups: int
+  most_at_once: int
+  seconds: float
+  measured: float | None
+  speed_up: float
+  bound: float
+
+
+def layers_of(model: str) -> tuple[list[float], list[float]]:
+  """Seconds of backward, scaled to the paper's total, and bytes of the float32 gradient of every tensor."""
+  tensors = architectures.MODELS[model]()
+  scale = PAPER[model].backward / sum(tensor.seconds for tensor in tensors)
+  return [scale * tensor.seconds for tensor in tensors], [4.0 * tensor.entries for tensor in tensors]
+
+
+def bound_of(model: str) -> float:
+  """S_max, Eq. 42: the link always full, backward or sending hidden by the other."""
+  _, sizes = layers_of(model)
+  forward, backward, sending = PAPER[model].forward, PAPER[model].backward, 2 * sum(sizes) / _LINK
+  computing = forward + backward
+  return _WORKERS * computing / (computing + sending - min(backward, sending))
+
+
+def row(model: str, plan: js.overlap.Plan) -> Row:
+  """The prediction beside the measurement."""
+  paper = PAPER[model]
+  seconds = paper.forward + plan.iteration_time
+  spans = plan.timeline
+  at_once = max(1 + sum(other.end > one.start for other in spans[:number]) for number, one in enumerate(spans))
+  speed_up = _WORKERS * (paper.forward + paper.backward) / seconds
+  measured = paper.seconds.get(plan.kind)
+  return Row(model, plan.kind, len(plan.groups), at_once, seconds, measured, speed_up, bound_of(model))
+
+
+def plans_of(model: str) -> list[js.overlap.Plan]:
+  """The plans that the flags ask for."""
+  times, sizes = layers_of(model)
+  link = {"alpha": _ALPHA.value, "beta": _BETA.value, "gamma": _GAMMA.value}
+  kinds: Any = _PLAN.value
+  return [js.overlap.plan(kind, times, sizes, **link, ways=_WAYS.value) for kind in kinds]
+
+
+def start_up_of_wfbp(model: str) -> float:
+  """The α that would explain the paper's WFBP, which is bound by sending from the first gradient on."""
+  times, sizes = layers_of(model)
+  sending = PAPER[model].seconds["wfbp"] - PAPER[model].forward - times[-1]
+  return (sending - _BETA.value * sum(sizes)) / len(sizes)
+
+
+def table(rows: list[Row]) -> rich.table.Table:
+  """The rows, those of one network together."""
+  link = (
+    f"α = {1e3 * _ALPHA.value:g} ms, β = {1e9 * _BETA.value:g} ns/byte, γ = {_GAMMA.value:g}, {_WAYS.value} at once"
+  )
+  result = rich.table.Table(title=f"seconds an iteration, {_WORKERS} workers, {link}: predicted, and by the paper")
+  for head in ("network", "plan"):
+    result.add_column(head, no_wrap=True)
+  for head in ("sent", "at once", "s", "paper", "± %", "wfbp / this", "paper", "S", "S_max"):
+    result.add_column(head, justify="right", no_wrap=True)
+  for number, one in enumerate(rows):
+    own = {other.plan: other for other in rows if other.model == one.model}
+    wfbp, paper = own.get("wfbp"), PAPER[one.model].seconds
+    result.add_row(
+      one.model,
+      one.plan,
+      str(one.groups),
+      str(one.most_at_once),
+      f"{one.seconds:.3f}",
+      f"{one.measured:.3f}" if one.measured else "–",
+      f"{100 * (one.seconds / one.measured - 1):+.0f}" if one.measured else "–",
+      f"{wfbp.seconds / one.seconds:.2f}" if wfbp else "–",
+      f"{paper['wfbp'] / one.measured:.2f}" if one.measured else "–",
+      f"{one.speed_up:.1f}",
+      f"{one.bound:.1f}",
+      end_section=number + 1 == len(rows) or rows[number + 1].model != one.model,
+    )
+  return result
+
+
+def network_table(models: list[str]) -> rich.table.Table:
+  """What was put in: the networks, and what the paper says about them."""
+  result = rich.table.Table(title="the networks, and what the paper's own numbers say")
+  result.add_column("network", no_wrap=True)
+  for head in ("tensors", "parameters", "< 8 kB", "forward s", "backward s", "S_max", "paper", "α of WFBP, ms"):
+    result.add_column(head, justify="right", no_wrap=True)
+  for model in models:
+    paper, (_, sizes) = PAPER[model], layers_of(model)
+    result.add_row(
+      model,
+      str(len(sizes)),
+      f"{sum(sizes) / 4:,.0f}",
+      f"{sum(size < 8192 for size in sizes)}",
+      f"{paper.forward:.3f}",
+      f"{paper.backward:.3f}",
+      f"{bound_of(model):.1f}",
+      f"{paper.bound:.1f}",
+      f"{1e3 * start_up_of_wfbp(model):.2f}",
+    )
+  return result
+
+
+def _checked(name: str, values: list[str], choices: list[str]) -> None:
+  for value in values or [""]:
+    if value not in choices:
+      raise ValueError(f"--{name}={value}, choose from {', '.join(choices)}")
+
+
+def _run(console: rich.console.Console) -> list[Row]:
+  _checked("model", _MODEL.value, list(architectures.MODELS))
+  _checked("plan", _PLAN.value, _KINDS)
+  rows = []
+  for model in rich.progress.track(_MODEL.value, "planning", console=console, transient=True):
+    plans = plans_of(model)
+    rows += [row(model, plan) for plan in plans]
+    path = pathlib.Path(_REPORT_DIR.value) / f"overlap_{model}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    js.overlap.figure(*plans).savefig(path, dpi=120)
+  return rows
+
+
+def main(argv: list[str]) -> None:
+  """Plans for every network and reports."""
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
+  logging.set_verbosity(logging.WARNING)
+  console = make_console(stderr=_JSON.value)
+  try:
+    rows = _run(console)
+  except ValueError as error:
+    sys.exit(f"error: {error}")
+  console.print(network_table(_MODEL.value), table(rows))
+  console.print(f"figures: {pathlib.Path(_REPORT_DIR.value) / 'overlap_*.png'}")
+  if _JSON.value:
+    print(json.dumps([one._asdict() for one in rows]))
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,31 @@
+"""Hide what must be sent behind backward: which gradients travel together, which at once, and a program that does it.
+
+measure, link_of        backward time of each leaf of a model, and what a communication costs, measured (measured)
+runtime_of              whether a runtime sends at once, and while it computes (measured)
+plan -> Plan            groups and their predicted timeline (plans, search), priced by one simulation (network)
+bucketed_transform      the plan carried out, in a program that compiler_options keep as it is (buckets)
+figure                  its timeline as a picture (picture)
+"""
+
+from jaxsparse.compiling import compiler_options
+from jaxsparse.overlap.buckets import bucketed_transform
+from jaxsparse.overlap.measured import Layers, Runtime, link_of, measure, runtime_of
+from jaxsparse.overlap.network import Link, Sent
+from jaxsparse.overlap.picture import figure
+from jaxsparse.overlap.plans import Group, Plan, plan
+
+__all__ = [
+  "Group",
+  "Layers",
+  "Link",
+  "Plan",
+  "Runtime",
+  "Sent",
+  "bucketed_transform",
+  "compiler_options",
+  "figure",
+  "link_of",
+  "measure",
+  "plan",
+  "runtime_of",
+]

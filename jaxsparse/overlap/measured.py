@@ -1,0 +1,319 @@
+"""What a planner needs, measured: when backward has the gradient of each leaf, and what a communication costs.
+
+The jaxpr of the gradient says in which order the gradients of the leaves are made. A program that returns the first few
+of them does no more of backward than these need, so the differences between such cuts are the backward times:
+
+    forward                      |--------|
+    the gradients of 2 leaves    |--------|--4--|--3--|
+    of all                       |--------|--4--|--3--|--2--|--1--|--0--|
+
+A compilation for each leaf would take too long, so there are a few cuts, and the seconds between two of them are shared
+out by the operations that the jaxpr does for each leaf.
+"""
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend import core
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxsparse import timing
+from jaxsparse._compat import AxisName
+from jaxsparse.collectives._base import check_whole
+from jaxsparse.compiling import compiler_options
+from jaxsparse.costs import Profile, advise, label_of
+from jaxsparse.costs.counting import inner_jaxprs
+from jaxsparse.engine import engine_of
+from jaxsparse.overlap.network import Link
+from jaxsparse.types import Comm
+
+_WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are
+_LINKS = 8  # short all-reduces in a chain, so that the clock and the call count little
+_SIDE, _PRODUCTS = 256, 16  # of matrices: milliseconds
+_LONGEST = 2**20  # words of the longest all-reduce
+
+
+class Layers(NamedTuple):
+  """The leaves of a model, the one whose gradient comes last first: what `js.overlap.plan` takes.
+
+  Attributes:
+    names: where each is in the parameters.
+    order: the number of each leaf in pytree order, for `js.bucketed_transform`.
+    backward_times: seconds from when the gradient of the following leaf is there until that of this one is.
+    sizes: bytes of each gradient.
+    forward: seconds of the forward pass.
+
+  Example:
+    >>> Layers(("['w']",), (0,), (0.1,), (8.0,), 0.05).backward_times
+    (0.1,)
+  """
+
+  names: tuple[str, ...]
+  order: tuple[int, ...]
+  backward_times: tuple[float, ...]
+  sizes: tuple[float, ...]
+  forward: float
+
+  @property
+  def at_the_end(self) -> "Layers":
+    """The same where nothing can be sent before backward has ended: for a runtime that hides nothing."""
+    return self._replace(backward_times=(*[0.0] * (len(self.sizes) - 1), sum(self.backward_times)))
+
+
+class Runtime(NamedTuple):
+  """What a runtime does at once, whatever the network could.
+
+  Attributes:
+    start_ups: seconds of two short all-reduces that do not depend on each other, over those of one: 1 where they start
+      beside each other, 2 where one waits for the other, and then more than one at a time is no use (`ways=1`).
+    hidden: share of an all-reduce that arithmetic of the same length hides when it goes on meanwhile, 0 to 1. Near 0 a
+      plan had better be made for `Layers.at_the_end`.
+
+  Example:
+    >>> Runtime(start_ups=2.0, hidden=0.0).hidden
+    0.0
+  """
+
+  start_ups: float
+  hidden: float
+
+
+def measure(
+  loss_fn: Callable[..., Any],
+  params: optax.Params,
+  batch: Any,
+  mesh: Mesh | Comm,
+  *,
+  axis: AxisName = "workers",
+  has_aux: bool = False,
+  cuts: int = 8,
+  repetitions: int = 5,
+) -> Layers:
+  """Measures when backward has the gradient of each leaf, with all workers at work at once and none of them sending.
+
+  In a run of many processes each of them calls it, and all get the same numbers: those of the slowest.
+
+  Args:
+    loss_fn: as for `js.make_train_step`.
+    params: the parameters.
+    batch: that of all workers, as for the training step.
+    mesh: the workers, as for `js.init`.
+    axis: of the mesh.
+    has_aux: as for the training step.
+    cuts: how many programs to compile and time, beside that of the forward pass; at most one for each leaf.
+    repetitions: of each, medians count.
+
+  Returns:
+    `Layers`.
+
+  Raises:
+    ValueError: for parameters without a leaf, or fewer than one cut or repetition.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> mesh = jax.make_mesh((2,), ("workers",), devices=jax.devices()[:2])
+    >>> loss = lambda params, batch: jnp.sum(jnp.tanh(batch @ params["first"]) @ params["second"])
+    >>> params = {"first": jnp.ones((8, 8)), "second": jnp.ones((8, 8))}
+    >>> layers = js.overlap.measure(loss, params, jnp.ones((4, 8)), mesh, repetitions=2)
+    >>> layers.names, layers.sizes
+    (("['first']", "['second']"), (256.0, 256.0))
+  """
+  check_whole("measure", 1, cuts=cuts, repetitions=repetitions)
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  if not leaves:
+    raise ValueError(f"measure: params={params!r} have no leaf")
+  engine = engine_of(mesh, axis)
+  split = PartitionSpec(axis)
+
+  def gradients(params: optax.Params, batch: Any) -> list[jax.Array]:
+    """One worker's loss and gradients, in pytree order."""
+    value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
+    return [value[0] if has_aux else value, *jax.tree.leaves(grads)]
+
+  share = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // engine.held, *x.shape[1:]), x.dtype), batch)
+  order, work = _backward(jax.make_jaxpr(gradients)(params, share).jaxpr)
+  bounds = _cuts(work, cuts)
+
+  def cut(count: int) -> Callable:
+    """The program of all workers that makes the gradients of the first `count` leaves."""
+    wanted = [0, *(1 + leaf for leaf in order[:count])]
+    some = lambda *arguments: [jnp.ravel(gradients(*arguments)[number]) for number in wanted]
+    return engine.jit(some, (PartitionSpec(), split), split)
+
+  arguments = engine.place((params, batch), (PartitionSpec(), split))
+  seconds = _medians(timing.Stopwatch(engine, axis), [cut(count) for count in (0, *bounds)], arguments, repetitions)
+  times = _shared_out(work, bounds, np.diff(seconds).tolist())
+  names = tuple(jax.tree_util.keystr(leaves[leaf][0]) for leaf in reversed(order))
+  sizes = tuple(float(_WORD * jnp.size(leaves[leaf][1])) for leaf in reversed(order))
+  return Layers(names, tuple(reversed(order)), tuple(reversed(times)), sizes, seconds[0])
+
+
+def runtime_of(mesh: Mesh | Comm, *, axis: AxisName = "workers", repetitions: int = 5) -> Runtime:
+  """Measures whether all-reduces start beside each other, and whether they are hidden behind arithmetic.
+
+  In a run of many processes each of them calls it, and all get the same numbers.
+
+  Args:
+    mesh: the workers, as for `js.init`.
+    axis: of the mesh.
+    repetitions: of each measurement, medians count.
+
+  Returns:
+    A `Runtime`.
+
+  Raises:
+    ValueError: for one worker alone, which sends nothing, or fewer than one repetition.
+
+  Example:
+    >>> import jax, jaxsparse as js
+    >>> mesh = jax.make_mesh((2,), ("workers",), devices=jax.devices()[:2])
+    >>> 0 <= js.overlap.runtime_of(mesh, repetitions=1).hidden <= 1
+    True
+  """
+  check_whole("runtime_of", 1, repetitions=repetitions)
+  engine = engine_of(mesh, axis)
+  if engine.workers < 2:
+    raise ValueError("runtime_of: one worker alone sends nothing, give at least two")
+  split, watch = PartitionSpec(axis), timing.Stopwatch(engine, axis)
+  options = compiler_options(engine.platform)
+
+  def seconds(function: Callable, words: int) -> float:
+    program = engine.jit(lambda x: function(x[0])[None], (split,), split, options=options)
+    rows = engine.spread(np.ones(words, np.float32))
+    return statistics.median([watch.time(program, rows)[0] for _ in range(repetitions + 1)][1:])
+
+  once = functools.partial(_chain, engine.comm)
+  twice = lambda x: once(x) + once(2 * x)
+  start_ups = seconds(twice, 2 * engine.workers) / seconds(once, 2 * engine.workers)
+  arithmetic, reduce = seconds(_arithmetic, _SIDE**2), lambda x: engine.comm.all_reduce(x)
+  words = _SIDE**2
+  while (sending := seconds(reduce, words)) < arithmetic and words < _LONGEST:
+    words = min(_LONGEST, max(2 * words, round(words * arithmetic / sending)))
+  both = seconds(functools.partial(_beside, reduce), words)
+  return Runtime(start_ups, min(1.0, max(0.0, (arithmetic + sending - both) / min(arithmetic, sending))))
+
+
+def _chain(comm: Comm, x: jax.Array) -> jax.Array:
+  """Short all-reduces one after the other, each of something that differs between workers."""
+  own = x + comm.rank.astype(jnp.float32)
+  for _ in range(_LINKS):
+    x = comm.all_reduce(own + 0.5 * x)
+  return x
+
+
+def _arithmetic(x: jax.Array) -> jax.Array:
+  """Products of matrices one after the other, as in backward."""
+  square = x[: _SIDE**2].reshape(_SIDE, _SIDE)
+  for _ in range(_PRODUCTS):
+    square = jnp.tanh(square @ square)
+  return jnp.pad(square.reshape(-1), (0, x.size - _SIDE**2))
+
+
+def _beside(reduce: Callable, x: jax.Array) -> jax.Array:
+  """An all-reduce of what is there after the first product, and products that go on."""
+  first = jnp.tanh(x[: _SIDE**2].reshape(_SIDE, _SIDE) @ x[: _SIDE**2].reshape(_SIDE, _SIDE))
+  return reduce(x + first[0, 0]) + _arithmetic(x)
+
+
+def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
+  """What a communication costs by a profile: α, β and γ of one update of a collective, arithmetic included.
+
+  An update of n entries is predicted to take so many seconds by `js.costs.advise`; α is what it takes however few they
+  are, β its slope for each byte of the gradient.
+
+  Args:
+    profile: from `js.costs.fit`, on the workers and the network that will be used.
+    name: of a collective that the profile knows.
+    **config: its options, as the profile has them.
+
+  Returns:
+    A `Link`; `**link._asdict()` are the arguments of `js.overlap.plan`.
+
+  Raises:
+    ValueError: if the profile does not know the collective, with those that it knows.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> profile = js.costs.Profile(workers=4, alpha=1e-4, beta=8e-9, gamma=1.5, reduce_alpha=1e-4, reduce_beta=8e-9,
+    ...   entries=2**20, algorithms={"dense": js.costs.Algorithm(0.0, reduces=True)})
+    >>> link = js.overlap.link_of(profile)
+    >>> round(link.alpha, 6), round(link.beta, 12), link.gamma  # 4 messages; 2 · 3/4 bytes sent for each byte
+    (0.0004, 1.2e-08, 1.5)
+  """
+  label = label_of(name, config)
+  if label not in profile.algorithms:
+    raise ValueError(f"link_of: the profile knows no {label!r}, choose one of {', '.join(profile.algorithms)}")
+  n = 2**24  # so many entries that rounding of words does not matter
+  once, twice = (_seconds_of(label, entries, profile) for entries in (n, 2 * n))
+  beta = (twice - once) / (_WORD * n)
+  return Link(max(0.0, once - _WORD * n * beta), beta, max(1.0, profile.gamma))
+
+
+def _seconds_of(label: str, n: int, profile: Profile) -> float:
+  return next(one.seconds for one in advise(n, profile).predictions if one.label == label)
+
+
+def _backward(jaxpr: core.Jaxpr) -> tuple[list[int], list[float]]:
+  """Leaves in the order in which the jaxpr of (loss, *gradients) has them, and the operations of backward for each."""
+  constant = lambda equation: all(isinstance(var, core.Literal) for var in equation.invars)  # zeros: there at once
+  made = {var: number for number, one in enumerate(jaxpr.eqns) for var in one.outvars if not constant(one)}
+  loss, *places = [-1 if isinstance(var, core.Literal) else made.get(var, -1) for var in jaxpr.outvars]
+  order = sorted(range(len(places)), key=lambda leaf: (places[leaf], -leaf))
+  done = list(itertools.accumulate(map(_operations, jaxpr.eqns), initial=0.0))
+  reached = list(itertools.accumulate((done[max(loss, places[leaf]) + 1] for leaf in order), max))
+  return order, np.diff([done[loss + 1], *reached]).tolist()
+
+
+def _operations(equation: core.JaxprEqn) -> float:
+  """About how many an equation does: 2 for each product of a matrix product or a convolution, else one an entry."""
+  inner = sum(_operations(one) for jaxpr in inner_jaxprs(equation.params) for one in jaxpr.eqns)
+  if inner:
+    return inner * equation.params.get("length", 1)
+  shapes, outs = ([_shape(var) for var in some] for some in (equation.invars, equation.outvars))
+  out = float(sum(map(math.prod, outs)))
+  if equation.primitive.name == "dot_general":
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    return 2 * out * math.prod(shapes[0][axis] for axis in contracted)
+  if equation.primitive.name == "conv_general_dilated":
+    kernel, numbers = shapes[1], equation.params["dimension_numbers"].rhs_spec
+    return 2 * out * math.prod(kernel) / kernel[numbers[0]]
+  return out
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+  return getattr(var.aval, "shape", ())
+
+
+def _cuts(work: Sequence[float], cuts: int) -> list[int]:
+  """How many leaves to cut after, increasing, so that there is about as much work between any two."""
+  count = len(work)
+  if count <= cuts:
+    return list(range(1, count + 1))
+  done = np.cumsum(work)
+  shares = np.searchsorted(done, done[-1] * np.arange(1, cuts) / cuts) + 1
+  return sorted({*np.minimum(shares, count).tolist(), count})
+
+
+def _medians(
+  watch: timing.Stopwatch, programs: Sequence[Callable], arguments: Sequence[Any], repetitions: int
+) -> list[float]:
+  """Seconds of programs each of which does no less than the one before; all of them once, then all of them again."""
+  rounds = [[watch.time(program, *arguments)[0] for program in programs] for _ in range(repetitions + 1)]
+  return list(itertools.accumulate(map(statistics.median, zip(*rounds[1:], strict=True)), max))
+
+
+def _shared_out(work: Sequence[float], bounds: Sequence[int], seconds: Sequence[float]) -> list[float]:
+  """The seconds between cuts, shared out to the leaves between them in proportion to their work."""
+  times: list[float] = []
+  for (first, last), total in zip(itertools.pairwise([0, *bounds]), seconds, strict=True):
+    some = sum(work[first:last])
+    times += [total * one / some if some else total / (last - first) for one in work[first:last]]
+  return times

@@ -1,0 +1,130 @@
+"""Measured inputs: in which order gradients come, what each takes, and what a communication costs."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsparse as js
+from jaxsparse.overlap import measured
+from tests.cases import mesh_of
+
+WIDTHS = (16, 16, 256, 16, 16, 16)
+
+
+def params_of(widths=WIDTHS):
+  """Layers whose names are not in the order of the forward pass, as dictionaries sort them."""
+  pairs = itertools.pairwise(widths)
+  return {f"{'cab'[n % 3]}{n}": {"w": jnp.ones((a, b)) / a, "bias": jnp.zeros(b)} for n, (a, b) in enumerate(pairs)}
+
+
+def loss(params, batch):
+  for name in sorted(params, key=lambda name: name[1:]):
+    batch = jnp.tanh(batch @ params[name]["w"] + params[name]["bias"][None])
+  return jnp.sum(batch)
+
+
+def test_layers_are_in_the_order_of_the_forward_pass():
+  params = params_of()
+  layers = js.overlap.measure(loss, params, jnp.ones((16384, 16)), mesh_of(2), cuts=3, repetitions=3)
+  assert [name[3] for name in layers.names] == list("0011223344")
+  leaves = jax.tree.leaves(params)
+  assert list(layers.sizes) == [4.0 * leaves[number].size for number in layers.order]
+  assert sorted(layers.order) == list(range(10))
+  assert min(layers.backward_times) >= 0
+  assert sum(layers.backward_times) > 0
+  assert layers.forward > 0
+  made = js.overlap.plan("optimal", layers.backward_times, layers.sizes, alpha=1e-3, beta=1e-9, gamma=1.5)
+  assert made.iteration_time > made.backward
+
+
+def test_what_takes_longer_is_measured_longer():
+  """Layer 1 works on a product of 512 columns and a loop beside it; the last and the first have next to nothing."""
+
+  def slow(params, batch):
+    hidden = batch @ params[0]
+    many = jnp.tanh(hidden @ params[1])
+    for _ in range(6):
+      many = jnp.sin(many @ params[1].T @ params[1])
+    return jnp.sum(many @ params[2])
+
+  params = [jnp.ones((4, 64)), jnp.ones((64, 512)) / 64, jnp.ones((512, 1))]
+  layers = js.overlap.measure(slow, params, jnp.ones((1024, 4)), mesh_of(2), repetitions=3)
+  assert layers.order == (0, 1, 2)
+  assert layers.backward_times[1] > layers.backward_times[2]
+
+
+def test_operations_of_backward():
+  """Each weight's own product, and that of the gradient handed down, are as large as the layer."""
+  batch = 32
+  both = lambda params, x: jax.tree.leaves(jax.value_and_grad(loss)(params, x))
+  jaxpr = jax.make_jaxpr(both)(params_of(), jnp.ones((batch, 16))).jaxpr
+  order, work = measured._backward(jaxpr)
+  assert len(order) == len(work) == 10
+  products = 2 * batch * sum(2 * a * b for a, b in itertools.pairwise(WIDTHS[1:]))
+  assert products < sum(work) < 1.5 * products
+
+
+def test_cuts_are_spread_over_the_work():
+  assert measured._cuts([1.0, 1.0, 1.0], 8) == [1, 2, 3]
+  assert measured._cuts([1.0] * 8, 4) == [2, 4, 6, 8]
+  assert measured._cuts([9.0, 1.0, 1.0, 1.0], 2) == [1, 4]
+  assert measured._cuts([0.0] * 5, 2)[-1] == 5
+
+
+def test_seconds_between_cuts_are_all_shared_out():
+  times = measured._shared_out([1.0, 3.0, 0.0, 0.0], [2, 4], [8.0, 1.0])
+  assert times == [2.0, 6.0, 0.5, 0.5]
+
+
+def test_a_link_predicts_what_the_cost_model_does():
+  algorithms = {"dense": js.costs.Algorithm(2e-9, reduces=True), "spardl:density=0.01": js.costs.Algorithm(4e-8)}
+  profile = js.costs.Profile(6, 1e-4, 8e-9, 0.9, 2e-4, 9e-9, 2**20, algorithms)
+  for name, config in (("dense", {}), ("spardl", {"density": 0.01})):
+    link = js.overlap.link_of(profile, name, **config)
+    assert link.gamma == 1.0
+    for n in (10_000, 1_000_000):
+      (one,) = [p for p in js.costs.advise(n, profile).predictions if p.name == name]
+      assert link.seconds(4 * n) == pytest.approx(one.seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda: js.overlap.measure(loss, {}, jnp.ones((2, 4)), mesh_of(2)), "have no leaf"),
+    (lambda: js.overlap.measure(loss, params_of(), jnp.ones((2, 4)), mesh_of(2), cuts=0), "cuts=0, choose a whole"),
+    (lambda: js.overlap.measure(loss, params_of(), jnp.ones((2, 4)), mesh_of(2), repetitions=1.5), "repetitions=1.5"),
+    (
+      lambda: js.overlap.link_of(js.costs.Profile(2, 1e-4, 1e-9, algorithms={"topka:k=3": js.costs.Algorithm(0.0)})),
+      "the profile knows no 'dense', choose one of topka:k=3",
+    ),
+  ],
+)
+def test_bad_input(call, message):
+  with pytest.raises(ValueError, match=message):
+    call()
+
+
+def test_unused_parameters_are_there_from_the_start():
+  params = [jnp.ones((4, 4)), jnp.ones(3)]
+  layers = js.overlap.measure(
+    lambda p, x: jnp.sum(x @ p[0]), params, np.ones((2, 4), np.float32), mesh_of(2), repetitions=1
+  )
+  assert layers.order == (0, 1)
+  assert layers.backward_times[1] <= layers.forward + sum(layers.backward_times)
+
+
+def test_where_nothing_is_hidden_everything_is_ready_at_the_end():
+  layers = measured.Layers(("a", "b", "c"), (0, 1, 2), (1.0, 2.0, 3.0), (4.0, 4.0, 4.0), 0.5).at_the_end
+  made = js.overlap.plan("wfbp", layers.backward_times, layers.sizes, alpha=1.0, beta=0.0, gamma=1.0)
+  assert [sent.ready for sent in made.timeline] == [6.0, 6.0, 6.0]
+
+
+def test_what_a_runtime_does_at_once_is_measured():
+  runtime = js.overlap.runtime_of(mesh_of(2), repetitions=1)
+  assert runtime.start_ups > 0
+  assert 0 <= runtime.hidden <= 1
+  with pytest.raises(ValueError, match="one worker alone sends nothing"):
+    js.overlap.runtime_of(mesh_of(1))
