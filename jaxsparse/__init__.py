@@ -21,7 +21,7 @@ jaxpr and predicts seconds from what it measures with `timing`, and `doctor` say
     params, state, metrics = step(params, state, batch)
 """
 
-from jaxsparse import costs, select
+from jaxsparse import costs, partial, select
 from jaxsparse.collectives import Collective, SparseCollective, collective_names, collective_options, make_collective
 from jaxsparse.collectives.a2sgd import a2sgd_transform
 from jaxsparse.collectives.dense import dense_transform
@@ -75,6 +75,7 @@ __all__ = [
   "make_transform",
   "metrics",
   "oktopk_transform",
+  "partial",
   "qsgd_transform",
   "randomk_transform",
   "select",

@@ -6,7 +6,11 @@ import pytest
 
 import jaxsparse as js
 
-MODULES = {"costs": ("count", "predict", "all_reduce_cost", "count_jaxpr", "schedule"), "select": ("top_k",)}
+MODULES = {
+  "costs": ("count", "predict", "all_reduce_cost", "count_jaxpr", "schedule"),
+  "partial": js.partial.__all__,
+  "select": ("top_k",),
+}
 NAMES = [(name, getattr(js, name)) for name in js.__all__ if name not in MODULES]
 NAMES += [(f"{module}.{name}", getattr(getattr(js, module), name)) for module in MODULES for name in MODULES[module]]
 

@@ -1,0 +1,13 @@
+"""Partial reduce: data-parallel training that does not wait for stragglers (Miao et al., SIGMOD 2021).
+
+Each worker trains a model of its own at its own pace. After a step it tells a controller that it is ready; of those
+ready the controller makes groups of P, and a group averages its models while all others go on.
+
+Controller              who averages with whom, a pure state machine (controller, graph, weights)
+rho                     how fast the groups of a history spread what each worker learns (mixing)
+"""
+
+from jaxsparse.partial.controller import Controller, Group, Rejected
+from jaxsparse.partial.mixing import mixing, rho
+
+__all__ = ["Controller", "Group", "Rejected", "mixing", "rho"]
