@@ -5,9 +5,12 @@ ready the controller makes groups of P, and a group averages its models while al
 
 Controller              who averages with whom, a pure state machine (controller, graph, weights)
 rho                     how fast the groups of a history spread what each worker learns (mixing)
+simulate                this and what it is compared with, in virtual time (simulation, methods, clock)
 """
 
+from jaxsparse.partial.clock import Span, sharing
 from jaxsparse.partial.controller import Controller, Group, Rejected
 from jaxsparse.partial.mixing import mixing, rho
+from jaxsparse.partial.simulation import Simulation, simulate
 
-__all__ = ["Controller", "Group", "Rejected", "mixing", "rho"]
+__all__ = ["Controller", "Group", "Rejected", "Simulation", "Span", "mixing", "rho", "sharing", "simulate"]
