@@ -6,11 +6,33 @@ ready the controller makes groups of P, and a group averages its models while al
 Controller              who averages with whom, a pure state machine (controller, graph, weights)
 rho                     how fast the groups of a history spread what each worker learns (mixing)
 simulate                this and what it is compared with, in virtual time (simulation, methods, clock)
+Server                  the controller over TCP (server, messages)
+Worker                  a process that trains and averages with groups, whoever dies (worker, talk, exchange)
 """
 
 from jaxsparse.partial.clock import Span, sharing
 from jaxsparse.partial.controller import Controller, Group, Rejected
+from jaxsparse.partial.messages import Keys, make_keys
 from jaxsparse.partial.mixing import mixing, rho
+from jaxsparse.partial.server import Server
 from jaxsparse.partial.simulation import Simulation, simulate
+from jaxsparse.partial.talk import ControllerLost
+from jaxsparse.partial.worker import Worker, restore
 
-__all__ = ["Controller", "Group", "Rejected", "Simulation", "Span", "mixing", "rho", "sharing", "simulate"]
+__all__ = [
+  "Controller",
+  "ControllerLost",
+  "Group",
+  "Keys",
+  "Rejected",
+  "Server",
+  "Simulation",
+  "Span",
+  "Worker",
+  "make_keys",
+  "mixing",
+  "restore",
+  "rho",
+  "sharing",
+  "simulate",
+]
