@@ -8,10 +8,12 @@ rho                     how fast the groups of a history spread what each worker
 simulate                this and what it is compared with, in virtual time (simulation, methods, clock)
 Server                  the controller over TCP (server, messages)
 Worker                  a process that trains and averages with groups, whoever dies (worker, talk, exchange)
+Devices                 threads of one process instead, a device each (devices)
 """
 
 from jaxsparse.partial.clock import Span, sharing
 from jaxsparse.partial.controller import Controller, Group, Rejected
+from jaxsparse.partial.devices import Devices, DeviceWorker
 from jaxsparse.partial.messages import Keys, make_keys
 from jaxsparse.partial.mixing import mixing, rho
 from jaxsparse.partial.server import Server
@@ -22,6 +24,8 @@ from jaxsparse.partial.worker import Worker, restore
 __all__ = [
   "Controller",
   "ControllerLost",
+  "DeviceWorker",
+  "Devices",
   "Group",
   "Keys",
   "Rejected",
