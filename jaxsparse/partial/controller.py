@@ -6,10 +6,12 @@ A pure state machine, without clock or network. Ready signals come in, groups go
                    0 5 2             ^      │
                                   history of the last T groups
 
-Groups are formed of whoever waits longest; any number of them may average at once.
+Groups are formed of whoever waits longest; any number of them may average at once. For an evaluation, and at the end,
+all of them average (Algorithm 2, line 8): those who are ready for that wait for all others.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from jaxsparse.partial import graph
@@ -114,6 +116,7 @@ class Controller:
     self._weights, self._decay, self._missing = weights, float(decay), missing
     self._alive = dict.fromkeys(range(workers))  # a set that keeps its order
     self._queue: dict[int, int] = {}  # who waits, first come first, with its iteration
+    self._for_all: dict[int, int] = {}  # who waits for the average of all, likewise
     self._last = dict.fromkeys(range(workers), -1)  # the iteration that each signalled last
     self._group: dict[int, Group] = {}  # that each was put in and has not signalled since
     self._history: deque[Group] = deque(maxlen=self.window)
@@ -136,8 +139,8 @@ class Controller:
 
   @property
   def size(self) -> int:
-    """Members of the next group: P, or all who are left."""
-    return min(self.group_size, len(self._alive))
+    """Members of the next group: P, or all who are left and do not wait for the average of all."""
+    return min(self.group_size, len(self._active))
 
   def ready(self, worker: int, iteration: int) -> list[Group]:
     """A worker has done `iteration` iterations and wants to average; the groups that can be formed now.
@@ -146,17 +149,24 @@ class Controller:
       Rejected: from an unknown worker, one that left or waits already, or for an iteration it has signalled before.
     """
     self._check(worker)
-    if not _is_count(iteration) or not 0 <= iteration <= MAX_ITERATION:
-      raise Rejected(f"iteration {iteration!r} of worker {worker} is malformed, send a whole number in 0 … 2^63 − 1")
-    if worker in self._queue:
-      raise Rejected(f"duplicate: worker {worker} is ready already, with iteration {self._queue[worker]}")
-    if iteration <= self._last[worker]:
-      raise Rejected(
-        f"stale: iteration {iteration} of worker {worker}, which has signalled {self._last[worker]} before"
-      )
+    self._check_iteration(worker, iteration, self._last[worker])
     self._last[worker] = self._queue[worker] = iteration
     self._group.pop(worker, None)
     return self._form()
+
+  def synchronize(self, worker: int, iteration: int) -> list[Group]:
+    """A worker wants the average of all, and is in no other group until then: 1/N of each, whoever has left excepted.
+
+    It may follow a group without an iteration between.
+
+    Raises:
+      Rejected: as `ready`.
+    """
+    self._check(worker)
+    self._check_iteration(worker, iteration, self._last[worker] - (worker in self._group))
+    self._last[worker] = self._for_all[worker] = iteration
+    self._group.pop(worker, None)
+    return self._changed(self._without(worker))
 
   def failed(self, worker: int, number: int) -> list[Group]:
     """A worker could not average with its group `number`: it does not count, and the worker may signal once more.
@@ -180,10 +190,9 @@ class Controller:
     """
     self._check(worker)
     del self._alive[worker], self._last[worker]
-    self._queue.pop(worker, None)
-    self._group.pop(worker, None)
-    without = lambda group: group._replace(members=tuple(member for member in group.members if member != worker))
-    return self._changed([without(group) for group in self._history])
+    for kept in (self._queue, self._for_all, self._group):
+      kept.pop(worker, None)
+    return self._changed(self._without(worker))
 
   def join(self, worker: int) -> list[Group]:
     """A worker that left takes part again.
@@ -194,7 +203,7 @@ class Controller:
     self._check(worker, known_as="left")
     self._alive[worker] = None
     self._last[worker] = -1
-    return self._changed(self._history)
+    return self._changed(list(self._history))
 
   def _check(self, worker: int, known_as: Literal["alive", "left"] = "alive") -> None:
     if not _is_count(worker) or not 0 <= worker < self.workers:
@@ -204,30 +213,55 @@ class Controller:
     if known_as == "left" and worker in self._alive:
       raise Rejected(f"duplicate: worker {worker} is here already")
 
-  def _changed(self, history: list[Group] | deque[Group]) -> list[Group]:
+  def _check_iteration(self, worker: int, iteration: int, last: int) -> None:
+    if not _is_count(iteration) or not 0 <= iteration <= MAX_ITERATION:
+      raise Rejected(f"iteration {iteration!r} of worker {worker} is malformed, send a whole number in 0 … 2^63 − 1")
+    for kept in (self._queue, self._for_all):
+      if worker in kept:
+        raise Rejected(f"duplicate: worker {worker} is ready already, with iteration {kept[worker]}")
+    if iteration <= last:
+      raise Rejected(
+        f"stale: iteration {iteration} of worker {worker}, which has signalled {self._last[worker]} before"
+      )
+
+  @property
+  def _active(self) -> list[int]:
+    """Those who form groups."""
+    return [worker for worker in self._alive if worker not in self._for_all]
+
+  def _without(self, worker: int) -> list[Group]:
+    """The history, had a worker not been there."""
+    without = lambda group: group._replace(members=tuple(member for member in group.members if member != worker))
+    return [without(group) for group in self._history]
+
+  def _changed(self, history: Sequence[Group]) -> list[Group]:
     """Goes on with another history, or as much of it as connected windows can still be made of."""
-    history = list(history)
-    count = graph.usable(self._alive, [group.members for group in history], self.window, self.size)
+    count = graph.usable(self._active, [group.members for group in history], self.window, self.size)
     self._history = deque(history[len(history) - count :], maxlen=self.window)
     return self._form()
 
   def _form(self) -> list[Group]:
     formed = []
     while self._queue and (members := self._next()):
-      self._formed += 1
-      members.sort()
-      iterations = [self._queue.pop(member) for member in members]
-      weights = self._weigh(iterations)
-      group = Group(tuple(members), weights.members, max(iterations), weights.initial, self._formed)
-      self._group.update(dict.fromkeys(members, group))
-      self._history.append(group)
-      formed.append(group)
+      iterations = {member: self._queue.pop(member) for member in sorted(members)}
+      formed.append(self._group_of(iterations, self._weigh(list(iterations.values()))))
+      self._history.append(formed[-1])
+    if self._for_all and not self._active:
+      iterations, self._for_all = dict(sorted(self._for_all.items())), {}
+      formed.append(self._group_of(iterations, constant(len(iterations))))
+      self._history.clear()  # all agree now
     return formed
+
+  def _group_of(self, iterations: dict[int, int], weights: Weights) -> Group:
+    self._formed += 1
+    group = Group(tuple(iterations), weights.members, max(iterations.values()), weights.initial, self._formed)
+    self._group.update(dict.fromkeys(iterations, group))
+    return group
 
   def _next(self) -> list[int] | None:
     if len(self._queue) < self.size:
       return None
-    needs = graph.needs(self._alive, [group.members for group in self._history], self.window, self.size)
+    needs = graph.needs(self._active, [group.members for group in self._history], self.window, self.size)
     return graph.first_group(list(self._queue), self.size, needs)
 
   def _weigh(self, iterations: list[int]) -> Weights:

@@ -13,7 +13,7 @@ Each group's program is compiled when it is first needed, or all of them by `war
 import functools
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -66,7 +66,7 @@ class Devices:
       )
     vector, self._unflatten = flatten(params)
     self.devices, self.params = tuple(devices), params
-    self._controller, self._initial = controller, [jax.device_put(vector, device) for device in devices]
+    self.controller, self._initial = controller, [jax.device_put(vector, device) for device in devices]
     self._changed = threading.Condition()
     self._models: dict[int, jax.Array] = {}  # of those who wait
     self._answers: dict[int, tuple[jax.Array, int] | Exception] = {}
@@ -86,18 +86,20 @@ class Devices:
 
   def warm_up(self) -> int:
     """Compiles the programs of all groups of P; how many they are."""
-    groups = list(itertools.combinations(range(len(self.devices)), self._controller.group_size))
+    groups = list(itertools.combinations(range(len(self.devices)), self.controller.group_size))
     for members in groups:
       self._program(members)
     return len(groups)
 
-  def reduce(self, number: int, params: Any, iteration: int) -> tuple[Any, int]:
-    """See `DeviceWorker.reduce`."""
+  def average(
+    self, number: int, params: Any, iteration: int, signal: Callable[[int, int], list[Group]]
+  ) -> tuple[Any, int]:
+    """See `DeviceWorker.reduce` and `synchronize`; `signal` is what the controller is told."""
     vector = jax.device_put(flatten(params)[0], self.devices[number])
     if vector.size != self._initial[number].size:
       raise ValueError(f"params have {vector.size} entries, those to begin with {self._initial[number].size}")
     with self._changed:
-      groups = self._controller.ready(number, iteration)
+      groups = signal(number, iteration)
       self._models[number] = vector
       ready = [(group, [self._models.pop(member) for member in group.members]) for group in groups]
     self._average(ready)
@@ -111,7 +113,7 @@ class Devices:
   def leave(self, number: int) -> None:
     """See `DeviceWorker.leave`."""
     with self._changed:
-      groups = self._controller.leave(number)
+      groups = self.controller.leave(number)
       ready = [(group, [self._models.pop(member) for member in group.members]) for group in groups]
     self._average(ready)
 
@@ -183,7 +185,11 @@ class DeviceWorker:
       Rejected: for an iteration that the controller does not take.
       ValueError: for parameters of another size.
     """
-    return self._workers.reduce(self.number, params, iteration)
+    return self._workers.average(self.number, params, iteration, self._workers.controller.ready)
+
+  def synchronize(self, params: Any, iteration: int) -> tuple[Any, int]:
+    """Averages with all workers that have not left, as `js.partial.Worker.synchronize` does."""
+    return self._workers.average(self.number, params, iteration, self._workers.controller.synchronize)
 
   def leave(self) -> None:
     """Ends taking part; the others go on without this worker."""

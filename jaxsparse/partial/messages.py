@@ -30,6 +30,7 @@ class Says(enum.IntEnum):
     FAILED: it could not average with group `value`.
     BYE: it ends; value 0.
     BEAT: it is alive; value 0.
+    SYNCHRONIZE: it has done `value` iterations and wants the average of all.
 
   Example:
     >>> Says(2).name
@@ -41,6 +42,7 @@ class Says(enum.IntEnum):
   FAILED = 3
   BYE = 4
   BEAT = 5
+  SYNCHRONIZE = 6
 
 
 class Answer(enum.IntEnum):
@@ -110,7 +112,7 @@ def parse(frames: list[bytes]) -> Signal:
   rest = frame[_SIGNAL.size :]
   if kind != Says.HELLO and rest:
     raise Rejected(f"malformed: {len(frame)} bytes, {Says(kind).name} has {_SIGNAL.size}")
-  if kind not in (Says.READY, Says.FAILED) and value:
+  if kind in (Says.HELLO, Says.BYE, Says.BEAT) and value:
     raise Rejected(f"malformed: {Says(kind).name} with value {value}, send 0")
   try:
     address = rest.decode("ascii")

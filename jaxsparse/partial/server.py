@@ -128,6 +128,7 @@ class Server:
     return {
       Says.HELLO: self._hello,
       Says.READY: self._ready,
+      Says.SYNCHRONIZE: self._ready,
       Says.FAILED: self._failed,
       Says.BYE: lambda _, signal: self._leave(signal.worker),
       Says.BEAT: lambda connection, _: self._send(connection, messages.answer(Answer.BEAT)),
@@ -153,7 +154,8 @@ class Server:
     self._announce(groups)
 
   def _ready(self, _: bytes, signal: Signal) -> None:
-    groups = self._controller.ready(signal.worker, signal.value)
+    take = self._controller.ready if signal.says == Says.READY else self._controller.synchronize
+    groups = take(signal.worker, signal.value)
     self._iterations[signal.worker] = signal.value
     self._announce(groups)
 

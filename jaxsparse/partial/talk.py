@@ -90,7 +90,8 @@ class Talk(threading.Thread):
   ):
     super().__init__(daemon=True, name=f"partial reduce, worker {number}")
     self.answers: queue.SimpleQueue[Model | Exception] = queue.SimpleQueue()
-    self._asked: queue.SimpleQueue[Model | None] = queue.SimpleQueue()
+    self._asked: queue.SimpleQueue[tuple[Says, Model | None]] = queue.SimpleQueue()
+    self._signal = Says.READY  # what we said, or would say, to be put in a group
     self._number, self._initial, self._keys = number, initial, keys
     self._grace, self._save, self._leaves = grace, save, leaves
     self._model = Model(initial, 0)  # the newest one: for who joins, and for the file
@@ -103,7 +104,7 @@ class Talk(threading.Thread):
     self._peers: dict[str, _Peer] = {}
     self._address, self._timeout, self._limit = server, timeout, timeout
     self._state = "hello"
-    self._next, self._deadline = 0.0, time.monotonic() + timeout
+    self._next, self._deadline, self._ticked = 0.0, time.monotonic() + timeout, time.monotonic()
     self._context, self._out = zmq.Context(), zmq.Context()  # of what flows in, and of what has to flow out
     self._guard = messages.Guard(self._context, keys)
     self._server = messages.secure(self._context.socket(zmq.DEALER), keys, serves=False)
@@ -119,11 +120,11 @@ class Talk(threading.Thread):
     for socket, handler in ((self._server, self._hear), (self._data, self._take), (self._door, self._open)):
       self._listen(socket, handler)
 
-  def ask(self, model: Model | None) -> None:
-    """Asks for the average of a model and those of a group, or to leave."""
+  def ask(self, signal: Says, model: Model | None = None) -> None:
+    """Asks for the average of a model with those of a group (READY) or of all (SYNCHRONIZE), or to leave (BYE)."""
     if not self.is_alive():
       self.answers.put(RuntimeError("this worker has left, or was ended"))
-    self._asked.put(model)
+    self._asked.put((signal, model))
     with contextlib.suppress(zmq.ZMQError):  # it has ended; what it said last is in `answers`
       self._bell.send(b"", zmq.NOBLOCK)
 
@@ -146,6 +147,11 @@ class Talk(threading.Thread):
   def _tick(self) -> None:
     """What is done when its time has come."""
     now = time.monotonic()
+    if (
+      now - self._ticked > self._limit / 2
+    ):  # we were held up ourselves: the controller may have been there all the time
+      self._deadline = max(self._deadline, now + self._limit)
+    self._ticked = now
     if now > self._deadline and self._state != "ended":
       self._lose()
     elif now > self._next and self._state == "hello":
@@ -197,7 +203,8 @@ class Talk(threading.Thread):
       return
     self._limit = content["limit"]
     self._deadline = time.monotonic() + self._limit
-    if donor := content.get("donor"):
+    donor = content.get("donor")
+    if donor and not (self._waits and self._signal == Says.SYNCHRONIZE):  # which goes on with its own model
       self._state, self._donor = "fetch", donor
       self._peer(donor).socket.send(_HEADER.pack(_FETCH, 0, self._number))
     else:
@@ -211,7 +218,7 @@ class Talk(threading.Thread):
     """Here, and nobody has a model that is further: goes on from one's own."""
     if self._model.iteration:
       if self._waits:
-        self._say(Says.READY, self._model.iteration)
+        self._say(self._signal, self._model.iteration)
     else:
       self._answer(self._model)
 
@@ -248,7 +255,7 @@ class Talk(threading.Thread):
       return
     self._past, self._average = self._average.group.number, None
     self._say(Says.FAILED, self._past)
-    self._say(Says.READY, self._model.iteration)
+    self._say(self._signal, self._model.iteration)
 
   # What other workers say.
 
@@ -323,16 +330,16 @@ class Talk(threading.Thread):
   # What our own worker asks.
 
   def _open(self, _: list[bytes]) -> None:
-    model = self._asked.get()
+    signal, model = self._asked.get()
     if model is None:
       self._say(Says.BYE)
       self._state = "ended"
     elif model.vector.shape != self._initial.shape:
       self.answers.put(ValueError(f"params have {model.vector.size} entries, those to begin with {self._initial.size}"))
     else:
-      self._model, self._waits = model, True
+      self._model, self._waits, self._signal = model, True, signal
       if self._state == "here":
-        self._say(Says.READY, model.iteration)
+        self._say(signal, model.iteration)
 
   def _answer(self, model: Model) -> None:
     self._model = model

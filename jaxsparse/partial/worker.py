@@ -19,7 +19,7 @@ import numpy as np
 from jaxsparse.flatten import flatten
 from jaxsparse.launch import START_TIMEOUT
 from jaxsparse.partial import messages
-from jaxsparse.partial.messages import Keys
+from jaxsparse.partial.messages import Keys, Says
 from jaxsparse.partial.talk import GRACE, Model, Talk
 
 
@@ -87,12 +87,20 @@ class Worker:
       ControllerLost: if the controller has died; `params` are saved then.
       ValueError: for parameters of another size, or an iteration that the controller rejects.
     """
-    self._talk.ask(Model(np.asarray(flatten(params)[0]), iteration))
+    self._talk.ask(Says.READY, Model(np.asarray(flatten(params)[0]), iteration))
+    return self._answer()
+
+  def synchronize(self, params: Any, iteration: int) -> tuple[Any, int]:
+    """Averages with all workers that have not left, for an evaluation or at the end; waits until all of them do.
+
+    The arguments, what is returned and raised are those of `reduce`. It may follow that without a step between.
+    """
+    self._talk.ask(Says.SYNCHRONIZE, Model(np.asarray(flatten(params)[0]), iteration))
     return self._answer()
 
   def leave(self) -> None:
     """Ends taking part; the others go on without this worker."""
-    self._talk.ask(None)
+    self._talk.ask(Says.BYE)
     self._talk.join()
 
   def __enter__(self) -> Self:

@@ -48,13 +48,25 @@ class Machine(stateful.RuleBasedStateMachine):
     self.workers, self.group_size, self.kind, self.missing = workers, size, kind, missing
     self.alive, self.queue, self.last, self.in_group = set(range(workers)), [], {}, {}
     self.since_change, self.number, self.waited = [], 0, {}
+    self.for_all = set()
+
+  @property
+  def active(self):
+    return self.alive - self.for_all
 
   def take(self, groups):
     """Checks what the controller formed, and follows it."""
     for group in groups:
       self.number += 1
       assert group.number == self.number
-      assert len(group.members) == len(set(group.members)) == min(self.group_size, len(self.alive))
+      if not self.active:  # the average of all
+        assert self.for_all == set(group.members)
+        assert set(group.weights) == {1 / len(group.members)}
+        assert group.iteration == max(self.last[member] for member in group.members)
+        self.in_group.update(dict.fromkeys(group.members, group.number))
+        self.for_all, self.since_change = set(), []
+        continue
+      assert len(group.members) == len(set(group.members)) == min(self.group_size, len(self.active))
       assert set(group.members) <= set(self.queue)
       assert self.queue[0] in group.members
       assert group.iteration == max(self.last[member] for member in group.members)
@@ -75,13 +87,24 @@ class Machine(stateful.RuleBasedStateMachine):
 
   @stateful.rule(data=st.data(), steps=st.integers(1, 3))
   def ready(self, data, steps):
-    if computing := sorted(self.alive - set(self.queue)):
+    if computing := sorted(self.active - set(self.queue)):
       worker = data.draw(st.sampled_from(computing))
       self.last[worker] = self.last.get(worker, -1) + steps
       self.waited[worker] = len(self.queue)
       self.queue.append(worker)
       self.in_group.pop(worker, None)
       self.take(self.controller.ready(worker, self.last[worker]))
+
+  @stateful.rule(data=st.data(), steps=st.integers(0, 2))
+  def synchronizes(self, data, steps):
+    if computing := sorted(self.active - set(self.queue)):
+      worker = data.draw(st.sampled_from(computing))
+      least = 0 if worker in self.in_group else 1  # it may follow a group at once
+      self.last[worker] = self.last.get(worker, -1) + max(least, steps)
+      self.for_all.add(worker)
+      self.in_group.pop(worker, None)
+      self.since_change = []
+      self.take(self.controller.synchronize(worker, self.last[worker]))
 
   @stateful.rule(data=st.data())
   def fails(self, data):
@@ -99,6 +122,7 @@ class Machine(stateful.RuleBasedStateMachine):
       self.last.pop(worker, None)
       self.in_group.pop(worker, None)
       self.queue = [other for other in self.queue if other != worker]
+      self.for_all.discard(worker)
       self.since_change = []
       self.take(self.controller.leave(worker))
 
@@ -111,14 +135,14 @@ class Machine(stateful.RuleBasedStateMachine):
       self.take(self.controller.join(worker))
 
   @stateful.rule(
-    call=st.sampled_from(["ready", "failed", "leave", "join"]),
+    call=st.sampled_from(["ready", "synchronize", "failed", "leave", "join"]),
     worker=st.integers(-2, 8) | st.sampled_from([None, "1", 1.0, True, 2**70]),
     number=st.integers(-5, 5) | st.sampled_from([None, "x", 0.5, False, 2**63, float("nan")]),
   )
   def bad(self, call, worker, number):
     """What is rejected changes nothing; what would be taken is not sent here."""
     before = copy.deepcopy(vars(self.controller))
-    arguments = (worker, number) if call in ("ready", "failed") else (worker,)
+    arguments = (worker,) if call in ("leave", "join") else (worker, number)
     trial = copy.deepcopy(self.controller)
     if self.would_take(call, worker, number):
       getattr(trial, call)(*arguments)
@@ -130,9 +154,10 @@ class Machine(stateful.RuleBasedStateMachine):
   def would_take(self, call, worker, number):
     if type(worker) is not int or not 0 <= worker < self.workers or (call == "join") == (worker in self.alive):
       return False
-    if call == "ready":
+    if call in ("ready", "synchronize"):
       fits = type(number) is int and 0 <= number < 2**63
-      return fits and worker not in self.queue and number > self.last.get(worker, -1)
+      again = call == "synchronize" and worker in self.in_group
+      return fits and worker in self.active - set(self.queue) and number > self.last.get(worker, -1) - again
     return call != "failed" or (worker in self.in_group and self.in_group[worker] == number)
 
   @stateful.invariant()
@@ -144,15 +169,16 @@ class Machine(stateful.RuleBasedStateMachine):
   def any_window_is_connected(self):
     window = self.controller.window
     for end in range(window, len(self.since_change) + 1):
-      assert components(sorted(self.alive), self.since_change[end - window : end]) == 1
+      assert components(sorted(self.active), self.since_change[end - window : end]) == 1
 
   @stateful.invariant()
   def they_wait_only_for_who_can_connect(self):
-    assert set(self.queue) != self.alive  # all ready: somebody must be in a group
-    size = min(self.group_size, len(self.alive))
+    assert self.active  # if all wait for the average of all, they have it
+    assert set(self.queue) != self.active  # all ready: somebody must be in a group
+    size = min(self.group_size, len(self.active))
     past = [group.members for group in self.controller.history]
     for members in itertools.combinations(self.queue, size):
-      assert not keeps_windows(self.alive, [*past, members], self.controller.window, size)
+      assert not keeps_windows(self.active, [*past, members], self.controller.window, size)
 
 
 Machine.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=40, deadline=None)

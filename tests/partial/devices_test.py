@@ -34,7 +34,7 @@ def run(workers, train):
 def test_groups_average_on_their_devices_and_keep_the_sum():
   workers = js.partial.Devices(js.partial.Controller(4, 2), jax.devices()[:4], {"w": jnp.zeros((2, 3))})
   assert workers.warm_up() == 6
-  found = {}
+  found, together = {}, {}
 
   def train(worker):
     params, iteration = {"w": worker.params["w"] + float(worker.number)}, 0
@@ -42,10 +42,13 @@ def test_groups_average_on_their_devices_and_keep_the_sum():
       params, iteration = worker.reduce(params, iteration + 1)
       assert params["w"].devices() == {worker.device}
     found[worker.number] = np.asarray(params["w"])
+    together[worker.number] = np.asarray(worker.synchronize(params, iteration)[0]["w"])
 
   run(workers, train)
   np.testing.assert_allclose(sum(found.values()), 6.0, rtol=1e-5)
   assert np.ptp([model.max() for model in found.values()]) < 2
+  assert len({model.tobytes() for model in together.values()}) == 1
+  np.testing.assert_allclose(together[0], 1.5, rtol=1e-5)
 
 
 def test_dynamic_weights_and_the_initial_model():

@@ -55,7 +55,7 @@ def until(condition, seconds=60):
 
 
 def test_workers_that_die_and_come_back(processes):
-  """Worker 2 kills itself inside an average; worker 3 is killed while it computes, and started again."""
+  """Worker 2 kills itself inside an average; worker 3 is killed while it computes, and started again; 1 is paused."""
   controller = js.partial.Controller(4, 2)
   with js.partial.Server(controller, limit=LIMIT) as server:
     for number, what in enumerate(("plain", "plain", "dies", "stalls")):
@@ -64,6 +64,11 @@ def test_workers_that_die_and_come_back(processes):
     until(lambda: "stalls" in processes.lines(3))
     processes.all["stalls", 3].send_signal(signal.SIGKILL)
     again = processes.start("plain", 3, server.address)
+    processes.all["plain", 1].send_signal(signal.SIGSTOP)
+    until(lambda: 1 not in controller.alive)  # dropped, though its connections stand
+    processes.all["plain", 1].send_signal(signal.SIGCONT)
+    paused = len(processes.lines(1))
+    until(lambda: 1 in controller.alive and len(processes.lines(1)) > paused + 10)
     until(lambda: len(processes.lines(3)) > processes.lines(3).index("stalls") + 10)
     (processes.folder / "stop").touch()
     for number in (0, 1):

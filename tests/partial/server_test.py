@@ -178,7 +178,7 @@ def test_workers_are_bound_to_an_address_that_is_theirs():
 @pytest.mark.parametrize("keys", [None, js.partial.make_keys()], ids=["plain", "curve"])
 def test_workers_average_and_keep_the_sum(keys):
   """Constant groups keep the sum of all models (W is doubly stochastic): here the workers' numbers are never lost."""
-  controller, found = js.partial.Controller(4, 2), {}
+  controller, found, together = js.partial.Controller(4, 2), {}, {}
 
   def train(number, address):
     with js.partial.Worker(address, number, jnp.zeros(7), keys=keys) as worker:
@@ -186,6 +186,8 @@ def test_workers_average_and_keep_the_sum(keys):
       for _ in range(6):
         params, iteration = worker.reduce(params, iteration + 1)
       found[number] = np.asarray(params)
+      params, _ = worker.synchronize(params, iteration)
+      together[number] = np.asarray(params)
 
   with js.partial.Server(controller, keys=keys) as server:
     threads = [threading.Thread(target=train, args=(number, server.address)) for number in range(4)]
@@ -196,6 +198,8 @@ def test_workers_average_and_keep_the_sum(keys):
   assert len(found) == 4
   np.testing.assert_allclose(sum(found.values()), 6.0, rtol=1e-5)
   assert np.ptp([model[0] for model in found.values()]) < 3
+  np.testing.assert_allclose(together[0], 1.5, rtol=1e-5)
+  assert len({model.tobytes() for model in together.values()}) == 1
 
 
 def test_a_worker_with_a_wrong_number_or_size_is_told():
