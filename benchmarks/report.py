@@ -1,16 +1,39 @@
-"""Training runs as a table and as figures."""
+"""Training runs as a table and as figures, and whether goals are reached."""
 
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import matplotlib as mpl
+import rich.console
 import rich.table
 
 from benchmarks.training import Run
 
 mpl.use("Agg")
 from matplotlib import axes, pyplot
+
+
+class Goal(NamedTuple):
+  """A ratio that is to be reached.
+
+  Attributes:
+    what: the goal in words.
+    measured: the ratio, of the worst case where there are several; None where none was measured.
+    met: whether it is reached.
+  """
+
+  what: str
+  measured: float | None
+  met: bool | None
+
+
+def say(goals: Sequence[Goal], console: rich.console.Console) -> None:
+  """Prints each goal, what was measured and whether that is enough, on a line of its own."""
+  for goal in goals:
+    verdict = "not measured" if goal.measured is None else f"{goal.measured:.2f}, {'met' if goal.met else 'not met'}"
+    console.print(f"goal: {goal.what}: {verdict}", highlight=False, soft_wrap=True)
 
 
 def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:

@@ -43,7 +43,8 @@ from absl import app, flags, logging
 from jax.extend import core
 
 import jaxsparse as js
-from benchmarks import data, training, workers
+from benchmarks import data, report, training, workers
+from benchmarks.report import Goal
 from jaxsparse import flatten, launch
 from jaxsparse.comm import SoloComm
 from jaxsparse.select import candidates, exact, packed, threshold
@@ -165,20 +166,6 @@ class Update(NamedTuple):
   def touched(self) -> float:
     """Arrays of n entries that are read or written, all passes together."""
     return sum(one.reads + one.writes for one in self.passes)
-
-
-class Goal(NamedTuple):
-  """A ratio that is to be reached.
-
-  Attributes:
-    what: the goal in words.
-    measured: the ratio of the worst input; None where none was measured.
-    met: whether it is reached.
-  """
-
-  what: str
-  measured: float | None
-  met: bool | None
 
 
 _READ = jax.jit(lambda x: jnp.abs(x).sum())
@@ -579,9 +566,7 @@ def main(argv: list[str]) -> None:
     console.print(selection_table(rows, f"{_DENSITY.value:g} of n = {_N.value:,} entries, {jax.default_backend()}"))
   if update:
     console.print(update_table(update), pass_table(update.passes))
-  for goal in reached:
-    verdict = "not measured" if goal.measured is None else f"{goal.measured:.2f}, {'met' if goal.met else 'not met'}"
-    console.print(f"goal: {goal.what}: {verdict}", highlight=False)
+  report.say(reached, console)
   if _JSON.value:
     _print_json(rows, update, reached)
 

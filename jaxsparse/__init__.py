@@ -23,7 +23,7 @@ jaxpr and predicts seconds from what it measures with `timing`, and `doctor` say
     params, state, metrics = step(params, state, batch)
 """
 
-from jaxsparse import costs, overlap, select
+from jaxsparse import costs, overlap, partial, select
 from jaxsparse.collectives import Collective, SparseCollective, collective_names, collective_options, make_collective
 from jaxsparse.collectives.a2sgd import a2sgd_transform
 from jaxsparse.collectives.dense import dense_transform
@@ -80,6 +80,7 @@ __all__ = [
   "metrics",
   "oktopk_transform",
   "overlap",
+  "partial",
   "qsgd_transform",
   "randomk_transform",
   "select",

@@ -8,8 +8,9 @@ import jaxsparse as js
 
 MODULES = {
   "costs": ("count", "predict", "all_reduce_cost", "count_jaxpr", "schedule"),
+  "overlap": js.overlap.__all__,
+  "partial": js.partial.__all__,
   "select": ("top_k",),
-  "overlap": tuple(js.overlap.__all__),
 }
 NAMES = [(name, getattr(js, name)) for name in js.__all__ if name not in MODULES]
 NAMES += [(f"{module}.{name}", getattr(getattr(js, module), name)) for module in MODULES for name in MODULES[module]]

@@ -1,0 +1,175 @@
+r"""Signals a second that the controller of partial reduce takes, and how long a worker waits for its group.
+
+A server with its controller in one process; workers in another, each a connection that says READY as soon as it has
+heard of its group, and computes nothing. Throughput is of all of them together. Latency is that of a lone group: of P
+workers, from the last one's READY until it hears of the group.
+
+Examples:
+  python -m benchmarks.controller
+  python -m benchmarks.controller --workers=64 --group_size=4 --seconds=10
+  python -m benchmarks.controller --curve --json | jq .signals_per_second
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+import zmq
+from absl import app, flags, logging
+
+import jaxsparse as js
+from benchmarks import report, workers
+from jaxsparse import launch
+from jaxsparse.partial import messages
+from jaxsparse.partial.messages import Answer, Keys, Says, Signal
+
+_WORKERS = flags.DEFINE_integer("workers", 32, "Number of workers.")
+_GROUP_SIZE = flags.DEFINE_integer("group_size", 4, "Workers in a group.")
+_WEIGHTS = flags.DEFINE_enum("weights", "dynamic", ["constant", "dynamic"], "Of the controller.")
+_SECONDS = flags.DEFINE_float("seconds", 5, "How long to measure throughput.")
+_GROUPS = flags.DEFINE_integer("groups", 500, "How many groups to measure latency with.")
+_CURVE = flags.DEFINE_bool("curve", False, "Encrypt, as on any other network than loopback.")
+_SERVE = flags.DEFINE_string("serve", None, "Internal: serve with these keys, or without for 'plain'.")
+_JSON = flags.DEFINE_bool("json", False, "Print the result as JSON on standard output, the rest on standard error.")
+
+_GOAL = 2000  # "thousands of signals a second"
+
+
+class Result(NamedTuple):
+  """What was measured.
+
+  Attributes:
+    signals_per_second: READY signals of all workers.
+    groups_per_second: formed of them.
+    latency: median seconds from READY to GROUP, nobody else saying anything.
+    latency_99: the 99th percentile.
+    signal_bytes: of one signal.
+    group_bytes: of one answer to a member.
+    rejected: messages that the server rejected; there should be none.
+  """
+
+  signals_per_second: float
+  groups_per_second: float
+  latency: float
+  latency_99: float
+  signal_bytes: int
+  group_bytes: int
+  rejected: int
+
+
+def _serve(keys: Keys | None) -> None:
+  """The server's process: writes its address first, and at the end how many messages it rejected."""
+  weights: Any = _WEIGHTS.value
+  controller = js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value, weights)
+  server = js.partial.Server(controller, keys=keys, limit=60)
+  print(server.address, flush=True)
+  server.serve()
+  print(server.rejected, flush=True)
+
+
+def measure(address: str, keys: Keys | None) -> Result:
+  """Throughput, then latency, of the server at that address; `rejected` is left for the server to say."""
+  context, size, count = zmq.Context(), _GROUP_SIZE.value, _WORKERS.value
+  sockets = [messages.secure(context.socket(zmq.DEALER), keys, serves=False) for _ in range(count)]
+  iterations = [0] * count
+
+  def ready(worker: int) -> None:
+    iterations[worker] += 1
+    sockets[worker].send(Signal(Says.READY, worker, iterations[worker]).packed())
+
+  def heard(worker: int) -> int:
+    frame = sockets[worker].recv()
+    kind, content = messages.parse_answer(frame)
+    if kind != Answer.GROUP:
+      raise RuntimeError(f"worker {worker} heard {kind.name} {content}")
+    iterations[worker] = content["iteration"]
+    return len(frame)
+
+  try:
+    for worker, socket in enumerate(sockets):
+      socket.connect(address)
+      socket.send(Signal(Says.HELLO, worker, 0, "tcp://127.0.0.1:9").packed())
+      socket.recv()
+    latencies = []
+    for number in range(_GROUPS.value):  # each has one member of the one before: the sync-graph stays connected
+      *others, last = [(number * (size - 1) + place) % count for place in range(size)]
+      for worker in others:
+        ready(worker)
+      time.sleep(0.001)  # they have arrived
+      start = time.perf_counter()
+      ready(last)
+      heard(last)
+      latencies.append(time.perf_counter() - start)
+      for worker in others:
+        heard(worker)
+    rate, group_bytes = _throughput(sockets, ready, heard)
+    for worker, socket in enumerate(sockets):
+      socket.send(Signal(Says.BYE, worker).packed())
+    quantiles = statistics.quantiles(latencies, n=100)
+    signal = len(Signal(Says.READY, 0, 1).packed())
+    return Result(rate, rate / size, statistics.median(latencies), quantiles[98], signal, group_bytes, 0)
+  finally:
+    context.destroy(linger=1000)
+
+
+def _throughput(sockets: list[zmq.Socket], ready, heard) -> tuple[float, int]:  # type: ignore[no-untyped-def]
+  """Signals a second of all workers, and the bytes of an answer."""
+  poller, of = zmq.Poller(), {socket: worker for worker, socket in enumerate(sockets)}
+  for socket in sockets:
+    poller.register(socket, zmq.POLLIN)
+  for worker in of.values():
+    ready(worker)
+  signals, size, start = 0, 0, time.perf_counter()
+  while (took := time.perf_counter() - start) < _SECONDS.value:
+    for socket, _ in poller.poll(1000):
+      size = heard(of[socket])
+      ready(of[socket])
+      signals += 1
+  return signals / took, size
+
+
+def main(argv: list[str]) -> None:
+  """Starts the server, measures and reports."""
+  if len(argv) > 1 and not _SERVE.value:
+    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
+  logging.set_verbosity(logging.WARNING)
+  if _SERVE.value:
+    _serve(None if _SERVE.value == "plain" else Keys(*_SERVE.value.encode().split(b" ")))
+    return
+  console = workers.make_console(stderr=_JSON.value)
+  try:
+    js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value)  # says what is wrong with the flags
+    for flag, least in ((_SECONDS, 0.1), (_GROUPS, 2)):
+      if not flag.value >= least:
+        raise ValueError(f"--{flag.name}={flag.value:g}, choose at least {least:g}")
+  except ValueError as error:
+    launch.fail(error)
+  keys = js.partial.make_keys() if _CURVE.value else None
+  given = "plain" if keys is None else f"{keys.public.decode()} {keys.secret.decode()}"
+  command = [sys.executable, "-m", "benchmarks.controller", *sys.argv[1:], f"--serve={given}"]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    assert process.stdout
+    try:
+      result = measure(process.stdout.readline().strip(), keys)
+      result = result._replace(rejected=int(process.stdout.readline()))
+    finally:
+      process.terminate()
+  kind = f"{_WEIGHTS.value} weights, {'CURVE' if keys else 'plain'} TCP"
+  for line in (
+    f"{_WORKERS.value} workers, groups of {_GROUP_SIZE.value}, {kind}",
+    f"{result.signals_per_second:,.0f} signals of {result.signal_bytes} bytes a second, {result.rejected} rejected",
+    f"{result.groups_per_second:,.0f} groups a second, each member is told in {result.group_bytes} bytes",
+    f"READY to GROUP: {1e6 * result.latency:.0f} µs, 99 % within {1e6 * result.latency_99:.0f} µs",
+  ):
+    console.print(line, highlight=False, soft_wrap=True)
+  rate = result.signals_per_second
+  report.say([report.Goal(f"at least {_GOAL:,} signals a second", rate, rate >= _GOAL)], console)
+  if _JSON.value:
+    print(json.dumps({"workers": _WORKERS.value, "group_size": _GROUP_SIZE.value, **result._asdict()}))
+
+
+if __name__ == "__main__":
+  app.run(main)

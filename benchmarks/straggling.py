@@ -1,0 +1,265 @@
+r"""Partial reduce really run beside all-reduce: processes on this machine, some of them slowed by sleeping, one killed.
+
+Every worker is a process that trains an MLP on the digits. A step takes --pace seconds of sleep on top of its
+arithmetic, which stands for the accelerator that this machine does not have, and --factor times as long at the --slow
+slowest. Three runs, one after the other:
+
+    all-reduce         js.make_train_step with dense gradients, processes of JAX over gloo
+    partial reduce     js.partial.Worker, each at its own pace
+    one killed         the same; a fast worker is killed after half of the time that the run before took
+
+Each counts seconds from when all workers have compiled and are ready, until worker 0's model has the --target accuracy
+on the test set, which it looks at after each step.
+
+Examples:
+  python -m benchmarks.straggling
+  python -m benchmarks.straggling --slow=1 --group_size=3 --weights=constant
+  python -m benchmarks.straggling --json | jq .runs
+"""
+
+import contextlib
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+import rich.table
+from absl import app, flags, logging
+from jax.experimental import multihost_utils
+
+import jaxsparse as js
+from benchmarks import data, report, training, workers
+from jaxsparse import launch
+
+_WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.")
+_SLOW = flags.DEFINE_integer("slow", 2, "How many of them are slow.")
+_FACTOR = flags.DEFINE_float("factor", 3, "How many times as long a step of theirs takes.")
+_PACE = flags.DEFINE_float("pace", 0.05, "Seconds that a step takes beside its arithmetic.")
+_GROUP_SIZE = flags.DEFINE_integer("group_size", 2, "Workers in a group of partial reduce.")
+_WEIGHTS = flags.DEFINE_enum("weights", "dynamic", ["constant", "dynamic"], "Of partial reduce.")
+_TARGET = flags.DEFINE_float("target", 0.96, "Test accuracy to reach.")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images of each worker in each step.")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, "Of SGD with momentum 0.9.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the parameters and the order of the batches.")
+_LIMIT = flags.DEFINE_float("limit", 120, "Seconds that a run may take to the target.")
+_ROLE = flags.DEFINE_string("role", None, "Internal: what a process of a run does.")
+_FOLDER = flags.DEFINE_string("folder", None, "Internal: where the processes of a run meet.")
+_JSON = flags.DEFINE_bool("json", False, "Print the result as JSON on standard output, the rest on standard error.")
+
+
+class Outcome(NamedTuple):
+  """How worker 0 came to the target.
+
+  Attributes:
+    run: which.
+    seconds: until then; None if it did not.
+    accuracy: at the end.
+    iterations: of worker 0's model.
+  """
+
+  run: str
+  seconds: float | None
+  accuracy: float
+  iterations: int
+
+
+class _Task:
+  """The task of one worker, and the time it takes for a step."""
+
+  def __init__(self, number: int):
+    place = workers.Workers(js.SimComm("workers", members=1), "workers", 1, shares=1, number=0)
+    self.digits = data.load("digits")
+    self.task = training.make_task("mlp", self.digits, place, _BATCH_SIZE.value, _SEED.value)
+    self.tx = optax.sgd(_LEARNING_RATE.value, momentum=0.9)
+    slow = number >= _WORKERS.value - _SLOW.value
+    self.pace = _PACE.value * (_FACTOR.value if slow else 1)
+
+  def batches(self, size: int, number: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """Endless batches, others for each number."""
+    seed = int(np.random.SeedSequence([_SEED.value, number]).generate_state(1)[0])
+    return data.batches(self.digits.train_images, self.digits.train_labels, size, seed)
+
+
+class _Finish:
+  """Tells when worker 0 has reached the target, and everyone when that has happened."""
+
+  def __init__(self, folder: pathlib.Path, run: str, accuracy: Any):
+    self._file, self._run, self._accuracy = folder / "outcome", run, accuracy
+    self._start = time.perf_counter()
+
+  def reached(self, params: Any, iterations: int) -> bool:
+    """Whether that is enough, or took too long."""
+    accuracy, seconds = self._accuracy(params), time.perf_counter() - self._start
+    if accuracy < _TARGET.value and seconds < _LIMIT.value:
+      return False
+    outcome = Outcome(self._run, seconds if accuracy >= _TARGET.value else None, accuracy, iterations)
+    beside = self._file.with_suffix(".new")
+    beside.write_text(json.dumps(outcome))
+    beside.rename(self._file)
+    return True
+
+
+def _all_reduce(folder: pathlib.Path) -> None:
+  """A rank of the all-reduce: everybody waits for the slowest in every step."""
+  place = workers.here("processes", _WORKERS.value)
+  own = _Task(place.number)
+  tx = optax.chain(js.make_transform("dense", place.axis), own.tx)
+  params = own.task.params
+  state, step = js.init(tx, params, place.where), js.make_train_step(own.task.loss, tx, place.where)
+  batches = own.batches(_BATCH_SIZE.value * place.size)
+  params, state, _ = step(params, state, next(batches))  # compiles
+  own.task.accuracy(params)
+  finish, done, iterations = _Finish(folder, "all-reduce", own.task.accuracy), False, 1
+  while not done:
+    time.sleep(own.pace)
+    params, state, _ = step(params, state, next(batches))
+    iterations += 1
+    done = place.reports and finish.reached(params, iterations)
+    done = bool(multihost_utils.broadcast_one_to_all(np.asarray(done)))
+
+
+def _partial(folder: pathlib.Path, number: int, address: str, run: str) -> None:
+  """A worker of partial reduce: a step of its own, then the average of its group."""
+  own = _Task(number)
+
+  @jax.jit
+  def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+    updates, state = own.tx.update(jax.grad(own.task.loss)(params, batch), state, params)
+    return optax.apply_updates(params, updates), state
+
+  batches = own.batches(_BATCH_SIZE.value, number)
+  params, state = own.task.params, own.tx.init(own.task.params)
+  jax.block_until_ready(step(params, state, next(batches)))  # compiles
+  own.task.accuracy(params)
+  with js.partial.Worker(address, number, params) as worker:
+    (folder / f"ready{number}").touch()
+    while not (folder / "go").exists():
+      time.sleep(0.005)
+    finish, done = _Finish(folder, run, own.task.accuracy), False
+    params, iteration = worker.params, worker.iteration
+    while not done:
+      time.sleep(own.pace)
+      params, state = step(params, state, next(batches))
+      params, iteration = worker.reduce(params, iteration + 1)
+      done = finish.reached(params, iteration) if number == 0 else (folder / "outcome").exists()
+
+
+def _outcome(folder: pathlib.Path) -> Outcome:
+  return Outcome(*json.loads((folder / "outcome").read_text()))
+
+
+def run_all_reduce() -> Outcome:
+  """The whole run, every rank a process."""
+  with tempfile.TemporaryDirectory(prefix="jaxsparse-") as folder:
+    launch.run(_command(folder, "all-reduce"), _WORKERS.value, limit=_LIMIT.value + 60)
+    return _outcome(pathlib.Path(folder))
+
+
+def run_partial(run: str, kill_after: float | None = None) -> Outcome:
+  """The whole run, every worker a process; worker 1 is killed after so many seconds."""
+  weights: Any = _WEIGHTS.value
+  controller = js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value, weights)
+  with tempfile.TemporaryDirectory(prefix="jaxsparse-") as name, contextlib.ExitStack() as stack:
+    folder = pathlib.Path(name)
+    server = js.partial.Server(controller)
+    thread = threading.Thread(target=server.serve, daemon=True)
+    thread.start()
+    processes = []
+    for number in range(_WORKERS.value):
+      processes.append(subprocess.Popen(_command(name, f"{number},{server.address},{run}")))
+      stack.callback(processes[-1].wait)
+      stack.callback(processes[-1].kill)
+    all_ready = lambda: len(list(folder.glob("ready*"))) == _WORKERS.value
+    _wait_for("starting", all_ready, processes, launch.START_TIMEOUT)
+    (folder / "go").touch()
+    if kill_after is not None:
+      time.sleep(kill_after)
+      processes[1].kill()
+    _wait_for("training", (folder / "outcome").exists, processes[:1], _LIMIT.value + 30)
+    for process in processes:
+      process.wait(30)
+    return _outcome(folder)
+
+
+def _wait_for(what: str, condition: Callable[[], bool], processes: list[subprocess.Popen], limit: float) -> None:
+  """Returns when the condition holds.
+
+  Raises:
+    RuntimeError: if a process fails before, or it takes too long.
+  """
+  end = time.monotonic() + limit
+  while not condition():
+    if failed := {number: process.returncode for number, process in enumerate(processes) if process.poll()}:
+      raise RuntimeError(f"partial reduce, {what}: workers ended with status {failed}; their messages are above")
+    if time.monotonic() > end:
+      raise RuntimeError(f"partial reduce, {what}: took more than {limit:g} s")
+    time.sleep(0.02)
+
+
+def _command(folder: str, role: str) -> list[str]:
+  return [sys.executable, "-m", "benchmarks.straggling", *sys.argv[1:], f"--folder={folder}", f"--role={role}"]
+
+
+def goals(outcomes: list[Outcome]) -> list[report.Goal]:
+  """How much faster partial reduce is, and whether it gets there without a worker that died."""
+  base, partial, killed = (outcome.seconds for outcome in outcomes)
+  ratio = base / partial if base and partial else None
+  return [
+    report.Goal(
+      "partial reduce ≥ 1.5 × as fast to the target as all-reduce", ratio, None if ratio is None else ratio >= 1.5
+    ),
+    report.Goal(
+      f"with a worker killed half-way the target of {_TARGET.value:g} is reached, accuracy",
+      outcomes[2].accuracy,
+      killed is not None,
+    ),
+  ]
+
+
+def main(argv: list[str]) -> None:
+  """Runs all three and reports."""
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
+  logging.set_verbosity(logging.WARNING)
+  if _ROLE.value and _FOLDER.value:
+    folder, (role, *details) = pathlib.Path(_FOLDER.value), _ROLE.value.split(",")
+    if role == "all-reduce":
+      _all_reduce(folder)
+    else:
+      _partial(folder, int(role), *details)
+    return
+  console = workers.make_console(stderr=_JSON.value)
+  try:
+    if not 0 <= _SLOW.value <= _WORKERS.value - 2:
+      raise ValueError(f"--slow={_SLOW.value}, choose 0 … {_WORKERS.value - 2}: two workers at least are fast")
+    js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value)  # says what is wrong with the flags
+    outcomes = [run_all_reduce(), run_partial("partial reduce")]
+    outcomes.append(run_partial("one killed", (outcomes[1].seconds or _LIMIT.value) / 2))
+  except (ValueError, OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+    launch.fail(error)
+  kind = f"groups of {_GROUP_SIZE.value}, {_WEIGHTS.value} weights"
+  table = rich.table.Table(
+    title=f"{_WORKERS.value} processes, {_SLOW.value} of them {_FACTOR.value:g} × as slow, {kind}"
+  )
+  for head in ("run", f"seconds to {_TARGET.value:g}", "accuracy", "iterations of worker 0"):
+    table.add_column(head, justify="left" if head == "run" else "right")
+  for one in outcomes:
+    seconds = "N/A" if one.seconds is None else f"{one.seconds:.1f}"
+    table.add_row(one.run, seconds, f"{one.accuracy:.4f}", str(one.iterations))
+  console.print(table)
+  reached = goals(outcomes)
+  report.say(reached, console)
+  if _JSON.value:
+    print(json.dumps({"runs": [one._asdict() for one in outcomes], "goals": [goal._asdict() for goal in reached]}))
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,168 @@
+r"""What becomes of the averages of groups as JAX's collectives, when a member dies and comes back.
+
+Three processes of `jax.distributed` with gloo, groups as sub-meshes. 0 and 1 average, and 1 and 2. Then process 2 kills
+itself while 1 averages with it; 0 and 1 go on; process 2 is started again and tries to average with 1. Once as JAX
+comes, once with its jax_enable_recoverability.
+
+It is why `js.partial.Worker` sends models over sockets of its own: tests/partial/faults_test.py does the same to it.
+
+Example:
+  python -m benchmarks.survival
+"""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import rich.table
+from absl import app, flags, logging
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks import workers
+from jaxsparse import _compat, launch
+
+_ENTRIES = flags.DEFINE_integer("n", 1_000_000, "Entries of the model.")
+_HEARTBEAT = flags.DEFINE_integer("heartbeat", 10, "Seconds without a sign of life after which JAX takes one for dead.")
+_SECONDS = flags.DEFINE_float("seconds", 20, "How long the processes that are left go on after the death.")
+_RANK = flags.DEFINE_string("rank", None, "Internal: RANK,ADDRESS,FOLDER,RECOVERABLE,AGAIN of one process.")
+
+_GRACE = 30.0  # seconds beyond the time that the processes shall run
+_Pair = tuple[int, int]
+
+
+class Fate(NamedTuple):
+  """What became of a run.
+
+  Attributes:
+    told: whether process 1 was told that its average with 2 failed.
+    others: averages that 0 and 1 had after the death.
+    back: averages that 2 had after its return.
+    alive: which of the processes 0 and 1 lived to the end.
+    said: the last error, shortened.
+  """
+
+  told: bool
+  others: int
+  back: int
+  alive: list[int]
+  said: str
+
+
+class _Process:
+  """One of the three."""
+
+  def __init__(self, rank: int, address: str, log: pathlib.Path, recoverable: bool):
+    self._log = log.open("w", buffering=1)
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_recoverability", recoverable)
+    jax.distributed.initialize(address, 3, rank, heartbeat_timeout_seconds=_HEARTBEAT.value)
+    self._mine = np.full(_ENTRIES.value, rank, np.float32)
+
+  def average(self, pair: _Pair) -> None:
+    """Tries, and writes down what came of it."""
+    try:
+      mesh = Mesh(np.array([device for device in jax.devices() if device.process_index in pair]), ("group",))
+      spec = PartitionSpec("group")
+      mean = jax.jit(_compat.shard_map(lambda x: jax.lax.pmean(x, "group"), mesh, (spec,), spec))
+      shape, place = (2 * _ENTRIES.value,), NamedSharding(mesh, spec)
+      jax.block_until_ready(mean(jax.make_array_from_callback(shape, place, lambda _: self._mine)))
+      self._log.write(f"{pair} came\n")
+    except Exception as error:
+      self._log.write(f"{pair} failed: {' '.join(str(error).split())}\n")
+
+  def end(self) -> None:
+    """At once: JAX would wait for the dead."""
+    self._log.write("end\n")
+    os._exit(0)
+
+
+def _run(rank: int, address: str, folder: pathlib.Path, recoverable: bool, again: bool) -> None:
+  process = _Process(rank, address, folder / f"{rank}{'again' * again}", recoverable)
+  if not again:
+    for pair in ((0, 1), (1, 2)):
+      if rank in pair:
+        process.average(pair)
+    if rank == 2:
+      time.sleep(1)
+      os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+      process.average((1, 2))
+  end = time.monotonic() + _SECONDS.value
+  while time.monotonic() < end:
+    if rank < 2:
+      process.average((0, 1))
+    if rank == 2 or (rank == 1 and (folder / "2again").exists()):
+      process.average((1, 2))
+    time.sleep(0.5)
+  process.end()
+
+
+def measure(recoverable: bool) -> Fate:
+  """One run of three processes, one of which dies and is started again."""
+  with tempfile.TemporaryDirectory(prefix="jaxsparse-") as name, contextlib.ExitStack() as stack:
+    folder, address = pathlib.Path(name), f"127.0.0.1:{launch._free_port()}"
+
+    def start(rank: int, again: bool) -> subprocess.Popen:
+      own = f"--rank={rank},{address},{folder},{int(recoverable)},{int(again)}"
+      command = [sys.executable, "-m", "benchmarks.survival", *sys.argv[1:], own]
+      process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+      stack.callback(process.wait)
+      stack.callback(process.kill)
+      return process
+
+    first = [start(rank, again=False) for rank in range(3)]
+    first[2].wait()
+    time.sleep(5)
+    back = start(2, again=True)
+    end = time.monotonic() + _SECONDS.value + _GRACE
+    for process in (*first, back):
+      with contextlib.suppress(subprocess.TimeoutExpired):  # who hangs is ended
+        process.wait(max(0.0, end - time.monotonic()))
+    lines = {path.name: path.read_text().splitlines() for path in folder.iterdir()}
+    failures = [line for each in lines.values() for line in each if "failed" in line]
+    return Fate(
+      told=any(line.startswith("(1, 2) failed") for line in lines["1"]),
+      others=lines["0"].count("(0, 1) came") - 1,
+      back=lines.get("2again", []).count("(1, 2) came"),
+      alive=[rank for rank in (0, 1) if first[rank].poll() in (None, 0)],
+      said=failures[-1].partition(": ")[2][:90] if failures else "",
+    )
+
+
+def main(argv: list[str]) -> None:
+  """Runs it both ways and prints what became of them."""
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
+  logging.set_verbosity(logging.WARNING)
+  if _RANK.value:
+    rank, address, folder, recoverable, again = _RANK.value.split(",")
+    _run(int(rank), address, pathlib.Path(folder), bool(int(recoverable)), bool(int(again)))
+  table = rich.table.Table(title="three processes of JAX over gloo; process 2 dies, and comes back")
+  for head in (
+    "recoverable",
+    "1 is told",
+    "0 and 1 average after it",
+    "2 averages again",
+    "live to the end",
+    "last error",
+  ):
+    table.add_column(head)
+  for way in (False, True):
+    fate = measure(way)
+    alive = " and ".join(map(str, fate.alive)) or "neither"
+    told = "yes" if fate.told else "no"
+    table.add_row("yes" if way else "no", told, str(fate.others), str(fate.back), alive, fate.said)
+  workers.make_console().print(table)
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,250 @@
+"""What workers and the controller's server say to each other: signals of 11 bytes, answers in JSON.
+
+    worker -> server    kind u8 | worker u16 | value i64, big-endian        and behind HELLO the address of the worker
+    server -> worker    kind u8 | JSON
+
+A signal is taken apart strictly: whatever is not exactly that is rejected with a reason, and changes nothing.
+"""
+
+import enum
+import ipaddress
+import json
+import struct
+from typing import Any, NamedTuple
+
+import zmq
+
+from jaxsparse.partial.controller import Rejected
+
+LOOPBACK = "tcp://127.0.0.1:*"
+_SIGNAL = struct.Struct("!BHq")
+_LONGEST_ADDRESS = 200  # bytes
+
+
+class Says(enum.IntEnum):
+  """What a worker says.
+
+  Attributes:
+    HELLO: it comes; value 0, and its address behind.
+    READY: it has done `value` iterations.
+    FAILED: it could not average with group `value`.
+    BYE: it ends; value 0.
+    BEAT: it is alive; value 0.
+    SYNCHRONIZE: it has done `value` iterations and wants the average of all.
+
+  Example:
+    >>> Says(2).name
+    'READY'
+  """
+
+  HELLO = 1
+  READY = 2
+  FAILED = 3
+  BYE = 4
+  BEAT = 5
+  SYNCHRONIZE = 6
+
+
+class Answer(enum.IntEnum):
+  """What the server says.
+
+  Attributes:
+    WELCOME: to HELLO.
+    GROUP: average with these now.
+    ABORT: a group will not come to an end.
+    BEAT: to BEAT.
+    REJECTED: a reason.
+
+  Example:
+    >>> Answer(5).name
+    'REJECTED'
+  """
+
+  WELCOME = 1
+  GROUP = 2
+  ABORT = 3
+  BEAT = 4
+  REJECTED = 5
+
+
+class Signal(NamedTuple):
+  """What a worker says, taken apart.
+
+  Attributes:
+    says: its kind.
+    worker: who says it.
+    value: what it is about.
+    address: of the worker, for HELLO only.
+
+  Example:
+    >>> Signal(Says.READY, 3, 17).packed().hex()
+    '0200030000000000000011'
+  """
+
+  says: Says
+  worker: int
+  value: int = 0
+  address: str = ""
+
+  def packed(self) -> bytes:
+    """The bytes of it."""
+    return _SIGNAL.pack(self.says, self.worker, self.value) + self.address.encode()
+
+
+def parse(frames: list[bytes]) -> Signal:
+  """Takes apart what came from a worker.
+
+  Raises:
+    Rejected: for anything that is no signal.
+
+  Example:
+    >>> parse([bytes.fromhex("0200030000000000000011")])
+    Signal(says=<Says.READY: 2>, worker=3, value=17, address='')
+  """
+  if len(frames) != 1:
+    raise Rejected(f"malformed: a message of {len(frames)} parts, send one")
+  (frame,) = frames
+  if len(frame) < _SIGNAL.size:
+    raise Rejected(f"malformed: {len(frame)} bytes, a signal has {_SIGNAL.size}")
+  kind, worker, value = _SIGNAL.unpack_from(frame)
+  if kind not in set(Says):
+    raise Rejected(f"malformed: a signal of kind {kind}, choose from {', '.join(f'{s} ({s.name})' for s in Says)}")
+  rest = frame[_SIGNAL.size :]
+  if kind != Says.HELLO and rest:
+    raise Rejected(f"malformed: {len(frame)} bytes, {Says(kind).name} has {_SIGNAL.size}")
+  if kind in (Says.HELLO, Says.BYE, Says.BEAT) and value:
+    raise Rejected(f"malformed: {Says(kind).name} with value {value}, send 0")
+  try:
+    address = rest.decode("ascii")
+  except UnicodeDecodeError:
+    raise Rejected("malformed: HELLO with an address that is not ASCII") from None
+  if kind == Says.HELLO and not (address.startswith("tcp://") and len(address) <= _LONGEST_ADDRESS):
+    raise Rejected(f"malformed: HELLO with address {address[:40]!r}, send tcp://HOST:PORT")
+  return Signal(Says(kind), worker, value, address)
+
+
+def answer(kind: Answer, **content: Any) -> bytes:
+  """The bytes of an answer.
+
+  Example:
+    >>> answer(Answer.ABORT, number=3)
+    b'\\x03{"number":3}'
+  """
+  return bytes([kind]) + json.dumps(content, separators=(",", ":")).encode()
+
+
+def parse_answer(frame: bytes) -> tuple[Answer, dict[str, Any]]:
+  """Takes apart what came from the server.
+
+  Example:
+    >>> parse_answer(answer(Answer.ABORT, number=3))
+    (<Answer.ABORT: 3>, {'number': 3})
+  """
+  return Answer(frame[0]), json.loads(frame[1:])
+
+
+class Keys(NamedTuple):
+  """A CURVE key pair that the server and all workers of a run share; make it with `js.partial.make_keys`.
+
+  Attributes:
+    public: 40 characters (Z85).
+    secret: 40 characters; whoever has it can take part.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> len(js.partial.make_keys().secret)
+    40
+  """
+
+  public: bytes
+  secret: bytes
+
+
+def make_keys() -> Keys:
+  """A new key pair for a run; hand it to the workers as you would hand them a password.
+
+  Example:
+    >>> make_keys() == make_keys()
+    False
+  """
+  return Keys(*zmq.curve_keypair())
+
+
+def check_address(address: str, keys: Keys | None, *, reachable: bool = False) -> None:
+  """An address other than this machine's own needs keys: who reaches it could take part, and read the parameters.
+
+  Args:
+    address: `tcp://HOST:PORT`.
+    keys: of the run, if there are any.
+    reachable: whether others are told this address, so that HOST may not stand for any.
+
+  Raises:
+    ValueError: without keys, or for something that is no address.
+
+  Example:
+    >>> check_address("tcp://127.0.0.1:*", None)
+    >>> check_address("tcp://*:2900", None)
+    Traceback (most recent call last):
+    ...
+    ValueError: tcp://*:2900 can be reached from other machines: give keys=js.partial.make_keys(), the same to all
+  """
+  host, colon, port = address.removeprefix("tcp://").rpartition(":")
+  if not address.startswith("tcp://") or not colon or not (port == "*" or port.isdecimal()):
+    raise ValueError(f"address={address!r}, choose tcp://HOST:PORT, where PORT may be * for any")
+  if reachable and host in ("*", "0.0.0.0", "[::]"):
+    raise ValueError(f"address={address!r}: name the address of this machine that the other workers reach")
+  try:
+    local = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+  except ValueError:
+    local = False
+  if not local and keys is None:
+    raise ValueError(f"{address} can be reached from other machines: give keys=js.partial.make_keys(), the same to all")
+
+
+def secure(socket: zmq.Socket, keys: Keys | None, *, serves: bool) -> zmq.Socket:
+  """Lets a socket encrypt, and know the other side by the keys of the run; without keys it stays as it is."""
+  if keys:
+    socket.curve_publickey, socket.curve_secretkey = keys
+    if serves:
+      socket.curve_server = True
+      socket.zap_domain = b"jaxsparse"  # so that the guard is asked
+    else:
+      socket.curve_serverkey = keys.public
+  return socket
+
+
+def endpoint(socket: zmq.Socket) -> str:
+  """The address that a socket is bound to, with its port.
+
+  Example:
+    >>> with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+    ...   _ = socket.bind(LOOPBACK)
+    ...   endpoint(socket).startswith("tcp://127.0.0.1:")
+    True
+  """
+  name = socket.get(zmq.LAST_ENDPOINT)
+  assert isinstance(name, bytes)
+  return name.rstrip(b"\0").decode()
+
+
+class Guard:
+  """Lets only those into the sockets of a context who have the keys of the run (ZMTP's ZAP); in a thread of its own."""
+
+  def __init__(self, context: zmq.Context, keys: Keys | None):
+    self._keys, self._thread = keys, None
+    if keys:
+      from zmq.auth.thread import ThreadAuthenticator
+
+      self._thread = ThreadAuthenticator(context)
+      self._thread.start()
+      self._thread.configure_curve_callback(domain="jaxsparse", credentials_provider=self)
+
+  def callback(self, domain: str, key: bytes) -> bool:
+    """Whether a client with this public key may come in."""
+    del domain
+    return self._keys is not None and key == self._keys.public
+
+  def stop(self) -> None:
+    """Ends the thread."""
+    if self._thread:
+      self._thread.stop()

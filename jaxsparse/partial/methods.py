@@ -1,0 +1,217 @@
+"""The methods that partial reduce is compared with, and itself, as what happens when a worker's gradient is there.
+
+Every gradient moves the model that is trained for by the same amount, 1/N of a step of `tx`, whatever the method:
+
+    allreduce, bsp   wait for all N gradients, one step with their mean
+    backup           the first N − b of them; those that come later are dropped
+    eager            the first ⌊N/2⌋ + 1; later ones are kept and added to the next sum, which is divided by N
+    asp              each gradient at once, divided by N
+    hete             each at once, divided by its staleness: the steps that the model has made since it was read, plus 1
+    adpsgd           averages its model with one random other's, then takes a step with the gradient of its old model
+    constant, dynamic    a step of its own, then partial reduce: P of N models take a step each and are averaged
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsparse.partial.controller import Controller, Group
+
+
+class Lab(Protocol):
+  """What a method may use of the simulation it runs in.
+
+  Attributes:
+    workers: N.
+    initial: f32[n], the model that training starts from.
+    random: for choices of the method.
+  """
+
+  workers: int
+  initial: jax.Array
+  random: np.random.Generator
+
+  def work(self, worker: int, model: jax.Array) -> None:
+    """Lets a worker compute a gradient of `model`; the method's `arrive` is called when it is there."""
+    ...
+
+  def average(self, workers: list[int], members: int, done: Callable[[], object]) -> None:
+    """Lets workers that are ready take part in an all-reduce of `members`, and calls `done` after it."""
+    ...
+
+  def exchange(self, workers: list[int], models: int, done: Callable[[], object]) -> None:
+    """Lets each worker send or receive so many models, one after the other, and calls `done`."""
+    ...
+
+  def update(self) -> None:
+    """Counts one update."""
+    ...
+
+  def start(self) -> Any:
+    """The optimizer's state before the first step."""
+    ...
+
+  def step(self, model: jax.Array, state: Any, gradient: jax.Array) -> tuple[jax.Array, Any]:
+    """One step of the optimizer."""
+    ...
+
+
+class Method(Protocol):
+  """How workers work together."""
+
+  def begin(self) -> None:
+    """Sets every worker to work."""
+    ...
+
+  def arrive(self, worker: int, gradient: jax.Array) -> None:
+    """A worker has the gradient of the model it was given."""
+    ...
+
+  def model(self) -> jax.Array:
+    """F32[n] to evaluate: the mean of all models, where workers have their own."""
+    ...
+
+
+class Synchronous:
+  """One model for all: a step with the gradients of the first `need` workers of each round."""
+
+  def __init__(self, lab: Lab, need: int, late: Literal["drop", "keep"], server: bool):
+    self._lab, self._need, self._late, self._server = lab, need, late, server
+    self._model, self._state = lab.initial, lab.start()
+    self._round = 0
+    self._began = [0] * lab.workers  # the round in which each worker was given its model
+    self._fresh: dict[int, jax.Array] = {}
+    self._kept: list[jax.Array] = []
+
+  def begin(self) -> None:
+    for worker in range(self._lab.workers):
+      self._work(worker)
+
+  def arrive(self, worker: int, gradient: jax.Array) -> None:
+    if self._began[worker] < self._round:  # its round is over: it does not wait
+      if self._late == "keep":
+        self._kept.append(gradient)
+      self._work(worker)
+      return
+    self._fresh[worker] = gradient
+    if len(self._fresh) == self._need:
+      self._reduce()
+
+  def model(self) -> jax.Array:
+    return self._model
+
+  def _work(self, worker: int) -> None:
+    self._began[worker] = self._round
+    self._lab.work(worker, self._model)
+
+  def _reduce(self) -> None:
+    members, gradients = list(self._fresh), [*self._fresh.values(), *self._kept]
+    self._fresh, self._kept = {}, []
+    self._round += 1
+    divisor = self._lab.workers if self._late == "keep" else self._need
+    mean = sum(gradients[1:], gradients[0]) / divisor
+
+    def done() -> None:
+      self._model, self._state = self._lab.step(self._model, self._state, mean)
+      self._lab.update()
+      for worker in members:
+        self._work(worker)
+
+    if self._server:  # in many shards: all push at once, and all pull at once
+      self._lab.exchange(members, 2, done)
+    else:
+      self._lab.average(members, self._lab.workers, done)
+
+
+class Asynchronous:
+  """One model at a server, which takes a step with each gradient when it comes."""
+
+  def __init__(self, lab: Lab, by_staleness: bool):
+    self._lab, self._by_staleness = lab, by_staleness
+    self._model, self._state = lab.initial, lab.start()
+    self._steps = 0
+    self._read = [0] * lab.workers  # the step after which each worker read the model
+
+  def begin(self) -> None:
+    for worker in range(self._lab.workers):
+      self._lab.work(worker, self._model)
+
+  def arrive(self, worker: int, gradient: jax.Array) -> None:
+    def pushed() -> None:
+      share = self._steps - self._read[worker] + 1 if self._by_staleness else self._lab.workers
+      self._model, self._state = self._lab.step(self._model, self._state, gradient / share)
+      self._steps += 1
+      self._lab.update()
+      self._read[worker] = self._steps
+      self._lab.exchange([worker], 1, functools.partial(self._lab.work, worker, self._model))
+
+    self._lab.exchange([worker], 1, pushed)
+
+  def model(self) -> jax.Array:
+    return self._model
+
+
+class Gossip:
+  """A model each: averaged with one random other's, whatever that one is doing (AD-PSGD)."""
+
+  def __init__(self, lab: Lab):
+    self._lab = lab
+    self._models = [lab.initial] * lab.workers
+    self._states = [lab.start() for _ in range(lab.workers)]
+
+  def begin(self) -> None:
+    for worker, model in enumerate(self._models):
+      self._lab.work(worker, model)
+
+  def arrive(self, worker: int, gradient: jax.Array) -> None:
+    other = (worker + int(self._lab.random.integers(1, self._lab.workers))) % self._lab.workers
+
+    def done() -> None:
+      mean = (self._models[worker] + self._models[other]) / 2
+      self._models[other] = mean
+      self._models[worker], self._states[worker] = self._lab.step(mean, self._states[worker], gradient)
+      self._lab.update()
+      self._lab.work(worker, self._models[worker])
+
+    self._lab.exchange([worker], 1, done)
+
+  def model(self) -> jax.Array:
+    return jnp.mean(jnp.stack(self._models), 0)
+
+
+class Partial:
+  """A model each: a step of its own, then the average of its group."""
+
+  def __init__(self, lab: Lab, controller: Controller):
+    self._lab, self._controller = lab, controller
+    self._models = [lab.initial] * lab.workers
+    self._states = [lab.start() for _ in range(lab.workers)]
+    self._iterations = [0] * lab.workers
+    self.groups: list[Group] = []
+
+  def begin(self) -> None:
+    for worker, model in enumerate(self._models):
+      self._lab.work(worker, model)
+
+  def arrive(self, worker: int, gradient: jax.Array) -> None:
+    self._models[worker], self._states[worker] = self._lab.step(self._models[worker], self._states[worker], gradient)
+    self._iterations[worker] += 1
+    for group in self._controller.ready(worker, self._iterations[worker]):
+      self.groups.append(group)
+      members = list(group.members)
+      self._lab.average(members, len(members), functools.partial(self._averaged, group))
+
+  def model(self) -> jax.Array:
+    return jnp.mean(jnp.stack(self._models), 0)
+
+  def _averaged(self, group: Group) -> None:
+    models = jnp.stack([*(self._models[member] for member in group.members), self._lab.initial])
+    mean = jnp.array([*group.weights, group.initial], jnp.float32) @ models
+    self._lab.update()
+    for member in group.members:
+      self._models[member], self._iterations[member] = mean, group.iteration
+      self._lab.work(member, mean)

@@ -1,0 +1,198 @@
+"""The controller over TCP: a small server that takes signals of a few bytes and never sees a model.
+
+    worker 3 ── READY 17 ──────────> ROUTER ─> Controller.ready(3, 17)
+    workers 0, 3, 5 <── GROUP … ─────┘            └─> Group((0, 3, 5), …)
+
+It forgets a worker that gives no sign of life for `limit` seconds: the others form groups without it, and those that
+average with it now are told to give up. A signal that is malformed, unknown, duplicate or stale is answered with a
+reason and changes nothing.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Self
+
+import zmq
+
+from jaxsparse.launch import START_TIMEOUT
+from jaxsparse.partial import messages
+from jaxsparse.partial.controller import Controller, Group, Rejected
+from jaxsparse.partial.messages import Answer, Keys, Says, Signal
+
+LIMIT = 5.0  # seconds without a sign of life after which a worker, or the controller, counts as dead
+
+
+class Server:
+  """Serves a controller until every worker has left.
+
+  Args:
+    controller: the state machine; nobody else may use it while it is served.
+    address: where to listen; `tcp://HOST:PORT`, on this machine's loopback and any port by default.
+    keys: CURVE keys of the run, needed on any other address than loopback.
+    limit: seconds without a sign of life after which a worker is dropped.
+    start_timeout: seconds until every worker must have come; those that have not are dropped.
+
+  Attributes:
+    address: where it listens.
+    taken: signals that were taken.
+    rejected: messages that were rejected.
+
+  Raises:
+    ValueError: for an address that needs keys and has none, or times that are not above 0.
+    zmq.ZMQError: if the address cannot be had.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> with js.partial.Server(js.partial.Controller(2, 2)) as server:  # serves in a thread
+    ...   server.address.startswith("tcp://127.0.0.1:")
+    True
+  """
+
+  def __init__(
+    self,
+    controller: Controller,
+    address: str = messages.LOOPBACK,
+    *,
+    keys: Keys | None = None,
+    limit: float = LIMIT,
+    start_timeout: float = START_TIMEOUT,
+  ):
+    messages.check_address(address, keys)
+    for name, value in (("limit", limit), ("start_timeout", start_timeout)):
+      if not value > 0:
+        raise ValueError(f"{name}={value!r}, choose more than 0 seconds")
+    self._controller, self._limit = controller, limit
+    self._context = zmq.Context()
+    self._guard = messages.Guard(self._context, keys)
+    self._socket = messages.secure(self._context.socket(zmq.ROUTER), keys, serves=True)
+    self._socket.linger = 0
+    try:
+      self._socket.bind(address)
+    except zmq.ZMQError:
+      self._end()
+      raise
+    self.address = messages.endpoint(self._socket)
+    self.taken = self.rejected = 0
+    self._peers: dict[int, tuple[bytes, str]] = {}  # of each worker: the connection it came by, and its own address
+    self._dead_at = dict.fromkeys(controller.alive, time.monotonic() + start_timeout)
+    self._iterations: dict[int, int] = {}  # of each worker's model, as far as we know
+    self._groups: dict[int, Group] = {}  # the last one of each worker
+    self._stop, self._thread = threading.Event(), threading.Thread(target=self.serve, daemon=True)
+
+  def __enter__(self) -> Self:
+    """Serves in a thread."""
+    self._thread.start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    """Stops serving."""
+    self._stop.set()
+    self._thread.join()
+
+  def serve(self) -> None:
+    """Serves in this thread until every worker has left, or was dropped."""
+    try:
+      while self._controller.alive and not self._stop.is_set():
+        if self._socket.poll(round(1000 * min(0.1, self._limit / 10))):
+          for _ in range(1000):  # then the heartbeats get their turn
+            try:
+              self._take(*self._socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+              break
+        self._drop_the_dead()
+    finally:
+      self._end()
+
+  def _end(self) -> None:
+    self._guard.stop()
+    self._socket.close()
+    self._context.term()
+
+  def _take(self, connection: bytes, *frames: bytes) -> None:
+    try:
+      signal = messages.parse(list(frames))
+      if signal.says != Says.HELLO:
+        self._check_known(connection, signal.worker)
+      self._handlers()[signal.says](connection, signal)
+    except Rejected as error:
+      self.rejected += 1
+      self._send(connection, messages.answer(Answer.REJECTED, reason=str(error)))
+      return
+    self.taken += 1
+    if signal.worker in self._peers:
+      self._dead_at[signal.worker] = time.monotonic() + self._limit
+
+  def _handlers(self) -> dict[Says, Callable[[bytes, Signal], None]]:
+    return {
+      Says.HELLO: self._hello,
+      Says.READY: self._ready,
+      Says.SYNCHRONIZE: self._ready,
+      Says.FAILED: self._failed,
+      Says.BYE: lambda _, signal: self._leave(signal.worker),
+      Says.BEAT: lambda connection, _: self._send(connection, messages.answer(Answer.BEAT)),
+    }
+
+  def _check_known(self, connection: bytes, worker: int) -> None:
+    if worker not in self._peers:
+      raise Rejected(f"absent: worker {worker} is not here, it has to say HELLO")
+    if self._peers[worker][0] != connection:
+      raise Rejected(f"unknown: worker {worker} has come by another connection")
+
+  def _hello(self, connection: bytes, signal: Signal) -> None:
+    worker = signal.worker
+    if worker in self._peers:
+      raise Rejected(f"duplicate: worker {worker} is here already; if it died, it is dropped after {self._limit:g} s")
+    groups = [] if worker in self._controller.alive else self._controller.join(worker)
+    donor = max(self._peers, key=lambda other: self._iterations.get(other, 0), default=None)
+    welcome: dict[str, object] = {"limit": self._limit}
+    if donor is not None and self._iterations.get(donor):
+      welcome["donor"] = self._peers[donor][1]
+    self._peers[worker] = (connection, signal.address)
+    self._send(connection, messages.answer(Answer.WELCOME, **welcome))
+    self._announce(groups)
+
+  def _ready(self, _: bytes, signal: Signal) -> None:
+    take = self._controller.ready if signal.says == Says.READY else self._controller.synchronize
+    groups = take(signal.worker, signal.value)
+    self._iterations[signal.worker] = signal.value
+    self._announce(groups)
+
+  def _failed(self, _: bytes, signal: Signal) -> None:
+    groups = self._controller.failed(signal.worker, signal.value)
+    self._abort(signal.worker)
+    self._announce(groups)
+
+  def _leave(self, worker: int) -> None:
+    groups = self._controller.leave(worker)
+    self._abort(worker)
+    self._peers.pop(worker, None)
+    self._dead_at.pop(worker)
+    self._iterations.pop(worker, None)
+    self._announce(groups)
+
+  def _announce(self, groups: list[Group]) -> None:
+    for group in groups:
+      addresses = [self._peers[member][1] for member in group.members]
+      self._iterations.update(dict.fromkeys(group.members, group.iteration))
+      self._groups.update(dict.fromkeys(group.members, group))
+      frame = messages.answer(Answer.GROUP, **group._asdict(), addresses=addresses)
+      for member in group.members:
+        self._send(self._peers[member][0], frame)
+
+  def _abort(self, worker: int) -> None:
+    """Tells the others of a worker's group that no more will come from it; who has all it needs goes on."""
+    if group := self._groups.pop(worker, None):
+      for member in group.members:
+        if member in self._peers and member != worker:
+          self._send(self._peers[member][0], messages.answer(Answer.ABORT, number=group.number, worker=worker))
+
+  def _drop_the_dead(self) -> None:
+    now = time.monotonic()
+    for worker in [worker for worker, end in self._dead_at.items() if end < now]:
+      self._leave(worker)
+
+  def _send(self, connection: bytes, frame: bytes) -> None:
+    with contextlib.suppress(zmq.Again):  # a full queue: nobody reads there, and is soon dropped
+      self._socket.send_multipart([connection, frame], zmq.NOBLOCK)

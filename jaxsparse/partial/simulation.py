@@ -1,0 +1,265 @@
+"""Training in virtual time: gradients are real and seconds are drawn, so one machine compares what many would do."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jaxsparse.collectives import make_collective
+from jaxsparse.flatten import flatten
+from jaxsparse.partial.clock import Clock, Pace, Span
+from jaxsparse.partial.controller import Controller, Group
+from jaxsparse.partial.methods import Asynchronous, Gossip, Method, Partial, Synchronous
+from jaxsparse.types import Cost
+
+METHODS = ("allreduce", "eager", "adpsgd", "bsp", "asp", "hete", "backup", "constant", "dynamic")
+_PARTIAL = ("constant", "dynamic")
+_OPTIONS = tuple(
+  list(inspect.signature(Controller).parameters)[3:]
+)  # of the controller, beside how the weights are made
+
+
+class Simulation(NamedTuple):
+  """What one method did.
+
+  Attributes:
+    method: its name.
+    seconds: of virtual time until the target was reached, or until the end.
+    reached: whether the target was.
+    updates: averages, or steps of the one model, until then.
+    gradients: of workers, until then.
+    curve: (seconds, updates, what `evaluate` said) of each evaluation.
+    params: at the end, the mean over the workers where they have models of their own.
+    groups: of partial reduce, in the order they were formed; empty for others.
+    timeline: what each worker did when.
+
+  Example:
+    >>> Simulation("asp", 12.0, True, 30, 32, [], {}, [], []).seconds_per_update
+    0.4
+  """
+
+  method: str
+  seconds: float
+  reached: bool
+  updates: int
+  gradients: int
+  curve: list[tuple[float, int, float]]
+  params: Any
+  groups: list[Group]
+  timeline: list[Span]
+
+  @property
+  def seconds_per_update(self) -> float:
+    """Of virtual time."""
+    return self.seconds / max(1, self.updates)
+
+
+def simulate(
+  method: str,
+  loss: Callable[[Any, Any], jax.Array],
+  params: Any,
+  batches: Callable[[int], Iterator[Any]],
+  paces: Sequence[Pace],
+  *,
+  tx: optax.GradientTransformation,
+  seconds: float,
+  group_size: int = 3,
+  backups: int | None = None,
+  alpha: float = 0.0,
+  beta: float = 0.0,
+  evaluate: Callable[[Any], float] | None = None,
+  every: float = 1.0,
+  target: float | None = None,
+  seed: int = 0,
+  **controller: Any,
+) -> Simulation:
+  """Trains with N workers in virtual time, by one of the methods of the paper's Table 1.
+
+  Steps take what `paces` draws, an all-reduce of p models what the α-β model says, a model to or from a server or
+  another worker one message, and the controller one message to it and one back. The same arguments give the same
+  result, bit for bit on one machine.
+
+  Args:
+    method: "allreduce", "eager", "adpsgd", "bsp", "asp", "hete", "backup", or partial reduce, "constant" or "dynamic";
+      what each does stands in `jaxsparse.partial.methods`.
+    loss: of parameters and a batch, as for `js.make_train_step`.
+    params: to start from.
+    batches: of a worker, by its number: an endless iterator of its own.
+    paces: of each of the N workers: draws the seconds of its next step from a generator; `js.partial.sharing`.
+    tx: an optax optimizer; each worker has its own state of it where it has its own model. Linear ones (SGD, momentum)
+      make methods comparable: where a step is taken with one gradient, that is divided by N.
+    seconds: of virtual time after which it ends.
+    group_size: P of partial reduce.
+    backups: workers that "backup" does not wait for; by default 3N/8, rounded down (the paper's 3 of 8).
+    alpha: seconds of a message.
+    beta: seconds of a byte.
+    evaluate: of parameters, for example the test accuracy; called every `every` seconds of virtual time.
+    every: see above.
+    target: of `evaluate`; when it is reached the simulation ends.
+    seed: of step times and of choices.
+    **controller: `decay`, `missing` and `history` of `js.partial.Controller`.
+
+  Returns:
+    `Simulation`.
+
+  Raises:
+    ValueError: for an unknown method, or arguments outside their choices.
+
+  Example:
+    >>> import itertools, jax.numpy as jnp, optax, jaxsparse as js
+    >>> loss = lambda params, batch: jnp.mean((params["w"] - batch) ** 2)
+    >>> paces, batches = js.partial.sharing(4, level=2), lambda worker: itertools.repeat(jnp.ones(3))
+    >>> setting = {"tx": optax.sgd(0.5), "seconds": 30, "evaluate": lambda params: params["w"][0], "target": 0.9}
+    >>> runs = [js.partial.simulate(method, loss, {"w": jnp.zeros(3)}, batches, paces, group_size=2, **setting)
+    ...         for method in ("allreduce", "constant")]
+    >>> [(run.reached, run.seconds) for run in runs]
+    [(True, 13.0), (True, 9.0)]
+  """
+  options = {"group_size": group_size, "backups": backups, **controller}
+  _check(method, len(paces), seconds, every, target, evaluate, controller)
+  lab = _Lab(loss, params, batches, paces, tx, (alpha, beta), seed)
+  chosen = _method(method, lab, **options)
+  lab.run(chosen, seconds, evaluate, every, target)
+  groups = chosen.groups if isinstance(chosen, Partial) else []
+  counts = (lab.clock.now, lab.reached, lab.updates, lab.gradients)
+  return Simulation(method, *counts, lab.curve, lab.unflatten(chosen.model()), groups, lab.timeline)
+
+
+def _check(
+  method: str,
+  workers: int,
+  seconds: float,
+  every: float,
+  target: float | None,
+  evaluate: Callable | None,
+  controller: dict[str, Any],
+) -> None:
+  if method not in METHODS:
+    raise ValueError(f"method={method!r}, choose one of {', '.join(METHODS)}")
+  if workers < 2:
+    raise ValueError(f"paces of {workers} workers, give at least 2")
+  for name, value in (("seconds", seconds), ("every", every)):
+    if not value > 0:
+      raise ValueError(f"{name}={value!r}, choose more than 0")
+  if target is not None and evaluate is None:
+    raise ValueError(f"target={target!r} of nothing: give evaluate too")
+  if unknown := sorted(set(controller) - set(_OPTIONS)):
+    raise ValueError(f"unknown option {unknown[0]!r}, choose from {', '.join(_OPTIONS)}")
+
+
+def _method(name: str, lab: "_Lab", group_size: int, backups: int | None, **controller: Any) -> Method:
+  workers = lab.workers
+  if name in _PARTIAL:
+    weights: Any = name
+    return Partial(lab, Controller(workers, group_size, weights, **controller))
+  backups = 3 * workers // 8 if backups is None else backups
+  if not 0 <= backups < workers:
+    raise ValueError(f"backups={backups!r}, choose 0 … {workers - 1}, less than there are workers")
+  made: dict[str, Callable[[], Method]] = {
+    "allreduce": lambda: Synchronous(lab, workers, "drop", server=False),
+    "bsp": lambda: Synchronous(lab, workers, "drop", server=True),
+    "backup": lambda: Synchronous(lab, workers - backups, "drop", server=True),
+    "eager": lambda: Synchronous(lab, workers // 2 + 1, "keep", server=False),
+    "asp": lambda: Asynchronous(lab, by_staleness=False),
+    "hete": lambda: Asynchronous(lab, by_staleness=True),
+    "adpsgd": lambda: Gossip(lab),
+  }
+  return made[name]()
+
+
+class _Lab:
+  """Real gradients in virtual time; see `jaxsparse.partial.methods.Lab` for what methods use of it."""
+
+  def __init__(
+    self,
+    loss: Callable[[Any, Any], jax.Array],
+    params: Any,
+    batches: Callable[[int], Iterator[Any]],
+    paces: Sequence[Pace],
+    tx: optax.GradientTransformation,
+    wire: tuple[float, float],
+    seed: int,
+  ):
+    self.workers = len(paces)
+    self.initial, self.unflatten = flatten(params)
+    self.random = np.random.default_rng([seed, self.workers])
+    self.clock, self.timeline, self.curve = Clock(), list[Span](), list[tuple[float, int, float]]()
+    self.updates = self.gradients = 0
+    self.reached = False
+    self._batches = [batches(worker) for worker in range(self.workers)]
+    self._paces, self._draws = paces, [np.random.default_rng([seed, worker]) for worker in range(self.workers)]
+    self._tx, self._wire = tx, wire
+    self._ready = [0.0] * self.workers
+    self._gradient = jax.jit(jax.grad(lambda model, batch: loss(self.unflatten(model), batch)))
+    self.step = jax.jit(self._step)
+
+  def run(self, method: Method, seconds: float, evaluate: Callable | None, every: float, target: float | None) -> None:
+    self._method = method
+    if evaluate:
+      self.clock.after(every, functools.partial(self._evaluate, evaluate, every, target))
+    over = False
+
+    def end() -> None:
+      nonlocal over
+      over = True
+
+    self.clock.after(seconds, end)
+    method.begin()
+    while not over and not self.reached:
+      self.clock.tick()
+
+  def work(self, worker: int, model: jax.Array) -> None:
+    took = self._paces[worker](self._draws[worker])
+    self._span([worker], "work", took)
+
+    def arrive() -> None:
+      self._ready[worker] = self.clock.now
+      self.gradients += 1
+      self._method.arrive(worker, self._gradient(model, next(self._batches[worker])))
+
+    self.clock.after(took, arrive)
+
+  def average(self, workers: list[int], members: int, done: Callable[[], object]) -> None:
+    alpha, beta = self._wire
+    took = make_collective("dense").cost(self.initial.size, members).seconds(alpha, beta)
+    if isinstance(self._method, Partial):
+      took += 2 * alpha  # the signal to the controller, and its answer
+    self._waited(workers)
+    self._span(workers, "average", took)
+    self.clock.after(took, done)
+
+  def exchange(self, workers: list[int], models: int, done: Callable[[], object]) -> None:
+    took = Cost(models, models * self.initial.size).seconds(*self._wire)
+    self._waited(workers)
+    self._span(workers, "average", took)
+    self.clock.after(took, done)
+
+  def update(self) -> None:
+    self.updates += 1
+
+  def start(self) -> Any:
+    return self._tx.init(self.initial)
+
+  def _step(self, model: jax.Array, state: Any, gradient: jax.Array) -> tuple[jax.Array, Any]:
+    change, state = self._tx.update(gradient, state, model)
+    return model + change, state
+
+  def _waited(self, workers: Iterable[int]) -> None:
+    for worker in workers:
+      if self._ready[worker] < self.clock.now:
+        self.timeline.append(Span(worker, "wait", self._ready[worker], self.clock.now))
+      self._ready[worker] = self.clock.now
+
+  def _span(self, workers: Iterable[int], activity: Any, took: float) -> None:
+    now = self.clock.now
+    self.timeline.extend(Span(worker, activity, now, now + took) for worker in workers)
+
+  def _evaluate(self, evaluate: Callable[[Any], float], every: float, target: float | None) -> None:
+    value = float(evaluate(self.unflatten(self._method.model())))
+    self.curve.append((self.clock.now, self.updates, value))
+    self.reached = target is not None and value >= target
+    self.clock.after(every, functools.partial(self._evaluate, evaluate, every, target))

@@ -1,0 +1,355 @@
+"""The thread of a worker that talks: to the server, to the members of its group, and to who needs a model.
+
+It is in one of three states:
+
+    hello    says HELLO until the server says WELCOME, again if the server took it for dead
+    fetch    waits for the model of the donor that came with the WELCOME
+    here     takes what `reduce` asks for: READY -> GROUP -> pieces -> the average; after ABORT, or when the connection
+             to a member breaks, FAILED and READY once more
+"""
+
+import contextlib
+import os
+import pathlib
+import queue
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import zmq
+
+from jaxsparse.partial import messages
+from jaxsparse.partial.controller import Group
+from jaxsparse.partial.exchange import Average, Kind, Piece
+from jaxsparse.partial.messages import Answer, Keys, Says, Signal
+
+GRACE = 5.0  # seconds that a worker gets to come to `reduce` after the controller's death
+
+_HEADER = struct.Struct("!BqH")  # kind, number of the group or iteration, worker
+_FETCH, _MODEL, _PART, _MEAN = range(1, 5)
+_KINDS: dict[int, Kind] = {_PART: "part", _MEAN: "mean"}
+_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_LINGER = 5000  # milliseconds that a worker who leaves waits for its last messages to be on their way
+_RETRY = 0.2  # seconds between two HELLOs
+_BEATS = 5  # signs of life in the time after which we would count as dead
+
+
+class ControllerLost(RuntimeError):
+  """The controller gave no sign of life, or never answered; the message says where the parameters are.
+
+  Example:
+    >>> raise ControllerLost("no sign of life from the controller for 5 s")
+    Traceback (most recent call last):
+    ...
+    jaxsparse.partial.talk.ControllerLost: no sign of life from the controller for 5 s
+  """
+
+
+class Model(NamedTuple):
+  """A model, flat, and how many iterations it has seen.
+
+  Example:
+    >>> Model(np.zeros(2, np.float32), 3).iteration
+    3
+  """
+
+  vector: np.ndarray
+  iteration: int
+
+
+class _Peer(NamedTuple):
+  """A connection to another worker, and what tells when it breaks."""
+
+  socket: zmq.Socket
+  monitor: zmq.Socket
+
+
+class Talk(threading.Thread):
+  """The thread; `ask` it from another one, and wait for `answers`. The arguments are those of `js.partial.Worker`.
+
+  Example:
+    >>> issubclass(Talk, threading.Thread)
+    True
+  """
+
+  def __init__(
+    self,
+    server: str,
+    number: int,
+    initial: np.ndarray,
+    bind: str,
+    keys: Keys | None,
+    timeout: float,
+    grace: float,
+    save: pathlib.Path | None,
+    leaves: Callable[[np.ndarray], dict[str, np.ndarray]],
+  ):
+    super().__init__(daemon=True, name=f"partial reduce, worker {number}")
+    self.answers: queue.SimpleQueue[Model | Exception] = queue.SimpleQueue()
+    self._asked: queue.SimpleQueue[tuple[Says, Model | None]] = queue.SimpleQueue()
+    self._signal = Says.READY  # what we said, or would say, to be put in a group
+    self._number, self._initial, self._keys = number, initial, keys
+    self._grace, self._save, self._leaves = grace, save, leaves
+    self._model = Model(initial, 0)  # the newest one: for who joins, and for the file
+    self._waits = True  # somebody waits for an answer: to begin with, for the model to start from
+    self._average: Average | None = None
+    self._past = 0  # groups up to this number are over
+    self._early: dict[int, list[tuple[Kind, int, np.ndarray]]] = {}  # pieces of groups that we have not heard of yet
+    self._members: dict[int, str] = {}  # of the current group, with addresses
+    self._donor = ""
+    self._peers: dict[str, _Peer] = {}
+    self._address, self._timeout, self._limit = server, timeout, timeout
+    self._state = "hello"
+    self._next, self._deadline, self._ticked = 0.0, time.monotonic() + timeout, time.monotonic()
+    self._context, self._out = zmq.Context(), zmq.Context()  # of what flows in, and of what has to flow out
+    self._guard = messages.Guard(self._context, keys)
+    self._server = messages.secure(self._context.socket(zmq.DEALER), keys, serves=False)
+    self._server.connect(server)
+    self._data = messages.secure(self._context.socket(zmq.ROUTER), keys, serves=True)
+    self._data.bind(bind)
+    self._server.linger = self._data.linger = _LINGER
+    self._door, self._bell = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+    self._door.bind("inproc://bell")
+    self._bell.connect("inproc://bell")
+    self._poller = zmq.Poller()
+    self._handlers: dict[zmq.Socket, Callable[[list[bytes]], None]] = {}
+    for socket, handler in ((self._server, self._hear), (self._data, self._take), (self._door, self._open)):
+      self._listen(socket, handler)
+
+  def ask(self, signal: Says, model: Model | None = None) -> None:
+    """Asks for the average of a model with those of a group (READY) or of all (SYNCHRONIZE), or to leave (BYE)."""
+    if not self.is_alive():
+      self.answers.put(RuntimeError("this worker has left, or was ended"))
+    self._asked.put((signal, model))
+    with contextlib.suppress(zmq.ZMQError):  # it has ended; what it said last is in `answers`
+      self._bell.send(b"", zmq.NOBLOCK)
+
+  def run(self) -> None:
+    """Talks until it is asked to leave or the controller is lost."""
+    try:
+      while self._state != "ended":
+        for socket, _ in self._poller.poll(round(1000 * min(_RETRY, self._limit / _BEATS))):
+          with contextlib.suppress(zmq.Again):
+            while (handler := self._handlers.get(socket)) and self._state != "ended":  # until it is closed or empty
+              handler(socket.recv_multipart(zmq.NOBLOCK))
+        self._tick()
+    except Exception as error:  # whoever waits must not wait for ever
+      self.answers.put(error)
+    finally:
+      self._out.destroy()  # waits until what others may still need is on its way
+      self._guard.stop()
+      self._context.destroy()
+
+  def _tick(self) -> None:
+    """What is done when its time has come."""
+    now = time.monotonic()
+    if (
+      now - self._ticked > self._limit / 2
+    ):  # we were held up ourselves: the controller may have been there all the time
+      self._deadline = max(self._deadline, now + self._limit)
+    self._ticked = now
+    if now > self._deadline and self._state != "ended":
+      self._lose()
+    elif now > self._next and self._state == "hello":
+      self._say(Says.HELLO, address=messages.endpoint(self._data))
+      self._next = now + _RETRY
+    elif now > self._next and self._state != "ended":
+      self._say(Says.BEAT)
+      self._next = now + self._limit / _BEATS
+
+  def _lose(self) -> None:
+    """The controller has not been heard of: saves the model, tells who waits, or ends the process if nobody comes."""
+    waited = self._timeout if self._state == "hello" else self._limit
+    said = f"no {'WELCOME' if self._state == 'hello' else 'sign of life'} from the controller at {self._address} "
+    said += f"for {waited:g} s; "
+    if self._save is None or not self._model.iteration:
+      said += f"nothing is saved, {'for want of a file' if self._model.iteration else 'for nothing has been trained'}"
+    else:
+      content = {**self._leaves(self._model.vector), "iteration": np.asarray(self._model.iteration)}
+      beside = self._save.with_name(f".{self._save.name}.{os.getpid()}.npz")
+      np.savez(beside, allow_pickle=False, **content)
+      beside.replace(self._save)
+      said += f"the parameters of iteration {self._model.iteration} are in {self._save}"
+    self._state, self._server.linger = "ended", 0
+    self.answers.put(ControllerLost(said))
+    end = time.monotonic() + self._grace
+    while not self.answers.empty():
+      if time.monotonic() > end:
+        print(f"error: worker {self._number}: {said}", file=sys.stderr, flush=True)
+        os._exit(1)
+      time.sleep(0.05)
+
+  # What the server says.
+
+  def _hear(self, frames: list[bytes]) -> None:
+    kind, content = messages.parse_answer(frames[0])
+    if self._state != "hello":
+      self._deadline = time.monotonic() + self._limit
+    if kind == Answer.WELCOME:
+      self._welcomed(content)
+    elif kind == Answer.GROUP and self._state == "here":
+      self._begin(content)
+    elif kind == Answer.ABORT and self._average and self._average.group.number == content["number"]:
+      self._lost(content["worker"])
+    elif kind == Answer.REJECTED:
+      self._refused(content["reason"])
+
+  def _welcomed(self, content: dict[str, Any]) -> None:
+    if self._state != "hello":  # to a HELLO that we have repeated
+      return
+    self._limit = content["limit"]
+    self._deadline = time.monotonic() + self._limit
+    donor = content.get("donor")
+    if donor and not (self._waits and self._signal == Says.SYNCHRONIZE):  # which goes on with its own model
+      self._state, self._donor = "fetch", donor
+      self._peer(donor).socket.send(_HEADER.pack(_FETCH, 0, self._number))
+    else:
+      self._state = "here"
+      self._go_on()
+
+  def _say_hello(self) -> None:
+    self._state, self._next, self._deadline = "hello", 0.0, time.monotonic() + self._timeout
+
+  def _go_on(self) -> None:
+    """Here, and nobody has a model that is further: goes on from one's own."""
+    if self._model.iteration:
+      if self._waits:
+        self._say(self._signal, self._model.iteration)
+    else:
+      self._answer(self._model)
+
+  def _refused(self, reason: str) -> None:
+    kind = reason.partition(":")[0]
+    if kind == "duplicate":
+      return  # a HELLO that we have repeated, or a dead worker of our number that is not forgotten yet
+    if kind == "absent":  # we were taken for dead
+      if self._state != "hello":
+        self._average = None
+        self._say_hello()
+      return
+    if self._waits:
+      self._waits = False
+      self.answers.put(ValueError(f"worker {self._number}: {reason}"))
+    if self._state == "hello":
+      self._state = "ended"
+
+  def _begin(self, content: dict[str, Any]) -> None:
+    addresses = content.pop("addresses")
+    group = Group(**{**content, "members": tuple(content["members"]), "weights": tuple(content["weights"])})
+    self._members = dict(zip(group.members, addresses, strict=True))
+    self._average = Average(group, self._number, self._model.vector, self._initial)
+    self._send(self._average.begin())
+    early = self._early.pop(group.number, [])
+    self._early = {number: pieces for number, pieces in self._early.items() if number > group.number}
+    for kind, sender, values in early:
+      self._piece(self._average, kind, sender, values)
+    self._finish()
+
+  def _lost(self, member: int) -> None:
+    """If the average needs something of a member, gives it up, keeps the model, and asks for another group."""
+    if self._average is None or not self._average.needs(member):
+      return
+    self._past, self._average = self._average.group.number, None
+    self._say(Says.FAILED, self._past)
+    self._say(self._signal, self._model.iteration)
+
+  # What other workers say.
+
+  def _take(self, frames: list[bytes]) -> None:
+    connection, header, *values = frames
+    if len(header) != _HEADER.size:
+      return
+    kind, number, sender = _HEADER.unpack(header)
+    if kind == _FETCH:
+      own = _HEADER.pack(_MODEL, self._model.iteration, self._number)
+      self._data.send_multipart([connection, own, self._model.vector.data])
+    elif kind in _KINDS and len(values) == 1 and len(values[0]) % 4 == 0:
+      piece = (_KINDS[kind], sender, np.frombuffer(values[0], np.float32))
+      if self._average and self._average.group.number == number:
+        self._piece(self._average, *piece)
+        self._finish()
+      elif number > self._past:
+        self._early.setdefault(number, []).append(piece)
+
+  def _piece(self, average: Average, kind: Kind, sender: int, values: np.ndarray) -> None:
+    with contextlib.suppress(ValueError):  # what does not belong to the average changes nothing
+      self._send(average.receive(sender, kind, values))
+
+  def _send(self, pieces: Iterable[Piece]) -> None:
+    for piece in pieces:
+      assert self._average
+      header = _HEADER.pack(_PART if piece.kind == "part" else _MEAN, self._average.group.number, self._number)
+      self._peer(self._members[piece.to]).socket.send_multipart([header, piece.values.data], copy=False)
+
+  def _finish(self) -> None:
+    if self._average and self._average.done:
+      self._past = self._average.group.number
+      average, self._average = self._average, None
+      self._answer(Model(average.result, average.group.iteration))
+
+  def _fetched(self, frames: list[bytes]) -> None:
+    kind, iteration, _ = _HEADER.unpack(frames[0])
+    if self._state == "fetch" and kind == _MODEL and len(frames[1]) == self._initial.nbytes:
+      self._state = "here"
+      self._answer(Model(np.frombuffer(frames[1], np.float32), iteration))
+
+  def _peer(self, address: str) -> _Peer:
+    if address not in self._peers:
+      socket = messages.secure(self._out.socket(zmq.DEALER), self._keys, serves=False)
+      socket.linger = _LINGER
+      monitor = socket.get_monitor_socket(_LOST)
+      self._peers[address] = _Peer(socket, monitor)
+      self._listen(socket, self._fetched)
+      self._listen(monitor, lambda _: self._broken(address))
+      socket.connect(address)
+    return self._peers[address]
+
+  def _broken(self, address: str) -> None:
+    """The connection to a worker has broken, or cannot be made: nothing will come from it but what is here already."""
+    peer = self._peers.pop(address)
+    for socket in peer:
+      self._poller.unregister(socket)
+      del self._handlers[socket]
+    peer.socket.disable_monitor()
+    for socket in peer:
+      socket.close(linger=0)
+    if self._state == "fetch" and address == self._donor:
+      self._say(Says.BYE)  # and HELLO, for another donor
+      self._say_hello()
+      return
+    with contextlib.suppress(zmq.Again):
+      while True:
+        self._take(self._data.recv_multipart(zmq.NOBLOCK))
+    for member in [member for member, own in self._members.items() if own == address]:
+      self._lost(member)
+
+  # What our own worker asks.
+
+  def _open(self, _: list[bytes]) -> None:
+    signal, model = self._asked.get()
+    if model is None:
+      self._say(Says.BYE)
+      self._state = "ended"
+    elif model.vector.shape != self._initial.shape:
+      self.answers.put(ValueError(f"params have {model.vector.size} entries, those to begin with {self._initial.size}"))
+    else:
+      self._model, self._waits, self._signal = model, True, signal
+      if self._state == "here":
+        self._say(signal, model.iteration)
+
+  def _answer(self, model: Model) -> None:
+    self._model = model
+    if self._waits:
+      self._waits = False
+      self.answers.put(model)
+
+  def _say(self, says: Says, value: int = 0, address: str = "") -> None:
+    self._server.send(Signal(says, self._number, value, address).packed())
+
+  def _listen(self, socket: zmq.Socket, handler: Callable[[list[bytes]], None]) -> None:
+    self._poller.register(socket, zmq.POLLIN)
+    self._handlers[socket] = handler

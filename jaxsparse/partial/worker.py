@@ -1,0 +1,147 @@
+"""A worker of partial reduce in a process of its own: no collective, no barrier, and no peer that it could not lose.
+
+A thread does all the talking (`jaxsparse.partial.talk`), so a worker is alive while it computes:
+
+    training step ── reduce ──> │ thread │ <── signals, groups ──> server
+                 <── average ── │        │ <── pieces of models ──> members of the group, and who joins
+
+Models travel over TCP from host memory to host memory, in pieces, as `jaxsparse.partial.exchange` says. Why not in
+JAX's own collectives: `python -m benchmarks.survival` shows what becomes of those when a peer dies and comes back.
+"""
+
+import os
+import pathlib
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jaxsparse.flatten import flatten
+from jaxsparse.launch import START_TIMEOUT
+from jaxsparse.partial import messages
+from jaxsparse.partial.messages import Keys, Says
+from jaxsparse.partial.talk import GRACE, Model, Talk
+
+
+class Worker:
+  """Takes part in partial reduce, and leaves when its `with` block ends.
+
+  Args:
+    address: of the server.
+    number: this worker's, 0 … N − 1.
+    params: the model that training starts from, the same at every worker.
+    save: the file (.npz) for the parameters if the controller dies; `js.partial.restore` reads it.
+    bind: where other workers reach this one; on this machine's loopback and any port by default.
+    keys: CURVE keys of the run, needed on any other address than loopback.
+    timeout: seconds until the server must have taken this worker; it may have to forget a dead one of its number first.
+    grace: seconds that a worker gets to come to `reduce` after the controller's death, before its process is ended.
+
+  Attributes:
+    params: to begin with: the given ones, or a current model of another worker if training is under way.
+    iteration: of them.
+
+  Raises:
+    ValueError: for an address that needs keys and has none, or a number that the server does not know.
+    ControllerLost: if the server does not take this worker in time.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> controller = js.partial.Controller(2, group_size=2)
+    >>> _ = controller.leave(1)  # the other one does not come, so groups are of one
+    >>> with js.partial.Server(controller) as server, js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
+    ...   worker.reduce(worker.params + 1, worker.iteration + 1)
+    (Array([1., 1., 1.], dtype=float32), 1)
+  """
+
+  def __init__(
+    self,
+    address: str,
+    number: int,
+    params: Any,
+    *,
+    save: str | os.PathLike[str] | None = None,
+    bind: str = messages.LOOPBACK,
+    keys: Keys | None = None,
+    timeout: float = START_TIMEOUT,
+    grace: float = GRACE,
+  ):
+    messages.check_address(bind, keys, reachable=True)
+    vector, self._unflatten = flatten(params)
+    path = None if save is None else pathlib.Path(save)
+    self._talk = Talk(address, number, np.asarray(vector), bind, keys, timeout, grace, path, self._leaves)
+    self._talk.start()
+    self.params, self.iteration = self._answer()
+
+  def reduce(self, params: Any, iteration: int) -> tuple[Any, int]:
+    """Averages with a group; returns when one has come to an end, however many have failed before.
+
+    Args:
+      params: of this worker, after a local step.
+      iteration: how many iterations they have seen: one more than what came with them from the last call.
+
+    Returns:
+      The average, and the largest iteration of the group. A worker that was taken for dead meanwhile gets another one's
+      model.
+
+    Raises:
+      ControllerLost: if the controller has died; `params` are saved then.
+      ValueError: for parameters of another size, or an iteration that the controller rejects.
+    """
+    self._talk.ask(Says.READY, Model(np.asarray(flatten(params)[0]), iteration))
+    return self._answer()
+
+  def synchronize(self, params: Any, iteration: int) -> tuple[Any, int]:
+    """Averages with all workers that have not left, for an evaluation or at the end; waits until all of them do.
+
+    The arguments, what is returned and raised are those of `reduce`. It may follow that without a step between.
+    """
+    self._talk.ask(Says.SYNCHRONIZE, Model(np.asarray(flatten(params)[0]), iteration))
+    return self._answer()
+
+  def leave(self) -> None:
+    """Ends taking part; the others go on without this worker."""
+    self._talk.ask(Says.BYE)
+    self._talk.join()
+
+  def __enter__(self) -> Self:
+    """The worker."""
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    """Leaves."""
+    self.leave()
+
+  def _answer(self) -> tuple[Any, int]:
+    answer = self._talk.answers.get()
+    if isinstance(answer, Exception):
+      raise answer
+    return self._unflatten(jax.numpy.asarray(answer.vector)), answer.iteration
+
+  def _leaves(self, vector: np.ndarray) -> dict[str, np.ndarray]:
+    tree = self._unflatten(jax.numpy.asarray(vector))
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
+  """The parameters and the iteration that a worker saved when its controller died.
+
+  Args:
+    path: the file.
+    like: parameters of the same structure.
+
+  Raises:
+    ValueError: for a file of another model.
+
+  Example:
+    >>> import tempfile, jax.numpy as jnp
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   np.savez(f"{folder}/saved.npz", iteration=7, **{"['w']": np.ones(2, np.float32)})
+    ...   restore(f"{folder}/saved.npz", {"w": jnp.zeros(2)})
+    ({'w': Array([1., 1.], dtype=float32)}, 7)
+  """
+  with np.load(path) as file:
+    paths, structure = jax.tree_util.tree_flatten_with_path(like)
+    names = [jax.tree_util.keystr(place) for place, _ in paths]
+    if sorted([*names, "iteration"]) != sorted(file.files):
+      raise ValueError(f"{path} holds {', '.join(sorted(file.files))}, the model has {', '.join(names)}")
+    return jax.tree.unflatten(structure, [jax.numpy.asarray(file[name]) for name in names]), int(file["iteration"])

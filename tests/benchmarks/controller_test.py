@@ -1,0 +1,30 @@
+"""The controller's server, timed as a user does."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(*flags):
+  command = [sys.executable, "-m", "benchmarks.controller", *flags]
+  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_throughput_and_latency():
+  done = run("--workers=5", "--group_size=3", "--seconds=0.3", "--groups=20", "--curve", "--json")
+  assert done.returncode == 0, done.stderr[-2000:]
+  result = json.loads(done.stdout)
+  assert result["signals_per_second"] > 50
+  assert result["groups_per_second"] * 3 == result["signals_per_second"]
+  assert 0 < result["latency"] <= result["latency_99"]
+  assert (result["rejected"], result["signal_bytes"]) == (0, 11)
+  assert "goal: at least 2,000 signals a second: " in done.stderr
+
+
+def test_bad_flags():
+  done = run("--group_size=40")
+  assert done.returncode == 1
+  assert "error: group_size=40, choose a whole number in 2 … 32" in done.stderr

@@ -1,0 +1,241 @@
+"""The controller over TCP: what it takes, what it rejects, whom it drops, and who may come in."""
+
+import contextlib
+import struct
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxsparse as js
+from jaxsparse.partial import messages
+from jaxsparse.partial.exchange import Average
+from jaxsparse.partial.messages import Answer, Says, Signal
+
+ADDRESS = "tcp://127.0.0.1:9"
+
+
+class Client:
+  """A connection that says what it likes."""
+
+  def __init__(self, context, address, keys=None):
+    self.socket = messages.secure(context.socket(zmq.DEALER), keys, serves=False)
+    self.socket.linger = 0
+    self.socket.connect(address)
+
+  def say(self, *frames):
+    self.socket.send_multipart([frame.packed() if isinstance(frame, Signal) else frame for frame in frames])
+
+  def hear(self, seconds=5.0):
+    assert self.socket.poll(round(1000 * seconds)), "no answer"
+    return messages.parse_answer(self.socket.recv())
+
+  def ask(self, *frames):
+    self.say(*frames)
+    return self.hear()
+
+
+@contextlib.contextmanager
+def served(workers=4, size=2, clients=4, **options):
+  context = zmq.Context()
+  controller = js.partial.Controller(workers, size)
+  with js.partial.Server(controller, **options) as server:
+    yield server, [Client(context, server.address) for _ in range(clients)]
+    context.destroy(linger=0)
+
+
+def hello(client, worker):
+  kind, _ = client.ask(Signal(Says.HELLO, worker, 0, ADDRESS))
+  assert kind == Answer.WELCOME
+
+
+def test_groups_go_to_their_members_and_nobody_else():
+  with served() as (server, clients):
+    for worker, client in enumerate(clients):
+      hello(client, worker)
+    clients[3].say(Signal(Says.READY, 3, 5))
+    clients[1].say(Signal(Says.READY, 1, 7))
+    for client in (clients[1], clients[3]):
+      kind, content = client.hear()
+      assert (kind, content["members"], content["iteration"]) == (Answer.GROUP, [1, 3], 7)
+      assert content["weights"] == [0.5, 0.5]
+      assert content["addresses"] == [ADDRESS, ADDRESS]
+    assert clients[0].ask(Signal(Says.BEAT, 0))[0] == Answer.BEAT  # and nothing before it
+  assert (server.taken, server.rejected) == (7, 0)
+  assert len(Signal(Says.READY, 3, 5).packed()) == 11
+
+
+@pytest.mark.parametrize(
+  ("frames", "reason"),
+  [
+    ((b"",), "malformed: 0 bytes, a signal has 11"),
+    ((b"\x02\x00",), "malformed: 2 bytes"),
+    ((b"x" * 11, b""), "malformed: a message of 2 parts, send one"),
+    ((struct.pack("!BHq", 9, 0, 0),), "malformed: a signal of kind 9, choose from 1 (HELLO), 2 (READY)"),
+    ((Signal(Says.READY, 1, 3).packed() + b"x",), "malformed: 12 bytes, READY has 11"),
+    ((Signal(Says.BEAT, 1, 3),), "malformed: BEAT with value 3, send 0"),
+    ((Signal(Says.HELLO, 0, 0, "ipc://x"),), "malformed: HELLO with address 'ipc://x', send tcp://HOST:PORT"),
+    ((Signal(Says.HELLO, 0, 0).packed() + b"\xff",), "malformed: HELLO with an address that is not ASCII"),
+    ((Signal(Says.HELLO, 4, 0, ADDRESS),), "unknown: worker 4, there are 0 … 3"),
+    ((Signal(Says.HELLO, 1, 0, ADDRESS),), "duplicate: worker 1 is here already; if it died, it is dropped after 5 s"),
+    ((Signal(Says.READY, 1, -1),), "iteration -1 of worker 1 is malformed"),
+    ((Signal(Says.READY, 1, 4),), "duplicate: worker 1 is ready already, with iteration 4"),
+    ((Signal(Says.READY, 0, 4),), "absent: worker 0 is not here, it has to say HELLO"),
+    ((Signal(Says.READY, 2, 4),), "unknown: worker 2 has come by another connection"),
+    ((Signal(Says.FAILED, 1, 1),), "stale: worker 1 is not in group 1"),
+  ],
+)
+def test_what_is_rejected_changes_nothing(frames, reason):
+  with served(clients=2) as (server, (client, other)):
+    hello(client, 1)
+    hello(other, 2)
+    client.say(Signal(Says.READY, 1, 4))
+    kind, content = client.ask(*frames)
+    assert kind == Answer.REJECTED
+    assert content["reason"].startswith(reason)
+    assert server.rejected == 1
+    other.say(Signal(Says.READY, 2, 6))  # and it goes on as if nothing had been said
+    assert client.hear()[1]["members"] == [1, 2]
+
+
+@given(st.lists(st.binary(max_size=20), max_size=3))
+def test_any_bytes_are_taken_apart_or_rejected(frames):
+  try:
+    signal = messages.parse(frames)
+  except js.partial.Rejected:
+    return
+  assert [signal.packed()] == frames
+
+
+def test_a_worker_without_a_sign_of_life_is_dropped_and_its_group_told():
+  with served(workers=3, clients=3, limit=0.4) as (_, clients):
+    for worker, client in enumerate(clients):
+      hello(client, worker)
+    clients[0].say(Signal(Says.READY, 0, 1))
+    clients[1].say(Signal(Says.READY, 1, 1))
+    number = clients[0].hear()[1]["number"]
+    clients[1].hear()
+    end, heard = time.monotonic() + 5, []
+    while (Answer.ABORT, {"number": number, "worker": 1}) not in heard and time.monotonic() < end:
+      for worker in (0, 2):
+        heard.append(clients[worker].ask(Signal(Says.BEAT, worker)))
+      time.sleep(0.05)
+    assert (Answer.ABORT, {"number": number, "worker": 1}) in heard
+    assert clients[1].ask(Signal(Says.READY, 1, 2))[1]["reason"].startswith("absent: worker 1")
+    kind, welcome = clients[1].ask(Signal(Says.HELLO, 1, 0, ADDRESS))  # it comes back, and is told who has a model
+    assert (kind, welcome["donor"]) == (Answer.WELCOME, ADDRESS)
+
+
+def test_it_ends_when_nobody_comes():
+  server = js.partial.Server(js.partial.Controller(2, 2), start_timeout=0.2)
+  begin = time.monotonic()
+  server.serve()
+  assert time.monotonic() - begin < 3
+
+
+def test_only_who_has_the_keys_comes_in():
+  keys, context = js.partial.make_keys(), zmq.Context()
+  with js.partial.Server(js.partial.Controller(2, 2), keys=keys) as server:
+    friend, stranger, plain = (Client(context, server.address, k) for k in (keys, js.partial.make_keys(), None))
+    other = js.partial.make_keys()  # knows whom to ask, and is nobody
+    stranger.socket.close()
+    stranger = Client(context, server.address, messages.Keys(*other))
+    stranger.socket.curve_serverkey = keys.public
+    hello(friend, 0)
+    for client in (stranger, plain):
+      client.say(Signal(Says.HELLO, 1, 0, ADDRESS))
+      assert not client.socket.poll(300)
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+  ("address", "message"),
+  [
+    ("tcp://*:2900", r"tcp://\*:2900 can be reached from other machines: give keys"),
+    ("tcp://10.0.0.1:*", r"can be reached from other machines"),
+    ("tcp://node7:2900", r"can be reached from other machines"),
+    ("ipc://here", r"choose tcp://HOST:PORT"),
+    ("tcp://127.0.0.1:x", r"choose tcp://HOST:PORT"),
+  ],
+)
+def test_bad_addresses(address, message):
+  with pytest.raises(ValueError, match=message):
+    js.partial.Server(js.partial.Controller(2, 2), address)
+
+
+def test_workers_are_bound_to_an_address_that_is_theirs():
+  with pytest.raises(ValueError, match="can be reached from other machines"):
+    js.partial.Worker(ADDRESS, 0, jnp.zeros(1), bind="tcp://10.0.0.1:*")
+  with pytest.raises(ValueError, match="name the address of this machine that the other workers reach"):
+    js.partial.Worker(ADDRESS, 0, jnp.zeros(1), bind="tcp://*:2900", keys=js.partial.make_keys())
+
+
+@pytest.mark.parametrize("keys", [None, js.partial.make_keys()], ids=["plain", "curve"])
+def test_workers_average_and_keep_the_sum(keys):
+  """Constant groups keep the sum of all models (W is doubly stochastic): here the workers' numbers are never lost."""
+  controller, found, together = js.partial.Controller(4, 2), {}, {}
+
+  def train(number, address):
+    with js.partial.Worker(address, number, jnp.zeros(7), keys=keys) as worker:
+      params, iteration = jnp.full(7, float(number)), 0  # not the model of another, that who comes last would get
+      for _ in range(6):
+        params, iteration = worker.reduce(params, iteration + 1)
+      found[number] = np.asarray(params)
+      params, _ = worker.synchronize(params, iteration)
+      together[number] = np.asarray(params)
+
+  with js.partial.Server(controller, keys=keys) as server:
+    threads = [threading.Thread(target=train, args=(number, server.address)) for number in range(4)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(60)
+  assert len(found) == 4
+  np.testing.assert_allclose(sum(found.values()), 6.0, rtol=1e-5)
+  assert np.ptp([model[0] for model in found.values()]) < 3
+  np.testing.assert_allclose(together[0], 1.5, rtol=1e-5)
+  assert len({model.tobytes() for model in together.values()}) == 1
+
+
+def test_a_worker_with_a_wrong_number_or_size_is_told():
+  with js.partial.Server(js.partial.Controller(2, 2)) as server:
+    with pytest.raises(ValueError, match="worker 5: unknown: worker 5, there are 0 … 1"):
+      js.partial.Worker(server.address, 5, jnp.zeros(3))
+    with js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
+      with pytest.raises(ValueError, match="params have 4 entries, those to begin with 3"):
+        worker.reduce(jnp.zeros(4), 1)
+      with pytest.raises(ValueError, match="worker 0: iteration -1 of worker 0 is malformed"):
+        worker.reduce(jnp.zeros(3), -1)
+    with pytest.raises(RuntimeError, match="has left"):
+      worker.reduce(jnp.zeros(3), 1)
+
+
+@given(st.integers(1, 5), st.integers(0, 12), st.integers(0, 999))
+def test_the_average_is_the_same_at_every_member_in_any_order_of_messages(members, entries, seed):
+  random = np.random.default_rng(seed)
+  numbers = tuple(sorted(random.choice(9, members, replace=False).tolist()))
+  weights = random.random(members) + 0.1
+  initial_weight = float(random.choice([0.0, 0.25]))
+  weights *= (1 - initial_weight) / weights.sum()
+  group = js.partial.Group(numbers, tuple(weights.tolist()), 1, initial_weight, 1)
+  values = {number: random.standard_normal(entries).astype(np.float32) for number in numbers}
+  start = np.full(entries, 5, np.float32)
+  averages = {number: Average(group, number, values[number], start) for number in numbers}
+  under_way = [(number, piece) for number in numbers for piece in averages[number].begin()]
+  while under_way:
+    sender, piece = under_way.pop(int(random.integers(len(under_way))))
+    assert averages[piece.to].needs(sender)
+    answers = list(averages[piece.to].receive(sender, piece.kind, piece.values))
+    with pytest.raises(ValueError, match="does not belong to the average"):
+      list(averages[piece.to].receive(sender, piece.kind, piece.values))
+    under_way += [(piece.to, answer) for answer in answers]
+  expected = sum(w * values[n].astype(float) for w, n in zip(weights, numbers, strict=True)) + initial_weight * start
+  for average in averages.values():
+    assert average.done
+    assert average.result.tobytes() == averages[numbers[0]].result.tobytes()
+    np.testing.assert_allclose(average.result, expected, atol=1e-5)

@@ -1,0 +1,143 @@
+"""Virtual time against times worked out by hand, and models against plain numpy."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+
+RATE = 0.25
+
+
+def loss(params, batch):
+  """Its gradient is params − batch."""
+  return 0.5 * jnp.sum((params["w"] - batch) ** 2)
+
+
+def targets(worker):
+  """Worker w wants 10^w."""
+  return itertools.repeat(jnp.full(2, 10.0**worker))
+
+
+def steady(*seconds):
+  return [lambda _, s=s: s for s in seconds]
+
+
+def run(method, paces, seconds, **options):
+  params = {"w": jnp.zeros(2)}
+  return js.partial.simulate(method, loss, params, targets, paces, tx=optax.sgd(RATE), seconds=seconds, **options)
+
+
+def test_all_reduce_waits_for_the_slowest():
+  found = run("allreduce", steady(1, 2, 4), 9.25, alpha=0.125)
+  took = 4 + 2 * 2 * 0.125  # ⌈log₂3⌉ messages each way
+  assert (found.updates, found.gradients) == (2, 6)  # the third round of gradients is not all there at 9.25
+  model = 0.0
+  for _ in range(2):
+    model -= RATE * np.mean([model - 1, model - 10, model - 100])
+  np.testing.assert_allclose(found.params["w"], model, rtol=1e-6)
+  first = [(span.activity, span.start, span.end) for span in found.timeline if span.worker == 0][:3]
+  assert first == [("work", 0, 1), ("wait", 1, 4), ("average", 4, took)]
+
+
+def test_backup_workers_drop_the_late_and_eager_reduce_keeps_them():
+  backup = run("backup", steady(1, 1, 3.5), 4.25, backups=1)
+  model = 0.0
+  for _ in range(4):
+    model -= RATE * np.mean([model - 1, model - 10])
+  np.testing.assert_allclose(backup.params["w"], model, rtol=1e-6)
+  eager = run("eager", steady(1, 1, 3.5), 4.25)
+  model, first = 0.0, 0.0
+  for step in range(4):
+    gradients = [model - 1, model - 10] + [first - 100] * (step == 3)  # of the model the slow one began with
+    model -= RATE * sum(gradients) / 3
+  np.testing.assert_allclose(eager.params["w"], model, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["asp", "hete"])
+def test_a_server_that_does_not_wait(method):
+  found = run(method, steady(1, 2.5), 3)
+  model, read, stale = 0.0, [0.0, 0.0], [0, 0]
+  for steps, worker in enumerate((0, 0, 1)):  # at 1, 2 and 2.5; the one at 3 comes after the end
+    share = steps - stale[worker] + 1 if method == "hete" else 2
+    model -= RATE * (read[worker] - 10.0**worker) / share
+    read[worker], stale[worker] = model, steps + 1
+  np.testing.assert_allclose(found.params["w"], model, rtol=1e-6)
+  assert found.updates == 3
+
+
+def test_gossip_averages_first_and_steps_with_the_old_gradient():
+  found = run("adpsgd", steady(1, 10), 2.5)  # of two workers, the other one is chosen
+  models = [0.0, 0.0]
+  for _ in range(2):
+    gradient, mean = models[0] - 1, sum(models) / 2
+    models = [mean - RATE * gradient, mean]
+  np.testing.assert_allclose(found.params["w"], np.mean(models), rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["constant", "dynamic"])
+def test_partial_reduce(method):
+  """Workers 0 and 1 meet at 1, 2 and 3; at 3.5 worker 2 comes, and at 4 meets worker 0, three iterations ahead."""
+  found = run(method, steady(1, 1, 3.5), 4.25, group_size=2)
+  assert [group.members for group in found.groups] == [(0, 1), (0, 1), (0, 1), (0, 2)]
+  model = 0.0
+  for _ in range(3):
+    model = np.mean([model - RATE * (model - 1), model - RATE * (model - 10)])
+  mine, other, late = model - RATE * (model - 1), model - RATE * (model - 10), RATE * 100
+  # ranks 1 and 4; 2 goes to 1 and 3 to 4: (8 + 4)/15 and (2 + 1)/15
+  share = 0.5 if method == "constant" else 12 / 15
+  together = share * mine + (1 - share) * late
+  np.testing.assert_allclose(found.params["w"], np.mean([together, other, together]), rtol=1e-5)
+  assert found.groups[-1].iteration == 4
+
+
+def test_the_initial_model_takes_the_missing_weight():
+  params = {"w": jnp.full(2, 7.0)}
+  setting = {"tx": optax.sgd(0.0), "seconds": 4.25, "group_size": 2, "missing": "initial"}
+  found = js.partial.simulate("dynamic", loss, params, targets, steady(1, 1, 3.5), **setting)
+  assert found.groups[-1].initial == pytest.approx(6 / 15)
+  np.testing.assert_allclose(found.params["w"], 7.0, rtol=1e-6)
+
+
+def test_the_same_seed_gives_the_same_bits():
+  runs = [run("dynamic", js.partial.sharing(4, 2), 12, group_size=2, seed=seed) for seed in (0, 0, 1)]
+  bits = [np.asarray(found.params["w"]).tobytes() for found in runs]
+  assert runs[0].timeline == runs[1].timeline != runs[2].timeline
+  assert bits[0] == bits[1] != bits[2]
+  for worker in range(4):  # nobody does two things at once, or nothing
+    spans = [span for span in runs[0].timeline if span.worker == worker]
+    assert all(before.end == pytest.approx(after.start) for before, after in itertools.pairwise(spans))
+
+
+def test_a_target_ends_it():
+  found = run("allreduce", steady(1, 1), 50, evaluate=lambda params: params["w"][0], every=0.5, target=4.0)
+  assert found.reached
+  assert found.curve[-1][:2] == (found.seconds, found.updates)
+  assert found.curve[-1][2] >= 4.0 > found.curve[-2][2]
+  assert isinstance(found.params["w"], jax.Array)
+
+
+@pytest.mark.parametrize(
+  ("method", "paces", "options", "message"),
+  [
+    ("ring", 2, {}, r"method='ring', choose one of allreduce, eager"),
+    ("asp", 1, {}, r"paces of 1 workers, give at least 2"),
+    ("asp", 2, {"every": 0}, r"every=0, choose more than 0"),
+    ("asp", 2, {"target": 1.0}, r"target=1.0 of nothing: give evaluate too"),
+    ("backup", 2, {"backups": 2}, r"backups=2, choose 0 … 1"),
+    ("constant", 2, {"group_size": 3}, r"group_size=3, choose a whole number in 2 … 2"),
+    ("constant", 2, {"group": 3}, r"unknown option 'group', choose from decay, missing, history"),
+  ],
+)
+def test_bad_arguments(method, paces, options, message):
+  with pytest.raises(ValueError, match=message):
+    run(method, steady(*[1] * paces), 5, **{"group_size": 2, **options})
+
+
+def test_bad_level():
+  with pytest.raises(ValueError, match=r"level=9, choose 1 … 8"):
+    js.partial.sharing(8, 9)
