@@ -17,6 +17,9 @@ simulator (with `perworker` where workers have parameters of their own). `launch
 `simulation` runs one reduction with any number of workers on one device, `costs` reads the messages and words off its
 jaxpr and predicts seconds from what it measures with `timing`, and `doctor` says what an installation can do.
 
+`overlap` sends gradients in groups while backward still makes others, as a plan says. `partial` is training that does
+not wait for stragglers: groups of workers that are ready average their models.
+
     tx = optax.chain(js.spardl_transform("workers", density=0.01), optax.sgd(0.1))
     state = js.init(tx, params, mesh, axis="workers")
     step = js.make_train_step(loss_fn, tx, mesh, axis="workers")
