@@ -1,4 +1,7 @@
-r"""What hiding communication behind backward brings: the ASC-WFBP paper's setting on paper, beside what it measured.
+r"""What hiding communication behind backward brings: the ASC-WFBP paper's setting on paper, or measured in a lab.
+
+On paper, beside what the paper measured: with no --rate. With --rate (needs root) a model of many small tensors is
+trained on hosts of the network lab, whose links are that fast: see benchmarks/hiding.py.
 
 Layers are those of the real networks (benchmarks/architectures.py), their backward times a roofline scaled to the
 paper's total. Where the paper does not print the seconds of computing, Tables IV and V say them: S · t(ASC) / P, and a
@@ -12,12 +15,14 @@ overlap_MODEL.png in --report_dir.
 Examples:
   python -m benchmarks.overlap
   python -m benchmarks.overlap --model=bert_base --plan=mg_wfbp,asc_wfbp --gamma=2
+  python -m benchmarks.overlap --rate=1gbit,100mbit --workers=4
   python -m benchmarks.overlap --alpha=5e-5 --ways=4 --json | jq '.[] | [.model, .plan, .seconds]'
 """
 
 import json
 import pathlib
 import sys
+import tempfile
 from typing import Any, NamedTuple, get_args
 
 import rich.console
@@ -26,8 +31,9 @@ import rich.table
 from absl import app, flags, logging
 
 import jaxsparse as js
-from benchmarks import architectures
+from benchmarks import architectures, hiding, netlab, workers
 from benchmarks.workers import make_console
+from jaxsparse import launch
 from jaxsparse.overlap.plans import Kind
 
 _KINDS = list(get_args(Kind))
@@ -40,6 +46,14 @@ _ALPHA = flags.DEFINE_float("alpha", 1.4e-3, "Seconds to start an all-reduce.")
 _BETA = flags.DEFINE_float("beta", 1.7e-9, "Seconds a byte of an all-reduce.")
 _GAMMA = flags.DEFINE_float("gamma", 1.5, "Two all-reduces at once take so many times as long for a byte.")
 _WAYS = flags.DEFINE_integer("ways", 2, "How many may be under way at once.")
+_RATE = flags.DEFINE_list("rate", [], "Measure, on lab links of these speeds, as tc writes them: 1gbit, 100mbit, none.")
+_HOSTS = flags.DEFINE_integer("workers", 4, "Hosts of the lab, a worker on each.")
+_DEPTH = flags.DEFINE_integer("depth", 20, "Layers of the lab's model, a matrix and a bias each.")
+_WIDTH = flags.DEFINE_integer("width", 128, "Of each layer of the lab's model.")
+_BATCH = flags.DEFINE_integer("batch", 256, "Rows for each worker of the lab.")
+_DENSITY = flags.DEFINE_float("density", 0.01, "Share of the entries that SparDL delivers in the lab.")
+_REPETITIONS = flags.DEFINE_integer("repetitions", 9, "Timed steps of each plan in the lab.")
+_ROWS = flags.DEFINE_string("rows", None, "Write the rows here and print nothing: how ranks tell who started them.")
 _REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figures.")
 _JSON = flags.DEFINE_bool(
   "json", False, "Print the rows as JSON on standard output, everything else on standard error."
@@ -207,9 +221,8 @@ def _checked(name: str, values: list[str], choices: list[str]) -> None:
       raise ValueError(f"--{name}={value}, choose from {', '.join(choices)}")
 
 
-def _run(console: rich.console.Console) -> list[Row]:
-  _checked("model", _MODEL.value, list(architectures.MODELS))
-  _checked("plan", _PLAN.value, _KINDS)
+def _paper(console: rich.console.Console) -> list[Row]:
+  """Plans for every network, with a figure of each."""
   rows = []
   for model in rich.progress.track(_MODEL.value, "planning", console=console, transient=True):
     plans = plans_of(model)
@@ -220,20 +233,89 @@ def _run(console: rich.console.Console) -> list[Row]:
   return rows
 
 
+def _rank(path: pathlib.Path) -> None:
+  """What each rank of the lab does; the first one writes the rows."""
+  place = workers.here("processes", _HOSTS.value)
+  sizes = (_DEPTH.value, _WIDTH.value, _BATCH.value)
+  lab = hiding.Lab(place, _RATE.value[0], *sizes, _DENSITY.value, _REPETITIONS.value)
+  rows = lab.rows(_PLAN.value)
+  if place.reports:
+    path.write_text(json.dumps([lab.setting, rows]))
+
+
+def _lab(rate: str, path: pathlib.Path) -> tuple[hiding.Setting, list[hiding.Measured]]:
+  """Starts the ranks on hosts whose links are that fast, and reads what they measured."""
+  command = [sys.executable, "-m", "benchmarks.overlap", *sys.argv[1:], f"--rate={rate}", f"--rows={path}"]
+  with netlab.lab(_HOSTS.value, None if rate == "none" else rate) as hosts:
+    launch.run(command, _HOSTS.value, hosts=hosts)
+  setting, rows = json.loads(path.read_text())
+  return hiding.Setting(*setting), [hiding.Measured(*row) for row in rows]
+
+
+def lab_table(setting: hiding.Setting, rows: list[hiding.Measured]) -> rich.table.Table:
+  """What was measured at one speed."""
+  link = f"α = {1e3 * setting.alpha:.2f} ms, β = {1e9 * setting.beta:.1f} ns/byte, γ = {setting.gamma:.2f}"
+  runtime = f"two start-ups take {setting.start_ups:.2f} × one, {100 * setting.hidden:.0f} % of an all-reduce is hidden"
+  model = f"{setting.tensors} tensors, {setting.bytes / 1e6:.2f} MB, forward {1e3 * setting.forward:.1f} ms, "
+  title = f"{setting.rate}: {model}backward {1e3 * setting.backward:.1f} ms, {link}; {runtime}"
+  result = rich.table.Table(title=title)
+  result.add_column("plan, collective", no_wrap=True)
+  for head in ("sent", "ms", "predicted", "± %", "wfbp / this", "xla default / this"):
+    result.add_column(head, justify="right", no_wrap=True)
+  times = {row.name: row.seconds for row in rows}
+  ratio = lambda name, row: f"{times[name] / row.seconds:.2f}" if name in times else "–"
+  for row in rows:
+    result.add_row(
+      row.name,
+      str(row.groups or "–"),
+      f"{1e3 * row.seconds:.1f}",
+      f"{1e3 * row.predicted:.1f}" if row.predicted else "–",
+      f"{100 * (row.predicted / row.seconds - 1):+.0f}" if row.predicted else "–",
+      ratio("wfbp, dense", row),
+      ratio(hiding.DEFAULT, row),
+    )
+  return result
+
+
+def _report_paper(console: rich.console.Console) -> list[Any]:
+  rows = _paper(console)
+  console.print(network_table(_MODEL.value), table(rows))
+  console.print(f"figures: {pathlib.Path(_REPORT_DIR.value) / 'overlap_*.png'}")
+  return [one._asdict() for one in rows]
+
+
+def _report_lab(console: rich.console.Console) -> list[Any]:
+  found = []
+  with tempfile.TemporaryDirectory() as folder:
+    for rate in _RATE.value:
+      setting, rows = _lab(rate, pathlib.Path(folder) / "rows.json")
+      console.print(lab_table(setting, rows))
+      found.append({"setting": setting._asdict(), "rows": [row._asdict() for row in rows]})
+  return found
+
+
 def main(argv: list[str]) -> None:
-  """Plans for every network and reports."""
+  """Plans for every network, or measures in the lab, and reports."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
   logging.set_verbosity(logging.WARNING)
   console = make_console(stderr=_JSON.value)
   try:
-    rows = _run(console)
-  except ValueError as error:
-    sys.exit(f"error: {error}")
-  console.print(network_table(_MODEL.value), table(rows))
-  console.print(f"figures: {pathlib.Path(_REPORT_DIR.value) / 'overlap_*.png'}")
+    _checked("model", _MODEL.value, list(architectures.MODELS))
+    _checked("plan", _PLAN.value, _KINDS)
+    for flag in (_HOSTS, _DEPTH, _WIDTH, _BATCH, _REPETITIONS):
+      if flag.value < 1 + (flag is _HOSTS):
+        raise ValueError(f"--{flag.name}={flag.value}, choose at least {1 + (flag is _HOSTS)}")
+    if launch.is_rank():
+      if not _ROWS.value:
+        raise ValueError("the lab starts its own ranks: run this as one program")
+      _rank(pathlib.Path(_ROWS.value))
+      return
+    found = (_report_lab if _RATE.value else _report_paper)(console)
+  except (ValueError, OSError, RuntimeError) as error:
+    launch.fail(error)
   if _JSON.value:
-    print(json.dumps([one._asdict() for one in rows]))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ runtime_of              whether a runtime sends at once, and while it computes (
 plan -> Plan            groups and their predicted timeline (plans, search), priced by one simulation (network)
 bucketed_transform      the plan carried out, in a program that compiler_options keep as it is (buckets)
 figure                  its timeline as a picture (picture)
+traced                  what a run really did, from the profiler's trace (traced)
 """
 
 from jaxsparse.compiling import compiler_options
@@ -13,6 +14,7 @@ from jaxsparse.overlap.measured import Layers, Runtime, link_of, measure, runtim
 from jaxsparse.overlap.network import Link, Sent
 from jaxsparse.overlap.picture import figure
 from jaxsparse.overlap.plans import Group, Plan, plan
+from jaxsparse.overlap.traced import Traced, traced
 
 __all__ = [
   "Group",
@@ -21,6 +23,7 @@ __all__ = [
   "Plan",
   "Runtime",
   "Sent",
+  "Traced",
   "bucketed_transform",
   "compiler_options",
   "figure",
@@ -28,4 +31,5 @@ __all__ = [
   "measure",
   "plan",
   "runtime_of",
+  "traced",
 ]

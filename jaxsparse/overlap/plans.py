@@ -89,7 +89,7 @@ class Plan(NamedTuple):
   @property
   def hidden(self) -> float:
     """Share of the time in which something is sent that backward hides."""
-    busy = _covered([(sent.start, sent.end) for sent in self.timeline])
+    busy = covered([(sent.start, sent.end) for sent in self.timeline])
     return 1.0 if not busy else min(1.0, 1 - (self.iteration_time - self.backward) / busy)
 
   def size_of(self, group: Group) -> float:
@@ -300,7 +300,7 @@ def _is_number(value: Any) -> bool:
   return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
+def covered(spans: Sequence[tuple[float, float]]) -> float:
   """Length of the union of spans."""
   total, reached = 0.0, -math.inf
   for start, end in sorted(spans):

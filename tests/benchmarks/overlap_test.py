@@ -5,9 +5,11 @@ import pathlib
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import architectures, overlap
+import jaxsparse as js
+from benchmarks import architectures, hiding, overlap, workers
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Tensors as in Table III; parameters of the published models.
@@ -56,6 +58,7 @@ def test_rows_as_a_table_a_figure_and_json(tmp_path):
   [
     (["--model=vgg16"], "--model=vgg16, choose from resnet152, densenet201, inception_v4, bert_base"),
     (["--plan="], "--plan=, choose from single, wfbp, mg_wfbp, asc_wfbp, optimal"),
+    (["--rate=1gbit", "--workers=1"], "--workers=1, choose at least 2"),
     (["--model=bert_base", "--gamma=0.5"], "gamma=0.5, choose a number from 1"),
   ],
 )
@@ -64,3 +67,18 @@ def test_bad_flags(flags, message):
   assert done.returncode == 1
   assert message in done.stderr
   assert "Traceback" not in done.stderr
+
+
+def test_a_lab_on_one_device_measures_what_it_plans():
+  """All of the lab's measuring but for the network and SparDL, with simulated workers."""
+  simulated = js.SimComm("workers", members=2)
+  lab = hiding.Lab(workers.Workers(simulated, simulated, 2, 2, 0), "none", 2, 8, 16, 0.1, 1)
+  rows = {row.name: row for row in lab.rows(["mg_wfbp", "wfbp"])}
+  assert list(rows) == ["xla default", "no communication", "mg_wfbp, dense", "wfbp, dense"]
+  assert rows["wfbp, dense"].groups == lab.setting.tensors == 4
+  assert rows["wfbp, dense"].predicted >= rows["mg_wfbp, dense"].predicted > rows["no communication"].seconds > 0
+
+
+def test_a_plan_that_leads_elsewhere_is_no_row():
+  with pytest.raises(RuntimeError, match="parameters of a plan are 1.0e\\+00 from those of a plain all-reduce"):
+    hiding._check_same([jnp.zeros(2)], [jnp.ones(2)])

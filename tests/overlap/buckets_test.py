@@ -119,14 +119,14 @@ def test_dense_groups_are_dense_bit_for_bit(kind):
 
 
 @pytest.mark.parametrize(
-  ("name", "config"),
+  ("name", "kind", "config"),
   [
-    ("spardl", {"density": 0.1}),
-    ("topka", {"k": 31, "special": {"bias": "dense", "layer.*0": "spardl:density=0.3:teams=3"}}),
+    ("spardl", "mg_wfbp", {"density": 0.1}),
+    ("topka", "asc_wfbp", {"k": 31, "special": {"bias": "dense", "layer.*0": "spardl:density=0.3:teams=3"}}),
   ],
 )
-def test_laws_c_and_r_over_the_whole(name, config):
-  tx = transform_of(name, **config)
+def test_laws_c_and_r_over_the_whole(name, kind, config):
+  tx = transform_of(name, kind, **config)
   state = js.init(tx, params_of(), mesh_of(WORKERS))
   sent = held = 0.0
   program = program_of(tx, state)
@@ -279,3 +279,12 @@ def test_compiler_options_of_an_unknown_platform():
   assert js.overlap.compiler_options("gpu")["xla_gpu_all_reduce_combine_threshold_bytes"] == 0
   with pytest.raises(ValueError, match="platform='abacus', choose one of 'cpu', 'gpu', 'cuda'"):
     js.overlap.compiler_options("abacus")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_this_jax_knows_the_compiler_options(platform):
+  """Their names and types are checked wherever the program is compiled for."""
+  program = jax.jit(lambda x: x + 1, compiler_options=js.overlap.compiler_options(platform))
+  assert float(program(jnp.float32(1))) == 2
+  with pytest.raises(Exception, match="xla_gpu_no_such_option"):
+    jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_no_such_option": 1})(jnp.float32(1))

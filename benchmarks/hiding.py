@@ -1,0 +1,197 @@
+"""Seconds an iteration with each plan, measured with all ranks in step, beside what the plan predicts.
+
+A model of many small tensors is trained for a few steps with every plan, with a plain all-reduce of each leaf as XLA
+compiles it by default, and with no communication at all. Layers, link and runtime are measured on the same workers just
+before, and the planner gets what they say: one communication at a time where two do not start beside each other, and
+everything ready at the end of backward where none is hidden. Parameters after the last step must be those of the plain
+all-reduce.
+"""
+
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+import jaxsparse as js
+from benchmarks.workers import AXIS, Workers
+from jaxsparse import timing
+from jaxsparse.engine import engine_of
+
+_RATE = 0.1  # of learning
+_BESIDE = 1.5  # two short all-reduces that take less than so many times as long as one start beside each other
+_HIDES = 0.5  # share of an all-reduce that must be hidden for a plan to count on it
+
+DEFAULT, ALONE = "xla default", "no communication"
+
+
+class Measured(NamedTuple):
+  """One way to train.
+
+  Attributes:
+    rate: of the lab's links.
+    name: the kind of plan and the collective, or what else was done.
+    groups: communications; 0 where the compiler decides.
+    seconds: of an iteration, the median of the slowest rank.
+    predicted: a step without communication, and what the plan says that backward does not hide; or None.
+  """
+
+  rate: str
+  name: str
+  groups: int
+  seconds: float
+  predicted: float | None
+
+
+class Setting(NamedTuple):
+  """What was measured before planning.
+
+  Attributes:
+    rate: of the lab's links.
+    tensors: of the model.
+    bytes: of its gradients.
+    forward: seconds.
+    backward: seconds.
+    alpha: seconds to start an all-reduce.
+    beta: seconds a byte.
+    gamma: of two at once.
+    start_ups: two short ones over one.
+    hidden: share of an all-reduce that arithmetic hides.
+  """
+
+  rate: str
+  tensors: int
+  bytes: float
+  forward: float
+  backward: float
+  alpha: float
+  beta: float
+  gamma: float
+  start_ups: float
+  hidden: float
+
+
+class Lab:
+  """The workers, a model, and what is known of both.
+
+  Args:
+    workers: of this run.
+    rate: of the links, for the rows.
+    depth: layers of the model; each has a matrix and a bias.
+    width: of each.
+    batch: rows for each worker.
+    density: for SparDL.
+    repetitions: timed steps.
+  """
+
+  def __init__(self, workers: Workers, rate: str, depth: int, width: int, batch: int, density: float, repetitions: int):
+    self._where, self._rate, self._repetitions = workers.where, rate, repetitions
+    self._engine = engine_of(workers.where, AXIS)
+    self._watch = timing.Stopwatch(self._engine)
+    rng = np.random.default_rng(0)
+    weight = lambda: (rng.normal(size=(width, width)) / np.sqrt(width)).astype(np.float32)
+    params = {f"layer{layer:03}": {"b": np.zeros(width, np.float32), "w": weight()} for layer in range(depth)}
+    rows = rng.normal(size=(workers.size * batch, width)).astype(np.float32)
+    self._specs = (PartitionSpec(), PartitionSpec(AXIS))
+    self._params, self._batch = self._engine.place((params, rows), self._specs)
+    self._layers = js.overlap.measure(_loss, self._params, self._batch, workers.where, cuts=3, repetitions=repetitions)
+    n = sum(leaf.size for leaf in jax.tree.leaves(self._params))
+    self._sparse = {"density": density}
+    algorithms = ["dense", js.costs.label_of("spardl", self._sparse)]
+    self._profile = js.costs.fit(workers.where, n=n, algorithms=algorithms, repetitions=repetitions)
+    self._runtime = js.overlap.runtime_of(workers.where, repetitions=repetitions)
+
+  @property
+  def setting(self) -> Setting:
+    """What was measured before."""
+    layers, link = self._layers, js.overlap.link_of(self._profile)
+    sizes, backward = layers.sizes, sum(layers.backward_times)
+    return Setting(self._rate, len(sizes), sum(sizes), layers.forward, backward, *link, *self._runtime)
+
+  def plan(self, kind: Any, name: str) -> js.overlap.Plan:
+    """The plan of a kind for a collective, from what was measured."""
+    layers = self._layers if self._runtime.hidden >= _HIDES else self._layers.at_the_end
+    ways = 2 if self._runtime.start_ups < _BESIDE else 1
+    link = js.overlap.link_of(self._profile, name, **self._config(name))
+    return js.overlap.plan(kind, layers.backward_times, layers.sizes, **link._asdict(), ways=ways)
+
+  def rows(self, kinds: list[str]) -> list[Measured]:
+    """Everything measured: XLA's default, no communication at all, and plans with dense and with SparDL."""
+    # A SparDL for each of many tensors would take minutes to compile.
+    sparse = [kind for kind in kinds if kind in ("single", "optimal")]
+    plans = {
+      (kind, name): self.plan(kind, name)
+      for name, kind in [*(("dense", kind) for kind in kinds), *(("spardl", kind) for kind in sparse)]
+    }
+    runs: dict[Any, _Run] = {label: self._plain(label == DEFAULT) for label in (DEFAULT, ALONE)}
+    for (_, name), plan in plans.items():
+      if (name, plan.groups) not in runs:  # one program for plans that are the same
+        runs[name, plan.groups] = self._planned(plan, name)
+    times = dict(zip(runs, self._timed(list(runs.values())), strict=True))
+    for key in runs:
+      if key[0] == "dense":
+        _check_same(runs[key].params, runs[DEFAULT].params)
+    rows = [Measured(self._rate, label, 0, times[label], None) for label in (DEFAULT, ALONE)]
+    for (kind, name), plan in plans.items():
+      predicted = times[ALONE] + plan.iteration_time - plan.backward
+      rows.append(Measured(self._rate, f"{kind}, {name}", len(plan.groups), times[name, plan.groups], predicted))
+    return rows
+
+  def _config(self, name: str) -> dict[str, Any]:
+    return self._sparse if name == "spardl" else {}
+
+  def _planned(self, plan: js.overlap.Plan, name: str) -> "_Run":
+    grouped = js.bucketed_transform(name, AXIS, plan=plan, order=self._layers.order, **self._config(name))
+    tx = optax.chain(grouped, optax.sgd(_RATE))
+    return self._run(js.make_train_step(_loss, tx, self._where), js.init(tx, self._params, self._where))
+
+  def _plain(self, communicate: bool) -> "_Run":
+    """A step of optax's users: each leaf's mean, or nothing, and plain gradient descent."""
+
+    def worker(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+      loss, grads = jax.value_and_grad(_loss)(params, batch)
+      if communicate:
+        loss, grads = jax.tree.map(lambda x: self._engine.comm.all_reduce(x) / self._engine.comm.size, (loss, grads))
+      return jax.tree.map(lambda p, g: p - _RATE * g, params, grads), state, loss
+
+    replicated, split = self._specs
+    step = self._engine.jit(worker, (replicated, replicated, split), (replicated, replicated, replicated))
+    return self._run(step, jnp.zeros(()))
+
+  def _run(self, step: Callable, state: Any) -> "_Run":
+    return _Run(step, jax.tree.map(jnp.copy, self._params), state)
+
+  def _timed(self, runs: list["_Run"]) -> list[float]:
+    """Seconds of a step of each, medians after the first two; in turn, so that noise meets all of them alike."""
+    rounds = [[run.step_in(self._watch, self._batch) for run in runs] for _ in range(self._repetitions + 2)]
+    return [statistics.median(times) for times in zip(*rounds[2:], strict=True)]
+
+
+class _Run:
+  """A training run: a step, and where it has come to."""
+
+  def __init__(self, step: Callable, params: Any, state: Any):
+    self._step, self.params, self._state = step, params, state
+
+  def step_in(self, watch: timing.Stopwatch, batch: Any) -> float:
+    """Seconds of one step."""
+    seconds, (self.params, self._state, _) = watch.time(self._step, self.params, self._state, batch)
+    return seconds
+
+
+def _loss(params: Any, batch: jax.Array) -> jax.Array:
+  for layer in sorted(params):
+    batch = jnp.tanh(batch @ params[layer]["w"] + params[layer]["b"][None])
+  return jnp.mean(batch**2)
+
+
+def _check_same(params: Any, expected: Any) -> None:
+  """Raises RuntimeError where a plan has led elsewhere than a plain all-reduce."""
+  for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+    apart = np.abs(timing.here(one) - timing.here(other)).max()
+    if not apart < 1e-5:
+      raise RuntimeError(f"the parameters of a plan are {apart:.1e} from those of a plain all-reduce")
