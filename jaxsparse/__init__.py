@@ -13,7 +13,8 @@ package is the order of its modules:
 `training` wraps that in a step over the workers of an `engine`: a mesh, of many processes too, MPI (`comm_mpi`) or the
 simulator (with `perworker` where workers have parameters of their own). `launch` starts the ranks of a run,
 `simulation` runs one reduction with any number of workers on one device, `costs` reads the messages and words off its
-jaxpr and predicts seconds from what it measures with `timing`, and `doctor` says what an installation can do.
+jaxpr and predicts seconds from what it measures with `timing`, and `doctor` says what an installation can do. `partial`
+is for workers of different speed, who average models in groups instead.
 
     tx = optax.chain(js.spardl_transform("workers", density=0.01), optax.sgd(0.1))
     state = js.init(tx, params, mesh, axis="workers")
