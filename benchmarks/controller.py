@@ -81,8 +81,10 @@ def measure(address: str, keys: Keys | None) -> Result:
     sockets[worker].send(Signal(Says.READY, worker, iterations[worker]).packed())
 
   def heard(worker: int) -> int:
-    frame = sockets[worker].recv()
-    kind, content = messages.parse_answer(frame)
+    kind, content, frame = Answer.BEAT, dict[str, Any](), b""
+    while kind == Answer.BEAT:  # comes from time to time
+      frame = sockets[worker].recv()
+      kind, content = messages.parse_answer(frame)
     if kind != Answer.GROUP:
       raise RuntimeError(f"worker {worker} heard {kind.name} {content}")
     iterations[worker] = content["iteration"]

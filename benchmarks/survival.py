@@ -1,8 +1,8 @@
 r"""What becomes of the averages of groups as JAX's collectives, when a member dies and comes back.
 
 Three processes of `jax.distributed` with gloo, groups as sub-meshes. 0 and 1 average, and 1 and 2. Then process 2 kills
-itself while 1 averages with it; 0 and 1 go on; process 2 is started again and tries to average with 1. Once as JAX
-comes, once with its jax_enable_recoverability.
+itself while 1 averages with it; 0 and 1 go on; process 2 is started again and tries to average with 1; at the end
+process 0 leaves, which holds the coordinator. Once as JAX comes, once with its jax_enable_recoverability.
 
 It is why `js.partial.Worker` sends models over sockets of its own: tests/partial/faults_test.py does the same to it.
 
@@ -34,7 +34,8 @@ _HEARTBEAT = flags.DEFINE_integer("heartbeat", 10, "Seconds without a sign of li
 _SECONDS = flags.DEFINE_float("seconds", 20, "How long the processes that are left go on after the death.")
 _RANK = flags.DEFINE_string("rank", None, "Internal: RANK,ADDRESS,FOLDER,RECOVERABLE,AGAIN of one process.")
 
-_GRACE = 30.0  # seconds beyond the time that the processes shall run
+_LATER = 10.0  # seconds that the others run on when process 0 has left
+_GRACE = 30.0  # seconds beyond the time that the processes shall run, then they are ended
 _Pair = tuple[int, int]
 
 
@@ -45,14 +46,16 @@ class Fate(NamedTuple):
     told: whether process 1 was told that its average with 2 failed.
     others: averages that 0 and 1 had after the death.
     back: averages that 2 had after its return.
-    alive: which of the processes 0 and 1 lived to the end.
-    said: the last error, shortened.
+    alive: which of the processes 0 and 1 lived until 0 left.
+    outlives: whether 1 lived on then.
+    said: the error that 2 met after its return, or 1 where it could not return.
   """
 
   told: bool
   others: int
   back: int
   alive: list[int]
+  outlives: bool
   said: str
 
 
@@ -96,7 +99,7 @@ def _run(rank: int, address: str, folder: pathlib.Path, recoverable: bool, again
       os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
       process.average((1, 2))
-  end = time.monotonic() + _SECONDS.value
+  end = time.monotonic() + _SECONDS.value + (_LATER if rank else 0)
   while time.monotonic() < end:
     if rank < 2:
       process.average((0, 1))
@@ -124,17 +127,20 @@ def measure(recoverable: bool) -> Fate:
     time.sleep(5)
     back = start(2, again=True)
     end = time.monotonic() + _SECONDS.value + _GRACE
-    for process in (*first, back):
-      with contextlib.suppress(subprocess.TimeoutExpired):  # who hangs is ended
+    first[0].wait(_SECONDS.value + _GRACE)
+    alive = [rank for rank in (0, 1) if first[rank].poll() in (None, 0)]
+    for process in (first[1], back):
+      with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, end - time.monotonic()))
     lines = {path.name: path.read_text().splitlines() for path in folder.iterdir()}
-    failures = [line for each in lines.values() for line in each if "failed" in line]
+    failures = [line for name in ("1", "2again") for line in lines.get(name, []) if "failed" in line]
     return Fate(
       told=any(line.startswith("(1, 2) failed") for line in lines["1"]),
       others=lines["0"].count("(0, 1) came") - 1,
       back=lines.get("2again", []).count("(1, 2) came"),
-      alive=[rank for rank in (0, 1) if first[rank].poll() in (None, 0)],
-      said=failures[-1].partition(": ")[2][:90] if failures else "",
+      alive=alive,
+      outlives=first[1].poll() == 0,
+      said=failures[-1].partition(": ")[2][:110] if failures else "",
     )
 
 
@@ -147,20 +153,15 @@ def main(argv: list[str]) -> None:
     rank, address, folder, recoverable, again = _RANK.value.split(",")
     _run(int(rank), address, pathlib.Path(folder), bool(int(recoverable)), bool(int(again)))
   table = rich.table.Table(title="three processes of JAX over gloo; process 2 dies, and comes back")
-  for head in (
-    "recoverable",
-    "1 is told",
-    "0 and 1 average after it",
-    "2 averages again",
-    "live to the end",
-    "last error",
-  ):
+  for head in ("recoverable", "1 is told", "averages of 0, 1 after it", "of 2 again", "alive", "1 outlives 0", "error"):
     table.add_column(head)
   for way in (False, True):
     fate = measure(way)
     alive = " and ".join(map(str, fate.alive)) or "neither"
     told = "yes" if fate.told else "no"
-    table.add_row("yes" if way else "no", told, str(fate.others), str(fate.back), alive, fate.said)
+    table.add_row(
+      "yes" if way else "no", told, str(fate.others), str(fate.back), alive, "yes" if fate.outlives else "no", fate.said
+    )
   workers.make_console().print(table)
 
 

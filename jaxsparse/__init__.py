@@ -15,11 +15,10 @@ SparDL keeps what it works on in `blocks`: `held`, with what its `selectors` cho
 `training` wraps that in a step over the workers of an `engine`: a mesh, of many processes too, MPI (`comm_mpi`) or the
 simulator (with `perworker` where workers have parameters of their own). `launch` starts the ranks of a run,
 `simulation` runs one reduction with any number of workers on one device, `costs` reads the messages and words off its
-jaxpr and predicts seconds from what it measures with `timing`, and `doctor` says what an installation can do. `overlap`
-plans which gradients travel together while backward goes on, and carries the plan out, compiled as `compiling` says.
+jaxpr and predicts seconds from what it measures with `timing`, and `doctor` says what an installation can do.
 
-`overlap` sends gradients in groups while backward still makes others, as a plan says. `partial` is training that does
-not wait for stragglers: groups of workers that are ready average their models.
+`overlap` plans which gradients travel together while backward goes on, and carries the plan out, compiled as `compiling`
+says. `partial` is for workers of different speed, who average models in groups instead.
 
     tx = optax.chain(js.spardl_transform("workers", density=0.01), optax.sgd(0.1))
     state = js.init(tx, params, mesh, axis="workers")

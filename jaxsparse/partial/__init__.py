@@ -14,7 +14,7 @@ Devices                 threads of one process instead, a device each (devices)
 from jaxsparse.partial.clock import Span, sharing
 from jaxsparse.partial.controller import Controller, Group, Rejected
 from jaxsparse.partial.devices import Devices, DeviceWorker
-from jaxsparse.partial.messages import Keys, make_keys
+from jaxsparse.partial.messages import Keys, make_keys, read_keys, write_keys
 from jaxsparse.partial.mixing import mixing, rho
 from jaxsparse.partial.server import Server
 from jaxsparse.partial.simulation import Simulation, simulate
@@ -35,8 +35,10 @@ __all__ = [
   "Worker",
   "make_keys",
   "mixing",
+  "read_keys",
   "restore",
   "rho",
   "sharing",
   "simulate",
+  "write_keys",
 ]

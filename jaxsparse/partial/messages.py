@@ -9,6 +9,8 @@ A signal is taken apart strictly: whatever is not exactly that is rejected with 
 import enum
 import ipaddress
 import json
+import os
+import pathlib
 import struct
 from typing import Any, NamedTuple
 
@@ -52,7 +54,7 @@ class Answer(enum.IntEnum):
     WELCOME: to HELLO.
     GROUP: average with these now.
     ABORT: a group will not come to an end.
-    BEAT: to BEAT.
+    BEAT: to BEAT, and from time to time.
     REJECTED: a reason.
 
   Example:
@@ -168,6 +170,41 @@ def make_keys() -> Keys:
     False
   """
   return Keys(*zmq.curve_keypair())
+
+
+def write_keys(keys: Keys, path: str | os.PathLike[str]) -> None:
+  """Writes keys to a new file that only its owner may read.
+
+  Raises:
+    FileExistsError: if there is such a file: a run may be using it.
+
+  Example:
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   write_keys(make_keys(), f"{folder}/keys")
+    ...   len(read_keys(f"{folder}/keys").public)
+    40
+  """
+  with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    file.write(b"%s %s\n" % keys)
+
+
+def read_keys(path: str | os.PathLike[str]) -> Keys:
+  """The keys in a file that `write_keys`, or `python -m jaxsparse.partial --keys=FILE`, has written.
+
+  Raises:
+    ValueError: if it holds something else.
+
+  Example:
+    >>> read_keys("/dev/null")
+    Traceback (most recent call last):
+    ...
+    ValueError: /dev/null holds no keys, python -m jaxsparse.partial --keys=FILE writes some to a new file
+  """
+  words = pathlib.Path(path).read_bytes().split()
+  if [len(word) for word in words] != [40, 40]:
+    raise ValueError(f"{path} holds no keys, python -m jaxsparse.partial --keys=FILE writes some to a new file")
+  return Keys(*words)
 
 
 def check_address(address: str, keys: Keys | None, *, reachable: bool = False) -> None:

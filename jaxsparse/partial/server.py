@@ -3,12 +3,11 @@
     worker 3 ── READY 17 ──────────> ROUTER ─> Controller.ready(3, 17)
     workers 0, 3, 5 <── GROUP … ─────┘            └─> Group((0, 3, 5), …)
 
-It forgets a worker that gives no sign of life for `limit` seconds: the others form groups without it, and those that
-average with it now are told to give up. A signal that is malformed, unknown, duplicate or stale is answered with a
-reason and changes nothing.
+It forgets a worker whose connection is gone, or that gives no sign of life for `limit` seconds: the others form groups
+without it, and those that average with it now are told to give up. A signal that is malformed, unknown, duplicate or
+stale is answered with a reason and changes nothing.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,8 @@ from jaxsparse.partial import messages
 from jaxsparse.partial.controller import Controller, Group, Rejected
 from jaxsparse.partial.messages import Answer, Keys, Says, Signal
 
+_BEAT = messages.answer(Answer.BEAT)
+_PROBES = 10  # of each worker's connection in `limit` seconds
 LIMIT = 5.0  # seconds without a sign of life after which a worker, or the controller, counts as dead
 
 
@@ -68,6 +69,7 @@ class Server:
     self._guard = messages.Guard(self._context, keys)
     self._socket = messages.secure(self._context.socket(zmq.ROUTER), keys, serves=True)
     self._socket.linger = 0
+    self._socket.router_mandatory = True  # a message to a connection that is gone is an error then
     try:
       self._socket.bind(address)
     except zmq.ZMQError:
@@ -76,6 +78,7 @@ class Server:
     self.address = messages.endpoint(self._socket)
     self.taken = self.rejected = 0
     self._peers: dict[int, tuple[bytes, str]] = {}  # of each worker: the connection it came by, and its own address
+    self._next_probe = 0.0
     self._dead_at = dict.fromkeys(controller.alive, time.monotonic() + start_timeout)
     self._iterations: dict[int, int] = {}  # of each worker's model, as far as we know
     self._groups: dict[int, Group] = {}  # the last one of each worker
@@ -124,21 +127,21 @@ class Server:
     if signal.worker in self._peers:
       self._dead_at[signal.worker] = time.monotonic() + self._limit
 
-  def _handlers(self) -> dict[Says, Callable[[bytes, Signal], None]]:
+  def _handlers(self) -> dict[Says, Callable[[bytes, Signal], object]]:
     return {
       Says.HELLO: self._hello,
       Says.READY: self._ready,
       Says.SYNCHRONIZE: self._ready,
       Says.FAILED: self._failed,
       Says.BYE: lambda _, signal: self._leave(signal.worker),
-      Says.BEAT: lambda connection, _: self._send(connection, messages.answer(Answer.BEAT)),
+      Says.BEAT: lambda connection, _: self._send(connection, _BEAT),
     }
 
   def _check_known(self, connection: bytes, worker: int) -> None:
     if worker not in self._peers:
       raise Rejected(f"absent: worker {worker} is not here, it has to say HELLO")
     if self._peers[worker][0] != connection:
-      raise Rejected(f"unknown: worker {worker} has come by another connection")
+      raise Rejected(f"absent: worker {worker} has come by another connection, it has to say HELLO by this one")
 
   def _hello(self, connection: bytes, signal: Signal) -> None:
     worker = signal.worker
@@ -190,9 +193,21 @@ class Server:
 
   def _drop_the_dead(self) -> None:
     now = time.monotonic()
+    if now > self._next_probe:
+      self._next_probe = now + self._limit / _PROBES
+      gone = [worker for worker, (connection, _) in self._peers.items() if not self._send(connection, _BEAT)]
+      self._dead_at.update(dict.fromkeys(gone, 0.0))
     for worker in [worker for worker, end in self._dead_at.items() if end < now]:
       self._leave(worker)
 
-  def _send(self, connection: bytes, frame: bytes) -> None:
-    with contextlib.suppress(zmq.Again):  # a full queue: nobody reads there, and is soon dropped
+  def _send(self, connection: bytes, frame: bytes) -> bool:
+    """Sends what can be sent at once, for who does not read is soon dropped; whether the connection is there."""
+    try:
       self._socket.send_multipart([connection, frame], zmq.NOBLOCK)
+    except zmq.Again:
+      return True
+    except zmq.ZMQError as error:
+      if error.errno != zmq.EHOSTUNREACH:
+        raise
+      return False
+    return True

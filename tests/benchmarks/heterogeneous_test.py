@@ -46,7 +46,6 @@ def test_tables_figures_and_goals(tmp_path):
       "error: --methods=ring, choose from allreduce, eager, adpsgd, bsp, asp, hete, backup, constant:P",
     ),
     ("--methods=dynamic", "error: --methods=dynamic: give a group size of 2 … 8 behind a colon"),
-    ("--wire=0", "error: --wire=0, choose more than 0"),
   ],
 )
 def test_bad_flags(flag, message):

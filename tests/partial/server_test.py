@@ -2,6 +2,8 @@
 
 import contextlib
 import struct
+import subprocess
+import sys
 import threading
 import time
 
@@ -31,9 +33,13 @@ class Client:
   def say(self, *frames):
     self.socket.send_multipart([frame.packed() if isinstance(frame, Signal) else frame for frame in frames])
 
-  def hear(self, seconds=5.0):
-    assert self.socket.poll(round(1000 * seconds)), "no answer"
-    return messages.parse_answer(self.socket.recv())
+  def hear(self, wanted=tuple(set(Answer) - {Answer.BEAT})):
+    """The next answer that is not one of the beats that come from time to time."""
+    while True:
+      assert self.socket.poll(5000), "no answer"
+      kind, content = messages.parse_answer(self.socket.recv())
+      if kind in wanted:
+        return kind, content
 
   def ask(self, *frames):
     self.say(*frames)
@@ -65,7 +71,8 @@ def test_groups_go_to_their_members_and_nobody_else():
       assert (kind, content["members"], content["iteration"]) == (Answer.GROUP, [1, 3], 7)
       assert content["weights"] == [0.5, 0.5]
       assert content["addresses"] == [ADDRESS, ADDRESS]
-    assert clients[0].ask(Signal(Says.BEAT, 0))[0] == Answer.BEAT  # and nothing before it
+    clients[0].say(Signal(Says.BEAT, 0))
+    assert clients[0].hear(set(Answer))[0] == Answer.BEAT  # and no group before it
   assert (server.taken, server.rejected) == (7, 0)
   assert len(Signal(Says.READY, 3, 5).packed()) == 11
 
@@ -86,7 +93,7 @@ def test_groups_go_to_their_members_and_nobody_else():
     ((Signal(Says.READY, 1, -1),), "iteration -1 of worker 1 is malformed"),
     ((Signal(Says.READY, 1, 4),), "duplicate: worker 1 is ready already, with iteration 4"),
     ((Signal(Says.READY, 0, 4),), "absent: worker 0 is not here, it has to say HELLO"),
-    ((Signal(Says.READY, 2, 4),), "unknown: worker 2 has come by another connection"),
+    ((Signal(Says.READY, 2, 4),), "absent: worker 2 has come by another connection"),
     ((Signal(Says.FAILED, 1, 1),), "stale: worker 1 is not in group 1"),
   ],
 )
@@ -123,12 +130,26 @@ def test_a_worker_without_a_sign_of_life_is_dropped_and_its_group_told():
     end, heard = time.monotonic() + 5, []
     while (Answer.ABORT, {"number": number, "worker": 1}) not in heard and time.monotonic() < end:
       for worker in (0, 2):
-        heard.append(clients[worker].ask(Signal(Says.BEAT, worker)))
+        clients[worker].say(Signal(Says.BEAT, worker))
+        heard.append(clients[worker].hear(set(Answer)))
       time.sleep(0.05)
     assert (Answer.ABORT, {"number": number, "worker": 1}) in heard
     assert clients[1].ask(Signal(Says.READY, 1, 2))[1]["reason"].startswith("absent: worker 1")
     kind, welcome = clients[1].ask(Signal(Says.HELLO, 1, 0, ADDRESS))  # it comes back, and is told who has a model
     assert (kind, welcome["donor"]) == (Answer.WELCOME, ADDRESS)
+
+
+def test_a_worker_whose_connection_is_gone_is_dropped_long_before_the_limit():
+  with served(limit=5) as (server, clients):
+    for worker, client in enumerate(clients):
+      hello(client, worker)
+    clients[2].socket.close()
+    begin = time.monotonic()
+    clients[0].say(Signal(Says.READY, 0, 1))
+    while 2 in server._controller.alive:
+      time.sleep(0.01)
+      assert time.monotonic() - begin < 3
+    assert server._controller.alive == (0, 1, 3)
 
 
 def test_it_ends_when_nobody_comes():
@@ -239,3 +260,21 @@ def test_the_average_is_the_same_at_every_member_in_any_order_of_messages(member
     assert average.done
     assert average.result.tobytes() == averages[numbers[0]].result.tobytes()
     np.testing.assert_allclose(average.result, expected, atol=1e-5)
+
+
+def test_the_command_line(tmp_path):
+  """A controller as a program, with keys that it makes; it ends with its last worker."""
+  command = [sys.executable, "-m", "jaxsparse.partial", "--workers=2", "--group_size=2", f"--keys={tmp_path / 'keys'}"]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    address = process.stdout.readline().strip()
+    keys = js.partial.read_keys(tmp_path / "keys")
+    assert (tmp_path / "keys").stat().st_mode & 0o077 == 0
+    workers = [js.partial.Worker(address, number, jnp.zeros(2), keys=keys, timeout=30) for number in range(2)]
+    for worker in workers:
+      worker.leave()
+    assert process.wait(30) == 0
+  bad = subprocess.run([*command[:4], "--group_size=3"], capture_output=True, text=True, timeout=60, check=False)
+  assert (bad.returncode, bad.stderr) == (
+    1,
+    "error: group_size=3, choose a whole number in 2 … 2, the number of workers\n",
+  )
