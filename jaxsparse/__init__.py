@@ -17,8 +17,8 @@ simulator (with `perworker` where workers have parameters of their own). `launch
 `simulation` runs one reduction with any number of workers on one device, `costs` reads the messages and words off its
 jaxpr and predicts seconds from what it measures with `timing`, and `doctor` says what an installation can do.
 
-`overlap` plans which gradients travel together while backward goes on, and carries the plan out, compiled as `compiling`
-says. `partial` is for workers of different speed, who average models in groups instead.
+`overlap` plans which gradients travel together while backward goes on, and carries the plan out, compiled as
+`compiling` says. `partial` is for workers of different speed, who average models in groups instead.
 
     tx = optax.chain(js.spardl_transform("workers", density=0.01), optax.sgd(0.1))
     state = js.init(tx, params, mesh, axis="workers")
