@@ -281,9 +281,14 @@ class Talk(threading.Thread):
 
   def _send(self, pieces: Iterable[Piece]) -> None:
     for piece in pieces:
-      assert self._average
+      if self._average is None:  # given up meanwhile
+        return
       header = _HEADER.pack(_PART if piece.kind == "part" else _MEAN, self._average.group.number, self._number)
-      self._peer(self._members[piece.to]).socket.send_multipart([header, piece.values.data], copy=False)
+      address = self._members[piece.to]
+      try:
+        self._peer(address).socket.send_multipart([header, piece.values.data], zmq.NOBLOCK, copy=False)
+      except zmq.Again:
+        self._broken(address)
 
   def _finish(self) -> None:
     if self._average and self._average.done:
@@ -348,7 +353,8 @@ class Talk(threading.Thread):
       self.answers.put(model)
 
   def _say(self, says: Says, value: int = 0, address: str = "") -> None:
-    self._server.send(Signal(says, self._number, value, address).packed())
+    with contextlib.suppress(zmq.Again):  # no connection, for want of the keys for example: the deadline will tell
+      self._server.send(Signal(says, self._number, value, address).packed(), zmq.NOBLOCK)
 
   def _listen(self, socket: zmq.Socket, handler: Callable[[list[bytes]], None]) -> None:
     self._poller.register(socket, zmq.POLLIN)
