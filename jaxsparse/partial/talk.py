@@ -100,7 +100,7 @@ class Talk(threading.Thread):
     self._past = 0  # groups up to this number are over
     self._early: dict[int, list[tuple[Kind, int, np.ndarray]]] = {}  # pieces of groups that we have not heard of yet
     self._members: dict[int, str] = {}  # of the current group, with addresses
-    self._donor = ""
+    self._donor, self._patience = "", 0.0  # who sends us a model, and until when we wait for it
     self._peers: dict[str, _Peer] = {}
     self._address, self._timeout, self._limit = server, timeout, timeout
     self._state = "hello"
@@ -154,6 +154,8 @@ class Talk(threading.Thread):
     self._ticked = now
     if now > self._deadline and self._state != "ended":
       self._lose()
+    elif self._state == "fetch" and now > self._patience:
+      self._say_hello_again()
     elif now > self._next and self._state == "hello":
       self._say(Says.HELLO, address=messages.endpoint(self._data))
       self._next = now + _RETRY
@@ -205,7 +207,7 @@ class Talk(threading.Thread):
     self._deadline = time.monotonic() + self._limit
     donor = content.get("donor")
     if donor and not (self._waits and self._signal == Says.SYNCHRONIZE):  # which goes on with its own model
-      self._state, self._donor = "fetch", donor
+      self._state, self._donor, self._patience = "fetch", donor, time.monotonic() + self._timeout
       self._peer(donor).socket.send(_HEADER.pack(_FETCH, 0, self._number))
     else:
       self._state = "here"
@@ -213,6 +215,11 @@ class Talk(threading.Thread):
 
   def _say_hello(self) -> None:
     self._state, self._next, self._deadline = "hello", 0.0, time.monotonic() + self._timeout
+
+  def _say_hello_again(self) -> None:
+    """Asks for another donor."""
+    self._say(Says.BYE)
+    self._say_hello()
 
   def _go_on(self) -> None:
     """Here, and nobody has a model that is further: goes on from one's own."""
@@ -281,9 +288,14 @@ class Talk(threading.Thread):
 
   def _send(self, pieces: Iterable[Piece]) -> None:
     for piece in pieces:
-      assert self._average
+      if self._average is None:  # given up meanwhile
+        return
       header = _HEADER.pack(_PART if piece.kind == "part" else _MEAN, self._average.group.number, self._number)
-      self._peer(self._members[piece.to]).socket.send_multipart([header, piece.values.data], copy=False)
+      address = self._members[piece.to]
+      try:
+        self._peer(address).socket.send_multipart([header, piece.values.data], zmq.NOBLOCK, copy=False)
+      except zmq.Again:
+        self._broken(address)
 
   def _finish(self) -> None:
     if self._average and self._average.done:
@@ -318,8 +330,7 @@ class Talk(threading.Thread):
     for socket in peer:
       socket.close(linger=0)
     if self._state == "fetch" and address == self._donor:
-      self._say(Says.BYE)  # and HELLO, for another donor
-      self._say_hello()
+      self._say_hello_again()
       return
     with contextlib.suppress(zmq.Again):
       while True:
@@ -348,7 +359,8 @@ class Talk(threading.Thread):
       self.answers.put(model)
 
   def _say(self, says: Says, value: int = 0, address: str = "") -> None:
-    self._server.send(Signal(says, self._number, value, address).packed())
+    with contextlib.suppress(zmq.Again):  # no connection, for want of the keys for example: the deadline will tell
+      self._server.send(Signal(says, self._number, value, address).packed(), zmq.NOBLOCK)
 
   def _listen(self, socket: zmq.Socket, handler: Callable[[list[bytes]], None]) -> None:
     self._poller.register(socket, zmq.POLLIN)

@@ -169,8 +169,12 @@ def test_only_who_has_the_keys_comes_in():
     stranger.socket.curve_serverkey = keys.public
     hello(friend, 0)
     for client in (stranger, plain):
-      client.say(Signal(Says.HELLO, 1, 0, ADDRESS))
+      with contextlib.suppress(zmq.Again):  # it may be known by then that there is no way in
+        client.socket.send(Signal(Says.HELLO, 1, 0, ADDRESS).packed(), zmq.NOBLOCK)
       assert not client.socket.poll(300)
+    for wrong in (None, js.partial.make_keys()):
+      with pytest.raises(js.partial.ControllerLost, match=r"no WELCOME from the controller at .* for 0.5 s"):
+        js.partial.Worker(server.address, 1, jnp.zeros(1), keys=wrong, timeout=0.5)
     context.destroy(linger=0)
 
 
