@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import selection
+from benchmarks.passes import passes_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -110,7 +110,7 @@ ENTRY %main (g: f32[1000], r: f32[1000]) -> (f32[10,100], f32[1000]) {
 
 
 def test_passes_of_a_program():
-  assert selection.passes_of(PROGRAM, 1000) == [
+  assert passes_of(PROGRAM, 1000) == [
     ("words.1", "fusion", 2, 0, ""),
     ("choice", "conditional", 0, 0, "another branch: 3"),
     ("zeros", "broadcast", 0, 1, ""),
@@ -125,8 +125,8 @@ def test_passes_of_what_this_compiler_makes():
   n = 4096
   program = jax.jit(lambda x, y, places: (x + y).at[places].set(0.0, mode="drop"))
   compiled = program.lower(jnp.ones(n), jnp.ones(n), jnp.arange(3)).compile()
-  passes = selection.passes_of(compiled.as_text(), n)
-  assert [sum(one.reads for one in passes), sum(one.writes for one in passes)] == [2, 1]
+  found = passes_of(compiled.as_text(), n)
+  assert [sum(one.reads for one in found), sum(one.writes for one in found)] == [2, 1]
 
 
 @pytest.mark.parametrize(
