@@ -12,6 +12,8 @@ _OPTIONS: dict[str, dict[str, str | bool | int]] = {
   "cpu": {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"},
   "gpu": dict(_GPU),
   "cuda": dict(_GPU),
+  "rocm": dict(_GPU),
+  "tpu": {},
 }
 
 
@@ -25,7 +27,7 @@ def compiler_options(platform: str) -> dict[str, str | bool | int]:
   XLA's runtime there runs one collective at a time, and hides little of it.
 
   Args:
-    platform: "cpu", or "gpu" (also called "cuda").
+    platform: "cpu", "gpu" (also called "cuda" or "rocm"), or "tpu", for which nothing is known to be needed.
 
   Raises:
     ValueError: for another platform.

@@ -59,18 +59,18 @@ def exact(held: Blocks) -> Selector:
 def above(bounds: jax.Array) -> SelectorOf:
   """Those of the `share` largest entries of each row whose magnitude is at least its bound: no bound is to be found.
 
-  A row whose bound is 0 gets all `share`. Where more entries reach a bound than there is room for among the candidates,
-  these are found as by `exact`.
+  A row whose bound is 0 gets all `share`, of entries that are not 0. Where more entries reach a bound than there is room
+  for among the candidates, these are found as by `exact`.
 
   Args:
     bounds: f32[P], by row.
   """
 
   def selector(held: Blocks) -> Selector:
-    floor = order.keys_of(bounds)
+    floor = jnp.maximum(order.keys_of(bounds), 1)
     if not candidates.worthwhile(held.length, held.share):
       return _Everything(floor)
-    known = _candidates_of(held, jnp.maximum(floor, 1))
+    known = _candidates_of(held, floor)
     hit = known.hit.all()
     found = jax.lax.cond(hit, lambda: known, lambda: _candidates_of(held))
     return _among(held, found, jnp.where(hit, 0, held.share), floor)
@@ -92,9 +92,9 @@ def next_bounds(bounds: jax.Array, chosen: Sparse, length: int) -> jax.Array:
     Array([4.  , 5.25], dtype=float32)
   """
   valid = chosen.indices < length
-  full = jnp.mean(valid.astype(jnp.float32), axis=1)
+  count, share = jnp.sum(valid, axis=1, dtype=jnp.int32), valid.shape[1]
   least = jnp.min(jnp.where(valid, jnp.abs(chosen.values), jnp.inf), axis=1)
-  return jnp.where(full == 1, least, bounds * (0.75 + full / 4))
+  return jnp.where(count == share, least, bounds * (0.75 + count.astype(jnp.float32) / (4 * share)))
 
 
 class _Everything(NamedTuple):
@@ -121,7 +121,7 @@ class _Among(NamedTuple):
 
   Attributes:
     among: candidates of the rows that are left.
-    arrived: the packed set of the places that are among them since they were received.
+    arrived: the packed set of the places that something was received for; all of them are candidates since.
     wanted: i32[], how many must reach the candidates' bound for them to hold all that may be chosen.
     floor: i32[P], which keys of a row must reach; None for all.
   """
@@ -147,12 +147,14 @@ class _Among(NamedTuple):
     self, held: Blocks, got: Sparse, places: jax.Array, values: jax.Array, rows: int
   ) -> tuple[Selector, jax.Array]:
     among, end, n = self.among, held.length, held.grads.size
-    known = packed.contains(self.arrived, places) | (order.keys_of(values) >= among.low[: len(places), None])
+    # What nothing has come to yet is as it was at the start: a candidate if it reaches the bound.
+    before = packed.contains(self.arrived, places)
+    known = before | (order.keys_of(values) >= among.low[: len(places), None])
     new = jnp.where(known, end, got.indices)
     more = packed.aligned(held.share) - held.share
     new = jnp.pad(new, ((0, rows - len(new)), (0, more)), constant_values=end)
     among = Candidates(jnp.concatenate([among.indices[:rows], new], axis=1), among.low[:rows], among.hit[:rows])
-    return self._replace(among=among, arrived=packed.with_new(self.arrived, jnp.where(known, n, places), n)), known
+    return self._replace(among=among, arrived=packed.with_new(self.arrived, jnp.where(before, n, places), n)), known
 
 
 def _candidates_of(held: Blocks, known: jax.Array | None = None) -> Candidates:

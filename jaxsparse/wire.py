@@ -97,7 +97,7 @@ def codec_of(wire: Wire, length: int, *, by_chunk: bool = False) -> Codec:
   Args:
     wire: "f32" sends values as they are. "bf16" rounds to the nearest, ties to even; finite values stay finite, and
       others stay as they are. "int8" sends levels `⌊v/s + noise⌋` of size `s = max |v| / 127` of the row, made larger
-      by a factor of `1 + 2⁻¹⁶` at most. Their mean is v/s where noise is uniform in [0, 1), and the error is less than
+      by a factor of `1 + 2⁻¹⁶` at most. Their mean is v/s where noise is uniform in [0, 1), and the error at most
       s. Of a row with a value that is not finite, no decoded value is.
     length: of a block.
     by_chunk: whether slot j of a row of c slots is empty or one of the entries j, j + c, j + 2c, … of the block.

@@ -45,6 +45,8 @@ from jaxsparse.transform import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 from jaxsparse.wire import Codec, Wire, codec_of
 
+_MOST = 2**31 - 1  # places
+_LONGEST_CHUNK = 1 << 22  # entries: a magnitude keeps its exponent beside the number of a row
 _SUMS = 1 << 30  # message numbers of sums over teams begin here, those of the reduce-scatter are strides
 
 
@@ -207,9 +209,19 @@ class SparDL(SparseCollective):
     """L, the entries of each of size / teams blocks that travel.
 
     Raises:
-      ValueError: if `teams` does not divide `size`, naming the divisors.
+      ValueError: if `teams` does not divide `size`, naming the divisors; for more entries than places can be told, and
+        chunks that are too long.
     """
-    return -(-self.entries(n) // routes.team_size(size, self.teams))
+    team = routes.team_size(size, self.teams)
+    share, length = -(-self.entries(n) // team), -(-n // team)
+    if team * length > _MOST:
+      raise ValueError(f"{self.name}: {n} gradient entries in {team} blocks, choose fewer: places have 31 bits")
+    if self.selector == "chunked" and length > share * _LONGEST_CHUNK:
+      raise ValueError(
+        f"{self.name}: selector='chunked' with {share} chunks in blocks of {length} entries, choose at least "
+        f"{-(-length // _LONGEST_CHUNK)} chunks by a larger k or density, or another selector"
+      )
+    return share
 
   def rungs(self, n: int, size: int) -> tuple[int, ...]:
     """The sizes of a block of L entries in a message: fixed, but for B-SAG from L/d, where all teams chose the same."""
@@ -260,10 +272,12 @@ class SparDL(SparseCollective):
       }[self.residual]()
     )
     words = jnp.uint32(_words_of(inside.codec, team.size, share)) + sag_words + gather_words
+    selected = sparse.count(chosen, held.length)
     counters = Counters(
       words,
-      words,
-      selected=sparse.count(chosen, held.length),
+      # Slots stay empty with "reuse" only.
+      words if self.selector != "reuse" else words * (selected.astype(jnp.float32) / (share * team.size)),
+      selected=selected,
       delivered=jnp.count_nonzero(kept.values),
       merged=largest,
     )

@@ -165,7 +165,7 @@ def plan(
     if not _is_number(value) or not least <= value <= _MOST:
       raise ValueError(f"plan: {name}={value!r}, choose a number from {least} to {_MOST:g}")
   check_whole("plan", 1, ways=ways)
-  layers = _Layers(times, bytes_, Link(float(alpha), float(beta), float(gamma)), int(ways))
+  layers = _Layers(times, bytes_, Link(float(alpha), float(beta), float(gamma)), min(int(ways), max(1, len(times))))
   groups = _KINDS[kind](layers)
   return Plan(kind, times, bytes_, layers.link, groups, layers.timeline(groups))
 

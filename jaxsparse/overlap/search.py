@@ -67,7 +67,7 @@ def fastest(
   for layer in range(count, -1, -1):
     if not waiting[layer]:
       continue
-    best[layer] = _earliest(_joined(waiting[layer]), ready[layer - 1] if layer else 0.0, link)
+    best[layer] = _earliest(_joined(waiting[layer]), ready[layer - 1] if layer else None, link)
     for first, grown in _grown(best[layer], layer, np.array(ready), np.array(sizes), link, limit):
       waiting[first].append(grown)
   return _traced(best, count) if 0 in best else None
@@ -94,13 +94,11 @@ def _grown(
   return [(j, grown.take(slice(a, b))) for j, (a, b) in enumerate(itertools.pairwise(bounds)) if a < b]
 
 
-def _earliest(partial: _Partial, before: float, link: Link) -> _Partial:
-  """Those that no other one is as early as in every respect; nothing starts before `before`."""
+def _earliest(partial: _Partial, before: float | None, link: Link) -> _Partial:
+  """Those that no other one is as early as in every respect; nothing more starts before `before`, or None at all."""
   ends = partial.flows.projected(link.gamma).ends
   ends[:, 0] = np.maximum(ends[:, 0], partial.flows.now)
-  ends = np.maximum(ends, before)
-  if not before:  # nothing is to come
-    ends = ends.max(1, keepdims=True)
+  ends = ends.max(1, keepdims=True) if before is None else np.maximum(ends, before)
   left = np.lexsort((ends.sum(1), ends.max(1)))
   kept: list[int] = []
   while left.size and len(kept) < _MOST:

@@ -179,6 +179,8 @@ INPUTS = {
   "cancelling": np.concatenate(
     [CANCELLING, -CANCELLING, 1e-3 * CANCELLING]
   ),  # what was selected is gone when it is selected again
+  "lost and found": np.concatenate([CANCELLING, -CANCELLING, 5 * CANCELLING]),  # gone, and large again
+  "lost and found in one of two teams": np.concatenate([CANCELLING, -CANCELLING, 5 * CANCELLING, normals(4, 3, 6001)]),
   "equal": np.sign(CANCELLING).repeat(4, 0),
   "mostly zero": np.where(np.abs(CANCELLING) > 3, CANCELLING, 0).repeat(3, 0),
   "one large": np.where(np.arange(3) == 1, 1e6, 0)[:, None] * np.eye(3, 6001, 7)
@@ -190,10 +192,13 @@ INPUTS = {
 
 @pytest.mark.parametrize(
   ("name", "selector"),
-  [*((name, "exact") for name in INPUTS), *((name, "reuse") for name in ("normal", "cancelling", "half"))],
+  [
+    *((name, "exact") for name in INPUTS),
+    *((name, "reuse") for name in ("normal", "lost and found", "half", "mostly zero")),
+  ],
 )
 def test_looking_among_candidates_changes_no_bit(monkeypatch, name, selector):
-  grads, config = INPUTS[name].astype(np.float32), {"k": 60, "selector": selector}
+  grads, config = INPUTS[name].astype(np.float32), {"k": 60, "selector": selector, "teams": 2 if "teams" in name else 1}
   residuals = np.where(np.arange(grads.size).reshape(grads.shape) % 3, np.float32(-0.0), np.float32(1e-40))
 
   def two_steps():
@@ -203,7 +208,8 @@ def test_looking_among_candidates_changes_no_bit(monkeypatch, name, selector):
 
   among_all = two_steps()
   monkeypatch.setattr(candidates, "_SAMPLES", 256)
-  assert candidates.worthwhile(-(-6001 // len(grads)), -(-60 // len(grads)))
+  team = len(grads) // config["teams"]
+  assert candidates.worthwhile(-(-6001 // team), -(-60 // team))
   for expected, found in zip(among_all, two_steps(), strict=True):
     np.testing.assert_array_equal(bits(expected.total), bits(found.total))
     np.testing.assert_array_equal(bits(expected.residuals), bits(found.residuals))

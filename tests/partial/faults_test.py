@@ -61,7 +61,7 @@ def test_workers_that_die_and_come_back(processes):
     for number, what in enumerate(("plain", "plain", "dies", "stalls")):
       processes.start(what, number, server.address)
     assert processes.all["dies", 2].wait(60) == -signal.SIGKILL
-    until(lambda: "stalls" in processes.lines(3))
+    until(lambda: "stalls" in processes.lines(3) and len(processes.lines(1)) > 2)
     processes.all["stalls", 3].send_signal(signal.SIGKILL)
     again = processes.start("plain", 3, server.address)
     processes.all["plain", 1].send_signal(signal.SIGSTOP)
@@ -92,13 +92,13 @@ def test_the_death_of_the_controller_ends_every_worker_with_its_parameters_saved
   processes.start("forever", 0, address)
   processes.start("forever", 1, address)
   processes.start("stalls", 2, address)
-  until(lambda: "stalls" in processes.lines(2))
+  until(lambda: "stalls" in processes.lines(2) and all(len(processes.lines(number)) > 2 for number in (0, 1)))
   os.kill(processes.all["server", 3].pid, signal.SIGKILL)
   killed = time.monotonic()
   workers = [("forever", 0), ("forever", 1), ("stalls", 2)]
   for key in workers:
     assert processes.all[key].wait(30) not in (0, None)
-  assert time.monotonic() - killed < LIMIT + GRACE + 1.5
+  assert time.monotonic() - killed < LIMIT + GRACE + 10  # for ending processes on a busy machine
   for what, number in workers:
     assert "no sign of life from the controller at tcp://127.0.0.1:" in processes.said(what, number)
     params, iteration = js.partial.restore(processes.folder / f"{number}.npz", LIKE)
