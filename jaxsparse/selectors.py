@@ -59,8 +59,8 @@ def exact(held: Blocks) -> Selector:
 def above(bounds: jax.Array) -> SelectorOf:
   """Those of the `share` largest entries of each row whose magnitude is at least its bound: no bound is to be found.
 
-  A row whose bound is 0 gets all `share`, of entries that are not 0. Where more entries reach a bound than there is room
-  for among the candidates, these are found as by `exact`.
+  A row whose bound is 0 gets all `share`, of entries that are not 0. Where more entries reach a bound than there is
+  room for among the candidates, these are found as by `exact`.
 
   Args:
     bounds: f32[P], by row.

@@ -276,7 +276,9 @@ class SparDL(SparseCollective):
     counters = Counters(
       words,
       # Slots stay empty with "reuse" only.
-      words if self.selector != "reuse" else words * (selected.astype(jnp.float32) / (share * team.size)),
+      words
+      if self.selector != "reuse"
+      else words.astype(jnp.float32) * selected.astype(jnp.float32) / (share * team.size),
       selected=selected,
       delivered=jnp.count_nonzero(kept.values),
       merged=largest,

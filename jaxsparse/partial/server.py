@@ -22,7 +22,6 @@ from jaxsparse.partial.messages import Answer, Keys, Says, Signal
 
 _BEAT = messages.answer(Answer.BEAT)
 _PROBES = 10  # of each worker's connection in `limit` seconds
-_LONGEST = 4096  # bytes of a message that is taken
 LIMIT = 5.0  # seconds without a sign of life after which a worker, or the controller, counts as dead
 
 
@@ -70,7 +69,6 @@ class Server:
     self._guard = messages.Guard(self._context, keys)
     self._socket = messages.secure(self._context.socket(zmq.ROUTER), keys, serves=True)
     self._socket.linger = 0
-    self._socket.maxmsgsize = _LONGEST
     self._socket.router_mandatory = True  # a message to a connection that is gone is an error then
     try:
       self._socket.bind(address)
@@ -80,7 +78,7 @@ class Server:
     self.address = messages.endpoint(self._socket)
     self.taken = self.rejected = 0
     self._peers: dict[int, tuple[bytes, str]] = {}  # of each worker: the connection it came by, and its own address
-    self._next_probe, self._ticked = 0.0, time.monotonic()
+    self._next_probe = 0.0
     self._dead_at = dict.fromkeys(controller.alive, time.monotonic() + start_timeout)
     self._iterations: dict[int, int] = {}  # of each worker's model, as far as we know
     self._groups: dict[int, Group] = {}  # the last one of each worker
@@ -135,8 +133,7 @@ class Server:
       Says.READY: self._ready,
       Says.SYNCHRONIZE: self._ready,
       Says.FAILED: self._failed,
-      # What it still has to send is on its way: nobody is told to give up on it.
-      Says.BYE: lambda _, signal: self._forget(signal.worker),
+      Says.BYE: lambda _, signal: self._leave(signal.worker),
       Says.BEAT: lambda connection, _: self._send(connection, _BEAT),
     }
 
@@ -171,13 +168,8 @@ class Server:
     self._announce(groups)
 
   def _leave(self, worker: int) -> None:
-    """A worker is dead."""
-    self._abort(worker)
-    self._forget(worker)
-
-  def _forget(self, worker: int) -> None:
     groups = self._controller.leave(worker)
-    self._groups.pop(worker, None)
+    self._abort(worker)
     self._peers.pop(worker, None)
     self._dead_at.pop(worker)
     self._iterations.pop(worker, None)
@@ -201,9 +193,6 @@ class Server:
 
   def _drop_the_dead(self) -> None:
     now = time.monotonic()
-    if now - self._ticked > self._limit / 2:  # we were held up ourselves: signs of life may wait to be read
-      self._dead_at = {worker: max(end, now + self._limit) for worker, end in self._dead_at.items()}
-    self._ticked = now
     if now > self._next_probe:
       self._next_probe = now + self._limit / _PROBES
       gone = [worker for worker, (connection, _) in self._peers.items() if not self._send(connection, _BEAT)]

@@ -34,7 +34,6 @@ _FETCH, _MODEL, _PART, _MEAN = range(1, 5)
 _KINDS: dict[int, Kind] = {_PART: "part", _MEAN: "mean"}
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _LINGER = 5000  # milliseconds that a worker who leaves waits for its last messages to be on their way
-_SETTLED = 0.5  # seconds after which nothing more comes from a worker whose connection is gone
 _RETRY = 0.2  # seconds between two HELLOs
 _BEATS = 5  # signs of life in the time after which we would count as dead
 
@@ -103,7 +102,6 @@ class Talk(threading.Thread):
     self._members: dict[int, str] = {}  # of the current group, with addresses
     self._donor, self._patience = "", 0.0  # who sends us a model, and until when we wait for it
     self._peers: dict[str, _Peer] = {}
-    self._suspects: dict[int, float] = {}  # members whose connection is gone, and until when something may still come
     self._address, self._timeout, self._limit = server, timeout, timeout
     self._state = "hello"
     self._next, self._deadline, self._ticked = 0.0, time.monotonic() + timeout, time.monotonic()
@@ -112,7 +110,6 @@ class Talk(threading.Thread):
     self._server = messages.secure(self._context.socket(zmq.DEALER), keys, serves=False)
     self._server.connect(server)
     self._data = messages.secure(self._context.socket(zmq.ROUTER), keys, serves=True)
-    self._data.maxmsgsize = initial.nbytes + _HEADER.size
     self._data.bind(bind)
     self._server.linger = self._data.linger = _LINGER
     self._door, self._bell = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
@@ -155,9 +152,6 @@ class Talk(threading.Thread):
     ):  # we were held up ourselves: the controller may have been there all the time
       self._deadline = max(self._deadline, now + self._limit)
     self._ticked = now
-    for member in [member for member, end in self._suspects.items() if now > end]:
-      del self._suspects[member]
-      self._lost(member)
     if now > self._deadline and self._state != "ended":
       self._lose()
     elif self._state == "fetch" and now > self._patience:
@@ -177,25 +171,19 @@ class Talk(threading.Thread):
     if self._save is None or not self._model.iteration:
       said += f"nothing is saved, {'for want of a file' if self._model.iteration else 'for nothing has been trained'}"
     else:
-      try:
-        self._write(self._save)
-        said += f"the parameters of iteration {self._model.iteration} are in {self._save}"
-      except OSError as error:
-        said += f"the parameters could not be saved: {error}"
+      content = {**self._leaves(self._model.vector), "iteration": np.asarray(self._model.iteration)}
+      beside = self._save.with_name(f".{self._save.name}.{os.getpid()}.npz")
+      np.savez(beside, allow_pickle=False, **content)
+      beside.replace(self._save)
+      said += f"the parameters of iteration {self._model.iteration} are in {self._save}"
     self._state, self._server.linger = "ended", 0
     self.answers.put(ControllerLost(said))
     end = time.monotonic() + self._grace
-    while not self.answers.empty() and self._asked.empty():  # who asks has come
+    while not self.answers.empty():
       if time.monotonic() > end:
         print(f"error: worker {self._number}: {said}", file=sys.stderr, flush=True)
         os._exit(1)
       time.sleep(0.05)
-
-  def _write(self, path: pathlib.Path) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}.npz")
-    content: dict[str, Any] = {**self._leaves(self._model.vector), "iteration": np.asarray(self._model.iteration)}
-    np.savez(beside, **content)
-    beside.replace(path)
 
   # What the server says.
 
@@ -259,7 +247,7 @@ class Talk(threading.Thread):
   def _begin(self, content: dict[str, Any]) -> None:
     addresses = content.pop("addresses")
     group = Group(**{**content, "members": tuple(content["members"]), "weights": tuple(content["weights"])})
-    self._members, self._suspects = dict(zip(group.members, addresses, strict=True)), {}
+    self._members = dict(zip(group.members, addresses, strict=True))
     self._average = Average(group, self._number, self._model.vector, self._initial)
     self._send(self._average.begin())
     early = self._early.pop(group.number, [])
@@ -316,8 +304,6 @@ class Talk(threading.Thread):
       self._answer(Model(average.result, average.group.iteration))
 
   def _fetched(self, frames: list[bytes]) -> None:
-    if len(frames) != 2 or len(frames[0]) != _HEADER.size:
-      return
     kind, iteration, _ = _HEADER.unpack(frames[0])
     if self._state == "fetch" and kind == _MODEL and len(frames[1]) == self._initial.nbytes:
       self._state = "here"
@@ -327,9 +313,6 @@ class Talk(threading.Thread):
     if address not in self._peers:
       socket = messages.secure(self._out.socket(zmq.DEALER), self._keys, serves=False)
       socket.linger = _LINGER
-      # A host that is gone closes no connection.
-      socket.heartbeat_ivl = round(500 * self._limit)
-      socket.heartbeat_timeout = socket.connect_timeout = round(1000 * self._limit)
       monitor = socket.get_monitor_socket(_LOST)
       self._peers[address] = _Peer(socket, monitor)
       self._listen(socket, self._fetched)
@@ -349,9 +332,11 @@ class Talk(threading.Thread):
     if self._state == "fetch" and address == self._donor:
       self._say_hello_again()
       return
-    # What it sent before comes by another connection, which may be slower.
-    end = time.monotonic() + _SETTLED
-    self._suspects.update({member: end for member, own in self._members.items() if own == address})
+    with contextlib.suppress(zmq.Again):
+      while True:
+        self._take(self._data.recv_multipart(zmq.NOBLOCK))
+    for member in [member for member, own in self._members.items() if own == address]:
+      self._lost(member)
 
   # What our own worker asks.
 

@@ -119,8 +119,7 @@ class Worker:
 
   def _leaves(self, vector: np.ndarray) -> dict[str, np.ndarray]:
     tree = self._unflatten(jax.numpy.asarray(vector))
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): np.asarray(leaf, np.float32) for path, leaf in leaves}  # which all files know
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
@@ -145,10 +144,4 @@ def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
     names = [jax.tree_util.keystr(place) for place, _ in paths]
     if sorted([*names, "iteration"]) != sorted(file.files):
       raise ValueError(f"{path} holds {', '.join(sorted(file.files))}, the model has {', '.join(names)}")
-    for name, (_, leaf) in zip(names, paths, strict=True):
-      if file[name].shape != jax.numpy.shape(leaf):
-        raise ValueError(f"{path} holds {name} of {file[name].shape}, the model's is {jax.numpy.shape(leaf)}")
-    leaves = [
-      jax.numpy.asarray(file[name], jax.numpy.result_type(leaf)) for name, (_, leaf) in zip(names, paths, strict=True)
-    ]
-    return jax.tree.unflatten(structure, leaves), int(file["iteration"])
+    return jax.tree.unflatten(structure, [jax.numpy.asarray(file[name]) for name in names]), int(file["iteration"])
