@@ -65,6 +65,16 @@ def widened(entries: Sparse, slots: int, end: int) -> Sparse:
   return Sparse(jnp.pad(entries.indices, more, constant_values=end), jnp.pad(entries.values, more))
 
 
+def narrowed(entries: Sparse, slots: int) -> Sparse:
+  """The first `slots` slots of each row of `entries`; undone by `widened` where the others were empty.
+
+  Example:
+    >>> narrowed(Sparse(jnp.array([4, 9]), jnp.array([2.0, 0.0])), slots=1)
+    Sparse(indices=Array([4], dtype=int32), values=Array([2.], dtype=float32))
+  """
+  return jax.tree.map(lambda x: x[..., :slots], entries)
+
+
 def add_rows(rows: Sparse, end: int) -> jax.Array:
   """The dense sum of rows of entries, added one row after the other.
 

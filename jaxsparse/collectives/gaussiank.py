@@ -82,7 +82,7 @@ class GaussianK(SparseCollective):
     sent = by_threshold.first(home, chosen, most)
 
     def gather(capacity: int) -> tuple[Sparse, jax.Array]:
-      rows = all_gather(comm, jax.tree.map(lambda x: x[:capacity], sent))
+      rows = all_gather(comm, sparse.narrowed(sent, capacity))
       return sparse.widened(rows, most, n), jnp.uint32(2 * capacity * (comm.size - 1))
 
     rows, words = ladder.climb(ladder.rungs(min(most, max(1, k // 4)), most), needed, gather)

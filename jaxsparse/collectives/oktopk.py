@@ -312,7 +312,7 @@ def _split(
   chunks = by_threshold.in_regions(home, chosen, bounds, sizes.most)
 
   def send(capacity: int) -> tuple[Sparse, jax.Array]:
-    rows = exchange(comm, jax.tree.map(lambda x: x[:, :capacity], chunks))
+    rows = exchange(comm, sparse.narrowed(chunks, capacity))
     return sparse.widened(rows, sizes.most, n), jnp.uint32(2 * capacity * (comm.size - 1))
 
   rows, words = ladder.climb(ladder.rungs(-(-sizes.even // 2), sizes.most, count=4), needed, send)
@@ -341,7 +341,7 @@ def _balance_and_gather(
   def direct() -> tuple[Sparse, jax.Array, jax.Array]:
     capacities = ladder.rungs(-(-sizes.even // 2), sizes.direct, count=4)
     most, _ = sparse.largest(mine, sizes.direct, n)
-    kept, words = ladder.climb(capacities, owned.max(), lambda c: gather(jax.tree.map(lambda x: x[:c], most)))
+    kept, words = ladder.climb(capacities, owned.max(), lambda c: gather(sparse.narrowed(most, c)))
     return kept, imbalance(owned), words
 
   def balanced() -> tuple[Sparse, jax.Array, jax.Array]:

@@ -367,7 +367,7 @@ def _all_gather(
   share = own.indices.size
 
   def gather(capacity: int) -> tuple[Sparse, Sparse | None, jax.Array]:
-    message, off = wire.encode(jax.tree.map(lambda x: x[:, :capacity], own), 0)
+    message, off = wire.encode(sparse.narrowed(own, capacity), 0)
     rows = wire.codec.decode(gathered_rows(team, message))
     words = jnp.uint32(_words_of(wire.codec, team.size, capacity))
     lost = sparse.widened(off, share, wire.length) if wire.rounds else None
@@ -435,7 +435,7 @@ def b_sag(
   head, tail = (jax.tree.map(lambda x: x[None], sparse.where(mask, in_order, length)) for mask in (travels, ~travels))
 
   def gather(capacity: int) -> tuple[Sparse, Sparse | None, jax.Array, jax.Array]:
-    message, off = wire.encode(jax.tree.map(lambda x: x[:, :capacity], head), _SUMS)
+    message, off = wire.encode(sparse.narrowed(head, capacity), _SUMS)
     rows = in_rank_order(member, wire.codec.decode(gathered_rows(member, message)))
     merged = sparse.merge(rows, length)
     kept, _ = sparse.largest(merged, share, length)

@@ -87,7 +87,7 @@ class TopkDSA(SparseCollective):
     chunks = sparse.split(chosen, region, size, capacities[-1], n)
 
     def deliver(capacity: int) -> tuple[Sparse, jax.Array]:
-      rows = exchange(comm, jax.tree.map(lambda x: x[:, :capacity], chunks))
+      rows = exchange(comm, sparse.narrowed(chunks, capacity))
       return sparse.widened(rows, capacities[-1], n), jnp.uint32(2 * capacity * (size - 1))
 
     rows, split_words = ladder.climb(capacities, fullest, deliver)
@@ -127,7 +127,8 @@ def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array
     if capacity == length:
       regions = in_rank_order(comm, all_gather(comm, own))
       return regions.reshape(-1), jnp.uint32(length * (size - 1))
-    rows = in_rank_order(comm, all_gather(comm, jax.tree.map(lambda x: x[:capacity], entries)))
+    assert entries is not None, "capacities below a region are up to `few`"
+    rows = in_rank_order(comm, all_gather(comm, sparse.narrowed(entries, capacity)))
     places = rows.indices + length * jnp.arange(size, dtype=jnp.int32)[:, None]
     places = jnp.where(rows.indices < length, places, size * length)
     return sparse.put(jnp.zeros(size * length), places, rows.values), jnp.uint32(2 * capacity * (size - 1))
