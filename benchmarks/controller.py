@@ -14,6 +14,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ _WEIGHTS = flags.DEFINE_enum("weights", "dynamic", ["constant", "dynamic"], "Of 
 _SECONDS = flags.DEFINE_float("seconds", 5, "How long to measure throughput.")
 _GROUPS = flags.DEFINE_integer("groups", 500, "How many groups to measure latency with.")
 _CURVE = flags.DEFINE_bool("curve", False, "Encrypt, as on any other network than loopback.")
-_SERVE = flags.DEFINE_string("serve", None, "Internal: serve with these keys, or without for 'plain'.")
+_SERVE = flags.DEFINE_string("serve", None, "Internal: serve with the keys of this file, or without for 'plain'.")
 _JSON = flags.DEFINE_bool("json", False, "Print the result as JSON on standard output, the rest on standard error.")
 
 _GOAL = 2000  # "thousands of signals a second"
@@ -133,13 +134,30 @@ def _throughput(sockets: list[zmq.Socket], ready, heard) -> tuple[float, int]:  
   return signals / took, size
 
 
+def _served(keys: Keys | None) -> Result:
+  """Measures a server in a process of its own."""
+  with tempfile.TemporaryDirectory(prefix="jaxsparse-") as folder:
+    given = "plain"
+    if keys:
+      given = f"{folder}/keys"
+      js.partial.write_keys(keys, given)
+    command = [sys.executable, "-m", "benchmarks.controller", *sys.argv[1:], f"--serve={given}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+      assert process.stdout
+      try:
+        result = measure(process.stdout.readline().strip(), keys)
+        return result._replace(rejected=int(process.stdout.readline()))
+      finally:
+        process.terminate()
+
+
 def main(argv: list[str]) -> None:
   """Starts the server, measures and reports."""
   if len(argv) > 1 and not _SERVE.value:
     raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
   logging.set_verbosity(logging.WARNING)
   if _SERVE.value:
-    _serve(None if _SERVE.value == "plain" else Keys(*_SERVE.value.encode().split(b" ")))
+    _serve(None if _SERVE.value == "plain" else js.partial.read_keys(_SERVE.value))
     return
   console = workers.make_console(stderr=_JSON.value)
   try:
@@ -150,15 +168,7 @@ def main(argv: list[str]) -> None:
   except ValueError as error:
     launch.fail(error)
   keys = js.partial.make_keys() if _CURVE.value else None
-  given = "plain" if keys is None else f"{keys.public.decode()} {keys.secret.decode()}"
-  command = [sys.executable, "-m", "benchmarks.controller", *sys.argv[1:], f"--serve={given}"]
-  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-    assert process.stdout
-    try:
-      result = measure(process.stdout.readline().strip(), keys)
-      result = result._replace(rejected=int(process.stdout.readline()))
-    finally:
-      process.terminate()
+  result = _served(keys)
   kind = f"{_WEIGHTS.value} weights, {'CURVE' if keys else 'plain'} TCP"
   for line in (
     f"{_WORKERS.value} workers, groups of {_GROUP_SIZE.value}, {kind}",

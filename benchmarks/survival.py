@@ -112,7 +112,7 @@ def _run(rank: int, address: str, folder: pathlib.Path, recoverable: bool, again
 def measure(recoverable: bool) -> Fate:
   """One run of three processes, one of which dies and is started again."""
   with tempfile.TemporaryDirectory(prefix="jaxsparse-") as name, contextlib.ExitStack() as stack:
-    folder, address = pathlib.Path(name), f"127.0.0.1:{launch._free_port()}"
+    folder, address = pathlib.Path(name), f"127.0.0.1:{launch.free_port()}"
 
     def start(rank: int, again: bool) -> subprocess.Popen:
       own = f"--rank={rank},{address},{folder},{int(recoverable)},{int(again)}"

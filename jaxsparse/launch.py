@@ -227,7 +227,7 @@ def _start_processes(
   del folder
   address = hosts[0].address if hosts else "127.0.0.1"
   # Inside a namespace every port is free; here the system names one.
-  port = 29400 if hosts else _free_port()
+  port = 29400 if hosts else free_port()
   gpus = _gpus()
   for rank in range(ranks):
     own = {_COORDINATOR: f"{address}:{port}", _RANKS: str(ranks), _RANK: str(rank)}
@@ -275,7 +275,13 @@ def _popen(command: Sequence[str], environment: Mapping[str, str], quiet: bool) 
   return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, start_new_session=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+  """A port of this machine that nobody listens on now.
+
+  Example:
+    >>> 0 < free_port() < 2**16
+    True
+  """
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     return probe.getsockname()[1]

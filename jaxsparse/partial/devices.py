@@ -113,7 +113,7 @@ class Devices:
   def leave(self, number: int) -> None:
     """See `DeviceWorker.leave`."""
     with self._changed:
-      groups = self.controller.leave(number)
+      groups = self.controller.leave(number) if number in self.controller.alive else []
       ready = [(group, [self._models.pop(member) for member in group.members]) for group in groups]
     self._average(ready)
 

@@ -11,6 +11,7 @@ import ipaddress
 import json
 import os
 import pathlib
+import re
 import struct
 from typing import Any, NamedTuple
 
@@ -20,17 +21,18 @@ from jaxsparse.partial.controller import Rejected
 
 LOOPBACK = "tcp://127.0.0.1:*"
 _SIGNAL = struct.Struct("!BHq")
-_LONGEST_ADDRESS = 200  # bytes
+_ADDRESS = re.compile(r"tcp://([\w.-]{1,200}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", re.ASCII)
+LONGEST = 4096  # bytes of a signal, or of a handshake; who sends more is cut off
 
 
 class Says(enum.IntEnum):
   """What a worker says.
 
   Attributes:
-    HELLO: it comes; value 0, and its address behind.
+    HELLO: it comes with a model of `value` entries, and with its address behind.
     READY: it has done `value` iterations.
     FAILED: it could not average with group `value`.
-    BYE: it ends; value 0.
+    BYE: it ends, and owes nothing to its groups up to `value`.
     BEAT: it is alive; value 0.
     SYNCHRONIZE: it has done `value` iterations and wants the average of all.
 
@@ -114,15 +116,21 @@ def parse(frames: list[bytes]) -> Signal:
   rest = frame[_SIGNAL.size :]
   if kind != Says.HELLO and rest:
     raise Rejected(f"malformed: {len(frame)} bytes, {Says(kind).name} has {_SIGNAL.size}")
-  if kind in (Says.HELLO, Says.BYE, Says.BEAT) and value:
-    raise Rejected(f"malformed: {Says(kind).name} with value {value}, send 0")
+  if kind == Says.BEAT and value:
+    raise Rejected(f"malformed: BEAT with value {value}, send 0")
   try:
     address = rest.decode("ascii")
   except UnicodeDecodeError:
     raise Rejected("malformed: HELLO with an address that is not ASCII") from None
-  if kind == Says.HELLO and not (address.startswith("tcp://") and len(address) <= _LONGEST_ADDRESS):
+  if kind == Says.HELLO and not _can_be_reached(address):
     raise Rejected(f"malformed: HELLO with address {address[:40]!r}, send tcp://HOST:PORT")
   return Signal(Says(kind), worker, value, address)
+
+
+def _can_be_reached(address: str) -> bool:
+  """Whether others can try: they are told this address, and must not fail over it."""
+  found = _ADDRESS.fullmatch(address)
+  return found is not None and 0 < int(found[2]) < 2**16
 
 
 def answer(kind: Answer, **content: Any) -> bytes:

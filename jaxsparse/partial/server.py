@@ -3,8 +3,9 @@
     worker 3 ── READY 17 ──────────> ROUTER ─> Controller.ready(3, 17)
     workers 0, 3, 5 <── GROUP … ─────┘            └─> Group((0, 3, 5), …)
 
-It forgets a worker whose connection is gone, or that gives no sign of life for `limit` seconds: the others form groups
-without it, and those that average with it now are told to give up. A signal that is malformed, unknown, duplicate or
+It alone decides who is dead: a worker whose connection is gone, or that gives no sign of life for `limit` seconds. The
+others form groups without it, and those that average with it now are told to give up; not so if it has said BYE, and
+that it owes them nothing: what they wait for is on its way then. A signal that is malformed, unknown, duplicate or
 stale is answered with a reason and changes nothing.
 """
 
@@ -68,7 +69,7 @@ class Server:
     self._context = zmq.Context()
     self._guard = messages.Guard(self._context, keys)
     self._socket = messages.secure(self._context.socket(zmq.ROUTER), keys, serves=True)
-    self._socket.linger = 0
+    self._socket.linger, self._socket.maxmsgsize = 0, messages.LONGEST
     self._socket.router_mandatory = True  # a message to a connection that is gone is an error then
     try:
       self._socket.bind(address)
@@ -78,7 +79,8 @@ class Server:
     self.address = messages.endpoint(self._socket)
     self.taken = self.rejected = 0
     self._peers: dict[int, tuple[bytes, str]] = {}  # of each worker: the connection it came by, and its own address
-    self._next_probe = 0.0
+    self._entries: int | None = None  # of everybody's model
+    self._next_probe, self._looked = 0.0, time.monotonic()
     self._dead_at = dict.fromkeys(controller.alive, time.monotonic() + start_timeout)
     self._iterations: dict[int, int] = {}  # of each worker's model, as far as we know
     self._groups: dict[int, Group] = {}  # the last one of each worker
@@ -133,7 +135,7 @@ class Server:
       Says.READY: self._ready,
       Says.SYNCHRONIZE: self._ready,
       Says.FAILED: self._failed,
-      Says.BYE: lambda _, signal: self._leave(signal.worker),
+      Says.BYE: lambda _, signal: self._leave(signal.worker, owes_after=signal.value),
       Says.BEAT: lambda connection, _: self._send(connection, _BEAT),
     }
 
@@ -145,10 +147,14 @@ class Server:
 
   def _hello(self, connection: bytes, signal: Signal) -> None:
     worker = signal.worker
-    if worker in self._peers:
+    if worker in self._peers and self._peers[worker][0] != connection:
       raise Rejected(f"duplicate: worker {worker} is here already; if it died, it is dropped after {self._limit:g} s")
+    others = [other for other in self._peers if other != worker]
+    if others and signal.value != self._entries:
+      raise Rejected(f"unlike: worker {worker} has a model of {signal.value} entries, the others of {self._entries}")
     groups = [] if worker in self._controller.alive else self._controller.join(worker)
-    donor = max(self._peers, key=lambda other: self._iterations.get(other, 0), default=None)
+    self._entries = signal.value
+    donor = max(others, key=lambda other: self._iterations.get(other, 0), default=None)
     welcome: dict[str, object] = {"limit": self._limit}
     if donor is not None and self._iterations.get(donor):
       welcome["donor"] = self._peers[donor][1]
@@ -167,9 +173,10 @@ class Server:
     self._abort(signal.worker)
     self._announce(groups)
 
-  def _leave(self, worker: int) -> None:
+  def _leave(self, worker: int, owes_after: int = 0) -> None:
+    """Goes on without a worker, which may have more to send to groups that came after number `owes_after`."""
     groups = self._controller.leave(worker)
-    self._abort(worker)
+    self._abort(worker, owes_after)
     self._peers.pop(worker, None)
     self._dead_at.pop(worker)
     self._iterations.pop(worker, None)
@@ -184,15 +191,19 @@ class Server:
       for member in group.members:
         self._send(self._peers[member][0], frame)
 
-  def _abort(self, worker: int) -> None:
+  def _abort(self, worker: int, owes_after: int = 0) -> None:
     """Tells the others of a worker's group that no more will come from it; who has all it needs goes on."""
-    if group := self._groups.pop(worker, None):
+    group = self._groups.pop(worker, None)
+    if group and group.number > owes_after:
       for member in group.members:
         if member in self._peers and member != worker:
           self._send(self._peers[member][0], messages.answer(Answer.ABORT, number=group.number, worker=worker))
 
   def _drop_the_dead(self) -> None:
     now = time.monotonic()
+    if now - self._looked > self._limit / 2:  # held up ourselves: the workers may have been there all the time
+      self._dead_at = {worker: max(end, now + self._limit) for worker, end in self._dead_at.items()}
+    self._looked = now
     if now > self._next_probe:
       self._next_probe = now + self._limit / _PROBES
       gone = [worker for worker, (connection, _) in self._peers.items() if not self._send(connection, _BEAT)]

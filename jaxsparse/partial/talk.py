@@ -4,8 +4,11 @@ It is in one of three states:
 
     hello    says HELLO until the server says WELCOME, again if the server took it for dead
     fetch    waits for the model of the donor that came with the WELCOME
-    here     takes what `reduce` asks for: READY -> GROUP -> pieces -> the average; after ABORT, or when the connection
-             to a member breaks, FAILED and READY once more
+    here     takes what `reduce` asks for: READY -> GROUP -> pieces -> the average; after ABORT, or when no piece comes
+             for too long, FAILED and READY once more
+
+Which worker is dead is the server's word. That a connection between workers has broken says less: who has left in good
+order closes it while its last pieces are still on their way.
 """
 
 import contextlib
@@ -33,7 +36,7 @@ _HEADER = struct.Struct("!BqH")  # kind, number of the group or iteration, worke
 _FETCH, _MODEL, _PART, _MEAN = range(1, 5)
 _KINDS: dict[int, Kind] = {_PART: "part", _MEAN: "mean"}
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-_LINGER = 5000  # milliseconds that a worker who leaves waits for its last messages to be on their way
+_LINGER = 10_000  # milliseconds that a worker who leaves waits for its last messages to be on their way
 _RETRY = 0.2  # seconds between two HELLOs
 _BEATS = 5  # signs of life in the time after which we would count as dead
 
@@ -97,10 +100,10 @@ class Talk(threading.Thread):
     self._model = Model(initial, 0)  # the newest one: for who joins, and for the file
     self._waits = True  # somebody waits for an answer: to begin with, for the model to start from
     self._average: Average | None = None
-    self._past = 0  # groups up to this number are over
-    self._early: dict[int, list[tuple[Kind, int, np.ndarray]]] = {}  # pieces of groups that we have not heard of yet
+    self._past = 0  # groups up to this number are over: we owe them nothing, and want nothing of them
+    self._early: dict[tuple[int, Kind], tuple[int, np.ndarray]] = {}  # each member's last piece of a group to come
     self._members: dict[int, str] = {}  # of the current group, with addresses
-    self._donor, self._patience = "", 0.0  # who sends us a model, and until when we wait for it
+    self._donor, self._patience = "", 0.0  # who sends us a model, and until when we wait for another message of a peer
     self._peers: dict[str, _Peer] = {}
     self._address, self._timeout, self._limit = server, timeout, timeout
     self._state = "hello"
@@ -111,7 +114,8 @@ class Talk(threading.Thread):
     self._server.connect(server)
     self._data = messages.secure(self._context.socket(zmq.ROUTER), keys, serves=True)
     self._data.bind(bind)
-    self._server.linger = self._data.linger = _LINGER
+    self._linger = _LINGER
+    self._data.maxmsgsize = initial.nbytes + messages.LONGEST
     self._door, self._bell = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
     self._door.bind("inproc://bell")
     self._bell.connect("inproc://bell")
@@ -140,24 +144,24 @@ class Talk(threading.Thread):
     except Exception as error:  # whoever waits must not wait for ever
       self.answers.put(error)
     finally:
-      self._out.destroy()  # waits until what others may still need is on its way
+      self._out.destroy(self._linger)  # waits until what others may still need is on its way
       self._guard.stop()
-      self._context.destroy()
+      self._context.destroy(self._linger)
 
   def _tick(self) -> None:
     """What is done when its time has come."""
     now = time.monotonic()
-    if (
-      now - self._ticked > self._limit / 2
-    ):  # we were held up ourselves: the controller may have been there all the time
+    if now - self._ticked > self._limit / 2:  # held up ourselves: the controller may have been there all the time
       self._deadline = max(self._deadline, now + self._limit)
     self._ticked = now
     if now > self._deadline and self._state != "ended":
       self._lose()
     elif self._state == "fetch" and now > self._patience:
-      self._say_hello_again()
+      self._say_hello()
+    elif self._average and now > self._patience:
+      self._give_up()
     elif now > self._next and self._state == "hello":
-      self._say(Says.HELLO, address=messages.endpoint(self._data))
+      self._say(Says.HELLO, self._initial.size, messages.endpoint(self._data))
       self._next = now + _RETRY
     elif now > self._next and self._state != "ended":
       self._say(Says.BEAT)
@@ -168,22 +172,30 @@ class Talk(threading.Thread):
     waited = self._timeout if self._state == "hello" else self._limit
     said = f"no {'WELCOME' if self._state == 'hello' else 'sign of life'} from the controller at {self._address} "
     said += f"for {waited:g} s; "
-    if self._save is None or not self._model.iteration:
-      said += f"nothing is saved, {'for want of a file' if self._model.iteration else 'for nothing has been trained'}"
-    else:
-      content = {**self._leaves(self._model.vector), "iteration": np.asarray(self._model.iteration)}
-      beside = self._save.with_name(f".{self._save.name}.{os.getpid()}.npz")
-      np.savez(beside, allow_pickle=False, **content)
-      beside.replace(self._save)
-      said += f"the parameters of iteration {self._model.iteration} are in {self._save}"
-    self._state, self._server.linger = "ended", 0
+    said += self._saved()
+    self._state, self._linger = "ended", 0
     self.answers.put(ControllerLost(said))
     end = time.monotonic() + self._grace
-    while not self.answers.empty():
+    while not self.answers.empty() and self._asked.empty():  # asked to leave: nobody will take the answer
       if time.monotonic() > end:
         print(f"error: worker {self._number}: {said}", file=sys.stderr, flush=True)
         os._exit(1)
       time.sleep(0.05)
+
+  def _saved(self) -> str:
+    """Saves the model; says where, or why not."""
+    if not self._model.iteration:
+      return "nothing is saved, for nothing has been trained"
+    if self._save is None:
+      return "nothing is saved, for want of a file"
+    content: dict[str, Any] = {**self._leaves(self._model.vector), "iteration": np.asarray(self._model.iteration)}
+    beside = self._save.with_name(f".{self._save.name}.{os.getpid()}.npz")
+    try:
+      np.savez(beside, **content)
+      beside.replace(self._save)
+    except OSError as error:
+      return f"the parameters could not be saved: {error}"
+    return f"the parameters of iteration {self._model.iteration} are in {self._save}"
 
   # What the server says.
 
@@ -208,18 +220,15 @@ class Talk(threading.Thread):
     donor = content.get("donor")
     if donor and not (self._waits and self._signal == Says.SYNCHRONIZE):  # which goes on with its own model
       self._state, self._donor, self._patience = "fetch", donor, time.monotonic() + self._timeout
-      self._peer(donor).socket.send(_HEADER.pack(_FETCH, 0, self._number))
+      self._send_to(donor, [_HEADER.pack(_FETCH, 0, self._number)])
     else:
       self._state = "here"
       self._go_on()
 
   def _say_hello(self) -> None:
-    self._state, self._next, self._deadline = "hello", 0.0, time.monotonic() + self._timeout
-
-  def _say_hello_again(self) -> None:
-    """Asks for another donor."""
-    self._say(Says.BYE)
-    self._say_hello()
+    """To a server that took us for dead, or to be told another donor."""
+    now = time.monotonic()
+    self._state, self._next, self._deadline = "hello", now + _RETRY, now + self._timeout
 
   def _go_on(self) -> None:
     """Here, and nobody has a model that is further: goes on from one's own."""
@@ -235,7 +244,8 @@ class Talk(threading.Thread):
       return  # a HELLO that we have repeated, or a dead worker of our number that is not forgotten yet
     if kind == "absent":  # we were taken for dead
       if self._state != "hello":
-        self._average = None
+        if self._average:
+          self._past, self._average = self._average.group.number, None
         self._say_hello()
       return
     if self._waits:
@@ -249,17 +259,22 @@ class Talk(threading.Thread):
     group = Group(**{**content, "members": tuple(content["members"]), "weights": tuple(content["weights"])})
     self._members = dict(zip(group.members, addresses, strict=True))
     self._average = Average(group, self._number, self._model.vector, self._initial)
+    self._patience = time.monotonic() + self._timeout
     self._send(self._average.begin())
-    early = self._early.pop(group.number, [])
-    self._early = {number: pieces for number, pieces in self._early.items() if number > group.number}
-    for kind, sender, values in early:
-      self._piece(self._average, kind, sender, values)
+    early, self._early = self._early, {}
+    for (sender, kind), (number, values) in early.items():
+      if number == group.number:
+        self._piece(self._average, kind, sender, values)
     self._finish()
 
   def _lost(self, member: int) -> None:
-    """If the average needs something of a member, gives it up, keeps the model, and asks for another group."""
-    if self._average is None or not self._average.needs(member):
-      return
+    """No more will come from a member."""
+    if self._average and self._average.needs(member):
+      self._give_up()
+
+  def _give_up(self) -> None:
+    """Forgets the average, keeps the model, and asks for another group."""
+    assert self._average
     self._past, self._average = self._average.group.number, None
     self._say(Says.FAILED, self._past)
     self._say(self._signal, self._model.iteration)
@@ -277,10 +292,11 @@ class Talk(threading.Thread):
     elif kind in _KINDS and len(values) == 1 and len(values[0]) % 4 == 0:
       piece = (_KINDS[kind], sender, np.frombuffer(values[0], np.float32))
       if self._average and self._average.group.number == number:
+        self._patience = time.monotonic() + self._timeout
         self._piece(self._average, *piece)
         self._finish()
       elif number > self._past:
-        self._early.setdefault(number, []).append(piece)
+        self._early[sender, _KINDS[kind]] = (number, piece[-1])
 
   def _piece(self, average: Average, kind: Kind, sender: int, values: np.ndarray) -> None:
     with contextlib.suppress(ValueError):  # what does not belong to the average changes nothing
@@ -291,11 +307,7 @@ class Talk(threading.Thread):
       if self._average is None:  # given up meanwhile
         return
       header = _HEADER.pack(_PART if piece.kind == "part" else _MEAN, self._average.group.number, self._number)
-      address = self._members[piece.to]
-      try:
-        self._peer(address).socket.send_multipart([header, piece.values.data], zmq.NOBLOCK, copy=False)
-      except zmq.Again:
-        self._broken(address)
+      self._send_to(self._members[piece.to], [header, piece.values.data])
 
   def _finish(self) -> None:
     if self._average and self._average.done:
@@ -304,15 +316,24 @@ class Talk(threading.Thread):
       self._answer(Model(average.result, average.group.iteration))
 
   def _fetched(self, frames: list[bytes]) -> None:
+    if len(frames) != 2 or len(frames[0]) != _HEADER.size or len(frames[1]) != self._initial.nbytes:
+      return
     kind, iteration, _ = _HEADER.unpack(frames[0])
-    if self._state == "fetch" and kind == _MODEL and len(frames[1]) == self._initial.nbytes:
+    if self._state == "fetch" and kind == _MODEL:
       self._state = "here"
       self._answer(Model(np.frombuffer(frames[1], np.float32), iteration))
+
+  def _send_to(self, address: str, frames: list[Any]) -> None:
+    """Sends to another worker what can be sent; what is lost on the way, the server or our patience will tell."""
+    try:
+      self._peer(address).socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+    except zmq.ZMQError:  # too much is under way, or no address of this network
+      self._broken(address)
 
   def _peer(self, address: str) -> _Peer:
     if address not in self._peers:
       socket = messages.secure(self._out.socket(zmq.DEALER), self._keys, serves=False)
-      socket.linger = _LINGER
+      socket.maxmsgsize = self._data.maxmsgsize
       monitor = socket.get_monitor_socket(_LOST)
       self._peers[address] = _Peer(socket, monitor)
       self._listen(socket, self._fetched)
@@ -321,7 +342,7 @@ class Talk(threading.Thread):
     return self._peers[address]
 
   def _broken(self, address: str) -> None:
-    """The connection to a worker has broken, or cannot be made: nothing will come from it but what is here already."""
+    """The connection to a worker has broken, or cannot be made."""
     peer = self._peers.pop(address)
     for socket in peer:
       self._poller.unregister(socket)
@@ -330,20 +351,14 @@ class Talk(threading.Thread):
     for socket in peer:
       socket.close(linger=0)
     if self._state == "fetch" and address == self._donor:
-      self._say_hello_again()
-      return
-    with contextlib.suppress(zmq.Again):
-      while True:
-        self._take(self._data.recv_multipart(zmq.NOBLOCK))
-    for member in [member for member, own in self._members.items() if own == address]:
-      self._lost(member)
+      self._say_hello()
 
   # What our own worker asks.
 
   def _open(self, _: list[bytes]) -> None:
     signal, model = self._asked.get()
     if model is None:
-      self._say(Says.BYE)
+      self._say(Says.BYE, self._past)
       self._state = "ended"
     elif model.vector.shape != self._initial.shape:
       self.answers.put(ValueError(f"params have {model.vector.size} entries, those to begin with {self._initial.size}"))

@@ -34,6 +34,7 @@ class Worker:
     bind: where other workers reach this one; on this machine's loopback and any port by default.
     keys: CURVE keys of the run, needed on any other address than loopback.
     timeout: seconds until the server must have taken this worker; it may have to forget a dead one of its number first.
+      So long, too, a worker waits for the next message of another one that the server says is alive.
     grace: seconds that a worker gets to come to `reduce` after the controller's death, before its process is ended.
 
   Attributes:
@@ -41,7 +42,8 @@ class Worker:
     iteration: of them.
 
   Raises:
-    ValueError: for an address that needs keys and has none, or a number that the server does not know.
+    ValueError: for an address that needs keys and has none, a number that the server does not know, or a model of
+      another size than that of the other workers.
     ControllerLost: if the server does not take this worker in time.
 
   Example:
@@ -118,8 +120,9 @@ class Worker:
     return self._unflatten(jax.numpy.asarray(answer.vector)), answer.iteration
 
   def _leaves(self, vector: np.ndarray) -> dict[str, np.ndarray]:
-    tree = self._unflatten(jax.numpy.asarray(vector))
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    """By their places; float32, as the average is: a file of numpy's knows no bfloat16."""
+    leaves = jax.tree_util.tree_leaves_with_path(self._unflatten(jax.numpy.asarray(vector)))
+    return {jax.tree_util.keystr(place): np.asarray(leaf, np.float32) for place, leaf in leaves}
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
@@ -127,7 +130,7 @@ def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
 
   Args:
     path: the file.
-    like: parameters of the same structure.
+    like: parameters of the same structure, shapes and dtypes.
 
   Raises:
     ValueError: for a file of another model.
@@ -140,8 +143,13 @@ def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
     ({'w': Array([1., 1.], dtype=float32)}, 7)
   """
   with np.load(path) as file:
-    paths, structure = jax.tree_util.tree_flatten_with_path(like)
-    names = [jax.tree_util.keystr(place) for place, _ in paths]
-    if sorted([*names, "iteration"]) != sorted(file.files):
-      raise ValueError(f"{path} holds {', '.join(sorted(file.files))}, the model has {', '.join(names)}")
-    return jax.tree.unflatten(structure, [jax.numpy.asarray(file[name]) for name in names]), int(file["iteration"])
+    places, structure = jax.tree_util.tree_flatten_with_path(like)
+    model = {jax.tree_util.keystr(place): leaf for place, leaf in places}
+    held = {name: file[name] for name in file.files}
+  if sorted([*model, "iteration"]) != sorted(held):
+    raise ValueError(f"{path} holds {', '.join(sorted(held))}, the model has {', '.join(model)}")
+  for name, leaf in model.items():
+    if held[name].shape != np.shape(leaf):
+      raise ValueError(f"{path} holds {name} of shape {held[name].shape}, the model's has {np.shape(leaf)}")
+  leaves = [jax.numpy.asarray(held[name], jax.numpy.result_type(leaf)) for name, leaf in model.items()]
+  return jax.tree.unflatten(structure, leaves), int(held["iteration"])

@@ -43,6 +43,7 @@ def test_groups_average_on_their_devices_and_keep_the_sum():
       assert params["w"].devices() == {worker.device}
     found[worker.number] = np.asarray(params["w"])
     together[worker.number] = np.asarray(worker.synchronize(params, iteration)[0]["w"])
+    worker.leave()  # and once more at the end of `with`
 
   run(workers, train)
   np.testing.assert_allclose(sum(found.values()), 6.0, rtol=1e-5)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -89,7 +90,13 @@ def test_groups_go_to_their_members_and_nobody_else():
     ((Signal(Says.HELLO, 0, 0, "ipc://x"),), "malformed: HELLO with address 'ipc://x', send tcp://HOST:PORT"),
     ((Signal(Says.HELLO, 0, 0).packed() + b"\xff",), "malformed: HELLO with an address that is not ASCII"),
     ((Signal(Says.HELLO, 4, 0, ADDRESS),), "unknown: worker 4, there are 0 … 3"),
-    ((Signal(Says.HELLO, 1, 0, ADDRESS),), "duplicate: worker 1 is here already; if it died, it is dropped after 5 s"),
+    ((Signal(Says.HELLO, 0, 0, "tcp://"),), "malformed: HELLO with address 'tcp://'"),
+    ((Signal(Says.HELLO, 0, 0, "tcp://127.0.0.1:*"),), "malformed: HELLO with address 'tcp://127.0.0.1:*'"),
+    ((Signal(Says.HELLO, 0, 0, "tcp://127.0.0.1:0"),), "malformed: HELLO with address"),
+    ((Signal(Says.HELLO, 0, 0, "tcp://127.0.0.1:65536"),), "malformed: HELLO with address"),
+    ((Signal(Says.HELLO, 0, 0, "tcp://a b:1"),), "malformed: HELLO with address"),
+    ((Signal(Says.HELLO, 0, 9, ADDRESS),), "unlike: worker 0 has a model of 9 entries, the others of 0"),
+    ((Signal(Says.HELLO, 2, 0, ADDRESS),), "duplicate: worker 2 is here already; if it died, it is dropped after 5 s"),
     ((Signal(Says.READY, 1, -1),), "iteration -1 of worker 1 is malformed"),
     ((Signal(Says.READY, 1, 4),), "duplicate: worker 1 is ready already, with iteration 4"),
     ((Signal(Says.READY, 0, 4),), "absent: worker 0 is not here, it has to say HELLO"),
@@ -120,7 +127,7 @@ def test_any_bytes_are_taken_apart_or_rejected(frames):
 
 
 def test_a_worker_without_a_sign_of_life_is_dropped_and_its_group_told():
-  with served(workers=3, clients=3, limit=0.4) as (_, clients):
+  with served(workers=3, clients=3, limit=1) as (_, clients):
     for worker, client in enumerate(clients):
       hello(client, worker)
     clients[0].say(Signal(Says.READY, 0, 1))
@@ -137,6 +144,58 @@ def test_a_worker_without_a_sign_of_life_is_dropped_and_its_group_told():
     assert clients[1].ask(Signal(Says.READY, 1, 2))[1]["reason"].startswith("absent: worker 1")
     kind, welcome = clients[1].ask(Signal(Says.HELLO, 1, 0, ADDRESS))  # it comes back, and is told who has a model
     assert (kind, welcome["donor"]) == (Answer.WELCOME, ADDRESS)
+
+
+def test_who_leaves_owing_nothing_aborts_nobody_and_who_owes_does():
+  """The pieces of a worker that has said BYE may still be on their way to slower members of its last group."""
+  with served(workers=4, clients=4) as (_, clients):
+    for worker, client in enumerate(clients):
+      hello(client, worker)
+    for pair in ((0, 1), (2, 3)):
+      for worker in pair:
+        clients[worker].say(Signal(Says.READY, worker, 1))
+    first, second = (clients[worker].hear()[1]["number"] for worker in (0, 2))
+    clients[1].hear()
+    clients[3].hear()
+    clients[0].say(Signal(Says.BYE, 0, first))
+    clients[2].say(Signal(Says.BYE, 2, first))  # not the group that it was in
+    assert clients[3].hear() == (Answer.ABORT, {"number": second, "worker": 2})
+    clients[1].say(Signal(Says.BEAT, 1))
+    while (heard := clients[1].hear(set(Answer)))[0] != Answer.BEAT:
+      assert heard[0] != Answer.ABORT
+    clients[0].socket.close()
+    clients[1].say(Signal(Says.READY, 1, 2))
+    clients[3].say(Signal(Says.READY, 3, 2))
+    kind, content = clients[1].hear()
+    assert (kind, content["members"]) == (Answer.GROUP, [1, 3])
+
+
+def test_hello_again_is_welcome_and_never_told_to_fetch_from_itself():
+  with served(workers=2, clients=2) as (_, clients):
+    hello(clients[0], 0)
+    clients[0].say(Signal(Says.READY, 0, 7))
+    assert clients[0].ask(Signal(Says.HELLO, 0, 0, ADDRESS)) == (Answer.WELCOME, {"limit": 5.0})
+    assert clients[1].ask(Signal(Says.HELLO, 1, 0, ADDRESS)) == (Answer.WELCOME, {"limit": 5.0, "donor": ADDRESS})
+
+
+def test_who_sends_too_much_is_cut_off_and_nobody_else():
+  with served(workers=2, clients=2) as (_, clients):
+    hello(clients[0], 0)
+    clients[1].say(b"x" * (messages.LONGEST + 1))
+    assert not clients[1].socket.poll(200)
+    clients[0].say(Signal(Says.BEAT, 0))
+    assert clients[0].hear(set(Answer))[0] == Answer.BEAT
+
+
+def test_a_server_that_was_held_up_itself_drops_nobody():
+  server = js.partial.Server(js.partial.Controller(2, 2), limit=0.2, start_timeout=0.2)
+  time.sleep(0.5)  # as if the machine had been asleep
+  server._drop_the_dead()
+  assert server._controller.alive == (0, 1)
+  server._looked = time.monotonic()
+  server._dead_at = dict.fromkeys((0, 1), server._looked - 1)
+  server.serve()
+  assert server._controller.alive == ()
 
 
 def test_a_worker_whose_connection_is_gone_is_dropped_long_before_the_limit():
@@ -227,6 +286,70 @@ def test_workers_average_and_keep_the_sum(keys):
   assert len({model.tobytes() for model in together.values()}) == 1
 
 
+def test_who_leaves_right_after_an_average_takes_it_from_nobody():
+  """Its last pieces may be on their way when its connections close."""
+  entries, found = 300_000, []
+
+  def train(number, address):
+    with js.partial.Worker(address, number, jnp.zeros(entries)) as worker:
+      found.append(np.asarray(worker.reduce(jnp.full(entries, number, jnp.float32), 1)[0]))
+
+  for _ in range(5):
+    with js.partial.Server(js.partial.Controller(3, 3)) as server:
+      threads = [threading.Thread(target=train, args=(number, server.address)) for number in range(3)]
+      for thread in threads:
+        thread.start()
+      for thread in threads:
+        thread.join(60)
+  assert len(found) == 15
+  for model in found:
+    np.testing.assert_allclose(model, 1, rtol=1e-6)
+
+
+def test_who_must_not_be_waited_for_is_not():
+  """A member that the server says is alive, but from which nothing comes: the average is given up, and tried again."""
+  context = zmq.Context()
+  with js.partial.Server(js.partial.Controller(2, 2)) as server:
+    silent = Client(context, server.address)
+    assert silent.ask(Signal(Says.HELLO, 1, 3, ADDRESS))[0] == Answer.WELCOME
+    with js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=1) as worker:
+      thread = threading.Thread(target=worker.reduce, args=(jnp.ones(3), 1))
+      thread.start()
+      silent.say(Signal(Says.READY, 1, 1))
+      number = silent.hear()[1]["number"]
+      assert silent.hear() == (Answer.ABORT, {"number": number, "worker": 0})
+      silent.say(Signal(Says.BYE, 1, number))
+      thread.join(60)
+      assert not thread.is_alive()  # alone, in a group of one
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("place", ["file", "no folder"])
+def test_leaving_after_the_controllers_death_is_no_death(tmp_path, place):
+  """The parameters are saved, whatever their dtype, or it is said why not; nobody is left to take the error."""
+  params = {"w": jnp.full((2, 3), 1.5, jnp.bfloat16), "b": jnp.zeros(4)}
+  path = tmp_path / ("saved.npz" if place == "file" else "missing/saved.npz")
+  server = js.partial.Server(js.partial.Controller(2, 2), limit=0.5).__enter__()
+  with js.partial.Worker(server.address, 0, params, save=path, grace=60) as worker:
+    server._controller.leave(1)
+    held = worker.reduce(params, 3)
+    server.__exit__()
+    while worker._talk.answers.empty():
+      time.sleep(0.01)
+  answer = worker._talk.answers.get()
+  assert isinstance(answer, js.partial.ControllerLost)
+  if place == "file":
+    found, iteration = js.partial.restore(path, params)
+    assert iteration == 3
+    assert jax.tree.map(lambda leaf: (leaf.dtype, leaf.tolist()), found) == jax.tree.map(
+      lambda leaf: (leaf.dtype, leaf.tolist()), held[0]
+    )
+    with pytest.raises(ValueError, match=r"holds \['b'\] of shape \(4,\), the model's has \(5,\)"):
+      js.partial.restore(path, {**params, "b": jnp.zeros(5)})
+  else:
+    assert "the parameters could not be saved: " in str(answer)
+
+
 def test_a_worker_with_a_wrong_number_or_size_is_told():
   with js.partial.Server(js.partial.Controller(2, 2)) as server:
     with pytest.raises(ValueError, match="worker 5: unknown: worker 5, there are 0 … 1"):
@@ -236,6 +359,8 @@ def test_a_worker_with_a_wrong_number_or_size_is_told():
         worker.reduce(jnp.zeros(4), 1)
       with pytest.raises(ValueError, match="worker 0: iteration -1 of worker 0 is malformed"):
         worker.reduce(jnp.zeros(3), -1)
+      with pytest.raises(ValueError, match="worker 1: unlike: worker 1 has a model of 4 entries, the others of 3"):
+        js.partial.Worker(server.address, 1, jnp.zeros(4))
     with pytest.raises(RuntimeError, match="has left"):
       worker.reduce(jnp.zeros(3), 1)
 
