@@ -27,6 +27,7 @@ class Engine(Protocol):
     held: workers whose parts the arrays outside a program hold: all P, or this one alone.
     comm: the comm of a program that is mapped.
     waits: whether a step must wait for the one before.
+    axes: names of the axes that a program is mapped over, with their sizes.
     process: number of this process, of `processes` that run the program together.
     processes: how many there are.
   """
@@ -42,6 +43,7 @@ class Engine(Protocol):
   held: int
   comm: Comm
   waits: bool
+  axes: dict[Any, int]
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """The program of all workers that runs `function` at each, as `jax.shard_map` does."""
@@ -60,6 +62,20 @@ class Engine(Protocol):
   def spread(self, value: np.ndarray) -> jax.Array:
     """`value` of this process as the part of each of its workers, of an array that is split along the workers."""
     ...
+
+
+def check_batch(batch: Any, engine: Engine, axis: AxisName) -> None:
+  """Checks that the workers of an engine can share a batch out.
+
+  Raises:
+    ValueError: naming the array whose leading axis they cannot.
+  """
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    if not np.ndim(leaf) or np.shape(leaf)[0] % engine.held:
+      raise ValueError(
+        f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}: its leading axis must divide among the "
+        f"{engine.workers} workers of axis {axis!r}"
+      )
 
 
 def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
@@ -88,7 +104,7 @@ class _OnMesh:
       raise ValueError(f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
     self.comm: Comm = AxisComm(axis)
-    self._axis = axis
+    self._axis, self.axes = axis, dict(mesh.shape)
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes, me = len(taking_part), jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
@@ -160,6 +176,7 @@ class _Simulated(_OnOneDevice):
     assert comm.members is not None
     self.workers = self.held = comm.members
     self._axis = comm.axis
+    self.axes = {comm.axis: comm.members}
     self.comm: Comm = comm
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -186,6 +203,7 @@ class _Rank(_OnOneDevice):
   def __init__(self, comm: MpiComm):
     self.workers = self.processes = comm.size
     self.process = int(comm.rank)
+    self.axes: dict[Any, int] = {}
     self.comm: Comm = comm
 
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -14,7 +13,7 @@ from jaxsparse import perworker
 from jaxsparse import state as states
 from jaxsparse._compat import AxisName
 from jaxsparse.compiling import compiler_options
-from jaxsparse.engine import Engine, engine_of
+from jaxsparse.engine import Engine, check_batch, engine_of
 from jaxsparse.perworker import PerWorker
 from jaxsparse.types import Comm
 
@@ -201,12 +200,7 @@ class TrainStep:
     return self._programs[structure]
 
   def _check(self, state: Any, batch: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-      if not np.ndim(leaf) or np.shape(leaf)[0] % self._engine.held:
-        raise ValueError(
-          f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}: its leading axis must divide among the "
-          f"{self.workers} workers of axis {self._axis!r}"
-        )
+    check_batch(batch, self._engine, self._axis)
     nodes = states.reduce_states(state)
     if not nodes:
       raise ValueError(

@@ -14,6 +14,7 @@ Simultaneous ones do not depend on each other, so there the compiler must be tol
 """
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -51,7 +52,8 @@ def bucketed_transform(
 
   Each group has a collective and a residual of its own, so a sparse one delivers its share of every group; with `k`
   the k entries are shared out to the groups in proportion to their sizes. Laws C and R hold over the whole, and a NaN
-  or Inf in one group skips the step for all.
+  or Inf in one group skips the step for all. Simultaneous groups wait for the same ones before them and not for each
+  other: which of them starts first is the runtime's choice.
 
   Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
   `check_vma=False`; see `js.spardl_transform`. In a `jax.jit` of your own give
@@ -64,8 +66,9 @@ def bucketed_transform(
     order: the number in pytree order of the leaf that each layer is: `.order` of `js.overlap.measure`. By default
       layer l is leaf l.
     special: collectives for leaves that are not to go with the others, by a regular expression for their names in the
-      parameters: `{"bias|scale": "dense", "embedding": "spardl:density=0.001"}`; the first that is found counts. Where
-      a group has leaves of several collectives it becomes several communications, one after the other.
+      parameters: `{"bias|scale": "dense", "embedding": "spardl:density=0.001"}`; the first that is found counts. The k
+      entries of a collective with `k` are those of all leaves of its expression together. Where a group has leaves of
+      several collectives it becomes several communications, one after the other.
     **config: the options of the collective.
 
   Returns:
@@ -88,12 +91,11 @@ def bucketed_transform(
     [True]
   """
   comm = comm_of(axis)
-  default = _averaging(make_collective(name, **config))
-  others = [(re.compile(pattern), _special(label)) for pattern, label in (special or {}).items()]
+  kinds = _kinds(make_collective(name, **config), special or {})
 
   def init(params: optax.Params) -> ReduceState:
     flatten.count(params)
-    buckets = _buckets(params, plan, order, default, others)
+    buckets = _buckets(params, plan, order, kinds)
     return ReduceState(
       _together([bucket.collective.init(bucket.entries, comm.size) for bucket in buckets]), Counters.zeros()
     )
@@ -102,9 +104,9 @@ def bucketed_transform(
     updates: optax.Updates, state: ReduceState, params: optax.Params | None = None
   ) -> tuple[optax.Updates, ReduceState]:
     del params
-    n, buckets = flatten.count(updates), _buckets(updates, plan, order, default, others)
+    n, buckets = flatten.count(updates), _buckets(updates, plan, order, kinds)
     states.check_workers(state, comm.size)
-    parts = _apart(state, buckets)
+    parts = _apart(state, buckets, comm.size)
     leaves, structure = jax.tree.flatten(updates)
     flat = [flatten.flatten([leaves[leaf] for leaf in bucket.leaves]) for bucket in buckets]
     for grads, _ in flat:
@@ -131,9 +133,32 @@ def _averaging(collective: Collective) -> Collective:
   return collective
 
 
-def _special(label: str) -> Collective:
-  name, config = collective_of(label)
-  return _averaging(make_collective(name, **config))
+class _Kinds(NamedTuple):
+  """Which leaves are for which collective.
+
+  Attributes:
+    collectives: the default first. Equal ones are one, so that their leaves travel together, unless each has its own k.
+    patterns: expressions for names of leaves, the first that is found counts; and the number of its collective.
+  """
+
+  collectives: list[Collective]
+  patterns: list[tuple[re.Pattern, int]]
+
+
+def _kinds(default: Collective, special: Mapping[str, str]) -> _Kinds:
+  kinds = _Kinds([_averaging(default)], [])
+  for pattern, label in special.items():
+    name, config = collective_of(label)
+    collective = _averaging(make_collective(name, **config))
+    if collective not in kinds.collectives or _k_of(collective) is not None:
+      kinds.collectives.append(collective)
+    number = len(kinds.collectives) - 1 - kinds.collectives[::-1].index(collective)
+    kinds.patterns.append((re.compile(pattern), number))
+  return kinds
+
+
+def _k_of(collective: Collective) -> int | None:
+  return collective.k if isinstance(collective, SparseCollective) else None
 
 
 class _Bucket(NamedTuple):
@@ -154,35 +179,36 @@ class _Bucket(NamedTuple):
   behind: int
 
 
-def _buckets(
-  tree: Any,
-  plan: Plan,
-  order: Sequence[int] | None,
-  default: Collective,
-  others: Sequence[tuple[re.Pattern, Collective]],
-) -> list[_Bucket]:
+def _buckets(tree: Any, plan: Plan, order: Sequence[int] | None, kinds: _Kinds) -> list[_Bucket]:
   """The communications of a plan for these leaves, in order; empty leaves have nothing to send."""
   names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-  for pattern, _ in others:
-    if not any(map(pattern.search, names)):
-      raise ValueError(f"special: {pattern.pattern!r} is found in none of the leaves {', '.join(names)}")
   sizes = flatten.sizes(tree)
-  leaf_of = _checked_order(plan, order, names, sizes)
-  kind = lambda leaf: next((other for pattern, other in others if pattern.search(names[leaf])), default)
+  leaf_of, kind_of = _checked_order(plan, order, names, sizes), _kind_of(names, kinds)
   buckets: list[_Bucket] = []
+  members: dict[int, list[int]] = {}  # numbers of the buckets of each kind
   firsts: list[int] = []  # the first bucket of each group
   for group in plan.groups:
     firsts.append(len(buckets))
     leaves = [leaf_of[layer] for layer in group.layers if sizes[leaf_of[layer]]]
-    for collective in dict.fromkeys(map(kind, leaves)):
-      own = tuple(leaf for leaf in leaves if kind(leaf) == collective)
+    for kind in dict.fromkeys(kind_of[leaf] for leaf in leaves):
+      own = tuple(leaf for leaf in leaves if kind_of[leaf] == kind)
+      members.setdefault(kind, []).append(len(buckets))
       entries = sum(sizes[leaf] for leaf in own)
-      buckets.append(_Bucket(own, entries, collective, firsts[group.after], firsts[-1]))
-  shared = _with_shares(buckets, default)
-  return [
-    bucket._replace(collective=bucket.collective.for_leaves(tuple(sizes[leaf] for leaf in bucket.leaves)))
-    for bucket in shared
-  ]
+      buckets.append(_Bucket(own, entries, kinds.collectives[kind], firsts[group.after], firsts[-1]))
+  for kind, numbers in members.items():
+    shares = _shared_out(kinds.collectives[kind], [buckets[number].entries for number in numbers])
+    for number, share in zip(numbers, shares, strict=True):
+      own = buckets[number].leaves
+      buckets[number] = buckets[number]._replace(collective=share.for_leaves(tuple(sizes[leaf] for leaf in own)))
+  return buckets
+
+
+def _kind_of(names: Sequence[str], kinds: _Kinds) -> list[int]:
+  """The number of each leaf's collective."""
+  for pattern, _ in kinds.patterns:
+    if not any(map(pattern.search, names)):
+      raise ValueError(f"special: {pattern.pattern!r} is found in none of the leaves {', '.join(names)}")
+  return [next((number for pattern, number in kinds.patterns if pattern.search(name)), 0) for name in names]
 
 
 def _checked_order(
@@ -205,19 +231,17 @@ def _checked_order(
   return leaf_of
 
 
-def _with_shares(buckets: Sequence[_Bucket], default: Collective) -> list[_Bucket]:
-  """The k entries of the default collective shared out to its buckets: one each, and the rest in proportion."""
-  own = [bucket for bucket in buckets if bucket.collective == default]
-  if not isinstance(default, SparseCollective) or default.k is None or not own:
-    return list(buckets)
-  default.entries(sum(bucket.entries for bucket in own))  # raises where k does not fit
-  if default.k < len(own):
-    raise ValueError(f"{default.name}: k={default.k}, choose at least one for each of the {len(own)} groups")
-  reached = list(itertools.accumulate((bucket.entries - 1 for bucket in own), initial=0))
-  bounds = [(default.k - len(own)) * upto // max(1, reached[-1]) for upto in reached]
-  shares = iter([1 + high - low for low, high in itertools.pairwise(bounds)])
-  replaced = lambda one: dataclasses.replace(default, k=next(shares)) if one == default else one
-  return [bucket._replace(collective=replaced(bucket.collective)) for bucket in buckets]
+def _shared_out(collective: Collective, sizes: Sequence[int]) -> list[Collective]:
+  """The collective of each bucket of so many entries: of its k one each, and the rest in proportion."""
+  if (k := _k_of(collective)) is None:
+    return [collective] * len(sizes)
+  assert isinstance(collective, SparseCollective)
+  collective.entries(sum(sizes))  # raises where k does not fit
+  if k < len(sizes):
+    raise ValueError(f"{collective.name}: k={k}, choose at least one for each of the {len(sizes)} groups")
+  reached = list(itertools.accumulate((size - 1 for size in sizes), initial=0))
+  bounds = [(k - len(sizes)) * upto // max(1, reached[-1]) for upto in reached]
+  return [dataclasses.replace(collective, k=1 + high - low) for low, high in itertools.pairwise(bounds)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +305,7 @@ def _together(states_of: Sequence[State]) -> State:
   return State(*(tuple(getattr(one, part) for one in states_of) for part in ("residual", "worker", "shared")))
 
 
-def _apart(state: ReduceState, buckets: Sequence[_Bucket]) -> list[ReduceState]:
+def _apart(state: ReduceState, buckets: Sequence[_Bucket], workers: int) -> list[ReduceState]:
   """The state of each group; each has the counters of the whole, for what they count on from step to step."""
   carried = state.carried
   if not isinstance(carried.residual, tuple) or len(carried.residual) != len(buckets):
@@ -289,8 +313,15 @@ def _apart(state: ReduceState, buckets: Sequence[_Bucket]) -> list[ReduceState]:
       f"the optimizer state is not one of {len(buckets)} groups: make a new one with js.init for this plan"
     )
   parts = [ReduceState(State(*one), state.counters) for one in zip(*carried[:3], strict=True)]
-  for part, bucket in zip(parts, buckets, strict=True):
+  for number, (part, bucket) in enumerate(zip(parts, buckets, strict=True)):
     states.check_entries(part, bucket.entries)
+    new = jax.eval_shape(functools.partial(bucket.collective.init, bucket.entries, workers))
+    structure: Any = jax.tree.structure(new)
+    if structure != jax.tree.structure(part.carried):
+      raise ValueError(
+        f"the optimizer state of group {number} is not one of {bucket.collective.name} with these options: make a new "
+        "one with js.init"
+      )
   return parts
 
 

@@ -31,7 +31,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.compiling import compiler_options
 from jaxsparse.costs import Profile, advise, label_of
 from jaxsparse.costs.counting import inner_jaxprs
-from jaxsparse.engine import engine_of
+from jaxsparse.engine import check_batch, engine_of
 from jaxsparse.overlap.network import Link
 from jaxsparse.types import Comm
 
@@ -39,6 +39,7 @@ _WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are
 _LINKS = 8  # short all-reduces in a chain, so that the clock and the call count little
 _SIDE, _PRODUCTS = 256, 16  # of matrices: milliseconds
 _LONGEST = 2**20  # words of the longest all-reduce
+_CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
 class Layers(NamedTuple):
@@ -115,7 +116,8 @@ def measure(
     `Layers`.
 
   Raises:
-    ValueError: for parameters without a leaf, or fewer than one cut or repetition.
+    ValueError: for parameters without a leaf, a batch that the workers cannot share out, or fewer than one cut or
+      repetition.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -131,6 +133,7 @@ def measure(
   if not leaves:
     raise ValueError(f"measure: params={params!r} have no leaf")
   engine = engine_of(mesh, axis)
+  check_batch(batch, engine, axis)
   split = PartitionSpec(axis)
 
   def gradients(params: optax.Params, batch: Any) -> list[jax.Array]:
@@ -138,8 +141,9 @@ def measure(
     value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
     return [value[0] if has_aux else value, *jax.tree.leaves(grads)]
 
-  share = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // engine.held, *x.shape[1:]), x.dtype), batch)
-  order, work = _backward(jax.make_jaxpr(gradients)(params, share).jaxpr)
+  of_each = lambda x: jax.ShapeDtypeStruct((len(x) // engine.held, *np.shape(x)[1:]), jnp.result_type(x))
+  traced = jax.make_jaxpr(gradients, axis_env=list(engine.axes.items()))
+  order, work = _backward(traced(params, jax.tree.map(of_each, batch)).jaxpr)
   bounds = _cuts(work, cuts)
 
   def cut(count: int) -> Callable:
@@ -263,13 +267,33 @@ def _seconds_of(label: str, n: int, profile: Profile) -> float:
 
 def _backward(jaxpr: core.Jaxpr) -> tuple[list[int], list[float]]:
   """Leaves in the order in which the jaxpr of (loss, *gradients) has them, and the operations of backward for each."""
-  constant = lambda equation: all(isinstance(var, core.Literal) for var in equation.invars)  # zeros: there at once
-  made = {var: number for number, one in enumerate(jaxpr.eqns) for var in one.outvars if not constant(one)}
-  loss, *places = [-1 if isinstance(var, core.Literal) else made.get(var, -1) for var in jaxpr.outvars]
+  done = [0.0]  # operations before each equation, and at the end
+  loss, *places = _made(jaxpr, [-1] * len(jaxpr.invars), done)
   order = sorted(range(len(places)), key=lambda leaf: (places[leaf], -leaf))
-  done = list(itertools.accumulate(map(_operations, jaxpr.eqns), initial=0.0))
   reached = list(itertools.accumulate((done[max(loss, places[leaf]) + 1] for leaf in order), max))
   return order, np.diff([done[loss + 1], *reached]).tolist()
+
+
+def _made(jaxpr: core.Jaxpr, given: Sequence[int], done: list[float]) -> list[int]:
+  """By which equation each result is made, -1 if it is there at once: those of a call count as if they stood there.
+
+  Args:
+    jaxpr: of a function, or of a call within it.
+    given: by which equation each of its arguments was made.
+    done: how many operations there were before each equation until now; its own are added.
+  """
+  made = dict(zip(jaxpr.invars, given, strict=True))
+  place = lambda var: -1 if isinstance(var, core.Literal) else made.get(var, -1)
+  for equation in jaxpr.eqns:
+    inner = list(inner_jaxprs(equation.params)) if equation.primitive.name in _CALLS else []
+    if len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
+      places = _made(inner[0], list(map(place, equation.invars)), done)
+    else:
+      constant = all(isinstance(var, core.Literal) for var in equation.invars)  # zeros, for example
+      places = [-1 if constant else len(done) - 1] * len(equation.outvars)
+      done.append(done[-1] + _operations(equation))
+    made.update(zip(equation.outvars, places, strict=True))
+  return list(map(place, jaxpr.outvars))
 
 
 def _operations(equation: core.JaxprEqn) -> float:

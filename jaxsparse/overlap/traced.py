@@ -54,7 +54,8 @@ def traced(folder: str | pathlib.Path, program: str) -> tuple[Traced, ...]:
 
   Returns:
     A `Traced` for each run in the trace, in order. The one of a step with a plan is to be laid beside
-    `str(plan)` and `plan.hidden`.
+    `str(plan)` and `plan.hidden`. On CPU a trace does not say on which of several devices of a process an operation
+    has ended that another thread went on with: the first one counts.
 
   Raises:
     ValueError: if the folder holds no trace, or the trace no run of the program.

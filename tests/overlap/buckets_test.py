@@ -216,14 +216,41 @@ def test_order_says_which_leaf_a_layer_is():
 @hypothesis.given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 400))
 def test_k_is_shared_out_in_proportion(sizes, more):
   k = min(len(sizes) + more, sum(sizes))
-  default = js.make_collective("topka", k=k)
-  parts = buckets._with_shares([buckets._Bucket((), size, default, 0, 0) for size in sizes], default)
-  shares = [part.collective.k for part in parts]
+  shares = [one.k for one in buckets._shared_out(js.make_collective("topka", k=k), sizes)]
   assert sum(shares) == k
   rest, free = k - len(sizes), max(1, sum(sizes) - len(sizes))
   for share, size in zip(shares, sizes, strict=True):
     assert 1 <= share <= size
     assert abs(share - 1 - rest * (size - 1) / free) <= 1
+
+
+def test_k_of_special_leaves_is_theirs_together():
+  """An expression's k is shared out over the groups, and is not the default's, though both say the same."""
+  tx = transform_of("topka", "wfbp", k=12, special={"0|1": "topka:k=12", "2": "topka:k=4", "bias": "dense"})
+  kinds = buckets._kinds(js.make_collective("topka", k=12), {"0|1": "topka:k=12", "2": "topka:k=4", "bias": "dense"})
+  made = buckets._buckets(params_of(), plan_of("wfbp"), None, kinds)
+  k = {bucket.leaves: getattr(bucket.collective, "k", None) for bucket in made}
+  assert k[0,] + k[1,] == 12
+  assert k[2,] == 4
+  assert k[3,] + k[4,] == 12
+  assert k[5,] is None
+  _, state = run(tx, grads_of(2))
+  assert int(js.metrics(state).delivered) <= WORKERS * 28 + 3
+
+
+def test_the_first_expression_that_is_found_counts():
+  special = {"0": "dense", "0|1": "topka:density=0.5", "layer": "dense"}
+  kinds = buckets._kinds(js.make_collective("spardl", density=0.1), special)
+  names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params_of())]
+  numbers = buckets._kind_of(names, kinds)
+  assert [kinds.collectives[number].name for number in numbers] == [
+    "dense",
+    "topka",
+    "dense",
+    "dense",
+    "dense",
+    "spardl",
+  ]
 
 
 def test_empty_leaves_have_nothing_to_send():
@@ -273,6 +300,8 @@ def test_a_state_of_another_plan():
   plain = js.init(js.spardl_transform("workers", density=0.5), params_of(), mesh_of(WORKERS))
   with pytest.raises(ValueError, match="is not one of"):
     run(transform_of("spardl", density=0.5), grads_of(1), plain)
+  with pytest.raises(ValueError, match="state of group 0 is not one of oktopk with these options: make a new one"):
+    run(transform_of("oktopk", density=0.5), grads_of(1), state)
 
 
 def test_compiler_options_of_an_unknown_platform():

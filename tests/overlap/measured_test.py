@@ -69,6 +69,26 @@ def test_operations_of_backward():
   assert products < sum(work) < 1.5 * products
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(jax.jit(f)))])
+def test_calls_within_a_loss_hide_no_order(wrap):
+  """As `jax.jit`, `jax.checkpoint` and the functions of flax and jax.nn make them: of the whole, or of each layer."""
+  layer = wrap(lambda w, x: jax.nn.silu(x @ w))
+  each = lambda params, x: jnp.sum(layer(params[1], layer(params[0], layer(params[2], x))))
+  whole = wrap(lambda params, x: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ params[2]) @ params[0]) @ params[1])))
+  for one in (each, whole):
+    both = lambda params, x, one=one: jax.tree.leaves(jax.value_and_grad(one)(params, x))
+    order, work = measured._backward(jax.make_jaxpr(both)([jnp.ones((8, 8))] * 3, jnp.ones((32, 8))).jaxpr)
+    assert order == [1, 0, 2]
+    assert min(work) >= 2 * 32 * 8 * 8
+
+
+@pytest.mark.parametrize("where", [mesh_of(2), js.SimComm("workers", members=2)])
+def test_a_loss_may_talk_over_the_axis(where):
+  loss = lambda params, x: jnp.sum(jax.lax.pmean(jnp.mean(x @ params[1]), "workers") * params[0])
+  layers = js.overlap.measure(loss, [jnp.ones(3), jnp.ones((4, 2))], jnp.ones((4, 4)), where, repetitions=1)
+  assert layers.order == (1, 0)
+
+
 def test_cuts_are_spread_over_the_work():
   assert measured._cuts([1.0, 1.0, 1.0], 8) == [1, 2, 3]
   assert measured._cuts([1.0] * 8, 4) == [2, 4, 6, 8]
@@ -98,6 +118,10 @@ def test_a_link_predicts_what_the_cost_model_does():
     (lambda: js.overlap.measure(loss, {}, jnp.ones((2, 4)), mesh_of(2)), "have no leaf"),
     (lambda: js.overlap.measure(loss, params_of(), jnp.ones((2, 4)), mesh_of(2), cuts=0), "cuts=0, choose a whole"),
     (lambda: js.overlap.measure(loss, params_of(), jnp.ones((2, 4)), mesh_of(2), repetitions=1.5), "repetitions=1.5"),
+    (
+      lambda: js.overlap.measure(loss, params_of(), jnp.ones((3, 16)), mesh_of(2)),
+      r"batch has shape \(3, 16\): its leading axis must divide among the 2 workers of axis 'workers'",
+    ),
     (
       lambda: js.overlap.link_of(js.costs.Profile(2, 1e-4, 1e-9, algorithms={"topka:k=3": js.costs.Algorithm(0.0)})),
       "the profile knows no 'dense', choose one of topka:k=3",
