@@ -1,5 +1,7 @@
 """Selection: every method gives the same bits, ties to the lowest index, NaN first; sets of places are sets."""
 
+import re
+
 import hypothesis
 import hypothesis.extra.numpy
 import jax
@@ -57,6 +59,33 @@ def test_methods_agree_on_long_rows(method):
     np.testing.assert_array_equal(chosen.values, x[np.asarray(chosen.indices)], err_msg=name)
 
 
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+  """Few keys are sorted, as they are there."""
+  monkeypatch.setattr(order, "by_counting", order.by_sorting)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_methods_agree_on_long_rows_as_on_gpu():
+  test_methods_agree_on_long_rows("bracket")
+
+
+def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
+  """In the program as it is lowered for a GPU, which takes none."""
+  n = 3 << 20
+  x, share = jax.ShapeDtypeStruct((n,), jnp.float32), n // 100
+  find = jax.jit(lambda x: candidates.candidates([x], -(-n // 2), share // 2, jnp.array([1, 0])))
+  text = {platform: find.trace(x).lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu")}
+  loops = {platform: program.count("stablehlo.while") for platform, program in text.items()}
+  assert loops == {"cuda": 1, "cpu": 2}  # a search of a fixed number of rounds
+  assert "stablehlo.sort" not in text["cpu"]
+  whole = jax.jit(lambda x: top_k(x, share)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+  for program in (text["cuda"], whole):
+    rows = re.findall(r"}\) : \(tensor<(?:\d+x)?(\d+)xi32>\) -> ", program)
+    assert rows
+    assert max(map(int, rows)) < n // 20
+
+
 def test_rows_that_miss_do_not_spoil_others():
   rows = np.stack([GRADIENTS["normal"], GRADIENTS["equal"], GRADIENTS["heavy tail"]])
   chosen = top_k(rows, 500, method="bracket")
@@ -106,6 +135,7 @@ def test_packed_sets_are_sets(flags, data):
   assert packed.places(words, 1).tolist() == found[:1]
   for ordinal, at in enumerate(places[:3]):
     assert packed.place(words, jnp.int32(ordinal)) == at
+  assert packed.place(words, jnp.int32(len(places))) == packed.BITS * words.size - 1
   left = packed.without(words, jnp.int32(bound), jnp.int32(len(flags)))
   assert packed.count(left) == sum(p < bound for p in places)
 
@@ -114,9 +144,10 @@ def test_packed_sets_are_sets(flags, data):
   keys=st.lists(st.integers(0, 9) | st.integers(0, order.TOP - 1), min_size=1, max_size=60), data=st.data()
 )
 def test_a_bound_is_reached_by_k_keys_or_is_the_kth(keys, data):
-  k = data.draw(st.integers(1, len(keys)))
-  bound = int(order.bound_of(jnp.array(keys, jnp.int32), k))
-  assert sum(key >= bound for key in keys) == k or bound == sorted(keys)[-k]
+  k = data.draw(st.integers(0, len(keys)))
+  whole = map(jnp.int32, (k, 0, order.TOP, len(keys)))
+  for bound in (order.bound_of(jnp.array(keys, jnp.int32), k), order.by_sorting(jnp.array(keys, jnp.int32), *whole)):
+    assert sum(key >= bound for key in keys) == k or bound == sorted(keys)[-k]
 
 
 def test_candidates_hold_the_largest_of_every_block():
