@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 import rich.console
 import rich.table
-from absl import app, flags, logging
+from absl import flags
 
 import jaxsparse as js
-from benchmarks import netlab, report, specs, workers
+from benchmarks import entry, netlab, report, specs, workers
 from benchmarks.updates import Bench, Row
 from jaxsparse import launch
 
@@ -249,21 +249,15 @@ def _figure(measured: Sequence[Measured], path: pathlib.Path) -> None:
   report.save(plot, f"engine {_ENGINE.value}, " + ", ".join(same), path)
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Starts the ranks of every setting and reports; in a rank, measures."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
-  logging.set_verbosity(logging.WARNING)
-  try:
-    settings = _settings()
-    if launch.is_rank():
-      _rank(settings)
-      return
-    with tempfile.TemporaryDirectory() as folder:
-      measured = [one for setting in settings for one in _run(setting, pathlib.Path(folder) / "rows.json")]
-    _report(measured)
-  except (ValueError, OSError, RuntimeError) as error:
-    launch.fail(error)
+  settings = _settings()
+  if launch.is_rank():
+    _rank(settings)
+    return
+  with tempfile.TemporaryDirectory() as folder:
+    measured = [one for setting in settings for one in _run(setting, pathlib.Path(folder) / "rows.json")]
+  _report(measured)
 
 
 def _rank(settings: Sequence[Setting]) -> None:
@@ -289,4 +283,4 @@ def _report(measured: Sequence[Measured]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  entry.run(main)

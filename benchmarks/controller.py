@@ -19,11 +19,10 @@ import time
 from typing import Any, NamedTuple
 
 import zmq
-from absl import app, flags, logging
+from absl import flags
 
 import jaxsparse as js
-from benchmarks import report, workers
-from jaxsparse import launch
+from benchmarks import entry, report, workers
 from jaxsparse.partial import messages
 from jaxsparse.partial.messages import Answer, Keys, Says, Signal
 
@@ -151,22 +150,16 @@ def _served(keys: Keys | None) -> Result:
         process.terminate()
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Starts the server, measures and reports."""
-  if len(argv) > 1 and not _SERVE.value:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
-  logging.set_verbosity(logging.WARNING)
   if _SERVE.value:
     _serve(None if _SERVE.value == "plain" else js.partial.read_keys(_SERVE.value))
     return
   console = workers.make_console(stderr=_JSON.value)
-  try:
-    js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value)  # says what is wrong with the flags
-    for flag, least in ((_SECONDS, 0.1), (_GROUPS, 2)):
-      if not flag.value >= least:
-        raise ValueError(f"--{flag.name}={flag.value:g}, choose at least {least:g}")
-  except ValueError as error:
-    launch.fail(error)
+  js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value)  # says what is wrong with the flags
+  for flag, least in ((_SECONDS, 0.1), (_GROUPS, 2)):
+    if not flag.value >= least:
+      raise ValueError(f"--{flag.name}={flag.value:g}, choose at least {least:g}")
   keys = js.partial.make_keys() if _CURVE.value else None
   result = _served(keys)
   kind = f"{_WEIGHTS.value} weights, {'CURVE' if keys else 'plain'} TCP"
@@ -184,4 +177,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  entry.run(main)

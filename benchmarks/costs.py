@@ -12,16 +12,15 @@ Examples:
 import json
 import math
 import operator
-import sys
 from typing import Any, NamedTuple
 
 import rich.console
 import rich.progress
 import rich.table
-from absl import app, flags, logging
+from absl import flags
 
 import jaxsparse as js
-from benchmarks import specs
+from benchmarks import entry, specs
 from benchmarks.workers import make_console
 
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["all"], specs.HELP)
@@ -116,16 +115,10 @@ def _plain(value: Any) -> Any:
   return value._asdict() if isinstance(value, js.Cost) else value
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Counts every chosen algorithm and reports."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
-  logging.set_verbosity(logging.WARNING)
   console = make_console(stderr=_JSON.value)
-  try:
-    rows = _rows(console)
-  except ValueError as error:
-    sys.exit(f"error: {error}")
+  rows = _rows(console)
   console.print(
     table(rows, f"one update of n = {_N.value:,} entries, density {_DENSITY.value:g}, 4-byte words a worker")
   )
@@ -134,4 +127,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  entry.run(main)

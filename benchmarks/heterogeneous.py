@@ -32,11 +32,10 @@ import optax
 import rich.console
 import rich.progress
 import rich.table
-from absl import app, flags, logging
+from absl import flags
 
 import jaxsparse as js
-from benchmarks import data, report, training, workers
-from jaxsparse import launch
+from benchmarks import data, entry, report, training, workers
 from jaxsparse.partial.simulation import METHODS
 
 from matplotlib import colormaps, pyplot  # isort: skip  # after benchmarks.report, which chooses where it draws to
@@ -345,18 +344,12 @@ def _measure(
   return runs
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Simulates and reports."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
-  logging.set_verbosity(logging.WARNING)
   console = workers.make_console(stderr=_JSON.value)
-  try:
-    methods, levels, sweep = _check_flags()
-    cases = [(level, method) for level in levels for method in methods] + [(min(levels), method) for method in sweep]
-    runs = _measure(cases, console)
-  except (ValueError, OSError) as error:
-    launch.fail(error)
+  methods, levels, sweep = _check_flags()
+  cases = [(level, method) for level in levels for method in methods] + [(min(levels), method) for method in sweep]
+  runs = _measure(cases, console)
   _report(methods, sweep, levels, runs, console)
 
 
@@ -395,4 +388,4 @@ def _report(
 
 
 if __name__ == "__main__":
-  app.run(main)
+  entry.run(main)

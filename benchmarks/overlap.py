@@ -28,10 +28,10 @@ from typing import Any, NamedTuple, get_args
 import rich.console
 import rich.progress
 import rich.table
-from absl import app, flags, logging
+from absl import flags
 
 import jaxsparse as js
-from benchmarks import architectures, hiding, netlab, workers
+from benchmarks import architectures, entry, hiding, netlab, workers
 from benchmarks.workers import make_console
 from jaxsparse import launch
 from jaxsparse.overlap.plans import Kind
@@ -294,29 +294,23 @@ def _report_lab(console: rich.console.Console) -> list[Any]:
   return found
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Plans for every network, or measures in the lab, and reports."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
-  logging.set_verbosity(logging.WARNING)
   console = make_console(stderr=_JSON.value)
-  try:
-    _checked("model", _MODEL.value, list(architectures.MODELS))
-    _checked("plan", _PLAN.value, _KINDS)
-    for flag in (_HOSTS, _DEPTH, _WIDTH, _BATCH, _REPETITIONS):
-      if flag.value < 1 + (flag is _HOSTS):
-        raise ValueError(f"--{flag.name}={flag.value}, choose at least {1 + (flag is _HOSTS)}")
-    if launch.is_rank():
-      if not _ROWS.value:
-        raise ValueError("the lab starts its own ranks: run this as one program")
-      _rank(pathlib.Path(_ROWS.value))
-      return
-    found = (_report_lab if _RATE.value else _report_paper)(console)
-  except (ValueError, OSError, RuntimeError) as error:
-    launch.fail(error)
+  _checked("model", _MODEL.value, list(architectures.MODELS))
+  _checked("plan", _PLAN.value, _KINDS)
+  for flag in (_HOSTS, _DEPTH, _WIDTH, _BATCH, _REPETITIONS):
+    if flag.value < 1 + (flag is _HOSTS):
+      raise ValueError(f"--{flag.name}={flag.value}, choose at least {1 + (flag is _HOSTS)}")
+  if launch.is_rank():
+    if not _ROWS.value:
+      raise ValueError("the lab starts its own ranks: run this as one program")
+    _rank(pathlib.Path(_ROWS.value))
+    return
+  found = (_report_lab if _RATE.value else _report_paper)(console)
   if _JSON.value:
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-  app.run(main)
+  entry.run(main)

@@ -36,13 +36,13 @@ import numpy as np
 import rich.console
 import rich.progress
 import rich.table
-from absl import app, flags, logging
+from absl import flags
 from jax.sharding import Mesh, PartitionSpec
 from matplotlib import axes
 from matplotlib import colors as mcolors
 
 import jaxsparse as js
-from benchmarks import report, specs
+from benchmarks import entry, report, specs
 
 
 class Network(NamedTuple):
@@ -486,16 +486,10 @@ def _run(console: rich.console.Console) -> tuple[list[Network], list[Predicted],
   return networks, predicted, programs
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Predicts, measures and reports."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
-  logging.set_verbosity(logging.WARNING)
   console = rich.console.Console(stderr=_JSON.value, width=None if sys.stdout.isatty() else 130)
-  try:
-    networks, predicted, programs = _run(console)
-  except ValueError as error:
-    sys.exit(f"error: {error}")
+  networks, predicted, programs = _run(console)
   title = f"one update of n = {_N.value:,} entries, density {_DENSITY.value:g}"
   grown, path = growths(programs), pathlib.Path(_REPORT_DIR.value) / "scale.png"
   figure(predicted, programs, networks, title, path)
@@ -515,4 +509,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  entry.run(main)

@@ -38,14 +38,14 @@ import numpy as np
 import rich.console
 import rich.progress
 import rich.table
-from absl import app, flags, logging
+from absl import flags
 from jax.extend import core
 
 import jaxsparse as js
-from benchmarks import data, report, training, workers
+from benchmarks import data, entry, report, training, workers
 from benchmarks.passes import Pass, passes_of
 from benchmarks.report import Goal
-from jaxsparse import flatten, launch
+from jaxsparse import flatten
 from jaxsparse.comm import SoloComm
 from jaxsparse.select import candidates, exact, packed, threshold
 from jaxsparse.select.candidates import Candidates
@@ -391,17 +391,11 @@ def _measure(console: rich.console.Console) -> tuple[list[Row], Update | None]:
   return rows, update_alone(*settings) if _UPDATE.value else None
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Checks, times and reports."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
-  logging.set_verbosity(logging.WARNING)
   console = workers.make_console(stderr=_JSON.value)
-  try:
-    _check_flags()
-    rows, update = _measure(console)
-  except (ValueError, OSError, RuntimeError) as error:
-    launch.fail(error)
+  _check_flags()
+  rows, update = _measure(console)
   reached = goals(rows, update)
   if rows:
     console.print(selection_table(rows, f"{_DENSITY.value:g} of n = {_N.value:,} entries, {jax.default_backend()}"))
@@ -420,4 +414,4 @@ def _print_json(rows: Sequence[Row], update: Update | None, reached: Sequence[Go
 
 
 if __name__ == "__main__":
-  app.run(main)
+  entry.run(main)

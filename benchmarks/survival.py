@@ -23,10 +23,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import rich.table
-from absl import app, flags, logging
+from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import workers
+from benchmarks import entry, workers
 from jaxsparse import _compat, launch
 
 _ENTRIES = flags.DEFINE_integer("n", 1_000_000, "Entries of the model.")
@@ -144,11 +144,8 @@ def measure(recoverable: bool) -> Fate:
     )
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Runs it both ways and prints what became of them."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
-  logging.set_verbosity(logging.WARNING)
   if _RANK.value:
     rank, address, folder, recoverable, again = _RANK.value.split(",")
     _run(int(rank), address, pathlib.Path(folder), bool(int(recoverable)), bool(int(again)))
@@ -166,4 +163,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  entry.run(main)

@@ -22,11 +22,10 @@ from typing import Any
 
 import rich.console
 import rich.progress
-from absl import app, flags, logging
+from absl import flags
 
 import jaxsparse as js
-from benchmarks import data, models, report, specs, training, workers
-from jaxsparse import launch
+from benchmarks import data, entry, models, report, specs, training, workers
 
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["spardl", "dense"], specs.HELP)
 _ENGINE = flags.DEFINE_enum("engine", "devices", list(workers.ENGINES), workers.ENGINE_HELP)
@@ -99,20 +98,14 @@ def _compare(
   return runs, title
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Trains with every chosen algorithm and reports."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
-  logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which backends it does not find
-  try:
-    chosen = _check_flags()
-    if workers.launched(_ENGINE.value, _WORKERS.value):
-      return
-    place = workers.here(_ENGINE.value, _WORKERS.value)
-    console = workers.make_console(stderr=_JSON.value, quiet=not place.reports)
-    runs, title = _compare(chosen, place, console)
-  except (ValueError, OSError, launch.RunFailed) as error:
-    launch.fail(error)
+  chosen = _check_flags()
+  if workers.launched(_ENGINE.value, _WORKERS.value):
+    return
+  place = workers.here(_ENGINE.value, _WORKERS.value)
+  console = workers.make_console(stderr=_JSON.value, quiet=not place.reports)
+  runs, title = _compare(chosen, place, console)
   if place.reports:
     _report(runs, title, console)
 
@@ -131,4 +124,4 @@ def _report(runs: list[training.Run], title: str, console: rich.console.Console)
 
 
 if __name__ == "__main__":
-  app.run(main)
+  entry.run(main)

@@ -103,4 +103,5 @@ def late(engine_name: str, _: str) -> None:
 
 
 if __name__ == "__main__":
+  jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
   {"equality": equality, "training": training, "forever": forever, "late": late}[sys.argv[1]](*sys.argv[2:4])
