@@ -64,8 +64,9 @@ def test_methods_agree_on_long_rows(method):
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):
-  """Few keys are sorted, as they are there."""
+  """Few keys are sorted, and sums tell places, as there."""
   monkeypatch.setattr(order, "by_counting", order.by_sorting)
+  monkeypatch.setattr(packed, "_place_by_halves", packed.place_by_sums)
 
 
 @pytest.mark.usefixtures("as_on_gpu")
@@ -136,9 +137,10 @@ def test_packed_sets_are_sets(flags, data):
   assert found[: len(places)] == places
   assert min(found[len(places) :]) >= len(flags)
   assert packed.places(words, 1).tolist() == found[:1]
-  for ordinal, at in enumerate(places[:3]):
-    assert packed.place(words, jnp.int32(ordinal)) == at
-  assert packed.place(words, jnp.int32(len(places))) == packed.BITS * words.size - 1
+  for place in (packed.place, packed.place_by_sums):
+    for ordinal, at in enumerate(places[:3]):
+      assert place(words, jnp.int32(ordinal)) == at
+    assert place(words, jnp.int32(len(places))) == packed.BITS * words.size - 1
   left = packed.without(words, jnp.int32(bound), jnp.int32(len(flags)))
   assert packed.count(left) == sum(p < bound for p in places)
 
@@ -149,7 +151,8 @@ def test_packed_sets_are_sets(flags, data):
 def test_a_bound_is_reached_by_k_keys_or_is_the_kth(keys, data):
   k = data.draw(st.integers(0, len(keys)))
   whole = map(jnp.int32, (k, 0, order.TOP, len(keys)))
-  for bound in (order.bound_of(jnp.array(keys, jnp.int32), k), order.by_sorting(jnp.array(keys, jnp.int32), *whole)):
+  row = jnp.array(keys, jnp.int32)
+  for bound in map(int, (order.bound_of(row, k), order.by_sorting(row, *whole))):
     assert sum(key >= bound for key in keys) == k or bound == sorted(keys)[-k]
 
 
