@@ -78,23 +78,41 @@ def above(bounds: jax.Array) -> SelectorOf:
   return selector
 
 
-def next_bounds(bounds: jax.Array, chosen: Sparse, length: int) -> jax.Array:
-  """The bounds for the next step: the least of what was chosen; less where a row was not full.
+class Reused(NamedTuple):
+  """What thresholds are known from the last step.
+
+  Attributes:
+    bounds: f32[P], that entries of each row are to reach; 0 before the first step.
+    levels: f32[P], the L-th magnitude that was chosen of each row; 0 where it was not full.
+  """
+
+  bounds: jax.Array
+  levels: jax.Array
+
+
+def following(reused: Reused, chosen: Sparse, length: int) -> Reused:
+  """The bounds for the next step: the least of what was chosen, and half-way on where it grows; less if not full.
+
+  What is held grows while residuals fill up, by √(t + 1)/√t in step t if gradients are noise, and bounds that stay
+  behind are reached by too many. Half of the last growth (its root) is surely no more than the next.
 
   Args:
-    bounds: f32[P], of this step.
-    chosen: [P, L] entries that they left.
+    reused: what this step had.
+    chosen: [P, L] entries that it left.
     length: of a block.
 
   Example:
     >>> chosen = Sparse(jnp.array([[0, 1], [3, 9]]), jnp.array([[5.0, -4.0], [6.0, 0.0]]))
-    >>> next_bounds(jnp.array([1.0, 6.0]), chosen, length=9)
-    Array([4.  , 5.25], dtype=float32)
+    >>> following(Reused(jnp.array([1.0, 6.0]), jnp.array([3.24, 6.0])), chosen, length=9)
+    Reused(bounds=Array([4.444..., 5.25     ], dtype=float32), levels=Array([4., 0.], dtype=float32))
   """
   valid = chosen.indices < length
   count, share = jnp.sum(valid, axis=1, dtype=jnp.int32), valid.shape[1]
   least = jnp.min(jnp.where(valid, jnp.abs(chosen.values), jnp.inf), axis=1)
-  return jnp.where(count == share, least, bounds * (0.75 + count.astype(jnp.float32) / (4 * share)))
+  full = count == share
+  growth = jnp.where(reused.levels > 0, jnp.clip(least / reused.levels, 1.0, 2.0), 1.0)
+  lower = reused.bounds * (0.75 + count.astype(jnp.float32) / (4 * share))
+  return Reused(jnp.where(full, least * jnp.sqrt(growth), lower), jnp.where(full, least, 0.0))
 
 
 class _Everything(NamedTuple):

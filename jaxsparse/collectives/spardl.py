@@ -83,8 +83,8 @@ def spardl_transform(
       gradient mass.
     selector: how the L entries of a block are chosen. "exact" takes the largest. "chunked" takes the largest of each of
       L equal chunks, dealt out like cards: less to do, and a place within a chunk is a byte on the wire. "reuse" takes
-      those of the largest that reach the last step's threshold, which goes down while they are fewer than L: less to
-      find out.
+      those of the largest that reach a threshold known from the last step, which goes up as residuals fill, and down
+      while fewer than L reach it; where far too many do, it is found as by "exact".
     wire: how values travel. "bf16" rounds to 8 bits, "int8" to 127 levels of the largest of a message's block, up or
       down at random so that the mean stays; both also write indices in about 9 bits each. What is rounded off stays in
       the residual of the worker that did it.
@@ -237,8 +237,9 @@ class SparDL(SparseCollective):
       first = max(1, round(0.01 * (share - low)))
       adaptive = Adaptive(jnp.int32(low), jnp.int32(first), jnp.bool_(False))
     shared = Shared(adaptive, jnp.int32(0) if self.wire == "int8" else ())
-    bounds = jnp.zeros(routes.team_size(size, self.teams)) if self.selector == "reuse" else ()
-    return super().init(n, size)._replace(worker=bounds, shared=shared)
+    zeros = jnp.zeros(routes.team_size(size, self.teams))
+    reused: Any = selectors.Reused(zeros, zeros) if self.selector == "reuse" else ()
+    return super().init(n, size)._replace(worker=reused, shared=shared)
 
   def cost(self, n: int, size: int) -> Cost:
     share, team = self.share(n, size), size // self.teams
@@ -300,7 +301,7 @@ class SparDL(SparseCollective):
   def _held(self, blocks: Blocks, state: State) -> Held | Chunked:
     if self.selector == "chunked":
       return Chunked.of(blocks)
-    return Held.starting(blocks, selectors.above(state.worker) if self.selector == "reuse" else selectors.exact)
+    return Held.starting(blocks, selectors.above(state.worker.bounds) if self.selector == "reuse" else selectors.exact)
 
   def _codecs(self, length: int) -> tuple[Codec, Codec]:
     """How blocks travel inside a team, and how between teams."""
@@ -320,7 +321,7 @@ class SparDL(SparseCollective):
     if self.wire == "int8":
       shared = shared._replace(step=shared.step + 1)
     if self.selector == "reuse":
-      state = state._replace(worker=selectors.next_bounds(state.worker, chosen, length))
+      state = state._replace(worker=selectors.following(state.worker, chosen, length))
     return state._replace(shared=shared)
 
 

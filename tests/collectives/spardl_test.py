@@ -50,9 +50,11 @@ def test_selectors_and_a_rounding_wire_equal_numpy(workers, n, k, selector, wire
   bounds = np.zeros((workers, workers), np.float32) if selector == "reuse" else None
   rounded = (lambda value: value) if wire == "f32" else lambda value: value.astype(jnp.bfloat16).astype(np.float32)
   left, state = np.zeros((workers, n), np.float32), None
+  choose = reference.Largest(share, bounds)
   for step in range(5):
     grads = normals(step, workers, n)
-    choose = reference.Chunked(share, -(-n // workers)) if selector == "chunked" else reference.Largest(share, bounds)
+    if selector == "chunked":
+      choose = reference.Chunked(share, -(-n // workers))
     totals, left, _ = reference.spardl(grads, left, k, selector=choose, rounded=rounded)
     out = js.simulate("spardl", grads, state=state, k=k, selector=selector, wire=wire)
     state = out.state
@@ -61,7 +63,7 @@ def test_selectors_and_a_rounding_wire_equal_numpy(workers, n, k, selector, wire
   if selector == "reuse":
     by_row = (np.arange(workers)[:, None] + np.arange(workers)) % workers
     np.testing.assert_allclose(
-      np.reshape(state.carried.worker, (workers, workers)), np.take_along_axis(bounds, by_row, 1), rtol=1e-6
+      np.reshape(state.carried.worker.bounds, (workers, workers)), np.take_along_axis(bounds, by_row, 1), rtol=1e-6
     )
 
 

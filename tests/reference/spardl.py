@@ -12,19 +12,29 @@ from tests.reference import added, largest
 
 
 class Largest:
-  """Chooses the largest entries of a block, if they reach the bound of their rank and block where there are bounds."""
+  """Chooses the largest entries of a block, if they reach the bound of their rank and block where there are bounds.
+
+  A full block's next bound is its least entry, times the root of its growth since the last step if that was full too.
+  """
 
   def __init__(self, share, bounds=None):
     self.share, self.bounds = share, bounds
+    self.levels = None if bounds is None else np.zeros_like(bounds)
+
+  def full(self, at, least):
+    growth = min(max(least / self.levels[at], np.float32(1)), np.float32(2)) if self.levels[at] > 0 else np.float32(1)
+    self.bounds[at], self.levels[at] = least * np.sqrt(growth), least
 
   def choose(self, rank, block, values):
     chosen = largest(dict(enumerate(values)), self.share)
     if self.bounds is None:
       return chosen
     chosen = {i: value for i, value in chosen.items() if abs(value) >= self.bounds[rank, block]}
-    least = min((abs(value) for value in chosen.values()), default=None)
-    full = len(chosen) == self.share
-    self.bounds[rank, block] = least if full else self.bounds[rank, block] * (0.75 + len(chosen) / self.share / 4)
+    if len(chosen) == self.share:
+      self.full((rank, block), min(abs(value) for value in chosen.values()))
+    else:
+      self.bounds[rank, block] *= 0.75 + len(chosen) / self.share / 4
+      self.levels[rank, block] = 0
     return chosen
 
   def told(self, rank, block, received, values):
