@@ -3,9 +3,12 @@
 import subprocess
 from collections.abc import Callable
 
+import jax
 from absl import app, logging
 
 from jaxsparse import launch
+
+_OF_THE_PROGRAM = (jax.errors.JaxRuntimeError, NotImplementedError, RecursionError)  # errors that need their traceback
 
 
 def run(main: Callable[[], None]) -> None:
@@ -17,6 +20,8 @@ def run(main: Callable[[], None]) -> None:
     logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which backends it does not find
     try:
       main()
+    except _OF_THE_PROGRAM:
+      raise
     except (ValueError, OSError, RuntimeError, subprocess.TimeoutExpired) as error:
       launch.fail(error)
 

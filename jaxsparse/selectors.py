@@ -94,7 +94,7 @@ def following(reused: Reused, chosen: Sparse, length: int) -> Reused:
   """The bounds for the next step: the least of what was chosen, and half-way on where it grows; less if not full.
 
   What is held grows while residuals fill up, by √(t + 1)/√t in step t if gradients are noise, and bounds that stay
-  behind are reached by too many. Half of the last growth (its root) is surely no more than the next.
+  behind are reached by too many. The root of the last growth is less than the next one there.
 
   Args:
     reused: what this step had.

@@ -4,6 +4,7 @@ Everything lives in the optax state as arrays. Inside shard_map a worker sees it
 of all workers lie one after the other along their leading axis, sharded over it, and shared ones are replicated.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -225,6 +226,17 @@ def check_entries(state: ReduceState, n: int) -> None:
       f"the optimizer state holds a residual of {residual.size} entries a worker, the gradients have {n}: make a new "
       "one with js.init for these parameters"
     )
+
+
+def check_kind(state: ReduceState, start: Callable[[], State], what: str) -> None:
+  """Checks that a state carries the same things as one that `start` makes.
+
+  Raises:
+    ValueError: if it does not, naming `what` it should have been made for.
+  """
+  structure: Any = jax.tree.structure(jax.eval_shape(start))
+  if structure != jax.tree.structure(state.carried):
+    raise ValueError(f"the optimizer state is not one of {what} and these options: make a new one with js.init")
 
 
 def _check_wrappers(state: Any) -> None:

@@ -1,5 +1,6 @@
 """A collective as an `optax.GradientTransformation`, written once for all of them."""
 
+import functools
 from typing import Any
 
 import jax
@@ -63,7 +64,9 @@ def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax
     states.check_workers(state, comm.size)
     states.check_entries(state, grads.size)
     check_local(comm, grads)
-    mean, state = reduce_step(collective.for_leaves(flatten.sizes(updates)), comm, grads, state, divisor=comm.size)
+    own = collective.for_leaves(flatten.sizes(updates))
+    states.check_kind(state, functools.partial(own.init, grads.size, comm.size), own.name)
+    mean, state = reduce_step(own, comm, grads, state, divisor=comm.size)
     return unflatten(mean), state
 
   return optax.GradientTransformation(init, update)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from jaxsparse import _compat, perworker
+from jaxsparse.transform import init_state
 from tests.cases import CASES, mesh_of, normals
 
 WORKERS = 3
@@ -227,6 +228,24 @@ def test_state_of_another_model():
   state = js.init(tx, jnp.zeros(5), mesh_of(WORKERS))
   with pytest.raises(ValueError, match="residual of 5 entries a worker, the gradients have 15"):
     updater(tx, state)(grads_of(1), state)
+
+
+def test_state_of_another_collective():
+  state = js.init(js.spardl_transform("workers", density=0.5), params_of(), mesh_of(WORKERS))
+  for tx in (
+    js.spardl_transform("workers", density=0.5, selector="reuse"),
+    js.oktopk_transform("workers", density=0.5),
+  ):
+    with pytest.raises(ValueError, match="the optimizer state is not one of .* and these options: make a new one with"):
+      updater(tx, state)(grads_of(1), state)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_state_made_eagerly_can_be_donated(case):
+  """No array is in it twice."""
+  state = init_state(case.make(density=0.5), 30, case.workers([6, 8, 5])[0])
+  pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state) if leaf.size]
+  assert len(set(pointers)) == len(pointers)
 
 
 def test_metrics_reads_exactly_one_transform():

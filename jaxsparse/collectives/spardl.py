@@ -237,8 +237,9 @@ class SparDL(SparseCollective):
       first = max(1, round(0.01 * (share - low)))
       adaptive = Adaptive(jnp.int32(low), jnp.int32(first), jnp.bool_(False))
     shared = Shared(adaptive, jnp.int32(0) if self.wire == "int8" else ())
-    zeros = jnp.zeros(routes.team_size(size, self.teams))
-    reused: Any = selectors.Reused(zeros, zeros) if self.selector == "reuse" else ()
+    team = routes.team_size(size, self.teams)
+    # Two arrays: one that is twice in a state cannot be donated.
+    reused: Any = selectors.Reused(jnp.zeros(team), jnp.zeros(team)) if self.selector == "reuse" else ()
     return super().init(n, size)._replace(worker=reused, shared=shared)
 
   def cost(self, n: int, size: int) -> Cost:

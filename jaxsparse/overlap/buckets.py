@@ -315,13 +315,8 @@ def _apart(state: ReduceState, buckets: Sequence[_Bucket], workers: int) -> list
   parts = [ReduceState(State(*one), state.counters) for one in zip(*carried[:3], strict=True)]
   for number, (part, bucket) in enumerate(zip(parts, buckets, strict=True)):
     states.check_entries(part, bucket.entries)
-    new = jax.eval_shape(functools.partial(bucket.collective.init, bucket.entries, workers))
-    structure: Any = jax.tree.structure(new)
-    if structure != jax.tree.structure(part.carried):
-      raise ValueError(
-        f"the optimizer state of group {number} is not one of {bucket.collective.name} with these options: make a new "
-        "one with js.init"
-      )
+    start = functools.partial(bucket.collective.init, bucket.entries, workers)
+    states.check_kind(part, start, f"group {number} with {bucket.collective.name}")
   return parts
 
 

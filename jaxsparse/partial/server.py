@@ -79,6 +79,7 @@ class Server:
     self.address = messages.endpoint(self._socket)
     self.taken = self.rejected = 0
     self._peers: dict[int, tuple[bytes, str]] = {}  # of each worker: the connection it came by, and its own address
+    self._hellos: dict[int, int] = {}  # how often each has said HELLO again
     self._entries: int | None = None  # of everybody's model
     self._next_probe, self._looked = 0.0, time.monotonic()
     self._dead_at = dict.fromkeys(controller.alive, time.monotonic() + start_timeout)
@@ -149,15 +150,17 @@ class Server:
     worker = signal.worker
     if worker in self._peers and self._peers[worker][0] != connection:
       raise Rejected(f"duplicate: worker {worker} is here already; if it died, it is dropped after {self._limit:g} s")
+    again = worker in self._peers  # a donor could not be reached: here is the next
     others = [other for other in self._peers if other != worker]
     if others and signal.value != self._entries:
       raise Rejected(f"unlike: worker {worker} has a model of {signal.value} entries, the others of {self._entries}")
     groups = [] if worker in self._controller.alive else self._controller.join(worker)
     self._entries = signal.value
-    donor = max(others, key=lambda other: self._iterations.get(other, 0), default=None)
+    self._hellos[worker] = self._hellos.get(worker, 0) + 1 if again else 0
+    donors = sorted((other for other in others if self._iterations.get(other)), key=lambda one: -self._iterations[one])
     welcome: dict[str, object] = {"limit": self._limit}
-    if donor is not None and self._iterations.get(donor):
-      welcome["donor"] = self._peers[donor][1]
+    if donors:
+      welcome["donor"] = self._peers[donors[self._hellos[worker] % len(donors)]][1]
     self._peers[worker] = (connection, signal.address)
     self._send(connection, messages.answer(Answer.WELCOME, **welcome))
     self._announce(groups)
@@ -207,7 +210,8 @@ class Server:
     if now > self._next_probe:
       self._next_probe = now + self._limit / _PROBES
       gone = [worker for worker, (connection, _) in self._peers.items() if not self._send(connection, _BEAT)]
-      self._dead_at.update(dict.fromkeys(gone, 0.0))
+      for worker in gone:  # only after what it has said last is taken
+        self._dead_at[worker] = min(self._dead_at[worker], now + self._limit / _PROBES)
     for worker in [worker for worker, end in self._dead_at.items() if end < now]:
       self._leave(worker)
 

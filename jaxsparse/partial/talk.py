@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from jaxsparse.partial import messages
 from jaxsparse.partial.controller import Group
@@ -36,7 +37,6 @@ _HEADER = struct.Struct("!BqH")  # kind, number of the group or iteration, worke
 _FETCH, _MODEL, _PART, _MEAN = range(1, 5)
 _KINDS: dict[int, Kind] = {_PART: "part", _MEAN: "mean"}
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-_LINGER = 10_000  # milliseconds that a worker who leaves waits for its last messages to be on their way
 _RETRY = 0.2  # seconds between two HELLOs
 _BEATS = 5  # signs of life in the time after which we would count as dead
 
@@ -104,18 +104,20 @@ class Talk(threading.Thread):
     self._early: dict[tuple[int, Kind], tuple[int, np.ndarray]] = {}  # each member's last piece of a group to come
     self._members: dict[int, str] = {}  # of the current group, with addresses
     self._donor, self._patience = "", 0.0  # who sends us a model, and until when we wait for another message of a peer
+    self._fetched_model: Model | None = None  # that came while our own worker computed
     self._peers: dict[str, _Peer] = {}
     self._address, self._timeout, self._limit = server, timeout, timeout
     self._state = "hello"
-    self._next, self._deadline, self._ticked = 0.0, time.monotonic() + timeout, time.monotonic()
+    self._next, self._ticked = 0.0, time.monotonic()
+    self._deadline = self._patience = self._ticked + timeout
     self._context, self._out = zmq.Context(), zmq.Context()  # of what flows in, and of what has to flow out
     self._guard = messages.Guard(self._context, keys)
     self._server = messages.secure(self._context.socket(zmq.DEALER), keys, serves=False)
     self._server.connect(server)
     self._data = messages.secure(self._context.socket(zmq.ROUTER), keys, serves=True)
-    self._data.bind(bind)
-    self._linger = _LINGER
     self._data.maxmsgsize = initial.nbytes + messages.LONGEST
+    self._data.bind(bind)
+    self._linger = round(1000 * timeout)  # milliseconds that a worker who leaves waits for its last messages to be sent
     self._door, self._bell = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
     self._door.bind("inproc://bell")
     self._bell.connect("inproc://bell")
@@ -157,7 +159,7 @@ class Talk(threading.Thread):
     if now > self._deadline and self._state != "ended":
       self._lose()
     elif self._state == "fetch" and now > self._patience:
-      self._say_hello()
+      self._go_on_alone()
     elif self._average and now > self._patience:
       self._give_up()
     elif now > self._next and self._state == "hello":
@@ -216,19 +218,29 @@ class Talk(threading.Thread):
     if self._state != "hello":  # to a HELLO that we have repeated
       return
     self._limit = content["limit"]
+    self._past, self._early = 0, {}  # it has told all that were in a group with us, or is another server
     self._deadline = time.monotonic() + self._limit
     donor = content.get("donor")
     if donor and not (self._waits and self._signal == Says.SYNCHRONIZE):  # which goes on with its own model
-      self._state, self._donor, self._patience = "fetch", donor, time.monotonic() + self._timeout
+      self._state, self._donor = "fetch", donor
       self._send_to(donor, [_HEADER.pack(_FETCH, 0, self._number)])
     else:
       self._state = "here"
       self._go_on()
 
   def _say_hello(self) -> None:
-    """To a server that took us for dead, or to be told another donor."""
-    now = time.monotonic()
-    self._state, self._next, self._deadline = "hello", now + _RETRY, now + self._timeout
+    """To be told another donor."""
+    self._state, self._next, self._deadline = "hello", time.monotonic() + _RETRY, self._patience
+
+  def _go_on_alone(self) -> None:
+    """No donor has sent its model: goes on with one's own, or ends where there is none but the one to begin with."""
+    if self._model.iteration:
+      self._state = "here"
+      self._go_on()
+    else:
+      self._say(Says.BYE, self._past)
+      self._state = "ended"
+      self.answers.put(RuntimeError(f"worker {self._number}: no model from {self._donor} for {self._timeout:g} s"))
 
   def _go_on(self) -> None:
     """Here, and nobody has a model that is further: goes on from one's own."""
@@ -244,8 +256,7 @@ class Talk(threading.Thread):
       return  # a HELLO that we have repeated, or a dead worker of our number that is not forgotten yet
     if kind == "absent":  # we were taken for dead
       if self._state != "hello":
-        if self._average:
-          self._past, self._average = self._average.group.number, None
+        self._average, self._patience = None, time.monotonic() + self._timeout
         self._say_hello()
       return
     if self._waits:
@@ -319,9 +330,15 @@ class Talk(threading.Thread):
     if len(frames) != 2 or len(frames[0]) != _HEADER.size or len(frames[1]) != self._initial.nbytes:
       return
     kind, iteration, _ = _HEADER.unpack(frames[0])
-    if self._state == "fetch" and kind == _MODEL:
-      self._state = "here"
-      self._answer(Model(np.frombuffer(frames[1], np.float32), iteration))
+    if self._state != "fetch" or kind != _MODEL:
+      return
+    self._state = "here"
+    if self._waits and self._signal == Says.SYNCHRONIZE:  # asked for meanwhile, of its own model
+      self._go_on()
+      return
+    model = Model(np.frombuffer(frames[1], np.float32), iteration)
+    self._fetched_model = None if self._waits else model
+    self._answer(model)
 
   def _send_to(self, address: str, frames: list[Any]) -> None:
     """Sends to another worker what can be sent; what is lost on the way, the server or our patience will tell."""
@@ -337,18 +354,25 @@ class Talk(threading.Thread):
       monitor = socket.get_monitor_socket(_LOST)
       self._peers[address] = _Peer(socket, monitor)
       self._listen(socket, self._fetched)
-      self._listen(monitor, lambda _: self._broken(address))
+      self._listen(monitor, lambda frames: self._told(address, parse_monitor_message(frames)["event"]))
       socket.connect(address)
     return self._peers[address]
 
+  def _told(self, address: str, event: int) -> None:
+    """What a monitor says. A member that cannot be reached has nothing of us, so it cannot average either."""
+    self._broken(address)
+    if self._average and event == zmq.EVENT_CONNECT_RETRIED and address in self._members.values():
+      self._give_up()
+
   def _broken(self, address: str) -> None:
     """The connection to a worker has broken, or cannot be made."""
-    peer = self._peers.pop(address)
-    for socket in peer:
+    peer = self._peers.pop(address, None)
+    for socket in peer or ():
       self._poller.unregister(socket)
       del self._handlers[socket]
-    peer.socket.disable_monitor()
-    for socket in peer:
+    if peer:
+      peer.socket.disable_monitor()
+    for socket in peer or ():
       socket.close(linger=0)
     if self._state == "fetch" and address == self._donor:
       self._say_hello()
@@ -362,8 +386,11 @@ class Talk(threading.Thread):
       self._state = "ended"
     elif model.vector.shape != self._initial.shape:
       self.answers.put(ValueError(f"params have {model.vector.size} entries, those to begin with {self._initial.size}"))
+    elif self._fetched_model and signal == Says.READY:  # one that was taken for dead goes on with another one's model
+      self.answers.put(self._fetched_model)
+      self._fetched_model = None
     else:
-      self._model, self._waits, self._signal = model, True, signal
+      self._model, self._waits, self._signal, self._fetched_model = model, True, signal, None
       if self._state == "here":
         self._say(signal, model.iteration)
 

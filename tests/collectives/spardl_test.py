@@ -28,9 +28,13 @@ def test_equals_the_authors_results_bit_for_bit():
 
 
 @pytest.mark.parametrize(
-  ("workers", "residual"), [*((workers, "global") for workers in WORKERS), (3, "partial"), (6, "partial"), (6, "local")]
+  ("workers", "residual", "n", "k"),
+  [
+    *((workers, "global", 50, 9) for workers in WORKERS),
+    *((workers, "global", n, k) for workers in (1, 3, 8) for n, k in ((1, 1), (4, 2), (50, 50))),
+    *((workers, residual, 50, 9) for workers, residual in ((3, "partial"), (6, "partial"), (6, "local"))),
+  ],
 )
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 2), (50, 9), (50, 50)])
 def test_equals_the_paper_in_numpy(workers, residual, n, k):
   left, state = np.zeros((workers, n), np.float32), None
   for step in range(3):
@@ -83,15 +87,16 @@ def test_equals_the_paper_with_ties(shape, seed, least):
 
 
 @pytest.mark.parametrize(
-  ("workers", "teams", "sag"),
+  ("workers", "teams", "sag", "n", "k"),
   [
     *(
-      (workers, teams, "auto") for workers, teams in ((2, 2), (6, 2), (6, 3), (6, 6), (8, 4), (8, 8), (12, 4), (15, 5))
+      (workers, teams, "auto", 70, 24)
+      for workers, teams in ((2, 2), (6, 2), (6, 3), (6, 6), (8, 4), (8, 8), (12, 4), (15, 5))
     ),
-    *((workers, teams, "bruck") for workers, teams in ((6, 2), (8, 4), (8, 8))),
+    *((workers, teams, "bruck", 70, 24) for workers, teams in ((6, 2), (8, 4), (8, 8))),
+    *((workers, teams, sag, 7, 3) for workers, teams, sag in ((6, 2, "auto"), (8, 8, "bruck"), (15, 5, "auto"))),
   ],
 )
-@pytest.mark.parametrize(("n", "k"), [(7, 3), (70, 24)])
 def test_teams_equal_the_paper_in_numpy(workers, teams, sag, n, k):
   bruck = sag == "bruck" or teams & (teams - 1) > 0
   left, state = np.zeros((workers, n), np.float32), None

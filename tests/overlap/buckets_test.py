@@ -300,7 +300,7 @@ def test_a_state_of_another_plan():
   plain = js.init(js.spardl_transform("workers", density=0.5), params_of(), mesh_of(WORKERS))
   with pytest.raises(ValueError, match="is not one of"):
     run(transform_of("spardl", density=0.5), grads_of(1), plain)
-  with pytest.raises(ValueError, match="state of group 0 is not one of oktopk with these options: make a new one"):
+  with pytest.raises(ValueError, match="state is not one of group 0 with oktopk and these options: make a new one"):
     run(transform_of("oktopk", density=0.5), grads_of(1), state)
 
 

@@ -19,6 +19,7 @@ import jaxsparse as js
 from jaxsparse.partial import messages
 from jaxsparse.partial.exchange import Average
 from jaxsparse.partial.messages import Answer, Says, Signal
+from jaxsparse.partial.talk import Model
 
 ADDRESS = "tcp://127.0.0.1:9"
 
@@ -151,12 +152,12 @@ def test_who_leaves_owing_nothing_aborts_nobody_and_who_owes_does():
   with served(workers=4, clients=4) as (_, clients):
     for worker, client in enumerate(clients):
       hello(client, worker)
+    numbers = []
     for pair in ((0, 1), (2, 3)):
       for worker in pair:
         clients[worker].say(Signal(Says.READY, worker, 1))
-    first, second = (clients[worker].hear()[1]["number"] for worker in (0, 2))
-    clients[1].hear()
-    clients[3].hear()
+      numbers += [clients[worker].hear()[1]["number"] for worker in pair]
+    first, second = numbers[0], numbers[2]
     clients[0].say(Signal(Says.BYE, 0, first))
     clients[2].say(Signal(Says.BYE, 2, first))  # not the group that it was in
     assert clients[3].hear() == (Answer.ABORT, {"number": second, "worker": 2})
@@ -178,6 +179,38 @@ def test_hello_again_is_welcome_and_never_told_to_fetch_from_itself():
     assert clients[1].ask(Signal(Says.HELLO, 1, 0, ADDRESS)) == (Answer.WELCOME, {"limit": 5.0, "donor": ADDRESS})
 
 
+def test_hello_again_names_another_donor():
+  addresses = [f"tcp://127.0.0.1:{port}" for port in (7, 8)]
+  with served(workers=3, size=3, clients=3) as (_, clients):
+    for worker in (0, 1):
+      clients[worker].ask(Signal(Says.HELLO, worker, 0, addresses[worker]))
+      clients[worker].say(Signal(Says.READY, worker, 7 + worker))
+    told = [clients[2].ask(Signal(Says.HELLO, 2, 0, ADDRESS))[1]["donor"] for _ in range(3)]
+  assert told == [addresses[1], addresses[0], addresses[1]]
+
+
+def test_a_donor_that_cannot_be_reached_does_not_hold_a_worker_for_ever():
+  context = zmq.Context()
+  with js.partial.Server(js.partial.Controller(2, 2)) as server:
+    silent = Client(context, server.address)
+    silent.ask(Signal(Says.HELLO, 1, 3, "tcp://127.0.0.1:1"))
+    silent.say(Signal(Says.READY, 1, 5))
+    with pytest.raises(RuntimeError, match="worker 0: no model from tcp://127.0.0.1:1 for 1 s|no WELCOME .* for 1 s"):
+      js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=1)
+    context.destroy(linger=0)
+
+
+def test_a_model_that_comes_while_a_worker_computes_is_what_its_next_average_is():
+  """It was taken for dead meanwhile; what it computed is of a model that nobody has any more."""
+  controller = js.partial.Controller(2, 2)
+  with js.partial.Server(controller) as server, js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
+    worker._talk._fetched_model = Model(np.full(3, 7, np.float32), 40)
+    params, iteration = worker.reduce(jnp.ones(3), 2)
+    assert (params.tolist(), iteration) == ([7, 7, 7], 40)
+    controller.leave(1)
+    assert worker.reduce(jnp.ones(3), 41)[0].tolist() == [1, 1, 1]  # once
+
+
 def test_who_sends_too_much_is_cut_off_and_nobody_else():
   with served(workers=2, clients=2) as (_, clients):
     hello(clients[0], 0)
@@ -185,6 +218,17 @@ def test_who_sends_too_much_is_cut_off_and_nobody_else():
     assert not clients[1].socket.poll(200)
     clients[0].say(Signal(Says.BEAT, 0))
     assert clients[0].hear(set(Answer))[0] == Answer.BEAT
+
+
+def test_who_sends_a_worker_too_much_is_cut_off():
+  context, controller = zmq.Context(), js.partial.Controller(2, 2)
+  with js.partial.Server(controller) as server, js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
+    stranger = context.socket(zmq.DEALER)
+    monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    stranger.connect(messages.endpoint(worker._talk._data))
+    stranger.send(bytes(12 + messages.LONGEST + 1))
+    assert monitor.poll(5000)
+  context.destroy(linger=0)
 
 
 def test_a_server_that_was_held_up_itself_drops_nobody():
