@@ -37,6 +37,7 @@ _HEADER = struct.Struct("!BqH")  # kind, number of the group or iteration, worke
 _FETCH, _MODEL, _PART, _MEAN = range(1, 5)
 _KINDS: dict[int, Kind] = {_PART: "part", _MEAN: "mean"}
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_LAST_WORDS = 5000  # milliseconds that a worker who leaves waits for BYE to be sent: the server may be dead
 _RETRY = 0.2  # seconds between two HELLOs
 _BEATS = 5  # signs of life in the time after which we would count as dead
 
@@ -117,7 +118,7 @@ class Talk(threading.Thread):
     self._data = messages.secure(self._context.socket(zmq.ROUTER), keys, serves=True)
     self._data.maxmsgsize = initial.nbytes + messages.LONGEST
     self._data.bind(bind)
-    self._linger = round(1000 * timeout)  # milliseconds that a worker who leaves waits for its last messages to be sent
+    self._linger = round(1000 * timeout)  # milliseconds that a worker who leaves waits for its last pieces to be sent
     self._door, self._bell = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
     self._door.bind("inproc://bell")
     self._bell.connect("inproc://bell")
@@ -148,7 +149,7 @@ class Talk(threading.Thread):
     finally:
       self._out.destroy(self._linger)  # waits until what others may still need is on its way
       self._guard.stop()
-      self._context.destroy(self._linger)
+      self._context.destroy(min(self._linger, _LAST_WORDS))
 
   def _tick(self) -> None:
     """What is done when its time has come."""
@@ -253,7 +254,7 @@ class Talk(threading.Thread):
   def _refused(self, reason: str) -> None:
     kind = reason.partition(":")[0]
     if kind == "duplicate":
-      return  # a HELLO that we have repeated, or a dead worker of our number that is not forgotten yet
+      return  # a dead worker of our number is not forgotten yet
     if kind == "absent":  # we were taken for dead
       if self._state != "hello":
         self._average, self._patience = None, time.monotonic() + self._timeout

@@ -394,6 +394,15 @@ def test_leaving_after_the_controllers_death_is_no_death(tmp_path, place):
     assert "the parameters could not be saved: " in str(answer)
 
 
+def test_leaving_does_not_wait_for_a_server_that_is_gone():
+  server = js.partial.Server(js.partial.Controller(2, 2)).__enter__()
+  worker = js.partial.Worker(server.address, 0, jnp.zeros(3))
+  server.__exit__()
+  begin = time.monotonic()
+  worker.leave()
+  assert time.monotonic() - begin < 30  # and not the 120 s that others may wait for a piece
+
+
 def test_a_worker_with_a_wrong_number_or_size_is_told():
   with js.partial.Server(js.partial.Controller(2, 2)) as server:
     with pytest.raises(ValueError, match="worker 5: unknown: worker 5, there are 0 … 1"):
