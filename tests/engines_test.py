@@ -68,7 +68,7 @@ def test_every_collective_gives_the_same_bits(tmp_path, engine):
   check(tmp_path, engine, 3, [*DEFAULTS, *teams])
 
 
-@pytest.mark.parametrize(("engine", "ranks"), [("mpi", 1), ("mpi", 2), ("mpi", 5), ("mpi", 6), ("processes", 6)])
+@pytest.mark.parametrize(("engine", "ranks"), [("mpi", 1), ("mpi", 2), ("mpi", 6), ("processes", 6)])
 def test_any_number_of_ranks(tmp_path, engine, ranks):
   names = ("spardl",) if ranks > 3 else ("dense", "oktopk", "spardl")
   more = ["metrics"] if engine == "mpi" and ranks == 2 else []
