@@ -316,8 +316,7 @@ class Talk(threading.Thread):
 
   def _send(self, pieces: Iterable[Piece]) -> None:
     for piece in pieces:
-      if self._average is None:  # given up meanwhile
-        return
+      assert self._average  # who sends does not give up: that is for others to tell
       header = _HEADER.pack(_PART if piece.kind == "part" else _MEAN, self._average.group.number, self._number)
       self._send_to(self._members[piece.to], [header, piece.values.data])
 
@@ -367,14 +366,13 @@ class Talk(threading.Thread):
 
   def _broken(self, address: str) -> None:
     """The connection to a worker has broken, or cannot be made."""
-    peer = self._peers.pop(address, None)
-    for socket in peer or ():
-      self._poller.unregister(socket)
-      del self._handlers[socket]
-    if peer:
+    if peer := self._peers.pop(address, None):
+      for socket in peer:
+        self._poller.unregister(socket)
+        del self._handlers[socket]
       peer.socket.disable_monitor()
-    for socket in peer or ():
-      socket.close(linger=0)
+      for socket in peer:
+        socket.close(linger=0)
     if self._state == "fetch" and address == self._donor:
       self._say_hello()
 

@@ -59,6 +59,15 @@ def served(workers=4, size=2, clients=4, **options):
       context.destroy(linger=0)
 
 
+def at_once(workers, train, address):
+  """Runs `train(number, address)` of each worker in a thread of its own."""
+  threads = [threading.Thread(target=train, args=(number, address)) for number in range(workers)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(60)
+
+
 def hello(client, worker):
   kind, _ = client.ask(Signal(Says.HELLO, worker, 0, ADDRESS))
   assert kind == Answer.WELCOME
@@ -324,11 +333,7 @@ def test_workers_average_and_keep_the_sum(keys):
       together[number] = np.asarray(params)
 
   with js.partial.Server(controller, keys=keys) as server:
-    threads = [threading.Thread(target=train, args=(number, server.address)) for number in range(4)]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join(60)
+    at_once(4, train, server.address)
   assert len(found) == 4
   np.testing.assert_allclose(sum(found.values()), 6.0, rtol=1e-5)
   assert np.ptp([model[0] for model in found.values()]) < 3
@@ -346,11 +351,7 @@ def test_who_leaves_right_after_an_average_takes_it_from_nobody():
 
   for _ in range(5):
     with js.partial.Server(js.partial.Controller(3, 3)) as server:
-      threads = [threading.Thread(target=train, args=(number, server.address)) for number in range(3)]
-      for thread in threads:
-        thread.start()
-      for thread in threads:
-        thread.join(60)
+      at_once(3, train, server.address)
   assert len(found) == 15
   for model in found:
     np.testing.assert_allclose(model, 1, rtol=1e-6)
