@@ -43,9 +43,9 @@ class Blocks:
     order = (comm.rank + jnp.arange(comm.size, dtype=jnp.int32)) % comm.size
     return cls(grads, residual, order, length=-(-grads.size // comm.size), share=share)
 
-  def places(self, indices: jax.Array, first: int = 0) -> jax.Array:
+  def places(self, indices: jax.Array, first: jax.Array | int = 0) -> jax.Array:
     """Where indices [rows, c] within rows first … are among all n; n for empty slots and padding."""
-    n, blocks = self.grads.size, self.blocks[first : first + len(indices)]
+    n, blocks = self.grads.size, jax.lax.dynamic_slice_in_dim(self.blocks, first, len(indices))
     return jnp.where(indices < self.length, jnp.minimum(indices + self.length * blocks[:, None], n), n)
 
   def at(self, places: jax.Array) -> jax.Array:

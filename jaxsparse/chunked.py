@@ -48,8 +48,8 @@ class Chunked:
     >>> bag.indices, bag.values
     (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
     >>> held = held.left(bag._replace(values=jnp.zeros((1, 1))), first=1)
-    >>> held = held.receive(Sparse(jnp.array([[0]]), jnp.array([[10.0]])), rows=1)
-    >>> held.largest(0, 1).values, held.remaining(jnp.array([[1], [0]]))
+    >>> held = held.add(Sparse(jnp.array([[0]]), jnp.array([[10.0]])))
+    >>> held.largest(0, 1).values, held.kept(jnp.array([[1], [0]])).entries[0].values
     (Array([[11.5]], dtype=float32), Array([[2.],
            [0.]], dtype=float32))
   """
@@ -73,35 +73,38 @@ class Chunked:
     """Where indices [rows, chunks] within the first rows are among all n."""
     return self.start.places(indices)
 
-  def keeping(self, entries: Sparse) -> Kept:
-    """The next residual: what it was at the start, but `entries`, of places among all n."""
-    return Kept(self.start.grads, self.start.residual, (), entries)
-
   def largest(self, first: int, last: int) -> Sparse:
     """The largest known entry of each chunk of rows first … last − 1."""
     return Sparse(*(x[first:last] for x in self.best))
 
   def left(self, taken: Sparse, first: int) -> Self:
-    """With `taken.values` in the place of the entries of rows first …: what is left of them."""
-    return self._with(Change(first, taken, adds=False))
+    """With `taken.values` in the place of the entries of rows first …, which are not asked for again."""
+    best = Sparse(*(x[:first] for x in self.best))
+    return dataclasses.replace(self, best=best, changes=(*self.changes, Change(first, taken, adds=False)))
 
   def add(self, entries: Sparse) -> Self:
-    """With entries added to the first rows."""
-    return self._with(Change(0, entries, adds=True))
-
-  def receive(self, got: Sparse, rows: int) -> Self:
-    """With entries added to the first of the first `rows` rows, those that are left."""
-    values = self.remaining(got.indices) + got.values
-    known = Sparse(*(x[: len(values)] for x in self.best))
+    """With [r, chunks] entries added to the first r rows, of which nothing has left."""
+    rows = len(entries.indices)
+    values = self._now(entries.indices) + entries.values
+    known, others = (Sparse(*(x[part] for x in self.best)) for part in (slice(rows), slice(rows, None)))
     larger = self._rank(values) > self._rank(known.values)
-    wins = (got.indices < self.length) & ((got.indices == known.indices) | larger)
-    best = Sparse(jnp.where(wins, got.indices, known.indices), jnp.where(wins, values, known.values))
-    rest = (x[len(values) : rows] for x in self.best)
-    best = Sparse(*(jnp.concatenate(pair) for pair in zip(best, rest, strict=True)))
-    return dataclasses.replace(self._with(Change(0, got, adds=True)), best=best)
+    wins = (entries.indices < self.length) & ((entries.indices == known.indices) | larger)
+    best = Sparse(jnp.where(wins, entries.indices, known.indices), jnp.where(wins, values, known.values))
+    best = Sparse(*(jnp.concatenate(pair) for pair in zip(best, others, strict=True)))
+    return dataclasses.replace(self, best=best, changes=(*self.changes, Change(0, entries, adds=True)))
 
-  def remaining(self, indices: jax.Array) -> jax.Array:
-    """What is at indices [rows, chunks] of the first rows now, each an entry of the chunk of its slot, or empty."""
+  def kept(self, indices: jax.Array) -> Kept:
+    """The next residual: what is there now at indices [P, chunks] of all rows, which are delivered, what was elsewhere.
+
+    Slot j holds an entry of chunk j, or none.
+    """
+    return self.kept_but(Sparse(self.places(indices), self._now(indices)))
+
+  def kept_but(self, entries: Sparse) -> Kept:
+    """The next residual: what was there at the start, but `entries`, of places among all n."""
+    return Kept(self.start.grads, self.start.residual, (entries,))
+
+  def _now(self, indices: jax.Array) -> jax.Array:
     values = self.start.at(self.places(indices))
     for first, entries, adds in self.changes:
       last = min(first + len(entries.indices), len(indices))
@@ -114,6 +117,3 @@ class Chunked:
 
   def _rank(self, values: jax.Array) -> jax.Array:
     return chunks.coarse(order.keys_of(values), self.length, self.start.share)
-
-  def _with(self, change: Change) -> Self:
-    return dataclasses.replace(self, changes=(*self.changes, change))

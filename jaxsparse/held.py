@@ -1,22 +1,38 @@
 """What a worker holds while it sends entries away and receives others: blocks of a vector that is never written out.
 
-It is gradient + residual; adding them up first would read both and write as much, for nothing. Where an entry changes,
-what it becomes takes the place of the gradient's and −0 that of the residual's, in their own buffers where these are
-donated: the sum stays the sum, and no third vector is needed. What was there before is remembered, and put back when
-the next residual is written.
+It is gradient + residual; adding them up first would read both and write as much, for nothing. Where something is
+added, the sum takes the place of the gradient's entry, in its own buffer where that is donated, and a set of bits says
+that it stands for both; the residual stays as it was. What leaves is only written down. The next residual is put
+together from all that at the end.
 """
 
 import dataclasses
-from typing import Self
+from typing import NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 
 from jaxsparse import selectors, sparse
 from jaxsparse.blocks import Blocks
+from jaxsparse.select import packed
 from jaxsparse.selectors import Selector, SelectorOf
-from jaxsparse.types import Before, Kept, Sparse
+from jaxsparse.types import Kept, Sparse
 
-_NEUTRAL = -0.0  # changes no bit of what it is added to
+
+class Added(NamedTuple):
+  """Entries that something was added to, of the first rows.
+
+  Attributes:
+    indices: i32[rows, c], places within a block; its length where a slot is empty.
+    before: f32[rows, c], what was there.
+    now: f32[rows, c], what is there then.
+    first: bool[rows, c], whether nothing had been added there before.
+  """
+
+  indices: jax.Array
+  before: jax.Array
+  now: jax.Array
+  first: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +40,12 @@ class Held(Blocks):
   """`Blocks` that change, and the residual that they leave.
 
   Attributes:
-    before: what was where entries have changed, from the first change to the last.
+    touched: the packed set of the places that something was added to; `grads` alone says what is there.
+    added: the first one first.
+    taken: the entries that left, with what stayed of each, by places among all n.
     selector: what chooses the entries of a row that are sent.
 
   Example:
-    >>> import jax.numpy as jnp
     >>> from jaxsparse.comm import SoloComm
     >>> blocks = Blocks.of(SoloComm(2), jnp.array([1.0, 2.0, 4.0, 3.0]), jnp.array([0.5, 0.0, 0.0, 0.0]), share=1)
     >>> held = Held.starting(blocks)
@@ -36,59 +53,62 @@ class Held(Blocks):
     >>> bag.indices, bag.values
     (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
     >>> held = held.left(bag._replace(values=jnp.zeros((1, 1))), first=1)
-    >>> held.receive(Sparse(jnp.array([[1]]), jnp.array([[10.0]])), rows=1).remaining(jnp.array([[0, 1], [0, 1]]))
-    Array([[ 1.5, 12. ],
-           [ 0. ,  3. ]], dtype=float32)
+    >>> held = held.add(Sparse(jnp.array([[1]]), jnp.array([[10.0]])))
+    >>> held.largest(0, 1)
+    Sparse(indices=Array([[1]], dtype=int32), values=Array([[12.]], dtype=float32))
+    >>> [kept.values for kept in held.kept(jnp.array([[1], [0]])).entries]
+    [Array([[12.]], dtype=float32), Array([[0.]], dtype=float32)]
   """
 
-  before: tuple[Before, ...]
+  touched: jax.Array
+  added: tuple[Added, ...]
+  taken: tuple[Sparse, ...]
   selector: Selector
 
   @classmethod
   def starting(cls, start: Blocks, selector: SelectorOf = selectors.exact) -> Self:
     """Blocks that have not changed yet."""
-    return cls(**vars(start), before=(), selector=selector(start))
+    return cls(**vars(start), touched=packed.none(start.grads.size), added=(), taken=(), selector=selector(start))
 
-  def keeping(self, entries: Sparse) -> Kept:
-    """The next residual: what it was at the start, but `entries`, of places among all n."""
-    return Kept(self.grads, self.residual, self.before, entries)
-
-  def add(self, entries: Sparse) -> Self:
-    """With [rows, c] entries added to the first rows."""
-    places = self.places(entries.indices)
-    return self._put(places, self.at(places) + entries.values)
-
-  def remaining(self, indices: jax.Array) -> jax.Array:
-    """What is at indices [rows, c] of the first rows now, f32 like them."""
-    return self.at(self.places(indices))
+  def at(self, places: jax.Array) -> jax.Array:
+    """What is at `places` now but for what left, f32 like them; 0 beyond the end."""
+    return jnp.where(packed.contains(self.touched, places), sparse.at(self.grads, places), super().at(places))
 
   def largest(self, first: int, last: int) -> Sparse:
-    """The `share` entries of each of rows first … last − 1 that the selector chooses, as the rows of a `Sparse`.
-
-    Rows are asked for from the last to the first: what comes later is looked for in the first rows only.
-    """
-    indices = self.selector.choose(self, first, last)
-    return Sparse(indices, self.at(self.places(indices, first)))
+    """The `share` entries of each of rows first … last − 1 that the selector chooses, as the rows of a `Sparse`."""
+    return self.selector.choose(self, first, last)
 
   def left(self, taken: Sparse, first: int) -> Self:
-    """With `taken.values` in the place of the entries of rows first …: what is left of them."""
-    places = self.places(taken.indices, first)
-    return self._put(sparse.after(taken.values, places), taken.values)
+    """With `taken.values` in the place of the entries of rows first …, which are not asked for again."""
+    return dataclasses.replace(self, taken=(*self.taken, Sparse(self.places(taken.indices, first), taken.values)))
 
-  def receive(self, got: Sparse, rows: int) -> Self:
-    """With [r, c] entries added to the first of the first `rows` rows, those that are left."""
-    places = self.places(got.indices)
-    values = self.at(places)
-    selector, done = self.selector.told(self, got, places, values, rows)
-    return dataclasses.replace(self._put(sparse.after(done, places), values + got.values), selector=selector)
-
-  def _put(self, places: jax.Array, values: jax.Array) -> Self:
-    residual = sparse.at(self.residual, places)
-    before = Before(places, sparse.at(self.grads, places) + residual, residual)
-    places = sparse.after(before.held, sparse.after(before.residual, places))
+  def add(self, entries: Sparse) -> Self:
+    """With [r, c] entries added to the first r rows, of which nothing has left."""
+    n, places = self.grads.size, self.places(entries.indices)
+    before, first = self.at(places), ~packed.contains(self.touched, places)
+    added = Added(entries.indices, before, before + entries.values, first)
     return dataclasses.replace(
       self,
-      grads=sparse.put(self.grads, places, values),
-      residual=sparse.put(self.residual, places, _NEUTRAL),
-      before=(*self.before, before),
+      grads=sparse.put(self.grads, sparse.after(before, places), added.now),
+      touched=packed.with_new(self.touched, jnp.where(first, places, n), n),
+      added=(*self.added, added),
     )
+
+  def kept(self, indices: jax.Array) -> Kept:
+    """The next residual: what is there now at indices [P, c] of all rows, which are delivered, what was elsewhere."""
+    n = self.grads.size
+    delivered = packed.with_new(packed.none(n), self.places(indices), n)
+    entries = []
+    for added in self.added:
+      places = self.places(added.indices)
+      now = packed.contains(delivered, places)
+      entries.append(Sparse(jnp.where(now | added.first, places, n), jnp.where(now, added.now, added.before)))
+    for taken in self.taken:
+      entries.append(taken._replace(indices=jnp.where(packed.contains(delivered, taken.indices), taken.indices, n)))
+    return Kept(self.grads, self.residual, tuple(entries))
+
+  def kept_but(self, entries: Sparse) -> Kept:
+    """The next residual: what was there at the start, but `entries`, of places among all n."""
+    n = self.grads.size
+    start = [Sparse(jnp.where(x.first, self.places(x.indices), n), x.before) for x in self.added]
+    return Kept(self.grads, self.residual, (*start, entries))

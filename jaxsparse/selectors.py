@@ -1,44 +1,29 @@
 """How SparDL chooses what to send of each block: the largest entries, or those of them above a known bound.
 
-What a worker holds changes while parts of the sum arrive, so a selector is asked again in every round, and told what
-arrived. It is a value: what it is told makes another one of it.
+What a worker holds changes while parts of the sum arrive, so a selector is asked again in every round.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import select
+from jaxsparse import select, sparse
 from jaxsparse.blocks import Blocks
 from jaxsparse.select import candidates, order, packed
 from jaxsparse.select.candidates import Candidates
 from jaxsparse.types import Sparse
 
+if TYPE_CHECKING:
+  from jaxsparse.held import Held
+
 
 class Selector(Protocol):
-  """Chooses entries of rows, the last rows first."""
+  """Chooses entries of rows, each of them once."""
 
-  def choose(self, held: Blocks, first: int, last: int) -> jax.Array:
-    """Which entries of rows first … last − 1 are sent, i32[last − first, share] in each; `length` in empty slots."""
-    ...
-
-  def told(
-    self, held: Blocks, got: Sparse, places: jax.Array, values: jax.Array, rows: int
-  ) -> tuple["Selector", jax.Array]:
-    """After `got` [r, c] arrives in the first of the first `rows` rows, those that are left.
-
-    Args:
-      held: as it was before.
-      got: what arrives.
-      places: where its entries are among all n.
-      values: what was there.
-      rows: that are left.
-
-    Returns:
-      The selector, and an array that is there when it has read all it needs of what was there.
-    """
+  def choose(self, held: "Held", first: int, last: int) -> Sparse:
+    """What is sent of rows first … last − 1, [last − first, share] of it; index `length` and value 0 in empty slots."""
     ...
 
 
@@ -48,12 +33,12 @@ SelectorOf = Callable[[Blocks], Selector]
 def exact(held: Blocks) -> Selector:
   """The `share` entries of largest magnitude of each row, ties to the lowest index.
 
-  They are looked for among candidates, found in one pass over all rows, and what was received since; where these cannot
+  They are looked for among candidates, found in one pass over all rows, and what was added to since; where these cannot
   hold the largest, in the whole block. The same bits either way.
   """
   if not candidates.worthwhile(held.length, held.share):
     return _Everything(None)
-  return _among(held, _candidates_of(held), jnp.int32(held.share), None)
+  return _Among(_candidates_of(held), jnp.int32(held.share), None)
 
 
 def above(bounds: jax.Array) -> SelectorOf:
@@ -73,7 +58,7 @@ def above(bounds: jax.Array) -> SelectorOf:
     known = _candidates_of(held, floor)
     hit = known.hit.all()
     found = jax.lax.cond(hit, lambda: known, lambda: _candidates_of(held))
-    return _among(held, found, jnp.where(hit, 0, held.share), floor)
+    return _Among(found, jnp.where(hit, 0, held.share), floor)
 
   return selector
 
@@ -124,87 +109,99 @@ class _Everything(NamedTuple):
 
   floor: jax.Array | None
 
-  def choose(self, held: Blocks, first: int, last: int) -> jax.Array:
-    return _of_everything(held, first, last, self.floor, None)
-
-  def told(
-    self, held: Blocks, got: Sparse, places: jax.Array, values: jax.Array, rows: int
-  ) -> tuple[Selector, jax.Array]:
-    del held, got, places, rows
-    return self, values
+  def choose(self, held: "Held", first: int, last: int) -> Sparse:
+    return _of_everything(held, first, last - first, self.floor, None)
 
 
 class _Among(NamedTuple):
-  """Looks among candidates.
+  """Looks among candidates, and all that something was added to.
 
   Attributes:
-    among: candidates of the rows that are left.
-    arrived: the packed set of the places that something was received for; all of them are candidates since.
+    among: candidates at the start.
     wanted: i32[], how many must reach the candidates' bound for them to hold all that may be chosen.
     floor: i32[P], which keys of a row must reach; None for all.
   """
 
   among: Candidates
-  arrived: jax.Array
   wanted: jax.Array
   floor: jax.Array | None
 
-  def choose(self, held: Blocks, first: int, last: int) -> jax.Array:
-    among = jax.tree.map(lambda x: x[first:last], self.among)
-    keys = jnp.where(among.indices < held.length, order.keys_of(held.at(held.places(among.indices, first))), -1)
-    reached = packed.count(packed.pack(keys >= among.low[:, None]))
+  def choose(self, held: "Held", first: int, last: int) -> Sparse:
+    known = _known(held, self.among, first, last)
+    low, hit = self.among.low[first:last], self.among.hit[first:last]
+    keys = jnp.where(known.indices < held.length, order.keys_of(known.values), -1)
+    reached = packed.count(packed.pack(keys >= low[:, None]))
     floor = None if self.floor is None else self.floor[first:last]
     return jax.lax.cond(
-      (among.hit & (reached >= self.wanted)).all(),
-      lambda: _of_candidates(among, keys, reached, held.share, held.length, floor),
-      # This hardly ever runs, and is compiled for every round: a sort is the least to compile.
-      lambda: _of_everything(held, first, last, self.floor, "sort"),
+      (hit & (reached >= self.wanted)).all(),
+      lambda: _of_known(known, keys, low, reached, held.share, held.length, floor),
+      lambda: _row_by_row(held, first, last, self.floor),
     )
-
-  def told(
-    self, held: Blocks, got: Sparse, places: jax.Array, values: jax.Array, rows: int
-  ) -> tuple[Selector, jax.Array]:
-    among, end, n = self.among, held.length, held.grads.size
-    # What nothing has come to yet is as it was at the start: a candidate if it reaches the bound.
-    before = packed.contains(self.arrived, places)
-    known = before | (order.keys_of(values) >= among.low[: len(places), None])
-    new = jnp.where(known, end, got.indices)
-    more = packed.aligned(held.share) - held.share
-    new = jnp.pad(new, ((0, rows - len(new)), (0, more)), constant_values=end)
-    among = Candidates(jnp.concatenate([among.indices[:rows], new], axis=1), among.low[:rows], among.hit[:rows])
-    return self._replace(among=among, arrived=packed.with_new(self.arrived, jnp.where(before, n, places), n)), known
 
 
 def _candidates_of(held: Blocks, known: jax.Array | None = None) -> Candidates:
   return candidates.candidates((held.grads, held.residual), held.length, held.share, held.blocks, known)
 
 
-def _among(held: Blocks, found: Candidates, wanted: jax.Array, floor: jax.Array | None) -> Selector:
-  return _Among(found, jnp.zeros(-(-held.grads.size // packed.BITS), jnp.uint32), wanted, floor)
+def _known(held: "Held", among: Candidates, first: int, last: int) -> Sparse:
+  """What may be among the largest of rows first … last − 1: [last − first, c] entries, each place once.
+
+  Where something was added to a candidate, it is known from there.
+  """
+  indices = among.indices[first:last]
+  moved = packed.contains(held.touched, held.places(indices, first))
+  known = [sparse.where(~moved, Sparse(indices, among.values[first:last]), held.length)]
+  for added in held.added:
+    rows = slice(first, min(last, len(added.indices)))
+    new = jnp.where(added.first[rows], added.indices[rows], held.length)
+    if new.size:
+      count, capacity = new.shape
+      more = ((0, last - first - count), (0, packed.aligned(capacity) - capacity))
+      new = jnp.pad(new, more, constant_values=held.length)
+      known.append(Sparse(new, sparse.at(held.grads, held.places(new, first))))
+  return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *known)
 
 
-def _of_candidates(
-  among: Candidates, keys: jax.Array, reached: jax.Array, share: int, length: int, floor: jax.Array | None
-) -> jax.Array:
-  """The `share` largest of all that reach the candidates' bound, or all of those, and of them what reaches `floor`."""
-  rows, flat = len(keys), among.indices.reshape(-1)
+def _of_known(
+  known: Sparse,
+  keys: jax.Array,
+  low: jax.Array,
+  reached: jax.Array,
+  share: int,
+  length: int,
+  floor: jax.Array | None,
+) -> Sparse:
+  """The `share` largest of all that reach `low`, or all of those, and of them what reaches `floor`."""
+  rows, flat = len(keys), jax.tree.map(lambda x: x.reshape(-1), known)
   if floor is None:
-    chosen = order.largest_of(keys, among.indices, share, among.low, reached)
-    return flat[packed.places(packed.pack(chosen).reshape(-1), rows * share)].reshape(rows, share)
-  chosen = order.largest_of(keys, among.indices, jnp.minimum(share, reached), among.low, reached)
+    chosen = order.largest_of(keys, known.indices, share, low, reached)
+    slots = packed.places(packed.pack(chosen).reshape(-1), rows * share).reshape(rows, share)
+    return jax.tree.map(lambda x: x[slots], flat)
+  chosen = order.largest_of(keys, known.indices, jnp.minimum(share, reached), low, reached)
   words = packed.pack(chosen & (keys >= floor[:, None]))
   filled = packed.count(words)[:, None]
   slot = jnp.arange(share, dtype=jnp.int32)[None]
   found = packed.places(words.reshape(-1), rows * share)[jnp.cumsum(filled, axis=0) - filled + slot]
-  return jnp.where(slot < filled, flat[jnp.minimum(found, flat.size - 1)], length)
+  entries = jax.tree.map(lambda x: x[jnp.minimum(found, flat.indices.size - 1)], flat)
+  return sparse.where(slot < filled, entries, length)
+
+
+def _row_by_row(held: "Held", first: int, last: int, floor: jax.Array | None) -> Sparse:
+  """`_of_everything` where it hardly ever runs, but is compiled for every round and has memory set aside for it.
+
+  So blocks are taken one by one, and by a sort, which is the least to compile.
+  """
+  of_row = lambda row: jax.tree.map(lambda x: x[0], _of_everything(held, row, 1, floor, "sort"))
+  return jax.lax.map(of_row, jnp.arange(first, last, dtype=jnp.int32))
 
 
 def _of_everything(
-  held: Blocks, first: int, last: int, floor: jax.Array | None, method: Literal["sort"] | None
-) -> jax.Array:
-  """The `share` largest entries of each block, found by looking at all of them, and of these what reaches `floor`."""
-  everything = jnp.broadcast_to(jnp.arange(held.length, dtype=jnp.int32), (last - first, held.length))
+  held: "Held", first: jax.Array | int, rows: int, floor: jax.Array | None, method: Literal["sort"] | None
+) -> Sparse:
+  """The `share` largest entries of each of some rows, found by looking at all, and of these what reaches `floor`."""
+  everything = jnp.broadcast_to(jnp.arange(held.length, dtype=jnp.int32), (rows, held.length))
   largest = select.top_k(held.at(held.places(everything, first)), held.share, method=method)
   if floor is None:
-    return largest.indices
-  return jnp.where(order.keys_of(largest.values) >= floor[first:last, None], largest.indices, held.length)
+    return largest
+  low = jax.lax.dynamic_slice_in_dim(floor, first, rows)[:, None]
+  return sparse.where(order.keys_of(largest.values) >= low, largest, held.length)

@@ -107,8 +107,10 @@ def applied(
   keep = lambda new, old: jnp.where(finite, new, old)
   if isinstance(carried.residual, Kept):
     # Vectors are written after all that was to be read of others has been, and so can take their place.
-    ready = sparse.after(carried.residual.entries.values, finite.astype(jnp.int32)) > 0
-    residual = _written(carried.residual, ready)
+    ready = finite.astype(jnp.int32)
+    for entries in carried.residual.entries:
+      ready = sparse.after(entries.values, ready)
+    residual = _written(carried.residual, ready > 0)
     rest = jax.tree.map(keep, carried._replace(residual=None), state.carried._replace(residual=None))
     carried, zero = rest._replace(residual=residual), sparse.after(residual[:1], jnp.int32(0)).astype(jnp.float32)
   else:
@@ -122,9 +124,9 @@ def applied(
 def _written(kept: Kept, finite: jax.Array) -> jax.Array:
   """The new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
   residual = jnp.where(finite, kept.grads + kept.residual, kept.residual)
-  for places, held, old in reversed(kept.before):
-    residual = sparse.put(residual, places, jnp.where(finite, held, old))
-  return sparse.put(residual, jnp.where(finite, kept.entries.indices, residual.size), kept.entries.values)
+  for places, values in kept.entries:
+    residual = sparse.put(residual, jnp.where(finite, places, residual.size), values)
+  return residual
 
 
 def check_local(comm: Comm, grads: jax.Array) -> None:

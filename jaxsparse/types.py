@@ -131,45 +131,25 @@ class Counters(NamedTuple):
     return cls(**zeros | {name: jnp.zeros(1, jnp.uint32) for name in ("words_sent", "words_used")})
 
 
-class Before(NamedTuple):
-  """What a worker held at places whose entries it changed.
-
-  Attributes:
-    places: i32[...], each once; those beyond n do not count.
-    held: f32[...], gradient + residual there.
-    residual: f32[...], the residual there.
-
-  Example:
-    >>> import jax.numpy as jnp, jaxsparse as js
-    >>> js.types.Before(jnp.array([7]), held=jnp.array([3.0]), residual=jnp.array([1.0])).held
-    Array([3.], dtype=float32)
-  """
-
-  places: jax.Array
-  held: jax.Array
-  residual: jax.Array
-
-
 class Kept(NamedTuple):
-  """A residual that is still to be written: gradient + old residual, but for a few entries.
+  """A residual that is still to be written: gradient + old residual, but for some entries.
 
   Attributes:
     grads: f32[n], the gradient, or what became of it.
-    residual: f32[n], the old residual, or what became of it.
-    before: what both were at the places where they are not any more; the first of several for a place is right.
-    entries: the `Sparse` of what the new residual is at other places than those it is gradient + old residual at.
+    residual: f32[n], the old residual.
+    entries: rows of `Sparse` entries that the new residual has in place of that sum, those beyond n left out; each of
+      them has a place once, and of several the last is right.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
-    >>> kept = js.types.Kept(jnp.ones(2), jnp.zeros(2), (), js.Sparse(jnp.array([1]), jnp.array([0.0])))
-    >>> kept.entries.indices
+    >>> kept = js.types.Kept(jnp.ones(2), jnp.zeros(2), (js.Sparse(jnp.array([1]), jnp.array([0.0])),))
+    >>> kept.entries[0].indices
     Array([1], dtype=int32)
   """
 
   grads: jax.Array
   residual: jax.Array
-  before: tuple[Before, ...]
-  entries: Sparse
+  entries: tuple[Sparse, ...]
 
 
 class Reduced(NamedTuple):

@@ -266,13 +266,11 @@ class SparDL(SparseCollective):
       held = held.add(entries)
 
     delivered = held.places(kept.indices)
-    residual = held.keeping(
-      {
-        "global": lambda: Sparse(delivered, held.remaining(kept.indices)),
-        "partial": lambda: Sparse(delivered, jnp.zeros_like(kept.values)),
-        "local": lambda: Sparse(held.places(chosen.indices), jnp.zeros_like(chosen.values)),
-      }[self.residual]()
-    )
+    residual = {
+      "global": lambda: held.kept(kept.indices),
+      "partial": lambda: held.kept_but(Sparse(delivered, jnp.zeros_like(kept.values))),
+      "local": lambda: held.kept_but(Sparse(held.places(chosen.indices), jnp.zeros_like(chosen.values))),
+    }[self.residual]()
     words = jnp.uint32(_words_of(inside.codec, team.size, share)) + sag_words + gather_words
     selected = sparse.count(chosen, held.length)
     counters = Counters(
@@ -350,10 +348,10 @@ def spar_reduce_scatter(comm: Comm, held: Held | Chunked, wire: Wired) -> tuple[
     bag = held.largest(stride, min(2 * stride, comm.size))
     message, off = wire.encode(bag, stride)
     held = held.left(off, stride)
-    held = held.receive(wire.codec.decode(comm.shift(message, stride)), rows=stride)
+    held = held.add(wire.codec.decode(comm.shift(message, stride)))
     bags.append(bag)
   own = held.largest(0, 1)
-  held = held.left(own._replace(values=jnp.zeros_like(own.values)), 0)
+  held = held.add(own._replace(values=-own.values))  # what a later cut leaves out is added to it again
   return held, jax.tree.map(lambda *rows: jnp.concatenate(rows), own, *reversed(bags))
 
 

@@ -9,20 +9,23 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.select import order, packed
+from jaxsparse.types import Sparse
 
 _SAMPLES = 1 << 14  # of a block
 
 
 class Candidates(NamedTuple):
-  """Where the larger entries of each block are.
+  """The larger entries of each block.
 
   Attributes:
     indices: i32[rows, c], places within the block, ascending; the block's length where a slot is empty.
+    values: f32[rows, c]; 0 where a slot is empty.
     low: i32[rows], the key (`order.keys_of`) that all of them reach and no other entry of the block does.
     hit: bool[rows], whether all of them found a slot, and they are as many as were wanted if the bound is a guess.
   """
 
   indices: jax.Array
+  values: jax.Array
   low: jax.Array
   hit: jax.Array
 
@@ -63,25 +66,34 @@ def candidates(
   parts = [jnp.asarray(part) for part in parts]
   n, count, capacity = parts[0].size, blocks.size, _capacity(length, share)
   low = _bounds(parts, length, share, count) if known is None else jnp.zeros_like(known).at[blocks].set(known)
-  first = jnp.arange(0, n, packed.BITS, dtype=jnp.int32)
-  last = jnp.minimum(first + (packed.BITS - 1), n - 1)
-  # Two blocks may share a word, which then takes the lower bound; what only reaches that is left out below.
-  bounds = jnp.minimum(low[first // length], low[last // length])
-  words = packed.reaching(order.keys_of(_sum(parts)), bounds)
+  words = packed.reaching(order.keys_of(_sum(parts)), _of_words(low, length, n))
   everywhere = packed.places(words, packed.aligned(count * (capacity + packed.BITS)))
 
   edges = jnp.minimum(jnp.arange(count + 1, dtype=jnp.int32) * length, n)  # empty slots lie at n or beyond
   starts = jnp.searchsorted(everywhere, edges).astype(jnp.int32)
   begin, end = starts[blocks][:, None], starts[blocks + 1][:, None]
   slots = begin + jnp.arange(capacity, dtype=jnp.int32)[None]
-  places = everywhere[jnp.minimum(slots, everywhere.size - 1)]
-  keys = order.keys_of(_at(parts, places))
-  valid = (slots < end) & (places < n) & (keys >= low[blocks][:, None])
-  found = jnp.sum(valid.astype(jnp.float32), axis=1)
-  hit = (
-    (found >= (share if known is None else 0)) & (end[:, 0] - begin[:, 0] <= capacity) & (end[:, 0] < everywhere.size)
-  )
-  return Candidates(jnp.where(valid, places - (blocks * length)[:, None], length), low[blocks], hit)
+  places = jnp.where(slots < end, everywhere[jnp.minimum(slots, everywhere.size - 1)], n)
+  found = Sparse(jnp.where(places < n, places - (blocks * length)[:, None], length), _at(parts, places))
+  # Two blocks may share a word, which took the lower bound: what only reaches that is left out.
+  found = sparse.where(order.keys_of(found.values) >= low[blocks][:, None], found, length)
+  enough = packed.count(packed.pack(found.indices < length)) >= (share if known is None else 0)
+  hit = enough & (end[:, 0] - begin[:, 0] <= capacity) & (end[:, 0] < everywhere.size)
+  return Candidates(found.indices, found.values, low[blocks], hit)
+
+
+def _of_words(low: jax.Array, length: int, n: int) -> jax.Array:
+  """The bound of each word of n packed bits: that of its block, of two blocks in a word the lower one."""
+  group = packed.GROUP * packed.BITS
+  assert length >= group, "a group of words lies in one block or two"
+  starts = jnp.arange(0, n, group, dtype=jnp.int32)
+  block = starts // length
+  left = ((block + 1) * length - starts)[:, None]  # places that a group has in its first block
+  here, there = low[block][:, None], low[jnp.minimum(block + 1, low.size - 1)][:, None]
+  word = jnp.arange(0, group, packed.BITS, dtype=jnp.int32)[None]
+  both = jnp.where(word >= left, there, jnp.minimum(here, there))
+  bounds = jnp.where(word + packed.BITS <= left, here, both).reshape(-1)
+  return bounds[: -(-n // packed.BITS)]
 
 
 def _bounds(parts: Sequence[jax.Array], length: int, share: int, count: int) -> jax.Array:

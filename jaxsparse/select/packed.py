@@ -63,6 +63,16 @@ def _pack(x: jax.Array, flags_of: Callable[[jax.Array, int], jax.Array]) -> jax.
   return jnp.pad(words, (0, -words.size % GROUP))
 
 
+def none(n: int) -> jax.Array:
+  """The empty set of places below n.
+
+  Example:
+    >>> none(40)
+    Array([0, 0], dtype=uint32)
+  """
+  return jnp.zeros(-(-n // BITS), jnp.uint32)
+
+
 def aligned(capacity: int) -> int:
   """`capacity` or a little more: a number of slots that fills the vectors of the machine.
 
