@@ -16,7 +16,6 @@ import json
 import os
 import pathlib
 import platform
-import re
 import shutil
 import signal
 import subprocess
@@ -47,7 +46,6 @@ _TAIL = 12  # lines of what a failed program wrote last
 _SAID = "doctor: "  # before what a probe tells us, among the noise of libraries
 _SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")  # where distributions keep ip and tc, on PATH for root only
 _SUDO = 'sudo env "PATH=$PATH" python -m benchmarks.netlab …'
-_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _TRANSPARENT = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _GPUS = pathlib.Path("/proc/driver/nvidia/gpus")
 _INSTALL_MPI = (
@@ -164,24 +162,27 @@ def _nccl() -> Finding:
 
 
 def _huge_pages() -> Iterator[Finding]:
-  """Two things are needed: that glibc asks for huge pages, and that the kernel gives them."""
+  """Two things are needed: that glibc asks for huge pages, which it then keeps, and that the kernel gives them."""
   if _TRANSPARENT.exists():
     setting = _TRANSPARENT.read_text().strip()
     fix = f"as root: echo madvise > {_TRANSPARENT}" if "[never]" in setting else ""
     yield Finding("warn" if fix else "ok", "huge pages of the kernel", setting, fix)
   libc, version = platform.libc_ver()
   tunables = os.environ.get("GLIBC_TUNABLES", "")
+  known = dict(tunable.split("=", 1) for tunable in tunables.split(":") if "=" in tunable)
+  ours = {f"glibc.malloc.{name}": value for name, value in launch.TUNABLES.items()}
+  missing = [name for name in ours if not known.get(name, "").strip("0x")]
   what = "huge pages of this process"
   if libc != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 35):
     cause = f"{libc or 'this C library'} {version} cannot ask for them, glibc 2.35 or newer does"
     yield Finding("warn", what, cause, "use a newer distribution where updates on CPU have to be fast")
-  elif re.search(r"glibc\.malloc\.hugetlb=[1-9]", tunables):
+  elif not missing:
     yield Finding("ok", what, f"GLIBC_TUNABLES={tunables}")
   else:
-    cause = "not asked for; page faults cost more than the arithmetic of an update on CPU (139 ms, with them 51 ms)"
-    others = [tunable for tunable in tunables.split(":") if tunable and "malloc.hugetlb" not in tunable]
-    export = f"export GLIBC_TUNABLES={':'.join([*others, _HUGE_PAGES])}"
-    yield Finding("warn", what, cause, f"{export} before Python starts; jaxsparse.launch does so for its ranks")
+    cause = f"no {', '.join(missing)}: page faults cost more than the arithmetic of an update on CPU (139 and 51 ms)"
+    settings = ":".join(f"{name}={value}" for name, value in (known | {name: ours[name] for name in missing}).items())
+    fix = f"export GLIBC_TUNABLES={settings} before Python starts; jaxsparse.launch does so for its ranks"
+    yield Finding("warn", what, cause, fix)
 
 
 def _engine(engine: str, timeout: float) -> Finding:

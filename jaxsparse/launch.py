@@ -33,6 +33,8 @@ KILL_AFTER = 1.0  # seconds that ranks get to end after a signal
 
 _ARRIVALS, _COORDINATOR, _RANK, _RANKS = (f"JAXSPARSE_{name}" for name in ("ARRIVALS", "COORDINATOR", "RANK", "RANKS"))
 _RANK_OF = (_RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # where a launcher says which rank we are
+TUNABLES = {"hugetlb": "1", **dict.fromkeys(("mmap_threshold", "trim_threshold"), str(1 << 34))}
+"""Of glibc's malloc: huge pages, and freed memory of up to 16 GiB is kept, not mapped and zeroed anew in every step."""
 HOSTS = "JAXSPARSE_HOSTS"  # set by benchmarks.netlab: the hosts to start ranks in
 
 
@@ -69,9 +71,9 @@ def run(
 ) -> None:
   """Runs `command` as `ranks` ranks and waits for all of them.
 
-  Rank 0 writes to our standard output, the others to standard error. Ranks use huge pages for what they allocate (page
-  faults cost more than the arithmetic of a sparse all-reduce) unless GLIBC_TUNABLES says otherwise, and a GPU each
-  where there are enough, else the CPU.
+  Rank 0 writes to our standard output, the others to standard error. Ranks use huge pages for what they allocate and
+  keep what they free (page faults cost more than the arithmetic of a sparse all-reduce) unless GLIBC_TUNABLES says
+  otherwise, and a GPU each where there are enough, else the CPU.
 
   Args:
     command: a program that calls `join`, and its arguments.
@@ -204,7 +206,8 @@ def _hosts() -> list[Host]:
 
 def _environment(ranks: int, engine: Engine) -> dict[str, str]:
   """What every rank gets beside our own environment."""
-  added = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")}
+  tunables = ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())
+  added = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", tunables)}
   if engine == "mpi" and os.geteuid() == 0:
     added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
   if ranks > len(_gpus()):

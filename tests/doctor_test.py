@@ -10,6 +10,8 @@ import pytest
 
 from jaxsparse import doctor
 
+_KEPT = "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=17179869184"
+
 COMMAND = [sys.executable, "-m", "jaxsparse.doctor"]
 HAS_MPI = importlib.util.find_spec("mpi4jax") is not None
 
@@ -125,9 +127,10 @@ def test_nccl_is_looked_for_on_gpus(probes, monkeypatch):
 @pytest.mark.parametrize(
   ("tunables", "fix"),
   [
-    ("", "export GLIBC_TUNABLES=glibc.malloc.hugetlb=1 "),
-    ("glibc.malloc.check=1:glibc.malloc.hugetlb=0", "GLIBC_TUNABLES=glibc.malloc.check=1:glibc.malloc.hugetlb=1 "),
-    ("glibc.malloc.hugetlb=1", None),
+    ("", "export GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_"),
+    ("glibc.malloc.check=1:glibc.malloc.hugetlb=0", "GLIBC_TUNABLES=glibc.malloc.check=1:glibc.malloc.hugetlb=1:"),
+    (f"{_KEPT}:glibc.malloc.mmap_threshold=0", f"{_KEPT}:glibc.malloc.mmap_threshold=17179869184 "),
+    (f"{_KEPT}:glibc.malloc.mmap_threshold=0x10000000", None),
   ],
 )
 def test_huge_pages(monkeypatch, tmp_path, tunables, fix):
