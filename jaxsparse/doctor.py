@@ -172,14 +172,14 @@ def _huge_pages() -> Iterator[Finding]:
   known = dict(tunable.split("=", 1) for tunable in tunables.split(":") if "=" in tunable)
   ours = {f"glibc.malloc.{name}": value for name, value in launch.TUNABLES.items()}
   missing = [name for name in ours if not known.get(name, "").strip("0x")]
-  what = "huge pages of this process"
+  what = "memory of this process"
   if libc != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 35):
     cause = f"{libc or 'this C library'} {version} cannot ask for them, glibc 2.35 or newer does"
     yield Finding("warn", what, cause, "use a newer distribution where updates on CPU have to be fast")
   elif not missing:
     yield Finding("ok", what, f"GLIBC_TUNABLES={tunables}")
   else:
-    cause = f"no {', '.join(missing)}: page faults cost more than the arithmetic of an update on CPU (139 and 51 ms)"
+    cause = f"no {', '.join(missing)}: page faults cost more than the arithmetic of an update on CPU"
     settings = ":".join(f"{name}={value}" for name, value in (known | {name: ours[name] for name in missing}).items())
     fix = f"export GLIBC_TUNABLES={settings} before Python starts; jaxsparse.launch does so for its ranks"
     yield Finding("warn", what, cause, fix)

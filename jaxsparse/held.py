@@ -89,7 +89,7 @@ class Held(Blocks):
     added = Added(entries.indices, before, before + entries.values, first)
     return dataclasses.replace(
       self,
-      grads=sparse.put(self.grads, sparse.after(before, places), added.now),
+      grads=sparse.put(self.grads, places, added.now),
       touched=packed.with_new(self.touched, jnp.where(first, places, n), n),
       added=(*self.added, added),
     )

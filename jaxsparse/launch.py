@@ -33,8 +33,11 @@ KILL_AFTER = 1.0  # seconds that ranks get to end after a signal
 
 _ARRIVALS, _COORDINATOR, _RANK, _RANKS = (f"JAXSPARSE_{name}" for name in ("ARRIVALS", "COORDINATOR", "RANK", "RANKS"))
 _RANK_OF = (_RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # where a launcher says which rank we are
-TUNABLES = {"hugetlb": "1", **dict.fromkeys(("mmap_threshold", "trim_threshold"), str(1 << 34))}
-"""Of glibc's malloc: huge pages, and freed memory of up to 16 GiB is kept, not mapped and zeroed anew in every step."""
+TUNABLES = {"hugetlb": "1", **dict.fromkeys(("mmap_threshold", "trim_threshold"), str(1 << 34)), "arena_max": "1"}
+"""Of glibc's malloc: huge pages, and freed memory of up to 16 GiB is kept, not mapped and zeroed anew in every step.
+
+One arena, since those of further threads map what is larger than 64 MiB in any case.
+"""
 HOSTS = "JAXSPARSE_HOSTS"  # set by benchmarks.netlab: the hosts to start ranks in
 
 
@@ -72,8 +75,8 @@ def run(
   """Runs `command` as `ranks` ranks and waits for all of them.
 
   Rank 0 writes to our standard output, the others to standard error. Ranks use huge pages for what they allocate and
-  keep what they free (page faults cost more than the arithmetic of a sparse all-reduce) unless GLIBC_TUNABLES says
-  otherwise, and a GPU each where there are enough, else the CPU.
+  keep what they free, so that they do not shrink (page faults cost more than the arithmetic of a sparse all-reduce),
+  unless GLIBC_TUNABLES says otherwise, and a GPU each where there are enough, else the CPU.
 
   Args:
     command: a program that calls `join`, and its arguments.

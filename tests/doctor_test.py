@@ -10,7 +10,7 @@ import pytest
 
 from jaxsparse import doctor
 
-_KEPT = "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=17179869184"
+_KEPT = "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=17179869184:glibc.malloc.arena_max=1"
 
 COMMAND = [sys.executable, "-m", "jaxsparse.doctor"]
 HAS_MPI = importlib.util.find_spec("mpi4jax") is not None

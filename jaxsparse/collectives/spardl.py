@@ -41,11 +41,12 @@ from jaxsparse.chunked import Chunked
 from jaxsparse.collectives._base import SparseCollective, check_whole
 from jaxsparse.comm import all_gather, in_rank_order
 from jaxsparse.held import Held
+from jaxsparse.select import packed
 from jaxsparse.transform import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 from jaxsparse.wire import Codec, Wire, codec_of
 
-_MOST = 2**31 - 1  # places
+_MOST = 2**31 - packed.GROUP * packed.BITS  # places, in whole groups of packed words
 _LONGEST_CHUNK = 1 << 22  # entries: a magnitude keeps its exponent beside the number of a row
 _SUMS = 1 << 30  # message numbers of sums over teams begin here, those of the reduce-scatter are strides
 
