@@ -7,15 +7,15 @@ together from all that at the end.
 """
 
 import dataclasses
-from typing import NamedTuple, Self
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import selectors, sparse
+from jaxsparse import sparse
 from jaxsparse.blocks import Blocks
 from jaxsparse.select import packed
-from jaxsparse.selectors import Selector, SelectorOf
 from jaxsparse.types import Kept, Sparse
 
 
@@ -35,6 +35,17 @@ class Added(NamedTuple):
   first: jax.Array
 
 
+class Selector(Protocol):
+  """Chooses entries of rows, each row once; `selectors` has some."""
+
+  def choose(self, held: "Held", first: int, last: int) -> Sparse:
+    """What is sent of rows first … last − 1, [last − first, share] of it; index `length` and value 0 in empty slots."""
+    ...
+
+
+SelectorOf = Callable[[Blocks], Selector]
+
+
 @dataclasses.dataclass(frozen=True)
 class Held(Blocks):
   """`Blocks` that change, and the residual that they leave.
@@ -46,9 +57,10 @@ class Held(Blocks):
     selector: what chooses the entries of a row that are sent.
 
   Example:
+    >>> from jaxsparse import selectors
     >>> from jaxsparse.comm import SoloComm
     >>> blocks = Blocks.of(SoloComm(2), jnp.array([1.0, 2.0, 4.0, 3.0]), jnp.array([0.5, 0.0, 0.0, 0.0]), share=1)
-    >>> held = Held.starting(blocks)
+    >>> held = Held.starting(blocks, selectors.exact)
     >>> bag = held.largest(1, 2)
     >>> bag.indices, bag.values
     (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
@@ -66,7 +78,7 @@ class Held(Blocks):
   selector: Selector
 
   @classmethod
-  def starting(cls, start: Blocks, selector: SelectorOf = selectors.exact) -> Self:
+  def starting(cls, start: Blocks, selector: SelectorOf) -> Self:
     """Blocks that have not changed yet."""
     return cls(**vars(start), touched=packed.none(start.grads.size), added=(), taken=(), selector=selector(start))
 

@@ -3,31 +3,17 @@
 What a worker holds changes while parts of the sum arrive, so a selector is asked again in every round.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import select, sparse
 from jaxsparse.blocks import Blocks
+from jaxsparse.held import Held, Selector, SelectorOf
 from jaxsparse.select import candidates, order, packed
 from jaxsparse.select.candidates import Candidates
 from jaxsparse.types import Sparse
-
-if TYPE_CHECKING:
-  from jaxsparse.held import Held
-
-
-class Selector(Protocol):
-  """Chooses entries of rows, each of them once."""
-
-  def choose(self, held: "Held", first: int, last: int) -> Sparse:
-    """What is sent of rows first … last − 1, [last − first, share] of it; index `length` and value 0 in empty slots."""
-    ...
-
-
-SelectorOf = Callable[[Blocks], Selector]
 
 
 def exact(held: Blocks) -> Selector:
@@ -109,7 +95,7 @@ class _Everything(NamedTuple):
 
   floor: jax.Array | None
 
-  def choose(self, held: "Held", first: int, last: int) -> Sparse:
+  def choose(self, held: Held, first: int, last: int) -> Sparse:
     return _of_everything(held, first, last - first, self.floor, None)
 
 
@@ -126,7 +112,7 @@ class _Among(NamedTuple):
   wanted: jax.Array
   floor: jax.Array | None
 
-  def choose(self, held: "Held", first: int, last: int) -> Sparse:
+  def choose(self, held: Held, first: int, last: int) -> Sparse:
     known = _known(held, self.among, first, last)
     low, hit = self.among.low[first:last], self.among.hit[first:last]
     keys = jnp.where(known.indices < held.length, order.keys_of(known.values), -1)
@@ -143,7 +129,7 @@ def _candidates_of(held: Blocks, known: jax.Array | None = None) -> Candidates:
   return candidates.candidates((held.grads, held.residual), held.length, held.share, held.blocks, known)
 
 
-def _known(held: "Held", among: Candidates, first: int, last: int) -> Sparse:
+def _known(held: Held, among: Candidates, first: int, last: int) -> Sparse:
   """What may be among the largest of rows first … last − 1: [last − first, c] entries, each place once.
 
   Where something was added to a candidate, it is known from there.
@@ -186,7 +172,7 @@ def _of_known(
   return sparse.where(slot < filled, entries, length)
 
 
-def _row_by_row(held: "Held", first: int, last: int, floor: jax.Array | None) -> Sparse:
+def _row_by_row(held: Held, first: int, last: int, floor: jax.Array | None) -> Sparse:
   """`_of_everything` where it hardly ever runs, but is compiled for every round and has memory set aside for it.
 
   So blocks are taken one by one, and by a sort, which is the least to compile.
@@ -196,7 +182,7 @@ def _row_by_row(held: "Held", first: int, last: int, floor: jax.Array | None) ->
 
 
 def _of_everything(
-  held: "Held", first: jax.Array | int, rows: int, floor: jax.Array | None, method: Literal["sort"] | None
+  held: Held, first: jax.Array | int, rows: int, floor: jax.Array | None, method: Literal["sort"] | None
 ) -> Sparse:
   """The `share` largest entries of each of some rows, found by looking at all, and of these what reaches `floor`."""
   everything = jnp.broadcast_to(jnp.arange(held.length, dtype=jnp.int32), (rows, held.length))
