@@ -138,7 +138,8 @@ def _measure(setting: Setting) -> list[Measured] | None:
       for spec in chosen[density]:
         row = bench.row(spec, density, setting.rate)
         measured.append(Measured(row, _predicted(profile, spec, n)))
-        progress.print(f"{setting.rate} P={setting.workers} n={n:,} {density:g} {spec.label}: {row.seconds:.4f} s")
+        said = f"{setting.rate} P={setting.workers} n={n:,} {density:g} {spec.label}: {row.seconds:.4f} s"
+        progress.print(f"{said}, median of {row.repetitions}")
   return measured if place.reports else None
 
 
