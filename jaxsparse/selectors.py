@@ -120,7 +120,7 @@ class _Among(NamedTuple):
     floor = None if self.floor is None else self.floor[first:last]
     return jax.lax.cond(
       (hit & (reached >= self.wanted)).all(),
-      lambda: _of_known(known, keys, low, reached, held.share, held.length, floor),
+      lambda: _of_known(held, known, keys, low, reached, floor),
       lambda: _row_by_row(held, first, last, self.floor),
     )
 
@@ -149,16 +149,10 @@ def _known(held: Held, among: Candidates, first: int, last: int) -> Sparse:
 
 
 def _of_known(
-  known: Sparse,
-  keys: jax.Array,
-  low: jax.Array,
-  reached: jax.Array,
-  share: int,
-  length: int,
-  floor: jax.Array | None,
+  held: Held, known: Sparse, keys: jax.Array, low: jax.Array, reached: jax.Array, floor: jax.Array | None
 ) -> Sparse:
   """The `share` largest of all that reach `low`, or all of those, and of them what reaches `floor`."""
-  rows, flat = len(keys), jax.tree.map(lambda x: x.reshape(-1), known)
+  rows, share, flat = len(keys), held.share, jax.tree.map(lambda x: x.reshape(-1), known)
   if floor is None:
     chosen = order.largest_of(keys, known.indices, share, low, reached)
     slots = packed.places(packed.pack(chosen).reshape(-1), rows * share).reshape(rows, share)
@@ -169,7 +163,7 @@ def _of_known(
   slot = jnp.arange(share, dtype=jnp.int32)[None]
   found = packed.places(words.reshape(-1), rows * share)[jnp.cumsum(filled, axis=0) - filled + slot]
   entries = jax.tree.map(lambda x: x[jnp.minimum(found, flat.indices.size - 1)], flat)
-  return sparse.where(slot < filled, entries, length)
+  return sparse.where(slot < filled, entries, held.length)
 
 
 def _row_by_row(held: Held, first: int, last: int, floor: jax.Array | None) -> Sparse:
