@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 import jaxsparse as js
 from benchmarks.workers import AXIS, Workers
 from jaxsparse import timing
-from jaxsparse.engine import engine_of
+from jaxsparse.engine import engine_of, here
 
 _RATE = 0.1  # of learning
 _BESIDE = 1.5  # two short all-reduces that take less than so many times as long as one start beside each other
@@ -192,6 +192,6 @@ def _loss(params: Any, batch: jax.Array) -> jax.Array:
 def _check_same(params: Any, expected: Any) -> None:
   """Raises RuntimeError where a plan has led elsewhere than a plain all-reduce."""
   for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
-    apart = np.abs(timing.here(one) - timing.here(other)).max()
+    apart = np.abs(here(one) - here(other)).max()
     if not apart < 1e-5:
       raise RuntimeError(f"the parameters of a plan are {apart:.1e} from those of a plain all-reduce")

@@ -14,8 +14,8 @@ from flax import nnx
 import jaxsparse as js
 from benchmarks import data, models, specs
 from benchmarks.workers import Workers
-from jaxsparse import timing
 from jaxsparse.collectives.a2sgd import A2SGD
+from jaxsparse.engine import here
 
 CLASSES = 10
 CURVE_POINTS = 40  # evaluations during a run
@@ -92,7 +92,7 @@ def make_task(model: str, dataset: data.Dataset, workers: Workers, batch_size: i
     compiled = jax.jit(function)
 
     def mean(params: Any) -> float:
-      params, total = jax.device_put(jax.tree.map(timing.here, params), home), 0.0
+      params, total = jax.device_put(jax.tree.map(here, params), home), 0.0
       for start in range(0, len(images), 1000):
         part = slice(start, start + 1000)
         total += float(compiled(params, *jax.device_put((images[part], labels[part]), home)))

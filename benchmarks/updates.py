@@ -15,7 +15,7 @@ import jaxsparse as js
 from benchmarks.specs import Spec
 from benchmarks.workers import Workers
 from jaxsparse import timing
-from jaxsparse.engine import Engine, engine_of
+from jaxsparse.engine import Engine, engine_of, here, rows_of
 
 ENOUGH = 20.0  # seconds of measuring after which fewer repetitions have to do
 _BUCKETS = 4096
@@ -111,7 +111,7 @@ class Bench:
       seconds, (mean, state) = self._watch.time(update.program, grads, state)
       laws.check(spec.label, mean, state, before)
       times.append(seconds)
-      words.append(float(timing.here(read(state).words_sent)))
+      words.append(float(here(read(state).words_sent)))
       if sum(times[1:]) > ENOUGH:  # the first compiles, and meets an empty residual
         break
     return times[1:], words[1:], laws.names
@@ -132,7 +132,7 @@ class _Laws:
     collective = spec.collective
     self._tolerance = 2**-8 if spec.config.get("dtype") == "bfloat16" else 2**-18  # shares of the magnitudes
     self._conserves, self._replicates, self._size = collective.conserves, collective.replicates, engine.workers
-    rows = functools.partial(timing.rows_of, engine)
+    rows = functools.partial(rows_of, engine)
     self._held, self._kept = rows(_held, specs), rows(functools.partial(_held, None), specs[1:])
     self._delivered, self._bits = rows(_bucket_sums, specs[:1]), rows(_checksum, specs[:1])
 

@@ -43,10 +43,12 @@ from jaxsparse.comm_mpi import MpiComm
 from jaxsparse.overlap.buckets import bucketed_transform
 from jaxsparse.perworker import PerWorker
 from jaxsparse.simulation import Simulated, simulate
-from jaxsparse.state import Metrics, ReduceState, metrics, specs
-from jaxsparse.training import StepMetrics, TrainStep, init, make_train_step
+from jaxsparse.state import ReduceState, specs
+from jaxsparse.telemetry import Metrics, metrics
+from jaxsparse.training import TrainStep, init, make_train_step
 from jaxsparse.transform import make_transform, transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
+from jaxsparse.worker import StepMetrics
 
 __version__ = "0.1.0"
 

@@ -1,25 +1,41 @@
-"""Every difference between the JAX versions we support, and nothing else."""
+"""Every difference between the JAX versions we support, and what JAX itself tells of a mesh or a tracer."""
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+import numpy as np
+from jax._src import distributed  # the barrier that has a limit is public nowhere
+from jax.sharding import AxisType, Mesh
 
 AxisName = str | tuple[str, ...]
 
 
-def auto_mesh(mesh: Mesh) -> Mesh:
-  """`mesh` with Auto axes: `jax.make_mesh` makes Explicit ones by default, which shard_map rejects for plain inputs."""
-  return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+def names_of(axis: AxisName) -> tuple[str, ...]:
+  """The names of an axis, or of a tuple of axes."""
+  return (axis,) if isinstance(axis, str) else axis
 
 
-def abstract_mesh(axis: str, size: int) -> AbstractMesh:
-  """A mesh of `size` workers that are not there: enough to trace."""
-  return AbstractMesh((size,), (axis,), axis_types=(AxisType.Auto,))
+def has_explicit_axes(mesh: Mesh) -> bool:
+  """Whether the types of arrays on `mesh` name their shardings, as on the meshes that `jax.make_mesh` makes."""
+  return AxisType.Explicit in mesh.axis_types
 
 
-def shard_map(function: Callable, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
+def ppermute_numbers(axis: AxisName) -> list[int]:
+  """The number that `jax.lax.ppermute` has for each worker of a tuple of axes, in the order of `jax.lax.axis_index`.
+
+  `axis_index` counts in the order of the tuple, `ppermute` in the order of the mesh.
+  """
+  names, order = names_of(axis), jax.sharding.get_abstract_mesh().axis_names
+  inner = sorted(names, key=order.index) if set(names) <= set(order) else list(names)
+  sizes = [jax.lax.axis_size(name) for name in inner]
+  in_mesh_order = np.arange(math.prod(sizes)).reshape(sizes)
+  return in_mesh_order.transpose([inner.index(name) for name in names]).ravel().tolist()
+
+
+def shard_map(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
   """`jax.shard_map` without replication checks: a total made of ppermutes is typed device-varying, though it is not."""
   return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -28,6 +44,50 @@ def is_summed_over(axis: AxisName, x: jax.Array) -> bool:
   """Whether x, inside a shard_map that checks replication, is typed as the same on all workers of `axis`."""
   axes = {axis} if isinstance(axis, str) else set(axis)
   return axes <= _varying(jax.lax.axis_index(axis)) and not axes & _varying(x)
+
+
+def is_psum(x: jax.Array, axis: AxisName) -> bool:
+  """Whether x, in a trace, is a psum or pmean over `axis`, scaled or cast at most: averaged already, without types."""
+  while (equation := _equation_of(x)) is not None:
+    if equation.primitive.name.startswith("psum"):
+      return set(names_of(axis)) <= set(equation.params["axes"]) and equation.params.get("axis_index_groups") is None
+    operands = [operand for operand in equation.in_tracers if getattr(operand, "size", 1) == x.size]
+    if equation.primitive.name not in _SCALINGS or len(operands) != 1:
+      return False
+    (x,) = operands
+  return False
+
+
+_SCALINGS = ("div", "mul", "convert_element_type", "reshape", "ravel", "squeeze", "expand_dims")
+
+
+def _equation_of(x: jax.Array) -> Any:
+  """The equation of the trace that made x, or None."""
+  return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
+
+
+def wait_for_processes(tree: Any, what: str) -> None:
+  """Waits until every process that holds a part of the arrays of `tree` has come here too; others hold none.
+
+  Raises:
+    RuntimeError: if one does not come within 60 s, naming `what` they were to call.
+  """
+  arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
+  devices: list[Any] = [device for x in arrays if not x.is_fully_addressable for device in x.sharding.device_set]
+  holders = sorted({device.process_index for device in devices})
+  client = distributed.global_state.client
+  if not holders or client is None:
+    return
+  try:
+    client.wait_at_barrier(f"{what}/{next(_BARRIERS)}/{holders}", 1000 * _PATIENCE, process_ids=holders)
+  except Exception as error:
+    raise RuntimeError(
+      f"{what} reads arrays of {len(holders)} processes, and not all of them called it within {_PATIENCE} s: call it "
+      "on every process, not only where jax.process_index() == 0, and print on one"
+    ) from error
+
+
+_BARRIERS, _PATIENCE = itertools.count(), 60  # numbers of barriers, the same on all processes; seconds
 
 
 def _varying(x: jax.Array) -> frozenset[str]:

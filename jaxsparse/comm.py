@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import _compat, routes
+from jaxsparse.replication import mark_total
 from jaxsparse.types import Comm, Reduction, Tree
 
 _WORD = 4  # bytes
@@ -31,6 +32,11 @@ def comm_of(axis: _compat.AxisName | Comm) -> Comm:
   if all(hasattr(axis, verb) for verb in ("shift", "permute", "all_reduce", "split")):
     return cast(Comm, axis)
   raise TypeError(f"axis={axis!r}: give the name of a shard_map axis, a tuple of such names, or a comm")
+
+
+def axes_of(comm: Comm) -> tuple[str, ...] | None:
+  """The names of the axes over all of whose workers a comm reaches; None for a comm that does not tell."""
+  return getattr(comm, "axes", None)
 
 
 class View:
@@ -52,6 +58,11 @@ class View:
   def rank(self) -> jax.Array:
     """Number of this worker within the view, i32[]."""
     return self._position() // self.stride % self.size
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """The names of the axes over all of whose workers this view reaches; none for a part of them."""
+    return () if self.size < self._everyone() else self._names()
 
   def shift(self, tree: Tree, by: int) -> Tree:
     """Sends `tree` `by` places further and returns what came from `by` places before: one message."""
@@ -91,6 +102,10 @@ class View:
   def _everyone(self) -> int:
     """Number of workers of the engine."""
     raise NotImplementedError
+
+  def _names(self) -> tuple[str, ...]:
+    """The names of the axes that the workers of the engine lie along."""
+    return ()
 
   def _position(self) -> jax.Array:
     """Number of this worker within the engine, i32[]."""
@@ -138,6 +153,9 @@ class AxisComm(View):
         f"and update must run inside jax.shard_map over {self.axis!r}; js.init and js.make_train_step do that for you"
       ) from error
 
+  def _names(self) -> tuple[str, ...]:
+    return _compat.names_of(self.axis)
+
   def _position(self) -> jax.Array:
     return jax.lax.axis_index(self.axis)
 
@@ -149,6 +167,9 @@ class AxisComm(View):
     return [list(range(start, start + span, self.stride)) for start in self._starts()]
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    if isinstance(self.axis, tuple):
+      number = _compat.ppermute_numbers(self.axis)
+      pairs = [(number[source], number[destination]) for source, destination in pairs]
     return jax.lax.ppermute(buffer, self.axis, pairs)
 
 
@@ -172,7 +193,7 @@ class SimComm(AxisComm):
     if self.members is not None:
       first = self._position() - self.rank * self.stride
       gathered = gathered[first + jnp.arange(self.size, dtype=jnp.int32) * self.stride]
-    return combined(gathered, op)
+    return mark_total(combined(gathered, op), self.axes)
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
     size = self._everyone()

@@ -15,7 +15,10 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jaxsparse import comm
+from jaxsparse.replication import mark_total
 from jaxsparse.types import Reduction
+
+RANKS = "ranks of MPI"  # the name of the axis that they lie along
 
 
 def _world() -> Any:
@@ -63,10 +66,13 @@ class MpiComm(comm.View):
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines `x` of all workers of the view in rank order."""
-    return comm.all_reduce_in_order(self, x, op)
+    return mark_total(comm.all_reduce_in_order(self, x, op), self.axes)
 
   def _everyone(self) -> int:
     return self.communicator.Get_size()
+
+  def _names(self) -> tuple[str, ...]:
+    return (RANKS,)
 
   def _position(self) -> jax.Array:
     return jnp.int32(self.communicator.Get_rank())

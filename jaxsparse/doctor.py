@@ -32,7 +32,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jaxsparse as js
 from jaxsparse import launch, timing
-from jaxsparse.engine import engine_of
+from jaxsparse.engine import engine_of, here
 
 Status = Literal["ok", "warn", "FAIL"]
 
@@ -377,7 +377,7 @@ def _probe_engine(engine: str) -> dict[str, Any]:
     whole = workers.place(rows.reshape(-1), PartitionSpec(_AXIS))
     mine = rows[where.communicator.Get_rank()] if isinstance(where, js.MpiComm) else whole
     mean, _ = update.program(mine, update.state)
-    for found in np.asarray(timing.here(mean)).reshape(-1, _ENTRIES):  # of each worker whose devices are ours
+    for found in np.asarray(here(mean)).reshape(-1, _ENTRIES):  # of each worker whose devices are ours
       np.testing.assert_array_equal(found, rows.mean(0), f"{collective} on {name}")
   return {"workers": workers.workers, "where": name}
 

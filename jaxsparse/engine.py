@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse._compat import AxisName
-from jaxsparse.comm import AxisComm, SimComm
-from jaxsparse.comm_mpi import MpiComm
+from jaxsparse.comm import AxisComm, SimComm, all_gather, in_rank_order
+from jaxsparse.comm_mpi import RANKS, MpiComm
 from jaxsparse.types import Comm
 
 
@@ -28,6 +28,7 @@ class Engine(Protocol):
     comm: the comm of a program that is mapped.
     waits: whether a step must wait for the one before.
     axes: names of the axes that a program is mapped over, with their sizes.
+    axis: the axis, or tuple of axes, that the workers lie along.
     process: number of this process, of `processes` that run the program together.
     processes: how many there are.
   """
@@ -44,6 +45,7 @@ class Engine(Protocol):
   comm: Comm
   waits: bool
   axes: dict[Any, int]
+  axis: AxisName
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """The program of all workers that runs `function` at each, as `jax.shard_map` does."""
@@ -64,17 +66,18 @@ class Engine(Protocol):
     ...
 
 
-def check_batch(batch: Any, engine: Engine, axis: AxisName) -> None:
-  """Checks that the workers of an engine can share a batch out.
+def check_batch(batch: Any, engine: Engine, axis: AxisName, parts: int = 1) -> None:
+  """Checks that the workers of an engine can share a batch out, in so many parts each.
 
   Raises:
     ValueError: naming the array whose leading axis they cannot.
   """
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-    if not np.ndim(leaf) or np.shape(leaf)[0] % engine.held:
+    if not np.ndim(leaf) or np.shape(leaf)[0] % (engine.held * parts):
+      each = f", {parts} micro-batches each" if parts > 1 else ""
       raise ValueError(
         f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}: its leading axis must divide among the "
-        f"{engine.workers} workers of axis {axis!r}"
+        f"{engine.workers} workers of axis {axis!r}{each}"
       )
 
 
@@ -94,17 +97,29 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
   raise TypeError(f"{where!r}: give a jax.sharding.Mesh, a js.MpiComm, or js.SimComm(axis, members=P)")
 
 
+def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., np.ndarray]:
+  """What `function` gives at every worker, as rows 0 … P − 1 that every process gets."""
+  rows = lambda *arguments: in_rank_order(engine.comm, all_gather(engine.comm, function(*arguments)))
+  program = engine.jit(rows, in_specs, PartitionSpec())
+  return lambda *arguments: np.asarray(here(program(*arguments)))
+
+
+def here(x: jax.Array) -> jax.Array:
+  """What this process holds of an array; all of it where nobody else has a part."""
+  return x if x.is_fully_addressable else x.addressable_data(0)
+
+
 class _OnMesh:
   """Workers along an axis of a mesh, whose devices may belong to many processes."""
 
   def __init__(self, mesh: Mesh, axis: AxisName):
-    names = (axis,) if isinstance(axis, str) else axis
+    names = _compat.names_of(axis)
     unknown = [name for name in names if name not in mesh.shape]
     if unknown:
       raise ValueError(f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
     self.comm: Comm = AxisComm(axis)
-    self._axis, self.axes = axis, dict(mesh.shape)
+    self.axis, self.axes = axis, dict(mesh.shape)
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes, me = len(taking_part), jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
@@ -112,7 +127,7 @@ class _OnMesh:
     # each other until it aborts, so at most one step is in flight there.
     self.platform = mesh.devices.flat[0].platform
     self.waits = self.platform == "cpu"
-    self._mesh = _compat.auto_mesh(mesh)
+    self._mesh = mesh
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     return _compat.shard_map(function, self._mesh, in_specs, out_specs)
@@ -122,11 +137,13 @@ class _OnMesh:
   ) -> Any:
     places, results = self._shardings(in_specs), self._shardings(out_specs)
     mapped = self.map(function, in_specs, out_specs)
+    if _compat.has_explicit_axes(self._mesh):  # where shard_map takes arguments of the types of its specs alone
+      mapped = self._resharding(mapped, places)
     return jax.jit(mapped, in_shardings=places, out_shardings=results, donate_argnums=donate, compiler_options=options)
 
   def place(self, tree: Any, specs: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    places = jax.tree.leaves(_broadcast(self._shardings(specs), tree))
+    places = jax.tree.leaves(jax.tree.broadcast(self._shardings(specs), tree, is_leaf=_is_spec))
     # Comparing is sixty times faster than a device_put that has nothing to do, in every step.
     if all(getattr(leaf, "sharding", None) == place for leaf, place in zip(leaves, places, strict=True)):
       return tree
@@ -134,8 +151,16 @@ class _OnMesh:
     return jax.tree.unflatten(structure, map(put, leaves, places))
 
   def spread(self, value: np.ndarray) -> jax.Array:
-    place = self._shardings(PartitionSpec(self._axis))
+    place = self._shardings(PartitionSpec(self.axis))
     return jax.make_array_from_callback((self.workers, *value.shape), place, lambda _: value[None])
+
+  @staticmethod
+  def _resharding(mapped: Callable, places: Any) -> Callable:
+    def program(*arguments: Any) -> Any:
+      every = jax.tree.broadcast(places, arguments, is_leaf=_is_spec)
+      return mapped(*jax.tree.map(jax.sharding.reshard, arguments, every))
+
+    return program
 
   def _shardings(self, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=_is_spec)
@@ -175,15 +200,16 @@ class _Simulated(_OnOneDevice):
   def __init__(self, comm: SimComm):
     assert comm.members is not None
     self.workers = self.held = comm.members
-    self._axis = comm.axis
+    self.axis = comm.axis
     self.axes = {comm.axis: comm.members}
     self.comm: Comm = comm
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     def mapped(*arguments: Any) -> Any:
       stacked = self._each(in_specs, arguments, lambda x: x.reshape(self.workers, -1, *x.shape[1:]), lambda x: x)
-      axes = jax.tree.map(lambda spec: 0 if spec else None, _broadcast(in_specs, arguments), is_leaf=_is_spec)
-      results = jax.vmap(function, in_axes=axes, axis_name=self._axis, axis_size=self.workers)(*stacked)
+      every = jax.tree.broadcast(in_specs, arguments, is_leaf=_is_spec)
+      axes = jax.tree.map(lambda spec: 0 if spec else None, every, is_leaf=_is_spec)
+      results = jax.vmap(function, in_axes=axes, axis_name=self.axis, axis_size=self.workers)(*stacked)
       return self._each(out_specs, results, lambda x: x.reshape(-1, *x.shape[2:]), lambda x: x[0])
 
     return mapped
@@ -192,13 +218,14 @@ class _Simulated(_OnOneDevice):
   def _each(specs: Any, tree: Any, split: Callable, same: Callable) -> Any:
     """Applies `split` to the leaves that differ between workers, `same` to the others."""
     choose = lambda spec, leaf: (split if spec else same)(leaf)
-    return jax.tree.map(choose, _broadcast(specs, tree), tree, is_leaf=_is_spec)
+    return jax.tree.map(choose, jax.tree.broadcast(specs, tree, is_leaf=_is_spec), tree, is_leaf=_is_spec)
 
 
 class _Rank(_OnOneDevice):
   """A rank of MPI: one worker, whose arrays are its own."""
 
   held = 1
+  axis: AxisName = RANKS
 
   def __init__(self, comm: MpiComm):
     self.workers = self.processes = comm.size
@@ -213,14 +240,12 @@ def _put_global(x: Any, place: NamedSharding) -> jax.Array:
     return x
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return jax.device_put(x, place)
+  if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+    words = _put_global(jax.random.key_data(x), place)
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
   whole = np.asarray(x)
   return jax.make_array_from_callback(whole.shape, place, whole.__getitem__)
 
 
 def _is_spec(x: Any) -> bool:
   return isinstance(x, (PartitionSpec, NamedSharding))
-
-
-def _broadcast(prefix: Any, tree: Any) -> Any:
-  """The leaves of `prefix`, one for each leaf of `tree`."""
-  return jax.tree.map(lambda leaf, part: jax.tree.map(lambda _: leaf, part), prefix, tree, is_leaf=_is_spec)

@@ -1,15 +1,18 @@
 """All workers on one device: any P anywhere, bit for bit what the mesh computes."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxsparse import flatten
 from jaxsparse import state as states
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import SimComm
-from jaxsparse.state import Metrics, ReduceState
+from jaxsparse.state import ReduceState
+from jaxsparse.telemetry import Metrics, summary
 from jaxsparse.transform import init_state, reduce_step
 
 _AXIS = "workers"
@@ -19,8 +22,8 @@ class Simulated(NamedTuple):
   """One simulated reduction.
 
   Attributes:
-    total: f32[n], the sum that every worker received (not divided by P).
-    residuals: f32[P, n], what each worker keeps; zeros for a collective that keeps nothing.
+    total: f32[n], the sum that every worker received (not divided by P); or a pytree like one worker's gradients.
+    residuals: f32[P, n], what each worker keeps; zeros for a collective that keeps nothing. Or a pytree likewise.
     metrics: `Metrics` over all workers.
     state: what the next call takes as `state=`; a pytree with a leading axis of P.
 
@@ -30,16 +33,16 @@ class Simulated(NamedTuple):
     Array([3., 3.], dtype=float32)
   """
 
-  total: jax.Array
-  residuals: jax.Array
+  total: Any
+  residuals: Any
   metrics: Metrics
   state: ReduceState
 
 
 def simulate(
   name: str,
-  grads: jax.typing.ArrayLike,
-  residuals: jax.typing.ArrayLike | None = None,
+  grads: Any,
+  residuals: Any = None,
   *,
   state: ReduceState | None = None,
   **config: Any,
@@ -48,8 +51,8 @@ def simulate(
 
   Args:
     name: one of `js.collective_names()`.
-    grads: f32[P, n], one gradient a worker.
-    residuals: f32[P, n] to start from; zeros by default.
+    grads: f32[P, n], one gradient a worker; or a pytree of arrays with a leading axis of P workers.
+    residuals: to start from, like `grads`; zeros by default.
     state: the state that an earlier call returned, to go on from there instead.
     **config: the options of the collective.
 
@@ -70,23 +73,37 @@ def simulate(
     >>> js.simulate("spardl", jnp.zeros((2, 4)), state=out.state, k=2).total
     Array([0., 1., 2., 0.], dtype=float32)
   """
-  collective = make_collective(name, **config)
-  grads = jnp.asarray(grads)
-  if grads.ndim != 2 or not grads.size:
-    raise ValueError(f"simulate: grads have shape {grads.shape}, give [workers, entries] with at least one of each")
-  if not jnp.issubdtype(grads.dtype, jnp.floating):
-    raise TypeError(f"simulate: grads have dtype {grads.dtype.name}, give a floating-point one")
+  rows, restore = _rows_of("grads", grads)
+  collective = make_collective(name, **config).for_leaves(flatten.sizes(jax.tree.map(lambda x: x[0], grads)))
   if state is None:
-    state = initial(collective, *grads.shape)
+    state = initial(collective, *rows.shape)
     if residuals is not None:
-      state = _with_residuals(state, jnp.asarray(residuals, jnp.float32), collective)
+      state = _with_residuals(state, _rows_of("residuals", residuals)[0], collective)
   elif residuals is not None:
     raise ValueError("simulate: give residuals or state, not both: a state holds its own residuals")
-  totals, state = reduce_all(collective, grads.astype(jnp.float32), state)
+  totals, state = reduce_all(collective, rows, state)
   kept = state.carried.residual
   left = jnp.zeros_like(totals) if kept is None else kept
-  flat_counters = jax.tree.map(jnp.ravel, state.counters)
-  return Simulated(totals[0], left, states.summary(state.carried, flat_counters), state)
+  counters = jax.tree.map(jnp.ravel, state.counters)
+  metrics = summary([state._replace(counters=counters)])
+  return Simulated(restore(totals[0]), jax.vmap(restore)(left), metrics, state)
+
+
+def _rows_of(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+  """f32[P, n] of a pytree whose leaves have a leading axis of P workers, and what makes such a pytree of one f32[n]."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  workers = next((jnp.shape(leaf)[0] for _, leaf in leaves if jnp.ndim(leaf)), 0)
+  for path, leaf in leaves:
+    name, shape, dtype = what + jax.tree_util.keystr(path), jnp.shape(leaf), jnp.result_type(leaf)
+    if not path and (len(shape) != 2 or not jnp.size(leaf)):
+      raise ValueError(f"simulate: {name} have shape {shape}, give [workers, entries] with at least one of each")
+    if shape[:1] != (workers,) or not workers:
+      raise ValueError(f"simulate: {name} has shape {shape}, give it a leading axis of the same {workers} workers")
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise TypeError(f"simulate: {name} has dtype {dtype.name}, give a floating-point one")
+  tree = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.float32), tree)
+  _, restore = flatten.flatten(jax.tree.map(lambda leaf: leaf[0], tree))
+  return jax.vmap(lambda one: flatten.flatten(one)[0])(tree), restore
 
 
 def initial(collective: Collective, workers: int, n: int) -> ReduceState:

@@ -1,22 +1,42 @@
-"""What is carried from step to step: how it is made, checked, sharded and read.
+"""What is carried from step to step: how it is made, checked and sharded; `telemetry` reads it.
 
 Everything lives in the optax state as arrays. Inside shard_map a worker sees its own part; outside, per-worker arrays
 of all workers lie one after the other along their leading axis, sharded over it, and shared ones are replicated.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxsparse import perworker
 from jaxsparse._compat import AxisName
-from jaxsparse.comm import comm_of
 from jaxsparse.perworker import PerWorker
-from jaxsparse.types import Comm, Counters, State
+from jaxsparse.types import Counters, State
+
+
+class Layout(NamedTuple):
+  """What a state was made for, as values: shapes alone do not tell whether a restored array was cut or padded.
+
+  Attributes:
+    workers: i32[], number of workers P.
+    entries: i32[], number of gradient entries n.
+
+  Example:
+    >>> Layout.of(4, 100).workers
+    Array(4, dtype=int32)
+  """
+
+  workers: jax.Array
+  entries: jax.Array
+
+  @classmethod
+  def of(cls, workers: int, entries: int) -> Self:
+    """The layout of a state of `workers` workers and `entries` gradient entries."""
+    return cls(jnp.int32(workers), jnp.int32(entries))
 
 
 class ReduceState(NamedTuple):
@@ -25,6 +45,7 @@ class ReduceState(NamedTuple):
   Attributes:
     carried: the collective's own `State`.
     counters: `Counters` of the last step, [1] at each worker and [P] outside shard_map.
+    layout: the `Layout` that the state was made for, the same on every worker.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -35,107 +56,7 @@ class ReduceState(NamedTuple):
 
   carried: State
   counters: Counters
-
-
-class Metrics(NamedTuple):
-  """What the last step did, over all workers.
-
-  Attributes:
-    words_sent: 4-byte words sent by the worker that sent most.
-    words_used: words that carried an entry, mean over workers.
-    selected: entries that a worker chose to send, mean over workers.
-    delivered: entries of the total that are not left out.
-    density: the same as a share of all entries.
-    overflow: entries that found no room in a message and stayed in a residual, all workers together.
-    imbalance: entries of the fullest worker over the mean, before they are balanced (Ok-Topk).
-    balanced: the same afterwards.
-    merged: different indices in the fullest block after the sum over teams (SparDL's B-SAG).
-    threshold_age: steps since a reused threshold was exact.
-    skipped: whether the step met NaN or Inf and was skipped by every worker.
-    skipped_steps: how many steps have been skipped so far.
-    residual_norm: ℓ₂ norm of all residuals together, the mass not yet delivered.
-    drift: how far the parameters of the workers are apart (root mean square of the ℓ₂ distance to their mean), for a
-      collective whose totals differ; 0 right after they were averaged.
-
-  Example:
-    >>> import jax.numpy as jnp, jaxsparse as js
-    >>> js.simulate("spardl", jnp.array([[3.0, 4.0, 5.0]]), k=1).metrics.residual_norm
-    Array(5., dtype=float32)
-  """
-
-  words_sent: jax.Array
-  words_used: jax.Array
-  selected: jax.Array
-  delivered: jax.Array
-  density: jax.Array
-  overflow: jax.Array
-  imbalance: jax.Array
-  balanced: jax.Array
-  merged: jax.Array
-  threshold_age: jax.Array
-  skipped: jax.Array
-  skipped_steps: jax.Array
-  residual_norm: jax.Array
-  drift: jax.Array
-
-
-def metrics(state: Any, over: AxisName | Comm | None = None) -> Metrics:
-  """Reads the metrics of the last step from an optax state that holds one jaxsparse transform.
-
-  The residual norm is computed here, when it is read, and not in every step: it would cost a pass over the residual.
-
-  Args:
-    state: an optax state, of a chain too. Outside shard_map it is that of all workers.
-    over: where `state` is that of one worker, inside shard_map and under MPI, the axis or comm of all of them; every
-      worker must call then. None reads what `state` holds.
-
-  Raises:
-    ValueError: if the state holds no jaxsparse transform, or more than one.
-
-  Example:
-    >>> import jax, jax.numpy as jnp, jaxsparse as js
-    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
-    >>> tx = js.spardl_transform("workers", density=0.5)
-    >>> js.metrics(js.init(tx, jnp.zeros(8), mesh, axis="workers")).residual_norm
-    Array(0., dtype=float32)
-  """
-  found = reduce_states(state)
-  if len(found) != 1:
-    raise ValueError(f"metrics: the state holds {len(found)} jaxsparse transforms, give a state that holds one")
-  comm = None if over is None else comm_of(over)
-  apart = perworker.drift(state, comm) if isinstance(state, PerWorker) else jnp.zeros(())
-  return summary(*found[0], comm)._replace(drift=apart)
-
-
-# How the counters of workers become one number.
-_OVER_WORKERS: dict[str, Literal["sum", "max", "mean"]] = {
-  "words_used": "mean",
-  "selected": "mean",
-  "overflow": "sum",
-}
-
-
-def summary(carried: State, counters: Counters, comm: Comm | None = None) -> Metrics:
-  """Metrics of the workers whose counters and residuals are here, or with a comm of all its workers."""
-
-  def over_workers(x: jax.Array, op: Literal["sum", "max", "mean"]) -> jax.Array:
-    if op == "mean":
-      x = x.astype(jnp.float32)
-    x = getattr(jnp, op)(x)
-    if comm is None:
-      return x
-    return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
-
-  read = {
-    name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in counters._asdict().items() if name != "skipped"
-  }
-  squares = [over_workers(residual**2, "sum") for residual in jax.tree.leaves(carried.residual)]  # of each group
-  return Metrics(
-    **read,
-    skipped=over_workers(counters.skipped.astype(jnp.int32), "max") > 0,
-    residual_norm=jnp.sqrt(sum(squares, jnp.zeros(()))),
-    drift=jnp.zeros(()),
-  )
+  layout: Layout
 
 
 def specs(state: Any, axis: AxisName) -> Any:
@@ -148,8 +69,9 @@ def specs(state: Any, axis: AxisName) -> Any:
     axis: the name, or tuple of names, of the mesh axis that the workers lie along.
 
   Raises:
-    ValueError: if optax.MultiSteps wraps a jaxsparse transform: it would keep local gradients as if replicated. If
-      workers have states of their own (A2SGD) and this one was not made with `js.init`.
+    ValueError: if optax.MultiSteps wraps a jaxsparse transform, or a transformation that keeps arrays comes before it
+      in its chain: both would keep what comes of the gradients of one worker as if it were replicated. If workers have
+      states of their own (A2SGD) and this one was not made with `js.init`. If arrays were cut or padded since.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -161,6 +83,8 @@ def specs(state: Any, axis: AxisName) -> Any:
   """
   per_worker, replicated = PartitionSpec(axis), PartitionSpec()
   _check_wrappers(state)
+  _check_chains(state)
+  check_layout(state)
   if isinstance(state, PerWorker):
     return jax.tree.map(lambda _: per_worker, state)
   if differs(state) and len(jax.tree.leaves(state)) != len(jax.tree.leaves(reduce_states(state))):
@@ -174,7 +98,11 @@ def specs(state: Any, axis: AxisName) -> Any:
       return replicated
     carried = jax.tree.map(lambda _: per_worker, node.carried)
     shared, due = jax.tree.map(lambda _: replicated, (node.carried.shared, node.carried.due))
-    return ReduceState(carried._replace(shared=shared, due=due), jax.tree.map(lambda _: per_worker, node.counters))
+    counters, layout = (
+      jax.tree.map(lambda _, spec=spec: spec, part)
+      for part, spec in ((node.counters, per_worker), (node.layout, replicated))
+    )
+    return ReduceState(carried._replace(shared=shared, due=due), counters, layout)
 
   return jax.tree.map(of_node, state, is_leaf=_is_reduce_state)
 
@@ -182,6 +110,16 @@ def specs(state: Any, axis: AxisName) -> Any:
 def reduce_states(state: Any) -> list[ReduceState]:
   """Every `ReduceState` within an optax state."""
   return [node for node in jax.tree.leaves(state, is_leaf=_is_reduce_state) if _is_reduce_state(node)]
+
+
+def labelled(state: Any) -> dict[str, ReduceState]:
+  """Every `ReduceState` within an optax state by its label: that of `optax.multi_transform`, else its place."""
+  leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_reduce_state)
+  found = [(path, node) for path, node in leaves if _is_reduce_state(node)]
+  labels = ["/".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)) for path, _ in found]
+  if len(set(labels)) < len(labels) or "" in labels:
+    labels = [jax.tree_util.keystr(path) for path, _ in found]
+  return dict(zip(labels, (node for _, node in found), strict=True))
 
 
 def differs(state: Any) -> bool:
@@ -197,6 +135,24 @@ def in_groups(state: Any) -> bool:
 def due(state: Any) -> jax.Array:
   """Whether such workers are to average their parameters now, bool[]; inside shard_map."""
   return jnp.any(jnp.array([node.carried.due for node in reduce_states(state) if node.carried.due is not None]))
+
+
+def why_none(state: Any) -> str:
+  """Why an optax state holds no `ReduceState`, for an error."""
+  plain = [node for node in jax.tree.leaves(state, is_leaf=_is_plain) if _is_plain(node)]
+  if plain:
+    return (
+      "the optimizer state is made of plain dicts and lists, as a checkpoint is when Orbax restores it without a "
+      "target: restore it as a state of js.init(tx, params, mesh), or of its jax.eval_shape"
+    )
+  return (
+    "the optimizer state holds no jaxsparse transform, so nothing would average the gradients of the workers: start "
+    "the chain with one, js.dense_transform for the plain average"
+  )
+
+
+def _is_plain(node: Any) -> bool:
+  return isinstance(node, dict) and set(ReduceState._fields) <= set(node)
 
 
 def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
@@ -216,6 +172,31 @@ def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
       f"the optimizer state was made for {found} workers, the axis has {workers}: make a new one with js.init, or "
       f"restore it on {found} workers"
     )
+
+
+def check_layout(state: Any, workers: int | None = None) -> None:
+  """Checks that the arrays are those of as many workers as the state was made for; abstract states pass.
+
+  Args:
+    state: the state of all workers.
+    workers: how many there are; None for as many as the arrays have rows, where they have several.
+
+  Raises:
+    ValueError: if they are not, naming both numbers: Orbax cuts and pads arrays, silently, where it is not strict.
+  """
+  for node in reduce_states(state):
+    made_for = node.layout.workers
+    if isinstance(made_for, jax.core.Tracer) or not hasattr(made_for, "__array__"):
+      continue  # under a trace, or a jax.ShapeDtypeStruct
+    if isinstance(made_for, jax.Array) and not made_for.is_fully_addressable:
+      made_for = made_for.addressable_data(0)
+    found, rows = int(np.max(made_for)), node.counters.skipped.size
+    expected = workers or (rows if rows > 1 else found)
+    if found != expected:
+      raise ValueError(
+        f"the optimizer state was made for {found} workers and its arrays are those of {expected}: they were cut or "
+        f"padded, as Orbax does with strict=False, and residuals are lost. Restore it for {found} workers"
+      )
 
 
 def check_entries(state: ReduceState, n: int) -> None:
@@ -247,6 +228,21 @@ def _check_wrappers(state: Any) -> None:
       "optax.MultiSteps around a jaxsparse transform accumulates the gradients of one worker as if they were those of "
       "all: put it after, as in optax.chain(js.spardl_transform(...), optax.MultiSteps(opt, every_k_schedule=k))"
     )
+
+
+def _check_chains(state: Any) -> None:
+  """What comes before our transform in a chain sees the gradients of one worker, and so does what it keeps of them."""
+  chains = jax.tree.leaves(state, is_leaf=lambda node: type(node) is tuple and bool(reduce_states(node)))
+  for chain in (node for node in chains if type(node) is tuple):
+    ours = next(number for number, part in enumerate(chain) if reduce_states(part))
+    for number, part in enumerate(chain[:ours]):
+      if any(jnp.ndim(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(part)):
+        raise ValueError(
+          f"transformation {number} of the chain ({type(part).__name__}) keeps arrays and comes before the jaxsparse "
+          "transform: they would be made of the gradients of one worker, differ between workers, and be kept as if "
+          "they did not. Put the jaxsparse transform first"
+        )
+    _check_chains(chain[ours])
 
 
 def _is_reduce_state(node: Any) -> bool:

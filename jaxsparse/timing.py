@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective
-from jaxsparse.comm import SoloComm, all_gather, in_rank_order
-from jaxsparse.engine import Engine
+from jaxsparse.comm import SoloComm
+from jaxsparse.engine import Engine, rows_of
 from jaxsparse.training import started
 from jaxsparse.transform import transform_of
 from jaxsparse.types import Comm
@@ -112,15 +112,3 @@ def gradients(engine: Engine, n: int, axis: AxisName = _AXIS) -> Callable[[int],
 
   program = engine.jit(make, (PartitionSpec(),), PartitionSpec(axis))
   return lambda seed: program(np.int32(seed))
-
-
-def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., np.ndarray]:
-  """What `function` gives at every worker, as rows 0 … P − 1 that every process gets."""
-  rows = lambda *arguments: in_rank_order(engine.comm, all_gather(engine.comm, function(*arguments)))
-  program = engine.jit(rows, in_specs, PartitionSpec())
-  return lambda *arguments: np.asarray(here(program(*arguments)))
-
-
-def here(x: jax.Array) -> jax.Array:
-  """What this process holds of an array; all of it where nobody else has a part."""
-  return x if x.is_fully_addressable else x.addressable_data(0)

@@ -2,39 +2,22 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxsparse import perworker
+from jaxsparse import perworker, replicas, replication
 from jaxsparse import state as states
 from jaxsparse._compat import AxisName
+from jaxsparse.collectives._base import check_whole
 from jaxsparse.compiling import compiler_options
 from jaxsparse.engine import Engine, check_batch, engine_of
 from jaxsparse.perworker import PerWorker
 from jaxsparse.types import Comm
-
-
-class StepMetrics(NamedTuple):
-  """What a training step reports; `js.metrics(state)` has what it communicated.
-
-  Attributes:
-    loss: f32[], mean of the loss over the workers.
-    skipped: bool[], whether the step met NaN or Inf and was skipped by every worker.
-    aux: what `loss_fn` returned beside the loss, mean over the workers; None without `has_aux`.
-
-  Example:
-    >>> import jax.numpy as jnp, jaxsparse as js
-    >>> js.StepMetrics(loss=jnp.float32(0.5), skipped=jnp.bool_(False)).aux is None
-    True
-  """
-
-  loss: jax.Array
-  skipped: jax.Array
-  aux: Any = None
+from jaxsparse.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 
 
 def init(
@@ -49,13 +32,16 @@ def init(
       brings its own workers: `js.MpiComm()`, `js.SimComm(axis, members=P)`.
     axis: the axis that the workers lie along.
 
+  Every process of the mesh must give the same parameters and call.
+
   Returns:
     The state of `tx`; the residual is one f32[P · n] of all workers, or this worker's f32[n] under MPI. Go on with
     `js.make_train_step`, or with `js.specs(state, axis)` in a shard_map of your own. For a collective whose totals
     differ between workers (A2SGD) a `js.PerWorker` of it.
 
   Raises:
-    ValueError: if the mesh has no such axis, or the configuration does not fit the parameters.
+    ValueError: if the mesh has no such axis, the transform is over another one, the configuration does not fit the
+      parameters, these differ between processes, or a transformation that keeps arrays comes before the transform.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -64,12 +50,15 @@ def init(
     >>> state.carried.residual.size == 8 * len(jax.devices())
     True
   """
+  engine = engine_of(mesh, axis)
 
   def start(params: optax.Params) -> Any:
+    replication.check_axes(tx.init, (params,), engine.axis)
     state = tx.init(params)
     return perworker.first(state, params) if states.differs(state) else state
 
-  return started(engine_of(mesh, axis), start, params, axis)[0]
+  replicas.check_parameters(engine, params)
+  return started(engine, start, params, axis)[0]
 
 
 def started(engine: Engine, start: Callable, params: optax.Params, axis: AxisName) -> tuple[Any, Any]:
@@ -87,11 +76,26 @@ def make_train_step(
   *,
   axis: AxisName = "workers",
   has_aux: bool = False,
+  aux_reduce: AuxReduce = "mean",
+  model_state: ModelState = "mean",
+  accumulate: int = 1,
+  donate: bool = True,
 ) -> "TrainStep":
   """A jitted data-parallel training step `params, state, metrics = step(params, state, batch)`.
 
   Each worker takes its share of the batch along the leading axis, computes the gradient of its own mean loss, and `tx`
   averages over the workers. The step donates `params` and `state`: use what it returns and not what it was given.
+
+  The step takes what else training needs by keyword, and gives it to `loss_fn` likewise:
+
+      step(params, state, batch, rng=key)            loss_fn(params, batch, rng=...), with a key of each worker's own
+                                                     that is folded from `key`; give another one in every step
+      step(params, state, batch, model_state=stats)  loss_fn(params, batch, model_state=...) -> (loss, model_state), or
+                                                     (loss, model_state, aux); the next one is `metrics.model_state`
+      step(params, state, batch, **extra)            tx.update(..., value=loss, **extra), optax's extra arguments
+
+  Before it runs, a new step is checked on its jaxpr: it raises if parameters or states would come to differ between
+  workers. `step.check(params, state)` compares those that workers hold.
 
   Where the collective's total differs between workers (A2SGD), so do their parameters: the step keeps what each has
   moved in `state`, and `params` are those of the last synchronization. `step.synchronize(params, state)` averages them
@@ -99,19 +103,29 @@ def make_train_step(
 
   Args:
     loss_fn: (params, batch) -> f32[] loss of one worker's share of the batch, or (loss, aux) with `has_aux`.
-    tx: a chain whose first transformation is a jaxsparse one over `axis`.
+    tx: a chain whose first transformation is a jaxsparse one over `axis`. Later ones get `value=`, the mean loss.
     mesh: the mesh, or the comm, that `js.init` was given; other axes than `axis` hold copies. Under MPI `batch` is this
       worker's share, elsewhere that of all workers; over a mesh of many processes each of them gives the whole batch,
       or an array that `jax.make_array_from_process_local_data` put together.
     axis: the axis, or tuple of axes, that the workers lie along.
-    has_aux: whether `loss_fn` returns a pytree of arrays to average beside the loss.
+    has_aux: whether `loss_fn` returns a pytree of arrays to reduce beside the loss.
+    aux_reduce: how it is reduced over workers and micro-batches. "mean" averages floating-point leaves and sums others,
+      which count; "sum", "max" and "min" do so to all leaves; "stack" gives the leaves of all workers along a leading
+      axis, [P, …], or [P, accumulate, …].
+    model_state: what becomes of the model state of the workers, running statistics of BatchNorm say. "mean" averages
+      floating-point leaves over the workers in every step, and takes the largest of others, which count. With "worker"
+      each has its own: all leaves, also those of the first, have a leading axis of P workers.
+    accumulate: micro-batches that each worker's share is split into, one after the other, before one exchange of the
+      mean of their gradients.
+    donate: False keeps `params` and `state`, at the price of memory for both.
 
   Returns:
     A `TrainStep`.
 
   Raises:
-    ValueError: if the mesh has no such axis; when called, for a batch that P does not divide, a state of other sizes,
-      or one without a jaxsparse transform.
+    ValueError: if the mesh has no such axis, or an option is outside its choices; when called, for a batch that the
+      workers cannot share out, a state of other sizes or without a jaxsparse transform, arrays that were donated, or a
+      result that would differ between workers.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -125,7 +139,14 @@ def make_train_step(
     >>> float(jnp.abs(params - 1).max()) < 1e-3
     True
   """
-  return TrainStep(loss_fn, tx, mesh, axis, has_aux)
+  for option, value, choices in (
+    ("aux_reduce", aux_reduce, get_args(AuxReduce)),
+    ("model_state", model_state, get_args(ModelState)),
+  ):
+    if value not in choices:
+      raise ValueError(f"make_train_step: {option}={value!r}, choose one of {', '.join(map(repr, choices))}")
+  check_whole("make_train_step", 1, accumulate=accumulate)
+  return TrainStep(Worker(loss_fn, tx, has_aux, aux_reduce, model_state, accumulate), mesh, axis, donate)
 
 
 class TrainStep:
@@ -144,30 +165,26 @@ class TrainStep:
     True
   """
 
-  def __init__(
-    self,
-    loss_fn: Callable[..., Any],
-    tx: optax.GradientTransformation,
-    mesh: Mesh | Comm,
-    axis: AxisName,
-    has_aux: bool,
-  ):
+  def __init__(self, worker: Worker, mesh: Mesh | Comm, axis: AxisName, donate: bool):
     self._engine = engine_of(mesh, axis)
     self.workers = self._engine.workers
-    self._axis = axis
-    self._step = functools.partial(_worker_step, loss_fn, tx, self._engine.comm, has_aux)
+    self._axis, self._worker, self._donate = axis, worker, donate
     self._programs: dict[Any, tuple[Any, Any]] = {}
     self._average: Any = None
     self._last: Any = None
+    self._known: Any = None  # of the state that was returned last: it needs no check again
 
-  def __call__(self, params: optax.Params, state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
+  def __call__(
+    self, params: optax.Params, state: Any, batch: Any, *, rng: Any = None, model_state: Any = None, **extra: Any
+  ) -> tuple[Any, Any, StepMetrics]:
     """One step; see `make_train_step`."""
-    program, specs = self._program(state, batch)
-    arguments = self._engine.place((params, state, batch), specs)
+    given = Given(rng, model_state, extra)
+    program, specs = self._program(params, state, batch, given)
+    arguments = self._engine.place((params, state, batch, given), specs)
     if self._engine.waits:
       jax.block_until_ready(self._last)
     params, state, metrics = program(*arguments)
-    self._last = metrics.loss
+    self._last, self._known = metrics.loss, _identity(state)
     return params, state, metrics
 
   def synchronize(self, params: optax.Params, state: Any) -> tuple[Any, Any]:
@@ -182,55 +199,85 @@ class TrainStep:
       self._average = self._engine.jit(average, specs, specs)
     return self._average(params, state)
 
-  def lower(self, params: optax.Params, state: Any, batch: Any) -> jax.stages.Lowered:
-    """The step as `jax.stages.Lowered`, to look at its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
-    program, _ = self._program(state, batch)
-    return program.lower(params, state, batch)
+  def check(self, params: optax.Params, state: Any) -> None:
+    """Compares what the workers hold of parameters and state, for tests; every process must call.
 
-  def _program(self, state: Any, batch: Any) -> tuple[Any, Any]:
-    """The jitted step for this structure of the state, and the specs of its arguments."""
-    self._check(state, batch)
-    structure = jax.tree.structure(state)
+    Raises:
+      ValueError: naming the first array that should be the same on every worker and is not, and the workers.
+    """
+    specs = (PartitionSpec(), states.specs(state, self._axis))
+    replicas.check_replicas(self._engine, (params, state), specs, ("params", "state"))
+
+  def lower(
+    self, params: optax.Params, state: Any, batch: Any, *, rng: Any = None, model_state: Any = None, **extra: Any
+  ) -> jax.stages.Lowered:
+    """The step as `jax.stages.Lowered`, to look at its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
+    given = Given(rng, model_state, extra)
+    program, _ = self._program(params, state, batch, given)
+    return program.lower(params, state, batch, given)
+
+  def _program(self, params: optax.Params, state: Any, batch: Any, given: Given) -> tuple[Any, Any]:
+    """The jitted step for this structure of its arguments, and their specs."""
+    self._check(params, state, batch, given)
+    structure = jax.tree.structure((state, given))
     if structure not in self._programs:
       replicated, split, own = PartitionSpec(), PartitionSpec(self._axis), states.specs(state, self._axis)
-      in_specs, out_specs = (replicated, own, split), (replicated, own, replicated)
+      model_state = split if self._worker.model_state == "worker" else replicated
+      in_specs = (replicated, own, split, Given(replicated, model_state, dict.fromkeys(given.extra, replicated)))
+      same: Any = replicated
+      out_specs = (replicated, own, StepMetrics(same, same, same, model_state))
+      worker = functools.partial(self._worker.step, self._engine.comm)
+      checked = replication.checked(worker, in_specs, out_specs, self._engine.axis, _LIKELY_MISTAKES)
       options = compiler_options(self._engine.platform) if states.in_groups(state) else None
-      program = self._engine.jit(self._step, in_specs, out_specs, donate=(0, 1), options=options)
+      donated = (0, 1) if self._donate else ()
+      program = self._engine.jit(checked, in_specs, out_specs, donate=donated, options=options)
       self._programs[structure] = program, in_specs
     return self._programs[structure]
 
-  def _check(self, state: Any, batch: Any) -> None:
-    check_batch(batch, self._engine, self._axis)
+  def _check(self, params: optax.Params, state: Any, batch: Any, given: Given) -> None:
+    _check_alive({"params": params, "state": state, "batch": batch, "model_state": given.model_state})
+    check_batch(batch, self._engine, self._axis, self._worker.accumulate)
+    if self._worker.model_state == "worker":
+      self._check_rows(given.model_state)
+    if _identity(state) is not None and _identity(state) is self._known:
+      return
     nodes = states.reduce_states(state)
     if not nodes:
-      raise ValueError(
-        "the optimizer state holds no jaxsparse transform, so nothing would average the gradients of the workers: "
-        "start the chain with one, js.dense_transform for the plain average"
-      )
+      raise ValueError(states.why_none(state))
     for node in nodes:
       states.check_workers(node, self.workers, held=self._engine.held)
+    states.check_layout(state, self.workers)
+
+  def _check_rows(self, model_state: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+      if jnp.shape(leaf)[:1] != (self._engine.held,):
+        raise ValueError(
+          f"model_state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: with model_state='worker' each worker "
+          f"has its own, along a leading axis of {self._engine.held}"
+        )
 
 
-def _worker_step(
-  loss_fn: Callable[..., Any],
-  tx: optax.GradientTransformation,
-  comm: Comm,
-  has_aux: bool,
-  params: optax.Params,
-  state: Any,
-  batch: Any,
-) -> tuple[optax.Params, Any, StepMetrics]:
-  """One worker's step, mapped over all of them. The mean of loss and aux is its only message beside those of `tx`."""
-  inner, own = perworker.here(state, params) if isinstance(state, PerWorker) else (state, params)
-  value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(own, batch)
-  loss, aux = value if has_aux else (value, None)
-  updates, inner = tx.update(grads, inner, own)
-  if isinstance(state, PerWorker):
-    state = perworker.moved_on(state, updates, inner)
-    average = functools.partial(perworker.synchronized, comm)
-    params, state = jax.lax.cond(states.due(inner), average, lambda *same: same, params, state)
-  else:
-    params, state = optax.apply_updates(params, updates), inner
-  skipped = [node.counters.skipped[0] for node in states.reduce_states(inner)]
-  loss, aux = jax.tree.map(lambda x: comm.all_reduce(x) / comm.size, (loss, aux))
-  return params, state, StepMetrics(loss, jnp.any(jnp.array(skipped)), aux)
+_LIKELY_MISTAKES = {
+  "params": "no jaxsparse transform covers its gradient (optax.masked leaves what it masks as it is, here the gradient "
+  "of one worker). Give every leaf a transform, js.dense_transform for a plain average: optax.multi_transform({'sparse'"
+  ": js.spardl_transform(...), 'dense': js.dense_transform(...)}, labels); or freeze it with optax.set_to_zero()",
+  "state": "it is made of what one worker has before the jaxsparse transform averages it. Put that transform first in "
+  "its chain",
+  "metrics": "it is made of the data of one worker",
+}
+
+
+def _identity(state: Any) -> Any:
+  """An array that is of this state alone, and that a step passes on as a new one."""
+  nodes = states.reduce_states(state)
+  return nodes[0].layout.workers if nodes else None
+
+
+def _check_alive(trees: dict[str, Any]) -> None:
+  """Raises ValueError for arrays that an earlier step was given to overwrite: XLA would read freed memory."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+      raise ValueError(
+        f"{path[0].key}{jax.tree_util.keystr(path[1:])} was donated to an earlier step and is gone: go on with the "
+        "params and state that the step returned, copy what you want to keep, or give make_train_step donate=False"
+      )

@@ -10,8 +10,10 @@ import optax
 from jaxsparse import _compat, flatten, sparse
 from jaxsparse import state as states
 from jaxsparse.collectives import Collective, make_collective
-from jaxsparse.comm import AxisComm, comm_of
+from jaxsparse.comm import AxisComm, axes_of, comm_of
+from jaxsparse.replication import mark_gradients, mark_total
 from jaxsparse.state import ReduceState
+from jaxsparse.telemetry import accumulated
 from jaxsparse.types import Comm, Counters, Kept, Reduced, Sparse
 
 
@@ -54,7 +56,8 @@ def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax
   comm = comm_of(axis)
 
   def init(params: optax.Params) -> ReduceState:
-    return init_state(collective.for_leaves(flatten.sizes(params)), flatten.count(params), comm.size)
+    state = init_state(collective.for_leaves(flatten.sizes(params)), flatten.count(params), comm.size)
+    return state._replace(layout=mark_total(state.layout, axes_of(comm)))
 
   def update(
     updates: optax.Updates, state: ReduceState, params: optax.Params | None = None
@@ -63,10 +66,10 @@ def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax
     grads, unflatten = flatten.flatten(updates)
     states.check_workers(state, comm.size)
     states.check_entries(state, grads.size)
-    check_local(comm, grads)
+    check_local(comm, updates)
     own = collective.for_leaves(flatten.sizes(updates))
     states.check_kind(state, functools.partial(own.init, grads.size, comm.size), own.name)
-    mean, state = reduce_step(own, comm, grads, state, divisor=comm.size)
+    mean, state = reduce_step(own, comm, mark_gradients(grads, axes_of(comm)), state, divisor=comm.size)
     return unflatten(mean), state
 
   return optax.GradientTransformation(init, update)
@@ -74,7 +77,7 @@ def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax
 
 def init_state(collective: Collective, n: int, size: int) -> ReduceState:
   """The state of one of `size` workers before the first step."""
-  return ReduceState(collective.init(n, size), Counters.zeros())
+  return ReduceState(collective.init(n, size), Counters.zeros(), states.Layout.of(size, n))
 
 
 def reduce_step(
@@ -86,13 +89,27 @@ def reduce_step(
   see it without an extra message, return a total of zeros and keep what they carried: the step is skipped.
   """
   reduced = collective.reduce(comm, grads, state.carried)
-  return applied(reduced, is_finite(reduced), grads, state, divisor)
+  update, after = applied(reduced, is_finite(comm, reduced), grads, state, divisor)
+  return marked(collective, comm, update), finished(comm, after)
 
 
-def is_finite(reduced: Reduced) -> jax.Array:
+def marked(collective: Collective, comm: Comm, update: jax.Array) -> jax.Array:
+  """f32[n] `update`, marked as the same on every worker where Law R makes it so."""
+  return mark_total(update, axes_of(comm)) if collective.replicates else update
+
+
+def finished(comm: Comm, state: ReduceState) -> ReduceState:
+  """The state at the end of a step: words are added up, and what workers share is marked."""
+  shared, due = mark_total((state.carried.shared, state.carried.due), axes_of(comm))
+  carried = state.carried._replace(shared=shared, due=due)
+  return state._replace(carried=carried, counters=accumulated(state.counters))
+
+
+def is_finite(comm: Comm, reduced: Reduced) -> jax.Array:
   """Whether the total has neither NaN nor Inf, bool[], the same at every worker."""
   total = reduced.total
-  return jnp.isfinite(total.values if isinstance(total, Sparse) else total).all()
+  finite = jnp.isfinite(total.values if isinstance(total, Sparse) else total).all()
+  return mark_total(finite, axes_of(comm))
 
 
 def applied(
@@ -102,7 +119,13 @@ def applied(
   total, carried, counters = reduced
   skipped_steps = state.counters.skipped_steps + (~finite).astype(jnp.int32)
   density = jnp.asarray(counters.delivered, jnp.float32) / grads.size
-  counters = counters._replace(density=density, skipped=~finite, skipped_steps=skipped_steps)
+  counters = counters._replace(
+    density=density,
+    skipped=~finite,
+    skipped_steps=skipped_steps,
+    total_words=state.counters.total_words,
+    total_wraps=state.counters.total_wraps,
+  )
   counters = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype).reshape(1), counters, state.counters)
   keep = lambda new, old: jnp.where(finite, new, old)
   if isinstance(carried.residual, Kept):
@@ -117,8 +140,10 @@ def applied(
     carried, zero = jax.tree.map(keep, carried, state.carried), jnp.zeros(())
   if isinstance(total, Sparse):
     values = jnp.where(finite, total.values, 0.0) / divisor
-    return sparse.put(jnp.full_like(grads, zero), total.indices, values), ReduceState(carried, counters)
-  return jnp.where(finite, total, 0.0) / divisor, ReduceState(carried, counters)
+    update = sparse.put(jnp.full_like(grads, zero), total.indices, values)
+  else:
+    update = jnp.where(finite, total, 0.0) / divisor
+  return update, state._replace(carried=carried, counters=counters)
 
 
 def _written(kept: Kept, finite: jax.Array) -> jax.Array:
@@ -129,10 +154,23 @@ def _written(kept: Kept, finite: jax.Array) -> jax.Array:
   return residual
 
 
-def check_local(comm: Comm, grads: jax.Array) -> None:
-  """Under check_vma=True JAX sums the gradients of replicated parameters by itself: they are not local any more."""
-  if isinstance(comm, AxisComm) and _compat.is_summed_over(comm.axis, grads):
+def check_local(comm: Comm, grads: optax.Updates) -> None:
+  """Checks that gradients are those of one worker, as far as it shows; raises ValueError if they are not.
+
+  Under check_vma=True JAX sums the gradients of replicated parameters by itself, and types say so. Otherwise the last
+  operations of the trace show a psum or pmean of the user's own.
+  """
+  if not isinstance(comm, AxisComm):
+    return
+  leaves = jax.tree_util.tree_leaves_with_path(grads)
+  if all(_compat.is_summed_over(comm.axis, leaf) for _, leaf in leaves):
     raise ValueError(
       f"the gradients are already summed over {comm.axis!r}: jaxsparse takes the local gradients of one worker, so "
       "give jax.shard_map check_vma=False (js.make_train_step does)"
     )
+  for path, leaf in leaves:
+    if _compat.is_psum(leaf, comm.axis):
+      raise ValueError(
+        f"gradients{jax.tree_util.keystr(path)} is summed or averaged over {comm.axis!r} already: jaxsparse takes the "
+        "local gradients of one worker, leave out the pmean or psum"
+      )

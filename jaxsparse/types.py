@@ -103,6 +103,8 @@ class Counters(NamedTuple):
     threshold_age: steps since a reused threshold was exact.
     skipped: whether this step saw NaN or Inf and was skipped on every worker.
     skipped_steps: how many steps have been skipped since the state was made.
+    total_words: words sent since the state was made, modulo 2³².
+    total_wraps: how often `total_words` has passed 2³².
 
   Example:
     >>> import jaxsparse as js
@@ -122,13 +124,16 @@ class Counters(NamedTuple):
   threshold_age: Any = 0
   skipped: Any = False
   skipped_steps: Any = 0
+  total_words: Any = 0
+  total_wraps: Any = 0
 
   @classmethod
   def zeros(cls) -> Self:
     """Counters of a worker before its first step, one entry each: the leading axis is the worker's."""
     dtypes = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}
     zeros = {name: jnp.zeros(1, dtypes[type(value)]) for name, value in cls._field_defaults.items()}
-    return cls(**zeros | {name: jnp.zeros(1, jnp.uint32) for name in ("words_sent", "words_used")})
+    words = ("words_sent", "words_used", "total_words", "total_wraps")
+    return cls(**zeros | {name: jnp.zeros(1, jnp.uint32) for name in words})
 
 
 class Kept(NamedTuple):

@@ -1,5 +1,7 @@
 """The verbs, on a mesh of forced host devices and under vmap: the same answers."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,11 +132,29 @@ def test_pack_is_undone_by_unpack(dtype, shape):
   jax.tree.map(np.testing.assert_array_equal, unpack(words, tree), tree)
 
 
-def test_tuple_of_axes_is_one_row_of_workers():
-  mesh = jax.make_mesh((2, 3), ("hosts", "devices"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  both = ("hosts", "devices")
-  program = _compat.shard_map(lambda x: AxisComm(both).shift(x, 1), mesh, P(both), P(both))
-  np.testing.assert_array_equal(jax.jit(program)(jnp.arange(6.0)), [5, 0, 1, 2, 3, 4])
+@pytest.mark.parametrize("axis", list(itertools.permutations(["hosts", "devices"])), ids="-".join)
+@pytest.mark.parametrize("shape", [{"hosts": 3, "devices": 2}, {"devices": 2, "other": 2, "hosts": 3}], ids="-".join)
+def test_a_tuple_of_axes_is_one_row_of_workers_in_its_own_order(axis, shape):
+  """`axis_index` counts in the order of the tuple, `ppermute` in that of the mesh: the verbs count in the tuple's."""
+  mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+
+  def verbs(x):
+    comm = AxisComm(axis)
+    team, member = comm.split(2)
+    sums = team.all_reduce(x), member.all_reduce(x)
+    return comm.rank[None], comm.shift(x, 1), comm.permute(x, [(0, 4), (4, 5)]), team.shift(x, 1), *sums
+
+  got = jax.jit(_compat.shard_map(verbs, mesh, P(axis), P(axis)))(jnp.arange(6.0))
+  expected = [
+    [0, 1, 2, 3, 4, 5],
+    [5, 0, 1, 2, 3, 4],
+    [0, 0, 0, 0, 0, 4],
+    [2, 0, 1, 5, 3, 4],
+    [3, 3, 3, 12, 12, 12],
+    [3, 5, 7, 3, 5, 7],
+  ]
+  for found, wanted in zip(got, expected, strict=True):
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_comm_of():

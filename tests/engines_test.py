@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 import jaxsparse as js
 from jaxsparse import launch, simulation
-from jaxsparse import state as states
 from jaxsparse.costs import counting
 from jaxsparse.engine import engine_of
+from jaxsparse.telemetry import summary
 from tests.cases import CASES, normals
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
@@ -47,7 +47,7 @@ def expected(cases, workers, engine):
       total, state = simulation.reduce_all(collective, jnp.asarray(step), state)
       totals.append(total)
       residuals.append(np.zeros_like(step) if state.carried.residual is None else state.carried.residual)
-    words = states.summary(state.carried, jax.tree.map(jnp.ravel, state.counters)).words_sent
+    words = summary([state._replace(counters=jax.tree.map(jnp.ravel, state.counters))]).words_sent
     found = {"grads": grads, "totals": totals, "residuals": residuals, "words": words}
     data |= {f"{number}/{name}": np.asarray(value) for name, value in found.items()}
   return data

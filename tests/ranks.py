@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 import jaxsparse as js
-from jaxsparse import launch, timing
-from jaxsparse.engine import engine_of
+from jaxsparse import launch
+from jaxsparse.engine import engine_of, here
 from jaxsparse.training import started
 from jaxsparse.transform import init_state, reduce_step
 
@@ -73,7 +73,7 @@ def training(engine_name: str, file: str) -> None:
   for _ in range(5):
     params, state, metrics = step(params, state, mine)
   if rank == 0:
-    out = {name: local(leaf).tolist() for name, leaf in params.items()} | {"loss": float(timing.here(metrics.loss))}
+    out = {name: local(leaf).tolist() for name, leaf in params.items()} | {"loss": float(here(metrics.loss))}
     pathlib.Path(file).with_suffix(".json").write_text(json.dumps(out))
 
 

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse import _compat, perworker
+from jaxsparse import _compat, perworker, telemetry
+from jaxsparse import state as states
 from jaxsparse.transform import init_state
 from tests.cases import CASES, mesh_of, normals
 
@@ -248,10 +249,39 @@ def test_a_state_made_eagerly_can_be_donated(case):
   assert len(set(pointers)) == len(pointers)
 
 
-def test_metrics_reads_exactly_one_transform():
+def test_metrics_of_one_transform_and_of_none():
   state = js.init(optax.chain(js.dense_transform("workers"), optax.adam(0.1)), params_of(), mesh_of(WORKERS))
   assert not js.metrics(state).skipped
+  assert js.metrics(state).parts == ()
   with pytest.raises(ValueError, match="holds 0 jaxsparse transforms"):
     js.metrics(state[1])
-  with pytest.raises(ValueError, match="holds 2 jaxsparse transforms"):
-    js.metrics((state, state))
+
+
+def test_metrics_of_two_transforms_are_per_label_and_in_all():
+  labels = {"w": "sparse", "b": "dense", "none": "dense"}
+  transforms = {"sparse": js.spardl_transform("workers", k=3), "dense": js.dense_transform("workers")}
+  tx = optax.multi_transform(transforms, labels)
+  state = js.init(tx, params_of(), mesh_of(WORKERS))
+  update = updater(tx, state)
+  for step in range(3):
+    _, state = update(grads_of(step), state)
+  found = js.metrics(state)
+  assert set(found.parts) == {"sparse", "dense"}
+  sparse, dense = found.parts["sparse"], found.parts["dense"]
+  for name in ("words_sent", "words_used", "selected", "delivered", "total_words"):
+    assert float(getattr(found, name)) == float(getattr(sparse, name)) + float(getattr(dense, name)), name
+  assert float(found.density) == pytest.approx(float(found.delivered) / 15)
+  assert float(found.residual_norm) == pytest.approx(float(sparse.residual_norm))
+  assert float(found.total_words) == 3 * float(found.words_sent)
+  flat = found.as_dict()
+  assert all(type(value) is float for value in flat.values())
+  assert flat["total_bytes"] == 4 * flat["total_words"] == 12 * flat["words_sent"]
+  assert flat["sparse/words_sent"] + flat["dense/words_sent"] == flat["words_sent"]
+
+
+def test_words_of_all_steps_are_counted_beyond_32_bits():
+  counters = js.Counters.zeros()._replace(words_sent=jnp.array([3_000_000_000], jnp.uint32))
+  for _ in range(3):
+    counters = telemetry.accumulated(counters)
+  state = js.ReduceState(js.State(), counters, states.Layout.of(1, 10))
+  assert float(js.metrics(state).total_words) == np.float32(9e9)

@@ -18,7 +18,7 @@ from jaxsparse import timing
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective
 from jaxsparse.costs.counting import all_reduce_cost, count_agreements, predict, reduces, schedule
-from jaxsparse.engine import Engine, engine_of
+from jaxsparse.engine import Engine, engine_of, rows_of
 from jaxsparse.simulation import simulate
 from jaxsparse.types import Comm
 
@@ -228,7 +228,7 @@ class _Measure:
 
   def most(self, values: np.ndarray) -> np.ndarray:
     """The largest of what the processes have at each place of f32[m]."""
-    rows = timing.rows_of(self.engine, lambda x: x[0], (self._split,))
+    rows = rows_of(self.engine, lambda x: x[0], (self._split,))
     return rows(self.engine.spread(values)).max(0)
 
   def _median(self, program: Callable, *arguments: Any) -> float:

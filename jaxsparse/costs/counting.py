@@ -11,9 +11,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import PartitionSpec
 
-from jaxsparse import _compat, routes
+from jaxsparse import routes
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import AxisComm
 from jaxsparse.transform import init_state, reduce_step
@@ -89,9 +88,8 @@ def schedule(collective: Collective, n: int, workers: int) -> core.Jaxpr:
   def worker(grads: jax.Array) -> jax.Array:
     return reduce_step(collective, AxisComm(_AXIS), grads, init_state(collective, n, workers))[0]
 
-  mesh, spec = _compat.abstract_mesh(_AXIS, workers), PartitionSpec(_AXIS)
-  program = _compat.shard_map(worker, mesh, in_specs=spec, out_specs=spec)
-  return jax.make_jaxpr(program)(jax.ShapeDtypeStruct((workers * n,), jnp.float32)).jaxpr
+  traced = jax.make_jaxpr(worker, axis_env=[(_AXIS, workers)])
+  return traced(jax.ShapeDtypeStruct((n,), jnp.float32)).jaxpr
 
 
 def count_jaxpr(jaxpr: core.Jaxpr, workers: int, branch: Branch = "most") -> Cost:

@@ -28,14 +28,15 @@ from jaxsparse import flatten, sparse
 from jaxsparse import state as states
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, SparseCollective, make_collective
-from jaxsparse.comm import comm_of
+from jaxsparse.comm import axes_of, comm_of
 from jaxsparse.costs import collective_of
 from jaxsparse.overlap.plans import Plan
+from jaxsparse.replication import mark_gradients, mark_total
 from jaxsparse.state import ReduceState
-from jaxsparse.transform import applied, check_local, is_finite
+from jaxsparse.telemetry import of_all
+from jaxsparse.transform import applied, check_local, finished, is_finite, marked
 from jaxsparse.types import Comm, Counters, Reduced, Reduction, State, Tree
 
-_SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over groups; of the rest the largest
 _WORD = 4  # bytes of an entry
 
 
@@ -96,9 +97,9 @@ def bucketed_transform(
   def init(params: optax.Params) -> ReduceState:
     flatten.count(params)
     buckets = _buckets(params, plan, order, kinds)
-    return ReduceState(
-      _together([bucket.collective.init(bucket.entries, comm.size) for bucket in buckets]), Counters.zeros()
-    )
+    carried = _together([bucket.collective.init(bucket.entries, comm.size) for bucket in buckets])
+    layout = mark_total(states.Layout.of(comm.size, flatten.count(params)), axes_of(comm))
+    return ReduceState(carried, Counters.zeros(), layout)
 
   def update(
     updates: optax.Updates, state: ReduceState, params: optax.Params | None = None
@@ -109,17 +110,18 @@ def bucketed_transform(
     parts = _apart(state, buckets, comm.size)
     leaves, structure = jax.tree.flatten(updates)
     flat = [flatten.flatten([leaves[leaf] for leaf in bucket.leaves]) for bucket in buckets]
-    for grads, _ in flat:
-      check_local(comm, grads)
-    reduced, finite = _sent(comm, buckets, [grads for grads, _ in flat], [part.carried for part in parts])
+    check_local(comm, updates)
+    local = [mark_gradients(grads, axes_of(comm)) for grads, _ in flat]
+    reduced, finite = _sent(comm, buckets, local, [part.carried for part in parts])
     after = []
     for bucket, one, part, (grads, unflatten) in zip(buckets, reduced, parts, flat, strict=True):
       mean, following = applied(one, finite, grads, part, divisor=comm.size)
       after.append(following)
-      for leaf, new in zip(bucket.leaves, unflatten(mean), strict=True):
+      for leaf, new in zip(bucket.leaves, unflatten(marked(bucket.collective, comm, mean)), strict=True):
         leaves[leaf] = new
-    carried, counters = _together([part.carried for part in after]), _counted([part.counters for part in after], n)
-    return jax.tree.unflatten(structure, leaves), ReduceState(carried, counters)
+    carried, counters = _together([part.carried for part in after]), of_all([part.counters for part in after], n)
+    state = finished(comm, state._replace(carried=carried, counters=counters))
+    return jax.tree.unflatten(structure, leaves), state
 
   return optax.GradientTransformation(init, update)
 
@@ -294,7 +296,7 @@ def _sent(
     before = [done[bucket.after], *ends[bucket.behind : number]] if bucket.after or bucket.behind < number else []
     waiting = _Waiting(comm, jnp.array(before).min()) if before else comm
     reduced.append(bucket.collective.reduce(waiting, flat, state))
-    finite.append(is_finite(reduced[-1]))  # reads all of the total, so all that was sent
+    finite.append(is_finite(comm, reduced[-1]))  # reads all of the total, so all that was sent
     ends.append(sparse.after(finite[-1], jnp.int32(0)))
     done.append(jnp.minimum(done[-1], ends[-1]))
   return reduced, jnp.array(finite).all()
@@ -312,17 +314,9 @@ def _apart(state: ReduceState, buckets: Sequence[_Bucket], workers: int) -> list
     raise ValueError(
       f"the optimizer state is not one of {len(buckets)} groups: make a new one with js.init for this plan"
     )
-  parts = [ReduceState(State(*one), state.counters) for one in zip(*carried[:3], strict=True)]
+  parts = [state._replace(carried=State(*one)) for one in zip(*carried[:3], strict=True)]
   for number, (part, bucket) in enumerate(zip(parts, buckets, strict=True)):
     states.check_entries(part, bucket.entries)
     start = functools.partial(bucket.collective.init, bucket.entries, workers)
     states.check_kind(part, start, f"group {number} with {bucket.collective.name}")
   return parts
-
-
-def _counted(counters: Sequence[Counters], n: int) -> Counters:
-  """Counters of the whole step of n entries."""
-  over = lambda name: sum if name in _SUMMED else lambda values: jnp.stack(values).max(0)
-  columns = {name: [getattr(one, name) for one in counters] for name in Counters._fields}
-  whole = Counters(**{name: over(name)(values) for name, values in columns.items()})
-  return whole._replace(density=whole.delivered.astype(jnp.float32) / n)

@@ -1,0 +1,105 @@
+"""Comparison of values that must be the same on every worker: parameters before training, replicas on demand.
+
+`replication` shows before a program runs that nothing makes workers differ; this shows that they do not differ now.
+Workers exchange checksums, so that every process finds the same difference and none waits for another.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxsparse.comm import pack
+from jaxsparse.engine import Engine, here, rows_of
+
+
+def check_parameters(engine: Engine, params: Any) -> None:
+  """Checks that all processes of an engine give the same parameters; every one of them must call.
+
+  Raises:
+    ValueError: naming the first leaf that differs and the processes, on every process.
+  """
+  if engine.processes == 1:
+    return
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  shapes = [(jax.tree_util.keystr(path), jnp.shape(leaf), str(jnp.result_type(leaf))) for path, leaf in leaves]
+  sums = [zlib.crc32(_bytes(leaf)) for _, leaf in leaves]
+  # Of a fixed size, so that processes with other leaves exchange it too.
+  shape, values = _of_all(engine, [zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(sums).encode())]).T
+  if (others := np.flatnonzero(shape != shape[0])).size:
+    raise ValueError(
+      f"params: the parameters of {_workers(others)} have other names, shapes or dtypes than those of worker 0; here "
+      f"they are {shapes}. Every process must give the same"
+    )
+  if np.all(values == values[0]):
+    return
+  rows = _of_all(engine, sums)
+  number = int(np.flatnonzero(np.any(rows != rows[0], axis=0))[0])
+  others = np.flatnonzero(rows[:, number] != rows[0, number])
+  raise ValueError(
+    f"params{shapes[number][0]} differs between processes: {_workers(others)} and worker 0 give other values. Make "
+    "parameters from the same seed on every process, not from jax.process_index()"
+  )
+
+
+def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], names: Sequence[str]) -> None:
+  """Checks that the leaves of an empty spec are the same, bit for bit, on all workers; every process must call.
+
+  Args:
+    engine: of the workers.
+    trees: pytrees of arrays.
+    specs: the specs of each, a prefix.
+    names: of each, for the error.
+
+  Raises:
+    ValueError: naming the first leaf that differs and the workers, on every process.
+  """
+  is_spec = lambda x: isinstance(x, PartitionSpec)
+  every = jax.tree.broadcast(tuple(specs), tuple(trees), is_leaf=is_spec)
+  split = [bool(spec) for spec in jax.tree.leaves(every, is_leaf=is_spec)]
+  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tuple(trees))]
+  same = [path for path, is_split in zip(paths, split, strict=True) if not is_split]
+
+  def checksums(*trees: Any) -> jax.Array:
+    leaves = [leaf for leaf, is_split in zip(jax.tree.leaves(trees), split, strict=True) if not is_split]
+    return jnp.array([_checksum(leaf) for leaf in leaves])
+
+  rows = rows_of(engine, checksums, tuple(specs))(*engine.place(tuple(trees), tuple(specs)))
+  differing = np.any(rows != rows[0], axis=0)
+  if differing.any():
+    number = int(np.flatnonzero(differing)[0])
+    leaf = names[same[number][0].idx] + jax.tree_util.keystr(same[number][1:])
+    others = np.flatnonzero(rows[:, number] != rows[0, number])
+    raise ValueError(
+      f"{leaf} and {differing.sum() - 1} other of {len(same)} arrays that should be the same on every worker are not: "
+      f"{_workers(others)} and worker 0 hold other values"
+    )
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+  """u32[]: each word times an odd number of its own, so that no single change is missed."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  words = pack(x)
+  return jnp.sum(words * (2 * jnp.arange(words.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+
+
+def _of_all(engine: Engine, checksums: Sequence[int]) -> np.ndarray:
+  """u32[P, …] of the checksums that the process of each worker gives."""
+  row = np.array(checksums, np.uint32)
+  return rows_of(engine, lambda x: x[0], (PartitionSpec(engine.axis),))(engine.spread(row))
+
+
+def _bytes(leaf: Any) -> memoryview:
+  """What this process holds of a leaf, as bytes."""
+  if isinstance(leaf, jax.Array):
+    leaf = here(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+  return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
+
+
+def _workers(numbers: np.ndarray) -> str:
+  return ("worker " if numbers.size == 1 else "workers ") + ", ".join(map(str, numbers))

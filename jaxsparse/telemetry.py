@@ -1,0 +1,172 @@
+"""What a run has communicated, read from its optax state: `js.metrics`."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse import _compat, perworker
+from jaxsparse._compat import AxisName
+from jaxsparse.comm import comm_of
+from jaxsparse.perworker import PerWorker
+from jaxsparse.state import ReduceState, check_layout, labelled
+from jaxsparse.types import Comm, Counters
+
+_SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over transforms; of the rest the largest
+
+# How the counters of workers become one number.
+_OVER_WORKERS: dict[str, Literal["sum", "max", "mean"]] = {
+  "words_used": "mean",
+  "selected": "mean",
+  "overflow": "sum",
+}
+
+
+class Metrics(NamedTuple):
+  """What the last step did, over all workers.
+
+  Attributes:
+    words_sent: 4-byte words sent by the worker that sent most.
+    words_used: words that carried an entry, mean over workers.
+    selected: entries that a worker chose to send, mean over workers.
+    delivered: entries of the total that are not left out.
+    density: the same as a share of all entries.
+    overflow: entries that found no room in a message and stayed in a residual, all workers together.
+    imbalance: entries of the fullest worker over the mean, before they are balanced (Ok-Topk).
+    balanced: the same afterwards.
+    merged: different indices in the fullest block after the sum over teams (SparDL's B-SAG).
+    threshold_age: steps since a reused threshold was exact.
+    skipped: whether the step met NaN or Inf and was skipped by every worker.
+    skipped_steps: how many steps have been skipped so far.
+    residual_norm: ℓ₂ norm of all residuals together, the mass not yet delivered.
+    total_words: 4-byte words sent since the state was made, by the worker that sent most; rounded to float32.
+    drift: how far the parameters of the workers are apart (root mean square of the ℓ₂ distance to their mean), for a
+      collective whose totals differ; 0 right after they were averaged.
+    parts: where a state holds several jaxsparse transforms, the `Metrics` of each by its label (that of
+      `optax.multi_transform`, else its place in the state), and the rest is over all of them; else empty.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> js.simulate("spardl", jnp.array([[3.0, 4.0, 5.0]]), k=1).metrics.residual_norm
+    Array(5., dtype=float32)
+  """
+
+  words_sent: jax.Array
+  words_used: jax.Array
+  selected: jax.Array
+  delivered: jax.Array
+  density: jax.Array
+  overflow: jax.Array
+  imbalance: jax.Array
+  balanced: jax.Array
+  merged: jax.Array
+  threshold_age: jax.Array
+  skipped: jax.Array
+  skipped_steps: jax.Array
+  residual_norm: jax.Array
+  total_words: jax.Array
+  drift: jax.Array
+  parts: Any = ()
+
+  def as_dict(self) -> dict[str, float]:
+    """The same as Python floats, bytes too, and of several transforms as "label/name": for a logger.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxsparse as js
+      >>> found = js.simulate("spardl", jnp.array([[3.0, 4.0, 5.0]]), k=1).metrics.as_dict()
+      >>> found["residual_norm"], found["bytes_sent"]
+      (5.0, 0.0)
+      >>> for name, value in found.items():  # tensorboardX, torch.utils.tensorboard
+      ...   writer.add_scalar(f"jaxsparse/{name}", value, global_step=1)  # doctest: +SKIP
+    """
+    own = {name: float(value) for name, value in zip(self._fields, self, strict=True) if name != "parts"}
+    own |= {"bytes_sent": 4 * own["words_sent"], "total_bytes": 4 * own["total_words"]}
+    parts = [(f"{label}/{name}", x) for label, part in dict(self.parts).items() for name, x in part.as_dict().items()]
+    return own | dict(parts)
+
+
+def metrics(state: Any, over: AxisName | Comm | None = None) -> Metrics:
+  """Reads the metrics of the last step from an optax state.
+
+  The residual norm is computed here, when it is read, and not in every step: it would cost a pass over the residual.
+
+  Args:
+    state: an optax state, of a chain too. Outside shard_map it is that of all workers; where these belong to several
+      processes, every process must call.
+    over: where `state` is that of one worker, inside shard_map and under MPI, the axis or comm of all of them; every
+      worker must call then. None reads what `state` holds.
+
+  Raises:
+    ValueError: if the state holds no jaxsparse transform.
+    RuntimeError: if other processes hold a part of the state and one of them does not call within 30 s.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> tx = js.spardl_transform("workers", density=0.5)
+    >>> js.metrics(js.init(tx, jnp.zeros(8), mesh, axis="workers")).residual_norm
+    Array(0., dtype=float32)
+  """
+  found = labelled(state)
+  if not found:
+    raise ValueError("metrics: the state holds 0 jaxsparse transforms, give one that js.init made or a step returned")
+  check_layout(state)
+  if over is None:
+    _compat.wait_for_processes(state, "js.metrics")
+  comm = None if over is None else comm_of(over)
+  apart = perworker.drift(state, comm) if isinstance(state, PerWorker) else jnp.zeros(())
+  parts = {label: summary([node], comm) for label, node in found.items()} if len(found) > 1 else ()
+  return summary(list(found.values()), comm)._replace(drift=apart, parts=parts)
+
+
+def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
+  """Metrics of transforms together, over the workers whose counters and residuals are here, or all those of a comm."""
+
+  def over_workers(x: jax.Array, op: Literal["sum", "max", "mean"]) -> jax.Array:
+    if op == "mean":
+      x = x.astype(jnp.float32)
+    x = getattr(jnp, op)(x)
+    if comm is None:
+      return x
+    return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
+
+  entries = sum((node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.zeros(()))
+  counters = of_all([node.counters for node in nodes], entries)._asdict()
+  words = sum((_total_words(node.counters) for node in nodes), jnp.zeros(()))
+  read = {
+    name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in counters.items() if name in Metrics._fields
+  }
+  residuals = [node.carried.residual for node in nodes]
+  squares = [over_workers(residual**2, "sum") for residual in jax.tree.leaves(residuals)]
+  return Metrics(
+    **read
+    | {
+      "skipped": over_workers(counters["skipped"].astype(jnp.int32), "max") > 0,
+      "total_words": over_workers(words, "max"),
+      "residual_norm": jnp.sqrt(sum(squares, jnp.zeros(()))),
+      "drift": jnp.zeros(()),
+    }
+  )
+
+
+def of_all(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
+  """The counters of several transforms or communications as those of one step of n entries."""
+  if len(counters) == 1:
+    return counters[0]
+  over = lambda name: sum if name in _SUMMED else lambda values: jnp.stack(values).max(0)
+  columns = {name: [getattr(one, name) for one in counters] for name in Counters._fields}
+  whole = Counters(**{name: over(name)(values) for name, values in columns.items()})
+  return whole._replace(density=whole.delivered.astype(jnp.float32) / n)
+
+
+def accumulated(counters: Counters) -> Counters:
+  """`counters` of a step with its words added to those of all steps: two words of 32 bits, which do not overflow."""
+  total = counters.total_words + counters.words_sent
+  wraps = counters.total_wraps + (total < counters.words_sent).astype(jnp.uint32)
+  return counters._replace(total_words=total, total_wraps=wraps)
+
+
+def _total_words(counters: Counters) -> jax.Array:
+  """Words sent since the state was made, f32 of each worker."""
+  return counters.total_wraps.astype(jnp.float32) * 2.0**32 + counters.total_words.astype(jnp.float32)

@@ -1,0 +1,184 @@
+"""What one worker does in a training step: its loss and gradients, the update, what it reports.
+
+`training` maps this over the workers of an engine.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse import perworker
+from jaxsparse import state as states
+from jaxsparse.comm import all_gather, axes_of, in_rank_order
+from jaxsparse.perworker import PerWorker
+from jaxsparse.replication import mark_total
+from jaxsparse.types import Comm
+
+AuxReduce = Literal["mean", "sum", "max", "min", "stack"]
+ModelState = Literal["mean", "worker"]
+
+
+class StepMetrics(NamedTuple):
+  """What a training step reports; `js.metrics(state)` has what it communicated.
+
+  Attributes:
+    loss: f32[], mean of the loss over the workers.
+    skipped: bool[], whether the step met NaN or Inf and was skipped by every worker.
+    aux: what `loss_fn` returned beside the loss, reduced over the workers; None without `has_aux`.
+    model_state: the next one, for the next step; None without one.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> js.StepMetrics(loss=jnp.float32(0.5), skipped=jnp.bool_(False)).aux is None
+    True
+  """
+
+  loss: jax.Array
+  skipped: jax.Array
+  aux: Any = None
+  model_state: Any = None
+
+
+class Worker(NamedTuple):
+  """What each worker does in a step; the fields are the arguments of `make_train_step`."""
+
+  loss_fn: Callable[..., Any]
+  tx: optax.GradientTransformation
+  has_aux: bool
+  aux_reduce: AuxReduce
+  model_state: ModelState
+  accumulate: int
+
+  def step(
+    self, comm: Comm, params: optax.Params, state: Any, batch: Any, given: "Given"
+  ) -> tuple[optax.Params, Any, StepMetrics]:
+    """One worker's step. Loss, aux and model state are its only messages beside those of `tx`."""
+    inner, own = perworker.here(state, params) if isinstance(state, PerWorker) else (state, params)
+    loss, grads, model_state, aux = _gradients(self, comm, own, batch, given)
+    loss = comm.all_reduce(loss) / comm.size
+    extra = {"value": loss} | given.extra
+    updates, inner = optax.with_extra_args_support(self.tx).update(grads, inner, own, **extra)
+    if isinstance(state, PerWorker):
+      state = perworker.moved_on(state, updates, inner)
+      average = functools.partial(perworker.synchronized, comm)
+      params, state = jax.lax.cond(states.due(inner), average, lambda *same: same, params, state)
+    else:
+      params, state = optax.apply_updates(params, updates), inner
+    skipped = jnp.any(jnp.array([node.counters.skipped[0] for node in states.reduce_states(inner)]))
+    keep = functools.partial(jnp.where, skipped)  # statistics of a batch with NaN would be NaN for good
+    model_state = jax.tree.map(keep, given.model_state, _next_model_state(self, comm, model_state))
+    return params, state, StepMetrics(loss, skipped, _over_workers(comm, aux, self.aux_reduce), model_state)
+
+
+class Given(NamedTuple):
+  """What a step may be given beside the batch; None, or empty, where it is not."""
+
+  rng: Any
+  model_state: Any
+  extra: dict[str, Any]
+
+
+def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, given: Given) -> tuple[Any, ...]:
+  """(loss, gradients, model state, aux) of one worker's share of the batch."""
+  model_state = given.model_state
+  if worker.model_state == "worker":
+    model_state = jax.tree.map(lambda x: x[0], model_state)
+  key = None if given.rng is None else jax.random.fold_in(given.rng, comm.rank)
+
+  def of_part(batch: Any, key: Any, model_state: Any) -> tuple[Any, ...]:
+    named = {"rng": key, "model_state": model_state}
+    named = {name: value for name, value in named.items() if value is not None}
+
+    def loss_fn(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
+      wanted = ["loss", *["model_state"] * (model_state is not None), *["aux"] * worker.has_aux]
+      found = worker.loss_fn(params, batch, **named)
+      if len(wanted) == 1:
+        found = (found,)
+      if not isinstance(found, tuple) or len(found) != len(wanted):
+        raise ValueError(f"loss_fn returned {jax.tree.structure(found)}, it should return ({', '.join(wanted)})")
+      parts = dict(zip(wanted, found, strict=True))
+      return parts["loss"], (parts.get("model_state"), parts.get("aux"))
+
+    (loss, (after, aux)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    return loss, grads, after, aux
+
+  if worker.accumulate == 1:
+    return of_part(batch, key, model_state)
+  return _accumulated(worker, of_part, batch, key, model_state, params)
+
+
+def _accumulated(
+  worker: Worker, of_part: Callable, batch: Any, key: Any, model_state: Any, params: optax.Params
+) -> tuple[Any, ...]:
+  """The same over micro-batches: means in float32, model states one after the other, aux reduced."""
+  parts = jax.tree.map(lambda x: x.reshape(worker.accumulate, -1, *x.shape[1:]), batch)
+
+  def one(carry: Any, part: Any) -> tuple[Any, Any]:
+    total, model_state = carry
+    number, batch = part
+    own = None if key is None else jax.random.fold_in(key, number)
+    loss, grads, model_state, aux = of_part(batch, own, model_state)
+    total = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, (loss, grads))
+    return (total, model_state), aux
+
+  zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), (jnp.zeros(()), params))
+  numbers = jnp.arange(worker.accumulate, dtype=jnp.int32)
+  ((loss, grads), model_state), aux = jax.lax.scan(one, (zeros, model_state), (numbers, parts))
+  grads = jax.tree.map(lambda grad, like: (grad / worker.accumulate).astype(like.dtype), grads, params)
+  return loss / worker.accumulate, grads, model_state, _over_parts(aux, worker.aux_reduce)
+
+
+def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
+  """The model state for the next step, from that of this worker."""
+  if worker.model_state == "worker":
+    return jax.tree.map(lambda x: x[None], model_state)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      raise TypeError(
+        f"model_state{jax.tree_util.keystr(path)} is a random key, which workers cannot average: keep keys out of the "
+        "model state and give the step rng=key"
+      )
+  floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+  return jax.tree.map(lambda x: _over_workers(comm, x, "mean" if floating(x) else "max"), model_state)
+
+
+_REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  "mean": lambda x: x.mean(0),
+  "sum": lambda x: x.sum(0, dtype=x.dtype),
+  "max": lambda x: x.max(0),
+  "min": lambda x: x.min(0),
+}
+
+
+def _reducible(x: jax.Array, how: AuxReduce) -> tuple[jax.Array, Any]:
+  """A leaf as it is reduced, and how: what is no floating-point number counts, and has a sum and no mean."""
+  op = "sum" if how == "mean" and not jnp.issubdtype(x.dtype, jnp.floating) else how
+  return (x.astype(jnp.int32) if x.dtype == jnp.bool_ else x), op
+
+
+def _over_parts(tree: Any, how: AuxReduce) -> Any:
+  """Leaves with a leading axis of micro-batches, reduced over it."""
+  if how == "stack":
+    return tree
+
+  def reduced(x: jax.Array) -> jax.Array:
+    x, op = _reducible(x, how)
+    return _REDUCTIONS[op](x)
+
+  return jax.tree.map(reduced, tree)
+
+
+def _over_workers(comm: Comm, tree: Any, how: AuxReduce) -> Any:
+  """The leaves of all workers, reduced."""
+
+  def reduced(x: jax.Array) -> jax.Array:
+    if how == "stack":
+      return mark_total(in_rank_order(comm, all_gather(comm, x)), axes_of(comm))
+    x, op = _reducible(x, how)
+    return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
+
+  return jax.tree.map(lambda x: reduced(jnp.asarray(x)), tree)

@@ -1,0 +1,234 @@
+"""Law R for what users write: a step whose workers would come to differ is refused before it computes anything."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsparse as js
+from tests.cases import CASES, bits, mesh_of, normals
+
+PARAMS = {"kernel": np.zeros((5, 4), np.float32), "bias": np.zeros(4, np.float32)}
+SPARSE, DENSE = js.spardl_transform("workers", density=0.2), js.dense_transform("workers")
+
+
+def loss_fn(params, batch):
+  return jnp.mean((batch @ params["kernel"] + params["bias"][None] - 1.0) ** 2)
+
+
+def batch_of(step, rows=12):
+  return normals(step, rows, 5)
+
+
+def grid_of(shape, kind=AxisType.Auto):
+  """A mesh of these axes and sizes."""
+  devices = np.array(jax.devices()[: int(np.prod(list(shape.values())))]).reshape(list(shape.values()))
+  return Mesh(devices, tuple(shape), axis_types=(kind,) * len(shape))
+
+
+def train(tx, mesh, axis="workers", steps=3, **options):
+  """A few steps, with the replicas compared after each."""
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  state = js.init(tx, params, mesh, axis=axis)
+  step = js.make_train_step(loss_fn, tx, mesh, axis=axis, **options)
+  for i in range(steps):
+    params, state, metrics = step(params, state, batch_of(i))
+    step.check(params, state)
+  return params, state, metrics
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.options and case.name != "a2sgd"], ids=str)
+def test_an_axis_tuple_in_any_order_trains_as_one_axis_does(case):
+  make = lambda axis: optax.chain(js.make_transform(case.name, axis, **case.config(density=0.2)), optax.sgd(0.1))
+  expected, expected_state, _ = train(make("workers"), mesh_of(6))
+  shape = {"devices": 2, "hosts": 3}
+  for mesh, axis in itertools.product(
+    (grid_of(shape), grid_of({"hosts": 3, "other": 2, "devices": 2})), itertools.permutations(shape)
+  ):
+    params, state, _ = train(make(axis), mesh, axis)
+    for name in PARAMS:
+      np.testing.assert_allclose(params[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=str((axis, mesh)))
+    if (residual := expected_state[0].carried.residual) is not None:
+      np.testing.assert_allclose(state[0].carried.residual, residual, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("ours", "axis"), [("hosts", ("hosts", "devices")), (("hosts", "devices"), "hosts"), ("devices", "hosts")]
+)
+def test_a_transform_over_another_axis_than_the_step(ours, axis):
+  mesh, params = grid_of({"hosts": 3, "devices": 2}), jax.tree.map(jnp.asarray, PARAMS)
+  tx = js.spardl_transform(ours, density=0.2)
+  with pytest.raises(ValueError, match="the jaxsparse transform is over the axis .* give all of them the same axis"):
+    js.init(tx, params, mesh, axis=axis)
+  state = js.init(js.spardl_transform(axis, density=0.2), params, mesh, axis=axis)
+  step = js.make_train_step(loss_fn, tx, mesh, axis=axis)
+  with pytest.raises(ValueError, match="the jaxsparse transform is over the axis"):
+    step(params, state, batch_of(0))
+  assert not jax.tree.leaves(state)[0].is_deleted()
+
+
+def test_leaves_that_no_transform_covers_are_named():
+  masked = optax.masked(SPARSE, {"kernel": True, "bias": False})
+  with pytest.raises(ValueError, match=r"params\['bias'\] would differ .*no jaxsparse transform covers its gradient"):
+    train(optax.chain(masked, optax.sgd(0.1, momentum=0.9)), mesh_of(3))
+
+
+@pytest.mark.parametrize(
+  "rest",
+  [
+    pytest.param(lambda: optax.masked(DENSE, {"kernel": False, "bias": True}), id="dense"),
+    pytest.param(lambda: optax.masked(optax.set_to_zero(), {"kernel": False, "bias": True}), id="frozen"),
+  ],
+)
+def test_leaves_that_are_covered_otherwise_pass(rest):
+  params, _, _ = train(
+    optax.chain(optax.masked(SPARSE, {"kernel": True, "bias": False}), rest(), optax.sgd(0.1)), mesh_of(3)
+  )
+  assert np.any(params["kernel"] != 0)
+
+
+@pytest.mark.parametrize(
+  "before",
+  [optax.trace(0.9), optax.scale_by_adam(), optax.chain(optax.identity(), optax.ema(0.9))],
+  ids=["trace", "adam", "chain"],
+)
+def test_a_transformation_with_state_before_ours_is_named(before):
+  tx = optax.chain(before, SPARSE, optax.sgd(0.1))
+  with pytest.raises(ValueError, match=r"transformation 0 of the chain \(\w+\) keeps arrays and comes before"):
+    js.init(tx, PARAMS, mesh_of(3))
+
+
+def test_scalars_that_come_of_one_worker_are_named_too():
+  """What the shapes of a state do not show, the jaxpr of the step does."""
+
+  def update(updates, state, params=None):
+    del state, params
+    return updates, jnp.sqrt(optax.tree.norm(updates))
+
+  norms = optax.GradientTransformation(lambda _: jnp.zeros(()), update)
+  with pytest.raises(ValueError, match=r"state\[0\] would differ .* Put that transform first"):
+    train(optax.chain(norms, SPARSE, optax.sgd(0.1)), mesh_of(3))
+  harmless = optax.chain(optax.clip(1.0), optax.scale_by_schedule(optax.constant_schedule(1.0)))
+  train(optax.chain(harmless, SPARSE), mesh_of(3))
+
+
+def test_gradients_that_are_averaged_before():
+  mean = optax.stateless(lambda updates, _: jax.lax.pmean(updates, "workers"))
+  with pytest.raises(ValueError, match="before the jaxsparse transform|averaged over 'workers' already"):
+    train(optax.chain(mean, SPARSE), mesh_of(3))
+
+
+def test_gradients_that_are_averaged_in_a_shard_map_of_ones_own():
+  mesh, params = mesh_of(3), jax.tree.map(jnp.asarray, PARAMS)
+  state = js.init(SPARSE, params, mesh)
+  specs = js.specs(state, "workers")
+
+  def program(average):
+    def worker(params, state, batch):
+      return SPARSE.update(average(jax.grad(loss_fn)(params, batch)), state)
+
+    mapped = jax.shard_map(
+      worker, mesh=mesh, in_specs=(P(), specs, P("workers")), out_specs=(P(), specs), check_vma=False
+    )
+    return lambda: jax.jit(mapped).lower(params, state, batch_of(0))
+
+  program(lambda grads: grads)()
+  clipped = lambda grads: jax.tree.map(lambda g: g / jax.lax.pmax(jnp.abs(g).max(), "workers"), grads)
+  program(clipped)()  # a scale of all workers is no average
+  for average in (
+    lambda grads: jax.lax.pmean(grads, "workers"),
+    lambda grads: jax.tree.map(lambda g: (jax.lax.psum(g, "workers") / 3).astype(jnp.float32), grads),
+  ):
+    with pytest.raises(ValueError, match=r"gradients\['bias'\] is summed or averaged over 'workers' already"):
+      program(average)()
+
+
+def test_control_flow_and_collectives_of_the_loss_are_followed():
+  """Loops, branches and sums over workers within a loss neither hide a difference nor invent one."""
+
+  def loss(params, batch):
+    center = jax.lax.pmean(batch.mean(0, keepdims=True), "workers")
+    body = lambda carry, row: (carry + jnp.sum((row[None] - center) @ params["kernel"]), None)
+    total, _ = jax.lax.scan(body, jnp.zeros(()), batch)
+    total = jax.lax.cond(total > 0, lambda x: x, lambda x: -x, total)
+    return jax.lax.fori_loop(0, 3, lambda _, x: x * 0.9, total) + jnp.sum(params["bias"] ** 2)
+
+  for tx, message in ((SPARSE, None), (optax.masked(SPARSE, {"kernel": False, "bias": True}), "kernel")):
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state, step = js.init(tx, params, mesh_of(3)), js.make_train_step(loss, tx, mesh_of(3))
+    if message is None:
+      params, state, _ = step(params, state, batch_of(0))
+      step.check(params, state)
+    else:
+      with pytest.raises(ValueError, match=message):
+        step(params, state, batch_of(0))
+
+
+@pytest.mark.parametrize("where", ["mesh", "sim"])
+def test_the_check_works_on_every_engine(where):
+  sim = js.SimComm("workers", members=3)
+  engine, axis = (sim, sim) if where == "sim" else (mesh_of(3), "workers")
+  tx = optax.masked(js.spardl_transform(axis, density=0.2), {"kernel": True, "bias": False})
+  with pytest.raises(ValueError, match=r"params\['bias'\] would differ"):
+    train(tx, engine)
+
+
+def test_check_finds_replicas_that_differ():
+  mesh, (params, state, _) = mesh_of(3), train(optax.chain(SPARSE, optax.sgd(0.1, momentum=0.5)), mesh_of(3))
+  step = js.make_train_step(loss_fn, optax.chain(SPARSE, optax.sgd(0.1, momentum=0.5)), mesh)
+  step.check(params, state)
+  rows = np.array(params["kernel"])
+  pieces = [jax.device_put(rows + (device == mesh.devices[2]) * np.eye(5, 4) * 1e-7, device) for device in mesh.devices]
+  apart = jax.make_array_from_single_device_arrays(
+    rows.shape, NamedSharding(mesh, P()), [piece.astype(jnp.float32) for piece in pieces]
+  )
+  assert apart.is_fully_replicated  # JAX believes it
+  with pytest.raises(ValueError, match=r"params\['kernel'\] and 0 other of \d+ arrays .*: worker 2 and worker 0 hold"):
+    step.check(params | {"kernel": apart}, state)
+
+
+def test_a_state_that_was_cut_is_refused():
+  """What Orbax makes of a state of 6 workers for 4, where it is not strict."""
+  tx, params = optax.chain(SPARSE, optax.sgd(0.1)), jax.tree.map(jnp.asarray, PARAMS)
+  six, like = js.init(tx, params, mesh_of(6)), js.init(tx, params, mesh_of(4))
+  cut = jax.tree.map(lambda a, b: np.asarray(a)[: b.size].reshape(b.shape) if b.ndim else np.asarray(a), six, like)
+  step = js.make_train_step(loss_fn, tx, mesh_of(4))
+  for use in (lambda: step(params, cut, batch_of(0)), lambda: js.metrics(cut), lambda: js.specs(cut, "workers")):
+    with pytest.raises(ValueError, match="made for 6 workers and its arrays are those of 4: they were cut or padded"):
+      use()
+
+
+def test_a_restored_state_without_a_target_is_explained():
+  tx, params = optax.chain(SPARSE, optax.sgd(0.1)), jax.tree.map(jnp.asarray, PARAMS)
+  state = js.init(tx, params, mesh_of(3))
+  plain = [{"carried": {"residual": state[0].carried.residual}, "counters": {}, "layout": {}}, None]
+  with pytest.raises(ValueError, match="made of plain dicts and lists, as a checkpoint is when Orbax"):
+    js.make_train_step(loss_fn, tx, mesh_of(3))(params, plain, batch_of(0))
+
+
+def test_bits_of_the_checked_program_are_those_of_the_transform():
+  """Evaluating the jaxpr that was checked changes nothing: as in a shard_map of one's own."""
+  tx, mesh, params = optax.chain(SPARSE, optax.sgd(0.1)), mesh_of(3), jax.tree.map(jnp.asarray, PARAMS)
+  state = js.init(tx, params, mesh)
+  specs = js.specs(state, "workers")
+
+  def worker(params, state, batch):
+    updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
+    return optax.apply_updates(params, updates), state
+
+  mapped = jax.shard_map(
+    worker, mesh=mesh, in_specs=(P(), specs, P("workers")), out_specs=(P(), specs), check_vma=False
+  )
+  own, own_state = params, state
+  for i in range(3):
+    own, own_state = jax.jit(mapped)(own, own_state, batch_of(i))
+  trained, trained_state, _ = train(tx, mesh)
+  for a, b in zip(
+    jax.tree.leaves((own, own_state[0].carried)), jax.tree.leaves((trained, trained_state[0].carried)), strict=True
+  ):
+    np.testing.assert_array_equal(bits(a), bits(b))

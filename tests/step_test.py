@@ -1,0 +1,321 @@
+"""What a training step takes beside a batch: keys, model state, micro-batches, extra arguments; and any mesh."""
+
+import functools
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+import jaxsparse as js
+from tests.cases import bits, integers, mesh_of, normals
+
+SPARSE = js.spardl_transform("workers", density=0.3)
+PARAMS = {"w": np.zeros((5, 4), np.float32)}
+
+
+def loss_fn(params, batch):
+  return jnp.mean((batch @ params["w"] - 1.0) ** 2)
+
+
+def make(tx=None, params=PARAMS, loss=loss_fn, mesh=None, **options):
+  """(step, params, state)."""
+  mesh, tx = mesh or mesh_of(3), tx or optax.chain(SPARSE, optax.sgd(0.1))
+  params = jax.tree.map(jnp.array, params)
+  return js.make_train_step(loss, tx, mesh, **options), params, js.init(tx, params, mesh)
+
+
+def batch_of(step, rows=12):
+  return normals(step, rows, 5)
+
+
+# Meshes.
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("entered", [False, True])
+def test_the_mesh_is_the_users_own(kind, entered):
+  """Auto and Explicit axes, passed or set with `jax.set_mesh`: the same bits, and arrays on the user's mesh."""
+  expected, expected_params, expected_state = make()
+  expected_params, expected_state, _ = expected(expected_params, expected_state, batch_of(0))
+  mesh = Mesh(np.array(jax.devices()[:3]), ("workers",), axis_types=(kind,))
+
+  def run():
+    step, params, state = make(mesh=mesh)
+    for i in range(2):
+      kept = jax.tree.map(jnp.copy, (params, state))
+      params, state, metrics = step(params, state, batch_of(0))
+      if i == 0:
+        np.testing.assert_array_equal(bits(params["w"]), bits(expected_params["w"]))
+    assert step.lower(*kept, batch_of(0)).as_text()
+    step.check(params, state)
+    assert float(js.metrics(state).residual_norm) > 0
+    assert float(metrics.loss) > 0
+    assert float(jnp.sum(params["w"])) != 0  # usable outside
+    assert js.costs.count("spardl", n=100, workers=3, density=0.1).messages == 4
+    assert js.simulate("spardl", np.ones((3, 10), np.float32), k=3).total.shape == (10,)
+    return params, state
+
+  if entered:
+    with jax.set_mesh(mesh):
+      params, state = run()
+  else:
+    params, state = run()
+  for leaf in jax.tree.leaves((params, state)):
+    assert leaf.sharding.mesh == mesh
+    assert leaf.sharding.mesh.axis_types == (kind,)
+
+
+# Arguments that were donated.
+
+
+def test_arrays_that_were_donated_are_refused_and_donate_false_keeps_them():
+  step, params, state = make()
+  new_params, new_state, _ = step(params, state, batch_of(0))
+  for again in ((params, new_state), (new_params, state)):
+    with pytest.raises(ValueError, match=r"(params|state).* was donated to an earlier step and is gone: .* donate=F"):
+      step(*again, batch_of(1))
+  step(new_params, new_state, batch_of(1))
+  step, params, state = make(donate=False)
+  first, _, _ = step(params, state, batch_of(0))
+  again, _, _ = step(params, state, batch_of(0))
+  np.testing.assert_array_equal(bits(first["w"]), bits(again["w"]))
+
+
+# Extra arguments of optax.
+
+
+def test_the_mean_loss_reaches_optax_as_value():
+  tx = optax.chain(SPARSE, optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+  step, params, state = make(tx, loss=lambda p, batch: jnp.sum(p["w"] * 0) + batch.mean())
+  for _ in range(6):
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+      params, state, _ = step(params, state, np.ones((12, 5), np.float32))
+    step.check(params, state)
+  assert float(state[2].scale) < 1
+
+
+def test_other_arguments_reach_optax_too():
+  def update(updates, state, params=None, *, factor, **_):
+    del params
+    return jax.tree.map(lambda u: u * factor, updates), state
+
+  scaled = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+  step, params, state = make(optax.chain(js.dense_transform("workers"), optax.sgd(0.1), scaled))
+  unchanged, state, _ = step(params, state, batch_of(0), factor=jnp.float32(0.0))
+  np.testing.assert_array_equal(unchanged["w"], PARAMS["w"])
+  moved, state, _ = step(unchanged, state, batch_of(0), factor=jnp.float32(1.0))
+  assert np.any(moved["w"] != PARAMS["w"])
+
+
+# Aux.
+
+
+def aux_loss(params, batch):
+  flat = batch.reshape(-1)
+  above = flat > 2
+  aux = {"mean": flat.mean(), "half": flat[0].astype("bfloat16"), "count": above.sum(dtype="int32"), "any": above.any()}
+  return jnp.sum(params["w"] * 0), aux
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_aux_is_averaged_where_it_is_floating_point(accumulate):
+  batch = np.arange(12, dtype=np.float32)  # 0-3, 4-7, 8-11
+  run = lambda how: make(loss=aux_loss, has_aux=True, aux_reduce=how, accumulate=accumulate)
+  aux = {}
+  for how in ("mean", "sum", "max", "min", "stack"):
+    step, params, state = run(how)
+    aux[how] = step(params, state, batch)[2].aux
+  assert float(aux["mean"]["mean"]) == 5.5
+  assert int(aux["mean"]["count"]) == 9
+  assert aux["mean"]["count"].dtype == jnp.int32
+  assert int(aux["mean"]["any"]) == (3 if accumulate == 1 else 5)
+  assert aux["mean"]["half"].dtype == jnp.bfloat16
+  assert int(aux["sum"]["count"]) == 9
+  assert float(aux["max"]["half"]) == (8 if accumulate == 1 else 10)
+  assert float(aux["min"]["half"]) == 0
+  rows = batch.reshape((3, -1) if accumulate == 1 else (3, 2, -1))
+  np.testing.assert_array_equal(aux["stack"]["mean"], rows.mean(-1))
+  np.testing.assert_array_equal(aux["stack"]["any"], (rows > 2).any(-1))
+
+
+def test_options_outside_their_choices():
+  for option, value in (("aux_reduce", "median"), ("model_state", "best"), ("accumulate", 0), ("accumulate", 1.5)):
+    with pytest.raises(ValueError, match=f"make_train_step: {option}={value!r}, choose"):
+      make(**{option: value})
+
+
+# Keys.
+
+
+def test_each_worker_has_a_key_of_its_own():
+  def loss(params, batch, rng):
+    del batch
+    return jnp.sum(params["w"] * 0), jax.random.normal(rng, ())
+
+  step, params, state = make(loss=loss, has_aux=True, aux_reduce="stack")
+  params, state, first = step(params, state, batch_of(0), rng=jax.random.key(1))
+  params, state, other = step(params, state, batch_of(0), rng=jax.random.key(2))
+  _, _, again = step(params, state, batch_of(0), rng=jax.random.key(1))
+  assert len({*np.asarray(first.aux).tolist(), *np.asarray(other.aux).tolist()}) == 6
+  np.testing.assert_array_equal(first.aux, again.aux)
+
+
+# Micro-batches.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_micro_batches_give_the_step_of_the_whole_batch(dtype):
+  """With whole numbers, whose sums are exact in any order."""
+  loss = lambda params, batch: jnp.mean((batch.astype(dtype) @ params["w"]).astype(jnp.float32) * jnp.arange(4.0)[None])
+  params, batch = {"w": np.zeros((5, 4), dtype)}, 32 * integers(0, 24, 5)
+  found = []
+  for accumulate in (1, 4):
+    step, start, state = make(params=params, loss=loss, accumulate=accumulate)
+    for _ in range(2):
+      start, state, metrics = step(start, state, batch)
+    assert start["w"].dtype == dtype
+    found.append((start["w"], metrics.loss))
+  np.testing.assert_allclose(*(np.asarray(w, np.float32) for w, _ in found), rtol=1e-6)
+  assert found[0][1] == pytest.approx(float(found[1][1]))
+
+
+def test_micro_batches_that_do_not_divide():
+  step, params, state = make(accumulate=5)
+  with pytest.raises(ValueError, match=r"\(12, 5\): .* among the 3 workers of axis 'workers', 5 micro-batches each"):
+    step(params, state, batch_of(0))
+
+
+# Model state.
+
+
+def moments_loss(params, batch, model_state):
+  state = {"mean": 0.5 * model_state["mean"] + 0.5 * batch.mean(0), "steps": model_state["steps"] + 1}
+  return jnp.sum(params["w"] * 0), state
+
+
+def test_model_state_is_averaged_or_of_each_worker():
+  batch = integers(1, 12, 5)
+  means = batch.reshape(3, 4, 5).mean(1)
+  step, params, state = make(loss=moments_loss)
+  start = {"mean": jnp.zeros(5), "steps": jnp.int32(0)}
+  params, state, metrics = step(params, state, batch, model_state=start)
+  params, state, metrics = step(params, state, batch, model_state=metrics.model_state)
+  np.testing.assert_allclose(metrics.model_state["mean"], 0.75 * means.mean(0), rtol=1e-6)
+  assert int(metrics.model_state["steps"]) == 2
+  step, params, state = make(loss=moments_loss, model_state="worker")
+  each = jax.tree.map(lambda x: jnp.broadcast_to(x, (3, *x.shape)), start)
+  params, state, metrics = step(params, state, batch, model_state=each)
+  np.testing.assert_allclose(metrics.model_state["mean"], 0.5 * means, rtol=1e-6)
+  np.testing.assert_array_equal(metrics.model_state["steps"], [1, 1, 1])
+  with pytest.raises(ValueError, match=r"model_state\['mean'\] has shape \(5,\): .* a leading axis of 3"):
+    step(params, state, batch, model_state=start)
+
+
+def test_model_state_of_a_skipped_step_is_kept():
+  step, params, state = make(loss=lambda p, b, model_state: (loss_fn(p, b), moments_loss(p, b, model_state)[1]))
+  start = {"mean": jnp.ones(5), "steps": jnp.int32(7)}
+  _, _, metrics = step(params, state, np.full((12, 5), np.nan, np.float32), model_state=start)
+  assert bool(metrics.skipped)
+  np.testing.assert_array_equal(metrics.model_state["mean"], np.ones(5))
+  assert int(metrics.model_state["steps"]) == 7
+
+
+def test_what_loss_fn_returns_is_checked():
+  step, params, state = make(loss=lambda p, b, model_state: loss_fn(p, b) + model_state["mean"].sum())
+  with pytest.raises(ValueError, match=r"loss_fn returned .*, it should return \(loss, model_state\)"):
+    step(params, state, batch_of(0), model_state={"mean": jnp.zeros(5)})
+
+
+# Flax.
+
+
+class Linen(flax.linen.Module):
+  @flax.linen.compact
+  def __call__(self, x, train):
+    x = flax.linen.Dense(8)(x)
+    x = flax.linen.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+    x = flax.linen.Dropout(0.2, deterministic=not train)(flax.linen.relu(x))
+    return flax.linen.Dense(1)(x)
+
+
+class Nnx(nnx.Module):
+  def __init__(self, rngs):
+    self.first, self.last = nnx.Linear(5, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+    self.norm = nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
+
+  def __call__(self, x):
+    return self.last(nnx.relu(self.norm(self.first(x))))
+
+
+def task(step):
+  x = batch_of(step, 96)
+  return x, x.sum(1, keepdims=True)
+
+
+def linen_model():
+  """(params, model_state, loss_fn, whether it takes keys)."""
+  model = Linen()
+  variables = model.init(jax.random.key(0), jnp.zeros((1, 5)), train=False)
+
+  def loss(params, batch, model_state, rng):
+    x, y = batch
+    out, after = model.apply(
+      {"params": params, "batch_stats": model_state}, x, train=True, mutable=["batch_stats"], rngs={"dropout": rng}
+    )
+    return jnp.mean((out - y) ** 2), after["batch_stats"]
+
+  return variables["params"], variables["batch_stats"], loss, True
+
+
+def nnx_model():
+  graph, params, model_state = nnx.split(Nnx(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
+
+  def loss(params, batch, model_state):
+    x, y = batch
+    model = nnx.merge(graph, params, model_state, copy=True)
+    out = model(x)
+    return jnp.mean((out - y) ** 2), nnx.state(model, nnx.BatchStat)
+
+  return params, model_state, loss, False
+
+
+@pytest.mark.parametrize("model", [linen_model, nnx_model])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_flax_models_with_batch_norm_train(model, accumulate):
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # flax needs both
+    params, model_state, loss, takes_key = model()
+    tx = optax.chain(js.spardl_transform("workers", density=0.5), optax.sgd(0.05))
+    step, params, state = make(tx, params, loss, accumulate=accumulate)
+    before = jax.tree.map(np.array, model_state)
+    losses = []
+    for i in range(60):
+      rng = {"rng": jax.random.fold_in(jax.random.key(0), i)} if takes_key else {}
+      params, state, metrics = step(params, state, task(i), model_state=model_state, **rng)
+      model_state = metrics.model_state
+      losses.append(float(metrics.loss))
+    step.check(params, state)
+  assert np.mean(losses[-10:]) < 0.5 * np.mean(losses[:3])
+  changed = jax.tree.map(lambda a, b: bool(np.any(a != b)), before, jax.tree.map(np.array, model_state))
+  assert all(jax.tree.leaves(changed))
+
+
+# Simulation of a pytree.
+
+
+def test_simulate_takes_a_pytree():
+  grads = {"w": normals(0, 3, 4, 2), "b": normals(1, 3, 2)}
+  flat = np.concatenate([grads["b"], grads["w"].reshape(3, -1)], axis=1)
+  run = functools.partial(js.simulate, "spardl", k=3)
+  one, other = run(grads), run(flat)
+  np.testing.assert_array_equal(bits(one.total["b"]), bits(other.total[:2]))
+  np.testing.assert_array_equal(bits(one.total["w"]), bits(other.total[2:].reshape(4, 2)))
+  np.testing.assert_array_equal(bits(one.residuals["w"]), bits(other.residuals[:, 2:].reshape(3, 4, 2)))
+  again, flat_again = run(grads, residuals=one.residuals), run(flat, residuals=other.residuals)
+  np.testing.assert_array_equal(bits(again.total["w"]), bits(flat_again.total[2:].reshape(4, 2)))
+  with pytest.raises(ValueError, match=r"grads\['w'\] has shape \(2, 4, 2\), .* 3 workers"):
+    run(grads | {"w": normals(0, 2, 4, 2)})
