@@ -26,7 +26,7 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from jaxsparse.partial import messages
+from jaxsparse.partial import messages, saving
 from jaxsparse.partial.controller import Group
 from jaxsparse.partial.exchange import Average, Kind, Piece
 from jaxsparse.partial.messages import Answer, Keys, Says, Signal
@@ -192,10 +192,8 @@ class Talk(threading.Thread):
     if self._save is None:
       return "nothing is saved, for want of a file"
     content: dict[str, Any] = {**self._leaves(self._model.vector), "iteration": np.asarray(self._model.iteration)}
-    beside = self._save.with_name(f".{self._save.name}.{os.getpid()}.npz")
     try:
-      np.savez(beside, **content)
-      beside.replace(self._save)
+      saving.write(self._save, content)
     except OSError as error:
       return f"the parameters could not be saved: {error}"
     return f"the parameters of iteration {self._model.iteration} are in {self._save}"

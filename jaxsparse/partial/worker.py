@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxsparse.flatten import flatten
 from jaxsparse.launch import START_TIMEOUT
-from jaxsparse.partial import messages
+from jaxsparse.partial import messages, saving
 from jaxsparse.partial.messages import Keys, Says
 from jaxsparse.partial.talk import GRACE, Model, Talk
 
@@ -70,6 +70,8 @@ class Worker:
     messages.check_address(bind, keys, reachable=True)
     vector, self._unflatten = flatten(params)
     path = None if save is None else pathlib.Path(save)
+    if path:
+      saving.remove_stale(path)
     self._talk = Talk(address, number, np.asarray(vector), bind, keys, timeout, grace, path, self._leaves)
     self._talk.start()
     self.params, self.iteration = self._answer()
@@ -123,33 +125,3 @@ class Worker:
     """By their places; float32, as the average is: a file of numpy's knows no bfloat16."""
     leaves = jax.tree_util.tree_leaves_with_path(self._unflatten(jax.numpy.asarray(vector)))
     return {jax.tree_util.keystr(place): np.asarray(leaf, np.float32) for place, leaf in leaves}
-
-
-def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
-  """The parameters and the iteration that a worker saved when its controller died.
-
-  Args:
-    path: the file.
-    like: parameters of the same structure, shapes and dtypes.
-
-  Raises:
-    ValueError: for a file of another model.
-
-  Example:
-    >>> import tempfile, jax.numpy as jnp
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...   np.savez(f"{folder}/saved.npz", iteration=7, **{"['w']": np.ones(2, np.float32)})
-    ...   restore(f"{folder}/saved.npz", {"w": jnp.zeros(2)})
-    ({'w': Array([1., 1.], dtype=float32)}, 7)
-  """
-  with np.load(path) as file:
-    places, structure = jax.tree_util.tree_flatten_with_path(like)
-    model = {jax.tree_util.keystr(place): leaf for place, leaf in places}
-    held = {name: file[name] for name in file.files}
-  if sorted([*model, "iteration"]) != sorted(held):
-    raise ValueError(f"{path} holds {', '.join(sorted(held))}, the model has {', '.join(model)}")
-  for name, leaf in model.items():
-    if held[name].shape != np.shape(leaf):
-      raise ValueError(f"{path} holds {name} of shape {held[name].shape}, the model's has {np.shape(leaf)}")
-  leaves = [jax.numpy.asarray(held[name], jax.numpy.result_type(leaf)) for name, leaf in model.items()]
-  return jax.tree.unflatten(structure, leaves), int(held["iteration"])
