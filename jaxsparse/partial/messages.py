@@ -58,6 +58,7 @@ class Answer(enum.IntEnum):
     ABORT: a group will not come to an end.
     BEAT: to BEAT, and from time to time.
     REJECTED: a reason.
+    PROBE: say BEAT at once; somebody else says HELLO with this worker's number.
 
   Example:
     >>> Answer(5).name
@@ -69,6 +70,7 @@ class Answer(enum.IntEnum):
   ABORT = 3
   BEAT = 4
   REJECTED = 5
+  PROBE = 6
 
 
 class Signal(NamedTuple):

@@ -7,12 +7,16 @@ It alone decides who is dead: a worker whose connection is gone, or that gives n
 others form groups without it, and those that average with it now are told to give up; not so if it has said BYE, and
 that it owes them nothing: what they wait for is on its way then. A signal that is malformed, unknown, duplicate or
 stale is answered with a reason and changes nothing.
+
+A HELLO with the number of a worker that is here may come from its successor, started again after its death, or from a
+second worker that was given the same number by mistake. The server probes the worker that is here: if it answers, the
+other one is refused with "taken"; until then with "duplicate", and it may ask again.
 """
 
 import threading
 import time
 from collections.abc import Callable
-from typing import Self
+from typing import NoReturn, Self
 
 import zmq
 
@@ -80,6 +84,8 @@ class Server:
     self.taken = self.rejected = 0
     self._peers: dict[int, tuple[bytes, str]] = {}  # of each worker: the connection it came by, and its own address
     self._hellos: dict[int, int] = {}  # how often each has said HELLO again
+    self._rivals: dict[int, bytes] = {}  # the last other connection that said HELLO with the number of each worker
+    self._lives: set[int] = set()  # workers with a rival that have said something since the rival came
     self._entries: int | None = None  # of everybody's model
     self._next_probe, self._looked = 0.0, time.monotonic()
     self._dead_at = dict.fromkeys(controller.alive, time.monotonic() + start_timeout)
@@ -129,6 +135,8 @@ class Server:
     self.taken += 1
     if signal.worker in self._peers:
       self._dead_at[signal.worker] = time.monotonic() + self._limit
+    if signal.worker in self._rivals:
+      self._lives.add(signal.worker)
 
   def _handlers(self) -> dict[Says, Callable[[bytes, Signal], object]]:
     return {
@@ -149,7 +157,7 @@ class Server:
   def _hello(self, connection: bytes, signal: Signal) -> None:
     worker = signal.worker
     if worker in self._peers and self._peers[worker][0] != connection:
-      raise Rejected(f"duplicate: worker {worker} is here already; if it died, it is dropped after {self._limit:g} s")
+      self._refuse_rival(connection, worker)
     again = worker in self._peers  # a donor could not be reached: here is the next
     others = [other for other in self._peers if other != worker]
     if others and signal.value != self._entries:
@@ -164,6 +172,17 @@ class Server:
     self._peers[worker] = (connection, signal.address)
     self._send(connection, messages.answer(Answer.WELCOME, **welcome))
     self._announce(groups)
+
+  def _refuse_rival(self, connection: bytes, worker: int) -> NoReturn:
+    """Refuses a second worker of one number: for good if the first one is known to live, else until that is known."""
+    if self._rivals.get(worker) != connection:
+      self._rivals[worker] = connection
+      self._lives.discard(worker)
+    connected = self._send(self._peers[worker][0], messages.answer(Answer.PROBE))
+    if connected and worker in self._lives:
+      others = f"choose another number of 0 … {self._controller.workers - 1}"
+      raise Rejected(f"taken: a living worker has the number {worker}, {others}, or end that worker first")
+    raise Rejected(f"duplicate: worker {worker} is here already; if it died, it is dropped after {self._limit:g} s")
 
   def _ready(self, _: bytes, signal: Signal) -> None:
     take = self._controller.ready if signal.says == Says.READY else self._controller.synchronize
@@ -180,9 +199,9 @@ class Server:
     """Goes on without a worker, which may have more to send to groups that came after number `owes_after`."""
     groups = self._controller.leave(worker)
     self._abort(worker, owes_after)
-    self._peers.pop(worker, None)
-    self._dead_at.pop(worker)
-    self._iterations.pop(worker, None)
+    for kept in (self._peers, self._dead_at, self._iterations, self._rivals):
+      kept.pop(worker, None)
+    self._lives.discard(worker)
     self._announce(groups)
 
   def _announce(self, groups: list[Group]) -> None:

@@ -212,6 +212,8 @@ class Talk(threading.Thread):
       self._lost(content["worker"])
     elif kind == Answer.REJECTED:
       self._refused(content["reason"])
+    elif kind == Answer.PROBE and self._state != "hello":
+      self._say(Says.BEAT)
 
   def _welcomed(self, content: dict[str, Any]) -> None:
     if self._state != "hello":  # to a HELLO that we have repeated
@@ -252,13 +254,13 @@ class Talk(threading.Thread):
   def _refused(self, reason: str) -> None:
     kind = reason.partition(":")[0]
     if kind == "duplicate":
-      return  # a dead worker of our number is not forgotten yet
+      return  # the server does not know yet whether the worker that has our number is dead
     if kind == "absent":  # we were taken for dead
       if self._state != "hello":
         self._average, self._patience = None, time.monotonic() + self._timeout
         self._say_hello()
       return
-    if self._waits:
+    if self._waits or self._state == "hello":  # then the next one who waits is told
       self._waits = False
       self.answers.put(ValueError(f"worker {self._number}: {reason}"))
     if self._state == "hello":

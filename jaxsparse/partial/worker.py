@@ -42,8 +42,8 @@ class Worker:
     iteration: of them.
 
   Raises:
-    ValueError: for an address that needs keys and has none, a number that the server does not know, or a model of
-      another size than that of the other workers.
+    ValueError: for an address that needs keys and has none, a number that the server does not know or that a living
+      worker has, or a model of another size than that of the other workers.
     ControllerLost: if the server does not take this worker in time.
 
   Example:

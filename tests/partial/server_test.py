@@ -270,6 +270,38 @@ def test_a_worker_whose_connection_is_gone_is_dropped_long_before_the_limit():
     assert server._controller.alive == (0, 1, 3)
 
 
+def test_the_number_of_a_living_worker_is_refused_at_once():
+  """Long before the limit; the worker that has the number goes on."""
+  with js.partial.Server(js.partial.Controller(3, 2), limit=30) as server:
+    with js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
+      begin = time.monotonic()
+      message = "worker 0: taken: a living worker has the number 0, choose another number of 0 … 2"
+      with pytest.raises(ValueError, match=message):
+        js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=10)
+      assert time.monotonic() - begin < 5
+      with js.partial.Worker(server.address, 1, jnp.zeros(3)) as other:
+        thread = threading.Thread(target=other.reduce, args=(jnp.zeros(3), 1))
+        thread.start()
+        assert worker.reduce(jnp.ones(3), 1)[0].tolist() == [0.5] * 3
+        thread.join(60)
+    js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=10).leave()
+
+
+@pytest.mark.parametrize("end", ["disconnected", "silent"])
+def test_the_number_of_a_dead_worker_is_free_again(end):
+  """Its successor waits until the server knows; that an earlier second worker was refused makes no difference."""
+  with served(clients=2, limit=1) as (server, (first, second)):
+    hello(first, 0)
+    for reason in ("duplicate: worker 0", "taken: a living worker has the number 0"):
+      assert second.ask(Signal(Says.HELLO, 0, 0, ADDRESS))[1]["reason"].startswith(reason)
+      assert first.hear()[0] == Answer.PROBE
+      first.say(Signal(Says.BEAT, 0))
+      time.sleep(0.1)
+    if end == "disconnected":
+      first.socket.close()
+    js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=20).leave()
+
+
 def test_it_ends_when_nobody_comes():
   server = js.partial.Server(js.partial.Controller(2, 2), start_timeout=0.2)
   begin = time.monotonic()
