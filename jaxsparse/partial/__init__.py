@@ -7,7 +7,8 @@ Controller              who averages with whom, a pure state machine (controller
 rho                     how fast the groups of a history spread what each worker learns (mixing)
 simulate                this and what it is compared with, in virtual time (simulation, methods, clock)
 Server                  the controller over TCP (server, messages)
-Worker                  a process that trains and averages with groups, whoever dies (worker, talk, exchange, saving)
+Worker                  a process that trains and averages with groups, whoever dies (worker, talk, peers, exchange)
+restore                 what a worker saved when the controller died (saving)
 Devices                 threads of one process instead, a device each (devices)
 """
 

@@ -24,19 +24,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from jaxsparse.partial import messages, saving
 from jaxsparse.partial.controller import Group
+from jaxsparse.partial.early import Early
 from jaxsparse.partial.exchange import Average, Kind, Piece
 from jaxsparse.partial.messages import Answer, Keys, Says, Signal
+from jaxsparse.partial.peers import Inbox, Peers
 
 GRACE = 5.0  # seconds that a worker gets to come to `reduce` after the controller's death
 
 _HEADER = struct.Struct("!BqH")  # kind, number of the group or iteration, worker
 _FETCH, _MODEL, _PART, _MEAN = range(1, 5)
 _KINDS: dict[int, Kind] = {_PART: "part", _MEAN: "mean"}
-_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _LAST_WORDS = 5000  # milliseconds that a worker who leaves waits for BYE to be sent: the server may be dead
 _RETRY = 0.2  # seconds between two HELLOs
 _BEATS = 5  # signs of life in the time after which we would count as dead
@@ -63,13 +63,6 @@ class Model(NamedTuple):
 
   vector: np.ndarray
   iteration: int
-
-
-class _Peer(NamedTuple):
-  """A connection to another worker, and what tells when it breaks."""
-
-  socket: zmq.Socket
-  monitor: zmq.Socket
 
 
 class Talk(threading.Thread):
@@ -102,11 +95,10 @@ class Talk(threading.Thread):
     self._waits = True  # somebody waits for an answer: to begin with, for the model to start from
     self._average: Average | None = None
     self._past = 0  # groups up to this number are over: we owe them nothing, and want nothing of them
-    self._early: dict[tuple[int, Kind], tuple[int, np.ndarray]] = {}  # each member's last piece of a group to come
+    self._early = Early(number, initial.size)
     self._members: dict[int, str] = {}  # of the current group, with addresses
     self._donor, self._patience = "", 0.0  # who sends us a model, and until when we wait for another message of a peer
     self._fetched_model: Model | None = None  # that came while our own worker computed
-    self._peers: dict[str, _Peer] = {}
     self._address, self._timeout, self._limit = server, timeout, timeout
     self._state = "hello"
     self._next, self._ticked = 0.0, time.monotonic()
@@ -122,10 +114,10 @@ class Talk(threading.Thread):
     self._door, self._bell = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
     self._door.bind("inproc://bell")
     self._bell.connect("inproc://bell")
-    self._poller = zmq.Poller()
-    self._handlers: dict[zmq.Socket, Callable[[list[bytes]], None]] = {}
+    self._inbox = Inbox()
     for socket, handler in ((self._server, self._hear), (self._data, self._take), (self._door, self._open)):
-      self._listen(socket, handler)
+      self._inbox.listen(socket, handler)
+    self._peers = Peers(self._out, keys, self._data.maxmsgsize, self._inbox, self._fetched, self._unreached)
 
   def ask(self, signal: Says, model: Model | None = None) -> None:
     """Asks for the average of a model with those of a group (READY) or of all (SYNCHRONIZE), or to leave (BYE)."""
@@ -139,10 +131,7 @@ class Talk(threading.Thread):
     """Talks until it is asked to leave or the controller is lost."""
     try:
       while self._state != "ended":
-        for socket, _ in self._poller.poll(round(1000 * min(_RETRY, self._limit / _BEATS))):
-          with contextlib.suppress(zmq.Again):
-            while (handler := self._handlers.get(socket)) and self._state != "ended":  # until it is closed or empty
-              handler(socket.recv_multipart(zmq.NOBLOCK))
+        self._inbox.wait(min(_RETRY, self._limit / _BEATS), lambda: self._state != "ended")
         self._tick()
     except Exception as error:  # whoever waits must not wait for ever
       self.answers.put(error)
@@ -219,12 +208,13 @@ class Talk(threading.Thread):
     if self._state != "hello":  # to a HELLO that we have repeated
       return
     self._limit = content["limit"]
-    self._past, self._early = 0, {}  # it has told all that were in a group with us, or is another server
+    self._past = 0  # it has told all that were in a group with us, or is another server
+    self._early.clear()
     self._deadline = time.monotonic() + self._limit
     donor = content.get("donor")
     if donor and not (self._waits and self._signal == Says.SYNCHRONIZE):  # which goes on with its own model
       self._state, self._donor = "fetch", donor
-      self._send_to(donor, [_HEADER.pack(_FETCH, 0, self._number)])
+      self._peers.send(donor, [_HEADER.pack(_FETCH, 0, self._number)])
     else:
       self._state = "here"
       self._go_on()
@@ -273,10 +263,8 @@ class Talk(threading.Thread):
     self._average = Average(group, self._number, self._model.vector, self._initial)
     self._patience = time.monotonic() + self._timeout
     self._send(self._average.begin())
-    early, self._early = self._early, {}
-    for (sender, kind), (number, values) in early.items():
-      if number == group.number:
-        self._piece(self._average, kind, sender, values)
+    for sender, values in self._early.take(group.number):
+      self._piece(self._average, "part", sender, values)
     self._finish()
 
   def _lost(self, member: int) -> None:
@@ -300,15 +288,20 @@ class Talk(threading.Thread):
     kind, number, sender = _HEADER.unpack(header)
     if kind == _FETCH:
       own = _HEADER.pack(_MODEL, self._model.iteration, self._number)
-      self._data.send_multipart([connection, own, self._model.vector.data])
+      self._data.send_multipart([connection, own, self._model.vector.data], copy=False)
     elif kind in _KINDS and len(values) == 1 and len(values[0]) % 4 == 0:
       piece = (_KINDS[kind], sender, np.frombuffer(values[0], np.float32))
       if self._average and self._average.group.number == number:
         self._patience = time.monotonic() + self._timeout
         self._piece(self._average, *piece)
         self._finish()
-      elif number > self._past:
-        self._early[sender, _KINDS[kind]] = (number, piece[-1])
+      elif number > self._past and kind == _PART and self._awaits_group:
+        self._early.keep(number, sender, piece[-1])
+
+  @property
+  def _awaits_group(self) -> bool:
+    """Whether the server may have put us in a group, and its word is still on its way."""
+    return self._waits and self._state == "here" and self._average is None
 
   def _piece(self, average: Average, kind: Kind, sender: int, values: np.ndarray) -> None:
     with contextlib.suppress(ValueError):  # what does not belong to the average changes nothing
@@ -318,7 +311,7 @@ class Talk(threading.Thread):
     for piece in pieces:
       assert self._average  # who sends does not give up: that is for others to tell
       header = _HEADER.pack(_PART if piece.kind == "part" else _MEAN, self._average.group.number, self._number)
-      self._send_to(self._members[piece.to], [header, piece.values.data])
+      self._peers.send(self._members[piece.to], [header, piece.values.data])
 
   def _finish(self) -> None:
     if self._average and self._average.done:
@@ -340,41 +333,12 @@ class Talk(threading.Thread):
     self._fetched_model = None if self._waits else model
     self._answer(model)
 
-  def _send_to(self, address: str, frames: list[Any]) -> None:
-    """Sends to another worker what can be sent; what is lost on the way, the server or our patience will tell."""
-    try:
-      self._peer(address).socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-    except zmq.ZMQError:  # too much is under way, or no address of this network
-      self._broken(address)
-
-  def _peer(self, address: str) -> _Peer:
-    if address not in self._peers:
-      socket = messages.secure(self._out.socket(zmq.DEALER), self._keys, serves=False)
-      socket.maxmsgsize = self._data.maxmsgsize
-      monitor = socket.get_monitor_socket(_LOST)
-      self._peers[address] = _Peer(socket, monitor)
-      self._listen(socket, self._fetched)
-      self._listen(monitor, lambda frames: self._told(address, parse_monitor_message(frames)["event"]))
-      socket.connect(address)
-    return self._peers[address]
-
-  def _told(self, address: str, event: int) -> None:
-    """What a monitor says. A member that cannot be reached has nothing of us, so it cannot average either."""
-    self._broken(address)
-    if self._average and event == zmq.EVENT_CONNECT_RETRIED and address in self._members.values():
-      self._give_up()
-
-  def _broken(self, address: str) -> None:
-    """The connection to a worker has broken, or cannot be made."""
-    if peer := self._peers.pop(address, None):
-      for socket in peer:
-        self._poller.unregister(socket)
-        del self._handlers[socket]
-      peer.socket.disable_monitor()
-      for socket in peer:
-        socket.close(linger=0)
+  def _unreached(self, address: str, never: bool) -> None:
+    """The connection to a worker is closed; one that was never made has carried nothing of ours to a member."""
     if self._state == "fetch" and address == self._donor:
       self._say_hello()
+    if self._average and never and address in self._members.values():
+      self._give_up()
 
   # What our own worker asks.
 
@@ -402,7 +366,3 @@ class Talk(threading.Thread):
   def _say(self, says: Says, value: int = 0, address: str = "") -> None:
     with contextlib.suppress(zmq.Again):  # no connection, for want of the keys for example: the deadline will tell
       self._server.send(Signal(says, self._number, value, address).packed(), zmq.NOBLOCK)
-
-  def _listen(self, socket: zmq.Socket, handler: Callable[[list[bytes]], None]) -> None:
-    self._poller.register(socket, zmq.POLLIN)
-    self._handlers[socket] = handler

@@ -1,6 +1,8 @@
 """The controller over TCP: what it takes, what it rejects, whom it drops, and who may come in."""
 
 import contextlib
+import pathlib
+import resource
 import struct
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.partial import messages
+from jaxsparse.partial.early import Early
 from jaxsparse.partial.exchange import Average
 from jaxsparse.partial.messages import Answer, Says, Signal
 from jaxsparse.partial.talk import Model
@@ -244,6 +247,59 @@ def test_who_sends_a_worker_too_much_is_cut_off():
     stranger.send(bytes(12 + messages.LONGEST + 1))
     assert monitor.poll(5000)
   context.destroy(linger=0)
+
+
+def resident():
+  """Bytes of memory that this process has."""
+  return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="the memory of a process is read off /proc")
+@pytest.mark.parametrize("waits", [True, False])
+def test_pieces_of_groups_that_nobody_knows_do_not_pile_up(waits, caplog):
+  """Forged ones, of a model's size each, to a worker that waits for its group, and to one that computes."""
+  entries, forged = 1_000_000, 60
+  controller, context, found = js.partial.Controller(3, 2), zmq.Context(), []
+  with js.partial.Server(controller) as server, js.partial.Worker(server.address, 0, jnp.zeros(entries)) as worker:
+    body = lambda: found.append(worker.reduce(jnp.ones(entries), 1)[0])
+    thread = threading.Thread(target=body, daemon=True)
+    if waits:
+      thread.start()
+      while not controller.waiting:
+        time.sleep(0.01)
+    before = resident()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(messages.endpoint(worker._talk._data))
+    for sender in range(forged):
+      stranger.send_multipart([struct.pack("!BqH", 3, 10**6, 100 + sender), bytes(4 * entries)])
+    stranger.send(struct.pack("!BqH", 1, 0, 9))  # asks for the model, once all the others are taken
+    assert stranger.poll(30000)
+    assert resident() - before < 4 * entries * forged / 3
+    stranger.close(linger=0)
+    if not waits:
+      thread.start()
+    with js.partial.Worker(server.address, 1, jnp.zeros(entries)) as other:
+      assert float(other.reduce(jnp.zeros(entries), 2)[0].max()) == 0.5  # and it goes on as if nothing had come
+    thread.join(60)
+  context.destroy(linger=0)
+  assert float(found[0].min()) == 0.5
+  said = "worker 0: 1000000 entries for group 1000000 from worker 101 are dropped"
+  assert [said in record.getMessage() for record in caplog.records] == [True] * waits
+
+
+@given(st.integers(1, 40), st.integers(2, 9))
+def test_what_a_group_sends_early_is_kept(entries, members):
+  """All parts of a group of any size, and those of a forger in place of none of them."""
+  group = js.partial.Group(tuple(range(members)), (1 / members,) * members, 1, 0.0, 5)
+  early = Early(0, entries)
+  parts = {}
+  for member in range(1, members):
+    model = np.full(entries, member, np.float32)
+    parts[member] = next(p.values for p in Average(group, member, model, model).begin() if p.to == 0)
+    early.keep(5, member, parts[member])
+    early.keep(5, member, parts[member])
+  taken = dict(early.take(5))
+  assert {member: part.tolist() for member, part in taken.items()} == {m: part.tolist() for m, part in parts.items()}
 
 
 def test_a_server_that_was_held_up_itself_drops_nobody():
