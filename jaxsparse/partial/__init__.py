@@ -10,6 +10,8 @@ Server                  the controller over TCP (server, messages)
 Worker                  a process that trains and averages with groups, whoever dies (worker, talk, peers, exchange)
 restore                 what a worker saved when the controller died (saving)
 Devices                 threads of one process instead, a device each (devices)
+
+A model with NaN or Inf is in no average of any of these (finite).
 """
 
 from jaxsparse.partial.clock import Span, sharing

@@ -91,6 +91,7 @@ class Server:
     self._dead_at = dict.fromkeys(controller.alive, time.monotonic() + start_timeout)
     self._iterations: dict[int, int] = {}  # of each worker's model, as far as we know
     self._groups: dict[int, Group] = {}  # the last one of each worker
+    self._asking: set[int] = set()  # workers whose models are not finite, and for which there is no donor yet
     self._stop, self._thread = threading.Event(), threading.Thread(target=self.serve, daemon=True)
 
   def __enter__(self) -> Self:
@@ -144,6 +145,7 @@ class Server:
       Says.READY: self._ready,
       Says.SYNCHRONIZE: self._ready,
       Says.FAILED: self._failed,
+      Says.NOT_FINITE: self._not_finite,
       Says.BYE: lambda _, signal: self._leave(signal.worker, owes_after=signal.value),
       Says.BEAT: lambda connection, _: self._send(connection, _BEAT),
     }
@@ -165,13 +167,33 @@ class Server:
     groups = [] if worker in self._controller.alive else self._controller.join(worker)
     self._entries = signal.value
     self._hellos[worker] = self._hellos.get(worker, 0) + 1 if again else 0
-    donors = sorted((other for other in others if self._iterations.get(other)), key=lambda one: -self._iterations[one])
-    welcome: dict[str, object] = {"limit": self._limit}
-    if donors:
-      welcome["donor"] = self._peers[donors[self._hellos[worker] % len(donors)]][1]
     self._peers[worker] = (connection, signal.address)
-    self._send(connection, messages.answer(Answer.WELCOME, **welcome))
+    self._welcome(worker, self._donor(worker))
     self._announce(groups)
+
+  def _donor(self, worker: int) -> str | None:
+    """The address of another worker that has a trained model, the most trained first; another one at each HELLO."""
+    donors = [other for other in self._peers if other != worker and self._iterations.get(other)]
+    donors.sort(key=lambda other: -self._iterations[other])
+    return self._peers[donors[self._hellos[worker] % len(donors)]][1] if donors else None
+
+  def _welcome(self, worker: int, donor: str | None) -> None:
+    if donor:
+      self._asking.discard(worker)
+    welcome = {"limit": self._limit, **({"donor": donor} if donor else {})}
+    self._send(self._peers[worker][0], messages.answer(Answer.WELCOME, **welcome))
+
+  def _not_finite(self, _: bytes, signal: Signal) -> None:
+    """Names a donor to a worker, which is none itself until it is ready again; without one it has to ask again."""
+    worker = signal.worker
+    self._controller.replaced(worker)
+    self._iterations.pop(worker, None)
+    if donor := self._donor(worker):
+      self._welcome(worker, donor)
+      return
+    self._asking.add(worker)
+    if self._asking.issuperset(self._controller.alive):
+      raise Rejected("nobody: no worker has a finite model")
 
   def _refuse_rival(self, connection: bytes, worker: int) -> NoReturn:
     """Refuses a second worker of one number: for good if the first one is known to live, else until that is known."""
@@ -188,6 +210,7 @@ class Server:
     take = self._controller.ready if signal.says == Says.READY else self._controller.synchronize
     groups = take(signal.worker, signal.value)
     self._iterations[signal.worker] = signal.value
+    self._asking.discard(signal.worker)
     self._announce(groups)
 
   def _failed(self, _: bytes, signal: Signal) -> None:
@@ -202,6 +225,7 @@ class Server:
     for kept in (self._peers, self._dead_at, self._iterations, self._rivals):
       kept.pop(worker, None)
     self._lives.discard(worker)
+    self._asking.discard(worker)
     self._announce(groups)
 
   def _announce(self, groups: list[Group]) -> None:

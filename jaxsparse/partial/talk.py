@@ -7,6 +7,8 @@ It is in one of three states:
     here     takes what `reduce` asks for: READY -> GROUP -> pieces -> the average; after ABORT, or when no piece comes
              for too long, FAILED and READY once more
 
+A worker whose own model is not finite says NOT_FINITE instead of READY, until the server names a donor: -> fetch.
+
 Which worker is dead is the server's word. That a connection between workers has broken says less: who has left in good
 order closes it while its last pieces are still on their way.
 """
@@ -120,7 +122,10 @@ class Talk(threading.Thread):
     self._peers = Peers(self._out, keys, self._data.maxmsgsize, self._inbox, self._fetched, self._unreached)
 
   def ask(self, signal: Says, model: Model | None = None) -> None:
-    """Asks for the average of a model with those of a group (READY) or of all (SYNCHRONIZE), or to leave (BYE)."""
+    """Asks for the average of a model with those of a group (READY) or of all (SYNCHRONIZE), or to leave (BYE).
+
+    NOT_FINITE asks for the model of another worker; a FloatingPointError answers it if there is none.
+    """
     if not self.is_alive():
       self.answers.put(RuntimeError("this worker has left, or was ended"))
     self._asked.put((signal, model))
@@ -148,12 +153,15 @@ class Talk(threading.Thread):
     self._ticked = now
     if now > self._deadline and self._state != "ended":
       self._lose()
-    elif self._state == "fetch" and now > self._patience:
+    elif now > self._patience and (self._state == "fetch" or self._seeks):
       self._go_on_alone()
     elif self._average and now > self._patience:
       self._give_up()
     elif now > self._next and self._state == "hello":
       self._say(Says.HELLO, self._initial.size, messages.endpoint(self._data))
+      self._next = now + _RETRY
+    elif now > self._next and self._seeks:
+      self._say(Says.NOT_FINITE)
       self._next = now + _RETRY
     elif now > self._next and self._state != "ended":
       self._say(Says.BEAT)
@@ -205,10 +213,9 @@ class Talk(threading.Thread):
       self._say(Says.BEAT)
 
   def _welcomed(self, content: dict[str, Any]) -> None:
-    if self._state != "hello":  # to a HELLO that we have repeated
+    if self._state != "hello" and not self._seeks:  # to a HELLO that we have repeated
       return
     self._limit = content["limit"]
-    self._past = 0  # it has told all that were in a group with us, or is another server
     self._early.clear()
     self._deadline = time.monotonic() + self._limit
     donor = content.get("donor")
@@ -225,7 +232,9 @@ class Talk(threading.Thread):
 
   def _go_on_alone(self) -> None:
     """No donor has sent its model: goes on with one's own, or ends where there is none but the one to begin with."""
-    if self._model.iteration:
+    if self._waits and self._signal == Says.NOT_FINITE:
+      self._fail_to_fetch(f"no model from another worker for {self._timeout:g} s")
+    elif self._model.iteration:
       self._state = "here"
       self._go_on()
     else:
@@ -235,17 +244,31 @@ class Talk(threading.Thread):
 
   def _go_on(self) -> None:
     """Here, and nobody has a model that is further: goes on from one's own."""
-    if self._model.iteration:
+    if self._model.iteration or self._seeks:
       if self._waits:
-        self._say(self._signal, self._model.iteration)
+        self._say_signal()
     else:
       self._answer(self._model)
+
+  @property
+  def _seeks(self) -> bool:
+    """Whether our own model is not finite, and no donor of another one is known yet."""
+    return self._state == "here" and self._waits and self._signal == Says.NOT_FINITE
+
+  def _fail_to_fetch(self, reason: str) -> None:
+    self._state, self._waits = "here", False
+    self.answers.put(FloatingPointError(reason))
 
   def _refused(self, reason: str) -> None:
     kind = reason.partition(":")[0]
     if kind == "duplicate":
       return  # the server does not know yet whether the worker that has our number is dead
-    if kind == "absent":  # we were taken for dead
+    if kind == "nobody":
+      if self._seeks:
+        self._fail_to_fetch(reason)
+      return
+    if kind == "absent":  # we were taken for dead, all in a group with us were told; or it is another server
+      self._past = 0
       if self._state != "hello":
         self._average, self._patience = None, time.monotonic() + self._timeout
         self._say_hello()
@@ -277,7 +300,7 @@ class Talk(threading.Thread):
     assert self._average
     self._past, self._average = self._average.group.number, None
     self._say(Says.FAILED, self._past)
-    self._say(self._signal, self._model.iteration)
+    self._say_signal()
 
   # What other workers say.
 
@@ -301,7 +324,7 @@ class Talk(threading.Thread):
   @property
   def _awaits_group(self) -> bool:
     """Whether the server may have put us in a group, and its word is still on its way."""
-    return self._waits and self._state == "here" and self._average is None
+    return self._waits and self._state == "here" and self._average is None and not self._seeks
 
   def _piece(self, average: Average, kind: Kind, sender: int, values: np.ndarray) -> None:
     with contextlib.suppress(ValueError):  # what does not belong to the average changes nothing
@@ -344,24 +367,27 @@ class Talk(threading.Thread):
 
   def _open(self, _: list[bytes]) -> None:
     signal, model = self._asked.get()
-    if model is None:
+    if signal == Says.BYE:
       self._say(Says.BYE, self._past)
       self._state = "ended"
-    elif model.vector.shape != self._initial.shape:
-      self.answers.put(ValueError(f"params have {model.vector.size} entries, those to begin with {self._initial.size}"))
-    elif self._fetched_model and signal == Says.READY:  # one that was taken for dead goes on with another one's model
+    elif self._fetched_model and signal != Says.SYNCHRONIZE:  # who was taken for dead goes on with another one's model
       self.answers.put(self._fetched_model)
       self._fetched_model = None
     else:
-      self._model, self._waits, self._signal, self._fetched_model = model, True, signal, None
+      self._model, self._waits, self._signal, self._fetched_model = model or self._model, True, signal, None
+      if self._seeks:
+        self._patience = time.monotonic() + self._timeout
       if self._state == "here":
-        self._say(signal, model.iteration)
+        self._say_signal()
 
   def _answer(self, model: Model) -> None:
     self._model = model
     if self._waits:
       self._waits = False
       self.answers.put(model)
+
+  def _say_signal(self) -> None:
+    self._say(self._signal, 0 if self._signal == Says.NOT_FINITE else self._model.iteration)
 
   def _say(self, says: Says, value: int = 0, address: str = "") -> None:
     with contextlib.suppress(zmq.Again):  # no connection, for want of the keys for example: the deadline will tell

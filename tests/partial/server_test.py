@@ -102,6 +102,8 @@ def test_groups_go_to_their_members_and_nobody_else():
     ((struct.pack("!BHq", 9, 0, 0),), "malformed: a signal of kind 9, choose from 1 (HELLO), 2 (READY)"),
     ((Signal(Says.READY, 1, 3).packed() + b"x",), "malformed: 12 bytes, READY has 11"),
     ((Signal(Says.BEAT, 1, 3),), "malformed: BEAT with value 3, send 0"),
+    ((Signal(Says.NOT_FINITE, 1, 3),), "malformed: NOT_FINITE with value 3, send 0"),
+    ((Signal(Says.NOT_FINITE, 1),), "duplicate: worker 1 is ready already, with iteration 4"),
     ((Signal(Says.HELLO, 0, 0, "ipc://x"),), "malformed: HELLO with address 'ipc://x', send tcp://HOST:PORT"),
     ((Signal(Says.HELLO, 0, 0).packed() + b"\xff",), "malformed: HELLO with an address that is not ASCII"),
     ((Signal(Says.HELLO, 4, 0, ADDRESS),), "unknown: worker 4, there are 0 … 3"),
@@ -203,6 +205,28 @@ def test_hello_again_names_another_donor():
       clients[worker].ask(come)  # READY is taken by now: each connection has an order of its own
     told = [clients[2].ask(Signal(Says.HELLO, 2, 0, ADDRESS))[1]["donor"] for _ in range(3)]
   assert told == [addresses[1], addresses[0], addresses[1]]
+
+
+def test_a_worker_without_a_finite_model_is_no_donor_until_it_is_ready_again():
+  """It asks until another one is ready, and is told if all others ask too."""
+  addresses = [f"tcp://127.0.0.1:{port}" for port in (7, 8)]
+  with served(workers=2, clients=2) as (_, clients):
+    for worker in (0, 1):
+      clients[worker].ask(Signal(Says.HELLO, worker, 0, addresses[worker]))
+    clients[0].say(Signal(Says.NOT_FINITE, 0))  # worker 1 has not been ready yet
+    clients[0].say(Signal(Says.BEAT, 0))
+    assert clients[0].hear(set(Answer))[0] == Answer.BEAT
+    assert clients[1].ask(Signal(Says.NOT_FINITE, 1)) == (
+      Answer.REJECTED,
+      {"reason": "nobody: no worker has a finite model"},
+    )
+    clients[1].say(Signal(Says.READY, 1, 7))
+    clients[1].say(Signal(Says.BEAT, 1))
+    clients[1].hear((Answer.BEAT,))
+    kind, welcome = clients[0].ask(Signal(Says.NOT_FINITE, 0))
+    assert (kind, welcome["donor"]) == (Answer.WELCOME, addresses[1])
+    clients[0].say(Signal(Says.READY, 0, 8))
+    assert clients[0].hear()[1]["members"] == [0, 1]
 
 
 def test_a_donor_that_cannot_be_reached_does_not_hold_a_worker_for_ever():
