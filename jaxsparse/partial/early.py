@@ -3,7 +3,7 @@
 A member that hears of its group first sends its part at once, maybe before another member has heard of the group. Only
 parts can be early, for a mean takes the parts of all; each member sends one; and a member waits for one group at a
 time. So the early parts of a group of G members have (G − 1) n/G entries together, up to one for rounding each: less
-than a model, and G. More than that is no work of this protocol, and is dropped.
+than n + G. More than that is sent by none of them, and is dropped.
 """
 
 import logging
