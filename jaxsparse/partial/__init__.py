@@ -7,8 +7,11 @@ Controller              who averages with whom, a pure state machine (controller
 rho                     how fast the groups of a history spread what each worker learns (mixing)
 simulate                this and what it is compared with, in virtual time (simulation, methods, clock)
 Server                  the controller over TCP (server, messages)
-Worker                  a process that trains and averages with groups, whoever dies (worker, talk, exchange)
+Worker                  a process that trains and averages with groups, whoever dies (worker, talk, peers, exchange)
+restore                 what a worker saved when the controller died (saving)
 Devices                 threads of one process instead, a device each (devices)
+
+A model with NaN or Inf is in no average of any of these (finite).
 """
 
 from jaxsparse.partial.clock import Span, sharing
@@ -16,10 +19,11 @@ from jaxsparse.partial.controller import Controller, Group, Rejected
 from jaxsparse.partial.devices import Devices, DeviceWorker
 from jaxsparse.partial.messages import Keys, make_keys, read_keys, write_keys
 from jaxsparse.partial.mixing import mixing, rho
+from jaxsparse.partial.saving import restore
 from jaxsparse.partial.server import Server
 from jaxsparse.partial.simulation import Simulation, simulate
 from jaxsparse.partial.talk import ControllerLost
-from jaxsparse.partial.worker import Worker, restore
+from jaxsparse.partial.worker import Worker
 
 __all__ = [
   "Controller",

@@ -182,6 +182,17 @@ class Controller:
     self._last[worker] -= 1
     return self._changed([past for past in self._history if past.number != number])
 
+  def replaced(self, worker: int) -> None:
+    """A worker has the model of another one in place of its own: its next signal may be of any iteration.
+
+    Raises:
+      Rejected: from an unknown worker, or one that is ready.
+    """
+    self._check(worker)
+    self._check_not_ready(worker)
+    self._last[worker] = -1
+    self._group.pop(worker, None)
+
   def leave(self, worker: int) -> list[Group]:
     """A worker ends, or is dead: the others go on without it.
 
@@ -216,13 +227,16 @@ class Controller:
   def _check_iteration(self, worker: int, iteration: int, last: int) -> None:
     if not _is_count(iteration) or not 0 <= iteration <= MAX_ITERATION:
       raise Rejected(f"iteration {iteration!r} of worker {worker} is malformed, send a whole number in 0 … 2^63 − 1")
-    for kept in (self._queue, self._for_all):
-      if worker in kept:
-        raise Rejected(f"duplicate: worker {worker} is ready already, with iteration {kept[worker]}")
+    self._check_not_ready(worker)
     if iteration <= last:
       raise Rejected(
         f"stale: iteration {iteration} of worker {worker}, which has signalled {self._last[worker]} before"
       )
+
+  def _check_not_ready(self, worker: int) -> None:
+    for kept in (self._queue, self._for_all):
+      if worker in kept:
+        raise Rejected(f"duplicate: worker {worker} is ready already, with iteration {kept[worker]}")
 
   @property
   def _active(self) -> list[int]:

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxsparse import _compat
 from jaxsparse.flatten import flatten
 from jaxsparse.partial.controller import Controller, Group
+from jaxsparse.partial.finite import Refusals, check_start
 
 _AXIS = "group"
 _SPLIT = PartitionSpec(_AXIS)
@@ -38,7 +39,7 @@ class Devices:
     params: the model that training starts from.
 
   Raises:
-    ValueError: for another number of devices than the controller has workers.
+    ValueError: for another number of devices than the controller has workers, or parameters that are not finite.
 
   Example:
     >>> import threading, jax, jax.numpy as jnp, jaxsparse as js
@@ -64,11 +65,14 @@ class Devices:
       raise ValueError(
         f"{controller.workers} workers on {different} different devices: give each worker a device of its own"
       )
+    check_start(params)
     vector, self._unflatten = flatten(params)
     self.devices, self.params = tuple(devices), params
     self.controller, self._initial = controller, [jax.device_put(vector, device) for device in devices]
     self._changed = threading.Condition()
-    self._models: dict[int, jax.Array] = {}  # of those who wait
+    self._models: dict[int, tuple[jax.Array, int]] = {}  # of those who wait, and the iteration of each
+    self._asking: set[int] = set()  # those whose models are not finite, who wait for another worker's
+    self._refusals = [Refusals(worker) for worker in range(controller.workers)]
     self._answers: dict[int, tuple[jax.Array, int] | Exception] = {}
     # XLA's CPU runtime runs the devices of all programs on one small pool of threads: there, one average at a time.
     self._one_at_a_time = threading.Lock() if devices[0].platform == "cpu" else None
@@ -94,28 +98,69 @@ class Devices:
   def average(
     self, number: int, params: Any, iteration: int, signal: Callable[[int, int], list[Group]]
   ) -> tuple[Any, int]:
-    """See `DeviceWorker.reduce` and `synchronize`; `signal` is what the controller is told."""
+    """See `DeviceWorker.reduce` and `synchronize`; `signal` is what the controller is told: its `ready` or another."""
     vector = jax.device_put(flatten(params)[0], self.devices[number])
     if vector.size != self._initial[number].size:
       raise ValueError(f"params have {vector.size} entries, those to begin with {self._initial[number].size}")
+    if self._refusals[number].refuse(vector, iteration, self._unflatten):
+      vector, iteration = self._another_model(number)
+      if signal == self.controller.ready:
+        return self._unflatten(vector), iteration
     with self._changed:
       groups = signal(number, iteration)
-      self._models[number] = vector
-      ready = [(group, [self._models.pop(member) for member in group.members]) for group in groups]
+      self._models[number] = (vector, iteration)
+      self._give(number)
+      ready = self._taken(groups)
     self._average(ready)
-    with self._changed:
-      self._changed.wait_for(lambda: number in self._answers)
-      answer = self._answers.pop(number)
-    if isinstance(answer, Exception):
-      raise answer
-    return self._unflatten(answer[0]), answer[1]
+    vector, iteration = self._answer(number)
+    return self._unflatten(vector), iteration
+
+  def refused(self, number: int) -> int:
+    """See `DeviceWorker.refused`."""
+    return self._refusals[number].count
 
   def leave(self, number: int) -> None:
     """See `DeviceWorker.leave`."""
     with self._changed:
       groups = self.controller.leave(number) if number in self.controller.alive else []
-      ready = [(group, [self._models.pop(member) for member in group.members]) for group in groups]
+      self._give_up_if_nobody()
+      ready = self._taken(groups)
     self._average(ready)
+
+  def _answer(self, number: int) -> tuple[jax.Array, int]:
+    with self._changed:
+      self._changed.wait_for(lambda: number in self._answers)
+      answer = self._answers.pop(number)
+    if isinstance(answer, Exception):
+      raise answer
+    return answer
+
+  def _taken(self, groups: list[Group]) -> list[tuple[Group, list[jax.Array]]]:
+    return [(group, [self._models.pop(member)[0] for member in group.members]) for group in groups]
+
+  def _another_model(self, number: int) -> tuple[jax.Array, int]:
+    """The model of a worker that waits, the most trained one, or else of the next that signals."""
+    with self._changed:
+      self.controller.replaced(number)
+      self._asking.add(number)
+      if self._models:
+        self._give(max(self._models, key=lambda other: self._models[other][1]))
+      self._give_up_if_nobody()
+    return self._answer(number)
+
+  def _give(self, number: int) -> None:
+    """Copies the model of a worker that waits to those who ask for one."""
+    vector, iteration = self._models[number]
+    for other in self._asking:
+      self._answers[other] = (jax.device_put(vector, self.devices[other]), iteration)
+    self._asking.clear()
+    self._changed.notify_all()
+
+  def _give_up_if_nobody(self) -> None:
+    if self._asking.issuperset(self.controller.alive):
+      self._answers.update({other: self._refusals[other].nobody() for other in self._asking})
+      self._asking.clear()
+      self._changed.notify_all()
 
   def _average(self, ready: list[tuple[Group, list[jax.Array]]]) -> None:
     for group, models in ready:
@@ -163,6 +208,7 @@ class DeviceWorker:
     params: the model that training starts from, on its device.
     iteration: 0.
     device: of it.
+    refused: how many models of this worker in succession were not finite; see `reduce`.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -178,12 +224,20 @@ class DeviceWorker:
     self._workers, self.number, self.device = workers, number, workers.devices[number]
     self.params, self.iteration = jax.device_put(workers.params, self.device), 0
 
+  @property
+  def refused(self) -> int:
+    """How many models of this worker in succession were not finite; 0 after a finite one."""
+    return self._workers.refused(self.number)
+
   def reduce(self, params: Any, iteration: int) -> tuple[Any, int]:
     """Averages with a group, as `js.partial.Worker.reduce` does; parameters stay on this worker's device.
+
+    In place of parameters that are not finite it returns the model of a worker that waits, or of the next that signals.
 
     Raises:
       Rejected: for an iteration that the controller does not take.
       ValueError: for parameters of another size.
+      FloatingPointError: as `js.partial.Worker.reduce`.
     """
     return self._workers.average(self.number, params, iteration, self._workers.controller.ready)
 

@@ -35,6 +35,7 @@ class Says(enum.IntEnum):
     BYE: it ends, and owes nothing to its groups up to `value`.
     BEAT: it is alive; value 0.
     SYNCHRONIZE: it has done `value` iterations and wants the average of all.
+    NOT_FINITE: its model is not finite, and it wants another one's; value 0.
 
   Example:
     >>> Says(2).name
@@ -47,17 +48,19 @@ class Says(enum.IntEnum):
   BYE = 4
   BEAT = 5
   SYNCHRONIZE = 6
+  NOT_FINITE = 7
 
 
 class Answer(enum.IntEnum):
   """What the server says.
 
   Attributes:
-    WELCOME: to HELLO.
+    WELCOME: to HELLO, and to NOT_FINITE if there is a worker to fetch a model from.
     GROUP: average with these now.
     ABORT: a group will not come to an end.
     BEAT: to BEAT, and from time to time.
     REJECTED: a reason.
+    PROBE: say BEAT at once; somebody else says HELLO with this worker's number.
 
   Example:
     >>> Answer(5).name
@@ -69,6 +72,7 @@ class Answer(enum.IntEnum):
   ABORT = 3
   BEAT = 4
   REJECTED = 5
+  PROBE = 6
 
 
 class Signal(NamedTuple):
@@ -116,8 +120,8 @@ def parse(frames: list[bytes]) -> Signal:
   rest = frame[_SIGNAL.size :]
   if kind != Says.HELLO and rest:
     raise Rejected(f"malformed: {len(frame)} bytes, {Says(kind).name} has {_SIGNAL.size}")
-  if kind == Says.BEAT and value:
-    raise Rejected(f"malformed: BEAT with value {value}, send 0")
+  if kind in (Says.BEAT, Says.NOT_FINITE) and value:
+    raise Rejected(f"malformed: {Says(kind).name} with value {value}, send 0")
   try:
     address = rest.decode("ascii")
   except UnicodeDecodeError:

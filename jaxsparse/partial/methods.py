@@ -8,7 +8,8 @@ Every gradient moves the model that is trained for by the same amount, 1/N of a 
     asp              each gradient at once, divided by N
     hete             each at once, divided by its staleness: the steps that the model has made since it was read, plus 1
     adpsgd           averages its model with one random other's, then takes a step with the gradient of its old model
-    constant, dynamic    a step of its own, then partial reduce: P of N models take a step each and are averaged
+    constant, dynamic    a step of its own, then partial reduce: P of N models take a step each and are averaged;
+                         a worker whose model is not finite after its step fetches another worker's instead
 """
 
 import functools
@@ -57,6 +58,10 @@ class Lab(Protocol):
 
   def step(self, model: jax.Array, state: Any, gradient: jax.Array) -> tuple[jax.Array, Any]:
     """One step of the optimizer."""
+    ...
+
+  def refuse(self, worker: int, model: jax.Array, iteration: int) -> bool:
+    """Whether a worker's model is not finite; raises FloatingPointError at the tenth of a worker in succession."""
     ...
 
 
@@ -198,7 +203,11 @@ class Partial:
       self._lab.work(worker, model)
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
-    self._models[worker], self._states[worker] = self._lab.step(self._models[worker], self._states[worker], gradient)
+    model, state = self._lab.step(self._models[worker], self._states[worker], gradient)
+    if self._lab.refuse(worker, model, self._iterations[worker] + 1):
+      self._replace(worker)
+      return
+    self._models[worker], self._states[worker] = model, state
     self._iterations[worker] += 1
     for group in self._controller.ready(worker, self._iterations[worker]):
       self.groups.append(group)
@@ -207,6 +216,15 @@ class Partial:
 
   def model(self) -> jax.Array:
     return jnp.mean(jnp.stack(self._models), 0)
+
+  def _replace(self, worker: int) -> None:
+    """Lets a worker fetch the most trained model of the others, and begin the optimizer's state anew."""
+    donor = max((other for other in range(self._lab.workers) if other != worker), key=self._iterations.__getitem__)
+    model = self._models[donor]
+    self._models[worker], self._iterations[worker] = model, self._iterations[donor]
+    self._states[worker] = self._lab.start()
+    self._controller.replaced(worker)
+    self._lab.exchange([worker], 1, functools.partial(self._lab.work, worker, model))
 
   def _averaged(self, group: Group) -> None:
     models = jnp.stack([*(self._models[member] for member in group.members), self._lab.initial])

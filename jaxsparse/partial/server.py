@@ -7,12 +7,16 @@ It alone decides who is dead: a worker whose connection is gone, or that gives n
 others form groups without it, and those that average with it now are told to give up; not so if it has said BYE, and
 that it owes them nothing: what they wait for is on its way then. A signal that is malformed, unknown, duplicate or
 stale is answered with a reason and changes nothing.
+
+A HELLO with the number of a worker that is here may come from its successor, started again after its death, or from a
+second worker that was given the same number by mistake. The server probes the worker that is here: if it answers, the
+other one is refused with "taken"; until then with "duplicate", and it may ask again.
 """
 
 import threading
 import time
 from collections.abc import Callable
-from typing import Self
+from typing import NoReturn, Self
 
 import zmq
 
@@ -80,11 +84,14 @@ class Server:
     self.taken = self.rejected = 0
     self._peers: dict[int, tuple[bytes, str]] = {}  # of each worker: the connection it came by, and its own address
     self._hellos: dict[int, int] = {}  # how often each has said HELLO again
+    self._rivals: dict[int, bytes] = {}  # the last other connection that said HELLO with the number of each worker
+    self._lives: set[int] = set()  # workers with a rival that have said something since the rival came
     self._entries: int | None = None  # of everybody's model
     self._next_probe, self._looked = 0.0, time.monotonic()
     self._dead_at = dict.fromkeys(controller.alive, time.monotonic() + start_timeout)
     self._iterations: dict[int, int] = {}  # of each worker's model, as far as we know
     self._groups: dict[int, Group] = {}  # the last one of each worker
+    self._asking: set[int] = set()  # workers whose models are not finite, and for which there is no donor yet
     self._stop, self._thread = threading.Event(), threading.Thread(target=self.serve, daemon=True)
 
   def __enter__(self) -> Self:
@@ -129,6 +136,8 @@ class Server:
     self.taken += 1
     if signal.worker in self._peers:
       self._dead_at[signal.worker] = time.monotonic() + self._limit
+    if signal.worker in self._rivals:
+      self._lives.add(signal.worker)
 
   def _handlers(self) -> dict[Says, Callable[[bytes, Signal], object]]:
     return {
@@ -136,6 +145,7 @@ class Server:
       Says.READY: self._ready,
       Says.SYNCHRONIZE: self._ready,
       Says.FAILED: self._failed,
+      Says.NOT_FINITE: self._not_finite,
       Says.BYE: lambda _, signal: self._leave(signal.worker, owes_after=signal.value),
       Says.BEAT: lambda connection, _: self._send(connection, _BEAT),
     }
@@ -149,7 +159,7 @@ class Server:
   def _hello(self, connection: bytes, signal: Signal) -> None:
     worker = signal.worker
     if worker in self._peers and self._peers[worker][0] != connection:
-      raise Rejected(f"duplicate: worker {worker} is here already; if it died, it is dropped after {self._limit:g} s")
+      self._refuse_rival(connection, worker)
     again = worker in self._peers  # a donor could not be reached: here is the next
     others = [other for other in self._peers if other != worker]
     if others and signal.value != self._entries:
@@ -157,18 +167,50 @@ class Server:
     groups = [] if worker in self._controller.alive else self._controller.join(worker)
     self._entries = signal.value
     self._hellos[worker] = self._hellos.get(worker, 0) + 1 if again else 0
-    donors = sorted((other for other in others if self._iterations.get(other)), key=lambda one: -self._iterations[one])
-    welcome: dict[str, object] = {"limit": self._limit}
-    if donors:
-      welcome["donor"] = self._peers[donors[self._hellos[worker] % len(donors)]][1]
     self._peers[worker] = (connection, signal.address)
-    self._send(connection, messages.answer(Answer.WELCOME, **welcome))
+    self._welcome(worker, self._donor(worker))
     self._announce(groups)
+
+  def _donor(self, worker: int) -> str | None:
+    """The address of another worker that has a trained model, the most trained first; another one at each HELLO."""
+    donors = [other for other in self._peers if other != worker and self._iterations.get(other)]
+    donors.sort(key=lambda other: -self._iterations[other])
+    return self._peers[donors[self._hellos[worker] % len(donors)]][1] if donors else None
+
+  def _welcome(self, worker: int, donor: str | None) -> None:
+    if donor:
+      self._asking.discard(worker)
+    welcome = {"limit": self._limit, **({"donor": donor} if donor else {})}
+    self._send(self._peers[worker][0], messages.answer(Answer.WELCOME, **welcome))
+
+  def _not_finite(self, _: bytes, signal: Signal) -> None:
+    """Names a donor to a worker, which is none itself until it is ready again; without one it has to ask again."""
+    worker = signal.worker
+    self._controller.replaced(worker)
+    self._iterations.pop(worker, None)
+    if donor := self._donor(worker):
+      self._welcome(worker, donor)
+      return
+    self._asking.add(worker)
+    if self._asking.issuperset(self._controller.alive):
+      raise Rejected("nobody: no worker has a finite model")
+
+  def _refuse_rival(self, connection: bytes, worker: int) -> NoReturn:
+    """Refuses a second worker of one number: for good if the first one is known to live, else until that is known."""
+    if self._rivals.get(worker) != connection:
+      self._rivals[worker] = connection
+      self._lives.discard(worker)
+    connected = self._send(self._peers[worker][0], messages.answer(Answer.PROBE))
+    if connected and worker in self._lives:
+      others = f"choose another number of 0 … {self._controller.workers - 1}"
+      raise Rejected(f"taken: a living worker has the number {worker}, {others}, or end that worker first")
+    raise Rejected(f"duplicate: worker {worker} is here already; if it died, it is dropped after {self._limit:g} s")
 
   def _ready(self, _: bytes, signal: Signal) -> None:
     take = self._controller.ready if signal.says == Says.READY else self._controller.synchronize
     groups = take(signal.worker, signal.value)
     self._iterations[signal.worker] = signal.value
+    self._asking.discard(signal.worker)
     self._announce(groups)
 
   def _failed(self, _: bytes, signal: Signal) -> None:
@@ -180,9 +222,10 @@ class Server:
     """Goes on without a worker, which may have more to send to groups that came after number `owes_after`."""
     groups = self._controller.leave(worker)
     self._abort(worker, owes_after)
-    self._peers.pop(worker, None)
-    self._dead_at.pop(worker)
-    self._iterations.pop(worker, None)
+    for kept in (self._peers, self._dead_at, self._iterations, self._rivals):
+      kept.pop(worker, None)
+    self._lives.discard(worker)
+    self._asking.discard(worker)
     self._announce(groups)
 
   def _announce(self, groups: list[Group]) -> None:

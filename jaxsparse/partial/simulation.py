@@ -13,6 +13,7 @@ from jaxsparse.collectives import make_collective
 from jaxsparse.flatten import flatten
 from jaxsparse.partial.clock import Clock, Pace, Span
 from jaxsparse.partial.controller import Controller, Group
+from jaxsparse.partial.finite import Refusals, check_start
 from jaxsparse.partial.methods import Asynchronous, Gossip, Method, Partial, Synchronous
 from jaxsparse.types import Cost
 
@@ -107,7 +108,9 @@ def simulate(
     `Simulation`.
 
   Raises:
-    ValueError: for an unknown method, or arguments outside their choices.
+    ValueError: for an unknown method, arguments outside their choices, or parameters that are not finite.
+    FloatingPointError: by partial reduce, if ten models of a worker in succession are not finite. Fewer are in no
+      average: the worker fetches another one's model, and begins the state of its optimizer anew.
 
   Example:
     >>> import itertools, jax.numpy as jnp, optax, jaxsparse as js
@@ -185,7 +188,9 @@ class _Lab:
     seed: int,
   ):
     self.workers = len(paces)
+    check_start(params)
     self.initial, self.unflatten = flatten(params)
+    self._refusals = [Refusals(worker) for worker in range(self.workers)]
     self.random = np.random.default_rng([seed, self.workers])
     self.clock, self.timeline, self.curve = Clock(), list[Span](), list[tuple[float, int, float]]()
     self.updates = self.gradients = 0
@@ -243,6 +248,9 @@ class _Lab:
 
   def start(self) -> Any:
     return self._tx.init(self.initial)
+
+  def refuse(self, worker: int, model: jax.Array, iteration: int) -> bool:
+    return self._refusals[worker].refuse(model, iteration, self.unflatten)
 
   def _step(self, model: jax.Array, state: Any, gradient: jax.Array) -> tuple[jax.Array, Any]:
     change, state = self._tx.update(gradient, state, model)

@@ -7,6 +7,8 @@ It is in one of three states:
     here     takes what `reduce` asks for: READY -> GROUP -> pieces -> the average; after ABORT, or when no piece comes
              for too long, FAILED and READY once more
 
+A worker whose own model is not finite says NOT_FINITE instead of READY, until the server names a donor: -> fetch.
+
 Which worker is dead is the server's word. That a connection between workers has broken says less: who has left in good
 order closes it while its last pieces are still on their way.
 """
@@ -24,19 +26,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
-from jaxsparse.partial import messages
+from jaxsparse.partial import messages, saving
 from jaxsparse.partial.controller import Group
+from jaxsparse.partial.early import Early
 from jaxsparse.partial.exchange import Average, Kind, Piece
 from jaxsparse.partial.messages import Answer, Keys, Says, Signal
+from jaxsparse.partial.peers import Inbox, Peers
 
 GRACE = 5.0  # seconds that a worker gets to come to `reduce` after the controller's death
 
 _HEADER = struct.Struct("!BqH")  # kind, number of the group or iteration, worker
 _FETCH, _MODEL, _PART, _MEAN = range(1, 5)
 _KINDS: dict[int, Kind] = {_PART: "part", _MEAN: "mean"}
-_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _LAST_WORDS = 5000  # milliseconds that a worker who leaves waits for BYE to be sent: the server may be dead
 _RETRY = 0.2  # seconds between two HELLOs
 _BEATS = 5  # signs of life in the time after which we would count as dead
@@ -63,13 +65,6 @@ class Model(NamedTuple):
 
   vector: np.ndarray
   iteration: int
-
-
-class _Peer(NamedTuple):
-  """A connection to another worker, and what tells when it breaks."""
-
-  socket: zmq.Socket
-  monitor: zmq.Socket
 
 
 class Talk(threading.Thread):
@@ -102,11 +97,10 @@ class Talk(threading.Thread):
     self._waits = True  # somebody waits for an answer: to begin with, for the model to start from
     self._average: Average | None = None
     self._past = 0  # groups up to this number are over: we owe them nothing, and want nothing of them
-    self._early: dict[tuple[int, Kind], tuple[int, np.ndarray]] = {}  # each member's last piece of a group to come
+    self._early = Early(number, initial.size)
     self._members: dict[int, str] = {}  # of the current group, with addresses
     self._donor, self._patience = "", 0.0  # who sends us a model, and until when we wait for another message of a peer
     self._fetched_model: Model | None = None  # that came while our own worker computed
-    self._peers: dict[str, _Peer] = {}
     self._address, self._timeout, self._limit = server, timeout, timeout
     self._state = "hello"
     self._next, self._ticked = 0.0, time.monotonic()
@@ -122,13 +116,16 @@ class Talk(threading.Thread):
     self._door, self._bell = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
     self._door.bind("inproc://bell")
     self._bell.connect("inproc://bell")
-    self._poller = zmq.Poller()
-    self._handlers: dict[zmq.Socket, Callable[[list[bytes]], None]] = {}
+    self._inbox = Inbox()
     for socket, handler in ((self._server, self._hear), (self._data, self._take), (self._door, self._open)):
-      self._listen(socket, handler)
+      self._inbox.listen(socket, handler)
+    self._peers = Peers(self._out, keys, self._data.maxmsgsize, self._inbox, self._fetched, self._unreached)
 
   def ask(self, signal: Says, model: Model | None = None) -> None:
-    """Asks for the average of a model with those of a group (READY) or of all (SYNCHRONIZE), or to leave (BYE)."""
+    """Asks for the average of a model with those of a group (READY) or of all (SYNCHRONIZE), or to leave (BYE).
+
+    NOT_FINITE asks for the model of another worker; a FloatingPointError answers it if there is none.
+    """
     if not self.is_alive():
       self.answers.put(RuntimeError("this worker has left, or was ended"))
     self._asked.put((signal, model))
@@ -139,10 +136,7 @@ class Talk(threading.Thread):
     """Talks until it is asked to leave or the controller is lost."""
     try:
       while self._state != "ended":
-        for socket, _ in self._poller.poll(round(1000 * min(_RETRY, self._limit / _BEATS))):
-          with contextlib.suppress(zmq.Again):
-            while (handler := self._handlers.get(socket)) and self._state != "ended":  # until it is closed or empty
-              handler(socket.recv_multipart(zmq.NOBLOCK))
+        self._inbox.wait(min(_RETRY, self._limit / _BEATS), lambda: self._state != "ended")
         self._tick()
     except Exception as error:  # whoever waits must not wait for ever
       self.answers.put(error)
@@ -159,12 +153,15 @@ class Talk(threading.Thread):
     self._ticked = now
     if now > self._deadline and self._state != "ended":
       self._lose()
-    elif self._state == "fetch" and now > self._patience:
+    elif now > self._patience and (self._state == "fetch" or self._seeks):
       self._go_on_alone()
     elif self._average and now > self._patience:
       self._give_up()
     elif now > self._next and self._state == "hello":
       self._say(Says.HELLO, self._initial.size, messages.endpoint(self._data))
+      self._next = now + _RETRY
+    elif now > self._next and self._seeks:
+      self._say(Says.NOT_FINITE)
       self._next = now + _RETRY
     elif now > self._next and self._state != "ended":
       self._say(Says.BEAT)
@@ -192,10 +189,8 @@ class Talk(threading.Thread):
     if self._save is None:
       return "nothing is saved, for want of a file"
     content: dict[str, Any] = {**self._leaves(self._model.vector), "iteration": np.asarray(self._model.iteration)}
-    beside = self._save.with_name(f".{self._save.name}.{os.getpid()}.npz")
     try:
-      np.savez(beside, **content)
-      beside.replace(self._save)
+      saving.write(self._save, content)
     except OSError as error:
       return f"the parameters could not be saved: {error}"
     return f"the parameters of iteration {self._model.iteration} are in {self._save}"
@@ -214,17 +209,19 @@ class Talk(threading.Thread):
       self._lost(content["worker"])
     elif kind == Answer.REJECTED:
       self._refused(content["reason"])
+    elif kind == Answer.PROBE and self._state != "hello":
+      self._say(Says.BEAT)
 
   def _welcomed(self, content: dict[str, Any]) -> None:
-    if self._state != "hello":  # to a HELLO that we have repeated
+    if self._state != "hello" and not self._seeks:  # to a HELLO that we have repeated
       return
     self._limit = content["limit"]
-    self._past, self._early = 0, {}  # it has told all that were in a group with us, or is another server
+    self._early.clear()
     self._deadline = time.monotonic() + self._limit
     donor = content.get("donor")
     if donor and not (self._waits and self._signal == Says.SYNCHRONIZE):  # which goes on with its own model
       self._state, self._donor = "fetch", donor
-      self._send_to(donor, [_HEADER.pack(_FETCH, 0, self._number)])
+      self._peers.send(donor, [_HEADER.pack(_FETCH, 0, self._number)])
     else:
       self._state = "here"
       self._go_on()
@@ -235,7 +232,9 @@ class Talk(threading.Thread):
 
   def _go_on_alone(self) -> None:
     """No donor has sent its model: goes on with one's own, or ends where there is none but the one to begin with."""
-    if self._model.iteration:
+    if self._waits and self._signal == Says.NOT_FINITE:
+      self._fail_to_fetch(f"no model from another worker for {self._timeout:g} s")
+    elif self._model.iteration:
       self._state = "here"
       self._go_on()
     else:
@@ -245,22 +244,36 @@ class Talk(threading.Thread):
 
   def _go_on(self) -> None:
     """Here, and nobody has a model that is further: goes on from one's own."""
-    if self._model.iteration:
+    if self._model.iteration or self._seeks:
       if self._waits:
-        self._say(self._signal, self._model.iteration)
+        self._say_signal()
     else:
       self._answer(self._model)
+
+  @property
+  def _seeks(self) -> bool:
+    """Whether our own model is not finite, and no donor of another one is known yet."""
+    return self._state == "here" and self._waits and self._signal == Says.NOT_FINITE
+
+  def _fail_to_fetch(self, reason: str) -> None:
+    self._state, self._waits = "here", False
+    self.answers.put(FloatingPointError(reason))
 
   def _refused(self, reason: str) -> None:
     kind = reason.partition(":")[0]
     if kind == "duplicate":
-      return  # a dead worker of our number is not forgotten yet
-    if kind == "absent":  # we were taken for dead
+      return  # the server does not know yet whether the worker that has our number is dead
+    if kind == "nobody":
+      if self._seeks:
+        self._fail_to_fetch(reason)
+      return
+    if kind == "absent":  # we were taken for dead, all in a group with us were told; or it is another server
+      self._past = 0
       if self._state != "hello":
         self._average, self._patience = None, time.monotonic() + self._timeout
         self._say_hello()
       return
-    if self._waits:
+    if self._waits or self._state == "hello":  # then the next one who waits is told
       self._waits = False
       self.answers.put(ValueError(f"worker {self._number}: {reason}"))
     if self._state == "hello":
@@ -273,10 +286,8 @@ class Talk(threading.Thread):
     self._average = Average(group, self._number, self._model.vector, self._initial)
     self._patience = time.monotonic() + self._timeout
     self._send(self._average.begin())
-    early, self._early = self._early, {}
-    for (sender, kind), (number, values) in early.items():
-      if number == group.number:
-        self._piece(self._average, kind, sender, values)
+    for sender, values in self._early.take(group.number):
+      self._piece(self._average, "part", sender, values)
     self._finish()
 
   def _lost(self, member: int) -> None:
@@ -289,7 +300,7 @@ class Talk(threading.Thread):
     assert self._average
     self._past, self._average = self._average.group.number, None
     self._say(Says.FAILED, self._past)
-    self._say(self._signal, self._model.iteration)
+    self._say_signal()
 
   # What other workers say.
 
@@ -300,15 +311,20 @@ class Talk(threading.Thread):
     kind, number, sender = _HEADER.unpack(header)
     if kind == _FETCH:
       own = _HEADER.pack(_MODEL, self._model.iteration, self._number)
-      self._data.send_multipart([connection, own, self._model.vector.data])
+      self._data.send_multipart([connection, own, self._model.vector.data], copy=False)
     elif kind in _KINDS and len(values) == 1 and len(values[0]) % 4 == 0:
       piece = (_KINDS[kind], sender, np.frombuffer(values[0], np.float32))
       if self._average and self._average.group.number == number:
         self._patience = time.monotonic() + self._timeout
         self._piece(self._average, *piece)
         self._finish()
-      elif number > self._past:
-        self._early[sender, _KINDS[kind]] = (number, piece[-1])
+      elif number > self._past and kind == _PART and self._awaits_group:
+        self._early.keep(number, sender, piece[-1])
+
+  @property
+  def _awaits_group(self) -> bool:
+    """Whether the server may have put us in a group, and its word is still on its way."""
+    return self._waits and self._state == "here" and self._average is None and not self._seeks
 
   def _piece(self, average: Average, kind: Kind, sender: int, values: np.ndarray) -> None:
     with contextlib.suppress(ValueError):  # what does not belong to the average changes nothing
@@ -318,7 +334,7 @@ class Talk(threading.Thread):
     for piece in pieces:
       assert self._average  # who sends does not give up: that is for others to tell
       header = _HEADER.pack(_PART if piece.kind == "part" else _MEAN, self._average.group.number, self._number)
-      self._send_to(self._members[piece.to], [header, piece.values.data])
+      self._peers.send(self._members[piece.to], [header, piece.values.data])
 
   def _finish(self) -> None:
     if self._average and self._average.done:
@@ -340,58 +356,29 @@ class Talk(threading.Thread):
     self._fetched_model = None if self._waits else model
     self._answer(model)
 
-  def _send_to(self, address: str, frames: list[Any]) -> None:
-    """Sends to another worker what can be sent; what is lost on the way, the server or our patience will tell."""
-    try:
-      self._peer(address).socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-    except zmq.ZMQError:  # too much is under way, or no address of this network
-      self._broken(address)
-
-  def _peer(self, address: str) -> _Peer:
-    if address not in self._peers:
-      socket = messages.secure(self._out.socket(zmq.DEALER), self._keys, serves=False)
-      socket.maxmsgsize = self._data.maxmsgsize
-      monitor = socket.get_monitor_socket(_LOST)
-      self._peers[address] = _Peer(socket, monitor)
-      self._listen(socket, self._fetched)
-      self._listen(monitor, lambda frames: self._told(address, parse_monitor_message(frames)["event"]))
-      socket.connect(address)
-    return self._peers[address]
-
-  def _told(self, address: str, event: int) -> None:
-    """What a monitor says. A member that cannot be reached has nothing of us, so it cannot average either."""
-    self._broken(address)
-    if self._average and event == zmq.EVENT_CONNECT_RETRIED and address in self._members.values():
-      self._give_up()
-
-  def _broken(self, address: str) -> None:
-    """The connection to a worker has broken, or cannot be made."""
-    if peer := self._peers.pop(address, None):
-      for socket in peer:
-        self._poller.unregister(socket)
-        del self._handlers[socket]
-      peer.socket.disable_monitor()
-      for socket in peer:
-        socket.close(linger=0)
+  def _unreached(self, address: str, never: bool) -> None:
+    """The connection to a worker is closed; one that was never made has carried nothing of ours to a member."""
     if self._state == "fetch" and address == self._donor:
       self._say_hello()
+    if self._average and never and address in self._members.values():
+      self._give_up()
 
   # What our own worker asks.
 
   def _open(self, _: list[bytes]) -> None:
     signal, model = self._asked.get()
-    if model is None:
+    if signal == Says.BYE:
       self._say(Says.BYE, self._past)
       self._state = "ended"
-    elif model.vector.shape != self._initial.shape:
-      self.answers.put(ValueError(f"params have {model.vector.size} entries, those to begin with {self._initial.size}"))
-    elif self._fetched_model and signal == Says.READY:  # one that was taken for dead goes on with another one's model
+    elif self._fetched_model and signal != Says.SYNCHRONIZE:  # who was taken for dead goes on with another one's model
       self.answers.put(self._fetched_model)
       self._fetched_model = None
     else:
-      self._model, self._waits, self._signal, self._fetched_model = model, True, signal, None
+      self._model, self._waits, self._signal, self._fetched_model = model or self._model, True, signal, None
+      if self._seeks:
+        self._patience = time.monotonic() + self._timeout
       if self._state == "here":
-        self._say(signal, model.iteration)
+        self._say_signal()
 
   def _answer(self, model: Model) -> None:
     self._model = model
@@ -399,10 +386,9 @@ class Talk(threading.Thread):
       self._waits = False
       self.answers.put(model)
 
+  def _say_signal(self) -> None:
+    self._say(self._signal, 0 if self._signal == Says.NOT_FINITE else self._model.iteration)
+
   def _say(self, says: Says, value: int = 0, address: str = "") -> None:
     with contextlib.suppress(zmq.Again):  # no connection, for want of the keys for example: the deadline will tell
       self._server.send(Signal(says, self._number, value, address).packed(), zmq.NOBLOCK)
-
-  def _listen(self, socket: zmq.Socket, handler: Callable[[list[bytes]], None]) -> None:
-    self._poller.register(socket, zmq.POLLIN)
-    self._handlers[socket] = handler

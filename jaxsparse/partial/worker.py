@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxsparse.flatten import flatten
 from jaxsparse.launch import START_TIMEOUT
-from jaxsparse.partial import messages
+from jaxsparse.partial import messages, saving
+from jaxsparse.partial.finite import Refusals, check_start
 from jaxsparse.partial.messages import Keys, Says
 from jaxsparse.partial.talk import GRACE, Model, Talk
 
@@ -40,10 +41,11 @@ class Worker:
   Attributes:
     params: to begin with: the given ones, or a current model of another worker if training is under way.
     iteration: of them.
+    refused: how many models of this worker in succession were not finite; see `reduce`.
 
   Raises:
-    ValueError: for an address that needs keys and has none, a number that the server does not know, or a model of
-      another size than that of the other workers.
+    ValueError: for an address that needs keys and has none, a number that the server does not know or that a living
+      worker has, a model of another size than that of the other workers, or one that is not finite.
     ControllerLost: if the server does not take this worker in time.
 
   Example:
@@ -68,14 +70,27 @@ class Worker:
     grace: float = GRACE,
   ):
     messages.check_address(bind, keys, reachable=True)
+    check_start(params)
     vector, self._unflatten = flatten(params)
+    self._entries, self._refusals = vector.size, Refusals(number)
     path = None if save is None else pathlib.Path(save)
+    if path:
+      saving.remove_stale(path)
     self._talk = Talk(address, number, np.asarray(vector), bind, keys, timeout, grace, path, self._leaves)
     self._talk.start()
-    self.params, self.iteration = self._answer()
+    self.params, self.iteration = self._tree(self._answer())
+
+  @property
+  def refused(self) -> int:
+    """How many models of this worker in succession were not finite; 0 after a finite one."""
+    return self._refusals.count
 
   def reduce(self, params: Any, iteration: int) -> tuple[Any, int]:
     """Averages with a group; returns when one has come to an end, however many have failed before.
+
+    Parameters that hold NaN or Inf are in no average: that is logged, with the worker and the first such leaf, and the
+    worker gets a current model of another one. `refused` is above 0 then. The state of the optimizer may hold NaN as
+    well, so start it anew.
 
     Args:
       params: of this worker, after a local step.
@@ -88,17 +103,18 @@ class Worker:
     Raises:
       ControllerLost: if the controller has died; `params` are saved then.
       ValueError: for parameters of another size, or an iteration that the controller rejects.
+      FloatingPointError: for parameters that are not finite, if no other worker has a trained model that is, or the
+        tenth time in succession.
     """
-    self._talk.ask(Says.READY, Model(np.asarray(flatten(params)[0]), iteration))
-    return self._answer()
+    return self._average(Says.READY, params, iteration)
 
   def synchronize(self, params: Any, iteration: int) -> tuple[Any, int]:
     """Averages with all workers that have not left, for an evaluation or at the end; waits until all of them do.
 
-    The arguments, what is returned and raised are those of `reduce`. It may follow that without a step between.
+    The arguments, what is returned and raised are those of `reduce`. It may follow that without a step between. A
+    worker whose parameters are not finite takes part with the model that it gets from another worker.
     """
-    self._talk.ask(Says.SYNCHRONIZE, Model(np.asarray(flatten(params)[0]), iteration))
-    return self._answer()
+    return self._average(Says.SYNCHRONIZE, params, iteration)
 
   def leave(self) -> None:
     """Ends taking part; the others go on without this worker."""
@@ -113,43 +129,32 @@ class Worker:
     """Leaves."""
     self.leave()
 
-  def _answer(self) -> tuple[Any, int]:
+  def _average(self, signal: Says, params: Any, iteration: int) -> tuple[Any, int]:
+    vector = flatten(params)[0]
+    if vector.size != self._entries:
+      raise ValueError(f"params have {vector.size} entries, those to begin with {self._entries}")
+    model = Model(np.asarray(vector), iteration)
+    if self._refusals.refuse(vector, iteration, self._unflatten):
+      self._talk.ask(Says.NOT_FINITE)
+      try:
+        model = self._answer()
+      except FloatingPointError as error:
+        raise self._refusals.nobody() from error
+      if signal == Says.READY:
+        return self._tree(model)
+    self._talk.ask(signal, model)
+    return self._tree(self._answer())
+
+  def _answer(self) -> Model:
     answer = self._talk.answers.get()
     if isinstance(answer, Exception):
       raise answer
-    return self._unflatten(jax.numpy.asarray(answer.vector)), answer.iteration
+    return answer
+
+  def _tree(self, model: Model) -> tuple[Any, int]:
+    return self._unflatten(jax.numpy.asarray(model.vector)), model.iteration
 
   def _leaves(self, vector: np.ndarray) -> dict[str, np.ndarray]:
     """By their places; float32, as the average is: a file of numpy's knows no bfloat16."""
     leaves = jax.tree_util.tree_leaves_with_path(self._unflatten(jax.numpy.asarray(vector)))
     return {jax.tree_util.keystr(place): np.asarray(leaf, np.float32) for place, leaf in leaves}
-
-
-def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
-  """The parameters and the iteration that a worker saved when its controller died.
-
-  Args:
-    path: the file.
-    like: parameters of the same structure, shapes and dtypes.
-
-  Raises:
-    ValueError: for a file of another model.
-
-  Example:
-    >>> import tempfile, jax.numpy as jnp
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...   np.savez(f"{folder}/saved.npz", iteration=7, **{"['w']": np.ones(2, np.float32)})
-    ...   restore(f"{folder}/saved.npz", {"w": jnp.zeros(2)})
-    ({'w': Array([1., 1.], dtype=float32)}, 7)
-  """
-  with np.load(path) as file:
-    places, structure = jax.tree_util.tree_flatten_with_path(like)
-    model = {jax.tree_util.keystr(place): leaf for place, leaf in places}
-    held = {name: file[name] for name in file.files}
-  if sorted([*model, "iteration"]) != sorted(held):
-    raise ValueError(f"{path} holds {', '.join(sorted(held))}, the model has {', '.join(model)}")
-  for name, leaf in model.items():
-    if held[name].shape != np.shape(leaf):
-      raise ValueError(f"{path} holds {name} of shape {held[name].shape}, the model's has {np.shape(leaf)}")
-  leaves = [jax.numpy.asarray(held[name], jax.numpy.result_type(leaf)) for name, leaf in model.items()]
-  return jax.tree.unflatten(structure, leaves), int(held["iteration"])

@@ -84,6 +84,23 @@ def test_workers_that_die_and_come_back(processes):
   assert int(ends[1]) > int(begins[1])
 
 
+def test_a_worker_that_diverges_goes_on_and_nobody_else_notices(processes):
+  """Its model is in no average; it says which leaf was not finite, and goes on from another worker's model."""
+  with js.partial.Server(js.partial.Controller(3, 2), limit=LIMIT) as server:
+    for number, what in enumerate(("plain", "plain", "diverges")):
+      processes.start(what, number, server.address)
+    until(lambda: "diverges" in processes.lines(2) and len(processes.lines(2)) > 10)
+    until(lambda: len(processes.lines(2)) > processes.lines(2).index("diverges") + 10)
+    (processes.folder / "stop").touch()
+    for (what, number), process in processes.all.items():
+      assert process.wait(60) == 0, processes.said(what, number)
+  for number in range(3):
+    lines = [line for line in processes.lines(number) if line != "diverges"]
+    assert np.isfinite([float(line.split()[-1]) for line in lines]).all()
+    assert float(lines[-1].split()[-1]) > 0.5
+  assert "worker 2: params['b'] of iteration" in processes.said("diverges", 2)
+
+
 def test_the_death_of_the_controller_ends_every_worker_with_its_parameters_saved(processes):
   """One waits in `reduce`, one computes and will not come; both end in the stated time."""
   processes.start("server", 3)

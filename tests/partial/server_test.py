@@ -1,6 +1,8 @@
 """The controller over TCP: what it takes, what it rejects, whom it drops, and who may come in."""
 
 import contextlib
+import pathlib
+import resource
 import struct
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.partial import messages
+from jaxsparse.partial.early import Early
 from jaxsparse.partial.exchange import Average
 from jaxsparse.partial.messages import Answer, Says, Signal
 from jaxsparse.partial.talk import Model
@@ -99,6 +102,8 @@ def test_groups_go_to_their_members_and_nobody_else():
     ((struct.pack("!BHq", 9, 0, 0),), "malformed: a signal of kind 9, choose from 1 (HELLO), 2 (READY)"),
     ((Signal(Says.READY, 1, 3).packed() + b"x",), "malformed: 12 bytes, READY has 11"),
     ((Signal(Says.BEAT, 1, 3),), "malformed: BEAT with value 3, send 0"),
+    ((Signal(Says.NOT_FINITE, 1, 3),), "malformed: NOT_FINITE with value 3, send 0"),
+    ((Signal(Says.NOT_FINITE, 1),), "duplicate: worker 1 is ready already, with iteration 4"),
     ((Signal(Says.HELLO, 0, 0, "ipc://x"),), "malformed: HELLO with address 'ipc://x', send tcp://HOST:PORT"),
     ((Signal(Says.HELLO, 0, 0).packed() + b"\xff",), "malformed: HELLO with an address that is not ASCII"),
     ((Signal(Says.HELLO, 4, 0, ADDRESS),), "unknown: worker 4, there are 0 … 3"),
@@ -202,6 +207,28 @@ def test_hello_again_names_another_donor():
   assert told == [addresses[1], addresses[0], addresses[1]]
 
 
+def test_a_worker_without_a_finite_model_is_no_donor_until_it_is_ready_again():
+  """It asks until another one is ready, and is told if all others ask too."""
+  addresses = [f"tcp://127.0.0.1:{port}" for port in (7, 8)]
+  with served(workers=2, clients=2) as (_, clients):
+    for worker in (0, 1):
+      clients[worker].ask(Signal(Says.HELLO, worker, 0, addresses[worker]))
+    clients[0].say(Signal(Says.NOT_FINITE, 0))  # worker 1 has not been ready yet
+    clients[0].say(Signal(Says.BEAT, 0))
+    assert clients[0].hear(set(Answer))[0] == Answer.BEAT
+    assert clients[1].ask(Signal(Says.NOT_FINITE, 1)) == (
+      Answer.REJECTED,
+      {"reason": "nobody: no worker has a finite model"},
+    )
+    clients[1].say(Signal(Says.READY, 1, 7))
+    clients[1].say(Signal(Says.BEAT, 1))
+    clients[1].hear((Answer.BEAT,))
+    kind, welcome = clients[0].ask(Signal(Says.NOT_FINITE, 0))
+    assert (kind, welcome["donor"]) == (Answer.WELCOME, addresses[1])
+    clients[0].say(Signal(Says.READY, 0, 8))
+    assert clients[0].hear()[1]["members"] == [0, 1]
+
+
 def test_a_donor_that_cannot_be_reached_does_not_hold_a_worker_for_ever():
   context = zmq.Context()
   with js.partial.Server(js.partial.Controller(2, 2)) as server:
@@ -246,6 +273,59 @@ def test_who_sends_a_worker_too_much_is_cut_off():
   context.destroy(linger=0)
 
 
+def resident():
+  """Bytes of memory that this process has."""
+  return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="the memory of a process is read off /proc")
+@pytest.mark.parametrize("waits", [True, False])
+def test_pieces_of_groups_that_nobody_knows_do_not_pile_up(waits, caplog):
+  """Forged ones, of a model's size each, to a worker that waits for its group, and to one that computes."""
+  entries, forged = 1_000_000, 60
+  controller, context, found = js.partial.Controller(3, 2), zmq.Context(), []
+  with js.partial.Server(controller) as server, js.partial.Worker(server.address, 0, jnp.zeros(entries)) as worker:
+    body = lambda: found.append(worker.reduce(jnp.ones(entries), 1)[0])
+    thread = threading.Thread(target=body, daemon=True)
+    if waits:
+      thread.start()
+      while not controller.waiting:
+        time.sleep(0.01)
+    before = resident()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(messages.endpoint(worker._talk._data))
+    for sender in range(forged):
+      stranger.send_multipart([struct.pack("!BqH", 3, 10**6, 100 + sender), bytes(4 * entries)])
+    stranger.send(struct.pack("!BqH", 1, 0, 9))  # asks for the model, once all the others are taken
+    assert stranger.poll(30000)
+    assert resident() - before < 4 * entries * forged / 3
+    stranger.close(linger=0)
+    if not waits:
+      thread.start()
+    with js.partial.Worker(server.address, 1, jnp.zeros(entries)) as other:
+      assert float(other.reduce(jnp.zeros(entries), 2)[0].max()) == 0.5  # and it goes on as if nothing had come
+    thread.join(60)
+  context.destroy(linger=0)
+  assert float(found[0].min()) == 0.5
+  said = "worker 0: 1000000 entries for group 1000000 from worker 101 are dropped"
+  assert [said in record.getMessage() for record in caplog.records] == [True] * waits
+
+
+@given(st.integers(1, 40), st.integers(2, 9))
+def test_what_a_group_sends_early_is_kept(entries, members):
+  """All parts of a group of any size, and those of a forger in place of none of them."""
+  group = js.partial.Group(tuple(range(members)), (1 / members,) * members, 1, 0.0, 5)
+  early = Early(0, entries)
+  parts = {}
+  for member in range(1, members):
+    model = np.full(entries, member, np.float32)
+    parts[member] = next(p.values for p in Average(group, member, model, model).begin() if p.to == 0)
+    early.keep(5, member, parts[member])
+    early.keep(5, member, parts[member])
+  taken = dict(early.take(5))
+  assert {member: part.tolist() for member, part in taken.items()} == {m: part.tolist() for m, part in parts.items()}
+
+
 def test_a_server_that_was_held_up_itself_drops_nobody():
   server = js.partial.Server(js.partial.Controller(2, 2), limit=0.2, start_timeout=0.2)
   time.sleep(0.5)  # as if the machine had been asleep
@@ -268,6 +348,38 @@ def test_a_worker_whose_connection_is_gone_is_dropped_long_before_the_limit():
       time.sleep(0.01)
       assert time.monotonic() - begin < 3
     assert server._controller.alive == (0, 1, 3)
+
+
+def test_the_number_of_a_living_worker_is_refused_at_once():
+  """Long before the limit; the worker that has the number goes on."""
+  with js.partial.Server(js.partial.Controller(3, 2), limit=30) as server:
+    with js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
+      begin = time.monotonic()
+      message = "worker 0: taken: a living worker has the number 0, choose another number of 0 … 2"
+      with pytest.raises(ValueError, match=message):
+        js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=10)
+      assert time.monotonic() - begin < 5
+      with js.partial.Worker(server.address, 1, jnp.zeros(3)) as other:
+        thread = threading.Thread(target=other.reduce, args=(jnp.zeros(3), 1))
+        thread.start()
+        assert worker.reduce(jnp.ones(3), 1)[0].tolist() == [0.5] * 3
+        thread.join(60)
+    js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=10).leave()
+
+
+@pytest.mark.parametrize("end", ["disconnected", "silent"])
+def test_the_number_of_a_dead_worker_is_free_again(end):
+  """Its successor waits until the server knows; that an earlier second worker was refused makes no difference."""
+  with served(clients=2, limit=1) as (server, (first, second)):
+    hello(first, 0)
+    for reason in ("duplicate: worker 0", "taken: a living worker has the number 0"):
+      assert second.ask(Signal(Says.HELLO, 0, 0, ADDRESS))[1]["reason"].startswith(reason)
+      assert first.hear()[0] == Answer.PROBE
+      first.say(Signal(Says.BEAT, 0))
+      time.sleep(0.1)
+    if end == "disconnected":
+      first.socket.close()
+    js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=20).leave()
 
 
 def test_it_ends_when_nobody_comes():

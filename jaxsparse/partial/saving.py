@@ -1,0 +1,98 @@
+"""The file of a worker's parameters: written when the controller dies, read by `restore`.
+
+The content goes to a temporary file beside the final one, which is renamed when it is complete: at every moment the
+final name holds either the former content or the new one. A process that is killed while it writes leaves its temporary
+file, which carries its process number: the next worker with the same final name removes it.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def write(path: pathlib.Path, content: dict[str, np.ndarray]) -> None:
+  """Writes arrays to a file of numpy's (.npz), atomically.
+
+  Raises:
+    OSError: if the file can't be written; no temporary file is left then.
+
+  Example:
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   write(pathlib.Path(folder, "saved.npz"), {"w": np.ones(2)})
+    ...   os.listdir(folder)
+    ['saved.npz']
+  """
+  remove_stale(path)
+  temporary = path.with_name(f".{path.name}.{os.getpid()}.npz")
+  try:
+    with temporary.open("wb") as file:
+      np.savez(file, **content)  # type: ignore[arg-type]
+      file.flush()
+      os.fsync(file.fileno())  # or the new name could stand before the content, if the machine stops now
+    temporary.replace(path)
+  finally:
+    temporary.unlink(missing_ok=True)
+
+
+def remove_stale(path: pathlib.Path) -> None:
+  """Removes the temporary files of `path` whose processes have ended, or have this process's number.
+
+  Example:
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   pathlib.Path(folder, f".saved.npz.{os.getpid()}.npz").touch()
+    ...   remove_stale(pathlib.Path(folder, "saved.npz"))
+    ...   os.listdir(folder)
+    []
+  """
+  with contextlib.suppress(OSError):  # no such folder, or not ours: `write` says so when it matters
+    for other in list(path.parent.iterdir()):
+      found = re.fullmatch(re.escape(f".{path.name}.") + r"(\d+)\.npz", other.name)
+      if found and (int(found[1]) == os.getpid() or not _runs(int(found[1]))):
+        other.unlink(missing_ok=True)
+
+
+def _runs(process: int) -> bool:
+  try:
+    os.kill(process, 0)
+  except ProcessLookupError:
+    return False
+  except (PermissionError, OverflowError):  # another user's; not a number of a process at all
+    pass
+  return True
+
+
+def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
+  """The parameters and the iteration that a worker saved when its controller died.
+
+  Args:
+    path: the file.
+    like: parameters of the same structure, shapes and dtypes.
+
+  Raises:
+    ValueError: for a file of another model.
+
+  Example:
+    >>> import tempfile, jax.numpy as jnp
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   np.savez(f"{folder}/saved.npz", iteration=7, **{"['w']": np.ones(2, np.float32)})
+    ...   restore(f"{folder}/saved.npz", {"w": jnp.zeros(2)})
+    ({'w': Array([1., 1.], dtype=float32)}, 7)
+  """
+  with np.load(path) as file:
+    places, structure = jax.tree_util.tree_flatten_with_path(like)
+    model = {jax.tree_util.keystr(place): leaf for place, leaf in places}
+    held = {name: file[name] for name in file.files}
+  if sorted([*model, "iteration"]) != sorted(held):
+    raise ValueError(f"{path} holds {', '.join(sorted(held))}, the model has {', '.join(model)}")
+  for name, leaf in model.items():
+    if held[name].shape != np.shape(leaf):
+      raise ValueError(f"{path} holds {name} of shape {held[name].shape}, the model's has {np.shape(leaf)}")
+  leaves = [jax.numpy.asarray(held[name], jax.numpy.result_type(leaf)) for name, leaf in model.items()]
+  return jax.tree.unflatten(structure, leaves), int(held["iteration"])

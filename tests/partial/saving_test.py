@@ -1,0 +1,71 @@
+"""The file of a worker's parameters, and processes that are killed while they write it."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxsparse as js
+
+KILLED = """
+  import os, signal, sys, time
+  import jax.numpy as jnp, numpy as np, jaxsparse as js
+
+  savez = np.savez
+  def half(file, **content):
+    savez(file, **content)
+    name = file if isinstance(file, (str, os.PathLike)) else file.name
+    getattr(file, "flush", lambda: None)()
+    os.truncate(name, os.path.getsize(name) // 2)
+    os.kill(os.getpid(), signal.SIGKILL)
+  np.savez = half
+  server = js.partial.Server(js.partial.Controller(2, 2), limit=0.5).__enter__()
+  worker = js.partial.Worker(server.address, 0, jnp.zeros(1000), save=sys.argv[1], grace=60)
+  server._controller.leave(1)
+  worker.reduce(jnp.ones(1000), 1)
+  server.__exit__()
+  time.sleep(60)
+"""
+
+
+def test_a_kill_while_saving_keeps_the_former_file_and_leaves_nothing(tmp_path):
+  """The next worker that has the file removes what the killed one was writing."""
+  path = tmp_path / "saved.npz"
+  np.savez(path, iteration=7, **{"": np.full(1000, 3, np.float32)})
+  former = path.read_bytes()
+  command = [sys.executable, "-c", textwrap.dedent(KILLED), str(path)]
+  assert subprocess.run(command, timeout=100, check=False).returncode == -signal.SIGKILL
+  assert path.read_bytes() == former
+  assert js.partial.restore(path, jnp.zeros(1000))[1] == 7
+  of_others = [tmp_path / f".saved.npz.{os.getppid()}.npz", tmp_path / ".other.npz.1.npz"]  # of a process that runs
+  for other in of_others:
+    other.touch()
+  controller = js.partial.Controller(2, 2)
+  with js.partial.Server(controller) as server, js.partial.Worker(server.address, 0, jnp.zeros(1000), save=path):
+    assert sorted(tmp_path.iterdir()) == sorted([path, *of_others])
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
+  """The disk is full in the middle of it, for example; the error says why."""
+
+  def full(file, **_):
+    pathlib.Path(file if isinstance(file, os.PathLike) else file.name).write_bytes(b"half")
+    raise OSError("No space left on device")
+
+  path = tmp_path / "saved.npz"
+  path.write_bytes(b"former")
+  server = js.partial.Server(js.partial.Controller(2, 2), limit=0.5).__enter__()
+  with js.partial.Worker(server.address, 0, jnp.zeros(3), save=path, grace=60) as worker:
+    server._controller.leave(1)
+    worker.reduce(jnp.ones(3), 1)
+    monkeypatch.setattr(np, "savez", full)
+    server.__exit__()
+    answer = worker._talk.answers.get(timeout=60)
+  assert "the parameters could not be saved: No space left on device" in str(answer)
+  assert path.read_bytes() == b"former"
+  assert list(tmp_path.iterdir()) == [path]
