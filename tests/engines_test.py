@@ -79,6 +79,19 @@ def test_mpi_through_host_memory(tmp_path):
   check(tmp_path, "mpi", 3, [case for case in CASES if str(case) in ("dense", "spardl", "spardl-teams=3")], "staged")
 
 
+@pytest.mark.parametrize("engine", ["processes", "mpi"])
+def test_parameters_that_differ_between_processes_are_named(tmp_path, engine):
+  run("differing", engine, 3, tmp_path)
+  for rank in range(3):
+    assert "params['b'] differs between processes: workers 1, 2 and worker 0" in (tmp_path / f"2-{rank}").read_text()
+    assert "the parameters of worker 1 have other names, shapes" in (tmp_path / f"1-{rank}").read_text()
+
+
+def test_metrics_that_one_process_alone_asks_for(tmp_path):
+  run("lonely", "processes", 2, tmp_path)
+  assert "call it on every process, not only where jax.process_index() == 0" in (tmp_path / "0").read_text()
+
+
 def test_one_training_step_for_all_engines(tmp_path):
   """Parameters after five steps with momentum, bit for bit."""
   file = tmp_path / "batch.npz"

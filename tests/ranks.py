@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import jaxsparse as js
-from jaxsparse import launch
+from jaxsparse import _compat, launch
 from jaxsparse.engine import engine_of, here
 from jaxsparse.training import started
 from jaxsparse.transform import init_state, reduce_step
@@ -102,6 +102,38 @@ def late(engine_name: str, _: str) -> None:
   join(engine_name)
 
 
+def differing(engine_name: str, file: str) -> None:
+  """Parameters that are not the same on every rank are refused by all of them, before a state is made of them."""
+  where, axis, rank = join(engine_name)
+  tx = js.spardl_transform(axis, k=4)
+  same, own = jnp.zeros((2, 3)), jax.random.normal(jax.random.key(rank), (10,))
+  for params in ({"a": same, "b": own}, {"a": same} if rank == 1 else {"b": same}):
+    try:
+      js.init(tx, params, where)
+    except ValueError as error:
+      pathlib.Path(file, f"{len(params)}-{rank}").write_text(str(error))
+  js.init(tx, {"a": same}, where)
+
+
+def lonely(engine_name: str, file: str) -> None:
+  """Metrics that rank 0 alone asks for."""
+  where, axis, rank = join(engine_name)
+  tx = js.spardl_transform(axis, k=4)
+  state = js.init(tx, jnp.zeros(10), where)
+  assert float(js.metrics(state).residual_norm) == 0  # all together
+  _compat._PATIENCE = 3
+  if rank == 0:
+    try:
+      js.metrics(state)
+    except RuntimeError as error:
+      pathlib.Path(file, "0").write_text(str(error))
+  else:
+    end = time.monotonic() + 60
+    while not pathlib.Path(file, "0").exists() and time.monotonic() < end:
+      time.sleep(0.1)
+
+
 if __name__ == "__main__":
   jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
-  {"equality": equality, "training": training, "forever": forever, "late": late}[sys.argv[1]](*sys.argv[2:4])
+  programs = (equality, training, forever, late, differing, lonely)
+  {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2:4])

@@ -1,0 +1,117 @@
+"""The README's snippets run, literally, each after those before it in its section, on the mesh that they make."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from jaxsparse import launch
+
+ROOT = pathlib.Path(__file__).parents[1]
+START = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+"""
+# What the snippets take for granted: a model, its loss, and batches.
+CONTEXT = """
+import jax, jax.numpy as jnp, optax
+import jaxsparse as js
+from jax.sharding import PartitionSpec as P
+mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+params = {"kernel": jnp.zeros((30, 4)), "bias": jnp.zeros(4)}
+loss_fn = lambda params, batch: jnp.mean((batch @ params["kernel"] + params["bias"] - 1.0) ** 2)
+batch = jnp.ones((12, 30))
+batches = [batch] * 3
+"""
+
+
+def snippets(heading):
+  """The code of a section: Python as it is, and what a diff leads to."""
+  section = (ROOT / "README.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+  found = []
+  for kind, code in re.findall(r"```(python|diff)\n(.*?)```", section, re.DOTALL):
+    lines = code.splitlines()
+    found.append("\n".join(line[1:] for line in lines if not line.startswith("-")) if kind == "diff" else code)
+  return found
+
+
+def run(program, folder, ranks=None, engine="processes"):
+  """Runs a program of one process, or of several ranks."""
+  file = folder / "program.py"
+  file.write_text(program)
+  command = [sys.executable, str(file)]
+  if ranks is not None:
+    launch.run(command, ranks, engine, start_timeout=120, limit=240)
+    return ""
+  done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+  assert done.returncode == 0, done.stderr[-3000:]
+  return done.stdout
+
+
+def test_use(tmp_path):
+  diff, step, labels, board = snippets("Use")
+  writer = "class writer: add_scalar = lambda *found: print(*found)\nstep_number = 3\n"
+  check = "assert jax.tree.reduce(max, jax.tree.map(lambda p: float(abs(p).max()), params)) > 0\n"
+  sparse = "state = js.init(tx, params, mesh)\nparams, state, _ = js.make_train_step(loss_fn, tx, mesh)(params, state, batch)\n"
+  out = run("\n".join([START, CONTEXT, diff, check, step, labels, sparse, writer, board]), tmp_path)
+  assert "residual_norm" in out
+  assert "jaxsparse/sparse/words_sent" in out
+
+
+def test_costs_and_overlap(tmp_path):
+  (costs,) = snippets("Should I use this?")
+  (overlap,) = snippets("Hide it behind backward")
+  # Fewer repetitions; the calls are those of the README.
+  quick = "import functools; js.costs.fit = functools.partial(js.costs.fit, repetitions=1)\n"
+  use = "state = js.init(tx, params, mesh)\njs.make_train_step(loss_fn, tx, mesh)(params, state, batch)\n"
+  out = run("\n".join([START, CONTEXT, quick, costs, overlap, use]), tmp_path)
+  assert "spardl" in out
+  assert (tmp_path / "timeline.png").exists()
+
+
+def test_many_hosts(tmp_path):
+  join, mpi = snippets("Many hosts")
+  _, step, *_ = snippets("Use")
+  start = "\n".join(line for line in step.splitlines() if not line.startswith("mesh"))
+  context = CONTEXT.replace("import jax, ", join.split("launch.join()")[0] + "import jax, ").split("mesh = ")[0]
+  context = join + context + CONTEXT.split("\n", 6)[-1]
+  run(context + start, tmp_path, ranks=2)
+  steps = "for batch in batches:\n  params, state, _ = step(params, state, batch)\nmetrics(state)\n"
+  run(CONTEXT + mpi + steps, tmp_path, ranks=2, engine="mpi")
+
+
+@pytest.mark.parametrize("heading", ["Workers of different speed"])
+def test_partial_reduce(tmp_path, heading):
+  (worker,) = snippets(heading)
+  address = f"tcp://127.0.0.1:{launch.free_port()}"
+  assert "tcp://127.0.0.1:29500" in worker
+  assert "10_000" in worker
+  worker = worker.replace("tcp://127.0.0.1:29500", address).replace("10_000", "5")
+  local = """
+import itertools, sys
+number, batches, tx = int(sys.argv[1]), iter(itertools.repeat(batch)), optax.sgd(0.1)
+state = tx.init(params)
+
+@jax.jit
+def local_step(params, state, batch):
+  updates, state = tx.update(jax.grad(loss_fn)(params, batch), state)
+  return optax.apply_updates(params, updates), state
+
+"""
+  (tmp_path / "program.py").write_text(CONTEXT + local + textwrap.dedent(worker))
+  serve = [sys.executable, "-m", "jaxsparse.partial", "--workers=3", "--group_size=3", "--weights=dynamic"]
+  server = subprocess.Popen([*serve, f"--address={address}"], cwd=ROOT)
+  try:
+    ranks = [
+      subprocess.Popen([sys.executable, "program.py", str(number)], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+      for number in range(3)
+    ]
+    for rank in ranks:
+      _, error = rank.communicate(timeout=240)
+      assert rank.returncode == 0, error[-3000:]
+  finally:
+    server.kill()
+    server.wait()
