@@ -53,15 +53,16 @@ def load() -> Text:
 def make(text: Text, workers: Workers, batch_size: int, seed: int) -> training.Task:
   """The task of predicting each next byte of `text`, `batch_size` windows of `LENGTH` bytes a worker."""
   whole = lambda: batches(text.train, batch_size * workers.size, seed)
-  sets = (tuple(_predict(windows(part)).values()) for part in (text.train, text.held_out))
-  return training.classification(Transformer(nnx.Rngs(seed)), *sets, whole, workers, batch_size)
+  train_set, test_set = _predict(windows(text.train)), _predict(windows(text.held_out))
+  return training.classification(Transformer(nnx.Rngs(seed)), train_set, test_set, whole, workers, batch_size)
 
 
 def batches(text: np.ndarray, size: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
   """Endless batches of `size` windows that begin anywhere in `text`, the same for the same seed."""
   random = np.random.default_rng(seed)
   while True:
-    yield _predict(_at(text, random.integers(0, len(text) - LENGTH, size)))
+    inputs, labels = _predict(_at(text, random.integers(0, len(text) - LENGTH, size)))
+    yield {"input": inputs, "label": labels}
 
 
 def windows(text: np.ndarray) -> np.ndarray:
@@ -73,8 +74,8 @@ def _at(text: np.ndarray, starts: np.ndarray) -> np.ndarray:
   return text[starts[:, None] + np.arange(LENGTH + 1)]
 
 
-def _predict(windows: np.ndarray) -> dict[str, np.ndarray]:
-  return {"input": windows[:, :-1], "label": windows[:, 1:].astype(np.int32)}
+def _predict(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  return windows[:, :-1], windows[:, 1:].astype(np.int32)
 
 
 class Block(nnx.Module):
@@ -110,7 +111,7 @@ class Transformer(nnx.Module):
   def __call__(self, text: jax.Array) -> jax.Array:
     """Bytes u8[batch, length], length at most `LENGTH`, to logits f32[batch, length, 256] of the byte behind each."""
     text = text.astype(jnp.int32)
-    x = self.byte(text) + self.position(jnp.arange(text.shape[1]))
+    x = self.byte(text) + self.position(jnp.arange(text.shape[1]))[None]
     for block in self.blocks:
       x = block(x)
     return self.head(self.norm(x))
