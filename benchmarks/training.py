@@ -161,33 +161,30 @@ def classification(
   """
   structure, params = nnx.split(module)
 
-  def losses(params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(structure, params)(inputs), labels)
-
-  def correct(params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
-    return jnp.argmax(nnx.merge(structure, params)(inputs), -1) == labels
+  def results(params: Any, inputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether each label is the most likely one, and its loss."""
+    logits = nnx.merge(structure, params)(inputs)
+    return jnp.argmax(logits, -1) == labels, optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
   home = jax.local_devices()[0]
+  summed = jax.jit(lambda *arguments: jax.tree.map(jnp.sum, results(*arguments)))
 
-  def mean_over(function: Callable[..., jax.Array], inputs: np.ndarray, labels: np.ndarray) -> Callable[[Any], float]:
-    summed = jax.jit(lambda *arguments: jnp.sum(function(*arguments)))
-
-    def mean(params: Any) -> float:
-      params, total = jax.device_put(jax.tree.map(timing.here, params), home), 0.0
-      for start in range(0, len(inputs), 1000):
-        part = slice(start, start + 1000)
-        total += float(summed(params, *jax.device_put((inputs[part], labels[part]), home)))
-      return total / labels.size
-
-    return mean
+  def means(params: Any, inputs: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """Accuracy and loss over a whole set."""
+    params, sums = jax.device_put(jax.tree.map(timing.here, params), home), []
+    for start in range(0, len(inputs), 1000):
+      part = slice(start, start + 1000)
+      sums.append([float(x) for x in summed(params, *jax.device_put((inputs[part], labels[part]), home))])
+    accuracy, loss = (sum(column) / labels.size for column in zip(*sums, strict=True))
+    return accuracy, loss
 
   share = workers.share(batch_size)
   return Task(
     params,
-    lambda params, batch: losses(params, batch["input"], batch["label"]).mean(),
-    mean_over(correct, *test_set),
-    mean_over(losses, *test_set),
-    mean_over(losses, *train_set),
+    lambda params, batch: results(params, batch["input"], batch["label"])[1].mean(),
+    lambda params: means(params, *test_set)[0],
+    lambda params: means(params, *test_set)[1],
+    lambda params: means(params, *train_set)[1],
     lambda: (jax.tree.map(lambda x: x[share], batch) for batch in whole_batches()),
   )
 
