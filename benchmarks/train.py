@@ -76,6 +76,9 @@ def _check_flags() -> Plan:
   for flag in (_STEPS, _BATCH_SIZE, _WORKERS):
     if flag.value < 1:
       raise ValueError(f"--{flag.name}={flag.value}, choose at least 1")
+  idle = [flag.name for flag in (_MODEL, _DATASET, _DATA_DIR) if flag.present]
+  if _TASK.value == "lm" and idle:
+    raise ValueError(f"--{idle[0]} is for --task=images: --task=lm has a model and a text of its own")
   unknown = sorted(set(_TRACE.value) - set(js.Metrics._fields))
   if unknown:
     raise ValueError(f"--trace={unknown[0]}, choose from {', '.join(js.Metrics._fields)}")
