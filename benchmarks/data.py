@@ -49,7 +49,7 @@ def batches(images: np.ndarray, labels: np.ndarray, size: int, seed: int) -> Ite
     order = random.permutation(len(images))
     for start in range(0, len(order) - size + 1, size):
       chosen = order[start : start + size]
-      yield {"image": images[chosen], "label": labels[chosen]}
+      yield {"input": images[chosen], "label": labels[chosen]}
 
 
 def _digits() -> Dataset:

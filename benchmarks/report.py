@@ -1,10 +1,12 @@
 """Training runs as a table and as figures, and whether goals are reached."""
 
+import json
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import matplotlib as mpl
 import rich.console
 import rich.table
@@ -37,24 +39,63 @@ def say(goals: Sequence[Goal], console: rich.console.Console) -> None:
 
 
 def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:
-  """The runs of each algorithm, one for each seed, in the order they were asked for."""
-  return {label: [run for run in runs if run.algorithm == label] for label in dict.fromkeys(r.algorithm for r in runs)}
+  """The runs of each algorithm, one for each seed, in order; of each optimizer too, where there are several."""
+  several = len({(run.optimizer, run.learning_rate) for run in runs}) > 1
+  groups: dict[str, list[Run]] = {}
+  for run in runs:
+    groups.setdefault(label(run) if several else run.algorithm, []).append(run)
+  return groups
+
+
+def label(run: Run) -> str:
+  """Optimizer and algorithm of a run."""
+  return f"{run.optimizer} {run.learning_rate:g}, {run.algorithm}"
+
+
+def line(run: Run) -> str:
+  """What one run reached."""
+  reached = f"test accuracy {run.test_accuracy:.4f}, test loss {run.test_loss:.4f}"
+  return f"{label(run)}, seed {run.seed}: {reached}, {1e3 * run.seconds_per_step:.1f} ms a step"
+
+
+def keep(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
+  """Writes the runs as JSON, a line each, without their traces; the file is replaced whole, or not at all."""
+  lines = [json.dumps(_rounded(run._replace(trace={}))._asdict()) for run in runs]
+  path.parent.mkdir(parents=True, exist_ok=True)
+  beside = path.with_suffix(".new")
+  beside.write_text(f'{{"title": {json.dumps(title)}, "runs": [\n' + ",\n".join(lines) + "\n]}\n")
+  beside.rename(path)
+
+
+def _rounded(value: Any) -> Any:
+  """The same with every float to six digits, more than any repetition agrees on."""
+  return jax.tree.map(lambda leaf: float(f"{leaf:.6g}") if isinstance(leaf, float) else leaf, value)
 
 
 def table(runs: Sequence[Run], title: str) -> rich.table.Table:
   """The algorithms side by side: means over seeds, and the standard deviation where there are several."""
   groups = by_algorithm(runs)
-  dense = groups["dense"][0].words_per_step if "dense" in groups else None
+  dense = next((run.words_per_step for run in runs if run.algorithm == "dense"), None)
   several = "; ± is the standard deviation over seeds" if len(runs) > len(groups) else ""
   result = rich.table.Table(title=title + several)
   result.add_column("algorithm", no_wrap=True)
-  for head in ("test accuracy", "train loss", "words / step", "vs dense", "messages", "ms / step", "residual norm"):
+  for head in (
+    "test accuracy",
+    "test loss",
+    "train loss",
+    "words / step",
+    "vs dense",
+    "messages",
+    "ms / step",
+    "residual norm",
+  ):
     result.add_column(head, justify="right", no_wrap=True)
   for label, group in groups.items():
     words = statistics.mean(run.words_per_step for run in group)
     result.add_row(
       label,
       _spread(group, lambda run: run.test_accuracy),
+      _spread(group, lambda run: run.test_loss),
       _spread(group, lambda run: run.train_loss),
       f"{words:,.0f}",
       f"{words / dense:.3f}" if dense else "–",

@@ -1,8 +1,8 @@
 r"""Trains one model with several all-reduces, data-parallel, and compares what each reached and what it sent.
 
-Every algorithm starts from the same parameters and sees the same batches in the same order. The run ends with a table
-and with a figure, demo.png in --report_dir: accuracy over steps, and over words sent. With --trace also trace.png: what
-`js.metrics` said in every step.
+Every algorithm starts from the same parameters and sees the same batches in the same order. Each run is printed and
+kept in train.json in --report_dir as soon as it ends. At the end follow a table, and a figure, demo.png: accuracy over
+steps, and over words sent. With --trace also trace.png: what `js.metrics` said in every step.
 
 Examples:
   python -m benchmarks.train
@@ -11,14 +11,17 @@ Examples:
   python -m benchmarks.train --algorithm=spardl,spardl:residual=partial,spardl:residual=local --seed=0 --seed=1 --seed=2
   python -m benchmarks.train --algorithm=oktopk,gaussiank,oktopk:regions=even --trace=selected,delivered,imbalance
   python -m benchmarks.train --algorithm=a2sgd,dense --optimizer=adam --learning_rate=0.003
+  python -m benchmarks.train --task=lm --engine=sim --workers=4 --batch_size=4 --optimizer=adamw:0.001,sgd:0.3
   python -m benchmarks.train --dataset=cifar10 --data_dir=$HOME/data --model=cnn --steps=5000
   python -m benchmarks.train --engine=processes --algorithm=spardl,dense
   python -m benchmarks.train --json | jq '.runs[].test_accuracy'
 """
 
+import itertools
 import json
 import pathlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import rich.console
 import rich.progress
@@ -26,6 +29,7 @@ from absl import flags
 
 import jaxsparse as js
 from benchmarks import data, entry, models, report, specs, training, workers
+from benchmarks.tasks import lm
 
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["spardl", "dense"], specs.HELP)
 _ENGINE = flags.DEFINE_enum("engine", "devices", list(workers.ENGINES), workers.ENGINE_HELP)
@@ -34,47 +38,77 @@ _DENSITY = flags.DEFINE_float(
   "density", 0.01, "Share of the gradient entries that a sparse all-reduce delivers a step."
 )
 _TEAMS = flags.DEFINE_integer("teams", 1, "Teams of workers for SparDL; a divisor of --workers.")
-_MODEL = flags.DEFINE_enum("model", "cnn", models.MODELS, "The model to train.")
+_TASK = flags.DEFINE_enum(
+  "task", "images", ["images", "lm"], "images: --model on --dataset; lm: a byte-level language model, see tasks/lm.py."
+)
+_MODEL = flags.DEFINE_enum("model", "cnn", models.MODELS, "The model to train on images.")
 _DATASET = flags.DEFINE_enum("dataset", "digits", ["digits", "cifar10"], "digits ships inside scikit-learn.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "For cifar10: the folder that holds cifar-10-batches-py.")
 _STEPS = flags.DEFINE_integer("steps", 1500, "Training steps of each algorithm.")
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images of each worker in each step.")
-_OPTIMIZER = flags.DEFINE_enum("optimizer", "sgd", list(training.OPTIMIZERS), "What follows the all-reduce.")
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "Peak learning rate, with cosine decay.")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images, or windows of text, of each worker in each step.")
+_OPTIMIZER = flags.DEFINE_multi_string(
+  "optimizer",
+  ["sgd"],
+  f"What follows the all-reduce, any of {', '.join(training.OPTIMIZERS)}; each may name its rate, as in adamw:0.001. "
+  "Repeat it, or separate by commas.",
+)
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "Peak rate of optimizers that name none; cosine decay.")
 _SEED = flags.DEFINE_multi_integer(
   "seed", [0], "Seed of the parameters and of the order of the batches. Repeat it for several runs of each algorithm."
 )
 _TRACE = flags.DEFINE_list("trace", [], "Metrics of js.metrics to draw over the steps, for example selected,delivered.")
-_REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figures demo.png and trace.png.")
+_REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for train.json and the figures demo.png and trace.png.")
 _JSON = flags.DEFINE_bool(
   "json", False, "Print the result as JSON on standard output, everything else on standard error."
 )
 
 
-def _check_flags() -> list[specs.Spec]:
-  """The algorithms to run; raises ValueError before anything is trained."""
+class Plan(NamedTuple):
+  """What is to run: every algorithm with every optimizer, from every seed."""
+
+  algorithms: list[specs.Spec]
+  optimizers: list[training.Optimizer]
+  seeds: list[int]
+
+
+def _check_flags() -> Plan:
+  """The runs that the flags name; raises ValueError before anything is trained."""
   for flag in (_STEPS, _BATCH_SIZE, _WORKERS):
     if flag.value < 1:
       raise ValueError(f"--{flag.name}={flag.value}, choose at least 1")
+  idle = [flag.name for flag in (_MODEL, _DATASET, _DATA_DIR) if flag.present]
+  if _TASK.value == "lm" and idle:
+    raise ValueError(f"--{idle[0]} is for --task=images: --task=lm has a model and a text of its own")
   unknown = sorted(set(_TRACE.value) - set(js.Metrics._fields))
   if unknown:
     raise ValueError(f"--trace={unknown[0]}, choose from {', '.join(js.Metrics._fields)}")
-  return specs.parse(_ALGORITHM.value, _WORKERS.value, density=_DENSITY.value, teams=_TEAMS.value)
+  return Plan(
+    specs.parse(_ALGORITHM.value, _WORKERS.value, density=_DENSITY.value, teams=_TEAMS.value),
+    training.parse_optimizers(_OPTIMIZER.value, _LEARNING_RATE.value),
+    list(dict.fromkeys(_SEED.value)),
+  )
 
 
-def _compare(
-  chosen: list[specs.Spec], place: workers.Workers, console: rich.console.Console
-) -> tuple[list[training.Run], str]:
-  """Trains with every chosen algorithm behind a progress bar; the runs, and a title that says what was run."""
-  dataset = data.load(_DATASET.value, _DATA_DIR.value)
-  tasks = {
-    seed: training.make_task(_MODEL.value, dataset, place, _BATCH_SIZE.value, seed)
-    for seed in dict.fromkeys(_SEED.value)
-  }
-  n = next(iter(tasks.values())).entries
-  title = f"{_MODEL.value} ({n:,} parameters) on {_DATASET.value}, {place}, density {_DENSITY.value:g}"
-  if _OPTIMIZER.value != "sgd":
-    title += f", {_OPTIMIZER.value}"
+def _make_tasks(seeds: Sequence[int], place: workers.Workers) -> tuple[dict[int, training.Task], str]:
+  """The task from each seed, and its model and data in words."""
+  settings = (place, _BATCH_SIZE.value)
+  if _TASK.value == "lm":
+    text = lm.load()
+    tasks = {seed: lm.make(text, *settings, seed) for seed in seeds}
+    model, source = "transformer", str(text)
+  else:
+    images = data.load(_DATASET.value, _DATA_DIR.value)
+    tasks = {seed: training.make_task(_MODEL.value, images, *settings, seed) for seed in seeds}
+    model, source = _MODEL.value, _DATASET.value
+  return tasks, f"{model} ({tasks[seeds[0]].entries:,} parameters) on {source}"
+
+
+def _compare(plan: Plan, place: workers.Workers, console: rich.console.Console) -> tuple[list[training.Run], str]:
+  """Trains all of the plan behind a progress bar, keeping each run; the runs, and a title that says what was run."""
+  tasks, title = _make_tasks(plan.seeds, place)
+  title += f", {place}, density {_DENSITY.value:g}"
+  if _OPTIMIZER.value != ["sgd"]:
+    title += f", {', '.join(map(str, plan.optimizers))}"
   columns = [
     rich.progress.TextColumn("{task.description:>10}"),
     rich.progress.BarColumn(),
@@ -82,30 +116,32 @@ def _compare(
     rich.progress.TextColumn("accuracy {task.fields[accuracy]:.3f}"),
     rich.progress.TimeRemainingColumn(),
   ]
-  runs = []
-  console.print(title)
+  runs: list[training.Run] = []
+  console.print(title, soft_wrap=True)
   with rich.progress.Progress(*columns, console=console) as progress:
-    for spec in chosen:
-      for seed, task in tasks.items():
-        name = spec.label if len(tasks) == 1 else f"{spec.label} {seed}"
-        bar = progress.add_task(name, total=_STEPS.value, accuracy=0.0)
+    for optimizer, spec, (seed, task) in itertools.product(plan.optimizers, plan.algorithms, tasks.items()):
+      name = [str(optimizer)] * (len(plan.optimizers) > 1) + [spec.label] + [str(seed)] * (len(tasks) > 1)
+      bar = progress.add_task(" ".join(name), total=_STEPS.value, accuracy=0.0)
 
-        def on_step(number: int, accuracy: float, bar: Any = bar) -> None:
-          progress.update(bar, completed=number, accuracy=accuracy)
+      def on_step(number: int, accuracy: float, bar: Any = bar) -> None:
+        progress.update(bar, completed=number, accuracy=accuracy)
 
-        settings = (_STEPS.value, _OPTIMIZER.value, _LEARNING_RATE.value, seed)
-        runs.append(training.train(task, spec, place, *settings, on_step))
+      runs.append(training.train(task, spec, place, _STEPS.value, optimizer, seed, on_step))
+      progress.remove_task(bar)
+      if place.reports:
+        report.keep(runs, title, pathlib.Path(_REPORT_DIR.value) / "train.json")
+        console.print(report.line(runs[-1]), highlight=False, soft_wrap=True)
   return runs, title
 
 
 def main() -> None:
-  """Trains with every chosen algorithm and reports."""
-  chosen = _check_flags()
+  """Trains all that the flags name and reports."""
+  plan = _check_flags()
   if workers.launched(_ENGINE.value, _WORKERS.value):
     return
   place = workers.here(_ENGINE.value, _WORKERS.value)
   console = workers.make_console(stderr=_JSON.value, quiet=not place.reports)
-  runs, title = _compare(chosen, place, console)
+  runs, title = _compare(plan, place, console)
   if place.reports:
     _report(runs, title, console)
 

@@ -1,8 +1,9 @@
 """One training run of one all-reduce: the same task, batches and parameters for all of them, and what was measured."""
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,50 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
   "sgd": optax.sgd,
   "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
   "adam": optax.adam,
+  "adamw": optax.adamw,
 }
+
+
+class Optimizer(NamedTuple):
+  """What follows the all-reduce.
+
+  Attributes:
+    name: one of `OPTIMIZERS`.
+    rate: peak learning rate.
+  """
+
+  name: str
+  rate: float
+
+  def __str__(self) -> str:
+    return f"{self.name} {self.rate:g}"
+
+
+def parse_optimizers(values: Sequence[str], rate: float) -> list[Optimizer]:
+  """The optimizers that the flag names, each once; `rate` is for those that name none of their own.
+
+  Raises:
+    ValueError: for an unknown name, or a rate that is not a positive number.
+
+  Example:
+    >>> [str(optimizer) for optimizer in parse_optimizers(["adamw:0.003,sgd"], rate=0.1)]
+    ['adamw 0.003', 'sgd 0.1']
+  """
+  labels = [label for value in values for label in value.split(",")]
+  return [_optimizer(label, rate) for label in dict.fromkeys(labels)]
+
+
+def _optimizer(label: str, rate: float) -> Optimizer:
+  name, _, own = label.partition(":")
+  if name not in OPTIMIZERS:
+    raise ValueError(f"--optimizer={label}, choose one of {', '.join(OPTIMIZERS)}")
+  try:
+    rate = float(own) if own else rate
+  except ValueError:
+    rate = 0.0
+  if not 0 < rate < math.inf:
+    raise ValueError(f"--optimizer={label}, choose a positive learning rate, as in {name}:0.001")
+  return Optimizer(name, rate)
 
 
 class Run(NamedTuple):
@@ -31,8 +75,11 @@ class Run(NamedTuple):
 
   Attributes:
     algorithm: as it was asked for.
+    optimizer: what followed the all-reduce.
+    learning_rate: its peak.
     seed: of the parameters and the order of the batches.
-    test_accuracy: share of the test set classified correctly after the last step.
+    test_accuracy: fraction of the test set classified correctly after the last step.
+    test_loss: mean loss over the test set after the last step.
     train_loss: mean loss over the training set after the last step.
     words_per_step: 4-byte words that a worker sent in one step, mean over the steps.
     messages_per_step: messages that one worker sends in one step, one after the other, counted from the schedule.
@@ -45,8 +92,11 @@ class Run(NamedTuple):
   """
 
   algorithm: str
+  optimizer: str
+  learning_rate: float
   seed: int
   test_accuracy: float
+  test_loss: float
   train_loss: float
   words_per_step: float
   messages_per_step: int
@@ -59,11 +109,21 @@ class Run(NamedTuple):
 
 
 class Task(NamedTuple):
-  """A model and its data, as functions of a parameter pytree."""
+  """A model and its data, as functions of a parameter pytree.
+
+  Attributes:
+    params: before the first step.
+    loss: mean cross-entropy of a batch.
+    accuracy: fraction of the test set classified correctly.
+    test_loss: mean loss over the test set.
+    train_loss: mean loss over the training set.
+    batches: an endless iterator over what this process gives of each batch.
+  """
 
   params: Any
   loss: Callable[[Any, Any], jax.Array]
   accuracy: Callable[[Any], float]
+  test_loss: Callable[[Any], float]
   train_loss: Callable[[Any], float]
   batches: Callable[[], Iterator[Any]]
 
@@ -74,41 +134,58 @@ class Task(NamedTuple):
 
 
 def make_task(model: str, dataset: data.Dataset, workers: Workers, batch_size: int, seed: int) -> Task:
-  """The classification task of a model on a data set, `batch_size` images a worker."""
+  """The classification task of a model on a data set of images, `batch_size` images a worker."""
   module = models.make(model, dataset.train_images.shape[1:], CLASSES, seed)
+  train_set = dataset.train_images, dataset.train_labels
+  whole = lambda: data.batches(*train_set, batch_size * workers.size, seed)
+  return classification(module, train_set, (dataset.test_images, dataset.test_labels), whole, workers, batch_size)
+
+
+def classification(
+  module: nnx.Module,
+  train_set: tuple[np.ndarray, np.ndarray],
+  test_set: tuple[np.ndarray, np.ndarray],
+  whole_batches: Callable[[], Iterator[dict[str, np.ndarray]]],
+  workers: Workers,
+  batch_size: int,
+) -> Task:
+  """The task of predicting labels from inputs.
+
+  Args:
+    module: inputs to logits, over the last axis.
+    train_set: inputs, and labels i32 with the shape of the logits but their last axis: one or many for each input.
+    test_set: likewise.
+    whole_batches: endless batches of all workers, of arrays `input` and `label`.
+    workers: among whom each batch is divided.
+    batch_size: inputs of each worker in a batch.
+  """
   structure, params = nnx.split(module)
 
-  def logits(params: Any, images: jax.Array) -> jax.Array:
-    return nnx.merge(structure, params)(images)
+  def results(params: Any, inputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether each label is the most likely one, and its loss."""
+    logits = nnx.merge(structure, params)(inputs)
+    return jnp.argmax(logits, -1) == labels, optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
-  def loss(params: Any, batch: Any) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits(params, batch["image"]), batch["label"]).mean()
-
-  correct = lambda params, images, labels: jnp.sum(jnp.argmax(logits(params, images), -1) == labels)
-  summed = lambda params, images, labels: loss(params, {"image": images, "label": labels}) * len(labels)
   home = jax.local_devices()[0]
+  summed = jax.jit(lambda *arguments: jax.tree.map(jnp.sum, results(*arguments)))
 
-  def mean_over(function: Callable[..., jax.Array], images: np.ndarray, labels: np.ndarray) -> Callable[[Any], float]:
-    compiled = jax.jit(function)
+  def means(params: Any, inputs: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """Accuracy and loss over a whole set."""
+    params, sums = jax.device_put(jax.tree.map(here, params), home), []
+    for start in range(0, len(inputs), 1000):
+      part = slice(start, start + 1000)
+      sums.append([float(x) for x in summed(params, *jax.device_put((inputs[part], labels[part]), home))])
+    accuracy, loss = (sum(column) / labels.size for column in zip(*sums, strict=True))
+    return accuracy, loss
 
-    def mean(params: Any) -> float:
-      params, total = jax.device_put(jax.tree.map(here, params), home), 0.0
-      for start in range(0, len(images), 1000):
-        part = slice(start, start + 1000)
-        total += float(compiled(params, *jax.device_put((images[part], labels[part]), home)))
-      return total / len(images)
-
-    return mean
-
-  size = batch_size * workers.size
   share = workers.share(batch_size)
-  train_set = dataset.train_images, dataset.train_labels
   return Task(
     params,
-    loss,
-    mean_over(correct, dataset.test_images, dataset.test_labels),
-    mean_over(summed, *train_set),
-    lambda: (jax.tree.map(lambda x: x[share], batch) for batch in data.batches(*train_set, size, seed)),
+    lambda params, batch: results(params, batch["input"], batch["label"])[1].mean(),
+    lambda params: means(params, *test_set)[0],
+    lambda params: means(params, *test_set)[1],
+    lambda params: means(params, *train_set)[1],
+    lambda: (jax.tree.map(lambda x: x[share], batch) for batch in whole_batches()),
   )
 
 
@@ -117,21 +194,21 @@ def train(
   spec: specs.Spec,
   workers: Workers,
   steps: int,
-  optimizer: str,
-  learning_rate: float,
+  optimizer: Optimizer,
   seed: int,
   on_step: Callable[[int, float], None],
 ) -> Run:
   """Trains `task` with one all-reduce; calls `on_step` with the step and the last measured accuracy."""
-  schedule = optax.cosine_decay_schedule(learning_rate, steps)
-  tx = optax.chain(js.make_transform(spec.name, workers.axis, **spec.config), OPTIMIZERS[optimizer](schedule))
+  schedule = optax.cosine_decay_schedule(optimizer.rate, steps)
+  tx = optax.chain(js.make_transform(spec.name, workers.axis, **spec.config), OPTIMIZERS[optimizer.name](schedule))
   params = jax.tree.map(jnp.copy, task.params)  # the step donates them
   state = js.init(tx, params, workers.where)
   step = js.make_train_step(task.loss, tx, workers.where)
   read = jax.jit(workers.metrics)
   few = min(steps, CURVE_POINTS // 2)  # closer together where accuracy changes most, at the start
   points = {round(point) for spread in (np.linspace, np.geomspace) for point in spread(1, steps, few)} | {steps}
-  run = Run(spec.label, seed, 0.0, 0.0, 0.0, 0, 0.0, 0.0, [], [], [], {name: [] for name in js.Metrics._fields})
+  trace: dict[str, list[float]] = {name: [] for name in js.Metrics._fields}
+  run = Run(spec.label, *optimizer, seed, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, [], [], [], trace)
   times, batches = [], task.batches()
   for number in range(1, steps + 1):
     batch = next(batches)
@@ -152,6 +229,7 @@ def train(
     words += js.costs.predict("dense", n=task.entries, workers=workers.size).words / spec.collective.sync_every
   return run._replace(
     test_accuracy=run.accuracy[-1],
+    test_loss=task.test_loss(params),
     train_loss=task.train_loss(params),
     words_per_step=words,
     messages_per_step=js.costs.count(spec.name, n=task.entries, workers=workers.size, **spec.config).messages,

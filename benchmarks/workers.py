@@ -107,7 +107,7 @@ def here(engine: str, workers: int) -> Workers:
 
 def make_console(stderr: bool = False, quiet: bool = False) -> rich.console.Console:
   """A console as wide as the terminal; mpirun gives a rank one of its own, which tells nothing."""
-  width = None if sys.stdout.isatty() and not launch.is_rank() else 130
+  width = None if sys.stdout.isatty() and not launch.is_rank() else 160
   return rich.console.Console(stderr=stderr, quiet=quiet, width=width)
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,16 +23,28 @@ def has_explicit_axes(mesh: Mesh) -> bool:
   return AxisType.Explicit in mesh.axis_types
 
 
-def ppermute_numbers(axis: AxisName) -> list[int]:
-  """The number that `jax.lax.ppermute` has for each worker of a tuple of axes, in the order of `jax.lax.axis_index`.
+def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+  """`jax.lax.ppermute` along pairs of workers that are counted as `jax.lax.axis_index` does.
 
-  `axis_index` counts in the order of the tuple, `ppermute` in the order of the mesh.
+  Over a tuple of axes that counts in the order of the tuple, and `jax.lax.ppermute` in the order of the mesh; newer
+  versions refuse tuples of another order.
   """
   names, order = names_of(axis), jax.sharding.get_abstract_mesh().axis_names
-  inner = sorted(names, key=order.index) if set(names) <= set(order) else list(names)
-  sizes = [jax.lax.axis_size(name) for name in inner]
-  in_mesh_order = np.arange(math.prod(sizes)).reshape(sizes)
-  return in_mesh_order.transpose([inner.index(name) for name in names]).ravel().tolist()
+  inner = tuple(sorted(names, key=order.index)) if set(names) <= set(order) else names
+  if inner != names:
+    sizes = [jax.lax.axis_size(name) for name in inner]
+    in_mesh_order = np.arange(math.prod(sizes)).reshape(sizes)
+    number = in_mesh_order.transpose([inner.index(name) for name in names]).ravel().tolist()
+    axis, pairs = inner, [(number[source], number[destination]) for source, destination in pairs]
+  return jax.lax.ppermute(x, axis, pairs)
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+  """The number of constants and of carried values of a `scan` equation."""
+  if "num_consts" in params:
+    return params["num_consts"], params["num_carry"]
+  consts, carry, _ = params["ft_in"].unpack()
+  return len(consts), len(carry)
 
 
 def shard_map(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:

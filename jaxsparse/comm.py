@@ -167,10 +167,7 @@ class AxisComm(View):
     return [list(range(start, start + span, self.stride)) for start in self._starts()]
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    if isinstance(self.axis, tuple):
-      number = _compat.ppermute_numbers(self.axis)
-      pairs = [(number[source], number[destination]) for source, destination in pairs]
-    return jax.lax.ppermute(buffer, self.axis, pairs)
+    return _compat.ppermute(buffer, self.axis, pairs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from jaxsparse._compat import AxisName, names_of
+from jaxsparse._compat import AxisName, names_of, scan_counts
 
 _PSUMS = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
 _SENDS = ("ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
@@ -161,8 +161,8 @@ def _through_cond(params: Any, inputs: list[Flow], marks: dict[Mark, None]) -> l
 
 
 def _through_scan(params: Any, inputs: list[Flow], marks: dict[Mark, None]) -> list[Flow]:
-  consts, count = inputs[: params["num_consts"]], params["num_carry"]
-  carry, scanned = inputs[len(consts) : len(consts) + count], inputs[len(consts) + count :]
+  start, count = scan_counts(params)
+  consts, carry, scanned = inputs[:start], inputs[start : start + count], inputs[start + count :]
   step = lambda carry: _through(_open(params["jaxpr"]), [*consts, *carry, *scanned], marks)
   return step(_fixed_point(lambda carry: step(carry)[:count], carry))
 

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 from jaxsparse import launch
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -16,16 +14,21 @@ import jax
 jax.config.update("jax_num_cpu_devices", 2)
 """
 # What the snippets take for granted: a model, its loss, and batches.
-CONTEXT = """
+IMPORTS = """
 import jax, jax.numpy as jnp, optax
 import jaxsparse as js
 from jax.sharding import PartitionSpec as P
+"""
+MESH = """
 mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+"""
+DATA = """
 params = {"kernel": jnp.zeros((30, 4)), "bias": jnp.zeros(4)}
 loss_fn = lambda params, batch: jnp.mean((batch @ params["kernel"] + params["bias"] - 1.0) ** 2)
 batch = jnp.ones((12, 30))
 batches = [batch] * 3
 """
+CONTEXT = IMPORTS + MESH + DATA
 
 
 def snippets(heading):
@@ -55,7 +58,8 @@ def test_use(tmp_path):
   diff, step, labels, board = snippets("Use")
   writer = "class writer: add_scalar = lambda *found: print(*found)\nstep_number = 3\n"
   check = "assert jax.tree.reduce(max, jax.tree.map(lambda p: float(abs(p).max()), params)) > 0\n"
-  sparse = "state = js.init(tx, params, mesh)\nparams, state, _ = js.make_train_step(loss_fn, tx, mesh)(params, state, batch)\n"
+  sparse = "state = js.init(tx, params, mesh)\nstep = js.make_train_step(loss_fn, tx, mesh)\n"
+  sparse += "params, state, _ = step(params, state, batch)\n"
   out = run("\n".join([START, CONTEXT, diff, check, step, labels, sparse, writer, board]), tmp_path)
   assert "residual_norm" in out
   assert "jaxsparse/sparse/words_sent" in out
@@ -75,17 +79,14 @@ def test_costs_and_overlap(tmp_path):
 def test_many_hosts(tmp_path):
   join, mpi = snippets("Many hosts")
   _, step, *_ = snippets("Use")
-  start = "\n".join(line for line in step.splitlines() if not line.startswith("mesh"))
-  context = CONTEXT.replace("import jax, ", join.split("launch.join()")[0] + "import jax, ").split("mesh = ")[0]
-  context = join + context + CONTEXT.split("\n", 6)[-1]
-  run(context + start, tmp_path, ranks=2)
+  assert MESH.strip() in step
+  run(IMPORTS + join + DATA + step.replace(MESH.strip(), ""), tmp_path, ranks=2)
   steps = "for batch in batches:\n  params, state, _ = step(params, state, batch)\nmetrics(state)\n"
-  run(CONTEXT + mpi + steps, tmp_path, ranks=2, engine="mpi")
+  run(IMPORTS + DATA + mpi + steps, tmp_path, ranks=2, engine="mpi")
 
 
-@pytest.mark.parametrize("heading", ["Workers of different speed"])
-def test_partial_reduce(tmp_path, heading):
-  (worker,) = snippets(heading)
+def test_workers_of_different_speed(tmp_path):
+  (worker,) = snippets("Workers of different speed")
   address = f"tcp://127.0.0.1:{launch.free_port()}"
   assert "tcp://127.0.0.1:29500" in worker
   assert "10_000" in worker

@@ -71,6 +71,8 @@ def test_cifar10_and_a_table(tmp_path):
     (["--batch_size=1000"], "does not fit in 1437 training images"),
     (["--dataset=cifar10"], "needs --data_dir"),
     (["--dataset=mnist"], "should be one of"),
+    (["--task=lm", "--model=mlp"], "--model is for --task=images"),
+    (["--optimizer=adamw:none"], "--optimizer=adamw:none, choose a positive learning rate, as in adamw:0.001"),
     (["--trace=loss"], "--trace=loss, choose from words_sent"),
     (["extra"], "unexpected arguments ['extra']"),
   ],
