@@ -14,6 +14,7 @@ from jaxsparse import state as states
 from jaxsparse._compat import AxisName
 from jaxsparse.compiling import compiler_options
 from jaxsparse.engine import Engine, check_batch, engine_of
+from jaxsparse.launch.rank import count_step
 from jaxsparse.perworker import PerWorker
 from jaxsparse.types import Comm
 
@@ -163,6 +164,7 @@ class TrainStep:
   def __call__(self, params: optax.Params, state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
     """One step; see `make_train_step`."""
     program, specs = self._program(state, batch)
+    count_step(self._engine.processes)
     arguments = self._engine.place((params, state, batch), specs)
     if self._engine.waits:
       jax.block_until_ready(self._last)
