@@ -11,6 +11,7 @@ import time
 import pytest
 
 from jaxsparse import launch
+from jaxsparse.launch import records
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
 ENGINES = pytest.mark.parametrize("engine", ["processes", "mpi"])
@@ -139,9 +140,45 @@ def test_the_status_of_a_rank_is_told():
     launch.run(["sh", "-c", 'test "$JAXSPARSE_RANK" = 0 && sleep 60; echo why >&2; exit 7'], 2)
 
 
+GLOO = "JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+  ("lives", "cause"),
+  [
+    # The exception of a rank that lost another one is recorded before the end of that one.
+    ([{"raised": 1.0, "said": GLOO}, {"ended": 1.1, "status": -9}], "rank 1 was ended by SIGKILL"),
+    ([{"ended": 1.0, "status": -6}, {"raised": 1.1, "said": "ValueError: no"}], "rank 1 failed: ValueError: no"),
+    (
+      [{"raised": 1.2, "said": "ValueError: no"}, {"raised": 1.1, "said": "OSError: full"}],
+      "rank 1 failed: OSError: full",
+    ),
+    (
+      [{"raised": 9.0, "said": "OSError: full"}, {"over": 1.0, "ended": 1.0, "status": 0}],
+      "rank 0 failed: OSError: full",
+    ),
+    (
+      [{"raised": 1.0, "said": GLOO}, {"over": 1.1, "ended": 1.1, "status": 0}],
+      f"rank 1 ended with status 0 before the others, then rank 0 failed: {GLOO}",
+    ),
+    ([{"ended": 12.0, "status": -6}, {"stopped": 1.0}], "rank 1 is stopped (SIGSTOP)"),
+    (
+      [{"ended": 1.2, "status": -15, "told": True}, {"ended": 1.1, "status": -9, "told": True}],
+      "rank 1 was ended by SIGKILL",
+    ),
+    ([{"raised": 1.0, "said": GLOO}, {}], f"rank 0 failed: {GLOO}"),
+    ([{"ended": 1.0, "status": 3}, {}], "rank 0 exited with status 3"),
+  ],
+)
+def test_the_first_cause(lives, cause):
+  lives = [records.Life(rank, **facts) for rank, facts in enumerate(lives)]
+  assert records.first_cause(lives) == f"{cause}; the other 1 of 2 ranks were ended"
+
+
 # Tells the launcher that the rank has joined.
 JOINED = f"""{sys.executable} -c '
 from jaxsparse import launch
+from jaxsparse.launch import records
 launch.arrived()' && """
 
 
