@@ -70,7 +70,7 @@ def meanwhile(folder, act):
     ("raise", "rank 1 failed: ValueError: rank 1 has had enough; the other 2 of 3 ranks were ended"),
     ("vanish", "rank 1 ended with status 0 "),
     ("stopped", "rank 1 is stopped "),
-    ("leave", "rank 1 ended with status 0 after"),
+    ("leave", "rank 1 left the run after"),
   ],
 )
 def test_a_rank_that_ends_before_the_others_is_named(tmp_path, capfd, engine, how, message):
@@ -100,10 +100,10 @@ def test_a_rank_that_ends_before_the_others_is_named(tmp_path, capfd, engine, ho
 def test_ranks_that_go_on_without_a_step_get_the_grace(tmp_path, capfd, engine):
   (tmp_path / "seconds").write_text("5")
   start("waits", engine, tmp_path, limit=150)
-  said = "jaxsparse.launch: rank 1 ended with status 0, ranks 0, 2 still run and get 60 s to end (--grace)"
+  said = "jaxsparse.launch: rank 1 left the run, ranks 0, 2 still run and get 60 s to end (--grace)"
   assert said in capfd.readouterr().err
   (tmp_path / "seconds").write_text("300")
-  with pytest.raises(launch.RunFailed, match=r"^rank 1 ended with status 0 and ranks 0, 2 still ran 3 s later"):
+  with pytest.raises(launch.RunFailed, match=r"^rank 1 left the run and ranks 0, 2 still ran 3 s later"):
     start("waits", engine, tmp_path, limit=150, grace=3)
 
 

@@ -50,11 +50,13 @@ class Life(NamedTuple):
 
   @property
   def how(self) -> str:
-    """How the rank failed or ended, without its number."""
+    """How the rank failed, left or ended, without its number."""
     if self.raised is not None:
       return f"failed: {self.said}"
     if self.status is not None and self.status < 0:
       return f"was ended by {signal.Signals(-self.status).name}"
+    if self.ended is None:
+      return "left the run"
     said = f": {self.said}" if self.status and self.said else ""
     return f"{'exited' if self.status else 'ended'} with status {self.status or 0}{said}"
 
@@ -93,8 +95,8 @@ def first_cause(lives: Sequence[Life]) -> str:
   """Names the rank that made a run fail, where some ranks have failed.
 
   A rank that has lost another one fails too, and may do so before the other one's end is recorded. So the cause is the
-  earliest rank that was stopped or failed for a reason of its own; without one, a rank that ended with status 0;
-  without that, the earliest failure.
+  earliest rank that was stopped or failed for a reason of its own; without one, a rank that left or ended with
+  status 0; without that, the earliest failure.
   """
   failures = sorted((life.failed, life.rank) for life in lives if life.failed is not None)
   own = [(life.stopped, life.rank, "is stopped (SIGSTOP)") for life in lives if life.stopped is not None]
@@ -105,7 +107,7 @@ def first_cause(lives: Sequence[Life]) -> str:
   _, failed = failures[0]
   first, then = first_over(lives), f"rank {failed} {lives[failed].how}"
   if first:
-    then = f"rank {first.rank} ended with status 0 before the others, then {then}"
+    then = f"rank {first.rank} {first.how} before the others, then {then}"
   return f"{then}; {_others(lives)}"
 
 

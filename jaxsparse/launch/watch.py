@@ -77,7 +77,10 @@ def run(
   if engine not in ("processes", "mpi"):
     raise ValueError(f"engine={engine!r}, choose 'processes' or 'mpi'")
   limits = _Limits(start_timeout, limit, grace)
-  with _noted_signals() as signals, tempfile.TemporaryDirectory(prefix="jaxsparse-") as folder:
+  with (
+    _noted_signals() as signals,
+    tempfile.TemporaryDirectory(prefix="jaxsparse-", ignore_cleanup_errors=True) as folder,
+  ):
     commands = start.commands(command, ranks, engine, hosts, folder, grace, prefix)
     processes: list[subprocess.Popen] = []
     with _all_ended(processes):
@@ -128,7 +131,7 @@ def _failure(lives: Sequence[Life], statuses: Sequence[int | None]) -> str:
   alone = {life.rank for life in lives if not life.arrived and (over or life.ended is not None)}
   if any(statuses):
     first = records.first_over(lives)
-    cause = f"rank {first.rank} ended with status 0 before the others, then " if first else ""
+    cause = f"rank {first.rank} {first.how} before the others, then " if first else ""
     return f"{cause}mpirun ended with status {next(filter(None, statuses))}; its message is above"
   if alone and len(lives) > 1:
     return (
@@ -142,11 +145,11 @@ def _overdue(lives: Sequence[Life], waited: float, now: float, limits: _Limits) 
   """What has taken too long, empty for nothing."""
   running = {life.rank for life in lives if life.ended is None}
   missing = {life.rank for life in lives if not life.arrived}
-  if missing and waited > limits.start:
+  if missing and len(lives) > 1 and waited > limits.start:
     return f"{names(missing)} did not come within {limits.start:g} s; the run is ended"
   for life in lives:
     if life.stopped is not None and now - life.stopped > HEARTBEAT:
-      return f"rank {life.rank} is stopped (SIGSTOP) for {HEARTBEAT} s; the run is ended"
+      return f"rank {life.rank} is stopped (SIGSTOP), for more than {HEARTBEAT} s; the run is ended"
   if problem := _early(lives, now, limits.grace):
     return problem
   if limits.whole is not None and waited > limits.whole:
@@ -159,7 +162,7 @@ def _early(lives: Sequence[Life], now: float, grace: float) -> str:
   first, going_on = records.first_over(lives), [life for life in lives if life.over is None]
   if first is None or first.over is None:
     return ""
-  ended = f"rank {first.rank} ended with status 0"
+  ended = f"rank {first.rank} {first.how}"
   for life in going_on:
     if life.steps > first.steps:
       return (
@@ -184,7 +187,7 @@ def _notice(lives: Sequence[Life], now: float, grace: float) -> str:
   first, going_on = records.first_over(lives), [life for life in lives if life.over is None]
   if first is None or first.over is None or not going_on or now - first.over < _NOTICE:
     return ""
-  return f"rank {first.rank} ended with status 0, {_names(going_on)} still run and get {grace:g} s to end (--grace)"
+  return f"rank {first.rank} {first.how}, {_names(going_on)} still run and get {grace:g} s to end (--grace)"
 
 
 def _names(lives: Sequence[Life]) -> str:
@@ -228,6 +231,6 @@ def _noted_signals() -> Iterator[list[int]]:
       signal.signal(number, handler)
   if noted:
     handler = handlers[signal.Signals(noted[0])]
-    if callable(handler) and noted[0] != signal.SIGINT:
+    if callable(handler) and handler is not signal.default_int_handler:
       handler(noted[0], None)
     raise KeyboardInterrupt(noted[0])
