@@ -10,8 +10,10 @@ its ranks.
 
 `start` makes the commands of a run, `guard` is the process above each rank that ends it, `rank` is what a rank calls,
 `records` are what ranks and guards write for the launcher, and `watch` reads them until all ranks have ended.
+`command` is the command line.
 """
 
+from jaxsparse.launch.command import main
 from jaxsparse.launch.guard import KILL_AFTER
 from jaxsparse.launch.rank import (
   GRACE,
@@ -42,5 +44,6 @@ __all__ = [
   "free_port",
   "is_rank",
   "join",
+  "main",
   "run",
 ]
