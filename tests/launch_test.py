@@ -175,6 +175,21 @@ def test_the_first_cause(lives, cause):
   assert records.first_cause(lives) == f"{cause}; the other 1 of 2 ranks were ended"
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_rank_that_has_lost_another_prints_a_traceback_only_without_the_cause(tmp_path, known):
+  if known:
+    (tmp_path / "1").write_text('{"event": "ended", "time": 1.0, "status": -9, "said": "", "told": false}\n')
+  environment = os.environ | {"JAXSPARSE_RECORDS": str(tmp_path), "JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "2"}
+  program = f"from jaxsparse import launch; launch.fail_on_exceptions(); raise RuntimeError({GLOO!r})"
+  done = subprocess.run(
+    [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+  )
+  assert done.returncode == 1
+  assert records.read(tmp_path, 0).said == f"RuntimeError: {GLOO}"
+  assert ("Traceback" in done.stderr) != known
+  assert (f"this rank has lost another one: RuntimeError: {GLOO}\n" in done.stderr) == known
+
+
 # Tells the launcher that the rank has joined.
 JOINED = f"""{sys.executable} -c '
 from jaxsparse import launch

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import signal
+import struct
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ RECORDS, PREFIX, COORDINATOR, RANK, RANKS, GRACE = (
   f"JAXSPARSE_{name}" for name in ("RECORDS", "PREFIX", "COORDINATOR", "RANK", "RANKS", "GRACE")
 )
 RANK_OF = (RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # variables by which a launcher tells a rank its number
+STEPS = struct.Struct("<q")  # how a rank writes its number of steps
 KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
 
 _KILL_MPIRUN_AFTER = 6.0

@@ -5,18 +5,18 @@ import functools
 import itertools
 import os
 import pathlib
-import struct
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from jaxsparse.launch import guard
+from jaxsparse.launch import guard, records
 
 START_TIMEOUT = 120.0  # seconds until every rank must have called `join`
 HEARTBEAT = 10  # seconds without a sign of life after which a rank counts as dead
 GRACE = 60.0  # seconds that ranks get to end after the first of them has ended with status 0
-STEPS = struct.Struct("<q")  # how a rank writes its number of steps
 
+_OTHERS = 0.3  # seconds to wait for the record of a rank that this one has lost
 _AFTER_LAUNCHER = 10.0  # seconds that JAX waits longer than the launcher, which then names the cause
 
 
@@ -98,13 +98,18 @@ def fail(error: object) -> NoReturn:
 def fail_on_exceptions() -> None:
   """From now on an uncaught exception ends this rank at once: others wait for it, and it for them.
 
-  The launcher is told the exception, or at a normal exit that this rank leaves the run.
+  The launcher is told the exception, or at a normal exit that this rank leaves the run. A rank that fails because it
+  has lost another one prints one line and no traceback: the other rank says what happened.
   """
   before = sys.excepthook
 
   def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    guard.record("raised", said=guard.shortened(f"{kind.__name__}: {error}"))
-    before(kind, error, trace)
+    said = guard.shortened(f"{kind.__name__}: {error}")
+    guard.record("raised", said=said)
+    if _has_lost_another(said):
+      print(f"this rank has lost another one: {said}", file=sys.stderr)
+    else:
+      before(kind, error, trace)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
@@ -132,6 +137,17 @@ def is_rank() -> bool:
   return guard.rank() is not None or ("SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
 
 
+def _has_lost_another(said: str) -> bool:
+  """Whether this rank fails for the reason that `said` names because another one did, whose record may come later."""
+  folder, ranks = os.environ.get(guard.RECORDS), range(int(os.environ.get(guard.RANKS, "1")))
+  end = time.monotonic() + _OTHERS
+  while folder and records.lost_another(said) and time.monotonic() < end:
+    if records.has_cause([records.read(pathlib.Path(folder), rank) for rank in ranks]):
+      return True
+    time.sleep(0.02)
+  return False
+
+
 @functools.cache
 def _once(event: str) -> None:
   guard.record(event)
@@ -144,7 +160,7 @@ def _counter() -> Callable[[], int] | None:
   if not folder or rank is None:
     return None
   file, numbers = os.open(pathlib.Path(folder, f"{rank}.steps"), os.O_WRONLY | os.O_CREAT, 0o600), itertools.count(1)
-  return lambda: os.pwrite(file, STEPS.pack(next(numbers)), 0)
+  return lambda: os.pwrite(file, guard.STEPS.pack(next(numbers)), 0)
 
 
 def _connect() -> None:

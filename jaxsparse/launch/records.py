@@ -7,7 +7,7 @@ import signal
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from jaxsparse.launch.rank import STEPS
+from jaxsparse.launch.guard import STEPS
 
 # What a rank says, or how it ends, when it has lost another one.
 _LOST = re.compile(r"gloo|coordination|distributed service|heartbeat|UNAVAILABLE|MPI_ERR|PMIX", re.I)
@@ -66,7 +66,7 @@ def read(folder: pathlib.Path, rank: int) -> Life:
   life = Life(rank)
   file, steps = folder / str(rank), folder / f"{rank}.steps"
   text = file.read_text() if file.exists() else ""
-  for line in text.splitlines():
+  for line in text.split("\n")[:-1]:  # what follows the last end of a line is still being written
     facts = json.loads(line)
     event, when = facts["event"], facts["time"]
     if event == "arrived":
@@ -111,6 +111,17 @@ def first_cause(lives: Sequence[Life]) -> str:
   return f"{then}; {_others(lives)}"
 
 
+def has_cause(lives: Sequence[Life]) -> bool:
+  """Whether a rank has ended or is stopped for a reason of its own, which makes the others lose it."""
+  failed = any(life.failed is not None and not _lost_another(life) for life in lives)
+  return failed or first_over(lives) is not None or any(life.stopped is not None for life in lives)
+
+
+def lost_another(said: str) -> bool:
+  """Whether an exception is that of a rank that has lost another one."""
+  return bool(_LOST.search(said))
+
+
 def first_over(lives: Sequence[Life]) -> Life | None:
   """The rank that was the first to leave the run in order, or to end with status 0; None where none has."""
   over = [life for life in lives if life.over is not None and life.failed is None]
@@ -125,7 +136,7 @@ def names(ranks: Collection[int]) -> str:
 def _lost_another(life: Life) -> bool:
   if life.status is not None and life.status < 0:
     return life.told or life.status == _ABORT
-  return bool(_LOST.search(life.said))
+  return lost_another(life.said)
 
 
 def _others(lives: Sequence[Life]) -> str:
