@@ -12,7 +12,7 @@ Examples:
 """
 
 import contextlib
-import ctypes
+import functools
 import json
 import os
 import pathlib
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from absl import app, flags
 
 from jaxsparse.launch import HOSTS, Host
+from jaxsparse.launch.guard import die_with_parent
 
 SUBNET = "10.77.0.0/16"
 MOST_HOSTS = 250
@@ -333,9 +334,11 @@ class _Signals:
 
 def _run(command: list[str], extra: dict[str, str]) -> int:
   """Runs COMMAND; its exit status as a shell gives it."""
+  # It would go on with hosts that the next lab removes.
+  die_with_us = functools.partial(die_with_parent, signal.SIGTERM, os.getpid())
   inherited = {name: value for name, value in os.environ.items() if name != HOSTS}
   try:
-    process = subprocess.Popen(command, env=inherited | extra, preexec_fn=_die_with_parent)
+    process = subprocess.Popen(command, env=inherited | extra, preexec_fn=die_with_us)
   except OSError as error:
     print(f"error: cannot run {command[0]!r}: {error.strerror}", file=sys.stderr)
     return 127 if isinstance(error, FileNotFoundError) else 126
@@ -347,12 +350,6 @@ def _run(command: list[str], extra: dict[str, str]) -> int:
     _stop(process)
     raise
   return status if status >= 0 else 128 - status
-
-
-def _die_with_parent() -> None:
-  """COMMAND gets SIGTERM when the lab's process is killed: it would go on with hosts that the next lab removes."""
-  set_death_signal = 1  # PR_SET_PDEATHSIG
-  ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

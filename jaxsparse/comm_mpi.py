@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxsparse import comm
+from jaxsparse import comm, launch
+from jaxsparse.launch.rank import join_mpi
 from jaxsparse.replication import mark_total
 from jaxsparse.types import Reduction
 
@@ -23,11 +24,7 @@ RANKS = "ranks of MPI"  # the name of the axis that they lie along
 
 def _world() -> Any:
   """A communicator of our own: a clone, so that no message of somebody else's is taken for one of ours."""
-  from jaxsparse import launch  # which is also a program: `python -m` wants it not yet imported
-
-  if launch.is_rank():
-    launch.arrived()
-    launch.fail_on_exceptions()
+  join_mpi()
   return _mpi4jax()[0].COMM_WORLD.Clone()
 
 
@@ -49,6 +46,7 @@ class MpiComm(comm.View):
     members: how many workers this view has; None for all ranks.
 
   Raises:
+    RuntimeError: in one of several ranks of `jaxsparse.launch --engine=processes`, which MPI does not connect.
     ImportError: without mpi4jax, or where it was built for another MPI, with what to install.
 
   Example:
@@ -63,6 +61,11 @@ class MpiComm(comm.View):
   host_staging: bool | None = None
   stride: int = 1
   members: int | None = None
+
+  def __post_init__(self) -> None:
+    if launch.is_rank():  # the launcher hears of a rank with a communicator of its own, too
+      launch.arrived()
+      launch.fail_on_exceptions()
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines `x` of all workers of the view in rank order."""

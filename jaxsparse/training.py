@@ -15,6 +15,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.compiling import compiler_options
 from jaxsparse.engine import Engine, check_batch, engine_of
+from jaxsparse.launch.rank import count_step
 from jaxsparse.perworker import PerWorker
 from jaxsparse.types import Comm
 from jaxsparse.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
@@ -180,6 +181,7 @@ class TrainStep:
     """One step; see `make_train_step`."""
     given = Given(rng, model_state, extra)
     program, specs = self._program(params, state, batch, given)
+    count_step(self._engine.processes)
     arguments = self._engine.place((params, state, batch, given), specs)
     if self._engine.waits:
       jax.block_until_ready(self._last)

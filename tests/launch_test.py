@@ -11,6 +11,7 @@ import time
 import pytest
 
 from jaxsparse import launch
+from jaxsparse.launch import records
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
 ENGINES = pytest.mark.parametrize("engine", ["processes", "mpi"])
@@ -39,30 +40,86 @@ def gone(pid):
     return True
 
 
-@ENGINES
-@pytest.mark.parametrize("how", ["killed", "raised"])
-def test_a_rank_that_dies_ends_the_run(tmp_path, capfd, engine, how):
-  died = []
+def soon(holds):
+  """Whether something comes true within some seconds."""
+  end = time.monotonic() + 30
+  while not holds() and time.monotonic() < end:
+    time.sleep(0.05)
+  return holds()
 
-  def let_die():
-    found = pids(tmp_path)
-    died.append((time.monotonic(), found))
-    if how == "killed":
-      os.kill(found[1], signal.SIGKILL)
-    else:
-      (tmp_path / "raise").touch()
 
-  thread = threading.Thread(target=let_die)
+def meanwhile(folder, act):
+  """Calls `act` with the process ids of the ranks, in a thread, once all of them step; when it did, and the ids."""
+  acted = []
+
+  def wait_and_act():
+    found = pids(folder)
+    acted.append((time.monotonic(), found))
+    act(found)
+
+  thread = threading.Thread(target=wait_and_act)
   thread.start()
+  return thread, acted
+
+
+@ENGINES
+@pytest.mark.parametrize(
+  ("how", "message"),
+  [
+    ("killed", "rank 1 was ended by SIGKILL; the other 2 of 3 ranks were ended"),
+    ("raise", "rank 1 failed: ValueError: rank 1 has had enough; the other 2 of 3 ranks were ended"),
+    ("vanish", "rank 1 ended with status 0 "),
+    ("stopped", "rank 1 is stopped "),
+    ("leave", "rank 1 left the run after"),
+  ],
+)
+def test_a_rank_that_ends_before_the_others_is_named(tmp_path, capfd, engine, how, message):
+  signals = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+
+  def end_rank_1(found):
+    if how in signals:
+      os.kill(found[1], signals[how])
+    else:
+      (tmp_path / how).touch()
+
+  thread, acted = meanwhile(tmp_path, end_rank_1)
   with pytest.raises(launch.RunFailed) as error:
     start("forever", engine, tmp_path, limit=150)
   thread.join()
-  when, found = died[0]
-  assert time.monotonic() - when < 10
+  when, found = acted[0]
+  assert time.monotonic() - when < 60
   assert all(map(gone, found))
-  said = str(error.value) + capfd.readouterr().err
-  assert "rank 1" in said
-  assert ("SIGKILL" in said or "signal 9" in said) if how == "killed" else "rank 1 has had enough" in said
+  assert str(error.value).startswith(message)
+  printed = capfd.readouterr()
+  assert "[Gloo] Rank" not in printed.out + printed.err
+  if how == "raise":
+    assert "[rank 1] ValueError: rank 1 has had enough\n" in printed.err
+
+
+@ENGINES
+def test_ranks_that_go_on_without_a_step_get_the_grace(tmp_path, capfd, engine):
+  (tmp_path / "seconds").write_text("5")
+  start("waits", engine, tmp_path, limit=150)
+  said = "jaxsparse.launch: rank 1 left the run, ranks 0, 2 still run and get 60 s to end (--grace)"
+  assert said in capfd.readouterr().err
+  (tmp_path / "seconds").write_text("300")
+  with pytest.raises(launch.RunFailed, match=r"^rank 1 left the run and ranks 0, 2 still ran 3 s later"):
+    start("waits", engine, tmp_path, limit=150, grace=3)
+
+
+@ENGINES
+def test_ranks_that_do_not_join_are_refused(tmp_path, engine):
+  with pytest.raises(
+    launch.RunFailed, match=r"^ranks? .*without having joined.*jaxsparse.launch.join\(\).*MpiComm\(\)"
+  ):
+    start("alone", engine, tmp_path, limit=150)
+  launch.run([sys.executable, str(RANKS), "alone", engine, str(tmp_path)], 1, engine, limit=150)
+
+
+def test_a_comm_of_mpi_under_the_other_engine_is_refused(tmp_path):
+  message = r"^rank \d failed: RuntimeError: js.MpiComm\(\) in rank \d of 3, .*--engine=mpi --ranks=3"
+  with pytest.raises(launch.RunFailed, match=message):
+    start("other_engine", "processes", tmp_path, limit=150)
 
 
 @ENGINES
@@ -74,49 +131,136 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, engine):
 
 
 def test_a_run_that_takes_too_long_is_ended():
-  with pytest.raises(launch.RunFailed, match="more than 0.5 s"):
+  with pytest.raises(launch.RunFailed, match="more than 0.5 s; ranks 0, 1 still ran"):
     launch.run(["sleep", "60"], 2, limit=0.5)
 
 
-def test_a_rank_that_does_not_end_is_ended(monkeypatch):
-  monkeypatch.setattr(launch, "GRACE", 0.3)
-  with pytest.raises(launch.RunFailed, match="rank 1 still runs 0.3 s after another rank ended"):
-    launch.run(["sh", "-c", 'test "$JAXSPARSE_RANK" = 0 || sleep 60'], 2)
-
-
 def test_the_status_of_a_rank_is_told():
-  with pytest.raises(launch.RunFailed, match=r"rank 1 exited with status 7; the other 1 of 2 ranks were ended"):
-    launch.run(["sh", "-c", 'test "$JAXSPARSE_RANK" = 0 && sleep 60; exit 7'], 2)
+  with pytest.raises(launch.RunFailed, match=r"^rank 1 exited with status 7: why; the other 1 of 2 ranks were ended"):
+    launch.run(["sh", "-c", 'test "$JAXSPARSE_RANK" = 0 && sleep 60; echo why >&2; exit 7'], 2)
 
 
-def test_the_command_line(tmp_path):
-  out = tmp_path / "out"
-  command = [sys.executable, "-m", "jaxsparse.launch", "--ranks=2", "--", "sh", "-c", f"echo $JAXSPARSE_RANK >> {out}"]
-  assert subprocess.run(command, timeout=60, check=False).returncode == 0
-  assert sorted(out.read_text().split()) == ["0", "1"]
-  failed = subprocess.run([*command[:5], "no-such-program"], capture_output=True, text=True, timeout=60, check=False)
+GLOO = "JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+  ("lives", "cause"),
+  [
+    # The exception of a rank that lost another one is recorded before the end of that one.
+    ([{"raised": 1.0, "said": GLOO}, {"ended": 1.1, "status": -9}], "rank 1 was ended by SIGKILL"),
+    ([{"ended": 1.0, "status": -6}, {"raised": 1.1, "said": "ValueError: no"}], "rank 1 failed: ValueError: no"),
+    (
+      [{"raised": 1.2, "said": "ValueError: no"}, {"raised": 1.1, "said": "OSError: full"}],
+      "rank 1 failed: OSError: full",
+    ),
+    (
+      [{"raised": 9.0, "said": "OSError: full"}, {"over": 1.0, "ended": 1.0, "status": 0}],
+      "rank 0 failed: OSError: full",
+    ),
+    (
+      [{"raised": 1.0, "said": GLOO}, {"over": 1.1, "ended": 1.1, "status": 0}],
+      f"rank 1 ended with status 0 before the others, then rank 0 failed: {GLOO}",
+    ),
+    ([{"ended": 12.0, "status": -6}, {"stopped": 1.0}], "rank 1 is stopped (SIGSTOP)"),
+    (
+      [{"ended": 1.2, "status": -15, "told": True}, {"ended": 1.1, "status": -9, "told": True}],
+      "rank 1 was ended by SIGKILL",
+    ),
+    ([{"raised": 1.0, "said": GLOO}, {}], f"rank 0 failed: {GLOO}"),
+    ([{"ended": 1.0, "status": 3}, {}], "rank 0 exited with status 3"),
+  ],
+)
+def test_the_first_cause(lives, cause):
+  lives = [records.Life(rank, **facts) for rank, facts in enumerate(lives)]
+  assert records.first_cause(lives) == f"{cause}; the other 1 of 2 ranks were ended"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_rank_that_has_lost_another_prints_a_traceback_only_without_the_cause(tmp_path, known):
+  if known:
+    (tmp_path / "1").write_text('{"event": "ended", "time": 1.0, "status": -9, "said": "", "told": false}\n')
+  environment = os.environ | {"JAXSPARSE_RECORDS": str(tmp_path), "JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "2"}
+  program = f"from jaxsparse import launch; launch.fail_on_exceptions(); raise RuntimeError({GLOO!r})"
+  done = subprocess.run(
+    [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+  )
+  assert done.returncode == 1
+  assert records.read(tmp_path, 0).said == f"RuntimeError: {GLOO}"
+  assert ("Traceback" in done.stderr) != known
+  assert (f"this rank has lost another one: RuntimeError: {GLOO}\n" in done.stderr) == known
+
+
+# Tells the launcher that the rank has joined.
+JOINED = f"""{sys.executable} -c '
+from jaxsparse import launch
+from jaxsparse.launch import records
+launch.arrived()' && """
+
+
+def command(*arguments):
+  # With the default signals: who started the tests in the background had them ignored.
+  return ["env", "--default-signal", sys.executable, "-m", "jaxsparse.launch", *arguments]
+
+
+def launched(*arguments, **settings):
+  return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False, **settings)
+
+
+@ENGINES
+def test_lines_are_marked_with_their_rank(engine):
+  program = ["sh", "-c", f"{JOINED} echo out; printf 'first\nsecond' >&2"]
+  done = launched("--ranks=2", f"--engine={engine}", "--", *program)
+  assert (done.returncode, done.stdout.split()) == (0, ["out"])
+  lines = [f"[rank {rank}] {line}" for rank in (0, 1) for line in ("first", "second")]
+  assert sorted(done.stderr.splitlines()) == sorted([*lines, "[rank 1] out"])
+  done = launched("--ranks=2", f"--engine={engine}", "--no-prefix", "--", *program)
+  assert done.stdout.split() == ["out"]
+  assert sorted(done.stderr.splitlines()) == ["first", "first", "out", "second", "second"]
+
+
+def test_the_command_line():
+  failed = launched("--ranks=2", "--", "no-such-program")
   assert failed.returncode == 1
-  assert "error: " in failed.stderr
+  assert failed.stderr.startswith("error: ")
   assert "no-such-program" in failed.stderr
+  limited = launched("--ranks=2", "--limit=0.5", "--", "sleep", "60")
+  assert limited.returncode == 1
+  assert limited.stderr.startswith("error: the run has taken more than 0.5 s; ranks 0, 1 still ran")
 
 
-def test_an_interrupted_launcher_leaves_nobody(tmp_path):
-  command = [
-    sys.executable,
-    "-m",
-    "jaxsparse.launch",
-    "--ranks=2",
-    "--",
-    "sh",
-    "-c",
-    f"echo $$ >> {tmp_path}/p; sleep 99",
-  ]
-  launcher = subprocess.Popen(command)
-  while not (tmp_path / "p").exists() or len((tmp_path / "p").read_text().split()) < 2:
-    time.sleep(0.05)
-  launcher.send_signal(signal.SIGTERM)
-  assert launcher.wait(20) != 0
-  assert all(gone(int(pid)) for pid in (tmp_path / "p").read_text().split())
+# Ignores what it can, starts a process in a session of its own, and writes down both.
+STUBBORN = "trap '' TERM INT HUP; setsid sleep 300 & echo $$ $! >> $PIDS; sleep 300; sleep 300"
+
+
+@ENGINES
+@pytest.mark.parametrize(
+  "signals",
+  [
+    (signal.SIGTERM,),
+    (signal.SIGINT, signal.SIGINT),
+    (signal.SIGTERM, signal.SIGTERM),
+    (signal.SIGHUP,),
+    (signal.SIGKILL,),
+  ],
+  ids=lambda signals: "-".join(number.name for number in signals),
+)
+def test_a_launcher_that_ends_leaves_nobody(tmp_path, engine, signals):
+  files, noted = tmp_path / "files", tmp_path / "pids"
+  files.mkdir()
+  environment = os.environ | {"TMPDIR": str(files), "PIDS": str(noted)}
+  arguments = command("--ranks=2", f"--engine={engine}", "--", "sh", "-c", STUBBORN)
+  with subprocess.Popen(arguments, env=environment, start_new_session=True) as launcher:
+    try:
+      assert soon(lambda: noted.exists() and len(noted.read_text().split()) == 4)
+      for number in signals:
+        launcher.send_signal(number)
+        time.sleep(0.2)  # the second one comes while the ranks get their grace
+      status = launcher.wait(60)
+    finally:
+      launcher.kill()
+  assert status == (-number if number == signal.SIGKILL else 128 + number)
+  assert soon(lambda: all(gone(int(pid)) for pid in noted.read_text().split()))
+  assert soon(lambda: not os.listdir(files))
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def training(engine_name: str, file: str) -> None:
 
 
 def forever(engine_name: str, file: str) -> None:
-  """Steps without end; each rank writes its process id first. Rank 1 fails by itself if the file says so."""
+  """Steps without end; each rank writes its process id first. Rank 1 ends as soon as a file says how."""
   where, axis, rank = join(engine_name)
   tx = js.spardl_transform(axis, k=4)
   params = jnp.zeros(40)
@@ -90,6 +90,10 @@ def forever(engine_name: str, file: str) -> None:
   while True:
     if rank == 1 and pathlib.Path(file, "raise").exists():
       raise ValueError("rank 1 has had enough")
+    if rank == 1 and pathlib.Path(file, "vanish").exists():
+      os._exit(0)
+    if rank == 1 and pathlib.Path(file, "leave").exists():
+      return
     params, state, _ = step(params, state, batch)
     time.sleep(0.01)
 
@@ -100,6 +104,23 @@ def late(engine_name: str, _: str) -> None:
   if last:
     time.sleep(600)
   join(engine_name)
+
+
+def waits(engine_name: str, file: str) -> None:
+  """Rank 1 ends when all have joined; the others go on for as many seconds as the file says, without a step."""
+  _, _, rank = join(engine_name)
+  if rank != 1:
+    time.sleep(float(pathlib.Path(file, "seconds").read_text()))
+
+
+def alone(_: str, __: str) -> None:
+  """Every rank runs by itself."""
+  print("trained", flush=True)
+
+
+def other_engine(engine_name: str, _: str) -> None:
+  """Every rank joins by the engine that it was not started with."""
+  join("mpi" if engine_name == "processes" else "processes")
 
 
 def differing(engine_name: str, file: str) -> None:
@@ -135,5 +156,5 @@ def lonely(engine_name: str, file: str) -> None:
 
 if __name__ == "__main__":
   jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
-  programs = (equality, training, forever, late, differing, lonely)
+  programs = (equality, training, forever, late, waits, alone, other_engine, differing, lonely)
   {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2:4])

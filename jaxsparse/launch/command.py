@@ -1,0 +1,44 @@
+"""The command line: `python -m jaxsparse.launch --ranks=6 -- COMMAND`."""
+
+import argparse
+import signal
+import sys
+
+from jaxsparse.launch.rank import GRACE, START_TIMEOUT
+from jaxsparse.launch.watch import RunFailed, run
+
+
+def main() -> None:
+  """Runs COMMAND as ranks; the exit status is 0 where all ranks have ended well."""
+  description = "Starts the ranks of a run on this machine, and never lets it hang."
+  parser = argparse.ArgumentParser(prog="python -m jaxsparse.launch", description=description)
+  parser.add_argument("--ranks", type=int, required=True, help="how many ranks")
+  parser.add_argument("--engine", choices=("processes", "mpi"), default="processes", help="who starts them")
+  parser.add_argument(
+    "--start_timeout", type=float, default=START_TIMEOUT, help="seconds until all must have come (%(default)g)"
+  )
+  parser.add_argument("--limit", type=float, help="seconds that the run may take")
+  parser.add_argument(
+    "--grace",
+    type=float,
+    default=GRACE,
+    help="seconds from the first rank's end to the last one's (%(default)g)",
+  )
+  parser.add_argument(
+    "--prefix",
+    action=argparse.BooleanOptionalAction,
+    default=True,
+    help="begin lines on standard error with [rank r] (default)",
+  )
+  parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments, after --")
+  options = vars(parser.parse_args())
+  command = options.pop("command")
+  command = command[command[:1] == ["--"] :]
+  if not command:
+    parser.error("give the program to run after --")
+  try:
+    run(command, **options)
+  except (RunFailed, ValueError, OSError) as error:
+    sys.exit(f"error: {error}")
+  except KeyboardInterrupt as error:
+    sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))

@@ -1,0 +1,225 @@
+r"""Runs one command and ends it, with every process that it started, as soon as the launcher is gone.
+
+    python -I -S guard.py PARENT KIND COMMAND...
+
+It is a program of its own, of the standard library only, so that it starts in milliseconds:
+
+    launcher ── guard ── rank ── processes of the rank                              --engine=processes
+    launcher ── guard ── mpirun ── guard ── rank ── processes of the rank           --engine=mpi
+
+PARENT is the process id of the launcher, 0 for a rank of mpirun. When that process ends, however it ends, the kernel
+sends the guard SIGTERM; when the guard is killed, the kernel kills its child. The guard adopts orphaned descendants, so
+it also finds processes that left its process group. KIND is "rank" or "mpirun": the guard of a rank writes records of
+how the rank stops, continues and ends, and prefixes its output by `[rank r]`.
+"""
+
+import collections
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+RECORDS, PREFIX, COORDINATOR, RANK, RANKS, GRACE = (
+  f"JAXSPARSE_{name}" for name in ("RECORDS", "PREFIX", "COORDINATOR", "RANK", "RANKS", "GRACE")
+)
+RANK_OF = (RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # variables by which a launcher tells a rank its number
+STEPS = struct.Struct("<q")  # how a rank writes its number of steps
+KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
+
+_KILL_MPIRUN_AFTER = 6.0
+_GIVE_UP = 10.0  # seconds after which a process that even SIGKILL does not end is left to the kernel
+_DRAIN = 0.2  # seconds to read what a rank wrote before it ended, while its descendants keep the pipe open
+_LONGEST = 300  # characters of a line in a record
+_CHUNK = 1 << 16
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
+_NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to")
+
+
+def rank() -> int | None:
+  """Number of this rank, None where no launcher told one."""
+  return next((int(os.environ[name]) for name in RANK_OF if name in os.environ), None)
+
+
+def record(event: str, **facts: Any) -> None:
+  """Appends an event of this rank, with its time, to the file that the launcher reads; nothing without a launcher."""
+  folder, number = os.environ.get(RECORDS), rank()
+  if not folder or number is None:
+    return
+  line = json.dumps({"event": event, "time": time.monotonic(), **facts}) + "\n"
+  with contextlib.suppress(OSError):  # the launcher has ended, and the folder with it
+    file = os.open(os.path.join(folder, str(number)), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+      os.write(file, line.encode())
+    finally:
+      os.close(file)
+
+
+def shortened(text: str) -> str:
+  """The first line of a text, short enough for a record."""
+  lines = text.strip().splitlines()
+  return lines[0][:_LONGEST] if lines else ""
+
+
+def die_with_parent(number: int, parent: int) -> None:
+  """Makes the kernel send this process a signal when its parent ends; call it first in a new process.
+
+  The setting belongs to the thread that started this process, survives the execution of another program, except one
+  that changes the user, and is not inherited by children. On other systems than Linux nothing is set.
+
+  Args:
+    number: of the signal.
+    parent: process id of the parent. If that has already ended, this process ends at once.
+  """
+  if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+  if os.getppid() != parent:
+    os._exit(128 + number)
+
+
+def _main() -> None:
+  launcher, kind, *command = int(sys.argv[1]), *sys.argv[2:]
+  signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+  before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+  die_with_parent(signal.SIGTERM, launcher or os.getppid())
+  if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+  is_rank = kind == "rank"
+  source, sink = os.pipe() if is_rank else (None, None)
+  child = _start(command, before, sink)
+  said: collections.deque[str] = collections.deque(maxlen=1)
+  relay = threading.Thread(target=_relay, args=(source, said), daemon=True)
+  if source is not None and sink is not None:
+    os.close(sink)
+    relay.start()
+  status, told = _wait(child, is_rank)
+  if is_rank:
+    relay.join(_DRAIN)
+    if status is not None:
+      record("ended", status=status, said="".join(said), told=told)
+  # mpirun ends its ranks by itself, and then removes their files.
+  _end_descendants(KILL_AFTER if is_rank else _KILL_MPIRUN_AFTER)
+  if is_rank:
+    relay.join(_DRAIN)
+  if launcher and os.getppid() != launcher:
+    _remove_records()
+  os._exit(128 + signal.SIGTERM if status is None else status if status >= 0 else 128 - status)
+
+
+def _start(command: list[str], mask: set[signal.Signals | int], sink: int | None) -> int:
+  """Process id of the command, whose standard error, and standard output unless it is rank 0, go to `sink`."""
+  parent = os.getpid()
+  child = os.fork()
+  if child:
+    return child
+  try:
+    die_with_parent(signal.SIGKILL, parent)
+    if sink is not None:
+      os.dup2(sink, 2)
+      if rank():
+        os.dup2(sink, 1)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program would inherit that
+      signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    os.execvp(command[0], command)
+  except OSError as error:
+    os.write(2, f"error: cannot run {command[0]!r}: {error.strerror}\n".encode())
+  finally:
+    os._exit(127)
+
+
+def _wait(child: int, is_rank: bool) -> tuple[int | None, bool]:
+  """Exit status of the child, negative for a signal, None while it runs; and whether a signal told the guard to end."""
+  while True:
+    told = signal.sigwait(_SIGNALS) != signal.SIGCHLD
+    for pid, status in _changes():
+      if pid != child:
+        continue
+      if not (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
+        return os.waitstatus_to_exitcode(status), told or bool(signal.sigpending() & {*_SIGNALS[1:]})
+      if is_rank:
+        record("stopped" if os.WIFSTOPPED(status) else "continued")
+    if told:
+      return None, True
+
+
+def _changes() -> Iterator[tuple[int, int]]:
+  """Children, adopted ones too, that have stopped, continued or ended."""
+  with contextlib.suppress(ChildProcessError):
+    while (change := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:
+      yield change
+
+
+def _relay(source: int, said: collections.deque[str]) -> None:
+  """Copies lines to standard error, each behind the rank's number; `said` keeps the last one that is not blank."""
+  prefix = f"[rank {rank()}] ".encode() if os.environ.get(PREFIX) else b""
+  rest = b""
+  while chunk := os.read(source, _CHUNK):
+    *lines, rest = _LINE_END.split(rest + chunk)
+    if len(rest) > _CHUNK:
+      lines, rest = [*lines, rest], b""
+    _write(lines, prefix, said)
+  if rest:
+    _write([rest + b"\n"], prefix, said)
+
+
+def _write(lines: list[bytes], prefix: bytes, said: collections.deque[str]) -> None:
+  lines = [line for line in lines if not _NOISE.match(line)]
+  said.extend(shortened(line.decode(errors="replace")) for line in lines if line.strip())
+  left = b"".join(prefix + line for line in lines)
+  with contextlib.suppress(OSError):  # nobody reads any more; the rank must not wait for that
+    while left:
+      left = left[os.write(2, left) :]
+
+
+def _end_descendants(kill_after: float) -> None:
+  start, asked = time.monotonic(), set[int]()
+  while found := _descendants():
+    waited = time.monotonic() - start
+    if waited > _GIVE_UP:
+      return
+    late = waited > kill_after
+    for pid in found if late else found - asked:
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+    asked |= found
+    for _ in _changes():
+      pass
+    time.sleep(0.01)
+
+
+def _descendants() -> set[int]:
+  """Processes below this one that have not ended; none where there is no /proc: the launcher kills the group then."""
+  children: dict[int, list[int]] = {}
+  for entry in os.listdir("/proc") if sys.platform == "linux" else []:
+    if entry.isdigit():
+      with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", errors="replace") as file:
+        state, parent = file.read().rpartition(")")[2].split()[:2]
+        if state not in "ZX":
+          children.setdefault(int(parent), []).append(int(entry))
+  found, new = set[int](), [os.getpid()]
+  while new:
+    new = [pid for parent in new for pid in children.get(parent, []) if pid not in found]
+    found.update(new)
+  return found
+
+
+def _remove_records() -> None:
+  """Removes the launcher's temporary folder in its place; the last guard to end finds nothing in use."""
+  import shutil
+
+  if folder := os.environ.get(RECORDS):
+    shutil.rmtree(os.path.dirname(folder), ignore_errors=True)
+
+
+if __name__ == "__main__":
+  _main()

@@ -1,0 +1,183 @@
+"""What a rank calls: to join the run that started it, and to tell the launcher how it goes on."""
+
+import atexit
+import functools
+import itertools
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from jaxsparse.launch import guard, records
+
+START_TIMEOUT = 120.0  # seconds until every rank must have called `join`
+HEARTBEAT = 10  # seconds without a sign of life after which a rank counts as dead
+GRACE = 60.0  # seconds that ranks get to end after the first of them has ended with status 0
+
+_OTHERS = 0.3  # seconds to wait for the record of a rank that this one has lost
+_AFTER_LAUNCHER = 10.0  # seconds that JAX waits longer than the launcher, which then names the cause
+
+
+def join(*, timeout: float = START_TIMEOUT) -> None:
+  """Makes this process a rank of the run that started it; call it before anything else uses JAX.
+
+  From `run`, mpirun (with mpi4py installed) or srun, it calls `jax.distributed.initialize` with its rank: the devices
+  of all ranks are `jax.devices()` then. In a process that nobody started as a rank it does nothing. A program that uses
+  `js.MpiComm` needs no `join`: making the comm joins MPI.
+
+  Args:
+    timeout: seconds until every rank must have come.
+
+  Raises:
+    RuntimeError: of JAX, if a rank does not come in time.
+
+  Example:
+    >>> import jaxsparse.launch
+    >>> jaxsparse.launch.join()  # this process was not started as a rank
+  """
+  if not is_rank():
+    return
+  import jax
+
+  arrived()
+  grace = float(os.environ.get(guard.GRACE, GRACE))
+  limits: dict[str, Any] = {
+    "initialization_timeout": round(timeout),
+    "heartbeat_timeout_seconds": HEARTBEAT,
+    "shutdown_timeout_seconds": round(grace + _AFTER_LAUNCHER),
+  }
+  _keep_stdout_clean()
+  jax.config.update("jax_num_cpu_devices", 1)
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  if guard.COORDINATOR in os.environ:
+    address, ranks, rank = (os.environ[name] for name in (guard.COORDINATOR, guard.RANKS, guard.RANK))
+    jax.distributed.initialize(address, int(ranks), int(rank), **limits)
+  else:
+    method = None if guard.rank() is None else "mpi4py"
+    jax.distributed.initialize(cluster_detection_method=method, **limits)
+  fail_on_exceptions()
+  _connect()
+
+
+def join_mpi() -> None:
+  """Makes this process a rank of MPI before MPI starts; `js.MpiComm()` calls it.
+
+  Raises:
+    RuntimeError: in one of several ranks of `--engine=processes`, each of which MPI would take for its only rank.
+  """
+  if not is_rank():
+    return
+  arrived()
+  fail_on_exceptions()
+  ranks = int(os.environ.get(guard.RANKS, "1"))
+  if guard.COORDINATOR in os.environ and ranks > 1:
+    raise RuntimeError(
+      f"js.MpiComm() in rank {guard.rank()} of {ranks}, which was started with --engine=processes: MPI would see one "
+      f"rank. Start the program with python -m jaxsparse.launch --engine=mpi --ranks={ranks}, or call "
+      "jaxsparse.launch.join() and give a mesh in place of the comm"
+    )
+
+
+def arrived() -> None:
+  """Tells the launcher, if there is one, that this rank is about to join: what follows waits for all the others."""
+  _once("arrived")
+
+
+def fail(error: object) -> NoReturn:
+  """Ends this process with `error: …`; a rank at once, without waiting for the others as a normal exit would."""
+  if not is_rank():
+    sys.exit(f"error: {error}")
+  print(f"error: {error}", file=sys.stderr, flush=True)
+  guard.record("raised", said=guard.shortened(str(error)))
+  os._exit(1)
+
+
+@functools.cache
+def fail_on_exceptions() -> None:
+  """From now on an uncaught exception ends this rank at once: others wait for it, and it for them.
+
+  The launcher is told the exception, or at a normal exit that this rank leaves the run. A rank that fails because it
+  has lost another one prints one line and no traceback: the other rank says what happened.
+  """
+  before = sys.excepthook
+
+  def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    said = guard.shortened(f"{kind.__name__}: {error}")
+    guard.record("raised", said=said)
+    if _has_lost_another(said):
+      print(f"this rank has lost another one: {said}", file=sys.stderr)
+    else:
+      before(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+  sys.excepthook = hook
+  atexit.register(_once, "left")  # runs before what JAX and MPI registered, which waits for the other ranks
+
+
+def count_step(processes: int) -> None:
+  """Tells the launcher, if there is one, that this rank begins a training step of so many processes.
+
+  Steps of all ranks are counted alone: a rank that ends while another one has begun more of them is waited for in vain.
+  """
+  if (write := _counter()) and processes == int(os.environ[guard.RANKS]):
+    write()
+
+
+def is_rank() -> bool:
+  """Whether this process was started as one of several ranks: by `run`, by mpirun or by srun.
+
+  Example:
+    >>> is_rank()
+    False
+  """
+  return guard.rank() is not None or ("SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
+
+
+def _has_lost_another(said: str) -> bool:
+  """Whether this rank fails for the reason that `said` names because another one did, whose record may come later."""
+  folder, ranks = os.environ.get(guard.RECORDS), range(int(os.environ.get(guard.RANKS, "1")))
+  end = time.monotonic() + _OTHERS
+  while folder and records.lost_another(said) and time.monotonic() < end:
+    if records.has_cause([records.read(pathlib.Path(folder), rank) for rank in ranks]):
+      return True
+    time.sleep(0.02)
+  return False
+
+
+@functools.cache
+def _once(event: str) -> None:
+  guard.record(event)
+
+
+@functools.cache
+def _counter() -> Callable[[], int] | None:
+  """Writes a number that is larger by one at each call; None without a launcher."""
+  folder, rank = os.environ.get(guard.RECORDS), guard.rank()
+  if not folder or rank is None:
+    return None
+  file, numbers = os.open(pathlib.Path(folder, f"{rank}.steps"), os.O_WRONLY | os.O_CREAT, 0o600), itertools.count(1)
+  return lambda: os.pwrite(file, guard.STEPS.pack(next(numbers)), 0)
+
+
+def _connect() -> None:
+  """Opens the connections between all ranks now that all are here: gloo gives up after 30 s of one that compiles."""
+  import jax
+  import numpy as np
+  from jax.sharding import Mesh, PartitionSpec
+
+  from jaxsparse import _compat
+
+  rank = lambda: jax.lax.psum(jax.lax.axis_index("ranks"), "ranks")
+  total = _compat.shard_map(rank, Mesh(np.array(jax.devices()), ("ranks",)), (), PartitionSpec())
+  jax.block_until_ready(jax.jit(total)())
+
+
+def _keep_stdout_clean() -> None:
+  """Gloo writes to standard output when it connects; what Python prints stays there, what C++ writes goes to stderr."""
+  sys.stdout.flush()
+  sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+  os.dup2(2, 1)

@@ -1,0 +1,236 @@
+"""Starts a run, watches its ranks until they have ended, and leaves no process behind."""
+
+import contextlib
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jaxsparse.launch import records, start
+from jaxsparse.launch.guard import KILL_AFTER
+from jaxsparse.launch.rank import GRACE, HEARTBEAT, START_TIMEOUT
+from jaxsparse.launch.records import Life, names
+from jaxsparse.launch.start import Engine, Host
+
+_POLL = 0.05  # seconds between two looks at the ranks
+_SETTLE = 0.5  # seconds that the ranks get to record what else happened, after the first failure
+_NOTICE = 2.0  # seconds until the launcher says that a rank has ended and others have not
+_PATIENCE = KILL_AFTER + 15.0  # seconds that a guard may take to end all below it
+
+
+class RunFailed(RuntimeError):
+  """A run ended because of one of its ranks, which the message names."""
+
+
+class _Limits(NamedTuple):
+  """Seconds: until all ranks must have arrived, for the whole run, and from the first end to the last."""
+
+  start: float
+  whole: float | None
+  grace: float
+
+
+def run(
+  command: Sequence[str],
+  ranks: int,
+  engine: Engine = "processes",
+  *,
+  hosts: Sequence[Host] | None = None,
+  start_timeout: float = START_TIMEOUT,
+  limit: float | None = None,
+  grace: float = GRACE,
+  prefix: bool = True,
+) -> None:
+  """Runs `command` as `ranks` ranks and waits for all of them.
+
+  Standard output of rank 0 is ours; all other output of the ranks goes to standard error, line by line. Ranks use huge
+  pages for what they allocate and keep what they free, so that they do not shrink (page faults cost more than the
+  arithmetic of a sparse all-reduce), unless GLIBC_TUNABLES says otherwise, and a GPU each where there are enough, else
+  the CPU.
+
+  SIGINT, SIGTERM and SIGHUP end the run in the main thread; the handlers of the program are called afterwards. When
+  this process is killed, its ranks are killed too.
+
+  Args:
+    command: a program that calls `join` or makes a `js.MpiComm`, and its arguments.
+    ranks: how many.
+    engine: "processes" starts them one by one, "mpi" by mpirun.
+    hosts: where, rank r on host r mod len(hosts); by default those of JAXSPARSE_HOSTS, else this machine.
+    start_timeout: seconds until every rank must have called `join`.
+    limit: seconds that the whole run may take; None for any time.
+    grace: seconds that ranks get to end after the first of them has ended with status 0.
+    prefix: whether lines on standard error begin with `[rank r]`.
+
+  Raises:
+    ValueError: for less than one rank or another engine.
+    FileNotFoundError: if there is no such program, or no mpirun.
+    RunFailed: if a rank died, did not come, did not end, or ended without having joined the run; no rank is left
+      running.
+  """
+  if ranks < 1:
+    raise ValueError(f"ranks={ranks}, choose at least 1")
+  if engine not in ("processes", "mpi"):
+    raise ValueError(f"engine={engine!r}, choose 'processes' or 'mpi'")
+  limits = _Limits(start_timeout, limit, grace)
+  with (
+    _noted_signals() as signals,
+    tempfile.TemporaryDirectory(prefix="jaxsparse-", ignore_cleanup_errors=True) as folder,
+  ):
+    commands = start.commands(command, ranks, engine, hosts, folder, grace, prefix)
+    processes: list[subprocess.Popen] = []
+    with _all_ended(processes):
+      for arguments, environment in commands:
+        processes.append(start.guarded(arguments, environment))
+      _watch(processes, ranks, start.records_in(folder), limits, signals)
+
+
+def _watch(
+  processes: Sequence[subprocess.Popen], ranks: int, folder: pathlib.Path, limits: _Limits, signals: Sequence[int]
+) -> None:
+  """Returns when all ranks have ended well, or after a signal; raises RunFailed as soon as one has not."""
+  begin, failed_at, told = time.monotonic(), None, False
+  while not signals:
+    statuses = [process.poll() for process in processes]
+    now = time.monotonic()
+    lives = _lives(folder, ranks, statuses, now)
+    if problem := _failure(lives, statuses):
+      failed_at = failed_at or now
+      if None not in statuses or now - failed_at > _SETTLE:
+        raise RunFailed(problem)
+    elif None not in statuses:
+      return
+    elif problem := _overdue(lives, now - begin, now, limits):
+      raise RunFailed(problem)
+    elif not told and (notice := _notice(lives, now, limits.grace)):
+      print(f"jaxsparse.launch: {notice}", file=sys.stderr, flush=True)
+      told = True
+    time.sleep(_POLL)
+
+
+def _lives(folder: pathlib.Path, ranks: int, statuses: Sequence[int | None], now: float) -> list[Life]:
+  """The records of all ranks; a guard that was killed has written none of the end of its rank."""
+  lives = [records.read(folder, rank) for rank in range(ranks)]
+  if len(statuses) == ranks:
+    pairs = zip(lives, statuses, strict=True)
+    lives = [
+      life if status is None or life.ended is not None else records.ended(life, now, status) for life, status in pairs
+    ]
+  return lives
+
+
+def _failure(lives: Sequence[Life], statuses: Sequence[int | None]) -> str:
+  """What has failed for good, empty for nothing."""
+  if any(life.failed is not None for life in lives):
+    return records.first_cause(lives)
+  over = None not in statuses
+  alone = {life.rank for life in lives if not life.arrived and (over or life.ended is not None)}
+  if any(statuses):
+    first = records.first_over(lives)
+    cause = f"rank {first.rank} {first.how} before the others, then " if first else ""
+    return f"{cause}mpirun ended with status {next(filter(None, statuses))}; its message is above"
+  if alone and len(lives) > 1:
+    return (
+      f"{names(alone)} of {len(lives)} ended with status 0 without having joined the run, so it ran by itself: "
+      "call jaxsparse.launch.join() before anything else uses JAX, or make js.MpiComm() with --engine=mpi"
+    )
+  return ""
+
+
+def _overdue(lives: Sequence[Life], waited: float, now: float, limits: _Limits) -> str:
+  """What has taken too long, empty for nothing."""
+  running = {life.rank for life in lives if life.ended is None}
+  missing = {life.rank for life in lives if not life.arrived}
+  if missing and len(lives) > 1 and waited > limits.start:
+    return f"{names(missing)} did not come within {limits.start:g} s; the run is ended"
+  for life in lives:
+    if life.stopped is not None and now - life.stopped > HEARTBEAT:
+      return f"rank {life.rank} is stopped (SIGSTOP), for more than {HEARTBEAT} s; the run is ended"
+  if problem := _early(lives, now, limits.grace):
+    return problem
+  if limits.whole is not None and waited > limits.whole:
+    return f"the run has taken more than {limits.whole:g} s; {names(running)} still ran and the run is ended"
+  return ""
+
+
+def _early(lives: Sequence[Life], now: float, grace: float) -> str:
+  """Whether a rank has ended that others wait for, empty for no."""
+  first, going_on = records.first_over(lives), [life for life in lives if life.over is None]
+  if first is None or first.over is None:
+    return ""
+  ended = f"rank {first.rank} {first.how}"
+  for life in going_on:
+    if life.steps > first.steps:
+      return (
+        f"{ended} after {first.steps} training steps, and {_names(going_on)} still ran: rank {life.rank} was in step "
+        f"{life.steps}, which needs all ranks. Give every rank the same number of steps; the run is ended"
+      )
+  if going_on and now - first.over > grace:
+    return (
+      f"{ended} and {_names(going_on)} still ran {grace:g} s later: they wait for it, or need a longer --grace; "
+      "the run is ended"
+    )
+  if not going_on and now - max(life.over or now for life in lives) > grace:
+    still = [life for life in lives if life.ended is None]
+    return (
+      f"{_names(still) if still else 'mpirun'} did not end within {grace:g} s after the last rank; the run is ended"
+    )
+  return ""
+
+
+def _notice(lives: Sequence[Life], now: float, grace: float) -> str:
+  """What the user is told once, when a rank has ended and others go on."""
+  first, going_on = records.first_over(lives), [life for life in lives if life.over is None]
+  if first is None or first.over is None or not going_on or now - first.over < _NOTICE:
+    return ""
+  return f"rank {first.rank} {first.how}, {_names(going_on)} still run and get {grace:g} s to end (--grace)"
+
+
+def _names(lives: Sequence[Life]) -> str:
+  return names([life.rank for life in lives])
+
+
+@contextlib.contextmanager
+def _all_ended(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
+  """Leaves none of the processes, and nothing that they started, behind."""
+  try:
+    yield
+  finally:
+    for process in processes:
+      process.terminate()  # a guard ends all below it
+    end = time.monotonic() + _PATIENCE
+    for process in processes:
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, end - time.monotonic()))
+      if process.returncode is None or process.returncode < 0:
+        start.kill_group(process)
+
+
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+  """Lists the signals that arrive, which so interrupt nothing; afterwards the program's own handler gets the first one.
+
+  A signal that the program ignores (nohup) stays ignored. Raises KeyboardInterrupt where a handler raises nothing.
+  """
+  noted: list[int] = []
+  handlers = {}
+  if threading.current_thread() is threading.main_thread():  # no other thread may have handlers
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      handler = signal.getsignal(number)
+      if handler not in (signal.SIG_IGN, None):
+        handlers[number] = handler
+        signal.signal(number, lambda number, _: noted.append(number))
+  try:
+    yield noted
+  finally:
+    for number, handler in handlers.items():
+      signal.signal(number, handler)
+  if noted:
+    handler = handlers[signal.Signals(noted[0])]
+    if callable(handler) and handler is not signal.default_int_handler:
+      handler(noted[0], None)
+    raise KeyboardInterrupt(noted[0])
