@@ -277,9 +277,11 @@ def _identity(state: Any) -> Any:
 
 def _check_alive(trees: dict[str, Any]) -> None:
   """Raises ValueError for arrays that an earlier step was given to overwrite: XLA would read freed memory."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-      raise ValueError(
-        f"{path[0].key}{jax.tree_util.keystr(path[1:])} was donated to an earlier step and is gone: go on with the "
-        "params and state that the step returned, copy what you want to keep, or give make_train_step donate=False"
-      )
+  gone = lambda leaf: isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+  if not any(map(gone, jax.tree.leaves(trees))):  # paths take longer than all of them together
+    return
+  path = next(path for path, leaf in jax.tree_util.tree_leaves_with_path(trees) if gone(leaf))
+  raise ValueError(
+    f"{path[0].key}{jax.tree_util.keystr(path[1:])} was donated to an earlier step and is gone: go on with the params "
+    "and state that the step returned, copy what you want to keep, or give make_train_step donate=False"
+  )

@@ -44,12 +44,12 @@ def train(tx, mesh, axis="workers", steps=3, **options):
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.options and case.name != "a2sgd"], ids=str)
 def test_an_axis_tuple_in_any_order_trains_as_one_axis_does(case):
+  """All orders for SparDL, the one that is not the mesh's for the others: each is a program to compile."""
   make = lambda axis: optax.chain(js.make_transform(case.name, axis, **case.config(density=0.2)), optax.sgd(0.1))
   expected, expected_state, _ = train(make("workers"), mesh_of(6))
-  shape = {"devices": 2, "hosts": 3}
-  for mesh, axis in itertools.product(
-    (grid_of(shape), grid_of({"hosts": 3, "other": 2, "devices": 2})), itertools.permutations(shape)
-  ):
+  meshes = [grid_of({"devices": 2, "hosts": 3}), grid_of({"hosts": 3, "other": 2, "devices": 2})]
+  pairs = list(itertools.product(meshes, itertools.permutations(["hosts", "devices"])))
+  for mesh, axis in pairs if case.name == "spardl" else pairs[:1]:
     params, state, _ = train(make(axis), mesh, axis)
     for name in PARAMS:
       np.testing.assert_allclose(params[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=str((axis, mesh)))
