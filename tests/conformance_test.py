@@ -104,6 +104,30 @@ def extreme_gradients_are_delivered_or_kept(case, workers, n):
       assert totals[0, n // 2] == 2.0**100
 
 
+def long_of(case):
+  """(workers, n) of blocks long enough for candidates and, at a density of 0.3, messages of more than 4,096 values."""
+  return max(2, dict(case.options).get("teams", 1)), 36_000
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_not_a_number_anywhere_in_a_long_gradient_skips_the_step_everywhere(case):
+  """XLA's maximum of thousands of values drops a NaN on CPU, and no comparison with a threshold holds for one."""
+  workers, n = long_of(case)
+  collective = case.make(density=0.3)
+  state = simulation.initial(collective, workers, n)
+  clean = normals(0, workers, n)
+  _, state = simulation.reduce_all(collective, jnp.asarray(clean), state)
+  ends = itertools.product((0, workers - 1), (0, n // 2 + 7, n - 1))
+  for (worker, place), poison in [*itertools.product(ends, (np.nan, np.inf, -np.inf)), ((0, slice(None)), np.nan)]:
+    bad = clean.copy()
+    bad[worker, place] = poison
+    totals, after = simulation.reduce_all(collective, jnp.asarray(bad), state)
+    assert np.all(after.counters.skipped), (worker, place, poison)
+    assert not np.any(totals), (worker, place, poison)
+    jax.tree.map(np.testing.assert_array_equal, after.carried, state.carried)
+    assert np.isfinite(residuals_of(after, workers, n)).all()
+
+
 LAWS = (
   law_c_nothing_is_lost,
   law_r_every_worker_has_the_same_bits,
