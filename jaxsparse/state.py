@@ -103,7 +103,7 @@ def metrics(state: Any, over: AxisName | Comm | None = None) -> Metrics:
   if len(found) != 1:
     raise ValueError(f"metrics: the state holds {len(found)} jaxsparse transforms, give a state that holds one")
   comm = None if over is None else comm_of(over)
-  apart = perworker.drift(state, comm) if isinstance(state, PerWorker) else jnp.zeros(())
+  apart = perworker.drift(state, comm) if isinstance(state, PerWorker) else jnp.float32(0)
   return summary(*found[0], comm)._replace(drift=apart)
 
 
@@ -133,8 +133,8 @@ def summary(carried: State, counters: Counters, comm: Comm | None = None) -> Met
   return Metrics(
     **read,
     skipped=over_workers(counters.skipped.astype(jnp.int32), "max") > 0,
-    residual_norm=jnp.sqrt(sum(squares, jnp.zeros(()))),
-    drift=jnp.zeros(()),
+    residual_norm=jnp.sqrt(sum(squares, jnp.float32(0))),
+    drift=jnp.float32(0),
   )
 
 

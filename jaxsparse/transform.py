@@ -114,7 +114,7 @@ def applied(
     rest = jax.tree.map(keep, carried._replace(residual=None), state.carried._replace(residual=None))
     carried, zero = rest._replace(residual=residual), sparse.after(residual[:1], jnp.int32(0)).astype(jnp.float32)
   else:
-    carried, zero = jax.tree.map(keep, carried, state.carried), jnp.zeros(())
+    carried, zero = jax.tree.map(keep, carried, state.carried), jnp.float32(0)
   if isinstance(total, Sparse):
     values = jnp.where(finite, total.values, 0.0) / divisor
     return sparse.put(jnp.full_like(grads, zero), total.indices, values), ReduceState(carried, counters)

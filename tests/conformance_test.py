@@ -179,6 +179,37 @@ def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
       assert counted.messages == counted.words == 0
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_state_keeps_its_types_under_x64(case):
+  """Traced only: types are all that 64-bit mode could change."""
+  workers, n = max(3, 2 * dict(case.options).get("teams", 1)), 300
+  collective = case.make(density=0.1)
+  describe = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+  grads = jax.ShapeDtypeStruct((workers, n), jnp.float32)
+  with jax.enable_x64(False):
+    expected = describe(jax.eval_shape(lambda: simulation.initial(collective, workers, n)))
+  with jax.enable_x64(True):
+    state = jax.eval_shape(lambda: simulation.initial(collective, workers, n))
+    totals, after = jax.eval_shape(functools.partial(simulation.reduce_all, collective), grads, state)
+  assert totals.dtype == jnp.float32
+  assert describe(state) == expected
+  assert describe(after) == expected
+
+
+def test_oktopk_gives_the_same_under_x64():
+  """Its thresholds, counts and regions are compared, added up and divided."""
+  bits_of = {}
+  for wide in (False, True):
+    with jax.enable_x64(wide):
+      state, totals = None, []
+      for step in range(3):
+        out = js.simulate("oktopk", normals(step, 3, 200), state=state, k=20)
+        state = out.state
+        totals.append(bits(out.total))
+    bits_of[wide] = totals
+  np.testing.assert_array_equal(*bits_of.values())
+
+
 def worker_program(collective, workers):
   """One reduction over a real mesh: f32[P · n] of all workers and their states to the totals and states of each."""
 

@@ -104,7 +104,7 @@ def fitted_threshold(x: jax.Array, k: int) -> jax.Array:
     2.0
   """
   if k == x.size:
-    return jnp.zeros(())
+    return jnp.float32(0)
   tail = abs(statistics.NormalDist().inv_cdf(k / x.size / 2))
   mean = ordered_sum(x) / x.size
   start = jnp.abs(mean) + tail * jnp.sqrt(ordered_sum((x - mean) ** 2) / x.size)

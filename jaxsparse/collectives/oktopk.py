@@ -141,8 +141,8 @@ class OkTopk(SparseCollective):
     return Sizes(even, most, direct=3 * even - most, surplus=2 * even - most)
 
   def init(self, n: int, size: int) -> State:
-    reused = Reused(jnp.int32(0), jnp.zeros(()), even_bounds(n, size))
-    return super().init(n, size)._replace(worker=jnp.zeros(1), shared=reused)
+    reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))
+    return super().init(n, size)._replace(worker=jnp.zeros(1, jnp.float32), shared=reused)
 
   def cost(self, n: int, size: int) -> Cost:
     words = 6 * self.sizes(n, size).even * (size - 1)
@@ -177,7 +177,7 @@ class OkTopk(SparseCollective):
 
     total = sparse.put(jnp.zeros_like(home), kept.indices, kept.values)
     residual = sparse.undelivered(home, sent, total)
-    delivered, wanted = sparse.count(kept, n), owned.sum()
+    delivered, wanted = sparse.count(kept, n), jnp.sum(owned, dtype=jnp.int32)
     if self.nudge == "fixed":
       local, threshold = by_a_fixed_step(local, selected, k), by_a_fixed_step(threshold, wanted, k)
     elif self.nudge == "search":
@@ -385,11 +385,11 @@ def balance(comm: Comm, mine: Sparse, owned: jax.Array, even: int, surplus: int,
   Returns:
     [even] entries; what finds no room is in none of them.
   """
-  share = jnp.minimum(-(-owned.sum() // comm.size), even)
+  share = jnp.minimum(-(-jnp.sum(owned, dtype=jnp.int32) // comm.size), even)
   above, below = jnp.maximum(owned - share, 0), jnp.maximum(share - owned, 0)
   line, _ = sparse.largest(mine, mine.indices.size, n)
   ordinal = jnp.arange(line.indices.size, dtype=jnp.int32) - share
-  place = jnp.cumsum(above)[comm.rank] - above[comm.rank] + ordinal
+  place = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank] + ordinal
   free = jnp.arange(even, dtype=jnp.int32)[:, None] < below[None]
   found = jnp.searchsorted(jnp.cumsum(free.ravel(), dtype=jnp.int32), place + 1).astype(jnp.int32)
   moves = (ordinal >= 0) & (line.indices < n) & (found < free.size)

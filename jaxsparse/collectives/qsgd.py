@@ -118,7 +118,7 @@ def quantize(key: jax.Array, x: jax.Array, levels: int) -> tuple[jax.Array, jax.
   scaled = x / jnp.where(largest == 0, 1.0, largest)  # its squares neither overflow nor vanish
   norm = largest * jnp.sqrt(ordered_sum(rounded_up(jnp.abs(scaled), bits=12) ** 2))
   size = rounded_up(norm / levels, bits=levels.bit_length())
-  up = jax.random.uniform(key, x.shape)
+  up = jax.random.uniform(key, x.shape, jnp.float32)
   level = jnp.floor(jnp.abs(x) / jnp.where(size == 0, 1.0, size) + up)
   return size, (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)
 

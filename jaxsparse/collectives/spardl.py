@@ -164,7 +164,7 @@ class Wired:
     """Rows of entries as message `number` of this step, and what that rounds off, in their slots."""
     noise = None
     if self.key is not None:
-      noise = jax.random.uniform(jax.random.fold_in(self.key, number), entries.values.shape)
+      noise = jax.random.uniform(jax.random.fold_in(self.key, number), entries.values.shape, jnp.float32)
     message, rounded = self.codec.encode(entries, noise)
     off = entries.values - rounded if self.rounds else jnp.zeros_like(rounded)
     return message, entries._replace(values=off)
@@ -240,7 +240,7 @@ class SparDL(SparseCollective):
     shared = Shared(adaptive, jnp.int32(0) if self.wire == "int8" else ())
     team = routes.team_size(size, self.teams)
     # Two arrays: one that is twice in a state cannot be donated.
-    reused: Any = selectors.Reused(jnp.zeros(team), jnp.zeros(team)) if self.selector == "reuse" else ()
+    reused: Any = selectors.Reused(*(jnp.zeros(team, jnp.float32) for _ in range(2))) if self.selector == "reuse" else ()
     return super().init(n, size)._replace(worker=reused, shared=shared)
 
   def cost(self, n: int, size: int) -> Cost:

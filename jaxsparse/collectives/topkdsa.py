@@ -82,7 +82,7 @@ class TopkDSA(SparseCollective):
     home = grads + state.residual
     chosen, _ = sparse.largest(top_k(home, k), k, n)  # where messages are full, the smallest stay
     region = chosen.indices // length
-    fullest = comm.all_reduce(jnp.bincount(region, length=size).max(), "max")
+    fullest = comm.all_reduce(jnp.bincount(region, length=size).max().astype(jnp.int32), "max")
     capacities = self.capacities(n, size)
     chunks = sparse.split(chosen, region, size, capacities[-1], n)
 
@@ -131,6 +131,6 @@ def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array
     rows = in_rank_order(comm, all_gather(comm, sparse.narrowed(entries, capacity)))
     places = rows.indices + length * jnp.arange(size, dtype=jnp.int32)[:, None]
     places = jnp.where(rows.indices < length, places, size * length)
-    return sparse.put(jnp.zeros(size * length), places, rows.values), jnp.uint32(2 * capacity * (size - 1))
+    return sparse.put(jnp.zeros(size * length, jnp.float32), places, rows.values), jnp.uint32(2 * capacity * (size - 1))
 
   return ladder.climb(capacities, fullest, gather)
