@@ -431,7 +431,8 @@ def b_sag(
     different indices that came together, and the words sent.
   """
   share, length = own.indices.size, wire.length
-  in_order, _ = sparse.largest(jax.tree.map(lambda x: x[0], own), share, length)
+  # A selector's slots are in no order of indices, and ties must not depend on how it found the entries.
+  in_order, _ = sparse.largest(sparse.by_index(jax.tree.map(lambda x: x[0], own)), share, length)
   travels = jnp.arange(share, dtype=jnp.int32) < h
   head, tail = (jax.tree.map(lambda x: x[None], sparse.where(mask, in_order, length)) for mask in (travels, ~travels))
 
