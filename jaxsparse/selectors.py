@@ -64,8 +64,8 @@ class Reused(NamedTuple):
 def following(reused: Reused, chosen: Sparse, length: int) -> Reused:
   """The thresholds for the next step: the L-th magnitude chosen, raised where it grows; lower where fewer were chosen.
 
-  Where a row is full, the threshold is its smallest chosen magnitude times the root of that magnitude's growth since the
-  last step, 1 … 2. Magnitudes grow while residuals fill up, by √(t + 1)/√t in step t if gradients are noise, and a
+  Where a row is full, the threshold is its smallest chosen magnitude times the root of that magnitude's growth since
+  the last step, 1 … 2. Magnitudes grow while residuals fill up, by √(t + 1)/√t in step t if gradients are noise, and a
   threshold that stays behind is reached by too many entries. Where c of L slots are filled, the threshold falls by the
   factor 3/4 + c/(4 L). Where fewer than half are, it says nothing of the entries below it, as after a spike: it is 0,
   and the next step selects as `exact` does.

@@ -41,12 +41,13 @@ class Metrics(NamedTuple):
   """What the last step did, over all workers.
 
   Attributes:
-    words_sent: 4-byte words sent by the worker that sent most.
+    words_sent: 4-byte words sent by the worker that sent most; 2³² − 1 stands for that many or more.
     words_used: words that carried an entry, mean over workers.
     selected: entries that a worker chose to send, mean over workers.
     delivered: entries of the total that are not left out.
     density: the same as a share of all entries.
-    overflow: entries that found no room in a message and stayed in a residual, all workers together.
+    overflow: entries that found no room in a message and stayed in a residual, all workers together; of each worker
+      (2³¹ − 1)/P at most are counted.
     imbalance: entries of the fullest worker over the mean, before they are balanced (Ok-Topk).
     balanced: the same afterwards.
     merged: different indices in the fullest block after the sum over teams (SparDL's B-SAG).
@@ -121,6 +122,8 @@ def summary(carried: State, counters: Counters, comm: Comm | None = None) -> Met
   def over_workers(x: jax.Array, op: Literal["sum", "max", "mean"]) -> jax.Array:
     if op == "mean":
       x = x.astype(jnp.float32)
+    elif op == "sum" and jnp.issubdtype(x.dtype, jnp.integer):
+      x = jnp.minimum(x, jnp.iinfo(x.dtype).max // (x.size * (comm.size if comm else 1)))
     x = getattr(jnp, op)(x)
     if comm is None:
       return x

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import _compat, flatten, sparse
+from jaxsparse import _compat, flatten, saturating, sparse
 from jaxsparse import state as states
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import AxisComm, comm_of
@@ -73,7 +73,12 @@ def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax
 
 
 def init_state(collective: Collective, n: int, size: int) -> ReduceState:
-  """The state of one of `size` workers before the first step."""
+  """The state of one of `size` workers before the first step.
+
+  Raises:
+    ValueError: for a number of entries that the collective cannot index, or that its options do not fit.
+  """
+  collective.check_size(n, size)
   return ReduceState(collective.init(n, size), Counters.zeros())
 
 
@@ -101,9 +106,9 @@ def applied(
   """What `reduce_step` gives back, from what was reduced; zeros and the old state where the step is not `finite`."""
   total, carried, counters = reduced
   skipped_steps = state.counters.skipped_steps + (~finite).astype(jnp.int32)
-  density = jnp.asarray(counters.delivered, jnp.float32) / grads.size
+  density = jnp.asarray(counters.delivered, jnp.float32) / float(grads.size)
   counters = counters._replace(density=density, skipped=~finite, skipped_steps=skipped_steps)
-  counters = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype).reshape(1), counters, state.counters)
+  counters = jax.tree.map(lambda new, old: saturating.cast(new, old.dtype).reshape(1), counters, state.counters)
   keep = lambda new, old: jnp.where(finite, new, old)
   if isinstance(carried.residual, Kept):
     # Vectors are written after all that was to be read of others has been, and so can take their place.

@@ -91,8 +91,8 @@ class Counters(NamedTuple):
   """What one reduction did at one worker: scalars, or [workers] outside shard_map.
 
   Attributes:
-    words_sent: 4-byte words this worker sent, empty slots included.
-    words_used: those of them that carried an entry.
+    words_sent: 4-byte words this worker sent, empty slots included; 2³² − 1 stands for that many or more.
+    words_used: those of them that carried an entry; likewise.
     selected: entries that this worker chose to send.
     delivered: entries of the total that are not left out.
     density: `delivered` as a share of all entries; filled in for every collective.

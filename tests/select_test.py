@@ -229,6 +229,6 @@ def test_regions_hold_their_largest_in_the_order_of_their_indices(x, cuts):
   reach = {i: value for i, value in enumerate(x) if abs(value) >= 1}
   chosen = largest(reach, most)
   rows = threshold.in_regions(jnp.array(x), words, jnp.array(bounds, jnp.int32), 20, most)
-  for row, start, end in zip(np.asarray(rows.indices), bounds, bounds[1:], strict=False):
+  for row, start, end in zip(np.asarray(rows.indices), bounds[:-1], bounds[1:], strict=True):
     expected = sorted(largest({i: value for i, value in chosen.items() if start <= i < end}, 20))
     assert row.tolist() == expected + [300] * (20 - len(expected))

@@ -12,7 +12,8 @@ With L = ⌈k/P⌉ a message of the split has at most L + ⌊L/2⌋ entries, and
 words at most, in 2 (P − 1) + ⌈log₂P⌉ messages. The smallest entries of a message that overflows stay with their senders
 and are counted.
 
-The paper's Table 1 bounds the words by 6 k (P − 1)/P; the capacities above, which meet that bound, are ours.
+The bound on the words is the paper's. The capacities that meet it and the number of messages are ours: the published
+formula is 2 P + 2 log₂P messages (Table 1).
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxsparse import ladder, routes, sparse
+from jaxsparse import ladder, routes, saturating, sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective, check_whole
 from jaxsparse.comm import all_gather, exchange
@@ -54,9 +55,9 @@ def oktopk_transform(
   where it sent an entry that is in the total.
 
   Thresholds are exact k-th magnitudes every `threshold_period` steps. In between, the published algorithm
-  (Algorithm 1, `nudge="none"`) reuses them unchanged. The authors' code (`nudge="fixed"`) multiplies them by 1.012 after
-  a step with more than 5k/4 entries, and divides after one with fewer than 2k/3. Batches differ by more than that: on
-  the demo's network "fixed" delivers 0.72 k. By default (`nudge="search"`, ours) the local threshold is multiplied by
+  (Algorithm 1, `nudge="none"`) reuses them unchanged. The authors' code (`nudge="fixed"`) multiplies them by 1.012
+  after a step with more than 5k/4 entries, and divides after one with fewer than 2k/3. Batches differ by more than
+  that. By default (`nudge="search"`, ours) the local threshold is multiplied by
   1 + x/10 with `x = selected / k − 1`, and the global one is searched around the last one, with two more all-reduces of
   33 counts.
 
@@ -140,6 +141,10 @@ class OkTopk(SparseCollective):
     most = even + even // 2
     return Sizes(even, most, direct=3 * even - most, surplus=2 * even - most)
 
+  def slots(self, n: int, size: int) -> int:
+    sizes = self.sizes(n, size)
+    return max(super().slots(n, size), size * (sizes.most + sizes.surplus))  # of what an owner has and receives
+
   def init(self, n: int, size: int) -> State:
     reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))
     return super().init(n, size)._replace(worker=jnp.zeros(1, jnp.float32), shared=reused)
@@ -186,11 +191,11 @@ class OkTopk(SparseCollective):
     next_state = state._replace(residual=residual, worker=local[None], shared=next_reused)
     gone = sparse.count(sent, n) - jnp.minimum(crowd[comm.rank], sizes.most)
     counters = Counters(
-      words_sent=words + gather_words,
-      words_used=2 * (gone + delivered - jnp.minimum(owned[comm.rank], delivered)),
+      words_sent=saturating.total(words, gather_words),
+      words_used=saturating.times(saturating.total(gone, delivered - jnp.minimum(owned[comm.rank], delivered)), 2),
       selected=selected,
       delivered=delivered,
-      overflow=selected - sparse.count(sent, n) + jnp.where(comm.rank == 0, wanted - delivered, 0),
+      overflow=saturating.total(selected - sparse.count(sent, n), jnp.where(comm.rank == 0, wanted - delivered, 0)),
       imbalance=imbalance(owned),
       balanced=balanced,
       threshold_age=reused.step % self.threshold_period,
@@ -325,7 +330,7 @@ def _split(comm: Comm, chunks: Sparse, n: int, needed: jax.Array, sizes: Sizes) 
 
   def send(capacity: int) -> tuple[Sparse, jax.Array]:
     rows = exchange(comm, sparse.narrowed(chunks, capacity))
-    return sparse.widened(rows, sizes.most, n), jnp.uint32(2 * capacity * (comm.size - 1))
+    return sparse.widened(rows, sizes.most, n), saturating.times(capacity, 2 * (comm.size - 1))
 
   rows, words = ladder.climb(ladder.rungs(-(-sizes.even // 2), sizes.most, count=4), needed, send)
   return rows, words
@@ -348,7 +353,7 @@ def _balance_and_gather(
   def gather(block: Sparse) -> tuple[Sparse, jax.Array]:
     """The blocks of all workers in rows of `direct` slots, and the words that took."""
     rows = sparse.widened(all_gather(comm, block), sizes.direct, n)
-    return jax.tree.map(jnp.ravel, rows), jnp.uint32(2 * block.indices.size * (comm.size - 1))
+    return jax.tree.map(jnp.ravel, rows), saturating.times(block.indices.size, 2 * (comm.size - 1))
 
   def direct() -> tuple[Sparse, jax.Array, jax.Array]:
     capacities = ladder.rungs(-(-sizes.even // 2), sizes.direct, count=4)
@@ -360,7 +365,7 @@ def _balance_and_gather(
     block = balance(comm, mine, owned, sizes.even, sizes.surplus, n)
     kept, words = gather(block)
     held = jnp.sum((kept.indices < n).reshape(comm.size, -1), axis=1, dtype=jnp.int32)
-    return kept, imbalance(held), words + jnp.uint32(2 * sizes.surplus * (comm.size - 1))
+    return kept, imbalance(held), saturating.total(words, 2 * sizes.surplus * (comm.size - 1))
 
   if comm.size == 1:
     return direct()

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import flatten, sparse
+from jaxsparse import flatten, saturating, sparse
 from jaxsparse import state as states
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, SparseCollective, make_collective
@@ -32,7 +32,7 @@ from jaxsparse.comm import comm_of
 from jaxsparse.costs import collective_of
 from jaxsparse.overlap.plans import Plan
 from jaxsparse.state import ReduceState
-from jaxsparse.transform import applied, check_local, is_finite
+from jaxsparse.transform import applied, check_local, init_state, is_finite
 from jaxsparse.types import Comm, Counters, Reduced, Reduction, State, Tree
 
 _SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over groups; of the rest the largest
@@ -96,9 +96,8 @@ def bucketed_transform(
   def init(params: optax.Params) -> ReduceState:
     flatten.count(params)
     buckets = _buckets(params, plan, order, kinds)
-    return ReduceState(
-      _together([bucket.collective.init(bucket.entries, comm.size) for bucket in buckets]), Counters.zeros()
-    )
+    starts = [init_state(bucket.collective, bucket.entries, comm.size).carried for bucket in buckets]
+    return ReduceState(_together(starts), Counters.zeros())
 
   def update(
     updates: optax.Updates, state: ReduceState, params: optax.Params | None = None
@@ -322,7 +321,8 @@ def _apart(state: ReduceState, buckets: Sequence[_Bucket], workers: int) -> list
 
 def _counted(counters: Sequence[Counters], n: int) -> Counters:
   """Counters of the whole step of n entries."""
-  over = lambda name: sum if name in _SUMMED else lambda values: jnp.stack(values).max(0)
+  add = lambda values: saturating.cast(saturating.total(*values), values[0].dtype)
+  over = lambda name: add if name in _SUMMED else lambda values: jnp.stack(values).max(0)
   columns = {name: [getattr(one, name) for one in counters] for name in Counters._fields}
   whole = Counters(**{name: over(name)(values) for name, values in columns.items()})
-  return whole._replace(density=whole.delivered.astype(jnp.float32) / n)
+  return whole._replace(density=whole.delivered.astype(jnp.float32) / float(n))

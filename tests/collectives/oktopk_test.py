@@ -1,5 +1,7 @@
 """Ok-Topk against the paper, written out in numpy, and what its thresholds and balancing are for."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,7 +139,7 @@ def test_entries_that_overflow_a_message_are_the_smallest(regions):
   assert int(out.metrics.overflow) > 0
   for rank, left in enumerate(np.asarray(out.residuals)):
     two_k = np.argsort(-np.abs(home[rank]), kind="stable")[: 2 * k]
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
       inside = [i for i in two_k if start <= i < end]
       delivered = [i for i in range(start, end) if left[i] != home[rank, i]]
       assert set(delivered) <= set(inside[:most])
