@@ -3,6 +3,9 @@
 An entry becomes sign · level / s · ‖g‖ with a level of 0 … s, drawn so that its mean is the entry. 2 s + 1 values take
 ⌈log₂(2s + 1)⌉ bits, ⌊32 / bits⌋ of them in a word. ⌈log₂P⌉ messages of Bruck's all-gather, P − 1 times the size of a
 level and the packed levels.
+
+A deviation from the paper: it writes the levels in Elias' code (§3.2), which takes fewer bits where most levels are 0.
+The length of that code depends on the data, and messages here have static sizes; so each level has a fixed width.
 """
 
 import dataclasses
