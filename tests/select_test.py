@@ -232,3 +232,12 @@ def test_regions_hold_their_largest_in_the_order_of_their_indices(x, cuts):
   for row, start, end in zip(np.asarray(rows.indices), bounds[:-1], bounds[1:], strict=True):
     expected = sorted(largest({i: value for i, value in chosen.items() if start <= i < end}, 20))
     assert row.tolist() == expected + [300] * (20 - len(expected))
+
+
+@pytest.mark.parametrize("most", [2, 40_000])
+def test_a_threshold_selects_every_nan_and_infinity(most):
+  x = np.random.default_rng(0).standard_normal(40_000).astype(np.float32)
+  x[[7, 20_003]] = np.nan, -np.inf
+  for level in (0.0, 3.0, 1e30):
+    words = threshold.at_most(jnp.array(x), threshold.selected(jnp.array(x), jnp.float32(level)), most)
+    assert packed.contains(words, jnp.array([7, 20_003])).all()

@@ -85,7 +85,8 @@ def spardl_transform(
     selector: how the L entries of a block are chosen. "exact" takes the largest. "chunked" takes the largest of each of
       L equal chunks, dealt out like cards: less to do, and a place within a chunk is a byte on the wire. "reuse" takes
       those of the largest that reach a threshold known from the last step, which goes up as residuals fill, and down
-      while fewer than L reach it; where far too many do, it is found as by "exact".
+      while fewer than L reach it; where far too many do, or fewer than half did in the last step, entries are chosen as
+      by "exact".
     wire: how values travel. "bf16" rounds to 8 bits, "int8" to 127 levels of the largest of a message's block, up or
       down at random so that the mean stays; both also write indices in about 9 bits each. What is rounded off stays in
       the residual of the worker that did it.

@@ -13,7 +13,7 @@ from jaxsparse.types import Sparse
 
 
 def selected(x: jax.Array, threshold: jax.Array) -> jax.Array:
-  """The packed set of the entries of magnitude ≥ threshold; zeros are never selected.
+  """The packed set of the entries of magnitude ≥ threshold, and of every NaN; zeros are never selected.
 
   Args:
     x: f32[n].
@@ -23,7 +23,8 @@ def selected(x: jax.Array, threshold: jax.Array) -> jax.Array:
     >>> packed.count(selected(jnp.array([3.0, 0.0, -2.0, 1.0]), jnp.float32(2)))
     Array(2, dtype=int32)
   """
-  return packed.pack((jnp.abs(x) >= threshold) & (x != 0))
+  # Not |x| ≥ threshold, which is false for NaN: it would stay behind unseen.
+  return packed.pack(~(jnp.abs(x) < threshold) & (x != 0))
 
 
 def at_most(x: jax.Array, words: jax.Array, most: int) -> jax.Array:
