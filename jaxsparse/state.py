@@ -51,7 +51,7 @@ class Metrics(NamedTuple):
     imbalance: entries of the fullest worker over the mean, before they are balanced (Ok-Topk).
     balanced: the same afterwards.
     merged: different indices in the fullest block after the sum over teams (SparDL's B-SAG).
-    threshold_age: steps since a reused threshold was exact.
+    threshold_age: steps since `threshold_period` last made thresholds exact (Ok-Topk).
     skipped: whether the step met NaN or Inf and was skipped by every worker.
     skipped_steps: how many steps have been skipped so far.
     residual_norm: ℓ₂ norm of all residuals together, the mass not yet delivered.

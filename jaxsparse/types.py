@@ -100,7 +100,7 @@ class Counters(NamedTuple):
     imbalance: entries of the fullest worker over the mean, before they are balanced (Ok-Topk).
     balanced: the same afterwards.
     merged: different indices in the fullest block after the sum over teams (SparDL's B-SAG).
-    threshold_age: steps since a reused threshold was exact.
+    threshold_age: steps since `threshold_period` last made thresholds exact (Ok-Topk).
     skipped: whether this step saw NaN or Inf and was skipped on every worker.
     skipped_steps: how many steps have been skipped since the state was made.
 
