@@ -225,7 +225,7 @@ def train(
     on_step(number, run.accuracy[-1] if run.accuracy else 0.0)
   params, state = step.synchronize(params, state)
   words = statistics.mean(run.trace["words_sent"])
-  if isinstance(spec.collective, A2SGD):  # whose parameters are averaged from time to time
+  if isinstance(spec.collective, A2SGD) and spec.collective.sync_every:  # it averages the parameters now and then
     words += js.costs.predict("dense", n=task.entries, workers=workers.size).words / spec.collective.sync_every
   return run._replace(
     test_accuracy=run.accuracy[-1],

@@ -69,7 +69,7 @@ def drift(node: PerWorker, comm: Comm | None = None) -> jax.Array:
   leaves = jax.tree.leaves(node.moved)
   workers = comm.size if comm else leaves[0].shape[0]
   apart = [leaf - everyone(leaf.sum(0, keepdims=True)) / workers for leaf in leaves]
-  return jnp.sqrt(everyone(sum((jnp.sum(leaf**2) for leaf in apart), jnp.zeros(()))) / workers)
+  return jnp.sqrt(everyone(sum((jnp.sum(leaf**2) for leaf in apart), jnp.float32(0))) / workers)
 
 
 def _widened(state: Any) -> Any:

@@ -62,15 +62,18 @@ class Reused(NamedTuple):
 
 
 def following(reused: Reused, chosen: Sparse, length: int) -> Reused:
-  """The bounds for the next step: the least of what was chosen, and half-way on where it grows; less if not full.
+  """The thresholds for the next step: the L-th magnitude chosen, raised where it grows; lower where fewer were chosen.
 
-  What is held grows while residuals fill up, by √(t + 1)/√t in step t if gradients are noise, and bounds that stay
-  behind are reached by too many. The root of the last growth is less than the next one there.
+  Where a row is full, the threshold is its smallest chosen magnitude times the root of that magnitude's growth since
+  the last step, 1 … 2. Magnitudes grow while residuals fill up, by √(t + 1)/√t in step t if gradients are noise, and a
+  threshold that stays behind is reached by too many entries. Where c of L slots are filled, the threshold falls by the
+  factor 3/4 + c/(4 L). Where fewer than half are, it says nothing of the entries below it, as after a spike: it is 0,
+  and the next step selects as `exact` does.
 
   Args:
-    reused: what this step had.
-    chosen: [P, L] entries that it left.
-    length: of a block.
+    reused: the thresholds of this step.
+    chosen: [P, L] entries, chosen in this step.
+    length: length of a block.
 
   Example:
     >>> chosen = Sparse(jnp.array([[0, 1], [3, 9]]), jnp.array([[5.0, -4.0], [6.0, 0.0]]))
@@ -82,8 +85,10 @@ def following(reused: Reused, chosen: Sparse, length: int) -> Reused:
   least = jnp.min(jnp.where(valid, jnp.abs(chosen.values), jnp.inf), axis=1)
   full = count == share
   growth = jnp.where(reused.levels > 0, jnp.clip(least / reused.levels, 1.0, 2.0), 1.0)
-  lower = reused.bounds * (0.75 + count.astype(jnp.float32) / (4 * share))
-  return Reused(jnp.where(full, least * jnp.sqrt(growth), lower), jnp.where(full, least, 0.0))
+  lower = jnp.where(2 * count < share, 0.0, reused.bounds * (0.75 + count.astype(jnp.float32) / (4 * share)))
+  # At most the largest finite number: no entry would reach infinity.
+  raised = jnp.minimum(least * jnp.sqrt(growth), jnp.finfo(jnp.float32).max)
+  return Reused(jnp.where(full, raised, lower), jnp.where(full, least, 0.0))
 
 
 class _Everything(NamedTuple):

@@ -122,11 +122,21 @@ def merge(rows: Sparse, end: int) -> Sparse:
   return where(first & (indices < end), Sparse(indices, sums), end)
 
 
+def by_index(entries: Sparse) -> Sparse:
+  """[c] entries in the order of their indices, empty slots last.
+
+  Example:
+    >>> by_index(Sparse(jnp.array([9, 3, 1]), jnp.array([0.0, 1.0, 2.0])))
+    Sparse(indices=Array([1, 3, 9], dtype=int32), values=Array([2., 1., 0.], dtype=float32))
+  """
+  return Sparse(*jax.lax.sort((entries.indices, entries.values), num_keys=1))
+
+
 def largest(entries: Sparse, k: int, end: int) -> tuple[Sparse, Sparse]:
   """The k entries of largest magnitude, largest first, ties to the lowest slot, and what is left.
 
   Args:
-    entries: [c] entries.
+    entries: [c] entries; in the order of their indices (`by_index`), ties go to the lowest index.
     k: how many; the last slots stay empty where there are fewer.
     end: length of the vector.
 

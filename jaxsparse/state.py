@@ -23,7 +23,7 @@ class Layout(NamedTuple):
 
   Attributes:
     workers: i32[], number of workers P.
-    entries: i32[], number of gradient entries n.
+    entries: u32[], number of gradient entries n; 2³² − 1 stands for that many or more.
 
   Example:
     >>> Layout.of(4, 100).workers
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
   @classmethod
   def of(cls, workers: int, entries: int) -> Self:
     """The layout of a state of `workers` workers and `entries` gradient entries."""
-    return cls(jnp.int32(workers), jnp.int32(entries))
+    return cls(jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)))
 
 
 class ReduceState(NamedTuple):

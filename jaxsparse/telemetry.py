@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _compat, perworker
+from jaxsparse import _compat, perworker, saturating
 from jaxsparse._compat import AxisName
 from jaxsparse.comm import comm_of
 from jaxsparse.perworker import PerWorker
@@ -27,16 +27,17 @@ class Metrics(NamedTuple):
   """What the last step did, over all workers.
 
   Attributes:
-    words_sent: 4-byte words sent by the worker that sent most.
+    words_sent: 4-byte words sent by the worker that sent most; 2³² − 1 stands for that many or more.
     words_used: words that carried an entry, mean over workers.
     selected: entries that a worker chose to send, mean over workers.
     delivered: entries of the total that are not left out.
     density: the same as a share of all entries.
-    overflow: entries that found no room in a message and stayed in a residual, all workers together.
+    overflow: entries that found no room in a message and stayed in a residual, all workers together; of each worker
+      (2³¹ − 1)/P at most are counted.
     imbalance: entries of the fullest worker over the mean, before they are balanced (Ok-Topk).
     balanced: the same afterwards.
     merged: different indices in the fullest block after the sum over teams (SparDL's B-SAG).
-    threshold_age: steps since a reused threshold was exact.
+    threshold_age: steps since `threshold_period` last made thresholds exact (Ok-Topk).
     skipped: whether the step met NaN or Inf and was skipped by every worker.
     skipped_steps: how many steps have been skipped so far.
     residual_norm: ℓ₂ norm of all residuals together, the mass not yet delivered.
@@ -115,7 +116,7 @@ def metrics(state: Any, over: AxisName | Comm | None = None) -> Metrics:
   if over is None:
     _compat.wait_for_processes(state, "js.metrics")
   comm = None if over is None else comm_of(over)
-  apart = perworker.drift(state, comm) if isinstance(state, PerWorker) else jnp.zeros(())
+  apart = perworker.drift(state, comm) if isinstance(state, PerWorker) else jnp.float32(0)
   parts = {label: summary([node], comm) for label, node in found.items()} if len(found) > 1 else ()
   return summary(list(found.values()), comm)._replace(drift=apart, parts=parts)
 
@@ -126,14 +127,16 @@ def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
   def over_workers(x: jax.Array, op: Literal["sum", "max", "mean"]) -> jax.Array:
     if op == "mean":
       x = x.astype(jnp.float32)
+    elif op == "sum" and jnp.issubdtype(x.dtype, jnp.integer):
+      x = jnp.minimum(x, jnp.iinfo(x.dtype).max // (x.size * (comm.size if comm else 1)))
     x = getattr(jnp, op)(x)
     if comm is None:
       return x
     return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
 
-  entries = sum((node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.zeros(()))
+  entries = sum((node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.float32(0))
   counters = of_all([node.counters for node in nodes], entries)._asdict()
-  words = sum((_total_words(node.counters) for node in nodes), jnp.zeros(()))
+  words = sum((_total_words(node.counters) for node in nodes), jnp.float32(0))
   read = {
     name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in counters.items() if name in Metrics._fields
   }
@@ -144,8 +147,8 @@ def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
     | {
       "skipped": over_workers(counters["skipped"].astype(jnp.int32), "max") > 0,
       "total_words": over_workers(words, "max"),
-      "residual_norm": jnp.sqrt(sum(squares, jnp.zeros(()))),
-      "drift": jnp.zeros(()),
+      "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
+      "drift": jnp.float32(0),
     }
   )
 
@@ -154,10 +157,11 @@ def of_all(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
   """The counters of several transforms or communications as those of one step of n entries."""
   if len(counters) == 1:
     return counters[0]
-  over = lambda name: sum if name in _SUMMED else lambda values: jnp.stack(values).max(0)
+  add = lambda values: saturating.cast(saturating.total(*values), values[0].dtype)
+  over = lambda name: add if name in _SUMMED else lambda values: jnp.stack(values).max(0)
   columns = {name: [getattr(one, name) for one in counters] for name in Counters._fields}
   whole = Counters(**{name: over(name)(values) for name, values in columns.items()})
-  return whole._replace(density=whole.delivered.astype(jnp.float32) / n)
+  return whole._replace(density=whole.delivered.astype(jnp.float32) / jnp.float32(n))
 
 
 def accumulated(counters: Counters) -> Counters:

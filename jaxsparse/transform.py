@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import _compat, flatten, sparse
+from jaxsparse import _compat, flatten, saturating, sparse
 from jaxsparse import state as states
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import AxisComm, axes_of, comm_of
@@ -76,7 +76,12 @@ def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax
 
 
 def init_state(collective: Collective, n: int, size: int) -> ReduceState:
-  """The state of one of `size` workers before the first step."""
+  """The state of one of `size` workers before the first step.
+
+  Raises:
+    ValueError: for a number of entries that the collective cannot index, or that its options do not fit.
+  """
+  collective.check_size(n, size)
   return ReduceState(collective.init(n, size), Counters.zeros(), states.Layout.of(size, n))
 
 
@@ -118,7 +123,7 @@ def applied(
   """What `reduce_step` gives back, from what was reduced; zeros and the old state where the step is not `finite`."""
   total, carried, counters = reduced
   skipped_steps = state.counters.skipped_steps + (~finite).astype(jnp.int32)
-  density = jnp.asarray(counters.delivered, jnp.float32) / grads.size
+  density = jnp.asarray(counters.delivered, jnp.float32) / float(grads.size)
   counters = counters._replace(
     density=density,
     skipped=~finite,
@@ -126,7 +131,7 @@ def applied(
     total_words=state.counters.total_words,
     total_wraps=state.counters.total_wraps,
   )
-  counters = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype).reshape(1), counters, state.counters)
+  counters = jax.tree.map(lambda new, old: saturating.cast(new, old.dtype).reshape(1), counters, state.counters)
   keep = lambda new, old: jnp.where(finite, new, old)
   if isinstance(carried.residual, Kept):
     # Vectors are written after all that was to be read of others has been, and so can take their place.
@@ -137,7 +142,7 @@ def applied(
     rest = jax.tree.map(keep, carried._replace(residual=None), state.carried._replace(residual=None))
     carried, zero = rest._replace(residual=residual), sparse.after(residual[:1], jnp.int32(0)).astype(jnp.float32)
   else:
-    carried, zero = jax.tree.map(keep, carried, state.carried), jnp.zeros(())
+    carried, zero = jax.tree.map(keep, carried, state.carried), jnp.float32(0)
   if isinstance(total, Sparse):
     values = jnp.where(finite, total.values, 0.0) / divisor
     update = sparse.put(jnp.full_like(grads, zero), total.indices, values)

@@ -91,8 +91,8 @@ class Counters(NamedTuple):
   """What one reduction did at one worker: scalars, or [workers] outside shard_map.
 
   Attributes:
-    words_sent: 4-byte words this worker sent, empty slots included.
-    words_used: those of them that carried an entry.
+    words_sent: 4-byte words this worker sent, empty slots included; 2³² − 1 stands for that many or more.
+    words_used: those of them that carried an entry; likewise.
     selected: entries that this worker chose to send.
     delivered: entries of the total that are not left out.
     density: `delivered` as a share of all entries; filled in for every collective.
@@ -100,7 +100,7 @@ class Counters(NamedTuple):
     imbalance: entries of the fullest worker over the mean, before they are balanced (Ok-Topk).
     balanced: the same afterwards.
     merged: different indices in the fullest block after the sum over teams (SparDL's B-SAG).
-    threshold_age: steps since a reused threshold was exact.
+    threshold_age: steps since `threshold_period` last made thresholds exact (Ok-Topk).
     skipped: whether this step saw NaN or Inf and was skipped on every worker.
     skipped_steps: how many steps have been skipped since the state was made.
     total_words: words sent since the state was made, modulo 2³².

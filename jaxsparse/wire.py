@@ -245,7 +245,9 @@ def _to_wire(values: jax.Array, wire: Wire, noise: jax.Array | None) -> tuple[ja
     rounded = jax.lax.reduce_precision(_clamped(values), exponent_bits=8, mantissa_bits=7)
     return rounded.astype(jnp.bfloat16), None
   assert noise is not None, "levels are rounded with noise"
-  largest = _clamped(jnp.max(jnp.abs(values), axis=1))  # NaN where there is one
+  largest = _clamped(jnp.max(jnp.abs(values), axis=1))
+  # Tested explicitly: XLA's maximum of thousands of values drops a NaN on CPU.
+  largest = jnp.where(jnp.isfinite(values).all(axis=1), largest, jnp.nan)
   size = rounded_up(largest * (1 / _LEVELS), bits=_LEVELS.bit_length())
   level = jnp.floor(values / jnp.where(size == 0, 1.0, size)[:, None] + noise)
   return jnp.clip(level, -_LEVELS, _LEVELS).astype(jnp.int8), size

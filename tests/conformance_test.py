@@ -104,6 +104,30 @@ def extreme_gradients_are_delivered_or_kept(case, workers, n):
       assert totals[0, n // 2] == 2.0**100
 
 
+def long_of(case):
+  """(workers, n) of blocks long enough for candidates and, at a density of 0.3, messages of more than 4,096 values."""
+  return max(2, dict(case.options).get("teams", 1)), 36_000
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_not_a_number_anywhere_in_a_long_gradient_skips_the_step_everywhere(case):
+  """XLA's maximum of thousands of values drops a NaN on CPU, and no comparison with a threshold holds for one."""
+  workers, n = long_of(case)
+  collective = case.make(density=0.3)
+  state = simulation.initial(collective, workers, n)
+  clean = normals(0, workers, n)
+  _, state = simulation.reduce_all(collective, jnp.asarray(clean), state)
+  ends = itertools.product((0, workers - 1), (0, n // 2 + 7, n - 1))
+  for (worker, place), poison in [*itertools.product(ends, (np.nan, np.inf, -np.inf)), ((0, slice(None)), np.nan)]:
+    bad = clean.copy()
+    bad[worker, place] = poison
+    totals, after = simulation.reduce_all(collective, jnp.asarray(bad), state)
+    assert np.all(after.counters.skipped), (worker, place, poison)
+    assert not np.any(totals), (worker, place, poison)
+    jax.tree.map(np.testing.assert_array_equal, after.carried, state.carried)
+    assert np.isfinite(residuals_of(after, workers, n)).all()
+
+
 LAWS = (
   law_c_nothing_is_lost,
   law_r_every_worker_has_the_same_bits,
@@ -153,6 +177,37 @@ def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
       assert counted == predicted
     if workers == 1:
       assert counted.messages == counted.words == 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_state_keeps_its_types_under_x64(case):
+  """Traced only: types are all that 64-bit mode could change."""
+  workers, n = max(3, 2 * dict(case.options).get("teams", 1)), 300
+  collective = case.make(density=0.1)
+  describe = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+  grads = jax.ShapeDtypeStruct((workers, n), jnp.float32)
+  with jax.enable_x64(False):
+    expected = describe(jax.eval_shape(lambda: simulation.initial(collective, workers, n)))
+  with jax.enable_x64(True):
+    state = jax.eval_shape(lambda: simulation.initial(collective, workers, n))
+    totals, after = jax.eval_shape(functools.partial(simulation.reduce_all, collective), grads, state)
+  assert totals.dtype == jnp.float32
+  assert describe(state) == expected
+  assert describe(after) == expected
+
+
+def test_oktopk_gives_the_same_under_x64():
+  """Its thresholds, counts and regions are compared, added up and divided."""
+  bits_of = {}
+  for wide in (False, True):
+    with jax.enable_x64(wide):
+      state, totals = None, []
+      for step in range(3):
+        out = js.simulate("oktopk", normals(step, 3, 200), state=state, k=20)
+        state = out.state
+        totals.append(bits(out.total))
+    bits_of[wide] = totals
+  np.testing.assert_array_equal(*bits_of.values())
 
 
 def worker_program(collective, workers):

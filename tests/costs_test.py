@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from jaxsparse import _compat
+from jaxsparse.collectives import collective_options
 from jaxsparse.comm import AxisComm
 from jaxsparse.costs import count_jaxpr
 
@@ -60,3 +61,31 @@ def test_bad_sizes(n, workers, message):
   for function in (js.costs.count, js.costs.predict):
     with pytest.raises(ValueError, match=message):
       function("dense", n=n, workers=workers)
+
+
+@pytest.mark.parametrize("name", js.collective_names())
+@pytest.mark.parametrize("density", [0.01, 0.7, 1.0])
+def test_a_gradient_of_two_thousand_million_entries_is_counted(name, density):
+  """Traced with the counters of a step, which hold 2³² − 1 words at most; the count itself is a Python number."""
+  config = {"density": density} if "density" in collective_options(name) else {}
+  if density > 0.5 and name in ("gtopk", "oktopk"):
+    with pytest.raises(ValueError, match="000000 indices, which have 31 bits"):  # of merges and messages
+      js.costs.count(name, n=2 * 10**9, workers=32, **config)
+    return
+  sizes = {"n": 2 * 10**9, "workers": 32} | config
+  counted, predicted = js.costs.count(name, **sizes), js.costs.predict(name, **sizes)
+  assert all(was <= most for was, most in zip(counted, predicted, strict=True))
+
+
+@pytest.mark.parametrize("name", js.collective_names())
+def test_more_entries_than_indices_can_tell_are_refused(name):
+  config = {"k": 1000} if "k" in collective_options(name) else {}
+  if name == "dense":
+    assert js.costs.count(name, n=10**11, workers=4).words == 15 * 10**10
+    return
+  message = f"{name}: 2147483648 gradient entries .* 2147483652 indices, .* choose at most 2147483392"
+  with pytest.raises(ValueError, match=message):
+    js.costs.count(name, n=2**31, workers=4, **config)
+  init = jax.vmap(js.make_transform(name, js.SimComm("w", members=4), **config).init, axis_name="w")
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(init, jax.ShapeDtypeStruct((4, 2**31), jnp.float32))

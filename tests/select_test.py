@@ -146,8 +146,6 @@ def test_packed_sets_are_sets(flags, data):
     for ordinal, at in enumerate(places[:3]):
       assert place(words, jnp.int32(ordinal)) == at
     assert place(words, jnp.int32(len(places))) == packed.BITS * words.size - 1
-  left = packed.without(words, jnp.int32(bound), jnp.int32(len(flags)))
-  assert packed.count(left) == sum(p < bound for p in places)
 
 
 @hypothesis.given(
@@ -214,8 +212,32 @@ def test_candidates_say_where_they_miss():
   assert found.hit.tolist() == [True, False, False]
 
 
-def test_a_full_region_keeps_its_first_and_takes_no_slot_of_another():
-  x = jnp.array([5.0, 4.0, 0.0, 3.0, 2.0, 1.0])
+def test_a_full_region_keeps_its_largest_and_takes_no_slot_of_another():
+  x = jnp.array([3.0, 4.0, 0.0, -4.0, 2.0, 1.0])
   words = threshold.selected(x, jnp.float32(1))
-  rows = threshold.in_regions(x, words, jnp.array([0, 4, 6]), 2)
-  np.testing.assert_array_equal(rows.indices, [[0, 1], [4, 5]])
+  rows = threshold.in_regions(x, words, jnp.array([0, 4, 6]), 2, most=5)
+  np.testing.assert_array_equal(rows.indices, [[1, 3], [4, 5]])
+
+
+@hypothesis.given(
+  x=hypothesis.extra.numpy.arrays(np.float32, 300, elements=st.sampled_from([0.0, 1.0, -1.0, 2.0, -3.0, 0.5])),
+  cuts=st.lists(st.integers(0, 300), min_size=3, max_size=3),
+)
+def test_regions_hold_their_largest_in_the_order_of_their_indices(x, cuts):
+  bounds, most = np.array([0, *sorted(cuts), 300]), 150
+  words = threshold.at_most(jnp.array(x), threshold.selected(jnp.array(x), jnp.float32(1)), most)
+  reach = {i: value for i, value in enumerate(x) if abs(value) >= 1}
+  chosen = largest(reach, most)
+  rows = threshold.in_regions(jnp.array(x), words, jnp.array(bounds, jnp.int32), 20, most)
+  for row, start, end in zip(np.asarray(rows.indices), bounds[:-1], bounds[1:], strict=True):
+    expected = sorted(largest({i: value for i, value in chosen.items() if start <= i < end}, 20))
+    assert row.tolist() == expected + [300] * (20 - len(expected))
+
+
+@pytest.mark.parametrize("most", [2, 40_000])
+def test_a_threshold_selects_every_nan_and_infinity(most):
+  x = np.random.default_rng(0).standard_normal(40_000).astype(np.float32)
+  x[[7, 20_003]] = np.nan, -np.inf
+  for level in (0.0, 3.0, 1e30):
+    words = threshold.at_most(jnp.array(x), threshold.selected(jnp.array(x), jnp.float32(level)), most)
+    assert packed.contains(words, jnp.array([7, 20_003])).all()

@@ -149,6 +149,23 @@ def test_what_is_not_finite_shows_in_its_row_and_in_no_other(wire_, bad):
     np.testing.assert_array_equal(np.sort(got.indices), np.sort(entries.indices))
 
 
+@pytest.mark.parametrize("wire_", ["f32", *SHORT])
+@pytest.mark.parametrize("by_chunk", [False, True])
+def test_what_is_not_finite_shows_in_a_row_of_thousands_of_values(wire_, by_chunk):
+  """XLA's maximum of so many values drops a NaN on CPU."""
+  capacity, length = 20_000, 40_000
+  codec = wire.codec_of(wire_, length, by_chunk=by_chunk)
+  there_and_back = jax.jit(lambda entries, noise: codec.decode(codec.encode(entries, noise)[0]).values)
+  values = np.random.default_rng(0).standard_normal((2, capacity)).astype(np.float32)
+  indices, noise = jnp.arange(2 * capacity, dtype=jnp.int32).reshape(2, -1) % capacity, jnp.full(values.shape, 0.5)
+  for slots in (0, capacity // 2 + 1, capacity - 1, slice(None)):
+    for bad in (np.nan, np.inf, -np.inf):
+      broken = values.copy()
+      broken[1, slots] = bad
+      got = there_and_back(Sparse(indices, jnp.array(broken)), noise)
+      assert np.isfinite(got).all(axis=1).tolist() == [True, False], (slots, bad)
+
+
 @pytest.mark.parametrize("wire_", SHORT)
 def test_the_largest_are_finite_and_the_smallest_are_numbers(wire_):
   largest, least = np.finfo(np.float32).max, np.finfo(np.float32).tiny

@@ -11,7 +11,10 @@ from typing import Any, Literal, Self, get_args, get_origin
 import jax
 import jax.numpy as jnp
 
+from jaxsparse.select import packed
 from jaxsparse.types import Comm, Cost, Reduced, State
+
+_MOST = 2**31 - packed.GROUP * packed.BITS  # indices in i32, in whole groups of packed words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,23 @@ class Collective(abc.ABC):
     """Whether messages change their size from step to step; `cost` is then an upper bound."""
     return False
 
+  def slots(self, n: int, size: int) -> int:
+    """The longest array that a step indexes: n entries, padded to a multiple of `size` workers, or slots for them."""
+    return n + size
+
+  def check_size(self, n: int, size: int) -> None:
+    """Checks that a step of n entries can be indexed, before anything is computed.
+
+    Raises:
+      ValueError: if it cannot, with the limit.
+    """
+    slots = self.slots(n, size)
+    if slots > _MOST:
+      raise ValueError(
+        f"{self.name}: {n} gradient entries at each of {size} workers take {slots} indices, which have 31 bits: choose "
+        f"at most {_MOST}, by groups of leaves (js.bucketed_transform) or a smaller density or k; or choose 'dense'"
+      )
+
   def for_leaves(self, sizes: tuple[int, ...]) -> Self:
     """The collective for gradients of leaves of these sizes, one after the other; most do not care."""
     del sizes
@@ -92,7 +112,11 @@ class Collective(abc.ABC):
 
   @abc.abstractmethod
   def cost(self, n: int, size: int) -> Cost:
-    """The paper's formula, ⌈·⌉ where a size does not divide. Its upper end where sizes vary."""
+    """The closed formula of this implementation, ⌈·⌉ where a size does not divide. Its upper end where sizes vary.
+
+    It is the paper's but for the messages of Ok-Topk and TopkDSA, the words of Gaussian-k (room for 5k/4 entries) and
+    those of QSGD (levels of a fixed width), which are ours.
+    """
 
 
 def choices_of(kind: type[Collective]) -> dict[str, tuple[Any, ...]]:
@@ -106,12 +130,18 @@ def _is_number(value: object, kind: type) -> bool:
   return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def check_whole(name: str, low: int, high: int | None = None, **values: object) -> None:
-  """Checks that `values` are whole numbers from `low` to `high`; raises ValueError naming the value and the choices."""
+def check_whole(name: str, low: int, high: int | None = None, *, optional: bool = False, **values: object) -> None:
+  """Checks that `values` are whole numbers from `low` to `high`, or None where that is `optional`.
+
+  Raises:
+    ValueError: naming the value and the choices.
+  """
   for field, value in values.items():
+    if optional and value is None:
+      continue
     if not (_is_number(value, numbers.Integral) and typing.cast(int, value) >= low and (high is None or value <= high)):  # type: ignore[operator]
       upper = "up" if high is None else f"to {high}"
-      raise ValueError(f"{name}: {field}={value!r}, choose a whole number from {low} {upper}")
+      raise ValueError(f"{name}: {field}={value!r}, choose a whole number from {low} {upper}{', or None' * optional}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

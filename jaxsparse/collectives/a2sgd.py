@@ -23,7 +23,7 @@ from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 
 def a2sgd_transform(
-  axis: AxisName | Comm, *, means: Literal["vector", "leaf"] = "vector", sync_every: int = 100
+  axis: AxisName | Comm, *, means: Literal["vector", "leaf"] = "vector", sync_every: int | None = 100
 ) -> optax.GradientTransformation:
   """Averages two numbers of each gradient over the workers; each worker goes on with a gradient of its own (A2SGD).
 
@@ -35,7 +35,8 @@ def a2sgd_transform(
   where μ̄ is the mean over workers. The update is g′: **it differs between workers**, and so do their parameters.
   `js.init` and `js.make_train_step` keep each worker's own in the optimizer state, as what it has moved since the last
   synchronization, and average them every `sync_every` steps; `step.synchronize(params, state)` does it before you
-  evaluate or save, and at the end. Without `make_train_step` all of that is yours to do.
+  evaluate or save, and at the end. With `sync_every=None` that is the only synchronization, as in the published
+  Algorithm 1, which averages once, after the last step. Without `make_train_step` all of that is yours to do.
 
   Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
   `check_vma=False`; see `js.spardl_transform`.
@@ -43,7 +44,8 @@ def a2sgd_transform(
   Args:
     axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
     means: one pair of means for the whole "vector", 2 words, or for each "leaf" of the gradient.
-    sync_every: T, steps from one averaging of the parameters, which sends all of them, to the next.
+    sync_every: T, steps from one averaging of the parameters, which sends all of them, to the next; None for only when
+      `step.synchronize` is called.
 
   Returns:
     An `optax.GradientTransformation`. Its state holds the number of the step.
@@ -67,12 +69,12 @@ class A2SGD(Collective):
   """Two averages a step; see `a2sgd_transform` for the fields."""
 
   means: Literal["vector", "leaf"] = "vector"
-  sync_every: int = 100
+  sync_every: int | None = 100
   leaves: tuple[int, ...] = dataclasses.field(default=(), init=False)
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    check_whole(self.name, 1, sync_every=self.sync_every)
+    check_whole(self.name, 1, optional=True, sync_every=self.sync_every)
 
   @property
   def conserves(self) -> bool:
@@ -104,7 +106,8 @@ class A2SGD(Collective):
     mean = comm.all_reduce(own / comm.size)
     shifts = [shifted(part, *pair) for part, pair in zip(parts, zip(own, mean, strict=True), strict=True)]
     step = state.shared + 1
-    state = state._replace(shared=step, due=step % self.sync_every == 0)
+    due = jnp.bool_(False) if self.sync_every is None else step % self.sync_every == 0
+    state = state._replace(shared=step, due=due)
     words = self.cost(grads.size, comm.size).words
     counters = Counters(words, words, selected=2 * len(parts), delivered=grads.size)
     # A NaN at one worker is in the means of all, and all of them skip the step.

@@ -50,6 +50,10 @@ class Dense(Collective):
 
   dtype: Literal["float32", "bfloat16"] = "float32"
 
+  def slots(self, n: int, size: int) -> int:
+    del n, size
+    return 0  # nothing is indexed
+
   def cost(self, n: int, size: int) -> Cost:
     return all_reduce_cost(n, size, jnp.dtype(self.dtype).itemsize)
 

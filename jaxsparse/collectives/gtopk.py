@@ -62,6 +62,9 @@ def gtopk_transform(
 class GTopk(SparseCollective):
   """A tree of top-k merges and a broadcast; see `gtopk_transform` for the fields."""
 
+  def slots(self, n: int, size: int) -> int:
+    return max(super().slots(n, size), 2 * self.entries(n))  # of a merge
+
   def cost(self, n: int, size: int) -> Cost:
     rounds = 2 * len(routes.strides(size))
     return Cost(rounds, 2 * self.entries(n) * rounds)

@@ -1,7 +1,7 @@
 """Ok-Topk: a balanced sparse all-reduce of O(k) words with thresholds that are reused (Li and Hoefler, "Ok-Topk", §3).
 
 Each worker sends its entries of magnitude ≥ a local threshold to the owner of their region; the owner adds them up and
-keeps those ≥ a global threshold. Exact thresholds cost a sort, so they are taken every 32 steps only and nudged in
+keeps those ≥ a global threshold. Exact thresholds cost a sort, so they are taken every 32 steps only and reused in
 between; regions are drawn so that they hold equally many entries, and drawn anew every 64 steps. Six workers, worker 0:
 
     split       its entries of region 1 -> worker 1, of region 2 -> worker 2, … of region 5 -> worker 5
@@ -9,7 +9,11 @@ between; regions are drawn so that they hold equally many entries, and drawn ane
     all-gather  stride 1, 2, 4: what the owners keep, as in SparDL
 
 With L = ⌈k/P⌉ a message of the split has at most L + ⌊L/2⌋ entries, and what follows fits the rest of 3 L: 6 L (P − 1)
-words at most, in 2 (P − 1) + ⌈log₂P⌉ messages. What finds no room stays with its senders and is counted.
+words at most, in 2 (P − 1) + ⌈log₂P⌉ messages. The smallest entries of a message that overflows stay with their senders
+and are counted.
+
+The bound on the words is the paper's. The capacities that meet it and the number of messages are ours: the published
+formula is 2 P + 2 log₂P messages (Table 1).
 """
 
 import dataclasses
@@ -20,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxsparse import ladder, routes, sparse
+from jaxsparse import ladder, routes, saturating, sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective, check_whole
 from jaxsparse.comm import all_gather, exchange
@@ -29,7 +33,8 @@ from jaxsparse.select import threshold as by_threshold
 from jaxsparse.transform import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
-_NUDGE = 1.012
+_STEP = 1.012
+_INT32 = jnp.iinfo(jnp.int32).max
 _TRIGGER = 4  # balance where the fullest owner holds more than this many times the mean (§5.3)
 
 
@@ -40,7 +45,7 @@ def oktopk_transform(
   k: int | None = None,
   threshold_period: int = 32,
   region_period: int = 64,
-  nudge: Literal["search", "fixed"] = "search",
+  nudge: Literal["search", "fixed", "none"] = "search",
   regions: Literal["balanced", "even"] = "balanced",
 ) -> optax.GradientTransformation:
   """Averages gradients over the workers, about k entries a step, in O(k) words whatever P is (Ok-Topk, Algorithm 2).
@@ -49,11 +54,17 @@ def oktopk_transform(
   elsewhere, with `s = Σ_w home_w [|home_w| ≥ a_w]` added in rank order. A worker's residual is its `home`, with zeros
   where it sent an entry that is in the total.
 
-  Thresholds are the exact k-th magnitudes every `threshold_period` steps, and follow the counts in between. The paper's
-  "fixed" nudge multiplies them by 1.012 after a step with more than 5k/4 entries and divides after one with fewer than
-  2k/3. Batches differ by more than that: on the demo's network it delivers 0.72 k. So by default the local threshold is
-  multiplied by 1 + x/10 with `x = selected / k − 1`, and the global one is searched around the last one, with two more
-  all-reduces of 33 counts.
+  Thresholds are exact k-th magnitudes every `threshold_period` steps. In between, the published algorithm
+  (Algorithm 1, `nudge="none"`) reuses them unchanged. The authors' code (`nudge="fixed"`) multiplies them by 1.012
+  after a step with more than 5k/4 entries, and divides after one with fewer than 2k/3. Batches differ by more than
+  that. By default (`nudge="search"`, ours) the local threshold is multiplied by
+  1 + x/10 with `x = selected / k − 1`, and the global one is searched around the last one, with two more all-reduces of
+  33 counts.
+
+  Two rules are ours, whatever the nudge. A threshold of 0, which an exact step with fewer than k non-zero entries
+  gives, is taken anew at the next step, and so are the regions where the global threshold is 0. Where more than 2k
+  entries of a worker reach its threshold, it takes the 2k largest; of those that a message cannot hold, the smallest
+  stay in the residual.
 
   Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
   `check_vma=False`; see `js.spardl_transform`.
@@ -64,7 +75,8 @@ def oktopk_transform(
     k: the number of entries to aim at instead, 1 … n.
     threshold_period: steps from one exact threshold to the next, τ′ (128 for BERT in the paper).
     region_period: steps from one balancing of the regions to the next, τ.
-    nudge: how thresholds follow in between, "search" or the paper's "fixed".
+    nudge: how thresholds follow in between: "search" (ours), the "fixed" factor of the authors' code, or "none", the
+      published algorithm.
     regions: "balanced" by what workers select, or "even" in length, the paper's comparison (Figure 7).
 
   Returns:
@@ -112,7 +124,7 @@ class OkTopk(SparseCollective):
 
   threshold_period: int = 32
   region_period: int = 64
-  nudge: Literal["search", "fixed"] = "search"
+  nudge: Literal["search", "fixed", "none"] = "search"
   regions: Literal["balanced", "even"] = "balanced"
 
   def __post_init__(self) -> None:
@@ -129,9 +141,13 @@ class OkTopk(SparseCollective):
     most = even + even // 2
     return Sizes(even, most, direct=3 * even - most, surplus=2 * even - most)
 
+  def slots(self, n: int, size: int) -> int:
+    sizes = self.sizes(n, size)
+    return max(super().slots(n, size), size * (sizes.most + sizes.surplus))  # of what an owner has and receives
+
   def init(self, n: int, size: int) -> State:
-    reused = Reused(jnp.int32(0), jnp.zeros(()), even_bounds(n, size))
-    return super().init(n, size)._replace(worker=jnp.zeros(1), shared=reused)
+    reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))
+    return super().init(n, size)._replace(worker=jnp.zeros(1, jnp.float32), shared=reused)
 
   def cost(self, n: int, size: int) -> Cost:
     words = 6 * self.sizes(n, size).even * (size - 1)
@@ -145,37 +161,41 @@ class OkTopk(SparseCollective):
     n, k, sizes = grads.size, self.entries(grads.size), self.sizes(grads.size, comm.size)
     reused: Reused = state.shared
     home = grads + state.residual
-    exact = reused.step % self.threshold_period == 0
-    local = jax.lax.cond(exact, lambda: jnp.abs(top_k(home, k).values).min(), lambda: state.worker[0])
-    chosen = by_threshold.selected(home, local)
+    exact, last = reused.step % self.threshold_period == 0, state.worker[0]
+    local = jax.lax.cond(exact | (last == 0), lambda: jnp.abs(top_k(home, k).values).min(), lambda: last)
+    reach = by_threshold.selected(home, local)
+    selected, most = packed.count(reach), min(n, 2 * k)
+    chosen = by_threshold.at_most(home, reach, most)
     bounds = self._bounds(comm, chosen, n, reused)
     crowd = jnp.diff(by_threshold.counts_before(chosen, bounds))
     finite, needed = ladder.agree(comm, crowd.max(), jnp.isfinite(home).all())
 
-    rows, sent, words = _split(comm, home, chosen, bounds, needed, sizes)
+    sent = by_threshold.in_regions(home, chosen, bounds, sizes.most, most)
+    rows, words = _split(comm, sent, n, needed, sizes)
     sums = sparse.merge(rows, n)
     followed = lambda: nearest(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
-    threshold = jax.lax.cond(exact, lambda: kth_magnitude(comm, sums, k, n), followed)
+    anew = exact | (reused.threshold == 0)
+    threshold = jax.lax.cond(anew, lambda: kth_magnitude(comm, sums, k, n), followed)
     mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
     owned = comm.all_reduce(jnp.zeros(comm.size, jnp.int32).at[comm.rank].set(sparse.count(mine, n)))
     kept, balanced, gather_words = _balance_and_gather(comm, mine, owned, sizes, n)
 
     total = sparse.put(jnp.zeros_like(home), kept.indices, kept.values)
     residual = sparse.undelivered(home, sent, total)
-    selected, delivered, wanted = crowd.sum(), sparse.count(kept, n), owned.sum()
+    delivered, wanted = sparse.count(kept, n), jnp.sum(owned, dtype=jnp.int32)
     if self.nudge == "fixed":
       local, threshold = by_a_fixed_step(local, selected, k), by_a_fixed_step(threshold, wanted, k)
-    else:
+    elif self.nudge == "search":
       local = proportionally(local, selected, k)
     next_reused = Reused(reused.step + 1, threshold, bounds)
     next_state = state._replace(residual=residual, worker=local[None], shared=next_reused)
     gone = sparse.count(sent, n) - jnp.minimum(crowd[comm.rank], sizes.most)
     counters = Counters(
-      words_sent=words + gather_words,
-      words_used=2 * (gone + delivered - jnp.minimum(owned[comm.rank], delivered)),
+      words_sent=saturating.total(words, gather_words),
+      words_used=saturating.times(saturating.total(gone, delivered - jnp.minimum(owned[comm.rank], delivered)), 2),
       selected=selected,
       delivered=delivered,
-      overflow=selected - sparse.count(sent, n) + jnp.where(comm.rank == 0, wanted - delivered, 0),
+      overflow=saturating.total(selected - sparse.count(sent, n), jnp.where(comm.rank == 0, wanted - delivered, 0)),
       imbalance=imbalance(owned),
       balanced=balanced,
       threshold_age=reused.step % self.threshold_period,
@@ -183,10 +203,10 @@ class OkTopk(SparseCollective):
     return Reduced(jnp.where(finite, total, jnp.nan), next_state, counters)
 
   def _bounds(self, comm: Comm, chosen: jax.Array, n: int, reused: Reused) -> jax.Array:
-    """The regions of this step: drawn anew every `region_period` steps."""
+    """The regions of this step: drawn anew every `region_period` steps, and after one with fewer than k entries."""
     if self.regions == "even" or comm.size == 1:
       return reused.bounds
-    fresh = reused.step % self.region_period == 0
+    fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
     return jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n), lambda: reused.bounds)
 
 
@@ -273,13 +293,14 @@ def nearest(comm: Comm, entries: Sparse, threshold: jax.Array, k: int, end: int)
 
 
 def by_a_fixed_step(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Array:
-  """The threshold for the next step: up after far too many entries, down after far too few (the paper's).
+  """The threshold for the next step: up after far too many entries, down after far too few (the authors' code).
 
   Example:
     >>> [round(float(by_a_fixed_step(jnp.float32(1), jnp.int32(selected), k=100)), 4) for selected in (100, 130, 60)]
     [1.0, 1.012, 0.9881]
   """
-  factor = jnp.where(selected > 5 * k // 4, _NUDGE, jnp.where(selected < -(-2 * k // 3), 1 / _NUDGE, 1.0))
+  many, few = min(5 * k // 4, _INT32), -(-2 * k // 3)
+  factor = jnp.where(selected > many, _STEP, jnp.where(selected < few, 1 / _STEP, 1.0))
   return threshold * factor
 
 
@@ -290,7 +311,7 @@ def proportionally(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Arr
     >>> [round(float(proportionally(jnp.float32(1), jnp.int32(selected), k=100)), 4) for selected in (100, 130, 0)]
     [1.0, 1.03, 0.9]
   """
-  return threshold * jnp.minimum(0.9 + selected.astype(jnp.float32) / (10 * k), 2.0)
+  return threshold * jnp.minimum(0.9 + selected.astype(jnp.float32) / (10.0 * k), 2.0)
 
 
 def imbalance(owned: jax.Array) -> jax.Array:
@@ -304,19 +325,15 @@ def imbalance(owned: jax.Array) -> jax.Array:
   return jnp.where(counts.max() > 0, counts.max() / jnp.maximum(counts.mean(), 1e-9), 1.0)
 
 
-def _split(
-  comm: Comm, home: jax.Array, chosen: jax.Array, bounds: jax.Array, needed: jax.Array, sizes: Sizes
-) -> tuple[Sparse, Sparse, jax.Array]:
-  """Selected entries to the owners of their regions: (rows by sender [P, most], what was sent, words)."""
-  n = home.size
-  chunks = by_threshold.in_regions(home, chosen, bounds, sizes.most)
+def _split(comm: Comm, chunks: Sparse, n: int, needed: jax.Array, sizes: Sizes) -> tuple[Sparse, jax.Array]:
+  """Selected entries [P, most] to the owners of their regions: (rows by sender [P, most], words)."""
 
   def send(capacity: int) -> tuple[Sparse, jax.Array]:
     rows = exchange(comm, sparse.narrowed(chunks, capacity))
-    return sparse.widened(rows, sizes.most, n), jnp.uint32(2 * capacity * (comm.size - 1))
+    return sparse.widened(rows, sizes.most, n), saturating.times(capacity, 2 * (comm.size - 1))
 
   rows, words = ladder.climb(ladder.rungs(-(-sizes.even // 2), sizes.most, count=4), needed, send)
-  return rows, chunks, words
+  return rows, words
 
 
 def _balance_and_gather(
@@ -336,7 +353,7 @@ def _balance_and_gather(
   def gather(block: Sparse) -> tuple[Sparse, jax.Array]:
     """The blocks of all workers in rows of `direct` slots, and the words that took."""
     rows = sparse.widened(all_gather(comm, block), sizes.direct, n)
-    return jax.tree.map(jnp.ravel, rows), jnp.uint32(2 * block.indices.size * (comm.size - 1))
+    return jax.tree.map(jnp.ravel, rows), saturating.times(block.indices.size, 2 * (comm.size - 1))
 
   def direct() -> tuple[Sparse, jax.Array, jax.Array]:
     capacities = ladder.rungs(-(-sizes.even // 2), sizes.direct, count=4)
@@ -348,7 +365,7 @@ def _balance_and_gather(
     block = balance(comm, mine, owned, sizes.even, sizes.surplus, n)
     kept, words = gather(block)
     held = jnp.sum((kept.indices < n).reshape(comm.size, -1), axis=1, dtype=jnp.int32)
-    return kept, imbalance(held), words + jnp.uint32(2 * sizes.surplus * (comm.size - 1))
+    return kept, imbalance(held), saturating.total(words, 2 * sizes.surplus * (comm.size - 1))
 
   if comm.size == 1:
     return direct()
@@ -373,11 +390,11 @@ def balance(comm: Comm, mine: Sparse, owned: jax.Array, even: int, surplus: int,
   Returns:
     [even] entries; what finds no room is in none of them.
   """
-  share = jnp.minimum(-(-owned.sum() // comm.size), even)
+  share = jnp.minimum(-(-jnp.sum(owned, dtype=jnp.int32) // comm.size), even)
   above, below = jnp.maximum(owned - share, 0), jnp.maximum(share - owned, 0)
   line, _ = sparse.largest(mine, mine.indices.size, n)
   ordinal = jnp.arange(line.indices.size, dtype=jnp.int32) - share
-  place = jnp.cumsum(above)[comm.rank] - above[comm.rank] + ordinal
+  place = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank] + ordinal
   free = jnp.arange(even, dtype=jnp.int32)[:, None] < below[None]
   found = jnp.searchsorted(jnp.cumsum(free.ravel(), dtype=jnp.int32), place + 1).astype(jnp.int32)
   moves = (ordinal >= 0) & (line.indices < n) & (found < free.size)

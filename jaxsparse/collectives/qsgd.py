@@ -3,6 +3,9 @@
 An entry becomes sign · level / s · ‖g‖ with a level of 0 … s, drawn so that its mean is the entry. 2 s + 1 values take
 ⌈log₂(2s + 1)⌉ bits, ⌊32 / bits⌋ of them in a word. ⌈log₂P⌉ messages of Bruck's all-gather, P − 1 times the size of a
 level and the packed levels.
+
+A deviation from the paper: it writes the levels in Elias' code (§3.2), which takes fewer bits where most levels are 0.
+The length of that code depends on the data, and messages here have static sizes; so each level has a fixed width.
 """
 
 import dataclasses
@@ -118,7 +121,7 @@ def quantize(key: jax.Array, x: jax.Array, levels: int) -> tuple[jax.Array, jax.
   scaled = x / jnp.where(largest == 0, 1.0, largest)  # its squares neither overflow nor vanish
   norm = largest * jnp.sqrt(ordered_sum(rounded_up(jnp.abs(scaled), bits=12) ** 2))
   size = rounded_up(norm / levels, bits=levels.bit_length())
-  up = jax.random.uniform(key, x.shape)
+  up = jax.random.uniform(key, x.shape, jnp.float32)
   level = jnp.floor(jnp.abs(x) / jnp.where(size == 0, 1.0, size) + up)
   return size, (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)
 

@@ -6,8 +6,9 @@ gathered, as entries while they are few, and as a dense region where that is few
     split        its entries of region 1 -> worker 1, of region 2 -> worker 2, … of region 5 -> worker 5
     all-gather   stride 1, 2, 4: the sums of regions, as in SparDL
 
-P − 1 + ⌈log₂P⌉ messages. A region gets ⌈k/P⌉ entries of each worker on average; the slots for them grow towards k as
-far as the words stay below (2k + n)(P − 1)/P, what the dense case takes.
+P − 1 + ⌈log₂P⌉ messages, our count; the published formula is P + 2 log₂P (SparDL, Table 1). A region gets ⌈k/P⌉ entries
+of each worker on average; the slots for them grow towards k as far as the words stay below (2k + n)(P − 1)/P, what the
+dense case takes.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import ladder, routes, sparse
+from jaxsparse import ladder, routes, saturating, sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, exchange, in_rank_order
@@ -82,22 +83,22 @@ class TopkDSA(SparseCollective):
     home = grads + state.residual
     chosen, _ = sparse.largest(top_k(home, k), k, n)  # where messages are full, the smallest stay
     region = chosen.indices // length
-    fullest = comm.all_reduce(jnp.bincount(region, length=size).max(), "max")
+    fullest = comm.all_reduce(jnp.bincount(region, length=size).max().astype(jnp.int32), "max")
     capacities = self.capacities(n, size)
     chunks = sparse.split(chosen, region, size, capacities[-1], n)
 
     def deliver(capacity: int) -> tuple[Sparse, jax.Array]:
       rows = exchange(comm, sparse.narrowed(chunks, capacity))
-      return sparse.widened(rows, capacities[-1], n), jnp.uint32(2 * capacity * (size - 1))
+      return sparse.widened(rows, capacities[-1], n), saturating.times(capacity, 2 * (size - 1))
 
     rows, split_words = ladder.climb(capacities, fullest, deliver)
     own = sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length)
     regions, words = _gather(comm, own, most=size * capacities[-1], even=-(-k // size))
     total = regions[:n]
-    sent = sparse.count(chunks, n)
+    sent, own_region = sparse.count(chunks, n), sparse.count(jax.tree.map(lambda x: x[comm.rank], chunks), n)
     counters = Counters(
-      words_sent=split_words + words,
-      words_used=2 * (sent - sparse.count(jax.tree.map(lambda x: x[comm.rank], chunks), n)) + words.astype(jnp.int32),
+      words_sent=saturating.total(split_words, words),
+      words_used=saturating.total(saturating.times(sent - own_region, 2), words),
       selected=k,
       delivered=jnp.count_nonzero(total),
       overflow=k - sent,
@@ -126,11 +127,12 @@ def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array
   def gather(capacity: int) -> tuple[jax.Array, jax.Array]:
     if capacity == length:
       regions = in_rank_order(comm, all_gather(comm, own))
-      return regions.reshape(-1), jnp.uint32(length * (size - 1))
+      return regions.reshape(-1), saturating.times(length, size - 1)
     assert entries is not None, "capacities below a region are up to `few`"
     rows = in_rank_order(comm, all_gather(comm, sparse.narrowed(entries, capacity)))
     places = rows.indices + length * jnp.arange(size, dtype=jnp.int32)[:, None]
     places = jnp.where(rows.indices < length, places, size * length)
-    return sparse.put(jnp.zeros(size * length), places, rows.values), jnp.uint32(2 * capacity * (size - 1))
+    regions = sparse.put(jnp.zeros(size * length, jnp.float32), places, rows.values)
+    return regions, saturating.times(capacity, 2 * (size - 1))
 
   return ladder.climb(capacities, fullest, gather)

@@ -45,7 +45,7 @@ def count(name: str, *, n: int, workers: int, **config: Any) -> Cost:
 
 
 def predict(name: str, *, n: int, workers: int, **config: Any) -> Cost:
-  """The same by the paper's formula; the arguments are those of `count`.
+  """The same by the closed formula (`Collective.cost` says which are ours); the arguments are those of `count`.
 
   Example:
     >>> import jaxsparse as js

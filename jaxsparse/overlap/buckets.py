@@ -34,7 +34,7 @@ from jaxsparse.overlap.plans import Plan
 from jaxsparse.replication import mark_gradients, mark_total
 from jaxsparse.state import ReduceState
 from jaxsparse.telemetry import of_all
-from jaxsparse.transform import applied, check_local, finished, is_finite, marked
+from jaxsparse.transform import applied, check_local, finished, init_state, is_finite, marked
 from jaxsparse.types import Comm, Counters, Reduced, Reduction, State, Tree
 
 _WORD = 4  # bytes of an entry
@@ -97,9 +97,9 @@ def bucketed_transform(
   def init(params: optax.Params) -> ReduceState:
     flatten.count(params)
     buckets = _buckets(params, plan, order, kinds)
-    carried = _together([bucket.collective.init(bucket.entries, comm.size) for bucket in buckets])
+    starts = [init_state(bucket.collective, bucket.entries, comm.size).carried for bucket in buckets]
     layout = mark_total(states.Layout.of(comm.size, flatten.count(params)), axes_of(comm))
-    return ReduceState(carried, Counters.zeros(), layout)
+    return ReduceState(_together(starts), Counters.zeros(), layout)
 
   def update(
     updates: optax.Updates, state: ReduceState, params: optax.Params | None = None

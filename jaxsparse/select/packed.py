@@ -127,16 +127,6 @@ def before(words: jax.Array, bound: jax.Array) -> jax.Array:
   return jnp.sum(_counts(words & _below(words.size, bound)), dtype=jnp.int32)
 
 
-def without(words: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
-  """A set without its places start … end − 1.
-
-  Example:
-    >>> count(without(pack(jnp.array([True, False, True])), jnp.int32(1), jnp.int32(3)))
-    Array(1, dtype=int32)
-  """
-  return words & (_below(words.size, start) | ~_below(words.size, end))
-
-
 def contains(words: jax.Array, places: jax.Array) -> jax.Array:
   """Whether each of `places` is in a set, bool like them; those beyond its end are not.
 

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.select import packed
+from jaxsparse.select import order, packed
+from jaxsparse.select.exact import top_k
 from jaxsparse.types import Sparse
 
 
 def selected(x: jax.Array, threshold: jax.Array) -> jax.Array:
-  """The packed set of the entries of magnitude ≥ threshold; zeros are never selected.
+  """The packed set of the entries of magnitude ≥ threshold, and of every NaN; zeros are never selected.
 
   Args:
     x: f32[n].
@@ -22,7 +23,27 @@ def selected(x: jax.Array, threshold: jax.Array) -> jax.Array:
     >>> packed.count(selected(jnp.array([3.0, 0.0, -2.0, 1.0]), jnp.float32(2)))
     Array(2, dtype=int32)
   """
-  return packed.pack((jnp.abs(x) >= threshold) & (x != 0))
+  # Not |x| ≥ threshold, which is false for NaN: it would stay behind unseen.
+  return packed.pack(~(jnp.abs(x) < threshold) & (x != 0))
+
+
+def at_most(x: jax.Array, words: jax.Array, most: int) -> jax.Array:
+  """The packed set of the `most` largest selected entries, ties to the lowest index; `words` where there are no more.
+
+  Args:
+    x: f32[n].
+    words: of `selected`.
+    most: at least 1.
+
+  Example:
+    >>> x = jnp.array([3.0, 0.0, -2.0, 4.0])
+    >>> packed.places(at_most(x, selected(x, jnp.float32(1)), 2), 2)
+    Array([0, 3], dtype=int32)
+  """
+  if most >= x.size:
+    return words
+  largest = lambda: packed.with_new(jnp.zeros_like(words), top_k(x, most).indices, x.size)
+  return jax.lax.cond(packed.count(words) > most, largest, lambda: words)
 
 
 def counts_before(words: jax.Array, bounds: jax.Array) -> jax.Array:
@@ -65,34 +86,29 @@ def first(x: jax.Array, words: jax.Array, capacity: int) -> Sparse:
   return Sparse(indices, sparse.at(x, indices))
 
 
-def in_regions(x: jax.Array, words: jax.Array, bounds: jax.Array, capacity: int) -> Sparse:
-  """The first `capacity` selected entries of each region, in the order of their indices.
+def in_regions(x: jax.Array, words: jax.Array, bounds: jax.Array, capacity: int, most: int) -> Sparse:
+  """The selected entries of each region, in the order of their indices; of more than `capacity` the largest.
 
   Args:
     x: f32[n].
-    words: of `selected`.
+    words: of `selected`, at most `most` entries.
     bounds: i32[r + 1], region i is bounds[i] … bounds[i + 1] − 1.
     capacity: slots of each region.
+    most: the largest number of selected entries.
 
   Returns:
-    [r, capacity] entries; empty slots have index n.
+    [r, capacity] entries; empty slots have index n. Ties go to the lowest index.
 
   Example:
-    >>> x = jnp.array([3.0, 0.0, -2.0, 1.0])
-    >>> in_regions(x, selected(x, jnp.float32(1)), jnp.array([0, 1, 4]), 2).indices
-    Array([[0, 4],
-           [2, 3]], dtype=int32)
+    >>> x = jnp.array([3.0, 0.0, -2.0, 1.0, 2.0])
+    >>> in_regions(x, selected(x, jnp.float32(1)), jnp.array([0, 1, 5]), 2, most=4).indices
+    Array([[0, 5],
+           [2, 4]], dtype=int32)
   """
   starts = counts_before(words, bounds)
   crowd = jnp.diff(starts)
   fit = jnp.minimum(crowd, capacity)
-
-  def trimmed() -> jax.Array:
-    """Without what finds no room in its region, so that others keep theirs."""
-    ends = at_ordinals(words, starts[:-1] + fit)
-    ends = jnp.where(crowd > capacity, ends, bounds[1:])
-    return jax.lax.fori_loop(0, crowd.size, lambda i, kept: packed.without(kept, ends[i], bounds[i + 1]), words)
-
+  trimmed = lambda: _largest_in_regions(x, words, bounds, starts, capacity, most)
   kept = jax.lax.cond((crowd > capacity).any(), trimmed, lambda: words)
   found = packed.places(kept, crowd.size * capacity)
   slot = jnp.arange(capacity, dtype=jnp.int32)[None]
@@ -100,3 +116,20 @@ def in_regions(x: jax.Array, words: jax.Array, bounds: jax.Array, capacity: int)
   places = found[jnp.minimum(first[:, None] + slot, found.size - 1)]
   indices = jnp.where(slot < fit[:, None], places, x.size)
   return Sparse(indices, sparse.at(x, indices))
+
+
+def _largest_in_regions(
+  x: jax.Array, words: jax.Array, bounds: jax.Array, starts: jax.Array, capacity: int, most: int
+) -> jax.Array:
+  """The packed set of the `capacity` largest selected entries of each region; the arguments are those of `in_regions`.
+
+  One sort by region, then by magnitude; `starts` says where in that order a region begins.
+  """
+  regions = bounds.size - 1
+  indices = jnp.minimum(packed.places(words, most), x.size)
+  region = jnp.searchsorted(bounds[1:], indices, side="right").astype(jnp.int32)
+  smallness = order.TOP - order.keys_of(sparse.at(x, indices))
+  region, _, indices = jax.lax.sort((region, smallness, indices), num_keys=2, is_stable=True)
+  ordinal = jnp.arange(most, dtype=jnp.int32) - starts[region]
+  kept = (region < regions) & (ordinal < capacity)
+  return packed.with_new(jnp.zeros_like(words), jnp.where(kept, indices, x.size), x.size)

@@ -85,7 +85,7 @@ def start(after, workers=4, **config):
   return params, js.init(tx, params, mesh), js.make_train_step(loss_fn, tx, mesh)
 
 
-@pytest.mark.parametrize("sync_every", [1, 3, 100])
+@pytest.mark.parametrize("sync_every", [1, 3, None])
 def test_training_is_each_workers_own_until_it_is_synchronized(sync_every):
   """The step against a plain loop over the workers in numpy."""
   workers, rate = 4, 0.1
@@ -96,7 +96,7 @@ def test_training_is_each_workers_own_until_it_is_synchronized(sync_every):
     params, state, _ = step(params, state, batch)
     parts = batch.reshape(workers, 2, 12)
     own = own - rate * shifted_in_numpy((own[:, None] - parts).mean(1))
-    if i % sync_every == 0:
+    if sync_every and i % sync_every == 0:
       own[:] = own.mean(0)
     here = np.asarray(params["w"]).reshape(1, 12) + np.asarray(state.moved["w"]).reshape(workers, 12)
     np.testing.assert_allclose(here, own, atol=1e-5)
@@ -153,7 +153,7 @@ def test_parameters_in_bfloat16_keep_what_they_moved_in_float32():
 
 @pytest.mark.parametrize("value", [0, -1, 0.5, True])
 def test_bad_sync_every(value):
-  with pytest.raises(ValueError, match=f"sync_every={value!r}, choose a whole number from 1 up"):
+  with pytest.raises(ValueError, match=f"sync_every={value!r}, choose a whole number from 1 up, or None"):
     js.a2sgd_transform("workers", sync_every=value)
   with pytest.raises(ValueError, match="means='layer', choose one of 'vector', 'leaf'"):
     js.a2sgd_transform("workers", means="layer")
@@ -177,3 +177,17 @@ def test_a_state_that_would_lose_what_is_each_workers_own_is_refused():
   state = jax.vmap(lambda p: tx.init(p), axis_name="w")(jnp.zeros((2, 3)))
   with pytest.raises(ValueError, match="make it with js.init and train with js.make_train_step"):
     js.specs(state, "w")
+
+
+def test_parameters_are_averaged_at_the_end_only_where_nothing_else_is_asked_for():
+  """The published Algorithm 1."""
+  params, state, step = start(optax.sgd(0.1), sync_every=None)
+  first = np.asarray(params["w"])
+  for i in range(101):  # the default averages at the 100th
+    params, state, _ = step(params, state, batch_of(i, 4))
+  np.testing.assert_array_equal(params["w"], first)
+  assert float(js.metrics(state).drift) > 0
+  mean = np.asarray(state.moved["w"]).mean(0)
+  params, state = step.synchronize(params, state)
+  np.testing.assert_allclose(params["w"], first + mean, atol=1e-6)
+  assert float(js.metrics(state).drift) == 0

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives.gaussiank import fitted_threshold
+from jaxsparse.collectives.gaussiank import corrected, fitted_threshold
 from tests.cases import normals
 
 
-def threshold_in_numpy(x, k):
+def threshold_in_numpy(x, k, correction):
   threshold = abs(x.mean()) + abs(statistics.NormalDist().inv_cdf(k / len(x) / 2)) * x.std()
-  for _ in range(20):
+  for _ in range(20 if correction else 0):
     reached = np.sum(np.abs(x) >= threshold)
     threshold *= 1 / 1.02 if reached < 0.75 * k else 1.02 if reached > 1.25 * k else 1
   return threshold
@@ -21,9 +21,26 @@ def threshold_in_numpy(x, k):
 
 @pytest.mark.parametrize("k", [1, 20, 1999])
 @pytest.mark.parametrize("power", [1, 3])
-def test_the_threshold_of_the_paper(k, power):
+def test_the_threshold_of_the_paper_and_its_correction(k, power):
   x = normals(k, 2000) ** power
-  np.testing.assert_allclose(fitted_threshold(jnp.asarray(x), k), threshold_in_numpy(x, k), rtol=1e-4)
+  fitted = fitted_threshold(jnp.asarray(x), k)
+  np.testing.assert_allclose(fitted, threshold_in_numpy(x, k, False), rtol=1e-4)
+  np.testing.assert_allclose(corrected(fitted, jnp.asarray(x), k), threshold_in_numpy(x, k, True), rtol=1e-4)
+
+
+def test_without_correction_heavy_tails_are_underestimated():
+  grads = normals(0, 3, 20_000) ** 3
+  plain, adjusted = (js.simulate("gaussiank", grads, k=2000, correction=on).metrics for on in (False, True))
+  assert float(plain.selected) < 0.75 * 2000 <= float(adjusted.selected)
+  with pytest.raises(ValueError, match="correction='no', choose one of True, False"):
+    js.gaussiank_transform("workers", k=1, correction="no")
+
+
+def test_of_more_entries_than_there_is_room_for_the_largest_are_sent():
+  rising = np.where(np.arange(4000) % 2, 1, -1) * np.linspace(10, 11, 4000)
+  out = js.simulate("gaussiank", np.tile(rising, (2, 1)).astype(np.float32), k=3000)
+  assert int(out.metrics.overflow) == 2 * 250
+  np.testing.assert_array_equal(np.flatnonzero(out.total), np.arange(250, 4000))
 
 
 def test_normal_gradients_give_k_and_heavy_tails_do_not():

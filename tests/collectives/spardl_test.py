@@ -193,6 +193,7 @@ INPUTS = {
   "one large": np.where(np.arange(3) == 1, 1e6, 0)[:, None] * np.eye(3, 6001, 7)
   + normals(3, 3, 6001),  # large here, small there
   "half": np.where(np.arange(6001) < 3000, normals(1, 5, 6001), 100.0),  # some blocks hit, others miss
+  "ties in two teams, B-SAG": np.round(normals(5, 4, 6001) * 2),
   "not a number": normals(2, 3, 6001) * np.where(np.arange(6001) == 7, np.nan, 1),
 }
 
@@ -205,7 +206,9 @@ INPUTS = {
   ],
 )
 def test_looking_among_candidates_changes_no_bit(monkeypatch, name, selector):
-  grads, config = INPUTS[name].astype(np.float32), {"k": 60, "selector": selector, "teams": 2 if "teams" in name else 1}
+  grads = INPUTS[name].astype(np.float32)
+  config = {"k": 60, "selector": selector, "teams": 2 if "teams" in name else 1}
+  config["sag"] = "bruck" if "B-SAG" in name else "auto"
   residuals = np.where(np.arange(grads.size).reshape(grads.shape) % 3, np.float32(-0.0), np.float32(1e-40))
 
   def two_steps():
@@ -221,3 +224,47 @@ def test_looking_among_candidates_changes_no_bit(monkeypatch, name, selector):
     np.testing.assert_array_equal(bits(expected.total), bits(found.total))
     np.testing.assert_array_equal(bits(expected.residuals), bits(found.residuals))
   simulation.reduce_all.clear_cache()
+
+
+@pytest.mark.parametrize("spike", [1e2, 1e8, 3.3e38])
+def test_a_reused_threshold_recovers_from_a_spike(spike):
+  """One batch with k giant entries raises the thresholds far above all that follows."""
+  workers, n, k = 2, 400, 20
+  state, selected, skipped = None, [], []
+  for step in range(8):
+    grads = normals(step, workers, n)
+    if step == 2:
+      grads = np.zeros_like(grads)
+      grads[:, ::20] = np.where(np.arange(20) % 2, 1, -1) * np.float32(spike) / workers
+    out = js.simulate("spardl", grads, state=state, k=k, selector="reuse")
+    state = out.state
+    selected.append(int(out.metrics.selected))
+    skipped.append(bool(out.metrics.skipped))
+    assert np.isfinite(state.carried.worker.bounds).all()
+  assert not any(skipped)
+  assert min(selected[5:]) > k / 2
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_reused_threshold_outlives_a_skipped_step(bad):
+  workers, n, k = 2, 400, 20
+  first = js.simulate("spardl", normals(0, workers, n), k=k, selector="reuse")
+  broken = normals(1, workers, n)
+  broken[1, :200] = bad
+  skipped = js.simulate("spardl", broken, state=first.state, k=k, selector="reuse")
+  assert bool(skipped.metrics.skipped)
+  np.testing.assert_array_equal(skipped.state.carried.worker.bounds, first.state.carried.worker.bounds)
+
+
+def test_an_infinite_threshold_does_not_silence_a_block():
+  """As a state has it whose growth has gone beyond the largest finite number."""
+  workers, n, k = 2, 400, 20
+  state = js.simulate("spardl", normals(0, workers, n), k=k, selector="reuse").state
+  endless = jax.tree.map(lambda x: jnp.full_like(x, np.inf), state.carried.worker)
+  state = state._replace(carried=state.carried._replace(worker=endless))
+  selected = []
+  for step in range(3):
+    out = js.simulate("spardl", normals(step, workers, n), state=state, k=k, selector="reuse")
+    state = out.state
+    selected.append(int(out.metrics.selected))
+  assert selected[1] == k

@@ -1,6 +1,7 @@
 """Ok-Topk in numpy, written from Algorithms 1 and 2 of the paper: P workers as a plain loop, entries in dictionaries.
 
-The sizes of messages are an argument: what does not fit stays with its senders.
+The sizes of messages are an argument: the smallest entries that do not fit stay with their senders. Thresholds follow
+as `nudge` says: "none" is the paper's Algorithm 1. Where a threshold is 0 it is exact in the next step too.
 """
 
 import numpy as np
@@ -11,38 +12,40 @@ from tests.reference import added, dense, largest
 class OkTopk:
   """All workers; `reduce` is one step."""
 
-  def __init__(self, ranks, n, k, sizes, threshold_period=32, region_period=64, balanced_regions=True, fixed=True):
+  def __init__(self, ranks, n, k, sizes, threshold_period=32, region_period=64, balanced_regions=True, nudge="none"):
     self.ranks, self.n, self.k, self.sizes = ranks, n, k, sizes
     self.threshold_period, self.region_period, self.balanced_regions = threshold_period, region_period, balanced_regions
     self.step = 0
     self.local, self.threshold = [np.float32(0)] * ranks, np.float32(0)
     self.bounds = [n * region // ranks for region in range(ranks + 1)]
     self.residuals = np.zeros((ranks, n), np.float32)
-    self.was_balanced, self.fixed = False, fixed
+    self.was_balanced, self.nudge = False, nudge
 
   def reduce(self, gradients):
     """Total f32[n]; the residuals are an attribute."""
     home = gradients + self.residuals
     exact = self.step % self.threshold_period == 0
-    if exact:
-      self.local = [np.sort(np.abs(row))[-self.k] for row in home]
-    chosen = [
-      [i for i in range(self.n) if abs(row[i]) >= a and row[i] != 0] for row, a in zip(home, self.local, strict=True)
+    kth = lambda row: np.sort(np.abs(row))[-self.k]
+    self.local = [kth(row) if exact or a == 0 else a for row, a in zip(home, self.local, strict=True)]
+    reach = [
+      {i: row[i] for i in range(self.n) if abs(row[i]) >= a and row[i] != 0}
+      for row, a in zip(home, self.local, strict=True)
     ]
-    if self.balanced_regions and self.step % self.region_period == 0:
+    chosen = [sorted(largest(entries, 2 * self.k)) for entries in reach]
+    if self.balanced_regions and (self.step % self.region_period == 0 or self.threshold == 0):
       self.bounds = self.consensus(chosen)
 
     sent = [[{} for _ in range(self.ranks)] for _ in range(self.ranks)]
     for rank in range(self.ranks):
       for region in range(self.ranks):
-        inside = [i for i in chosen[rank] if self.bounds[region] <= i < self.bounds[region + 1]]
-        sent[rank][region] = {i: home[rank, i] for i in inside[: self.sizes.most]}
+        inside = {i: home[rank, i] for i in chosen[rank] if self.bounds[region] <= i < self.bounds[region + 1]}
+        sent[rank][region] = largest(inside, self.sizes.most)
     owned = [added(*[sent[rank][region] for rank in range(self.ranks)]) for region in range(self.ranks)]
 
-    if exact:
+    if exact or self.threshold == 0:
       magnitudes = sorted((abs(value) for entries in owned for value in entries.values()), reverse=True)
       self.threshold = magnitudes[self.k - 1] if len(magnitudes) >= self.k else np.float32(0)
-    elif not self.fixed:
+    elif self.nudge == "search":
       for octave in (8, 256):
         candidates = self.threshold * np.array([2 ** (step / octave) for step in range(-16, 17)], np.float32)
         counts = [sum(abs(value) >= t for entries in owned for value in entries.values()) for t in candidates]
@@ -57,8 +60,8 @@ class OkTopk:
         for i in message:
           if total[i] != 0:
             self.residuals[rank, i] = 0
-    self.local = [self.nudged(a, len(mine)) for a, mine in zip(self.local, chosen, strict=True)]
-    self.threshold = self.nudged(self.threshold, count) if self.fixed else self.threshold
+    self.local = [self.nudged(a, len(mine)) for a, mine in zip(self.local, reach, strict=True)]
+    self.threshold = self.nudged(self.threshold, count) if self.nudge == "fixed" else self.threshold
     self.step += 1
     return total
 
@@ -90,7 +93,9 @@ class OkTopk:
     return [*kept, *messages.values()]
 
   def nudged(self, threshold, count):
-    if not self.fixed:
+    if self.nudge == "none":
+      return threshold
+    if self.nudge == "search":
       return np.float32(threshold * min(np.float32(0.9) + np.float32(count) / np.float32(10 * self.k), np.float32(2)))
     if count > 5 * self.k / 4:
       return np.float32(threshold * np.float32(1.012))

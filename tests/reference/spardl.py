@@ -33,7 +33,8 @@ class Largest:
     if len(chosen) == self.share:
       self.full((rank, block), min(abs(value) for value in chosen.values()))
     else:
-      self.bounds[rank, block] *= 0.75 + len(chosen) / self.share / 4
+      few = 2 * len(chosen) < self.share  # too few to tell how far down the entries are
+      self.bounds[rank, block] *= 0 if few else 0.75 + len(chosen) / self.share / 4
       self.levels[rank, block] = 0
     return chosen
 
