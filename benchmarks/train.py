@@ -79,9 +79,9 @@ def _check_flags() -> Plan:
   idle = [flag.name for flag in (_MODEL, _DATASET, _DATA_DIR) if flag.present]
   if _TASK.value == "lm" and idle:
     raise ValueError(f"--{idle[0]} is for --task=images: --task=lm has a model and a text of its own")
-  unknown = sorted(set(_TRACE.value) - set(js.Metrics._fields))
+  unknown = sorted(set(_TRACE.value) - set(js.Metrics.names()))
   if unknown:
-    raise ValueError(f"--trace={unknown[0]}, choose from {', '.join(js.Metrics._fields)}")
+    raise ValueError(f"--trace={unknown[0]}, choose from {', '.join(js.Metrics.names())}")
   return Plan(
     specs.parse(_ALGORITHM.value, _WORKERS.value, density=_DENSITY.value, teams=_TEAMS.value),
     training.parse_optimizers(_OPTIMIZER.value, _LEARNING_RATE.value),

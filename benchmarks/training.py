@@ -207,7 +207,7 @@ def train(
   read = jax.jit(workers.metrics)
   few = min(steps, CURVE_POINTS // 2)  # closer together where accuracy changes most, at the start
   points = {round(point) for spread in (np.linspace, np.geomspace) for point in spread(1, steps, few)} | {steps}
-  trace: dict[str, list[float]] = {name: [] for name in js.Metrics._fields}
+  trace: dict[str, list[float]] = {name: [] for name in js.Metrics.names()}
   run = Run(spec.label, *optimizer, seed, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, [], [], [], trace)
   times, batches = [], task.batches()
   for number in range(1, steps + 1):
@@ -216,8 +216,9 @@ def train(
     params, state, metrics = step(params, state, batch)
     jax.block_until_ready(metrics)
     times.append(time.perf_counter() - start)
-    for name, value in read(state)._asdict().items():
-      run.trace[name].append(float(value))
+    found = read(state).as_dict()
+    for name, values in run.trace.items():
+      values.append(found[name])
     if number in points:
       run.steps.append(number)
       run.accuracy.append(task.accuracy(step.synchronize(params, state)[0]))

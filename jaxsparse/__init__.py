@@ -14,7 +14,7 @@ SparDL keeps what it works on in `blocks`: `held`, with what its `selectors` cho
 
 `training` wraps that in a step over the workers of an `engine`: a mesh, of many processes too, MPI (`comm_mpi`) or the
 simulator. `worker` is what each of them does, with `perworker` where they have parameters of their own; `replication`
-shows before a step runs that it makes no difference between workers, `replicas` compares what they hold, and
+checks, before a step runs, that replicated values stay equal, `replicas` compares those that workers hold, and
 `telemetry` reads what was sent, in counters that do not wrap (`saturating`). `launch` starts the ranks of a run,
 `simulation` runs one reduction with any number of workers on one device, `costs` reads the messages and words off its
 jaxpr and predicts seconds from what it measures with `timing`, and `doctor` says what an installation can do.

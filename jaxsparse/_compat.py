@@ -1,13 +1,13 @@
 """Every difference between the JAX versions we support, and what JAX itself tells of a mesh or a tracer."""
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import distributed  # the barrier that has a limit is public nowhere
+from jax.extend import core
 from jax.sharding import AxisType, Mesh
 
 AxisName = str | tuple[str, ...]
@@ -47,6 +47,16 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
   return len(consts), len(carry)
 
 
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
+  """The jaxprs within an equation of these parameters: bodies of loops, branches, functions."""
+  for value in params.values():
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+      if isinstance(item, core.ClosedJaxpr):
+        yield item.jaxpr
+      elif isinstance(item, core.Jaxpr):
+        yield item
+
+
 def shard_map(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
   """`jax.shard_map` without replication checks: a total made of ppermutes is typed device-varying, though it is not."""
   return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -78,28 +88,34 @@ def _equation_of(x: jax.Array) -> Any:
   return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
 
 
-def wait_for_processes(tree: Any, what: str) -> None:
+def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
   """Waits until every process that holds a part of the arrays of `tree` has come here too; others hold none.
 
+  Args:
+    tree: of arrays.
+    what: the name of the call that waits, for the error.
+    timeout: seconds.
+
   Raises:
-    RuntimeError: if one does not come within 60 s, naming `what` they were to call.
+    RuntimeError: if one does not come in time.
   """
   arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
   devices: list[Any] = [device for x in arrays if not x.is_fully_addressable for device in x.sharding.device_set]
-  holders = sorted({device.process_index for device in devices})
+  holders = tuple(sorted({device.process_index for device in devices}))
   client = distributed.global_state.client
   if not holders or client is None:
     return
+  number = _BARRIERS[what, holders] = _BARRIERS.get((what, holders), 0) + 1
   try:
-    client.wait_at_barrier(f"{what}/{next(_BARRIERS)}/{holders}", 1000 * _PATIENCE, process_ids=holders)
+    client.wait_at_barrier(f"{what}/{number}/{holders}", round(1000 * timeout), process_ids=list(holders))
   except Exception as error:
     raise RuntimeError(
-      f"{what} reads arrays of {len(holders)} processes, and not all of them called it within {_PATIENCE} s: call it "
+      f"{what} reads arrays of {len(holders)} processes, and not all of them called it within {timeout:g} s: call it "
       "on every process, not only where jax.process_index() == 0, and print on one"
     ) from error
 
 
-_BARRIERS, _PATIENCE = itertools.count(), 60  # numbers of barriers, the same on all processes; seconds
+_BARRIERS: dict[tuple[str, tuple[int, ...]], int] = {}  # how often these processes have met: a barrier serves once
 
 
 def _varying(x: jax.Array) -> frozenset[str]:

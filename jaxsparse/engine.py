@@ -29,6 +29,7 @@ class Engine(Protocol):
     waits: whether a step must wait for the one before.
     axes: names of the axes that a program is mapped over, with their sizes.
     axis: the axis, or tuple of axes, that the workers lie along.
+    others: the names of the other axes that a program is mapped over, along which a worker has copies.
     process: number of this process, of `processes` that run the program together.
     processes: how many there are.
   """
@@ -46,6 +47,7 @@ class Engine(Protocol):
   waits: bool
   axes: dict[Any, int]
   axis: AxisName
+  others: tuple[str, ...]
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """The program of all workers that runs `function` at each, as `jax.shard_map` does."""
@@ -120,6 +122,7 @@ class _OnMesh:
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
     self.comm: Comm = AxisComm(axis)
     self.axis, self.axes = axis, dict(mesh.shape)
+    self.others = tuple(name for name in mesh.axis_names if name not in names)
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes, me = len(taking_part), jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
@@ -172,6 +175,7 @@ class _OnOneDevice:
   held: int
   waits = False
   process, processes = 0, 1
+  others: tuple[str, ...] = ()
 
   @property
   def platform(self) -> str:

@@ -44,7 +44,10 @@ def count(tree: Any) -> int:
       )
   n = sum(sizes(tree))
   if not n:
-    raise ValueError(f"gradients={tree!r} hold no entry: give a pytree with at least one non-empty array")
+    raise ValueError(
+      f"gradients={tree!r} hold no entry: give a pytree with at least one non-empty array, and no label of "
+      "optax.multi_transform without a leaf"
+    )
   return n
 
 

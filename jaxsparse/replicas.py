@@ -17,23 +17,28 @@ from jaxsparse.comm import pack
 from jaxsparse.engine import Engine, here, rows_of
 
 
-def check_parameters(engine: Engine, params: Any) -> None:
-  """Checks that all processes of an engine give the same parameters; every one of them must call.
+def check_processes(engine: Engine, tree: Any, name: str) -> None:
+  """Checks that all processes of an engine give the same values; every one of them must call.
+
+  Args:
+    engine: of the workers.
+    tree: a pytree of arrays; of those that are sharded over processes only the shapes are compared.
+    name: of the tree, for the error.
 
   Raises:
     ValueError: naming the first leaf that differs and the processes, on every process.
   """
   if engine.processes == 1:
     return
-  leaves = jax.tree_util.tree_leaves_with_path(params)
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
   shapes = [(jax.tree_util.keystr(path), jnp.shape(leaf), str(jnp.result_type(leaf))) for path, leaf in leaves]
-  sums = [zlib.crc32(_bytes(leaf)) for _, leaf in leaves]
+  sums = [0 if _is_sharded(leaf) else zlib.crc32(_bytes(leaf)) for _, leaf in leaves]
   # Of a fixed size, so that processes with other leaves exchange it too.
   shape, values = _of_all(engine, [zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(sums).encode())]).T
   if (others := np.flatnonzero(shape != shape[0])).size:
     raise ValueError(
-      f"params: the parameters of {_workers(others)} have other names, shapes or dtypes than those of worker 0; here "
-      f"they are {shapes}. Every process must give the same"
+      f"{name}: those of {_workers(others)} have other names, shapes or dtypes than those of worker 0; here they are "
+      f"{shapes}. Every process must give the same"
     )
   if np.all(values == values[0]):
     return
@@ -41,8 +46,8 @@ def check_parameters(engine: Engine, params: Any) -> None:
   number = int(np.flatnonzero(np.any(rows != rows[0], axis=0))[0])
   others = np.flatnonzero(rows[:, number] != rows[0, number])
   raise ValueError(
-    f"params{shapes[number][0]} differs between processes: {_workers(others)} and worker 0 give other values. Make "
-    "parameters from the same seed on every process, not from jax.process_index()"
+    f"{name}{shapes[number][0]} differs between processes: {_workers(others)} and worker 0 give other values. Make it "
+    "from the same seed on every process, not from jax.process_index()"
   )
 
 
@@ -66,17 +71,18 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
 
   def checksums(*trees: Any) -> jax.Array:
     leaves = [leaf for leaf, is_split in zip(jax.tree.leaves(trees), split, strict=True) if not is_split]
-    return jnp.array([_checksum(leaf) for leaf in leaves])
+    sums = jnp.array([_checksum(leaf) for leaf in leaves])
+    # Along the other axes of the mesh a worker has copies.
+    return jax.lax.all_gather(sums, engine.others).reshape(-1, sums.size) if engine.others else sums[None]
 
   rows = rows_of(engine, checksums, tuple(specs))(*engine.place(tuple(trees), tuple(specs)))
-  differing = np.any(rows != rows[0], axis=0)
-  if differing.any():
-    number = int(np.flatnonzero(differing)[0])
+  differs = np.any(rows != rows[0, 0], axis=1)  # [worker, array]
+  if differs.any():
+    number = int(np.flatnonzero(differs.any(axis=0))[0])
     leaf = names[same[number][0].idx] + jax.tree_util.keystr(same[number][1:])
-    others = np.flatnonzero(rows[:, number] != rows[0, number])
     raise ValueError(
-      f"{leaf} and {differing.sum() - 1} other of {len(same)} arrays that should be the same on every worker are not: "
-      f"{_workers(others)} and worker 0 hold other values"
+      f"{leaf} and {differs.any(axis=0).sum() - 1} other of {len(same)} arrays that should be the "
+      f"same on every worker are not: {_workers(np.flatnonzero(differs[:, number]))} and worker 0 hold other values"
     )
 
 
@@ -92,6 +98,10 @@ def _of_all(engine: Engine, checksums: Sequence[int]) -> np.ndarray:
   """u32[P, …] of the checksums that the process of each worker gives."""
   row = np.array(checksums, np.uint32)
   return rows_of(engine, lambda x: x[0], (PartitionSpec(engine.axis),))(engine.spread(row))
+
+
+def _is_sharded(leaf: Any) -> bool:
+  return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated
 
 
 def _bytes(leaf: Any) -> memoryview:

@@ -78,6 +78,9 @@ def simulate(
   if state is None:
     state = initial(collective, *rows.shape)
     if residuals is not None:
+      given, expected = (str(jax.tree.structure(tree)) for tree in (residuals, grads))
+      if given != expected:
+        raise ValueError(f"simulate: residuals are a {given}, the gradients a {expected}")
       state = _with_residuals(state, _rows_of("residuals", residuals)[0], collective)
   elif residuals is not None:
     raise ValueError("simulate: give residuals or state, not both: a state holds its own residuals")

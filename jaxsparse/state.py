@@ -84,6 +84,7 @@ def specs(state: Any, axis: AxisName) -> Any:
   per_worker, replicated = PartitionSpec(axis), PartitionSpec()
   _check_wrappers(state)
   _check_chains(state)
+  check_alive({"state": state})
   check_layout(state)
   if isinstance(state, PerWorker):
     return jax.tree.map(lambda _: per_worker, state)
@@ -113,7 +114,7 @@ def reduce_states(state: Any) -> list[ReduceState]:
 
 
 def labelled(state: Any) -> dict[str, ReduceState]:
-  """Every `ReduceState` within an optax state by its label: that of `optax.multi_transform`, else its place."""
+  """Every `ReduceState` within an optax state by its label: that of `optax.multi_transform`, else its path."""
   leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_reduce_state)
   found = [(path, node) for path, node in leaves if _is_reduce_state(node)]
   labels = ["/".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)) for path, _ in found]
@@ -185,18 +186,36 @@ def check_layout(state: Any, workers: int | None = None) -> None:
     ValueError: if they are not, naming both numbers: Orbax cuts and pads arrays, silently, where it is not strict.
   """
   for node in reduce_states(state):
-    made_for = node.layout.workers
-    if isinstance(made_for, jax.core.Tracer) or not hasattr(made_for, "__array__"):
+    if isinstance(node.layout.workers, jax.core.Tracer) or not hasattr(node.layout.workers, "__array__"):
       continue  # under a trace, or a jax.ShapeDtypeStruct
-    if isinstance(made_for, jax.Array) and not made_for.is_fully_addressable:
-      made_for = made_for.addressable_data(0)
-    found, rows = int(np.max(made_for)), node.counters.skipped.size
+    found, entries = (int(np.max(_local(number))) for number in node.layout)
+    rows = node.counters.skipped.size
     expected = workers or (rows if rows > 1 else found)
-    if found != expected:
+    residuals = [residual.size for residual in jax.tree.leaves(node.carried.residual)]
+    if found != expected or (residuals and sum(residuals) != rows * entries):
       raise ValueError(
-        f"the optimizer state was made for {found} workers and its arrays are those of {expected}: they were cut or "
-        f"padded, as Orbax does with strict=False, and residuals are lost. Restore it for {found} workers"
+        f"the optimizer state was made for {found} workers and {entries} gradient entries, its arrays are those of "
+        f"{expected} workers and {sum(residuals) // rows or entries} entries: they were cut or padded, as Orbax does "
+        "with strict=False, and residuals are lost. Restore it as it was saved"
       )
+
+
+def _local(number: jax.Array) -> jax.Array:
+  """What this process holds of a replicated number."""
+  is_global = isinstance(number, jax.Array) and not number.is_fully_addressable
+  return number.addressable_data(0) if is_global else number
+
+
+def check_alive(trees: dict[str, Any]) -> None:
+  """Raises ValueError for arrays that an earlier step was given to overwrite: XLA would read freed memory."""
+  gone = lambda leaf: isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+  if not any(map(gone, jax.tree.leaves(trees))):  # paths take longer than all of them together
+    return
+  path = next(path for path, leaf in jax.tree_util.tree_leaves_with_path(trees) if gone(leaf))
+  raise ValueError(
+    f"{path[0].key}{jax.tree_util.keystr(path[1:])} was donated to an earlier step and is gone: go on with the params "
+    "and state that the step returned, copy what you want to keep, or give make_train_step donate=False"
+  )
 
 
 def check_entries(state: ReduceState, n: int) -> None:
@@ -220,23 +239,36 @@ def check_kind(state: ReduceState, start: Callable[[], State], what: str) -> Non
     raise ValueError(f"the optimizer state is not one of {what} and these options: make a new one with js.init")
 
 
+_WRAPPERS: dict[type, tuple[str, str]] = {
+  optax.MultiStepsState: (
+    "inner_opt_state",
+    "optax.MultiSteps around a jaxsparse transform accumulates the gradients of one worker as if they were those of "
+    "all: put it after, as in optax.chain(js.spardl_transform(...), optax.MultiSteps(opt, every_k_schedule=k))",
+  ),
+  optax.ApplyIfFiniteState: (
+    "inner_state",
+    "optax.apply_if_finite around a jaxsparse transform looks at the gradients of one worker, and so workers decide "
+    "differently: put it after. A step with NaN or Inf is skipped by every worker in any case",
+  ),
+}
+
+
 def _check_wrappers(state: Any) -> None:
-  """MultiSteps accumulates what it is given: local gradients, which no checkpoint of replicated state would hold."""
-  wrappers = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.MultiStepsState))
-  if any(isinstance(node, optax.MultiStepsState) and reduce_states(node.inner_opt_state) for node in wrappers):
-    raise ValueError(
-      "optax.MultiSteps around a jaxsparse transform accumulates the gradients of one worker as if they were those of "
-      "all: put it after, as in optax.chain(js.spardl_transform(...), optax.MultiSteps(opt, every_k_schedule=k))"
-    )
+  """Refuses wrappers that look at local gradients: what they keep would differ between workers."""
+  for node in jax.tree.leaves(state, is_leaf=lambda node: type(node) in _WRAPPERS):
+    if type(node) in _WRAPPERS:
+      inner, why = _WRAPPERS[type(node)]
+      if reduce_states(getattr(node, inner)):
+        raise ValueError(why)
 
 
 def _check_chains(state: Any) -> None:
-  """What comes before our transform in a chain sees the gradients of one worker, and so does what it keeps of them."""
+  """A transformation before ours sees local gradients, so its state differs between workers."""
   chains = jax.tree.leaves(state, is_leaf=lambda node: type(node) is tuple and bool(reduce_states(node)))
   for chain in (node for node in chains if type(node) is tuple):
     ours = next(number for number, part in enumerate(chain) if reduce_states(part))
     for number, part in enumerate(chain[:ours]):
-      if any(jnp.ndim(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(part)):
+      if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(part)):
         raise ValueError(
           f"transformation {number} of the chain ({type(part).__name__}) keeps arrays and comes before the jaxsparse "
           "transform: they would be made of the gradients of one worker, differ between workers, and be kept as if "

@@ -10,7 +10,7 @@ from jaxsparse import _compat, perworker, saturating
 from jaxsparse._compat import AxisName
 from jaxsparse.comm import comm_of
 from jaxsparse.perworker import PerWorker
-from jaxsparse.state import ReduceState, check_layout, labelled
+from jaxsparse.state import ReduceState, check_alive, check_layout, labelled, why_none
 from jaxsparse.types import Comm, Counters
 
 _SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over transforms; of the rest the largest
@@ -32,8 +32,8 @@ class Metrics(NamedTuple):
     selected: entries that a worker chose to send, mean over workers.
     delivered: entries of the total that are not left out.
     density: the same as a share of all entries.
-    overflow: entries that found no room in a message and stayed in a residual, all workers together; of each worker
-      (2³¹ − 1)/P at most are counted.
+    overflow: entries that overflowed the capacity of a message and stayed in a residual, all workers together; of each
+      worker (2³¹ − 1)/P at most are counted.
     imbalance: entries of the fullest worker over the mean, before they are balanced (Ok-Topk).
     balanced: the same afterwards.
     merged: different indices in the fullest block after the sum over teams (SparDL's B-SAG).
@@ -45,7 +45,7 @@ class Metrics(NamedTuple):
     drift: how far the parameters of the workers are apart (root mean square of the ℓ₂ distance to their mean), for a
       collective whose totals differ; 0 right after they were averaged.
     parts: where a state holds several jaxsparse transforms, the `Metrics` of each by its label (that of
-      `optax.multi_transform`, else its place in the state), and the rest is over all of them; else empty.
+      `optax.multi_transform`, else its path in the state), and the rest is over all of them; else empty.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -70,6 +70,11 @@ class Metrics(NamedTuple):
   drift: jax.Array
   parts: Any = ()
 
+  @classmethod
+  def names(cls) -> tuple[str, ...]:
+    """The names of the numbers: all attributes but `parts`."""
+    return tuple(name for name in cls._fields if name != "parts")
+
   def as_dict(self) -> dict[str, float]:
     """The same as Python floats, bytes too, and of several transforms as "label/name": for a logger.
 
@@ -81,13 +86,13 @@ class Metrics(NamedTuple):
       >>> for name, value in found.items():  # tensorboardX, torch.utils.tensorboard
       ...   writer.add_scalar(f"jaxsparse/{name}", value, global_step=1)  # doctest: +SKIP
     """
-    own = {name: float(value) for name, value in zip(self._fields, self, strict=True) if name != "parts"}
+    own = {name: float(getattr(self, name)) for name in self.names()}
     own |= {"bytes_sent": 4 * own["words_sent"], "total_bytes": 4 * own["total_words"]}
     parts = [(f"{label}/{name}", x) for label, part in dict(self.parts).items() for name, x in part.as_dict().items()]
     return own | dict(parts)
 
 
-def metrics(state: Any, over: AxisName | Comm | None = None) -> Metrics:
+def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float = 60.0) -> Metrics:
   """Reads the metrics of the last step from an optax state.
 
   The residual norm is computed here, when it is read, and not in every step: it would cost a pass over the residual.
@@ -97,10 +102,11 @@ def metrics(state: Any, over: AxisName | Comm | None = None) -> Metrics:
       processes, every process must call.
     over: where `state` is that of one worker, inside shard_map and under MPI, the axis or comm of all of them; every
       worker must call then. None reads what `state` holds.
+    timeout: seconds to wait for other processes that hold a part of the state.
 
   Raises:
-    ValueError: if the state holds no jaxsparse transform.
-    RuntimeError: if other processes hold a part of the state and one of them does not call within 30 s.
+    ValueError: if the state holds no jaxsparse transform, or was donated to a later step.
+    RuntimeError: if other processes hold a part of the state and one of them does not call in time.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -111,10 +117,11 @@ def metrics(state: Any, over: AxisName | Comm | None = None) -> Metrics:
   """
   found = labelled(state)
   if not found:
-    raise ValueError("metrics: the state holds 0 jaxsparse transforms, give one that js.init made or a step returned")
+    raise ValueError(f"metrics: the state holds 0 jaxsparse transforms: {why_none(state)}")
+  check_alive({"state": state})
   check_layout(state)
   if over is None:
-    _compat.wait_for_processes(state, "js.metrics")
+    _compat.wait_for_processes(state, "js.metrics", timeout)
   comm = None if over is None else comm_of(over)
   apart = perworker.drift(state, comm) if isinstance(state, PerWorker) else jnp.float32(0)
   parts = {label: summary([node], comm) for label, node in found.items()} if len(found) > 1 else ()

@@ -1,6 +1,7 @@
 """The boilerplate that a user should not write: state over the workers, and a training step."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -43,8 +44,10 @@ def init(
 
   Raises:
     ValueError: if the mesh has no such axis, the transform is over another one, the configuration does not fit the
-      parameters, these differ between processes, a transformation that keeps arrays comes before the transform, or a
-      leaf would get the gradient of one worker, since no transform covers it.
+      parameters, these differ between processes, or a transformation that keeps arrays comes before the transform.
+
+  Warns:
+    UserWarning: if a leaf would get the gradient of one worker, since no transform covers it.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -54,15 +57,19 @@ def init(
     True
   """
   engine = engine_of(mesh, axis)
+  states.check_alive({"params": params})
 
   def start(params: optax.Params) -> Any:
     replication.check_axes(tx.init, (params,), engine.axis)
     state = tx.init(params)
     return perworker.first(state, params) if states.differs(state) else state
 
-  replicas.check_parameters(engine, params)
+  abstract = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
+  if not abstract:
+    replicas.check_processes(engine, params, "params")
   state, specs = started(engine, start, params, axis)
-  _check_covered(engine, tx, params, state, specs)
+  if not abstract:
+    _warn_uncovered(engine, tx, params, state, specs)
   return state
 
 
@@ -74,13 +81,11 @@ def started(engine: Engine, start: Callable, params: optax.Params, axis: AxisNam
   return engine.jit(start, (replicated,), spec)(*arguments), spec
 
 
-def _check_covered(engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any) -> None:
-  """Checks that leaves without a jaxsparse transform, where there are any, get updates that do not differ.
+def _warn_uncovered(engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any) -> None:
+  """Warns of leaves that no jaxsparse transform covers and whose updates would be made of one worker's gradient.
 
-  A training step is checked as it is; this is for a step of the user's own, and as early as can be.
-
-  Raises:
-    ValueError: naming the first leaf that gets the gradient of one worker.
+  A step of `make_train_step` refuses them. One of the user's own may average their gradients before the update, or
+  leave them constant, which no state shows.
   """
   covered = sum(int(np.max(here(node.layout.entries))) for node in states.reduce_states(state))
   floating = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
@@ -95,8 +100,11 @@ def _check_covered(engine: Engine, tx: optax.GradientTransformation, params: Any
   arguments = engine.place((params, state, params), (same, own, same))
   try:
     jax.eval_shape(engine.map(checked, (same, own, same), (same,)), *arguments)
-  except TypeError:  # it wants extra arguments that the step alone has
-    return
+  except ValueError as error:
+    warnings.warn(f"js.init: {error}. If your own step averages its gradient, all is well", stacklevel=3)
+  except TypeError as error:
+    if "keyword-only argument" not in str(error):  # extra arguments that the step alone has
+      raise
 
 
 def make_train_step(
@@ -211,7 +219,10 @@ class TrainStep:
     given = Given(rng, model_state, extra)
     program, specs = self._program(params, state, batch, given)
     count_step(self._engine.processes)
+    first = _identity(state) is not self._known
     arguments = self._engine.place((params, state, batch, given), specs)
+    if self._donate:
+      arguments = _apart(arguments, by_buffer=first)
     if self._engine.waits:
       jax.block_until_ready(self._last)
     params, state, metrics = program(*arguments)
@@ -222,6 +233,7 @@ class TrainStep:
     """Averages the parameters of workers that have their own; returns everything as it is where they have not."""
     if not isinstance(state, PerWorker):
       return params, state
+    states.check_alive({"params": params, "state": state})
     if self._average is None:
       average, specs = (
         functools.partial(perworker.synchronized, self._engine.comm),
@@ -236,6 +248,7 @@ class TrainStep:
     Raises:
       ValueError: naming the first array that should be the same on every worker and is not, and the workers.
     """
+    states.check_alive({"params": params, "state": state})
     specs = (PartitionSpec(), states.specs(state, self._axis))
     replicas.check_replicas(self._engine, (params, state), specs, ("params", "state"))
 
@@ -252,13 +265,17 @@ class TrainStep:
     self._check(params, state, batch, given)
     structure = jax.tree.structure((state, given))
     if structure not in self._programs:
+      own_model_state = self._worker.model_state == "worker"
+      shared = given._replace(model_state=None) if own_model_state else given
+      replicas.check_processes(self._engine, shared._asdict(), "step: argument ")
       replicated, split, own = PartitionSpec(), PartitionSpec(self._axis), states.specs(state, self._axis)
-      model_state = split if self._worker.model_state == "worker" else replicated
+      model_state = split if own_model_state else replicated
       in_specs = (replicated, own, split, Given(replicated, model_state, dict.fromkeys(given.extra, replicated)))
       same: Any = replicated
       out_specs = (replicated, own, StepMetrics(same, same, same, model_state))
       worker = functools.partial(self._worker.step, self._engine.comm)
-      checked = replication.checked(worker, in_specs, out_specs, self._engine.axis, _LIKELY_MISTAKES)
+      engine = self._engine
+      checked = replication.checked(worker, in_specs, out_specs, engine.axis, _LIKELY_MISTAKES, engine.others)
       options = compiler_options(self._engine.platform) if states.in_groups(state) else None
       donated = (0, 1) if self._donate else ()
       program = self._engine.jit(checked, in_specs, out_specs, donate=donated, options=options)
@@ -266,11 +283,15 @@ class TrainStep:
     return self._programs[structure]
 
   def _check(self, params: optax.Params, state: Any, batch: Any, given: Given) -> None:
-    _check_alive({"params": params, "state": state, "batch": batch, "model_state": given.model_state})
+    states.check_alive({"params": params, "state": state, "batch": batch, "model_state": given.model_state})
+    numbers = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float)
+    for name, value in given.extra.items():
+      if not all(isinstance(leaf, numbers) for leaf in jax.tree.leaves(value)):
+        raise TypeError(f"step: extra argument {name}={value!r}: give arrays or numbers, which can be traced")
     check_batch(batch, self._engine, self._axis, self._worker.accumulate)
     if self._worker.model_state == "worker":
       self._check_rows(given.model_state)
-    if _identity(state) is not None and _identity(state) is self._known:
+    if self._known is not None and _identity(state) is self._known:
       return
     nodes = states.reduce_states(state)
     if not nodes:
@@ -290,27 +311,38 @@ class TrainStep:
 
 _LIKELY_MISTAKES = {
   "params": "no jaxsparse transform covers its gradient (optax.masked leaves what it masks as it is, here the gradient "
-  "of one worker). Give every leaf a transform, js.dense_transform for a plain average: optax.multi_transform({'sparse'"
-  ": js.spardl_transform(...), 'dense': js.dense_transform(...)}, labels); or freeze it with optax.set_to_zero()",
+  "of one worker), or what comes after the transform uses the data of one worker (as optax.apply_if_finite around it "
+  "does). Give every leaf a transform, js.dense_transform for a plain average: optax.multi_transform({'sparse': "
+  "js.spardl_transform(...), 'dense': js.dense_transform(...)}, labels); or freeze it with optax.set_to_zero()",
   "state": "it is made of what one worker has before the jaxsparse transform averages it. Put that transform first in "
   "its chain",
   "metrics": "it is made of the data of one worker",
 }
 
 
+def _apart(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, ...]:
+  """The arguments of a step, with a copy of each array that is among those to donate and is given twice.
+
+  XLA overwrites what is donated. Params and state come first, and are. What a step returned lies in buffers of its own,
+  so that later calls need to look at the arrays only and not at their buffers.
+  """
+  seen: set[Any] = set()
+
+  def own(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+      return leaf
+    keys = {id(leaf)}
+    if by_buffer and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      keys |= {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards if shard.data.size}
+    twice = not seen.isdisjoint(keys)
+    seen.update(keys)
+    return jnp.copy(leaf) if twice else leaf
+
+  params, state, *rest = arguments
+  return *jax.tree.map(own, (params, state)), *(jax.tree.map(own, part) for part in rest)
+
+
 def _identity(state: Any) -> Any:
   """An array that is of this state alone, and that a step passes on as a new one."""
   nodes = states.reduce_states(state)
   return nodes[0].layout.workers if nodes else None
-
-
-def _check_alive(trees: dict[str, Any]) -> None:
-  """Raises ValueError for arrays that an earlier step was given to overwrite: XLA would read freed memory."""
-  gone = lambda leaf: isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
-  if not any(map(gone, jax.tree.leaves(trees))):  # paths take longer than all of them together
-    return
-  path = next(path for path, leaf in jax.tree_util.tree_leaves_with_path(trees) if gone(leaf))
-  raise ValueError(
-    f"{path[0].key}{jax.tree_util.keystr(path[1:])} was donated to an earlier step and is gone: go on with the params "
-    "and state that the step returned, copy what you want to keep, or give make_train_step donate=False"
-  )

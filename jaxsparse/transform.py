@@ -11,7 +11,7 @@ from jaxsparse import _compat, flatten, saturating, sparse
 from jaxsparse import state as states
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import AxisComm, axes_of, comm_of
-from jaxsparse.replication import mark_gradients, mark_total
+from jaxsparse.replication import mark_total
 from jaxsparse.state import ReduceState
 from jaxsparse.telemetry import accumulated
 from jaxsparse.types import Comm, Counters, Kept, Reduced, Sparse
@@ -69,7 +69,7 @@ def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax
     check_local(comm, updates)
     own = collective.for_leaves(flatten.sizes(updates))
     states.check_kind(state, functools.partial(own.init, grads.size, comm.size), own.name)
-    mean, state = reduce_step(own, comm, mark_gradients(grads, axes_of(comm)), state, divisor=comm.size)
+    mean, state = reduce_step(own, comm, grads, state, divisor=comm.size)
     return unflatten(mean), state
 
   return optax.GradientTransformation(init, update)
@@ -134,7 +134,7 @@ def applied(
   counters = jax.tree.map(lambda new, old: saturating.cast(new, old.dtype).reshape(1), counters, state.counters)
   keep = lambda new, old: jnp.where(finite, new, old)
   if isinstance(carried.residual, Kept):
-    # Vectors are written after all that was to be read of others has been, and so can take their place.
+    # Order all reads before the in-place writes, so that XLA can alias the buffers.
     ready = finite.astype(jnp.int32)
     for entries in carried.residual.entries:
       ready = sparse.after(entries.values, ready)

@@ -96,7 +96,7 @@ class Counters(NamedTuple):
     selected: entries that this worker chose to send.
     delivered: entries of the total that are not left out.
     density: `delivered` as a share of all entries; filled in for every collective.
-    overflow: entries that found no room in a message and went back to the residual.
+    overflow: entries that overflowed the capacity of a message and went back to the residual.
     imbalance: entries of the fullest worker over the mean, before they are balanced (Ok-Topk).
     balanced: the same afterwards.
     merged: different indices in the fullest block after the sum over teams (SparDL's B-SAG).

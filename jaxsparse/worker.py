@@ -96,11 +96,16 @@ def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, giv
     def loss_fn(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
       wanted = ["loss", *["model_state"] * (model_state is not None), *["aux"] * worker.has_aux]
       found = worker.loss_fn(params, batch, **named)
-      if len(wanted) == 1:
-        found = (found,)
+      if len(wanted) == 1 and isinstance(found, tuple):
+        raise ValueError(
+          f"loss_fn returned {len(found)} values, it should return the loss: give make_train_step has_aux=True for "
+          "(loss, aux), or the step model_state= for (loss, model_state)"
+        )
+      found = found if len(wanted) > 1 else (found,)
       if not isinstance(found, tuple) or len(found) != len(wanted):
         raise ValueError(f"loss_fn returned {jax.tree.structure(found)}, it should return ({', '.join(wanted)})")
       parts = dict(zip(wanted, found, strict=True))
+      _check_structure(model_state, parts.get("model_state"))
       return parts["loss"], (parts.get("model_state"), parts.get("aux"))
 
     (loss, (after, aux)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
@@ -111,10 +116,16 @@ def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, giv
   return _accumulated(worker, of_part, batch, key, model_state, params)
 
 
+def _check_structure(before: Any, after: Any) -> None:
+  was, now = (jax.tree.map(lambda x: jax.typeof(x).str_short(), tree) for tree in (before, after))
+  if was != now:
+    raise ValueError(f"loss_fn returned a model_state of {now}, it was given one of {was}")
+
+
 def _accumulated(
   worker: Worker, of_part: Callable, batch: Any, key: Any, model_state: Any, params: optax.Params
 ) -> tuple[Any, ...]:
-  """The same over micro-batches: means in float32, model states one after the other, aux reduced."""
+  """The same over micro-batches: means in float32 at least, model states one after the other, aux reduced."""
   parts = jax.tree.map(lambda x: x.reshape(worker.accumulate, -1, *x.shape[1:]), batch)
 
   def one(carry: Any, part: Any) -> tuple[Any, Any]:
@@ -122,10 +133,12 @@ def _accumulated(
     number, batch = part
     own = None if key is None else jax.random.fold_in(key, number)
     loss, grads, model_state, aux = of_part(batch, own, model_state)
-    total = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, (loss, grads))
+    total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (loss, grads))
     return (total, model_state), aux
 
-  zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), (jnp.zeros(()), params))
+  least = lambda x: jnp.float64 if jnp.result_type(x) == jnp.float64 else jnp.float32
+  loss = jax.eval_shape(of_part, jax.tree.map(lambda x: x[0], parts), key, model_state)[0]
+  zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), least(x)), (loss, params))
   numbers = jnp.arange(worker.accumulate, dtype=jnp.int32)
   ((loss, grads), model_state), aux = jax.lax.scan(one, (zeros, model_state), (numbers, parts))
   grads = jax.tree.map(lambda grad, like: (grad / worker.accumulate).astype(like.dtype), grads, params)
@@ -143,7 +156,8 @@ def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
         "model state and give the step rng=key"
       )
   floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-  return jax.tree.map(lambda x: _over_workers(comm, x, "mean" if floating(x) else "max"), model_state)
+  mean = lambda x: _over_workers(comm, x, "mean" if floating(x) else "max").astype(x.dtype)
+  return jax.tree.map(mean, model_state)
 
 
 _REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -155,9 +169,12 @@ _REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def _reducible(x: jax.Array, how: AuxReduce) -> tuple[jax.Array, Any]:
-  """A leaf as it is reduced, and how: what is no floating-point number counts, and has a sum and no mean."""
-  op = "sum" if how == "mean" and not jnp.issubdtype(x.dtype, jnp.floating) else how
-  return (x.astype(jnp.int32) if x.dtype == jnp.bool_ else x), op
+  """The leaf and its reduction: "mean" becomes "sum" for integers and booleans, counts of 32 bits at least."""
+  if jnp.issubdtype(x.dtype, jnp.floating):
+    return x, how
+  if x.dtype.itemsize < 4:
+    x = x.astype(jnp.uint32 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else jnp.int32)
+  return x, "sum" if how == "mean" else how
 
 
 def _over_parts(tree: Any, how: AuxReduce) -> Any:

@@ -5,10 +5,8 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse import _compat
 from jaxsparse.collectives import collective_options
 from jaxsparse.comm import AxisComm
 from jaxsparse.costs import count_jaxpr
@@ -16,9 +14,8 @@ from jaxsparse.costs import count_jaxpr
 
 def traced(function, workers):
   """The jaxpr of `function(comm, f32[10])` at one of `workers` workers."""
-  mesh = _compat.abstract_mesh("w", workers)
-  program = _compat.shard_map(lambda x: function(AxisComm("w"), x), mesh, P("w"), P("w"))
-  return jax.make_jaxpr(program)(jax.ShapeDtypeStruct((10 * workers,), jnp.float32)).jaxpr
+  program = jax.make_jaxpr(lambda x: function(AxisComm("w"), x), axis_env=[("w", workers)])
+  return program(jax.ShapeDtypeStruct((10,), jnp.float32)).jaxpr
 
 
 def test_a_size_that_nothing_could_hold_takes_seconds():

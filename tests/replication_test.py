@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -73,16 +74,21 @@ def test_a_transform_over_another_axis_than_the_step(ours, axis):
 
 
 def test_leaves_that_no_transform_covers_are_named():
-  """By js.init, which a step of one's own begins with too, and by the step if the state was made otherwise."""
+  """js.init warns, since a step of one's own may average them itself; the training step refuses them."""
   masked = optax.masked(SPARSE, {"kernel": True, "bias": False})
   tx, mesh, params = optax.chain(masked, optax.sgd(0.1, momentum=0.9)), mesh_of(3), jax.tree.map(jnp.asarray, PARAMS)
   message = r"params\['bias'\] would differ .*no jaxsparse transform covers its gradient"
+  with pytest.warns(UserWarning, match=message):
+    state = js.init(tx, params, mesh)
   with pytest.raises(ValueError, match=message):
-    js.init(tx, params, mesh)
-  covered = optax.chain(masked, optax.masked(DENSE, {"kernel": False, "bias": True}), optax.sgd(0.1, momentum=0.9))
-  state = js.init(covered, params, mesh)
-  with pytest.raises(ValueError, match=message):
-    js.make_train_step(loss_fn, tx, mesh)(params, (state[0], state[2]), batch_of(0))
+    js.make_train_step(loss_fn, tx, mesh)(params, state, batch_of(0))
+
+
+def test_the_shapes_of_a_state_need_no_arrays():
+  """What Orbax takes as the target of a restored state."""
+  tx, mesh, params = optax.chain(SPARSE, optax.sgd(0.1)), mesh_of(3), jax.tree.map(jnp.asarray, PARAMS)
+  shapes = jax.eval_shape(lambda params: js.init(tx, params, mesh), params)
+  assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, js.init(tx, params, mesh))
 
 
 @pytest.mark.parametrize(
@@ -108,6 +114,13 @@ def test_a_transformation_with_state_before_ours_is_named(before):
   tx = optax.chain(before, SPARSE, optax.sgd(0.1))
   with pytest.raises(ValueError, match=r"transformation 0 of the chain \(\w+\) keeps arrays and comes before"):
     js.init(tx, PARAMS, mesh_of(3))
+
+
+def test_a_wrapper_that_looks_at_local_gradients_is_named():
+  tx = optax.apply_if_finite(optax.chain(SPARSE, optax.sgd(0.1)), 3)
+  with pytest.raises(ValueError, match="apply_if_finite around a jaxsparse transform .*put it after"):
+    js.init(tx, PARAMS, mesh_of(3))
+  train(optax.chain(SPARSE, optax.apply_if_finite(optax.sgd(0.1), 3)), mesh_of(3))
 
 
 def test_scalars_that_come_of_one_worker_are_named_too():
@@ -176,12 +189,59 @@ def test_control_flow_and_collectives_of_the_loss_are_followed():
     js.make_train_step(loss, uncovered, mesh_of(3))(params, state, batch_of(0))
 
 
+@pytest.mark.parametrize(
+  "unknown",
+  [
+    lambda x, _: jax.pure_callback(lambda: np.float32(1.0), jax.ShapeDtypeStruct((), jnp.float32)) + 0 * x,
+    lambda x, rank: jax.lax.custom_linear_solve(
+      lambda v: v * (1.0 + rank), x, lambda _, b: b / (1.0 + rank), lambda _, b: b / (1.0 + rank)
+    ),
+    lambda x, rank: _by_reference(x, rank),
+    lambda x, rank: jax.checkpoint(lambda v: v * rank)(x),
+    lambda x, rank: jax.lax.while_loop(lambda c: c[0] < rank, lambda c: (c[0] + 1, c[1] + 1), (0.0, x))[1],
+  ],
+  ids=["callback", "custom_linear_solve", "reference", "checkpoint", "while"],
+)
+def test_nothing_that_is_not_known_passes_for_the_same(unknown):
+  def update(updates, state, params=None):
+    del params
+    rank = jax.lax.axis_index("workers").astype(jnp.float32)
+    return jax.tree.map(lambda u: u * unknown(jnp.float32(1.0), rank), updates), state
+
+  tx = optax.chain(DENSE, optax.GradientTransformation(lambda _: optax.EmptyState(), update))
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  step = js.make_train_step(loss_fn, tx, mesh_of(3))
+  with pytest.raises(ValueError, match=r"params\['bias'\] would differ between the workers along axis 'workers'"):
+    step(params, js.init(tx, params, mesh_of(3)), batch_of(0))
+
+
+def _by_reference(x, rank):
+  ref = jax.new_ref(x)
+  ref[...] = x + rank
+  return ref[...]
+
+
+def test_copies_along_the_other_axes_of_a_mesh_are_followed_and_compared():
+  mesh, params = grid_of({"workers": 3, "model": 2}), jax.tree.map(jnp.asarray, PARAMS)
+  add = lambda u: u + jax.lax.axis_index("model").astype(u.dtype)
+  apart = optax.stateless(lambda updates, _: jax.tree.map(add, updates))
+  train(optax.chain(SPARSE, optax.sgd(0.1)), mesh)
+  tx = optax.chain(SPARSE, apart)
+  step = js.make_train_step(loss_fn, tx, mesh)
+  with pytest.raises(ValueError, match=r"params\['bias'\] would differ between the workers along axis 'model'"):
+    step(params, js.init(tx, params, mesh), batch_of(0))
+  pieces = [jax.device_put(np.full(4, i % 2, np.float32), device) for i, device in enumerate(mesh.devices.flat)]
+  bias = jax.make_array_from_single_device_arrays((4,), NamedSharding(mesh, P()), pieces)
+  with pytest.raises(ValueError, match=r"params\['bias'\] and 0 other"):
+    step.check(params | {"bias": bias}, ())
+
+
 @pytest.mark.parametrize("where", ["mesh", "sim"])
 def test_the_check_works_on_every_engine(where):
   sim = js.SimComm("workers", members=3)
   engine, axis = (sim, sim) if where == "sim" else (mesh_of(3), "workers")
   tx = optax.masked(js.spardl_transform(axis, density=0.2), {"kernel": True, "bias": False})
-  with pytest.raises(ValueError, match=r"params\['bias'\] would differ"):
+  with pytest.warns(UserWarning, match="bias"), pytest.raises(ValueError, match=r"params\['bias'\] would differ"):
     train(tx, engine)
 
 
@@ -206,8 +266,24 @@ def test_a_state_that_was_cut_is_refused():
   cut = jax.tree.map(lambda a, b: np.asarray(a)[: b.size].reshape(b.shape) if b.ndim else np.asarray(a), six, like)
   step = js.make_train_step(loss_fn, tx, mesh_of(4))
   for use in (lambda: step(params, cut, batch_of(0)), lambda: js.metrics(cut), lambda: js.specs(cut, "workers")):
-    with pytest.raises(ValueError, match="made for 6 workers and its arrays are those of 4: they were cut or padded"):
+    with pytest.raises(ValueError, match="made for 6 workers and 24 .* those of 4 workers and 24 entries: .* cut"):
       use()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # orbax's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("was", ["six workers", "a smaller model"])
+def test_a_checkpoint_that_orbax_fits_to_other_shapes_is_refused(tmp_path, was):
+  tx, params = optax.chain(SPARSE, optax.sgd(0.1)), jax.tree.map(jnp.asarray, PARAMS)
+  smaller = was == "a smaller model"
+  other = js.init(tx, {"kernel": jnp.zeros(20)} if smaller else params, mesh_of(4 if smaller else 6))
+  with orbax.checkpoint.StandardCheckpointer() as saver:
+    saver.save(tmp_path / "checkpoint", other)
+  like = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, js.init(tx, params, mesh_of(4)))
+  with orbax.checkpoint.StandardCheckpointer() as saver:
+    state = saver.restore(tmp_path / "checkpoint", like, strict=False)
+  with pytest.raises(ValueError, match="they were cut or padded, as Orbax does with strict=False"):
+    js.make_train_step(loss_fn, tx, mesh_of(4))(params, state, batch_of(0))
 
 
 def test_a_restored_state_without_a_target_is_explained():

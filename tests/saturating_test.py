@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsparse import saturating
-from jaxsparse import state as states
+from jaxsparse.state import Layout, ReduceState
+from jaxsparse.telemetry import summary
 from jaxsparse.types import Counters, State
 
 MOST = 2**32 - 1
@@ -32,4 +33,5 @@ def test_casts_stop_at_the_largest_number(dtype, value):
 
 def test_the_overflow_of_many_workers_does_not_wrap_around():
   counters = Counters.zeros()._replace(overflow=jnp.full(32, 2**28, jnp.int32))
-  assert int(states.summary(State(), counters).overflow) > 0.9 * 2**31
+  state = ReduceState(State(), counters, Layout.of(32, 10))
+  assert int(summary([state]).overflow) > 0.9 * 2**31

@@ -1,6 +1,9 @@
 """What a training step takes beside a batch: keys, model state, micro-batches, extra arguments; and any mesh."""
 
 import functools
+import pathlib
+import subprocess
+import sys
 
 import flax.linen
 import jax
@@ -79,11 +82,47 @@ def test_arrays_that_were_donated_are_refused_and_donate_false_keeps_them():
   for again in ((params, new_state), (new_params, state)):
     with pytest.raises(ValueError, match=r"(params|state).* was donated to an earlier step and is gone: .* donate=F"):
       step(*again, batch_of(1))
+  uses = (
+    lambda: js.metrics(state),
+    lambda: js.specs(state, "workers"),
+    lambda: step.check(params, state),
+    lambda: js.init(SPARSE, params, mesh_of(3)),
+  )
+  for use in uses:
+    with pytest.raises(ValueError, match="was donated to an earlier step and is gone"):
+      use()
   step(new_params, new_state, batch_of(1))
   step, params, state = make(donate=False)
   first, _, _ = step(params, state, batch_of(0))
   again, _, _ = step(params, state, batch_of(0))
   np.testing.assert_array_equal(bits(first["w"]), bits(again["w"]))
+
+
+def test_an_array_that_is_given_twice_is_not_donated_twice():
+  """In a process of its own: XLA ends it."""
+  done = subprocess.run(
+    [sys.executable, "-c", TWICE], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert done.stdout.split() == ["True"] * 6
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+TWICE = """
+import jax
+jax.config.update("jax_num_cpu_devices", 3)
+import jax.numpy as jnp, optax, jaxsparse as js
+for where in (jax.make_mesh((3,), ("workers",)), js.SimComm("workers", members=3)):
+  axis = where if isinstance(where, js.SimComm) else "workers"
+  tx = optax.chain(js.spardl_transform(axis, density=0.5), optax.sgd(0.1))
+  loss = lambda p, x, model_state: (jnp.mean((x @ p["a"] + x @ p["b"] + model_state["c"].sum()) ** 2), model_state)
+  step, z = js.make_train_step(loss, tx, where), jnp.ones((4, 4))
+  params = {"a": z, "b": z}
+  state = js.init(tx, params, where)
+  for _ in range(3):
+    params, state, metrics = step(params, state, jnp.ones((6, 4)), model_state={"c": params["a"]})
+    print(bool(jnp.isfinite(metrics.loss)))
+"""
 
 
 # Extra arguments of optax.
@@ -110,6 +149,14 @@ def test_other_arguments_reach_optax_too():
   np.testing.assert_array_equal(unchanged["w"], PARAMS["w"])
   moved, state, _ = step(unchanged, state, batch_of(0), factor=jnp.float32(1.0))
   assert np.any(moved["w"] != PARAMS["w"])
+
+
+def test_arguments_that_cannot_be_traced_are_named():
+  step, params, state = make()
+  with pytest.raises(TypeError, match="step: extra argument value_fn=<function .*: give arrays or numbers"):
+    step(params, state, batch_of(0), value_fn=loss_fn)
+  with pytest.raises(ValueError, match="loss_fn returned 2 values.* has_aux=True"):
+    make(loss=aux_loss)[0](params, state, batch_of(0))
 
 
 # Aux.
@@ -226,9 +273,13 @@ def test_model_state_of_a_skipped_step_is_kept():
 
 
 def test_what_loss_fn_returns_is_checked():
+  start = {"mean": jnp.zeros(5)}
+  step, params, state = make(loss=lambda p, b, model_state: (loss_fn(p, b), {"other": model_state["mean"]}))
+  with pytest.raises(ValueError, match=r"returned a model_state of {'other'.*, it was given one of {'mean'"):
+    step(params, state, batch_of(0), model_state=start)
   step, params, state = make(loss=lambda p, b, model_state: loss_fn(p, b) + model_state["mean"].sum())
   with pytest.raises(ValueError, match=r"loss_fn returned .*, it should return \(loss, model_state\)"):
-    step(params, state, batch_of(0), model_state={"mean": jnp.zeros(5)})
+    step(params, state, batch_of(0), model_state=start)
 
 
 # Flax.

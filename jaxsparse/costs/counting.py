@@ -5,7 +5,7 @@ nothing is allocated and no device is needed.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxsparse import routes
+from jaxsparse._compat import inner_jaxprs
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import AxisComm
 from jaxsparse.transform import init_state, reduce_step
@@ -169,16 +170,6 @@ def _all_reduced(aval: Any, workers: int) -> Cost:
   if jnp.issubdtype(aval.dtype, jnp.integer):
     return Cost(0, 0, agreements=aval.size * (workers > 1))
   return all_reduce_cost(aval.size, workers, aval.dtype.itemsize)
-
-
-def inner_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
-  """The jaxprs within an equation of these parameters: bodies of loops, branches, functions."""
-  for value in params.values():
-    for item in value if isinstance(value, (tuple, list)) else (value,):
-      if isinstance(item, core.ClosedJaxpr):
-        yield item.jaxpr
-      elif isinstance(item, core.Jaxpr):
-        yield item
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:

@@ -31,7 +31,7 @@ from jaxsparse.collectives import Collective, SparseCollective, make_collective
 from jaxsparse.comm import axes_of, comm_of
 from jaxsparse.costs import collective_of
 from jaxsparse.overlap.plans import Plan
-from jaxsparse.replication import mark_gradients, mark_total
+from jaxsparse.replication import mark_total
 from jaxsparse.state import ReduceState
 from jaxsparse.telemetry import of_all
 from jaxsparse.transform import applied, check_local, finished, init_state, is_finite, marked
@@ -111,8 +111,7 @@ def bucketed_transform(
     leaves, structure = jax.tree.flatten(updates)
     flat = [flatten.flatten([leaves[leaf] for leaf in bucket.leaves]) for bucket in buckets]
     check_local(comm, updates)
-    local = [mark_gradients(grads, axes_of(comm)) for grads, _ in flat]
-    reduced, finite = _sent(comm, buckets, local, [part.carried for part in parts])
+    reduced, finite = _sent(comm, buckets, [grads for grads, _ in flat], [part.carried for part in parts])
     after = []
     for bucket, one, part, (grads, unflatten) in zip(buckets, reduced, parts, flat, strict=True):
       mean, following = applied(one, finite, grads, part, divisor=comm.size)

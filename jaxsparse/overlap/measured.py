@@ -26,11 +26,10 @@ from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse import timing
-from jaxsparse._compat import AxisName
+from jaxsparse._compat import AxisName, inner_jaxprs
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.compiling import compiler_options
 from jaxsparse.costs import Profile, advise, label_of
-from jaxsparse.costs.counting import inner_jaxprs
 from jaxsparse.engine import check_batch, engine_of
 from jaxsparse.overlap.network import Link
 from jaxsparse.types import Comm
