@@ -116,10 +116,25 @@ def test_ranks_that_do_not_join_are_refused(tmp_path, engine):
   launch.run([sys.executable, str(RANKS), "alone", engine, str(tmp_path)], 1, engine, limit=150)
 
 
-def test_a_comm_of_mpi_under_the_other_engine_is_refused(tmp_path):
+@pytest.mark.parametrize("what", ["other_engine", "own_communicator"])
+def test_a_comm_of_mpi_under_the_other_engine_is_refused(tmp_path, what):
   message = r"^rank \d failed: RuntimeError: js.MpiComm\(\) in rank \d of 3, .*--engine=mpi --ranks=3"
   with pytest.raises(launch.RunFailed, match=message):
-    start("other_engine", "processes", tmp_path, limit=150)
+    start(what, "processes", tmp_path, limit=150)
+
+
+@pytest.mark.parametrize("communicator", ["", "MPI.COMM_WORLD.Clone()"])
+def test_another_mpi_than_that_of_mpirun_is_refused(tmp_path, communicator):
+  """It gives each rank a world of its own; so does an MPI that nobody has started."""
+  environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
+  environment |= {"JAXSPARSE_RECORDS": str(tmp_path), "JAXSPARSE_RANK": "1", "JAXSPARSE_RANKS": "3"}
+  program = f"from mpi4py import MPI; import jaxsparse as js; js.MpiComm({communicator})"
+  done = subprocess.run(
+    [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+  )
+  assert done.returncode == 1
+  assert "RuntimeError: js.MpiComm() in rank 1 of 3: MPI.COMM_WORLD has size 1. " in done.stderr
+  assert "MPI.COMM_WORLD has size 1" in records.read(tmp_path, 1).said
 
 
 @ENGINES

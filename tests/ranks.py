@@ -123,6 +123,13 @@ def other_engine(engine_name: str, _: str) -> None:
   join("mpi" if engine_name == "processes" else "processes")
 
 
+def own_communicator(_: str, __: str) -> None:
+  """Every rank makes a comm of a communicator of its own."""
+  from mpi4py import MPI
+
+  print(js.MpiComm(MPI.COMM_WORLD.Clone()).size, flush=True)
+
+
 def differing(engine_name: str, file: str) -> None:
   """Parameters that are not the same on every rank are refused by all of them, before a state is made of them."""
   where, axis, rank = join(engine_name)
@@ -156,5 +163,5 @@ def lonely(engine_name: str, file: str) -> None:
 
 if __name__ == "__main__":
   jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
-  programs = (equality, training, forever, late, waits, alone, other_engine, differing, lonely)
+  programs = (equality, training, forever, late, waits, alone, other_engine, own_communicator, differing, lonely)
   {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2:4])

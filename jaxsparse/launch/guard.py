@@ -50,6 +50,11 @@ def rank() -> int | None:
   return next((int(os.environ[name]) for name in RANK_OF if name in os.environ), None)
 
 
+def ranks() -> int | None:
+  """Number of ranks of the run, None without a launcher."""
+  return int(os.environ[RANKS]) if RANKS in os.environ else None
+
+
 def record(event: str, **facts: Any) -> None:
   """Appends an event of this rank, with its time, to the file that the launcher reads; nothing without a launcher."""
   folder, number = os.environ.get(RECORDS), rank()
