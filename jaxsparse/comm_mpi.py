@@ -130,7 +130,7 @@ def _mpi4jax() -> tuple[Any, ModuleType]:
 
 
 def _check_world(ranks: int) -> None:
-  """Raises RuntimeError if COMM_WORLD has another size than the run: an MPI other than mpirun's starts each rank alone."""
+  """Raises RuntimeError if COMM_WORLD has another size than the run, as under an MPI other than that of mpirun."""
   found = _mpi4jax()[0].COMM_WORLD.Get_size()
   if found != ranks:
     raise RuntimeError(
