@@ -205,6 +205,61 @@ def test_a_rank_that_has_lost_another_prints_a_traceback_only_without_the_cause(
   assert (f"this rank has lost another one: RuntimeError: {GLOO}\n" in done.stderr) == known
 
 
+EXITS = """
+import atexit, os, sys, threading
+from jaxsparse import launch
+launch.fail_on_exceptions()
+try:
+  sys.exit("caught")
+except SystemExit as error:
+  assert error.code == "caught"
+thread = threading.Thread(target=lambda: sys.exit(4))
+thread.start()
+thread.join()
+if os.fork() == 0:
+  sys.exit(5)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 5
+atexit.register(os._exit, 99)  # as a handler that waits for other ranks
+try:
+  sys.exit(STATUS)
+finally:
+  print("cleaned up")
+"""
+
+
+@pytest.mark.parametrize(
+  ("code", "status", "printed", "said"),
+  [
+    ("'disk is full'", 1, "disk is full\n", "SystemExit: disk is full"),
+    ("3", 3, "", "SystemExit: 3"),
+    ("True", 1, "", "SystemExit: True"),
+    ("0", 99, "", ""),
+    ("None", 99, "", ""),
+  ],
+)
+def test_sys_exit_with_a_status_ends_a_rank_at_once(tmp_path, code, status, printed, said):
+  """Unless it is caught, or in a thread or a child."""
+  environment = os.environ | {"JAXSPARSE_RECORDS": str(tmp_path), "JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "2"}
+  done = subprocess.run(
+    [sys.executable, "-c", EXITS.replace("STATUS", code)],
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
+  assert (done.returncode, done.stderr, done.stdout) == (status, printed, "cleaned up\n")
+  assert records.read(tmp_path, 0).said == said
+
+
+@ENGINES
+def test_a_rank_that_exits_with_a_message_is_named(tmp_path, capfd, engine):
+  (tmp_path / "status").write_text('"disk is full"')
+  with pytest.raises(launch.RunFailed, match="^rank 1 failed: SystemExit: disk is full; the other 2 of 3 ranks"):
+    start("exits", engine, tmp_path, limit=150)
+  assert "[rank 1] disk is full\n" in capfd.readouterr().err
+
+
 # Tells the launcher that the rank has joined.
 JOINED = f"""{sys.executable} -c '
 from jaxsparse import launch

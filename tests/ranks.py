@@ -130,6 +130,14 @@ def own_communicator(_: str, __: str) -> None:
   print(js.MpiComm(MPI.COMM_WORLD.Clone()).size, flush=True)
 
 
+def exits(engine_name: str, file: str) -> None:
+  """Rank 1 calls `sys.exit` with what the file says; the others wait."""
+  _, _, rank = join(engine_name)
+  if rank == 1:
+    sys.exit(json.loads(pathlib.Path(file, "status").read_text()))
+  time.sleep(600)
+
+
 def differing(engine_name: str, file: str) -> None:
   """Parameters that are not the same on every rank are refused by all of them, before a state is made of them."""
   where, axis, rank = join(engine_name)
@@ -163,5 +171,5 @@ def lonely(engine_name: str, file: str) -> None:
 
 if __name__ == "__main__":
   jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
-  programs = (equality, training, forever, late, waits, alone, other_engine, own_communicator, differing, lonely)
+  programs = (equality, training, forever, late, waits, alone, other_engine, own_communicator, exits, differing, lonely)
   {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2:4])

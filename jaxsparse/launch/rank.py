@@ -6,6 +6,7 @@ import itertools
 import os
 import pathlib
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -99,7 +100,8 @@ def fail_on_exceptions() -> None:
   """From now on an uncaught exception ends this rank at once: others wait for it, and it for them.
 
   The launcher is told the exception, or at a normal exit that this rank leaves the run. A rank that fails because it
-  has lost another one prints one line and no traceback: the other rank says what happened.
+  has lost another one prints one line and no traceback: the other rank says what happened. `sys.exit` with a status
+  other than 0 or a message is an uncaught exception too, unless the program catches it.
   """
   before = sys.excepthook
 
@@ -115,6 +117,15 @@ def fail_on_exceptions() -> None:
     os._exit(1)
 
   sys.excepthook = hook
+  leave, pid = sys.exit, os.getpid()
+
+  def exit_(status: Any = None, /) -> NoReturn:
+    # In other threads and forked processes, SystemExit does not end the rank.
+    if status and os.getpid() == pid and threading.current_thread() is threading.main_thread():
+      raise _Exit(status)
+    leave(status)
+
+  sys.exit = exit_
   atexit.register(_once, "left")  # runs before what JAX and MPI registered, which waits for the other ranks
 
 
@@ -135,6 +146,24 @@ def is_rank() -> bool:
     False
   """
   return guard.rank() is not None or ("SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
+
+
+class _Exit(SystemExit):
+  """Ends this rank at once when nobody catches it: exit handlers of JAX and MPI would wait for the other ranks.
+
+  The interpreter calls no hook for SystemExit. It reads `code` when no Python frame is left that could catch it.
+  """
+
+  def __getattribute__(self, name: str) -> Any:
+    found = super().__getattribute__(name)
+    if name != "code" or not found or sys._getframe().f_back:
+      return found
+    if not isinstance(found, int):
+      print(found, file=sys.stderr)
+    guard.record("raised", said=guard.shortened(f"SystemExit: {found}"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(found & 0xFF if isinstance(found, int) else 1)
 
 
 def _has_lost_another(said: str) -> bool:
