@@ -367,6 +367,18 @@ def test_the_number_of_a_living_worker_is_refused_at_once():
     js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=10).leave()
 
 
+def test_two_that_ask_in_turns_for_the_number_of_a_living_worker_are_both_refused():
+  with served(clients=3) as (_, (first, *rivals)):
+    hello(first, 0)
+    for reason in ("duplicate: worker 0", "taken: a living worker has the number 0"):
+      for rival in rivals:
+        assert rival.ask(Signal(Says.HELLO, 0, 0, ADDRESS))[1]["reason"].startswith(reason)
+        assert first.hear()[0] == Answer.PROBE
+      first.say(Signal(Says.BEAT, 0))
+      assert first.hear((Answer.BEAT,))[0] == Answer.BEAT
+      time.sleep(0.1)
+
+
 @pytest.mark.parametrize("end", ["disconnected", "silent"])
 def test_the_number_of_a_dead_worker_is_free_again(end):
   """Its successor waits until the server knows; that an earlier second worker was refused makes no difference."""
