@@ -190,19 +190,44 @@ def test_the_first_cause(lives, cause):
   assert records.first_cause(lives) == f"{cause}; the other 1 of 2 ranks were ended"
 
 
+@pytest.mark.parametrize(
+  ("said", "lost"),
+  [
+    (GLOO, True),
+    ("jax.errors.JaxRuntimeError: UNAVAILABLE: failed to connect to all addresses", True),
+    ("XlaRuntimeError: INTERNAL: CoordinationServiceAgent is in error state", True),
+    ("Exception: MPI_ERR_PROC_FAILED: process failure", True),
+    ("mpi4py.MPI.Exception: MPI_ERR_OTHER: known error not in list", True),
+    ("[node7:00000] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,", True),
+    ("[node7:4711] PMIX ERROR: PMIX_ERR_UNREACH in file client.c", True),
+    ("HTTPError: 503 Service Unavailable", False),
+    ("HTTPError: 503 UNAVAILABLE", False),
+    ("ValueError: coordinates and coordination of the heartbeat", False),
+    ("KeyError: 'PMIX_RANK'", False),
+    ("SystemExit: no heartbeat from the data loader", False),
+    ("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory", False),
+  ],
+)
+def test_only_exceptions_of_the_runtime_are_those_of_a_rank_that_has_lost_another(said, lost):
+  assert records.lost_another(said) == lost
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_rank_that_has_lost_another_prints_a_traceback_only_without_the_cause(tmp_path, known):
   if known:
     (tmp_path / "1").write_text('{"event": "ended", "time": 1.0, "status": -9, "said": "", "told": false}\n')
   environment = os.environ | {"JAXSPARSE_RECORDS": str(tmp_path), "JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "2"}
-  program = f"from jaxsparse import launch; launch.fail_on_exceptions(); raise RuntimeError({GLOO!r})"
+  kind, _, message = GLOO.partition(": ")
+  program = (
+    f"import jax; from jaxsparse import launch; launch.fail_on_exceptions(); raise jax.errors.{kind}({message!r})"
+  )
   done = subprocess.run(
     [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
   )
   assert done.returncode == 1
-  assert records.read(tmp_path, 0).said == f"RuntimeError: {GLOO}"
+  assert records.read(tmp_path, 0).said == GLOO
   assert ("Traceback" in done.stderr) != known
-  assert (f"this rank has lost another one: RuntimeError: {GLOO}\n" in done.stderr) == known
+  assert (f"this rank has lost another one: {GLOO}\n" in done.stderr) == known
 
 
 EXITS = """
