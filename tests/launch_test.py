@@ -11,7 +11,8 @@ import time
 import pytest
 
 from jaxsparse import launch
-from jaxsparse.launch import records
+from jaxsparse.launch import records, watch
+from jaxsparse.launch import start as launch_start
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
 ENGINES = pytest.mark.parametrize("engine", ["processes", "mpi"])
@@ -356,6 +357,22 @@ def test_a_launcher_that_ends_leaves_nobody(tmp_path, engine, signals):
   assert status == (-number if number == signal.SIGKILL else 128 + number)
   assert soon(lambda: all(gone(int(pid)) for pid in noted.read_text().split()))
   assert soon(lambda: not os.listdir(files))
+
+
+def test_without_proc_a_guard_ends_its_child_and_the_launcher_the_group(tmp_path, monkeypatch):
+  """As where the system is not Linux: the child gets its grace, and what it leaves in its group is killed."""
+  noted, grace, folder = tmp_path / "pids", tmp_path / "grace", pathlib.Path(launch.__file__).parent
+  program = f"import sys; sys.path.append({str(folder)!r}); import guard; guard.HAS_PROC = False; guard._main()"
+  monkeypatch.setattr(watch, "HAS_PROC", False)
+  monkeypatch.setattr(
+    launch_start, "_guard", lambda kind, launcher: [sys.executable, "-c", program, str(launcher), kind]
+  )
+  child = f"trap 'touch {grace}; exit' TERM; sleep 300 & echo $$ $! > {noted}; wait"
+  with pytest.raises(launch.RunFailed, match="more than 3 s"):
+    launch.run(["sh", "-c", child], 1, limit=3)
+  assert grace.exists()
+  own, orphan = map(int, noted.read_text().split())
+  assert soon(lambda: gone(own) and gone(orphan))
 
 
 @pytest.mark.parametrize(

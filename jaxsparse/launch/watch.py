@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxsparse.launch import records, start
-from jaxsparse.launch.guard import KILL_AFTER
+from jaxsparse.launch.guard import HAS_PROC, KILL_AFTER
 from jaxsparse.launch.rank import GRACE, HEARTBEAT, START_TIMEOUT
 from jaxsparse.launch.records import Life, names
 from jaxsparse.launch.start import Engine, Host
@@ -201,12 +201,12 @@ def _all_ended(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
     yield
   finally:
     for process in processes:
-      process.terminate()  # a guard ends all below it
+      process.terminate()  # a guard ends all below it that it finds
     end = time.monotonic() + _PATIENCE
     for process in processes:
       with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, end - time.monotonic()))
-      if process.returncode is None or process.returncode < 0:
+      if not HAS_PROC or process.returncode is None or process.returncode < 0:
         start.kill_group(process)
 
 
