@@ -107,10 +107,10 @@ def late(engine_name: str, _: str) -> None:
 
 
 def waits(engine_name: str, file: str) -> None:
-  """Rank 1 ends when all have joined; the others go on for as many seconds as the file says, without a step."""
+  """Rank 1 ends when all have joined; the others go on without a step, until there is a file that says so."""
   _, _, rank = join(engine_name)
-  if rank != 1:
-    time.sleep(float(pathlib.Path(file, "seconds").read_text()))
+  while rank != 1 and not pathlib.Path(file, "end").exists():
+    time.sleep(0.05)
 
 
 def alone(_: str, __: str) -> None:
