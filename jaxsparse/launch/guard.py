@@ -222,7 +222,7 @@ def _descendants() -> set[int]:
 
 
 def _remove_records() -> None:
-  """Removes the launcher's temporary folder in its place; the last guard to end finds nothing in use."""
+  """Removes the temporary folder of a launcher that was killed."""
   import shutil
 
   if folder := os.environ.get(RECORDS):

@@ -1,4 +1,4 @@
-"""What a rank calls: to join the run that started it, and to tell the launcher how it goes on."""
+"""Functions of a rank: join the run, and record its progress for the launcher."""
 
 import atexit
 import functools
@@ -132,7 +132,7 @@ def fail_on_exceptions() -> None:
 def count_step(processes: int) -> None:
   """Tells the launcher, if there is one, that this rank begins a training step of so many processes.
 
-  Steps of all ranks are counted alone: a rank that ends while another one has begun more of them is waited for in vain.
+  Counts only steps that need all ranks: if one rank ends and another has begun a later step, that step never completes.
   """
   if (write := _counter()) and processes == int(os.environ[guard.RANKS]):
     write()

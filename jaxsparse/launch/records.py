@@ -1,4 +1,4 @@
-"""What the launcher knows of each rank: its records, read, and the first cause of a failure, in words."""
+"""Parses the records of the ranks, and describes the first cause of a failure."""
 
 import json
 import pathlib

@@ -158,7 +158,7 @@ def _overdue(lives: Sequence[Life], waited: float, now: float, limits: _Limits) 
 
 
 def _early(lives: Sequence[Life], now: float, grace: float) -> str:
-  """Whether a rank has ended that others wait for, empty for no."""
+  """The problem, if a rank has ended and others still need it; else an empty string."""
   first, going_on = records.first_over(lives), [life for life in lives if life.over is None]
   if first is None or first.over is None:
     return ""
@@ -212,7 +212,7 @@ def _all_ended(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-  """Lists the signals that arrive, which so interrupt nothing; afterwards the program's own handler gets the first one.
+  """Records signals instead of raising; afterwards calls the program's handler for the first one.
 
   A signal that the program ignores (nohup) stays ignored. Raises KeyboardInterrupt where a handler raises nothing.
   """
