@@ -241,22 +241,29 @@ def test_a_rank_that_has_lost_another_prints_a_traceback_only_without_the_cause(
 EXITS = """
 import atexit, os, sys, threading
 from jaxsparse import launch
-launch.fail_on_exceptions()
+
+rank = os.getpid()
+
+def main():
+  atexit.register(lambda: os.getpid() == rank and os._exit(99))  # as a handler that waits for other ranks
+  launch.fail_on_exceptions()
+  try:
+    sys.exit("caught")
+  except SystemExit as error:
+    assert error.code == "caught"
+  thread = threading.Thread(target=lambda: sys.exit(4))
+  thread.start()
+  thread.join()
+  if os.fork() == 0:
+    sys.exit(5)
+  assert os.waitstatus_to_exitcode(os.wait()[1]) == 5
+  return STATUS
+
 try:
-  sys.exit("caught")
-except SystemExit as error:
-  assert error.code == "caught"
-thread = threading.Thread(target=lambda: sys.exit(4))
-thread.start()
-thread.join()
-if os.fork() == 0:
-  sys.exit(5)
-assert os.waitstatus_to_exitcode(os.wait()[1]) == 5
-atexit.register(os._exit, 99)  # as a handler that waits for other ranks
-try:
-  sys.exit(STATUS)
+  sys.exit(main())
 finally:
-  print("cleaned up")
+  if os.getpid() == rank:
+    print("cleaned up")
 """
 
 
@@ -282,7 +289,9 @@ def test_sys_exit_with_a_status_ends_a_rank_at_once(tmp_path, code, status, prin
     check=False,
   )
   assert (done.returncode, done.stderr, done.stdout) == (status, printed, "cleaned up\n")
-  assert records.read(tmp_path, 0).said == said
+  life = records.read(tmp_path, 0)
+  assert life.said == said
+  assert (life.over is None) == bool(said)
 
 
 @ENGINES

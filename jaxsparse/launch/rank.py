@@ -101,7 +101,7 @@ def fail_on_exceptions() -> None:
 
   The launcher is told the exception, or at a normal exit that this rank leaves the run. A rank that fails because it
   has lost another one prints one line and no traceback: the other rank says what happened. `sys.exit` with a status
-  other than 0 or a message is an uncaught exception too, unless the program catches it.
+  other than 0 or a message is an uncaught exception too, unless the program catches it; `raise SystemExit` is not.
   """
   before = sys.excepthook
 
@@ -117,16 +117,9 @@ def fail_on_exceptions() -> None:
     os._exit(1)
 
   sys.excepthook = hook
-  leave, pid = sys.exit, os.getpid()
-
-  def exit_(status: Any = None, /) -> NoReturn:
-    # In other threads and forked processes, SystemExit does not end the rank.
-    if status and os.getpid() == pid and threading.current_thread() is threading.main_thread():
-      raise _Exit(status)
-    leave(status)
-
-  sys.exit = exit_
-  atexit.register(_once, "left")  # runs before what JAX and MPI registered, which waits for the other ranks
+  _replace_exit()
+  _Exit.rank = os.getpid()
+  atexit.register(_leave, os.getpid())  # runs before what JAX and MPI registered, which waits for the other ranks
 
 
 def count_step(processes: int) -> None:
@@ -152,11 +145,16 @@ class _Exit(SystemExit):
   """Ends this rank at once when nobody catches it: exit handlers of JAX and MPI would wait for the other ranks.
 
   The interpreter calls no hook for SystemExit. It reads `code` when no Python frame is left that could catch it.
+
+  Attributes:
+    rank: process id of the rank, once others may wait for it; a forked process ends as usual.
   """
+
+  rank: int | None = None
 
   def __getattribute__(self, name: str) -> Any:
     found = super().__getattribute__(name)
-    if name != "code" or not found or sys._getframe().f_back:
+    if name != "code" or not found or sys._getframe().f_back or os.getpid() != _Exit.rank:
       return found
     if not isinstance(found, int):
       print(found, file=sys.stderr)
@@ -164,6 +162,19 @@ class _Exit(SystemExit):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(found & 0xFF if isinstance(found, int) else 1)
+
+
+@functools.cache
+def _replace_exit() -> None:
+  """Makes `sys.exit` raise `_Exit` in the main thread; in another one, SystemExit ends the thread alone."""
+  leave = sys.exit
+
+  def exit_(status: Any = None, /) -> NoReturn:
+    if status and threading.current_thread() is threading.main_thread():
+      raise _Exit(status)
+    leave(status)
+
+  sys.exit = exit_
 
 
 def _has_lost_another(said: str) -> bool:
@@ -175,6 +186,12 @@ def _has_lost_another(said: str) -> bool:
       return True
     time.sleep(0.02)
   return False
+
+
+def _leave(rank: int) -> None:
+  """Tells the launcher that this rank leaves the run, unless this process is a fork of the rank's process."""
+  if os.getpid() == rank:
+    _once("left")
 
 
 @functools.cache
@@ -210,3 +227,7 @@ def _keep_stdout_clean() -> None:
   sys.stdout.flush()
   sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
   os.dup2(2, 1)
+
+
+if is_rank():
+  _replace_exit()  # now: in `sys.exit(main())`, Python looks up `sys.exit` before `main` joins
