@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxsparse import comm, launch
+from jaxsparse import comm
+from jaxsparse.launch import guard
 from jaxsparse.launch.rank import join_mpi
 from jaxsparse.replication import mark_total
 from jaxsparse.types import Reduction
@@ -46,7 +47,8 @@ class MpiComm(comm.View):
     members: how many workers this view has; None for all ranks.
 
   Raises:
-    RuntimeError: in one of several ranks of `jaxsparse.launch --engine=processes`, which MPI does not connect.
+    RuntimeError: in one of several ranks of `jaxsparse.launch --engine=processes`, which MPI does not connect, or if
+      the launcher started another number of ranks than MPI has in COMM_WORLD.
     ImportError: without mpi4jax, or where it was built for another MPI, with what to install.
 
   Example:
@@ -63,9 +65,9 @@ class MpiComm(comm.View):
   members: int | None = None
 
   def __post_init__(self) -> None:
-    if launch.is_rank():  # the launcher hears of a rank with a communicator of its own, too
-      launch.arrived()
-      launch.fail_on_exceptions()
+    join_mpi()  # for a communicator of the caller's, too
+    if (ranks := guard.ranks()) is not None:
+      _check_world(ranks)
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines `x` of all workers of the view in rank order."""
@@ -125,6 +127,16 @@ def _mpi4jax() -> tuple[Any, ModuleType]:
       "README.md says, section 'Many hosts'; python -m jaxsparse.doctor tells what is missing"
     ) from error
   return MPI, mpi4jax
+
+
+def _check_world(ranks: int) -> None:
+  """Raises RuntimeError if COMM_WORLD has another size than the run, as under an MPI other than that of mpirun."""
+  found = _mpi4jax()[0].COMM_WORLD.Get_size()
+  if found != ranks:
+    raise RuntimeError(
+      f"js.MpiComm() in rank {guard.rank()} of {ranks}: MPI.COMM_WORLD has size {found}. mpi4py and mpi4jax were built "
+      "for another MPI than that of mpirun: install both for it, as README.md says, section 'Many hosts'"
+    )
 
 
 def _needs_staging() -> bool:

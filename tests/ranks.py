@@ -107,10 +107,10 @@ def late(engine_name: str, _: str) -> None:
 
 
 def waits(engine_name: str, file: str) -> None:
-  """Rank 1 ends when all have joined; the others go on for as many seconds as the file says, without a step."""
+  """Rank 1 ends when all have joined; the others go on without a step, until there is a file that says so."""
   _, _, rank = join(engine_name)
-  if rank != 1:
-    time.sleep(float(pathlib.Path(file, "seconds").read_text()))
+  while rank != 1 and not pathlib.Path(file, "end").exists():
+    time.sleep(0.05)
 
 
 def alone(_: str, __: str) -> None:
@@ -121,6 +121,21 @@ def alone(_: str, __: str) -> None:
 def other_engine(engine_name: str, _: str) -> None:
   """Every rank joins by the engine that it was not started with."""
   join("mpi" if engine_name == "processes" else "processes")
+
+
+def own_communicator(_: str, __: str) -> None:
+  """Every rank makes a comm of a communicator of its own."""
+  from mpi4py import MPI
+
+  print(js.MpiComm(MPI.COMM_WORLD.Clone()).size, flush=True)
+
+
+def exits(engine_name: str, file: str) -> None:
+  """Rank 1 calls `sys.exit` with what the file says; the others wait."""
+  _, _, rank = join(engine_name)
+  if rank == 1:
+    sys.exit(json.loads(pathlib.Path(file, "status").read_text()))
+  time.sleep(600)
 
 
 def differing(engine_name: str, file: str) -> None:
@@ -163,5 +178,5 @@ def lonely(engine_name: str, file: str) -> None:
 
 if __name__ == "__main__":
   jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
-  programs = (equality, training, forever, late, waits, alone, other_engine, differing, lonely)
+  programs = (equality, training, forever, late, waits, alone, other_engine, own_communicator, exits, differing, lonely)
   {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2:4])

@@ -9,8 +9,9 @@ It is a program of its own, of the standard library only, so that it starts in m
 
 PARENT is the process id of the launcher, 0 for a rank of mpirun. When that process ends, however it ends, the kernel
 sends the guard SIGTERM; when the guard is killed, the kernel kills its child. The guard adopts orphaned descendants, so
-it also finds processes that left its process group. KIND is "rank" or "mpirun": the guard of a rank writes records of
-how the rank stops, continues and ends, and prefixes its output by `[rank r]`.
+it also finds processes that left its process group. Other systems than Linux do none of this: there a guard ends its
+child alone, and the launcher, unless it was killed, then kills the process group. KIND is "rank" or "mpirun": the guard
+of a rank writes records of how the rank stops, continues and ends, and prefixes its output by `[rank r]`.
 """
 
 import collections
@@ -32,6 +33,7 @@ RECORDS, PREFIX, COORDINATOR, RANK, RANKS, GRACE = (
 )
 RANK_OF = (RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # variables by which a launcher tells a rank its number
 STEPS = struct.Struct("<q")  # how a rank writes its number of steps
+HAS_PROC = sys.platform == "linux" and os.path.exists("/proc/self/stat")  # then a guard finds all of its descendants
 KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
 
 _KILL_MPIRUN_AFTER = 6.0
@@ -48,6 +50,11 @@ _NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to")
 def rank() -> int | None:
   """Number of this rank, None where no launcher told one."""
   return next((int(os.environ[name]) for name in RANK_OF if name in os.environ), None)
+
+
+def ranks() -> int | None:
+  """Number of ranks of the run, None without a launcher."""
+  return int(os.environ[RANKS]) if RANKS in os.environ else None
 
 
 def record(event: str, **facts: Any) -> None:
@@ -107,7 +114,7 @@ def _main() -> None:
     if status is not None:
       record("ended", status=status, said="".join(said), told=told)
   # mpirun ends its ranks by itself, and then removes their files.
-  _end_descendants(KILL_AFTER if is_rank else _KILL_MPIRUN_AFTER)
+  _end_descendants(KILL_AFTER if is_rank else _KILL_MPIRUN_AFTER, child if status is None else None)
   if is_rank:
     relay.join(_DRAIN)
   if launcher and os.getppid() != launcher:
@@ -181,9 +188,9 @@ def _write(lines: list[bytes], prefix: bytes, said: collections.deque[str]) -> N
       left = left[os.write(2, left) :]
 
 
-def _end_descendants(kill_after: float) -> None:
+def _end_descendants(kill_after: float, child: int | None) -> None:
   start, asked = time.monotonic(), set[int]()
-  while found := _descendants():
+  while found := _descendants() if HAS_PROC else {child} if child else set():
     waited = time.monotonic() - start
     if waited > _GIVE_UP:
       return
@@ -192,15 +199,16 @@ def _end_descendants(kill_after: float) -> None:
       with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
     asked |= found
-    for _ in _changes():
-      pass
+    for pid, status in _changes():
+      if pid == child and not (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
+        child = None
     time.sleep(0.01)
 
 
 def _descendants() -> set[int]:
-  """Processes below this one that have not ended; none where there is no /proc: the launcher kills the group then."""
+  """Processes below this one that have not ended, read from /proc."""
   children: dict[int, list[int]] = {}
-  for entry in os.listdir("/proc") if sys.platform == "linux" else []:
+  for entry in os.listdir("/proc"):
     if entry.isdigit():
       with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", errors="replace") as file:
         state, parent = file.read().rpartition(")")[2].split()[:2]
@@ -214,7 +222,7 @@ def _descendants() -> set[int]:
 
 
 def _remove_records() -> None:
-  """Removes the launcher's temporary folder in its place; the last guard to end finds nothing in use."""
+  """Removes the temporary folder of a launcher that was killed."""
   import shutil
 
   if folder := os.environ.get(RECORDS):

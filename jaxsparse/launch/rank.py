@@ -1,4 +1,4 @@
-"""What a rank calls: to join the run that started it, and to tell the launcher how it goes on."""
+"""Functions of a rank: join the run, and record its progress for the launcher."""
 
 import atexit
 import functools
@@ -6,6 +6,7 @@ import itertools
 import os
 import pathlib
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -99,7 +100,8 @@ def fail_on_exceptions() -> None:
   """From now on an uncaught exception ends this rank at once: others wait for it, and it for them.
 
   The launcher is told the exception, or at a normal exit that this rank leaves the run. A rank that fails because it
-  has lost another one prints one line and no traceback: the other rank says what happened.
+  has lost another one prints one line and no traceback: the other rank says what happened. `sys.exit` with a status
+  other than 0 or a message is an uncaught exception too, unless the program catches it; `raise SystemExit` is not.
   """
   before = sys.excepthook
 
@@ -115,13 +117,15 @@ def fail_on_exceptions() -> None:
     os._exit(1)
 
   sys.excepthook = hook
-  atexit.register(_once, "left")  # runs before what JAX and MPI registered, which waits for the other ranks
+  _replace_exit()
+  _Exit.rank = os.getpid()
+  atexit.register(_leave, os.getpid())  # runs before what JAX and MPI registered, which waits for the other ranks
 
 
 def count_step(processes: int) -> None:
   """Tells the launcher, if there is one, that this rank begins a training step of so many processes.
 
-  Steps of all ranks are counted alone: a rank that ends while another one has begun more of them is waited for in vain.
+  Counts only steps that need all ranks: if one rank ends and another has begun a later step, that step never completes.
   """
   if (write := _counter()) and processes == int(os.environ[guard.RANKS]):
     write()
@@ -137,6 +141,42 @@ def is_rank() -> bool:
   return guard.rank() is not None or ("SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
 
 
+class _Exit(SystemExit):
+  """Ends this rank at once when nobody catches it: exit handlers of JAX and MPI would wait for the other ranks.
+
+  The interpreter calls no hook for SystemExit. It reads `code` when no Python frame is left that could catch it.
+
+  Attributes:
+    rank: process id of the rank, once others may wait for it; a forked process ends as usual.
+  """
+
+  rank: int | None = None
+
+  def __getattribute__(self, name: str) -> Any:
+    found = super().__getattribute__(name)
+    if name != "code" or not found or sys._getframe().f_back or os.getpid() != _Exit.rank:
+      return found
+    if not isinstance(found, int):
+      print(found, file=sys.stderr)
+    guard.record("raised", said=guard.shortened(f"SystemExit: {found}"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(found & 0xFF if isinstance(found, int) else 1)
+
+
+@functools.cache
+def _replace_exit() -> None:
+  """Makes `sys.exit` raise `_Exit` in the main thread; in another one, SystemExit ends the thread alone."""
+  leave = sys.exit
+
+  def exit_(status: Any = None, /) -> NoReturn:
+    if status and threading.current_thread() is threading.main_thread():
+      raise _Exit(status)
+    leave(status)
+
+  sys.exit = exit_
+
+
 def _has_lost_another(said: str) -> bool:
   """Whether this rank fails for the reason that `said` names because another one did, whose record may come later."""
   folder, ranks = os.environ.get(guard.RECORDS), range(int(os.environ.get(guard.RANKS, "1")))
@@ -146,6 +186,12 @@ def _has_lost_another(said: str) -> bool:
       return True
     time.sleep(0.02)
   return False
+
+
+def _leave(rank: int) -> None:
+  """Tells the launcher that this rank leaves the run, unless this process is a fork of the rank's process."""
+  if os.getpid() == rank:
+    _once("left")
 
 
 @functools.cache
@@ -181,3 +227,7 @@ def _keep_stdout_clean() -> None:
   sys.stdout.flush()
   sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
   os.dup2(2, 1)
+
+
+if is_rank():
+  _replace_exit()  # now: in `sys.exit(main())`, Python looks up `sys.exit` before `main` joins

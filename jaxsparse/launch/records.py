@@ -1,4 +1,4 @@
-"""What the launcher knows of each rank: its records, read, and the first cause of a failure, in words."""
+"""Parses the records of the ranks, and describes the first cause of a failure."""
 
 import json
 import pathlib
@@ -9,8 +9,12 @@ from typing import NamedTuple
 
 from jaxsparse.launch.guard import STEPS
 
-# What a rank says, or how it ends, when it has lost another one.
-_LOST = re.compile(r"gloo|coordination|distributed service|heartbeat|UNAVAILABLE|MPI_ERR|PMIX", re.I)
+# The exception, or the last line, of a rank that has lost another one. Other exceptions may use the same words.
+_LOST = re.compile(
+  r"(?:[\w.]+\.)?(?:JaxRuntimeError|XlaRuntimeError): .*"
+  r"(?:[Gg]loo|[Cc]oordination|distributed service|[Hh]eartbeat|UNAVAILABLE)"
+  r"|(?:(?:[\w.]+\.)?Exception: |\[\S+\] )?(?:\*\*\* )?(?:MPI_ERR|PMIX)"
+)
 _ABORT = -signal.SIGABRT
 
 
@@ -119,7 +123,7 @@ def has_cause(lives: Sequence[Life]) -> bool:
 
 def lost_another(said: str) -> bool:
   """Whether an exception is that of a rank that has lost another one."""
-  return bool(_LOST.search(said))
+  return bool(_LOST.match(said))
 
 
 def first_over(lives: Sequence[Life]) -> Life | None:

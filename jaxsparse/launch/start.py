@@ -80,8 +80,8 @@ def guarded(command: Sequence[str], environment: Mapping[str, str]) -> subproces
 
 
 def kill_group(process: subprocess.Popen) -> None:
-  """Kills what a guard leaves that was killed itself, or that hangs."""
-  with contextlib.suppress(ProcessLookupError):
+  """Kills what a guard leaves that was killed itself, that hangs, or that cannot find its descendants."""
+  with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS denies it for a group that has ended
     os.killpg(process.pid, signal.SIGKILL)
   process.wait()
 

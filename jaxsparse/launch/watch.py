@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxsparse.launch import records, start
-from jaxsparse.launch.guard import KILL_AFTER
+from jaxsparse.launch.guard import HAS_PROC, KILL_AFTER
 from jaxsparse.launch.rank import GRACE, HEARTBEAT, START_TIMEOUT
 from jaxsparse.launch.records import Life, names
 from jaxsparse.launch.start import Engine, Host
@@ -158,7 +158,7 @@ def _overdue(lives: Sequence[Life], waited: float, now: float, limits: _Limits) 
 
 
 def _early(lives: Sequence[Life], now: float, grace: float) -> str:
-  """Whether a rank has ended that others wait for, empty for no."""
+  """The problem, if a rank has ended and others still need it; else an empty string."""
   first, going_on = records.first_over(lives), [life for life in lives if life.over is None]
   if first is None or first.over is None:
     return ""
@@ -201,18 +201,18 @@ def _all_ended(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
     yield
   finally:
     for process in processes:
-      process.terminate()  # a guard ends all below it
+      process.terminate()  # a guard ends all below it that it finds
     end = time.monotonic() + _PATIENCE
     for process in processes:
       with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, end - time.monotonic()))
-      if process.returncode is None or process.returncode < 0:
+      if not HAS_PROC or process.returncode is None or process.returncode < 0:
         start.kill_group(process)
 
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-  """Lists the signals that arrive, which so interrupt nothing; afterwards the program's own handler gets the first one.
+  """Records signals instead of raising; afterwards calls the program's handler for the first one.
 
   A signal that the program ignores (nohup) stays ignored. Raises KeyboardInterrupt where a handler raises nothing.
   """

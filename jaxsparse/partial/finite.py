@@ -40,8 +40,8 @@ def check_start(params: Any) -> None:
     ...
     ValueError: params['w'] is not finite: training has to start from finite parameters
   """
-  if place := first_not_finite(params):
-    raise ValueError(f"{place} is not finite: training has to start from finite parameters")
+  if path := first_not_finite(params):
+    raise ValueError(f"{path} is not finite: training has to start from finite parameters")
 
 
 class Refusals:

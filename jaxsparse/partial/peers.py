@@ -1,4 +1,4 @@
-"""The sockets of a worker: what comes by any of them, and the connections to other workers.
+"""Receives messages on a worker's sockets, and connects to other workers.
 
     Inbox    waits for messages on many sockets, and hands each to the handler of its socket
     Peers    connections to other workers, by address; each is made when something is first sent there

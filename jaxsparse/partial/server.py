@@ -84,8 +84,10 @@ class Server:
     self.taken = self.rejected = 0
     self._peers: dict[int, tuple[bytes, str]] = {}  # of each worker: the connection it came by, and its own address
     self._hellos: dict[int, int] = {}  # how often each has said HELLO again
-    self._rivals: dict[int, bytes] = {}  # the last other connection that said HELLO with the number of each worker
-    self._lives: set[int] = set()  # workers with a rival that have said something since the rival came
+    self._rivals: dict[
+      int, dict[bytes, float]
+    ] = {}  # of each worker: when other connections first asked for its number
+    self._heard: dict[int, float] = {}  # when each worker last gave a sign of life
     self._entries: int | None = None  # of everybody's model
     self._next_probe, self._looked = 0.0, time.monotonic()
     self._dead_at = dict.fromkeys(controller.alive, time.monotonic() + start_timeout)
@@ -135,9 +137,8 @@ class Server:
       return
     self.taken += 1
     if signal.worker in self._peers:
-      self._dead_at[signal.worker] = time.monotonic() + self._limit
-    if signal.worker in self._rivals:
-      self._lives.add(signal.worker)
+      self._heard[signal.worker] = time.monotonic()
+      self._dead_at[signal.worker] = self._heard[signal.worker] + self._limit
 
   def _handlers(self) -> dict[Says, Callable[[bytes, Signal], object]]:
     return {
@@ -197,11 +198,11 @@ class Server:
 
   def _refuse_rival(self, connection: bytes, worker: int) -> NoReturn:
     """Refuses a second worker of one number: for good if the first one is known to live, else until that is known."""
-    if self._rivals.get(worker) != connection:
-      self._rivals[worker] = connection
-      self._lives.discard(worker)
+    rivals = self._rivals.setdefault(worker, {})
+    asked = rivals.setdefault(connection, time.monotonic())
     connected = self._send(self._peers[worker][0], messages.answer(Answer.PROBE))
-    if connected and worker in self._lives:
+    if connected and self._heard[worker] > asked:
+      del rivals[connection]
       others = f"choose another number of 0 … {self._controller.workers - 1}"
       raise Rejected(f"taken: a living worker has the number {worker}, {others}, or end that worker first")
     raise Rejected(f"duplicate: worker {worker} is here already; if it died, it is dropped after {self._limit:g} s")
@@ -222,9 +223,8 @@ class Server:
     """Goes on without a worker, which may have more to send to groups that came after number `owes_after`."""
     groups = self._controller.leave(worker)
     self._abort(worker, owes_after)
-    for kept in (self._peers, self._dead_at, self._iterations, self._rivals):
+    for kept in (self._peers, self._dead_at, self._iterations, self._rivals, self._heard):
       kept.pop(worker, None)
-    self._lives.discard(worker)
     self._asking.discard(worker)
     self._announce(groups)
 

@@ -273,7 +273,7 @@ class Talk(threading.Thread):
         self._average, self._patience = None, time.monotonic() + self._timeout
         self._say_hello()
       return
-    if self._waits or self._state == "hello":  # then the next one who waits is told
+    if self._waits or self._state == "hello":  # the next caller of `reduce` gets the error
       self._waits = False
       self.answers.put(ValueError(f"worker {self._number}: {reason}"))
     if self._state == "hello":
