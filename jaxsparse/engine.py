@@ -4,11 +4,13 @@ The program of one worker is the same everywhere. An engine maps it over the wor
 them lie: `PartitionSpec`s say which are split along the workers and which are the same for all.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -109,6 +111,31 @@ def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., 
 def here(x: jax.Array) -> jax.Array:
   """What this process holds of an array; all of it where nobody else has a part."""
   return x if x.is_fully_addressable else x.addressable_data(0)
+
+
+def apart(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, ...]:
+  """The arguments of a step, with a copy of each array that shares memory with one of the first two, which are donated.
+
+  XLA overwrites what is donated. What a step returned lies in buffers of its own, so that later calls look at the
+  arrays only, and not at their buffers.
+  """
+  donated: set[Any] = set()
+
+  def keys(leaf: jax.Array) -> set[Any]:
+    if not by_buffer or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      return {id(leaf)}
+    return {id(leaf), *(shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards if shard.data.size)}
+
+  def own(leaf: Any, is_donated: bool) -> Any:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+      return leaf
+    shared = not donated.isdisjoint(mine := keys(leaf))
+    if is_donated:
+      donated.update(mine)
+    return jnp.copy(leaf) if shared else leaf
+
+  first = jax.tree.map(functools.partial(own, is_donated=True), arguments[:2])
+  return first + jax.tree.map(functools.partial(own, is_donated=False), arguments[2:])
 
 
 class _OnMesh:

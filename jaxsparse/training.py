@@ -16,7 +16,7 @@ from jaxsparse import state as states
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.compiling import compiler_options
-from jaxsparse.engine import Engine, check_batch, engine_of, here
+from jaxsparse.engine import Engine, apart, check_batch, engine_of, here
 from jaxsparse.launch.rank import count_step
 from jaxsparse.perworker import PerWorker
 from jaxsparse.types import Comm
@@ -28,14 +28,14 @@ def init(
 ) -> Any:
   """The optimizer state over the workers: residuals sharded over `axis`, everything else replicated.
 
+  Every process of the mesh must call, and give the same parameters.
+
   Args:
     tx: a chain whose first transformation is a jaxsparse one over `axis`.
     params: the parameters, a pytree of floating-point arrays.
     mesh: the mesh whose axis, or tuple of axes, `axis` is; its devices may belong to many processes. Or a comm that
       brings its own workers: `js.MpiComm()`, `js.SimComm(axis, members=P)`.
     axis: the axis that the workers lie along.
-
-  Every process of the mesh must give the same parameters and call.
 
   Returns:
     The state of `tx`; the residual is one f32[P · n] of all workers, or this worker's f32[n] under MPI. Go on with
@@ -222,7 +222,7 @@ class TrainStep:
     first = _identity(state) is not self._known
     arguments = self._engine.place((params, state, batch, given), specs)
     if self._donate:
-      arguments = _apart(arguments, by_buffer=first)
+      arguments = apart(arguments, by_buffer=first)
     if self._engine.waits:
       jax.block_until_ready(self._last)
     params, state, metrics = program(*arguments)
@@ -318,28 +318,6 @@ _LIKELY_MISTAKES = {
   "its chain",
   "metrics": "it is made of the data of one worker",
 }
-
-
-def _apart(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, ...]:
-  """The arguments of a step, with a copy of each array that is among those to donate and is given twice.
-
-  XLA overwrites what is donated. Params and state come first, and are. What a step returned lies in buffers of its own,
-  so that later calls need to look at the arrays only and not at their buffers.
-  """
-  seen: set[Any] = set()
-
-  def own(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-      return leaf
-    keys = {id(leaf)}
-    if by_buffer and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      keys |= {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards if shard.data.size}
-    twice = not seen.isdisjoint(keys)
-    seen.update(keys)
-    return jnp.copy(leaf) if twice else leaf
-
-  params, state, *rest = arguments
-  return *jax.tree.map(own, (params, state)), *(jax.tree.map(own, part) for part in rest)
 
 
 def _identity(state: Any) -> Any:
