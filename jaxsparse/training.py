@@ -67,7 +67,7 @@ def init(
   abstract = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
   if not abstract:
     replicas.check_processes(engine, params, "params")
-  state, specs = started(engine, start, params, axis)
+  state, specs = started(engine, start, params, engine.axis)
   if not abstract:
     _warn_uncovered(engine, tx, params, state, specs)
   return state
@@ -206,7 +206,7 @@ class TrainStep:
   def __init__(self, worker: Worker, mesh: Mesh | Comm, axis: AxisName, donate: bool):
     self._engine = engine_of(mesh, axis)
     self.workers = self._engine.workers
-    self._axis, self._worker, self._donate = axis, worker, donate
+    self._axis, self._worker, self._donate = self._engine.axis, worker, donate
     self._programs: dict[Any, tuple[Any, Any]] = {}
     self._average: Any = None
     self._last: Any = None

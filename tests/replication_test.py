@@ -245,6 +245,15 @@ def test_the_check_works_on_every_engine(where):
     train(tx, engine)
 
 
+def test_a_simulator_may_name_its_axis_as_it_likes():
+  sim = js.SimComm("elsewhere", members=3)
+  tx = optax.chain(js.spardl_transform(sim, density=0.2), optax.sgd(0.1))
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  step = js.make_train_step(loss_fn, tx, sim)
+  params, state, _ = step(params, js.init(tx, params, sim), batch_of(0))
+  step.check(params, state)
+
+
 def test_check_finds_replicas_that_differ():
   mesh, (params, state, _) = mesh_of(3), train(optax.chain(SPARSE, optax.sgd(0.1, momentum=0.5)), mesh_of(3))
   step = js.make_train_step(loss_fn, optax.chain(SPARSE, optax.sgd(0.1, momentum=0.5)), mesh)
