@@ -191,11 +191,12 @@ def check_layout(state: Any, workers: int | None = None) -> None:
     found, entries = (int(np.max(_local(number))) for number in node.layout)
     rows = node.counters.skipped.size
     expected = workers or (rows if rows > 1 else found)
-    residuals = [residual.size for residual in jax.tree.leaves(node.carried.residual)]
-    if found != expected or (residuals and sum(residuals) != rows * entries):
+    residuals = node.carried.residual if isinstance(node.carried.residual, tuple) else (node.carried.residual,)
+    kept = [residual.size for residual in residuals if residual is not None]
+    if found != expected or (len(kept) == len(residuals) and sum(kept) != rows * entries):
       raise ValueError(
         f"the optimizer state was made for {found} workers and {entries} gradient entries, its arrays are those of "
-        f"{expected} workers and {sum(residuals) // rows or entries} entries: they were cut or padded, as Orbax does "
+        f"{expected} workers and {sum(kept) // rows or entries} entries: they were cut or padded, as Orbax does "
         "with strict=False, and residuals are lost. Restore it as it was saved"
       )
 
