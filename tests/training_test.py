@@ -158,7 +158,11 @@ def test_wrapped_by_optax(wrap):
   sparse, sgd = js.spardl_transform("workers", density=0.2), optax.sgd(0.1)
   labels = {"w": "sparse", "b": "dense"}
   tx = {
-    "masked": optax.chain(optax.masked(sparse, {"w": True, "b": False}), sgd),
+    "masked": optax.chain(
+      optax.masked(sparse, {"w": True, "b": False}),
+      optax.masked(js.dense_transform("workers"), {"w": False, "b": True}),
+      sgd,
+    ),
     "multisteps": optax.chain(sparse, optax.MultiSteps(sgd, 2).gradient_transformation()),
     "multi_transform": optax.chain(
       optax.multi_transform({"sparse": sparse, "dense": js.dense_transform("workers")}, labels), sgd
