@@ -88,6 +88,11 @@ def _equation_of(x: jax.Array) -> Any:
   return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
 
 
+def here(x: Any) -> Any:
+  """What this process holds of an array; all of it where nobody else has a part."""
+  return x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
+
+
 def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
   """Waits until every process that holds a part of the arrays of `tree` has come here too; others hold none.
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
-from jaxsparse._compat import AxisName
+from jaxsparse._compat import AxisName, here
 from jaxsparse.comm import AxisComm, SimComm, all_gather, in_rank_order
 from jaxsparse.comm_mpi import RANKS, MpiComm
 from jaxsparse.types import Comm
@@ -106,11 +106,6 @@ def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., 
   rows = lambda *arguments: in_rank_order(engine.comm, all_gather(engine.comm, function(*arguments)))
   program = engine.jit(rows, in_specs, PartitionSpec())
   return lambda *arguments: np.asarray(here(program(*arguments)))
-
-
-def here(x: jax.Array) -> jax.Array:
-  """What this process holds of an array; all of it where nobody else has a part."""
-  return x if x.is_fully_addressable else x.addressable_data(0)
 
 
 def apart(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, ...]:

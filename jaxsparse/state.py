@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxsparse._compat import AxisName
+from jaxsparse._compat import AxisName, here
 from jaxsparse.perworker import PerWorker
 from jaxsparse.types import Counters, State
 
@@ -188,7 +188,7 @@ def check_layout(state: Any, workers: int | None = None) -> None:
   for node in reduce_states(state):
     if isinstance(node.layout.workers, jax.core.Tracer) or not hasattr(node.layout.workers, "__array__"):
       continue  # under a trace, or a jax.ShapeDtypeStruct
-    found, entries = (int(np.max(_local(number))) for number in node.layout)
+    found, entries = (int(np.max(here(number))) for number in node.layout)
     rows = node.counters.skipped.size
     expected = workers or (rows if rows > 1 else found)
     residuals = node.carried.residual if isinstance(node.carried.residual, tuple) else (node.carried.residual,)
@@ -199,12 +199,6 @@ def check_layout(state: Any, workers: int | None = None) -> None:
         f"{expected} workers and {sum(kept) // rows or entries} entries: they were cut or padded, as Orbax does "
         "with strict=False, and residuals are lost. Restore it as it was saved"
       )
-
-
-def _local(number: jax.Array) -> jax.Array:
-  """What this process holds of a replicated number."""
-  is_global = isinstance(number, jax.Array) and not number.is_fully_addressable
-  return number.addressable_data(0) if is_global else number
 
 
 def check_alive(trees: dict[str, Any]) -> None:
