@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 
 import jaxsparse as js
 from benchmarks.workers import AXIS, Workers
-from jaxsparse import timing
-from jaxsparse.engine import engine_of, here
+from jaxsparse.train import timing
+from jaxsparse.train.engine import engine_of, here
 
 _RATE = 0.1  # of learning
 _BESIDE = 1.5  # two short all-reduces that take less than so many times as long as one start beside each other

@@ -47,8 +47,9 @@ from benchmarks.passes import Pass, passes_of
 from benchmarks.report import Goal
 from jaxsparse import flatten
 from jaxsparse.comm import SoloComm
-from jaxsparse.select import candidates, exact, packed, threshold
+from jaxsparse.select import candidates, exact, threshold
 from jaxsparse.select.candidates import Candidates
+from jaxsparse.sparse import bitset
 
 _WARM_UP = 10  # steps of SGD before gradients are taken
 
@@ -156,8 +157,8 @@ _READ = jax.jit(lambda x: jnp.abs(x).sum())
 def _by_threshold(x: jax.Array, bound: jax.Array, k: int) -> tuple[js.Sparse, jax.Array]:
   """The first entries that reach `bound`, up to about k, and how many do."""
   words = threshold.selected(x, bound)
-  indices = packed.places(words, packed.aligned(k))
-  return js.Sparse(indices, x.at[indices].get(mode="fill", fill_value=0.0)), packed.count(words)
+  indices = bitset.places(words, bitset.aligned(k))
+  return js.Sparse(indices, x.at[indices].get(mode="fill", fill_value=0.0)), bitset.count(words)
 
 
 def _candidates(x: jax.Array, k: int) -> Candidates:
@@ -215,7 +216,7 @@ class Bench:
     if count != len(reach):
       raise RuntimeError(f"{name}: {count} entries reach the threshold, numpy counts {len(reach)}")
     filled = js.Sparse(some.indices[:count], some.values[:count])
-    _expect(name, "threshold", entries, filled, reach[: packed.aligned(self._k)])
+    _expect(name, "threshold", entries, filled, reach[: bitset.aligned(self._k)])
 
     found = jax.device_get(self._candidates(x))
     hit = bool(found.hit[0])

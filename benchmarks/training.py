@@ -16,7 +16,7 @@ import jaxsparse as js
 from benchmarks import data, models, specs
 from benchmarks.workers import Workers
 from jaxsparse.collectives.a2sgd import A2SGD
-from jaxsparse.engine import here
+from jaxsparse.train.engine import here
 
 CLASSES = 10
 CURVE_POINTS = 40  # evaluations during a run

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 import jaxsparse as js
 from benchmarks.specs import Spec
 from benchmarks.workers import Workers
-from jaxsparse import timing
-from jaxsparse.engine import Engine, engine_of, here, rows_of
+from jaxsparse.train import timing
+from jaxsparse.train.engine import Engine, engine_of, here, rows_of
 
 ENOUGH = 20.0  # seconds of measuring after which fewer repetitions have to do
 _BUCKETS = 4096

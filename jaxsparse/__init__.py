@@ -41,16 +41,16 @@ from jaxsparse.collectives.spardl import spardl_transform
 from jaxsparse.collectives.topka import topka_transform
 from jaxsparse.collectives.topkdsa import topkdsa_transform
 from jaxsparse.comm import AxisComm, SimComm
-from jaxsparse.comm_mpi import MpiComm
+from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.overlap.buckets import bucketed_transform
-from jaxsparse.perworker import PerWorker
-from jaxsparse.simulation import Simulated, simulate
-from jaxsparse.state import ReduceState, specs
-from jaxsparse.telemetry import Metrics, metrics
-from jaxsparse.training import TrainStep, init, make_train_step
-from jaxsparse.transform import make_transform, transform_of
+from jaxsparse.train.simulation import Simulated, simulate
+from jaxsparse.train.step import TrainStep, init, make_train_step
+from jaxsparse.train.worker import StepMetrics
+from jaxsparse.transform.local import PerWorker
+from jaxsparse.transform.metrics import Metrics, metrics
+from jaxsparse.transform.state import ReduceState, specs
+from jaxsparse.transform.update import make_transform, transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
-from jaxsparse.worker import StepMetrics
 
 __version__ = "0.1.0"
 

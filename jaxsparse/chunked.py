@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse.blocks import Blocks
-from jaxsparse.select import chunks, order
+from jaxsparse.select import kth_largest as order
+from jaxsparse.select import per_chunk as chunks
 from jaxsparse.types import Kept, Sparse
 
 

@@ -31,8 +31,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxsparse as js
-from jaxsparse import launch, timing
-from jaxsparse.engine import engine_of, here
+from jaxsparse import launch
+from jaxsparse.train import timing
+from jaxsparse.train.engine import engine_of, here
 
 Status = Literal["ok", "warn", "FAIL"]
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.blocks import Blocks
-from jaxsparse.select import packed
+from jaxsparse.sparse import bitset
 from jaxsparse.types import Kept, Sparse
 
 
@@ -80,11 +80,11 @@ class Held(Blocks):
   @classmethod
   def starting(cls, start: Blocks, selector: SelectorOf) -> Self:
     """Blocks that have not changed yet."""
-    return cls(**vars(start), touched=packed.none(start.grads.size), added=(), taken=(), selector=selector(start))
+    return cls(**vars(start), touched=bitset.none(start.grads.size), added=(), taken=(), selector=selector(start))
 
   def at(self, places: jax.Array) -> jax.Array:
     """What is at `places` now but for what left, f32 like them; 0 beyond the end."""
-    return jnp.where(packed.contains(self.touched, places), sparse.at(self.grads, places), super().at(places))
+    return jnp.where(bitset.contains(self.touched, places), sparse.at(self.grads, places), super().at(places))
 
   def largest(self, first: int, last: int) -> Sparse:
     """The `share` entries of each of rows first … last − 1 that the selector chooses, as the rows of a `Sparse`."""
@@ -97,26 +97,26 @@ class Held(Blocks):
   def add(self, entries: Sparse) -> Self:
     """With [r, c] entries added to the first r rows, of which nothing has left."""
     n, places = self.grads.size, self.places(entries.indices)
-    before, first = self.at(places), ~packed.contains(self.touched, places)
+    before, first = self.at(places), ~bitset.contains(self.touched, places)
     added = Added(entries.indices, before, before + entries.values, first)
     return dataclasses.replace(
       self,
       grads=sparse.put(self.grads, places, added.now),
-      touched=packed.with_new(self.touched, jnp.where(first, places, n), n),
+      touched=bitset.with_new(self.touched, jnp.where(first, places, n), n),
       added=(*self.added, added),
     )
 
   def kept(self, indices: jax.Array) -> Kept:
     """The next residual: what is there now at indices [P, c] of all rows, which are delivered, what was elsewhere."""
     n = self.grads.size
-    delivered = packed.with_new(packed.none(n), self.places(indices), n)
+    delivered = bitset.with_new(bitset.none(n), self.places(indices), n)
     entries = []
     for added in self.added:
       places = self.places(added.indices)
-      now = packed.contains(delivered, places)
+      now = bitset.contains(delivered, places)
       entries.append(Sparse(jnp.where(now | added.first, places, n), jnp.where(now, added.now, added.before)))
     for taken in self.taken:
-      entries.append(taken._replace(indices=jnp.where(packed.contains(delivered, taken.indices), taken.indices, n)))
+      entries.append(taken._replace(indices=jnp.where(bitset.contains(delivered, taken.indices), taken.indices, n)))
     return Kept(self.grads, self.residual, tuple(entries))
 
   def kept_but(self, entries: Sparse) -> Kept:

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jaxsparse import select, sparse
 from jaxsparse.blocks import Blocks
 from jaxsparse.held import Held, Selector, SelectorOf
-from jaxsparse.select import candidates, order, packed
+from jaxsparse.select import candidates
+from jaxsparse.select import kth_largest as order
 from jaxsparse.select.candidates import Candidates
+from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
 
@@ -121,7 +123,7 @@ class _Among(NamedTuple):
     known = _known(held, self.among, first, last)
     low, hit = self.among.low[first:last], self.among.hit[first:last]
     keys = jnp.where(known.indices < held.length, order.keys_of(known.values), -1)
-    reached = packed.count(packed.pack(keys >= low[:, None]))
+    reached = bitset.count(bitset.pack(keys >= low[:, None]))
     floor = None if self.floor is None else self.floor[first:last]
     return jax.lax.cond(
       (hit & (reached >= self.wanted)).all(),
@@ -140,14 +142,14 @@ def _known(held: Held, among: Candidates, first: int, last: int) -> Sparse:
   Where something was added to a candidate, it is known from there.
   """
   indices = among.indices[first:last]
-  moved = packed.contains(held.touched, held.places(indices, first))
+  moved = bitset.contains(held.touched, held.places(indices, first))
   known = [sparse.where(~moved, Sparse(indices, among.values[first:last]), held.length)]
   for added in held.added:
     rows = slice(first, min(last, len(added.indices)))
     new = jnp.where(added.first[rows], added.indices[rows], held.length)
     if new.size:
       count, capacity = new.shape
-      more = ((0, last - first - count), (0, packed.aligned(capacity) - capacity))
+      more = ((0, last - first - count), (0, bitset.aligned(capacity) - capacity))
       new = jnp.pad(new, more, constant_values=held.length)
       known.append(Sparse(new, sparse.at(held.grads, held.places(new, first))))
   return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *known)
@@ -160,13 +162,13 @@ def _of_known(
   rows, share, flat = len(keys), held.share, jax.tree.map(lambda x: x.reshape(-1), known)
   if floor is None:
     chosen = order.largest_of(keys, known.indices, share, low, reached)
-    slots = packed.places(packed.pack(chosen).reshape(-1), rows * share).reshape(rows, share)
+    slots = bitset.places(bitset.pack(chosen).reshape(-1), rows * share).reshape(rows, share)
     return jax.tree.map(lambda x: x[slots], flat)
   chosen = order.largest_of(keys, known.indices, jnp.minimum(share, reached), low, reached)
-  words = packed.pack(chosen & (keys >= floor[:, None]))
-  filled = packed.count(words)[:, None]
+  words = bitset.pack(chosen & (keys >= floor[:, None]))
+  filled = bitset.count(words)[:, None]
   slot = jnp.arange(share, dtype=jnp.int32)[None]
-  found = packed.places(words.reshape(-1), rows * share)[jnp.cumsum(filled, axis=0) - filled + slot]
+  found = bitset.places(words.reshape(-1), rows * share)[jnp.cumsum(filled, axis=0) - filled + slot]
   entries = jax.tree.map(lambda x: x[jnp.minimum(found, flat.indices.size - 1)], flat)
   return sparse.where(slot < filled, entries, held.length)
 

@@ -19,10 +19,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse import _compat, simulation
+from jaxsparse import _compat
 from jaxsparse.comm import AxisComm
 from jaxsparse.costs import count_jaxpr, schedule
-from jaxsparse.transform import init_state, reduce_step
+from jaxsparse.train import simulation
+from jaxsparse.transform.update import init_state, reduce_step
 from tests.cases import CASES, CONSERVING, REPLICATING, bits, each, integers, mesh_of, normals
 
 DENSITY = 0.2

@@ -14,9 +14,9 @@ import optax
 
 import jaxsparse as js
 from jaxsparse import launch
-from jaxsparse.engine import engine_of, here
-from jaxsparse.training import started
-from jaxsparse.transform import init_state, reduce_step
+from jaxsparse.train.engine import engine_of, here
+from jaxsparse.train.step import started
+from jaxsparse.transform.update import init_state, reduce_step
 
 
 def join(engine: str):

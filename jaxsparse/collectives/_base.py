@@ -11,10 +11,10 @@ from typing import Any, Literal, Self, get_args, get_origin
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.select import packed
+from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Cost, Reduced, State
 
-_MOST = 2**31 - packed.GROUP * packed.BITS  # indices in i32, in whole groups of packed words
+_MOST = 2**31 - bitset.GROUP * bitset.BITS  # indices in i32, in whole groups of packed words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

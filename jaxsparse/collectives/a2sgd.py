@@ -16,9 +16,9 @@ import optax
 
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import Collective, check_whole
-from jaxsparse.costs import all_reduce_cost
-from jaxsparse.sums import ordered_sum
-from jaxsparse.transform import transform_of
+from jaxsparse.comm import all_reduce_cost
+from jaxsparse.sparse.sums import ordered_sum
+from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 

@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import ladder, routes, saturating, sparse
+from jaxsparse import sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
-from jaxsparse.comm import all_gather, in_rank_order
-from jaxsparse.select import packed
+from jaxsparse.comm import all_gather, in_rank_order, topology
 from jaxsparse.select import threshold as by_threshold
-from jaxsparse.sums import ordered_sum
-from jaxsparse.transform import transform_of
+from jaxsparse.sparse import bitset, saturating
+from jaxsparse.sparse import capacities as ladder
+from jaxsparse.sparse.sums import ordered_sum
+from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 _ADJUSTMENTS = 20
@@ -81,7 +82,7 @@ class GaussianK(SparseCollective):
     return min(n, math.ceil(5 * self.entries(n) / 4))
 
   def cost(self, n: int, size: int) -> Cost:
-    return Cost(len(routes.strides(size)), 2 * self.capacity(n) * (size - 1), agreements=int(size > 1))
+    return Cost(len(topology.strides(size)), 2 * self.capacity(n) * (size - 1), agreements=int(size > 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, most = grads.size, self.entries(grads.size), self.capacity(grads.size)
@@ -90,7 +91,7 @@ class GaussianK(SparseCollective):
     if self.correction:
       threshold = corrected(threshold, home, k)
     chosen = by_threshold.selected(home, threshold)
-    selected = packed.count(chosen)
+    selected = bitset.count(chosen)
     finite, needed = ladder.agree(comm, selected, jnp.isfinite(home).all())
     sent = by_threshold.first(home, by_threshold.at_most(home, chosen, most), most)
 
@@ -133,7 +134,7 @@ def corrected(threshold: jax.Array, x: jax.Array, k: int) -> jax.Array:
   few, many = -(-3 * k // 4), min(5 * k // 4, jnp.iinfo(jnp.int32).max)
 
   def adjust(_: int, threshold: jax.Array) -> jax.Array:
-    reached = packed.count(packed.pack(jnp.abs(x) >= threshold))
+    reached = bitset.count(bitset.pack(jnp.abs(x) >= threshold))
     return threshold * jnp.where(reached < few, 1 / _FACTOR, jnp.where(reached > many, _FACTOR, 1.0))
 
   return jax.lax.fori_loop(0, _ADJUSTMENTS, adjust, threshold)

@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import routes, sparse
+from jaxsparse import sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
+from jaxsparse.comm import topology
 from jaxsparse.select import top_k
-from jaxsparse.transform import transform_of
+from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 
@@ -66,7 +67,7 @@ class GTopk(SparseCollective):
     return max(super().slots(n, size), 2 * self.entries(n))  # of a merge
 
   def cost(self, n: int, size: int) -> Cost:
-    rounds = 2 * len(routes.strides(size))
+    rounds = 2 * len(topology.strides(size))
     return Cost(rounds, 2 * self.entries(n) * rounds)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
@@ -74,12 +75,12 @@ class GTopk(SparseCollective):
     home = grads + state.residual
     held = top_k(home, k)
     dropped = sparse.put(home, held.indices, 0.0)
-    for edges in routes.tree(comm.size):
+    for edges in topology.tree(comm.size):
       got = comm.permute(held, edges)
       both = jax.tree.map(lambda mine, theirs: jnp.stack([mine, theirs]), held, _received(comm, got, edges, n))
       held, rest = sparse.largest(sparse.merge(both, n), k, n)
       dropped = dropped.at[rest.indices].add(rest.values, mode="drop")
-    for edges in reversed(routes.tree(comm.size)):
+    for edges in reversed(topology.tree(comm.size)):
       down = tuple((parent, child) for child, parent in edges)
       got, here = comm.permute(held, down), _receives(comm, down)
       held = jax.tree.map(functools.partial(jnp.where, here), got, held)
@@ -92,12 +93,12 @@ class GTopk(SparseCollective):
     return Reduced(total, state._replace(residual=residual), counters)
 
 
-def _receives(comm: Comm, edges: routes.Pairs) -> jax.Array:
+def _receives(comm: Comm, edges: topology.Pairs) -> jax.Array:
   """Whether a message along `edges` reaches this worker."""
   ends = jnp.array([destination for _, destination in edges], jnp.int32)
   return jnp.any(ends == comm.rank)
 
 
-def _received(comm: Comm, got: Sparse, edges: routes.Pairs, n: int) -> Sparse:
+def _received(comm: Comm, got: Sparse, edges: topology.Pairs, n: int) -> Sparse:
   """`got`, with empty slots where nothing arrives (the zeros there would be entries of index 0)."""
   return sparse.where(_receives(comm, edges), got, n)

@@ -24,13 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxsparse import ladder, routes, saturating, sparse
+from jaxsparse import sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective, check_whole
-from jaxsparse.comm import all_gather, exchange
-from jaxsparse.select import packed, top_k
+from jaxsparse.comm import all_gather, exchange, topology
 from jaxsparse.select import threshold as by_threshold
-from jaxsparse.transform import transform_of
+from jaxsparse.select import top_k
+from jaxsparse.sparse import bitset, saturating
+from jaxsparse.sparse import capacities as ladder
+from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 _STEP = 1.012
@@ -155,7 +157,7 @@ class OkTopk(SparseCollective):
     agreements = (
       1 + size + (66 if self.nudge == "search" else 31) + (2 * (size - 1) if self.regions == "balanced" else 0)
     )
-    return Cost(2 * (size - 1) + len(routes.strides(size)), words, agreements * (size > 1))
+    return Cost(2 * (size - 1) + len(topology.strides(size)), words, agreements * (size > 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, sizes = grads.size, self.entries(grads.size), self.sizes(grads.size, comm.size)
@@ -164,7 +166,7 @@ class OkTopk(SparseCollective):
     exact, last = reused.step % self.threshold_period == 0, state.worker[0]
     local = jax.lax.cond(exact | (last == 0), lambda: jnp.abs(top_k(home, k).values).min(), lambda: last)
     reach = by_threshold.selected(home, local)
-    selected, most = packed.count(reach), min(n, 2 * k)
+    selected, most = bitset.count(reach), min(n, 2 * k)
     chosen = by_threshold.at_most(home, reach, most)
     bounds = self._bounds(comm, chosen, n, reused)
     crowd = jnp.diff(by_threshold.counts_before(chosen, bounds))
@@ -246,7 +248,7 @@ def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
     chosen: the packed set of the entries that this worker selected.
     n: length of the gradient.
   """
-  size, selected = comm.size, packed.count(chosen)
+  size, selected = comm.size, bitset.count(chosen)
   cut = jnp.arange(1, size, dtype=jnp.int32)
   ordinals = cut * (selected // size) + cut * (selected % size) // size  # cut · selected / P without overflow
   proposal = by_threshold.at_ordinals(chosen, ordinals)

@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import routes
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import Collective, check_whole
-from jaxsparse.comm import all_gather, in_rank_order
-from jaxsparse.sums import ordered_sum, rounded_up
-from jaxsparse.transform import transform_of
+from jaxsparse.comm import all_gather, in_rank_order, topology
+from jaxsparse.sparse.sums import ordered_sum, rounded_up
+from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 
@@ -87,7 +86,7 @@ class QSGD(Collective):
 
   def cost(self, n: int, size: int) -> Cost:
     packed = math.ceil(n / (32 // self.bits))
-    return Cost(len(routes.strides(size)), (1 + packed) * (size - 1))
+    return Cost(len(topology.strides(size)), (1 + packed) * (size - 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size

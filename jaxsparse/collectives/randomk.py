@@ -14,8 +14,8 @@ import optax
 from jaxsparse import sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective, check_whole
-from jaxsparse.costs import all_reduce_cost
-from jaxsparse.transform import transform_of
+from jaxsparse.comm import all_reduce_cost
+from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 

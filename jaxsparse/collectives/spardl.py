@@ -34,16 +34,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import ladder, routes, saturating, selectors, sparse
+from jaxsparse import selectors, sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.blocks import Blocks
 from jaxsparse.chunked import Chunked
 from jaxsparse.collectives._base import SparseCollective, check_whole
-from jaxsparse.comm import all_gather, in_rank_order
+from jaxsparse.comm import all_gather, in_rank_order, topology
 from jaxsparse.held import Held
-from jaxsparse.transform import transform_of
+from jaxsparse.sparse import capacities as ladder
+from jaxsparse.sparse import saturating
+from jaxsparse.sparse.codec import Codec, Wire, codec_of
+from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
-from jaxsparse.wire import Codec, Wire, codec_of
 
 _LONGEST_CHUNK = 1 << 22  # entries: a magnitude keeps its exponent beside the number of a row
 _SUMS = 1 << 30  # message numbers of sums over teams begin here, those of the reduce-scatter are strides
@@ -213,7 +215,7 @@ class SparDL(SparseCollective):
     Raises:
       ValueError: if `teams` does not divide `size`, naming the divisors; for chunks that are too long.
     """
-    team = routes.team_size(size, self.teams)
+    team = topology.team_size(size, self.teams)
     share, length = -(-self.entries(n) // team), -(-n // team)
     if self.selector == "chunked" and length > share * _LONGEST_CHUNK:
       raise ValueError(
@@ -240,7 +242,7 @@ class SparDL(SparseCollective):
       first = max(1, round(0.01 * (share - low)))
       adaptive = Adaptive(jnp.int32(low), jnp.int32(first), jnp.bool_(False))
     shared = Shared(adaptive, jnp.int32(0) if self.wire == "int8" else ())
-    team = routes.team_size(size, self.teams)
+    team = topology.team_size(size, self.teams)
     # Two arrays: one that is twice in a state cannot be donated.
     reused: Any = ()
     if self.selector == "reuse":
@@ -250,10 +252,10 @@ class SparDL(SparseCollective):
   def cost(self, n: int, size: int) -> Cost:
     share, team = self.share(n, size), size // self.teams
     blocks, sums = self._codecs(-(-n // team))
-    rounds = len(routes.strides(self.teams))  # R-SAG sends L entries in each; B-SAG up to L of each other team
+    rounds = len(topology.strides(self.teams))  # R-SAG sends L entries in each; B-SAG up to L of each other team
     sag = _words_of(sums, self.teams, share) if self.is_bruck else rounds * sums.words(1, share)
     words = 2 * _words_of(blocks, team, share) + sag
-    return Cost(2 * len(routes.strides(team)) + rounds, words, agreements=int(self.is_bruck))
+    return Cost(2 * len(topology.strides(team)) + rounds, words, agreements=int(self.is_bruck))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, share = grads.size, self.share(grads.size, comm.size)
@@ -299,7 +301,7 @@ class SparDL(SparseCollective):
     if self.is_bruck:
       return b_sag(member, own, state.shared.adaptive.h, rungs, wire)
     own, lost = r_sag(member, own, wire)
-    words = saturating.total(wire.codec.words(1, share) * len(routes.strides(self.teams)))
+    words = saturating.total(wire.codec.words(1, share) * len(topology.strides(self.teams)))
     return own, lost, jnp.int32(share), words
 
   def _held(self, blocks: Blocks, state: State) -> Held | Chunked:
@@ -349,7 +351,7 @@ def spar_reduce_scatter(comm: Comm, held: Held | Chunked, wire: Wired) -> tuple[
     [P, L] that it selected in each row. Row 0 of `chosen` is this worker's block of the sum; the others have left.
   """
   bags = []
-  for stride in routes.strides(comm.size):
+  for stride in topology.strides(comm.size):
     bag = held.largest(stride, min(2 * stride, comm.size))
     message, off = wire.encode(bag, stride)
     held = held.left(off, stride)
@@ -362,7 +364,7 @@ def spar_reduce_scatter(comm: Comm, held: Held | Chunked, wire: Wired) -> tuple[
 
 def _words_of(codec: Codec, size: int, share: int) -> int:
   """Words of all bags of a reduce-scatter over `size` workers, or of as many rows gathered."""
-  return sum(codec.words(min(stride, size - stride), share) for stride in routes.strides(size))
+  return sum(codec.words(min(stride, size - stride), share) for stride in topology.strides(size))
 
 
 def _all_gather(
@@ -405,9 +407,9 @@ def r_sag(member: Comm, own: Sparse, wire: Wired) -> tuple[Sparse, list[Sparse]]
     the same at 2^t.
   """
   lost = []
-  for step, stride in enumerate(reversed(routes.strides(member.size))):
+  for step, stride in enumerate(reversed(topology.strides(member.size))):
     message, off = wire.encode(own, _SUMS + step)
-    got = member.permute(message, routes.partners(member.size, stride))
+    got = member.permute(message, topology.partners(member.size, stride))
     mine, theirs = wire.codec.decode(message), wire.codec.decode(got)
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), mine, theirs)
     kept, rest = sparse.largest(sparse.merge(both, wire.length), own.indices.size, wire.length)

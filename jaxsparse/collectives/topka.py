@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import routes, sparse
+from jaxsparse import sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
-from jaxsparse.comm import all_gather, in_rank_order
+from jaxsparse.comm import all_gather, in_rank_order, topology
 from jaxsparse.select import top_k
-from jaxsparse.transform import transform_of
+from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 
@@ -54,7 +54,7 @@ class TopkA(SparseCollective):
   """All-gather of local top-k entries; see `topka_transform` for the fields."""
 
   def cost(self, n: int, size: int) -> Cost:
-    return Cost(len(routes.strides(size)), 2 * self.entries(n) * (size - 1))
+    return Cost(len(topology.strides(size)), 2 * self.entries(n) * (size - 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k = grads.size, self.entries(grads.size)

@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import ladder, routes, saturating, sparse
+from jaxsparse import sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
-from jaxsparse.comm import all_gather, exchange, in_rank_order
-from jaxsparse.select import packed, threshold, top_k
-from jaxsparse.transform import transform_of
+from jaxsparse.comm import all_gather, exchange, in_rank_order, topology
+from jaxsparse.select import threshold, top_k
+from jaxsparse.sparse import bitset, saturating
+from jaxsparse.sparse import capacities as ladder
+from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 
@@ -68,7 +70,7 @@ class TopkDSA(SparseCollective):
 
   def cost(self, n: int, size: int) -> Cost:
     words = (2 * math.ceil(self.entries(n) / size) + math.ceil(n / size)) * (size - 1)
-    return Cost(size - 1 + len(routes.strides(size)), words, agreements=2 * (size > 1))
+    return Cost(size - 1 + len(topology.strides(size)), words, agreements=2 * (size > 1))
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
     """The slots for one worker's entries of one region: more only where sums of so many can be gathered as entries."""
@@ -120,8 +122,8 @@ def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array
   capacities = ladder.rungs(min(few, even), few, count=4) if few else ()
   if most > few:
     capacities += (length,)
-  chosen = packed.pack(own != 0)
-  fullest = comm.all_reduce(packed.count(chosen), "max")
+  chosen = bitset.pack(own != 0)
+  fullest = comm.all_reduce(bitset.count(chosen), "max")
   entries = threshold.first(own, chosen, few) if few else None
 
   def gather(capacity: int) -> tuple[jax.Array, jax.Array]:

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxsparse import timing
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective
-from jaxsparse.costs.counting import all_reduce_cost, count_agreements, predict, reduces, schedule
-from jaxsparse.engine import Engine, engine_of, rows_of
-from jaxsparse.simulation import simulate
+from jaxsparse.comm import all_reduce_cost
+from jaxsparse.costs.counting import count_agreements, predict, reduces, schedule
+from jaxsparse.train import timing
+from jaxsparse.train.engine import Engine, engine_of, rows_of
+from jaxsparse.train.simulation import simulate
 from jaxsparse.types import Comm
 
 _LONG = 0.3  # seconds: a message that takes this long shows its bandwidth

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxsparse import routes
 from jaxsparse._compat import inner_jaxprs
 from jaxsparse.collectives import Collective, make_collective
-from jaxsparse.comm import AxisComm
-from jaxsparse.transform import init_state, reduce_step
+from jaxsparse.comm import AxisComm, all_reduce_cost
+from jaxsparse.transform.update import init_state, reduce_step
 from jaxsparse.types import Cost
 
 Branch = Literal["most", "least", "every"]
@@ -54,26 +53,6 @@ def predict(name: str, *, n: int, workers: int, **config: Any) -> Cost:
     Cost(messages=6, words=1750, agreements=0)
   """
   return _made(name, n, workers, config).cost(n, workers)
-
-
-def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
-  """Rabenseifner's all-reduce of n entries: reduce-scatter and all-gather, 2⌈log₂P⌉ messages and 2 n (P − 1)/P words.
-
-  Args:
-    n: number of entries; one alone is an agreement. Fewer than there are workers cannot be scattered and count once.
-    workers: number of workers P.
-    itemsize: bytes of an entry.
-
-  Example:
-    >>> all_reduce_cost(1000, workers=8)
-    Cost(messages=6, words=1750, agreements=0)
-  """
-  if n == 1:
-    return Cost(0, 0, agreements=int(workers > 1))
-  if n < workers:
-    return Cost(2 * len(routes.strides(workers)), math.ceil(n * itemsize / 4))
-  sent = 2 * math.ceil(n / workers) * (workers - 1) * itemsize
-  return Cost(2 * len(routes.strides(workers)), math.ceil(sent / 4))
 
 
 def schedule(collective: Collective, n: int, workers: int) -> core.Jaxpr:

@@ -8,13 +8,13 @@ figure                  its timeline as a picture (picture)
 traced                  what a run really did, from the profiler's trace (traced)
 """
 
-from jaxsparse.compiling import compiler_options
 from jaxsparse.overlap.buckets import bucketed_transform
 from jaxsparse.overlap.measured import Layers, Runtime, link_of, measure, runtime_of
 from jaxsparse.overlap.network import Link, Sent
 from jaxsparse.overlap.picture import figure
 from jaxsparse.overlap.plans import Group, Plan, plan
 from jaxsparse.overlap.traced import Traced, traced
+from jaxsparse.train.compiling import compiler_options
 
 __all__ = [
   "Group",

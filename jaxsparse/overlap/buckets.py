@@ -25,16 +25,16 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse import flatten, sparse
-from jaxsparse import state as states
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, SparseCollective, make_collective
 from jaxsparse.comm import axes_of, comm_of
+from jaxsparse.comm.replication import mark_total
 from jaxsparse.costs import collective_of
 from jaxsparse.overlap.plans import Plan
-from jaxsparse.replication import mark_total
-from jaxsparse.state import ReduceState
-from jaxsparse.telemetry import of_all
-from jaxsparse.transform import applied, check_local, finished, init_state, is_finite, marked
+from jaxsparse.transform import state as states
+from jaxsparse.transform.metrics import of_all
+from jaxsparse.transform.state import ReduceState
+from jaxsparse.transform.update import applied, check_local, finished, init_state, is_finite, marked
 from jaxsparse.types import Comm, Counters, Reduced, Reduction, State, Tree
 
 _WORD = 4  # bytes of an entry

@@ -25,13 +25,13 @@ import optax
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxsparse import timing
 from jaxsparse._compat import AxisName, inner_jaxprs
 from jaxsparse.collectives._base import check_whole
-from jaxsparse.compiling import compiler_options
 from jaxsparse.costs import Profile, advise, label_of
-from jaxsparse.engine import check_batch, engine_of
 from jaxsparse.overlap.network import Link
+from jaxsparse.train import timing
+from jaxsparse.train.compiling import compiler_options
+from jaxsparse.train.engine import check_batch, engine_of
 from jaxsparse.types import Comm
 
 _WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are

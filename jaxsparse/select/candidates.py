@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.select import order, packed
+from jaxsparse.select import kth_largest as order
+from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
 _SAMPLES = 1 << 14  # of a block
@@ -66,8 +67,8 @@ def candidates(
   parts = [jnp.asarray(part) for part in parts]
   n, count, capacity = parts[0].size, blocks.size, _capacity(length, share)
   low = _bounds(parts, length, share, count) if known is None else jnp.zeros_like(known).at[blocks].set(known)
-  words = packed.reaching(order.keys_of(_sum(parts)), _of_words(low, length, n))
-  everywhere = packed.places(words, packed.aligned(count * (capacity + packed.BITS)))
+  words = bitset.reaching(order.keys_of(_sum(parts)), _of_words(low, length, n))
+  everywhere = bitset.places(words, bitset.aligned(count * (capacity + bitset.BITS)))
 
   edges = jnp.minimum(jnp.arange(count + 1, dtype=jnp.int32) * length, n)  # empty slots lie at n or beyond
   starts = jnp.searchsorted(everywhere, edges).astype(jnp.int32)
@@ -77,23 +78,23 @@ def candidates(
   found = Sparse(jnp.where(places < n, places - (blocks * length)[:, None], length), _at(parts, places))
   # Two blocks may share a word, which took the lower bound: what only reaches that is left out.
   found = sparse.where(order.keys_of(found.values) >= low[blocks][:, None], found, length)
-  enough = packed.count(packed.pack(found.indices < length)) >= (share if known is None else 0)
+  enough = bitset.count(bitset.pack(found.indices < length)) >= (share if known is None else 0)
   hit = enough & (end[:, 0] - begin[:, 0] <= capacity) & (end[:, 0] < everywhere.size)
   return Candidates(found.indices, found.values, low[blocks], hit)
 
 
 def _of_words(low: jax.Array, length: int, n: int) -> jax.Array:
   """The bound of each word of n packed bits: that of its block, of two blocks in a word the lower one."""
-  group = packed.GROUP * packed.BITS
+  group = bitset.GROUP * bitset.BITS
   assert length >= group, "a group of words lies in one block or two"
   starts = jnp.arange(0, n, group, dtype=jnp.int32)
   block = starts // length
   left = ((block + 1) * length - starts)[:, None]  # places that a group has in its first block
   here, there = low[block][:, None], low[jnp.minimum(block + 1, low.size - 1)][:, None]
-  word = jnp.arange(0, group, packed.BITS, dtype=jnp.int32)[None]
+  word = jnp.arange(0, group, bitset.BITS, dtype=jnp.int32)[None]
   both = jnp.where(word >= left, there, jnp.minimum(here, there))
-  bounds = jnp.where(word + packed.BITS <= left, here, both).reshape(-1)
-  return bounds[: -(-n // packed.BITS)]
+  bounds = jnp.where(word + bitset.BITS <= left, here, both).reshape(-1)
+  return bounds[: -(-n // bitset.BITS)]
 
 
 def _bounds(parts: Sequence[jax.Array], length: int, share: int, count: int) -> jax.Array:
@@ -106,7 +107,7 @@ def _bounds(parts: Sequence[jax.Array], length: int, share: int, count: int) -> 
 
 
 def _capacity(length: int, share: int) -> int:
-  return packed.aligned(int(share * order.rank_in_sample(_SAMPLES, share / length)[1]))
+  return bitset.aligned(int(share * order.rank_in_sample(_SAMPLES, share / length)[1]))
 
 
 def _at(parts: Sequence[jax.Array], places: jax.Array) -> jax.Array:

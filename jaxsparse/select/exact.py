@@ -7,7 +7,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.select import order, packed
+from jaxsparse.select import kth_largest as order
+from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
 Method = Literal["bracket", "bisect", "sort"]
@@ -80,7 +81,7 @@ def _bisected(row: jax.Array, tried: jax.Array, reached: jax.Array, *, k: int) -
   keys, enough = order.keys_of(row), reached >= k
   low, high = jnp.where(enough, tried, 0), jnp.where(enough, order.TOP, tried)
   bound = order.bound_of(keys, k, low, high, jnp.where(enough, reached, keys.size))
-  return packed.places(packed.pack(order.largest(keys, k, bound)), k)
+  return bitset.places(bitset.pack(order.largest(keys, k, bound)), k)
 
 
 def _by_bracket(rows: jax.Array, k: int) -> jax.Array:
@@ -91,11 +92,11 @@ def _by_bracket(rows: jax.Array, k: int) -> jax.Array:
   def one(row: jax.Array) -> tuple[jax.Array, ...]:
     keys = order.keys_of(row)
     low = order.bound_of(order.keys_of(row[order.sample(n, size)]), rank)
-    words = packed.pack(keys >= low)
-    candidates, reached = packed.places(words, capacity), packed.count(words)
+    words = bitset.pack(keys >= low)
+    candidates, reached = bitset.places(words, capacity), bitset.count(words)
     some = jnp.where(candidates < n, order.keys_of(row.at[candidates].get(mode="clip")), -1)
     chosen = order.largest(some, k, order.bound_of(some, k, low, reach_low=reached))
-    return candidates[packed.places(packed.pack(chosen), k)], low, reached
+    return candidates[bitset.places(bitset.pack(chosen), k)], low, reached
 
   indices, low, reached = _each(one, rows)
   hit = ((reached >= k) & (reached <= capacity)).all()
@@ -114,7 +115,7 @@ def _samples(n: int) -> int:
 
 
 def _capacity(n: int, k: int) -> int:
-  return packed.aligned(int(k * order.rank_in_sample(_samples(n), k / n)[1]))
+  return bitset.aligned(int(k * order.rank_in_sample(_samples(n), k / n)[1]))
 
 
 _METHODS = {"bracket": _by_bracket, "bisect": _by_bisection, "sort": _by_sorting}

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.select import order, packed
+from jaxsparse.select import kth_largest as order
 from jaxsparse.select.exact import top_k
+from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
 
@@ -20,11 +21,11 @@ def selected(x: jax.Array, threshold: jax.Array) -> jax.Array:
     threshold: f32[], at least 0.
 
   Example:
-    >>> packed.count(selected(jnp.array([3.0, 0.0, -2.0, 1.0]), jnp.float32(2)))
+    >>> bitset.count(selected(jnp.array([3.0, 0.0, -2.0, 1.0]), jnp.float32(2)))
     Array(2, dtype=int32)
   """
   # Not |x| ≥ threshold, which is false for NaN: it would stay behind unseen.
-  return packed.pack(~(jnp.abs(x) < threshold) & (x != 0))
+  return bitset.pack(~(jnp.abs(x) < threshold) & (x != 0))
 
 
 def at_most(x: jax.Array, words: jax.Array, most: int) -> jax.Array:
@@ -37,33 +38,33 @@ def at_most(x: jax.Array, words: jax.Array, most: int) -> jax.Array:
 
   Example:
     >>> x = jnp.array([3.0, 0.0, -2.0, 4.0])
-    >>> packed.places(at_most(x, selected(x, jnp.float32(1)), 2), 2)
+    >>> bitset.places(at_most(x, selected(x, jnp.float32(1)), 2), 2)
     Array([0, 3], dtype=int32)
   """
   if most >= x.size:
     return words
-  largest = lambda: packed.with_new(jnp.zeros_like(words), top_k(x, most).indices, x.size)
-  return jax.lax.cond(packed.count(words) > most, largest, lambda: words)
+  largest = lambda: bitset.with_new(jnp.zeros_like(words), top_k(x, most).indices, x.size)
+  return jax.lax.cond(bitset.count(words) > most, largest, lambda: words)
 
 
 def counts_before(words: jax.Array, bounds: jax.Array) -> jax.Array:
   """How many selected entries lie before each of `bounds`, i32 like it.
 
   Example:
-    >>> counts_before(packed.pack(jnp.array([True, False, True, True])), jnp.array([0, 1, 4]))
+    >>> counts_before(bitset.pack(jnp.array([True, False, True, True])), jnp.array([0, 1, 4]))
     Array([0, 1, 3], dtype=int32)
   """
-  return jax.vmap(lambda bound: packed.before(words, bound))(bounds)
+  return jax.vmap(lambda bound: bitset.before(words, bound))(bounds)
 
 
 def at_ordinals(words: jax.Array, ordinals: jax.Array) -> jax.Array:
   """Where the selected entries of these ordinals (0 is the first) lie, i32 like them; for a few of them.
 
   Example:
-    >>> at_ordinals(packed.pack(jnp.array([True, False, True])), jnp.array([1]))
+    >>> at_ordinals(bitset.pack(jnp.array([True, False, True])), jnp.array([1]))
     Array([2], dtype=int32)
   """
-  return jax.vmap(lambda ordinal: packed.place(words, ordinal))(ordinals)
+  return jax.vmap(lambda ordinal: bitset.place(words, ordinal))(ordinals)
 
 
 def first(x: jax.Array, words: jax.Array, capacity: int) -> Sparse:
@@ -82,7 +83,7 @@ def first(x: jax.Array, words: jax.Array, capacity: int) -> Sparse:
     >>> first(x, selected(x, jnp.float32(1)), 2).indices
     Array([0, 2], dtype=int32)
   """
-  indices = jnp.minimum(packed.places(words, capacity), x.size)
+  indices = jnp.minimum(bitset.places(words, capacity), x.size)
   return Sparse(indices, sparse.at(x, indices))
 
 
@@ -110,7 +111,7 @@ def in_regions(x: jax.Array, words: jax.Array, bounds: jax.Array, capacity: int,
   fit = jnp.minimum(crowd, capacity)
   trimmed = lambda: _largest_in_regions(x, words, bounds, starts, capacity, most)
   kept = jax.lax.cond((crowd > capacity).any(), trimmed, lambda: words)
-  found = packed.places(kept, crowd.size * capacity)
+  found = bitset.places(kept, crowd.size * capacity)
   slot = jnp.arange(capacity, dtype=jnp.int32)[None]
   first = jnp.cumsum(fit, dtype=jnp.int32) - fit
   places = found[jnp.minimum(first[:, None] + slot, found.size - 1)]
@@ -126,10 +127,10 @@ def _largest_in_regions(
   One sort by region, then by magnitude; `starts` says where in that order a region begins.
   """
   regions = bounds.size - 1
-  indices = jnp.minimum(packed.places(words, most), x.size)
+  indices = jnp.minimum(bitset.places(words, most), x.size)
   region = jnp.searchsorted(bounds[1:], indices, side="right").astype(jnp.int32)
   smallness = order.TOP - order.keys_of(sparse.at(x, indices))
   region, _, indices = jax.lax.sort((region, smallness, indices), num_keys=2, is_stable=True)
   ordinal = jnp.arange(most, dtype=jnp.int32) - starts[region]
   kept = (region < regions) & (ordinal < capacity)
-  return packed.with_new(jnp.zeros_like(words), jnp.where(kept, indices, x.size), x.size)
+  return bitset.with_new(jnp.zeros_like(words), jnp.where(kept, indices, x.size), x.size)

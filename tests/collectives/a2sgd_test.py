@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse import simulation
+from jaxsparse.train import simulation
 from tests.cases import mesh_of, normals
 
 

@@ -10,7 +10,7 @@ import pytest
 import jaxsparse as js
 from jaxsparse.collectives.oktopk import consensus_bounds, floor_mean
 from jaxsparse.comm import SimComm
-from jaxsparse.select import packed
+from jaxsparse.sparse import bitset
 from tests.cases import normals
 from tests.reference.oktopk import OkTopk
 
@@ -71,7 +71,7 @@ def test_balanced_regions_hold_equally_many_entries():
 def test_bounds_do_not_overflow():
   """Sums of places of six workers are beyond int32; the mean is not."""
   n, far = 40, 2**30
-  chosen = jnp.tile(packed.pack(jnp.arange(n) >= n - 6), (6, 1))
+  chosen = jnp.tile(bitset.pack(jnp.arange(n) >= n - 6), (6, 1))
   bounds = jax.vmap(lambda words: consensus_bounds(SimComm("w"), words, n), axis_name="w")(chosen)
   np.testing.assert_array_equal(bounds[0], [0, 35, 36, 37, 38, 39, 40])
   parts = np.array([far + worker for worker in range(6)])

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxsparse as js
-from jaxsparse import simulation
 from jaxsparse.select import candidates
+from jaxsparse.train import simulation
 from tests.cases import WORKERS, bits, normals
 from tests.reference import spardl as reference
 

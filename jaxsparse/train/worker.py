@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import perworker
-from jaxsparse import state as states
 from jaxsparse.comm import all_gather, axes_of, in_rank_order
-from jaxsparse.perworker import PerWorker
-from jaxsparse.replication import mark_total
+from jaxsparse.comm.replication import mark_total
+from jaxsparse.transform import local as perworker
+from jaxsparse.transform import state as states
+from jaxsparse.transform.local import PerWorker
 from jaxsparse.types import Comm
 
 AuxReduce = Literal["mean", "sum", "max", "min", "stack"]

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsparse.sums import ordered_sum
+from jaxsparse.sparse.sums import ordered_sum
 from tests.cases import bits, normals
 
 

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxsparse._compat import AxisName, here
-from jaxsparse.perworker import PerWorker
+from jaxsparse.transform.local import PerWorker
 from jaxsparse.types import Counters, State
 
 

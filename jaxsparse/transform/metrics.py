@@ -6,11 +6,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _compat, perworker, saturating
+from jaxsparse import _compat
 from jaxsparse._compat import AxisName
 from jaxsparse.comm import comm_of
-from jaxsparse.perworker import PerWorker
-from jaxsparse.state import ReduceState, check_alive, check_layout, labelled, why_none
+from jaxsparse.sparse import saturating
+from jaxsparse.transform import local as perworker
+from jaxsparse.transform.local import PerWorker
+from jaxsparse.transform.state import ReduceState, check_alive, check_layout, labelled, why_none
 from jaxsparse.types import Comm, Counters
 
 _SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over transforms; of the rest the largest

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse.select import packed
+from jaxsparse.sparse import bitset
 
 _NAN = 0x7F80_0001
 TOP = _NAN + 1
@@ -99,7 +99,7 @@ def by_counting(keys: jax.Array, k: jax.Array, low: jax.Array, high: jax.Array, 
     return logarithm(count) - jnp.where(low == 0, logarithm(reach - count), 0.0)
 
   def shrink(bracket: _Bracket) -> _Bracket:
-    count = packed.count(packed.pack(keys >= bracket.bound[..., None]))
+    count = bitset.count(bitset.pack(keys >= bracket.bound[..., None]))
     enough, exact = count >= k, count == k
     low, reach_low = jnp.where(enough, bracket.bound, bracket.low), jnp.where(enough, count, bracket.reach_low)
     high = jnp.where(exact, bracket.bound + 1, jnp.where(enough, bracket.high, bracket.bound))
@@ -148,7 +148,7 @@ def largest(keys: jax.Array, k: int, bound: jax.Array) -> jax.Array:
     Array([False,  True, False,  True, False], dtype=bool)
   """
   above, ties = keys > bound, keys == bound
-  last = packed.place(packed.pack(ties), k - 1 - packed.count(packed.pack(above)))
+  last = bitset.place(bitset.pack(ties), k - 1 - bitset.count(bitset.pack(above)))
   return above | (ties & (jnp.arange(keys.size, dtype=jnp.int32) <= last))
 
 
@@ -172,7 +172,7 @@ def largest_of(
   bound = bound_of(keys, k, low, reach_low=reach_low)[:, None]
   above, ties = keys > bound, keys == bound
   nearness = jnp.where(ties, _LAST_PLACE - places, -1)
-  left, tied = k - packed.count(packed.pack(above)), packed.count(packed.pack(ties))
+  left, tied = k - bitset.count(bitset.pack(above)), bitset.count(bitset.pack(ties))
   farthest = _LAST_PLACE - jnp.max(places, axis=1)
   return above | (nearness >= bound_of(nearness, left, farthest, _LAST_PLACE + 1, tied)[:, None])
 

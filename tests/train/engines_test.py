@@ -12,13 +12,14 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxsparse as js
-from jaxsparse import launch, simulation
+from jaxsparse import launch
 from jaxsparse.costs import counting
-from jaxsparse.engine import engine_of
-from jaxsparse.telemetry import summary
+from jaxsparse.train import simulation
+from jaxsparse.train.engine import engine_of
+from jaxsparse.transform.metrics import summary
 from tests.cases import CASES, normals
 
-RANKS = pathlib.Path(__file__).with_name("ranks.py")
+RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 STEPS, N = 2, 64
 
 

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import _compat, flatten, saturating, sparse
-from jaxsparse import state as states
+from jaxsparse import _compat, flatten, sparse
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import AxisComm, axes_of, comm_of
-from jaxsparse.replication import mark_total
-from jaxsparse.state import ReduceState
-from jaxsparse.telemetry import accumulated
+from jaxsparse.comm.replication import mark_total
+from jaxsparse.sparse import saturating
+from jaxsparse.transform import state as states
+from jaxsparse.transform.metrics import accumulated
+from jaxsparse.transform.state import ReduceState
 from jaxsparse.types import Comm, Counters, Kept, Reduced, Sparse
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import sparse
-from jaxsparse.select import order
+from jaxsparse.select import kth_largest as order
 
 _WIDE = 4096  # entries that are compared at a time, so that short rows are not read one by one
 _ROWS = 4  # compared at a time, so that the maximum is not read and written for each

@@ -11,16 +11,18 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxsparse import perworker, replicas, replication
-from jaxsparse import state as states
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
-from jaxsparse.compiling import compiler_options
-from jaxsparse.engine import Engine, apart, check_batch, engine_of, here
+from jaxsparse.comm import replication
 from jaxsparse.launch.rank import count_step
-from jaxsparse.perworker import PerWorker
+from jaxsparse.train import replicas
+from jaxsparse.train.compiling import compiler_options
+from jaxsparse.train.engine import Engine, apart, check_batch, engine_of, here
+from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
+from jaxsparse.transform import local as perworker
+from jaxsparse.transform import state as states
+from jaxsparse.transform.local import PerWorker
 from jaxsparse.types import Comm
-from jaxsparse.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 
 
 def init(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxsparse import _compat
 from jaxsparse._compat import AxisName, here
 from jaxsparse.comm import AxisComm, SimComm, all_gather, in_rank_order
-from jaxsparse.comm_mpi import RANKS, MpiComm
+from jaxsparse.comm.mpi import RANKS, MpiComm
 from jaxsparse.types import Comm
 
 

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxsparse.select import candidates, chunks, exact, order, packed, threshold, top_k
+from jaxsparse.select import candidates, exact, threshold, top_k
+from jaxsparse.select import kth_largest as order
+from jaxsparse.select import per_chunk as chunks
+from jaxsparse.sparse import bitset
 from tests.reference import largest
 
 floats = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, np.inf, -np.inf, np.nan, 1e-42, 3e38]) | st.floats(width=32)
@@ -67,7 +70,7 @@ def test_methods_agree_on_long_rows(method):
 def as_on_gpu(monkeypatch):
   """Few keys are sorted, and sums tell places, as there."""
   monkeypatch.setattr(order, "by_counting", order.by_sorting)
-  monkeypatch.setattr(packed, "_place_by_halves", packed.place_by_sums)
+  monkeypatch.setattr(bitset, "_place_by_halves", bitset.place_by_sums)
 
 
 @pytest.mark.usefixtures("as_on_gpu")
@@ -135,17 +138,17 @@ def test_the_choice_is_the_fastest_that_is_right():
 def test_packed_sets_are_sets(flags, data):
   places = [i for i, flag in enumerate(flags) if flag]
   bound = data.draw(st.integers(0, len(flags)))
-  words = packed.pack(jnp.array(flags))
-  assert packed.count(words) == len(places)
-  assert packed.before(words, jnp.int32(bound)) == sum(p < bound for p in places)
-  found = packed.places(words, len(places) + 2).tolist()
+  words = bitset.pack(jnp.array(flags))
+  assert bitset.count(words) == len(places)
+  assert bitset.before(words, jnp.int32(bound)) == sum(p < bound for p in places)
+  found = bitset.places(words, len(places) + 2).tolist()
   assert found[: len(places)] == places
   assert min(found[len(places) :]) >= len(flags)
-  assert packed.places(words, 1).tolist() == found[:1]
-  for place in (packed.place, packed.place_by_sums):
+  assert bitset.places(words, 1).tolist() == found[:1]
+  for place in (bitset.place, bitset.place_by_sums):
     for ordinal, at in enumerate(places[:3]):
       assert place(words, jnp.int32(ordinal)) == at
-    assert place(words, jnp.int32(len(places))) == packed.BITS * words.size - 1
+    assert place(words, jnp.int32(len(places))) == bitset.BITS * words.size - 1
 
 
 @hypothesis.given(
@@ -240,4 +243,4 @@ def test_a_threshold_selects_every_nan_and_infinity(most):
   x[[7, 20_003]] = np.nan, -np.inf
   for level in (0.0, 3.0, 1e30):
     words = threshold.at_most(jnp.array(x), threshold.selected(jnp.array(x), jnp.float32(level)), most)
-    assert packed.contains(words, jnp.array([7, 20_003])).all()
+    assert bitset.contains(words, jnp.array([7, 20_003])).all()

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxsparse.comm import pack
-from jaxsparse.engine import Engine, here, rows_of
+from jaxsparse.train.engine import Engine, here, rows_of
 
 
 def check_processes(engine: Engine, tree: Any, name: str) -> None:

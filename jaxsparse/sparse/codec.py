@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.select import packed
-from jaxsparse.sums import rounded_up
+from jaxsparse.sparse import bitset
+from jaxsparse.sparse.sums import rounded_up
 from jaxsparse.types import Sparse
 
 Wire = Literal["f32", "bf16", "int8"]
@@ -289,15 +289,15 @@ def _read_low(lows: jax.Array, low: int, capacity: int) -> jax.Array:
 
 def _high_words(capacity: int, last: int) -> int:
   """Words of the set of `capacity` high parts that ascend to `last` at most: its last place is last + capacity − 1."""
-  return math.ceil((capacity + last) / packed.BITS)
+  return math.ceil((capacity + last) / bitset.BITS)
 
 
 def _write_high(highs: jax.Array, last: int) -> jax.Array:
   """The sets of rows of high parts, u32[rows, words]; all rows are one long set while they are written."""
   rows, capacity = highs.shape
   count = _high_words(capacity, last)
-  flags = jnp.zeros(rows * count * packed.BITS, jnp.bool_)
-  words = packed.pack(sparse.put(flags, (highs + _in_rows(rows, capacity, count)).reshape(-1), True))
+  flags = jnp.zeros(rows * count * bitset.BITS, jnp.bool_)
+  words = bitset.pack(sparse.put(flags, (highs + _in_rows(rows, capacity, count)).reshape(-1), True))
   return words[: rows * count].reshape(rows, count)
 
 
@@ -307,8 +307,8 @@ def _read_high(words: jax.Array, capacity: int) -> jax.Array:
   Where there are none, as in a message of zeros, it is more than any high part.
   """
   rows, count = words.shape
-  whole = jnp.pad(words.reshape(-1), (0, -words.size % packed.GROUP))
-  return packed.places(whole, rows * capacity).reshape(rows, capacity) - _in_rows(rows, capacity, count)
+  whole = jnp.pad(words.reshape(-1), (0, -words.size % bitset.GROUP))
+  return bitset.places(whole, rows * capacity).reshape(rows, capacity) - _in_rows(rows, capacity, count)
 
 
 def _in_rows(rows: int, capacity: int, count: int) -> jax.Array:
@@ -316,5 +316,5 @@ def _in_rows(rows: int, capacity: int, count: int) -> jax.Array:
 
   A place is that of its row, and one for every slot before it there.
   """
-  start = jnp.arange(rows, dtype=jnp.int32) * (count * packed.BITS)
+  start = jnp.arange(rows, dtype=jnp.int32) * (count * bitset.BITS)
   return start[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]

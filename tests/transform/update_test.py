@@ -11,9 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse import _compat, perworker, telemetry
-from jaxsparse import state as states
-from jaxsparse.transform import init_state
+from jaxsparse import _compat
+from jaxsparse.transform import local as perworker
+from jaxsparse.transform import metrics as telemetry
+from jaxsparse.transform import state as states
+from jaxsparse.transform.update import init_state
 from tests.cases import CASES, mesh_of, normals
 
 WORKERS = 3

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective
 from jaxsparse.comm import SoloComm
-from jaxsparse.engine import Engine, rows_of
-from jaxsparse.training import started
-from jaxsparse.transform import transform_of
+from jaxsparse.train.engine import Engine, rows_of
+from jaxsparse.train.step import started
+from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm
 
 _AXIS = "workers"
@@ -31,7 +31,7 @@ class Stopwatch:
   Example:
     >>> import jax, jax.numpy as jnp
     >>> from jaxsparse.comm import SimComm
-    >>> from jaxsparse.engine import engine_of
+    >>> from jaxsparse.train.engine import engine_of
     >>> watch = Stopwatch(engine_of(SimComm("workers", members=4), "workers"))
     >>> seconds, result = watch.time(jnp.square, jnp.arange(3))
     >>> seconds > 0, result
@@ -67,7 +67,7 @@ class Update:
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
-    >>> from jaxsparse.engine import engine_of
+    >>> from jaxsparse.train.engine import engine_of
     >>> comm = js.SimComm("workers", members=2)
     >>> update = Update(engine_of(comm, "workers"), js.make_collective("dense"), comm, n=3)
     >>> update.program(jnp.arange(6.0), update.state)[0]

@@ -242,7 +242,7 @@ print("loss", float(metrics.loss))
 def test_a_loop_that_never_waits_does_not_dead_lock():
   """3000 steps on 6 forced devices, without looking at any of them, in a process of its own."""
   environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-  root = pathlib.Path(__file__).parents[1]
+  root = pathlib.Path(__file__).parents[2]
   done = subprocess.run(
     [sys.executable, "-c", LOOP], env=environment, cwd=root, capture_output=True, text=True, timeout=200, check=False
   )

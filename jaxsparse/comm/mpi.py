@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxsparse import comm
+from jaxsparse.comm.all_reduce import all_reduce_in_order
+from jaxsparse.comm.replication import mark_total
+from jaxsparse.comm.view import View
 from jaxsparse.launch import guard
 from jaxsparse.launch.rank import join_mpi
-from jaxsparse.replication import mark_total
 from jaxsparse.types import Reduction
 
 RANKS = "ranks of MPI"  # the name of the axis that they lie along
@@ -30,7 +31,7 @@ def _world() -> Any:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MpiComm(comm.View):
+class MpiComm(View):
   """The ranks of an MPI job: what `js.spardl_transform(js.MpiComm(), density=0.01)` runs on.
 
   Every rank runs the same program on its one device and jits its own steps; arrays are local, of one worker. Give it in
@@ -71,7 +72,7 @@ class MpiComm(comm.View):
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines `x` of all workers of the view in rank order."""
-    return mark_total(comm.all_reduce_in_order(self, x, op), self.axes)
+    return mark_total(all_reduce_in_order(self, x, op), self.axes)
 
   def _everyone(self) -> int:
     return self.communicator.Get_size()

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsparse import comm, sparse, wire
+from jaxsparse import comm, sparse
+from jaxsparse.sparse import codec as codecs
+from jaxsparse.sparse.codec import codec_of
 from jaxsparse.types import Sparse
 from tests.cases import bits
 
@@ -23,12 +25,12 @@ normal = {"width": 32, "allow_nan": False, "allow_infinity": False, "allow_subno
 
 @functools.partial(jax.jit, static_argnames=("length", "wire_"))
 def encode(entries, length, wire_, noise):
-  return wire.codec_of(wire_, length).encode(entries, noise)[0]
+  return codec_of(wire_, length).encode(entries, noise)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("length", "wire_"))
 def decode(message, length, wire_):
-  return wire.codec_of(wire_, length).decode(message)
+  return codec_of(wire_, length).decode(message)
 
 
 @st.composite
@@ -64,7 +66,7 @@ def test_entries_come_back_in_the_order_of_their_high_parts(shape, wire_, data):
   got = decode(encode(entries, length, wire_, noise), length, wire_)
 
   indices = np.minimum(entries.indices, length)
-  high = np.where(indices < length, indices >> wire.low_bits(capacity, length), length + 1)
+  high = np.where(indices < length, indices >> codecs.low_bits(capacity, length), length + 1)
   order = np.argsort(high, axis=1, kind="stable")
   np.testing.assert_array_equal(got.indices, np.take_along_axis(indices, order, 1))
 
@@ -82,7 +84,7 @@ def test_entries_come_back_in_the_order_of_their_high_parts(shape, wire_, data):
 
 def test_coordinate_form_is_sent_as_it_is():
   entries, noise = some_entries(2, 3, 9)
-  codec = wire.codec_of("f32", 9)
+  codec = codec_of("f32", 9)
   message, rounded = codec.encode(entries, noise)
   assert message is entries
   assert codec.decode(message) is entries
@@ -94,13 +96,13 @@ def test_words_are_those_of_the_packed_message(wire_):
   for rows, capacity, length in [*SHAPES, (3, 5, 8), (5, 31, 10_000), (6, 24_548, 2_454_711), (2, 70_000, 2**30)]:
     entries = jax.ShapeDtypeStruct((rows, capacity), jnp.int32), jax.ShapeDtypeStruct((rows, capacity), jnp.float32)
     for by_chunk in (False, True):
-      codec = wire.codec_of(wire_, length, by_chunk=by_chunk)
+      codec = codec_of(wire_, length, by_chunk=by_chunk)
       packed = lambda entries, noise, codec=codec: comm.pack(codec.encode(entries, noise)[0])
       assert codec.words(rows, capacity) == jax.eval_shape(packed, Sparse(*entries), entries[1]).size
 
 
 def test_at_one_percent_a_message_is_less_than_half_as_large_or_a_third():
-  size = lambda wire_, **layout: wire.codec_of(wire_, 2_454_711, **layout).words(1, 24_548)
+  size = lambda wire_, **layout: codec_of(wire_, 2_454_711, **layout).words(1, 24_548)
   assert size("f32") == 2 * 24_548
   assert size("bf16") < 0.4 * size("f32")
   assert size("int8") < 0.28 * size("f32")
@@ -112,7 +114,7 @@ def test_at_one_percent_a_message_is_less_than_half_as_large_or_a_third():
 )
 def test_the_low_part_is_the_one_of_the_fewest_words(capacity, length):
   cost = lambda low: low * capacity + capacity + (length >> low)
-  assert cost(wire.low_bits(capacity, length)) == min(map(cost, (4, 8, 16)))
+  assert cost(codecs.low_bits(capacity, length)) == min(map(cost, (4, 8, 16)))
 
 
 def test_levels_are_unbiased():
@@ -120,7 +122,7 @@ def test_levels_are_unbiased():
   entries = Sparse(jnp.arange(7, dtype=jnp.int32)[None], values)
   times = 4096
   noise = jnp.array((np.arange(times)[:, None, None] + np.random.default_rng(0).random((1, 1, 7))) / times, jnp.float32)
-  codec = wire.codec_of("int8", 7)
+  codec = codec_of("int8", 7)
   there_and_back = lambda noise: codec.decode(codec.encode(entries, noise)[0])
   got = jax.jit(jax.vmap(there_and_back))(noise).values
   # A grid of noise gives the mean up to one step of it.
@@ -154,7 +156,7 @@ def test_what_is_not_finite_shows_in_its_row_and_in_no_other(wire_, bad):
 def test_what_is_not_finite_shows_in_a_row_of_thousands_of_values(wire_, by_chunk):
   """XLA's maximum of so many values drops a NaN on CPU."""
   capacity, length = 20_000, 40_000
-  codec = wire.codec_of(wire_, length, by_chunk=by_chunk)
+  codec = codec_of(wire_, length, by_chunk=by_chunk)
   there_and_back = jax.jit(lambda entries, noise: codec.decode(codec.encode(entries, noise)[0]).values)
   values = np.random.default_rng(0).standard_normal((2, capacity)).astype(np.float32)
   indices, noise = jnp.arange(2 * capacity, dtype=jnp.int32).reshape(2, -1) % capacity, jnp.full(values.shape, 0.5)
@@ -180,7 +182,7 @@ def test_the_largest_are_finite_and_the_smallest_are_numbers(wire_):
 @pytest.mark.parametrize("wire_", SHORT)
 def test_the_same_bits_in_every_program(wire_):
   entries, noise = some_entries(6, 40, 4000)
-  codec = wire.codec_of(wire_, 4000)
+  codec = codec_of(wire_, 4000)
   there, back = lambda entries, noise: codec.encode(entries, noise)[0], codec.decode
   message = jax.jit(there)(entries, noise)
   got = jax.jit(back)(message)
@@ -205,7 +207,7 @@ def test_a_sum_of_levels_is_the_same_bits_with_fused_multiply_add_and_without_it
 
 @pytest.mark.parametrize(("capacity", "length"), [(9, 33), (5, 3000), (3, 1_000_000)])
 def test_a_message_of_zeros_holds_nothing(capacity, length):
-  codec = wire.codec_of("int8", length)
+  codec = codec_of("int8", length)
   message, _ = jax.eval_shape(codec.encode, *some_entries(3, capacity, length))
   got = codec.decode(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), message))
   assert (got.indices == length).all()
@@ -221,7 +223,7 @@ def test_what_was_rounded_off_is_known_to_the_sender(wire_, by_chunk):
   indices = np.where(random.random((3, chunks)) < 0.7, random.integers(0, 33, (3, chunks)) * chunks + slots, 1000)
   values = np.where(indices < 1000, random.standard_normal(indices.shape), 0)
   entries, noise = Sparse(jnp.array(indices), jnp.array(values, jnp.float32)), jnp.array(random.random(indices.shape))
-  codec = wire.codec_of(wire_, length, by_chunk=by_chunk)
+  codec = codec_of(wire_, length, by_chunk=by_chunk)
   message, rounded = jax.jit(codec.encode)(entries, noise.astype(jnp.float32))
   got = jax.jit(codec.decode)(message)
   dense = lambda entries: np.asarray(jax.vmap(lambda row: sparse.put(jnp.zeros(length), *row))(entries))
@@ -234,7 +236,7 @@ def test_what_was_rounded_off_is_known_to_the_sender(wire_, by_chunk):
 @pytest.mark.parametrize(("length", "dtype"), [(4 * 255, "uint8"), (4 * 255 + 1, "uint16"), (4 * 65_536, "uint32")])
 def test_places_in_chunks_take_the_fewest_bytes_that_can_also_say_none(length, dtype):
   entries = Sparse(jnp.array([[0, 1, length, 3]]), jnp.array([[1.0, 2.0, 0.0, 3.0]]))
-  message, _ = wire.codec_of("f32", length, by_chunk=True).encode(entries)
+  message, _ = codec_of("f32", length, by_chunk=True).encode(entries)
   assert message.low.dtype == dtype
 
 
@@ -244,5 +246,5 @@ def test_order_is_that_of_a_stable_sort(last):
   few = random.integers(0, last, 9, endpoint=True)
   buckets = np.concatenate([random.integers(0, last, 1000, endpoint=True), random.choice([*few, 0, last], 1500)])
   buckets = random.permutation(buckets).astype(np.int32)
-  got = jax.jit(wire.order_of, static_argnums=1)(jnp.array(buckets), last)
+  got = jax.jit(codecs.order_of, static_argnums=1)(jnp.array(buckets), last)
   np.testing.assert_array_equal(got, np.argsort(buckets, kind="stable"))

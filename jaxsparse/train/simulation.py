@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import flatten
-from jaxsparse import state as states
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import SimComm
-from jaxsparse.state import ReduceState
-from jaxsparse.telemetry import Metrics, summary
-from jaxsparse.transform import init_state, reduce_step
+from jaxsparse.transform import state as states
+from jaxsparse.transform.metrics import Metrics, summary
+from jaxsparse.transform.state import ReduceState
+from jaxsparse.transform.update import init_state, reduce_step
 
 _AXIS = "workers"
 

@@ -107,7 +107,7 @@ def test_an_array_that_is_given_twice_is_not_donated_twice():
   assert done.stdout.split() == ["True"] * 6
 
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 TWICE = """
 import jax
 jax.config.update("jax_num_cpu_devices", 3)

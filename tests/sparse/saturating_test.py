@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxsparse import saturating
-from jaxsparse.state import Layout, ReduceState
-from jaxsparse.telemetry import summary
+from jaxsparse.sparse import saturating
+from jaxsparse.transform.metrics import summary
+from jaxsparse.transform.state import Layout, ReduceState
 from jaxsparse.types import Counters, State
 
 MOST = 2**32 - 1

@@ -1,0 +1,1 @@
+"""A collective as an `optax.GradientTransformation`: its state, its update, its metrics, local parameters."""
