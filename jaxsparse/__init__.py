@@ -10,7 +10,7 @@ package is the order of its modules:
       -> total, new residual                   state
       -> / P, pytree, the next transformation  transform
 
-SparDL keeps what it works on in `blocks`: `held`, with what its `selectors` choose, or `chunked`.
+
 
 `training` wraps that in a step over the workers of an `engine`: a mesh, of many processes too, MPI (`comm_mpi`) or the
 simulator. `worker` is what each of them does, with `perworker` where they have parameters of their own; `replication`

@@ -136,19 +136,19 @@ class Counters(NamedTuple):
     return cls(**zeros | {name: jnp.zeros(1, jnp.uint32) for name in words})
 
 
-class Kept(NamedTuple):
-  """A residual that is still to be written: gradient + old residual, but for some entries.
+class Pending(NamedTuple):
+  """A residual that is still to be written: gradient + old residual, except at some entries.
 
   Attributes:
-    grads: f32[n], the gradient, or what became of it.
+    grads: f32[n], the gradient, or its buffer after received values were added in place.
     residual: f32[n], the old residual.
-    entries: rows of `Sparse` entries that the new residual has in place of that sum, those beyond n left out; each of
-      them has a place once, and of several the last is right.
+    entries: `Sparse` entries of the new residual that replace that sum; indices from n on are dropped. An index may
+      occur in several of them: the last value counts.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
-    >>> kept = js.types.Kept(jnp.ones(2), jnp.zeros(2), (js.Sparse(jnp.array([1]), jnp.array([0.0])),))
-    >>> kept.entries[0].indices
+    >>> pending = js.types.Pending(jnp.ones(2), jnp.zeros(2), (js.Sparse(jnp.array([1]), jnp.array([0.0])),))
+    >>> pending.entries[0].indices
     Array([1], dtype=int32)
   """
 
@@ -158,13 +158,12 @@ class Kept(NamedTuple):
 
 
 class Reduced(NamedTuple):
-  """What a collective gives back at one worker.
+  """The result of a collective at one worker.
 
   Attributes:
-    total: f32[n], the estimate of the *sum* over workers, bitwise the same on every worker (Law R). Or the `Sparse` of
-      its entries, those beyond n left out: writing the vector is then left to the caller, who does it once.
-    state: the next `State`; its residual holds what `total` did not deliver (Law C). That is f32[n] or, likewise, what
-      is `Kept`.
+    total: f32[n], the estimate of the *sum* over workers, bitwise the same on every worker (Law R). Or its `Sparse`
+      entries, each index once, indices from n on dropped: the caller then writes the vector, once.
+    state: the next `State`; its residual holds what `total` did not deliver (Law C): f32[n], or `Pending`.
     counters: the step's `Counters`, scalars.
 
   Example:

@@ -19,7 +19,7 @@ def _kinds() -> dict[str, type[Collective]]:
   for module in pkgutil.iter_modules(__path__):
     if not module.name.startswith("_"):
       home = importlib.import_module(f"{__name__}.{module.name}")
-      own = [c for _, c in inspect.getmembers(home, inspect.isclass) if c.__module__ == home.__name__]
+      own = [c for _, c in inspect.getmembers(home, inspect.isclass) if c.__module__.startswith(home.__name__)]
       (kinds[module.name],) = [c for c in own if issubclass(c, Collective) and not inspect.isabstract(c)]
   return kinds
 

@@ -58,7 +58,8 @@ class Collective(abc.ABC):
   @property
   def name(self) -> str:
     """The name users choose it by: that of its file."""
-    return type(self).__module__.rpartition(".")[2]
+    module, here = type(self).__module__, f"{__package__}."
+    return module.removeprefix(here).split(".")[0] if module.startswith(here) else module.rpartition(".")[2]
 
   @property
   def conserves(self) -> bool:

@@ -18,9 +18,12 @@ from jaxsparse import sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, in_rank_order, topology
-from jaxsparse.select import threshold as by_threshold
+from jaxsparse.select import threshold, top_k
+from jaxsparse.select.exact import top_k_of_entries
+from jaxsparse.select.kth_largest import keys_of
 from jaxsparse.sparse import bitset, saturating
-from jaxsparse.sparse import capacities as ladder
+from jaxsparse.sparse.capacities import agree, climb, rungs
+from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.sparse.sums import ordered_sum
 from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
@@ -86,55 +89,62 @@ class GaussianK(SparseCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, most = grads.size, self.entries(grads.size), self.capacity(grads.size)
-    home = grads + state.residual
-    threshold = fitted_threshold(home, k)
+    home = LazySum((grads, state.residual))
+    limit = fitted_threshold(home, k)
     if self.correction:
-      threshold = corrected(threshold, home, k)
-    chosen = by_threshold.selected(home, threshold)
+      limit = corrected(limit, home, k)
+    chosen = threshold.selected(home, limit)
     selected = bitset.count(chosen)
-    finite, needed = ladder.agree(comm, selected, jnp.isfinite(home).all())
-    sent = by_threshold.first(home, by_threshold.at_most(home, chosen, most), most)
+    sent = threshold.first(home, threshold.at_most(home, chosen, most), most)
+    # A threshold selects everything that is not finite, and of too many entries the largest.
+    finite, needed = agree(comm, selected, jnp.isfinite(sent.values).all())
 
     def gather(capacity: int) -> tuple[Sparse, jax.Array]:
       rows = all_gather(comm, sparse.narrowed(sent, capacity))
       return sparse.widened(rows, most, n), saturating.times(capacity, 2 * (comm.size - 1))
 
-    rows, words = ladder.climb(ladder.rungs(min(most, max(1, k // 4)), most), needed, gather)
+    rows, words = climb(rungs(min(most, max(1, k // 4)), most), needed, gather)
     total = sparse.add_rows(in_rank_order(comm, rows), n)
-    residual = sparse.put(home, sent.indices, 0.0)
     used = saturating.times(jnp.minimum(selected, most), 2 * (comm.size - 1))
     overflow = jnp.maximum(selected - most, 0)
     delivered = jnp.count_nonzero(total)
     counters = Counters(words, used, selected=selected, delivered=delivered, overflow=overflow)
-    return Reduced(jnp.where(finite, total, jnp.nan), state._replace(residual=residual), counters)
+    state = state._replace(residual=home.without(sent.indices))
+    return Reduced(jnp.where(finite, total, jnp.nan), state, counters)
 
 
-def fitted_threshold(x: jax.Array, k: int) -> jax.Array:
+def fitted_threshold(x: LazySum, k: int) -> jax.Array:
   """The magnitude f32[] that k entries of x reach if they are normally distributed; 0 for all of them.
 
   Example:
-    >>> x = jax.random.normal(jax.random.key(0), (10_000,))
+    >>> x = LazySum((jax.random.normal(jax.random.key(0), (10_000,)),))
     >>> round(float(fitted_threshold(x, 500)), 1)  # the two-sided 5 % point of a normal distribution
     2.0
   """
   if k == x.size:
     return jnp.float32(0)
   tail = abs(statistics.NormalDist().inv_cdf(k / x.size / 2))
-  mean = ordered_sum(x) / x.size
-  return jnp.abs(mean) + tail * jnp.sqrt(ordered_sum((x - mean) ** 2) / x.size)
+  mean = ordered_sum(x.values) / x.size
+  return jnp.abs(mean) + tail * jnp.sqrt(ordered_sum((x.values - mean) ** 2) / x.size)
 
 
-def corrected(threshold: jax.Array, x: jax.Array, k: int) -> jax.Array:
-  """A threshold f32[] that about k entries of x reach, moved there from `threshold` by factors of 1.02.
+def corrected(limit: jax.Array, x: LazySum, k: int) -> jax.Array:
+  """A threshold f32[] that about k entries of x reach, moved there from `limit` by factors of 1.02.
+
+  At least 3k/4 entries reach a threshold if the ⌈3k/4⌉-th largest does, and more than 5k/4 if the next one after 5k/4
+  does. So two entries are all that is read of x, however many steps it takes.
 
   Example:
-    >>> round(float(corrected(jnp.float32(2), jnp.ones(8), k=8)), 3)  # 20 steps down
+    >>> round(float(corrected(jnp.float32(2), LazySum((jnp.ones(8),)), k=8)), 3)  # 20 steps down
     1.346
   """
-  few, many = -(-3 * k // 4), min(5 * k // 4, jnp.iinfo(jnp.int32).max)
+  few, many = -(-3 * k // 4), 5 * k // 4
+  largest = top_k(x, min(many + 1, x.size))
+  enough, _ = top_k_of_entries(largest, few, few, x.size)
+  too_few = lambda limit: keys_of(limit) > keys_of(enough.values).min()
+  too_many = lambda limit: keys_of(limit) <= (keys_of(largest.values).min() if many < x.size else -1)
 
-  def adjust(_: int, threshold: jax.Array) -> jax.Array:
-    reached = bitset.count(bitset.pack(jnp.abs(x) >= threshold))
-    return threshold * jnp.where(reached < few, 1 / _FACTOR, jnp.where(reached > many, _FACTOR, 1.0))
+  def adjust(_: int, limit: jax.Array) -> jax.Array:
+    return limit * jnp.where(too_few(limit), 1 / _FACTOR, jnp.where(too_many(limit), _FACTOR, 1.0))
 
-  return jax.lax.fori_loop(0, _ADJUSTMENTS, adjust, threshold)
+  return jax.lax.fori_loop(0, _ADJUSTMENTS, adjust, limit)

@@ -24,8 +24,11 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import topology
 from jaxsparse.select import top_k
+from jaxsparse.select.exact import top_k_of_entries
+from jaxsparse.sparse import bitset
+from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.transform.update import transform_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
+from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
 
 
 def gtopk_transform(
@@ -72,25 +75,44 @@ class GTopk(SparseCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k = grads.size, self.entries(grads.size)
-    home = grads + state.residual
-    held = top_k(home, k)
-    dropped = sparse.put(home, held.indices, 0.0)
+    home = LazySum((grads, state.residual))
+    held = sent = top_k(home, k)
+    dropped = []
     for edges in topology.tree(comm.size):
       got = comm.permute(held, edges)
       both = jax.tree.map(lambda mine, theirs: jnp.stack([mine, theirs]), held, _received(comm, got, edges, n))
-      held, rest = sparse.largest(sparse.merge(both, n), k, n)
-      dropped = dropped.at[rest.indices].add(rest.values, mode="drop")
+      held, rest = top_k_of_entries(sparse.merge(both, n), k, k, n)
+      dropped.append(rest)
     for edges in reversed(topology.tree(comm.size)):
       down = tuple((parent, child) for child, parent in edges)
       got, here = comm.permute(held, down), _receives(comm, down)
       held = jax.tree.map(functools.partial(jnp.where, here), got, held)
 
-    total = sparse.put(jnp.zeros_like(home), held.indices, held.values)
-    still_here = dropped.at[held.indices].get(mode="clip")
-    residual = sparse.put(home, held.indices, still_here)
     words = self.cost(n, comm.size).words
     counters = Counters(words, words, selected=k, delivered=sparse.count(held, n))
-    return Reduced(total, state._replace(residual=residual), counters)
+    return Reduced(held, state._replace(residual=_residual(home, sent, dropped, held)), counters)
+
+
+def _residual(home: LazySum, sent: Sparse, dropped: list[Sparse], total: Sparse) -> Pending:
+  """The next residual: what merges at this worker dropped at the indices of the total, and elsewhere `home`.
+
+  Args:
+    home: gradient + residual.
+    sent: [k] entries, the largest of `home`.
+    dropped: the entries that merges at this worker dropped, the first merge first.
+    total: [k] entries.
+  """
+  n, slots = home.size, total.indices.size
+  members = bitset.insert(bitset.empty(n), total.indices, n)
+  slot_of = lambda entries: jnp.where(
+    bitset.contains(members, entries.indices), bitset.rank(members, entries.indices), slots
+  )
+  # What home holds at the indices of the total, except what was sent; then what merges dropped there.
+  kept = sparse.put(home.at(total.indices), slot_of(sent), 0.0)
+  for rest in dropped:
+    kept = kept.at[slot_of(rest)].add(rest.values, mode="drop", unique_indices=True)
+  grads, residual = home.parts
+  return Pending(grads, residual, (Sparse(total.indices, kept),))
 
 
 def _receives(comm: Comm, edges: topology.Pairs) -> jax.Array:

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import sparse
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective, check_whole
 from jaxsparse.comm import all_reduce_cost
+from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.transform.update import transform_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 
 def randomk_transform(
@@ -70,14 +70,13 @@ class RandomK(SparseCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k = grads.size, self.entries(grads.size)
-    home = grads + state.residual
-    places = draw(jax.random.fold_in(jax.random.key(self.seed), state.shared), n, k)
+    home = LazySum((grads, state.residual))
+    indices = draw(jax.random.fold_in(jax.random.key(self.seed), state.shared), n, k)
     # A NaN that is not drawn would stay in the residual unseen: then nothing that this worker sends is a number.
-    values = jnp.where(jnp.isfinite(home).all(), home[places], jnp.nan)
-    total = sparse.put(jnp.zeros_like(home), places, comm.all_reduce(values))
-    state = state._replace(residual=sparse.put(home, places, 0.0), shared=state.shared + 1)
+    values = comm.all_reduce(jnp.where(jnp.isfinite(home.values).all(), home.at(indices), jnp.nan))
+    state = state._replace(residual=home.without(indices), shared=state.shared + 1)
     words = self.cost(n, comm.size).words
-    return Reduced(total, state, Counters(words, words, selected=k, delivered=k))
+    return Reduced(Sparse(indices, values), state, Counters(words, words, selected=k, delivered=k))
 
 
 def draw(key: jax.Array, n: int, k: int) -> jax.Array:

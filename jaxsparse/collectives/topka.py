@@ -15,6 +15,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, in_rank_order, topology
 from jaxsparse.select import top_k
+from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
@@ -58,10 +59,9 @@ class TopkA(SparseCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k = grads.size, self.entries(grads.size)
-    home = grads + state.residual
+    home = LazySum((grads, state.residual))
     sent = top_k(home, k)
     total = sparse.add_rows(in_rank_order(comm, all_gather(comm, sent)), n)
-    residual = sparse.put(home, sent.indices, 0.0)
     words = self.cost(n, comm.size).words
     counters = Counters(words, words, selected=k, delivered=jnp.count_nonzero(total))
-    return Reduced(total, state._replace(residual=residual), counters)
+    return Reduced(total, state._replace(residual=home.without(sent.indices)), counters)

@@ -24,7 +24,8 @@ from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, exchange, in_rank_order, topology
 from jaxsparse.select import threshold, top_k
 from jaxsparse.sparse import bitset, saturating
-from jaxsparse.sparse import capacities as ladder
+from jaxsparse.sparse.capacities import climb, rungs
+from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
@@ -77,27 +78,27 @@ class TopkDSA(SparseCollective):
     k = self.entries(n)
     even = math.ceil(k / size)
     budget = 2 * even + math.ceil(n / size)
-    return ladder.rungs(even, max(even, min(k, budget // (2 * size + 2))), count=4)
+    return rungs(even, max(even, min(k, budget // (2 * size + 2))), count=4)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, size = grads.size, self.entries(grads.size), comm.size
     length = -(-n // size)
-    home = grads + state.residual
-    chosen, _ = sparse.largest(top_k(home, k), k, n)  # where messages are full, the smallest stay
-    region = chosen.indices // length
-    fullest = comm.all_reduce(jnp.bincount(region, length=size).max().astype(jnp.int32), "max")
+    home = LazySum((grads, state.residual))
+    chosen = bitset.insert(bitset.empty(n), top_k(home, k).indices, n)
+    bounds = jnp.array([min(region * length, n) for region in range(size + 1)], jnp.int32)
+    fullest = comm.all_reduce(jnp.diff(threshold.counts_below(chosen, bounds)).max(), "max")
     capacities = self.capacities(n, size)
-    chunks = sparse.split(chosen, region, size, capacities[-1], n)
+    regions = threshold.in_regions(home, chosen, bounds, capacities[-1], most=k)
 
     def deliver(capacity: int) -> tuple[Sparse, jax.Array]:
-      rows = exchange(comm, sparse.narrowed(chunks, capacity))
+      rows = exchange(comm, sparse.narrowed(regions, capacity))
       return sparse.widened(rows, capacities[-1], n), saturating.times(capacity, 2 * (size - 1))
 
-    rows, split_words = ladder.climb(capacities, fullest, deliver)
+    rows, split_words = climb(capacities, fullest, deliver)
     own = sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length)
-    regions, words = _gather(comm, own, most=size * capacities[-1], even=-(-k // size))
-    total = regions[:n]
-    sent, own_region = sparse.count(chunks, n), sparse.count(jax.tree.map(lambda x: x[comm.rank], chunks), n)
+    total, words = _gather(comm, own, most=size * capacities[-1], even=-(-k // size))
+    total = total[:n]
+    sent, own_region = sparse.count(regions, n), sparse.count(jax.tree.map(lambda x: x[comm.rank], regions), n)
     counters = Counters(
       words_sent=saturating.total(split_words, words),
       words_used=saturating.total(saturating.times(sent - own_region, 2), words),
@@ -105,7 +106,9 @@ class TopkDSA(SparseCollective):
       delivered=jnp.count_nonzero(total),
       overflow=k - sent,
     )
-    return Reduced(total, state._replace(residual=sparse.undelivered(home, chunks, total)), counters)
+    # Where a total is 0, the sum of all that was sent is 0, or it was left out: either way its senders keep theirs.
+    delivered = jnp.where(sparse.at(total, regions.indices) != 0, regions.indices, n)
+    return Reduced(total, state._replace(residual=home.without(delivered)), counters)
 
 
 def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array, jax.Array]:
@@ -119,12 +122,12 @@ def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array
   """
   length, size = own.size, comm.size
   few = min(most, length // 2)  # more of them are more words than the region
-  capacities = ladder.rungs(min(few, even), few, count=4) if few else ()
+  capacities = rungs(min(few, even), few, count=4) if few else ()
   if most > few:
     capacities += (length,)
   chosen = bitset.pack(own != 0)
   fullest = comm.all_reduce(bitset.count(chosen), "max")
-  entries = threshold.first(own, chosen, few) if few else None
+  entries = threshold.first(LazySum((own,)), chosen, few) if few else None
 
   def gather(capacity: int) -> tuple[jax.Array, jax.Array]:
     if capacity == length:
@@ -132,9 +135,9 @@ def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array
       return regions.reshape(-1), saturating.times(length, size - 1)
     assert entries is not None, "capacities below a region are up to `few`"
     rows = in_rank_order(comm, all_gather(comm, sparse.narrowed(entries, capacity)))
-    places = rows.indices + length * jnp.arange(size, dtype=jnp.int32)[:, None]
-    places = jnp.where(rows.indices < length, places, size * length)
-    regions = sparse.put(jnp.zeros(size * length, jnp.float32), places, rows.values)
+    flat = rows.indices + length * jnp.arange(size, dtype=jnp.int32)[:, None]
+    flat = jnp.where(rows.indices < length, flat, size * length)
+    regions = sparse.put(jnp.zeros(size * length, jnp.float32), flat, rows.values)
     return regions, saturating.times(capacity, 2 * (size - 1))
 
-  return ladder.climb(capacities, fullest, gather)
+  return climb(capacities, fullest, gather)

@@ -1,118 +1,105 @@
-"""The few entries of each block that can be among its largest, found in one pass over all blocks."""
+"""Candidates: the few entries of each block that can be among its largest, found in one pass over all blocks."""
 
-import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import sparse
-from jaxsparse.select import kth_largest as order
+from jaxsparse.select.blocks import Blocks
+from jaxsparse.select.kth_largest import keys_of, kth_largest, rank_in_sample, sample
 from jaxsparse.sparse import bitset
-from jaxsparse.types import Sparse
 
-_SAMPLES = 1 << 14  # of a block
+SHORT = 1 << 14
+"""Entries of a block up to which one sort costs less than a search for candidates."""
+
+_SAMPLES = (SHORT, 1 << 16)  # of a block, at least and at most
 
 
 class Candidates(NamedTuple):
-  """The larger entries of each block.
+  """The entries of each block that reach a threshold, and a few others.
 
   Attributes:
-    indices: i32[rows, c], places within the block, ascending; the block's length where a slot is empty.
-    values: f32[rows, c]; 0 where a slot is empty.
-    low: i32[rows], the key (`order.keys_of`) that all of them reach and no other entry of the block does.
-    hit: bool[rows], whether all of them found a slot, and they are as many as were wanted if the bound is a guess.
+    members: the bitset of their flat indices.
+    indices: i32[rows, c], block-relative, ascending; the block's length in empty slots.
+    low: i32[rows], a key (`keys_of`). If `fits`, every entry of the block that reaches it is a candidate.
+    fits: bool[rows], whether all of them found a slot.
   """
 
+  members: jax.Array
   indices: jax.Array
-  values: jax.Array
   low: jax.Array
-  hit: jax.Array
+  fits: jax.Array
 
 
-def worthwhile(length: int, share: int) -> bool:
-  """Whether candidates are few enough, and a block long enough, that finding them first saves time.
+def worthwhile(length: int, k: int) -> bool:
+  """Whether blocks are long enough, and candidates few enough, that finding candidates first saves time.
 
   Example:
     >>> worthwhile(1_000_000, 10_000), worthwhile(1_000_000, 900_000), worthwhile(1_000, 10)
     (True, False, False)
   """
-  return length > _SAMPLES and _capacity(length, share) < length // 2
+  return length > SHORT and _capacity(length, k) < length // 2
 
 
-def candidates(
-  parts: Sequence[jax.Array], length: int, share: int, blocks: jax.Array, known: jax.Array | None = None
-) -> Candidates:
-  """Candidates for the `share` largest entries of each block of the sum of `parts`.
-
-  A bound is known, or guessed from a sample of each block; one pass packs which entries reach it.
+def candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates:
+  """Candidates for the k largest entries of each block.
 
   Args:
-    parts: f32[n] each; their sum is never written out.
-    length: of a block; block b starts at b · length. What lies beyond n counts as zeros, and is never a candidate.
-    share: entries wanted of each block.
-    blocks: i32[⌈n / length⌉], the block of each row of the result, each once.
-    known: i32[rows], at least 1: the keys that candidates are to reach, however few do.
-
-  Returns:
-    `Candidates` by row.
+    blocks: what lies beyond n counts as zeros, and is never a candidate.
+    low: i32[rows], at least 1: the keys to reach, however few entries do. By default a key that surely a few more than
+      k entries reach, estimated from a sample of each block.
 
   Example:
-    >>> x = jax.random.normal(jax.random.key(0), (100_000,))
-    >>> found = candidates([x], length=50_000, share=100, blocks=jnp.array([1, 0]))
-    >>> found.hit, bool((x[50_000 + found.indices[0, :100]] ** 2 > 4).all())
+    >>> from jaxsparse.sparse.lazy import LazySum
+    >>> x = LazySum((jax.random.normal(jax.random.key(0), (100_000,)),))
+    >>> found = candidates(Blocks(x, order=jnp.array([1, 0]), length=50_000, k=100))
+    >>> found.fits, bool((x.at(50_000 + found.indices[0, :100]) ** 2 > 4).all())
     (Array([ True,  True], dtype=bool), True)
   """
-  parts = [jnp.asarray(part) for part in parts]
-  n, count, capacity = parts[0].size, blocks.size, _capacity(length, share)
-  low = _bounds(parts, length, share, count) if known is None else jnp.zeros_like(known).at[blocks].set(known)
-  words = bitset.reaching(order.keys_of(_sum(parts)), _of_words(low, length, n))
-  everywhere = bitset.places(words, bitset.aligned(count * (capacity + bitset.BITS)))
+  n, length, rows = blocks.n, blocks.length, blocks.order.size
+  capacity = _capacity(length, blocks.k)
+  by_block = _estimates(blocks) if low is None else jnp.zeros_like(low).at[blocks.order].set(low)
+  members = bitset.pack_reaching(keys_of(blocks.x.values), _of_words(by_block, length, n))
+  found = bitset.nonzero(members, bitset.aligned(rows * (capacity + bitset.BITS)))
 
-  edges = jnp.minimum(jnp.arange(count + 1, dtype=jnp.int32) * length, n)  # empty slots lie at n or beyond
-  starts = jnp.searchsorted(everywhere, edges).astype(jnp.int32)
-  begin, end = starts[blocks][:, None], starts[blocks + 1][:, None]
-  slots = begin + jnp.arange(capacity, dtype=jnp.int32)[None]
-  places = jnp.where(slots < end, everywhere[jnp.minimum(slots, everywhere.size - 1)], n)
-  found = Sparse(jnp.where(places < n, places - (blocks * length)[:, None], length), _at(parts, places))
-  # Two blocks may share a word, which took the lower bound: what only reaches that is left out.
-  found = sparse.where(order.keys_of(found.values) >= low[blocks][:, None], found, length)
-  enough = bitset.count(bitset.pack(found.indices < length)) >= (share if known is None else 0)
-  hit = enough & (end[:, 0] - begin[:, 0] <= capacity) & (end[:, 0] < everywhere.size)
-  return Candidates(found.indices, found.values, low[blocks], hit)
+  edges = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32) * length, n)  # empty slots hold n or more
+  starts = jnp.searchsorted(found, edges).astype(jnp.int32)
+  begin, end = starts[blocks.order], starts[blocks.order + 1]
+  slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
+  relative = found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
+  fits = (end - begin <= capacity) & (end < found.size)
+  return Candidates(members, jnp.where(slots < end[:, None], relative, length), by_block[blocks.order], fits)
 
 
 def _of_words(low: jax.Array, length: int, n: int) -> jax.Array:
-  """The bound of each word of n packed bits: that of its block, of two blocks in a word the lower one."""
+  """The key of each word of n bits: that of its block, the lower one where a word belongs to two blocks."""
   group = bitset.GROUP * bitset.BITS
   assert length >= group, "a group of words lies in one block or two"
   starts = jnp.arange(0, n, group, dtype=jnp.int32)
   block = starts // length
-  left = ((block + 1) * length - starts)[:, None]  # places that a group has in its first block
+  left = ((block + 1) * length - starts)[:, None]  # indices of the group in its first block
   here, there = low[block][:, None], low[jnp.minimum(block + 1, low.size - 1)][:, None]
   word = jnp.arange(0, group, bitset.BITS, dtype=jnp.int32)[None]
   both = jnp.where(word >= left, there, jnp.minimum(here, there))
-  bounds = jnp.where(word + bitset.BITS <= left, here, both).reshape(-1)
-  return bounds[: -(-n // bitset.BITS)]
+  keys = jnp.where(word + bitset.BITS <= left, here, both).reshape(-1)
+  return keys[: -(-n // bitset.BITS)]
 
 
-def _bounds(parts: Sequence[jax.Array], length: int, share: int, count: int) -> jax.Array:
-  """A key for each block, i32[count], that a few more than `share` of its entries reach."""
-  rank, _ = order.rank_in_sample(_SAMPLES, share / length)
-  places = order.sample(length, _SAMPLES)[None] + length * jnp.arange(count, dtype=jnp.int32)[:, None]
-  keys = order.keys_of(_at(parts, places))
+def _estimates(blocks: Blocks) -> jax.Array:
+  """A key for each block, i32[rows], that a few more than k of its entries reach."""
+  size = _sample_size(blocks.length)
+  rank, _ = rank_in_sample(size, blocks.k / blocks.length)
+  starts = blocks.length * jnp.arange(blocks.order.size, dtype=jnp.int32)
+  keys = keys_of(blocks.x.at(sample(blocks.length, size)[None] + starts[:, None]))
+  order = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape)
   # Never 0: a block of zeros and little else has no use for candidates, and would take the slots of others.
-  return jnp.maximum(order.bound_of(keys, rank), 1)
+  return jnp.maximum(kth_largest(keys, order, rank).key, 1)
 
 
-def _capacity(length: int, share: int) -> int:
-  return bitset.aligned(int(share * order.rank_in_sample(_SAMPLES, share / length)[1]))
+def _sample_size(length: int) -> int:
+  least, most = _SAMPLES
+  return bitset.aligned(min(max(length // 128, least), most))
 
 
-def _at(parts: Sequence[jax.Array], places: jax.Array) -> jax.Array:
-  return _sum([sparse.at(part, places) for part in parts])
-
-
-def _sum(parts: Sequence[jax.Array]) -> jax.Array:
-  return functools.reduce(jnp.add, parts)
+def _capacity(length: int, k: int) -> int:
+  return bitset.aligned(int(k * rank_in_sample(_sample_size(length), k / length)[1]))

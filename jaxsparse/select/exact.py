@@ -1,35 +1,41 @@
-"""Exact top-k by magnitude."""
+"""Exact top-k by magnitude: the one engine that every collective selects with.
 
-import functools
+    candidates   one pass over n entries: a sample of each block gives a threshold that a few more than k entries reach
+    among        the k largest of the candidates, by counting
+    whole        where the candidates provably miss some, the k largest of whole blocks, by counting
+
+The result is the same bit for bit on every path: ties go to the lowest index, and NaN ranks above everything, so that
+it is never left behind unseen.
+"""
+
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.select import kth_largest as order
+from jaxsparse import sparse
+from jaxsparse.select import candidates as found
+from jaxsparse.select.blocks import Blocks
+from jaxsparse.select.kth_largest import TOP, Cut, bisected, keys_of, kth_largest
 from jaxsparse.sparse import bitset
+from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Sparse
 
 Method = Literal["bracket", "bisect", "sort"]
 
-_SORTED_UP_TO = 1 << 14  # entries of a row: where passes are as short as that, one sort costs less than counting
-_SAMPLES = 1 << 16
 
-
-def top_k(x: jax.Array, k: int, *, method: Method | None = None) -> Sparse:
+def top_k(x: jax.Array | LazySum, k: int, *, method: Method | None = None) -> Sparse:
   """The k entries of largest magnitude of each row, in the order of their indices.
 
-  Ties go to the lowest index, and NaN ranks above everything, so that it is never left behind unseen. Whatever the
-  method, the result is the same bit for bit.
+  Ties go to the lowest index, and NaN ranks above everything. Whatever the method, the result is the same bit for bit.
 
   Args:
-    x: f32[..., n].
+    x: f32[..., n], or a lazily summed f32[n].
     k: number of entries to select from each row, 1 … n.
-    method: None for what `method_for` chooses. "bracket" reads x once: a sample gives a bound that a few more than k
-      entries reach, those are packed as bits, and the rest is done among them; where the bound was no good, which
-      shows, the same program bisects. "bisect" counts how many entries reach a bound, again and again, until k do.
-      "sort" is `lax.top_k`.
+    method: None for the fastest by `method_for`. "bracket" reads x once: a sample gives a threshold that a few more
+      than k entries reach, and these candidates are searched; where they are too few or too many, "bisect" follows.
+      "bisect" counts the entries that reach a threshold, again and again, until they are k. "sort" is `lax.top_k`.
 
   Returns:
     `Sparse` of i32[..., k] indices into the row, ascending, and f32[..., k] values.
@@ -42,80 +48,154 @@ def top_k(x: jax.Array, k: int, *, method: Method | None = None) -> Sparse:
     >>> top_k(jnp.array([1.0, -3.0, 0.0, 3.0]), 2)
     Sparse(indices=Array([1, 3], dtype=int32), values=Array([-3.,  3.], dtype=float32))
   """
-  x = jnp.asarray(x)
-  n = x.shape[-1]
+  shape = (x.size,) if isinstance(x, LazySum) else jnp.shape(x)
+  lazy = x if isinstance(x, LazySum) else LazySum((jnp.asarray(x).reshape(-1),))
+  n = shape[-1]
   if not 1 <= k <= n:
     raise ValueError(f"k={k}, choose a number of entries from 1 to the {n} of a row")
   method = method_for(n, k) if method is None else method
   if method not in _METHODS:
     raise ValueError(f"method={method!r}, choose one of {', '.join(map(repr, _METHODS))}")
-  indices = _METHODS[method](x.reshape(-1, n), k).reshape(*x.shape[:-1], k)
-  return Sparse(indices, jnp.take_along_axis(x, indices, axis=-1, mode="clip"))
+  rows = lazy.size // n
+  blocks = Blocks(lazy, jnp.arange(rows, dtype=jnp.int32), n, k)
+  indices = _METHODS[method](blocks) if rows else jnp.zeros((0, k), jnp.int32)
+  values = lazy.at(blocks.flat(indices))
+  return Sparse(indices.reshape(*shape[:-1], k), values.reshape(*shape[:-1], k))
 
 
 def method_for(n: int, k: int) -> Method:
-  """The method that measured best for the k largest of rows of n entries; nothing here depends on the platform.
+  """The method that measured fastest for the k largest of rows of n entries; nothing here depends on the platform.
 
   Example:
     >>> method_for(1_000_000, 10_000), method_for(1_000_000, 900_000), method_for(1_000, 10)
     ('bracket', 'bisect', 'sort')
   """
-  if n <= _SORTED_UP_TO:
+  if n <= found.SHORT:
     return "sort"
-  return "bracket" if _capacity(n, k) < n // 2 else "bisect"
+  return "bracket" if found.worthwhile(n, k) else "bisect"
 
 
-def _by_sorting(rows: jax.Array, k: int) -> jax.Array:
+def top_k_of_entries(entries: Sparse, k: jax.Array | int, slots: int, end: int) -> tuple[Sparse, Sparse]:
+  """The k entries of largest magnitude of a sparse vector, ties to the lowest index, and the rest.
+
+  Args:
+    entries: [c], each index once; empty slots anywhere.
+    k: i32[], at most `slots`; all of them where they are fewer.
+    slots: number of slots of the result.
+    end: length of the vector.
+
+  Returns:
+    (kept, rest): [slots] entries, in their order, empty slots last, and [c], those of `entries` that were not kept.
+
+  Example:
+    >>> entries = Sparse(jnp.array([0, 1, 9, 3]), jnp.array([1.0, -3.0, 0.0, 2.0]))
+    >>> kept, rest = top_k_of_entries(entries, 2, slots=2, end=9)
+    >>> kept.indices, rest.indices
+    (Array([1, 3], dtype=int32), Array([0, 9, 9, 9], dtype=int32))
+  """
+  more = (0, -entries.indices.size % (bitset.GROUP * bitset.BITS))
+  keys = jnp.pad(jnp.where(entries.indices < end, keys_of(entries.values), -1), more, constant_values=-1)[None]
+  indices = jnp.pad(entries.indices, more)[None]
+  count = jnp.minimum(k, sparse.count(entries, end))
+  cut = kth_largest(keys, indices, count)
+  chosen = cut.selects(keys, indices)[0, : entries.indices.size] & (count > 0)
+  return sparse.compressed(entries, chosen, slots, end), sparse.where(~chosen, entries, end)
+
+
+def among(
+  keys: jax.Array,
+  indices: jax.Array,
+  blocks: Blocks,
+  low: jax.Array,
+  proven: Callable[[jax.Array], jax.Array],
+  whole: Callable[[jax.Array], jax.Array],
+  least: jax.Array | None = None,
+) -> jax.Array:
+  """The k largest entries of each block, found among some of its entries where these provably contain them.
+
+  Args:
+    keys: i32[rows, c], c a multiple of 256, of entries known to be large, each once; −1 in empty slots.
+    indices: i32[rows, c], block-relative.
+    blocks: says the length of a block, and k.
+    low: i32[rows]; every entry of a block that reaches this key is among them.
+    proven: (i32[rows] number of keys that reach `low`) -> bool[], whether the k largest are among them.
+    whole: (row) -> f32[length], all entries of a row, read where this is not so.
+    least: i32[rows], at least 1: a key that the chosen entries are to reach besides, for fewer than k of them.
+
+  Returns:
+    i32[rows, k], block-relative, ascending; `length` in empty slots.
+  """
+  rows, length = keys.shape[0], blocks.length
+  words = bitset.empty(length).size
+  start = jnp.arange(rows, dtype=jnp.int32)[:, None] * (words * bitset.BITS)
+  end = rows * words * bitset.BITS
+  reached = bitset.count(bitset.pack(keys >= low[:, None]))
+
+  def among_these() -> jax.Array:
+    cut = kth_largest(keys, indices, jnp.minimum(blocks.k, reached), low)
+    chosen = cut.selects(keys, indices)
+    if least is not None:
+      chosen &= keys >= least[:, None]
+    flat = jnp.where(chosen, start + indices, end)
+    return bitset.insert(bitset.empty(end), flat, end).reshape(rows, words)
+
+  def among_all() -> jax.Array:
+    floor = jnp.zeros_like(low) if least is None else least
+    return jax.lax.map(lambda row: _largest(whole(row), blocks.k, floor[row]), jnp.arange(rows, dtype=jnp.int32))
+
+  members = jax.lax.cond(proven(reached), among_these, among_all)
+  chosen = bitset.nonzero(members.reshape(-1), rows * blocks.k)
+  if least is None:
+    return chosen.reshape(rows, blocks.k) - start
+  filled = bitset.count(members)[:, None]
+  slot = jnp.arange(blocks.k, dtype=jnp.int32)[None]
+  mine = chosen[jnp.minimum(jnp.cumsum(filled, axis=0) - filled + slot, chosen.size - 1)]
+  return jnp.where(slot < filled, mine - start, length)
+
+
+def by_sorting(values: jax.Array, k: int) -> jax.Array:
+  """The indices of the k largest entries of each row, i32[..., k], ascending, by `lax.top_k`."""
   # As floats, which compilers have a selection of their own for; integers would be sorted whole.
-  magnitudes = jax.lax.bitcast_convert_type(order.keys_of(rows), jnp.float32)
+  magnitudes = jax.lax.bitcast_convert_type(keys_of(values), jnp.float32)
   return jnp.sort(jax.lax.top_k(magnitudes, k)[1], axis=-1)
 
 
-def _by_bisection(rows: jax.Array, k: int) -> jax.Array:
-  nothing_known = jnp.zeros(rows.shape[0], jnp.int32)
-  return _each(functools.partial(_bisected, k=k), rows, nothing_known, nothing_known + rows.shape[1])
+def _largest(values: jax.Array, k: int, least: jax.Array | int = 0) -> jax.Array:
+  """The bitset of the k largest of f32[c], those of them whose key is at least `least`, by counting."""
+  keys = keys_of(values)
+
+  def selects(cut: Cut) -> jax.Array:
+    indices = jnp.arange(keys.size, dtype=jnp.int32)
+    return (keys > cut.key) | ((keys == cut.key) & (indices <= cut.last))
+
+  cut = bisected(selects, jnp.int32(k), jnp.int32(0), jnp.int32(TOP))
+  return bitset.pack(selects(cut) & (keys >= least))
 
 
-def _bisected(row: jax.Array, tried: jax.Array, reached: jax.Array, *, k: int) -> jax.Array:
-  """The indices of one row; `reached` of its keys are known to reach the bound `tried`."""
-  keys, enough = order.keys_of(row), reached >= k
-  low, high = jnp.where(enough, tried, 0), jnp.where(enough, order.TOP, tried)
-  bound = order.bound_of(keys, k, low, high, jnp.where(enough, reached, keys.size))
-  return bitset.places(bitset.pack(order.largest(keys, k, bound)), k)
+def _by_bracket(blocks: Blocks) -> jax.Array:
+  if blocks.length < bitset.GROUP * bitset.BITS:  # too short for candidates
+    return _by_bisection(blocks)
+  some = found.candidates(blocks)
+  keys = jnp.where(some.indices < blocks.length, keys_of(blocks.x.at(blocks.flat(some.indices))), -1)
+  proven = lambda reached: (some.fits & (reached >= blocks.k)).all()
+  return among(keys, some.indices, blocks, some.low, proven, lambda row: _row(blocks, row))
 
 
-def _by_bracket(rows: jax.Array, k: int) -> jax.Array:
-  n = rows.shape[1]
-  capacity, size = _capacity(n, k), _samples(n)
-  rank, _ = order.rank_in_sample(size, k / n)
-
-  def one(row: jax.Array) -> tuple[jax.Array, ...]:
-    keys = order.keys_of(row)
-    low = order.bound_of(order.keys_of(row[order.sample(n, size)]), rank)
-    words = bitset.pack(keys >= low)
-    candidates, reached = bitset.places(words, capacity), bitset.count(words)
-    some = jnp.where(candidates < n, order.keys_of(row.at[candidates].get(mode="clip")), -1)
-    chosen = order.largest(some, k, order.bound_of(some, k, low, reach_low=reached))
-    return candidates[bitset.places(bitset.pack(chosen), k)], low, reached
-
-  indices, low, reached = _each(one, rows)
-  hit = ((reached >= k) & (reached <= capacity)).all()
-  return jax.lax.cond(hit, lambda: indices, lambda: _each(functools.partial(_bisected, k=k), rows, low, reached))
+def _by_bisection(blocks: Blocks) -> jax.Array:
+  indices = lambda row: bitset.nonzero(_largest(_row(blocks, row), blocks.k), blocks.k)
+  if blocks.order.size == 1:  # not batched: XLA on CPU compiles a batch of rows to slower code
+    return indices(jnp.int32(0))[None]
+  return jax.vmap(indices)(jnp.arange(blocks.order.size, dtype=jnp.int32))
 
 
-def _each(function: Callable, *rows: jax.Array) -> Any:
-  """`function` of each row; a single one is not batched, which compilers do worse with."""
-  if len(rows[0]) != 1:
-    return jax.vmap(function)(*rows)
-  return jax.tree.map(lambda x: x[None], function(*(row[0] for row in rows)))
+def _by_sorting(blocks: Blocks) -> jax.Array:
+  return by_sorting(blocks.x.values.reshape(blocks.order.size, blocks.length), blocks.k)
 
 
-def _samples(n: int) -> int:
-  return max(1, min(_SAMPLES, n // 8))
-
-
-def _capacity(n: int, k: int) -> int:
-  return bitset.aligned(int(k * order.rank_in_sample(_samples(n), k / n)[1]))
+def _row(blocks: Blocks, row: jax.Array) -> jax.Array:
+  if blocks.order.size == 1:
+    return blocks.x.values
+  return blocks.x.slice(blocks.order[row] * blocks.length, blocks.length)
 
 
 _METHODS = {"bracket": _by_bracket, "bisect": _by_bisection, "sort": _by_sorting}

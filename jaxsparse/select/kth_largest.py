@@ -1,9 +1,10 @@
-"""Order statistics of magnitudes: how large the k-th largest is, by counting, or by sorting where keys are few.
+"""The k-th largest magnitude of a row: where a selection of the k largest entries ends.
 
-Magnitudes are handled as the bits of |x|, which order as they do; here they are called keys. Every NaN has the same
-key, above that of infinity.
+Magnitudes are compared as keys: the bits of |x| as an integer, which order as magnitudes do. Every NaN has the same
+key, above that of infinity. Ties go to the lowest index, so a selection ends at a pair, a key and an index.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,10 +18,25 @@ TOP = _NAN + 1
 """Every key is smaller."""
 
 _FEW = 1 << 20  # keys of a row
-_LAST_PLACE = jnp.iinfo(jnp.int32).max - 1
+_LAST = jnp.iinfo(jnp.int32).max - 2
 _DEVIATIONS = 3.5  # a sample is off by more once in 4,000 times
-_BY_LINE = 16  # rounds, every other of which goes to where the line says, and the next one beyond it
-_BEYOND = 4  # times as far as the line says
+
+
+class Cut(NamedTuple):
+  """The end of a selection: it holds keys above `key`, and of those equal to it the indices up to `last`.
+
+  Attributes:
+    key: i32[rows].
+    last: i32[rows].
+  """
+
+  key: jax.Array
+  last: jax.Array
+
+  def selects(self, keys: jax.Array, indices: jax.Array) -> jax.Array:
+    """Which of i32[rows, c] keys the selection holds, bool[rows, c]."""
+    key, last = self.key[:, None], self.last[:, None]
+    return (keys > key) | ((keys == key) & (indices <= last))
 
 
 def keys_of(x: jax.Array) -> jax.Array:
@@ -33,156 +49,113 @@ def keys_of(x: jax.Array) -> jax.Array:
   return jnp.minimum(jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF, _NAN)
 
 
-def bound_of(
-  keys: jax.Array,
-  k: jax.Array | int,
-  low: jax.Array | int = 0,
-  high: jax.Array | int = TOP,
-  reach_low: jax.Array | int | None = None,
-) -> jax.Array:
-  """The k-th largest key or, where one comes first, a bound that exactly k keys reach, i32[].
+def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: jax.Array | int = 0) -> Cut:
+  """The cut that selects the k largest keys of each row, ties to the lowest index.
 
-  By counting, but on GPU by sorting where keys are few, as those of samples and candidates are: there a sort of a
-  million keys is a few kernels, and after each round of counting the host must see whether it was the last.
+  By counting, but on a GPU by sorting where keys are few, as those of samples and candidates are: a sort of a million
+  keys is a few kernels there, and after each round of counting the host would have to see whether it was the last.
 
   Args:
-    keys: i32[n], or i32[rows, n] with n a multiple of 256, each row by itself; all else is then i32[rows] or for all.
-    k: at most n.
-    low: at least k keys reach it.
-    high: fewer than k keys reach it.
-    reach_low: how many reach `low`; None for all.
+    keys: i32[rows, c], c a multiple of 256; −1 in empty slots.
+    indices: i32[rows, c], at least 0, in any order; those of equal keys differ.
+    k: i32[rows], or for all; at most as many keys as reach `low`.
+    low: i32[rows], or for all.
 
   Example:
-    >>> bound_of(jnp.array([3, 1, 4, 4, 5]), 2)
-    Array(4, dtype=int32)
+    >>> keys, indices = jnp.zeros((1, 256), jnp.int32).at[0, :3].set(jnp.array([7, 8, 7])), 255 - jnp.arange(256)[None]
+    >>> cut = kth_largest(keys, indices, 2)
+    >>> jnp.flatnonzero(cut.selects(keys, indices)[0])
+    Array([1, 2], dtype=int32)
   """
-  each = lambda value: jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:-1])
-  bracket = (each(k), each(low), each(high), each(keys.shape[-1] if reach_low is None else reach_low))
-  if keys.shape[-1] > _FEW:
-    return by_counting(keys, *bracket)
-  return jax.lax.platform_dependent(keys, *bracket, cuda=by_sorting, rocm=by_sorting, default=by_counting)
+  each = lambda value: jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:1])
+  if keys.shape[1] > _FEW:
+    return by_counting(keys, indices, each(k), each(low))
+  choices = {"cuda": by_sorting, "rocm": by_sorting, "default": by_counting}
+  return jax.lax.platform_dependent(keys, indices, each(k), each(low), **choices)
 
 
-def by_sorting(keys: jax.Array, k: jax.Array, *_: jax.Array) -> jax.Array:
-  """`bound_of` by a sort, whatever is known before; the arguments are those of `by_counting`.
+def by_sorting(keys: jax.Array, indices: jax.Array, k: jax.Array, _: jax.Array) -> Cut:
+  """`kth_largest` by a sort; the arguments are those of `by_counting`.
 
   Example:
-    >>> by_sorting(jnp.array([3, 1, 4, 4, 5]), jnp.int32(2))
-    Array(4, dtype=int32)
+    >>> by_sorting(jnp.array([[3, 1, 4, 4, 5]]), jnp.arange(5)[None], jnp.array([2]), jnp.array([0])).last
+    Array([2], dtype=int32)
   """
-  place = keys.shape[-1] - jnp.maximum(k, 1)
-  kth = jnp.take_along_axis(jnp.sort(keys, axis=-1), place[..., None], axis=-1, mode="clip")[..., 0]
-  return jnp.where(k > 0, kth, jnp.iinfo(jnp.int32).max)
+  rising, order = jax.lax.sort((TOP - keys, indices), num_keys=2)
+  at = lambda x: jnp.take_along_axis(x, jnp.maximum(k, 1)[:, None] - 1, axis=1, mode="clip")[:, 0]
+  return Cut(jnp.where(k > 0, TOP - at(rising), TOP), at(order))
 
 
-def by_counting(keys: jax.Array, k: jax.Array, low: jax.Array, high: jax.Array, reach: jax.Array) -> jax.Array:
-  """`bound_of` by counts of `keys`, each of which shrinks a bracket around the bound.
-
-  The logarithm of how many keys reach a bound, to how many do not where all are in sight, is about a line. So one round
-  goes to where the line through what the ends reach says, the next a few times as far from the nearer end, which takes
-  the other end there; after 16 rounds by half only. Keys that are spread smoothly take 10 to 25 counts, none over 47.
+def by_counting(keys: jax.Array, indices: jax.Array, k: jax.Array, low: jax.Array) -> Cut:
+  """`kth_largest` by bisection: each round counts the keys of a selection.
 
   Args:
-    keys: as for `bound_of`.
-    k: i32[], or i32[rows].
-    low: likewise; at least k keys reach it.
-    high: likewise; fewer than k keys reach it.
-    reach: likewise; how many reach `low`.
+    keys: i32[rows, c], c a multiple of 256.
+    indices: i32[rows, c].
+    k: i32[rows].
+    low: i32[rows].
 
   Example:
-    >>> by_counting(jnp.array([3, 1, 4, 4, 5]), *map(jnp.int32, (2, 0, 9, 5)))
-    Array(4, dtype=int32)
+    >>> keys, indices = jnp.array([3, 1, 4, 4, 5]), jnp.arange(256)[None]
+    >>> cut = by_counting(jnp.pad(keys, (0, 251))[None], indices, jnp.array([2]), jnp.array([0]))
+    >>> cut.key, cut.last
+    (Array([4], dtype=int32), Array([2], dtype=int32))
   """
-
-  def odds(count: jax.Array) -> jax.Array:
-    logarithm = lambda count: jnp.log(count.astype(jnp.float32) + 0.5)
-    return logarithm(count) - jnp.where(low == 0, logarithm(reach - count), 0.0)
-
-  def shrink(bracket: _Bracket) -> _Bracket:
-    count = bitset.count(bitset.pack(keys >= bracket.bound[..., None]))
-    enough, exact = count >= k, count == k
-    low, reach_low = jnp.where(enough, bracket.bound, bracket.low), jnp.where(enough, count, bracket.reach_low)
-    high = jnp.where(exact, bracket.bound + 1, jnp.where(enough, bracket.high, bracket.bound))
-    reach_high = jnp.where(enough, bracket.reach_high, count)
-    share = (odds(reach_low) - odds(k)) / jnp.maximum(odds(reach_low) - odds(reach_high), 1e-6)
-    width = high - low
-    bound = low + jnp.clip(_step(width, share, bracket.round), 1, jnp.maximum(width - 1, 1))
-    # A row that is done stays as it is.
-    fresh = _Bracket(low, high, reach_low, reach_high, bound, bracket.round + 1)
-    return jax.tree.map(lambda new, old: jnp.where(bracket.high - bracket.low > 1, new, old), fresh, bracket)
-
-  zero = jnp.zeros_like(low)
-  start = _Bracket(low, high, reach, zero, low + 1, zero)
-  return jax.lax.while_loop(lambda bracket: (bracket.high - bracket.low > 1).any(), shrink, start).low
-
-
-def _step(width: jax.Array, share: jax.Array, number: jax.Array) -> jax.Array:
-  """How far from its low end a bracket is tried in round `number`, where the line says at that share of its width."""
-  share = jnp.clip(share, 0.0, 1.0)
-  beyond = jnp.where(share < 0.5, jnp.minimum(_BEYOND * share, 0.5), jnp.maximum(1 - _BEYOND * (1 - share), 0.5))
-  by_line = (jnp.where(number % 2 == 0, share, beyond) * width.astype(jnp.float32)).astype(jnp.int32)
-  return jnp.where(number < _BY_LINE, by_line, width // 2)
+  high = jnp.maximum(jnp.max(keys, axis=1), low) + 1
+  return bisected(lambda cut: cut.selects(keys, indices), k, low, high)
 
 
 class _Bracket(NamedTuple):
-  """What `bound_of` knows: at least k keys reach `low`, fewer reach `high`, and `bound` is tried next; each i32[]."""
+  """What a bisection knows of each row: first of its last key, then of the last index with that key; each [rows].
+
+  Attributes:
+    low: i32, a selection from here on has at least k keys; in the second phase, minus an index.
+    high: i32, likewise fewer.
+    key: i32, the last key, in the second phase.
+    ties: bool, whether the second phase has begun.
+  """
 
   low: jax.Array
   high: jax.Array
-  reach_low: jax.Array
-  reach_high: jax.Array
-  bound: jax.Array
-  round: jax.Array
+  key: jax.Array
+  ties: jax.Array
 
 
-def largest(keys: jax.Array, k: int, bound: jax.Array) -> jax.Array:
-  """Which keys are the k largest, ties to the first: bool[n] with k of them set.
+def bisected(selects: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, high: jax.Array) -> Cut:
+  """The cut at which a selection has k keys.
 
   Args:
-    keys: i32[n].
-    k: at most n.
-    bound: from `bound_of`.
-
-  Example:
-    >>> largest(jnp.array([3, 4, 1, 4, 4]), 2, jnp.int32(4))
-    Array([False,  True, False,  True, False], dtype=bool)
+    selects: the flags of a selection, bool[rows, c], for its `Cut`; or bool[c] where there is a single row.
+    k: i32[rows].
+    low: i32[rows], a key that at least k keys reach.
+    high: i32[rows], a key that fewer than k keys reach.
   """
-  above, ties = keys > bound, keys == bound
-  last = bitset.place(bitset.pack(ties), k - 1 - bitset.count(bitset.pack(above)))
-  return above | (ties & (jnp.arange(keys.size, dtype=jnp.int32) <= last))
+  cut_of = lambda ties, key, value: Cut(jnp.where(ties, key, value), jnp.where(ties, -value, _LAST))
 
+  def halve(bracket: _Bracket) -> _Bracket:
+    low, high, key, ties = bracket
+    middle = low + (high - low) // 2
+    count = bitset.count(bitset.pack(selects(cut_of(ties, key, middle))))
+    low, high = jnp.where(count >= k, middle, low), jnp.where(count >= k, high, middle)
+    exact = count == k
+    # All indices of the key are selected from −_LAST on, and none of them from 1 on.
+    to_ties = ~ties & (exact | (high - low <= 1))
+    key = jnp.where(to_ties, low, key)
+    low, high = jnp.where(to_ties, -_LAST, low), jnp.where(to_ties, 1, high)
+    return _Bracket(low, jnp.where(exact, low, high), key, ties | to_ties)
 
-def largest_of(
-  keys: jax.Array, places: jax.Array, k: jax.Array | int, low: jax.Array, reach_low: jax.Array
-) -> jax.Array:
-  """Which keys of each row are its k largest, ties to the lowest place: bool[rows, n] with k set in each.
-
-  Args:
-    keys: i32[rows, n], n a multiple of 256.
-    places: i32[rows, n], at least 0, in any order; those of equal keys differ.
-    k: at most n; i32[rows], or for all.
-    low: i32[rows], which at least k keys of the row reach.
-    reach_low: i32[rows], how many do.
-
-  Example:
-    >>> keys, places = jnp.zeros((1, 256), jnp.int32).at[0, :3].set(jnp.array([7, 8, 7])), 255 - jnp.arange(256)[None]
-    >>> jnp.flatnonzero(largest_of(keys, places, 2, low=jnp.array([1]), reach_low=jnp.array([3]))[0])
-    Array([1, 2], dtype=int32)
-  """
-  bound = bound_of(keys, k, low, reach_low=reach_low)[:, None]
-  above, ties = keys > bound, keys == bound
-  nearness = jnp.where(ties, _LAST_PLACE - places, -1)
-  left, tied = k - bitset.count(bitset.pack(above)), bitset.count(bitset.pack(ties))
-  farthest = _LAST_PLACE - jnp.max(places, axis=1)
-  return above | (nearness >= bound_of(nearness, left, farthest, _LAST_PLACE + 1, tied)[:, None])
+  start = _Bracket(low, high, jnp.zeros_like(low), jnp.zeros(low.shape, jnp.bool_))
+  open_ = lambda bracket: (~bracket.ties | (bracket.high - bracket.low > 1)).any()
+  bracket = jax.lax.while_loop(open_, halve, start)
+  return Cut(bracket.key, -bracket.low)
 
 
 def sample(n: int, size: int) -> jax.Array:
-  """`size` places of n, one at random from each of as many equal parts: no period of the data can fool it.
+  """`size` indices below n, one at random from each of as many equal parts: no period of the data can fool it.
 
   Example:
-    >>> places = sample(1000, 10)
-    >>> bool((places // 100 == jnp.arange(10)).all())
+    >>> indices = sample(1000, 10)
+    >>> bool((indices // 100 == jnp.arange(10)).all())
     True
   """
   parts = np.arange(size) + np.random.default_rng(n).random(size)
@@ -190,11 +163,15 @@ def sample(n: int, size: int) -> jax.Array:
 
 
 def rank_in_sample(size: int, share: float) -> tuple[int, float]:
-  """Where in a sample of `size` keys a bound lies that surely reaches the `share` largest of all, and how far below.
+  """The rank in a sample of a threshold that at least a given share of all keys reaches, and the most that reach it.
+
+  Args:
+    size: keys of the sample.
+    share: of all keys that are wanted, in (0, 1].
 
   Returns:
-    (rank, most): the rank-th largest of the sample is the bound, and it is reached by at most `most` times as many
-    keys as were wanted, each up to what happens once in thousands of samples.
+    (rank, most): the rank-th largest key of the sample is the threshold; at most `most` times as many keys as wanted
+    reach it. Each fails about once in 4,000 samples.
 
   Example:
     >>> rank, most = rank_in_sample(65536, 0.01)

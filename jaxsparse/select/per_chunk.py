@@ -1,51 +1,49 @@
-"""The largest entry of each of many small chunks: no bound to find, one pass, and the place within a chunk is a byte.
+"""The largest entry of each of many small chunks: one pass and no threshold, and an index within a chunk is a byte.
 
-A block of m entries has c chunks, dealt out like cards: chunk j is entries j, j + c, j + 2c, … So a pass over rows of c
-entries compares whole rows, and neighbours, which tend to be large together, are in different chunks.
+Chunk j of c chunks of a block is entries j, j + c, j + 2c, …: a pass over rows of c entries compares whole rows, and
+neighbours, which tend to be large together, are in different chunks.
 
-The last bits of a magnitude make room for the row it is in, so that all a pass does is take the maximum of one number
-for each chunk. Magnitudes that differ in those bits only count as equal: 7 of the 23 bits of a mantissa at 1 %.
+The last bits of a magnitude are replaced by the number of its row, so that a pass takes the maximum of one number per
+chunk. Magnitudes that differ in these bits only count as equal: 7 of the 23 bits of a mantissa at 1 %.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import sparse
-from jaxsparse.select import kth_largest as order
+from jaxsparse.select.blocks import Blocks
+from jaxsparse.select.kth_largest import keys_of
+from jaxsparse.types import Pending, Sparse
 
 _WIDE = 4096  # entries that are compared at a time, so that short rows are not read one by one
 _ROWS = 4  # compared at a time, so that the maximum is not read and written for each
 
 
-def champions(parts: Sequence[jax.Array], length: int, chunks: int, blocks: jax.Array) -> jax.Array:
-  """Where the largest entry of each chunk of each block of the sum of `parts` is.
-
-  Args:
-    parts: f32[n] each; their sum is never written out.
-    length: of a block; block b starts at b · length, and ends at n at the latest.
-    chunks: of a block, at most `length`.
-    blocks: i32[rows], the block of each row of the result.
+def champions(blocks: Blocks) -> jax.Array:
+  """The index of the largest entry of each of k chunks of each block.
 
   Returns:
-    i32[rows, chunks], places within the block; its length where a chunk is empty. The lowest of those whose magnitudes
-    agree up to their last ⌈log₂(length / chunks + 1)⌉ bits.
+    i32[rows, k], block-relative; the block's length where a chunk is empty. The lowest of those whose magnitudes agree
+    up to their last ⌈log₂(length / k + 1)⌉ bits.
 
   Example:
-    >>> champions([jnp.array([1.0, -5.0, 2.0, 3.0, 4.0, 0.5])], length=4, chunks=2, blocks=jnp.array([1, 0]))
+    >>> from jaxsparse.sparse.lazy import LazySum
+    >>> x = LazySum((jnp.array([1.0, -5.0, 2.0, 3.0, 4.0, 0.5]),))
+    >>> champions(Blocks(x, order=jnp.array([1, 0]), length=4, k=2))
     Array([[0, 1],
            [2, 1]], dtype=int32)
   """
-  parts = [jnp.asarray(part) for part in parts]
-  of_block = lambda block: _of_block(parts, length, chunks, block * length)
-  return jax.lax.map(of_block, blocks)  # one after the other: compilers do worse with a batch of slices
+  # One block after the other: XLA on CPU compiles a batch of slices to slower code.
+  return jax.lax.map(lambda block: _of_block(blocks, block * blocks.length), blocks.order)
 
 
 def coarse(keys: jax.Array, length: int, chunks: int) -> jax.Array:
-  """`order.keys_of` some entries, without the bits that do not count.
+  """Keys of entries (`keys_of`) without the bits that do not count.
 
   Example:
     >>> coarse(jnp.array([0x12345678]), length=100, chunks=1).item() == 0x12345600
@@ -55,25 +53,25 @@ def coarse(keys: jax.Array, length: int, chunks: int) -> jax.Array:
 
 
 def _mask(length: int, chunks: int) -> int:
-  """As many ones as the number of a row takes."""
+  """The bits of a key that hold the number of a row."""
   return (1 << (-(-length // chunks)).bit_length()) - 1
 
 
-def _of_block(parts: Sequence[jax.Array], length: int, chunks: int, start: jax.Array) -> jax.Array:
+def _of_block(blocks: Blocks, start: jax.Array) -> jax.Array:
+  length, chunks = blocks.length, blocks.k
   mask = _mask(length, chunks)
-  filled = jnp.clip(parts[0].size - start, 0, length)
-  width = chunks * min(-(-_WIDE // chunks), -(-length // chunks), parts[0].size // chunks)
+  filled = jnp.clip(blocks.n - start, 0, length)
+  width = chunks * min(-(-_WIDE // chunks), -(-length // chunks), blocks.n // chunks)
   column = np.arange(width, dtype=np.int32)
   row_of = jnp.array(column // chunks if width > chunks else 0)  # not to be divided again for each entry
-  total = functools.partial(functools.reduce, jnp.add)
 
   def ranked(values: jax.Array, first: jax.Array) -> jax.Array:
-    """Larger for larger entries, and for those of lower rows; `first` is where in the block the values start."""
-    return coarse(order.keys_of(values), length, chunks) | (mask - first // chunks - row_of)
+    """Ascends with the magnitude, then descends with the row; the values start at `first` of the block."""
+    return coarse(keys_of(values), length, chunks) | (mask - first // chunks - row_of)
 
   def whole(first: jax.Array) -> jax.Array:
-    """Entries all of which are in the block; the compiler makes reading them part of the comparison."""
-    return ranked(total(jax.lax.dynamic_slice(part, (start + first,), (width,)) for part in parts), first)
+    """Entries that are all in the block; XLA fuses reading them with the comparison."""
+    return ranked(blocks.x.slice(start + first, width), first)
 
   def several(count: int) -> Callable:
     rows = lambda i: [whole((count * i + number) * width) for number in range(count)]
@@ -83,8 +81,105 @@ def _of_block(parts: Sequence[jax.Array], length: int, chunks: int, start: jax.A
   best = jax.lax.fori_loop(0, filled // (_ROWS * width), several(_ROWS), best)
   best = jax.lax.fori_loop(filled // (_ROWS * width) * _ROWS, filled // width, several(1), best)
   first = filled // width * width
-  rest = ranked(total(sparse.at(part, start + first + column) for part in parts), first)
+  rest = ranked(blocks.x.at(start + first + column), first)
   best = jnp.maximum(best, jnp.where(first + column < filled, rest, -1))
   best = best.reshape(-1, chunks).max(axis=0)
-  places = (mask - (best & mask)) * chunks + jnp.arange(chunks, dtype=jnp.int32)
-  return jnp.where(best < 0, length, places)
+  indices = (mask - (best & mask)) * chunks + jnp.arange(chunks, dtype=jnp.int32)
+  return jnp.where(best < 0, length, indices)
+
+
+class _Change(NamedTuple):
+  """What happened to one entry of each chunk of some rows.
+
+  Attributes:
+    first: the first of the rows.
+    entries: [rows, k].
+    adds: whether the values were added, or replaced what was there.
+  """
+
+  first: int
+  entries: Sparse
+  adds: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkAccumulator:
+  """An `Accumulator` that sends the largest known entry of each of k chunks of a row.
+
+  Known are the largest entry of each chunk at the start, and received entries. Slot j of everything that is sent or
+  received is an entry of chunk j, so the history of an entry is found by comparing slots: nothing is looked up, and
+  nothing is written before the next residual is.
+
+  Attributes:
+    blocks: the layout, and the vector at the start, which does not change.
+    best: the largest known entries of the rows that were not sent yet.
+    changes: the first one first.
+
+  Example:
+    >>> from jaxsparse.comm import SoloComm
+    >>> from jaxsparse.sparse.lazy import LazySum
+    >>> x = LazySum((jnp.array([1.0, 2.0, 4.0, 3.0]), jnp.array([0.5, 0.0, 0.0, 0.0])))
+    >>> acc = ChunkAccumulator.of(Blocks.of(SoloComm(2), x, k=1))
+    >>> bag = acc.largest(1, 2)
+    >>> bag.indices, bag.values
+    (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
+    >>> acc = acc.sent(bag._replace(values=jnp.zeros((1, 1))), first=1)
+    >>> acc = acc.add(Sparse(jnp.array([[0]]), jnp.array([[10.0]])))
+    >>> acc.largest(0, 1).values, acc.pending(jnp.array([[1], [0]])).entries[0].values
+    (Array([[11.5]], dtype=float32), Array([[2.],
+           [0.]], dtype=float32))
+  """
+
+  blocks: Blocks
+  best: Sparse
+  changes: tuple[_Change, ...] = ()
+
+  @classmethod
+  def of(cls, blocks: Blocks) -> Self:
+    """Finds the largest entry of each chunk, in one pass."""
+    indices = champions(blocks)
+    return cls(blocks, Sparse(indices, blocks.x.at(blocks.flat(indices))))
+
+  def largest(self, first: int, last: int) -> Sparse:
+    """The largest known entry of each chunk of rows first … last − 1."""
+    return Sparse(*(x[first:last] for x in self.best))
+
+  def sent(self, kept: Sparse, first: int) -> Self:
+    """Logs that entries of rows first … were sent, and what of each value stays."""
+    best = Sparse(*(x[:first] for x in self.best))
+    return dataclasses.replace(self, best=best, changes=(*self.changes, _Change(first, kept, adds=False)))
+
+  def add(self, entries: Sparse) -> Self:
+    """Adds [r, k] entries to the first r rows."""
+    rows = len(entries.indices)
+    values = self._now(entries.indices) + entries.values
+    known, others = (Sparse(*(x[part] for x in self.best)) for part in (slice(rows), slice(rows, None)))
+    larger = self._rank(values) > self._rank(known.values)
+    wins = (entries.indices < self.blocks.length) & ((entries.indices == known.indices) | larger)
+    best = Sparse(jnp.where(wins, entries.indices, known.indices), jnp.where(wins, values, known.values))
+    best = Sparse(*(jnp.concatenate(pair) for pair in zip(best, others, strict=True)))
+    return dataclasses.replace(self, best=best, changes=(*self.changes, _Change(0, entries, adds=True)))
+
+  def pending(self, delivered: jax.Array) -> Pending:
+    """The next residual: the present values where delivered (one entry a chunk), elsewhere those of the start."""
+    return self.pending_except(Sparse(self.blocks.flat(delivered), self._now(delivered)))
+
+  def pending_except(self, entries: Sparse) -> Pending:
+    """The next residual: the values of the start, except `entries`."""
+    grads, residual = self.blocks.x.parts
+    return Pending(grads, residual, (entries,))
+
+  def _now(self, indices: jax.Array) -> jax.Array:
+    """The present values of one entry of each chunk of the first rows."""
+    values = self.blocks.x.at(self.blocks.flat(indices))
+    for first, entries, adds in self.changes:
+      last = min(first + len(entries.indices), len(indices))
+      if first < last:
+        here, there = values[first:last], jax.tree.map(lambda x, to=last - first: x[:to], entries)
+        new = here + there.values if adds else there.values
+        changed = jnp.where(indices[first:last] == there.indices, new, here)
+        values = jnp.concatenate([values[:first], changed, values[last:]])
+    return values
+
+  def _rank(self, values: jax.Array) -> jax.Array:
+    return coarse(keys_of(values), self.blocks.length, self.blocks.k)

@@ -1,21 +1,20 @@
 """Sparse vectors: entries and sets of indices, how they are written in messages, and how large messages are.
 
-`entries` is arithmetic on rows of entries, `bitset` on sets of indices; `codec` writes entries as messages, whose
-static sizes are `capacities`; `sums` are reproducible bit for bit, and `saturating` counts words without wrapping.
+`entries` is arithmetic on rows of entries, `bitset` on sets of indices, `lazy` on gradient + residual; `codec` writes
+entries as messages, whose static sizes are `capacities`; `sums` are reproducible bit for bit, and `saturating` counts
+words without wrapping.
 """
 
 from jaxsparse.sparse.entries import (
   add_rows,
   after,
   at,
-  by_index,
+  compressed,
   count,
-  largest,
   merge,
   narrowed,
   put,
   split,
-  undelivered,
   where,
   widened,
 )
@@ -24,14 +23,12 @@ __all__ = [
   "add_rows",
   "after",
   "at",
-  "by_index",
+  "compressed",
   "count",
-  "largest",
   "merge",
   "narrowed",
   "put",
   "split",
-  "undelivered",
   "where",
   "widened",
 ]

@@ -1,7 +1,7 @@
-"""Sets of places as bits: 32 of them to a word, so that finding out where they are costs a pass over n/32 words.
+"""Sets of indices as bits, 32 to a word: finding the members of a set reads n/32 words, not n entries.
 
-A comparison of n entries that is packed at once reads them and writes next to nothing. Bits are in the order of places,
-and so is all that is read from them.
+A comparison of n entries that is packed at once reads the entries and writes n/32 words. Bits are in the order of
+indices, and every function returns indices in ascending order.
 """
 
 from collections.abc import Callable
@@ -11,15 +11,15 @@ import jax.numpy as jnp
 
 BITS = 32
 _ALIGNED = 256  # slots
-GROUP = 8  # words, 256 places, that are counted together: enough that counts are few, few enough to search one by one
+GROUP = 8  # words, 256 bits, that are counted together: few enough groups for a running sum, few enough words to search
 
 
 def pack(flags: jax.Array) -> jax.Array:
   """Bit i % 32 of word i // 32 is flag i; zeros fill the last group of words.
 
   Args:
-    flags: bool[n], or bool[rows, n] with n a multiple of 256. Where it comes of one elementwise pass, the compiler
-      makes it part of this one.
+    flags: bool[n], or bool[rows, n] with n a multiple of 256. An elementwise pass that computes them is fused with
+      this one.
 
   Returns:
     u32[⌈n/256⌉ · 8], or u32[rows, n/32].
@@ -28,19 +28,19 @@ def pack(flags: jax.Array) -> jax.Array:
     >>> pack(jnp.array([True, False, True]))[:2]
     Array([5, 0], dtype=uint32)
   """
-  # Rows one after the other: compilers do worse with a batch.
+  # All rows as one: XLA on CPU compiles a batch of them to slower code.
   return _pack(flags.reshape(-1), lambda part, _: part).reshape(*flags.shape[:-1], -1)
 
 
-def reaching(keys: jax.Array, bounds: jax.Array) -> jax.Array:
-  """Packs which keys are at least the bound of their word, of 32 keys.
+def pack_reaching(keys: jax.Array, bounds: jax.Array) -> jax.Array:
+  """Packs `key >= bound`, with one bound for the 32 keys of a word.
 
   Args:
-    keys: [n]; where they come of one elementwise pass, the compiler makes it part of this one.
+    keys: [n]; an elementwise pass that computes them is fused with this one.
     bounds: [⌈n/32⌉].
 
   Example:
-    >>> reaching(jnp.array([3, 1, 4]), jnp.array([3]))[0]
+    >>> pack_reaching(jnp.array([3, 1, 4]), jnp.array([3]))[0]
     Array(5, dtype=uint32)
   """
   return _pack(keys, lambda part, first: part >= bounds[first : first + len(part), None])
@@ -57,24 +57,24 @@ def _pack(x: jax.Array, flags_of: Callable[[jax.Array, int], jax.Array]) -> jax.
   whole = x.size // BITS
   words = words_of(x[: whole * BITS], 0)
   rest = x[whole * BITS :]
-  if rest.size:  # by itself, since padding x would cost a copy of what it comes from
+  if rest.size:  # apart, since padding x would copy what it is computed from
     last = words_of(jnp.pad(rest, (0, BITS - rest.size)), whole)
     words = jnp.concatenate([words, last & ((1 << rest.size) - 1)])
   return jnp.pad(words, (0, -words.size % GROUP))
 
 
-def none(n: int) -> jax.Array:
-  """The empty set of places below n.
+def empty(n: int) -> jax.Array:
+  """The empty set of indices below n, u32[⌈n/256⌉ · 8].
 
   Example:
-    >>> none(40)
-    Array([0, 0], dtype=uint32)
+    >>> empty(40).shape
+    (8,)
   """
-  return jnp.zeros(-(-n // BITS), jnp.uint32)
+  return jnp.zeros(GROUP * -(-n // (GROUP * BITS)), jnp.uint32)
 
 
 def aligned(capacity: int) -> int:
-  """`capacity` or a little more: a number of slots that fills the vectors of the machine.
+  """The next multiple of 256 slots, which fills the vectors of the machine.
 
   Example:
     >>> aligned(1000)
@@ -84,9 +84,9 @@ def aligned(capacity: int) -> int:
 
 
 def count(words: jax.Array) -> jax.Array:
-  """How many places a set of packed bits holds, i32[], or i32[rows] of each of them.
+  """The size of a set, i32[], or i32[rows] of each of several.
 
-  Packing and this are several times as fast on CPU as the sum of the flags.
+  `count(pack(flags))` is several times as fast on CPU as the sum of the flags.
 
   Example:
     >>> count(pack(jnp.array([True, False, True])))
@@ -95,13 +95,13 @@ def count(words: jax.Array) -> jax.Array:
   return jnp.sum(_counts(words), axis=-1, dtype=jnp.int32)
 
 
-def places(words: jax.Array, capacity: int) -> jax.Array:
-  """The first `capacity` places of a set in their order, i32[capacity]; beyond all places where there are fewer.
+def nonzero(words: jax.Array, capacity: int) -> jax.Array:
+  """The `capacity` smallest members, i32[capacity]; 32 · words.size in the slots that a smaller set leaves empty.
 
-  Each group of words drops a mark where its places begin; the running sum of the marks tells every slot its group.
+  Each group of words marks the slot of its first member; the running sum of the marks is the group of each slot.
 
   Example:
-    >>> places(pack(jnp.array([True, False, True])), 2)
+    >>> nonzero(pack(jnp.array([True, False, True])), 2)
     Array([0, 2], dtype=int32)
   """
   counts = _group_counts(words)
@@ -110,76 +110,93 @@ def places(words: jax.Array, capacity: int) -> jax.Array:
   slots = jnp.arange(aligned(capacity), dtype=jnp.int32)
   marks = jnp.zeros(slots.size, jnp.int32).at[starts].add(1, mode="drop", indices_are_sorted=True)
   group = jnp.cumsum(marks, dtype=jnp.int32) - 1
-  found = jnp.where(slots < ends[-1], _within(words, group, slots - starts[group]), BITS * words.size)
+  found = jnp.where(slots < ends[-1], _select_within(words, group, slots - starts[group]), BITS * words.size)
   if slots.size == capacity:
     return found
-  # A scatter, and no slice: the compiler would search for slots one by one, to a length that does not fill its vectors.
+  # A scatter, no slice: XLA would fuse a slice, and search slot by slot to a length that does not fill the vectors.
   return jnp.zeros(capacity, jnp.int32).at[slots].set(found, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
-def before(words: jax.Array, bound: jax.Array) -> jax.Array:
-  """How many places below `bound` a set holds, i32[].
+def count_below(words: jax.Array, bound: jax.Array) -> jax.Array:
+  """The number of members below `bound`, i32[]: one pass over the words.
 
   Example:
-    >>> before(pack(jnp.array([True, False, True])), jnp.int32(2))
+    >>> count_below(pack(jnp.array([True, False, True])), jnp.int32(2))
     Array(1, dtype=int32)
   """
   return jnp.sum(_counts(words & _below(words.size, bound)), dtype=jnp.int32)
 
 
-def contains(words: jax.Array, places: jax.Array) -> jax.Array:
-  """Whether each of `places` is in a set, bool like them; those beyond its end are not.
+def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
+  """The number of members below each of many indices, i32 like them.
+
+  Example:
+    >>> rank(pack(jnp.array([True, False, True])), jnp.array([0, 1, 2]))
+    Array([0, 1, 1], dtype=int32)
+  """
+  counts = _counts(words).reshape(-1, GROUP)
+  inside = jnp.cumsum(counts, axis=1, dtype=jnp.int32) - counts
+  groups = jnp.sum(counts, axis=1, dtype=jnp.int32)
+  before = (inside + (jnp.cumsum(groups, dtype=jnp.int32) - groups)[:, None]).reshape(-1)
+  word, bit = indices // BITS, (indices % BITS).astype(jnp.uint32)
+  below = words.at[word].get(mode="fill", fill_value=0) & ((jnp.uint32(1) << bit) - 1)
+  return before.at[word].get(mode="clip") + _counts(below)
+
+
+def contains(words: jax.Array, indices: jax.Array) -> jax.Array:
+  """Whether each index is a member, bool like them; none beyond the end is.
 
   Example:
     >>> contains(pack(jnp.array([True, False, True])), jnp.array([1, 2]))
     Array([False,  True], dtype=bool)
   """
-  held = words.at[places // BITS].get(mode="fill", fill_value=0)
-  return (held >> (places % BITS).astype(jnp.uint32)) & 1 != 0
+  found = words.at[indices // BITS].get(mode="fill", fill_value=0)
+  return (found >> (indices % BITS).astype(jnp.uint32)) & 1 != 0
 
 
-def with_new(words: jax.Array, places: jax.Array, n: int) -> jax.Array:
-  """A set with `places` that are not in it yet, each once; those from n on are left out.
+def insert(words: jax.Array, indices: jax.Array, n: int) -> jax.Array:
+  """The set with more members, each given once and not in it before; indices from n on are left out.
 
   Example:
-    >>> count(with_new(pack(jnp.array([True, False, True])), jnp.array([1, 3, 3]), n=3))
+    >>> count(insert(pack(jnp.array([True, False, True])), jnp.array([1, 3, 3]), n=3))
     Array(3, dtype=int32)
   """
-  bits = jnp.uint32(1) << (places % BITS).astype(jnp.uint32)
-  return words.at[jnp.where(places < n, places // BITS, words.size)].add(bits, mode="drop")
+  bits = jnp.uint32(1) << (indices % BITS).astype(jnp.uint32)
+  return words.at[jnp.where(indices < n, indices // BITS, words.size)].add(bits, mode="drop")
 
 
-def place(words: jax.Array, ordinal: jax.Array) -> jax.Array:
-  """The place of that ordinal, 0 for the first, i32[]; the last of all places where there are fewer.
+def select(words: jax.Array, ordinal: jax.Array) -> jax.Array:
+  """The member of rank `ordinal`, 0 for the smallest, i32[]; the last index of all where the set is smaller.
 
   Example:
-    >>> place(pack(jnp.array([True, False, True])), jnp.int32(1))
+    >>> select(pack(jnp.array([True, False, True])), jnp.int32(1))
     Array(2, dtype=int32)
   """
-  return jax.lax.platform_dependent(words, ordinal, cuda=place_by_sums, rocm=place_by_sums, default=_place_by_halves)
+  by_sums = select_by_sums
+  return jax.lax.platform_dependent(words, ordinal, cuda=by_sums, rocm=by_sums, default=_select_by_halves)
 
 
-def place_by_sums(words: jax.Array, ordinal: jax.Array) -> jax.Array:
-  """`place` without a loop after each round of which the host of a GPU must see whether it was the last.
+def select_by_sums(words: jax.Array, ordinal: jax.Array) -> jax.Array:
+  """`select` for a GPU: no loop, after each round of which the host would have to see whether it was the last.
 
   Example:
-    >>> place_by_sums(pack(jnp.array([True, False, True])), jnp.int32(1))
+    >>> select_by_sums(pack(jnp.array([True, False, True])), jnp.int32(1))
     Array(2, dtype=int32)
   """
   counts = _group_counts(words)
   ends = jnp.cumsum(counts, dtype=jnp.int32)
   group = jnp.minimum(jnp.sum(ends <= ordinal, dtype=jnp.int32), counts.size - 1)
-  found = _within(words, group, ordinal - (ends[group] - counts[group]))
+  found = _select_within(words, group, ordinal - (ends[group] - counts[group]))
   return jnp.where(ordinal < ends[-1], found, BITS * words.size - 1)
 
 
-def _place_by_halves(words: jax.Array, ordinal: jax.Array) -> jax.Array:
-  """On CPU four times as fast where the words come of a pass over many entries, which sums would make part of them."""
+def _select_by_halves(words: jax.Array, ordinal: jax.Array) -> jax.Array:
+  """On CPU four times as fast where the words come from a pass over many entries, which XLA fuses with sums."""
 
   def halve(bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    low, high = bracket  # no more than `ordinal` places lie below `low`
+    low, high = bracket  # at most `ordinal` members are below `low`
     middle = low + (high - low) // 2
-    few = before(words, middle) <= ordinal
+    few = count_below(words, middle) <= ordinal
     return jnp.where(few, middle, low), jnp.where(few, high, middle)
 
   bracket = (jnp.int32(0), jnp.int32(BITS * words.size))
@@ -187,7 +204,7 @@ def _place_by_halves(words: jax.Array, ordinal: jax.Array) -> jax.Array:
 
 
 def _below(size: int, bound: jax.Array) -> jax.Array:
-  """The set of all places below `bound`, u32[size]."""
+  """The set of all indices below `bound`, u32[size]."""
   bits = jnp.clip(bound - BITS * jnp.arange(size, dtype=jnp.int32), 0, BITS).astype(jnp.uint32)
   return jnp.where(bits == BITS, ~jnp.uint32(0), (jnp.uint32(1) << (bits % BITS)) - 1)
 
@@ -200,27 +217,27 @@ def _group_counts(words: jax.Array) -> jax.Array:
   return jnp.sum(_counts(words).reshape(-1, GROUP), axis=1, dtype=jnp.int32)
 
 
-def _within(words: jax.Array, group: jax.Array, rank: jax.Array) -> jax.Array:
-  """The place of the bit of that rank, 0 for the first, within a group."""
+def _select_within(words: jax.Array, group: jax.Array, ordinal: jax.Array) -> jax.Array:
+  """The member of rank `ordinal` among those of a group, 0 for the smallest."""
   word, bits = group * GROUP, jnp.zeros(group.shape, jnp.uint32)
   found = jnp.zeros(group.shape, jnp.bool_)
   for number in range(GROUP):
     candidate = words[group * GROUP + number]
-    held = _counts(candidate)
-    here = ~found & (rank < held)
+    members = _counts(candidate)
+    here = ~found & (ordinal < members)
     word, bits = jnp.where(here, group * GROUP + number, word), jnp.where(here, candidate, bits)
     found |= here
-    rank = jnp.where(found, rank, rank - held)
-  return word * BITS + _bit_of_rank(bits, rank)
+    ordinal = jnp.where(found, ordinal, ordinal - members)
+  return word * BITS + _select_bit(bits, ordinal)
 
 
-def _bit_of_rank(bits: jax.Array, rank: jax.Array) -> jax.Array:
-  """Where in a word its set bit of that rank is: half of what is left at a time."""
+def _select_bit(bits: jax.Array, ordinal: jax.Array) -> jax.Array:
+  """The position in a word of its set bit of that rank: half of the rest at a time."""
   position = jnp.zeros(bits.shape, jnp.int32)
   for width in (16, 8, 4, 2, 1):
     low = bits & jnp.uint32((1 << width) - 1)
-    held = _counts(low)
-    upper = rank >= held
-    rank, position = jnp.where(upper, rank - held, rank), jnp.where(upper, position + width, position)
+    members = _counts(low)
+    upper = ordinal >= members
+    ordinal, position = jnp.where(upper, ordinal - members, ordinal), jnp.where(upper, position + width, position)
     bits = jnp.where(upper, bits >> width, low)
   return position

@@ -1,18 +1,9 @@
-"""The wire: how the entries of a sparse message are written in fewer bytes than two words each.
+"""How rows of sparse entries of blocks are written as messages: indices by one of three formats, values by another.
 
-In coordinate form an entry is an i32 index and an f32 value. Values have less to say than 32 bits, and so have indices
-that are all different: c of the numbers below n are one of `(n choose c)` sets, `log₂(n/c) + 1.44` bits an index. The
-quasi-succinct code of Elias and Fano comes close to it with plain arrays of a size that does not depend on the data.
-It takes indices in the order of their high parts, `h = index >> low`, and writes
-
-    low parts     `low` bits of each index, as they are
-    high parts    in unary: bit `h_i + i` of a set of `c + (n >> low)` bits, for the i-th index
-
-The places of the set ascend strictly, so that none is lost, and `place_i − i` is `h_i` again. `low + 1 + (n >> low)/c`
-bits an index; 9.4 bits at a density of 1 %.
-
-Where slot j is known to hold an entry of the j-th of c chunks, the place within the chunk is all there is to say: one
-byte for chunks of up to 255 entries.
+Values travel as they are ("f32"), rounded to 8 bits ("bf16"), or as one of 255 levels ("int8"). Indices travel as they
+are; or, being a set, in Elias and Fano's quasi-succinct code: their low 4, 8 or 16 bits one by one, and their high
+parts, in ascending order, as a bitset, about 9 bits an entry at 1 %; or, with one entry per chunk, as their position
+within the chunk that is the slot's. A new format of values is a class here and a name in `VALUES`.
 """
 
 import dataclasses
@@ -31,20 +22,17 @@ Wire = Literal["f32", "bf16", "int8"]
 
 _LOWS = (4, 8, 16)  # bits of a low part that machines read with ease
 _LEVELS = 127
-_KEY_BITS = 31  # of an i32 that is not negative
 _WORD = 4  # bytes
-_VALUE_BYTES = {"f32": 4, "bf16": 2, "int8": 1}
 
 
 class Message(NamedTuple):
-  """Rows of entries as they travel.
+  """Rows of entries as they are sent.
 
   Attributes:
-    low: u8, u16 or u32[rows, capacity], what is said of each index by itself; of 4 bits two are in a byte, the first
-      one low.
-    high: u32[rows, ⌈(capacity + (length >> low)) / 32⌉], a packed set of bits; None where the slot says it.
+    low: u8, u16 or u32[rows, capacity], the low bits of each index; of 4 bits two are in a byte, the first one low.
+    high: u32[rows, ⌈(capacity + (length >> low)) / 32⌉], the high parts as a bitset; None where the slot tells them.
     values: f32, bf16 or i8[rows, capacity].
-    size: f32[rows], what a level of i8 is worth; None for others.
+    scale: f32[rows], the value of a level of i8; None for other formats.
 
   Example:
     >>> entries = Sparse(jnp.array([[7, 300]]), jnp.array([[0.5, -1.0]]))
@@ -55,26 +43,108 @@ class Message(NamedTuple):
   low: jax.Array
   high: jax.Array | None
   values: jax.Array
-  size: jax.Array | None
+  scale: jax.Array | None
+
+
+class Values(Protocol):
+  """A format of values, in rows.
+
+  Attributes:
+    bytes: of a value.
+    scaled: whether a row has a scale, one word more.
+    rounds: whether anything is rounded off.
+    draws: whether it rounds at random, with noise.
+  """
+
+  bytes: int
+  scaled: bool
+  rounds: bool
+  draws: bool
+
+  def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """f32[rows, c] values as they are sent, and their scale f32[rows] if they are levels."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Float32:
+  """Values as they are."""
+
+  bytes, scaled, rounds, draws = 4, False, False, False
+
+  def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """f32[rows, c]."""
+    del noise
+    return values, None
+
+
+@dataclasses.dataclass(frozen=True)
+class BFloat16:
+  """The nearest bf16, ties to even; finite values stay finite, and others stay as they are."""
+
+  bytes, scaled, rounds, draws = 2, False, True, False
+
+  def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """bf16[rows, c]."""
+    del noise
+    # XLA may drop a conversion there and back: a worker that decodes its own message would have values that nobody else
+    # has. It may not drop this.
+    rounded = jax.lax.reduce_precision(_clamped(values), exponent_bits=8, mantissa_bits=7)
+    return rounded.astype(jnp.bfloat16), None
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8:
+  """Levels `⌊v/s + noise⌋` of scale `s = max |v| / 127` of the row, enlarged by a factor of at most `1 + 2⁻¹⁶`.
+
+  Their mean is v/s where noise is uniform in [0, 1), and the error at most s. Of a row with a value that is not finite,
+  no decoded value is. The scale has so few bits that its product with a level is exact: adding it up gives the same
+  bits with fused multiply-add and without.
+  """
+
+  bytes, scaled, rounds, draws = 1, True, True, True
+
+  def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """(i8[rows, c], f32[rows])."""
+    assert noise is not None, "levels are rounded with noise"
+    largest = _clamped(jnp.max(jnp.abs(values), axis=1))
+    # Tested explicitly: XLA's maximum of thousands of values drops a NaN on CPU.
+    largest = jnp.where(jnp.isfinite(values).all(axis=1), largest, jnp.nan)
+    scale = rounded_up(largest * (1 / _LEVELS), bits=_LEVELS.bit_length())
+    level = jnp.floor(values / jnp.where(scale == 0, 1.0, scale)[:, None] + noise)
+    return jnp.clip(level, -_LEVELS, _LEVELS).astype(jnp.int8), scale
+
+
+VALUES: dict[str, Values] = {"f32": Float32(), "bf16": BFloat16(), "int8": Int8()}
 
 
 class Codec(Protocol):
-  """How rows of entries of blocks of one length are written: arrays of static shapes, whatever the entries are.
+  """A wire format of rows of entries of blocks: arrays of static shapes, whatever the entries are.
 
   Example:
-    >>> entries = Sparse(jnp.array([[700, 9, 30]]), jnp.array([[1.27, 0.0, 0.5]]))
+    >>> entries = Sparse(jnp.array([[9, 30, 700]]), jnp.array([[0.0, 0.5, 1.27]]))
     >>> codec: Codec = codec_of("int8", length=1000)
     >>> message, rounded = codec.encode(entries, noise=jnp.full((1, 3), 0.5))
     >>> message.values, codec.decode(message).indices
     (Array([[  0,  50, 127]], dtype=int8), Array([[  9,  30, 700]], dtype=int32))
   """
 
+  @property
+  def length(self) -> int:
+    """Entries of a block."""
+    ...
+
+  @property
+  def format(self) -> Values:
+    """Of the values."""
+    ...
+
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Any, jax.Array]:
-    """The pytree that is sent, and what it says.
+    """The pytree that is sent, and the values that it holds.
 
     Args:
-      entries: i32 and f32[rows, c]. An index in 0 … length − 1 occurs once in its row; any other is at least `length`,
-        and its slot is empty: value 0.
+      entries: i32 and f32[rows, c]. Indices ascend in a row, or each is of the chunk of its slot. An index of `length`
+        or more marks an empty slot, of value 0; without chunks those are the last ones.
       noise: f32[rows, c] in [0, 1), of the slots of `entries`; for "int8" only.
 
     Returns:
@@ -87,7 +157,7 @@ class Codec(Protocol):
     ...
 
   def words(self, rows: int, capacity: int) -> int:
-    """How many 4-byte words the packed message of [rows, capacity] entries takes."""
+    """The 4-byte words of a message of [rows, capacity] entries."""
     ...
 
 
@@ -95,10 +165,8 @@ def codec_of(wire: Wire, length: int, *, by_chunk: bool = False) -> Codec:
   """The codec for blocks of `length`.
 
   Args:
-    wire: "f32" sends values as they are. "bf16" rounds to the nearest, ties to even; finite values stay finite, and
-      others stay as they are. "int8" sends levels `⌊v/s + noise⌋` of size `s = max |v| / 127` of the row, made larger
-      by a factor of `1 + 2⁻¹⁶` at most. Their mean is v/s where noise is uniform in [0, 1), and the error at most
-      s. Of a row with a value that is not finite, no decoded value is.
+    wire: the format of values: "f32" sends them as they are, "bf16" rounds to the nearest (`BFloat16`), "int8" sends
+      levels (`Int8`). The latter two write indices in fewer bits, too.
     length: of a block.
     by_chunk: whether slot j of a row of c slots is empty or one of the entries j, j + c, j + 2c, … of the block.
 
@@ -109,12 +177,16 @@ def codec_of(wire: Wire, length: int, *, by_chunk: bool = False) -> Codec:
     [12500, 7500, 5001]
   """
   if by_chunk:
-    return _ByChunk(wire, length)
-  return _Coordinates() if wire == "f32" else _QuasiSuccinct(wire, length)
+    return _ByChunk(VALUES[wire], length)
+  return _Coordinates(length) if wire == "f32" else _QuasiSuccinct(VALUES[wire], length)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Coordinates:
   """Entries as they are, in their order."""
+
+  length: int
+  format = VALUES["f32"]
 
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Sparse, jax.Array]:
     del noise
@@ -129,23 +201,17 @@ class _Coordinates:
 
 @dataclasses.dataclass(frozen=True)
 class _QuasiSuccinct:
-  """Elias and Fano's code. Decoded entries are in the order of high parts, then of slots; empty slots are last."""
+  """Elias and Fano's code of ascending indices. Entries keep their slots."""
 
-  wire: Wire
+  format: Values
   length: int
 
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Message, jax.Array]:
     low = low_bits(entries.indices.shape[1], self.length)
-    last = self.length >> low
     indices = jnp.minimum(entries.indices, self.length)
-    # `length` may share its high part with entries: empty slots have a bucket of their own, so that they come last.
-    buckets = jnp.where(indices < self.length, indices >> low, last + 1)
-    order = jax.vmap(lambda row: order_of(row, last + 1))(buckets)
-    in_order = lambda x: jnp.take_along_axis(x, order, axis=1, mode="clip")
-    values, size = _to_wire(entries.values, self.wire, noise)
-    indices = in_order(indices)
-    message = Message(_write_low(indices, low), _write_high(indices >> low, last), in_order(values), size)
-    return message, _from_wire(values, size)
+    values, scale = self.format.write(entries.values, noise)
+    message = Message(_write_low(indices, low), _write_high(indices >> low, self.length >> low), values, scale)
+    return message, _read(values, scale)
 
   def decode(self, message: Message) -> Sparse:
     assert message.high is not None
@@ -154,40 +220,40 @@ class _QuasiSuccinct:
     # Of a message of zeros, which stands for none in `Comm.permute`, all slots are empty: it has no high parts.
     highs = jnp.minimum(_read_high(message.high, capacity), (self.length >> low) + 1)
     indices = jnp.minimum((highs << low) | _read_low(message.low, low, capacity), self.length)
-    # The size of a row that is not finite stays with what was sent.
-    return sparse.where(indices < self.length, Sparse(indices, _from_wire(message.values, message.size)), self.length)
+    # The scale of a row that is not finite makes its sent values NaN; empty slots stay 0.
+    return sparse.where(indices < self.length, Sparse(indices, _read(message.values, message.scale)), self.length)
 
   def words(self, rows: int, capacity: int) -> int:
     low = low_bits(capacity, self.length)
     high = rows * _high_words(capacity, self.length >> low)
-    return _padded(rows * math.ceil(capacity * low / 8)) + high + _value_words(rows, capacity, self.wire)
+    return _padded(rows * math.ceil(capacity * low / 8)) + high + _value_words(rows, capacity, self.format)
 
 
 @dataclasses.dataclass(frozen=True)
 class _ByChunk:
-  """The slot says the chunk, and a byte or two the place within it. Entries keep their slots."""
+  """The slot is the chunk, and a byte or two the position within it. Entries keep their slots."""
 
-  wire: Wire
+  format: Values
   length: int
 
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Message, jax.Array]:
     chunks = entries.indices.shape[1]
-    empty = -(-self.length // chunks)  # a place that no chunk has
-    places = jnp.where(entries.indices < self.length, entries.indices // chunks, empty)
-    values, size = _to_wire(entries.values, self.wire, noise)
-    return Message(places.astype(self._place(chunks)), None, values, size), _from_wire(values, size)
+    empty = -(-self.length // chunks)  # a position that no chunk has
+    positions = jnp.where(entries.indices < self.length, entries.indices // chunks, empty)
+    values, scale = self.format.write(entries.values, noise)
+    return Message(positions.astype(self._position(chunks)), None, values, scale), _read(values, scale)
 
   def decode(self, message: Message) -> Sparse:
     chunks = message.values.shape[1]
     indices = message.low.astype(jnp.int32) * chunks + jnp.arange(chunks, dtype=jnp.int32)[None]
     indices = jnp.minimum(indices, self.length)
-    return sparse.where(indices < self.length, Sparse(indices, _from_wire(message.values, message.size)), self.length)
+    return sparse.where(indices < self.length, Sparse(indices, _read(message.values, message.scale)), self.length)
 
   def words(self, rows: int, capacity: int) -> int:
-    places = rows * capacity * jnp.dtype(self._place(capacity)).itemsize
-    return _padded(places) + _value_words(rows, capacity, self.wire)
+    positions = rows * capacity * jnp.dtype(self._position(capacity)).itemsize
+    return _padded(positions) + _value_words(rows, capacity, self.format)
 
-  def _place(self, chunks: int) -> Any:
+  def _position(self, chunks: int) -> Any:
     sizes = (jnp.uint8, jnp.uint16, jnp.uint32)
     return next(size for size in sizes if -(-self.length // chunks) <= jnp.iinfo(size).max)
 
@@ -202,69 +268,18 @@ def low_bits(capacity: int, length: int) -> int:
   return min(_LOWS, key=lambda low: low * capacity + (length >> low))
 
 
-def order_of(buckets: jax.Array, last: int) -> jax.Array:
-  """The slots in the order of their buckets and, within a bucket, in their own: a stable argsort of small numbers.
-
-  A sort of single i32 keys is several times as fast as one that carries a payload, on CPU. So the slot is part of the
-  key, below as many bits of the bucket as there is room for: one pass up to 2³¹ buckets × slots, and as in any radix
-  sort further ones for the bits above.
-
-  Args:
-    buckets: i32[c], 0 … last.
-    last: the largest bucket there may be.
-
-  Returns:
-    i32[c].
-
-  Example:
-    >>> order_of(jnp.array([2, 0, 2, 1]), last=2)
-    Array([1, 3, 0, 2], dtype=int32)
-  """
-  slots = jnp.arange(buckets.size, dtype=jnp.int32)
-  slot_bits = (buckets.size - 1).bit_length()
-  digit_bits = _KEY_BITS - slot_bits
-  order = slots
-  for shift in range(0, last.bit_length(), digit_bits):
-    digits = (buckets if shift == 0 else buckets[order] >> shift) & ((1 << digit_bits) - 1)
-    sorted_slots = jnp.sort(digits << slot_bits | slots) & ((1 << slot_bits) - 1)
-    order = sorted_slots if shift == 0 else order[sorted_slots]
-  return order
-
-
-def _to_wire(values: jax.Array, wire: Wire, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-  """Values as they are sent, [rows, c], and what a level is worth, f32[rows], if they are levels.
-
-  The size of a level has so few bits that its product with a level is exact: adding it up gives the same bits with
-  fused multiply-add and without it.
-  """
-  if wire == "f32":
-    return values, None
-  if wire == "bf16":
-    # Compilers may leave out a conversion there and back: a worker that decodes its own message would have values that
-    # nobody else has. This they may not leave out.
-    rounded = jax.lax.reduce_precision(_clamped(values), exponent_bits=8, mantissa_bits=7)
-    return rounded.astype(jnp.bfloat16), None
-  assert noise is not None, "levels are rounded with noise"
-  largest = _clamped(jnp.max(jnp.abs(values), axis=1))
-  # Tested explicitly: XLA's maximum of thousands of values drops a NaN on CPU.
-  largest = jnp.where(jnp.isfinite(values).all(axis=1), largest, jnp.nan)
-  size = rounded_up(largest * (1 / _LEVELS), bits=_LEVELS.bit_length())
-  level = jnp.floor(values / jnp.where(size == 0, 1.0, size)[:, None] + noise)
-  return jnp.clip(level, -_LEVELS, _LEVELS).astype(jnp.int8), size
-
-
-def _from_wire(values: jax.Array, size: jax.Array | None) -> jax.Array:
-  """What was sent, as f32."""
+def _read(values: jax.Array, scale: jax.Array | None) -> jax.Array:
+  """Sent values as f32[rows, c]."""
   values = values.astype(jnp.float32)
-  return values if size is None else values * size[:, None]
+  return values if scale is None else values * scale[:, None]
 
 
 def _padded(count: int) -> int:
   return math.ceil(count / _WORD)
 
 
-def _value_words(rows: int, capacity: int, wire: Wire) -> int:
-  return _padded(rows * capacity * _VALUE_BYTES[wire]) + (rows if wire == "int8" else 0)
+def _value_words(rows: int, capacity: int, values: Values) -> int:
+  return _padded(rows * capacity * values.bytes) + rows * values.scaled
 
 
 def _clamped(x: jax.Array) -> jax.Array:
@@ -308,7 +323,7 @@ def _read_high(words: jax.Array, capacity: int) -> jax.Array:
   """
   rows, count = words.shape
   whole = jnp.pad(words.reshape(-1), (0, -words.size % bitset.GROUP))
-  return bitset.places(whole, rows * capacity).reshape(rows, capacity) - _in_rows(rows, capacity, count)
+  return bitset.nonzero(whole, rows * capacity).reshape(rows, capacity) - _in_rows(rows, capacity, count)
 
 
 def _in_rows(rows: int, capacity: int, count: int) -> jax.Array:

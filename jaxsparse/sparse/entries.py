@@ -1,34 +1,35 @@
-"""Arithmetic on entries: vectors as `types.Sparse`, some of whose slots may be empty.
+"""Arithmetic on sparse vectors: rows of entries in coordinate form (`types.Sparse`), some of whose slots may be empty.
 
-Sizes are static and numbers of entries are not, so a row of entries may have empty slots: their index is beyond the end
-of the vector, where a scatter drops it, and their value is 0. Sums add in row order, whatever the order of arrival, so
-that every worker gets the same bits (Law R).
+Array shapes are static and numbers of entries are not, so a row may have empty slots: index `end` or beyond, which a
+scatter drops, and value 0. Sums add in row order, whatever the order of arrival, so that every worker gets the same
+bits (Law R).
 """
 
 import jax
 import jax.numpy as jnp
 
+from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
 
-def at(x: jax.Array, places: jax.Array) -> jax.Array:
-  """What is at `places` of x; 0 beyond its end.
+def at(x: jax.Array, indices: jax.Array) -> jax.Array:
+  """x[indices]; 0 beyond the end.
 
   Example:
     >>> at(jnp.array([1.0, 2.0]), jnp.array([1, 7]))
     Array([2., 0.], dtype=float32)
   """
-  return x.at[places].get(mode="fill", fill_value=0.0)
+  return x.at[indices].get(mode="fill", fill_value=0.0)
 
 
-def put(x: jax.Array, places: jax.Array, values: jax.Array | float) -> jax.Array:
-  """Returns x with `values` at `places`, each of which occurs once; those beyond its end are dropped.
+def put(x: jax.Array, indices: jax.Array, values: jax.Array | float) -> jax.Array:
+  """X with `values` at `indices`, each of which occurs once; those beyond the end are dropped.
 
   Example:
     >>> put(jnp.zeros(3), jnp.array([2, 7]), 1.0)
     Array([0., 0., 1.], dtype=float32)
   """
-  return x.at[places].set(values, mode="drop", unique_indices=True)
+  return x.at[indices].set(values, mode="drop", unique_indices=True)
 
 
 def after(read: jax.Array, x: jax.Array) -> jax.Array:
@@ -45,7 +46,7 @@ def after(read: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def where(keep: jax.Array, entries: Sparse, end: int) -> Sparse:
-  """`entries` with the slots where `keep` is false emptied.
+  """`entries`, with the slots emptied where `keep` is false.
 
   Example:
     >>> where(jnp.array([True, False]), Sparse(jnp.array([4, 1]), jnp.array([2.0, 3.0])), end=9)
@@ -55,7 +56,7 @@ def where(keep: jax.Array, entries: Sparse, end: int) -> Sparse:
 
 
 def widened(entries: Sparse, slots: int, end: int) -> Sparse:
-  """`entries` with empty slots added to each row, up to `slots` of them.
+  """`entries` with empty slots appended to each row, up to `slots`.
 
   Example:
     >>> widened(Sparse(jnp.array([4]), jnp.array([2.0])), slots=2, end=9)
@@ -66,7 +67,7 @@ def widened(entries: Sparse, slots: int, end: int) -> Sparse:
 
 
 def narrowed(entries: Sparse, slots: int) -> Sparse:
-  """The first `slots` slots of each row of `entries`; undone by `widened` where the others were empty.
+  """The first `slots` slots of each row; undone by `widened` where the others are empty.
 
   Example:
     >>> narrowed(Sparse(jnp.array([4, 9]), jnp.array([2.0, 0.0])), slots=1)
@@ -75,95 +76,81 @@ def narrowed(entries: Sparse, slots: int) -> Sparse:
   return jax.tree.map(lambda x: x[..., :slots], entries)
 
 
+def compressed(entries: Sparse, keep: jax.Array, slots: int, end: int) -> Sparse:
+  """The entries of `keep`, in their order, in the first of `slots` slots; what finds no slot is dropped.
+
+  Args:
+    entries: [c].
+    keep: bool[c].
+    slots: number of slots of the result.
+    end: length of the vector.
+
+  Example:
+    >>> entries = Sparse(jnp.array([4, 1, 7]), jnp.array([2.0, 3.0, 5.0]))
+    >>> compressed(entries, jnp.array([True, False, True]), slots=3, end=9)
+    Sparse(indices=Array([4, 7, 9], dtype=int32), values=Array([2., 5., 0.], dtype=float32))
+  """
+  slot = bitset.nonzero(bitset.pack(keep), slots)
+  indices = entries.indices.at[slot].get(mode="fill", fill_value=end)
+  return Sparse(indices, at(entries.values, slot))
+
+
 def add_rows(rows: Sparse, end: int) -> jax.Array:
-  """The dense sum of rows of entries, added one row after the other.
+  """The dense sum of rows of entries, f32[end], added one row after the other.
 
   Args:
     rows: [r, c]; within a row each index occurs once.
     end: length of the vector.
-
-  Returns:
-    f32[end].
 
   Example:
     >>> add_rows(Sparse(jnp.array([[0, 2], [2, 3]]), jnp.array([[1.0, 2.0], [4.0, 8.0]])), end=3)
     Array([1., 0., 6.], dtype=float32)
   """
-  add = lambda total, row: (total.at[row.indices].add(row.values, mode="drop"), None)
+  add = lambda total, row: (total.at[row.indices].add(row.values, mode="drop", unique_indices=True), None)
   return jax.lax.scan(add, jnp.zeros(end, jnp.float32), rows)[0]
 
 
 def merge(rows: Sparse, end: int) -> Sparse:
-  """The sum of rows of entries as entries: sorting what is there costs nothing that grows with `end`.
+  """The sum of rows of entries as entries in ascending order of their indices.
+
+  A bitset of all indices tells each entry its slot; nothing is sorted.
 
   Args:
-    rows: [r, c]; within a row each index occurs once.
+    rows: [r, c]; within a row each index occurs once, in any order.
     end: length of the vector.
 
   Returns:
-    [r · c] entries in the order of their indices, each index once; its values are added in row order. Empty slots lie
-    in between.
+    [r · c] entries, each index once, empty slots last. Values are added in row order.
 
   Example:
     >>> rows = Sparse(jnp.array([[0, 2], [2, 9]]), jnp.array([[1.0, 2.0], [4.0, 0.0]]))
     >>> merge(rows, end=9)
     Sparse(indices=Array([0, 2, 9, 9], dtype=int32), values=Array([1., 6., 0., 0.], dtype=float32))
   """
-  count = rows.indices.shape[0]
-  indices, values = jax.lax.sort((rows.indices.reshape(-1), rows.values.reshape(-1)), num_keys=1, is_stable=True)
-  further = widened(Sparse(indices, values), indices.size + count, end)
 
-  def add(distance: jax.Array, sums: jax.Array) -> jax.Array:
-    there = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, distance, indices.size), further)
-    return jnp.where(there.indices == indices, sums + there.values, sums)
+  def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    first = ~bitset.contains(members, indices) & (indices < end)
+    return bitset.insert(members, jnp.where(first, indices, end), end), first
 
-  sums = jax.lax.fori_loop(1, count, add, values)
-  first = indices != jnp.pad(indices[:-1], (1, 0), constant_values=-1)
-  return where(first & (indices < end), Sparse(indices, sums), end)
+  members, first = jax.lax.scan(unite, bitset.empty(end), rows.indices)
+  slots = rows.indices.size
 
+  def add(values: jax.Array, row: tuple[Sparse, jax.Array]) -> tuple[jax.Array, None]:
+    entries, first = row
+    slot = jnp.where(entries.indices < end, bitset.rank(members, entries.indices), slots)
+    # The first value is put and not added to 0, which would turn −0 into 0.
+    return put(values, slot, jnp.where(first, entries.values, at(values, slot) + entries.values)), None
 
-def by_index(entries: Sparse) -> Sparse:
-  """[c] entries in the order of their indices, empty slots last.
-
-  Example:
-    >>> by_index(Sparse(jnp.array([9, 3, 1]), jnp.array([0.0, 1.0, 2.0])))
-    Sparse(indices=Array([1, 3, 9], dtype=int32), values=Array([2., 1., 0.], dtype=float32))
-  """
-  return Sparse(*jax.lax.sort((entries.indices, entries.values), num_keys=1))
-
-
-def largest(entries: Sparse, k: int, end: int) -> tuple[Sparse, Sparse]:
-  """The k entries of largest magnitude, largest first, ties to the lowest slot, and what is left.
-
-  Args:
-    entries: [c] entries; in the order of their indices (`by_index`), ties go to the lowest index.
-    k: how many; the last slots stay empty where there are fewer.
-    end: length of the vector.
-
-  Returns:
-    (taken, rest): [k] and [c].
-
-  Example:
-    >>> entries = Sparse(jnp.array([0, 1, 9, 3]), jnp.array([1.0, -3.0, 0.0, 2.0]))
-    >>> taken, rest = largest(entries, 2, end=9)
-    >>> taken.indices, rest.indices
-    (Array([1, 3], dtype=int32), Array([0, 9, 9, 9], dtype=int32))
-  """
-  size = entries.indices.size
-  # NaN is larger than everything, an empty slot is less than a zero.
-  magnitude = jnp.where(entries.indices < end, jnp.abs(entries.values), -1.0)
-  _, slots = jax.lax.top_k(magnitude, min(k, size))
-  taken = jax.tree.map(lambda x: x[slots], entries)
-  left = jnp.ones(size, jnp.bool_).at[slots].set(False, unique_indices=True)
-  return widened(taken, k, end), where(left, entries, end)
+  values, _ = jax.lax.scan(add, jnp.zeros(slots, jnp.float32), (rows, first))
+  return Sparse(jnp.minimum(bitset.nonzero(members, slots), end), values)
 
 
 def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -> Sparse:
-  """Deals entries out to rows: the first `capacity` that belong to each, in their order.
+  """Distributes entries to rows: the first `capacity` of each row, in their order.
 
   Args:
     entries: [c].
-    row: i32[c], where each belongs, 0 … rows − 1; those with another number are left out.
+    row: i32[c], the row of each entry, 0 … rows − 1; entries of any other number are left out.
     rows: number of rows.
     capacity: slots of a row.
     end: length of the vector.
@@ -187,24 +174,8 @@ def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -
   return Sparse(indices.reshape(rows, capacity), values.reshape(rows, capacity))
 
 
-def undelivered(home: jax.Array, sent: Sparse, total: jax.Array) -> jax.Array:
-  """The residual of a worker: `home`, with zeros at (sent by it ∩ in the total).
-
-  Where a total is 0 the sum of all that was sent is 0, or it was left out: either way its senders keep theirs, and
-  nothing is lost.
-
-  Example:
-    >>> home, sent = jnp.array([1.0, 2.0, 3.0]), Sparse(jnp.array([0, 2]), jnp.array([1.0, 3.0]))
-    >>> undelivered(home, sent, total=jnp.array([0.0, 4.0, 5.0]))
-    Array([1., 2., 0.], dtype=float32)
-  """
-  indices = sent.indices.reshape(-1)
-  delivered = at(total, indices) != 0
-  return put(home, jnp.where(delivered, indices, home.size), 0.0)
-
-
 def count(entries: Sparse, end: int) -> jax.Array:
-  """How many slots hold an entry, i32[].
+  """The number of slots that hold an entry, i32[].
 
   Example:
     >>> count(Sparse(jnp.array([4, 9]), jnp.array([0.0, 0.0])), end=9)

@@ -15,7 +15,7 @@ from jaxsparse.sparse import saturating
 from jaxsparse.transform import state as states
 from jaxsparse.transform.metrics import accumulated
 from jaxsparse.transform.state import ReduceState
-from jaxsparse.types import Comm, Counters, Kept, Reduced, Sparse
+from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse
 
 
 def make_transform(name: str, axis: _compat.AxisName | Comm, **config: Any) -> optax.GradientTransformation:
@@ -134,7 +134,7 @@ def applied(
   )
   counters = jax.tree.map(lambda new, old: saturating.cast(new, old.dtype).reshape(1), counters, state.counters)
   keep = lambda new, old: jnp.where(finite, new, old)
-  if isinstance(carried.residual, Kept):
+  if isinstance(carried.residual, Pending):
     # Order all reads before the in-place writes, so that XLA can alias the buffers.
     ready = finite.astype(jnp.int32)
     for entries in carried.residual.entries:
@@ -152,7 +152,7 @@ def applied(
   return update, state._replace(carried=carried, counters=counters)
 
 
-def _written(kept: Kept, finite: jax.Array) -> jax.Array:
+def _written(kept: Pending, finite: jax.Array) -> jax.Array:
   """The new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
   residual = jnp.where(finite, kept.grads + kept.residual, kept.residual)
   for places, values in kept.entries:

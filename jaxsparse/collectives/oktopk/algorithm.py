@@ -1,0 +1,152 @@
+"""The Ok-Topk all-reduce: split by regions, thresholds, balance, all-gather."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse import sparse
+from jaxsparse.collectives._base import SparseCollective, check_whole
+from jaxsparse.collectives.oktopk.balance import Sizes, balance_and_gather, consensus_bounds, even_bounds, imbalance
+from jaxsparse.collectives.oktopk.thresholds import by_a_fixed_step, kth_magnitude, nearest, proportionally
+from jaxsparse.comm import exchange, topology
+from jaxsparse.select import threshold as by_threshold
+from jaxsparse.select import top_k
+from jaxsparse.sparse import bitset, saturating
+from jaxsparse.sparse.capacities import agree, climb, rungs
+from jaxsparse.sparse.lazy import LazySum
+from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
+
+
+class Reused(NamedTuple):
+  """What Ok-Topk reuses, the same on every worker; the local threshold, f32[1], is its own.
+
+  Attributes:
+    step: i32[].
+    threshold: f32[], the global threshold.
+    bounds: i32[P + 1], region r is bounds[r] … bounds[r + 1] − 1.
+  """
+
+  step: jax.Array
+  threshold: jax.Array
+  bounds: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OkTopk(SparseCollective):
+  """Balanced regions and reused thresholds; see `oktopk_transform` for the fields."""
+
+  threshold_period: int = 32
+  region_period: int = 64
+  nudge: Literal["search", "fixed", "none"] = "search"
+  regions: Literal["balanced", "even"] = "balanced"
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_whole(self.name, 1, threshold_period=self.threshold_period, region_period=self.region_period)
+
+  @property
+  def sizes_vary(self) -> bool:
+    return True
+
+  def sizes(self, n: int, size: int) -> "Sizes":
+    """How many entries messages hold."""
+    even = -(-self.entries(n) // size)
+    most = even + even // 2
+    return Sizes(even, most, direct=3 * even - most, surplus=2 * even - most)
+
+  def slots(self, n: int, size: int) -> int:
+    sizes = self.sizes(n, size)
+    return max(super().slots(n, size), size * (sizes.most + sizes.surplus))  # of what an owner has and receives
+
+  def init(self, n: int, size: int) -> State:
+    reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))
+    return super().init(n, size)._replace(worker=jnp.zeros(1, jnp.float32), shared=reused)
+
+  def cost(self, n: int, size: int) -> Cost:
+    words = 6 * self.sizes(n, size).even * (size - 1)
+    # The fullest message, P owners' sizes, 31 bits or 66 counts for the global threshold, P − 1 boundaries in 2 parts.
+    agreements = (
+      1 + size + (66 if self.nudge == "search" else 31) + (2 * (size - 1) if self.regions == "balanced" else 0)
+    )
+    return Cost(2 * (size - 1) + len(topology.strides(size)), words, agreements * (size > 1))
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    n, k, sizes = grads.size, self.entries(grads.size), self.sizes(grads.size, comm.size)
+    reused: Reused = state.shared
+    home = LazySum((grads, state.residual))
+    exact, last = reused.step % self.threshold_period == 0, state.worker[0]
+    local = jax.lax.cond(exact | (last == 0), lambda: jnp.abs(top_k(home, k).values).min(), lambda: last)
+    reach = by_threshold.selected(home, local)
+    selected, most = bitset.count(reach), min(n, 2 * k)
+    chosen = by_threshold.at_most(home, reach, most)
+    bounds = self._bounds(comm, chosen, n, reused)
+    crowd = jnp.diff(by_threshold.counts_below(chosen, bounds))
+    sent = by_threshold.in_regions(home, chosen, bounds, sizes.most, most)
+    # A threshold selects everything that is not finite, and of too many entries the largest.
+    finite, needed = agree(comm, crowd.max(), jnp.isfinite(sent.values).all())
+
+    rows, words = _split(comm, sent, n, needed, sizes)
+    sums = sparse.merge(rows, n)
+    threshold = self._threshold(comm, sums, exact, n, reused)
+    mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
+    owned = comm.all_reduce(jnp.zeros(comm.size, jnp.int32).at[comm.rank].set(sparse.count(mine, n)))
+    kept, balanced, gather_words = balance_and_gather(comm, mine, owned, sizes, n)
+
+    delivered, wanted = sparse.count(kept, n), jnp.sum(owned, dtype=jnp.int32)
+    gone = sparse.count(sent, n) - jnp.minimum(crowd[comm.rank], sizes.most)
+    counters = Counters(
+      words_sent=saturating.total(words, gather_words),
+      words_used=saturating.times(saturating.total(gone, delivered - jnp.minimum(owned[comm.rank], delivered)), 2),
+      selected=selected,
+      delivered=delivered,
+      overflow=saturating.total(selected - sparse.count(sent, n), jnp.where(comm.rank == 0, wanted - delivered, 0)),
+      imbalance=imbalance(owned),
+      balanced=balanced,
+      threshold_age=reused.step % self.threshold_period,
+    )
+    local, threshold = self._nudged(local, selected, threshold, wanted, k)
+    next_state = State(_residual(home, sent, kept), local[None], Reused(reused.step + 1, threshold, bounds))
+    return Reduced(kept._replace(values=jnp.where(finite, kept.values, jnp.nan)), next_state, counters)
+
+  def _threshold(self, comm: Comm, sums: Sparse, exact: jax.Array, n: int, reused: Reused) -> jax.Array:
+    """The global threshold of this step, f32[]."""
+    k = self.entries(n)
+    followed = lambda: nearest(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
+    anew = exact | (reused.threshold == 0)
+    return jax.lax.cond(anew, lambda: kth_magnitude(comm, sums, k, n), followed)
+
+  def _nudged(
+    self, local: jax.Array, selected: jax.Array, threshold: jax.Array, wanted: jax.Array, k: int
+  ) -> tuple[jax.Array, jax.Array]:
+    """The local and the global threshold of the next step, f32[]."""
+    if self.nudge == "fixed":
+      return by_a_fixed_step(local, selected, k), by_a_fixed_step(threshold, wanted, k)
+    return proportionally(local, selected, k) if self.nudge == "search" else local, threshold
+
+  def _bounds(self, comm: Comm, chosen: jax.Array, n: int, reused: Reused) -> jax.Array:
+    """The regions of this step: drawn anew every `region_period` steps, and after one with fewer than k entries."""
+    if self.regions == "even" or comm.size == 1:
+      return reused.bounds
+    fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
+    return jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n), lambda: reused.bounds)
+
+
+def _split(comm: Comm, chunks: Sparse, n: int, needed: jax.Array, sizes: Sizes) -> tuple[Sparse, jax.Array]:
+  """Selected entries [P, most] to the owners of their regions: (rows by sender [P, most], words)."""
+
+  def send(capacity: int) -> tuple[Sparse, jax.Array]:
+    rows = exchange(comm, sparse.narrowed(chunks, capacity))
+    return sparse.widened(rows, sizes.most, n), saturating.times(capacity, 2 * (comm.size - 1))
+
+  rows, words = climb(rungs(-(-sizes.even // 2), sizes.most, count=4), needed, send)
+  return rows, words
+
+
+def _residual(home: LazySum, sent: Sparse, total: Sparse) -> Pending:
+  """The next residual: `home`, with zeros where this worker sent an entry that is in the total."""
+  n = home.size
+  # Where a total is 0, the sum of all that was sent is 0: its senders keep theirs.
+  delivered = bitset.insert(bitset.empty(n), jnp.where(total.values != 0, total.indices, n), n)
+  return home.without(jnp.where(bitset.contains(delivered, sent.indices), sent.indices, n))

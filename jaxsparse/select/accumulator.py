@@ -1,0 +1,225 @@
+"""What one worker holds while blocks are reduced in rounds: parts are chosen and sent, and received parts are added.
+
+Both accumulators are lazy. Gradient and residual are never added up as a whole; sent entries are only logged; and the
+next residual is materialized once, at the end of the step, from what is `Pending`.
+"""
+
+import dataclasses
+from typing import NamedTuple, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse import sparse
+from jaxsparse.select import candidates as found
+from jaxsparse.select import exact
+from jaxsparse.select.blocks import Blocks
+from jaxsparse.select.kth_largest import keys_of
+from jaxsparse.sparse import bitset
+from jaxsparse.types import Pending, Sparse
+
+
+class Accumulator(Protocol):
+  """Blocks of a vector at one worker, of which entries are sent and to which entries are added.
+
+  Rows are those of `Blocks`; each row is sent once, and nothing is added to it afterwards. Indices of entries are
+  block-relative; index `length` and value 0 are an empty slot.
+  """
+
+  @property
+  def blocks(self) -> Blocks:
+    """The layout, and the vector at the start of the step."""
+    ...
+
+  def largest(self, first: int, last: int) -> Sparse:
+    """The entries to send of rows first … last − 1, [last − first, k]."""
+    ...
+
+  def sent(self, kept: Sparse, first: int) -> Self:
+    """Logs that entries of rows first … were sent: `kept` [r, k] has their indices, and what of each value stays."""
+    ...
+
+  def add(self, entries: Sparse) -> Self:
+    """Adds [r, c] entries to the first r rows."""
+    ...
+
+  def pending(self, delivered: jax.Array) -> Pending:
+    """The next residual: the present values at `delivered` i32[rows, c], and elsewhere those of the start."""
+    ...
+
+  def pending_except(self, entries: Sparse) -> Pending:
+    """The next residual: the values of the start, except `entries` with flat indices."""
+    ...
+
+
+class Threshold(NamedTuple):
+  """Where a choice of the largest entries ends, if it is known beforehand.
+
+  Attributes:
+    least: i32[rows], at least 1: chosen entries reach this key.
+    needed: i32[], how many candidates must reach their threshold to prove that they contain the k largest.
+  """
+
+  least: jax.Array
+  needed: jax.Array
+
+
+class _Added(NamedTuple):
+  """Entries that were added to the first rows.
+
+  Attributes:
+    indices: i32[rows, c], block-relative.
+    before: f32[rows, c], the values before.
+    now: f32[rows, c], the values afterwards.
+    first: bool[rows, c], whether nothing had been added there before.
+    new: i32[rows, c], the indices that become known by this, neither candidates nor added to before; else `length`.
+  """
+
+  indices: jax.Array
+  before: jax.Array
+  now: jax.Array
+  first: jax.Array
+  new: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TopKAccumulator:
+  """An `Accumulator` that sends the k largest entries of a row, or those of them that reach a known threshold.
+
+  Received values are added in the gradient's buffer, in place where that is donated; `touched` marks where it already
+  holds the whole sum, and the residual does not change.
+
+  Attributes:
+    blocks: the layout, and the vector at the start.
+    grads: f32[n], the whole sum where `touched`, elsewhere the gradient.
+    touched: the bitset of flat indices that something was added to.
+    candidates: of the start; None where blocks are so short that whole blocks are searched.
+    threshold: None for the k largest.
+    added: the first one first.
+    log: the entries that were sent, with flat indices, and what of each value stays.
+
+  Example:
+    >>> from jaxsparse.comm import SoloComm
+    >>> from jaxsparse.sparse.lazy import LazySum
+    >>> x = LazySum((jnp.array([1.0, 2.0, 4.0, 3.0]), jnp.array([0.5, 0.0, 0.0, 0.0])))
+    >>> acc = TopKAccumulator.of(Blocks.of(SoloComm(2), x, k=1))
+    >>> bag = acc.largest(1, 2)
+    >>> bag.indices, bag.values
+    (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
+    >>> acc = acc.sent(bag._replace(values=jnp.zeros((1, 1))), first=1)
+    >>> acc = acc.add(Sparse(jnp.array([[1]]), jnp.array([[10.0]])))
+    >>> acc.largest(0, 1)
+    Sparse(indices=Array([[1]], dtype=int32), values=Array([[12.]], dtype=float32))
+    >>> [entries.values for entries in acc.pending(jnp.array([[1], [0]])).entries]
+    [Array([[12.]], dtype=float32), Array([[0.]], dtype=float32)]
+  """
+
+  blocks: Blocks
+  grads: jax.Array
+  touched: jax.Array
+  candidates: found.Candidates | None
+  threshold: Threshold | None = None
+  added: tuple[_Added, ...] = ()
+  log: tuple[Sparse, ...] = ()
+
+  @classmethod
+  def of(cls, blocks: Blocks, least: jax.Array | None = None) -> Self:
+    """Blocks to which nothing has been added.
+
+    Args:
+      blocks: the blocks.
+      least: i32[rows], at least 1: a key that the chosen entries of a row are to reach.
+    """
+    candidates, threshold = None, None
+    if found.worthwhile(blocks.length, blocks.k):
+      if least is None:
+        candidates = found.candidates(blocks)
+      else:
+        known = found.candidates(blocks, least)
+        fit = known.fits.all()
+        candidates = jax.lax.cond(fit, lambda: known, lambda: found.candidates(blocks))
+        threshold = Threshold(least, jnp.where(fit, 0, blocks.k))
+    elif least is not None:
+      threshold = Threshold(least, jnp.int32(blocks.k))
+    return cls(blocks, blocks.x.parts[0], bitset.empty(blocks.n), candidates, threshold)
+
+  def largest(self, first: int, last: int) -> Sparse:
+    """The k largest entries of rows first … last − 1, or those of them that reach the threshold."""
+    least = None if self.threshold is None else self.threshold.least[first:last]
+    if self.candidates is None:
+      indices = self._largest_of_whole(first, last, least)
+    else:
+      some = self._known(first, last)
+      keys = jnp.where(some < self.blocks.length, keys_of(self._at(self.blocks.flat(some, first))), -1)
+      low, fits = self.candidates.low[first:last], self.candidates.fits[first:last]
+      needed = self.blocks.k if self.threshold is None else self.threshold.needed
+      proven = lambda reached: (fits & (reached >= needed)).all()
+      indices = exact.among(keys, some, self.blocks, low, proven, lambda row: self._row(first + row), least)
+    return Sparse(indices, self._at(self.blocks.flat(indices, first)))
+
+  def sent(self, kept: Sparse, first: int) -> Self:
+    """Logs that entries of rows first … were sent, and what of each value stays."""
+    return dataclasses.replace(self, log=(*self.log, Sparse(self.blocks.flat(kept.indices, first), kept.values)))
+
+  def add(self, entries: Sparse) -> Self:
+    """Adds [r, c] entries to the first r rows."""
+    flat = self.blocks.flat(entries.indices)
+    before, first = self._at(flat), ~bitset.contains(self.touched, flat)
+    new = first & ~bitset.contains(self.candidates.members, flat) if self.candidates else first
+    new_indices = jnp.where(new, entries.indices, self.blocks.length)
+    added = _Added(entries.indices, before, before + entries.values, first, new_indices)
+    return dataclasses.replace(
+      self,
+      grads=sparse.put(self.grads, flat, added.now),
+      touched=bitset.insert(self.touched, jnp.where(first, flat, self.blocks.n), self.blocks.n),
+      added=(*self.added, added),
+    )
+
+  def pending(self, delivered: jax.Array) -> Pending:
+    """The next residual: the present values where delivered, and elsewhere those of the start."""
+    n = self.blocks.n
+    members = bitset.insert(bitset.empty(n), self.blocks.flat(delivered), n)
+    entries = []
+    for added in self.added:
+      flat = self.blocks.flat(added.indices)
+      now = bitset.contains(members, flat)
+      entries.append(Sparse(jnp.where(now | added.first, flat, n), jnp.where(now, added.now, added.before)))
+    for sent in self.log:
+      entries.append(sent._replace(indices=jnp.where(bitset.contains(members, sent.indices), sent.indices, n)))
+    return Pending(self.grads, self.blocks.x.parts[1], tuple(entries))
+
+  def pending_except(self, entries: Sparse) -> Pending:
+    """The next residual: the values of the start, except `entries`."""
+    n = self.blocks.n
+    start = [Sparse(jnp.where(x.first, self.blocks.flat(x.indices), n), x.before) for x in self.added]
+    return Pending(self.grads, self.blocks.x.parts[1], (*start, entries))
+
+  def _at(self, flat: jax.Array) -> jax.Array:
+    """The present values, but for what was sent; 0 beyond the end."""
+    grads, residual = sparse.at(self.grads, flat), sparse.at(self.blocks.x.parts[1], flat)
+    return jnp.where(bitset.contains(self.touched, flat), grads, grads + residual)  # −0 + 0 would be 0
+
+  def _row(self, row: jax.Array | int) -> jax.Array:
+    everything = jnp.arange(self.blocks.length, dtype=jnp.int32)[None]
+    return self._at(self.blocks.flat(everything, row))[0]
+
+  def _known(self, first: int, last: int) -> jax.Array:
+    """Rows of the candidates and of all that something was added to, i32[last − first, c], each index once."""
+    assert self.candidates is not None
+    known = [self.candidates.indices[first:last]]
+    for added in self.added:
+      new = added.new[first:last]
+      count, slots = new.shape
+      if count:
+        more = ((0, last - first - count), (0, bitset.aligned(slots) - slots))
+        known.append(jnp.pad(new, more, constant_values=self.blocks.length))
+    return jnp.concatenate(known, axis=1)
+
+  def _largest_of_whole(self, first: int, last: int, least: jax.Array | None) -> jax.Array:
+    everything = jnp.arange(self.blocks.length, dtype=jnp.int32)
+    values = self._at(self.blocks.flat(jnp.broadcast_to(everything, (last - first, everything.size)), first))
+    chosen = exact.top_k(values, self.blocks.k)
+    if least is None:
+      return chosen.indices
+    reach = keys_of(chosen.values) >= least[:, None]
+    return jnp.sort(jnp.where(reach, chosen.indices, self.blocks.length), axis=1)
