@@ -19,10 +19,10 @@ from jaxsparse.partial.controller import Controller, Group, Rejected
 from jaxsparse.partial.devices import Devices, DeviceWorker
 from jaxsparse.partial.messages import Keys, make_keys, read_keys, write_keys
 from jaxsparse.partial.mixing import mixing, rho
+from jaxsparse.partial.runtime import ControllerLost
 from jaxsparse.partial.saving import restore
 from jaxsparse.partial.server import Server
 from jaxsparse.partial.simulation import Simulation, simulate
-from jaxsparse.partial.talk import ControllerLost
 from jaxsparse.partial.worker import Worker
 
 __all__ = [

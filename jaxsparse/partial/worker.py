@@ -19,9 +19,10 @@ import numpy as np
 from jaxsparse.flatten import flatten
 from jaxsparse.launch import START_TIMEOUT
 from jaxsparse.partial import messages, saving
+from jaxsparse.partial.events import Model
 from jaxsparse.partial.finite import Refusals, check_start
 from jaxsparse.partial.messages import Keys, Says
-from jaxsparse.partial.talk import GRACE, Model, Talk
+from jaxsparse.partial.runtime import GRACE, Runtime
 
 
 class Worker:
@@ -76,8 +77,10 @@ class Worker:
     path = None if save is None else pathlib.Path(save)
     if path:
       saving.remove_stale(path)
-    self._talk = Talk(address, number, np.asarray(vector), bind, keys, timeout, grace, path, self._leaves)
-    self._talk.start()
+    save_model = lambda model: saving.save(path, *self._tree(model))
+    options: dict[str, Any] = {"bind": bind, "keys": keys, "timeout": timeout, "grace": grace, "save": save_model}
+    self._runtime = Runtime(address, number, np.asarray(vector), **options)
+    self._runtime.start()
     self.params, self.iteration = self._tree(self._answer())
 
   @property
@@ -118,8 +121,8 @@ class Worker:
 
   def leave(self) -> None:
     """Ends taking part; the others go on without this worker."""
-    self._talk.ask(Says.BYE)
-    self._talk.join()
+    self._runtime.ask(Says.BYE)
+    self._runtime.join()
 
   def __enter__(self) -> Self:
     """The worker."""
@@ -135,26 +138,21 @@ class Worker:
       raise ValueError(f"params have {vector.size} entries, those to begin with {self._entries}")
     model = Model(np.asarray(vector), iteration)
     if self._refusals.refuse(vector, iteration, self._unflatten):
-      self._talk.ask(Says.NOT_FINITE)
+      self._runtime.ask(Says.NOT_FINITE)
       try:
         model = self._answer()
       except FloatingPointError as error:
         raise self._refusals.nobody() from error
       if signal == Says.READY:
         return self._tree(model)
-    self._talk.ask(signal, model)
+    self._runtime.ask(signal, model)
     return self._tree(self._answer())
 
   def _answer(self) -> Model:
-    answer = self._talk.answers.get()
+    answer = self._runtime.answers.get()
     if isinstance(answer, Exception):
       raise answer
     return answer
 
   def _tree(self, model: Model) -> tuple[Any, int]:
     return self._unflatten(jax.numpy.asarray(model.vector)), model.iteration
-
-  def _leaves(self, vector: np.ndarray) -> dict[str, np.ndarray]:
-    """By their places; float32, as the average is: a file of numpy's knows no bfloat16."""
-    leaves = jax.tree_util.tree_leaves_with_path(self._unflatten(jax.numpy.asarray(vector)))
-    return {jax.tree_util.keystr(place): np.asarray(leaf, np.float32) for place, leaf in leaves}

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 import jaxsparse as js
 from jaxsparse.partial import messages
 from jaxsparse.partial.early import Early
+from jaxsparse.partial.events import Model
 from jaxsparse.partial.exchange import Average
 from jaxsparse.partial.messages import Answer, Says, Signal
-from jaxsparse.partial.talk import Model
 
 ADDRESS = "tcp://127.0.0.1:9"
 
@@ -244,7 +244,7 @@ def test_a_model_that_comes_while_a_worker_computes_is_what_its_next_average_is(
   """It was taken for dead meanwhile; what it computed is of a model that nobody has any more."""
   controller = js.partial.Controller(2, 2)
   with js.partial.Server(controller) as server, js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
-    worker._talk._fetched_model = Model(np.full(3, 7, np.float32), 40)
+    worker._runtime._protocol._replacement = Model(np.full(3, 7, np.float32), 40)
     params, iteration = worker.reduce(jnp.ones(3), 2)
     assert (params.tolist(), iteration) == ([7, 7, 7], 40)
     controller.leave(1)
@@ -265,7 +265,7 @@ def test_who_sends_a_worker_too_much_is_cut_off():
   with js.partial.Server(controller) as server, js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
     stranger = context.socket(zmq.DEALER)
     monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    stranger.connect(messages.endpoint(worker._talk._data))
+    stranger.connect(messages.endpoint(worker._runtime._data))
     stranger.send(bytes(12 + messages.LONGEST + 1))
     assert monitor.poll(5000)
   context.destroy(linger=0)
@@ -287,12 +287,12 @@ def test_pieces_of_groups_that_nobody_knows_do_not_pile_up(waits, caplog):
       while not controller.waiting:
         time.sleep(0.01)
     stranger = context.socket(zmq.DEALER)
-    stranger.connect(messages.endpoint(worker._talk._data))
+    stranger.connect(messages.endpoint(worker._runtime._data))
     for sender in range(forged):
       stranger.send_multipart([struct.pack("!BqH", 3, 10**6, 100 + sender), bytes(4 * entries)])
     stranger.send(struct.pack("!BqH", 1, 0, 9))  # asks for the model, once all the others are taken
     assert stranger.poll(30000)
-    early = worker._talk._early._parts.values()
+    early = worker._runtime._protocol._early._parts.values()
     assert sum(values.size for _, values in early) == (entries if waits else 0)
     stranger.close(linger=0)
     if not waits:
@@ -505,9 +505,9 @@ def test_leaving_after_the_controllers_death_is_no_death(tmp_path, place):
     server._controller.leave(1)
     held = worker.reduce(params, 3)
     server.__exit__()
-    while worker._talk.answers.empty():
+    while worker._runtime.answers.empty():
       time.sleep(0.01)
-  answer = worker._talk.answers.get()
+  answer = worker._runtime.answers.get()
   assert isinstance(answer, js.partial.ControllerLost)
   if place == "file":
     found, iteration = js.partial.restore(path, params)
