@@ -110,7 +110,7 @@ def parse(frames: list[bytes]) -> Signal:
     Signal(says=<Says.READY: 2>, worker=3, value=17, address='')
   """
   if len(frames) != 1:
-    raise Rejected(f"malformed: a message of {len(frames)} parts, send one")
+    raise Rejected(f"malformed: a message of {len(frames)} frames, send one")
   (frame,) = frames
   if len(frame) < _SIGNAL.size:
     raise Rejected(f"malformed: {len(frame)} bytes, a signal has {_SIGNAL.size}")

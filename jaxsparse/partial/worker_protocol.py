@@ -248,7 +248,7 @@ class WorkerProtocol:
         self._average, self._patience = None, self._now + self._timeout
         self._say_hello()
     else:
-      if self._waiting or self.state == "hello":
+      if self._waiting or self.state == "hello":  # without an open request, the next one raises the error
         self._waiting = False
         self._actions.append(Reply(ValueError(f"worker {self._number}: {reason}")))
       if self.state == "hello":
