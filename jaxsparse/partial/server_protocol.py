@@ -8,8 +8,8 @@ workers form groups without it, and members of its current group receive ABORT, 
 nothing to that group: all that they wait for is in transit then. A message that is malformed, or a signal that is
 unknown, duplicate or stale, is answered by REJECTED with the reason, and changes nothing.
 
-A HELLO with the number of a worker that has joined comes from its successor, restarted after a crash that the server has
-not noticed yet, or from a second worker that was given the same number by mistake. The server sends PROBE to the
+A HELLO with the number of a worker that has joined comes from its successor, restarted after a crash that the server
+has not noticed yet, or from a second worker that was given the same number by mistake. The server sends PROBE to the
 worker that has joined. If that answers, HELLO is rejected as "taken"; until then as "duplicate", which may be retried.
 """
 

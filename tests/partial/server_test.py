@@ -329,7 +329,7 @@ def test_a_worker_with_a_wrong_number_or_size_is_told():
     with pytest.raises(ValueError, match="worker 5: unknown: worker 5, there are 0 … 1"):
       js.partial.Worker(server.address, 5, jnp.zeros(3))
     with js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
-      with pytest.raises(ValueError, match="params have 4 entries, those to begin with 3"):
+      with pytest.raises(ValueError, match="params have 4 entries, the initial ones have 3"):
         worker.reduce(jnp.zeros(4), 1)
       with pytest.raises(ValueError, match="worker 0: iteration -1 of worker 0 is malformed"):
         worker.reduce(jnp.zeros(3), -1)
