@@ -5,7 +5,7 @@ its own at its own pace. After a step it sends a signal, "ready", to a controlle
 N), the controller makes a group of them; the group averages its models, while the other workers keep computing. Groups
 change all the time, so every worker's progress reaches every other worker after a few averages.
 
-Who averages with whom:
+Forming groups:
 
     controller         `Controller`, a pure state machine: ready signals in, groups out
     graph, weights     which group keeps all workers connected; the weight of each model in an average

@@ -26,7 +26,7 @@ def main() -> None:
   add("--address", default=messages.LOOPBACK, help="where to listen (%(default)s)")
   add("--keys", type=pathlib.Path, help="file of the run's CURVE keys; created if it does not exist")
   add("--limit", type=float, default=LIMIT, help="seconds of silence after which a worker is dropped (%(default)s)")
-  start = "seconds after which workers that have never come are dropped (%(default)s)"
+  start = "seconds after which workers that have never joined are dropped (%(default)s)"
   add("--start_timeout", type=float, default=START_TIMEOUT, help=start)
   options = parser.parse_args()
   kind = {name: getattr(options, name) for name in ("weights", "decay", "missing", "history")}

@@ -159,7 +159,7 @@ class Devices:
 
   def _fail_if_all_seek(self) -> None:
     if self._seeking.issuperset(self.controller.alive):
-      self._answers.update({other: self._refusals[other].nobody() for other in self._seeking})
+      self._answers.update({other: self._refusals[other].no_donor() for other in self._seeking})
       self._seeking.clear()
       self._changed.notify_all()
 

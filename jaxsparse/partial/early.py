@@ -2,8 +2,8 @@
 
 A member sends its parts as soon as it hears of its group, which may be before another member hears of that group. Only
 parts can be early, since a mean needs the parts of all members; each member sends one; and a member waits for one group
-at a time. So the early parts of a group of G members have at most (G − 1) ⌈n/G⌉ < n + G entries. Any more entries come
-from no member, and are dropped: forged pieces cannot fill the memory.
+at a time. So the early parts of a group of G members have at most (G − 1) ⌈n/G⌉ < n + G entries. Entries
+beyond that are forged, and are dropped, so that they cannot fill the memory.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""The events and actions of `WorkerProtocol`: what happens to a worker, and what it has to do then.
+"""The events that `WorkerProtocol` takes, and the actions that it returns.
 
 Events are Tick, Request, ServerMessage, PieceReceived, ModelReceived and Unreachable; actions are Signal (a message to
 the server), SendPiece, FetchModel, Reply and ControllerSilent.
@@ -92,8 +92,8 @@ class Unreachable(NamedTuple):
 
   Attributes:
     address: of the other worker.
-    refused: True if the connection could not be made, so that nothing has been delivered; False if it broke, and what
-      was sent before may have been delivered.
+    refused: True if the connection could not be made, so that nothing has been delivered; False if it broke, and
+      earlier messages may have been delivered.
 
   Example:
     >>> Unreachable("tcp://127.0.0.1:9", refused=True).refused
@@ -141,7 +141,7 @@ class Reply(NamedTuple):
 
 
 class ControllerSilent(NamedTuple):
-  """End this worker: the awaited message of the server has not come for so many seconds.
+  """End this worker: the awaited message of the server has not arrived for so many seconds.
 
   Example:
     >>> ControllerSilent("WELCOME", 5.0).awaited

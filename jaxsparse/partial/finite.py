@@ -89,7 +89,7 @@ class Refusals:
     )
     return True
 
-  def nobody(self) -> FloatingPointError:
+  def no_donor(self) -> FloatingPointError:
     """The error to raise if no other worker has a finite model."""
     return FloatingPointError(
       f"{self._last}, and no other worker has a trained model that is: restart from parameters saved earlier, for "

@@ -3,7 +3,7 @@
     Inbox    waits for messages on many sockets, and hands each to the handler of its socket
     Peers    connections to other workers, by address; each is made when something is first sent there
 
-A connection that breaks, or cannot be made, is closed, and the worker is told.
+A connection that breaks, or cannot be made, is closed, and reported to the worker.
 
 The first frame of a message is a header of 11 bytes, kind u8 | number i64 | sender u16, big-endian. The second frame
 holds values in f32; FETCH has none.

@@ -4,7 +4,7 @@
                   <── answers ── │ thread │ <── ROUTER ─── other workers: pieces of averages, requests for the model
                                  │        │ ─── DEALER ──> other workers: the same, a socket for each (`Peers`)
 
-The thread makes no decision of its own; what it adds is the clock, the sockets and the end of the process.
+All decisions are the protocol's; the thread adds the clock and the sockets, and ends the process if it has to.
 """
 
 import contextlib
@@ -150,7 +150,7 @@ class Runtime(threading.Thread):
         self._lose_controller(f"no {awaited} from the controller at {self._address} for {seconds:g} s")
 
   def _lose_controller(self, reason: str) -> None:
-    """Saves the model and tells the training loop; ends the process if no call of it takes the news in time."""
+    """Saves the model and tells the training loop; ends the process if the loop takes no answer in time."""
     reason = f"{reason}; {self._save(self._protocol.model)}"
     self._linger = 0
     self.answers.put(ControllerLost(reason))

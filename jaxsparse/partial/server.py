@@ -3,7 +3,7 @@
     worker 3 ── READY 17 ──────────> ROUTER ──> ServerProtocol ──> Controller.ready(3, 17)
     workers 0, 3, 5 <── GROUP … ──── ROUTER <── ServerProtocol <── Group((0, 3, 5), …)
 
-What the server answers to which message, and when it drops a worker, is in `jaxsparse.partial.server_protocol`.
+`jaxsparse.partial.server_protocol` decides how messages are answered and when a worker is dropped.
 """
 
 import threading
@@ -30,7 +30,7 @@ class Server:
     address: where to listen, `tcp://HOST:PORT`; by default this machine's loopback, on any free port.
     keys: CURVE keys of the run, required for any address but loopback.
     limit: seconds of silence after which a worker is dropped.
-    start_timeout: seconds after which workers that have never come are dropped.
+    start_timeout: seconds after which workers that have never joined are dropped.
 
   Attributes:
     address: where it listens, with the port.

@@ -69,7 +69,7 @@ class ServerProtocol:
     self._seeking: set[int] = set()  # workers whose models are not finite, and that have been named no donor yet
 
   def receive(self, connection: bytes, frames: list[bytes], now: float) -> None:
-    """Handles a message that came by a connection."""
+    """Handles a message of a connection."""
     self._now = now
     try:
       signal = messages.parse(frames)

@@ -52,7 +52,7 @@ class Worker:
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
     >>> controller = js.partial.Controller(2, group_size=2)
-    >>> _ = controller.leave(1)  # the other worker does not come: this one is a group by itself
+    >>> _ = controller.leave(1)  # without the other worker, a group has one member
     >>> with js.partial.Server(controller) as server, js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
     ...   worker.reduce(worker.params + 1, worker.iteration + 1)
     (Array([1., 1., 1.], dtype=float32), 1)
@@ -142,7 +142,7 @@ class Worker:
       try:
         model = self._answer()
       except FloatingPointError as error:
-        raise self._refusals.nobody() from error
+        raise self._refusals.no_donor() from error
       if signal == Says.READY:
         return self._tree(model)
     self._runtime.ask(signal, model)

@@ -193,7 +193,7 @@ def run(random, workers, size, disturbances):
   return network
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.randoms(use_true_random=False), st.integers(2, 4), st.data())
 def test_without_disturbances_all_workers_end_with_one_model(random, workers, data):
   network = run(random, workers, data.draw(st.integers(2, workers)), [])
@@ -205,7 +205,7 @@ def test_without_disturbances_all_workers_end_with_one_model(random, workers, da
   assert network.server.rejected == 0
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
   st.randoms(use_true_random=False),
   st.integers(2, 4),

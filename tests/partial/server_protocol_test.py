@@ -213,6 +213,16 @@ def test_a_worker_without_a_finite_model_is_no_donor_until_it_is_ready_again():
   assert wire.say(0, Signal(Says.READY, 0, 8))[0][1]["members"] == [0, 1]
 
 
+def test_a_worker_that_was_named_a_donor_counts_as_one_with_a_finite_model():
+  """It fetches the donor's model: after the donor has left, another worker waits for it to be ready."""
+  wire = joined(Wire(workers=3))
+  assert wire.say(0, Signal(Says.NOT_FINITE, 0)) == []
+  wire.say(2, Signal(Says.READY, 2, 7))
+  assert wire.say(0, Signal(Says.NOT_FINITE, 0))[0][1]["donor"] == ADDRESSES[2]
+  wire.say(2, Signal(Says.BYE, 2))
+  assert wire.say(1, Signal(Says.NOT_FINITE, 1)) == []
+
+
 def test_rivals_for_the_number_of_a_living_worker_are_both_rejected_for_good(wire):
   rivals, hello = ("rival", "other"), Signal(Says.HELLO, 0, 0, ADDRESS)
   for reason in ("duplicate: worker 0", "taken: a living worker has the number 0"):

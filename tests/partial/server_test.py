@@ -1,9 +1,7 @@
-"""The server and workers over real sockets: TCP, CURVE keys, connections that break, and the command line."""
+"""The server and workers over real sockets: TCP, CURVE keys, and connections that break."""
 
 import contextlib
 import struct
-import subprocess
-import sys
 import threading
 import time
 
@@ -238,7 +236,7 @@ def test_workers_average_and_keep_the_sum(keys):
       params, iteration = (
         jnp.full(7, float(number)),
         0,
-      )  # not `worker.params`: a worker that joins last gets another one's model
+      )  # not `worker.params`, which may be another worker's
       for _ in range(6):
         params, iteration = worker.reduce(params, iteration + 1)
       found[number] = np.asarray(params)
@@ -337,21 +335,3 @@ def test_a_worker_with_a_wrong_number_or_size_is_told():
         js.partial.Worker(server.address, 1, jnp.zeros(4))
     with pytest.raises(RuntimeError, match="has left"):
       worker.reduce(jnp.zeros(3), 1)
-
-
-def test_the_command_line(tmp_path):
-  """A controller as a program, with keys that it makes; it ends with its last worker."""
-  command = [sys.executable, "-m", "jaxsparse.partial", "--workers=2", "--group_size=2", f"--keys={tmp_path / 'keys'}"]
-  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-    address = process.stdout.readline().strip()
-    keys = js.partial.read_keys(tmp_path / "keys")
-    assert (tmp_path / "keys").stat().st_mode & 0o077 == 0
-    workers = [js.partial.Worker(address, number, jnp.zeros(2), keys=keys, timeout=30) for number in range(2)]
-    for worker in workers:
-      worker.leave()
-    assert process.wait(30) == 0
-  bad = subprocess.run([*command[:4], "--group_size=3"], capture_output=True, text=True, timeout=60, check=False)
-  assert (bad.returncode, bad.stderr) == (
-    1,
-    "error: group_size=3, choose a whole number in 2 … 2, the number of workers\n",
-  )

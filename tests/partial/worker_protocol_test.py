@@ -149,6 +149,13 @@ def test_a_part_is_kept_only_for_the_group_that_is_awaited(computing):
   assert computing.protocol._early.take(7) == []
 
 
+def test_a_late_part_does_not_replace_an_early_one(computing):
+  computing(Says.READY, model(1, 8))
+  computing.part(6, 0, 3, 5)
+  computing.part(5, 0, 9, 9)
+  assert [action.kind for action in computing.group(6)] == ["part", "mean"]
+
+
 def test_parts_from_before_a_welcome_are_forgotten(ready):
   ready.part(5, 0, 3, 5)
   ready(Answer.REJECTED, reason="absent: worker 1 has not joined")
@@ -204,6 +211,15 @@ def test_a_dropped_worker_continues_with_the_model_of_a_donor(ready):
   ready(Answer.REJECTED, reason="absent: ")
   assert ready(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
   assert ready(ModelReceived(model(4, 9))) == [reply(4, 9)]
+  assert ready(Says.READY, model(5, 10)) == [signal(Says.READY, 10)]
+
+
+def test_a_server_that_was_restarted_counts_groups_from_1_again(computing):
+  computing(Answer.REJECTED, reason="absent: ")
+  assert computing(Says.READY, model(1, 8)) == []
+  assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 8)]
+  computing.part(1, 0, 3, 5)
+  assert [action.kind for action in computing.group(1)] == ["part", "mean"]
 
 
 def test_a_dropped_worker_whose_donors_are_silent_continues_with_its_own_model(ready):
