@@ -1,17 +1,34 @@
 """Partial reduce: data-parallel training that does not wait for stragglers (Miao et al., SIGMOD 2021).
 
-Each worker trains a model of its own at its own pace. After a step it tells a controller that it is ready; of those
-ready the controller makes groups of P, and a group averages its models while all others go on.
+An all-reduce in every step makes all workers as slow as the slowest. In partial reduce each worker trains a model of
+its own at its own pace. After a step it sends a signal, "ready", to a controller. As soon as P workers are ready (P <
+N), the controller makes a group of them; the group averages its models, while the other workers keep computing. Groups
+change all the time, so every worker's progress reaches every other worker after a few averages.
 
-Controller              who averages with whom, a pure state machine (controller, graph, weights)
-rho                     how fast the groups of a history spread what each worker learns (mixing)
-simulate                this and what it is compared with, in virtual time (simulation, methods, clock)
-Server                  the controller over TCP (server, messages)
-Worker                  a process that trains and averages with groups, whoever dies (worker, talk, peers, exchange)
-restore                 what a worker saved when the controller died (saving)
-Devices                 threads of one process instead, a device each (devices)
+Forming groups:
 
-A model with NaN or Inf is in no average of any of these (finite).
+    controller         `Controller`, a pure state machine: ready signals in, groups out
+    graph, weights     which group keeps all workers connected; the weight of each model in an average
+    mixing             `rho`, how fast a sequence of groups spreads what each worker has learned
+
+Workers in processes, on any number of hosts:
+
+    server             `Server`, the controller over TCP; server_protocol is its pure part
+    worker             `Worker`: trains, and averages with groups; no crash of another worker holds it up
+    worker_protocol    the pure part of a worker, with its events and actions (events); runtime owns thread and sockets
+    exchange, early    the average of a group as messages between its members; messages that arrive too early
+    messages, peers    the messages to and from the server; those between workers
+    saving             `restore`: a worker saves its parameters if the controller dies
+
+Workers in threads of one process:
+
+    devices            `Devices`: one device for each worker, averages are JAX collectives
+
+Workers in virtual time:
+
+    simulation         `simulate` compares partial reduce with other methods (methods, clock)
+
+In all of them a model with NaN or Inf enters no average (finite).
 """
 
 from jaxsparse.partial.clock import Span, sharing
@@ -19,10 +36,10 @@ from jaxsparse.partial.controller import Controller, Group, Rejected
 from jaxsparse.partial.devices import Devices, DeviceWorker
 from jaxsparse.partial.messages import Keys, make_keys, read_keys, write_keys
 from jaxsparse.partial.mixing import mixing, rho
+from jaxsparse.partial.runtime import ControllerLost
 from jaxsparse.partial.saving import restore
 from jaxsparse.partial.server import Server
 from jaxsparse.partial.simulation import Simulation, simulate
-from jaxsparse.partial.talk import ControllerLost
 from jaxsparse.partial.worker import Worker
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The controller of a run: `python -m jaxsparse.partial --workers=8 --group_size=3`; ends when all have left."""
+"""Runs the controller of partial reduce until all workers leave."""
 
 import argparse
 import pathlib
@@ -13,22 +13,21 @@ from jaxsparse.partial.server import LIMIT, Server
 
 
 def main() -> None:
-  """The command line; the first line of standard output is the address that workers take."""
-  parser = argparse.ArgumentParser(prog="python -m jaxsparse.partial", description=(__doc__ or "").split(":")[0])
-  parser.add_argument("--workers", type=int, required=True, help="how many workers there are")
-  parser.add_argument("--group_size", type=int, required=True, help="how many average at once")
-  parser.add_argument(
-    "--weights", choices=("constant", "dynamic"), default="constant", help="of an average (%(default)s)"
-  )
-  parser.add_argument("--decay", type=float, default=0.5, help="of dynamic weights (%(default)s)")
-  parser.add_argument("--missing", choices=("closest", "initial"), default="closest", help="likewise (%(default)s)")
-  parser.add_argument("--history", type=int, help="any so many groups connect all workers")
-  parser.add_argument("--address", default=messages.LOOPBACK, help="where to listen (%(default)s)")
-  parser.add_argument("--keys", type=pathlib.Path, help="file of the run's keys; it is made if it is not there")
-  parser.add_argument(
-    "--limit", type=float, default=LIMIT, help="seconds after which a silent worker is dropped (%(default)s)"
-  )
-  parser.add_argument("--start_timeout", type=float, default=START_TIMEOUT, help="seconds until all must have come")
+  """The command line; prints the address for `js.partial.Worker` as the first line of standard output."""
+  parser = argparse.ArgumentParser(prog="python -m jaxsparse.partial", description=__doc__)
+  add = parser.add_argument
+  add("--workers", type=int, required=True, help="number of workers, N")
+  add("--group_size", type=int, required=True, help="number of workers in a group, P")
+  add("--weights", choices=("constant", "dynamic"), default="constant", help="of models in an average (%(default)s)")
+  add("--decay", type=float, default=0.5, help="of dynamic weights, in [0, 1) (%(default)s)")
+  missing = "where dynamic weights of iterations without a member go (%(default)s)"
+  add("--missing", choices=("closest", "initial"), default="closest", help=missing)
+  add("--history", type=int, help="T: any T consecutive groups connect all workers (10 times the smallest T)")
+  add("--address", default=messages.LOOPBACK, help="where to listen (%(default)s)")
+  add("--keys", type=pathlib.Path, help="file of the run's CURVE keys; created if it does not exist")
+  add("--limit", type=float, default=LIMIT, help="seconds of silence after which a worker is dropped (%(default)s)")
+  start = "seconds after which workers that have never joined are dropped (%(default)s)"
+  add("--start_timeout", type=float, default=START_TIMEOUT, help=start)
   options = parser.parse_args()
   kind = {name: getattr(options, name) for name in ("weights", "decay", "missing", "history")}
   try:

@@ -1,4 +1,4 @@
-"""Virtual time: what happens when, in one order that only the seed decides, and how long workers take for a step."""
+"""Virtual time: actions run in the order of their times, and step times of workers are drawn at random."""
 
 import functools
 import heapq
@@ -13,11 +13,11 @@ Activity = Literal["work", "wait", "average"]
 
 
 class Span(NamedTuple):
-  """What a worker did, for a timeline like the paper's Figure 3.
+  """An interval of a worker's time, for a timeline like the paper's Figure 3.
 
   Attributes:
     worker: its number.
-    activity: "work", its local step; "wait", for others; "average", with them or with the server.
+    activity: "work", a local step; "wait", for other workers; "average", with other workers or a server.
     start: in seconds.
     end: in seconds.
 
@@ -35,17 +35,20 @@ class Span(NamedTuple):
 def sharing(workers: int, level: int, *, seconds: float = 1.0, jitter: float = 0.1) -> list[Pace]:
   """Step times of the paper's synthetic heterogeneity (§5.2): the last `level` workers share one accelerator.
 
-  A step alone takes `seconds` · exp(jitter · ξ), ξ normal; that of `level` workers who share is `level` times as
-  long. Level 1 is homogeneous.
+  A step on an accelerator of one's own takes `seconds` · exp(jitter · ξ), ξ ~ N(0, 1); a step of a worker that shares
+  takes `level` times as long. With level 1 all workers are equally fast.
 
   Args:
     workers: N.
     level: the heterogeneity level HL, 1 … N.
-    seconds: median of a step of a worker that has an accelerator for itself.
-    jitter: standard deviation of the logarithm.
+    seconds: median step time of a worker that does not share.
+    jitter: standard deviation of the step time's logarithm.
+
+  Returns:
+    One function for each worker, which draws a step time in seconds from a random generator.
 
   Raises:
-    ValueError: for a level outside its choices.
+    ValueError: for a level outside 1 … N.
 
   Example:
     >>> import numpy as np
@@ -63,7 +66,7 @@ def _lognormal(random: np.random.Generator, median: float, jitter: float) -> flo
 
 
 class Clock:
-  """Runs what is planned in the order of its time, and of its planning where times are equal.
+  """Runs scheduled actions by time; actions of equal times run in the order in which they were scheduled.
 
   Example:
     >>> clock = Clock()
@@ -76,18 +79,18 @@ class Clock:
 
   def __init__(self) -> None:
     self.now = 0.0
-    self._planned: list[tuple[float, int, Callable[[], object]]] = []
+    self._scheduled: list[tuple[float, int, Callable[[], object]]] = []
     self._count = 0
 
   def after(self, seconds: float, action: Callable[[], object]) -> None:
-    """Plans an action."""
+    """Schedules an action in so many seconds."""
     self._count += 1
-    heapq.heappush(self._planned, (self.now + seconds, self._count, action))
+    heapq.heappush(self._scheduled, (self.now + seconds, self._count, action))
 
   def tick(self) -> bool:
-    """Runs the next action; False if there is none."""
-    if not self._planned:
+    """Advances to the next action and runs it; returns False if there is none."""
+    if not self._scheduled:
       return False
-    self.now, _, action = heapq.heappop(self._planned)
+    self.now, _, action = heapq.heappop(self._scheduled)
     action()
     return True

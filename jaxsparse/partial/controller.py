@@ -1,13 +1,18 @@
-"""The controller of partial reduce: who averages with whom (§3.1, §4, Figure 6). It never sees a model.
+"""The controller of partial reduce: decides which workers average with each other (§3.1, §4, Figure 6).
 
-A pure state machine, without clock or network. Ready signals come in, groups go out:
+A pure state machine without clock, network or models. Each call tells it what a worker has done; it returns the groups
+that can be formed now:
 
-    ready(2, 7) ─> signal queue ─> group filter ─> weights ─> Group((0, 2, 5), (1/3, 1/3, 1/3), iteration 7)
-                   0 5 2             ^      │
-                                  history of the last T groups
+    ready(2, 7) ──> signal queue ──> group filter ──> weights ──> Group((0, 2, 5), (1/3, 1/3, 1/3), iteration 7)
+                     2, 5, 0             ^                           │
+                                         └── history: last T groups ─┘
 
-Groups are formed of whoever waits longest; any number of them may average at once. For an evaluation, and at the end,
-all of them average (Algorithm 2, line 8): those who are ready for that wait for all others.
+Workers that are ready wait in a queue, and a group is formed of those that have waited longest. Groups may average at
+the same time, since no worker is in two. The group filter departs from the order of the queue only where the workers
+would otherwise split into sets that never average with each other (`jaxsparse.partial.graph`).
+
+For an evaluation, and at the end of training, all workers average (Algorithm 2, line 8): a worker that asks for it
+joins no other group, and waits until all workers have asked.
 """
 
 from collections import deque
@@ -17,12 +22,12 @@ from typing import Literal, NamedTuple
 from jaxsparse.partial import graph
 from jaxsparse.partial.weights import Missing, Weights, constant, dynamic
 
-PATIENCE = 10  # how many times as slow as the others a worker may be before they wait for it
+PATIENCE = 10  # a worker may be about this many times slower than the others before they wait for it
 MAX_ITERATION = 2**63 - 1
 
 
 class Rejected(ValueError):
-  """A message that the controller does not take, and why; nothing has changed.
+  """A call that the controller rejects, with the reason; its state has not changed.
 
   Example:
     >>> raise Rejected("worker 9 is unknown")
@@ -33,14 +38,14 @@ class Rejected(ValueError):
 
 
 class Group(NamedTuple):
-  """Workers that average their models now.
+  """Workers that average their models: each continues with Σ weights[i] · model[i] + initial · (initial model).
 
   Attributes:
-    members: their numbers, ascending.
-    weights: of their models, in this order.
-    iteration: what every member goes on from, the largest of theirs.
-    initial: weight of the model that training started from; 0 but for dynamic weights with `missing="initial"`.
-    number: 1 for the first group, and one more for each.
+    members: numbers of the workers, ascending.
+    weights: of the members' models, in the order of `members`.
+    iteration: the largest iteration of the members; all of them continue from it.
+    initial: weight of the model that training started from; 0 except for dynamic weights with `missing="initial"`.
+    number: 1 for the first group, 2 for the second, and so on.
 
   Example:
     >>> Group((0, 2), (0.5, 0.5), 7).members
@@ -57,25 +62,26 @@ class Group(NamedTuple):
 class Controller:
   """Forms groups of workers that are ready.
 
-  Laws, whatever comes in which order:
+  Whatever the order of calls:
 
-  - A group has exactly P different members, all of them ready; P is `group_size`, or all who are left if fewer are.
-  - Who waits longest is in the next group, and a group is formed at the latest when all are ready.
-  - Any T consecutive groups connect all workers (`jaxsparse.partial.graph`), T groups after somebody came, left or
-    failed at the latest. If no group that does is among those ready, they wait for one that can.
-  - Weights sum to 1, with the initial model's.
+  - A group has exactly P different members, all of them ready. P is `group_size`, or the number of remaining workers
+    if that is smaller.
+  - The worker that has waited longest is in the next group. A group is formed at the latest when all workers are ready.
+  - Any T consecutive groups connect all workers (`jaxsparse.partial.graph`); after a worker joins, leaves or fails, at
+    most T groups may pass until that holds again. If no group of the ready workers would keep it, they wait for more.
+  - The weights of a group, with that of the initial model, sum to 1.
 
   Args:
-    workers: N, how many there are, numbered from 0; all of them are expected to signal until they `leave`.
+    workers: N, the number of workers. They are numbered from 0, and each is expected to signal until it leaves.
     group_size: P, 2 … N.
-    weights: "constant", 1/P each, or "dynamic", less for the stale (`jaxsparse.partial.weights`).
+    weights: "constant", 1/P each, or "dynamic", less for older models (`jaxsparse.partial.weights`).
     decay: α of dynamic weights, in [0, 1).
-    missing: where dynamic weights put those of iterations that nobody is at: "closest" or "initial" (the paper's).
-    history: T, at least ⌈(N − 1)/(P − 1)⌉. By default 10 times that, so that a worker up to about 10 times as slow as
-      the others does not hold them up.
+    missing: where the dynamic weights of iterations without a member go: "closest" or "initial" (as in the paper).
+    history: T, at least ⌈(N − 1)/(P − 1)⌉. The default is 10 times that: a straggler that is up to about 10 times
+      slower than the other workers does not make them wait.
 
   Raises:
-    ValueError: for arguments outside their choices.
+    ValueError: for arguments outside these choices.
 
   Example:
     >>> import jaxsparse as js
@@ -114,11 +120,11 @@ class Controller:
     self.workers, self.group_size = workers, group_size
     self.window = PATIENCE * least if history is None else history
     self._weights, self._decay, self._missing = weights, float(decay), missing
-    self._alive = dict.fromkeys(range(workers))  # a set that keeps its order
-    self._queue: dict[int, int] = {}  # who waits, first come first, with its iteration
-    self._for_all: dict[int, int] = {}  # who waits for the average of all, likewise
-    self._last = dict.fromkeys(range(workers), -1)  # the iteration that each signalled last
-    self._group: dict[int, Group] = {}  # that each was put in and has not signalled since
+    self._alive = dict.fromkeys(range(workers))  # a dict, as a set that keeps its order
+    self._queue: dict[int, int] = {}  # iterations of the workers that are ready, first come first
+    self._for_all: dict[int, int] = {}  # iterations of the workers that wait for the average of all
+    self._last = dict.fromkeys(range(workers), -1)  # the last iteration that each worker has signalled
+    self._group: dict[int, Group] = {}  # the last group of each worker, until its next signal
     self._history: deque[Group] = deque(maxlen=self.window)
     self._formed = 0
 
@@ -129,35 +135,35 @@ class Controller:
 
   @property
   def waiting(self) -> tuple[int, ...]:
-    """The workers that are ready and in no group yet, who waits longest first."""
+    """The workers that are ready and in no group yet, the longest-waiting first."""
     return tuple(self._queue)
 
   @property
   def history(self) -> tuple[Group, ...]:
-    """The last groups that count for the sync-graph, oldest first, at most `window` of them."""
+    """The last groups that count for connectivity, oldest first, at most `window` (T) of them."""
     return tuple(self._history)
 
   @property
   def size(self) -> int:
-    """Members of the next group: P, or all who are left and do not wait for the average of all."""
+    """The size of the next group: P, or fewer if fewer workers are left that do not wait for the average of all."""
     return min(self.group_size, len(self._active))
 
   def ready(self, worker: int, iteration: int) -> list[Group]:
-    """A worker has done `iteration` iterations and wants to average; the groups that can be formed now.
+    """A worker has done `iteration` iterations and is ready to average; returns the groups that can be formed now.
 
     Raises:
-      Rejected: from an unknown worker, one that left or waits already, or for an iteration it has signalled before.
+      Rejected: if the worker is unknown, has left or is ready already, or if it has signalled this iteration before.
     """
     self._check(worker)
     self._check_iteration(worker, iteration, self._last[worker])
     self._last[worker] = self._queue[worker] = iteration
     self._group.pop(worker, None)
-    return self._form()
+    return self._form_groups()
 
   def synchronize(self, worker: int, iteration: int) -> list[Group]:
-    """A worker wants the average of all, and is in no other group until then: 1/N of each, whoever has left excepted.
+    """A worker waits for the average of all workers that have not left, each with the same weight.
 
-    It may follow a group without an iteration between.
+    Until then it is in no other group. The call may follow a group without an iteration in between.
 
     Raises:
       Rejected: as `ready`.
@@ -166,13 +172,13 @@ class Controller:
     self._check_iteration(worker, iteration, self._last[worker] - (worker in self._group))
     self._last[worker] = self._for_all[worker] = iteration
     self._group.pop(worker, None)
-    return self._changed(self._without(worker))
+    return self._replace_history(self._without(worker))
 
   def failed(self, worker: int, number: int) -> list[Group]:
-    """A worker could not average with its group `number`: it does not count, and the worker may signal once more.
+    """A worker could not average with group `number`: that group no longer counts, the worker may signal again.
 
     Raises:
-      Rejected: if that is not the group that the worker was put in last, or the worker has signalled since.
+      Rejected: if `number` is not the worker's last group, or if the worker has signalled since.
     """
     self._check(worker)
     group = self._group.get(worker)
@@ -180,13 +186,13 @@ class Controller:
       raise Rejected(f"stale: worker {worker} is not in group {number!r}")
     del self._group[worker]
     self._last[worker] -= 1
-    return self._changed([past for past in self._history if past.number != number])
+    return self._replace_history([past for past in self._history if past.number != number])
 
   def replaced(self, worker: int) -> None:
-    """A worker has the model of another one in place of its own: its next signal may be of any iteration.
+    """A worker replaces its model by that of another one: its next signal may be of any iteration.
 
     Raises:
-      Rejected: from an unknown worker, or one that is ready.
+      Rejected: if the worker is unknown, or is ready.
     """
     self._check(worker)
     self._check_not_ready(worker)
@@ -194,27 +200,27 @@ class Controller:
     self._group.pop(worker, None)
 
   def leave(self, worker: int) -> list[Group]:
-    """A worker ends, or is dead: the others go on without it.
+    """A worker ends or is dead: groups are formed without it.
 
     Raises:
-      Rejected: for an unknown worker, or one that has left already.
+      Rejected: if the worker is unknown, or has left already.
     """
     self._check(worker)
     del self._alive[worker], self._last[worker]
-    for kept in (self._queue, self._for_all, self._group):
-      kept.pop(worker, None)
-    return self._changed(self._without(worker))
+    for by_worker in (self._queue, self._for_all, self._group):
+      by_worker.pop(worker, None)
+    return self._replace_history(self._without(worker))
 
   def join(self, worker: int) -> list[Group]:
-    """A worker that left takes part again.
+    """A worker that has left takes part again.
 
     Raises:
-      Rejected: for an unknown worker, or one that has not left.
+      Rejected: if the worker is unknown, or has not left.
     """
     self._check(worker, known_as="left")
     self._alive[worker] = None
     self._last[worker] = -1
-    return self._changed(list(self._history))
+    return self._replace_history(list(self._history))
 
   def _check(self, worker: int, known_as: Literal["alive", "left"] = "alive") -> None:
     if not _is_count(worker) or not 0 <= worker < self.workers:
@@ -222,7 +228,7 @@ class Controller:
     if known_as == "alive" and worker not in self._alive:
       raise Rejected(f"unknown: worker {worker} has left, it has to join again")
     if known_as == "left" and worker in self._alive:
-      raise Rejected(f"duplicate: worker {worker} is here already")
+      raise Rejected(f"duplicate: worker {worker} has joined already")
 
   def _check_iteration(self, worker: int, iteration: int, last: int) -> None:
     if not _is_count(iteration) or not 0 <= iteration <= MAX_ITERATION:
@@ -234,45 +240,45 @@ class Controller:
       )
 
   def _check_not_ready(self, worker: int) -> None:
-    for kept in (self._queue, self._for_all):
-      if worker in kept:
-        raise Rejected(f"duplicate: worker {worker} is ready already, with iteration {kept[worker]}")
+    for waiting in (self._queue, self._for_all):
+      if worker in waiting:
+        raise Rejected(f"duplicate: worker {worker} is ready already, with iteration {waiting[worker]}")
 
   @property
   def _active(self) -> list[int]:
-    """Those who form groups."""
+    """The workers that groups are formed of: those that do not wait for the average of all."""
     return [worker for worker in self._alive if worker not in self._for_all]
 
   def _without(self, worker: int) -> list[Group]:
-    """The history, had a worker not been there."""
+    """The history without a worker."""
     without = lambda group: group._replace(members=tuple(member for member in group.members if member != worker))
     return [without(group) for group in self._history]
 
-  def _changed(self, history: Sequence[Group]) -> list[Group]:
-    """Goes on with another history, or as much of it as connected windows can still be made of."""
+  def _replace_history(self, history: Sequence[Group]) -> list[Group]:
+    """Replaces the history by the part of another one from which all windows can still become connected."""
     count = graph.usable(self._active, [group.members for group in history], self.window, self.size)
     self._history = deque(history[len(history) - count :], maxlen=self.window)
-    return self._form()
+    return self._form_groups()
 
-  def _form(self) -> list[Group]:
+  def _form_groups(self) -> list[Group]:
     formed = []
-    while self._queue and (members := self._next()):
+    while self._queue and (members := self._next_members()):
       iterations = {member: self._queue.pop(member) for member in sorted(members)}
-      formed.append(self._group_of(iterations, self._weigh(list(iterations.values()))))
+      formed.append(self._make_group(iterations, self._weigh(list(iterations.values()))))
       self._history.append(formed[-1])
     if self._for_all and not self._active:
       iterations, self._for_all = dict(sorted(self._for_all.items())), {}
-      formed.append(self._group_of(iterations, constant(len(iterations))))
-      self._history.clear()  # all agree now
+      formed.append(self._make_group(iterations, constant(len(iterations))))
+      self._history.clear()  # all models are equal
     return formed
 
-  def _group_of(self, iterations: dict[int, int], weights: Weights) -> Group:
+  def _make_group(self, iterations: dict[int, int], weights: Weights) -> Group:
     self._formed += 1
     group = Group(tuple(iterations), weights.members, max(iterations.values()), weights.initial, self._formed)
     self._group.update(dict.fromkeys(iterations, group))
     return group
 
-  def _next(self) -> list[int] | None:
+  def _next_members(self) -> list[int] | None:
     if len(self._queue) < self.size:
       return None
     needs = graph.needs(self._active, [group.members for group in self._history], self.window, self.size)

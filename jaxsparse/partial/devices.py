@@ -1,13 +1,14 @@
-"""Partial reduce between the devices of one process: a thread and a device a worker, for a machine with several GPUs.
+"""Partial reduce between the devices of one process, for a host with several GPUs: a thread and a device a worker.
 
-The average of a group is a jitted collective over the mesh of the group's devices, which those of other groups take no
-part in. The thread whose signal completes a group starts it, and every member goes on with its own device's part:
+The average of a group is a jitted collective over the mesh of the group's devices; devices of other groups take no
+part. The thread whose signal completes a group starts the collective, and every member continues with its own device's
+shard:
 
     thread 0 ── reduce ─> waits ··················· mean on device 0 ─>
-    thread 1 ── computes ──────── reduce ─> waits ················          no group of its own yet
+    thread 1 ── computes ──────── reduce ─> waits ················          no group yet
     thread 2 ── computes ─ reduce ─> Group(0, 2) ─> mean on device 2 ─>
 
-Each group's program is compiled when it is first needed, or all of them by `warm_up` before training.
+The program of a group is compiled at its first use, or by `warm_up` before training.
 """
 
 import functools
@@ -34,12 +35,12 @@ class Devices:
   """The workers of one process.
 
   Args:
-    controller: of as many workers as there are devices; nobody else may use it.
-    devices: of worker 0, 1, …
+    controller: with as many workers as there are devices; used by nothing else.
+    devices: worker i uses devices[i].
     params: the model that training starts from.
 
   Raises:
-    ValueError: for another number of devices than the controller has workers, or parameters that are not finite.
+    ValueError: if the number of devices differs from the controller's number of workers, or `params` is not finite.
 
   Example:
     >>> import threading, jax, jax.numpy as jnp, jaxsparse as js
@@ -70,26 +71,26 @@ class Devices:
     self.devices, self.params = tuple(devices), params
     self.controller, self._initial = controller, [jax.device_put(vector, device) for device in devices]
     self._changed = threading.Condition()
-    self._models: dict[int, tuple[jax.Array, int]] = {}  # of those who wait, and the iteration of each
-    self._asking: set[int] = set()  # those whose models are not finite, who wait for another worker's
+    self._models: dict[int, tuple[jax.Array, int]] = {}  # model and iteration of each worker that waits for its group
+    self._seeking: set[int] = set()  # workers whose models are not finite, and that wait for another worker's model
     self._refusals = [Refusals(worker) for worker in range(controller.workers)]
     self._answers: dict[int, tuple[jax.Array, int] | Exception] = {}
-    # XLA's CPU runtime runs the devices of all programs on one small pool of threads: there, one average at a time.
+    # XLA's CPU runtime runs all programs on one small thread pool, where two collectives at once could deadlock.
     self._one_at_a_time = threading.Lock() if devices[0].platform == "cpu" else None
     self._program = functools.cache(self._compiled)
 
   def worker(self, number: int) -> "DeviceWorker":
-    """Worker `number`, for a thread of its own.
+    """Returns worker `number`, for a thread of its own.
 
     Raises:
-      ValueError: for a number that is none of a worker.
+      ValueError: for a number outside 0 … N − 1.
     """
     if number not in range(len(self.devices)):
       raise ValueError(f"worker {number!r}, choose 0 … {len(self.devices) - 1}")
     return DeviceWorker(self, number)
 
   def warm_up(self) -> int:
-    """Compiles the programs of all groups of P; how many they are."""
+    """Compiles the programs of all groups of P workers; returns how many they are."""
     groups = list(itertools.combinations(range(len(self.devices)), self.controller.group_size))
     for members in groups:
       self._program(members)
@@ -98,10 +99,10 @@ class Devices:
   def average(
     self, number: int, params: Any, iteration: int, signal: Callable[[int, int], list[Group]]
   ) -> tuple[Any, int]:
-    """See `DeviceWorker.reduce` and `synchronize`; `signal` is what the controller is told: its `ready` or another."""
+    """See `DeviceWorker.reduce` and `synchronize`; `signal` is the controller's `ready` or `synchronize`."""
     vector = jax.device_put(flatten(params)[0], self.devices[number])
     if vector.size != self._initial[number].size:
-      raise ValueError(f"params have {vector.size} entries, those to begin with {self._initial[number].size}")
+      raise ValueError(f"params have {vector.size} entries, the initial ones have {self._initial[number].size}")
     if self._refusals[number].refuse(vector, iteration, self._unflatten):
       vector, iteration = self._another_model(number)
       if signal == self.controller.ready:
@@ -109,10 +110,10 @@ class Devices:
     with self._changed:
       groups = signal(number, iteration)
       self._models[number] = (vector, iteration)
-      self._give(number)
-      ready = self._taken(groups)
+      self._hand_out(number)
+      ready = self._collect(groups)
     self._average(ready)
-    vector, iteration = self._answer(number)
+    vector, iteration = self._wait_for_answer(number)
     return self._unflatten(vector), iteration
 
   def refused(self, number: int) -> int:
@@ -123,11 +124,11 @@ class Devices:
     """See `DeviceWorker.leave`."""
     with self._changed:
       groups = self.controller.leave(number) if number in self.controller.alive else []
-      self._give_up_if_nobody()
-      ready = self._taken(groups)
+      self._fail_if_all_seek()
+      ready = self._collect(groups)
     self._average(ready)
 
-  def _answer(self, number: int) -> tuple[jax.Array, int]:
+  def _wait_for_answer(self, number: int) -> tuple[jax.Array, int]:
     with self._changed:
       self._changed.wait_for(lambda: number in self._answers)
       answer = self._answers.pop(number)
@@ -135,31 +136,31 @@ class Devices:
       raise answer
     return answer
 
-  def _taken(self, groups: list[Group]) -> list[tuple[Group, list[jax.Array]]]:
+  def _collect(self, groups: list[Group]) -> list[tuple[Group, list[jax.Array]]]:
     return [(group, [self._models.pop(member)[0] for member in group.members]) for group in groups]
 
   def _another_model(self, number: int) -> tuple[jax.Array, int]:
-    """The model of a worker that waits, the most trained one, or else of the next that signals."""
+    """The most trained model of the workers that wait; if none waits, that of the next worker to signal."""
     with self._changed:
       self.controller.replaced(number)
-      self._asking.add(number)
+      self._seeking.add(number)
       if self._models:
-        self._give(max(self._models, key=lambda other: self._models[other][1]))
-      self._give_up_if_nobody()
-    return self._answer(number)
+        self._hand_out(max(self._models, key=lambda other: self._models[other][1]))
+      self._fail_if_all_seek()
+    return self._wait_for_answer(number)
 
-  def _give(self, number: int) -> None:
-    """Copies the model of a worker that waits to those who ask for one."""
+  def _hand_out(self, number: int) -> None:
+    """Copies the model of a waiting worker to all workers that seek one."""
     vector, iteration = self._models[number]
-    for other in self._asking:
+    for other in self._seeking:
       self._answers[other] = (jax.device_put(vector, self.devices[other]), iteration)
-    self._asking.clear()
+    self._seeking.clear()
     self._changed.notify_all()
 
-  def _give_up_if_nobody(self) -> None:
-    if self._asking.issuperset(self.controller.alive):
-      self._answers.update({other: self._refusals[other].nobody() for other in self._asking})
-      self._asking.clear()
+  def _fail_if_all_seek(self) -> None:
+    if self._seeking.issuperset(self.controller.alive):
+      self._answers.update({other: self._refusals[other].no_donor() for other in self._seeking})
+      self._seeking.clear()
       self._changed.notify_all()
 
   def _average(self, ready: list[tuple[Group, list[jax.Array]]]) -> None:
@@ -167,16 +168,16 @@ class Devices:
       answers: dict[int, tuple[jax.Array, int] | Exception]
       try:
         answers = {member: (mean, group.iteration) for member, mean in self._means(group, models)}
-      except Exception as error:  # nobody may wait for ever
+      except Exception as error:  # raised in every member, or they would wait for ever
         answers = dict.fromkeys(group.members, error)
       with self._changed:
         self._answers.update(answers)
         self._changed.notify_all()
 
   def _means(self, group: Group, models: list[jax.Array]) -> list[tuple[int, jax.Array]]:
-    program, place = self._program(group.members)
+    program, sharding = self._program(group.members)
     initial = [self._initial[member] for member in group.members]
-    joined = lambda parts: jax.make_array_from_single_device_arrays((len(parts) * parts[0].size,), place, parts)
+    joined = lambda parts: jax.make_array_from_single_device_arrays((len(parts) * parts[0].size,), sharding, parts)
     weights = np.array([(weight, group.initial) for weight in group.weights], np.float32)
     if self._one_at_a_time:
       with self._one_at_a_time:
@@ -187,27 +188,27 @@ class Devices:
     return [(member, of[self.devices[member]]) for member in group.members]
 
   def _compiled(self, members: tuple[int, ...]) -> tuple[Any, NamedSharding]:
-    """The program of a group, and where its models lie."""
+    """The compiled average of a group, and the sharding of its models."""
     mesh = Mesh(np.array([self.devices[member] for member in members]), (_AXIS,))
-    place = NamedSharding(mesh, _SPLIT)
+    sharding = NamedSharding(mesh, _SPLIT)
 
     def mean(model: jax.Array, initial: jax.Array, weights: jax.Array) -> jax.Array:
       weight, of_initial = weights[0]
       return jax.lax.psum(weight * model, _AXIS) + of_initial * initial
 
-    mapped = jax.jit(_compat.shard_map(mean, mesh, (_SPLIT, _SPLIT, _SPLIT), _SPLIT), in_shardings=place)
+    mapped = jax.jit(_compat.shard_map(mean, mesh, (_SPLIT, _SPLIT, _SPLIT), _SPLIT), in_shardings=sharding)
     flat = jax.ShapeDtypeStruct((len(members) * self._initial[0].size,), jnp.float32)
-    return mapped.lower(flat, flat, jax.ShapeDtypeStruct((len(members), 2), jnp.float32)).compile(), place
+    return mapped.lower(flat, flat, jax.ShapeDtypeStruct((len(members), 2), jnp.float32)).compile(), sharding
 
 
 class DeviceWorker:
   """One worker of `Devices`, with the methods of `js.partial.Worker`; it leaves when its `with` block ends.
 
   Attributes:
-    number: of it.
-    params: the model that training starts from, on its device.
+    number: this worker's.
+    params: the model that training starts from, on this worker's device.
     iteration: 0.
-    device: of it.
+    device: this worker's.
     refused: how many models of this worker in succession were not finite; see `reduce`.
 
   Example:
@@ -232,10 +233,10 @@ class DeviceWorker:
   def reduce(self, params: Any, iteration: int) -> tuple[Any, int]:
     """Averages with a group, as `js.partial.Worker.reduce` does; parameters stay on this worker's device.
 
-    In place of parameters that are not finite it returns the model of a worker that waits, or of the next that signals.
+    If `params` is not finite, the result is the model of another worker: one that waits, or the next one that signals.
 
     Raises:
-      Rejected: for an iteration that the controller does not take.
+      Rejected: for an iteration that the controller rejects.
       ValueError: for parameters of another size.
       FloatingPointError: as `js.partial.Worker.reduce`.
     """
@@ -246,7 +247,7 @@ class DeviceWorker:
     return self._workers.average(self.number, params, iteration, self._workers.controller.synchronize)
 
   def leave(self) -> None:
-    """Ends taking part; the others go on without this worker."""
+    """Leaves: the other workers continue without this one."""
     self._workers.leave(self.number)
 
   def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""Models that are not finite never come into an average: the worker itself refuses them, before it signals anything.
+"""Models with NaN or Inf enter no average: each worker checks its own model before it sends a signal.
 
-A mean with one NaN in it is NaN, so a single worker whose step diverges would ruin the models of its group, and soon of
-all. Its worker goes on from a current model of another one instead.
+A mean with one NaN is NaN, so one worker whose step diverges would spoil the models of its group, and soon all models.
+Instead, that worker continues from the current model of another worker.
 """
 
 import logging
@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-REFUSALS = 10  # models in succession of one worker that are refused before that is an error
+REFUSALS = 10  # so many models of one worker in succession that are not finite raise an error
 
 _all_finite = jax.jit(lambda vector: jnp.isfinite(vector).all())
 
 
 def first_not_finite(params: Any) -> str | None:
-  """The path of the first leaf that holds NaN or Inf as float32, for example "params['w']"; None if there is none.
+  """The path of the first leaf with NaN or Inf (in float32), for example "params['w']"; None if there is none.
 
   Example:
     >>> first_not_finite({"b": np.zeros(2), "w": np.array([1.0, np.nan])})
@@ -32,7 +32,7 @@ def first_not_finite(params: Any) -> str | None:
 
 
 def check_start(params: Any) -> None:
-  """Raises ValueError if the model that training starts from is not finite, naming the leaf.
+  """Raises ValueError with the name of the leaf if the model that training starts from is not finite.
 
   Example:
     >>> check_start({"w": np.array([np.inf])})
@@ -45,13 +45,13 @@ def check_start(params: Any) -> None:
 
 
 class Refusals:
-  """What one worker refuses of its own.
+  """Checks the models of one worker, and counts those that are not finite.
 
   Args:
     worker: its number.
 
   Attributes:
-    count: how many of its models in succession were refused; 0 after a finite one.
+    count: how many models in succession were not finite; 0 after a finite one.
 
   Example:
     >>> refusals = Refusals(2)
@@ -64,15 +64,15 @@ class Refusals:
     self._last = ""
 
   def refuse(self, vector: jax.Array, iteration: int, unflatten: Callable[[jax.Array], Any]) -> bool:
-    """Whether a model is refused; that is logged.
+    """Returns whether a model is not finite, and logs it then.
 
     Args:
       vector: f32[n], the model.
-      iteration: how many iterations it has seen.
-      unflatten: makes parameters of it, to name the leaf that is not finite.
+      iteration: the number of iterations that it has been trained for.
+      unflatten: converts the vector to parameters, to name the leaf that is not finite.
 
     Raises:
-      FloatingPointError: for the `REFUSALS`-th in succession.
+      FloatingPointError: for the `REFUSALS`-th such model in succession.
     """
     if _all_finite(vector):
       self.count = 0
@@ -82,16 +82,16 @@ class Refusals:
     if self.count >= REFUSALS:
       raise FloatingPointError(
         f"{self._last}, {REFUSALS} times in succession, each time after a step from another worker's finite model: "
-        "start the optimizer's state anew when `refused` is above 0, and look at this worker's data"
+        "reset the optimizer's state when `refused` is above 0, and check this worker's data"
       )
     logging.getLogger(__name__).warning(
-      f"{self._last}; it is in no average, and the worker goes on from another worker's model"
+      f"{self._last}; it enters no average, and the worker continues from another worker's model"
     )
     return True
 
-  def nobody(self) -> FloatingPointError:
-    """The error where no other worker has a finite model."""
+  def no_donor(self) -> FloatingPointError:
+    """The error to raise if no other worker has a finite model."""
     return FloatingPointError(
-      f"{self._last}, and no other worker has a trained model that is: start again from parameters saved before, with "
-      "a smaller learning rate for example"
+      f"{self._last}, and no other worker has a trained model that is: restart from parameters saved earlier, for "
+      "example with a smaller learning rate"
     )

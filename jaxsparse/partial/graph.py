@@ -1,17 +1,20 @@
-"""The sync-graph of the last groups, and which members the next one needs so that it stays connected (§4).
+"""The sync-graph of the last groups: which workers the next group needs so that all workers stay connected (§4).
 
-Workers are joined by an edge if some group had both. A group of P joins at most P components into one, so with
+The vertices are the workers; an edge joins two workers that were in one group. Progress spreads to every worker only if
+the graph of recent groups is connected: here, the graph of any T consecutive groups. A group of P workers joins at most
+P components into one. With
 
-    c_j  components of the graph of the last j groups,         j = 0 … T
+    c_j = number of components of the graph of the last j groups,        j = 0 … T
 
-a graph over the last T groups can be kept connected for ever exactly if c_j ≤ 1 + (T − j)(P − 1) at every j: T − j
-groups are still to come before these j are the oldest of T. At j = 0 that is T ≥ ⌈(N − 1)/(P − 1)⌉. The next group g
-keeps it if for every j it meets enough components of the last j groups:
+all future windows of T groups can be connected if and only if c_j ≤ 1 + (T − j)(P − 1) for every j, since T − j more
+groups will be in one window with these j. For j = 0 that is T ≥ ⌈(N − 1)/(P − 1)⌉. The next group g preserves the
+condition if it meets enough components of the last j groups, for every j:
 
     met_j(g) ≥ c_j − (T − 1 − j)(P − 1)
 
-which asks something of g only where the graph is about to fall apart, and can always be done once every worker is
-ready: partitions are nested, so members of different coarse components are in different fine ones too.
+That restricts g only where the graph is about to fall apart. Once all workers are ready a valid g exists: the
+partitions are nested, so workers in different components of a coarse one are in different components of the finer ones
+too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,11 +22,11 @@ from typing import NamedTuple
 
 
 class Need(NamedTuple):
-  """What the next group has to do: meet at least `met` of the components.
+  """A condition for the next group: it has members of at least `met` components of a partition.
 
   Attributes:
-    component: of each worker, a number.
-    met: how many different ones the group must have members of, 2 or more.
+    component: the number of each worker's component.
+    met: 2 or more.
 
   Example:
     >>> Need({0: 0, 1: 0, 2: 2, 3: 2}, met=2).of([0, 1])
@@ -34,23 +37,12 @@ class Need(NamedTuple):
   met: int
 
   def of(self, workers: Iterable[int]) -> int:
-    """How many components these workers are in."""
+    """The number of components that these workers are in."""
     return len({self.component[worker] for worker in workers})
 
 
-def is_connected(workers: Iterable[int], groups: Iterable[Sequence[int]]) -> bool:
-  """Whether the groups join all of the workers.
-
-  Example:
-    >>> is_connected(range(4), [(0, 1), (2, 3)]), is_connected(range(4), [(0, 1), (2, 3), (1, 2)])
-    (False, True)
-  """
-  *_, component = _partitions(workers, groups)
-  return len(set(component.values())) <= 1
-
-
 def needs(workers: Iterable[int], groups: Sequence[Sequence[int]], window: int, size: int) -> list[Need]:
-  """What the next group of `size` must do, after `groups`, oldest first, so that any `window` groups are connected.
+  """Conditions for the next group of `size` after `groups`, oldest first: any `window` groups then connect all workers.
 
   Example:
     >>> [need.met for need in needs(range(4), [(0, 1), (2, 3)], window=3, size=2)]  # the third must join the pairs
@@ -62,17 +54,17 @@ def needs(workers: Iterable[int], groups: Sequence[Sequence[int]], window: int, 
   for past, component in enumerate(_partitions(workers, reversed(groups[max(0, len(groups) - window + 1) :]))):
     count = len(set(component.values()))
     if count == 1:
-      break  # and so with every older group
+      break  # and the graph with older groups is connected too
     if (met := count - (window - 1 - past) * (size - 1)) > 1:
       found.append(Need(component, met))
   return found
 
 
 def usable(workers: Iterable[int], groups: Sequence[Sequence[int]], window: int, size: int) -> int:
-  """How many of the last groups can be part of connected windows to come: after workers came or went, maybe not all.
+  """How many of the last groups can be in windows that are connected; not all, if a worker joined or left since.
 
   Example:
-    >>> usable(range(3), [(0, 1), (1,), (1,)], window=3, size=2)  # two more would leave 0 and 2 out
+    >>> usable(range(3), [(0, 1), (1,), (1,)], window=3, size=2)  # with two of them, a third could not join 0, 1, 2
     1
   """
   recent = list(reversed(groups[max(0, len(groups) - window) :]))
@@ -83,9 +75,9 @@ def usable(workers: Iterable[int], groups: Sequence[Sequence[int]], window: int,
 
 
 def first_group(queue: Sequence[int], size: int, needs: Sequence[Need]) -> list[int] | None:
-  """The `size` workers that have waited longest among those groups that do all that is needed; None if none does.
+  """The `size` workers that have waited longest among the groups that meet all `needs`; None if there is no such group.
 
-  Whoever waits longest is in it, since the other `size` − 1 can meet what the best group meets.
+  The worker at the head of the queue is always in it: the other `size` − 1 can meet as many components with it.
 
   Example:
     >>> first_group([0, 1, 2, 3], 2, [Need({0: 0, 1: 0, 2: 2, 3: 2}, met=2)])
@@ -93,7 +85,7 @@ def first_group(queue: Sequence[int], size: int, needs: Sequence[Need]) -> list[
   """
 
   def can_grow(chosen: list[int], rest: Sequence[int]) -> bool:
-    """Each further member meets one more component of all partitions at once, while there is one to meet."""
+    """Whether `rest` can complete `chosen`: each further member can meet a new component of every partition."""
     free = size - len(chosen)
     return all(min(need.of([*chosen, *rest]), need.of(chosen) + free) >= need.met for need in needs)
 
@@ -107,7 +99,7 @@ def first_group(queue: Sequence[int], size: int, needs: Sequence[Need]) -> list[
 
 
 def _partitions(workers: Iterable[int], groups: Iterable[Sequence[int]]) -> Iterator[dict[int, int]]:
-  """The component of each worker: without any group, with the first, with the first two and so on."""
+  """The component of each worker in the graphs of no group, of the first group, of the first two, and so on."""
   component = {worker: worker for worker in workers}
   yield component
   for group in groups:

@@ -1,9 +1,9 @@
-"""What workers and the controller's server say to each other: signals of 11 bytes, answers in JSON.
+"""Messages between workers and the server: signals of 11 bytes, answers in JSON; and the keys that protect them.
 
-    worker -> server    kind u8 | worker u16 | value i64, big-endian        and behind HELLO the address of the worker
-    server -> worker    kind u8 | JSON
+    worker ──> server    kind u8 | worker u16 | value i64, big-endian        HELLO: followed by the worker's address
+    server ──> worker    kind u8 | JSON
 
-A signal is taken apart strictly: whatever is not exactly that is rejected with a reason, and changes nothing.
+A signal is parsed strictly: any other bytes are rejected with a reason, and change nothing.
 """
 
 import enum
@@ -22,20 +22,20 @@ from jaxsparse.partial.controller import Rejected
 LOOPBACK = "tcp://127.0.0.1:*"
 _SIGNAL = struct.Struct("!BHq")
 _ADDRESS = re.compile(r"tcp://([\w.-]{1,200}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", re.ASCII)
-LONGEST = 4096  # bytes of a signal, or of a handshake; who sends more is cut off
+LONGEST = 4096  # bytes of a signal or a handshake; a connection that sends a longer message is closed
 
 
 class Says(enum.IntEnum):
-  """What a worker says.
+  """The kinds of signals, from a worker to the server.
 
   Attributes:
-    HELLO: it comes with a model of `value` entries, and with its address behind.
-    READY: it has done `value` iterations.
+    HELLO: the worker joins, with a model of `value` entries; the address for other workers follows.
+    READY: it has done `value` iterations and is ready to average with a group.
     FAILED: it could not average with group `value`.
-    BYE: it ends, and owes nothing to its groups up to `value`.
-    BEAT: it is alive; value 0.
-    SYNCHRONIZE: it has done `value` iterations and wants the average of all.
-    NOT_FINITE: its model is not finite, and it wants another one's; value 0.
+    BYE: it leaves, and owes no piece to groups up to number `value`.
+    BEAT: heartbeat; value 0.
+    SYNCHRONIZE: it has done `value` iterations and waits for the average of all workers.
+    NOT_FINITE: its model is not finite, and it needs the model of another worker; value 0.
 
   Example:
     >>> Says(2).name
@@ -52,15 +52,15 @@ class Says(enum.IntEnum):
 
 
 class Answer(enum.IntEnum):
-  """What the server says.
+  """The kinds of answers, from the server to a worker.
 
   Attributes:
-    WELCOME: to HELLO, and to NOT_FINITE if there is a worker to fetch a model from.
-    GROUP: average with these now.
-    ABORT: a group will not come to an end.
-    BEAT: to BEAT, and from time to time.
-    REJECTED: a reason.
-    PROBE: say BEAT at once; somebody else says HELLO with this worker's number.
+    WELCOME: answers HELLO, and NOT_FINITE if another worker has a model; with the limit, and the donor's address.
+    GROUP: a group of which the worker is a member, with the addresses of all members.
+    ABORT: a member of a group sends no more pieces to it; with the numbers of both.
+    BEAT: heartbeat; answers BEAT, and is sent periodically.
+    REJECTED: answers a signal that is rejected; with the reason.
+    PROBE: asks for BEAT at once, since another connection sends HELLO with this worker's number.
 
   Example:
     >>> Answer(5).name
@@ -76,13 +76,13 @@ class Answer(enum.IntEnum):
 
 
 class Signal(NamedTuple):
-  """What a worker says, taken apart.
+  """A message of a worker to the server.
 
   Attributes:
     says: its kind.
-    worker: who says it.
-    value: what it is about.
-    address: of the worker, for HELLO only.
+    worker: the sender's number.
+    value: see `Says`.
+    address: where other workers reach the sender; for HELLO only.
 
   Example:
     >>> Signal(Says.READY, 3, 17).packed().hex()
@@ -95,22 +95,22 @@ class Signal(NamedTuple):
   address: str = ""
 
   def packed(self) -> bytes:
-    """The bytes of it."""
+    """The bytes of this signal."""
     return _SIGNAL.pack(self.says, self.worker, self.value) + self.address.encode()
 
 
 def parse(frames: list[bytes]) -> Signal:
-  """Takes apart what came from a worker.
+  """Parses a message of a worker.
 
   Raises:
-    Rejected: for anything that is no signal.
+    Rejected: if it is not exactly one signal.
 
   Example:
     >>> parse([bytes.fromhex("0200030000000000000011")])
     Signal(says=<Says.READY: 2>, worker=3, value=17, address='')
   """
   if len(frames) != 1:
-    raise Rejected(f"malformed: a message of {len(frames)} parts, send one")
+    raise Rejected(f"malformed: a message of {len(frames)} frames, send one")
   (frame,) = frames
   if len(frame) < _SIGNAL.size:
     raise Rejected(f"malformed: {len(frame)} bytes, a signal has {_SIGNAL.size}")
@@ -132,7 +132,7 @@ def parse(frames: list[bytes]) -> Signal:
 
 
 def _can_be_reached(address: str) -> bool:
-  """Whether others can try: they are told this address, and must not fail over it."""
+  """Whether an address is well-formed; the server hands it to other workers, which must be able to parse it."""
   found = _ADDRESS.fullmatch(address)
   return found is not None and 0 < int(found[2]) < 2**16
 
@@ -148,7 +148,7 @@ def answer(kind: Answer, **content: Any) -> bytes:
 
 
 def parse_answer(frame: bytes) -> tuple[Answer, dict[str, Any]]:
-  """Takes apart what came from the server.
+  """Parses a message of the server.
 
   Example:
     >>> parse_answer(answer(Answer.ABORT, number=3))
@@ -162,7 +162,7 @@ class Keys(NamedTuple):
 
   Attributes:
     public: 40 characters (Z85).
-    secret: 40 characters; whoever has it can take part.
+    secret: 40 characters; anybody who has it can join the run.
 
   Example:
     >>> import jaxsparse as js
@@ -175,7 +175,7 @@ class Keys(NamedTuple):
 
 
 def make_keys() -> Keys:
-  """A new key pair for a run; hand it to the workers as you would hand them a password.
+  """Makes a key pair for a run; pass it to the workers as secretly as a password.
 
   Example:
     >>> make_keys() == make_keys()
@@ -185,10 +185,10 @@ def make_keys() -> Keys:
 
 
 def write_keys(keys: Keys, path: str | os.PathLike[str]) -> None:
-  """Writes keys to a new file that only its owner may read.
+  """Writes keys to a new file that only its owner can read.
 
   Raises:
-    FileExistsError: if there is such a file: a run may be using it.
+    FileExistsError: if the file exists: a run may be using it.
 
   Example:
     >>> import tempfile
@@ -202,10 +202,10 @@ def write_keys(keys: Keys, path: str | os.PathLike[str]) -> None:
 
 
 def read_keys(path: str | os.PathLike[str]) -> Keys:
-  """The keys in a file that `write_keys`, or `python -m jaxsparse.partial --keys=FILE`, has written.
+  """Reads keys from a file that `write_keys`, or `python -m jaxsparse.partial --keys=FILE`, has written.
 
   Raises:
-    ValueError: if it holds something else.
+    ValueError: if the file holds anything else.
 
   Example:
     >>> read_keys("/dev/null")
@@ -220,15 +220,17 @@ def read_keys(path: str | os.PathLike[str]) -> Keys:
 
 
 def check_address(address: str, keys: Keys | None, *, reachable: bool = False) -> None:
-  """An address other than this machine's own needs keys: who reaches it could take part, and read the parameters.
+  """Raises ValueError for an address that other machines can reach without keys, or that is malformed.
+
+  Without keys, anybody who reaches the address could join the run and read the parameters.
 
   Args:
     address: `tcp://HOST:PORT`.
     keys: of the run, if there are any.
-    reachable: whether others are told this address, so that HOST may not stand for any.
+    reachable: whether the address is handed to other workers, so that HOST has to name one interface.
 
   Raises:
-    ValueError: without keys, or for something that is no address.
+    ValueError: see above.
 
   Example:
     >>> check_address("tcp://127.0.0.1:*", None)
@@ -251,19 +253,19 @@ def check_address(address: str, keys: Keys | None, *, reachable: bool = False) -
 
 
 def secure(socket: zmq.Socket, keys: Keys | None, *, serves: bool) -> zmq.Socket:
-  """Lets a socket encrypt, and know the other side by the keys of the run; without keys it stays as it is."""
+  """Makes a socket encrypt, and authenticate its peers by the keys of the run; without keys, does nothing."""
   if keys:
     socket.curve_publickey, socket.curve_secretkey = keys
     if serves:
       socket.curve_server = True
-      socket.zap_domain = b"jaxsparse"  # so that the guard is asked
+      socket.zap_domain = b"jaxsparse"  # so that `Guard` authenticates clients
     else:
       socket.curve_serverkey = keys.public
   return socket
 
 
 def endpoint(socket: zmq.Socket) -> str:
-  """The address that a socket is bound to, with its port.
+  """The address that a socket is bound to, with the port.
 
   Example:
     >>> with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -277,7 +279,7 @@ def endpoint(socket: zmq.Socket) -> str:
 
 
 class Guard:
-  """Lets only those into the sockets of a context who have the keys of the run (ZMTP's ZAP); in a thread of its own."""
+  """Admits only clients with the keys of the run to the sockets of a context (ZMTP's ZAP); a thread of its own."""
 
   def __init__(self, context: zmq.Context, keys: Keys | None):
     self._keys, self._thread = keys, None
@@ -289,11 +291,11 @@ class Guard:
       self._thread.configure_curve_callback(domain="jaxsparse", credentials_provider=self)
 
   def callback(self, domain: str, key: bytes) -> bool:
-    """Whether a client with this public key may come in."""
+    """Whether a client with this public key is admitted."""
     del domain
     return self._keys is not None and key == self._keys.public
 
   def stop(self) -> None:
-    """Ends the thread."""
+    """Stops the thread."""
     if self._thread:
       self._thread.stop()

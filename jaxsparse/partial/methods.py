@@ -1,15 +1,16 @@
-"""The methods that partial reduce is compared with, and itself, as what happens when a worker's gradient is there.
+"""The methods of `simulate`: partial reduce, and those that it is compared with.
 
-Every gradient moves the model that is trained for by the same amount, 1/N of a step of `tx`, whatever the method:
+Each method reacts to one event: the gradient of a worker is computed. Whatever the method, every gradient moves the
+model by the same amount, 1/N of a step of `tx`:
 
-    allreduce, bsp   wait for all N gradients, one step with their mean
-    backup           the first N − b of them; those that come later are dropped
-    eager            the first ⌊N/2⌋ + 1; later ones are kept and added to the next sum, which is divided by N
-    asp              each gradient at once, divided by N
-    hete             each at once, divided by its staleness: the steps that the model has made since it was read, plus 1
-    adpsgd           averages its model with one random other's, then takes a step with the gradient of its old model
-    constant, dynamic    a step of its own, then partial reduce: P of N models take a step each and are averaged;
-                         a worker whose model is not finite after its step fetches another worker's instead
+    allreduce, bsp       wait for all N gradients; one step with their mean
+    backup               the first N − b gradients; later ones are dropped
+    eager                the first ⌊N/2⌋ + 1; later ones are added to the next sum, which is divided by N
+    asp                  each gradient at once, divided by N
+    hete                 each gradient at once, divided by its staleness: 1 + the steps since its model was read
+    adpsgd               average the worker's model with that of a random other worker; then one step with its gradient
+    constant, dynamic    one step on the worker's own model, then partial reduce: P models are averaged. A worker whose
+                         model is not finite after its step fetches the model of another worker instead.
 """
 
 import functools
@@ -24,12 +25,12 @@ from jaxsparse.partial.controller import Controller, Group
 
 
 class Lab(Protocol):
-  """What a method may use of the simulation it runs in.
+  """The part of the simulation that methods use.
 
   Attributes:
     workers: N.
     initial: f32[n], the model that training starts from.
-    random: for choices of the method.
+    random: the generator for random choices of the method.
   """
 
   workers: int
@@ -37,19 +38,19 @@ class Lab(Protocol):
   random: np.random.Generator
 
   def work(self, worker: int, model: jax.Array) -> None:
-    """Lets a worker compute a gradient of `model`; the method's `arrive` is called when it is there."""
+    """Starts a worker's computation of the gradient of `model`; the method's `arrive` is called at its end."""
     ...
 
   def average(self, workers: list[int], members: int, done: Callable[[], object]) -> None:
-    """Lets workers that are ready take part in an all-reduce of `members`, and calls `done` after it."""
+    """Starts an all-reduce of `members` workers, in which `workers` take part; calls `done` at its end."""
     ...
 
   def exchange(self, workers: list[int], models: int, done: Callable[[], object]) -> None:
-    """Lets each worker send or receive so many models, one after the other, and calls `done`."""
+    """Lets each worker send or receive so many models, one after the other; calls `done` at the end."""
     ...
 
   def update(self) -> None:
-    """Counts one update."""
+    """Counts one update of a model."""
     ...
 
   def start(self) -> Any:
@@ -61,28 +62,28 @@ class Lab(Protocol):
     ...
 
   def refuse(self, worker: int, model: jax.Array, iteration: int) -> bool:
-    """Whether a worker's model is not finite; raises FloatingPointError at the tenth of a worker in succession."""
+    """Whether a worker's model is not finite; the tenth such model in succession raises FloatingPointError."""
     ...
 
 
 class Method(Protocol):
-  """How workers work together."""
+  """A method of training with N workers."""
 
   def begin(self) -> None:
-    """Sets every worker to work."""
+    """Starts the first computation of every worker."""
     ...
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
-    """A worker has the gradient of the model it was given."""
+    """A worker has computed the gradient of the model that it was given."""
     ...
 
   def model(self) -> jax.Array:
-    """F32[n] to evaluate: the mean of all models, where workers have their own."""
+    """F32[n] to evaluate: the mean of all models, if workers have models of their own."""
     ...
 
 
 class Synchronous:
-  """One model for all: a step with the gradients of the first `need` workers of each round."""
+  """One model: in each round, one step with the gradients of the first `need` workers."""
 
   def __init__(self, lab: Lab, need: int, late: Literal["drop", "keep"], server: bool):
     self._lab, self._need, self._late, self._server = lab, need, late, server
@@ -97,7 +98,7 @@ class Synchronous:
       self._work(worker)
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
-    if self._began[worker] < self._round:  # its round is over: it does not wait
+    if self._began[worker] < self._round:  # a straggler's gradient: its round is over, it begins anew
       if self._late == "keep":
         self._kept.append(gradient)
       self._work(worker)
@@ -126,14 +127,14 @@ class Synchronous:
       for worker in members:
         self._work(worker)
 
-    if self._server:  # in many shards: all push at once, and all pull at once
+    if self._server:  # sharded over many servers: all workers push at once, and pull at once
       self._lab.exchange(members, 2, done)
     else:
       self._lab.average(members, self._lab.workers, done)
 
 
 class Asynchronous:
-  """One model at a server, which takes a step with each gradient when it comes."""
+  """One model at a server, which takes a step with each gradient as soon as it arrives."""
 
   def __init__(self, lab: Lab, by_staleness: bool):
     self._lab, self._by_staleness = lab, by_staleness
@@ -147,8 +148,8 @@ class Asynchronous:
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
     def pushed() -> None:
-      share = self._steps - self._read[worker] + 1 if self._by_staleness else self._lab.workers
-      self._model, self._state = self._lab.step(self._model, self._state, gradient / share)
+      divisor = self._steps - self._read[worker] + 1 if self._by_staleness else self._lab.workers
+      self._model, self._state = self._lab.step(self._model, self._state, gradient / divisor)
       self._steps += 1
       self._lab.update()
       self._read[worker] = self._steps
@@ -161,7 +162,7 @@ class Asynchronous:
 
 
 class Gossip:
-  """A model each: averaged with one random other's, whatever that one is doing (AD-PSGD)."""
+  """One model for each worker, averaged with that of a random other worker, even while that one computes (AD-PSGD)."""
 
   def __init__(self, lab: Lab):
     self._lab = lab
@@ -189,7 +190,7 @@ class Gossip:
 
 
 class Partial:
-  """A model each: a step of its own, then the average of its group."""
+  """One model for each worker: a local step, then the average of a group."""
 
   def __init__(self, lab: Lab, controller: Controller):
     self._lab, self._controller = lab, controller
@@ -218,7 +219,7 @@ class Partial:
     return jnp.mean(jnp.stack(self._models), 0)
 
   def _replace(self, worker: int) -> None:
-    """Lets a worker fetch the most trained model of the others, and begin the optimizer's state anew."""
+    """Replaces a worker's model by the most trained one of the others, and resets its optimizer's state."""
     donor = max((other for other in range(self._lab.workers) if other != worker), key=self._iterations.__getitem__)
     model = self._models[donor]
     self._models[worker], self._iterations[worker] = model, self._iterations[donor]

@@ -1,4 +1,4 @@
-"""How fast groups spread what each worker learns: the spectral gap 1 − ρ of a history's mean W (§3.2, Figure 4)."""
+"""How fast groups spread what each worker has learned: the spectral gap 1 − ρ of their mean W (§3.2, Figure 4)."""
 
 from collections.abc import Iterable
 
@@ -11,14 +11,14 @@ def mixing(groups: Iterable[Group], workers: int) -> np.ndarray:
   """W̄ = 1/K Σ_k W_k: each W_k averages the models of a group, X ← X W, and leaves the others as they are (eq. 4).
 
   Args:
-    groups: K of them, at least one.
+    groups: K groups, at least one.
     workers: N.
 
   Returns:
-    f64[N, N]; column j says how much of each model worker j goes on with.
+    f64[N, N]; column j holds the weights of all models in worker j's next model.
 
   Raises:
-    ValueError: without any group.
+    ValueError: if there is no group.
 
   Example:
     >>> from jaxsparse.partial import Group
@@ -40,14 +40,14 @@ def mixing(groups: Iterable[Group], workers: int) -> np.ndarray:
 
 
 def rho(groups: Iterable[Group], workers: int) -> float:
-  """ρ = max(|λ₂|, |λ_N|) of W̄ (eq. 6): 0 where every group is everybody, 1 where some never meet the others.
+  """ρ = max(|λ₂|, |λ_N|) of W̄ (eq. 6): 0 if every group has all workers, 1 if the workers are not connected.
 
   Args:
-    groups: at least one.
+    groups: one or more.
     workers: N.
 
   Raises:
-    ValueError: without any group.
+    ValueError: if there is no group.
 
   Example:
     >>> from jaxsparse.partial import Group

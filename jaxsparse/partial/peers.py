@@ -1,23 +1,107 @@
-"""Receives messages on a worker's sockets, and connects to other workers.
+"""Messages between workers, and the sockets that they travel through.
 
     Inbox    waits for messages on many sockets, and hands each to the handler of its socket
     Peers    connections to other workers, by address; each is made when something is first sent there
 
-A connection that breaks, or that can't be made, is closed, and the worker is told.
+A connection that breaks, or cannot be made, is closed, and reported to the worker.
+
+The first frame of a message is a header of 11 bytes, kind u8 | number i64 | sender u16, big-endian. The second frame
+holds values in f32; FETCH has none.
+
+    kind        number                    values
+    1, FETCH    0                                                   asks for the receiver's model
+    2, MODEL    iteration of the model    f32[n]                    the answer to FETCH
+    3, PART     number of the group       the receiver's shard      of the sender's model
+    4, MEAN     number of the group       the sender's shard        of the average
 """
 
 import contextlib
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from jaxsparse.partial import messages
+from jaxsparse.partial.events import Model, PieceReceived
+from jaxsparse.partial.exchange import Kind
 from jaxsparse.partial.messages import Keys
 
 Handler = Callable[[list[bytes]], None]
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_HEADER = struct.Struct("!BqH")
+_FETCH, _MODEL = 1, 2
+_KINDS: dict[int, Kind] = {3: "part", 4: "mean"}
+_CODES = {kind: code for code, kind in _KINDS.items()}
+
+
+def fetch(sender: int) -> list[Any]:
+  """The frames of a request for a model.
+
+  Example:
+    >>> is_fetch(fetch(3))
+    True
+  """
+  return [_HEADER.pack(_FETCH, 0, sender)]
+
+
+def is_fetch(frames: list[bytes]) -> bool:
+  """Whether a message asks for the model.
+
+  Example:
+    >>> is_fetch([b"malformed"])
+    False
+  """
+  return bool(frames) and len(frames[0]) == _HEADER.size and frames[0][0] == _FETCH
+
+
+def model(content: Model, sender: int) -> list[Any]:
+  """The frames of a model.
+
+  Example:
+    >>> frames = model(Model(np.ones(2, np.float32), 7), sender=3)
+    >>> parse_model([bytes(frame) for frame in frames], entries=2)
+    Model(vector=array([1., 1.], dtype=float32), iteration=7)
+  """
+  return [_HEADER.pack(_MODEL, content.iteration, sender), content.vector.data]
+
+
+def parse_model(frames: list[bytes], entries: int) -> Model | None:
+  """The model in a message; None for any other message.
+
+  Example:
+    >>> parse_model([b"malformed"], entries=2)
+  """
+  if len(frames) != 2 or len(frames[0]) != _HEADER.size or len(frames[1]) != 4 * entries:
+    return None
+  kind, iteration, _ = _HEADER.unpack(frames[0])
+  return Model(np.frombuffer(frames[1], np.float32), iteration) if kind == _MODEL else None
+
+
+def piece(number: int, kind: Kind, sender: int, values: np.ndarray) -> list[Any]:
+  """The frames of a piece of an average.
+
+  Example:
+    >>> parse_piece([bytes(frame) for frame in piece(7, "part", 3, np.ones(2, np.float32))])
+    PieceReceived(number=7, kind='part', sender=3, values=array([1., 1.], dtype=float32))
+  """
+  return [_HEADER.pack(_CODES[kind], number, sender), values.data]
+
+
+def parse_piece(frames: list[bytes]) -> PieceReceived | None:
+  """The piece in a message; None for any other message.
+
+  Example:
+    >>> parse_piece([b"malformed"])
+  """
+  if len(frames) != 2 or len(frames[0]) != _HEADER.size or len(frames[1]) % 4:
+    return None
+  code, number, sender = _HEADER.unpack(frames[0])
+  if code not in _KINDS:
+    return None
+  return PieceReceived(number, _KINDS[code], sender, np.frombuffer(frames[1], np.float32))
 
 
 class Inbox:
@@ -43,12 +127,12 @@ class Inbox:
     self._handlers[socket] = handler
 
   def forget(self, socket: zmq.Socket) -> None:
-    """Listens to a socket no more."""
+    """Stops listening to a socket."""
     self._poller.unregister(socket)
     del self._handlers[socket]
 
   def wait(self, seconds: float, go_on: Callable[[], bool] = lambda: True) -> None:
-    """Waits so long for messages, and handles all that have come, or as many as come while `go_on()` is true."""
+    """Waits for messages for at most `seconds`, then handles all that have arrived while `go_on()` is true."""
     for socket, _ in self._poller.poll(round(1000 * seconds)):
       with contextlib.suppress(zmq.Again):
         while (handler := self._handlers.get(socket)) and go_on():  # until it is forgotten, or empty
@@ -56,7 +140,7 @@ class Inbox:
 
 
 class _Peer(NamedTuple):
-  """A connection to another worker, and the socket that tells when it breaks."""
+  """The socket of a connection to another worker, and the socket that reports when the connection breaks."""
 
   socket: zmq.Socket
   monitor: zmq.Socket
@@ -68,16 +152,16 @@ class Peers:
   Args:
     context: of the sockets.
     keys: of the run, if there are any.
-    longest: bytes of the longest message that is taken from another worker.
-    inbox: where to listen.
-    answered: what to do with an answer of another worker.
-    lost: what to do when the connection to an address is closed; the second argument says whether it was never made.
+    longest: bytes of the longest message that is accepted from another worker.
+    inbox: listens to the sockets.
+    answered: is called with the frames of every answer of another worker.
+    lost: is called with the address when a connection is closed; the second argument says whether it was refused.
 
   Example:
     >>> with zmq.Context() as context:
-    ...   peers = Peers(context, None, 1000, Inbox(), print, lambda address, never: print("no way to", address))
+    ...   peers = Peers(context, None, 1000, Inbox(), print, lambda address, refused: print("cannot reach", address))
     ...   peers.send("nonsense", [b"hello"])
-    no way to nonsense
+    cannot reach nonsense
   """
 
   def __init__(
@@ -94,11 +178,11 @@ class Peers:
     self._peers: dict[str, _Peer] = {}
 
   def send(self, address: str, frames: list[Any]) -> None:
-    """Sends without waiting; the connection is closed if too much is under way, or the address is none."""
+    """Sends without waiting; closes the connection if its queue is full or the address is malformed."""
     try:
       self._peer(address).socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
     except zmq.ZMQError:
-      self._close(address, never=False)
+      self._close(address, refused=False)
 
   def _peer(self, address: str) -> _Peer:
     if address not in self._peers:
@@ -107,18 +191,18 @@ class Peers:
       monitor = socket.get_monitor_socket(_LOST)
       self._peers[address] = _Peer(socket, monitor)
       self._inbox.listen(socket, self._answered)
-      self._inbox.listen(monitor, lambda frames: self._told(address, parse_monitor_message(frames)["event"]))
+      self._inbox.listen(monitor, lambda frames: self._report(address, parse_monitor_message(frames)["event"]))
       socket.connect(address)
     return self._peers[address]
 
-  def _told(self, address: str, event: int) -> None:
-    self._close(address, never=event == zmq.EVENT_CONNECT_RETRIED)
+  def _report(self, address: str, event: int) -> None:
+    self._close(address, refused=event == zmq.EVENT_CONNECT_RETRIED)
 
-  def _close(self, address: str, never: bool) -> None:
+  def _close(self, address: str, refused: bool) -> None:
     if peer := self._peers.pop(address, None):
       for socket in peer:
         self._inbox.forget(socket)
       peer.socket.disable_monitor()
       for socket in peer:
         socket.close(linger=0)
-    self._lost(address, never)
+    self._lost(address, refused)

@@ -1,8 +1,8 @@
 """The file of a worker's parameters: written when the controller dies, read by `restore`.
 
-The content goes to a temporary file beside the final one, which is renamed when it is complete: at every moment the
-final name holds either the former content or the new one. A process that is killed while it writes leaves its temporary
-file, which carries its process number: the next worker with the same final name removes it.
+The content is written to a temporary file in the same folder, which is renamed when it is complete: the final name
+always holds either the former content or the new one, in full. The temporary file of a process that is killed while it
+writes carries that process's number, and the next worker with the same final name removes it.
 """
 
 import contextlib
@@ -15,11 +15,33 @@ import jax
 import numpy as np
 
 
+def save(path: pathlib.Path | None, params: Any, iteration: int) -> str:
+  """Saves a worker's parameters for `restore`, if there are trained ones; says where, or why not.
+
+  Leaves are saved as float32, as averages are: numpy's file format has no bfloat16.
+
+  Example:
+    >>> save(None, {"w": np.ones(2)}, 7)
+    'nothing is saved, since no file was given (save=)'
+  """
+  if not iteration:
+    return "nothing is saved, since nothing has been trained"
+  if path is None:
+    return "nothing is saved, since no file was given (save=)"
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  content = {jax.tree_util.keystr(leaf_path): np.asarray(leaf, np.float32) for leaf_path, leaf in leaves}
+  try:
+    write(path, {**content, "iteration": np.asarray(iteration)})
+  except OSError as error:
+    return f"the parameters could not be saved: {error}"
+  return f"the parameters of iteration {iteration} are in {path}"
+
+
 def write(path: pathlib.Path, content: dict[str, np.ndarray]) -> None:
-  """Writes arrays to a file of numpy's (.npz), atomically.
+  """Writes arrays to a numpy file (.npz), atomically.
 
   Raises:
-    OSError: if the file can't be written; no temporary file is left then.
+    OSError: if the file cannot be written; no temporary file remains then.
 
   Example:
     >>> import tempfile
@@ -34,14 +56,14 @@ def write(path: pathlib.Path, content: dict[str, np.ndarray]) -> None:
     with temporary.open("wb") as file:
       np.savez(file, **content)  # type: ignore[arg-type]
       file.flush()
-      os.fsync(file.fileno())  # or the new name could stand before the content, if the machine stops now
+      os.fsync(file.fileno())  # or a crash of the machine could leave the new name without the content
     temporary.replace(path)
   finally:
     temporary.unlink(missing_ok=True)
 
 
 def remove_stale(path: pathlib.Path) -> None:
-  """Removes the temporary files of `path` whose processes have ended, or have this process's number.
+  """Removes temporary files of `path` whose processes have ended, or that have this process's number.
 
   Example:
     >>> import tempfile
@@ -51,7 +73,7 @@ def remove_stale(path: pathlib.Path) -> None:
     ...   os.listdir(folder)
     []
   """
-  with contextlib.suppress(OSError):  # no such folder, or not ours: `write` says so when it matters
+  with contextlib.suppress(OSError):  # no such folder, or no permission: `write` raises the error
     for other in list(path.parent.iterdir()):
       found = re.fullmatch(re.escape(f".{path.name}.") + r"(\d+)\.npz", other.name)
       if found and (int(found[1]) == os.getpid() or not _runs(int(found[1]))):
@@ -63,20 +85,23 @@ def _runs(process: int) -> bool:
     os.kill(process, 0)
   except ProcessLookupError:
     return False
-  except (PermissionError, OverflowError):  # another user's; not a number of a process at all
+  except (PermissionError, OverflowError):  # a process of another user; no process number at all
     pass
   return True
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
-  """The parameters and the iteration that a worker saved when its controller died.
+  """Reads the parameters and the iteration that a worker saved when its controller died.
 
   Args:
     path: the file.
     like: parameters of the same structure, shapes and dtypes.
 
+  Returns:
+    The parameters and the iteration.
+
   Raises:
-    ValueError: for a file of another model.
+    ValueError: if the file holds another model.
 
   Example:
     >>> import tempfile, jax.numpy as jnp
@@ -86,13 +111,13 @@ def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
     ({'w': Array([1., 1.], dtype=float32)}, 7)
   """
   with np.load(path) as file:
-    places, structure = jax.tree_util.tree_flatten_with_path(like)
-    model = {jax.tree_util.keystr(place): leaf for place, leaf in places}
-    held = {name: file[name] for name in file.files}
-  if sorted([*model, "iteration"]) != sorted(held):
-    raise ValueError(f"{path} holds {', '.join(sorted(held))}, the model has {', '.join(model)}")
+    paths, structure = jax.tree_util.tree_flatten_with_path(like)
+    model = {jax.tree_util.keystr(leaf_path): leaf for leaf_path, leaf in paths}
+    saved = {name: file[name] for name in file.files}
+  if sorted([*model, "iteration"]) != sorted(saved):
+    raise ValueError(f"{path} holds {', '.join(sorted(saved))}, the model has {', '.join(model)}")
   for name, leaf in model.items():
-    if held[name].shape != np.shape(leaf):
-      raise ValueError(f"{path} holds {name} of shape {held[name].shape}, the model's has {np.shape(leaf)}")
-  leaves = [jax.numpy.asarray(held[name], jax.numpy.result_type(leaf)) for name, leaf in model.items()]
-  return jax.tree.unflatten(structure, leaves), int(held["iteration"])
+    if saved[name].shape != np.shape(leaf):
+      raise ValueError(f"{path} holds {name} of shape {saved[name].shape}, the model's has {np.shape(leaf)}")
+  leaves = [jax.numpy.asarray(saved[name], jax.numpy.result_type(leaf)) for name, leaf in model.items()]
+  return jax.tree.unflatten(structure, leaves), int(saved["iteration"])

@@ -1,4 +1,4 @@
-"""Training in virtual time: gradients are real and seconds are drawn, so one machine compares what many would do."""
+"""Training in virtual time: gradients are real and step times are random, so one machine can compare many workers."""
 
 import functools
 import inspect
@@ -19,24 +19,22 @@ from jaxsparse.types import Cost
 
 METHODS = ("allreduce", "eager", "adpsgd", "bsp", "asp", "hete", "backup", "constant", "dynamic")
 _PARTIAL = ("constant", "dynamic")
-_OPTIONS = tuple(
-  list(inspect.signature(Controller).parameters)[3:]
-)  # of the controller, beside how the weights are made
+_OPTIONS = tuple(inspect.signature(Controller).parameters)[3:]  # of the controller, after those set by the method
 
 
 class Simulation(NamedTuple):
-  """What one method did.
+  """The result of one method.
 
   Attributes:
     method: its name.
     seconds: of virtual time until the target was reached, or until the end.
-    reached: whether the target was.
+    reached: whether the target was reached.
     updates: averages, or steps of the one model, until then.
-    gradients: of workers, until then.
-    curve: (seconds, updates, what `evaluate` said) of each evaluation.
-    params: at the end, the mean over the workers where they have models of their own.
-    groups: of partial reduce, in the order they were formed; empty for others.
-    timeline: what each worker did when.
+    gradients: of all workers, until then.
+    curve: (seconds, updates, value of `evaluate`) of each evaluation.
+    params: at the end; the mean over the workers if they have models of their own.
+    groups: of partial reduce, in the order in which they were formed; empty for other methods.
+    timeline: intervals of work, waiting and averaging of all workers.
 
   Example:
     >>> Simulation("asp", 12.0, True, 30, 32, [], {}, [], []).seconds_per_update
@@ -55,7 +53,7 @@ class Simulation(NamedTuple):
 
   @property
   def seconds_per_update(self) -> float:
-    """Of virtual time."""
+    """Virtual time for each update."""
     return self.seconds / max(1, self.updates)
 
 
@@ -78,58 +76,46 @@ def simulate(
   seed: int = 0,
   **controller: Any,
 ) -> Simulation:
-  """Trains with N workers in virtual time, by one of the methods of the paper's Table 1.
-
-  Steps take what `paces` draws, an all-reduce of p models what the α-β model says, a model to or from a server or
-  another worker one message, and the controller one message to it and one back. The same arguments give the same
-  result, bit for bit on one machine.
+  """Trains with N workers in virtual time, by a method of the paper's Table 1; deterministic, given its arguments.
 
   Args:
-    method: "allreduce", "eager", "adpsgd", "bsp", "asp", "hete", "backup", or partial reduce, "constant" or "dynamic";
-      what each does stands in `jaxsparse.partial.methods`.
+    method: "allreduce", "eager", "adpsgd", "bsp", "asp", "hete", "backup", or partial reduce with "constant" or
+      "dynamic" weights; `jaxsparse.partial.methods` describes each.
     loss: of parameters and a batch, as for `js.make_train_step`.
     params: to start from.
-    batches: of a worker, by its number: an endless iterator of its own.
-    paces: of each of the N workers: draws the seconds of its next step from a generator; `js.partial.sharing`.
-    tx: an optax optimizer; each worker has its own state of it where it has its own model. Linear ones (SGD, momentum)
-      make methods comparable: where a step is taken with one gradient, that is divided by N.
-    seconds: of virtual time after which it ends.
+    batches: of a worker's number; returns an endless iterator of that worker's batches.
+    paces: one function for each of N workers, which draws the seconds of a step; see `js.partial.sharing`.
+    tx: an optax optimizer, with a state for each model. Methods are comparable if it is linear (SGD, momentum): where a
+      step takes the gradient of one worker, the gradient is divided by N.
+    seconds: of virtual time until the end.
     group_size: P of partial reduce.
-    backups: workers that "backup" does not wait for; by default 3N/8, rounded down (the paper's 3 of 8).
-    alpha: seconds of a message.
-    beta: seconds of a byte.
+    backups: the number of workers that "backup" does not wait for; by default ⌊3N/8⌋ (the paper's 3 of 8).
+    alpha: seconds for each message: of an all-reduce, to and from a server, another worker, or the controller.
+    beta: seconds for each byte of a model.
     evaluate: of parameters, for example the test accuracy; called every `every` seconds of virtual time.
-    every: see above.
-    target: of `evaluate`; when it is reached the simulation ends.
-    seed: of step times and of choices.
+    every: see `evaluate`.
+    target: the simulation ends when `evaluate` reaches it.
+    seed: of step times and random choices.
     **controller: `decay`, `missing` and `history` of `js.partial.Controller`.
-
-  Returns:
-    `Simulation`.
 
   Raises:
     ValueError: for an unknown method, arguments outside their choices, or parameters that are not finite.
-    FloatingPointError: by partial reduce, if ten models of a worker in succession are not finite. Fewer are in no
-      average: the worker fetches another one's model, and begins the state of its optimizer anew.
+    FloatingPointError: if ten models in succession of a worker of partial reduce are not finite.
 
   Example:
     >>> import itertools, jax.numpy as jnp, optax, jaxsparse as js
     >>> loss = lambda params, batch: jnp.mean((params["w"] - batch) ** 2)
     >>> paces, batches = js.partial.sharing(4, level=2), lambda worker: itertools.repeat(jnp.ones(3))
     >>> setting = {"tx": optax.sgd(0.5), "seconds": 30, "evaluate": lambda params: params["w"][0], "target": 0.9}
-    >>> runs = [js.partial.simulate(method, loss, {"w": jnp.zeros(3)}, batches, paces, group_size=2, **setting)
-    ...         for method in ("allreduce", "constant")]
-    >>> [(run.reached, run.seconds) for run in runs]
-    [(True, 13.0), (True, 9.0)]
+    >>> run = lambda method: simulate(method, loss, {"w": jnp.zeros(3)}, batches, paces, group_size=2, **setting)
+    >>> run("allreduce").seconds, run("constant").seconds
+    (13.0, 9.0)
   """
-  options = {"group_size": group_size, "backups": backups, **controller}
   _check(method, len(paces), seconds, every, target, evaluate, controller)
   lab = _Lab(loss, params, batches, paces, tx, (alpha, beta), seed)
-  chosen = _method(method, lab, **options)
+  chosen = _method(method, lab, group_size, backups, **controller)
   lab.run(chosen, seconds, evaluate, every, target)
-  groups = chosen.groups if isinstance(chosen, Partial) else []
-  counts = (lab.clock.now, lab.reached, lab.updates, lab.gradients)
-  return Simulation(method, *counts, lab.curve, lab.unflatten(chosen.model()), groups, lab.timeline)
+  return lab.result(method)
 
 
 def _check(
@@ -149,7 +135,7 @@ def _check(
     if not value > 0:
       raise ValueError(f"{name}={value!r}, choose more than 0")
   if target is not None and evaluate is None:
-    raise ValueError(f"target={target!r} of nothing: give evaluate too")
+    raise ValueError(f"target={target!r} without evaluate, give both")
   if unknown := sorted(set(controller) - set(_OPTIONS)):
     raise ValueError(f"unknown option {unknown[0]!r}, choose from {', '.join(_OPTIONS)}")
 
@@ -161,7 +147,7 @@ def _method(name: str, lab: "_Lab", group_size: int, backups: int | None, **cont
     return Partial(lab, Controller(workers, group_size, weights, **controller))
   backups = 3 * workers // 8 if backups is None else backups
   if not 0 <= backups < workers:
-    raise ValueError(f"backups={backups!r}, choose 0 … {workers - 1}, less than there are workers")
+    raise ValueError(f"backups={backups!r}, choose 0 … {workers - 1}, fewer than the workers")
   made: dict[str, Callable[[], Method]] = {
     "allreduce": lambda: Synchronous(lab, workers, "drop", server=False),
     "bsp": lambda: Synchronous(lab, workers, "drop", server=True),
@@ -175,7 +161,7 @@ def _method(name: str, lab: "_Lab", group_size: int, backups: int | None, **cont
 
 
 class _Lab:
-  """Real gradients in virtual time; see `jaxsparse.partial.methods.Lab` for what methods use of it."""
+  """Real gradients in virtual time; `jaxsparse.partial.methods.Lab` documents the part that methods use."""
 
   def __init__(
     self,
@@ -198,7 +184,7 @@ class _Lab:
     self._batches = [batches(worker) for worker in range(self.workers)]
     self._paces, self._draws = paces, [np.random.default_rng([seed, worker]) for worker in range(self.workers)]
     self._tx, self._wire = tx, wire
-    self._ready = [0.0] * self.workers
+    self._ready = [0.0] * self.workers  # when each worker ended its last activity
     self._gradient = jax.jit(jax.grad(lambda model, batch: loss(self.unflatten(model), batch)))
     self.step = jax.jit(self._step)
 
@@ -217,9 +203,14 @@ class _Lab:
     while not over and not self.reached:
       self.clock.tick()
 
+  def result(self, name: str) -> Simulation:
+    groups = self._method.groups if isinstance(self._method, Partial) else []
+    counts = (self.clock.now, self.reached, self.updates, self.gradients)
+    return Simulation(name, *counts, self.curve, self.unflatten(self._method.model()), groups, self.timeline)
+
   def work(self, worker: int, model: jax.Array) -> None:
     took = self._paces[worker](self._draws[worker])
-    self._span([worker], "work", took)
+    self._record([worker], "work", took)
 
     def arrive() -> None:
       self._ready[worker] = self.clock.now
@@ -233,14 +224,14 @@ class _Lab:
     took = make_collective("dense").cost(self.initial.size, members).seconds(alpha, beta)
     if isinstance(self._method, Partial):
       took += 2 * alpha  # the signal to the controller, and its answer
-    self._waited(workers)
-    self._span(workers, "average", took)
+    self._end_wait(workers)
+    self._record(workers, "average", took)
     self.clock.after(took, done)
 
   def exchange(self, workers: list[int], models: int, done: Callable[[], object]) -> None:
     took = Cost(models, models * self.initial.size).seconds(*self._wire)
-    self._waited(workers)
-    self._span(workers, "average", took)
+    self._end_wait(workers)
+    self._record(workers, "average", took)
     self.clock.after(took, done)
 
   def update(self) -> None:
@@ -256,13 +247,13 @@ class _Lab:
     change, state = self._tx.update(gradient, state, model)
     return model + change, state
 
-  def _waited(self, workers: Iterable[int]) -> None:
+  def _end_wait(self, workers: Iterable[int]) -> None:
     for worker in workers:
       if self._ready[worker] < self.clock.now:
         self.timeline.append(Span(worker, "wait", self._ready[worker], self.clock.now))
       self._ready[worker] = self.clock.now
 
-  def _span(self, workers: Iterable[int], activity: Any, took: float) -> None:
+  def _record(self, workers: Iterable[int], activity: Any, took: float) -> None:
     now = self.clock.now
     self.timeline.extend(Span(worker, activity, now, now + took) for worker in workers)
 

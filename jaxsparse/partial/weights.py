@@ -1,10 +1,11 @@
-"""How much each model of a group counts in its average (partial reduce, §3.1 and §3.3).
+"""The weight of each model in the average of a group (partial reduce, §3.1 and §3.3).
 
-Constant: 1/P each. Dynamic: the older, the less. A group whose members have done 9, 8 and 5 iterations, α = 1/2:
+Constant weights are 1/P. Dynamic weights decay with the staleness of a model. For a group whose members have done 9, 8
+and 5 iterations, with α = 1/2:
 
     iterations     9     8     7     6     5
     k̂              1     2     3     4     5 = K
-    weight       16/31  8/31  4/31  2/31  1/31      (1 − α) α^(k̂ − 1) / (1 − α^K), which sum to 1
+    weight       16/31  8/31  4/31  2/31  1/31      (1 − α) α^(k̂ − 1) / (1 − α^K), with sum 1
     goes to        9     8     ?     ?     5        "initial": to the initial model; "closest": 7 to 8, 6 to 5
 """
 
@@ -16,10 +17,10 @@ Missing = Literal["initial", "closest"]
 
 
 class Weights(NamedTuple):
-  """The weights of an average; together they are 1.
+  """The weights of an average; their sum is 1.
 
   Attributes:
-    members: of each member's model, in the order of the members.
+    members: of the members' models, in the order of the members.
     initial: of the model that training started from.
 
   Example:
@@ -32,7 +33,7 @@ class Weights(NamedTuple):
 
 
 def constant(members: int) -> Weights:
-  """The plain mean: 1/P each. All members having one model is a fixed point, and the sum of all models is kept.
+  """The plain mean: 1/P each. It keeps the sum of all models, and a model that all members have is a fixed point.
 
   Example:
     >>> constant(4)
@@ -44,12 +45,12 @@ def constant(members: int) -> Weights:
 def dynamic(iterations: Sequence[int], decay: float, missing: Missing) -> Weights:
   """Weights that decay with staleness (§3.3): (1 − α) α^(k̂ − 1) / (1 − α^K) at rank k̂ = max k − k + 1, of K = max k̂.
 
-  Members of one rank share its weight equally. The weight of a rank that nobody has goes to the initial model (the
-  paper's choice: a group that agrees on a model then moves off it, towards the initial one), or to the closest rank
-  that somebody has, the newer one of two. Equal iterations give 1/P each.
+  Members of one rank share its weight equally. The weight of a rank without a member goes to the initial model (the
+  paper's choice: it moves even members with equal models towards the initial one), or to the closest rank with a
+  member, the newer one of two. Equal iterations give 1/P each.
 
   Args:
-    iterations: of each member.
+    iterations: of the members.
     decay: α in [0, 1).
     missing: "initial" or "closest".
 
@@ -65,13 +66,13 @@ def dynamic(iterations: Sequence[int], decay: float, missing: Missing) -> Weight
   ranks = [newest - iteration + 1 for iteration in iterations]
   present = sorted(set(ranks))
   whole = 1 - decay ** present[-1]
-  # The ranks that go to each present one: itself, or all up to half-way to its neighbours.
+  # Each present rank gets the weights of ranks first … last: its own, or all up to half-way to its neighbours.
   if missing == "closest":
     lasts = [*(newer + (older - newer) // 2 for newer, older in itertools.pairwise(present)), present[-1]]
     firsts = [1, *(last + 1 for last in lasts[:-1])]
   else:
     firsts = lasts = present
-  # Σ_{r=first…last} (1 − α) α^(r−1) = α^(first−1) − α^last; a worker may be a million iterations behind.
+  # Σ_{r=first…last} (1 − α) α^(r−1) = α^(first−1) − α^last; no loop, a worker may be a million iterations behind.
   share = {
     rank: (decay ** (first - 1) - decay**last) / whole / ranks.count(rank)
     for rank, first, last in zip(present, firsts, lasts, strict=True)

@@ -74,7 +74,7 @@ def test_bad_arguments():
   workers = js.partial.Devices(controller, jax.devices()[:4], jnp.zeros(2))
   with pytest.raises(ValueError, match="worker 4, choose 0 … 3"):
     workers.worker(4)
-  with pytest.raises(ValueError, match="params have 3 entries, those to begin with 2"):
+  with pytest.raises(ValueError, match="params have 3 entries, the initial ones have 2"):
     workers.worker(0).reduce(jnp.zeros(3), 1)
   with pytest.raises(js.partial.Rejected, match="iteration -1 of worker 0 is malformed"):
     workers.worker(0).reduce(jnp.zeros(2), -1)

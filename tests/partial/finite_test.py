@@ -162,7 +162,7 @@ def test_training_starts_from_finite_parameters(begin):
 
 def test_parameters_of_another_size_are_told_even_if_they_are_not_finite():
   with js.partial.Server(js.partial.Controller(3, 2)) as server, js.partial.Worker(server.address, 0, START) as worker:
-    with pytest.raises(ValueError, match="params have 1 entries, those to begin with 5"):
+    with pytest.raises(ValueError, match="params have 1 entries, the initial ones have 5"):
       worker.reduce(jnp.array([jnp.nan]), 1)
     assert worker.refused == 0
 

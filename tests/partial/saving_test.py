@@ -65,7 +65,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     worker.reduce(jnp.ones(3), 1)
     monkeypatch.setattr(np, "savez", full)
     server.__exit__()
-    answer = worker._talk.answers.get(timeout=60)
+    answer = worker._runtime.answers.get(timeout=60)
   assert "the parameters could not be saved: No space left on device" in str(answer)
   assert path.read_bytes() == b"former"
   assert list(tmp_path.iterdir()) == [path]

@@ -127,7 +127,7 @@ def test_a_target_ends_it():
     ("ring", 2, {}, r"method='ring', choose one of allreduce, eager"),
     ("asp", 1, {}, r"paces of 1 workers, give at least 2"),
     ("asp", 2, {"every": 0}, r"every=0, choose more than 0"),
-    ("asp", 2, {"target": 1.0}, r"target=1.0 of nothing: give evaluate too"),
+    ("asp", 2, {"target": 1.0}, r"target=1.0 without evaluate, give both"),
     ("backup", 2, {"backups": 2}, r"backups=2, choose 0 … 1"),
     ("constant", 2, {"group_size": 3}, r"group_size=3, choose a whole number in 2 … 2"),
     ("constant", 2, {"group": 3}, r"unknown option 'group', choose from decay, missing, history"),

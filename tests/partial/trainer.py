@@ -10,23 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxsparse as js
-from jaxsparse.partial import talk
+from jaxsparse.partial.events import SendPiece
+from jaxsparse.partial.runtime import Runtime
 
 LIMIT, GRACE, ENTRIES = 1.0, 1.0, 3000
 
 
 def die_in_an_average(after: int) -> None:
-  """Sends one piece of the average with that many iterations, and is gone."""
-  send = talk.Talk._send
+  """Kills this process after it has sent one piece of the first average from iteration `after` on."""
+  perform = Runtime._perform
 
-  def some(self, pieces):
-    for piece in pieces:
-      send(self, [piece])
-      if self._model.iteration >= after and len(self._average.group.members) > 1:
-        time.sleep(0.1)  # it is on its way
-        os.kill(os.getpid(), signal.SIGKILL)
+  def perform_and_die(self, action):
+    perform(self, action)
+    if isinstance(action, SendPiece) and self._protocol.model.iteration >= after:
+      time.sleep(0.1)  # for the piece to be sent
+      os.kill(os.getpid(), signal.SIGKILL)
 
-  talk.Talk._send = some
+  Runtime._perform = perform_and_die
 
 
 def train(what: str, address: str, number: int, folder: pathlib.Path) -> None:

@@ -1,0 +1,310 @@
+"""The protocol of one worker: every transition, and lost peers, duplicate, stale and early messages."""
+
+import pytest
+
+from jaxsparse.partial.events import (
+  ControllerSilent,
+  FetchModel,
+  ModelReceived,
+  PieceReceived,
+  Reply,
+  SendPiece,
+  Tick,
+  Unreachable,
+)
+from jaxsparse.partial.messages import Answer, Says
+from tests.partial.worker_subject import (
+  ADDRESSES,
+  FETCH,
+  LIMIT,
+  ME,
+  TIMEOUT,
+  Subject,
+  error,
+  model,
+  reply,
+  signal,
+  values,
+)
+
+
+@pytest.fixture
+def new():
+  return Subject()
+
+
+@pytest.fixture
+def ready(new):
+  """Joined, and READY with a model of ones at iteration 3."""
+  assert new(Answer.WELCOME, limit=LIMIT) == [reply(0, 0)]
+  assert new(Says.READY, model(1, 3)) == [signal(Says.READY, 3)]
+  return new
+
+
+@pytest.fixture
+def averaging(ready):
+  """In group 5, with worker 0; nothing has arrived."""
+  assert ready.group(5) == [SendPiece(ADDRESSES[0], 5, "part", [1, 1])]
+  return ready
+
+
+@pytest.fixture
+def computing(averaging):
+  """Between two requests, with a model of twos at iteration 7."""
+  averaging.part(5, 0, 3, 3)
+  assert averaging.mean(5, 0, 2, 2) == [reply(2, 7)]
+  return averaging
+
+
+# Joining.
+
+
+def test_hello_is_repeated_until_the_timeout_and_then_nothing_happens_any_more(new):
+  hello = signal(Says.HELLO, 4)
+  assert new(Tick()) == [hello]
+  assert new(Tick()) == []
+  found = new.wait(TIMEOUT + 0.3)
+  assert found[-1] == ControllerSilent("WELCOME", TIMEOUT)
+  assert set(found[:-1]) == {hello}
+  assert TIMEOUT / 0.3 < len(found) <= TIMEOUT / 0.2 + 1
+  assert new.protocol.state == "ended"
+  assert new(Answer.WELCOME, limit=LIMIT) == new(Says.READY, model(1, 1)) == new.wait(60) == []
+
+
+def test_welcome_gives_the_initial_model_or_that_of_a_donor(new):
+  assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
+  assert new(Answer.WELCOME, limit=LIMIT) == []  # the answer to a repeated HELLO
+  assert new(ModelReceived(model(4, 9))) == [reply(4, 9)]
+  assert new(ModelReceived(model(5, 10))) == []
+  assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == []
+  assert new.protocol.model.iteration == 9
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_donor_that_is_lost_is_replaced_by_another(new, refused):
+  new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
+  assert new(Unreachable(ADDRESSES[2], refused)) == []
+  assert new.protocol.state == "fetching"
+  assert new(Unreachable(ADDRESSES[0], refused)) == []
+  assert new.wait(0.3) == [signal(Says.HELLO, 4)]
+  assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[2]) == [FetchModel(ADDRESSES[2])]
+  assert new(ModelReceived(model(4, 9))) == [reply(4, 9)]
+
+
+def test_a_worker_without_a_model_of_its_own_leaves_if_no_donor_answers(new):
+  new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
+  bye, failure = new.alive(TIMEOUT + 1)
+  assert bye == signal(Says.BYE, 0)
+  assert str(failure.answer) == f"worker 1: no model from {ADDRESSES[0]} for 20 s"
+  assert new.protocol.state == "ended"
+
+
+@pytest.mark.parametrize("reason", ["unknown: worker 1", "unlike: worker 1", "taken: a living worker"])
+def test_a_worker_that_is_rejected_ends(new, reason):
+  new(Tick())
+  assert new(Answer.REJECTED, reason="duplicate: worker 1 has joined already") == []
+  assert new.wait(0.3) == [signal(Says.HELLO, 4)]
+  failure = error(new(Answer.REJECTED, reason=reason))
+  assert (type(failure), str(failure)) == (ValueError, f"worker 1: {reason}")
+  assert new.protocol.state == "ended"
+
+
+# The average.
+
+
+def test_a_group_averages(averaging):
+  assert averaging.part(5, 0, 3, 5) == [SendPiece(ADDRESSES[0], 5, "mean", [2, 3])]
+  assert averaging.mean(5, 0, 6, 7) == [Reply(([6, 7, 2, 3], 7))]
+  assert averaging(Says.BYE) == [signal(Says.BYE, 5)]
+
+
+def test_a_worker_alone_is_a_group(ready):
+  assert ready.group(5, members=(1,), weights=(1,)) == [reply(1, 7)]
+
+
+@pytest.mark.parametrize("kind", ["part", "mean"])
+def test_a_duplicate_or_foreign_piece_changes_nothing(averaging, kind):
+  averaging.part(5, 0, 3, 5)
+  for sender, entries in ((0, (9, 9)), (2, (9, 9)), (ME, (9, 9)), (0, (9,)), (0, ())):
+    if (kind, sender, len(entries)) != ("mean", 0, 2):  # the one that is awaited
+      assert averaging(PieceReceived(5, kind, sender, values(*entries))) == []
+  for number in (4, 6):
+    assert averaging(PieceReceived(number, kind, 0, values(9, 9))) == []
+  assert averaging.mean(5, 0, 6, 7) == [Reply(([6, 7, 2, 3], 7))]
+
+
+def test_a_part_that_is_early_is_kept_for_its_group(ready):
+  assert ready.mean(5, 0, 9, 9) == []  # no mean can be early
+  assert ready.part(5, 0, 3, 5) == []
+  assert [action.kind for action in ready.group(5)] == ["part", "mean"]
+  assert ready.mean(5, 0, 6, 7) == [Reply(([6, 7, 2, 3], 7))]
+
+
+def test_a_part_is_kept_only_for_the_group_that_is_awaited(computing):
+  computing.part(6, 0, 3, 5)  # no request is open
+  computing(Says.READY, model(1, 8))
+  computing.part(5, 0, 3, 5)  # of a group that is settled
+  computing.part(7, 0, 3, 5)  # of another group than the next
+  assert [action.kind for action in computing.group(6)] == ["part"]
+  assert computing.protocol._early.take(7) == []
+
+
+def test_a_late_part_does_not_replace_an_early_one(computing):
+  computing(Says.READY, model(1, 8))
+  computing.part(6, 0, 3, 5)
+  computing.part(5, 0, 9, 9)
+  assert [action.kind for action in computing.group(6)] == ["part", "mean"]
+
+
+def test_parts_from_before_a_welcome_are_forgotten(ready):
+  ready.part(5, 0, 3, 5)
+  ready(Answer.REJECTED, reason="absent: worker 1 has not joined")
+  assert ready(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 3)]
+  assert [action.kind for action in ready.group(5)] == ["part"]
+
+
+AGAIN = [signal(Says.FAILED, 5), signal(Says.READY, 3)]
+
+
+def test_an_abort_counts_only_while_the_member_is_needed(averaging):
+  assert averaging(Answer.ABORT, number=4, worker=0) == []
+  assert averaging(Answer.ABORT, number=5, worker=2) == []
+  assert averaging(Answer.ABORT, number=5, worker=0) == AGAIN
+  assert averaging(Answer.ABORT, number=5, worker=0) == []
+  assert averaging.part(5, 0, 3, 5) == averaging.mean(5, 0, 6, 7) == []  # late
+  assert averaging.group(6) == [SendPiece(ADDRESSES[0], 6, "part", [1, 1])]  # with the model as it was
+
+
+def test_an_abort_after_the_last_piece_of_a_member_does_not_count(ready):
+  ready.group(5, members=(0, 1, 2), weights=(0.25, 0.25, 0.5))
+  ready.part(5, 0, 3)
+  ready.mean(5, 0, 6)
+  assert ready(Answer.ABORT, number=5, worker=0) == []
+  assert ready(Answer.ABORT, number=5, worker=2) == AGAIN
+
+
+def test_an_average_without_progress_is_given_up(averaging):
+  assert averaging.alive(TIMEOUT - 1) == []
+  averaging.part(5, 0, 3, 5)  # progress
+  assert averaging.alive(TIMEOUT - 1) == []
+  assert averaging.alive(2) == AGAIN
+
+
+def test_a_connection_that_is_refused_ends_the_average_and_a_broken_one_does_not(averaging):
+  assert averaging(Unreachable(ADDRESSES[0], refused=False)) == []
+  assert averaging(Unreachable(ADDRESSES[2], refused=True)) == []
+  assert averaging(Unreachable(ADDRESSES[0], refused=True)) == AGAIN
+
+
+# Being dropped, and the death of the controller.
+
+
+def test_a_dropped_worker_joins_again_with_its_request(averaging):
+  assert averaging(Answer.REJECTED, reason="absent: worker 1 has not joined, it has to send HELLO") == []
+  assert averaging(Answer.REJECTED, reason="absent: worker 1 has not joined, it has to send HELLO") == []
+  assert averaging.part(5, 0, 3, 5) == averaging(Answer.PROBE) == averaging.group(6) == []
+  assert averaging.wait(0.3) == [signal(Says.HELLO, 4)]
+  assert averaging(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 3)]
+
+
+def test_a_dropped_worker_continues_with_the_model_of_a_donor(ready):
+  ready(Answer.REJECTED, reason="absent: ")
+  assert ready(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
+  assert ready(ModelReceived(model(4, 9))) == [reply(4, 9)]
+  assert ready(Says.READY, model(5, 10)) == [signal(Says.READY, 10)]
+
+
+def test_a_server_that_was_restarted_counts_groups_from_1_again(computing):
+  computing(Answer.REJECTED, reason="absent: ")
+  assert computing(Says.READY, model(1, 8)) == []
+  assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 8)]
+  computing.part(1, 0, 3, 5)
+  assert [action.kind for action in computing.group(1)] == ["part", "mean"]
+
+
+def test_a_dropped_worker_whose_donors_are_silent_continues_with_its_own_model(ready):
+  ready(Answer.REJECTED, reason="absent: ")
+  ready(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
+  assert ready.alive(TIMEOUT + 1) == [signal(Says.READY, 3)]
+
+
+def test_a_worker_that_is_dropped_while_it_computes_gets_the_donors_model_at_its_next_request_once(computing):
+  computing(Answer.REJECTED, reason="absent: ")
+  computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
+  assert computing(ModelReceived(model(4, 9))) == []
+  assert computing(Says.READY, model(5, 8)) == [reply(4, 9)]
+  assert computing(Says.READY, model(5, 10)) == [signal(Says.READY, 10)]
+
+
+def test_a_worker_that_synchronizes_takes_part_with_its_own_model(computing):
+  computing(Answer.REJECTED, reason="absent: ")
+  computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
+  assert computing(Says.SYNCHRONIZE, model(5, 8)) == []
+  assert computing(ModelReceived(model(4, 9))) == [signal(Says.SYNCHRONIZE, 8)]
+  computing(Answer.REJECTED, reason="absent: ")
+  assert computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [signal(Says.SYNCHRONIZE, 8)]
+
+
+def test_a_rejected_request_is_answered_with_the_reason_and_the_worker_goes_on(ready):
+  failure = error(ready(Answer.REJECTED, reason="stale: iteration 3"))
+  assert (type(failure), str(failure)) == (ValueError, "worker 1: stale: iteration 3")
+  assert ready(Answer.REJECTED, reason="stale: again") == []  # no request is open
+  assert ready(Says.READY, model(1, 4)) == [signal(Says.READY, 4)]
+
+
+def test_heartbeats_are_sent_while_the_training_loop_computes(computing):
+  beats = 0
+  for _ in range(100):
+    computing(Answer.BEAT)
+    computing.now += 0.1
+    beats += computing(Tick()) == [signal(Says.BEAT)]
+  assert 9 <= beats <= 11  # five in each limit
+  assert computing(Answer.PROBE) == [signal(Says.BEAT)]
+
+
+def test_a_silent_controller_ends_the_worker(averaging):
+  assert averaging.wait(LIMIT - 0.1) == []
+  averaging(Answer.BEAT)
+  assert averaging.wait(LIMIT - 0.1) == []
+  assert averaging.wait(0.3) == [ControllerSilent("sign of life", LIMIT)]
+  assert averaging.part(5, 0, 3, 5) == averaging.wait(60) == []
+
+
+def test_a_worker_that_was_suspended_waits_for_the_controller_once_more(averaging):
+  averaging.now += 10 * LIMIT
+  assert ControllerSilent("sign of life", LIMIT) not in averaging(Tick())
+  assert averaging.wait(LIMIT - 0.1)[:2] == []
+  assert averaging.wait(0.3) == [ControllerSilent("sign of life", LIMIT)]
+
+
+# Models that are not finite.
+
+
+def test_a_worker_without_a_finite_model_asks_until_a_donor_is_named(computing):
+  assert computing(Says.NOT_FINITE) == [signal(Says.NOT_FINITE)]
+  assert computing(Unreachable(ADDRESSES[0], refused=True)) == []
+  asked = computing.wait(1)
+  assert set(asked) == {signal(Says.NOT_FINITE)}
+  assert 3 <= len(asked) <= 5
+  assert computing.part(6, 0, 3, 5) == []
+  assert computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
+  assert computing.wait(1) == []
+  assert computing(ModelReceived(model(4, 9))) == [reply(4, 9)]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_request_for_a_finite_model_fails_after_the_timeout(computing, named):
+  computing(Says.NOT_FINITE)
+  if named:
+    computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
+  failures = [action.answer for action in computing.alive(TIMEOUT + 1) if isinstance(action, Reply)]
+  assert [str(failure) for failure in failures] == ["no model from another worker for 20 s"]
+  assert isinstance(failures[0], FloatingPointError)
+  assert computing(Says.READY, model(1, 8)) == [signal(Says.READY, 8)]
+
+
+def test_the_request_for_a_finite_model_fails_if_nobody_has_one(computing):
+  assert computing(Answer.REJECTED, reason="nobody: ") == []  # nothing is asked for
+  computing(Says.NOT_FINITE)
+  failure = error(computing(Answer.REJECTED, reason="nobody: no worker has a finite model"))
+  assert (type(failure), str(failure)) == (FloatingPointError, "nobody: no worker has a finite model")
