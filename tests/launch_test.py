@@ -318,16 +318,39 @@ def launched(*arguments, **settings):
   return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False, **settings)
 
 
+GLOO_LINE = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+
+
 @ENGINES
 def test_lines_are_marked_with_their_rank(engine):
-  program = ["sh", "-c", f"{JOINED} echo out; printf 'first\nsecond' >&2"]
+  """All lines of the program, and none of gloo's, wherever these begin."""
+  own = ["first", "[Gloo] Rank 0 is connected to a printer", "50%", "second"]
+  printed = f"{own[0]}\n{GLOO_LINE}{own[1]}\n{own[2]}{GLOO_LINE}\n{own[3]}".replace("%", "%%")
+  program = ["sh", "-c", f"{JOINED} echo out; printf '{printed}' >&2"]
   done = launched("--ranks=2", f"--engine={engine}", "--", *program)
   assert (done.returncode, done.stdout.split()) == (0, ["out"])
-  lines = [f"[rank {rank}] {line}" for rank in (0, 1) for line in ("first", "second")]
+  lines = [f"[rank {rank}] {line}" for rank in (0, 1) for line in own]
   assert sorted(done.stderr.splitlines()) == sorted([*lines, "[rank 1] out"])
   done = launched("--ranks=2", f"--engine={engine}", "--no-prefix", "--", *program)
   assert done.stdout.split() == ["out"]
-  assert sorted(done.stderr.splitlines()) == ["first", "first", "out", "second", "second"]
+  assert sorted(done.stderr.splitlines()) == sorted([*own, *own, "out"])
+
+
+@ENGINES
+def test_a_quiet_program_leaves_standard_error_empty(engine):
+  """Without warnings of Python about the launcher, and without gloo's lines."""
+  done = launched("--ranks=2", f"--engine={engine}", "--", sys.executable, str(RANKS), "quiet", engine, "none")
+  assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")
+
+
+def test_without_a_launcher_gloo_is_quiet_too():
+  """As under srun: no guard reads what the ranks write."""
+  settings = {"JAXSPARSE_COORDINATOR": f"127.0.0.1:{launch.free_port()}", "JAXSPARSE_RANKS": "2", "JAX_PLATFORMS": "cpu"}
+  program = [sys.executable, str(RANKS), "quiet", "processes", "none"]
+  environments = [os.environ | settings | {"JAXSPARSE_RANK": str(rank)} for rank in range(2)]
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+  ranks = [subprocess.Popen(program, env=environment, **pipes) for environment in environments]
+  assert [rank.communicate(timeout=120) for rank in ranks] == [("2.0\n", ""), ("", "")]
 
 
 def test_the_command_line():

@@ -35,6 +35,8 @@ RANK_OF = (RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # variables by which a lau
 STEPS = struct.Struct("<q")  # how a rank writes its number of steps
 HAS_PROC = sys.platform == "linux" and os.path.exists("/proc/self/stat")  # then a guard finds all of its descendants
 KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
+# What gloo writes to standard output for each communicator that it makes; no setting of gloo or XLA switches it off.
+GLOO_LINE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\b[^\n]*\n")
 
 _KILL_MPIRUN_AFTER = 6.0
 _GIVE_UP = 10.0  # seconds after which a process that even SIGKILL does not end is left to the kernel
@@ -44,7 +46,6 @@ _CHUNK = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
-_NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to")
 
 
 def rank() -> int | None:
@@ -167,11 +168,11 @@ def _changes() -> Iterator[tuple[int, int]]:
 
 
 def _relay(source: int, said: collections.deque[str]) -> None:
-  """Copies lines to standard error, each behind the rank's number; `said` keeps the last one that is not blank."""
+  """Copies lines to standard error behind the rank's number, but not gloo's; `said` keeps the last non-blank one."""
   prefix = f"[rank {rank()}] ".encode() if os.environ.get(PREFIX) else b""
   rest = b""
   while chunk := os.read(source, _CHUNK):
-    *lines, rest = _LINE_END.split(rest + chunk)
+    *lines, rest = _LINE_END.split(GLOO_LINE.sub(b"", rest + chunk))
     if len(rest) > _CHUNK:
       lines, rest = [*lines, rest], b""
     _write(lines, prefix, said)
@@ -180,7 +181,6 @@ def _relay(source: int, said: collections.deque[str]) -> None:
 
 
 def _write(lines: list[bytes], prefix: bytes, said: collections.deque[str]) -> None:
-  lines = [line for line in lines if not _NOISE.match(line)]
   said.extend(shortened(line.decode(errors="replace")) for line in lines if line.strip())
   left = b"".join(prefix + line for line in lines)
   with contextlib.suppress(OSError):  # nobody reads any more; the rank must not wait for that

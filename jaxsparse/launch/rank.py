@@ -1,14 +1,16 @@
 """Functions of a rank: join the run, and record its progress for the launcher."""
 
 import atexit
+import contextlib
 import functools
 import itertools
 import os
 import pathlib
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from jaxsparse.launch import guard, records
@@ -219,14 +221,31 @@ def _connect() -> None:
 
   rank = lambda: jax.lax.psum(jax.lax.axis_index("ranks"), "ranks")
   total = _compat.shard_map(rank, Mesh(np.array(jax.devices()), ("ranks",)), (), PartitionSpec())
-  jax.block_until_ready(jax.jit(total)())
+  with _without_gloo_lines():
+    jax.block_until_ready(jax.jit(total)())
 
 
 def _keep_stdout_clean() -> None:
-  """Gloo writes to standard output when it connects; what Python prints stays there, what C++ writes goes to stderr."""
+  """Sends what C++ writes to standard output, as gloo does, to standard error; the output of Python stays there."""
   sys.stdout.flush()
   sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
   os.dup2(2, 1)
+
+
+@contextlib.contextmanager
+def _without_gloo_lines() -> Iterator[None]:
+  """Drops gloo's lines from what C++ writes meanwhile: without a launcher, no guard drops them.
+
+  Call after `_keep_stdout_clean`: descriptor 1 is a file meanwhile, whose text then goes to standard error.
+  """
+  with tempfile.TemporaryFile() as written:
+    os.dup2(written.fileno(), 1)
+    try:
+      yield
+    finally:
+      os.dup2(2, 1)
+      written.seek(0)
+      os.write(2, guard.GLOO_LINE.sub(b"", written.read()))
 
 
 if is_rank():
