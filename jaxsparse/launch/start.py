@@ -25,7 +25,7 @@ TUNABLES = {"hugetlb": "1", **dict.fromkeys(("mmap_threshold", "trim_threshold")
 
 One arena, since those of further threads map what is larger than 64 MiB in any case.
 """
-HOSTS = "JAXSPARSE_HOSTS"  # set by benchmarks.netlab: the hosts to start ranks in
+HOSTS = "JAXSPARSE_HOSTS"  # the hosts to start ranks in, a JSON list of objects with the fields of `Host`
 
 
 class Host(NamedTuple):
