@@ -55,7 +55,7 @@ def test_this_machine():
   assert all(finding.fix for finding in found.values() if finding.status != "ok")
 
 
-@pytest.mark.parametrize(("engine", "said"), [("sim", "ended after 1 s"), ("processes", "did not come within 1 s")])
+@pytest.mark.parametrize(("engine", "said"), [("sim", "ended after 1 s"), ("processes", "did not join within 1 s")])
 def test_what_hangs_is_ended(probes, engine, said):
   probes("import time; time.sleep(600)")
   found = engines.check(engine, 1)
