@@ -147,7 +147,7 @@ def test_another_mpi_than_that_of_mpirun_is_refused(tmp_path, communicator):
 
 @ENGINES
 def test_a_rank_that_does_not_join_is_named(tmp_path, monkeypatch, engine):
-  def overdue(lives, waited, now, limits):
+  def overdue(lives, _, now, limits):
     """As if no time passed before ranks 0 and 1 have joined, which takes long on a loaded machine."""
     both = sum(life.arrived for life in lives) == 2
     joined.extend([now] if both and not joined else [])

@@ -95,7 +95,7 @@ def advise(params: Any, profile: Profile) -> Advice:
   if n < 1:
     raise ValueError(f"advise: {n} parameters, give at least 1")
   if not profile.algorithms:
-    raise ValueError("advise: the profile knows no algorithm, make one with js.costs.fit")
+    raise ValueError("advise: the profile has no algorithm, make one with js.costs.fit")
   predictions = sorted((_prediction(label, n, profile) for label in profile.algorithms), key=lambda one: one.seconds)
   return Advice(predictions, _why(predictions))
 
