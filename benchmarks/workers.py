@@ -68,7 +68,7 @@ def launched(engine: str, workers: int, limit: float | None = None) -> bool:
 
   Raises:
     ValueError: for fewer than one worker.
-    launch.RunFailed: if a rank died, did not come or did not end.
+    launch.RunFailed: if a rank died, did not join or did not end.
   """
   if workers < 1:
     raise ValueError(f"--workers={workers}, choose at least 1")

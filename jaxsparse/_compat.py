@@ -1,4 +1,4 @@
-"""Every difference between the JAX versions we support, and what JAX itself tells of a mesh or a tracer."""
+"""Differences between the supported versions of JAX, and properties of meshes and tracers that JAX knows."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed  # the barrier that has a limit is public nowhere
+from jax._src import distributed  # JAX has no public barrier with a time limit
 from jax.extend import core
 from jax.sharding import AxisType, Mesh
 
@@ -19,15 +19,15 @@ def names_of(axis: AxisName) -> tuple[str, ...]:
 
 
 def has_explicit_axes(mesh: Mesh) -> bool:
-  """Whether the types of arrays on `mesh` name their shardings, as on the meshes that `jax.make_mesh` makes."""
+  """Whether `mesh` has Explicit axes, so that the types of its arrays have shardings, as with `jax.make_mesh`."""
   return AxisType.Explicit in mesh.axis_types
 
 
 def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-  """`jax.lax.ppermute` along pairs of workers that are counted as `jax.lax.axis_index` does.
+  """`jax.lax.ppermute` along pairs of workers in the numbering of `jax.lax.axis_index`.
 
-  Over a tuple of axes that counts in the order of the tuple, and `jax.lax.ppermute` in the order of the mesh; newer
-  versions refuse tuples of another order.
+  Over a tuple of axes `axis_index` counts in the order of the tuple and `ppermute` in that of the mesh; newer versions
+  reject tuples in another order.
   """
   names, order = names_of(axis), jax.sharding.get_abstract_mesh().axis_names
   inner = tuple(sorted(names, key=order.index)) if set(names) <= set(order) else names
@@ -48,7 +48,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def inner_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
-  """The jaxprs within an equation of these parameters: bodies of loops, branches, functions."""
+  """The jaxprs in the parameters of an equation: bodies of loops, branches, functions."""
   for value in params.values():
     for item in value if isinstance(value, (tuple, list)) else (value,):
       if isinstance(item, core.ClosedJaxpr):
@@ -58,18 +58,22 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
 
 
 def shard_map(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-  """`jax.shard_map` without replication checks: a total made of ppermutes is typed device-varying, though it is not."""
+  """`jax.shard_map` without its check of replication, which types a total made of ppermutes as device-varying."""
   return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def is_summed_over(axis: AxisName, x: jax.Array) -> bool:
-  """Whether x, inside a shard_map that checks replication, is typed as the same on all workers of `axis`."""
+  """Whether x, inside a shard_map that checks replication, is typed as equal on all workers along `axis`."""
   axes = {axis} if isinstance(axis, str) else set(axis)
   return axes <= _varying(jax.lax.axis_index(axis)) and not axes & _varying(x)
 
 
 def is_psum(x: jax.Array, axis: AxisName) -> bool:
-  """Whether x, in a trace, is a psum or pmean over `axis`, scaled or cast at most: averaged already, without types."""
+  """Whether the traced x is a psum or pmean over `axis`, perhaps scaled, cast or reshaped.
+
+  This follows the equations of an unfinished trace backwards from x. It detects gradients that are averaged already
+  where the types do not show it.
+  """
   while (equation := _equation_of(x)) is not None:
     if equation.primitive.name.startswith("psum"):
       return set(names_of(axis)) <= set(equation.params["axes"]) and equation.params.get("axis_index_groups") is None
@@ -84,25 +88,25 @@ _SCALINGS = ("div", "mul", "convert_element_type", "reshape", "ravel", "squeeze"
 
 
 def _equation_of(x: jax.Array) -> Any:
-  """The equation of the trace that made x, or None."""
+  """The equation of the trace that makes x, or None."""
   return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
 
 
 def here(x: Any) -> Any:
-  """What this process holds of an array; all of it where nobody else has a part."""
+  """The first shard of x on this process; x itself if this process holds all of it."""
   return x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
 
 
 def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
-  """Waits until every process that holds a part of the arrays of `tree` has come here too; others hold none.
+  """Barrier of all processes that hold a shard of the arrays of `tree`.
 
   Args:
-    tree: of arrays.
-    what: the name of the call that waits, for the error.
+    tree: a pytree of arrays.
+    what: name of the calling function, for the error.
     timeout: seconds.
 
   Raises:
-    RuntimeError: if one does not come in time.
+    RuntimeError: if one of the processes does not call in time.
   """
   arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
   devices: list[Any] = [device for x in arrays if not x.is_fully_addressable for device in x.sharding.device_set]
@@ -120,10 +124,10 @@ def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
     ) from error
 
 
-_BARRIERS: dict[tuple[str, tuple[int, ...]], int] = {}  # how often these processes have met: a barrier serves once
+_BARRIERS: dict[tuple[str, tuple[int, ...]], int] = {}  # barriers so far, by processes: a barrier's name serves once
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
-  """The axes that x is typed as varying over: `.vma` of a type in older versions, `.manual_axis_type` since."""
+  """The axes that x is typed as varying over: `.vma` of its type in older versions, `.manual_axis_type` in newer."""
   kind = jax.typeof(x)
   return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma

@@ -9,14 +9,14 @@ from jax.flatten_util import ravel_pytree
 
 
 def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-  """All leaves as one f32[n], in pytree order, and the function that puts an f32[n] back into their shapes and dtypes.
+  """All leaves as one f32[n], in pytree order, and the inverse function, from f32[n] to their shapes and dtypes.
 
   Args:
     tree: a pytree of floating-point arrays.
 
   Raises:
-    ValueError: if the pytree holds no entry.
-    TypeError: if a leaf is not floating point, naming its place.
+    ValueError: if the pytree has no entry.
+    TypeError: if a leaf is not floating point, naming its path.
 
   Example:
     >>> import jax.numpy as jnp

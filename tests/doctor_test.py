@@ -2,17 +2,17 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 from jaxsparse import doctor
+from jaxsparse.doctor import command, engines, machine, mpi, programs
 
 _KEPT = "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=17179869184:glibc.malloc.arena_max=1"
 
-COMMAND = [sys.executable, "-m", "jaxsparse.doctor"]
+DOCTOR = [sys.executable, "-m", "jaxsparse.doctor"]
 HAS_MPI = importlib.util.find_spec("mpi4jax") is not None
 
 
@@ -23,7 +23,7 @@ def by_name(findings):
 @pytest.fixture
 def probes(monkeypatch):
   """Puts a program of Python in the place of every probe."""
-  return lambda program: monkeypatch.setattr(doctor, "_program", lambda _: [sys.executable, "-c", program])
+  return lambda program: monkeypatch.setattr(programs, "probe", lambda _: [sys.executable, "-c", program])
 
 
 @pytest.fixture
@@ -33,17 +33,17 @@ def an_mpi(monkeypatch, probes):
   def make(cuda_aware, library="Open MPI v5", mpirun="/opt/bin/mpirun", cuda=True):
     facts = {"library": library, "cuda": cuda, "mpi4py": "4", "mpi4jax": "0.9"}
     probes(f"print({'doctor: ' + json.dumps(facts)!r})")
-    monkeypatch.setattr(doctor, "_installed", lambda _: True)
-    monkeypatch.setattr(doctor, "_beside_python", lambda _: mpirun)
-    monkeypatch.setattr(doctor, "_cuda_aware", lambda _: cuda_aware)
-    monkeypatch.setattr(doctor, "_engine", lambda *_: doctor.Finding("ok", "engine mpi", "2 workers"))
-    return by_name(doctor._mpi(30))
+    monkeypatch.setattr(mpi, "_installed", lambda _: True)
+    monkeypatch.setattr(programs, "beside_python", lambda _: mpirun)
+    monkeypatch.setattr(mpi, "_cuda_aware", lambda _: cuda_aware)
+    monkeypatch.setattr(engines, "check", lambda *_: doctor.Finding("ok", "engine mpi", "2 workers"))
+    return by_name(mpi.check(30))
 
   return make
 
 
 def test_this_machine():
-  done = subprocess.run([*COMMAND, "--json"], capture_output=True, text=True, timeout=240, check=False)
+  done = subprocess.run([*DOCTOR, "--json"], capture_output=True, text=True, timeout=240, check=False)
   assert done.returncode == 0, done.stdout + done.stderr
   assert not done.stderr
   found = by_name(doctor.Finding(**finding) for finding in json.loads(done.stdout))
@@ -51,28 +51,28 @@ def test_this_machine():
   wanted = {"devices", "sim", "processes"} | ({"mpi"} if HAS_MPI else set())
   assert engines == {f"engine {engine}" for engine in wanted}
   assert all("2 workers on" in found[engine].detail for engine in engines)
-  assert {"versions", "JAX", "MPI", "network lab"} <= set(found)
+  assert {"versions", "JAX", "MPI"} <= set(found)
   assert all(finding.fix for finding in found.values() if finding.status != "ok")
 
 
-@pytest.mark.parametrize(("engine", "said"), [("sim", "ended after 1 s"), ("processes", "did not come within 1 s")])
+@pytest.mark.parametrize(("engine", "said"), [("sim", "ended after 1 s"), ("processes", "did not join within 1 s")])
 def test_what_hangs_is_ended(probes, engine, said):
   probes("import time; time.sleep(600)")
-  found = doctor._engine(engine, 1)
+  found = engines.check(engine, 1)
   assert (found.status, found.what) == ("FAIL", f"engine {engine}")
   assert said in found.detail
   assert "--timeout=4" in found.fix
 
 
 def test_what_hangs_and_does_not_listen_is_killed(probes, monkeypatch):
-  monkeypatch.setattr(doctor, "_GRACE", 0.2)
+  monkeypatch.setattr(programs, "_GRACE", 0.2)
   probes("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep(600)")
-  assert doctor._run(doctor._program("sim"), 1).error.startswith("ended after 1 s")
+  assert programs.run(programs.probe("sim"), 1).error.startswith("ended after 1 s")
 
 
 def test_a_failure_is_shown_by_its_last_lines(probes):
   probes("import sys; print('noise'); print('early\\n' * 99, file=sys.stderr); sys.exit('the reason')")
-  found = doctor._engine("devices", 30)
+  found = engines.check("devices", 30)
   assert found.status == "FAIL"
   assert found.detail.startswith("exit status 1\n")
   assert found.detail.endswith("the reason")
@@ -83,31 +83,31 @@ def test_a_failure_is_shown_by_its_last_lines(probes):
 
 def test_a_probe_that_says_nothing_has_failed(probes):
   probes("pass")
-  assert doctor._engine("sim", 30).status == "FAIL"
+  assert engines.check("sim", 30).status == "FAIL"
 
 
 @pytest.mark.parametrize(("platforms", "fix"), [("", "JAX_PLATFORMS=cpu python"), ("cuda", "unset JAX_PLATFORMS")])
 def test_a_jax_that_does_not_start(monkeypatch, probes, platforms, fix):
   monkeypatch.setenv("JAX_PLATFORMS", platforms)
   probes("raise AssertionError")
-  (found,) = doctor._devices(30)
+  (found,) = machine.devices(30)
   assert found.status == "FAIL"
   assert fix in found.fix
 
 
 def test_noise_does_not_matter(probes):
   probes("""print('[Gloo] connected\\ndoctor: {"workers": 2, "where": "cpu devices"}\\n[Gloo] bye')""")
-  found = doctor._engine("devices", 30)
+  found = engines.check("devices", 30)
   assert found.status == "ok"
   assert "2 workers on cpu devices" in found.detail
 
 
 def test_a_gpu_that_jax_leaves_alone(probes, monkeypatch, tmp_path):
   (tmp_path / "0000:01:00.0").mkdir()
-  monkeypatch.setattr(doctor, "_GPUS", tmp_path)
+  monkeypatch.setattr(machine, "_GPUS", tmp_path)
   monkeypatch.delenv("JAX_PLATFORMS", raising=False)
   probes("""print('doctor: {"platform": "cpu", "devices": 1, "kind": "cpu"}')""")
-  (found,) = doctor._devices(30)
+  (found,) = machine.devices(30)
   assert found.status == "warn"
   assert "1 NVIDIA GPU" in found.detail
   assert "jax[cuda13]" in found.fix
@@ -115,13 +115,13 @@ def test_a_gpu_that_jax_leaves_alone(probes, monkeypatch, tmp_path):
 
 def test_nccl_is_looked_for_on_gpus(probes, monkeypatch):
   probes("""print('doctor: {"platform": "gpu", "devices": 4, "kind": "NVIDIA H200"}')""")
-  monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda _: None)
-  monkeypatch.setattr(doctor.metadata, "distributions", list)
-  gpus, nccl = doctor._devices(30)
+  monkeypatch.setattr(machine.ctypes.util, "find_library", lambda _: None)
+  monkeypatch.setattr(machine.metadata, "distributions", list)
+  gpus, nccl = machine.devices(30)
   assert gpus == doctor.Finding("ok", "JAX", "4 gpu devices (NVIDIA H200)")
   assert nccl.status == "warn"
-  monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: f"lib{name}.so.2")
-  assert doctor._nccl() == doctor.Finding("ok", "NCCL", "libnccl.so.2")
+  monkeypatch.setattr(machine.ctypes.util, "find_library", lambda name: f"lib{name}.so.2")
+  assert machine.nccl() == doctor.Finding("ok", "NCCL", "libnccl.so.2")
 
 
 @pytest.mark.parametrize(
@@ -134,24 +134,24 @@ def test_nccl_is_looked_for_on_gpus(probes, monkeypatch):
   ],
 )
 def test_huge_pages(monkeypatch, tmp_path, tunables, fix):
-  monkeypatch.setattr(doctor.platform, "libc_ver", lambda: ("glibc", "2.35"))
-  monkeypatch.setattr(doctor, "_TRANSPARENT", tmp_path / "enabled")
+  monkeypatch.setattr(machine.platform, "libc_ver", lambda: ("glibc", "2.35"))
+  monkeypatch.setattr(machine, "_TRANSPARENT", tmp_path / "enabled")
   (tmp_path / "enabled").write_text("always madvise [never]\n" if fix else "always [madvise] never\n")
   monkeypatch.setenv("GLIBC_TUNABLES", tunables)
-  kernel, process = doctor._huge_pages()
+  kernel, process = machine.huge_pages()
   assert kernel.status == process.status == ("warn" if fix else "ok")
   assert (fix or "") in process.fix
   assert ("echo madvise" in kernel.fix) == bool(fix)
 
 
 def test_an_old_libc_has_no_huge_pages(monkeypatch):
-  monkeypatch.setattr(doctor.platform, "libc_ver", lambda: ("glibc", "2.31"))
-  assert "glibc 2.35" in list(doctor._huge_pages())[-1].detail
+  monkeypatch.setattr(machine.platform, "libc_ver", lambda: ("glibc", "2.31"))
+  assert "glibc 2.35" in list(machine.huge_pages())[-1].detail
 
 
 def test_without_mpi4jax(monkeypatch):
-  monkeypatch.setattr(doctor, "_installed", lambda module: module == "mpi4py")
-  (found,) = doctor._mpi(30)
+  monkeypatch.setattr(mpi, "_installed", lambda module: module == "mpi4py")
+  (found,) = mpi.check(30)
   assert (found.status, found.what) == ("warn", "MPI")
   assert found.detail.startswith("mpi4jax not installed")
   assert "make install" in found.fix
@@ -160,9 +160,9 @@ def test_without_mpi4jax(monkeypatch):
 
 
 def test_an_mpi4jax_that_does_not_load(monkeypatch, probes):
-  monkeypatch.setattr(doctor, "_installed", lambda _: True)
+  monkeypatch.setattr(mpi, "_installed", lambda _: True)
   probes("raise ImportError('libmpi.so.40: cannot open shared object file')")
-  (found,) = doctor._mpi(30)
+  (found,) = mpi.check(30)
   assert found.status == "FAIL"
   assert "libmpi.so.40" in found.detail
   assert "pip cache remove mpi4jax" in found.fix
@@ -203,42 +203,14 @@ def test_ompi_info_tells_what_mpi_reads(monkeypatch, tmp_path, answer, aware):
   line = f"mca:mpi:base:param:mpi_built_with_cuda_support:value:{answer}" if answer else "something else"
   info.write_text(f"#!/bin/sh\necho options:cuda\necho {line}\n")
   info.chmod(0o700)
-  monkeypatch.setattr(doctor, "_beside_python", lambda _: str(info))
-  assert doctor._cuda_aware(30) is aware
-
-
-def test_the_lab_needs_root(monkeypatch):
-  monkeypatch.setattr(doctor, "_tool", lambda name: f"/usr/sbin/{name}")
-  monkeypatch.setattr(os, "geteuid", lambda: 1000)
-  found = list(doctor._lab())[-1]
-  assert (found.status, found.what) == ("warn", "network lab")
-  assert found.detail.startswith("needs root")
-  assert found.fix.startswith("sudo ")
-
-
-def test_the_lab_needs_tools(monkeypatch):
-  monkeypatch.setattr(doctor, "_tool", lambda name: None if name in ("ip", "tc") else f"/usr/bin/{name}")
-  monkeypatch.setattr(os, "geteuid", lambda: 0)
-  (found,) = doctor._lab()
-  assert (found.status, found.detail) == ("warn", "ip, tc not found")
-  assert "iproute2" in found.fix
-
-
-def test_the_lab_needs_a_kernel_that_lets_it(monkeypatch, tmp_path):
-  (tmp_path / "ip").write_text("#!/bin/sh\necho 'Operation not permitted' >&2; exit 1\n")
-  (tmp_path / "ip").chmod(0o700)
-  monkeypatch.setattr(doctor, "_tool", lambda _: str(tmp_path / "ip"))
-  monkeypatch.setattr(os, "geteuid", lambda: 0)
-  found = list(doctor._lab())[-1]
-  assert found.status == "warn"
-  assert "Operation not permitted" in found.detail
-  assert "--privileged" in found.fix
+  monkeypatch.setattr(programs, "beside_python", lambda _: str(info))
+  assert mpi._cuda_aware(30) is aware
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("FAIL", 1)])
 def test_the_exit_status_and_the_lines(monkeypatch, capsys, status, code):
   finding = doctor.Finding(status, "engine sim", "exit status 1\nthe reason", "do this")
-  monkeypatch.setattr(doctor, "_findings", lambda timeout: iter([finding] if timeout == 7 else []))
+  monkeypatch.setattr(command, "_findings", lambda timeout: iter([finding] if timeout == 7 else []))
   monkeypatch.setattr(sys, "argv", ["doctor", "--timeout=7"])
   with pytest.raises(SystemExit) as end:
     doctor.main()

@@ -118,6 +118,16 @@ def alone(_: str, __: str) -> None:
   print("trained", flush=True)
 
 
+def quiet(engine_name: str, _: str) -> None:
+  """All ranks count each other, and rank 0 prints how many there are."""
+  where, _, rank = join(engine_name)
+  engine = engine_of(where, "workers")
+  total = engine.jit(engine.comm.all_reduce, (jax.sharding.PartitionSpec(),), jax.sharding.PartitionSpec())
+  count = float(here(total(jnp.float32(1))))
+  if rank == 0:
+    print(count)
+
+
 def other_engine(engine_name: str, _: str) -> None:
   """Every rank joins by the engine that it was not started with."""
   join("mpi" if engine_name == "processes" else "processes")
@@ -178,5 +188,6 @@ def lonely(engine_name: str, file: str) -> None:
 
 if __name__ == "__main__":
   jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
-  programs = (equality, training, forever, late, waits, alone, other_engine, own_communicator, exits, differing, lonely)
+  programs = (equality, training, forever, late, waits, alone, quiet, other_engine, own_communicator, exits)
+  programs += (differing, lonely)
   {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2:4])

@@ -1,7 +1,9 @@
-"""Five communication verbs, and the engines that carry them: a shard_map axis, the simulator, MPI.
+"""Five communication verbs, and the engines that implement them: a shard_map axis, the simulator, MPI.
 
-`topology` says who sends to whom, `axis` and `mpi` carry the messages, `all_reduce` builds gathers, exchanges and an
-all-reduce from `shift` alone, and `replication` follows through a jaxpr which values are the same on every worker.
+`topology` makes the (source, destination) pairs of each round, `view` has what the comms of all engines share, `axis`
+and `mpi` send the messages, `all_reduce` builds an all-gather, a personalized exchange and an all-reduce from `shift`
+alone, `markers` are primitives that mark values in a jaxpr, and `replication` checks on a jaxpr which values are equal
+on all workers.
 """
 
 from jaxsparse.comm.all_reduce import (
@@ -13,6 +15,7 @@ from jaxsparse.comm.all_reduce import (
   in_rank_order,
 )
 from jaxsparse.comm.axis import AxisComm, SimComm, SoloComm, axes_of, comm_of
+from jaxsparse.comm.markers import message_p
 from jaxsparse.comm.view import View, pack, unpack
 
 __all__ = [
@@ -28,6 +31,7 @@ __all__ = [
   "comm_of",
   "exchange",
   "in_rank_order",
+  "message_p",
   "pack",
   "unpack",
 ]

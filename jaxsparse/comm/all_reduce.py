@@ -1,4 +1,4 @@
-"""Gathers, exchanges and an all-reduce over the verb `shift` alone, and what an all-reduce costs."""
+"""All-gather, personalized exchange and all-reduce over the verb `shift` alone, and the cost of an all-reduce."""
 
 import math
 
@@ -12,10 +12,10 @@ _WORD = 4  # bytes
 
 
 def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
-  """Rabenseifner's all-reduce of n entries: reduce-scatter and all-gather, 2⌈log₂P⌉ messages and 2 n (P − 1)/P words.
+  """Cost of Rabenseifner's all-reduce, a reduce-scatter and an all-gather: 2⌈log₂P⌉ messages, 2 n (P − 1)/P words.
 
   Args:
-    n: number of entries; one alone is an agreement. Fewer than there are workers cannot be scattered and count once.
+    n: number of entries. One entry counts as an agreement; fewer than P cannot be scattered and count as n words.
     workers: number of workers P.
     itemsize: bytes of an entry.
 
@@ -32,7 +32,7 @@ def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
 
 
 def combined(rows: jax.Array, op: Reduction) -> jax.Array:
-  """Combines the rows of x[P, …] in rank order, short floats in float32: the bits do not depend on the engine."""
+  """Combines rows [P, …] in rank order, 16-bit floats in float32: the bits do not depend on the engine."""
   combine = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[op]
   dtype = rows.dtype
   if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < _WORD:
@@ -42,10 +42,10 @@ def combined(rows: jax.Array, op: Reduction) -> jax.Array:
 
 
 def all_reduce_in_order(comm: Comm, x: jax.Array, op: Reduction = "sum") -> jax.Array:
-  """An all-reduce over `shift` alone that adds in rank order, for engines that have none of their own.
+  """An all-reduce over `shift` alone that adds in rank order, for engines without an all-reduce.
 
-  Few entries are gathered (⌈log₂ P⌉ messages) and combined by everyone. More are split into P blocks: each worker
-  combines one (P − 1 messages), and the results are gathered, 2n(P − 1)/P words in all as for any good all-reduce.
+  With fewer than P entries, every worker gathers and combines all of them: ⌈log₂ P⌉ messages. Otherwise each worker
+  combines one of P blocks, after P − 1 messages, and gathers the results: 2n(P − 1)/P words in all, the optimum.
   """
   if x.size < comm.size:
     return combined(in_rank_order(comm, all_gather(comm, x)), op)
@@ -57,8 +57,8 @@ def all_reduce_in_order(comm: Comm, x: jax.Array, op: Reduction = "sum") -> jax.
 def all_gather(comm: Comm, tree: Tree) -> Tree:
   """Bruck's all-gather over `shift` alone: ⌈log₂ P⌉ messages and P − 1 times the words of `tree`, for any P.
 
-  Every leaf gains a leading axis of P rows in the home frame: row b came from worker (rank + b) mod P. Six workers,
-  what worker 0 holds after each round (the last one sends only what is missing):
+  Every leaf gains a leading axis of P rows in the home frame: row b is that of worker (rank + b) mod P. For six
+  workers, the rows of worker 0 after each round (the last round sends only the two missing rows):
 
       own            0
       from 1         0 1
@@ -74,24 +74,24 @@ def all_gather(comm: Comm, tree: Tree) -> Tree:
 
 
 def in_rank_order(comm: Comm, rows: Tree) -> Tree:
-  """Rows of the home frame, row b from worker (rank + b) mod P, as rows 0 … P − 1 by worker."""
+  """Reorders rows of the home frame, row b of worker (rank + b) mod P, by worker: row w of worker w."""
   order = (jnp.arange(comm.size, dtype=jnp.int32) - comm.rank) % comm.size
   return jax.tree.map(lambda x: x[order], rows)
 
 
 def exchange(comm: Comm, rows: Tree) -> Tree:
-  """Row r goes to worker r: P − 1 messages, rotated so that no two of them go to one worker at a time.
+  """Sends row r to worker r, as MPI_Alltoall: P − 1 messages, in each of which every worker receives one.
 
-  The messages do not depend on each other, so a runtime is free to have several under way. Six workers, worker 2:
+  The messages do not depend on each other, so a runtime may send several at once. Worker 2 of six sends:
 
-      row 3 -> worker 3, row 4 -> worker 4, row 5 -> worker 5, row 0 -> worker 0, row 1 -> worker 1;   row 2 stays
+      row 3 -> worker 3, row 4 -> worker 4, row 5 -> worker 5, row 0 -> worker 0, row 1 -> worker 1;   it keeps row 2
 
   Returns:
-    Rows by the worker that sent them, 0 … P − 1.
+    Row w is the one that worker w sent to this worker.
   """
   away = (comm.rank + jnp.arange(comm.size, dtype=jnp.int32)) % comm.size
   home_frame = jax.tree.map(lambda x: x[away], rows)
   own = jax.tree.map(lambda x: x[:1], home_frame)
   sent = [comm.shift(jax.tree.map(lambda x, b=b: x[b : b + 1], home_frame), b) for b in range(1, comm.size)]
-  # What came from `b` places before is row P − b of the home frame.
+  # The row of worker rank − b is row P − b of the home frame.
   return in_rank_order(comm, jax.tree.map(lambda *parts: jnp.concatenate(parts), own, *reversed(sent)))

@@ -1,4 +1,4 @@
-"""The verbs of `types.Comm` on JAX: workers along a shard_map axis, or all of them under vmap on one device."""
+"""The verbs of `types.Comm` on JAX: along a shard_map axis, under vmap on one device, or for one worker alone."""
 
 import dataclasses
 from typing import cast
@@ -8,15 +8,14 @@ import jax.numpy as jnp
 
 from jaxsparse import _compat
 from jaxsparse.comm.all_reduce import combined
+from jaxsparse.comm.markers import message_p
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.comm.view import View
 from jaxsparse.types import Comm, Reduction
 
-_WORD = 4  # bytes
-
 
 def comm_of(axis: _compat.AxisName | Comm) -> Comm:
-  """`axis` if it is a comm already, else the comm of the workers along a shard_map axis of that name (or names).
+  """`axis` if it is a comm, else the comm of the workers along the shard_map axis, or axes, of this name.
 
   Raises:
     TypeError: if `axis` is neither.
@@ -29,7 +28,7 @@ def comm_of(axis: _compat.AxisName | Comm) -> Comm:
 
 
 def axes_of(comm: Comm) -> tuple[str, ...] | None:
-  """The names of the axes over all of whose workers a comm reaches; None for a comm that does not tell."""
+  """Names of the axes all of whose workers belong to a comm; None for a comm that does not name its axes."""
   return getattr(comm, "axes", None)
 
 
@@ -38,9 +37,9 @@ class AxisComm(View):
   """The workers along a named axis of `jax.shard_map`, or every `stride`-th of them.
 
   Attributes:
-    axis: the name of the axis, or a tuple of names (the first is the slowest).
+    axis: the name of the axis, or a tuple of names (ranks vary slowest along the first).
     stride: distance on the axis between neighbours of this view.
-    members: how many workers this view has; None for the whole axis.
+    members: number of workers of this view; None for the whole axis.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -57,7 +56,7 @@ class AxisComm(View):
   members: int | None = None
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
-    """Combines `x` of all workers of the view with the platform's own all-reduce, in the platform's order."""
+    """Combines `x` of all workers of the view by the all-reduce of XLA, in its order of summation."""
     reduce = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
     return reduce(x, self.axis, axis_index_groups=self._groups())
 
@@ -77,7 +76,7 @@ class AxisComm(View):
     return jax.lax.axis_index(self.axis)
 
   def _groups(self) -> list[list[int]] | None:
-    """The views that tile the axis, as lists of axis positions; None where one view is the whole axis."""
+    """Axis indices of each of the views that tile the axis; None where one view is the whole axis."""
     if self.members is None:
       return None
     span = self.stride * self.members
@@ -89,11 +88,11 @@ class AxisComm(View):
 
 @dataclasses.dataclass(frozen=True)
 class SimComm(AxisComm):
-  """The same workers under `jax.vmap(axis_name=axis)` on one device: bit for bit what shard_map gives on CPU.
+  """The workers along an axis of `jax.vmap(axis_name=axis)` on one device: bit-identical to shard_map on CPU.
 
-  vmap sums in an order of its own and takes only full permutations, so both are spelled out here. With `members` it is
-  also an engine for `js.init` and `js.make_train_step`: `js.SimComm("workers", members=64)` trains with 64 workers
-  wherever there is one device.
+  vmap sums in another order and rejects partial permutations, so this class sums in rank order and completes
+  permutations. With `members` it is also an engine for `js.init` and `js.make_train_step`:
+  `js.SimComm("workers", members=64)` trains with 64 workers on one device.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -102,7 +101,7 @@ class SimComm(AxisComm):
   """
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
-    """Combines in rank order and in float32, as XLA's CPU all-reduce does."""
+    """Combines `x` in rank order and in float32, as XLA's all-reduce on CPU does."""
     gathered = jax.lax.all_gather(x, self.axis)
     if self.members is not None:
       first = self._position() - self.rank * self.stride
@@ -122,9 +121,10 @@ class SimComm(AxisComm):
 
 @dataclasses.dataclass(frozen=True)
 class SoloComm(View):
-  """One of `workers` workers, alone: it receives what it sends, so that an update costs what it does without the wire.
+  """One of `workers` workers without the others: each message returns its own payload, so sending takes no time.
 
-  Its results mean nothing, its shapes and its arithmetic are those of a real update.
+  The shapes and the arithmetic of an update are the real ones, and its results are meaningless. `message_p` marks each
+  message in the jaxpr.
 
   Example:
     >>> import jax.numpy as jnp
@@ -137,9 +137,9 @@ class SoloComm(View):
   members: int | None = None
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
-    """Gives back `x`."""
+    """Returns `x`."""
     del op
-    return message(x)
+    return message_p.bind(x)
 
   def _everyone(self) -> int:
     return self.workers
@@ -149,10 +149,4 @@ class SoloComm(View):
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
     del pairs
-    return message(buffer)
-
-
-@jax.jit
-def message(buffer: jax.Array) -> jax.Array:
-  """What stands for a message in the jaxpr of a worker alone."""
-  return buffer
+    return message_p.bind(buffer)

@@ -1,7 +1,7 @@
-"""The verbs of `types.Comm` on MPI: one process a worker, on any number of hosts, through mpi4jax.
+"""The verbs of `types.Comm` on MPI: one process for each worker, on any number of hosts, through mpi4jax.
 
-MPI carries one thing only, a u32 buffer from a rank to a rank; everything else, the all-reduce too, is built from that.
-So the additions happen in rank order, and a run gives bit for bit what the simulator gives.
+The only operation of MPI is point to point, of a u32 buffer; all verbs are built from it, the all-reduce too. Sums are
+therefore in rank order, and the results of a run are bit-identical to those of the simulator.
 """
 
 import dataclasses
@@ -21,36 +21,37 @@ from jaxsparse.launch import guard
 from jaxsparse.launch.rank import join_mpi
 from jaxsparse.types import Reduction
 
-RANKS = "ranks of MPI"  # the name of the axis that they lie along
+RANKS = "ranks of MPI"  # name of the axis of the workers
 
 
 def _world() -> Any:
-  """A communicator of our own: a clone, so that no message of somebody else's is taken for one of ours."""
+  """A clone of COMM_WORLD: messages of other users of COMM_WORLD cannot match ours."""
   join_mpi()
   return _mpi4jax()[0].COMM_WORLD.Clone()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MpiComm(View):
-  """The ranks of an MPI job: what `js.spardl_transform(js.MpiComm(), density=0.01)` runs on.
+  """The ranks of an MPI job as workers, for example of `js.spardl_transform(js.MpiComm(), density=0.01)`.
 
-  Every rank runs the same program on its one device and jits its own steps; arrays are local, of one worker. Give it in
-  place of a mesh to `js.init` and `js.make_train_step`, or use the transform in a step of your own: no shard_map.
+  Every rank runs the same program on its one device and jits its own steps; arrays are local, those of one worker. Give
+  the comm in place of a mesh to `js.init` and `js.make_train_step`, or call the transform in your own step, without
+  shard_map.
 
   mpi4jax's operations keep their order within a process, so all ranks must run the same updates in the same order. A
-  rank that ends by an exception ends the whole job: the others would wait for it, and it for them.
+  rank that ends by an exception ends the whole job: otherwise the other ranks would wait for it forever.
 
   Attributes:
-    communicator: of mpi4py; a clone of COMM_WORLD by default. Use one of yours for nothing else.
-    host_staging: whether messages go through host memory and mpi4py. None chooses it where the device is no CPU and
-      mpi4jax was built without CUDA, which would crash otherwise.
+    communicator: of mpi4py; a clone of COMM_WORLD by default. Use your own communicator for nothing else.
+    host_staging: whether messages go through host memory and mpi4py. None chooses this where the device is not a CPU
+      and mpi4jax was built without CUDA, which would crash otherwise.
     stride: distance between neighbours of this view.
-    members: how many workers this view has; None for all ranks.
+    members: number of workers of this view; None for all ranks.
 
   Raises:
     RuntimeError: in one of several ranks of `jaxsparse.launch --engine=processes`, which MPI does not connect, or if
-      the launcher started another number of ranks than MPI has in COMM_WORLD.
-    ImportError: without mpi4jax, or where it was built for another MPI, with what to install.
+      the launcher started another number of ranks than COMM_WORLD has.
+    ImportError: without mpi4jax, or where it was built for another MPI, naming what to install.
 
   Example:
     >>> import jaxsparse as js
@@ -66,7 +67,7 @@ class MpiComm(View):
   members: int | None = None
 
   def __post_init__(self) -> None:
-    join_mpi()  # for a communicator of the caller's, too
+    join_mpi()  # also where the caller gives a communicator
     if (ranks := guard.ranks()) is not None:
       _check_world(ranks)
 
@@ -93,7 +94,7 @@ class MpiComm(View):
 
 
 def _direct(communicator: Any, buffer: jax.Array, to: int | None, of: int | None) -> jax.Array:
-  """One message by mpi4jax, from device memory where it can."""
+  """Sends one message by mpi4jax, from device memory where mpi4jax can."""
   _, mpi4jax = _mpi4jax()
   if to is not None and of is not None:
     return mpi4jax.sendrecv(buffer, buffer, source=of, dest=to, comm=communicator)
@@ -103,7 +104,7 @@ def _direct(communicator: Any, buffer: jax.Array, to: int | None, of: int | None
 
 
 def _staged(communicator: Any, buffer: jax.Array, to: int | None, of: int | None) -> jax.Array:
-  """One message from host memory to host memory."""
+  """Sends one message by mpi4py, from host memory to host memory."""
   null = _mpi4jax()[0].PROC_NULL
 
   def exchange(words: np.ndarray) -> np.ndarray:
@@ -118,7 +119,7 @@ def _staged(communicator: Any, buffer: jax.Array, to: int | None, of: int | None
 
 @functools.cache
 def _mpi4jax() -> tuple[Any, ModuleType]:
-  """(mpi4py.MPI, mpi4jax): imported when the first communicator is made, for importing them starts MPI."""
+  """(mpi4py.MPI, mpi4jax), imported for the first communicator, since their import initializes MPI."""
   try:
     import mpi4jax
     from mpi4py import MPI
@@ -131,7 +132,7 @@ def _mpi4jax() -> tuple[Any, ModuleType]:
 
 
 def _check_world(ranks: int) -> None:
-  """Raises RuntimeError if COMM_WORLD has another size than the run, as under an MPI other than that of mpirun."""
+  """Raises RuntimeError unless COMM_WORLD has `ranks` ranks; it has one if mpirun belongs to another MPI."""
   found = _mpi4jax()[0].COMM_WORLD.Get_size()
   if found != ranks:
     raise RuntimeError(

@@ -1,16 +1,15 @@
-"""Which values are the same on every worker, read off the jaxpr of a program before it runs.
+"""Checks on the jaxpr of a program, before it runs, which values are equal on all workers.
 
-JAX types the values of a `jax.shard_map` as varying over axes or not, but a total that is built of ppermutes is typed
-as varying although Law R makes it the same everywhere, so its check is off (`check_vma=False`). This module has the
-check instead. It follows a set of axes through the equations of one worker's program, those along which workers may
-hold different values:
+JAX types a value inside `jax.shard_map` as varying or not over each axis. It types a total that is built of ppermutes
+as varying, although Law R makes it equal on all workers, so the library switches that check off (`check_vma=False`) and
+does its own. For every value of one worker's program this module computes the set of axes that the value may vary over:
 
-    sharded inputs, axis_index         the axes that they differ along
+    sharded inputs, axis_index         the axes of their PartitionSpec, of their name
     psum and the like over whole axes  without these axes
-    callbacks, references              all axes, since nothing is known of them
+    callbacks, references              all axes, since their results are unknown
     any other operation                the union over its operands
 
-Transforms mark what a law makes the same on every worker with `mark_total`; marks are trusted.
+Transforms mark with `mark_total` the values that a law makes equal on all workers; the check trusts these marks.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,10 +17,10 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from jaxsparse._compat import AxisName, inner_jaxprs, names_of, scan_counts
+from jaxsparse.comm.markers import total_p
 
 Axes = frozenset[str]
 
@@ -29,25 +28,18 @@ _PSUMS = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_
 _SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter", "psum_scatter", "collective_broadcast")
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
-_mark = core.Primitive("jaxsparse_total")  # the identity; `axes` of the comm, or None where it does not name them
-_mark.def_impl(lambda x, **_: x)
-_mark.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(_mark, lambda _, x, **__: [x])
-ad.deflinear2(_mark, lambda cotangent, *_, **__: [cotangent])
-batching.primitive_batchers[_mark] = lambda args, dims, **params: (_mark.bind(*args, **params), dims[0])
-
 
 def mark_total(tree: Any, axes: Sequence[str] | None) -> Any:
-  """`tree`, marked as the same on all workers of `axes`, by a law of what made it.
+  """`tree`, marked as equal on all workers along `axes`; a law of its algorithm must guarantee this.
 
   Example:
     >>> import jax.numpy as jnp
     >>> mark_total(jnp.ones(2), ("workers",))
     Array([1., 1.], dtype=float32)
   """
-  if axes is not None and not axes:  # a part of the workers: nothing is the same on all of them
+  if axes is not None and not axes:  # a view of some workers: its total is not equal on all of them
     return tree
-  return jax.tree.map(lambda x: _mark.bind(x, axes=None if axes is None else frozenset(axes)), tree)
+  return jax.tree.map(lambda x: total_p.bind(x, axes=None if axes is None else frozenset(axes)), tree)
 
 
 def checked(
@@ -58,19 +50,19 @@ def checked(
   results: Mapping[str, str],
   others: Iterable[str] = (),
 ) -> Callable:
-  """`function` of one worker, which when it is traced raises if workers would come to differ where they must not.
+  """`function`, which raises when it is traced if a replicated result would differ between workers.
 
   Args:
-    function: the program of one worker, to be mapped over the workers of `axis`.
-    in_specs: a prefix of its arguments, which differ along the axes of their PartitionSpecs.
-    out_specs: a prefix of its results, a tuple, which may differ along the axes of theirs alone.
-    axis: the axis, or tuple of axes, that the workers lie along.
-    results: the name of each result, with the likely mistake where it comes to differ, for the error.
-    others: further axes that the program is mapped over, along which a worker has copies.
+    function: the program of one worker, to be mapped over the workers along `axis`.
+    in_specs: PartitionSpecs, a prefix of its arguments: arguments vary over the axes of their specs.
+    out_specs: PartitionSpecs, a prefix of its results, a tuple: results may vary over the axes of their specs only.
+    axis: the axis, or tuple of axes, of the workers.
+    results: for the error, the name of each result and the likely mistake where it would differ.
+    others: further axes that the program is mapped over; devices along them hold copies.
 
   Raises:
-    ValueError: when traced: if a transform is over other axes, or if a result that should be the same on every worker
-      depends on the data of one, naming the first leaf.
+    ValueError: when traced: if a transform is over other axes, or if a result that should be equal on all workers
+      depends on the data of one worker, naming the first such leaf.
   """
   axes = frozenset(names_of(axis))
 
@@ -92,7 +84,7 @@ def checked(
 
 
 def check_axes(function: Callable, arguments: Sequence[Any], axis: AxisName) -> None:
-  """Raises ValueError if a transform within `function`, a program of one worker, is over other axes than `axis`."""
+  """Raises ValueError if a transform inside `function`, the program of one worker, is over other axes than `axis`."""
   jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
   follow = _Follow(frozenset(names_of(axis)))
   follow.through(jaxpr, [frozenset()] * len(jaxpr.invars))
@@ -100,7 +92,11 @@ def check_axes(function: Callable, arguments: Sequence[Any], axis: AxisName) -> 
 
 
 class _Follow:
-  """Follows sets of axes through jaxprs of a program that is mapped over `every` axis; collects the axes of marks."""
+  """Computes the axes that each value of a jaxpr may vary over, and collects the axes of all marks.
+
+  Args:
+    every: all axes that the program is mapped over.
+  """
 
   def __init__(self, every: Axes):
     self._every = every
@@ -108,6 +104,7 @@ class _Follow:
     self._loops = {"cond": self._cond, "scan": self._scan, "while": self._while}
 
   def check_marks(self, axes: Axes) -> None:
+    """Raises ValueError for a mark over other axes than `axes`."""
     for marked in self._marks:
       if marked != axes:
         raise ValueError(
@@ -116,7 +113,12 @@ class _Follow:
         )
 
   def through(self, jaxpr: core.Jaxpr, inputs: Sequence[Axes]) -> list[Axes]:
-    """The axes of a jaxpr's results, from those of its inputs."""
+    """The axes that each result of a jaxpr may vary over.
+
+    Args:
+      jaxpr: of one worker's program, or of a function that it calls.
+      inputs: the axes that each of its inputs may vary over.
+    """
     known = dict(zip(jaxpr.invars, inputs, strict=True)) | dict.fromkeys(jaxpr.constvars, frozenset())
     read = lambda atom: frozenset() if isinstance(atom, core.Literal) else known[atom]
     for equation in jaxpr.eqns:
@@ -132,7 +134,7 @@ class _Follow:
     if body is not None and len(body.invars) == len(inputs) and len(body.outvars) == len(equation.outvars):
       return self.through(body, inputs)
     varies = _union(inputs)
-    if equation.primitive is _mark:
+    if equation.primitive is total_p:
       varies = self._marked(params["axes"], varies)
     elif name in _PSUMS:
       varies = varies - _named(params) if params.get("axis_index_groups") is None else varies
@@ -140,7 +142,7 @@ class _Follow:
       varies = varies | _named(params)
     elif equation.effects or "callback" in name:
       varies = self._every
-    else:  # of an unknown operation, whatever its bodies may make of its operands
+    else:  # an unknown operation may apply its bodies to any of its operands
       bodies = [self.through(inner, [varies] * len(inner.invars)) for inner in inner_jaxprs(params)]
       varies = varies.union(*(axes for results in bodies for axes in results))
     return [varies] * len(equation.outvars)
@@ -175,14 +177,14 @@ class _Follow:
 
 
 def _fixed_point(step: Callable[[list[Axes]], list[Axes]], carry: list[Axes]) -> list[Axes]:
-  """The carry of a loop after any number of steps; sets only grow, so few steps are enough."""
+  """Axes of the carry of a loop after any number of steps; the sets only grow, so the iteration ends."""
   while (after := [old | new for old, new in zip(carry, step(carry), strict=True)]) != carry:
     carry = after
   return carry
 
 
 def _named(params: Any) -> Axes:
-  """The names of the axes of a collective."""
+  """Names of the axes of a collective operation."""
   axes = params.get("axes", params.get("axis_name", ()))
   return frozenset(axis for axis in (axes if isinstance(axes, (tuple, list)) else (axes,)) if isinstance(axis, str))
 

@@ -1,6 +1,6 @@
-"""Who talks to whom: static Python data, checked when built, the same for every worker.
+"""Topologies: the (source, destination) pairs of each round, static Python data that is equal on all workers.
 
-A route is a tuple of (source, destination) pairs over workers 0 … P − 1.
+A route is a tuple of such pairs over workers 0 … P − 1, the messages of one round.
 """
 
 import collections
@@ -10,7 +10,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 def strides(size: int) -> tuple[int, ...]:
-  """The strides of a recursive-halving schedule that needs no power of two, largest first: ⌈log₂ size⌉ of them.
+  """The ⌈log₂ size⌉ strides of a recursive-halving schedule for any number of workers, largest first.
 
   Example:
     >>> strides(6), strides(8), strides(1)
@@ -20,7 +20,7 @@ def strides(size: int) -> tuple[int, ...]:
 
 
 def team_size(size: int, teams: int) -> int:
-  """Workers of each of `teams` teams of `size` workers.
+  """Number of workers in each of `teams` equal teams of `size` workers.
 
   Raises:
     ValueError: if `teams` does not divide `size`, naming the divisors.
@@ -36,7 +36,7 @@ def team_size(size: int, teams: int) -> int:
 
 
 def rotation(size: int, by: int) -> Pairs:
-  """Every worker to the one `by` places further on.
+  """The route from every worker r to worker (r + by) mod size.
 
   Example:
     >>> rotation(3, 1)
@@ -46,7 +46,7 @@ def rotation(size: int, by: int) -> Pairs:
 
 
 def checked(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
-  """`pairs` as a tuple, if each worker sends at most once and receives at most once.
+  """`pairs` as a route, in which each worker sends at most once and receives at most once.
 
   Raises:
     ValueError: naming the pair that is out of range, or the worker that appears twice.
@@ -68,7 +68,7 @@ def checked(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
 
 
 def tree(size: int) -> tuple[Pairs, ...]:
-  """The rounds of a binary tree to worker 0, (child, parent) pairs; children beyond `size` are missing.
+  """The rounds of a binomial tree that reduces to worker 0, as (child, parent) pairs, for any number of workers.
 
   Example:
     >>> tree(6)
@@ -82,7 +82,7 @@ def tree(size: int) -> tuple[Pairs, ...]:
 
 
 def partners(size: int, stride: int) -> Pairs:
-  """Every worker and the one whose number differs in the bit `stride`, for a power of two.
+  """The route from every worker r to worker r XOR stride; `size` and `stride` are powers of two.
 
   Example:
     >>> partners(4, 2)

@@ -1,7 +1,7 @@
-"""What the comms of all engines share: rings, partial permutations and teams, over one way to move a buffer.
+"""The base class of all comms: `shift`, `permute` and `split` over one primitive operation that sends a buffer.
 
-`shift` and `permute` bit-cast a pytree to one uint32 buffer, so that a round is one collective op that the compiler has
-nothing to widen, split or combine in.
+`shift` and `permute` bit-cast a pytree to one uint32 buffer. Each round is therefore one collective operation, which
+the compiler can neither widen nor split nor combine with another one.
 """
 
 import dataclasses
@@ -21,10 +21,9 @@ _WORD = 4  # bytes
 
 
 class View:
-  """Every `stride`-th worker of an engine, `members` of them: what the views of all engines share.
+  """`members` workers of an engine, `stride` apart; a subclass for each engine.
 
-  An engine adds three things: how many workers it has, which of them this one is, and how a buffer gets from some of
-  them to others. Rings, partial permutations and teams are the same everywhere.
+  A subclass implements the number of workers of the engine, the number of this worker, and the sending of a buffer.
   """
 
   stride: int
@@ -42,16 +41,16 @@ class View:
 
   @property
   def axes(self) -> tuple[str, ...]:
-    """The names of the axes over all of whose workers this view reaches; none for a part of them."""
+    """Names of the axes all of whose workers belong to this view; empty for a view of some workers."""
     return () if self.size < self._everyone() else self._names()
 
   def shift(self, tree: Tree, by: int) -> Tree:
-    """Sends `tree` `by` places further and returns what came from `by` places before: one message."""
+    """Sends `tree` to worker (rank + by) mod size and returns that of worker (rank − by) mod size: one message."""
     size = self.size
     return self._send(tree, topology.rotation(size, by)) if by % size else tree
 
   def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
-    """Sends `tree` along (source, destination) pairs: one message; zeros arrive where nobody sends.
+    """Sends `tree` along (source, destination) pairs: one message; a worker that is no destination gets zeros.
 
     Raises:
       ValueError: if a worker is out of range, sends twice or receives twice.
@@ -59,7 +58,7 @@ class View:
     return self._send(tree, topology.checked(pairs, self.size))
 
   def split(self, teams: int) -> tuple[Self, Self]:
-    """(team, member): views of the size / teams workers of my team, and of the `teams` workers of my position.
+    """(team, member): views of the size / teams workers of this team, and of the workers of this rank in all teams.
 
     Raises:
       ValueError: if `teams` does not divide `size`, naming the divisors.
@@ -69,12 +68,12 @@ class View:
     return view(members=length), view(stride=self.stride * length, members=teams)
 
   def _send(self, tree: Tree, pairs: topology.Pairs) -> Tree:
-    """Sends `tree` along pairs of this view, and along the same ones of all views that tile the engine."""
+    """Sends `tree` along pairs of this view, and along the same pairs of all views that tile the engine."""
     moves = [(start + a * self.stride, start + b * self.stride) for start in self._starts() for a, b in pairs]
     return unpack(self._ppermute(pack(tree), moves), tree)
 
   def _starts(self) -> list[int]:
-    """The first worker of each of the views that tile the engine."""
+    """First worker of each of the views that tile the engine."""
     if self.members is None:
       return [0]
     span = self.stride * self.members
@@ -85,7 +84,7 @@ class View:
     raise NotImplementedError
 
   def _names(self) -> tuple[str, ...]:
-    """The names of the axes that the workers of the engine lie along."""
+    """Names of the axes of the workers of the engine."""
     return ()
 
   def _position(self) -> jax.Array:
@@ -93,7 +92,7 @@ class View:
     raise NotImplementedError
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    """Sends a u32[words] along pairs of workers of the engine; zeros arrive where nobody sends."""
+    """Sends a u32[words] along pairs of workers of the engine; a worker that is no destination gets zeros."""
     raise NotImplementedError
 
 
@@ -103,7 +102,7 @@ def pack(tree: Tree) -> jax.Array:
 
 
 def unpack(words: jax.Array, like: Tree) -> Tree:
-  """Undoes `pack` for a pytree of the shapes and dtypes of `like`."""
+  """The inverse of `pack`, for a pytree with the shapes and dtypes of `like`."""
   leaves, structure = jax.tree.flatten(like)
   ends = [0]
   for leaf in leaves:

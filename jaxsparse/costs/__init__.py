@@ -1,7 +1,7 @@
-"""What an update costs: counted and predicted words, and the seconds they take on the machine at hand.
+"""The cost of an update: messages and words, counted and predicted, and seconds by a measured α-β model.
 
 count, predict          messages and words of one update (counting)
-fit -> Profile          α, β, γ and the speed of each algorithm's arithmetic, measured (calibration)
+fit -> Profile          α, β, γ and the seconds of each algorithm's arithmetic, measured (calibration)
 advise -> Advice        seconds per update of every algorithm, and the fastest, dense included (advice)
 """
 

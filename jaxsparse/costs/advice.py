@@ -1,4 +1,4 @@
-"""Which algorithm would be fastest: seconds per update of each, predicted from a profile."""
+"""Predicts the seconds per update of each algorithm from a profile, and names the fastest."""
 
 from typing import Any, NamedTuple
 
@@ -10,16 +10,16 @@ from jaxsparse.costs.counting import predict
 
 
 class Prediction(NamedTuple):
-  """One algorithm's time per update.
+  """Predicted time of one update of one algorithm.
 
   Attributes:
-    label: the collective and its options, as a person reads them.
+    label: the collective and its options as text.
     name: of the collective.
     config: its options, for `js.make_transform`.
     arithmetic: seconds of residual, selection, sums and total.
     wire: seconds of its messages.
-    messages: one after the other, of one worker.
-    words: 4-byte words that one worker sends.
+    messages: number of messages that one worker sends, one after the other.
+    words: number of 4-byte words that one worker sends.
 
   Example:
     >>> Prediction("dense", "dense", {}, 0.1, 0.2, 6, 1000).seconds
@@ -41,11 +41,11 @@ class Prediction(NamedTuple):
 
 
 class Advice(NamedTuple):
-  """What `advise` found.
+  """The predictions of `advise`.
 
   Attributes:
-    predictions: of every algorithm that the profile knows, the fastest first.
-    why: one sentence that compares the fastest with the best dense one.
+    predictions: of every algorithm of the profile, the fastest first.
+    why: one sentence that compares the fastest with the fastest dense one.
 
   Example:
     >>> Advice([Prediction("dense", "dense", {}, 0.1, 0.2, 6, 1000)], "it is alone").best.label
@@ -57,7 +57,7 @@ class Advice(NamedTuple):
 
   @property
   def best(self) -> Prediction:
-    """The fastest."""
+    """The prediction of the fastest algorithm."""
     return self.predictions[0]
 
   def __str__(self) -> str:
@@ -70,11 +70,10 @@ class Advice(NamedTuple):
 
 
 def advise(params: Any, profile: Profile) -> Advice:
-  """Predicts the seconds per update of every algorithm that a profile knows, and names the fastest, dense included.
+  """Predicts the seconds per update of every algorithm of a profile, and names the fastest, dense included.
 
-  seconds = arithmetic · n + α · messages + β · bytes, with the α and β of the platform's all-reduce where the algorithm
-  is one. It says nothing about accuracy: a lower density is always faster, so profile the densities you would train
-  with.
+  seconds = arithmetic · n + α · messages + β · bytes, with the α and β of the platform's all-reduce for an algorithm
+  that uses it. The model ignores accuracy: a lower density is always faster, so profile only densities that train well.
 
   Args:
     params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`, or their number n.
@@ -96,7 +95,7 @@ def advise(params: Any, profile: Profile) -> Advice:
   if n < 1:
     raise ValueError(f"advise: {n} parameters, give at least 1")
   if not profile.algorithms:
-    raise ValueError("advise: the profile knows no algorithm, make one with js.costs.fit")
+    raise ValueError("advise: the profile has no algorithm, make one with js.costs.fit")
   predictions = sorted((_prediction(label, n, profile) for label in profile.algorithms), key=lambda one: one.seconds)
   return Advice(predictions, _why(predictions))
 

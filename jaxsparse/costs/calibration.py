@@ -1,4 +1,4 @@
-"""Measures what the cost model needs, on the workers and the network that will be used."""
+"""Measures the parameters of the cost model, on the workers and the network of the training run."""
 
 import ast
 import dataclasses
@@ -23,23 +23,23 @@ from jaxsparse.train.engine import Engine, engine_of, rows_of
 from jaxsparse.train.simulation import simulate
 from jaxsparse.types import Comm
 
-_LONG = 0.3  # seconds: a message that takes this long shows its bandwidth
-_SHORTEST = 2**18  # words that a message may always grow to: less shows no bandwidth
-_CHAIN = 8  # messages one after the other, so that the clock and the call count little
-_SHAPE = 2**16  # entries of the simulated gradients that show how full messages are
+_LONG = 0.3  # seconds of a message that is long enough to measure β
+_SHORTEST = 2**18  # words; the longest message of a measurement of β has at least so many
+_CHAIN = 8  # messages of a chain, which makes the overhead of the clock and of the call small
+_SHAPE = 2**16  # entries of the simulated gradients that `fill` is measured with
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """What `fit` measured of one algorithm at one density.
+  """Measurements of one algorithm at one density.
 
   Attributes:
     arithmetic: seconds per gradient entry of an update without its messages: residual, selection, sums and the total,
-      with all workers at work at once.
-    fill: words that normal gradients fill, as a share of the formula's words, which are an upper bound where the sizes
-      of messages vary.
-    reduces: whether the platform's all-reduce carries it.
-    agreements: all-reduces of a few integers before or between its messages.
+      while all workers compute.
+    fill: measured words / predicted words, for normally distributed gradients; below 1 where message sizes vary, since
+      the formula is an upper bound there.
+    reduces: whether it sends by the platform's all-reduce.
+    agreements: number of all-reduces of a few integers in one update.
 
   Example:
     >>> Algorithm(arithmetic=1e-8).fill
@@ -54,17 +54,17 @@ class Algorithm:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-  """What `fit` measured: all that `advise` needs to know of a machine and its network.
+  """Measurements of a machine and its network, by `fit` for `advise`.
 
   Attributes:
     workers: number of workers P.
-    alpha: seconds of one message, however short.
-    beta: seconds of each byte of a message.
-    gamma: two messages at once take so many times as long as one, 1 to 2 (or more, where they hinder each other).
+    alpha: α, latency of a message, in seconds.
+    beta: β, seconds per byte of a message.
+    gamma: γ, contention factor: per-byte slowdown when two transfers overlap. 1 is no contention, 2 a shared link.
     reduce_alpha: seconds of each of the 2⌈log₂P⌉ messages of the platform's all-reduce.
-    reduce_beta: seconds of each byte that a worker sends in it.
-    entries: n of the gradients that the arithmetic was timed with.
-    algorithms: what was measured of each, by label.
+    reduce_beta: seconds per byte that a worker sends in the platform's all-reduce.
+    entries: n of the gradients whose arithmetic was timed.
+    algorithms: measurements of each algorithm, by label.
 
   Example:
     >>> Profile(workers=2, alpha=1e-4, beta=8e-9).seconds(6, 1000)
@@ -81,16 +81,16 @@ class Profile:
   algorithms: dict[str, Algorithm] = dataclasses.field(default_factory=dict)
 
   def seconds(self, messages: float, size: float) -> float:
-    """Seconds of so many messages one after the other, with `size` bytes in all."""
+    """Seconds of `messages` messages one after the other, with `size` bytes in total."""
     return messages * self.alpha + size * self.beta
 
   def save(self, path: str | pathlib.Path) -> None:
-    """Writes it as JSON."""
+    """Writes the profile as JSON."""
     pathlib.Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2))
 
   @classmethod
   def load(cls, path: str | pathlib.Path) -> Self:
-    """Reads what `save` wrote."""
+    """Reads a profile that `save` wrote."""
     read = json.loads(pathlib.Path(path).read_text())
     return cls(**read | {"algorithms": {label: Algorithm(**one) for label, one in read["algorithms"].items()}})
 
@@ -104,22 +104,22 @@ def fit(
   algorithms: Sequence[str] | None = None,
   repetitions: int = 5,
 ) -> Profile:
-  """Measures α, β, γ, the all-reduce, and the arithmetic of every algorithm, with all workers in step.
+  """Measures α, β, γ, the platform's all-reduce, and the arithmetic of every algorithm, on all workers at once.
 
-  Takes about a minute or two, most of it to compile. In a run of many processes each of them calls it.
+  Takes a minute or two, most of it compilation. In a run of several processes every process must call.
 
   Args:
     mesh: the workers, as for `js.init`.
     axis: of the mesh.
-    n: gradient entries to time the arithmetic with, and words of the longest message. Both are taken to grow in
-      proportion: the closer to your model's, the better.
-    densities: the densities that `advise` is to choose among.
-    algorithms: names, with options as in "spardl:teams=2"; by default all that average gradients, SparDL with every
+    n: number of gradient entries whose arithmetic is timed, and words of the longest message. The model scales both
+      linearly: choose an n close to that of your model.
+    densities: the densities that `advise` compares.
+    algorithms: names, with options as in "spardl:teams=2"; by default all that average gradients, and SparDL with every
       number of teams.
-    repetitions: of each measurement; medians count.
+    repetitions: of each measurement, whose median counts.
 
   Raises:
-    ValueError: for one worker alone, which has no wire, or an algorithm that does not fit the workers.
+    ValueError: for one worker, which sends nothing, or an algorithm that does not fit the number of workers.
 
   Example:
     >>> import jax, jaxsparse as js
@@ -130,7 +130,7 @@ def fit(
   """
   engine = engine_of(mesh, axis)
   if engine.workers < 2:
-    raise ValueError("fit: one worker alone has no wire to measure, give at least two")
+    raise ValueError("fit: one worker sends nothing, give at least two workers")
   names = candidates(engine.workers, densities) if algorithms is None else _with_densities(algorithms, densities)
   measure = _Measure(engine, axis, repetitions)
   alpha, beta, gamma = _links(measure, n)
@@ -142,7 +142,7 @@ def fit(
 def candidates(workers: int, densities: Sequence[float]) -> list[str]:
   """Every algorithm that averages gradients, SparDL with every number of teams, at every density.
 
-  A2SGD is not among them: its workers go on with gradients of their own, which is another way to train.
+  A2SGD is not among them: its workers apply different totals, which is not an average of gradients.
 
   Example:
     >>> candidates(4, [0.01])[-3:]
@@ -154,7 +154,7 @@ def candidates(workers: int, densities: Sequence[float]) -> list[str]:
 
 
 def label_of(name: str, config: Mapping[str, Any]) -> str:
-  """How a profile names a collective with its options.
+  """The label of a collective with its options in a profile.
 
   Example:
     >>> label_of("spardl", {"density": 0.01, "teams": 2})
@@ -166,7 +166,7 @@ def label_of(name: str, config: Mapping[str, Any]) -> str:
 
 
 def collective_of(label: str) -> tuple[str, dict[str, Any]]:
-  """The name and the options behind a label.
+  """The name and the options of a label; the inverse of `label_of`.
 
   Raises:
     ValueError: for an option that is not of the form option=value.
@@ -206,7 +206,7 @@ def _with_densities(labels: Sequence[str], densities: Sequence[float]) -> list[s
 
 
 class _Measure:
-  """Medians of programs of all workers."""
+  """Times programs that all workers run at once."""
 
   def __init__(self, engine: Engine, axis: AxisName, repetitions: int):
     self.engine, self.repetitions = engine, repetitions
@@ -214,25 +214,26 @@ class _Measure:
     self._watch = timing.Stopwatch(engine, axis)
 
   def messages(self, function: Callable[[Comm, jax.Array], Any], words: int) -> float:
-    """Seconds of `function` of a comm and a u32[words]; a message that takes long is timed once."""
+    """Median seconds of `function(comm, u32[words])`."""
     run = lambda x: function(self.engine.comm, x[0])[None]
     program = self.engine.jit(run, (self._split,), self._split)
     return self._median(program, self.engine.spread(np.arange(words, dtype=np.uint32)))
 
   def gradients(self, n: int) -> jax.Array:
-    """Gradients of n entries at each worker."""
+    """Gradients of n entries for each worker."""
     return timing.gradients(self.engine, n, self._axis)(0)
 
   def arithmetic(self, collective: Collective, grads: jax.Array, n: int) -> float:
-    """Seconds of one update of n entries, all workers at work at once, none of them sending."""
+    """Seconds of one update of n entries without its messages, while all workers compute."""
     return timing.alone(self.engine, self._watch, collective, grads, n, self.repetitions, self._axis)[0]
 
   def most(self, values: np.ndarray) -> np.ndarray:
-    """The largest of what the processes have at each place of f32[m]."""
+    """Element-wise maximum of f32[m] over all processes."""
     rows = rows_of(self.engine, lambda x: x[0], (self._split,))
     return rows(self.engine.spread(values)).max(0)
 
   def _median(self, program: Callable, *arguments: Any) -> float:
+    """Median seconds of a program, of few runs where each takes long."""
     first, _ = self._watch.time(program, *arguments)  # compiles
     times = [self._watch.time(program, *arguments)[0]]
     while len(times) < self.repetitions and sum(times) < 4 * _LONG:
@@ -241,7 +242,7 @@ class _Measure:
 
 
 def _links(measure: _Measure, n: int) -> tuple[float, float, float]:
-  """(α, β, γ) of messages from each worker to the next."""
+  """(α, β, γ) of messages from each worker to its successor."""
 
   def chain(comm: Comm, x: jax.Array) -> jax.Array:
     for _ in range(_CHAIN):
@@ -257,7 +258,7 @@ def _links(measure: _Measure, n: int) -> tuple[float, float, float]:
 
 
 def _all_reduce(measure: _Measure, n: int, dtype: jax.typing.DTypeLike = jnp.float32) -> tuple[float, float]:
-  """(α, β) of the platform's all-reduce, to go with the messages and words that formulas say of it."""
+  """(α, β) of the platform's all-reduce, per message and per byte of `all_reduce_cost`."""
   workers = measure.engine.workers
   reduce = lambda comm, x: comm.all_reduce(x.astype(dtype))
   latency = measure.messages(functools.partial(_reduced_again, dtype), 2 * workers) / _CHAIN
@@ -267,7 +268,7 @@ def _all_reduce(measure: _Measure, n: int, dtype: jax.typing.DTypeLike = jnp.flo
 
 
 def _reduced_again(dtype: jax.typing.DTypeLike, comm: Comm, x: jax.Array) -> jax.Array:
-  """All-reduces one after the other, each of something that differs between workers: else compilers just multiply."""
+  """A chain of all-reduces of values that differ between workers: of equal ones XLA would make a multiplication."""
   own = x.astype(dtype) + comm.rank.astype(dtype)
   total = own
   for _ in range(_CHAIN):
@@ -276,22 +277,23 @@ def _reduced_again(dtype: jax.typing.DTypeLike, comm: Comm, x: jax.Array) -> jax
 
 
 def _beyond(latency: float, seconds: float) -> float:
-  """What a long message takes beyond a short one; a little at least, for the clock may see nothing."""
+  """Seconds of a long message minus the latency, at least 1 % of its seconds, since clocks are inexact."""
   return max(seconds - latency, 0.01 * seconds)
 
 
 def _growing(seconds_of: Callable[[int], float], most: int) -> tuple[int, float]:
-  """The first size, growing fourfold up to `most` words, that takes long enough to show its bandwidth; its seconds."""
+  """The first size up to `most` words, growing at most fourfold, that takes `_LONG` seconds; and its seconds."""
   words, most = 2**14, max(most, _SHORTEST)
   while (seconds := seconds_of(words)) < _LONG and words < most:
-    # Not beyond what takes about as long as wanted: on a slow network four times as much would take four times as long.
+    # On a slow network the next size is the one that should take `_LONG`: four times as many words could take minutes.
     words = min(most, words * 4, max(2 * words, round(words * _LONG / seconds)))
   return words, seconds
 
 
 def _algorithms(labels: Sequence[str], measure: _Measure, n: int, reduce_beta: float) -> dict[str, Algorithm]:
+  """Measurements of each algorithm, by label."""
   engine = measure.engine
-  # Simulations need no network, so each process does some of them for all.
+  # Simulations need no network, so the processes share them.
   turn = lambda number: number % engine.processes == engine.process
   mine = [_fill(label, engine.workers) if turn(number) else 0.0 for number, label in enumerate(labels)]
   fills = measure.most(np.array(mine, np.float32))
@@ -301,20 +303,20 @@ def _algorithms(labels: Sequence[str], measure: _Measure, n: int, reduce_beta: f
     collective = make_collective(name, **options)
     jaxpr = schedule(collective, _SHAPE, engine.workers)
     reducing = reduces(jaxpr, engine.workers)
-    if reducing and (dtype := options.get("dtype")):  # a platform may send more than the type says: XLA on CPU does
+    if reducing and (dtype := options.get("dtype")):  # XLA on CPU sends bfloat16 as float32: measure its bytes
       fill = _all_reduce(measure, n, dtype)[1] / reduce_beta
     measured[label] = Algorithm(measure.arithmetic(collective, grads, n) / n, fill, reducing, count_agreements(jaxpr))
   return measured
 
 
 def _fill(label: str, workers: int) -> float:
-  """The share of the formula's words that normal gradients fill, where the sizes of messages vary from step to step."""
+  """Measured words / predicted words for normally distributed gradients; 1 where message sizes are constant."""
   name, options = collective_of(label)
   if not make_collective(name, **options).sizes_vary:
     return 1.0
   grads = jax.random.normal(jax.random.key(0), (workers, _SHAPE), jnp.float32)
   state, words = None, 0.0
-  for _ in range(2):  # the first step may be a special one: thresholds and regions are new
+  for _ in range(2):  # the first step may differ: it computes new thresholds and regions
     done = simulate(name, grads, state=state, **options)
     state, words = done.state, float(done.metrics.words_sent)
   return words / max(1, predict(name, n=_SHAPE, workers=workers, **options).words)

@@ -1,7 +1,7 @@
-"""What an update costs on the wire: counted from the schedule that really runs, and predicted by the paper's formula.
+"""The messages and words of an update, counted from its jaxpr and predicted by the paper's formula.
 
-The jaxpr of a collective *is* its schedule, so the count is read off it, for any number of workers on an abstract mesh:
-nothing is allocated and no device is needed.
+The jaxpr of a collective *is* its schedule. It is traced on an abstract mesh of any number of workers, without arrays
+or devices.
 """
 
 import math
@@ -45,7 +45,7 @@ def count(name: str, *, n: int, workers: int, **config: Any) -> Cost:
 
 
 def predict(name: str, *, n: int, workers: int, **config: Any) -> Cost:
-  """The same by the closed formula (`Collective.cost` says which are ours); the arguments are those of `count`.
+  """The messages and words of one update by the formula of `Collective.cost`; arguments as for `count`.
 
   Example:
     >>> import jaxsparse as js
@@ -56,7 +56,7 @@ def predict(name: str, *, n: int, workers: int, **config: Any) -> Cost:
 
 
 def schedule(collective: Collective, n: int, workers: int) -> core.Jaxpr:
-  """The jaxpr of one update at one of `workers` workers that are not there.
+  """The jaxpr of one update of one of `workers` workers, traced without devices.
 
   Example:
     >>> import jaxsparse as js
@@ -73,16 +73,16 @@ def schedule(collective: Collective, n: int, workers: int) -> core.Jaxpr:
 
 
 def count_jaxpr(jaxpr: core.Jaxpr, workers: int, branch: Branch = "most") -> Cost:
-  """Adds up the collectives of a jaxpr and of all within it: loops times their length, one branch of a switch.
+  """Total cost of the collectives in a jaxpr and in its inner jaxprs.
 
   Args:
     jaxpr: of one worker's program.
     workers: number of workers P.
-    branch: which branch of a switch to count: the one with the "most" words, with the "least", or "every" one, as they
-      lie in the program, where a loop counts once too.
+    branch: which branch of a switch to count: the one with the "most" words or the "least". "every" counts each
+      collective of the program text once: all branches, and the body of a loop once instead of `length` times.
 
   Raises:
-    NotImplementedError: for a collective whose cost is not known here, and for one in a loop of unknown length.
+    NotImplementedError: for a collective of unknown cost, and for a collective in a loop of unknown length.
 
   Example:
     >>> import jaxsparse as js
@@ -93,7 +93,7 @@ def count_jaxpr(jaxpr: core.Jaxpr, workers: int, branch: Branch = "most") -> Cos
 
 
 def count_agreements(jaxpr: core.Jaxpr) -> int:
-  """How many all-reduces of integers one update makes at least: sizes and boundaries that workers agree on.
+  """Minimum number of integer all-reduces in one update: sizes and boundaries that workers agree on.
 
   Example:
     >>> import jaxsparse as js
@@ -104,7 +104,7 @@ def count_agreements(jaxpr: core.Jaxpr) -> int:
 
 
 def reduces(jaxpr: core.Jaxpr, workers: int) -> bool:
-  """Whether the platform's all-reduce carries the gradients, and no messages of our own.
+  """Whether a program sends gradients only by the all-reduce of XLA, without messages of its own.
 
   Example:
     >>> import jaxsparse as js
@@ -145,7 +145,7 @@ def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
 
 
 def _all_reduced(aval: Any, workers: int) -> Cost:
-  """Sizes and boundaries that workers agree on are integers, and listed apart: one agreement for each."""
+  """Cost of an all-reduce; one of integers, sizes and boundaries, counts one agreement for each entry."""
   if jnp.issubdtype(aval.dtype, jnp.integer):
     return Cost(0, 0, agreements=aval.size * (workers > 1))
   return all_reduce_cost(aval.size, workers, aval.dtype.itemsize)

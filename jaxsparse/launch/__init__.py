@@ -1,16 +1,15 @@
-r"""Starts the ranks of a run on this machine, and never lets it hang.
+r"""Starts the ranks of a run on this machine, and ends the run if a rank fails or hangs.
 
     python -m jaxsparse.launch --ranks=6 -- python train.py                 # JAX's own multi-process runtime
     python -m jaxsparse.launch --ranks=6 --engine=mpi -- python train.py    # mpirun
 
-In `train.py`, `jaxsparse.launch.join()` makes the process a rank of the run, whether it was started from here, by
-mpirun or by srun, so that the same program runs on a cluster. A rank that dies, does not come, or ends before the
-others ends the run within a stated time, with a message that names it. When the launcher ends, even by SIGKILL, so do
-its ranks.
+In `train.py`, `jaxsparse.launch.join()` makes the process a rank of the run, whether this launcher, mpirun or srun
+started it, so the same program runs on a cluster. If a rank dies, does not join, or ends before the others, the run
+ends within a stated time, with a message that names the rank. When the launcher ends, even by SIGKILL, its ranks end.
 
-`start` makes the commands of a run, `guard` is the process above each rank that ends it, `rank` is what a rank calls,
-`records` are what ranks and guards write for the launcher, and `watch` reads them until all ranks have ended.
-`command` is the command line.
+`start` makes the commands of a run, `guard` is the parent process of each rank, which ends the rank, `rank` has the
+functions that a rank calls, ranks and guards write `records` for the launcher, `watch` reads them until all ranks have
+ended, and `command` is the command line. None of them imports JAX before a rank joins.
 """
 
 from jaxsparse.launch.command import main

@@ -9,20 +9,22 @@ from jaxsparse.launch.watch import RunFailed, run
 
 
 def main() -> None:
-  """Runs COMMAND as ranks; the exit status is 0 where all ranks have ended well."""
-  description = "Starts the ranks of a run on this machine, and never lets it hang."
+  """Runs COMMAND as ranks; the exit status is 0 if all ranks have ended with status 0."""
+  description = "Starts the ranks of a run on this machine, and ends the run if a rank fails or hangs."
   parser = argparse.ArgumentParser(prog="python -m jaxsparse.launch", description=description)
-  parser.add_argument("--ranks", type=int, required=True, help="how many ranks")
-  parser.add_argument("--engine", choices=("processes", "mpi"), default="processes", help="who starts them")
+  parser.add_argument("--ranks", type=int, required=True, help="number of ranks")
   parser.add_argument(
-    "--start_timeout", type=float, default=START_TIMEOUT, help="seconds until all must have come (%(default)g)"
+    "--engine", choices=("processes", "mpi"), default="processes", help="what connects them: jax.distributed, or MPI"
+  )
+  parser.add_argument(
+    "--start_timeout", type=float, default=START_TIMEOUT, help="seconds until all ranks must have joined (%(default)g)"
   )
   parser.add_argument("--limit", type=float, help="seconds that the run may take")
   parser.add_argument(
     "--grace",
     type=float,
     default=GRACE,
-    help="seconds from the first rank's end to the last one's (%(default)g)",
+    help="seconds that the other ranks get to end after the first has ended (%(default)g)",
   )
   parser.add_argument(
     "--prefix",

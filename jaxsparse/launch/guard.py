@@ -1,17 +1,17 @@
-r"""Runs one command and ends it, with every process that it started, as soon as the launcher is gone.
+r"""Runs one command, and ends it with all its descendants as soon as the launcher has ended.
 
     python -I -S guard.py PARENT KIND COMMAND...
 
-It is a program of its own, of the standard library only, so that it starts in milliseconds:
+The guard is a program of the standard library only, which starts in milliseconds:
 
     launcher ── guard ── rank ── processes of the rank                              --engine=processes
     launcher ── guard ── mpirun ── guard ── rank ── processes of the rank           --engine=mpi
 
-PARENT is the process id of the launcher, 0 for a rank of mpirun. When that process ends, however it ends, the kernel
+PARENT is the process id of the launcher, 0 for a rank of mpirun. When that process ends, even by SIGKILL, the kernel
 sends the guard SIGTERM; when the guard is killed, the kernel kills its child. The guard adopts orphaned descendants, so
-it also finds processes that left its process group. Other systems than Linux do none of this: there a guard ends its
+it also finds processes that left its process group. Only Linux has these functions: on other systems a guard ends its
 child alone, and the launcher, unless it was killed, then kills the process group. KIND is "rank" or "mpirun": the guard
-of a rank writes records of how the rank stops, continues and ends, and prefixes its output by `[rank r]`.
+of a rank records when the rank stops, continues and ends, and prefixes the rank's output by `[rank r]`.
 """
 
 import collections
@@ -31,34 +31,35 @@ from typing import Any
 RECORDS, PREFIX, COORDINATOR, RANK, RANKS, GRACE = (
   f"JAXSPARSE_{name}" for name in ("RECORDS", "PREFIX", "COORDINATOR", "RANK", "RANKS", "GRACE")
 )
-RANK_OF = (RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # variables by which a launcher tells a rank its number
-STEPS = struct.Struct("<q")  # how a rank writes its number of steps
-HAS_PROC = sys.platform == "linux" and os.path.exists("/proc/self/stat")  # then a guard finds all of its descendants
+RANK_OF = (RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # variables with the number of a rank, one for each launcher
+STEPS = struct.Struct("<q")  # format of a rank's number of steps
+HAS_PROC = sys.platform == "linux" and os.path.exists("/proc/self/stat")  # a guard finds its descendants in /proc
 KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
+# What gloo writes to standard output for each communicator that it makes; no setting of gloo or XLA switches it off.
+GLOO_LINE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\b[^\n]*\n")
 
 _KILL_MPIRUN_AFTER = 6.0
-_GIVE_UP = 10.0  # seconds after which a process that even SIGKILL does not end is left to the kernel
-_DRAIN = 0.2  # seconds to read what a rank wrote before it ended, while its descendants keep the pipe open
+_GIVE_UP = 10.0  # seconds that a guard waits for processes to end after SIGKILL
+_DRAIN = 0.2  # seconds to read the last output of a rank that has ended, while its descendants keep the pipe open
 _LONGEST = 300  # characters of a line in a record
 _CHUNK = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
-_NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to")
 
 
 def rank() -> int | None:
-  """Number of this rank, None where no launcher told one."""
+  """Number of this rank; None in a process that no launcher started."""
   return next((int(os.environ[name]) for name in RANK_OF if name in os.environ), None)
 
 
 def ranks() -> int | None:
-  """Number of ranks of the run, None without a launcher."""
+  """Number of ranks of the run; None without this launcher."""
   return int(os.environ[RANKS]) if RANKS in os.environ else None
 
 
 def record(event: str, **facts: Any) -> None:
-  """Appends an event of this rank, with its time, to the file that the launcher reads; nothing without a launcher."""
+  """Appends an event of this rank and its time to the file that the launcher reads; does nothing without a launcher."""
   folder, number = os.environ.get(RECORDS), rank()
   if not folder or number is None:
     return
@@ -72,20 +73,20 @@ def record(event: str, **facts: Any) -> None:
 
 
 def shortened(text: str) -> str:
-  """The first line of a text, short enough for a record."""
+  """The first line of a text, cut to the length of a record."""
   lines = text.strip().splitlines()
   return lines[0][:_LONGEST] if lines else ""
 
 
 def die_with_parent(number: int, parent: int) -> None:
-  """Makes the kernel send this process a signal when its parent ends; call it first in a new process.
+  """Asks the kernel to send this process a signal when its parent ends; call it first in a new process.
 
-  The setting belongs to the thread that started this process, survives the execution of another program, except one
-  that changes the user, and is not inherited by children. On other systems than Linux nothing is set.
+  The parent is the thread that started this process. The setting survives `exec`, except of a program that changes the
+  user, and children do not inherit it. Only Linux has it.
 
   Args:
     number: of the signal.
-    parent: process id of the parent. If that has already ended, this process ends at once.
+    parent: process id of the parent. If the parent has already ended, this process ends at once.
   """
   if sys.platform == "linux":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
@@ -113,7 +114,7 @@ def _main() -> None:
     relay.join(_DRAIN)
     if status is not None:
       record("ended", status=status, said="".join(said), told=told)
-  # mpirun ends its ranks by itself, and then removes their files.
+  # mpirun itself ends its ranks, and then removes their files.
   _end_descendants(KILL_AFTER if is_rank else _KILL_MPIRUN_AFTER, child if status is None else None)
   if is_rank:
     relay.join(_DRAIN)
@@ -123,7 +124,13 @@ def _main() -> None:
 
 
 def _start(command: list[str], mask: set[signal.Signals | int], sink: int | None) -> int:
-  """Process id of the command, whose standard error, and standard output unless it is rank 0, go to `sink`."""
+  """Starts the command and returns its process id.
+
+  Args:
+    command: a program and its arguments.
+    mask: signals that the command blocks.
+    sink: descriptor for its standard error, and for its standard output unless it is rank 0; None redirects neither.
+  """
   parent = os.getpid()
   child = os.fork()
   if child:
@@ -145,7 +152,11 @@ def _start(command: list[str], mask: set[signal.Signals | int], sink: int | None
 
 
 def _wait(child: int, is_rank: bool) -> tuple[int | None, bool]:
-  """Exit status of the child, negative for a signal, None while it runs; and whether a signal told the guard to end."""
+  """Waits until the child has ended or a signal tells the guard to end.
+
+  Returns:
+    Exit status of the child, negative for a signal, None if it still runs; and whether the guard received a signal.
+  """
   while True:
     told = signal.sigwait(_SIGNALS) != signal.SIGCHLD
     for pid, status in _changes():
@@ -160,18 +171,23 @@ def _wait(child: int, is_rank: bool) -> tuple[int | None, bool]:
 
 
 def _changes() -> Iterator[tuple[int, int]]:
-  """Children, adopted ones too, that have stopped, continued or ended."""
+  """Process ids and states of children, also adopted ones, that have stopped, continued or ended."""
   with contextlib.suppress(ChildProcessError):
     while (change := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:
       yield change
 
 
 def _relay(source: int, said: collections.deque[str]) -> None:
-  """Copies lines to standard error, each behind the rank's number; `said` keeps the last one that is not blank."""
+  """Copies the output of a rank to standard error, line by line, with a prefix and without gloo's lines.
+
+  Args:
+    source: descriptor of the output.
+    said: receives the last line that is not blank.
+  """
   prefix = f"[rank {rank()}] ".encode() if os.environ.get(PREFIX) else b""
   rest = b""
   while chunk := os.read(source, _CHUNK):
-    *lines, rest = _LINE_END.split(rest + chunk)
+    *lines, rest = _LINE_END.split(GLOO_LINE.sub(b"", rest + chunk))
     if len(rest) > _CHUNK:
       lines, rest = [*lines, rest], b""
     _write(lines, prefix, said)
@@ -180,15 +196,15 @@ def _relay(source: int, said: collections.deque[str]) -> None:
 
 
 def _write(lines: list[bytes], prefix: bytes, said: collections.deque[str]) -> None:
-  lines = [line for line in lines if not _NOISE.match(line)]
   said.extend(shortened(line.decode(errors="replace")) for line in lines if line.strip())
   left = b"".join(prefix + line for line in lines)
-  with contextlib.suppress(OSError):  # nobody reads any more; the rank must not wait for that
+  with contextlib.suppress(OSError):  # standard error is closed; the pipe must be read all the same
     while left:
       left = left[os.write(2, left) :]
 
 
 def _end_descendants(kill_after: float, child: int | None) -> None:
+  """Ends all descendants: SIGTERM, and SIGKILL `kill_after` seconds later. Without /proc ends `child` alone."""
   start, asked = time.monotonic(), set[int]()
   while found := _descendants() if HAS_PROC else {child} if child else set():
     waited = time.monotonic() - start
@@ -206,7 +222,7 @@ def _end_descendants(kill_after: float, child: int | None) -> None:
 
 
 def _descendants() -> set[int]:
-  """Processes below this one that have not ended, read from /proc."""
+  """Process ids of all descendants that have not ended, from /proc."""
   children: dict[int, list[int]] = {}
   for entry in os.listdir("/proc"):
     if entry.isdigit():

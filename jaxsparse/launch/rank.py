@@ -1,42 +1,44 @@
 """Functions of a rank: join the run, and record its progress for the launcher."""
 
 import atexit
+import contextlib
 import functools
 import itertools
 import os
 import pathlib
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from jaxsparse.launch import guard, records
 
 START_TIMEOUT = 120.0  # seconds until every rank must have called `join`
-HEARTBEAT = 10  # seconds without a sign of life after which a rank counts as dead
-GRACE = 60.0  # seconds that ranks get to end after the first of them has ended with status 0
+HEARTBEAT = 10  # seconds without a heartbeat after which a rank counts as dead
+GRACE = 60.0  # seconds that ranks get to end after the first rank has ended with status 0
 
-_OTHERS = 0.3  # seconds to wait for the record of a rank that this one has lost
-_AFTER_LAUNCHER = 10.0  # seconds that JAX waits longer than the launcher, which then names the cause
+_OTHERS = 0.3  # seconds to wait for the record of another rank whose connection has failed
+_AFTER_LAUNCHER = 10.0  # seconds that JAX waits longer than the launcher, so that the launcher names the cause
 
 
 def join(*, timeout: float = START_TIMEOUT) -> None:
-  """Makes this process a rank of the run that started it; call it before anything else uses JAX.
+  """Makes this process a rank of the run that started it; call it before any other use of JAX.
 
-  From `run`, mpirun (with mpi4py installed) or srun, it calls `jax.distributed.initialize` with its rank: the devices
-  of all ranks are `jax.devices()` then. In a process that nobody started as a rank it does nothing. A program that uses
-  `js.MpiComm` needs no `join`: making the comm joins MPI.
+  In a rank of `run`, mpirun (with mpi4py installed) or srun it calls `jax.distributed.initialize`; `jax.devices()` are
+  then the devices of all ranks. In another process it does nothing. A program that uses `js.MpiComm` needs no `join`:
+  the comm itself joins MPI.
 
   Args:
-    timeout: seconds until every rank must have come.
+    timeout: seconds until every rank must have joined.
 
   Raises:
-    RuntimeError: of JAX, if a rank does not come in time.
+    RuntimeError: of JAX, if a rank does not join in time.
 
   Example:
     >>> import jaxsparse.launch
-    >>> jaxsparse.launch.join()  # this process was not started as a rank
+    >>> jaxsparse.launch.join()  # this process is not a rank
   """
   if not is_rank():
     return
@@ -82,12 +84,12 @@ def join_mpi() -> None:
 
 
 def arrived() -> None:
-  """Tells the launcher, if there is one, that this rank is about to join: what follows waits for all the others."""
+  """Tells the launcher, if there is one, that this rank joins now and waits for the other ranks."""
   _once("arrived")
 
 
 def fail(error: object) -> NoReturn:
-  """Ends this process with `error: …`; a rank at once, without waiting for the others as a normal exit would."""
+  """Ends this process with `error: …`; a rank ends at once, where a normal exit would wait for the other ranks."""
   if not is_rank():
     sys.exit(f"error: {error}")
   print(f"error: {error}", file=sys.stderr, flush=True)
@@ -97,11 +99,11 @@ def fail(error: object) -> NoReturn:
 
 @functools.cache
 def fail_on_exceptions() -> None:
-  """From now on an uncaught exception ends this rank at once: others wait for it, and it for them.
+  """Makes an uncaught exception end this rank at once; a normal exit would wait for the other ranks forever.
 
-  The launcher is told the exception, or at a normal exit that this rank leaves the run. A rank that fails because it
-  has lost another one prints one line and no traceback: the other rank says what happened. `sys.exit` with a status
-  other than 0 or a message is an uncaught exception too, unless the program catches it; `raise SystemExit` is not.
+  The rank tells the launcher the exception, or at a normal exit that it leaves the run. A rank that fails because
+  another one did prints one line instead of a traceback. `sys.exit` with a message or a status other than 0 is an
+  uncaught exception too, unless the program catches it; `raise SystemExit` is not.
   """
   before = sys.excepthook
 
@@ -123,16 +125,16 @@ def fail_on_exceptions() -> None:
 
 
 def count_step(processes: int) -> None:
-  """Tells the launcher, if there is one, that this rank begins a training step of so many processes.
+  """Tells the launcher, if there is one, that this rank begins a training step of `processes` processes.
 
-  Counts only steps that need all ranks: if one rank ends and another has begun a later step, that step never completes.
+  Only steps of all ranks count: once a rank has ended, a later step of another rank never completes.
   """
   if (write := _counter()) and processes == int(os.environ[guard.RANKS]):
     write()
 
 
 def is_rank() -> bool:
-  """Whether this process was started as one of several ranks: by `run`, by mpirun or by srun.
+  """Whether `run`, mpirun or srun started this process as one of several ranks.
 
   Example:
     >>> is_rank()
@@ -142,12 +144,12 @@ def is_rank() -> bool:
 
 
 class _Exit(SystemExit):
-  """Ends this rank at once when nobody catches it: exit handlers of JAX and MPI would wait for the other ranks.
+  """A SystemExit that ends this rank at once if uncaught; exit handlers of JAX and MPI would wait for the other ranks.
 
   The interpreter calls no hook for SystemExit. It reads `code` when no Python frame is left that could catch it.
 
   Attributes:
-    rank: process id of the rank, once others may wait for it; a forked process ends as usual.
+    rank: process id of the rank, set once others may wait for it; a forked process ends as usual.
   """
 
   rank: int | None = None
@@ -166,7 +168,7 @@ class _Exit(SystemExit):
 
 @functools.cache
 def _replace_exit() -> None:
-  """Makes `sys.exit` raise `_Exit` in the main thread; in another one, SystemExit ends the thread alone."""
+  """Makes `sys.exit` raise `_Exit` in the main thread; in other threads SystemExit ends the thread alone."""
   leave = sys.exit
 
   def exit_(status: Any = None, /) -> NoReturn:
@@ -178,7 +180,7 @@ def _replace_exit() -> None:
 
 
 def _has_lost_another(said: str) -> bool:
-  """Whether this rank fails for the reason that `said` names because another one did, whose record may come later."""
+  """Whether the exception `said` of this rank follows from the failure of another one, whose record may come later."""
   folder, ranks = os.environ.get(guard.RECORDS), range(int(os.environ.get(guard.RANKS, "1")))
   end = time.monotonic() + _OTHERS
   while folder and records.lost_another(said) and time.monotonic() < end:
@@ -201,7 +203,7 @@ def _once(event: str) -> None:
 
 @functools.cache
 def _counter() -> Callable[[], int] | None:
-  """Writes a number that is larger by one at each call; None without a launcher."""
+  """A function that increments the recorded number of steps; None without a launcher."""
   folder, rank = os.environ.get(guard.RECORDS), guard.rank()
   if not folder or rank is None:
     return None
@@ -210,7 +212,7 @@ def _counter() -> Callable[[], int] | None:
 
 
 def _connect() -> None:
-  """Opens the connections between all ranks now that all are here: gloo gives up after 30 s of one that compiles."""
+  """Connects all ranks now: later, gloo would time out after 30 s if one rank compiles longer than another."""
   import jax
   import numpy as np
   from jax.sharding import Mesh, PartitionSpec
@@ -219,15 +221,33 @@ def _connect() -> None:
 
   rank = lambda: jax.lax.psum(jax.lax.axis_index("ranks"), "ranks")
   total = _compat.shard_map(rank, Mesh(np.array(jax.devices()), ("ranks",)), (), PartitionSpec())
-  jax.block_until_ready(jax.jit(total)())
+  with _without_gloo_lines():
+    jax.block_until_ready(jax.jit(total)())
 
 
 def _keep_stdout_clean() -> None:
-  """Gloo writes to standard output when it connects; what Python prints stays there, what C++ writes goes to stderr."""
+  """Sends what C++ writes to standard output, as gloo does, to standard error; the output of Python stays there."""
   sys.stdout.flush()
   sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
   os.dup2(2, 1)
 
 
+@contextlib.contextmanager
+def _without_gloo_lines() -> Iterator[None]:
+  """Drops gloo's lines from the output of C++ inside the block, since without a launcher no guard drops them.
+
+  Inside the block descriptor 1 is a file, whose other text then goes to standard error; so Python's standard output
+  must have another descriptor, as after `_keep_stdout_clean`.
+  """
+  with tempfile.TemporaryFile() as written:
+    os.dup2(written.fileno(), 1)
+    try:
+      yield
+    finally:
+      os.dup2(2, 1)
+      written.seek(0)
+      os.write(2, guard.GLOO_LINE.sub(b"", written.read()))
+
+
 if is_rank():
-  _replace_exit()  # now: in `sys.exit(main())`, Python looks up `sys.exit` before `main` joins
+  _replace_exit()  # at import, since Python evaluates `sys.exit` in `sys.exit(main())` before `main` joins

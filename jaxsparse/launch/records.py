@@ -1,4 +1,4 @@
-"""Parses the records of the ranks, and describes the first cause of a failure."""
+"""Parses the records of the ranks, and names the first cause of a failure."""
 
 import json
 import pathlib
@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from jaxsparse.launch.guard import STEPS
 
-# The exception, or the last line, of a rank that has lost another one. Other exceptions may use the same words.
+# The exception, or the last line, of a rank that lost its connection to another one. The type distinguishes it from
+# exceptions of the program that use the same words.
 _LOST = re.compile(
   r"(?:[\w.]+\.)?(?:JaxRuntimeError|XlaRuntimeError): .*"
   r"(?:[Gg]loo|[Cc]oordination|distributed service|[Hh]eartbeat|UNAVAILABLE)"
@@ -19,19 +20,19 @@ _ABORT = -signal.SIGABRT
 
 
 class Life(NamedTuple):
-  """What the records of one rank say.
+  """The recorded state of one rank; times are in seconds of the monotonic clock.
 
   Attributes:
     rank: its number.
-    arrived: whether it was about to join the run.
-    over: when it left the run in order or its process ended; None while it runs.
-    raised: when an exception, which `said` names, ended it.
-    ended: when its process ended.
+    arrived: whether it has begun to join the run.
+    over: time at which it left the run in order or its process ended; None while it runs.
+    raised: time at which the exception `said` ended it.
+    ended: time at which its process ended.
     status: exit status of its process, negative for a signal.
-    said: the exception, else the last line that it wrote before it ended.
-    told: whether its process ended because somebody told it to, as mpirun does when it has lost another rank.
-    stopped: since when its process is stopped (SIGSTOP), None where it is not.
-    steps: training steps of all ranks that it has begun.
+    said: the exception, else the last line of its output.
+    told: whether its guard received a signal to end it, as from mpirun after the failure of another rank.
+    stopped: time since which its process is stopped (SIGSTOP); None where it is not.
+    steps: number of training steps of all ranks that it has begun.
   """
 
   rank: int
@@ -47,14 +48,14 @@ class Life(NamedTuple):
 
   @property
   def failed(self) -> float | None:
-    """When the rank failed, None where it has not."""
+    """Time at which the rank failed; None if it has not."""
     if self.raised is not None:
       return self.raised
     return self.ended if self.status else None
 
   @property
   def how(self) -> str:
-    """How the rank failed, left or ended, without its number."""
+    """Predicate of a sentence about the rank: how it failed, left or ended."""
     if self.raised is not None:
       return f"failed: {self.said}"
     if self.status is not None and self.status < 0:
@@ -66,11 +67,11 @@ class Life(NamedTuple):
 
 
 def read(folder: pathlib.Path, rank: int) -> Life:
-  """The life of a rank until now."""
+  """Reads the records of a rank."""
   life = Life(rank)
   file, steps = folder / str(rank), folder / f"{rank}.steps"
   text = file.read_text() if file.exists() else ""
-  for line in text.split("\n")[:-1]:  # what follows the last end of a line is still being written
+  for line in text.split("\n")[:-1]:  # the rest is a line that is still being written
     facts = json.loads(line)
     event, when = facts["event"], facts["time"]
     if event == "arrived":
@@ -90,16 +91,16 @@ def read(folder: pathlib.Path, rank: int) -> Life:
 
 
 def ended(life: Life, when: float, status: int, said: str = "", told: bool = False) -> Life:
-  """The life of a rank whose process has ended."""
+  """The record of a rank whose process has ended."""
   said = life.said or said
   return life._replace(over=life.over or when, ended=when, status=status, said=said, told=told, stopped=None)
 
 
 def first_cause(lives: Sequence[Life]) -> str:
-  """Names the rank that made a run fail, where some ranks have failed.
+  """Names the rank that made a run fail, given that some rank has failed.
 
-  A rank that has lost another one fails too, and may do so before the other one's end is recorded. So the cause is the
-  earliest rank that was stopped or failed for a reason of its own; without one, a rank that left or ended with
+  A rank that loses its connection to a failed one fails too, perhaps before the first failure is recorded. So the cause
+  is the earliest rank that was stopped or failed for a reason of its own; without one, a rank that left or ended with
   status 0; without that, the earliest failure.
   """
   failures = sorted((life.failed, life.rank) for life in lives if life.failed is not None)
@@ -116,18 +117,18 @@ def first_cause(lives: Sequence[Life]) -> str:
 
 
 def has_cause(lives: Sequence[Life]) -> bool:
-  """Whether a rank has ended or is stopped for a reason of its own, which makes the others lose it."""
+  """Whether a rank has ended or is stopped for a reason of its own, so that the others fail."""
   failed = any(life.failed is not None and not _lost_another(life) for life in lives)
   return failed or first_over(lives) is not None or any(life.stopped is not None for life in lives)
 
 
 def lost_another(said: str) -> bool:
-  """Whether an exception is that of a rank that has lost another one."""
+  """Whether an exception says that the connection to another rank is lost."""
   return bool(_LOST.match(said))
 
 
 def first_over(lives: Sequence[Life]) -> Life | None:
-  """The rank that was the first to leave the run in order, or to end with status 0; None where none has."""
+  """The first rank that left the run in order or ended with status 0; None if there is none."""
   over = [life for life in lives if life.over is not None and life.failed is None]
   return min(over, key=lambda life: life.over or 0.0, default=None)
 

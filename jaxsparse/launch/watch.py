@@ -18,17 +18,17 @@ from jaxsparse.launch.records import Life, names
 from jaxsparse.launch.start import Engine, Host
 
 _POLL = 0.05  # seconds between two looks at the ranks
-_SETTLE = 0.5  # seconds that the ranks get to record what else happened, after the first failure
-_NOTICE = 2.0  # seconds until the launcher says that a rank has ended and others have not
-_PATIENCE = KILL_AFTER + 15.0  # seconds that a guard may take to end all below it
+_SETTLE = 0.5  # seconds after the first failure in which the other ranks may record theirs
+_NOTICE = 2.0  # seconds after which the launcher prints that a rank has ended and others have not
+_PATIENCE = KILL_AFTER + 15.0  # seconds that a guard gets to end all its descendants
 
 
 class RunFailed(RuntimeError):
-  """A run ended because of one of its ranks, which the message names."""
+  """A run failed; the message names the rank that caused it."""
 
 
 class _Limits(NamedTuple):
-  """Seconds: until all ranks must have arrived, for the whole run, and from the first end to the last."""
+  """Limits in seconds: until all ranks have arrived, for the whole run, and between the first and the last end."""
 
   start: float
   whole: float | None
@@ -48,28 +48,28 @@ def run(
 ) -> None:
   """Runs `command` as `ranks` ranks and waits for all of them.
 
-  Standard output of rank 0 is ours; all other output of the ranks goes to standard error, line by line. Ranks use huge
-  pages for what they allocate and keep what they free, so that they do not shrink (page faults cost more than the
-  arithmetic of a sparse all-reduce), unless GLIBC_TUNABLES says otherwise, and a GPU each where there are enough, else
+  Rank 0 writes to the standard output of this process; all other output of the ranks goes to standard error, line by
+  line. Ranks allocate huge pages and keep the memory that they free, unless GLIBC_TUNABLES is set: page faults cost
+  more than the arithmetic of a sparse all-reduce. Each rank has a GPU of its own where there are enough, else all use
   the CPU.
 
-  SIGINT, SIGTERM and SIGHUP end the run in the main thread; the handlers of the program are called afterwards. When
-  this process is killed, its ranks are killed too.
+  SIGINT, SIGTERM and SIGHUP in the main thread end the run; then the program's own handlers run. When this process is
+  killed, its ranks are killed too.
 
   Args:
     command: a program that calls `join` or makes a `js.MpiComm`, and its arguments.
-    ranks: how many.
-    engine: "processes" starts them one by one, "mpi" by mpirun.
-    hosts: where, rank r on host r mod len(hosts); by default those of JAXSPARSE_HOSTS, else this machine.
+    ranks: number of ranks.
+    engine: "processes" connects the ranks by `jax.distributed`, "mpi" by mpirun and MPI.
+    hosts: rank r starts on host r mod len(hosts); by default the hosts of JAXSPARSE_HOSTS, else this machine.
     start_timeout: seconds until every rank must have called `join`.
-    limit: seconds that the whole run may take; None for any time.
-    grace: seconds that ranks get to end after the first of them has ended with status 0.
+    limit: seconds that the whole run may take; None for no limit.
+    grace: seconds that ranks get to end after the first rank has ended with status 0.
     prefix: whether lines on standard error begin with `[rank r]`.
 
   Raises:
     ValueError: for less than one rank or another engine.
-    FileNotFoundError: if there is no such program, or no mpirun.
-    RunFailed: if a rank died, did not come, did not end, or ended without having joined the run; no rank is left
+    FileNotFoundError: if the program, or mpirun, does not exist.
+    RunFailed: if a rank died, did not join, did not end, or ended without having joined the run; no rank is left
       running.
   """
   if ranks < 1:
@@ -92,7 +92,7 @@ def run(
 def _watch(
   processes: Sequence[subprocess.Popen], ranks: int, folder: pathlib.Path, limits: _Limits, signals: Sequence[int]
 ) -> None:
-  """Returns when all ranks have ended well, or after a signal; raises RunFailed as soon as one has not."""
+  """Returns when all ranks have ended with status 0, or after a signal; raises RunFailed when a rank fails."""
   begin, failed_at, told = time.monotonic(), None, False
   while not signals:
     statuses = [process.poll() for process in processes]
@@ -113,7 +113,7 @@ def _watch(
 
 
 def _lives(folder: pathlib.Path, ranks: int, statuses: Sequence[int | None], now: float) -> list[Life]:
-  """The records of all ranks; a guard that was killed has written none of the end of its rank."""
+  """The records of all ranks; the exit status of a guard stands in for the record that a killed guard did not write."""
   lives = [records.read(folder, rank) for rank in range(ranks)]
   if len(statuses) == ranks:
     pairs = zip(lives, statuses, strict=True)
@@ -124,7 +124,7 @@ def _lives(folder: pathlib.Path, ranks: int, statuses: Sequence[int | None], now
 
 
 def _failure(lives: Sequence[Life], statuses: Sequence[int | None]) -> str:
-  """What has failed for good, empty for nothing."""
+  """The cause of a failure, or an empty string."""
   if any(life.failed is not None for life in lives):
     return records.first_cause(lives)
   over = None not in statuses
@@ -142,11 +142,11 @@ def _failure(lives: Sequence[Life], statuses: Sequence[int | None]) -> str:
 
 
 def _overdue(lives: Sequence[Life], waited: float, now: float, limits: _Limits) -> str:
-  """What has taken too long, empty for nothing."""
+  """The limit that a rank or the run has exceeded, or an empty string."""
   running = {life.rank for life in lives if life.ended is None}
   missing = {life.rank for life in lives if not life.arrived}
   if missing and len(lives) > 1 and waited > limits.start:
-    return f"{names(missing)} did not come within {limits.start:g} s; the run is ended"
+    return f"{names(missing)} did not join within {limits.start:g} s; the run is ended"
   for life in lives:
     if life.stopped is not None and now - life.stopped > HEARTBEAT:
       return f"rank {life.rank} is stopped (SIGSTOP), for more than {HEARTBEAT} s; the run is ended"
@@ -158,7 +158,7 @@ def _overdue(lives: Sequence[Life], waited: float, now: float, limits: _Limits) 
 
 
 def _early(lives: Sequence[Life], now: float, grace: float) -> str:
-  """The problem, if a rank has ended and others still need it; else an empty string."""
+  """The problem if a rank has ended and others still need it, or an empty string."""
   first, going_on = records.first_over(lives), [life for life in lives if life.over is None]
   if first is None or first.over is None:
     return ""
@@ -183,7 +183,7 @@ def _early(lives: Sequence[Life], now: float, grace: float) -> str:
 
 
 def _notice(lives: Sequence[Life], now: float, grace: float) -> str:
-  """What the user is told once, when a rank has ended and others go on."""
+  """The notice, printed once, that a rank has ended and others have not, or an empty string."""
   first, going_on = records.first_over(lives), [life for life in lives if life.over is None]
   if first is None or first.over is None or not going_on or now - first.over < _NOTICE:
     return ""
@@ -196,12 +196,12 @@ def _names(lives: Sequence[Life]) -> str:
 
 @contextlib.contextmanager
 def _all_ended(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
-  """Leaves none of the processes, and nothing that they started, behind."""
+  """Ends the processes and all their descendants when the block ends."""
   try:
     yield
   finally:
     for process in processes:
-      process.terminate()  # a guard ends all below it that it finds
+      process.terminate()  # a guard then ends all descendants that it finds
     end = time.monotonic() + _PATIENCE
     for process in processes:
       with contextlib.suppress(subprocess.TimeoutExpired):
@@ -212,9 +212,9 @@ def _all_ended(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-  """Records signals instead of raising; afterwards calls the program's handler for the first one.
+  """Records signals in the block, and calls the program's handler of the first one afterwards.
 
-  A signal that the program ignores (nohup) stays ignored. Raises KeyboardInterrupt where a handler raises nothing.
+  A signal that the program ignores (nohup) stays ignored. Raises KeyboardInterrupt if the handler raises nothing.
   """
   noted: list[int] = []
   handlers = {}

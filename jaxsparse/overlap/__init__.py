@@ -1,11 +1,11 @@
-"""Hide what must be sent behind backward: which gradients travel together, which at once, and a program that does it.
+"""Overlaps communication with backward: plans which gradients are sent in one message and when, and runs the plan.
 
-measure, link_of        backward time of each leaf of a model, and what a communication costs, measured (measured)
-runtime_of              whether a runtime sends at once, and while it computes (measured)
-plan -> Plan            groups and their predicted timeline (plans, search), priced by one simulation (network)
-bucketed_transform      the plan carried out, in a program that compiler_options keep as it is (buckets)
-figure                  its timeline as a picture (picture)
-traced                  what a run really did, from the profiler's trace (traced)
+measure, link_of        backward time of each leaf of a model, and α, β, γ of its communication (measured)
+runtime_of              whether a runtime overlaps communications with each other and with arithmetic (measured)
+plan -> Plan            groups of layers (plans, search) and their timeline, predicted by one simulation (network)
+bucketed_transform      a transform that sends the groups of a plan; compiler_options keep their order (buckets)
+figure                  a picture of the timeline (picture)
+traced                  the timeline of a real run, from a trace of the profiler (traced)
 """
 
 from jaxsparse.overlap.buckets import bucketed_transform

@@ -1,14 +1,14 @@
-"""What a planner needs, measured: when backward has the gradient of each leaf, and what a communication costs.
+"""Measures the input of a planner: the backward time of each leaf, and the cost of a communication.
 
-The jaxpr of the gradient says in which order the gradients of the leaves are made. A program that returns the first few
-of them does no more of backward than these need, so the differences between such cuts are the backward times:
+The order of the leaves is that of their gradients in the jaxpr of the gradient. A program that returns only the first
+few gradients (a cut) computes only the part of backward that they need, so differences of cuts are backward times:
 
     forward                      |--------|
     the gradients of 2 leaves    |--------|--4--|--3--|
     of all                       |--------|--4--|--3--|--2--|--1--|--0--|
 
-A compilation for each leaf would take too long, so there are a few cuts, and the seconds between two of them are shared
-out by the operations that the jaxpr does for each leaf.
+One compilation for each leaf would take too long. So there are a few cuts, and the seconds between two of them are
+divided among their leaves in proportion to the operations of each leaf in the jaxpr.
 """
 
 import functools
@@ -35,19 +35,19 @@ from jaxsparse.train.engine import check_batch, engine_of
 from jaxsparse.types import Comm
 
 _WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are
-_LINKS = 8  # short all-reduces in a chain, so that the clock and the call count little
-_SIDE, _PRODUCTS = 256, 16  # of matrices: milliseconds
+_LINKS = 8  # short all-reduces of a chain, which makes the overhead of the clock and of the call small
+_SIDE, _PRODUCTS = 256, 16  # side of square matrices, and number of their products: some milliseconds
 _LONGEST = 2**20  # words of the longest all-reduce
 _CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
 class Layers(NamedTuple):
-  """The leaves of a model, the one whose gradient comes last first: what `js.overlap.plan` takes.
+  """The leaves of a model for `js.overlap.plan`, the one whose gradient is ready last first.
 
   Attributes:
-    names: where each is in the parameters.
-    order: the number of each leaf in pytree order, for `js.bucketed_transform`.
-    backward_times: seconds from when the gradient of the following leaf is there until that of this one is.
+    names: path of each leaf in the parameters.
+    order: number of each leaf in pytree order, for `js.bucketed_transform`.
+    backward_times: seconds between the gradient of the following leaf and that of this leaf.
     sizes: bytes of each gradient.
     forward: seconds of the forward pass.
 
@@ -64,18 +64,18 @@ class Layers(NamedTuple):
 
   @property
   def at_the_end(self) -> "Layers":
-    """The same where nothing can be sent before backward has ended: for a runtime that hides nothing."""
+    """The same leaves, all ready at the end of backward: for a runtime that overlaps nothing with arithmetic."""
     return self._replace(backward_times=(*[0.0] * (len(self.sizes) - 1), sum(self.backward_times)))
 
 
 class Runtime(NamedTuple):
-  """What a runtime does at once, whatever the network could.
+  """What a runtime overlaps.
 
   Attributes:
-    start_ups: seconds of two short all-reduces that do not depend on each other, over those of one: 1 where they start
-      beside each other, 2 where one waits for the other, and then more than one at a time is no use (`ways=1`).
-    hidden: share of an all-reduce that arithmetic of the same length hides when it goes on meanwhile, 0 to 1. Near 0 a
-      plan had better be made for `Layers.at_the_end`.
+    start_ups: seconds of two independent short all-reduces over the seconds of one: 1 if they start at the same time; 2
+      if one waits for the other, so that plans should have `ways=1`.
+    hidden: fraction of an all-reduce that overlaps with independent arithmetic of the same duration, 0 to 1. Near 0,
+      plan with `Layers.at_the_end`.
 
   Example:
     >>> Runtime(start_ups=2.0, hidden=0.0).hidden
@@ -97,26 +97,26 @@ def measure(
   cuts: int = 8,
   repetitions: int = 5,
 ) -> Layers:
-  """Measures when backward has the gradient of each leaf, with all workers at work at once and none of them sending.
+  """Measures the backward time of each leaf, while all workers compute and none sends.
 
-  In a run of many processes each of them calls it, and all get the same numbers: those of the slowest.
+  In a run of several processes every process must call, and all get the same numbers, those of the slowest process.
 
   Args:
     loss_fn: as for `js.make_train_step`.
     params: the parameters.
-    batch: that of all workers, as for the training step.
+    batch: the batch of all workers, as for the training step.
     mesh: the workers, as for `js.init`.
     axis: of the mesh.
     has_aux: as for the training step.
-    cuts: how many programs to compile and time, beside that of the forward pass; at most one for each leaf.
-    repetitions: of each, medians count.
+    cuts: number of programs to compile and time, in addition to the forward pass; at most one for each leaf counts.
+    repetitions: of each program, whose median counts.
 
   Returns:
     `Layers`.
 
   Raises:
-    ValueError: for parameters without a leaf, a batch that the workers cannot share out, or fewer than one cut or
-      repetition.
+    ValueError: for parameters without a leaf, a batch that the number of workers does not divide, or fewer than one cut
+      or repetition.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -160,20 +160,20 @@ def measure(
 
 
 def runtime_of(mesh: Mesh | Comm, *, axis: AxisName = "workers", repetitions: int = 5) -> Runtime:
-  """Measures whether all-reduces start beside each other, and whether they are hidden behind arithmetic.
+  """Measures whether all-reduces overlap with each other and with arithmetic.
 
-  In a run of many processes each of them calls it, and all get the same numbers.
+  In a run of several processes every process must call, and all get the same numbers.
 
   Args:
     mesh: the workers, as for `js.init`.
     axis: of the mesh.
-    repetitions: of each measurement, medians count.
+    repetitions: of each measurement, whose median counts.
 
   Returns:
     A `Runtime`.
 
   Raises:
-    ValueError: for one worker alone, which sends nothing, or fewer than one repetition.
+    ValueError: for one worker, which sends nothing, or fewer than one repetition.
 
   Example:
     >>> import jax, jaxsparse as js
@@ -184,7 +184,7 @@ def runtime_of(mesh: Mesh | Comm, *, axis: AxisName = "workers", repetitions: in
   check_whole("runtime_of", 1, repetitions=repetitions)
   engine = engine_of(mesh, axis)
   if engine.workers < 2:
-    raise ValueError("runtime_of: one worker alone sends nothing, give at least two")
+    raise ValueError("runtime_of: one worker sends nothing, give at least two workers")
   split, watch = PartitionSpec(axis), timing.Stopwatch(engine, axis)
   options = compiler_options(engine.platform)
 
@@ -205,7 +205,7 @@ def runtime_of(mesh: Mesh | Comm, *, axis: AxisName = "workers", repetitions: in
 
 
 def _chain(comm: Comm, x: jax.Array) -> jax.Array:
-  """Short all-reduces one after the other, each of something that differs between workers."""
+  """A chain of short all-reduces, each of values that differ between workers."""
   own = x + comm.rank.astype(jnp.float32)
   for _ in range(_LINKS):
     x = comm.all_reduce(own + 0.5 * x)
@@ -213,7 +213,7 @@ def _chain(comm: Comm, x: jax.Array) -> jax.Array:
 
 
 def _arithmetic(x: jax.Array) -> jax.Array:
-  """Products of matrices one after the other, as in backward."""
+  """A chain of matrix products, as in backward."""
   square = x[: _SIDE**2].reshape(_SIDE, _SIDE)
   for _ in range(_PRODUCTS):
     square = jnp.tanh(square @ square)
@@ -221,27 +221,27 @@ def _arithmetic(x: jax.Array) -> jax.Array:
 
 
 def _beside(reduce: Callable, x: jax.Array) -> jax.Array:
-  """An all-reduce of what is there after the first product, and products that go on."""
+  """An all-reduce that can start after one matrix product, and a chain of products independent of it."""
   first = jnp.tanh(x[: _SIDE**2].reshape(_SIDE, _SIDE) @ x[: _SIDE**2].reshape(_SIDE, _SIDE))
   return reduce(x + first[0, 0]) + _arithmetic(x)
 
 
 def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
-  """What a communication costs by a profile: α, β and γ of one update of a collective, arithmetic included.
+  """The cost of a communication from a profile: α, β and γ of one update of a collective, arithmetic included.
 
-  An update of n entries is predicted to take so many seconds by `js.costs.advise`; α is what it takes however few they
-  are, β its slope for each byte of the gradient.
+  `js.costs.advise` predicts the seconds of an update of n entries, a linear function of n: α is its constant, β its
+  slope per byte of the gradient.
 
   Args:
-    profile: from `js.costs.fit`, on the workers and the network that will be used.
-    name: of a collective that the profile knows.
-    **config: its options, as the profile has them.
+    profile: from `js.costs.fit`, on the workers and the network of the training run.
+    name: of a collective in the profile.
+    **config: its options, as in the profile.
 
   Returns:
     A `Link`; `**link._asdict()` are the arguments of `js.overlap.plan`.
 
   Raises:
-    ValueError: if the profile does not know the collective, with those that it knows.
+    ValueError: if the profile has no such collective, naming those that it has.
 
   Example:
     >>> import jaxsparse as js
@@ -253,8 +253,8 @@ def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
   """
   label = label_of(name, config)
   if label not in profile.algorithms:
-    raise ValueError(f"link_of: the profile knows no {label!r}, choose one of {', '.join(profile.algorithms)}")
-  n = 2**24  # so many entries that rounding of words does not matter
+    raise ValueError(f"link_of: the profile has no {label!r}, choose one of {', '.join(profile.algorithms)}")
+  n = 2**24  # so large that rounding to whole words does not matter
   once, twice = (_seconds_of(label, entries, profile) for entries in (n, 2 * n))
   beta = (twice - once) / (_WORD * n)
   return Link(max(0.0, once - _WORD * n * beta), beta, max(1.0, profile.gamma))
@@ -265,7 +265,7 @@ def _seconds_of(label: str, n: int, profile: Profile) -> float:
 
 
 def _backward(jaxpr: core.Jaxpr) -> tuple[list[int], list[float]]:
-  """Leaves in the order in which the jaxpr of (loss, *gradients) has them, and the operations of backward for each."""
+  """Leaves in the order of their gradients in the jaxpr of (loss, *gradients), and operations of backward for each."""
   done = [0.0]  # operations before each equation, and at the end
   loss, *places = _made(jaxpr, [-1] * len(jaxpr.invars), done)
   order = sorted(range(len(places)), key=lambda leaf: (places[leaf], -leaf))
@@ -274,12 +274,12 @@ def _backward(jaxpr: core.Jaxpr) -> tuple[list[int], list[float]]:
 
 
 def _made(jaxpr: core.Jaxpr, given: Sequence[int], done: list[float]) -> list[int]:
-  """By which equation each result is made, -1 if it is there at once: those of a call count as if they stood there.
+  """Number of the equation that makes each result, −1 for an input; equations of calls count as if inlined.
 
   Args:
-    jaxpr: of a function, or of a call within it.
-    given: by which equation each of its arguments was made.
-    done: how many operations there were before each equation until now; its own are added.
+    jaxpr: of a function, or of a call in it.
+    given: number of the equation that makes each of its inputs.
+    done: number of operations before each equation so far; this function appends those of its equations.
   """
   made = dict(zip(jaxpr.invars, given, strict=True))
   place = lambda var: -1 if isinstance(var, core.Literal) else made.get(var, -1)
@@ -296,7 +296,7 @@ def _made(jaxpr: core.Jaxpr, given: Sequence[int], done: list[float]) -> list[in
 
 
 def _operations(equation: core.JaxprEqn) -> float:
-  """About how many an equation does: 2 for each product of a matrix product or a convolution, else one an entry."""
+  """Estimated operations of an equation: 2 for each multiplication of a product or convolution, else 1 per entry."""
   inner = sum(_operations(one) for jaxpr in inner_jaxprs(equation.params) for one in jaxpr.eqns)
   if inner:
     return inner * equation.params.get("length", 1)
@@ -316,7 +316,7 @@ def _shape(var: Any) -> tuple[int, ...]:
 
 
 def _cuts(work: Sequence[float], cuts: int) -> list[int]:
-  """How many leaves to cut after, increasing, so that there is about as much work between any two."""
+  """Numbers of leaves of the cuts, increasing, with about the same work between consecutive cuts."""
   count = len(work)
   if count <= cuts:
     return list(range(1, count + 1))
@@ -328,13 +328,13 @@ def _cuts(work: Sequence[float], cuts: int) -> list[int]:
 def _medians(
   watch: timing.Stopwatch, programs: Sequence[Callable], arguments: Sequence[Any], repetitions: int
 ) -> list[float]:
-  """Seconds of programs each of which does no less than the one before; all of them once, then all of them again."""
+  """Median seconds of programs, each of which includes the work of the one before; repetitions are interleaved."""
   rounds = [[watch.time(program, *arguments)[0] for program in programs] for _ in range(repetitions + 1)]
   return list(itertools.accumulate(map(statistics.median, zip(*rounds[1:], strict=True)), max))
 
 
 def _shared_out(work: Sequence[float], bounds: Sequence[int], seconds: Sequence[float]) -> list[float]:
-  """The seconds between cuts, shared out to the leaves between them in proportion to their work."""
+  """Divides the seconds between cuts among their leaves, in proportion to the work of each."""
   times: list[float] = []
   for (first, last), total in zip(itertools.pairwise([0, *bounds]), seconds, strict=True):
     some = sum(work[first:last])

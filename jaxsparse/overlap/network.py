@@ -1,18 +1,19 @@
-"""The model of a network that several communications share, and the event-driven simulation that prices every plan.
+"""The model of a network that several communications share, and its event-driven simulation.
 
-A communication of m bytes takes α + β m alone: a start-up of α seconds, which hinders nobody, then its bytes. While s
-of them send bytes at the same moment, each takes γ(s) times as long for a byte, with
+One communication of m bytes takes α + β m seconds: a start-up of α seconds, which slows no other one down, then the
+transfer. While s transfers overlap, each takes γ(s) times as long for a byte, with
 
-    γ(s) = 1 + (γ − 1)(s − 1),        γ(1) = 1 and γ(2) = γ, the paper's contention (Section III)
+    γ(s) = 1 + (γ − 1)(s − 1),        γ(1) = 1 and γ(2) = γ, the paper's contention factor (Section III)
 
-so of the β seconds of a byte (γ − 1) β belong to the network, which all share, and the rest to what each has for
-itself: γ = 1 is no contention, γ = 2 a network that does one thing at a time. Two communications with γ = 1.5, the
-second ready half-way through the first:
+Of the β seconds of a byte, (γ − 1) β are spent on a shared resource and the rest on one of the communication's own:
+γ = 1 is no contention, γ = 2 a network that is shared entirely. Two communications with γ = 1.5, the second ready in
+the middle of the first:
 
     first     α=======------          = alone, - beside the other one: 1.5 times as slow
     second           α------====
 
-Both end later than alone, each by (γ − 1) times what it sent meanwhile: Eq. 13 of the paper, which charges the second.
+Each ends later than alone by (γ − 1) times the seconds of the bytes that it sent during the overlap; Eq. 13 of the
+paper counts this for the second communication only.
 """
 
 from collections.abc import Sequence
@@ -24,12 +25,12 @@ _TINY = np.finfo(float).tiny
 
 
 class Link(NamedTuple):
-  """What communications cost.
+  """The cost of communications.
 
   Attributes:
-    alpha: seconds until a communication sends its first byte.
-    beta: seconds of a byte of one that has the network for itself.
-    gamma: two that send at once take so many times as long for a byte.
+    alpha: α, seconds of the start-up, before the first byte.
+    beta: β, seconds per byte of a transfer without overlap.
+    gamma: γ, contention factor: per-byte slowdown when two transfers overlap.
 
   Example:
     >>> float(Link(alpha=1e-3, beta=1e-9, gamma=1.5).slowdown(3))
@@ -41,22 +42,22 @@ class Link(NamedTuple):
   gamma: float
 
   def seconds(self, size: float) -> float:
-    """Of a communication of so many bytes alone."""
+    """Seconds of a communication of `size` bytes without overlap."""
     return self.alpha + self.beta * size
 
   def slowdown(self, senders: np.ndarray | int) -> np.ndarray | float:
-    """γ(s) for s that send at once."""
+    """γ(s), the per-byte slowdown of s overlapping transfers."""
     return 1 + (self.gamma - 1) * (np.maximum(senders, 1) - 1)
 
 
 class Flows(NamedTuple):
-  """Communications that have started, of r networks that have nothing to do with each other, s in each.
+  """Started communications of r independent networks, s in each.
 
   Attributes:
-    now: f64[r], the moment.
-    begins: f64[r, s], when each sends its first byte.
-    left: f64[r, s], seconds that its bytes will still take alone.
-    ends: f64[r, s], when it ended or will end, inf where that depends on what is still to come.
+    now: f64[r], the current time in seconds.
+    begins: f64[r, s], time of the first byte of each.
+    left: f64[r, s], seconds that its remaining bytes would take without overlap.
+    ends: f64[r, s], time of its end, inf where that depends on communications that may still start.
 
   Example:
     >>> flows = Flows.none(1, 2).started(np.zeros(1), np.array([4e6]), Link(1.0, 1e-6, 2.0))
@@ -71,16 +72,16 @@ class Flows(NamedTuple):
 
   @classmethod
   def none(cls, networks: int, slots: int) -> Self:
-    """Networks on which nothing has been sent yet."""
+    """Networks without communications, with `slots` slots each."""
     zeros = np.zeros((networks, slots))
     return cls(np.zeros(networks), zeros, zeros, zeros)
 
   def take(self, rows: np.ndarray | slice) -> Self:
-    """The networks of these numbers."""
+    """The networks with these numbers."""
     return type(self)(*(part[rows] for part in self))
 
   def started(self, when: np.ndarray, size: np.ndarray, link: Link) -> Self:
-    """One more communication of `size` bytes on each, at `when`; it takes the slot of the oldest, which has ended."""
+    """Starts a communication of `size` bytes on each network at `when`, in the slot of the oldest, which has ended."""
     flows = self.at(when, link.gamma)
     begins, left = when + link.alpha, link.beta * size
     append = lambda old, new: np.concatenate([old[:, 1:], new[:, None]], axis=1)
@@ -88,11 +89,11 @@ class Flows(NamedTuple):
     return type(self)(when, append(flows.begins, begins), append(flows.left, left), append(flows.ends, ends))
 
   def projected(self, gamma: float) -> Self:
-    """How everything that has started ends if nothing else starts."""
+    """The same networks at the end of all started communications, if nothing else starts."""
     return self.at(np.full(self.now.shape, np.inf), gamma)
 
   def at(self, when: np.ndarray, gamma: float) -> Self:
-    """The same at `when`, from one event to the next: somebody begins to send, or ends."""
+    """The same networks at `when`, simulated from event to event: a transfer begins or ends."""
     now, begins, left, ends = self
     link = Link(0.0, 1.0, gamma)
     while np.any(waiting := (left > 0) & (now < when)[:, None]):
@@ -101,7 +102,7 @@ class Flows(NamedTuple):
       finish = np.where(sends, now[:, None] + left * slow, np.inf)
       event = np.minimum(when, np.minimum(finish, np.where(waiting & ~sends, begins, np.inf)).min(1))[:, None]
       done = sends & (finish <= event)
-      rest = np.maximum(left - np.where(sends, event - now[:, None], 0.0) / slow, _TINY)  # rounding ends nothing
+      rest = np.maximum(left - np.where(sends, event - now[:, None], 0.0) / slow, _TINY)  # > 0 despite rounding
       ends = np.where(done, finish, ends)
       left = np.where(done, 0.0, np.where(sends, rest, left))
       now = np.where(waiting.any(1), event[:, 0], now)
@@ -109,12 +110,12 @@ class Flows(NamedTuple):
 
 
 class Sent(NamedTuple):
-  """When a group was sent.
+  """Times of the communication of a group, in seconds from the start of backward.
 
   Attributes:
-    ready: seconds from the start of backward until its last gradient is there.
-    start: until it starts.
-    end: until it has been sent.
+    ready: time at which its last gradient is ready.
+    start: start of the communication.
+    end: end of the communication.
 
   Example:
     >>> Sent(ready=1.0, start=1.5, end=2.0).waited
@@ -132,15 +133,15 @@ class Sent(NamedTuple):
 
 
 def simulate(ready: Sequence[float], sizes: Sequence[float], after: Sequence[int], link: Link) -> tuple[Sent, ...]:
-  """Sends groups one after the other, or beside each other, and says when each was under way.
+  """Simulates the communications of groups.
 
-  Group g starts as soon as it is ready, group g − 1 has started, and the groups 0 … after[g] − 1 have been sent.
+  Group g starts as soon as it is ready, group g − 1 has started, and the groups 0 … after[g] − 1 have ended.
 
   Args:
-    ready: seconds, of each group.
-    sizes: bytes, of each group.
-    after: how many groups must have been sent before each starts, at most those before it.
-    link: what communications cost.
+    ready: seconds until each group is ready.
+    sizes: bytes of each group.
+    after: number of groups that must have ended before each starts, at most g for group g.
+    link: α, β, γ of communications.
 
   Example:
     >>> link = Link(alpha=1.0, beta=1.0, gamma=1.5)
@@ -156,7 +157,7 @@ def simulate(ready: Sequence[float], sizes: Sequence[float], after: Sequence[int
     ends = done.ends[0, len(ready) - number :].tolist()
     starts.append(max([there, *starts[-1:], *ends[:first]]))
     if all(end <= starts[-1] for end in ends):
-      flows = done  # nobody is left to go on beside it
+      flows = done  # no communication overlaps with this one
     flows = flows.started(np.array(starts[-1:]), np.array([size]), link)
   ends = flows.projected(link.gamma).ends[0]
   return tuple(Sent(float(a), float(b), float(c)) for a, b, c in zip(ready, starts, ends, strict=True))

@@ -1,4 +1,4 @@
-"""A plan as a picture: backward above, the network below, as in Figures 1 and 3 of the ASC-WFBP paper."""
+"""Draws the timeline of a plan, backward above the network, as in Figures 1 and 3 of the ASC-WFBP paper."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,25 +12,26 @@ if TYPE_CHECKING:
 _COLORS = {"normal": "tab:blue", "merged": "tab:orange", "simultaneous": "tab:green"}
 _GREYS = ("0.78", "0.88")
 _HEIGHT = 0.8
-_NARROW = 0.012  # share of the width from which on a digit fits into a bar
+_NARROW = 0.012  # minimum width of a bar for one digit, as a fraction of the axis
 
 
 def figure(*plans: Plan) -> "matplotlib.figure.Figure":
   """Draws the predicted timeline of a plan, or of several below each other on one time axis.
 
-  The row "backward" has a bar for each layer, with its number. Below it are the communications, one row for each that
-  is under way at once: pale while they start up, coloured by kind while their bytes flow, with the layers they carry
-  where there is room. The dashed line is the end of backward, the number beside the last bar the iteration time.
+  The row "backward" has a bar for each layer, with its number. The rows below have a bar for each communication, with
+  its layers where there is room; communications at the same time are in different rows. A bar is hatched during the
+  start-up and coloured by kind during the transfer. The dashed line is the end of backward, the number beside the last
+  bar the iteration time.
 
   Args:
-    *plans: what `js.overlap.plan` made.
+    *plans: made by `js.overlap.plan`.
 
   Returns:
     A matplotlib figure: `.savefig("timeline.png")`, or the last value of a notebook's cell.
 
   Raises:
     ValueError: without a plan.
-    ModuleNotFoundError: without matplotlib, which jaxsparse itself does not need.
+    ModuleNotFoundError: without matplotlib, which is no dependency of jaxsparse.
 
   Example:
     >>> import jaxsparse as js
@@ -64,7 +65,7 @@ def figure(*plans: Plan) -> "matplotlib.figure.Figure":
 
 
 def _rows(plan: Plan) -> list[int]:
-  """The row of each group: the first that nobody is under way in when it starts."""
+  """The row of each group: the first without another communication when it starts."""
   ends: list[float] = []
   rows = []
   for sent in plan.timeline:

@@ -1,17 +1,18 @@
-"""Which gradients travel together, and which travel at once: WFBP, MG-WFBP, ASC-WFBP and better ones.
+"""Plans of communication during backward: WFBP, MG-WFBP, ASC-WFBP, and faster ones.
 
-Backward computes the gradients of the last layer first. While it goes on, what is there can be sent; each communication
-costs a start-up, so small neighbours had better travel together (merged), or beside each other (simultaneous):
+Backward computes the gradient of the last layer first, so gradients can be sent while it continues. Each communication
+costs a start-up, so small neighbouring gradients are sent in one communication (merged) or in overlapping ones
+(simultaneous):
 
     backward      |--5--|--4--|--3--|--2--|--1--|
     single                                      |α 5 4 3 2 1 ........|
     wfbp                |α 5..|α 4..|α 3..|α 2..|α 1..|
     mg_wfbp             |α 5..|     |α 4 3....| |α 2 1....|
     asc_wfbp            |α 5..|     |α 4 3......|
-                                          |α 2 1....|             beside the one before: contention γ
+                                          |α 2 1....|             overlaps with the one before: contention γ
 
-A plan is data, made by pure functions of numbers and priced by one simulation (`network`). "S. Shi, X. Chu, B. Li:
-Exploiting Simultaneous Communications to Accelerate Data Parallel Distributed Deep Learning", INFOCOM 2021.
+A plan is data, made by pure functions; one simulation (`network`) predicts the times of all. S. Shi, X. Chu, B. Li:
+"Exploiting Simultaneous Communications to Accelerate Data Parallel Distributed Deep Learning", INFOCOM 2021.
 """
 
 import itertools
@@ -29,18 +30,18 @@ from jaxsparse.overlap.network import Link, Sent, simulate
 Kind = Literal["single", "wfbp", "mg_wfbp", "asc_wfbp", "optimal"]
 GroupKind = Literal["normal", "merged", "simultaneous"]
 
-_MOST = 1e100  # of any number: so many seconds and bytes multiply without overflow
+_MOST = 1e100  # largest number of seconds or bytes: products do not overflow
 
 
 class Group(NamedTuple):
-  """Layers whose gradients travel together.
+  """Layers whose gradients are sent in one communication.
 
   Attributes:
-    layers: their numbers, the first layer first; neighbours.
-    kind: "normal" is one layer and "merged" are several, which wait until everything before has been sent;
-      "simultaneous" does not.
-    after: how many groups must have been sent before this one starts: all before it, or those that must for no more
-      than `ways` of them to be under way at once.
+    layers: their numbers, consecutive and increasing.
+    kind: "normal", one layer, and "merged", several layers, start when all communications before have ended;
+      "simultaneous" starts earlier.
+    after: number of groups that must have ended before this one starts: all groups before it, or for "simultaneous" so
+      many that at most `ways` communications overlap.
 
   Example:
     >>> plan("single", [1.0, 1.0], [8, 8], alpha=0.1, beta=0.1, gamma=2.0).groups
@@ -53,15 +54,15 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """What travels together, in which order, and when, if the model is right.
+  """Groups of layers in the order of sending, and their predicted times.
 
   Attributes:
-    kind: how it was made.
-    backward_times: seconds of each layer.
-    sizes: bytes of each layer.
-    link: what communications cost.
-    groups: `Group`s in the order in which they are sent, the last layers first.
-    timeline: when each group is sent, a `Sent` each, in seconds from the start of backward.
+    kind: the algorithm that made the plan.
+    backward_times: seconds of backward of each layer.
+    sizes: bytes of the gradient of each layer.
+    link: α, β, γ of communications.
+    groups: `Group`s in the order of sending, the last layers first.
+    timeline: predicted times of each group, a `Sent` each.
 
   Example:
     >>> one = plan("wfbp", [1.0, 1.0], [8, 8], alpha=0.5, beta=0.25, gamma=2.0)
@@ -88,7 +89,7 @@ class Plan(NamedTuple):
 
   @property
   def hidden(self) -> float:
-    """Share of the time in which something is sent that backward hides."""
+    """Fraction of the time of communication that overlaps with backward."""
     busy = covered([(sent.start, sent.end) for sent in self.timeline])
     return 1.0 if not busy else min(1.0, 1 - (self.iteration_time - self.backward) / busy)
 
@@ -118,32 +119,32 @@ def plan(
   gamma: float,
   ways: int = 2,
 ) -> Plan:
-  """Plans which gradients travel together and which at once, and predicts when each is sent.
+  """Plans which gradients are sent in one communication and which communications overlap, and predicts their times.
 
-  - "single": everything in one communication, after backward.
-  - "wfbp": each layer by itself, one after the other (wait-free backpropagation).
-  - "mg_wfbp": a layer joins the one before it wherever that one is ready before a communication of its own would be
-    through its start-up, `ready(l − 1) < τ(l) + α`. Never slower than "wfbp" in the model.
-  - "asc_wfbp": Theorem 1 of the paper decides for each layer between normal, merged and simultaneous. It takes for
-    granted that two at once are faster than one after the other (γ < 2) and that the second slows only itself; where
-    the simulation says that its plan is slower than that of "mg_wfbp", it is that of "mg_wfbp".
-  - "optimal": with `ways=1` the fastest of all ways to merge, by exact dynamic programming. With more, the fastest that
-    a search over all groups and kinds finds (`search` says what it drops); never slower than "asc_wfbp".
+  - "single": all gradients in one communication, after backward.
+  - "wfbp": one communication for each layer, one after the other (wait-free backpropagation).
+  - "mg_wfbp": merges layer l into layer l − 1 if l − 1 is ready before the start-up of a communication of l alone would
+    end, `ready(l − 1) < τ(l) + α`. Never slower than "wfbp" in the model.
+  - "asc_wfbp": Theorem 1 of the paper chooses for each layer between normal, merged and simultaneous. It assumes that
+    two overlapping communications are faster than one after the other (γ < 2) and that the second slows only itself
+    down. If the simulation predicts more seconds than for "mg_wfbp", the plan is that of "mg_wfbp".
+  - "optimal": with `ways=1` the fastest of all merges, by exact dynamic programming. With more, the fastest plan that a
+    search over all groups and kinds finds (`search` describes what it drops); never slower than "asc_wfbp".
 
   Args:
     kind: one of these.
-    backward_times: seconds that backward takes for each layer, index 0 the first layer, whose gradient comes last.
+    backward_times: seconds of backward of each layer, index 0 the first layer, whose gradient is ready last.
     sizes: bytes of the gradient of each layer.
-    alpha: α, seconds to start a communication, such as one all-reduce.
-    beta: β, seconds a byte of one that has the network for itself.
-    gamma: γ ≥ 1, two at once take so many times as long for a byte.
-    ways: how many communications may be under way at once, for "asc_wfbp" and "optimal"; the paper's two.
+    alpha: α, seconds of the start-up of a communication, for example an all-reduce.
+    beta: β, seconds per byte of a transfer without overlap.
+    gamma: γ ≥ 1, contention factor: per-byte slowdown when two transfers overlap.
+    ways: maximum number of overlapping communications, for "asc_wfbp" and "optimal"; two in the paper.
 
   Returns:
     A `Plan`.
 
   Raises:
-    ValueError: for an unknown kind, lengths that differ, or numbers outside these, naming which.
+    ValueError: for an unknown kind, lengths that differ, or a number outside its range, which the message names.
 
   Example:
     >>> import jaxsparse as js
@@ -171,7 +172,7 @@ def plan(
 
 
 class _Layers(NamedTuple):
-  """What a planner knows."""
+  """The input of a planner: seconds and bytes of each layer, and the network."""
 
   times: tuple[float, ...]
   sizes: tuple[float, ...]
@@ -180,7 +181,7 @@ class _Layers(NamedTuple):
 
   @property
   def ready(self) -> list[float]:
-    """Seconds from the start of backward until the gradient of each layer is there."""
+    """Seconds from the start of backward until the gradient of each layer is ready."""
     return list(itertools.accumulate(reversed(self.times)))[::-1]
 
   def timeline(self, groups: Sequence[Group]) -> tuple[Sent, ...]:
@@ -192,7 +193,12 @@ class _Layers(NamedTuple):
     return max(sent.end for sent in self.timeline(groups))
 
   def grouped(self, firsts: Iterable[int], at_once: Callable[[int], bool] = lambda _: False) -> tuple[Group, ...]:
-    """Groups that begin at these layers, in descending order; `at_once` says of a first layer whether it waits."""
+    """Groups with these first layers, in descending order.
+
+    Args:
+      firsts: first layer of each group.
+      at_once: of a first layer, whether its group starts before the communications before it have ended.
+    """
     groups: list[Group] = []
     last = len(self.sizes) - 1
     for number, first in enumerate(firsts):
@@ -232,9 +238,9 @@ def _asc_wfbp(layers: _Layers) -> tuple[Group, ...]:
 
 
 def _theorem_1(layers: _Layers) -> tuple[Group, ...]:
-  """Algorithm 1 of the paper, with its errata: the type of each layer, from the last one down.
+  """Algorithm 1 of the paper, with its errata: the kind of each layer, from the last one down.
 
-  Times are the paper's own estimates here: the penalty of Eq. 13 is that of the later one alone.
+  Times are the paper's estimates, not the simulation's: Eq. 13 slows only the later of two communications down.
   """
   ready, (alpha, beta, _) = layers.ready, layers.link
   at_once: dict[int, bool] = {}
@@ -242,7 +248,7 @@ def _theorem_1(layers: _Layers) -> tuple[Group, ...]:
   before: tuple[float, float] | None = None  # start and bytes of the communication before
   for layer in reversed(range(len(ready))):
     size += layers.sizes[layer]
-    start = max(start, end, ready[layer])  # of a normal one; a merged layer hands it on
+    start = max(start, end, ready[layer])  # of a normal communication, or of the one that the layer is merged into
     alone = alpha + beta * size
     penalty = 0.0 if before is None else _penalty(ready[layer], *before, layers.link)
     simultaneous = True  # the first layer, always
@@ -262,7 +268,7 @@ def _theorem_1(layers: _Layers) -> tuple[Group, ...]:
 
 
 def _penalty(start: float, earlier: float, size: float, link: Link) -> float:
-  """Eq. 13: what a communication that starts at `start` loses to one of `size` bytes that started earlier."""
+  """Eq. 13: seconds that a communication at `start` loses to one of `size` bytes that started at `earlier`."""
   alone = link.seconds(size)
   shared = 1 - (start - earlier) / alone if alone else 0.0
   return (link.gamma - 1) * link.beta * size * min(1.0, max(0.0, shared))
@@ -270,7 +276,7 @@ def _penalty(start: float, earlier: float, size: float, link: Link) -> float:
 
 def _optimal(layers: _Layers) -> tuple[Group, ...]:
   best = _asc_wfbp(layers)
-  for ways in sorted({1, layers.ways}):  # the merges alone are found in no time, and bound the search for more
+  for ways in sorted({1, layers.ways}):  # the search of merges alone is fast, and bounds the second one
     found = search.fastest(layers.ready, layers.sizes, layers.link, ways, layers.seconds(best))
     if found is not None:
       best = min(layers.grouped(found, found.__getitem__), best, key=layers.seconds)
@@ -289,7 +295,7 @@ _KINDS: dict[str, Callable[[_Layers], tuple[Group, ...]]] = {
 def _checked(name: str, values: Sequence[float]) -> tuple[float, ...]:
   given = list(values) if np.iterable(values) else []
   if not given:
-    raise ValueError(f"plan: {name}={values!r}, give a number for every layer, one at least")
+    raise ValueError(f"plan: {name}={values!r}, give a number for every layer, at least one")
   for layer, value in enumerate(given):
     if not _is_number(value) or not 0 <= value <= _MOST:
       raise ValueError(f"plan: {name}[{layer}]={value!r}, choose a number from 0 to {_MOST:g}")
@@ -301,7 +307,7 @@ def _is_number(value: Any) -> bool:
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-  """Length of the union of spans."""
+  """Total length of the union of (start, end) intervals."""
   total, reached = 0.0, -math.inf
   for start, end in sorted(spans):
     total += max(0.0, end - max(start, reached))

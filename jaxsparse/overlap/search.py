@@ -1,13 +1,13 @@
 """The fastest plan, by dynamic programming from the last layer to the first.
 
-What is still to come depends on what has been sent only through when the network will be free. After the layers
-i … L − 1 have been put into groups, a partial plan is therefore described by when its last `ways` communications end if
-nothing else starts, but no earlier than layer i − 1 is ready, for nothing starts before that. A partial plan that is no
-earlier than another one in any of these is dropped, and of what is left the latest beyond a fixed number.
+A partial plan groups the layers i … L − 1. Its communications affect the groups of the layers 0 … i − 1 only by the
+times at which its last `ways` communications end if nothing else starts, and ends before layer i − 1 is ready count as
+equal, since nothing starts before. These `ways` times are the state of the dynamic program. The search drops a partial
+plan if another one is no later in all of them, and keeps a fixed number of the others, the earliest.
 
-With one communication at a time that is one number, an earlier end is never worse for the rest, and the result is the
-fastest plan there is. With more it is a rule of thumb: who is early may slow somebody down. Beside every plan that
-there is, of up to seven layers, it was at most 1 % off, and mostly not at all.
+With `ways=1` the state is one time, an earlier end is never worse for the remaining layers, and the result is optimal.
+With more it is a heuristic: a communication that starts earlier may slow another one down. Compared with all plans of
+up to seven layers it was optimal in most cases, and at most 1 % slower.
 """
 
 import itertools
@@ -18,17 +18,17 @@ import numpy as np
 
 from jaxsparse.overlap.network import Flows, Link
 
-_MOST = 24  # partial plans that are followed from a layer on; the earliest, where there are more
+_MOST = 24  # partial plans kept at each layer, the earliest ones
 
 
 class _Partial(NamedTuple):
-  """Partial plans that have grouped the same layers.
+  """r partial plans of the same layers.
 
   Attributes:
-    flows: their communications, the last `ways` of them.
-    layer: i64[r], where the last group of each was added, one above its layers.
-    row: i64[r], the partial plan there that it was added to.
-    at_once: bool[r], whether that group does not wait.
+    flows: the last `ways` communications of each.
+    layer: i64[r], the layer after those of the last group of each: its predecessor is a partial plan from there on.
+    row: i64[r], the row of the predecessor.
+    at_once: bool[r], whether the last group starts without waiting for the communications before it.
   """
 
   flows: Flows
@@ -43,17 +43,17 @@ class _Partial(NamedTuple):
 def fastest(
   ready: Sequence[float], sizes: Sequence[float], link: Link, ways: int, limit: float = np.inf
 ) -> dict[int, bool] | None:
-  """The first layer of each group of the fastest plan, in the order of sending, and whether the group does not wait.
+  """The first layer of each group of the fastest plan, in the order of sending, and whether the group starts at once.
 
   Args:
-    ready: seconds until the gradient of each layer is there, descending.
+    ready: seconds from the start of backward until the gradient of each layer is ready, descending.
     sizes: bytes of each layer.
-    link: what communications cost.
-    ways: how many may be under way at once.
-    limit: seconds of a plan that is known; only those that are not slower are looked for.
+    link: α, β, γ of communications.
+    ways: maximum number of communications at the same time.
+    limit: seconds of a known plan; the search drops slower ones.
 
   Returns:
-    None where there is no such plan.
+    None if no plan is within the limit.
 
   Example:
     >>> fastest([2.0, 1.9, 1.0], [4.0, 4.0, 1.0], Link(alpha=0.5, beta=0.1, gamma=1.5), ways=1)
@@ -76,14 +76,14 @@ def fastest(
 def _grown(
   partial: _Partial, layer: int, ready: np.ndarray, sizes: np.ndarray, link: Link, limit: float
 ) -> list[tuple]:
-  """Every partial plan with one group more, by its first layer: those layers up to `layer` − 1."""
+  """Extends partial plans by one group of the layers j … `layer` − 1, for every j: pairs of j and partial plans."""
   if not layer:
     return []
   ends = partial.flows.projected(link.gamma).ends
-  free = np.stack([ends.max(1), np.maximum(partial.flows.now, ends[:, 0])], 1)  # where it waits, where it does not
+  free = np.stack([ends.max(1), np.maximum(partial.flows.now, ends[:, 0])], 1)  # if the group waits, if it does not
   size = np.cumsum(sizes[:layer][::-1])[::-1]
   starts = np.maximum(free[:, :, None], ready[None, None, :layer])  # [row, at once, first]
-  # The rest takes its seconds at the network's best, which is a bound that no continuation goes below.
+  # Lower bound on the end of any complete plan: all remaining bytes at the highest total speed of the network.
   speed = max(senders / float(link.slowdown(senders)) for senders in range(1, partial.flows.left.shape[1] + 1))
   promising = starts + link.alpha + link.beta * size[0] / speed <= limit * (1 + 1e-9)
   promising[:, 1] &= starts[:, 1] < free[:, :1]
@@ -95,7 +95,13 @@ def _grown(
 
 
 def _earliest(partial: _Partial, before: float | None, link: Link) -> _Partial:
-  """Those that no other one is as early as in every respect; nothing more starts before `before`, or None at all."""
+  """The partial plans that no other one dominates, at most `_MOST`.
+
+  Args:
+    partial: partial plans of the same layers.
+    before: seconds until the next layer is ready; None if there is none.
+    link: α, β, γ of communications.
+  """
   ends = partial.flows.projected(link.gamma).ends
   ends[:, 0] = np.maximum(ends[:, 0], partial.flows.now)
   ends = ends.max(1, keepdims=True) if before is None else np.maximum(ends, before)
@@ -114,7 +120,7 @@ def _joined(parts: list[_Partial]) -> _Partial:
 
 
 def _traced(best: dict[int, _Partial], count: int) -> dict[int, bool]:
-  """The groups of the one that ended first, from the last layer on."""
+  """The groups of the plan that ends first, from the last layer on."""
   result: list[tuple[int, bool]] = []
   layer, row = 0, 0
   while layer < count:

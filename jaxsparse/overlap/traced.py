@@ -1,4 +1,4 @@
-"""What a real run did, from a trace of JAX's profiler, to lay beside what its plan predicts."""
+"""The timeline of a real run, from a trace of JAX's profiler, to compare with the prediction of its plan."""
 
 import bisect
 import gzip
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxsparse.overlap.plans import covered
 
 _COLLECTIVE = re.compile(r"(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start|-done)?$")
-_WITHIN = ("while", "conditional", "call")  # operations that others run within
+_WITHIN = ("while", "conditional", "call")  # operations that contain others
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*? ([a-z][\w-]*)\(", re.MULTILINE)
 
 
@@ -21,8 +21,8 @@ class Traced(NamedTuple):
 
   Attributes:
     seconds: from its first operation to the end of its last.
-    sending: seconds in which a collective was under way.
-    hidden: share of these in which something else was done too.
+    sending: seconds in which at least one collective ran.
+    hidden: fraction of these in which other operations ran too.
     collectives: name, start and end of each, in seconds from the first operation.
 
   Example:
@@ -45,20 +45,19 @@ class Traced(NamedTuple):
 
 
 def traced(folder: str | pathlib.Path, program: str) -> tuple[Traced, ...]:
-  """Reads the runs of a compiled program from the newest trace in a folder, those of this process's first device.
+  """Reads the runs of a compiled program on this process's first device from the newest trace in a folder.
 
   Args:
-    folder: that was given to `jax.profiler.trace`.
-    program: its text, `step.lower(params, state, batch).compile().as_text()`, which says which operations are
-      collectives.
+    folder: the argument of `jax.profiler.trace`.
+    program: `step.lower(params, state, batch).compile().as_text()`, the HLO, which names the collectives.
 
   Returns:
-    A `Traced` for each run in the trace, in order. The one of a step with a plan is to be laid beside
-    `str(plan)` and `plan.hidden`. On CPU a trace does not say on which of several devices of a process an operation
-    has ended that another thread went on with: the first one counts.
+    A `Traced` for each run in the trace, in order, to compare with `str(plan)` and `plan.hidden`. On CPU the trace does
+    not name the device of an operation that ends on another thread; with several devices in a process the first such
+    end counts.
 
   Raises:
-    ValueError: if the folder holds no trace, or the trace no run of the program.
+    ValueError: if the folder has no trace, or the trace has no run of the program.
 
   Example:
     >>> import tempfile, jax, jax.numpy as jnp, jaxsparse as js
@@ -73,12 +72,12 @@ def traced(folder: str | pathlib.Path, program: str) -> tuple[Traced, ...]:
   """
   files = sorted(pathlib.Path(folder).glob("**/*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
   if not files:
-    raise ValueError(f"traced: {folder} holds no trace, give the folder of jax.profiler.trace")
+    raise ValueError(f"traced: {folder} has no trace, give the folder of jax.profiler.trace")
   name = re.search(r"HloModule ([\w.-]+)", program)
   events = json.loads(gzip.decompress(files[-1].read_bytes()))["traceEvents"]
   of_program = [event for event in events if name and event.get("args", {}).get("hlo_module") == name[1]]
   if not of_program:
-    raise ValueError(f"traced: {files[-1]} has no run of {name[1] if name else 'what is no program'!r}")
+    raise ValueError(f"traced: {files[-1]} has no run of {name[1] if name else 'a text that is no HLO'!r}")
   device = min(event["args"].get("device_ordinal", "0") for event in of_program)
   ends = _ends(events)
   runs: dict[Any, list[tuple[str, float, float]]] = defaultdict(list)
@@ -91,7 +90,7 @@ def traced(folder: str | pathlib.Path, program: str) -> tuple[Traced, ...]:
 
 
 def _ends(events: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
-  """When operations ended that went on after their event: on CPU an event of its own says so."""
+  """Ends of operations that another thread completes: on CPU these are separate events."""
   ends: dict[str, list[float]] = defaultdict(list)
   for event in events:
     what, _, op = event.get("name", "").partition(": ")

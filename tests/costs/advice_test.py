@@ -72,11 +72,11 @@ def test_fit_measures_each_algorithm_that_is_asked_for():
 @pytest.mark.parametrize(
   ("call", "message"),
   [
-    (lambda: js.costs.fit(mesh_of(1)), "one worker alone has no wire"),
+    (lambda: js.costs.fit(mesh_of(1)), "one worker sends nothing"),
     (lambda: js.costs.fit(mesh_of(2), algorithms=["speedy"]), "unknown collective 'speedy'"),
     (lambda: js.costs.fit(mesh_of(2), algorithms=["spardl:teams=3"]), "teams=3"),
     (lambda: js.costs.advise(0, PROFILE), "0 parameters, give at least 1"),
-    (lambda: js.costs.advise(5, Profile(2, 1e-4, 1e-9)), "the profile knows no algorithm"),
+    (lambda: js.costs.advise(5, Profile(2, 1e-4, 1e-9)), "the profile has no algorithm"),
   ],
 )
 def test_bad_input(call, message):

@@ -1,0 +1,84 @@
+"""The structure of the package: layers, sizes of modules and functions, and a library that knows no benchmark."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jaxsparse
+
+PACKAGE = pathlib.Path(jaxsparse.__file__).parent
+LAYERS = ["_compat", "types", "flatten", "launch", "comm", "sparse", "select", "collectives", "transform", "train"]
+LAYERS += ["costs", "overlap", "partial", "_door", "__init__", "doctor"]  # the door has the public names
+MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+EVERY_MODULE = pytest.mark.parametrize("module", sorted(MODULES))
+
+
+def tree(module):
+  return ast.parse(MODULES[module].read_text())
+
+
+def imported(module):
+  """Absolute names of what a module imports anywhere, in functions too: modules, or names within them."""
+  package = module.split(".")[: None if MODULES[module].name == "__init__.py" else -1]
+  for node in ast.walk(tree(module)):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      start = package[: len(package) - node.level + 1] if node.level else []
+      yield from (".".join([*start, *filter(None, [node.module]), alias.name]) for alias in node.names)
+
+
+def layer_of(name):
+  """Number of the layer of a module `jaxsparse.LAYER…`; other names are public ones of the door."""
+  first = [*name.split("."), ""][1]
+  return LAYERS.index(first if first in LAYERS else "__init__")
+
+
+def code_lines(function):
+  """Lines of a function without its docstring."""
+  lines = function.end_lineno - function.lineno + 1
+  if ast.get_docstring(function) is None:
+    return lines
+  return lines - (function.body[0].end_lineno - function.body[0].lineno + 1)
+
+
+@EVERY_MODULE
+def test_no_import_runs_upwards(module):
+  ours = [name for name in imported(module) if name.split(".")[0] == "jaxsparse"]
+  assert [name for name in ours if layer_of(name) > layer_of(module)] == []
+
+
+def test_every_module_is_in_a_layer():
+  tops = {module.split(".")[1] for module in MODULES}
+  assert tops == set(LAYERS)
+  assert len(tops) <= 16
+
+
+# Imports every layer first, without what another one has imported.
+EACH_FIRST = f"""
+import importlib, sys
+for layer in {LAYERS!r}:
+  for name in [name for name in sys.modules if name.split(".")[0] == "jaxsparse"]:
+    del sys.modules[name]
+  importlib.import_module("jaxsparse" if layer == "__init__" else f"jaxsparse.{{layer}}")
+"""
+
+
+def test_every_layer_can_be_imported_first():
+  done = subprocess.run([sys.executable, "-c", EACH_FIRST], capture_output=True, text=True, timeout=120, check=False)
+  assert (done.returncode, done.stderr) == (0, "")
+
+
+@EVERY_MODULE
+def test_modules_and_functions_are_short(module):
+  assert len(MODULES[module].read_text().splitlines()) <= 350
+  functions = (node for node in ast.walk(tree(module)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+  assert [function.name for function in functions if code_lines(function) > 60] == []
+
+
+@EVERY_MODULE
+def test_the_library_does_not_know_the_benchmarks(module):
+  assert "benchmarks" not in MODULES[module].read_text()
