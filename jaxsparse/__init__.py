@@ -28,28 +28,73 @@ jaxpr and predicts seconds from what it measures with `timing`, and `doctor` say
     params, state, metrics = step(params, state, batch)
 """
 
-import importlib.util
-import typing
-
-from jaxsparse import launch as launch  # in a rank, replaces `sys.exit` before the program looks it up
+from jaxsparse import costs, overlap, partial, select
+from jaxsparse.collectives import Collective, SparseCollective, collective_names, collective_options, make_collective
+from jaxsparse.collectives.a2sgd import a2sgd_transform
+from jaxsparse.collectives.dense import dense_transform
+from jaxsparse.collectives.gaussiank import gaussiank_transform
+from jaxsparse.collectives.gtopk import gtopk_transform
+from jaxsparse.collectives.oktopk import oktopk_transform
+from jaxsparse.collectives.qsgd import qsgd_transform
+from jaxsparse.collectives.randomk import randomk_transform
+from jaxsparse.collectives.spardl import spardl_transform
+from jaxsparse.collectives.topka import topka_transform
+from jaxsparse.collectives.topkdsa import topkdsa_transform
+from jaxsparse.comm import AxisComm, SimComm
+from jaxsparse.comm.mpi import MpiComm
+from jaxsparse.overlap.buckets import bucketed_transform
+from jaxsparse.train.simulation import Simulated, simulate
+from jaxsparse.train.step import TrainStep, init, make_train_step
+from jaxsparse.train.worker import StepMetrics
+from jaxsparse.transform.local import PerWorker
+from jaxsparse.transform.metrics import Metrics, metrics
+from jaxsparse.transform.state import ReduceState, specs
+from jaxsparse.transform.update import make_transform, transform_of
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 __version__ = "0.1.0"
 
-if typing.TYPE_CHECKING:
-  from jaxsparse._door import *  # noqa: F403
-else:
-
-  def __getattr__(name: str) -> typing.Any:
-    """Imports a module, or all public names, at the first use of one: the launcher starts without JAX."""
-    if importlib.util.find_spec(f"jaxsparse.{name}"):
-      return importlib.import_module(f"jaxsparse.{name}")
-    if name == "__all__" or not name.startswith("_"):
-      door = importlib.import_module("jaxsparse._door")
-      globals().update({public: getattr(door, public) for public in ("__all__", *door.__all__)})
-      if name in globals():
-        return globals()[name]
-    raise AttributeError(f"module 'jaxsparse' has no attribute {name!r}", name=name)
-
-  def __dir__() -> list[str]:
-    """All public names, for `help` and for completion."""
-    return sorted({*globals(), *__getattr__("__all__")})
+__all__ = [
+  "AxisComm",
+  "Collective",
+  "Comm",
+  "Cost",
+  "Counters",
+  "Metrics",
+  "MpiComm",
+  "PerWorker",
+  "ReduceState",
+  "Reduced",
+  "SimComm",
+  "Simulated",
+  "Sparse",
+  "SparseCollective",
+  "State",
+  "StepMetrics",
+  "TrainStep",
+  "a2sgd_transform",
+  "bucketed_transform",
+  "collective_names",
+  "collective_options",
+  "costs",
+  "dense_transform",
+  "gaussiank_transform",
+  "gtopk_transform",
+  "init",
+  "make_collective",
+  "make_train_step",
+  "make_transform",
+  "metrics",
+  "oktopk_transform",
+  "overlap",
+  "partial",
+  "qsgd_transform",
+  "randomk_transform",
+  "select",
+  "simulate",
+  "spardl_transform",
+  "specs",
+  "topka_transform",
+  "topkdsa_transform",
+  "transform_of",
+]
