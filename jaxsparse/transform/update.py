@@ -1,14 +1,13 @@
 """A collective as an `optax.GradientTransformation`, written once for all of them."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxsparse import _compat, flatten, sparse
-from jaxsparse.collectives import Collective, make_collective
+from jaxsparse.collectives import Collective
 from jaxsparse.comm import AxisComm, axes_of, comm_of
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.sparse import saturating
@@ -16,28 +15,6 @@ from jaxsparse.transform import state as states
 from jaxsparse.transform.metrics import accumulated
 from jaxsparse.transform.state import ReduceState
 from jaxsparse.types import Comm, Counters, Kept, Reduced, Sparse
-
-
-def make_transform(name: str, axis: _compat.AxisName | Comm, **config: Any) -> optax.GradientTransformation:
-  """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.
-
-  Args:
-    name: one of `js.collective_names()`.
-    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
-    **config: the options of the collective; those of `js.spardl_transform` for "spardl", and so on.
-
-  Raises:
-    ValueError: for an unknown name or a rejected option, with the choices.
-    TypeError: for an option that the collective does not have.
-
-  Example:
-    >>> import jaxsparse as js
-    >>> tx = js.make_transform("spardl", "workers", density=0.01)
-    >>> js.make_transform("sparse", "workers")
-    Traceback (most recent call last):
-    ValueError: unknown collective 'sparse', choose one of ...
-  """
-  return transform_of(make_collective(name, **config), axis)
 
 
 def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax.GradientTransformation:
