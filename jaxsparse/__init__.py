@@ -56,7 +56,8 @@ from jaxsparse.transform import factories
 from jaxsparse.transform.factories import make_transform
 from jaxsparse.transform.local import PerWorker
 from jaxsparse.transform.metrics import Metrics, metrics
-from jaxsparse.transform.state import ReduceState, specs
+from jaxsparse.transform.specs import specs
+from jaxsparse.transform.state import ReduceState
 from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 

@@ -6,7 +6,6 @@ static sizes are `capacities`; `sums` are reproducible bit for bit, and `saturat
 
 from jaxsparse.sparse.entries import (
   add_rows,
-  after,
   at,
   by_index,
   count,
@@ -22,7 +21,6 @@ from jaxsparse.sparse.entries import (
 
 __all__ = [
   "add_rows",
-  "after",
   "at",
   "by_index",
   "count",

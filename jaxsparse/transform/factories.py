@@ -14,6 +14,7 @@ import optax
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, made, make_collective
 from jaxsparse.collectives._base import name_of
+from jaxsparse.transform.groups import Special
 from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm
 
@@ -27,14 +28,20 @@ with `check_vma=False` (`js.make_train_step` does it), and the transformations a
 
 Args:
   axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+  special: collectives of leaves that do not travel with the others, by a regular expression for their names in the
+    parameters: `{{"bias|scale": "dense", "embedding": "spardl:density=0.001"}}`; the first match counts. Leaves of one
+    collective travel together, and the collectives one after the other.
 {args}
 
 Returns:
-  An `optax.GradientTransformation` whose state is a `js.ReduceState`.
+  An `optax.GradientTransformation` whose state is a `js.ReduceState`. With `special` its residual is a tuple, one for
+  each collective.
 
 Raises:
 {raises}
-  ValueError: when used, outside shard_map over `axis`, or with a state of other sizes.
+  ValueError: for a rejected label in `special`, or with it, for a collective whose total differs between workers.
+  ValueError: when used, outside shard_map over `axis`, with a state of other sizes, or for an expression of `special`
+    that matches no name.
   TypeError: for an unknown option, an axis that is none of these, or gradients that are not floating point.
 
 Example:
@@ -48,14 +55,14 @@ class TransformFunction(Protocol[Options]):
   __name__: str
 
   def __call__(
-    self, axis: AxisName | Comm, *args: Options.args, **options: Options.kwargs
+    self, axis: AxisName | Comm, special: Special | None = None, *args: Options.args, **options: Options.kwargs
   ) -> optax.GradientTransformation:
     """The transform that averages gradients over the workers of `axis`."""
     ...
 
 
 def transform_function(kind: Callable[Options, Collective]) -> TransformFunction[Options]:
-  """The function `NAME_transform(axis, *, ...)` of a collective: its fields are the keyword-only options.
+  """The function `NAME_transform(axis, special, *, ...)` of a collective: its fields are the keyword-only options.
 
   Args:
     kind: a frozen dataclass, whose docstring has the sections "Args:", "Raises:" and "Example:".
@@ -69,8 +76,8 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
   """
   cls = cast(type[Collective], kind)
 
-  def transform(axis: AxisName | Comm, **options: Any) -> optax.GradientTransformation:
-    return transform_of(made(cls, options), axis)
+  def transform(axis: AxisName | Comm, special: Special | None = None, **options: Any) -> optax.GradientTransformation:
+    return transform_of(made(cls, options), axis, special)
 
   own = inspect.signature(transform)
   options = inspect.signature(cls).parameters
@@ -94,12 +101,15 @@ def _documentation(kind: type[Collective]) -> str:
   return _DOCUMENTATION.format(summary=summary.strip(), args=args, raises=raises, example=example)
 
 
-def make_transform(name: str, axis: AxisName | Comm, **config: Any) -> optax.GradientTransformation:
+def make_transform(
+  name: str, axis: AxisName | Comm, special: Special | None = None, **config: Any
+) -> optax.GradientTransformation:
   """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.
 
   Args:
     name: one of `js.collective_names()`.
     axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    special: collectives of leaves by their names, as of `js.spardl_transform`.
     **config: the options of the collective; those of `js.spardl_transform` for "spardl", and so on.
 
   Raises:
@@ -113,4 +123,4 @@ def make_transform(name: str, axis: AxisName | Comm, **config: Any) -> optax.Gra
     Traceback (most recent call last):
     ValueError: unknown collective 'sparse', choose one of ...
   """
-  return transform_of(make_collective(name, **config), axis)
+  return transform_of(make_collective(name, **config), axis, special)
