@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 import jaxsparse as js
 from benchmarks.specs import Spec
 from benchmarks.workers import Workers
+from jaxsparse.comm import is_message
 from jaxsparse.train import timing
 from jaxsparse.train.engine import Engine, engine_of, here, rows_of
 
@@ -195,6 +196,6 @@ def until_first_message(function: Callable) -> Callable:
 
 
 def _sends(equation: core.JaxprEqn) -> bool:
-  return equation.params.get("name") == "message" or any(
+  return is_message(equation) or any(
     _sends(inner) for jaxpr in js.costs.counting.inner_jaxprs(equation.params) for inner in jaxpr.eqns
   )

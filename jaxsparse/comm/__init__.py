@@ -12,7 +12,7 @@ from jaxsparse.comm.all_reduce import (
   exchange,
   in_rank_order,
 )
-from jaxsparse.comm.axis import AxisComm, SimComm, SoloComm, axes_of, comm_of
+from jaxsparse.comm.axis import AxisComm, SimComm, SoloComm, axes_of, comm_of, is_message
 from jaxsparse.comm.view import View, pack, unpack
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
   "comm_of",
   "exchange",
   "in_rank_order",
+  "is_message",
   "pack",
   "unpack",
 ]

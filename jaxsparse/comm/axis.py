@@ -5,6 +5,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from jaxsparse import _compat
 from jaxsparse.comm.all_reduce import combined
@@ -152,7 +153,19 @@ class SoloComm(View):
     return message(buffer)
 
 
-@jax.jit
-def message(buffer: jax.Array) -> jax.Array:
-  """What stands for a message in the jaxpr of a worker alone."""
+def _message(buffer: jax.Array) -> jax.Array:
   return buffer
+
+
+message = jax.jit(_message)  # stands for a message in the jaxpr of a worker alone
+
+
+def is_message(equation: core.JaxprEqn) -> bool:
+  """Whether an equation in the jaxpr of a worker alone stands for a message.
+
+  Example:
+    >>> jaxpr = jax.make_jaxpr(lambda x: SoloComm(2).shift(x + 1, 1))(jnp.arange(3)).jaxpr
+    >>> sum(is_message(equation) for equation in jaxpr.eqns)
+    1
+  """
+  return equation.params.get("name") == _message.__name__

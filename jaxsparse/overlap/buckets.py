@@ -1,16 +1,16 @@
-"""A plan carried out: one collective for each group, in the plan's order, inside one compiled program.
+"""Carries out a plan: one collective for each group of leaves, in the plan's order, inside one compiled program.
 
-A compiler runs what does not depend on each other in any order, and merges what it can. So the order is made of data:
-the messages of a group are made to follow from the totals of those groups that must have been sent before it. What it
-selects before its first message is not, and neither is backward:
+A compiler runs operations that do not depend on each other in any order, and merges collectives where it can. So the
+first message of a group depends on the totals of the groups that must have been sent before it (`transform.ordering`).
+Selection before that message does not, and neither does backward:
 
     backward     |--4--|--3--|--2--|--1--|--0--|
     group 0            | messages of 4, 3 |
-    group 1                               | messages of 2, which follow from the total of group 0 |
+    group 1                               | messages of 2, which depend on the total of group 0 |
     group 2, simultaneous                       | messages of 1, 0 |
 
-Simultaneous groups do not depend on each other, so there the compiler must be told not to merge them:
-`compiler_options`, which `js.make_train_step` sets by itself.
+Simultaneous groups do not depend on each other, so the compiler must be told not to merge them: by `compiler_options`,
+which `js.make_train_step` sets by itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,10 +56,9 @@ def bucketed_transform(
     plan: from `js.overlap.plan`, with a layer for each leaf of the parameters.
     order: the number in pytree order of the leaf that each layer is: `.order` of `js.overlap.measure`. By default
       layer l is leaf l.
-    special: collectives for leaves that are not to go with the others, by a regular expression for their names in the
-      parameters: `{"bias|scale": "dense", "embedding": "spardl:density=0.001"}`; the first that is found counts. The k
-      entries of a collective with `k` are those of all leaves of its expression together. Where a group has leaves of
-      several collectives it becomes several communications, one after the other.
+    special: collectives of leaves by their names, as of `js.spardl_transform`. The k entries of a collective with `k`
+      are those of all leaves of its expression together. A group with leaves of several collectives becomes several
+      communications, one after the other.
     **config: the options of the collective.
 
   Returns:
@@ -67,7 +66,7 @@ def bucketed_transform(
 
   Raises:
     ValueError: for an unknown name, a rejected option, or a collective whose total differs between workers; when used,
-      for a plan or an order that does not fit the parameters, or an expression that is found in none of their names.
+      for a plan or an order that does not fit the parameters, or an expression that matches none of their names.
     TypeError: for an option that the collective does not have, or an axis that is none.
 
   Example:

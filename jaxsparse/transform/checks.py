@@ -69,11 +69,11 @@ def check_layout(state: Any, workers: int | None = None) -> None:
     rows = node.counters.skipped.size
     expected = workers or (rows if rows > 1 else found)
     residuals = node.carried.residual if isinstance(node.carried.residual, tuple) else (node.carried.residual,)
-    kept = [residual.size for residual in residuals if residual is not None]
-    if found != expected or (len(kept) == len(residuals) and sum(kept) != rows * entries):
+    sizes = [residual.size for residual in residuals if residual is not None]
+    if found != expected or (len(sizes) == len(residuals) and sum(sizes) != rows * entries):
       raise ValueError(
         f"the optimizer state was made for {found} workers and {entries} gradient entries, its arrays are those of "
-        f"{expected} workers and {sum(kept) // rows or entries} entries: they were cut or padded, as Orbax does "
+        f"{expected} workers and {sum(sizes) // rows or entries} entries: they were cut or padded, as Orbax does "
         "with strict=False, and residuals are lost. Restore it as it was saved"
       )
 

@@ -94,7 +94,7 @@ def _check_chains(state: Any) -> None:
       if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(part)):
         raise ValueError(
           f"transformation {number} of the chain ({type(part).__name__}) keeps arrays and comes before the jaxsparse "
-          "transform: they would be made of the gradients of one worker, differ between workers, and be kept as if "
+          "transform: they would be made of the gradients of one worker, differ between workers, and be stored as if "
           "they did not. Put the jaxsparse transform first"
         )
     _check_chains(chain[ours])

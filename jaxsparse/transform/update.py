@@ -49,19 +49,19 @@ def transform_of(
 
 
 def over_groups(
-  groups_of: Callable[[Any], list[Group]], axis: _compat.AxisName | Comm, alone: bool = False
+  grouped: Callable[[Any], list[Group]], axis: _compat.AxisName | Comm, alone: bool = False
 ) -> optax.GradientTransformation:
   """The transform that reduces the groups of a gradient over the workers of `axis`.
 
   Args:
-    groups_of: the groups of a pytree.
+    grouped: gives the groups of a pytree.
     axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
     alone: whether there is always one group; its state is then the collective's own, else a tuple with that of each.
   """
   comm = comm_of(axis)
 
   def init(params: optax.Params) -> ReduceState:
-    n, groups = flatten.count(params), groups_of(params)
+    n, groups = flatten.count(params), grouped(params)
     starts = [init_state(group.collective, group.entries, comm.size).carried for group in groups]
     layout = mark_total(Layout.of(comm.size, n), axes_of(comm))
     return ReduceState(joined(starts, alone), Counters.zeros(), layout)
@@ -70,7 +70,7 @@ def over_groups(
     updates: optax.Updates, state: ReduceState, params: optax.Params | None = None
   ) -> tuple[optax.Updates, ReduceState]:
     del params
-    n, groups = flatten.count(updates), groups_of(updates)
+    n, groups = flatten.count(updates), grouped(updates)
     parts = checks.parts_of(state, groups, comm.size, alone)
     checks.check_local(comm, updates)
     leaves, structure = jax.tree.flatten(updates)
