@@ -29,30 +29,50 @@ jaxpr and predicts seconds from what it measures with `timing`, and `doctor` say
 """
 
 from jaxsparse import costs, overlap, partial, select
-from jaxsparse.collectives import Collective, SparseCollective, collective_names, collective_options, make_collective
-from jaxsparse.collectives.a2sgd import a2sgd_transform
-from jaxsparse.collectives.dense import dense_transform
-from jaxsparse.collectives.gaussiank import gaussiank_transform
-from jaxsparse.collectives.gtopk import gtopk_transform
-from jaxsparse.collectives.oktopk import oktopk_transform
-from jaxsparse.collectives.qsgd import qsgd_transform
-from jaxsparse.collectives.randomk import randomk_transform
-from jaxsparse.collectives.spardl import spardl_transform
-from jaxsparse.collectives.topka import topka_transform
-from jaxsparse.collectives.topkdsa import topkdsa_transform
+from jaxsparse.collectives import (
+  Collective,
+  SparseCollective,
+  a2sgd,
+  collective_names,
+  collective_options,
+  dense,
+  gaussiank,
+  gtopk,
+  make_collective,
+  oktopk,
+  qsgd,
+  randomk,
+  spardl,
+  topka,
+  topkdsa,
+)
 from jaxsparse.comm import AxisComm, SimComm
 from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.overlap.buckets import bucketed_transform
 from jaxsparse.train.simulation import Simulated, simulate
 from jaxsparse.train.step import TrainStep, init, make_train_step
 from jaxsparse.train.worker import StepMetrics
+from jaxsparse.transform import factories
+from jaxsparse.transform.factories import make_transform
 from jaxsparse.transform.local import PerWorker
 from jaxsparse.transform.metrics import Metrics, metrics
-from jaxsparse.transform.state import ReduceState, specs
-from jaxsparse.transform.update import make_transform, transform_of
+from jaxsparse.transform.specs import specs
+from jaxsparse.transform.state import ReduceState
+from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 __version__ = "0.1.0"
+
+a2sgd_transform = factories.transform_function(a2sgd.A2SGD)
+dense_transform = factories.transform_function(dense.Dense)
+gaussiank_transform = factories.transform_function(gaussiank.GaussianK)
+gtopk_transform = factories.transform_function(gtopk.GTopk)
+oktopk_transform = factories.transform_function(oktopk.OkTopk)
+qsgd_transform = factories.transform_function(qsgd.QSGD)
+randomk_transform = factories.transform_function(randomk.RandomK)
+spardl_transform = factories.transform_function(spardl.SparDL)
+topka_transform = factories.transform_function(topka.TopkA)
+topkdsa_transform = factories.transform_function(topkdsa.TopkDSA)
 
 __all__ = [
   "AxisComm",
@@ -72,29 +92,21 @@ __all__ = [
   "State",
   "StepMetrics",
   "TrainStep",
-  "a2sgd_transform",
   "bucketed_transform",
   "collective_names",
   "collective_options",
   "costs",
-  "dense_transform",
-  "gaussiank_transform",
-  "gtopk_transform",
   "init",
   "make_collective",
   "make_train_step",
   "make_transform",
   "metrics",
-  "oktopk_transform",
   "overlap",
   "partial",
-  "qsgd_transform",
-  "randomk_transform",
   "select",
   "simulate",
-  "spardl_transform",
   "specs",
-  "topka_transform",
-  "topkdsa_transform",
   "transform_of",
 ]
+__all__ += [f"{name}_transform" for name in collective_names()]
+__all__.sort()

@@ -68,8 +68,8 @@ class State(NamedTuple):
   """What a collective carries from step to step. Arrays only, the same shapes and dtypes after every step.
 
   Attributes:
-    residual: f32[n] at this worker, the mass not yet delivered; None for a collective that leaves none. In the state of
-      `js.bucketed_transform` this, `worker` and `shared` are tuples with a part for each communication.
+    residual: f32[n] at this worker, the mass not yet delivered; None for a collective that leaves none. With `special=`
+      and for `js.bucketed_transform` this, `worker` and `shared` are tuples with a part for each communication.
     worker: any pytree that differs between workers; every leaf has a leading axis (it is sharded along it).
     shared: any pytree that is bitwise the same on every worker.
     due: bool[] for a collective whose total differs between workers, whether their parameters are to be averaged after

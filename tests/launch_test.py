@@ -352,7 +352,11 @@ def test_a_quiet_program_leaves_standard_error_empty(engine):
 
 def test_without_a_launcher_gloo_is_quiet_too():
   """As under srun: no guard reads what the ranks write."""
-  settings = {"JAXSPARSE_COORDINATOR": f"127.0.0.1:{launch.free_port()}", "JAXSPARSE_RANKS": "2", "JAX_PLATFORMS": "cpu"}
+  settings = {
+    "JAXSPARSE_COORDINATOR": f"127.0.0.1:{launch.free_port()}",
+    "JAXSPARSE_RANKS": "2",
+    "JAX_PLATFORMS": "cpu",
+  }
   program = [sys.executable, str(RANKS), "quiet", "processes", "none"]
   environments = [os.environ | settings | {"JAXSPARSE_RANK": str(rank)} for rank in range(2)]
   pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -1,26 +1,39 @@
-"""One algorithm, one file. A file here is found by its name; nothing else needs to be told of it."""
+"""One algorithm, one module or package, found by its name: a new file here needs no entry anywhere else.
+
+A collective is a frozen dataclass below optax: its fields are the options, its docstring documents them.
+`js.make_transform` and `js.NAME_transform` make an optax transformation of it (transform/factories.py).
+"""
 
 import dataclasses
 import functools
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
-from jaxsparse.collectives._base import Collective, SparseCollective
+from jaxsparse.collectives._base import Collective, SparseCollective, name_of
 
-__all__ = ["Collective", "SparseCollective", "collective_names", "collective_options", "make_collective"]
+__all__ = [
+  "Collective",
+  "SparseCollective",
+  "collective_names",
+  "collective_options",
+  "made",
+  "make_collective",
+  "name_of",
+]
 
 
 @functools.cache
 def _kinds() -> dict[str, type[Collective]]:
-  """The one concrete `Collective` of each public module of this folder, by module name."""
+  """The one concrete `Collective` that each public module or package of this folder defines, by its name."""
   kinds = {}
   for module in pkgutil.iter_modules(__path__):
     if not module.name.startswith("_"):
       home = importlib.import_module(f"{__name__}.{module.name}")
-      own = [c for _, c in inspect.getmembers(home, inspect.isclass) if c.__module__.startswith(home.__name__)]
-      (kinds[module.name],) = [c for c in own if issubclass(c, Collective) and not inspect.isabstract(c)]
+      classes = [kind for _, kind in inspect.getmembers(home, inspect.isclass) if issubclass(kind, Collective)]
+      (kinds[module.name],) = {c for c in classes if name_of(c) == module.name and not inspect.isabstract(c)}
   return kinds
 
 
@@ -44,9 +57,7 @@ def collective_options(name: str) -> tuple[str, ...]:
     >>> collective_options("dense")
     ('dtype',)
   """
-  if name not in _kinds():
-    raise ValueError(f"unknown collective {name!r}, choose one of {', '.join(collective_names())}")
-  return tuple(field.name for field in dataclasses.fields(_kinds()[name]) if field.init)
+  return _options(_kind(name))
 
 
 def make_collective(name: str, **config: Any) -> Collective:
@@ -60,8 +71,22 @@ def make_collective(name: str, **config: Any) -> Collective:
     >>> make_collective("dense", dtype="bfloat16")
     Dense(dtype='bfloat16')
   """
-  options = collective_options(name)
-  unknown = sorted(set(config) - set(options))
-  if unknown:
-    raise TypeError(f"{name}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}")
-  return _kinds()[name](**config)
+  return made(_kind(name), config)
+
+
+def made(kind: type[Collective], config: Mapping[str, Any]) -> Collective:
+  """The collective of that kind; raises TypeError for an option that it does not have."""
+  options = _options(kind)
+  if unknown := sorted(set(config) - set(options)):
+    raise TypeError(f"{name_of(kind)}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}")
+  return kind(**config)
+
+
+def _kind(name: str) -> type[Collective]:
+  if name not in _kinds():
+    raise ValueError(f"unknown collective {name!r}, choose one of {', '.join(collective_names())}")
+  return _kinds()[name]
+
+
+def _options(kind: type[Collective]) -> tuple[str, ...]:
+  return tuple(field.name for field in dataclasses.fields(kind) if field.init)

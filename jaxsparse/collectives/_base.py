@@ -57,9 +57,8 @@ class Collective(abc.ABC):
 
   @property
   def name(self) -> str:
-    """The name users choose it by: that of its file."""
-    module, here = type(self).__module__, f"{__package__}."
-    return module.removeprefix(here).split(".")[0] if module.startswith(here) else module.rpartition(".")[2]
+    """The name users choose it by: that of its module, or of its package in jaxsparse/collectives."""
+    return name_of(type(self))
 
   @property
   def conserves(self) -> bool:
@@ -118,6 +117,18 @@ class Collective(abc.ABC):
     It is the paper's but for the messages of Ok-Topk and TopkDSA, the words of Gaussian-k (room for 5k/4 entries) and
     those of QSGD (levels of a fixed width), which are ours.
     """
+
+
+def name_of(kind: type[Collective]) -> str:
+  """The name of a kind of collective: that of its module, or of its package in jaxsparse/collectives.
+
+  Example:
+    >>> from jaxsparse.collectives.dense import Dense
+    >>> name_of(Dense)
+    'dense'
+  """
+  inside = kind.__module__.removeprefix(f"{__package__}.")
+  return inside.partition(".")[0] if inside != kind.__module__ else inside.rpartition(".")[2]
 
 
 def choices_of(kind: type[Collective]) -> dict[str, tuple[Any, ...]]:

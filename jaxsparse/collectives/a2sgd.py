@@ -12,20 +12,16 @@ from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import Collective, check_whole
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse.sums import ordered_sum
-from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 
-def a2sgd_transform(
-  axis: AxisName | Comm, *, means: Literal["vector", "leaf"] = "vector", sync_every: int | None = 100
-) -> optax.GradientTransformation:
-  """Averages two numbers of each gradient over the workers; each worker goes on with a gradient of its own (A2SGD).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class A2SGD(Collective):
+  """Averages two numbers of each gradient; each worker goes on with a gradient of its own (A2SGD).
 
   With μ₊ the mean of the entries ≥ 0 of a gradient g and μ₋ that of |g| where g < 0, 0 where there is none:
 
@@ -33,26 +29,19 @@ def a2sgd_transform(
       g′  = g − (pos μ₊ − neg μ₋) + pos μ̄₊ − neg μ̄₋          (Algorithm 1)
 
   where μ̄ is the mean over workers. The update is g′: **it differs between workers**, and so do their parameters.
-  `js.init` and `js.make_train_step` keep each worker's own in the optimizer state, as what it has moved since the last
-  synchronization, and average them every `sync_every` steps; `step.synchronize(params, state)` does it before you
-  evaluate or save, and at the end. With `sync_every=None` that is the only synchronization, as in the published
-  Algorithm 1, which averages once, after the last step. Without `make_train_step` all of that is yours to do.
-
-  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
-  `check_vma=False`; see `js.spardl_transform`.
+  `js.init` and `js.make_train_step` store each worker's local update, the sum of its updates since the last
+  synchronization, in the optimizer state, and average the parameters every `sync_every` steps;
+  `step.synchronize(params, state)` does so before you evaluate or save, and at the end. With `sync_every=None` that is
+  the only synchronization, as in the published Algorithm 1, which averages once, after the last step. Without
+  `make_train_step` all of that is yours to do. The state is the number of the step.
 
   Args:
-    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
     means: one pair of means for the whole "vector", 2 words, or for each "leaf" of the gradient.
     sync_every: T, steps from one averaging of the parameters, which sends all of them, to the next; None for only when
       `step.synchronize` is called.
 
-  Returns:
-    An `optax.GradientTransformation`. Its state holds the number of the step.
-
   Raises:
-    ValueError: for means or a sync_every outside their choices, or outside shard_map.
-    TypeError: for gradients that are not floating point.
+    ValueError: for means or a sync_every outside their choices.
 
   Example:
     The first worker's g′ in the paper's example (§III); the total is P times it:
@@ -61,12 +50,6 @@ def a2sgd_transform(
     >>> js.simulate("a2sgd", jnp.array([[1.0, 2.0, -1.0], [-1.0, -2.0, 3.0]])).total / 2
     Array([ 1.  ,  2.75, -1.25], dtype=float32)
   """
-  return transform_of(A2SGD(means=means, sync_every=sync_every), axis)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class A2SGD(Collective):
-  """Two averages a step; see `a2sgd_transform` for the fields."""
 
   means: Literal["vector", "leaf"] = "vector"
   sync_every: int | None = 100

@@ -12,10 +12,8 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxsparse import sparse
-from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, in_rank_order, topology
 from jaxsparse.select import threshold, top_k
@@ -25,54 +23,34 @@ from jaxsparse.sparse import bitset, saturating
 from jaxsparse.sparse.capacities import agree, climb, rungs
 from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.sparse.sums import ordered_sum
-from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 _ADJUSTMENTS = 20
 _FACTOR = 1.02
 
 
-def gaussiank_transform(
-  axis: AxisName | Comm,
-  *,
-  density: float | None = None,
-  k: int | None = None,
-  correction: Literal[True, False] = True,
-) -> optax.GradientTransformation:
-  """Averages gradients over the workers, about k entries of each a step, chosen by a fitted threshold (Gaussian-k).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GaussianK(SparseCollective):
+  """Sends about k entries of each worker, those above a fitted threshold, to all others (Gaussian-k).
 
-  With `home = gradient + residual`, the threshold is `|mean| + |Φ⁻¹(ρ/2)| · std` of `home`. Gradients are not normally
+  With `acc = gradient + residual`, the threshold is `|mean| + |Φ⁻¹(ρ/2)| · std` of `acc`. Gradients are not normally
   distributed, so it is often too high and selects fewer than k entries, late in training by an order of magnitude
-  (Ok-Topk, §5.2). The correction divides it by 1.02 while fewer than 3k/4 entries reach it and multiplies it while more
-  than 5k/4 do, at most 20 times. The total is the sum of what was selected, of more than ⌈5k/4⌉ entries the
-  largest; each worker keeps the rest.
-
-  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
-  `check_vma=False`; see `js.spardl_transform`.
+  (Ok-Topk, §5.2). The correction divides it by 1.02 while fewer than 3k/4 entries reach it and multiplies it by 1.02
+  while more than 5k/4 do, at most 20 times. The total is the sum of the selected entries, of each worker the ⌈5k/4⌉
+  largest at most; the others stay in its residual. The state is the residual, f32[n] a worker.
 
   Args:
-    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
-    density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are aimed at.
+    density: ρ in (0, 1]; k = ⌈ρ n⌉ is the number of entries aimed at.
     k: the number of entries instead, 1 … n.
     correction: whether the threshold is corrected. False is the published estimate as it is.
 
-  Returns:
-    An `optax.GradientTransformation`. Its state holds the residual, f32[n] a worker.
-
   Raises:
-    ValueError: for a density, k or correction outside their choices, outside shard_map, or with a state of other sizes.
-    TypeError: for gradients that are not floating point.
+    ValueError: for a density, k or correction outside their choices.
 
   Example:
     >>> import optax, jaxsparse as js
     >>> tx = optax.chain(js.gaussiank_transform("workers", density=0.01), optax.sgd(0.1))
   """
-  return transform_of(GaussianK(density=density, k=k, correction=correction), axis)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GaussianK(SparseCollective):
-  """All-gather of the entries above a fitted threshold; see `gaussiank_transform` for the fields."""
 
   correction: Literal[True, False] = True
 

@@ -17,54 +17,37 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxsparse import sparse
-from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import topology
 from jaxsparse.select import top_k
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.lazy import LazySum
-from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
 
 
-def gtopk_transform(
-  axis: AxisName | Comm, *, density: float | None = None, k: int | None = None
-) -> optax.GradientTransformation:
-  """Averages gradients over the workers, k entries a step, merged two by two in a tree (gTopk).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GTopk(SparseCollective):
+  """Merges the k largest entries of all workers pairwise along a binary tree (gTopk).
 
-  With `home = gradient + residual` and `a ⊕ b = top_k(a + b)`, the total is the ⊕ of all `top_k(home_w)` along a binary
-  tree. What a merge drops stays with the worker that merged where its index ends in the total, and with the worker it
-  came from elsewhere, as in SparDL; the authors' code loses it.
-
-  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
-  `check_vma=False`; see `js.spardl_transform`.
+  With `acc_w = gradient_w + residual_w` and `a ⊕ b = top_k(a + b)`, the total is the ⊕ of all `top_k(acc_w)` along the
+  tree. An entry that a merge drops stays in a residual: in that of the merging worker where its index is in the total,
+  and in that of the worker it came from elsewhere, as in SparDL. The authors' code loses such entries. The state is the
+  residual, f32[n] a worker.
 
   Args:
-    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
     density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
     k: the number of entries instead, 1 … n.
 
-  Returns:
-    An `optax.GradientTransformation`. Its state holds the residual, f32[n] a worker.
-
   Raises:
-    ValueError: for a density or k outside their choices, outside shard_map, or with a state of other sizes.
-    TypeError: for gradients that are not floating point.
+    ValueError: for a density or k outside their choices.
 
   Example:
     >>> import optax, jaxsparse as js
     >>> tx = optax.chain(js.gtopk_transform("workers", density=0.01), optax.sgd(0.1))
   """
-  return transform_of(GTopk(density=density, k=k), axis)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GTopk(SparseCollective):
-  """A tree of top-k merges and a broadcast; see `gtopk_transform` for the fields."""
 
   def slots(self, n: int, size: int) -> int:
     return max(super().slots(n, size), 2 * self.entries(n))  # of a merge

@@ -14,52 +14,35 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import Collective, check_whole
 from jaxsparse.comm import all_gather, in_rank_order, topology
 from jaxsparse.sparse.sums import ordered_sum, rounded_up
-from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 
-def qsgd_transform(
-  axis: AxisName | Comm, *, levels: int = 127, error_feedback: Literal[False, True] = False, seed: int = 0
-) -> optax.GradientTransformation:
-  """Averages gradients over the workers, each entry rounded at random to `levels` levels and its sign (QSGD).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QSGD(Collective):
+  """Rounds each entry at random to a sign and one of a few levels, and gathers these of all workers (QSGD).
 
   With s levels, `q(g) = ‖g‖ · sign(g) · ⌊|g| / ‖g‖ · s + u⌋ / s` and u uniform in [0, 1), so that `E q(g) = g`, and the
-  variance is at most `min(n/s², √n/s) ‖g‖²`. The total is `Σ_w q(g_w)` added in rank order.
-
-  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
-  `check_vma=False`; see `js.spardl_transform`.
+  variance is at most `min(n/s², √n/s) ‖g‖²`. The total is `Σ_w q(g_w)`, added in rank order. The state is the number of
+  the step and, with error feedback, a residual, f32[n] a worker.
 
   Args:
-    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
     levels: s; 127 takes 8 bits an entry, 7 takes 4 and 1 takes 2.
-    error_feedback: whether each worker keeps what rounding lost in a residual and adds it to its next gradient. That
-      settles only where rounding is a contraction, s > √n: with fewer levels the residual grows without bound.
+    error_feedback: whether each worker adds what rounding lost to its next gradient, by a residual. Residuals stay
+      bounded only where rounding is a contraction, s > √n: with fewer levels they grow without bound.
     seed: of the rounding; every worker and step draws anew from it.
 
-  Returns:
-    An `optax.GradientTransformation`. Its state holds the number of the step, and with error feedback f32[n] a worker.
-
   Raises:
-    ValueError: for levels or a seed outside their choices, or outside shard_map.
-    TypeError: for gradients that are not floating point.
+    ValueError: for levels or a seed outside their choices.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
     >>> js.simulate("qsgd", jnp.array([[0.0, -4.0], [3.0, 0.0]]), levels=1).total
     Array([ 3., -4.], dtype=float32)
   """
-  return transform_of(QSGD(levels=levels, error_feedback=error_feedback, seed=seed), axis)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QSGD(Collective):
-  """An all-gather of bit-packed levels; see `qsgd_transform` for the fields."""
 
   levels: int = 127
   error_feedback: Literal[False, True] = False

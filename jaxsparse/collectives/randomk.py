@@ -9,39 +9,28 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective, check_whole
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse.lazy import LazySum
-from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 
-def randomk_transform(
-  axis: AxisName | Comm, *, density: float | None = None, k: int | None = None, seed: int = 0
-) -> optax.GradientTransformation:
-  """Averages gradients over the workers, k entries at random places a step, the same places on every worker.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomK(SparseCollective):
+  """All-reduces k entries at random indices, the same indices on every worker (Random-k).
 
-  With `home = gradient + residual`, the total is `Σ_w home_w` at k places I drawn from (seed, step), and each worker
-  keeps the rest of its `home`. Nothing is rescaled: what is not drawn now is drawn later, after n/k steps on average.
-
-  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
-  `check_vma=False`; see `js.spardl_transform`.
+  With `acc_w = gradient_w + residual_w`, the total is `Σ_w acc_w` at k indices I drawn from (seed, step), and the next
+  residual is `acc_w` outside I. Nothing is rescaled: an entry that is not drawn now is drawn later, after n/k steps on
+  average. The state is the residual, f32[n] a worker, and the number of the step.
 
   Args:
-    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
     density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
     k: the number of entries instead, 1 … n.
-    seed: of the places, the same on every worker.
-
-  Returns:
-    An `optax.GradientTransformation`. Its state holds the residual, f32[n] a worker, and the number of the step.
+    seed: of the indices, the same on every worker.
 
   Raises:
-    ValueError: for a density, k or seed outside their choices, outside shard_map, or with a state of other sizes.
-    TypeError: for gradients that are not floating point.
+    ValueError: for a density, k or seed outside their choices.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -49,12 +38,6 @@ def randomk_transform(
     >>> int((out.total == 3).sum()), float(out.residuals.sum())
     (2, 18.0)
   """
-  return transform_of(RandomK(density=density, k=k, seed=seed), axis)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RandomK(SparseCollective):
-  """An all-reduce of k entries at shared random places; see `randomk_transform` for the fields."""
 
   seed: int = 0
 

@@ -16,54 +16,37 @@ import math
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxsparse import sparse
-from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, exchange, in_rank_order, topology
 from jaxsparse.select import threshold, top_k
 from jaxsparse.sparse import bitset, saturating
 from jaxsparse.sparse.capacities import climb, rungs
 from jaxsparse.sparse.lazy import LazySum
-from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 
-def topkdsa_transform(
-  axis: AxisName | Comm, *, density: float | None = None, k: int | None = None
-) -> optax.GradientTransformation:
-  """Averages gradients over the workers, the k largest entries of each of them a step, reduced by region (TopkDSA).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopkDSA(SparseCollective):
+  """Reduces the k largest entries of each worker by region (TopkDSA).
 
-  With `home = gradient + residual`, the total is `Σ_w top_k(home_w)` added in rank order. A worker keeps what it did
-  not send. What finds no room in a message, where a worker's entries crowd into one region, it keeps too:
-  `js.metrics(state).overflow` counts it, and there is none while k (2P + 2) ≤ 2k + n.
-
-  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
-  `check_vma=False`; see `js.spardl_transform`.
+  With `acc_w = gradient_w + residual_w`, the total is `Σ_w top_k(acc_w)`, added in rank order. An entry that a worker
+  did not send stays in its residual, and so does one that exceeds the capacity of a message, where a worker's entries
+  crowd into one region: `js.metrics(state).overflow` counts these, and there is none while k (2P + 2) ≤ 2k + n. The
+  state is the residual, f32[n] a worker.
 
   Args:
-    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
     density: ρ in (0, 1]; each worker sends k = ⌈ρ n⌉ entries.
     k: the number of entries instead, 1 … n.
 
-  Returns:
-    An `optax.GradientTransformation`. Its state holds the residual, f32[n] a worker.
-
   Raises:
-    ValueError: for a density or k outside their choices, outside shard_map, or with a state of other sizes.
-    TypeError: for gradients that are not floating point.
+    ValueError: for a density or k outside their choices.
 
   Example:
     >>> import optax, jaxsparse as js
     >>> tx = optax.chain(js.topkdsa_transform("workers", density=0.01), optax.sgd(0.1))
   """
-  return transform_of(TopkDSA(density=density, k=k), axis)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TopkDSA(SparseCollective):
-  """Owners of equal regions add up local top-k entries; see `topkdsa_transform` for the fields."""
 
   @property
   def sizes_vary(self) -> bool:

@@ -5,9 +5,10 @@ fit -> Profile          α, β, γ and the seconds of each algorithm's arithmeti
 advise -> Advice        seconds per update of every algorithm, and the fastest, dense included (advice)
 """
 
+from jaxsparse.collectives._labels import collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.costs.advice import Advice, Prediction, advise
-from jaxsparse.costs.calibration import Algorithm, Profile, collective_of, fit, label_of
+from jaxsparse.costs.calibration import Algorithm, Profile, fit
 from jaxsparse.costs.counting import count, count_jaxpr, predict, schedule
 
 __all__ = [

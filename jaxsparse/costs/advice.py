@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxsparse.costs.calibration import Profile, collective_of
+from jaxsparse.collectives._labels import collective_of
+from jaxsparse.costs.calibration import Profile
 from jaxsparse.costs.counting import predict
 
 

@@ -1,12 +1,11 @@
 """Measures the parameters of the cost model, on the workers and the network of the training run."""
 
-import ast
 import dataclasses
 import functools
 import json
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -16,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective
+from jaxsparse.collectives._labels import collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.costs.counting import count_agreements, predict, reduces, schedule
 from jaxsparse.train import timing
@@ -151,45 +151,6 @@ def candidates(workers: int, densities: Sequence[float]) -> list[str]:
   averaging = [name for name in collective_names() if make_collective(name, **_least(name)).replicates]
   teams = [f"spardl:teams={teams}" for teams in range(2, workers + 1) if workers % teams == 0]
   return _with_densities([*averaging, *teams, "dense:dtype=bfloat16"], densities)
-
-
-def label_of(name: str, config: Mapping[str, Any]) -> str:
-  """The label of a collective with its options in a profile.
-
-  Example:
-    >>> label_of("spardl", {"density": 0.01, "teams": 2})
-    'spardl:teams=2:density=0.01'
-  """
-  last = {"density": config["density"]} if "density" in config else {}
-  options = {key: value for key, value in config.items() if key not in last} | last
-  return ":".join([name, *(f"{key}={value}" for key, value in options.items())])
-
-
-def collective_of(label: str) -> tuple[str, dict[str, Any]]:
-  """The name and the options of a label; the inverse of `label_of`.
-
-  Raises:
-    ValueError: for an option that is not of the form option=value.
-
-  Example:
-    >>> collective_of("spardl:teams=2:density=0.01")
-    ('spardl', {'teams': 2, 'density': 0.01})
-  """
-  name, *options = label.split(":")
-  config = {}
-  for option in options:
-    key, separator, text = option.partition("=")
-    if not separator:
-      raise ValueError(f"{label}: {option!r} is not of the form option=value")
-    config[key] = _value(text)
-  return name, config
-
-
-def _value(text: str) -> Any:
-  try:
-    return ast.literal_eval(text)
-  except (ValueError, SyntaxError):
-    return text
 
 
 def _least(name: str) -> dict[str, Any]:

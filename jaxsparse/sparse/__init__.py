@@ -7,7 +7,6 @@ words without wrapping.
 
 from jaxsparse.sparse.entries import (
   add_rows,
-  after,
   at,
   compressed,
   count,
@@ -21,7 +20,6 @@ from jaxsparse.sparse.entries import (
 
 __all__ = [
   "add_rows",
-  "after",
   "at",
   "compressed",
   "count",

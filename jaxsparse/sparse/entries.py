@@ -32,19 +32,6 @@ def put(x: jax.Array, indices: jax.Array, values: jax.Array | float) -> jax.Arra
   return x.at[indices].set(values, mode="drop", unique_indices=True)
 
 
-def after(read: jax.Array, x: jax.Array) -> jax.Array:
-  """i32 x, but not before `read` is there.
-
-  A write in place needs all reads of what it overwrites to be done. Where it does not follow from them, compilers copy
-  the vector; so the places to write to are made to follow.
-
-  Example:
-    >>> after(jnp.array([1.0, 2.0]), jnp.array([7]))
-    Array([7], dtype=int32)
-  """
-  return x + jnp.minimum(jnp.sum(read.astype(jnp.bool_), dtype=jnp.int32), 0)
-
-
 def where(keep: jax.Array, entries: Sparse, end: int) -> Sparse:
   """`entries`, with the slots emptied where `keep` is false.
 

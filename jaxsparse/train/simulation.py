@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxsparse import flatten
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import SimComm
-from jaxsparse.transform import state as states
+from jaxsparse.transform import checks
+from jaxsparse.transform.groups import Group
 from jaxsparse.transform.metrics import Metrics, summary
 from jaxsparse.transform.state import ReduceState
 from jaxsparse.transform.update import init_state, reduce_step
@@ -118,10 +119,10 @@ def initial(collective: Collective, workers: int, n: int) -> ReduceState:
 @functools.partial(jax.jit, static_argnums=0)
 def reduce_all(collective: Collective, grads: jax.Array, state: ReduceState) -> tuple[jax.Array, ReduceState]:
   """`reduce_step` at every worker: f32[P, n] to the f32[P, n] totals that each of them received."""
-  states.check_workers(state, len(grads), held=len(grads))
+  checks.check_workers(state, len(grads), held=len(grads))
 
   def worker(grads: jax.Array, state: ReduceState) -> tuple[jax.Array, ReduceState]:
-    states.check_entries(state, grads.size)
+    checks.parts_of(state, [Group((0,), grads.size, collective)], len(grads), alone=True)
     return reduce_step(collective, SimComm(_AXIS), grads, state)
 
   return jax.vmap(worker, axis_name=_AXIS)(grads, state)

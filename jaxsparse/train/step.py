@@ -19,9 +19,11 @@ from jaxsparse.train import replicas
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.engine import Engine, apart, check_batch, engine_of, here
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
+from jaxsparse.transform import checks
 from jaxsparse.transform import local as perworker
 from jaxsparse.transform import state as states
 from jaxsparse.transform.local import PerWorker
+from jaxsparse.transform.specs import specs as specs_of
 from jaxsparse.types import Comm
 
 
@@ -59,7 +61,7 @@ def init(
     True
   """
   engine = engine_of(mesh, axis)
-  states.check_alive({"params": params})
+  checks.check_alive({"params": params})
 
   def start(params: optax.Params) -> Any:
     replication.check_axes(tx.init, (params,), engine.axis)
@@ -79,7 +81,7 @@ def started(engine: Engine, start: Callable, params: optax.Params, axis: AxisNam
   """The state that `start(params)` makes at every worker of an engine, and its specs."""
   replicated = PartitionSpec()
   arguments = engine.place((params,), (replicated,))
-  spec = states.specs(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), axis)
+  spec = specs_of(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), axis)
   return engine.jit(start, (replicated,), spec)(*arguments), spec
 
 
@@ -235,7 +237,7 @@ class TrainStep:
     """Averages the parameters of workers that have their own; returns everything as it is where they have not."""
     if not isinstance(state, PerWorker):
       return params, state
-    states.check_alive({"params": params, "state": state})
+    checks.check_alive({"params": params, "state": state})
     if self._average is None:
       average, specs = (
         functools.partial(perworker.synchronized, self._engine.comm),
@@ -250,8 +252,8 @@ class TrainStep:
     Raises:
       ValueError: naming the first array that should be the same on every worker and is not, and the workers.
     """
-    states.check_alive({"params": params, "state": state})
-    specs = (PartitionSpec(), states.specs(state, self._axis))
+    checks.check_alive({"params": params, "state": state})
+    specs = (PartitionSpec(), specs_of(state, self._axis))
     replicas.check_replicas(self._engine, (params, state), specs, ("params", "state"))
 
   def lower(
@@ -270,7 +272,7 @@ class TrainStep:
       own_model_state = self._worker.model_state == "worker"
       shared = given._replace(model_state=None) if own_model_state else given
       replicas.check_processes(self._engine, shared._asdict(), "step: argument ")
-      replicated, split, own = PartitionSpec(), PartitionSpec(self._axis), states.specs(state, self._axis)
+      replicated, split, own = PartitionSpec(), PartitionSpec(self._axis), specs_of(state, self._axis)
       model_state = split if own_model_state else replicated
       in_specs = (replicated, own, split, Given(replicated, model_state, dict.fromkeys(given.extra, replicated)))
       same: Any = replicated
@@ -285,7 +287,7 @@ class TrainStep:
     return self._programs[structure]
 
   def _check(self, params: optax.Params, state: Any, batch: Any, given: Given) -> None:
-    states.check_alive({"params": params, "state": state, "batch": batch, "model_state": given.model_state})
+    checks.check_alive({"params": params, "state": state, "batch": batch, "model_state": given.model_state})
     numbers = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float)
     for name, value in given.extra.items():
       if not all(isinstance(leaf, numbers) for leaf in jax.tree.leaves(value)):
@@ -297,10 +299,10 @@ class TrainStep:
       return
     nodes = states.reduce_states(state)
     if not nodes:
-      raise ValueError(states.why_none(state))
+      raise ValueError(checks.why_none(state))
     for node in nodes:
-      states.check_workers(node, self.workers, held=self._engine.held)
-    states.check_layout(state, self.workers)
+      checks.check_workers(node, self.workers, held=self._engine.held)
+    checks.check_layout(state, self.workers)
 
   def _check_rows(self, model_state: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):

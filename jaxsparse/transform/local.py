@@ -1,7 +1,7 @@
 """Parameters that differ between workers, for a collective whose total does (`Collective.replicates` is False).
 
-A user keeps holding one replicated `params`: those of the last synchronization. What each worker has moved since
-then is state, next to an optimizer state that is each worker's own too: a checkpoint of (params, state) loses nothing.
+The caller has one replicated `params`, those of the last synchronization. The local update of each worker since then is
+state, beside an optimizer state of the worker's own, so that a checkpoint of (params, state) is complete.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ class PerWorker(NamedTuple):
 
   Attributes:
     state: the state of the optax transformation, [1, …] at a worker and [P, …] outside shard_map.
-    moved: like the parameters, f32[1 or P, …]: what each worker has added to them since the last synchronization.
+    moved: like the parameters, f32[1 or P, …]: the local update, the sum of a worker's updates since the last
+      synchronization.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -34,7 +35,7 @@ class PerWorker(NamedTuple):
 
 
 def first(state: Any, params: optax.Params) -> PerWorker:
-  """What one worker has before its first step."""
+  """The state of one worker before its first step: a local update of zeros."""
   return PerWorker(_widened(state), jax.tree.map(lambda p: jnp.zeros((1, *jnp.shape(p)), jnp.float32), params))
 
 
@@ -51,7 +52,7 @@ def moved_on(node: PerWorker, updates: optax.Updates, state: Any) -> PerWorker:
 
 
 def synchronized(comm: Comm, params: optax.Params, node: PerWorker) -> tuple[optax.Params, PerWorker]:
-  """Averages the parameters of all workers, densely: `params + Σ_w moved_w / P`, and nobody has moved since."""
+  """Averages the parameters of all workers, densely: `params + Σ_w moved_w / P`; the local updates become zero."""
   moved, unflatten = flatten.flatten(node.moved)
   mean = unflatten(comm.all_reduce(moved) / comm.size)
   params = jax.tree.map(lambda p, step: (p.astype(jnp.float32) + step[0]).astype(p.dtype), params, mean)
@@ -59,11 +60,11 @@ def synchronized(comm: Comm, params: optax.Params, node: PerWorker) -> tuple[opt
 
 
 def drift(node: PerWorker, comm: Comm | None = None) -> jax.Array:
-  """How far the workers are apart, f32[]: the root of the mean over workers of ‖parameters − their mean‖².
+  """The distance between workers, f32[]: the root of the mean over workers of ‖parameters − their mean‖².
 
   Args:
     node: of all workers, or of this one.
-    comm: in the latter case, of all of them.
+    comm: all workers, where `node` is that of one.
   """
   everyone = comm.all_reduce if comm else lambda x: x
   leaves = jax.tree.leaves(node.moved)

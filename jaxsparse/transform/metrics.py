@@ -11,8 +11,9 @@ from jaxsparse._compat import AxisName
 from jaxsparse.comm import comm_of
 from jaxsparse.sparse import saturating
 from jaxsparse.transform import local as perworker
+from jaxsparse.transform.checks import check_alive, check_layout, why_none
 from jaxsparse.transform.local import PerWorker
-from jaxsparse.transform.state import ReduceState, check_alive, check_layout, labelled, why_none
+from jaxsparse.transform.state import ReduceState, labelled
 from jaxsparse.types import Comm, Counters
 
 _SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over transforms; of the rest the largest

@@ -1,20 +1,15 @@
-"""What is carried from step to step: how it is made, checked and sharded; `telemetry` reads it.
+"""The optax state of a jaxsparse transform, and how it is found within the state of a chain.
 
 Everything lives in the optax state as arrays. Inside shard_map a worker sees its own part; outside, per-worker arrays
 of all workers lie one after the other along their leading axis, sharded over it, and shared ones are replicated.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
-from jax.sharding import PartitionSpec
 
-from jaxsparse._compat import AxisName, here
-from jaxsparse.transform.local import PerWorker
 from jaxsparse.types import Counters, State
 
 
@@ -43,7 +38,8 @@ class ReduceState(NamedTuple):
   """The optax state of a jaxsparse transform.
 
   Attributes:
-    carried: the collective's own `State`.
+    carried: the collective's own `State`. With `special=` and for `js.bucketed_transform` its residual, worker and
+      shared parts are tuples, one part for each group of leaves.
     counters: `Counters` of the last step, [1] at each worker and [P] outside shard_map.
     layout: the `Layout` that the state was made for, the same on every worker.
 
@@ -59,64 +55,15 @@ class ReduceState(NamedTuple):
   layout: Layout
 
 
-def specs(state: Any, axis: AxisName) -> Any:
-  """The `PartitionSpec` of every leaf of an optax state, for the in_specs and out_specs of your own shard_map.
-
-  Residuals, counters and other per-worker arrays get `P(axis)`; what is the same on every worker gets `P()`.
-
-  Args:
-    state: an optax state, as arrays or as `jax.ShapeDtypeStruct`.
-    axis: the name, or tuple of names, of the mesh axis that the workers lie along.
-
-  Raises:
-    ValueError: if optax.MultiSteps wraps a jaxsparse transform, or a transformation that keeps arrays comes before it
-      in its chain: both would keep what comes of the gradients of one worker as if it were replicated. If workers have
-      states of their own (A2SGD) and this one was not made with `js.init`. If arrays were cut or padded since.
-
-  Example:
-    >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
-    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
-    >>> tx = optax.chain(js.spardl_transform("workers", density=0.5), optax.sgd(0.1, momentum=0.9))
-    >>> spec = js.specs(js.init(tx, jnp.zeros(8), mesh, axis="workers"), axis="workers")
-    >>> spec[0].carried.residual, spec[1][0].trace
-    (P('workers',), P())
-  """
-  per_worker, replicated = PartitionSpec(axis), PartitionSpec()
-  _check_wrappers(state)
-  _check_chains(state)
-  check_alive({"state": state})
-  check_layout(state)
-  if isinstance(state, PerWorker):
-    return jax.tree.map(lambda _: per_worker, state)
-  if differs(state) and len(jax.tree.leaves(state)) != len(jax.tree.leaves(reduce_states(state))):
-    raise ValueError(
-      "the workers of this collective have parameters and optimizer states of their own, which no spec of this state "
-      "would keep: make it with js.init and train with js.make_train_step"
-    )
-
-  def of_node(node: Any) -> Any:
-    if not _is_reduce_state(node):
-      return replicated
-    carried = jax.tree.map(lambda _: per_worker, node.carried)
-    shared, due = jax.tree.map(lambda _: replicated, (node.carried.shared, node.carried.due))
-    counters, layout = (
-      jax.tree.map(lambda _, spec=spec: spec, part)
-      for part, spec in ((node.counters, per_worker), (node.layout, replicated))
-    )
-    return ReduceState(carried._replace(shared=shared, due=due), counters, layout)
-
-  return jax.tree.map(of_node, state, is_leaf=_is_reduce_state)
-
-
 def reduce_states(state: Any) -> list[ReduceState]:
   """Every `ReduceState` within an optax state."""
-  return [node for node in jax.tree.leaves(state, is_leaf=_is_reduce_state) if _is_reduce_state(node)]
+  return [node for node in jax.tree.leaves(state, is_leaf=is_reduce_state) if is_reduce_state(node)]
 
 
 def labelled(state: Any) -> dict[str, ReduceState]:
   """Every `ReduceState` within an optax state by its label: that of `optax.multi_transform`, else its path."""
-  leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_reduce_state)
-  found = [(path, node) for path, node in leaves if _is_reduce_state(node)]
+  leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reduce_state)
+  found = [(path, node) for path, node in leaves if is_reduce_state(node)]
   labels = ["/".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)) for path, _ in found]
   if len(set(labels)) < len(labels) or "" in labels:
     labels = [jax.tree_util.keystr(path) for path, _ in found]
@@ -129,7 +76,7 @@ def differs(state: Any) -> bool:
 
 
 def in_groups(state: Any) -> bool:
-  """Whether the state is one of `js.bucketed_transform`: a residual for each of several communications."""
+  """Whether a transform of the state has groups of leaves, with a residual for each: by `special=` or a plan."""
   return any(isinstance(node.carried.residual, tuple) for node in reduce_states(state))
 
 
@@ -138,139 +85,21 @@ def due(state: Any) -> jax.Array:
   return jnp.any(jnp.array([node.carried.due for node in reduce_states(state) if node.carried.due is not None]))
 
 
-def why_none(state: Any) -> str:
-  """Why an optax state holds no `ReduceState`, for an error."""
-  plain = [node for node in jax.tree.leaves(state, is_leaf=_is_plain) if _is_plain(node)]
-  if plain:
-    return (
-      "the optimizer state is made of plain dicts and lists, as a checkpoint is when Orbax restores it without a "
-      "target: restore it as a state of js.init(tx, params, mesh), or of its jax.eval_shape"
-    )
-  return (
-    "the optimizer state holds no jaxsparse transform, so nothing would average the gradients of the workers: start "
-    "the chain with one, js.dense_transform for the plain average"
-  )
+def joined(states: Sequence[State], alone: bool) -> State:
+  """The state of a transform of these groups: that of its only group if it is `alone`, else tuples of their parts.
 
-
-def _is_plain(node: Any) -> bool:
-  return isinstance(node, dict) and set(ReduceState._fields) <= set(node)
-
-
-def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
-  """Checks that a state is of `workers` workers, before anything is computed with it.
-
-  Args:
-    state: the state, in which the per-worker arrays of `held` workers lie one after the other.
-    workers: the workers of the axis.
-    held: 1 inside shard_map, all of them outside.
-
-  Raises:
-    ValueError: naming the number of workers it was made for.
+  The collectives of groups average, so none of them says when parameters are `due`.
   """
-  found = state.counters.skipped.size * workers // held
-  if found != workers:
-    raise ValueError(
-      f"the optimizer state was made for {found} workers, the axis has {workers}: make a new one with js.init, or "
-      f"restore it on {found} workers"
-    )
+  return states[0] if alone else State(*(tuple(getattr(one, part) for one in states) for part in State._fields[:3]))
 
 
-def check_layout(state: Any, workers: int | None = None) -> None:
-  """Checks that the arrays are those of as many workers as the state was made for; abstract states pass.
-
-  Args:
-    state: the state of all workers.
-    workers: how many there are; None for as many as the arrays have rows, where they have several.
-
-  Raises:
-    ValueError: if they are not, naming both numbers: Orbax cuts and pads arrays, silently, where it is not strict.
-  """
-  for node in reduce_states(state):
-    if isinstance(node.layout.workers, jax.core.Tracer) or not hasattr(node.layout.workers, "__array__"):
-      continue  # under a trace, or a jax.ShapeDtypeStruct
-    found, entries = (int(np.max(here(number))) for number in node.layout)
-    rows = node.counters.skipped.size
-    expected = workers or (rows if rows > 1 else found)
-    residuals = node.carried.residual if isinstance(node.carried.residual, tuple) else (node.carried.residual,)
-    kept = [residual.size for residual in residuals if residual is not None]
-    if found != expected or (len(kept) == len(residuals) and sum(kept) != rows * entries):
-      raise ValueError(
-        f"the optimizer state was made for {found} workers and {entries} gradient entries, its arrays are those of "
-        f"{expected} workers and {sum(kept) // rows or entries} entries: they were cut or padded, as Orbax does "
-        "with strict=False, and residuals are lost. Restore it as it was saved"
-      )
+def split(carried: State) -> list[State]:
+  """Undoes `joined`."""
+  if not isinstance(carried.residual, tuple):
+    return [carried]
+  return [State(*parts) for parts in zip(carried.residual, carried.worker, carried.shared, strict=True)]
 
 
-def check_alive(trees: dict[str, Any]) -> None:
-  """Raises ValueError for arrays that an earlier step was given to overwrite: XLA would read freed memory."""
-  gone = lambda leaf: isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
-  if not any(map(gone, jax.tree.leaves(trees))):  # paths take longer than all of them together
-    return
-  path = next(path for path, leaf in jax.tree_util.tree_leaves_with_path(trees) if gone(leaf))
-  raise ValueError(
-    f"{path[0].key}{jax.tree_util.keystr(path[1:])} was donated to an earlier step and is gone: go on with the params "
-    "and state that the step returned, copy what you want to keep, or give make_train_step donate=False"
-  )
-
-
-def check_entries(state: ReduceState, n: int) -> None:
-  """Checks that the state of one worker is of n gradient entries; raises ValueError naming those it was made for."""
-  residual = state.carried.residual
-  if residual is not None and residual.size != n:
-    raise ValueError(
-      f"the optimizer state holds a residual of {residual.size} entries a worker, the gradients have {n}: make a new "
-      "one with js.init for these parameters"
-    )
-
-
-def check_kind(state: ReduceState, start: Callable[[], State], what: str) -> None:
-  """Checks that a state carries the same things as one that `start` makes.
-
-  Raises:
-    ValueError: if it does not, naming `what` it should have been made for.
-  """
-  structure: Any = jax.tree.structure(jax.eval_shape(start))
-  if structure != jax.tree.structure(state.carried):
-    raise ValueError(f"the optimizer state is not one of {what} and these options: make a new one with js.init")
-
-
-_WRAPPERS: dict[type, tuple[str, str]] = {
-  optax.MultiStepsState: (
-    "inner_opt_state",
-    "optax.MultiSteps around a jaxsparse transform accumulates the gradients of one worker as if they were those of "
-    "all: put it after, as in optax.chain(js.spardl_transform(...), optax.MultiSteps(opt, every_k_schedule=k))",
-  ),
-  optax.ApplyIfFiniteState: (
-    "inner_state",
-    "optax.apply_if_finite around a jaxsparse transform looks at the gradients of one worker, and so workers decide "
-    "differently: put it after. A step with NaN or Inf is skipped by every worker in any case",
-  ),
-}
-
-
-def _check_wrappers(state: Any) -> None:
-  """Refuses wrappers that look at local gradients: what they keep would differ between workers."""
-  for node in jax.tree.leaves(state, is_leaf=lambda node: type(node) in _WRAPPERS):
-    if type(node) in _WRAPPERS:
-      inner, why = _WRAPPERS[type(node)]
-      if reduce_states(getattr(node, inner)):
-        raise ValueError(why)
-
-
-def _check_chains(state: Any) -> None:
-  """A transformation before ours sees local gradients, so its state differs between workers."""
-  chains = jax.tree.leaves(state, is_leaf=lambda node: type(node) is tuple and bool(reduce_states(node)))
-  for chain in (node for node in chains if type(node) is tuple):
-    ours = next(number for number, part in enumerate(chain) if reduce_states(part))
-    for number, part in enumerate(chain[:ours]):
-      if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(part)):
-        raise ValueError(
-          f"transformation {number} of the chain ({type(part).__name__}) keeps arrays and comes before the jaxsparse "
-          "transform: they would be made of the gradients of one worker, differ between workers, and be kept as if "
-          "they did not. Put the jaxsparse transform first"
-        )
-    _check_chains(chain[ours])
-
-
-def _is_reduce_state(node: Any) -> bool:
+def is_reduce_state(node: Any) -> bool:
+  """Whether a node of an optax state is a `ReduceState`."""
   return isinstance(node, ReduceState)

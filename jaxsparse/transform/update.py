@@ -1,6 +1,11 @@
-"""A collective as an `optax.GradientTransformation`, written once for all of them."""
+"""A collective as an `optax.GradientTransformation`, written once: one group of leaves or many (`groups`).
+
+Each group is reduced by its own collective from its own state. Then all of them are applied, or none: where the
+gradient of one worker holds NaN or Inf, every worker returns zeros and carries its state over to the next step.
+"""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,70 +13,75 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse import _compat, flatten, sparse
-from jaxsparse.collectives import Collective, make_collective
-from jaxsparse.comm import AxisComm, axes_of, comm_of
+from jaxsparse.collectives import Collective
+from jaxsparse.comm import axes_of, comm_of
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.sparse import saturating
-from jaxsparse.transform import state as states
-from jaxsparse.transform.metrics import accumulated
-from jaxsparse.transform.state import ReduceState
+from jaxsparse.transform import checks, ordering
+from jaxsparse.transform.groups import Assignment, Group, Special, assigned, groups_of
+from jaxsparse.transform.metrics import accumulated, of_all
+from jaxsparse.transform.state import Layout, ReduceState, joined
 from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse
 
 
-def make_transform(name: str, axis: _compat.AxisName | Comm, **config: Any) -> optax.GradientTransformation:
-  """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.
-
-  Args:
-    name: one of `js.collective_names()`.
-    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
-    **config: the options of the collective; those of `js.spardl_transform` for "spardl", and so on.
-
-  Raises:
-    ValueError: for an unknown name or a rejected option, with the choices.
-    TypeError: for an option that the collective does not have.
-
-  Example:
-    >>> import jaxsparse as js
-    >>> tx = js.make_transform("spardl", "workers", density=0.01)
-    >>> js.make_transform("sparse", "workers")
-    Traceback (most recent call last):
-    ValueError: unknown collective 'sparse', choose one of ...
-  """
-  return transform_of(make_collective(name, **config), axis)
-
-
-def transform_of(collective: Collective, axis: _compat.AxisName | Comm) -> optax.GradientTransformation:
+def transform_of(
+  collective: Collective, axis: _compat.AxisName | Comm, special: Special | None = None
+) -> optax.GradientTransformation:
   """The transform that averages gradients with `collective` over the workers of `axis`.
 
   Args:
     collective: from `js.make_collective`, or one of your own.
     axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    special: collectives of leaves by their names, as of `js.spardl_transform`.
 
   Raises:
     TypeError: if `axis` is none of these.
+    ValueError: for a label of `special` that is rejected, or with `special`, for a collective whose total differs
+      between workers.
 
   Example:
     >>> import jaxsparse as js
-    >>> tx = js.transform_of(js.make_collective("spardl", k=100), "workers")
+    >>> tx = js.transform_of(js.make_collective("spardl", k=100), "workers", special={"bias": "dense"})
+  """
+  if special:
+    return over_groups(functools.partial(groups_of, assignment=assigned(collective, special)), axis)
+  return over_groups(functools.partial(groups_of, assignment=Assignment([collective], [])), axis, alone=True)
+
+
+def over_groups(
+  grouped: Callable[[Any], list[Group]], axis: _compat.AxisName | Comm, alone: bool = False
+) -> optax.GradientTransformation:
+  """The transform that reduces the groups of a gradient over the workers of `axis`.
+
+  Args:
+    grouped: gives the groups of a pytree.
+    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    alone: whether there is always one group; its state is then the collective's own, else a tuple with that of each.
   """
   comm = comm_of(axis)
 
   def init(params: optax.Params) -> ReduceState:
-    state = init_state(collective.for_leaves(flatten.sizes(params)), flatten.count(params), comm.size)
-    return state._replace(layout=mark_total(state.layout, axes_of(comm)))
+    n, groups = flatten.count(params), grouped(params)
+    starts = [init_state(group.collective, group.entries, comm.size).carried for group in groups]
+    layout = mark_total(Layout.of(comm.size, n), axes_of(comm))
+    return ReduceState(joined(starts, alone), Counters.zeros(), layout)
 
   def update(
     updates: optax.Updates, state: ReduceState, params: optax.Params | None = None
   ) -> tuple[optax.Updates, ReduceState]:
     del params
-    grads, unflatten = flatten.flatten(updates)
-    states.check_workers(state, comm.size)
-    states.check_entries(state, grads.size)
-    check_local(comm, updates)
-    own = collective.for_leaves(flatten.sizes(updates))
-    states.check_kind(state, functools.partial(own.init, grads.size, comm.size), own.name)
-    mean, state = reduce_step(own, comm, grads, state, divisor=comm.size)
-    return unflatten(mean), state
+    n, groups = flatten.count(updates), grouped(updates)
+    parts = checks.parts_of(state, groups, comm.size, alone)
+    checks.check_local(comm, updates)
+    leaves, structure = jax.tree.flatten(updates)
+    flat, restore = zip(*(flatten.flatten([leaves[leaf] for leaf in group.leaves]) for group in groups), strict=True)
+    means, parts = reduce_groups(groups, comm, flat, parts, divisor=comm.size)
+    for group, unflatten, mean in zip(groups, restore, means, strict=True):
+      for leaf, new in zip(group.leaves, unflatten(mean), strict=True):
+        leaves[leaf] = new
+    carried = joined([part.carried for part in parts], alone)
+    counters = of_all([part.counters for part in parts], n)
+    return jax.tree.unflatten(structure, leaves), _finished(comm, state._replace(carried=carried, counters=counters))
 
   return optax.GradientTransformation(init, update)
 
@@ -83,100 +93,110 @@ def init_state(collective: Collective, n: int, size: int) -> ReduceState:
     ValueError: for a number of entries that the collective cannot index, or that its options do not fit.
   """
   collective.check_size(n, size)
-  return ReduceState(collective.init(n, size), Counters.zeros(), states.Layout.of(size, n))
+  return ReduceState(collective.init(n, size), Counters.zeros(), Layout.of(size, n))
 
 
 def reduce_step(
   collective: Collective, comm: Comm, grads: jax.Array, state: ReduceState, divisor: int = 1
 ) -> tuple[jax.Array, ReduceState]:
-  """One reduction at one worker: f32[n] to the f32[n] sum over workers, divided by `divisor`, and the next state.
+  """One reduction at one worker: f32[n] to the f32[n] sum over workers, divided by `divisor`, and the next state."""
+  group = Group((0,), grads.size, collective)
+  (update,), (state,) = reduce_groups([group], comm, [grads], [state], divisor)
+  return update, _finished(comm, state)
 
-  NaN and Inf rank above everything in selection, so one of them anywhere is in the total of every worker. All of them
-  see it without an extra message, return a total of zeros and keep what they carried: the step is skipped.
+
+def reduce_groups(
+  groups: Sequence[Group],
+  comm: Comm,
+  grads: Sequence[jax.Array],
+  states: Sequence[ReduceState],
+  divisor: int = 1,
+) -> tuple[list[jax.Array], list[ReduceState]]:
+  """One reduction of each group at one worker.
+
+  Selection ranks NaN and Inf above everything, so one of them anywhere is in the total of every worker. All of them see
+  it without an extra message, return totals of zeros and carry the states of all groups over: the step is skipped.
+
+  Args:
+    groups: in the order in which they are sent.
+    comm: the workers.
+    grads: f32[entries] of each group.
+    states: of each group, with the counters of all of them together.
+    divisor: of the totals.
+
+  Returns:
+    f32[entries] of each group, its sum over the workers divided by `divisor`, and the next states.
   """
-  reduced = collective.reduce(comm, grads, state.carried)
-  update, after = applied(reduced, is_finite(comm, reduced), grads, state, divisor)
-  return marked(collective, comm, update), finished(comm, after)
+  reduced: list[Reduced] = []
+  finite: list[jax.Array] = []
+  for group, flat, state in zip(groups, grads, states, strict=True):
+    following = ordering.following(comm, [finite[number] for number in group.after])
+    reduced.append(group.collective.reduce(following, flat, state.carried))
+    finite.append(_is_finite(comm, reduced[-1]))
+  whole = functools.reduce(jnp.logical_and, finite)
+  steps = [_applied(*one, whole, divisor) for one in zip(reduced, grads, states, strict=True)]
+  updates = [
+    mark_total(update, axes_of(comm)) if group.collective.replicates else update
+    for group, (update, _) in zip(groups, steps, strict=True)
+  ]
+  return updates, [state for _, state in steps]
 
 
-def marked(collective: Collective, comm: Comm, update: jax.Array) -> jax.Array:
-  """f32[n] `update`, marked as the same on every worker where Law R makes it so."""
-  return mark_total(update, axes_of(comm)) if collective.replicates else update
-
-
-def finished(comm: Comm, state: ReduceState) -> ReduceState:
-  """The state at the end of a step: words are added up, and what workers share is marked."""
-  shared, due = mark_total((state.carried.shared, state.carried.due), axes_of(comm))
-  carried = state.carried._replace(shared=shared, due=due)
-  return state._replace(carried=carried, counters=accumulated(state.counters))
-
-
-def is_finite(comm: Comm, reduced: Reduced) -> jax.Array:
-  """Whether the total has neither NaN nor Inf, bool[], the same at every worker."""
+def _is_finite(comm: Comm, reduced: Reduced) -> jax.Array:
+  """Whether the total has neither NaN nor Inf, bool[], the same at every worker. Reads all of it."""
   total = reduced.total
   finite = jnp.isfinite(total.values if isinstance(total, Sparse) else total).all()
   return mark_total(finite, axes_of(comm))
 
 
-def applied(
-  reduced: Reduced, finite: jax.Array, grads: jax.Array, state: ReduceState, divisor: int = 1
+def _applied(
+  reduced: Reduced, grads: jax.Array, state: ReduceState, finite: jax.Array, divisor: int
 ) -> tuple[jax.Array, ReduceState]:
-  """What `reduce_step` gives back, from what was reduced; zeros and the old state where the step is not `finite`."""
+  """The update and the next state of one group; zeros and the old state where the step is not `finite`."""
   total, carried, counters = reduced
-  skipped_steps = state.counters.skipped_steps + (~finite).astype(jnp.int32)
-  density = jnp.asarray(counters.delivered, jnp.float32) / float(grads.size)
-  counters = counters._replace(
-    density=density,
-    skipped=~finite,
-    skipped_steps=skipped_steps,
-    total_words=state.counters.total_words,
-    total_wraps=state.counters.total_wraps,
-  )
-  counters = jax.tree.map(lambda new, old: saturating.cast(new, old.dtype).reshape(1), counters, state.counters)
   keep = lambda new, old: jnp.where(finite, new, old)
+  zero = jnp.float32(0)
   if isinstance(carried.residual, Pending):
-    # Order all reads before the in-place writes, so that XLA can alias the buffers.
-    ready = finite.astype(jnp.int32)
-    for entries in carried.residual.entries:
-      ready = sparse.after(entries.values, ready)
-    residual = _written(carried.residual, ready > 0)
+    residual = _materialized(carried.residual, finite)
     rest = jax.tree.map(keep, carried._replace(residual=None), state.carried._replace(residual=None))
-    carried, zero = rest._replace(residual=residual), sparse.after(residual[:1], jnp.int32(0)).astype(jnp.float32)
+    carried = rest._replace(residual=residual)
+    zero = ordering.after(residual[:1], jnp.int32(0)).astype(jnp.float32)  # `grads` may become the update in place
   else:
-    carried, zero = jax.tree.map(keep, carried, state.carried), jnp.float32(0)
+    carried = jax.tree.map(keep, carried, state.carried)
   if isinstance(total, Sparse):
     values = jnp.where(finite, total.values, 0.0) / divisor
     update = sparse.put(jnp.full_like(grads, zero), total.indices, values)
   else:
     update = jnp.where(finite, total, 0.0) / divisor
-  return update, state._replace(carried=carried, counters=counters)
+  return update, state._replace(carried=carried, counters=_counters(counters, grads.size, state.counters, finite))
 
 
-def _written(kept: Pending, finite: jax.Array) -> jax.Array:
+def _materialized(pending: Pending, finite: jax.Array) -> jax.Array:
   """The new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
-  residual = jnp.where(finite, kept.grads + kept.residual, kept.residual)
-  for places, values in kept.entries:
-    residual = sparse.put(residual, jnp.where(finite, places, residual.size), values)
+  ready = finite.astype(jnp.int32)
+  for entries in pending.entries:  # all reads precede the writes in place, so that XLA can alias the buffers
+    ready = ordering.after(entries.values, ready)
+  finite = ready > 0
+  residual = jnp.where(finite, pending.grads + pending.residual, pending.residual)
+  for indices, values in pending.entries:
+    residual = sparse.put(residual, jnp.where(finite, indices, residual.size), values)
   return residual
 
 
-def check_local(comm: Comm, grads: optax.Updates) -> None:
-  """Checks that gradients are those of one worker, as far as it shows; raises ValueError if they are not.
+def _counters(counters: Counters, n: int, before: Counters, finite: jax.Array) -> Counters:
+  """The counters of a step of n entries, in the dtypes of those `before`, whose totals they carry on."""
+  counters = counters._replace(
+    density=jnp.asarray(counters.delivered, jnp.float32) / float(n),
+    skipped=~finite,
+    skipped_steps=before.skipped_steps + (~finite).astype(jnp.int32),
+    total_words=before.total_words,
+    total_wraps=before.total_wraps,
+  )
+  return jax.tree.map(lambda new, old: saturating.cast(new, old.dtype).reshape(1), counters, before)
 
-  Under check_vma=True JAX sums the gradients of replicated parameters by itself, and types say so. Otherwise the last
-  operations of the trace show a psum or pmean of the user's own.
-  """
-  if not isinstance(comm, AxisComm):
-    return
-  leaves = jax.tree_util.tree_leaves_with_path(grads)
-  if all(_compat.is_summed_over(comm.axis, leaf) for _, leaf in leaves):
-    raise ValueError(
-      f"the gradients are already summed over {comm.axis!r}: jaxsparse takes the local gradients of one worker, so "
-      "give jax.shard_map check_vma=False (js.make_train_step does)"
-    )
-  for path, leaf in leaves:
-    if _compat.is_psum(leaf, comm.axis):
-      raise ValueError(
-        f"gradients{jax.tree_util.keystr(path)} is summed or averaged over {comm.axis!r} already: jaxsparse takes the "
-        "local gradients of one worker, leave out the pmean or psum"
-      )
+
+def _finished(comm: Comm, state: ReduceState) -> ReduceState:
+  """The state at the end of a step: words are added up, and what workers share is marked."""
+  shared, due = mark_total((state.carried.shared, state.carried.due), axes_of(comm))
+  carried = state.carried._replace(shared=shared, due=due)
+  return state._replace(carried=carried, counters=accumulated(state.counters))

@@ -5,8 +5,6 @@ import itertools
 import re
 
 import chex
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from jaxsparse import _compat
-from jaxsparse.overlap import buckets
 from tests.cases import bits, integers, mesh_of, normals
 
 WORKERS = 3
@@ -211,46 +208,6 @@ def test_order_says_which_leaf_a_layer_is():
   state = js.init(tx, params_of(), mesh_of(WORKERS))
   got = [leaf.size for leaf in state.carried.residual]
   assert got == [round(WORKERS * plan.size_of(group) / 4) for group in plan.groups]
-
-
-@hypothesis.given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 400))
-def test_k_is_shared_out_in_proportion(sizes, more):
-  k = min(len(sizes) + more, sum(sizes))
-  shares = [one.k for one in buckets._shared_out(js.make_collective("topka", k=k), sizes)]
-  assert sum(shares) == k
-  rest, free = k - len(sizes), max(1, sum(sizes) - len(sizes))
-  for share, size in zip(shares, sizes, strict=True):
-    assert 1 <= share <= size
-    assert abs(share - 1 - rest * (size - 1) / free) <= 1
-
-
-def test_k_of_special_leaves_is_theirs_together():
-  """An expression's k is shared out over the groups, and is not the default's, though both say the same."""
-  tx = transform_of("topka", "wfbp", k=12, special={"0|1": "topka:k=12", "2": "topka:k=4", "bias": "dense"})
-  kinds = buckets._kinds(js.make_collective("topka", k=12), {"0|1": "topka:k=12", "2": "topka:k=4", "bias": "dense"})
-  made = buckets._buckets(params_of(), plan_of("wfbp"), None, kinds)
-  k = {bucket.leaves: getattr(bucket.collective, "k", None) for bucket in made}
-  assert k[0,] + k[1,] == 12
-  assert k[2,] == 4
-  assert k[3,] + k[4,] == 12
-  assert k[5,] is None
-  _, state = run(tx, grads_of(2))
-  assert int(js.metrics(state).delivered) <= WORKERS * 28 + 3
-
-
-def test_the_first_expression_that_is_found_counts():
-  special = {"0": "dense", "0|1": "topka:density=0.5", "layer": "dense"}
-  kinds = buckets._kinds(js.make_collective("spardl", density=0.1), special)
-  names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params_of())]
-  numbers = buckets._kind_of(names, kinds)
-  assert [kinds.collectives[number].name for number in numbers] == [
-    "dense",
-    "topka",
-    "dense",
-    "dense",
-    "dense",
-    "spardl",
-  ]
 
 
 def test_empty_leaves_have_nothing_to_send():

@@ -138,13 +138,6 @@ def test_inject_hyperparams_without_static_args_says_what_to_do():
     js.init(tx, params_of(), mesh_of(WORKERS))
 
 
-@pytest.mark.parametrize("name", js.collective_names())
-def test_every_collective_has_its_name_in_the_door(name):
-  tx = getattr(js, f"{name}_transform")
-  assert tx.__doc__
-  assert set(js.collective_options(name)) == set(tx.__kwdefaults__)
-
-
 @pytest.mark.parametrize("density", [0, 0.0, -0.1, 1.5, float("nan"), "much", True])
 def test_bad_density(density):
   with pytest.raises(ValueError, match=rf"density={density!r}, choose a number in \(0, 1\]"):

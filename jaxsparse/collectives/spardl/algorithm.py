@@ -36,7 +36,49 @@ class Shared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparDL(SparseCollective):
-  """SparDL with any number of teams; see `spardl_transform` for the fields."""
+  """Delivers k of n entries a step; residuals hold all others for later steps (SparDL, §3).
+
+  With the accumulator `acc_w = gradient_w + residual_w` at each of P workers, `total` estimates the sum of all `acc_w`
+  at k indices I, and the next residuals hold exactly what it leaves out:
+
+      total + Σ_w residual_w  =  Σ_w acc_w      (Law C)
+
+  The state is the residual, f32[n] a worker, whatever the gradients' dtype.
+
+  Args:
+    density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
+    k: the number of entries to deliver instead, 1 … n. It is rounded up to ⌈k d/P⌉ for each of P/d blocks.
+    teams: d, a divisor of P. More teams take fewer messages, 2⌈log₂(P/d)⌉ + ⌈log₂d⌉, which helps where the start-up of
+      a message dominates. Each worker then reduces P/d longer blocks, and sums of teams sort entries: six workers with
+      n = 14.7 M at 1 Gbit/s take 217 ms an update with one team, 472, 632 and 761 ms with 2, 3 and 6.
+    sag: how teams add up their blocks. "recursive" (R-SAG) takes a power of two of teams, "bruck" (B-SAG) any number;
+      "auto" is the first where it can be.
+    residual: which of the undelivered entries the residual holds. "global" holds all. "partial" (without what later
+      workers drop at I) and "local" (only what this worker did not send) are the paper's ablation (§4.1.3) and lose
+      gradient mass.
+    selector: how the L entries of a block are selected. "exact" selects the largest. "chunked" selects the largest of
+      each of L equal chunks, which interleave: less arithmetic, and an index within a chunk is a byte on the wire.
+      "reuse" selects those of the largest that reach a threshold reused from the last step, which rises as residuals
+      fill, and falls while fewer than L reach it; where far too many do, or fewer than half did in the last step,
+      entries are selected as by "exact".
+    wire: the format of values. "bf16" rounds to 8 bits, "int8" to 127 levels of the largest of a message's block, up or
+      down at random so that the mean stays; both also write indices in about 9 bits each. Rounding errors stay in the
+      residual of the worker that rounded.
+
+  Raises:
+    ValueError: for a density, k, teams or another option outside their choices, or teams that do not divide P.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
+    >>> tx = optax.chain(js.spardl_transform("workers", density=0.25), optax.sgd(0.1))
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> params = {"w": jnp.zeros((4, 4))}
+    >>> state = js.init(tx, params, mesh, axis="workers")
+    >>> step = js.make_train_step(lambda p, batch: jnp.sum((p["w"][None] - batch) ** 2), tx, mesh, axis="workers")
+    >>> params, state, metrics = step(params, state, jnp.ones((len(jax.devices()), 4, 4)))
+    >>> float(metrics.loss)
+    16.0
+  """
 
   teams: int = 1
   sag: Literal["auto", "recursive", "bruck"] = "auto"

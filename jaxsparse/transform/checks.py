@@ -1,0 +1,143 @@
+"""Checks of states and gradients before anything is computed with them; each error says what to do instead."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxsparse import _compat
+from jaxsparse.comm import AxisComm
+from jaxsparse.transform.groups import Group
+from jaxsparse.transform.state import ReduceState, reduce_states, split
+from jaxsparse.types import Comm
+
+
+def why_none(state: Any) -> str:
+  """Why an optax state holds no `ReduceState`, for an error."""
+  plain = [node for node in jax.tree.leaves(state, is_leaf=_is_plain) if _is_plain(node)]
+  if plain:
+    return (
+      "the optimizer state is made of plain dicts and lists, as a checkpoint is when Orbax restores it without a "
+      "target: restore it as a state of js.init(tx, params, mesh), or of its jax.eval_shape"
+    )
+  return (
+    "the optimizer state holds no jaxsparse transform, so nothing would average the gradients of the workers: start "
+    "the chain with one, js.dense_transform for the plain average"
+  )
+
+
+def _is_plain(node: Any) -> bool:
+  return isinstance(node, dict) and set(ReduceState._fields) <= set(node)
+
+
+def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
+  """Checks that a state is of `workers` workers, before anything is computed with it.
+
+  Args:
+    state: the state, in which the per-worker arrays of `held` workers lie one after the other.
+    workers: the workers of the axis.
+    held: 1 inside shard_map, all of them outside.
+
+  Raises:
+    ValueError: naming the number of workers it was made for.
+  """
+  found = state.counters.skipped.size * workers // held
+  if found != workers:
+    raise ValueError(
+      f"the optimizer state was made for {found} workers, the axis has {workers}: make a new one with js.init, or "
+      f"restore it on {found} workers"
+    )
+
+
+def check_layout(state: Any, workers: int | None = None) -> None:
+  """Checks that the arrays are those of as many workers as the state was made for; abstract states pass.
+
+  Args:
+    state: the state of all workers.
+    workers: how many there are; None for as many as the arrays have rows, where they have several.
+
+  Raises:
+    ValueError: if they are not, naming both numbers: Orbax cuts and pads arrays, silently, where it is not strict.
+  """
+  for node in reduce_states(state):
+    if isinstance(node.layout.workers, jax.core.Tracer) or not hasattr(node.layout.workers, "__array__"):
+      continue  # under a trace, or a jax.ShapeDtypeStruct
+    found, entries = (int(np.max(_compat.here(number))) for number in node.layout)
+    rows = node.counters.skipped.size
+    expected = workers or (rows if rows > 1 else found)
+    residuals = node.carried.residual if isinstance(node.carried.residual, tuple) else (node.carried.residual,)
+    sizes = [residual.size for residual in residuals if residual is not None]
+    if found != expected or (len(sizes) == len(residuals) and sum(sizes) != rows * entries):
+      raise ValueError(
+        f"the optimizer state was made for {found} workers and {entries} gradient entries, its arrays are those of "
+        f"{expected} workers and {sum(sizes) // rows or entries} entries: they were cut or padded, as Orbax does "
+        "with strict=False, and residuals are lost. Restore it as it was saved"
+      )
+
+
+def check_alive(trees: dict[str, Any]) -> None:
+  """Raises ValueError for arrays that an earlier step was given to overwrite: XLA would read freed memory."""
+  gone = lambda leaf: isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+  if not any(map(gone, jax.tree.leaves(trees))):  # paths take longer than all of them together
+    return
+  path = next(path for path, leaf in jax.tree_util.tree_leaves_with_path(trees) if gone(leaf))
+  raise ValueError(
+    f"{path[0].key}{jax.tree_util.keystr(path[1:])} was donated to an earlier step and is gone: go on with the params "
+    "and state that the step returned, copy what you want to keep, or give make_train_step donate=False"
+  )
+
+
+def parts_of(state: ReduceState, groups: Sequence[Group], workers: int, alone: bool = False) -> list[ReduceState]:
+  """The state of each group, with the counters of all together, checked before anything is computed with it.
+
+  Args:
+    state: the state of one worker.
+    groups: the groups of its gradients.
+    workers: the workers of the axis.
+    alone: whether the state is that of a transform with one group, and not a tuple of states.
+
+  Raises:
+    ValueError: if the state is not one of so many workers or of these groups, their entries, collectives and options.
+  """
+  check_workers(state, workers)
+  carried = split(state.carried)
+  if isinstance(state.carried.residual, tuple) == alone or len(carried) != len(groups):
+    what = "a transform without groups" if alone else f"{len(groups)} groups"
+    raise ValueError(f"the optimizer state is not one of {what}: make a new one with js.init for this transform")
+  for number, (part, group) in enumerate(zip(carried, groups, strict=True)):
+    if part.residual is not None and part.residual.size != group.entries:
+      raise ValueError(
+        f"the optimizer state holds a residual of {part.residual.size} entries a worker, the gradients have "
+        f"{group.entries}: make a new one with js.init for these parameters"
+      )
+    start = functools.partial(group.collective.init, group.entries, workers)
+    structure: Any = jax.tree.structure(jax.eval_shape(start))
+    if structure != jax.tree.structure(part):
+      what = group.collective.name if alone else f"group {number} with {group.collective.name}"
+      raise ValueError(f"the optimizer state is not one of {what} and these options: make a new one with js.init")
+  return [state._replace(carried=part) for part in carried]
+
+
+def check_local(comm: Comm, grads: optax.Updates) -> None:
+  """Checks that gradients are those of one worker, as far as it shows; raises ValueError if they are not.
+
+  Under check_vma=True JAX sums the gradients of replicated parameters by itself, and types say so. Otherwise the last
+  operations of the trace show a psum or pmean of the user's own.
+  """
+  if not isinstance(comm, AxisComm):
+    return
+  leaves = jax.tree_util.tree_leaves_with_path(grads)
+  if all(_compat.is_summed_over(comm.axis, leaf) for _, leaf in leaves):
+    raise ValueError(
+      f"the gradients are already summed over {comm.axis!r}: jaxsparse takes the local gradients of one worker, so "
+      "give jax.shard_map check_vma=False (js.make_train_step does)"
+    )
+  for path, leaf in leaves:
+    if _compat.is_psum(leaf, comm.axis):
+      raise ValueError(
+        f"gradients{jax.tree_util.keystr(path)} is summed or averaged over {comm.axis!r} already: jaxsparse takes the "
+        "local gradients of one worker, leave out the pmean or psum"
+      )

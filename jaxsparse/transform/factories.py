@@ -1,0 +1,126 @@
+"""`js.NAME_transform` and `js.make_transform`: optax transformations of a collective by its name and options.
+
+The dataclass of a collective is the only place that lists its options. `transform_function` derives from it the
+signature, the annotations and the documentation of the function that users call.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, cast
+
+import optax
+
+from jaxsparse._compat import AxisName
+from jaxsparse.collectives import Collective, made, make_collective
+from jaxsparse.collectives._base import name_of
+from jaxsparse.transform.groups import Special
+from jaxsparse.transform.update import transform_of
+from jaxsparse.types import Comm
+
+Options = ParamSpec("Options")
+
+_DOCUMENTATION = """{summary}
+
+The transform reduces the gradients of the P workers of `axis`; its update is `total / P`. It must be the **first**
+transformation of its chain: it takes the local, un-averaged gradients of one worker, inside `jax.shard_map` over `axis`
+with `check_vma=False` (`js.make_train_step` does it), and the transformations after it see its update.
+
+Args:
+  axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+  special: collectives of leaves that do not travel with the others, by a regular expression for their names in the
+    parameters: `{{"bias|scale": "dense", "embedding": "spardl:density=0.001"}}`; the first match counts. Leaves of one
+    collective travel together, and the collectives one after the other.
+{args}
+
+Returns:
+  An `optax.GradientTransformation` whose state is a `js.ReduceState`. With `special` its residual is a tuple, one for
+  each collective.
+
+Raises:
+{raises}
+  ValueError: for a rejected label in `special`, or with it, for a collective whose total differs between workers.
+  ValueError: when used, outside shard_map over `axis`, with a state of other sizes, or for an expression of `special`
+    that matches no name.
+  TypeError: for an unknown option, an axis that is none of these, or gradients that are not floating point.
+
+Example:
+{example}
+"""
+
+
+class TransformFunction(Protocol[Options]):
+  """The type of `js.NAME_transform`: type checkers and editors know the options of the collective."""
+
+  __name__: str
+
+  def __call__(
+    self, axis: AxisName | Comm, special: Special | None = None, *args: Options.args, **options: Options.kwargs
+  ) -> optax.GradientTransformation:
+    """The transform that averages gradients over the workers of `axis`."""
+    ...
+
+
+def transform_function(kind: Callable[Options, Collective]) -> TransformFunction[Options]:
+  """The function `NAME_transform(axis, special, *, ...)` of a collective: its fields are the keyword-only options.
+
+  Args:
+    kind: a frozen dataclass, whose docstring has the sections "Args:", "Raises:" and "Example:".
+
+  Example:
+    >>> from jaxsparse.collectives.dense import Dense
+    >>> dense_transform = transform_function(Dense)
+    >>> dense_transform.__name__, inspect.signature(dense_transform).parameters["dtype"].default
+    ('dense_transform', 'float32')
+    >>> tx = dense_transform("workers", dtype="bfloat16")
+  """
+  cls = cast(type[Collective], kind)
+
+  def transform(axis: AxisName | Comm, special: Special | None = None, **options: Any) -> optax.GradientTransformation:
+    return transform_of(made(cls, options), axis, special)
+
+  own = inspect.signature(transform)
+  options = inspect.signature(cls).parameters
+  common = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+  signature = own.replace(parameters=[*common, *options.values()])
+  transform.__name__ = transform.__qualname__ = f"{name_of(cls)}_transform"
+  transform.__module__ = __name__.partition(".")[0]  # where users find it
+  transform.__doc__ = _documentation(cls)
+  transform.__kwdefaults__ = {name: one.default for name, one in options.items() if one.default is not one.empty}
+  transform.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+  transform.__annotations__["return"] = own.return_annotation
+  transform.__signature__ = signature  # type: ignore[attr-defined]
+  return cast(TransformFunction[Options], transform)
+
+
+def _documentation(kind: type[Collective]) -> str:
+  """The docstring of a collective with what all transforms have in common."""
+  summary, *sections = re.split(r"^(Args|Raises|Example):\n", inspect.getdoc(kind) or "", flags=re.MULTILINE)
+  found = dict(zip(sections[::2], sections[1::2], strict=True))
+  args, raises, example = (found.get(name, "").rstrip() for name in ("Args", "Raises", "Example"))
+  return _DOCUMENTATION.format(summary=summary.strip(), args=args, raises=raises, example=example)
+
+
+def make_transform(
+  name: str, axis: AxisName | Comm, special: Special | None = None, **config: Any
+) -> optax.GradientTransformation:
+  """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.
+
+  Args:
+    name: one of `js.collective_names()`.
+    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    special: collectives of leaves by their names, as of `js.spardl_transform`.
+    **config: the options of the collective; those of `js.spardl_transform` for "spardl", and so on.
+
+  Raises:
+    ValueError: for an unknown name or a rejected option, with the choices.
+    TypeError: for an option that the collective does not have.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> tx = js.make_transform("spardl", "workers", density=0.01)
+    >>> js.make_transform("sparse", "workers")
+    Traceback (most recent call last):
+    ValueError: unknown collective 'sparse', choose one of ...
+  """
+  return transform_of(make_collective(name, **config), axis, special)

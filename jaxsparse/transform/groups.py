@@ -1,0 +1,165 @@
+"""Which leaves of a gradient travel together, by which collective, and after which others.
+
+A group is one communication with a collective and a state of its own. The plain transform has one group of all leaves.
+`special=` gives leaves a collective by their names, and a plan (`js.bucketed_transform`) bundles of leaves, which it
+sends one after the other or at once; a bundle whose leaves have several collectives becomes one group for each.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxsparse import flatten
+from jaxsparse.collectives import Collective, SparseCollective, make_collective
+from jaxsparse.collectives._labels import collective_of
+
+Special = Mapping[str, str]
+
+
+class Group(NamedTuple):
+  """Leaves that travel together.
+
+  Attributes:
+    leaves: their numbers in pytree order.
+    entries: of all of them.
+    collective: reduces them.
+    after: numbers of the groups whose totals must be complete before the first message of this one.
+  """
+
+  leaves: tuple[int, ...]
+  entries: int
+  collective: Collective
+  after: tuple[int, ...] = ()
+
+
+class Bundle(NamedTuple):
+  """Leaves that a plan sends together.
+
+  Attributes:
+    leaves: their numbers in pytree order.
+    after: how many bundles, the first ones, must have been sent before.
+  """
+
+  leaves: tuple[int, ...]
+  after: int = 0
+
+
+class Assignment(NamedTuple):
+  """The collective of each leaf, by its name.
+
+  Attributes:
+    collectives: the default first. Equal ones are one, so that their leaves travel together, unless each has its own k.
+    patterns: regular expressions for names of leaves, each with the number of its collective; the first match counts.
+  """
+
+  collectives: list[Collective]
+  patterns: list[tuple[re.Pattern, int]]
+
+  def numbers(self, names: Sequence[str]) -> list[int]:
+    """The number of the collective of each leaf.
+
+    Raises:
+      ValueError: for an expression that matches no name.
+    """
+    for pattern, _ in self.patterns:
+      if not any(map(pattern.search, names)):
+        raise ValueError(f"special: {pattern.pattern!r} is found in none of the leaves {', '.join(names)}")
+    return [next((number for pattern, number in self.patterns if pattern.search(name)), 0) for name in names]
+
+
+def assigned(default: Collective, special: Special) -> Assignment:
+  """The collectives of `special`, by their labels, and the default for all other leaves.
+
+  Raises:
+    ValueError: for a rejected label, or a collective whose total differs between workers.
+    TypeError: for an option that a collective does not have.
+
+  Example:
+    >>> made = assigned(make_collective("spardl", density=0.1), {"bias|scale": "dense", "embedding": "topka:k=9"})
+    >>> [made.collectives[number].name for number in made.numbers(["['bias']", "['embedding']", "['w']"])]
+    ['dense', 'topka', 'spardl']
+  """
+  found = Assignment([_averaging(default)], [])
+  for pattern, label in special.items():
+    name, config = collective_of(label)
+    collective = _averaging(make_collective(name, **config))
+    if collective not in found.collectives or _k_of(collective) is not None:
+      found.collectives.append(collective)
+    number = len(found.collectives) - 1 - found.collectives[::-1].index(collective)
+    found.patterns.append((re.compile(pattern), number))
+  return found
+
+
+def groups_of(tree: Any, assignment: Assignment, bundles: Sequence[Bundle] | None = None) -> list[Group]:
+  """The communications of a pytree of gradients, in their order; empty leaves have nothing to send.
+
+  Args:
+    tree: the gradients, or the parameters.
+    assignment: the collective of each leaf.
+    bundles: the leaves that travel together; all of them by default.
+
+  Raises:
+    ValueError: for an expression that matches no name, or a k that does not fit the entries of its leaves.
+  """
+  names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+  sizes, kind_of = flatten.sizes(tree), assignment.numbers(names)
+  groups: list[Group] = []
+  members: dict[int, list[int]] = {}  # the groups of each collective
+  firsts: list[int] = []  # the first group of each bundle
+  for bundle in [Bundle(tuple(range(len(names))))] if bundles is None else bundles:
+    firsts.append(len(groups))
+    leaves = [leaf for leaf in bundle.leaves if sizes[leaf]]
+    for kind in dict.fromkeys(kind_of[leaf] for leaf in leaves):
+      own = tuple(leaf for leaf in leaves if kind_of[leaf] == kind)
+      members.setdefault(kind, []).append(len(groups))
+      after = (*range(firsts[bundle.after]), *range(firsts[-1], len(groups)))
+      groups.append(Group(own, sum(sizes[leaf] for leaf in own), assignment.collectives[kind], after))
+  for kind, numbers in members.items():
+    shares = shared_out(assignment.collectives[kind], [groups[number].entries for number in numbers])
+    for number, share in zip(numbers, shares, strict=True):
+      own = groups[number].leaves
+      groups[number] = groups[number]._replace(collective=share.for_leaves(tuple(sizes[leaf] for leaf in own)))
+  return _without_implied(groups)
+
+
+def shared_out(collective: Collective, sizes: Sequence[int]) -> list[Collective]:
+  """The collective of each group of so many entries: of its k one entry each, and the rest in proportion.
+
+  Raises:
+    ValueError: for a k of more than all entries, or less than one for each group.
+  """
+  if (k := _k_of(collective)) is None or len(sizes) == 1:
+    return [collective] * len(sizes)
+  assert isinstance(collective, SparseCollective)
+  collective.entries(sum(sizes))  # raises where k does not fit
+  if k < len(sizes):
+    raise ValueError(f"{collective.name}: k={k}, choose at least one for each of the {len(sizes)} groups")
+  reached = list(itertools.accumulate((size - 1 for size in sizes), initial=0))
+  bounds = [(k - len(sizes)) * upto // max(1, reached[-1]) for upto in reached]
+  return [dataclasses.replace(collective, k=1 + high - low) for low, high in itertools.pairwise(bounds)]
+
+
+def _without_implied(groups: Sequence[Group]) -> list[Group]:
+  """The same order with fewer dependencies: a group need not follow one that it follows through another."""
+  implied = [set().union(*(groups[number].after for number in group.after)) for group in groups]
+  return [
+    group._replace(after=tuple(number for number in group.after if number not in through))
+    for group, through in zip(groups, implied, strict=True)
+  ]
+
+
+def _averaging(collective: Collective) -> Collective:
+  if not collective.replicates:
+    raise ValueError(
+      f"{collective.name}: its workers go on with gradients of their own, which cannot be done group by group: choose "
+      "a collective that averages"
+    )
+  return collective
+
+
+def _k_of(collective: Collective) -> int | None:
+  return collective.k if isinstance(collective, SparseCollective) else None

@@ -1,0 +1,80 @@
+"""The order of operations that do not depend on each other, made of data dependencies.
+
+Two places need an order that no value implies: writes in place follow all reads of the buffer, else XLA copies it; and
+the messages of a group follow those of earlier groups, else XLA sends them in any order.
+
+`jax.lax.optimization_barrier` states such an order, but XLA for CPU removes the barriers before it schedules
+operations and assigns buffers. Measured with JAX 0.10.2 on SparDL's update of n donated entries: with barriers in the
+place of `after`, or one around all reads, the compiled program has 2 copies of f32[n] (3 with the "chunked" selector),
+as without any order, and none with `after`. With barriers around messages, no group of a plan follows another.
+
+So `after` adds 0 to a value: a 0 that is computed from what was read, and that no compiler knows to be 0.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse.types import Comm, Reduction, Tree
+
+
+def after(read: jax.Array, x: jax.Array) -> jax.Array:
+  """i32 `x`, but not before all of `read` is there: `x + min(Σ [read ≠ 0], 0)`.
+
+  Example:
+    >>> after(jnp.array([1.0, 2.0]), jnp.array([7]))
+    Array([7], dtype=int32)
+  """
+  return x + jnp.minimum(jnp.sum(read.astype(jnp.bool_), dtype=jnp.int32), 0)
+
+
+def following(comm: Comm, totals: Sequence[jax.Array]) -> Comm:
+  """`comm`, whose messages start only when all of `totals` are there; `comm` itself if there is none."""
+  if not totals:
+    return comm
+  return _Following(comm, jnp.array([after(total, jnp.int32(0)) for total in totals]).min())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Following:
+  """A comm whose messages depend on `sent`.
+
+  Attributes:
+    comm: carries the messages.
+    sent: i32[], 0.
+  """
+
+  comm: Comm
+  sent: jax.Array
+
+  @property
+  def size(self) -> int:
+    return self.comm.size
+
+  @property
+  def rank(self) -> jax.Array:
+    return self.comm.rank
+
+  def shift(self, tree: Tree, by: int) -> Tree:
+    return self.comm.shift(self._dependent(tree), by) if by % self.size else tree
+
+  def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
+    return self.comm.permute(self._dependent(tree), pairs)
+
+  def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
+    return self.comm.all_reduce(self._dependent(x), op)
+
+  def split(self, teams: int) -> "tuple[_Following, _Following]":
+    team, member = self.comm.split(teams)
+    return _Following(team, self.sent), _Following(member, self.sent)
+
+  def _dependent(self, tree: Tree) -> Tree:
+    """The same bits, one entry of which depends on `sent`."""
+    leaves, structure = jax.tree.flatten(tree)
+    number = max(range(len(leaves)), key=lambda leaf: leaves[leaf].size)
+    flat = leaves[number].reshape(-1)
+    first = jnp.where(self.sent >= 0, flat[0], jnp.zeros((), flat.dtype))
+    leaves[number] = flat.at[0].set(first).reshape(leaves[number].shape)
+    return jax.tree.unflatten(structure, leaves)

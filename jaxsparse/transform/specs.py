@@ -1,0 +1,100 @@
+"""How an optax state is sharded: `js.specs`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxsparse._compat import AxisName
+from jaxsparse.transform.checks import check_alive, check_layout
+from jaxsparse.transform.local import PerWorker
+from jaxsparse.transform.state import ReduceState, differs, is_reduce_state, reduce_states
+
+
+def specs(state: Any, axis: AxisName) -> Any:
+  """The `PartitionSpec` of every leaf of an optax state, for the in_specs and out_specs of your own shard_map.
+
+  Residuals, counters and other per-worker arrays get `P(axis)`; what is the same on every worker gets `P()`.
+
+  Args:
+    state: an optax state, as arrays or as `jax.ShapeDtypeStruct`.
+    axis: the name, or tuple of names, of the mesh axis that the workers lie along.
+
+  Raises:
+    ValueError: if optax.MultiSteps wraps a jaxsparse transform, or a transformation that keeps arrays comes before it
+      in its chain: both would keep what comes of the gradients of one worker as if it were replicated. If workers have
+      states of their own (A2SGD) and this one was not made with `js.init`. If arrays were cut or padded since.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> tx = optax.chain(js.spardl_transform("workers", density=0.5), optax.sgd(0.1, momentum=0.9))
+    >>> spec = js.specs(js.init(tx, jnp.zeros(8), mesh, axis="workers"), axis="workers")
+    >>> spec[0].carried.residual, spec[1][0].trace
+    (P('workers',), P())
+  """
+  per_worker, replicated = PartitionSpec(axis), PartitionSpec()
+  _check_wrappers(state)
+  _check_chains(state)
+  check_alive({"state": state})
+  check_layout(state)
+  if isinstance(state, PerWorker):
+    return jax.tree.map(lambda _: per_worker, state)
+  if differs(state) and len(jax.tree.leaves(state)) != len(jax.tree.leaves(reduce_states(state))):
+    raise ValueError(
+      "the workers of this collective have parameters and optimizer states of their own, which no spec of this state "
+      "would keep: make it with js.init and train with js.make_train_step"
+    )
+
+  def of_node(node: Any) -> Any:
+    if not is_reduce_state(node):
+      return replicated
+    carried = jax.tree.map(lambda _: per_worker, node.carried)
+    shared, due = jax.tree.map(lambda _: replicated, (node.carried.shared, node.carried.due))
+    counters, layout = (
+      jax.tree.map(lambda _, spec=spec: spec, part)
+      for part, spec in ((node.counters, per_worker), (node.layout, replicated))
+    )
+    return ReduceState(carried._replace(shared=shared, due=due), counters, layout)
+
+  return jax.tree.map(of_node, state, is_leaf=is_reduce_state)
+
+
+_WRAPPERS: dict[type, tuple[str, str]] = {
+  optax.MultiStepsState: (
+    "inner_opt_state",
+    "optax.MultiSteps around a jaxsparse transform accumulates the gradients of one worker as if they were those of "
+    "all: put it after, as in optax.chain(js.spardl_transform(...), optax.MultiSteps(opt, every_k_schedule=k))",
+  ),
+  optax.ApplyIfFiniteState: (
+    "inner_state",
+    "optax.apply_if_finite around a jaxsparse transform looks at the gradients of one worker, and so workers decide "
+    "differently: put it after. A step with NaN or Inf is skipped by every worker in any case",
+  ),
+}
+
+
+def _check_wrappers(state: Any) -> None:
+  """Refuses wrappers that look at local gradients: what they keep would differ between workers."""
+  for node in jax.tree.leaves(state, is_leaf=lambda node: type(node) in _WRAPPERS):
+    if type(node) in _WRAPPERS:
+      inner, why = _WRAPPERS[type(node)]
+      if reduce_states(getattr(node, inner)):
+        raise ValueError(why)
+
+
+def _check_chains(state: Any) -> None:
+  """A transformation before ours sees local gradients, so its state differs between workers."""
+  chains = jax.tree.leaves(state, is_leaf=lambda node: type(node) is tuple and bool(reduce_states(node)))
+  for chain in (node for node in chains if type(node) is tuple):
+    ours = next(number for number, part in enumerate(chain) if reduce_states(part))
+    for number, part in enumerate(chain[:ours]):
+      if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(part)):
+        raise ValueError(
+          f"transformation {number} of the chain ({type(part).__name__}) keeps arrays and comes before the jaxsparse "
+          "transform: they would be made of the gradients of one worker, differ between workers, and be stored as if "
+          "they did not. Put the jaxsparse transform first"
+        )
+    _check_chains(chain[ours])

@@ -1,0 +1,132 @@
+"""`js.NAME_transform` of a collective: its signature and documentation, and a new collective in one new file."""
+
+import dataclasses
+import doctest
+import inspect
+import pickle
+import sys
+import typing
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsparse as js
+from jaxsparse import collectives
+from jaxsparse.collectives import _kinds
+from jaxsparse.transform.factories import transform_function
+
+NAMES = js.collective_names()
+
+RING = '''
+"""An all-reduce that passes the sum around a ring."""
+
+import dataclasses
+
+import jax
+
+from jaxsparse.collectives import Collective
+from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring(Collective):
+  """Passes the sum around P − 1 times.
+
+  Args:
+    step: the distance to the next worker, prime to P.
+  """
+
+  step: int = 1
+
+  def cost(self, n: int, size: int) -> Cost:
+    return Cost(size - 1, n * (size - 1))
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    total = part = grads
+    for _ in range(comm.size - 1):
+      part = comm.shift(part, self.step)
+      total = total + part
+    return Reduced(total, state, Counters(delivered=grads.size))
+'''
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signature_and_defaults_are_those_of_the_dataclass(name):
+  function, kind = getattr(js, f"{name}_transform"), _kinds()[name]
+  signature, hints = inspect.signature(function), typing.get_type_hints(kind)
+  options = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+  fields = [field for field in dataclasses.fields(kind) if field.init]
+  assert [(p.name, p.default, p.annotation) for p in options] == [(f.name, f.default, hints[f.name]) for f in fields]
+  assert function.__kwdefaults__ == {field.name: field.default for field in fields}
+  assert function.__annotations__ == {p.name: p.annotation for p in signature.parameters.values()} | {
+    "return": signature.return_annotation
+  }
+  assert next(iter(signature.parameters)) == "axis"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_function_is_found_where_it_says(name):
+  function = getattr(js, f"{name}_transform")
+  assert function.__name__ == function.__qualname__ == f"{name}_transform"
+  assert pickle.loads(pickle.dumps(function)) is function
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_documentation_is_that_of_the_dataclass_and_lists_each_argument_once(name):
+  function, kind = getattr(js, f"{name}_transform"), _kinds()[name]
+  lines = inspect.getdoc(function).splitlines()
+  assert set(inspect.getdoc(kind).splitlines()) <= set(lines)
+  for argument in inspect.signature(function).parameters:
+    assert sum(line.startswith(f"  {argument}: ") for line in lines) == 1, argument
+  for section in ("Args:", "Returns:", "Raises:", "Example:"):
+    assert lines.count(section) == 1
+  assert any(test.examples for test in doctest.DocTestFinder(recurse=False).find(kind))
+
+
+def test_an_unknown_option_lists_the_choices():
+  with pytest.raises(TypeError, match="spardl: unknown option rho, choose from density, k, teams, sag, residual"):
+    js.spardl_transform("workers", rho=0.1)
+
+
+@pytest.fixture(params=["module", "package"])
+def ring(request, monkeypatch, tmp_path):
+  """A new file, or folder, among the collectives."""
+  if request.param == "module":
+    (tmp_path / "ring.py").write_text(RING)
+  else:
+    (tmp_path / "ring").mkdir()
+    (tmp_path / "ring" / "algorithm.py").write_text(RING)
+    (tmp_path / "ring" / "__init__.py").write_text("from jaxsparse.collectives.ring.algorithm import Ring\n")
+  monkeypatch.setattr(collectives, "__path__", [*collectives.__path__, str(tmp_path)])
+  _kinds.cache_clear()
+  yield "ring"
+  _kinds.cache_clear()
+  for module in [name for name in sys.modules if name.startswith("jaxsparse.collectives.ring")]:
+    del sys.modules[module]
+  vars(collectives).pop("ring", None)
+
+
+def test_a_new_collective_is_one_new_file(ring):
+  assert ring in js.collective_names()
+  assert js.collective_options(ring) == ("step",)
+  assert js.make_collective(ring).name == ring
+  np.testing.assert_array_equal(js.simulate(ring, jnp.array([[1.0], [2.0], [4.0]]), step=2).total, [7.0])
+  js.make_transform(ring, "workers", step=2)
+  with pytest.raises(TypeError, match="ring: unknown option hop, choose from step"):
+    js.make_transform(ring, "workers", hop=2)
+  function = transform_function(_kinds()[ring])
+  assert function.__name__ == "ring_transform"
+  assert inspect.signature(function).parameters["step"].default == 1
+
+
+def test_a_collective_of_ones_own_has_the_name_of_its_module():
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class Half(_kinds()["dense"]):
+    """Half the sum."""
+
+    def reduce(self, comm, grads, state):
+      return super().reduce(comm, grads / 2, state)
+
+  assert Half().name == __name__.rpartition(".")[2]
+  assert transform_function(Half).__name__ == f"{Half().name}_transform"
