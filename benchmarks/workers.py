@@ -3,6 +3,7 @@
 A benchmark calls `launched` first, and `here` where that says that this process is to do the work.
 """
 
+import os
 import pathlib
 import sys
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 
 import jaxsparse as js
 from jaxsparse import launch
+from jaxsparse.launch import guard
 
 AXIS = "workers"
 ENGINES = {
@@ -103,6 +105,12 @@ def here(engine: str, workers: int) -> Workers:
     launch.arrived()  # one process may have been started alone, to have devices of its own
   mesh = mesh_of(workers)
   return Workers(mesh, AXIS, workers, shares=workers, number=jax.process_index())
+
+
+def pin() -> None:
+  """Pins this rank, and all threads that it starts from now on, to the core of its number; call it before `here`."""
+  cores = sorted(os.sched_getaffinity(0))
+  os.sched_setaffinity(0, {cores[(guard.rank() or 0) % len(cores)]})
 
 
 def make_console(stderr: bool = False, quiet: bool = False) -> rich.console.Console:
