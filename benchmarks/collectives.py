@@ -15,8 +15,8 @@ algorithm that failed. At the end follow a table, and a figure, collectives.png.
 measured, and nothing wrong.
 
 Columns: ms, mean, p90: median, mean and 90th percentile over the timed steps of the slowest rank's time; × f32, × bf16:
-dense's median / this one (above 1: this one is faster); algbw, busbw: GB/s as in nccl-tests, 4n bytes / median, and that
-times 2(P − 1)/P; #wrong: entries of all timed steps that were lost, made up, or not the same bits on every rank;
+dense's median / this one (above 1: this one is faster); algbw, busbw: GB/s as in nccl-tests, 4n bytes / median, and
+that times 2(P − 1)/P; #wrong: entries of all timed steps that were lost, made up, or not the same bits on every rank;
 words: of 4 bytes that a rank sent; select, wire, merge: arithmetic until the first message and after it, measured
 without a network with all ranks at work at once, and the rest.
 
@@ -114,9 +114,7 @@ def _settings() -> list[Setting]:
   sizes, densities = _numbers("n", _N.value, int), _numbers("density", _DENSITY.value, float)
   counts = _numbers("workers", _WORKERS.value, int)
   if _PIN.value and max(counts) > (cores := len(os.sched_getaffinity(0))):
-    raise ValueError(
-      f"--pin with --workers={max(counts)}: this machine has {cores} cores, one for each of {cores} ranks"
-    )
+    raise ValueError(f"--pin takes a core for each rank: --workers={max(counts)}, but there are {cores} cores")
   settings = [Setting(*one, sizes, densities) for one in itertools.product(counts, _RATE.value or [""])]
   for one in settings:
     one.cases()

@@ -20,11 +20,11 @@ class Before(NamedTuple):
 
   Attributes:
     sums: f64[2, buckets], sums over all workers of gradient + residual and of their magnitudes, by bucket.
-    residual: a copy of the residual, split along the workers.
+    residual: a copy of the residual, split along the workers; None where there is none.
   """
 
   sums: np.ndarray
-  residual: jax.Array
+  residual: jax.Array | None
 
 
 class Laws:

@@ -1,4 +1,4 @@
-"""Compiled programs that the ranks of a run share and that later runs find again: JAX's persistent compilation cache."""
+"""Compiled programs that the ranks of a run share and later runs find again: JAX's persistent compilation cache."""
 
 import pathlib
 
@@ -22,5 +22,5 @@ def share(folder: pathlib.Path) -> None:
   from jax._src import cache_key
 
   if hasattr(cache_key, "_hash_accelerator_config") and hasattr(cache_key, "_hash_devices"):
-    cache_key._hash_accelerator_config = cache_key._hash_devices
+    setattr(cache_key, "_hash_accelerator_config", cache_key._hash_devices)  # noqa: B010  # private, so untyped
     jax.config.update("jax_share_binary_between_hosts", True)
