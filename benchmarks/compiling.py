@@ -94,14 +94,18 @@ def cpu_devices(number: int) -> list[jax.Device]:
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", number)
   jax.config.update("jax_enable_compilation_cache", False)
-  noted = lambda event, seconds, **_: _LOWERINGS.append(seconds) if event == _LOWERED else None
-  jax.monitoring.register_event_duration_secs_listener(noted)
+  jax.monitoring.register_event_duration_secs_listener(_note)
   if number > _DEVICES_OF_A_PROCESS:
     with socket.socket() as free:
       free.bind(("localhost", 0))
       address = f"localhost:{free.getsockname()[1]}"
     jax.distributed.initialize(address, num_processes=1, process_id=0)
   return jax.devices()
+
+
+def _note(event: str, duration_secs: float, **_: str | int) -> None:
+  if event == _LOWERED:
+    _LOWERINGS.append(duration_secs)
 
 
 def step_of(spec: specs.Spec, n: int, mesh: Mesh) -> Callable[[], jax.stages.Lowered]:
@@ -137,7 +141,7 @@ def make(program_of: ProgramOf, spec: specs.Spec, n: int, mesh: Mesh) -> Program
   compiled = lowered.compile()
   end, cpu = time.perf_counter(), time.process_time() - busy
   messages = js.costs.count(spec.name, n=n, workers=mesh.size, **spec.config).messages
-  collectives = len(_COLLECTIVE.findall(compiled.as_text()))
+  collectives = len(_COLLECTIVE.findall(compiled.as_text() or ""))
   phases = (middle - start - lowering, lowering, end - middle)
   return Program(spec.label, mesh.size, messages, collectives, *phases, cpu)
 

@@ -56,6 +56,16 @@ def test_programs_have_one_operation_for_each_message(result):
   assert all(row["log_ratio"] == pytest.approx(4 / 3) for row in result["growth"])
 
 
+def test_the_first_step_against_its_goal():
+  done = scale("--first_step", "--schedule_of=dense,topka", "--n=1000", "--repeats=1", "--json")
+  result = json.loads(done.stdout)
+  assert [(row["algorithm"], row["workers"]) for row in result["first_step"]] == [("dense", 4), ("topka", 4)]
+  assert all(row[phase] > 0 for row in result["first_step"] for phase in ("trace", "lower", "compile"))
+  (goal,) = result["goals"]
+  assert goal["measured"] == max(row["total"] for row in result["first_step"])
+  assert done.returncode == (0 if goal["met"] else 1)
+
+
 @pytest.mark.parametrize(
   ("flag", "message"),
   [
