@@ -19,15 +19,15 @@ READ = jax.jit(lambda x: jnp.abs(x).sum())
 
 
 class Update(NamedTuple):
-  """One update of one worker, alone.
+  """One update of one worker alone.
 
   Attributes:
     workers: P.
     seconds: median of one update.
     read: of one read of the gradient in the same run.
     buffers: memory it takes at its peak beyond gradient and state, its own mean included, in arrays of n float32.
-    fallbacks: how many of its choices between candidates and everything fell on everything, in one more update.
-    choices: how many there are.
+    fallbacks: how many of its `lax.cond`s took the exact fallback over whole blocks, in one more update.
+    choices: how many such `lax.cond`s it has.
     passes: over arrays of n entries.
   """
 
@@ -55,7 +55,8 @@ def seconds_of(program: Callable[[], Any]) -> float:
 def fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
   """(taken, choices): how many of the outermost `lax.cond` of a function take their branch for False.
 
-  In selection that is what is done where a sample's bound was no good. The predicates are computed, and nothing else.
+  In selection the False branch is the exact fallback, taken where the threshold of a sample gave too few candidates.
+  Only the predicates are computed.
 
   Example:
     >>> fallbacks(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), jnp.float32(-1))
@@ -73,7 +74,7 @@ def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
   """One SparDL update of one of `size` workers, whose messages are copies.
 
   Raises:
-    RuntimeError: if what it gives is not finite.
+    RuntimeError: if the mean or the residual is not finite.
   """
   tx = js.make_transform("spardl", SoloComm(size), density=density)
   several = [jax.random.normal(jax.random.key(seed), (n,), jnp.float32) for seed in range(3)]

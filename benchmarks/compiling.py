@@ -33,17 +33,17 @@ _LOWERINGS: list[float] = []  # seconds of each lowering since it was cleared
 
 
 class Program(NamedTuple):
-  """What it took to make the program of one update, medians in seconds.
+  """Seconds to make one program, medians over the runs.
 
   Attributes:
     algorithm: as it was asked for.
     workers: P.
     messages: of one update, counted from the schedule; where sizes vary, in the branches with the most words.
-    collectives: operations between workers in the compiled program, all branches and agreements included.
+    collectives: collective operations in the compiled program, those of all branches and of agreements included.
     trace: from Python to a jaxpr.
     lower: from the jaxpr to StableHLO.
     compile: from StableHLO to machine code.
-    cpu: processor seconds of all three, over all threads: a busy machine stretches them less.
+    cpu: processor seconds of all three phases, over all threads; they depend less on the machine's load.
     runs: how often it was made.
   """
 
@@ -71,7 +71,7 @@ class Growth(NamedTuple):
     phase: one of `PHASES`, their "total", or "cpu".
     a: seconds.
     b: seconds for twice as many workers.
-    residual: what a measurement is at most away from the line, in seconds.
+    residual: the largest distance of a measurement from the line, in seconds.
     ratio: how many times longer the largest P takes than the smallest.
     log_ratio: the same of log₂P.
   """
@@ -131,7 +131,7 @@ def update_of(spec: specs.Spec, n: int, mesh: Mesh) -> Callable[[], jax.stages.L
 
 
 def make(program_of: ProgramOf, spec: specs.Spec, n: int, mesh: Mesh) -> Program:
-  """Traces, lowers and compiles a program, without what an earlier program left in caches."""
+  """Traces, lowers and compiles a program, with JAX's caches cleared."""
   lower = program_of(spec, n, mesh)
   jax.clear_caches()
   _LOWERINGS.clear()
@@ -211,7 +211,7 @@ def growths(programs: Sequence[Program]) -> list[Growth]:
 
 
 def program_table(rows: Sequence[Program], title: str) -> rich.table.Table:
-  """The seconds that each program took."""
+  """Seconds of each phase, a row for each algorithm and P."""
   result = rich.table.Table(title=title)
   for head in ("algorithm", "P", "messages", "collectives", *PHASES, "total", "total / log₂P", "cpu", "runs"):
     result.add_column(head, justify="left" if head == "algorithm" else "right", no_wrap=True)
@@ -224,7 +224,7 @@ def program_table(rows: Sequence[Program], title: str) -> rich.table.Table:
 
 
 def growth_table(rows: Sequence[Growth]) -> rich.table.Table:
-  """How the seconds grow."""
+  """The fit of each phase over log₂P."""
   result = rich.table.Table(title="seconds = a + b log₂P, and how much more the largest P takes than the smallest")
   for head in ("algorithm", "phase", "a", "b", "farthest off", "largest / smallest", "of log₂P"):
     result.add_column(head, justify="left" if head in ("algorithm", "phase") else "right", no_wrap=True)

@@ -1,16 +1,16 @@
-r"""Partial reduce beside seven other ways to train workers of different speed, in virtual time: the paper's Table 1.
+r"""Partial reduce beside seven other ways to train workers of different speeds, in virtual time: the paper's Table 1.
 
 Eight workers train an MLP on the digits. Gradients are real; a step of a worker takes a second of virtual time, give or
-take --jitter, and HL times as long for each of HL workers that share one accelerator (§5.2). What counts is the
-time until the mean of the models first has the --target accuracy on the test set, looked at every half a second.
+take --jitter, and HL times as long for each of HL workers that share one accelerator (§5.2). The run time is the
+virtual time until the mean of the models first has the --target accuracy on the test set, evaluated every half second.
 Everything is deterministic by seed; the tables show means over the seeds.
 
 "per update" is an average of a group or of all, or one step of the one model, as in the paper. "initial" is dynamic
-partial reduce as the paper describes it, where the weight of iterations that nobody is at goes to the initial model.
+partial reduce as the paper describes it, where the weight of iterations that no worker is in goes to the initial model.
 
-Then ρ of the groups against the paper's Figure 4, its Figure 3 as a timeline of who worked, waited and averaged, and
-its Figure 8, partial reduce over P at the lowest level. Figures go to --report_dir: heterogeneous.png, timeline.png,
-group_size.png.
+Then ρ of the groups against the paper's Figure 4; its Figure 3 as a timeline of each worker's work, waiting and
+averaging; and its Figure 8, partial reduce over P at the lowest level. Figures go to --report_dir: heterogeneous.png,
+timeline.png, group_size.png.
 
 Examples:
   python -m benchmarks.heterogeneous
@@ -242,7 +242,7 @@ def _check_flags() -> tuple[list[Method], list[int], list[Method]]:
 
 
 def _measure(cases: Sequence[tuple[int, Method]], console: rich.console.Console) -> Runs:
-  """The runs of each method and level, one a seed; what is asked for twice is run once."""
+  """The runs of each method and level, one a seed; a method and level that is asked for twice is run once."""
   cases = list({(method.label, level): (level, method) for level, method in cases}.values())
   bench, seeds = Bench(), list(dict.fromkeys(_SEED.value))
   columns = [

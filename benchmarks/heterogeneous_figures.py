@@ -58,7 +58,7 @@ def draw_curves(runs: Runs, level: int, workers: int, target: float, path: pathl
 def draw_timeline(
   runs: Sequence[tuple[str, js.partial.Simulation]], level: int, workers: int, path: pathlib.Path
 ) -> None:
-  """Who worked, waited and averaged in the first seconds, Figure 3."""
+  """When each worker computed, waited and averaged in the first seconds, Figure 3."""
   until = 4.0 * level
   plot, panels = pyplot.subplots(
     len(runs), 1, figsize=(9, 2.4 * len(runs)), sharex=True, squeeze=False, layout="constrained"

@@ -16,7 +16,7 @@ _BUCKETS = 4096
 
 
 class Before(NamedTuple):
-  """What the workers hold before an update that donates it.
+  """Gradients and residuals of all workers before an update, which donates them.
 
   Attributes:
     sums: f64[2, buckets], sums over all workers of gradient + residual and of their magnitudes, by bucket.
@@ -58,7 +58,7 @@ class Laws:
     return " ".join(name for name, holds in (("C", self._conserves), ("R", self._replicates)) if holds)
 
   def before(self, grads: jax.Array, state: js.ReduceState) -> Before | None:
-    """What `wrong` needs to know of the arguments of the update; None where the algorithm does not conserve."""
+    """Sums of the arguments of an update; None where the algorithm does not promise Law C."""
     if not self._conserves:
       return None
     residual = state.carried.residual
@@ -100,7 +100,7 @@ class Laws:
 
 
 def _held(grads: jax.Array | None, state: js.ReduceState) -> jax.Array:
-  """Bucket sums of what a worker holds: gradients that are not yet reduced, and its residual."""
+  """Bucket sums of one worker's gradient + residual, or of its residual alone."""
   parts = [_bucket_sums(part) for part in (grads, state.carried.residual) if part is not None]
   return sum(parts, jnp.zeros((2, _BUCKETS)))
 

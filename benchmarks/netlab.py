@@ -39,7 +39,7 @@ _LAB = threading.Lock()
 
 
 class LabUnavailable(RuntimeError):
-  """No lab on this machine, or for this user; the message says why and what helps."""
+  """No lab on this machine, or for this user; the message says why, and how to get one."""
 
 
 class _Shape(NamedTuple):
@@ -107,7 +107,7 @@ def _bits(rate: str) -> float:
   """What a rate in the notation of `tc` is in bits a second.
 
   Raises:
-    ValueError: for what is no rate, or none that a lab can have.
+    ValueError: if `rate` is not a rate, or outside the limits of a lab.
   """
   form = _RATE.fullmatch(rate)
   bits = 0.0

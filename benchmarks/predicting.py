@@ -112,18 +112,18 @@ def speed_table(rows: Sequence[Predicted], title: str) -> rich.table.Table:
   result = rich.table.Table(title=title, caption="ms an update; fastest of those whose total is the same everywhere")
   for head in ("network", "P", "fastest", "next", "ms", "dense", "spardl", "dense / spardl", f"spardl:{BEST}", "d"):
     result.add_column(head, justify="left" if head in ("network", "fastest", "next") else "right", no_wrap=True)
-  places = list(dict.fromkeys((row.network, row.workers) for row in rows))
-  for place, after in itertools.zip_longest(places, places[1:], fillvalue=("", 0)):
-    here = {row.algorithm: row for row in rows if (row.network, row.workers) == place}
+  settings = list(dict.fromkeys((row.network, row.workers) for row in rows))
+  for setting, after in itertools.zip_longest(settings, settings[1:], fillvalue=("", 0)):
+    here = {row.algorithm: row for row in rows if (row.network, row.workers) == setting}
     ranked = sorted((row for row in here.values() if row.replicates), key=lambda row: row.seconds)
     names = [row.algorithm for row in ranked]
     dense, spardl, best = (here.get(label) for label in ("dense", "spardl", f"spardl:{BEST}"))
     result.add_row(
-      *(place[0], str(place[1]), *[*names, "–", "–"][:2]),
+      *(setting[0], str(setting[1]), *[*names, "–", "–"][:2]),
       *map(_ms, (ranked[0] if ranked else None, dense, spardl)),
       f"{dense.seconds / spardl.seconds:,.1f}" if dense and spardl else "–",
       *(_ms(best), str(best.teams) if best else "–"),
-      end_section=place[0] != after[0],
+      end_section=setting[0] != after[0],
     )
   return result
 

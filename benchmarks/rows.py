@@ -15,10 +15,10 @@ SETTING = ("workers", "rate", "n", "density")  # of a row, beside its algorithm
 
 
 class Measured(NamedTuple):
-  """A row, and what the cost model predicts for it.
+  """A row, and the cost model's prediction for it.
 
   Attributes:
-    row: what was measured.
+    row: the measurement.
     predicted: seconds, or None.
   """
 
@@ -36,14 +36,14 @@ class Kept:
 
   Args:
     path: of the file.
-    run: what tells the lines of this run from those of others.
+    run: the name of this run, in each of its lines.
   """
 
   def __init__(self, path: pathlib.Path, run: str):
     self._path, self._run = path, run
 
   def add(self, line: dict[str, Any]) -> None:
-    """Appends a line at once, so that it outlives whatever happens next."""
+    """Appends a line and waits until it is on disk."""
     self._path.parent.mkdir(parents=True, exist_ok=True)
     with self._path.open("a") as file:
       file.write(json.dumps({"run": self._run, **line}) + "\n")
@@ -125,7 +125,7 @@ def _several(measured: Sequence[Measured]) -> list[str]:
 
 
 def _setting(rows: Sequence[Row], besides: Sequence[str]) -> str:
-  """What all rows have in common."""
+  """The setting that all rows have in common."""
   same = [f"{name} {getattr(rows[0], name):,}" for name in ("workers", "n") if name not in besides]
   same += [f"density {rows[0].density:g}"] if "density" not in besides else []
   same += [f"{rows[0].rate} links"] if rows[0].rate and "rate" not in besides else []
@@ -134,7 +134,7 @@ def _setting(rows: Sequence[Row], besides: Sequence[str]) -> str:
 
 
 def figure(measured: Sequence[Measured], path: pathlib.Path) -> None:
-  """Median seconds over the part of the setting that has several values, or as bars of where the time went."""
+  """Median seconds over the part of the setting that has several values, or bars of selection, merge and wire."""
   over = _several(measured)
   plot, panel = report.pyplot.subplots(figsize=(9, 5), layout="constrained")
   rows = [one.row for one in measured]

@@ -1,19 +1,19 @@
 r"""Seconds of selecting k of n float32 on one device, beside `lax.top_k` of the magnitudes and one read of the vector.
 
 `js.select.top_k` finds the k largest, `select.threshold` and `select.packed` all entries of at least a threshold (here
-the exact k-th magnitude), `select.candidates` a superset of the k largest, which is what an update starts with. Each
-result is checked against `lax.top_k` before it is timed: the same set of indices, the same bits of the values. One
-repetition of every program follows the other, with a read after each, since the machine may be busy; medians and their
-ratios are of one run.
+the exact k-th magnitude), `select.candidates` entries that provably contain the k largest, with which an update
+starts. Each result is checked against `lax.top_k` before it is timed: the same set of indices, the same bits of the
+values. One repetition of every program follows the other, with a read after each, since the machine may be busy;
+medians and their ratios are of one run.
 
 Real gradients are those of the convolutional network on the digits after a few steps of SGD. It has 22,602 parameters,
 so the gradients of as many batches as fill n entries are laid one after the other.
 
-Then one whole SparDL update of one of --update workers, alone: messages are copies, it receives what it sends. Its
-total is no real sum, and no law holds for it, so only shapes and finiteness are checked (`benchmarks.collectives`
-checks the laws). Its passes over arrays of n entries are read off the compiled program: what each instruction reads and
-writes of them, in arrays of n float32. Reading or writing a few entries of such an array is no pass. "fallbacks" says
-how often one more update found too few candidates, and looked at all entries of some blocks.
+Then one whole SparDL update of one of --update workers alone, whose messages are copies of its own. Its total is not
+the sum over workers, and no law holds for it, so only shapes and finiteness are checked (`benchmarks.collectives`
+checks the laws). Its passes over arrays of n entries are read off the compiled program: the reads and writes of each
+instruction, in arrays of n float32. Reading or writing a few entries of such an array is not a pass. "fallbacks" is the
+number of times that one more update found too few candidates and selected from whole blocks.
 
 Examples:
   python -m benchmarks.selection
@@ -84,10 +84,10 @@ _INPUTS = flags.DEFINE_list(
   "inputs",
   list(INPUTS),
   "What to select from: normal; student-t with 2 degrees of freedom; heavy-tail, 1/rank shuffled; gradients of a real "
-  "model; sorted normals; all equal; few values, rounded normals; zeros in 99.5 % of the places. None with --inputs=",
+  "model; sorted normals; all equal; few values, rounded normals; zeros in 99.5 % of the entries. None with --inputs=",
 )
 _N = flags.DEFINE_integer("n", 14_728_266, "Entries; VGG-16's gradient by default.")
-_DENSITY = flags.DEFINE_float("density", 0.01, "Share of the entries to select.")
+_DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to select.")
 _REPETITIONS = flags.DEFINE_integer("repetitions", 9, "How often each program is timed; the median counts.")
 _UPDATE = flags.DEFINE_integer("update", 6, "Workers of the SparDL update of which one is timed alone; 0 for none.")
 _JSON = flags.DEFINE_bool(
@@ -137,7 +137,7 @@ class Bench:
 
   Args:
     n: entries.
-    density: share of them to select.
+    density: fraction of them to select.
     repetitions: of each program.
   """
 

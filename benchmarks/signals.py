@@ -9,9 +9,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-  """Lets the signals that end a program end a block by an exception, and holds them back while all is put in order.
+  """Lets the signals that end a program end a block by an exception, and defers them during the clean-up.
 
-  A program's own handlers are called as before, and what it ignores (nohup) stays ignored.
+  A program's own handlers are called as before, and signals that it ignores (nohup) stay ignored.
   """
 
   def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Times the updates of an algorithm with all workers in step, checks each result, and tells where the time went."""
+"""Times updates of an algorithm with all workers in step, checks each result, and splits the time into its parts."""
 
 import dataclasses
 import functools

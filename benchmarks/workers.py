@@ -31,10 +31,10 @@ class Workers(NamedTuple):
   """The workers of a benchmark, seen from one process.
 
   Attributes:
-    where: what `js.init` and `js.make_train_step` take: a mesh, or a comm.
-    axis: what a transform takes: the axis of the mesh, or the comm.
+    where: the argument `mesh` of `js.init` and `js.make_train_step`: a mesh, or a comm.
+    axis: the argument `axis` of a transform: the axis of the mesh, or the comm.
     size: number of workers P.
-    shares: how many shares of a batch this process gives: those of all workers, or under MPI its own.
+    shares: the number of workers whose part of a batch this process gives: all of them, or under MPI one.
     number: of this process among those that run; the first one reports.
   """
 
@@ -66,7 +66,7 @@ class Workers(NamedTuple):
 
 
 def launched(engine: str, workers: int, limit: float | None = None) -> bool:
-  """Runs this very command as `workers` ranks, if the engine wants that and nobody has started us as one of them.
+  """Runs this command again as `workers` ranks, if the engine takes ranks and this process is not one of them.
 
   Raises:
     ValueError: for fewer than one worker.
@@ -114,7 +114,7 @@ def pin() -> None:
 
 
 def make_console(stderr: bool = False, quiet: bool = False) -> rich.console.Console:
-  """A console as wide as the terminal; mpirun gives a rank one of its own, which tells nothing."""
+  """A console as wide as the terminal; the terminal that mpirun gives a rank has no useful width."""
   width = None if sys.stdout.isatty() and not launch.is_rank() else 160
   return rich.console.Console(stderr=stderr, quiet=quiet, width=width)
 
