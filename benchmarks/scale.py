@@ -146,7 +146,9 @@ def main() -> None:
   figure(predicted, programs, networks, title, path)
   console.print(speed_table(predicted, f"{title}: predicted on the wire"))
   if programs:
-    console.print(program_table(programs, f"{title}: seconds to make the program"), growth_table(grown))
+    console.print(program_table(programs, f"{title}: seconds to make the program"))
+  if grown:
+    console.print(growth_table(grown))
   console.print(f"figure: {path}")
   if _JSON.value:
     tables: dict[str, Sequence[Any]] = {

@@ -21,7 +21,8 @@ def scale(*flags):
 def result(tmp_path_factory):
   folder = tmp_path_factory.mktemp("scale")
   networks = ["--network=25GbE,slow:alpha=1e-3:beta=1e-7"]
-  done = scale("--workers=16,8", "--n=100000", "--repeats=1", *networks, "--json", f"--report_dir={folder}")
+  flags = ("--workers=16,8", "--n=100000", "--repeats=1", "--patience=1000", f"--report_dir={folder}")
+  done = scale(*flags, *networks, "--json")
   assert done.returncode == 0, done.stderr[-2000:]
   assert (folder / "scale.png").stat().st_size > 10_000
   assert "dense / spardl" in done.stderr
