@@ -165,7 +165,7 @@ def test_ranks_start_again_behind_a_row_that_fails(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="the lab needs root and iproute2")
 def test_in_the_lab_dense_takes_what_the_wire_takes(tmp_path):
-  flags = ("--workers=2", "--n=250000", "--algorithms=dense,spardl", "--repetitions=2", "--gradients=normal", "--json")
+  flags = ("--workers=2", "--n=250000", "--algorithms=dense,topka", "--repetitions=2", "--gradients=normal", "--json")
   done = collectives("--rate=20mbit", *flags, "--predict", f"--report_dir={tmp_path}")
   assert done.returncode == 0, done.stderr[-2000:]
   dense, sparse = json.loads(done.stdout)
