@@ -1,4 +1,4 @@
-"""Gradient tensors of four well-known networks, from their definitions: shapes, and shares of the backward time.
+"""Gradient tensors of four well-known networks, from their definitions: shapes, and fractions of the backward time.
 
 Tensors are those of the usual PyTorch code, in the order of the forward pass, so the last one is ready first. Seconds
 are a roofline of one RTX 2080 Ti: 4 floating-point operations a multiply-add (the gradients of the input and of the

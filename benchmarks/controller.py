@@ -44,7 +44,7 @@ class Result(NamedTuple):
   Attributes:
     signals_per_second: READY signals of all workers.
     groups_per_second: formed of them.
-    latency: median seconds from READY to GROUP, nobody else saying anything.
+    latency: median seconds from READY to GROUP while no other worker sends.
     latency_99: the 99th percentile.
     signal_bytes: of one signal.
     group_bytes: of one answer to a member.

@@ -1,7 +1,7 @@
-r"""What every algorithm sends for one update: counted from its schedule, beside the paper's formula (SparDL, Table 1).
+r"""Messages and words of one update: counted from the schedule, beside the paper's formula (SparDL, Table 1).
 
 Where sizes vary from step to step, the schedule has a switch: its least and its most words are counted, and the formula
-is an upper bound of the most. The ratio compares with 2k(P − 1)/P, what any sparse all-reduce has to send.
+is an upper bound of the most. The ratio is to 2k(P − 1)/P, the least words of any sparse all-reduce.
 
 Examples:
   python -m benchmarks.costs --workers=2,4,6,8,14,64,256
@@ -26,14 +26,14 @@ from benchmarks.workers import make_console
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["all"], specs.HELP)
 _WORKERS = flags.DEFINE_list("workers", ["2", "4", "6", "8", "14", "64", "256"], "Numbers of workers.")
 _N = flags.DEFINE_integer("n", 14_728_266, "Gradient entries; VGG-16 by default.")
-_DENSITY = flags.DEFINE_float("density", 0.01, "Share of the entries to deliver.")
+_DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to deliver.")
 _JSON = flags.DEFINE_bool(
   "json", False, "Print the rows as JSON on standard output, everything else on standard error."
 )
 
 
 class Row(NamedTuple):
-  """One algorithm at one number of workers: what was counted, and what the formula says.
+  """One algorithm at one number of workers: counted, and by the formula.
 
   Attributes:
     algorithm: as it was asked for.

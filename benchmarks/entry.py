@@ -1,4 +1,4 @@
-"""How every benchmark starts: flags are parsed, and what is known to go wrong becomes one line and exit status 1."""
+"""Parses flags and runs a benchmark's `main`; expected errors become one line and exit status 1."""
 
 import subprocess
 from collections.abc import Callable

@@ -1,16 +1,16 @@
-r"""Partial reduce beside seven other ways to train workers of different speed, in virtual time: the paper's Table 1.
+r"""Partial reduce beside seven other ways to train workers of different speeds, in virtual time: the paper's Table 1.
 
 Eight workers train an MLP on the digits. Gradients are real; a step of a worker takes a second of virtual time, give or
-take --jitter, and HL times as long for each of HL workers that share one accelerator (§5.2). What counts is the
-time until the mean of the models first has the --target accuracy on the test set, looked at every half a second.
+take --jitter, and HL times as long for each of HL workers that share one accelerator (§5.2). The run time is the
+virtual time until the mean of the models first has the --target accuracy on the test set, evaluated every half second.
 Everything is deterministic by seed; the tables show means over the seeds.
 
 "per update" is an average of a group or of all, or one step of the one model, as in the paper. "initial" is dynamic
-partial reduce as the paper describes it, where the weight of iterations that nobody is at goes to the initial model.
+partial reduce as the paper describes it, where the weight of iterations that no worker is in goes to the initial model.
 
-Then ρ of the groups against the paper's Figure 4, its Figure 3 as a timeline of who worked, waited and averaged, and
-its Figure 8, partial reduce over P at the lowest level. Figures go to --report_dir: heterogeneous.png, timeline.png,
-group_size.png.
+Then ρ of the groups against the paper's Figure 4; its Figure 3 as a timeline of each worker's work, waiting and
+averaging; and its Figure 8, partial reduce over P at the lowest level. Figures go to --report_dir: heterogeneous.png,
+timeline.png, group_size.png.
 
 Examples:
   python -m benchmarks.heterogeneous
@@ -36,12 +36,10 @@ from absl import flags
 
 import jaxsparse as js
 from benchmarks import data, entry, report, training, workers
+from benchmarks.heterogeneous_figures import Row, Runs, draw_curves, draw_sweep, draw_timeline
 from jaxsparse.partial.simulation import METHODS
 
-from matplotlib import colormaps, pyplot  # isort: skip  # after benchmarks.report, which chooses where it draws to
-
 _ALL = [*METHODS[:-2], "constant:3", "dynamic:3", "initial:3", "constant:5", "dynamic:5"]
-_COLORS = {"work": "tab:blue", "wait": "tab:green", "average": "tab:red"}
 
 _METHODS = flags.DEFINE_list(
   "methods", _ALL, "Methods; constant, dynamic and initial with a group size behind a colon."
@@ -76,32 +74,6 @@ class Method(NamedTuple):
   label: str
   name: str
   options: dict[str, Any]
-
-
-class Row(NamedTuple):
-  """One method at one heterogeneity level, means over the seeds.
-
-  Attributes:
-    label: of the method.
-    level: HL.
-    reached: how many seeds reached the target.
-    seconds: of virtual time to the target, of those that did; None if not all did.
-    deviation: of the seconds over the seeds.
-    updates: to the target, or until the end.
-    gradients: of workers, likewise.
-    per_update: seconds of virtual time.
-    rho: of the groups; None without groups.
-  """
-
-  label: str
-  level: int
-  reached: int
-  seconds: float | None
-  deviation: float
-  updates: float
-  gradients: float
-  per_update: float
-  rho: float | None
 
 
 class Spread(NamedTuple):
@@ -239,59 +211,6 @@ def figure_4(groups: int = 1000) -> list[Spread]:
   return found
 
 
-def draw_curves(runs: dict[tuple[str, int], list[js.partial.Simulation]], level: int, path: pathlib.Path) -> None:
-  """Accuracy over virtual time of the first seed, Figure 7(a)."""
-  plot, panel = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-  panel.set_prop_cycle(color=[colormaps["tab20"](number) for number in range(20)])
-  for (label, own), found in runs.items():
-    if own == level:
-      seconds, _, accuracy = zip(*found[0].curve, strict=True)
-      panel.plot(seconds, accuracy, label=label, linewidth=1)
-  panel.axhline(_TARGET.value, color="black", linewidth=0.5)
-  panel.set(xlabel="seconds of virtual time", ylabel="test accuracy", ylim=(0.8, 1.0))
-  panel.grid(alpha=0.3)
-  panel.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1))
-  report.save(plot, f"{_WORKERS.value} workers, {level} of them sharing an accelerator, digits", path)
-
-
-def draw_timeline(runs: Sequence[tuple[str, js.partial.Simulation]], level: int, path: pathlib.Path) -> None:
-  """Who worked, waited and averaged in the first seconds, Figure 3."""
-  until = 4.0 * level
-  plot, panels = pyplot.subplots(
-    len(runs), 1, figsize=(9, 2.4 * len(runs)), sharex=True, squeeze=False, layout="constrained"
-  )
-  for panel, (label, run) in zip(panels[:, 0], runs, strict=True):
-    for activity, color in _COLORS.items():
-      spans = [span for span in run.timeline if span.activity == activity and span.start < until]
-      panel.barh(
-        [span.worker for span in spans],
-        [span.end - span.start for span in spans],
-        left=[span.start for span in spans],
-        color=color,
-        edgecolor="white",
-        linewidth=0.3,
-        label=activity,
-      )
-    panel.set(title=label, ylabel="worker", xlim=(0, until))
-    panel.title.set_fontsize("small")
-    panel.invert_yaxis()
-  panels[-1, 0].set(xlabel="seconds of virtual time")
-  handles, labels = panels[0, 0].get_legend_handles_labels()
-  plot.legend(handles, labels, loc="outside right upper", fontsize="small")
-  report.save(plot, f"{_WORKERS.value} workers, the last {level} share an accelerator", path)
-
-
-def draw_sweep(rows: Sequence[Row], path: pathlib.Path) -> None:
-  """Run time, updates and time per update over P, Figure 8."""
-  plot, panels = pyplot.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
-  heads = {"seconds": "run time, s", "updates": "updates", "per_update": "seconds per update"}
-  for panel, (name, head) in zip(panels, heads.items(), strict=True):
-    panel.plot([int(one.label.partition(":")[2]) for one in rows], [getattr(one, name) for one in rows], marker="o")
-    panel.set(xlabel="group size P", ylabel=head, ylim=(0, None))
-    panel.grid(alpha=0.3)
-  report.save(plot, f"constant partial reduce, {_WORKERS.value} workers, HL = {rows[0].level}", path)
-
-
 def goals(rows: Sequence[Row]) -> list[report.Goal]:
   """The goal of the simulation."""
   seconds = {(one.label, one.level): one.seconds for one in rows}
@@ -322,10 +241,8 @@ def _check_flags() -> tuple[list[Method], list[int], list[Method]]:
   return methods, [int(level) for level in _LEVELS.value], sweep
 
 
-def _measure(
-  cases: Sequence[tuple[int, Method]], console: rich.console.Console
-) -> dict[tuple[str, int], list[js.partial.Simulation]]:
-  """The runs of each method and level, one a seed; what is asked for twice is run once."""
+def _measure(cases: Sequence[tuple[int, Method]], console: rich.console.Console) -> Runs:
+  """The runs of each method and level, one a seed; a method and level that is asked for twice is run once."""
   cases = list({(method.label, level): (level, method) for level, method in cases}.values())
   bench, seeds = Bench(), list(dict.fromkeys(_SEED.value))
   columns = [
@@ -357,7 +274,7 @@ def _report(
   methods: Sequence[Method],
   sweep: Sequence[Method],
   levels: Sequence[int],
-  runs: dict[tuple[str, int], list[js.partial.Simulation]],
+  runs: Runs,
   console: rich.console.Console,
 ) -> None:
   row_of = lambda method, level: row(method, level, runs[method.label, level], _WORKERS.value)
@@ -371,13 +288,13 @@ def _report(
     shares = f"the slowest is in {one.share:.2f} of the groups ({one.paper_share:.2f})"
     console.print(f"Figure 4, {one.what}: ρ is {one.rho:.3f} (there {one.paper:g}), {shares}", highlight=False)
   shown = {key: found for key, found in runs.items() if key[0] in {method.label for method in methods}}
-  draw_curves(shown, worst, folder / "heterogeneous.png")
+  draw_curves(shown, worst, _WORKERS.value, _TARGET.value, folder / "heterogeneous.png")
   timelines = [(label, found[0]) for (label, level), found in shown.items() if level == worst]
   chosen = [one for one in timelines if one[0] in ("allreduce", "eager", "constant:3")] or timelines[:1]
-  draw_timeline(chosen, worst, folder / "timeline.png")
+  draw_timeline(chosen, worst, _WORKERS.value, folder / "timeline.png")
   drawn = ["heterogeneous.png", "timeline.png"]
   if swept:
-    draw_sweep(swept, folder / "group_size.png")
+    draw_sweep(swept, _WORKERS.value, folder / "group_size.png")
     drawn.append("group_size.png")
   console.print(f"figures in {folder}: {', '.join(drawn)}")
   reached = goals(rows)

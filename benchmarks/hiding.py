@@ -24,7 +24,7 @@ from jaxsparse.train.engine import engine_of, here
 
 _RATE = 0.1  # of learning
 _BESIDE = 1.5  # two short all-reduces that take less than so many times as long as one start beside each other
-_HIDES = 0.5  # share of an all-reduce that must be hidden for a plan to count on it
+_HIDES = 0.5  # fraction of an all-reduce that must be hidden for a plan to count on it
 
 DEFAULT, ALONE = "xla default", "no communication"
 
@@ -48,7 +48,7 @@ class Measured(NamedTuple):
 
 
 class Setting(NamedTuple):
-  """What was measured before planning.
+  """The measurements before planning.
 
   Attributes:
     rate: of the lab's links.
@@ -60,7 +60,7 @@ class Setting(NamedTuple):
     beta: seconds a byte.
     gamma: of two at once.
     start_ups: two short ones over one.
-    hidden: share of an all-reduce that arithmetic hides.
+    hidden: fraction of an all-reduce that arithmetic hides.
   """
 
   rate: str
@@ -76,7 +76,7 @@ class Setting(NamedTuple):
 
 
 class Lab:
-  """The workers, a model, and what is known of both.
+  """The workers, a model, and the measurements of both.
 
   Args:
     workers: of this run.
@@ -107,13 +107,13 @@ class Lab:
 
   @property
   def setting(self) -> Setting:
-    """What was measured before."""
+    """The measurements before planning."""
     layers, link = self._layers, js.overlap.link_of(self._profile)
     sizes, backward = layers.sizes, sum(layers.backward_times)
     return Setting(self._rate, len(sizes), sum(sizes), layers.forward, backward, *link, *self._runtime)
 
   def plan(self, kind: Any, name: str) -> js.overlap.Plan:
-    """The plan of a kind for a collective, from what was measured."""
+    """The plan of a kind for a collective, from the measurements."""
     layers = self._layers if self._runtime.hidden >= _HIDES else self._layers.at_the_end
     ways = 2 if self._runtime.start_ups < _BESIDE else 1
     link = js.overlap.link_of(self._profile, name, **self._config(name))
@@ -172,7 +172,7 @@ class Lab:
 
 
 class _Run:
-  """A training run: a step, and where it has come to."""
+  """A training run: a step, and its current parameters and state."""
 
   def __init__(self, step: Callable, params: Any, state: Any):
     self._step, self.params, self._state = step, params, state
@@ -190,7 +190,7 @@ def _loss(params: Any, batch: jax.Array) -> jax.Array:
 
 
 def _check_same(params: Any, expected: Any) -> None:
-  """Raises RuntimeError where a plan has led elsewhere than a plain all-reduce."""
+  """Raises RuntimeError where the parameters differ from those of a plain all-reduce."""
   for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
     apart = np.abs(here(one) - here(other)).max()
     if not apart < 1e-5:

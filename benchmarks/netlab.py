@@ -15,37 +15,31 @@ import contextlib
 import functools
 import json
 import os
-import pathlib
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import app, flags
 
+from benchmarks.namespaces import ETC, GRACE, batch, remove, remove_leftovers, started
+from benchmarks.signals import Signals
 from jaxsparse.launch import HOSTS, Host
 from jaxsparse.launch.guard import die_with_parent
 
 SUBNET = "10.77.0.0/16"
 MOST_HOSTS = 250
 
-_ETC = pathlib.Path("/etc/netns")  # what `ip netns exec` mounts over /etc
-_RUN = pathlib.Path("/var/run/netns")
-_NAME = re.compile(r"jslab-(\d+)-(\d+)-(?:switch|\d+)")  # the owner's process id and when that process started
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:([kmgt]i?)?(bit|bps))?", re.IGNORECASE)
-_GRACE = 2.0  # seconds to end after SIGTERM, before SIGKILL
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LAB = threading.Lock()
 
 
 class LabUnavailable(RuntimeError):
-  """No lab on this machine, or for this user; the message says why and what helps."""
+  """No lab on this machine, or for this user; the message says why, and how to get one."""
 
 
 class _Shape(NamedTuple):
@@ -81,19 +75,19 @@ def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
   _check_machine()
   if not _LAB.acquire(blocking=False):
     raise RuntimeError("this process has a lab already: leave its block first")
-  owner = f"jslab-{os.getpid()}-{_started(os.getpid())}"
+  owner = f"jslab-{os.getpid()}-{started(os.getpid())}"
   switch, team = f"{owner}-switch", [_host(f"{owner}-{number}", number) for number in range(hosts)]
   try:
-    with _Signals() as signals:
+    with Signals() as signals:
       try:  # twice: a signal may arrive between the end of the block and the `hold`
         try:
-          _remove_leftovers()
+          remove_leftovers()
           _build(switch, team, shape)
           yield team
         finally:
           signals.hold()
       finally:
-        _remove([switch, *(host.name for host in team)])
+        remove([switch, *(host.name for host in team)])
   finally:
     _LAB.release()
 
@@ -113,7 +107,7 @@ def _bits(rate: str) -> float:
   """What a rate in the notation of `tc` is in bits a second.
 
   Raises:
-    ValueError: for what is no rate, or none that a lab can have.
+    ValueError: if `rate` is not a rate, or outside the limits of a lab.
   """
   form = _RATE.fullmatch(rate)
   bits = 0.0
@@ -197,10 +191,10 @@ def _write_names(team: list[Host]) -> None:
   names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in team)
   try:
     for host in team:
-      (_ETC / host.name).mkdir(parents=True)
-      (_ETC / host.name / "hosts").write_text(names)
+      (ETC / host.name).mkdir(parents=True)
+      (ETC / host.name / "hosts").write_text(names)
   except OSError as error:
-    raise LabUnavailable(f"{error}: the names of the hosts lie in {_ETC}, make it writable") from error
+    raise LabUnavailable(f"{error}: the names of the hosts lie in {ETC}, make it writable") from error
 
 
 def _tell(tool: list[str], lines: list[str]) -> None:
@@ -209,127 +203,13 @@ def _tell(tool: list[str], lines: list[str]) -> None:
   Raises:
     LabUnavailable: for the first that fails.
   """
-  done = _batch(tool, lines)
+  done = batch(tool, lines)
   if done.returncode:
     reason = "; ".join(line.strip() for line in done.stderr.splitlines())
     raise LabUnavailable(
       f"`{' '.join(tool)}` refused a part of the lab ({reason}): it takes the capabilities CAP_SYS_ADMIN and "
       "CAP_NET_ADMIN (in docker --privileged), and a kernel with network namespaces, veth, bridge and tbf"
     )
-
-
-def _batch(tool: list[str], lines: list[str]) -> "subprocess.CompletedProcess[str]":
-  text = "".join(f"{line}\n" for line in lines)
-  # Blocked signals are inherited: a Ctrl-C, which goes to all programs of a terminal, does not end it half way.
-  before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-  try:
-    return subprocess.run([*tool, "-batch", "-"], input=text, capture_output=True, text=True, check=False)
-  finally:
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _remove_leftovers() -> None:
-  """Removes the labs whose owner is dead, also where another process has its id by now."""
-  names = {name for folder in (_RUN, _ETC) if folder.is_dir() for name in os.listdir(folder)}
-  owners = {name: owner for name in sorted(names) if (owner := _NAME.fullmatch(name))}
-  dead = [name for name, owner in owners.items() if _started(int(owner[1])) != owner[2]]
-  if dead:
-    ended = _remove(dead)
-    labs = ", ".join(sorted({name.rpartition("-")[0] for name in dead}))
-    counts = f"namespaces: {len(dead)}, processes ended: {ended}"
-    print(f"netlab: removed what {labs} left behind ({counts})", file=sys.stderr)
-
-
-def _started(pid: int) -> str | None:
-  """When a process started, in clock ticks since the machine did; None where there is none, or only its remains."""
-  try:
-    text = pathlib.Path(f"/proc/{pid}/stat").read_text()
-  except OSError:
-    return None
-  state, *numbers = text.rpartition(")")[2].split()  # the program's name, in parentheses, may have any character
-  return None if state in "ZX" else numbers[18]
-
-
-def _remove(names: list[str]) -> int:
-  """Removes hosts and switches as far as they are there, and says how many processes it ended in them."""
-  ended = _end_processes(names)
-  done = _batch(["ip", "-force"], [f"netns del {name}" for name in names if (_RUN / name).exists()])
-  for name in names:
-    shutil.rmtree(_ETC / name, ignore_errors=True)
-  left = [name for name in names if (_RUN / name).exists() or (_ETC / name).exists()]
-  if left:
-    print(f"netlab: could not remove {', '.join(left)}: {done.stderr.strip()}", file=sys.stderr)
-  return ended
-
-
-def _end_processes(names: list[str]) -> int:
-  asked: set[int] = set()
-  start = time.monotonic()
-  while inside := _processes(names):
-    waited = time.monotonic() - start
-    if waited > 2 * _GRACE:
-      break  # not even SIGKILL ends a process that waits for a disk; its namespace goes when it does
-    for pid in inside if waited > _GRACE else inside - asked:
-      with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL if waited > _GRACE else signal.SIGTERM)
-    asked |= inside
-    time.sleep(0.01)
-  return len(asked)
-
-
-def _processes(names: list[str]) -> set[int]:
-  """Those in the namespaces, never in our own: one pass over /proc, where `ip netns pids` makes one for each name."""
-  spaces = {_identity(_RUN / name) for name in names} - {None, _identity("/proc/self/ns/net")}
-  pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] if spaces else []
-  return {pid for pid in pids if _identity(f"/proc/{pid}/ns/net") in spaces}
-
-
-def _identity(path: str | pathlib.Path) -> tuple[int, int] | None:
-  try:
-    status = os.stat(path)
-  except OSError:
-    return None
-  return status.st_dev, status.st_ino
-
-
-class _Signals:
-  """Lets the signals that end a program end a block by an exception, and holds them back while all is put in order.
-
-  A program's own handlers are called as before, and what it ignores (nohup) stays ignored.
-  """
-
-  def __init__(self) -> None:
-    self._before: dict[int, Any] = {}
-    self._held = False
-    self._late: int | None = None
-
-  def __enter__(self) -> "_Signals":
-    if threading.current_thread() is threading.main_thread():  # the only one that may have handlers
-      for number in _SIGNALS:
-        before = signal.getsignal(number)
-        if before not in (signal.SIG_IGN, None):
-          self._before[number] = before
-          signal.signal(number, self._arrived)
-    return self
-
-  def hold(self) -> None:
-    """From now on signals wait for the end of the `with` block."""
-    self._held = True
-
-  def _arrived(self, number: int, frame: FrameType | None) -> None:
-    before = self._before[number]
-    if self._held:
-      self._late = number
-    elif callable(before):  # among them Python's own for SIGINT, which raises KeyboardInterrupt
-      before(number, frame)
-    else:
-      raise SystemExit(128 + number)
-
-  def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    for number, before in self._before.items():
-      signal.signal(number, before)
-    if self._late is not None and error is None:  # otherwise the program is on its way out anyway
-      signal.raise_signal(self._late)
 
 
 def _run(command: list[str], extra: dict[str, str]) -> int:
@@ -354,11 +234,11 @@ def _run(command: list[str], extra: dict[str, str]) -> int:
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
   try:
-    process.wait(_GRACE)
+    process.wait(GRACE)
   except subprocess.TimeoutExpired:
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-      process.wait(_GRACE)
+      process.wait(GRACE)
   finally:  # also after a second Ctrl-C
     process.kill()
     process.wait()

@@ -1,4 +1,4 @@
-r"""What hiding communication behind backward brings: the ASC-WFBP paper's setting on paper, or measured in a lab.
+r"""Seconds an iteration with communication hidden behind backward: the ASC-WFBP paper's setting on paper, or in a lab.
 
 On paper, beside what the paper measured: with no --rate. With --rate (needs root) a model of many small tensors is
 trained on hosts of the network lab, whose links are that fast: see benchmarks/hiding.py.
@@ -51,7 +51,7 @@ _HOSTS = flags.DEFINE_integer("workers", 4, "Hosts of the lab, a worker on each.
 _DEPTH = flags.DEFINE_integer("depth", 20, "Layers of the lab's model, a matrix and a bias each.")
 _WIDTH = flags.DEFINE_integer("width", 128, "Of each layer of the lab's model.")
 _BATCH = flags.DEFINE_integer("batch", 256, "Rows for each worker of the lab.")
-_DENSITY = flags.DEFINE_float("density", 0.01, "Share of the entries that SparDL delivers in the lab.")
+_DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that SparDL delivers in the lab.")
 _REPETITIONS = flags.DEFINE_integer("repetitions", 9, "Timed steps of each plan in the lab.")
 _ROWS = flags.DEFINE_string("rows", None, "Write the rows here and print nothing: how ranks tell who started them.")
 _REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figures.")
@@ -61,7 +61,7 @@ _JSON = flags.DEFINE_bool(
 
 
 class Paper(NamedTuple):
-  """What the paper measured of a network on 32 GPUs, Tables IV and V.
+  """The paper's measurements of a network on 32 GPUs, Tables IV and V.
 
   Attributes:
     seconds: of an iteration, by kind of plan.
@@ -194,8 +194,8 @@ def table(rows: list[Row]) -> rich.table.Table:
 
 
 def network_table(models: list[str]) -> rich.table.Table:
-  """What was put in: the networks, and what the paper says about them."""
-  result = rich.table.Table(title="the networks, and what the paper's own numbers say")
+  """The inputs of the predictions: the networks, and the paper's figures for them."""
+  result = rich.table.Table(title="the networks, and the paper's figures for them")
   result.add_column("network", no_wrap=True)
   for head in ("tensors", "parameters", "< 8 kB", "forward s", "backward s", "S_max", "paper", "α of WFBP, ms"):
     result.add_column(head, justify="right", no_wrap=True)
@@ -234,7 +234,7 @@ def _paper(console: rich.console.Console) -> list[Row]:
 
 
 def _rank(path: pathlib.Path) -> None:
-  """What each rank of the lab does; the first one writes the rows."""
+  """Measures in a rank of the lab; rank 0 writes the rows."""
   place = workers.here("processes", _HOSTS.value)
   sizes = (_DEPTH.value, _WIDTH.value, _BATCH.value)
   lab = hiding.Lab(place, _RATE.value[0], *sizes, _DENSITY.value, _REPETITIONS.value)
@@ -244,7 +244,7 @@ def _rank(path: pathlib.Path) -> None:
 
 
 def _lab(rate: str, path: pathlib.Path) -> tuple[hiding.Setting, list[hiding.Measured]]:
-  """Starts the ranks on hosts whose links are that fast, and reads what they measured."""
+  """Starts the ranks on hosts whose links are that fast, and reads their rows."""
   command = [sys.executable, "-m", "benchmarks.overlap", *sys.argv[1:], f"--rate={rate}", f"--rows={path}"]
   with netlab.lab(_HOSTS.value, None if rate == "none" else rate) as hosts:
     launch.run(command, _HOSTS.value, hosts=hosts)
@@ -253,7 +253,7 @@ def _lab(rate: str, path: pathlib.Path) -> tuple[hiding.Setting, list[hiding.Mea
 
 
 def lab_table(setting: hiding.Setting, rows: list[hiding.Measured]) -> rich.table.Table:
-  """What was measured at one speed."""
+  """The rows of one rate."""
   link = f"α = {1e3 * setting.alpha:.2f} ms, β = {1e9 * setting.beta:.1f} ns/byte, γ = {setting.gamma:.2f}"
   runtime = f"two start-ups take {setting.start_ups:.2f} × one, {100 * setting.hidden:.0f} % of an all-reduce is hidden"
   model = f"{setting.tensors} tensors, {setting.bytes / 1e6:.2f} MB, forward {1e3 * setting.forward:.1f} ms, "

@@ -17,7 +17,7 @@ class Pass(NamedTuple):
     opcode: its kind.
     reads: arrays of n float32 that it reads; of a conditional, in its cheapest branch; of a while loop, each time.
     writes: how many it writes, likewise.
-    note: "in place" where it changes a few entries of one, and what else a branch or loop may add.
+    note: "in place" where it changes a few entries of one, and the passes that another branch or iteration adds.
   """
 
   name: str
@@ -110,7 +110,7 @@ def _passes_in(program: Mapping[str, _Computation], name: str) -> Iterable[Pass]
 
 
 def _pass_of_computations(one: _Instruction, program: Mapping[str, _Computation]) -> Pass:
-  """Of the cheapest branch; a note says what the dearest takes."""
+  """The passes of the branch with the fewest; a note has the most."""
   branches = [list(_passes_in(program, name)) for name in one.calls]
   totals = sorted((sum(p.reads for p in branch), sum(p.writes for p in branch)) for branch in branches)
   least, most = min(totals, key=sum), max(totals, key=sum)

@@ -18,7 +18,7 @@ from matplotlib import axes, pyplot
 
 
 class Goal(NamedTuple):
-  """A ratio that is to be reached.
+  """A ratio to reach.
 
   Attributes:
     what: the goal in words.
@@ -32,7 +32,7 @@ class Goal(NamedTuple):
 
 
 def say(goals: Sequence[Goal], console: rich.console.Console) -> None:
-  """Prints each goal, what was measured and whether that is enough, on a line of its own."""
+  """Prints a line for each goal: the measured ratio, and whether the goal is met."""
   for goal in goals:
     verdict = "not measured" if goal.measured is None else f"{goal.measured:.2f}, {'met' if goal.met else 'not met'}"
     console.print(f"goal: {goal.what}: {verdict}", highlight=False, soft_wrap=True)
@@ -53,7 +53,7 @@ def label(run: Run) -> str:
 
 
 def line(run: Run) -> str:
-  """What one run reached."""
+  """One line about the end of a run."""
   reached = f"test accuracy {run.test_accuracy:.4f}, test loss {run.test_loss:.4f}"
   return f"{label(run)}, seed {run.seed}: {reached}, {1e3 * run.seconds_per_step:.1f} ms a step"
 

@@ -1,19 +1,19 @@
 r"""Seconds of selecting k of n float32 on one device, beside `lax.top_k` of the magnitudes and one read of the vector.
 
 `js.select.top_k` finds the k largest, `select.threshold` and `select.packed` all entries of at least a threshold (here
-the exact k-th magnitude), `select.candidates` a superset of the k largest, which is what an update starts with. Each
-result is checked against `lax.top_k` before it is timed: the same set of indices, the same bits of the values. One
-repetition of every program follows the other, with a read after each, since the machine may be busy; medians and their
-ratios are of one run.
+the exact k-th magnitude), `select.candidates` entries that provably contain the k largest, with which an update
+starts. Each result is checked against `lax.top_k` before it is timed: the same set of indices, the same bits of the
+values. One repetition of every program follows the other, with a read after each, since the machine may be busy;
+medians and their ratios are of one run.
 
 Real gradients are those of the convolutional network on the digits after a few steps of SGD. It has 22,602 parameters,
 so the gradients of as many batches as fill n entries are laid one after the other.
 
-Then one whole SparDL update of one of --update workers, alone: messages are copies, it receives what it sends. Its
-total is no real sum, and no law holds for it, so only shapes and finiteness are checked (`benchmarks.collectives`
-checks the laws). Its passes over arrays of n entries are read off the compiled program: what each instruction reads and
-writes of them, in arrays of n float32. Reading or writing a few entries of such an array is no pass. "fallbacks" says
-how often one more update found too few candidates, and looked at all entries of some blocks.
+Then one whole SparDL update of one of --update workers alone, whose messages are copies of its own. Its total is not
+the sum over workers, and no law holds for it, so only shapes and finiteness are checked (`benchmarks.collectives`
+checks the laws). Its passes over arrays of n entries are read off the compiled program: the reads and writes of each
+instruction, in arrays of n float32. Reading or writing a few entries of such an array is not a pass. "fallbacks" is the
+number of times that one more update found too few candidates and selected from whole blocks.
 
 Examples:
   python -m benchmarks.selection
@@ -28,7 +28,6 @@ import itertools
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,14 +38,12 @@ import rich.console
 import rich.progress
 import rich.table
 from absl import flags
-from jax.extend import core
 
 import jaxsparse as js
 from benchmarks import data, entry, report, training, workers
-from benchmarks.passes import Pass, passes_of
+from benchmarks.alone import READ, Update, fallbacks, milliseconds, pass_table, seconds_of, update_alone, update_table
 from benchmarks.report import Goal
 from jaxsparse import flatten
-from jaxsparse.comm import SoloComm
 from jaxsparse.select import candidates, exact, threshold
 from jaxsparse.select.candidates import Candidates
 from jaxsparse.sparse import bitset
@@ -87,10 +84,10 @@ _INPUTS = flags.DEFINE_list(
   "inputs",
   list(INPUTS),
   "What to select from: normal; student-t with 2 degrees of freedom; heavy-tail, 1/rank shuffled; gradients of a real "
-  "model; sorted normals; all equal; few values, rounded normals; zeros in 99.5 % of the places. None with --inputs=",
+  "model; sorted normals; all equal; few values, rounded normals; zeros in 99.5 % of the entries. None with --inputs=",
 )
 _N = flags.DEFINE_integer("n", 14_728_266, "Entries; VGG-16's gradient by default.")
-_DENSITY = flags.DEFINE_float("density", 0.01, "Share of the entries to select.")
+_DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to select.")
 _REPETITIONS = flags.DEFINE_integer("repetitions", 9, "How often each program is timed; the median counts.")
 _UPDATE = flags.DEFINE_integer("update", 6, "Workers of the SparDL update of which one is timed alone; 0 for none.")
 _JSON = flags.DEFINE_bool(
@@ -124,36 +121,6 @@ class Row(NamedTuple):
   hit: bool
 
 
-class Update(NamedTuple):
-  """One update of one worker, alone.
-
-  Attributes:
-    workers: P.
-    seconds: median of one update.
-    read: of one read of the gradient in the same run.
-    buffers: memory it takes at its peak beyond gradient and state, its own mean included, in arrays of n float32.
-    fallbacks: how many of its choices between candidates and everything fell on everything, in one more update.
-    choices: how many there are.
-    passes: over arrays of n entries.
-  """
-
-  workers: int
-  seconds: float
-  read: float
-  buffers: float
-  fallbacks: int
-  choices: int
-  passes: list[Pass]
-
-  @property
-  def touched(self) -> float:
-    """Arrays of n entries that are read or written, all passes together."""
-    return sum(one.reads + one.writes for one in self.passes)
-
-
-_READ = jax.jit(lambda x: jnp.abs(x).sum())
-
-
 def _by_threshold(x: jax.Array, bound: jax.Array, k: int) -> tuple[js.Sparse, jax.Array]:
   """The first entries that reach `bound`, up to about k, and how many do."""
   words = threshold.selected(x, bound)
@@ -170,7 +137,7 @@ class Bench:
 
   Args:
     n: entries.
-    density: share of them to select.
+    density: fraction of them to select.
     repetitions: of each program.
   """
 
@@ -225,7 +192,7 @@ class Bench:
       all_of_them = np.flatnonzero(np.abs(entries).view(np.int32) >= found.low[0])
       if not np.array_equal(places, all_of_them) or not np.isin(largest, places).all():
         raise RuntimeError(f"{name}: the candidates are not the entries that reach their bound, or too few")
-    jax.block_until_ready(_READ(x))
+    jax.block_until_ready(READ(x))
     return bound, hit
 
 
@@ -242,63 +209,9 @@ def interleaved(programs: Mapping[str, Callable[[], Any]], x: jax.Array, repetit
   times: dict[str, list[float]] = collections.defaultdict(list)
   for _ in range(repetitions):
     for name, program in programs.items():
-      times[name].append(_seconds(program))
-      times["read"].append(_seconds(lambda: _READ(x)))  # it is short, so it takes more of them to tell
+      times[name].append(seconds_of(program))
+      times["read"].append(seconds_of(lambda: READ(x)))  # it is short, so it takes more of them to tell
   return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
-def _seconds(program: Callable[[], Any]) -> float:
-  start = time.perf_counter()
-  jax.block_until_ready(program())
-  return time.perf_counter() - start
-
-
-def fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
-  """(taken, choices): how many of the outermost `lax.cond` of a function take their branch for False.
-
-  In selection that is what is done where a sample's bound was no good. The predicates are computed, and nothing else.
-
-  Example:
-    >>> fallbacks(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), jnp.float32(-1))
-    (1, 1)
-  """
-  closed = jax.make_jaxpr(function)(*arguments)
-  chosen = [equation.invars[0] for equation in closed.jaxpr.eqns if equation.primitive.name == "cond"]
-  names = closed.jaxpr.debug_info._replace(result_paths=None)
-  head = closed.jaxpr.replace(outvars=chosen, debug_info=names)
-  branches = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(head, closed.consts)))(*jax.tree.leaves(arguments))
-  return sum(int(branch) == 0 for branch in branches), len(branches)
-
-
-def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
-  """One SparDL update of one of `size` workers, whose messages are copies.
-
-  Raises:
-    RuntimeError: if what it gives is not finite.
-  """
-  tx = js.make_transform("spardl", SoloComm(size), density=density)
-  several = [jax.random.normal(jax.random.key(seed), (n,), jnp.float32) for seed in range(3)]
-  state = tx.init(several[0])
-  # A training step has no use for its gradients afterwards: they give their buffer to the mean.
-  compiled: Any = jax.jit(tx.update, donate_argnums=(0, 1)).lower(several[0], state).compile()
-  times: dict[str, list[float]] = {"seconds": [], "read": []}
-  for step in range(3 + repetitions):  # the first of them have an empty residual
-    grads = jax.block_until_ready(jnp.copy(several[step % 3]))
-    times["read"].append(_seconds(functools.partial(_READ, grads)))
-    start = time.perf_counter()
-    mean, state = jax.block_until_ready(compiled(grads, state))
-    times["seconds"].append(time.perf_counter() - start)
-  medians = {name: statistics.median(seconds[3:]) for name, seconds in times.items()}
-  residual = state.carried.residual
-  if not mean.shape == residual.shape == (n,) or not bool(jnp.isfinite(mean).all() & jnp.isfinite(residual).all()):
-    raise RuntimeError(f"the update of one of {size} workers is not finite, or not of {n} entries")
-  memory = compiled.memory_analysis()
-  beyond = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-  taken, choices = fallbacks(tx.update, several[0], state)
-  buffers = beyond / (4 * n)
-  return Update(
-    size, **medians, buffers=buffers, fallbacks=taken, choices=choices, passes=passes_of(compiled.as_text(), n)
-  )
 
 
 def goals(rows: Sequence[Row], update: Update | None) -> list[Goal]:
@@ -332,43 +245,13 @@ def selection_table(rows: Sequence[Row], title: str) -> rich.table.Table:
   for row in rows:
     result.add_row(
       row.input,
-      *map(_ms, (row.read, row.lax_top_k, row.top_k)),
+      *map(milliseconds, (row.read, row.lax_top_k, row.top_k)),
       *(f"{row.lax_top_k / row.top_k:.1f}", f"{row.top_k / row.read:.1f}"),
       row.method + (", missed" if row.missed else ""),
-      *(_ms(row.threshold), f"{row.lax_top_k / row.threshold:.1f}"),
-      *(_ms(row.candidates), f"{row.candidates / row.read:.1f}", "yes" if row.hit else "no"),
+      *(milliseconds(row.threshold), f"{row.lax_top_k / row.threshold:.1f}"),
+      *(milliseconds(row.candidates), f"{row.candidates / row.read:.1f}", "yes" if row.hit else "no"),
     )
   return result
-
-
-def update_table(update: Update) -> rich.table.Table:
-  """Time, memory and passes of the update."""
-  result = rich.table.Table(title="one SparDL update of one worker, alone; memory and passes in arrays of n float32")
-  for head in ("P", "ms", "read", "× read", "memory", "passes", "fallbacks"):
-    result.add_column(head, justify="right", no_wrap=True)
-  result.add_row(
-    str(update.workers),
-    *(_ms(update.seconds), _ms(update.read), f"{update.seconds / update.read:.1f}"),
-    *(f"{update.buffers:.2f}", f"{update.touched:.3g}", f"{update.fallbacks} of {update.choices}"),
-  )
-  return result
-
-
-def pass_table(passes: Sequence[Pass]) -> rich.table.Table:
-  """Which instructions of the update touch arrays of n entries."""
-  result = rich.table.Table(title="its passes over arrays of n entries")
-  for head in ("instruction", "opcode", "reads", "writes", "note"):
-    result.add_column(head, justify="right" if head in ("reads", "writes") else "left", no_wrap=True)
-  for one in passes:
-    result.add_row(one.name, one.opcode, f"{one.reads:.3g}", f"{one.writes:.3g}", one.note)
-  reads, writes = (sum(getattr(one, name) for one in passes) for name in ("reads", "writes"))
-  result.add_section()
-  result.add_row("total", "", f"{reads:.3g}", f"{writes:.3g}", f"{reads + writes:.3g} together")
-  return result
-
-
-def _ms(seconds: float) -> str:
-  return f"{1e3 * seconds:,.1f}"
 
 
 def _check_flags() -> None:

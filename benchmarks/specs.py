@@ -1,4 +1,4 @@
-"""How a benchmark's --algorithm names what to run: a collective, and options that differ from the defaults."""
+"""Parses the flag --algorithm of benchmarks: names of collectives, with options that differ from the defaults."""
 
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class Spec(NamedTuple):
 
   @property
   def collective(self) -> js.Collective:
-    """What it names."""
+    """The collective with its options."""
     return js.make_collective(self.name, **self.config)
 
 

@@ -50,13 +50,13 @@ _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images of each worker in e
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, "Of SGD with momentum 0.9.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the parameters and the order of the batches.")
 _LIMIT = flags.DEFINE_float("limit", 120, "Seconds that a run may take to the target.")
-_ROLE = flags.DEFINE_string("role", None, "Internal: what a process of a run does.")
+_ROLE = flags.DEFINE_string("role", None, "Internal: the role of a process that this program starts.")
 _FOLDER = flags.DEFINE_string("folder", None, "Internal: where the processes of a run meet.")
 _JSON = flags.DEFINE_bool("json", False, "Print the result as JSON on standard output, the rest on standard error.")
 
 
 class Outcome(NamedTuple):
-  """How worker 0 came to the target.
+  """Worker 0's run until the target.
 
   Attributes:
     run: which.
@@ -96,7 +96,7 @@ class _Finish:
     self._start = time.perf_counter()
 
   def reached(self, params: Any, iterations: int) -> bool:
-    """Whether that is enough, or took too long."""
+    """Whether the target is reached, or the time is up."""
     accuracy, seconds = self._accuracy(params), time.perf_counter() - self._start
     if accuracy < _TARGET.value and seconds < _LIMIT.value:
       return False
@@ -108,7 +108,7 @@ class _Finish:
 
 
 def _all_reduce(folder: pathlib.Path) -> None:
-  """A rank of the all-reduce: everybody waits for the slowest in every step."""
+  """A rank of the all-reduce: all workers wait for the slowest in every step."""
   place = workers.here("processes", _WORKERS.value)
   own = _Task(place.number)
   tx = optax.chain(js.make_transform("dense", place.axis), own.tx)
@@ -236,7 +236,7 @@ def main() -> None:
   console = workers.make_console(stderr=_JSON.value)
   if not 0 <= _SLOW.value <= _WORKERS.value - 2:
     raise ValueError(f"--slow={_SLOW.value}, choose 0 … {_WORKERS.value - 2}: two workers at least are fast")
-  js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value)  # says what is wrong with the flags
+  js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value)  # raises ValueError for wrong flags
   outcomes = [run_all_reduce(), run_partial("partial reduce")]
   outcomes.append(run_partial("one killed", (outcomes[1].seconds or _LIMIT.value) / 2))
   kind = f"groups of {_GROUP_SIZE.value}, {_WEIGHTS.value} weights"

@@ -1,4 +1,4 @@
-r"""What becomes of the averages of groups as JAX's collectives, when a member dies and comes back.
+r"""Outcomes of averages of groups as JAX's collectives when a member dies and is started again.
 
 Three processes of `jax.distributed` with gloo, groups as sub-meshes. 0 and 1 average, and 1 and 2. Then process 2 kills
 itself while 1 averages with it; 0 and 1 go on; process 2 is started again and tries to average with 1; at the end
@@ -40,7 +40,7 @@ _Pair = tuple[int, int]
 
 
 class Fate(NamedTuple):
-  """What became of a run.
+  """The outcome of a run.
 
   Attributes:
     told: whether process 1 was told that its average with 2 failed.
@@ -71,7 +71,7 @@ class _Process:
     self._mine = np.full(_ENTRIES.value, rank, np.float32)
 
   def average(self, pair: _Pair) -> None:
-    """Tries, and writes down what came of it."""
+    """Tries one average and records its outcome."""
     try:
       mesh = Mesh(np.array([device for device in jax.devices() if device.process_index in pair]), ("group",))
       spec = PartitionSpec("group")
@@ -145,7 +145,7 @@ def measure(recoverable: bool) -> Fate:
 
 
 def main() -> None:
-  """Runs it both ways and prints what became of them."""
+  """Runs both ways and prints the outcomes."""
   if _RANK.value:
     rank, address, folder, recoverable, again = _RANK.value.split(",")
     _run(int(rank), address, pathlib.Path(folder), bool(int(recoverable)), bool(int(again)))

@@ -1,4 +1,4 @@
-r"""Trains one model with several all-reduces, data-parallel, and compares what each reached and what it sent.
+r"""Trains one model with several all-reduces, data-parallel, and compares accuracy, loss and words sent.
 
 Every algorithm starts from the same parameters and sees the same batches in the same order. Each run is printed and
 kept in train.json in --report_dir as soon as it ends. At the end follow a table, and a figure, demo.png: accuracy over
@@ -35,7 +35,7 @@ _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["spardl", "dense"], specs.H
 _ENGINE = flags.DEFINE_enum("engine", "devices", list(workers.ENGINES), workers.ENGINE_HELP)
 _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.")
 _DENSITY = flags.DEFINE_float(
-  "density", 0.01, "Share of the gradient entries that a sparse all-reduce delivers a step."
+  "density", 0.01, "Fraction of the gradient entries that a sparse all-reduce delivers in a step."
 )
 _TEAMS = flags.DEFINE_integer("teams", 1, "Teams of workers for SparDL; a divisor of --workers.")
 _TASK = flags.DEFINE_enum(
@@ -64,7 +64,7 @@ _JSON = flags.DEFINE_bool(
 
 
 class Plan(NamedTuple):
-  """What is to run: every algorithm with every optimizer, from every seed."""
+  """The runs to do: every algorithm with every optimizer, from every seed."""
 
   algorithms: list[specs.Spec]
   optimizers: list[training.Optimizer]
@@ -104,7 +104,7 @@ def _make_tasks(seeds: Sequence[int], place: workers.Workers) -> tuple[dict[int,
 
 
 def _compare(plan: Plan, place: workers.Workers, console: rich.console.Console) -> tuple[list[training.Run], str]:
-  """Trains all of the plan behind a progress bar, keeping each run; the runs, and a title that says what was run."""
+  """Trains every run of the plan behind a progress bar, and keeps each; the runs, and the title of their table."""
   tasks, title = _make_tasks(plan.seeds, place)
   title += f", {place}, density {_DENSITY.value:g}"
   if _OPTIMIZER.value != ["sgd"]:

@@ -1,4 +1,4 @@
-"""One training run of one all-reduce: the same task, batches and parameters for all of them, and what was measured."""
+"""Training runs: the same task, batches and first parameters for each all-reduce, and the measurements of each run."""
 
 import math
 import statistics
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
 
 
 class Optimizer(NamedTuple):
-  """What follows the all-reduce.
+  """The optimizer behind the all-reduce.
 
   Attributes:
     name: one of `OPTIMIZERS`.
@@ -71,7 +71,7 @@ def _optimizer(label: str, rate: float) -> Optimizer:
 
 
 class Run(NamedTuple):
-  """What one algorithm reached from one seed.
+  """The measurements of one algorithm from one seed.
 
   Attributes:
     algorithm: as it was asked for.

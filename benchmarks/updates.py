@@ -1,6 +1,8 @@
-"""Times one update of an algorithm with all workers in step, checks what it computed, and tells where the time went."""
+"""Times updates of an algorithm with all workers in step, checks each result, and splits the time into its parts."""
 
+import dataclasses
 import functools
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,14 +14,15 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 import jaxsparse as js
+from benchmarks.laws import Laws
 from benchmarks.specs import Spec
 from benchmarks.workers import Workers
 from jaxsparse.comm import message_p
 from jaxsparse.train import timing
-from jaxsparse.train.engine import Engine, engine_of, here, rows_of
+from jaxsparse.train.engine import engine_of, here
 
-ENOUGH = 20.0  # seconds of measuring after which fewer repetitions have to do
-_BUCKETS = 4096
+ENOUGH = 20.0  # seconds of warm-up, and of timed steps, after which fewer have to do; a whole period is never cut
+LEAST_STEPS = 70  # of an algorithm with a period, warm-up included
 
 
 class Row(NamedTuple):
@@ -30,15 +33,21 @@ class Row(NamedTuple):
     engine: where the workers ran.
     workers: P.
     n: gradient entries.
-    density: share of them that a sparse one delivers.
+    density: of the entries that a sparse algorithm delivers.
     rate: of the links of the lab, or "".
-    seconds: median of one update; of the slowest worker in each repetition.
-    repetitions: how many were timed.
+    gradients: "recorded" or "normal".
+    pinned: whether each rank had a core of its own.
+    seconds: median of one update; of the slowest worker in each step.
+    mean: likewise.
+    p90: 90th percentile, likewise.
+    steps: how many were timed: those of whole periods where the algorithm has one.
+    warm_up: untimed steps before them.
     arithmetic: seconds of an update whose messages cost nothing, all workers at work at once.
     selection: seconds of that until the first message.
-    words: 4-byte words that the worker sent that sent most, mean over repetitions.
+    words: 4-byte words that the worker sent that sent most, mean over the timed steps.
     messages: of one worker, one after the other, counted from the schedule.
-    checked: the laws that were checked after every repetition: "C" nothing is lost, "R" the same bits everywhere.
+    checked: the laws that were checked after every timed step: "C" nothing is lost, "R" the same bits everywhere.
+    wrong: entries that broke one of them, summed over the steps.
   """
 
   algorithm: str
@@ -47,13 +56,19 @@ class Row(NamedTuple):
   n: int
   density: float
   rate: str
+  gradients: str
+  pinned: bool
   seconds: float
-  repetitions: int
+  mean: float
+  p90: float
+  steps: int
+  warm_up: int
   arithmetic: float
   selection: float
   words: float
   messages: int
   checked: str
+  wrong: int
 
   @property
   def wire(self) -> float:
@@ -66,9 +81,48 @@ class Row(NamedTuple):
     return max(0.0, self.arithmetic - self.selection)
 
   @property
+  def algorithm_bandwidth(self) -> float:
+    """GB/s as nccl-tests defines it: 4n bytes of gradient by the seconds of the update, whatever was really sent."""
+    return 4 * self.n / self.seconds / 1e9
+
+  @property
   def bus_bandwidth(self) -> float:
-    """GB/s as nccl-tests defines it for an all-reduce of n float32, whatever was really sent."""
-    return 2 * (self.workers - 1) / self.workers * 4 * self.n / self.seconds / 1e9
+    """GB/s as nccl-tests defines it for an all-reduce: the algorithm bandwidth times 2(P − 1)/P."""
+    return 2 * (self.workers - 1) / self.workers * self.algorithm_bandwidth
+
+
+class Plan(NamedTuple):
+  """The steps of one measurement.
+
+  Attributes:
+    warm_up: untimed ones, of which the first compiles; residuals grow in them.
+    timed: those that count.
+    period: steps after which the algorithm's work repeats, 1 for no period.
+  """
+
+  warm_up: int
+  timed: int
+  period: int
+
+
+def plan(collective: js.Collective, warm_up: int, repetitions: int) -> Plan:
+  """The steps to take: whole periods for an algorithm that works more in some steps than in others.
+
+  Its period is the least common multiple of its options `*_period`: Ok-Topk takes exact thresholds every 32 steps and
+  draws regions every 64. Over whole periods the mean counts each kind of step as often as training does.
+
+  Example:
+    >>> plan(js.make_collective("oktopk", density=0.01), warm_up=1, repetitions=5)
+    Plan(warm_up=6, timed=64, period=64)
+    >>> plan(js.make_collective("spardl", density=0.01), warm_up=1, repetitions=5)
+    Plan(warm_up=1, timed=5, period=1)
+  """
+  options = dataclasses.asdict(collective) if dataclasses.is_dataclass(collective) else {}
+  period = math.lcm(*(value for name, value in options.items() if name.endswith("_period")))
+  if period == 1:
+    return Plan(warm_up, repetitions, 1)
+  timed = math.ceil(repetitions / period) * period
+  return Plan(max(warm_up, LEAST_STEPS - timed), timed, period)
 
 
 class Bench:
@@ -78,44 +132,63 @@ class Bench:
     workers: of this run.
     engine: its name.
     n: gradient entries.
-    repetitions: of each update.
+    warm_up: untimed steps of an algorithm.
+    repetitions: timed steps of one without a period.
+    gradients: makes the gradients of all workers in a step; independent normals by default.
   """
 
-  def __init__(self, workers: Workers, engine: str, n: int, repetitions: int):
-    self._workers, self._name, self._n, self._repetitions = workers, engine, n, repetitions
+  def __init__(
+    self,
+    workers: Workers,
+    engine: str,
+    n: int,
+    warm_up: int,
+    repetitions: int,
+    gradients: Callable[[int], jax.Array] | None = None,
+  ):
+    self._workers, self._name, self._n, self._warm_up, self._repetitions = workers, engine, n, warm_up, repetitions
     self._engine = engine_of(workers.where, "workers")
     self._watch = timing.Stopwatch(self._engine)
-    self._gradients = timing.gradients(self._engine, n)
+    self._kind = "normal" if gradients is None else "recorded"
+    self._gradients = gradients or timing.gradients(self._engine, n)
 
-  def row(self, spec: Spec, density: float, rate: str) -> Row:
-    """Times and checks one algorithm.
-
-    Raises:
-      RuntimeError: if a result breaks a law.
-    """
-    times, words, laws = self._real(spec)
+  def row(self, spec: Spec, density: float, rate: str = "", pinned: bool = False) -> Row:
+    """Times and checks one algorithm."""
     arithmetic, selection = self._alone(spec.collective)
-    workers, n = self._workers.size, self._n
-    messages = js.costs.count(spec.name, n=n, workers=workers, **spec.config).messages
-    measured = (statistics.median(times), len(times), arithmetic, selection, statistics.mean(words), messages, laws)
-    return Row(spec.label, self._name, workers, n, density, rate, *measured)
+    messages = js.costs.count(spec.name, n=self._n, workers=self._workers.size, **spec.config).messages
+    setting = (spec.label, self._name, self._workers.size, self._n, density, rate, self._kind, pinned)
+    return Row(*setting, arithmetic=arithmetic, selection=selection, messages=messages, **self._updates(spec))
 
-  def _real(self, spec: Spec) -> tuple[list[float], list[float], str]:
-    """Seconds and words of each repetition, and the laws that were checked."""
+  def _updates(self, spec: Spec) -> dict[str, Any]:
+    """What the warm-up and the timed steps say of a row."""
     update = timing.Update(self._engine, spec.collective, self._engine.comm, self._n)
-    read = jax.jit(self._workers.metrics)
-    laws = _Laws(self._engine, spec, update.specs)
-    state, times, words = update.state, [], []
-    for step in range(self._repetitions + 1):
-      grads = self._gradients(step)
+    steps = plan(spec.collective, self._warm_up, self._repetitions)
+    warm_up = 1 if update.state.carried.residual is None else steps.warm_up  # nothing grows
+    read, laws = jax.jit(self._workers.metrics), Laws(self._engine, spec, update.specs)
+    state, number, wrong, warming = update.state, 0, 0, 0.0
+    times: list[float] = []
+    words: list[float] = []
+    while number < warm_up and warming < ENOUGH:
+      seconds, (_, state) = self._watch.time(update.program, self._gradients(number), state)
+      warming, number = warming + (seconds if number else 0.0), number + 1  # the first compiles
+    while len(times) < steps.timed and (steps.period > 1 or sum(times) < ENOUGH):
+      again = functools.partial(self._gradients, number + len(times))
+      grads = again()
       before = laws.before(grads, state)
       seconds, (mean, state) = self._watch.time(update.program, grads, state)
-      laws.check(spec.label, mean, state, before)
+      wrong += laws.wrong(mean, state, before, again)
       times.append(seconds)
       words.append(float(here(read(state).words_sent)))
-      if sum(times[1:]) > ENOUGH:  # the first compiles, and meets an empty residual
-        break
-    return times[1:], words[1:], laws.names
+    return {
+      "seconds": statistics.median(times),
+      "mean": statistics.mean(times),
+      "p90": float(np.quantile(times, 0.9)),
+      "steps": len(times),
+      "warm_up": number,
+      "words": statistics.mean(words),
+      "checked": laws.names,
+      "wrong": wrong,
+    }
 
   def _alone(self, collective: js.Collective) -> tuple[float, float]:
     """(arithmetic, selection): seconds without any message, and until the first one."""
@@ -124,56 +197,6 @@ class Bench:
     first = self._engine.jit(until_first_message(update.function), update.specs, PartitionSpec("workers"))
     starts = [self._watch.time(first, grads, update.state)[0] for _ in range(self._repetitions + 1)]
     return arithmetic, min(arithmetic, statistics.median(starts[1:]))
-
-
-class _Laws:
-  """Laws C and R of one algorithm: sums over buckets of entries, and a checksum of every worker's bits."""
-
-  def __init__(self, engine: Engine, spec: Spec, specs: Any):
-    collective = spec.collective
-    self._tolerance = 2**-8 if spec.config.get("dtype") == "bfloat16" else 2**-18  # shares of the magnitudes
-    self._conserves, self._replicates, self._size = collective.conserves, collective.replicates, engine.workers
-    rows = functools.partial(rows_of, engine)
-    self._held, self._kept = rows(_held, specs), rows(functools.partial(_held, None), specs[1:])
-    self._delivered, self._bits = rows(_bucket_sums, specs[:1]), rows(_checksum, specs[:1])
-
-  @property
-  def names(self) -> str:
-    """Which laws are checked."""
-    return " ".join(name for name, holds in (("C", self._conserves), ("R", self._replicates)) if holds)
-
-  def before(self, grads: jax.Array, state: Any) -> np.ndarray | None:
-    """What all workers hold together before the update."""
-    return self._held(grads, state).sum(0, dtype=np.float64) if self._conserves else None
-
-  def check(self, label: str, mean: jax.Array, state: Any, before: np.ndarray | None) -> None:
-    """Raises RuntimeError where a law does not hold."""
-    if self._replicates and len(set(self._bits(mean).tolist())) > 1:
-      raise RuntimeError(f"{label}: the workers received different totals (Law R)")
-    if before is None:
-      return
-    after = self._size * self._delivered(mean)[0].astype(np.float64) + self._kept(state).sum(0, dtype=np.float64)
-    lost = (np.abs(before[0] - after[0]) / np.maximum(before[1], 1e-30)).max()
-    if not lost < self._tolerance:
-      raise RuntimeError(f"{label}: {lost:.1e} of the gradient was lost or made up (Law C)")
-
-
-def _held(grads: jax.Array | None, state: js.ReduceState) -> jax.Array:
-  """Bucket sums of what a worker holds: gradients that are not yet reduced, and its residual."""
-  parts = [_bucket_sums(part) for part in (grads, state.carried.residual) if part is not None]
-  return sum(parts, jnp.zeros((2, _BUCKETS)))
-
-
-def _bucket_sums(x: jax.Array) -> jax.Array:
-  """f32[2, buckets]: sums of the entries of each bucket, and of their magnitudes."""
-  columns = jnp.pad(x, (0, -x.size % _BUCKETS)).reshape(_BUCKETS, -1)
-  return jnp.stack([columns.sum(1), jnp.abs(columns).sum(1)])
-
-
-def _checksum(x: jax.Array) -> jax.Array:
-  """u32[]: Σ (2i + 1) · bits of entry i."""
-  words = jax.lax.bitcast_convert_type(x, jnp.uint32)
-  return jnp.sum(words * (2 * jnp.arange(x.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
 
 def until_first_message(function: Callable) -> Callable:

@@ -3,6 +3,7 @@
 A benchmark calls `launched` first, and `here` where that says that this process is to do the work.
 """
 
+import os
 import pathlib
 import sys
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 
 import jaxsparse as js
 from jaxsparse import launch
+from jaxsparse.launch import guard
 
 AXIS = "workers"
 ENGINES = {
@@ -29,10 +31,10 @@ class Workers(NamedTuple):
   """The workers of a benchmark, seen from one process.
 
   Attributes:
-    where: what `js.init` and `js.make_train_step` take: a mesh, or a comm.
-    axis: what a transform takes: the axis of the mesh, or the comm.
+    where: the argument `mesh` of `js.init` and `js.make_train_step`: a mesh, or a comm.
+    axis: the argument `axis` of a transform: the axis of the mesh, or the comm.
     size: number of workers P.
-    shares: how many shares of a batch this process gives: those of all workers, or under MPI its own.
+    shares: the number of workers whose part of a batch this process gives: all of them, or under MPI one.
     number: of this process among those that run; the first one reports.
   """
 
@@ -64,7 +66,7 @@ class Workers(NamedTuple):
 
 
 def launched(engine: str, workers: int, limit: float | None = None) -> bool:
-  """Runs this very command as `workers` ranks, if the engine wants that and nobody has started us as one of them.
+  """Runs this command again as `workers` ranks, if the engine takes ranks and this process is not one of them.
 
   Raises:
     ValueError: for fewer than one worker.
@@ -105,8 +107,14 @@ def here(engine: str, workers: int) -> Workers:
   return Workers(mesh, AXIS, workers, shares=workers, number=jax.process_index())
 
 
+def pin() -> None:
+  """Pins this rank, and all threads that it starts from now on, to the core of its number; call it before `here`."""
+  cores = sorted(os.sched_getaffinity(0))
+  os.sched_setaffinity(0, {cores[(guard.rank() or 0) % len(cores)]})
+
+
 def make_console(stderr: bool = False, quiet: bool = False) -> rich.console.Console:
-  """A console as wide as the terminal; mpirun gives a rank one of its own, which tells nothing."""
+  """A console as wide as the terminal; the terminal that mpirun gives a rank has no useful width."""
   width = None if sys.stdout.isatty() and not launch.is_rank() else 160
   return rich.console.Console(stderr=stderr, quiet=quiet, width=width)
 

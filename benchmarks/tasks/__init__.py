@@ -1,1 +1,1 @@
-"""What training runs train: a model, its data, and what is measured on data that it has not seen."""
+"""Tasks of training runs: a model, its training data, and held-out data to measure it on."""

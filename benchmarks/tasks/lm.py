@@ -79,7 +79,7 @@ def _predict(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Block(nnx.Module):
-  """Causal self-attention and a perceptron, each behind a normalization and added to what it was given."""
+  """Causal self-attention and a perceptron, each behind a normalization and added to its input."""
 
   def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
     self.heads = heads

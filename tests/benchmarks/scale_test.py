@@ -21,7 +21,8 @@ def scale(*flags):
 def result(tmp_path_factory):
   folder = tmp_path_factory.mktemp("scale")
   networks = ["--network=25GbE,slow:alpha=1e-3:beta=1e-7"]
-  done = scale("--workers=16,8", "--n=100000", "--repeats=1", *networks, "--json", f"--report_dir={folder}")
+  flags = ("--workers=8,4", "--n=100000", "--repeats=1", "--patience=1000", f"--report_dir={folder}")
+  done = scale(*flags, *networks, "--json")
   assert done.returncode == 0, done.stderr[-2000:]
   assert (folder / "scale.png").stat().st_size > 10_000
   assert "dense / spardl" in done.stderr
@@ -31,16 +32,16 @@ def result(tmp_path_factory):
 def test_predictions_are_those_of_js_costs(result):
   rows = {(row["network"], row["workers"], row["algorithm"]): row for row in result["predicted"]}
   labels = [*js.collective_names(), "spardl:teams=best"]
-  assert set(rows) == {(net, p, label) for net in ("25GbE", "slow") for p in (8, 16) for label in labels}
+  assert set(rows) == {(net, p, label) for net in ("25GbE", "slow") for p in (4, 8) for label in labels}
   for name, config in (("spardl", {"density": 0.01}), ("dense", {})):
-    cost = js.costs.predict(name, n=100_000, workers=16, **config)
-    assert rows["slow", 16, name]["seconds"] == cost.seconds(alpha=1e-3, beta=1e-7)
-    assert rows["25GbE", 16, name]["words"] == cost.words
+    cost = js.costs.predict(name, n=100_000, workers=8, **config)
+    assert rows["slow", 8, name]["seconds"] == cost.seconds(alpha=1e-3, beta=1e-7)
+    assert rows["25GbE", 8, name]["words"] == cost.words
 
 
 def test_the_best_number_of_teams_is_the_fastest_divisor(result):
-  (row,) = (r for r in result["predicted"] if r["teams"] and (r["network"], r["workers"]) == ("slow", 16))
-  costs = {d: js.costs.predict("spardl", n=100_000, workers=16, density=0.01, teams=d) for d in (1, 2, 4, 8, 16)}
+  (row,) = (r for r in result["predicted"] if r["teams"] and (r["network"], r["workers"]) == ("slow", 8))
+  costs = {d: js.costs.predict("spardl", n=100_000, workers=8, density=0.01, teams=d) for d in (1, 2, 4, 8)}
   seconds = {d: cost.seconds(alpha=1e-3, beta=1e-7) for d, cost in costs.items()}
   assert row["teams"] == min(seconds, key=seconds.get) > 1
   assert row["seconds"] == min(seconds.values())
@@ -48,12 +49,22 @@ def test_the_best_number_of_teams_is_the_fastest_divisor(result):
 
 def test_programs_have_one_operation_for_each_message(result):
   assert [(row["workers"], row["messages"], row["collectives"]) for row in result["compiled"]] == [
+    (4, 4, 4),
     (8, 6, 6),
-    (16, 8, 8),
   ]
   assert all(row[phase] > 0 for row in result["compiled"] for phase in ("trace", "lower", "compile", "cpu"))
   assert {row["phase"] for row in result["growth"]} == {"trace", "lower", "compile", "total", "cpu"}
-  assert all(row["log_ratio"] == pytest.approx(4 / 3) for row in result["growth"])
+  assert all(row["log_ratio"] == pytest.approx(3 / 2) for row in result["growth"])
+
+
+def test_the_first_step_against_its_goal():
+  done = scale("--first_step", "--schedule_of=dense,topka", "--n=1000", "--repeats=1", "--json")
+  result = json.loads(done.stdout)
+  assert [(row["algorithm"], row["workers"]) for row in result["first_step"]] == [("dense", 4), ("topka", 4)]
+  assert all(row[phase] > 0 for row in result["first_step"] for phase in ("trace", "lower", "compile"))
+  (goal,) = result["goals"]
+  assert goal["measured"] == max(row["total"] for row in result["first_step"])
+  assert done.returncode == (0 if goal["met"] else 1)
 
 
 @pytest.mark.parametrize(

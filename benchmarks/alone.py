@@ -1,0 +1,132 @@
+"""One SparDL update of one worker alone, whose messages are copies: its time, memory and passes over n entries."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import rich.table
+from jax.extend import core
+
+import jaxsparse as js
+from benchmarks.passes import Pass, passes_of
+from jaxsparse.comm import SoloComm
+
+READ = jax.jit(lambda x: jnp.abs(x).sum())
+
+
+class Update(NamedTuple):
+  """One update of one worker alone.
+
+  Attributes:
+    workers: P.
+    seconds: median of one update.
+    read: of one read of the gradient in the same run.
+    buffers: memory it takes at its peak beyond gradient and state, its own mean included, in arrays of n float32.
+    fallbacks: how many of its `lax.cond`s took the exact fallback over whole blocks, in one more update.
+    choices: how many such `lax.cond`s it has.
+    passes: over arrays of n entries.
+  """
+
+  workers: int
+  seconds: float
+  read: float
+  buffers: float
+  fallbacks: int
+  choices: int
+  passes: list[Pass]
+
+  @property
+  def touched(self) -> float:
+    """Arrays of n entries that are read or written, all passes together."""
+    return sum(one.reads + one.writes for one in self.passes)
+
+
+def seconds_of(program: Callable[[], Any]) -> float:
+  """Seconds until the result of one call is there."""
+  start = time.perf_counter()
+  jax.block_until_ready(program())
+  return time.perf_counter() - start
+
+
+def fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
+  """(taken, choices): how many of the outermost `lax.cond` of a function take their branch for False.
+
+  In selection the False branch is the exact fallback, taken where the threshold of a sample gave too few candidates.
+  Only the predicates are computed.
+
+  Example:
+    >>> fallbacks(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), jnp.float32(-1))
+    (1, 1)
+  """
+  closed = jax.make_jaxpr(function)(*arguments)
+  chosen = [equation.invars[0] for equation in closed.jaxpr.eqns if equation.primitive.name == "cond"]
+  names = closed.jaxpr.debug_info._replace(result_paths=None)
+  head = closed.jaxpr.replace(outvars=chosen, debug_info=names)
+  branches = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(head, closed.consts)))(*jax.tree.leaves(arguments))
+  return sum(int(branch) == 0 for branch in branches), len(branches)
+
+
+def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
+  """One SparDL update of one of `size` workers, whose messages are copies.
+
+  Raises:
+    RuntimeError: if the mean or the residual is not finite.
+  """
+  tx = js.make_transform("spardl", SoloComm(size), density=density)
+  several = [jax.random.normal(jax.random.key(seed), (n,), jnp.float32) for seed in range(3)]
+  state = tx.init(several[0])
+  # A training step has no use for its gradients afterwards: they give their buffer to the mean.
+  compiled: Any = jax.jit(tx.update, donate_argnums=(0, 1)).lower(several[0], state).compile()
+  times: dict[str, list[float]] = {"seconds": [], "read": []}
+  for step in range(3 + repetitions):  # the first of them have an empty residual
+    grads = jax.block_until_ready(jnp.copy(several[step % 3]))
+    times["read"].append(seconds_of(functools.partial(READ, grads)))
+    start = time.perf_counter()
+    mean, state = jax.block_until_ready(compiled(grads, state))
+    times["seconds"].append(time.perf_counter() - start)
+  medians = {name: statistics.median(seconds[3:]) for name, seconds in times.items()}
+  residual = state.carried.residual
+  if not mean.shape == residual.shape == (n,) or not bool(jnp.isfinite(mean).all() & jnp.isfinite(residual).all()):
+    raise RuntimeError(f"the update of one of {size} workers is not finite, or not of {n} entries")
+  memory = compiled.memory_analysis()
+  beyond = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+  taken, choices = fallbacks(tx.update, several[0], state)
+  buffers = beyond / (4 * n)
+  return Update(
+    size, **medians, buffers=buffers, fallbacks=taken, choices=choices, passes=passes_of(compiled.as_text(), n)
+  )
+
+
+def update_table(update: Update) -> rich.table.Table:
+  """Time, memory and passes of the update."""
+  result = rich.table.Table(title="one SparDL update of one worker, alone; memory and passes in arrays of n float32")
+  for head in ("P", "ms", "read", "× read", "memory", "passes", "fallbacks"):
+    result.add_column(head, justify="right", no_wrap=True)
+  result.add_row(
+    str(update.workers),
+    *(milliseconds(update.seconds), milliseconds(update.read), f"{update.seconds / update.read:.1f}"),
+    *(f"{update.buffers:.2f}", f"{update.touched:.3g}", f"{update.fallbacks} of {update.choices}"),
+  )
+  return result
+
+
+def pass_table(passes: Sequence[Pass]) -> rich.table.Table:
+  """Which instructions of the update touch arrays of n entries."""
+  result = rich.table.Table(title="its passes over arrays of n entries")
+  for head in ("instruction", "opcode", "reads", "writes", "note"):
+    result.add_column(head, justify="right" if head in ("reads", "writes") else "left", no_wrap=True)
+  for one in passes:
+    result.add_row(one.name, one.opcode, f"{one.reads:.3g}", f"{one.writes:.3g}", one.note)
+  reads, writes = (sum(getattr(one, name) for one in passes) for name in ("reads", "writes"))
+  result.add_section()
+  result.add_row("total", "", f"{reads:.3g}", f"{writes:.3g}", f"{reads + writes:.3g} together")
+  return result
+
+
+def milliseconds(seconds: float) -> str:
+  """Seconds as text, in milliseconds."""
+  return f"{1e3 * seconds:,.1f}"

@@ -1,0 +1,123 @@
+"""Counts the wrong entries of one update: those that break conservation (Law C) or replication (Law R)."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxsparse as js
+from benchmarks.specs import Spec
+from jaxsparse.train.engine import Engine, rows_of
+
+_BUCKETS = 4096
+
+
+class Before(NamedTuple):
+  """Gradients and residuals of all workers before an update, which donates them.
+
+  Attributes:
+    sums: f64[2, buckets], sums over all workers of gradient + residual and of their magnitudes, by bucket.
+    residual: a copy of the residual, split along the workers; None where there is none.
+  """
+
+  sums: np.ndarray
+  residual: jax.Array | None
+
+
+class Laws:
+  """The laws that one algorithm promises, checked after an update.
+
+  Law C: `P · mean + Σ_w residual_w` after the update is `Σ_w (gradient_w + residual_w)` before it, entry by entry.
+  Law R: all workers receive the same bits.
+
+  A check compares sums and checksums of 4096 buckets, which takes one pass over n and a message of 32 kB. Only where
+  those differ are the entries of the differing buckets gathered and counted.
+
+  Args:
+    engine: where the workers are.
+    spec: the algorithm.
+    specs: `PartitionSpec`s of (gradients, state).
+  """
+
+  def __init__(self, engine: Engine, spec: Spec, specs: Any):
+    collective = spec.collective
+    self._tolerance = 2**-8 if spec.config.get("dtype") == "bfloat16" else 2**-18  # relative to the magnitudes
+    self._conserves, self._replicates, self._size = collective.conserves, collective.replicates, engine.workers
+    self._rows: Callable[..., Any] = functools.partial(rows_of, engine)
+    self._of_both, self._of_mean, self._of_state = specs, specs[:1], specs[1:]
+    self._held, self._kept = self._rows(_held, specs), self._rows(functools.partial(_held, None), self._of_state)
+    self._delivered, self._bits = self._rows(_bucket_sums, self._of_mean), self._rows(_checksums, self._of_mean)
+    self._copy = engine.jit(jnp.copy, self._of_mean, specs[0])
+
+  @property
+  def names(self) -> str:
+    """The laws that are checked: "C R", "C", "R" or ""."""
+    return " ".join(name for name, holds in (("C", self._conserves), ("R", self._replicates)) if holds)
+
+  def before(self, grads: jax.Array, state: js.ReduceState) -> Before | None:
+    """Sums of the arguments of an update; None where the algorithm does not promise Law C."""
+    if not self._conserves:
+      return None
+    residual = state.carried.residual
+    return Before(self._held(grads, state).sum(0, dtype=np.float64), None if residual is None else self._copy(residual))
+
+  def wrong(self, mean: jax.Array, state: js.ReduceState, before: Before | None, grads: Callable[[], jax.Array]) -> int:
+    """The number of entries of the result that break a law.
+
+    Args:
+      mean: of the update, at every worker.
+      state: after the update.
+      before: what `before` returned.
+      grads: makes the gradients of the update again.
+    """
+    return self._differing(mean) + (self._lost(mean, state, before, grads) if before else 0)
+
+  def _differing(self, mean: jax.Array) -> int:
+    """Entries whose bits differ between workers."""
+    if not self._replicates:
+      return 0
+    bits = self._bits(mean)
+    buckets = np.flatnonzero((bits != bits[0]).any(0))
+    if not buckets.size:
+      return 0
+    rows = self._rows(lambda x: jax.lax.bitcast_convert_type(_columns(x)[buckets], jnp.uint32), self._of_mean)(mean)
+    return int((rows != rows[0]).any(0).sum())
+
+  def _lost(self, mean: jax.Array, state: js.ReduceState, before: Before, grads: Callable[[], jax.Array]) -> int:
+    """Entries of which something was lost or made up."""
+    after = self._size * self._delivered(mean)[0].astype(np.float64) + self._kept(state).sum(0, dtype=np.float64)
+    buckets = np.flatnonzero(~(np.abs(before.sums[0] - after[0]) <= self._tolerance * before.sums[1]))
+    if not buckets.size:
+      return 0
+    rows = lambda x: self._rows(lambda x: _columns(x)[buckets], self._of_mean)(x).astype(np.float64)
+    made, received = rows(grads()), self._size * rows(mean)[0]
+    old, new = (rows(part) if part is not None else 0.0 for part in (before.residual, state.carried.residual))
+    error = np.abs((made + old - new).sum(0) - received)
+    return int((~(error <= self._tolerance * (np.abs(made) + np.abs(old)).sum(0))).sum())
+
+
+def _held(grads: jax.Array | None, state: js.ReduceState) -> jax.Array:
+  """Bucket sums of one worker's gradient + residual, or of its residual alone."""
+  parts = [_bucket_sums(part) for part in (grads, state.carried.residual) if part is not None]
+  return sum(parts, jnp.zeros((2, _BUCKETS)))
+
+
+def _columns(x: jax.Array) -> jax.Array:
+  """f32[buckets, entries of each]: the vector, with zeros at its end."""
+  return jnp.pad(x, (0, -x.size % _BUCKETS)).reshape(_BUCKETS, -1)
+
+
+def _bucket_sums(x: jax.Array) -> jax.Array:
+  """f32[2, buckets]: sums of the entries of each bucket, and of their magnitudes."""
+  columns = _columns(x)
+  return jnp.stack([columns.sum(1), jnp.abs(columns).sum(1)])
+
+
+def _checksums(x: jax.Array) -> jax.Array:
+  """u32[buckets]: Σ (2i + 1) · bits of entry i, over the entries of each bucket."""
+  words = jax.lax.bitcast_convert_type(_columns(x), jnp.uint32)
+  odd = 2 * jnp.arange(words.shape[1], dtype=jnp.uint32) + 1
+  return jnp.sum(words * odd[None], 1, dtype=jnp.uint32)

@@ -1,0 +1,135 @@
+"""Predicted seconds of one update on the wire: messages · α + bytes · β by each algorithm's formula."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import rich.table
+
+import jaxsparse as js
+from benchmarks import specs
+
+BEST = "teams=best"
+
+
+class Network(NamedTuple):
+  """What a message costs.
+
+  Attributes:
+    name: as the user wrote it.
+    alpha: seconds a message.
+    beta: seconds a byte.
+  """
+
+  name: str
+  alpha: float
+  beta: float
+
+
+PRESETS = {
+  network.name: network
+  for network in (
+    Network("1GbE", alpha=50e-6, beta=8e-9),  # TCP, 1 Gbit/s
+    Network("25GbE", alpha=30e-6, beta=0.32e-9),  # TCP, 25 Gbit/s
+    Network("400Gb", alpha=5e-6, beta=0.02e-9),  # RDMA, 400 Gbit/s
+  )
+}
+
+
+class Predicted(NamedTuple):
+  """One algorithm at one number of workers in one network.
+
+  Attributes:
+    network: its name.
+    workers: P.
+    algorithm: as it was asked for.
+    teams: what `teams=best` stands for here; None without it.
+    messages: a worker.
+    words: 4-byte words a worker.
+    seconds: on the wire.
+    replicates: whether the total is the same on every worker.
+  """
+
+  network: str
+  workers: int
+  algorithm: str
+  teams: int | None
+  messages: int
+  words: int
+  seconds: float
+  replicates: bool
+
+
+def parse_network(text: str) -> Network:
+  """A network from the flag.
+
+  Raises:
+    ValueError: for an unknown name, or anything but two positive numbers.
+
+  Example:
+    >>> parse_network("wifi:alpha=2e-3:beta=4e-8")
+    Network(name='wifi', alpha=0.002, beta=4e-08)
+  """
+  name, *options = text.split(":")
+  if not options and name in PRESETS:
+    return PRESETS[name]
+  try:
+    values = {key: float(value) for key, _, value in (option.partition("=") for option in options)}
+    if len(options) == 2 and values.keys() == {"alpha", "beta"} and all(0 < v < math.inf for v in values.values()):
+      return Network(name, **values)
+  except ValueError:
+    pass
+  raise ValueError(
+    f"--network={text}, choose from {', '.join(PRESETS)}, or write name:alpha=seconds:beta=seconds, both above 0"
+  )
+
+
+def predict(label: str, workers: int, networks: Sequence[Network], n: int, density: float) -> list[Predicted]:
+  """One algorithm in every network.
+
+  Raises:
+    ValueError: for an unknown name, or options that are rejected.
+  """
+  teams: list[int | None] = [None]
+  if BEST in label.split(":"):
+    teams = [d for d in range(1, workers + 1) if workers % d == 0]
+  choices = []
+  for d in teams:
+    (spec,) = specs.parse([label.replace(BEST, f"teams={d}")], workers, density=density)
+    choices.append((d, spec, js.costs.predict(spec.name, n=n, workers=workers, **spec.config)))
+  rows = []
+  for network in networks:
+    seconds = [cost.seconds(network.alpha, network.beta) for _, _, cost in choices]
+    d, spec, cost = choices[seconds.index(min(seconds))]
+    replicates = spec.collective.replicates
+    rows.append(Predicted(network.name, workers, label, d, cost.messages, cost.words, min(seconds), replicates))
+  return rows
+
+
+def speed_table(rows: Sequence[Predicted], title: str) -> rich.table.Table:
+  """What is fastest in each network at each P, beside dense and SparDL."""
+  result = rich.table.Table(title=title, caption="ms an update; fastest of those whose total is the same everywhere")
+  for head in ("network", "P", "fastest", "next", "ms", "dense", "spardl", "dense / spardl", f"spardl:{BEST}", "d"):
+    result.add_column(head, justify="left" if head in ("network", "fastest", "next") else "right", no_wrap=True)
+  settings = list(dict.fromkeys((row.network, row.workers) for row in rows))
+  for setting, after in itertools.zip_longest(settings, settings[1:], fillvalue=("", 0)):
+    here = {row.algorithm: row for row in rows if (row.network, row.workers) == setting}
+    ranked = sorted((row for row in here.values() if row.replicates), key=lambda row: row.seconds)
+    names = [row.algorithm for row in ranked]
+    dense, spardl, best = (here.get(label) for label in ("dense", "spardl", f"spardl:{BEST}"))
+    result.add_row(
+      *(setting[0], str(setting[1]), *[*names, "–", "–"][:2]),
+      *map(_ms, (ranked[0] if ranked else None, dense, spardl)),
+      f"{dense.seconds / spardl.seconds:,.1f}" if dense and spardl else "–",
+      *(_ms(best), str(best.teams) if best else "–"),
+      end_section=setting[0] != after[0],
+    )
+  return result
+
+
+def _ms(row: Predicted | None) -> str:
+  if row is None:
+    return "–"
+  ms = 1e3 * row.seconds
+  return f"{ms:,.0f}" if ms >= 100 else f"{ms:#.3g}"

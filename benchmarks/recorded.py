@@ -1,0 +1,114 @@
+r"""Records the gradients of every worker in a training, for benchmarks to time real ones in the order they came.
+
+Eight workers train the byte-level language model of `benchmarks.tasks.lm` (136,896 parameters, 4 windows of text each)
+with SparDL at 1 % and SGD at 0.3. The gradients of steps 200 … 299 are kept, 438 MB of float32, in --cache_dir; the
+same on every machine with the same versions of JAX and Python. It takes under a minute, and only once.
+
+A gradient of n entries repeats the model: copy c is the whole gradient, all layers in their order, with a sign, a scale
+of 1/2 … 2 and a first step of its own. These are the same on every worker and in every step, so entries keep what they
+have in the training: the heavy tail, the scales of the layers, the likeness of workers and that of consecutive steps.
+A gradient of fewer entries takes evenly spaced ones. Workers beyond the eighth begin 37 steps later each round.
+
+    python -m benchmarks.recorded
+"""
+
+import itertools
+import math
+import pathlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxsparse as js
+from benchmarks import entry, workers
+from benchmarks.tasks import lm
+from jaxsparse import flatten
+from jaxsparse.train.engine import Engine, engine_of
+
+CACHE_HELP = "Folder for recorded gradients and compiled programs."
+
+_WORKERS, _SKIPPED, _STEPS = 8, 200, 100
+_BATCH, _RATE, _DENSITY = 4, 0.3, 0.01
+_SHIFT = 37  # steps by which workers that share a recorded one are apart
+
+
+def path_in(folder: str | pathlib.Path) -> pathlib.Path:
+  """The file of the recording, f32[workers, steps, parameters], in a cache folder."""
+  return pathlib.Path(folder) / f"gradients-lm-{lm.load().digest[:8]}.npy"
+
+
+def record(path: pathlib.Path, size: int = _WORKERS, skipped: int = _SKIPPED, steps: int = _STEPS) -> None:
+  """Trains, and writes the gradients of `size` workers in `steps` steps behind the first `skipped` ones."""
+  task = lm.make(lm.load(), workers.here("sim", size), _BATCH, seed=0)
+  gradient = jax.jit(jax.vmap(jax.grad(task.loss), (None, 0)))
+  rows = jax.jit(jax.vmap(lambda grads: flatten.flatten(grads)[0]))
+  path.parent.mkdir(parents=True, exist_ok=True)
+  beside = path.with_suffix(".new")
+  file = np.lib.format.open_memmap(beside, "w+", np.float32, (size, steps, task.entries))
+  params, state = task.params, None
+  for number, batch in enumerate(itertools.islice(task.batches(), skipped + steps)):
+    grads = gradient(params, jax.tree.map(lambda x: x.reshape(size, _BATCH, *x.shape[1:]), batch))
+    if number >= skipped:
+      file[:, number - skipped] = rows(grads)
+    done = js.simulate("spardl", grads, state=state, density=_DENSITY)
+    params, state = jax.tree.map(lambda p, total: p - _RATE / size * total, params, done.total), done.state
+  file.flush()
+  beside.rename(path)
+
+
+def gradients(place: workers.Workers, path: pathlib.Path, n: int) -> Callable[[int], jax.Array]:
+  """Makes the gradients of all workers in a step, f32[n] each, from a recording.
+
+  Args:
+    place: the workers.
+    path: of the recording.
+    n: gradient entries.
+  """
+  engine = engine_of(place.where, "workers")
+  recording = np.load(path, mmap_mode="r")
+  size, steps, entries = recording.shape
+  copies = math.ceil(n / entries)
+  random = np.random.default_rng(0)
+  first = random.integers(0, steps, copies).astype(np.int32)
+  scales = (random.choice([-1, 1], copies) * 2 ** random.uniform(-1, 1, copies)).astype(np.float32)
+
+  def make(own: jax.Array, step: jax.Array) -> jax.Array:
+    late = _SHIFT * (engine.comm.rank // size)
+    return (own[(step + first + late) % steps] * scales[:, None]).ravel()[:n]
+
+  split = PartitionSpec("workers")
+  program, own = engine.jit(make, (split, PartitionSpec()), split), _placed(engine, place, recording, n)
+  return lambda step: program(own, np.int32(step))
+
+
+def _placed(engine: Engine, place: workers.Workers, recording: np.ndarray, n: int) -> jax.Array:
+  """The recorded steps of all workers, one worker's after the other's, where the engine wants its arrays."""
+  size, steps, entries = recording.shape
+  columns = np.linspace(0, entries - 1, n).astype(int) if n < entries else slice(None)
+
+  def of_workers(first: int, last: int) -> np.ndarray:
+    return np.concatenate([recording[worker % size][:, columns] for worker in range(first, last)])
+
+  if isinstance(place.where, Mesh):
+    shape, sharding = (engine.workers * steps, min(n, entries)), NamedSharding(place.where, PartitionSpec("workers"))
+    bounds = lambda index: index[0].indices(shape[0])[:2]
+    return jax.make_array_from_callback(shape, sharding, lambda index: of_workers(*(x // steps for x in bounds(index))))
+  rows = place.share(1)
+  return jnp.asarray(of_workers(rows.start, rows.stop))
+
+
+def main() -> None:
+  """Records, unless that was done."""
+  path = path_in(flags.FLAGS.cache_dir)
+  if not path.exists():
+    record(path)
+  print(f"recorded gradients: {path}")
+
+
+if __name__ == "__main__":  # the flag as well: who imports this module has one of the same name
+  flags.DEFINE_string("cache_dir", "out/cache", CACHE_HELP)
+  entry.run(main)
