@@ -1,4 +1,4 @@
-"""`pytest --compile-report`: what each test costs in processor time, and how much of that JAX traces, lowers and compiles."""
+"""`pytest --compile-report`: processor seconds of each test, and how long JAX traces, lowers and compiles in it."""
 
 import collections
 import os
@@ -78,4 +78,5 @@ def _print(terminal, rows, most):
   terminal.write_line("".join(f"{column:>9}" for column in columns))
   for name, spent in sorted(rows.items(), key=lambda row: -row[1]["cpu"])[:most]:
     cells = (spent.get(column, 1 if column == "tests" else 0) for column in columns)
-    terminal.write_line("".join(f"{cell:9.1f}" if isinstance(cell, float) else f"{cell:9d}" for cell in cells) + f"  {name}")
+    line = "".join(f"{cell:9.1f}" if isinstance(cell, float) else f"{cell:9d}" for cell in cells)
+    terminal.write_line(f"{line}  {name}")
