@@ -138,6 +138,11 @@ def each(
   return pytest.mark.parametrize(("case", "workers"), rows)
 
 
+def quick_of(sizes: Iterable[int], quick: Iterable[int] = QUICK) -> list[Any]:
+  """Numbers of workers to parametrize with, long but for the `quick` ones."""
+  return [pytest.param(size, marks=[] if size in quick else [pytest.mark.long]) for size in sizes]
+
+
 def each_main(cases: list[Case]) -> pytest.MarkDecorator:
   """Parametrizes with each case; long but for the main ones."""
   rows = [pytest.param(case, id=str(case), marks=[] if case.main else [pytest.mark.long]) for case in cases]

@@ -10,9 +10,10 @@ import pytest
 
 from tests.compile_report import pytest_addoption, pytest_configure  # noqa: F401
 
-# Most of the time of these tests is compilation. XLA's older emitter, in one piece, takes a third of the default's time;
-# optimized machine code takes twice. Tests of the bits that users get compile with `cases.AS_USERS`. XLA reads the
-# variable when JAX makes its devices, and ends the process at an unknown flag. Child processes compile as users do.
+# Most of the time of these tests is compilation. XLA's older emitter, in one piece, takes a third of the time that the
+# default takes, optimized machine code twice as long: tests of the bits that users get compile with `cases.AS_USERS`.
+# XLA reads the variable when JAX makes its devices, and ends the process at an unknown flag. Child processes compile as
+# users do.
 jax.config.update("jax_num_cpu_devices", 16)
 jax.config.update("jax_disable_most_optimizations", True)
 with pytest.MonkeyPatch.context() as _environment:
