@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # A process for each of several runs, forked after the imports that take seconds.
 _FORKING = """
 import json, os, runpy, sys, tempfile, warnings
-import absl.app, jaxsparse, rich.table
+import absl.app, flax.linen, jaxsparse, matplotlib.pyplot, rich.progress
 warnings.simplefilter("ignore")  # of JAX, which has started no threads here
 module, done = sys.argv[1], []
 for flags in json.loads(sys.argv[2]):
