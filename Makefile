@@ -9,10 +9,10 @@ WORKERS ?= 2
 # The name holds the interpreter's version, so that another PYTHON makes the environment anew.
 STAMP := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-.PHONY: help install demo test lint types format clean
+.PHONY: help install demo test test-all lint types format clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 16
 
 install: $(STAMP)  ## a .venv with everything for development
 
@@ -33,7 +33,10 @@ demo: install  ## train on the digits, sparse beside dense: a table and out/demo
 	$(BIN)/python -m benchmarks.train
 
 test: lint types  ## everything that CI checks
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+test-all: lint types  ## every number of workers, notebooks, wheel and lab too, with more examples
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '' --hypothesis-profile all
 
 lint: install  ## ruff, and whether the formatting is its own
 	$(BIN)/ruff check .

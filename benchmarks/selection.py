@@ -45,8 +45,10 @@ from benchmarks.alone import READ, Update, fallbacks, milliseconds, pass_table, 
 from benchmarks.report import Goal
 from jaxsparse import flatten
 from jaxsparse.select import candidates, exact, threshold
+from jaxsparse.select.blocks import Blocks
 from jaxsparse.select.candidates import Candidates
 from jaxsparse.sparse import bitset
+from jaxsparse.sparse.lazy import LazySum
 
 _WARM_UP = 10  # steps of SGD before gradients are taken
 
@@ -123,13 +125,13 @@ class Row(NamedTuple):
 
 def _by_threshold(x: jax.Array, bound: jax.Array, k: int) -> tuple[js.Sparse, jax.Array]:
   """The first entries that reach `bound`, up to about k, and how many do."""
-  words = threshold.selected(x, bound)
-  indices = bitset.places(words, bitset.aligned(k))
-  return js.Sparse(indices, x.at[indices].get(mode="fill", fill_value=0.0)), bitset.count(words)
+  home = LazySum((x,))
+  members = threshold.selected(home, bound)
+  return threshold.first(home, members, bitset.aligned(k)), bitset.count(members)
 
 
 def _candidates(x: jax.Array, k: int) -> Candidates:
-  return candidates.candidates([x], x.size, k, jnp.zeros(1, jnp.int32))
+  return candidates.candidates(Blocks.whole(LazySum((x,)), k))
 
 
 class Bench:
@@ -186,12 +188,12 @@ class Bench:
     _expect(name, "threshold", entries, filled, reach[: bitset.aligned(self._k)])
 
     found = jax.device_get(self._candidates(x))
-    hit = bool(found.hit[0])
+    indices = found.indices[found.indices < self._n]
+    hit = bool(found.fits[0]) and len(indices) >= self._k
     if hit:
-      places = found.indices[found.indices < self._n]
       all_of_them = np.flatnonzero(np.abs(entries).view(np.int32) >= found.low[0])
-      if not np.array_equal(places, all_of_them) or not np.isin(largest, places).all():
-        raise RuntimeError(f"{name}: the candidates are not the entries that reach their bound, or too few")
+      if not np.array_equal(indices, all_of_them) or not np.isin(largest, indices).all():
+        raise RuntimeError(f"{name}: the candidates are not the entries that reach their threshold, or too few")
     jax.block_until_ready(READ(x))
     return bound, hit
 

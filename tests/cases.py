@@ -12,6 +12,15 @@ from jax.sharding import Mesh
 from jaxsparse.collectives import Collective, SparseCollective, _base, _kinds, make_collective
 
 WORKERS = (1, 2, 3, 5, 6, 8, 13, 16)
+QUICK = (1, 3, 8)
+"""The sizes of `make test`: one worker, and a power of two and another number. `make test-all` has all WORKERS."""
+
+AS_USERS = {
+  "xla_backend_optimization_level": 3,
+  "xla_llvm_disable_expensive_passes": False,
+  "xla_cpu_use_fusion_emitters": True,
+}
+"""Compiler options that undo those of conftest.py, for bits that depend on the machine code."""
 
 # Options that are numbers, and so have no list of choices; and what a choice needs beside it to mean something.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -32,6 +41,14 @@ BESIDE: dict[tuple[str, Any], dict[str, Any]] = {
   ("spardl", "bruck"): {"teams": 2},
   ("spardl", "recursive"): {"teams": 4},
 }
+_MAIN = [
+  (("teams", 2),),
+  (("teams", 3),),
+  (("selector", "chunked"),),
+  (("selector", "reuse"),),
+  (("wire", "bf16"),),
+  (("wire", "int8"),),
+]
 
 
 class Case(NamedTuple):
@@ -61,6 +78,11 @@ class Case(NamedTuple):
   def rounding(self) -> float:
     """What the sum of a few small numbers may lose, as a share of them."""
     return 2**-8 if "bfloat16" in str(self) else 2**-22 if self.exact else 2**-18
+
+  @property
+  def main(self) -> bool:
+    """Whether `make test` runs what takes seconds for each case: on the defaults, and on SparDL's main options."""
+    return not self.options or (self.name == "spardl" and self.options in _MAIN)
 
   def config(self, **entries: Any) -> dict[str, Any]:
     """The configuration; `entries` (density or k) are for sparse collectives only."""
@@ -95,10 +117,36 @@ CONSERVING = [case for case in CASES if case.make(density=0.5).conserves]
 REPLICATING = [case for case in CASES if case.make(density=0.5).replicates]
 
 
-def each(cases: list[Case], sizes: Iterable[int] = WORKERS) -> pytest.MarkDecorator:
-  """Parametrizes with (case, workers)."""
+def each(
+  cases: list[Case], sizes: Iterable[int] = WORKERS, quick: Iterable[int] = QUICK, options: bool = True
+) -> pytest.MarkDecorator:
+  """Parametrizes with (case, workers).
+
+  Args:
+    cases: what to test.
+    sizes: the numbers of workers.
+    quick: those that are not long, for a case without options.
+    options: whether the first size of a case with options is not long either.
+  """
+
+  def marks(case: Case, workers: int) -> list[pytest.MarkDecorator]:
+    first = case.workers(sizes)[: int(options)]
+    return [] if workers in (first if case.options else quick) else [pytest.mark.long]
+
   pairs = [(case, workers) for case in cases for workers in case.workers(sizes)]
-  return pytest.mark.parametrize(("case", "workers"), pairs, ids=[f"{case}-{workers}" for case, workers in pairs])
+  rows = [pytest.param(*pair, id="{}-{}".format(*pair), marks=marks(*pair)) for pair in pairs]
+  return pytest.mark.parametrize(("case", "workers"), rows)
+
+
+def quick_of(sizes: Iterable[int], quick: Iterable[int] = QUICK) -> list[Any]:
+  """Numbers of workers to parametrize with, long but for the `quick` ones."""
+  return [pytest.param(size, marks=[] if size in quick else [pytest.mark.long]) for size in sizes]
+
+
+def each_main(cases: list[Case]) -> pytest.MarkDecorator:
+  """Parametrizes with each case; long but for the main ones."""
+  rows = [pytest.param(case, id=str(case), marks=[] if case.main else [pytest.mark.long]) for case in cases]
+  return pytest.mark.parametrize("case", rows)
 
 
 @functools.cache

@@ -5,7 +5,6 @@ the wire; then come bit equality of simulator and mesh, and behaviour on bad and
 """
 
 import functools
-import itertools
 import re
 
 import hypothesis
@@ -24,7 +23,7 @@ from jaxsparse.comm import AxisComm
 from jaxsparse.costs import count_jaxpr, schedule
 from jaxsparse.train import simulation
 from jaxsparse.transform.update import init_state, reduce_step
-from tests.cases import CASES, CONSERVING, REPLICATING, bits, each, integers, mesh_of, normals
+from tests.cases import AS_USERS, CASES, CONSERVING, REPLICATING, bits, each, each_main, integers, mesh_of, normals
 
 DENSITY = 0.2
 
@@ -39,10 +38,9 @@ def mass(grads, state):
   return np.asarray(grads, np.float64).sum(0) + residuals_of(state, *grads.shape).astype(np.float64).sum(0)
 
 
-def law_c_nothing_is_lost(case, workers, n):
+def law_c_nothing_is_lost(case, collective, workers, n):
   if case not in CONSERVING:
     return
-  collective = case.make(density=DENSITY)
   state = simulation.initial(collective, workers, n)
   for step in range(3):
     grads = integers(step, workers, n)
@@ -55,10 +53,9 @@ def law_c_nothing_is_lost(case, workers, n):
       np.testing.assert_allclose(after, before, atol=1e-3)
 
 
-def law_r_every_worker_has_the_same_bits(case, workers, n):
+def law_r_every_worker_has_the_same_bits(case, collective, workers, n):
   if case not in REPLICATING:
     return
-  collective = case.make(density=DENSITY)
   state = simulation.initial(collective, workers, n)
   for step in range(3):
     totals, state = simulation.reduce_all(collective, jnp.asarray(normals(step, workers, n)), state)
@@ -67,8 +64,7 @@ def law_r_every_worker_has_the_same_bits(case, workers, n):
       np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
 
 
-def not_a_number_anywhere_skips_the_step_everywhere(case, workers, n):
-  collective = case.make(density=DENSITY)
+def not_a_number_anywhere_skips_the_step_everywhere(_, collective, workers, n):
   state = simulation.initial(collective, workers, n)
   _, state = simulation.reduce_all(collective, jnp.asarray(normals(0, workers, n)), state)
   clean = jnp.asarray(normals(2, workers, n))
@@ -87,8 +83,7 @@ def not_a_number_anywhere_skips_the_step_everywhere(case, workers, n):
     assert np.all(final.counters.skipped_steps == 1)
 
 
-def extreme_gradients_are_delivered_or_kept(case, workers, n):
-  collective = case.make(density=DENSITY)
+def extreme_gradients_are_delivered_or_kept(case, collective, workers, n):
   giant = np.ones((workers, n), np.float32)
   giant[0, n // 2] = 2.0**100
   for grads in (0 * giant, -0.5 * np.ones_like(giant), giant, 2.0**-120 * np.ones_like(giant)):
@@ -105,28 +100,41 @@ def extreme_gradients_are_delivered_or_kept(case, workers, n):
       assert totals[0, n // 2] == 2.0**100
 
 
-def long_of(case):
-  """(workers, n) of blocks long enough for candidates and, at a density of 0.3, messages of more than 4,096 values."""
-  return max(2, dict(case.options).get("teams", 1)), 36_000
+def any_input_is_delivered_or_kept(case, collective, workers, n):
+  """Two steps of what hypothesis draws; all examples run the same compiled program."""
+  if case not in CONSERVING:
+    return
+  elements = st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False)
+
+  @hypothesis.given(hypothesis.extra.numpy.arrays(np.float32, (2, workers, n), elements=elements))
+  def holds(grads):
+    state = simulation.initial(collective, workers, n)
+    for step in grads:
+      before = mass(step, state)
+      scale = np.abs(step).sum(0) + np.abs(residuals_of(state, workers, n)).sum(0)
+      totals, state = simulation.reduce_all(collective, jnp.asarray(step), state)
+      after = np.asarray(totals[0], np.float64) + mass(0 * step, state)
+      # Rounding to levels is relative to the norm and not to the entry.
+      scale = scale if case.exact else np.max(scale) * n
+      assert np.all(np.abs(after - before) <= workers * case.rounding * scale)
+      np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
+      if case.name in ("spardl", "gtopk", "randomk"):
+        assert np.count_nonzero(totals[0]) <= collective.entries(n) + workers  # rounded up for each of P/d blocks
+
+  holds()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_not_a_number_anywhere_in_a_long_gradient_skips_the_step_everywhere(case):
-  """XLA's maximum of thousands of values drops a NaN on CPU, and no comparison with a threshold holds for one."""
-  workers, n = long_of(case)
-  collective = case.make(density=0.3)
-  state = simulation.initial(collective, workers, n)
-  clean = normals(0, workers, n)
-  _, state = simulation.reduce_all(collective, jnp.asarray(clean), state)
-  ends = itertools.product((0, workers - 1), (0, n // 2 + 7, n - 1))
-  for (worker, place), poison in [*itertools.product(ends, (np.nan, np.inf, -np.inf)), ((0, slice(None)), np.nan)]:
-    bad = clean.copy()
-    bad[worker, place] = poison
-    totals, after = simulation.reduce_all(collective, jnp.asarray(bad), state)
-    assert np.all(after.counters.skipped), (worker, place, poison)
-    assert not np.any(totals), (worker, place, poison)
-    jax.tree.map(np.testing.assert_array_equal, after.carried, state.carried)
-    assert np.isfinite(residuals_of(after, workers, n)).all()
+def law_1_each_entry_arrives_exactly_once(case, collective, workers, n):
+  """Where all entries are delivered."""
+  if case.name == "a2sgd" or not case.exact:  # its workers keep their own
+    return
+  grads = np.broadcast_to(2.0 ** np.arange(workers, dtype=np.float32)[:, None], (workers, n))
+  totals, state = simulation.reduce_all(collective, jnp.asarray(grads), simulation.initial(collective, workers, n))
+  expected = 2**workers - 1
+  if "bfloat16" in str(case):  # 8 bits of mantissa
+    expected = float(jnp.bfloat16(expected))
+  np.testing.assert_array_equal(totals, np.full((workers, n), expected, np.float32))
+  np.testing.assert_array_equal(residuals_of(state, workers, n), np.zeros((workers, n)))
 
 
 LAWS = (
@@ -134,16 +142,33 @@ LAWS = (
   law_r_every_worker_has_the_same_bits,
   not_a_number_anywhere_skips_the_step_everywhere,
   extreme_gradients_are_delivered_or_kept,
+  any_input_is_delivered_or_kept,
 )
 
 
 @each(CASES)
 def test_the_laws(case, workers, subtests):
-  """All in one test, since they share compiled programs, and compiling is what takes the time."""
-  small = workers in (1, 3) or (workers in (5, 6) and bool(case.options))
-  for law, n in itertools.product(LAWS, (1, 30) if small else (30,)):
-    with subtests.test(law.__name__, n=n):
-      law(case, workers, n)
+  """All in one test, since they share a compiled program, and compiling is what takes the time."""
+  collective = case.make(density=DENSITY)
+  for law in LAWS:
+    with subtests.test(law.__name__):
+      law(case, collective, workers, 30)
+
+
+@each(CASES, [1, 3, 5, 6], options=False)
+def test_the_laws_of_fewer_entries_than_workers(case, workers, subtests):
+  collective = case.make(density=DENSITY)
+  for law in LAWS:
+    with subtests.test(law.__name__):
+      law(case, collective, workers, 1)
+
+
+@each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[3])
+def test_the_laws_where_everything_is_delivered(case, workers, subtests):
+  collective = case.make(density=1.0)
+  for law in (law_1_each_entry_arrives_exactly_once, any_input_is_delivered_or_kept):
+    with subtests.test(law.__name__):
+      law(case, collective, workers, 11)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in CONSERVING], ids=str)
@@ -155,19 +180,7 @@ def test_what_declares_to_lose_mass_loses_it(case):
   assert np.any(mass(grads, state) != np.asarray(totals[0]) + mass(0 * grads, after))
 
 
-@each([case for case in CASES if case.name != "a2sgd" and case.exact], [1, 2, 3, 6, 13])  # its workers keep their own
-def test_law_1_each_entry_arrives_exactly_once(case, workers):
-  n = 11
-  grads = np.broadcast_to(2.0 ** np.arange(workers, dtype=np.float32)[:, None], (workers, n))
-  out = js.simulate(case.name, grads, **case.config(k=n))
-  expected = 2**workers - 1
-  if "bfloat16" in str(case):  # 8 bits of mantissa
-    expected = float(jnp.bfloat16(expected))
-  np.testing.assert_array_equal(out.total, np.full(n, expected, np.float32))
-  np.testing.assert_array_equal(out.residuals, np.zeros((workers, n)))
-
-
-@each(CASES, [*range(1, 17), 128])
+@each(CASES, [*range(1, 17), 128], quick=[1, 3, 6, 8, 128])
 def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
   for n, k in ((1, 1), (96, 7), (1001, 1001)) if workers <= 16 else ((1000, 10),):
     counted = js.costs.count(case.name, n=n, workers=workers, **case.config(k=k))
@@ -232,14 +245,14 @@ def mesh_state(collective, workers, n):
   return jax.jit(make(spec(jax.eval_shape(make(P())))))()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.usefixtures("as_users_compile")
+@each_main(CASES)
 def test_the_mesh_sends_these_messages_and_agrees_with_the_simulator_bit_for_bit(case, subtests):
   n, k, workers = 103, 13, case.workers([6, 8, 5])[0]
   collective = case.make(k=k)
   on_mesh, simulated = mesh_state(collective, workers, n), simulation.initial(collective, workers, n)
-  shape = jax.ShapeDtypeStruct((workers * n,), jnp.float32)
-  program = worker_program(collective, workers).lower(shape, on_mesh).compile()
+  flat, rows = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((workers * n,), (workers, n)))
+  program = worker_program(collective, workers).lower(flat, on_mesh).compile(AS_USERS)
+  simulator = simulation.reduce_all.lower(collective, rows, simulated).compile(AS_USERS)
   with subtests.test("the compiler keeps the messages as they are (law W)"):
     check_messages(program.as_text(), collective, workers, n)
   with subtests.test("bit equality"):
@@ -248,7 +261,7 @@ def test_the_mesh_sends_these_messages_and_agrees_with_the_simulator_bit_for_bit
       total, on_mesh = program(
         jax.device_put(grads.reshape(-1), NamedSharding(mesh_of(workers), P("workers"))), on_mesh
       )
-      totals, simulated = simulation.reduce_all(collective, grads, simulated)
+      totals, simulated = simulator(grads, simulated)
       np.testing.assert_array_equal(bits(total), bits(totals).reshape(-1))
       np.testing.assert_array_equal(bits(residuals_of(on_mesh, workers, n)), bits(residuals_of(simulated, workers, n)))
 
@@ -267,32 +280,3 @@ def check_messages(text, collective, workers, n):
   if workers > 1:
     assert len(buffers) + sum(c.messages for c in dense) == cost.messages
     assert sum(int(dims) for _, dims in buffers) + sum(c.words for c in dense) == cost.words
-
-
-@st.composite
-def reductions(draw, case):
-  """A density, and the gradients of two steps; of few shapes, since each compiles a program."""
-  workers = case.workers((3, 6, 2, 5, 8))
-  n, density, size = draw(st.sampled_from([(7, 1.0, workers[0]), (24, 0.1, workers[-1])]))
-  elements = st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False)
-  return density, draw(hypothesis.extra.numpy.arrays(np.float32, (2, size, n), elements=elements))
-
-
-@pytest.mark.parametrize("case", CONSERVING, ids=str)
-@hypothesis.given(data=st.data())
-def test_the_laws_hold_for_any_input(case, data):
-  density, grads = data.draw(reductions(case))
-  _, workers, n = grads.shape
-  collective = case.make(density=density)
-  state = simulation.initial(collective, workers, n)
-  for step in grads:
-    before = mass(step, state)
-    scale = np.abs(step).sum(0) + np.abs(residuals_of(state, workers, n)).sum(0)
-    totals, state = simulation.reduce_all(collective, jnp.asarray(step), state)
-    after = np.asarray(totals[0], np.float64) + mass(0 * step, state)
-    # Rounding to levels is relative to the norm and not to the entry.
-    scale = scale if case.exact else np.max(scale) * n
-    assert np.all(np.abs(after - before) <= workers * case.rounding * scale)
-    np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
-    if case.name in ("spardl", "gtopk", "randomk"):
-      assert np.count_nonzero(totals[0]) <= collective.entries(n) + workers  # rounded up for each of P/d blocks

@@ -1,36 +1,43 @@
-"""Sixteen workers in every test process, strict arithmetic, and one table of collectives for all tests."""
+"""Sixteen workers in every test process, strict arithmetic, quick compilation, and what `make test` leaves out."""
 
 import itertools
+import os
+import pathlib
 
 import hypothesis
 import jax
 import pytest
 
+from tests.compile_report import pytest_addoption, pytest_configure  # noqa: F401
+
+# Most of the time of these tests is compilation. XLA's older emitter, in one piece, takes a third of the time that the
+# default takes, optimized machine code twice as long: tests of the bits that users get compile with `cases.AS_USERS`.
+# XLA reads the variable when JAX makes its devices, and ends the process at an unknown flag. Child processes compile as
+# users do.
 jax.config.update("jax_num_cpu_devices", 16)
+jax.config.update("jax_disable_most_optimizations", True)
+with pytest.MonkeyPatch.context() as _environment:
+  if jax.__version_info__ < (0, 11):
+    _quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    _environment.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {_quick}")
+  jax.devices()
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Compiling is what takes the time here, and half of that is making machine code fast. `as_users_compile` has it fast.
-jax.config.update("jax_disable_most_optimizations", True)
 
-# Every example compiles a program: few of them, and no clock.
+# Examples of a test share one program, so they are cheap, but shrinking them is not: no clock.
 hypothesis.settings.register_profile("jaxsparse", deadline=None, max_examples=25, print_blob=True)
+hypothesis.settings.register_profile("all", deadline=None, max_examples=200, print_blob=True)
 hypothesis.settings.load_profile("jaxsparse")
 
 _TESTS = itertools.count(1)
+_MAPS = pathlib.Path("/proc/self/maps")
+_MOST_MAPS = 40_000
 
 
 @pytest.fixture(autouse=True)
 def few_programs():
-  """Forgets compiled programs from time to time: each is a few memory maps, and a process may have 65530 of them."""
+  """Forgets compiled programs before memory maps run out: a program takes a few, a process may have 65,530."""
   yield
-  if next(_TESTS) % 20 == 0:
+  if next(_TESTS) % 20 == 0 and (not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") > _MOST_MAPS):
     jax.clear_caches()
-
-
-@pytest.fixture
-def as_users_compile():
-  """For tests of what depends on the machine code: bits of one program beside those of another."""
-  jax.config.update("jax_disable_most_optimizations", False)
-  jax.clear_caches()
-  yield
-  jax.config.update("jax_disable_most_optimizations", True)

@@ -19,6 +19,7 @@ def run(*command, **kwargs):
   return done.stdout
 
 
+@pytest.mark.long
 def test_the_wheel_works_outside_the_tree(tmp_path):
   run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=ROOT)
   (wheel,) = tmp_path.glob("*.whl")
@@ -32,6 +33,7 @@ def test_the_wheel_works_outside_the_tree(tmp_path):
   assert "[3. 3. 3. 3. 3. 3.]" in out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_notebooks_run(path):

@@ -1,8 +1,8 @@
 """The benchmark of updates: what it times is checked, and what it says can be read."""
 
+import functools
 import json
 import os
-import pathlib
 import shutil
 import signal
 import subprocess
@@ -19,13 +19,9 @@ from benchmarks.tasks import lm
 from jaxsparse.comm import SoloComm
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of
+from tests.benchmarks import commands
 
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def collectives(*flags):
-  command = [sys.executable, "-m", "benchmarks.collectives", *flags]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+collectives = functools.partial(commands.run, "benchmarks.collectives")
 
 
 def place(size=3):
@@ -143,7 +139,7 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path):
   flags = ("--engine=sim", "--gradients=normal", "--workers=2", "--n=1000", "--algorithms=dense,spardl,oktopk")
   folders = (f"--report_dir={tmp_path}", f"--cache_dir={tmp_path}")
   command = ["env", "--default-signal", sys.executable, "-m", "benchmarks.collectives", *flags, *folders]
-  with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+  with subprocess.Popen(command, cwd=commands.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
     assert process.stdout.readline().startswith("# algorithm")
     assert process.stdout.readline().split()[0] == "dense"
     process.terminate()
@@ -163,6 +159,7 @@ def test_ranks_start_again_behind_a_row_that_fails(tmp_path):
   assert not (tmp_path / "collectives.jsonl").exists()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="the lab needs root and iproute2")
 def test_in_the_lab_dense_takes_what_the_wire_takes(tmp_path):
   flags = ("--workers=2", "--n=250000", "--algorithms=dense,topka", "--repetitions=2", "--gradients=normal", "--json")
@@ -186,6 +183,7 @@ def test_a_rank_is_pinned_to_the_core_of_its_number(monkeypatch):
   assert pinned == [{3}, {5}]
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
   ("flags", "message"),
   [
@@ -203,3 +201,16 @@ def test_bad_flags(flags, message):
   assert "error: " in done.stderr
   assert message in done.stderr
   assert "Traceback" not in done.stderr
+=======
+BAD_FLAGS = [
+  (["--workers=0"], "--workers=0, give numbers above 0"),
+  (["--n=many"], "--n=many, give numbers above 0"),
+  (["--rate=1gbit", "--engine=sim"], "--rate needs ranks that talk over a network"),
+  (["--rate=fast"], "fast"),
+  (["--algorithms=spardl:teams=4"], "teams=4"),
+]
+
+
+def test_bad_flags(subtests):
+  commands.check_refusals("benchmarks.collectives", BAD_FLAGS, subtests)
+>>>>>>> w-tests

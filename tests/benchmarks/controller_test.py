@@ -1,16 +1,11 @@
 """The controller's server, timed as a user does."""
 
+import functools
 import json
-import pathlib
-import subprocess
-import sys
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.benchmarks import commands
 
-
-def run(*flags):
-  command = [sys.executable, "-m", "benchmarks.controller", *flags]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+run = functools.partial(commands.run, "benchmarks.controller")
 
 
 def test_throughput_and_latency():

@@ -1,20 +1,14 @@
 """Scale on paper as a user asks for it: predictions, programs that are made and not run, one figure."""
 
+import functools
 import json
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
 import jaxsparse as js
+from tests.benchmarks import commands
 
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def scale(*flags):
-  command = [sys.executable, "-m", "benchmarks.scale", *flags]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+scale = functools.partial(commands.run, "benchmarks.scale")
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +61,12 @@ def test_the_first_step_against_its_goal():
   assert done.returncode == (0 if goal["met"] else 1)
 
 
-@pytest.mark.parametrize(
-  ("flag", "message"),
-  [
-    ("--workers=8,0", "error: --workers=0, choose whole numbers of at least 2"),
-    ("--network=mine:alpha=1e-5", "error: --network=mine:alpha=1e-5, choose from 1GbE, 25GbE, 400Gb, or write name:"),
-    ("--algorithm=spardl:teams=3", "error: teams=3 does not divide the 8 workers"),
-  ],
-)
-def test_bad_flags(flag, message):
-  done = scale(flag)
-  assert done.returncode == 1
-  assert done.stderr.startswith(message)
+BAD_FLAGS = [
+  (["--workers=8,0"], "error: --workers=0, choose whole numbers of at least 2"),
+  (["--network=mine:alpha=1e-5"], "error: --network=mine:alpha=1e-5, choose from 1GbE, 25GbE, 400Gb, or write name:"),
+  (["--algorithm=spardl:teams=3"], "error: teams=3 does not divide the 8 workers"),
+]
+
+
+def test_bad_flags(subtests):
+  commands.check_refusals("benchmarks.scale", BAD_FLAGS, subtests)

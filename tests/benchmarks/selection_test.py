@@ -1,22 +1,15 @@
 """Selection as a user times it, and how the passes of a compiled program are read off its text."""
 
+import functools
 import json
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from benchmarks.passes import passes_of
+from tests.benchmarks import commands
 
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def run(*flags):
-  command = [sys.executable, "-m", "benchmarks.selection", *flags]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+run = functools.partial(commands.run, "benchmarks.selection")
 
 
 def test_every_program_is_checked_and_timed():
@@ -129,19 +122,16 @@ def test_passes_of_what_this_compiler_makes():
   assert [sum(one.reads for one in found), sum(one.writes for one in found)] == [2, 1]
 
 
-@pytest.mark.parametrize(
-  ("flag", "message"),
-  [
-    ("--n=0", "error: --n=0, choose at least 1"),
-    ("--update=-1", "error: --update=-1, choose at least 0"),
-    ("--density=1.5", "error: --density=1.5, choose a share above 0, up to 1"),
-    (
-      "--inputs=normal,uniform",
-      "error: --inputs=uniform, choose from normal, student-t, heavy-tail, gradients, sorted",
-    ),
-  ],
-)
-def test_bad_flags(flag, message):
-  done = run(flag)
-  assert done.returncode == 1
-  assert done.stderr.startswith(message)
+BAD_FLAGS = [
+  (["--n=0"], "error: --n=0, choose at least 1"),
+  (["--update=-1"], "error: --update=-1, choose at least 0"),
+  (["--density=1.5"], "error: --density=1.5, choose a share above 0, up to 1"),
+  (
+    ["--inputs=normal,uniform"],
+    "error: --inputs=uniform, choose from normal, student-t, heavy-tail, gradients, sorted",
+  ),
+]
+
+
+def test_bad_flags(subtests):
+  commands.check_refusals("benchmarks.selection", BAD_FLAGS, subtests)

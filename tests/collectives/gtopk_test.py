@@ -6,11 +6,11 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxsparse as js
-from tests.cases import WORKERS, normals
+from tests.cases import WORKERS, normals, quick_of
 from tests.reference.gtopk import gtopk
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", quick_of(WORKERS))
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (50, 9)])
 def test_equals_the_tree_in_numpy(workers, n, k):
   left, state = np.zeros((workers, n), np.float32), None

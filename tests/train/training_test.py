@@ -14,7 +14,7 @@ import orbax.checkpoint
 import pytest
 
 import jaxsparse as js
-from tests.cases import CASES, bits, each, mesh_of, normals
+from tests.cases import CASES, bits, each, each_main, mesh_of, normals
 
 TARGET = np.linspace(-1, 1, 20).astype(np.float32)
 
@@ -41,7 +41,7 @@ def carried(state):
   return (state.state if isinstance(state, js.PerWorker) else state)[0].carried
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_main(CASES)
 def test_it_learns(case):
   workers = case.workers([6, 8, 5])[0]
   step, params, state, _ = make(case, workers)
@@ -103,7 +103,7 @@ def test_aux_is_averaged():
   assert float(metrics.aux["mean"]) == 3.5
 
 
-@each([case for case in CASES if case.name != "a2sgd"], [6, 8])
+@each([case for case in CASES if case.name != "a2sgd"], [6, 8], quick=[6], options=False)
 def test_a_poisoned_batch_is_skipped_and_training_goes_on(case, workers):
   step, params, state, _ = make(case, workers)
   params, state, _ = step(params, state, batch_of(0, workers))

@@ -1,0 +1,47 @@
+"""The commands of the benchmarks as a user runs them."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# A process for each of several runs, forked after the imports that take seconds.
+_FORKING = """
+import json, os, runpy, sys, tempfile, warnings
+import absl.app, flax.linen, jaxsparse, matplotlib.pyplot, rich.progress
+warnings.simplefilter("ignore")  # of JAX, which has started no threads here
+module, done = sys.argv[1], []
+for flags in json.loads(sys.argv[2]):
+  with tempfile.TemporaryFile("w+") as output:
+    child = os.fork()
+    if not child:
+      os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
+      sys.argv = [module, *flags]
+      warnings.resetwarnings()
+      runpy.run_module(module, run_name="__main__", alter_sys=True)
+      sys.exit()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    output.seek(0)
+    done.append((status, output.read()))
+print(json.dumps(done))
+"""
+
+
+def run(module, *flags):
+  """`python -m module flags`."""
+  command = [sys.executable, "-m", module, *map(str, flags)]
+  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+
+
+def check_refusals(module, rows, subtests):
+  """Checks that `module` ends with status 1 and a message, without a traceback, for each (flags, message) of `rows`."""
+  command = [sys.executable, "-c", _FORKING, module, json.dumps([flags for flags, _ in rows])]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+  assert done.returncode == 0, done.stderr[-2000:]
+  for (flags, message), (status, output) in zip(rows, json.loads(done.stdout), strict=True):
+    with subtests.test(flags=flags):
+      assert status == 1, output
+      assert message in output
+      assert "Traceback" not in output

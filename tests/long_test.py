@@ -1,0 +1,180 @@
+"""The laws on the path that users run: blocks so long that entries are selected among candidates.
+
+Short rows are sorted. Blocks of more than 16,384 entries are selected by a bound that a sample of them gives, among the
+few entries that reach it; where that fails, all over again. Here every selector, codec and number of teams meets input
+on which samples mislead, candidates cancel out, and magnitudes tie or differ in the last bit.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsparse.select import candidates, exact
+from jaxsparse.train import simulation
+from tests.cases import CASES, CONSERVING, REPLICATING, Case, bits, each_main, integers, normals
+from tests.conformance_test import mass, residuals_of
+from tests.reference import spardl as reference
+
+N, DENSITY = 36_000, 0.3  # blocks of 18,000, and messages of more than 4,096 values
+
+COMBINED = [
+  Case("spardl", (("selector", selector), ("wire", wire), ("teams", teams)))
+  for selector, wire, teams in itertools.product(("exact", "chunked", "reuse"), ("f32", "bf16", "int8"), (1, 2, 3))
+  if selector != "chunked" or teams == 1
+]
+
+
+def workers_of(case):
+  """Two in each team, of which there may be one; teams of one worker where there are many."""
+  teams = dict(case.options).get("teams", 1)
+  return 2 * teams if teams <= 3 else teams
+
+
+def places(count, n=N):
+  """That many indices, spread over all of them."""
+  return np.random.default_rng(count).choice(n, count, replace=False)
+
+
+def inputs(workers, n=N):
+  """Gradients f32[P, n] by name."""
+  normal, row, rank = normals(0, workers, n), normals(1, n), np.arange(workers)[:, None]
+  signs = np.where(rank % 2, -1, 1) * np.where(rank < workers // 2 * 2, 1, 0.001)
+  few = places(200, n)
+  spikes = np.zeros((workers, n), np.float32)
+  spikes[0, few], spikes[-1, few] = 1e30, -1e30 if workers > 1 else 1e30
+  sparse = np.zeros((workers, n), np.float32)
+  sparse[:, few] = normal[:, few]
+  return {
+    "normal": normal,
+    "each a power of two, all tied": np.broadcast_to(2.0**rank, (workers, n)),
+    "few values": integers(2, workers, n),
+    "few entries": sparse,
+    "few entries among negative zeros": np.where(sparse == 0, -0.0, sparse),
+    "one block large": np.where(np.arange(n) < n // 2, 100 + normal, normal),
+    "large at the end": np.where(np.arange(n) >= n - 900, 9.0, normal),
+    "spikes that cancel": spikes + normal,
+    "all that is selected cancels": signs * row,
+    "cancels and is large again": np.where(rank == workers - 1, 5, signs) * row,
+    "sorted": np.sort(normal),
+    "falling": -np.sort(-np.abs(normal)),
+    "equal but for the last bit": 1 + (normal > 0) * 2.0**-23,
+    "denormal": normal * 1e-40,
+  }
+
+
+def program_of(collective):
+  """`simulation.reduce_all`, traced anew: constants of the selection may have changed."""
+  return jax.jit(functools.partial(simulation.reduce_all.__wrapped__, collective))
+
+
+def two_steps(program, collective, grads):
+  """(totals, state) after each of two steps, the second of which has the gradients of another worker."""
+  state, found = simulation.initial(collective, *grads.shape), []
+  for rows in (grads, grads[::-1]):
+    totals, state = program(jnp.asarray(rows), state)
+    found.append((totals, state))
+  return found
+
+
+def check_laws(case, grads, found):
+  """Conservation and replication of two steps. An entry of one of `2**rank` that arrived twice would be mass, too."""
+  workers = len(grads)
+  before = mass(grads, found[0][1]) - mass(0 * grads, found[0][1])
+  for totals, state in found:
+    if case in CONSERVING or case in COMBINED:
+      after = np.asarray(totals[0], np.float64) + mass(0 * grads, state)
+      scale = np.maximum(np.abs(grads, dtype=np.float64).sum(0), np.abs(before))
+      scale = scale if case.exact else np.max(scale)
+      flushed = workers * 2.0**-125  # smaller numbers are 0 on this hardware
+      np.testing.assert_array_less(np.abs(after - before), 4 * workers * case.rounding * scale + flushed)
+    if case in REPLICATING or case in COMBINED:
+      np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
+    assert not np.any(state.counters.skipped)
+    before = mass(grads, state)
+
+
+def check_not_a_number(collective, program, workers):
+  """XLA's maximum of thousands of values drops a NaN on CPU, and no comparison with a threshold holds for one."""
+  clean = normals(0, workers, N)
+  _, state = program(jnp.asarray(clean), simulation.initial(collective, workers, N))
+  ends = itertools.product((0, workers - 1), (0, N // 2 + 7, N - 1))
+  for (worker, place), poison in [*itertools.product(ends, (np.nan, np.inf, -np.inf)), ((0, slice(None)), np.nan)]:
+    bad = clean.copy()
+    bad[worker, place] = poison
+    totals, after = program(jnp.asarray(bad), state)
+    assert np.all(after.counters.skipped), (worker, place, poison)
+    assert not np.any(totals), (worker, place, poison)
+    jax.tree.map(np.testing.assert_array_equal, after.carried, state.carried)
+    assert np.isfinite(residuals_of(after, workers, N)).all()
+
+
+def by_sorting(monkeypatch):
+  """Rows of any length are sorted whole, and no block is worth candidates."""
+  monkeypatch.setattr(exact, "_SORTED_UP_TO", 1 << 30)
+  monkeypatch.setattr(candidates, "_SAMPLES", 1 << 30)
+
+
+@each_main([*CASES, *COMBINED])
+def test_the_laws_of_long_gradients(case, monkeypatch, subtests):
+  """All in one test, since they share a compiled program."""
+  workers, collective = workers_of(case), case.make(density=DENSITY)
+  program, grads = program_of(collective), {name: x.astype(np.float32) for name, x in inputs(workers).items()}
+  with subtests.test("not a number anywhere skips the step everywhere"):
+    check_not_a_number(collective, program, workers)
+  found = {name: two_steps(program, collective, x) for name, x in grads.items()}
+  for name, x in grads.items():
+    with subtests.test("conservation and replication", input=name):
+      check_laws(case, x, found[name])
+
+  start = simulation.initial(collective, workers, N)
+  text = program.lower(grads["normal"], start).as_text()
+  by_sorting(monkeypatch)
+  plain = program_of(collective)
+  same = plain.lower(grads["normal"], start).as_text() == text
+  with subtests.test("SparDL and TopkA select otherwise here"):
+    assert not same or case.name not in ("spardl", "topka") or "chunked" in str(case)
+  # Noise belongs to the slots of a message, in which candidates have another order.
+  for name, x in {} if same or "int8" in str(case) else grads.items():
+    with subtests.test("the bits of the plain path", input=name):
+      jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), found[name], two_steps(plain, collective, x))
+
+
+# Plain loops take a second each: the inputs of which candidates are lost, or of which ties decide.
+IN_NUMPY = (
+  "normal",
+  "each a power of two, all tied",
+  "one block large",
+  "spikes that cancel",
+  "cancels and is large again",
+)
+
+
+@pytest.mark.parametrize(
+  ("workers", "teams", "sag"),
+  [
+    (2, 1, "auto"),
+    pytest.param(3, 1, "auto", marks=pytest.mark.long),
+    (4, 2, "auto"),
+    (4, 2, "bruck"),
+    pytest.param(6, 3, "auto", marks=pytest.mark.long),
+  ],
+)
+def test_equals_the_paper_in_numpy(workers, teams, sag, subtests):
+  """Totals and residuals, blocks of 17,000 entries at a density of 1 %."""
+  n = 17_000 * workers // teams
+  k, bruck = n // 100, sag == "bruck" or teams == 3
+  collective = Case("spardl", (("teams", teams), ("sag", sag))).make(k=k)
+  program, gradients = program_of(collective), inputs(workers, n)
+  for name in IN_NUMPY:
+    grads = np.asarray(gradients[name], np.float32)
+    left, adaptive = np.zeros_like(grads), reference.first_h(k, workers, teams)
+    with subtests.test(name):
+      for step, (totals, state) in zip((grads, grads[::-1]), two_steps(program, collective, grads), strict=True):
+        expected, left, adaptive = reference.spardl(step, left, k, teams=teams, bruck=bruck, adaptive=adaptive)
+        np.testing.assert_array_equal(bits(totals + np.float32(0)), bits(expected + np.float32(0)))
+        kept = residuals_of(state, workers, n).astype(np.float32)
+        np.testing.assert_array_equal(bits(kept + np.float32(0)), bits(left + np.float32(0)))
