@@ -142,19 +142,18 @@ class Pending(NamedTuple):
   Attributes:
     grads: f32[n], the gradient, or its buffer after received values were added in place.
     residual: f32[n], the old residual.
-    entries: `Sparse` entries of the new residual that replace that sum; indices from n on are dropped. An index may
-      occur in several of them: the last value counts.
+    entries: entries of the new residual that replace that sum; each index once, or at least n.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
-    >>> pending = js.types.Pending(jnp.ones(2), jnp.zeros(2), (js.Sparse(jnp.array([1]), jnp.array([0.0])),))
-    >>> pending.entries[0].indices
+    >>> pending = js.types.Pending(jnp.ones(2), jnp.zeros(2), js.Sparse(jnp.array([1]), jnp.array([0.0])))
+    >>> pending.entries.indices
     Array([1], dtype=int32)
   """
 
   grads: jax.Array
   residual: jax.Array
-  entries: tuple[Sparse, ...]
+  entries: Sparse
 
 
 class Reduced(NamedTuple):

@@ -95,7 +95,7 @@ def _residual(home: LazySum, sent: Sparse, dropped: list[Sparse], total: Sparse)
   for rest in dropped:
     kept = kept.at[slot_of(rest)].add(rest.values, mode="drop", unique_indices=True)
   grads, residual = home.parts
-  return Pending(grads, residual, (Sparse(total.indices, kept),))
+  return Pending(grads, residual, Sparse(total.indices, kept))
 
 
 def _receives(comm: Comm, edges: topology.Pairs) -> jax.Array:

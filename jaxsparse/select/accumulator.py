@@ -68,17 +68,14 @@ class _Added(NamedTuple):
   """Entries that were added to the first rows.
 
   Attributes:
-    indices: i32[rows, c], block-relative.
+    first: i32[rows, c], flat indices where nothing had been added before; n elsewhere.
     before: f32[rows, c], the values before.
-    now: f32[rows, c], the values afterwards.
-    first: bool[rows, c], whether nothing had been added there before.
-    new: i32[rows, c], the indices that become known by this, neither candidates nor added to before; else `length`.
+    new: i32[rows, c], block-relative indices that become known by this, neither candidates nor added to before; the
+      block's length elsewhere.
   """
 
-  indices: jax.Array
-  before: jax.Array
-  now: jax.Array
   first: jax.Array
+  before: jax.Array
   new: jax.Array
 
 
@@ -110,8 +107,8 @@ class TopKAccumulator:
     >>> acc = acc.add(Sparse(jnp.array([[1]]), jnp.array([[10.0]])))
     >>> acc.largest(0, 1)
     Sparse(indices=Array([[1]], dtype=int32), values=Array([[12.]], dtype=float32))
-    >>> [entries.values for entries in acc.pending(jnp.array([[1], [0]])).entries]
-    [Array([[12.]], dtype=float32), Array([[0.]], dtype=float32)]
+    >>> acc.pending(jnp.array([[1], [0]])).entries
+    Sparse(indices=Array([1, 4, 2, 4], dtype=int32), values=Array([12.,  4.,  0.,  2.], dtype=float32))
   """
 
   blocks: Blocks
@@ -154,7 +151,7 @@ class TopKAccumulator:
       low, fits = self.candidates.low[first:last], self.candidates.fits[first:last]
       needed = self.blocks.k if self.threshold is None else self.threshold.needed
       proven = lambda reached: (fits & (reached >= needed)).all()
-      indices = exact.among(keys, some, self.blocks, low, proven, lambda row: self._row(first + row), least)
+      indices = exact.among(keys, some, self.blocks, low, proven, lambda row: self._sorted(first, row, least), least)
     return Sparse(indices, self._at(self.blocks.flat(indices, first)))
 
   def sent(self, kept: Sparse, first: int) -> Self:
@@ -163,45 +160,48 @@ class TopKAccumulator:
 
   def add(self, entries: Sparse) -> Self:
     """Adds [r, c] entries to the first r rows."""
-    flat = self.blocks.flat(entries.indices)
+    n, flat = self.blocks.n, self.blocks.flat(entries.indices)
     before, first = self._at(flat), ~bitset.contains(self.touched, flat)
     new = first & ~bitset.contains(self.candidates.members, flat) if self.candidates else first
-    new_indices = jnp.where(new, entries.indices, self.blocks.length)
-    added = _Added(entries.indices, before, before + entries.values, first, new_indices)
+    added = _Added(jnp.where(first, flat, n), before, jnp.where(new, entries.indices, self.blocks.length))
     return dataclasses.replace(
       self,
-      grads=sparse.put(self.grads, flat, added.now),
-      touched=bitset.insert(self.touched, jnp.where(first, flat, self.blocks.n), self.blocks.n),
+      grads=sparse.put(self.grads, flat, before + entries.values),
+      touched=bitset.insert(self.touched, added.first, n),
       added=(*self.added, added),
     )
 
   def pending(self, delivered: jax.Array) -> Pending:
     """The next residual: the present values where delivered, and elsewhere those of the start."""
-    n = self.blocks.n
-    members = bitset.insert(bitset.empty(n), self.blocks.flat(delivered), n)
-    entries = []
-    for added in self.added:
-      flat = self.blocks.flat(added.indices)
-      now = bitset.contains(members, flat)
-      entries.append(Sparse(jnp.where(now | added.first, flat, n), jnp.where(now, added.now, added.before)))
-    for sent in self.log:
-      entries.append(sent._replace(indices=jnp.where(bitset.contains(members, sent.indices), sent.indices, n)))
-    return Pending(self.grads, self.blocks.x.parts[1], tuple(entries))
+    n, flat = self.blocks.n, self.blocks.flat(delivered)
+    members, log = bitset.insert(bitset.empty(n), flat, n), _joined(self.log)
+    sent = bitset.insert(bitset.empty(n), log.indices, n)
+    present = Sparse(jnp.where(bitset.contains(sent, flat), n, flat), self._at(flat))
+    kept = log._replace(indices=jnp.where(bitset.contains(members, log.indices), log.indices, n))
+    return self._replaced((present, kept), members)
 
   def pending_except(self, entries: Sparse) -> Pending:
     """The next residual: the values of the start, except `entries`."""
     n = self.blocks.n
-    start = [Sparse(jnp.where(x.first, self.blocks.flat(x.indices), n), x.before) for x in self.added]
-    return Pending(self.grads, self.blocks.x.parts[1], (*start, entries))
+    return self._replaced((entries,), bitset.insert(bitset.empty(n), entries.indices, n))
+
+  def _replaced(self, entries: tuple[Sparse, ...], members: jax.Array) -> Pending:
+    """The values of the start, except `entries`, which are all `members`."""
+    start = _joined(tuple(Sparse(added.first, added.before) for added in self.added))
+    start = start._replace(indices=jnp.where(bitset.contains(members, start.indices), self.blocks.n, start.indices))
+    return Pending(self.grads, self.blocks.x.parts[1], _joined((*entries, start)))
 
   def _at(self, flat: jax.Array) -> jax.Array:
     """The present values, but for what was sent; 0 beyond the end."""
     grads, residual = sparse.at(self.grads, flat), sparse.at(self.blocks.x.parts[1], flat)
     return jnp.where(bitset.contains(self.touched, flat), grads, grads + residual)  # −0 + 0 would be 0
 
-  def _row(self, row: jax.Array | int) -> jax.Array:
+  def _sorted(self, first: int, row: jax.Array, least: jax.Array | None) -> jax.Array:
+    """The entries of row `first + row` to send, i32[k], by a sort: the least to compile of what hardly ever runs."""
     everything = jnp.arange(self.blocks.length, dtype=jnp.int32)[None]
-    return self._at(self.blocks.flat(everything, row))[0]
+    values = self._at(self.blocks.flat(everything, first + row))[0]
+    indices = exact.by_sorting(values, self.blocks.k)
+    return indices if least is None else jnp.where(keys_of(values[indices]) >= least[row], indices, self.blocks.length)
 
   def _known(self, first: int, last: int) -> jax.Array:
     """Rows of the candidates and of all that something was added to, i32[last − first, c], each index once."""
@@ -221,5 +221,12 @@ class TopKAccumulator:
     chosen = exact.top_k(values, self.blocks.k)
     if least is None:
       return chosen.indices
-    reach = keys_of(chosen.values) >= least[:, None]
-    return jnp.sort(jnp.where(reach, chosen.indices, self.blocks.length), axis=1)
+    return jnp.where(keys_of(chosen.values) >= least[:, None], chosen.indices, self.blocks.length)
+
+
+def _joined(parts: tuple[Sparse, ...]) -> Sparse:
+  """All slots of several arrays of entries, [c]."""
+  flat = [jax.tree.map(jnp.ravel, part) for part in parts]
+  if not flat:
+    return Sparse(jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32))
+  return jax.tree.map(lambda *x: jnp.concatenate(x), *flat)

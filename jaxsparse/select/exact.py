@@ -108,7 +108,7 @@ def among(
   blocks: Blocks,
   low: jax.Array,
   proven: Callable[[jax.Array], jax.Array],
-  whole: Callable[[jax.Array], jax.Array],
+  otherwise: Callable[[jax.Array], jax.Array],
   least: jax.Array | None = None,
 ) -> jax.Array:
   """The k largest entries of each block, found among some of its entries where these provably contain them.
@@ -119,38 +119,27 @@ def among(
     blocks: says the length of a block, and k.
     low: i32[rows]; every entry of a block that reaches this key is among them.
     proven: (i32[rows] number of keys that reach `low`) -> bool[], whether the k largest are among them.
-    whole: (row) -> f32[length], all entries of a row, read where this is not so.
+    otherwise: (row) -> i32[k], the result for a row from all its entries; runs, row by row, where this is not so.
     least: i32[rows], at least 1: a key that the chosen entries are to reach besides, for fewer than k of them.
 
   Returns:
-    i32[rows, k], block-relative, ascending; `length` in empty slots.
+    i32[rows, k], block-relative, in the order of `indices`; `length` in empty slots.
   """
-  rows, length = keys.shape[0], blocks.length
-  words = bitset.empty(length).size
-  start = jnp.arange(rows, dtype=jnp.int32)[:, None] * (words * bitset.BITS)
-  end = rows * words * bitset.BITS
+  (rows, size), k, length = keys.shape, blocks.k, blocks.length
   reached = bitset.count(bitset.pack(keys >= low[:, None]))
 
   def among_these() -> jax.Array:
-    cut = kth_largest(keys, indices, jnp.minimum(blocks.k, reached), low)
-    chosen = cut.selects(keys, indices)
+    chosen = kth_largest(keys, indices, jnp.minimum(k, reached), low).selects(keys, indices)
     if least is not None:
       chosen &= keys >= least[:, None]
-    flat = jnp.where(chosen, start + indices, end)
-    return bitset.insert(bitset.empty(end), flat, end).reshape(rows, words)
+    ranks = bitset.ranks(bitset.pack(chosen).reshape(-1)).reshape(rows, size)
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    slot = jnp.where(chosen, ranks - ranks[:, :1] + k * row, rows * k)
+    empty = jnp.full(rows * k, length, jnp.int32)
+    return sparse.put(empty, slot.reshape(-1), indices.reshape(-1)).reshape(rows, k)
 
-  def among_all() -> jax.Array:
-    floor = jnp.zeros_like(low) if least is None else least
-    return jax.lax.map(lambda row: _largest(whole(row), blocks.k, floor[row]), jnp.arange(rows, dtype=jnp.int32))
-
-  members = jax.lax.cond(proven(reached), among_these, among_all)
-  chosen = bitset.nonzero(members.reshape(-1), rows * blocks.k)
-  if least is None:
-    return chosen.reshape(rows, blocks.k) - start
-  filled = bitset.count(members)[:, None]
-  slot = jnp.arange(blocks.k, dtype=jnp.int32)[None]
-  mine = chosen[jnp.minimum(jnp.cumsum(filled, axis=0) - filled + slot, chosen.size - 1)]
-  return jnp.where(slot < filled, mine - start, length)
+  each = lambda: jax.lax.map(otherwise, jnp.arange(rows, dtype=jnp.int32))
+  return jax.lax.cond(proven(reached), among_these, each)
 
 
 def by_sorting(values: jax.Array, k: int) -> jax.Array:
@@ -160,42 +149,37 @@ def by_sorting(values: jax.Array, k: int) -> jax.Array:
   return jnp.sort(jax.lax.top_k(magnitudes, k)[1], axis=-1)
 
 
-def _largest(values: jax.Array, k: int, least: jax.Array | int = 0) -> jax.Array:
-  """The bitset of the k largest of f32[c], those of them whose key is at least `least`, by counting."""
-  keys = keys_of(values)
-
-  def selects(cut: Cut) -> jax.Array:
-    indices = jnp.arange(keys.size, dtype=jnp.int32)
-    return (keys > cut.key) | ((keys == cut.key) & (indices <= cut.last))
-
-  cut = bisected(selects, jnp.int32(k), jnp.int32(0), jnp.int32(TOP))
-  return bitset.pack(selects(cut) & (keys >= least))
-
-
 def _by_bracket(blocks: Blocks) -> jax.Array:
   if blocks.length < bitset.GROUP * bitset.BITS:  # too short for candidates
     return _by_bisection(blocks)
   some = found.candidates(blocks)
   keys = jnp.where(some.indices < blocks.length, keys_of(blocks.x.at(blocks.flat(some.indices))), -1)
   proven = lambda reached: (some.fits & (reached >= blocks.k)).all()
-  return among(keys, some.indices, blocks, some.low, proven, lambda row: _row(blocks, row))
+  return among(keys, some.indices, blocks, some.low, proven, lambda row: _bisected(blocks, row))
 
 
 def _by_bisection(blocks: Blocks) -> jax.Array:
-  indices = lambda row: bitset.nonzero(_largest(_row(blocks, row), blocks.k), blocks.k)
   if blocks.order.size == 1:  # not batched: XLA on CPU compiles a batch of rows to slower code
-    return indices(jnp.int32(0))[None]
-  return jax.vmap(indices)(jnp.arange(blocks.order.size, dtype=jnp.int32))
+    return _bisected(blocks, jnp.int32(0))[None]
+  return jax.vmap(lambda row: _bisected(blocks, row))(jnp.arange(blocks.order.size, dtype=jnp.int32))
+
+
+def _bisected(blocks: Blocks, row: jax.Array) -> jax.Array:
+  """The k largest of one row, i32[k], by counting."""
+  single = blocks.order.size == 1
+  values = blocks.x.values if single else blocks.x.slice(blocks.order[row] * blocks.length, blocks.length)
+  keys = keys_of(values)
+
+  def selects(cut: Cut) -> jax.Array:
+    indices = jnp.arange(keys.size, dtype=jnp.int32)
+    return (keys > cut.key) | ((keys == cut.key) & (indices <= cut.last))
+
+  cut = bisected(selects, jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
+  return bitset.nonzero(bitset.pack(selects(cut)), blocks.k)
 
 
 def _by_sorting(blocks: Blocks) -> jax.Array:
   return by_sorting(blocks.x.values.reshape(blocks.order.size, blocks.length), blocks.k)
-
-
-def _row(blocks: Blocks, row: jax.Array) -> jax.Array:
-  if blocks.order.size == 1:
-    return blocks.x.values
-  return blocks.x.slice(blocks.order[row] * blocks.length, blocks.length)
 
 
 _METHODS = {"bracket": _by_bracket, "bisect": _by_bisection, "sort": _by_sorting}

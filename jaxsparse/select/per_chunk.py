@@ -125,7 +125,7 @@ class ChunkAccumulator:
     (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
     >>> acc = acc.sent(bag._replace(values=jnp.zeros((1, 1))), first=1)
     >>> acc = acc.add(Sparse(jnp.array([[0]]), jnp.array([[10.0]])))
-    >>> acc.largest(0, 1).values, acc.pending(jnp.array([[1], [0]])).entries[0].values
+    >>> acc.largest(0, 1).values, acc.pending(jnp.array([[1], [0]])).entries.values
     (Array([[11.5]], dtype=float32), Array([[2.],
            [0.]], dtype=float32))
   """
@@ -167,7 +167,7 @@ class ChunkAccumulator:
   def pending_except(self, entries: Sparse) -> Pending:
     """The next residual: the values of the start, except `entries`."""
     grads, residual = self.blocks.x.parts
-    return Pending(grads, residual, (entries,))
+    return Pending(grads, residual, entries)
 
   def _now(self, indices: jax.Array) -> jax.Array:
     """The present values of one entry of each chunk of the first rows."""

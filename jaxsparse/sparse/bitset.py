@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 BITS = 32
 _ALIGNED = 256  # slots
+_SHORT = 256  # numbers that a running sum adds up all at once
 GROUP = 8  # words, 256 bits, that are counted together: few enough groups for a running sum, few enough words to search
 
 
@@ -105,11 +106,11 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
     Array([0, 2], dtype=int32)
   """
   counts = _group_counts(words)
-  ends = jnp.cumsum(counts, dtype=jnp.int32)
+  ends = running_sum(counts)
   starts = ends - counts
   slots = jnp.arange(aligned(capacity), dtype=jnp.int32)
   marks = jnp.zeros(slots.size, jnp.int32).at[starts].add(1, mode="drop", indices_are_sorted=True)
-  group = jnp.cumsum(marks, dtype=jnp.int32) - 1
+  group = running_sum(marks) - 1
   found = jnp.where(slots < ends[-1], _select_within(words, group, slots - starts[group]), BITS * words.size)
   if slots.size == capacity:
     return found
@@ -134,13 +135,38 @@ def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
     >>> rank(pack(jnp.array([True, False, True])), jnp.array([0, 1, 2]))
     Array([0, 1, 1], dtype=int32)
   """
-  counts = _counts(words).reshape(-1, GROUP)
-  inside = jnp.cumsum(counts, axis=1, dtype=jnp.int32) - counts
-  groups = jnp.sum(counts, axis=1, dtype=jnp.int32)
-  before = (inside + (jnp.cumsum(groups, dtype=jnp.int32) - groups)[:, None]).reshape(-1)
   word, bit = indices // BITS, (indices % BITS).astype(jnp.uint32)
   below = words.at[word].get(mode="fill", fill_value=0) & ((jnp.uint32(1) << bit) - 1)
-  return before.at[word].get(mode="clip") + _counts(below)
+  return _counts_before(words).at[word].get(mode="clip") + _counts(below)
+
+
+def ranks(words: jax.Array) -> jax.Array:
+  """The number of members below every index, i32[32 · words.size].
+
+  Example:
+    >>> ranks(pack(jnp.array([True, False, True])))[:4]
+    Array([0, 1, 1, 2], dtype=int32)
+  """
+  below = (jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)) - 1
+  return (_counts_before(words)[:, None] + _counts(words[:, None] & below[None])).reshape(-1)
+
+
+def running_sum(x: jax.Array) -> jax.Array:
+  """The sums of the first 1, 2, … of i32[n], in rows of 16 or 32: `jnp.cumsum` is two to three times as many kernels.
+
+  Example:
+    >>> running_sum(jnp.array([3, 1, 2]))
+    Array([3, 4, 6], dtype=int32)
+  """
+  n = x.size
+  width = n if n <= _SHORT else 32 if n <= _SHORT**2 else 16
+  rows = jnp.pad(x, (0, -n % width)).reshape(-1, width)
+  column = jnp.arange(width, dtype=jnp.int32)
+  sums = jnp.sum(jnp.where(column[:, None] >= column[None], rows[:, None], 0), axis=2, dtype=jnp.int32)
+  if len(rows) == 1:
+    return sums[0]
+  totals = sums[:, -1]
+  return (sums + (running_sum(totals) - totals)[:, None]).reshape(-1)[:n]
 
 
 def contains(words: jax.Array, indices: jax.Array) -> jax.Array:
@@ -184,7 +210,7 @@ def select_by_sums(words: jax.Array, ordinal: jax.Array) -> jax.Array:
     Array(2, dtype=int32)
   """
   counts = _group_counts(words)
-  ends = jnp.cumsum(counts, dtype=jnp.int32)
+  ends = running_sum(counts)
   group = jnp.minimum(jnp.sum(ends <= ordinal, dtype=jnp.int32), counts.size - 1)
   found = _select_within(words, group, ordinal - (ends[group] - counts[group]))
   return jnp.where(ordinal < ends[-1], found, BITS * words.size - 1)
@@ -207,6 +233,12 @@ def _below(size: int, bound: jax.Array) -> jax.Array:
   """The set of all indices below `bound`, u32[size]."""
   bits = jnp.clip(bound - BITS * jnp.arange(size, dtype=jnp.int32), 0, BITS).astype(jnp.uint32)
   return jnp.where(bits == BITS, ~jnp.uint32(0), (jnp.uint32(1) << (bits % BITS)) - 1)
+
+
+def _counts_before(words: jax.Array) -> jax.Array:
+  """The number of members before each word, i32 like the words."""
+  counts = _counts(words)
+  return running_sum(counts) - counts
 
 
 def _counts(words: jax.Array) -> jax.Array:

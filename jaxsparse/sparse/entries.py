@@ -77,9 +77,10 @@ def compressed(entries: Sparse, keep: jax.Array, slots: int, end: int) -> Sparse
     >>> compressed(entries, jnp.array([True, False, True]), slots=3, end=9)
     Sparse(indices=Array([4, 7, 9], dtype=int32), values=Array([2., 5., 0.], dtype=float32))
   """
-  slot = bitset.nonzero(bitset.pack(keep), slots)
-  indices = entries.indices.at[slot].get(mode="fill", fill_value=end)
-  return Sparse(indices, at(entries.values, slot))
+  slot = jnp.where(keep, bitset.ranks(bitset.pack(keep))[: keep.size], slots)
+  return Sparse(
+    put(jnp.full(slots, end, jnp.int32), slot, entries.indices), put(jnp.zeros(slots), slot, entries.values)
+  )
 
 
 def add_rows(rows: Sparse, end: int) -> jax.Array:

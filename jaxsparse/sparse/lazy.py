@@ -50,4 +50,4 @@ class LazySum:
       indices: i32 of any shape, each once, or at least n.
     """
     grads, residual = self.parts
-    return Pending(grads, residual, (Sparse(indices, jnp.zeros(indices.shape, jnp.float32)),))
+    return Pending(grads, residual, Sparse(indices, jnp.zeros(indices.shape, jnp.float32)))

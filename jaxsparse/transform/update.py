@@ -173,14 +173,10 @@ def _applied(
 
 def _materialized(pending: Pending, finite: jax.Array) -> jax.Array:
   """The new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
-  ready = finite.astype(jnp.int32)
-  for entries in pending.entries:  # all reads precede the writes in place, so that XLA can alias the buffers
-    ready = ordering.after(entries.values, ready)
-  finite = ready > 0
+  # All reads precede the writes in place, so that XLA can alias the buffers.
+  finite = ordering.after(pending.entries.values, finite.astype(jnp.int32)) > 0
   residual = jnp.where(finite, pending.grads + pending.residual, pending.residual)
-  for indices, values in pending.entries:
-    residual = sparse.put(residual, jnp.where(finite, indices, residual.size), values)
-  return residual
+  return sparse.put(residual, jnp.where(finite, pending.entries.indices, residual.size), pending.entries.values)
 
 
 def _counters(counters: Counters, n: int, before: Counters, finite: jax.Array) -> Counters:
