@@ -174,7 +174,8 @@ def _bisected(blocks: Blocks, row: jax.Array) -> jax.Array:
     indices = jnp.arange(keys.size, dtype=jnp.int32)
     return (keys > cut.key) | ((keys == cut.key) & (indices <= cut.last))
 
-  cut = bisected(selects, jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
+  count_of = lambda cut: bitset.count(bitset.pack(selects(cut)))
+  cut = bisected(count_of, jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
   return bitset.nonzero(bitset.pack(selects(cut)), blocks.k)
 
 

@@ -102,7 +102,7 @@ def by_counting(keys: jax.Array, indices: jax.Array, k: jax.Array, low: jax.Arra
     (Array([4], dtype=int32), Array([2], dtype=int32))
   """
   high = jnp.maximum(jnp.max(keys, axis=1), low) + 1
-  return bisected(lambda cut: cut.selects(keys, indices), k, low, high)
+  return bisected(lambda cut: bitset.count(bitset.pack(cut.selects(keys, indices))), k, low, high)
 
 
 class _Bracket(NamedTuple):
@@ -121,11 +121,11 @@ class _Bracket(NamedTuple):
   ties: jax.Array
 
 
-def bisected(selects: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, high: jax.Array) -> Cut:
+def bisected(count_of: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, high: jax.Array) -> Cut:
   """The cut at which a selection has k keys.
 
   Args:
-    selects: the flags of a selection, bool[rows, c], for its `Cut`; or bool[c] where there is a single row.
+    count_of: the number of keys of a selection, i32[rows], for its `Cut`; all may be scalars instead.
     k: i32[rows].
     low: i32[rows], a key that at least k keys reach.
     high: i32[rows], a key that fewer than k keys reach.
@@ -135,7 +135,7 @@ def bisected(selects: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, 
   def halve(bracket: _Bracket) -> _Bracket:
     low, high, key, ties = bracket
     middle = low + (high - low) // 2
-    count = bitset.count(bitset.pack(selects(cut_of(ties, key, middle))))
+    count = count_of(cut_of(ties, key, middle))
     low, high = jnp.where(count >= k, middle, low), jnp.where(count >= k, high, middle)
     exact = count == k
     # All indices of the key are selected from −_LAST on, and none of them from 1 on.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse.select.exact import top_k
-from jaxsparse.select.kth_largest import TOP, keys_of
+from jaxsparse.select.kth_largest import TOP, Cut, bisected, keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Sparse
@@ -122,13 +122,17 @@ def _largest_in_regions(
 ) -> jax.Array:
   """The bitset of the `capacity` largest selected entries of each region; the arguments are those of `in_regions`.
 
-  One sort by region, then by magnitude; `starts` says where in that order a region begins.
+  By counting, all regions at once; `starts` are the ranks of the bounds among the selected entries.
   """
-  regions = bounds.size - 1
   indices = jnp.minimum(bitset.nonzero(members, most), x.size)
-  region = jnp.searchsorted(bounds[1:], indices, side="right").astype(jnp.int32)
-  smallness = TOP - keys_of(x.at(indices))
-  region, _, indices = jax.lax.sort((region, smallness, indices), num_keys=2, is_stable=True)
-  rank = jnp.arange(most, dtype=jnp.int32) - starts[region]
-  kept = (region < regions) & (rank < capacity)
-  return bitset.insert(jnp.zeros_like(members), jnp.where(kept, indices, x.size), x.size)
+  keys = jnp.where(indices < x.size, keys_of(x.at(indices)), -1)
+  region = jnp.clip(jnp.searchsorted(bounds, indices, side="right").astype(jnp.int32) - 1, 0, bounds.size - 2)
+
+  def selects(cut: Cut) -> jax.Array:
+    key, last = cut.key[region], cut.last[region]
+    return (keys > key) | ((keys == key) & (indices <= last))
+
+  count_of = lambda cut: jnp.diff(counts_below(bitset.pack(selects(cut)), starts))
+  low = jnp.zeros(bounds.size - 1, jnp.int32)
+  cut = bisected(count_of, jnp.minimum(jnp.diff(starts), capacity), low, low + TOP)
+  return bitset.insert(jnp.zeros_like(members), jnp.where(selects(cut), indices, x.size), x.size)
