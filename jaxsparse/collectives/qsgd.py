@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxsparse.collectives._base import Collective, check_whole
 from jaxsparse.comm import all_gather, in_rank_order, topology
+from jaxsparse.sparse import bitset
 from jaxsparse.sparse.sums import ordered_sum, rounded_up
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
@@ -76,15 +77,12 @@ class QSGD(Collective):
     home = grads if state.residual is None else grads + state.residual
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), state.shared), comm.rank)
     scale, levels = quantize(key, home, self.levels)
-    value = lambda scale, levels: levels.astype(jnp.float32) * scale
-
     rows = in_rank_order(comm, all_gather(comm, (scale, pack_levels(levels, self.bits))))
-    add = lambda total, row: (total + value(row[0], unpack_levels(row[1], self.bits, n)), None)
-    total, _ = jax.lax.scan(add, jnp.zeros(n, jnp.float32), rows)
+    total = _sum(rows, self.bits, n)
 
-    residual = None if state.residual is None else home - value(scale, levels)
+    residual = None if state.residual is None else home - levels.astype(jnp.float32) * scale
     words = self.cost(n, comm.size).words
-    used, delivered = jnp.count_nonzero(levels), jnp.count_nonzero(total)
+    used, delivered = (bitset.count(bitset.pack(x != 0)) for x in (levels, total))
     counters = Counters(words, words, selected=used, delivered=delivered)
     return Reduced(total, state._replace(residual=residual, shared=state.shared + 1), counters)
 
@@ -103,13 +101,25 @@ def quantize(key: jax.Array, x: jax.Array, levels: int) -> tuple[jax.Array, jax.
   scaled = x / jnp.where(largest == 0, 1.0, largest)  # its squares neither overflow nor vanish
   norm = largest * jnp.sqrt(ordered_sum(rounded_up(jnp.abs(scaled), bits=12) ** 2))
   size = rounded_up(norm / levels, bits=levels.bit_length())
-  up = jax.random.uniform(key, x.shape, jnp.float32)
-  level = jnp.floor(jnp.abs(x) / jnp.where(size == 0, 1.0, size) + up)
+  level = jnp.floor(jnp.abs(x) / jnp.where(size == 0, 1.0, size) + _noise(key, x.size))
   return size, (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)
 
 
+def _noise(key: jax.Array, n: int) -> jax.Array:
+  """f32[n], each uniform in [0, 1): 16 random bits of its own, and lower ones that all of them share.
+
+  Drawing 32 bits for each entry would take as long as everything else that QSGD computes.
+  """
+  own, shared = jax.random.split(key)
+  # An even number: JAX draws an odd one in several times the time, on CPU.
+  pairs = jax.random.bits(own, (bitset.aligned(-(-n // 2)),), jnp.uint32)
+  high = jax.lax.bitcast_convert_type(pairs, jnp.uint16).reshape(-1)[:n].astype(jnp.float32)
+  noise = (high + jax.random.uniform(shared, (), jnp.float32)) * 2.0**-16
+  return jnp.minimum(noise, 1 - 2.0**-24)  # the sum may round up to 2¹⁶
+
+
 def pack_levels(levels: jax.Array, bits: int) -> jax.Array:
-  """Signed levels of `bits` bits each as u32 words, ⌊32 / bits⌋ in a word.
+  """Signed levels of `bits` bits each as u32[w], ⌊32 / bits⌋ in a word: word i has the levels i, w + i, 2w + i and so on.
 
   Example:
     >>> unpack_levels(pack_levels(jnp.array([-3, 0, 3]), bits=3), bits=3, n=3)
@@ -117,15 +127,28 @@ def pack_levels(levels: jax.Array, bits: int) -> jax.Array:
   """
   per_word = 32 // bits
   offset = (levels + (1 << (bits - 1))).astype(jnp.uint32)
-  rows = jnp.pad(offset, (0, -levels.size % per_word)).reshape(-1, per_word)
-  return jnp.bitwise_or.reduce(rows << _places(bits), axis=1)
+  parts = jnp.pad(offset, (0, -levels.size % per_word)).reshape(per_word, -1)
+  return jnp.bitwise_or.reduce(parts << _shifts(bits), axis=0)
 
 
 def unpack_levels(words: jax.Array, bits: int, n: int) -> jax.Array:
   """Undoes `pack_levels` for n levels."""
-  offset = (words[:, None] >> _places(bits)) & jnp.uint32((1 << bits) - 1)
-  return offset.reshape(-1)[:n].astype(jnp.int32) - (1 << (bits - 1))
+  return _parts(words, bits).reshape(-1)[:n]
 
 
-def _places(bits: int) -> jax.Array:
-  return (jnp.arange(32 // bits, dtype=jnp.uint32) * bits)[None]
+def _parts(words: jax.Array, bits: int) -> jax.Array:
+  """The levels of u32[w] words, i32[⌊32 / bits⌋, w]."""
+  offset = (words[None] >> _shifts(bits)) & jnp.uint32((1 << bits) - 1)
+  return offset.astype(jnp.int32) - (1 << (bits - 1))
+
+
+def _sum(rows: tuple[jax.Array, jax.Array], bits: int, n: int) -> jax.Array:
+  """The sum f32[n] of rows of (scale, words), one after the other."""
+  value = lambda scale, words: _parts(words, bits).astype(jnp.float32) * scale
+  add = lambda total, row: (total + value(*row), None)
+  zeros = jnp.zeros((32 // bits, rows[1].shape[1]), jnp.float32)
+  return jax.lax.scan(add, zeros, rows)[0].reshape(-1)[:n]
+
+
+def _shifts(bits: int) -> jax.Array:
+  return (jnp.arange(32 // bits, dtype=jnp.uint32) * bits)[:, None]
