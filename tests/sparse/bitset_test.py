@@ -19,40 +19,69 @@ def flags_of(draw, n, rows=()):
   return random.random((*rows, n)) < draw(st.sampled_from([0.0, 0.02, 0.5, 0.98, 1.0]))
 
 
+@jax.jit
+def read(flags, ordinals):
+  """What functions of the set of flags return: for all indices and a few more, and for a few ranks."""
+  words, n = bitset.pack(flags), flags.size
+  every = jnp.arange(bitset.BITS * words.size + 40, dtype=jnp.int32)
+  each = lambda select: jax.vmap(lambda ordinal: select(words, ordinal))(ordinals)
+  return {
+    "count": bitset.count(words),
+    "contains": bitset.contains(words, every),
+    "nonzero": bitset.nonzero(words, n + 2),
+    "first": bitset.nonzero(words, 1),
+    "select": each(bitset.select),
+    "select_by_sums": each(bitset.select_by_sums),
+  }
+
+
 @pytest.mark.parametrize("n", LENGTHS)
 @hypothesis.given(data=st.data())
 def test_bitsets_are_sets(n, data):
   flags = data.draw(flags_of(n))
-  members = np.flatnonzero(flags).tolist()
-  words = bitset.pack(jnp.array(flags))
-  assert words.shape == bitset.empty(n).shape
-  assert not bitset.empty(n).any()
-  assert bitset.count(words) == len(members)
-  assert (bitset.contains(words, jnp.arange(n)) == flags).all()
-  assert not bitset.contains(words, jnp.arange(n, bitset.BITS * words.size + 40)).any()
+  members, beyond = np.flatnonzero(flags), bitset.BITS * bitset.empty(n).size
+  ordinals = np.array([0, len(members) // 2, len(members) - 1, len(members)], np.int32)
+  got = read(flags, ordinals)
+  assert got["count"] == len(members)
+  np.testing.assert_array_equal(np.flatnonzero(got["contains"]), members)
+  nonzero = np.pad(members, (0, n + 2 - len(members)), constant_values=beyond)
+  np.testing.assert_array_equal(got["nonzero"], nonzero)
+  np.testing.assert_array_equal(got["first"], nonzero[:1])
+  for select in ("select", "select_by_sums"):
+    selected = np.append(members, beyond - 1)[ordinals]
+    np.testing.assert_array_equal(got[select][ordinals >= 0], selected[ordinals >= 0])
 
-  beyond = bitset.BITS * words.size
-  assert bitset.nonzero(words, n + 2).tolist() == members + [beyond] * (n + 2 - len(members))
-  assert bitset.nonzero(words, 1).tolist() == (members or [beyond])[:1]
-  for select in (bitset.select, bitset.select_by_sums):
-    for ordinal in (0, len(members) // 2, len(members) - 1):
-      if members:
-        assert select(words, jnp.int32(ordinal)) == members[ordinal]
-    assert select(words, jnp.int32(len(members))) == beyond - 1
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_the_empty_set_has_the_words_of_every_other(n):
+  assert bitset.empty(n).shape == bitset.pack(jnp.zeros(n, bool)).shape
+  assert not bitset.empty(n).any()
+
+
+@jax.jit
+def ranks(flags, indices, bound):
+  words = bitset.pack(flags)
+  return bitset.rank(words, indices.reshape(2, -1)).reshape(-1), bitset.count_below(words, bound)
 
 
 @pytest.mark.parametrize("n", LENGTHS)
 @hypothesis.given(data=st.data())
 def test_ranks_are_numbers_of_smaller_members(n, data):
-  flags = data.draw(flags_of(n))
-  words = bitset.pack(jnp.array(flags))
-  below = np.cumsum(flags) - flags
-  every = np.arange(bitset.BITS * words.size)
-  expected = np.concatenate([below, np.full(every.size - n, flags.sum())])
+  flags, bound = data.draw(flags_of(n)), data.draw(st.integers(0, n))
+  every = np.arange(bitset.BITS * bitset.empty(n).size, dtype=np.int32)
+  smaller = np.concatenate([np.cumsum(flags) - flags, np.full(every.size - n, flags.sum())])
   order = np.random.default_rng(n).permutation(every)
-  np.testing.assert_array_equal(bitset.rank(words, jnp.array(order.reshape(2, -1))).reshape(-1), expected[order])
-  bound = data.draw(st.integers(0, n))
-  assert bitset.count_below(words, jnp.int32(bound)) == flags[:bound].sum()
+  got, below = ranks(flags, order, np.int32(bound))
+  np.testing.assert_array_equal(got, smaller[order])
+  assert below == flags[:bound].sum()
+
+
+@jax.jit
+def joined(before, new):
+  return bitset.insert(bitset.pack(before), new, before.size)
+
+
+pack, pack_reaching = jax.jit(bitset.pack), jax.jit(bitset.pack_reaching)
 
 
 @pytest.mark.parametrize("n", LENGTHS)
@@ -60,15 +89,14 @@ def test_ranks_are_numbers_of_smaller_members(n, data):
 def test_inserted_members_join_those_before_and_beyond_the_end_none_do(n, data):
   before, more = data.draw(flags_of(n)), data.draw(flags_of(n))
   new = np.random.default_rng(n).permutation(np.where(more & ~before, np.arange(n), n + np.arange(n) % 300))
-  words = bitset.insert(bitset.pack(jnp.array(before)), jnp.array(new, jnp.int32), n)
-  np.testing.assert_array_equal(words, bitset.pack(jnp.array(before | more)))
+  np.testing.assert_array_equal(joined(before, new.astype(np.int32)), pack(before | more))
 
 
 @hypothesis.given(flags=flags_of(512, rows=(3,)))
 def test_rows_are_packed_as_one_by_one(flags):
-  words = bitset.pack(jnp.array(flags))
+  words = pack(flags)
   assert words.shape == (3, 16)
-  np.testing.assert_array_equal(words, [bitset.pack(jnp.array(row)) for row in flags])
+  np.testing.assert_array_equal(words, [pack(row) for row in flags])
   np.testing.assert_array_equal(bitset.count(words), flags.sum(axis=1))
 
 
@@ -77,5 +105,5 @@ def test_rows_are_packed_as_one_by_one(flags):
 def test_keys_are_compared_with_the_bound_of_their_word(n, seed):
   random = np.random.default_rng(seed)
   keys, bounds = random.integers(0, 5, n), random.integers(0, 6, -(-n // 32))
-  words = jax.jit(bitset.pack_reaching)(keys.astype(np.int32), bounds.astype(np.int32))
-  np.testing.assert_array_equal(words, bitset.pack(jnp.array(keys >= np.repeat(bounds, 32)[:n])))
+  words = pack_reaching(keys.astype(np.int32), bounds.astype(np.int32))
+  np.testing.assert_array_equal(words, pack(keys >= np.repeat(bounds, 32)[:n]))

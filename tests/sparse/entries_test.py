@@ -1,10 +1,7 @@
 """Arithmetic on rows of entries equals arithmetic on dictionaries, in the order of the rows, bit for bit."""
 
-import functools
-
 import hypothesis
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -40,6 +37,8 @@ def dictionaries(indices, values, end):
 
 
 merge, add_rows = (jax.jit(function, static_argnums=1) for function in (sparse.merge, sparse.add_rows))
+compressed = jax.jit(sparse.compressed, static_argnames=("slots", "end"))
+split = jax.jit(sparse.split, static_argnames=("rows", "capacity", "end"))
 
 
 @pytest.mark.parametrize(("rows", "slots", "end"), [(1, 1, 1), (1, 9, 20), (3, 5, 4), (4, 7, 40), (3, 100, 300)])
@@ -63,8 +62,7 @@ def test_compressed_entries_keep_their_order(slots, data):
   end = 20
   indices, values = (x[0] for x in data.draw(rows_of_entries(1, 9, end)))
   keep = (indices < end) & np.array(data.draw(st.lists(st.booleans(), min_size=9, max_size=9)))
-  compress = jax.jit(functools.partial(sparse.compressed, slots=slots, end=end))
-  got = compress(Sparse(indices, values), keep)
+  got = compressed(Sparse(indices, values), keep, slots=slots, end=end)
   empty = max(0, slots - keep.sum())
   np.testing.assert_array_equal(got.indices, np.pad(indices[keep], (0, empty), constant_values=end)[:slots])
   np.testing.assert_array_equal(bits(got.values), bits(np.pad(values[keep], (0, empty))[:slots]))
@@ -77,7 +75,7 @@ def test_entries_are_distributed_to_rows_in_their_order(capacity, data):
   indices, values = (x[0] for x in data.draw(rows_of_entries(1, 9, end)))
   row = np.array(data.draw(st.lists(st.integers(0, rows), min_size=9, max_size=9)), np.int32)
   row = np.where(indices < end, row, rows)
-  got = jax.jit(functools.partial(sparse.split, rows=rows, capacity=capacity, end=end))(Sparse(indices, values), row)
+  got = split(Sparse(indices, values), row, rows=rows, capacity=capacity, end=end)
   for number in range(rows):
     mine = np.flatnonzero(row == number)[:capacity]
     more = (0, capacity - mine.size)
