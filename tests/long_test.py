@@ -1,8 +1,9 @@
 """The laws on the path that users run: blocks so long that entries are selected among candidates.
 
-Short rows are sorted. Blocks of more than 16,384 entries are selected by a bound that a sample of them gives, among the
-few entries that reach it; where that fails, all over again. Here every selector, codec and number of teams meets input
-on which samples mislead, candidates cancel out, and magnitudes tie or differ in the last bit.
+Short rows are sorted. Of blocks of more than 16,384 entries a sample gives a threshold, and the k largest are found
+among the candidates, the few entries that reach it; where these are too few or too many, among all entries. Here every
+selector, codec and number of teams meets input on which samples mislead, candidates cancel out, and magnitudes tie or
+differ in the last bit.
 """
 
 import functools
@@ -13,13 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsparse.select import candidates, exact
+from jaxsparse.select import candidates
 from jaxsparse.train import simulation
 from tests.cases import CASES, CONSERVING, REPLICATING, Case, bits, each_main, integers, normals
 from tests.conformance_test import mass, residuals_of
 from tests.reference import spardl as reference
 
 N, DENSITY = 36_000, 0.3  # blocks of 18,000, and messages of more than 4,096 values
+
+BY_CANDIDATES = ("gaussiank", "gtopk", "oktopk", "spardl", "topka", "topkdsa")
+"""They select the k largest entries; SparDL with selector="chunked" does not."""
 
 COMBINED = [
   Case("spardl", (("selector", selector), ("wire", wire), ("teams", teams)))
@@ -34,7 +38,7 @@ def workers_of(case):
   return 2 * teams if teams <= 3 else teams
 
 
-def places(count, n=N):
+def some_indices(count, n=N):
   """That many indices, spread over all of them."""
   return np.random.default_rng(count).choice(n, count, replace=False)
 
@@ -43,7 +47,7 @@ def inputs(workers, n=N):
   """Gradients f32[P, n] by name."""
   normal, row, rank = normals(0, workers, n), normals(1, n), np.arange(workers)[:, None]
   signs = np.where(rank % 2, -1, 1) * np.where(rank < workers // 2 * 2, 1, 0.001)
-  few = places(200, n)
+  few = some_indices(200, n)
   spikes = np.zeros((workers, n), np.float32)
   spikes[0, few], spikes[-1, few] = 1e30, -1e30 if workers > 1 else 1e30
   sparse = np.zeros((workers, n), np.float32)
@@ -102,20 +106,14 @@ def check_not_a_number(collective, program, workers):
   clean = normals(0, workers, N)
   _, state = program(jnp.asarray(clean), simulation.initial(collective, workers, N))
   ends = itertools.product((0, workers - 1), (0, N // 2 + 7, N - 1))
-  for (worker, place), poison in [*itertools.product(ends, (np.nan, np.inf, -np.inf)), ((0, slice(None)), np.nan)]:
+  for (worker, index), poison in [*itertools.product(ends, (np.nan, np.inf, -np.inf)), ((0, slice(None)), np.nan)]:
     bad = clean.copy()
-    bad[worker, place] = poison
+    bad[worker, index] = poison
     totals, after = program(jnp.asarray(bad), state)
-    assert np.all(after.counters.skipped), (worker, place, poison)
-    assert not np.any(totals), (worker, place, poison)
+    assert np.all(after.counters.skipped), (worker, index, poison)
+    assert not np.any(totals), (worker, index, poison)
     jax.tree.map(np.testing.assert_array_equal, after.carried, state.carried)
     assert np.isfinite(residuals_of(after, workers, N)).all()
-
-
-def by_sorting(monkeypatch):
-  """Rows of any length are sorted whole, and no block is worth candidates."""
-  monkeypatch.setattr(exact, "_SORTED_UP_TO", 1 << 30)
-  monkeypatch.setattr(candidates, "_SAMPLES", 1 << 30)
 
 
 @each_main([*CASES, *COMBINED])
@@ -132,13 +130,12 @@ def test_the_laws_of_long_gradients(case, monkeypatch, subtests):
 
   start = simulation.initial(collective, workers, N)
   text = program.lower(grads["normal"], start).as_text()
-  by_sorting(monkeypatch)
+  monkeypatch.setattr(candidates, "SHORT", 1 << 30)  # rows of any length are sorted, and no block has candidates
   plain = program_of(collective)
   same = plain.lower(grads["normal"], start).as_text() == text
-  with subtests.test("SparDL and TopkA select otherwise here"):
-    assert not same or case.name not in ("spardl", "topka") or "chunked" in str(case)
-  # Noise belongs to the slots of a message, in which candidates have another order.
-  for name, x in {} if same or "int8" in str(case) else grads.items():
+  with subtests.test("whether it selects among candidates here"):
+    assert same == (case.name not in BY_CANDIDATES or "chunked" in str(case))
+  for name, x in {} if same else grads.items():
     with subtests.test("the bits of the plain path", input=name):
       jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), found[name], two_steps(plain, collective, x))
 

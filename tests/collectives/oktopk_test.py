@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives.oktopk import consensus_bounds, floor_mean
+from jaxsparse.collectives.oktopk.balance import consensus_bounds, floor_mean
 from jaxsparse.comm import SimComm
 from jaxsparse.sparse import bitset
 from tests.cases import normals, quick_of

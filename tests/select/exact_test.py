@@ -1,0 +1,169 @@
+"""Exact top-k: every method gives the same bits, ties to the lowest index, NaN first."""
+
+import functools
+import re
+
+import hypothesis
+import hypothesis.extra.numpy
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jaxsparse.select import candidates, exact, kth_largest, top_k
+from jaxsparse.select.blocks import Blocks
+from jaxsparse.sparse import bitset
+from jaxsparse.sparse.lazy import LazySum
+from jaxsparse.types import Sparse
+from tests.cases import bits
+from tests.reference import largest
+from tests.select.gradients import GRADIENTS, simple
+
+METHODS = ["bracket", "bisect", "sort"]
+floats = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, np.inf, -np.inf, np.nan, 1e-42, 3e38]) | st.floats(width=32)
+
+jitted_top_k = jax.jit(top_k, static_argnums=1, static_argnames="method")
+
+
+@pytest.mark.parametrize(
+  ("method", "n", "k"),
+  [
+    ("sort", 40, 1),
+    ("sort", 40, 5),
+    ("bisect", 40, 5),
+    ("bracket", 40, 40),  # too short for candidates
+    ("bracket", 300, 5),
+    ("bracket", 300, 300),
+  ],
+)
+@hypothesis.given(data=st.data())
+def test_equals_a_sort_by_magnitude(method, n, k, data):
+  x = data.draw(hypothesis.extra.numpy.arrays(np.float32, (2, n), elements=floats))
+  chosen = jitted_top_k(x, k, method=method)
+  for row, indices, values in zip(x, np.asarray(chosen.indices), np.asarray(chosen.values), strict=True):
+    assert sorted(largest(dict(enumerate(row)), k)) == indices.tolist()
+    np.testing.assert_array_equal(values, row[indices])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_agree_on_long_rows(method):
+  select = jax.jit(lambda x: top_k(x, 700, method=method))
+  for name, x in GRADIENTS.items():
+    chosen = select(x)
+    np.testing.assert_array_equal(chosen.indices, simple(x, 700), err_msg=name)
+    np.testing.assert_array_equal(bits(chosen.values), bits(x[np.asarray(chosen.indices)]), err_msg=name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_lazy_sum_is_selected_from_as_its_sum(method):
+  select = jax.jit(lambda *parts: top_k(LazySum(parts), 700, method=method))
+  added = jax.jit(jnp.add)
+  for (name, x), y in zip(GRADIENTS.items(), [*GRADIENTS.values()][::-1], strict=True):
+    whole = np.asarray(added(x, y))
+    chosen = select(x, y)
+    np.testing.assert_array_equal(chosen.indices, simple(whole, 700), err_msg=name)
+    np.testing.assert_array_equal(bits(chosen.values), bits(whole[np.asarray(chosen.indices)]), err_msg=name)
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+  """Few keys are sorted, and sums find the member of a rank, as there."""
+  monkeypatch.setattr(kth_largest, "by_counting", kth_largest.by_sorting)
+  monkeypatch.setattr(bitset, "_select_by_halves", bitset.select_by_sums)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_methods_agree_on_long_rows_as_on_gpu():
+  test_methods_agree_on_long_rows("bracket")
+
+
+def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
+  """In the program as it is lowered for a GPU, which takes none."""
+  n = 3 << 20
+  x, k = jax.ShapeDtypeStruct((n,), jnp.float32), n // 100
+
+  def find(x):
+    return candidates.candidates(Blocks(LazySum((x,)), jnp.array([1, 0]), -(-n // 2), k // 2))
+
+  lowered = lambda function, *args, platform: (
+    jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+  )
+  text = {platform: lowered(find, x, platform=platform) for platform in ("cuda", "cpu")}
+  loops = {platform: program.count("stablehlo.while") for platform, program in text.items()}
+  assert loops == {"cuda": 1, "cpu": 2}  # a search of a fixed number of rounds
+  assert "stablehlo.sort" not in text["cpu"]
+  some = jax.ShapeDtypeStruct((2, bitset.aligned(k)), jnp.int32)
+  cut = lowered(functools.partial(kth_largest.kth_largest, k=9), some, some, platform="cuda")
+  assert "stablehlo.while" not in cut
+  whole = lowered(functools.partial(top_k, k=k), x, platform="cuda")
+  for program in (text["cuda"], whole, cut):
+    rows = re.findall(r"\}\) : \(tensor<(?:\d+x)?(\d+)xi32>, tensor<(?:\d+x)?\d+xi32>\) -> \(tensor", program)
+    assert len(rows) == program.count('"stablehlo.sort"') > 0
+    assert max(map(int, rows)) < n // 20
+
+
+def test_rows_without_enough_candidates_do_not_spoil_others():
+  rows = np.stack([GRADIENTS["normal"], GRADIENTS["equal"], GRADIENTS["heavy tail"]])
+  chosen = top_k(rows, 500, method="bracket")
+  for row, indices in zip(rows, chosen.indices, strict=True):
+    np.testing.assert_array_equal(indices, simple(row, 500))
+
+
+def test_few_entries_and_no_rows():
+  assert top_k(jnp.arange(5.0), 2, method="bracket").indices.tolist() == [3, 4]
+  assert top_k(jnp.zeros((0, 20_000)), 5).indices.shape == (0, 5)
+
+
+def test_under_vmap():
+  rows = np.stack([GRADIENTS["normal"], GRADIENTS["few values"]])
+  chosen = jax.vmap(lambda row: top_k(row, 300, method="bracket"))(rows)
+  for row, indices in zip(rows, chosen.indices, strict=True):
+    np.testing.assert_array_equal(indices, simple(row, 300))
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_k_outside_the_row(k):
+  with pytest.raises(ValueError, match=f"k={k}, choose a number of entries from 1 to the 4"):
+    top_k(np.zeros(4, np.float32), k)
+
+
+def test_an_unknown_method():
+  with pytest.raises(ValueError, match="method='heap', choose one of 'bracket', 'bisect', 'sort'"):
+    top_k(np.zeros(4, np.float32), 1, method="heap")
+
+
+def test_the_choice_is_the_fastest_that_is_right():
+  assert exact.method_for(14_728_266, 147_283) == "bracket"
+  assert exact.method_for(14_728_266, 14_000_000) == "bisect"
+  assert exact.method_for(1000, 10) == "sort"
+
+
+SLOTS, END = 12, 30
+
+
+@functools.partial(jax.jit, static_argnames="slots")
+def jitted_top_k_of_entries(entries, k, slots):
+  return exact.top_k_of_entries(entries, k, slots, END)
+
+
+@pytest.mark.parametrize("slots", [5, SLOTS])
+@hypothesis.given(data=st.data())
+def test_the_largest_of_entries_and_the_rest(slots, data):
+  """Ties, empty slots anywhere, and k from 0 to more than there are entries."""
+  filled = np.array(data.draw(st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS)))
+  k = data.draw(st.integers(0, slots))
+  random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+  indices = np.where(filled, random.permutation(END)[:SLOTS], END + random.integers(0, 3, SLOTS)).astype(np.int32)
+  values = np.where(filled, data.draw(hypothesis.extra.numpy.arrays(np.float32, SLOTS, elements=floats)), 0)
+  values = values.astype(np.float32)
+
+  kept, rest = jitted_top_k_of_entries(Sparse(jnp.array(indices), jnp.array(values)), k, slots)
+
+  chosen = largest(dict(zip(indices[filled].tolist(), values[filled], strict=True)), k)
+  in_kept = np.isin(indices, list(chosen))
+  empty = slots - in_kept.sum()
+  np.testing.assert_array_equal(kept.indices, np.pad(indices[in_kept], (0, empty), constant_values=END))
+  np.testing.assert_array_equal(bits(kept.values), bits(np.pad(values[in_kept], (0, empty))))
+  np.testing.assert_array_equal(np.minimum(rest.indices, END), np.where(filled & ~in_kept, indices, END))
+  np.testing.assert_array_equal(bits(rest.values), bits(np.where(in_kept, np.float32(0), values)))

@@ -1,0 +1,26 @@
+"""The largest entry of each chunk of a block."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsparse.select import per_chunk
+from jaxsparse.select.blocks import Blocks
+from jaxsparse.sparse.lazy import LazySum
+
+
+@pytest.mark.parametrize(
+  ("n", "workers", "k"), [(1, 1, 1), (30, 3, 4), (5, 4, 1), (103, 5, 3), (10_000, 3, 7), (30_000, 2, 3000)]
+)
+def test_champions_of_chunks(n, workers, k):
+  """Small whole numbers, whose last bits are zeros and of which some tie; with a NaN, and blocks short or empty."""
+  random, length = np.random.default_rng(n), -(-n // workers)
+  parts = random.integers(-9, 10, (2, n)).astype(np.float32)
+  parts[1, n // 2] = np.nan
+  order = random.permutation(workers).astype(np.int32)
+  best = jax.jit(lambda order, *parts: per_chunk.champions(Blocks(LazySum(parts), order, length, k)))(order, *parts)
+  for block, indices in zip(order, np.asarray(best), strict=True):
+    values = np.nan_to_num(np.abs(parts.sum(0)[block * length : (block + 1) * length]), nan=np.inf)
+    of_chunks = [values[chunk::k] for chunk in range(k)]
+    expected = [chunk + k * np.argmax(x) if x.size else length for chunk, x in enumerate(of_chunks)]
+    assert indices.tolist() == expected

@@ -1,0 +1,109 @@
+"""Sets of indices as bits behave as sets."""
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jaxsparse.sparse import bitset
+
+LENGTHS = [1, 31, 32, 255, 256, 257, 600]
+
+
+@st.composite
+def flags_of(draw, n, rows=()):
+  """Flags bool[..., n], few of them set or most."""
+  random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+  return random.random((*rows, n)) < draw(st.sampled_from([0.0, 0.02, 0.5, 0.98, 1.0]))
+
+
+@jax.jit
+def read(flags, ordinals):
+  """What functions of the set of flags return: for all indices and a few more, and for a few ranks."""
+  words, n = bitset.pack(flags), flags.size
+  every = jnp.arange(bitset.BITS * words.size + 40, dtype=jnp.int32)
+  each = lambda select: jax.vmap(lambda ordinal: select(words, ordinal))(ordinals)
+  return {
+    "count": bitset.count(words),
+    "contains": bitset.contains(words, every),
+    "nonzero": bitset.nonzero(words, n + 2),
+    "first": bitset.nonzero(words, 1),
+    "select": each(bitset.select),
+    "select_by_sums": each(bitset.select_by_sums),
+  }
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@hypothesis.given(data=st.data())
+def test_bitsets_are_sets(n, data):
+  flags = data.draw(flags_of(n))
+  members, beyond = np.flatnonzero(flags), bitset.BITS * bitset.empty(n).size
+  ordinals = np.array([0, len(members) // 2, len(members) - 1, len(members)], np.int32)
+  got = read(flags, ordinals)
+  assert got["count"] == len(members)
+  np.testing.assert_array_equal(np.flatnonzero(got["contains"]), members)
+  nonzero = np.pad(members, (0, n + 2 - len(members)), constant_values=beyond)
+  np.testing.assert_array_equal(got["nonzero"], nonzero)
+  np.testing.assert_array_equal(got["first"], nonzero[:1])
+  for select in ("select", "select_by_sums"):
+    selected = np.append(members, beyond - 1)[ordinals]
+    np.testing.assert_array_equal(got[select][ordinals >= 0], selected[ordinals >= 0])
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_the_empty_set_has_the_words_of_every_other(n):
+  assert bitset.empty(n).shape == bitset.pack(jnp.zeros(n, bool)).shape
+  assert not bitset.empty(n).any()
+
+
+@jax.jit
+def ranks(flags, indices, bound):
+  words = bitset.pack(flags)
+  return bitset.rank(words, indices.reshape(2, -1)).reshape(-1), bitset.count_below(words, bound)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@hypothesis.given(data=st.data())
+def test_ranks_are_numbers_of_smaller_members(n, data):
+  flags, bound = data.draw(flags_of(n)), data.draw(st.integers(0, n))
+  every = np.arange(bitset.BITS * bitset.empty(n).size, dtype=np.int32)
+  smaller = np.concatenate([np.cumsum(flags) - flags, np.full(every.size - n, flags.sum())])
+  order = np.random.default_rng(n).permutation(every)
+  got, below = ranks(flags, order, np.int32(bound))
+  np.testing.assert_array_equal(got, smaller[order])
+  assert below == flags[:bound].sum()
+
+
+@jax.jit
+def joined(before, new):
+  return bitset.insert(bitset.pack(before), new, before.size)
+
+
+pack, pack_reaching = jax.jit(bitset.pack), jax.jit(bitset.pack_reaching)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@hypothesis.given(data=st.data())
+def test_inserted_members_join_those_before_and_beyond_the_end_none_do(n, data):
+  before, more = data.draw(flags_of(n)), data.draw(flags_of(n))
+  new = np.random.default_rng(n).permutation(np.where(more & ~before, np.arange(n), n + np.arange(n) % 300))
+  np.testing.assert_array_equal(joined(before, new.astype(np.int32)), pack(before | more))
+
+
+@hypothesis.given(flags=flags_of(512, rows=(3,)))
+def test_rows_are_packed_as_one_by_one(flags):
+  words = pack(flags)
+  assert words.shape == (3, 16)
+  np.testing.assert_array_equal(words, [pack(row) for row in flags])
+  np.testing.assert_array_equal(bitset.count(words), flags.sum(axis=1))
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@hypothesis.given(seed=st.integers(0, 2**32 - 1))
+def test_keys_are_compared_with_the_bound_of_their_word(n, seed):
+  random = np.random.default_rng(seed)
+  keys, bounds = random.integers(0, 5, n), random.integers(0, 6, -(-n // 32))
+  words = pack_reaching(keys.astype(np.int32), bounds.astype(np.int32))
+  np.testing.assert_array_equal(words, pack(keys >= np.repeat(bounds, 32)[:n]))
