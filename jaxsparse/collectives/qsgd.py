@@ -119,7 +119,7 @@ def _noise(key: jax.Array, n: int) -> jax.Array:
 
 
 def pack_levels(levels: jax.Array, bits: int) -> jax.Array:
-  """Signed levels of `bits` bits each as u32[w], ⌊32 / bits⌋ in a word: word i has the levels i, w + i, 2w + i and so on.
+  """Signed levels of `bits` bits each as u32[w], ⌊32 / bits⌋ in a word: word i has levels i, w + i, 2w + i and so on.
 
   Example:
     >>> unpack_levels(pack_levels(jnp.array([-3, 0, 3]), bits=3), bits=3, n=3)
