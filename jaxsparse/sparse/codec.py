@@ -3,7 +3,7 @@
 Values travel as they are ("f32"), rounded to 8 bits ("bf16"), or as one of 255 levels ("int8"). Indices travel as they
 are; or, being a set, in Elias and Fano's quasi-succinct code: their low 4, 8 or 16 bits one by one, and their high
 parts, in ascending order, as a bitset, about 9 bits an entry at 1 %; or, with one entry per chunk, as their position
-within the chunk that is the slot's. A new format of values is a class here and a name in `VALUES`.
+within the chunk that is the slot's. Formats of values are in `values`.
 """
 
 import dataclasses
@@ -15,13 +15,12 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.sums import rounded_up
+from jaxsparse.sparse.values import FORMATS, Values, read
 from jaxsparse.types import Sparse
 
 Wire = Literal["f32", "bf16", "int8"]
 
 _LOWS = (4, 8, 16)  # bits of a low part that machines read with ease
-_LEVELS = 127
 _KEY_BITS = 31  # of an i32 that is not negative
 _WORD = 4  # bytes
 
@@ -45,78 +44,6 @@ class Message(NamedTuple):
   high: jax.Array | None
   values: jax.Array
   scale: jax.Array | None
-
-
-class Values(Protocol):
-  """A format of values, in rows.
-
-  Attributes:
-    bytes: of a value.
-    scaled: whether a row has a scale, one word more.
-    rounds: whether anything is rounded off.
-    draws: whether it rounds at random, with noise.
-  """
-
-  bytes: int
-  scaled: bool
-  rounds: bool
-  draws: bool
-
-  def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """f32[rows, c] values as they are sent, and their scale f32[rows] if they are levels."""
-    ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Float32:
-  """Values as they are."""
-
-  bytes, scaled, rounds, draws = 4, False, False, False
-
-  def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """f32[rows, c]."""
-    del noise
-    return values, None
-
-
-@dataclasses.dataclass(frozen=True)
-class BFloat16:
-  """The nearest bf16, ties to even; finite values stay finite, and others stay as they are."""
-
-  bytes, scaled, rounds, draws = 2, False, True, False
-
-  def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """bf16[rows, c]."""
-    del noise
-    # XLA may drop a conversion there and back: a worker that decodes its own message would have values that nobody else
-    # has. It may not drop this.
-    rounded = jax.lax.reduce_precision(_clamped(values), exponent_bits=8, mantissa_bits=7)
-    return rounded.astype(jnp.bfloat16), None
-
-
-@dataclasses.dataclass(frozen=True)
-class Int8:
-  """Levels `⌊v/s + noise⌋` of scale `s = max |v| / 127` of the row, enlarged by a factor of at most `1 + 2⁻¹⁶`.
-
-  Their mean is v/s where noise is uniform in [0, 1), and the error at most s. Of a row with a value that is not finite,
-  no decoded value is. The scale has so few bits that its product with a level is exact: adding it up gives the same
-  bits with fused multiply-add and without.
-  """
-
-  bytes, scaled, rounds, draws = 1, True, True, True
-
-  def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """(i8[rows, c], f32[rows])."""
-    assert noise is not None, "levels are rounded with noise"
-    largest = _clamped(jnp.max(jnp.abs(values), axis=1))
-    # Tested explicitly: XLA's maximum of thousands of values drops a NaN on CPU.
-    largest = jnp.where(jnp.isfinite(values).all(axis=1), largest, jnp.nan)
-    scale = rounded_up(largest * (1 / _LEVELS), bits=_LEVELS.bit_length())
-    level = jnp.floor(values / jnp.where(scale == 0, 1.0, scale)[:, None] + noise)
-    return jnp.clip(level, -_LEVELS, _LEVELS).astype(jnp.int8), scale
-
-
-VALUES: dict[str, Values] = {"f32": Float32(), "bf16": BFloat16(), "int8": Int8()}
 
 
 class Codec(Protocol):
@@ -178,8 +105,8 @@ def codec_of(wire: Wire, length: int, *, by_chunk: bool = False) -> Codec:
     [12500, 7500, 5001]
   """
   if by_chunk:
-    return _ByChunk(VALUES[wire], length)
-  return _Coordinates(length) if wire == "f32" else _QuasiSuccinct(VALUES[wire], length)
+    return _ByChunk(FORMATS[wire], length)
+  return _Coordinates(length) if wire == "f32" else _QuasiSuccinct(FORMATS[wire], length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +114,7 @@ class _Coordinates:
   """Entries as they are, in their order."""
 
   length: int
-  format = VALUES["f32"]
+  format = FORMATS["f32"]
 
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Sparse, jax.Array]:
     del noise
@@ -218,7 +145,7 @@ class _QuasiSuccinct:
     values, scale = self.format.write(entries.values, noise)
     indices = in_order(indices)
     message = Message(_write_low(indices, low), _write_high(indices >> low, last), in_order(values), scale)
-    return message, _read(values, scale)
+    return message, read(values, scale)
 
   def decode(self, message: Message) -> Sparse:
     assert message.high is not None
@@ -228,7 +155,7 @@ class _QuasiSuccinct:
     highs = jnp.minimum(_read_high(message.high, capacity), (self.length >> low) + 1)
     indices = jnp.minimum((highs << low) | _read_low(message.low, low, capacity), self.length)
     # The scale of a row that is not finite makes its sent values NaN; empty slots stay 0.
-    return sparse.where(indices < self.length, Sparse(indices, _read(message.values, message.scale)), self.length)
+    return sparse.where(indices < self.length, Sparse(indices, read(message.values, message.scale)), self.length)
 
   def words(self, rows: int, capacity: int) -> int:
     low = low_bits(capacity, self.length)
@@ -248,13 +175,13 @@ class _ByChunk:
     empty = -(-self.length // chunks)  # a position that no chunk has
     positions = jnp.where(entries.indices < self.length, entries.indices // chunks, empty)
     values, scale = self.format.write(entries.values, noise)
-    return Message(positions.astype(self._position(chunks)), None, values, scale), _read(values, scale)
+    return Message(positions.astype(self._position(chunks)), None, values, scale), read(values, scale)
 
   def decode(self, message: Message) -> Sparse:
     chunks = message.values.shape[1]
     indices = message.low.astype(jnp.int32) * chunks + jnp.arange(chunks, dtype=jnp.int32)[None]
     indices = jnp.minimum(indices, self.length)
-    return sparse.where(indices < self.length, Sparse(indices, _read(message.values, message.scale)), self.length)
+    return sparse.where(indices < self.length, Sparse(indices, read(message.values, message.scale)), self.length)
 
   def words(self, rows: int, capacity: int) -> int:
     positions = rows * capacity * jnp.dtype(self._position(capacity)).itemsize
@@ -304,24 +231,12 @@ def order_of(buckets: jax.Array, last: int) -> jax.Array:
   return order
 
 
-def _read(values: jax.Array, scale: jax.Array | None) -> jax.Array:
-  """Sent values as f32[rows, c]."""
-  values = values.astype(jnp.float32)
-  return values if scale is None else values * scale[:, None]
-
-
 def _padded(count: int) -> int:
   return math.ceil(count / _WORD)
 
 
 def _value_words(rows: int, capacity: int, values: Values) -> int:
   return _padded(rows * capacity * values.bytes) + rows * values.scaled
-
-
-def _clamped(x: jax.Array) -> jax.Array:
-  """x, where it is finite within what rounds to a finite number."""
-  bound = float(jnp.finfo(jnp.bfloat16).max)
-  return jnp.where(jnp.isfinite(x), jnp.clip(x, -bound, bound), x)
 
 
 def _write_low(indices: jax.Array, low: int) -> jax.Array:

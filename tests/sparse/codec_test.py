@@ -201,7 +201,7 @@ def test_the_same_bits_in_every_program(wire_):
 def test_a_sum_of_levels_is_the_same_bits_with_fused_multiply_add_and_without_it():
   entries, noise = some_entries(2, 100, 1000)
   message = encode(entries, 1000, "int8", noise)
-  exact = np.asarray(message.values, np.float64) * np.asarray(message.size, np.float64)[:, None]
+  exact = np.asarray(message.values, np.float64) * np.asarray(message.scale, np.float64)[:, None]
   np.testing.assert_array_equal(np.asarray(decode(message, 1000, "int8").values, np.float64), exact)
 
 

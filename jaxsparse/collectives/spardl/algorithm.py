@@ -17,8 +17,9 @@ from jaxsparse.select.blocks import Blocks
 from jaxsparse.select.selectors import SELECTORS, Selector
 from jaxsparse.sparse import saturating
 from jaxsparse.sparse.capacities import climb, rungs
-from jaxsparse.sparse.codec import VALUES, Codec, Wire, codec_of
+from jaxsparse.sparse.codec import Codec, Wire, codec_of
 from jaxsparse.sparse.lazy import LazySum
+from jaxsparse.sparse.values import FORMATS
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
 
 
@@ -118,7 +119,7 @@ class SparDL(SparseCollective):
 
   @property
   def _draws(self) -> bool:
-    return VALUES[self.wire].draws
+    return FORMATS[self.wire].draws
 
   def share(self, n: int, size: int) -> int:
     """L, the entries that are sent of each of size / teams blocks.
