@@ -1,10 +1,10 @@
 """How a collective that sends entries in rounds chooses them: a `Selector` makes the accumulator that a step works on.
 
-A new selector is a class here and a name in `SELECTORS`.
+A new selector is a class here, and its name in `SelectorName` and `SELECTORS`.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -161,4 +161,5 @@ def following(reused: Reused, chosen: Sparse, length: int) -> Reused:
   return Reused(jnp.where(full, raised, lower), jnp.where(full, least, 0.0))
 
 
+SelectorName = Literal["exact", "chunked", "reuse"]
 SELECTORS: dict[str, Selector] = {"exact": Exact(), "chunked": PerChunk(), "reuse": Reuse()}

@@ -8,17 +8,15 @@ within the chunk that is the slot's. Formats of values are in `values`.
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.values import FORMATS, Values, read
+from jaxsparse.sparse.values import FORMATS, Values, Wire, read
 from jaxsparse.types import Sparse
-
-Wire = Literal["f32", "bf16", "int8"]
 
 _LOWS = (4, 8, 16)  # bits of a low part that machines read with ease
 _KEY_BITS = 31  # of an i32 that is not negative

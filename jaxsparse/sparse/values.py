@@ -1,10 +1,10 @@
 """Formats of the values of a message: as they are, 8 bits of mantissa, or levels.
 
-A new format is a class here and a name in `FORMATS` and in `codec.Wire`.
+A new format is a class here, and its name in `Wire` and `FORMATS`.
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,7 @@ class Int8:
     return jnp.clip(level, -_LEVELS, _LEVELS).astype(jnp.int8), scale
 
 
+Wire = Literal["f32", "bf16", "int8"]
 FORMATS: dict[str, Values] = {"f32": Float32(), "bf16": BFloat16(), "int8": Int8()}
 
 

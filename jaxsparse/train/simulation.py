@@ -119,10 +119,11 @@ def initial(collective: Collective, workers: int, n: int) -> ReduceState:
 @functools.partial(jax.jit, static_argnums=0)
 def reduce_all(collective: Collective, grads: jax.Array, state: ReduceState) -> tuple[jax.Array, ReduceState]:
   """`reduce_step` at every worker: f32[P, n] to the f32[P, n] totals that each of them received."""
-  checks.check_workers(state, len(grads), held=len(grads))
+  workers = len(grads)
+  checks.check_workers(state, workers, held=workers)
 
   def worker(grads: jax.Array, state: ReduceState) -> tuple[jax.Array, ReduceState]:
-    checks.parts_of(state, [Group((0,), grads.size, collective)], len(grads), alone=True)
+    checks.parts_of(state, [Group((0,), grads.size, collective)], workers, alone=True)
     return reduce_step(collective, SimComm(_AXIS), grads, state)
 
   return jax.vmap(worker, axis_name=_AXIS)(grads, state)

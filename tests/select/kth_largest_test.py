@@ -52,7 +52,9 @@ def test_by_sorting_selects_none_for_k_of_0():
 def test_bisection_ends_where_exactly_k_entries_are_selected(k):
   find = jax.jit(
     lambda keys: kth_largest.bisected(
-      lambda cut: jnp.sum((keys > cut.key) | ((keys == cut.key) & (jnp.arange(keys.size) <= cut.last)), dtype=jnp.int32),
+      lambda cut: jnp.sum(
+        (keys > cut.key) | ((keys == cut.key) & (jnp.arange(keys.size) <= cut.last)), dtype=jnp.int32
+      ),
       jnp.int32(k),
       jnp.int32(0),
       jnp.int32(kth_largest.TOP),

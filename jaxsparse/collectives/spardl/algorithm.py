@@ -14,12 +14,12 @@ from jaxsparse.collectives.spardl.writer import Writer, words_of
 from jaxsparse.comm import topology
 from jaxsparse.select.accumulator import Accumulator
 from jaxsparse.select.blocks import Blocks
-from jaxsparse.select.selectors import SELECTORS, Selector
+from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
 from jaxsparse.sparse import saturating
 from jaxsparse.sparse.capacities import climb, rungs
-from jaxsparse.sparse.codec import Codec, Wire, codec_of
+from jaxsparse.sparse.codec import Codec, codec_of
 from jaxsparse.sparse.lazy import LazySum
-from jaxsparse.sparse.values import FORMATS
+from jaxsparse.sparse.values import FORMATS, Wire
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
 
 
@@ -84,7 +84,7 @@ class SparDL(SparseCollective):
   teams: int = 1
   sag: Literal["auto", "recursive", "bruck"] = "auto"
   residual: Literal["global", "partial", "local"] = "global"
-  selector: Literal["exact", "chunked", "reuse"] = "exact"
+  selector: SelectorName = "exact"
   wire: Wire = "f32"
 
   def __post_init__(self) -> None:
