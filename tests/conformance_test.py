@@ -155,7 +155,7 @@ def test_the_laws(case, workers, subtests):
       law(case, collective, workers, 30)
 
 
-@each(CASES, [1, 3, 5, 6], options=False)
+@each(CASES, [1, 3, 5, 6], options="none")
 def test_the_laws_of_fewer_entries_than_workers(case, workers, subtests):
   collective = case.make(density=DENSITY)
   for law in LAWS:
@@ -163,7 +163,7 @@ def test_the_laws_of_fewer_entries_than_workers(case, workers, subtests):
       law(case, collective, workers, 1)
 
 
-@each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[3])
+@each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[3], options="main")
 def test_the_laws_where_everything_is_delivered(case, workers, subtests):
   collective = case.make(density=1.0)
   for law in (law_1_each_entry_arrives_exactly_once, any_input_is_delivered_or_kept):
@@ -193,7 +193,7 @@ def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
       assert counted.messages == counted.words == 0
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_main(CASES)
 def test_the_state_keeps_its_types_under_x64(case):
   """Traced only: types are all that 64-bit mode could change."""
   workers, n = max(3, 2 * dict(case.options).get("teams", 1)), 300
