@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -118,7 +118,10 @@ REPLICATING = [case for case in CASES if case.make(density=0.5).replicates]
 
 
 def each(
-  cases: list[Case], sizes: Iterable[int] = WORKERS, quick: Iterable[int] = QUICK, options: bool = True
+  cases: list[Case],
+  sizes: Iterable[int] = WORKERS,
+  quick: Iterable[int] = QUICK,
+  options: Literal["all", "main", "none"] = "all",
 ) -> pytest.MarkDecorator:
   """Parametrizes with (case, workers).
 
@@ -126,12 +129,14 @@ def each(
     cases: what to test.
     sizes: the numbers of workers.
     quick: those that are not long, for a case without options.
-    options: whether the first size of a case with options is not long either.
+    options: of which cases with options the first size is not long either.
   """
 
   def marks(case: Case, workers: int) -> list[pytest.MarkDecorator]:
-    first = case.workers(sizes)[: int(options)]
-    return [] if workers in (first if case.options else quick) else [pytest.mark.long]
+    if case.options:
+      chosen = options == "all" or (options == "main" and case.main)
+      return [] if chosen and workers == case.workers(sizes)[0] else [pytest.mark.long]
+    return [] if workers in quick else [pytest.mark.long]
 
   pairs = [(case, workers) for case in cases for workers in case.workers(sizes)]
   rows = [pytest.param(*pair, id="{}-{}".format(*pair), marks=marks(*pair)) for pair in pairs]

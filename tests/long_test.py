@@ -17,7 +17,7 @@ import pytest
 from jaxsparse.select import candidates
 from jaxsparse.train import simulation
 from tests.cases import CASES, CONSERVING, REPLICATING, Case, bits, each_main, integers, normals
-from tests.conformance_test import mass, residuals_of
+from tests.conformance_test import FLUSHED, mass, residuals_of
 from tests.reference import spardl as reference
 
 N, DENSITY = 36_000, 0.3  # blocks of 18,000, and messages of more than 4,096 values
@@ -93,8 +93,7 @@ def check_laws(case, grads, found):
       after = np.asarray(totals[0], np.float64) + mass(0 * grads, state)
       scale = np.maximum(np.abs(grads, dtype=np.float64).sum(0), np.abs(before))
       scale = scale if case.exact else np.max(scale)
-      flushed = workers * 2.0**-125  # smaller numbers are 0 on this hardware
-      np.testing.assert_array_less(np.abs(after - before), 4 * workers * case.rounding * scale + flushed)
+      np.testing.assert_array_less(np.abs(after - before), 4 * workers * (case.rounding * scale + FLUSHED))
     if case in REPLICATING or case in COMBINED:
       np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
     assert not np.any(state.counters.skipped)

@@ -103,7 +103,7 @@ def test_aux_is_averaged():
   assert float(metrics.aux["mean"]) == 3.5
 
 
-@each([case for case in CASES if case.name != "a2sgd"], [6, 8], quick=[6], options=False)
+@each([case for case in CASES if case.name != "a2sgd"], [6, 8], quick=[6], options="none")
 def test_a_poisoned_batch_is_skipped_and_training_goes_on(case, workers):
   step, params, state, _ = make(case, workers)
   params, state, _ = step(params, state, batch_of(0, workers))
