@@ -234,7 +234,7 @@ def test_what_was_rounded_off_is_known_to_the_sender(wire_, by_chunk):
 
 
 @pytest.mark.parametrize(("length", "dtype"), [(4 * 255, "uint8"), (4 * 255 + 1, "uint16"), (4 * 65_536, "uint32")])
-def test_places_in_chunks_take_the_fewest_bytes_that_can_also_say_none(length, dtype):
+def test_positions_in_chunks_take_the_fewest_bytes_that_can_also_say_none(length, dtype):
   entries = Sparse(jnp.array([[0, 1, length, 3]]), jnp.array([[1.0, 2.0, 0.0, 3.0]]))
   message, _ = codec_of("f32", length, by_chunk=True).encode(entries)
   assert message.low.dtype == dtype

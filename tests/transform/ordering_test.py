@@ -4,11 +4,11 @@ import re
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import jaxsparse as js
 from jaxsparse.comm import SoloComm
 from jaxsparse.transform import ordering
+from tests.cases import AS_USERS
 
 N = 1 << 14
 
@@ -17,11 +17,10 @@ def copies_of(collective):
   """Copies of f32[n] in the compiled update of one worker that donates its gradient and state."""
   tx = js.transform_of(collective, SoloComm(4))
   update = jax.jit(tx.update, donate_argnums=(0, 1))
-  text = update.lower(jnp.zeros(N), tx.init(jnp.zeros(N))).compile().as_text()
+  text = update.lower(jnp.zeros(N), tx.init(jnp.zeros(N))).compile(AS_USERS).as_text()
   return len(re.findall(rf"= f32\[{N}\]\S* copy\(", text))
 
 
-@pytest.mark.usefixtures("as_users_compile")
 def test_an_update_copies_no_vector_and_would_without_the_order(monkeypatch):
   collective = js.make_collective("spardl", density=0.01, selector="chunked")
   assert copies_of(collective) == 0
