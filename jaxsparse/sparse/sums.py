@@ -16,10 +16,7 @@ def ordered_sum(x: jax.Array) -> jax.Array:
     >>> ordered_sum(jnp.arange(1000.0))
     Array(499500., dtype=float32)
   """
-  whole = x.size // _COLUMNS * _COLUMNS
-  columns = x[:whole].reshape(-1, _COLUMNS).sum(0)
-  if whole < x.size:  # apart, since padding x would copy what it is computed from
-    columns = columns + jnp.pad(x[whole:], (0, _COLUMNS - x.size % _COLUMNS))
+  columns = jnp.pad(x, (0, -x.size % _COLUMNS)).reshape(-1, _COLUMNS).sum(0)
   while columns.size > 1:
     half = columns.size // 2
     columns = columns[:half] + columns[half:]
