@@ -45,10 +45,10 @@ class SparDL(SparseCollective):
 
       total + Σ_w residual_w  =  Σ_w acc_w      (Law C)
 
-  The vector is divided into P/d equal blocks, which workers reduce in rounds of messages. Before a block is sent, the
-  L = ⌈k d/P⌉ entries of largest magnitude are selected. So no worker sees all accumulators at once, and I is close to,
-  but not always, the k largest entries of their sum. The state is the residual, f32[n] a worker for every dtype of the
-  gradients.
+  Workers are divided into d teams, by default one, and the vector into P/d equal blocks, which workers reduce in rounds
+  of messages. Before a block is sent, its L = ⌈k d/P⌉ entries of largest magnitude are selected. No worker sees all
+  accumulators, so I is close to the k largest entries of their sum, but not always equal. The state is the residual,
+  f32[n] a worker for every dtype of the gradients.
 
   Args:
     density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
@@ -68,7 +68,7 @@ class SparDL(SparseCollective):
       threshold rises as residuals grow, and falls while fewer than L entries reach it; if far more than L entries reach
       it, or fewer than half of L did in the last step, "exact" is used.
     wire: the format of values. "f32" sends them unchanged, "bf16" rounds them to 8 significant bits. "int8" rounds them
-      to multiples of 1/127 of the largest magnitude of a block, up or down at random, so that the mean is unbiased.
+      to multiples of 1/127 of the largest magnitude of a block, up or down at random, so that rounding is unbiased.
       "bf16" and "int8" also send indices in about 9 bits each. Rounding errors stay in the residual of the worker that
       rounds.
 
