@@ -1,26 +1,30 @@
 """Communication-efficient data-parallel training in JAX.
 
-A sparse all-reduce is an ordinary JAX function over five communication verbs. The way of a gradient through this
-package is the order of its modules:
+A sparse all-reduce is an ordinary JAX function over five communication verbs. A gradient passes through the packages in
+this order:
 
     gradient pytree
-      -> f32[n]                                flatten
-      -> + residual, the largest entries       select
-      -> rounds of messages                    collectives, over comm and routes, sparse, ladder and wire
-      -> total, new residual                   state
-      -> / P, pytree, the next transformation  transform
+      -> one f32[n]                            flatten
+      -> + residual; the largest entries       select
+      -> rounds of messages between workers    collectives, over comm (messages) and sparse (entries)
+      -> total, next residual
+      -> / P; an optax update as a pytree      transform
+      -> new parameters                        train
 
+    flatten       gradient pytree <-> one f32[n]
+    comm          the verbs, for the axis of a mesh, the simulator and MPI; checks that replicated values are equal
+    sparse        sparse vectors, bitsets, wire formats, message sizes
+    select        top-k and thresholds: which entries are sent
+    collectives   the algorithms: SparDL, Ok-Topk, gTopk, TopkA, dense all-reduce, …
+    transform     a collective as an `optax.GradientTransformation`; its state and metrics
+    train         optimizer state and training step of all workers; the simulator `js.simulate`
+    costs         messages and words of an update, and seconds by a measured α-β model
+    overlap       overlaps communication with backward: plans groups of gradients, and runs the plan
+    partial       partial reduce: training that does not wait for stragglers
+    launch        starts the ranks of a run
+    doctor        checks an installation
 
-
-`training` wraps that in a step over the workers of an `engine`: a mesh, of many processes too, MPI (`comm_mpi`) or the
-simulator. `worker` is what each of them does, with `perworker` where they have parameters of their own; `replication`
-checks, before a step runs, that replicated values stay equal, `replicas` compares those that workers hold, and
-`telemetry` reads what was sent, in counters that do not wrap (`saturating`). `launch` starts the ranks of a run,
-`simulation` runs one reduction with any number of workers on one device, `costs` reads the messages and words off its
-jaxpr and predicts seconds from what it measures with `timing`, and `doctor` says what an installation can do.
-
-`overlap` plans which gradients travel together while backward goes on, and carries the plan out, compiled as
-`compiling` says. `partial` is for workers of different speed, who average models in groups instead.
+The four lines that a training program needs:
 
     tx = optax.chain(js.spardl_transform("workers", density=0.01), optax.sgd(0.1))
     state = js.init(tx, params, mesh, axis="workers")

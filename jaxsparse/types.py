@@ -1,4 +1,4 @@
-"""The words the library speaks: what travels, the verbs that carry it, what is kept, what it costs."""
+"""Types that all packages share: sparse entries, communication verbs, the state and result of a collective, costs."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
@@ -28,9 +28,11 @@ class Sparse(NamedTuple):
 
 
 class Comm(Protocol):
-  """The five verbs, and all that an algorithm knows of the engine that carries its messages.
+  """The communication of one worker: `size`, `rank`, and verbs that send messages between workers.
 
-  `rank` is traced under shard_map and may be an int elsewhere: never branch on it in Python; take, where, roll.
+  A collective uses these only, so that it runs unchanged on a mesh, under MPI and in the simulator. Every worker calls
+  the same verbs in the same order. `rank` is traced under shard_map: do not branch on it in Python, use `jnp.where` or
+  index with it.
 
   Example:
     >>> import jaxsparse as js
@@ -48,19 +50,19 @@ class Comm(Protocol):
     ...
 
   def shift(self, tree: Tree, by: int) -> Tree:
-    """Sends `tree` to rank + by and returns what rank − by sent, modulo `size`: one message."""
+    """Sends `tree` to rank + by, modulo `size`, and returns the tree that rank − by sent: one message."""
     ...
 
   def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
-    """Sends `tree` along (source, destination) pairs: one message; zeros where none arrives."""
+    """Sends `tree` along (source, destination) pairs: one message; returns zeros at workers that receive none."""
     ...
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
-    """Combines `x` of all workers, the same bits on each of them."""
+    """The sum, maximum or minimum over all workers of `x`, bitwise the same on each of them."""
     ...
 
   def split(self, teams: int) -> tuple["Comm", "Comm"]:
-    """Views (team, member): the workers of my team, and those of my position in every team."""
+    """Two comms: this worker's team, one of `teams` equal ones, and the workers of its position in every team."""
     ...
 
 
@@ -68,8 +70,9 @@ class State(NamedTuple):
   """What a collective carries from step to step. Arrays only, the same shapes and dtypes after every step.
 
   Attributes:
-    residual: f32[n] at this worker, the mass not yet delivered; None for a collective that leaves none. With `special=`
-      and for `js.bucketed_transform` this, `worker` and `shared` are tuples with a part for each communication.
+    residual: f32[n] at this worker, the entries not yet delivered; None for a collective without error feedback. With
+      `special=` and for `js.bucketed_transform` this, `worker` and `shared` are tuples with a part for each group of
+      leaves.
     worker: any pytree that differs between workers; every leaf has a leading axis (it is sharded along it).
     shared: any pytree that is bitwise the same on every worker.
     due: bool[] for a collective whose total differs between workers, whether their parameters are to be averaged after
@@ -92,16 +95,16 @@ class Counters(NamedTuple):
 
   Attributes:
     words_sent: 4-byte words this worker sent, empty slots included; 2³² − 1 stands for that many or more.
-    words_used: those of them that carried an entry; likewise.
+    words_used: words of those that carried an entry, without empty slots; likewise.
     selected: entries that this worker chose to send.
-    delivered: entries of the total that are not left out.
-    density: `delivered` as a share of all entries; filled in for every collective.
+    delivered: entries that the total delivers.
+    density: `delivered` / n.
     overflow: entries that overflowed the capacity of a message and went back to the residual.
-    imbalance: entries of the fullest worker over the mean, before they are balanced (Ok-Topk).
-    balanced: the same afterwards.
-    merged: different indices in the fullest block after the sum over teams (SparDL's B-SAG).
-    threshold_age: steps since `threshold_period` last made thresholds exact (Ok-Topk).
-    skipped: whether this step saw NaN or Inf and was skipped on every worker.
+    imbalance: the largest number of entries that a worker owns over the mean, before balancing (Ok-Topk).
+    balanced: the same after balancing.
+    merged: the largest number of different indices of a block after the sum over teams (SparDL's B-SAG).
+    threshold_age: steps since exact thresholds were last computed (Ok-Topk, `threshold_period`).
+    skipped: whether a gradient had NaN or Inf in this step and every worker skipped it.
     skipped_steps: how many steps have been skipped since the state was made.
     total_words: words sent since the state was made, modulo 2³².
     total_wraps: how often `total_words` has passed 2³².
@@ -137,12 +140,12 @@ class Counters(NamedTuple):
 
 
 class Pending(NamedTuple):
-  """A residual that is still to be written: gradient + old residual, except at some entries.
+  """A residual that is not materialized yet: gradient + old residual, except at some entries.
 
   Attributes:
     grads: f32[n], the gradient, or its buffer after received values were added in place.
     residual: f32[n], the old residual.
-    entries: entries of the new residual that replace that sum; each index once, or at least n.
+    entries: entries of the new residual that replace the sum. Each index below n occurs once; others are empty slots.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -160,9 +163,9 @@ class Reduced(NamedTuple):
   """The result of a collective at one worker.
 
   Attributes:
-    total: f32[n], the estimate of the *sum* over workers, bitwise the same on every worker (Law R). Or its `Sparse`
-      entries, each index once, indices from n on dropped: the caller then writes the vector, once.
-    state: the next `State`; its residual holds what `total` did not deliver (Law C): f32[n], or `Pending`.
+    total: the estimate of the *sum* over workers, bitwise the same on every worker (Law R): f32[n], or its `Sparse`
+      entries, each index once and empty slots with index n or more, which the caller scatters into a vector.
+    state: the next `State`; its residual, f32[n] or `Pending`, is what `total` did not deliver (Law C).
     counters: the step's `Counters`, scalars.
 
   Example:
@@ -177,12 +180,12 @@ class Reduced(NamedTuple):
 
 
 class Cost(NamedTuple):
-  """What one worker sends for one update: the α and β terms of the alpha-beta model.
+  """The messages and words that one worker sends for one update: the α and β terms of the α-β model.
 
   Attributes:
-    messages: number of messages one after the other.
+    messages: number of messages, one after the other.
     words: 4-byte words sent.
-    agreements: words that all workers agree on (a size, a boundary) in all-reduces of their own, listed apart.
+    agreements: words of all-reduces by which workers agree on a size or a boundary; not part of `words`.
 
   Example:
     >>> cost = Cost(messages=6, words=1000)

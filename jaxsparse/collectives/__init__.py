@@ -1,7 +1,8 @@
-"""One algorithm, one module or package, found by its name: a new file here needs no entry anywhere else.
+"""The algorithms, one module or package each: the file name is the algorithm's name, and no registry lists it.
 
-A collective is a frozen dataclass below optax: its fields are the options, its docstring documents them.
-`js.make_transform` and `js.NAME_transform` make an optax transformation of it (transform/factories.py).
+A collective is a frozen dataclass whose fields are its options; `_base` has the base classes, `_labels` writes a
+collective and its options as one string. `js.make_transform` and `js.NAME_transform` turn a collective into an optax
+transformation (transform/factories.py).
 """
 
 import dataclasses
@@ -27,12 +28,12 @@ __all__ = [
 
 @functools.cache
 def _kinds() -> dict[str, type[Collective]]:
-  """The one concrete `Collective` that each public module or package of this folder defines, by its name."""
+  """The concrete `Collective` of each public module or package of this folder, by its name."""
   kinds = {}
   for module in pkgutil.iter_modules(__path__):
     if not module.name.startswith("_"):
-      home = importlib.import_module(f"{__name__}.{module.name}")
-      classes = [kind for _, kind in inspect.getmembers(home, inspect.isclass) if issubclass(kind, Collective)]
+      imported = importlib.import_module(f"{__name__}.{module.name}")
+      classes = [kind for _, kind in inspect.getmembers(imported, inspect.isclass) if issubclass(kind, Collective)]
       (kinds[module.name],) = {c for c in classes if name_of(c) == module.name and not inspect.isabstract(c)}
   return kinds
 
@@ -61,11 +62,11 @@ def collective_options(name: str) -> tuple[str, ...]:
 
 
 def make_collective(name: str, **config: Any) -> Collective:
-  """The collective of that name.
+  """The collective of a name with the given options.
 
   Raises:
-    ValueError: for an unknown name, or a configuration it rejects.
-    TypeError: for an option it does not have; each names the choices.
+    ValueError: for an unknown name or a rejected value of an option, naming the choices.
+    TypeError: for an option that the collective does not have, naming its options.
 
   Example:
     >>> make_collective("dense", dtype="bfloat16")
@@ -75,7 +76,7 @@ def make_collective(name: str, **config: Any) -> Collective:
 
 
 def made(kind: type[Collective], config: Mapping[str, Any]) -> Collective:
-  """The collective of that kind; raises TypeError for an option that it does not have."""
+  """An instance of `kind` with these options; raises TypeError for an option that it does not have."""
   options = _options(kind)
   if unknown := sorted(set(config) - set(options)):
     raise TypeError(f"{name_of(kind)}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}")

@@ -1,4 +1,4 @@
-"""What every algorithm of this folder is: a frozen dataclass whose fields are its configuration, checked when built."""
+"""Base classes of the algorithms: frozen dataclasses whose fields are options, checked when an instance is made."""
 
 import abc
 import dataclasses
@@ -14,17 +14,18 @@ import jax.numpy as jnp
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Cost, Reduced, State
 
-_MOST = 2**31 - bitset.GROUP * bitset.BITS  # indices in i32, in whole groups of packed words
+_MOST = 2**31 - bitset.GROUP * bitset.BITS  # indices are i32, and bitsets are padded to whole groups of words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective(abc.ABC):
-  """An all-reduce: pure functions of arrays over the verbs of `Comm`.
+  """An all-reduce algorithm: pure functions of arrays that communicate by the verbs of `Comm`.
 
-  A field typed `Literal[...]` is checked against its choices here, and the conformance tests run every one of them.
+  Fields are options. A value of a field typed `Literal[...]` is checked against the choices of its type.
 
   Example:
-    One algorithm more, a ring that passes the sum around P − 1 times:
+    A new algorithm, a ring all-reduce: each gradient passes through all workers in P − 1 messages, and each worker adds
+    the gradients that it receives:
 
     >>> import dataclasses, jax, jax.numpy as jnp, jaxsparse as js
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,33 +58,33 @@ class Collective(abc.ABC):
 
   @property
   def name(self) -> str:
-    """The name users choose it by: that of its module, or of its package in jaxsparse/collectives."""
+    """The name by which users choose the collective: that of its module, or of its package in jaxsparse/collectives."""
     return name_of(type(self))
 
   @property
   def conserves(self) -> bool:
-    """Whether Law C holds: total and residuals together hold every entry ever given."""
+    """Whether Law C holds: the totals so far and the residuals add up to all gradients so far."""
     return True
 
   @property
   def replicates(self) -> bool:
-    """Whether Law R holds: the total is the same on every worker. Else its `State` says when parameters are `due`."""
+    """Whether Law R holds: the total is the same on every worker. If not, `State.due` says when to synchronize."""
     return True
 
   @property
   def sizes_vary(self) -> bool:
-    """Whether messages change their size from step to step; `cost` is then an upper bound."""
+    """Whether the sizes of messages change from step to step; `cost` is then an upper bound."""
     return False
 
   def slots(self, n: int, size: int) -> int:
-    """The longest array that a step indexes: n entries, padded to a multiple of `size` workers, or slots for them."""
+    """An upper bound on the length of the arrays that a step indexes, here n padded to a multiple of `size` workers."""
     return n + size
 
   def check_size(self, n: int, size: int) -> None:
-    """Checks that a step of n entries can be indexed, before anything is computed.
+    """Checks, before anything is computed, that the arrays of a step are short enough for i32 indices.
 
     Raises:
-      ValueError: if it cannot, with the limit.
+      ValueError: if they are not, naming the limit.
     """
     slots = self.slots(n, size)
     if slots > _MOST:
@@ -93,7 +94,7 @@ class Collective(abc.ABC):
       )
 
   def for_leaves(self, sizes: tuple[int, ...]) -> Self:
-    """The collective for gradients of leaves of these sizes, one after the other; most do not care."""
+    """The collective for gradients that consist of leaves of these sizes; most collectives ignore the sizes."""
     del sizes
     return self
 
@@ -101,21 +102,21 @@ class Collective(abc.ABC):
     """The state before the first step, for n entries and `size` workers.
 
     Raises:
-      ValueError: where the configuration does not fit n or `size`.
+      ValueError: if the options do not fit n or `size`.
     """
     del n, size
     return State()
 
   @abc.abstractmethod
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    """Sums the f32[n] of all workers of `comm`."""
+    """Estimates the sum of the f32[n] `grads` of all workers of `comm`, and returns it with the next state."""
 
   @abc.abstractmethod
   def cost(self, n: int, size: int) -> Cost:
-    """The closed formula of this implementation, ⌈·⌉ where a size does not divide. Its upper end where sizes vary.
+    """Messages and words of one step by a closed formula; an upper bound where message sizes vary.
 
-    It is the paper's but for the messages of Ok-Topk and TopkDSA, the words of Gaussian-k (room for 5k/4 entries) and
-    those of QSGD (levels of a fixed width), which are ours.
+    The formulas are those of the papers, rounded up where a size does not divide. Ours are those of the messages of
+    Ok-Topk and TopkDSA, the words of Gaussian-k (a capacity of 5k/4 entries) and of QSGD (levels of fixed width).
     """
 
 
@@ -158,11 +159,11 @@ def check_whole(name: str, low: int, high: int | None = None, *, optional: bool 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseCollective(Collective):
-  """A collective that delivers k of n entries and keeps the rest: give the share, `density`, or the number, `k`.
+  """A collective that delivers k of n entries and keeps the others in a residual; k is given as `k` or by `density`.
 
   Attributes:
-    density: ρ in (0, 1]; k = ⌈ρ n⌉ with ρ the decimal number it prints as, so that 0.07 of 100 is 7 and not 8.
-    k: number of entries, at least 1 and at most n.
+    density: ρ in (0, 1]; k = ⌈ρ n⌉, where ρ is the decimal number that Python prints, so that 0.07 of 100 is 7, not 8.
+    k: the number of entries, 1 … n.
 
   Example:
     >>> import jaxsparse as js
@@ -185,11 +186,11 @@ class SparseCollective(Collective):
 
   def init(self, n: int, size: int) -> State:
     del size
-    self.entries(n)  # raises where k does not fit n
+    self.entries(n)  # raises if k > n
     return State(residual=jnp.zeros(n, jnp.float32))
 
   def entries(self, n: int) -> int:
-    """The number of entries to deliver of n.
+    """The number k of entries to deliver of n.
 
     Raises:
       ValueError: if k is more than n.

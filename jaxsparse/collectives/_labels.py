@@ -1,4 +1,4 @@
-"""A collective with its options as one word, as in profiles and `special=`: "spardl:teams=2:density=0.01"."""
+"""A collective and its options as one string, as in profiles and `special=`: "spardl:teams=2:density=0.01"."""
 
 import ast
 from collections.abc import Mapping

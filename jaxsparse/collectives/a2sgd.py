@@ -1,9 +1,9 @@
-"""A2SGD: two averages of each worker's gradient travel, and nothing else (Bhattacharya et al., §III).
+"""A2SGD: workers exchange two means of their gradients and nothing else (Bhattacharya et al., §III).
 
-The entries that are at least the mean of the positive ones stand together for one number, those at most the mean of the
-negative ones for another. These two means are averaged over the workers, 64 bits, and each worker puts them in the
-place of its own: what is special to its gradient stays, so the models of the workers drift apart and are averaged
-themselves from time to time.
+The two means of a gradient are that of its positive entries and that of its negative ones. They are averaged over the
+workers by one all-reduce of 64 bits. Each worker then shifts its large entries by the difference between the average
+and its own means. The shifted gradients still differ between workers, so the models drift apart and are averaged from
+time to time.
 """
 
 import dataclasses
@@ -21,27 +21,27 @@ from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class A2SGD(Collective):
-  """Averages two numbers of each gradient; each worker goes on with a gradient of its own (A2SGD).
+  """Averages two means of each gradient; each worker applies a different update (A2SGD).
 
-  With μ₊ the mean of the entries ≥ 0 of a gradient g and μ₋ that of |g| where g < 0, 0 where there is none:
+  With μ₊ the mean of the entries ≥ 0 of a gradient g, and μ₋ the mean of |g| where g < 0 (0 if there is no such entry):
 
       pos = [g ≥ μ₊],  neg = [g ≤ −μ₋ and g < 0]
       g′  = g − (pos μ₊ − neg μ₋) + pos μ̄₊ − neg μ̄₋          (Algorithm 1)
 
   where μ̄ is the mean over workers. The update is g′: **it differs between workers**, and so do their parameters.
   `js.init` and `js.make_train_step` store each worker's local update, the sum of its updates since the last
-  synchronization, in the optimizer state, and average the parameters every `sync_every` steps;
-  `step.synchronize(params, state)` does so before you evaluate or save, and at the end. With `sync_every=None` that is
-  the only synchronization, as in the published Algorithm 1, which averages once, after the last step. Without
-  `make_train_step` all of that is yours to do. The state is the number of the step.
+  synchronization, in the optimizer state, and average the parameters every `sync_every` steps. Call
+  `step.synchronize(params, state)`, which averages them at once, before you evaluate or save, and at the end. With
+  `sync_every=None` that is the only synchronization, as in the published Algorithm 1, which averages once, after the
+  last step. Without `make_train_step` your own step must do all of this. The state is the number of the step.
 
   Args:
-    means: one pair of means for the whole "vector", 2 words, or for each "leaf" of the gradient.
-    sync_every: T, steps from one averaging of the parameters, which sends all of them, to the next; None for only when
+    means: one pair of means for the whole "vector", 2 words, or one for each "leaf" of the gradient.
+    sync_every: T, the number of steps from one averaging of all parameters to the next; None averages only when
       `step.synchronize` is called.
 
   Raises:
-    ValueError: for means or a sync_every outside their choices.
+    ValueError: for `means` or `sync_every` outside their choices.
 
   Example:
     The first worker's g′ in the paper's example (§III); the total is P times it:
@@ -85,7 +85,7 @@ class A2SGD(Collective):
     ends = list(itertools.accumulate(self.leaves or (grads.size,)))
     parts = jnp.split(grads, ends[:-1])
     own = jnp.stack([two_means(part) for part in parts])
-    # Divided before it travels: a compiler contracts a product with the sum that follows it in one program, not in all.
+    # Divided before the sum: a product that a sum follows may become a fused multiply-add, in some programs only.
     mean = comm.all_reduce(own / comm.size)
     shifts = [shifted(part, *pair) for part, pair in zip(parts, zip(own, mean, strict=True), strict=True)]
     step = state.shared + 1
@@ -93,13 +93,13 @@ class A2SGD(Collective):
     state = state._replace(shared=step, due=due)
     words = self.cost(grads.size, comm.size).words
     counters = Counters(words, words, selected=2 * len(parts), delivered=grads.size)
-    # A NaN at one worker is in the means of all, and all of them skip the step.
+    # A NaN at one worker makes the averaged means NaN, so every worker skips the step.
     total = jnp.where(jnp.isfinite(mean).all(), comm.size * jnp.concatenate(shifts), jnp.nan)
     return Reduced(total, state, counters)
 
 
 def two_means(grads: jax.Array) -> jax.Array:
-  """(μ₊, μ₋), f32[2]: the mean of the entries ≥ 0, and of the magnitudes of those < 0; 0 where there is none.
+  """(μ₊, μ₋), f32[2]: the mean of the entries ≥ 0, and the mean magnitude of those < 0; 0 if there is no such entry.
 
   Example:
     >>> two_means(jnp.array([1.0, 2.0, -1.0]))
@@ -115,7 +115,7 @@ def two_means(grads: jax.Array) -> jax.Array:
 
 
 def shifted(grads: jax.Array, own: jax.Array, mean: jax.Array) -> jax.Array:
-  """g′: `grads` with the worker's own two means f32[2] replaced by those of all workers."""
+  """g′ of Algorithm 1: `grads`, with the worker's two means f32[2] replaced by the averages over all workers."""
   positive = jnp.where(grads >= own[0], mean[0] - own[0], 0.0)
   negative = jnp.where((grads <= -own[1]) & (grads < 0), mean[1] - own[1], 0.0)
   return grads + positive - negative

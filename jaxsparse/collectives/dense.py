@@ -1,6 +1,6 @@
-"""Dense: XLA's own all-reduce of all n entries, the alternative that every sparse one has to beat.
+"""Dense: one all-reduce of all n entries, the baseline of the sparse collectives.
 
-Its cost is that of Rabenseifner's algorithm, reduce-scatter and all-gather: 2⌈log₂P⌉ messages, 2 n (P − 1)/P words.
+The cost is that of Rabenseifner's algorithm, reduce-scatter and all-gather: 2⌈log₂P⌉ messages, 2 n (P − 1)/P words.
 """
 
 import dataclasses
@@ -19,8 +19,9 @@ class Dense(Collective):
   """Averages all n entries with one all-reduce: `total = Σ_w gradient_w`.
 
   Args:
-    dtype: of the entries on the wire. "bfloat16" halves the words and rounds each gradient and the sum to 8 bits,
-      without a residual. XLA on CPU widens it to float32 on the wire.
+    dtype: the dtype in which entries are sent and added. "bfloat16" halves the words and rounds each gradient and the
+      sum to 8 significant bits; rounding errors are lost, since there is no residual. XLA on CPU sends float32 in
+      either case.
 
   Raises:
     ValueError: for another dtype.
@@ -34,7 +35,7 @@ class Dense(Collective):
 
   def slots(self, n: int, size: int) -> int:
     del n, size
-    return 0  # nothing is indexed
+    return 0  # a dense all-reduce has no indices
 
   def cost(self, n: int, size: int) -> Cost:
     return all_reduce_cost(n, size, jnp.dtype(self.dtype).itemsize)

@@ -1,8 +1,8 @@
-"""Gaussian-k: entries above a threshold that would leave k if they were normally distributed (Shi et al., 2019).
+"""Gaussian-k: selects by a threshold that k entries exceed if they are normally distributed (Shi et al., 2019).
 
-Two passes give mean and deviation, a few more adjust the threshold: no sorting. Gradients are not normal, so the
-number of entries misses k; up to ⌈5k/4⌉ of them are gathered as in TopkA: ⌈log₂P⌉ messages and at most
-2 ⌈5k/4⌉ (P − 1) words. The limit of 5k/4 is ours: the published formula, 2 k (P − 1) words, is for exactly k entries.
+The threshold is computed from mean and standard deviation, without a sort. Gradients are not normally distributed, so
+the number of selected entries differs from k. Up to ⌈5k/4⌉ of them are gathered as in TopkA: ⌈log₂P⌉ messages and at
+most 2 ⌈5k/4⌉ (P − 1) words. The capacity of 5k/4 is ours: the published 2 k (P − 1) words are for exactly k entries.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxsparse.select import threshold, top_k
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.select.kth_largest import keys_of
 from jaxsparse.sparse import bitset, saturating
-from jaxsparse.sparse.capacities import agree, climb, rungs
+from jaxsparse.sparse.capacities import agree, geometric, switch
 from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.sparse.sums import ordered_sum
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
@@ -34,15 +34,16 @@ class GaussianK(SparseCollective):
   """Sends about k entries of each worker, those above a fitted threshold, to all others (Gaussian-k).
 
   With `acc = gradient + residual`, the threshold is `|mean| + |Φ⁻¹(ρ/2)| · std` of `acc`. Gradients are not normally
-  distributed, so it is often too high and selects fewer than k entries, late in training by an order of magnitude
-  (Ok-Topk, §5.2). The correction divides it by 1.02 while fewer than 3k/4 entries reach it and multiplies it by 1.02
-  while more than 5k/4 do, at most 20 times. The total is the sum of the selected entries, of each worker the ⌈5k/4⌉
-  largest at most; the others stay in its residual. The state is the residual, f32[n] a worker.
+  distributed, so the threshold is often too high and selects fewer than k entries, late in training by an order of
+  magnitude (Ok-Topk, §5.2). The correction divides the threshold by 1.02 while fewer than 3k/4 entries reach it and
+  multiplies it by 1.02 while more than 5k/4 do, at most 20 times. The total is the sum over workers of the selected
+  entries, at most the ⌈5k/4⌉ largest of each worker; all others stay in its residual. The state is the residual, f32[n]
+  a worker.
 
   Args:
-    density: ρ in (0, 1]; k = ⌈ρ n⌉ is the number of entries aimed at.
-    k: the number of entries instead, 1 … n.
-    correction: whether the threshold is corrected. False is the published estimate as it is.
+    density: ρ in (0, 1]; k = ⌈ρ n⌉ is the target number of entries.
+    k: the target number of entries instead, 1 … n.
+    correction: whether the threshold is corrected. False uses the published estimate unchanged.
 
   Raises:
     ValueError: for a density, k or correction outside their choices.
@@ -59,7 +60,7 @@ class GaussianK(SparseCollective):
     return True
 
   def capacity(self, n: int) -> int:
-    """The most entries that one worker sends."""
+    """The largest number of entries that one worker sends."""
     return min(n, math.ceil(5 * self.entries(n) / 4))
 
   def cost(self, n: int, size: int) -> Cost:
@@ -67,32 +68,32 @@ class GaussianK(SparseCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, most = grads.size, self.entries(grads.size), self.capacity(grads.size)
-    home = LazySum((grads, state.residual))
-    limit = fitted_threshold(home, k)
+    acc = LazySum((grads, state.residual))
+    limit = fitted_threshold(acc, k)
     if self.correction:
-      limit = corrected(limit, home, k)
-    chosen = threshold.selected(home, limit)
+      limit = corrected(limit, acc, k)
+    chosen = threshold.selected(acc, limit)
     selected = bitset.count(chosen)
-    sent = threshold.first(home, threshold.at_most(home, chosen, most), most)
-    # A threshold selects everything that is not finite, and of too many entries the largest.
+    sent = threshold.first(acc, threshold.at_most(acc, chosen, most), most)
+    # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
     finite, needed = agree(comm, selected, jnp.isfinite(sent.values).all())
 
     def gather(capacity: int) -> tuple[Sparse, jax.Array]:
       rows = all_gather(comm, sparse.narrowed(sent, capacity))
       return sparse.widened(rows, most, n), saturating.times(capacity, 2 * (comm.size - 1))
 
-    rows, words = climb(rungs(min(most, max(1, k // 4)), most), needed, gather)
+    rows, words = switch(geometric(min(most, max(1, k // 4)), most), needed, gather)
     total = sparse.add_rows(in_rank_order(comm, rows), n)
     used = saturating.times(jnp.minimum(selected, most), 2 * (comm.size - 1))
     overflow = jnp.maximum(selected - most, 0)
     delivered = jnp.count_nonzero(total)
     counters = Counters(words, used, selected=selected, delivered=delivered, overflow=overflow)
-    state = state._replace(residual=home.without(sent.indices))
+    state = state._replace(residual=acc.without(sent.indices))
     return Reduced(jnp.where(finite, total, jnp.nan), state, counters)
 
 
 def fitted_threshold(x: LazySum, k: int) -> jax.Array:
-  """The magnitude f32[] that k entries of x reach if they are normally distributed; 0 for all of them.
+  """The magnitude f32[] that k entries of x reach if the entries are normally distributed; 0 if k is all of them.
 
   Example:
     >>> x = LazySum((jax.random.normal(jax.random.key(0), (10_000,)),))
@@ -107,10 +108,10 @@ def fitted_threshold(x: LazySum, k: int) -> jax.Array:
 
 
 def corrected(limit: jax.Array, x: LazySum, k: int) -> jax.Array:
-  """A threshold f32[] that about k entries of x reach, moved there from `limit` by factors of 1.02.
+  """A threshold f32[] that 3k/4 … 5k/4 entries of x reach: `limit`, divided or multiplied by 1.02 up to 20 times.
 
-  At least 3k/4 entries reach a threshold if the ⌈3k/4⌉-th largest does, and more than 5k/4 if the next one after 5k/4
-  does. So two entries are all that is read of x, however many steps it takes.
+  At least 3k/4 entries reach a threshold if the ⌈3k/4⌉-th largest does, and more than 5k/4 do if the (⌊5k/4⌋ + 1)-th
+  largest does. So each of the 20 steps compares the threshold with these two magnitudes and does not read x again.
 
   Example:
     >>> round(float(corrected(jnp.float32(2), LazySum((jnp.ones(8),)), k=8)), 3)  # 20 steps down

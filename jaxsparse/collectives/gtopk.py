@@ -1,10 +1,10 @@
-"""gTopk: a tree of workers that adds two sets of k entries and keeps k of the sum (Shi et al., "gTop-k S-SGD").
+"""gTopk: a reduction along a binary tree in which each merge keeps top-k of a sum (Shi et al., "gTop-k S-SGD").
 
-Six workers, k entries in every message; what worker 0 holds at the end goes back the same way:
+The messages of six workers, k entries each; the result of worker 0 is broadcast along the same tree:
 
     reduce      1 -> 0    3 -> 2    5 -> 4
                 2 -> 0
-                4 -> 0              (6 is missing: a tree for any P)
+                4 -> 0              (the tree is defined for any P)
     broadcast   0 -> 4
                 0 -> 2
                 0 -> 1    2 -> 3    4 -> 5
@@ -33,9 +33,9 @@ class GTopk(SparseCollective):
   """Merges the k largest entries of all workers pairwise along a binary tree (gTopk).
 
   With `acc_w = gradient_w + residual_w` and `a ⊕ b = top_k(a + b)`, the total is the ⊕ of all `top_k(acc_w)` along the
-  tree. An entry that a merge drops stays in a residual: in that of the merging worker where its index is in the total,
-  and in that of the worker it came from elsewhere, as in SparDL. The authors' code loses such entries. The state is the
-  residual, f32[n] a worker.
+  tree. An entry that a merge drops stays in a residual, as in SparDL: if its index is in the total, in that of the
+  merging worker, otherwise in those of the workers that contributed to it. The authors' code loses such
+  entries. The state is the residual, f32[n] a worker.
 
   Args:
     density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
@@ -50,7 +50,7 @@ class GTopk(SparseCollective):
   """
 
   def slots(self, n: int, size: int) -> int:
-    return max(super().slots(n, size), 2 * self.entries(n))  # of a merge
+    return max(super().slots(n, size), 2 * self.entries(n))  # a merge has two times k slots
 
   def cost(self, n: int, size: int) -> Cost:
     rounds = 2 * len(topology.strides(size))
@@ -58,44 +58,44 @@ class GTopk(SparseCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k = grads.size, self.entries(grads.size)
-    home = LazySum((grads, state.residual))
-    held = sent = top_k(home, k)
+    acc = LazySum((grads, state.residual))
+    merged = sent = top_k(acc, k)
     dropped = []
     for edges in topology.tree(comm.size):
-      got = comm.permute(held, edges)
-      both = jax.tree.map(lambda mine, theirs: jnp.stack([mine, theirs]), held, _received(comm, got, edges, n))
-      held, rest = top_k_of_entries(sparse.merge(both, n), k, k, n)
+      got = comm.permute(merged, edges)
+      both = jax.tree.map(lambda mine, theirs: jnp.stack([mine, theirs]), merged, _received(comm, got, edges, n))
+      merged, rest = top_k_of_entries(sparse.merge(both, n), k, k, n)
       dropped.append(rest)
     for edges in reversed(topology.tree(comm.size)):
       down = tuple((parent, child) for child, parent in edges)
-      got, here = comm.permute(held, down), _receives(comm, down)
-      held = jax.tree.map(functools.partial(jnp.where, here), got, held)
+      got, receives = comm.permute(merged, down), _receives(comm, down)
+      merged = jax.tree.map(functools.partial(jnp.where, receives), got, merged)
 
     words = self.cost(n, comm.size).words
-    counters = Counters(words, words, selected=k, delivered=sparse.count(held, n))
-    return Reduced(held, state._replace(residual=_residual(home, sent, dropped, held)), counters)
+    counters = Counters(words, words, selected=k, delivered=sparse.count(merged, n))
+    return Reduced(merged, state._replace(residual=_residual(acc, sent, dropped, merged)), counters)
 
 
-def _residual(home: LazySum, sent: Sparse, dropped: list[Sparse], total: Sparse) -> Pending:
-  """The next residual: what merges at this worker dropped at the indices of the total, and elsewhere `home`.
+def _residual(acc: LazySum, sent: Sparse, dropped: list[Sparse], total: Sparse) -> Pending:
+  """The next residual: at the indices of the total the entries that merges at this worker dropped, elsewhere `acc`.
 
   Args:
-    home: gradient + residual.
-    sent: [k] entries, the largest of `home`.
-    dropped: the entries that merges at this worker dropped, the first merge first.
+    acc: the accumulator.
+    sent: [k] entries, the largest of `acc`.
+    dropped: the entries that merges at this worker dropped, in the order of the merges.
     total: [k] entries.
   """
-  n, slots = home.size, total.indices.size
+  n, slots = acc.size, total.indices.size
   members = bitset.insert(bitset.empty(n), total.indices, n)
   slot_of = lambda entries: jnp.where(
     bitset.contains(members, entries.indices), bitset.rank(members, entries.indices), slots
   )
-  # What home holds at the indices of the total, except what was sent; then what merges dropped there.
-  kept = sparse.put(home.at(total.indices), slot_of(sent), 0.0)
+  # At the indices of the total: the accumulator, zero where it was sent, plus the entries that merges dropped.
+  values = sparse.put(acc.at(total.indices), slot_of(sent), 0.0)
   for rest in dropped:
-    kept = kept.at[slot_of(rest)].add(rest.values, mode="drop", unique_indices=True)
-  grads, residual = home.parts
-  return Pending(grads, residual, Sparse(total.indices, kept))
+    values = values.at[slot_of(rest)].add(rest.values, mode="drop", unique_indices=True)
+  grads, residual = acc.parts
+  return Pending(grads, residual, Sparse(total.indices, values))
 
 
 def _receives(comm: Comm, edges: topology.Pairs) -> jax.Array:
@@ -105,5 +105,5 @@ def _receives(comm: Comm, edges: topology.Pairs) -> jax.Array:
 
 
 def _received(comm: Comm, got: Sparse, edges: topology.Pairs, n: int) -> Sparse:
-  """`got`, with empty slots where nothing arrives (the zeros there would be entries of index 0)."""
+  """`got`, or empty slots where no message arrives: `permute` returns zeros, which would be entries of index 0."""
   return sparse.where(_receives(comm, edges), got, n)

@@ -1,11 +1,11 @@
-"""QSGD: every entry of the gradient, rounded at random to a few levels (Alistarh et al., "QSGD", §3).
+"""QSGD: sends every entry of the gradient, rounded at random to one of a few levels (Alistarh et al., "QSGD", §3).
 
-An entry becomes sign · level / s · ‖g‖ with a level of 0 … s, drawn so that its mean is the entry. 2 s + 1 values take
-⌈log₂(2s + 1)⌉ bits, ⌊32 / bits⌋ of them in a word. ⌈log₂P⌉ messages of Bruck's all-gather, P − 1 times the size of a
-level and the packed levels.
+An entry becomes ‖g‖ · sign · level / s with a level 0 … s, drawn so that the mean is the entry. One of 2 s + 1 values
+takes b = ⌈log₂(2s + 1)⌉ bits, and a word contains ⌊32 / b⌋ of them. Bruck's all-gather sends ⌈log₂P⌉ messages and P − 1
+times the packed levels and their scale.
 
-A deviation from the paper: it writes the levels in Elias' code (§3.2), which takes fewer bits where most levels are 0.
-The length of that code depends on the data, and messages here have static sizes; so each level has a fixed width.
+The paper sends the levels in Elias' code (§3.2), which takes fewer bits where most levels are 0. The length of that
+code depends on the data, and messages here have static sizes, so each level has a fixed width.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QSGD(Collective):
-  """Rounds each entry at random to a sign and one of a few levels, and gathers these of all workers (QSGD).
+  """Rounds each entry at random to a sign and one of a few levels, and gathers the levels of all workers (QSGD).
 
   With s levels, `q(g) = ‖g‖ · sign(g) · ⌊|g| / ‖g‖ · s + u⌋ / s` and u uniform in [0, 1), so that `E q(g) = g`, and the
   variance is at most `min(n/s², √n/s) ‖g‖²`. The total is `Σ_w q(g_w)`, added in rank order. The state is the number of
@@ -32,12 +32,12 @@ class QSGD(Collective):
 
   Args:
     levels: s; 127 takes 8 bits an entry, 7 takes 4 and 1 takes 2.
-    error_feedback: whether each worker adds what rounding lost to its next gradient, by a residual. Residuals stay
-      bounded only where rounding is a contraction, s > √n: with fewer levels they grow without bound.
-    seed: of the rounding; every worker and step draws anew from it.
+    error_feedback: whether each worker adds its rounding errors to its next gradient, by a residual. Residuals stay
+      bounded only if rounding is a contraction, s > √n: with fewer levels they grow without bound.
+    seed: the seed of the rounding; every worker and step draws different random numbers from it.
 
   Raises:
-    ValueError: for levels or a seed outside their choices.
+    ValueError: for `levels` or a `seed` outside their choices.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -74,13 +74,13 @@ class QSGD(Collective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
-    home = grads if state.residual is None else grads + state.residual
+    acc = grads if state.residual is None else grads + state.residual
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), state.shared), comm.rank)
-    scale, levels = quantize(key, home, self.levels)
+    scale, levels = quantize(key, acc, self.levels)
     rows = in_rank_order(comm, all_gather(comm, (scale, pack_levels(levels, self.bits))))
     total = _sum(rows, self.bits, n)
 
-    residual = None if state.residual is None else home - levels.astype(jnp.float32) * scale
+    residual = None if state.residual is None else acc - levels.astype(jnp.float32) * scale
     words = self.cost(n, comm.size).words
     used, delivered = (bitset.count(bitset.pack(x != 0)) for x in (levels, total))
     counters = Counters(words, words, selected=used, delivered=delivered)
@@ -88,17 +88,18 @@ class QSGD(Collective):
 
 
 def quantize(key: jax.Array, x: jax.Array, levels: int) -> tuple[jax.Array, jax.Array]:
-  """The size of a level f32[], ‖x‖/levels, and stochastic levels i32[n], −levels … levels; NaN where x is not finite.
+  """The scale f32[], ‖x‖ / levels, and random levels i32[n], −levels … levels; the scale is NaN if x is not finite.
 
-  Factors are rounded up to so few bits that squares, and products with a level, are exact: with fused multiply-add and
-  without it, every program adds up the same bits. The mean stays the entry, whatever the size is.
+  Factors are rounded up to so few significant bits that squares, and products with a level, are exact: every program
+  adds the same bits, with fused multiply-add and without. The mean of scale · level is x for every scale that is large
+  enough, so rounding the scale up does not bias it.
 
   Example:
     >>> quantize(jax.random.key(0), jnp.array([0.0, -2.0]), levels=4)
     (Array(0.5, dtype=float32), Array([ 0, -4], dtype=int32))
   """
   largest = jnp.max(jnp.abs(x))
-  scaled = x / jnp.where(largest == 0, 1.0, largest)  # its squares neither overflow nor vanish
+  scaled = x / jnp.where(largest == 0, 1.0, largest)  # so that squares neither overflow nor underflow
   norm = largest * jnp.sqrt(ordered_sum(rounded_up(jnp.abs(scaled), bits=12) ** 2))
   size = rounded_up(norm / levels, bits=levels.bit_length())
   level = jnp.floor(jnp.abs(x) / jnp.where(size == 0, 1.0, size) + _noise(key, x.size))
@@ -106,16 +107,16 @@ def quantize(key: jax.Array, x: jax.Array, levels: int) -> tuple[jax.Array, jax.
 
 
 def _noise(key: jax.Array, n: int) -> jax.Array:
-  """f32[n], each uniform in [0, 1): 16 random bits of its own, and lower ones that all of them share.
+  """f32[n], each uniform in [0, 1): the high 16 bits differ between entries, the lower bits are the same for all.
 
-  Drawing 32 bits for each entry would take as long as everything else that QSGD computes.
+  Drawing 32 bits for each entry would take as long as the rest of QSGD.
   """
   own, shared = jax.random.split(key)
-  # An even number: JAX draws an odd one in several times the time, on CPU.
+  # An even number of them: on CPU JAX takes several times as long for an odd one.
   pairs = jax.random.bits(own, (bitset.aligned(-(-n // 2)),), jnp.uint32)
   high = jax.lax.bitcast_convert_type(pairs, jnp.uint16).reshape(-1)[:n].astype(jnp.float32)
   noise = (high + jax.random.uniform(shared, (), jnp.float32)) * 2.0**-16
-  return jnp.minimum(noise, 1 - 2.0**-24)  # the sum may round up to 2¹⁶
+  return jnp.minimum(noise, 1 - 2.0**-24)  # high + shared may round up to 2¹⁶
 
 
 def pack_levels(levels: jax.Array, bits: int) -> jax.Array:
@@ -132,7 +133,7 @@ def pack_levels(levels: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack_levels(words: jax.Array, bits: int, n: int) -> jax.Array:
-  """Undoes `pack_levels` for n levels."""
+  """The n levels that `pack_levels` packed, i32[n]."""
   return _parts(words, bits).reshape(-1)[:n]
 
 

@@ -1,8 +1,7 @@
-"""Random-k: all workers draw the same k places from a shared seed, so that no index travels.
+"""Random-k: all workers draw the same k indices from a shared seed, so that no indices are sent.
 
-One all-reduce of k numbers: 2⌈log₂P⌉ messages and 2 k (P − 1)/P words, the lower bound with half of it saved. One place
-is drawn from each of k strata of ⌊n/k⌋ or ⌈n/k⌉ neighbours, uniformly: k different places in O(k), and every entry is
-drawn as often as any other of its stratum.
+One all-reduce of k values: 2⌈log₂P⌉ messages and 2 k (P − 1)/P words. The flat indices are divided into k strata of
+⌊n/k⌋ or ⌈n/k⌉ neighbours, and one index is drawn uniformly from each: k different indices in O(k).
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ class RandomK(SparseCollective):
   Args:
     density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
     k: the number of entries instead, 1 … n.
-    seed: of the indices, the same on every worker.
+    seed: the seed of the indices, the same on every worker.
 
   Raises:
     ValueError: for a density, k or seed outside their choices.
@@ -53,23 +52,23 @@ class RandomK(SparseCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k = grads.size, self.entries(grads.size)
-    home = LazySum((grads, state.residual))
+    acc = LazySum((grads, state.residual))
     indices = draw(jax.random.fold_in(jax.random.key(self.seed), state.shared), n, k)
-    # A NaN that is not drawn would stay in the residual unseen: then nothing that this worker sends is a number.
-    values = comm.all_reduce(jnp.where(jnp.isfinite(home.values).all(), home.at(indices), jnp.nan))
-    state = state._replace(residual=home.without(indices), shared=state.shared + 1)
+    # A NaN outside the drawn indices would stay in the residual unnoticed, so the worker then sends NaN only.
+    values = comm.all_reduce(jnp.where(jnp.isfinite(acc.values).all(), acc.at(indices), jnp.nan))
+    state = state._replace(residual=acc.without(indices), shared=state.shared + 1)
     words = self.cost(n, comm.size).words
     return Reduced(Sparse(indices, values), state, Counters(words, words, selected=k, delivered=k))
 
 
 def draw(key: jax.Array, n: int, k: int) -> jax.Array:
-  """Draws k different places of n, i32[k], increasing: one in each of k strata as equal as can be.
+  """Draws k different indices below n, i32[k], ascending: one in each of k strata of almost equal size.
 
   Example:
     >>> draw(jax.random.key(0), n=3, k=3)
     Array([0, 1, 2], dtype=int32)
   """
-  short, longer = divmod(n, k)  # the first `longer` strata have one place more
+  short, longer = divmod(n, k)  # the first `longer` strata have one more index
   stratum = jnp.arange(k, dtype=jnp.int32)
   start = stratum * short + jnp.minimum(stratum, longer)
   return start + jax.random.randint(key, (k,), 0, short + (stratum < longer).astype(jnp.int32), jnp.int32)

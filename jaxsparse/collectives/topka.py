@@ -1,7 +1,7 @@
-"""TopkA: every worker gathers the k largest entries of every other one (Renggli et al., "SparCML"; the AllGather Topk).
+"""TopkA: an all-gather of the k largest entries of each worker (Renggli et al., "SparCML").
 
-⌈log₂P⌉ messages of Bruck's all-gather and 2 k (P − 1) words: the total has up to P k entries and is exact in what was
-sent, but the words grow with P.
+Bruck's all-gather sends ⌈log₂P⌉ messages and 2 k (P − 1) words. The total has up to P k entries and no sent entry is
+dropped, but the words grow with P.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class TopkA(SparseCollective):
   """Sends the k largest entries of each worker to all others (TopkA).
 
   With `acc_w = gradient_w + residual_w`, the total is `Σ_w top_k(acc_w)`, added in rank order. The next residual is
-  what the worker did not send, `acc_w − top_k(acc_w)`. The state is the residual, f32[n] a worker.
+  `acc_w − top_k(acc_w)`, the entries that were not sent. The state is the residual, f32[n] a worker.
 
   Args:
     density: ρ in (0, 1]; each worker sends k = ⌈ρ n⌉ entries.
@@ -41,9 +41,9 @@ class TopkA(SparseCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k = grads.size, self.entries(grads.size)
-    home = LazySum((grads, state.residual))
-    sent = top_k(home, k)
+    acc = LazySum((grads, state.residual))
+    sent = top_k(acc, k)
     total = sparse.add_rows(in_rank_order(comm, all_gather(comm, sent)), n)
     words = self.cost(n, comm.size).words
     counters = Counters(words, words, selected=k, delivered=jnp.count_nonzero(total))
-    return Reduced(total, state._replace(residual=home.without(sent.indices)), counters)
+    return Reduced(total, state._replace(residual=acc.without(sent.indices)), counters)

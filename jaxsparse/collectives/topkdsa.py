@@ -1,14 +1,15 @@
 """TopkDSA: split all-reduce of the k largest entries of each worker (Renggli et al., "SparCML", §5.3.2, DSAR).
 
-The gradient has P equal regions. Entries go straight to the owner of their region, which adds them up; the sums are
-gathered, as entries while they are few, and as a dense region where that is fewer words. Six workers, worker 0:
+The gradient is divided into P equal regions, each owned by one worker. Workers send their entries to the owners, which
+add them up. The sums are then gathered, as entries while these take fewer words than the dense region. The messages
+that worker 0 of six sends:
 
     split        its entries of region 1 -> worker 1, of region 2 -> worker 2, … of region 5 -> worker 5
     all-gather   stride 1, 2, 4: the sums of regions, as in SparDL
 
-P − 1 + ⌈log₂P⌉ messages, our count; the published formula is P + 2 log₂P (SparDL, Table 1). A region gets ⌈k/P⌉ entries
-of each worker on average; the slots for them grow towards k as far as the words stay below (2k + n)(P − 1)/P, what the
-dense case takes.
+P − 1 + ⌈log₂P⌉ messages, our count; the published formula is P + 2 log₂P (SparDL, Table 1). On average a worker sends
+⌈k/P⌉ entries of a region; the capacity grows towards k where entries crowd into one region, as long as the words stay
+below (2k + n)(P − 1)/P, those of dense regions.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, exchange, in_rank_order, topology
 from jaxsparse.select import threshold, top_k
 from jaxsparse.sparse import bitset, saturating
-from jaxsparse.sparse.capacities import climb, rungs
+from jaxsparse.sparse.capacities import geometric, switch
 from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
@@ -57,27 +58,27 @@ class TopkDSA(SparseCollective):
     return Cost(size - 1 + len(topology.strides(size)), words, agreements=2 * (size > 1))
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
-    """The slots for one worker's entries of one region: more only where sums of so many can be gathered as entries."""
+    """The capacities of a message of the split; gathering the sums as entries limits the largest."""
     k = self.entries(n)
     even = math.ceil(k / size)
     budget = 2 * even + math.ceil(n / size)
-    return rungs(even, max(even, min(k, budget // (2 * size + 2))), count=4)
+    return geometric(even, max(even, min(k, budget // (2 * size + 2))), count=4)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, size = grads.size, self.entries(grads.size), comm.size
     length = -(-n // size)
-    home = LazySum((grads, state.residual))
-    chosen = bitset.insert(bitset.empty(n), top_k(home, k).indices, n)
+    acc = LazySum((grads, state.residual))
+    chosen = bitset.insert(bitset.empty(n), top_k(acc, k).indices, n)
     bounds = jnp.array([min(region * length, n) for region in range(size + 1)], jnp.int32)
     fullest = comm.all_reduce(jnp.diff(threshold.counts_below(chosen, bounds)).max(), "max")
     capacities = self.capacities(n, size)
-    regions = threshold.in_regions(home, chosen, bounds, capacities[-1], most=k)
+    regions = threshold.in_regions(acc, chosen, bounds, capacities[-1], most=k)
 
     def deliver(capacity: int) -> tuple[Sparse, jax.Array]:
       rows = exchange(comm, sparse.narrowed(regions, capacity))
       return sparse.widened(rows, capacities[-1], n), saturating.times(capacity, 2 * (size - 1))
 
-    rows, split_words = climb(capacities, fullest, deliver)
+    rows, split_words = switch(capacities, fullest, deliver)
     own = sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length)
     total, words = _gather(comm, own, most=size * capacities[-1], even=-(-k // size))
     total = total[:n]
@@ -89,23 +90,23 @@ class TopkDSA(SparseCollective):
       delivered=jnp.count_nonzero(total),
       overflow=k - sent,
     )
-    # Where a total is 0, the sum of all that was sent is 0, or it was left out: either way its senders keep theirs.
+    # Where the total is 0, the sent entries add up to 0, and their senders keep them.
     delivered = jnp.where(sparse.at(total, regions.indices) != 0, regions.indices, n)
-    return Reduced(total, state._replace(residual=home.without(delivered)), counters)
+    return Reduced(total, state._replace(residual=acc.without(delivered)), counters)
 
 
 def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array, jax.Array]:
-  """All regions one after the other, f32[P · length], and the words that took.
+  """The sums of all regions, concatenated, f32[P · length], and the words sent.
 
   Args:
     comm: the workers.
     own: f32[length], the sum of this worker's region.
-    most: entries that the region can hold.
-    even: entries to begin the ladder with.
+    most: the largest number of non-zero entries of a region.
+    even: the smallest capacity.
   """
   length, size = own.size, comm.size
-  few = min(most, length // 2)  # more of them are more words than the region
-  capacities = rungs(min(few, even), few, count=4) if few else ()
+  few = min(most, length // 2)  # more entries than that take more words than the dense region
+  capacities = geometric(min(few, even), few, count=4) if few else ()
   if most > few:
     capacities += (length,)
   chosen = bitset.pack(own != 0)
@@ -123,4 +124,4 @@ def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array
     regions = sparse.put(jnp.zeros(size * length, jnp.float32), flat, rows.values)
     return regions, saturating.times(capacity, 2 * (size - 1))
 
-  return climb(capacities, fullest, gather)
+  return switch(capacities, fullest, gather)

@@ -1,12 +1,13 @@
-"""Which entries are sent: the hot loop of this library, one engine for every collective.
+"""Selection of the entries that are sent; all collectives share these functions.
 
-kth_largest   where a selection of the k largest ends, by counting
-candidates    one pass over blocks of a lazily summed vector (`blocks`): the few entries that can be among the k largest
-top_k         the k largest, found among candidates
-accumulator   blocks to which received entries are added and of which entries are sent, for multi-round collectives
+blocks        a lazily summed vector in blocks
+kth_largest   the k-th largest magnitude, by counting
+candidates    entries that provably contain the top-k of each block, found in one pass
+exact         `top_k`, found among candidates
+accumulator   blocks of which entries are sent and to which received entries are added, in rounds
 per_chunk     the largest entry of each of k chunks instead of the k largest
 threshold     all entries that reach a given threshold
-selectors     how a collective chooses: exact, per chunk, or by the threshold of the last step
+selectors     selection methods of a collective: exact, per chunk, or by the threshold of the last step
 """
 
 from jaxsparse.select.exact import top_k

@@ -1,7 +1,7 @@
-"""What one worker holds while blocks are reduced in rounds: parts are chosen and sent, and received parts are added.
+"""The accumulator of a worker while blocks are reduced in rounds: entries are selected and sent, and others received.
 
-Both accumulators are lazy. Gradient and residual are never added up as a whole; sent entries are only logged; and the
-next residual is materialized once, at the end of the step, from what is `Pending`.
+Accumulators are lazy. Gradient and residual are added only where they are read, and sent entries are only logged. The
+next residual is materialized once, at the end of the step, from `Pending`, which saves one pass over n entries.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Accumulator(Protocol):
     ...
 
   def sent(self, kept: Sparse, first: int) -> Self:
-    """Logs that entries of rows first … were sent: `kept` [r, k] has their indices, and what of each value stays."""
+    """Logs that entries of rows first … were sent: `kept` [r, k] is the unsent part of each."""
     ...
 
   def add(self, entries: Sparse) -> Self:
@@ -44,20 +44,20 @@ class Accumulator(Protocol):
     ...
 
   def pending(self, delivered: jax.Array) -> Pending:
-    """The next residual: the present values at `delivered` i32[rows, c], and elsewhere those of the start."""
+    """The next residual: the current values at `delivered` i32[rows, c], and elsewhere the initial ones."""
     ...
 
   def pending_except(self, entries: Sparse) -> Pending:
-    """The next residual: the values of the start, except `entries` with flat indices."""
+    """The next residual: the initial values, except `entries` with flat indices."""
     ...
 
 
 class Threshold(NamedTuple):
-  """Where a choice of the largest entries ends, if it is known beforehand.
+  """A threshold of the selection that is known beforehand.
 
   Attributes:
-    least: i32[rows], at least 1: chosen entries reach this key.
-    needed: i32[], how many candidates must reach their threshold to prove that they contain the k largest.
+    least: i32[rows], at least 1: the smallest key (`keys_of`) of a selected entry.
+    needed: i32[], the minimum number of candidates that reach `Candidates.low` to prove that they contain the top-k.
   """
 
   least: jax.Array
@@ -68,10 +68,10 @@ class _Added(NamedTuple):
   """Entries that were added to the first rows.
 
   Attributes:
-    first: i32[rows, c], flat indices where nothing had been added before; n elsewhere.
-    before: f32[rows, c], the values before.
-    new: i32[rows, c], block-relative indices that become known by this, neither candidates nor added to before; the
-      block's length elsewhere.
+    first: i32[rows, c], flat indices to which nothing had been added before; n elsewhere.
+    before: f32[rows, c], the values before the addition.
+    new: i32[rows, c], block-relative indices that are neither candidates nor were added to before; the block's length
+      elsewhere.
   """
 
   first: jax.Array
@@ -83,17 +83,17 @@ class _Added(NamedTuple):
 class TopKAccumulator:
   """An `Accumulator` that sends the k largest entries of a row, or those of them that reach a known threshold.
 
-  Received values are added in the gradient's buffer, in place where that is donated; `touched` marks where it already
-  holds the whole sum, and the residual does not change.
+  Received values are added in the buffer of the gradient, in place if it is donated. An entry there is the sum of
+  gradient, residual and received values where `touched`, elsewhere the gradient alone; the residual does not change.
 
   Attributes:
-    blocks: the layout, and the vector at the start.
-    grads: f32[n], the whole sum where `touched`, elsewhere the gradient.
-    touched: the bitset of flat indices that something was added to.
-    candidates: of the start; None where blocks are so short that whole blocks are searched.
-    threshold: None for the k largest.
-    added: the first one first.
-    log: the entries that were sent, with flat indices, and what of each value stays.
+    blocks: the layout, and the initial vector.
+    grads: f32[n], the current values where `touched`, elsewhere the gradient.
+    touched: the bitset of flat indices to which received values were added.
+    candidates: the candidates of the initial vector; None for short blocks, which are searched whole.
+    threshold: the threshold of the selection; None to select the k largest.
+    added: the additions, in their order.
+    log: the entries that were sent, with flat indices and the unsent part of each value.
 
   Example:
     >>> from jaxsparse.comm import SoloComm
@@ -125,7 +125,7 @@ class TopKAccumulator:
 
     Args:
       blocks: the blocks.
-      least: i32[rows], at least 1: a key that the chosen entries of a row are to reach.
+      least: i32[rows], at least 1: the smallest key of a selected entry of a row.
     """
     candidates, threshold = None, None
     if found.worthwhile(blocks.length, blocks.k):
@@ -155,7 +155,7 @@ class TopKAccumulator:
     return Sparse(indices, self._at(self.blocks.flat(indices, first)))
 
   def sent(self, kept: Sparse, first: int) -> Self:
-    """Logs that entries of rows first … were sent, and what of each value stays."""
+    """Logs that entries of rows first … were sent, with the unsent part of each value."""
     return dataclasses.replace(self, log=(*self.log, Sparse(self.blocks.flat(kept.indices, first), kept.values)))
 
   def add(self, entries: Sparse) -> Self:
@@ -172,7 +172,7 @@ class TopKAccumulator:
     )
 
   def pending(self, delivered: jax.Array) -> Pending:
-    """The next residual: the present values where delivered, and elsewhere those of the start."""
+    """The next residual: the current values where delivered, and elsewhere the initial ones."""
     n, flat = self.blocks.n, self.blocks.flat(delivered)
     members, log = bitset.insert(bitset.empty(n), flat, n), _joined(self.log)
     sent = bitset.insert(bitset.empty(n), log.indices, n)
@@ -181,30 +181,30 @@ class TopKAccumulator:
     return self._replaced((present, kept), members)
 
   def pending_except(self, entries: Sparse) -> Pending:
-    """The next residual: the values of the start, except `entries`."""
+    """The next residual: the initial values, except `entries`."""
     n = self.blocks.n
     return self._replaced((entries,), bitset.insert(bitset.empty(n), entries.indices, n))
 
   def _replaced(self, entries: tuple[Sparse, ...], members: jax.Array) -> Pending:
-    """The values of the start, except `entries`, which are all `members`."""
+    """The initial values, except `entries`, whose indices are the bitset `members`."""
     start = _joined(tuple(Sparse(added.first, added.before) for added in self.added))
     start = start._replace(indices=jnp.where(bitset.contains(members, start.indices), self.blocks.n, start.indices))
     return Pending(self.grads, self.blocks.x.parts[1], _joined((*entries, start)))
 
   def _at(self, flat: jax.Array) -> jax.Array:
-    """The present values, but for what was sent; 0 beyond the end."""
+    """The current values, from which sent entries are not subtracted; 0 beyond the end."""
     grads, residual = sparse.at(self.grads, flat), sparse.at(self.blocks.x.parts[1], flat)
     return jnp.where(bitset.contains(self.touched, flat), grads, grads + residual)  # −0 + 0 would be 0
 
   def _sorted(self, first: int, row: jax.Array, least: jax.Array | None) -> jax.Array:
-    """The entries of row `first + row` to send, i32[k], by a sort: the least to compile of what hardly ever runs."""
+    """The entries of row `first + row` to send, i32[k], by a sort: it rarely runs, and compiles fastest."""
     everything = jnp.arange(self.blocks.length, dtype=jnp.int32)[None]
     values = self._at(self.blocks.flat(everything, first + row))[0]
     indices = exact.by_sorting(values, self.blocks.k)
     return indices if least is None else jnp.where(keys_of(values[indices]) >= least[row], indices, self.blocks.length)
 
   def _known(self, first: int, last: int) -> jax.Array:
-    """Rows of the candidates and of all that something was added to, i32[last − first, c], each index once."""
+    """The indices of candidates and of received entries, i32[last − first, c], each index once."""
     assert self.candidates is not None
     known = [self.candidates.indices[first:last]]
     for added in self.added:

@@ -22,7 +22,7 @@ class Candidates(NamedTuple):
     members: the bitset of their flat indices.
     indices: i32[rows, c], block-relative, ascending; the block's length in empty slots.
     low: i32[rows], a key (`keys_of`). If `fits`, every entry of the block that reaches it is a candidate.
-    fits: bool[rows], whether all of them found a slot.
+    fits: bool[rows], whether all entries that reach `low` fit into the slots.
   """
 
   members: jax.Array
@@ -45,9 +45,9 @@ def candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates:
   """Candidates for the k largest entries of each block.
 
   Args:
-    blocks: what lies beyond n counts as zeros, and is never a candidate.
-    low: i32[rows], at least 1: the keys to reach, however few entries do. By default a key that surely a few more than
-      k entries reach, estimated from a sample of each block.
+    blocks: the blocks; entries beyond n count as zeros and are never candidates.
+    low: i32[rows], at least 1: the smallest key of a candidate. By default a key that, with high probability, a few
+      more than k entries reach, estimated from a sample of each block.
 
   Example:
     >>> from jaxsparse.sparse.lazy import LazySum
@@ -92,7 +92,7 @@ def _estimates(blocks: Blocks) -> jax.Array:
   starts = blocks.length * jnp.arange(blocks.order.size, dtype=jnp.int32)
   keys = keys_of(blocks.x.at(sample(blocks.length, size)[None] + starts[:, None]))
   order = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape)
-  # Never 0: a block of zeros and little else has no use for candidates, and would take the slots of others.
+  # Never 0: the candidates of a block of few non-zero entries would fill the slots of other blocks with zeros.
   return jnp.maximum(kth_largest(keys, order, rank).key, 1)
 
 

@@ -1,11 +1,11 @@
-"""Exact top-k by magnitude: the one engine that every collective selects with.
+"""Exact top-k by magnitude, the selection that all collectives share.
 
     candidates   one pass over n entries: a sample of each block gives a threshold that a few more than k entries reach
     among        the k largest of the candidates, by counting
-    whole        where the candidates provably miss some, the k largest of whole blocks, by counting
+    whole        if the candidates are not proven to contain the top-k, the k largest of whole blocks, by counting
 
-The result is the same bit for bit on every path: ties go to the lowest index, and NaN ranks above everything, so that
-it is never left behind unseen.
+The result is bitwise the same on every path: ties go to the lowest index, and NaN ranks above all numbers, so that it
+is always selected.
 """
 
 from collections.abc import Callable
@@ -117,10 +117,10 @@ def among(
     keys: i32[rows, c], c a multiple of 256, of entries known to be large, each once; −1 in empty slots.
     indices: i32[rows, c], block-relative.
     blocks: says the length of a block, and k.
-    low: i32[rows]; every entry of a block that reaches this key is among them.
-    proven: (i32[rows] number of keys that reach `low`) -> bool[], whether the k largest are among them.
-    otherwise: (row) -> i32[k], the result for a row from all its entries; runs, row by row, where this is not so.
-    least: i32[rows], at least 1: a key that the chosen entries are to reach besides, for fewer than k of them.
+    low: i32[rows]; every entry of a block that reaches this key is given.
+    proven: (i32[rows] number of keys that reach `low`) -> bool[], whether the given entries contain the k largest.
+    otherwise: (row) -> i32[k], the result for a row from all its entries; runs, row by row, if not proven.
+    least: i32[rows], at least 1: the smallest key of a selected entry; fewer than k entries may reach it.
 
   Returns:
     i32[rows, k], block-relative, in the order of `indices`; `length` in empty slots.
@@ -144,7 +144,7 @@ def among(
 
 def by_sorting(values: jax.Array, k: int) -> jax.Array:
   """The indices of the k largest entries of each row, i32[..., k], ascending, by `lax.top_k`."""
-  # As floats, which compilers have a selection of their own for; integers would be sorted whole.
+  # As floats: compilers have a fast top_k of floats, but sort integers.
   magnitudes = jax.lax.bitcast_convert_type(keys_of(values), jnp.float32)
   return jnp.sort(jax.lax.top_k(magnitudes, k)[1], axis=-1)
 

@@ -1,4 +1,4 @@
-"""The k-th largest magnitude of a row: where a selection of the k largest entries ends.
+"""The k-th largest magnitude of a row, the threshold of top-k.
 
 Magnitudes are compared as keys: the bits of |x| as an integer, which order as magnitudes do. Every NaN has the same
 key, above that of infinity. Ties go to the lowest index, so a selection ends at a pair, a key and an index.
@@ -23,7 +23,7 @@ _DEVIATIONS = 3.5  # a sample is off by more once in 4,000 times
 
 
 class Cut(NamedTuple):
-  """The end of a selection: it holds keys above `key`, and of those equal to it the indices up to `last`.
+  """The end of a selection, which contains keys above `key`, and of keys equal to `key` the indices up to `last`.
 
   Attributes:
     key: i32[rows].
@@ -34,7 +34,7 @@ class Cut(NamedTuple):
   last: jax.Array
 
   def selects(self, keys: jax.Array, indices: jax.Array) -> jax.Array:
-    """Which of i32[rows, c] keys the selection holds, bool[rows, c]."""
+    """Which of i32[rows, c] keys are in the selection, bool[rows, c]."""
     key, last = self.key[:, None], self.last[:, None]
     return (keys > key) | ((keys == key) & (indices <= last))
 
@@ -106,7 +106,7 @@ def by_counting(keys: jax.Array, indices: jax.Array, k: jax.Array, low: jax.Arra
 
 
 class _Bracket(NamedTuple):
-  """What a bisection knows of each row: first of its last key, then of the last index with that key; each [rows].
+  """The state of a bisection: first for the last key of each row, then for the last index with that key; each [rows].
 
   Attributes:
     low: i32, a selection from here on has at least k keys; in the second phase, minus an index.
@@ -151,7 +151,7 @@ def bisected(count_of: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array,
 
 
 def sample(n: int, size: int) -> jax.Array:
-  """`size` indices below n, one at random from each of as many equal parts: no period of the data can fool it.
+  """`size` indices below n, one at random from each of `size` equal parts, so that periodic data give a fair sample.
 
   Example:
     >>> indices = sample(1000, 10)

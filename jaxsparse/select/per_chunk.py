@@ -89,12 +89,12 @@ def _of_block(blocks: Blocks, start: jax.Array) -> jax.Array:
 
 
 class _Change(NamedTuple):
-  """What happened to one entry of each chunk of some rows.
+  """A change of one entry of each chunk of some rows.
 
   Attributes:
     first: the first of the rows.
     entries: [rows, k].
-    adds: whether the values were added, or replaced what was there.
+    adds: whether the values were added, or replaced the values before.
   """
 
   first: int
@@ -106,14 +106,14 @@ class _Change(NamedTuple):
 class ChunkAccumulator:
   """An `Accumulator` that sends the largest known entry of each of k chunks of a row.
 
-  Known are the largest entry of each chunk at the start, and received entries. Slot j of everything that is sent or
-  received is an entry of chunk j, so the history of an entry is found by comparing slots: nothing is looked up, and
-  nothing is written before the next residual is.
+  The known entries are the initially largest one of each chunk, and received ones. Slot j of a sent or received row is
+  an entry of chunk j, so the current value of an entry is found by comparing indices slot by slot: there are no lookups
+  and no writes before the next residual is materialized.
 
   Attributes:
-    blocks: the layout, and the vector at the start, which does not change.
+    blocks: the layout, and the initial vector, which does not change.
     best: the largest known entries of the rows that were not sent yet.
-    changes: the first one first.
+    changes: the changes, in their order.
 
   Example:
     >>> from jaxsparse.comm import SoloComm
@@ -145,7 +145,7 @@ class ChunkAccumulator:
     return Sparse(*(x[first:last] for x in self.best))
 
   def sent(self, kept: Sparse, first: int) -> Self:
-    """Logs that entries of rows first … were sent, and what of each value stays."""
+    """Logs that entries of rows first … were sent, with the unsent part of each value."""
     best = Sparse(*(x[:first] for x in self.best))
     return dataclasses.replace(self, best=best, changes=(*self.changes, _Change(first, kept, adds=False)))
 
@@ -161,16 +161,16 @@ class ChunkAccumulator:
     return dataclasses.replace(self, best=best, changes=(*self.changes, _Change(0, entries, adds=True)))
 
   def pending(self, delivered: jax.Array) -> Pending:
-    """The next residual: the present values where delivered (one entry a chunk), elsewhere those of the start."""
+    """The next residual: the current values where delivered (one entry a chunk), and elsewhere the initial ones."""
     return self.pending_except(Sparse(self.blocks.flat(delivered), self._now(delivered)))
 
   def pending_except(self, entries: Sparse) -> Pending:
-    """The next residual: the values of the start, except `entries`."""
+    """The next residual: the initial values, except `entries`."""
     grads, residual = self.blocks.x.parts
     return Pending(grads, residual, entries)
 
   def _now(self, indices: jax.Array) -> jax.Array:
-    """The present values of one entry of each chunk of the first rows."""
+    """The current values of one entry of each chunk of the first rows."""
     values = self.blocks.x.at(self.blocks.flat(indices))
     for first, entries, adds in self.changes:
       last = min(first + len(entries.indices), len(indices))

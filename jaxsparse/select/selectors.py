@@ -1,4 +1,4 @@
-"""How a collective that sends entries in rounds chooses them: a `Selector` makes the accumulator that a step works on.
+"""Selection methods of collectives that send entries in rounds: a `Selector` makes the accumulator of a step.
 
 A new selector is a class here, and its name in `SelectorName` and `SELECTORS`.
 """
@@ -34,7 +34,7 @@ class Selector(Protocol):
     ...
 
   def init(self, rows: int) -> Any:
-    """What it remembers before the first step: a pytree of arrays with a leading axis, () for nothing."""
+    """The memory before the first step: a pytree of arrays with a leading axis, () for none."""
     ...
 
   def start(self, blocks: Blocks, memory: Any) -> Accumulator:
@@ -42,7 +42,7 @@ class Selector(Protocol):
     ...
 
   def next(self, memory: Any, chosen: Sparse, length: int) -> Any:
-    """What it remembers for the next step, from the entries [rows, k] chosen in this one."""
+    """The memory for the next step, from the entries [rows, k] selected in this step."""
     ...
 
 
@@ -93,11 +93,11 @@ class PerChunk(Exact):
 
 
 class Reused(NamedTuple):
-  """The thresholds that are known from the last step.
+  """The thresholds of the last step.
 
   Attributes:
-    bounds: f32[rows], the magnitude that chosen entries of each row reach; 0 before the first step.
-    levels: f32[rows], the k-th magnitude that was chosen of each row; 0 where fewer were chosen.
+    bounds: f32[rows], the threshold of each row for the next step; 0 before the first step.
+    levels: f32[rows], the smallest magnitude selected of each row; 0 where fewer than k entries were selected.
   """
 
   bounds: jax.Array
@@ -106,10 +106,10 @@ class Reused(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Reuse:
-  """Those of the k largest entries of each row that reach the threshold of the last step: no threshold is searched.
+  """Top-k of each row, restricted to entries that reach the threshold reused from the last step.
 
-  A row whose threshold is 0 gets all k, of entries that are not 0. Where more entries reach a threshold than candidates
-  have slots, they are found as by `Exact`.
+  That skips the search for a threshold. A row with threshold 0 selects its k largest non-zero entries. If more entries
+  reach a threshold than candidates have slots, candidates are found as by `Exact`.
   """
 
   one_per_chunk = False
@@ -119,7 +119,7 @@ class Reuse:
     """Any block will do."""
 
   def init(self, rows: int) -> Reused:
-    """No threshold is known; two arrays, since one that is twice in a state cannot be donated."""
+    """No thresholds; two different arrays, since an array that occurs twice in a state cannot be donated."""
     return Reused(jnp.zeros(rows, jnp.float32), jnp.zeros(rows, jnp.float32))
 
   def start(self, blocks: Blocks, memory: Reused) -> Accumulator:
@@ -132,13 +132,13 @@ class Reuse:
 
 
 def following(reused: Reused, chosen: Sparse, length: int) -> Reused:
-  """The thresholds of the next step: the k-th magnitude chosen, raised as it grows; lower where fewer were chosen.
+  """The thresholds of the next step: the smallest selected magnitude, raised by its growth; lower after fewer than k.
 
-  Where all k slots of a row are filled, the threshold is the smallest chosen magnitude times the root of its growth
-  since the last step, 1 … 2. Magnitudes grow while residuals fill up, by √(t + 1)/√t in step t if gradients are noise,
-  and too many entries reach a threshold that does not follow. Where c of k slots are filled, the threshold falls by the
-  factor 3/4 + c/(4 k). Where fewer than half are, it says nothing of the entries below it, as after a spike: it is 0,
-  and the next step selects as `Exact` does.
+  If all k slots of a row are filled, the threshold is the smallest selected magnitude, times the square root of its
+  growth since the last step, a growth of 1 … 2. Magnitudes grow while residuals accumulate, by √(t + 1)/√t in step t if
+  gradients are noise, so that too many entries would reach a constant threshold. If c < k slots are filled, the
+  threshold is multiplied by 3/4 + c/(4 k). If fewer than half of them are, for example after a spike, the threshold is
+  far too high: it becomes 0, and the next step selects as `Exact` does.
 
   Args:
     reused: the thresholds of this step.

@@ -25,7 +25,7 @@ def selected(x: LazySum, threshold: jax.Array) -> jax.Array:
     Array(2, dtype=int32)
   """
   values = x.values
-  # Not |x| ≥ threshold, which is false for NaN: it would stay behind unseen.
+  # Not |x| ≥ threshold, which is false for NaN: a NaN would stay in the residual unnoticed.
   return bitset.pack(~(jnp.abs(values) < threshold) & (values != 0))
 
 

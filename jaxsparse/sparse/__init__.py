@@ -1,8 +1,12 @@
-"""Sparse vectors: entries and sets of indices, how they are written in messages, and how large messages are.
+"""Sparse vectors: entries, sets of indices, wire formats and message sizes.
 
-`entries` is arithmetic on rows of entries, `bitset` on sets of indices, `lazy` on gradient + residual; `codec` writes
-entries as messages, whose static sizes are `capacities`; `sums` are reproducible bit for bit, and `saturating` counts
-words without wrapping.
+entries      arithmetic on rows of entries in coordinate form
+bitset       sets of indices, one bit per index
+lazy         gradient + residual, added where it is read
+codec        wire formats of entries; `values` has those of their values
+capacities   messages whose size is chosen at run time from a few static capacities
+sums         floating-point sums with reproducible bits
+saturating   u32 counters that do not wrap
 """
 
 from jaxsparse.sparse.entries import (

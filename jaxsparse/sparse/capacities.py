@@ -1,7 +1,8 @@
-"""Message sizes that change at run time: a few static capacities, and one of them is chosen in each step.
+"""Messages whose size changes at run time: each step chooses one of a few static capacities.
 
-XLA needs every size at compile time. A ladder is a handful of sizes, each compiled; a step takes the smallest that
-holds what the workers agreed on, so the wire really shrinks. What does not fit the top rung stays with the caller.
+XLA needs every array size at compile time. A collective compiles its exchange for a few capacities, the workers agree
+on the number of entries that they need, and the step runs the smallest sufficient one. Entries beyond the largest
+capacity overflow: the caller keeps them in its residual.
 """
 
 import math
@@ -16,11 +17,11 @@ from jaxsparse.types import Comm
 _NOT_FINITE = jnp.iinfo(jnp.int32).max
 
 
-def rungs(low: int, high: int, count: int = 5) -> tuple[int, ...]:
-  """At most `count` capacities from `low` to `high`, each by the same factor above the one before.
+def geometric(low: int, high: int, count: int = 5) -> tuple[int, ...]:
+  """At most `count` capacities from `low` to `high` in geometric progression, rounded up.
 
   Example:
-    >>> rungs(10, 160), rungs(3, 4), rungs(7, 7)
+    >>> geometric(10, 160), geometric(3, 4), geometric(7, 7)
     ((10, 20, 40, 80, 160), (3, 4), (7,))
   """
   steps = [low * (high / low) ** (i / (count - 1)) for i in range(count)] if count > 1 else [high]
@@ -28,35 +29,36 @@ def rungs(low: int, high: int, count: int = 5) -> tuple[int, ...]:
 
 
 def agree(comm: Comm, needed: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The largest size that any worker needs, and whether all of them have finite numbers only: one agreement.
+  """The largest capacity that any worker needs, and whether the entries of all workers are finite: one all-reduce.
 
-  A threshold or a random place may miss a NaN that top-k always sees, so it is said here.
+  Selection by a threshold may miss a NaN or Inf, which top-k always selects. So workers exchange here whether there is
+  one.
 
   Args:
     comm: the workers.
-    needed: i32[], what this worker needs.
-    finite: bool[], whether all that this worker holds is finite.
+    needed: i32[], the number of slots that this worker needs.
+    finite: bool[], whether the entries of this worker are finite.
 
   Returns:
-    (finite, needed), the same on every worker.
+    (finite, needed): bool[] and i32[], the same on every worker.
   """
   most = comm.all_reduce(jnp.where(finite, needed, _NOT_FINITE), "max")
   return most != _NOT_FINITE, most
 
 
-def climb(capacities: Sequence[int], needed: jax.Array, branch: Callable[[int], Any]) -> Any:
-  """`branch(capacity)` for the smallest of `capacities` that is at least `needed`, or for the largest.
+def switch(capacities: Sequence[int], needed: jax.Array, branch: Callable[[int], Any]) -> Any:
+  """`branch(capacity)` for the smallest of `capacities` that is at least `needed`, or for the largest if none is.
 
   Args:
     capacities: in increasing order.
     needed: i32[], the same on every worker, since `branch` may communicate.
-    branch: gives a pytree of the same shapes for every capacity.
+    branch: returns a pytree of the same shapes for every capacity; compiled once for each.
 
   Example:
-    >>> climb((2, 4, 8), jnp.int32(3), lambda capacity: jnp.int32(capacity))
+    >>> switch((2, 4, 8), jnp.int32(3), lambda capacity: jnp.int32(capacity))
     Array(4, dtype=int32)
   """
   if len(capacities) == 1:
     return branch(capacities[0])
-  rung = jnp.sum(needed > jnp.array(capacities[:-1], jnp.int32), dtype=jnp.int32)
-  return jax.lax.switch(rung, [lambda capacity=c: branch(capacity) for c in capacities])
+  smaller = jnp.sum(needed > jnp.array(capacities[:-1], jnp.int32), dtype=jnp.int32)
+  return jax.lax.switch(smaller, [lambda capacity=c: branch(capacity) for c in capacities])

@@ -1,9 +1,12 @@
-"""How rows of sparse entries of blocks are written as messages: indices by one of three formats, values by another.
+"""Wire formats: rows of sparse entries as the arrays of a message, one format for values and one for indices.
 
-Values travel as they are ("f32"), rounded to 8 bits ("bf16"), or as one of 255 levels ("int8"). Indices travel as they
-are; or, being a set, in Elias and Fano's quasi-succinct code: their low 4, 8 or 16 bits one by one, and their high
-parts, in ascending order, as a bitset, about 9 bits an entry at 1 %; or, with one entry per chunk, as their position
-within the chunk that is the slot's. Formats of values are in `values`.
+Values are sent unchanged ("f32"), rounded to 8 significant bits ("bf16"), or as one of 255 levels ("int8"): see
+`values`. Indices are sent in one of three formats:
+
+- unchanged, 32 bits an index;
+- as a set, in the quasi-succinct code of Elias and Fano: the low 4, 8 or 16 bits of each index, and the high parts, in
+  ascending order, as a bitset; about 9 bits an index at a density of 1 %;
+- where slot j contains an entry of chunk j, as the position within the chunk, 8 or 16 bits an index.
 """
 
 import dataclasses
@@ -18,19 +21,20 @@ from jaxsparse.sparse import bitset
 from jaxsparse.sparse.values import FORMATS, Values, Wire, read
 from jaxsparse.types import Sparse
 
-_LOWS = (4, 8, 16)  # bits of a low part that machines read with ease
-_KEY_BITS = 31  # of an i32 that is not negative
+_LOWS = (4, 8, 16)  # bits of a low part: two to a byte, one byte, two bytes
+_KEY_BITS = 31  # of a non-negative i32
 _WORD = 4  # bytes
 
 
 class Message(NamedTuple):
-  """Rows of entries as they are sent.
+  """Encoded rows of entries.
 
   Attributes:
-    low: u8, u16 or u32[rows, capacity], the low bits of each index; of 4 bits two are in a byte, the first one low.
-    high: u32[rows, ⌈(capacity + (length >> low)) / 32⌉], the high parts as a bitset; None where the slot tells them.
+    low: u8, u16 or u32[rows, capacity], the low bits of each index; two low parts of 4 bits share a byte, the first one
+      in its low half.
+    high: u32[rows, ⌈(capacity + (length >> low)) / 32⌉], the high parts as a bitset; None with one entry per chunk.
     values: f32, bf16 or i8[rows, capacity].
-    scale: f32[rows], the value of a level of i8; None for other formats.
+    scale: f32[rows], the difference of neighbouring i8 levels; None for other formats.
 
   Example:
     >>> entries = Sparse(jnp.array([[7, 300]]), jnp.array([[0.5, -1.0]]))
@@ -45,7 +49,7 @@ class Message(NamedTuple):
 
 
 class Codec(Protocol):
-  """A wire format of rows of entries of blocks: arrays of static shapes, whatever the entries are.
+  """A wire format of rows of entries of blocks; the shapes of a message do not depend on the entries.
 
   Example:
     >>> entries = Sparse(jnp.array([[700, 9, 30]]), jnp.array([[1.27, 0.0, 0.5]]))
@@ -57,24 +61,24 @@ class Codec(Protocol):
 
   @property
   def length(self) -> int:
-    """Entries of a block."""
+    """Number of entries of a block."""
     ...
 
   @property
   def format(self) -> Values:
-    """Of the values."""
+    """The format of the values."""
     ...
 
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Any, jax.Array]:
-    """The pytree that is sent, and the values that it holds.
+    """The message as a pytree, and the values that its receivers decode.
 
     Args:
-      entries: i32 and f32[rows, c]. An index in 0 … length − 1 occurs once in its row; any other is at least `length`,
-        and its slot is empty: value 0.
-      noise: f32[rows, c] in [0, 1), of the slots of `entries`; for "int8" only.
+      entries: i32 and f32[rows, c]. An index in 0 … length − 1 occurs once in its row; an empty slot has an index of at
+        least `length` and value 0.
+      noise: f32[rows, c] in [0, 1), one number for each slot; for "int8" only.
 
     Returns:
-      (message, rounded): `rounded` f32[rows, c] are the values that any worker will decode for the slots of `entries`.
+      (message, rounded): `rounded` f32[rows, c] are the decoded values, in the slots of `entries`.
     """
     ...
 
@@ -91,9 +95,9 @@ def codec_of(wire: Wire, length: int, *, by_chunk: bool = False) -> Codec:
   """The codec for blocks of `length`.
 
   Args:
-    wire: the format of values: "f32" sends them as they are, "bf16" rounds to the nearest (`BFloat16`), "int8" sends
-      levels (`Int8`). The latter two write indices in fewer bits, too.
-    length: of a block.
+    wire: the format of values: "f32" sends them unchanged, "bf16" rounds to the nearest (`BFloat16`), "int8" sends
+      levels (`Int8`). "bf16" and "int8" also encode indices in fewer bits.
+    length: number of entries of a block.
     by_chunk: whether slot j of a row of c slots is empty or one of the entries j, j + c, j + 2c, … of the block.
 
   Example:
@@ -109,7 +113,7 @@ def codec_of(wire: Wire, length: int, *, by_chunk: bool = False) -> Codec:
 
 @dataclasses.dataclass(frozen=True)
 class _Coordinates:
-  """Entries as they are, in their order."""
+  """Indices and values unchanged, in their order."""
 
   length: int
   format = FORMATS["f32"]
@@ -127,7 +131,7 @@ class _Coordinates:
 
 @dataclasses.dataclass(frozen=True)
 class _QuasiSuccinct:
-  """Elias and Fano's code. Decoded entries are in the order of high parts, then of slots; empty slots are last."""
+  """The code of Elias and Fano. Decoded entries are ordered by high part, then by slot; empty slots are last."""
 
   format: Values
   length: int
@@ -136,7 +140,7 @@ class _QuasiSuccinct:
     low = low_bits(entries.indices.shape[1], self.length)
     last = self.length >> low
     indices = jnp.minimum(entries.indices, self.length)
-    # `length` may share its high part with entries: empty slots have a bucket of their own, so that they come last.
+    # Empty slots have index `length`, which may share its high part with entries; a bucket of their own puts them last.
     buckets = jnp.where(indices < self.length, indices >> low, last + 1)
     order = jax.vmap(lambda row: order_of(row, last + 1))(buckets)
     in_order = lambda x: jnp.take_along_axis(x, order, axis=1, mode="clip")
@@ -149,10 +153,10 @@ class _QuasiSuccinct:
     assert message.high is not None
     capacity = message.values.shape[1]
     low = low_bits(capacity, self.length)
-    # Of a message of zeros, which stands for none in `Comm.permute`, all slots are empty: it has no high parts.
+    # `Comm.permute` returns zeros where no message arrives. Such a message has no high parts: all its slots are empty.
     highs = jnp.minimum(_read_high(message.high, capacity), (self.length >> low) + 1)
     indices = jnp.minimum((highs << low) | _read_low(message.low, low, capacity), self.length)
-    # The scale of a row that is not finite makes its sent values NaN; empty slots stay 0.
+    # A NaN scale makes all values of its row NaN, so empty slots are set to 0 again.
     return sparse.where(indices < self.length, Sparse(indices, read(message.values, message.scale)), self.length)
 
   def words(self, rows: int, capacity: int) -> int:
@@ -163,14 +167,14 @@ class _QuasiSuccinct:
 
 @dataclasses.dataclass(frozen=True)
 class _ByChunk:
-  """The slot is the chunk, and a byte or two the position within it. Entries keep their slots."""
+  """The slot of an entry is its chunk; one or two bytes are the position within the chunk. Entries keep their slots."""
 
   format: Values
   length: int
 
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Message, jax.Array]:
     chunks = entries.indices.shape[1]
-    empty = -(-self.length // chunks)  # a position that no chunk has
+    empty = -(-self.length // chunks)  # beyond the last position of a chunk
     positions = jnp.where(entries.indices < self.length, entries.indices // chunks, empty)
     values, scale = self.format.write(entries.values, noise)
     return Message(positions.astype(self._position(chunks)), None, values, scale), read(values, scale)
@@ -191,7 +195,7 @@ class _ByChunk:
 
 
 def low_bits(capacity: int, length: int) -> int:
-  """How many bits of an index are its low part: the fewest bits in all.
+  """The number of low bits of an index that minimizes the size of a row.
 
   Example:
     >>> low_bits(500, 1000), low_bits(10, 1000), low_bits(10, 1_000_000)
@@ -201,15 +205,15 @@ def low_bits(capacity: int, length: int) -> int:
 
 
 def order_of(buckets: jax.Array, last: int) -> jax.Array:
-  """The slots in the order of their buckets and, within a bucket, in their own: a stable argsort of small numbers.
+  """The slots ordered by bucket and, within a bucket, by slot: a stable argsort of small numbers.
 
-  A sort of single i32 keys is several times as fast as one that carries a payload, on CPU. So the slot is part of the
-  key, below as many bits of the bucket as there is room for: one pass up to 2³¹ buckets × slots, and as in any radix
-  sort further ones for the bits above.
+  On CPU a sort of i32 keys is several times as fast as one of keys with a payload. So a key consists of the slot in its
+  low bits and as many low bits of the bucket as fit above. Up to 2³¹ buckets × slots that takes one pass; beyond,
+  further passes sort by the higher bits, as in a radix sort.
 
   Args:
     buckets: i32[c], 0 … last.
-    last: the largest bucket there may be.
+    last: the largest possible bucket.
 
   Returns:
     i32[c].
@@ -252,12 +256,12 @@ def _read_low(lows: jax.Array, low: int, capacity: int) -> jax.Array:
 
 
 def _high_words(capacity: int, last: int) -> int:
-  """Words of the set of `capacity` high parts that ascend to `last` at most: its last place is last + capacity − 1."""
+  """Words of the bitset of `capacity` high parts, at most `last` each: slot j sets the bit high + j."""
   return math.ceil((capacity + last) / bitset.BITS)
 
 
 def _write_high(highs: jax.Array, last: int) -> jax.Array:
-  """The sets of rows of high parts, u32[rows, words]; all rows are one long set while they are written."""
+  """The bitset of the ascending high parts of each row, u32[rows, words]; all rows are packed at once as one bitset."""
   rows, capacity = highs.shape
   count = _high_words(capacity, last)
   flags = jnp.zeros(rows * count * bitset.BITS, jnp.bool_)
@@ -266,9 +270,10 @@ def _write_high(highs: jax.Array, last: int) -> jax.Array:
 
 
 def _read_high(words: jax.Array, capacity: int) -> jax.Array:
-  """Undoes `_write_high`. Every row has as many places as slots: those of all rows are found at once, and are in order.
+  """The high parts, the inverse of `_write_high`.
 
-  Where there are none, as in a message of zeros, it is more than any high part.
+  Each row has one set bit per slot, so one `nonzero` of the concatenated bitsets finds the bits of all rows in order.
+  In a message of zeros, which has no set bits, the results exceed every high part.
   """
   rows, count = words.shape
   whole = jnp.pad(words.reshape(-1), (0, -words.size % bitset.GROUP))
@@ -276,9 +281,9 @@ def _read_high(words: jax.Array, capacity: int) -> jax.Array:
 
 
 def _in_rows(rows: int, capacity: int, count: int) -> jax.Array:
-  """How far the place of a slot is beyond its high part where rows of `count` words are one set, i32[rows, capacity].
+  """The offset from the high part of a slot to its bit in the concatenated bitset of all rows, i32[rows, capacity].
 
-  A place is that of its row, and one for every slot before it there.
+  The bit of slot j of row r is 32 · count · r + j + high, with `count` words in a row.
   """
   start = jnp.arange(rows, dtype=jnp.int32) * (count * bitset.BITS)
   return start[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]

@@ -1,8 +1,8 @@
-"""Arithmetic on sparse vectors: rows of entries in coordinate form (`types.Sparse`), some of whose slots may be empty.
+"""Arithmetic on sparse vectors: rows of entries in coordinate form (`types.Sparse`) with empty slots.
 
-Array shapes are static and numbers of entries are not, so a row may have empty slots: index `end` or beyond, which a
-scatter drops, and value 0. Sums add in row order, whatever the order of arrival, so that every worker gets the same
-bits (Law R).
+Array shapes are static and numbers of entries are not, so a row may have empty slots: index `end` or more, which a
+scatter drops, and value 0. Sums add rows in their order, not in the order of arrival, so that every worker computes the
+same bits (Law R).
 """
 
 import jax
@@ -13,7 +13,7 @@ from jaxsparse.types import Sparse
 
 
 def at(x: jax.Array, indices: jax.Array) -> jax.Array:
-  """x[indices]; 0 beyond the end.
+  """x[indices], and 0 for an index beyond the end.
 
   Example:
     >>> at(jnp.array([1.0, 2.0]), jnp.array([1, 7]))
@@ -23,7 +23,7 @@ def at(x: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def put(x: jax.Array, indices: jax.Array, values: jax.Array | float) -> jax.Array:
-  """X with `values` at `indices`, each of which occurs once; those beyond the end are dropped.
+  """`x` with `values` at `indices`, each of which occurs once; indices beyond the end are dropped.
 
   Example:
     >>> put(jnp.zeros(3), jnp.array([2, 7]), 1.0)
@@ -33,7 +33,7 @@ def put(x: jax.Array, indices: jax.Array, values: jax.Array | float) -> jax.Arra
 
 
 def where(keep: jax.Array, entries: Sparse, end: int) -> Sparse:
-  """`entries`, with the slots emptied where `keep` is false.
+  """`entries` where `keep` is true, and empty slots elsewhere.
 
   Example:
     >>> where(jnp.array([True, False]), Sparse(jnp.array([4, 1]), jnp.array([2.0, 3.0])), end=9)
@@ -43,7 +43,7 @@ def where(keep: jax.Array, entries: Sparse, end: int) -> Sparse:
 
 
 def widened(entries: Sparse, slots: int, end: int) -> Sparse:
-  """`entries` with empty slots appended to each row, up to `slots`.
+  """`entries` with empty slots appended to each row, which then has `slots` of them.
 
   Example:
     >>> widened(Sparse(jnp.array([4]), jnp.array([2.0])), slots=2, end=9)
@@ -54,7 +54,7 @@ def widened(entries: Sparse, slots: int, end: int) -> Sparse:
 
 
 def narrowed(entries: Sparse, slots: int) -> Sparse:
-  """The first `slots` slots of each row; undone by `widened` where the others are empty.
+  """The first `slots` slots of each row; `widened` restores a row whose other slots are empty.
 
   Example:
     >>> narrowed(Sparse(jnp.array([4, 9]), jnp.array([2.0, 0.0])), slots=1)
@@ -64,7 +64,7 @@ def narrowed(entries: Sparse, slots: int) -> Sparse:
 
 
 def compressed(entries: Sparse, keep: jax.Array, slots: int, end: int) -> Sparse:
-  """The entries of `keep`, in their order, in the first of `slots` slots; what finds no slot is dropped.
+  """The entries where `keep` is true, in their order, in the first slots; entries beyond `slots` are dropped.
 
   Args:
     entries: [c].
@@ -84,7 +84,7 @@ def compressed(entries: Sparse, keep: jax.Array, slots: int, end: int) -> Sparse
 
 
 def add_rows(rows: Sparse, end: int) -> jax.Array:
-  """The dense sum of rows of entries, f32[end], added one row after the other.
+  """The sum of rows of entries as a dense f32[end], added one row after the other.
 
   Args:
     rows: [r, c]; within a row each index occurs once.
@@ -99,12 +99,12 @@ def add_rows(rows: Sparse, end: int) -> jax.Array:
 
 
 def merge(rows: Sparse, end: int) -> Sparse:
-  """The sum of rows of entries as entries in ascending order of their indices.
+  """The sum of rows of entries as one row of entries, in ascending order of their indices.
 
-  A bitset of all indices tells each entry its slot; nothing is sorted.
+  The slot of an entry is the rank of its index in the bitset of all indices, so nothing is sorted.
 
   Args:
-    rows: [r, c]; within a row each index occurs once, in any order.
+    rows: [r, c]; within a row each index occurs once; any order.
     end: length of the vector.
 
   Returns:
@@ -126,7 +126,7 @@ def merge(rows: Sparse, end: int) -> Sparse:
   def add(values: jax.Array, row: tuple[Sparse, jax.Array]) -> tuple[jax.Array, None]:
     entries, first = row
     slot = jnp.where(entries.indices < end, bitset.rank(members, entries.indices), slots)
-    # The first value is put and not added to 0, which would turn −0 into 0.
+    # The first value of an index is written, not added to 0: −0 + 0 would be 0.
     return put(values, slot, jnp.where(first, entries.values, at(values, slot) + entries.values)), None
 
   values, _ = jax.lax.scan(add, jnp.zeros(slots, jnp.float32), (rows, first))
@@ -134,11 +134,11 @@ def merge(rows: Sparse, end: int) -> Sparse:
 
 
 def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -> Sparse:
-  """Distributes entries to rows: the first `capacity` of each row, in their order.
+  """Distributes entries to rows: each row gets its first `capacity` entries, in their order.
 
   Args:
     entries: [c].
-    row: i32[c], the row of each entry, 0 … rows − 1; entries of any other number are left out.
+    row: i32[c], the row of each entry, 0 … rows − 1; entries with any other number are dropped.
     rows: number of rows.
     capacity: slots of a row.
     end: length of the vector.
@@ -163,7 +163,7 @@ def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -
 
 
 def count(entries: Sparse, end: int) -> jax.Array:
-  """The number of slots that hold an entry, i32[].
+  """The number of non-empty slots, i32[].
 
   Example:
     >>> count(Sparse(jnp.array([4, 9]), jnp.array([0.0, 0.0])), end=9)

@@ -1,6 +1,6 @@
-"""Counters that stop at the largest number of their type and do not wrap around.
+"""Saturating arithmetic on counters: a result beyond the largest number of its type becomes that number.
 
-Words of a step are u32, which needs no 64-bit mode: 2³² − 1 words, 16 GiB, stands for that many or more.
+The words of a step are u32, which needs no 64-bit mode of JAX: 2³² − 1 words, 16 GiB, stands for that many or more.
 """
 
 import jax
@@ -10,7 +10,7 @@ _MOST = 2**32 - 1
 
 
 def cast(value: jax.Array | float, dtype: jax.typing.DTypeLike) -> jax.Array:
-  """`value` as `dtype`; where that is an integer type, at most its largest number.
+  """`value` as `dtype`; for an integer type, saturated at its largest number.
 
   Args:
     value: a Python number or an array, at least 0 for an unsigned dtype.
@@ -31,7 +31,7 @@ def cast(value: jax.Array | float, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def total(*counts: jax.Array | int) -> jax.Array:
-  """The sum of counts, u32[].
+  """The saturated sum of counts, u32[].
 
   Example:
     >>> total(1, jnp.int32(2)), total(2**31, 2**31)
@@ -45,7 +45,7 @@ def total(*counts: jax.Array | int) -> jax.Array:
 
 
 def times(count: jax.Array | int, by: int) -> jax.Array:
-  """`count` · `by` for a `by` that is known when the program is traced, u32[].
+  """The saturated product of a count and a static factor, u32[].
 
   Example:
     >>> times(jnp.int32(3), 2), times(jnp.int32(3), 2**31), times(jnp.int32(3), 0)

@@ -1,4 +1,4 @@
-"""Float arithmetic whose bits do not depend on the program it is part of."""
+"""Floating-point arithmetic with the same bits in every compiled program."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ _COLUMNS = 256
 
 
 def ordered_sum(x: jax.Array) -> jax.Array:
-  """The sum of f32[n], f32[]: 256 columns from the first row to the last, then halves onto halves.
+  """The sum of f32[n], f32[], in a fixed order: the rows of [n / 256, 256] one after the other, then pairwise.
 
-  `jnp.sum` leaves the order to the compiler, which picks another one under vmap: simulator and mesh would differ in
-  the last bits of every threshold and norm.
+  The compiler chooses the order of `jnp.sum`, and another one under vmap, so thresholds and norms of the simulator and
+  of a mesh would differ in their last bits.
 
   Example:
     >>> ordered_sum(jnp.arange(1000.0))
@@ -24,7 +24,9 @@ def ordered_sum(x: jax.Array) -> jax.Array:
 
 
 def rounded_up(x: jax.Array, bits: int) -> jax.Array:
-  """The next f32 at least x ≥ 0 whose last `bits` bits are 0: a product of two such numbers can be exact.
+  """The smallest f32 that is at least x ≥ 0 and whose last `bits` bits are 0.
+
+  Products of numbers with few significant bits are exact, and so the same with fused multiply-add and without.
 
   Example:
     >>> float(rounded_up(jnp.float32(1.1), bits=22))

@@ -1,4 +1,4 @@
-"""Formats of the values of a message: as they are, 8 bits of mantissa, or levels.
+"""Formats of the values of a message: unchanged, rounded to bf16, or rounded at random to one of 255 levels.
 
 A new format is a class here, and its name in `Wire` and `FORMATS`.
 """
@@ -15,13 +15,13 @@ _LEVELS = 127
 
 
 class Values(Protocol):
-  """A format of values, in rows.
+  """A format of the values of a message.
 
   Attributes:
-    bytes: of a value.
-    scaled: whether a row has a scale, one word more.
-    rounds: whether anything is rounded off.
-    draws: whether it rounds at random, with noise.
+    bytes: size of a value.
+    scaled: whether each row has a scale, one more word.
+    rounds: whether values are rounded.
+    draws: whether rounding is random and needs noise.
   """
 
   bytes: int
@@ -30,13 +30,13 @@ class Values(Protocol):
   draws: bool
 
   def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """f32[rows, c] values as they are sent, and their scale f32[rows] if they are levels."""
+    """Encodes f32[rows, c] values; the second result is their scale f32[rows], or None without one."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Float32:
-  """Values as they are."""
+  """Unchanged values."""
 
   bytes, scaled, rounds, draws = 4, False, False, False
 
@@ -48,26 +48,26 @@ class Float32:
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16:
-  """The nearest bf16, ties to even; finite values stay finite, and others stay as they are."""
+  """The nearest bf16, ties to even; finite values stay finite, NaN and Inf stay unchanged."""
 
   bytes, scaled, rounds, draws = 2, False, True, False
 
   def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """bf16[rows, c]."""
     del noise
-    # XLA may drop a conversion there and back: a worker that decodes its own message would have values that nobody else
-    # has. It may not drop this.
+    # XLA may drop a conversion to bf16 and back, so that the sender decodes other values than the receivers. It may not
+    # drop `reduce_precision`.
     rounded = jax.lax.reduce_precision(_clamped(values), exponent_bits=8, mantissa_bits=7)
     return rounded.astype(jnp.bfloat16), None
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8:
-  """Levels `⌊v/s + noise⌋` of scale `s = max |v| / 127` of the row, enlarged by a factor of at most `1 + 2⁻¹⁶`.
+  """Levels `⌊v/s + noise⌋` with the scale `s = max |v| / 127` of the row, rounded up by a factor of at most `1 + 2⁻¹⁶`.
 
-  Their mean is v/s where noise is uniform in [0, 1), and the error at most s. Of a row with a value that is not finite,
-  no decoded value is. The scale has so few bits that its product with a level is exact: adding it up gives the same
-  bits with fused multiply-add and without.
+  With noise uniform in [0, 1) the mean of a level is v/s; the error of a value is at most s. If a value of a row is not
+  finite, all its decoded values are NaN. The scale has so few significant bits that its product with a level is exact:
+  sums of decoded values have the same bits with fused multiply-add and without.
   """
 
   bytes, scaled, rounds, draws = 1, True, True, True
@@ -88,12 +88,12 @@ FORMATS: dict[str, Values] = {"f32": Float32(), "bf16": BFloat16(), "int8": Int8
 
 
 def read(values: jax.Array, scale: jax.Array | None) -> jax.Array:
-  """Sent values as f32[rows, c]."""
+  """Decoded values, f32[rows, c]."""
   values = values.astype(jnp.float32)
   return values if scale is None else values * scale[:, None]
 
 
 def _clamped(x: jax.Array) -> jax.Array:
-  """x, where it is finite within what rounds to a finite number."""
-  bound = float(jnp.finfo(jnp.bfloat16).max)
-  return jnp.where(jnp.isfinite(x), jnp.clip(x, -bound, bound), x)
+  """Clips finite numbers to the largest finite bf16, so that rounding keeps them finite."""
+  largest = float(jnp.finfo(jnp.bfloat16).max)
+  return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)

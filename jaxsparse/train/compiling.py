@@ -1,11 +1,11 @@
-"""What compilers are told of a program whose collectives are to stay as they are; per program, never global."""
+"""Compiler options of programs that overlap collectives with backward; per program, no global flags."""
 
 _GPU = {
   "xla_gpu_all_reduce_combine_threshold_bytes": 0,
   "xla_gpu_all_gather_combine_threshold_bytes": 0,
   "xla_gpu_collective_permute_combine_threshold_bytes": 0,
   "xla_gpu_enable_latency_hiding_scheduler": True,
-  # How many collectives may be under way at once. What the data allows is what the plan does, so no limit beside it.
+  # Collectives in flight at once. The plan limits them by data dependencies; this number is larger than it needs.
   "xla_gpu_experimental_parallel_collective_overlap_limit": 64,
 }
 _OPTIONS: dict[str, dict[str, str | bool | int]] = {
@@ -18,16 +18,16 @@ _OPTIONS: dict[str, dict[str, str | bool | int]] = {
 
 
 def compiler_options(platform: str) -> dict[str, str | bool | int]:
-  """Options of `jax.jit` by which no two collectives of a program are merged, and by which they run beside backward.
+  """Options of `jax.jit` that keep XLA from merging collectives and let them run while backward computes.
 
-  On CPU the pass is left out that merges all-reduces which do not depend on each other. On GPU nothing is merged
-  (thresholds of 0), the latency-hiding scheduler moves the start of each collective up to where its gradient is made
-  and its end down to where its total is read (collectives are asynchronous by default; leave
-  `xla_gpu_disable_async_collectives` alone), and as many run at once as the data allows. What was tried was the CPU:
-  XLA's runtime there runs one collective at a time, and hides little of it.
+  On CPU the options disable the pass that merges independent all-reduces. On GPU they disable merging by thresholds of
+  0, enable the latency-hiding scheduler, which starts each collective as soon as its gradient is computed and waits for
+  it where its total is read, and let all collectives that the data dependencies allow run at once. Collectives on GPU
+  are asynchronous unless `xla_gpu_disable_async_collectives` is set. Overlap was measured on CPU only, where XLA's
+  runtime runs one collective at a time and hides little of it.
 
   Args:
-    platform: "cpu", "gpu" (also called "cuda" or "rocm"), or "tpu", for which nothing is known to be needed.
+    platform: "cpu", "gpu" (also called "cuda" or "rocm"), or "tpu", which gets no options.
 
   Raises:
     ValueError: for another platform.

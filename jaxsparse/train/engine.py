@@ -1,7 +1,7 @@
-"""Where the workers are: on a mesh of devices, of one process or of many; ranks of MPI; or simulated on one device.
+"""Engines: workers on a mesh of devices of one or many processes, as ranks of MPI, or simulated on one device.
 
-The program of one worker is the same everywhere. An engine maps it over the workers, and knows how arrays of all of
-them lie: `PartitionSpec`s say which are split along the workers and which are the same for all.
+The program of one worker is the same on every engine. An engine maps the program over its workers and compiles it. A
+`PartitionSpec` for each argument and result says whether it is split along the workers or equal on all of them.
 """
 
 import functools
@@ -22,23 +22,24 @@ from jaxsparse.types import Comm
 
 
 class Engine(Protocol):
-  """What `js.init` and `js.make_train_step` know of where the workers are.
+  """Runs a program at every worker; `js.init` and `js.make_train_step` use workers through this interface only.
 
   Attributes:
     workers: number of workers P.
-    held: workers whose parts the arrays outside a program hold: all P, or this one alone.
-    comm: the comm of a program that is mapped.
-    waits: whether a step must wait for the one before.
-    axes: names of the axes that a program is mapped over, with their sizes.
-    axis: the axis, or tuple of axes, that the workers lie along.
-    others: the names of the other axes that a program is mapped over, along which a worker has copies.
-    process: number of this process, of `processes` that run the program together.
-    processes: how many there are.
+    held: number of workers in the leading axis of an array outside a program: P, or 1 under MPI, where each process
+      has the arrays of its own worker only.
+    comm: the comm to use inside a mapped program.
+    waits: whether a step must wait for the previous one to finish.
+    axes: names and sizes of the axes that a program is mapped over.
+    axis: the axis, or tuple of axes, of the workers.
+    others: the names of the other axes that a program is mapped over; values are replicated along them.
+    process: number of this process, 0 … processes − 1.
+    processes: number of processes that run the program together.
   """
 
   @property
   def platform(self) -> str:
-    """Of the devices."""
+    """The platform of the devices: "cpu", "gpu" or "tpu"."""
     ...
 
   process: int
@@ -52,29 +53,29 @@ class Engine(Protocol):
   others: tuple[str, ...]
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """The program of all workers that runs `function` at each, as `jax.shard_map` does."""
+    """The function of all workers that runs `function` at each of them, like `jax.shard_map`."""
     ...
 
   def jit(
     self, function: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = (), options: Any = None
   ) -> Any:
-    """The same compiled, with arguments and results where their specs say, and with compiler options."""
+    """`map`, jitted: arguments and results are sharded as their specs say; `options` are those of the compiler."""
     ...
 
   def place(self, tree: Any, specs: Any) -> Any:
-    """`tree` where `jit` wants it: it would move it too, but compile once more for what comes from elsewhere."""
+    """`tree` with the shardings of `specs`; `jit` would reshard it too, but compile once more for other shardings."""
     ...
 
   def spread(self, value: np.ndarray) -> jax.Array:
-    """`value` of this process as the part of each of its workers, of an array that is split along the workers."""
+    """The array [workers, …] split along the workers, in which the rows of this process's workers are its `value`."""
     ...
 
 
 def check_batch(batch: Any, engine: Engine, axis: AxisName, parts: int = 1) -> None:
-  """Checks that the workers of an engine can share a batch out, in so many parts each.
+  """Checks that the leading axis of a batch divides among the workers, and among `parts` micro-batches of each.
 
   Raises:
-    ValueError: naming the array whose leading axis they cannot.
+    ValueError: naming the array whose leading axis does not.
   """
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     if not np.ndim(leaf) or np.shape(leaf)[0] % (engine.held * parts):
@@ -86,11 +87,11 @@ def check_batch(batch: Any, engine: Engine, axis: AxisName, parts: int = 1) -> N
 
 
 def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
-  """The engine for a mesh and the axis of it that workers lie along, or for a comm that brings its own workers.
+  """The engine of a mesh, with one worker at each index of `axis`, or of a comm that knows its own workers.
 
   Raises:
     ValueError: if the mesh has no such axis.
-    TypeError: if `where` is neither.
+    TypeError: if `where` is neither a mesh nor such a comm.
   """
   if isinstance(where, Mesh):
     return _OnMesh(where, axis)
@@ -102,17 +103,21 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
 
 
 def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., np.ndarray]:
-  """What `function` gives at every worker, as rows 0 … P − 1 that every process gets."""
+  """A function that returns the results of `function` at all workers, as rows 0 … P − 1, on every process."""
   rows = lambda *arguments: in_rank_order(engine.comm, all_gather(engine.comm, function(*arguments)))
   program = engine.jit(rows, in_specs, PartitionSpec())
   return lambda *arguments: np.asarray(here(program(*arguments)))
 
 
-def apart(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, ...]:
-  """The arguments of a step, with a copy of each array that shares memory with one of the first two, which are donated.
+def without_aliases(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, ...]:
+  """The arguments of a step, with a copy of each array that shares memory with a donated one.
 
-  XLA overwrites what is donated. What a step returned lies in buffers of its own, so that later calls look at the
-  arrays only, and not at their buffers.
+  The first two arguments are donated: XLA overwrites their buffers, which no other argument may use.
+
+  Args:
+    arguments: pytrees of arrays.
+    by_buffer: whether to compare buffers, too. The arrays that a step returns never share buffers, so for them it is
+      enough to compare the arrays.
   """
   donated: set[Any] = set()
 
@@ -134,7 +139,7 @@ def apart(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, ...]:
 
 
 class _OnMesh:
-  """Workers along an axis of a mesh, whose devices may belong to many processes."""
+  """Workers along an axis of a mesh whose devices may belong to many processes."""
 
   def __init__(self, mesh: Mesh, axis: AxisName):
     names = _compat.names_of(axis)
@@ -148,8 +153,8 @@ class _OnMesh:
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes, me = len(taking_part), jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
-    # XLA's CPU runtime runs the devices of a mesh on a small pool of threads: the rendezvous of steps in flight starve
-    # each other until it aborts, so at most one step is in flight there.
+    # XLA's CPU runtime runs the devices of a mesh on a small pool of threads. Collectives of several steps in flight
+    # wait for threads that other steps occupy, until XLA aborts. So at most one step is in flight on CPU.
     self.platform = mesh.devices.flat[0].platform
     self.waits = self.platform == "cpu"
     self._mesh = mesh
@@ -160,29 +165,31 @@ class _OnMesh:
   def jit(
     self, function: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = (), options: Any = None
   ) -> Any:
-    places, results = self._shardings(in_specs), self._shardings(out_specs)
+    arguments, results = self._shardings(in_specs), self._shardings(out_specs)
     mapped = self.map(function, in_specs, out_specs)
-    if _compat.has_explicit_axes(self._mesh):  # where shard_map takes arguments of the types of its specs alone
-      mapped = self._resharding(mapped, places)
-    return jax.jit(mapped, in_shardings=places, out_shardings=results, donate_argnums=donate, compiler_options=options)
+    if _compat.has_explicit_axes(self._mesh):  # shard_map then rejects arguments with other shardings than its specs
+      mapped = self._resharding(mapped, arguments)
+    return jax.jit(
+      mapped, in_shardings=arguments, out_shardings=results, donate_argnums=donate, compiler_options=options
+    )
 
   def place(self, tree: Any, specs: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    places = jax.tree.leaves(jax.tree.broadcast(self._shardings(specs), tree, is_leaf=_is_spec))
-    # Comparing is sixty times faster than a device_put that has nothing to do, in every step.
-    if all(getattr(leaf, "sharding", None) == place for leaf, place in zip(leaves, places, strict=True)):
+    shardings = jax.tree.leaves(jax.tree.broadcast(self._shardings(specs), tree, is_leaf=_is_spec))
+    # Runs in every step: comparing shardings is sixty times faster than a device_put that moves nothing.
+    if all(getattr(leaf, "sharding", None) == sharding for leaf, sharding in zip(leaves, shardings, strict=True)):
       return tree
     put = _put_global if self._mesh.is_multi_process else jax.device_put
-    return jax.tree.unflatten(structure, map(put, leaves, places))
+    return jax.tree.unflatten(structure, map(put, leaves, shardings))
 
   def spread(self, value: np.ndarray) -> jax.Array:
-    place = self._shardings(PartitionSpec(self.axis))
-    return jax.make_array_from_callback((self.workers, *value.shape), place, lambda _: value[None])
+    sharding = self._shardings(PartitionSpec(self.axis))
+    return jax.make_array_from_callback((self.workers, *value.shape), sharding, lambda _: value[None])
 
   @staticmethod
-  def _resharding(mapped: Callable, places: Any) -> Callable:
+  def _resharding(mapped: Callable, shardings: Any) -> Callable:
     def program(*arguments: Any) -> Any:
-      every = jax.tree.broadcast(places, arguments, is_leaf=_is_spec)
+      every = jax.tree.broadcast(shardings, arguments, is_leaf=_is_spec)
       return mapped(*jax.tree.map(jax.sharding.reshard, arguments, every))
 
     return program
@@ -192,7 +199,7 @@ class _OnMesh:
 
 
 class _OnOneDevice:
-  """What engines share whose arrays lie on this process's one device."""
+  """Base of the engines that use one device of one process."""
 
   held: int
   waits = False
@@ -221,7 +228,7 @@ class _OnOneDevice:
 
 
 class _Simulated(_OnOneDevice):
-  """All workers under vmap; arrays outside lie as they do on a mesh."""
+  """All workers under vmap; arrays outside a program have the shapes that they have on a mesh."""
 
   def __init__(self, comm: SimComm):
     assert comm.members is not None
@@ -242,13 +249,13 @@ class _Simulated(_OnOneDevice):
 
   @staticmethod
   def _each(specs: Any, tree: Any, split: Callable, same: Callable) -> Any:
-    """Applies `split` to the leaves that differ between workers, `same` to the others."""
+    """Applies `split` to the leaves that are split along the workers, and `same` to the others."""
     choose = lambda spec, leaf: (split if spec else same)(leaf)
     return jax.tree.map(choose, jax.tree.broadcast(specs, tree, is_leaf=_is_spec), tree, is_leaf=_is_spec)
 
 
 class _Rank(_OnOneDevice):
-  """A rank of MPI: one worker, whose arrays are its own."""
+  """A rank of MPI: one worker, with the arrays of this worker only."""
 
   held = 1
   axis: AxisName = RANKS
@@ -260,17 +267,17 @@ class _Rank(_OnOneDevice):
     self.comm: Comm = comm
 
 
-def _put_global(x: Any, place: NamedSharding) -> jax.Array:
-  """An array of all processes, from one that each of them has whole."""
-  if getattr(x, "sharding", None) == place:
+def _put_global(x: Any, sharding: NamedSharding) -> jax.Array:
+  """A global array over all processes, from the same whole array on each of them."""
+  if getattr(x, "sharding", None) == sharding:
     return x
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
-    return jax.device_put(x, place)
+    return jax.device_put(x, sharding)
   if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
-    words = _put_global(jax.random.key_data(x), place)
+    words = _put_global(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
   whole = np.asarray(x)
-  return jax.make_array_from_callback(whole.shape, place, whole.__getitem__)
+  return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
 
 
 def _is_spec(x: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Comparison of values that must be the same on every worker: parameters before training, replicas on demand.
+"""Comparison of values that must be equal on all workers: parameters before training, replicated values on demand.
 
-`replication` shows before a program runs that nothing makes workers differ; this shows that they do not differ now.
-Workers exchange checksums, so that every process finds the same difference and none waits for another.
+`comm.replication` proves on a jaxpr, before a program runs, that replicated results stay equal. This module compares
+present values. Workers exchange checksums, so that every process finds the same difference and raises.
 """
 
 import zlib
@@ -18,12 +18,12 @@ from jaxsparse.train.engine import Engine, here, rows_of
 
 
 def check_processes(engine: Engine, tree: Any, name: str) -> None:
-  """Checks that all processes of an engine give the same values; every one of them must call.
+  """Checks that all processes of an engine give the same values; every process must call.
 
   Args:
-    engine: of the workers.
-    tree: a pytree of arrays; of those that are sharded over processes only the shapes are compared.
-    name: of the tree, for the error.
+    engine: the workers.
+    tree: a pytree of arrays; of arrays that are sharded over processes only the shapes are compared.
+    name: the name of the tree, for the error.
 
   Raises:
     ValueError: naming the first leaf that differs and the processes, on every process.
@@ -33,12 +33,12 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   shapes = [(jax.tree_util.keystr(path), jnp.shape(leaf), str(jnp.result_type(leaf))) for path, leaf in leaves]
   sums = [0 if _is_sharded(leaf) else zlib.crc32(_bytes(leaf)) for _, leaf in leaves]
-  # Of a fixed size, so that processes with other leaves exchange it too.
+  # Two numbers, so that processes with different numbers of leaves exchange arrays of one shape.
   shape, values = _of_all(engine, [zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(sums).encode())]).T
   if (others := np.flatnonzero(shape != shape[0])).size:
     raise ValueError(
-      f"{name}: those of {_workers(others)} have other names, shapes or dtypes than those of worker 0; here they are "
-      f"{shapes}. Every process must give the same"
+      f"{name}: those of {_workers(others)} have other names, shapes or dtypes than those of worker 0; on this process "
+      f"they are {shapes}. Every process must give the same"
     )
   if np.all(values == values[0]):
     return
@@ -52,13 +52,13 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
 
 
 def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], names: Sequence[str]) -> None:
-  """Checks that the leaves of an empty spec are the same, bit for bit, on all workers; every process must call.
+  """Checks that leaves with an empty spec are bitwise the same on all workers; every process must call.
 
   Args:
-    engine: of the workers.
+    engine: the workers.
     trees: pytrees of arrays.
-    specs: the specs of each, a prefix.
-    names: of each, for the error.
+    specs: a prefix pytree of specs for each tree.
+    names: a name for each tree, for the error.
 
   Raises:
     ValueError: naming the first leaf that differs and the workers, on every process.
@@ -72,7 +72,7 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
   def checksums(*trees: Any) -> jax.Array:
     leaves = [leaf for leaf, is_split in zip(jax.tree.leaves(trees), split, strict=True) if not is_split]
     sums = jnp.array([_checksum(leaf) for leaf in leaves])
-    # Along the other axes of the mesh a worker has copies.
+    # Values are replicated along the other axes of the mesh; all replicas are compared.
     return jax.lax.all_gather(sums, engine.others).reshape(-1, sums.size) if engine.others else sums[None]
 
   rows = rows_of(engine, checksums, tuple(specs))(*engine.place(tuple(trees), tuple(specs)))
@@ -87,7 +87,7 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-  """u32[]: each word times an odd number of its own, so that no single change is missed."""
+  """u32[]: Σ_i word_i (2i + 1) modulo 2³². A change of one word always changes the sum, since the factors are odd."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
   words = pack(x)
@@ -95,7 +95,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def _of_all(engine: Engine, checksums: Sequence[int]) -> np.ndarray:
-  """u32[P, …] of the checksums that the process of each worker gives."""
+  """The checksums of all workers, u32[P, …]; each worker has those of its process."""
   row = np.array(checksums, np.uint32)
   return rows_of(engine, lambda x: x[0], (PartitionSpec(engine.axis),))(engine.spread(row))
 
@@ -105,7 +105,7 @@ def _is_sharded(leaf: Any) -> bool:
 
 
 def _bytes(leaf: Any) -> memoryview:
-  """What this process holds of a leaf, as bytes."""
+  """The first shard of a leaf on this process, as bytes."""
   if isinstance(leaf, jax.Array):
     leaf = here(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
   return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data

@@ -1,4 +1,4 @@
-"""All workers on one device: any P anywhere, bit for bit what the mesh computes."""
+"""`js.simulate`: one reduction of any number of workers on one device, bitwise the same as on a mesh."""
 
 import functools
 from collections.abc import Callable
@@ -23,10 +23,11 @@ class Simulated(NamedTuple):
   """One simulated reduction.
 
   Attributes:
-    total: f32[n], the sum that every worker received (not divided by P); or a pytree like one worker's gradients.
-    residuals: f32[P, n], what each worker keeps; zeros for a collective that keeps nothing. Or a pytree likewise.
+    total: f32[n], the total at worker 0, an estimate of the sum over workers (not divided by P); or a pytree like one
+      worker's gradients.
+    residuals: f32[P, n], the residual of each worker, zeros for a collective without one; or a pytree like `grads`.
     metrics: `Metrics` over all workers.
-    state: what the next call takes as `state=`; a pytree with a leading axis of P.
+    state: the state of all workers, for `state=` of the next call; every leaf has a leading axis of P.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -52,16 +53,16 @@ def simulate(
 
   Args:
     name: one of `js.collective_names()`.
-    grads: f32[P, n], one gradient a worker; or a pytree of arrays with a leading axis of P workers.
-    residuals: to start from, like `grads`; zeros by default.
-    state: the state that an earlier call returned, to go on from there instead.
+    grads: f32[P, n], one gradient per worker; or a pytree of arrays with a leading axis of P workers.
+    residuals: the residuals before the step, like `grads`; zeros by default.
+    state: the state that an earlier call returned, instead of `residuals`.
     **config: the options of the collective.
 
   Returns:
     `Simulated`: total, residuals, metrics and state.
 
   Raises:
-    ValueError: for shapes that do not fit, both `residuals` and `state`, or a configuration that is rejected.
+    ValueError: for shapes that do not fit, for both `residuals` and `state`, or for rejected options.
     TypeError: for gradients that are not floating point.
 
   Example:
@@ -81,20 +82,19 @@ def simulate(
     if residuals is not None:
       given, expected = (str(jax.tree.structure(tree)) for tree in (residuals, grads))
       if given != expected:
-        raise ValueError(f"simulate: residuals are a {given}, the gradients a {expected}")
+        raise ValueError(f"simulate: residuals have the structure {given}, give that of the gradients, {expected}")
       state = _with_residuals(state, _rows_of("residuals", residuals)[0], collective)
   elif residuals is not None:
     raise ValueError("simulate: give residuals or state, not both: a state holds its own residuals")
   totals, state = reduce_all(collective, rows, state)
-  kept = state.carried.residual
-  left = jnp.zeros_like(totals) if kept is None else kept
+  residuals = jnp.zeros_like(totals) if state.carried.residual is None else state.carried.residual
   counters = jax.tree.map(jnp.ravel, state.counters)
   metrics = summary([state._replace(counters=counters)])
-  return Simulated(restore(totals[0]), jax.vmap(restore)(left), metrics, state)
+  return Simulated(restore(totals[0]), jax.vmap(restore)(residuals), metrics, state)
 
 
 def _rows_of(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-  """f32[P, n] of a pytree whose leaves have a leading axis of P workers, and what makes such a pytree of one f32[n]."""
+  """The f32[P, n] of a pytree with a leading axis of P workers, and the function from f32[n] to one worker's pytree."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   workers = next((jnp.shape(leaf)[0] for _, leaf in leaves if jnp.ndim(leaf)), 0)
   for path, leaf in leaves:
@@ -118,7 +118,7 @@ def initial(collective: Collective, workers: int, n: int) -> ReduceState:
 
 @functools.partial(jax.jit, static_argnums=0)
 def reduce_all(collective: Collective, grads: jax.Array, state: ReduceState) -> tuple[jax.Array, ReduceState]:
-  """`reduce_step` at every worker: f32[P, n] to the f32[P, n] totals that each of them received."""
+  """`reduce_step` at every worker, under vmap: the totals of all workers, f32[P, n], and their next states."""
   workers = len(grads)
   checks.check_workers(state, workers, held=workers)
 

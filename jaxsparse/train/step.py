@@ -1,4 +1,4 @@
-"""The boilerplate that a user should not write: state over the workers, and a training step."""
+"""`js.init` and `js.make_train_step`: the optimizer state of all workers, and a jitted data-parallel training step."""
 
 import functools
 import warnings
@@ -17,7 +17,7 @@ from jaxsparse.comm import replication
 from jaxsparse.launch.rank import count_step
 from jaxsparse.train import replicas
 from jaxsparse.train.compiling import compiler_options
-from jaxsparse.train.engine import Engine, apart, check_batch, engine_of, here
+from jaxsparse.train.engine import Engine, check_batch, engine_of, here, without_aliases
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import local as perworker
@@ -30,28 +30,28 @@ from jaxsparse.types import Comm
 def init(
   tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisName = "workers"
 ) -> Any:
-  """The optimizer state over the workers: residuals sharded over `axis`, everything else replicated.
+  """The optimizer state of all workers: residuals sharded over `axis`, everything else replicated.
 
-  Every process of the mesh must call, and give the same parameters.
+  Every process of the mesh must call `init` with the same parameters.
 
   Args:
     tx: a chain whose first transformation is a jaxsparse one over `axis`.
     params: the parameters, a pytree of floating-point arrays.
-    mesh: the mesh whose axis, or tuple of axes, `axis` is; its devices may belong to many processes. Or a comm that
-      brings its own workers: `js.MpiComm()`, `js.SimComm(axis, members=P)`.
-    axis: the axis that the workers lie along.
+    mesh: a mesh, whose devices may belong to many processes; or a comm that knows its own workers, `js.MpiComm()` or
+      `js.SimComm(axis, members=P)`.
+    axis: the axis of the mesh, or tuple of axes, with one worker at each index.
 
   Returns:
-    The state of `tx`; the residual is one f32[P · n] of all workers, or this worker's f32[n] under MPI. Go on with
-    `js.make_train_step`, or with `js.specs(state, axis)` in a shard_map of your own. For a collective whose totals
-    differ between workers (A2SGD) a `js.PerWorker` of it.
+    The state of `tx`. The residual is one f32[P · n] of all workers, or this worker's f32[n] under MPI. Give the state
+    to the step of `js.make_train_step`, or shard it by `js.specs(state, axis)` in your own shard_map. For a collective
+    whose totals differ between workers (A2SGD) the state is a `js.PerWorker`.
 
   Raises:
-    ValueError: if the mesh has no such axis, the transform is over another one, the configuration does not fit the
-      parameters, these differ between processes, or a transformation that keeps arrays comes before the transform.
+    ValueError: if the mesh has no such axis, the transform is over another axis, its options do not fit the parameters,
+      the parameters differ between processes, or a transformation with arrays in its state precedes the transform.
 
   Warns:
-    UserWarning: if a leaf would get the gradient of one worker, since no transform covers it.
+    UserWarning: if no transform covers a leaf, whose update would be made of the gradient of one worker.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -78,7 +78,7 @@ def init(
 
 
 def started(engine: Engine, start: Callable, params: optax.Params, axis: AxisName) -> tuple[Any, Any]:
-  """The state that `start(params)` makes at every worker of an engine, and its specs."""
+  """The state that `start(params)` returns at every worker of an engine, and its specs."""
   replicated = PartitionSpec()
   arguments = engine.place((params,), (replicated,))
   spec = specs_of(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), axis)
@@ -88,8 +88,8 @@ def started(engine: Engine, start: Callable, params: optax.Params, axis: AxisNam
 def _warn_uncovered(engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any) -> None:
   """Warns of leaves that no jaxsparse transform covers and whose updates would be made of one worker's gradient.
 
-  A step of `make_train_step` refuses them. One of the user's own may average their gradients before the update, or
-  leave them constant, which no state shows.
+  A step of `make_train_step` rejects such leaves. A step of the user's own may average their gradients before the
+  update or leave them constant, which the state does not show, so this is a warning.
   """
   covered = sum(int(np.max(here(node.layout.entries))) for node in states.reduce_states(state))
   floating = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
@@ -105,9 +105,9 @@ def _warn_uncovered(engine: Engine, tx: optax.GradientTransformation, params: An
   try:
     jax.eval_shape(engine.map(checked, (same, own, same), (same,)), *arguments)
   except ValueError as error:
-    warnings.warn(f"js.init: {error}. If your own step averages its gradient, all is well", stacklevel=3)
+    warnings.warn(f"js.init: {error}. Ignore this if your own step averages its gradient", stacklevel=3)
   except TypeError as error:
-    if "keyword-only argument" not in str(error):  # extra arguments that the step alone has
+    if "keyword-only argument" not in str(error):  # tx needs extra arguments, which only a step has
       raise
 
 
@@ -125,49 +125,50 @@ def make_train_step(
 ) -> "TrainStep":
   """A jitted data-parallel training step `params, state, metrics = step(params, state, batch)`.
 
-  Each worker takes its share of the batch along the leading axis, computes the gradient of its own mean loss, and `tx`
-  averages over the workers. The step donates `params` and `state`: use what it returns and not what it was given.
+  The leading axis of the batch is split evenly among the workers. Each worker computes the gradient of the mean loss of
+  its part, and `tx` averages the gradients over the workers. The step donates `params` and `state`: XLA overwrites
+  them, so use the returned ones from then on.
 
-  The step takes what else training needs by keyword, and gives it to `loss_fn` likewise:
+  The step passes keyword arguments on to `loss_fn` and `tx`:
 
-      step(params, state, batch, rng=key)            loss_fn(params, batch, rng=...), with a key of each worker's own
-                                                     that is folded from `key`; give another one in every step
+      step(params, state, batch, rng=key)            loss_fn(params, batch, rng=...): each worker gets a different key,
+                                                     folded from `key`; give a new `key` in every step
       step(params, state, batch, model_state=stats)  loss_fn(params, batch, model_state=...) -> (loss, model_state), or
-                                                     (loss, model_state, aux); the next one is `metrics.model_state`
+                                                     (loss, model_state, aux); `metrics.model_state` is the next one
       step(params, state, batch, **extra)            tx.update(..., value=loss, **extra), optax's extra arguments
 
-  Before it runs, a new step is checked on its jaxpr: it raises if parameters or states would come to differ between
-  workers. `step.check(params, state)` compares those that workers hold.
+  Before a new step runs, its jaxpr is checked: the step raises if replicated parameters or states would differ between
+  workers afterwards. `step.check(params, state)` compares the present values on all workers.
 
-  Where the collective's total differs between workers (A2SGD), so do their parameters: the step keeps what each has
-  moved in `state`, and `params` are those of the last synchronization. `step.synchronize(params, state)` averages them
-  now: call it before you evaluate, and at the end.
+  If the total of the collective differs between workers (A2SGD), so do their parameters. Then `params` are those of the
+  last synchronization, and `state` contains the local update of each worker since. `step.synchronize(params, state)`
+  averages the parameters: call it before you evaluate or save, and at the end.
 
   Args:
-    loss_fn: (params, batch) -> f32[] loss of one worker's share of the batch, or (loss, aux) with `has_aux`.
+    loss_fn: (params, batch) -> f32[], the mean loss of one worker's part of the batch; or (loss, aux) with `has_aux`.
     tx: a chain whose first transformation is a jaxsparse one over `axis`. Later ones get `value=`, the mean loss.
-    mesh: the mesh, or the comm, that `js.init` was given; other axes than `axis` hold copies. Under MPI `batch` is this
-      worker's share, elsewhere that of all workers; over a mesh of many processes each of them gives the whole batch,
-      or an array that `jax.make_array_from_process_local_data` put together.
-    axis: the axis, or tuple of axes, that the workers lie along.
-    has_aux: whether `loss_fn` returns a pytree of arrays to reduce beside the loss.
-    aux_reduce: how it is reduced over workers and micro-batches. "mean" averages floating-point leaves and sums others,
-      which count; "sum", "max" and "min" do so to all leaves; "stack" gives the leaves of all workers along a leading
-      axis, [P, …], or [P, accumulate, …].
-    model_state: what becomes of the model state of the workers, running statistics of BatchNorm say. "mean" averages
-      floating-point leaves over the workers in every step, and takes the largest of others, which count. With "worker"
-      each has its own: all leaves, also those of the first, have a leading axis of P workers.
-    accumulate: micro-batches that each worker's share is split into, one after the other, before one exchange of the
-      mean of their gradients.
-    donate: False keeps `params` and `state`, at the price of memory for both.
+    mesh: the mesh, or the comm, that `js.init` was given; arrays are replicated along axes other than `axis`. `batch`
+      is the batch of all workers, but that of this worker under MPI. On a mesh of many processes each process gives the
+      whole batch, or a global array made by `jax.make_array_from_process_local_data`.
+    axis: the axis of the mesh, or tuple of axes, with one worker at each index.
+    has_aux: whether `loss_fn` also returns aux, a pytree of arrays to reduce.
+    aux_reduce: how aux is reduced over workers and micro-batches. "mean" averages floating-point leaves and sums
+      integer and boolean ones, which are counts; "sum", "max" and "min" treat all leaves alike; "stack" returns the
+      leaves of all workers along a leading axis, [P, …], or [P, accumulate, …] with micro-batches.
+    model_state: how the model states of the workers (for example running statistics of BatchNorm) are combined. "mean"
+      averages floating-point leaves over the workers in every step, and takes the maximum of integer ones, which are
+      counts. "worker" leaves each worker its own: every leaf, also in the first step, has a leading axis of P workers.
+    accumulate: number of micro-batches into which each worker's part is split. They are computed one after the other,
+      and the mean of their gradients is communicated once.
+    donate: False does not overwrite `params` and `state`, and needs memory for a second copy of both.
 
   Returns:
     A `TrainStep`.
 
   Raises:
-    ValueError: if the mesh has no such axis, or an option is outside its choices; when called, for a batch that the
-      workers cannot share out, a state of other sizes or without a jaxsparse transform, arrays that were donated, or a
-      result that would differ between workers.
+    ValueError: if the mesh has no such axis, or an option is outside its choices. When called: if the batch does not
+      divide among the workers, the state has other sizes or no jaxsparse transform, arrays were donated to an earlier
+      step, or a replicated result would differ between workers.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -214,7 +215,7 @@ class TrainStep:
     self._programs: dict[Any, tuple[Any, Any]] = {}
     self._average: Any = None
     self._last: Any = None
-    self._known: Any = None  # of the state that was returned last: it needs no check again
+    self._known: Any = None  # identifies the state that was returned last, which needs no check
 
   def __call__(
     self, params: optax.Params, state: Any, batch: Any, *, rng: Any = None, model_state: Any = None, **extra: Any
@@ -226,7 +227,7 @@ class TrainStep:
     first = _identity(state) is not self._known
     arguments = self._engine.place((params, state, batch, given), specs)
     if self._donate:
-      arguments = apart(arguments, by_buffer=first)
+      arguments = without_aliases(arguments, by_buffer=first)
     if self._engine.waits:
       jax.block_until_ready(self._last)
     params, state, metrics = program(*arguments)
@@ -234,7 +235,7 @@ class TrainStep:
     return params, state, metrics
 
   def synchronize(self, params: optax.Params, state: Any) -> tuple[Any, Any]:
-    """Averages the parameters of workers that have their own; returns everything as it is where they have not."""
+    """Averages parameters that differ between workers; returns (params, state) unchanged if they are replicated."""
     if not isinstance(state, PerWorker):
       return params, state
     checks.check_alive({"params": params, "state": state})
@@ -247,10 +248,10 @@ class TrainStep:
     return self._average(params, state)
 
   def check(self, params: optax.Params, state: Any) -> None:
-    """Compares what the workers hold of parameters and state, for tests; every process must call.
+    """Compares replicated parameters and state on all workers, for tests; every process must call.
 
     Raises:
-      ValueError: naming the first array that should be the same on every worker and is not, and the workers.
+      ValueError: naming the first array that differs and the workers.
     """
     checks.check_alive({"params": params, "state": state})
     specs = (PartitionSpec(), specs_of(state, self._axis))
@@ -259,13 +260,13 @@ class TrainStep:
   def lower(
     self, params: optax.Params, state: Any, batch: Any, *, rng: Any = None, model_state: Any = None, **extra: Any
   ) -> jax.stages.Lowered:
-    """The step as `jax.stages.Lowered`, to look at its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
+    """The lowered step, to inspect its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
     given = Given(rng, model_state, extra)
     program, _ = self._program(params, state, batch, given)
     return program.lower(params, state, batch, given)
 
   def _program(self, params: optax.Params, state: Any, batch: Any, given: Given) -> tuple[Any, Any]:
-    """The jitted step for this structure of its arguments, and their specs."""
+    """The jitted step for arguments of this structure, and their specs."""
     self._check(params, state, batch, given)
     structure = jax.tree.structure((state, given))
     if structure not in self._programs:
@@ -308,23 +309,24 @@ class TrainStep:
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
       if jnp.shape(leaf)[:1] != (self._engine.held,):
         raise ValueError(
-          f"model_state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: with model_state='worker' each worker "
-          f"has its own, along a leading axis of {self._engine.held}"
+          f"model_state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: with model_state='worker' give it a "
+          f"leading axis of {self._engine.held}, one entry for each worker"
         )
 
 
 _LIKELY_MISTAKES = {
-  "params": "no jaxsparse transform covers its gradient (optax.masked leaves what it masks as it is, here the gradient "
-  "of one worker), or what comes after the transform uses the data of one worker (as optax.apply_if_finite around it "
-  "does). Give every leaf a transform, js.dense_transform for a plain average: optax.multi_transform({'sparse': "
-  "js.spardl_transform(...), 'dense': js.dense_transform(...)}, labels); or freeze it with optax.set_to_zero()",
-  "state": "it is made of what one worker has before the jaxsparse transform averages it. Put that transform first in "
-  "its chain",
-  "metrics": "it is made of the data of one worker",
+  "params": "no jaxsparse transform covers its gradient (optax.masked passes masked leaves on unchanged, here the "
+  "gradient of one worker), or a transformation after or around the transform uses the data of one worker (as "
+  "optax.apply_if_finite does). Give every leaf a transform, js.dense_transform for a plain average: "
+  "optax.multi_transform({'sparse': js.spardl_transform(...), 'dense': js.dense_transform(...)}, labels); or freeze it "
+  "with optax.set_to_zero()",
+  "state": "it is computed from the gradient of one worker, before the jaxsparse transform averages it. Put that "
+  "transform first in its chain",
+  "metrics": "it is computed from the data of one worker",
 }
 
 
 def _identity(state: Any) -> Any:
-  """An array that is of this state alone, and that a step passes on as a new one."""
+  """An array that identifies a state: a step returns its state with a new one."""
   nodes = states.reduce_states(state)
   return nodes[0].layout.workers if nodes else None

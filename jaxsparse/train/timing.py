@@ -1,4 +1,4 @@
-"""Seconds that a program of all workers takes, measured with the workers in step."""
+"""Measures the seconds that a program of all workers takes, from a common start to the end of the slowest worker."""
 
 import statistics
 import time
@@ -22,11 +22,11 @@ _AXIS = "workers"
 
 
 class Stopwatch:
-  """Times programs of an engine: all workers start together, and the slowest one counts.
+  """Times programs of an engine: all workers start together, and the time of the slowest is the result.
 
   Args:
-    engine: where the workers are.
-    axis: of the mesh, where it is one.
+    engine: the workers.
+    axis: the mesh axis of the workers, for an engine on a mesh.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -43,13 +43,13 @@ class Stopwatch:
     self._rows = rows_of(engine, lambda x: x[0], (PartitionSpec(axis),))
 
   def gather(self, value: float) -> np.ndarray:
-    """f32[P] of `value` in every worker's process."""
+    """The `value` of each worker's process, f32[P], on every process."""
     return self._rows(self._engine.spread(np.array(value, np.float32)))
 
   def time(self, program: Callable, *arguments: Any) -> tuple[float, Any]:
-    """Seconds of one call, and what it returned."""
+    """Seconds of one call, and its result."""
     jax.block_until_ready(arguments)
-    self.gather(0.0)  # nobody starts before everybody is here
+    self.gather(0.0)  # a barrier
     start = time.perf_counter()
     result = jax.block_until_ready(program(*arguments))
     return float(self.gather(time.perf_counter() - start).max()), result
@@ -59,11 +59,11 @@ class Update:
   """One update of n entries by a collective over a comm, compiled for the workers of an engine.
 
   Attributes:
-    function: gradients and state of one worker to the mean and the next state.
-    program: the same for all workers, each with its own mean to look at; it donates both, as a training step
-      does, which has no use for its gradients afterwards.
-    state: before the first update.
-    specs: of (gradients, state).
+    function: (gradients, state) of one worker -> (mean, next state).
+    program: the same for all workers; the result has the mean of each worker. It donates both arguments, as a training
+      step does.
+    state: the state of all workers before the first update.
+    specs: the specs of (gradients, state).
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -92,19 +92,19 @@ def alone(
   repetitions: int,
   axis: AxisName = _AXIS,
 ) -> tuple[float, Update]:
-  """Seconds of an update whose messages cost nothing, all workers at work at once; and the update."""
+  """Seconds of the arithmetic of an update, and the update: no messages are sent, and all workers compute at once."""
   update = Update(engine, collective, SoloComm(engine.workers), n, axis)
   split = PartitionSpec(axis)
-  copied = engine.jit(jnp.copy, (split,), split)  # an update takes its gradients away
+  copied = engine.jit(jnp.copy, (split,), split)  # the update donates its gradients
   times = []
-  for _ in range(repetitions + 2):  # the first compiles, the second has an empty residual no longer
+  for _ in range(repetitions + 2):  # warm-up: the first call compiles, the second is the first with a residual
     seconds, (_, update.state) = watch.time(update.program, copied(grads), update.state)
     times.append(seconds)
   return statistics.median(times[2:]), update
 
 
 def gradients(engine: Engine, n: int, axis: AxisName = _AXIS) -> Callable[[int], jax.Array]:
-  """Makes the gradients of all workers from a seed: n independent normals at each."""
+  """A function from a seed to the gradients of all workers, n independent standard normal numbers at each."""
 
   def make(seed: jax.Array) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(seed), engine.comm.rank)

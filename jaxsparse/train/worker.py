@@ -1,7 +1,4 @@
-"""What one worker does in a training step: its loss and gradients, the update, what it reports.
-
-`training` maps this over the workers of an engine.
-"""
+"""The training step of one worker: loss, gradients, update, metrics. `TrainStep` maps it over the workers."""
 
 import functools
 from collections.abc import Callable
@@ -23,13 +20,13 @@ ModelState = Literal["mean", "worker"]
 
 
 class StepMetrics(NamedTuple):
-  """What a training step reports; `js.metrics(state)` has what it communicated.
+  """The metrics of a training step; `js.metrics(state)` reads those of its communication.
 
   Attributes:
     loss: f32[], mean of the loss over the workers.
-    skipped: bool[], whether the step met NaN or Inf and was skipped by every worker.
-    aux: what `loss_fn` returned beside the loss, reduced over the workers; None without `has_aux`.
-    model_state: the next one, for the next step; None without one.
+    skipped: bool[], whether a gradient had NaN or Inf and every worker skipped the step.
+    aux: the auxiliary output of `loss_fn`, reduced over the workers; None without `has_aux`.
+    model_state: the model state for the next step; None if the step got none.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -44,7 +41,7 @@ class StepMetrics(NamedTuple):
 
 
 class Worker(NamedTuple):
-  """What each worker does in a step; the fields are the arguments of `make_train_step`."""
+  """The step of one worker; the fields are the arguments of `make_train_step`."""
 
   loss_fn: Callable[..., Any]
   tx: optax.GradientTransformation
@@ -56,7 +53,7 @@ class Worker(NamedTuple):
   def step(
     self, comm: Comm, params: optax.Params, state: Any, batch: Any, given: "Given"
   ) -> tuple[optax.Params, Any, StepMetrics]:
-    """One worker's step. Loss, aux and model state are its only messages beside those of `tx`."""
+    """One step: the next parameters, state, and metrics. Besides `tx`, only loss, aux and model state are reduced."""
     inner, own = perworker.here(state, params) if isinstance(state, PerWorker) else (state, params)
     loss, grads, model_state, aux = _gradients(self, comm, own, batch, given)
     loss = comm.all_reduce(loss) / comm.size
@@ -69,13 +66,13 @@ class Worker(NamedTuple):
     else:
       params, state = optax.apply_updates(params, updates), inner
     skipped = jnp.any(jnp.array([node.counters.skipped[0] for node in states.reduce_states(inner)]))
-    keep = functools.partial(jnp.where, skipped)  # statistics of a batch with NaN would be NaN for good
+    keep = functools.partial(jnp.where, skipped)  # running statistics never recover from a NaN
     model_state = jax.tree.map(keep, given.model_state, _next_model_state(self, comm, model_state))
     return params, state, StepMetrics(loss, skipped, _over_workers(comm, aux, self.aux_reduce), model_state)
 
 
 class Given(NamedTuple):
-  """What a step may be given beside the batch; None, or empty, where it is not."""
+  """The keyword arguments of a step; None, or empty, if not given."""
 
   rng: Any
   model_state: Any
@@ -83,7 +80,7 @@ class Given(NamedTuple):
 
 
 def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, given: Given) -> tuple[Any, ...]:
-  """(loss, gradients, model state, aux) of one worker's share of the batch."""
+  """(loss, gradients, model state, aux) of one worker's part of the batch."""
   model_state = given.model_state
   if worker.model_state == "worker":
     model_state = jax.tree.map(lambda x: x[0], model_state)
@@ -98,8 +95,8 @@ def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, giv
       found = worker.loss_fn(params, batch, **named)
       if len(wanted) == 1 and isinstance(found, tuple):
         raise ValueError(
-          f"loss_fn returned {len(found)} values, it should return the loss: give make_train_step has_aux=True for "
-          "(loss, aux), or the step model_state= for (loss, model_state)"
+          f"loss_fn returned {len(found)} values, it should return the loss: for (loss, aux) give make_train_step "
+          "has_aux=True, for (loss, model_state) give the step model_state="
         )
       found = found if len(wanted) > 1 else (found,)
       if not isinstance(found, tuple) or len(found) != len(wanted):
@@ -125,7 +122,11 @@ def _check_structure(before: Any, after: Any) -> None:
 def _accumulated(
   worker: Worker, of_part: Callable, batch: Any, key: Any, model_state: Any, params: optax.Params
 ) -> tuple[Any, ...]:
-  """The same over micro-batches: means in float32 at least, model states one after the other, aux reduced."""
+  """`_gradients` over micro-batches, one after the other.
+
+  Loss and gradients are averaged in float32 or float64, each micro-batch gets the model state of the one before, and
+  aux is reduced.
+  """
   parts = jax.tree.map(lambda x: x.reshape(worker.accumulate, -1, *x.shape[1:]), batch)
 
   def one(carry: Any, part: Any) -> tuple[Any, Any]:
@@ -146,7 +147,7 @@ def _accumulated(
 
 
 def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
-  """The model state for the next step, from that of this worker."""
+  """The model state for the next step: averaged over the workers, or with a leading axis for that of this worker."""
   if worker.model_state == "worker":
     return jax.tree.map(lambda x: x[None], model_state)
   for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
@@ -169,7 +170,7 @@ _REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def _reducible(x: jax.Array, how: AuxReduce) -> tuple[jax.Array, Any]:
-  """The leaf and its reduction: "mean" becomes "sum" for integers and booleans, counts of 32 bits at least."""
+  """The leaf and its reduction: for integers and booleans "mean" becomes "sum", and the dtype has at least 32 bits."""
   if jnp.issubdtype(x.dtype, jnp.floating):
     return x, how
   if x.dtype.itemsize < 4:
@@ -178,7 +179,7 @@ def _reducible(x: jax.Array, how: AuxReduce) -> tuple[jax.Array, Any]:
 
 
 def _over_parts(tree: Any, how: AuxReduce) -> Any:
-  """Leaves with a leading axis of micro-batches, reduced over it."""
+  """Reduces leaves over their leading axis of micro-batches; "stack" keeps it."""
   if how == "stack":
     return tree
 
@@ -190,7 +191,7 @@ def _over_parts(tree: Any, how: AuxReduce) -> Any:
 
 
 def _over_workers(comm: Comm, tree: Any, how: AuxReduce) -> Any:
-  """The leaves of all workers, reduced."""
+  """Reduces leaves over the workers; "stack" gives them a leading axis of P."""
 
   def reduced(x: jax.Array) -> jax.Array:
     if how == "stack":

@@ -34,11 +34,11 @@ def _is_plain(node: Any) -> bool:
 
 
 def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
-  """Checks that a state is of `workers` workers, before anything is computed with it.
+  """Checks that a state was made for `workers` workers, before anything is computed with it.
 
   Args:
-    state: the state, in which the per-worker arrays of `held` workers lie one after the other.
-    workers: the workers of the axis.
+    state: a state whose per-worker arrays are those of `held` workers, concatenated.
+    workers: the number of workers of the axis.
     held: 1 inside shard_map, all of them outside.
 
   Raises:
@@ -79,7 +79,7 @@ def check_layout(state: Any, workers: int | None = None) -> None:
 
 
 def check_alive(trees: dict[str, Any]) -> None:
-  """Raises ValueError for arrays that an earlier step was given to overwrite: XLA would read freed memory."""
+  """Raises ValueError for arrays that were donated to an earlier step: XLA would read freed memory."""
   gone = lambda leaf: isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
   if not any(map(gone, jax.tree.leaves(trees))):  # paths take longer than all of them together
     return

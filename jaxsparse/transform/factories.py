@@ -27,10 +27,10 @@ transformation of its chain: it takes the local, un-averaged gradients of one wo
 with `check_vma=False` (`js.make_train_step` does it), and the transformations after it see its update.
 
 Args:
-  axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
-  special: collectives of leaves that do not travel with the others, by a regular expression for their names in the
-    parameters: `{{"bias|scale": "dense", "embedding": "spardl:density=0.001"}}`; the first match counts. Leaves of one
-    collective travel together, and the collectives one after the other.
+  axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
+  special: other collectives for some leaves, by a regular expression for the names of the leaves in the parameters:
+    `{{"bias|scale": "dense", "embedding": "spardl:density=0.001"}}`; the first match counts. The leaves of one
+    collective are reduced together, and the collectives run one after the other.
 {args}
 
 Returns:
@@ -94,7 +94,7 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
 
 
 def _documentation(kind: type[Collective]) -> str:
-  """The docstring of a collective with what all transforms have in common."""
+  """The docstring of a collective, completed by the sections that all transforms share."""
   summary, *sections = re.split(r"^(Args|Raises|Example):\n", inspect.getdoc(kind) or "", flags=re.MULTILINE)
   found = dict(zip(sections[::2], sections[1::2], strict=True))
   args, raises, example = (found.get(name, "").rstrip() for name in ("Args", "Raises", "Example"))
@@ -108,7 +108,7 @@ def make_transform(
 
   Args:
     name: one of `js.collective_names()`.
-    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
     special: collectives of leaves by their names, as of `js.spardl_transform`.
     **config: the options of the collective; those of `js.spardl_transform` for "spardl", and so on.
 

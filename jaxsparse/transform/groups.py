@@ -1,4 +1,4 @@
-"""Which leaves of a gradient travel together, by which collective, and after which others.
+"""Groups of leaves of a gradient: which leaves are reduced together, by which collective, and after which groups.
 
 A group is one communication with a collective and a state of its own. The plain transform has one group of all leaves.
 `special=` gives leaves a collective by their names, and a plan (`js.bucketed_transform`) bundles of leaves, which it
@@ -21,12 +21,12 @@ Special = Mapping[str, str]
 
 
 class Group(NamedTuple):
-  """Leaves that travel together.
+  """Leaves that are reduced together.
 
   Attributes:
-    leaves: their numbers in pytree order.
-    entries: of all of them.
-    collective: reduces them.
+    leaves: the numbers of the leaves in pytree order.
+    entries: number of entries of all leaves.
+    collective: the collective that reduces them.
     after: numbers of the groups whose totals must be complete before the first message of this one.
   """
 
@@ -40,8 +40,8 @@ class Bundle(NamedTuple):
   """Leaves that a plan sends together.
 
   Attributes:
-    leaves: their numbers in pytree order.
-    after: how many bundles, the first ones, must have been sent before.
+    leaves: the numbers of the leaves in pytree order.
+    after: this bundle is sent after the first `after` bundles of the plan.
   """
 
   leaves: tuple[int, ...]
@@ -52,7 +52,7 @@ class Assignment(NamedTuple):
   """The collective of each leaf, by its name.
 
   Attributes:
-    collectives: the default first. Equal ones are one, so that their leaves travel together, unless each has its own k.
+    collectives: the default first. Leaves of equal collectives are reduced together, unless each has its own k.
     patterns: regular expressions for names of leaves, each with the number of its collective; the first match counts.
   """
 
@@ -95,12 +95,12 @@ def assigned(default: Collective, special: Special) -> Assignment:
 
 
 def groups_of(tree: Any, assignment: Assignment, bundles: Sequence[Bundle] | None = None) -> list[Group]:
-  """The communications of a pytree of gradients, in their order; empty leaves have nothing to send.
+  """The groups of a pytree of gradients, in the order in which they are sent; empty leaves are in no group.
 
   Args:
     tree: the gradients, or the parameters.
     assignment: the collective of each leaf.
-    bundles: the leaves that travel together; all of them by default.
+    bundles: the leaves that are sent together; all of them by default.
 
   Raises:
     ValueError: for an expression that matches no name, or a k that does not fit the entries of its leaves.
@@ -127,10 +127,10 @@ def groups_of(tree: Any, assignment: Assignment, bundles: Sequence[Bundle] | Non
 
 
 def shared_out(collective: Collective, sizes: Sequence[int]) -> list[Collective]:
-  """The collective of each group of so many entries: of its k one entry each, and the rest in proportion.
+  """The collective of each group, given the sizes of the groups: k is divided in proportion, at least 1 for each.
 
   Raises:
-    ValueError: for a k of more than all entries, or less than one for each group.
+    ValueError: if k exceeds the number of all entries, or is less than the number of groups.
   """
   if (k := _k_of(collective)) is None or len(sizes) == 1:
     return [collective] * len(sizes)
@@ -155,8 +155,8 @@ def _without_implied(groups: Sequence[Group]) -> list[Group]:
 def _averaging(collective: Collective) -> Collective:
   if not collective.replicates:
     raise ValueError(
-      f"{collective.name}: its workers go on with gradients of their own, which cannot be done group by group: choose "
-      "a collective that averages"
+      f"{collective.name}: its workers go on with gradients of their own, which groups of leaves do not support: "
+      "choose a collective that averages"
     )
   return collective
 

@@ -1,7 +1,7 @@
 """Parameters that differ between workers, for a collective whose total does (`Collective.replicates` is False).
 
-The caller has one replicated `params`, those of the last synchronization. The local update of each worker since then is
-state, beside an optimizer state of the worker's own, so that a checkpoint of (params, state) is complete.
+The caller has one replicated `params`, those of the last synchronization. The state contains the local update of each
+worker since then and the optimizer state of each worker, so that a checkpoint of (params, state) is complete.
 """
 
 from typing import Any, NamedTuple

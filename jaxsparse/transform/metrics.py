@@ -1,4 +1,4 @@
-"""What a run has communicated, read from its optax state: `js.metrics`."""
+"""`js.metrics`: the communication of a run, read from its optax state."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -27,26 +27,26 @@ _OVER_WORKERS: dict[str, Literal["sum", "max", "mean"]] = {
 
 
 class Metrics(NamedTuple):
-  """What the last step did, over all workers.
+  """The metrics of the last step, over all workers.
 
   Attributes:
     words_sent: 4-byte words sent by the worker that sent most; 2³² − 1 stands for that many or more.
     words_used: words that carried an entry, mean over workers.
     selected: entries that a worker chose to send, mean over workers.
-    delivered: entries of the total that are not left out.
-    density: the same as a share of all entries.
+    delivered: entries that the total delivers.
+    density: `delivered` / n.
     overflow: entries that overflowed the capacity of a message and stayed in a residual, all workers together; of each
       worker (2³¹ − 1)/P at most are counted.
-    imbalance: entries of the fullest worker over the mean, before they are balanced (Ok-Topk).
-    balanced: the same afterwards.
-    merged: different indices in the fullest block after the sum over teams (SparDL's B-SAG).
-    threshold_age: steps since `threshold_period` last made thresholds exact (Ok-Topk).
-    skipped: whether the step met NaN or Inf and was skipped by every worker.
+    imbalance: the largest number of entries that a worker owns over the mean, before balancing (Ok-Topk).
+    balanced: the same after balancing.
+    merged: the largest number of different indices of a block after the sum over teams (SparDL's B-SAG).
+    threshold_age: steps since exact thresholds were last computed (Ok-Topk, `threshold_period`).
+    skipped: whether a gradient had NaN or Inf and every worker skipped the step.
     skipped_steps: how many steps have been skipped so far.
-    residual_norm: ℓ₂ norm of all residuals together, the mass not yet delivered.
+    residual_norm: ℓ₂ norm of all residuals together.
     total_words: 4-byte words sent since the state was made, by the worker that sent most; rounded to float32.
-    drift: how far the parameters of the workers are apart (root mean square of the ℓ₂ distance to their mean), for a
-      collective whose totals differ; 0 right after they were averaged.
+    drift: root mean square over workers of the ℓ₂ distance of their parameters to the mean, for a collective whose
+      totals differ; 0 right after parameters were averaged.
     parts: where a state holds several jaxsparse transforms, the `Metrics` of each by its label (that of
       `optax.multi_transform`, else its path in the state), and the rest is over all of them; else empty.
 
@@ -175,7 +175,7 @@ def of_all(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
 
 
 def accumulated(counters: Counters) -> Counters:
-  """`counters` of a step with its words added to those of all steps: two words of 32 bits, which do not overflow."""
+  """`counters` of a step, with its words added to those of all steps in two u32, the lower and the upper 32 bits."""
   total = counters.total_words + counters.words_sent
   wraps = counters.total_wraps + (total < counters.words_sent).astype(jnp.uint32)
   return counters._replace(total_words=total, total_wraps=wraps)

@@ -1,14 +1,14 @@
-"""The order of operations that do not depend on each other, made of data dependencies.
+"""Artificial data dependencies that order operations which are otherwise independent.
 
-Two places need an order that no value implies: writes in place follow all reads of the buffer, else XLA copies it; and
-the messages of a group follow those of earlier groups, else XLA sends them in any order.
+Such an order is needed twice: in-place writes must follow all reads of the buffer, or XLA copies the buffer; and the
+messages of a group must follow those of earlier groups, or XLA sends them in any order.
 
 `jax.lax.optimization_barrier` states such an order, but XLA for CPU removes the barriers before it schedules
-operations and assigns buffers. Measured with JAX 0.10.2 on SparDL's update of n donated entries: with barriers in the
-place of `after`, or one around all reads, the compiled program has 2 copies of f32[n] (3 with the "chunked" selector),
-as without any order, and none with `after`. With barriers around messages, no group of a plan follows another.
+operations and assigns buffers. Measured with JAX 0.10.2 on SparDL's update of n donated entries: with barriers instead
+of `after`, or one around all reads, the compiled program has 2 copies of f32[n] (3 with the "chunked" selector), as
+without any order, and none with `after`. With barriers around messages, no group of a plan follows another.
 
-So `after` adds 0 to a value: a 0 that is computed from what was read, and that no compiler knows to be 0.
+So `after` adds a 0 to a value that is computed from the values read, and that no compiler knows to be 0.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxsparse.types import Comm, Reduction, Tree
 
 
 def after(read: jax.Array, x: jax.Array) -> jax.Array:
-  """i32 `x`, but not before all of `read` is there: `x + min(Σ [read ≠ 0], 0)`.
+  """`x`, i32, available only after all of `read` is computed: `x + min(Σ [read ≠ 0], 0)`.
 
   Example:
     >>> after(jnp.array([1.0, 2.0]), jnp.array([7]))
@@ -31,7 +31,7 @@ def after(read: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def following(comm: Comm, totals: Sequence[jax.Array]) -> Comm:
-  """`comm`, whose messages start only when all of `totals` are there; `comm` itself if there is none."""
+  """`comm`, whose messages start only after all of `totals` are computed; `comm` itself if `totals` is empty."""
   if not totals:
     return comm
   return _Following(comm, jnp.array([after(total, jnp.int32(0)) for total in totals]).min())
@@ -42,8 +42,8 @@ class _Following:
   """A comm whose messages depend on `sent`.
 
   Attributes:
-    comm: carries the messages.
-    sent: i32[], 0.
+    comm: the comm that sends the messages.
+    sent: i32[], 0, computed from the totals that must be complete before.
   """
 
   comm: Comm

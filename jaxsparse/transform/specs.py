@@ -20,12 +20,12 @@ def specs(state: Any, axis: AxisName) -> Any:
 
   Args:
     state: an optax state, as arrays or as `jax.ShapeDtypeStruct`.
-    axis: the name, or tuple of names, of the mesh axis that the workers lie along.
+    axis: the name of the mesh axis of the workers, or a tuple of names.
 
   Raises:
     ValueError: if optax.MultiSteps wraps a jaxsparse transform, or a transformation that keeps arrays comes before it
-      in its chain: both would keep what comes of the gradients of one worker as if it were replicated. If workers have
-      states of their own (A2SGD) and this one was not made with `js.init`. If arrays were cut or padded since.
+      in its chain: their states depend on the gradients of one worker and would be stored as if they were replicated.
+      If the states of workers differ (A2SGD) and this one was not made with `js.init`. If arrays were cut or padded.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -94,7 +94,7 @@ def _check_chains(state: Any) -> None:
       if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(part)):
         raise ValueError(
           f"transformation {number} of the chain ({type(part).__name__}) keeps arrays and comes before the jaxsparse "
-          "transform: they would be made of the gradients of one worker, differ between workers, and be stored as if "
-          "they did not. Put the jaxsparse transform first"
+          "transform: the arrays would be computed from the gradients of one worker and differ between workers, but be "
+          "stored as replicated. Put the jaxsparse transform first"
         )
     _check_chains(chain[ours])

@@ -1,7 +1,7 @@
-"""The optax state of a jaxsparse transform, and how it is found within the state of a chain.
+"""The optax state of a jaxsparse transform, and functions that find it within the state of a chain.
 
-Everything lives in the optax state as arrays. Inside shard_map a worker sees its own part; outside, per-worker arrays
-of all workers lie one after the other along their leading axis, sharded over it, and shared ones are replicated.
+The state consists of arrays only. Inside shard_map a worker sees its own part. Outside, per-worker arrays are
+concatenated over workers along their leading axis, which is sharded; shared arrays are replicated.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jaxsparse.types import Counters, State
 
 
 class Layout(NamedTuple):
-  """What a state was made for, as values: shapes alone do not tell whether a restored array was cut or padded.
+  """The sizes for which a state was made, as values: shapes alone do not show that a restored array was cut or padded.
 
   Attributes:
     workers: i32[], number of workers P.
@@ -38,7 +38,7 @@ class ReduceState(NamedTuple):
   """The optax state of a jaxsparse transform.
 
   Attributes:
-    carried: the collective's own `State`. With `special=` and for `js.bucketed_transform` its residual, worker and
+    carried: the `State` of the collective. With `special=` and for `js.bucketed_transform` its residual, worker and
       shared parts are tuples, one part for each group of leaves.
     counters: `Counters` of the last step, [1] at each worker and [P] outside shard_map.
     layout: the `Layout` that the state was made for, the same on every worker.
@@ -81,14 +81,14 @@ def in_groups(state: Any) -> bool:
 
 
 def due(state: Any) -> jax.Array:
-  """Whether such workers are to average their parameters now, bool[]; inside shard_map."""
+  """Whether workers whose parameters differ average them after this step, bool[]; inside shard_map."""
   return jnp.any(jnp.array([node.carried.due for node in reduce_states(state) if node.carried.due is not None]))
 
 
 def joined(states: Sequence[State], alone: bool) -> State:
-  """The state of a transform of these groups: that of its only group if it is `alone`, else tuples of their parts.
+  """The state of a transform from those of its groups: that of the only group if `alone`, else tuples of their parts.
 
-  The collectives of groups average, so none of them says when parameters are `due`.
+  Collectives of groups have the same total on every worker, so `due` is None.
   """
   return states[0] if alone else State(*(tuple(getattr(one, part) for one in states) for part in State._fields[:3]))
 

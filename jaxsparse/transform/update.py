@@ -31,7 +31,7 @@ def transform_of(
 
   Args:
     collective: from `js.make_collective`, or one of your own.
-    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
     special: collectives of leaves by their names, as of `js.spardl_transform`.
 
   Raises:
@@ -55,8 +55,9 @@ def over_groups(
 
   Args:
     grouped: gives the groups of a pytree.
-    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
-    alone: whether there is always one group; its state is then the collective's own, else a tuple with that of each.
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
+    alone: whether there is always one group. Its state is then that of the collective, otherwise a tuple with the state
+      of each group.
   """
   comm = comm_of(axis)
 
@@ -114,8 +115,8 @@ def reduce_groups(
 ) -> tuple[list[jax.Array], list[ReduceState]]:
   """One reduction of each group at one worker.
 
-  Selection ranks NaN and Inf above everything, so one of them anywhere is in the total of every worker. All of them see
-  it without an extra message, return totals of zeros and carry the states of all groups over: the step is skipped.
+  Selection ranks NaN and Inf above all numbers, so a NaN or Inf of any worker is in the total of every worker. So all
+  workers skip the step without an extra message: they return zeros and keep the states of all groups.
 
   Args:
     groups: in the order in which they are sent.

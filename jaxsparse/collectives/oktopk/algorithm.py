@@ -14,18 +14,18 @@ from jaxsparse.comm import exchange, topology
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select import top_k
 from jaxsparse.sparse import bitset, saturating
-from jaxsparse.sparse.capacities import agree, climb, rungs
+from jaxsparse.sparse.capacities import agree, geometric, switch
 from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
 
 
 class Reused(NamedTuple):
-  """What Ok-Topk reuses, the same on every worker; the local threshold, f32[1], is its own.
+  """The state that is the same on every worker; the local threshold, f32[1], differs between workers.
 
   Attributes:
-    step: i32[].
+    step: i32[], the number of the step.
     threshold: f32[], the global threshold.
-    bounds: i32[P + 1], region r is bounds[r] … bounds[r + 1] − 1.
+    bounds: i32[P + 1], region r is the flat indices bounds[r] … bounds[r + 1] − 1.
   """
 
   step: jax.Array
@@ -37,33 +37,34 @@ class Reused(NamedTuple):
 class OkTopk(SparseCollective):
   """Delivers about k entries a step in O(k) words whatever P is (Ok-Topk, Algorithm 2).
 
-  With `acc = gradient + residual`, a local threshold a and a global one b, the total is `s` where `|s| ≥ b` and 0
-  elsewhere, with `s = Σ_w acc_w [|acc_w| ≥ a_w]`, added in rank order. A worker's next residual is its `acc`, with
-  zeros where it sent an entry that is in the total.
+  With the accumulators `acc_w = gradient_w + residual_w`, local thresholds a_w and a global threshold b, the total is
+  `s` where `|s| ≥ b` and 0 elsewhere, with `s = Σ_w acc_w [|acc_w| ≥ a_w]`, added in rank order. A worker's next
+  residual is its accumulator, with zeros where it sent an entry that is in the total.
 
   Thresholds are exact k-th magnitudes every `threshold_period` steps. In between, the published algorithm
   (Algorithm 1, `nudge="none"`) reuses them unchanged. The authors' code (`nudge="fixed"`) multiplies them by 1.012
-  after a step with more than 5k/4 entries, and divides after one with fewer than 2k/3. Batches differ by more than
-  that. By default (`nudge="search"`, ours) the local threshold is multiplied by
-  1 + x/10 with `x = selected / k − 1`, and the global one is searched around the last one, with two more all-reduces of
-  33 counts.
+  after a step with more than 5k/4 entries, and divides them by 1.012 after one with fewer than 2k/3. The magnitudes of
+  gradients change by more than that from batch to batch. By default (`nudge="search"`, ours) the local threshold is
+  multiplied by 1 + x/10 with `x = selected / k − 1`, and the global one is searched around its last value, which takes
+  two more all-reduces of 33 counts.
 
-  Two rules are ours, whatever the nudge. A threshold of 0, which an exact step with fewer than k non-zero entries
-  gives, is computed anew at the next step, and so are the regions where the global threshold is 0. Where more than 2k
-  entries of a worker reach its threshold, it selects the 2k largest; of those that exceed the capacity of a message,
-  the smallest stay in the residual.
+  Two rules are ours, for every nudge. A threshold of 0, the result of an exact step with fewer than k non-zero entries,
+  is computed exactly again in the next step, and so are the regions if the global threshold is 0. If more than 2k
+  entries of a worker reach its threshold, the worker selects the 2k largest; if a message overflows its capacity, its
+  smallest entries stay in the residual.
 
   The state is the residual, f32[n] a worker, the thresholds and the regions; `js.metrics` shows selected and delivered
   entries, threshold age, imbalance of the owners before and after balancing, and overflow.
 
   Args:
     density: ρ in (0, 1]; about k = ⌈ρ n⌉ entries are delivered.
-    k: the number of entries to aim at instead, 1 … n.
-    threshold_period: steps from one exact threshold to the next, τ′ (128 for BERT in the paper).
-    region_period: steps from one balancing of the regions to the next, τ.
-    nudge: how thresholds change in between: "search" (ours), the "fixed" factor of the authors' code, or "none", the
-      published algorithm.
-    regions: "balanced" by the entries that workers select, or "even" in length, the paper's comparison (Figure 7).
+    k: the target number of entries instead, 1 … n.
+    threshold_period: τ′, the number of steps from one exact threshold to the next (128 for BERT in the paper).
+    region_period: τ, the number of steps from one balancing of the regions to the next.
+    nudge: how thresholds change between exact ones: "search" (ours), "fixed", the factor of the authors' code, or
+      "none", the published algorithm.
+    regions: "balanced" regions contain equally many selected entries; "even" ones have equal length, the paper's
+      comparison (Figure 7).
 
   Raises:
     ValueError: for a density, k, period, nudge or regions outside their choices.
@@ -87,14 +88,14 @@ class OkTopk(SparseCollective):
     return True
 
   def sizes(self, n: int, size: int) -> "Sizes":
-    """How many entries messages hold."""
+    """The capacities of messages, in entries."""
     even = -(-self.entries(n) // size)
     most = even + even // 2
     return Sizes(even, most, direct=3 * even - most, surplus=2 * even - most)
 
   def slots(self, n: int, size: int) -> int:
     sizes = self.sizes(n, size)
-    return max(super().slots(n, size), size * (sizes.most + sizes.surplus))  # of what an owner has and receives
+    return max(super().slots(n, size), size * (sizes.most + sizes.surplus))  # slots of an owner's sums and receipts
 
   def init(self, n: int, size: int) -> State:
     reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))
@@ -102,7 +103,7 @@ class OkTopk(SparseCollective):
 
   def cost(self, n: int, size: int) -> Cost:
     words = 6 * self.sizes(n, size).even * (size - 1)
-    # The fullest message, P owners' sizes, 31 bits or 66 counts for the global threshold, P − 1 boundaries in 2 parts.
+    # The largest message, P counts of owners, 31 or 66 counts for the global threshold, P − 1 boundaries in 2 parts.
     agreements = (
       1 + size + (66 if self.nudge == "search" else 31) + (2 * (size - 1) if self.regions == "balanced" else 0)
     )
@@ -111,16 +112,16 @@ class OkTopk(SparseCollective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, sizes = grads.size, self.entries(grads.size), self.sizes(grads.size, comm.size)
     reused: Reused = state.shared
-    home = LazySum((grads, state.residual))
+    acc = LazySum((grads, state.residual))
     exact, last = reused.step % self.threshold_period == 0, state.worker[0]
-    local = jax.lax.cond(exact | (last == 0), lambda: jnp.abs(top_k(home, k).values).min(), lambda: last)
-    reach = by_threshold.selected(home, local)
+    local = jax.lax.cond(exact | (last == 0), lambda: jnp.abs(top_k(acc, k).values).min(), lambda: last)
+    reach = by_threshold.selected(acc, local)
     selected, most = bitset.count(reach), min(n, 2 * k)
-    chosen = by_threshold.at_most(home, reach, most)
+    chosen = by_threshold.at_most(acc, reach, most)
     bounds = self._bounds(comm, chosen, n, reused)
     crowd = jnp.diff(by_threshold.counts_below(chosen, bounds))
-    sent = by_threshold.in_regions(home, chosen, bounds, sizes.most, most)
-    # A threshold selects everything that is not finite, and of too many entries the largest.
+    sent = by_threshold.in_regions(acc, chosen, bounds, sizes.most, most)
+    # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
     finite, needed = agree(comm, crowd.max(), jnp.isfinite(sent.values).all())
 
     rows, words = _split(comm, sent, n, needed, sizes)
@@ -131,10 +132,10 @@ class OkTopk(SparseCollective):
     kept, balanced, gather_words = balance_and_gather(comm, mine, owned, sizes, n)
 
     delivered, wanted = sparse.count(kept, n), jnp.sum(owned, dtype=jnp.int32)
-    gone = sparse.count(sent, n) - jnp.minimum(crowd[comm.rank], sizes.most)
+    to_others = sparse.count(sent, n) - jnp.minimum(crowd[comm.rank], sizes.most)
     counters = Counters(
       words_sent=saturating.total(words, gather_words),
-      words_used=saturating.times(saturating.total(gone, delivered - jnp.minimum(owned[comm.rank], delivered)), 2),
+      words_used=saturating.times(saturating.total(to_others, delivered - jnp.minimum(owned[comm.rank], delivered)), 2),
       selected=selected,
       delivered=delivered,
       overflow=saturating.total(selected - sparse.count(sent, n), jnp.where(comm.rank == 0, wanted - delivered, 0)),
@@ -143,7 +144,7 @@ class OkTopk(SparseCollective):
       threshold_age=reused.step % self.threshold_period,
     )
     local, threshold = self._nudged(local, selected, threshold, wanted, k)
-    next_state = State(_residual(home, sent, kept), local[None], Reused(reused.step + 1, threshold, bounds))
+    next_state = State(_residual(acc, sent, kept), local[None], Reused(reused.step + 1, threshold, bounds))
     return Reduced(kept._replace(values=jnp.where(finite, kept.values, jnp.nan)), next_state, counters)
 
   def _threshold(self, comm: Comm, sums: Sparse, exact: jax.Array, n: int, reused: Reused) -> jax.Array:
@@ -162,7 +163,7 @@ class OkTopk(SparseCollective):
     return proportionally(local, selected, k) if self.nudge == "search" else local, threshold
 
   def _bounds(self, comm: Comm, chosen: jax.Array, n: int, reused: Reused) -> jax.Array:
-    """The regions of this step: drawn anew every `region_period` steps, and after one with fewer than k entries."""
+    """The boundaries of regions: balanced every `region_period` steps, and while the global threshold is 0."""
     if self.regions == "even" or comm.size == 1:
       return reused.bounds
     fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
@@ -170,19 +171,19 @@ class OkTopk(SparseCollective):
 
 
 def _split(comm: Comm, chunks: Sparse, n: int, needed: jax.Array, sizes: Sizes) -> tuple[Sparse, jax.Array]:
-  """Selected entries [P, most] to the owners of their regions: (rows by sender [P, most], words)."""
+  """Sends selected entries [P, most] to the owners of their regions: (received rows [P, most] by sender, words)."""
 
   def send(capacity: int) -> tuple[Sparse, jax.Array]:
     rows = exchange(comm, sparse.narrowed(chunks, capacity))
     return sparse.widened(rows, sizes.most, n), saturating.times(capacity, 2 * (comm.size - 1))
 
-  rows, words = climb(rungs(-(-sizes.even // 2), sizes.most, count=4), needed, send)
+  rows, words = switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, send)
   return rows, words
 
 
-def _residual(home: LazySum, sent: Sparse, total: Sparse) -> Pending:
-  """The next residual: `home`, with zeros where this worker sent an entry that is in the total."""
-  n = home.size
-  # Where a total is 0, the sum of all that was sent is 0: its senders keep theirs.
+def _residual(acc: LazySum, sent: Sparse, total: Sparse) -> Pending:
+  """The next residual: `acc`, with zeros where this worker sent an entry that is in the total."""
+  n = acc.size
+  # Where the total is 0, the sent entries add up to 0, and their senders keep them.
   delivered = bitset.insert(bitset.empty(n), jnp.where(total.values != 0, total.indices, n), n)
-  return home.without(jnp.where(bitset.contains(delivered, sent.indices), sent.indices, n))
+  return acc.without(jnp.where(bitset.contains(delivered, sent.indices), sent.indices, n))

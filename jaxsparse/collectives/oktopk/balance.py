@@ -1,4 +1,4 @@
-"""Who owns which region in Ok-Topk, and how owners with far more entries than the mean hand some to others."""
+"""Regions of Ok-Topk, and balancing: owners with far more selected sums than the mean send some to others."""
 
 from typing import NamedTuple
 
@@ -10,20 +10,20 @@ from jaxsparse.comm import all_gather, exchange
 from jaxsparse.select import threshold
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse import bitset, saturating
-from jaxsparse.sparse.capacities import climb, rungs
+from jaxsparse.sparse.capacities import geometric, switch
 from jaxsparse.types import Comm, Sparse
 
-_TRIGGER = 4  # balance where the fullest owner holds more than this many times the mean (§5.3)
+_TRIGGER = 4  # balance if an owner has more than this many times the mean number of entries (§5.3)
 
 
 class Sizes(NamedTuple):
-  """How many entries the messages of a step hold at most.
+  """The capacities of the messages of a step, in entries.
 
   Attributes:
-    even: L = ⌈k/P⌉, the equal share of a region.
-    most: in a message of the split.
-    direct: in a block of the all-gather, where nothing was balanced.
-    surplus: in a message that balances; a block of the all-gather then holds `even`.
+    even: L = ⌈k/P⌉, of a block of the all-gather after balancing.
+    most: of a message of the split.
+    direct: of a block of the all-gather without balancing.
+    surplus: of a message that balances.
   """
 
   even: int
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
 
 
 def even_bounds(n: int, size: int) -> jax.Array:
-  """The P + 1 bounds of P regions of equal length, to within one entry.
+  """The P + 1 boundaries of P regions of equal length, to within one entry, i32[P + 1].
 
   Example:
     >>> even_bounds(10, 4)
@@ -43,13 +43,14 @@ def even_bounds(n: int, size: int) -> jax.Array:
 
 
 def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
-  """Regions that hold equally many selected entries, i32[P + 1]: the mean of what each worker would choose (§3.1.1).
+  """Boundaries of regions with about equally many selected entries, i32[P + 1] (§3.1.1).
 
+  Each worker proposes boundaries that divide its own selected entries equally; the result is the mean of the proposals.
   A worker that selected fewer than P entries proposes regions of equal length.
 
   Args:
     comm: at least two workers.
-    chosen: the packed set of the entries that this worker selected.
+    chosen: the bitset of the entries that this worker selected.
     n: length of the gradient.
   """
   size, selected = comm.size, bitset.count(chosen)
@@ -62,13 +63,13 @@ def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
 
 
 def floor_mean(comm: Comm, x: jax.Array) -> jax.Array:
-  """⌊Σ_w x_w / P⌋ of i32 arrays, whose sum may be beyond int32."""
+  """⌊Σ_w x_w / P⌋ of i32 arrays; the sum may exceed int32."""
   quotient, rest = comm.all_reduce(jnp.stack([x // comm.size, x % comm.size]))
   return quotient + rest // comm.size
 
 
 def imbalance(owned: jax.Array) -> jax.Array:
-  """The largest over the mean, f32[]; 1 where all are 0.
+  """The largest number of entries over the mean, f32[]; 1 if all are 0.
 
   Example:
     >>> imbalance(jnp.array([1, 2, 9]))
@@ -81,33 +82,36 @@ def imbalance(owned: jax.Array) -> jax.Array:
 def balance_and_gather(
   comm: Comm, mine: Sparse, owned: jax.Array, sizes: Sizes, n: int
 ) -> tuple[Sparse, jax.Array, jax.Array]:
-  """What the owners keep, on every worker: (entries [P · direct], imbalance of the blocks, words).
+  """Gathers the selected sums of all owners on every worker, after balancing if an owner has far more than the mean.
 
   Args:
     comm: the workers.
-    mine: entries that this worker keeps.
-    owned: i32[P], how many each worker keeps.
-    sizes: of messages.
+    mine: the selected sums of this worker's region.
+    owned: i32[P], the number of selected sums of each worker.
+    sizes: the capacities of messages.
     n: length of the gradient.
+
+  Returns:
+    (entries [P · direct], imbalance of the gathered blocks f32[], words sent u32[]).
   """
   crowded = (imbalance(owned) > _TRIGGER) | (owned.max() > sizes.direct)
 
   def gather(block: Sparse) -> tuple[Sparse, jax.Array]:
-    """The blocks of all workers in rows of `direct` slots, and the words that took."""
+    """The blocks of all workers in rows of `direct` slots, concatenated, and the words sent."""
     rows = sparse.widened(all_gather(comm, block), sizes.direct, n)
     return jax.tree.map(jnp.ravel, rows), saturating.times(block.indices.size, 2 * (comm.size - 1))
 
   def direct() -> tuple[Sparse, jax.Array, jax.Array]:
-    capacities = rungs(-(-sizes.even // 2), sizes.direct, count=4)
+    capacities = geometric(-(-sizes.even // 2), sizes.direct, count=4)
     most = sparse.compressed(mine, mine.indices < n, sizes.direct, n)
-    kept, words = climb(capacities, owned.max(), lambda c: gather(sparse.narrowed(most, c)))
+    kept, words = switch(capacities, owned.max(), lambda c: gather(sparse.narrowed(most, c)))
     return kept, imbalance(owned), words
 
   def balanced() -> tuple[Sparse, jax.Array, jax.Array]:
     block = balance(comm, mine, owned, sizes.even, sizes.surplus, n)
     kept, words = gather(block)
-    held = jnp.sum((kept.indices < n).reshape(comm.size, -1), axis=1, dtype=jnp.int32)
-    return kept, imbalance(held), saturating.total(words, 2 * sizes.surplus * (comm.size - 1))
+    counts = jnp.sum((kept.indices < n).reshape(comm.size, -1), axis=1, dtype=jnp.int32)
+    return kept, imbalance(counts), saturating.total(words, 2 * sizes.surplus * (comm.size - 1))
 
   if comm.size == 1:
     return direct()
@@ -115,36 +119,37 @@ def balance_and_gather(
 
 
 def balance(comm: Comm, mine: Sparse, owned: jax.Array, even: int, surplus: int, n: int) -> Sparse:
-  """Moves entries from workers with more than an equal share to those with less, point to point (§3.1.2).
+  """Moves entries from workers with more than the mean number to those with fewer, point to point (§3.1.2).
 
-  All surplus entries of all workers stand in one line, by rank; all free places in another, the first of each worker
-  before the second of any, so that no two workers have much to send to each other. Each entry goes to the place of its
-  number: everyone knows from `owned` alone who sends what to whom.
+  The surplus entries of all workers are numbered by rank, the smallest magnitudes of a worker being its surplus. The
+  free slots of all workers are numbered round-robin: the first free slot of each worker, then the second of each, so
+  that no pair of workers exchanges many entries. Surplus entry i moves to free slot i. Every worker computes these
+  numbers from `owned` alone.
 
   Args:
     comm: the workers.
     mine: entries of this worker.
-    owned: i32[P], how many each worker has.
-    even: the largest equal share.
+    owned: i32[P], the number of entries of each worker.
+    even: the largest number of entries of a worker after balancing.
     surplus: slots of a message.
     n: length of the gradient.
 
   Returns:
-    [even] entries; what finds no room is in none of them.
+    [even] entries of this worker; entries without a free slot, or beyond `surplus` in a message, are in no result.
   """
-  share = jnp.minimum(-(-jnp.sum(owned, dtype=jnp.int32) // comm.size), even)
-  above, below = jnp.maximum(owned - share, 0), jnp.maximum(share - owned, 0)
-  line = _by_magnitude(mine, n)
-  ordinal = jnp.arange(line.indices.size, dtype=jnp.int32) - share
-  place = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank] + ordinal
+  mean = jnp.minimum(-(-jnp.sum(owned, dtype=jnp.int32) // comm.size), even)
+  above, below = jnp.maximum(owned - mean, 0), jnp.maximum(mean - owned, 0)
+  ordered = _by_magnitude(mine, n)
+  beyond = jnp.arange(ordered.indices.size, dtype=jnp.int32) - mean  # at least 0 for surplus entries
+  number = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank] + beyond
   free = jnp.arange(even, dtype=jnp.int32)[:, None] < below[None]
-  found = jnp.searchsorted(jnp.cumsum(free.ravel(), dtype=jnp.int32), place + 1).astype(jnp.int32)
-  moves = (ordinal >= 0) & (line.indices < n) & (found < free.size)
-  away = sparse.split(line, jnp.where(moves, found % comm.size, comm.size), comm.size, surplus, n)
-  came = exchange(comm, away)
-  stays = sparse.where(ordinal < 0, line, n)
-  here = jax.tree.map(lambda a, b: jnp.concatenate([a, b.reshape(-1)]), stays, came)
-  return top_k_of_entries(here, even, even, n)[0]
+  slot = jnp.searchsorted(jnp.cumsum(free.ravel(), dtype=jnp.int32), number + 1).astype(jnp.int32)
+  moves = (beyond >= 0) & (ordered.indices < n) & (slot < free.size)
+  moved = sparse.split(ordered, jnp.where(moves, slot % comm.size, comm.size), comm.size, surplus, n)
+  received = exchange(comm, moved)
+  own = sparse.where(beyond < 0, ordered, n)
+  together = jax.tree.map(lambda a, b: jnp.concatenate([a, b.reshape(-1)]), own, received)
+  return top_k_of_entries(together, even, even, n)[0]
 
 
 def _by_magnitude(entries: Sparse, end: int) -> Sparse:

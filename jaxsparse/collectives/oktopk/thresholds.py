@@ -1,4 +1,4 @@
-"""Thresholds of Ok-Topk: the exact global one, and how thresholds follow from step to step in between."""
+"""Thresholds of Ok-Topk: the exact global threshold, and updates of thresholds between exact ones."""
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,10 @@ _INT32 = jnp.iinfo(jnp.int32).max
 
 
 def kth_magnitude(comm: Comm, entries: Sparse, k: int, end: int) -> jax.Array:
-  """The exact k-th largest magnitude of the entries of all workers, f32[]; 0 where there are fewer than k.
+  """The exact k-th largest magnitude of the entries of all workers, f32[]; 0 if there are fewer than k.
 
-  Bisection on the 31 bits of a magnitude, which are ordered as the numbers are: 31 agreements and nothing is sorted.
+  By bisection on the 31 bits of a magnitude, which as an integer have the same order: 31 all-reduces of a count, and no
+  sort.
   """
   bits = jax.lax.bitcast_convert_type(jnp.abs(entries.values), jnp.int32)
   bits = jnp.where(entries.indices < end, bits, -1)
@@ -28,10 +29,11 @@ def kth_magnitude(comm: Comm, entries: Sparse, k: int, end: int) -> jax.Array:
 
 
 def nearest(comm: Comm, entries: Sparse, threshold: jax.Array, k: int, end: int) -> jax.Array:
-  """The threshold near the last one that about k entries of all workers reach, f32[].
+  """A threshold near the last one that about k entries of all workers reach, f32[]: two all-reduces of 33 counts.
 
-  The best of 33 from a quarter to four times the last one, then the best of 33 around that, 0.3 % apart: residuals make
-  magnitudes so equal that all k entries can lie within 9 % of the threshold. Two all-reduces of 33 counts.
+  The first compares 33 candidates from 1/4 to 4 times the last threshold, the second 33 candidates around the best one,
+  0.3 % apart. Steps this small are needed because error feedback makes magnitudes similar: all k entries can lie within
+  9 % of the threshold.
   """
   magnitude = jnp.where(entries.indices < end, jnp.abs(entries.values), -1.0)
   for octave in (8, 256):
@@ -44,7 +46,9 @@ def nearest(comm: Comm, entries: Sparse, threshold: jax.Array, k: int, end: int)
 
 
 def by_a_fixed_step(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Array:
-  """The threshold for the next step: up after far too many entries, down after far too few (the authors' code).
+  """The threshold of the next step: times 1.012 after more than 5k/4 entries, over 1.012 after fewer than 2k/3.
+
+  This is the rule of the authors' code.
 
   Example:
     >>> [round(float(by_a_fixed_step(jnp.float32(1), jnp.int32(selected), k=100)), 4) for selected in (100, 130, 60)]
@@ -56,7 +60,7 @@ def by_a_fixed_step(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Ar
 
 
 def proportionally(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Array:
-  """The threshold for the next step: up or down by a tenth of what the number of entries is off.
+  """The threshold of the next step: times 1 + x/10 with `x = selected / k − 1`, at most 2.
 
   Example:
     >>> [round(float(proportionally(jnp.float32(1), jnp.int32(selected), k=100)), 4) for selected in (100, 130, 0)]

@@ -1,30 +1,38 @@
 """SparDL: Spar-Reduce-Scatter, Spar-All-Gather, global residuals (Zhao et al., "SparDL", §3, Algorithms 1 and 2).
 
-Blocks of the gradient are reduced while they travel, and each is cut to its L = ⌈k d/P⌉ largest entries just before it
-leaves, so that messages never grow. One team (d = 1) of six workers, the blocks that worker 0 sends, L entries each:
+The gradient is divided into P equal blocks. In the reduce-scatter workers send blocks to each other in ⌈log₂P⌉ rounds,
+after which each worker has the sum of one block over all workers; in the all-gather workers exchange these sums. A
+dense reduce-scatter sends all entries of a block. SparDL sends the L = ⌈k/P⌉ largest, selected just before the block is
+sent, when the entries received so far have been added to it. So messages do not grow from round to round, although the
+sum of two sparse blocks has up to 2 L entries. The messages that worker 0 of six sends, L entries per block:
 
-    reduce-scatter   stride 4   blocks 4 5      ->  worker 4   which adds them to its own
+    reduce-scatter   stride 4   blocks 4 5      ->  worker 4   which adds them to its own blocks 4 and 5
                      stride 2   blocks 2 3      ->  worker 2
                      stride 1   block  1        ->  worker 1
-                     worker 0 now holds the sum of block 0
+                     now worker 0 has the sum of block 0
     all-gather       stride 1   block  0        ->  worker 5
                      stride 2   blocks 0 1      ->  worker 4
-                     stride 4   blocks 0 1      ->  worker 2   (2 of 6 were missing)
+                     stride 4   blocks 0 1      ->  worker 2   (which lacks only these two)
 
-2⌈log₂P⌉ messages and 4 L (P − 1) words for any P: no round knows whether P is a power of two.
+That is 2⌈log₂P⌉ messages and 4 L (P − 1) words, an entry being two words, for any P, a power of two or not.
 
-With d teams the two halves run inside teams of P/d workers, over P/d blocks, and in between Spar-All-Gather adds up the
-same block of all teams (§3.3): fewer rounds for more words. Two teams of three, worker 0:
+With d teams the reduce-scatter and the all-gather run inside teams of P/d workers, over P/d blocks of L = ⌈k d/P⌉
+entries. Between them Spar-All-Gather adds up the same block of all teams (§3.3): fewer messages, more words. The
+messages that worker 0 of two teams of three sends:
 
     reduce-scatter   stride 2   block  2        ->  worker 2   of its team 0 1 2
                      stride 1   block  1        ->  worker 1
-    R-SAG            block 0  <->  worker 3   which is worker 0 of the other team; both keep L of the sum
+    R-SAG            block 0  <->  worker 3   which is worker 0 of the other team; both keep the L largest of the sum
     all-gather       stride 1   block  0        ->  worker 2
                      stride 2   block  0        ->  worker 1
 
-R-SAG repeats that log₂d times, for a power of two. B-SAG, for any d, gathers the h largest entries of each team instead
-and adds them up at once; h follows the number N of different indices that come together (Algorithm 2), so that about L
-remain. (The lower end 2k(d² + P − 2d)/(Pd) of B-SAG's words in the paper's Table 1 leaves out the reduce-scatter.)
+R-SAG repeats the exchange log₂d times, with d a power of two. B-SAG takes any d: it gathers the h largest entries of
+the block of each team, adds them up, and keeps the L largest. The sum has N different indices, more or fewer depending
+on how much the teams overlap, and Algorithm 2 adapts h from step to step so that N is about L. (The lower end
+2k(d² + P − 2d)/(Pd) of B-SAG's words in the paper's Table 1 leaves out the reduce-scatter.)
+
+`algorithm` has the collective, the reduce-scatter and the all-gather; `teams` has R-SAG and B-SAG; `adaptive_h` has
+Algorithm 2; `writer` encodes and decodes messages.
 """
 
 from jaxsparse.collectives.spardl.algorithm import SparDL

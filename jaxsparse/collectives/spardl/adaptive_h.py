@@ -1,4 +1,4 @@
-"""Algorithm 2: the number of entries that each team sends in B-SAG follows how much the teams' entries overlap."""
+"""Algorithm 2: adapts the number h of entries that each team sends in B-SAG to the overlap of the teams' indices."""
 
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ class Adaptive(NamedTuple):
   """The state of Algorithm 2, the same on every worker.
 
   Attributes:
-    h: i32[], entries of a block that each team sends, ⌈L/d⌉ … L.
-    step: i32[], what was last added to h.
-    right: bool[], whether that step was already in the right direction.
+    h: i32[], the number of entries of a block that each team sends, ⌈L/d⌉ … L.
+    step: i32[], the last change of h.
+    right: bool[], whether the last step was in the right direction and was not a doubled one.
   """
 
   h: jax.Array
@@ -21,20 +21,21 @@ class Adaptive(NamedTuple):
 
   @classmethod
   def start(cls, low: int, share: int) -> "Adaptive":
-    """Begins with h = ⌈L/d⌉ and a step of 1 % of the range of h."""
+    """The state before the first step: h = ⌈L/d⌉, and a step of 1 % of the range of h."""
     return cls(jnp.int32(low), jnp.int32(max(1, round(0.01 * (share - low)))), jnp.bool_(False))
 
 
 def adapt(state: Adaptive, merged: jax.Array, low: int, share: int) -> Adaptive:
-  """Algorithm 2: moves h so that the union of what teams send has about L indices (the directions of its pseudocode).
+  """Algorithm 2: changes h so that the union of the indices that teams send has about L elements.
 
-  Two steps in the right direction double the step, one in the wrong direction turns it and halves it.
+  The direction of a step is right if h grows while N ≤ L, or shrinks while N > L, as in the paper's pseudocode. After
+  two steps in the right direction the step is doubled; after one in the wrong direction it is halved and reversed.
 
   Args:
-    state: of this step.
-    merged: i32[], the largest number N of different indices of any block, the same on every worker.
-    low: ⌈L/d⌉, the least that h can be.
-    share: L, the most.
+    state: the state of this step.
+    merged: i32[], N, the largest number of different indices of any block, the same on every worker.
+    low: ⌈L/d⌉, the minimum of h.
+    share: L, the maximum of h.
   """
   right_way = (merged > share) ^ (state.step > 0)
   doubled = jnp.clip(2 * state.step, -share, share)

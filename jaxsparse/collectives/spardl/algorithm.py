@@ -1,4 +1,4 @@
-"""The SparDL all-reduce: reduce-scatter and all-gather inside teams, and sums over teams in between."""
+"""The SparDL all-reduce: reduce-scatter inside teams, sums over teams, all-gather inside teams."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ from jaxsparse.select.accumulator import Accumulator
 from jaxsparse.select.blocks import Blocks
 from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
 from jaxsparse.sparse import saturating
-from jaxsparse.sparse.capacities import climb, rungs
+from jaxsparse.sparse.capacities import geometric, switch
 from jaxsparse.sparse.codec import Codec, codec_of
 from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.sparse.values import FORMATS, Wire
@@ -24,11 +24,11 @@ from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, Stat
 
 
 class Shared(NamedTuple):
-  """The state that is the same on every worker; () where the options do without.
+  """The state that is the same on every worker; () for a part that the options do not need.
 
   Attributes:
-    adaptive: for B-SAG.
-    step: i32[], from which random rounding draws its noise.
+    adaptive: the state of Algorithm 2, for B-SAG.
+    step: i32[], the number of the step, from which random rounding draws its noise.
   """
 
   adaptive: Any = ()
@@ -37,34 +37,40 @@ class Shared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparDL(SparseCollective):
-  """Delivers k of n entries a step; residuals hold all others for later steps (SparDL, §3).
+  """All-reduces k of n entries a step; all other entries stay in residuals and are sent in later steps (SparDL, §3).
 
-  With the accumulator `acc_w = gradient_w + residual_w` at each of P workers, `total` estimates the sum of all `acc_w`
-  at k indices I, and the next residuals hold exactly what it leaves out:
+  Each worker w adds its gradient to the residual of the last step, which gives its accumulator
+  `acc_w = gradient_w + residual_w`. The total estimates the sum of the accumulators at k indices I and is 0 elsewhere;
+  the next residuals are the entries that were not delivered:
 
       total + Σ_w residual_w  =  Σ_w acc_w      (Law C)
 
-  The state is the residual, f32[n] a worker, whatever the gradients' dtype.
+  Workers are divided into d teams, by default one, and the vector into P/d equal blocks, which workers reduce in rounds
+  of messages. Before a block is sent, its L = ⌈k d/P⌉ entries of largest magnitude are selected. No worker sees all
+  accumulators, so I is close to the k largest entries of their sum, but not always equal. The state is the residual,
+  f32[n] a worker for every dtype of the gradients.
 
   Args:
     density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
     k: the number of entries to deliver instead, 1 … n. It is rounded up to ⌈k d/P⌉ for each of P/d blocks.
-    teams: d, a divisor of P. More teams take fewer messages, 2⌈log₂(P/d)⌉ + ⌈log₂d⌉, which helps where the start-up of
-      a message dominates. Each worker then reduces P/d longer blocks, and sums of teams sort entries: six workers with
-      n = 14.7 M at 1 Gbit/s take 217 ms an update with one team, 472, 632 and 761 ms with 2, 3 and 6.
-    sag: how teams add up their blocks. "recursive" (R-SAG) takes a power of two of teams, "bruck" (B-SAG) any number;
-      "auto" is the first where it can be.
-    residual: which of the undelivered entries the residual holds. "global" holds all. "partial" (without what later
-      workers drop at I) and "local" (only what this worker did not send) are the paper's ablation (§4.1.3) and lose
-      gradient mass.
-    selector: how the L entries of a block are selected. "exact" selects the largest. "chunked" selects the largest of
-      each of L equal chunks, which interleave: less arithmetic, and an index within a chunk is a byte on the wire.
-      "reuse" selects those of the largest that reach a threshold reused from the last step, which rises as residuals
-      fill, and falls while fewer than L reach it; where far too many do, or fewer than half did in the last step,
-      entries are selected as by "exact".
-    wire: the format of values. "bf16" rounds to 8 bits, "int8" to 127 levels of the largest of a message's block, up or
-      down at random so that the mean stays; both also write indices in about 9 bits each. Rounding errors stay in the
-      residual of the worker that rounded.
+    teams: d, a divisor of P: workers reduce blocks inside d teams, then teams add up their sums. More teams need fewer
+      messages, 2⌈log₂(P/d)⌉ + ⌈log₂d⌉, which helps where latency dominates. But blocks are longer, and sums over teams
+      sort entries: six workers with n = 14.7 M at 1 Gbit/s take 217 ms an update with one team, and 472, 632 and 761 ms
+      with 2, 3 and 6.
+    sag: how teams add up their sums. "recursive" (R-SAG) needs d to be a power of two, "bruck" (B-SAG) takes any d;
+      "auto" is "recursive" if d is a power of two, else "bruck".
+    residual: which undelivered entries stay in the residual. "global" keeps all of them. The others are the paper's
+      ablation (§4.1.3) and break Law C: "partial" keeps the entries of a worker's accumulator outside I, "local" those
+      that the worker did not send.
+    selector: how the L entries of a block are selected. "exact" selects those of largest magnitude. "chunked" divides a
+      block into L interleaved chunks and selects the largest entry of each, which needs less arithmetic, and one or two
+      bytes for an index. "reuse" is "exact" restricted to entries that reach a threshold reused from the last step. The
+      threshold rises as residuals grow, and falls while fewer than L entries reach it; if far more than L entries reach
+      it, or fewer than half of L did in the last step, "exact" is used.
+    wire: the format of values. "f32" sends them unchanged, "bf16" rounds them to 8 significant bits. "int8" rounds them
+      to multiples of 1/127 of the largest magnitude of a block, up or down at random, so that rounding is unbiased.
+      "bf16" and "int8" also send indices in about 9 bits each. Rounding errors stay in the residual of the worker that
+      rounds.
 
   Raises:
     ValueError: for a density, k, teams or another option outside their choices, or teams that do not divide P.
@@ -96,8 +102,8 @@ class SparDL(SparseCollective):
       )
     if self._selector.one_per_chunk and self.teams > 1:
       raise ValueError(
-        f"{self.name}: selector={self.selector!r} with teams={self.teams}: sums of teams are no longer one entry a "
-        "chunk, choose teams=1, or another selector"
+        f"{self.name}: selector={self.selector!r} with teams={self.teams}: sums over teams may have several entries in "
+        "a chunk, choose teams=1, or another selector"
       )
 
   @property
@@ -122,10 +128,10 @@ class SparDL(SparseCollective):
     return FORMATS[self.wire].draws
 
   def share(self, n: int, size: int) -> int:
-    """L, the entries that are sent of each of size / teams blocks.
+    """L, the number of entries that are sent of each of the size / teams blocks.
 
     Raises:
-      ValueError: if `teams` does not divide `size`, naming the divisors; for blocks the selector cannot choose from.
+      ValueError: if `teams` does not divide `size`, naming the divisors; if blocks are too long for the selector.
     """
     team = topology.team_size(size, self.teams)
     share, length = -(-self.entries(n) // team), -(-n // team)
@@ -140,10 +146,10 @@ class SparDL(SparseCollective):
     return max(super().slots(n, size), merged * self.share(n, size))
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
-    """The slots of a block in a message: L, but for B-SAG from L/d, where all teams chose the same indices."""
+    """The capacities of a block in a message: L; for B-SAG ⌈L/d⌉ … L, since Algorithm 2 changes h."""
     share = self.share(n, size)
-    everything = share * size >= n * self.teams  # whole blocks: then there is nothing to leave out
-    return rungs(-(-share // self.teams), share) if self.is_bruck and not everything else (share,)
+    everything = share * size >= n * self.teams  # whole blocks are sent, so no entry is dropped
+    return geometric(-(-share // self.teams), share) if self.is_bruck and not everything else (share,)
 
   def init(self, n: int, size: int) -> State:
     adaptive: Any = ()
@@ -156,7 +162,7 @@ class SparDL(SparseCollective):
   def cost(self, n: int, size: int) -> Cost:
     share, team = self.share(n, size), size // self.teams
     inside, between = self._codecs(-(-n // team))
-    rounds = len(topology.strides(self.teams))  # R-SAG sends L entries in each; B-SAG up to L of each other team
+    rounds = len(topology.strides(self.teams))  # R-SAG sends L entries per round, B-SAG up to L of each other team
     sag = words_of(between, self.teams, share) if self.is_bruck else rounds * between.words(1, share)
     words = 2 * words_of(inside, team, share) + sag
     return Cost(2 * len(topology.strides(team)) + rounds, words, agreements=int(self.is_bruck))
@@ -172,20 +178,20 @@ class SparDL(SparseCollective):
     own = jax.tree.map(lambda x: x[:1], chosen)
     summed = self._sum_over_teams(member, own, between, state, capacities)
     merged = comm.all_reduce(summed.merged, "max") if self.is_bruck else summed.merged
-    kept, rounded, gather_words = all_gather(team, summed.own, merged, capacities, inside)
-    for entries in summed.lost + [entries._replace(values=entries.values / self.teams) for entries in rounded]:
+    delivered, errors, gather_words = all_gather(team, summed.own, merged, capacities, inside)
+    for entries in summed.lost + [entries._replace(values=entries.values / self.teams) for entries in errors]:
       acc = acc.add(entries)
 
-    residual = self._residual(acc, kept, chosen)
+    residual = self._residual(acc, delivered, chosen)
     words = saturating.total(inside.words(team.size, share), summed.words, gather_words)
     selected = sparse.count(chosen, blocks.length)
     used = words
     if not self._selector.fills_slots:
       used = words.astype(jnp.float32) * selected.astype(jnp.float32) / (share * team.size)
-    counters = Counters(words, used, selected=selected, delivered=jnp.count_nonzero(kept.values), merged=merged)
+    counters = Counters(words, used, selected=selected, delivered=jnp.count_nonzero(delivered.values), merged=merged)
     memory = self._selector.next(state.worker, chosen, blocks.length)
     shared = self._next(state.shared, merged, capacities[0], share)
-    total = Sparse(blocks.flat(kept.indices), kept.values)
+    total = Sparse(blocks.flat(delivered.indices), delivered.values)
     return Reduced(total, State(residual, memory, shared), counters)
 
   def _sum_over_teams(
@@ -195,12 +201,12 @@ class SparDL(SparseCollective):
       return spar_all_gather.b_sag(member, own, state.shared.adaptive.h, capacities, writer)
     return spar_all_gather.r_sag(member, own, writer)
 
-  def _residual(self, acc: Accumulator, kept: Sparse, chosen: Sparse) -> Pending:
-    """What is kept of the entries that are not delivered (§4.1.3)."""
+  def _residual(self, acc: Accumulator, delivered: Sparse, chosen: Sparse) -> Pending:
+    """The next residual, by the option `residual` (§4.1.3)."""
     if self.residual == "global":
-      return acc.pending(kept.indices)
-    gone = kept if self.residual == "partial" else chosen
-    return acc.pending_except(Sparse(acc.blocks.flat(gone.indices), jnp.zeros_like(gone.values)))
+      return acc.pending(delivered.indices)
+    zeroed = delivered if self.residual == "partial" else chosen
+    return acc.pending_except(Sparse(acc.blocks.flat(zeroed.indices), jnp.zeros_like(zeroed.values)))
 
   def _codecs(self, length: int) -> tuple[Codec, Codec]:
     """The codecs of blocks inside a team, and between teams."""
@@ -209,7 +215,7 @@ class SparDL(SparseCollective):
 
   def _writers(self, team: Comm, length: int, state: State) -> tuple[Writer, Writer]:
     key = None
-    if self._draws:  # the same for the same block of every team, which must round alike
+    if self._draws:  # depends on the block, not on the team: all teams must round the sum of a block alike
       key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), state.shared.step), team.rank)
     inside, between = self._codecs(length)
     return Writer(inside, key), Writer(between, key)
@@ -221,25 +227,27 @@ class SparDL(SparseCollective):
 
 
 def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumulator, Sparse]:
-  """Spar-Reduce-Scatter: sums P blocks over P workers, L entries of each, chosen just before they are sent (§3.1).
+  """Spar-Reduce-Scatter: worker w gets the sum of block w, of which each message contains L entries (§3.1).
 
-  In the home frame row b is block (rank + b) mod P. The bag of a stride s is then rows s … 2s − 1, clipped at P, and is
-  added to the receiver's rows 0 … s − 1, for every P (the paper's Theorem 3.1 as a slice).
+  Each worker numbers the blocks from its own: row b is block (rank + b) mod P, the "home frame". In the round of stride
+  s a worker sends rows s … min(2s, P) − 1, the paper's bag of blocks, to worker rank + s, where they are rows 0 … s − 1
+  and are added. After the rounds of strides …, 4, 2, 1, row 0 is the sum of the worker's own block. (That this works
+  for every P is the paper's Theorem 3.1.)
 
   Args:
-    comm: the workers.
-    acc: gradient + residual of this worker.
-    writer: of the messages.
+    comm: the P workers.
+    acc: the accumulator of this worker.
+    writer: encodes and decodes messages.
 
   Returns:
-    (acc, chosen): the accumulator, and the `Sparse` [P, L] entries chosen of each row. Row 0 of `chosen` is the sum of
-    this worker's block; the others were sent.
+    (acc, chosen): the accumulator without the sent entries, and the `Sparse` [P, L] entries selected of each row. Row 0
+    of `chosen` is the sum of this worker's block; the other rows were sent.
   """
   bags = []
   for stride in topology.strides(comm.size):
     bag = acc.largest(stride, min(2 * stride, comm.size))
-    message, rounded = writer.encode(bag, stride)
-    acc = acc.sent(rounded, stride)
+    message, errors = writer.encode(bag, stride)
+    acc = acc.sent(errors, stride)
     acc = acc.add(writer.decode(comm.shift(message, stride)))
     bags.append(bag)
   own = acc.largest(0, 1)
@@ -251,21 +259,28 @@ def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumu
 def all_gather(
   team: Comm, own: Sparse, largest: jax.Array, capacities: tuple[int, ...], writer: Writer
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
-  """The blocks of all workers of a team.
+  """The blocks of all workers of a team, by Bruck's all-gather.
+
+  Args:
+    team: the P/d workers of the team.
+    own: [1, L] entries, the total of this worker's block.
+    largest: i32[], the largest number of entries of a block, the same on every worker.
+    capacities: the message sizes that are compiled, up to L.
+    writer: encodes and decodes messages.
 
   Returns:
-    (kept, rounded, words): [P/d, L] entries in the home frame; what was rounded off of the own block, the same in every
-    team; and the words sent.
+    (rows, lost, words): [P/d, L] entries, one row for each block in the home frame; the rounding errors of the own
+    block, the same in every team; and the words sent.
   """
   share = own.indices.size
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-    message, rounded = writer.encode(sparse.narrowed(own, capacity), 0)
+    message, errors = writer.encode(sparse.narrowed(own, capacity), 0)
     rows = sparse.widened(writer.gather(team, message), share, writer.length)
-    lost = [sparse.widened(rounded, share, writer.length)] if writer.rounds else []
+    lost = [sparse.widened(errors, share, writer.length)] if writer.rounds else []
     return rows, lost, saturating.total(writer.words(team.size, capacity))
 
-  return climb(capacities, largest, gather)
+  return switch(capacities, largest, gather)
 
 
 def _is_power_of_two(number: int) -> bool:
