@@ -108,7 +108,7 @@ class TopKAccumulator:
     >>> acc.largest(0, 1)
     Sparse(indices=Array([[1]], dtype=int32), values=Array([[12.]], dtype=float32))
     >>> acc.pending(jnp.array([[1], [0]])).entries
-    Sparse(indices=Array([1, 4, 2, 4], dtype=int32), values=Array([12.,  4.,  0.,  2.], dtype=float32))
+    Sparse(indices=Array([2, 1], dtype=int32), values=Array([ 0., 12.], dtype=float32))
   """
 
   blocks: Blocks
@@ -173,23 +173,24 @@ class TopKAccumulator:
 
   def pending(self, delivered: jax.Array) -> Pending:
     """The next residual: the current values where delivered, and elsewhere the initial ones."""
-    n, flat = self.blocks.n, self.blocks.flat(delivered)
-    members, log = bitset.insert(bitset.empty(n), flat, n), _joined(self.log)
-    sent = bitset.insert(bitset.empty(n), log.indices, n)
-    present = Sparse(jnp.where(bitset.contains(sent, flat), n, flat), self._at(flat))
+    n, log = self.blocks.n, _joined(self.log)
+    members = bitset.insert(bitset.empty(n), self.blocks.flat(delivered), n)
     kept = log._replace(indices=jnp.where(bitset.contains(members, log.indices), log.indices, n))
-    return self._replaced((present, kept), members)
+    return self._replaced(kept, members)
 
   def pending_except(self, entries: Sparse) -> Pending:
     """The next residual: the initial values, except `entries`."""
-    n = self.blocks.n
-    return self._replaced((entries,), bitset.insert(bitset.empty(n), entries.indices, n))
+    return self._replaced(_joined((entries,)), bitset.empty(self.blocks.n))
 
-  def _replaced(self, entries: tuple[Sparse, ...], members: jax.Array) -> Pending:
-    """The initial values, except `entries`, whose indices are the bitset `members`."""
-    start = _joined(tuple(Sparse(added.first, added.before) for added in self.added))
-    start = start._replace(indices=jnp.where(bitset.contains(members, start.indices), self.blocks.n, start.indices))
-    return Pending(self.grads, self.blocks.x.parts[1], _joined((*entries, start)))
+  def _replaced(self, entries: Sparse, current: jax.Array) -> Pending:
+    """The current values at the bitset `current`, elsewhere the initial ones, except `entries`."""
+    n = self.blocks.n
+    added = _joined(tuple(Sparse(added.first, added.before) for added in self.added))
+    # Where nothing was added, the sum of gradient and residual is both.
+    values = jnp.where(bitset.contains(current, added.indices), sparse.at(self.grads, added.indices), added.values)
+    given = bitset.insert(bitset.empty(n), entries.indices, n)
+    others = Sparse(jnp.where(bitset.contains(given, added.indices), n, added.indices), values)
+    return Pending(self.grads, self.blocks.x.parts[1], _joined((entries, others)))
 
   def _at(self, flat: jax.Array) -> jax.Array:
     """The current values, from which sent entries are not subtracted; 0 beyond the end."""
