@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse.collectives._base import Collective, check_whole
-from jaxsparse.comm import all_gather, in_rank_order, topology
+from jaxsparse.comm import all_gather, topology
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.sums import ordered_sum, rounded_up
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
@@ -77,8 +77,9 @@ class QSGD(Collective):
     acc = grads if state.residual is None else grads + state.residual
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), state.shared), comm.rank)
     scale, levels = quantize(key, acc, self.levels)
-    rows = in_rank_order(comm, all_gather(comm, (scale, pack_levels(levels, self.bits))))
-    total = _sum(rows, self.bits, n)
+    # One array, which is sent and gathered without copies for a message.
+    message = jnp.concatenate([jax.lax.bitcast_convert_type(scale, jnp.uint32)[None], pack_levels(levels, self.bits)])
+    total = _sum(comm, all_gather(comm, message), self.bits, n)
 
     residual = None if state.residual is None else acc - levels.astype(jnp.float32) * scale
     words = self.cost(n, comm.size).words
@@ -143,12 +144,16 @@ def _parts(words: jax.Array, bits: int) -> jax.Array:
   return offset.astype(jnp.int32) - (1 << (bits - 1))
 
 
-def _sum(rows: tuple[jax.Array, jax.Array], bits: int, n: int) -> jax.Array:
-  """The sum f32[n] of rows of (scale, words), one after the other."""
-  value = lambda scale, words: _parts(words, bits).astype(jnp.float32) * scale
-  add = lambda total, row: (total + value(*row), None)
-  zeros = jnp.zeros((32 // bits, rows[1].shape[1]), jnp.float32)
-  return jax.lax.scan(add, zeros, rows)[0].reshape(-1)[:n]
+def _sum(comm: Comm, rows: jax.Array, bits: int, n: int) -> jax.Array:
+  """The sum f32[n] of the messages of all workers, u32[P, 1 + w] in the home frame, added in rank order."""
+
+  def add(worker: jax.Array, total: jax.Array) -> jax.Array:
+    row = jax.lax.dynamic_index_in_dim(rows, (worker - comm.rank) % comm.size, keepdims=False)
+    scale = jax.lax.bitcast_convert_type(row[0], jnp.float32)
+    return total + _parts(row[1:], bits).astype(jnp.float32) * scale
+
+  zeros = jnp.zeros((32 // bits, rows.shape[1] - 1), jnp.float32)
+  return jax.lax.fori_loop(0, comm.size, add, zeros).reshape(-1)[:n]
 
 
 def _shifts(bits: int) -> jax.Array:
