@@ -79,7 +79,8 @@ def compressed(entries: Sparse, keep: jax.Array, slots: int, end: int) -> Sparse
   """
   slot = jnp.where(keep, bitset.ranks(bitset.pack(keep))[: keep.size], slots)
   return Sparse(
-    put(jnp.full(slots, end, jnp.int32), slot, entries.indices), put(jnp.zeros(slots), slot, entries.values)
+    put(jnp.full(slots, end, jnp.int32), slot, entries.indices),
+    put(jnp.zeros(slots, jnp.float32), slot, entries.values),
   )
 
 
