@@ -54,9 +54,9 @@ class SparDL(SparseCollective):
     density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
     k: the number of entries to deliver instead, 1 … n. It is rounded up to ⌈k d/P⌉ for each of P/d blocks.
     teams: d, a divisor of P: workers reduce blocks inside d teams, then teams add up their sums. More teams need fewer
-      messages, 2⌈log₂(P/d)⌉ + ⌈log₂d⌉, which helps where latency dominates. But blocks are longer and have to be merged:
-      six workers with n = 14.7 M at 1 Gbit/s take 170 ms an update with one team, and 239, 227 and 246 ms with 2, 3 and
-      6.
+      messages, 2⌈log₂(P/d)⌉ + ⌈log₂d⌉, which helps where latency dominates. But blocks are longer, and are merged
+      over teams: six workers with n = 14.7 M at 1 Gbit/s take 170 ms an update with one team, and 239, 227 and 246 ms
+      with 2, 3 and 6.
     sag: how teams add up their sums. "recursive" (R-SAG) needs d to be a power of two, "bruck" (B-SAG) takes any d;
       "auto" is "recursive" if d is a power of two, else "bruck".
     residual: which undelivered entries stay in the residual. "global" keeps all of them. The others are the paper's
