@@ -1,14 +1,18 @@
 """The table that the laws are tested over: every collective that exists, with every choice of its options."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+import jaxsparse as js
+from jaxsparse import _compat
 from jaxsparse.collectives import Collective, SparseCollective, _base, _kinds, make_collective
 
 WORKERS = (1, 2, 3, 5, 6, 8, 13, 16)
@@ -157,6 +161,17 @@ def each_main(cases: list[Case]) -> pytest.MarkDecorator:
 @functools.cache
 def mesh_of(workers: int) -> Mesh:
   return Mesh(np.array(jax.devices()[:workers]), ("workers",))
+
+
+def update_program(tx: optax.GradientTransformation, state: Any, workers: int) -> Callable:
+  """The update of all workers: their gradients and the state to their updates, as rows, and the next state."""
+  spec = js.specs(state, "workers")
+
+  def worker(grads: Any, state: Any) -> Any:
+    updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state)
+    return jax.tree.map(lambda x: x[None], updates), state
+
+  return jax.jit(_compat.shard_map(worker, mesh_of(workers), (P("workers"), spec), (P("workers"), spec)))
 
 
 def integers(seed: int, *shape: int) -> np.ndarray:

@@ -124,7 +124,7 @@ def pack_levels(levels: jax.Array, bits: int) -> jax.Array:
   """Signed levels of `bits` bits each as u32[w], ⌊32 / bits⌋ in a word: word i has levels i, w + i, 2w + i and so on.
 
   Example:
-    >>> unpack_levels(pack_levels(jnp.array([-3, 0, 3]), bits=3), bits=3, n=3)
+    >>> unpack_levels(pack_levels(jnp.array([-3, 0, 3]), bits=3), bits=3).reshape(-1)[:3]
     Array([-3,  0,  3], dtype=int32)
   """
   per_word = 32 // bits
@@ -133,13 +133,8 @@ def pack_levels(levels: jax.Array, bits: int) -> jax.Array:
   return jnp.bitwise_or.reduce(parts << _shifts(bits), axis=0)
 
 
-def unpack_levels(words: jax.Array, bits: int, n: int) -> jax.Array:
-  """The n levels that `pack_levels` packed, i32[n]."""
-  return _parts(words, bits).reshape(-1)[:n]
-
-
-def _parts(words: jax.Array, bits: int) -> jax.Array:
-  """The levels of u32[w] words, i32[⌊32 / bits⌋, w]."""
+def unpack_levels(words: jax.Array, bits: int) -> jax.Array:
+  """The levels of u32[w] words, i32[⌊32 / bits⌋, w], row by row in the order before `pack_levels`, and its padding."""
   offset = (words[None] >> _shifts(bits)) & jnp.uint32((1 << bits) - 1)
   return offset.astype(jnp.int32) - (1 << (bits - 1))
 
@@ -150,7 +145,7 @@ def _sum(comm: Comm, rows: jax.Array, bits: int, n: int) -> jax.Array:
   def add(worker: jax.Array, total: jax.Array) -> jax.Array:
     row = jax.lax.dynamic_index_in_dim(rows, (worker - comm.rank) % comm.size, keepdims=False)
     scale = jax.lax.bitcast_convert_type(row[0], jnp.float32)
-    return total + _parts(row[1:], bits).astype(jnp.float32) * scale
+    return total + unpack_levels(row[1:], bits).astype(jnp.float32) * scale
 
   zeros = jnp.zeros((32 // bits, rows.shape[1] - 1), jnp.float32)
   return jax.lax.fori_loop(0, comm.size, add, zeros).reshape(-1)[:n]

@@ -144,14 +144,20 @@ class TopKAccumulator:
     """The k largest entries of rows first … last − 1, or those of them that reach the threshold."""
     least = None if self.threshold is None else self.threshold.least[first:last]
     if self.candidates is None:
-      indices = self._largest_of_whole(first, last, least)
+      indices = self._of_whole(first, last - first, least)
     else:
       some = self._known(first, last)
       keys = jnp.where(some < self.blocks.length, keys_of(self._at(self.blocks.flat(some, first))), -1)
       low, fits = self.candidates.low[first:last], self.candidates.fits[first:last]
       needed = self.blocks.k if self.threshold is None else self.threshold.needed
       proven = lambda reached: (fits & (reached >= needed)).all()
-      indices = exact.among(keys, some, self.blocks, low, proven, lambda row: self._sorted(first, row, least), least)
+
+      def otherwise(row: jax.Array) -> jax.Array:
+        """By a sort: it rarely runs, and compiles fastest."""
+        own = None if least is None else least[row][None]
+        return self._of_whole(first + row, 1, own, "sort")[0]
+
+      indices = exact.among(keys, some, self.blocks, low, proven, otherwise, least)
     return Sparse(indices, self._at(self.blocks.flat(indices, first)))
 
   def sent(self, kept: Sparse, first: int) -> Self:
@@ -197,12 +203,16 @@ class TopKAccumulator:
     grads, residual = sparse.at(self.grads, flat), sparse.at(self.blocks.x.parts[1], flat)
     return jnp.where(bitset.contains(self.touched, flat), grads, grads + residual)  # −0 + 0 would be 0
 
-  def _sorted(self, first: int, row: jax.Array, least: jax.Array | None) -> jax.Array:
-    """The entries of row `first + row` to send, i32[k], by a sort: it rarely runs, and compiles fastest."""
-    everything = jnp.arange(self.blocks.length, dtype=jnp.int32)[None]
-    values = self._at(self.blocks.flat(everything, first + row))[0]
-    indices = exact.by_sorting(values, self.blocks.k)
-    return indices if least is None else jnp.where(keys_of(values[indices]) >= least[row], indices, self.blocks.length)
+  def _of_whole(
+    self, first: jax.Array | int, rows: int, least: jax.Array | None, method: exact.Method | None = None
+  ) -> jax.Array:
+    """The indices of the entries to send of rows first … first + rows − 1, i32[rows, k], from all entries of a row."""
+    everything = jnp.arange(self.blocks.length, dtype=jnp.int32)
+    values = self._at(self.blocks.flat(jnp.broadcast_to(everything, (rows, everything.size)), first))
+    chosen = exact.top_k(values, self.blocks.k, method=method)
+    if least is None:
+      return chosen.indices
+    return jnp.where(keys_of(chosen.values) >= least[:, None], chosen.indices, self.blocks.length)
 
   def _known(self, first: int, last: int) -> jax.Array:
     """The indices of candidates and of received entries, i32[last − first, c], each index once."""
@@ -215,14 +225,6 @@ class TopKAccumulator:
         more = ((0, last - first - count), (0, bitset.aligned(slots) - slots))
         known.append(jnp.pad(new, more, constant_values=self.blocks.length))
     return jnp.concatenate(known, axis=1)
-
-  def _largest_of_whole(self, first: int, last: int, least: jax.Array | None) -> jax.Array:
-    everything = jnp.arange(self.blocks.length, dtype=jnp.int32)
-    values = self._at(self.blocks.flat(jnp.broadcast_to(everything, (last - first, everything.size)), first))
-    chosen = exact.top_k(values, self.blocks.k)
-    if least is None:
-      return chosen.indices
-    return jnp.where(keys_of(chosen.values) >= least[:, None], chosen.indices, self.blocks.length)
 
 
 def _joined(parts: tuple[Sparse, ...]) -> Sparse:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxsparse import sparse
 from jaxsparse.select import candidates as found
 from jaxsparse.select.blocks import Blocks
-from jaxsparse.select.kth_largest import TOP, Cut, bisected, keys_of, kth_largest
+from jaxsparse.select.kth_largest import TOP, bisected, keys_of, kth_largest
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Sparse
@@ -142,13 +142,6 @@ def among(
   return jax.lax.cond(proven(reached), among_these, each)
 
 
-def by_sorting(values: jax.Array, k: int) -> jax.Array:
-  """The indices of the k largest entries of each row, i32[..., k], ascending, by `lax.top_k`."""
-  # As floats: compilers have a fast top_k of floats, but sort integers.
-  magnitudes = jax.lax.bitcast_convert_type(keys_of(values), jnp.float32)
-  return jnp.sort(jax.lax.top_k(magnitudes, k)[1], axis=-1)
-
-
 def _by_bracket(blocks: Blocks) -> jax.Array:
   if blocks.length < bitset.GROUP * bitset.BITS:  # too short for candidates
     return _by_bisection(blocks)
@@ -169,18 +162,15 @@ def _bisected(blocks: Blocks, row: jax.Array) -> jax.Array:
   single = blocks.order.size == 1
   values = blocks.x.values if single else blocks.x.slice(blocks.order[row] * blocks.length, blocks.length)
   keys = keys_of(values)
-
-  def selects(cut: Cut) -> jax.Array:
-    indices = jnp.arange(keys.size, dtype=jnp.int32)
-    return (keys > cut.key) | ((keys == cut.key) & (indices <= cut.last))
-
-  count_of = lambda cut: bitset.count(bitset.pack(selects(cut)))
-  cut = bisected(count_of, jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
-  return bitset.nonzero(bitset.pack(selects(cut)), blocks.k)
+  members = lambda cut: bitset.pack(cut.selects(keys, jnp.arange(keys.size, dtype=jnp.int32)))
+  cut = bisected(lambda cut: bitset.count(members(cut)), jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
+  return bitset.nonzero(members(cut), blocks.k)
 
 
 def _by_sorting(blocks: Blocks) -> jax.Array:
-  return by_sorting(blocks.x.values.reshape(blocks.order.size, blocks.length), blocks.k)
+  # As floats: compilers have a fast top_k of floats, but sort integers.
+  magnitudes = jax.lax.bitcast_convert_type(keys_of(blocks.x.values), jnp.float32)
+  return jnp.sort(jax.lax.top_k(magnitudes.reshape(blocks.order.size, blocks.length), blocks.k)[1], axis=-1)
 
 
 _METHODS = {"bracket": _by_bracket, "bisect": _by_bisection, "sort": _by_sorting}

@@ -26,16 +26,16 @@ class Cut(NamedTuple):
   """The end of a selection, which contains keys above `key`, and of keys equal to `key` the indices up to `last`.
 
   Attributes:
-    key: i32[rows].
-    last: i32[rows].
+    key: i32[rows]; a scalar for a single row, or i32[c], one for each key.
+    last: likewise.
   """
 
   key: jax.Array
   last: jax.Array
 
   def selects(self, keys: jax.Array, indices: jax.Array) -> jax.Array:
-    """Which of i32[rows, c] keys are in the selection, bool[rows, c]."""
-    key, last = self.key[:, None], self.last[:, None]
+    """Which of i32[rows, c] or i32[c] keys are in the selection, bool like them."""
+    key, last = (jnp.expand_dims(x, tuple(range(x.ndim, keys.ndim))) for x in self)
     return (keys > key) | ((keys == key) & (indices <= last))
 
 

@@ -127,11 +127,7 @@ def _largest_in_regions(
   indices = jnp.minimum(bitset.nonzero(members, most), x.size)
   keys = jnp.where(indices < x.size, keys_of(x.at(indices)), -1)
   region = jnp.clip(jnp.searchsorted(bounds, indices, side="right").astype(jnp.int32) - 1, 0, bounds.size - 2)
-
-  def selects(cut: Cut) -> jax.Array:
-    key, last = cut.key[region], cut.last[region]
-    return (keys > key) | ((keys == key) & (indices <= last))
-
+  selects = lambda cut: Cut(cut.key[region], cut.last[region]).selects(keys, indices)
   count_of = lambda cut: jnp.diff(counts_below(bitset.pack(selects(cut)), starts))
   low = jnp.zeros(bounds.size - 1, jnp.int32)
   cut = bisected(count_of, jnp.minimum(jnp.diff(starts), capacity), low, low + TOP)

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse import _compat
-from tests.cases import bits, integers, mesh_of, normals
+from tests.cases import bits, integers, mesh_of, normals, update_program
 
 WORKERS = 3
 WIDTHS = (8, 12, 20, 6, 10, 4)
@@ -38,18 +36,11 @@ def transform_of(name="dense", kind="asc_wfbp", ways=2, **config):
   return js.bucketed_transform(name, "workers", plan=plan_of(kind, ways=ways), **config)
 
 
+program_of = functools.partial(update_program, workers=WORKERS)
+
+
 def grads_of(seed, make=integers):
   return jax.tree.map(lambda p: jnp.asarray(make(seed + p.size, WORKERS, *p.shape)), params_of())
-
-
-def program_of(tx, state):
-  spec = js.specs(state, "workers")
-
-  def worker(grads, state):
-    updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state)
-    return jax.tree.map(lambda x: x[None], updates), state
-
-  return jax.jit(_compat.shard_map(worker, mesh_of(WORKERS), (P("workers"), spec), (P("workers"), spec)))
 
 
 def run(tx, grads, state=None):

@@ -1,5 +1,7 @@
 """Groups of leaves: which collective each leaf has, their k, their order, and `special=` on a plain transform."""
 
+import functools
+
 import chex
 import hypothesis
 import hypothesis.strategies as st
@@ -8,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse import _compat
 from jaxsparse.transform.groups import Bundle, assigned, groups_of, shared_out
-from tests.cases import bits, integers, mesh_of, normals
+from tests.cases import bits, integers, mesh_of, normals, update_program
 
 WORKERS = 3
 SPECIAL = {"bias": "dense", "embedding": "topka:density=0.5"}
@@ -28,19 +28,11 @@ def params_of():
   }
 
 
+program_of = functools.partial(update_program, workers=WORKERS)
+
+
 def grads_of(seed, make=integers):
   return jax.tree.map(lambda p: jnp.asarray(make(seed + p.size, WORKERS, *p.shape)), params_of())
-
-
-def program_of(tx, state):
-  """The updates of all workers, as rows, and the next state."""
-  spec = js.specs(state, "workers")
-
-  def worker(grads, state):
-    updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state)
-    return jax.tree.map(lambda x: x[None], updates), state
-
-  return jax.jit(_compat.shard_map(worker, mesh_of(WORKERS), (P("workers"), spec), (P("workers"), spec)))
 
 
 @hypothesis.given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 400))

@@ -152,11 +152,9 @@ class SparDL(SparseCollective):
     return geometric(-(-share // self.teams), share) if self.is_bruck and not everything else (share,)
 
   def init(self, n: int, size: int) -> State:
-    adaptive: Any = ()
-    if self.is_bruck:
-      adaptive = Adaptive.start(self.capacities(n, size)[0], self.share(n, size))
+    share = self.share(n, size)
+    adaptive = Adaptive.start(self.capacities(n, size)[0], share) if self.is_bruck else ()
     shared = Shared(adaptive, jnp.int32(0) if self._draws else ())
-    self.share(n, size)
     return super().init(n, size)._replace(worker=self._selector.init(size // self.teams), shared=shared)
 
   def cost(self, n: int, size: int) -> Cost:
@@ -179,7 +177,7 @@ class SparDL(SparseCollective):
     summed = self._sum_over_teams(member, own, between, state, capacities)
     merged = comm.all_reduce(summed.merged, "max") if self.is_bruck else summed.merged
     delivered, errors, gather_words = all_gather(team, summed.own, merged, capacities, inside)
-    for entries in summed.lost + [entries._replace(values=entries.values / self.teams) for entries in errors]:
+    for entries in summed.lost + spar_all_gather.divided(errors, self.teams):
       acc = acc.add(entries)
 
     residual = self._residual(acc, delivered, chosen)

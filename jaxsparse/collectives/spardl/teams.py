@@ -54,7 +54,7 @@ def r_sag(member: Comm, own: Sparse, writer: Writer) -> Summed:
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), mine, theirs)
     kept, rest = top_k_of_entries(sparse.merge(both, writer.length), share, share, writer.length)
     own, rest = _row(kept), _row(rest)
-    lost += _divided(rest, 2 ** (step + 1)) + _divided(errors if writer.rounds else None, 2**step)
+    lost += divided([rest], 2 ** (step + 1)) + divided([errors] if writer.rounds else [], 2**step)
   words = saturating.total(writer.codec.words(1, share) * len(strides))
   return Summed(own, lost, jnp.int32(share), words)
 
@@ -75,20 +75,20 @@ def b_sag(member: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ...], 
   share, length = own.indices.size, writer.length
   head, tail = map(_row, top_k_of_entries(jax.tree.map(lambda x: x[0], own), h, share, length))
 
-  def gather(capacity: int) -> tuple[Sparse, Sparse | None, jax.Array, jax.Array]:
+  def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
     message, errors = writer.encode(sparse.narrowed(head, capacity), MESSAGES)
     merged = sparse.merge(in_rank_order(member, writer.gather(member, message)), length)
     kept, _ = top_k_of_entries(merged, share, share, length)
-    lost = sparse.widened(errors, share, length) if writer.rounds else None
+    lost = [sparse.widened(errors, share, length)] if writer.rounds else []
     return _row(kept), lost, sparse.count(merged, length), saturating.total(writer.words(member.size, capacity))
 
   kept, lost, merged, words = switch(capacities, h, gather)
-  return Summed(kept, [tail, *_divided(lost, by=1)], merged, words)
+  return Summed(kept, [tail, *lost], merged, words)
 
 
-def _divided(entries: Sparse | None, by: int) -> list[Sparse]:
-  """The part of lost entries that each of `by` workers adds back if all of them lose the same; [] for None."""
-  return [] if entries is None else [entries._replace(values=entries.values / by)]
+def divided(lost: list[Sparse], by: int) -> list[Sparse]:
+  """The part of lost entries that each of `by` workers adds back if all of them lose the same."""
+  return [entries._replace(values=entries.values / by) for entries in lost]
 
 
 def _row(entries: Sparse) -> Sparse:
