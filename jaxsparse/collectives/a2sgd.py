@@ -8,6 +8,7 @@ time to time.
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Literal, Self
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxsparse.collectives._base import Collective, check_whole
 from jaxsparse.comm import all_reduce_cost
+from jaxsparse.sparse import bitset
 from jaxsparse.sparse.sums import ordered_sum
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
@@ -105,13 +107,14 @@ def two_means(grads: jax.Array) -> jax.Array:
     >>> two_means(jnp.array([1.0, 2.0, -1.0]))
     Array([1.5, 1. ], dtype=float32)
   """
-  positive = grads >= 0
+  positive = lambda part: part >= 0
+  negative = lambda part: ~positive(part)
 
-  def mean(mask: jax.Array) -> jax.Array:
-    count = jnp.maximum(jnp.count_nonzero(mask), 1).astype(jnp.float32)
-    return ordered_sum(jnp.where(mask, jnp.abs(grads), 0.0)) / count
+  def mean(mask: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    count = jnp.maximum(bitset.count(bitset.pack(mask(grads))), 1).astype(jnp.float32)
+    return ordered_sum(grads, lambda part: jnp.where(mask(part), jnp.abs(part), 0.0)) / count
 
-  return jnp.stack([mean(positive), mean(~positive)])
+  return jnp.stack([mean(positive), mean(negative)])
 
 
 def shifted(grads: jax.Array, own: jax.Array, mean: jax.Array) -> jax.Array:

@@ -83,13 +83,13 @@ class GaussianK(SparseCollective):
       return sparse.widened(rows, most, n), saturating.times(capacity, 2 * (comm.size - 1))
 
     rows, words = switch(geometric(min(most, max(1, k // 4)), most), needed, gather)
-    total = sparse.add_rows(in_rank_order(comm, rows), n)
+    total = sparse.merge(in_rank_order(comm, rows), n)
     used = saturating.times(jnp.minimum(selected, most), 2 * (comm.size - 1))
     overflow = jnp.maximum(selected - most, 0)
-    delivered = jnp.count_nonzero(total)
+    delivered = jnp.count_nonzero(total.values)
     counters = Counters(words, used, selected=selected, delivered=delivered, overflow=overflow)
     state = state._replace(residual=acc.without(sent.indices))
-    return Reduced(jnp.where(finite, total, jnp.nan), state, counters)
+    return Reduced(total._replace(values=jnp.where(finite, total.values, jnp.nan)), state, counters)
 
 
 def fitted_threshold(x: LazySum, k: int) -> jax.Array:
@@ -103,8 +103,8 @@ def fitted_threshold(x: LazySum, k: int) -> jax.Array:
   if k == x.size:
     return jnp.float32(0)
   tail = abs(statistics.NormalDist().inv_cdf(k / x.size / 2))
-  mean = ordered_sum(x.values) / x.size
-  return jnp.abs(mean) + tail * jnp.sqrt(ordered_sum((x.values - mean) ** 2) / x.size)
+  mean = ordered_sum(x) / x.size
+  return jnp.abs(mean) + tail * jnp.sqrt(ordered_sum(x, lambda part: (part - mean) ** 2) / x.size)
 
 
 def corrected(limit: jax.Array, x: LazySum, k: int) -> jax.Array:

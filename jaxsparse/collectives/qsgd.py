@@ -100,8 +100,8 @@ def quantize(key: jax.Array, x: jax.Array, levels: int) -> tuple[jax.Array, jax.
     (Array(0.5, dtype=float32), Array([ 0, -4], dtype=int32))
   """
   largest = jnp.max(jnp.abs(x))
-  scaled = x / jnp.where(largest == 0, 1.0, largest)  # so that squares neither overflow nor underflow
-  norm = largest * jnp.sqrt(ordered_sum(rounded_up(jnp.abs(scaled), bits=12) ** 2))
+  divisor = jnp.where(largest == 0, 1.0, largest)  # so that squares neither overflow nor underflow
+  norm = largest * jnp.sqrt(ordered_sum(x, lambda part: rounded_up(jnp.abs(part / divisor), bits=12) ** 2))
   size = rounded_up(norm / levels, bits=levels.bit_length())
   level = jnp.floor(jnp.abs(x) / jnp.where(size == 0, 1.0, size) + _noise(key, x.size))
   return size, (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)
@@ -140,15 +140,16 @@ def unpack_levels(words: jax.Array, bits: int) -> jax.Array:
 
 
 def _sum(comm: Comm, rows: jax.Array, bits: int, n: int) -> jax.Array:
-  """The sum f32[n] of the messages of all workers, u32[P, 1 + w] in the home frame, added in rank order."""
+  """The sum f32[n] of the messages of all workers, u32[P, 1 + w] in the home frame, added in rank order.
 
-  def add(worker: jax.Array, total: jax.Array) -> jax.Array:
+  The loop is unrolled, so that XLA adds the entries of all workers in one pass.
+  """
+  total = jnp.float32(0)
+  for worker in range(comm.size):
     row = jax.lax.dynamic_index_in_dim(rows, (worker - comm.rank) % comm.size, keepdims=False)
     scale = jax.lax.bitcast_convert_type(row[0], jnp.float32)
-    return total + unpack_levels(row[1:], bits).astype(jnp.float32) * scale
-
-  zeros = jnp.zeros((32 // bits, rows.shape[1] - 1), jnp.float32)
-  return jax.lax.fori_loop(0, comm.size, add, zeros).reshape(-1)[:n]
+    total += unpack_levels(row[1:], bits).astype(jnp.float32) * scale
+  return total.reshape(-1)[:n]
 
 
 def _shifts(bits: int) -> jax.Array:

@@ -43,7 +43,7 @@ class TopkA(SparseCollective):
     n, k = grads.size, self.entries(grads.size)
     acc = LazySum((grads, state.residual))
     sent = top_k(acc, k)
-    total = sparse.add_rows(in_rank_order(comm, all_gather(comm, sent)), n)
+    total = sparse.merge(in_rank_order(comm, all_gather(comm, sent)), n)
     words = self.cost(n, comm.size).words
-    counters = Counters(words, words, selected=k, delivered=jnp.count_nonzero(total))
+    counters = Counters(words, words, selected=k, delivered=jnp.count_nonzero(total.values))
     return Reduced(total, state._replace(residual=acc.without(sent.indices)), counters)

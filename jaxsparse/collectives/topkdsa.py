@@ -67,42 +67,42 @@ class TopkDSA(SparseCollective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, size = grads.size, self.entries(grads.size), comm.size
     length = -(-n // size)
-    acc = LazySum((grads, state.residual))
-    chosen = bitset.insert(bitset.empty(n), top_k(acc, k).indices, n)
+    acc, capacities = LazySum((grads, state.residual)), self.capacities(n, size)
+    selected = top_k(acc, k).indices
+    chosen = bitset.insert(bitset.empty(n), selected, n)
     bounds = jnp.array([min(region * length, n) for region in range(size + 1)], jnp.int32)
-    fullest = comm.all_reduce(jnp.diff(threshold.counts_below(chosen, bounds)).max(), "max")
-    capacities = self.capacities(n, size)
-    regions = threshold.in_regions(acc, chosen, bounds, capacities[-1], most=k)
+    fullest = comm.all_reduce(jnp.diff(bitset.rank(chosen, bounds)).max(), "max")
+    sent = threshold.at_most_in_regions(acc, chosen, bounds, capacities[-1], most=k)
+    selected = jnp.where(bitset.contains(sent, selected), selected, n)
 
-    def deliver(capacity: int) -> tuple[Sparse, jax.Array]:
-      rows = exchange(comm, sparse.narrowed(regions, capacity))
-      return sparse.widened(rows, capacities[-1], n), saturating.times(capacity, 2 * (size - 1))
+    def split(capacity: int) -> tuple[jax.Array, jax.Array]:
+      rows = exchange(comm, threshold.in_regions(acc, sent, bounds, capacity, most=k))
+      own = sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length)
+      return own, saturating.times(capacity, 2 * (size - 1))
 
-    rows, split_words = switch(capacities, fullest, deliver)
-    own = sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length)
-    total, words = _gather(comm, own, most=size * capacities[-1], even=-(-k // size))
-    total = total[:n]
-    sent, own_region = sparse.count(regions, n), sparse.count(jax.tree.map(lambda x: x[comm.rank], regions), n)
+    own, split_words = switch(capacities, fullest, split)
+    total, words = _gather(comm, own, most=size * capacities[-1], even=-(-k // size), slots=min(size * k, n))
+    starts = bitset.rank(sent, bounds)
     counters = Counters(
       words_sent=saturating.total(split_words, words),
-      words_used=saturating.total(saturating.times(sent - own_region, 2), words),
+      words_used=saturating.total(saturating.times(starts[-1] - jnp.diff(starts)[comm.rank], 2), words),
       selected=k,
-      delivered=jnp.count_nonzero(total),
-      overflow=k - sent,
+      delivered=jnp.count_nonzero(total.values),
+      overflow=k - starts[-1],
     )
-    # Where the total is 0, the sent entries add up to 0, and their senders keep them.
-    delivered = jnp.where(sparse.at(total, regions.indices) != 0, regions.indices, n)
-    return Reduced(total, state._replace(residual=acc.without(delivered)), counters)
+    residual = acc.without(sparse.delivered(selected, total, n))
+    return Reduced(total, state._replace(residual=residual), counters)
 
 
-def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array, jax.Array]:
-  """The sums of all regions, concatenated, f32[P · length], and the words sent.
+def _gather(comm: Comm, own: jax.Array, most: int, even: int, slots: int) -> tuple[Sparse, jax.Array]:
+  """The non-zero sums of all regions, [slots] entries, and the words sent.
 
   Args:
     comm: the workers.
     own: f32[length], the sum of this worker's region.
     most: the largest number of non-zero entries of a region.
     even: the smallest capacity.
+    slots: the largest number of non-zero entries of all regions.
   """
   length, size = own.size, comm.size
   few = min(most, length // 2)  # more entries than that take more words than the dense region
@@ -111,17 +111,18 @@ def _gather(comm: Comm, own: jax.Array, most: int, even: int) -> tuple[jax.Array
     capacities += (length,)
   chosen = bitset.pack(own != 0)
   fullest = comm.all_reduce(bitset.count(chosen), "max")
-  entries = threshold.first(LazySum((own,)), chosen, few) if few else None
+  nonzero = lambda x, members, slots: threshold.first(LazySum((x,)), members, slots)
 
-  def gather(capacity: int) -> tuple[jax.Array, jax.Array]:
+  def gather(capacity: int) -> tuple[Sparse, jax.Array]:
     if capacity == length:
-      regions = in_rank_order(comm, all_gather(comm, own))
-      return regions.reshape(-1), saturating.times(length, size - 1)
-    assert entries is not None, "capacities below a region are up to `few`"
-    rows = in_rank_order(comm, all_gather(comm, sparse.narrowed(entries, capacity)))
+      regions = in_rank_order(comm, all_gather(comm, own)).reshape(-1)
+      return nonzero(regions, bitset.pack(regions != 0), slots), saturating.times(length, size - 1)
+    rows = in_rank_order(comm, all_gather(comm, nonzero(own, chosen, capacity)))
     flat = rows.indices + length * jnp.arange(size, dtype=jnp.int32)[:, None]
     flat = jnp.where(rows.indices < length, flat, size * length)
-    regions = sparse.put(jnp.zeros(size * length, jnp.float32), flat, rows.values)
-    return regions, saturating.times(capacity, 2 * (size - 1))
+    entries = Sparse(flat.reshape(-1), rows.values.reshape(-1))
+    if size * capacity > slots:
+      entries = sparse.compressed(entries, entries.indices < size * length, slots, size * length)
+    return sparse.widened(entries, slots, size * length), saturating.times(capacity, 2 * (size - 1))
 
   return switch(capacities, fullest, gather)

@@ -48,26 +48,6 @@ def at_most(x: LazySum, members: jax.Array, most: int) -> jax.Array:
   return jax.lax.cond(bitset.count(members) > most, largest, lambda: members)
 
 
-def counts_below(members: jax.Array, bounds: jax.Array) -> jax.Array:
-  """The number of selected entries below each of a few bounds, i32 like them.
-
-  Example:
-    >>> counts_below(bitset.pack(jnp.array([True, False, True, True])), jnp.array([0, 1, 4]))
-    Array([0, 1, 3], dtype=int32)
-  """
-  return jax.vmap(lambda bound: bitset.count_below(members, bound))(bounds)
-
-
-def of_ranks(members: jax.Array, ranks: jax.Array) -> jax.Array:
-  """The indices of the selected entries of a few ranks, 0 for the first, i32 like them.
-
-  Example:
-    >>> of_ranks(bitset.pack(jnp.array([True, False, True])), jnp.array([1]))
-    Array([2], dtype=int32)
-  """
-  return jax.vmap(lambda rank: bitset.select(members, rank))(ranks)
-
-
 def first(x: LazySum, members: jax.Array, capacity: int) -> Sparse:
   """The first `capacity` selected entries, in the order of their indices; empty slots have index n.
 
@@ -86,49 +66,65 @@ def first(x: LazySum, members: jax.Array, capacity: int) -> Sparse:
 
 
 def in_regions(x: LazySum, members: jax.Array, bounds: jax.Array, capacity: int, most: int) -> Sparse:
-  """The selected entries of each region, in the order of their indices; of more than `capacity` the largest.
+  """The selected entries of each region, in the order of their indices.
+
+  Args:
+    x: f32[n].
+    members: of `at_most_in_regions`.
+    bounds: i32[r + 1], region i is bounds[i] … bounds[i + 1] − 1.
+    capacity: slots of each region, at least the entries of any.
+    most: the largest number of selected entries.
+
+  Returns:
+    [r, capacity] entries; empty slots have index n.
+
+  Example:
+    >>> x = LazySum((jnp.array([3.0, 0.0, -2.0, 1.0]),))
+    >>> in_regions(x, selected(x, jnp.float32(1)), jnp.array([0, 1, 4]), 2, most=3).indices
+    Array([[0, 4],
+           [2, 3]], dtype=int32)
+  """
+  starts = bitset.rank(members, bounds)
+  found = bitset.nonzero(members, min((bounds.size - 1) * capacity, most))
+  slots = starts[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
+  indices = jnp.where(slots < starts[1:, None], found[jnp.minimum(slots, found.size - 1)], x.size)
+  return Sparse(indices, x.at(indices))
+
+
+def at_most_in_regions(x: LazySum, members: jax.Array, bounds: jax.Array, capacity: int, most: int) -> jax.Array:
+  """The bitset of the `capacity` largest selected entries of each region, ties to the lowest index.
 
   Args:
     x: f32[n].
     members: of `selected`, at most `most` entries.
     bounds: i32[r + 1], region i is bounds[i] … bounds[i + 1] − 1.
-    capacity: slots of each region.
+    capacity: the largest number of entries of a region.
     most: the largest number of selected entries.
-
-  Returns:
-    [r, capacity] entries; empty slots have index n. Ties go to the lowest index.
 
   Example:
     >>> x = LazySum((jnp.array([3.0, 0.0, -2.0, 1.0, 2.0]),))
-    >>> in_regions(x, selected(x, jnp.float32(1)), jnp.array([0, 1, 5]), 2, most=4).indices
-    Array([[0, 5],
-           [2, 4]], dtype=int32)
+    >>> bitset.nonzero(at_most_in_regions(x, selected(x, jnp.float32(1)), jnp.array([0, 1, 5]), 2, most=4), 3)
+    Array([0, 2, 4], dtype=int32)
   """
-  starts = counts_below(members, bounds)
-  sizes = jnp.diff(starts)
-  fit = jnp.minimum(sizes, capacity)
-  trimmed = lambda: _largest_in_regions(x, members, bounds, starts, capacity, most)
-  kept = jax.lax.cond((sizes > capacity).any(), trimmed, lambda: members)
-  found = bitset.nonzero(kept, min(sizes.size * capacity, most))
-  slot = jnp.arange(capacity, dtype=jnp.int32)[None]
-  start = jnp.cumsum(fit, dtype=jnp.int32) - fit
-  indices = found[jnp.minimum(start[:, None] + slot, found.size - 1)]
-  indices = jnp.where(slot < fit[:, None], indices, x.size)
-  return Sparse(indices, x.at(indices))
+  if capacity >= most:
+    return members
+  starts = bitset.rank(members, bounds)
+  largest = lambda: _largest_in_regions(x, members, bounds, starts, capacity, most)
+  return jax.lax.cond((jnp.diff(starts) > capacity).any(), largest, lambda: members)
 
 
 def _largest_in_regions(
   x: LazySum, members: jax.Array, bounds: jax.Array, starts: jax.Array, capacity: int, most: int
 ) -> jax.Array:
-  """The bitset of the `capacity` largest selected entries of each region; the arguments are those of `in_regions`.
+  """`at_most_in_regions` by counting, all regions at once.
 
-  By counting, all regions at once; `starts` are the ranks of the bounds among the selected entries.
+  `starts` are the ranks of the bounds among the selected entries.
   """
   indices = jnp.minimum(bitset.nonzero(members, most), x.size)
   keys = jnp.where(indices < x.size, keys_of(x.at(indices)), -1)
   region = jnp.clip(jnp.searchsorted(bounds, indices, side="right").astype(jnp.int32) - 1, 0, bounds.size - 2)
   selects = lambda cut: Cut(cut.key[region], cut.last[region]).selects(keys, indices)
-  count_of = lambda cut: jnp.diff(counts_below(bitset.pack(selects(cut)), starts))
+  count_of = lambda cut: jnp.diff(bitset.rank(bitset.pack(selects(cut)), starts))
   low = jnp.zeros(bounds.size - 1, jnp.int32)
   cut = bisected(count_of, jnp.minimum(jnp.diff(starts), capacity), low, low + TOP)
   return bitset.insert(jnp.zeros_like(members), jnp.where(selects(cut), indices, x.size), x.size)

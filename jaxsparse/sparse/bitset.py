@@ -118,26 +118,17 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
   return jnp.zeros(capacity, jnp.int32).at[slots].set(found, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
-def count_below(words: jax.Array, bound: jax.Array) -> jax.Array:
-  """The number of members below `bound`, i32[]: one pass over the words.
-
-  Example:
-    >>> count_below(pack(jnp.array([True, False, True])), jnp.int32(2))
-    Array(1, dtype=int32)
-  """
-  return jnp.sum(_counts(words & _below(words.size, bound)), dtype=jnp.int32)
-
-
 def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
   """The number of members below each of many indices, i32 like them.
 
   Example:
-    >>> rank(pack(jnp.array([True, False, True])), jnp.array([0, 1, 2]))
-    Array([0, 1, 1], dtype=int32)
+    >>> rank(pack(jnp.array([True, False, True])), jnp.array([0, 1, 2, 999]))
+    Array([0, 1, 1, 2], dtype=int32)
   """
-  word, bit = indices // BITS, (indices % BITS).astype(jnp.uint32)
-  below = words.at[word].get(mode="fill", fill_value=0) & ((jnp.uint32(1) << bit) - 1)
-  return _counts_before(words).at[word].get(mode="clip") + _counts(below)
+  word = jnp.minimum(indices // BITS, words.size - 1)
+  bit = jnp.minimum(indices - BITS * word, BITS).astype(jnp.uint32)
+  below = jnp.where(bit < BITS, (jnp.uint32(1) << (bit % BITS)) - 1, ~jnp.uint32(0))
+  return _counts_before(words)[word] + _counts(words[word] & below)
 
 
 def ranks(words: jax.Array) -> jax.Array:
@@ -152,20 +143,20 @@ def ranks(words: jax.Array) -> jax.Array:
 
 
 def running_sum(x: jax.Array) -> jax.Array:
-  """The sums of the first 1, 2, … of i32[n], in rows of 16 or 32: `jnp.cumsum` is two to three times as many kernels.
+  """The sums of the first 1, 2, … of i32[n], in rows of 8 or 16: `jnp.cumsum` is two to three times as many kernels.
 
   Example:
     >>> running_sum(jnp.array([3, 1, 2]))
     Array([3, 4, 6], dtype=int32)
   """
   n = x.size
-  width = n if n <= _SHORT else 32 if n <= _SHORT**2 else 16
+  width = n if n <= _SHORT else 16 if n <= _SHORT**2 else 8
   rows = jnp.pad(x, (0, -n % width)).reshape(-1, width)
   column = jnp.arange(width, dtype=jnp.int32)
   sums = jnp.sum(jnp.where(column[:, None] >= column[None], rows[:, None], 0), axis=2, dtype=jnp.int32)
   if len(rows) == 1:
     return sums[0]
-  totals = sums[:, -1]
+  totals = jnp.sum(rows, axis=1, dtype=jnp.int32)  # not the last column of `sums`, which XLA would compute in full
   return (sums + (running_sum(totals) - totals)[:, None]).reshape(-1)[:n]
 
 
@@ -191,54 +182,27 @@ def insert(words: jax.Array, indices: jax.Array, n: int) -> jax.Array:
   return words.at[jnp.where(indices < n, indices // BITS, words.size)].add(bits, mode="drop")
 
 
-def select(words: jax.Array, ordinal: jax.Array) -> jax.Array:
-  """The member of rank `ordinal`, 0 for the smallest, i32[]; the last index of all where the set is smaller.
+def select(words: jax.Array, ordinals: jax.Array) -> jax.Array:
+  """The members of a few ranks, 0 for the smallest, i32 like `ordinals`; the last index of all for higher ranks.
 
   Example:
-    >>> select(pack(jnp.array([True, False, True])), jnp.int32(1))
-    Array(2, dtype=int32)
-  """
-  by_sums = select_by_sums
-  return jax.lax.platform_dependent(words, ordinal, cuda=by_sums, rocm=by_sums, default=_select_by_halves)
-
-
-def select_by_sums(words: jax.Array, ordinal: jax.Array) -> jax.Array:
-  """`select` for a GPU: no loop, after each round of which the host would have to see whether it was the last.
-
-  Example:
-    >>> select_by_sums(pack(jnp.array([True, False, True])), jnp.int32(1))
-    Array(2, dtype=int32)
+    >>> select(pack(jnp.array([True, False, True])), jnp.array([1, 0]))
+    Array([2, 0], dtype=int32)
   """
   counts = _group_counts(words)
   ends = running_sum(counts)
-  group = jnp.minimum(jnp.sum(ends <= ordinal, dtype=jnp.int32), counts.size - 1)
-  found = _select_within(words, group, ordinal - (ends[group] - counts[group]))
-  return jnp.where(ordinal < ends[-1], found, BITS * words.size - 1)
-
-
-def _select_by_halves(words: jax.Array, ordinal: jax.Array) -> jax.Array:
-  """On CPU four times as fast where the words come from a pass over many entries, which XLA fuses with sums."""
-
-  def halve(bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    low, high = bracket  # at most `ordinal` members are below `low`
-    middle = low + (high - low) // 2
-    few = count_below(words, middle) <= ordinal
-    return jnp.where(few, middle, low), jnp.where(few, high, middle)
-
-  bracket = (jnp.int32(0), jnp.int32(BITS * words.size))
-  return jax.lax.while_loop(lambda bracket: bracket[1] - bracket[0] > 1, halve, bracket)[0]
-
-
-def _below(size: int, bound: jax.Array) -> jax.Array:
-  """The set of all indices below `bound`, u32[size]."""
-  bits = jnp.clip(bound - BITS * jnp.arange(size, dtype=jnp.int32), 0, BITS).astype(jnp.uint32)
-  return jnp.where(bits == BITS, ~jnp.uint32(0), (jnp.uint32(1) << (bits % BITS)) - 1)
+  group = jnp.searchsorted(ends, ordinals, side="right").astype(jnp.int32)
+  group = jnp.minimum(group, counts.size - 1)
+  found = _select_within(words, group, ordinals - (ends[group] - counts[group]))
+  return jnp.where(ordinals < ends[-1], found, BITS * words.size - 1)
 
 
 def _counts_before(words: jax.Array) -> jax.Array:
   """The number of members before each word, i32 like the words."""
-  counts = _counts(words)
-  return running_sum(counts) - counts
+  groups, counts = _group_counts(words), _counts(words).reshape(-1, GROUP)
+  column = jnp.arange(GROUP, dtype=jnp.int32)
+  within = jnp.sum(jnp.where(column[:, None] > column[None], counts[:, None], 0), axis=2, dtype=jnp.int32)
+  return ((running_sum(groups) - groups)[:, None] + within).reshape(-1)
 
 
 def _counts(words: jax.Array) -> jax.Array:

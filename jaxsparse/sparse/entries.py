@@ -109,7 +109,7 @@ def merge(rows: Sparse, end: int) -> Sparse:
     end: length of the vector.
 
   Returns:
-    [r · c] entries, each index once, empty slots last. Values are added in row order.
+    [min(r · c, end)] entries, each index once, empty slots last. Values are added in row order.
 
   Example:
     >>> rows = Sparse(jnp.array([[0, 2], [2, 9]]), jnp.array([[1.0, 2.0], [4.0, 0.0]]))
@@ -122,7 +122,7 @@ def merge(rows: Sparse, end: int) -> Sparse:
     return bitset.insert(members, jnp.where(first, indices, end), end), first
 
   members, first = jax.lax.scan(unite, bitset.empty(end), rows.indices)
-  slots = rows.indices.size
+  slots = min(rows.indices.size, end)
 
   def add(values: jax.Array, row: tuple[Sparse, jax.Array]) -> tuple[jax.Array, None]:
     entries, first = row
@@ -132,6 +132,19 @@ def merge(rows: Sparse, end: int) -> Sparse:
 
   values, _ = jax.lax.scan(add, jnp.zeros(slots, jnp.float32), (rows, first))
   return Sparse(jnp.minimum(bitset.nonzero(members, slots), end), values)
+
+
+def delivered(indices: jax.Array, total: Sparse, end: int) -> jax.Array:
+  """The indices at which the total is not 0, and `end` elsewhere.
+
+  Where the total is 0, the entries that were sent add up to 0, and their senders keep them.
+
+  Example:
+    >>> delivered(jnp.array([4, 1, 7]), Sparse(jnp.array([4, 7, 9]), jnp.array([2.0, 0.0, 0.0])), end=9)
+    Array([4, 9, 9], dtype=int32)
+  """
+  nonzero = bitset.insert(bitset.empty(end), jnp.where(total.values != 0, total.indices, end), end)
+  return jnp.where(bitset.contains(nonzero, indices), indices, end)
 
 
 def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -> Sparse:

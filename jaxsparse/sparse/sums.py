@@ -1,22 +1,41 @@
 """Floating-point arithmetic with the same bits in every compiled program."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
+from jaxsparse.sparse.lazy import LazySum
+
 _COLUMNS = 256
+_BLOCK = 1 << 17  # entries, few enough for the cache
 
 
-def ordered_sum(x: jax.Array) -> jax.Array:
-  """The sum of f32[n], f32[], in a fixed order: the rows of [n / 256, 256] one after the other, then pairwise.
+def ordered_sum(x: jax.Array | LazySum, term: Callable[[jax.Array], jax.Array] = lambda part: part) -> jax.Array:
+  """The sum of the terms of f32[n], f32[], in a fixed order.
 
+  Blocks of 2¹⁷ entries are added one after the other, in each of them the rows of [·, 256]; then the columns pairwise.
   The compiler chooses the order of `jnp.sum`, and another one under vmap, so thresholds and norms of the simulator and
-  of a mesh would differ in their last bits.
+  of a mesh would differ in their last bits. It would also store the sum of a `LazySum`, and all terms.
+
+  Args:
+    x: f32[n].
+    term: elementwise.
 
   Example:
-    >>> ordered_sum(jnp.arange(1000.0))
-    Array(499500., dtype=float32)
+    >>> ordered_sum(jnp.arange(4.0), lambda part: part**2)
+    Array(14., dtype=float32)
   """
-  columns = jnp.pad(x, (0, -x.size % _COLUMNS)).reshape(-1, _COLUMNS).sum(0)
+  lazy = x if isinstance(x, LazySum) else LazySum((x,))
+
+  def columns_of(part: jax.Array) -> jax.Array:
+    return jnp.pad(term(part), (0, -part.size % _COLUMNS)).reshape(-1, _COLUMNS).sum(0)
+
+  blocks, rest = divmod(lazy.size, _BLOCK)
+  add = lambda block, columns: columns + columns_of(lazy.slice(block * _BLOCK, _BLOCK))
+  columns = columns_of(lazy.slice(jnp.int32(blocks * _BLOCK), rest))
+  if blocks:
+    columns = jax.lax.fori_loop(0, blocks, add, columns)
   while columns.size > 1:
     half = columns.size // 2
     columns = columns[:half] + columns[half:]

@@ -176,7 +176,9 @@ def _materialized(pending: Pending, finite: jax.Array) -> jax.Array:
   """The new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
   # All reads precede the writes in place, so that XLA can alias the buffers.
   finite = ordering.after(pending.entries.values, finite.astype(jnp.int32)) > 0
-  residual = jnp.where(finite, pending.grads + pending.residual, pending.residual)
+  # Not the sum that selection reads: XLA would compute that once, and store n entries for both.
+  grads = jnp.where(finite, pending.grads, pending.residual)
+  residual = jnp.where(finite, grads + pending.residual, pending.residual)
   return sparse.put(residual, jnp.where(finite, pending.entries.indices, residual.size), pending.entries.values)
 
 

@@ -68,9 +68,8 @@ def test_a_lazy_sum_is_selected_from_as_its_sum(method):
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):
-  """Few keys are sorted, and sums find the member of a rank, as there."""
+  """Few keys are sorted, as there."""
   monkeypatch.setattr(kth_largest, "by_counting", kth_largest.by_sorting)
-  monkeypatch.setattr(bitset, "_select_by_halves", bitset.select_by_sums)
 
 
 @pytest.mark.usefixtures("as_on_gpu")

@@ -16,7 +16,9 @@ from tests.reference import largest
 def test_a_full_region_keeps_its_largest_and_takes_no_slot_of_another():
   x = LazySum((jnp.array([3.0, 4.0, 0.0, -4.0, 2.0, 1.0]),))
   members = threshold.selected(x, jnp.float32(1))
-  rows = threshold.in_regions(x, members, jnp.array([0, 4, 6]), 2, most=5)
+  bounds = jnp.array([0, 4, 6])
+  fitting = threshold.at_most_in_regions(x, members, bounds, 2, most=5)
+  rows = threshold.in_regions(x, fitting, bounds, 2, most=5)
   np.testing.assert_array_equal(rows.indices, [[1, 3], [4, 5]])
 
 
@@ -30,7 +32,8 @@ def test_regions_hold_their_largest_in_the_order_of_their_indices(values, cuts):
   members = threshold.at_most(x, threshold.selected(x, jnp.float32(1)), most)
   reach = {i: value for i, value in enumerate(values.sum(0)) if abs(value) >= 1}
   chosen = largest(reach, most)
-  rows = threshold.in_regions(x, members, jnp.array(bounds, jnp.int32), capacity, most)
+  fitting = threshold.at_most_in_regions(x, members, jnp.array(bounds, jnp.int32), capacity, most)
+  rows = threshold.in_regions(x, fitting, jnp.array(bounds, jnp.int32), capacity, most)
   for row, at, start, end in zip(
     np.asarray(rows.indices), np.asarray(rows.values), bounds[:-1], bounds[1:], strict=True
   ):
@@ -48,11 +51,3 @@ def test_a_threshold_selects_every_nan_and_infinity(most):
   for limit in (0.0, 3.0, 1e30):
     members = threshold.at_most(x, threshold.selected(x, jnp.float32(limit)), most)
     assert bitset.contains(members, jnp.array([7, 20_003])).all()
-
-
-@hypothesis.given(flags=st.lists(st.booleans(), min_size=1, max_size=300), data=st.data())
-def test_counts_below_bounds_and_indices_of_ranks(flags, data):
-  members, inside = bitset.pack(jnp.array(flags)), [i for i, flag in enumerate(flags) if flag]
-  bounds = data.draw(st.lists(st.integers(0, len(flags)), min_size=3, max_size=3))
-  assert threshold.counts_below(members, jnp.array(bounds)).tolist() == [sum(i < b for i in inside) for b in bounds]
-  assert threshold.of_ranks(members, jnp.arange(len(inside), dtype=jnp.int32)).tolist() == inside

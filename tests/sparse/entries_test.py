@@ -47,7 +47,7 @@ def test_rows_are_added_in_their_order(rows, slots, end, data):
   indices, values = data.draw(rows_of_entries(rows, slots, end))
   total = added({}, *dictionaries(indices, values, end))
   merged = merge(Sparse(indices, values), end)
-  expected, empty = sorted(total), rows * slots - len(total)
+  expected, empty = sorted(total), min(rows * slots, end) - len(total)
   assert merged.indices.tolist() == expected + [end] * empty
   in_order = np.array([total[i] for i in expected] + [0] * empty, np.float32)
   np.testing.assert_array_equal(bits(merged.values), bits(in_order))

@@ -8,7 +8,7 @@ from jaxsparse.sparse.sums import ordered_sum
 from tests.cases import bits, normals
 
 
-@pytest.mark.parametrize("n", [1, 255, 256, 257, 100_003])
+@pytest.mark.parametrize("n", [1, 255, 256, 257, 100_003, 300_003])
 def test_the_same_bits_alone_and_under_vmap(n):
   x = normals(n, 3, n)
   alone = np.array([jax.jit(ordered_sum)(row) for row in x])

@@ -16,7 +16,7 @@ from jaxsparse.select import top_k
 from jaxsparse.sparse import bitset, saturating
 from jaxsparse.sparse.capacities import agree, geometric, switch
 from jaxsparse.sparse.lazy import LazySum
-from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 
 class Reused(NamedTuple):
@@ -119,8 +119,9 @@ class OkTopk(SparseCollective):
     selected, most = bitset.count(reach), min(n, 2 * k)
     chosen = by_threshold.at_most(acc, reach, most)
     bounds = self._bounds(comm, chosen, n, reused)
-    crowd = jnp.diff(by_threshold.counts_below(chosen, bounds))
-    sent = by_threshold.in_regions(acc, chosen, bounds, sizes.most, most)
+    crowd = jnp.diff(bitset.rank(chosen, bounds))
+    fitting = by_threshold.at_most_in_regions(acc, chosen, bounds, sizes.most, most)
+    sent = by_threshold.in_regions(acc, fitting, bounds, sizes.most, most)
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
     finite, needed = agree(comm, crowd.max(), jnp.isfinite(sent.values).all())
 
@@ -144,7 +145,8 @@ class OkTopk(SparseCollective):
       threshold_age=reused.step % self.threshold_period,
     )
     local, threshold = self._nudged(local, selected, threshold, wanted, k)
-    next_state = State(_residual(acc, sent, kept), local[None], Reused(reused.step + 1, threshold, bounds))
+    residual = acc.without(sparse.delivered(sent.indices, kept, n))
+    next_state = State(residual, local[None], Reused(reused.step + 1, threshold, bounds))
     return Reduced(kept._replace(values=jnp.where(finite, kept.values, jnp.nan)), next_state, counters)
 
   def _threshold(self, comm: Comm, sums: Sparse, exact: jax.Array, n: int, reused: Reused) -> jax.Array:
@@ -179,11 +181,3 @@ def _split(comm: Comm, chunks: Sparse, n: int, needed: jax.Array, sizes: Sizes) 
 
   rows, words = switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, send)
   return rows, words
-
-
-def _residual(acc: LazySum, sent: Sparse, total: Sparse) -> Pending:
-  """The next residual: `acc`, with zeros where this worker sent an entry that is in the total."""
-  n = acc.size
-  # Where the total is 0, the sent entries add up to 0, and their senders keep them.
-  delivered = bitset.insert(bitset.empty(n), jnp.where(total.values != 0, total.indices, n), n)
-  return acc.without(jnp.where(bitset.contains(delivered, sent.indices), sent.indices, n))

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.comm import all_gather, exchange
-from jaxsparse.select import threshold
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse import bitset, saturating
 from jaxsparse.sparse.capacities import geometric, switch
@@ -56,7 +55,7 @@ def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
   size, selected = comm.size, bitset.count(chosen)
   cut = jnp.arange(1, size, dtype=jnp.int32)
   ranks = cut * (selected // size) + cut * (selected % size) // size  # cut · selected / P without overflow
-  proposal = threshold.of_ranks(chosen, ranks)
+  proposal = bitset.select(chosen, ranks)
   proposal = jnp.where(selected < size, even_bounds(n, size)[1:-1], proposal)
   edge = lambda value: jnp.full(1, value, jnp.int32)
   return jnp.concatenate([edge(0), floor_mean(comm, proposal), edge(n)])

@@ -39,7 +39,7 @@ def nearest(comm: Comm, entries: Sparse, threshold: jax.Array, k: int, end: int)
   for octave in (8, 256):
     factors = np.exp2(np.arange(-16, 17) / octave).astype(np.float32)
     candidates = threshold * factors
-    counts = jax.lax.map(lambda candidate: bitset.count(bitset.pack(magnitude >= candidate)), candidates)
+    counts = jax.vmap(lambda candidate: bitset.count(bitset.pack(magnitude >= candidate)))(candidates)
     reached = comm.all_reduce(counts)
     threshold = candidates[jnp.argmin(jnp.abs(reached - k))]
   return threshold
