@@ -24,8 +24,8 @@ class Collective(abc.ABC):
   Fields are options. A value of a field typed `Literal[...]` is checked against the choices of its type.
 
   Example:
-    A new algorithm, a ring all-reduce: each gradient passes through all workers in P − 1 messages, and each worker adds
-    the gradients that it receives:
+    A new algorithm, a ring: each gradient passes through all workers in P − 1 messages, and each worker adds them in
+    rank order, so that the totals have the same bits:
 
     >>> import dataclasses, jax, jax.numpy as jnp, jaxsparse as js
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class Collective(abc.ABC):
     ...   def cost(self, n, size):
     ...     return js.Cost(messages=size - 1, words=n * (size - 1))
     ...   def reduce(self, comm, grads, state):
-    ...     total = part = grads
+    ...     rows = [grads]  # row i is the gradient of worker rank − i
     ...     for _ in range(comm.size - 1):
-    ...       part = comm.shift(part, 1)
-    ...       total = total + part
-    ...     return js.Reduced(total, state, js.Counters(delivered=grads.size))
+    ...       rows.append(comm.shift(rows[-1], 1))
+    ...     by_rank = jnp.stack(rows)[(comm.rank - jnp.arange(comm.size)) % comm.size]
+    ...     return js.Reduced(by_rank.sum(axis=0), state, js.Counters(delivered=grads.size))
     >>> worker = lambda grads: Ring().reduce(js.SimComm("w"), grads, js.State()).total
     >>> jax.vmap(worker, axis_name="w")(jnp.array([[1.0], [2.0], [4.0]])).ravel()
     Array([7., 7., 7.], dtype=float32)
