@@ -1,7 +1,7 @@
 """The table that the laws are tested over: every collective that exists, with every choice of its options."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -88,6 +88,11 @@ class Case(NamedTuple):
     """Whether `make test` runs what takes seconds for each case: on the defaults, and on SparDL's main options."""
     return not self.options or (self.name == "spardl" and self.options in _MAIN)
 
+  @property
+  def one_choice(self) -> bool:
+    """Whether it is the default but for one choice, and what that one needs beside it."""
+    return self.main or dict(self.options) not in VARIANTS.get(self.name, [])
+
   def config(self, **entries: Any) -> dict[str, Any]:
     """The configuration; `entries` (density or k) are for sparse collectives only."""
     return dict(self.options) | (entries if self.is_sparse else {})
@@ -117,6 +122,7 @@ def all_cases() -> list[Case]:
 
 
 CASES = all_cases()
+DEFAULTS = [str(case) for case in CASES if not case.options]
 CONSERVING = [case for case in CASES if case.make(density=0.5).conserves]
 REPLICATING = [case for case in CASES if case.make(density=0.5).replicates]
 
@@ -125,7 +131,7 @@ def each(
   cases: list[Case],
   sizes: Iterable[int] = WORKERS,
   quick: Iterable[int] = QUICK,
-  options: Literal["all", "main", "none"] = "all",
+  options: Literal["one choice", "main", "none"] = "one choice",
 ) -> pytest.MarkDecorator:
   """Parametrizes with (case, workers).
 
@@ -136,26 +142,31 @@ def each(
     options: of which cases with options the first size is not long either.
   """
 
-  def marks(case: Case, workers: int) -> list[pytest.MarkDecorator]:
-    if case.options:
-      chosen = options == "all" or (options == "main" and case.main)
-      return [] if chosen and workers == case.workers(sizes)[0] else [pytest.mark.long]
-    return [] if workers in quick else [pytest.mark.long]
+  def is_quick(case: Case, workers: int) -> bool:
+    if not case.options:
+      return workers in quick
+    chosen = case.one_choice if options == "one choice" else case.main and options == "main"
+    return chosen and workers == case.workers(sizes)[0]
 
   pairs = [(case, workers) for case in cases for workers in case.workers(sizes)]
-  rows = [pytest.param(*pair, id="{}-{}".format(*pair), marks=marks(*pair)) for pair in pairs]
+  rows = [row(*pair, quick=is_quick(*pair), id="{}-{}".format(*pair)) for pair in pairs]
   return pytest.mark.parametrize(("case", "workers"), rows)
 
 
-def quick_of(sizes: Iterable[int], quick: Iterable[int] = QUICK) -> list[Any]:
-  """Numbers of workers to parametrize with, long but for the `quick` ones."""
-  return [pytest.param(size, marks=[] if size in quick else [pytest.mark.long]) for size in sizes]
+def each_case(cases: list[Case], quick: Container[str] | None = None) -> pytest.MarkDecorator:
+  """Parametrizes with each case; long but for those of the names `quick`, by default the main ones."""
+  chosen = [str(case) for case in cases if case.main] if quick is None else quick
+  return pytest.mark.parametrize("case", [row(case, quick=str(case) in chosen, id=str(case)) for case in cases])
 
 
-def each_main(cases: list[Case]) -> pytest.MarkDecorator:
-  """Parametrizes with each case; long but for the main ones."""
-  rows = [pytest.param(case, id=str(case), marks=[] if case.main else [pytest.mark.long]) for case in cases]
-  return pytest.mark.parametrize("case", rows)
+def quick_of(rows: Iterable[Any], quick: Container[Any] = QUICK) -> list[Any]:
+  """What to parametrize with, values or tuples of them: long but for the `quick` ones."""
+  return [row(*(one if isinstance(one, tuple) else (one,)), quick=one in quick) for one in rows]
+
+
+def row(*values: Any, quick: bool = False, id: str | None = None) -> Any:
+  """One row of a table of tests. `make test` leaves out what is not quick; another row has the same law."""
+  return pytest.param(*values, id=id, marks=[] if quick else [pytest.mark.long])
 
 
 @functools.cache

@@ -1,25 +1,20 @@
 """Sixteen workers in every test process, strict arithmetic, quick compilation, and what `make test` leaves out."""
 
 import itertools
-import os
 import pathlib
 
 import hypothesis
 import jax
 import pytest
 
+from tests import quick_compilation
 from tests.compile_report import pytest_addoption, pytest_configure  # noqa: F401
 
-# Most of the time of these tests is compilation. XLA's older emitter, in one piece, takes a third of the time that the
-# default takes, optimized machine code twice as long: tests of the bits that users get compile with `cases.AS_USERS`.
-# XLA reads the variable when JAX makes its devices, and ends the process at an unknown flag. Child processes compile as
-# users do.
+# XLA reads the variable when JAX makes its devices. Child processes compile as users do, unless a test says otherwise.
 jax.config.update("jax_num_cpu_devices", 16)
 jax.config.update("jax_disable_most_optimizations", True)
 with pytest.MonkeyPatch.context() as _environment:
-  if jax.__version_info__ < (0, 11):
-    _quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    _environment.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {_quick}")
+  _environment.setenv("XLA_FLAGS", quick_compilation.XLA_FLAGS)
   jax.devices()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

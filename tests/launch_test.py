@@ -13,9 +13,18 @@ import pytest
 from jaxsparse import launch
 from jaxsparse.launch import records, watch
 from jaxsparse.launch import start as launch_start
+from tests import quick_compilation
+from tests.cases import quick_of, row
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
-ENGINES = pytest.mark.parametrize("engine", ["processes", "mpi"])
+# `make test` takes `mpirun` where a rank is killed, where it passes lines on, and where it is ended itself.
+ENGINES = pytest.mark.parametrize("engine", quick_of(["processes", "mpi"], quick=["processes"]))
+
+
+@pytest.fixture(autouse=True)
+def quick_children(monkeypatch):
+  for name, value in quick_compilation.CHILDREN.items():
+    monkeypatch.setenv(name, value)
 
 
 def start(what, engine, folder, **limits):
@@ -63,18 +72,21 @@ def meanwhile(folder, act):
   return thread, acted
 
 
-@ENGINES
 @pytest.mark.parametrize(
-  ("how", "message"),
+  ("how", "message", "engine"),
   [
-    ("killed", "rank 1 was ended by SIGKILL; the other 2 of 3 ranks were ended"),
-    ("raise", "rank 1 failed: ValueError: rank 1 has had enough; the other 2 of 3 ranks were ended"),
-    ("vanish", "rank 1 ended with status 0 "),
-    ("stopped", "rank 1 is stopped "),
-    ("leave", "rank 1 left the run after"),
+    row(how, message, engine, quick=engine == "processes" or how == "killed", id=f"{how}-{engine}")
+    for how, message in (
+      ("killed", "rank 1 was ended by SIGKILL; the other 2 of 3 ranks were ended"),
+      ("raise", "rank 1 failed: ValueError: rank 1 has had enough; the other 2 of 3 ranks were ended"),
+      ("vanish", "rank 1 ended with status 0 "),
+      ("stopped", "rank 1 is stopped "),
+      ("leave", "rank 1 left the run after"),
+    )
+    for engine in ("processes", "mpi")
   ],
 )
-def test_a_rank_that_ends_before_the_others_is_named(tmp_path, capfd, engine, how, message):
+def test_a_rank_that_ends_before_the_others_is_named(tmp_path, capfd, how, message, engine):
   signals = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
   def end_rank_1(found):
@@ -328,7 +340,7 @@ def launched(*arguments, **settings):
 GLOO_LINE = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
 
 
-@ENGINES
+@pytest.mark.parametrize("engine", ["processes", "mpi"])
 def test_lines_are_marked_with_their_rank(engine):
   """All lines of the program, and none of gloo's, wherever these begin."""
   own = ["first", "[Gloo] Rank 0 is connected to a printer", "50%", "second"]
@@ -378,19 +390,22 @@ def test_the_command_line():
 STUBBORN = "trap '' TERM INT HUP; setsid sleep 300 & echo $$ $! >> $PIDS; sleep 300; sleep 300"
 
 
-@ENGINES
 @pytest.mark.parametrize(
-  "signals",
+  ("signals", "engine"),
   [
-    (signal.SIGTERM,),
-    (signal.SIGINT, signal.SIGINT),
-    (signal.SIGTERM, signal.SIGTERM),
-    (signal.SIGHUP,),
-    (signal.SIGKILL,),
+    row(signals, engine, quick=engine == "processes" or signals == (signal.SIGKILL,))
+    for signals in (
+      (signal.SIGTERM,),
+      (signal.SIGINT, signal.SIGINT),
+      (signal.SIGTERM, signal.SIGTERM),
+      (signal.SIGHUP,),
+      (signal.SIGKILL,),
+    )
+    for engine in ("processes", "mpi")
   ],
-  ids=lambda signals: "-".join(number.name for number in signals),
+  ids=lambda value: value if isinstance(value, str) else "-".join(number.name for number in value),
 )
-def test_a_launcher_that_ends_leaves_nobody(tmp_path, engine, signals):
+def test_a_launcher_that_ends_leaves_nobody(tmp_path, signals, engine):
   files, noted = tmp_path / "files", tmp_path / "pids"
   files.mkdir()
   environment = os.environ | {"TMPDIR": str(files), "PIDS": str(noted)}

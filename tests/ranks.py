@@ -63,7 +63,7 @@ def same(found, wanted, what):
 def training(engine_name: str, file: str) -> None:
   """Trains a little with a step of the library, and writes what came out."""
   where, axis, rank = join(engine_name)
-  tx = optax.chain(js.oktopk_transform(axis, k=6), optax.sgd(0.25, momentum=0.5))
+  tx = optax.chain(js.spardl_transform(axis, k=6), optax.sgd(0.25, momentum=0.5))
   params = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(4)}
   state = js.init(tx, params, where)
   loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"][None] - 1.0) ** 2)

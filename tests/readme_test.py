@@ -68,8 +68,9 @@ def test_use(tmp_path):
 def test_costs_and_overlap(tmp_path):
   (costs,) = snippets("Should I use this?")
   (overlap,) = snippets("Hide it behind backward")
-  # Fewer repetitions; the calls are those of the README.
-  quick = "import functools; js.costs.fit = functools.partial(js.costs.fit, repetitions=1)\n"
+  # Two algorithms, few entries and repetitions; the calls are those of the README.
+  few = 'n=2**16, algorithms=["dense", "spardl"], repetitions=1'
+  quick = f"import functools; js.costs.fit = functools.partial(js.costs.fit, {few})\n"
   use = "state = js.init(tx, params, mesh)\njs.make_train_step(loss_fn, tx, mesh)(params, state, batch)\n"
   out = run("\n".join([START, CONTEXT, quick, costs, overlap, use]), tmp_path)
   assert "spardl" in out

@@ -20,8 +20,9 @@ from jaxsparse.comm import SoloComm
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of
 from tests.benchmarks import commands
+from tests.quick_compilation import CHILDREN
 
-collectives = functools.partial(commands.run, "benchmarks.collectives")
+collectives = functools.partial(commands.run, "benchmarks.collectives", **CHILDREN)
 
 
 def place(size=3):
@@ -78,6 +79,7 @@ def test_wrong_entries_are_counted(monkeypatch):
   assert bench(601)._updates(spec)["wrong"] == 2 * 3
 
 
+@pytest.mark.long
 def test_recorded_gradients_are_those_of_the_training(tmp_path):
   path = tmp_path / "recorded.npy"
   recorded.record(path, size=1, skipped=1, steps=2)

@@ -1,6 +1,7 @@
 """The commands of the benchmarks as a user runs them."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -10,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # A process for each of several runs, forked after the imports that take seconds.
 _FORKING = """
 import json, os, runpy, sys, tempfile, warnings
-import absl.app, flax.linen, jaxsparse, matplotlib.pyplot, rich.progress
+import absl.app, flax.linen, jaxsparse, matplotlib.pyplot, rich.progress, sklearn.datasets
 warnings.simplefilter("ignore")  # of JAX, which has started no threads here
 module, done = sys.argv[1], []
 for flags in json.loads(sys.argv[2]):
@@ -29,10 +30,11 @@ print(json.dumps(done))
 """
 
 
-def run(module, *flags):
-  """`python -m module flags`."""
+def run(module, *flags, **settings):
+  """`python -m module flags`, with these variables in its environment."""
   command = [sys.executable, "-m", module, *map(str, flags)]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+  environment = os.environ | settings
+  return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
 def check_refusals(module, rows, subtests):

@@ -6,8 +6,9 @@ import json
 import pytest
 
 from tests.benchmarks import commands
+from tests.quick_compilation import CHILDREN
 
-run = functools.partial(commands.run, "benchmarks.heterogeneous")
+run = functools.partial(commands.run, "benchmarks.heterogeneous", **CHILDREN)
 
 
 def test_tables_figures_and_goals(tmp_path):

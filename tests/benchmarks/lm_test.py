@@ -85,6 +85,7 @@ def test_optimizers_are_parsed_and_refused():
       training.parse_optimizers([wrong], 0.1)
 
 
+@pytest.mark.long
 def test_each_run_is_kept_and_reported(tmp_path):
   flags = ("--task=lm", "--engine=sim", "--workers=2", "--batch_size=2", "--steps=4", f"--report_dir={tmp_path}")
   grid = ("--algorithm=dense", "--optimizer=adamw:0.003,sgd:0.3", "--json")

@@ -9,6 +9,7 @@ import pytest
 import jaxsparse as js
 from benchmarks import architectures, hiding, overlap, workers
 from tests.benchmarks import commands
+from tests.quick_compilation import CHILDREN
 
 # Tensors as in Table III; parameters of the published models.
 SIZES = {
@@ -19,7 +20,7 @@ SIZES = {
 }
 
 
-benchmark = functools.partial(commands.run, "benchmarks.overlap")
+benchmark = functools.partial(commands.run, "benchmarks.overlap", **CHILDREN)
 
 
 @pytest.mark.parametrize("model", SIZES)

@@ -7,8 +7,9 @@ import pytest
 
 import jaxsparse as js
 from tests.benchmarks import commands
+from tests.quick_compilation import CHILDREN
 
-scale = functools.partial(commands.run, "benchmarks.scale")
+scale = functools.partial(commands.run, "benchmarks.scale", **CHILDREN)
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,14 @@
 import functools
 import json
 
+import pytest
+
 from benchmarks.data import CIFAR10_FILES
 from tests.benchmarks import commands
 from tests.benchmarks.data_test import batch, write
+from tests.quick_compilation import CHILDREN
 
-train = functools.partial(commands.run, "benchmarks.train")
+train = functools.partial(commands.run, "benchmarks.train", **CHILDREN)
 
 
 def test_both_algorithms_learn_and_are_reported(tmp_path):
@@ -23,6 +26,7 @@ def test_both_algorithms_learn_and_are_reported(tmp_path):
   assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_seeds_options_and_a_trace(tmp_path):
   flags = (
     "--seed=0",
@@ -42,6 +46,7 @@ def test_seeds_options_and_a_trace(tmp_path):
   assert (tmp_path / "trace.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_cifar10_and_a_table(tmp_path):
   for seed, name in enumerate(CIFAR10_FILES):
     write(tmp_path, name, batch(seed))

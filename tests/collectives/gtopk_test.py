@@ -10,9 +10,14 @@ from tests.cases import WORKERS, normals, quick_of
 from tests.reference.gtopk import gtopk
 
 
-@pytest.mark.parametrize("workers", quick_of(WORKERS))
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (50, 9)])
-def test_equals_the_tree_in_numpy(workers, n, k):
+@pytest.mark.parametrize(
+  ("n", "k", "workers"),
+  quick_of(
+    [(*sizes, workers) for sizes in ((1, 1), (50, 9)) for workers in WORKERS],
+    quick=[(1, 1, 3), (50, 9, 1), (50, 9, 3), (50, 9, 8)],
+  ),
+)
+def test_equals_the_tree_in_numpy(n, k, workers):
   left, state = np.zeros((workers, n), np.float32), None
   for step in range(3):
     grads = normals(step, workers, n)

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxsparse as js
-from tests.cases import QUICK, WORKERS, bits, normals
+from tests.cases import QUICK, WORKERS, bits, normals, quick_of, row
 from tests.reference import spardl as reference
 
-sizes_of = lambda workers, *rest: pytest.param(workers, *rest, marks=[] if workers in QUICK else pytest.mark.long)
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "spardl_golden.npz")
 
 
@@ -29,9 +28,9 @@ def test_equals_the_authors_results_bit_for_bit():
 @pytest.mark.parametrize(
   ("workers", "residual", "n", "k"),
   [
-    *(sizes_of(workers, "global", 50, 9) for workers in WORKERS),
+    *(row(workers, "global", 50, 9, quick=workers in QUICK) for workers in WORKERS),
     *((workers, "global", n, k) for workers in (1, 3) for n, k in ((1, 1), (4, 2), (50, 50))),
-    *(pytest.param(8, "global", n, k, marks=pytest.mark.long) for n, k in ((1, 1), (4, 2), (50, 50))),
+    *(row(8, "global", n, k) for n, k in ((1, 1), (4, 2), (50, 50))),
     *((workers, residual, 50, 9) for workers, residual in ((3, "partial"), (6, "partial"), (6, "local"))),
   ],
 )
@@ -46,9 +45,7 @@ def test_equals_the_paper_in_numpy(workers, residual, n, k):
     np.testing.assert_array_equal(out.residuals, left)
 
 
-@pytest.mark.parametrize(
-  ("workers", "n", "k"), [pytest.param(1, 50, 9, marks=pytest.mark.long), (3, 50, 9), (6, 70, 30)]
-)
+@pytest.mark.parametrize(("workers", "n", "k"), quick_of([(1, 50, 9), (3, 50, 9), (6, 70, 30)], quick=[(6, 70, 30)]))
 @pytest.mark.parametrize("selector", ["exact", "chunked", "reuse"])
 @pytest.mark.parametrize("wire", ["f32", "bf16"])
 def test_selectors_and_a_rounding_wire_equal_numpy(workers, n, k, selector, wire):
@@ -89,7 +86,7 @@ def test_equals_the_paper_with_ties(shape, seed, least):
 
 
 MORE_TEAMS = [
-  *((workers, teams, "auto", 70, 24) for workers, teams in ((2, 2), (6, 6), (8, 4), (12, 4), (15, 5))),
+  *((workers, teams, "auto", 70, 24) for workers, teams in ((2, 2), (6, 6), (8, 4), (8, 8), (12, 4), (15, 5))),
   *((workers, teams, "bruck", 70, 24) for workers, teams in ((6, 2), (8, 8))),
   (8, 8, "bruck", 7, 3),
   (15, 5, "auto", 7, 3),
@@ -99,10 +96,10 @@ MORE_TEAMS = [
 @pytest.mark.parametrize(
   ("workers", "teams", "sag", "n", "k"),
   [
-    *((workers, teams, "auto", 70, 24) for workers, teams in ((6, 2), (6, 3), (8, 8))),
+    *((workers, teams, "auto", 70, 24) for workers, teams in ((6, 2), (6, 3))),
     (8, 4, "bruck", 70, 24),
     (6, 2, "auto", 7, 3),
-    *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in MORE_TEAMS),
+    *(row(*sizes) for sizes in MORE_TEAMS),
   ],
 )
 def test_teams_equal_the_paper_in_numpy(workers, teams, sag, n, k):

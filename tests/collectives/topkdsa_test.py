@@ -8,9 +8,14 @@ from tests.cases import normals, quick_of
 from tests.reference.topkdsa import topkdsa
 
 
-@pytest.mark.parametrize("workers", quick_of([1, 3, 6, 8]))
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (50, 9), (50, 50), (2000, 20)])
-def test_equals_owners_in_numpy(workers, n, k):
+@pytest.mark.parametrize(
+  ("n", "k", "workers"),
+  quick_of(
+    [(*sizes, workers) for sizes in ((1, 1), (50, 9), (50, 50), (2000, 20)) for workers in (1, 3, 6, 8)],
+    quick=[(1, 1, 8), (50, 9, 1), (50, 9, 3), (50, 50, 3), (2000, 20, 8)],
+  ),
+)
+def test_equals_owners_in_numpy(n, k, workers):
   slots = js.make_collective("topkdsa", k=k).capacities(n, workers)[-1]
   left, state = np.zeros((workers, n), np.float32), None
   for step in range(3):

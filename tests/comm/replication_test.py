@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from tests.cases import CASES, bits, mesh_of, normals
+from tests.cases import CASES, bits, each_case, mesh_of, normals
 
 PARAMS = {"kernel": np.zeros((5, 4), np.float32), "bias": np.zeros(4, np.float32)}
 SPARSE, DENSE = js.spardl_transform("workers", density=0.2), js.dense_transform("workers")
@@ -43,7 +43,10 @@ def train(tx, mesh, axis="workers", steps=3, **options):
   return params, state, metrics
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.options and case.name != "a2sgd"], ids=str)
+# A collective knows an axis by the verbs of its comm: these use all of them, and the number of the worker.
+@each_case(
+  [case for case in CASES if not case.options and case.name != "a2sgd"], ["dense", "qsgd", "randomk", "spardl", "topka"]
+)
 def test_an_axis_tuple_in_any_order_trains_as_one_axis_does(case):
   """All orders for SparDL, the one that is not the mesh's for the others: each is a program to compile."""
   make = lambda axis: optax.chain(js.make_transform(case.name, axis, **case.config(density=0.2)), optax.sgd(0.1))

@@ -58,9 +58,12 @@ def test_a_profile_is_saved_and_read_again(tmp_path):
   assert Profile.load(tmp_path / "profile.json") == PROFILE
 
 
+ASKED_FOR = ["oktopk:density=0.1", "topka", "dense"]
+
+
 def test_fit_measures_each_algorithm_that_is_asked_for():
-  profile = js.costs.fit(mesh_of(2), n=3000, densities=(0.1, 0.2), algorithms=["oktopk", "dense"], repetitions=1)
-  assert list(profile.algorithms) == ["oktopk:density=0.1", "oktopk:density=0.2", "dense"]
+  profile = js.costs.fit(mesh_of(2), n=3000, densities=(0.1, 0.2), algorithms=ASKED_FOR, repetitions=1)
+  assert list(profile.algorithms) == ["oktopk:density=0.1", "topka:density=0.1", "topka:density=0.2", "dense"]
   assert profile.algorithms["dense"].reduces
   assert not profile.algorithms["oktopk:density=0.1"].reduces
   assert 0 < profile.algorithms["oktopk:density=0.1"].fill <= 1

@@ -17,10 +17,17 @@ from jaxsparse.costs import counting
 from jaxsparse.train import simulation
 from jaxsparse.train.engine import engine_of
 from jaxsparse.transform.metrics import summary
-from tests.cases import CASES, normals
+from tests import quick_compilation
+from tests.cases import CASES, DEFAULTS, normals, quick_of, row
 
 RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 STEPS, N = 2, 64
+
+
+@pytest.fixture(autouse=True)
+def quick_children(monkeypatch):
+  for name, value in quick_compilation.CHILDREN.items():
+    monkeypatch.setenv(name, value)
 
 
 def run(what, engine, ranks, file, *more):
@@ -60,24 +67,25 @@ def check(tmp_path, engine, ranks, cases, *more):
   run("equality", engine, ranks, file, *more)
 
 
-DEFAULTS = [case for case in CASES if not case.options]
-
-
-@pytest.mark.parametrize("engine", ["processes", "mpi"])
+@pytest.mark.parametrize("engine", quick_of(["processes", "mpi"], quick=["processes"]))
 def test_every_collective_gives_the_same_bits(tmp_path, engine):
-  teams = [case for case in CASES if dict(case.options) == {"teams": 3}]
-  check(tmp_path, engine, 3, [*DEFAULTS, *teams])
+  check(tmp_path, engine, 3, [case for case in CASES if str(case) in [*DEFAULTS, "spardl-teams=3"]])
 
 
-@pytest.mark.parametrize(("engine", "ranks"), [("mpi", 1), ("mpi", 2), ("mpi", 6), ("processes", 6)])
+@pytest.mark.parametrize(
+  ("engine", "ranks"), quick_of([("mpi", 1), ("mpi", 2), ("mpi", 6), ("processes", 6)], quick=[("mpi", 2)])
+)
 def test_any_number_of_ranks(tmp_path, engine, ranks):
   names = ("spardl",) if ranks > 3 else ("dense", "oktopk", "spardl")
   more = ["metrics"] if engine == "mpi" and ranks == 2 else []
-  check(tmp_path, engine, ranks, [case for case in DEFAULTS if case.name in names], *more)
+  check(tmp_path, engine, ranks, [case for case in CASES if str(case) in names], *more)
 
 
-def test_mpi_through_host_memory(tmp_path):
-  check(tmp_path, "mpi", 3, [case for case in CASES if str(case) in ("dense", "spardl", "spardl-teams=3")], "staged")
+@pytest.mark.parametrize(
+  ("ranks", "names"), [row(2, ("dense", "spardl"), quick=True), row(3, ("dense", "spardl", "spardl-teams=3"))]
+)
+def test_mpi_through_host_memory(tmp_path, ranks, names):
+  check(tmp_path, "mpi", ranks, [case for case in CASES if str(case) in names], "staged")
 
 
 @pytest.mark.parametrize("engine", ["processes", "mpi"])
@@ -108,7 +116,7 @@ def test_one_training_step_for_all_engines(tmp_path):
     ("devices", Mesh(np.array(jax.devices()[:3]), ("workers",)), "workers"),
     ("sim", sim, sim),
   ):
-    tx = optax.chain(js.oktopk_transform(axis, k=6), optax.sgd(0.25, momentum=0.5))
+    tx = optax.chain(js.spardl_transform(axis, k=6), optax.sgd(0.25, momentum=0.5))
     params = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(4)}
     state = js.init(tx, params, where)
     loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"][None] - 1.0) ** 2)

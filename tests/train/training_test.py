@@ -14,7 +14,8 @@ import orbax.checkpoint
 import pytest
 
 import jaxsparse as js
-from tests.cases import CASES, bits, each, each_main, mesh_of, normals
+from tests.cases import CASES, DEFAULTS, bits, each_case, mesh_of, normals, row
+from tests.quick_compilation import XLA_FLAGS
 
 TARGET = np.linspace(-1, 1, 20).astype(np.float32)
 
@@ -41,7 +42,7 @@ def carried(state):
   return (state.state if isinstance(state, js.PerWorker) else state)[0].carried
 
 
-@each_main(CASES)
+@each_case(CASES, [*DEFAULTS, "spardl-teams=2", "spardl-wire=int8"])
 def test_it_learns(case):
   workers = case.workers([6, 8, 5])[0]
   step, params, state, _ = make(case, workers)
@@ -95,15 +96,14 @@ def test_the_hlo_holds_the_messages_of_the_paper():
   assert text.count(" all-reduce(") == 1  # the mean loss
 
 
-def test_aux_is_averaged():
-  tx, mesh, params = js.dense_transform("workers"), mesh_of(4), jnp.zeros(1)
-  aux_loss = lambda p, batch: (jnp.sum(p * 0), {"mean": batch.mean()})
-  step = js.make_train_step(aux_loss, tx, mesh, has_aux=True)
-  _, _, metrics = step(params, js.init(tx, params, mesh), jnp.arange(8.0))
-  assert float(metrics.aux["mean"]) == 3.5
+POISONED = [(case, workers) for case in CASES if case.name != "a2sgd" for workers in case.workers([6, 8])]
+QUICK = [(name, 6) for name in ("dense", "oktopk", "qsgd", "spardl")]
 
 
-@each([case for case in CASES if case.name != "a2sgd"], [6, 8], quick=[6], options="none")
+@pytest.mark.parametrize(
+  ("case", "workers"),
+  [row(case, size, quick=(str(case), size) in QUICK, id=f"{case}-{size}") for case, size in POISONED],
+)
 def test_a_poisoned_batch_is_skipped_and_training_goes_on(case, workers):
   step, params, state, _ = make(case, workers)
   params, state, _ = step(params, state, batch_of(0, workers))
@@ -121,6 +121,7 @@ def test_a_poisoned_batch_is_skipped_and_training_goes_on(case, workers):
   assert np.any(params["w"] != before)
 
 
+@pytest.mark.long  # step_test.py and comm/replication_test.py take one step on such meshes
 def test_a_mesh_of_explicit_axes_and_of_two_axes():
   explicit = jax.make_mesh((4,), ("workers",), axis_types=(jax.sharding.AxisType.Explicit,))
   grid = jax.make_mesh((2, 3), ("hosts", "devices"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -241,7 +242,7 @@ print("loss", float(metrics.loss))
 @pytest.mark.timeout(240)
 def test_a_loop_that_never_waits_does_not_dead_lock():
   """3000 steps on 6 forced devices, without looking at any of them, in a process of its own."""
-  environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+  environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS}
   root = pathlib.Path(__file__).parents[2]
   done = subprocess.run(
     [sys.executable, "-c", LOOP], env=environment, cwd=root, capture_output=True, text=True, timeout=200, check=False

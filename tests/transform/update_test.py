@@ -16,15 +16,16 @@ from jaxsparse.transform import local as perworker
 from jaxsparse.transform import metrics as telemetry
 from jaxsparse.transform import state as states
 from jaxsparse.transform.update import init_state
-from tests.cases import CASES, mesh_of, normals
+from tests.cases import CASES, DEFAULTS, each_case, mesh_of, normals, row
 
 WORKERS = 3
 CASES = [case for case in CASES if not case.options or case.options in ((("teams", 3),), (("means", "leaf"),))]
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-def params_of(dtype="float32"):
-  return {"w": jnp.asarray(normals(0, 4, 3)).astype(dtype), "b": jnp.zeros(3, dtype), "none": None}
+def params_of(**dtypes):
+  params = {"w": normals(0, 4, 3), "b": np.zeros(3, np.float32)}
+  return {name: jnp.asarray(leaf, dtypes.get(name)) for name, leaf in params.items()} | {"none": None}
 
 
 def update_of(tx, grads, state):
@@ -45,8 +46,8 @@ def updater(tx, state):
   return jax.jit(_compat.shard_map(worker, mesh_of(WORKERS), (P("workers"), spec), (P(), spec)))
 
 
-def grads_of(step, dtype="float32"):
-  return jax.tree.map(lambda p: jnp.asarray(normals(step, WORKERS, *p.shape)).astype(dtype), params_of())
+def grads_of(step, **dtypes):
+  return jax.tree.map(lambda p: jnp.asarray(normals(step, WORKERS, *p.shape), p.dtype), params_of(**dtypes))
 
 
 def transform_of(case, **entries):
@@ -63,22 +64,28 @@ def test_everything_delivered_is_the_mean(case):
   chex.assert_trees_all_close(updates, expected, atol=1e-2 if "bfloat16" in str(case) else 1e-6)
 
 
-@each_case
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtypes_and_shardings_are_kept_and_the_state_is_a_fixed_point(case, dtype):
-  tx = transform_of(case)
-  state = js.init(tx, params_of(dtype), mesh_of(WORKERS))
+@pytest.mark.parametrize(
+  ("case", "dtypes"),
+  [
+    row(case, dtypes, quick=dtypes == ("bfloat16", "float16"), id="-".join([*dtypes, str(case)]))
+    for dtypes in (("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float16"))
+    for case in CASES
+  ],
+)
+def test_dtypes_and_shardings_are_kept_and_the_state_is_a_fixed_point(case, dtypes):
+  tx, of = transform_of(case), dict(zip(("w", "b"), dtypes, strict=True))
+  state = js.init(tx, params_of(**of), mesh_of(WORKERS))
   update = updater(tx, state)
-  updates, after = update(grads_of(1, dtype), state)
-  chex.assert_trees_all_equal_shapes_and_dtypes(updates, params_of(dtype))
+  updates, after = update(grads_of(1, **of), state)
+  chex.assert_trees_all_equal_shapes_and_dtypes(updates, params_of(**of))
   chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
   kept = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), after, state)
   assert all(jax.tree.leaves(kept))
-  update(grads_of(2, dtype), after)
+  update(grads_of(2, **of), after)
   assert update._cache_size() == 1  # no recompilation on the second call
 
 
-@each_case
+@every_case
 def test_scan_equals_a_loop(case):
   tx = transform_of(case)
   start = js.init(tx, params_of(), mesh_of(WORKERS))
@@ -98,11 +105,20 @@ def test_scan_equals_a_loop(case):
   chex.assert_trees_all_close(state, final, rtol=1e-6)
 
 
-@each_case
+AFTER = {
+  "sgd": optax.sgd(0.03, momentum=0.9),
+  "adam": optax.adam(0.1),
+  "clip": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+}
+
+
 @pytest.mark.parametrize(
-  "after",
-  [optax.sgd(0.03, momentum=0.9), optax.adam(0.1), optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))],
-  ids=["sgd", "adam", "clip"],
+  ("case", "after"),
+  [
+    row(case, after, quick=str(case) in ("a2sgd", "dense", "spardl"), id=f"{name}-{case}")
+    for name, after in AFTER.items()
+    for case in CASES
+  ],
 )
 def test_first_in_a_chain(case, after):
   tx = optax.chain(transform_of(case, density=0.5), after)
@@ -118,7 +134,7 @@ def test_first_in_a_chain(case, after):
   assert losses[-1] < 0.7 * losses[0]
 
 
-@each_case
+@each_case(CASES, DEFAULTS)
 def test_inject_hyperparams(case):
   """Sizes of messages are static: under inject_hyperparams they are named in static_args, and everything works."""
   config = case.config(density=0.3)
@@ -180,7 +196,7 @@ def test_unknown_names_and_options_list_the_choices():
     js.dense_transform("workers", dtype="int8")
 
 
-@each_case
+@every_case
 def test_outside_shard_map(case):
   tx = transform_of(case)
   state = js.init(tx, params_of(), mesh_of(WORKERS))
@@ -204,7 +220,7 @@ def test_gradients_that_jax_already_summed():
     jax.jit(program)(jnp.zeros(4), state, jnp.zeros((WORKERS, 4)))
 
 
-@each_case
+@every_case
 @pytest.mark.parametrize(
   ("tree", "error", "message"),
   [
@@ -236,7 +252,7 @@ def test_state_of_another_collective():
       updater(tx, state)(grads_of(1), state)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case
 def test_a_state_made_eagerly_can_be_donated(case):
   """No array is in it twice."""
   state = init_state(case.make(density=0.5), 30, case.workers([6, 8, 5])[0])
