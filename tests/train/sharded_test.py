@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
+from jaxsparse import launch
+from jaxsparse.train.worker import Given
 from tests.cases import AS_USERS, CASES, bits, each_main, integers, normals
+from tests.ranks import train_sharded
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 MESHES = [{"hosts": 4, "x": 2}, {"hosts": 2, "x": 4}, {"hosts": 3, "x": 2}, {"hosts": 2, "x": 2, "y": 2}]
@@ -377,6 +382,31 @@ def test_parameters_of_workers_of_their_own():
   same = lambda was, x: was.is_equivalent_to(x.sharding, x.ndim)
   assert jax.tree.all(jax.tree.map(same, before, (params, state)))
   step.check(params, state)
+
+
+def test_hosts_of_several_processes_and_devices(tmp_path):
+  """Two processes of two devices each over gloo have the results of four devices of one process."""
+  file = tmp_path / "batch.npz"
+  np.savez(file, batch=normals(1, 8, 3))
+  ranks = pathlib.Path(__file__).parents[1] / "ranks.py"
+  command = [sys.executable, str(ranks), "sharded", "processes", str(file)]
+  launch.run(command, 2, devices=2, start_timeout=120, limit=240)
+  expected = train_sharded(mesh_of({"hosts": 2, "devices": 2}), np.load(file)["batch"])
+  with np.load(file.with_suffix(".out.npz")) as found:
+    for got, wanted in zip(found.values(), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_it_lowers_for_gpus(kind):
+  """The compiler of GPUs gets the same program: two maps, and between hosts one buffer for each message."""
+  step, params, state = model_of(chain_of(js.spardl_transform("hosts", density=0.2)), kind)
+  program, _ = step._program(params, state, batch_of(0), Given(None, None, {}))
+  traced = program.trace(params, state, batch_of(0), Given(None, None, {}))
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  assert 'manual_axes={"hosts"}' in text
+  assert 'manual_axes={"x"}' in text
+  assert text.count("stablehlo.collective_permute") == js.costs.count("spardl", n=200, workers=4, density=0.2).messages
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # orbax's own
