@@ -15,6 +15,7 @@ axes are Explicit.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -22,7 +23,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse._compat import names_of
@@ -117,7 +118,7 @@ class Shards:
     def device(leaves: list[jax.Array], state: Any) -> tuple[list[jax.Array], Any]:
       pieces = [self._cut(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
       after, state = function(pieces, state)
-      return [self._join(new, leaf, spec) for new, leaf, spec in zip(after, leaves, specs, strict=True)], state
+      return self._joined(after, leaves), state
 
     leaves = [_compat.resharded(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
     return self.map(device, (specs, split), (specs, split))(leaves, state)
@@ -134,12 +135,21 @@ class Shards:
     copies = math.prod(map(jax.lax.axis_size, alike))
     return jnp.pad(flat, (0, -flat.size % copies)).reshape(copies, -1)[jax.lax.axis_index(alike)]
 
-  def _join(self, piece: jax.Array, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Undoes `_cut`."""
-    alike = self._replicated(spec)
-    if alike and shard.size:
-      piece = jax.lax.all_gather(piece, alike, tiled=True)[: shard.size]
-    return piece.reshape(shard.shape)
+  def _joined(self, pieces: Sequence[jax.Array], shards: Sequence[jax.Array]) -> list[jax.Array]:
+    """Undoes `_cut` of all leaves; those that lie alike are gathered together, in one message."""
+    joined = list(pieces)
+    alike: dict[Any, list[int]] = {}
+    for number, (piece, shard, spec) in enumerate(zip(pieces, shards, self.specs, strict=True)):
+      if (axes := self._replicated(spec)) and shard.size:
+        alike.setdefault((axes, piece.dtype), []).append(number)
+      else:
+        joined[number] = piece.reshape(shard.shape)
+    for (axes, _), numbers in alike.items():
+      rows = jax.lax.all_gather(jnp.concatenate([pieces[number] for number in numbers]), axes)
+      ends = list(itertools.accumulate(pieces[number].size for number in numbers))
+      for number, columns in zip(numbers, jnp.split(rows, ends[:-1], axis=1), strict=True):
+        joined[number] = columns.reshape(-1)[: shards[number].size].reshape(shards[number].shape)
+    return joined
 
   def _replicated(self, spec: PartitionSpec) -> tuple[str, ...]:
     """The axes inside along which devices hold copies, in the order of the mesh."""
@@ -147,21 +157,43 @@ class Shards:
     return tuple(name for name in self.names if name not in used)
 
 
-def shards_of(comm: Comm, params: optax.Params) -> Shards | None:
-  """The shards of parameters, read from their types; None where a worker is one device.
+def shards_of(comm: Comm, params: optax.Params, shardings: Any = None) -> Shards | None:
+  """The shards of parameters; None where a worker is one device.
+
+  Args:
+    comm: the workers.
+    params: the parameters, whose types tell how they lie along Explicit axes.
+    shardings: for other axes a pytree like the parameters, of `PartitionSpec` or `NamedSharding`.
 
   Raises:
-    ValueError: if an axis inside is not Explicit, so that types do not tell how a leaf lies along it.
+    ValueError: if an axis inside is not Explicit and there are no shardings, or not of each leaf.
   """
   axes = _axes_inside(comm)
   if not axes:
     return None
+  if shardings is not None:
+    specs = [_compat.without_axes(spec, axes_of(comm) or ()) for spec in _specs_by_name(params, shardings)]
+    return Shards.of(params, axes, specs)
   if hidden := [name for name in axes if not _compat.is_explicit(name)]:
     raise ValueError(
       f"the axis {hidden[0]!r} lies inside a worker, and is not Explicit, so the types of the parameters do not tell "
-      "how they are sharded along it: make the state with js.init, outside jit; or give the mesh Explicit axes"
+      "how they are sharded along it: make the state with js.init, outside jit; or give the transform shardings=, or "
+      "the mesh Explicit axes"
     )
   return Shards.of(params, axes, [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)])
+
+
+def _specs_by_name(params: optax.Params, shardings: Any) -> list[PartitionSpec]:
+  """The spec of each leaf; leaves are found by their names, since optax.masked leaves some of them out."""
+  is_spec = lambda x: isinstance(x, (PartitionSpec, NamedSharding))
+  name = jax.tree_util.keystr
+  given = {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_spec)}
+  names = [name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+  if unknown := [one for one in names if not is_spec(given.get(one))]:
+    raise ValueError(
+      f"shardings={shardings!r}: parameters{unknown[0]} has none, give a PartitionSpec or NamedSharding of each leaf"
+    )
+  return [given[one].spec if isinstance(given[one], NamedSharding) else given[one] for one in names]
 
 
 def check_inside(comm: Comm, shards: Shards | None) -> None:

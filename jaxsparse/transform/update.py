@@ -27,7 +27,7 @@ from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse, State
 
 
 def transform_of(
-  collective: Collective, axis: _compat.AxisName | Comm, special: Special | None = None
+  collective: Collective, axis: _compat.AxisName | Comm, special: Special | None = None, shardings: Any = None
 ) -> optax.GradientTransformation:
   """The transform that averages gradients with `collective` over the workers of `axis`.
 
@@ -35,6 +35,7 @@ def transform_of(
     collective: from `js.make_collective`, or one of your own.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
     special: collectives of leaves by their names, as of `js.spardl_transform`.
+    shardings: of the parameters inside a worker, as of `js.spardl_transform`.
 
   Raises:
     TypeError: if `axis` is none of these.
@@ -46,18 +47,19 @@ def transform_of(
     >>> tx = js.transform_of(js.make_collective("spardl", k=100), "workers", special={"bias": "dense"})
   """
   if special:
-    return over_groups(functools.partial(groups_of, assignment=assigned(collective, special)), axis)
-  return over_groups(functools.partial(groups_of, assignment=Assignment([collective], [])), axis, alone=True)
+    return over_groups(functools.partial(groups_of, assignment=assigned(collective, special)), axis, shardings)
+  return over_groups(functools.partial(groups_of, assignment=Assignment([collective], [])), axis, shardings, alone=True)
 
 
 def over_groups(
-  grouped: Callable[[Any], list[Group]], axis: _compat.AxisName | Comm, alone: bool = False
+  grouped: Callable[[Any], list[Group]], axis: _compat.AxisName | Comm, shardings: Any = None, alone: bool = False
 ) -> optax.GradientTransformation:
   """The transform that reduces the groups of a gradient over the workers of `axis`.
 
   Args:
     grouped: gives the groups of a pytree.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
+    shardings: of the parameters inside a worker, where neither their types nor `js.init` tell them.
     alone: whether there is always one group. Its state is then that of the collective, otherwise a tuple with the state
       of each group.
   """
@@ -69,7 +71,7 @@ def over_groups(
     return joined(starts, alone), Counters.zeros()
 
   def init(params: optax.Params) -> ReduceState:
-    n, groups, shards = flatten.count(params), grouped(params), shards_of(comm, params)
+    n, groups, shards = flatten.count(params), grouped(params), shards_of(comm, params, shardings)
     carried, counters = _started(shards, start, groups) if shards else start(groups)
     return ReduceState(carried, counters, mark_total(Layout.of(comm.size, n, shards), axes_of(comm)))
 

@@ -77,11 +77,11 @@ def flat_pieces(tree, leaves, inside, rows):
   return np.stack([each(row) for row in range(rows)], axis=1)
 
 
-def started(tx, mesh, leaves):
-  """Parameters of zeros with the shardings of `leaves`, and the state: bare of our helpers where types tell shards."""
+def started(tx, mesh, leaves, bare=None):
+  """Parameters of zeros with the shardings of `leaves`, and the state: by default `bare` where types tell shards."""
   specs = {name: spec for name, (_, spec) in leaves.items()}
   params = put({name: jnp.zeros(shape) for name, (shape, _) in leaves.items()}, mesh, specs)
-  if mesh.axis_types[0] == AxisType.Auto:
+  if not (mesh.axis_types[0] == AxisType.Explicit if bare is None else bare):
     return params, js.init(tx, params, mesh, axis="hosts"), specs
   init = lambda out: jax.shard_map(
     tx.init, mesh=mesh, in_specs=P(), out_specs=out, axis_names={"hosts"}, check_vma=False
@@ -184,6 +184,21 @@ def test_large_shards_of_the_candidate_path(config):
   check_against_the_simulator(
     "spardl", {"hosts": 3, "x": 2}, leaves, AxisType.Auto, options=AS_USERS, density=0.01, **config
   )
+
+
+def test_shardings_where_neither_types_nor_init_tell_them():
+  mesh = mesh_of(MESHES[0])
+  shardings = {name: NamedSharding(mesh, spec) for name, (_, spec) in LEAVES.items()}
+  tx = js.spardl_transform("hosts", shardings=shardings, density=0.2)
+  bare, known = (started(tx, mesh, LEAVES, bare=bare)[1] for bare in (True, False))
+  assert bare.layout.shards == known.layout.shards
+  assert jax.tree.map(jnp.shape, bare) == jax.tree.map(jnp.shape, known)
+  del shardings["odd"]
+  with pytest.raises(ValueError, match=r"shardings=.*: parameters\['odd'\] has none, give a PartitionSpec or"):
+    started(js.spardl_transform("hosts", shardings=shardings, density=0.2), mesh, LEAVES, bare=True)
+  uneven = {name: P("x") if name == "odd" else spec for name, (_, spec) in LEAVES.items()}
+  with pytest.raises(ValueError, match=r"parameters\['odd'\] has shape \(7,\) .* cuts 7 entries into 2 shards"):
+    started(js.spardl_transform("hosts", shardings=uneven, density=0.2), mesh, LEAVES, bare=True)
 
 
 def test_groups_of_leaves():
