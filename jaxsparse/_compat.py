@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax._src import distributed  # JAX has no public barrier with a time limit
 from jax.extend import core
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AxisName = str | tuple[str, ...]
 
@@ -57,9 +57,83 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
         yield item
 
 
-def shard_map(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-  """`jax.shard_map` without its check of replication, which types a total made of ppermutes as device-varying."""
-  return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+def shard_map(
+  function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any, axes: Sequence[str] = ()
+) -> Callable:
+  """`jax.shard_map` without its check of replication, which types a total made of ppermutes as device-varying.
+
+  Args:
+    function: the program of one device.
+    mesh: None for that of the shard_map around it.
+    in_specs: of the arguments.
+    out_specs: of the results.
+    axes: names of the axes to map over; all of them by default. The compiler partitions the program along the others.
+  """
+  return jax.shard_map(
+    function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False
+  )
+
+
+def partly_mapped(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, axes: Sequence[str]) -> Callable:
+  """`shard_map` over `axes` of a mesh whose other axes are Explicit, without gathering arrays at its boundary.
+
+  JAX 0.10.2 lowers the boundary of a shard_map over a part of the axes as if arrays were replicated along the others:
+  every argument and result that is sharded along an Explicit one is gathered. It leaves Auto axes alone. So all axes
+  are Auto at the boundary and Explicit on both sides of it.
+  """
+  inside = tuple(name for name in mesh.axis_names if name not in axes)
+  spec_of = lambda x: jax.typeof(x).sharding.spec
+
+  def mapped(*arguments: Any) -> Any:
+    explicit = shard_map(function, mesh, in_specs, out_specs, axes)
+    after = jax.tree.map(lambda x: x.sharding.spec, jax.eval_shape(explicit, *arguments))
+    specs = jax.tree.map(lambda x: without_axes(spec_of(x), axes), arguments)
+    body = jax.sharding.explicit_axes(function, axes=inside, in_sharding=specs)
+    boundary = lambda *arguments: shard_map(body, None, in_specs, out_specs, axes)(*arguments)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return jax.sharding.auto_axes(boundary, out_sharding=after)(*arguments)
+
+  return mapped
+
+
+def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+  """The spec without the names `axes`."""
+
+  def part(names: Any) -> Any:
+    left = tuple(name for name in names_of(names or ()) if name not in axes)
+    return left if len(left) > 1 else left[0] if left else None
+
+  return PartitionSpec(*map(part, spec))
+
+
+def axes_inside(axes: Sequence[str]) -> dict[str, int]:
+  """Names and sizes of the axes that a shard_map over `axes` leaves to the compiler; none outside such a shard_map."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if not set(axes) <= set(mesh.manual_axes):
+    return {}
+  return {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
+
+
+def is_explicit(axis: str) -> bool:
+  """Whether types tell how arrays are sharded along an axis of the mesh of this program."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Explicit
+
+
+def resharded(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+  """`x` with that spec in its type where axes are Explicit; elsewhere `x`, which the compiler reshards at its use."""
+  sharding = jax.typeof(x).sharding
+  if AxisType.Explicit not in sharding.mesh.axis_types or trimmed(sharding.spec) == trimmed(spec):
+    return x
+  return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
+
+
+def trimmed(spec: PartitionSpec) -> PartitionSpec:
+  """Without the dimensions at the end that are not cut: equal shardings then have equal specs."""
+  parts = list(spec)
+  while parts and not parts[-1]:
+    parts.pop()
+  return PartitionSpec(*parts)
 
 
 def is_summed_over(axis: AxisName, x: jax.Array) -> bool:

@@ -56,6 +56,7 @@ def test_this_machine():
   assert engines == {f"engine {engine}" for engine in wanted}
   assert all("2 workers on" in found[engine].detail for engine in engines)
   assert {"versions", "JAX", "MPI"} <= set(found)
+  assert "4 devices of 2 processes have the sums of psum_scatter" in found["reduce-scatter"].detail
   assert all(finding.fix for finding in found.values() if finding.status != "ok")
 
 

@@ -445,8 +445,11 @@ def test_without_proc_a_guard_ends_its_child_and_the_launcher_the_group(tmp_path
   [
     ((["true"], 0), "ranks=0, choose at least 1"),
     ((["true"], 1, "smoke"), "engine='smoke', choose 'processes' or 'mpi'"),
+    ((["true"], 1, "processes", 0), "devices=0, choose at least 1"),
+    ((["true"], 1, "mpi", 2), "devices=2, choose 1, a rank of MPI is one device"),
   ],
 )
 def test_bad_arguments(arguments, message):
+  *arguments, devices = arguments if len(arguments) > 3 else (*arguments, 1)
   with pytest.raises(ValueError, match=message):
-    launch.run(*arguments)
+    launch.run(*arguments, devices=devices)

@@ -169,6 +169,33 @@ def differing(engine_name: str, file: str) -> None:
     js.init(tx, {"a": jax.make_array_from_callback((6,), sharded, np.arange(6.0, dtype=np.float32).__getitem__)}, where)
 
 
+def train_sharded(mesh, batch):
+  """(parameters, residual, words between hosts) after steps of hosts with several devices each, as whole arrays."""
+  spec = jax.sharding.PartitionSpec
+  put = lambda x, *names: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec(*names)))
+  params = {"b": put(np.zeros(3, np.float32)), "w": put(np.full((3, 4), 0.5, np.float32), None, "devices")}
+  tx = optax.chain(js.spardl_transform("hosts", density=0.4), optax.sgd(0.25, momentum=0.5))
+  state = js.init(tx, params, mesh, axis="hosts")
+  loss = lambda p, x: jnp.mean(((x + p["b"][None]) @ p["w"] - 1.0) ** 2)
+  step = js.make_train_step(loss, tx, mesh, axis="hosts")
+  for _ in range(5):
+    params, state, _ = step(params, state, put(batch, ("hosts", "devices")))
+  step.check(params, state)
+  words = js.metrics(state).words_sent
+  whole = jax.jit(lambda tree: tree, out_shardings=jax.sharding.NamedSharding(mesh, spec()))
+  return jax.tree.map(local, whole((params, state[0].carried.residual, words)))
+
+
+def sharded(_: str, file: str) -> None:
+  """Trains hosts of several devices, and writes what came out."""
+  launch.join()
+  shape = (jax.process_count(), jax.local_device_count())
+  auto = (jax.sharding.AxisType.Auto,) * 2
+  found = train_sharded(jax.make_mesh(shape, ("hosts", "devices"), axis_types=auto), np.load(file)["batch"])
+  if jax.process_index() == 0:
+    np.savez(pathlib.Path(file).with_suffix(".out.npz"), *jax.tree.leaves(found))
+
+
 def lonely(engine_name: str, file: str) -> None:
   """Metrics that rank 0 alone asks for."""
   where, axis, rank = join(engine_name)
@@ -189,5 +216,5 @@ def lonely(engine_name: str, file: str) -> None:
 if __name__ == "__main__":
   jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
   programs = (equality, training, forever, late, waits, alone, quiet, other_engine, own_communicator, exits)
-  programs += (differing, lonely)
+  programs += (differing, lonely, sharded)
   {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2:4])

@@ -86,6 +86,13 @@ def test_many_hosts(tmp_path):
   run(IMPORTS + DATA + mpi + steps, tmp_path, ranks=2, engine="mpi")
 
 
+def test_workers_of_many_devices(tmp_path):
+  (howto,) = snippets("Workers of many devices")
+  check = "assert not params['bias'].sharding.is_fully_replicated and int(state[0].layout.workers) == 2\n"
+  start = START.replace('"jax_num_cpu_devices", 2', '"jax_num_cpu_devices", 4')
+  assert "words_sent" in run("\n".join([start, IMPORTS, DATA, howto, check]), tmp_path)
+
+
 def test_workers_of_different_speed(tmp_path):
   (worker,) = snippets("Workers of different speed")
   address = f"tcp://127.0.0.1:{launch.free_port()}"

@@ -98,6 +98,11 @@ class Collective(abc.ABC):
     del sizes
     return self
 
+  def for_devices(self, devices: int) -> Self:
+    """The collective of each of `devices` devices that share a gradient out among themselves."""
+    del devices
+    return self
+
   def init(self, n: int, size: int) -> State:
     """The state before the first step, for n entries and `size` workers.
 
@@ -183,6 +188,9 @@ class SparseCollective(Collective):
       raise ValueError(f"{self.name}: density={density!r}, choose a number in (0, 1]")
     if k is not None and not (_is_number(k, numbers.Integral) and k >= 1):
       raise ValueError(f"{self.name}: k={k!r}, choose a whole number from 1 up to the number of gradient entries")
+
+  def for_devices(self, devices: int) -> Self:
+    return self if self.k is None else dataclasses.replace(self, k=-(-self.k // devices))
 
   def init(self, n: int, size: int) -> State:
     del size

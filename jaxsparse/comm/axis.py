@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxsparse import _compat
 from jaxsparse.comm.all_reduce import combined
 from jaxsparse.comm.markers import message_p
-from jaxsparse.comm.replication import mark_total
+from jaxsparse.comm.replication import mark_total, other_axes
 from jaxsparse.comm.view import View
 from jaxsparse.types import Comm, Reduction
 
@@ -64,6 +64,8 @@ class AxisComm(View):
     try:
       return jax.lax.axis_size(self.axis)
     except NameError as error:
+      if mapped := jax.sharding.get_abstract_mesh().manual_axes:
+        raise other_axes(self._names(), mapped) from error
       raise ValueError(
         f"axis {self.axis!r} is not mapped here: jaxsparse transforms take the local gradients of one worker, so init "
         f"and update must run inside jax.shard_map over {self.axis!r}; js.init and js.make_train_step do that for you"

@@ -6,6 +6,7 @@ does its own. For every value of one worker's program this module computes the s
 
     sharded inputs, axis_index         the axes of their PartitionSpec, of their name
     psum and the like over whole axes  without these axes
+    a shard_map within the program     without the axes that only this one maps over
     callbacks, references              all axes, since their results are unknown
     any other operation                the union over its operands
 
@@ -69,11 +70,12 @@ def checked(
   def traced(*arguments: Any) -> Any:
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     follow = _Follow(axes.union(others))
-    outputs = follow.through(closed.jaxpr, [_axes_of_spec(spec) for spec in _spec_of_each(arguments, in_specs)])
+    varying = [axes_of_spec(spec) & follow.every for spec in _spec_of_each(arguments, in_specs)]
+    outputs = follow.through(closed.jaxpr, varying)
     follow.check_marks(axes)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     for varies, spec, path in zip(outputs, _spec_of_each(shapes, out_specs), paths, strict=True):
-      if differs := varies - _axes_of_spec(spec):
+      if differs := varies - axes_of_spec(spec):
         name, why = list(results.items())[path[0].idx]
         leaf = name + jax.tree_util.keystr(path[1:])
         raise ValueError(f"{leaf} would differ between the workers along axis {_listed(differs)}: {why}")
@@ -91,15 +93,24 @@ def check_axes(function: Callable, arguments: Sequence[Any], axis: AxisName) -> 
   follow.check_marks(frozenset(names_of(axis)))
 
 
+def other_axes(ours: Iterable[str], mapped: Iterable[str]) -> ValueError:
+  """The error for a transform over other axes than those that a program is mapped over."""
+  return ValueError(
+    f"the jaxsparse transform is over the axis {_listed(ours)}, and js.init and the training step are over "
+    f"{_listed(mapped)}: give all of them the same axis"
+  )
+
+
 class _Follow:
   """Computes the axes that each value of a jaxpr may vary over, and collects the axes of all marks.
 
   Args:
-    every: all axes that the program is mapped over.
+    every: all axes that the program is mapped over. It may be partitioned along others, whose devices together
+      compute one value, and map a part of itself over them.
   """
 
   def __init__(self, every: Axes):
-    self._every = every
+    self.every = every
     self._marks: set[Axes] = set()
     self._loops = {"cond": self._cond, "scan": self._scan, "while": self._while}
 
@@ -107,10 +118,7 @@ class _Follow:
     """Raises ValueError for a mark over other axes than `axes`."""
     for marked in self._marks:
       if marked != axes:
-        raise ValueError(
-          f"the jaxsparse transform is over the axis {_listed(marked)}, and js.init and the training step are over "
-          f"{_listed(axes)}: give all of them the same axis"
-        )
+        raise other_axes(marked, axes)
 
   def through(self, jaxpr: core.Jaxpr, inputs: Sequence[Axes]) -> list[Axes]:
     """The axes that each result of a jaxpr may vary over.
@@ -132,7 +140,8 @@ class _Follow:
       return self._loops[name](params, inputs)
     body = next((_open(params[key]) for key in _BODIES if key in params), None)
     if body is not None and len(body.invars) == len(inputs) and len(body.outvars) == len(equation.outvars):
-      return self.through(body, inputs)
+      results = self.through(body, inputs)
+      return [axes & self.every for axes in results] if name == "shard_map" else results
     varies = _union(inputs)
     if equation.primitive is total_p:
       varies = self._marked(params["axes"], varies)
@@ -141,7 +150,7 @@ class _Follow:
     elif name in _SENDS or name == "axis_index":
       varies = varies | _named(params)
     elif equation.effects or "callback" in name:
-      varies = self._every
+      varies = self.every
     else:  # an unknown operation may apply its bodies to any of its operands
       bodies = [self.through(inner, [varies] * len(inner.invars)) for inner in inner_jaxprs(params)]
       varies = varies.union(*(axes for results in bodies for axes in results))
@@ -189,7 +198,8 @@ def _named(params: Any) -> Axes:
   return frozenset(axis for axis in (axes if isinstance(axes, (tuple, list)) else (axes,)) if isinstance(axis, str))
 
 
-def _axes_of_spec(spec: PartitionSpec) -> Axes:
+def axes_of_spec(spec: PartitionSpec) -> Axes:
+  """Names of the axes that a spec splits an array along."""
   return frozenset(name for part in spec if part is not None for name in names_of(part))
 
 
@@ -206,5 +216,5 @@ def _spec_of_each(tree: Any, specs: Any) -> list[PartitionSpec]:
   return jax.tree.leaves(jax.tree.broadcast(specs, tree, is_leaf=is_spec), is_leaf=is_spec)
 
 
-def _listed(axes: Axes) -> str:
+def _listed(axes: Iterable[str]) -> str:
   return " and ".join(map(repr, sorted(axes))) or "none"

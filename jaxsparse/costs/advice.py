@@ -1,5 +1,6 @@
 """Predicts the seconds per update of each algorithm from a profile, and names the fastest."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 
 from jaxsparse.collectives._labels import collective_of
 from jaxsparse.costs.calibration import Profile
-from jaxsparse.costs.counting import predict
+from jaxsparse.costs.counting import inside, predict
 
 
 class Prediction(NamedTuple):
@@ -20,7 +21,8 @@ class Prediction(NamedTuple):
     arithmetic: seconds of residual, selection, sums and total.
     wire: seconds of its messages.
     messages: number of messages that one worker sends, one after the other.
-    words: number of 4-byte words that one worker sends.
+    words: number of 4-byte words that one worker sends, or where it has several devices, one of these.
+    inside: seconds of messages between the devices of a worker.
 
   Example:
     >>> Prediction("dense", "dense", {}, 0.1, 0.2, 6, 1000).seconds
@@ -34,11 +36,12 @@ class Prediction(NamedTuple):
   wire: float
   messages: int
   words: int
+  inside: float = 0.0
 
   @property
   def seconds(self) -> float:
     """Seconds of one update."""
-    return self.arithmetic + self.wire
+    return self.arithmetic + self.wire + self.inside
 
 
 class Advice(NamedTuple):
@@ -74,7 +77,9 @@ def advise(params: Any, profile: Profile) -> Advice:
   """Predicts the seconds per update of every algorithm of a profile, and names the fastest, dense included.
 
   seconds = arithmetic · n + α · messages + β · bytes, with the α and β of the platform's all-reduce for an algorithm
-  that uses it. The model ignores accuracy: a lower density is always faster, so profile only densities that train well.
+  that uses it. Where a worker has S devices, n is ⌈n/S⌉ and the links inside add the time of gathering what is
+  replicated there, by the shardings of `params`; a number n stands for sharded parameters. The model ignores accuracy:
+  a lower density is always faster, so profile only densities that train well.
 
   Args:
     params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`, or their number n.
@@ -97,19 +102,32 @@ def advise(params: Any, profile: Profile) -> Advice:
     raise ValueError(f"advise: {n} parameters, give at least 1")
   if not profile.algorithms:
     raise ValueError("advise: the profile has no algorithm, make one with js.costs.fit")
-  predictions = sorted((_prediction(label, n, profile) for label in profile.algorithms), key=lambda one: one.seconds)
+  gathered = inside(0 if isinstance(params, int) else _replicated(params, profile.devices), devices=profile.devices)
+  within = gathered.seconds(profile.inside_alpha, profile.inside_beta)
+  found = (_prediction(label, n, profile)._replace(inside=within) for label in profile.algorithms)
+  predictions = sorted(found, key=lambda one: one.seconds)
   return Advice(predictions, _why(predictions))
+
+
+def _replicated(params: Any, devices: int) -> int:
+  """Entries of leaves that the devices of a worker gather: those beyond its own part of what a device holds."""
+  held = lambda leaf: math.prod(
+    leaf.sharding.shard_shape(leaf.shape) if getattr(leaf, "sharding", None) else leaf.shape
+  )
+  leaves = jax.tree.leaves(params)
+  received = sum(held(leaf) - -(-math.prod(leaf.shape) // devices) for leaf in leaves)
+  return received * devices // max(1, devices - 1)
 
 
 def _prediction(label: str, n: int, profile: Profile) -> Prediction:
   name, options = collective_of(label)
   measured = profile.algorithms[label]
-  cost = predict(name, n=n, workers=profile.workers, **options)
+  cost = predict(name, n=n, workers=profile.workers, devices=profile.devices, **options)
   words = round(cost.words * measured.fill)
   agreeing = measured.agreements * 2 * (profile.workers - 1).bit_length()
   alpha, beta = (profile.reduce_alpha, profile.reduce_beta) if measured.reduces else (profile.alpha, profile.beta)
   wire = cost.messages * alpha + 4 * words * beta + agreeing * profile.reduce_alpha
-  return Prediction(label, name, options, measured.arithmetic * n, wire, cost.messages, words)
+  return Prediction(label, name, options, measured.arithmetic * -(-n // profile.devices), wire, cost.messages, words)
 
 
 def _why(predictions: list[Prediction]) -> str:

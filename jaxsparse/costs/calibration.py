@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
@@ -65,6 +66,9 @@ class Profile:
     reduce_beta: seconds per byte that a worker sends in the platform's all-reduce.
     entries: n of the gradients whose arithmetic was timed.
     algorithms: measurements of each algorithm, by label.
+    devices: number of devices S of a worker, all of which send to other workers at once while α and β are measured.
+    inside_alpha: latency of a message between devices of a worker, in seconds.
+    inside_beta: seconds per byte of a message between devices of a worker.
 
   Example:
     >>> Profile(workers=2, alpha=1e-4, beta=8e-9).seconds(6, 1000)
@@ -79,6 +83,9 @@ class Profile:
   reduce_beta: float = 0.0
   entries: int = 0
   algorithms: dict[str, Algorithm] = dataclasses.field(default_factory=dict)
+  devices: int = 1
+  inside_alpha: float = 0.0
+  inside_beta: float = 0.0
 
   def seconds(self, messages: float, size: float) -> float:
     """Seconds of `messages` messages one after the other, with `size` bytes in total."""
@@ -109,7 +116,7 @@ def fit(
   Takes a minute or two, most of it compilation. In a run of several processes every process must call.
 
   Args:
-    mesh: the workers, as for `js.init`.
+    mesh: the workers, as for `js.init`. Its other axes lie inside a worker: their links are measured too.
     axis: of the mesh.
     n: number of gradient entries whose arithmetic is timed, and words of the longest message. The model scales both
       linearly: choose an n close to that of your model.
@@ -136,7 +143,12 @@ def fit(
   alpha, beta, gamma = _links(measure, n)
   reduce_alpha, reduce_beta = _all_reduce(measure, n)
   measured = _algorithms(names, measure, n, reduce_beta)
-  return Profile(engine.workers, alpha, beta, gamma, reduce_alpha, reduce_beta, n, measured)
+  inside_alpha, inside_beta, devices = 0.0, 0.0, math.prod(engine.axes[name] for name in engine.others)
+  if devices > 1:
+    inside_alpha, inside_beta, _ = _links(_Measure(engine_of(mesh, engine.others), engine.others, repetitions), n)
+  return Profile(
+    engine.workers, alpha, beta, gamma, reduce_alpha, reduce_beta, n, measured, devices, inside_alpha, inside_beta
+  )
 
 
 def candidates(workers: int, densities: Sequence[float]) -> list[str]:

@@ -24,13 +24,15 @@ _AXIS = "workers"
 _ALL_REDUCES = ("psum", "psum2", "psum_invariant", "pmax", "pmin")
 
 
-def count(name: str, *, n: int, workers: int, **config: Any) -> Cost:
+def count(name: str, *, n: int, workers: int, devices: int = 1, **config: Any) -> Cost:
   """The messages and words that one worker sends for one update, counted from the jaxpr.
 
   Args:
     name: one of `js.collective_names()`.
     n: number of gradient entries.
     workers: number of workers P.
+    devices: number of devices S of a worker. Each of them sends the messages of ⌈n/S⌉ entries to other workers, and the
+      cost is that of one device; `inside` has its messages to the other devices of its worker.
     **config: the options of the collective.
 
   Raises:
@@ -40,11 +42,14 @@ def count(name: str, *, n: int, workers: int, **config: Any) -> Cost:
     >>> import jaxsparse as js
     >>> js.costs.count("spardl", n=2**27, workers=128, density=0.001)
     Cost(messages=14, words=532892, agreements=0)
+    >>> js.costs.count("spardl", n=2**27, workers=128, devices=8, density=0.001)
+    Cost(messages=14, words=67056, agreements=0)
   """
-  return count_jaxpr(schedule(_made(name, n, workers, config), n, workers), workers)
+  collective, own = _made(name, n, workers, devices, config)
+  return count_jaxpr(schedule(collective, own, workers), workers)
 
 
-def predict(name: str, *, n: int, workers: int, **config: Any) -> Cost:
+def predict(name: str, *, n: int, workers: int, devices: int = 1, **config: Any) -> Cost:
   """The messages and words of one update by the formula of `Collective.cost`; arguments as for `count`.
 
   Example:
@@ -52,7 +57,28 @@ def predict(name: str, *, n: int, workers: int, **config: Any) -> Cost:
     >>> js.costs.predict("dense", n=1000, workers=8)
     Cost(messages=6, words=1750, agreements=0)
   """
-  return _made(name, n, workers, config).cost(n, workers)
+  collective, own = _made(name, n, workers, devices, config)
+  return collective.cost(own, workers)
+
+
+def inside(n: int, *, devices: int) -> Cost:
+  """The messages and words that a device sends to the other devices of its worker for one update.
+
+  After the exchange between workers it gathers the n entries of leaves that are replicated inside, each device has
+  ⌈n/S⌉ of them, and the devices agree on one number, whether the step is skipped. Sharded leaves cost nothing.
+
+  Args:
+    n: number of entries of leaves that are replicated inside.
+    devices: number of devices S of a worker.
+
+  Example:
+    >>> inside(1000, devices=8)
+    Cost(messages=3, words=875, agreements=1)
+  """
+  _check_sizes(devices=devices)
+  if devices == 1:
+    return Cost(0, 0)
+  return Cost((devices - 1).bit_length() if n else 0, -(-n // devices) * (devices - 1), agreements=1)
 
 
 def schedule(collective: Collective, n: int, workers: int) -> core.Jaxpr:
@@ -155,8 +181,13 @@ def _sum(costs: Iterable[Cost]) -> Cost:
   return Cost(*map(sum, zip(Cost(0, 0), *costs, strict=True)))
 
 
-def _made(name: str, n: int, workers: int, config: dict[str, Any]) -> Collective:
-  for field, value in (("n", n), ("workers", workers)):
+def _made(name: str, n: int, workers: int, devices: int, config: dict[str, Any]) -> tuple[Collective, int]:
+  """The collective of one device, and its number of entries."""
+  _check_sizes(n=n, workers=workers, devices=devices)
+  return make_collective(name, **config).for_devices(devices), -(-n // devices)
+
+
+def _check_sizes(**sizes: int) -> None:
+  for field, value in sizes.items():
     if value < 1:
       raise ValueError(f"{field}={value}, choose at least 1")
-  return make_collective(name, **config)

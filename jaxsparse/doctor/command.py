@@ -60,4 +60,5 @@ def _findings(timeout: float) -> Iterator[Finding]:
   yield from machine.huge_pages()
   for engine in ("devices", "sim", "processes"):
     yield engines.check(engine, timeout)
+  yield engines.check_scatter(timeout)
   yield from mpi.check(timeout)

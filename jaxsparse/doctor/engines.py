@@ -28,15 +28,36 @@ _FIXES = {
 
 def check(engine: str, timeout: float) -> Finding:
   """Lets two workers reduce gradients on "devices", "sim", "processes" or "mpi", for at most `timeout` seconds."""
-  command, limit = programs.probe(engine), timeout
-  if engine in ("processes", "mpi"):
-    limits = [f"--start_timeout={timeout:g}", f"--limit={timeout:g}"]
-    start = [sys.executable, "-m", "jaxsparse.launch", "--ranks=2", f"--engine={engine}", *limits]
-    command, limit = [*start, "--", *command], timeout + _BACKSTOP
-  answer, error, seconds = programs.run(command, limit)
+  several = ["--ranks=2", f"--engine={engine}"] if engine in ("processes", "mpi") else []
+  answer, error, seconds = _outcome(engine, timeout, several)
   what = f"engine {engine}"
   if answer is None:
-    longer = f"--timeout={4 * timeout:g} on a slow machine; or " if seconds >= timeout else ""
-    return Finding("FAIL", what, error, longer + _FIXES[engine])
+    return Finding("FAIL", what, error, _longer(timeout, seconds) + _FIXES[engine])
   detail = f"{answer['workers']} workers on {answer['where']} have the mean of their gradients by dense and spardl"
   return Finding("ok", what, f"{detail}, {seconds:.1f} s")
+
+
+def check_scatter(timeout: float) -> Finding:
+  """Lets two processes of two CPU devices each reduce-scatter over gloo, which has added wrongly in some versions."""
+  answer, error, seconds = _outcome("scatter", timeout, ["--ranks=2", "--devices=2"])
+  what = "reduce-scatter"
+  if answer is None:
+    fix = f"pip install -U jax jaxlib (jax issue 40830), or one process for each host; {_FIXES['processes']}"
+    return Finding("FAIL", what, error, _longer(timeout, seconds) + fix)
+  return Finding(
+    "ok", what, f"{answer['devices']} devices of 2 processes have the sums of psum_scatter, {seconds:.1f} s"
+  )
+
+
+def _outcome(probe: str, timeout: float, several: list[str]) -> programs.Outcome:
+  """The outcome of a probe, in ranks of the launcher if `several` has its options."""
+  command = programs.probe(probe)
+  if not several:
+    return programs.run(command, timeout)
+  limits = [f"--start_timeout={timeout:g}", f"--limit={timeout:g}"]
+  start = [sys.executable, "-m", "jaxsparse.launch", *several, *limits]
+  return programs.run([*start, "--", *command], timeout + _BACKSTOP)
+
+
+def _longer(timeout: float, seconds: float) -> str:
+  return f"--timeout={4 * timeout:g} on a slow machine; or " if seconds >= timeout else ""

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxsparse as js
-from jaxsparse import launch
+from jaxsparse import _compat, launch
 from jaxsparse.doctor.programs import ANSWER
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of, here
@@ -55,6 +55,22 @@ def _engine(engine: str) -> dict[str, Any]:
   return {"workers": workers.workers, "where": name}
 
 
+def _scatter() -> dict[str, Any]:
+  """Reduce-scatters along each axis of processes with several devices, and along both: the sums must be right."""
+  launch.join()
+  mesh = Mesh(np.array(jax.devices()).reshape(jax.process_count(), -1), ("hosts", "devices"))
+  rows = np.arange(mesh.size * _ENTRIES, dtype=np.float32).reshape(*mesh.devices.shape, _ENTRIES)
+  spec = PartitionSpec("hosts", "devices")
+  given = jax.make_array_from_callback(rows.shape, jax.NamedSharding(mesh, spec), rows.__getitem__)
+  for axes, over in ((("hosts",), (0,)), (("devices",), (1,)), (("hosts", "devices"), (0, 1))):
+    scatter = lambda x, axes=axes: jax.lax.psum_scatter(x[0, 0], axes, tiled=True)[None, None]
+    part = here(jax.jit(_compat.shard_map(scatter, mesh, (spec,), spec))(given))[0, 0]
+    whole, host = rows.sum(over, keepdims=True), jax.process_index()
+    mine = whole[host % whole.shape[0], 0].reshape(-1, part.size)  # of the first device of this process
+    np.testing.assert_array_equal(part, mine[host * len(mine) // mesh.shape["hosts"] if "hosts" in axes else 0])
+  return {"devices": mesh.size}
+
+
 def _workers(engine: str) -> tuple[Mesh | js.Comm, str]:
   """Two workers, and a description of them."""
   if engine == "mpi":
@@ -76,5 +92,6 @@ def _workers(engine: str) -> tuple[Mesh | js.Comm, str]:
 _PROBES: dict[str, Callable[[], dict[str, Any]]] = {
   "jax": _jax,
   "mpi4jax": _mpi4jax,
+  "scatter": _scatter,
   **{engine: functools.partial(_engine, engine) for engine in ("devices", "sim", "processes", "mpi")},
 }

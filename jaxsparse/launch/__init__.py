@@ -1,6 +1,7 @@
 r"""Starts the ranks of a run on this machine, and ends the run if a rank fails or hangs.
 
     python -m jaxsparse.launch --ranks=6 -- python train.py                 # JAX's own multi-process runtime
+    python -m jaxsparse.launch --ranks=2 --devices=4 -- python train.py     # ranks with several devices each
     python -m jaxsparse.launch --ranks=6 --engine=mpi -- python train.py    # mpirun
 
 In `train.py`, `jaxsparse.launch.join()` makes the process a rank of the run, whether this launcher, mpirun or srun

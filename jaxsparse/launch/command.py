@@ -13,6 +13,7 @@ def main() -> None:
   description = "Starts the ranks of a run on this machine, and ends the run if a rank fails or hangs."
   parser = argparse.ArgumentParser(prog="python -m jaxsparse.launch", description=description)
   parser.add_argument("--ranks", type=int, required=True, help="number of ranks")
+  parser.add_argument("--devices", type=int, default=1, help="number of devices of each rank (%(default)s)")
   parser.add_argument(
     "--engine", choices=("processes", "mpi"), default="processes", help="what connects them: jax.distributed, or MPI"
   )

@@ -27,8 +27,8 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
   """Makes this process a rank of the run that started it; call it before any other use of JAX.
 
   In a rank of `run`, mpirun (with mpi4py installed) or srun it calls `jax.distributed.initialize`; `jax.devices()` are
-  then the devices of all ranks. In another process it does nothing. A program that uses `js.MpiComm` needs no `join`:
-  the comm itself joins MPI.
+  then the devices of all ranks: of each its GPUs, or one CPU device, or as many as `--devices` of the launcher says. In
+  another process it does nothing. A program that uses `js.MpiComm` needs no `join`: the comm itself joins MPI.
 
   Args:
     timeout: seconds until every rank must have joined.
@@ -52,7 +52,7 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
     "shutdown_timeout_seconds": round(grace + _AFTER_LAUNCHER),
   }
   _keep_stdout_clean()
-  jax.config.update("jax_num_cpu_devices", 1)
+  jax.config.update("jax_num_cpu_devices", int(os.environ.get(guard.DEVICES, "1")))
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   if guard.COORDINATOR in os.environ:
     address, ranks, rank = (os.environ[name] for name in (guard.COORDINATOR, guard.RANKS, guard.RANK))

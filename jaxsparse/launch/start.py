@@ -48,6 +48,7 @@ def commands(
   command: Sequence[str],
   ranks: int,
   engine: Engine,
+  devices: int,
   hosts: Sequence[Host] | None,
   folder: str,
   grace: float,
@@ -59,6 +60,7 @@ def commands(
     command: of the user, for each rank.
     ranks: number of ranks.
     engine: "processes" or "mpi".
+    devices: number of devices of each rank.
     hosts: see `jaxsparse.launch.run`.
     folder: temporary folder of the run.
     grace: seconds that ranks get to end after the first has ended.
@@ -70,15 +72,16 @@ def commands(
   _find(command[0], "give a program on PATH, or its path")
   hosts = _hosts() if hosts is None else hosts
   records_in(folder).mkdir()
-  shared = _environment(ranks, engine) | {
+  shared = _environment(ranks * devices, engine) | {
     guard.RECORDS: str(records_in(folder)),
     guard.RANKS: str(ranks),
+    guard.DEVICES: str(devices),
     guard.GRACE: str(grace),
     guard.PREFIX: "1" if prefix else "",
   }
   if engine == "mpi":
     return [_of_mpirun(command, ranks, hosts, shared, folder)]
-  return list(_of_processes(command, ranks, hosts, shared))
+  return list(_of_processes(command, ranks, devices, hosts, shared))
 
 
 def guarded(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen:
@@ -114,13 +117,13 @@ def _hosts() -> list[Host]:
   return [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))]
 
 
-def _environment(ranks: int, engine: Engine) -> dict[str, str]:
+def _environment(devices: int, engine: Engine) -> dict[str, str]:
   """Variables of every rank in addition to the environment of this process."""
   tunables = ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())
   added = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", tunables)}
   if engine == "mpi" and os.geteuid() == 0:
     added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-  if ranks > len(_gpus()):
+  if devices > len(_gpus()):
     added["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
   return added
 
@@ -135,7 +138,7 @@ def _gpus() -> list[str]:
 
 
 def _of_processes(
-  command: Sequence[str], ranks: int, hosts: Sequence[Host], shared: Mapping[str, str]
+  command: Sequence[str], ranks: int, devices: int, hosts: Sequence[Host], shared: Mapping[str, str]
 ) -> Iterator[Command]:
   address = hosts[0].address if hosts else "127.0.0.1"
   # In a network namespace every port is free; on this machine the system chooses one.
@@ -143,8 +146,8 @@ def _of_processes(
   gpus = _gpus()
   for rank in range(ranks):
     own = {guard.COORDINATOR: f"{address}:{port}", guard.RANK: str(rank)}
-    if len(gpus) >= ranks:
-      own["CUDA_VISIBLE_DEVICES"] = gpus[rank]
+    if len(gpus) >= ranks * devices:
+      own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * devices : (rank + 1) * devices])
     enter = hosts[rank % len(hosts)].enter if hosts else []
     yield [*_guard("rank", os.getpid()), *enter, *command], {**os.environ, **shared, **own}
 

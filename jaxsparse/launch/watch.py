@@ -40,6 +40,7 @@ def run(
   ranks: int,
   engine: Engine = "processes",
   *,
+  devices: int = 1,
   hosts: Sequence[Host] | None = None,
   start_timeout: float = START_TIMEOUT,
   limit: float | None = None,
@@ -50,7 +51,7 @@ def run(
 
   Rank 0 writes to the standard output of this process; all other output of the ranks goes to standard error, line by
   line. Ranks allocate huge pages and keep the memory that they free, unless GLIBC_TUNABLES is set: page faults cost
-  more than the arithmetic of a sparse all-reduce. Each rank has a GPU of its own where there are enough, else all use
+  more than the arithmetic of a sparse all-reduce. Each rank has GPUs of its own where there are enough, else all use
   the CPU.
 
   SIGINT, SIGTERM and SIGHUP in the main thread end the run; then the program's own handlers run. When this process is
@@ -60,6 +61,7 @@ def run(
     command: a program that calls `join` or makes a `js.MpiComm`, and its arguments.
     ranks: number of ranks.
     engine: "processes" connects the ranks by `jax.distributed`, "mpi" by mpirun and MPI.
+    devices: number of devices of each rank: GPUs where there are enough for all ranks, else CPU devices.
     hosts: rank r starts on host r mod len(hosts); by default the hosts of JAXSPARSE_HOSTS, else this machine.
     start_timeout: seconds until every rank must have called `join`.
     limit: seconds that the whole run may take; None for no limit.
@@ -67,13 +69,17 @@ def run(
     prefix: whether lines on standard error begin with `[rank r]`.
 
   Raises:
-    ValueError: for less than one rank or another engine.
+    ValueError: for less than one rank or device, several devices of a rank of MPI, or another engine.
     FileNotFoundError: if the program, or mpirun, does not exist.
     RunFailed: if a rank died, did not join, did not end, or ended without having joined the run; no rank is left
       running.
   """
   if ranks < 1:
     raise ValueError(f"ranks={ranks}, choose at least 1")
+  if devices < 1 or (devices > 1 and engine == "mpi"):
+    raise ValueError(
+      f"devices={devices}, choose {'1, a rank of MPI is one device' if engine == 'mpi' else 'at least 1'}"
+    )
   if engine not in ("processes", "mpi"):
     raise ValueError(f"engine={engine!r}, choose 'processes' or 'mpi'")
   limits = _Limits(start_timeout, limit, grace)
@@ -81,7 +87,7 @@ def run(
     _noted_signals() as signals,
     tempfile.TemporaryDirectory(prefix="jaxsparse-", ignore_cleanup_errors=True) as folder,
   ):
-    commands = start.commands(command, ranks, engine, hosts, folder, grace, prefix)
+    commands = start.commands(command, ranks, engine, devices, hosts, folder, grace, prefix)
     processes: list[subprocess.Popen] = []
     with _all_ended(processes):
       for arguments, environment in commands:

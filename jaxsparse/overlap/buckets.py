@@ -37,6 +37,7 @@ def bucketed_transform(
   plan: Plan,
   order: Sequence[int] | None = None,
   special: Mapping[str, str] | None = None,
+  shardings: Any = None,
   **config: Any,
 ) -> optax.GradientTransformation:
   """Averages gradients over the workers group by group, as a plan says: `js.make_transform` in many communications.
@@ -59,6 +60,7 @@ def bucketed_transform(
     special: collectives of leaves by their names, as of `js.spardl_transform`. The k entries of a collective with `k`
       are those of all leaves of its expression together. A group with leaves of several collectives becomes several
       communications, one after the other.
+    shardings: of the parameters inside a worker, as of `js.spardl_transform`.
     **config: the options of the collective.
 
   Returns:
@@ -85,7 +87,7 @@ def bucketed_transform(
   def groups(tree: Any) -> list[Group]:
     return groups_of(tree, assignment, _bundles(tree, plan, order))
 
-  return over_groups(groups, axis)
+  return over_groups(groups, axis, shardings)
 
 
 def _bundles(tree: Any, plan: Plan, order: Sequence[int] | None) -> list[Bundle]:

@@ -4,6 +4,7 @@ The program of one worker is the same on every engine. An engine maps the progra
 `PartitionSpec` for each argument and result says whether it is split along the workers or equal on all of them.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from jaxsparse._compat import AxisName, here
 from jaxsparse.comm import AxisComm, SimComm, all_gather, in_rank_order
 from jaxsparse.comm.mpi import RANKS, MpiComm
 from jaxsparse.types import Comm
+
+Shardings = tuple[Any, Any] | None  # of the arguments and of the results of a program
 
 
 class Engine(Protocol):
@@ -52,18 +55,40 @@ class Engine(Protocol):
   axis: AxisName
   others: tuple[str, ...]
 
+  @property
+  def flat(self) -> "Engine":
+    """The engine itself; where workers have several devices, one that maps a program over these devices too."""
+    ...
+
+  def typed(self) -> contextlib.AbstractContextManager["Engine"]:
+    """An engine of the same devices on which the types of arrays tell how they are sharded inside a worker."""
+    ...
+
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """The function of all workers that runs `function` at each of them, like `jax.shard_map`."""
     ...
 
   def jit(
-    self, function: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = (), options: Any = None
+    self,
+    function: Callable,
+    in_specs: Any,
+    out_specs: Any,
+    donate: Sequence[int] = (),
+    options: Any = None,
+    shardings: Shardings = None,
   ) -> Any:
-    """`map`, jitted: arguments and results are sharded as their specs say; `options` are those of the compiler."""
+    """`map`, jitted; `options` are those of the compiler.
+
+    Arguments and results are sharded as their specs say, or as `shardings` of both do, where workers have devices.
+    """
     ...
 
   def place(self, tree: Any, specs: Any) -> Any:
     """`tree` with the shardings of `specs`; `jit` would reshard it too, but compile once more for other shardings."""
+    ...
+
+  def shardings(self, tree: Any, specs: Any) -> Any:
+    """The shardings that `place` gives a tree where they depend on those it has, inside a worker; else None."""
     ...
 
   def spread(self, value: np.ndarray) -> jax.Array:
@@ -159,12 +184,26 @@ class _OnMesh:
     self.waits = self.platform == "cpu"
     self._mesh = mesh
 
+  @property
+  def flat(self) -> Engine:
+    return self
+
+  def typed(self) -> contextlib.AbstractContextManager[Engine]:
+    return contextlib.nullcontext(self)
+
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     return _compat.shard_map(function, self._mesh, in_specs, out_specs)
 
   def jit(
-    self, function: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = (), options: Any = None
+    self,
+    function: Callable,
+    in_specs: Any,
+    out_specs: Any,
+    donate: Sequence[int] = (),
+    options: Any = None,
+    shardings: Shardings = None,
   ) -> Any:
+    del shardings
     arguments, results = self._shardings(in_specs), self._shardings(out_specs)
     mapped = self.map(function, in_specs, out_specs)
     if _compat.has_explicit_axes(self._mesh):  # shard_map then rejects arguments with other shardings than its specs
@@ -174,8 +213,13 @@ class _OnMesh:
     )
 
   def place(self, tree: Any, specs: Any) -> Any:
+    return self._put(tree, jax.tree.leaves(jax.tree.broadcast(self._shardings(specs), tree, is_leaf=is_spec)))
+
+  def shardings(self, tree: Any, specs: Any) -> Any:
+    del tree, specs
+
+  def _put(self, tree: Any, shardings: Sequence[NamedSharding]) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    shardings = jax.tree.leaves(jax.tree.broadcast(self._shardings(specs), tree, is_leaf=_is_spec))
     # Runs in every step: comparing shardings is sixty times faster than a device_put that moves nothing.
     if all(getattr(leaf, "sharding", None) == sharding for leaf, sharding in zip(leaves, shardings, strict=True)):
       return tree
@@ -189,13 +233,13 @@ class _OnMesh:
   @staticmethod
   def _resharding(mapped: Callable, shardings: Any) -> Callable:
     def program(*arguments: Any) -> Any:
-      every = jax.tree.broadcast(shardings, arguments, is_leaf=_is_spec)
+      every = jax.tree.broadcast(shardings, arguments, is_leaf=is_spec)
       return mapped(*jax.tree.map(jax.sharding.reshard, arguments, every))
 
     return program
 
   def _shardings(self, specs: Any) -> Any:
-    return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=_is_spec)
+    return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=is_spec)
 
 
 class _OnOneDevice:
@@ -210,18 +254,35 @@ class _OnOneDevice:
   def platform(self) -> str:
     return jax.default_backend()
 
+  @property
+  def flat(self) -> Any:
+    return self
+
+  def typed(self) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext(self)
+
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     del in_specs, out_specs
     return function
 
   def jit(
-    self, function: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = (), options: Any = None
+    self,
+    function: Callable,
+    in_specs: Any,
+    out_specs: Any,
+    donate: Sequence[int] = (),
+    options: Any = None,
+    shardings: Shardings = None,
   ) -> Any:
+    del shardings
     return jax.jit(self.map(function, in_specs, out_specs), donate_argnums=donate, compiler_options=options)
 
   def place(self, tree: Any, specs: Any) -> Any:
     del specs
     return tree
+
+  def shardings(self, tree: Any, specs: Any) -> Any:
+    del tree, specs
 
   def spread(self, value: np.ndarray) -> jax.Array:
     return jax.numpy.broadcast_to(value, (self.held, *value.shape))
@@ -240,8 +301,8 @@ class _Simulated(_OnOneDevice):
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     def mapped(*arguments: Any) -> Any:
       stacked = self._each(in_specs, arguments, lambda x: x.reshape(self.workers, -1, *x.shape[1:]), lambda x: x)
-      every = jax.tree.broadcast(in_specs, arguments, is_leaf=_is_spec)
-      axes = jax.tree.map(lambda spec: 0 if spec else None, every, is_leaf=_is_spec)
+      every = jax.tree.broadcast(in_specs, arguments, is_leaf=is_spec)
+      axes = jax.tree.map(lambda spec: 0 if spec else None, every, is_leaf=is_spec)
       results = jax.vmap(function, in_axes=axes, axis_name=self.axis, axis_size=self.workers)(*stacked)
       return self._each(out_specs, results, lambda x: x.reshape(-1, *x.shape[2:]), lambda x: x[0])
 
@@ -251,7 +312,7 @@ class _Simulated(_OnOneDevice):
   def _each(specs: Any, tree: Any, split: Callable, same: Callable) -> Any:
     """Applies `split` to the leaves that are split along the workers, and `same` to the others."""
     choose = lambda spec, leaf: (split if spec else same)(leaf)
-    return jax.tree.map(choose, jax.tree.broadcast(specs, tree, is_leaf=_is_spec), tree, is_leaf=_is_spec)
+    return jax.tree.map(choose, jax.tree.broadcast(specs, tree, is_leaf=is_spec), tree, is_leaf=is_spec)
 
 
 class _Rank(_OnOneDevice):
@@ -280,5 +341,6 @@ def _put_global(x: Any, sharding: NamedSharding) -> jax.Array:
   return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
 
 
-def _is_spec(x: Any) -> bool:
+def is_spec(x: Any) -> bool:
+  """Whether x is a leaf of a pytree of specs or of shardings."""
   return isinstance(x, (PartitionSpec, NamedSharding))

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxsparse._compat import names_of
 from jaxsparse.comm import pack
-from jaxsparse.train.engine import Engine, here, rows_of
+from jaxsparse.comm.replication import axes_of_spec
+from jaxsparse.train.engine import Engine, here, is_spec, rows_of
 
 
 def check_processes(engine: Engine, tree: Any, name: str) -> None:
@@ -30,6 +32,7 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
   """
   if engine.processes == 1:
     return
+  engine = engine.flat
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   shapes = [(jax.tree_util.keystr(path), jnp.shape(leaf), str(jnp.result_type(leaf))) for path, leaf in leaves]
   sums = [0 if _is_sharded(leaf) else zlib.crc32(_bytes(leaf)) for _, leaf in leaves]
@@ -63,20 +66,26 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
   Raises:
     ValueError: naming the first leaf that differs and the workers, on every process.
   """
-  is_spec = lambda x: isinstance(x, PartitionSpec)
   every = jax.tree.broadcast(tuple(specs), tuple(trees), is_leaf=is_spec)
-  split = [bool(spec) for spec in jax.tree.leaves(every, is_leaf=is_spec)]
+  axes = set(names_of(engine.axis))
+  split = [not axes.isdisjoint(axes_of_spec(spec)) for spec in jax.tree.leaves(every, is_leaf=is_spec)]
   paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tuple(trees))]
   same = [path for path, is_split in zip(paths, split, strict=True) if not is_split]
 
   def checksums(*trees: Any) -> jax.Array:
     leaves = [leaf for leaf, is_split in zip(jax.tree.leaves(trees), split, strict=True) if not is_split]
     sums = jnp.array([_checksum(leaf) for leaf in leaves])
-    # Values are replicated along the other axes of the mesh; all replicas are compared.
-    return jax.lax.all_gather(sums, engine.others).reshape(-1, sums.size) if engine.others else sums[None]
+    return jax.lax.all_gather(sums, flat.others).reshape(-1, sums.size) if flat.others else sums[None]
 
-  rows = rows_of(engine, checksums, tuple(specs))(*engine.place(tuple(trees), tuple(specs)))
-  differs = np.any(rows != rows[0, 0], axis=1)  # [worker, array]
+  flat = engine.flat
+  arguments = engine.place(tuple(trees), tuple(specs))
+  if inside := engine.shardings(tuple(trees), tuple(specs)):  # the devices of a worker hold shards
+    specs = jax.tree.map(lambda sharding: sharding.spec, inside)
+    every = specs
+  rows = rows_of(flat, checksums, tuple(specs))(*arguments)  # [worker, device of it, array]
+  own = [spec for spec, is_split in zip(jax.tree.leaves(every, is_leaf=is_spec), split, strict=True) if not is_split]
+  alike = np.stack([_first_alike(flat, spec) for spec in own], axis=1)
+  differs = np.any(rows != np.take_along_axis(rows[0], alike, axis=0), axis=1)  # [worker, array]
   if differs.any():
     number = int(np.flatnonzero(differs.any(axis=0))[0])
     leaf = names[same[number][0].idx] + jax.tree_util.keystr(same[number][1:])
@@ -84,6 +93,15 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
       f"{leaf} and {differs.any(axis=0).sum() - 1} other of {len(same)} arrays that should be the "
       f"same on every worker are not: {_workers(np.flatnonzero(differs[:, number]))} and worker 0 hold other values"
     )
+
+
+def _first_alike(flat: Engine, spec: PartitionSpec) -> np.ndarray:
+  """For each device of a worker the first one that holds the same shard: device 0, unless the spec cuts the array."""
+  sizes = [flat.axes[name] for name in flat.others]
+  if not sizes:
+    return np.zeros(1, np.int64)
+  cut = np.array([name in axes_of_spec(spec) for name in flat.others])
+  return np.ravel_multi_index(tuple(np.indices(sizes).reshape(len(sizes), -1) * cut[:, None]), sizes)
 
 
 def _checksum(x: jax.Array) -> jax.Array:

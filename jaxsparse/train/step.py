@@ -17,22 +17,25 @@ from jaxsparse.comm import replication
 from jaxsparse.launch.rank import count_step
 from jaxsparse.train import replicas
 from jaxsparse.train.compiling import compiler_options
-from jaxsparse.train.engine import Engine, check_batch, engine_of, here, without_aliases
+from jaxsparse.train.engine import Engine, check_batch, here, without_aliases
+from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import local as perworker
 from jaxsparse.transform import state as states
 from jaxsparse.transform.local import PerWorker
-from jaxsparse.transform.specs import specs as specs_of
+from jaxsparse.transform.specs import placed
 from jaxsparse.types import Comm
 
 
 def init(
   tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisName = "workers"
 ) -> Any:
-  """The optimizer state of all workers: residuals sharded over `axis`, everything else replicated.
+  """The optimizer state of all workers: residuals sharded over `axis`, everything else the same on every worker.
 
-  Every process of the mesh must call `init` with the same parameters.
+  Every process of the mesh must call `init` with the same parameters. The axes of a mesh other than `axis` lie inside a
+  worker: parameters keep the shardings along them, and moments get those of the parameters. Each of the S devices of a
+  worker then has a residual of n/S entries: of its shards, and of its piece of each leaf that is replicated inside.
 
   Args:
     tx: a chain whose first transformation is a jaxsparse one over `axis`.
@@ -48,7 +51,8 @@ def init(
 
   Raises:
     ValueError: if the mesh has no such axis, the transform is over another axis, its options do not fit the parameters,
-      the parameters differ between processes, or a transformation with arrays in its state precedes the transform.
+      these are sharded over `axis` or differ between processes, or a transformation with arrays in its state precedes
+      the transform.
 
   Warns:
     UserWarning: if no transform covers a leaf, whose update would be made of the gradient of one worker.
@@ -60,20 +64,21 @@ def init(
     >>> state.carried.residual.size == 8 * len(jax.devices())
     True
   """
-  engine = engine_of(mesh, axis)
+  engine = training_engine(mesh, axis)
   checks.check_alive({"params": params})
 
   def start(params: optax.Params) -> Any:
     replication.check_axes(tx.init, (params,), engine.axis)
     state = tx.init(params)
-    return perworker.first(state, params) if states.differs(state) else state
+    return perworker.first(engine.comm, state, params) if states.differs(state) else state
 
-  abstract = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
-  if not abstract:
-    replicas.check_processes(engine, params, "params")
-  state, specs = started(engine, start, params, engine.axis)
-  if not abstract:
-    _warn_uncovered(engine, tx, params, state, specs)
+  if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+    return started(engine, start, params, engine.axis)[0]
+  replicas.check_processes(engine, params, "params")
+  with engine.typed() as typed:
+    state, specs = started(typed, start, params, engine.axis)
+  state = engine.place(state, specs)
+  _warn_uncovered(engine, tx, params, state, specs)
   return state
 
 
@@ -81,8 +86,8 @@ def started(engine: Engine, start: Callable, params: optax.Params, axis: AxisNam
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   replicated = PartitionSpec()
   arguments = engine.place((params,), (replicated,))
-  spec = specs_of(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), axis)
-  return engine.jit(start, (replicated,), spec)(*arguments), spec
+  spec = placed(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), axis)
+  return engine.jit(start, (replicated,), spec, shardings=(None, None))(*arguments), spec
 
 
 def _warn_uncovered(engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any) -> None:
@@ -147,9 +152,10 @@ def make_train_step(
   Args:
     loss_fn: (params, batch) -> f32[], the mean loss of one worker's part of the batch; or (loss, aux) with `has_aux`.
     tx: a chain whose first transformation is a jaxsparse one over `axis`. Later ones get `value=`, the mean loss.
-    mesh: the mesh, or the comm, that `js.init` was given; arrays are replicated along axes other than `axis`. `batch`
-      is the batch of all workers, but that of this worker under MPI. On a mesh of many processes each process gives the
-      whole batch, or a global array made by `jax.make_array_from_process_local_data`.
+    mesh: the mesh, or the comm, that `js.init` was given. Along axes other than `axis`, inside a worker, arrays keep
+      the shardings that they come with, and the compiler partitions `loss_fn` as under `jax.jit`. `batch` is the batch
+      of all workers, but that of this worker under MPI. On a mesh of many processes each process gives the whole batch,
+      or a global array made by `jax.make_array_from_process_local_data`.
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
     has_aux: whether `loss_fn` also returns aux, a pytree of arrays to reduce.
     aux_reduce: how aux is reduced over workers and micro-batches. "mean" averages floating-point leaves and sums
@@ -209,10 +215,11 @@ class TrainStep:
   """
 
   def __init__(self, worker: Worker, mesh: Mesh | Comm, axis: AxisName, donate: bool):
-    self._engine = engine_of(mesh, axis)
+    self._engine = training_engine(mesh, axis)
     self.workers = self._engine.workers
     self._axis, self._worker, self._donate = self._engine.axis, worker, donate
-    self._programs: dict[Any, tuple[Any, Any]] = {}
+    self._specs: dict[Any, tuple[Any, Any]] = {}
+    self._programs: dict[Any, Any] = {}
     self._average: Any = None
     self._last: Any = None
     self._known: Any = None  # identifies the state that was returned last, which needs no check
@@ -240,11 +247,10 @@ class TrainStep:
       return params, state
     checks.check_alive({"params": params, "state": state})
     if self._average is None:
-      average, specs = (
-        functools.partial(perworker.synchronized, self._engine.comm),
-        (PartitionSpec(), PartitionSpec(self._axis)),
-      )
-      self._average = self._engine.jit(average, specs, specs)
+      average = functools.partial(perworker.synchronized, self._engine.comm)
+      specs = (PartitionSpec(), placed(state, self._axis))
+      kept = self._engine.shardings((params, state), specs)
+      self._average = self._engine.jit(average, specs, specs, shardings=(kept, kept))
     return self._average(params, state)
 
   def check(self, params: optax.Params, state: Any) -> None:
@@ -254,7 +260,7 @@ class TrainStep:
       ValueError: naming the first array that differs and the workers.
     """
     checks.check_alive({"params": params, "state": state})
-    specs = (PartitionSpec(), specs_of(state, self._axis))
+    specs = (PartitionSpec(), placed(state, self._axis))
     replicas.check_replicas(self._engine, (params, state), specs, ("params", "state"))
 
   def lower(
@@ -266,26 +272,35 @@ class TrainStep:
     return program.lower(params, state, batch, given)
 
   def _program(self, params: optax.Params, state: Any, batch: Any, given: Given) -> tuple[Any, Any]:
-    """The jitted step for arguments of this structure, and their specs."""
+    """The jitted step for arguments of this structure and these shardings, and their specs."""
     self._check(params, state, batch, given)
+    engine, arguments = self._engine, (params, state, batch, given)
     structure = jax.tree.structure((state, given))
-    if structure not in self._programs:
-      own_model_state = self._worker.model_state == "worker"
-      shared = given._replace(model_state=None) if own_model_state else given
-      replicas.check_processes(self._engine, shared._asdict(), "step: argument ")
-      replicated, split, own = PartitionSpec(), PartitionSpec(self._axis), specs_of(state, self._axis)
-      model_state = split if own_model_state else replicated
-      in_specs = (replicated, own, split, Given(replicated, model_state, dict.fromkeys(given.extra, replicated)))
-      same: Any = replicated
-      out_specs = (replicated, own, StepMetrics(same, same, same, model_state))
-      worker = functools.partial(self._worker.step, self._engine.comm)
-      engine = self._engine
+    if structure not in self._specs:
+      self._specs[structure] = self._specs_of(state, given)
+    in_specs, out_specs = self._specs[structure]
+    shardings = engine.shardings(arguments, in_specs)
+    known = structure, tuple(jax.tree.leaves(shardings))
+    if known not in self._programs:
+      shared = given._replace(model_state=None) if self._worker.model_state == "worker" else given
+      replicas.check_processes(engine, shared._asdict(), "step: argument ")
+      worker = functools.partial(self._worker.step, engine.comm)
       checked = replication.checked(worker, in_specs, out_specs, engine.axis, _LIKELY_MISTAKES, engine.others)
-      options = compiler_options(self._engine.platform) if states.in_groups(state) else None
+      options = compiler_options(engine.platform) if states.in_groups(state) else None
       donated = (0, 1) if self._donate else ()
-      program = self._engine.jit(checked, in_specs, out_specs, donate=donated, options=options)
-      self._programs[structure] = program, in_specs
-    return self._programs[structure]
+      open_: Any = None  # the compiler's choice
+      after = shardings and (*shardings[:2], StepMetrics(open_, open_, open_, shardings[3].model_state))
+      program = engine.jit(checked, in_specs, out_specs, donated, options, shardings and (shardings, after))
+      self._programs[known] = program
+    return self._programs[known], in_specs
+
+  def _specs_of(self, state: Any, given: Given) -> tuple[Any, Any]:
+    """The specs of the arguments of a step, and of its results."""
+    same: Any = PartitionSpec()
+    split, own = PartitionSpec(self._axis), placed(state, self._axis)
+    model_state = split if self._worker.model_state == "worker" else same
+    in_specs = (same, own, split, Given(same, model_state, dict.fromkeys(given.extra, same)))
+    return in_specs, (same, own, StepMetrics(same, same, same, model_state))
 
   def _check(self, params: optax.Params, state: Any, batch: Any, given: Given) -> None:
     checks.check_alive({"params": params, "state": state, "batch": batch, "model_state": given.model_state})

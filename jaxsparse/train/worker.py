@@ -65,7 +65,7 @@ class Worker(NamedTuple):
       params, state = jax.lax.cond(states.due(inner), average, lambda *same: same, params, state)
     else:
       params, state = optax.apply_updates(params, updates), inner
-    skipped = jnp.any(jnp.array([node.counters.skipped[0] for node in states.reduce_states(inner)]))
+    skipped = states.skipped(inner)
     keep = functools.partial(jnp.where, skipped)  # running statistics never recover from a NaN
     model_state = jax.tree.map(keep, given.model_state, _next_model_state(self, comm, model_state))
     return params, state, StepMetrics(loss, skipped, _over_workers(comm, aux, self.aux_reduce), model_state)
@@ -139,7 +139,7 @@ def _accumulated(
 
   least = lambda x: jnp.float64 if jnp.result_type(x) == jnp.float64 else jnp.float32
   loss = jax.eval_shape(of_part, jax.tree.map(lambda x: x[0], parts), key, model_state)[0]
-  zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), least(x)), (loss, params))
+  zeros = jax.tree.map(lambda x: jnp.zeros_like(x, least(x)), (loss, params))
   numbers = jnp.arange(worker.accumulate, dtype=jnp.int32)
   ((loss, grads), model_state), aux = jax.lax.scan(one, (zeros, model_state), (numbers, parts))
   grads = jax.tree.map(lambda grad, like: (grad / worker.accumulate).astype(like.dtype), grads, params)

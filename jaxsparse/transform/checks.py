@@ -11,7 +11,7 @@ import optax
 from jaxsparse import _compat
 from jaxsparse.comm import AxisComm
 from jaxsparse.transform.groups import Group
-from jaxsparse.transform.state import ReduceState, reduce_states, split
+from jaxsparse.transform.state import ReduceState, devices_of, reduce_states, split
 from jaxsparse.types import Comm
 
 
@@ -44,7 +44,7 @@ def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
   Raises:
     ValueError: naming the number of workers it was made for.
   """
-  found = state.counters.skipped.size * workers // held
+  found = state.counters.skipped.size // devices_of(state) * workers // held
   if found != workers:
     raise ValueError(
       f"the optimizer state was made for {found} workers, the axis has {workers}: make a new one with js.init, or "
@@ -65,9 +65,10 @@ def check_layout(state: Any, workers: int | None = None) -> None:
   for node in reduce_states(state):
     if isinstance(node.layout.workers, jax.core.Tracer) or not hasattr(node.layout.workers, "__array__"):
       continue  # under a trace, or a jax.ShapeDtypeStruct
-    found, entries = (int(np.max(_compat.here(number))) for number in node.layout)
-    rows = node.counters.skipped.size
-    expected = workers or (rows if rows > 1 else found)
+    found, entries = (int(np.max(_compat.here(number))) for number in node.layout[:2])
+    shards, rows = node.layout.shards, node.counters.skipped.size
+    expected = workers or (rows // devices_of(node) if rows > 1 else found)
+    entries = sum(shards.sizes) if shards else entries
     residuals = node.carried.residual if isinstance(node.carried.residual, tuple) else (node.carried.residual,)
     sizes = [residual.size for residual in residuals if residual is not None]
     if found != expected or (len(sizes) == len(residuals) and sum(sizes) != rows * entries):

@@ -31,6 +31,8 @@ Args:
   special: other collectives for some leaves, by a regular expression for the names of the leaves in the parameters:
     `{{"bias|scale": "dense", "embedding": "spardl:density=0.001"}}`; the first match counts. The leaves of one
     collective are reduced together, and the collectives run one after the other.
+  shardings: where a worker has several devices along Auto axes, and the state is not made with `js.init`: how the
+    parameters lie along these, as a pytree like them of `PartitionSpec` or `NamedSharding`.
 {args}
 
 Returns:
@@ -55,14 +57,19 @@ class TransformFunction(Protocol[Options]):
   __name__: str
 
   def __call__(
-    self, axis: AxisName | Comm, special: Special | None = None, *args: Options.args, **options: Options.kwargs
+    self,
+    axis: AxisName | Comm,
+    special: Special | None = None,
+    shardings: Any = None,
+    *args: Options.args,
+    **options: Options.kwargs,
   ) -> optax.GradientTransformation:
     """The transform that averages gradients over the workers of `axis`."""
     ...
 
 
 def transform_function(kind: Callable[Options, Collective]) -> TransformFunction[Options]:
-  """The function `NAME_transform(axis, special, *, ...)` of a collective: its fields are the keyword-only options.
+  """The function `NAME_transform(axis, special, shardings, *, ...)` of a collective: its fields are keyword-only.
 
   Args:
     kind: a frozen dataclass, whose docstring has the sections "Args:", "Raises:" and "Example:".
@@ -76,8 +83,10 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
   """
   cls = cast(type[Collective], kind)
 
-  def transform(axis: AxisName | Comm, special: Special | None = None, **options: Any) -> optax.GradientTransformation:
-    return transform_of(made(cls, options), axis, special)
+  def transform(
+    axis: AxisName | Comm, special: Special | None = None, shardings: Any = None, **options: Any
+  ) -> optax.GradientTransformation:
+    return transform_of(made(cls, options), axis, special, shardings)
 
   own = inspect.signature(transform)
   options = inspect.signature(cls).parameters
@@ -102,7 +111,7 @@ def _documentation(kind: type[Collective]) -> str:
 
 
 def make_transform(
-  name: str, axis: AxisName | Comm, special: Special | None = None, **config: Any
+  name: str, axis: AxisName | Comm, special: Special | None = None, shardings: Any = None, **config: Any
 ) -> optax.GradientTransformation:
   """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.
 
@@ -110,6 +119,7 @@ def make_transform(
     name: one of `js.collective_names()`.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
     special: collectives of leaves by their names, as of `js.spardl_transform`.
+    shardings: of the parameters inside a worker, as of `js.spardl_transform`.
     **config: the options of the collective; those of `js.spardl_transform` for "spardl", and so on.
 
   Raises:
@@ -123,4 +133,4 @@ def make_transform(
     Traceback (most recent call last):
     ValueError: unknown collective 'sparse', choose one of ...
   """
-  return transform_of(make_collective(name, **config), axis, special)
+  return transform_of(make_collective(name, **config), axis, special, shardings)

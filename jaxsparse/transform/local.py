@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse import flatten
+from jaxsparse.transform.shards import Shards, shards_of
 from jaxsparse.types import Comm
 
 
@@ -21,6 +22,7 @@ class PerWorker(NamedTuple):
     state: the state of the optax transformation, [1, …] at a worker and [P, …] outside shard_map.
     moved: like the parameters, f32[1 or P, …]: the local update, the sum of a worker's updates since the last
       synchronization.
+    shards: how the parameters lie on the devices of a worker; None where a worker is one device.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -32,11 +34,13 @@ class PerWorker(NamedTuple):
 
   state: Any
   moved: Any
+  shards: Shards | None = None
 
 
-def first(state: Any, params: optax.Params) -> PerWorker:
+def first(comm: Comm, state: Any, params: optax.Params) -> PerWorker:
   """The state of one worker before its first step: a local update of zeros."""
-  return PerWorker(_widened(state), jax.tree.map(lambda p: jnp.zeros((1, *jnp.shape(p)), jnp.float32), params))
+  moved = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
+  return PerWorker(_widened(state), moved, shards_of(comm, params))
 
 
 def here(node: PerWorker, params: optax.Params) -> tuple[Any, optax.Params]:
@@ -48,13 +52,22 @@ def here(node: PerWorker, params: optax.Params) -> tuple[Any, optax.Params]:
 def moved_on(node: PerWorker, updates: optax.Updates, state: Any) -> PerWorker:
   """`node` after this worker applied `updates` to its parameters; `state` is its next optimizer state."""
   moved = jax.tree.map(lambda was, update: was + update[None].astype(jnp.float32), node.moved, updates)
-  return PerWorker(_widened(state), moved)
+  return node._replace(state=_widened(state), moved=moved)
 
 
 def synchronized(comm: Comm, params: optax.Params, node: PerWorker) -> tuple[optax.Params, PerWorker]:
   """Averages the parameters of all workers, densely: `params + Σ_w moved_w / P`; the local updates become zero."""
-  moved, unflatten = flatten.flatten(node.moved)
-  mean = unflatten(comm.all_reduce(moved) / comm.size)
+
+  def average(moved: Any, rest: Any = ()) -> tuple[Any, Any]:
+    flat, unflatten = flatten.flatten(moved)
+    return unflatten(comm.all_reduce(flat) / comm.size), rest
+
+  if node.shards:
+    leaves, structure = jax.tree.flatten(node.moved)
+    means, _ = node.shards.over(average, [moved[0] for moved in leaves], ())
+    mean = jax.tree.unflatten(structure, [step[None] for step in means])
+  else:
+    mean, _ = average(node.moved)
   params = jax.tree.map(lambda p, step: (p.astype(jnp.float32) + step[0]).astype(p.dtype), params, mean)
   return params, node._replace(moved=jax.tree.map(jnp.zeros_like, node.moved))
 

@@ -1,10 +1,12 @@
 """`js.metrics`: the communication of a run, read from its optax state."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse._compat import AxisName
@@ -13,7 +15,7 @@ from jaxsparse.sparse import saturating
 from jaxsparse.transform import local as perworker
 from jaxsparse.transform.checks import check_alive, check_layout, why_none
 from jaxsparse.transform.local import PerWorker
-from jaxsparse.transform.state import ReduceState, labelled
+from jaxsparse.transform.state import ReduceState, devices_of, labelled
 from jaxsparse.types import Comm, Counters
 
 _SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over transforms; of the rest the largest
@@ -145,8 +147,9 @@ def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
     return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
 
   entries = sum((node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.float32(0))
-  counters = of_all([node.counters for node in nodes], entries)._asdict()
-  words = sum((_total_words(node.counters) for node in nodes), jnp.float32(0))
+  workers = [_of_workers(node.counters, devices_of(node)) for node in nodes]
+  counters = of_all([of_each for of_each, _ in workers], entries)._asdict()
+  words = sum((sent for _, sent in workers), jnp.float32(0))
   read = {
     name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in counters.items() if name in Metrics._fields
   }
@@ -161,6 +164,19 @@ def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
       "drift": jnp.float32(0),
     }
   )
+
+
+def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
+  """Counters and words sent so far, f32, of each worker, from the counters of each of its devices."""
+  return (counters, _total_words(counters)) if devices == 1 else _over_devices(counters, devices)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _over_devices(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
+  rows = jax.tree.map(lambda x: _compat.resharded(x, PartitionSpec()).reshape(-1, devices).T, counters)
+  each = [jax.tree.map(lambda x, number=number: x[number], rows) for number in range(devices)]
+  density = rows.density.mean(0)  # devices have equally many entries
+  return of_all(each, 1)._replace(density=density), _total_words(rows).sum(0)
 
 
 def of_all(counters: Sequence[Counters], n: int | jax.Array) -> Counters:

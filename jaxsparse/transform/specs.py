@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxsparse._compat import AxisName
+from jaxsparse._compat import AxisName, names_of
 from jaxsparse.transform.checks import check_alive, check_layout
 from jaxsparse.transform.local import PerWorker
 from jaxsparse.transform.state import ReduceState, differs, is_reduce_state, reduce_states
@@ -16,7 +16,8 @@ from jaxsparse.transform.state import ReduceState, differs, is_reduce_state, red
 def specs(state: Any, axis: AxisName) -> Any:
   """The `PartitionSpec` of every leaf of an optax state, for the in_specs and out_specs of your own shard_map.
 
-  Residuals, counters and other per-worker arrays get `P(axis)`; what is the same on every worker gets `P()`.
+  Residuals, counters and other per-worker arrays get `P(axis)`; what is the same on every worker gets `P()`. Other axes
+  of a mesh lie inside a worker: map over the workers alone, `jax.shard_map(..., axis_names={axis})`.
 
   Args:
     state: an optax state, as arrays or as `jax.ShapeDtypeStruct`.
@@ -35,12 +36,24 @@ def specs(state: Any, axis: AxisName) -> Any:
     >>> spec[0].carried.residual, spec[1][0].trace
     (P('workers',), P())
   """
+  return _checked_specs(state, axis, inside=False)
+
+
+def placed(state: Any, axis: AxisName) -> Any:
+  """`specs` along all axes of the mesh: also those inside a worker, over which a shard_map of the workers does not map.
+
+  Arrays of other transformations than ours keep the shardings inside that they have; their specs do not name them.
+  """
+  return _checked_specs(state, axis, inside=True)
+
+
+def _checked_specs(state: Any, axis: AxisName, inside: bool) -> Any:
   per_worker, replicated = PartitionSpec(axis), PartitionSpec()
   _check_wrappers(state)
   _check_chains(state)
   check_alive({"state": state})
   check_layout(state)
-  if isinstance(state, PerWorker):
+  if isinstance(state, PerWorker):  # its leaves keep the shardings inside that they have
     return jax.tree.map(lambda _: per_worker, state)
   if differs(state) and len(jax.tree.leaves(state)) != len(jax.tree.leaves(reduce_states(state))):
     raise ValueError(
@@ -48,18 +61,21 @@ def specs(state: Any, axis: AxisName) -> Any:
       "would keep: make it with js.init and train with js.make_train_step"
     )
 
-  def of_node(node: Any) -> Any:
-    if not is_reduce_state(node):
-      return replicated
-    carried = jax.tree.map(lambda _: per_worker, node.carried)
-    shared, due = jax.tree.map(lambda _: replicated, (node.carried.shared, node.carried.due))
-    counters, layout = (
-      jax.tree.map(lambda _, spec=spec: spec, part)
-      for part, spec in ((node.counters, per_worker), (node.layout, replicated))
-    )
-    return ReduceState(carried._replace(shared=shared, due=due), counters, layout)
+  return jax.tree.map(
+    lambda node: _of_node(node, axis, inside) if is_reduce_state(node) else replicated, state, is_leaf=is_reduce_state
+  )
 
-  return jax.tree.map(of_node, state, is_leaf=is_reduce_state)
+
+def _of_node(node: ReduceState, axis: AxisName, inside: bool) -> ReduceState:
+  """The specs of a jaxsparse state: along the workers, and along the devices of each."""
+  devices = node.layout.shards.names if inside and node.layout.shards else ()
+  own = PartitionSpec((*names_of(axis), *devices) if devices else axis)
+  same = PartitionSpec(devices) if devices else PartitionSpec()
+  carried = jax.tree.map(lambda _: own, node.carried)
+  shared, due = jax.tree.map(lambda _: same, (node.carried.shared, node.carried.due))
+  counters = jax.tree.map(lambda _: own, node.counters)
+  layout = jax.tree.map(lambda _: PartitionSpec(), node.layout)
+  return ReduceState(carried._replace(shared=shared, due=due), counters, layout)
 
 
 _WRAPPERS: dict[type, tuple[str, str]] = {

@@ -1,7 +1,8 @@
 """The optax state of a jaxsparse transform, and functions that find it within the state of a chain.
 
 The state consists of arrays only. Inside shard_map a worker sees its own part. Outside, per-worker arrays are
-concatenated over workers along their leading axis, which is sharded; shared arrays are replicated.
+concatenated over workers along their leading axis, which is sharded; shared arrays are replicated. The devices inside
+a worker (`shards`) have a part each in the same way.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,10 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from jaxsparse import _compat
+from jaxsparse.transform.shards import Shards
 from jaxsparse.types import Counters, State
 
 
@@ -19,6 +23,7 @@ class Layout(NamedTuple):
   Attributes:
     workers: i32[], number of workers P.
     entries: u32[], number of gradient entries n; 2³² − 1 stands for that many or more.
+    shards: how the gradient lies on the S devices of a worker; None where a worker is one device.
 
   Example:
     >>> Layout.of(4, 100).workers
@@ -27,11 +32,12 @@ class Layout(NamedTuple):
 
   workers: jax.Array
   entries: jax.Array
+  shards: Shards | None = None
 
   @classmethod
-  def of(cls, workers: int, entries: int) -> Self:
+  def of(cls, workers: int, entries: int, shards: Shards | None = None) -> Self:
     """The layout of a state of `workers` workers and `entries` gradient entries."""
-    return cls(jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)))
+    return cls(jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)), shards)
 
 
 class ReduceState(NamedTuple):
@@ -42,6 +48,10 @@ class ReduceState(NamedTuple):
       shared parts are tuples, one part for each group of leaves.
     counters: `Counters` of the last step, [1] at each worker and [P] outside shard_map.
     layout: the `Layout` that the state was made for, the same on every worker.
+
+  Where a worker has S devices (`layout.shards`), the arrays of its devices lie one after the other along the leading
+  axes: counters are [S] at a worker and [P · S] outside shard_map, a residual of m entries a device f32[P · S · m], and
+  shared arrays, the same on every worker but not on every device, have a leading axis of S.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -58,6 +68,11 @@ class ReduceState(NamedTuple):
 def reduce_states(state: Any) -> list[ReduceState]:
   """Every `ReduceState` within an optax state."""
   return [node for node in jax.tree.leaves(state, is_leaf=is_reduce_state) if is_reduce_state(node)]
+
+
+def devices_of(node: ReduceState) -> int:
+  """Number of devices of a worker, S."""
+  return node.layout.shards.devices if node.layout.shards else 1
 
 
 def labelled(state: Any) -> dict[str, ReduceState]:
@@ -83,6 +98,12 @@ def in_groups(state: Any) -> bool:
 def due(state: Any) -> jax.Array:
   """Whether workers whose parameters differ average them after this step, bool[]; inside shard_map."""
   return jnp.any(jnp.array([node.carried.due for node in reduce_states(state) if node.carried.due is not None]))
+
+
+def skipped(state: Any) -> jax.Array:
+  """Whether a transform skipped this step, bool[], on all devices of all workers; inside shard_map."""
+  flags = [_compat.resharded(node.counters.skipped, PartitionSpec()) for node in reduce_states(state)]
+  return jnp.any(jnp.array([flag[0] for flag in flags]))
 
 
 def joined(states: Sequence[State], alone: bool) -> State:

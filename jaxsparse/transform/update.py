@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat, flatten, sparse
 from jaxsparse.collectives import Collective
@@ -20,12 +21,13 @@ from jaxsparse.sparse import saturating
 from jaxsparse.transform import checks, ordering
 from jaxsparse.transform.groups import Assignment, Group, Special, assigned, groups_of
 from jaxsparse.transform.metrics import accumulated, of_all
+from jaxsparse.transform.shards import Shards, check_inside, shards_of
 from jaxsparse.transform.state import Layout, ReduceState, joined
-from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse
+from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse, State
 
 
 def transform_of(
-  collective: Collective, axis: _compat.AxisName | Comm, special: Special | None = None
+  collective: Collective, axis: _compat.AxisName | Comm, special: Special | None = None, shardings: Any = None
 ) -> optax.GradientTransformation:
   """The transform that averages gradients with `collective` over the workers of `axis`.
 
@@ -33,6 +35,7 @@ def transform_of(
     collective: from `js.make_collective`, or one of your own.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
     special: collectives of leaves by their names, as of `js.spardl_transform`.
+    shardings: of the parameters inside a worker, as of `js.spardl_transform`.
 
   Raises:
     TypeError: if `axis` is none of these.
@@ -44,47 +47,92 @@ def transform_of(
     >>> tx = js.transform_of(js.make_collective("spardl", k=100), "workers", special={"bias": "dense"})
   """
   if special:
-    return over_groups(functools.partial(groups_of, assignment=assigned(collective, special)), axis)
-  return over_groups(functools.partial(groups_of, assignment=Assignment([collective], [])), axis, alone=True)
+    return over_groups(functools.partial(groups_of, assignment=assigned(collective, special)), axis, shardings)
+  return over_groups(functools.partial(groups_of, assignment=Assignment([collective], [])), axis, shardings, alone=True)
 
 
 def over_groups(
-  grouped: Callable[[Any], list[Group]], axis: _compat.AxisName | Comm, alone: bool = False
+  grouped: Callable[[Any], list[Group]], axis: _compat.AxisName | Comm, shardings: Any = None, alone: bool = False
 ) -> optax.GradientTransformation:
   """The transform that reduces the groups of a gradient over the workers of `axis`.
 
   Args:
     grouped: gives the groups of a pytree.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
+    shardings: of the parameters inside a worker, where neither their types nor `js.init` tell them.
     alone: whether there is always one group. Its state is then that of the collective, otherwise a tuple with the state
       of each group.
   """
   comm = comm_of(axis)
 
-  def init(params: optax.Params) -> ReduceState:
-    n, groups = flatten.count(params), grouped(params)
+  def start(groups: Sequence[Group]) -> tuple[State, Counters]:
+    """What one device carries before the first step."""
     starts = [init_state(group.collective, group.entries, comm.size).carried for group in groups]
-    layout = mark_total(Layout.of(comm.size, n), axes_of(comm))
-    return ReduceState(joined(starts, alone), Counters.zeros(), layout)
+    return joined(starts, alone), Counters.zeros()
+
+  def init(params: optax.Params) -> ReduceState:
+    n, groups, shards = flatten.count(params), grouped(params), shards_of(comm, params, shardings)
+    carried, counters = _started(shards, start, groups) if shards else start(groups)
+    return ReduceState(carried, counters, mark_total(Layout.of(comm.size, n, shards), axes_of(comm)))
+
+  def step(
+    groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, inside: tuple[str, ...] = ()
+  ) -> tuple[list[jax.Array], ReduceState]:
+    """The means of the leaves, or of the pieces, of one device, and its next state."""
+    parts, leaves = checks.parts_of(state, groups, comm.size, alone), list(leaves)
+    flat, restore = zip(*(flatten.flatten([leaves[leaf] for leaf in group.leaves]) for group in groups), strict=True)
+    means, parts = reduce_groups(groups, comm, flat, parts, comm.size, inside)
+    for group, unflatten, mean in zip(groups, restore, means, strict=True):
+      for leaf, new in zip(group.leaves, unflatten(mean), strict=True):
+        leaves[leaf] = new
+    carried = joined([part.carried for part in parts], alone)
+    counters = of_all([part.counters for part in parts], sum(group.entries for group in groups))
+    return leaves, _finished(comm, state._replace(carried=carried, counters=counters))
 
   def update(
     updates: optax.Updates, state: ReduceState, params: optax.Params | None = None
   ) -> tuple[optax.Updates, ReduceState]:
     del params
-    n, groups = flatten.count(updates), grouped(updates)
-    parts = checks.parts_of(state, groups, comm.size, alone)
+    flatten.count(updates)
+    groups, shards = grouped(updates), state.layout.shards
+    check_inside(comm, shards)
     checks.check_local(comm, updates)
     leaves, structure = jax.tree.flatten(updates)
-    flat, restore = zip(*(flatten.flatten([leaves[leaf] for leaf in group.leaves]) for group in groups), strict=True)
-    means, parts = reduce_groups(groups, comm, flat, parts, divisor=comm.size)
-    for group, unflatten, mean in zip(groups, restore, means, strict=True):
-      for leaf, new in zip(group.leaves, unflatten(mean), strict=True):
-        leaves[leaf] = new
-    carried = joined([part.carried for part in parts], alone)
-    counters = of_all([part.counters for part in parts], n)
-    return jax.tree.unflatten(structure, leaves), _finished(comm, state._replace(carried=carried, counters=counters))
+    leaves, state = _inside(shards, step, groups, leaves, state) if shards else step(groups, leaves, state)
+    return jax.tree.unflatten(structure, leaves), state
 
   return optax.GradientTransformation(init, update)
+
+
+def _started(shards: Shards, start: Callable, groups: Sequence[Group]) -> tuple[State, Counters]:
+  """`start` at every device of a worker."""
+  first = lambda: _stacked(start(shards.groups(groups)))
+  return shards.map(first, (), PartitionSpec(shards.names))()
+
+
+def _inside(
+  shards: Shards, step: Callable, groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState
+) -> tuple[list[jax.Array], ReduceState]:
+  """`step` at every device of a worker, on its pieces of the leaves."""
+  shards.check(leaves)
+  layout, own = state.layout, shards.groups(groups)
+
+  def device(pieces: list[jax.Array], parts: tuple[State, Counters]) -> tuple[list[jax.Array], Any]:
+    carried, counters = parts
+    shared, due = jax.tree.map(lambda x: x[0], (carried.shared, carried.due))
+    alone = ReduceState(carried._replace(shared=shared, due=due), counters, layout._replace(shards=None))
+    pieces, after = step(own, pieces, alone, shards.names)
+    return pieces, _stacked((after.carried, after.counters))
+
+  leaves, (carried, counters) = shards.over(device, leaves, (state.carried, state.counters))
+  return leaves, ReduceState(carried, counters, layout)
+
+
+def _stacked(parts: tuple[State, Counters]) -> tuple[State, Counters]:
+  """The state of one device with a leading axis of devices everywhere; what workers share has none by itself."""
+  carried, counters = parts
+  shared, due = jax.tree.map(lambda x: x[None], (carried.shared, carried.due))
+  return carried._replace(shared=shared, due=due), counters
 
 
 def init_state(collective: Collective, n: int, size: int) -> ReduceState:
@@ -112,8 +160,9 @@ def reduce_groups(
   grads: Sequence[jax.Array],
   states: Sequence[ReduceState],
   divisor: int = 1,
+  inside: tuple[str, ...] = (),
 ) -> tuple[list[jax.Array], list[ReduceState]]:
-  """One reduction of each group at one worker.
+  """One reduction of each group at one worker, or at one of its devices.
 
   Selection ranks NaN and Inf above all numbers, so a NaN or Inf of any worker is in the total of every worker. So all
   workers skip the step without an extra message: they return zeros and keep the states of all groups.
@@ -124,6 +173,7 @@ def reduce_groups(
     grads: f32[entries] of each group.
     states: of each group, with the counters of all of them together.
     divisor: of the totals.
+    inside: names of the axes of the devices of a worker, which agree on one scalar: all of them skip a step, or none.
 
   Returns:
     f32[entries] of each group, its sum over the workers divided by `divisor`, and the next states.
@@ -135,6 +185,8 @@ def reduce_groups(
     reduced.append(group.collective.reduce(following, flat, state.carried))
     finite.append(_is_finite(comm, reduced[-1]))
   whole = functools.reduce(jnp.logical_and, finite)
+  if inside:
+    whole = jax.lax.pmin(whole.astype(jnp.int32), inside) > 0
   steps = [_applied(*one, whole, divisor) for one in zip(reduced, grads, states, strict=True)]
   updates = [
     mark_total(update, axes_of(comm)) if group.collective.replicates else update

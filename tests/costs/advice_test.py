@@ -4,7 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from jaxsparse.costs import Algorithm, Profile
@@ -70,6 +73,24 @@ def test_fit_measures_each_algorithm_that_is_asked_for():
   assert profile.algorithms["oktopk:density=0.1"].agreements > 0
   assert min(profile.alpha, profile.beta, profile.gamma, profile.reduce_alpha, profile.reduce_beta) > 0
   assert (profile.workers, profile.entries) == (2, 3000)
+
+
+def test_workers_of_several_devices():
+  """Both levels are measured, and each device carries its part of the gradient."""
+  mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("hosts", "devices"))
+  profile = js.costs.fit(mesh, axis="hosts", n=3000, algorithms=["dense"], repetitions=1)
+  assert (profile.workers, profile.devices) == (2, 2)
+  assert min(profile.inside_alpha, profile.inside_beta) > 0
+  wide = dataclasses.replace(PROFILE, devices=4, inside_alpha=1e-6, inside_beta=1e-10)
+  params = {"sharded": jax.device_put(jnp.zeros((8, 10)), NamedSharding(mesh, P("devices"))), "whole": jnp.zeros(20)}
+  for label, one in ((one.label, one) for one in js.costs.advise(100, wide).predictions):
+    name, config = js.costs.collective_of(label)
+    assert one.words == js.costs.predict(name, n=25, workers=PROFILE.workers, **config).words
+  assert js.costs.advise(100, wide).best.inside < js.costs.advise(params, wide).best.inside
+  assert js.costs.count("topka", n=100, workers=4, devices=4, k=10) == js.costs.count("topka", n=25, workers=4, k=3)
+  assert js.costs.inside(20, devices=4).words == 15
+  with pytest.raises(ValueError, match="devices=0, choose at least 1"):
+    js.costs.count("dense", n=5, workers=2, devices=0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,217 @@
+"""Devices inside a worker: each of them reduces its own piece of every leaf with the same device of the other workers.
+
+The axes of a mesh other than those of the workers lie inside a worker. Within a shard_map over the axis of the workers
+alone, `Shards.over` opens a second one over the axes inside, so that a transform sees one device: its shards of the
+leaves. A leaf that is replicated along some axes inside is cut into equal pieces along them, padded with zeros, and
+gathered afterwards. So no two devices of a worker send the same entry:
+
+    leaf              spec inside, 2 x 3 devices   piece of each device
+    [8, 12]           P("a", "b")                  its shard, 16 entries
+    [8, 12]           P("a")                       a third of its shard, 16 entries
+    [5]               P()                          a sixth, 1 entry; one of the six is padding
+
+The state of a transform records the specs (`ReduceState.layout.shards`), since the types of arrays tell them only where
+axes are Explicit.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxsparse import _compat
+from jaxsparse._compat import names_of
+from jaxsparse.comm import axes_of
+from jaxsparse.transform.groups import Group
+from jaxsparse.types import Comm
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Shards:
+  """How the leaves of a gradient lie on the devices inside a worker: a part of the structure of a state, no array.
+
+  Attributes:
+    axes: names and sizes of the axes inside, in the order of the mesh.
+    shapes: of the whole leaves.
+    specs: of the leaves, along the axes inside.
+
+  Example:
+    >>> shards = Shards((("devices", 4),), ((8, 6), (5,)), (PartitionSpec("devices"), PartitionSpec()))
+    >>> shards.devices, shards.sizes  # [8, 6] is sharded, [5] is cut into four pieces
+    (4, (12, 2))
+  """
+
+  axes: tuple[tuple[str, int], ...]
+  shapes: tuple[tuple[int, ...], ...]
+  specs: tuple[PartitionSpec, ...]
+
+  @classmethod
+  def of(cls, tree: Any, axes: dict[str, int], specs: Sequence[PartitionSpec]) -> Self:
+    """The shards of a pytree.
+
+    Raises:
+      ValueError: if a dimension of a leaf does not divide among the devices of its axes, naming the leaf.
+    """
+    for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs, strict=True):
+      for size, part in zip(jnp.shape(leaf), spec, strict=False):
+        ways = math.prod(axes[name] for name in names_of(part or ()))
+        if size % ways:
+          raise ValueError(
+            f"parameters{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)} and the sharding {spec}, which cuts "
+            f"{size} entries into {ways} shards: choose a dimension that {ways} divides, or replicate it inside"
+          )
+    shapes = tuple(map(jnp.shape, jax.tree.leaves(tree)))
+    return cls(tuple(axes.items()), shapes, tuple(_compat.trimmed(spec) for spec in specs))
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """Names of the axes inside."""
+    return tuple(name for name, _ in self.axes)
+
+  @property
+  def devices(self) -> int:
+    """Number of devices of a worker, S."""
+    return math.prod(size for _, size in self.axes)
+
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    """Entries of the piece of each leaf, with padding; the same on every device."""
+    return tuple(-(-math.prod(shape) // self.devices) for shape in self.shapes)
+
+  def groups(self, groups: Sequence[Group]) -> list[Group]:
+    """The groups of one device: a density means the same as for the whole, k is divided by S and rounded up."""
+    sizes = self.sizes
+    own = [tuple(sizes[leaf] for leaf in group.leaves) for group in groups]
+    return [
+      group._replace(entries=sum(mine), collective=group.collective.for_devices(self.devices).for_leaves(mine))
+      for group, mine in zip(groups, own, strict=True)
+    ]
+
+  def check(self, leaves: Sequence[jax.Array]) -> None:
+    """Raises ValueError if leaves have other shapes than those of the state."""
+    shapes = tuple(leaf.shape for leaf in leaves)
+    if shapes != self.shapes:
+      raise ValueError(
+        f"the optimizer state was made for leaves of shapes {self.shapes}, the gradients have {shapes}: make a new one "
+        "with js.init for these parameters"
+      )
+
+  def over(
+    self, function: Callable[[list[jax.Array], Any], tuple[list[jax.Array], Any]], leaves: list[jax.Array], state: Any
+  ) -> tuple[list[jax.Array], Any]:
+    """`function(leaves, state)` at every device of the worker, on its pieces of the leaves, each of one dimension.
+
+    Args:
+      function: of the pieces and the state of one device, to those that follow.
+      leaves: whole, with the shapes of `shapes`.
+      state: a pytree of arrays; their leading axes hold the parts of the devices one after the other.
+    """
+    specs, split = list(self.specs), PartitionSpec(self.names)
+
+    def device(leaves: list[jax.Array], state: Any) -> tuple[list[jax.Array], Any]:
+      pieces = [self._cut(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+      after, state = function(pieces, state)
+      return self._joined(after, leaves), state
+
+    leaves = [_compat.resharded(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+    return self.map(device, (specs, split), (specs, split))(leaves, state)
+
+  def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`function` of one device as a function of the worker, within a shard_map over the workers."""
+    return _compat.shard_map(function, None, in_specs, out_specs, self.names)
+
+  def _cut(self, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The piece of this device, of a leaf of which it holds `shard`."""
+    flat, alike = shard.reshape(-1), self._replicated(spec)
+    if not alike or not flat.size:
+      return flat
+    copies = math.prod(map(jax.lax.axis_size, alike))
+    return jnp.pad(flat, (0, -flat.size % copies)).reshape(copies, -1)[jax.lax.axis_index(alike)]
+
+  def _joined(self, pieces: Sequence[jax.Array], shards: Sequence[jax.Array]) -> list[jax.Array]:
+    """Undoes `_cut` of all leaves; those that lie alike are gathered together, in one message."""
+    joined = list(pieces)
+    alike: dict[Any, list[int]] = {}
+    for number, (piece, shard, spec) in enumerate(zip(pieces, shards, self.specs, strict=True)):
+      if (axes := self._replicated(spec)) and shard.size:
+        alike.setdefault((axes, piece.dtype), []).append(number)
+      else:
+        joined[number] = piece.reshape(shard.shape)
+    for (axes, _), numbers in alike.items():
+      rows = jax.lax.all_gather(jnp.concatenate([pieces[number] for number in numbers]), axes)
+      ends = list(itertools.accumulate(pieces[number].size for number in numbers))
+      for number, columns in zip(numbers, jnp.split(rows, ends[:-1], axis=1), strict=True):
+        joined[number] = columns.reshape(-1)[: shards[number].size].reshape(shards[number].shape)
+    return joined
+
+  def _replicated(self, spec: PartitionSpec) -> tuple[str, ...]:
+    """The axes inside along which devices hold copies, in the order of the mesh."""
+    used = {name for part in spec for name in names_of(part or ())}
+    return tuple(name for name in self.names if name not in used)
+
+
+def shards_of(comm: Comm, params: optax.Params, shardings: Any = None) -> Shards | None:
+  """The shards of parameters; None where a worker is one device.
+
+  Args:
+    comm: the workers.
+    params: the parameters, whose types tell how they lie along Explicit axes.
+    shardings: for other axes a pytree like the parameters, of `PartitionSpec` or `NamedSharding`.
+
+  Raises:
+    ValueError: if an axis inside is not Explicit and there are no shardings, or not of each leaf.
+  """
+  axes = _axes_inside(comm)
+  if not axes:
+    return None
+  if shardings is not None:
+    specs = [_compat.without_axes(spec, axes_of(comm) or ()) for spec in _specs_by_name(params, shardings)]
+    return Shards.of(params, axes, specs)
+  if hidden := [name for name in axes if not _compat.is_explicit(name)]:
+    raise ValueError(
+      f"the axis {hidden[0]!r} lies inside a worker, and is not Explicit, so the types of the parameters do not tell "
+      "how they are sharded along it: make the state with js.init, outside jit; or give the transform shardings=, or "
+      "the mesh Explicit axes"
+    )
+  return Shards.of(params, axes, [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)])
+
+
+def _specs_by_name(params: optax.Params, shardings: Any) -> list[PartitionSpec]:
+  """The spec of each leaf; leaves are found by their names, since optax.masked leaves some of them out."""
+  is_spec = lambda x: isinstance(x, (PartitionSpec, NamedSharding))
+  name = jax.tree_util.keystr
+  given = {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_spec)}
+  names = [name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+  if unknown := [one for one in names if not is_spec(given.get(one))]:
+    raise ValueError(
+      f"shardings={shardings!r}: parameters{unknown[0]} has none, give a PartitionSpec or NamedSharding of each leaf"
+    )
+  return [given[one].spec if isinstance(given[one], NamedSharding) else given[one] for one in names]
+
+
+def check_inside(comm: Comm, shards: Shards | None) -> None:
+  """Raises ValueError if a state was made for workers of other devices than those of this program."""
+  made, found = dict(shards.axes) if shards else {}, _axes_inside(comm)
+  if made != found:
+    axis = axes_of(comm)
+    raise ValueError(
+      f"the optimizer state was made for workers with {_listed(made)} inside, here a worker of {axis} has "
+      f"{_listed(found)}: make a new one with js.init on this mesh, and in a shard_map of your own give "
+      f"axis_names={set(axis or ())}, so that the other axes stay inside a worker"
+    )
+
+
+def _axes_inside(comm: Comm) -> dict[str, int]:
+  names = axes_of(comm)
+  return _compat.axes_inside(names) if names else {}
+
+
+def _listed(axes: dict[str, int]) -> str:
+  return " and ".join(f"{size} devices along {name!r}" for name, size in axes.items()) or "one device"

@@ -1,0 +1,470 @@
+"""Workers of several devices: every device reduces its own shards, and nothing else of a step changes."""
+
+import itertools
+import math
+import pathlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsparse as js
+from jaxsparse import launch
+from jaxsparse.train.worker import Given
+from tests.cases import AS_USERS, CASES, bits, each_main, integers, normals
+from tests.ranks import train_sharded
+
+KINDS = [AxisType.Auto, AxisType.Explicit]
+MESHES = [{"hosts": 4, "x": 2}, {"hosts": 2, "x": 4}, {"hosts": 3, "x": 2}, {"hosts": 2, "x": 2, "y": 2}]
+LEAVES = {
+  "fsdp": ((8, 6), P("x")),
+  "odd": ((7,), P()),
+  "one": ((), P()),
+  "tensor": ((5, 8), P(None, "x")),
+  "whole": ((4, 3, 2), P()),
+}
+MIXED = {"both": ((12,), P(("y", "x"))), "mixed": ((4, 6), P("x", "y"))}
+
+
+def mesh_of(sizes, kind=AxisType.Auto):
+  devices = np.array(jax.devices()[: math.prod(sizes.values())]).reshape(tuple(sizes.values()))
+  return Mesh(devices, tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def leaves_of(sizes):
+  return dict(sorted((LEAVES | MIXED).items())) if "y" in sizes else LEAVES  # in the order of a pytree
+
+
+def put(tree, mesh, specs, before=()):
+  placed = lambda x, spec: jax.device_put(x, NamedSharding(mesh, P(*before, *spec)))
+  return {name: placed(x, specs[name]) for name, x in tree.items()}
+
+
+def gradients(draw, seed, workers, leaves):
+  """Of all workers, f32[P, ...] by leaf."""
+  return {name: draw(seed + i, workers, *shape) for i, (name, (shape, _)) in enumerate(leaves.items())}
+
+
+def pieces(x, spec, inside):
+  """[S, entries]: what each device holds of x, in the order of the mesh, as numpy says it."""
+  rows = []
+  for place in itertools.product(*map(range, inside.values())):
+    at, mine, used = dict(zip(inside, place, strict=True)), x, set()
+    for dim, part in enumerate(spec):
+      names = (part,) if isinstance(part, str) else part or ()
+      block = np.ravel_multi_index([at[name] for name in names], [inside[name] for name in names]) if names else 0
+      mine = np.split(mine, math.prod(inside[name] for name in names), axis=dim)[block]
+      used.update(names)
+    rest = [name for name in inside if name not in used]
+    copies = math.prod(inside[name] for name in rest)
+    flat = np.pad(mine.reshape(-1), (0, -mine.size % copies)).reshape(copies, -1)
+    rows.append(
+      flat[np.ravel_multi_index([at[name] for name in rest], [inside[name] for name in rest])] if rest else flat[0]
+    )
+  return np.stack(rows)
+
+
+def flat_pieces(tree, leaves, inside, rows):
+  """f32[S, rows, m] of a pytree whose leaves have a leading axis of `rows`."""
+  each = lambda row: np.concatenate([pieces(tree[n][row], spec, inside) for n, (_, spec) in leaves.items()], axis=1)
+  return np.stack([each(row) for row in range(rows)], axis=1)
+
+
+def started(tx, mesh, leaves, bare=None):
+  """Parameters of zeros with the shardings of `leaves`, and the state: by default `bare` where types tell shards."""
+  specs = {name: spec for name, (_, spec) in leaves.items()}
+  params = put({name: jnp.zeros(shape) for name, (shape, _) in leaves.items()}, mesh, specs)
+  if not (mesh.axis_types[0] == AxisType.Explicit if bare is None else bare):
+    return params, js.init(tx, params, mesh, axis="hosts"), specs
+  init = lambda out: jax.shard_map(
+    tx.init, mesh=mesh, in_specs=P(), out_specs=out, axis_names={"hosts"}, check_vma=False
+  )
+  spec = js.specs(jax.eval_shape(init(P()), params), "hosts")
+  return params, jax.jit(init(spec))(params), specs
+
+
+def update_of(tx, mesh, state):
+  """The bare update in a shard_map over the hosts alone: gradients and updates of all workers as rows."""
+
+  def worker(grads, state):
+    updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state)
+    return jax.tree.map(lambda x: x[None], updates), state
+
+  spec = js.specs(state, "hosts")
+  mapped = jax.shard_map(
+    worker,
+    mesh=mesh,
+    in_specs=(P("hosts"), spec),
+    out_specs=(P("hosts"), spec),
+    axis_names={"hosts"},
+    check_vma=False,
+  )
+  return jax.jit(mapped, out_shardings=(None, jax.tree.map(lambda x: x.sharding, state)))
+
+
+def check_against_the_simulator(name, sizes, leaves, kind, steps=2, draw=normals, options=None, **config):
+  """Updates and residuals of every device have the bits of `js.simulate` on its gradients."""
+  mesh, inside = mesh_of(sizes, kind), dict(list(sizes.items())[1:])
+  workers, devices = sizes["hosts"], math.prod(inside.values())
+  tx = js.make_transform(name, "hosts", **config)
+  _, state, specs = started(tx, mesh, leaves)
+  own = config | ({"k": -(-config["k"] // devices)} if "k" in config else {})
+  update, states, first = update_of(tx, mesh, state), [None] * devices, state
+  for step in range(steps):
+    grads = gradients(draw, 10 * step, workers, leaves)
+    arguments = put(grads, mesh, specs, ["hosts"]), state
+    if options and step == 0:
+      update = update.lower(*arguments).compile(options)
+    updates, state = update(*arguments)
+    rows, updates = flat_pieces(grads, leaves, inside, workers), jax.tree.map(np.asarray, updates)
+    got = flat_pieces(updates, leaves, inside, workers)
+    for device in range(devices):
+      out = js.simulate(name, jnp.asarray(rows[device]), state=states[device], **own)
+      states[device] = out.state
+      expected = np.asarray(mean(out.total, workers))
+      for worker in range(workers) if js.make_collective(name, **config).replicates else [0]:
+        np.testing.assert_array_equal(
+          bits(kept(got[device, worker], leaves, inside, device)), bits(kept(expected, leaves, inside, device))
+        )
+      if (residual := state.carried.residual) is not None:
+        mine = np.asarray(residual).reshape(workers, devices, -1)[:, device]
+        np.testing.assert_array_equal(bits(mine), bits(out.residuals))
+  assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), first, state))
+  return state, states
+
+
+mean = jax.jit(lambda total, workers: total / workers, static_argnums=1)  # by a constant, as in the update
+
+
+def kept(flat, leaves, inside, device):
+  """Without the entries that are padding on this device: the transform drops them."""
+  ones = {name: np.ones((1, *shape), np.float32) for name, (shape, _) in leaves.items()}
+  return flat[flat_pieces(ones, leaves, inside, 1)[device, 0] > 0]
+
+
+@each_main(CASES)
+def test_every_device_has_the_bits_of_the_simulator(case):
+  """The state of A2SGD is bare, that of js.init has parameters of each worker around it."""
+  sizes = {"hosts": case.workers([4, 6, 5])[0], "x": 2}
+  kind = AxisType.Explicit if case.name == "a2sgd" else AxisType.Auto
+  check_against_the_simulator(case.name, sizes, LEAVES, kind, **case.config(density=0.2))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: "x".join(map(str, sizes.values())))
+def test_any_mesh_and_any_sharding(sizes, kind):
+  """Law C and Law R over all shards, and k divided among devices and rounded up."""
+  leaves = leaves_of(sizes)
+  check_against_the_simulator("topka", sizes, leaves, kind, steps=1, draw=integers, k=29)
+  mesh, inside = mesh_of(sizes, kind), dict(list(sizes.items())[1:])
+  state, specs = started(tx := js.topka_transform("hosts", k=29), mesh, leaves)[1:]
+  update, of_workers = (
+    update_of(tx, mesh, state),
+    lambda flat: flat.reshape(sizes["hosts"], math.prod(inside.values()), -1).astype(np.float64).sum(0),
+  )
+  for step in range(2):
+    grads, before = gradients(integers, step, sizes["hosts"], leaves), np.asarray(state.carried.residual)
+    updates, state = update(put(grads, mesh, specs, ["hosts"]), state)
+    given = flat_pieces(grads, leaves, inside, sizes["hosts"]).astype(np.float64).sum(1) + of_workers(before)
+    total = flat_pieces(jax.tree.map(np.asarray, updates), leaves, inside, 1)[:, 0] * sizes["hosts"]
+    np.testing.assert_allclose(total + of_workers(np.asarray(state.carried.residual)), given, atol=1e-5)
+    assert all((np.asarray(x) == np.asarray(x)[:1]).all() for x in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("config", [{}, {"selector": "reuse"}], ids=str)
+def test_large_shards_of_the_candidate_path(config):
+  leaves = {"a": ((2, 20_000), P(None, "x")), "b": ((30_001,), P())}
+  check_against_the_simulator(
+    "spardl", {"hosts": 3, "x": 2}, leaves, AxisType.Auto, options=AS_USERS, density=0.01, **config
+  )
+
+
+def test_shardings_where_neither_types_nor_init_tell_them():
+  mesh = mesh_of(MESHES[0])
+  shardings = {name: NamedSharding(mesh, spec) for name, (_, spec) in LEAVES.items()}
+  tx = js.spardl_transform("hosts", shardings=shardings, density=0.2)
+  bare, known = (started(tx, mesh, LEAVES, bare=bare)[1] for bare in (True, False))
+  assert bare.layout.shards == known.layout.shards
+  assert jax.tree.map(jnp.shape, bare) == jax.tree.map(jnp.shape, known)
+  del shardings["odd"]
+  with pytest.raises(ValueError, match=r"shardings=.*: parameters\['odd'\] has none, give a PartitionSpec or"):
+    started(js.spardl_transform("hosts", shardings=shardings, density=0.2), mesh, LEAVES, bare=True)
+  uneven = {name: P("x") if name == "odd" else spec for name, (_, spec) in LEAVES.items()}
+  with pytest.raises(ValueError, match=r"parameters\['odd'\] has shape \(7,\) .* cuts 7 entries into 2 shards"):
+    started(js.spardl_transform("hosts", shardings=uneven, density=0.2), mesh, LEAVES, bare=True)
+
+
+def test_groups_of_leaves():
+  """`special=` and the buckets of a plan: each group of leaves has the bits of the simulator on its pieces."""
+  sizes, inside = {"hosts": 3, "x": 2}, {"x": 2}
+  bytes_of = [4 * math.prod(shape) for shape, _ in LEAVES.values()]
+  plan = js.overlap.plan("wfbp", [1.0] * 5, bytes_of, alpha=1e-3, beta=1e-8, gamma=1.0)
+  special = {"odd|one": "dense", "tensor": "topka:k=9"}
+  groups = {
+    ("odd", "one"): ("dense", {}),
+    ("tensor",): ("topka", {"k": 5}),
+    ("fsdp", "whole"): ("spardl", {"density": 0.25}),
+  }
+  buckets = {(name,): next(how for names, how in groups.items() if name in names) for name in LEAVES}
+  made = js.spardl_transform("hosts", special, density=0.25)
+  planned = js.bucketed_transform("spardl", "hosts", plan=plan, special=special, density=0.25)
+  for tx, parts in ((made, groups), (planned, buckets)):
+    mesh = mesh_of(sizes)
+    _, state, specs = started(tx, mesh, LEAVES)
+    grads = gradients(integers, 5, 3, LEAVES)
+    updates, state = update_of(tx, mesh, state)(put(grads, mesh, specs, ["hosts"]), state)
+    updates = jax.tree.map(np.asarray, updates)
+    for names, (name, config) in parts.items():
+      leaves = {leaf: LEAVES[leaf] for leaf in names}
+      rows, got = (flat_pieces(tree, leaves, inside, 3) for tree in (grads, updates))
+      for device in range(2):
+        out = js.simulate(*name.split(), jnp.asarray(rows[device]), **config)
+        np.testing.assert_array_equal(got[device, 0], np.asarray(mean(out.total, 3)))
+    assert int(js.metrics(state).delivered) > 0
+
+
+# The training step.
+
+MODEL = {"down": ((16, 12), P("x")), "gain": ((12,), P()), "up": ((12, 16), P(None, "x"))}
+
+
+def loss_fn(params, batch):
+  """Tensor parallel: no weight is needed whole on any device."""
+  hidden = jnp.tanh((batch * params["gain"][None]) @ params["up"])
+  return jnp.mean((jnp.matmul(hidden, params["down"], out_sharding=P()) - 1.0) ** 2)
+
+
+def auto_loss_fn(params, batch):
+  hidden = jnp.tanh((batch * params["gain"][None]) @ params["up"])
+  return jnp.mean((hidden @ params["down"] - 1.0) ** 2)
+
+
+def model_of(tx, kind=AxisType.Auto, sizes=MESHES[0], **options):
+  """(step, params, state) of a small tensor-parallel model."""
+  mesh = mesh_of(sizes, kind)
+  specs = {name: spec for name, (_, spec) in MODEL.items()}
+  params = put(
+    {name: jnp.asarray(normals(i, *shape)) / 4 for i, (name, (shape, _)) in enumerate(MODEL.items())}, mesh, specs
+  )
+  loss = loss_fn if kind == AxisType.Explicit else auto_loss_fn
+  state = js.init(tx, params, mesh, axis="hosts")
+  return js.make_train_step(loss, tx, mesh, axis="hosts", **options), params, state
+
+
+def batch_of(step, rows=16):
+  return normals(step, rows, 12)
+
+
+def chain_of(transform):
+  return optax.chain(transform, optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
+
+
+def shardings_of(tree):
+  return jax.tree.map(lambda x: x.sharding, tree)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_step_keeps_shardings_donates_and_compiles_once(kind):
+  compiled = []
+  listen = lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None
+  step, params, state = model_of(chain_of(js.spardl_transform("hosts", density=0.2)), kind)
+  moments = state[2][0].trace
+  assert jax.tree.all(jax.tree.map(lambda x, p: x.sharding.is_equivalent_to(p.sharding, p.ndim), moments, params))
+  assert state[0].carried.residual.addressable_shards[0].data.size == sum(state[0].layout.shards.sizes)
+  before, counts, losses = shardings_of((params, state)), [], []
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    for i in range(4):
+      old = params["up"], state[0].carried.residual
+      params, state, metrics = step(params, state, batch_of(i))
+      counts.append(len(compiled))
+      losses.append(float(metrics.loss))
+      assert all(x.is_deleted() for x in old)
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+  assert counts[-1] == counts[0]
+  same = lambda was, x: was.is_equivalent_to(x.sharding, x.ndim) and was.mesh == x.sharding.mesh
+  assert jax.tree.all(jax.tree.map(same, before, (params, state)))
+  assert losses[-1] < losses[0]
+  step.check(params, state)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_dense_between_hosts_is_plain_data_parallel_training(kind):
+  """Micro-batches, aux, keys and model state too: against workers of one device."""
+
+  def noisy(loss, params, batch, rng, model_state):
+    value = loss(params, batch) + 0.01 * jax.random.normal(rng) * params["gain"].sum()
+    return value, {"mean": model_state["mean"] + batch.mean()}, {"largest": batch.max()}
+
+  results = []
+  for sizes in ({"hosts": 4}, MESHES[0]):
+    mesh, specs = mesh_of(sizes, kind), {name: spec if "x" in sizes else P() for name, (_, spec) in MODEL.items()}
+    params = put({name: jnp.full(shape, 0.1, jnp.float32) for name, (shape, _) in MODEL.items()}, mesh, specs)
+    tx = chain_of(js.dense_transform("hosts"))
+    state = js.init(tx, params, mesh, axis="hosts")
+    own = loss_fn if kind == AxisType.Explicit else auto_loss_fn
+    options = {"has_aux": True, "aux_reduce": "stack", "accumulate": 2}
+    loss = lambda p, b, rng, model_state, own=own: noisy(own, p, b, rng, model_state)
+    step, kept = js.make_train_step(loss, tx, mesh, axis="hosts", **options), {"mean": jnp.zeros(())}
+    for i in range(3):
+      params, state, metrics = step(params, state, batch_of(i), rng=jax.random.key(i), model_state=kept)
+      kept = metrics.model_state
+    results.append(jax.tree.map(np.asarray, (params, metrics.loss, metrics.aux, kept)))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), *results)
+
+
+def words_by_level(text, devices):
+  """(operation, words of its result, whether it is between hosts) of each collective of a compiled program."""
+  found = []
+  pattern = (
+    r"= \(?(\w+)\[([\d,]*)\].*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\((.*)"
+  )
+  for _, dims, op, rest in re.findall(pattern, text):
+    size = math.prod(int(d) for d in dims.split(",") if d)
+    if pairs := re.search(r"source_target_pairs=\{(\{.*?\})\}", rest):
+      groups = [list(map(int, pair.split(","))) for pair in re.findall(r"\{([\d,]+)\}", pairs[0])]
+    elif iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+      shape, dims, order = ([int(d) for d in part.split(",")] if part else None for part in iota.groups())
+      groups = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
+    else:
+      groups = [
+        list(map(int, g.split(",")))
+        for g in re.findall(r"\{([\d,]+)\}", rest.partition("replica_groups=")[2].split("}}")[0] + "}")
+      ]
+    found.append((op, size, any(len({device // devices for device in group}) > 1 for group in groups)))
+  return found
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_law_w_by_level(kind):
+  """Between hosts only the messages of the collective on n/S entries, and the mean loss; no leaf is gathered whole."""
+  step, params, state = model_of(chain_of(js.spardl_transform("hosts", density=0.2)), kind)
+  text = step.lower(params, state, batch_of(0)).compile().as_text()
+  found, n = words_by_level(text, 2), sum(state[0].layout.shards.sizes)
+  between = [(op, words) for op, words, far in found if far]
+  cost = js.costs.count("spardl", n=n, workers=4, density=0.2)
+  sent = [words for op, words in between if op == "collective-permute"]
+  assert (len(sent), sum(sent)) == (cost.messages, cost.words)
+  assert [(op, words) for op, words in between if op != "collective-permute"] == [("all-reduce", 1)]  # the loss
+  inside = [(op, words) for op, words, far in found if not far]
+  assert all(words < 16 * 12 / 2 for op, words in inside if op == "all-gather"), inside  # `gain`, and nothing more
+  params, state, _ = step(params, state, batch_of(0))
+  assert int(js.metrics(state).words_sent) == 2 * cost.words
+
+
+def test_nan_on_one_shard_skips_the_step_on_all_shards():
+  """A gradient of one column is NaN at one worker: that column lies on one of the two devices."""
+  mesh = mesh_of(MESHES[0])
+  tx = optax.chain(js.spardl_transform("hosts", density=0.2), optax.sgd(0.1))
+  params = put({"w": jnp.zeros((6, 8)), "r": jnp.zeros(5)}, mesh, {"w": P(None, "x"), "r": P()})
+  state = js.init(tx, params, mesh, axis="hosts")
+  loss = lambda p, batch: jnp.sum((p["w"] - 1) ** 2 * batch.mean(0)[None]) + jnp.sum((p["r"] - 1) ** 2)
+  step = js.make_train_step(loss, tx, mesh, axis="hosts")
+  good = np.ones((4, 8), np.float32)
+  bad = good.copy()
+  bad[-1, -1] = np.nan
+  params, state, _ = step(params, state, good)
+  before = jax.tree.map(np.asarray, (params, state[0].carried))
+  params, state, metrics = step(params, state, bad)
+  assert bool(metrics.skipped)
+  assert bool(js.metrics(state).skipped)
+  jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, (params, state[0].carried)))
+  params, state, metrics = step(params, state, good)
+  assert not bool(metrics.skipped)
+  assert np.asarray(state[0].counters.skipped_steps).tolist() == [1] * 8
+
+
+def test_parameters_of_workers_of_their_own():
+  """A2SGD: the parameters of each worker are sharded inside; averaging sends each entry once."""
+  step, params, state = model_of(optax.chain(js.a2sgd_transform("hosts", sync_every=3), optax.sgd(0.1)))
+  assert state.moved["up"].sharding.spec == P("hosts", None, "x")
+  before, drifts = shardings_of((params, state)), []
+  for i in range(4):
+    params, state, _ = step(params, state, batch_of(i))
+    drifts.append(float(js.metrics(state).drift))
+  assert [drift > 0 for drift in drifts] == [True, True, False, True]
+  moved = {name: np.asarray(p) + np.asarray(state.moved[name]).mean(0) for name, p in params.items()}
+  params, state = step.synchronize(params, state)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), moved, dict(params))
+  same = lambda was, x: was.is_equivalent_to(x.sharding, x.ndim)
+  assert jax.tree.all(jax.tree.map(same, before, (params, state)))
+  step.check(params, state)
+
+
+def test_hosts_of_several_processes_and_devices(tmp_path):
+  """Two processes of two devices each over gloo have the results of four devices of one process."""
+  file = tmp_path / "batch.npz"
+  np.savez(file, batch=normals(1, 8, 3))
+  ranks = pathlib.Path(__file__).parents[1] / "ranks.py"
+  command = [sys.executable, str(ranks), "sharded", "processes", str(file)]
+  launch.run(command, 2, devices=2, start_timeout=120, limit=240)
+  expected = train_sharded(mesh_of({"hosts": 2, "devices": 2}), np.load(file)["batch"])
+  with np.load(file.with_suffix(".out.npz")) as found:
+    for got, wanted in zip(found.values(), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_it_lowers_for_gpus(kind):
+  """The compiler of GPUs gets the same program: two maps, and between hosts one buffer for each message."""
+  step, params, state = model_of(chain_of(js.spardl_transform("hosts", density=0.2)), kind)
+  program, _ = step._program(params, state, batch_of(0), Given(None, None, {}))
+  traced = program.trace(params, state, batch_of(0), Given(None, None, {}))
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  assert 'manual_axes={"hosts"}' in text
+  assert 'manual_axes={"x"}' in text
+  assert text.count("stablehlo.collective_permute") == js.costs.count("spardl", n=200, workers=4, density=0.2).messages
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # orbax's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
+  """As saved, and with arrays of the host in place of sharded ones: the state knows how its residuals lie."""
+  tx = chain_of(js.spardl_transform("hosts", density=0.2))
+  step, params, state = model_of(tx)
+  params, state, _ = step(params, state, batch_of(0))
+  with orbax.checkpoint.StandardCheckpointer() as saver:
+    saver.save(tmp_path / "checkpoint", (params, state))
+  like = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, (params, state))
+  with orbax.checkpoint.StandardCheckpointer() as saver:
+    restored = saver.restore(tmp_path / "checkpoint", like)
+  on_host = params, jax.tree.map(np.asarray, state)
+  expected, expected_state, _ = step(*jax.tree.map(jnp.copy, (params, state)), batch_of(1))
+  for again in (restored, on_host):
+    after, after_state, _ = step(*again, batch_of(1))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), expected, after)
+    residual = after_state[0].carried.residual
+    assert residual.sharding == expected_state[0].carried.residual.sharding
+
+
+def test_what_is_wrong_is_said_before_anything_is_changed():
+  tx = js.spardl_transform("hosts", density=0.2)
+  step, params, state = model_of(tx)
+  mesh = mesh_of(MESHES[0])
+  split = jax.device_put(np.asarray(params["up"]), NamedSharding(mesh, P("hosts", "x")))
+  with pytest.raises(ValueError, match=r"params\['up'\] .* is sharded as .*'hosts'.* each of which needs all of it"):
+    js.init(tx, {**params, "up": split}, mesh, axis="hosts")
+  with pytest.raises(ValueError, match=r"params\['up'\] .* is sharded as"):
+    step({**params, "up": split}, state, batch_of(0))
+  _, _, other = model_of(tx, sizes=MESHES[1])
+  with pytest.raises(ValueError, match="was made for 2 workers, the axis has 4"):
+    step(params, other, batch_of(0))
+  _, _, other = model_of(tx, sizes={"hosts": 4, "x": 4})
+  with pytest.raises(ValueError, match="made for workers with 4 devices along 'x' inside, .* has 2 devices along 'x'"):
+    step(params, other, batch_of(0))
+  with pytest.raises(ValueError, match="'x' lies inside a worker, and is not Explicit.* make the state with js.init"):
+    jax.eval_shape(lambda p: js.init(tx, p, mesh, axis="hosts"), params)
+  everything = jax.shard_map(
+    tx.update, mesh=mesh, in_specs=(P(), js.specs(state, "hosts")), out_specs=(P(), js.specs(state, "hosts"))
+  )
+  with pytest.raises(ValueError, match="workers with 2 devices along 'x' inside, .*one device.* axis_names={'hosts'}"):
+    jax.eval_shape(everything, params, state)
+  step(params, state, batch_of(0))
