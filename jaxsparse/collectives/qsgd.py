@@ -9,6 +9,7 @@ code depends on the data, and messages here have static sizes, so each level has
 """
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -16,10 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse.collectives._base import Collective, check_whole
-from jaxsparse.comm import all_gather, topology
+from jaxsparse.comm import all_gather, in_rank_order, topology
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.sums import ordered_sum, rounded_up
+from jaxsparse.sparse.sums import largest, ordered_sum, rounded_up
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+
+_BLOCK = 1 << 15  # words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,9 +102,9 @@ def quantize(key: jax.Array, x: jax.Array, levels: int) -> tuple[jax.Array, jax.
     >>> quantize(jax.random.key(0), jnp.array([0.0, -2.0]), levels=4)
     (Array(0.5, dtype=float32), Array([ 0, -4], dtype=int32))
   """
-  largest = jnp.max(jnp.abs(x))
-  divisor = jnp.where(largest == 0, 1.0, largest)  # so that squares neither overflow nor underflow
-  norm = largest * jnp.sqrt(ordered_sum(x, lambda part: rounded_up(jnp.abs(part / divisor), bits=12) ** 2))
+  most = largest(x)
+  divisor = jnp.where(most == 0, 1.0, most)  # so that squares neither overflow nor underflow
+  norm = most * jnp.sqrt(ordered_sum(x, lambda part: rounded_up(jnp.abs(part / divisor), bits=12) ** 2))
   size = rounded_up(norm / levels, bits=levels.bit_length())
   level = jnp.floor(jnp.abs(x) / jnp.where(size == 0, 1.0, size) + _noise(key, x.size))
   return size, (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)
@@ -142,14 +145,21 @@ def unpack_levels(words: jax.Array, bits: int) -> jax.Array:
 def _sum(comm: Comm, rows: jax.Array, bits: int, n: int) -> jax.Array:
   """The sum f32[n] of the messages of all workers, u32[P, 1 + w] in the home frame, added in rank order.
 
-  The loop is unrolled, so that XLA adds the entries of all workers in one pass.
+  Block by block, so that a block of the sum stays in the cache while the entries of all workers are added.
   """
-  total = jnp.float32(0)
-  for worker in range(comm.size):
-    row = jax.lax.dynamic_index_in_dim(rows, (worker - comm.rank) % comm.size, keepdims=False)
-    scale = jax.lax.bitcast_convert_type(row[0], jnp.float32)
-    total += unpack_levels(row[1:], bits).astype(jnp.float32) * scale
-  return total.reshape(-1)[:n]
+  words = rows.shape[1] - 1
+  scales = jax.lax.bitcast_convert_type(in_rank_order(comm, rows[:, 0]), jnp.float32)
+
+  def fill(block: jax.Array, total: jax.Array) -> jax.Array:
+    start = jnp.minimum(block * _BLOCK, words - length)  # the last block may overlap the one before it
+    part = in_rank_order(comm, jax.lax.dynamic_slice(rows, (0, 1 + start), (comm.size, length)))
+    levels = [unpack_levels(row, bits).astype(jnp.float32) for row in part]
+    added = functools.reduce(jnp.add, [level * scale for level, scale in zip(levels, scales, strict=True)])
+    return jax.lax.dynamic_update_slice(total, added, (0, start))
+
+  length = min(words, _BLOCK)
+  zeros = jnp.zeros((32 // bits, words), jnp.float32)
+  return jax.lax.fori_loop(0, -(-words // _BLOCK), fill, zeros).reshape(-1)[:n]
 
 
 def _shifts(bits: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Floating-point arithmetic with the same bits in every compiled program."""
+"""Floating-point arithmetic with the same bits in every compiled program, block by block of a lazily summed vector."""
 
 from collections.abc import Callable
 
@@ -26,20 +26,34 @@ def ordered_sum(x: jax.Array | LazySum, term: Callable[[jax.Array], jax.Array] =
     >>> ordered_sum(jnp.arange(4.0), lambda part: part**2)
     Array(14., dtype=float32)
   """
-  lazy = x if isinstance(x, LazySum) else LazySum((x,))
 
   def columns_of(part: jax.Array) -> jax.Array:
     return jnp.pad(term(part), (0, -part.size % _COLUMNS)).reshape(-1, _COLUMNS).sum(0)
 
-  blocks, rest = divmod(lazy.size, _BLOCK)
-  add = lambda block, columns: columns + columns_of(lazy.slice(block * _BLOCK, _BLOCK))
-  columns = columns_of(lazy.slice(jnp.int32(blocks * _BLOCK), rest))
-  if blocks:
-    columns = jax.lax.fori_loop(0, blocks, add, columns)
+  columns = _by_blocks(x, columns_of, jnp.add)
   while columns.size > 1:
     half = columns.size // 2
     columns = columns[:half] + columns[half:]
   return columns[0]
+
+
+def largest(x: jax.Array | LazySum) -> jax.Array:
+  """The largest magnitude of f32[n], f32[]; NaN if there is one.
+
+  Example:
+    >>> largest(jnp.array([1.0, -3.0]))
+    Array(3., dtype=float32)
+  """
+  return _by_blocks(x, lambda part: jnp.max(jnp.abs(part), initial=0.0), jnp.maximum)
+
+
+def _by_blocks(x: jax.Array | LazySum, reduced: Callable, combine: Callable) -> jax.Array:
+  """Combines `reduced(part)` of the last entries of x with that of each block of 2¹⁷ entries before them."""
+  lazy = x if isinstance(x, LazySum) else LazySum((x,))
+  blocks, rest = divmod(lazy.size, _BLOCK)
+  step = lambda block, result: combine(result, reduced(lazy.slice(block * _BLOCK, _BLOCK)))
+  last = reduced(lazy.slice(jnp.int32(blocks * _BLOCK), rest))
+  return jax.lax.fori_loop(0, blocks, step, last) if blocks else last
 
 
 def rounded_up(x: jax.Array, bits: int) -> jax.Array:
