@@ -128,6 +128,17 @@ def resharded(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
 
 
+def in_parts(x: jax.Array, parts: int) -> jax.Array:
+  """[b, …] as [parts, b/parts, …]; where axes are Explicit, each part is sharded as x is, if its rows divide."""
+  shape, sharding = (parts, x.shape[0] // parts, *x.shape[1:]), jax.typeof(x).sharding
+  if AxisType.Explicit not in sharding.mesh.axis_types:
+    return x.reshape(shape)
+  cuts = list(sharding.spec) + [None] * (x.ndim - len(sharding.spec))
+  ways = math.prod(sharding.mesh.shape[name] for name in names_of(cuts[0] or ()))
+  spec = PartitionSpec(None, cuts[0] if shape[1] % ways == 0 else None, *cuts[1:])
+  return x.reshape(shape, out_sharding=NamedSharding(sharding.mesh, spec))
+
+
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
   """Without the dimensions at the end that are not cut: equal shardings then have equal specs."""
   parts = list(spec)

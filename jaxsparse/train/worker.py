@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxsparse import _compat
 from jaxsparse.comm import all_gather, axes_of, in_rank_order
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.transform import local as perworker
@@ -127,7 +128,7 @@ def _accumulated(
   Loss and gradients are averaged in float32 or float64, each micro-batch gets the model state of the one before, and
   aux is reduced.
   """
-  parts = jax.tree.map(lambda x: x.reshape(worker.accumulate, -1, *x.shape[1:]), batch)
+  parts = jax.tree.map(lambda x: _compat.in_parts(x, worker.accumulate), batch)
 
   def one(carry: Any, part: Any) -> tuple[Any, Any]:
     total, model_state = carry

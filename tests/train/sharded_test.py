@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from jaxsparse import launch
 from jaxsparse.train.worker import Given
-from tests.cases import AS_USERS, CASES, bits, each_main, integers, normals
+from tests.cases import AS_USERS, CASES, bits, each_case, integers, normals
 from tests.ranks import train_sharded
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -149,7 +149,7 @@ def kept(flat, leaves, inside, device):
   return flat[flat_pieces(ones, leaves, inside, 1)[device, 0] > 0]
 
 
-@each_main(CASES)
+@each_case(CASES)
 def test_every_device_has_the_bits_of_the_simulator(case):
   """The state of A2SGD is bare, that of js.init has parameters of each worker around it."""
   sizes = {"hosts": case.workers([4, 6, 5])[0], "x": 2}
@@ -319,6 +319,19 @@ def test_dense_between_hosts_is_plain_data_parallel_training(kind):
       kept = metrics.model_state
     results.append(jax.tree.map(np.asarray, (params, metrics.loss, metrics.aux, kept)))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), *results)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("rows", [8, 16])  # of a micro-batch of one host: 1, which its two devices do not divide, and 2
+def test_micro_batches_of_a_batch_that_is_sharded_inside(kind, rows):
+  mesh, loss = mesh_of(MESHES[0], kind), lambda params, batch: jnp.mean((batch * params["gain"][None] - 1.0) ** 2)
+  params = put({"gain": jnp.asarray(normals(0, 12))}, mesh, {"gain": P()})
+  tx, results = chain_of(js.dense_transform("hosts")), []
+  batch = jax.device_put(batch_of(1, rows), NamedSharding(mesh, P(("hosts", "x"))))
+  for accumulate in (1, 2):
+    step = js.make_train_step(loss, tx, mesh, axis="hosts", accumulate=accumulate, donate=False)
+    results.append(step(params, js.init(tx, params, mesh, axis="hosts"), batch)[0]["gain"])
+  np.testing.assert_allclose(*results, rtol=1e-5)
 
 
 def words_by_level(text, devices):
