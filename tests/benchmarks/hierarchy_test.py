@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from benchmarks import hierarchy
+from benchmarks import hosts
 from tests.benchmarks import commands
 
 BAD_FLAGS = [
@@ -28,8 +28,8 @@ def test_each_way_trains():
   """In one process, which has no network: the way of many hosts is that of the lab."""
   mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("hosts", "devices"), axis_types=(AxisType.Auto,) * 2)
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    rows = [hierarchy.measured(way, mesh, "none", 16, 1, 1, 0.1, steps=4) for way in hierarchy.WAYS]
-  assert [row.way for row in rows] == list(hierarchy.WAYS)
+    rows = [hosts.measured(way, mesh, "none", 16, 1, 1, 0.1, steps=4) for way in hosts.WAYS]
+  assert [row.way for row in rows] == list(hosts.WAYS)
   assert all(row.seconds > 0 for row in rows)
   dense, *sparse = (row.loss for row in rows)
   np.testing.assert_allclose(sparse, dense, rtol=0.1)
