@@ -79,35 +79,41 @@ class QSGD(Collective):
     n = grads.size
     acc = grads if state.residual is None else grads + state.residual
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), state.shared), comm.rank)
-    scale, levels = quantize(key, acc, self.levels)
-    # One array, which is sent and gathered without copies for a message.
-    message = jnp.concatenate([jax.lax.bitcast_convert_type(scale, jnp.uint32)[None], pack_levels(levels, self.bits)])
-    total = _sum(comm, all_gather(comm, message), self.bits, n)
+    message, used = encoded(key, acc, self.levels, self.bits)
+    total = decoded_sum(in_rank_order(comm, all_gather(comm, message)), self.bits, n)
 
-    residual = None if state.residual is None else acc - levels.astype(jnp.float32) * scale
+    residual = None if state.residual is None else acc - decoded_sum(message[None], self.bits, n)
     words = self.cost(n, comm.size).words
-    used, delivered = (bitset.count(bitset.pack(x != 0)) for x in (levels, total))
-    counters = Counters(words, words, selected=used, delivered=delivered)
+    counters = Counters(words, words, selected=used, delivered=bitset.count(bitset.pack(total != 0)))
     return Reduced(total, state._replace(residual=residual, shared=state.shared + 1), counters)
 
 
-def quantize(key: jax.Array, x: jax.Array, levels: int) -> tuple[jax.Array, jax.Array]:
-  """The scale f32[], ‖x‖ / levels, and random levels i32[n], −levels … levels; the scale is NaN if x is not finite.
+def scale_of(x: jax.Array, levels: int) -> jax.Array:
+  """‖x‖ / levels, f32[]; NaN if x is not finite.
 
   Factors are rounded up to so few significant bits that squares, and products with a level, are exact: every program
   adds the same bits, with fused multiply-add and without. The mean of scale · level is x for every scale that is large
   enough, so rounding the scale up does not bias it.
 
   Example:
-    >>> quantize(jax.random.key(0), jnp.array([0.0, -2.0]), levels=4)
-    (Array(0.5, dtype=float32), Array([ 0, -4], dtype=int32))
+    >>> scale_of(jnp.array([0.0, -2.0]), levels=4)
+    Array(0.5, dtype=float32)
   """
   most = largest(x)
   divisor = jnp.where(most == 0, 1.0, most)  # so that squares neither overflow nor underflow
   norm = most * jnp.sqrt(ordered_sum(x, lambda part: rounded_up(jnp.abs(part / divisor), bits=12) ** 2))
-  size = rounded_up(norm / levels, bits=levels.bit_length())
-  level = jnp.floor(jnp.abs(x) / jnp.where(size == 0, 1.0, size) + _noise(key, x.size))
-  return size, (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)
+  return rounded_up(norm / levels, bits=levels.bit_length())
+
+
+def quantize(key: jax.Array, x: jax.Array, scale: jax.Array, levels: int) -> jax.Array:
+  """Random levels i32[n], −levels … levels, whose mean times `scale` is x.
+
+  Example:
+    >>> quantize(jax.random.key(0), jnp.array([0.0, -2.0]), jnp.float32(0.5), levels=4)
+    Array([ 0, -4], dtype=int32)
+  """
+  level = jnp.floor(jnp.abs(x) / jnp.where(scale == 0, 1.0, scale) + _noise(key, x.size))
+  return (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)
 
 
 def _noise(key: jax.Array, n: int) -> jax.Array:
@@ -123,11 +129,55 @@ def _noise(key: jax.Array, n: int) -> jax.Array:
   return jnp.minimum(noise, 1 - 2.0**-24)  # high + shared may round up to 2¹⁶
 
 
+def encoded(key: jax.Array, x: jax.Array, levels: int, bits: int) -> tuple[jax.Array, jax.Array]:
+  """The message u32[1 + w] of f32[n], its scale and its packed levels, and how many levels are not 0, i32[].
+
+  Each block of 2¹⁵ words is drawn and packed before the next: its random numbers stay in the cache.
+  """
+  scale, span = scale_of(x, levels), 32 // bits * _BLOCK
+  blocks = x.size // span
+
+  def pack(block: jax.Array | int, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+    drawn = quantize(jax.random.fold_in(key, block), part, scale, levels)
+    return pack_levels(drawn, bits), bitset.count(bitset.pack(drawn != 0))
+
+  def fill(block: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    message, used = carry
+    words, more = pack(block, jax.lax.dynamic_slice(x, (block * span,), (span,)))
+    return jax.lax.dynamic_update_slice(message, words, (1 + block * _BLOCK,)), used + more
+
+  last, used = pack(blocks, x[blocks * span :])
+  first = jax.lax.bitcast_convert_type(scale, jnp.uint32)[None]
+  message = jnp.concatenate([first, jnp.zeros(blocks * _BLOCK, jnp.uint32), last])
+  return jax.lax.fori_loop(0, blocks, fill, (message, used)) if blocks else (message, used)
+
+
+def decoded_sum(messages: jax.Array, bits: int, n: int) -> jax.Array:
+  """The sum f32[n] of the messages of `encoded`, u32[P, 1 + w], added one after the other.
+
+  Block by block, so that a block of the sum stays in the cache while the entries of all messages are added.
+  """
+  span, scales = 32 // bits * _BLOCK, jax.lax.bitcast_convert_type(messages[:, 0], jnp.float32)
+  blocks = n // span
+
+  def added(rows: jax.Array) -> jax.Array:
+    levels = [unpack_levels(row, bits).astype(jnp.float32) for row in rows]
+    return functools.reduce(jnp.add, [level * scale for level, scale in zip(levels, scales, strict=True)])
+
+  def fill(block: jax.Array, total: jax.Array) -> jax.Array:
+    rows = jax.lax.dynamic_slice(messages, (0, 1 + block * _BLOCK), (len(messages), _BLOCK))
+    return jax.lax.dynamic_update_slice(total, added(rows), (block * span,))
+
+  last = added(messages[:, 1 + blocks * _BLOCK :])[: n - blocks * span]
+  total = jnp.pad(last, (blocks * span, 0))
+  return jax.lax.fori_loop(0, blocks, fill, total) if blocks else total
+
+
 def pack_levels(levels: jax.Array, bits: int) -> jax.Array:
   """Signed levels of `bits` bits each as u32[w], ⌊32 / bits⌋ in a word: word i has levels i, w + i, 2w + i and so on.
 
   Example:
-    >>> unpack_levels(pack_levels(jnp.array([-3, 0, 3]), bits=3), bits=3).reshape(-1)[:3]
+    >>> unpack_levels(pack_levels(jnp.array([-3, 0, 3]), bits=3), bits=3)[:3]
     Array([-3,  0,  3], dtype=int32)
   """
   per_word = 32 // bits
@@ -137,29 +187,9 @@ def pack_levels(levels: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack_levels(words: jax.Array, bits: int) -> jax.Array:
-  """The levels of u32[w] words, i32[⌊32 / bits⌋, w], row by row in the order before `pack_levels`, and its padding."""
+  """The levels of u32[w] words, i32[⌊32 / bits⌋ · w], in the order before `pack_levels`, and its padding."""
   offset = (words[None] >> _shifts(bits)) & jnp.uint32((1 << bits) - 1)
-  return offset.astype(jnp.int32) - (1 << (bits - 1))
-
-
-def _sum(comm: Comm, rows: jax.Array, bits: int, n: int) -> jax.Array:
-  """The sum f32[n] of the messages of all workers, u32[P, 1 + w] in the home frame, added in rank order.
-
-  Block by block, so that a block of the sum stays in the cache while the entries of all workers are added.
-  """
-  words = rows.shape[1] - 1
-  scales = jax.lax.bitcast_convert_type(in_rank_order(comm, rows[:, 0]), jnp.float32)
-
-  def fill(block: jax.Array, total: jax.Array) -> jax.Array:
-    start = jnp.minimum(block * _BLOCK, words - length)  # the last block may overlap the one before it
-    part = in_rank_order(comm, jax.lax.dynamic_slice(rows, (0, 1 + start), (comm.size, length)))
-    levels = [unpack_levels(row, bits).astype(jnp.float32) for row in part]
-    added = functools.reduce(jnp.add, [level * scale for level, scale in zip(levels, scales, strict=True)])
-    return jax.lax.dynamic_update_slice(total, added, (0, start))
-
-  length = min(words, _BLOCK)
-  zeros = jnp.zeros((32 // bits, words), jnp.float32)
-  return jax.lax.fori_loop(0, -(-words // _BLOCK), fill, zeros).reshape(-1)[:n]
+  return (offset.astype(jnp.int32) - (1 << (bits - 1))).reshape(-1)
 
 
 def _shifts(bits: int) -> jax.Array:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives.qsgd import pack_levels, quantize, unpack_levels
+from jaxsparse.collectives.qsgd import decoded_sum, encoded, pack_levels, quantize, scale_of, unpack_levels
 from tests.cases import normals
 
 
@@ -14,8 +14,8 @@ from tests.cases import normals
 def test_the_mean_over_seeds_is_the_gradient(levels):
   grads, draws = normals(0, 1, 8)[0], 20_000
   keys = jax.random.split(jax.random.key(levels), draws)
-  sizes, drawn = jax.vmap(lambda key: quantize(key, grads, levels))(keys)
-  values = sizes[:, None] * drawn.astype(jnp.float32)
+  scale = scale_of(jnp.asarray(grads), levels)
+  values = scale * jax.vmap(lambda key: quantize(key, grads, scale, levels))(keys).astype(jnp.float32)
   # The standard error of a mean of values that are at most one level from the entry, five times over.
   tolerance = 5 * np.linalg.norm(grads) / levels / 2 / np.sqrt(draws)
   np.testing.assert_allclose(values.mean(0), grads, atol=tolerance)
@@ -27,7 +27,18 @@ def test_levels_survive_packing(levels):
   bits = js.make_collective("qsgd", levels=levels).bits
   values = np.random.default_rng(0).integers(-levels, levels + 1, 101).astype(np.int32)
   values[:2] = -levels, levels
-  np.testing.assert_array_equal(unpack_levels(pack_levels(jnp.asarray(values), bits), bits).reshape(-1)[:101], values)
+  np.testing.assert_array_equal(unpack_levels(pack_levels(jnp.asarray(values), bits), bits)[:101], values)
+
+
+@pytest.mark.parametrize("n", [131_071, 131_072, 300_003])  # one block of the wire less an entry, one, more than two
+def test_long_gradients_are_decoded_to_within_a_level(n):
+  grads = normals(0, 3, n)
+  messages, used = jax.jit(jax.vmap(lambda x: encoded(jax.random.key(0), x, 127, 8)))(grads)
+  scales = np.array([np.asarray(messages[:, 0]).view(np.float32)]).reshape(3, 1)
+  each = np.stack([decoded_sum(message[None], 8, n) for message in messages])
+  assert (np.abs(each - grads) <= scales).all()
+  assert used.tolist() == (each != 0).sum(axis=1).tolist()
+  np.testing.assert_array_equal(decoded_sum(messages, 8, n), (each[0] + each[1]) + each[2])
 
 
 def test_words_shrink_with_levels():
