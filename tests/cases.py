@@ -19,11 +19,9 @@ WORKERS = (1, 2, 3, 5, 6, 8, 13, 16)
 QUICK = (1, 3, 8)
 """The sizes of `make test`: one worker, and a power of two and another number. `make test-all` has all WORKERS."""
 
-AS_USERS = {
-  "xla_backend_optimization_level": 3,
-  "xla_llvm_disable_expensive_passes": False,
-  "xla_cpu_use_fusion_emitters": True,
-}
+AS_USERS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False} | (
+  {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+)
 """Compiler options that undo those of conftest.py, for bits that depend on the machine code."""
 
 # Options that are numbers, and so have no list of choices; and what a choice needs beside it to mean something.

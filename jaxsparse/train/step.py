@@ -267,9 +267,13 @@ class TrainStep:
     self, params: optax.Params, state: Any, batch: Any, *, rng: Any = None, model_state: Any = None, **extra: Any
   ) -> jax.stages.Lowered:
     """The lowered step, to inspect its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
-    given = Given(rng, model_state, extra)
-    program, _ = self._program(params, state, batch, given)
-    return program.lower(params, state, batch, given)
+    arguments = params, state, batch, Given(rng, model_state, extra)
+    program, specs = self._program(*arguments)
+    shardings = self._engine.shardings(arguments, specs)
+    if shardings is not None:  # a call places its arguments
+      shape_of = lambda x, lies: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=lies)
+      arguments = jax.tree.map(shape_of, arguments, shardings)
+    return program.lower(*arguments)
 
   def _program(self, params: optax.Params, state: Any, batch: Any, given: Given) -> tuple[Any, Any]:
     """The jitted step for arguments of this structure and these shardings, and their specs."""

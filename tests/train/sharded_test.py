@@ -347,6 +347,11 @@ def words_by_level(text, devices):
     elif iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
       shape, dims, order = ([int(d) for d in part.split(",")] if part else None for part in iota.groups())
       groups = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
+    elif mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", rest):  # of JAX 0.12
+      sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+      along = sorted(sizes, key=lambda name: name in re.findall(r"\w+", mesh[2]))
+      ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values())).transpose([*map([*sizes].index, along)])
+      groups = ids.reshape(-1, math.prod(sizes[name] for name in re.findall(r"\w+", mesh[2]))).tolist()
     else:
       groups = [
         list(map(int, g.split(",")))
@@ -429,9 +434,9 @@ def test_hosts_of_several_processes_and_devices(tmp_path):
 def test_it_lowers_for_gpus(kind):
   """The compiler of GPUs gets the same program: two maps, and between hosts one buffer for each message."""
   step, params, state = model_of(chain_of(js.spardl_transform("hosts", density=0.2)), kind)
-  program, _ = step._program(params, state, batch_of(0), Given(None, None, {}))
-  traced = program.trace(params, state, batch_of(0), Given(None, None, {}))
-  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  arguments = params, state, batch_of(0), Given(None, None, {})
+  program, specs = step._program(*arguments)
+  text = program.trace(*step._engine.place(arguments, specs)).lower(lowering_platforms=("cuda",)).as_text()
   assert 'manual_axes={"hosts"}' in text
   assert 'manual_axes={"x"}' in text
   assert text.count("stablehlo.collective_permute") == js.costs.count("spardl", n=200, workers=4, density=0.2).messages
