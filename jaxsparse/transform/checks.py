@@ -47,8 +47,8 @@ def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
   found = state.counters.skipped.size // devices_of(state) * workers // held
   if found != workers:
     raise ValueError(
-      f"the optimizer state was made for {found} workers, the axis has {workers}: make a new one with js.init, or "
-      f"restore it on {found} workers"
+      f"the optimizer state was made for {found} workers, the axis has {workers}: make one of it for these with "
+      "js.resize"
     )
 
 
@@ -77,6 +77,21 @@ def check_layout(state: Any, workers: int | None = None) -> None:
         f"{expected} workers and {sum(sizes) // rows or entries} entries: they were cut or padded, as Orbax does "
         "with strict=False, and residuals are lost. Restore it as it was saved"
       )
+
+
+def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
+  """Raises ValueError if a state was made for other parameters, naming the first leaf."""
+  shapes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+  for node in nodes:
+    if node.layout.method is None:
+      raise ValueError("the state is one of js.simulate, which does not say of which parameters: give one of js.init")
+    for name, shape in zip(node.layout.method.names, node.layout.method.shapes, strict=True):
+      if shapes.get(name) != shape:
+        found = f"it has shape {shapes[name]}" if name in shapes else f"there are parameters{', '.join(shapes)}"
+        raise ValueError(
+          f"the optimizer state was made for parameters{name} of shape {shape}, here {found}: give the parameters that "
+          "it was made for"
+        )
 
 
 def check_alive(trees: dict[str, Any]) -> None:

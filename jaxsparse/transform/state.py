@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat
+from jaxsparse.transform.groups import Method
 from jaxsparse.transform.shards import Shards
 from jaxsparse.types import Counters, State
 
@@ -24,6 +25,7 @@ class Layout(NamedTuple):
     workers: i32[], number of workers P.
     entries: u32[], number of gradient entries n; 2³² − 1 stands for that many or more.
     shards: how the gradient lies on the S devices of a worker; None where a worker is one device.
+    method: the leaves and their collectives; None in a state of `js.simulate`, which knows of no leaves.
 
   Example:
     >>> Layout.of(4, 100).workers
@@ -33,11 +35,12 @@ class Layout(NamedTuple):
   workers: jax.Array
   entries: jax.Array
   shards: Shards | None = None
+  method: Method | None = None
 
   @classmethod
-  def of(cls, workers: int, entries: int, shards: Shards | None = None) -> Self:
+  def of(cls, workers: int, entries: int, shards: Shards | None = None, method: Method | None = None) -> Self:
     """The layout of a state of `workers` workers and `entries` gradient entries."""
-    return cls(jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)), shards)
+    return cls(jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)), shards, method)
 
 
 class ReduceState(NamedTuple):
