@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from jaxsparse import launch
 from jaxsparse.train.worker import Given
-from tests.cases import AS_USERS, CASES, bits, each_main, integers, normals
+from tests.cases import AS_USERS, CASES, bits, each_case, integers, normals
 from tests.ranks import train_sharded
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -149,7 +149,7 @@ def kept(flat, leaves, inside, device):
   return flat[flat_pieces(ones, leaves, inside, 1)[device, 0] > 0]
 
 
-@each_main(CASES)
+@each_case(CASES)
 def test_every_device_has_the_bits_of_the_simulator(case):
   """The state of A2SGD is bare, that of js.init has parameters of each worker around it."""
   sizes = {"hosts": case.workers([4, 6, 5])[0], "x": 2}
