@@ -136,7 +136,7 @@ def _carried_over(engine: Engine, state: Any, fresh: Any) -> Any:
   def of(old: Any, new: Any) -> Any:
     if not is_reduce_state(old):
       return _on(new, old if np.shape(old) == new.shape else _mean(whole(old), new))
-    if before == after and old.layout[2:] == new.layout[2:] and _shapes(old) == _shapes(new):
+    if before == after and old.layout[3:] == new.layout[3:] and _shapes(old) == _shapes(new):
       return jax.tree.map(_on, new, old)
     return owed.carried_over(new, residuals, old.counters, before, after, engine.process)
 

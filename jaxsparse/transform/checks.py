@@ -67,6 +67,11 @@ def check_layout(state: Any, workers: int | None = None) -> None:
       continue  # under a trace, or a jax.ShapeDtypeStruct
     found, entries = (int(np.max(_compat.here(number))) for number in node.layout[:2])
     shards, rows = node.layout.shards, node.counters.skipped.size
+    if int(np.max(_compat.here(node.layout.checksum))) != node.layout.checksum_of(shards, node.layout.method):
+      raise ValueError(
+        "the optimizer state was restored into that of other parameters, shards or groups of leaves than it was saved "
+        "from: restore it into js.abstract_state of what it was saved from, then call js.convert"
+      )
     expected = workers or (rows // devices_of(node) if rows > 1 else found)
     entries = sum(shards.sizes) if shards else entries
     residuals = node.carried.residual if isinstance(node.carried.residual, tuple) else (node.carried.residual,)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 from hypothesis import strategies
 from jax.sharding import Mesh
@@ -210,6 +211,47 @@ def test_flush_of_groups_on_a_mesh_keeps_dtypes_and_leaves_the_rest():
       np.testing.assert_allclose(np.ravel(leaf).astype(np.float64), expected[name], rtol=2.0**-8, atol=1e-6)
   again, _ = js.flush(state, params, mesh_of(3))
   assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(again))
+
+
+# Checkpoints.
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # orbax's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_checkpoint_of_other_workers(tmp_path):
+  """As the state itself; and what is wrong with a checkpoint is said, while the one before it stays."""
+  tx = chain(js.oktopk_transform("workers", density=0.2))
+  params, state = trained(tx, mesh_of(6))
+  with orbax.checkpoint.CheckpointManager(tmp_path) as saver:
+    for step in (1, 2):
+      saver.save(step, args=orbax.checkpoint.args.StandardSave((params, state)))
+    saver.wait_until_finished()
+    (tmp_path / "3.orbax-checkpoint-tmp-0").mkdir()  # of a rank that was killed while it wrote
+    assert saver.latest_step() == 2
+    like = js.abstract_state(tx, PARAMS, mesh_of(4), workers=6)
+    restore = lambda step, like: saver.restore(step, args=orbax.checkpoint.args.StandardRestore((PARAMS, like)))
+    with pytest.raises(ValueError, match="not compatible with the stored shape"):
+      restore(2, js.abstract_state(tx, PARAMS, mesh_of(4)))
+    for data in tmp_path.glob("2/default/**/d/*"):
+      data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(ValueError):  # noqa: PT011  # of tensorstore
+      restore(2, like)
+    params2, state2 = restore(1, like)
+  same_bits((params2, js.resize(state2, params2, mesh_of(4))), (params, js.resize(state, params, mesh_of(4))))
+
+
+def test_a_checkpoint_of_other_groups_of_the_same_sizes_is_refused():
+  """Orbax compares shapes only, and residuals would go to other leaves."""
+  params = {"a": np.zeros(30, np.float32), "b": np.zeros(30, np.float32)}
+  one, other = (js.spardl_transform("workers", {name: "topka:k=3"}, density=0.2) for name in params)
+  saved = js.init(one, params, mesh_of(3))
+  restored = jax.tree.unflatten(jax.tree.structure(js.init(other, params, mesh_of(3))), jax.tree.leaves(saved))
+  for use in (js.resize, js.flush):
+    with pytest.raises(ValueError, match="restored into that of other parameters, shards or groups of leaves"):
+      use(restored, params, mesh_of(3))
+  with pytest.raises(ValueError, match="restored into that of other"):
+    js.make_train_step(loss_fn, other, mesh_of(3))(params, restored, normals(0, 6, 60))
 
 
 # Bad input.
