@@ -223,6 +223,7 @@ def test_the_first_cause(lives, cause):
     (GLOO, True),
     ("jax.errors.JaxRuntimeError: UNAVAILABLE: failed to connect to all addresses", True),
     ("XlaRuntimeError: INTERNAL: CoordinationServiceAgent is in error state", True),
+    ("ValueError: UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection", True),
     ("Exception: MPI_ERR_PROC_FAILED: process failure", True),
     ("mpi4py.MPI.Exception: MPI_ERR_OTHER: known error not in list", True),
     ("[node7:00000] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,", True),

@@ -14,6 +14,7 @@ from jaxsparse.launch.guard import STEPS
 _LOST = re.compile(
   r"(?:[\w.]+\.)?(?:JaxRuntimeError|XlaRuntimeError): .*"
   r"(?:[Gg]loo|[Cc]oordination|distributed service|[Hh]eartbeat|UNAVAILABLE)"
+  r"|ValueError: [A-Z]+: Gloo [\w -]+ failed: "  # from the dispatch of a jitted function
   r"|(?:(?:[\w.]+\.)?Exception: |\[\S+\] )?(?:\*\*\* )?(?:MPI_ERR|PMIX)"
 )
 _ABORT = -signal.SIGABRT
