@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 import jaxsparse as js
 from jaxsparse.transform.owed import residuals_of
 from jaxsparse.transform.state import is_reduce_state, reduce_states
-from tests.cases import CASES, REPLICATING, bits, each_case, integers, mesh_of, normals
+from tests.cases import CONSERVING, REPLICATING, bits, each_case, integers, mesh_of, normals
 
 SHAPES = {"bias": (3,), "kernel": (4, 5), "scale": (), "table": (2, 20)}
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
@@ -182,9 +182,9 @@ def test_parameters_of_each_worker_become_their_mean():
 # Flush.
 
 
-@each_case([case for case in CASES if case.is_sparse and case.exact])
+@each_case([case for case in CONSERVING if case.is_sparse and case.exact])
 def test_what_is_flushed_and_what_was_delivered_are_the_dense_sum(case):
-  workers = case.workers([4, 6, 5])[0]
+  workers = case.workers([4, 6, 5, 8])[0]
   tx = js.make_transform(case.name, sim(workers), **case.config(density=0.1))
   params, state = PARAMS, js.init(tx, PARAMS, sim(workers))
   step = js.make_train_step(lambda p, x: jnp.vdot(jax.flatten_util.ravel_pytree(p)[0], x[0]), tx, sim(workers))
@@ -218,7 +218,6 @@ def test_flush_of_groups_on_a_mesh_keeps_dtypes_and_leaves_the_rest():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # orbax's own
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_checkpoint_of_other_workers(tmp_path):
   """As the state itself; and what is wrong with a checkpoint is said, while the one before it stays."""
   tx = chain(js.oktopk_transform("workers", density=0.2))
@@ -231,11 +230,9 @@ def test_a_checkpoint_of_other_workers(tmp_path):
     assert saver.latest_step() == 2
     like = js.abstract_state(tx, PARAMS, mesh_of(4), workers=6)
     restore = lambda step, like: saver.restore(step, args=orbax.checkpoint.args.StandardRestore((PARAMS, like)))
-    with pytest.raises(ValueError, match="not compatible with the stored shape"):
-      restore(2, js.abstract_state(tx, PARAMS, mesh_of(4)))
-    for data in tmp_path.glob("2/default/**/d/*"):
-      data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(ValueError):  # noqa: PT011  # of tensorstore
+    metadata = tmp_path / "2" / "default" / "_METADATA"
+    metadata.write_text(metadata.read_text()[:100])
+    with pytest.raises(ValueError, match="Unterminated string"):
       restore(2, like)
     params2, state2 = restore(1, like)
   same_bits((params2, js.resize(state2, params2, mesh_of(4))), (params, js.resize(state, params, mesh_of(4))))
@@ -243,8 +240,8 @@ def test_a_checkpoint_of_other_workers(tmp_path):
 
 def test_a_checkpoint_of_other_groups_of_the_same_sizes_is_refused():
   """Orbax compares shapes only, and residuals would go to other leaves."""
-  params = {"a": np.zeros(30, np.float32), "b": np.zeros(30, np.float32)}
-  one, other = (js.spardl_transform("workers", {name: "topka:k=3"}, density=0.2) for name in params)
+  params = {name: np.zeros(20, np.float32) for name in "abc"}
+  one, other = (js.spardl_transform("workers", {names: "topka:k=3"}, density=0.2) for names in ("a|b", "a|c"))
   saved = js.init(one, params, mesh_of(3))
   restored = jax.tree.unflatten(jax.tree.structure(js.init(other, params, mesh_of(3))), jax.tree.leaves(saved))
   for use in (js.resize, js.flush):
