@@ -53,7 +53,10 @@ from jaxsparse.collectives import (
 from jaxsparse.comm import AxisComm, SimComm
 from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.overlap.buckets import bucketed_transform
+from jaxsparse.train.conversion import convert, resize
+from jaxsparse.train.flushing import flush
 from jaxsparse.train.simulation import Simulated, simulate
+from jaxsparse.train.starting import abstract_state
 from jaxsparse.train.step import TrainStep, init, make_train_step
 from jaxsparse.train.worker import StepMetrics
 from jaxsparse.transform import factories
@@ -96,10 +99,13 @@ __all__ = [
   "State",
   "StepMetrics",
   "TrainStep",
+  "abstract_state",
   "bucketed_transform",
   "collective_names",
   "collective_options",
+  "convert",
   "costs",
+  "flush",
   "init",
   "make_collective",
   "make_train_step",
@@ -107,6 +113,7 @@ __all__ = [
   "metrics",
   "overlap",
   "partial",
+  "resize",
   "select",
   "simulate",
   "specs",

@@ -223,6 +223,7 @@ def test_the_first_cause(lives, cause):
     (GLOO, True),
     ("jax.errors.JaxRuntimeError: UNAVAILABLE: failed to connect to all addresses", True),
     ("XlaRuntimeError: INTERNAL: CoordinationServiceAgent is in error state", True),
+    ("ValueError: UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection", True),
     ("Exception: MPI_ERR_PROC_FAILED: process failure", True),
     ("mpi4py.MPI.Exception: MPI_ERR_OTHER: known error not in list", True),
     ("[node7:00000] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,", True),
@@ -453,3 +454,36 @@ def test_bad_arguments(arguments, message):
   *arguments, devices = arguments if len(arguments) > 3 else (*arguments, 1)
   with pytest.raises(ValueError, match=message):
     launch.run(*arguments, devices=devices)
+
+
+# Rank 1 dies in the first attempt, in which the others wait.
+DIES = f"""{JOINED} case $JAXSPARSE_RANK$JAXSPARSE_ATTEMPT in 10) kill -9 $$;; ?0) sleep 60;; esac
+echo attempt $JAXSPARSE_ATTEMPT of $JAXSPARSE_RANKS"""
+
+
+def test_the_ranks_that_are_left_start_again():
+  arguments = ("--ranks=3", "--no-prefix", "--min_ranks=2", "--", "sh", "-c", DIES)
+  done = launched("--restarts=2", *arguments)
+  assert (done.returncode, done.stdout) == (0, "attempt 1 of 2\n")
+  told = "rank 1 was ended by SIGKILL; the other 2 of 3 ranks were ended; 2 of 3 start again, 1 restarts remain"
+  assert f"jaxsparse.launch: {told}\n" in done.stderr
+  done = launched("--restarts=2", *[arguments[0], "--min_ranks=3", *arguments[3:]])
+  assert done.returncode == 1
+  assert "ranks were ended; 2 of 3 are left, fewer than min_ranks=3\n" in done.stderr
+
+
+def test_what_is_no_loss_of_a_rank_does_not_start_again():
+  with pytest.raises(launch.RunFailed, match="more than 0.5 s"):
+    launch.run(["sleep", "60"], 2, limit=0.5, restarts=3)
+  with pytest.raises(launch.RunFailed, match=r"without having joined the run"):
+    launch.run(["true"], 2, restarts=3)
+
+
+def test_a_signal_ends_a_run_that_could_start_again(tmp_path):
+  started = tmp_path / "started"
+  program = f"echo $JAXSPARSE_ATTEMPT >> {started}; sleep 60"
+  with subprocess.Popen(command("--ranks=2", "--restarts=9", "--", "sh", "-c", program)) as launcher:
+    assert soon(lambda: started.exists() and len(started.read_text().split()) == 2)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(60) == 128 + signal.SIGTERM
+  assert started.read_text().split() == ["0", "0"]

@@ -15,7 +15,7 @@ import optax
 import jaxsparse as js
 from jaxsparse import launch
 from jaxsparse.train.engine import engine_of, here
-from jaxsparse.train.step import started
+from jaxsparse.train.starting import started
 from jaxsparse.transform.update import init_state, reduce_step
 
 
@@ -41,7 +41,7 @@ def equality(engine_name: str, file: str) -> None:
   data = np.load(file)
   for number, (name, config) in enumerate(json.loads(str(data["cases"]))):
     collective, n = js.make_collective(name, **config), data[f"{number}/grads"].shape[-1]
-    state, own = started(engine, lambda _, c=collective, n=n: init_state(c, n, engine.workers), jnp.zeros(n), "workers")
+    state, own = started(engine, lambda _, c=collective, n=n: init_state(c, n, engine.workers), jnp.zeros(n))
     rows = data[f"{number}/grads"]
     grads = [step[rank] if engine.held == 1 else engine.place(step.reshape(-1), split) for step in rows]
     program = engine.jit(functools.partial(reduce_step, collective, engine.comm), (split, own), (split, own))

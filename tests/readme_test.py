@@ -1,10 +1,14 @@
 """The README's snippets run, literally, each after those before it in its section, on the mesh that they make."""
 
+import contextlib
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 from jaxsparse import launch
 
@@ -91,6 +95,43 @@ def test_workers_of_many_devices(tmp_path):
   check = "assert not params['bias'].sharding.is_fully_replicated and int(state[0].layout.workers) == 2\n"
   start = START.replace('"jax_num_cpu_devices", 2', '"jax_num_cpu_devices", 4')
   assert "words_sent" in run("\n".join([start, IMPORTS, DATA, howto, check]), tmp_path)
+
+
+def test_a_lost_rank(tmp_path):
+  """Rank 1 is killed after the first checkpoint, two are left, and train as well as three that nobody disturbs."""
+  (program,) = snippets("Checkpoints, other workers, a lost rank")
+  assert program.count("\n") <= 40
+  accuracies = []
+  for disturbed in (False, True):
+    folder = tmp_path / str(disturbed)
+    folder.mkdir()
+    (folder / "train.py").write_text(program)
+    ranks = ["--ranks=3", "--restarts=1", "--min_ranks=2", "--limit=240"]
+    command = [sys.executable, "-m", "jaxsparse.launch", *ranks, "--", sys.executable, "train.py"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as launcher:
+      if disturbed:
+        while not (folder / "checkpoints" / "50").exists() and launcher.poll() is None:
+          time.sleep(0.02)
+        os.kill(process_of(folder, rank=1), signal.SIGKILL)
+      printed, _ = launcher.communicate(timeout=280)
+    assert launcher.returncode == 0
+    assert printed.startswith("2 workers, attempt 1" if disturbed else "3 workers, attempt 0")
+    accuracies.append(float(printed.split()[-1]))
+  assert min(accuracies) > 0.88
+  assert abs(accuracies[0] - accuracies[1]) < 0.03
+
+
+def process_of(folder, rank):
+  """The process id of a rank that runs in a folder."""
+  for entry in pathlib.Path("/proc").iterdir():
+    if entry.name.isdigit():
+      with contextlib.suppress(OSError):
+        environment = (entry / "environ").read_bytes().split(b"\0")
+        program = (entry / "cmdline").read_bytes().split(b"\0")[1:2]
+        here = pathlib.Path(os.readlink(entry / "cwd")) == folder
+        if here and program == [b"train.py"] and f"JAXSPARSE_RANK={rank}".encode() in environment:
+          return int(entry.name)
+  raise ProcessLookupError(f"no rank {rank} runs in {folder}")
 
 
 def test_workers_of_different_speed(tmp_path):

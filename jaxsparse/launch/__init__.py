@@ -3,10 +3,12 @@ r"""Starts the ranks of a run on this machine, and ends the run if a rank fails 
     python -m jaxsparse.launch --ranks=6 -- python train.py                 # JAX's own multi-process runtime
     python -m jaxsparse.launch --ranks=2 --devices=4 -- python train.py     # ranks with several devices each
     python -m jaxsparse.launch --ranks=6 --engine=mpi -- python train.py    # mpirun
+    python -m jaxsparse.launch --ranks=6 --restarts=3 --min_ranks=4 -- python train.py
 
 In `train.py`, `jaxsparse.launch.join()` makes the process a rank of the run, whether this launcher, mpirun or srun
 started it, so the same program runs on a cluster. If a rank dies, does not join, or ends before the others, the run
-ends within a stated time, with a message that names the rank. When the launcher ends, even by SIGKILL, its ranks end.
+ends within a stated time, with a message that names the rank; with `--restarts` as many ranks as are left start again,
+and `attempt()` counts. When the launcher ends, even by SIGKILL, its ranks end.
 
 `start` makes the commands of a run, `guard` is the parent process of each rank, which ends the rank, `rank` has the
 functions that a rank calls, ranks and guards write `records` for the launcher, `watch` reads them until all ranks have
@@ -20,6 +22,7 @@ from jaxsparse.launch.rank import (
   HEARTBEAT,
   START_TIMEOUT,
   arrived,
+  attempt,
   fail,
   fail_on_exceptions,
   is_rank,
@@ -39,6 +42,7 @@ __all__ = [
   "Host",
   "RunFailed",
   "arrived",
+  "attempt",
   "fail",
   "fail_on_exceptions",
   "free_port",

@@ -20,6 +20,10 @@ def main() -> None:
   parser.add_argument(
     "--start_timeout", type=float, default=START_TIMEOUT, help="seconds until all ranks must have joined (%(default)g)"
   )
+  parser.add_argument(
+    "--restarts", type=int, default=0, help="how often the ranks that are left start again after the loss of one (0)"
+  )
+  parser.add_argument("--min_ranks", type=int, default=1, help="start again with no fewer ranks (%(default)d)")
   parser.add_argument("--limit", type=float, help="seconds that the run may take")
   parser.add_argument(
     "--grace",

@@ -28,8 +28,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-RECORDS, PREFIX, COORDINATOR, RANK, RANKS, DEVICES, GRACE = (
-  f"JAXSPARSE_{name}" for name in ("RECORDS", "PREFIX", "COORDINATOR", "RANK", "RANKS", "DEVICES", "GRACE")
+RECORDS, PREFIX, COORDINATOR, RANK, RANKS, DEVICES, GRACE, ATTEMPT = (
+  f"JAXSPARSE_{name}" for name in ("RECORDS", "PREFIX", "COORDINATOR", "RANK", "RANKS", "DEVICES", "GRACE", "ATTEMPT")
 )
 RANK_OF = (RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # variables with the number of a rank, one for each launcher
 STEPS = struct.Struct("<q")  # format of a rank's number of steps

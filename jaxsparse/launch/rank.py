@@ -143,6 +143,16 @@ def is_rank() -> bool:
   return guard.rank() is not None or ("SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
 
 
+def attempt() -> int:
+  """How often the launcher has started this run again after the loss of a rank; 0 without a launcher.
+
+  Example:
+    >>> attempt()
+    0
+  """
+  return int(os.environ.get(guard.ATTEMPT, "0"))
+
+
 class _Exit(SystemExit):
   """A SystemExit that ends this rank at once if uncaught; exit handlers of JAX and MPI would wait for the other ranks.
 

@@ -14,6 +14,7 @@ from jaxsparse.launch.guard import STEPS
 _LOST = re.compile(
   r"(?:[\w.]+\.)?(?:JaxRuntimeError|XlaRuntimeError): .*"
   r"(?:[Gg]loo|[Cc]oordination|distributed service|[Hh]eartbeat|UNAVAILABLE)"
+  r"|ValueError: [A-Z]+: Gloo [\w -]+ failed: "  # from the dispatch of a jitted function
   r"|(?:(?:[\w.]+\.)?Exception: |\[\S+\] )?(?:\*\*\* )?(?:MPI_ERR|PMIX)"
 )
 _ABORT = -signal.SIGABRT
@@ -103,23 +104,25 @@ def first_cause(lives: Sequence[Life]) -> str:
   is the earliest rank that was stopped or failed for a reason of its own; without one, a rank that left or ended with
   status 0; without that, the earliest failure.
   """
-  failures = sorted((life.failed, life.rank) for life in lives if life.failed is not None)
-  own = [(life.stopped, life.rank, "is stopped (SIGSTOP)") for life in lives if life.stopped is not None]
-  own += [(life.failed, life.rank, life.how) for life in lives if life.failed is not None and not _lost_another(life)]
-  if own:
+  if own := _causes(lives):
     _, rank, how = min(own)
     return f"rank {rank} {how}; {_others(lives)}"
-  _, failed = failures[0]
+  failed = _first_failure(lives)
   first, then = first_over(lives), f"rank {failed} {lives[failed].how}"
   if first:
     then = f"rank {first.rank} {first.how} before the others, then {then}"
   return f"{then}; {_others(lives)}"
 
 
+def lost(lives: Sequence[Life]) -> Collection[int]:
+  """The ranks that made a run fail, as `first_cause` names them: those that are not there to go on without another."""
+  first = first_over(lives)
+  return frozenset(rank for _, rank, _ in _causes(lives)) or {first.rank if first else _first_failure(lives)}
+
+
 def has_cause(lives: Sequence[Life]) -> bool:
   """Whether a rank has ended or is stopped for a reason of its own, so that the others fail."""
-  failed = any(life.failed is not None and not _lost_another(life) for life in lives)
-  return failed or first_over(lives) is not None or any(life.stopped is not None for life in lives)
+  return bool(_causes(lives)) or first_over(lives) is not None
 
 
 def lost_another(said: str) -> bool:
@@ -142,6 +145,19 @@ def _lost_another(life: Life) -> bool:
   if life.status is not None and life.status < 0:
     return life.told or life.status == _ABORT
   return lost_another(life.said)
+
+
+def _causes(lives: Sequence[Life]) -> list[tuple[float, int, str]]:
+  """When each rank was stopped or failed for a reason of its own, its number, and how."""
+  own = [(life.stopped, life.rank, "is stopped (SIGSTOP)") for life in lives if life.stopped is not None]
+  return own + [
+    (life.failed, life.rank, life.how) for life in lives if life.failed is not None and not _lost_another(life)
+  ]
+
+
+def _first_failure(lives: Sequence[Life]) -> int:
+  """The rank that failed first."""
+  return min((life.failed, life.rank) for life in lives if life.failed is not None)[1]
 
 
 def _others(lives: Sequence[Life]) -> str:

@@ -53,6 +53,7 @@ def commands(
   folder: str,
   grace: float,
   prefix: bool,
+  attempt: int = 0,
 ) -> list[Command]:
   """The commands to start: a guarded one for each rank, or a guarded mpirun, which starts guarded ranks.
 
@@ -65,6 +66,7 @@ def commands(
     folder: temporary folder of the run.
     grace: seconds that ranks get to end after the first has ended.
     prefix: whether lines on standard error begin with `[rank r]`.
+    attempt: how often the run was started before.
 
   Raises:
     FileNotFoundError: if there is no such program, or no mpirun.
@@ -78,6 +80,7 @@ def commands(
     guard.DEVICES: str(devices),
     guard.GRACE: str(grace),
     guard.PREFIX: "1" if prefix else "",
+    guard.ATTEMPT: str(attempt),
   }
   if engine == "mpi":
     return [_of_mpirun(command, ranks, hosts, shared, folder)]

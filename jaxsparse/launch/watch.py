@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxsparse.launch import records, start
@@ -24,15 +24,27 @@ _PATIENCE = KILL_AFTER + 15.0  # seconds that a guard gets to end all its descen
 
 
 class RunFailed(RuntimeError):
-  """A run failed; the message names the rank that caused it."""
+  """A run failed; the message names the rank that caused it.
+
+  Attributes:
+    lost: the ranks that died, are stopped or did not join; none where the run failed for another reason.
+  """
+
+  def __init__(self, message: str, lost: Collection[int] = ()):
+    super().__init__(message)
+    self.lost = frozenset(lost)
 
 
 class _Limits(NamedTuple):
-  """Limits in seconds: until all ranks have arrived, for the whole run, and between the first and the last end."""
+  """Limits in seconds: until all ranks have arrived, for the whole run, and between the first and the last end.
+
+  `begun` is when the run was started first, before it was started again.
+  """
 
   start: float
   whole: float | None
   grace: float
+  begun: float
 
 
 def run(
@@ -46,6 +58,8 @@ def run(
   limit: float | None = None,
   grace: float = GRACE,
   prefix: bool = True,
+  restarts: int = 0,
+  min_ranks: int = 1,
 ) -> None:
   """Runs `command` as `ranks` ranks and waits for all of them.
 
@@ -67,9 +81,14 @@ def run(
     limit: seconds that the whole run may take; None for no limit.
     grace: seconds that ranks get to end after the first rank has ended with status 0.
     prefix: whether lines on standard error begin with `[rank r]`.
+    restarts: how often the run is started again when ranks die, are stopped or do not join: the others are ended, and
+      as many as are left start again, as ranks 0, 1 and so on. `attempt` tells the program, which goes on from its
+      checkpoint.
+    min_ranks: the run is not started again with fewer ranks.
 
   Raises:
-    ValueError: for less than one rank or device, several devices of a rank of MPI, or another engine.
+    ValueError: for less than one rank or device, several devices of a rank of MPI, another engine, or `restarts` or
+      `min_ranks` that do not fit.
     FileNotFoundError: if the program, or mpirun, does not exist.
     RunFailed: if a rank died, did not join, did not end, or ended without having joined the run; no rank is left
       running.
@@ -82,17 +101,45 @@ def run(
     )
   if engine not in ("processes", "mpi"):
     raise ValueError(f"engine={engine!r}, choose 'processes' or 'mpi'")
-  limits = _Limits(start_timeout, limit, grace)
-  with (
-    _noted_signals() as signals,
-    tempfile.TemporaryDirectory(prefix="jaxsparse-", ignore_cleanup_errors=True) as folder,
-  ):
-    commands = start.commands(command, ranks, engine, devices, hosts, folder, grace, prefix)
-    processes: list[subprocess.Popen] = []
-    with _all_ended(processes):
-      for arguments, environment in commands:
-        processes.append(start.guarded(arguments, environment))
-      _watch(processes, ranks, start.records_in(folder), limits, signals)
+  if restarts < 0 or not 1 <= min_ranks <= ranks:
+    raise ValueError(f"restarts={restarts}, min_ranks={min_ranks}: choose at least 0, and from 1 to ranks={ranks}")
+  limits = _Limits(start_timeout, limit, grace, time.monotonic())
+  with _noted_signals() as signals:
+    for attempt in range(restarts + 1):
+      try:
+        with tempfile.TemporaryDirectory(prefix="jaxsparse-", ignore_cleanup_errors=True) as folder:
+          commands = start.commands(command, ranks, engine, devices, hosts, folder, grace, prefix, attempt)
+          _run_once(commands, ranks, start.records_in(folder), limits, signals)
+        return
+      except RunFailed as error:
+        ranks = _left(error, ranks, min_ranks, restarts - attempt)
+        if signals:
+          return
+
+
+def _run_once(
+  commands: Sequence[start.Command], ranks: int, folder: pathlib.Path, limits: _Limits, signals: Sequence[int]
+) -> None:
+  processes: list[subprocess.Popen] = []
+  with _all_ended(processes):
+    for arguments, environment in commands:
+      processes.append(start.guarded(arguments, environment))
+    _watch(processes, ranks, folder, limits, signals)
+
+
+def _left(error: RunFailed, ranks: int, min_ranks: int, restarts: int) -> int:
+  """How many ranks start again after a failure; raises RunFailed if none do."""
+  left = ranks - len(error.lost)
+  if not restarts or not error.lost:
+    raise error
+  if left < min_ranks:
+    raise RunFailed(f"{error}; {left} of {ranks} are left, fewer than min_ranks={min_ranks}", error.lost) from error
+  print(
+    f"jaxsparse.launch: {error}; {left} of {ranks} start again, {restarts - 1} restarts remain",
+    file=sys.stderr,
+    flush=True,
+  )
+  return left
 
 
 def _watch(
@@ -107,11 +154,11 @@ def _watch(
     if problem := _failure(lives, statuses):
       failed_at = failed_at or now
       if None not in statuses or now - failed_at > _SETTLE:
-        raise RunFailed(problem)
+        raise problem
     elif None not in statuses:
       return
     elif problem := _overdue(lives, now - begin, now, limits):
-      raise RunFailed(problem)
+      raise problem
     elif not told and (notice := _notice(lives, now, limits.grace)):
       print(f"jaxsparse.launch: {notice}", file=sys.stderr, flush=True)
       told = True
@@ -129,38 +176,40 @@ def _lives(folder: pathlib.Path, ranks: int, statuses: Sequence[int | None], now
   return lives
 
 
-def _failure(lives: Sequence[Life], statuses: Sequence[int | None]) -> str:
-  """The cause of a failure, or an empty string."""
+def _failure(lives: Sequence[Life], statuses: Sequence[int | None]) -> RunFailed | None:
+  """The cause of a failure, or None."""
   if any(life.failed is not None for life in lives):
-    return records.first_cause(lives)
+    return RunFailed(records.first_cause(lives), records.lost(lives))
   over = None not in statuses
   alone = {life.rank for life in lives if not life.arrived and (over or life.ended is not None)}
   if any(statuses):
     first = records.first_over(lives)
     cause = f"rank {first.rank} {first.how} before the others, then " if first else ""
-    return f"{cause}mpirun ended with status {next(filter(None, statuses))}; its message is above"
+    return RunFailed(f"{cause}mpirun ended with status {next(filter(None, statuses))}; its message is above")
   if alone and len(lives) > 1:
-    return (
+    return RunFailed(
       f"{names(alone)} of {len(lives)} ended with status 0 without having joined the run, so it ran by itself: "
       "call jaxsparse.launch.join() before anything else uses JAX, or make js.MpiComm() with --engine=mpi"
     )
-  return ""
+  return None
 
 
-def _overdue(lives: Sequence[Life], waited: float, now: float, limits: _Limits) -> str:
-  """The limit that a rank or the run has exceeded, or an empty string."""
+def _overdue(lives: Sequence[Life], waited: float, now: float, limits: _Limits) -> RunFailed | None:
+  """The limit that a rank or the run has exceeded, or None."""
   running = {life.rank for life in lives if life.ended is None}
   missing = {life.rank for life in lives if not life.arrived}
   if missing and len(lives) > 1 and waited > limits.start:
-    return f"{names(missing)} did not join within {limits.start:g} s; the run is ended"
+    return RunFailed(f"{names(missing)} did not join within {limits.start:g} s; the run is ended", missing)
   for life in lives:
     if life.stopped is not None and now - life.stopped > HEARTBEAT:
-      return f"rank {life.rank} is stopped (SIGSTOP), for more than {HEARTBEAT} s; the run is ended"
+      said = f"rank {life.rank} is stopped (SIGSTOP), for more than {HEARTBEAT} s; the run is ended"
+      return RunFailed(said, {life.rank})
   if problem := _early(lives, now, limits.grace):
-    return problem
-  if limits.whole is not None and waited > limits.whole:
-    return f"the run has taken more than {limits.whole:g} s; {names(running)} still ran and the run is ended"
-  return ""
+    return RunFailed(problem)
+  if limits.whole is not None and now - limits.begun > limits.whole:
+    said = f"the run has taken more than {limits.whole:g} s; {names(running)} still ran and the run is ended"
+    return RunFailed(said)
+  return None
 
 
 def _early(lives: Sequence[Life], now: float, grace: float) -> str:

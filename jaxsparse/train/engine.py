@@ -223,7 +223,7 @@ class _OnMesh:
     # Runs in every step: comparing shardings is sixty times faster than a device_put that moves nothing.
     if all(getattr(leaf, "sharding", None) == sharding for leaf, sharding in zip(leaves, shardings, strict=True)):
       return tree
-    put = _put_global if self._mesh.is_multi_process else jax.device_put
+    put = put_global if self._mesh.is_multi_process else jax.device_put
     return jax.tree.unflatten(structure, map(put, leaves, shardings))
 
   def spread(self, value: np.ndarray) -> jax.Array:
@@ -328,14 +328,14 @@ class _Rank(_OnOneDevice):
     self.comm: Comm = comm
 
 
-def _put_global(x: Any, sharding: NamedSharding) -> jax.Array:
+def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
   """A global array over all processes, from the same whole array on each of them."""
   if getattr(x, "sharding", None) == sharding:
     return x
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return jax.device_put(x, sharding)
   if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
-    words = _put_global(jax.random.key_data(x), sharding)
+    words = put_global(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
   whole = np.asarray(x)
   return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)

@@ -19,6 +19,7 @@ from jaxsparse.train import replicas
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.engine import Engine, check_batch, here, without_aliases
 from jaxsparse.train.sharded import training_engine
+from jaxsparse.train.starting import made, start_of, started
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import local as perworker
@@ -67,27 +68,13 @@ def init(
   engine = training_engine(mesh, axis)
   checks.check_alive({"params": params})
 
-  def start(params: optax.Params) -> Any:
-    replication.check_axes(tx.init, (params,), engine.axis)
-    state = tx.init(params)
-    return perworker.first(engine.comm, state, params) if states.differs(state) else state
-
+  start = start_of(engine, tx)
   if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
-    return started(engine, start, params, engine.axis)[0]
+    return started(engine, start, params)[0]
   replicas.check_processes(engine, params, "params")
-  with engine.typed() as typed:
-    state, specs = started(typed, start, params, engine.axis)
-  state = engine.place(state, specs)
+  state, specs = made(engine, start, params)
   _warn_uncovered(engine, tx, params, state, specs)
   return state
-
-
-def started(engine: Engine, start: Callable, params: optax.Params, axis: AxisName) -> tuple[Any, Any]:
-  """The state that `start(params)` returns at every worker of an engine, and its specs."""
-  replicated = PartitionSpec()
-  arguments = engine.place((params,), (replicated,))
-  spec = placed(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), axis)
-  return engine.jit(start, (replicated,), spec, shardings=(None, None))(*arguments), spec
 
 
 def _warn_uncovered(engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any) -> None:

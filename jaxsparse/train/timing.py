@@ -14,7 +14,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective
 from jaxsparse.comm import SoloComm
 from jaxsparse.train.engine import Engine, rows_of
-from jaxsparse.train.step import started
+from jaxsparse.train.starting import started
 from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm
 
@@ -78,7 +78,7 @@ class Update:
     tx = transform_of(collective, comm)
     split = PartitionSpec(axis)
     self.function = tx.update
-    self.state, own = started(engine, tx.init, jnp.zeros(n), axis)
+    self.state, own = started(engine, tx.init, jnp.zeros(n))
     self.specs = (split, own)
     self.program = engine.jit(tx.update, self.specs, (split, own), donate=(0, 1))
 

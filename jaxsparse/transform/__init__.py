@@ -3,6 +3,7 @@
 factories     js.NAME_transform and js.make_transform: the signature and documentation come from the dataclass
 update        init and update over groups of leaves; a step with NaN or Inf is skipped
 groups        groups of leaves that are reduced together, each by one collective: `special=`, and the bundles of a plan
+owed          residuals, carried over to other workers or other groups of leaves
 shards        devices inside a worker, each of which reduces its own pieces of the leaves
 ordering      data dependencies that order in-place writes and messages
 state, specs  the optax state, and its PartitionSpecs

@@ -47,8 +47,8 @@ def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
   found = state.counters.skipped.size // devices_of(state) * workers // held
   if found != workers:
     raise ValueError(
-      f"the optimizer state was made for {found} workers, the axis has {workers}: make a new one with js.init, or "
-      f"restore it on {found} workers"
+      f"the optimizer state was made for {found} workers, the axis has {workers}: make one of it for these with "
+      "js.resize"
     )
 
 
@@ -67,6 +67,11 @@ def check_layout(state: Any, workers: int | None = None) -> None:
       continue  # under a trace, or a jax.ShapeDtypeStruct
     found, entries = (int(np.max(_compat.here(number))) for number in node.layout[:2])
     shards, rows = node.layout.shards, node.counters.skipped.size
+    if int(np.max(_compat.here(node.layout.checksum))) != node.layout.checksum_of(shards, node.layout.method):
+      raise ValueError(
+        "the optimizer state was restored into that of other parameters, shards or groups of leaves than it was saved "
+        "from: restore it into js.abstract_state of what it was saved from, then call js.convert"
+      )
     expected = workers or (rows // devices_of(node) if rows > 1 else found)
     entries = sum(shards.sizes) if shards else entries
     residuals = node.carried.residual if isinstance(node.carried.residual, tuple) else (node.carried.residual,)
@@ -77,6 +82,21 @@ def check_layout(state: Any, workers: int | None = None) -> None:
         f"{expected} workers and {sum(sizes) // rows or entries} entries: they were cut or padded, as Orbax does "
         "with strict=False, and residuals are lost. Restore it as it was saved"
       )
+
+
+def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
+  """Raises ValueError if a state was made for other parameters, naming the first leaf."""
+  shapes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+  for node in nodes:
+    if node.layout.method is None:
+      raise ValueError("the state is one of js.simulate, which does not say of which parameters: give one of js.init")
+    for name, shape in zip(node.layout.method.names, node.layout.method.shapes, strict=True):
+      if shapes.get(name) != shape:
+        found = f"it has shape {shapes[name]}" if name in shapes else f"there are parameters{', '.join(shapes)}"
+        raise ValueError(
+          f"the optimizer state was made for parameters{name} of shape {shape}, here {found}: give the parameters that "
+          "it was made for"
+        )
 
 
 def check_alive(trees: dict[str, Any]) -> None:

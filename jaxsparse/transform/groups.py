@@ -7,11 +7,13 @@ sends one after the other or at once; a bundle whose leaves have several collect
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 
 from jaxsparse import flatten
 from jaxsparse.collectives import Collective, SparseCollective, make_collective
@@ -34,6 +36,45 @@ class Group(NamedTuple):
   entries: int
   collective: Collective
   after: tuple[int, ...] = ()
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """The leaves that a transform covers, and the groups in which it reduces them: a part of a state, no array.
+
+  A state can be made again from it, for another number of workers, and says to which leaf each residual belongs.
+
+  Attributes:
+    names: of the leaves in the parameters, in pytree order.
+    shapes: of the leaves.
+    groups: of the leaves, in the order in which they are sent.
+    alone: whether the state is that of the only group, and not a tuple with a part for each.
+
+  Example:
+    >>> params = {"bias": jnp.zeros(3), "w": jnp.zeros((4, 2))}
+    >>> group = Group((0, 1), 11, make_collective("spardl", k=2))
+    >>> method = Method.of(params, [group], alone=True)
+    >>> method.names, method.sizes
+    (("['bias']", "['w']"), (3, 8))
+  """
+
+  names: tuple[str, ...]
+  shapes: tuple[tuple[int, ...], ...]
+  groups: tuple[Group, ...]
+  alone: bool
+
+  @classmethod
+  def of(cls, tree: Any, groups: Sequence[Group], alone: bool) -> Self:
+    """The method of a transform that reduces the leaves of a pytree in these groups."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = tuple(jax.tree_util.keystr(path) for path, _ in leaves)
+    return cls(names, tuple(jnp.shape(leaf) for _, leaf in leaves), tuple(groups), alone)
+
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    """Entries of each leaf."""
+    return tuple(map(math.prod, self.shapes))
 
 
 class Bundle(NamedTuple):

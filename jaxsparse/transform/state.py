@@ -5,6 +5,7 @@ concatenated over workers along their leading axis, which is sharded; shared arr
 a worker (`shards`) have a part each in the same way.
 """
 
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat
+from jaxsparse.transform.groups import Method
 from jaxsparse.transform.shards import Shards
 from jaxsparse.types import Counters, State
 
@@ -23,7 +25,9 @@ class Layout(NamedTuple):
   Attributes:
     workers: i32[], number of workers P.
     entries: u32[], number of gradient entries n; 2³² − 1 stands for that many or more.
+    checksum: u32[], of the leaves to which the entries of residuals belong, as `shards` and `method` say.
     shards: how the gradient lies on the S devices of a worker; None where a worker is one device.
+    method: the leaves and their collectives; None in a state of `js.simulate`, which knows of no leaves.
 
   Example:
     >>> Layout.of(4, 100).workers
@@ -32,12 +36,21 @@ class Layout(NamedTuple):
 
   workers: jax.Array
   entries: jax.Array
+  checksum: jax.Array
   shards: Shards | None = None
+  method: Method | None = None
 
   @classmethod
-  def of(cls, workers: int, entries: int, shards: Shards | None = None) -> Self:
+  def of(cls, workers: int, entries: int, shards: Shards | None = None, method: Method | None = None) -> Self:
     """The layout of a state of `workers` workers and `entries` gradient entries."""
-    return cls(jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)), shards)
+    number = cls.checksum_of(shards, method)
+    return cls(jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)), jnp.uint32(number), shards, method)
+
+  @staticmethod
+  def checksum_of(shards: Shards | None, method: Method | None) -> int:
+    """The checksum that a state of these shards and this method has."""
+    groups = [group.leaves for group in method.groups] if method else []
+    return zlib.crc32(repr((shards, method and (method.names, method.shapes), groups)).encode())
 
 
 class ReduceState(NamedTuple):

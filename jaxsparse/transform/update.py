@@ -19,7 +19,7 @@ from jaxsparse.comm import axes_of, comm_of
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.sparse import saturating
 from jaxsparse.transform import checks, ordering
-from jaxsparse.transform.groups import Assignment, Group, Special, assigned, groups_of
+from jaxsparse.transform.groups import Assignment, Group, Method, Special, assigned, groups_of
 from jaxsparse.transform.metrics import accumulated, of_all
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
 from jaxsparse.transform.state import Layout, ReduceState, joined
@@ -65,15 +65,9 @@ def over_groups(
   """
   comm = comm_of(axis)
 
-  def start(groups: Sequence[Group]) -> tuple[State, Counters]:
-    """What one device carries before the first step."""
-    starts = [init_state(group.collective, group.entries, comm.size).carried for group in groups]
-    return joined(starts, alone), Counters.zeros()
-
   def init(params: optax.Params) -> ReduceState:
-    n, groups, shards = flatten.count(params), grouped(params), shards_of(comm, params, shardings)
-    carried, counters = _started(shards, start, groups) if shards else start(groups)
-    return ReduceState(carried, counters, mark_total(Layout.of(comm.size, n, shards), axes_of(comm)))
+    flatten.count(params)
+    return first_state(comm, Method.of(params, grouped(params), alone), shards_of(comm, params, shardings))
 
   def step(
     groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, inside: tuple[str, ...] = ()
@@ -98,24 +92,42 @@ def over_groups(
     check_inside(comm, shards)
     checks.check_local(comm, updates)
     leaves, structure = jax.tree.flatten(updates)
-    leaves, state = _inside(shards, step, groups, leaves, state) if shards else step(groups, leaves, state)
+    leaves, state = at_devices(step, groups, leaves, state)
     return jax.tree.unflatten(structure, leaves), state
 
   return optax.GradientTransformation(init, update)
 
 
-def _started(shards: Shards, start: Callable, groups: Sequence[Group]) -> tuple[State, Counters]:
-  """`start` at every device of a worker."""
-  first = lambda: _stacked(start(shards.groups(groups)))
-  return shards.map(first, (), PartitionSpec(shards.names))()
+def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceState:
+  """The state of one worker before the first step."""
+  check_inside(comm, shards)
+
+  def start(groups: Sequence[Group]) -> tuple[State, Counters]:
+    """What one device carries."""
+    starts = [init_state(group.collective, group.entries, comm.size).carried for group in groups]
+    return joined(starts, method.alone), Counters.zeros()
+
+  if shards:
+    own = shards.groups(method.groups)
+    carried, counters = shards.map(lambda: _stacked(start(own)), (), PartitionSpec(shards.names))()
+  else:
+    carried, counters = start(method.groups)
+  layout = Layout.of(comm.size, sum(method.sizes), shards, method)
+  return ReduceState(carried, counters, mark_total(layout, axes_of(comm)))
 
 
-def _inside(
-  shards: Shards, step: Callable, groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState
+def at_devices(
+  step: Callable, groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState
 ) -> tuple[list[jax.Array], ReduceState]:
-  """`step` at every device of a worker, on its pieces of the leaves."""
+  """`step(groups, leaves, state)` at a worker: at each of its devices, on its pieces of the leaves.
+
+  Where a worker has several devices, `step` gets their groups, and the names of the axes of these devices as well.
+  """
+  layout, shards = state.layout, state.layout.shards
+  if not shards:
+    return step(groups, leaves, state)
   shards.check(leaves)
-  layout, own = state.layout, shards.groups(groups)
+  own = shards.groups(groups)
 
   def device(pieces: list[jax.Array], parts: tuple[State, Counters]) -> tuple[list[jax.Array], Any]:
     carried, counters = parts

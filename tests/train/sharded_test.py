@@ -463,6 +463,37 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     assert residual.sharding == expected_state[0].carried.residual.sharding
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_state_of_other_hosts(kind):
+  """Each device takes over the residuals of the same device; moments keep shards, from arrays of the host as well."""
+  tx = chain_of(js.spardl_transform("hosts", density=0.2))
+  step, params, state = model_of(tx, kind)
+  params, state, _ = step(params, state, batch_of(0))
+  other, fresh, like = model_of(tx, kind, {"hosts": 2, "x": 2})
+  fresh = jax.tree.map(lambda x, new: jax.device_put(np.asarray(x), new.sharding), params, fresh)
+  rows = np.asarray(state[0].carried.residual).reshape(2, 2, 2, -1)  # [worker // 2, worker % 2, device, entry]
+  for given in (jax.tree.map(np.asarray, state), state):
+    resized = js.resize(given, fresh, mesh_of({"hosts": 2, "x": 2}, kind), axis="hosts")
+    np.testing.assert_array_equal(np.asarray(resized[0].carried.residual), rows.sum(0).reshape(-1) / 2)
+    assert jax.tree.structure(resized) == jax.tree.structure(like)
+    same = lambda x, wanted: x.sharding.is_equivalent_to(wanted.sharding, x.ndim) and x.shape == wanted.shape
+    assert jax.tree.all(jax.tree.map(same, resized, like))
+  mesh = mesh_of({"hosts": 2, "x": 2}, kind)
+  abstract = js.abstract_state(tx, fresh, mesh, axis="hosts")
+  assert jax.tree.all(jax.tree.map(same, abstract, like))
+  shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+  assert shapes(js.abstract_state(tx, fresh, mesh, axis="hosts", workers=4)) == shapes(state)
+  update, flushed = js.flush(resized, fresh, mesh, axis="hosts")
+  specs = {name: spec for name, (_, spec) in MODEL.items()}
+  inside = {"x": 2}
+  owed = rows.sum((0, 1)) / 4
+  got = np.concatenate([pieces(np.asarray(update[name]), specs[name], inside) for name in sorted(MODEL)], axis=1)
+  np.testing.assert_allclose(got, owed, atol=1e-7)
+  other(fresh, flushed, batch_of(1))
+  with pytest.raises(ValueError, match="workers with 2 devices along 'x' inside, here .* 4 devices along 'x'"):
+    js.resize(state, params, mesh_of({"hosts": 2, "x": 4}, kind), axis="hosts")
+
+
 def test_what_is_wrong_is_said_before_anything_is_changed():
   tx = js.spardl_transform("hosts", density=0.2)
   step, params, state = model_of(tx)

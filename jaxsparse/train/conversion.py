@@ -1,0 +1,211 @@
+"""`js.resize` and `js.convert`: an optimizer state for another number of workers, or for another collective.
+
+Both make a state before its first step, the one by the methods that the old state records (`Layout.method`), the other
+by a new transformation. Then they carry over what must not be lost: residuals (`transform.owed`), totals of counters,
+and the arrays of all other transformations. So `resize` is `convert` with the transformation of the old state.
+"""
+
+import itertools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxsparse._compat import AxisName
+from jaxsparse.train.engine import Engine, put_global
+from jaxsparse.train.sharded import training_engine
+from jaxsparse.train.starting import checked, made, shape_of
+from jaxsparse.train.step import init
+from jaxsparse.transform import owed
+from jaxsparse.transform.local import PerWorker
+from jaxsparse.transform.owed import Residual, whole
+from jaxsparse.transform.specs import placed
+from jaxsparse.transform.state import ReduceState, is_reduce_state, reduce_states
+from jaxsparse.transform.update import first_state
+from jaxsparse.types import Comm
+
+
+def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisName = "workers") -> Any:
+  """The optimizer state of P workers as that of the P′ workers of a mesh: what is owed stays owed.
+
+  An update is `total / P`, so what workers owe is the mean of their residuals, and the law is `Σ r′ / P′ = Σ r / P`:
+
+      r′_w = P′/P Σ_{v ≡ w mod P′} r_v
+
+  Of fewer workers each takes over the residuals of several; new workers begin with zeros. This is exact where
+  P′/P is a power of two, else an entry is rounded once, to float32. Totals of counters continue, in each worker those
+  of the one that had sent most. What a collective remembers otherwise (thresholds, regions, random steps) starts anew.
+  With P′ = P nothing changes, bit for bit.
+
+  Workers with parameters of their own (A2SGD) go on from the mean of their parameters: the local update of each becomes
+  the mean of all local updates, and so do floating-point arrays of their optimizer states; of integers it is the
+  maximum. A warning says so.
+
+  Args:
+    state: of `js.init` or a step. Its arrays may lie on another mesh, of which every process must call, or on the host,
+      as a checkpoint is restored into `js.abstract_state(..., workers=P)`. For an MPI comm give those of all ranks,
+      concatenated; those of one rank only where P′ = P.
+    params: the parameters.
+    mesh: the mesh or comm of the P′ workers. Axes inside a worker must be those of the state.
+    axis: the axis of the mesh, or tuple of axes, with one worker at each index.
+
+  Returns:
+    The state on the new mesh. It may share arrays with `state`: go on with the returned one.
+
+  Raises:
+    ValueError: if the state was donated, cut or padded, is not one of these parameters, or not of `js.init`; if the
+      mesh has no workers, or other devices inside a worker.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> six, four = (js.SimComm("workers", members=workers) for workers in (6, 4))
+    >>> tx, params = js.spardl_transform(six, k=3), jnp.zeros(8)
+    >>> state = js.resize(js.init(tx, params, six), params, four)
+    >>> int(state.layout.workers), state.carried.residual.shape
+    (4, (32,))
+  """
+  engine = training_engine(mesh, axis)
+  nodes, per_worker = checked(state, params), isinstance(state, PerWorker)
+
+  def start(params: optax.Params) -> Any:
+    del params
+    states = [first_state(engine.comm, node.layout.method, node.layout.shards) for node in nodes]  # type: ignore[arg-type]
+    return PerWorker(jax.tree.map(lambda x: x[None], states), ()) if per_worker else states
+
+  rows = (engine.held,) if per_worker else ()
+  following = iter(reduce_states(made(engine, start, params)[0]))
+  of = lambda path, x: next(following) if is_reduce_state(x) else shape_of(mesh, path, x, params, rows)
+  return _carried_over(engine, state, jax.tree_util.tree_map_with_path(of, state, is_leaf=is_reduce_state))
+
+
+def convert(
+  state: Any, tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisName = "workers"
+) -> Any:
+  """The optimizer state of one chain as that of another one, whose jaxsparse transforms are others: `js.resize` too.
+
+  Each leaf keeps its residual, whatever the collective, its options, and the groups of leaves (`special`, plans) are;
+  for another number of workers it is scaled as by `js.resize`. All other transformations must be the same.
+
+  Args:
+    state: of the old chain, as for `js.resize`.
+    tx: the new chain.
+    params: the parameters.
+    mesh: the mesh or comm of the new workers.
+    axis: the axis of the mesh, or tuple of axes, with one worker at each index.
+
+  Returns:
+    The state of `tx` on the mesh. It may share arrays with `state`: go on with the returned one.
+
+  Raises:
+    ValueError: as `js.resize` and `js.init`; if another transformation of the chain is not the same; if a leaf has a
+      residual and its new collective keeps none: call `js.flush` before.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> state = js.init(js.spardl_transform("workers", density=0.5), jnp.zeros(8), mesh)
+    >>> state = js.convert(state, js.oktopk_transform("workers", density=0.25), jnp.zeros(8), mesh)
+    >>> state.carried.shared.step
+    Array(0, dtype=int32)
+  """
+  engine = training_engine(mesh, axis)
+  checked(state, params)
+  return _carried_over(engine, state, init(tx, params, mesh, axis=axis))
+
+
+def _carried_over(engine: Engine, state: Any, fresh: Any) -> Any:
+  """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
+  _check_structure(state, fresh)
+  nodes = reduce_states(state)
+  before, after = _workers(nodes[0]), engine.workers
+  residuals = owed.residuals_of(nodes, engine.process)
+  _check_rows(nodes[0], before, after)
+  _check_homes(residuals, reduce_states(fresh))
+  if isinstance(state, PerWorker) and before != after:
+    warnings.warn(
+      f"js.resize: the workers have parameters of their own, all {after} of them go on from the mean of those of the "
+      f"{before} workers",
+      stacklevel=3,
+    )
+
+  def of(old: Any, new: Any) -> Any:
+    if not is_reduce_state(old):
+      return _on(new, old if np.shape(old) == new.shape else _mean(whole(old), new))
+    if before == after and old.layout[3:] == new.layout[3:] and _shapes(old) == _shapes(new):
+      return jax.tree.map(_on, new, old)
+    return owed.carried_over(new, residuals, old.counters, before, after, engine.process)
+
+  whole_state = jax.tree.map(of, state, fresh, is_leaf=is_reduce_state)
+  return engine.place(whole_state, placed(whole_state, engine.axis))
+
+
+def _on(like: Any, x: Any) -> Any:
+  """The array with the sharding of another one, if that lies on a mesh."""
+  if getattr(x, "sharding", None) == like.sharding:
+    return x
+  return put_global(whole(x), like.sharding) if isinstance(like.sharding, NamedSharding) else jnp.asarray(whole(x))
+
+
+def _mean(rows: Any, like: Any) -> np.ndarray:
+  """The mean over workers of an array with a row for each, the maximum of integers, in rows of another number."""
+  rows = np.asarray(rows)
+  floating = jnp.issubdtype(rows.dtype, jnp.floating)
+  one = rows.astype(np.float64).mean(axis=0).astype(rows.dtype) if floating else rows.max(axis=0)
+  return np.broadcast_to(one, like.shape)
+
+
+def _workers(node: ReduceState) -> int:
+  return int(np.max(whole(node.layout.workers)))
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+  return [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def _check_structure(state: Any, fresh: Any) -> None:
+  """Raises ValueError unless the states differ in those of jaxsparse transforms only."""
+  was, now = (jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_reduce_state) for tree in (state, fresh))
+  per_worker = isinstance(state, PerWorker)
+
+  def described(found: Any) -> list[str]:
+    shape = lambda x: "" if is_reduce_state(x) else f" {x.dtype}{list(np.shape(x)[per_worker:])}"
+    return [jax.tree_util.keystr(path) + shape(x) for path, x in found]
+
+  gone, new = (sorted(set(a) - set(b)) for a, b in itertools.permutations((described(was), described(now))))
+  if gone or new or isinstance(fresh, PerWorker) != per_worker:
+    raise ValueError(
+      f"the optimizer state has {', '.join(gone) or 'nothing'} where that of the new chain has "
+      f"{', '.join(new) or 'nothing'}: js.convert replaces jaxsparse transforms and keeps all others. For other "
+      "changes call js.flush, or step.synchronize for A2SGD, and then js.init"
+    )
+
+
+def _check_rows(node: ReduceState, before: int, after: int) -> None:
+  rows = node.counters.skipped.size
+  if rows == 1 < before != after:
+    raise ValueError(
+      f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
+      f"{before}, concatenated along their leading axes, as js.init makes them on a mesh"
+    )
+
+
+def _check_homes(residuals: dict[str, Residual], nodes: Sequence[ReduceState]) -> None:
+  """Raises ValueError if the residual of a leaf would be lost, or lies otherwise on the devices inside a worker."""
+  homes = {name: lies for node in nodes for name, lies in owed.homes_of(node).items()}
+  for name, residual in residuals.items():
+    if name not in homes:
+      if any(residual.at(number).any() for number in residual.rows):
+        raise ValueError(
+          f"parameters{name} has a residual that is not zero, and its new collective keeps none: deliver it by "
+          "js.flush before, or choose a collective with a residual"
+        )
+    elif homes[name] != residual.lies:
+      raise ValueError(
+        f"parameters{name} lies inside a worker as {residual.lies} in the state, and as {homes[name]} here, with axes "
+        "and spec: give a mesh with the same axes inside, and the same shardings of the parameters"
+      )

@@ -1,0 +1,82 @@
+"""`js.flush`: all residuals, delivered densely."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxsparse._compat import AxisName
+from jaxsparse.train.sharded import training_engine
+from jaxsparse.train.starting import checked
+from jaxsparse.transform import checks, owed
+from jaxsparse.transform.local import PerWorker
+from jaxsparse.transform.specs import placed
+from jaxsparse.transform.state import is_reduce_state
+from jaxsparse.types import Comm
+
+
+def flush(
+  state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisName = "workers"
+) -> tuple[optax.Updates, Any]:
+  """Everything that the workers owe, delivered densely at once: for the end of training, or before another method.
+
+      update = Σ_w r_w / P,    r′_w = 0
+
+  What was delivered in all steps and this update together are the dense mean of all gradients. The update is that of
+  the jaxsparse transform, a gradient: give it to the rest of the chain, or subtract it times a rate. Each transform
+  takes one all-reduce of all its residuals. Every process must call.
+
+  Args:
+    state: of `js.init` or a step.
+    params: the parameters.
+    mesh: the mesh or comm of the workers.
+    axis: the axis of the mesh, or tuple of axes, with one worker at each index.
+
+  Returns:
+    (update, state): the update like the parameters, with their dtypes, zeros for leaves without a residual; and the
+    state with residuals of zeros. `params` and `state` stay valid.
+
+  Raises:
+    ValueError: if the state was donated, is not one of these workers and parameters, or not of `js.init`; or if workers
+      have parameters of their own (A2SGD), which `step.synchronize` averages.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
+    >>> comm = js.SimComm("workers", members=2)
+    >>> tx, params = js.topka_transform(comm, k=1), jnp.zeros(3)
+    >>> step = js.make_train_step(lambda p, batch: jnp.vdot(p, batch[0]), tx, comm)
+    >>> params, state, _ = step(params, js.init(tx, params, comm), jnp.array([[4.0, 1.0, 0.0], [0.0, 1.0, 6.0]]))
+    >>> update, state = js.flush(state, params, comm)
+    >>> params, update, float(js.metrics(state).residual_norm)
+    (Array([2., 0., 3.], dtype=float32), Array([0., 1., 0.], dtype=float32), 0.0)
+  """
+  engine = training_engine(mesh, axis)
+  nodes = checked(state, params)
+  if isinstance(state, PerWorker):
+    raise ValueError(
+      "the workers have parameters of their own and owe no gradient: average them by step.synchronize(params, state)"
+    )
+  for node in nodes:
+    checks.check_workers(node, engine.workers, held=engine.held)
+
+  def worker(params: optax.Params, state: Any) -> tuple[optax.Updates, Any]:
+    named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    updates = {name: jnp.zeros_like(leaf) for name, leaf in named.items()}
+
+    def of(node: Any) -> Any:
+      if not is_reduce_state(node):
+        return node
+      names = node.layout.method.names
+      means, node = owed.delivered(engine.comm, [named[name] for name in names], node)
+      updates.update(zip(names, means, strict=True))
+      return node
+
+    state = jax.tree.map(of, state, is_leaf=is_reduce_state)
+    return jax.tree.unflatten(jax.tree.structure(params), list(updates.values())), state
+
+  specs = (PartitionSpec(), placed(state, engine.axis))
+  kept = engine.shardings((params, state), specs)
+  program = engine.jit(worker, specs, specs, shardings=kept and (kept, kept))
+  return program(*engine.place((params, state), specs))

@@ -1,0 +1,165 @@
+"""The state of all workers before the first step, as arrays and as shapes: `js.abstract_state`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxsparse._compat import AxisName
+from jaxsparse.collectives._base import check_whole
+from jaxsparse.comm import replication
+from jaxsparse.train.engine import Engine
+from jaxsparse.train.sharded import training_engine
+from jaxsparse.transform import checks
+from jaxsparse.transform import local as perworker
+from jaxsparse.transform import state as states
+from jaxsparse.transform.local import PerWorker
+from jaxsparse.transform.specs import placed
+from jaxsparse.transform.state import ReduceState
+from jaxsparse.transform.update import init_state
+from jaxsparse.types import Comm
+
+
+def abstract_state(
+  tx: optax.GradientTransformation,
+  params: optax.Params,
+  mesh: Mesh | Comm,
+  *,
+  axis: AxisName = "workers",
+  workers: int | None = None,
+) -> Any:
+  """The shapes, dtypes and shardings of `js.init(tx, params, mesh)`: what a checkpoint is restored into.
+
+  Args:
+    tx: the chain.
+    params: the parameters.
+    mesh: the mesh or comm of the workers.
+    axis: the axis of the mesh, or tuple of axes, with one worker at each index.
+    workers: P, if the checkpoint was written by another number of workers than the mesh has. All arrays of the P
+      workers then lie on every device, until `js.resize` has made them those of the workers of the mesh.
+
+  Returns:
+    The state with `jax.ShapeDtypeStruct` in place of arrays, with shardings where `mesh` is a mesh.
+
+  Raises:
+    ValueError: as `js.init`; for `workers` less than 1.
+
+  Example:
+    With Orbax, after `saver.save(folder, (params, state))`:
+
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> tx, params = js.spardl_transform("workers", density=0.5), jnp.zeros(8)
+    >>> like = js.abstract_state(tx, params, mesh, workers=6)
+    >>> like.carried.residual.shape
+    (48,)
+    >>> params, state = saver.restore(folder, (params, like))  # doctest: +SKIP
+    >>> state = js.resize(state, params, mesh)  # doctest: +SKIP
+  """
+  check_whole("abstract_state", 1, optional=True, workers=workers)
+  engine = training_engine(mesh, axis)
+  with engine.typed() as typed:
+    state, specs = _shapes(typed, start_of(engine, tx), params)
+  rows = (engine.held,) if isinstance(state, PerWorker) else ()
+  of = lambda path, x: x if states.is_reduce_state(x) else shape_of(mesh, path, x, params, rows)
+  state = jax.tree_util.tree_map_with_path(of, state, is_leaf=states.is_reduce_state)
+  if workers not in (None, engine.workers):
+    state = _of_workers(state, workers)
+    specs = jax.tree.map(lambda _: PartitionSpec(), state)
+  if not isinstance(mesh, Mesh):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+  shardings = engine.shardings(state, specs) or jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+  return jax.tree.map(lambda x, lies: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), state, shardings)
+
+
+def start_of(engine: Engine, tx: optax.GradientTransformation) -> Callable[[optax.Params], Any]:
+  """The function of parameters that makes the state of one worker of an engine."""
+
+  def start(params: optax.Params) -> Any:
+    replication.check_axes(tx.init, (params,), engine.axis)
+    state = tx.init(params)
+    return perworker.first(engine.comm, state, params) if states.differs(state) else state
+
+  return start
+
+
+def made(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
+  """`started`, where types tell how parameters lie inside a worker, and placed on the devices of the engine."""
+  with engine.typed() as typed:
+    state, specs = started(typed, start, params)
+  return engine.place(state, specs), specs
+
+
+def started(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
+  """The state that `start(params)` returns at every worker of an engine, and its specs."""
+  replicated = PartitionSpec()
+  arguments = engine.place((params,), (replicated,))
+  spec = placed(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), engine.axis)
+  return engine.jit(start, (replicated,), spec, shardings=(None, None))(*arguments), spec
+
+
+def shape_of(
+  mesh: Mesh | Comm, path: Any, x: Any, params: optax.Params, rows: tuple[int, ...] = ()
+) -> jax.ShapeDtypeStruct:
+  """The shape of an array of a state on a mesh, sharded as its parameter if it is one of a parameter.
+
+  Args:
+    mesh: the mesh, or a comm.
+    path: of the array in the state; that of a moment ends with the path of its parameter.
+    x: the array, perhaps of another number of workers.
+    params: the parameters.
+    rows: (P,) where the array has a row for each worker, which the engine shards.
+  """
+  own, sharding = np.shape(x)[len(rows) :], None
+  for name, param in jax.tree_util.tree_leaves_with_path(params):
+    lies = getattr(param, "sharding", None)
+    if path[len(path) - len(name) :] == name and own == np.shape(param) and isinstance(lies, NamedSharding):
+      sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(rows), *lies.spec)) if isinstance(mesh, Mesh) else None
+  return jax.ShapeDtypeStruct((*rows, *own), jnp.result_type(x), sharding=sharding)
+
+
+def checked(state: Any, params: optax.Params) -> list[ReduceState]:
+  """The states of transforms in a state of these parameters, after all checks that need no other state."""
+  checks.check_alive({"params": params, "state": state})
+  nodes = states.reduce_states(state)
+  if not nodes:
+    raise ValueError(checks.why_none(state))
+  checks.check_layout(state)
+  checks.check_params(nodes, params)
+  return nodes
+
+
+def _shapes(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
+  """The shapes of `started`, and its specs."""
+  replicated = PartitionSpec()
+  arguments = engine.place((params,), (replicated,))
+  spec = placed(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), engine.axis)
+  return jax.eval_shape(engine.map(start, (replicated,), spec), *arguments), spec
+
+
+def _of_workers(state: Any, workers: int) -> Any:
+  """The shapes of a state as those of a state of another number of workers."""
+  if isinstance(state, PerWorker):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers, *x.shape[1:]), x.dtype), state)
+
+  def of(node: Any) -> Any:
+    return _node_of_workers(node, workers) if states.is_reduce_state(node) else node
+
+  return jax.tree.map(of, state, is_leaf=states.is_reduce_state)
+
+
+def _node_of_workers(node: ReduceState, workers: int) -> ReduceState:
+  method, shards, devices = node.layout.method, node.layout.shards, states.devices_of(node)
+  assert method is not None
+  groups = shards.groups(method.groups) if shards else method.groups
+  parts = [jax.eval_shape(lambda group=group: init_state(group.collective, group.entries, workers)) for group in groups]
+  carried = states.joined([part.carried for part in parts], method.alone)
+  rows = lambda x: jax.ShapeDtypeStruct((workers * devices * x.shape[0], *x.shape[1:]), x.dtype)
+  same = lambda x: jax.ShapeDtypeStruct((devices, *x.shape) if shards else x.shape, x.dtype)
+  shared, due = jax.tree.map(same, (carried.shared, carried.due))
+  split = jax.tree.map(rows, carried._replace(shared=(), due=None))
+  return node._replace(carried=split._replace(shared=shared, due=due), counters=jax.tree.map(rows, parts[0].counters))

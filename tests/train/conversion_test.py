@@ -1,0 +1,294 @@
+"""A state of other workers, or of another collective, owes the same; what is flushed is delivered."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from hypothesis import strategies
+from jax.sharding import Mesh
+
+import jaxsparse as js
+from jaxsparse.transform.owed import residuals_of
+from jaxsparse.transform.state import is_reduce_state, reduce_states
+from tests.cases import CONSERVING, REPLICATING, bits, each_case, integers, mesh_of, normals
+
+SHAPES = {"bias": (3,), "kernel": (4, 5), "scale": (), "table": (2, 20)}
+PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+def sim(workers):
+  return js.SimComm("workers", members=workers)
+
+
+@functools.cache
+def fresh(case, workers):
+  return js.init(js.make_transform(case.name, sim(workers), **case.config(density=0.2)), PARAMS, sim(workers))
+
+
+def residuals(state, workers):
+  """f64[P, ...] of each leaf that has a residual."""
+  found = residuals_of(reduce_states(state), 0)
+  return {name: np.stack([one.at(w).astype(np.float64) for w in range(workers)]) for name, one in found.items()}
+
+
+def means(state, workers):
+  return {name: rows.mean(axis=0) for name, rows in residuals(state, workers).items()}
+
+
+def owing(state, draw, seed=0):
+  """The state with drawn residuals."""
+
+  def of(node):
+    if not is_reduce_state(node):
+      return node
+    parts = jax.tree.map(lambda x: jax.device_put(draw(seed, x.size), x.sharding), node.carried.residual)
+    return node._replace(carried=node.carried._replace(residual=parts))
+
+  return jax.tree.map(of, state, is_leaf=is_reduce_state)
+
+
+def same_bits(a, b):
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+
+
+def shapes(tree):
+  return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+@each_case(REPLICATING)
+@hypothesis.settings(max_examples=8)
+@hypothesis.given(data=strategies.data(), seed=strategies.integers(0, 99), whole=strategies.booleans())
+def test_the_mean_of_residuals_is_kept(case, data, seed, whole):
+  teams = dict(case.options).get("teams", 1)
+  sizes = strategies.sampled_from([size for size in range(1, 9) if size % teams == 0])
+  before, after = data.draw(sizes), data.draw(sizes)
+  state = owing(fresh(case, before), integers if whole else normals, seed)
+  resized = js.resize(state, PARAMS, sim(after))
+  assert jax.tree.structure(resized) == jax.tree.structure(fresh(case, after))
+  assert shapes(resized) == shapes(fresh(case, after))
+  was, now = residuals(state, before), residuals(resized, after)
+  exact = whole and np.log2(after / before) % 1 == 0
+  for name, rows in now.items():
+    bound = 0 if exact else 1.001 * 2.0**-24 * np.abs(rows).mean(axis=0)
+    assert np.all(np.abs(rows.mean(axis=0) - was[name].mean(axis=0)) <= bound + 2.0**-50)
+  if before == after:
+    same_bits(resized, state)
+
+
+# The mesh.
+
+
+def loss_fn(params, batch):
+  flat = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
+  return jnp.mean((batch - flat[None]) ** 2)
+
+
+def chain(*transforms):
+  return optax.chain(*transforms, optax.sgd(0.1, momentum=0.5))
+
+
+def trained(tx, where, steps=2):
+  step = js.make_train_step(loss_fn, tx, where)
+  params, state = PARAMS, js.init(tx, PARAMS, where)
+  for number in range(steps):
+    params, state, _ = step(params, state, normals(number, 24, 64))
+  return params, state
+
+
+def test_training_goes_on_with_other_workers():
+  """From arrays on the old mesh and from those of the host, onto another mesh, and by another chain."""
+  tx = chain(js.oktopk_transform("workers", density=0.2))
+  params, state = trained(tx, mesh_of(6))
+  owed, words = means(state, 6), float(js.metrics(state).total_words)
+  on_host = jax.tree.map(np.asarray, state)
+  states = [js.resize(some, params, mesh_of(4)) for some in (state, on_host)]
+  states.append(js.convert(on_host, tx, params, mesh_of(4)))
+  for other in states:
+    same_bits(other, states[0])
+    assert other[0].carried.residual.sharding.mesh == mesh_of(4)
+    same_bits(other[1], on_host[1])  # momentum
+    assert js.metrics(other).total_words == words
+    for name, mean in means(other, 4).items():
+      np.testing.assert_allclose(mean, owed[name], atol=1e-7)
+  step = js.make_train_step(loss_fn, tx, mesh_of(4))
+  params, state, _ = step(jax.tree.map(np.asarray, params), states[0], normals(5, 24, 64))
+  step.check(params, state)
+  assert js.metrics(state).total_words > words
+
+
+def test_the_same_workers_go_on_bit_for_bit():
+  params, state = trained(chain(js.oktopk_transform("workers", density=0.2)), mesh_of(3))
+  resized = js.resize(jax.tree.map(np.asarray, state), params, mesh_of(3))
+  same_bits(resized, state)
+  assert jax.tree.map(lambda x: x.sharding, resized) == jax.tree.map(lambda x: x.sharding, state)
+
+
+PLAN = js.overlap.plan("wfbp", [1.0] * 4, [12, 80, 4, 160], alpha=1e-3, beta=1e-8, gamma=1.0)
+
+
+@pytest.mark.parametrize("workers", [4, 6])
+def test_other_groups_teams_and_collectives(workers):
+  """Every leaf keeps its residual, whatever group it is in."""
+  whole = chain(js.spardl_transform("workers", density=0.2))
+  special = {"bias|scale": "topka:density=0.5", "table": "spardl:density=0.1:teams=2:selector=reuse"}
+  others = [
+    chain(js.spardl_transform("workers", special, density=0.2)),
+    chain(js.bucketed_transform("spardl", "workers", plan=PLAN, density=0.2)),
+    chain(js.spardl_transform("workers", density=0.1, teams=2, wire="int8")),
+    chain(js.qsgd_transform("workers", error_feedback=True)),
+  ]
+  state = owing(js.init(whole, PARAMS, mesh_of(4)), integers)
+  expected = means(state, 4)
+  for tx in (*others, whole):
+    state = js.convert(state, tx, PARAMS, mesh_of(workers))
+    assert jax.tree.structure(state) == jax.tree.structure(js.init(tx, PARAMS, mesh_of(workers)))
+    for name, mean in means(state, workers).items():
+      np.testing.assert_allclose(mean, expected[name], atol=1e-6)
+
+
+def test_a_residual_without_a_home_is_refused():
+  sparse, dense = chain(js.spardl_transform("workers", density=0.2)), chain(js.dense_transform("workers"))
+  state = owing(js.init(sparse, PARAMS, mesh_of(3)), integers)
+  with pytest.raises(ValueError, match=r"parameters\['bias'\] has a residual .* keeps none: deliver it by "):
+    js.convert(state, dense, PARAMS, mesh_of(3))
+  _, flushed = js.flush(state, PARAMS, mesh_of(3))
+  assert not js.convert(flushed, dense, PARAMS, mesh_of(3))[0].counters.skipped.any()
+
+
+def test_parameters_of_each_worker_become_their_mean():
+  tx = chain(js.a2sgd_transform("workers", sync_every=None))
+  params, state = trained(tx, mesh_of(4), steps=3)
+  assert js.metrics(state).drift > 0
+  expected = jax.tree.map(lambda p, moved: np.asarray(p) + np.asarray(moved).mean(0), params, state.moved)
+  with pytest.warns(UserWarning, match="all 6 of them go on from the mean of those of the 4 workers"):
+    resized = js.resize(state, params, mesh_of(6))
+  fresh = js.init(tx, PARAMS, mesh_of(6))
+  assert jax.tree.structure(resized) == jax.tree.structure(fresh)
+  assert shapes(resized) == shapes(fresh)
+  assert js.metrics(resized).drift < 1e-6
+  assert float(js.metrics(resized).total_words) == float(js.metrics(state).total_words)
+  step = js.make_train_step(loss_fn, tx, mesh_of(6))
+  params = jax.tree.map(np.asarray, params)
+  same, _ = step.synchronize(params, resized)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), same, expected)
+  step(params, resized, normals(9, 24, 64))
+
+
+# Flush.
+
+
+@each_case([case for case in CONSERVING if case.is_sparse and case.exact])
+def test_what_is_flushed_and_what_was_delivered_are_the_dense_sum(case):
+  workers = case.workers([4, 6, 5, 8])[0]
+  tx = js.make_transform(case.name, sim(workers), **case.config(density=0.1))
+  params, state = PARAMS, js.init(tx, PARAMS, sim(workers))
+  step = js.make_train_step(lambda p, x: jnp.vdot(jax.flatten_util.ravel_pytree(p)[0], x[0]), tx, sim(workers))
+  grads = [normals(number, workers, 64) for number in range(2)]
+  for rows in grads:
+    params, state, _ = step(params, state, rows)
+  update, state = js.flush(state, params, sim(workers))
+  total = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(optax.apply_updates(params, update))])
+  np.testing.assert_allclose(total, sum(grads).mean(axis=0), atol=4 * case.rounding)
+  assert js.metrics(state).residual_norm == 0
+
+
+def test_flush_of_groups_on_a_mesh_keeps_dtypes_and_leaves_the_rest():
+  """Leaves without a residual get zeros; a second flush finds nothing."""
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+  tx = chain(js.spardl_transform("workers", {"bias": "dense", "table": "topka:k=3"}, density=0.2))
+  state = owing(js.init(tx, params, mesh_of(3)), integers)
+  expected = means(state, 3)
+  update, state = js.flush(state, params, mesh_of(3))
+  assert shapes(update) == shapes(params)
+  assert not np.asarray(update["bias"]).any()
+  for path, leaf in jax.tree_util.tree_leaves_with_path(update):
+    if (name := jax.tree_util.keystr(path)) in expected:
+      np.testing.assert_allclose(np.ravel(leaf).astype(np.float64), expected[name], rtol=2.0**-8, atol=1e-6)
+  again, _ = js.flush(state, params, mesh_of(3))
+  assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(again))
+
+
+# Checkpoints.
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # orbax's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_checkpoint_of_other_workers(tmp_path):
+  """As the state itself; and what is wrong with a checkpoint is said, while the one before it stays."""
+  tx = chain(js.oktopk_transform("workers", density=0.2))
+  params, state = trained(tx, mesh_of(6))
+  with orbax.checkpoint.CheckpointManager(tmp_path) as saver:
+    for step in (1, 2):
+      saver.save(step, args=orbax.checkpoint.args.StandardSave((params, state)))
+    saver.wait_until_finished()
+    (tmp_path / "3.orbax-checkpoint-tmp-0").mkdir()  # of a rank that was killed while it wrote
+    assert saver.latest_step() == 2
+    like = js.abstract_state(tx, PARAMS, mesh_of(4), workers=6)
+    restore = lambda step, like: saver.restore(step, args=orbax.checkpoint.args.StandardRestore((PARAMS, like)))
+    metadata = tmp_path / "2" / "default" / "_METADATA"
+    metadata.write_text(metadata.read_text()[:100])
+    with pytest.raises(ValueError, match="Unterminated string"):
+      restore(2, like)
+    params2, state2 = restore(1, like)
+  same_bits((params2, js.resize(state2, params2, mesh_of(4))), (params, js.resize(state, params, mesh_of(4))))
+
+
+def test_a_checkpoint_of_other_groups_of_the_same_sizes_is_refused():
+  """Orbax compares shapes only, and residuals would go to other leaves."""
+  params = {name: np.zeros(20, np.float32) for name in "abc"}
+  one, other = (js.spardl_transform("workers", {names: "topka:k=3"}, density=0.2) for names in ("a|b", "a|c"))
+  saved = js.init(one, params, mesh_of(3))
+  restored = jax.tree.unflatten(jax.tree.structure(js.init(other, params, mesh_of(3))), jax.tree.leaves(saved))
+  for use in (js.resize, js.flush):
+    with pytest.raises(ValueError, match="restored into that of other parameters, shards or groups of leaves"):
+      use(restored, params, mesh_of(3))
+  with pytest.raises(ValueError, match="restored into that of other"):
+    js.make_train_step(loss_fn, other, mesh_of(3))(params, restored, normals(0, 6, 60))
+
+
+# Bad input.
+
+
+def test_what_is_wrong_is_said_before_anything_is_changed():
+  tx = chain(js.spardl_transform("workers", density=0.2))
+  params, state = trained(tx, mesh_of(3), steps=1)
+  mesh = mesh_of(4)
+  smaller = PARAMS | {"table": jnp.zeros((2, 19))}
+  cut = jax.tree.map(lambda x: np.asarray(x)[: 128 if x.size == 192 else None] if x.ndim else np.asarray(x), state)
+  empty = Mesh(np.array(jax.devices()[:0]), ("workers",))
+  cases = [
+    (state, smaller, mesh, r"was made for parameters\['table'\] of shape \(2, 20\), here it has shape \(2, 19\)"),
+    (state, {"other": jnp.zeros(3)}, mesh, r"was made for parameters\['bias'\] of shape \(3,\), here there are"),
+    (cut, PARAMS, mesh, "they were cut or padded, as Orbax does"),
+    (state[1], PARAMS, mesh, "the optimizer state holds no jaxsparse transform"),
+    (js.simulate("topka", jnp.ones((3, 4)), k=1).state, PARAMS, mesh, "state is one of js.simulate"),
+    (state, PARAMS, sim(0), "0 workers along axis 'workers': choose at least 1"),
+    (state, PARAMS, empty, "0 workers along axis 'workers': choose at least 1"),
+  ]
+  for bad, model, where, message in cases:
+    for use in (js.resize, js.flush, lambda *given: js.convert(given[0], tx, *given[1:])):
+      with pytest.raises(ValueError, match=message):
+        use(bad, model, where)
+  with pytest.raises(ValueError, match=r"optimizer state has .*trace.* and keeps all others"):
+    js.convert(state, optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)), PARAMS, mesh)
+  with pytest.raises(ValueError, match="made for 3 workers, the axis has 4: .* js.resize"):
+    js.flush(state, PARAMS, mesh)
+  step = js.make_train_step(loss_fn, tx, mesh_of(3))
+  step(params, state, normals(0, 24, 64))
+  with pytest.raises(ValueError, match="was donated to an earlier step"):
+    js.resize(state, PARAMS, mesh)
+
+
+def test_bits_of_float32_survive():
+  """Signs of zeros too, where no worker comes or goes and the collective changes."""
+  one, other = (js.make_transform(name, "workers", density=0.2) for name in ("spardl", "topka"))
+  state = js.init(one, PARAMS, mesh_of(2))
+  residual = jnp.asarray(np.float32([-0.0, 1e-42, 3.0, 1e38] * 32))
+  state = state._replace(carried=state.carried._replace(residual=residual))
+  converted = js.convert(state, other, PARAMS, mesh_of(2))
+  np.testing.assert_array_equal(bits(converted.carried.residual), bits(residual))
