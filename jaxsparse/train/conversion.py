@@ -77,9 +77,10 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
     states = [first_state(engine.comm, node.layout.method, node.layout.shards) for node in nodes]  # type: ignore[arg-type]
     return PerWorker(jax.tree.map(lambda x: x[None], states), ()) if per_worker else states
 
-  rows = (engine.held,) if per_worker else ()
   following = iter(reduce_states(made(engine, start, params)[0]))
-  of = lambda path, x: next(following) if is_reduce_state(x) else shape_of(mesh, path, x, params, rows)
+  of = lambda path, x: (
+    next(following) if is_reduce_state(x) else shape_of(mesh, path, x, params, engine if per_worker else None)
+  )
   return _carried_over(engine, state, jax.tree_util.tree_map_with_path(of, state, is_leaf=is_reduce_state))
 
 

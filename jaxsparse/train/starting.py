@@ -64,8 +64,8 @@ def abstract_state(
   engine = training_engine(mesh, axis)
   with engine.typed() as typed:
     state, specs = _shapes(typed, start_of(engine, tx), params)
-  rows = (engine.held,) if isinstance(state, PerWorker) else ()
-  of = lambda path, x: x if states.is_reduce_state(x) else shape_of(mesh, path, x, params, rows)
+  of_each = engine if isinstance(state, PerWorker) else None
+  of = lambda path, x: x if states.is_reduce_state(x) else shape_of(mesh, path, x, params, of_each)
   state = jax.tree_util.tree_map_with_path(of, state, is_leaf=states.is_reduce_state)
   if workers not in (None, engine.workers):
     state = _of_workers(state, workers)
@@ -103,7 +103,7 @@ def started(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any,
 
 
 def shape_of(
-  mesh: Mesh | Comm, path: Any, x: Any, params: optax.Params, rows: tuple[int, ...] = ()
+  mesh: Mesh | Comm, path: Any, x: Any, params: optax.Params, of_each: Engine | None = None
 ) -> jax.ShapeDtypeStruct:
   """The shape of an array of a state on a mesh, sharded as its parameter if it is one of a parameter.
 
@@ -112,13 +112,14 @@ def shape_of(
     path: of the array in the state; that of a moment ends with the path of its parameter.
     x: the array, perhaps of another number of workers.
     params: the parameters.
-    rows: (P,) where the array has a row for each worker, which the engine shards.
+    of_each: the workers, if the array has a row for each of them.
   """
+  rows, axes = ((of_each.held,), (of_each.axis,)) if of_each else ((), ())
   own, sharding = np.shape(x)[len(rows) :], None
   for name, param in jax.tree_util.tree_leaves_with_path(params):
     lies = getattr(param, "sharding", None)
     if path[len(path) - len(name) :] == name and own == np.shape(param) and isinstance(lies, NamedSharding):
-      sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(rows), *lies.spec)) if isinstance(mesh, Mesh) else None
+      sharding = NamedSharding(mesh, PartitionSpec(*axes, *lies.spec)) if isinstance(mesh, Mesh) else None
   return jax.ShapeDtypeStruct((*rows, *own), jnp.result_type(x), sharding=sharding)
 
 

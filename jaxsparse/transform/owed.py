@@ -187,23 +187,22 @@ def _rows_of(node: ReduceState, rank: int) -> range:
 
 
 def _row(x: Any, rows: range, number: int) -> np.ndarray:
-  """Row `number` of an array with so many rows along its leading axis, flat."""
-  each = x.shape[0] // len(rows)
-  begin = (number - rows.start) * each
-  for shard in x.addressable_shards if isinstance(x, jax.Array) else ():
-    low, high, _ = shard.index[0].indices(x.shape[0])
-    if low <= begin and begin + each <= high:
-      return np.asarray(shard.data)[begin - low : begin - low + each].reshape(-1)
-  return np.asarray(x)[begin : begin + each].reshape(-1)
+  """Row `number` of an array with so many rows along its leading axes, flat."""
+  each, number = x.size // len(rows), number - rows.start
+  for shard in x.addressable_shards if isinstance(x, jax.Array) and x.ndim == 1 else ():
+    low, high, _ = shard.index[0].indices(x.size)
+    if low <= number * each and (number + 1) * each <= high:
+      return np.asarray(shard.data)[number * each - low : (number + 1) * each - low]
+  return np.asarray(x).reshape(len(rows), each)[number]
 
 
 def _from_rows(like: jax.Array, rows: range, row: Callable[[int], np.ndarray]) -> jax.Array:
-  """The array with the shape and the sharding of another one, made of so many rows along its leading axis."""
-  each = like.shape[0] // len(rows)
+  """The array with the shape and the sharding of another one, made of so many rows along its leading axes."""
+  each = like.size // len(rows)
 
   def part(index: Any) -> np.ndarray:
-    low, high, _ = index[0].indices(like.shape[0])
-    found = [row(rows.start + number) for number in range(low // each, high // each)]
-    return np.concatenate(found).reshape(-1, *like.shape[1:])
+    low, high, _ = index[0].indices(like.shape[0]) if like.ndim == 1 else (0, like.size, 1)
+    found = np.concatenate([row(rows.start + number) for number in range(low // each, high // each)])
+    return found if like.ndim == 1 else found.reshape(like.shape)[index]
 
   return jax.make_array_from_callback(like.shape, like.sharding, part)

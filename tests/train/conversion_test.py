@@ -278,6 +278,10 @@ def test_what_is_wrong_is_said_before_anything_is_changed():
     js.convert(state, optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)), PARAMS, mesh)
   with pytest.raises(ValueError, match="made for 3 workers, the axis has 4: .* js.resize"):
     js.flush(state, PARAMS, mesh)
+  first = lambda x, spec: np.asarray(x)[: x.size // 3] if spec else np.asarray(x)
+  alone = jax.tree.map(first, state, js.specs(state, "workers"))
+  with pytest.raises(ValueError, match="state is that of one of 3 workers, .* give the arrays of all 3, concatenated"):
+    js.resize(alone, PARAMS, sim(4))
   step = js.make_train_step(loss_fn, tx, mesh_of(3))
   step(params, state, normals(0, 24, 64))
   with pytest.raises(ValueError, match="was donated to an earlier step"):

@@ -494,6 +494,21 @@ def test_a_state_of_other_hosts(kind):
     js.resize(state, params, mesh_of({"hosts": 2, "x": 4}, kind), axis="hosts")
 
 
+@pytest.mark.filterwarnings("ignore:js.resize. the workers have parameters")
+def test_other_hosts_with_parameters_of_their_own():
+  tx = chain_of(js.a2sgd_transform("hosts", sync_every=None))
+  step, params, state = model_of(tx)
+  params, state, _ = step(params, state, batch_of(0))
+  other, fresh, like = model_of(tx, sizes={"hosts": 2, "x": 2})
+  resized = js.resize(state, fresh, mesh_of({"hosts": 2, "x": 2}), axis="hosts")
+  same = lambda x, wanted: x.sharding.is_equivalent_to(wanted.sharding, x.ndim) and x.shape == wanted.shape
+  assert jax.tree.all(jax.tree.map(same, resized, like))
+  moved, was = (np.asarray(one.moved["up"]) for one in (resized, state))
+  np.testing.assert_allclose(moved, np.broadcast_to(was.astype(np.float64).mean(0), moved.shape), rtol=1e-6)
+  assert abs(moved).max() > 0
+  other(fresh, resized, batch_of(1))
+
+
 def test_what_is_wrong_is_said_before_anything_is_changed():
   tx = js.spardl_transform("hosts", density=0.2)
   step, params, state = model_of(tx)
