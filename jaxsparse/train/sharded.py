@@ -48,6 +48,7 @@ class _ShardedMesh(_OnMesh):
     self.inside, self.others = self.others, ()
     self.axes = {name: mesh.shape[name] for name in names_of(axis)}
     self._alike: dict[Any, bool] = {mesh: True}
+    self._known: dict[Any, NamedSharding] = {}
 
   @property
   def flat(self) -> Engine:
@@ -82,7 +83,17 @@ class _ShardedMesh(_OnMesh):
 
   def shardings(self, tree: Any, specs: Any) -> Any:
     every = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
-    return jax.tree_util.tree_map_with_path(self._sharding, tree, every)
+    known = self._known
+
+    def of(path: Any, leaf: Any, spec: PartitionSpec) -> NamedSharding:
+      key = getattr(leaf, "sharding", None), spec, np.ndim(leaf)
+      if isinstance(leaf, jax.core.Tracer):
+        return self._sharding(path, leaf, spec)
+      if key not in known:  # runs in every step, for every leaf
+        known[key] = self._sharding(path, leaf, spec)
+      return known[key]
+
+    return jax.tree_util.tree_map_with_path(of, tree, every)
 
   def place(self, tree: Any, specs: Any) -> Any:
     return self._put(tree, jax.tree.leaves(self.shardings(tree, specs)))

@@ -96,10 +96,8 @@ def made(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, An
 
 def started(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
-  replicated = PartitionSpec()
-  arguments = engine.place((params,), (replicated,))
-  spec = placed(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), engine.axis)
-  return engine.jit(start, (replicated,), spec, shardings=(None, None))(*arguments), spec
+  arguments, spec = _specs_of(engine, start, params)
+  return engine.jit(start, (PartitionSpec(),), spec, shardings=(None, None))(*arguments), spec
 
 
 def shape_of(
@@ -136,10 +134,15 @@ def checked(state: Any, params: optax.Params) -> list[ReduceState]:
 
 def _shapes(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
   """The shapes of `started`, and its specs."""
+  arguments, spec = _specs_of(engine, start, params)
+  return jax.eval_shape(engine.map(start, (PartitionSpec(),), spec), *arguments), spec
+
+
+def _specs_of(engine: Engine, start: Callable, params: optax.Params) -> tuple[tuple[Any], Any]:
+  """The arguments of `start`, placed, and the specs of the state that it returns."""
   replicated = PartitionSpec()
   arguments = engine.place((params,), (replicated,))
-  spec = placed(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), engine.axis)
-  return jax.eval_shape(engine.map(start, (replicated,), spec), *arguments), spec
+  return arguments, placed(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), engine.axis)
 
 
 def _of_workers(state: Any, workers: int) -> Any:
