@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import SparseCollective
-from jaxsparse.comm import all_gather, in_rank_order, topology
+from jaxsparse.collectives._messages import EncodingCollective, words_of
+from jaxsparse.comm import in_rank_order, topology
 from jaxsparse.select import threshold, top_k
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.select.kth_largest import keys_of
@@ -30,7 +30,7 @@ _FACTOR = 1.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GaussianK(SparseCollective):
+class GaussianK(EncodingCollective):
   """Sends about k entries of each worker, those above a fitted threshold, to all others (Gaussian-k).
 
   With `acc = gradient + residual`, the threshold is `|mean| + |Φ⁻¹(ρ/2)| · std` of `acc`. Gradients are not normally
@@ -44,9 +44,10 @@ class GaussianK(SparseCollective):
     density: ρ in (0, 1]; k = ⌈ρ n⌉ is the target number of entries.
     k: the target number of entries instead, 1 … n.
     correction: whether the threshold is corrected. False uses the published estimate unchanged.
+    wire: the format of values, "f32", "bf16" or "int8", as of `js.spardl_transform`.
 
   Raises:
-    ValueError: for a density, k or correction outside their choices.
+    ValueError: for a density, k, correction or wire outside their choices.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -64,7 +65,8 @@ class GaussianK(SparseCollective):
     return min(n, math.ceil(5 * self.entries(n) / 4))
 
   def cost(self, n: int, size: int) -> Cost:
-    return Cost(len(topology.strides(size)), 2 * self.capacity(n) * (size - 1), agreements=int(size > 1))
+    words = words_of(self.codec(n), size, self.capacity(n))
+    return Cost(len(topology.strides(size)), words, agreements=int(size > 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, most = grads.size, self.entries(grads.size), self.capacity(grads.size)
@@ -78,17 +80,21 @@ class GaussianK(SparseCollective):
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
     finite, needed = agree(comm, selected, jnp.isfinite(sent.values).all())
 
-    def gather(capacity: int) -> tuple[Sparse, jax.Array]:
-      rows = all_gather(comm, sparse.narrowed(sent, capacity))
-      return sparse.widened(rows, most, n), saturating.times(capacity, 2 * (comm.size - 1))
+    writer = self.writer(self.codec(n), state.shared, comm.rank)
 
-    rows, words = switch(geometric(min(most, max(1, k // 4)), most), needed, gather)
+    def gather(capacity: int) -> tuple[Sparse, Sparse, jax.Array]:
+      message, errors = writer.encode(jax.tree.map(lambda x: x[None], sparse.narrowed(sent, capacity)), 0)
+      rows = writer.gather(comm, message)
+      words = saturating.total(writer.words(comm.size, capacity))
+      return sparse.widened(rows, most, n), sparse.widened(errors, most, n), words
+
+    rows, errors, words = switch(geometric(min(most, max(1, k // 4)), most), needed, gather)
     total = sparse.merge(in_rank_order(comm, rows), n)
-    used = saturating.times(jnp.minimum(selected, most), 2 * (comm.size - 1))
+    used = saturating.times(writer.words_used(jnp.minimum(selected, most), most), comm.size - 1)
     overflow = jnp.maximum(selected - most, 0)
     delivered = jnp.count_nonzero(total.values)
     counters = Counters(words, used, selected=selected, delivered=delivered, overflow=overflow)
-    state = state._replace(residual=acc.without(sent.indices))
+    state = state._replace(residual=acc.replaced(errors), shared=self.following_step(state.shared))
     return Reduced(total._replace(values=jnp.where(finite, total.values, jnp.nan)), state, counters)
 
 

@@ -19,17 +19,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import SparseCollective
+from jaxsparse.collectives._messages import SelectingCollective, Writer
 from jaxsparse.comm import topology
-from jaxsparse.select import top_k
 from jaxsparse.select.exact import top_k_of_entries
-from jaxsparse.sparse import bitset
 from jaxsparse.sparse.lazy import LazySum
-from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GTopk(SparseCollective):
+class GTopk(SelectingCollective):
   """Merges the k largest entries of all workers pairwise along a binary tree (gTopk).
 
   With `acc_w = gradient_w + residual_w` and `a ⊕ b = top_k(a + b)`, the total is the ⊕ of all `top_k(acc_w)` along the
@@ -40,9 +38,12 @@ class GTopk(SparseCollective):
   Args:
     density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
     k: the number of entries instead, 1 … n.
+    selector: how the entries of a worker are selected, "exact", "chunked" or "reuse", as of `js.spardl_transform`;
+      merges keep the k largest of a sum.
+    wire: the format of values, "f32", "bf16" or "int8", as of `js.spardl_transform`.
 
   Raises:
-    ValueError: for a density or k outside their choices.
+    ValueError: for a density, k, selector or wire outside their choices.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -54,48 +55,51 @@ class GTopk(SparseCollective):
 
   def cost(self, n: int, size: int) -> Cost:
     rounds = 2 * len(topology.strides(size))
-    return Cost(rounds, 2 * self.entries(n) * rounds)
+    return Cost(rounds, self.codec(n).words(1, self.entries(n)) * rounds)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, k = grads.size, self.entries(grads.size)
+    n = grads.size
     acc = LazySum((grads, state.residual))
-    merged = sent = top_k(acc, k)
-    dropped = []
-    for edges in topology.tree(comm.size):
-      got = comm.permute(merged, edges)
-      both = jax.tree.map(lambda mine, theirs: jnp.stack([mine, theirs]), merged, _received(comm, got, edges, n))
-      merged, rest = top_k_of_entries(sparse.merge(both, n), k, k, n)
-      dropped.append(rest)
-    for edges in reversed(topology.tree(comm.size)):
-      down = tuple((parent, child) for child, parent in edges)
-      got, receives = comm.permute(merged, down), _receives(comm, down)
-      merged = jax.tree.map(functools.partial(jnp.where, receives), got, merged)
-
+    writer = self.writer(self.codec(n), state.shared, comm.rank)
+    chosen, selected, memory = self.choose(acc, state.worker)
+    total, returned = self._merged(comm, chosen, writer, n)
+    residual = acc.undelivered(total.indices, chosen._replace(values=jnp.zeros_like(chosen.values)), *returned)
     words = self.cost(n, comm.size).words
-    counters = Counters(words, words, selected=k, delivered=sparse.count(merged, n))
-    return Reduced(merged, state._replace(residual=_residual(acc, sent, dropped, merged)), counters)
+    counters = Counters(words, words, selected=selected, delivered=sparse.count(total, n))
+    return Reduced(total, State(residual, memory, self.following_step(state.shared)), counters)
+
+  def _merged(self, comm: Comm, chosen: Sparse, writer: Writer, n: int) -> tuple[Sparse, list[Sparse]]:
+    """The ⊕ of the [1, k] entries of all workers, and what merges and messages of this worker dropped of the sums."""
+    k, merged, returned, rounds = chosen.indices.size, _row(chosen), [], topology.tree(comm.size)
+    for number, edges in enumerate(rounds):
+      message, errors = writer.encode(_rows(merged), number)
+      got = _row(writer.decode(comm.permute(message, edges)))
+      both = jax.tree.map(lambda mine, theirs: jnp.stack([mine, theirs]), merged, _received(comm, got, edges, n))
+      if writer.rounds:
+        returned.append(sparse.where(_sends(comm, edges), errors, n))
+      merged, rest = top_k_of_entries(sparse.merge(both, n), k, k, n)
+      returned.append(rest)
+    message, errors = writer.encode(_rows(merged), len(rounds))
+    if writer.rounds:
+      returned.append(sparse.where(comm.rank == 0, errors, n))
+    for edges in reversed(rounds):
+      down = tuple((parent, child) for child, parent in edges)
+      got, receives = comm.permute(message, down), _receives(comm, down)
+      message = jax.tree.map(functools.partial(jnp.where, receives), got, message)
+    return _row(writer.decode(message)), returned
 
 
-def _residual(acc: LazySum, sent: Sparse, dropped: list[Sparse], total: Sparse) -> Pending:
-  """The next residual: at the indices of the total the entries that merges at this worker dropped, elsewhere `acc`.
+def _rows(entries: Sparse) -> Sparse:
+  return jax.tree.map(lambda x: x[None], entries)
 
-  Args:
-    acc: the accumulator.
-    sent: [k] entries, the largest of `acc`.
-    dropped: the entries that merges at this worker dropped, in the order of the merges.
-    total: [k] entries.
-  """
-  n, slots = acc.size, total.indices.size
-  members = bitset.insert(bitset.empty(n), total.indices, n)
-  slot_of = lambda entries: jnp.where(
-    bitset.contains(members, entries.indices), bitset.rank(members, entries.indices), slots
-  )
-  # At the indices of the total: the accumulator, zero where it was sent, plus the entries that merges dropped.
-  values = sparse.put(acc.at(total.indices), slot_of(sent), 0.0)
-  for rest in dropped:
-    values = values.at[slot_of(rest)].add(rest.values, mode="drop", unique_indices=True)
-  grads, residual = acc.parts
-  return Pending(grads, residual, Sparse(total.indices, values))
+
+def _row(rows: Sparse) -> Sparse:
+  return jax.tree.map(lambda x: x[0], rows)
+
+
+def _sends(comm: Comm, edges: topology.Pairs) -> jax.Array:
+  """Whether this worker sends a message along `edges`."""
+  return _receives(comm, tuple((destination, source) for source, destination in edges))
 
 
 def _receives(comm: Comm, edges: topology.Pairs) -> jax.Array:

@@ -80,9 +80,12 @@ class QSGD(Collective):
     acc = grads if state.residual is None else grads + state.residual
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), state.shared), comm.rank)
     message, used = encoded(key, acc, self.levels, self.bits)
-    total = decoded_sum(in_rank_order(comm, all_gather(comm, message)), self.bits, n)
+    rows = all_gather(comm, message)
+    total = decoded_sum(rows, self.bits, n, in_rank_order(comm, jnp.arange(comm.size, dtype=jnp.int32)))
 
-    residual = None if state.residual is None else acc - decoded_sum(message[None], self.bits, n)
+    residual = None
+    if state.residual is not None:
+      residual = acc - decoded_sum(message[None], self.bits, n, jnp.zeros(1, jnp.int32))
     words = self.cost(n, comm.size).words
     counters = Counters(words, words, selected=used, delivered=bitset.count(bitset.pack(total != 0)))
     return Reduced(total, state._replace(residual=residual, shared=state.shared + 1), counters)
@@ -152,17 +155,18 @@ def encoded(key: jax.Array, x: jax.Array, levels: int, bits: int) -> tuple[jax.A
   return jax.lax.fori_loop(0, blocks, fill, (message, used)) if blocks else (message, used)
 
 
-def decoded_sum(messages: jax.Array, bits: int, n: int) -> jax.Array:
-  """The sum f32[n] of the messages of `encoded`, u32[P, 1 + w], added one after the other.
+def decoded_sum(messages: jax.Array, bits: int, n: int, order: jax.Array) -> jax.Array:
+  """The sum f32[n] of the messages of `encoded`, u32[P, 1 + w], added in the order i32[P] of their rows.
 
-  Block by block, so that a block of the sum stays in the cache while the entries of all messages are added.
+  Block by block, so that a block of the sum stays in the cache while the entries of all messages are added, and that
+  only blocks are put in order.
   """
   span, scales = 32 // bits * _BLOCK, jax.lax.bitcast_convert_type(messages[:, 0], jnp.float32)
   blocks = n // span
 
   def added(rows: jax.Array) -> jax.Array:
-    levels = [unpack_levels(row, bits).astype(jnp.float32) for row in rows]
-    return functools.reduce(jnp.add, [level * scale for level, scale in zip(levels, scales, strict=True)])
+    levels = [unpack_levels(row, bits).astype(jnp.float32) for row in rows[order]]
+    return functools.reduce(jnp.add, [level * scale for level, scale in zip(levels, scales[order], strict=True)])
 
   def fill(block: jax.Array, total: jax.Array) -> jax.Array:
     rows = jax.lax.dynamic_slice(messages, (0, 1 + block * _BLOCK), (len(messages), _BLOCK))

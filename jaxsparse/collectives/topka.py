@@ -10,40 +10,50 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import SparseCollective
-from jaxsparse.comm import all_gather, in_rank_order, topology
-from jaxsparse.select import top_k
+from jaxsparse.collectives._messages import SelectingCollective, words_of
+from jaxsparse.comm import in_rank_order, topology
+from jaxsparse.sparse import saturating
+from jaxsparse.sparse.codec import Codec, codec_of
 from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopkA(SparseCollective):
+class TopkA(SelectingCollective):
   """Sends the k largest entries of each worker to all others (TopkA).
 
   With `acc_w = gradient_w + residual_w`, the total is `Σ_w top_k(acc_w)`, added in rank order. The next residual is
-  `acc_w − top_k(acc_w)`, the entries that were not sent. The state is the residual, f32[n] a worker.
+  `acc_w − top_k(acc_w)`, the entries that were not sent, and what `wire` rounds off. The state is the residual, f32[n]
+  a worker.
 
   Args:
     density: ρ in (0, 1]; each worker sends k = ⌈ρ n⌉ entries.
     k: the number of entries instead, 1 … n.
+    selector: how entries are selected, "exact", "chunked" or "reuse", as of `js.spardl_transform`.
+    wire: the format of values, "f32", "bf16" or "int8", as of `js.spardl_transform`.
 
   Raises:
-    ValueError: for a density or k outside their choices.
+    ValueError: for a density, k, selector or wire outside their choices.
 
   Example:
     >>> import optax, jaxsparse as js
     >>> tx = optax.chain(js.topka_transform("workers", density=0.01), optax.sgd(0.1))
   """
 
+  def codec(self, n: int) -> Codec:
+    return codec_of(self.wire, n, by_chunk=self.method.one_per_chunk)
+
   def cost(self, n: int, size: int) -> Cost:
-    return Cost(len(topology.strides(size)), 2 * self.entries(n) * (size - 1))
+    return Cost(len(topology.strides(size)), words_of(self.codec(n), size, self.entries(n)))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k = grads.size, self.entries(grads.size)
     acc = LazySum((grads, state.residual))
-    sent = top_k(acc, k)
-    total = sparse.merge(in_rank_order(comm, all_gather(comm, sent)), n)
-    words = self.cost(n, comm.size).words
-    counters = Counters(words, words, selected=k, delivered=jnp.count_nonzero(total.values))
-    return Reduced(total, state._replace(residual=acc.without(sent.indices)), counters)
+    chosen, selected, memory = self.choose(acc, state.worker)
+    writer = self.writer(self.codec(n), state.shared, comm.rank)
+    message, errors = writer.encode(chosen, 0)
+    total = sparse.merge(in_rank_order(comm, writer.gather(comm, message)), n)
+    words = writer.words(comm.size, k)
+    used = saturating.times(writer.words_used(selected, k), comm.size - 1)
+    counters = Counters(words, used, selected=selected, delivered=jnp.count_nonzero(total.values))
+    return Reduced(total, State(acc.replaced(errors), memory, self.following_step(state.shared)), counters)

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import SparseCollective
+from jaxsparse.collectives._messages import SelectingCollective, Writer, residual_of
 from jaxsparse.comm import all_gather, exchange, in_rank_order, topology
-from jaxsparse.select import threshold, top_k
+from jaxsparse.select import threshold
 from jaxsparse.sparse import bitset, saturating
 from jaxsparse.sparse.capacities import geometric, switch
 from jaxsparse.sparse.lazy import LazySum
@@ -29,7 +29,7 @@ from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopkDSA(SparseCollective):
+class TopkDSA(SelectingCollective):
   """Reduces the k largest entries of each worker by region (TopkDSA).
 
   With `acc_w = gradient_w + residual_w`, the total is `Σ_w top_k(acc_w)`, added in rank order. An entry that a worker
@@ -40,9 +40,11 @@ class TopkDSA(SparseCollective):
   Args:
     density: ρ in (0, 1]; each worker sends k = ⌈ρ n⌉ entries.
     k: the number of entries instead, 1 … n.
+    selector: how entries are selected, "exact", "chunked" or "reuse", as of `js.spardl_transform`.
+    wire: the format of values, "f32", "bf16" or "int8", as of `js.spardl_transform`.
 
   Raises:
-    ValueError: for a density or k outside their choices.
+    ValueError: for a density, k, selector or wire outside their choices.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -68,38 +70,47 @@ class TopkDSA(SparseCollective):
     n, k, size = grads.size, self.entries(grads.size), comm.size
     length = -(-n // size)
     acc, capacities = LazySum((grads, state.residual)), self.capacities(n, size)
-    selected = top_k(acc, k).indices
+    writer = self.writer(self.codec(n), state.shared, comm.rank)
+    picked, count, memory = self.choose(acc, state.worker)
+    selected = picked.indices[0]
     chosen = bitset.insert(bitset.empty(n), selected, n)
     bounds = jnp.array([min(region * length, n) for region in range(size + 1)], jnp.int32)
     fullest = comm.all_reduce(jnp.diff(bitset.rank(chosen, bounds)).max(), "max")
     sent = threshold.at_most_in_regions(acc, chosen, bounds, capacities[-1], most=k)
     selected = jnp.where(bitset.contains(sent, selected), selected, n)
 
-    def split(capacity: int) -> tuple[jax.Array, jax.Array]:
-      rows = exchange(comm, threshold.in_regions(acc, sent, bounds, capacity, most=k))
+    def split(capacity: int) -> tuple[jax.Array, list[Sparse], jax.Array]:
+      message, errors = writer.encode(threshold.in_regions(acc, sent, bounds, capacity, most=k), 0)
+      rows = writer.decode(exchange(comm, message))
       own = sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length)
-      return own, saturating.times(capacity, 2 * (size - 1))
+      lost = [sparse.widened(errors, capacities[-1], n)] if writer.rounds else []
+      return own, lost, saturating.times(writer.codec.words(1, capacity), size - 1)
 
-    own, split_words = switch(capacities, fullest, split)
-    total, words = _gather(comm, own, most=size * capacities[-1], even=-(-k // size), slots=min(size * k, n))
+    own, lost, split_words = switch(capacities, fullest, split)
+    sums = dataclasses.replace(writer, codec=self.codec(length))
+    most, even, slots = size * capacities[-1], -(-k // size), min(size * k, n)
+    total, rounded_off, words = _gather(comm, own, sums, most, even, slots)
     starts = bitset.rank(sent, bounds)
     counters = Counters(
       words_sent=saturating.total(split_words, words),
-      words_used=saturating.total(saturating.times(starts[-1] - jnp.diff(starts)[comm.rank], 2), words),
-      selected=k,
+      words_used=saturating.total(writer.words_used(starts[-1] - jnp.diff(starts)[comm.rank], even), words),
+      selected=count,
       delivered=jnp.count_nonzero(total.values),
-      overflow=k - starts[-1],
+      overflow=count - starts[-1],
     )
-    residual = acc.without(sparse.delivered(selected, total, n))
-    return Reduced(total, state._replace(residual=residual), counters)
+    residual = residual_of(acc, selected, total, lost + rounded_off)
+    return Reduced(total, State(residual, memory, self.following_step(state.shared)), counters)
 
 
-def _gather(comm: Comm, own: jax.Array, most: int, even: int, slots: int) -> tuple[Sparse, jax.Array]:
-  """The non-zero sums of all regions, [slots] entries, and the words sent.
+def _gather(
+  comm: Comm, own: jax.Array, writer: Writer, most: int, even: int, slots: int
+) -> tuple[Sparse, list[Sparse], jax.Array]:
+  """The non-zero sums of all regions, [slots] entries, the rounding errors of the own region, and the words sent.
 
   Args:
     comm: the workers.
     own: f32[length], the sum of this worker's region.
+    writer: encodes and decodes the entries of a region.
     most: the largest number of non-zero entries of a region.
     even: the smallest capacity.
     slots: the largest number of non-zero entries of all regions.
@@ -113,16 +124,25 @@ def _gather(comm: Comm, own: jax.Array, most: int, even: int, slots: int) -> tup
   fullest = comm.all_reduce(bitset.count(chosen), "max")
   nonzero = lambda x, members, slots: threshold.first(LazySum((x,)), members, slots)
 
-  def gather(capacity: int) -> tuple[Sparse, jax.Array]:
+  def lost(errors: Sparse) -> list[Sparse]:
+    flat = jnp.where(errors.indices < length, errors.indices + comm.rank * length, size * length)
+    return [sparse.widened(Sparse(flat, errors.values), few, size * length)] if writer.rounds else []
+
+  def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
     if capacity == length:
       regions = in_rank_order(comm, all_gather(comm, own)).reshape(-1)
-      return nonzero(regions, bitset.pack(regions != 0), slots), saturating.times(length, size - 1)
-    rows = in_rank_order(comm, all_gather(comm, nonzero(own, chosen, capacity)))
+      total = nonzero(regions, bitset.pack(regions != 0), slots)
+      nothing = Sparse(jnp.full(few, length, jnp.int32), jnp.zeros(few, jnp.float32))
+      return total, lost(nothing), saturating.times(length, size - 1)
+    sums = nonzero(own, chosen, capacity)
+    message, errors = writer.encode(jax.tree.map(lambda x: x[None], sums), 1)
+    rows = in_rank_order(comm, writer.gather(comm, message))
     flat = rows.indices + length * jnp.arange(size, dtype=jnp.int32)[:, None]
     flat = jnp.where(rows.indices < length, flat, size * length)
     entries = Sparse(flat.reshape(-1), rows.values.reshape(-1))
     if size * capacity > slots:
       entries = sparse.compressed(entries, entries.indices < size * length, slots, size * length)
-    return sparse.widened(entries, slots, size * length), saturating.times(capacity, 2 * (size - 1))
+    words = saturating.total(writer.words(size, capacity))
+    return sparse.widened(entries, slots, size * length), lost(jax.tree.map(lambda x: x[0], errors)), words
 
   return switch(capacities, fullest, gather)

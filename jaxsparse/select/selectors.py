@@ -1,4 +1,4 @@
-"""Selection methods of collectives that send entries in rounds: a `Selector` makes the accumulator of a step.
+"""Selection methods of collectives: a `Selector` chooses entries at once, or makes an accumulator for rounds.
 
 A new selector is a class here, and its name in `SelectorName` and `SELECTORS`.
 """
@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 from jaxsparse.select.accumulator import Accumulator, TopKAccumulator
 from jaxsparse.select.blocks import Blocks
+from jaxsparse.select.exact import top_k
 from jaxsparse.select.kth_largest import keys_of
 from jaxsparse.select.per_chunk import ChunkAccumulator
+from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Sparse
 
 _LONGEST_CHUNK = 1 << 22  # entries: a magnitude keeps its exponent beside the number of a row
@@ -38,7 +40,11 @@ class Selector(Protocol):
     ...
 
   def start(self, blocks: Blocks, memory: Any) -> Accumulator:
-    """The accumulator of a step."""
+    """The accumulator of a step, for blocks that are sent in rounds."""
+    ...
+
+  def choose(self, x: LazySum, k: int, memory: Any) -> Sparse:
+    """The k entries of a whole vector, [1, k], which are sent at once."""
     ...
 
   def next(self, memory: Any, chosen: Sparse, length: int) -> Any:
@@ -66,6 +72,11 @@ class Exact:
     del memory
     return TopKAccumulator.of(blocks)
 
+  def choose(self, x: LazySum, k: int, memory: Any) -> Sparse:
+    """The k largest entries, found without the bookkeeping of an accumulator."""
+    del memory
+    return jax.tree.map(lambda array: array[None], top_k(x, k))
+
   def next(self, memory: Any, chosen: Sparse, length: int) -> Any:
     """Nothing is remembered."""
     del chosen, length
@@ -90,6 +101,10 @@ class PerChunk(Exact):
     """The accumulator of a step."""
     del memory
     return ChunkAccumulator.of(blocks)
+
+  def choose(self, x: LazySum, k: int, memory: Any) -> Sparse:
+    """The largest entry of each chunk."""
+    return self.start(Blocks.whole(x, k), memory).largest(0, 1)
 
 
 class Reused(NamedTuple):
@@ -125,6 +140,10 @@ class Reuse:
   def start(self, blocks: Blocks, memory: Reused) -> Accumulator:
     """The accumulator of a step."""
     return TopKAccumulator.of(blocks, least=jnp.maximum(keys_of(memory.bounds), 1))
+
+  def choose(self, x: LazySum, k: int, memory: Reused) -> Sparse:
+    """Those of the k largest entries that reach the threshold."""
+    return self.start(Blocks.whole(x, k), memory).largest(0, 1)
 
   def next(self, memory: Reused, chosen: Sparse, length: int) -> Reused:
     """The thresholds of the next step."""

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.sparse import entries
+from jaxsparse.sparse import bitset, entries
 from jaxsparse.types import Pending, Sparse
 
 
@@ -49,5 +49,35 @@ class LazySum:
     Args:
       indices: i32 of any shape; each index below n occurs once, others are ignored.
     """
+    return self.replaced(Sparse(indices, jnp.zeros(indices.shape, jnp.float32)))
+
+  def replaced(self, values: Sparse) -> Pending:
+    """The residual with these values at their indices and this sum elsewhere, not materialized yet.
+
+    Args:
+      values: entries of any shape; each index below n occurs once, others are ignored.
+    """
     grads, residual = self.parts
-    return Pending(grads, residual, Sparse(indices, jnp.zeros(indices.shape, jnp.float32)))
+    return Pending(grads, residual, values)
+
+  def undelivered(self, indices: jax.Array, sent: Sparse, *returned: Sparse) -> Pending:
+    """The residual of a reduction that drops or rounds entries on their way, not materialized yet.
+
+    At the indices of the total: what this worker did not send, plus what was returned to it. Elsewhere: this sum, also
+    where an entry was sent, since those who sent entries that were dropped everywhere keep them.
+
+    Args:
+      indices: i32[c], of the total, ascending; empty slots (n) last.
+      sent: the indices that this worker sent, with the unsent part of each value.
+      *returned: entries that this worker dropped or rounded off, added in their order; each index once.
+    """
+    members = bitset.insert(bitset.empty(self.size), indices, self.size)
+
+    def slots(of: Sparse) -> jax.Array:
+      flat = of.indices.reshape(-1)
+      return jnp.where(bitset.contains(members, flat), bitset.rank(members, flat), indices.size)
+
+    values = entries.put(self.at(indices), slots(sent), sent.values.reshape(-1))
+    for part in returned:
+      values = values.at[slots(part)].add(part.values.reshape(-1), mode="drop", unique_indices=True)
+    return self.replaced(Sparse(indices, values))

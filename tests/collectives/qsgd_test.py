@@ -35,10 +35,10 @@ def test_long_gradients_are_decoded_to_within_a_level(n):
   grads = normals(0, 3, n)
   messages, used = jax.jit(jax.vmap(lambda x: encoded(jax.random.key(0), x, 127, 8)))(grads)
   scales = np.array([np.asarray(messages[:, 0]).view(np.float32)]).reshape(3, 1)
-  each = np.stack([decoded_sum(message[None], 8, n) for message in messages])
+  each = np.stack([decoded_sum(message[None], 8, n, np.array([0])) for message in messages])
   assert (np.abs(each - grads) <= scales).all()
   assert used.tolist() == (each != 0).sum(axis=1).tolist()
-  np.testing.assert_array_equal(decoded_sum(messages, 8, n), (each[0] + each[1]) + each[2])
+  np.testing.assert_array_equal(decoded_sum(messages, 8, n, np.arange(3)), (each[0] + each[1]) + each[2])
 
 
 def test_words_shrink_with_levels():

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import SparseCollective, check_whole
+from jaxsparse.collectives._base import check_whole
+from jaxsparse.collectives._messages import EncodingCollective, Writer, residual_of
 from jaxsparse.collectives.oktopk.balance import Sizes, balance_and_gather, consensus_bounds, even_bounds, imbalance
 from jaxsparse.collectives.oktopk.thresholds import by_a_fixed_step, kth_magnitude, nearest, proportionally
 from jaxsparse.comm import exchange, topology
@@ -34,7 +35,7 @@ class Reused(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OkTopk(SparseCollective):
+class OkTopk(EncodingCollective):
   """Delivers about k entries a step in O(k) words whatever P is (Ok-Topk, Algorithm 2).
 
   With the accumulators `acc_w = gradient_w + residual_w`, local thresholds a_w and a global threshold b, the total is
@@ -65,9 +66,10 @@ class OkTopk(SparseCollective):
       "none", the published algorithm.
     regions: "balanced" regions contain equally many selected entries; "even" ones have equal length, the paper's
       comparison (Figure 7).
+    wire: the format of values, "f32", "bf16" or "int8", as of `js.spardl_transform`.
 
   Raises:
-    ValueError: for a density, k, period, nudge or regions outside their choices.
+    ValueError: for a density, k, period, nudge, regions or wire outside their choices.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -98,11 +100,12 @@ class OkTopk(SparseCollective):
     return max(super().slots(n, size), size * (sizes.most + sizes.surplus))  # slots of an owner's sums and receipts
 
   def init(self, n: int, size: int) -> State:
-    reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))
+    reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))  # its step also numbers the noise of `wire`
     return super().init(n, size)._replace(worker=jnp.zeros(1, jnp.float32), shared=reused)
 
   def cost(self, n: int, size: int) -> Cost:
-    words = 6 * self.sizes(n, size).even * (size - 1)
+    sizes, of = self.sizes(n, size), lambda capacity: self.codec(n).words(1, capacity)
+    words = (of(sizes.most) + max(of(sizes.direct), of(sizes.surplus) + of(sizes.even))) * (size - 1)
     # The largest message, P counts of owners, 31 or 66 counts for the global threshold, P − 1 boundaries in 2 parts.
     agreements = (
       1 + size + (66 if self.nudge == "search" else 31) + (2 * (size - 1) if self.regions == "balanced" else 0)
@@ -125,18 +128,20 @@ class OkTopk(SparseCollective):
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
     finite, needed = agree(comm, crowd.max(), jnp.isfinite(sent.values).all())
 
-    rows, words = _split(comm, sent, n, needed, sizes)
+    writer = self.writer(self.codec(n), reused.step, comm.rank)
+    rows, lost, words = _split(comm, writer, sent, needed, sizes)
     sums = sparse.merge(rows, n)
     threshold = self._threshold(comm, sums, exact, n, reused)
     mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
     owned = comm.all_reduce(jnp.zeros(comm.size, jnp.int32).at[comm.rank].set(sparse.count(mine, n)))
-    kept, balanced, gather_words = balance_and_gather(comm, mine, owned, sizes, n)
+    kept, rounded_off, balanced, gather_words = balance_and_gather(comm, writer, mine, owned, sizes)
 
     delivered, wanted = sparse.count(kept, n), jnp.sum(owned, dtype=jnp.int32)
     to_others = sparse.count(sent, n) - jnp.minimum(crowd[comm.rank], sizes.most)
+    from_others = delivered - jnp.minimum(owned[comm.rank], delivered)
     counters = Counters(
       words_sent=saturating.total(words, gather_words),
-      words_used=saturating.times(saturating.total(to_others, delivered - jnp.minimum(owned[comm.rank], delivered)), 2),
+      words_used=writer.words_used(saturating.total(to_others, from_others), sizes.even),
       selected=selected,
       delivered=delivered,
       overflow=saturating.total(selected - sparse.count(sent, n), jnp.where(comm.rank == 0, wanted - delivered, 0)),
@@ -145,7 +150,7 @@ class OkTopk(SparseCollective):
       threshold_age=reused.step % self.threshold_period,
     )
     local, threshold = self._nudged(local, selected, threshold, wanted, k)
-    residual = acc.without(sparse.delivered(sent.indices, kept, n))
+    residual = residual_of(acc, sent.indices, kept, lost + rounded_off)
     next_state = State(residual, local[None], Reused(reused.step + 1, threshold, bounds))
     return Reduced(kept._replace(values=jnp.where(finite, kept.values, jnp.nan)), next_state, counters)
 
@@ -172,12 +177,20 @@ class OkTopk(SparseCollective):
     return jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n), lambda: reused.bounds)
 
 
-def _split(comm: Comm, chunks: Sparse, n: int, needed: jax.Array, sizes: Sizes) -> tuple[Sparse, jax.Array]:
-  """Sends selected entries [P, most] to the owners of their regions: (received rows [P, most] by sender, words)."""
+def _split(
+  comm: Comm, writer: Writer, chunks: Sparse, needed: jax.Array, sizes: Sizes
+) -> tuple[Sparse, list[Sparse], jax.Array]:
+  """Sends selected entries [P, most] to the owners of their regions.
 
-  def send(capacity: int) -> tuple[Sparse, jax.Array]:
-    rows = exchange(comm, sparse.narrowed(chunks, capacity))
-    return sparse.widened(rows, sizes.most, n), saturating.times(capacity, 2 * (comm.size - 1))
+  Returns:
+    (rows, lost, words): the received rows [P, most] by sender, the rounding errors of the sent ones, and words sent.
+  """
 
-  rows, words = switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, send)
-  return rows, words
+  def send(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+    widened = lambda rows: sparse.widened(rows, sizes.most, writer.length)
+    message, errors = writer.encode(sparse.narrowed(chunks, capacity), 0)
+    rows = writer.decode(exchange(comm, message))
+    words = saturating.times(writer.codec.words(1, capacity), comm.size - 1)
+    return widened(rows), [widened(errors)] if writer.rounds else [], words
+
+  return switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, send)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.comm import all_gather, exchange
+from jaxsparse.collectives._messages import Writer
+from jaxsparse.comm import exchange
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse import bitset, saturating
 from jaxsparse.sparse.capacities import geometric, switch
@@ -79,45 +80,58 @@ def imbalance(owned: jax.Array) -> jax.Array:
 
 
 def balance_and_gather(
-  comm: Comm, mine: Sparse, owned: jax.Array, sizes: Sizes, n: int
-) -> tuple[Sparse, jax.Array, jax.Array]:
+  comm: Comm, writer: Writer, mine: Sparse, owned: jax.Array, sizes: Sizes
+) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
   """Gathers the selected sums of all owners on every worker, after balancing if an owner has far more than the mean.
 
   Args:
     comm: the workers.
+    writer: encodes and decodes messages.
     mine: the selected sums of this worker's region.
     owned: i32[P], the number of selected sums of each worker.
     sizes: the capacities of messages.
-    n: length of the gradient.
 
   Returns:
-    (entries [P · direct], imbalance of the gathered blocks f32[], words sent u32[]).
+    (entries [P · direct], rounding errors of this worker's messages, imbalance of the gathered blocks f32[], words sent
+    u32[]).
   """
+  n = writer.length
   crowded = (imbalance(owned) > _TRIGGER) | (owned.max() > sizes.direct)
 
-  def gather(block: Sparse) -> tuple[Sparse, jax.Array]:
-    """The blocks of all workers in rows of `direct` slots, concatenated, and the words sent."""
-    rows = sparse.widened(all_gather(comm, block), sizes.direct, n)
-    return jax.tree.map(jnp.ravel, rows), saturating.times(block.indices.size, 2 * (comm.size - 1))
+  def lost(errors: Sparse, slots: int) -> list[Sparse]:
+    return [sparse.widened(jax.tree.map(jnp.ravel, errors), slots, n)] if writer.rounds else []
 
-  def direct() -> tuple[Sparse, jax.Array, jax.Array]:
+  def gather(block: Sparse) -> tuple[Sparse, list[Sparse], jax.Array]:
+    """The blocks of all workers in rows of `direct` slots, concatenated, the rounding errors and the words sent."""
+    message, errors = writer.encode(jax.tree.map(lambda x: x[None], block), 1)
+    rows = sparse.widened(writer.gather(comm, message), sizes.direct, n)
+    words = saturating.total(writer.words(comm.size, block.indices.size))
+    return jax.tree.map(jnp.ravel, rows), lost(errors, sizes.direct), words
+
+  surplus = comm.size * sizes.surplus
+  nothing = Sparse(jnp.full(surplus, n, jnp.int32), jnp.zeros(surplus, jnp.float32))
+
+  def direct() -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
     capacities = geometric(-(-sizes.even // 2), sizes.direct, count=4)
     most = sparse.compressed(mine, mine.indices < n, sizes.direct, n)
-    kept, words = switch(capacities, owned.max(), lambda c: gather(sparse.narrowed(most, c)))
-    return kept, imbalance(owned), words
+    kept, errors, words = switch(capacities, owned.max(), lambda c: gather(sparse.narrowed(most, c)))
+    return kept, errors + lost(nothing, surplus), imbalance(owned), words
 
-  def balanced() -> tuple[Sparse, jax.Array, jax.Array]:
-    block = balance(comm, mine, owned, sizes.even, sizes.surplus, n)
-    kept, words = gather(block)
+  def balanced() -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
+    block, moved = balance(comm, writer, mine, owned, sizes.even, sizes.surplus)
+    kept, errors, words = gather(block)
     counts = jnp.sum((kept.indices < n).reshape(comm.size, -1), axis=1, dtype=jnp.int32)
-    return kept, imbalance(counts), saturating.total(words, 2 * sizes.surplus * (comm.size - 1))
+    words = saturating.total(words, writer.codec.words(1, sizes.surplus) * (comm.size - 1))
+    return kept, errors + lost(moved, surplus), imbalance(counts), words
 
   if comm.size == 1:
     return direct()
   return jax.lax.cond(crowded, balanced, direct)
 
 
-def balance(comm: Comm, mine: Sparse, owned: jax.Array, even: int, surplus: int, n: int) -> Sparse:
+def balance(
+  comm: Comm, writer: Writer, mine: Sparse, owned: jax.Array, even: int, surplus: int
+) -> tuple[Sparse, Sparse]:
   """Moves entries from workers with more than the mean number to those with fewer, point to point (§3.1.2).
 
   The surplus entries of all workers are numbered by rank, the smallest magnitudes of a worker being its surplus. The
@@ -127,15 +141,17 @@ def balance(comm: Comm, mine: Sparse, owned: jax.Array, even: int, surplus: int,
 
   Args:
     comm: the workers.
+    writer: encodes and decodes messages.
     mine: entries of this worker.
     owned: i32[P], the number of entries of each worker.
     even: the largest number of entries of a worker after balancing.
     surplus: slots of a message.
-    n: length of the gradient.
 
   Returns:
-    [even] entries of this worker; entries without a free slot, or beyond `surplus` in a message, are in no result.
+    [even] entries of this worker, and the rounding errors [P, surplus] of those it moved; entries without a free slot,
+    or beyond `surplus` in a message, are in no result.
   """
+  n = writer.length
   mean = jnp.minimum(-(-jnp.sum(owned, dtype=jnp.int32) // comm.size), even)
   above, below = jnp.maximum(owned - mean, 0), jnp.maximum(mean - owned, 0)
   ordered = _by_magnitude(mine, n)
@@ -145,10 +161,11 @@ def balance(comm: Comm, mine: Sparse, owned: jax.Array, even: int, surplus: int,
   slot = jnp.searchsorted(jnp.cumsum(free.ravel(), dtype=jnp.int32), number + 1).astype(jnp.int32)
   moves = (beyond >= 0) & (ordered.indices < n) & (slot < free.size)
   moved = sparse.split(ordered, jnp.where(moves, slot % comm.size, comm.size), comm.size, surplus, n)
-  received = exchange(comm, moved)
+  message, errors = writer.encode(moved, 2)
+  received = writer.decode(exchange(comm, message))
   own = sparse.where(beyond < 0, ordered, n)
   together = jax.tree.map(lambda a, b: jnp.concatenate([a, b.reshape(-1)]), own, received)
-  return top_k_of_entries(together, even, even, n)[0]
+  return top_k_of_entries(together, even, even, n)[0], errors
 
 
 def _by_magnitude(entries: Sparse, end: int) -> Sparse:

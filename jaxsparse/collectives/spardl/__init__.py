@@ -32,7 +32,7 @@ on how much the teams overlap, and Algorithm 2 adapts h from step to step so tha
 2k(d² + P − 2d)/(Pd) of B-SAG's words in the paper's Table 1 leaves out the reduce-scatter.)
 
 `algorithm` has the collective, the reduce-scatter and the all-gather; `teams` has R-SAG and B-SAG; `adaptive_h` has
-Algorithm 2; `writer` encodes and decodes messages.
+Algorithm 2.
 """
 
 from jaxsparse.collectives.spardl.algorithm import SparDL

@@ -7,19 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import SparseCollective, check_whole
+from jaxsparse.collectives._base import check_whole
+from jaxsparse.collectives._messages import SelectingCollective, Writer, words_of
 from jaxsparse.collectives.spardl import teams as spar_all_gather
 from jaxsparse.collectives.spardl.adaptive_h import Adaptive, adapt
-from jaxsparse.collectives.spardl.writer import Writer, words_of
 from jaxsparse.comm import topology
 from jaxsparse.select.accumulator import Accumulator
 from jaxsparse.select.blocks import Blocks
-from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
 from jaxsparse.sparse import saturating
 from jaxsparse.sparse.capacities import geometric, switch
 from jaxsparse.sparse.codec import Codec, codec_of
 from jaxsparse.sparse.lazy import LazySum
-from jaxsparse.sparse.values import FORMATS, Wire
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
 
 
@@ -36,7 +34,7 @@ class Shared(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SparDL(SparseCollective):
+class SparDL(SelectingCollective):
   """All-reduces k of n entries a step; all other entries stay in residuals and are sent in later steps (SparDL, §3).
 
   Each worker w adds its gradient to the residual of the last step, which gives its accumulator
@@ -90,8 +88,6 @@ class SparDL(SparseCollective):
   teams: int = 1
   sag: Literal["auto", "recursive", "bruck"] = "auto"
   residual: Literal["global", "partial", "local"] = "global"
-  selector: SelectorName = "exact"
-  wire: Wire = "f32"
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -100,7 +96,7 @@ class SparDL(SparseCollective):
       raise ValueError(
         f"{self.name}: sag='recursive' with teams={self.teams}, choose a power of two, or sag='bruck' or 'auto'"
       )
-    if self._selector.one_per_chunk and self.teams > 1:
+    if self.method.one_per_chunk and self.teams > 1:
       raise ValueError(
         f"{self.name}: selector={self.selector!r} with teams={self.teams}: sums over teams may have several entries in "
         "a chunk, choose teams=1, or another selector"
@@ -119,14 +115,6 @@ class SparDL(SparseCollective):
   def sizes_vary(self) -> bool:
     return self.is_bruck
 
-  @property
-  def _selector(self) -> Selector:
-    return SELECTORS[self.selector]
-
-  @property
-  def _draws(self) -> bool:
-    return FORMATS[self.wire].draws
-
   def share(self, n: int, size: int) -> int:
     """L, the number of entries that are sent of each of the size / teams blocks.
 
@@ -135,10 +123,7 @@ class SparDL(SparseCollective):
     """
     team = topology.team_size(size, self.teams)
     share, length = -(-self.entries(n) // team), -(-n // team)
-    try:
-      self._selector.check(length, share)
-    except ValueError as error:
-      raise ValueError(f"{self.name}: {error}") from None
+    self.check_selector(length, share)
     return share
 
   def slots(self, n: int, size: int) -> int:
@@ -154,8 +139,8 @@ class SparDL(SparseCollective):
   def init(self, n: int, size: int) -> State:
     share = self.share(n, size)
     adaptive = Adaptive.start(self.capacities(n, size)[0], share) if self.is_bruck else ()
-    shared = Shared(adaptive, jnp.int32(0) if self._draws else ())
-    return super().init(n, size)._replace(worker=self._selector.init(size // self.teams), shared=shared)
+    shared = Shared(adaptive, self.first_step())
+    return super().init(n, size)._replace(worker=self.method.init(size // self.teams), shared=shared)
 
   def cost(self, n: int, size: int) -> Cost:
     share, team = self.share(n, size), size // self.teams
@@ -170,7 +155,7 @@ class SparDL(SparseCollective):
     team, member = comm.split(self.teams)
     blocks = Blocks.of(team, LazySum((grads, state.residual)), share)
     inside, between = self._writers(team, blocks.length, state)
-    acc = self._selector.start(blocks, state.worker)
+    acc = self.method.start(blocks, state.worker)
 
     acc, chosen = reduce_scatter(team, acc, inside)
     own = jax.tree.map(lambda x: x[:1], chosen)
@@ -184,10 +169,10 @@ class SparDL(SparseCollective):
     words = saturating.total(inside.words(team.size, share), summed.words, gather_words)
     selected = sparse.count(chosen, blocks.length)
     used = words
-    if not self._selector.fills_slots:
+    if not self.method.fills_slots:
       used = words.astype(jnp.float32) * selected.astype(jnp.float32) / (share * team.size)
     counters = Counters(words, used, selected=selected, delivered=jnp.count_nonzero(delivered.values), merged=merged)
-    memory = self._selector.next(state.worker, chosen, blocks.length)
+    memory = self.method.next(state.worker, chosen, blocks.length)
     shared = self._next(state.shared, merged, capacities[0], share)
     total = Sparse(blocks.flat(delivered.indices), delivered.values)
     return Reduced(total, State(residual, memory, shared), counters)
@@ -208,20 +193,17 @@ class SparDL(SparseCollective):
 
   def _codecs(self, length: int) -> tuple[Codec, Codec]:
     """The codecs of blocks inside a team, and between teams."""
-    by_chunk = self._selector.one_per_chunk
-    return codec_of(self.wire, length, by_chunk=by_chunk), codec_of(self.wire, length)
+    return codec_of(self.wire, length, by_chunk=self.method.one_per_chunk), self.codec(length)
 
   def _writers(self, team: Comm, length: int, state: State) -> tuple[Writer, Writer]:
-    key = None
-    if self._draws:  # depends on the block, not on the team: all teams must round the sum of a block alike
-      key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), state.shared.step), team.rank)
-    inside, between = self._codecs(length)
-    return Writer(inside, key), Writer(between, key)
+    # The noise depends on the block, not on the team: all teams must round the sum of a block alike.
+    inside, between = (self.writer(codec, state.shared.step, team.rank) for codec in self._codecs(length))
+    return inside, between
 
   def _next(self, shared: Shared, merged: jax.Array, low: int, share: int) -> Shared:
     if self.is_bruck:
       shared = shared._replace(adaptive=adapt(shared.adaptive, merged, low, share))
-    return shared._replace(step=shared.step + 1) if self._draws else shared
+    return shared._replace(step=self.following_step(shared.step))
 
 
 def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumulator, Sparse]:

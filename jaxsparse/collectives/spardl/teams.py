@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives.spardl.writer import Writer
+from jaxsparse.collectives._messages import Writer
 from jaxsparse.comm import in_rank_order, topology
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse import saturating
