@@ -174,7 +174,7 @@ def test_the_laws_of_fewer_entries_than_workers(case, workers, subtests):
       law(case, collective, workers, 1)
 
 
-@each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[3], options="main")
+@each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[3], options="none")
 def test_the_laws_where_everything_is_delivered(case, workers, subtests):
   collective = case.make(density=1.0)
   for law in (law_1_each_entry_arrives_exactly_once, any_input_is_delivered_or_kept):
@@ -257,7 +257,7 @@ def mesh_state(collective, workers, n):
 
 
 # engines_test.py compares the bits of all; these send all kinds of messages.
-@each_case(CASES, ["a2sgd", "dense", "oktopk", "qsgd", "spardl", "spardl-teams=2", "topka"])
+@each_case(CASES)
 def test_the_mesh_sends_these_messages_and_agrees_with_the_simulator_bit_for_bit(case, subtests):
   n, k, workers = 103, 13, case.workers([6, 8, 5])[0]
   collective = case.make(k=k)

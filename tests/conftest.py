@@ -1,5 +1,6 @@
 """Sixteen workers in every test process, strict arithmetic, quick compilation, and what `make test` leaves out."""
 
+import gc
 import itertools
 import pathlib
 
@@ -19,6 +20,9 @@ with pytest.MonkeyPatch.context() as _environment:
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Compiled programs are millions of Python objects, and each full collection reads all of them: a tenth of the time.
+gc.set_threshold(100_000, 50, 100)
 
 # Examples of a test share one program, so they are cheap, but shrinking them is not: no clock.
 hypothesis.settings.register_profile("jaxsparse", deadline=None, max_examples=25, print_blob=True)

@@ -72,10 +72,15 @@ def meanwhile(folder, act):
   return thread, acted
 
 
+QUICK_ENDS = ("killed", "raise", "leave")
+
+
 @pytest.mark.parametrize(
   ("how", "message", "engine"),
   [
-    row(how, message, engine, quick=engine == "processes" or how == "killed", id=f"{how}-{engine}")
+    row(
+      how, message, engine, quick=how in QUICK_ENDS and (how == "killed" or engine == "processes"), id=f"{how}-{engine}"
+    )
     for how, message in (
       ("killed", "rank 1 was ended by SIGKILL; the other 2 of 3 ranks were ended"),
       ("raise", "rank 1 failed: ValueError: rank 1 has had enough; the other 2 of 3 ranks were ended"),
@@ -394,7 +399,7 @@ STUBBORN = "trap '' TERM INT HUP; setsid sleep 300 & echo $$ $! >> $PIDS; sleep 
 @pytest.mark.parametrize(
   ("signals", "engine"),
   [
-    row(signals, engine, quick=engine == "processes" or signals == (signal.SIGKILL,))
+    row(signals, engine, quick=signals == (signal.SIGKILL,) or (engine == "processes" and len(signals) == 1))
     for signals in (
       (signal.SIGTERM,),
       (signal.SIGINT, signal.SIGINT),

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks import netlab
 from jaxsparse import launch
+from tests.benchmarks import commands
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -251,22 +252,23 @@ def test_loopback():
   assert (done.returncode, done.stdout) == (128 + 9, "[]\n")
 
 
-@pytest.mark.parametrize(
-  ("arguments", "message"),
-  [
-    (["--hosts=0", "--", "true"], "error: --hosts=0, choose from 1 to 250"),
-    (["--hosts=251", "--", "true"], "error: --hosts=251, choose from 1 to 250"),
-    (["--rate=fast", "--", "true"], "error: --rate='fast', choose from 1kbit to 100gbit, for example 10mbit"),
-    (["--rate=10m", "--", "true"], "--rate='10m'"),
-    (["--rate=0mbit", "--", "true"], "--rate='0mbit'"),
-    (["--rate=١mbit", "--", "true"], "--rate='١mbit'"),
-    (["--rate=1gbit\n", "--", "true"], "--rate='1gbit\\n'"),
-    (["--hosts=2"], "error: COMMAND is missing, for example"),
-    (["--loopback", "--", "no-such-program"], "error: cannot run 'no-such-program': No such file or directory"),
-  ],
-)
-def test_bad_input(arguments, message):
-  done = run(*arguments)
-  assert done.returncode != 0
-  assert message in done.stderr
-  assert "Traceback" not in done.stderr
+BAD_INPUT = [
+  (["--hosts=0", "--", "true"], "error: --hosts=0, choose from 1 to 250"),
+  (["--hosts=251", "--", "true"], "error: --hosts=251, choose from 1 to 250"),
+  (["--rate=fast", "--", "true"], "error: --rate='fast', choose from 1kbit to 100gbit, for example 10mbit"),
+  (["--rate=10m", "--", "true"], "--rate='10m'"),
+  (["--rate=0mbit", "--", "true"], "--rate='0mbit'"),
+  (["--rate=١mbit", "--", "true"], "--rate='١mbit'"),
+  (["--rate=1gbit\n", "--", "true"], "--rate='1gbit\\n'"),
+  (["--hosts=2"], "error: COMMAND is missing, for example"),
+]
+
+
+def test_no_such_program():
+  done = run("--loopback", "--", "no-such-program")
+  assert done.returncode == 127
+  assert done.stderr == "error: cannot run 'no-such-program': No such file or directory\n"
+
+
+def test_bad_input(subtests):
+  commands.check_refusals("benchmarks.netlab", BAD_INPUT, subtests)

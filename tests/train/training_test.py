@@ -14,7 +14,7 @@ import orbax.checkpoint
 import pytest
 
 import jaxsparse as js
-from tests.cases import CASES, DEFAULTS, bits, each_case, mesh_of, normals, row
+from tests.cases import CASES, bits, each_case, mesh_of, normals, row
 from tests.quick_compilation import XLA_FLAGS
 
 TARGET = np.linspace(-1, 1, 20).astype(np.float32)
@@ -42,7 +42,7 @@ def carried(state):
   return (state.state if isinstance(state, js.PerWorker) else state)[0].carried
 
 
-@each_case(CASES, [*DEFAULTS, "spardl-teams=2", "spardl-wire=int8"])
+@each_case(CASES)
 def test_it_learns(case):
   workers = case.workers([6, 8, 5])[0]
   step, params, state, _ = make(case, workers)
