@@ -462,12 +462,16 @@ def test_bad_arguments(arguments, message):
 
 
 # Rank 1 dies in the first attempt, in which the others wait.
-DIES = f"""{JOINED} case $JAXSPARSE_RANK$JAXSPARSE_ATTEMPT in 10) kill -9 $$;; ?0) sleep 60;; esac
+DIES = f"""{JOINED} case ${{JAXSPARSE_RANK-$OMPI_COMM_WORLD_RANK}}$JAXSPARSE_ATTEMPT in
+10) kill -9 $$;;
+?0) sleep 60;;
+esac
 echo attempt $JAXSPARSE_ATTEMPT of $JAXSPARSE_RANKS"""
 
 
-def test_the_ranks_that_are_left_start_again():
-  arguments = ("--ranks=3", "--no-prefix", "--min_ranks=2", "--", "sh", "-c", DIES)
+@ENGINES
+def test_the_ranks_that_are_left_start_again(engine):
+  arguments = ("--ranks=3", "--no-prefix", "--min_ranks=2", f"--engine={engine}", "--", "sh", "-c", DIES)
   done = launched("--restarts=2", *arguments)
   assert (done.returncode, done.stdout) == (0, "attempt 1 of 2\n")
   told = "rank 1 was ended by SIGKILL; the other 2 of 3 ranks were ended; 2 of 3 start again, 1 restarts remain"

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+import jaxsparse as js
 from tests.cases import row
 from tests.launch_test import soon
 from tests.readme_test import snippets
@@ -55,15 +57,7 @@ def test_a_rank_that_is_killed(tmp_path, phase):
   (program,) = snippets("Checkpoints, other workers, a lost rank")
   (tmp_path / "train.py").write_text("\n".join([KILL, *PHASES[phase], program]))
   options = ["--ranks=3", "--restarts=2", "--start_timeout=60", "--limit=280"]
-  done = subprocess.run(
-    [sys.executable, "-m", "jaxsparse.launch", *options, "--", sys.executable, "train.py"],
-    cwd=tmp_path,
-    env=os.environ | {"TMPDIR": str(files)},
-    capture_output=True,
-    text=True,
-    timeout=290,
-    check=False,
-  )
+  done = launched_in(tmp_path, *options, TMPDIR=str(files))
   assert done.returncode == 0, done.stderr[-3000:]
   lost = len(PHASES[phase])
   assert done.stderr.count("rank 1 was ended by SIGKILL; ") == lost
@@ -71,3 +65,101 @@ def test_a_rank_that_is_killed(tmp_path, phase):
   assert float(done.stdout.split()[-1]) > 0.88
   assert sorted(os.listdir(tmp_path / "checkpoints"), key=int)[-1] == "400"
   assert soon(lambda: not [name for name in os.listdir(files) if name.startswith("jaxsparse-")])
+
+
+# What ranks of MPI and the simulator run: gradients of each worker's own, which no parameter changes.
+WALK = """
+import jax.numpy as jnp, numpy as np, optax
+import jaxsparse as js
+
+def walk_of(where):
+  tx = optax.chain(js.spardl_transform(where, density=0.2), optax.sgd(0.25, momentum=0.5))
+  return tx, js.make_train_step(lambda params, batch: jnp.vdot(params["w"], batch[0]), tx, where)
+
+batch_of = lambda step, worker: np.random.default_rng([step, worker]).normal(size=(1, 40)).astype(np.float32)
+params = {"w": jnp.zeros(40)}
+"""
+# Each rank has its own state, and rank 0 keeps those of all; rank 1 is killed in the first attempt.
+MPI = """
+import os, signal
+import jax
+from jaxsparse import launch
+from mpi4py import MPI
+
+comm, world, begin = js.MpiComm(), MPI.COMM_WORLD, 0
+tx, step = walk_of(comm)
+state = js.init(tx, params, comm)
+if os.path.exists("saved.npz"):
+  with np.load("saved.npz") as saved:
+    begin, workers, params["w"] = int(saved["begin"]), int(saved["workers"]), saved["w"]
+    like = js.abstract_state(tx, params, comm, workers=workers)
+    arrays = [saved[f"state{number}"] for number in range(len(jax.tree.leaves(like)))]
+  assert [x.shape for x in arrays] == [x.shape for x in jax.tree.leaves(like)]
+  state = js.resize(jax.tree.unflatten(jax.tree.structure(like), arrays), params, comm)
+for number in range(begin, 30):
+  if (number, world.rank, launch.attempt()) == (17, 1, 0):
+    os.kill(os.getpid(), signal.SIGKILL)
+  params, state, _ = step(params, state, batch_of(number, world.rank))
+  if number % 10 == 9:
+    states = world.gather(jax.tree.map(np.asarray, state))
+    if world.rank == 0:
+      together = lambda spec, *arrays: np.concatenate(arrays) if spec else arrays[0]
+      whole = jax.tree.map(together, js.specs(state, "ranks"), *states)
+      named = {f"state{number}": x for number, x in enumerate(jax.tree.leaves(whole))}
+      np.savez("new.npz", begin=number + 1, workers=world.size, w=params["w"], **named)
+      os.replace("new.npz", "saved.npz")
+if world.rank == 0:
+  print(f"{world.size} ranks, attempt {launch.attempt()}, from {begin}")
+"""
+
+
+@pytest.mark.long
+def test_a_rank_of_mpi_that_is_killed(tmp_path):
+  (tmp_path / "train.py").write_text(WALK + MPI)
+  done = launched_in(tmp_path, "--ranks=3", "--engine=mpi", "--restarts=1", "--limit=200")
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert "rank 1 was ended by SIGKILL; " in done.stderr
+  assert done.stdout == "2 ranks, attempt 1, from 10\n"
+  walk, state = {}, None
+  exec(WALK, walk)
+  params = walk["params"]
+  for workers, steps in ((3, range(10)), (2, range(10, 30))):
+    comm = js.SimComm("workers", members=workers)
+    tx, step = walk["walk_of"](comm)
+    state = js.resize(state, params, comm) if state else js.init(tx, params, comm)
+    for number in steps:
+      batch = np.concatenate([walk["batch_of"](number, worker) for worker in range(workers)])
+      params, state, _ = step(params, state, batch)
+  np.testing.assert_allclose(np.load(tmp_path / "saved.npz")["w"], params["w"], rtol=1e-5, atol=1e-6)
+
+
+# What each rank holds at the end.
+HOLDS = """
+held = [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves((params, state))]
+np.savez(f"rank{jax.process_index()}.npz", *held)
+"""
+
+
+@pytest.mark.long
+def test_a_run_that_is_started_again_goes_on_bit_for_bit(tmp_path):
+  (program,) = snippets("Checkpoints, other workers, a lost rank")
+  for name, ends in (("whole", [400]), ("in parts", [200, 400])):
+    folder = tmp_path / name
+    folder.mkdir()
+    for end in ends:
+      (folder / "train.py").write_text(program.replace("range(begin, 400)", f"range(begin, {end})") + HOLDS)
+      done = launched_in(folder, "--ranks=3", "--limit=200")
+      assert done.returncode == 0, done.stderr[-3000:]
+  for rank in range(3):
+    whole, parts = (np.load(tmp_path / name / f"rank{rank}.npz") for name in ("whole", "in parts"))
+    assert len(whole.files) == len(parts.files) > 5
+    for name in whole.files:
+      np.testing.assert_array_equal(whole[name], parts[name])
+
+
+def launched_in(folder, *options, **environment):
+  """Runs `train.py` of a folder."""
+  command = [sys.executable, "-m", "jaxsparse.launch", *options, "--", sys.executable, "train.py"]
+  return subprocess.run(
+    command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=290, check=False
+  )

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, get_args, get_origin
 import jax
 import jax.numpy as jnp
 
+from jaxsparse.collectives._labels import label_of
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Cost, Reduced, State
 
@@ -60,6 +61,12 @@ class Collective(abc.ABC):
   def name(self) -> str:
     """The name by which users choose the collective: that of its module, or of its package in jaxsparse/collectives."""
     return name_of(type(self))
+
+  @property
+  def label(self) -> str:
+    """The name with the options that differ from their defaults: "spardl:teams=2:density=0.01"."""
+    fields = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+    return label_of(self.name, {name: value for name, (value, default) in fields.items() if value != default})
 
   @property
   def conserves(self) -> bool:

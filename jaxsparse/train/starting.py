@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
@@ -39,8 +39,9 @@ def abstract_state(
     params: the parameters.
     mesh: the mesh or comm of the workers.
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
-    workers: P, if the checkpoint was written by another number of workers than the mesh has. All arrays of the P
-      workers then lie on every device, until `js.resize` has made them those of the workers of the mesh.
+    workers: P, if another number of workers than that of the mesh wrote the checkpoint. Their arrays do not divide
+      among the devices of the mesh, so each process restores them into the memory of its host, P · n entries of
+      residuals, until `js.resize` has made them those of its own workers. What all workers share lies on the mesh.
 
   Returns:
     The state with `jax.ShapeDtypeStruct` in place of arrays, with shardings where `mesh` is a mesh.
@@ -67,12 +68,16 @@ def abstract_state(
   of_each = engine if isinstance(state, PerWorker) else None
   of = lambda path, x: x if states.is_reduce_state(x) else shape_of(mesh, path, x, params, of_each)
   state = jax.tree_util.tree_map_with_path(of, state, is_leaf=states.is_reduce_state)
-  if workers not in (None, engine.workers):
+  if workers == engine.workers:
+    workers = None
+  if workers is not None:
     state = _of_workers(state, workers)
     specs = jax.tree.map(lambda _: PartitionSpec(), state)
   if not isinstance(mesh, Mesh):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
   shardings = engine.shardings(state, specs) or jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+  if workers is not None:
+    shardings = _on_host(shardings)
   return jax.tree.map(lambda x, lies: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), state, shardings)
 
 
@@ -124,6 +129,7 @@ def shape_of(
 def checked(state: Any, params: optax.Params) -> list[ReduceState]:
   """The states of transforms in a state of these parameters, after all checks that need no other state."""
   checks.check_alive({"params": params, "state": state})
+  checks.check_arrays(state)
   nodes = states.reduce_states(state)
   if not nodes:
     raise ValueError(checks.why_none(state))
@@ -143,6 +149,17 @@ def _specs_of(engine: Engine, start: Callable, params: optax.Params) -> tuple[tu
   replicated = PartitionSpec()
   arguments = engine.place((params,), (replicated,))
   return arguments, placed(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), engine.axis)
+
+
+def _on_host(shardings: Any) -> Any:
+  """The shardings of a state, with one of this process alone for the arrays that belong to workers."""
+  try:
+    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+  except RuntimeError:  # JAX_PLATFORMS leaves out the CPU
+    host = SingleDeviceSharding(jax.local_devices()[0])
+  of_workers = lambda node: isinstance(node, PerWorker) or states.is_reduce_state(node)
+  move = lambda node: jax.tree.map(lambda _: host, node) if of_workers(node) else node
+  return jax.tree.map(move, shardings, is_leaf=of_workers)
 
 
 def _of_workers(state: Any, workers: int) -> Any:

@@ -10,7 +10,7 @@ import optax
 
 from jaxsparse import _compat
 from jaxsparse.comm import AxisComm
-from jaxsparse.transform.groups import Group
+from jaxsparse.transform.groups import Group, Method
 from jaxsparse.transform.state import ReduceState, devices_of, reduce_states, split
 from jaxsparse.types import Comm
 
@@ -21,7 +21,7 @@ def why_none(state: Any) -> str:
   if plain:
     return (
       "the optimizer state is made of plain dicts and lists, as a checkpoint is when Orbax restores it without a "
-      "target: restore it as a state of js.init(tx, params, mesh), or of its jax.eval_shape"
+      "target: restore it into js.abstract_state(tx, params, mesh)"
     )
   return (
     "the optimizer state holds no jaxsparse transform, so nothing would average the gradients of the workers: start "
@@ -69,8 +69,9 @@ def check_layout(state: Any, workers: int | None = None) -> None:
     shards, rows = node.layout.shards, node.counters.skipped.size
     if int(np.max(_compat.here(node.layout.checksum))) != node.layout.checksum_of(shards, node.layout.method):
       raise ValueError(
-        "the optimizer state was restored into that of other parameters, shards or groups of leaves than it was saved "
-        "from: restore it into js.abstract_state of what it was saved from, then call js.convert"
+        "the optimizer state was restored into that of other parameters, shards, groups of leaves or options of a "
+        "collective than it was saved from: restore it into js.abstract_state of what it was saved from, then call "
+        "js.convert"
       )
     expected = workers or (rows // devices_of(node) if rows > 1 else found)
     entries = sum(shards.sizes) if shards else entries
@@ -97,6 +98,16 @@ def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
           f"the optimizer state was made for parameters{name} of shape {shape}, here {found}: give the parameters that "
           "it was made for"
         )
+
+
+def check_arrays(state: Any) -> None:
+  """Raises ValueError if a state is made of shapes, naming the first: a checkpoint is restored into one."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+      raise ValueError(
+        f"state{jax.tree_util.keystr(path)} is a shape, as in js.abstract_state, and no array: restore a checkpoint "
+        "into it and give what is restored"
+      )
 
 
 def check_alive(trees: dict[str, Any]) -> None:
@@ -127,7 +138,7 @@ def parts_of(state: ReduceState, groups: Sequence[Group], workers: int, alone: b
   carried = split(state.carried)
   if isinstance(state.carried.residual, tuple) == alone or len(carried) != len(groups):
     what = "a transform without groups" if alone else f"{len(groups)} groups"
-    raise ValueError(f"the optimizer state is not one of {what}: make a new one with js.init for this transform")
+    raise ValueError(f"the optimizer state is not one of {what}: make one of it with js.convert for this transform")
   for number, (part, group) in enumerate(zip(carried, groups, strict=True)):
     if part.residual is not None and part.residual.size != group.entries:
       raise ValueError(
@@ -138,8 +149,22 @@ def parts_of(state: ReduceState, groups: Sequence[Group], workers: int, alone: b
     structure: Any = jax.tree.structure(jax.eval_shape(start))
     if structure != jax.tree.structure(part):
       what = group.collective.name if alone else f"group {number} with {group.collective.name}"
-      raise ValueError(f"the optimizer state is not one of {what} and these options: make a new one with js.init")
+      raise ValueError(f"the optimizer state is not one of {what} and these options: make one of it with js.convert")
   return [state._replace(carried=part) for part in carried]
+
+
+def check_method(method: Method | None, groups: Sequence[Group]) -> None:
+  """Raises ValueError if a state that fits the groups was made for others, another collective or other options."""
+  if method is None:
+    return
+  was, now = ({group.leaves: group.collective.label for group in found} for found in (method.groups, groups))
+  if was != now:
+    labels = [", ".join(dict.fromkeys(found.values())) for found in (was, now)]
+    others = " for other groups of leaves" if labels[0] == labels[1] else ""
+    raise ValueError(
+      f"the optimizer state is one of {labels[0]}{others}, and this transform is {labels[1]}: make one of it with "
+      "js.convert for this transform"
+    )
 
 
 def check_local(comm: Comm, grads: optax.Updates) -> None:

@@ -25,7 +25,8 @@ class Layout(NamedTuple):
   Attributes:
     workers: i32[], number of workers P.
     entries: u32[], number of gradient entries n; 2³² − 1 stands for that many or more.
-    checksum: u32[], of the leaves to which the entries of residuals belong, as `shards` and `method` say.
+    checksum: u32[], of the leaves to which the entries of residuals belong and of the collectives, as `shards` and
+      `method` say.
     shards: how the gradient lies on the S devices of a worker; None where a worker is one device.
     method: the leaves and their collectives; None in a state of `js.simulate`, which knows of no leaves.
 
@@ -49,7 +50,7 @@ class Layout(NamedTuple):
   @staticmethod
   def checksum_of(shards: Shards | None, method: Method | None) -> int:
     """The checksum that a state of these shards and this method has."""
-    groups = [group.leaves for group in method.groups] if method else []
+    groups = [(group.leaves, group.collective.label) for group in method.groups] if method else []
     return zlib.crc32(repr((shards, method and (method.names, method.shapes), groups)).encode())
 
 

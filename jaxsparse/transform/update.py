@@ -93,6 +93,7 @@ def over_groups(
     checks.check_local(comm, updates)
     leaves, structure = jax.tree.flatten(updates)
     leaves, state = at_devices(step, groups, leaves, state)
+    checks.check_method(state.layout.method, groups)
     return jax.tree.unflatten(structure, leaves), state
 
   return optax.GradientTransformation(init, update)

@@ -243,12 +243,12 @@ def test_bad_input(make, error, message):
 
 def test_a_state_of_another_plan():
   state = js.init(transform_of("spardl", density=0.5), params_of(), mesh_of(WORKERS))
-  with pytest.raises(ValueError, match="the optimizer state is not one of 6 groups: make a new one with js.init"):
+  with pytest.raises(ValueError, match="the optimizer state is not one of 6 groups: make one of it with js.convert"):
     run(transform_of("spardl", kind="wfbp", density=0.5), grads_of(1), state)
   plain = js.init(js.spardl_transform("workers", density=0.5), params_of(), mesh_of(WORKERS))
   with pytest.raises(ValueError, match="is not one of"):
     run(transform_of("spardl", density=0.5), grads_of(1), plain)
-  with pytest.raises(ValueError, match="state is not one of group 0 with oktopk and these options: make a new one"):
+  with pytest.raises(ValueError, match="state is not one of group 0 with oktopk and these options: make one of it"):
     run(transform_of("oktopk", density=0.5), grads_of(1), state)
 
 

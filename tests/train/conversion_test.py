@@ -229,6 +229,9 @@ def test_a_checkpoint_of_other_workers(tmp_path):
     (tmp_path / "3.orbax-checkpoint-tmp-0").mkdir()  # of a rank that was killed while it wrote
     assert saver.latest_step() == 2
     like = js.abstract_state(tx, PARAMS, mesh_of(4), workers=6)
+    devices = jax.tree.map(lambda x: len(x.sharding.device_set), like)
+    assert set(jax.tree.leaves(devices)) == {1, 4}  # those of the workers on the host, momentum on the mesh
+    assert (devices[0].carried.residual, devices[1][0].trace["bias"]) == (1, 4)
     restore = lambda step, like: saver.restore(step, args=orbax.checkpoint.args.StandardRestore((PARAMS, like)))
     metadata = tmp_path / "2" / "default" / "_METADATA"
     metadata.write_text(metadata.read_text()[:100])
@@ -238,16 +241,22 @@ def test_a_checkpoint_of_other_workers(tmp_path):
   same_bits((params2, js.resize(state2, params2, mesh_of(4))), (params, js.resize(state, params, mesh_of(4))))
 
 
-def test_a_checkpoint_of_other_groups_of_the_same_sizes_is_refused():
-  """Orbax compares shapes only, and residuals would go to other leaves."""
+@pytest.mark.parametrize("what", ["groups", "options", "collective"])
+def test_a_checkpoint_of_the_same_sizes_and_another_method_is_refused(what):
+  """Orbax compares shapes only: residuals would go to other leaves, or thresholds belong to another density."""
   params = {name: np.zeros(20, np.float32) for name in "abc"}
-  one, other = (js.spardl_transform("workers", {names: "topka:k=3"}, density=0.2) for names in ("a|b", "a|c"))
+  one, other = {
+    "groups": [js.spardl_transform("workers", {names: "topka:k=3"}, density=0.2) for names in ("a|b", "a|c")],
+    "options": [js.oktopk_transform("workers", density=density) for density in (0.2, 0.1)],
+    "collective": [js.make_transform(name, "workers", density=0.2) for name in ("topka", "gtopk")],
+  }[what]
   saved = js.init(one, params, mesh_of(3))
   restored = jax.tree.unflatten(jax.tree.structure(js.init(other, params, mesh_of(3))), jax.tree.leaves(saved))
+  message = "restored into that of other parameters, .* or options of a collective .* then call js.convert"
   for use in (js.resize, js.flush):
-    with pytest.raises(ValueError, match="restored into that of other parameters, shards or groups of leaves"):
+    with pytest.raises(ValueError, match=message):
       use(restored, params, mesh_of(3))
-  with pytest.raises(ValueError, match="restored into that of other"):
+  with pytest.raises(ValueError, match=message):
     js.make_train_step(loss_fn, other, mesh_of(3))(params, restored, normals(0, 6, 60))
 
 
@@ -266,6 +275,7 @@ def test_what_is_wrong_is_said_before_anything_is_changed():
     (state, {"other": jnp.zeros(3)}, mesh, r"was made for parameters\['bias'\] of shape \(3,\), here there are"),
     (cut, PARAMS, mesh, "they were cut or padded, as Orbax does"),
     (state[1], PARAMS, mesh, "the optimizer state holds no jaxsparse transform"),
+    (js.abstract_state(tx, PARAMS, mesh), PARAMS, mesh, r"\.residual is a shape, as in js.abstract_state, and no"),
     (js.simulate("topka", jnp.ones((3, 4)), k=1).state, PARAMS, mesh, "state is one of js.simulate"),
     (state, PARAMS, sim(0), "0 workers along axis 'workers': choose at least 1"),
     (state, PARAMS, empty, "0 workers along axis 'workers': choose at least 1"),

@@ -181,7 +181,7 @@ def test_states_with_and_without_special_are_told_apart(special):
   tx, grouped, _ = special
   plain = js.topka_transform("workers", density=0.1)
   state = js.init(plain, params_of(), mesh_of(WORKERS))
-  with pytest.raises(ValueError, match="the optimizer state is not one of 3 groups: make a new one with js.init"):
+  with pytest.raises(ValueError, match="the optimizer state is not one of 3 groups: make one of it with js.convert"):
     program_of(tx, state)(grads_of(1), state)
-  with pytest.raises(ValueError, match="the optimizer state is not one of a transform without groups: make a new one"):
+  with pytest.raises(ValueError, match="the optimizer state is not one of a transform without groups: make one of it"):
     program_of(plain, grouped)(grads_of(1), grouped)

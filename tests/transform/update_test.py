@@ -248,11 +248,17 @@ def test_state_of_another_model():
 
 def test_state_of_another_collective():
   state = js.init(js.spardl_transform("workers", density=0.5), params_of(), mesh_of(WORKERS))
-  for tx in (
-    js.spardl_transform("workers", density=0.5, selector="reuse"),
-    js.oktopk_transform("workers", density=0.5),
+  others = "the optimizer state is not one of .* and these options: make one of it with js.convert"
+  same_arrays = (
+    "the optimizer state is one of spardl:density=0.5, and this transform is .*: make one of it with js.convert"
+  )
+  for tx, message in (
+    (js.spardl_transform("workers", density=0.5, selector="reuse"), others),
+    (js.oktopk_transform("workers", density=0.5), others),
+    (js.spardl_transform("workers", density=0.25), same_arrays),
+    (js.spardl_transform("workers", density=0.5, residual="local"), same_arrays),
   ):
-    with pytest.raises(ValueError, match="the optimizer state is not one of .* and these options: make a new one with"):
+    with pytest.raises(ValueError, match=message):
       updater(tx, state)(grads_of(1), state)
 
 
