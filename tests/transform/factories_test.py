@@ -85,7 +85,7 @@ def test_the_documentation_is_that_of_the_dataclass_and_lists_each_argument_once
 
 
 def test_an_unknown_option_lists_the_choices():
-  with pytest.raises(TypeError, match="spardl: unknown option rho, choose from density, k, teams, sag, residual"):
+  with pytest.raises(TypeError, match="spardl: unknown option rho, choose from density, k, decay, teams, sag"):
     js.spardl_transform("workers", rho=0.1)
 
 

@@ -179,7 +179,7 @@ def test_unknown_names_and_options_list_the_choices():
     ValueError, match="unknown collective 'spardle', choose one of a2sgd, dense, gaussiank, .*, topkdsa"
   ):
     js.make_transform("spardle", "workers")
-  with pytest.raises(TypeError, match="spardl: unknown option rho, choose from density, k, teams, sag, residual"):
+  with pytest.raises(TypeError, match="spardl: unknown option rho, choose from density, k, decay, teams, sag"):
     js.make_transform("spardl", "workers", rho=0.1)
   with pytest.raises(ValueError, match="residual='all', choose one of 'global', 'partial', 'local'"):
     js.make_transform("spardl", "workers", density=0.1, residual="all")
