@@ -75,8 +75,13 @@ class Collective(abc.ABC):
 
   @property
   def replicates(self) -> bool:
-    """Whether Law R holds: the total is the same on every worker. If not, `State.due` says when to synchronize."""
+    """Whether Law R holds: the total is the same on every worker. If not, it belongs inside `js.local_steps`."""
     return True
+
+  @property
+  def decay(self) -> float:
+    """β: of what a step does not deliver, β times as much enters the next one; 1 without an option of that name."""
+    return 1.0
 
   @property
   def sizes_vary(self) -> bool:
@@ -155,6 +160,17 @@ def _is_number(value: object, kind: type) -> bool:
   return isinstance(value, kind) and not isinstance(value, bool)
 
 
+def check_fraction(name: str, **values: object) -> None:
+  """Checks that `values` are numbers in (0, 1].
+
+  Raises:
+    ValueError: naming the value and the choices.
+  """
+  for field, value in values.items():
+    if not (_is_number(value, numbers.Real) and 0 < typing.cast(float, value) <= 1):
+      raise ValueError(f"{name}: {field}={value!r}, choose a number in (0, 1]")
+
+
 def check_whole(name: str, low: int, high: int | None = None, *, optional: bool = False, **values: object) -> None:
   """Checks that `values` are whole numbers from `low` to `high`, or None where that is `optional`.
 
@@ -176,6 +192,7 @@ class SparseCollective(Collective):
   Attributes:
     density: ρ in (0, 1]; k = ⌈ρ n⌉, where ρ is the decimal number that Python prints, so that 0.07 of 100 is 7, not 8.
     k: the number of entries, 1 … n.
+    decay: β in (0, 1]; of what a step does not deliver, β times as much is stored and enters the next one.
 
   Example:
     >>> import jaxsparse as js
@@ -185,14 +202,14 @@ class SparseCollective(Collective):
 
   density: float | None = None
   k: int | None = None
+  decay: float = 1.0
 
   def __post_init__(self) -> None:
     super().__post_init__()
     density, k = self.density, self.k
     if (density is None) == (k is None):
       raise ValueError(f"{self.name}: give exactly one of density and k, got density={density!r} and k={k!r}")
-    if density is not None and not (_is_number(density, numbers.Real) and 0 < density <= 1):
-      raise ValueError(f"{self.name}: density={density!r}, choose a number in (0, 1]")
+    check_fraction(self.name, decay=self.decay, **{} if density is None else {"density": density})
     if k is not None and not (_is_number(k, numbers.Integral) and k >= 1):
       raise ValueError(f"{self.name}: k={k!r}, choose a whole number from 1 up to the number of gradient entries")
 

@@ -16,7 +16,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives._base import Collective, check_whole
+from jaxsparse.collectives._base import Collective, check_fraction, check_whole
 from jaxsparse.comm import all_gather, in_rank_order, topology
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.sums import largest, ordered_sum, rounded_up
@@ -51,11 +51,13 @@ class QSGD(Collective):
   levels: int = 127
   error_feedback: Literal[False, True] = False
   seed: int = 0
+  decay: float = 1.0
 
   def __post_init__(self) -> None:
     super().__post_init__()
     check_whole(self.name, 1, 2**23, levels=self.levels)
     check_whole(self.name, 0, 2**32 - 1, seed=self.seed)
+    check_fraction(self.name, decay=self.decay)
 
   @property
   def conserves(self) -> bool:

@@ -51,6 +51,12 @@ Example:
 """
 
 
+_DECAY = """
+  decay: β in (0, 1], where there is a residual. Each worker reduces `gradient + β · (what it has not delivered)`; the
+    residual of the state contains the product. Less than 1 forgets old gradients, so that the residual acts like
+    momentum (DeMo and SparseLoCo use 0.999 and 0.95); 1 loses nothing. A skipped step does not decay it."""
+
+
 class TransformFunction(Protocol[Options]):
   """The type of `js.NAME_transform`: type checkers and editors know the options of the collective."""
 
@@ -107,6 +113,7 @@ def _documentation(kind: type[Collective]) -> str:
   summary, *sections = re.split(r"^(Args|Raises|Example):\n", inspect.getdoc(kind) or "", flags=re.MULTILINE)
   found = dict(zip(sections[::2], sections[1::2], strict=True))
   args, raises, example = (found.get(name, "").rstrip() for name in ("Args", "Raises", "Example"))
+  args += _DECAY if "decay" in inspect.signature(kind).parameters else ""
   return _DOCUMENTATION.format(summary=summary.strip(), args=args, raises=raises, example=example)
 
 

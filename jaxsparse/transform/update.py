@@ -132,8 +132,8 @@ def at_devices(
 
   def device(pieces: list[jax.Array], parts: tuple[State, Counters]) -> tuple[list[jax.Array], Any]:
     carried, counters = parts
-    shared, due = jax.tree.map(lambda x: x[0], (carried.shared, carried.due))
-    alone = ReduceState(carried._replace(shared=shared, due=due), counters, layout._replace(shards=None))
+    shared = jax.tree.map(lambda x: x[0], carried.shared)
+    alone = ReduceState(carried._replace(shared=shared), counters, layout._replace(shards=None))
     pieces, after = step(own, pieces, alone, shards.names)
     return pieces, _stacked((after.carried, after.counters))
 
@@ -144,8 +144,7 @@ def at_devices(
 def _stacked(parts: tuple[State, Counters]) -> tuple[State, Counters]:
   """The state of one device with a leading axis of devices everywhere; what workers share has none by itself."""
   carried, counters = parts
-  shared, due = jax.tree.map(lambda x: x[None], (carried.shared, carried.due))
-  return carried._replace(shared=shared, due=due), counters
+  return carried._replace(shared=jax.tree.map(lambda x: x[None], carried.shared)), counters
 
 
 def init_state(collective: Collective, n: int, size: int) -> ReduceState:
@@ -200,7 +199,8 @@ def reduce_groups(
   whole = functools.reduce(jnp.logical_and, finite)
   if inside:
     whole = jax.lax.pmin(whole.astype(jnp.int32), inside) > 0
-  steps = [_applied(*one, whole, divisor) for one in zip(reduced, grads, states, strict=True)]
+  decays = [group.collective.decay for group in groups]
+  steps = [_applied(*one, whole, divisor) for one in zip(reduced, grads, states, decays, strict=True)]
   updates = [
     mark_total(update, axes_of(comm)) if group.collective.replicates else update
     for group, (update, _) in zip(groups, steps, strict=True)
@@ -216,18 +216,19 @@ def _is_finite(comm: Comm, reduced: Reduced) -> jax.Array:
 
 
 def _applied(
-  reduced: Reduced, grads: jax.Array, state: ReduceState, finite: jax.Array, divisor: int
+  reduced: Reduced, grads: jax.Array, state: ReduceState, decay: float, finite: jax.Array, divisor: int
 ) -> tuple[jax.Array, ReduceState]:
   """The update and the next state of one group; zeros and the old state where the step is not `finite`."""
   total, carried, counters = reduced
   keep = lambda new, old: jnp.where(finite, new, old)
   zero = jnp.float32(0)
   if isinstance(carried.residual, Pending):
-    residual = _materialized(carried.residual, finite)
+    residual = _materialized(carried.residual, finite, decay)
     rest = jax.tree.map(keep, carried._replace(residual=None), state.carried._replace(residual=None))
     carried = rest._replace(residual=residual)
     zero = ordering.after(residual[:1], jnp.int32(0)).astype(jnp.float32)  # `grads` may become the update in place
   else:
+    carried = carried._replace(residual=_times(decay, carried.residual))
     carried = jax.tree.map(keep, carried, state.carried)
   if isinstance(total, Sparse):
     values = jnp.where(finite, total.values, 0.0) / divisor
@@ -237,14 +238,20 @@ def _applied(
   return update, state._replace(carried=carried, counters=_counters(counters, grads.size, state.counters, finite))
 
 
-def _materialized(pending: Pending, finite: jax.Array) -> jax.Array:
-  """The new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
+def _times(decay: float, residual: Any) -> Any:
+  """β times a new residual. The product is stored: it costs no pass where the residual is written anyway."""
+  return residual if decay == 1 or residual is None else decay * residual
+
+
+def _materialized(pending: Pending, finite: jax.Array, decay: float) -> jax.Array:
+  """β times the new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
   # All reads precede the writes in place, so that XLA can alias the buffers.
   finite = ordering.after(pending.entries.values, finite.astype(jnp.int32)) > 0
   # Not the sum that selection reads: XLA would compute that once, and store n entries for both.
   grads = jnp.where(finite, pending.grads, pending.residual)
-  residual = jnp.where(finite, grads + pending.residual, pending.residual)
-  return sparse.put(residual, jnp.where(finite, pending.entries.indices, residual.size), pending.entries.values)
+  residual = jnp.where(finite, _times(decay, grads + pending.residual), pending.residual)
+  indices = jnp.where(finite, pending.entries.indices, residual.size)
+  return sparse.put(residual, indices, _times(decay, pending.entries.values))
 
 
 def _counters(counters: Counters, n: int, before: Counters, finite: jax.Array) -> Counters:
@@ -261,6 +268,5 @@ def _counters(counters: Counters, n: int, before: Counters, finite: jax.Array) -
 
 def _finished(comm: Comm, state: ReduceState) -> ReduceState:
   """The state at the end of a step: words are added up, and what workers share is marked."""
-  shared, due = mark_total((state.carried.shared, state.carried.due), axes_of(comm))
-  carried = state.carried._replace(shared=shared, due=due)
+  carried = state.carried._replace(shared=mark_total(state.carried.shared, axes_of(comm)))
   return state._replace(carried=carried, counters=accumulated(state.counters))

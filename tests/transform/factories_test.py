@@ -86,7 +86,7 @@ def test_the_documentation_is_that_of_the_dataclass_and_lists_each_argument_once
 
 def test_an_unknown_option_lists_the_choices():
   with pytest.raises(
-    TypeError, match="spardl: unknown option rho, choose from density, k, wire, selector, teams, sag, residual"
+    TypeError, match="spardl: unknown option rho, choose from density, k, decay, wire, selector, teams, sag, residual"
   ):
     js.spardl_transform("workers", rho=0.1)
 
