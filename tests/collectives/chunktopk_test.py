@@ -1,5 +1,6 @@
 """ChunkTopk against numpy: the compressor of SparseLoCo, and its exchange over several workers and steps."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -30,12 +31,12 @@ def compressed(home, length, k, two_bit):
 
 
 def test_the_worked_example():
-  codes, table = quantized(jnp.array([[10.0, -4, 6, -5, 4, -6, 5, -4]]))
+  codes, table = jax.jit(quantized)(jnp.array([[10.0, -4, 6, -5, 4, -6, 5, -4]]))
   np.testing.assert_array_equal(codes, [[3, 1, 3, 1, 2, 1, 2, 1]])
   np.testing.assert_array_equal(np.asarray(table)[0][codes[0]], [8, -4.75, 8, -4.75, 4.5, -4.75, 4.5, -4.75])
-  same, table = quantized(jnp.full((1, 5), 3.0))  # no spread
-  np.testing.assert_array_equal(np.asarray(table)[0][same[0]], [3] * 5)
-  assert np.isnan(quantized(jnp.array([[1.0, np.inf]]))[1]).all()
+  same, table = jax.jit(quantized)(jnp.full((1, 8), 3.0))  # no spread
+  np.testing.assert_array_equal(np.asarray(table)[0][same[0]], [3] * 8)
+  assert np.isnan(jax.jit(quantized)(jnp.array([[1.0] * 7 + [np.inf]]))[1]).all()
 
 
 @pytest.mark.parametrize("wire", ["f32", "2bit"])
@@ -61,7 +62,6 @@ def test_the_mean_over_contributors_is_larger_where_few_send():
   grads[0, 2], grads[:, 5] = 8, 1
   total = js.simulate("chunktopk", grads, k=2, combine="contributors").total
   assert (total[2], total[5]) == (32, 4)
-  assert js.simulate("chunktopk", grads, k=2).total[2] == 8
 
 
 def test_words_of_sparseloco():
@@ -91,11 +91,8 @@ def test_sparseloco_and_diloco_are_local_steps():
     "diloco": js.diloco(optax.sgd(0.1), sim, every=3),
   }
   for name, tx in named.items():
-    found = []
+    programs = []
     for one in (tx, js.local_steps(optax.sgd(0.1), outer[name], every=3)):
-      step, own, state = js.make_train_step(loss, one, sim, donate=False), params, js.init(one, params, sim)
-      for number in range(6):
-        own, state, _ = step(own, state, normals(number, 3, 10, 10))
-      found.append(np.asarray(own["w"]))
-    np.testing.assert_array_equal(*found)
-    assert np.any(found[0])
+      step, state = js.make_train_step(loss, one, sim), js.abstract_state(one, params, sim)
+      programs.append(step.lower(params, state, normals(0, 3, 10, 10)).as_text())
+    assert programs[0] == programs[1]
