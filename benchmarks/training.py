@@ -23,6 +23,7 @@ AVERAGED_EVERY = 100  # steps, for workers with parameters of their own
 OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
   "sgd": optax.sgd,
   "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
+  "corrected": optax.sgd,  # after momentum of each worker's own, before the all-reduce
   "adam": optax.adam,
   "adamw": optax.adamw,
 }
@@ -200,7 +201,10 @@ def train(
 ) -> Run:
   """Trains `task` with one all-reduce; calls `on_step` with the step and the last measured accuracy."""
   schedule = optax.cosine_decay_schedule(optimizer.rate, steps)
-  tx = optax.chain(js.make_transform(spec.name, workers.axis, **spec.config), OPTIMIZERS[optimizer.name](schedule))
+  transform = js.make_transform(spec.name, workers.axis, **spec.config)
+  if optimizer.name == "corrected":
+    transform = js.momentum_corrected(transform, 0.9)
+  tx = optax.chain(transform, OPTIMIZERS[optimizer.name](schedule))
   if not spec.collective.replicates:  # each worker has parameters of its own, which are averaged now and then
     tx = js.local_steps(tx, optax.chain(js.dense_transform(workers.axis), optax.sgd(1.0)), every=AVERAGED_EVERY)
   params = jax.tree.map(jnp.copy, task.params)  # the step donates them

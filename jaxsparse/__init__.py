@@ -37,6 +37,7 @@ from jaxsparse.collectives import (
   Collective,
   SparseCollective,
   a2sgd,
+  chunktopk,
   collective_names,
   collective_options,
   dense,
@@ -63,6 +64,8 @@ from jaxsparse.transform import factories
 from jaxsparse.transform.factories import make_transform
 from jaxsparse.transform.local import local_steps, own_params
 from jaxsparse.transform.metrics import Metrics, metrics
+from jaxsparse.transform.momentum import momentum_corrected, warmed_up
+from jaxsparse.transform.named import diloco, sparseloco
 from jaxsparse.transform.specs import specs
 from jaxsparse.transform.state import LocalState, ReduceState
 from jaxsparse.transform.update import transform_of
@@ -71,6 +74,7 @@ from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 __version__ = "0.1.0"
 
 a2sgd_transform = factories.transform_function(a2sgd.A2SGD)
+chunktopk_transform = factories.transform_function(chunktopk.ChunkTopk)
 dense_transform = factories.transform_function(dense.Dense)
 gaussiank_transform = factories.transform_function(gaussiank.GaussianK)
 gtopk_transform = factories.transform_function(gtopk.GTopk)
@@ -105,6 +109,7 @@ __all__ = [
   "collective_options",
   "convert",
   "costs",
+  "diloco",
   "flush",
   "init",
   "local_steps",
@@ -112,14 +117,17 @@ __all__ = [
   "make_train_step",
   "make_transform",
   "metrics",
+  "momentum_corrected",
   "overlap",
   "own_params",
   "partial",
   "resize",
   "select",
   "simulate",
+  "sparseloco",
   "specs",
   "transform_of",
+  "warmed_up",
 ]
 __all__ += [f"{name}_transform" for name in collective_names()]
 __all__.sort()

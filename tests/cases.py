@@ -26,6 +26,7 @@ AS_USERS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_pas
 
 # Options that are numbers, and so have no list of choices; and what a choice needs beside it to mean something.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+  "chunktopk": [{"chunk": 7}],
   "gtopk": [{"selector": "reuse", "wire": "int8"}],
   "oktopk": [{"threshold_period": 2, "region_period": 1}],
   "qsgd": [{"levels": 1}],
@@ -77,12 +78,13 @@ class Case(NamedTuple):
   @property
   def by_magnitude(self) -> bool:
     """Whether a giant entry is delivered at once. A threshold that everything else equals selects too much for that."""
-    return self.exact and self.name not in ("a2sgd", "gaussiank", "oktopk", "randomk")
+    by_share = self.name in ("a2sgd", "gaussiank", "oktopk", "randomk") or "contributors" in str(self)
+    return self.exact and not by_share
 
   @property
   def exact(self) -> bool:
     """Whether small whole numbers arrive as they are. Levels are shares of the largest number."""
-    return self.name != "qsgd" and "int8" not in str(self)
+    return self.name != "qsgd" and "int8" not in str(self) and "2bit" not in str(self)
 
   @property
   def rounding(self) -> float:

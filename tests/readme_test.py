@@ -100,6 +100,12 @@ def test_workers_of_many_devices(tmp_path):
   assert "words_sent" in run("\n".join([start, IMPORTS, DATA, howto, check]), tmp_path)
 
 
+def test_talk_rarely(tmp_path):
+  local, momentum = snippets("Talk rarely")
+  use = "state = js.init(tx, params, mesh)\njs.make_train_step(loss_fn, tx, mesh)(params, state, batch)\n"
+  run("\n".join([START, CONTEXT, local, momentum, use]), tmp_path)
+
+
 @pytest.mark.parametrize("runs", [row([True], quick=True, id="disturbed"), row([False, True], id="both")])
 def test_a_lost_rank(tmp_path, runs):
   """Rank 1 is killed after the first checkpoint, two are left, and train as well as three that nobody disturbs."""

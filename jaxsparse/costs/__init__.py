@@ -3,7 +3,7 @@
 count, predict          messages and words of one update between workers (counting)
 inside                  messages and words between the devices of a worker
 fit -> Profile          α, β, γ and the seconds of each algorithm's arithmetic, measured (calibration)
-advise -> Advice        seconds per update of every algorithm, and the fastest, dense included (advice)
+advise -> Advice        seconds per step of every algorithm, and the fastest, dense included (advice)
 """
 
 from jaxsparse.collectives._labels import collective_of, label_of

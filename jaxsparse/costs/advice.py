@@ -1,18 +1,20 @@
-"""Predicts the seconds per update of each algorithm from a profile, and names the fastest."""
+"""Predicts the seconds per step of each algorithm from a profile, and names the fastest."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxsparse.collectives._base import check_whole
 from jaxsparse.collectives._labels import collective_of
 from jaxsparse.costs.calibration import Profile
 from jaxsparse.costs.counting import inside, predict
 
 
 class Prediction(NamedTuple):
-  """Predicted time of one update of one algorithm.
+  """Predicted time of one update of one algorithm, and of a step if only every H-th one exchanges.
 
   Attributes:
     label: the collective and its options as text.
@@ -23,10 +25,13 @@ class Prediction(NamedTuple):
     messages: number of messages that one worker sends, one after the other.
     words: number of 4-byte words that one worker sends, or where it has several devices, one of these.
     inside: seconds of messages between the devices of a worker.
+    every: H, the number of steps from one update to the next (`js.local_steps`).
 
   Example:
     >>> Prediction("dense", "dense", {}, 0.1, 0.2, 6, 1000).seconds
     0.30000000000000004
+    >>> Prediction("dense", "dense", {}, 0.1, 0.2, 6, 1000, every=30).words_per_step
+    33.333333333333336
   """
 
   label: str
@@ -37,11 +42,17 @@ class Prediction(NamedTuple):
   messages: int
   words: int
   inside: float = 0.0
+  every: int = 1
 
   @property
   def seconds(self) -> float:
-    """Seconds of one update."""
-    return self.arithmetic + self.wire + self.inside
+    """Seconds of one step, an update divided by H."""
+    return (self.arithmetic + self.wire + self.inside) / self.every
+
+  @property
+  def words_per_step(self) -> float:
+    """4-byte words that one worker sends, mean over the steps."""
+    return self.words / self.every
 
 
 class Advice(NamedTuple):
@@ -68,25 +79,27 @@ class Advice(NamedTuple):
     lines = [f"{'algorithm':<32}{'seconds':>10}{'arithmetic':>12}{'wire':>10}{'messages':>10}{'words':>14}"]
     for one in self.predictions:
       lines.append(
-        f"{one.label:<32}{one.seconds:>10.4f}{one.arithmetic:>12.4f}{one.wire:>10.4f}{one.messages:>10}{one.words:>14,}"
+        f"{_titled(one):<32}{one.seconds:>10.4f}{one.arithmetic:>12.4f}{one.wire:>10.4f}{one.messages:>10}{one.words:>14,}"
       )
     return "\n".join([*lines, self.why])
 
 
-def advise(params: Any, profile: Profile) -> Advice:
-  """Predicts the seconds per update of every algorithm of a profile, and names the fastest, dense included.
+def advise(params: Any, profile: Profile, every: Sequence[int] = (1,)) -> Advice:
+  """Predicts the seconds per step of every algorithm of a profile, and names the fastest, dense included.
 
   seconds = arithmetic · n + α · messages + β · bytes, with the α and β of the platform's all-reduce for an algorithm
   that uses it. Where a worker has S devices, n is ⌈n/S⌉ and the links inside add the time of gathering what is
-  replicated there, by the shardings of `params`; a number n stands for sharded parameters. The model ignores accuracy:
-  a lower density is always faster, so profile only densities that train well.
+  replicated there, by the shardings of `params`; a number n stands for sharded parameters. With local steps only every
+  H-th step has an update, and seconds and words per step are 1/H of it. The model ignores accuracy: a lower density, or
+  more local steps, are always faster, so ask only for those that train well.
 
   Args:
     params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`, or their number n.
     profile: from `js.costs.fit`.
+    every: the numbers H of steps between exchanges to choose from (`js.local_steps`).
 
   Raises:
-    ValueError: for a profile without any algorithm, or no parameters.
+    ValueError: for a profile without any algorithm, no parameters, or an H that is no whole number from 1 up.
 
   Example:
     >>> import jaxsparse as js
@@ -95,7 +108,9 @@ def advise(params: Any, profile: Profile) -> Advice:
     >>> js.costs.advise(14_728_266, profile).best.label
     'spardl:density=0.01'
     >>> js.costs.advise(14_728_266, profile).why
-    'spardl:density=0.01: ... s per update, ... times as fast as dense: it saves ... s of the wire and spends ...'
+    'spardl:density=0.01: ... s per step, ... times as fast as dense: it saves ... s of the wire and spends ...'
+    >>> js.costs.advise(14_728_266, profile, every=(1, 30)).why
+    'spardl:density=0.01 every 30 steps: ... s per step, ... times as fast as dense every 30 steps: it saves ...'
   """
   n = params if isinstance(params, int) else sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
   if n < 1:
@@ -104,7 +119,10 @@ def advise(params: Any, profile: Profile) -> Advice:
     raise ValueError("advise: the profile has no algorithm, make one with js.costs.fit")
   gathered = inside(0 if isinstance(params, int) else _replicated(params, profile.devices), devices=profile.devices)
   within = gathered.seconds(profile.inside_alpha, profile.inside_beta)
-  found = (_prediction(label, n, profile)._replace(inside=within) for label in profile.algorithms)
+  for steps in every:
+    check_whole("advise", 1, every=steps)
+  updates = [_prediction(label, n, profile)._replace(inside=within) for label in profile.algorithms]
+  found = [update._replace(every=steps) for steps in every for update in updates]
   predictions = sorted(found, key=lambda one: one.seconds)
   return Advice(predictions, _why(predictions))
 
@@ -132,15 +150,20 @@ def _prediction(label: str, n: int, profile: Profile) -> Prediction:
 
 def _why(predictions: list[Prediction]) -> str:
   best, *others = predictions
-  first = f"{best.label}: {best.seconds:.4f} s per update"
+  first = f"{_titled(best)}: {best.seconds:.4f} s per step"
   if best.name == "dense":
-    rest = f". The fastest of the others, {others[0].label}, would take {others[0].seconds:.4f} s" if others else ""
+    rest = f". The fastest of the others, {_titled(others[0])}, would take {others[0].seconds:.4f} s" if others else ""
     return first + rest
   dense = next((one for one in others if one.name == "dense"), None)
   if dense is None:
     return first
-  saved, spent = dense.wire - best.wire, best.arithmetic - dense.arithmetic
+  saved = dense.wire / dense.every - best.wire / best.every
+  spent = best.arithmetic / best.every - dense.arithmetic / dense.every
   return (
-    f"{first}, {dense.seconds / best.seconds:.2f} times as fast as {dense.label}: it saves {saved:.4f} s of the wire "
-    f"and spends {spent:.4f} s more on arithmetic"
+    f"{first}, {dense.seconds / best.seconds:.2f} times as fast as {_titled(dense)}: it saves {saved:.4f} s of the "
+    f"wire and spends {spent:.4f} s more on arithmetic"
   )
+
+
+def _titled(one: Prediction) -> str:
+  return one.label if one.every == 1 else f"{one.label} every {one.every} steps"

@@ -52,9 +52,9 @@ Example:
 
 
 _DECAY = """
-  decay: β in (0, 1], where there is a residual. Each worker reduces `gradient + β · (what it has not delivered)`; the
-    residual of the state contains the product. Less than 1 forgets old gradients, so that the residual acts like
-    momentum (DeMo and SparseLoCo use 0.999 and 0.95); 1 loses nothing. A skipped step does not decay it."""
+  decay: β in (0, 1], where there is a residual: each worker reduces `gradient + β · (what it has not delivered)`. The
+    residual of the state holds the product. Less than 1 forgets old gradients (SparseLoCo: 0.95); 1 loses nothing. A
+    skipped step does not decay it."""
 
 
 class TransformFunction(Protocol[Options]):

@@ -79,7 +79,8 @@ def _check_differing(state: Any) -> None:
   """Raises ValueError where arrays of other transformations would be computed from totals that differ."""
   methods = [node.layout.method for node in replicating(state) if node.layout.method]
   differing = [group.collective for method in methods for group in method.groups if not group.collective.replicates]
-  if differing and len(jax.tree.leaves(state)) != len(jax.tree.leaves(reduce_states(state))):
+  others = [node for node in jax.tree.leaves(state, is_leaf=is_reduce_state) if not is_reduce_state(node)]
+  if differing and any(jnp.ndim(leaf) for leaf in others):
     name = differing[0].name
     raise ValueError(
       f"{name}: its totals differ between workers, and so would parameters and optimizer states that follow: give each "

@@ -51,6 +51,18 @@ def transform_of(
   return over_groups(functools.partial(groups_of, assignment=Assignment([collective], [])), axis, shardings, alone=True)
 
 
+class Transform(optax.GradientTransformation):
+  """A jaxsparse transform, which can be made again with other collectives.
+
+  Attributes:
+    comm: the workers.
+    over: from a function of collectives to the transform whose groups have the collectives that it returns.
+  """
+
+  comm: Comm
+  over: Callable[[Callable[[Collective], Collective]], optax.GradientTransformation]
+
+
 def over_groups(
   grouped: Callable[[Any], list[Group]], axis: _compat.AxisName | Comm, shardings: Any = None, alone: bool = False
 ) -> optax.GradientTransformation:
@@ -96,7 +108,13 @@ def over_groups(
     checks.check_method(state.layout.method, groups)
     return jax.tree.unflatten(structure, leaves), state
 
-  return optax.GradientTransformation(init, update)
+  def over(change: Callable[[Collective], Collective]) -> optax.GradientTransformation:
+    changed = lambda group: group._replace(collective=change(group.collective))
+    return over_groups(lambda tree: [changed(group) for group in grouped(tree)], axis, shardings, alone)
+
+  made = Transform(init, update)
+  made.comm, made.over = comm, over
+  return made
 
 
 def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceState:

@@ -47,6 +47,19 @@ def test_the_advice_follows_the_network():
   assert str(fast).splitlines()[1].startswith("dense")
 
 
+def test_local_steps_divide_an_update_among_their_steps():
+  one, ten = (js.costs.advise(10_000_000, PROFILE, every=(every,)) for every in (1, 10))
+  for update, step in zip(one.predictions, ten.predictions, strict=True):
+    assert (step.label, step.words, step.wire) == (update.label, update.words, update.wire)
+    assert step.seconds == pytest.approx(update.seconds / 10)
+    assert step.words_per_step == pytest.approx(update.words_per_step / 10)
+  both = js.costs.advise(10_000_000, PROFILE, every=(1, 10))
+  assert (both.best.label, both.best.every) == (SPARDL, 10)
+  assert both.why.startswith(f"{SPARDL} every 10 steps: ")
+  with pytest.raises(ValueError, match="advise: every=0, choose a whole number from 1 up"):
+    js.costs.advise(100, PROFILE, every=(0,))
+
+
 def test_messages_that_are_not_full_and_agreements_count():
   label = "oktopk:density=0.01"
   half = dataclasses.replace(PROFILE, algorithms={label: Algorithm(0.0, fill=0.5, agreements=2)})

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from jaxsparse import launch
 from jaxsparse.train.worker import Given
-from tests.cases import AS_USERS, CASES, averaged, bits, each_case, integers, normals
+from tests.cases import AS_USERS, CASES, averaged, bits, each_case, integers, normals, quick_of
 from tests.ranks import train_sharded
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -414,6 +414,27 @@ def test_parameters_of_workers_of_their_own():
   same = lambda was, x: was.is_equivalent_to(x.sharding, x.ndim)
   assert jax.tree.all(jax.tree.map(same, before, (params, state)))
   step.check(params, state)
+
+
+@pytest.mark.parametrize("kind", quick_of(KINDS, quick=[AxisType.Explicit]), ids=str)
+def test_local_steps_and_what_their_transforms_remember(kind):
+  """Moments, what was moved and momentum lie as the parameters; Law C over all shards: what is flushed is the rest."""
+  sparse = js.momentum_corrected(js.topka_transform("hosts", density=0.2, decay=0.5), 0.5)
+  tx = js.local_steps(optax.sgd(0.1, momentum=0.5), optax.chain(sparse, optax.sgd(1.0)), every=2)
+  step, params, state = model_of(tx, kind)
+  assert state.moved["up"].sharding.spec == state.inner[0].trace["up"].sharding.spec == P("hosts", None, "x")
+  before = shardings_of((params, state))
+  for i in range(5):
+    params, state, metrics = step(params, state, batch_of(i))
+  step.check(params, state)
+  same = lambda was, x: was.is_equivalent_to(x.sharding, x.ndim)
+  assert jax.tree.all(jax.tree.map(same, before, (params, state)))
+  assert int(js.metrics(state).since_exchange) == 1
+  assert float(js.metrics(state).drift) > 0
+  update, flushed = js.flush(state, params, mesh_of(MESHES[0], kind), axis="hosts")
+  moved = {name: np.asarray(state.moved[name]).mean(0) for name in params}
+  assert any(np.any(np.asarray(update[name]) != moved[name]) for name in params)
+  assert float(js.metrics(flushed).drift) == float(js.metrics(flushed).residual_norm) == 0
 
 
 def test_hosts_of_several_processes_and_devices(tmp_path):

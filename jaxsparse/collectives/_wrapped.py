@@ -1,0 +1,53 @@
+"""A collective around another one, which it asks for all that it does not change."""
+
+import dataclasses
+from typing import Self
+
+from jaxsparse.collectives._base import Collective
+from jaxsparse.types import Cost, State
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wrapped(Collective):
+  """A collective that has the properties of another one; subclasses define `reduce`.
+
+  Attributes:
+    collective: the other one.
+  """
+
+  collective: Collective
+
+  @property
+  def name(self) -> str:
+    return f"{super().name.removeprefix('_')} {self.collective.name}"
+
+  @property
+  def conserves(self) -> bool:
+    return self.collective.conserves
+
+  @property
+  def replicates(self) -> bool:
+    return self.collective.replicates
+
+  @property
+  def decay(self) -> float:
+    return self.collective.decay
+
+  @property
+  def sizes_vary(self) -> bool:
+    return self.collective.sizes_vary
+
+  def slots(self, n: int, size: int) -> int:
+    return self.collective.slots(n, size)
+
+  def for_leaves(self, sizes: tuple[int, ...]) -> Self:
+    return dataclasses.replace(self, collective=self.collective.for_leaves(sizes))
+
+  def for_devices(self, devices: int) -> Self:
+    return dataclasses.replace(self, collective=self.collective.for_devices(devices))
+
+  def init(self, n: int, size: int) -> State:
+    return self.collective.init(n, size)
+
+  def cost(self, n: int, size: int) -> Cost:
+    return self.collective.cost(n, size)

@@ -1,0 +1,55 @@
+"""Values in 2 bits: the numbers of four bins, which are read as the mean of the values in each (SparseLoCo).
+
+Sums are added in a fixed order, and products are rounded before they are added: every program has the same bits.
+"""
+
+import jax
+import jax.numpy as jnp
+
+BINS = 4
+_WIDTH = 6 / BINS  # standard deviations of a bin
+
+
+def quantized(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The bin of each value of each row, and the four values of each row that bins stand for.
+
+      μ = mean v,  c = v − μ,  σ² = Σ c²/(N − 1),  code = clip(round(c / (1.5 σ) + 2), 0, 3)
+      table[b] = μ + (mean of c in bin b)
+
+  Σ table[code] is Σ v, to rounding. Bins are lopsided, as published: bin 2 is around the mean. If a value of a row is
+  not finite, its table is NaN.
+
+  Args:
+    values: f32[rows, N].
+
+  Returns:
+    (codes, table): i32[rows, N] in 0 … 3, and f32[rows, 4], 0 for a bin without a value.
+
+  Example:
+    >>> codes, table = quantized(jnp.array([[10.0, -4.0, 6.0, -5.0, 4.0, -6.0, 5.0, -4.0]]))
+    >>> codes.tolist(), table.tolist()
+    ([[3, 1, 3, 1, 2, 1, 2, 1]], [[0.75, -4.75, 4.5, 8.0]])
+  """
+  count = values.shape[1]
+  # A product that a sum follows may become a fused multiply-add, in some programs only: so products are rounded to 22
+  # bits, and so are quotients by a constant, which XLA makes products.
+  rounded = lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=22)
+  mean = rounded(_sum(values) / count)
+  apart = values - mean[:, None]
+  squares = rounded(apart * apart)
+  width = _WIDTH * jnp.sqrt(_sum(squares) / max(1, count - 1))
+  width = jnp.where((width > 0) & jnp.isfinite(width), width, 1.0)
+  codes = jnp.clip(jnp.round(apart / width[:, None] + BINS / 2), 0, BINS - 1).astype(jnp.int32)
+  inside = codes[:, None] == jnp.arange(BINS, dtype=jnp.int32)[None, :, None]
+  members = jnp.maximum(jnp.sum(inside, axis=2, dtype=jnp.int32), 1).astype(jnp.float32)
+  sums = _sum(jnp.where(inside, apart[:, None], 0.0).reshape(-1, count)).reshape(-1, BINS)
+  table = sums / members + mean[:, None]
+  return codes, jnp.where(jnp.isfinite(values).all(axis=1)[:, None], table, jnp.nan)
+
+
+def _sum(x: jax.Array) -> jax.Array:
+  """The sum of each row, by halves."""
+  while x.shape[1] > 1:
+    half = -(-x.shape[1] // 2)
+    x = x[:, :half] + jnp.pad(x[:, half:], ((0, 0), (0, 2 * half - x.shape[1])))
+  return x[:, 0]

@@ -1,0 +1,137 @@
+"""Deep Gradient Compression: momentum of each worker's own before a sparse exchange, none after it (Lin et al., 2018).
+
+Momentum after a sparse exchange sees an entry when it is delivered, with all that has accumulated, and multiplies that
+by 1/(1 − m). Here it is applied to the gradient of each worker before the residual is added, as if each entry were
+delivered at once:
+
+    u ← m u + g            momentum, f32[n] of each worker
+    home = residual + u    reduced by any collective
+
+Where mass of a worker has left its residual, its momentum is zero from then on (factor masking, §3.2): it would push
+further in the direction of an old gradient.
+"""
+
+from collections.abc import Mapping
+
+import optax
+
+from jaxsparse.collectives import Collective, SparseCollective
+from jaxsparse.collectives._base import check_fraction, check_whole
+from jaxsparse.collectives._momentum import Corrected
+from jaxsparse.collectives._warm_up import WarmedUp
+from jaxsparse.collectives._wrapped import Wrapped
+from jaxsparse.transform.update import Transform
+
+
+def momentum_corrected(
+  transform: optax.GradientTransformation,
+  momentum: float = 0.9,
+  *,
+  nesterov: bool = False,
+  masking: bool = True,
+  clip_norm: float | None = None,
+) -> optax.GradientTransformation:
+  """The transform with the momentum of each worker's own before it (Deep Gradient Compression, §3).
+
+      u ← m u + g,  reduced: u          with nesterov:  u ← m (u + g),  reduced: u + g
+
+  and `u = 0` where the residual of this worker then holds something else than what entered, residual + u. Law C is that
+  of the collective, for u in place of the gradient. The momentum of the workers is f32[n] a worker of its state, and
+  starts anew after `js.resize` and `js.convert`. A skipped step keeps it.
+
+  The optimizer that follows has **no momentum of its own**: `optax.sgd(rate)`. With a collective that delivers all
+  entries the update is that of momentum after a dense average.
+
+  Args:
+    transform: a jaxsparse transform, `js.spardl_transform(...)` for instance, not a chain.
+    momentum: m in (0, 1].
+    nesterov: Nesterov's momentum, as above.
+    masking: whether momentum is zeroed where mass has left. Collectives that deliver all entries never do it.
+    clip_norm: c, clips the gradient of each worker, all leaves together, to an ℓ₂ norm of c/√P before everything else;
+      None does not. The norm of the sum of P independent gradients is then about c.
+
+  Returns:
+    An `optax.GradientTransformation`, to be the first of its chain.
+
+  Raises:
+    TypeError: for a transformation that is not a jaxsparse transform.
+    ValueError: for a momentum or a norm outside its choices.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
+    >>> tx = optax.chain(js.momentum_corrected(js.spardl_transform("workers", density=0.01)), optax.sgd(0.1))
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> state = js.init(tx, jnp.zeros(300), mesh)
+    >>> state[0].carried.worker.momentum.size == 300 * len(jax.devices())
+    True
+  """
+  transform = _checked("momentum_corrected", transform)
+  check_fraction("momentum_corrected", momentum=momentum)
+  if clip_norm is not None and not clip_norm > 0:
+    raise ValueError(f"momentum_corrected: clip_norm={clip_norm!r}, choose a number above 0, or None")
+  corrected = transform.over(
+    lambda collective: Corrected(collective=collective, momentum=momentum, nesterov=nesterov, masking=masking)
+  )
+  if clip_norm is None:
+    return corrected
+
+  def clip(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    del params
+    largest = clip_norm * transform.comm.size**-0.5
+    return optax.clip_by_global_norm(largest).update(grads, optax.EmptyState())[0]
+
+  return optax.chain(optax.stateless(clip), corrected)
+
+
+def warmed_up(transform: optax.GradientTransformation, densities: Mapping[int, float]) -> optax.GradientTransformation:
+  """The transform with other densities in its first steps: a ladder of compiled message sizes.
+
+  The first gradients change fast, and a residual delivers them late: Deep Gradient Compression begins with a density of
+  25 % and divides it by 4 in each epoch. All densities are compiled into one program, which takes longer to compile;
+  the step chooses one of them, and residuals pass from one to the next.
+
+  Args:
+    transform: a jaxsparse transform, not a chain; groups of leaves whose collective is not sparse stay as they are.
+      Warm up first, and correct momentum then: `js.momentum_corrected(js.warmed_up(...))`.
+    densities: `{100: 0.25, 200: 0.0625}` is 25 % before step 100, 6.25 % before step 200, then that of the transform. A
+      skipped step is not counted.
+
+  Returns:
+    An `optax.GradientTransformation`, to be the first of its chain. `js.resize` and `js.convert` start at step 0.
+
+  Raises:
+    TypeError: for a transformation that is not a jaxsparse transform.
+    ValueError: for steps that do not ascend from 1, or densities outside (0, 1].
+
+  Example:
+    >>> import optax, jaxsparse as js
+    >>> sparse = js.warmed_up(js.spardl_transform("workers", density=0.01), {100: 0.25, 200: 0.0625})
+    >>> tx = optax.chain(js.momentum_corrected(sparse, 0.9), optax.sgd(0.1))
+  """
+  transform = _checked("warmed_up", transform)
+  steps = tuple(densities)
+  for step, density in densities.items():
+    check_whole("warmed_up", 1, step=step)
+    check_fraction(f"warmed_up before step {step}", density=density)
+  if not steps or sorted(set(steps)) != list(steps):
+    raise ValueError(f"warmed_up: densities={dict(densities)!r}, give at least one density, by ascending steps")
+
+  def change(collective: Collective) -> Collective:
+    if isinstance(collective, Wrapped):
+      raise ValueError(
+        f"warmed_up: {collective.name} is given, warm up first: js.momentum_corrected(js.warmed_up(...))"
+      )
+    if not isinstance(collective, SparseCollective):
+      return collective
+    return WarmedUp(collective=collective, steps=steps, densities=tuple(densities.values()))
+
+  return transform.over(change)
+
+
+def _checked(name: str, transform: optax.GradientTransformation) -> Transform:
+  if not isinstance(transform, Transform):
+    raise TypeError(
+      f"{name}: {transform!r} is no jaxsparse transform: give js.spardl_transform(...) or another one, not a chain, "
+      f"and chain what follows after {name}"
+    )
+  return transform

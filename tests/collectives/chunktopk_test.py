@@ -1,0 +1,98 @@
+"""ChunkTopk against numpy: the compressor of SparseLoCo, and its exchange over several workers and steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from jaxsparse.sparse.two_bit import quantized
+from jaxsparse.train import simulation
+from tests.cases import bits, normals
+
+
+def in_two_bits(values):
+  """Decoded values of one chunk: bins of 1.5 σ around the mean, each read as the mean of its values."""
+  values = values.astype(np.float64)
+  mean, spread = values.mean(), values.std(ddof=1) if values.size > 1 else 0.0
+  codes = np.clip(np.round((values - mean) / (1.5 * spread if spread > 0 else 1) + 2), 0, 3)
+  return np.array([values[codes == code].mean() for code in codes])
+
+
+def compressed(home, length, k, two_bit):
+  """What one worker sends of `home`, f64[n], the k largest of each chunk."""
+  sent = np.zeros(home.size)
+  for start in range(0, home.size, length):
+    chunk = home[start : start + length]
+    chosen = np.argsort(-np.abs(chunk), kind="stable")[:k]
+    sent[start + chosen] = in_two_bits(chunk[chosen]) if two_bit else chunk[chosen]
+  return sent
+
+
+def test_the_worked_example():
+  codes, table = jax.jit(quantized)(jnp.array([[10.0, -4, 6, -5, 4, -6, 5, -4]]))
+  np.testing.assert_array_equal(codes, [[3, 1, 3, 1, 2, 1, 2, 1]])
+  np.testing.assert_array_equal(np.asarray(table)[0][codes[0]], [8, -4.75, 8, -4.75, 4.5, -4.75, 4.5, -4.75])
+  same, table = jax.jit(quantized)(jnp.full((1, 8), 3.0))  # no spread
+  np.testing.assert_array_equal(np.asarray(table)[0][same[0]], [3] * 8)
+  assert np.isnan(jax.jit(quantized)(jnp.array([[1.0] * 7 + [np.inf]]))[1]).all()
+
+
+@pytest.mark.parametrize("wire", ["f32", "2bit"])
+def test_three_workers_and_steps_in_numpy(wire):
+  """SparseLoCo's exchange: home = β r + Δ; 60 entries in chunks of 16, the last of which has 12."""
+  workers, n, length, k, decay = 3, 60, 16, 6, 0.95
+  collective = js.make_collective("chunktopk", k=n * k // length, chunk=length, wire=wire, decay=decay)
+  state, kept = simulation.initial(collective, workers, n), np.zeros((workers, n))
+  for step in range(4):
+    grads = normals(step, workers, n)
+    totals, state = simulation.reduce_all(collective, jnp.asarray(grads), state)
+    home = grads.astype(np.float64) + kept
+    sent = np.array([compressed(row, length, k, wire == "2bit") for row in home])
+    kept = decay * (home - sent)
+    np.testing.assert_allclose(totals[0], sent.sum(0), atol=1e-5)
+    np.testing.assert_allclose(state.carried.residual, kept, atol=1e-5)
+    np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
+
+
+def test_the_mean_over_contributors_is_larger_where_few_send():
+  """P = 4, one worker sends 8: the sum is 8, and P times the mean over contributors 32."""
+  grads = np.zeros((4, 8), np.float32)
+  grads[0, 2], grads[:, 5] = 8, 1
+  total = js.simulate("chunktopk", grads, k=2, combine="contributors").total
+  assert (total[2], total[5]) == (32, 4)
+
+
+def test_words_of_sparseloco():
+  """64 entries of 16 bits and four words a chunk."""
+  cost = js.costs.count("chunktopk", n=100 * 4096, workers=5, density=1 / 64, wire="2bit")
+  assert cost == js.costs.predict("chunktopk", n=100 * 4096, workers=5, density=1 / 64, wire="2bit")
+  assert cost.words == 4 * 100 * 36
+
+
+@pytest.mark.parametrize("chunk", [0, 2**14 + 1, 2.5])
+def test_bad_chunk(chunk):
+  with pytest.raises(ValueError, match=f"chunktopk: chunk={chunk!r}, choose a whole number from 1 to 16384"):
+    js.chunktopk_transform("workers", density=0.1, chunk=chunk)
+
+
+def test_sparseloco_and_diloco_are_local_steps():
+  sim, params = js.SimComm("workers", members=3), {"w": jnp.zeros((10, 10))}
+  loss = lambda p, batch: jnp.mean((p["w"] - batch[0]) ** 2) * 50
+  outer = {
+    "sparseloco": optax.chain(
+      js.chunktopk_transform(sim, density=1 / 64, decay=0.95, wire="2bit", chunk=64), optax.sgd(1.0)
+    ),
+    "diloco": optax.chain(js.dense_transform(sim), optax.sgd(0.7, momentum=0.9, nesterov=True)),
+  }
+  named = {
+    "sparseloco": js.sparseloco(optax.sgd(0.1), sim, every=3, chunk=64),
+    "diloco": js.diloco(optax.sgd(0.1), sim, every=3),
+  }
+  for name, tx in named.items():
+    programs = []
+    for one in (tx, js.local_steps(optax.sgd(0.1), outer[name], every=3)):
+      step, state = js.make_train_step(loss, one, sim), js.abstract_state(one, params, sim)
+      programs.append(step.lower(params, state, normals(0, 3, 10, 10)).as_text())
+    assert programs[0] == programs[1]
