@@ -425,7 +425,7 @@ def test_local_steps_and_what_their_transforms_remember(kind):
   assert state.moved["up"].sharding.spec == state.inner[0].trace["up"].sharding.spec == P("hosts", None, "x")
   before = shardings_of((params, state))
   for i in range(5):
-    params, state, metrics = step(params, state, batch_of(i))
+    params, state, _ = step(params, state, batch_of(i))
   step.check(params, state)
   same = lambda was, x: was.is_equivalent_to(x.sharding, x.ndim)
   assert jax.tree.all(jax.tree.map(same, before, (params, state)))
