@@ -46,7 +46,7 @@ def local_steps(
   `optax.chain(transform, optax.sgd(η))`.
 
   A worker whose gradient holds NaN or Inf leaves out a local step. In a step with an exchange all workers then skip the
-  exchange, keep what they have moved, and exchange in the next step.
+  exchange, keep what they have moved, and exchange in the next step; with `every=1` the updates of this step are lost.
 
   Args:
     inner: any optax optimizer, run by each worker on its own gradients. It may hold a jaxsparse transform without a

@@ -122,8 +122,7 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
     >>> js.metrics(js.init(tx, jnp.zeros(8), mesh, axis="workers")).residual_norm
     Array(0., dtype=float32)
   """
-  flat = lambda node: node._replace(counters=jax.tree.map(jnp.ravel, node.counters))  # those in rows of workers too
-  found = {label: flat(node) for label, node in labelled(state).items()}
+  found = labelled(state)
   if not found:
     raise ValueError(f"metrics: the state holds 0 jaxsparse transforms: {why_none(state)}")
   check_alive({"state": state})
@@ -132,6 +131,8 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
     _compat.wait_for_processes(state, "js.metrics", timeout)
   comm = None if over is None else comm_of(over)
   local = local_states(state)
+  flat = lambda node: node._replace(counters=jax.tree.map(jnp.ravel, node.counters))  # of inner optimizers [P, 1]
+  found = {label: flat(node) for label, node in found.items()}
   parts = {label: summary([node], comm) for label, node in found.items()} if len(found) > 1 else ()
   whole = summary(list(found.values()), comm)._replace(parts=parts)
   if not local:
