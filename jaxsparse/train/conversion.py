@@ -85,7 +85,8 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
 
   def restarted(node: ReduceState, row: bool) -> Any:
     fresh = first_state(engine.comm, node.layout.method, node.layout.shards)  # type: ignore[arg-type]
-    return LocalState(jax.tree.map(lambda x: x[None], fresh), (), (), jnp.int32(0)) if row else fresh
+    zeros = jnp.int32(0), jnp.int32(0)
+    return LocalState(jax.tree.map(lambda x: x[None], fresh), (), (), *zeros) if row else fresh
 
   following = iter(reduce_states(made(engine, start, params)[0]))
 

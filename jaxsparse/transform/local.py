@@ -46,7 +46,7 @@ def local_steps(
   `optax.chain(transform, optax.sgd(η))`.
 
   A worker whose gradient holds NaN or Inf leaves out a local step. In a step with an exchange all workers then skip the
-  exchange, keep what they have moved, and exchange in the next step.
+  exchange, keep what they have moved, and exchange in the next step; with `every=1` the updates of this step are lost.
 
   Args:
     inner: any optax optimizer, run by each worker on its own gradients. It may hold a jaxsparse transform without a
@@ -89,7 +89,7 @@ class _LocalSteps(NamedTuple):
   def init(self, params: optax.Params) -> LocalState:
     """The state of one worker before the first step."""
     moved = () if self.every == 1 else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
-    state = LocalState(_in_rows(self.inner.init(params)), self.outer.init(params), moved, jnp.int32(0))
+    state = LocalState(_in_rows(self.inner.init(params)), self.outer.init(params), moved, jnp.int32(0), jnp.int32(0))
     _check(state)
     return state
 
@@ -132,7 +132,7 @@ class _LocalSteps(NamedTuple):
     else:
       moved = jax.tree.map(lambda was, u: keep(was - u[None].astype(jnp.float32), was), state.moved, updates)
     inner = _in_rows(jax.tree.map(keep, after, before))
-    return state._replace(inner=inner, moved=moved, since=state.since + 1), finite
+    return LocalState(inner, state.outer, moved, state.since + 1, state.steps + 1), finite
 
   def _exchange(
     self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
@@ -165,7 +165,7 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
-    >>> js.own_params(jnp.ones(2), js.LocalState((), (), jnp.array([[0.25, 0.0]]), jnp.int32(1)))
+    >>> js.own_params(jnp.ones(2), js.LocalState((), (), jnp.array([[0.25, 0.0]]), jnp.int32(1), jnp.int32(1)))
     Array([0.75, 1.  ], dtype=float32)
   """
   moved = moved_by_name(state)

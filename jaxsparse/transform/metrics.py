@@ -30,7 +30,7 @@ class Metrics(NamedTuple):
   """The metrics of the last step, over all workers.
 
   Attributes:
-    words_sent: 4-byte words sent by the worker that sent most; 2³² − 1 stands for that many or more.
+    words_sent: 4-byte words sent by the worker that sent most; 2³² − 1 stands for that many or more. 0 in a local step.
     words_used: words that carried an entry, mean over workers.
     selected: entries that a worker chose to send, mean over workers.
     delivered: entries that the total delivers.
@@ -48,6 +48,7 @@ class Metrics(NamedTuple):
     drift: root mean square over workers of the ℓ₂ distance of their parameters to the mean (`js.local_steps`); 0 after
       an exchange.
     since_exchange: steps since the last exchange; 0 without local steps.
+    words_per_step: with local steps the mean of the words of all steps since the state was made; else `words_sent`.
     parts: where a state holds several jaxsparse transforms, the `Metrics` of each by its label (that of
       `optax.multi_transform`, else its path in the state), and the rest is over all of them; else empty.
 
@@ -73,6 +74,7 @@ class Metrics(NamedTuple):
   total_words: jax.Array
   drift: jax.Array
   since_exchange: jax.Array
+  words_per_step: jax.Array
   parts: Any = ()
 
   @classmethod
@@ -120,8 +122,7 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
     >>> js.metrics(js.init(tx, jnp.zeros(8), mesh, axis="workers")).residual_norm
     Array(0., dtype=float32)
   """
-  flat = lambda node: node._replace(counters=jax.tree.map(jnp.ravel, node.counters))  # those in rows of workers too
-  found = {label: flat(node) for label, node in labelled(state).items()}
+  found = labelled(state)
   if not found:
     raise ValueError(f"metrics: the state holds 0 jaxsparse transforms: {why_none(state)}")
   check_alive({"state": state})
@@ -130,9 +131,15 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
     _compat.wait_for_processes(state, "js.metrics", timeout)
   comm = None if over is None else comm_of(over)
   local = local_states(state)
+  flat = lambda node: node._replace(counters=jax.tree.map(jnp.ravel, node.counters))  # of inner optimizers [P, 1]
+  found = {label: flat(node) for label, node in found.items()}
   parts = {label: summary([node], comm) for label, node in found.items()} if len(found) > 1 else ()
-  since = jnp.max(jnp.array([node.since for node in local] or [0], jnp.int32))
-  return summary(list(found.values()), comm)._replace(drift=drift(local, comm), since_exchange=since, parts=parts)
+  whole = summary(list(found.values()), comm)._replace(parts=parts)
+  if not local:
+    return whole
+  since, steps = (jnp.max(jnp.array(numbers)) for numbers in zip(*(node[-2:] for node in local), strict=True))
+  words = whole.total_words / jnp.maximum(steps, 1).astype(jnp.float32)
+  return whole._replace(drift=drift(local, comm), since_exchange=since, words_per_step=words)
 
 
 def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
@@ -165,6 +172,7 @@ def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
       "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
       "drift": jnp.float32(0),
       "since_exchange": jnp.int32(0),
+      "words_per_step": read["words_sent"].astype(jnp.float32),
     }
   )
 

@@ -89,6 +89,7 @@ class LocalState(NamedTuple):
     moved: like the parameters, f32[1 or P, …]: the anchor minus the parameters of a worker, θ − θ_w; () with `every=1`,
       which leaves nothing moved.
     since: i32[], steps since the last exchange.
+    steps: i32[], steps since the state was made.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -102,6 +103,7 @@ class LocalState(NamedTuple):
   outer: Any
   moved: Any
   since: jax.Array
+  steps: jax.Array
 
 
 def reduce_states(state: Any) -> list[ReduceState]:
@@ -135,15 +137,15 @@ def in_rows(state: Any) -> Any:
   Those of the inner optimizers of local steps have; others are the same on every worker, but for a `ReduceState`.
 
   Example:
-    >>> in_rows((LocalState([jnp.zeros(2)], [jnp.zeros(2)], (), jnp.int32(0)), jnp.zeros(3)))
-    (LocalState(inner=[True], outer=[False], moved=(), since=False), False)
+    >>> in_rows((LocalState([jnp.zeros(2)], [jnp.zeros(2)], (), jnp.int32(0), jnp.int32(0)), jnp.zeros(3)))
+    (LocalState(inner=[True], outer=[False], moved=(), since=False, steps=False), False)
   """
 
   def of(node: Any) -> Any:
     if not is_local_state(node):
       return False
     rows = lambda tree: jax.tree.map(lambda _: True, tree, is_leaf=is_reduce_state)
-    return LocalState(rows(node.inner), in_rows(node.outer), rows(node.moved), False)  # type: ignore[arg-type]
+    return LocalState(rows(node.inner), in_rows(node.outer), rows(node.moved), False, False)  # type: ignore[arg-type]
 
   return jax.tree.map(of, state, is_leaf=lambda node: is_local_state(node) or is_reduce_state(node))
 

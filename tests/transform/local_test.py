@@ -93,7 +93,9 @@ def test_law_c_over_what_was_moved_and_residuals_in_every_step(case):
     assert np.any(flat(params) != before) == exchanged
     assert np.any(rows(state.moved, workers)) != exchanged
     assert int(js.metrics(state).since_exchange) == (number + 1) % 3
-    assert bool(js.metrics(state).words_sent > 0) == exchanged
+    found = js.metrics(state)
+    assert bool(found.words_sent > 0) == exchanged
+    assert float(found.words_per_step) == pytest.approx(float(found.total_words) / (number + 1))
 
 
 def adam_in_numpy(theta, moments, grad, rate, count):
