@@ -25,6 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
   "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
   "adam": optax.adam,
   "adamw": optax.adamw,
+  "lars": optax.lars,
 }
 
 
