@@ -102,7 +102,8 @@ def _scores(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array,
   wanted = labels != IGNORED
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(wanted, labels, 0))
   right = (jnp.argmax(logits, -1) == labels) & wanted
-  return jnp.sum(losses, where=wanted), jnp.sum(right), jnp.maximum(jnp.sum(wanted), 1)
+  count = jnp.sum(wanted, dtype=jnp.float32)
+  return jnp.sum(losses, where=wanted), jnp.sum(right), jnp.maximum(count, 1)
 
 
 def entries_of(module: Callable[[], nnx.Module]) -> int:

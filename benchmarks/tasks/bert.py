@@ -27,4 +27,4 @@ def make() -> Task:
 
 def _masked(random: np.random.Generator, windows: np.ndarray) -> Arrays:
   hidden = random.random(windows.shape) < _MASKED
-  return np.where(hidden, np.uint8(0), windows), np.where(hidden, windows, IGNORED).astype(np.int32)
+  return np.where(hidden, np.uint8(0), windows), np.where(hidden, windows.astype(np.int32), IGNORED)
