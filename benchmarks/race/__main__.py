@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import rich.console
 from absl import flags
 
-from benchmarks import entry, netlab, programs, recorded, report, training, workers
+from benchmarks import entry, netlab, papers, programs, recorded, report, training, workers
 from benchmarks.race import measuring, methods, recipes
 from benchmarks.race import report as tables
 from benchmarks.race.measuring import Length, Race, Runner
@@ -197,6 +197,7 @@ def _report(results: Results, console: rich.console.Console) -> None:
     console.print(tables.wholes(results))
   if _TASK.value == "lm":
     report.say(tables.goals(results, _STEPS.value), console)
+  console.print(papers.beside(papers.of("race")))
   path = pathlib.Path(_REPORT_DIR.value) / "race.png"
   tables.figure(results, rates, path)
   console.print(f"figure: {path}")
