@@ -3,9 +3,9 @@ r"""Scale on paper: the predicted time of an update on the wire for 8 … 4096 w
 Predicted is the wire alone, `messages · α + bytes · β` by each algorithm's formula, an upper bound where the sizes of
 messages vary. Selection and sums come on top: a worker selects among the same n entries whatever P is, and the sums
 grow with the words that it receives; `benchmarks.collectives` measures both. Also left out are the integers that
-workers agree on (`benchmarks.costs` lists them) and A2SGD's averaging of the parameters every `sync_every` steps; its
-totals differ between workers, so it does not compete for the fastest. In `spardl:teams=best` the number of teams is
-the fastest divisor of P in that network.
+workers agree on (`benchmarks.costs` lists them) and the averaging of parameters that A2SGD needs; its totals differ
+between workers, so it does not compete for the fastest. In `spardl:teams=best` the number of teams is the fastest
+divisor of P in that network.
 
 Measured are the seconds to trace, lower and compile the update for P forced CPU devices, with compilation caches off:
 the update does not run, and n hardly matters. SparDL has 2⌈log₂P⌉ rounds, so the seconds should grow as a + b log₂P:

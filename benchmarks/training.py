@@ -15,11 +15,11 @@ from flax import nnx
 import jaxsparse as js
 from benchmarks import data, models, specs
 from benchmarks.workers import Workers
-from jaxsparse.collectives.a2sgd import A2SGD
 from jaxsparse.train.engine import here
 
 CLASSES = 10
 CURVE_POINTS = 40  # evaluations during a run
+AVERAGED_EVERY = 100  # steps, for workers with parameters of their own
 OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
   "sgd": optax.sgd,
   "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
@@ -202,6 +202,8 @@ def train(
   """Trains `task` with one all-reduce; calls `on_step` with the step and the last measured accuracy."""
   schedule = optax.cosine_decay_schedule(optimizer.rate, steps)
   tx = optax.chain(js.make_transform(spec.name, workers.axis, **spec.config), OPTIMIZERS[optimizer.name](schedule))
+  if not spec.collective.replicates:  # each worker has parameters of its own, which are averaged now and then
+    tx = js.local_steps(tx, optax.chain(js.dense_transform(workers.axis), optax.sgd(1.0)), every=AVERAGED_EVERY)
   params = jax.tree.map(jnp.copy, task.params)  # the step donates them
   state = js.init(tx, params, workers.where)
   step = js.make_train_step(task.loss, tx, workers.where)
@@ -227,8 +229,6 @@ def train(
     on_step(number, run.accuracy[-1] if run.accuracy else 0.0)
   params, state = step.synchronize(params, state)
   words = statistics.mean(run.trace["words_sent"])
-  if isinstance(spec.collective, A2SGD) and spec.collective.sync_every:  # it averages the parameters now and then
-    words += js.costs.predict("dense", n=task.entries, workers=workers.size).words / spec.collective.sync_every
   return run._replace(
     test_accuracy=run.accuracy[-1],
     test_loss=task.test_loss(params),

@@ -61,10 +61,10 @@ from jaxsparse.train.step import TrainStep, init, make_train_step
 from jaxsparse.train.worker import StepMetrics
 from jaxsparse.transform import factories
 from jaxsparse.transform.factories import make_transform
-from jaxsparse.transform.local import PerWorker
+from jaxsparse.transform.local import local_steps, own_params
 from jaxsparse.transform.metrics import Metrics, metrics
 from jaxsparse.transform.specs import specs
-from jaxsparse.transform.state import ReduceState
+from jaxsparse.transform.state import LocalState, ReduceState
 from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
@@ -87,9 +87,9 @@ __all__ = [
   "Comm",
   "Cost",
   "Counters",
+  "LocalState",
   "Metrics",
   "MpiComm",
-  "PerWorker",
   "ReduceState",
   "Reduced",
   "SimComm",
@@ -107,11 +107,13 @@ __all__ = [
   "costs",
   "flush",
   "init",
+  "local_steps",
   "make_collective",
   "make_train_step",
   "make_transform",
   "metrics",
   "overlap",
+  "own_params",
   "partial",
   "resize",
   "select",

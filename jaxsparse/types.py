@@ -75,8 +75,6 @@ class State(NamedTuple):
       leaves.
     worker: any pytree that differs between workers; every leaf has a leading axis (it is sharded along it).
     shared: any pytree that is bitwise the same on every worker.
-    due: bool[] for a collective whose total differs between workers, whether their parameters are to be averaged after
-      this step; None for all others.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -87,7 +85,6 @@ class State(NamedTuple):
   residual: Any = None
   worker: Any = ()
   shared: Any = ()
-  due: Any = None
 
 
 class Counters(NamedTuple):

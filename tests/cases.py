@@ -125,6 +125,17 @@ CONSERVING = [case for case in CASES if case.make(density=0.5).conserves]
 REPLICATING = [case for case in CASES if case.make(density=0.5).replicates]
 
 
+def chained(case: Case, after: optax.GradientTransformation, **entries: Any) -> optax.GradientTransformation:
+  """The transform of a case and an optimizer; workers whose totals differ take local steps, and are averaged."""
+  tx = optax.chain(js.make_transform(case.name, "workers", **case.config(**entries)), after)
+  return tx if case in REPLICATING else js.local_steps(tx, averaged(), every=100)
+
+
+def averaged(axis: Any = "workers") -> optax.GradientTransformation:
+  """The outer chain of local SGD, which averages parameters."""
+  return optax.chain(js.dense_transform(axis), optax.sgd(1.0))
+
+
 def each(
   cases: list[Case],
   sizes: Iterable[int] = WORKERS,

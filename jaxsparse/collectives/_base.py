@@ -68,7 +68,7 @@ class Collective(abc.ABC):
 
   @property
   def replicates(self) -> bool:
-    """Whether Law R holds: the total is the same on every worker. If not, `State.due` says when to synchronize."""
+    """Whether Law R holds: the total is the same on every worker. If not, it belongs inside `js.local_steps`."""
     return True
 
   @property

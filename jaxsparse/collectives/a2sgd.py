@@ -3,7 +3,7 @@
 The two means of a gradient are that of its positive entries and that of its negative ones. They are averaged over the
 workers by one all-reduce of 64 bits. Each worker then shifts its large entries by the difference between the average
 and its own means. The shifted gradients still differ between workers, so the models drift apart and are averaged from
-time to time.
+time to time, by `js.local_steps`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Literal, Self
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives._base import Collective, check_whole
+from jaxsparse.collectives._base import Collective
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.sums import ordered_sum
@@ -30,20 +30,22 @@ class A2SGD(Collective):
       pos = [g ≥ μ₊],  neg = [g ≤ −μ₋ and g < 0]
       g′  = g − (pos μ₊ − neg μ₋) + pos μ̄₊ − neg μ̄₋          (Algorithm 1)
 
-  where μ̄ is the mean over workers. The update is g′: **it differs between workers**, and so do their parameters.
-  `js.init` and `js.make_train_step` store each worker's local update, the sum of its updates since the last
-  synchronization, in the optimizer state, and average the parameters every `sync_every` steps. Call
-  `step.synchronize(params, state)`, which averages them at once, before you evaluate or save, and at the end. With
-  `sync_every=None` that is the only synchronization, as in the published Algorithm 1, which averages once, after the
-  last step. Without `make_train_step` your own step must do all of this. The state is the number of the step.
+  where μ̄ is the mean over workers. The update is g′: **it differs between workers**, and so do their parameters. So
+  the transform and the optimizer after it belong inside `js.local_steps`, whose outer chain averages the parameters,
+  here every 100 steps:
+
+      js.local_steps(optax.chain(js.a2sgd_transform("workers"), optax.sgd(0.1)),
+                     optax.chain(js.dense_transform("workers"), optax.sgd(1.0)), every=100)
+
+  Call `step.synchronize(params, state)`, which averages at once, before you evaluate or save, and at the end. With
+  `every=None` that is the only synchronization, as in the published Algorithm 1, which averages once, after the last
+  step.
 
   Args:
     means: one pair of means for the whole "vector", 2 words, or one for each "leaf" of the gradient.
-    sync_every: T, the number of steps from one averaging of all parameters to the next; None averages only when
-      `step.synchronize` is called.
 
   Raises:
-    ValueError: for `means` or `sync_every` outside their choices.
+    ValueError: for `means` outside its choices.
 
   Example:
     The first worker's g′ in the paper's example (§III); the total is P times it:
@@ -54,12 +56,7 @@ class A2SGD(Collective):
   """
 
   means: Literal["vector", "leaf"] = "vector"
-  sync_every: int | None = 100
   leaves: tuple[int, ...] = dataclasses.field(default=(), init=False)
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    check_whole(self.name, 1, optional=True, sync_every=self.sync_every)
 
   @property
   def conserves(self) -> bool:
@@ -76,10 +73,6 @@ class A2SGD(Collective):
     object.__setattr__(mine, "leaves", tuple(size for size in sizes if size))
     return mine
 
-  def init(self, n: int, size: int) -> State:
-    del n, size
-    return State(shared=jnp.zeros((), jnp.int32), due=jnp.zeros((), jnp.bool_))
-
   def cost(self, n: int, size: int) -> Cost:
     return all_reduce_cost(2 * len(self.leaves or (n,)), size)
 
@@ -90,9 +83,6 @@ class A2SGD(Collective):
     # Divided before the sum: a product that a sum follows may become a fused multiply-add, in some programs only.
     mean = comm.all_reduce(own / comm.size)
     shifts = [shifted(part, *pair) for part, pair in zip(parts, zip(own, mean, strict=True), strict=True)]
-    step = state.shared + 1
-    due = jnp.bool_(False) if self.sync_every is None else step % self.sync_every == 0
-    state = state._replace(shared=step, due=due)
     words = self.cost(grads.size, comm.size).words
     counters = Counters(words, words, selected=2 * len(parts), delivered=grads.size)
     # A NaN at one worker makes the averaged means NaN, so every worker skips the step.

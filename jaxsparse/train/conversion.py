@@ -22,10 +22,17 @@ from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import checked, made, shape_of
 from jaxsparse.train.step import init
 from jaxsparse.transform import owed
-from jaxsparse.transform.local import PerWorker
 from jaxsparse.transform.owed import Residual, whole
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.state import ReduceState, is_reduce_state, reduce_states
+from jaxsparse.transform.state import (
+  LocalState,
+  ReduceState,
+  in_rows,
+  is_reduce_state,
+  local_states,
+  reduce_rows,
+  reduce_states,
+)
 from jaxsparse.transform.update import first_state
 from jaxsparse.types import Comm
 
@@ -42,8 +49,8 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
   of the one that had sent most. What a collective remembers otherwise (thresholds, regions, random steps) starts anew.
   With P′ = P nothing changes, bit for bit.
 
-  Workers with parameters of their own (A2SGD) go on from the mean of their parameters: the local update of each becomes
-  the mean of all local updates, and so do floating-point arrays of their optimizer states; of integers it is the
+  Workers with parameters of their own (`js.local_steps`) go on from the mean of their parameters: what each has moved
+  becomes the mean of what all have, and so do floating-point arrays of their inner states; of integers it is the
   maximum. A warning says so.
 
   Args:
@@ -70,18 +77,23 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
     (4, (32,))
   """
   engine = training_engine(mesh, axis)
-  nodes, per_worker = checked(state, params), isinstance(state, PerWorker)
+  checked(state, params)
 
   def start(params: optax.Params) -> Any:
     del params
-    states = [first_state(engine.comm, node.layout.method, node.layout.shards) for node in nodes]  # type: ignore[arg-type]
-    return PerWorker(jax.tree.map(lambda x: x[None], states), ()) if per_worker else states
+    return [restarted(*one) for one in reduce_rows(state)]
+
+  def restarted(node: ReduceState, row: bool) -> Any:
+    fresh = first_state(engine.comm, node.layout.method, node.layout.shards)  # type: ignore[arg-type]
+    return LocalState(jax.tree.map(lambda x: x[None], fresh), (), (), jnp.int32(0)) if row else fresh
 
   following = iter(reduce_states(made(engine, start, params)[0]))
-  of = lambda path, x: (
-    next(following) if is_reduce_state(x) else shape_of(mesh, path, x, params, engine if per_worker else None)
-  )
-  return _carried_over(engine, state, jax.tree_util.tree_map_with_path(of, state, is_leaf=is_reduce_state))
+
+  def of(path: Any, x: Any, row: bool) -> Any:
+    return next(following) if is_reduce_state(x) else shape_of(mesh, path, x, params, engine if row else None)
+
+  fresh = jax.tree_util.tree_map_with_path(of, state, in_rows(state), is_leaf=is_reduce_state)
+  return _carried_over(engine, state, fresh)
 
 
 def convert(
@@ -127,10 +139,10 @@ def _carried_over(engine: Engine, state: Any, fresh: Any) -> Any:
   residuals = owed.residuals_of(nodes, engine.process)
   _check_rows(nodes[0], before, after)
   _check_homes(residuals, reduce_states(fresh))
-  if isinstance(state, PerWorker) and before != after:
+  if local_states(state) and before != after:
     warnings.warn(
-      f"js.resize: the workers have parameters of their own, all {after} of them go on from the mean of those of the "
-      f"{before} workers",
+      f"js.resize: the workers have parameters or optimizers of their own, all {after} of them go on from the mean of "
+      f"those of the {before} workers",
       stacklevel=3,
     )
 
@@ -170,19 +182,20 @@ def _shapes(tree: Any) -> list[tuple[int, ...]]:
 
 def _check_structure(state: Any, fresh: Any) -> None:
   """Raises ValueError unless the states differ in those of jaxsparse transforms only."""
-  was, now = (jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_reduce_state) for tree in (state, fresh))
-  per_worker = isinstance(state, PerWorker)
 
-  def described(found: Any) -> list[str]:
-    shape = lambda x: "" if is_reduce_state(x) else f" {x.dtype}{list(np.shape(x)[per_worker:])}"
-    return [jax.tree_util.keystr(path) + shape(x) for path, x in found]
+  def described(tree: Any) -> list[str]:
+    """The path of each array, with its type and its shape at a worker."""
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_reduce_state)
+    shape = lambda x, row: "" if is_reduce_state(x) else f" {x.dtype}{list(np.shape(x)[row:])}"
+    rows = jax.tree.leaves(in_rows(tree))
+    return [jax.tree_util.keystr(path) + shape(x, row) for (path, x), row in zip(found, rows, strict=True)]
 
-  gone, new = (sorted(set(a) - set(b)) for a, b in itertools.permutations((described(was), described(now))))
-  if gone or new or isinstance(fresh, PerWorker) != per_worker:
+  gone, new = (sorted(set(a) - set(b)) for a, b in itertools.permutations((described(state), described(fresh))))
+  if gone or new:
     raise ValueError(
       f"the optimizer state has {', '.join(gone) or 'nothing'} where that of the new chain has "
       f"{', '.join(new) or 'nothing'}: js.convert replaces jaxsparse transforms and keeps all others. For other "
-      "changes call js.flush, or step.synchronize for A2SGD, and then js.init"
+      "changes call step.synchronize where there are local steps, js.flush, and then js.init"
     )
 
 

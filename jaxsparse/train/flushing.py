@@ -11,9 +11,9 @@ from jaxsparse._compat import AxisName
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import checked
 from jaxsparse.transform import checks, owed
-from jaxsparse.transform.local import PerWorker
+from jaxsparse.transform.local import moved_by_name
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.state import is_reduce_state
+from jaxsparse.transform.state import in_rows, is_local_state, is_reduce_state
 from jaxsparse.types import Comm
 
 
@@ -28,6 +28,9 @@ def flush(
   the jaxsparse transform, a gradient: give it to the rest of the chain, or subtract it times a rate. Each transform
   takes one all-reduce of all its residuals. Every process must call.
 
+  With `js.local_steps` workers also owe what they have moved since the last exchange: it is added to the residual of
+  each, delivered with it, and zero afterwards. The update is that of the transform of the outer chain.
+
   Args:
     state: of `js.init` or a step.
     params: the parameters.
@@ -39,8 +42,7 @@ def flush(
     state with residuals of zeros. `params` and `state` stay valid.
 
   Raises:
-    ValueError: if the state was donated, is not one of these workers and parameters, or not of `js.init`; or if workers
-      have parameters of their own (A2SGD), which `step.synchronize` averages.
+    ValueError: if the state was donated, is not one of these workers and parameters, or not of `js.init`.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -54,26 +56,26 @@ def flush(
   """
   engine = training_engine(mesh, axis)
   nodes = checked(state, params)
-  if isinstance(state, PerWorker):
-    raise ValueError(
-      "the workers have parameters of their own and owe no gradient: average them by step.synchronize(params, state)"
-    )
   for node in nodes:
     checks.check_workers(node, engine.workers, held=engine.held)
 
   def worker(params: optax.Params, state: Any) -> tuple[optax.Updates, Any]:
     named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     updates = {name: jnp.zeros_like(leaf) for name, leaf in named.items()}
+    moved = moved_by_name(state)
 
-    def of(node: Any) -> Any:
-      if not is_reduce_state(node):
+    def of(node: Any, row: bool) -> Any:
+      if row or not is_reduce_state(node):
         return node
       names = node.layout.method.names
-      means, node = owed.delivered(engine.comm, [named[name] for name in names], node)
-      updates.update(zip(names, means, strict=True))
+      also = [moved[name][0] for name in names] if moved.keys() >= set(names) else None
+      means, node = owed.delivered(engine.comm, [named[name] for name in names], node, also)
+      updates.update({name: mean.astype(named[name].dtype) for name, mean in zip(names, means, strict=True)})
       return node
 
-    state = jax.tree.map(of, state, is_leaf=is_reduce_state)
+    state = jax.tree.map(of, state, in_rows(state), is_leaf=is_reduce_state)
+    emptied = lambda node: node._replace(moved=jax.tree.map(jnp.zeros_like, node.moved), since=0 * node.since)
+    state = jax.tree.map(lambda x: emptied(x) if is_local_state(x) else x, state, is_leaf=is_local_state)
     return jax.tree.unflatten(jax.tree.structure(params), list(updates.values())), state
 
   specs = (PartitionSpec(), placed(state, engine.axis))

@@ -15,9 +15,7 @@ from jaxsparse.comm import replication
 from jaxsparse.train.engine import Engine
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.transform import checks
-from jaxsparse.transform import local as perworker
 from jaxsparse.transform import state as states
-from jaxsparse.transform.local import PerWorker
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.state import ReduceState
 from jaxsparse.transform.update import init_state
@@ -64,9 +62,8 @@ def abstract_state(
   engine = training_engine(mesh, axis)
   with engine.typed() as typed:
     state, specs = _shapes(typed, start_of(engine, tx), params)
-  of_each = engine if isinstance(state, PerWorker) else None
-  of = lambda path, x: x if states.is_reduce_state(x) else shape_of(mesh, path, x, params, of_each)
-  state = jax.tree_util.tree_map_with_path(of, state, is_leaf=states.is_reduce_state)
+  of = lambda path, x, row: x if states.is_reduce_state(x) else shape_of(mesh, path, x, params, engine if row else None)
+  state = jax.tree_util.tree_map_with_path(of, state, states.in_rows(state), is_leaf=states.is_reduce_state)
   if workers not in (None, engine.workers):
     state = _of_workers(state, workers)
     specs = jax.tree.map(lambda _: PartitionSpec(), state)
@@ -81,8 +78,7 @@ def start_of(engine: Engine, tx: optax.GradientTransformation) -> Callable[[opta
 
   def start(params: optax.Params) -> Any:
     replication.check_axes(tx.init, (params,), engine.axis)
-    state = tx.init(params)
-    return perworker.first(engine.comm, state, params) if states.differs(state) else state
+    return tx.init(params)
 
   return start
 
@@ -147,13 +143,13 @@ def _specs_of(engine: Engine, start: Callable, params: optax.Params) -> tuple[tu
 
 def _of_workers(state: Any, workers: int) -> Any:
   """The shapes of a state as those of a state of another number of workers."""
-  if isinstance(state, PerWorker):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers, *x.shape[1:]), x.dtype), state)
 
-  def of(node: Any) -> Any:
+  def of(node: Any, row: bool) -> Any:
+    if row:
+      return jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers, *x.shape[1:]), x.dtype), node)
     return _node_of_workers(node, workers) if states.is_reduce_state(node) else node
 
-  return jax.tree.map(of, state, is_leaf=states.is_reduce_state)
+  return jax.tree.map(of, state, states.in_rows(state), is_leaf=states.is_reduce_state)
 
 
 def _node_of_workers(node: ReduceState, workers: int) -> ReduceState:
@@ -164,6 +160,5 @@ def _node_of_workers(node: ReduceState, workers: int) -> ReduceState:
   carried = states.joined([part.carried for part in parts], method.alone)
   rows = lambda x: jax.ShapeDtypeStruct((workers * devices * x.shape[0], *x.shape[1:]), x.dtype)
   same = lambda x: jax.ShapeDtypeStruct((devices, *x.shape) if shards else x.shape, x.dtype)
-  shared, due = jax.tree.map(same, (carried.shared, carried.due))
-  split = jax.tree.map(rows, carried._replace(shared=(), due=None))
-  return node._replace(carried=split._replace(shared=shared, due=due), counters=jax.tree.map(rows, parts[0].counters))
+  shared, split = jax.tree.map(same, carried.shared), jax.tree.map(rows, carried._replace(shared=()))
+  return node._replace(carried=split._replace(shared=shared), counters=jax.tree.map(rows, parts[0].counters))

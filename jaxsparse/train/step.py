@@ -22,9 +22,7 @@ from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import made, start_of, started
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
-from jaxsparse.transform import local as perworker
 from jaxsparse.transform import state as states
-from jaxsparse.transform.local import PerWorker
 from jaxsparse.transform.specs import placed
 from jaxsparse.types import Comm
 
@@ -47,8 +45,7 @@ def init(
 
   Returns:
     The state of `tx`. The residual is one f32[P · n] of all workers, or this worker's f32[n] under MPI. Give the state
-    to the step of `js.make_train_step`, or shard it by `js.specs(state, axis)` in your own shard_map. For a collective
-    whose totals differ between workers (A2SGD) the state is a `js.PerWorker`.
+    to the step of `js.make_train_step`, or shard it by `js.specs(state, axis)` in your own shard_map.
 
   Raises:
     ValueError: if the mesh has no such axis, the transform is over another axis, its options do not fit the parameters,
@@ -83,9 +80,9 @@ def _warn_uncovered(engine: Engine, tx: optax.GradientTransformation, params: An
   A step of `make_train_step` rejects such leaves. A step of the user's own may average their gradients before the
   update or leave them constant, which the state does not show, so this is a warning.
   """
-  covered = sum(int(np.max(here(node.layout.entries))) for node in states.reduce_states(state))
+  covered = sum(int(np.max(here(node.layout.entries))) for node in states.replicating(state))
   floating = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
-  if isinstance(state, PerWorker) or not covered or covered >= sum(map(jnp.size, floating)):
+  if not covered or covered >= sum(map(jnp.size, floating)):
     return
 
   def updates(grads: optax.Updates, state: Any, params: optax.Params) -> tuple[optax.Updates]:
@@ -132,9 +129,8 @@ def make_train_step(
   Before a new step runs, its jaxpr is checked: the step raises if replicated parameters or states would differ between
   workers afterwards. `step.check(params, state)` compares the present values on all workers.
 
-  If the total of the collective differs between workers (A2SGD), so do their parameters. Then `params` are those of the
-  last synchronization, and `state` contains the local update of each worker since. `step.synchronize(params, state)`
-  averages the parameters: call it before you evaluate or save, and at the end.
+  With `js.local_steps` workers have parameters of their own between exchanges. Then `params` are those of the last
+  exchange, and `state` has what each worker has moved since. `step.synchronize(params, state)` exchanges it at once.
 
   Args:
     loss_fn: (params, batch) -> f32[], the mean loss of one worker's part of the batch; or (loss, aux) with `has_aux`.
@@ -207,7 +203,7 @@ class TrainStep:
     self._axis, self._worker, self._donate = self._engine.axis, worker, donate
     self._specs: dict[Any, tuple[Any, Any]] = {}
     self._programs: dict[Any, Any] = {}
-    self._average: Any = None
+    self._exchange: Any = None
     self._last: Any = None
     self._known: Any = None  # identifies the state that was returned last, which needs no check
 
@@ -229,16 +225,15 @@ class TrainStep:
     return params, state, metrics
 
   def synchronize(self, params: optax.Params, state: Any) -> tuple[Any, Any]:
-    """Averages parameters that differ between workers; returns (params, state) unchanged if they are replicated."""
-    if not isinstance(state, PerWorker):
+    """Exchanges what the workers have moved since the last exchange (`js.local_steps`); else returns both unchanged."""
+    if not states.local_states(state):
       return params, state
     checks.check_alive({"params": params, "state": state})
-    if self._average is None:
-      average = functools.partial(perworker.synchronized, self._engine.comm)
+    if self._exchange is None:
       specs = (PartitionSpec(), placed(state, self._axis))
       kept = self._engine.shardings((params, state), specs)
-      self._average = self._engine.jit(average, specs, specs, shardings=(kept, kept))
-    return self._average(params, state)
+      self._exchange = self._engine.jit(self._worker.synchronize, specs, specs, shardings=kept and (kept, kept))
+    return self._exchange(params, state)
 
   def check(self, params: optax.Params, state: Any) -> None:
     """Compares replicated parameters and state on all workers, for tests; every process must call.
@@ -323,7 +318,8 @@ class TrainStep:
 _LIKELY_MISTAKES = {
   "params": "no jaxsparse transform covers its gradient (optax.masked passes masked leaves on unchanged, here the "
   "gradient of one worker), or a transformation after or around the transform uses the data of one worker (as "
-  "optax.apply_if_finite does). Give every leaf a transform, js.dense_transform for a plain average: "
+  "optax.apply_if_finite does), or the totals of the collective differ (A2SGD), which then belongs inside "
+  "js.local_steps. Give every leaf a transform, js.dense_transform for a plain average: "
   "optax.multi_transform({'sparse': js.spardl_transform(...), 'dense': js.dense_transform(...)}, labels); or freeze it "
   "with optax.set_to_zero()",
   "state": "it is computed from the gradient of one worker, before the jaxsparse transform averages it. Put that "

@@ -11,9 +11,8 @@ import optax
 from jaxsparse import _compat
 from jaxsparse.comm import all_gather, axes_of, in_rank_order
 from jaxsparse.comm.replication import mark_total
-from jaxsparse.transform import local as perworker
 from jaxsparse.transform import state as states
-from jaxsparse.transform.local import PerWorker
+from jaxsparse.transform.local import own_params
 from jaxsparse.types import Comm
 
 AuxReduce = Literal["mean", "sum", "max", "min", "stack"]
@@ -55,21 +54,22 @@ class Worker(NamedTuple):
     self, comm: Comm, params: optax.Params, state: Any, batch: Any, given: "Given"
   ) -> tuple[optax.Params, Any, StepMetrics]:
     """One step: the next parameters, state, and metrics. Besides `tx`, only loss, aux and model state are reduced."""
-    inner, own = perworker.here(state, params) if isinstance(state, PerWorker) else (state, params)
-    loss, grads, model_state, aux = _gradients(self, comm, own, batch, given)
+    loss, grads, model_state, aux = _gradients(self, comm, own_params(params, state), batch, given)
     loss = comm.all_reduce(loss) / comm.size
     extra = {"value": loss} | given.extra
-    updates, inner = optax.with_extra_args_support(self.tx).update(grads, inner, own, **extra)
-    if isinstance(state, PerWorker):
-      state = perworker.moved_on(state, updates, inner)
-      average = functools.partial(perworker.synchronized, comm)
-      params, state = jax.lax.cond(states.due(inner), average, lambda *same: same, params, state)
-    else:
-      params, state = optax.apply_updates(params, updates), inner
-    skipped = states.skipped(inner)
+    updates, state = optax.with_extra_args_support(self.tx).update(grads, state, params, **extra)
+    params = optax.apply_updates(params, updates)
+    skipped = states.skipped(state)
     keep = functools.partial(jnp.where, skipped)  # running statistics never recover from a NaN
     model_state = jax.tree.map(keep, given.model_state, _next_model_state(self, comm, model_state))
     return params, state, StepMetrics(loss, skipped, _over_workers(comm, aux, self.aux_reduce), model_state)
+
+  def synchronize(self, params: optax.Params, state: Any) -> tuple[optax.Params, Any]:
+    """An exchange of what the workers have moved, without a step: the next parameters and state."""
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    update = optax.with_extra_args_support(self.tx).update
+    updates, state = update(nothing, state, params, synchronize=True)
+    return optax.apply_updates(params, updates), state
 
 
 class Given(NamedTuple):

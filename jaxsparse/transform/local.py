@@ -1,7 +1,11 @@
-"""Parameters that differ between workers, for a collective whose total does (`Collective.replicates` is False).
+"""Local steps: each worker trains with an optimizer of its own, and workers exchange what they have moved now and then.
 
-The caller has one replicated `params`, those of the last synchronization. The state contains the local update of each
-worker since then and the optimizer state of each worker, so that a checkpoint of (params, state) is complete.
+    local step   θ_w ← θ_w + inner(∇_w(θ_w))                          every step, without a message
+    exchange     θ   ← θ + outer(reduce(θ − θ_w)),   θ_w ← θ          every H steps
+
+θ, the anchor, is the same on every worker: it is the `params` of the caller. The state of a worker has θ − θ_w, the sum
+of its updates with a minus sign, so that it looks like a gradient to `outer`. It is summed up in float32 and not
+computed from parameters.
 """
 
 from typing import Any, NamedTuple
@@ -10,81 +14,193 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import flatten
-from jaxsparse.transform.shards import Shards, shards_of
-from jaxsparse.types import Comm
+from jaxsparse.collectives._base import check_whole
+from jaxsparse.transform import metrics
+from jaxsparse.transform import state as states
+from jaxsparse.transform.state import LocalState
 
 
-class PerWorker(NamedTuple):
-  """The optimizer state of workers that each have parameters of their own; every leaf has a leading worker axis.
+def local_steps(
+  inner: optax.GradientTransformation, outer: optax.GradientTransformation, *, every: int | None
+) -> optax.GradientTransformationExtraArgs:
+  """H steps of each worker's own, then one exchange of what the workers have moved (local SGD, DiLoCo, SparseLoCo).
 
-  Attributes:
-    state: the state of the optax transformation, [1, …] at a worker and [P, …] outside shard_map.
-    moved: like the parameters, f32[1 or P, …]: the local update, the sum of a worker's updates since the last
-      synchronization.
-    shards: how the parameters lie on the devices of a worker; None where a worker is one device.
+      θ_w ← θ_w + inner(∇_w(θ_w))                         H times
+      θ   ← θ + outer(θ − θ_w),   θ_w ← θ                 the exchange
 
-  Example:
-    >>> import jax, jax.numpy as jnp, jaxsparse as js
-    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
-    >>> state = js.init(js.a2sgd_transform("workers"), jnp.zeros(8), mesh)
-    >>> isinstance(state, js.PerWorker), state.moved.shape == (len(jax.devices()), 8)
-    (True, True)
-  """
+  `outer` reduces θ − θ_w over the workers as if it were a gradient, so plain optax after the collective descends:
+  `optax.sgd(1.0)` moves the parameters to the mean of those of all workers. The state has θ − θ_w of each worker, in
+  float32, and the inner state of each; `outer` has the residual and whatever else is the same on every worker.
 
-  state: Any
-  moved: Any
-  shards: Shards | None = None
+      total + Σ_w residual_w = Σ_w (θ − θ_w) + Σ_w (residual_w before)      (Law C, at an exchange)
 
+  Updates are those of θ: zeros in local steps, so that parameters are bitwise the same on every worker at all times
+  (Law R). The step of `js.make_train_step` takes the gradient at θ_w; in a step of your own take it at
+  `js.own_params(params, state)`, and give `update` the anchor:
 
-def first(comm: Comm, state: Any, params: optax.Params) -> PerWorker:
-  """The state of one worker before its first step: a local update of zeros."""
-  moved = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
-  return PerWorker(_widened(state), moved, shards_of(comm, params))
+      grads = jax.grad(loss_fn)(js.own_params(params, state), batch)
+      updates, state = tx.update(grads, state, params)
 
+  With `every=1` nothing stays moved, and each step exchanges the updates of the inner optimizers instead of gradients.
+  Then `local_steps(optax.sgd(1.0), optax.chain(transform, optax.sgd(η)), every=1)` has the bits of
+  `optax.chain(transform, optax.sgd(η))`.
 
-def here(node: PerWorker, params: optax.Params) -> tuple[Any, optax.Params]:
-  """The optimizer state and the parameters of this worker, inside shard_map."""
-  own = jax.tree.map(lambda p, moved: (p.astype(jnp.float32) + moved[0]).astype(p.dtype), params, node.moved)
-  return jax.tree.map(lambda leaf: leaf[0], node.state), own
-
-
-def moved_on(node: PerWorker, updates: optax.Updates, state: Any) -> PerWorker:
-  """`node` after this worker applied `updates` to its parameters; `state` is its next optimizer state."""
-  moved = jax.tree.map(lambda was, update: was + update[None].astype(jnp.float32), node.moved, updates)
-  return node._replace(state=_widened(state), moved=moved)
-
-
-def synchronized(comm: Comm, params: optax.Params, node: PerWorker) -> tuple[optax.Params, PerWorker]:
-  """Averages the parameters of all workers, densely: `params + Σ_w moved_w / P`; the local updates become zero."""
-
-  def average(moved: Any, rest: Any = ()) -> tuple[Any, Any]:
-    flat, unflatten = flatten.flatten(moved)
-    return unflatten(comm.all_reduce(flat) / comm.size), rest
-
-  if node.shards:
-    leaves, structure = jax.tree.flatten(node.moved)
-    means, _ = node.shards.over(average, [moved[0] for moved in leaves], ())
-    mean = jax.tree.unflatten(structure, [step[None] for step in means])
-  else:
-    mean, _ = average(node.moved)
-  params = jax.tree.map(lambda p, step: (p.astype(jnp.float32) + step[0]).astype(p.dtype), params, mean)
-  return params, node._replace(moved=jax.tree.map(jnp.zeros_like, node.moved))
-
-
-def drift(node: PerWorker, comm: Comm | None = None) -> jax.Array:
-  """The distance between workers, f32[]: the root of the mean over workers of ‖parameters − their mean‖².
+  A worker whose gradient holds NaN or Inf leaves out a local step. In a step with an exchange all workers then skip the
+  exchange, keep what they have moved, and exchange in the next step.
 
   Args:
-    node: of all workers, or of this one.
-    comm: all workers, where `node` is that of one.
+    inner: any optax optimizer, run by each worker on its own gradients. It may hold a jaxsparse transform without a
+      residual, which every worker calls in every step; of A2SGD, whose totals differ between workers, it must.
+    outer: a chain whose first transformation is a jaxsparse one, then plain optax.
+    every: H, the number of steps from one exchange to the next; None exchanges only when `step.synchronize(params,
+      state)` is called, which `tx.update(grads, state, params, synchronize=True)` does without a local step.
+
+  Returns:
+    An `optax.GradientTransformation` whose state is a `js.LocalState`.
+
+  Raises:
+    ValueError: for an `every` outside its choices; when used, if `outer` has no jaxsparse transform or `inner` has one
+      with a residual, if one of them has local steps itself, or without `params`.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
+    >>> outer = optax.chain(js.spardl_transform("workers", density=0.5), optax.sgd(1.0))
+    >>> tx = js.local_steps(optax.sgd(0.1, momentum=0.5), outer, every=10)
+    >>> mesh, params = jax.make_mesh((len(jax.devices()),), ("workers",)), jnp.zeros(4)
+    >>> step = js.make_train_step(lambda p, batch: jnp.mean((p[None] - batch) ** 2), tx, mesh)
+    >>> state = js.init(tx, params, mesh)
+    >>> for _ in range(100):
+    ...   params, state, metrics = step(params, state, jnp.ones((len(jax.devices()), 4)))
+    >>> float(jnp.abs(params - 1).max()) < 0.1, float(js.metrics(state).drift)
+    (True, 0.0)
   """
-  everyone = comm.all_reduce if comm else lambda x: x
-  leaves = jax.tree.leaves(node.moved)
-  workers = comm.size if comm else leaves[0].shape[0]
-  apart = [leaf - everyone(leaf.sum(0, keepdims=True)) / workers for leaf in leaves]
-  return jnp.sqrt(everyone(sum((jnp.sum(leaf**2) for leaf in apart), jnp.float32(0))) / workers)
+  check_whole("local_steps", 1, optional=True, every=every)
+  steps = _LocalSteps(optax.with_extra_args_support(inner), optax.with_extra_args_support(outer), every)
+  return optax.GradientTransformationExtraArgs(steps.init, steps.update)
 
 
-def _widened(state: Any) -> Any:
+class _LocalSteps(NamedTuple):
+  """The arguments of `local_steps`, with the two functions of its transformation."""
+
+  inner: optax.GradientTransformationExtraArgs
+  outer: optax.GradientTransformationExtraArgs
+  every: int | None
+
+  def init(self, params: optax.Params) -> LocalState:
+    """The state of one worker before the first step."""
+    moved = () if self.every == 1 else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
+    state = LocalState(_in_rows(self.inner.init(params)), self.outer.init(params), moved, jnp.int32(0))
+    _check(state)
+    return state
+
+  def update(
+    self,
+    grads: optax.Updates,
+    state: LocalState,
+    params: optax.Params | None = None,
+    *,
+    synchronize: bool = False,
+    **extra: Any,
+  ) -> tuple[optax.Updates, LocalState]:
+    """The update of the anchor, zeros in a local step, and the next state."""
+    if params is None:
+      raise ValueError("local_steps: update needs the parameters, give tx.update(grads, state, params)")
+    if synchronize:  # with every=1 there is nothing that was moved
+      return (self._silence if self.every == 1 else self._exchange)(state, params, jnp.bool_(True), extra)
+    state, finite = self._own_step(grads, state, params, extra)
+    if self.every in (1, None):
+      return (self._exchange if self.every == 1 else self._silence)(state, params, finite, extra)
+    exchange, silence = (
+      lambda rest, branch=branch: branch(rest, params, finite, extra) for branch in (self._exchange, self._silence)
+    )
+    # The inner state stays outside, so that its buffers need not pass through the branches.
+    updates, rest = jax.lax.cond(state.since >= self.every, exchange, silence, state._replace(inner=()))
+    return updates, rest._replace(inner=state.inner)
+
+  def _own_step(
+    self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Any
+  ) -> tuple[LocalState, jax.Array]:
+    """The state after the local step of a worker, and whether its gradient is finite, bool[]."""
+    before = jax.tree.map(lambda leaf: leaf[0], state.inner)
+    updates, after = self.inner.update(grads, before, own_params(params, state), **extra)
+    alone = not states.reduce_states(before)  # else a transform skips the step on all workers
+    leaves = jax.tree.leaves(grads) if alone else []
+    finite = jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], jnp.bool_))
+    keep = lambda new, old: jnp.where(finite, new, old) if alone else new
+    if self.every == 1:
+      moved = jax.tree.map(lambda update: -update[None], updates)
+    else:
+      moved = jax.tree.map(lambda was, u: keep(was - u[None].astype(jnp.float32), was), state.moved, updates)
+    inner = _in_rows(jax.tree.map(keep, after, before))
+    return state._replace(inner=inner, moved=moved, since=state.since + 1), finite
+
+  def _exchange(
+    self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
+  ) -> tuple[optax.Updates, LocalState]:
+    """The update of the anchor, and the state with nothing moved; unless one worker has no finite gradient."""
+    # NaN of one worker makes all of them skip the exchange: `outer` finds it in its total.
+    sent = jax.tree.map(lambda moved, p: jnp.where(finite, moved[0], jnp.nan).astype(p.dtype), state.moved, params)
+    updates, outer = self.outer.update(sent, state.outer, params, **extra)
+    skipped = states.skipped(outer)
+    rest = lambda moved, gone: jnp.where(skipped, moved, moved - gone[None].astype(moved.dtype))  # 0 in float32
+    moved = () if self.every == 1 else jax.tree.map(rest, state.moved, sent)
+    return updates, state._replace(outer=outer, moved=moved, since=jnp.where(skipped, state.since, 0))
+
+  def _silence(
+    self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
+  ) -> tuple[optax.Updates, LocalState]:
+    """No update of the anchor, and the counters of a step without a message."""
+    del extra
+    idle = lambda node: metrics.without_messages(node, finite) if states.is_reduce_state(node) else node
+    outer = jax.tree.map(idle, state.outer, is_leaf=states.is_reduce_state)
+    return jax.tree.map(jnp.zeros_like, params), state._replace(outer=outer)
+
+
+def own_params(params: optax.Params, state: Any) -> optax.Params:
+  """The parameters of this worker, θ_w: `params` itself where nothing is moved. Inside shard_map.
+
+  Args:
+    params: the anchor, the same on every worker.
+    state: the state of one worker of a chain with `js.local_steps`, or of any other.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> js.own_params(jnp.ones(2), js.LocalState((), (), jnp.array([[0.25, 0.0]]), jnp.int32(1)))
+    Array([0.75, 1.  ], dtype=float32)
+  """
+  moved = moved_by_name(state)
+  if not moved:
+    return params
+
+  def own(path: Any, p: jax.Array) -> jax.Array:
+    gone = moved.get(jax.tree_util.keystr(path))
+    return p if gone is None else (p.astype(jnp.float32) - gone[0]).astype(p.dtype)
+
+  return jax.tree_util.tree_map_with_path(own, params)
+
+
+def moved_by_name(state: Any) -> dict[str, jax.Array]:
+  """What was moved of each leaf, by the name of the leaf: f32[1, …] at a worker, f32[P, …] of all of them."""
+  nodes = states.local_states(state)
+  leaves = (leaf for node in nodes for leaf in jax.tree_util.tree_leaves_with_path(node.moved))
+  return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def _in_rows(state: Any) -> Any:
   return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], state)
+
+
+def _check(state: LocalState) -> None:
+  """Raises ValueError for an inner or outer transformation that cannot be one."""
+  if not states.reduce_states(state.outer):
+    raise ValueError(
+      "local_steps: outer has no jaxsparse transform, so nothing would exchange what workers have moved: begin it with "
+      "one, as in optax.chain(js.dense_transform(axis), optax.sgd(1.0)), which averages the parameters"
+    )
+  if any(jax.tree.leaves(node.carried.residual) for node in states.reduce_states(state.inner)):
+    raise ValueError(
+      "local_steps: inner has a jaxsparse transform with a residual, what the residual holds would be of gradients and "
+      "not of parameters: begin outer with this transform, and leave plain optax in inner"
+    )
+  if states.local_states((state.inner, state.outer)):
+    raise ValueError("local_steps: inner or outer has local steps itself: choose one number of steps")

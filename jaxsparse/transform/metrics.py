@@ -12,10 +12,8 @@ from jaxsparse import _compat
 from jaxsparse._compat import AxisName
 from jaxsparse.comm import comm_of
 from jaxsparse.sparse import saturating
-from jaxsparse.transform import local as perworker
 from jaxsparse.transform.checks import check_alive, check_layout, why_none
-from jaxsparse.transform.local import PerWorker
-from jaxsparse.transform.state import ReduceState, devices_of, labelled
+from jaxsparse.transform.state import LocalState, ReduceState, devices_of, labelled, local_states
 from jaxsparse.types import Comm, Counters
 
 _SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over transforms; of the rest the largest
@@ -47,8 +45,9 @@ class Metrics(NamedTuple):
     skipped_steps: how many steps have been skipped so far.
     residual_norm: ℓ₂ norm of all residuals together.
     total_words: 4-byte words sent since the state was made, by the worker that sent most; rounded to float32.
-    drift: root mean square over workers of the ℓ₂ distance of their parameters to the mean, for a collective whose
-      totals differ; 0 right after parameters were averaged.
+    drift: root mean square over workers of the ℓ₂ distance of their parameters to the mean (`js.local_steps`); 0 after
+      an exchange.
+    since_exchange: steps since the last exchange; 0 without local steps.
     parts: where a state holds several jaxsparse transforms, the `Metrics` of each by its label (that of
       `optax.multi_transform`, else its path in the state), and the rest is over all of them; else empty.
 
@@ -73,6 +72,7 @@ class Metrics(NamedTuple):
   residual_norm: jax.Array
   total_words: jax.Array
   drift: jax.Array
+  since_exchange: jax.Array
   parts: Any = ()
 
   @classmethod
@@ -120,7 +120,8 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
     >>> js.metrics(js.init(tx, jnp.zeros(8), mesh, axis="workers")).residual_norm
     Array(0., dtype=float32)
   """
-  found = labelled(state)
+  flat = lambda node: node._replace(counters=jax.tree.map(jnp.ravel, node.counters))  # those in rows of workers too
+  found = {label: flat(node) for label, node in labelled(state).items()}
   if not found:
     raise ValueError(f"metrics: the state holds 0 jaxsparse transforms: {why_none(state)}")
   check_alive({"state": state})
@@ -128,9 +129,10 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
   if over is None:
     _compat.wait_for_processes(state, "js.metrics", timeout)
   comm = None if over is None else comm_of(over)
-  apart = perworker.drift(state, comm) if isinstance(state, PerWorker) else jnp.float32(0)
+  local = local_states(state)
   parts = {label: summary([node], comm) for label, node in found.items()} if len(found) > 1 else ()
-  return summary(list(found.values()), comm)._replace(drift=apart, parts=parts)
+  since = jnp.max(jnp.array([node.since for node in local] or [0], jnp.int32))
+  return summary(list(found.values()), comm)._replace(drift=drift(local, comm), since_exchange=since, parts=parts)
 
 
 def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
@@ -162,8 +164,24 @@ def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
       "total_words": over_workers(words, "max"),
       "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
       "drift": jnp.float32(0),
+      "since_exchange": jnp.int32(0),
     }
   )
+
+
+def drift(nodes: Sequence[LocalState], comm: Comm | None = None) -> jax.Array:
+  """The distance between workers, f32[]: the root of the mean over workers of ‖parameters − their mean‖².
+
+  Args:
+    nodes: of all workers, or of this one.
+    comm: all workers, where `nodes` are those of one.
+  """
+  everyone = comm.all_reduce if comm else lambda x: x
+  total = jnp.float32(0)
+  for leaf in jax.tree.leaves([node.moved for node in nodes]):
+    workers = comm.size if comm else leaf.shape[0]
+    total += jnp.sum((leaf - everyone(leaf.sum(0, keepdims=True)) / workers) ** 2) / workers
+  return jnp.sqrt(everyone(total))
 
 
 def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
@@ -188,6 +206,14 @@ def of_all(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
   columns = {name: [getattr(one, name) for one in counters] for name in Counters._fields}
   whole = Counters(**{name: over(name)(values) for name, values in columns.items()})
   return whole._replace(density=whole.delivered.astype(jnp.float32) / jnp.float32(n))
+
+
+def without_messages(node: ReduceState, finite: jax.Array) -> ReduceState:
+  """The state after a step without messages, which this worker leaves out if its gradient is not `finite`."""
+  zeros = {name: jnp.full_like(getattr(node.counters, name), x) for name, x in Counters._field_defaults.items()}
+  kept = {name: getattr(node.counters, name) for name in ("skipped_steps", "total_words", "total_wraps")}
+  kept["skipped_steps"] += (~finite).astype(jnp.int32)
+  return node._replace(counters=Counters(**zeros | kept))
 
 
 def accumulated(counters: Counters) -> Counters:

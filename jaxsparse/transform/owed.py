@@ -116,29 +116,35 @@ def carried_over(
   return fresh._replace(carried=carried, counters=fresh.counters._replace(**totals))
 
 
-def delivered(comm: Comm, leaves: list[jax.Array], node: ReduceState) -> tuple[list[jax.Array], ReduceState]:
+def delivered(
+  comm: Comm, leaves: list[jax.Array], node: ReduceState, moved: list[jax.Array] | None = None
+) -> tuple[list[jax.Array], ReduceState]:
   """The mean of the residuals of all workers, in the shapes and dtypes of the leaves, and the state without them.
 
-  One all-reduce at each device of a worker.
+  With what a worker has `moved` of each leaf, that is added to its residual, and the means are float32. One all-reduce
+  at each device of a worker.
   """
 
   def step(
     groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, inside: tuple[str, ...] = ()
   ) -> tuple[list[jax.Array], ReduceState]:
     del inside
-    leaves, parts, start = [jnp.zeros_like(leaf) for leaf in leaves], split(state.carried), 0
-    residuals = [part.residual for part in parts if part.residual is not None]
-    mean = comm.all_reduce(jnp.concatenate(residuals)) / comm.size if residuals else None
-    for group, part in zip(groups, parts, strict=True):
-      if mean is not None and part.residual is not None:
-        _, restore = flatten.flatten([leaves[leaf] for leaf in group.leaves])
-        own = restore(mean[start : start + group.entries])
-        leaves = [own[group.leaves.index(i)] if i in group.leaves else leaf for i, leaf in enumerate(leaves)]
-        start += group.entries
+    parts, owing, start = split(state.carried), [], 0
+    flat = [flatten.flatten([leaves[leaf] for leaf in group.leaves]) for group in groups]
+    for part, (own, _) in zip(parts, flat, strict=True):
+      if part.residual is not None or moved is not None:
+        owing.append(own if part.residual is None else own + part.residual)
+    mean = comm.all_reduce(jnp.concatenate(owing)) / comm.size if owing else jnp.zeros(0)
+    for group, part, (own, restore) in zip(groups, parts, flat, strict=True):
+      if part.residual is not None or moved is not None:
+        for leaf, new in zip(group.leaves, restore(mean[start : start + own.size]), strict=True):
+          leaves[leaf] = new
+        start += own.size
     empty = [part._replace(residual=jax.tree.map(jnp.zeros_like, part.residual)) for part in parts]
     return leaves, state._replace(carried=joined(empty, _method(node).alone))
 
-  return at_devices(step, _method(node).groups, leaves, node)
+  nothing = [jnp.zeros_like(leaf) for leaf in leaves]
+  return at_devices(step, _method(node).groups, nothing if moved is None else list(moved), node)
 
 
 def whole(x: Any) -> Any:

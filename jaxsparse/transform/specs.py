@@ -9,8 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse._compat import AxisName, names_of
 from jaxsparse.transform.checks import check_alive, check_layout
-from jaxsparse.transform.local import PerWorker
-from jaxsparse.transform.state import ReduceState, differs, is_reduce_state, reduce_states
+from jaxsparse.transform.state import ReduceState, in_rows, is_reduce_state, reduce_states, replicating
 
 
 def specs(state: Any, axis: AxisName) -> Any:
@@ -26,7 +25,8 @@ def specs(state: Any, axis: AxisName) -> Any:
   Raises:
     ValueError: if optax.MultiSteps wraps a jaxsparse transform, or a transformation that keeps arrays comes before it
       in its chain: their states depend on the gradients of one worker and would be stored as if they were replicated.
-      If the states of workers differ (A2SGD) and this one was not made with `js.init`. If arrays were cut or padded.
+      If the totals of a collective differ between workers (A2SGD), and what follows it is not inside `js.local_steps`.
+      If arrays were cut or padded.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -53,17 +53,14 @@ def _checked_specs(state: Any, axis: AxisName, inside: bool) -> Any:
   _check_chains(state)
   check_alive({"state": state})
   check_layout(state)
-  if isinstance(state, PerWorker):  # its leaves keep the shardings inside that they have
-    return jax.tree.map(lambda _: per_worker, state)
-  if differs(state) and len(jax.tree.leaves(state)) != len(jax.tree.leaves(reduce_states(state))):
-    raise ValueError(
-      "the workers of this collective have parameters and optimizer states of their own, which no spec of this state "
-      "would keep: make it with js.init and train with js.make_train_step"
-    )
+  _check_differing(state)
 
-  return jax.tree.map(
-    lambda node: _of_node(node, axis, inside) if is_reduce_state(node) else replicated, state, is_leaf=is_reduce_state
-  )
+  def of(node: Any, row: bool) -> Any:
+    if row:  # leaves keep the shardings inside that they have
+      return jax.tree.map(lambda _: per_worker, node)
+    return _of_node(node, axis, inside) if is_reduce_state(node) else replicated
+
+  return jax.tree.map(of, state, in_rows(state), is_leaf=is_reduce_state)
 
 
 def _of_node(node: ReduceState, axis: AxisName, inside: bool) -> ReduceState:
@@ -72,10 +69,23 @@ def _of_node(node: ReduceState, axis: AxisName, inside: bool) -> ReduceState:
   own = PartitionSpec((*names_of(axis), *devices) if devices else axis)
   same = PartitionSpec(devices) if devices else PartitionSpec()
   carried = jax.tree.map(lambda _: own, node.carried)
-  shared, due = jax.tree.map(lambda _: same, (node.carried.shared, node.carried.due))
+  shared = jax.tree.map(lambda _: same, node.carried.shared)
   counters = jax.tree.map(lambda _: own, node.counters)
   layout = jax.tree.map(lambda _: PartitionSpec(), node.layout)
-  return ReduceState(carried._replace(shared=shared, due=due), counters, layout)
+  return ReduceState(carried._replace(shared=shared), counters, layout)
+
+
+def _check_differing(state: Any) -> None:
+  """Raises ValueError where arrays of other transformations would be computed from totals that differ."""
+  methods = [node.layout.method for node in replicating(state) if node.layout.method]
+  differing = [group.collective for method in methods for group in method.groups if not group.collective.replicates]
+  if differing and len(jax.tree.leaves(state)) != len(jax.tree.leaves(reduce_states(state))):
+    name = differing[0].name
+    raise ValueError(
+      f"{name}: its totals differ between workers, and so would parameters and optimizer states that follow: give each "
+      f"worker its own, js.local_steps(optax.chain(js.{name}_transform(axis), optimizer), "
+      "optax.chain(js.dense_transform(axis), optax.sgd(1.0)), every=100)"
+    )
 
 
 _WRAPPERS: dict[type, tuple[str, str]] = {

@@ -78,6 +78,31 @@ class ReduceState(NamedTuple):
   layout: Layout
 
 
+class LocalState(NamedTuple):
+  """The optax state of `js.local_steps`.
+
+  Attributes:
+    inner: the state of the inner optimizer; every leaf has a leading worker axis, [1, …] at a worker and [P, …] outside
+      shard_map.
+    outer: the state of the outer chain: residuals as in a `ReduceState`, everything else the same on every worker.
+    moved: like the parameters, f32[1 or P, …]: the anchor minus the parameters of a worker, θ − θ_w; () with `every=1`,
+      which leaves nothing moved.
+    since: i32[], steps since the last exchange.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> tx = js.local_steps(optax.adam(0.1), optax.chain(js.dense_transform("workers"), optax.sgd(1.0)), every=10)
+    >>> js.init(tx, jnp.zeros(8), mesh).moved.shape == (len(jax.devices()), 8)
+    True
+  """
+
+  inner: Any
+  outer: Any
+  moved: Any
+  since: jax.Array
+
+
 def reduce_states(state: Any) -> list[ReduceState]:
   """Every `ReduceState` within an optax state."""
   return [node for node in jax.tree.leaves(state, is_leaf=is_reduce_state) if is_reduce_state(node)]
@@ -98,9 +123,39 @@ def labelled(state: Any) -> dict[str, ReduceState]:
   return dict(zip(labels, (node for _, node in found), strict=True))
 
 
-def differs(state: Any) -> bool:
-  """Whether the state is one of a collective whose total differs between workers."""
-  return any(node.carried.due is not None for node in reduce_states(state))
+def local_states(state: Any) -> list[LocalState]:
+  """Every `LocalState` within an optax state."""
+  return [node for node in jax.tree.leaves(state, is_leaf=is_local_state) if is_local_state(node)]
+
+
+def in_rows(state: Any) -> Any:
+  """A state with booleans in place of arrays and of `ReduceState`s: whether they have a row for each worker.
+
+  Those of the inner optimizers of local steps have; others are the same on every worker, but for a `ReduceState`.
+
+  Example:
+    >>> in_rows((LocalState([jnp.zeros(2)], [jnp.zeros(2)], (), jnp.int32(0)), jnp.zeros(3)))
+    (LocalState(inner=[True], outer=[False], moved=(), since=False), False)
+  """
+
+  def of(node: Any) -> Any:
+    if not is_local_state(node):
+      return False
+    rows = lambda tree: jax.tree.map(lambda _: True, tree, is_leaf=is_reduce_state)
+    return LocalState(rows(node.inner), in_rows(node.outer), rows(node.moved), False)  # type: ignore[arg-type]
+
+  return jax.tree.map(of, state, is_leaf=lambda node: is_local_state(node) or is_reduce_state(node))
+
+
+def reduce_rows(state: Any) -> list[tuple[ReduceState, bool]]:
+  """Every `ReduceState`, and whether it is that of an inner optimizer of local steps."""
+  every, rows = jax.tree.leaves(state, is_leaf=is_reduce_state), jax.tree.leaves(in_rows(state))
+  return [(node, row) for node, row in zip(every, rows, strict=True) if is_reduce_state(node)]
+
+
+def replicating(state: Any) -> list[ReduceState]:
+  """The states of all transforms but those inside local steps, whose totals may differ between workers."""
+  return [node for node, row in reduce_rows(state) if not row]
 
 
 def in_groups(state: Any) -> bool:
@@ -108,32 +163,29 @@ def in_groups(state: Any) -> bool:
   return any(isinstance(node.carried.residual, tuple) for node in reduce_states(state))
 
 
-def due(state: Any) -> jax.Array:
-  """Whether workers whose parameters differ average them after this step, bool[]; inside shard_map."""
-  return jnp.any(jnp.array([node.carried.due for node in reduce_states(state) if node.carried.due is not None]))
-
-
 def skipped(state: Any) -> jax.Array:
   """Whether a transform skipped this step, bool[], on all devices of all workers; inside shard_map."""
   flags = [_compat.resharded(node.counters.skipped, PartitionSpec()) for node in reduce_states(state)]
-  return jnp.any(jnp.array([flag[0] for flag in flags]))
+  return jnp.any(jnp.array([flag.reshape(-1)[0] for flag in flags]))
 
 
 def joined(states: Sequence[State], alone: bool) -> State:
-  """The state of a transform from those of its groups: that of the only group if `alone`, else tuples of their parts.
-
-  Collectives of groups have the same total on every worker, so `due` is None.
-  """
-  return states[0] if alone else State(*(tuple(getattr(one, part) for one in states) for part in State._fields[:3]))
+  """The state of a transform from those of its groups: that of the only one if `alone`, else tuples of their parts."""
+  return states[0] if alone else State(*map(tuple, zip(*states, strict=True)))
 
 
 def split(carried: State) -> list[State]:
   """Undoes `joined`."""
   if not isinstance(carried.residual, tuple):
     return [carried]
-  return [State(*parts) for parts in zip(carried.residual, carried.worker, carried.shared, strict=True)]
+  return [State(*parts) for parts in zip(*carried, strict=True)]
 
 
 def is_reduce_state(node: Any) -> bool:
   """Whether a node of an optax state is a `ReduceState`."""
   return isinstance(node, ReduceState)
+
+
+def is_local_state(node: Any) -> bool:
+  """Whether a node of an optax state is a `LocalState`."""
+  return isinstance(node, LocalState)

@@ -131,8 +131,8 @@ def at_devices(
 
   def device(pieces: list[jax.Array], parts: tuple[State, Counters]) -> tuple[list[jax.Array], Any]:
     carried, counters = parts
-    shared, due = jax.tree.map(lambda x: x[0], (carried.shared, carried.due))
-    alone = ReduceState(carried._replace(shared=shared, due=due), counters, layout._replace(shards=None))
+    shared = jax.tree.map(lambda x: x[0], carried.shared)
+    alone = ReduceState(carried._replace(shared=shared), counters, layout._replace(shards=None))
     pieces, after = step(own, pieces, alone, shards.names)
     return pieces, _stacked((after.carried, after.counters))
 
@@ -143,8 +143,7 @@ def at_devices(
 def _stacked(parts: tuple[State, Counters]) -> tuple[State, Counters]:
   """The state of one device with a leading axis of devices everywhere; what workers share has none by itself."""
   carried, counters = parts
-  shared, due = jax.tree.map(lambda x: x[None], (carried.shared, carried.due))
-  return carried._replace(shared=shared, due=due), counters
+  return carried._replace(shared=jax.tree.map(lambda x: x[None], carried.shared)), counters
 
 
 def init_state(collective: Collective, n: int, size: int) -> ReduceState:
@@ -260,6 +259,5 @@ def _counters(counters: Counters, n: int, before: Counters, finite: jax.Array) -
 
 def _finished(comm: Comm, state: ReduceState) -> ReduceState:
   """The state at the end of a step: words are added up, and what workers share is marked."""
-  shared, due = mark_total((state.carried.shared, state.carried.due), axes_of(comm))
-  carried = state.carried._replace(shared=shared, due=due)
+  carried = state.carried._replace(shared=mark_total(state.carried.shared, axes_of(comm)))
   return state._replace(carried=carried, counters=accumulated(state.counters))

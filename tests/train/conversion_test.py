@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 import jaxsparse as js
 from jaxsparse.transform.owed import residuals_of
 from jaxsparse.transform.state import is_reduce_state, reduce_states
-from tests.cases import CONSERVING, REPLICATING, bits, each_case, integers, mesh_of, normals
+from tests.cases import CONSERVING, REPLICATING, averaged, bits, each_case, integers, mesh_of, normals
 
 SHAPES = {"bias": (3,), "kernel": (4, 5), "scale": (), "table": (2, 20)}
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
@@ -161,10 +161,10 @@ def test_a_residual_without_a_home_is_refused():
 
 
 def test_parameters_of_each_worker_become_their_mean():
-  tx = chain(js.a2sgd_transform("workers", sync_every=None))
+  tx = js.local_steps(chain(js.a2sgd_transform("workers")), averaged(), every=None)
   params, state = trained(tx, mesh_of(4), steps=3)
   assert js.metrics(state).drift > 0
-  expected = jax.tree.map(lambda p, moved: np.asarray(p) + np.asarray(moved).mean(0), params, state.moved)
+  expected = jax.tree.map(lambda p, moved: np.asarray(p) - np.asarray(moved).mean(0), params, state.moved)
   with pytest.warns(UserWarning, match="all 6 of them go on from the mean of those of the 4 workers"):
     resized = js.resize(state, params, mesh_of(6))
   fresh = js.init(tx, PARAMS, mesh_of(6))

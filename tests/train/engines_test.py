@@ -18,7 +18,7 @@ from jaxsparse.train import simulation
 from jaxsparse.train.engine import engine_of
 from jaxsparse.transform.metrics import summary
 from tests import quick_compilation
-from tests.cases import CASES, DEFAULTS, normals, quick_of, row
+from tests.cases import CASES, DEFAULTS, averaged, normals, quick_of, row
 
 RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 STEPS, N = 2, 64
@@ -153,8 +153,8 @@ def test_a_state_may_go_from_the_simulator_to_a_mesh_and_back():
 
 def test_metrics_over_the_workers_of_a_comm_are_those_of_the_whole_state():
   sim = js.SimComm("workers", members=3)
-  for name, config in (("oktopk", {"k": 9}), ("a2sgd", {})):
-    tx = js.make_transform(name, sim, **config)
+  own = js.local_steps(js.a2sgd_transform(sim), averaged(sim), every=5)
+  for tx in (js.oktopk_transform(sim, k=9), own):
     params = jnp.zeros(30)
     state = js.init(tx, params, sim)
     step = js.make_train_step(lambda p, x: jnp.sum((p - x.mean(0)) ** 2), tx, sim)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from jaxsparse import launch
 from jaxsparse.train.worker import Given
-from tests.cases import AS_USERS, CASES, bits, each_case, integers, normals
+from tests.cases import AS_USERS, CASES, averaged, bits, each_case, integers, normals
 from tests.ranks import train_sharded
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -151,10 +151,8 @@ def kept(flat, leaves, inside, device):
 
 @each_case(CASES)
 def test_every_device_has_the_bits_of_the_simulator(case):
-  """The state of A2SGD is bare, that of js.init has parameters of each worker around it."""
   sizes = {"hosts": case.workers([4, 6, 5])[0], "x": 2}
-  kind = AxisType.Explicit if case.name == "a2sgd" else AxisType.Auto
-  check_against_the_simulator(case.name, sizes, LEAVES, kind, **case.config(density=0.2))
+  check_against_the_simulator(case.name, sizes, LEAVES, AxisType.Auto, **case.config(density=0.2))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -402,14 +400,15 @@ def test_nan_on_one_shard_skips_the_step_on_all_shards():
 
 def test_parameters_of_workers_of_their_own():
   """A2SGD: the parameters of each worker are sharded inside; averaging sends each entry once."""
-  step, params, state = model_of(optax.chain(js.a2sgd_transform("hosts", sync_every=3), optax.sgd(0.1)))
+  inner = optax.chain(js.a2sgd_transform("hosts"), optax.sgd(0.1))
+  step, params, state = model_of(js.local_steps(inner, averaged("hosts"), every=3))
   assert state.moved["up"].sharding.spec == P("hosts", None, "x")
   before, drifts = shardings_of((params, state)), []
   for i in range(4):
     params, state, _ = step(params, state, batch_of(i))
     drifts.append(float(js.metrics(state).drift))
   assert [drift > 0 for drift in drifts] == [True, True, False, True]
-  moved = {name: np.asarray(p) + np.asarray(state.moved[name]).mean(0) for name, p in params.items()}
+  moved = {name: np.asarray(p) - np.asarray(state.moved[name]).mean(0) for name, p in params.items()}
   params, state = step.synchronize(params, state)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), moved, dict(params))
   same = lambda was, x: was.is_equivalent_to(x.sharding, x.ndim)
@@ -496,7 +495,7 @@ def test_a_state_of_other_hosts(kind):
 
 @pytest.mark.filterwarnings("ignore:js.resize. the workers have parameters")
 def test_other_hosts_with_parameters_of_their_own():
-  tx = chain_of(js.a2sgd_transform("hosts", sync_every=None))
+  tx = js.local_steps(chain_of(js.a2sgd_transform("hosts")), averaged("hosts"), every=None)
   step, params, state = model_of(tx)
   params, state, _ = step(params, state, batch_of(0))
   other, fresh, like = model_of(tx, sizes={"hosts": 2, "x": 2})

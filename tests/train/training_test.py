@@ -14,7 +14,7 @@ import orbax.checkpoint
 import pytest
 
 import jaxsparse as js
-from tests.cases import CASES, DEFAULTS, bits, each_case, mesh_of, normals, row
+from tests.cases import CASES, DEFAULTS, bits, chained, each_case, mesh_of, normals, row
 from tests.quick_compilation import XLA_FLAGS
 
 TARGET = np.linspace(-1, 1, 20).astype(np.float32)
@@ -32,14 +32,9 @@ def make(case=None, workers=6, tx=None):
   if tx is None:
     tx = optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1, momentum=0.5))
   if case is not None:
-    tx = optax.chain(js.make_transform(case.name, "workers", **case.config(density=0.2)), optax.sgd(0.1))
+    tx = chained(case, optax.sgd(0.1), density=0.2)
   mesh, params = mesh_of(workers), {"w": jnp.zeros(20)}
   return js.make_train_step(loss_fn, tx, mesh), params, js.init(tx, params, mesh), (tx, mesh)
-
-
-def carried(state):
-  """What the transform of a chain carries, whether or not each worker has parameters of its own."""
-  return (state.state if isinstance(state, js.PerWorker) else state)[0].carried
 
 
 @each_case(CASES, [*DEFAULTS, "spardl-teams=2", "spardl-wire=int8"])
@@ -107,14 +102,14 @@ QUICK = [(name, 6) for name in ("dense", "oktopk", "qsgd", "spardl")]
 def test_a_poisoned_batch_is_skipped_and_training_goes_on(case, workers):
   step, params, state, _ = make(case, workers)
   params, state, _ = step(params, state, batch_of(0, workers))
-  before, residual = np.array(params["w"]), jax.tree.map(np.array, carried(state))
+  before, residual = np.array(params["w"]), jax.tree.map(np.array, state[0].carried)
   bad = batch_of(1, workers)
   bad[-1, -1] = np.nan  # at one worker
   params, state, metrics = step(params, state, bad)
   assert bool(metrics.skipped)
   assert bool(js.metrics(state).skipped)
   np.testing.assert_array_equal(params["w"], before)
-  chex.assert_trees_all_equal(jax.tree.map(np.asarray, carried(state)), residual)
+  chex.assert_trees_all_equal(jax.tree.map(np.asarray, state[0].carried), residual)
   params, state, metrics = step(params, state, batch_of(2, workers))
   assert not bool(metrics.skipped)
   assert int(js.metrics(state).skipped_steps) == 1

@@ -12,11 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from jaxsparse import _compat
-from jaxsparse.transform import local as perworker
 from jaxsparse.transform import metrics as telemetry
 from jaxsparse.transform import state as states
 from jaxsparse.transform.update import init_state
-from tests.cases import CASES, DEFAULTS, each_case, mesh_of, normals, row
+from tests.cases import CASES, DEFAULTS, chained, each_case, mesh_of, normals, row
 
 WORKERS = 3
 CASES = [case for case in CASES if not case.options or case.options in ((("teams", 3),), (("means", "leaf"),))]
@@ -28,20 +27,12 @@ def params_of(**dtypes):
   return {name: jnp.asarray(leaf, dtypes.get(name)) for name, leaf in params.items()} | {"none": None}
 
 
-def update_of(tx, grads, state):
-  """`tx.update` at one worker, whether or not its parameters are its own."""
-  if not isinstance(state, js.PerWorker):
-    return tx.update(grads, state)
-  updates, inner = tx.update(grads, perworker.here(state, grads)[0])
-  return updates, perworker.moved_on(state, updates, inner)
-
-
 def updater(tx, state):
   """A jitted update over a real mesh: one gradient of the whole batch, its mean over workers outside."""
   spec = js.specs(state, "workers")
 
   def worker(grads, state):
-    return update_of(tx, jax.tree.map(lambda g: g[0], grads), state)
+    return tx.update(jax.tree.map(lambda g: g[0], grads), state)
 
   return jax.jit(_compat.shard_map(worker, mesh_of(WORKERS), (P("workers"), spec), (P(), spec)))
 
@@ -93,7 +84,7 @@ def test_scan_equals_a_loop(case):
   steps = jax.tree.map(lambda *g: jnp.stack(g, 1), *(grads_of(i) for i in range(3)))
 
   def worker(grads, state):
-    state, updates = jax.lax.scan(lambda s, g: update_of(tx, g, s)[::-1], state, jax.tree.map(lambda g: g[0], grads))
+    state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], state, jax.tree.map(lambda g: g[0], grads))
     return updates, state
 
   scan = jax.jit(_compat.shard_map(worker, mesh_of(WORKERS), (P("workers"), spec), (P(), spec)))
@@ -121,7 +112,7 @@ AFTER = {
   ],
 )
 def test_first_in_a_chain(case, after):
-  tx = optax.chain(transform_of(case, density=0.5), after)
+  tx = chained(case, after, density=0.5)
   params, mesh = params_of(), mesh_of(WORKERS)
   state = js.init(tx, params, mesh)
   step = js.make_train_step(lambda p, batch: jnp.mean((batch @ p["w"] + p["b"][None] - 1.0) ** 2), tx, mesh)
@@ -200,7 +191,6 @@ def test_unknown_names_and_options_list_the_choices():
 def test_outside_shard_map(case):
   tx = transform_of(case)
   state = js.init(tx, params_of(), mesh_of(WORKERS))
-  state = state.state if isinstance(state, js.PerWorker) else state
   with pytest.raises(ValueError, match="axis 'workers' is not mapped here.*inside jax.shard_map"):
     tx.init(params_of())
   with pytest.raises(ValueError, match="axis 'workers' is not mapped here.*inside jax.shard_map"):

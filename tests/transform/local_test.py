@@ -1,0 +1,317 @@
+"""Local steps: the laws over what workers have moved, against numpy, with any collective and on every engine."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxsparse as js
+from tests.cases import CONSERVING, REPLICATING, averaged, bits, each_case, integers, mesh_of, normals
+
+N = 40
+PARAMS = {"b": jnp.zeros(4), "w": jnp.zeros((6, 6))}
+SPARDL = functools.partial(js.spardl_transform, density=0.2)
+
+
+def linear(params, batch):
+  """Its gradient is the batch of the worker, [1, N]."""
+  return jnp.vdot(jax.flatten_util.ravel_pytree(params)[0], batch[0])
+
+
+def quadratic(params, batch):
+  flat = jax.flatten_util.ravel_pytree(params)[0]
+  return jnp.mean((batch - flat[None]) ** 2) * N / 2
+
+
+def start(tx, where, loss=linear):
+  params = jax.tree.map(jnp.copy, PARAMS)
+  return js.make_train_step(loss, tx, where, donate=False), params, js.init(tx, params, where)
+
+
+def sim(workers):
+  return js.SimComm("workers", members=workers)
+
+
+def flat(tree):
+  return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
+
+
+def rows(tree, workers):
+  """f64[P, N] of a pytree with a row for each worker; zeros of an empty one."""
+  leaves = [np.asarray(leaf, np.float64).reshape(workers, -1) for leaf in jax.tree.leaves(tree)]
+  return np.concatenate(leaves, axis=1) if leaves else np.zeros((workers, N))
+
+
+def residual_of(state, workers):
+  kept = state.outer[0].carried.residual
+  return np.zeros((workers, N)) if kept is None else np.asarray(kept, np.float64).reshape(workers, N)
+
+
+@each_case(REPLICATING, ["dense", "oktopk", "spardl", "spardl-wire=int8"])
+def test_exchanging_every_step_what_sgd_moved_has_the_bits_of_the_plain_chain(case):
+  """Parameters, residuals and momentum; a step with NaN is skipped alike."""
+  workers = case.workers([6, 8, 5])[0]
+  plain = optax.chain(
+    js.make_transform(case.name, sim(workers), **case.config(density=0.2)), optax.sgd(0.1, momentum=0.5)
+  )
+  local = js.local_steps(optax.sgd(1.0), plain, every=1)
+  (step, params, state), (step2, params2, state2) = (start(tx, sim(workers), quadratic) for tx in (plain, local))
+  for number in range(4):
+    batch = normals(number, 2 * workers, N)
+    if number == 2:
+      batch[-1, -1] = np.nan
+    params, state, metrics = step(params, state, batch)
+    params2, state2, metrics2 = step2(params2, state2, batch)
+    assert bool(metrics.skipped) == bool(metrics2.skipped) == (number == 2)
+    same = lambda a, b: np.testing.assert_array_equal(bits(a), bits(b))
+    jax.tree.map(same, (params, state[0].carried, state[1]), (params2, state2.outer[0].carried, state2.outer[1]))
+
+
+@each_case([case for case in CONSERVING if case.exact], ["dense", "oktopk", "spardl", "topka"])
+def test_law_c_over_what_was_moved_and_residuals_in_every_step(case):
+  """Inner SGD at rate 1 moves by minus the gradient: all gradients so far are delivered, moved, or in residuals."""
+  workers = case.workers([4, 6, 8, 5])[0]
+  transform = js.make_transform(case.name, sim(workers), **case.config(density=0.2))
+  step, params, state = start(
+    js.local_steps(optax.sgd(1.0), optax.chain(transform, optax.sgd(1.0)), every=3), sim(workers)
+  )
+  total = np.zeros(N)
+  for number in range(7):
+    grads = integers(number, workers, N)
+    total += grads.sum(0)
+    before = flat(params)
+    params, state, _ = step(params, state, grads)
+    owed = rows(state.moved, workers).sum(0) + residual_of(state, workers).sum(0)
+    np.testing.assert_allclose(owed - workers * flat(params), total, atol=1e-4 * (1 + case.rounding * 2**20))
+    exchanged = number % 3 == 2
+    assert np.any(flat(params) != before) == exchanged
+    assert np.any(rows(state.moved, workers)) != exchanged
+    assert int(js.metrics(state).since_exchange) == (number + 1) % 3
+    assert bool(js.metrics(state).words_sent > 0) == exchanged
+
+
+def adam_in_numpy(theta, moments, grad, rate, count):
+  m, v = 0.9 * moments[0] + 0.1 * grad, 0.999 * moments[1] + 0.001 * grad**2
+  step = (m / (1 - 0.9**count)) / (np.sqrt(v / (1 - 0.999**count)) + 1e-8)
+  return theta - rate * step, (m, v)
+
+
+def test_diloco_in_numpy():
+  """Douillard et al., Algorithm 1: inner Adam of each worker's own, whose state stays; Nesterov outside."""
+  workers, every, rate, mu, inner_rate = 3, 4, 0.7, 0.9, 0.05
+  outer = optax.chain(js.dense_transform(sim(workers)), optax.sgd(rate, momentum=mu, nesterov=True))
+  step, params, state = start(js.local_steps(optax.adam(inner_rate), outer, every=every), sim(workers), quadratic)
+  anchor, momentum = np.zeros(N), np.zeros(N)
+  own, moments = [anchor] * workers, [(np.zeros(N), np.zeros(N))] * workers
+  for number in range(1, 2 * every + 2):
+    batch = normals(number, workers, N)
+    with jax.numpy_dtype_promotion("standard"):  # adam needs it
+      params, state, _ = step(params, state, batch)
+    for w in range(workers):
+      own[w], moments[w] = adam_in_numpy(own[w], moments[w], own[w] - batch[w], inner_rate, number)
+    apart = np.sqrt(((own - np.mean(own, 0)) ** 2).sum() / workers)
+    if number % every == 0:
+      delta = anchor - np.mean(own, 0)
+      momentum = mu * momentum + delta
+      anchor = anchor - rate * (delta + mu * momentum)
+      own, apart = [anchor] * workers, 0
+    np.testing.assert_allclose(flat(params), anchor, atol=1e-5)
+    np.testing.assert_allclose(flat(params)[None] - rows(state.moved, workers), own, atol=1e-5)
+    assert float(js.metrics(state).drift) == pytest.approx(apart, abs=1e-5)
+
+
+def test_the_worked_example_of_diloco():
+  outer = optax.chain(js.dense_transform(sim(2)), optax.sgd(0.7, momentum=0.9, nesterov=True))
+  tx = js.local_steps(optax.sgd(1.0), outer, every=1)
+  step = js.make_train_step(lambda p, batch: p[0] * batch[0], tx, sim(2), donate=False)
+  params = jnp.ones(1)
+  state = js.init(tx, params, sim(2))
+  params, state, _ = step(params, state, jnp.array([0.2, 0.6]))  # the workers end at 0.8 and 0.4
+  np.testing.assert_allclose(params, [0.468], atol=1e-6)
+  params, state, _ = step(params, state, jnp.array([0.1, 0.2]))
+  np.testing.assert_allclose(params, [0.0417], atol=1e-6)
+
+
+def test_a_mesh_has_the_bits_of_the_simulator_and_replicas_stay_equal():
+  found = []
+  for where, axis in ((mesh_of(3), "workers"), (sim(3), sim(3))):
+    outer = optax.chain(SPARDL(axis), optax.sgd(0.5, momentum=0.5))
+    step, params, state = start(js.local_steps(optax.sgd(0.1, momentum=0.9), outer, every=3), where, quadratic)
+    for number in range(7):
+      params, state, _ = step(params, state, normals(number, 6, N))
+    found.append(jax.tree.map(np.asarray, (params, state.outer[0].carried, state.moved)))
+    step.check(params, state)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *found)
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+def test_in_a_step_of_ones_own(kind):
+  """The gradient at the parameters of the worker; on a mesh with axes of each kind that shard_map maps over."""
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("workers",), axis_types=(kind,))
+  tx = js.local_steps(optax.sgd(0.1), optax.chain(SPARDL("workers"), optax.sgd(1.0)), every=2)
+  step, params, state = start(tx, mesh, quadratic)
+  spec = js.specs(state, "workers")
+
+  def worker(params, state, batch):
+    grads = jax.grad(quadratic)(js.own_params(params, state), batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  own = jax.jit(
+    jax.shard_map(worker, mesh=mesh, in_specs=(P(), spec, P("workers")), out_specs=(P(), spec), check_vma=False)
+  )
+  params2, state2 = jax.device_put(params, jax.NamedSharding(mesh, P())), state
+  for number in range(4):
+    batch = jax.device_put(normals(number, 6, N), jax.NamedSharding(mesh, P("workers")))
+    params, state, _ = step(params, state, batch)
+    params2, state2 = jax.block_until_ready(own(params2, state2, batch))
+  chex.assert_trees_all_close((params, state.moved), (params2, state2.moved), rtol=1e-6)
+
+
+def test_not_a_number_in_a_local_step_is_left_out_by_its_worker_alone():
+  """Momentum inside, so that a NaN would stay; in a step with an exchange all workers try again in the next one."""
+  outer = optax.chain(js.topka_transform(sim(2), density=0.5), optax.sgd(1.0))
+  step, params, state = start(js.local_steps(optax.sgd(1.0, momentum=0.5), outer, every=3), sim(2))
+  bad, good = np.ones((2, N), np.float32), np.ones((2, N), np.float32)
+  bad[1, 7] = np.nan
+  params, state, metrics = step(params, state, bad)
+  assert not metrics.skipped
+  np.testing.assert_array_equal(rows(state.moved, 2), [[1] * N, [0] * N])
+  params, state, _ = step(params, state, good)
+  before = jax.tree.map(np.asarray, (params, state.outer[0].carried))
+  params, state, metrics = step(params, state, bad)  # an exchange
+  assert metrics.skipped
+  same = lambda a, b: np.testing.assert_array_equal(a, b)
+  jax.tree.map(same, before, (params, state.outer[0].carried))
+  np.testing.assert_array_equal(rows(state.moved, 2), [[1 + 1.5 + 1.75] * N, [1] * N])
+  assert int(js.metrics(state).skipped_steps) == 2
+  params, state, metrics = step(params, state, good)
+  assert not metrics.skipped
+  assert np.any(flat(params))
+  assert int(js.metrics(state).since_exchange) == 0
+
+
+def test_bfloat16_parameters_keep_what_they_cannot_send():
+  """Law C: what bfloat16 rounds off stays moved."""
+  params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+  outer = optax.chain(js.dense_transform(sim(2)), optax.sgd(1.0))
+  tx = js.local_steps(optax.sgd(2.0**-4), outer, every=2)
+  loss = lambda p, batch: sum((leaf.astype(jnp.float32) * batch[0, 0]).sum() for leaf in jax.tree.leaves(p))
+  step, state = js.make_train_step(loss, tx, sim(2), donate=False), js.init(tx, params, sim(2))
+  for batch in (1.0, 1 + 2.0**-7):
+    params, state, _ = step(params, state, np.full((2, 1), batch, np.float32))
+  assert params["w"].dtype == jnp.bfloat16
+  moved = 2.0**-4 * (2 + 2.0**-7)
+  np.testing.assert_array_equal(rows(state.moved, 2).mean(0) - flat(params), [moved] * N)
+  assert np.any(rows(state.moved, 2))
+
+
+# State.
+
+
+@pytest.mark.filterwarnings("ignore:js.resize. the workers have parameters")
+@pytest.mark.parametrize("every", [1, 3])
+def test_other_workers_and_what_is_flushed(every):
+  """The mean of what is moved and owed is kept, and delivered densely by js.flush."""
+  tx = js.local_steps(optax.adam(0.1), optax.chain(SPARDL("workers"), optax.sgd(0.5, momentum=0.5)), every=every)
+  step, params, state = start(tx, mesh_of(4), quadratic)
+  with jax.numpy_dtype_promotion("standard"):  # adam needs it
+    for number in range(5):
+      params, state, _ = step(params, state, normals(number, 8, N))
+    owed = (rows(state.moved, 4) + residual_of(state, 4)).mean(0)
+    params = jax.tree.map(np.asarray, params)
+    resized = js.resize(state, params, mesh_of(6))
+    fresh = js.init(tx, params, mesh_of(6))
+    describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
+    assert describe(resized) == describe(fresh)
+    assert describe(js.abstract_state(tx, params, mesh_of(6))) == describe(fresh)
+    like = js.abstract_state(tx, params, mesh_of(6), workers=4)
+    shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert shapes(like) == shapes(state)
+    np.testing.assert_allclose((rows(resized.moved, 6) + residual_of(resized, 6)).mean(0), owed, atol=1e-6)
+    np.testing.assert_allclose(rows(resized.inner[0].mu, 6)[0], rows(state.inner[0].mu, 4).mean(0), atol=1e-6)
+    update, flushed = js.flush(resized, params, mesh_of(6))
+    np.testing.assert_allclose(flat(update), owed, atol=1e-6)
+    assert float(js.metrics(flushed).residual_norm) == float(js.metrics(flushed).drift) == 0
+    assert not np.any(rows(flushed.moved, 6))
+    js.make_train_step(quadratic, tx, mesh_of(6))(params, flushed, normals(9, 12, N))
+
+
+def test_another_collective_and_other_numbers_of_steps():
+  """What is moved stays, and the next exchange comes when the new number of steps is reached."""
+  tx, other = (
+    js.local_steps(optax.sgd(0.1), optax.chain(transform, optax.sgd(1.0)), every=every)
+    for transform, every in ((SPARDL(sim(4)), 8), (js.oktopk_transform(sim(4), density=0.3), 3))
+  )
+  step, params, state = start(tx, sim(4), quadratic)
+  for number in range(4):
+    params, state, _ = step(params, state, normals(number, 4, N))
+  converted = js.convert(state, other, params, sim(4))
+  chex.assert_trees_all_equal(converted.moved, state.moved)
+  params, state, _ = js.make_train_step(quadratic, other, sim(4))(params, converted, normals(9, 4, N))
+  assert int(js.metrics(state).since_exchange) == 0
+  plain = optax.chain(SPARDL(sim(4)), optax.sgd(1.0))
+  with pytest.raises(ValueError, match=r"the optimizer state has .moved\['b'\].* where that of the new chain has"):
+    js.convert(state, plain, PARAMS, sim(4))
+
+
+def test_synchronize_exchanges_at_once():
+  step, params, state = start(js.local_steps(optax.sgd(1.0), averaged(sim(3)), every=None), sim(3))
+  grads = normals(0, 3, N)
+  for _ in range(2):
+    params, state, _ = step(params, state, grads)
+  assert not np.any(flat(params))
+  params, state = step.synchronize(params, state)
+  np.testing.assert_allclose(flat(params), -2 * grads.mean(0), atol=1e-6)
+  assert float(js.metrics(state).drift) == 0
+  step, params, state = start(js.local_steps(optax.sgd(1.0), averaged(sim(3)), every=1), sim(3))
+  assert np.all(flat(step.synchronize(params, state)[0]) == flat(params))
+
+
+def test_some_leaves_in_local_steps_and_others_not():
+  labels = {"b": "plain", "w": "local"}
+  kinds = {
+    "plain": optax.chain(js.dense_transform(sim(2)), optax.sgd(1.0)),
+    "local": js.local_steps(optax.sgd(1.0), averaged(sim(2)), every=2),
+  }
+  step, params, state = start(optax.multi_transform(kinds, labels), sim(2), quadratic)
+  batch = normals(0, 2, N)
+  after, state, _ = step(params, state, batch)
+  assert np.any(after["b"] != params["b"])
+  np.testing.assert_array_equal(after["w"], params["w"])
+  after, state, _ = step(after, state, batch)
+  assert np.any(after["w"] != params["w"])
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.5, True])
+def test_bad_every(value):
+  with pytest.raises(ValueError, match=f"local_steps: every={value!r}, choose a whole number from 1 up, or None"):
+    js.local_steps(optax.sgd(1.0), averaged(), every=value)
+
+
+def test_what_cannot_be_inner_or_outer_is_said():
+  sgd, sparse = optax.sgd(1.0), optax.chain(SPARDL(sim(2)), optax.sgd(1.0))
+  init = lambda *given: js.init(js.local_steps(*given, every=2), PARAMS, sim(2))
+  with pytest.raises(ValueError, match="outer has no jaxsparse transform"):
+    init(sgd, sgd)
+  with pytest.raises(ValueError, match="inner has a jaxsparse transform with a residual"):
+    init(sparse, sparse)
+  with pytest.raises(ValueError, match="local_steps: inner or outer has local steps itself"):
+    init(sgd, js.local_steps(sgd, sparse, every=2))
+  with pytest.raises(ValueError, match="a2sgd: its totals differ between workers.* js.local_steps"):
+    init(sgd, optax.chain(js.a2sgd_transform(sim(2)), sgd))
+  with pytest.raises(ValueError, match="MultiSteps around a jaxsparse transform"):
+    js.init(optax.MultiSteps(js.local_steps(sgd, sparse, every=2), 2).gradient_transformation(), PARAMS, sim(2))
+  step, params, state = start(optax.chain(js.a2sgd_transform(sim(2)), sgd), sim(2))
+  with pytest.raises(
+    ValueError, match=r"params\['b'\] would differ between the workers .* belongs inside js.local_ste"
+  ):
+    step(params, state, normals(0, 2, N))
+  tx = js.local_steps(sgd, sparse, every=2)
+  with pytest.raises(ValueError, match="update needs the parameters"):
+    jax.vmap(lambda _: tx.update(PARAMS, tx.init(PARAMS)), axis_name="workers", axis_size=2)(jnp.zeros(2))
