@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import optax
 
 import jaxsparse as js
-from benchmarks import specs
+from benchmarks import specs, training
 from jaxsparse.types import Comm
 
 _Transform: TypeAlias = optax.GradientTransformation
@@ -22,7 +22,20 @@ def gradients(exchange: _Transform, optimizer: _Transform) -> _Transform:
   return optax.chain(exchange, optimizer)
 
 
-WAYS: dict[str, Callable[..., _Transform]] = {"gradients": gradients}
+def updates(exchange: _Transform, optimizer: _Transform, rate: float = 1.0) -> _Transform:
+  """Each worker has an optimizer of its own, and workers exchange its updates in every step."""
+  return js.local_steps(optimizer, optax.chain(exchange, optax.sgd(rate)), every=1)
+
+
+def local(
+  exchange: _Transform, optimizer: _Transform, every: int = 10, rate: float = 1.0, momentum: float = 0.0
+) -> _Transform:
+  """Likewise, but workers exchange what they have moved once in `every` steps; Nesterov momentum of DiLoCo after it."""
+  outer = optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum))
+  return js.local_steps(optimizer, optax.chain(exchange, outer), every=every)
+
+
+WAYS: dict[str, Callable[..., _Transform]] = {"gradients": gradients, "updates": updates, "local": local}
 HELP = (
   "Methods to race, as WAY/COLLECTIVE; ways: "
   + "; ".join(f"{name}: {str(way.__doc__).splitlines()[0]}" for name, way in WAYS.items())
@@ -48,13 +61,21 @@ class Method(NamedTuple):
   @property
   def every(self) -> int:
     """Steps from one exchange to the next."""
+    if not self.exchange.collective.replicates:
+      return training.AVERAGED_EVERY
     options = _defaults(self.way) | self.options
     return int(options.get("every", 1))
 
   def make(self, axis: str | Comm, optimizer: _Transform) -> _Transform:
-    """The optax chain of a worker; `axis` is a mesh axis or a comm."""
+    """The optax chain of a worker; `axis` is a mesh axis or a comm.
+
+    Where totals differ between workers (A2SGD), so do their parameters, which are averaged now and then.
+    """
     exchange = js.make_transform(self.exchange.name, axis, **self.exchange.config)
-    return WAYS[self.way](exchange, optimizer, **self.options)
+    whole = WAYS[self.way](exchange, optimizer, **self.options)
+    if self.exchange.collective.replicates:
+      return whole
+    return js.local_steps(whole, optax.chain(js.dense_transform(axis), optax.sgd(1.0)), every=self.every)
 
 
 def parse(values: list[str], workers: int) -> list[Method]:
@@ -80,6 +101,8 @@ def _method(label: str, workers: int) -> Method:
   if unknown := sorted(set(options) - set(known)):
     raise ValueError(f"--method={label}: {way} has no option {unknown[0]!r}, choose from {', '.join(known) or 'none'}")
   (spec,) = specs.parse([exchange], workers)
+  if way != "gradients" and not spec.collective.replicates:
+    raise ValueError(f"--method={label}: workers exchange gradients by {spec.name}, whose totals differ between them")
   method = Method(label, way, options, spec)
   method.make("workers", optax.identity())
   return method

@@ -135,8 +135,12 @@ def test_the_tables_and_the_figure_are_made_of_the_rows(results, tmp_path):
 def test_methods_are_parsed_and_refused():
   (one,) = methods.parse(["gradients/spardl:density=0.1:teams=2"], 4)
   assert (one.way, one.exchange.config, one.every) == ("gradients", {"density": 0.1, "teams": 2}, 1)
+  labels = ["local/dense", "local:every=3:momentum=0.9/dense", "updates/dense", "a2sgd"]
+  assert [one.every for one in methods.parse(labels, 4)] == [10, 3, 1, training.AVERAGED_EVERY]
   for wrong, message in {
-    "often/dense": "unknown way 'often', choose one of gradients",
+    "often/dense": "unknown way 'often', choose one of gradients, updates, local",
+    "local:steps=2/dense": "local has no option 'steps', choose from every, rate, momentum",
+    "updates/a2sgd": "by a2sgd, whose totals differ between them",
     "gradients:every=2/dense": "gradients has no option 'every', choose from none",
     "spars:density=1": "unknown collective 'spars'",
     "spardl:density=2": "density=2, choose a number in",
@@ -195,7 +199,14 @@ def test_bad_flags(subtests, tmp_path):
   assert not (tmp_path / "none").exists()
 
 
-SMALL = ("--task=fnn3", "--hosts=2", "--steps=20", "--every=5", "--seed=0,1", "--method=dense,spardl:density=0.1")
+SMALL = (
+  "--task=fnn3",
+  "--hosts=2",
+  "--steps=20",
+  "--every=5",
+  "--seed=0,1",
+  "--method=dense,updates/spardl:density=0.1",
+)
 
 
 @pytest.mark.long
@@ -204,7 +215,7 @@ def test_curves_go_on_where_they_were(tmp_path):
   done = run("--seed=0", "--json")
   assert done.returncode == 0, done.stderr[-2000:]
   before = json.loads(done.stdout)["curves"]
-  assert [(one["method"], one["seed"]) for one in before] == [("dense", 0), ("spardl:density=0.1", 0)]
+  assert [(one["method"], one["seed"]) for one in before] == [("dense", 0), ("updates/spardl:density=0.1", 0)]
   assert before[0]["steps"] == [5, 10, 15, 20]
   assert min(before[1]["loss"]) <= before[0]["loss"][-1] or before[1]["steps"][-1] == 40
   assert before[0]["words"] == 199_210
