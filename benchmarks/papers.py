@@ -74,11 +74,11 @@ def every() -> tuple[Cell, ...]:
   """All cells, in the order of the file."""
   found = []
   for table in tomllib.loads(_FILE.read_text())["table"]:
-    words = [table.get(name, "") for name in ("differs", "ratio", "reason")]
     for name, values in table["cells"].items():
       numbers = values.get("paper", values.get("above")), "above" in values, values.get("ours")
-      head = (table["paper"], table["name"], name, *(table[field] for field in ("what", "setting", "benchmark")))
-      found.append(Cell(*head, *numbers, words[0], bool(words[1]), words[2]))
+      head = table["paper"], table["name"], name, table["what"], table["setting"], table["benchmark"]
+      more = table.get("differs", ""), table.get("ratio", False), table.get("reason", "")
+      found.append(Cell(*head, *numbers, *more))
   return tuple(found)
 
 
@@ -113,11 +113,11 @@ def beside(cells: Sequence[Cell], measured: Mapping[str, float] | None = None) -
     found.add_column(column, overflow="fold")
   for place, cell in enumerate(cells):
     same = place and (cells[place - 1].paper, cells[place - 1].table) == (cell.paper, cell.table)
-    head = ("", "", "") if same else (cell.paper, cell.table, cell.what)
+    first = ("", "", "") if same else (cell.paper, cell.table, cell.what)
     value = _text(cell.paper_value)
     ours = _text(cell.ours) + ("*" if cell.name in now else "")
     rest = ("", "") if same else (cell.differs, cell.reason)
-    found.add_row(*head, cell.name, f"> {value}" if cell.above else value, ours, cell.verdict, *rest)
+    found.add_row(*first, cell.name, f"> {value}" if cell.above else value, ours, cell.verdict, *rest)
   return found
 
 
@@ -127,4 +127,6 @@ def of(benchmark: str) -> list[Cell]:
 
 
 def _text(value: float | None) -> str:
-  return "–" if value is None else f"{value:,}"
+  if value is None:
+    return "–"
+  return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

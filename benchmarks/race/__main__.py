@@ -5,7 +5,7 @@ it is computed once for each method and seed, by the simulator in this process (
 measured at each rate, a process of JAX on each host of the lab, at least --timed_steps of them (--parts=paces; needs
 root). Their product is the time to the target: dense's loss after --steps, of its best optimizer, from the same seed.
 --parts=wholes trains on the clock in the lab until the target, which shows that the product holds. The clock stands
-still while a model is evaluated.
+still while a model is evaluated. --parts=advice asks `js.costs.advise` for the fastest collective of the methods.
 
 Rows are kept in --results as they are measured: a race that is interrupted goes on where it was when the command is
 given again. The tables and the figure, race.png, are made from that file alone: --parts=none makes only them.
@@ -60,7 +60,7 @@ _TARGET = flags.DEFINE_float("target", None, "The loss to reach instead of dense
 _SECONDS = flags.DEFINE_float("seconds", None, "Seconds on the clock after which a whole training ends.")
 _SEED = flags.DEFINE_list("seed", ["0", "1", "2"], "Seeds of the parameters and the batches.")
 _TIMED = flags.DEFINE_integer("timed_steps", 30, "Steps to time at each rate, at least.")
-_PARTS = flags.DEFINE_list("parts", ["curves", "paces"], "What to measure: curves, paces, wholes, or none.")
+_PARTS = flags.DEFINE_list("parts", ["curves", "paces"], "What to measure: curves, paces, wholes, advice, or none.")
 _ENGINE = flags.DEFINE_enum("engine", "sim", ["sim", "devices"], "Where curves are computed; " + workers.ENGINE_HELP)
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "For tasks on images: the folder that holds cifar-10-batches-py.")
 _RESULTS = flags.DEFINE_string("results", None, "The file of the rows; race_TASK.json in --report_dir by default.")
@@ -144,7 +144,7 @@ def _lab(part: str, rate: str, plan: Plan, results: Results) -> None:
   """Starts a rank on each host of a lab whose links are that fast, for the rows that the file lacks."""
   has = {pace.method for pace in results.find("paces", rate=rate)} if part == "paces" else set()
   missing = [label for runner in plan.runners if (label := runner.method.label) not in has]
-  if not missing:
+  if not missing or (part == "advice" and results.find("advice", rate=rate)):
     return
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder) / "rows.json"
@@ -171,6 +171,8 @@ def _rank(plan: Plan) -> None:
       kept.add(row)
       print(tables.line(row), flush=True)
 
+  if plan.parts == ["advice"]:
+    keep(measuring.advised(race, [runner.method for runner in plan.runners], rate))
   if plan.parts == ["paces"]:
     for runner in {runner.method.label: runner for runner in plan.runners}.values():
       keep(measuring.pace(race, runner, rate, _TIMED.value))
@@ -217,7 +219,7 @@ def main() -> None:
   try:
     if "curves" in plan.parts:
       _curves(plan, results, console)
-    for part, rate in itertools.product(("paces", "wholes"), _RATE.value):
+    for part, rate in itertools.product(("paces", "advice", "wholes"), _RATE.value):
       if part in plan.parts:
         _lab(part, rate, plan, results)
   finally:

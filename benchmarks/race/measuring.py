@@ -2,16 +2,17 @@
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
+import jaxsparse as js
 from benchmarks.hosts import sent_bytes
 from benchmarks.race.methods import Method
 from benchmarks.race.recipes import Recipe
-from benchmarks.race.results import Curve, Pace, Whole
+from benchmarks.race.results import Advised, Curve, Pace, Whole
 from benchmarks.race.trainer import Trainer
 from benchmarks.tasks.base import Task
 from benchmarks.workers import AXIS, Workers
@@ -137,6 +138,14 @@ def pace(race: Race, runner: Runner, rate: str, steps: int) -> Pace:
   own = _of_periods(trainer.times[untimed:], every), sent / timed
   seconds, most = (float(watch.gather(value).max()) for value in own)
   return Pace(runner.method.label, rate, timed, seconds, compute, max(0.0, alone - compute), most)
+
+
+def advised(race: Race, methods: Sequence[Method], rate: str) -> Advised:
+  """The advice on the collectives of these methods."""
+  labels = dict.fromkeys(js.costs.label_of(one.exchange.name, one.exchange.config) for one in methods)
+  profile = js.costs.fit(race.place.where, n=race.task.entries, algorithms=list(labels))
+  found = js.costs.advise(race.task.entries, profile)
+  return Advised(rate, found.best.label, {one.label: one.seconds for one in found.predictions})
 
 
 def _of_periods(times: list[float], every: int) -> float:

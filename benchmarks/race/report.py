@@ -11,9 +11,10 @@ import rich.progress
 import rich.table
 
 from benchmarks import report
-from benchmarks.race.results import Curve, Pace, Results, Whole
-from benchmarks.race.standings import Spread, Standing, baselines, standings
+from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
+from benchmarks.race.standings import DENSE, Spread, Standing, baselines, standings
 
+ADVISED = "1gbit"  # where advice has a goal
 GOALS = {"100mbit": 3.0, "10mbit": 15.0}  # dense's seconds to its loss / those of the best, of the task `lm`
 
 
@@ -24,9 +25,11 @@ def table(results: Results, rate: str, steps: int) -> rich.table.Table:
   caption = "ms a step: compute (forward, backward) + rest (selection, sums, optimizer) + exchange (what messages add)"
   found = rich.table.Table(title=title, caption=caption)
   for head in ("method", "optimizer"):
-    found.add_column(head, no_wrap=True)
-  for head in ("seconds", "× dense", "steps", "ms a step", "words a step", "loss, equal steps", "loss, equal seconds"):
+    found.add_column(head, overflow="fold")
+  for head in ("seconds", "× dense", "steps", "ms a step", "words a step"):
     found.add_column(head, justify="right", no_wrap=True)
+  for head in ("loss, equal steps", "loss, equal seconds"):
+    found.add_column(head, justify="right")
   for one in standings(results, rate, steps):
     found.add_row(
       one.method,
@@ -87,6 +90,12 @@ def goals(results: Results, steps: int) -> list[report.Goal]:
     best = max(ratios, default=None)
     what = f"at {rate} the best method reaches dense's loss after {steps} steps {ratio:g} × as soon as dense"
     found.append(report.Goal(what, best, None if best is None else best >= ratio))
+  for advised in results.find("advice", rate=ADVISED):
+    what = f"at {ADVISED} a step with what js.costs.advise picks ({advised.collective}) takes at most 1.05 × dense's"
+    paces = {method: results.find("paces", rate=ADVISED, method=method) for method in (DENSE, advised.collective)}
+    times = [own[0].seconds for own in paces.values() if own]
+    longer = times[-1] / times[0] if all(paces.values()) else None
+    found.append(report.Goal(what, longer, None if longer is None else longer <= 1.05))
   return found
 
 
@@ -120,8 +129,10 @@ def title(results: Results) -> str:
   return f"{setting['task']}, {setting['hosts']} workers, {setting['batch_size']} inputs each, {setting['recipe']}"
 
 
-def line(row: Curve | Pace | Whole) -> str:
+def line(row: Curve | Pace | Whole | Advised) -> str:
   """One row in words."""
+  if isinstance(row, Advised):
+    return f"{row.rate}, js.costs.advise: {row.collective}, {1e3 * row.seconds[row.collective]:,.0f} ms an update"
   if isinstance(row, Pace):
     parts = ", ".join(f"{name} {1e3 * getattr(row, name):,.0f}" for name in ("compute", "rest", "exchange"))
     return f"{row.rate}, {row.method}: {1e3 * row.seconds:,.0f} ms a step ({parts}), {row.bytes / 1e6:.3f} MB a host"

@@ -78,7 +78,21 @@ class Whole(NamedTuple):
   loss: list[float]
 
 
-KINDS: dict[str, Any] = {"curves": Curve, "paces": Pace, "wholes": Whole}
+class Advised(NamedTuple):
+  """The collective that `js.costs.advise` names for links of one rate, from a profile fitted on these links.
+
+  Attributes:
+    rate: of the links.
+    collective: the fastest one, with its options.
+    seconds: predicted for an update of each collective.
+  """
+
+  rate: str
+  collective: str
+  seconds: dict[str, float]
+
+
+KINDS: dict[str, Any] = {"curves": Curve, "paces": Pace, "wholes": Whole, "advice": Advised}
 _KEYS = ("method", "optimizer", "seed", "rate")
 
 

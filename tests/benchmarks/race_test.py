@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import race, training
 from benchmarks.race import measuring, methods, recipes, report
-from benchmarks.race.results import Curve, Pace, Results, Whole
+from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
 from benchmarks.race.standings import Spread, baselines, crossing, loss_after, standings
 from benchmarks.tasks import registry
 from tests.benchmarks import commands
@@ -128,6 +128,11 @@ def test_the_tables_and_the_figure_are_made_of_the_rows(results, tmp_path):
   met, missing = {goal.what[:10]: goal for goal in report.goals(results, 30)}.values()
   assert missing.measured == pytest.approx((60 / 17.5 + 60 / 20) / 2)
   assert (met.measured, missing.met) == (None, False)
+  results.add(Advised("1gbit", "fast", {"fast": 0.1, "dense": 0.2}))
+  for method, seconds in (("dense", 0.2), ("fast", 0.22)):
+    results.add(pace(method, seconds, rate="1gbit"))
+  *_, advice = report.goals(results, 30)
+  assert (advice.measured, advice.met) == (pytest.approx(1.1), False)
   plain = json.loads(json.dumps(report.as_json(results, ["10mbit"], 30)))
   assert [one["method"] for one in plain["standings"]["10mbit"]][:2] == ["fast", "dense"]
 
@@ -183,7 +188,7 @@ BAD_FLAGS = [
   (["--method=sparse"], "unknown collective 'sparse'"),
   (["--method=daily/dense"], "unknown way 'daily', choose one of gradients"),
   (["--optimizer=adam:fast"], "--optimizer=adam:fast, choose a positive learning rate"),
-  (["--parts=curve"], "--parts=curve, choose from curves, paces, wholes, or none"),
+  (["--parts=curve"], "--parts=curve, choose from curves, paces, wholes, advice, or none"),
   (["--steps=0"], "--steps=0, choose at least 1"),
   (["--steps=20", "--most=10"], "--most=10, choose at least --steps=20"),
   (["--seed=first"], "--seed=first, give whole numbers"),
@@ -233,7 +238,7 @@ def test_a_small_race_in_the_lab(tmp_path):
     "benchmarks.race",
     *SMALL,
     "--seed=0",
-    "--parts=curves,paces,wholes",
+    "--parts=curves,paces,wholes,advice",
     "--rate=100mbit",
     "--timed_steps=6",
     "--json",
@@ -242,6 +247,8 @@ def test_a_small_race_in_the_lab(tmp_path):
   )
   assert done.returncode == 0, done.stderr[-2000:]
   found = json.loads(done.stdout)
+  (advised,) = found["advice"]
+  assert advised["collective"] in advised["seconds"].keys() == {"dense", "spardl:density=0.1"}
   dense, sparse = found["paces"]
   assert dense["bytes"] > 4 * 199_210 > sparse["bytes"] > 0
   assert dense["seconds"] > sparse["seconds"] > 0
