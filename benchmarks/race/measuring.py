@@ -115,9 +115,8 @@ def whole(
     if trainer.steps % length.every == 0 or trainer.steps in (length.steps, length.most):
       so_far.steps.append(trainer.steps)
       so_far.seconds.append(float(watch.gather(sum(trainer.times[1:])).max()))
-      so_far.loss.append(
-        float(watch.gather(trainer.evaluate()[0])[0])
-      )  # also a barrier: nobody goes on before the others
+      losses = watch.gather(trainer.evaluate()[0])  # a barrier too: no host goes on while another one evaluates
+      so_far.loss.append(float(losses[0]))
       keep(so_far)
 
 
