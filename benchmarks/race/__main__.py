@@ -4,8 +4,9 @@ Every method starts from the same parameters and sees the same batches. Loss ove
 it is computed once for each method and seed, by the simulator in this process (--parts=curves). Seconds a step are
 measured at each rate, a process of JAX on each host of the lab, at least --timed_steps of them (--parts=paces; needs
 root). Their product is the time to the target: dense's loss after --steps, of its best optimizer, from the same seed.
---parts=wholes trains on the clock in the lab until the target, which shows that the product holds. The clock stands
-still while a model is evaluated. --parts=advice asks `js.costs.advise` for the fastest collective of the methods.
+--parts=wholes trains on the clock in the lab until the target, from the first seed, which shows that the product holds.
+The clock stands still while a model is evaluated. --parts=advice asks `js.costs.advise` for the fastest collective of
+the methods.
 
 Rows are kept in --results as they are measured: a race that is interrupted goes on where it was when the command is
 given again. The tables and the figure, race.png, are made from that file alone: --parts=none makes only them.
@@ -24,6 +25,7 @@ Examples:
 import itertools
 import json
 import pathlib
+import signal
 import sys
 import tempfile
 from typing import Any, NamedTuple
@@ -38,6 +40,7 @@ from benchmarks.race.measuring import Length, Race, Runner
 from benchmarks.race.results import KINDS, Results
 from benchmarks.race.standings import DENSE, baselines, loss_after
 from benchmarks.tasks import registry
+from benchmarks.tasks.base import Task
 from jaxsparse import launch
 
 _PRESET = flags.DEFINE_enum("preset", None, list(recipes.PRESETS), recipes.HELP)
@@ -77,18 +80,22 @@ class Plan(NamedTuple):
     seeds: of the trainings.
     parts: to measure.
     length: of a training.
-    setting: that all rows of a file have in common.
+    task: to train; None if only tables and figure are to be made.
+    setting: that all rows of a file have in common; None for that of the file.
   """
 
   runners: list[Runner]
   seeds: list[int]
   parts: list[str]
   length: Length
-  setting: dict[str, Any]
+  task: Task | None
+  setting: dict[str, Any] | None
 
 
 def _plan() -> Plan:
   """What the flags ask for; raises ValueError before anything runs."""
+  if _SECONDS.value is not None and not _SECONDS.value > 0:
+    raise ValueError(f"--seconds={_SECONDS.value:g}, choose more than 0")
   for flag, least in ((_HOSTS, 1), (_BATCH_SIZE, 1), (_STEPS, 1), (_EVERY, 1), (_TIMED, 3), (_WARM_UP, 0), (_CLIP, 0)):
     if flag.value < least:
       raise ValueError(f"--{flag.name}={flag.value}, choose at least {least}")
@@ -105,22 +112,19 @@ def _plan() -> Plan:
   optimizers = training.parse_optimizers(_OPTIMIZER.value, rate=0.001)
   made = [recipes.Recipe(one, _SCHEDULE.value, _WARM_UP.value, _CLIP.value, _STEPS.value) for one in optimizers]
   runners = [Runner(method, recipe) for method in chosen for recipe in made]
-  most = _MOST.value or 2 * _STEPS.value
-  return Plan(
-    runners, seeds, parts, Length(_STEPS.value, most, _EVERY.value, _TARGET.value), _setting(runners[0].recipe)
-  )
-
-
-def _setting(recipe: recipes.Recipe) -> dict[str, Any]:
-  """What all rows of a file have in common."""
-  setting = {"task": _TASK.value, "hosts": _HOSTS.value, "batch_size": _BATCH_SIZE.value, "recipe": str(recipe)}
-  return setting | ({"data": "CIFAR-10"} if _DATA_DIR.value else {})
+  length = Length(_STEPS.value, _MOST.value or 2 * _STEPS.value, _EVERY.value, _TARGET.value)
+  if not parts:
+    return Plan(runners, seeds, parts, length, None, None)
+  task = registry.make(_TASK.value, _DATA_DIR.value)
+  names = "task", "data", "hosts", "batch_size", "recipe"
+  values = task.name, task.source, _HOSTS.value, _BATCH_SIZE.value, str(made[0])
+  return Plan(runners, seeds, parts, length, task, dict(zip(names, values, strict=True)))
 
 
 def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None:
   """Loss over steps of each method from each seed, unless the file has it."""
-  race = _race(_ENGINE.value)
-  console.print(f"{race.task}, {race.place}, {plan.setting['recipe']}", highlight=False, soft_wrap=True)
+  race = _race(plan, _ENGINE.value)
+  console.print(f"{race.task}, {race.place}, {plan.runners[0].recipe}", highlight=False, soft_wrap=True)
   for seed, runner in itertools.product(plan.seeds, plan.runners):
     length = plan.length._replace(most=_STEPS.value) if runner.method.label == DENSE else plan.length
     if runner.method.label != DENSE and length.target is None:
@@ -163,7 +167,7 @@ def _lab(part: str, rate: str, plan: Plan, results: Results) -> None:
 def _rank(plan: Plan) -> None:
   """Measures in a rank of the lab; the first rank keeps the rows."""
   programs.share(pathlib.Path(_CACHE_DIR.value) / "programs")
-  race, rate = _race("processes"), _RATE.value[0]
+  race, rate = _race(plan, "processes"), _RATE.value[0]
   kept = Results(_path(), plan.setting) if race.place.reports else None
 
   def keep(row: Any) -> None:
@@ -185,9 +189,10 @@ def _path() -> pathlib.Path:
   return pathlib.Path(_RESULTS.value or pathlib.Path(_REPORT_DIR.value) / f"race_{_TASK.value}.json")
 
 
-def _race(engine: str) -> Race:
-  place = workers.here(engine, _HOSTS.value)
-  return Race(registry.make(_TASK.value, _DATA_DIR.value), place, _BATCH_SIZE.value)
+def _race(plan: Plan, engine: str) -> Race:
+  if plan.task is None:
+    raise ValueError("the race starts its own ranks: run this as one program")
+  return Race(plan.task, workers.here(engine, _HOSTS.value), _BATCH_SIZE.value)
 
 
 def _report(results: Results, console: rich.console.Console) -> None:
@@ -197,7 +202,7 @@ def _report(results: Results, console: rich.console.Console) -> None:
     console.print(tables.table(results, rate, _STEPS.value))
   if results.rows["wholes"]:
     console.print(tables.wholes(results))
-  if _TASK.value == "lm":
+  if results.setting["task"] == "lm":
     report.say(tables.goals(results, _STEPS.value), console)
   console.print(papers.beside(papers.of("race")))
   path = pathlib.Path(_REPORT_DIR.value) / "race.png"
@@ -222,6 +227,8 @@ def main() -> None:
     for part, rate in itertools.product(("paces", "advice", "wholes"), _RATE.value):
       if part in plan.parts:
         _lab(part, rate, plan, results)
+  except KeyboardInterrupt:
+    sys.exit(128 + signal.SIGINT)
   finally:
     if results.rows["curves"]:
       _report(results, console)

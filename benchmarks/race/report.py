@@ -21,7 +21,8 @@ GOALS = {"100mbit": 3.0, "10mbit": 15.0}  # dense's seconds to its loss / those 
 def table(results: Results, rate: str, steps: int) -> rich.table.Table:
   """The methods at one rate, the fastest first."""
   targets = baselines(results, steps)
-  title = f"{rate} links: seconds to dense's loss after {steps} steps, from {len(targets)} seeds (± standard deviation)"
+  links = f"{rate} links: " if rate else ""
+  title = f"{links}seconds to dense's loss after {steps} steps, from {len(targets)} seeds (± standard deviation)"
   caption = "ms a step: compute (forward, backward) + rest (selection, sums, optimizer) + exchange (what messages add)"
   found = rich.table.Table(title=title, caption=caption)
   for head in ("method", "optimizer"):

@@ -101,7 +101,7 @@ class Results:
 
   Args:
     path: of the file; read if there is one.
-    setting: of the race in words and numbers, the same for all rows.
+    setting: of the race in words and numbers, the same for all rows; None takes that of the file.
 
   Attributes:
     setting: likewise.
@@ -109,13 +109,16 @@ class Results:
 
   Raises:
     ValueError: if the file is of another setting, with what differs.
+    FileNotFoundError: if there is no file and no setting.
   """
 
-  def __init__(self, path: pathlib.Path, setting: dict[str, Any]):
-    self._path, self.setting = path, setting
-    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"setting": setting}
-    for name in setting | kept["setting"]:
-      was, now = kept["setting"].get(name), setting.get(name)
+  def __init__(self, path: pathlib.Path, setting: dict[str, Any] | None):
+    self._path = path
+    is_new = setting is not None and not path.exists()
+    kept: dict[str, Any] = {"setting": setting} if is_new else json.loads(path.read_text())
+    self.setting: dict[str, Any] = kept["setting"] if setting is None else setting
+    for name in self.setting | kept["setting"]:
+      was, now = kept["setting"].get(name), self.setting.get(name)
       if was != now:
         raise ValueError(f"--results={path} has {name}={was!r}, this race {now!r}: choose another file")
     self.rows: dict[str, list[Any]] = {

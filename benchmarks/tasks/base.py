@@ -76,7 +76,7 @@ def model_of(task: Task, seed: int) -> Model:
   structure, params, *statistics = nnx.split(task.module(seed), nnx.Param, ...)
 
   def loss(params: Any, batch: dict[str, jax.Array], model_state: Any) -> tuple[jax.Array, Any]:
-    module = nnx.merge(structure, params, *model_state)
+    module = nnx.merge(structure, params, *model_state, copy=True)  # those of the caller stay as they are
     losses, _, count = _scores(module(batch["input"]), batch["label"])
     _, _, *after = nnx.split(module, nnx.Param, ...)
     return losses / count, after

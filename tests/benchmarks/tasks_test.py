@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import architectures
+import jaxsparse as js
+from benchmarks import architectures, training, workers
+from benchmarks.race import methods, recipes
+from benchmarks.race.trainer import Trainer
 from benchmarks.tasks import base, images, lm, lstm, registry, text, vgg16
 from benchmarks.tasks.base import IGNORED, Task, entries_of, model_of
 
@@ -114,6 +117,23 @@ def test_training_moves_running_statistics_and_evaluation_uses_them():
   means = [leaf for leaf in jax.tree.leaves(after) if float(leaf[0]) == 5.5]  # half of the way from 0 to 11
   assert len(means) == 1
   assert model.evaluate(model.params, after) != model.evaluate(model.params, model.statistics)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ENTRIES)
+def test_each_task_trains(tasks, name):
+  (method,) = methods.parse(["updates/spardl:density=0.1"], 2)
+  recipe = recipes.Recipe(training.Optimizer("adam", 0.001), clip=1.0)
+  comm = js.SimComm("workers", members=2)
+  place = workers.Workers(comm, comm, 2, shares=2, number=0)
+  task = tasks[name]._replace(held_out=tuple(part[:2] for part in tasks[name].held_out))
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    trainer = Trainer(task, method, recipe, place, batch_size=2, seed=0)
+    losses = [trainer.step() for _ in range(3)]
+    loss, accuracy = trainer.evaluate()
+  assert np.isfinite([*losses, loss]).all()
+  assert 0 <= accuracy <= 1
+  assert losses[0] < 8  # about that of guessing, log 10 or log 256
 
 
 def test_unknown_tasks_and_folders_are_refused(tmp_path):
