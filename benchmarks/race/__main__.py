@@ -173,7 +173,7 @@ def _rank(plan: Plan) -> None:
   def keep(row: Any) -> None:
     if kept:
       kept.add(row)
-      print(tables.line(row), flush=True)
+      print(tables.line(row), file=sys.stderr if _JSON.value else sys.stdout, flush=True)
 
   if plan.parts == ["advice"]:
     keep(measuring.advised(race, [runner.method for runner in plan.runners], rate))

@@ -130,11 +130,11 @@ class Results:
     return [row for row in self.rows[kind] if all(getattr(row, name) == value for name, value in key.items())]
 
   def add(self, row: Any) -> None:
-    """Adds a row, in place of one of the same method, optimizer, seed and rate, and writes the file."""
+    """Adds a row, to six digits, in place of one of the same method, optimizer, seed and rate; writes the file."""
     kind = next(name for name, make in KINDS.items() if isinstance(row, make))
     key = {name: getattr(row, name) for name in _KEYS if name in row._fields}
-    same = self.find(kind, **key)
-    self.rows[kind] = [*(one for one in self.rows[kind] if one not in same), row]
+    same, kept = self.find(kind, **key), type(row)(**report.rounded(row._asdict()))
+    self.rows[kind] = [*(one for one in self.rows[kind] if one not in same), kept]
     self._write()
 
   def merge(self, path: pathlib.Path) -> None:
@@ -146,5 +146,5 @@ class Results:
   def _write(self) -> None:
     lines = [f'"setting": {json.dumps(self.setting)}']
     for kind, rows in self.rows.items():
-      lines.append(f'"{kind}": [\n' + ",\n".join(json.dumps(report.rounded(row._asdict())) for row in rows) + "\n]")
+      lines.append(f'"{kind}": [\n' + ",\n".join(json.dumps(row._asdict()) for row in rows) + "\n]")
     report.replace(self._path, "{" + ",\n".join(lines) + "}\n")
