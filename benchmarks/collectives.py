@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import entry, netlab, programs, recorded, rows, specs, workers
+from benchmarks import entry, netlab, papers, programs, recorded, rows, specs, workers
 from benchmarks.rows import Kept, Measured
 from benchmarks.updates import Bench
 from jaxsparse import launch
@@ -231,7 +231,7 @@ def _report(measured: Sequence[Measured], failed: Sequence[str]) -> bool:
   console = workers.make_console(stderr=_JSON.value)
   folder = pathlib.Path(_REPORT_DIR.value)
   if measured:
-    console.print(rows.table(measured))
+    console.print(rows.table(measured), papers.beside(papers.of("collectives")))
     rows.figure(measured, folder / "collectives.png")
     console.print(f"rows: {folder / 'collectives.jsonl'}, figure: {folder / 'collectives.png'}", soft_wrap=True)
   wrong = sum(one.row.wrong for one in measured)

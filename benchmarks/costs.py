@@ -20,7 +20,7 @@ import rich.table
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import entry, specs
+from benchmarks import entry, papers, specs
 from benchmarks.workers import make_console
 
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["all"], specs.HELP)
@@ -122,6 +122,7 @@ def main() -> None:
   console.print(
     table(rows, f"one update of n = {_N.value:,} entries, density {_DENSITY.value:g}, 4-byte words a worker")
   )
+  console.print(papers.beside(papers.of("costs")))
   if _JSON.value:
     print(json.dumps([{name: _plain(value) for name, value in one._asdict().items()} for one in rows]))
 

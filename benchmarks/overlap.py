@@ -31,7 +31,7 @@ import rich.table
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import architectures, entry, hiding, netlab, workers
+from benchmarks import architectures, entry, hiding, netlab, papers, workers
 from benchmarks.workers import make_console
 from jaxsparse import launch
 from jaxsparse.overlap.plans import Kind
@@ -90,12 +90,14 @@ class Paper(NamedTuple):
     return self.computing or self.speed_up * self.seconds["asc_wfbp"] / _WORKERS
 
 
-PAPER = {
-  "resnet152": Paper({"wfbp": 0.956, "mg_wfbp": 0.710, "asc_wfbp": 0.524}, 16.7, 17.5, computing=0.091 + 0.182),
-  "densenet201": Paper({"wfbp": 0.778, "mg_wfbp": 0.375, "asc_wfbp": 0.314}, 22.3, 32.0),
-  "inception_v4": Paper({"wfbp": 0.719, "mg_wfbp": 0.510, "asc_wfbp": 0.377}, 16.1, 17.2),
-  "bert_base": Paper({"wfbp": 1.010, "mg_wfbp": 1.062, "asc_wfbp": 0.924}, 10.6, 11.5),
-}
+def _paper_of(model: str, computing: float | None = None) -> Paper:
+  """Its figures for a network, from Tables IV and V."""
+  number = lambda table, cell: papers.number("ASC-WFBP", table, f"{model} {cell}")
+  seconds = {kind: number("Table IV", kind) for kind in ("wfbp", "mg_wfbp", "asc_wfbp")}
+  return Paper(seconds, number("Table V, S", "speed_up"), number("Table V, S_max", "bound"), computing)
+
+
+PAPER = {model: _paper_of(model, 0.091 + 0.182 if model == "resnet152" else None) for model in architectures.MODELS}
 
 
 class Row(NamedTuple):
@@ -279,9 +281,21 @@ def lab_table(setting: hiding.Setting, rows: list[hiding.Measured]) -> rich.tabl
 
 def _report_paper(console: rich.console.Console) -> list[Any]:
   rows = _paper(console)
-  console.print(network_table(_MODEL.value), table(rows))
+  console.print(network_table(_MODEL.value), table(rows), papers.beside(papers.of("overlap"), _measured(rows)))
   console.print(f"figures: {pathlib.Path(_REPORT_DIR.value) / 'overlap_*.png'}")
   return [one._asdict() for one in rows]
+
+
+def _measured(rows: list[Row]) -> dict[str, float]:
+  """The cells of the paper's tables that were predicted, by their names."""
+  seconds = {(row.model, row.plan): row.seconds for row in rows}
+  found = {f"{row.model} {row.plan}": row.seconds for row in rows}
+  found |= {f"{row.model} speed_up": row.speed_up for row in rows if row.plan == "asc_wfbp"}
+  found |= {f"{row.model} bound": row.bound for row in rows}
+  for model in PAPER:
+    own = [seconds.get((model, plan)) for plan in ("mg_wfbp", "asc_wfbp")]
+    found |= {f"{model} s2": own[0] / own[1]} if own[0] and own[1] else {}
+  return found
 
 
 def _report_lab(console: rich.console.Console) -> list[Any]:

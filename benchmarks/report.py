@@ -60,14 +60,19 @@ def line(run: Run) -> str:
 
 def keep(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
   """Writes the runs as JSON, a line each, without their traces; the file is replaced whole, or not at all."""
-  lines = [json.dumps(_rounded(run._replace(trace={}))._asdict()) for run in runs]
+  lines = [json.dumps(rounded(run._replace(trace={}))._asdict()) for run in runs]
+  replace(path, f'{{"title": {json.dumps(title)}, "runs": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def replace(path: pathlib.Path, content: str) -> None:
+  """Writes a file: it has all of `content` or what it had before."""
   path.parent.mkdir(parents=True, exist_ok=True)
   beside = path.with_suffix(".new")
-  beside.write_text(f'{{"title": {json.dumps(title)}, "runs": [\n' + ",\n".join(lines) + "\n]}\n")
+  beside.write_text(content)
   beside.rename(path)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
   """The same with every float to six digits, more than any repetition agrees on."""
   return jax.tree.map(lambda leaf: float(f"{leaf:.6g}") if isinstance(leaf, float) else leaf, value)
 
@@ -111,8 +116,8 @@ def figure(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
   plot, (over_steps, over_words) = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
   for label, group in by_algorithm(runs).items():
     words = statistics.mean(run.words_per_step for run in group)
-    _band(over_steps, group[0].steps, [run.accuracy for run in group], label)
-    _band(over_words, [max(1, step * words) for step in group[0].steps], [run.accuracy for run in group], label)
+    band(over_steps, group[0].steps, [run.accuracy for run in group], label)
+    band(over_words, [max(1, step * words) for step in group[0].steps], [run.accuracy for run in group], label)
   over_steps.set(xlabel="step", ylabel="test accuracy")
   over_words.set(xlabel="words sent by each worker (4 bytes each)", xscale="log")
   over_words.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small")
@@ -125,7 +130,7 @@ def trace(runs: Sequence[Run], names: Sequence[str], title: str, path: pathlib.P
   for panel, name in zip(panels[0], names, strict=True):
     for label, group in by_algorithm(runs).items():
       lines = [run.trace[name] for run in group]
-      _band(panel, range(1, len(lines[0]) + 1), lines, label, linewidth=0.8)
+      band(panel, range(1, len(lines[0]) + 1), lines, label, linewidth=0.8)
     panel.set(xlabel="step", ylabel=name.replace("_", " "))
   panels[0][-1].legend(fontsize="small")
   save(plot, title, path)
@@ -137,11 +142,19 @@ def _spread(group: Sequence[Run], value: Callable[[Run], float]) -> str:
   return f"{statistics.mean(values):.4f}{deviation}"
 
 
-def _band(
-  panel: axes.Axes, x: Sequence[float], lines: Sequence[Sequence[float]], label: str, linewidth: float = 1.5
+def band(
+  panel: axes.Axes,
+  x: Sequence[float],
+  lines: Sequence[Sequence[float]],
+  label: str,
+  linewidth: float = 1.5,
+  color: Any = None,
 ) -> None:
+  """Draws the mean of `lines` over `x`, and a band from the least to the most."""
   columns = list(zip(*lines, strict=True))
-  (line,) = panel.plot(x, [statistics.mean(column) for column in columns], label=label, linewidth=linewidth)
+  (line,) = panel.plot(
+    x, [statistics.mean(column) for column in columns], label=label, linewidth=linewidth, color=color
+  )
   if len(lines) > 1:
     panel.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.2)
   panel.grid(alpha=0.3)

@@ -28,7 +28,7 @@ import rich.progress
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import data, entry, models, report, specs, training, workers
+from benchmarks import data, entry, models, papers, report, specs, training, workers
 from benchmarks.tasks import lm
 
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["spardl", "dense"], specs.HELP)
@@ -149,7 +149,7 @@ def main() -> None:
 def _report(runs: list[training.Run], title: str, console: rich.console.Console) -> None:
   path = pathlib.Path(_REPORT_DIR.value) / "demo.png"
   report.figure(runs, title, path)
-  console.print(report.table(runs, f"after {_STEPS.value} steps"))
+  console.print(report.table(runs, f"after {_STEPS.value} steps"), papers.beside(papers.of("train")))
   console.print(f"figure: {path}")
   if _TRACE.value:
     path = path.with_name("trace.png")

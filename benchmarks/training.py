@@ -26,6 +26,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
   "corrected": optax.sgd,  # after momentum of each worker's own, before the all-reduce
   "adam": optax.adam,
   "adamw": optax.adamw,
+  "lars": optax.lars,
 }
 
 

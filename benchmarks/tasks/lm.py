@@ -1,14 +1,10 @@
-"""A byte-level language model on the help topics that every Python brings (`pydoc_data.topics`): nothing is downloaded.
+"""Byte-level language models: a transformer on text that every Python brings; nothing is downloaded.
 
-The text is the topics in alphabetical order, each paragraph once: topics quote each other, and a paragraph that is held
-out must not occur in the training text. The last tenth of the bytes is held out.
+`make` is the small one of `benchmarks.train` on the help topics, `large` and `medium` are those of `benchmarks.race` on
+topics and docstrings (`benchmarks.tasks.text`).
 """
 
-import hashlib
-import sys
-from collections.abc import Iterator
-from pydoc_data import topics
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -16,38 +12,44 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import training
+from benchmarks.tasks import text as texts
+from benchmarks.tasks.base import Arrays, Task
+from benchmarks.tasks.text import BYTES, Text
 from benchmarks.workers import Workers
 
-BYTES = 256
 LENGTH = 64  # of a window
-HELD_OUT = 0.1
+SAMPLE = 128  # held-out windows of the race's tasks
+load = texts.help_topics
 
 
-class Text(NamedTuple):
-  """Text to learn from and text to be tested on.
-
-  Attributes:
-    train: u8[bytes].
-    held_out: u8[bytes], what follows `train`.
-    digest: SHA-256 of both, in hexadecimal.
-  """
-
-  train: np.ndarray
-  held_out: np.ndarray
-  digest: str
-
-  def __str__(self) -> str:
-    version = ".".join(map(str, sys.version_info[:3]))
-    size = len(self.train) + len(self.held_out)
-    return f"the help topics of Python {version} ({size:,} bytes, SHA-256 {self.digest[:12]})"
+def large() -> Task:
+  """4 blocks of width 256: 3,295,232 parameters."""
+  return next_byte("lm", lambda seed: Transformer(nnx.Rngs(seed), width=256, blocks=4, bias=False))
 
 
-def load() -> Text:
-  """The text of the Python that runs this: the same bytes in every process of the same Python version."""
-  paragraphs = "\n\n".join(topics.topics[name] for name in sorted(topics.topics)).split("\n\n")
-  content = "\n\n".join(dict.fromkeys(filter(str.strip, paragraphs))).encode()
-  text, cut = np.frombuffer(content, np.uint8), round(len(content) * (1 - HELD_OUT))
-  return Text(text[:cut], text[cut:], hashlib.sha256(content).hexdigest())
+def medium() -> Task:
+  """3 blocks of width 128: 664,320 parameters."""
+  return next_byte("lm_medium", lambda seed: Transformer(nnx.Rngs(seed), width=128, blocks=3, bias=False))
+
+
+def next_byte(name: str, module: Callable[[int], nnx.Module]) -> Task:
+  """The task of predicting each next byte of topics and docstrings with `module`, a window of `LENGTH` an input."""
+  source = texts.library()
+
+  def one(random: np.random.Generator, size: int) -> Arrays:
+    return _predict(draw(source.train, random, size))
+
+  return Task(name, str(source), module, one, _predict(sample(source.held_out)))
+
+
+def draw(text: np.ndarray, random: np.random.Generator, size: int) -> np.ndarray:
+  """u8[size, LENGTH + 1]: windows that begin anywhere in `text`."""
+  return _at(text, random.integers(0, len(text) - LENGTH, size))
+
+
+def sample(text: np.ndarray) -> np.ndarray:
+  """u8[SAMPLE, LENGTH + 1]: windows evenly spaced over `text`."""
+  return _at(text, np.linspace(0, len(text) - LENGTH - 1, SAMPLE).astype(int))
 
 
 def make(text: Text, workers: Workers, batch_size: int, seed: int) -> training.Task:
@@ -61,7 +63,7 @@ def batches(text: np.ndarray, size: int, seed: int) -> Iterator[dict[str, np.nda
   """Endless batches of `size` windows that begin anywhere in `text`, the same for the same seed."""
   random = np.random.default_rng(seed)
   while True:
-    inputs, labels = _predict(_at(text, random.integers(0, len(text) - LENGTH, size)))
+    inputs, labels = _predict(draw(text, random, size))
     yield {"input": inputs, "label": labels}
 
 
@@ -71,7 +73,7 @@ def windows(text: np.ndarray) -> np.ndarray:
 
 
 def _at(text: np.ndarray, starts: np.ndarray) -> np.ndarray:
-  return text[starts[:, None] + np.arange(LENGTH + 1)]
+  return texts.windows(text, starts, LENGTH + 1)
 
 
 def _predict(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -79,34 +81,40 @@ def _predict(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Block(nnx.Module):
-  """Causal self-attention and a perceptron, each behind a normalization and added to its input."""
+  """Self-attention and a perceptron, each behind a normalization and added to its input."""
 
-  def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
-    self.heads = heads
+  def __init__(self, width: int, heads: int, rngs: nnx.Rngs, bias: bool, causal: bool):
+    self.heads, self.causal = heads, causal
+    linear = lambda inputs, out: nnx.Linear(inputs, out, use_bias=bias, rngs=rngs)
     self.norm1, self.norm2 = nnx.RMSNorm(width, rngs=rngs), nnx.RMSNorm(width, rngs=rngs)
-    self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
-    self.out = nnx.Linear(width, width, rngs=rngs)
-    self.up = nnx.Linear(width, 4 * width, rngs=rngs)
-    self.down = nnx.Linear(4 * width, width, rngs=rngs)
+    self.qkv = linear(width, 3 * width)
+    self.out = linear(width, width)
+    self.up = linear(width, 4 * width)
+    self.down = linear(4 * width, width)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """f32[batch, length, width] to the same shape."""
     split = lambda y: y.reshape(*y.shape[:-1], self.heads, -1)
     q, k, v = map(split, jnp.split(self.qkv(self.norm1(x)), 3, -1))
-    x = x + self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
+    x = x + self.out(jax.nn.dot_product_attention(q, k, v, is_causal=self.causal).reshape(x.shape))
     return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
 
 
 class Transformer(nnx.Module):
-  """A decoder over bytes; 2 blocks of width 64 have 136,896 parameters."""
+  """A decoder over bytes; 2 blocks of width 64 have 136,896 parameters.
 
-  def __init__(self, rngs: nnx.Rngs, width: int = 64, heads: int = 4, blocks: int = 2):
+  Without `bias` no layer has one and the last normalization no scale; without `causal` a byte sees those behind it.
+  """
+
+  def __init__(
+    self, rngs: nnx.Rngs, width: int = 64, heads: int = 4, blocks: int = 2, bias: bool = True, causal: bool = True
+  ):
     self.byte = nnx.Embed(BYTES, width, rngs=rngs)
     self.position = nnx.Embed(LENGTH, width, rngs=rngs)
-    self.blocks = nnx.List([Block(width, heads, rngs) for _ in range(blocks)])
-    self.norm = nnx.RMSNorm(width, rngs=rngs)
+    self.blocks = nnx.List([Block(width, heads, rngs, bias, causal) for _ in range(blocks)])
+    self.norm = nnx.RMSNorm(width, use_scale=bias, rngs=rngs)
     small = nnx.initializers.normal(0.1 / width**0.5)  # an untrained model knows nothing: its loss is about log 256
-    self.head = nnx.Linear(width, BYTES, kernel_init=small, rngs=rngs)
+    self.head = nnx.Linear(width, BYTES, use_bias=bias, kernel_init=small, rngs=rngs)
 
   def __call__(self, text: jax.Array) -> jax.Array:
     """Bytes u8[batch, length], length at most `LENGTH`, to logits f32[batch, length, 256] of the byte behind each."""

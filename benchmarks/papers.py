@@ -1,0 +1,132 @@
+"""The papers' numbers beside ours: `paper_tables.toml`, read by the benchmarks that measure them."""
+
+import functools
+import pathlib
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import rich.table
+
+Verdict = Literal["reproduced", "other setting", "contradicted", "not run"]
+TOLERANCE = 0.1  # of the paper's number
+RATIO_TOLERANCE = 0.25  # of the paper's gain over a draw
+NO_GAIN = 0.1  # of it
+_FILE = pathlib.Path(__file__).with_name("paper_tables.toml")
+
+
+class Cell(NamedTuple):
+  """A number of a paper.
+
+  Attributes:
+    paper: whose it is.
+    table: the table or figure.
+    name: of the cell.
+    what: the quantity and its unit.
+    setting: of the paper.
+    benchmark: that measures ours.
+    paper_value: the paper's number; None where it has a curve only.
+    above: whether the paper says only that it is above this number.
+    ours: our number; None where it was not measured.
+    differs: how our setting differs, "" for the same.
+    ratio: whether 1 is a draw.
+    reason: why ours differs, "" where that is not known.
+  """
+
+  paper: str
+  table: str
+  name: str
+  what: str
+  setting: str
+  benchmark: str
+  paper_value: float | None
+  above: bool
+  ours: float | None
+  differs: str
+  ratio: bool
+  reason: str
+
+  @property
+  def verdict(self) -> Verdict:
+    """What ours says of the paper's.
+
+    reproduced: within a tenth of it; of a ratio, the gain over a draw is within a quarter. contradicted: further off in
+    the same setting; of a ratio, no gain, or less than a tenth of the paper's.
+
+    Example:
+      >>> cell = Cell("paper", "Table 1", "teams", "speed-up", "GPUs", "train", 1.5, False, 1.4, "CPUs", True, "")
+      >>> [cell._replace(ours=ours).verdict for ours in (1.4, 2.5, 0.9, None)]
+      ['reproduced', 'other setting', 'contradicted', 'not run']
+    """
+    if self.ours is None or self.paper_value is None:
+      return "not run"
+    if self.above:
+      return "reproduced" if self.ours > self.paper_value else "contradicted"
+    draw, near = (1.0, RATIO_TOLERANCE) if self.ratio else (0.0, TOLERANCE)
+    gained = (self.ours - draw) / (self.paper_value - draw)
+    if abs(gained - 1) <= near:
+      return "reproduced"
+    return "contradicted" if not self.differs or (self.ratio and gained < NO_GAIN) else "other setting"
+
+
+@functools.cache
+def every() -> tuple[Cell, ...]:
+  """All cells, in the order of the file."""
+  found = []
+  for table in tomllib.loads(_FILE.read_text())["table"]:
+    for name, values in table["cells"].items():
+      numbers = values.get("paper", values.get("above")), "above" in values, values.get("ours")
+      head = table["paper"], table["name"], name, table["what"], table["setting"], table["benchmark"]
+      more = table.get("differs", ""), table.get("ratio", False), table.get("reason", "")
+      found.append(Cell(*head, *numbers, *more))
+  return tuple(found)
+
+
+def number(paper: str, table: str, name: str) -> float:
+  """The paper's number of a cell.
+
+  Raises:
+    KeyError: if there is no such cell, or it has none.
+
+  Example:
+    >>> number("ASC-WFBP", "Table IV", "resnet152 wfbp")
+    0.956
+  """
+  values = {(one.paper, one.table, one.name): one.paper_value for one in every()}
+  value = values[paper, table, name]
+  if value is None:
+    raise KeyError((paper, table, name))
+  return value
+
+
+def beside(cells: Sequence[Cell], measured: Mapping[str, float] | None = None) -> rich.table.Table:
+  """The cells with the paper's numbers, ours and what they say; `measured` are ours of this run by name of the cell."""
+  now = measured or {}
+  cells = [cell._replace(ours=now.get(cell.name, cell.ours)) for cell in cells]
+  found = rich.table.Table(title="the papers' numbers beside ours", caption="* measured by this run" if now else None)
+  for head in ("paper", "table", "what", "cell"):
+    found.add_column(head, overflow="fold")
+  for head in ("paper's", "ours"):
+    found.add_column(head, justify="right", no_wrap=True)
+  found.add_column("", no_wrap=True)
+  for column in ("our setting differs", "why"):
+    found.add_column(column, overflow="fold")
+  for place, cell in enumerate(cells):
+    same = place and (cells[place - 1].paper, cells[place - 1].table) == (cell.paper, cell.table)
+    first = ("", "", "") if same else (cell.paper, cell.table, cell.what)
+    value = _text(cell.paper_value)
+    ours = _text(cell.ours) + ("*" if cell.name in now else "")
+    rest = ("", "") if same else (cell.differs, cell.reason)
+    found.add_row(*first, cell.name, f"> {value}" if cell.above else value, ours, cell.verdict, *rest)
+  return found
+
+
+def of(benchmark: str) -> list[Cell]:
+  """The cells that a benchmark measures."""
+  return [cell for cell in every() if cell.benchmark == benchmark]
+
+
+def _text(value: float | None) -> str:
+  if value is None:
+    return "–"
+  return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

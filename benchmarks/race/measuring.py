@@ -1,0 +1,180 @@
+"""Measures a method: its loss over steps, its seconds a step and their parts, and a whole training on the clock."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+import jaxsparse as js
+from benchmarks.hosts import sent_bytes
+from benchmarks.race.methods import Method
+from benchmarks.race.recipes import Recipe
+from benchmarks.race.results import Advised, Curve, Pace, Whole
+from benchmarks.race.trainer import Trainer
+from benchmarks.tasks.base import Task
+from benchmarks.workers import AXIS, Workers
+from jaxsparse.comm import SoloComm
+from jaxsparse.train import timing
+from jaxsparse.train.engine import engine_of
+from jaxsparse.train.starting import start_of, started
+from jaxsparse.train.worker import Given, Worker
+
+_REPETITIONS = 9  # of the parts of a step
+
+
+class Race(NamedTuple):
+  """What all methods have in common.
+
+  Attributes:
+    task: to train.
+    place: the workers.
+    batch_size: inputs of each worker in a step.
+  """
+
+  task: Task
+  place: Workers
+  batch_size: int
+
+
+class Runner(NamedTuple):
+  """A method, and the recipe of its optimizer."""
+
+  method: Method
+  recipe: Recipe
+
+  def __str__(self) -> str:
+    return f"{self.method.label}, {self.optimizer}"
+
+  @property
+  def optimizer(self) -> str:
+    """Name and rate of the optimizer."""
+    return str(self.recipe.optimizer)
+
+
+class Length(NamedTuple):
+  """How long a training takes.
+
+  Attributes:
+    steps: at least so many.
+    most: and at most so many, until the target is reached.
+    every: steps from one evaluation to the next.
+    target: the loss to reach, None for none.
+  """
+
+  steps: int
+  most: int
+  every: int
+  target: float | None = None
+
+  def is_done(self, steps: int, losses: list[float]) -> bool:
+    """Whether these steps and losses are enough."""
+    reached = self.target is None or min(losses, default=math.inf) <= self.target
+    return steps >= self.most or (steps >= self.steps and reached)
+
+
+def curve(
+  race: Race,
+  runner: Runner,
+  seed: int,
+  length: Length,
+  keep: Callable[[Curve], None],
+  show: Callable[[int, float], None],
+) -> None:
+  """Trains one method; `keep` gets the curve so far at each evaluation, `show` each step and its loss."""
+  trainer = Trainer(race.task, runner.method, runner.recipe, race.place, race.batch_size, seed)
+  so_far = Curve(runner.method.label, runner.optimizer, seed, [], [], [], 0.0)
+  while not length.is_done(trainer.steps, so_far.loss):
+    show(trainer.steps + 1, trainer.step())
+    trainer.count()
+    if trainer.steps % length.every == 0 or trainer.steps in (length.steps, length.most):
+      loss, accuracy = trainer.evaluate()
+      so_far.steps.append(trainer.steps)
+      so_far.loss.append(loss)
+      so_far.accuracy.append(accuracy)
+      keep(so_far._replace(words=trainer.words / trainer.steps))
+
+
+def whole(
+  race: Race,
+  runner: Runner,
+  seed: int,
+  rate: str,
+  length: Length,
+  limit: float | None,
+  keep: Callable[[Whole], None],
+) -> None:
+  """Trains one method for at most `limit` seconds on a clock that stands still while the model is evaluated."""
+  watch = timing.Stopwatch(engine_of(race.place.where, AXIS))
+  trainer = Trainer(race.task, runner.method, runner.recipe, race.place, race.batch_size, seed)
+  so_far = Whole(runner.method.label, runner.optimizer, seed, rate, [], [], [])
+  while not length.is_done(trainer.steps, so_far.loss) and not (limit and limit <= max(so_far.seconds, default=0.0)):
+    trainer.step()
+    if trainer.steps % length.every == 0 or trainer.steps in (length.steps, length.most):
+      so_far.steps.append(trainer.steps)
+      so_far.seconds.append(float(watch.gather(sum(trainer.times[1:])).max()))
+      losses = watch.gather(trainer.evaluate()[0])  # a barrier too: no host goes on while another one evaluates
+      so_far.loss.append(float(losses[0]))
+      keep(so_far)
+
+
+def pace(race: Race, runner: Runner, rate: str, steps: int) -> Pace:
+  """Times at least so many steps, in whole periods from one exchange to the next, behind a first untimed period."""
+  watch = timing.Stopwatch(engine_of(race.place.where, AXIS))
+  trainer = Trainer(race.task, runner.method, runner.recipe, race.place, race.batch_size, seed=0)
+  every = runner.method.every
+  untimed, timed = (math.ceil(count / every) * every for count in (3, steps))
+  for _ in range(untimed):
+    trainer.step()
+  watch.gather(0.0)
+  sent = sent_bytes()
+  for _ in range(timed):
+    trainer.step()
+  sent = sent_bytes() - sent
+  compute, alone = _parts(race, runner, trainer, watch)
+  own = _of_periods(trainer.times[untimed:], every), sent / timed
+  seconds, most = (float(watch.gather(value).max()) for value in own)
+  return Pace(runner.method.label, rate, timed, seconds, compute, max(0.0, alone - compute), most)
+
+
+def advised(race: Race, methods: Sequence[Method], rate: str) -> Advised:
+  """The advice on the collectives of these methods."""
+  labels = dict.fromkeys(js.costs.label_of(one.exchange.name, one.exchange.config) for one in methods)
+  profile = js.costs.fit(race.place.where, n=race.task.entries, algorithms=list(labels))
+  found = js.costs.advise(race.task.entries, profile)
+  return Advised(rate, found.best.label, {one.label: one.seconds for one in found.predictions})
+
+
+def _of_periods(times: list[float], every: int) -> float:
+  """Seconds a step: the median over the periods of `every` steps."""
+  return statistics.median(sum(times[start : start + every]) / every for start in range(0, len(times), every))
+
+
+def _parts(race: Race, runner: Runner, trainer: Trainer, watch: timing.Stopwatch) -> tuple[float, float]:
+  """Seconds of forward and backward, and of a step whose messages take no time, all workers at once; ends `trainer`."""
+  engine, comm = engine_of(race.place.where, AXIS), SoloComm(race.place.size)
+  worker = Worker(trainer.model.loss, runner.method.make(comm, runner.recipe.make()), False, "mean", "worker", 1)
+  same, split = PartitionSpec(), PartitionSpec(AXIS)
+
+  def gradients(params: Any, batch: Any, running: Any) -> Any:
+    own = jax.tree.map(lambda x: x[0], running)
+    grads, _ = jax.grad(trainer.model.loss, has_aux=True)(params, batch, own)
+    return jax.tree.map(lambda x: x[None], grads)
+
+  backward = engine.jit(gradients, (same, split, split), split)
+  given = engine.place((trainer.next_batch(), trainer.statistics), (split, split))
+  compute = statistics.median(watch.time(backward, trainer.params, *given)[0] for _ in range(_REPETITIONS + 1))
+  state, own = started(engine, start_of(engine, worker.tx), trainer.params)
+
+  def alone(params: Any, state: Any, batch: Any, running: Any) -> tuple[Any, Any]:
+    return worker.step(comm, params, state, batch, Given(None, running, {}))[:2]
+
+  step = engine.jit(alone, (same, own, split, split), (same, own), donate=(0, 1))
+  params, times = trainer.params, []
+  every = runner.method.every
+  for _ in range((math.ceil(_REPETITIONS / every) + 1) * every):
+    seconds, (params, state) = watch.time(step, params, state, *given)
+    times.append(seconds)
+  return compute, _of_periods(times[every:], every)

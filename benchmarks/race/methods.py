@@ -1,0 +1,114 @@
+"""Methods of the race: what workers exchange (a way), by which collective, as an optax chain.
+
+A label is WAY/COLLECTIVE, both with options: `local:every=10:momentum=0.9/spardl:density=0.02`. Without a way, workers
+exchange gradients: `dense`, `spardl:density=0.01`.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import optax
+
+import jaxsparse as js
+from benchmarks import specs, training
+from jaxsparse.types import Comm
+
+_Transform: TypeAlias = optax.GradientTransformation
+
+
+def gradients(exchange: _Transform, optimizer: _Transform) -> _Transform:
+  """Workers exchange gradients; one optimizer, the same on all workers, follows the exchange."""
+  return optax.chain(exchange, optimizer)
+
+
+def updates(exchange: _Transform, optimizer: _Transform, rate: float = 1.0) -> _Transform:
+  """Each worker has an optimizer of its own, and workers exchange its updates in every step."""
+  return js.local_steps(optimizer, optax.chain(exchange, optax.sgd(rate)), every=1)
+
+
+def local(
+  exchange: _Transform, optimizer: _Transform, every: int = 10, rate: float = 1.0, momentum: float = 0.0
+) -> _Transform:
+  """Likewise, but workers exchange what they have moved once in `every` steps; Nesterov momentum of DiLoCo after it."""
+  outer = optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum))
+  return js.local_steps(optimizer, optax.chain(exchange, outer), every=every)
+
+
+WAYS: dict[str, Callable[..., _Transform]] = {"gradients": gradients, "updates": updates, "local": local}
+HELP = (
+  "Methods to race, as WAY/COLLECTIVE; ways: "
+  + "; ".join(f"{name}: {str(way.__doc__).splitlines()[0]}" for name, way in WAYS.items())
+  + " Without a way: gradients. Options follow a name: spardl:density=0.01. Repeat it, or separate by commas."
+)
+
+
+class Method(NamedTuple):
+  """What is exchanged, and by which collective.
+
+  Attributes:
+    label: as the user wrote it.
+    way: one of `WAYS`.
+    options: of the way.
+    exchange: the collective.
+  """
+
+  label: str
+  way: str
+  options: dict[str, Any]
+  exchange: specs.Spec
+
+  @property
+  def every(self) -> int:
+    """Steps from one exchange to the next."""
+    if not self.exchange.collective.replicates:
+      return training.AVERAGED_EVERY
+    options = _defaults(self.way) | self.options
+    return int(options.get("every", 1))
+
+  def make(self, axis: str | Comm, optimizer: _Transform) -> _Transform:
+    """The optax chain of a worker; `axis` is a mesh axis or a comm.
+
+    Where totals differ between workers (A2SGD), so do their parameters, which are averaged now and then.
+    """
+    exchange = js.make_transform(self.exchange.name, axis, **self.exchange.config)
+    whole = WAYS[self.way](exchange, optimizer, **self.options)
+    if self.exchange.collective.replicates:
+      return whole
+    return js.local_steps(whole, optax.chain(js.dense_transform(axis), optax.sgd(1.0)), every=self.every)
+
+
+def parse(values: list[str], workers: int) -> list[Method]:
+  """The methods that the flag names, each once, checked for `workers` workers before anything runs.
+
+  Raises:
+    ValueError: for an unknown way, collective or option, with the choices.
+
+  Example:
+    >>> [(one.way, one.exchange.config) for one in parse(["dense,gradients/spardl:density=0.1"], workers=4)]
+    [('gradients', {}), ('gradients', {'density': 0.1})]
+  """
+  labels = [label for value in values for label in value.split(",")]
+  return [_method(label, workers) for label in dict.fromkeys(labels)]
+
+
+def _method(label: str, workers: int) -> Method:
+  before, slash, exchange = label.rpartition("/")
+  way, options = js.costs.collective_of(before) if slash else ("gradients", {})
+  if way not in WAYS:
+    raise ValueError(f"--method={label}: unknown way {way!r}, choose one of {', '.join(WAYS)}")
+  known = _defaults(way)
+  if unknown := sorted(set(options) - set(known)):
+    raise ValueError(f"--method={label}: {way} has no option {unknown[0]!r}, choose from {', '.join(known) or 'none'}")
+  (spec,) = specs.parse([exchange], workers)
+  if way != "gradients" and not spec.collective.replicates:
+    raise ValueError(f"--method={label}: workers exchange gradients by {spec.name}, whose totals differ between them")
+  method = Method(label, way, options, spec)
+  method.make("workers", optax.identity())
+  return method
+
+
+def _defaults(way: str) -> dict[str, Any]:
+  """The options of a way and what they are by default."""
+  parameters = inspect.signature(WAYS[way]).parameters.values()
+  return {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}

@@ -1,0 +1,126 @@
+"""Recipes: the optimizer of a race, its schedule and clipping; and the papers' recipes as presets."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+from absl import flags
+
+from benchmarks import training
+
+SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {  # of the peak rate and the steps
+  "constant": lambda rate, _: optax.constant_schedule(rate),
+  "cosine": optax.cosine_decay_schedule,
+  "linear": lambda rate, steps: optax.linear_schedule(rate, 0.0, steps),
+  "polynomial": lambda rate, steps: optax.polynomial_schedule(rate, 0.0, 2, steps),
+  "step": lambda rate, steps: optax.piecewise_constant_schedule(rate, {2 * steps // 3: 0.1}),
+  "early_step": lambda rate, steps: optax.piecewise_constant_schedule(rate, {steps // 3: 0.1}),
+}
+
+
+class Recipe(NamedTuple):
+  """What a worker does with a gradient, besides the exchange.
+
+  Attributes:
+    optimizer: one of `training.OPTIMIZERS`, and its peak rate.
+    schedule: one of `SCHEDULES`.
+    warm_up: steps in which the rate rises from 0.
+    clip: largest norm of a gradient, 0 for any.
+    steps: of the schedule.
+
+  Example:
+    >>> Recipe(training.Optimizer("sgd", 0.1), schedule="step", steps=9).schedule_of()(6).item()
+    0.01...
+  """
+
+  optimizer: training.Optimizer
+  schedule: str = "constant"
+  warm_up: int = 0
+  clip: float = 0.0
+  steps: int = 1
+
+  def __str__(self) -> str:
+    parts = [f"{self.schedule} rate" + (f" over {self.steps} steps" if self.schedule != "constant" else "")]
+    parts += [f"{self.warm_up} steps of warm-up"] * bool(self.warm_up) + [f"clipping at {self.clip:g}"] * bool(
+      self.clip
+    )
+    return ", ".join(parts)
+
+  def schedule_of(self) -> optax.Schedule:
+    """The rate at each step."""
+    whole = SCHEDULES[self.schedule](self.optimizer.rate, self.steps)
+    if not self.warm_up:
+      return whole
+    rising = optax.linear_schedule(0.0, self.optimizer.rate, self.warm_up)
+    return lambda step: optax.tree.where(step < self.warm_up, rising(step), whole(step))
+
+  def make(self) -> optax.GradientTransformation:
+    """The optimizer behind the clipping."""
+    clip = [optax.clip_by_global_norm(self.clip)] if self.clip else []
+    return optax.chain(*clip, training.OPTIMIZERS[self.optimizer.name](self.schedule_of()))
+
+
+class Preset(NamedTuple):
+  """Flags of a paper's recipe; numbers of steps fit this machine.
+
+  Attributes:
+    paper: whose it is, and where.
+    flags: their values.
+  """
+
+  paper: str
+  flags: dict[str, Any]
+
+
+def _race(*labels: str) -> list[str]:
+  return ["dense", *labels]
+
+
+def _oktopk(density: float) -> list[str]:
+  return _race(*(f"{name}:density={density}" for name in ("oktopk", "topka", "topkdsa", "gaussiank", "gtopk")))
+
+
+_SPARDL: dict[str, Any] = {
+  "hosts": 6,
+  "batch_size": 16,
+  "optimizer": ["sgd:0.1"],
+  "schedule": "step",
+  "clip": 0.0,
+  "method": _race(*(f"{name}:density=0.01" for name in ("spardl:teams=2", "oktopk", "topka", "topkdsa"))),
+}
+_LSTM = {"task": "lstm", "batch_size": 1, "optimizer": ["sgd:0.3"], "schedule": "early_step"}
+_OKTOPK: dict[str, Any] = {"hosts": 16, "batch_size": 16, "schedule": "linear", "clip": 0.0}
+_FIGURE9 = {"task": "vgg16", "optimizer": ["sgd:0.1"], "method": _oktopk(0.02)}
+_BERT = {"task": "bert", "optimizer": ["adamw:0.0002"], "batch_size": 8, "hosts": 32, "method": _oktopk(0.01)}
+_A2SGD: dict[str, Any] = {
+  "hosts": 8,
+  "batch_size": 128,
+  "schedule": "polynomial",
+  "warm_up": 10,
+  "clip": 0.0,
+  "method": _race("a2sgd", "topka:density=0.001", "gaussiank:density=0.001", "qsgd:levels=4"),
+}
+
+PRESETS: dict[str, Preset] = {
+  "spardl-fig6a": Preset("SparDL, Figure 6 (a)", _SPARDL | {"task": "vgg16"}),
+  "spardl-fig6c": Preset("SparDL, Figure 6 (c)", _SPARDL | {"task": "resnet20"}),
+  "spardl-fig6d": Preset("SparDL, Figure 6 (d)", _SPARDL | _LSTM),
+  "oktopk-fig9": Preset("Ok-Topk, Figure 9", _OKTOPK | _FIGURE9),
+  "oktopk-fig13": Preset("Ok-Topk, Figure 13", _OKTOPK | _BERT),
+  "a2sgd-fnn3": Preset("A2SGD, Table I and Figure 4", _A2SGD | {"task": "fnn3", "optimizer": ["sgd:0.08"]}),
+  "a2sgd-vgg16": Preset("A2SGD, Table I and Figure 4", _A2SGD | {"task": "vgg16", "optimizer": ["lars:1.2"]}),
+  "a2sgd-resnet20": Preset("A2SGD, Table I and Figure 4", _A2SGD | {"task": "resnet20", "optimizer": ["sgd:0.8"]}),
+  "a2sgd-adam": Preset(
+    "A2SGD, Table IV", _A2SGD | {"task": "resnet20", "optimizer": ["adam:0.01"], "schedule": "constant", "warm_up": 0}
+  ),
+}
+HELP = "A paper's recipe, as values of flags that are not given: " + "; ".join(
+  f"{name}: {preset.paper}" for name, preset in PRESETS.items()
+)
+
+
+def apply(name: str | None) -> None:
+  """Gives flags that are not given the values of a preset."""
+  for flag, value in PRESETS[name].flags.items() if name else ():
+    if not flags.FLAGS[flag].present:
+      flags.FLAGS.set_default(flag, value)

@@ -1,0 +1,169 @@
+"""The tables and the figure of a race, from its results alone."""
+
+import contextlib
+import itertools
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import rich.console
+import rich.progress
+import rich.table
+
+from benchmarks import report
+from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
+from benchmarks.race.standings import DENSE, Spread, Standing, baselines, standings
+
+ADVISED = "1gbit"  # where advice has a goal
+GOALS = {"100mbit": 3.0, "10mbit": 15.0}  # dense's seconds to its loss / those of the best, of the task `lm`
+
+
+def table(results: Results, rate: str, steps: int) -> rich.table.Table:
+  """The methods at one rate, the fastest first."""
+  targets = baselines(results, steps)
+  links = f"{rate} links: " if rate else ""
+  title = f"{links}seconds to dense's loss after {steps} steps, from {len(targets)} seeds (± standard deviation)"
+  caption = "ms a step: compute (forward, backward) + rest (selection, sums, optimizer) + exchange (what messages add)"
+  found = rich.table.Table(title=title, caption=caption)
+  for head in ("method", "optimizer"):
+    found.add_column(head, overflow="fold")
+  for head in ("seconds", "× dense", "steps", "ms a step", "words a step"):
+    found.add_column(head, justify="right", no_wrap=True)
+  for head in ("loss, equal steps", "loss, equal seconds"):
+    found.add_column(head, justify="right")
+  for one in standings(results, rate, steps):
+    found.add_row(
+      one.method,
+      one.optimizer,
+      _text(one.seconds, 1),
+      _text(one.speed_up, 2),
+      _text(one.steps, 0),
+      _milliseconds(one),
+      f"{one.words:,.0f}",
+      _text(one.loss, 3),
+      _text(one.loss_in_time, 3),
+    )
+  return found
+
+
+def _milliseconds(one: Standing) -> str:
+  if one.pace is None:
+    return "–"
+  parts = (one.pace.compute, one.pace.rest, one.pace.exchange)
+  return f"{1e3 * one.pace.seconds:,.0f} = " + " + ".join(f"{1e3 * part:,.0f}" for part in parts)
+
+
+def _text(spread: Spread | None, digits: int) -> str:
+  if spread is None:
+    return "–"
+  deviation = f" ± {spread.deviation:,.{digits}f}" if spread.deviation else ""
+  return f"{spread.mean:,.{digits}f}{deviation}" + (f" ({spread.missing} never)" if spread.missing else "")
+
+
+def wholes(results: Results) -> rich.table.Table:
+  """Whole trainings on the clock, beside steps times seconds a step."""
+  found = rich.table.Table(title="whole trainings on the clock, beside the curve and the pace of the same method")
+  for head in ("rate", "method", "optimizer", "seed", "steps", "seconds", "steps × pace", "loss", "loss of the curve"):
+    found.add_column(head, justify="left" if head in ("method", "optimizer") else "right", no_wrap=True)
+  for one in results.rows["wholes"]:
+    paces = results.find("paces", rate=one.rate, method=one.method)
+    curves = results.find("curves", method=one.method, optimizer=one.optimizer, seed=one.seed)
+    at = dict(zip(curves[0].steps, curves[0].loss, strict=True)) if curves else {}
+    found.add_row(
+      one.rate,
+      one.method,
+      one.optimizer,
+      str(one.seed),
+      str(one.steps[-1]),
+      f"{one.seconds[-1]:,.1f}",
+      f"{(one.steps[-1] - 1) * paces[0].seconds:,.1f}" if paces else "–",
+      f"{one.loss[-1]:.3f}",
+      f"{at[one.steps[-1]]:.3f}" if one.steps[-1] in at else "–",
+    )
+  return found
+
+
+def goals(results: Results, steps: int) -> list[report.Goal]:
+  """Whether the best method is as much sooner as it should be; for the task `lm`."""
+  found = []
+  for rate, ratio in GOALS.items():
+    ratios = [one.speed_up.mean for one in standings(results, rate, steps) if one.speed_up and not one.speed_up.missing]
+    best = max(ratios, default=None)
+    what = f"at {rate} the best method reaches dense's loss after {steps} steps {ratio:g} × as soon as dense"
+    found.append(report.Goal(what, best, None if best is None else best >= ratio))
+  for advised in results.find("advice", rate=ADVISED):
+    what = f"at {ADVISED} a step with what js.costs.advise picks ({advised.collective}) takes at most 1.05 × dense's"
+    paces = {method: results.find("paces", rate=ADVISED, method=method) for method in (DENSE, advised.collective)}
+    times = [own[0].seconds for own in paces.values() if own]
+    longer = times[-1] / times[0] if all(paces.values()) else None
+    found.append(report.Goal(what, longer, None if longer is None else longer <= 1.05))
+  return found
+
+
+def figure(results: Results, rates: Sequence[str], path: pathlib.Path) -> None:
+  """Loss over steps, and over seconds at each rate; a line for each method, the mean of the seeds, and their band."""
+  plot, panels = report.pyplot.subplots(
+    1, 1 + len(rates), figsize=(4.5 * (1 + len(rates)), 4.5), sharey=True, squeeze=False, layout="constrained"
+  )
+  names = dict.fromkeys((curve.method, curve.optimizer) for curve in results.rows["curves"])
+  colours = dict(zip(names, itertools.cycle(report.pyplot.rcParams["axes.prop_cycle"].by_key()["color"])))
+  for panel, rate in zip(panels[0], ["", *rates], strict=True):
+    for method, optimizer in names:
+      curves = results.find("curves", method=method, optimizer=optimizer)
+      paces = results.find("paces", rate=rate, method=method)
+      if rate and not paces:
+        continue
+      shortest = min(len(curve.steps) for curve in curves)
+      scale = paces[0].seconds if rate else 1.0
+      x = [scale * step for step in curves[0].steps[:shortest]]
+      lines = [curve.loss[:shortest] for curve in curves]
+      report.band(panel, x, lines, f"{method}, {optimizer}", color=colours[method, optimizer])
+    panel.set(xlabel=f"seconds at {rate}" if rate else "step", xscale="log" if rate else "linear")
+  panels[0][0].set(ylabel="held-out loss")
+  panels[0][-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small")
+  report.save(plot, title(results), path)
+
+
+def title(results: Results) -> str:
+  """The setting in words."""
+  setting = results.setting
+  return f"{setting['task']}, {setting['hosts']} workers, {setting['batch_size']} inputs each, {setting['recipe']}"
+
+
+def line(row: Curve | Pace | Whole | Advised) -> str:
+  """One row in words."""
+  if isinstance(row, Advised):
+    return f"{row.rate}, js.costs.advise: {row.collective}, {1e3 * row.seconds[row.collective]:,.0f} ms an update"
+  if isinstance(row, Pace):
+    parts = ", ".join(f"{name} {1e3 * getattr(row, name):,.0f}" for name in ("compute", "rest", "exchange"))
+    return f"{row.rate}, {row.method}: {1e3 * row.seconds:,.0f} ms a step ({parts}), {row.bytes / 1e6:.3f} MB a host"
+  head = f"{row.method}, {row.optimizer}, seed {row.seed}: loss {row.loss[-1]:.4f} after {row.steps[-1]} steps"
+  return f"{row.rate}, {head}, {row.seconds[-1]:.1f} s" if isinstance(row, Whole) else head
+
+
+@contextlib.contextmanager
+def progress(console: rich.console.Console, name: str, steps: int) -> Iterator[Callable[[int, float], None]]:
+  """A line that shows the step and its loss while the block runs; it calls what it gets with both."""
+  columns = [
+    rich.progress.TextColumn("{task.description}"),
+    rich.progress.BarColumn(),
+    rich.progress.MofNCompleteColumn(),
+    rich.progress.TextColumn("loss {task.fields[loss]:.3f}"),
+    rich.progress.TimeElapsedColumn(),
+  ]
+  with rich.progress.Progress(*columns, console=console, transient=True) as bars:
+    bar = bars.add_task(name, total=steps, loss=float("nan"))
+    yield lambda step, loss: bars.update(bar, completed=step, loss=loss)
+
+
+def as_json(results: Results, rates: Sequence[str], steps: int) -> dict[str, Any]:
+  """The rows, and the standings at each rate."""
+  rows = {kind: [row._asdict() for row in rows] for kind, rows in results.rows.items()}
+  plain = lambda one: {
+    name: getattr(value, "_asdict", lambda value=value: value)() for name, value in one._asdict().items()
+  }
+  return {
+    "setting": results.setting,
+    **rows,
+    "standings": {rate: [plain(one) for one in standings(results, rate, steps)] for rate in rates},
+  }

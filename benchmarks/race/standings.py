@@ -1,0 +1,158 @@
+"""Who is first: steps and seconds until a loss is reached, from curves and paces.
+
+Loss over steps does not depend on the links, so seconds to a loss are the steps of a curve times the seconds a step of
+a pace; a whole run on the clock shows that this holds.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.race.results import Curve, Pace, Results, Whole
+
+DENSE = "dense"
+
+
+class Spread(NamedTuple):
+  """Numbers of several seeds.
+
+  Attributes:
+    mean: over the seeds.
+    deviation: standard deviation, 0 for one seed.
+    missing: seeds without the number.
+  """
+
+  mean: float
+  deviation: float
+  missing: int = 0
+
+  @classmethod
+  def of(cls, values: Sequence[float | None]) -> "Spread | None":
+    """The spread of the numbers that there are; None if there is none."""
+    known = [value for value in values if value is not None]
+    if not known:
+      return None
+    deviation = statistics.stdev(known) if len(known) > 1 else 0.0
+    return cls(statistics.mean(known), deviation, len(values) - len(known))
+
+
+class Standing(NamedTuple):
+  """One method at one rate.
+
+  Attributes:
+    method: its label.
+    optimizer: name and rate.
+    words: 4-byte words a step.
+    pace: seconds a step and their parts, None where they were not measured.
+    steps: to the target.
+    loss: after as many steps as dense.
+    seconds: to the target.
+    speed_up: dense's seconds to the target / this one's, from the same seeds.
+    loss_in_time: after the seconds in which the first method reached the target.
+  """
+
+  method: str
+  optimizer: str
+  words: float
+  pace: Pace | None
+  steps: Spread | None
+  loss: Spread | None
+  seconds: Spread | None
+  speed_up: Spread | None
+  loss_in_time: Spread | None = None
+
+
+def crossing(curve: Curve | Whole, target: float) -> float | None:
+  """The first step at which the loss is at most `target`, interpolated between evaluations; None if it never is.
+
+  Example:
+    >>> crossing(Curve("dense", "adam 0.001", 0, [10, 20, 30], [3.0, 2.0, 1.0], [], 0.0), target=1.5)
+    25.0
+  """
+  below = [number for number, loss in enumerate(curve.loss) if loss <= target]
+  if not below:
+    return None
+  first = below[0]
+  if not first:
+    return float(curve.steps[0])
+  before, after = curve.loss[first - 1], curve.loss[first]
+  start, end = curve.steps[first - 1], curve.steps[first]
+  return start + (end - start) * (before - target) / (before - after)
+
+
+def loss_after(curve: Curve, steps: float) -> float | None:
+  """The loss after so many steps, interpolated; None outside of the evaluations."""
+  if not curve.steps or not curve.steps[0] <= steps <= curve.steps[-1]:
+    return None
+  return float(np.interp(steps, curve.steps, curve.loss))
+
+
+def baselines(results: Results, steps: int) -> dict[int, Curve]:
+  """For each seed dense's curve, with the optimizer that has the lowest mean loss after `steps`."""
+  of: dict[str, list[Curve]] = {}
+  for curve in results.find("curves", method=DENSE):
+    if loss_after(curve, steps) is not None:
+      of.setdefault(curve.optimizer, []).append(curve)
+  if not of:
+    return {}
+  most = max(map(len, of.values()))
+  whole = [curves for curves in of.values() if len(curves) == most]
+  best = min(whole, key=lambda curves: statistics.mean(_at(curve, steps) for curve in curves))
+  return {curve.seed: curve for curve in best}
+
+
+def standings(results: Results, rate: str, steps: int) -> list[Standing]:
+  """The methods, the fastest first; those that do not reach the target, or have no pace, at the end.
+
+  Args:
+    results: curves and paces.
+    rate: of the links.
+    steps: the target is dense's loss after these, for each seed.
+  """
+  dense = baselines(results, steps)
+  targets = {seed: _at(curve, steps) for seed, curve in dense.items()}
+  paces: dict[str, Pace] = {pace.method: pace for pace in results.find("paces", rate=rate)}
+  own = {seed: crossing(curve, targets[seed]) for seed, curve in dense.items()}
+  groups: dict[tuple[str, str], list[Curve]] = {}
+  for curve in results.rows["curves"]:
+    if curve.seed in targets:
+      groups.setdefault((curve.method, curve.optimizer), []).append(curve)
+  found = []
+  for (method, optimizer), curves in groups.items():
+    counts, pace = [crossing(curve, targets[curve.seed]) for curve in curves], paces.get(method)
+    seconds = _times(counts, pace)
+    dense_seconds = _times([own[curve.seed] for curve in curves], paces.get(DENSE))
+    ratios = [a / b if a and b else None for a, b in zip(dense_seconds, seconds, strict=True)]
+    words = statistics.mean(curve.words for curve in curves)
+    losses = [loss_after(curve, steps) for curve in curves]
+    spreads = [Spread.of(values) for values in (counts, losses, seconds, ratios)]
+    found.append(Standing(method, optimizer, words, pace, *spreads))
+  return _in_time(sorted(found, key=_order), groups)
+
+
+def _at(curve: Curve, steps: float) -> float:
+  return float(np.interp(steps, curve.steps, curve.loss))
+
+
+def _times(counts: Sequence[float | None], pace: Pace | None) -> list[float | None]:
+  """Seconds of so many steps; None where steps or pace are not known."""
+  return [count * pace.seconds if pace and count is not None else None for count in counts]
+
+
+def _order(one: Standing) -> float:
+  return one.seconds.mean if one.seconds and not one.seconds.missing else math.inf
+
+
+def _in_time(ranked: list[Standing], groups: dict[tuple[str, str], list[Curve]]) -> list[Standing]:
+  """The same with the loss of each when the first one reaches the target."""
+  if not ranked or math.isinf(first := _order(ranked[0])):
+    return ranked
+  found = []
+  for one in ranked:
+    curves = groups[one.method, one.optimizer] if one.pace else []
+    losses = [loss_after(curve, first / one.pace.seconds) for curve in curves if one.pace]
+    found.append(one._replace(loss_in_time=Spread.of(losses)))
+  return found

@@ -1,0 +1,93 @@
+"""Text that every Python brings, hashed: its help topics, and the docstrings of its standard library.
+
+Each paragraph occurs once, so that what is held out never occurs in the training text; nothing is downloaded.
+"""
+
+import ast
+import functools
+import hashlib
+import itertools
+import pathlib
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pydoc_data import topics
+from typing import NamedTuple
+
+import numpy as np
+
+BYTES = 256
+HELD_OUT = 0.1
+_SKIPPED = ("test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages")
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Text(NamedTuple):
+  """Text to learn from and text to be tested on.
+
+  Attributes:
+    train: u8[bytes].
+    held_out: u8[bytes].
+    digest: SHA-256 of both, in hexadecimal.
+    name: in words.
+  """
+
+  train: np.ndarray
+  held_out: np.ndarray
+  digest: str
+  name: str
+
+  def __str__(self) -> str:
+    version = ".".join(map(str, sys.version_info[:3]))
+    size = len(self.train) + len(self.held_out)
+    return f"the {self.name} of Python {version} ({size:,} bytes, SHA-256 {self.digest[:12]})"
+
+
+def help_topics() -> Text:
+  """The help topics in alphabetical order; the last tenth of the bytes is held out."""
+  content = "\n\n".join(_paragraphs([_topics()])).encode()
+  text, cut = np.frombuffer(content, np.uint8), round(len(content) * (1 - HELD_OUT))
+  return Text(text[:cut], text[cut:], hashlib.sha256(content).hexdigest(), "help topics")
+
+
+@functools.cache
+def library() -> Text:
+  """The help topics and the docstrings of the standard library; a tenth of the paragraphs, by their hash, is held out.
+
+  A paragraph of any module may be held out, so the training and the held-out text are alike.
+  """
+  paragraphs = [paragraph.encode() for paragraph in _paragraphs([_topics(), *_docstrings()])]
+  digests = [hashlib.sha256(paragraph).digest() for paragraph in paragraphs]
+  is_held_out = [int.from_bytes(digest[:4]) < HELD_OUT * 2**32 for digest in digests]
+  train, held_out = (
+    b"\n\n".join(paragraph for paragraph, held in zip(paragraphs, is_held_out, strict=True) if held == wanted)
+    for wanted in (False, True)
+  )
+  whole = hashlib.sha256(train + held_out).hexdigest()
+  return Text(np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8), whole, "help topics and docstrings")
+
+
+def windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+  """u8[len(starts), length]: the bytes of `text` from each of `starts` on."""
+  return text[starts[:, None] + np.arange(length)]
+
+
+def _topics() -> str:
+  return "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+
+
+def _paragraphs(parts: Iterable[str]) -> list[str]:
+  """Each paragraph once, in order of its first occurrence."""
+  every = itertools.chain.from_iterable(part.split("\n\n") for part in parts)
+  return list(dict.fromkeys(filter(str.strip, every)))
+
+
+def _docstrings() -> Iterable[str]:
+  """The docstrings of the modules of the standard library, in order of their paths."""
+  root = pathlib.Path(sysconfig.get_path("stdlib"))
+  for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
+    if path.parent.name in _SKIPPED or (path.parent != root and not (path.parent / "__init__.py").exists()):
+      continue
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+      if isinstance(node, _DOCUMENTED) and (found := ast.get_docstring(node)):
+        yield found

@@ -1,0 +1,72 @@
+"""The papers' numbers: every cell names a benchmark that exists, and verdicts follow from the numbers."""
+
+import importlib.util
+import json
+
+import pytest
+
+from benchmarks import overlap, papers
+from tests.benchmarks import commands
+
+CELL = papers.Cell("paper", "Table 1", "one", "seconds", "GPUs", "train", 2.0, False, 2.1, "CPUs", False, "")
+
+
+@pytest.mark.parametrize(
+  ("changes", "verdict"),
+  [
+    ({}, "reproduced"),
+    ({"ours": 3.0}, "other setting"),
+    ({"ours": 3.0, "differs": ""}, "contradicted"),
+    ({"ours": None}, "not run"),
+    ({"paper_value": None}, "not run"),
+    ({"ratio": True, "ours": 1.8}, "reproduced"),  # a gain of 0.8 beside one of 1
+    ({"ratio": True, "ours": 1.6}, "other setting"),
+    ({"ratio": True, "ours": 1.05}, "contradicted"),
+    ({"ratio": True, "ours": 0.7}, "contradicted"),
+    ({"ratio": True, "paper_value": 0.5, "ours": 0.55}, "reproduced"),
+    ({"ratio": True, "paper_value": 0.5, "ours": 1.2}, "contradicted"),
+    ({"above": True, "paper_value": 1.0, "ours": 1.2}, "reproduced"),
+    ({"above": True, "paper_value": 1.0, "ours": 0.9}, "contradicted"),
+  ],
+)
+def test_verdicts(changes, verdict):
+  assert CELL._replace(**changes).verdict == verdict
+
+
+def test_every_cell_names_a_benchmark_and_is_named_once():
+  cells = papers.every()
+  names = [(cell.paper, cell.table, cell.name) for cell in cells]
+  assert len(set(names)) == len(names)
+  assert all(importlib.util.find_spec(f"benchmarks.{cell.benchmark}") for cell in cells)
+  assert {cell.paper for cell in cells} == {"SparDL", "Ok-Topk", "A2SGD", "ASC-WFBP", "Partial Reduce"}
+  assert not any(cell.ratio and cell.paper_value == 1 and not cell.above for cell in cells)
+
+
+def test_overlap_takes_the_papers_numbers_from_the_file():
+  assert overlap.PAPER["resnet152"].seconds == {"wfbp": 0.956, "mg_wfbp": 0.710, "asc_wfbp": 0.524}
+  assert overlap.PAPER["densenet201"].bound == 32.0
+  with pytest.raises(KeyError, match="Figure 6"):
+    papers.number("SparDL", "Figure 6", "VGG-16 (a)")  # a curve
+
+
+def test_numbers_of_this_run_stand_in_for_kept_ones():
+  table = papers.beside([CELL, CELL._replace(name="two", ours=None)], {"two": 5.0})
+  assert list(table.columns[5].cells) == ["2.1", "5*"]
+  assert list(table.columns[6].cells) == ["reproduced", "other setting"]
+
+
+@pytest.mark.long
+def test_the_list_as_json():
+  done = commands.run("benchmarks.fidelity", "--paper=SparDL", "--verdict=contradicted", "--json")
+  assert done.returncode == 0, done.stderr[-2000:]
+  cells = json.loads(done.stdout)
+  assert {cell["table"] for cell in cells} == {"Figure 7"}
+  assert f"{len(cells)} contradicted" in done.stderr
+
+
+def test_bad_flags(subtests):
+  rows = [
+    (["--paper=BERT"], "--paper=BERT, choose from SparDL, Ok-Topk"),
+    (["--verdict=wrong"], "--verdict=wrong, choose from reproduced, other setting, contradicted, not run"),
+  ]
+  commands.check_refusals("benchmarks.fidelity", rows, subtests)

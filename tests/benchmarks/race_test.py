@@ -1,0 +1,258 @@
+"""The race: who is first follows from the rows, rows outlive an interruption, and a small race runs in the lab."""
+
+import json
+import math
+import os
+import pathlib
+import shutil
+
+import numpy as np
+import optax
+import pytest
+
+from benchmarks import race, training
+from benchmarks.race import measuring, methods, recipes, report
+from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
+from benchmarks.race.standings import Spread, baselines, crossing, loss_after, standings
+from benchmarks.tasks import registry
+from tests.benchmarks import commands
+
+COMMAND = pathlib.Path(race.__file__).with_name("__main__.py").read_text()
+SETTING = {"task": "none"}
+STEPS = [10, 20, 30, 40]
+
+
+def curve(method, seed, losses, optimizer="adam 0.001", words=100.0):
+  return Curve(method, optimizer, seed, STEPS[: len(losses)], list(losses), [0.0] * len(losses), words)
+
+
+def pace(method, seconds, rate="10mbit"):
+  return Pace(method, rate, 30, seconds, compute=0.4, rest=0.1, bytes=1e6)
+
+
+@pytest.fixture
+def results(tmp_path):
+  found = Results(tmp_path / "new" / "race.json", SETTING)
+  for row in (
+    curve("dense", 0, [4, 3, 2]),
+    curve("dense", 1, [4, 3, 1]),
+    curve("fast", 0, [4.0, 3.5, 3.0, 1.0]),
+    curve("fast", 1, [4, 3, 2, 1]),
+    curve("never", 0, [4, 4, 4, 4]),
+    curve("never", 1, [4, 3, 1, 1]),
+    curve("unpaced", 0, [4, 3, 1]),
+    pace("dense", 2.0),
+    pace("fast", 0.5),
+    pace("never", 0.5),
+  ):
+    found.add(row)
+  return found
+
+
+def test_a_crossing_lies_between_two_evaluations():
+  one = curve("dense", 0, [3, 2, 2.5, 1])
+  assert crossing(one, 2.25) == 17.5
+  assert crossing(one, 2) == 20
+  assert crossing(one, 3) == 10
+  assert crossing(one, 0.5) is None
+  assert loss_after(one, 25) == 2.25
+  assert loss_after(one, 5) is loss_after(one, 50) is None
+
+
+def test_seconds_to_the_loss_are_steps_times_pace(results):
+  dense = {seed: one.loss[-1] for seed, one in baselines(results, 30).items()}
+  assert dense == {0: 2, 1: 1}
+  fast, second, *others = standings(results, "10mbit", 30)
+  assert (fast.method, second.method, {one.method for one in others}) == ("fast", "dense", {"never", "unpaced"})
+  assert fast.steps == Spread(37.5, pytest.approx(math.sqrt(12.5)))  # 35 and 40
+  assert fast.seconds.mean == 0.5 * 37.5
+  assert fast.speed_up.mean == pytest.approx((60 / 17.5 + 60 / 20) / 2)
+  assert second.speed_up == Spread(1.0, 0.0)
+  assert second.loss_in_time is None  # 18.75 s are 9.375 steps of dense, before its first evaluation
+  assert fast.loss_in_time.mean == pytest.approx((3.0 - 2 * 0.75 + 2 - 0.75) / 2)
+  never = next(one for one in others if one.method == "never")
+  assert never.steps == Spread(30, 0.0, missing=1)
+
+
+def test_dense_races_with_its_best_optimizer(results):
+  for seed in (0, 1):
+    results.add(curve("dense", seed, [4, 2, 0.5], optimizer="adam 0.003"))
+  assert {one.optimizer for one in baselines(results, 30).values()} == {"adam 0.003"}
+  results.add(curve("dense", 0, [1, 0.2, 0.1], optimizer="adam 1"))  # one seed alone does not count
+  assert {one.optimizer for one in baselines(results, 30).values()} == {"adam 0.003"}
+  assert baselines(results, 50) == {}
+  assert standings(results, "10mbit", 50) == []
+
+
+def test_rows_are_kept_replaced_and_merged(results, tmp_path):
+  path = tmp_path / "new" / "race.json"
+  results.add(curve("fast", 1, [4, 3]))
+  again = Results(path, SETTING)
+  assert again.rows == results.rows
+  assert [one.steps for one in again.find("curves", method="fast", seed=1)] == [[10, 20]]
+  other = Results(tmp_path / "other.json", SETTING)
+  other.add(pace("fast", 0.7))
+  other.add(Whole("fast", "adam 0.001", 0, "10mbit", [10], [5.0], [4.0]))
+  again.merge(tmp_path / "other.json")
+  assert [one.seconds for one in Results(path, SETTING).find("paces", method="fast")] == [0.7]
+  assert len(again.rows["wholes"]) == 1
+  assert not list(path.parent.glob("*.new"))
+
+
+@pytest.mark.usefixtures("results")
+def test_a_file_of_another_setting_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r"race.json has task='none', this race 'lm': choose another file"):
+    Results(tmp_path / "new" / "race.json", {"task": "lm"})
+  with pytest.raises(ValueError, match=r"has clip=None, this race 1"):
+    Results(tmp_path / "new" / "race.json", {**SETTING, "clip": 1})
+
+
+def test_a_race_ends_at_the_target_or_when_it_gives_up():
+  length = measuring.Length(steps=20, most=40, every=10, target=1.0)
+  assert not length.is_done(10, [0.5])
+  assert length.is_done(20, [2.0, 0.5])
+  assert not length.is_done(30, [2.0, 2.0])
+  assert length.is_done(40, [2.0])
+  assert length._replace(target=None).is_done(20, [2.0])
+
+
+def test_the_tables_and_the_figure_are_made_of_the_rows(results, tmp_path):
+  results.setting.update(task="lm", hosts=4, batch_size=4, recipe="constant rate")
+  results.add(Whole("fast", "adam 0.001", 0, "10mbit", [10, 40], [5.0, 21.0], [4.0, 1.0]))
+  found = report.table(results, "10mbit", 30)
+  assert found.row_count == 4
+  assert next(iter(found.columns[5].cells)) == "500 = 400 + 100 + 0"
+  assert list(report.wholes(results).columns[6].cells) == ["19.5"]
+  report.figure(results, ["10mbit"], tmp_path / "race.png")
+  assert (tmp_path / "race.png").stat().st_size > 10_000
+  assert Results(tmp_path / "new" / "race.json", None).rows == results.rows
+  met, missing = {goal.what[:10]: goal for goal in report.goals(results, 30)}.values()
+  assert missing.measured == pytest.approx((60 / 17.5 + 60 / 20) / 2)
+  assert (met.measured, missing.met) == (None, False)
+  results.add(Advised("1gbit", "fast", {"fast": 0.1, "dense": 0.2}))
+  for method, seconds in (("dense", 0.2), ("fast", 0.22)):
+    results.add(pace(method, seconds, rate="1gbit"))
+  *_, advice = report.goals(results, 30)
+  assert (advice.measured, advice.met) == (pytest.approx(1.1), False)
+  plain = json.loads(json.dumps(report.as_json(results, ["10mbit"], 30)))
+  assert [one["method"] for one in plain["standings"]["10mbit"]][:2] == ["fast", "dense"]
+
+
+def test_methods_are_parsed_and_refused():
+  (one,) = methods.parse(["gradients/spardl:density=0.1:teams=2"], 4)
+  assert (one.way, one.exchange.config, one.every) == ("gradients", {"density": 0.1, "teams": 2}, 1)
+  labels = ["local/dense", "local:every=3:momentum=0.9/dense", "updates/dense", "a2sgd"]
+  assert [one.every for one in methods.parse(labels, 4)] == [10, 3, 1, training.AVERAGED_EVERY]
+  for wrong, message in {
+    "often/dense": "unknown way 'often', choose one of gradients, updates, local",
+    "local:steps=2/dense": "local has no option 'steps', choose from every, rate, momentum",
+    "updates/a2sgd": "by a2sgd, whose totals differ between them",
+    "gradients:every=2/dense": "gradients has no option 'every', choose from none",
+    "spars:density=1": "unknown collective 'spars'",
+    "spardl:density=2": "density=2, choose a number in",
+  }.items():
+    with pytest.raises(ValueError, match=message):
+      methods.parse([wrong], 4)
+
+
+def test_schedules_end_where_the_papers_say():
+  rate = lambda schedule, step, **more: float(
+    recipes.Recipe(training.Optimizer("sgd", 0.1), schedule, steps=90, **more).schedule_of()(step)
+  )
+  assert [rate("step", step) for step in (0, 59, 61)] == pytest.approx([0.1, 0.1, 0.01])
+  assert rate("early_step", 31) == pytest.approx(0.01)
+  assert rate("polynomial", 45) == pytest.approx(0.025)
+  assert rate("polynomial", 90) == pytest.approx(0, abs=1e-9)
+  assert [rate("constant", step, warm_up=4) for step in (0, 2, 4, 80)] == pytest.approx([0, 0.05, 0.1, 0.1])
+
+
+def test_clipping_comes_before_the_optimizer():
+  tx = recipes.Recipe(training.Optimizer("sgd", 0.5), clip=1.0).make()
+  updates, _ = tx.update(np.float32([3, 4]), tx.init(np.float32([0, 0])))
+  np.testing.assert_allclose(updates, [-0.3, -0.4], rtol=1e-6)
+  assert isinstance(tx, optax.GradientTransformation)
+
+
+@pytest.mark.parametrize("name", recipes.PRESETS)
+def test_presets_are_races_that_can_start(name):
+  preset = recipes.PRESETS[name].flags
+  hosts = preset["hosts"]
+  assert methods.parse(preset["method"], hosts)[0].label == "dense"
+  training.parse_optimizers(preset["optimizer"], rate=1.0)
+  assert preset["task"] in registry.TEXTS | registry.IMAGES
+  assert preset["schedule"] in recipes.SCHEDULES
+  assert all(f'"{flag}"' in COMMAND for flag in preset)
+
+
+BAD_FLAGS = [
+  (["--method=daily/dense"], "unknown way 'daily', choose one of gradients"),
+  (["--optimizer=adam:fast"], "--optimizer=adam:fast, choose a positive learning rate"),
+  (["--parts=curve"], "--parts=curve, choose from curves, paces, wholes, advice, or none"),
+  (["--steps=20", "--most=10"], "--most=10, choose at least --steps=20"),
+  (["--seconds=0"], "--seconds=0, choose more than 0"),
+  (["--parts=none"], "No such file or directory"),
+  (["--seed=first"], "--seed=first, give whole numbers"),
+  (["--task=fnn3", "--data_dir=/nowhere"], "/nowhere has no data_batch_1"),
+]
+
+
+def test_bad_flags(subtests, tmp_path):
+  rows = [([*given, f"--report_dir={tmp_path / 'none'}"], message) for given, message in BAD_FLAGS]
+  commands.check_refusals("benchmarks.race", rows, subtests)
+  assert not (tmp_path / "none").exists()
+
+
+SMALL = (
+  "--task=fnn3",
+  "--hosts=2",
+  "--steps=20",
+  "--every=5",
+  "--seed=0,1",
+  "--method=dense,updates/spardl:density=0.1",
+)
+
+
+@pytest.mark.long
+def test_curves_go_on_where_they_were(tmp_path):
+  run = lambda *more: commands.run("benchmarks.race", *SMALL, "--parts=curves", f"--report_dir={tmp_path}", *more)
+  done = run("--seed=0", "--json")
+  assert done.returncode == 0, done.stderr[-2000:]
+  before = json.loads(done.stdout)["curves"]
+  assert [(one["method"], one["seed"]) for one in before] == [("dense", 0), ("updates/spardl:density=0.1", 0)]
+  assert before[0]["steps"] == [5, 10, 15, 20]
+  assert min(before[1]["loss"]) <= before[0]["loss"][-1] or before[1]["steps"][-1] == 40
+  assert before[0]["words"] == 199_210
+  again = run("--json")
+  after = json.loads(again.stdout)["curves"]
+  assert after[:2] == before
+  assert len(after) == 4
+  assert "dense, adam 0.001, seed 0" not in again.stderr  # it was not trained once more
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
+def test_a_small_race_in_the_lab(tmp_path):
+  done = commands.run(
+    "benchmarks.race",
+    *SMALL,
+    "--seed=0",
+    "--parts=curves,paces,wholes,advice",
+    "--rate=100mbit",
+    "--timed_steps=6",
+    "--json",
+    f"--report_dir={tmp_path}",
+    f"--cache_dir={tmp_path / 'cache'}",
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  found = json.loads(done.stdout)
+  (advised,) = found["advice"]
+  assert advised["collective"] in advised["seconds"].keys() == {"dense", "spardl:density=0.1"}
+  dense, sparse = found["paces"]
+  assert dense["bytes"] > 4 * 199_210 > sparse["bytes"] > 0
+  assert dense["seconds"] > sparse["seconds"] > 0
+  for whole, loss in zip(found["wholes"], found["curves"], strict=True):
+    assert whole["loss"][-1] == pytest.approx(
+      loss["loss"][whole["steps"][-1] // 5 - 1], rel=0.1
+    )  # rounding decides ties
+    assert whole["seconds"] == sorted(whole["seconds"])
+  assert (tmp_path / "race.png").stat().st_size > 10_000
