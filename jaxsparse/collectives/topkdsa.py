@@ -56,7 +56,10 @@ class TopkDSA(SelectingCollective):
     return True
 
   def cost(self, n: int, size: int) -> Cost:
-    words = (2 * math.ceil(self.entries(n) / size) + math.ceil(n / size)) * (size - 1)
+    length = math.ceil(n / size)
+    # The published words are for entries of two words each; a very short message of another format may take more.
+    more = sum(max(0, self.codec(end).words(1, 1) - 2) for end in (n, length))
+    words = (2 * math.ceil(self.entries(n) / size) + length + more) * (size - 1)
     return Cost(size - 1 + len(topology.strides(size)), words, agreements=2 * (size > 1))
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
