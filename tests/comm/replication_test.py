@@ -190,7 +190,8 @@ def test_control_flow_and_collectives_of_the_loss_are_followed():
   step.check(params, state)
   params = jax.tree.map(jnp.asarray, PARAMS)
   uncovered = optax.masked(DENSE, {"kernel": False, "bias": True})
-  state = js.init(uncovered, params, mesh_of(3))
+  with pytest.warns(UserWarning, match="kernel"):
+    state = js.init(uncovered, params, mesh_of(3))
   with pytest.raises(ValueError, match="kernel"):
     js.make_train_step(loss, uncovered, mesh_of(3))(params, state, batch_of(0))
 
