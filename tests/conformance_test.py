@@ -157,7 +157,7 @@ LAWS = (
 )
 
 
-@each(CASES)
+@each(CASES, quick=[1, 4])
 def test_the_laws(case, workers, subtests):
   """All in one test, since they share a compiled program, and compiling is what takes the time."""
   collective = case.make(density=DENSITY)
@@ -191,7 +191,7 @@ def test_what_declares_to_lose_mass_loses_it(case):
   assert np.any(mass(grads, state) != np.asarray(totals[0]) + mass(0 * grads, after))
 
 
-@each(CASES, [*range(1, 17), 128], quick=[1, 3, 8, 128])
+@each(CASES, [*range(1, 17), 128], quick=[1, 3, 8, 128], options="main")
 def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
   for n, k in ((1, 1), (96, 7), (1001, 1001)) if workers <= 16 else ((1000, 10),):
     counted = js.costs.count(case.name, n=n, workers=workers, **case.config(k=k))
@@ -221,6 +221,7 @@ def test_the_state_keeps_its_types_under_x64(case):
   assert describe(after) == expected
 
 
+@pytest.mark.long
 def test_oktopk_gives_the_same_under_x64():
   """Its thresholds, counts and regions are compared, added up and divided."""
   bits_of = {}
@@ -257,7 +258,7 @@ def mesh_state(collective, workers, n):
 
 
 # engines_test.py compares the bits of all; these send all kinds of messages.
-@each_case(CASES)
+@each_case(CASES, ["a2sgd", "dense", "qsgd", "spardl", "spardl-teams=2"])
 def test_the_mesh_sends_these_messages_and_agrees_with_the_simulator_bit_for_bit(case, subtests):
   n, k, workers = 103, 13, case.workers([6, 8, 5])[0]
   collective = case.make(k=k)

@@ -116,7 +116,7 @@ def check_not_a_number(collective, program, workers):
 
 
 # Every way to find candidates; other collectives select by the same functions, other wires meet short gradients.
-@each_case([*CASES, *COMBINED], ["oktopk", "spardl", "spardl-selector=chunked", "spardl-selector=reuse", "topka"])
+@each_case([*CASES, *COMBINED], ["spardl", "spardl-selector=chunked", "spardl-selector=reuse", "topka"])
 def test_the_laws_of_long_gradients(case, monkeypatch, subtests):
   """All in one test, since they share a compiled program."""
   workers, collective = workers_of(case), case.make(density=DENSITY)

@@ -74,16 +74,16 @@ def test_a_profile_is_saved_and_read_again(tmp_path):
   assert Profile.load(tmp_path / "profile.json") == PROFILE
 
 
-ASKED_FOR = ["oktopk:density=0.1", "topka", "dense"]
+ASKED_FOR = ["gaussiank:density=0.1", "topka", "dense"]
 
 
 def test_fit_measures_each_algorithm_that_is_asked_for():
   profile = js.costs.fit(mesh_of(2), n=3000, densities=(0.1, 0.2), algorithms=ASKED_FOR, repetitions=1)
-  assert list(profile.algorithms) == ["oktopk:density=0.1", "topka:density=0.1", "topka:density=0.2", "dense"]
+  assert list(profile.algorithms) == ["gaussiank:density=0.1", "topka:density=0.1", "topka:density=0.2", "dense"]
   assert profile.algorithms["dense"].reduces
-  assert not profile.algorithms["oktopk:density=0.1"].reduces
-  assert 0 < profile.algorithms["oktopk:density=0.1"].fill <= 1
-  assert profile.algorithms["oktopk:density=0.1"].agreements > 0
+  assert not profile.algorithms["gaussiank:density=0.1"].reduces
+  assert 0 < profile.algorithms["gaussiank:density=0.1"].fill <= 1
+  assert profile.algorithms["gaussiank:density=0.1"].agreements > 0
   assert min(profile.alpha, profile.beta, profile.gamma, profile.reduce_alpha, profile.reduce_beta) > 0
   assert (profile.workers, profile.entries) == (2, 3000)
 

@@ -65,8 +65,8 @@ def test_bad_sizes(n, workers, message):
 def test_a_gradient_of_two_thousand_million_entries_is_counted(name, density):
   """Traced with the counters of a step, which hold 2³² − 1 words at most; the count itself is a Python number."""
   config = {"density": density} if "density" in collective_options(name) else {}
-  if density > 0.5 and name in ("gtopk", "oktopk"):
-    with pytest.raises(ValueError, match="000000 indices, which have 31 bits"):  # of merges and messages
+  if density > 0.5 and name in ("chunktopk", "gtopk", "oktopk"):
+    with pytest.raises(ValueError, match=r"\d{10,} indices, which have 31 bits"):  # of merges and messages
       js.costs.count(name, n=2 * 10**9, workers=32, **config)
     return
   sizes = {"n": 2 * 10**9, "workers": 32} | config

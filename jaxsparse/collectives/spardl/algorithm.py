@@ -53,7 +53,7 @@ class SparDL(SelectingCollective):
     k: the number of entries to deliver instead, 1 … n. It is rounded up to ⌈k d/P⌉ for each of P/d blocks.
     teams: d, a divisor of P: workers reduce blocks inside d teams, then teams add up their sums. More teams need fewer
       messages, 2⌈log₂(P/d)⌉ + ⌈log₂d⌉, which helps where latency dominates. But blocks are longer, and are merged
-      over teams: six workers with n = 14.7 M at 1 Gbit/s take 170 ms an update with one team, and 239, 227 and 246 ms
+      over teams: six workers with n = 14.7 M at 1 Gbit/s take 159 ms an update with one team, and 169, 171 and 189 ms
       with 2, 3 and 6.
     sag: how teams add up their sums. "recursive" (R-SAG) needs d to be a power of two, "bruck" (B-SAG) takes any d;
       "auto" is "recursive" if d is a power of two, else "bruck".
