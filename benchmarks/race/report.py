@@ -119,8 +119,9 @@ def figure(results: Results, rates: Sequence[str], path: pathlib.Path) -> None:
       lines = [curve.loss[:shortest] for curve in curves]
       report.band(panel, x, lines, f"{method}, {optimizer}", color=colours[method, optimizer])
     panel.set(xlabel=f"seconds at {rate}" if rate else "step", xscale="log" if rate else "linear")
+    panel.xaxis.set_minor_formatter(report.pyplot.NullFormatter())  # its labels overlap
   panels[0][0].set(ylabel="held-out loss")
-  panels[0][-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small")
+  plot.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
   report.save(plot, title(results), path)
 
 
