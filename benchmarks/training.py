@@ -191,6 +191,13 @@ def classification(
   )
 
 
+def averaged(tx: optax.GradientTransformation, collective: js.Collective, axis: Any) -> optax.GradientTransformation:
+  """`tx`; where totals differ between workers (A2SGD), so do parameters, which are averaged at times."""
+  if collective.replicates:
+    return tx
+  return js.local_steps(tx, optax.chain(js.dense_transform(axis), optax.sgd(1.0)), every=AVERAGED_EVERY)
+
+
 def train(
   task: Task,
   spec: specs.Spec,
@@ -205,9 +212,7 @@ def train(
   transform = js.make_transform(spec.name, workers.axis, **spec.config)
   if optimizer.name == "corrected":
     transform = js.momentum_corrected(transform, 0.9)
-  tx = optax.chain(transform, OPTIMIZERS[optimizer.name](schedule))
-  if not spec.collective.replicates:  # each worker has parameters of its own, which are averaged now and then
-    tx = js.local_steps(tx, optax.chain(js.dense_transform(workers.axis), optax.sgd(1.0)), every=AVERAGED_EVERY)
+  tx = averaged(optax.chain(transform, OPTIMIZERS[optimizer.name](schedule)), spec.collective, workers.axis)
   params = jax.tree.map(jnp.copy, task.params)  # the step donates them
   state = js.init(tx, params, workers.where)
   step = js.make_train_step(task.loss, tx, workers.where)

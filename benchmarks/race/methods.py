@@ -67,15 +67,9 @@ class Method(NamedTuple):
     return int(options.get("every", 1))
 
   def make(self, axis: str | Comm, optimizer: _Transform) -> _Transform:
-    """The optax chain of a worker; `axis` is a mesh axis or a comm.
-
-    Where totals differ between workers (A2SGD), so do their parameters, which are averaged now and then.
-    """
+    """The optax chain of a worker; `axis` is a mesh axis or a comm."""
     exchange = js.make_transform(self.exchange.name, axis, **self.exchange.config)
-    whole = WAYS[self.way](exchange, optimizer, **self.options)
-    if self.exchange.collective.replicates:
-      return whole
-    return js.local_steps(whole, optax.chain(js.dense_transform(axis), optax.sgd(1.0)), every=self.every)
+    return training.averaged(WAYS[self.way](exchange, optimizer, **self.options), self.exchange.collective, axis)
 
 
 def parse(values: list[str], workers: int) -> list[Method]:

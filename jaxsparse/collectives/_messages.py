@@ -49,6 +49,10 @@ class Writer:
     lost = entries.values - rounded if self.rounds else jnp.zeros_like(rounded)
     return message, entries._replace(values=lost)
 
+  def lost(self, errors: Sparse, slots: int) -> list[Sparse]:
+    """The rounding errors in rows of `slots` slots; [] if values are not rounded."""
+    return [sparse.widened(errors, slots, self.length)] if self.rounds else []
+
   def decode(self, message: Any) -> Sparse:
     """The rows of entries of a message, bitwise the same on every worker."""
     return self.codec.decode(message)
@@ -148,6 +152,10 @@ class SelectingCollective(EncodingCollective):
   def method(self) -> Selector:
     """The method of selection."""
     return SELECTORS[self.selector]
+
+  def chosen_codec(self, length: int) -> Codec:
+    """The codec of selected entries, to which nothing has been added."""
+    return codec_of(self.wire, length, by_chunk=self.method.one_per_chunk)
 
   def init(self, n: int, size: int) -> State:
     self.check_selector(n, self.entries(n))

@@ -83,7 +83,7 @@ class GaussianK(EncodingCollective):
     writer = self.writer(self.codec(n), state.shared, comm.rank)
 
     def gather(capacity: int) -> tuple[Sparse, Sparse, jax.Array]:
-      message, errors = writer.encode(jax.tree.map(lambda x: x[None], sparse.narrowed(sent, capacity)), 0)
+      message, errors = writer.encode(sparse.as_row(sparse.narrowed(sent, capacity)), 0)
       rows = writer.gather(comm, message)
       words = saturating.total(writer.words(comm.size, capacity))
       return sparse.widened(rows, most, n), sparse.widened(errors, most, n), words

@@ -70,31 +70,23 @@ class GTopk(SelectingCollective):
 
   def _merged(self, comm: Comm, chosen: Sparse, writer: Writer, n: int) -> tuple[Sparse, list[Sparse]]:
     """The ⊕ of the [1, k] entries of all workers, and what merges and messages of this worker dropped of the sums."""
-    k, merged, returned, rounds = chosen.indices.size, _row(chosen), [], topology.tree(comm.size)
+    k, merged, returned, rounds = chosen.indices.size, sparse.only_row(chosen), [], topology.tree(comm.size)
     for number, edges in enumerate(rounds):
-      message, errors = writer.encode(_rows(merged), number)
-      got = _row(writer.decode(comm.permute(message, edges)))
+      message, errors = writer.encode(sparse.as_row(merged), number)
+      got = sparse.only_row(writer.decode(comm.permute(message, edges)))
       both = jax.tree.map(lambda mine, theirs: jnp.stack([mine, theirs]), merged, _received(comm, got, edges, n))
       if writer.rounds:
         returned.append(sparse.where(_sends(comm, edges), errors, n))
       merged, rest = top_k_of_entries(sparse.merge(both, n), k, k, n)
       returned.append(rest)
-    message, errors = writer.encode(_rows(merged), len(rounds))
+    message, errors = writer.encode(sparse.as_row(merged), len(rounds))
     if writer.rounds:
       returned.append(sparse.where(comm.rank == 0, errors, n))
     for edges in reversed(rounds):
       down = tuple((parent, child) for child, parent in edges)
       got, receives = comm.permute(message, down), _receives(comm, down)
       message = jax.tree.map(functools.partial(jnp.where, receives), got, message)
-    return _row(writer.decode(message)), returned
-
-
-def _rows(entries: Sparse) -> Sparse:
-  return jax.tree.map(lambda x: x[None], entries)
-
-
-def _row(rows: Sparse) -> Sparse:
-  return jax.tree.map(lambda x: x[0], rows)
+    return sparse.only_row(writer.decode(message)), returned
 
 
 def _sends(comm: Comm, edges: topology.Pairs) -> jax.Array:

@@ -13,7 +13,6 @@ from jaxsparse import sparse
 from jaxsparse.collectives._messages import SelectingCollective, words_of
 from jaxsparse.comm import in_rank_order, topology
 from jaxsparse.sparse import saturating
-from jaxsparse.sparse.codec import Codec, codec_of
 from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
@@ -40,17 +39,14 @@ class TopkA(SelectingCollective):
     >>> tx = optax.chain(js.topka_transform("workers", density=0.01), optax.sgd(0.1))
   """
 
-  def codec(self, n: int) -> Codec:
-    return codec_of(self.wire, n, by_chunk=self.method.one_per_chunk)
-
   def cost(self, n: int, size: int) -> Cost:
-    return Cost(len(topology.strides(size)), words_of(self.codec(n), size, self.entries(n)))
+    return Cost(len(topology.strides(size)), words_of(self.chosen_codec(n), size, self.entries(n)))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k = grads.size, self.entries(grads.size)
     acc = LazySum((grads, state.residual))
     chosen, selected, memory = self.choose(acc, state.worker)
-    writer = self.writer(self.codec(n), state.shared, comm.rank)
+    writer = self.writer(self.chosen_codec(n), state.shared, comm.rank)
     message, errors = writer.encode(chosen, 0)
     total = sparse.merge(in_rank_order(comm, writer.gather(comm, message)), n)
     words = writer.words(comm.size, k)

@@ -86,8 +86,7 @@ class TopkDSA(SelectingCollective):
       message, errors = writer.encode(threshold.in_regions(acc, sent, bounds, capacity, most=k), 0)
       rows = writer.decode(exchange(comm, message))
       own = sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length)
-      lost = [sparse.widened(errors, capacities[-1], n)] if writer.rounds else []
-      return own, lost, saturating.times(writer.codec.words(1, capacity), size - 1)
+      return own, writer.lost(errors, capacities[-1]), saturating.times(writer.codec.words(1, capacity), size - 1)
 
     own, lost, split_words = switch(capacities, fullest, split)
     sums = dataclasses.replace(writer, codec=self.codec(length))
@@ -138,7 +137,7 @@ def _gather(
       nothing = Sparse(jnp.full(few, length, jnp.int32), jnp.zeros(few, jnp.float32))
       return total, lost(nothing), saturating.times(length, size - 1)
     sums = nonzero(own, chosen, capacity)
-    message, errors = writer.encode(jax.tree.map(lambda x: x[None], sums), 1)
+    message, errors = writer.encode(sparse.as_row(sums), 1)
     rows = in_rank_order(comm, writer.gather(comm, message))
     flat = rows.indices + length * jnp.arange(size, dtype=jnp.int32)[:, None]
     flat = jnp.where(rows.indices < length, flat, size * length)
@@ -146,6 +145,6 @@ def _gather(
     if size * capacity > slots:
       entries = sparse.compressed(entries, entries.indices < size * length, slots, size * length)
     words = saturating.total(writer.words(size, capacity))
-    return sparse.widened(entries, slots, size * length), lost(jax.tree.map(lambda x: x[0], errors)), words
+    return sparse.widened(entries, slots, size * length), lost(sparse.only_row(errors)), words
 
   return switch(capacities, fullest, gather)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxsparse import sparse
 from jaxsparse.select.accumulator import Accumulator, TopKAccumulator
 from jaxsparse.select.blocks import Blocks
 from jaxsparse.select.exact import top_k
@@ -75,7 +76,7 @@ class Exact:
   def choose(self, x: LazySum, k: int, memory: Any) -> Sparse:
     """The k largest entries, found without the bookkeeping of an accumulator."""
     del memory
-    return jax.tree.map(lambda array: array[None], top_k(x, k))
+    return sparse.as_row(top_k(x, k))
 
   def next(self, memory: Any, chosen: Sparse, length: int) -> Any:
     """Nothing is remembered."""

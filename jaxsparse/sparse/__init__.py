@@ -12,12 +12,14 @@ saturating   u32 counters that do not wrap
 
 from jaxsparse.sparse.entries import (
   add_rows,
+  as_row,
   at,
   compressed,
   count,
   delivered,
   merge,
   narrowed,
+  only_row,
   put,
   split,
   where,
@@ -26,12 +28,14 @@ from jaxsparse.sparse.entries import (
 
 __all__ = [
   "add_rows",
+  "as_row",
   "at",
   "compressed",
   "count",
   "delivered",
   "merge",
   "narrowed",
+  "only_row",
   "put",
   "split",
   "where",

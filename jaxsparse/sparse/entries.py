@@ -42,6 +42,26 @@ def where(keep: jax.Array, entries: Sparse, end: int) -> Sparse:
   return Sparse(jnp.where(keep, entries.indices, end), jnp.where(keep, entries.values, 0.0))
 
 
+def as_row(entries: Sparse) -> Sparse:
+  """[c] entries as the only row of a matrix, [1, c].
+
+  Example:
+    >>> as_row(Sparse(jnp.array([4]), jnp.array([2.0]))).indices
+    Array([[4]], dtype=int32)
+  """
+  return jax.tree.map(lambda x: x[None], entries)
+
+
+def only_row(rows: Sparse) -> Sparse:
+  """The [c] entries of a matrix of one row, [1, c].
+
+  Example:
+    >>> only_row(Sparse(jnp.array([[4]]), jnp.array([[2.0]]))).indices
+    Array([4], dtype=int32)
+  """
+  return jax.tree.map(lambda x: x[0], rows)
+
+
 def widened(entries: Sparse, slots: int, end: int) -> Sparse:
   """`entries` with empty slots appended to each row, which then has `slots` of them.
 

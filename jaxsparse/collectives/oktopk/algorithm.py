@@ -187,10 +187,9 @@ def _split(
   """
 
   def send(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-    widened = lambda rows: sparse.widened(rows, sizes.most, writer.length)
     message, errors = writer.encode(sparse.narrowed(chunks, capacity), 0)
     rows = writer.decode(exchange(comm, message))
     words = saturating.times(writer.codec.words(1, capacity), comm.size - 1)
-    return widened(rows), [widened(errors)] if writer.rounds else [], words
+    return sparse.widened(rows, sizes.most, writer.length), writer.lost(errors, sizes.most), words
 
   return switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, send)

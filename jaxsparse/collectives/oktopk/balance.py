@@ -99,11 +99,11 @@ def balance_and_gather(
   crowded = (imbalance(owned) > _TRIGGER) | (owned.max() > sizes.direct)
 
   def lost(errors: Sparse, slots: int) -> list[Sparse]:
-    return [sparse.widened(jax.tree.map(jnp.ravel, errors), slots, n)] if writer.rounds else []
+    return writer.lost(jax.tree.map(jnp.ravel, errors), slots)
 
   def gather(block: Sparse) -> tuple[Sparse, list[Sparse], jax.Array]:
     """The blocks of all workers in rows of `direct` slots, concatenated, the rounding errors and the words sent."""
-    message, errors = writer.encode(jax.tree.map(lambda x: x[None], block), 1)
+    message, errors = writer.encode(sparse.as_row(block), 1)
     rows = sparse.widened(writer.gather(comm, message), sizes.direct, n)
     words = saturating.total(writer.words(comm.size, block.indices.size))
     return jax.tree.map(jnp.ravel, rows), lost(errors, sizes.direct), words

@@ -16,7 +16,7 @@ from jaxsparse.select.accumulator import Accumulator
 from jaxsparse.select.blocks import Blocks
 from jaxsparse.sparse import saturating
 from jaxsparse.sparse.capacities import geometric, switch
-from jaxsparse.sparse.codec import Codec, codec_of
+from jaxsparse.sparse.codec import Codec
 from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
 
@@ -193,7 +193,7 @@ class SparDL(SelectingCollective):
 
   def _codecs(self, length: int) -> tuple[Codec, Codec]:
     """The codecs of blocks inside a team, and between teams."""
-    return codec_of(self.wire, length, by_chunk=self.method.one_per_chunk), self.codec(length)
+    return self.chosen_codec(length), self.codec(length)
 
   def _writers(self, team: Comm, length: int, state: State) -> tuple[Writer, Writer]:
     # The noise depends on the block, not on the team: all teams must round the sum of a block alike.
@@ -257,8 +257,7 @@ def all_gather(
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
     message, errors = writer.encode(sparse.narrowed(own, capacity), 0)
     rows = sparse.widened(writer.gather(team, message), share, writer.length)
-    lost = [sparse.widened(errors, share, writer.length)] if writer.rounds else []
-    return rows, lost, saturating.total(writer.words(team.size, capacity))
+    return rows, writer.lost(errors, share), saturating.total(writer.words(team.size, capacity))
 
   return switch(capacities, largest, gather)
 

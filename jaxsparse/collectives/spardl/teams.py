@@ -53,7 +53,7 @@ def r_sag(member: Comm, own: Sparse, writer: Writer) -> Summed:
     mine, theirs = writer.decode(message), writer.decode(got)
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), mine, theirs)
     kept, rest = top_k_of_entries(sparse.merge(both, writer.length), share, share, writer.length)
-    own, rest = _row(kept), _row(rest)
+    own, rest = sparse.as_row(kept), sparse.as_row(rest)
     lost += divided([rest], 2 ** (step + 1)) + divided([errors] if writer.rounds else [], 2**step)
   words = saturating.total(writer.codec.words(1, share) * len(strides))
   return Summed(own, lost, jnp.int32(share), words)
@@ -73,14 +73,14 @@ def b_sag(member: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ...], 
     writer: encodes and decodes messages.
   """
   share, length = own.indices.size, writer.length
-  head, tail = map(_row, top_k_of_entries(jax.tree.map(lambda x: x[0], own), h, share, length))
+  head, tail = map(sparse.as_row, top_k_of_entries(sparse.only_row(own), h, share, length))
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
     message, errors = writer.encode(sparse.narrowed(head, capacity), MESSAGES)
     merged = sparse.merge(in_rank_order(member, writer.gather(member, message)), length)
     kept, _ = top_k_of_entries(merged, share, share, length)
-    lost = [sparse.widened(errors, share, length)] if writer.rounds else []
-    return _row(kept), lost, sparse.count(merged, length), saturating.total(writer.words(member.size, capacity))
+    words = saturating.total(writer.words(member.size, capacity))
+    return sparse.as_row(kept), writer.lost(errors, share), sparse.count(merged, length), words
 
   kept, lost, merged, words = switch(capacities, h, gather)
   return Summed(kept, [tail, *lost], merged, words)
@@ -89,7 +89,3 @@ def b_sag(member: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ...], 
 def divided(lost: list[Sparse], by: int) -> list[Sparse]:
   """The part of lost entries that each of `by` workers adds back if all of them lose the same."""
   return [entries._replace(values=entries.values / by) for entries in lost]
-
-
-def _row(entries: Sparse) -> Sparse:
-  return jax.tree.map(lambda x: x[None], entries)
