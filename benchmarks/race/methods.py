@@ -22,6 +22,11 @@ def gradients(exchange: _Transform, optimizer: _Transform) -> _Transform:
   return optax.chain(exchange, optimizer)
 
 
+def corrected(exchange: _Transform, optimizer: _Transform, momentum: float = 0.9) -> _Transform:
+  """Workers exchange gradients with momentum of each worker's own; the optimizer has none."""
+  return optax.chain(js.momentum_corrected(exchange, momentum), optimizer)
+
+
 def updates(exchange: _Transform, optimizer: _Transform, rate: float = 1.0) -> _Transform:
   """Each worker has an optimizer of its own, and workers exchange its updates in every step."""
   return js.local_steps(optimizer, optax.chain(exchange, optax.sgd(rate)), every=1)
@@ -35,7 +40,12 @@ def local(
   return js.local_steps(optimizer, optax.chain(exchange, outer), every=every)
 
 
-WAYS: dict[str, Callable[..., _Transform]] = {"gradients": gradients, "updates": updates, "local": local}
+WAYS: dict[str, Callable[..., _Transform]] = {
+  "gradients": gradients,
+  "corrected": corrected,
+  "updates": updates,
+  "local": local,
+}
 HELP = (
   "Methods to race, as WAY/COLLECTIVE; ways: "
   + "; ".join(f"{name}: {str(way.__doc__).splitlines()[0]}" for name, way in WAYS.items())
