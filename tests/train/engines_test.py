@@ -18,7 +18,7 @@ from jaxsparse.train import simulation
 from jaxsparse.train.engine import engine_of
 from jaxsparse.transform.metrics import summary
 from tests import quick_compilation
-from tests.cases import CASES, DEFAULTS, averaged, normals, quick_of, row
+from tests.cases import CASES, DEFAULTS, averaged, normals, row
 
 RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 STEPS, N = 2, 64
@@ -79,9 +79,8 @@ def test_every_collective_gives_the_same_bits(tmp_path, engine, names):
   check(tmp_path, engine, 3, [case for case in CASES if str(case) in names])
 
 
-@pytest.mark.parametrize(
-  ("engine", "ranks"), quick_of([("mpi", 1), ("mpi", 2), ("mpi", 6), ("processes", 6)], quick=[("mpi", 2)])
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("engine", "ranks"), [("mpi", 1), ("mpi", 2), ("mpi", 6), ("processes", 6)])
 def test_any_number_of_ranks(tmp_path, engine, ranks):
   names = ("spardl",) if ranks > 3 else ("dense", "oktopk", "spardl")
   more = ["metrics"] if engine == "mpi" and ranks == 2 else []
