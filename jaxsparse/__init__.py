@@ -40,6 +40,7 @@ from jaxsparse.collectives import (
   chunktopk,
   collective_names,
   collective_options,
+  dcttopk,
   dense,
   gaussiank,
   gtopk,
@@ -75,6 +76,7 @@ __version__ = "0.1.0"
 
 a2sgd_transform = factories.transform_function(a2sgd.A2SGD)
 chunktopk_transform = factories.transform_function(chunktopk.ChunkTopk)
+dcttopk_transform = factories.transform_function(dcttopk.DctTopk)
 dense_transform = factories.transform_function(dense.Dense)
 gaussiank_transform = factories.transform_function(gaussiank.GaussianK)
 gtopk_transform = factories.transform_function(gtopk.GTopk)
