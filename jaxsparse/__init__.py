@@ -66,7 +66,7 @@ from jaxsparse.transform.factories import make_transform
 from jaxsparse.transform.local import local_steps, own_params
 from jaxsparse.transform.metrics import Metrics, metrics
 from jaxsparse.transform.momentum import momentum_corrected, warmed_up
-from jaxsparse.transform.named import diloco, sparseloco
+from jaxsparse.transform.named import demo_transform, diloco, sparseloco, streaming_diloco
 from jaxsparse.transform.specs import specs
 from jaxsparse.transform.state import LocalState, ReduceState
 from jaxsparse.transform.update import transform_of
@@ -111,6 +111,7 @@ __all__ = [
   "collective_options",
   "convert",
   "costs",
+  "demo_transform",
   "diloco",
   "flush",
   "init",
@@ -128,6 +129,7 @@ __all__ = [
   "simulate",
   "sparseloco",
   "specs",
+  "streaming_diloco",
   "transform_of",
   "warmed_up",
 ]

@@ -20,10 +20,10 @@ class TwoBit:
   """The codec of rows of entries of blocks of at most 16,384: `Codec`. A row takes four more words, those of its bins.
 
   Example:
-    >>> entries = Sparse(jnp.array([[700, 9]]), jnp.array([[1.5, 0.5]]))
+    >>> entries = Sparse(jnp.array([[700, 9, 30, 2]]), jnp.array([[5.0, 4.0, -4.0, -5.0]]))
     >>> message, rounded = TwoBit(length=1000).encode(entries)
     >>> message[0].dtype.name, rounded.tolist(), TwoBit(length=1000).words(rows=100, capacity=64)
-    ('uint16', [[1.5, 0.5]], 3600)
+    ('uint16', [[4.5, 4.5, -4.5, -4.5]], 3600)
   """
 
   length: int
