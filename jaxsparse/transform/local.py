@@ -10,12 +10,14 @@ of its updates with a minus sign, so that it looks like a gradient to `outer`. I
 computed from parameters.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxsparse import flatten
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
@@ -27,9 +29,9 @@ def local_steps(
   outer: optax.GradientTransformation,
   *,
   every: int | None,
+  fragments: int = 1,
   delay: int = 0,
   mixing: float = 0.0,
-  offset: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   """H steps of each worker's own, then one exchange of what the workers have moved (local SGD, DiLoCo, SparseLoCo).
 
@@ -53,6 +55,10 @@ def local_steps(
   Then `local_steps(optax.sgd(1.0), optax.chain(transform, optax.sgd(η)), every=1)` has the bits of
   `optax.chain(transform, optax.sgd(η))`.
 
+  With `fragments=F` the leaves are shared out to F fragments that are exchanged in turn, one every H/F steps: the
+  largest number of words of a step is about 1/F. Each fragment has its own states of `inner` and `outer`, so what needs
+  the norm of all leaves comes before: `optax.chain(optax.clip_by_global_norm(1.0), js.local_steps(...))`.
+
   With `delay=τ` an exchange takes what was moved in the first H − τ steps, and its update u is applied τ steps later.
   Each worker then mixes its own parameters with the anchor (Streaming DiLoCo, Douillard et al., 2025):
 
@@ -70,17 +76,18 @@ def local_steps(
     every: H, the number of steps from one exchange to the next; None exchanges only when `step.synchronize(params,
       state)` is called, which `tx.update(grads, state, params, synchronize=True)` does without a local step. An update
       in flight is applied then, and all workers go on from the anchor.
-    delay: τ, 0 … H − 1, the steps between an exchange and its use. A step that is compiled as one program still ends
-      after its messages.
+    fragments: F, 1 … H. Leaves stay whole: the largest first, each goes to the fragment with the fewest entries so far.
+    delay: τ, less than H/F, the steps between an exchange and its use. A step that is compiled as one program still
+      ends after its messages.
     mixing: α in [0, 1), the weight of a worker's own parameters; 0 in plain DiLoCo.
-    offset: 0 … H − 1, how many steps earlier than H the first update is applied: some leaves take turns with others.
 
   Returns:
-    An `optax.GradientTransformation` whose state is a `js.LocalState`.
+    An `optax.GradientTransformation` whose state is a `js.LocalState`; with fragments that of an
+    `optax.multi_transform`, with a `js.LocalState` for each.
 
   Raises:
     ValueError: for a number outside its choices; when used, if `outer` has no jaxsparse transform or `inner` has one
-      with a residual, if one of them has local steps itself, or without `params`.
+      with a residual, if one of them has local steps itself, for fewer leaves than fragments, or without `params`.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -95,18 +102,37 @@ def local_steps(
     (True, 0.0)
   """
   check_whole("local_steps", 1, optional=True, every=every)
-  check_whole("local_steps", 0, (every or 1) - 1, delay=delay, offset=offset)
+  steps = every or 1
+  check_whole("local_steps", 1, steps, fragments=fragments)
+  check_whole("local_steps", 0, steps // fragments - 1, delay=delay)
   if not 0 <= mixing < 1 or (mixing and every in (1, None)):
     raise ValueError(
       f"local_steps: mixing={mixing!r} with every={every!r}, choose 0, or less than 1 with 2 steps or more"
     )
   inner, outer = map(optax.with_extra_args_support, (inner, outer))
-  steps = _LocalSteps(inner, outer, every, delay, mixing, offset)
-  return optax.GradientTransformationExtraArgs(steps.init, steps.update)
+  turns = []
+  for number in range(1, fragments + 1):
+    turn = _LocalSteps(inner, outer, every, delay, mixing, offset=steps - steps * number // fragments)
+    turns.append(optax.GradientTransformationExtraArgs(turn.init, turn.update))
+  if fragments == 1:
+    return turns[0]
+  return optax.multi_transform(dict(enumerate(turns)), functools.partial(_fragments, count=fragments))
+
+
+def _fragments(params: optax.Params, count: int) -> Any:
+  """The number of the fragment of each leaf."""
+  sizes = flatten.sizes(params)
+  if len(sizes) < count:
+    raise ValueError(f"local_steps: fragments={count}, choose at most the number of leaves, {len(sizes)}")
+  entries, numbers = [0] * count, [0] * len(sizes)
+  for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
+    numbers[leaf] = min(range(count), key=entries.__getitem__)
+    entries[numbers[leaf]] += max(1, sizes[leaf])  # every fragment has a leaf
+  return jax.tree.unflatten(jax.tree.structure(params), numbers)
 
 
 class _LocalSteps(NamedTuple):
-  """The arguments of `local_steps`, with the two functions of its transformation."""
+  """The local steps of a fragment; the first exchange of a fragment comes `offset` steps earlier than others."""
 
   inner: optax.GradientTransformationExtraArgs
   outer: optax.GradientTransformationExtraArgs

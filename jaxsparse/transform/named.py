@@ -1,15 +1,11 @@
 """Published ways to train with few or small exchanges: one chain each, with the defaults of its paper."""
 
-import functools
-from typing import Any, Literal
+from typing import Literal
 
-import jax
 import optax
 
-from jaxsparse import flatten
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, make_collective
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.transform.groups import Special
 from jaxsparse.transform.local import local_steps
 from jaxsparse.transform.update import transform_of
@@ -71,20 +67,19 @@ def streaming_diloco(
 ) -> optax.GradientTransformation:
   """Streaming DiLoCo: the leaves in F fragments that are exchanged in turn (Douillard et al., 2025).
 
-  Every fragment has local steps of its own, `js.diloco` with a delay and mixing, and one is due every H/F steps. So the
-  largest number of words of a step is about 1/F of those of `js.diloco`, and the sum over H steps is the same. Leaves
-  are shared out to fragments whole, the largest first, each to the fragment with the fewest entries so far.
+  One fragment is due every H/F steps: the largest number of words of a step is about 1/F of that of `js.diloco`, and
+  their sum over H steps is the same. An update is applied τ steps after its exchange:
 
-  `inner` sees the leaves of one fragment at a time: clip by the norm of all leaves before it,
-  `optax.chain(optax.clip_by_global_norm(1.0), js.streaming_diloco(...))`.
+      outer = optax.chain(js.dense_transform(axis), optax.sgd(0.7, momentum=0.9, nesterov=True))
+      js.local_steps(inner, outer, every=100, fragments=F, delay=1, mixing=0.5)
 
   Args:
-    inner: the optimizer of each worker, a state for each fragment; AdamW in the paper.
+    inner: the optimizer of each worker, which sees one fragment at a time (`js.local_steps`); AdamW in the paper.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
     fragments: F, 1 … H.
     every: H.
-    delay: τ, less than H/F: an update is applied so many steps after its exchange (`js.local_steps`).
-    mixing: α, the weight of a worker's own parameters then. With `fragments=1, delay=0, mixing=0` it is `js.diloco`.
+    delay: τ, less than H/F.
+    mixing: α, the weight of a worker's own parameters. With `fragments=1, delay=0, mixing=0` it is `js.diloco`.
     learning_rate: η of the outer step, a number or a schedule by the number of the exchange.
     momentum: μ of the outer step.
     collective: from `js.make_collective`, another exchange than the dense one.
@@ -96,29 +91,8 @@ def streaming_diloco(
     >>> import optax, jaxsparse as js
     >>> tx = js.streaming_diloco(optax.adamw(1e-3), "workers", fragments=4, every=100)
   """
-  check_whole("streaming_diloco", 1, every=every)
-  check_whole("streaming_diloco", 1, every, fragments=fragments)
-  check_whole("streaming_diloco", 0, every // fragments - 1, delay=delay)
   outer = _nesterov(collective, axis, learning_rate, momentum)
-  turns = {
-    number: local_steps(
-      inner, outer, every=every, delay=delay, mixing=mixing, offset=every - every * (number + 1) // fragments
-    )
-    for number in range(fragments)
-  }
-  return optax.multi_transform(turns, functools.partial(_fragments, count=fragments))
-
-
-def _fragments(params: optax.Params, count: int) -> Any:
-  """The number of the fragment of each leaf."""
-  sizes = flatten.sizes(params)
-  if len(sizes) < count:
-    raise ValueError(f"streaming_diloco: fragments={count}, choose at most the number of leaves, {len(sizes)}")
-  entries, numbers = [0] * count, [0] * len(sizes)
-  for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
-    numbers[leaf] = min(range(count), key=entries.__getitem__)
-    entries[numbers[leaf]] += max(1, sizes[leaf])
-  return jax.tree.unflatten(jax.tree.structure(params), numbers)
+  return local_steps(inner, outer, every=every, fragments=fragments, delay=delay, mixing=mixing)
 
 
 def sparseloco(

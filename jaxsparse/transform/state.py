@@ -100,7 +100,8 @@ class LocalState(NamedTuple):
     outer: the state of the outer chain: residuals as in a `ReduceState`, everything else the same on every worker.
     moved: like the parameters, f32[1 or P, …]: the anchor minus the parameters of a worker, θ − θ_w; () with `every=1`,
       which leaves nothing moved.
-    since: i32[], steps since the last exchange, with a delay since it was applied; at first `offset`.
+    since: i32[], steps since the last exchange, with a delay since it was applied; that of a fragment begins
+      above 0.
     steps: i32[], steps since the state was made.
     flight: with a delay the `Flight` of the last exchange; else ().
 

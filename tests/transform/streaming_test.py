@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxsparse as js
+from jaxsparse.transform.local import moved_by_name
 from tests.cases import averaged, bits, mesh_of, normals, quick_of
 
 PARAMS = {"a": jnp.zeros(6), "b": jnp.zeros((4, 5)), "c": jnp.zeros(9)}
@@ -85,7 +86,7 @@ def test_streaming_in_numpy(fragments, every, delay, mixing):
     batch = normals(number, WORKERS, N)
     params, state, _ = step(params, state, batch)
     entries = expected.step(number, batch)
-    moved = js.transform.local.moved_by_name(state)
+    moved = moved_by_name(state)
     for name in PARAMS:
       np.testing.assert_allclose(np.ravel(params[name]), expected.anchor[name], atol=1e-5)
       mine = np.ravel(params[name])[None] - np.reshape(moved[f"['{name}']"], (WORKERS, -1))
@@ -100,8 +101,24 @@ def test_one_fragment_without_delay_has_the_bits_of_diloco():
     step, params, state = start(tx, sim())
     for number in range(7):
       params, state, _ = step(params, state, normals(number, WORKERS, N))
-    found.append((params, js.transform.local.moved_by_name(state)))
+    found.append((params, moved_by_name(state)))
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), *found)
+
+
+@pytest.mark.long  # a step of fragments and one more program
+def test_synchronize_leaves_nothing_moved_and_keeps_the_turns():
+  tx = optax.chain(optax.clip_by_global_norm(1.0), streamed(fragments=2, every=4, delay=1))
+  step, params, state = start(tx, sim())
+  for number in range(2):
+    params, state, _ = step(params, state, normals(number, WORKERS, N))
+  assert float(js.metrics(state).drift) > 0
+  params, state = step.synchronize(params, state)
+  assert float(js.metrics(state).drift) == 0
+  words = []
+  for number in range(4):
+    params, state, _ = step(params, state, normals(number, WORKERS, N))
+    words.append(float(js.metrics(state).words_sent))
+  assert [count > 0 for count in words] == [True, False, True, False]
 
 
 def test_not_a_number_at_the_exchange_repeats_it_in_the_next_step():
@@ -145,11 +162,11 @@ def test_what_is_in_flight_outlives_the_run():
 
 
 def test_choices():
-  with pytest.raises(ValueError, match="streaming_diloco: fragments=7, choose a whole number from 1 to 6"):
+  with pytest.raises(ValueError, match="local_steps: fragments=7, choose a whole number from 1 to 6"):
     streamed(fragments=7, every=6)
-  with pytest.raises(ValueError, match="streaming_diloco: delay=3, choose a whole number from 0 to 2"):
+  with pytest.raises(ValueError, match="local_steps: delay=3, choose a whole number from 0 to 2"):
     streamed(fragments=2, every=6, delay=3)
-  with pytest.raises(ValueError, match="streaming_diloco: fragments=4, choose at most the number of leaves, 3"):
+  with pytest.raises(ValueError, match="local_steps: fragments=4, choose at most the number of leaves, 3"):
     js.init(streamed(fragments=4, every=8), PARAMS, sim())
   with pytest.raises(ValueError, match="local_steps: mixing=1.0 with every=3, choose 0, or less than 1"):
     js.local_steps(optax.sgd(1.0), averaged(), every=3, mixing=1.0)
