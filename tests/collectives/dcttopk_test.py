@@ -59,7 +59,7 @@ def sent_in_scipy(acc, shapes, side, k):
   return sent
 
 
-@pytest.mark.parametrize("side", [1, 4, 64])
+@pytest.mark.parametrize("side", quick_of([1, 4, 64], quick=[4]))
 def test_coefficients_and_their_inverse_in_scipy(side):
   """Leaves of prime lengths, of one axis, of three, and a scalar; one alone has the bits of many together."""
   shapes = tuple(SHAPES.values())
@@ -83,6 +83,7 @@ def test_the_worked_example():
   np.testing.assert_allclose(out.residuals["w"][0], [[3, -1], [-1, -1]], atol=1e-6)
 
 
+@pytest.mark.long  # demo_in_scipy has contributors as well
 def test_the_mean_over_contributors_changes_signs():
   """Coefficients 1 of two workers at 0, and 1.5 of one at 1: their sum is 2 and 1.5, P times the mean 3 and 4.5."""
   basis = np.array([[1, 1], [1, -1]]) / np.sqrt(2)
@@ -124,6 +125,7 @@ def test_demo_in_scipy(combine):
   step.check(params, state)
 
 
+@pytest.mark.long  # conformance_test.py has Law C
 def test_law_c_with_decay_on_matrices():
   """What is delivered + Σ residual / β = Σ (gradient + residual before), to rounding."""
   grads, state, decay = {"w": normals(0, 3, 9, 6)}, None, 0.5
@@ -135,6 +137,7 @@ def test_law_c_with_decay_on_matrices():
     before = after
 
 
+@pytest.mark.long  # engines_test.py compares engines, demo_in_scipy what is kept
 def test_engines_agree_and_other_workers_go_on():
   """The bits of the simulator on a mesh, with matrices; what is owed is kept by resize, and delivered by flush."""
   params, found = {"b": jnp.zeros(9), "w": jnp.zeros((13, 10))}, []

@@ -95,6 +95,7 @@ def test_streaming_in_numpy(fragments, every, delay, mixing):
     assert float(js.metrics(state).words_sent) == pytest.approx(words, abs=2)
 
 
+@pytest.mark.long
 def test_one_fragment_without_delay_has_the_bits_of_diloco():
   found = []
   for tx in (streamed(fragments=1, every=3, delay=0, mixing=0.0), js.diloco(optax.sgd(INNER), sim(), every=3)):
@@ -121,6 +122,7 @@ def test_synchronize_leaves_nothing_moved_and_keeps_the_turns():
   assert [count > 0 for count in words] == [True, False, True, False]
 
 
+@pytest.mark.long
 def test_not_a_number_at_the_exchange_repeats_it_in_the_next_step():
   """The update arrives a step later, and nothing of it is lost."""
   step, params, state = start(js.local_steps(optax.sgd(1.0), averaged(sim()), every=4, delay=1), sim())
@@ -136,6 +138,7 @@ def test_not_a_number_at_the_exchange_repeats_it_in_the_next_step():
   assert int(state.flight.left) == 0
 
 
+@pytest.mark.long
 def test_what_is_in_flight_outlives_the_run():
   """Other workers apply it; js.flush refuses it; step.synchronize applies it at once and leaves nothing moved."""
   tx = js.local_steps(optax.sgd(0.5), averaged("workers"), every=4, delay=2, mixing=0.5)
