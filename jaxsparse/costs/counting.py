@@ -77,7 +77,7 @@ def count_update(tx: optax.GradientTransformation, params: Any, *, workers: int,
   Example:
     >>> import optax, jaxsparse as js
     >>> params = {"w": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
-    >>> cost = count_update(js.diloco(optax.adamw(1e-3), "workers", every=500), params, workers=8)
+    >>> cost = count_update(js.diloco(optax.sgd(0.1), "workers", every=500), params, workers=8)
     >>> cost.words, cost.words_per_step(every=500)
     (1750000, 3500.0)
   """
