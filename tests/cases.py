@@ -102,8 +102,10 @@ class Case(NamedTuple):
     """Whether it is the default but for one choice, and what that one needs beside it.
 
     The choices of selector and wire, which the collectives share, are all tested with SparDL, and together, or as the
-    one that loses most, with each other collective.
+    one that loses most, with each other collective. Those of DctTopk are tested with ChunkTopk.
     """
+    if self.name == "dcttopk" and self.options:
+      return False
     if self.name != "spardl" and self.options and {option for option, _ in self.options} <= {"selector", "wire"}:
       return self in _QUICK_WIRES
     return self.main or dict(self.options) not in VARIANTS.get(self.name, [])
