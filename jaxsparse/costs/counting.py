@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.extend import core
 
 from jaxsparse._compat import inner_jaxprs
@@ -59,6 +60,34 @@ def predict(name: str, *, n: int, workers: int, devices: int = 1, **config: Any)
   """
   collective, own = _made(name, n, workers, devices, config)
   return collective.cost(own, workers)
+
+
+def count_update(tx: optax.GradientTransformation, params: Any, *, workers: int, axis: str = "workers") -> Cost:
+  """The messages and words that one worker sends for one update of any chain, counted from the jaxpr.
+
+  Of local steps (`js.local_steps`) it is the cost of an exchange, of fragments (`js.streaming_diloco`) that of the
+  exchanges of all of them. `Cost.words_per_step` divides it among the steps.
+
+  Args:
+    tx: any optax chain with jaxsparse transforms over `axis`.
+    params: arrays, or `jax.ShapeDtypeStruct`.
+    workers: number of workers P.
+    axis: the name of the axis of the workers.
+
+  Example:
+    >>> import optax, jaxsparse as js
+    >>> params = {"w": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
+    >>> cost = count_update(js.diloco(optax.sgd(0.1), "workers", every=500), params, workers=8)
+    >>> cost.words, cost.words_per_step(every=500)
+    (1750000, 3500.0)
+  """
+  _check_sizes(workers=workers)
+
+  def worker(params: optax.Params) -> optax.Updates:
+    update = optax.with_extra_args_support(tx).update
+    return update(params, tx.init(params), params, value=jnp.float32(0))[0]
+
+  return count_jaxpr(jax.make_jaxpr(worker, axis_env=[(axis, workers)])(params).jaxpr, workers)
 
 
 def inside(n: int, *, devices: int) -> Cost:

@@ -76,7 +76,7 @@ def simulate(
     Array([0., 1., 2., 0.], dtype=float32)
   """
   rows, restore = _rows_of("grads", grads)
-  collective = make_collective(name, **config).for_leaves(flatten.sizes(jax.tree.map(lambda x: x[0], grads)))
+  collective = make_collective(name, **config).for_leaves(flatten.shapes(jax.tree.map(lambda x: x[0], grads)))
   if state is None:
     state = initial(collective, *rows.shape)
     if residuals is not None:

@@ -58,7 +58,7 @@ def test_cifar10_and_a_table(tmp_path):
 
 
 BAD_FLAGS = [
-  (["--algorithm=sparse"], "unknown collective 'sparse', choose one of a2sgd, chunktopk, dense"),
+  (["--algorithm=sparse"], "unknown collective 'sparse', choose one of a2sgd, chunktopk, dcttopk, dense"),
   (["--density=2"], "density=2.0, choose a number in (0, 1]"),
   (["--teams=4"], "teams=4 does not divide the 6 workers, choose one of [1, 2, 3, 6]"),
   (["--workers=0"], "--workers=0, choose at least 1"),

@@ -18,7 +18,8 @@ from jaxsparse.train import simulation
 from jaxsparse.train.engine import engine_of
 from jaxsparse.transform.metrics import summary
 from tests import quick_compilation
-from tests.cases import CASES, DEFAULTS, averaged, normals, row
+from tests.cases import CASES, DEFAULTS, averaged, bits, normals, row
+from tests.ranks import WAYS, trained
 
 RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 STEPS, N = 2, 64
@@ -134,6 +135,23 @@ def test_one_training_step_for_all_engines(tmp_path):
     for key in ("w", "b"):
       np.testing.assert_allclose(one[key], found["sim"][key], rtol=2e-6, err_msg=name)
     assert one["loss"] == pytest.approx(found["sim"]["loss"], rel=2e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["devices", "processes", "mpi"])
+def test_local_steps_have_the_same_bits_on_every_engine(tmp_path, engine):
+  """Also in fragments with a delay, and DeMo, whose sign shows the last bit of a sum near 0."""
+  batch, sim = normals(1, 3, 36), js.SimComm("workers", members=3)
+  expected = {name: trained(make(sim), sim, batch) for name, make in WAYS.items()}
+  if engine == "devices":
+    mesh = Mesh(np.array(jax.devices()[:3]), ("workers",))
+    found = {name: trained(make("workers"), mesh, batch) for name, make in WAYS.items()}
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), found, expected)
+    return
+  file = tmp_path / "expected.npz"
+  named = {f"{name}/{leaf}": x for name, leaves in expected.items() for leaf, x in leaves.items()}
+  np.savez(file, batch=batch, **named)
+  run("ways", engine, 3, file)
 
 
 def test_a_state_may_go_from_the_simulator_to_a_mesh_and_back():
