@@ -64,7 +64,8 @@ def local_steps(
 
       u = outer(θ − θ_w),    τ steps later    θ ← θ + u,   θ_w ← α θ_w + (1 − α) θ
 
-  Law C holds at the exchange. Of the τ local steps after it, a share of 1 − α is dropped, as published.
+  Law C holds at the exchange. The mixture is as published: it drops a share of 1 − α of the τ local steps after the
+  exchange, and keeps α of how far a worker was from the anchor, which is exchanged again.
 
   A worker whose gradient holds NaN or Inf leaves out a local step. In a step with an exchange all workers then skip the
   exchange, keep what they have moved, and exchange in the next step; with `every=1` the updates of this step are lost.
