@@ -52,7 +52,7 @@ def test_rows_as_a_table_a_figure_and_json(tmp_path):
 
 BAD_FLAGS = [
   (["--model=vgg16"], "--model=vgg16, choose from resnet152, densenet201, inception_v4, bert_base"),
-  (["--plan="], "--plan=, choose from single, wfbp, mg_wfbp, asc_wfbp, optimal"),
+  (["--plan="], "--plan=, choose from single, wfbp, mg_wfbp, theorem_1, asc_wfbp, optimal"),
   (["--rate=1gbit", "--workers=1"], "--workers=1, choose at least 2"),
   (["--model=bert_base", "--gamma=0.5"], "gamma=0.5, choose a number from 1"),
 ]
