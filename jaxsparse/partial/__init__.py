@@ -31,7 +31,7 @@ Workers in virtual time:
 In all of them a model with NaN or Inf enters no average (finite).
 """
 
-from jaxsparse.partial.clock import Span, heavy_tailed, sharing
+from jaxsparse.partial.clock import Span, sharing
 from jaxsparse.partial.controller import Controller, Group, Rejected
 from jaxsparse.partial.devices import Devices, DeviceWorker
 from jaxsparse.partial.messages import Keys, make_keys, read_keys, write_keys
@@ -54,7 +54,6 @@ __all__ = [
   "Simulation",
   "Span",
   "Worker",
-  "heavy_tailed",
   "make_keys",
   "mixing",
   "read_keys",

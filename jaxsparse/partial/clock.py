@@ -38,14 +38,15 @@ def sharing(
   """Step times of the paper's synthetic heterogeneity (§5.2): the last `level` workers share one accelerator.
 
   A step on an accelerator of one's own takes `seconds` · exp(jitter · ξ), ξ ~ N(0, 1); a step of a worker that shares
-  takes 1 + occupancy · (level − 1) times as long: the accelerator's work is done `level` times, the rest of a step once.
-  With level 1 all workers are equally fast.
+  takes 1 + occupancy · (level − 1) times as long: the accelerator does its part of a step for each of
+  `level` workers in turn. With level 1 all workers are equally fast.
 
   Args:
     workers: N.
     level: the heterogeneity level HL, 1 … N.
     seconds: median step time of a worker that does not share.
-    jitter: standard deviation of the step time's logarithm.
+    jitter: standard deviation of the step time's logarithm. From about 1 on the distribution has a heavy tail, as on
+      machines that other jobs share (§5.3): the longest of 16 steps takes several times the median.
     occupancy: fraction of a step in which the accelerator is busy, 0 to 1. The rest (input, host code) does not slow
       down when the accelerator is shared.
 
@@ -70,41 +71,8 @@ def sharing(
   return [functools.partial(_lognormal, median=seconds * times, jitter=jitter) for times in slow]
 
 
-def heavy_tailed(workers: int, tail: float, *, seconds: float = 1.0) -> list[Pace]:
-  """Step times of a cluster whose machines other jobs share (§5.3): all workers alike, a few steps very long.
-
-  Each step time t has a Pareto distribution, P(t > s) = (m/s)^tail for s ≥ m, with the median `seconds`:
-  m = seconds · 2^(−1/tail). The mean of the longest of N step times, for which an all-reduce waits, grows as N^(1/tail).
-
-  Args:
-    workers: N.
-    tail: index of the distribution, more than 1: the smaller, the more often a step is very long.
-    seconds: median step time.
-
-  Returns:
-    As for `sharing`.
-
-  Raises:
-    ValueError: for an index of at most 1, with which the mean step time is infinite.
-
-  Example:
-    >>> import numpy as np
-    >>> pace, random = heavy_tailed(1, tail=1.6)[0], np.random.default_rng(0)
-    >>> drawn = [pace(random) for _ in range(10_000)]
-    >>> round(float(np.median(drawn)), 1), round(min(drawn), 2), max(drawn) > 100
-    (1.0, 0.65, True)
-  """
-  if not 1 < tail < math.inf:
-    raise ValueError(f"tail={tail!r}, choose more than 1")
-  return [functools.partial(_pareto, least=seconds * 2 ** (-1 / tail), tail=tail)] * workers
-
-
 def _lognormal(random: np.random.Generator, median: float, jitter: float) -> float:
   return median * math.exp(jitter * random.standard_normal())
-
-
-def _pareto(random: np.random.Generator, least: float, tail: float) -> float:
-  return least * (1 + random.pareto(tail))
 
 
 class Clock:

@@ -87,8 +87,7 @@ def simulate(
     loss: of parameters and a batch, as for `js.make_train_step`.
     params: to start from.
     batches: of a worker's number; returns an endless iterator of that worker's batches.
-    paces: one function for each of N workers, which draws the seconds of a step; see `js.partial.sharing` and
-      `js.partial.heavy_tailed`.
+    paces: one function for each of N workers, which draws the seconds of a step; see `js.partial.sharing`.
     tx: an optax optimizer, with a state for each model. Methods are comparable if it is linear (SGD, momentum): where a
       step takes the gradient of one worker, the gradient is divided by N.
     seconds: of virtual time until the end.
