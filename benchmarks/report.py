@@ -55,7 +55,8 @@ def label(run: Run) -> str:
 def line(run: Run) -> str:
   """One line about the end of a run."""
   reached = f"test accuracy {run.test_accuracy:.4f}, test loss {run.test_loss:.4f}"
-  return f"{label(run)}, seed {run.seed}{f', fold {run.fold}' * (run.fold > 0)}: {reached}, {1e3 * run.seconds_per_step:.1f} ms a step"
+  fold = f", fold {run.fold}" * (run.fold > 0)
+  return f"{label(run)}, seed {run.seed}{fold}: {reached}, {1e3 * run.seconds_per_step:.1f} ms a step"
 
 
 def keep(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
