@@ -153,7 +153,7 @@ def _report_contention(console: rich.console.Console) -> list[Any]:
     now |= contention.cells(curves[0])
   else:
     curves.append(contention.predicted(link, iterations.WORKERS))
-    now["MB from which two fill the link"] = contention.full_from(link, iterations.WORKERS) / 1e6
+    now["MB from which two fill the link"] = contention.full_from(link, iterations.WORKERS) / 2**20
   path = pathlib.Path(_REPORT_DIR.value) / "contention.png"
   contention.draw(curves, path)
   console.print(*map(contention.table, curves))
