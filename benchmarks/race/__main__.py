@@ -220,6 +220,8 @@ def main() -> None:
     _rank(plan)
     return
   console = workers.make_console(stderr=_JSON.value)
+  if preset := recipes.PRESETS.get(_PRESET.value or ""):
+    console.print(f"{preset.paper}: {preset.paper_steps:,} steps there, {_STEPS.value:,} here", highlight=False)
   results = Results(_path(), plan.setting)
   try:
     if "curves" in plan.parts:

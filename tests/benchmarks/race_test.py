@@ -183,6 +183,7 @@ def test_presets_are_races_that_can_start(name):
   assert preset["task"] in registry.TEXTS | registry.IMAGES
   assert preset["schedule"] in recipes.SCHEDULES
   assert all(f'"{flag}"' in COMMAND for flag in preset)
+  assert recipes.PRESETS[name].paper_steps > 300  # what a race takes by default
 
 
 BAD_FLAGS = [
