@@ -25,11 +25,11 @@ _AXIS = "workers"
 _ALL_REDUCES = ("psum", "psum2", "psum_invariant", "pmax", "pmin")
 
 
-def count(name: str, *, n: int, workers: int, devices: int = 1, **config: Any) -> Cost:
+def count(name: str | Collective, *, n: int, workers: int, devices: int = 1, **config: Any) -> Cost:
   """The messages and words that one worker sends for one update, counted from the jaxpr.
 
   Args:
-    name: one of `js.collective_names()`.
+    name: one of `js.collective_names()`, or a collective of your own.
     n: number of gradient entries.
     workers: number of workers P.
     devices: number of devices S of a worker. Each of them sends the messages of ⌈n/S⌉ entries to other workers, and the
@@ -50,7 +50,7 @@ def count(name: str, *, n: int, workers: int, devices: int = 1, **config: Any) -
   return count_jaxpr(schedule(collective, own, workers), workers)
 
 
-def predict(name: str, *, n: int, workers: int, devices: int = 1, **config: Any) -> Cost:
+def predict(name: str | Collective, *, n: int, workers: int, devices: int = 1, **config: Any) -> Cost:
   """The messages and words of one update by the formula of `Collective.cost`; arguments as for `count`.
 
   Example:
@@ -210,7 +210,7 @@ def _sum(costs: Iterable[Cost]) -> Cost:
   return Cost(*map(sum, zip(Cost(0, 0), *costs, strict=True)))
 
 
-def _made(name: str, n: int, workers: int, devices: int, config: dict[str, Any]) -> tuple[Collective, int]:
+def _made(name: str | Collective, n: int, workers: int, devices: int, config: dict[str, Any]) -> tuple[Collective, int]:
   """The collective of one device, and its number of entries."""
   _check_sizes(n=n, workers=workers, devices=devices)
   return make_collective(name, **config).for_devices(devices), -(-n // devices)

@@ -42,7 +42,7 @@ class Simulated(NamedTuple):
 
 
 def simulate(
-  name: str,
+  name: str | Collective,
   grads: Any,
   residuals: Any = None,
   *,
@@ -52,7 +52,7 @@ def simulate(
   """Runs one reduction of P workers on one device, under vmap.
 
   Args:
-    name: one of `js.collective_names()`.
+    name: one of `js.collective_names()`, or a collective of your own.
     grads: f32[P, n], one gradient per worker; or a pytree of arrays with a leading axis of P workers.
     residuals: the residuals before the step, like `grads`; zeros by default.
     state: the state that an earlier call returned, instead of `residuals`.
