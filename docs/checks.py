@@ -23,6 +23,7 @@ _log = sphinx.util.logging.getLogger(__name__)
 def connect(app: sphinx.application.Sphinx) -> None:
   """Connects all of this module to a build."""
   app.connect("autodoc-process-docstring", _mark_literal_blocks, priority=400)  # before napoleon
+  app.connect("autodoc-skip-member", _skip_field)
   app.connect("env-check-consistency", _check_coverage)
   app.add_transform(LinkNames)
 
@@ -47,6 +48,12 @@ def literal_blocks(lines: list[str]) -> list[str]:
 def _mark_literal_blocks(app: Any, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:
   del app, name, of, options
   lines[:] = [] if what == "module" else literal_blocks(lines)  # a page says itself what its module is
+
+
+def _skip_field(app: Any, what: str, name: str, of: Any, skip: bool, options: Any) -> bool | None:
+  """Skips the fields of a NamedTuple: its docstring describes them, theirs say "alias for field number 0"."""
+  del app, what, name, skip, options
+  return True if type(of).__name__ == "_tuplegetter" else None
 
 
 class LinkNames(sphinx.transforms.SphinxTransform):
