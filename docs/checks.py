@@ -47,7 +47,8 @@ def literal_blocks(lines: list[str]) -> list[str]:
 
 def _mark_literal_blocks(app: Any, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:
   del app, name, of, options
-  lines[:] = [] if what == "module" else literal_blocks(lines)  # a page says itself what its module is
+  # A page says itself what its module is; the docstring of a constant is that of its type.
+  lines[:] = [] if what in ("module", "data") else literal_blocks(lines)
 
 
 def _skip_field(app: Any, what: str, name: str, of: Any, skip: bool, options: Any) -> bool | None:
