@@ -1,4 +1,4 @@
-"""Settings of the site. Its sources are the repository's own folder, so that links between its files are checked too."""
+"""Settings of the site. Its sources are those of the repository's own folder: links between its files are checked."""
 
 import os
 import pathlib
@@ -58,5 +58,3 @@ suppress_warnings = ["misc.highlighting_failure"]
 def setup(app):
   """Adds the checks of `checks.py`, and links for names."""
   checks.connect(app)
-
-

@@ -59,7 +59,7 @@ TESTED = {
   "docs/how_to/stragglers.md",
   "docs/how_to/training_step.md",
 }
-"""The pages whose snippets run here; docs/index.md has lines of README.md, docs/which_method.md of measure_network.md."""
+"""The pages whose snippets run here; docs/index.md and docs/which_method.md repeat lines of others."""
 
 
 def snippets(page):

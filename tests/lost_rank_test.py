@@ -9,8 +9,8 @@ import pytest
 
 import jaxsparse as js
 from tests.cases import row
-from tests.launch_test import soon
 from tests.docs_test import snippets
+from tests.launch_test import soon
 
 # Kills rank 1 of the given attempt at a call of a function: before it, or when it returns.
 KILL = """

@@ -127,7 +127,7 @@ def figure(results: Results, rates: Sequence[str], path: pathlib.Path) -> None:
 
 
 def bars(results: Results, rates: Sequence[str], steps: int, path: pathlib.Path) -> None:
-  """Seconds to dense's loss, a panel for each rate and a bar for each method that reaches it, with its best optimizer."""
+  """Seconds to dense's loss: a panel for each rate, a bar for each method that reaches it, with its best optimizer."""
   best: dict[str, dict[str, Standing]] = {rate: {} for rate in rates}
   for rate in rates:
     for one in standings(results, rate, steps):
@@ -147,7 +147,8 @@ def bars(results: Results, rates: Sequence[str], steps: int, path: pathlib.Path)
       xerr=[one.seconds.deviation if one.seconds else 0.0 for one in order],
       color=[colours[one.method] for one in order],
     )
-    texts = [f"{spread_text(one.seconds, 0)} s" + f", {_mean(one.speed_up):.3g} ×" * (one.method != DENSE) for one in order]
+    gain = lambda one: "" if one.method == DENSE else f", {_mean(one.speed_up):.3g} ×"
+    texts = [f"{spread_text(one.seconds, 0)} s{gain(one)}" for one in order]
     panel.bar_label(drawn, texts, padding=4, fontsize="small")
     longest = max((_mean(one.seconds) for one in order), default=1.0)
     panel.set(title=links(rate), yticks=[], xticks=[], xlim=(0, 1.9 * longest))  # room for the numbers
