@@ -26,7 +26,12 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "sphinx_book_theme"
 html_title = "jaxsparse"
 html_extra_path = ["static"]  # index.html, which leads to docs/index.html
-html_theme_options = {"show_toc_level": 2, "use_download_button": False, "use_fullscreen_button": False}
+html_theme_options = {
+  "navbar_persistent": [],  # the side bar has a search field already
+  "show_toc_level": 2,
+  "use_download_button": False,
+  "use_fullscreen_button": False,
+}
 html_show_sphinx = False
 
 # Every page and notebook with code runs in every build, and an exception ends it.
@@ -35,6 +40,7 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_execution_show_tb = True
 nb_merge_streams = True
+nb_render_markdown_format = "gfm"  # tables
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
