@@ -33,6 +33,7 @@ html_theme_options = {
   "use_fullscreen_button": False,
 }
 html_show_sphinx = False
+html_show_copyright = False
 
 # Every page and notebook with code runs in every build, and an exception ends it.
 nb_execution_mode = "force"
