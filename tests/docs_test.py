@@ -93,22 +93,28 @@ def test_every_snippet_is_run():
   assert advice in snippets("docs/how_to/measure_network.md")
 
 
-def test_one_process(tmp_path):
-  """In one program, since most of its time is the start: README.md, and the pages of the step, leaves and metrics."""
+MOVED = "assert float(abs(params['kernel']).max()) > 0\n"
+
+
+def test_use(tmp_path):
   (readme,) = snippets("README.md")
-  step, accumulate, diff, simulated = snippets("docs/how_to/training_step.md")
-  special, labels, frozen = snippets("docs/how_to/leaves.md")
-  cast, wire = snippets("docs/how_to/precision.md")
+  *_, diff, _ = snippets("docs/how_to/training_step.md")
+  _, labels, _ = snippets("docs/how_to/leaves.md")
   (board,) = snippets("docs/how_to/metrics.md")
   writer = "class writer: add_scalar = lambda *found: print(*found)\nstep_number = 3\n"
-  moved = "assert float(abs(params['kernel']).max()) > 0\n"
-  fresh = DATA + "mesh = jax.make_mesh((2,), ('workers',))\n"
-  still = "assert float(abs(params['bias']).max()) == 0 < float(abs(params['kernel']).max())\n"
-  parts = [START, CONTEXT, readme, moved, DATA, step, accumulate, DATA, diff, moved, DATA, simulated]
-  parts += [fresh, special, TRAIN, DATA, frozen, TRAIN, still, DATA, cast, wire, DATA, labels, TRAIN, writer, board]
-  out = run("\n".join(parts), tmp_path)
+  out = run("\n".join([START, CONTEXT, diff, MOVED, DATA, readme, MOVED, labels, TRAIN, writer, board]), tmp_path)
   assert "residual_norm" in out
   assert "jaxsparse/sparse/words_sent" in out
+
+
+@pytest.mark.long
+def test_steps_leaves_and_precision(tmp_path):
+  step, accumulate, _, simulated = snippets("docs/how_to/training_step.md")
+  special, _, frozen = snippets("docs/how_to/leaves.md")
+  cast, wire = snippets("docs/how_to/precision.md")
+  still = "assert float(abs(params['bias']).max()) == 0\n"
+  parts = [START, CONTEXT, step, accumulate, DATA, simulated, MOVED, DATA, special, TRAIN, DATA, frozen, TRAIN, MOVED]
+  run("\n".join([*parts, still, DATA, cast, MOVED, DATA, wire, TRAIN]), tmp_path)
 
 
 def test_costs_and_overlap(tmp_path):
