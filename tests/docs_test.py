@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -19,26 +18,6 @@ from jaxsparse import launch
 from tests.cases import row
 
 ROOT = pathlib.Path(__file__).parents[1]
-START = """
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-"""
-# What the snippets take for granted: a model, its loss, and batches.
-IMPORTS = """
-import jax, jax.numpy as jnp, optax
-import jaxsparse as js
-from jax.sharding import PartitionSpec as P
-"""
-MESH = """
-mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
-"""
-DATA = """
-params = {"kernel": jnp.zeros((30, 4)), "bias": jnp.zeros(4)}
-loss_fn = lambda params, batch: jnp.mean((batch @ params["kernel"] + params["bias"] - 1.0) ** 2)
-batch = jnp.ones((12, 30))
-batches = [batch] * 3
-"""
-CONTEXT = IMPORTS + MESH + DATA
 TRAIN = """
 state = js.init(tx, params, mesh)
 step = js.make_train_step(loss_fn, tx, mesh)
@@ -69,6 +48,11 @@ def snippets(page):
     lines = code.splitlines()
     found.append("\n".join(line[1:] for line in lines if not line.startswith("-")) if kind == "diff" else code)
   return found
+
+
+# What the snippets take for granted: imports, the mesh of two workers, and a model, its loss and batches.
+CONTEXT = snippets("docs/how_to/training_step.md")[0]
+IMPORTS, _, DATA = (f"{part}\n" for part in CONTEXT.split("\n\n"))
 
 
 def run(program, folder, ranks=None, engine="processes"):
@@ -102,18 +86,18 @@ def test_use(tmp_path):
   _, labels, _ = snippets("docs/how_to/leaves.md")
   (board,) = snippets("docs/how_to/metrics.md")
   writer = "class writer: add_scalar = lambda *found: print(*found)\nstep_number = 3\n"
-  out = run("\n".join([START, CONTEXT, diff, MOVED, DATA, readme, MOVED, labels, TRAIN, writer, board]), tmp_path)
+  out = run("\n".join([CONTEXT, diff, MOVED, DATA, readme, MOVED, labels, TRAIN, writer, board]), tmp_path)
   assert "residual_norm" in out
   assert "jaxsparse/sparse/words_sent" in out
 
 
 @pytest.mark.long
 def test_steps_leaves_and_precision(tmp_path):
-  step, accumulate, _, simulated = snippets("docs/how_to/training_step.md")
+  _, step, accumulate, _, simulated = snippets("docs/how_to/training_step.md")
   special, _, frozen = snippets("docs/how_to/leaves.md")
   cast, wire = snippets("docs/how_to/precision.md")
   still = "assert float(abs(params['bias']).max()) == 0\n"
-  parts = [START, CONTEXT, step, accumulate, DATA, simulated, MOVED, DATA, special, TRAIN, DATA, frozen, TRAIN, MOVED]
+  parts = [CONTEXT, step, accumulate, DATA, simulated, MOVED, DATA, special, TRAIN, DATA, frozen, TRAIN, MOVED]
   run("\n".join([*parts, still, DATA, cast, MOVED, DATA, wire, TRAIN]), tmp_path)
 
 
@@ -123,7 +107,7 @@ def test_costs_and_overlap(tmp_path):
   # Two algorithms, few entries and repetitions; the calls are those of the pages.
   few = 'n=2**16, algorithms=["dense", "spardl"], repetitions=1'
   quick = f"import functools; js.costs.fit = functools.partial(js.costs.fit, {few})\n"
-  out = run("\n".join([START, CONTEXT, quick, wire, costs, kept, overlap, TRAIN]), tmp_path)
+  out = run("\n".join([CONTEXT, quick, wire, costs, kept, overlap, TRAIN]), tmp_path)
   assert "0.786 s" in out
   assert "0.016 s" in out
   assert "spardl" in out
@@ -142,13 +126,13 @@ def test_many_hosts(tmp_path):
 def test_sharded_models(tmp_path):
   (howto,) = snippets("docs/how_to/sharded_models.md")
   check = "assert not params['bias'].sharding.is_fully_replicated and int(state[0].layout.workers) == 2\n"
-  start = START.replace('"jax_num_cpu_devices", 2', '"jax_num_cpu_devices", 4')
-  assert "words_sent" in run("\n".join([start, IMPORTS, DATA, howto, check]), tmp_path)
+  four = CONTEXT.replace('"jax_num_cpu_devices", 2', '"jax_num_cpu_devices", 4')
+  assert "words_sent" in run("\n".join([four, howto, check]), tmp_path)
 
 
 def test_local_steps(tmp_path):
   local, momentum = snippets("docs/how_to/local_steps.md")
-  run("\n".join([START, CONTEXT, local, momentum, TRAIN]), tmp_path)
+  run("\n".join([CONTEXT, local, momentum, TRAIN]), tmp_path)
 
 
 @pytest.mark.parametrize("runs", [row([True], quick=True, id="disturbed"), row([False, True], id="both")])
@@ -193,20 +177,9 @@ def test_stragglers(tmp_path):
   (worker,) = snippets("docs/how_to/stragglers.md")
   address = f"tcp://127.0.0.1:{launch.free_port()}"
   assert "tcp://127.0.0.1:29500" in worker
-  assert "10_000" in worker
-  worker = worker.replace("tcp://127.0.0.1:29500", address).replace("10_000", "5")
-  local = """
-import itertools, sys
-number, batches, tx = int(sys.argv[1]), iter(itertools.repeat(batch)), optax.sgd(0.1)
-state = tx.init(params)
-
-@jax.jit
-def local_step(params, state, batch):
-  updates, state = tx.update(jax.grad(loss_fn)(params, batch), state)
-  return optax.apply_updates(params, updates), state
-
-"""
-  (tmp_path / "program.py").write_text(CONTEXT + local + textwrap.dedent(worker))
+  assert "1_000" in worker
+  worker = worker.replace("tcp://127.0.0.1:29500", address).replace("1_000", "5")
+  (tmp_path / "program.py").write_text(worker)
   serve = [sys.executable, "-m", "jaxsparse.partial", "--workers=3", "--group_size=3", "--weights=dynamic"]
   server = subprocess.Popen([*serve, f"--address={address}"], cwd=ROOT)
   try:
