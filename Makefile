@@ -8,8 +8,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 WORKERS ?= 2
 # The name holds the interpreter's version, so that another PYTHON makes the environment anew.
 STAMP := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+DOCS_STAMP := $(VENV)/docs
+SITE := out/site
 
-.PHONY: help install demo test test-all lint types format clean
+.PHONY: help install demo docs test test-all lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -32,10 +34,19 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install  ## train on the digits, sparse beside dense: a table and out/demo.png
 	$(BIN)/python -m benchmarks.train
 
+docs: $(DOCS_STAMP)  ## the site in out/site: every page runs, and a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going --quiet --fresh-env --jobs $(WORKERS) --conf-dir docs . $(SITE)
+	@echo "open $(SITE)/index.html"
+
+# Not part of `dev`, so that `make test` has less to install.
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) --no-build-isolation -e '.[docs]'
+	@touch $@
+
 test: lint types  ## everything that CI checks
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-test-all: lint types  ## every number of workers, notebooks, wheel and lab too, with more examples
+test-all: lint types docs  ## every number of workers, site, notebooks, wheel and lab too, with more examples
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '' --hypothesis-profile all
 
 lint: install  ## ruff, and whether the formatting is its own

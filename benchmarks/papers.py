@@ -114,10 +114,9 @@ def beside(cells: Sequence[Cell], measured: Mapping[str, float] | None = None) -
   for place, cell in enumerate(cells):
     same = place and (cells[place - 1].paper, cells[place - 1].table) == (cell.paper, cell.table)
     first = ("", "", "") if same else (cell.paper, cell.table, cell.what)
-    value = _text(cell.paper_value)
-    ours = _text(cell.ours) + ("*" if cell.name in now else "")
+    ours = text(cell.ours) + ("*" if cell.name in now else "")
     rest = ("", "") if same else (cell.differs, cell.reason)
-    found.add_row(*first, cell.name, f"> {value}" if cell.above else value, ours, cell.verdict, *rest)
+    found.add_row(*first, cell.name, paper_text(cell), ours, cell.verdict, *rest)
   return found
 
 
@@ -126,7 +125,13 @@ def of(benchmark: str) -> list[Cell]:
   return [cell for cell in every() if cell.benchmark == benchmark]
 
 
-def _text(value: float | None) -> str:
+def paper_text(cell: Cell) -> str:
+  """The paper's number in words."""
+  return f"> {text(cell.paper_value)}" if cell.above else text(cell.paper_value)
+
+
+def text(value: float | None) -> str:
+  """A number to four digits, whole ones to all of them; – for None."""
   if value is None:
     return "–"
   return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

@@ -9,8 +9,8 @@ import pytest
 
 import jaxsparse as js
 from tests.cases import row
+from tests.docs_test import snippets
 from tests.launch_test import soon
-from tests.readme_test import snippets
 
 # Kills rank 1 of the given attempt at a call of a function: before it, or when it returns.
 KILL = """
@@ -54,7 +54,7 @@ PHASES = {
 def test_a_rank_that_is_killed(tmp_path, phase):
   files = tmp_path / "files"
   files.mkdir()
-  (program,) = snippets("Checkpoints, other workers, a lost rank")
+  (program,) = snippets("docs/how_to/checkpoints.md")
   (tmp_path / "train.py").write_text("\n".join([KILL, *PHASES[phase], program]))
   options = ["--ranks=3", "--restarts=2", "--start_timeout=60", "--limit=280"]
   done = launched_in(tmp_path, *options, TMPDIR=str(files))
@@ -142,7 +142,7 @@ np.savez(f"rank{jax.process_index()}.npz", *held)
 
 @pytest.mark.long
 def test_a_run_that_is_started_again_goes_on_bit_for_bit(tmp_path):
-  (program,) = snippets("Checkpoints, other workers, a lost rank")
+  (program,) = snippets("docs/how_to/checkpoints.md")
   for name, ends in (("whole", [400]), ("in parts", [200, 400])):
     folder = tmp_path / name
     folder.mkdir()

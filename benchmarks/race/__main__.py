@@ -9,7 +9,8 @@ The clock stands still while a model is evaluated. --parts=advice asks `js.costs
 methods reaches that loss first.
 
 Rows are kept in --results as they are measured: a race that is interrupted goes on where it was when the command is
-given again. The tables and the figure, race.png, are made from that file alone: --parts=none makes only them.
+given again. The tables and the figures, race.png and seconds.png, are made from that file alone: --parts=none makes
+only them.
 
 A method is WAY/COLLECTIVE with options; without a way workers exchange gradients.
 
@@ -67,7 +68,7 @@ _PARTS = flags.DEFINE_list("parts", ["curves", "paces"], "What to measure: curve
 _ENGINE = flags.DEFINE_enum("engine", "sim", ["sim", "devices"], "Where curves are computed; " + workers.ENGINE_HELP)
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "For tasks on images: the folder that holds cifar-10-batches-py.")
 _RESULTS = flags.DEFINE_string("results", None, "The file of the rows; race_TASK.json in --report_dir by default.")
-_REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figure, race.png.")
+_REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figures, race.png and seconds.png.")
 _CACHE_DIR = flags.DEFINE_string("cache_dir", "out/cache", recorded.CACHE_HELP)
 _JSON = flags.DEFINE_bool("json", False, "Print all rows as JSON on standard output, all else on standard error.")
 
@@ -205,9 +206,10 @@ def _report(results: Results, console: rich.console.Console) -> None:
   if results.setting["task"] == "lm":
     report.say(tables.goals(results, _STEPS.value), console)
   console.print(papers.beside(papers.of("race")))
-  path = pathlib.Path(_REPORT_DIR.value) / "race.png"
-  tables.figure(results, rates, path)
-  console.print(f"figure: {path}")
+  folder = pathlib.Path(_REPORT_DIR.value)
+  tables.figure(results, rates, folder / "race.png")
+  tables.bars(results, rates, _STEPS.value, folder / "seconds.png")
+  console.print(f"figures: {folder / 'race.png'}, {folder / 'seconds.png'}")
   if _JSON.value:
     print(json.dumps(tables.as_json(results, rates, _STEPS.value)))
 

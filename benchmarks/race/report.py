@@ -12,7 +12,7 @@ import rich.table
 
 from benchmarks import report
 from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
-from benchmarks.race.standings import Spread, Standing, baselines, standings
+from benchmarks.race.standings import DENSE, Spread, Standing, baselines, standings
 
 ADVISED = "1gbit"  # where advice has a goal
 GOALS = {"100mbit": 3.0, "10mbit": 15.0}  # dense's seconds to its loss / those of the best, of the task `lm`
@@ -35,14 +35,14 @@ def table(results: Results, rate: str, steps: int) -> rich.table.Table:
     found.add_row(
       one.method,
       one.optimizer,
-      _text(one.seconds, 1),
-      _text(one.speed_up, 2),
-      _text(one.steps, 0),
+      spread_text(one.seconds, 1),
+      spread_text(one.speed_up, 2),
+      spread_text(one.steps, 0),
       _milliseconds(one),
       f"{one.words:,.0f}",
       f"{one.drift:.3g}" if one.drift else "–",
-      _text(one.loss, 3),
-      _text(one.loss_in_time, 3),
+      spread_text(one.loss, 3),
+      spread_text(one.loss_in_time, 3),
     )
   return found
 
@@ -54,7 +54,8 @@ def _milliseconds(one: Standing) -> str:
   return f"{1e3 * one.pace.seconds:,.0f} = " + " + ".join(f"{1e3 * part:,.0f}" for part in parts)
 
 
-def _text(spread: Spread | None, digits: int) -> str:
+def spread_text(spread: Spread | None, digits: int) -> str:
+  """Mean ± standard deviation, and how many seeds never get there; – without a number."""
   if spread is None:
     return "–"
   deviation = f" ± {spread.deviation:,.{digits}f}" if spread.deviation else ""
@@ -125,6 +126,53 @@ def figure(results: Results, rates: Sequence[str], path: pathlib.Path) -> None:
   panels[0][0].set(ylabel="held-out loss")
   plot.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
   report.save(plot, title(results), path)
+
+
+def bars(results: Results, rates: Sequence[str], steps: int, path: pathlib.Path) -> None:
+  """Seconds to dense's loss: a panel for each rate, a bar for each method that reaches it, with its best optimizer."""
+  best: dict[str, dict[str, Standing]] = {rate: {} for rate in rates}
+  for rate in rates:
+    for one in standings(results, rate, steps):
+      if one.seconds and not one.seconds.missing:
+        best[rate].setdefault(one.method, one)  # the fastest first
+  names = list(dict.fromkeys(method for found in best.values() for method in found))
+  colours = dict(zip(names, itertools.cycle(report.pyplot.rcParams["axes.prop_cycle"].by_key()["color"])))
+  most = max(map(len, best.values()), default=1)
+  plot, panels = report.pyplot.subplots(
+    1, max(1, len(rates)), figsize=(4 * max(1, len(rates)), 1.4 + 0.5 * most), squeeze=False, layout="constrained"
+  )
+  for panel, (rate, found) in zip(panels[0], best.items(), strict=False):
+    order = sorted(found.values(), key=lambda one: -_mean(one.seconds))
+    drawn = panel.barh(
+      range(len(order)),
+      [_mean(one.seconds) for one in order],
+      xerr=[one.seconds.deviation if one.seconds else 0.0 for one in order],
+      color=[colours[one.method] for one in order],
+    )
+    gain = lambda one: "" if one.method == DENSE else f", {_mean(one.speed_up):.3g} ×"
+    texts = [f"{spread_text(one.seconds, 0)} s{gain(one)}" for one in order]
+    panel.bar_label(drawn, texts, padding=4, fontsize="small")
+    longest = max((_mean(one.seconds) for one in order), default=1.0)
+    panel.set(title=links(rate), yticks=[], xticks=[], xlim=(0, 1.9 * longest))  # room for the numbers
+    panel.spines[["top", "right", "bottom"]].set_visible(False)
+  handles = [report.pyplot.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
+  plot.legend(handles, names, loc="outside lower center", fontsize="small")
+  report.save(plot, f"seconds to dense's loss after {steps} steps: {title(results)}", path)
+
+
+def _mean(spread: Spread | None) -> float:
+  return spread.mean if spread else 0.0
+
+
+def links(rate: str) -> str:
+  """A rate as people write it: 10 Mbit/s for 10mbit.
+
+  Example:
+    >>> links("10mbit"), links("none")
+    ('10 Mbit/s', 'not limited')
+  """
+  number, unit = rate.rstrip("abcdefghijklmnopqrstuvwxyz"), rate.lstrip("0123456789.")
+  return f"{number} {unit.capitalize()}/s" if number else "not limited"
 
 
 def title(results: Results) -> str:

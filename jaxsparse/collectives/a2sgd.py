@@ -26,7 +26,7 @@ from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 class A2SGD(Collective):
   """Averages two means of each gradient; each worker applies a different update (A2SGD).
 
-  With μ₊ the mean of the entries ≥ 0 of a gradient g, and μ₋ the mean of |g| where g < 0 (0 if there is no such entry):
+  With μ₊ the mean of the entries ≥ 0 of a gradient g, and μ₋ that of `|g|` where g < 0 (0 if there is no such entry):
 
       pos = [g ≥ μ₊],  neg = [g ≤ −μ₋ and g < 0]
       g′  = g − (pos μ₊ − neg μ₋) + pos μ̄₊ − neg μ̄₋          (Algorithm 1)

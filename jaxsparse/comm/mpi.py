@@ -126,7 +126,7 @@ def _mpi4jax() -> tuple[Any, ModuleType]:
   except (ImportError, RuntimeError) as error:
     raise ImportError(
       f"js.MpiComm needs mpi4jax, built for this JAX and this MPI, which could not be loaded: {error}. Install it as "
-      "README.md says, section 'Many hosts'; python -m jaxsparse.doctor tells what is missing"
+      "docs/how_to/many_hosts.md says; python -m jaxsparse.doctor tells what is missing"
     ) from error
   return MPI, mpi4jax
 
@@ -137,7 +137,7 @@ def _check_world(ranks: int) -> None:
   if found != ranks:
     raise RuntimeError(
       f"js.MpiComm() in rank {guard.rank()} of {ranks}: MPI.COMM_WORLD has size {found}. mpi4py and mpi4jax were built "
-      "for another MPI than that of mpirun: install both for it, as README.md says, section 'Many hosts'"
+      "for another MPI than that of mpirun: install both for it, as docs/how_to/many_hosts.md says"
     )
 
 

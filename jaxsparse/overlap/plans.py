@@ -61,7 +61,7 @@ class Plan(NamedTuple):
     backward_times: seconds of backward of each layer.
     sizes: bytes of the gradient of each layer.
     link: α, β, γ of communications.
-    groups: `Group`s in the order of sending, the last layers first.
+    groups: a `Group` each, in the order of sending, the last layers first.
     timeline: predicted times of each group, a `Sent` each.
 
   Example:

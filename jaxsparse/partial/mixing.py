@@ -40,7 +40,7 @@ def mixing(groups: Iterable[Group], workers: int) -> np.ndarray:
 
 
 def rho(groups: Iterable[Group], workers: int) -> float:
-  """ρ = max(|λ₂|, |λ_N|) of W̄ (eq. 6): 0 if every group has all workers, 1 if the workers are not connected.
+  """`ρ = max(|λ₂|, |λ_N|)` of W̄ (eq. 6): 0 if every group has all workers, 1 if the workers are not connected.
 
   Args:
     groups: one or more.

@@ -125,7 +125,9 @@ def test_the_tables_and_the_figure_are_made_of_the_rows(results, tmp_path):
   assert next(iter(found.columns[5].cells)) == "500 = 400 + 100 + 0"
   assert list(report.wholes(results).columns[6].cells) == ["19.5"]
   report.figure(results, ["10mbit"], tmp_path / "race.png")
-  assert (tmp_path / "race.png").stat().st_size > 10_000
+  report.bars(results, ["10mbit"], 30, tmp_path / "seconds.png")
+  for name in ("race.png", "seconds.png"):
+    assert (tmp_path / name).stat().st_size > 10_000
   assert Results(tmp_path / "new" / "race.json", None).rows == results.rows
   met, missing = {goal.what[:10]: goal for goal in report.goals(results, 30)}.values()
   assert missing.measured == pytest.approx((60 / 17.5 + 60 / 20) / 2)

@@ -1,4 +1,7 @@
-"""The README's snippets run, literally, each after those before it in its section, on the mesh that they make."""
+"""The snippets of README.md and of the pages run, literally, each after those before it, on the mesh that they make.
+
+The cells of pages that are notebooks (`file_format: mystnb`) run whenever `make docs` builds the site.
+"""
 
 import contextlib
 import os
@@ -7,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -16,36 +18,41 @@ from jaxsparse import launch
 from tests.cases import row
 
 ROOT = pathlib.Path(__file__).parents[1]
-START = """
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
+TRAIN = """
+state = js.init(tx, params, mesh)
+step = js.make_train_step(loss_fn, tx, mesh)
+params, state, _ = step(params, state, batch)
 """
-# What the snippets take for granted: a model, its loss, and batches.
-IMPORTS = """
-import jax, jax.numpy as jnp, optax
-import jaxsparse as js
-from jax.sharding import PartitionSpec as P
-"""
-MESH = """
-mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
-"""
-DATA = """
-params = {"kernel": jnp.zeros((30, 4)), "bias": jnp.zeros(4)}
-loss_fn = lambda params, batch: jnp.mean((batch @ params["kernel"] + params["bias"] - 1.0) ** 2)
-batch = jnp.ones((12, 30))
-batches = [batch] * 3
-"""
-CONTEXT = IMPORTS + MESH + DATA
+FENCE = r"```(python|diff)\n(.*?)```"
+TESTED = {
+  "README.md",
+  "docs/how_to/checkpoints.md",
+  "docs/how_to/leaves.md",
+  "docs/how_to/local_steps.md",
+  "docs/how_to/many_hosts.md",
+  "docs/how_to/measure_network.md",
+  "docs/how_to/metrics.md",
+  "docs/how_to/overlap.md",
+  "docs/how_to/precision.md",
+  "docs/how_to/sharded_models.md",
+  "docs/how_to/stragglers.md",
+  "docs/how_to/training_step.md",
+}
+"""The pages whose snippets run here; docs/index.md and docs/which_method.md repeat lines of others."""
 
 
-def snippets(heading):
-  """The code of a section: Python as it is, and what a diff leads to."""
-  section = (ROOT / "README.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+def snippets(page):
+  """The code of README.md, or of a page below docs: Python as it is, and what a diff leads to."""
   found = []
-  for kind, code in re.findall(r"```(python|diff)\n(.*?)```", section, re.DOTALL):
+  for kind, code in re.findall(FENCE, (ROOT / page).read_text(), re.DOTALL):
     lines = code.splitlines()
     found.append("\n".join(line[1:] for line in lines if not line.startswith("-")) if kind == "diff" else code)
   return found
+
+
+# What the snippets take for granted: imports, the mesh of two workers, and a model, its loss and batches.
+CONTEXT = snippets("docs/how_to/training_step.md")[0]
+IMPORTS, _, DATA = (f"{part}\n" for part in CONTEXT.split("\n\n"))
 
 
 def run(program, folder, ranks=None, engine="processes"):
@@ -61,55 +68,77 @@ def run(program, folder, ranks=None, engine="processes"):
   return done.stdout
 
 
+def test_every_snippet_is_run():
+  pages = {"README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))}
+  assert {page for page in pages if snippets(page)} - TESTED == {"docs/index.md", "docs/which_method.md"}
+  (four_lines,), (advice,) = snippets("docs/index.md"), snippets("docs/which_method.md")
+  (readme,) = snippets("README.md")
+  assert all(line.strip() in readme for line in four_lines.splitlines())
+  assert advice in snippets("docs/how_to/measure_network.md")
+
+
+MOVED = "assert float(abs(params['kernel']).max()) > 0\n"
+
+
 def test_use(tmp_path):
-  diff, step, labels, board = snippets("Use")
+  (readme,) = snippets("README.md")
+  *_, diff, _ = snippets("docs/how_to/training_step.md")
+  _, labels, _ = snippets("docs/how_to/leaves.md")
+  (board,) = snippets("docs/how_to/metrics.md")
   writer = "class writer: add_scalar = lambda *found: print(*found)\nstep_number = 3\n"
-  check = "assert jax.tree.reduce(max, jax.tree.map(lambda p: float(abs(p).max()), params)) > 0\n"
-  sparse = "state = js.init(tx, params, mesh)\nstep = js.make_train_step(loss_fn, tx, mesh)\n"
-  sparse += "params, state, _ = step(params, state, batch)\n"
-  out = run("\n".join([START, CONTEXT, diff, check, step, labels, sparse, writer, board]), tmp_path)
+  out = run("\n".join([CONTEXT, diff, MOVED, DATA, readme, MOVED, labels, TRAIN, writer, board]), tmp_path)
   assert "residual_norm" in out
   assert "jaxsparse/sparse/words_sent" in out
 
 
+@pytest.mark.long
+def test_steps_leaves_and_precision(tmp_path):
+  _, step, accumulate, _, simulated = snippets("docs/how_to/training_step.md")
+  special, _, frozen = snippets("docs/how_to/leaves.md")
+  cast, wire = snippets("docs/how_to/precision.md")
+  still = "assert float(abs(params['bias']).max()) == 0\n"
+  parts = [CONTEXT, step, accumulate, DATA, simulated, MOVED, DATA, special, TRAIN, DATA, frozen, TRAIN, MOVED]
+  run("\n".join([*parts, still, DATA, cast, MOVED, DATA, wire, TRAIN]), tmp_path)
+
+
 def test_costs_and_overlap(tmp_path):
-  (costs,) = snippets("Should I use this?")
-  (overlap,) = snippets("Hide it behind backward")
-  # Two algorithms, few entries and repetitions; the calls are those of the README.
+  wire, costs, kept = snippets("docs/how_to/measure_network.md")
+  (overlap,) = snippets("docs/how_to/overlap.md")
+  # Two algorithms, few entries and repetitions; the calls are those of the pages.
   few = 'n=2**16, algorithms=["dense", "spardl"], repetitions=1'
   quick = f"import functools; js.costs.fit = functools.partial(js.costs.fit, {few})\n"
-  use = "state = js.init(tx, params, mesh)\njs.make_train_step(loss_fn, tx, mesh)(params, state, batch)\n"
-  out = run("\n".join([START, CONTEXT, quick, costs, overlap, use]), tmp_path)
+  out = run("\n".join([CONTEXT, quick, wire, costs, kept, overlap, TRAIN]), tmp_path)
+  assert "0.786 s" in out
+  assert "0.016 s" in out
   assert "spardl" in out
   assert (tmp_path / "timeline.png").exists()
 
 
 def test_many_hosts(tmp_path):
-  join, mpi = snippets("Many hosts")
-  _, step, *_ = snippets("Use")
-  assert MESH.strip() in step
-  run(IMPORTS + join + DATA + step.replace(MESH.strip(), ""), tmp_path, ranks=2)
+  join, program, mpi = snippets("docs/how_to/many_hosts.md")
+  code = lambda text: {line.partition("  #")[0] for line in text.splitlines()}
+  assert code(join) <= code(program)
+  run(program + "assert metrics.loss < 0.05\n", tmp_path, ranks=2)
   steps = "for batch in batches:\n  params, state, _ = step(params, state, batch)\nmetrics(state)\n"
   run(IMPORTS + DATA + mpi + steps, tmp_path, ranks=2, engine="mpi")
 
 
-def test_workers_of_many_devices(tmp_path):
-  (howto,) = snippets("Workers of many devices")
+def test_sharded_models(tmp_path):
+  (howto,) = snippets("docs/how_to/sharded_models.md")
   check = "assert not params['bias'].sharding.is_fully_replicated and int(state[0].layout.workers) == 2\n"
-  start = START.replace('"jax_num_cpu_devices", 2', '"jax_num_cpu_devices", 4')
-  assert "words_sent" in run("\n".join([start, IMPORTS, DATA, howto, check]), tmp_path)
+  four = CONTEXT.replace('"jax_num_cpu_devices", 2', '"jax_num_cpu_devices", 4')
+  assert "words_sent" in run("\n".join([four, howto, check]), tmp_path)
 
 
-def test_talk_rarely(tmp_path):
-  local, momentum = snippets("Talk rarely")
-  use = "state = js.init(tx, params, mesh)\njs.make_train_step(loss_fn, tx, mesh)(params, state, batch)\n"
-  run("\n".join([START, CONTEXT, local, momentum, use]), tmp_path)
+def test_local_steps(tmp_path):
+  local, momentum = snippets("docs/how_to/local_steps.md")
+  run("\n".join([CONTEXT, local, momentum, TRAIN]), tmp_path)
 
 
 @pytest.mark.parametrize("runs", [row([True], quick=True, id="disturbed"), row([False, True], id="both")])
 def test_a_lost_rank(tmp_path, runs):
   """Rank 1 is killed after the first checkpoint, two are left, and train as well as three that nobody disturbs."""
-  (program,) = snippets("Checkpoints, other workers, a lost rank")
+  (program,) = snippets("docs/how_to/checkpoints.md")
   assert program.count("\n") <= 40
   accuracies = []
   for disturbed in runs:
@@ -144,24 +173,13 @@ def process_of(folder, rank):
   raise ProcessLookupError(f"no rank {rank} runs in {folder}")
 
 
-def test_workers_of_different_speed(tmp_path):
-  (worker,) = snippets("Workers of different speed")
+def test_stragglers(tmp_path):
+  (worker,) = snippets("docs/how_to/stragglers.md")
   address = f"tcp://127.0.0.1:{launch.free_port()}"
   assert "tcp://127.0.0.1:29500" in worker
-  assert "10_000" in worker
-  worker = worker.replace("tcp://127.0.0.1:29500", address).replace("10_000", "5")
-  local = """
-import itertools, sys
-number, batches, tx = int(sys.argv[1]), iter(itertools.repeat(batch)), optax.sgd(0.1)
-state = tx.init(params)
-
-@jax.jit
-def local_step(params, state, batch):
-  updates, state = tx.update(jax.grad(loss_fn)(params, batch), state)
-  return optax.apply_updates(params, updates), state
-
-"""
-  (tmp_path / "program.py").write_text(CONTEXT + local + textwrap.dedent(worker))
+  assert "1_000" in worker
+  worker = worker.replace("tcp://127.0.0.1:29500", address).replace("1_000", "5")
+  (tmp_path / "program.py").write_text(worker)
   serve = [sys.executable, "-m", "jaxsparse.partial", "--workers=3", "--group_size=3", "--weights=dynamic"]
   server = subprocess.Popen([*serve, f"--address={address}"], cwd=ROOT)
   try:
