@@ -16,7 +16,7 @@ def bf16(x):
 def test_who_selects_and_who_encodes():
   has = lambda option: {name for name in js.collective_names() if option in js.collective_options(name)}
   assert has("selector") == {"gtopk", "spardl", "topka", "topkdsa"}  # the others have a way of their own to select
-  assert has("wire") == has("selector") | {"chunktopk", "gaussiank", "oktopk"}  # the others send no indices
+  assert has("wire") == has("selector") | {"chunktopk", "dcttopk", "gaussiank", "oktopk"}  # the others send no indices
 
 
 @pytest.mark.parametrize("selector", ["exact", "chunked"])
