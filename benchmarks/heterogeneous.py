@@ -231,7 +231,7 @@ def main() -> None:
   """Simulates what the flags ask for and reports."""
   console = workers.make_console(stderr=_JSON.value)
   cases, kept = _cases(), _Kept()
-  runs = _measure(cases, kept, console)
+  runs = _measure(cases, kept, console) if cases else {}
   shown = {(case.part, case.method.label, case.environment) for case in cases}
   every = not cases or _RESULTS.value
   rows = [one for one in kept.rows if every or (one.part, one.label, one.environment) in shown]

@@ -10,7 +10,7 @@ import rich.table
 
 import jaxsparse as js
 from benchmarks import papers, report
-from benchmarks.virtual import Row
+from benchmarks.virtual import Environment, Row
 
 _TABLE_1 = {
   "all-reduce": "allreduce",
@@ -67,11 +67,11 @@ def table(rows: Sequence[Row], title: str) -> rich.table.Table:
 
 
 def by_environment(rows: Iterable[Row]) -> list[list[Row]]:
-  """The rows of each environment, in order."""
-  groups: dict[object, list[Row]] = {}
+  """The rows of each environment, few workers first."""
+  groups: dict[Environment, list[Row]] = {}
   for one in rows:
     groups.setdefault(one.environment, []).append(one)
-  return list(groups.values())
+  return [groups[environment] for environment in sorted(groups)]
 
 
 def speed_ups(rows: Sequence[Row]) -> dict[str, dict[int, float]]:

@@ -49,7 +49,8 @@ class Environment(NamedTuple):
   def __str__(self) -> str:
     occupied = f", occupancy {self.occupancy:g}" * (self.occupancy < 1)
     links = f", {self.slow_links} slow links" * (self.slow_links > 0)
-    return f"{self.workers} workers, HL = {self.level}{occupied}, jitter {self.jitter:g}{links}"
+    workers = f"{self.workers} worker{'s' * (self.workers > 1)}"
+    return f"{workers}, HL = {self.level}{occupied}, jitter {self.jitter:g}{links}"
 
 
 class Settings(NamedTuple):
