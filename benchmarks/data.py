@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+FOLDS = 5  # of the digits, unless something else is asked for
 CIFAR10_FILES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 
 
@@ -20,15 +21,25 @@ class Dataset(NamedTuple):
   test_labels: np.ndarray
 
 
-def load(name: str, data_dir: str | None = None) -> Dataset:
+def load(name: str, data_dir: str | None = None, fold: int = 0, folds: int = FOLDS) -> Dataset:
   """The data set of that name.
 
+  Args:
+    name: "digits" or "cifar10".
+    data_dir: for CIFAR-10, the folder of its files.
+    fold: of the digits: images fold, fold + folds, fold + 2 · folds, … are for the test, so that the folds together
+      test every image once.
+    folds: for cross-validation of the digits.
+
   Raises:
-    ValueError: for an unknown name, a missing `data_dir`, or a file that does not hold what it should.
+    ValueError: for an unknown name, a missing `data_dir`, a file that does not hold what it should, or a fold that does
+      not exist.
     FileNotFoundError: for a missing file, saying what was expected where.
   """
+  if folds < 2 or not 0 <= fold < folds:
+    raise ValueError(f"fold={fold} of folds={folds}, choose at least two folds, and one of them")
   if name == "digits":
-    return _digits()
+    return _digits(fold, folds)
   if name == "cifar10":
     if not data_dir:
       raise ValueError("--dataset=cifar10 needs --data_dir, the folder that holds cifar-10-batches-py")
@@ -52,13 +63,13 @@ def batches(images: np.ndarray, labels: np.ndarray, size: int, seed: int) -> Ite
       yield {"input": images[chosen], "label": labels[chosen]}
 
 
-def _digits() -> Dataset:
-  """1,797 handwritten digits of 8 × 8 pixels, every fifth for the test."""
+def _digits(fold: int, folds: int) -> Dataset:
+  """1,797 handwritten digits of 8 × 8 pixels, one of every `folds` for the test."""
   from sklearn.datasets import load_digits  # slow to import, and not needed for CIFAR-10
 
   digits = load_digits()
   images = digits.images[..., None].astype(np.float32)
-  test = np.arange(len(images)) % 5 == 0
+  test = np.arange(len(images)) % folds == fold
   return _standardized(images[~test], digits.target[~test], images[test], digits.target[test])
 
 

@@ -1,310 +1,287 @@
 r"""Partial reduce beside seven other ways to train workers of different speeds, in virtual time: the paper's Table 1.
 
 Eight workers train an MLP on the digits. Gradients are real; a step of a worker takes a second of virtual time, give or
-take --jitter, and HL times as long for each of HL workers that share one accelerator (§5.2). The run time is the
-virtual time until the mean of the models first has the --target accuracy on the test set, evaluated every half second.
-Everything is deterministic by seed; the tables show means over the seeds.
+take --jitter, and HL times as long for each of HL workers that share one accelerator (§5.2), or less with --occupancy.
+The run time is the virtual time until the mean of the models first has the --target accuracy on the test set, evaluated
+every half second. Everything is deterministic by seed; the tables show means over the seeds, and over the folds of
+cross-validation with --folds.
 
 "per update" is an average of a group or of all, or one step of the one model, as in the paper. "initial" is dynamic
 partial reduce as the paper describes it, where the weight of iterations that no worker is in goes to the initial model.
 
-Then ρ of the groups against the paper's Figure 4; its Figure 3 as a timeline of each worker's work, waiting and
-averaging; and its Figure 8, partial reduce over P at the lowest level. Figures go to --report_dir: heterogeneous.png,
-timeline.png, group_size.png.
+--parts chooses what is measured:
+
+    levels    Table 1 at --levels; ρ of the groups against Figure 4; Figure 3 as a timeline of each worker's work,
+              waiting and averaging; Figure 8, partial reduce over P at the lowest level (heterogeneous.png,
+              timeline.png, group_size.png)
+    tail      Figure 9: --tail_workers workers whose step times have a heavy tail, that of a cluster shared with others
+    scale     Figure 11: the same step times, --scale workers, speed-ups over one worker (scale.png)
+    decay     --decays as the α of dynamic weights, P = 3, at the highest level (decay.png)
+    links     --slow_links workers whose messages take --slow_link times as long, alone and beside slow workers
+
+Rows are added to --results; --parts=none makes the tables of that file, and the figures scale.png and decay.png.
 
 Examples:
   python -m benchmarks.heterogeneous
-  python -m benchmarks.heterogeneous --levels=3 --methods=allreduce,dynamic:3,dynamic:5 --seed=0
-  python -m benchmarks.heterogeneous --json | jq '.rows[] | [.level, .label, .seconds]'
+  python -m benchmarks.heterogeneous --levels=3 --methods=allreduce,dynamic:3,dynamic:5,dynamic:3:0.9 --seed=0
+  python -m benchmarks.heterogeneous --parts=tail,scale --limit=4000
+  python -m benchmarks.heterogeneous --parts=decay --folds=5 --seed=0
+  python -m benchmarks.heterogeneous --parts=none --results=benchmarks/results/heterogeneous.json
+  python -m benchmarks.heterogeneous --json | jq '.rows[] | [.environment.level, .label, .seconds]'
 """
 
-import functools
 import itertools
 import json
 import pathlib
-import statistics
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-import optax
 import rich.console
 import rich.progress
-import rich.table
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import data, entry, papers, report, training, workers
-from benchmarks.heterogeneous_figures import Row, Runs, draw_curves, draw_sweep, draw_timeline
+from benchmarks import entry, papers, report, virtual, workers
+from benchmarks import heterogeneous_figures as figures
+from benchmarks import heterogeneous_report as tables
+from benchmarks.virtual import Bench, Environment, Method, Row, parse
 from jaxsparse.partial.simulation import METHODS
 
 _ALL = [*METHODS[:-2], "constant:3", "dynamic:3", "initial:3", "constant:5", "dynamic:5"]
+PARTS = {
+  "levels": "heterogeneity levels",
+  "sweep": "Figure 8",
+  "tail": "Figure 9",
+  "scale": "Figure 11",
+  "decay": "α of dynamic weights",
+  "links": "slow links",
+}
 
+_PARTS = flags.DEFINE_list("parts", ["levels"], "What to measure: levels, tail, scale, decay, links, or none.")
 _METHODS = flags.DEFINE_list(
-  "methods", _ALL, "Methods; constant, dynamic and initial with a group size behind a colon."
+  "methods", _ALL, "Methods of levels; constant, dynamic and initial with a group size behind a colon, then an α."
 )
 _WORKERS = flags.DEFINE_integer("workers", 8, "Number of workers.")
 _LEVELS = flags.DEFINE_list(
   "levels", ["1", "2", "3"], "Heterogeneity levels HL: how many workers share an accelerator."
 )
+_OCCUPANCY = flags.DEFINE_float("occupancy", 1.0, "Fraction of a step in which an accelerator is busy.")
 _SWEEP = flags.DEFINE_list("sweep", ["2", "3", "4", "5", "6", "7", "8"], "Group sizes for Figure 8; none with --sweep=")
+_TAIL = flags.DEFINE_float("tail", 1.2, "Jitter of tail and scale: log-normal step times with a heavy tail.")
+_TAIL_WORKERS = flags.DEFINE_integer("tail_workers", 16, "Number of workers for tail.")
+_SCALE = flags.DEFINE_list("scale", ["1", "4", "8", "16", "32"], "Numbers of workers for scale, 1 or at least 4.")
+_DECAYS = flags.DEFINE_list("decays", ["0.1", "0.3", "0.5", "0.7", "0.9"], "Values of α for decay.")
+_SLOW_LINKS = flags.DEFINE_integer("slow_links", 2, "Workers with slow links, for links.")
+_SLOW_LINK = flags.DEFINE_float("slow_link", 10, "How many times as long a model takes on a slow link.")
 _TARGET = flags.DEFINE_float("target", 0.97, "Test accuracy to reach.")
 _LIMIT = flags.DEFINE_float("limit", 600, "Seconds of virtual time after which a method counts as not reaching it.")
 _JITTER = flags.DEFINE_float("jitter", 0.1, "Standard deviation of the logarithm of a step's time.")
 _WIRE = flags.DEFINE_float("wire", 0.1, "Seconds that one model takes from one worker to another, in virtual time.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images of each worker in each step.")
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, "Of SGD with momentum 0.9.")
+_LEARNING_RATE = flags.DEFINE_float(
+  "learning_rate", 0.02, "Of SGD with momentum 0.9, for --workers; another number has it in proportion."
+)
 _SEED = flags.DEFINE_multi_integer("seed", [0, 1, 2], "Of parameters, batches and step times. Repeat it.")
+_FOLDS = flags.DEFINE_integer("folds", 1, "Folds of cross-validation, each tested from each seed; 1 for one of five.")
+_RESULTS = flags.DEFINE_string("results", None, "A file to which rows are added, and from which the tables are made.")
 _REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figures.")
 _JSON = flags.DEFINE_bool(
   "json", False, "Print the result as JSON on standard output, everything else on standard error."
 )
 
 
-class Method(NamedTuple):
-  """One line of a table.
+class Case(NamedTuple):
+  """What to measure, and for which part."""
 
-  Attributes:
-    label: as the user wrote it.
-    name: of the method for `js.partial.simulate`.
-    options: for it.
-  """
-
-  label: str
-  name: str
-  options: dict[str, Any]
+  part: str
+  environment: Environment
+  method: Method
 
 
-class Spread(NamedTuple):
-  """One environment of the paper's Figure 4.
-
-  Attributes:
-    what: in words.
-    paper: ρ there.
-    rho: of the groups that were formed.
-    paper_share: of the groups, that the slowest worker is in there.
-    share: here.
-  """
-
-  what: str
-  paper: float
-  rho: float
-  paper_share: float
-  share: float
-
-
-def parse(label: str, workers: int) -> Method:
-  """What a label of --methods names.
-
-  Raises:
-    ValueError: for an unknown name, or a group size that does not fit.
-
-  Example:
-    >>> parse("initial:3", workers=8)
-    Method(label='initial:3', name='dynamic', options={'missing': 'initial', 'group_size': 3})
-  """
-  name, colon, size = label.partition(":")
-  grouped = name in ("constant", "dynamic", "initial")
-  if not grouped and (colon or name not in METHODS):
-    raise ValueError(f"--methods={label}, choose from {', '.join(METHODS[:-2])}, constant:P, dynamic:P, initial:P")
-  if not grouped:
-    return Method(label, name, {})
-  if not size.isdecimal() or not 2 <= int(size) <= workers:
-    raise ValueError(f"--methods={label}: give a group size of 2 … {workers} behind a colon")
-  missing = {"missing": "initial"} if name == "initial" else {}
-  return Method(label, "dynamic" if missing else name, {**missing, "group_size": int(size)})
-
-
-class Bench:
-  """Simulates any method at any level from any seed, on the same task."""
-
-  def __init__(self) -> None:
-    self._dataset = data.load("digits")
-    place = workers.here("sim", 1)
-    self._task = functools.cache(lambda seed: training.make_task("mlp", self._dataset, place, _BATCH_SIZE.value, seed))
-
-  def simulate(self, method: Method, level: int, seed: int) -> js.partial.Simulation:
-    """One run."""
-    task = self._task(seed)
-    images, labels = self._dataset.train_images, self._dataset.train_labels
-    return js.partial.simulate(
-      method.name,
-      task.loss,
-      task.params,
-      lambda worker: data.batches(images, labels, _BATCH_SIZE.value, _stream(seed, worker)),
-      js.partial.sharing(_WORKERS.value, level, jitter=_JITTER.value),
-      tx=optax.sgd(_LEARNING_RATE.value, momentum=0.9),
-      seconds=_LIMIT.value,
-      alpha=_WIRE.value / 100,
-      beta=_WIRE.value / (4 * task.entries),
-      evaluate=task.accuracy,
-      every=0.5,
-      target=_TARGET.value,
-      seed=seed,
-      **method.options,
-    )
-
-
-def _stream(seed: int, worker: int) -> int:
-  """A seed of a worker's own."""
-  return int(np.random.SeedSequence([seed, worker]).generate_state(1)[0])
-
-
-def row(method: Method, level: int, runs: Sequence[js.partial.Simulation], size: int) -> Row:
-  """Means over the runs of all seeds."""
-  mean = lambda value: statistics.mean(map(value, runs))
-  reached = sum(run.reached for run in runs)
-  seconds = [run.seconds for run in runs]
-  return Row(
-    method.label,
-    level,
-    reached,
-    statistics.mean(seconds) if reached == len(runs) else None,
-    statistics.stdev(seconds) if len(runs) > 1 else 0.0,
-    mean(lambda run: run.updates),
-    mean(lambda run: run.gradients),
-    mean(lambda run: run.seconds_per_update),
-    mean(lambda run: js.partial.rho(run.groups, size)) if all(run.groups for run in runs) else None,
+def _settings() -> virtual.Settings:
+  return virtual.Settings(
+    _WORKERS.value,
+    _BATCH_SIZE.value,
+    _LEARNING_RATE.value,
+    _TARGET.value,
+    _LIMIT.value,
+    _WIRE.value,
+    _SLOW_LINK.value,
+    _FOLDS.value,
   )
 
 
-def table(rows: Sequence[Row], level: int, seeds: int) -> rich.table.Table:
-  """One heterogeneity level."""
-  rows = [one for one in rows if one.level == level]
-  base = next((one.seconds for one in rows if one.label == "allreduce"), None)
-  result = rich.table.Table(title=f"HL = {level}, seconds of virtual time to {_TARGET.value:g}, {seeds} seeds")
-  result.add_column("method", no_wrap=True)
-  for head in ("run time", "× all-reduce", "updates", "per update", "gradients", "ρ"):
-    result.add_column(head, justify="right", no_wrap=True)
-  for one in rows:
-    reached = one.seconds is not None
-    result.add_row(
-      one.label,
-      f"{one.seconds:.0f} ± {one.deviation:.0f}" if reached else f"N/A ({one.reached} of {seeds} reach it)",
-      f"{base / one.seconds:.2f}" if base and one.seconds else "–",
-      f"{one.updates:,.0f}" if reached else "–",
-      f"{one.per_update:.3f}",
-      f"{one.gradients:,.0f}" if reached else "–",
-      "–" if one.rho is None else f"{one.rho:.3f}",
-    )
-  return result
-
-
-def figure_4(groups: int = 1000) -> list[Spread]:
-  """The two environments of Figure 4, N = 3 and P = 2, with step times drawn."""
-  found = []
-  for what, slow, share in (("homogeneous", 1.0, 2 / 3), ("one twice as slow", 2.0, 1 / 2)):
-    paces = [*js.partial.sharing(2, 1), *js.partial.sharing(1, 1, seconds=slow)]
-    run = js.partial.simulate(
-      "constant",
-      lambda x, batch: jnp.sum(x * batch),
-      jnp.zeros(1),
-      lambda _: itertools.repeat(jnp.zeros(1)),
-      paces,
-      tx=optax.identity(),
-      seconds=groups * 2 / sum(1 / s for s in (1, 1, slow)),
-      group_size=2,
-    )
-    slow_ones = sum(2 in group.members for group in run.groups) / len(run.groups)
-    found.append(
-      Spread(what, papers.number("Partial Reduce", "Figure 4", what), js.partial.rho(run.groups, 3), share, slow_ones)
-    )
-  return found
-
-
-def goals(rows: Sequence[Row]) -> list[report.Goal]:
-  """The goal of the simulation."""
-  seconds = {(one.label, one.level): one.seconds for one in rows}
-  base, dynamic = seconds.get(("allreduce", 3)), seconds.get(("dynamic:3", 3))
-  ratio = base / dynamic if base and dynamic else None
-  return [
-    report.Goal(
-      "dynamic partial reduce (P = 3) ≥ 1.48 × as fast as all-reduce at HL = 3, simulated",
-      ratio,
-      None if ratio is None else ratio >= 1.48,
-    ),
-  ]
-
-
-def _check_flags() -> tuple[list[Method], list[int], list[Method]]:
-  """Methods, levels, and the methods of the sweep; raises ValueError before anything is trained."""
-  for flag, least in ((_WORKERS, 2), (_BATCH_SIZE, 1)):
+def _cases() -> list[Case]:
+  """What the flags ask for; raises ValueError before anything is trained."""
+  for flag, least in ((_WORKERS, 2), (_BATCH_SIZE, 1), (_FOLDS, 1), (_TAIL_WORKERS, 4), (_SLOW_LINKS, 1)):
     if flag.value < least:
       raise ValueError(f"--{flag.name}={flag.value}, choose at least {least}")
-  for positive in (_LIMIT, _WIRE):
+  for positive in (_LIMIT, _WIRE, _SLOW_LINK):
     if not positive.value > 0:
       raise ValueError(f"--{positive.name}={positive.value:g}, choose more than 0")
+  for jitter in (_JITTER, _TAIL):
+    if not jitter.value >= 0:
+      raise ValueError(f"--{jitter.name}={jitter.value:g}, choose at least 0")
+  if not 0 <= _OCCUPANCY.value <= 1:
+    raise ValueError(f"--occupancy={_OCCUPANCY.value:g}, choose 0 … 1")
+  if _SLOW_LINKS.value > _WORKERS.value:
+    raise ValueError(f"--slow_links={_SLOW_LINKS.value}, choose 1 … {_WORKERS.value}, the number of workers")
   for level in _LEVELS.value:
     if not level.isdecimal() or not 1 <= int(level) <= _WORKERS.value:
       raise ValueError(f"--levels={level}, choose 1 … {_WORKERS.value}, the number of workers")
+  for size in _SCALE.value:
+    if not size.isdecimal() or int(size) in (0, 2, 3):
+      raise ValueError(f"--scale={size}, choose 1, or at least 4: groups are of 4")
+  makers = _makers()
+  if unknown := [part for part in _PARTS.value if part not in (*makers, "none")]:
+    raise ValueError(f"--parts={unknown[0]}, choose from {', '.join(makers)}, or none")
+  return [case for part in _PARTS.value if part != "none" for case in makers[part]()]
+
+
+def _makers() -> dict[str, Callable[[], list[Case]]]:
+  """The cases of each part."""
+  return {"levels": _levels, "tail": _tail, "scale": _scale, "decay": _decay, "links": _links}
+
+
+def _at(level: int, slow_links: int = 0) -> Environment:
+  return Environment(_WORKERS.value, level, _JITTER.value, slow_links, _OCCUPANCY.value)
+
+
+def _levels() -> list[Case]:
   methods = [parse(label, _WORKERS.value) for label in dict.fromkeys(_METHODS.value)]
   sweep = [parse(f"constant:{size}", _WORKERS.value) for size in _SWEEP.value]
-  return methods, [int(level) for level in _LEVELS.value], sweep
+  levels = [int(level) for level in _LEVELS.value]
+  cases = [Case("levels", _at(level), method) for level in levels for method in methods]
+  return cases + [Case("sweep", _at(min(levels)), method) for method in sweep]
 
 
-def _measure(cases: Sequence[tuple[int, Method]], console: rich.console.Console) -> Runs:
-  """The runs of each method and level, one a seed; a method and level that is asked for twice is run once."""
-  cases = list({(method.label, level): (level, method) for level, method in cases}.values())
-  bench, seeds = Bench(), list(dict.fromkeys(_SEED.value))
+def _tail() -> list[Case]:
+  where = Environment(_TAIL_WORKERS.value, jitter=_TAIL.value)
+  labels = "allreduce", "backup", "adpsgd", "asp", "constant:4", "dynamic:4"
+  return [Case("tail", where, parse(label, where.workers)) for label in labels]
+
+
+def _scale() -> list[Case]:
+  cases = []
+  for size in map(int, dict.fromkeys(_SCALE.value)):
+    quarter = Method("backup", "backup", {"backups": size // 4})  # as in the paper
+    methods = [parse("allreduce", size)]
+    methods += [quarter, parse("constant:4", size), parse("dynamic:4", size)] if size > 1 else []
+    cases += [Case("scale", Environment(size, jitter=_TAIL.value), method) for method in methods]
+  return cases
+
+
+def _decay() -> list[Case]:
+  where = _at(max(map(int, _LEVELS.value)))
+  labels = [f"{name}:3:{alpha}" for name in ("dynamic", "initial") for alpha in _DECAYS.value]
+  return [Case("decay", where, parse(label, where.workers)) for label in labels]
+
+
+def _links() -> list[Case]:
+  places = [_at(level, _SLOW_LINKS.value) for level in (1, max(map(int, _LEVELS.value)))]
+  labels = "allreduce", "backup", "adpsgd", "asp", "constant:3", "dynamic:3"
+  return [Case("links", where, parse(label, where.workers)) for where in places for label in labels]
+
+
+class _Kept:
+  """The rows of the results file, and those of this run."""
+
+  def __init__(self) -> None:
+    self._path = pathlib.Path(_RESULTS.value) if _RESULTS.value else None
+    found = virtual.read(json.loads(self._path.read_text())["rows"]) if self._path and self._path.exists() else []
+    self._rows = {(one.part, one.label, one.environment): one for one in found}
+
+  def add(self, row: Row) -> None:
+    self._rows[row.part, row.label, row.environment] = row
+    if self._path:
+      lines = [json.dumps(one) for one in virtual.plain(self.rows)]
+      report.replace(self._path, '{"rows": [\n' + ",\n".join(lines) + "\n]}\n")
+
+  @property
+  def rows(self) -> list[Row]:
+    return list(self._rows.values())
+
+
+def _measure(cases: Sequence[Case], kept: _Kept, console: rich.console.Console) -> figures.Runs:
+  """The runs of each method and environment, one a seed and fold; what several parts ask for is run once."""
+  settings, seeds = _settings(), list(dict.fromkeys(_SEED.value))
+  bench = Bench(settings)
   columns = [
     rich.progress.TextColumn("{task.description:>24}"),
     rich.progress.BarColumn(),
     rich.progress.MofNCompleteColumn(),
     rich.progress.TimeRemainingColumn(),
   ]
-  runs: dict[tuple[str, int], list[js.partial.Simulation]] = {}
+  runs: dict[tuple[str, Environment], list[js.partial.Simulation]] = {}
   with rich.progress.Progress(*columns, console=console) as progress:
-    bar = progress.add_task("", total=len(cases) * len(seeds))
-    for (level, method), seed in itertools.product(cases, seeds):
-      progress.update(bar, description=f"HL {level}, {method.label}, seed {seed}")
-      runs.setdefault((method.label, level), []).append(bench.simulate(method, level, seed))
-      progress.advance(bar)
+    bar = progress.add_task("", total=len(cases) * len(seeds) * settings.folds)
+    for part, environment, method in cases:
+      progress.update(bar, description=f"{environment}, {method.label}")
+      key = method.label, environment
+      own = runs.get(key, [])
+      for seed, fold in itertools.product(seeds, range(settings.folds)) if not own else ():
+        own.append(bench.simulate(method, environment, seed, fold))
+        progress.advance(bar)
+      runs[key] = own
+      kept.add(virtual.row(part, method, environment, settings, own))
   return runs
 
 
 def main() -> None:
-  """Simulates and reports."""
+  """Simulates what the flags ask for and reports."""
   console = workers.make_console(stderr=_JSON.value)
-  methods, levels, sweep = _check_flags()
-  cases = [(level, method) for level in levels for method in methods] + [(min(levels), method) for method in sweep]
-  runs = _measure(cases, console)
-  _report(methods, sweep, levels, runs, console)
+  cases, kept = _cases(), _Kept()
+  runs = _measure(cases, kept, console)
+  shown = {(case.part, case.method.label, case.environment) for case in cases}
+  every = not cases or _RESULTS.value
+  rows = [one for one in kept.rows if every or (one.part, one.label, one.environment) in shown]
+  if not rows:
+    raise ValueError("--parts=none needs --results, a file with rows")
+  _report(rows, runs, {case.part for case in cases}, console)
 
 
-def _report(
-  methods: Sequence[Method],
-  sweep: Sequence[Method],
-  levels: Sequence[int],
-  runs: Runs,
-  console: rich.console.Console,
-) -> None:
-  row_of = lambda method, level: row(method, level, runs[method.label, level], _WORKERS.value)
-  rows = [row_of(method, level) for level in levels for method in methods]
-  swept = [row_of(method, min(levels)) for method in sweep]
-  worst, folder = max(levels), pathlib.Path(_REPORT_DIR.value)
-  for level in levels:
-    console.print(table(rows, level, len(set(_SEED.value))))
-  rhos = figure_4()
+def _report(rows: Sequence[Row], runs: figures.Runs, parts: set[str], console: rich.console.Console) -> None:
+  for part, title in PARTS.items():
+    for own in tables.by_environment(one for one in rows if one.part == part):
+      console.print(tables.table(own, title))
+  rhos = tables.figure_4() if "levels" in parts else []
   for one in rhos:
     shares = f"the slowest is in {one.share:.2f} of the groups ({one.paper_share:.2f})"
     console.print(f"Figure 4, {one.what}: ρ is {one.rho:.3f} (there {one.paper:g}), {shares}", highlight=False)
-  console.print(papers.beside(papers.of("heterogeneous"), {one.what: one.rho for one in rhos}))
-  shown = {key: found for key, found in runs.items() if key[0] in {method.label for method in methods}}
-  draw_curves(shown, worst, _WORKERS.value, _TARGET.value, folder / "heterogeneous.png")
-  timelines = [(label, found[0]) for (label, level), found in shown.items() if level == worst]
-  chosen = [one for one in timelines if one[0] in ("allreduce", "eager", "constant:3")] or timelines[:1]
-  draw_timeline(chosen, worst, _WORKERS.value, folder / "timeline.png")
-  drawn = ["heterogeneous.png", "timeline.png"]
-  if swept:
-    draw_sweep(swept, _WORKERS.value, folder / "group_size.png")
-    drawn.append("group_size.png")
-  console.print(f"figures in {folder}: {', '.join(drawn)}")
-  reached = goals(rows)
+  drawn = _draw(rows, runs, parts, console)
+  now = {one.what: one.rho for one in rhos} | tables.measured(rows)
+  console.print(papers.beside(papers.of("heterogeneous"), now))
+  console.print(f"figures in {_REPORT_DIR.value}: {', '.join(drawn)}")
+  reached = tables.goals(rows)
   report.say(reached, console)
   if _JSON.value:
-    plain = lambda values: [value._asdict() for value in values]
-    print(json.dumps({"rows": plain(rows), "sweep": plain(swept), "figure_4": plain(rhos), "goals": plain(reached)}))
+    given = {"rows": virtual.plain(rows), "figure_4": [one._asdict() for one in rhos]}
+    print(json.dumps(given | {"goals": [goal._asdict() for goal in reached]}))
+
+
+def _draw(rows: Sequence[Row], runs: figures.Runs, parts: set[str], console: rich.console.Console) -> list[str]:
+  """Draws the figures of the rows, and of the runs those of the levels; their names."""
+  folder, drawn = pathlib.Path(_REPORT_DIR.value), []
+  of_part = lambda part: [one for one in rows if one.part == part]
+  if "levels" in parts:
+    worst = _at(max(map(int, _LEVELS.value)))
+    shown = {key: found for key, found in runs.items() if key[1] == worst and key[0] in _METHODS.value}
+    figures.draw_curves(shown, worst, _TARGET.value, folder / "heterogeneous.png")
+    timelines = [(label, found[0]) for (label, _), found in shown.items()]
+    chosen = [one for one in timelines if one[0] in ("allreduce", "eager", "constant:3")] or timelines[:1]
+    figures.draw_timeline(chosen, worst.level, worst.workers, folder / "timeline.png")
+    drawn += ["heterogeneous.png", "timeline.png"]
+  if swept := of_part("sweep"):
+    figures.draw_sweep(swept, folder / "group_size.png")
+    drawn.append("group_size.png")
+  if found := tables.speed_ups(of_part("scale")):
+    console.print(tables.scale_table(found))
+    figures.draw_scale(found, folder / "scale.png")
+    drawn.append("scale.png")
+  if decays := of_part("decay"):
+    figures.draw_decays(decays, folder / "decay.png")
+    drawn.append("decay.png")
+  return drawn
 
 
 if __name__ == "__main__":

@@ -1,58 +1,32 @@
-"""Rows and figures of `benchmarks.heterogeneous`."""
+"""Figures of `benchmarks.heterogeneous`."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jaxsparse as js
 from benchmarks import report
+from benchmarks.virtual import Environment, Row
 
 from matplotlib import colormaps, pyplot  # isort: skip  # after benchmarks.report, which chooses where it draws to
 
-Runs = Mapping[tuple[str, int], list[js.partial.Simulation]]  # of each method and level, one for each seed
+Runs = Mapping[tuple[str, Environment], list[js.partial.Simulation]]  # one for each seed and fold
 
 _COLORS = {"work": "tab:blue", "wait": "tab:green", "average": "tab:red"}
 
 
-class Row(NamedTuple):
-  """One method at one heterogeneity level, means over the seeds.
-
-  Attributes:
-    label: of the method.
-    level: HL.
-    reached: how many seeds reached the target.
-    seconds: of virtual time to the target, of those that did; None if not all did.
-    deviation: of the seconds over the seeds.
-    updates: to the target, or until the end.
-    gradients: of workers, likewise.
-    per_update: seconds of virtual time.
-    rho: of the groups; None without groups.
-  """
-
-  label: str
-  level: int
-  reached: int
-  seconds: float | None
-  deviation: float
-  updates: float
-  gradients: float
-  per_update: float
-  rho: float | None
-
-
-def draw_curves(runs: Runs, level: int, workers: int, target: float, path: pathlib.Path) -> None:
-  """Accuracy over virtual time of the first seed, Figure 7(a)."""
+def draw_curves(runs: Runs, environment: Environment, target: float, path: pathlib.Path) -> None:
+  """Accuracy over virtual time of the first run, Figure 7(a)."""
   plot, panel = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
   panel.set_prop_cycle(color=[colormaps["tab20"](number) for number in range(20)])
   for (label, own), found in runs.items():
-    if own == level:
+    if own == environment:
       seconds, _, accuracy = zip(*found[0].curve, strict=True)
       panel.plot(seconds, accuracy, label=label, linewidth=1)
   panel.axhline(target, color="black", linewidth=0.5)
   panel.set(xlabel="seconds of virtual time", ylabel="test accuracy", ylim=(0.8, 1.0))
   panel.grid(alpha=0.3)
   panel.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1))
-  report.save(plot, f"{workers} workers, {level} of them sharing an accelerator, digits", path)
+  report.save(plot, f"{environment}, digits", path)
 
 
 def draw_timeline(
@@ -84,7 +58,7 @@ def draw_timeline(
   report.save(plot, f"{workers} workers, the last {level} share an accelerator", path)
 
 
-def draw_sweep(rows: Sequence[Row], workers: int, path: pathlib.Path) -> None:
+def draw_sweep(rows: Sequence[Row], path: pathlib.Path) -> None:
   """Run time, updates and time per update over P, Figure 8."""
   plot, panels = pyplot.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
   heads = {"seconds": "run time, s", "updates": "updates", "per_update": "seconds per update"}
@@ -92,4 +66,41 @@ def draw_sweep(rows: Sequence[Row], workers: int, path: pathlib.Path) -> None:
     panel.plot([int(one.label.partition(":")[2]) for one in rows], [getattr(one, name) for one in rows], marker="o")
     panel.set(xlabel="group size P", ylabel=head, ylim=(0, None))
     panel.grid(alpha=0.3)
-  report.save(plot, f"constant partial reduce, {workers} workers, HL = {rows[0].level}", path)
+  report.save(plot, f"constant partial reduce, {rows[0].environment}", path)
+
+
+def draw_scale(speed_ups: Mapping[str, Mapping[int, float]], path: pathlib.Path) -> None:
+  """Speed-up over one worker, Figure 11; `speed_ups` has that of each method by the number of workers."""
+  plot, panel = pyplot.subplots(figsize=(6, 4.5), layout="constrained")
+  for label, points in speed_ups.items():
+    panel.plot(list(points), list(points.values()), marker="o", label=label)
+  most = max(workers for points in speed_ups.values() for workers in points)
+  panel.plot([1, most], [1, most], color="black", linewidth=0.5, linestyle="--", label="linear")
+  panel.set(xlabel="workers", ylabel="speed-up over one worker", xlim=(0, None), ylim=(0, None))
+  panel.grid(alpha=0.3)
+  panel.legend(fontsize="small")
+  report.save(plot, "seconds of virtual time to the target, heavy-tailed steps", path)
+
+
+def draw_decays(rows: Sequence[Row], path: pathlib.Path) -> None:
+  """Run time over α of dynamic weights; a cross where not every run reaches the target."""
+  plot, panel = pyplot.subplots(figsize=(6, 4.5), layout="constrained")
+  for name, color in (("dynamic", "tab:blue"), ("initial", "tab:orange")):
+    own = [one for one in rows if one.label.startswith(name)]
+    alpha = lambda one: float(one.label.split(":")[2])
+    reached = [one for one in own if one.seconds is not None]
+    panel.errorbar(
+      list(map(alpha, reached)),
+      [one.seconds or 0.0 for one in reached],
+      [one.deviation for one in reached],
+      marker="o",
+      capsize=3,
+      color=color,
+      label=name,
+    )
+    missed = [one for one in own if one.seconds is None]
+    panel.plot([alpha(one) for one in missed], [one.settings.limit for one in missed], "x", color=color)
+  panel.set(xlabel="α", ylabel="run time, s", ylim=(0, None))
+  panel.grid(alpha=0.3)
+  panel.legend(fontsize="small")
+  report.save(plot, f"dynamic weights, P = 3, {rows[0].environment}", path)

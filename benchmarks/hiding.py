@@ -137,7 +137,7 @@ class Lab:
         _check_same(runs[key].params, runs[DEFAULT].params)
     rows = [Measured(self._rate, label, 0, times[label], None) for label in (DEFAULT, ALONE)]
     for (kind, name), plan in plans.items():
-      predicted = times[ALONE] + plan.iteration_time - plan.backward
+      predicted = times[ALONE] + plan.exposed
       rows.append(Measured(self._rate, f"{kind}, {name}", len(plan.groups), times[name, plan.groups], predicted))
     return rows
 

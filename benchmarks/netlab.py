@@ -103,21 +103,21 @@ def _host(name: str, number: int) -> Host:
   return Host(name, f"10.77.0.{number + 1}", ["ip", "netns", "exec", name, *own_name])
 
 
-def _bits(rate: str) -> float:
+def bits(rate: str) -> float:
   """What a rate in the notation of `tc` is in bits a second.
 
   Raises:
     ValueError: if `rate` is not a rate, or outside the limits of a lab.
   """
   form = _RATE.fullmatch(rate)
-  bits = 0.0
+  found = 0.0
   if form:
     number, prefix, unit = form[1], (form[2] or "").lower(), (form[3] or "bit").lower()
-    bits = float(number) * (1024 if prefix.endswith("i") else 1000) ** " kmgt".index(prefix[:1] or " ")
-    bits *= {"bit": 1, "bps": 8}[unit]
-  if not 1e3 <= bits <= 1e11:
+    found = float(number) * (1024 if prefix.endswith("i") else 1000) ** " kmgt".index(prefix[:1] or " ")
+    found *= {"bit": 1, "bps": 8}[unit]
+  if not 1e3 <= found <= 1e11:
     raise ValueError(f"rate={rate!r}, choose from 1kbit to 100gbit, for example 10mbit, 2.5gbit or 125mbps (bytes)")
-  return bits
+  return found
 
 
 def _shape(rate: str) -> _Shape:
@@ -134,7 +134,7 @@ def _shape(rate: str) -> _Shape:
   The queue has room for 0.1 s, and 1 MB at least: what five hosts send to one at once fits, as in a good switch. With
   loss, time-outs would be measured instead of the rate.
   """
-  speed = _bits(rate) / 8
+  speed = bits(rate) / 8
   burst = int(16_000 + 0.3e-3 * speed)
   return _Shape(rate, burst, limit=burst + int(max(1e6, 0.1 * speed)), packet=min(burst // 2, 65_536))
 

@@ -8,6 +8,12 @@ paper's total. Where the paper does not print the seconds of computing, Tables I
 third of it is forward as it is for ResNet-152, which gives back the S_max that the paper prints. Predicted is forward
 and the plan's iteration time, with a start-up of --alpha for each all-reduce and --beta for each byte.
 
+"exposed" is what of the communication backward does not hide (Figure 6, overlap_exposed.png): predicted, the paper's
+iteration less its computing, and in the lab a step less one without communication.
+
+With --contention: seconds of one all-reduce and of two at once by message size, and γ (Figures 4 and 5,
+contention.png), in the paper's model, or with --rate measured in the lab, on ranks of MPI.
+
 S is the throughput of all workers over that of one. S_max is Eq. 42: a link that is always full, at 9.43 Gbit/s. "α of
 WFBP" is the start-up that would explain the measured time of WFBP, all else as it is. Figures of the timelines are
 overlap_MODEL.png in --report_dir.
@@ -16,6 +22,8 @@ Examples:
   python -m benchmarks.overlap
   python -m benchmarks.overlap --model=bert_base --plan=mg_wfbp,asc_wfbp --gamma=2
   python -m benchmarks.overlap --rate=1gbit,100mbit --workers=4
+  python -m benchmarks.overlap --contention
+  python -m benchmarks.overlap --contention --rate=1gbit,100mbit --json | jq '.[].points'
   python -m benchmarks.overlap --alpha=5e-5 --ways=4 --json | jq '.[] | [.model, .plan, .seconds]'
 """
 
@@ -23,22 +31,20 @@ import json
 import pathlib
 import sys
 import tempfile
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import rich.console
 import rich.progress
-import rich.table
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import architectures, entry, hiding, netlab, papers, workers
+from benchmarks import architectures, contention, entry, hiding, iterations, netlab, papers, report, workers
+from benchmarks import overlap_report as tables
 from benchmarks.workers import make_console
 from jaxsparse import launch
 from jaxsparse.overlap.plans import Kind
 
 _KINDS = list(get_args(Kind))
-_WORKERS = 32
-_LINK = 9.43e9 / 8  # bytes a second, as the paper measured it with iperf3
 
 _MODEL = flags.DEFINE_list("model", list(architectures.MODELS), "Networks.")
 _PLAN = flags.DEFINE_list("plan", _KINDS, "Kinds of plans.")
@@ -46,6 +52,7 @@ _ALPHA = flags.DEFINE_float("alpha", 1.4e-3, "Seconds to start an all-reduce.")
 _BETA = flags.DEFINE_float("beta", 1.7e-9, "Seconds a byte of an all-reduce.")
 _GAMMA = flags.DEFINE_float("gamma", 1.5, "Two all-reduces at once take so many times as long for a byte.")
 _WAYS = flags.DEFINE_integer("ways", 2, "How many may be under way at once.")
+_CONTENTION = flags.DEFINE_bool("contention", False, "Two all-reduces at once by message size, instead of plans.")
 _RATE = flags.DEFINE_list("rate", [], "Measure, on lab links of these speeds, as tc writes them: 1gbit, 100mbit, none.")
 _HOSTS = flags.DEFINE_integer("workers", 4, "Hosts of the lab, a worker on each.")
 _DEPTH = flags.DEFINE_integer("depth", 20, "Layers of the lab's model, a matrix and a bias each.")
@@ -60,161 +67,15 @@ _JSON = flags.DEFINE_bool(
 )
 
 
-class Paper(NamedTuple):
-  """The paper's measurements of a network on 32 GPUs, Tables IV and V.
-
-  Attributes:
-    seconds: of an iteration, by kind of plan.
-    speed_up: S of ASC-WFBP over one GPU.
-    bound: S_max.
-    computing: seconds of forward and backward, where the text has them.
-  """
-
-  seconds: dict[str, float]
-  speed_up: float
-  bound: float
-  computing: float | None = None
-
-  @property
-  def forward(self) -> float:
-    """Seconds of forward, a third of computing."""
-    return self._computing / 3
-
-  @property
-  def backward(self) -> float:
-    """Seconds of backward."""
-    return self._computing * 2 / 3
-
-  @property
-  def _computing(self) -> float:
-    return self.computing or self.speed_up * self.seconds["asc_wfbp"] / _WORKERS
-
-
-def _paper_of(model: str, computing: float | None = None) -> Paper:
-  """Its figures for a network, from Tables IV and V."""
-  number = lambda table, cell: papers.number("ASC-WFBP", table, f"{model} {cell}")
-  seconds = {kind: number("Table IV", kind) for kind in ("wfbp", "mg_wfbp", "asc_wfbp")}
-  return Paper(seconds, number("Table V, S", "speed_up"), number("Table V, S_max", "bound"), computing)
-
-
-PAPER = {model: _paper_of(model, 0.091 + 0.182 if model == "resnet152" else None) for model in architectures.MODELS}
-
-
-class Row(NamedTuple):
-  """One plan for one network.
-
-  Attributes:
-    model: the network.
-    plan: the kind of plan.
-    groups: communications.
-    most_at_once: of them.
-    seconds: predicted, of an iteration with its forward pass.
-    measured: by the paper, or None.
-    speed_up: predicted S.
-    bound: S_max by Eq. 42.
-  """
-
-  model: str
-  plan: str
-  groups: int
-  most_at_once: int
-  seconds: float
-  measured: float | None
-  speed_up: float
-  bound: float
-
-
-def layers_of(model: str) -> tuple[list[float], list[float]]:
-  """Seconds of backward, scaled to the paper's total, and bytes of the float32 gradient of every tensor."""
-  tensors = architectures.MODELS[model]()
-  scale = PAPER[model].backward / sum(tensor.seconds for tensor in tensors)
-  return [scale * tensor.seconds for tensor in tensors], [4.0 * tensor.entries for tensor in tensors]
-
-
-def bound_of(model: str) -> float:
-  """S_max, Eq. 42: the link always full, backward or sending hidden by the other."""
-  _, sizes = layers_of(model)
-  forward, backward, sending = PAPER[model].forward, PAPER[model].backward, 2 * sum(sizes) / _LINK
-  computing = forward + backward
-  return _WORKERS * computing / (computing + sending - min(backward, sending))
-
-
-def row(model: str, plan: js.overlap.Plan) -> Row:
-  """The prediction beside the measurement."""
-  paper = PAPER[model]
-  seconds = paper.forward + plan.iteration_time
-  spans = plan.timeline
-  at_once = max(1 + sum(other.end > one.start for other in spans[:number]) for number, one in enumerate(spans))
-  speed_up = _WORKERS * (paper.forward + paper.backward) / seconds
-  measured = paper.seconds.get(plan.kind)
-  return Row(model, plan.kind, len(plan.groups), at_once, seconds, measured, speed_up, bound_of(model))
+def _link() -> js.overlap.Link:
+  return js.overlap.Link(_ALPHA.value, _BETA.value, _GAMMA.value)
 
 
 def plans_of(model: str) -> list[js.overlap.Plan]:
   """The plans that the flags ask for."""
-  times, sizes = layers_of(model)
-  link = {"alpha": _ALPHA.value, "beta": _BETA.value, "gamma": _GAMMA.value}
+  times, sizes = iterations.layers_of(model)
   kinds: Any = _PLAN.value
-  return [js.overlap.plan(kind, times, sizes, **link, ways=_WAYS.value) for kind in kinds]
-
-
-def start_up_of_wfbp(model: str) -> float:
-  """The α that would explain the paper's WFBP, which is bound by sending from the first gradient on."""
-  times, sizes = layers_of(model)
-  sending = PAPER[model].seconds["wfbp"] - PAPER[model].forward - times[-1]
-  return (sending - _BETA.value * sum(sizes)) / len(sizes)
-
-
-def table(rows: list[Row]) -> rich.table.Table:
-  """The rows, those of one network together."""
-  link = (
-    f"α = {1e3 * _ALPHA.value:g} ms, β = {1e9 * _BETA.value:g} ns/byte, γ = {_GAMMA.value:g}, {_WAYS.value} at once"
-  )
-  result = rich.table.Table(title=f"seconds an iteration, {_WORKERS} workers, {link}: predicted, and by the paper")
-  for head in ("network", "plan"):
-    result.add_column(head, no_wrap=True)
-  for head in ("sent", "at once", "s", "paper", "± %", "wfbp / this", "paper", "S", "S_max"):
-    result.add_column(head, justify="right", no_wrap=True)
-  for number, one in enumerate(rows):
-    own = {other.plan: other for other in rows if other.model == one.model}
-    wfbp, paper = own.get("wfbp"), PAPER[one.model].seconds
-    result.add_row(
-      one.model,
-      one.plan,
-      str(one.groups),
-      str(one.most_at_once),
-      f"{one.seconds:.3f}",
-      f"{one.measured:.3f}" if one.measured else "–",
-      f"{100 * (one.seconds / one.measured - 1):+.0f}" if one.measured else "–",
-      f"{wfbp.seconds / one.seconds:.2f}" if wfbp else "–",
-      f"{paper['wfbp'] / one.measured:.2f}" if one.measured else "–",
-      f"{one.speed_up:.1f}",
-      f"{one.bound:.1f}",
-      end_section=number + 1 == len(rows) or rows[number + 1].model != one.model,
-    )
-  return result
-
-
-def network_table(models: list[str]) -> rich.table.Table:
-  """The inputs of the predictions: the networks, and the paper's figures for them."""
-  result = rich.table.Table(title="the networks, and the paper's figures for them")
-  result.add_column("network", no_wrap=True)
-  for head in ("tensors", "parameters", "< 8 kB", "forward s", "backward s", "S_max", "paper", "α of WFBP, ms"):
-    result.add_column(head, justify="right", no_wrap=True)
-  for model in models:
-    paper, (_, sizes) = PAPER[model], layers_of(model)
-    result.add_row(
-      model,
-      str(len(sizes)),
-      f"{sum(sizes) / 4:,.0f}",
-      f"{sum(size < 8192 for size in sizes)}",
-      f"{paper.forward:.3f}",
-      f"{paper.backward:.3f}",
-      f"{bound_of(model):.1f}",
-      f"{paper.bound:.1f}",
-      f"{1e3 * start_up_of_wfbp(model):.2f}",
-    )
-  return result
+  return [js.overlap.plan(kind, times, sizes, **_link()._asdict(), ways=_WAYS.value) for kind in kinds]
 
 
 def _checked(name: str, values: list[str], choices: list[str]) -> None:
@@ -223,12 +84,12 @@ def _checked(name: str, values: list[str], choices: list[str]) -> None:
       raise ValueError(f"--{name}={value}, choose from {', '.join(choices)}")
 
 
-def _paper(console: rich.console.Console) -> list[Row]:
+def _paper(console: rich.console.Console) -> list[iterations.Row]:
   """Plans for every network, with a figure of each."""
   rows = []
   for model in rich.progress.track(_MODEL.value, "planning", console=console, transient=True):
     plans = plans_of(model)
-    rows += [row(model, plan) for plan in plans]
+    rows += [iterations.row(model, plan) for plan in plans]
     path = pathlib.Path(_REPORT_DIR.value) / f"overlap_{model}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     js.overlap.figure(*plans).savefig(path, dpi=120)
@@ -237,6 +98,13 @@ def _paper(console: rich.console.Console) -> list[Row]:
 
 def _rank(path: pathlib.Path) -> None:
   """Measures in a rank of the lab; rank 0 writes the rows."""
+  if _CONTENTION.value:
+    ranks, rate = js.MpiComm(), _RATE.value[0]
+    speed = None if rate == "none" else netlab.bits(rate) / 8
+    curve = contention.measured(ranks.communicator, rate, speed, _REPETITIONS.value)
+    if ranks.communicator.Get_rank() == 0:
+      path.write_text(json.dumps(curve))
+    return
   place = workers.here("processes", _HOSTS.value)
   sizes = (_DEPTH.value, _WIDTH.value, _BATCH.value)
   lab = hiding.Lab(place, _RATE.value[0], *sizes, _DENSITY.value, _REPETITIONS.value)
@@ -245,67 +113,54 @@ def _rank(path: pathlib.Path) -> None:
     path.write_text(json.dumps([lab.setting, rows]))
 
 
-def _lab(rate: str, path: pathlib.Path) -> tuple[hiding.Setting, list[hiding.Measured]]:
+def _lab(rate: str, path: pathlib.Path) -> Any:
   """Starts the ranks on hosts whose links are that fast, and reads their rows."""
   command = [sys.executable, "-m", "benchmarks.overlap", *sys.argv[1:], f"--rate={rate}", f"--rows={path}"]
   with netlab.lab(_HOSTS.value, None if rate == "none" else rate) as hosts:
-    launch.run(command, _HOSTS.value, hosts=hosts)
-  setting, rows = json.loads(path.read_text())
-  return hiding.Setting(*setting), [hiding.Measured(*row) for row in rows]
-
-
-def lab_table(setting: hiding.Setting, rows: list[hiding.Measured]) -> rich.table.Table:
-  """The rows of one rate."""
-  link = f"α = {1e3 * setting.alpha:.2f} ms, β = {1e9 * setting.beta:.1f} ns/byte, γ = {setting.gamma:.2f}"
-  runtime = f"two start-ups take {setting.start_ups:.2f} × one, {100 * setting.hidden:.0f} % of an all-reduce is hidden"
-  model = f"{setting.tensors} tensors, {setting.bytes / 1e6:.2f} MB, forward {1e3 * setting.forward:.1f} ms, "
-  title = f"{setting.rate}: {model}backward {1e3 * setting.backward:.1f} ms, {link}; {runtime}"
-  result = rich.table.Table(title=title)
-  result.add_column("plan, collective", no_wrap=True)
-  for head in ("sent", "ms", "predicted", "± %", "wfbp / this", "xla default / this"):
-    result.add_column(head, justify="right", no_wrap=True)
-  times = {row.name: row.seconds for row in rows}
-  ratio = lambda name, row: f"{times[name] / row.seconds:.2f}" if name in times else "–"
-  for row in rows:
-    result.add_row(
-      row.name,
-      str(row.groups or "–"),
-      f"{1e3 * row.seconds:.1f}",
-      f"{1e3 * row.predicted:.1f}" if row.predicted else "–",
-      f"{100 * (row.predicted / row.seconds - 1):+.0f}" if row.predicted else "–",
-      ratio("wfbp, dense", row),
-      ratio(hiding.DEFAULT, row),
-    )
-  return result
+    launch.run(command, _HOSTS.value, "mpi" if _CONTENTION.value else "processes", hosts=hosts)
+  return json.loads(path.read_text())
 
 
 def _report_paper(console: rich.console.Console) -> list[Any]:
-  rows = _paper(console)
-  console.print(network_table(_MODEL.value), table(rows), papers.beside(papers.of("overlap"), _measured(rows)))
-  console.print(f"figures: {pathlib.Path(_REPORT_DIR.value) / 'overlap_*.png'}")
+  rows, folder = _paper(console), pathlib.Path(_REPORT_DIR.value)
+  tables.draw_exposed(rows, folder / "overlap_exposed.png")
+  console.print(tables.network_table(_MODEL.value, _BETA.value), tables.table(rows, _link(), _WAYS.value))
+  console.print(papers.beside(papers.of("overlap"), iterations.measured(rows)))
+  console.print(f"figures: {folder / 'overlap_*.png'}")
   return [one._asdict() for one in rows]
-
-
-def _measured(rows: list[Row]) -> dict[str, float]:
-  """The cells of the paper's tables that were predicted, by their names."""
-  seconds = {(row.model, row.plan): row.seconds for row in rows}
-  found = {f"{row.model} {row.plan}": row.seconds for row in rows}
-  found |= {f"{row.model} speed_up": row.speed_up for row in rows if row.plan == "asc_wfbp"}
-  found |= {f"{row.model} bound": row.bound for row in rows}
-  for model in PAPER:
-    own = [seconds.get((model, plan)) for plan in ("mg_wfbp", "asc_wfbp")]
-    found |= {f"{model} s2": own[0] / own[1]} if own[0] and own[1] else {}
-  return found
 
 
 def _report_lab(console: rich.console.Console) -> list[Any]:
   found = []
   with tempfile.TemporaryDirectory() as folder:
     for rate in _RATE.value:
-      setting, rows = _lab(rate, pathlib.Path(folder) / "rows.json")
-      console.print(lab_table(setting, rows))
+      given, measured = _lab(rate, pathlib.Path(folder) / "rows.json")
+      setting, rows = hiding.Setting(*given), [hiding.Measured(*row) for row in measured]
+      console.print(tables.lab_table(setting, rows))
       found.append({"setting": setting._asdict(), "rows": [row._asdict() for row in rows]})
   return found
+
+
+def _report_contention(console: rich.console.Console) -> list[Any]:
+  """Two all-reduces at once, measured at each rate, or in the paper's model."""
+  link, curves = _link(), []
+  with tempfile.TemporaryDirectory() as folder:
+    for rate in _RATE.value:
+      curve = contention.Curve(*_lab(rate, pathlib.Path(folder) / "rows.json"))
+      curves.append(curve._replace(points=[contention.Point(*point) for point in curve.points]))
+  now: dict[str, float] = {}
+  if curves:
+    now |= contention.cells(curves[0])
+  else:
+    curves.append(contention.predicted(link, iterations.WORKERS))
+    now["MB from which two fill the link"] = contention.full_from(link, iterations.WORKERS) / 2**20
+  path = pathlib.Path(_REPORT_DIR.value) / "contention.png"
+  contention.draw(curves, path)
+  console.print(*map(contention.table, curves))
+  console.print(papers.beside([cell for cell in papers.of("overlap") if cell.table.startswith("Figure 4")], now))
+  console.print(f"figure: {path}")
+  plain = lambda curve: {**curve._asdict(), "points": [point._asdict() for point in curve.points]}
+  return [report.rounded(plain(curve)) for curve in curves]
 
 
 def main() -> None:
@@ -321,7 +176,8 @@ def main() -> None:
       raise ValueError("the lab starts its own ranks: run this as one program")
     _rank(pathlib.Path(_ROWS.value))
     return
-  found = (_report_lab if _RATE.value else _report_paper)(console)
+  reports = _report_contention if _CONTENTION.value else _report_lab if _RATE.value else _report_paper
+  found = reports(console)
   if _JSON.value:
     print(json.dumps(found))
 

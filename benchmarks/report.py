@@ -39,7 +39,7 @@ def say(goals: Sequence[Goal], console: rich.console.Console) -> None:
 
 
 def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:
-  """The runs of each algorithm, one for each seed, in order; of each optimizer too, where there are several."""
+  """The runs of each algorithm, one for each seed and fold; of each optimizer too, where there are several."""
   several = len({(run.optimizer, run.learning_rate) for run in runs}) > 1
   groups: dict[str, list[Run]] = {}
   for run in runs:
@@ -55,7 +55,8 @@ def label(run: Run) -> str:
 def line(run: Run) -> str:
   """One line about the end of a run."""
   reached = f"test accuracy {run.test_accuracy:.4f}, test loss {run.test_loss:.4f}"
-  return f"{label(run)}, seed {run.seed}: {reached}, {1e3 * run.seconds_per_step:.1f} ms a step"
+  fold = f", fold {run.fold}" * (run.fold > 0)
+  return f"{label(run)}, seed {run.seed}{fold}: {reached}, {1e3 * run.seconds_per_step:.1f} ms a step"
 
 
 def keep(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
@@ -78,10 +79,10 @@ def rounded(value: Any) -> Any:
 
 
 def table(runs: Sequence[Run], title: str) -> rich.table.Table:
-  """The algorithms side by side: means over seeds, and the standard deviation where there are several."""
+  """The algorithms side by side: means over seeds and folds, and the standard deviation where there are several."""
   groups = by_algorithm(runs)
   dense = next((run.words_per_step for run in runs if run.algorithm == "dense"), None)
-  several = "; ± is the standard deviation over seeds" if len(runs) > len(groups) else ""
+  several = "; ± is the standard deviation over seeds and folds" if len(runs) > len(groups) else ""
   result = rich.table.Table(title=title + several)
   result.add_column("algorithm", no_wrap=True)
   for head in (
@@ -112,7 +113,7 @@ def table(runs: Sequence[Run], title: str) -> rich.table.Table:
 
 
 def figure(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
-  """Test accuracy over steps, and over words sent by each worker; a band from the worst to the best seed."""
+  """Test accuracy over steps, and over words sent by each worker; a band from the worst to the best run."""
   plot, (over_steps, over_words) = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
   for label, group in by_algorithm(runs).items():
     words = statistics.mean(run.words_per_step for run in group)

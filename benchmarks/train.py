@@ -11,6 +11,7 @@ Examples:
   python -m benchmarks.train --algorithm=spardl,spardl:residual=partial,spardl:residual=local --seed=0 --seed=1 --seed=2
   python -m benchmarks.train --algorithm=oktopk,gaussiank,oktopk:regions=even --trace=selected,delivered,imbalance
   python -m benchmarks.train --algorithm=a2sgd,dense --optimizer=adam --learning_rate=0.003
+  python -m benchmarks.train --engine=sim --workers=5 --folds=5
   python -m benchmarks.train --task=lm --engine=sim --workers=4 --batch_size=4 --optimizer=adamw:0.001,sgd:0.3
   python -m benchmarks.train --dataset=cifar10 --data_dir=$HOME/data --model=cnn --steps=5000
   python -m benchmarks.train --engine=processes --algorithm=spardl,dense
@@ -20,7 +21,6 @@ Examples:
 import itertools
 import json
 import pathlib
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import rich.console
@@ -56,6 +56,9 @@ _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "Peak rate of optimize
 _SEED = flags.DEFINE_multi_integer(
   "seed", [0], "Seed of the parameters and of the order of the batches. Repeat it for several runs of each algorithm."
 )
+_FOLDS = flags.DEFINE_integer(
+  "folds", 1, "Folds of cross-validation on the digits, each tested from each seed; 1 for the first of five."
+)
 _TRACE = flags.DEFINE_list("trace", [], "Metrics of js.metrics to draw over the steps, for example selected,delivered.")
 _REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for train.json and the figures demo.png and trace.png.")
 _JSON = flags.DEFINE_bool(
@@ -64,21 +67,24 @@ _JSON = flags.DEFINE_bool(
 
 
 class Plan(NamedTuple):
-  """The runs to do: every algorithm with every optimizer, from every seed."""
+  """The runs to do: every algorithm with every optimizer, from every seed, on every fold of the data."""
 
   algorithms: list[specs.Spec]
   optimizers: list[training.Optimizer]
   seeds: list[int]
+  folds: int
 
 
 def _check_flags() -> Plan:
   """The runs that the flags name; raises ValueError before anything is trained."""
-  for flag in (_STEPS, _BATCH_SIZE, _WORKERS):
+  for flag in (_STEPS, _BATCH_SIZE, _WORKERS, _FOLDS):
     if flag.value < 1:
       raise ValueError(f"--{flag.name}={flag.value}, choose at least 1")
   idle = [flag.name for flag in (_MODEL, _DATASET, _DATA_DIR) if flag.present]
   if _TASK.value == "lm" and idle:
     raise ValueError(f"--{idle[0]} is for --task=images: --task=lm has a model and a text of its own")
+  if _FOLDS.value > 1 and (_TASK.value, _DATASET.value) != ("images", "digits"):
+    raise ValueError(f"--folds={_FOLDS.value} is for the digits: other data come with a test set of their own")
   unknown = sorted(set(_TRACE.value) - set(js.Metrics.names()))
   if unknown:
     raise ValueError(f"--trace={unknown[0]}, choose from {', '.join(js.Metrics.names())}")
@@ -86,26 +92,32 @@ def _check_flags() -> Plan:
     specs.parse(_ALGORITHM.value, _WORKERS.value, density=_DENSITY.value, teams=_TEAMS.value),
     training.parse_optimizers(_OPTIMIZER.value, _LEARNING_RATE.value),
     list(dict.fromkeys(_SEED.value)),
+    _FOLDS.value,
   )
 
 
-def _make_tasks(seeds: Sequence[int], place: workers.Workers) -> tuple[dict[int, training.Task], str]:
-  """The task from each seed, and its model and data in words."""
+def _make_tasks(plan: Plan, place: workers.Workers) -> tuple[dict[tuple[int, int], training.Task], str]:
+  """The task from each seed and fold, and its model and data in words."""
   settings = (place, _BATCH_SIZE.value)
   if _TASK.value == "lm":
     text = lm.load()
-    tasks = {seed: lm.make(text, *settings, seed) for seed in seeds}
+    tasks = {(seed, 0): lm.make(text, *settings, seed) for seed in plan.seeds}
     model, source = "transformer", str(text)
   else:
-    images = data.load(_DATASET.value, _DATA_DIR.value)
-    tasks = {seed: training.make_task(_MODEL.value, images, *settings, seed) for seed in seeds}
+    folds = plan.folds if plan.folds > 1 else data.FOLDS
+    tasks = {
+      (seed, fold): training.make_task(_MODEL.value, images, *settings, seed)
+      for fold in range(plan.folds)
+      for images in [data.load(_DATASET.value, _DATA_DIR.value, fold, folds)]
+      for seed in plan.seeds
+    }
     model, source = _MODEL.value, _DATASET.value
-  return tasks, f"{model} ({tasks[seeds[0]].entries:,} parameters) on {source}"
+  return tasks, f"{model} ({next(iter(tasks.values())).entries:,} parameters) on {source}"
 
 
 def _compare(plan: Plan, place: workers.Workers, console: rich.console.Console) -> tuple[list[training.Run], str]:
   """Trains every run of the plan behind a progress bar, and keeps each; the runs, and the title of their table."""
-  tasks, title = _make_tasks(plan.seeds, place)
+  tasks, title = _make_tasks(plan, place)
   title += f", {place}, density {_DENSITY.value:g}"
   if _OPTIMIZER.value != ["sgd"]:
     title += f", {', '.join(map(str, plan.optimizers))}"
@@ -119,14 +131,15 @@ def _compare(plan: Plan, place: workers.Workers, console: rich.console.Console) 
   runs: list[training.Run] = []
   console.print(title, soft_wrap=True)
   with rich.progress.Progress(*columns, console=console) as progress:
-    for optimizer, spec, (seed, task) in itertools.product(plan.optimizers, plan.algorithms, tasks.items()):
-      name = [str(optimizer)] * (len(plan.optimizers) > 1) + [spec.label] + [str(seed)] * (len(tasks) > 1)
+    for optimizer, spec, ((seed, fold), task) in itertools.product(plan.optimizers, plan.algorithms, tasks.items()):
+      name = [str(optimizer)] * (len(plan.optimizers) > 1) + [spec.label] + [f"{seed} {fold}"] * (len(tasks) > 1)
       bar = progress.add_task(" ".join(name), total=_STEPS.value, accuracy=0.0)
 
       def on_step(number: int, accuracy: float, bar: Any = bar) -> None:
         progress.update(bar, completed=number, accuracy=accuracy)
 
-      runs.append(training.train(task, spec, place, _STEPS.value, optimizer, seed, on_step))
+      run = training.train(task, spec, place, _STEPS.value, optimizer, seed, on_step)
+      runs.append(run._replace(fold=fold))
       progress.remove_task(bar)
       if place.reports:
         report.keep(runs, title, pathlib.Path(_REPORT_DIR.value) / "train.json")

@@ -91,6 +91,7 @@ class Run(NamedTuple):
     accuracy: test accuracy at those steps.
     loss: training loss of the batch at those steps.
     trace: metrics of `js.metrics` by name, in every step.
+    fold: of cross-validation, that was left out for the test.
   """
 
   algorithm: str
@@ -108,6 +109,7 @@ class Run(NamedTuple):
   accuracy: list[float]
   loss: list[float]
   trace: dict[str, list[float]]
+  fold: int = 0
 
 
 class Task(NamedTuple):

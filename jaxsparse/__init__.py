@@ -40,6 +40,7 @@ from jaxsparse.collectives import (
   chunktopk,
   collective_names,
   collective_options,
+  dcttopk,
   dense,
   gaussiank,
   gtopk,
@@ -65,7 +66,7 @@ from jaxsparse.transform.factories import make_transform
 from jaxsparse.transform.local import local_steps, own_params
 from jaxsparse.transform.metrics import Metrics, metrics
 from jaxsparse.transform.momentum import momentum_corrected, warmed_up
-from jaxsparse.transform.named import diloco, sparseloco
+from jaxsparse.transform.named import demo_transform, diloco, sparseloco, streaming_diloco
 from jaxsparse.transform.specs import specs
 from jaxsparse.transform.state import LocalState, ReduceState
 from jaxsparse.transform.update import transform_of
@@ -75,6 +76,7 @@ __version__ = "0.1.0"
 
 a2sgd_transform = factories.transform_function(a2sgd.A2SGD)
 chunktopk_transform = factories.transform_function(chunktopk.ChunkTopk)
+dcttopk_transform = factories.transform_function(dcttopk.DctTopk)
 dense_transform = factories.transform_function(dense.Dense)
 gaussiank_transform = factories.transform_function(gaussiank.GaussianK)
 gtopk_transform = factories.transform_function(gtopk.GTopk)
@@ -109,6 +111,7 @@ __all__ = [
   "collective_options",
   "convert",
   "costs",
+  "demo_transform",
   "diloco",
   "flush",
   "init",
@@ -126,6 +129,7 @@ __all__ = [
   "simulate",
   "sparseloco",
   "specs",
+  "streaming_diloco",
   "transform_of",
   "warmed_up",
 ]

@@ -51,6 +51,11 @@ def count(tree: Any) -> int:
   return n
 
 
+def shapes(tree: Any) -> tuple[tuple[int, ...], ...]:
+  """Shape of each leaf, in the order of `flatten`."""
+  return tuple(map(jnp.shape, jax.tree.leaves(tree)))
+
+
 def sizes(tree: Any) -> tuple[int, ...]:
   """Number of entries of each leaf, in the order of `flatten`."""
   return tuple(jnp.size(leaf) for leaf in jax.tree.leaves(tree))

@@ -201,6 +201,10 @@ class Cost(NamedTuple):
     """Bytes sent by one worker."""
     return 4 * self.words
 
+  def words_per_step(self, every: int) -> float:
+    """Words of a step, in the mean, where only each `every`-th step has this update (`js.local_steps`)."""
+    return self.words / every
+
   def seconds(self, alpha: float, beta: float) -> float:
     """`messages · alpha + bytes · beta`, with alpha in seconds a message and beta in seconds a byte."""
     return self.messages * alpha + self.bytes * beta

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxsparse import launch
-from jaxsparse.launch import records, watch
+from jaxsparse.launch import guard, records, watch
 from jaxsparse.launch import start as launch_start
 from tests import quick_compilation
 from tests.cases import quick_of, row
@@ -359,6 +359,14 @@ def test_lines_are_marked_with_their_rank(engine):
   done = launched("--ranks=2", f"--engine={engine}", "--no-prefix", "--", *program)
   assert done.stdout.split() == ["out"]
   assert sorted(done.stderr.splitlines()) == sorted([*own, *own, "out"])
+
+
+def test_lines_of_gloo_from_several_threads():
+  """As two devices of a process write them at once, before a line of the program that looks alike."""
+  mixed = "[Gloo] Rank [Gloo] Rank 1 is connected to 01 is connected to  peer ranks. 1Expected number of connected peer"
+  mixed += " ranks is :  peer ranks. 1Expected number of connected peer ranks is : \n1\n"
+  assert guard.without_gloo_lines(f"a\n{mixed}7\n{GLOO_LINE}{mixed}8\n\nb".encode()) == b"a\n7\n8\n\nb"
+  assert guard.without_gloo_lines(b" peer ranks. Expected number of connected peer ranks is : 1\n5\n") == b"5\n"
 
 
 @ENGINES

@@ -77,6 +77,43 @@ def training(engine_name: str, file: str) -> None:
     pathlib.Path(file).with_suffix(".json").write_text(json.dumps(out))
 
 
+def _streaming(axis):
+  """Two fragments of a sparse exchange, which adds in rank order; gloo's all-reduce does not."""
+  collective = js.make_collective("spardl", density=0.3)
+  return js.streaming_diloco(optax.sgd(0.25), axis, fragments=2, every=4, momentum=0.5, collective=collective)
+
+
+WAYS = {
+  "local": lambda axis: js.local_steps(
+    optax.sgd(0.25, momentum=0.5), optax.chain(js.spardl_transform(axis, density=0.3), optax.sgd(0.5)), every=3
+  ),
+  "sparseloco": lambda axis: js.sparseloco(optax.sgd(0.25), axis, every=3, density=0.25, chunk=16),
+  "streaming": _streaming,
+  "demo": lambda axis: js.demo_transform(axis, learning_rate=0.25, density=0.25, chunk=16),
+}
+"""Ways to train whose products are exact, so that every program has their bits; those of the demo are rounded."""
+
+
+def trained(tx, where, batch):
+  """Parameters after ten steps towards f32[P, 36], or under MPI the f32[1, 36] of this rank."""
+  params = {"a": jnp.zeros(7), "b": jnp.zeros((4, 5)), "c": jnp.zeros(9)}
+  step = js.make_train_step(lambda p, x: jnp.sum((jax.flatten_util.ravel_pytree(p)[0] - x[0]) ** 2) / 2, tx, where)
+  state = js.init(tx, params, where)
+  for _ in range(10):
+    params, state, _ = step(params, state, batch)
+  return params
+
+
+def ways(engine_name: str, file: str) -> None:
+  """Trains in each of `WAYS`, and compares with the parameters in the file."""
+  where, axis, rank = join(engine_name)
+  data = np.load(file)
+  batch = data["batch"][rank, None] if engine_name == "mpi" else data["batch"]
+  for name, make in WAYS.items():
+    for leaf, found in trained(make(axis), where, batch).items():
+      same(found, data[f"{name}/{leaf}"], f"{name} {leaf} rank {rank}")
+
+
 def forever(engine_name: str, file: str) -> None:
   """Steps without end; each rank writes its process id first. Rank 1 ends as soon as a file says how."""
   where, axis, rank = join(engine_name)
@@ -216,5 +253,5 @@ def lonely(engine_name: str, file: str) -> None:
 if __name__ == "__main__":
   jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
   programs = (equality, training, forever, late, waits, alone, quiet, other_engine, own_communicator, exits)
-  programs += (differing, lonely, sharded)
+  programs += (differing, lonely, sharded, ways)
   {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2:4])

@@ -5,8 +5,8 @@ it is computed once for each method and seed, by the simulator in this process (
 measured at each rate, a process of JAX on each host of the lab, at least --timed_steps of them (--parts=paces; needs
 root). Their product is the time to the target: dense's loss after --steps, of its best optimizer, from the same seed.
 --parts=wholes trains on the clock in the lab until the target, from the first seed, which shows that the product holds.
-The clock stands still while a model is evaluated. --parts=advice asks `js.costs.advise` for the fastest collective of
-the methods.
+The clock stands still while a model is evaluated. --parts=advice asks `js.costs.advise` which of the
+methods reaches that loss first.
 
 Rows are kept in --results as they are measured: a race that is interrupted goes on where it was when the command is
 given again. The tables and the figures, race.png and seconds.png, are made from that file alone: --parts=none makes
@@ -177,7 +177,7 @@ def _rank(plan: Plan) -> None:
       print(tables.line(row), file=sys.stderr if _JSON.value else sys.stdout, flush=True)
 
   if plan.parts == ["advice"]:
-    keep(measuring.advised(race, [runner.method for runner in plan.runners], rate))
+    keep(measuring.advised(race, plan.runners, rate))
   if plan.parts == ["paces"]:
     for runner in {runner.method.label: runner for runner in plan.runners}.values():
       keep(measuring.pace(race, runner, rate, _TIMED.value))
@@ -222,6 +222,8 @@ def main() -> None:
     _rank(plan)
     return
   console = workers.make_console(stderr=_JSON.value)
+  if preset := recipes.PRESETS.get(_PRESET.value or ""):
+    console.print(f"{preset.paper}: {preset.paper_steps:,} steps there, {_STEPS.value:,} here", highlight=False)
   results = Results(_path(), plan.setting)
   try:
     if "curves" in plan.parts:

@@ -94,7 +94,7 @@ def curve(
       so_far.steps.append(trainer.steps)
       so_far.loss.append(loss)
       so_far.accuracy.append(accuracy)
-      keep(so_far._replace(words=trainer.words / trainer.steps))
+      keep(so_far._replace(words=trainer.words / trainer.steps, drift=trainer.drift))
 
 
 def whole(
@@ -139,12 +139,18 @@ def pace(race: Race, runner: Runner, rate: str, steps: int) -> Pace:
   return Pace(runner.method.label, rate, timed, seconds, compute, max(0.0, alone - compute), most)
 
 
-def advised(race: Race, methods: Sequence[Method], rate: str) -> Advised:
-  """The advice on the collectives of these methods."""
+def advised(race: Race, runners: Sequence[Runner], rate: str) -> Advised:
+  """The advice on these methods, from the evidence of trainings with the same optimizer."""
+  watch = timing.Stopwatch(engine_of(race.place.where, AXIS))
+  methods = [runner.method for runner in runners]
   labels = dict.fromkeys(js.costs.label_of(one.exchange.name, one.exchange.config) for one in methods)
   profile = js.costs.fit(race.place.where, n=race.task.entries, algorithms=list(labels))
-  found = js.costs.advise(race.task.entries, profile)
-  return Advised(rate, found.best.label, {one.label: one.seconds for one in found.predictions})
+  known = {(one.method.label, one.optimizer) for one in runners}
+  evidence = [one for one in js.costs.evidence() if (one.method, one.optimizer) in known]
+  trainer = Trainer(race.task, methods[0], runners[0].recipe, race.place, race.batch_size, seed=0)
+  found = js.costs.advise(race.task.entries, profile, evidence=evidence, compute=_compute(race, trainer, watch))
+  name = lambda one: one.evidence.method if one.evidence else one.label
+  return Advised(rate, name(found.best), {name(one): one.to_loss for one in found.predictions}, found.why)
 
 
 def _of_periods(times: list[float], every: int) -> float:
@@ -152,20 +158,27 @@ def _of_periods(times: list[float], every: int) -> float:
   return statistics.median(sum(times[start : start + every]) / every for start in range(0, len(times), every))
 
 
-def _parts(race: Race, runner: Runner, trainer: Trainer, watch: timing.Stopwatch) -> tuple[float, float]:
-  """Seconds of forward and backward, and of a step whose messages take no time, all workers at once; ends `trainer`."""
-  engine, comm = engine_of(race.place.where, AXIS), SoloComm(race.place.size)
-  worker = Worker(trainer.model.loss, runner.method.make(comm, runner.recipe.make()), False, "mean", "worker", 1)
-  same, split = PartitionSpec(), PartitionSpec(AXIS)
+def _compute(race: Race, trainer: Trainer, watch: timing.Stopwatch) -> float:
+  """Seconds of forward and backward, all workers at once."""
+  engine, split = engine_of(race.place.where, AXIS), PartitionSpec(AXIS)
 
   def gradients(params: Any, batch: Any, running: Any) -> Any:
     own = jax.tree.map(lambda x: x[0], running)
     grads, _ = jax.grad(trainer.model.loss, has_aux=True)(params, batch, own)
     return jax.tree.map(lambda x: x[None], grads)
 
-  backward = engine.jit(gradients, (same, split, split), split)
+  backward = engine.jit(gradients, (PartitionSpec(), split, split), split)
   given = engine.place((trainer.next_batch(), trainer.statistics), (split, split))
-  compute = statistics.median(watch.time(backward, trainer.params, *given)[0] for _ in range(_REPETITIONS + 1))
+  return statistics.median(watch.time(backward, trainer.params, *given)[0] for _ in range(_REPETITIONS + 1))
+
+
+def _parts(race: Race, runner: Runner, trainer: Trainer, watch: timing.Stopwatch) -> tuple[float, float]:
+  """Seconds of forward and backward, and of a step whose messages take no time, all workers at once; ends `trainer`."""
+  engine, comm = engine_of(race.place.where, AXIS), SoloComm(race.place.size)
+  worker = Worker(trainer.model.loss, runner.method.make(comm, runner.recipe.make()), False, "mean", "worker", 1)
+  same, split = PartitionSpec(), PartitionSpec(AXIS)
+  compute = _compute(race, trainer, watch)
+  given = engine.place((trainer.next_batch(), trainer.statistics), (split, split))
   state, own = started(engine, start_of(engine, worker.tx), trainer.params)
 
   def alone(params: Any, state: Any, batch: Any, running: Any) -> tuple[Any, Any]:

@@ -22,20 +22,49 @@ def gradients(exchange: _Transform, optimizer: _Transform) -> _Transform:
   return optax.chain(exchange, optimizer)
 
 
+def corrected(exchange: _Transform, optimizer: _Transform, momentum: float = 0.9) -> _Transform:
+  """Workers exchange gradients with momentum of each worker's own; the optimizer has none."""
+  return optax.chain(js.momentum_corrected(exchange, momentum), optimizer)
+
+
 def updates(exchange: _Transform, optimizer: _Transform, rate: float = 1.0) -> _Transform:
   """Each worker has an optimizer of its own, and workers exchange its updates in every step."""
   return js.local_steps(optimizer, optax.chain(exchange, optax.sgd(rate)), every=1)
 
 
 def local(
-  exchange: _Transform, optimizer: _Transform, every: int = 10, rate: float = 1.0, momentum: float = 0.0
+  exchange: _Transform,
+  optimizer: _Transform,
+  every: int = 10,
+  rate: float = 1.0,
+  momentum: float = 0.0,
+  fragments: int = 1,
+  delay: int = 0,
+  mixing: float = 0.0,
 ) -> _Transform:
   """Likewise, but workers exchange what they have moved once in `every` steps; Nesterov momentum of DiLoCo after it."""
-  outer = optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum))
-  return js.local_steps(optimizer, optax.chain(exchange, outer), every=every)
+  outer = optax.chain(exchange, optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum)))
+  return js.local_steps(optimizer, outer, every=every, fragments=fragments, delay=delay, mixing=mixing)
 
 
-WAYS: dict[str, Callable[..., _Transform]] = {"gradients": gradients, "updates": updates, "local": local}
+def diloco(exchange: _Transform, optimizer: _Transform, every: int = 30) -> _Transform:
+  """Local steps with the outer step of DiLoCo."""
+  return local(exchange, optimizer, every, rate=0.7, momentum=0.9)
+
+
+def streaming(exchange: _Transform, optimizer: _Transform, every: int = 30, fragments: int = 3) -> _Transform:
+  """DiLoCo in fragments that are exchanged in turn, each applied a step later and mixed by half."""
+  return local(exchange, optimizer, every, 0.7, 0.9, fragments, delay=1, mixing=0.5)
+
+
+def demo(exchange: _Transform, optimizer: _Transform) -> _Transform:
+  """The sign of gradients exchanged by dcttopk:density=0.0078125:decay=0.999; take --optimizer=sgd:0.001 --clip=0."""
+  return optax.chain(exchange, optax.scale_by_sign(), optimizer)
+
+
+WAYS: dict[str, Callable[..., _Transform]] = {
+  way.__name__: way for way in (gradients, corrected, updates, local, diloco, streaming, demo)
+}
 HELP = (
   "Methods to race, as WAY/COLLECTIVE; ways: "
   + "; ".join(f"{name}: {str(way.__doc__).splitlines()[0]}" for name, way in WAYS.items())

@@ -61,15 +61,26 @@ class Recipe(NamedTuple):
 
 
 class Preset(NamedTuple):
-  """Flags of a paper's recipe; numbers of steps fit this machine.
+  """Flags of a paper's recipe; their numbers of steps fit this machine.
 
   Attributes:
     paper: whose it is, and where.
     flags: their values.
+    paper_steps: of the paper's training.
+
+  Example:
+    >>> PRESETS["spardl-fig6c"].paper_steps  # 120 epochs of 50,000 images, 6 workers with 16 each
+    62500
   """
 
   paper: str
   flags: dict[str, Any]
+  paper_steps: int
+
+
+def _preset(paper: str, flags: dict[str, Any], epochs: int, examples: int) -> Preset:
+  """A recipe whose paper says how many epochs it trains."""
+  return Preset(paper, flags, round(epochs * examples / (flags["hosts"] * flags["batch_size"])))
 
 
 def _race(*labels: str) -> list[str]:
@@ -101,21 +112,26 @@ _A2SGD: dict[str, Any] = {
   "method": _race("a2sgd", "topka:density=0.001", "gaussiank:density=0.001", "qsgd:levels=4"),
 }
 
+_CIFAR10, _MNIST, _IMDB = 50_000, 60_000, 25_000  # examples to train on
+_ADAM = {"task": "resnet20", "optimizer": ["adam:0.01"], "schedule": "constant", "warm_up": 0}
+_LARS = {"task": "vgg16", "optimizer": ["lars:1.2"]}  # 0.1 for each of 8 workers, × 1.5: LS(1.5 ×)
 PRESETS: dict[str, Preset] = {
-  "spardl-fig6a": Preset("SparDL, Figure 6 (a)", _SPARDL | {"task": "vgg16"}),
-  "spardl-fig6c": Preset("SparDL, Figure 6 (c)", _SPARDL | {"task": "resnet20"}),
-  "spardl-fig6d": Preset("SparDL, Figure 6 (d)", _SPARDL | _LSTM),
-  "oktopk-fig9": Preset("Ok-Topk, Figure 9", _OKTOPK | _FIGURE9),
-  "oktopk-fig13": Preset("Ok-Topk, Figure 13", _OKTOPK | _BERT),
-  "a2sgd-fnn3": Preset("A2SGD, Table I and Figure 4", _A2SGD | {"task": "fnn3", "optimizer": ["sgd:0.08"]}),
-  "a2sgd-vgg16": Preset("A2SGD, Table I and Figure 4", _A2SGD | {"task": "vgg16", "optimizer": ["lars:1.2"]}),
-  "a2sgd-resnet20": Preset("A2SGD, Table I and Figure 4", _A2SGD | {"task": "resnet20", "optimizer": ["sgd:0.8"]}),
-  "a2sgd-adam": Preset(
-    "A2SGD, Table IV", _A2SGD | {"task": "resnet20", "optimizer": ["adam:0.01"], "schedule": "constant", "warm_up": 0}
+  "spardl-fig6a": _preset("SparDL, Figure 6 (a)", _SPARDL | {"task": "vgg16"}, 120, _CIFAR10),
+  "spardl-fig6c": _preset("SparDL, Figure 6 (c)", _SPARDL | {"task": "resnet20"}, 120, _CIFAR10),
+  "spardl-fig6d": _preset("SparDL, Figure 6 (d)", _SPARDL | _LSTM, 30, _IMDB),
+  "oktopk-fig9": _preset("Ok-Topk, Figure 9", _OKTOPK | _FIGURE9, 160, _CIFAR10),
+  "oktopk-fig13": Preset("Ok-Topk, Figure 13", _OKTOPK | _BERT, 400_000),
+  "a2sgd-fnn3": _preset(
+    "A2SGD, Table I and Figure 4", _A2SGD | {"task": "fnn3", "optimizer": ["sgd:0.08"]}, 30, _MNIST
   ),
+  "a2sgd-vgg16": _preset("A2SGD, Table I and Figure 4", _A2SGD | _LARS, 150, _CIFAR10),
+  "a2sgd-resnet20": _preset(
+    "A2SGD, Table I and Figure 4", _A2SGD | {"task": "resnet20", "optimizer": ["sgd:0.8"]}, 150, _CIFAR10
+  ),
+  "a2sgd-adam": _preset("A2SGD, Table IV", _A2SGD | _ADAM, 150, _CIFAR10),
 }
 HELP = "A paper's recipe, as values of flags that are not given: " + "; ".join(
-  f"{name}: {preset.paper}" for name, preset in PRESETS.items()
+  f"{name}: {preset.paper}, {preset.paper_steps:,} steps there" for name, preset in PRESETS.items()
 )
 
 

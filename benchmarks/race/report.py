@@ -27,7 +27,7 @@ def table(results: Results, rate: str, steps: int) -> rich.table.Table:
   found = rich.table.Table(title=title, caption=caption)
   for head in ("method", "optimizer"):
     found.add_column(head, overflow="fold")
-  for head in ("seconds", "× dense", "steps", "ms a step", "words a step"):
+  for head in ("seconds", "× dense", "steps", "ms a step", "words a step", "drift"):
     found.add_column(head, justify="right", no_wrap=True)
   for head in ("loss, equal steps", "loss, equal seconds"):
     found.add_column(head, justify="right")
@@ -40,6 +40,7 @@ def table(results: Results, rate: str, steps: int) -> rich.table.Table:
       spread_text(one.steps, 0),
       _milliseconds(one),
       f"{one.words:,.0f}",
+      f"{one.drift:.3g}" if one.drift else "–",
       spread_text(one.loss, 3),
       spread_text(one.loss_in_time, 3),
     )
@@ -93,10 +94,11 @@ def goals(results: Results, steps: int) -> list[report.Goal]:
     what = f"at {rate} the best method reaches dense's loss after {steps} steps {ratio:g} × as soon as dense"
     found.append(report.Goal(what, best, None if best is None else best >= ratio))
   for advised in results.find("advice", rate=ADVISED):
-    what = f"at {ADVISED} a step with what js.costs.advise picks ({advised.collective}) takes at most 1.05 × dense's"
-    paces = {method: results.find("paces", rate=ADVISED, method=method) for method in (DENSE, advised.collective)}
-    times = [own[0].seconds for own in paces.values() if own]
-    longer = times[-1] / times[0] if all(paces.values()) else None
+    what = (
+      f"at {ADVISED} what js.costs.advise picks ({advised.method}) takes at most 1.05 × dense's seconds to its loss"
+    )
+    of = {one.method: one.speed_up for one in standings(results, ADVISED, steps)}.get(advised.method)
+    longer = 1 / of.mean if of and not of.missing else None
     found.append(report.Goal(what, longer, None if longer is None else longer <= 1.05))
   return found
 
@@ -182,7 +184,7 @@ def title(results: Results) -> str:
 def line(row: Curve | Pace | Whole | Advised) -> str:
   """One row in words."""
   if isinstance(row, Advised):
-    return f"{row.rate}, js.costs.advise: {row.collective}, {1e3 * row.seconds[row.collective]:,.0f} ms an update"
+    return f"{row.rate}, js.costs.advise: {row.why}"
   if isinstance(row, Pace):
     parts = ", ".join(f"{name} {1e3 * getattr(row, name):,.0f}" for name in ("compute", "rest", "exchange"))
     return f"{row.rate}, {row.method}: {1e3 * row.seconds:,.0f} ms a step ({parts}), {row.bytes / 1e6:.3f} MB a host"

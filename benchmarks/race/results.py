@@ -18,6 +18,7 @@ class Curve(NamedTuple):
     loss: on what is held out.
     accuracy: likewise.
     words: 4-byte words a step, of the worker that sent most.
+    drift: the largest of all steps: the root mean square over workers of the distance of their parameters to the mean.
   """
 
   method: str
@@ -27,6 +28,7 @@ class Curve(NamedTuple):
   loss: list[float]
   accuracy: list[float]
   words: float
+  drift: float = 0.0
 
 
 class Pace(NamedTuple):
@@ -79,17 +81,19 @@ class Whole(NamedTuple):
 
 
 class Advised(NamedTuple):
-  """The collective that `js.costs.advise` names for links of one rate, from a profile fitted on these links.
+  """The method that `js.costs.advise` names for links of one rate, from a profile fitted on them and the evidence.
 
   Attributes:
     rate: of the links.
-    collective: the fastest one, with its options.
-    seconds: predicted for an update of each collective.
+    method: the one that reaches dense's loss first.
+    seconds: predicted of each method to the loss that dense has after one step.
+    why: the reason in words, with the evidence.
   """
 
   rate: str
-  collective: str
+  method: str
   seconds: dict[str, float]
+  why: str
 
 
 KINDS: dict[str, Any] = {"curves": Curve, "paces": Pace, "wholes": Whole, "advice": Advised}

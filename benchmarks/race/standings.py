@@ -46,22 +46,26 @@ class Standing(NamedTuple):
     method: its label.
     optimizer: name and rate.
     words: 4-byte words a step.
+    drift: the largest distance of the workers' parameters to their mean.
     pace: seconds a step and their parts, None where they were not measured.
     steps: to the target.
     loss: after as many steps as dense.
     seconds: to the target.
     speed_up: dense's seconds to the target / this one's, from the same seeds.
+    more_steps: to the target / those of dense, from the same seeds.
     loss_in_time: after the seconds in which the first method reached the target.
   """
 
   method: str
   optimizer: str
   words: float
+  drift: float
   pace: Pace | None
   steps: Spread | None
   loss: Spread | None
   seconds: Spread | None
   speed_up: Spread | None
+  more_steps: Spread | None
   loss_in_time: Spread | None = None
 
 
@@ -123,13 +127,13 @@ def standings(results: Results, rate: str, steps: int) -> list[Standing]:
   found = []
   for (method, optimizer), curves in groups.items():
     counts, pace = [crossing(curve, targets[curve.seed]) for curve in curves], paces.get(method)
-    seconds = _times(counts, pace)
-    dense_seconds = _times([own[curve.seed] for curve in curves], paces.get(DENSE))
-    ratios = [a / b if a and b else None for a, b in zip(dense_seconds, seconds, strict=True)]
-    words = statistics.mean(curve.words for curve in curves)
+    of_dense = [own[curve.seed] for curve in curves]
+    seconds, dense_seconds = _times(counts, pace), _times(of_dense, paces.get(DENSE))
+    ratios, more = _ratios(dense_seconds, seconds), _ratios(counts, of_dense)
+    words, drift = (statistics.mean(getattr(curve, name) for curve in curves) for name in ("words", "drift"))
     losses = [loss_after(curve, steps) for curve in curves]
-    spreads = [Spread.of(values) for values in (counts, losses, seconds, ratios)]
-    found.append(Standing(method, optimizer, words, pace, *spreads))
+    spreads = [Spread.of(values) for values in (counts, losses, seconds, ratios, more)]
+    found.append(Standing(method, optimizer, words, drift, pace, *spreads))
   return _in_time(sorted(found, key=_order), groups)
 
 
@@ -140,6 +144,10 @@ def _at(curve: Curve, steps: float) -> float:
 def _times(counts: Sequence[float | None], pace: Pace | None) -> list[float | None]:
   """Seconds of so many steps; None where steps or pace are not known."""
   return [count * pace.seconds if pace and count is not None else None for count in counts]
+
+
+def _ratios(above: Sequence[float | None], below: Sequence[float | None]) -> list[float | None]:
+  return [a / b if a and b else None for a, b in zip(above, below, strict=True)]
 
 
 def _order(one: Standing) -> float:

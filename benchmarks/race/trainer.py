@@ -33,6 +33,7 @@ class Trainer:
     steps: that were taken.
     times: seconds of each step.
     words: 4-byte words that the worker sent that sent most, of all steps.
+    drift: the largest distance between workers that `count` has seen.
   """
 
   def __init__(self, task: Task, method: Method, recipe: Recipe, place: Workers, batch_size: int, seed: int):
@@ -46,7 +47,7 @@ class Trainer:
     self.statistics: Any = jax.tree.map(each, self.model.statistics)
     self._step = js.make_train_step(self.model.loss, tx, place.where, model_state="worker")
     self._read = jax.jit(place.metrics)
-    self.steps, self.words = 0, 0.0
+    self.steps, self.words, self.drift = 0, 0.0, 0.0
     self.times: list[float] = []
 
   def next_batch(self) -> Any:
@@ -68,8 +69,10 @@ class Trainer:
     return float(here(metrics.loss))
 
   def count(self) -> None:
-    """Adds the words of the last step."""
-    self.words += float(here(self._read(self.state).words_sent))
+    """Adds the words of the last step, and takes its drift into account."""
+    metrics = self._read(self.state)
+    self.words += float(here(metrics.words_sent))
+    self.drift = max(self.drift, float(here(metrics.drift)))
 
   def evaluate(self) -> tuple[float, float]:
     """Loss and accuracy on what is held out of the parameters of the last exchange, which all workers have.

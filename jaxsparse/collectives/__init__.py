@@ -61,17 +61,24 @@ def collective_options(name: str) -> tuple[str, ...]:
   return _options(_kind(name))
 
 
-def make_collective(name: str, **config: Any) -> Collective:
+def make_collective(name: str | Collective, **config: Any) -> Collective:
   """The collective of a name with the given options.
+
+  Args:
+    name: one of `js.collective_names()`, or a collective, also one of your own, whose other options stay as they are.
+    **config: the options.
 
   Raises:
     ValueError: for an unknown name or a rejected value of an option, naming the choices.
     TypeError: for an option that the collective does not have, naming its options.
 
   Example:
-    >>> make_collective("dense", dtype="bfloat16")
-    Dense(dtype='bfloat16')
+    >>> half = make_collective("dense", dtype="bfloat16")
+    >>> half, make_collective(half) == half
+    (Dense(dtype='bfloat16'), True)
   """
+  if isinstance(name, Collective):
+    return made(type(name), {option: getattr(name, option) for option in _options(type(name))} | config)
   return made(_kind(name), config)
 
 

@@ -1,12 +1,13 @@
 """Base classes of the algorithms: frozen dataclasses whose fields are options, checked when an instance is made."""
 
 import abc
+import copy
 import dataclasses
 import math
 import numbers
 import typing
 from fractions import Fraction
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Cost, Reduced, State
 
 _MOST = 2**31 - bitset.GROUP * bitset.BITS  # indices are i32, and bitsets are padded to whole groups of words
+
+
+_Kind = TypeVar("_Kind", bound="Collective")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +69,8 @@ class Collective(abc.ABC):
   @property
   def label(self) -> str:
     """The name with the options that differ from their defaults: "spardl:teams=2:density=0.01"."""
-    fields = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+    options = [field for field in dataclasses.fields(self) if field.init]
+    fields = {field.name: (getattr(self, field.name), field.default) for field in options}
     return label_of(self.name, {name: value for name, (value, default) in fields.items() if value != default})
 
   @property
@@ -105,9 +110,9 @@ class Collective(abc.ABC):
         f"at most {_MOST}, by groups of leaves (js.bucketed_transform) or a smaller density or k; or choose 'dense'"
       )
 
-  def for_leaves(self, sizes: tuple[int, ...]) -> Self:
-    """The collective for gradients that consist of leaves of these sizes; most collectives ignore the sizes."""
-    del sizes
+  def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
+    """The collective for gradients that consist of leaves of these shapes; most collectives ignore the shapes."""
+    del shapes
     return self
 
   def for_devices(self, devices: int) -> Self:
@@ -135,6 +140,15 @@ class Collective(abc.ABC):
     The formulas are those of the papers, rounded up where a size does not divide. Ours are those of the messages of
     Ok-Topk and TopkDSA, the words of Gaussian-k (a capacity of 5k/4 entries) and of QSGD (levels of fixed width).
     """
+
+
+def changed(collective: _Kind, **fields: Any) -> _Kind:
+  """The collective with other values of some fields, also of those that are no options."""
+  made = copy.copy(collective)
+  for name, value in fields.items():
+    object.__setattr__(made, name, value)
+  made.__post_init__()
+  return made
 
 
 def name_of(kind: type[Collective]) -> str:

@@ -38,7 +38,7 @@ class Writer:
   @property
   def rounds(self) -> bool:
     """Whether values are rounded."""
-    return self.codec.format.rounds
+    return self.codec.rounds
 
   def encode(self, entries: Sparse, number: int) -> tuple[Any, Sparse]:
     """Rows of entries as message `number` of this step, and their rounding errors, in the slots of the entries."""
@@ -58,7 +58,7 @@ class Writer:
     return self.codec.decode(message)
 
   def gather(self, comm: Comm, message: Any) -> Sparse:
-    """All-gathers messages of one row each: the rows of all workers, row b that of worker (rank + b) mod P."""
+    """All-gathers messages: the rows of all workers, first those of worker `rank`, then those of rank + 1, …."""
     return self.decode(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), all_gather(comm, message)))
 
   def words(self, size: int, capacity: int) -> int:
@@ -90,9 +90,9 @@ def residual_of(acc: LazySum, sent: jax.Array, total: Sparse, returned: Sequence
   return acc.undelivered(ascending, Sparse(sent, jnp.zeros(sent.shape, jnp.float32)), *returned)
 
 
-def words_of(codec: Codec, size: int, capacity: int) -> int:
-  """Words that a worker sends in a reduce-scatter, or in an all-gather, over `size` workers with one row each."""
-  return sum(codec.words(min(stride, size - stride), capacity) for stride in topology.strides(size))
+def words_of(codec: Codec, size: int, capacity: int, rows: int = 1) -> int:
+  """Words that a worker sends in a reduce-scatter, or in an all-gather, over `size` workers with so many rows each."""
+  return sum(codec.words(rows * min(stride, size - stride), capacity) for stride in topology.strides(size))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

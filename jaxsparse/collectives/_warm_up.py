@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import SparseCollective
+from jaxsparse.collectives._base import SparseCollective, changed
 from jaxsparse.collectives._wrapped import Wrapped
 from jaxsparse.sparse import saturating
 from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse, State
@@ -39,7 +39,7 @@ class WarmedUp(Wrapped):
 
   def rungs(self) -> list[SparseCollective]:
     """The collective of each density, its own last."""
-    return [*(dataclasses.replace(self.collective, density=one, k=None) for one in self.densities), self.collective]
+    return [*(changed(self.collective, density=one, k=None) for one in self.densities), self.collective]
 
   def slots(self, n: int, size: int) -> int:
     return max(one.slots(n, size) for one in self.rungs())

@@ -40,8 +40,8 @@ class Wrapped(Collective):
   def slots(self, n: int, size: int) -> int:
     return self.collective.slots(n, size)
 
-  def for_leaves(self, sizes: tuple[int, ...]) -> Self:
-    return dataclasses.replace(self, collective=self.collective.for_leaves(sizes))
+  def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
+    return dataclasses.replace(self, collective=self.collective.for_leaves(shapes))
 
   def for_devices(self, devices: int) -> Self:
     return dataclasses.replace(self, collective=self.collective.for_devices(devices))

@@ -8,13 +8,14 @@ time to time, by `js.local_steps`.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives._base import Collective
+from jaxsparse.collectives._base import Collective, changed
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.sums import ordered_sum
@@ -66,12 +67,9 @@ class A2SGD(Collective):
   def replicates(self) -> bool:
     return False
 
-  def for_leaves(self, sizes: tuple[int, ...]) -> Self:
-    if self.means == "vector":
-      return self
-    mine = dataclasses.replace(self)
-    object.__setattr__(mine, "leaves", tuple(size for size in sizes if size))
-    return mine
+  def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
+    sizes = tuple(size for size in map(math.prod, shapes) if size)
+    return self if self.means == "vector" else changed(self, leaves=sizes)
 
   def cost(self, n: int, size: int) -> Cost:
     return all_reduce_cost(2 * len(self.leaves or (n,)), size)

@@ -5,19 +5,20 @@ entry is its position in a chunk. Bruck's all-gather sends ⌈log₂P⌉ message
 """
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._base import SparseCollective, check_whole
-from jaxsparse.comm import all_gather, in_rank_order, topology
+from jaxsparse.collectives._messages import Writer, words_of
+from jaxsparse.comm import in_rank_order, topology
 from jaxsparse.select import top_k
-from jaxsparse.sparse.two_bit import BINS, quantized
+from jaxsparse.sparse.codec import codec_of
+from jaxsparse.sparse.two_bit import LONGEST
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
-
-_LONGEST = 1 << 14  # entries of a chunk: a position takes the upper 14 of 16 bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class ChunkTopk(SparseCollective):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    check_whole(self.name, 1, _LONGEST, chunk=self.chunk)
+    check_whole(self.name, 1, LONGEST, chunk=self.chunk)
 
   @property
   def conserves(self) -> bool:
@@ -73,42 +74,42 @@ class ChunkTopk(SparseCollective):
     return max(super().slots(n, size), rows * length, size * rows * share)
 
   def cost(self, n: int, size: int) -> Cost:
-    rows, _, share = self.chunks(n)
-    strides = topology.strides(size)
-    chunks = [rows * min(stride, size - stride) for stride in strides]  # of a message
-    words = (2 * each * share if self.wire == "f32" else -(-each * share // 2) + BINS * each for each in chunks)
-    return Cost(len(strides), sum(words))
+    rows, length, share = self.chunks(n)
+    return Cost(len(topology.strides(size)), words_of(codec_of(self.wire, length), size, share, rows))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, (rows, length, share) = grads.size, self.chunks(grads.size)
-    acc = jnp.pad(grads + state.residual, (0, rows * length - n)).reshape(rows, length)
-    chosen = top_k(acc, share)
-    message = self._encoded(chosen)
-    received = in_rank_order(comm, all_gather(comm, message))
-    bags = jax.vmap(lambda one: self._decoded(one, n, length))(received)
-    total = sparse.merge(bags, n)
-    if self.combine == "contributors":
-      senders = sparse.merge(bags._replace(values=jnp.ones_like(bags.values)), n).values
-      total = total._replace(values=comm.size * (total.values / jnp.maximum(senders, 1.0)))
-    mine = self._decoded(message, n, length)
-    errors = mine._replace(values=chosen.values.reshape(-1) - mine.values)
-    words = self.cost(n, comm.size).words
-    counters = Counters(words, words, selected=rows * share, delivered=jnp.count_nonzero(total.values))
+    total, _, errors, counters = self.exchange(comm, grads + state.residual)
     return Reduced(total, state._replace(residual=Pending(grads, state.residual, errors)), counters)
 
-  def _encoded(self, chosen: Sparse) -> Any:
-    """The message of the entries [rows, share] of all chunks."""
-    if self.wire == "f32":
-      return chosen
-    codes, table = quantized(chosen.values)
-    return (chosen.indices << 2 | codes).astype(jnp.uint16), table
+  def exchange(self, comm: Comm, acc: jax.Array) -> tuple[Sparse, Sparse, Sparse, Counters]:
+    """Sends the largest entries of each chunk of `acc`, f32[n].
 
-  def _decoded(self, message: Any, n: int, length: int) -> Sparse:
-    """The entries [rows · share] of a message, with flat indices; those of padding are empty slots."""
-    if self.wire == "f32":
-      chosen = message
-    else:
-      both, table = message[0].astype(jnp.int32), message[1]
-      chosen = Sparse(both >> 2, jnp.take_along_axis(table, both & 3, axis=1))
-    flat = chosen.indices + length * jnp.arange(len(chosen.indices), dtype=jnp.int32)[:, None]
-    return jax.tree.map(jnp.ravel, sparse.where(flat < n, Sparse(flat, chosen.values), n))
+    Returns:
+      (total, sent, errors, counters): the entries of the total; those of this worker as receivers decode them, and what
+      was rounded off of each, in the same slots.
+    """
+    n, (rows, length, share) = acc.size, self.chunks(acc.size)
+    starts = length * jnp.arange(rows, dtype=jnp.int32)[:, None]
+    chosen = top_k(jnp.pad(acc, (0, rows * length - n)).reshape(rows, length), share)
+    writer = Writer(codec_of(self.wire, length), None)
+    message, errors = writer.encode(chosen, 0)
+
+    def flat(entries: Sparse) -> Sparse:
+      """Entries [rows, share] with flat indices, [rows · share]; those of padding are empty slots."""
+      whole = entries._replace(indices=entries.indices + starts)
+      return jax.tree.map(jnp.ravel, sparse.where(whole.indices < n, whole, n))
+
+    received = jax.tree.map(lambda x: x.reshape(comm.size, rows, share), writer.gather(comm, message))
+    total = _COMBINED[self.combine](jax.vmap(flat)(in_rank_order(comm, received)), n)
+    words = self.cost(n, comm.size).words
+    counters = Counters(words, words, selected=rows * share, delivered=jnp.count_nonzero(total.values))
+    return total, flat(writer.decode(message)), flat(errors), counters
+
+
+def _contributors(rows: Sparse, n: int) -> Sparse:
+  """P times the mean of each index over the rows that have it."""
+  total, ones = sparse.merge(rows, n), rows._replace(values=jnp.ones_like(rows.values))
+  return total._replace(values=len(rows.indices) * (total.values / jnp.maximum(sparse.merge(ones, n).values, 1.0)))
+
+
+_COMBINED: dict[str, Callable[[Sparse, int], Sparse]] = {"workers": sparse.merge, "contributors": _contributors}

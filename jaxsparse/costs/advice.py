@@ -11,6 +11,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.collectives._labels import collective_of
 from jaxsparse.costs.calibration import Profile
 from jaxsparse.costs.counting import inside, predict
+from jaxsparse.costs.evidence import Evidence
 
 
 class Prediction(NamedTuple):
@@ -26,6 +27,8 @@ class Prediction(NamedTuple):
     words: number of 4-byte words that one worker sends, or where it has several devices, one of these.
     inside: seconds of messages between the devices of a worker.
     every: H, the number of steps from one update to the next (`js.local_steps`).
+    compute: seconds of the rest of a step, forward and backward.
+    evidence: the steps that the method took in a training, if there was one.
 
   Example:
     >>> Prediction("dense", "dense", {}, 0.1, 0.2, 6, 1000).seconds
@@ -43,6 +46,8 @@ class Prediction(NamedTuple):
   words: int
   inside: float = 0.0
   every: int = 1
+  compute: float = 0.0
+  evidence: Evidence | None = None
 
   @property
   def seconds(self) -> float:
@@ -54,13 +59,19 @@ class Prediction(NamedTuple):
     """4-byte words that one worker sends, mean over the steps."""
     return self.words / self.every
 
+  @property
+  def to_loss(self) -> float:
+    """Seconds to the loss that dense has after one step: of the steps to it, by the evidence, with their compute."""
+    steps = 1.0 if self.evidence is None else self.evidence.steps
+    return math.inf if steps is None else steps * (self.compute + self.seconds)
+
 
 class Advice(NamedTuple):
   """The predictions of `advise`.
 
   Attributes:
-    predictions: of every algorithm of the profile, the fastest first.
-    why: one sentence that compares the fastest with the fastest dense one.
+    predictions: the fastest first; with evidence the one that reaches dense's loss first.
+    why: one sentence that compares it with the fastest dense one, and names the evidence.
 
   Example:
     >>> Advice([Prediction("dense", "dense", {}, 0.1, 0.2, 6, 1000)], "it is alone").best.label
@@ -72,34 +83,51 @@ class Advice(NamedTuple):
 
   @property
   def best(self) -> Prediction:
-    """The prediction of the fastest algorithm."""
+    """The first prediction."""
     return self.predictions[0]
 
   def __str__(self) -> str:
-    lines = [f"{'algorithm':<32}{'seconds':>10}{'arithmetic':>12}{'wire':>10}{'messages':>10}{'words':>14}"]
+    taught = any(one.evidence for one in self.predictions)
+    wide = max(31, *(len(_titled(one)) for one in self.predictions)) + 1
+    head = f"{'to loss':>10}" if taught else ""
+    lines = [f"{'algorithm':<{wide}}{head}{'seconds':>10}{'arithmetic':>12}{'wire':>10}{'messages':>10}{'words':>14}"]
     for one in self.predictions:
-      lines.append(
-        f"{_titled(one):<32}{one.seconds:>10.4f}{one.arithmetic:>12.4f}{one.wire:>10.4f}{one.messages:>10}{one.words:>14,}"
-      )
+      head = f"{one.to_loss:>10.4f}" if taught else ""
+      parts = f"{one.seconds:>10.4f}{one.arithmetic:>12.4f}{one.wire:>10.4f}{one.messages:>10}{one.words:>14,}"
+      lines.append(f"{_titled(one):<{wide}}{head}{parts}")
     return "\n".join([*lines, self.why])
 
 
-def advise(params: Any, profile: Profile, every: Sequence[int] = (1,)) -> Advice:
+def advise(
+  params: Any,
+  profile: Profile,
+  every: Sequence[int] = (1,),
+  *,
+  evidence: Sequence[Evidence] = (),
+  compute: float = 0.0,
+) -> Advice:
   """Predicts the seconds per step of every algorithm of a profile, and names the fastest, dense included.
 
   seconds = arithmetic · n + α · messages + β · bytes, with the α and β of the platform's all-reduce for an algorithm
   that uses it. Where a worker has S devices, n is ⌈n/S⌉ and the links inside add the time of gathering what is
   replicated there, by the shardings of `params`; a number n stands for sharded parameters. With local steps only every
-  H-th step has an update, and seconds and words per step are 1/H of it. The model ignores accuracy: a lower density, or
-  more local steps, are always faster, so ask only for those that train well.
+  H-th step has an update, and seconds and words per step are 1/H of it. That ignores accuracy: a lower density, or
+  more local steps, are always faster.
+
+  With evidence, from trainings, the order is that of the seconds to the loss that dense has after one step,
+  steps · (compute + seconds per step), where steps are those of the method over those of dense. Methods are then dense
+  and those of the evidence; of several trainings of one method the one that took most steps counts.
 
   Args:
     params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`, or their number n.
     profile: from `js.costs.fit`.
-    every: the numbers H of steps between exchanges to choose from (`js.local_steps`).
+    every: the numbers H of steps between exchanges to choose from (`js.local_steps`); with evidence it names them.
+    evidence: of the methods to choose from, `js.costs.evidence("adam")` or your own.
+    compute: seconds of the rest of your step, forward and backward; with evidence.
 
   Raises:
-    ValueError: for a profile without any algorithm, no parameters, or an H that is no whole number from 1 up.
+    ValueError: for a profile without any algorithm, or without any of the evidence, no parameters, an H that is no
+      whole number from 1 up, or negative seconds.
 
   Example:
     >>> import jaxsparse as js
@@ -111,6 +139,9 @@ def advise(params: Any, profile: Profile, every: Sequence[int] = (1,)) -> Advice
     'spardl:density=0.01: ... s per step, ... times as fast as dense: it saves ... s of the wire and spends ...'
     >>> js.costs.advise(14_728_266, profile, every=(1, 30)).why
     'spardl:density=0.01 every 30 steps: ... s per step, ... times as fast as dense every 30 steps: it saves ...'
+    >>> slow = js.costs.Evidence("spardl:density=0.01", "spardl:density=0.01", 1, "adam 0.001", "lm", 4, 40.0, 1.0, 3)
+    >>> js.costs.advise(14_728_266, profile, evidence=[slow], compute=0.2).why
+    "dense reaches its loss first, spardl:density=0.01 0.03 times as soon: 40.00 ± 1.00 times dense's steps (...)"
   """
   n = params if isinstance(params, int) else sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
   if n < 1:
@@ -122,9 +153,31 @@ def advise(params: Any, profile: Profile, every: Sequence[int] = (1,)) -> Advice
   for steps in every:
     check_whole("advise", 1, every=steps)
   updates = [_prediction(label, n, profile)._replace(inside=within) for label in profile.algorithms]
-  found = [update._replace(every=steps) for steps in every for update in updates]
-  predictions = sorted(found, key=lambda one: one.seconds)
-  return Advice(predictions, _why(predictions))
+  if evidence:
+    found = _taught(updates, evidence, compute)
+  else:
+    found = [update._replace(every=steps) for steps in every for update in updates]
+  predictions = sorted(found, key=lambda one: one.to_loss)
+  return Advice(predictions, _why_sooner(predictions) if evidence else _why(predictions))
+
+
+def _taught(updates: list[Prediction], evidence: Sequence[Evidence], compute: float) -> list[Prediction]:
+  """Dense, and the methods of the evidence, each with that of its training which took most steps."""
+  if not 0 <= compute < math.inf:
+    raise ValueError(f"advise: compute={compute}, give the seconds of forward and backward")
+  updates = [update._replace(compute=compute) for update in updates]
+  most: dict[str, Prediction] = {}
+  for one in sorted(evidence, key=lambda one: math.inf if one.steps is None else one.steps):
+    for update in updates:
+      if (update.name, update.config) == collective_of(one.collective):
+        most[one.method] = update._replace(every=one.every, evidence=one)
+  if not most:
+    wanted = ", ".join(dict.fromkeys(one.collective for one in evidence))
+    raise ValueError(
+      f"advise: the profile has {', '.join(update.label for update in updates)}, the evidence is of {wanted}: "
+      "give these to js.costs.fit(algorithms=...)"
+    )
+  return [update for update in updates if update.name == "dense"] + list(most.values())
 
 
 def _replicated(params: Any, devices: int) -> int:
@@ -165,5 +218,17 @@ def _why(predictions: list[Prediction]) -> str:
   )
 
 
+def _why_sooner(predictions: list[Prediction]) -> str:
+  best, *others = predictions
+  if best.evidence is None:
+    ratio, second = best.to_loss / others[0].to_loss, others[0]
+    return f"dense reaches its loss first, {_titled(second)} {ratio:.2f} times as soon: {second.evidence}"
+  dense = next((one for one in others if one.evidence is None), None)
+  sooner = f"{dense.to_loss / best.to_loss:.2f} times as soon as dense" if dense else "first"
+  return f"{_titled(best)} reaches dense's loss {sooner}: {best.evidence}"
+
+
 def _titled(one: Prediction) -> str:
+  if one.evidence:
+    return one.evidence.method
   return one.label if one.every == 1 else f"{one.label} every {one.every} steps"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.extend import core
 
 from jaxsparse._compat import inner_jaxprs
@@ -24,11 +25,11 @@ _AXIS = "workers"
 _ALL_REDUCES = ("psum", "psum2", "psum_invariant", "pmax", "pmin")
 
 
-def count(name: str, *, n: int, workers: int, devices: int = 1, **config: Any) -> Cost:
+def count(name: str | Collective, *, n: int, workers: int, devices: int = 1, **config: Any) -> Cost:
   """The messages and words that one worker sends for one update, counted from the jaxpr.
 
   Args:
-    name: one of `js.collective_names()`.
+    name: one of `js.collective_names()`, or a collective of your own.
     n: number of gradient entries.
     workers: number of workers P.
     devices: number of devices S of a worker. Each of them sends the messages of ⌈n/S⌉ entries to other workers, and the
@@ -49,7 +50,7 @@ def count(name: str, *, n: int, workers: int, devices: int = 1, **config: Any) -
   return count_jaxpr(schedule(collective, own, workers), workers)
 
 
-def predict(name: str, *, n: int, workers: int, devices: int = 1, **config: Any) -> Cost:
+def predict(name: str | Collective, *, n: int, workers: int, devices: int = 1, **config: Any) -> Cost:
   """The messages and words of one update by the formula of `Collective.cost`; arguments as for `count`.
 
   Example:
@@ -59,6 +60,34 @@ def predict(name: str, *, n: int, workers: int, devices: int = 1, **config: Any)
   """
   collective, own = _made(name, n, workers, devices, config)
   return collective.cost(own, workers)
+
+
+def count_update(tx: optax.GradientTransformation, params: Any, *, workers: int, axis: str = "workers") -> Cost:
+  """The messages and words that one worker sends for one update of any chain, counted from the jaxpr.
+
+  Of local steps (`js.local_steps`) it is the cost of an exchange, of fragments (`js.streaming_diloco`) that of the
+  exchanges of all of them. `Cost.words_per_step` divides it among the steps.
+
+  Args:
+    tx: any optax chain with jaxsparse transforms over `axis`.
+    params: arrays, or `jax.ShapeDtypeStruct`.
+    workers: number of workers P.
+    axis: the name of the axis of the workers.
+
+  Example:
+    >>> import optax, jaxsparse as js
+    >>> params = {"w": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
+    >>> cost = count_update(js.diloco(optax.sgd(0.1), "workers", every=500), params, workers=8)
+    >>> cost.words, cost.words_per_step(every=500)
+    (1750000, 3500.0)
+  """
+  _check_sizes(workers=workers)
+
+  def worker(params: optax.Params) -> optax.Updates:
+    update = optax.with_extra_args_support(tx).update
+    return update(params, tx.init(params), params, value=jnp.float32(0))[0]
+
+  return count_jaxpr(jax.make_jaxpr(worker, axis_env=[(axis, workers)])(params).jaxpr, workers)
 
 
 def inside(n: int, *, devices: int) -> Cost:
@@ -181,7 +210,7 @@ def _sum(costs: Iterable[Cost]) -> Cost:
   return Cost(*map(sum, zip(Cost(0, 0), *costs, strict=True)))
 
 
-def _made(name: str, n: int, workers: int, devices: int, config: dict[str, Any]) -> tuple[Collective, int]:
+def _made(name: str | Collective, n: int, workers: int, devices: int, config: dict[str, Any]) -> tuple[Collective, int]:
   """The collective of one device, and its number of entries."""
   _check_sizes(n=n, workers=workers, devices=devices)
   return make_collective(name, **config).for_devices(devices), -(-n // devices)

@@ -35,8 +35,6 @@ RANK_OF = (RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # variables with the numbe
 STEPS = struct.Struct("<q")  # format of a rank's number of steps
 HAS_PROC = sys.platform == "linux" and os.path.exists("/proc/self/stat")  # a guard finds its descendants in /proc
 KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
-# What gloo writes to standard output for each communicator that it makes; no setting of gloo or XLA switches it off.
-GLOO_LINE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\b[^\n]*\n")
 
 _KILL_MPIRUN_AFTER = 6.0
 _GIVE_UP = 10.0  # seconds that a guard waits for processes to end after SIGKILL
@@ -46,6 +44,8 @@ _CHUNK = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
+_GLOO = rb"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : "
+_GLOO_LINES = re.compile(rb"(?:%s)(?:%s|\d|\n)*\n" % (_GLOO, _GLOO))
 
 
 def rank() -> int | None:
@@ -177,6 +177,25 @@ def _changes() -> Iterator[tuple[int, int]]:
       yield change
 
 
+def without_gloo_lines(text: bytes) -> bytes:
+  """`text` without the line that gloo writes for each communicator; no setting of gloo or XLA switches it off.
+
+  Threads of a process write such lines at once, one a device, so pieces of several may alternate.
+  """
+  return _GLOO_LINES.sub(_others, text)
+
+
+def _others(found: re.Match[bytes]) -> bytes:
+  """The lines in a match of `_GLOO_LINES` that are not gloo's: numbers, once all lines that gloo began have ended."""
+  kept, unfinished = [], 0
+  for line in found.group().splitlines(keepends=True):
+    unfinished += line.count(b"[Gloo]")
+    if not line.strip() or (line.strip().isdigit() and not unfinished):
+      kept.append(line)
+    unfinished = max(0, unfinished - 1)
+  return b"".join(kept)
+
+
 def _relay(source: int, said: collections.deque[str]) -> None:
   """Copies the output of a rank to standard error, line by line, with a prefix and without gloo's lines.
 
@@ -187,7 +206,7 @@ def _relay(source: int, said: collections.deque[str]) -> None:
   prefix = f"[rank {rank()}] ".encode() if os.environ.get(PREFIX) else b""
   rest = b""
   while chunk := os.read(source, _CHUNK):
-    *lines, rest = _LINE_END.split(GLOO_LINE.sub(b"", rest + chunk))
+    *lines, rest = _LINE_END.split(without_gloo_lines(rest + chunk))
     if len(rest) > _CHUNK:
       lines, rest = [*lines, rest], b""
     _write(lines, prefix, said)

@@ -256,7 +256,7 @@ def _without_gloo_lines() -> Iterator[None]:
     finally:
       os.dup2(2, 1)
       written.seek(0)
-      os.write(2, guard.GLOO_LINE.sub(b"", written.read()))
+      os.write(2, guard.without_gloo_lines(written.read()))
 
 
 if is_rank():

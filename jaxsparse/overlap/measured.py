@@ -32,6 +32,7 @@ from jaxsparse.overlap.network import Link
 from jaxsparse.train import timing
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.engine import check_batch, engine_of
+from jaxsparse.train.sharded import training_engine
 from jaxsparse.types import Comm
 
 _WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are
@@ -100,10 +101,11 @@ def measure(
   """Measures the backward time of each leaf, while all workers compute and none sends.
 
   In a run of several processes every process must call, and all get the same numbers, those of the slowest process.
+  Where a worker has several devices, the program is partitioned along them as that of the training step is.
 
   Args:
     loss_fn: as for `js.make_train_step`.
-    params: the parameters.
+    params: the parameters; they keep their shardings inside a worker.
     batch: the batch of all workers, as for the training step.
     mesh: the workers, as for `js.init`.
     axis: of the mesh.
@@ -131,7 +133,7 @@ def measure(
   leaves = jax.tree_util.tree_leaves_with_path(params)
   if not leaves:
     raise ValueError(f"measure: params={params!r} have no leaf")
-  engine = engine_of(mesh, axis)
+  engine = training_engine(mesh, axis)
   check_batch(batch, engine, axis)
   split = PartitionSpec(axis)
 
@@ -145,14 +147,19 @@ def measure(
   order, work = _backward(traced(params, jax.tree.map(of_each, batch)).jaxpr)
   bounds = _cuts(work, cuts)
 
+  specs = (PartitionSpec(), split)
+  arguments = engine.place((params, batch), specs)
+  shardings = engine.shardings(arguments, specs), None  # of gradients those that they are computed with
+
   def cut(count: int) -> Callable:
     """The program of all workers that makes the gradients of the first `count` leaves."""
     wanted = [0, *(1 + leaf for leaf in order[:count])]
-    some = lambda *arguments: [jnp.ravel(gradients(*arguments)[number]) for number in wanted]
-    return engine.jit(some, (PartitionSpec(), split), split)
+    some = lambda *arguments: [gradients(*arguments)[number][None] for number in wanted]
+    return engine.jit(some, specs, split, shardings=shardings)
 
-  arguments = engine.place((params, batch), (PartitionSpec(), split))
-  seconds = _medians(timing.Stopwatch(engine, axis), [cut(count) for count in (0, *bounds)], arguments, repetitions)
+  seconds = _medians(
+    timing.Stopwatch(engine.flat, axis), [cut(count) for count in (0, *bounds)], arguments, repetitions
+  )
   times = _shared_out(work, bounds, np.diff(seconds).tolist())
   names = tuple(jax.tree_util.keystr(leaves[leaf][0]) for leaf in reversed(order))
   sizes = tuple(float(_WORD * jnp.size(leaves[leaf][1])) for leaf in reversed(order))

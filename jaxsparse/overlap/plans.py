@@ -27,7 +27,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.overlap import search
 from jaxsparse.overlap.network import Link, Sent, simulate
 
-Kind = Literal["single", "wfbp", "mg_wfbp", "asc_wfbp", "optimal"]
+Kind = Literal["single", "wfbp", "mg_wfbp", "theorem_1", "asc_wfbp", "optimal"]
 GroupKind = Literal["normal", "merged", "simultaneous"]
 
 _MOST = 1e100  # largest number of seconds or bytes: products do not overflow
@@ -66,8 +66,8 @@ class Plan(NamedTuple):
 
   Example:
     >>> one = plan("wfbp", [1.0, 1.0], [8, 8], alpha=0.5, beta=0.25, gamma=2.0)
-    >>> [group.layers for group in one.groups], one.iteration_time
-    ([(1,), (0,)], 6.0)
+    >>> [group.layers for group in one.groups], one.iteration_time, one.exposed
+    ([(1,), (0,)], 6.0, 4.0)
   """
 
   kind: str
@@ -88,10 +88,15 @@ class Plan(NamedTuple):
     return sum(self.backward_times)
 
   @property
+  def exposed(self) -> float:
+    """Seconds of communication that backward does not hide (Figure 6): from its end to that of the last message."""
+    return self.iteration_time - self.backward
+
+  @property
   def hidden(self) -> float:
     """Fraction of the time of communication that overlaps with backward."""
     busy = covered([(sent.start, sent.end) for sent in self.timeline])
-    return 1.0 if not busy else min(1.0, 1 - (self.iteration_time - self.backward) / busy)
+    return 1.0 if not busy else min(1.0, 1 - self.exposed / busy)
 
   def size_of(self, group: Group) -> float:
     """Bytes of a group."""
@@ -125,9 +130,10 @@ def plan(
   - "wfbp": one communication for each layer, one after the other (wait-free backpropagation).
   - "mg_wfbp": merges layer l into layer l − 1 if l − 1 is ready before the start-up of a communication of l alone would
     end, `ready(l − 1) < τ(l) + α`. Never slower than "wfbp" in the model.
-  - "asc_wfbp": Theorem 1 of the paper chooses for each layer between normal, merged and simultaneous. It assumes that
+  - "theorem_1": Theorem 1 of the paper chooses for each layer between normal, merged and simultaneous. It assumes that
     two overlapping communications are faster than one after the other (γ < 2) and that the second slows only itself
-    down. If the simulation predicts more seconds than for "mg_wfbp", the plan is that of "mg_wfbp".
+    down. Where that does not hold, the simulation may predict more seconds than for "mg_wfbp".
+  - "asc_wfbp": the plan of "theorem_1", or that of "mg_wfbp" if the simulation predicts fewer seconds for it.
   - "optimal": with `ways=1` the fastest of all merges, by exact dynamic programming. With more, the fastest plan that a
     search over all groups and kinds finds (`search` describes what it drops); never slower than "asc_wfbp".
 
@@ -138,7 +144,7 @@ def plan(
     alpha: α, seconds of the start-up of a communication, for example an all-reduce.
     beta: β, seconds per byte of a transfer without overlap.
     gamma: γ ≥ 1, contention factor: per-byte slowdown when two transfers overlap.
-    ways: maximum number of overlapping communications, for "asc_wfbp" and "optimal"; two in the paper.
+    ways: maximum number of overlapping communications, for "theorem_1", "asc_wfbp" and "optimal"; two in the paper.
 
   Returns:
     A `Plan`.
@@ -287,6 +293,7 @@ _KINDS: dict[str, Callable[[_Layers], tuple[Group, ...]]] = {
   "single": _single,
   "wfbp": _wfbp,
   "mg_wfbp": _mg_wfbp,
+  "theorem_1": _theorem_1,
   "asc_wfbp": _asc_wfbp,
   "optimal": _optimal,
 }

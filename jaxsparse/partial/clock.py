@@ -32,33 +32,43 @@ class Span(NamedTuple):
   end: float
 
 
-def sharing(workers: int, level: int, *, seconds: float = 1.0, jitter: float = 0.1) -> list[Pace]:
+def sharing(
+  workers: int, level: int, *, seconds: float = 1.0, jitter: float = 0.1, occupancy: float = 1.0
+) -> list[Pace]:
   """Step times of the paper's synthetic heterogeneity (§5.2): the last `level` workers share one accelerator.
 
   A step on an accelerator of one's own takes `seconds` · exp(jitter · ξ), ξ ~ N(0, 1); a step of a worker that shares
-  takes `level` times as long. With level 1 all workers are equally fast.
+  takes 1 + occupancy · (level − 1) times as long: the accelerator does its part of a step for each of
+  `level` workers in turn. With level 1 all workers are equally fast.
 
   Args:
     workers: N.
     level: the heterogeneity level HL, 1 … N.
     seconds: median step time of a worker that does not share.
-    jitter: standard deviation of the step time's logarithm.
+    jitter: standard deviation of the step time's logarithm. From about 1 on the distribution has a heavy tail, as on
+      machines that other jobs share (§5.3): the longest of 16 steps takes several times the median.
+    occupancy: fraction of a step in which the accelerator is busy, 0 to 1. The rest (input, host code) does not slow
+      down when the accelerator is shared.
 
   Returns:
     One function for each worker, which draws a step time in seconds from a random generator.
 
   Raises:
-    ValueError: for a level outside 1 … N.
+    ValueError: for a level outside 1 … N, or an occupancy outside 0 … 1.
 
   Example:
     >>> import numpy as np
     >>> [pace(np.random.default_rng(0)) for pace in sharing(3, level=2, jitter=0)]
     [1.0, 2.0, 2.0]
+    >>> [pace(np.random.default_rng(0)) for pace in sharing(3, level=2, jitter=0, occupancy=0.5)]
+    [1.0, 1.5, 1.5]
   """
   if not 1 <= level <= workers:
     raise ValueError(f"level={level!r}, choose 1 … {workers}, the number of workers")
-  alone = [1] * (workers - level)
-  return [functools.partial(_lognormal, median=seconds * slow, jitter=jitter) for slow in [*alone, *[level] * level]]
+  if not 0 <= occupancy <= 1:
+    raise ValueError(f"occupancy={occupancy!r}, choose 0 … 1")
+  slow = [1.0] * (workers - level) + [1 + occupancy * (level - 1)] * level
+  return [functools.partial(_lognormal, median=seconds * times, jitter=jitter) for times in slow]
 
 
 def _lognormal(random: np.random.Generator, median: float, jitter: float) -> float:

@@ -45,8 +45,11 @@ class Lab(Protocol):
     """Starts an all-reduce of `members` workers, in which `workers` take part; calls `done` at its end."""
     ...
 
-  def exchange(self, workers: list[int], models: int, done: Callable[[], object]) -> None:
-    """Lets each worker send or receive so many models, one after the other; calls `done` at the end."""
+  def exchange(self, workers: list[int], models: int, done: Callable[[], object], peer: int | None = None) -> None:
+    """Lets each worker send or receive so many models, one after the other; calls `done` at the end.
+
+    `peer` is the worker at the other end; None for a server.
+    """
     ...
 
   def update(self) -> None:
@@ -183,7 +186,7 @@ class Gossip:
       self._lab.update()
       self._lab.work(worker, self._models[worker])
 
-    self._lab.exchange([worker], 1, done)
+    self._lab.exchange([worker], 1, done, peer=other)
 
   def model(self) -> jax.Array:
     return jnp.mean(jnp.stack(self._models), 0)
@@ -225,7 +228,7 @@ class Partial:
     self._models[worker], self._iterations[worker] = model, self._iterations[donor]
     self._states[worker] = self._lab.start()
     self._controller.replaced(worker)
-    self._lab.exchange([worker], 1, functools.partial(self._lab.work, worker, model))
+    self._lab.exchange([worker], 1, functools.partial(self._lab.work, worker, model), peer=donor)
 
   def _averaged(self, group: Group) -> None:
     models = jnp.stack([*(self._models[member] for member in group.members), self._lab.initial])

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from jaxsparse.types import Cost
 
 METHODS = ("allreduce", "eager", "adpsgd", "bsp", "asp", "hete", "backup", "constant", "dynamic")
 _PARTIAL = ("constant", "dynamic")
+_OF_PAIRS = (*_PARTIAL, "adpsgd")  # methods in which workers average with each other: one alone cannot
 _OPTIONS = tuple(inspect.signature(Controller).parameters)[3:]  # of the controller, after those set by the method
 
 
@@ -70,6 +72,7 @@ def simulate(
   backups: int | None = None,
   alpha: float = 0.0,
   beta: float = 0.0,
+  links: Sequence[float] | None = None,
   evaluate: Callable[[Any], float] | None = None,
   every: float = 1.0,
   target: float | None = None,
@@ -92,6 +95,8 @@ def simulate(
     backups: the number of workers that "backup" does not wait for; by default ⌊3N/8⌋ (the paper's 3 of 8).
     alpha: seconds for each message: of an all-reduce, to and from a server, another worker, or the controller.
     beta: seconds for each byte of a model.
+    links: for each worker, how many times as long its messages take; an average takes as long as its slowest member's.
+      By default 1 for all.
     evaluate: of parameters, for example the test accuracy; called every `every` seconds of virtual time.
     every: see `evaluate`.
     target: the simulation ends when `evaluate` reaches it.
@@ -111,8 +116,9 @@ def simulate(
     >>> run("allreduce").seconds, run("constant").seconds
     (13.0, 9.0)
   """
-  _check(method, len(paces), seconds, every, target, evaluate, controller)
-  lab = _Lab(loss, params, batches, paces, tx, (alpha, beta), seed)
+  links = [1.0] * len(paces) if links is None else links
+  _check(method, len(paces), links, seconds, every, target, evaluate, controller)
+  lab = _Lab(loss, params, batches, paces, tx, (alpha, beta), links, seed)
   chosen = _method(method, lab, group_size, backups, **controller)
   lab.run(chosen, seconds, evaluate, every, target)
   return lab.result(method)
@@ -121,6 +127,7 @@ def simulate(
 def _check(
   method: str,
   workers: int,
+  links: Sequence[float],
   seconds: float,
   every: float,
   target: float | None,
@@ -129,8 +136,10 @@ def _check(
 ) -> None:
   if method not in METHODS:
     raise ValueError(f"method={method!r}, choose one of {', '.join(METHODS)}")
-  if workers < 2:
-    raise ValueError(f"paces of {workers} workers, give at least 2")
+  if workers < (least := 2 if method in _OF_PAIRS else 1):
+    raise ValueError(f"paces of {workers} workers, give at least {least}")
+  if len(links) != workers or not all(0 < link < math.inf for link in links):
+    raise ValueError(f"links={links!r}, give a positive number for each of the {workers} workers")
   for name, value in (("seconds", seconds), ("every", every)):
     if not value > 0:
       raise ValueError(f"{name}={value!r}, choose more than 0")
@@ -171,6 +180,7 @@ class _Lab:
     paces: Sequence[Pace],
     tx: optax.GradientTransformation,
     wire: tuple[float, float],
+    links: Sequence[float],
     seed: int,
   ):
     self.workers = len(paces)
@@ -183,7 +193,7 @@ class _Lab:
     self.reached = False
     self._batches = [batches(worker) for worker in range(self.workers)]
     self._paces, self._draws = paces, [np.random.default_rng([seed, worker]) for worker in range(self.workers)]
-    self._tx, self._wire = tx, wire
+    self._tx, self._wire, self._links = tx, wire, links
     self._ready = [0.0] * self.workers  # when each worker ended its last activity
     self._gradient = jax.jit(jax.grad(lambda model, batch: loss(self.unflatten(model), batch)))
     self.step = jax.jit(self._step)
@@ -224,12 +234,14 @@ class _Lab:
     took = make_collective("dense").cost(self.initial.size, members).seconds(alpha, beta)
     if isinstance(self._method, Partial):
       took += 2 * alpha  # the signal to the controller, and its answer
+    took *= self._slowest(workers if len(workers) == members else range(self.workers))
     self._end_wait(workers)
     self._record(workers, "average", took)
     self.clock.after(took, done)
 
-  def exchange(self, workers: list[int], models: int, done: Callable[[], object]) -> None:
+  def exchange(self, workers: list[int], models: int, done: Callable[[], object], peer: int | None = None) -> None:
     took = Cost(models, models * self.initial.size).seconds(*self._wire)
+    took *= self._slowest(workers if peer is None else [*workers, peer])
     self._end_wait(workers)
     self._record(workers, "average", took)
     self.clock.after(took, done)
@@ -246,6 +258,10 @@ class _Lab:
   def _step(self, model: jax.Array, state: Any, gradient: jax.Array) -> tuple[jax.Array, Any]:
     change, state = self._tx.update(gradient, state, model)
     return model + change, state
+
+  def _slowest(self, workers: Iterable[int]) -> float:
+    """How many times as long the messages of these workers take."""
+    return max(self._links[worker] for worker in workers)
 
   def _end_wait(self, workers: Iterable[int]) -> None:
     for worker in workers:

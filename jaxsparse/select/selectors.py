@@ -3,8 +3,9 @@
 A new selector is a class here, and its name in `SelectorName` and `SELECTORS`.
 """
 
+import abc
 import dataclasses
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,52 +22,43 @@ from jaxsparse.types import Sparse
 _LONGEST_CHUNK = 1 << 22  # entries: a magnitude keeps its exponent beside the number of a row
 
 
-class Selector(Protocol):
-  """Chooses k entries of each block.
+class Selector(abc.ABC):
+  """Chooses k entries of each block. A selector that remembers nothing defines `start` only.
 
   Attributes:
     one_per_chunk: whether slot j of the k slots of a block is empty or one of the entries j, j + k, j + 2k, … of it.
     fills_slots: whether all k slots are filled.
   """
 
-  one_per_chunk: bool
-  fills_slots: bool
-
-  def check(self, length: int, k: int) -> None:
-    """Raises ValueError for blocks that it cannot choose from."""
-    ...
-
-  def init(self, rows: int) -> Any:
-    """The memory before the first step: a pytree of arrays with a leading axis, () for none."""
-    ...
-
-  def start(self, blocks: Blocks, memory: Any) -> Accumulator:
-    """The accumulator of a step, for blocks that are sent in rounds."""
-    ...
-
-  def choose(self, x: LazySum, k: int, memory: Any) -> Sparse:
-    """The k entries of a whole vector, [1, k], which are sent at once."""
-    ...
-
-  def next(self, memory: Any, chosen: Sparse, length: int) -> Any:
-    """The memory for the next step, from the entries [rows, k] selected in this step."""
-    ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Exact:
-  """The k entries of largest magnitude of each row, ties to the lowest index."""
-
   one_per_chunk = False
   fills_slots = True
 
   def check(self, length: int, k: int) -> None:
-    """Any block will do."""
+    """Raises ValueError for blocks that it cannot choose from."""
+    del length, k
 
-  def init(self, rows: int) -> tuple[()]:
-    """Nothing is remembered."""
+  def init(self, rows: int) -> Any:
+    """The memory before the first step: a pytree of arrays with a leading axis, () for none."""
     del rows
     return ()
+
+  @abc.abstractmethod
+  def start(self, blocks: Blocks, memory: Any) -> Accumulator:
+    """The accumulator of a step, for blocks that are sent in rounds."""
+
+  def choose(self, x: LazySum, k: int, memory: Any) -> Sparse:
+    """The k entries of a whole vector, [1, k], which are sent at once."""
+    return self.start(Blocks.whole(x, k), memory).largest(0, 1)
+
+  def next(self, memory: Any, chosen: Sparse, length: int) -> Any:
+    """The memory for the next step, from the entries [rows, k] selected in this step."""
+    del chosen, length
+    return memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact(Selector):
+  """The k entries of largest magnitude of each row, ties to the lowest index."""
 
   def start(self, blocks: Blocks, memory: Any) -> Accumulator:
     """The accumulator of a step."""
@@ -78,14 +70,9 @@ class Exact:
     del memory
     return sparse.as_row(top_k(x, k))
 
-  def next(self, memory: Any, chosen: Sparse, length: int) -> Any:
-    """Nothing is remembered."""
-    del chosen, length
-    return memory
-
 
 @dataclasses.dataclass(frozen=True)
-class PerChunk(Exact):
+class PerChunk(Selector):
   """The largest entry of each of k chunks of a row."""
 
   one_per_chunk = True
@@ -103,10 +90,6 @@ class PerChunk(Exact):
     del memory
     return ChunkAccumulator.of(blocks)
 
-  def choose(self, x: LazySum, k: int, memory: Any) -> Sparse:
-    """The largest entry of each chunk."""
-    return self.start(Blocks.whole(x, k), memory).largest(0, 1)
-
 
 class Reused(NamedTuple):
   """The thresholds of the last step.
@@ -121,18 +104,14 @@ class Reused(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Reuse:
+class Reuse(Selector):
   """Top-k of each row, restricted to entries that reach the threshold reused from the last step.
 
   That skips the search for a threshold. A row with threshold 0 selects its k largest non-zero entries. If more entries
   reach a threshold than candidates have slots, candidates are found as by `Exact`.
   """
 
-  one_per_chunk = False
   fills_slots = False
-
-  def check(self, length: int, k: int) -> None:
-    """Any block will do."""
 
   def init(self, rows: int) -> Reused:
     """No thresholds; two different arrays, since an array that occurs twice in a state cannot be donated."""
@@ -141,10 +120,6 @@ class Reuse:
   def start(self, blocks: Blocks, memory: Reused) -> Accumulator:
     """The accumulator of a step."""
     return TopKAccumulator.of(blocks, least=jnp.maximum(keys_of(memory.bounds), 1))
-
-  def choose(self, x: LazySum, k: int, memory: Reused) -> Sparse:
-    """Those of the k largest entries that reach the threshold."""
-    return self.start(Blocks.whole(x, k), memory).largest(0, 1)
 
   def next(self, memory: Reused, chosen: Sparse, length: int) -> Reused:
     """The thresholds of the next step."""

@@ -6,7 +6,7 @@ lazy         gradient + residual, added where it is read
 codec        wire formats of entries; `values` has those of their values
 capacities   messages whose size is chosen at run time from a few static capacities
 sums         floating-point sums with reproducible bits
-two_bit      values as numbers of four bins
+two_bit      entries in 16 bits: positions, and values as numbers of four bins
 saturating   u32 counters that do not wrap
 """
 

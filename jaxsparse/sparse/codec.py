@@ -7,17 +7,20 @@ Values are sent unchanged ("f32"), rounded to 8 significant bits ("bf16"), or as
 - as a set, in the quasi-succinct code of Elias and Fano: the low 4, 8 or 16 bits of each index, and the high parts, in
   ascending order, as a bitset; about 9 bits an index at a density of 1 %;
 - where slot j contains an entry of chunk j, as the position within the chunk, 8 or 16 bits an index.
+
+Short blocks of few entries have a format of their own, 16 bits for index and value together ("2bit"): see `two_bit`.
 """
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.sparse import bitset
+from jaxsparse.sparse.two_bit import TwoBit
 from jaxsparse.sparse.values import FORMATS, Values, Wire, read
 from jaxsparse.types import Sparse
 
@@ -65,8 +68,8 @@ class Codec(Protocol):
     ...
 
   @property
-  def format(self) -> Values:
-    """The format of the values."""
+  def rounds(self) -> bool:
+    """Whether values are rounded."""
     ...
 
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Any, jax.Array]:
@@ -91,12 +94,12 @@ class Codec(Protocol):
     ...
 
 
-def codec_of(wire: Wire, length: int, *, by_chunk: bool = False) -> Codec:
+def codec_of(wire: Wire | Literal["2bit"], length: int, *, by_chunk: bool = False) -> Codec:
   """The codec for blocks of `length`.
 
   Args:
     wire: the format of values: "f32" sends them unchanged, "bf16" rounds to the nearest (`BFloat16`), "int8" sends
-      levels (`Int8`). "bf16" and "int8" also encode indices in fewer bits.
+      levels (`Int8`). "bf16" and "int8" also encode indices in fewer bits. "2bit" sends 16 bits an entry (`TwoBit`).
     length: number of entries of a block.
     by_chunk: whether slot j of a row of c slots is empty or one of the entries j, j + c, j + 2c, … of the block.
 
@@ -106,6 +109,8 @@ def codec_of(wire: Wire, length: int, *, by_chunk: bool = False) -> Codec:
     >>> [codec_of(wire, 1_000_000, by_chunk=True).words(1, 10_000) for wire in ("f32", "bf16", "int8")]
     [12500, 7500, 5001]
   """
+  if wire == "2bit":
+    return TwoBit(length)
   if by_chunk:
     return _ByChunk(FORMATS[wire], length)
   return _Coordinates(length) if wire == "f32" else _QuasiSuccinct(FORMATS[wire], length)
@@ -116,7 +121,7 @@ class _Coordinates:
   """Indices and values unchanged, in their order."""
 
   length: int
-  format = FORMATS["f32"]
+  rounds = False
 
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Sparse, jax.Array]:
     del noise
@@ -130,11 +135,20 @@ class _Coordinates:
 
 
 @dataclasses.dataclass(frozen=True)
-class _QuasiSuccinct:
-  """The code of Elias and Fano. Decoded entries are ordered by high part, then by slot; empty slots are last."""
+class _Formatted:
+  """A codec whose values have a format."""
 
   format: Values
   length: int
+
+  @property
+  def rounds(self) -> bool:
+    return self.format.rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class _QuasiSuccinct(_Formatted):
+  """The code of Elias and Fano. Decoded entries are ordered by high part, then by slot; empty slots are last."""
 
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Message, jax.Array]:
     low = low_bits(entries.indices.shape[1], self.length)
@@ -166,11 +180,8 @@ class _QuasiSuccinct:
 
 
 @dataclasses.dataclass(frozen=True)
-class _ByChunk:
+class _ByChunk(_Formatted):
   """The slot of an entry is its chunk; one or two bytes are the position within the chunk. Entries keep their slots."""
-
-  format: Values
-  length: int
 
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Message, jax.Array]:
     chunks = entries.indices.shape[1]

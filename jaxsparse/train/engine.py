@@ -115,9 +115,11 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
   """The engine of a mesh, with one worker at each index of `axis`, or of a comm that knows its own workers.
 
   Raises:
-    ValueError: if the mesh has no such axis.
+    ValueError: if the mesh has no such axis, or there are no workers.
     TypeError: if `where` is neither a mesh nor such a comm.
   """
+  if not (where.devices.size if isinstance(where, Mesh) else getattr(where, "members", None) != 0):
+    raise ValueError(f"0 workers along axis {axis!r}: choose at least 1")
   if isinstance(where, Mesh):
     return _OnMesh(where, axis)
   if isinstance(where, MpiComm):

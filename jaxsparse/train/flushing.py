@@ -4,16 +4,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxsparse import _compat
 from jaxsparse._compat import AxisName
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import checked
 from jaxsparse.transform import checks, owed
 from jaxsparse.transform.local import moved_by_name
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.state import in_rows, is_local_state, is_reduce_state
+from jaxsparse.transform.state import in_rows, is_local_state, is_reduce_state, local_states
 from jaxsparse.types import Comm
 
 
@@ -42,7 +44,8 @@ def flush(
     state with residuals of zeros. `params` and `state` stay valid.
 
   Raises:
-    ValueError: if the state was donated, is not one of these workers and parameters, or not of `js.init`.
+    ValueError: if the state was donated, is not one of these workers and parameters, or not of `js.init`; if an update
+      of local steps with a delay is in flight.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -58,6 +61,8 @@ def flush(
   nodes = checked(state, params)
   for node in nodes:
     checks.check_workers(node, engine.workers, held=engine.held)
+  if any(node.flight and int(np.max(_compat.here(node.flight.left))) for node in local_states(state)):
+    raise ValueError("js.flush: an update of local steps is in flight, apply it by step.synchronize(params, state)")
 
   def worker(params: optax.Params, state: Any) -> tuple[optax.Updates, Any]:
     named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
@@ -74,7 +79,7 @@ def flush(
       return node
 
     state = jax.tree.map(of, state, in_rows(state), is_leaf=is_reduce_state)
-    emptied = lambda node: node._replace(moved=jax.tree.map(jnp.zeros_like, node.moved), since=0 * node.since)
+    emptied = lambda node: node._replace(moved=jax.tree.map(jnp.zeros_like, node.moved))
     state = jax.tree.map(lambda x: emptied(x) if is_local_state(x) else x, state, is_leaf=is_local_state)
     return jax.tree.unflatten(jax.tree.structure(params), list(updates.values())), state
 

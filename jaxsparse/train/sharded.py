@@ -24,12 +24,8 @@ _ARGUMENTS = ("params", "state", "batch", "argument ")  # of a step
 def training_engine(where: Mesh | Comm, axis: AxisName) -> Engine:
   """The engine of `js.init` and of training steps: that of `engine_of`, where a worker has devices `_ShardedMesh`.
 
-  Raises:
-    ValueError: if the mesh has no such axis, or there are no workers.
-    TypeError: if `where` is neither a mesh nor a comm that knows its own workers.
+  Raises: as `engine_of`.
   """
-  if not (where.devices.size if isinstance(where, Mesh) else getattr(where, "members", None) != 0):
-    raise ValueError(f"0 workers along axis {axis!r}: choose at least 1")
   engine = engine_of(where, axis)
   if isinstance(where, Mesh) and math.prod(where.shape[name] for name in engine.others) > 1:
     return _ShardedMesh(where, axis)

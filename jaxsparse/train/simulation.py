@@ -42,7 +42,7 @@ class Simulated(NamedTuple):
 
 
 def simulate(
-  name: str,
+  name: str | Collective,
   grads: Any,
   residuals: Any = None,
   *,
@@ -52,7 +52,7 @@ def simulate(
   """Runs one reduction of P workers on one device, under vmap.
 
   Args:
-    name: one of `js.collective_names()`.
+    name: one of `js.collective_names()`, or a collective of your own.
     grads: f32[P, n], one gradient per worker; or a pytree of arrays with a leading axis of P workers.
     residuals: the residuals before the step, like `grads`; zeros by default.
     state: the state that an earlier call returned, instead of `residuals`.
@@ -76,7 +76,7 @@ def simulate(
     Array([0., 1., 2., 0.], dtype=float32)
   """
   rows, restore = _rows_of("grads", grads)
-  collective = make_collective(name, **config).for_leaves(flatten.sizes(jax.tree.map(lambda x: x[0], grads)))
+  collective = make_collective(name, **config).for_leaves(flatten.shapes(jax.tree.map(lambda x: x[0], grads)))
   if state is None:
     state = initial(collective, *rows.shape)
     if residuals is not None:

@@ -118,12 +118,12 @@ def _documentation(kind: type[Collective]) -> str:
 
 
 def make_transform(
-  name: str, axis: AxisName | Comm, special: Special | None = None, shardings: Any = None, **config: Any
+  name: str | Collective, axis: AxisName | Comm, special: Special | None = None, shardings: Any = None, **config: Any
 ) -> optax.GradientTransformation:
   """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.
 
   Args:
-    name: one of `js.collective_names()`.
+    name: one of `js.collective_names()`, or a collective of your own.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
     special: collectives of leaves by their names, as of `js.spardl_transform`.
     shardings: of the parameters inside a worker, as of `js.spardl_transform`.

@@ -147,7 +147,7 @@ def groups_of(tree: Any, assignment: Assignment, bundles: Sequence[Bundle] | Non
     ValueError: for an expression that matches no name, or a k that does not fit the entries of its leaves.
   """
   names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-  sizes, kind_of = flatten.sizes(tree), assignment.numbers(names)
+  shapes, sizes, kind_of = flatten.shapes(tree), flatten.sizes(tree), assignment.numbers(names)
   groups: list[Group] = []
   members: dict[int, list[int]] = {}  # the groups of each collective
   firsts: list[int] = []  # the first group of each bundle
@@ -163,7 +163,7 @@ def groups_of(tree: Any, assignment: Assignment, bundles: Sequence[Bundle] | Non
     shares = shared_out(assignment.collectives[kind], [groups[number].entries for number in numbers])
     for number, share in zip(numbers, shares, strict=True):
       own = groups[number].leaves
-      groups[number] = groups[number]._replace(collective=share.for_leaves(tuple(sizes[leaf] for leaf in own)))
+      groups[number] = groups[number]._replace(collective=share.for_leaves(tuple(shapes[leaf] for leaf in own)))
   return _without_implied(groups)
 
 

@@ -3,25 +3,35 @@
     local step   θ_w ← θ_w + inner(∇_w(θ_w))                          every step, without a message
     exchange     θ   ← θ + outer(reduce(θ − θ_w)),   θ_w ← θ          every H steps
 
+With a delay the exchange computes an update of the anchor, which is in flight for τ steps before it is applied.
+
 θ, the anchor, is the same on every worker: it is the `params` of the caller. The state of a worker has θ − θ_w, the sum
 of its updates with a minus sign, so that it looks like a gradient to `outer`. It is summed up in float32 and not
 computed from parameters.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxsparse import flatten
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
-from jaxsparse.transform.state import LocalState
+from jaxsparse.transform.state import Flight, LocalState
 
 
 def local_steps(
-  inner: optax.GradientTransformation, outer: optax.GradientTransformation, *, every: int | None
+  inner: optax.GradientTransformation,
+  outer: optax.GradientTransformation,
+  *,
+  every: int | None,
+  fragments: int = 1,
+  delay: int = 0,
+  mixing: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
   """H steps of each worker's own, then one exchange of what the workers have moved (local SGD, DiLoCo, SparseLoCo).
 
@@ -45,6 +55,18 @@ def local_steps(
   Then `local_steps(optax.sgd(1.0), optax.chain(transform, optax.sgd(η)), every=1)` has the bits of
   `optax.chain(transform, optax.sgd(η))`.
 
+  With `fragments=F` the leaves are shared out to F fragments that are exchanged in turn, one every H/F steps: the
+  largest number of words of a step is about 1/F. Each fragment has its own states of `inner` and `outer`, so what needs
+  the norm of all leaves comes before: `optax.chain(optax.clip_by_global_norm(1.0), js.local_steps(...))`.
+
+  With `delay=τ` an exchange takes what was moved in the first H − τ steps, and its update u is applied τ steps later.
+  Each worker then mixes its own parameters with the anchor (Streaming DiLoCo, Douillard et al., 2025):
+
+      u = outer(θ − θ_w),    τ steps later    θ ← θ + u,   θ_w ← α θ_w + (1 − α) θ
+
+  Law C holds at the exchange. The mixture is as published: it drops a share of 1 − α of the τ local steps after the
+  exchange, and keeps α of how far a worker was from the anchor, which is exchanged again.
+
   A worker whose gradient holds NaN or Inf leaves out a local step. In a step with an exchange all workers then skip the
   exchange, keep what they have moved, and exchange in the next step; with `every=1` the updates of this step are lost.
 
@@ -53,14 +75,20 @@ def local_steps(
       residual, which every worker calls in every step; of A2SGD, whose totals differ between workers, it must.
     outer: a chain whose first transformation is a jaxsparse one, then plain optax.
     every: H, the number of steps from one exchange to the next; None exchanges only when `step.synchronize(params,
-      state)` is called, which `tx.update(grads, state, params, synchronize=True)` does without a local step.
+      state)` is called, which `tx.update(grads, state, params, synchronize=True)` does without a local step. An update
+      in flight is applied then, and all workers go on from the anchor.
+    fragments: F, 1 … H. Leaves stay whole: the largest first, each goes to the fragment with the fewest entries so far.
+    delay: τ, less than H/F, the steps between an exchange and its use. A step that is compiled as one program still
+      ends after its messages.
+    mixing: α in [0, 1), the weight of a worker's own parameters; 0 in plain DiLoCo.
 
   Returns:
-    An `optax.GradientTransformation` whose state is a `js.LocalState`.
+    An `optax.GradientTransformation` whose state is a `js.LocalState`; with fragments that of an
+    `optax.multi_transform`, with a `js.LocalState` for each.
 
   Raises:
-    ValueError: for an `every` outside its choices; when used, if `outer` has no jaxsparse transform or `inner` has one
-      with a residual, if one of them has local steps itself, or without `params`.
+    ValueError: for a number outside its choices; when used, if `outer` has no jaxsparse transform or `inner` has one
+      with a residual, if one of them has local steps itself, for fewer leaves than fragments, or without `params`.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -75,21 +103,51 @@ def local_steps(
     (True, 0.0)
   """
   check_whole("local_steps", 1, optional=True, every=every)
-  steps = _LocalSteps(optax.with_extra_args_support(inner), optax.with_extra_args_support(outer), every)
-  return optax.GradientTransformationExtraArgs(steps.init, steps.update)
+  steps = every or 1
+  check_whole("local_steps", 1, steps, fragments=fragments)
+  check_whole("local_steps", 0, steps // fragments - 1, delay=delay)
+  if not 0 <= mixing < 1 or (mixing and every in (1, None)):
+    raise ValueError(
+      f"local_steps: mixing={mixing!r} with every={every!r}, choose 0, or less than 1 with 2 steps or more"
+    )
+  inner, outer = map(optax.with_extra_args_support, (inner, outer))
+  turns = []
+  for number in range(1, fragments + 1):
+    turn = _LocalSteps(inner, outer, every, delay, mixing, offset=steps - steps * number // fragments)
+    turns.append(optax.GradientTransformationExtraArgs(turn.init, turn.update))
+  if fragments == 1:
+    return turns[0]
+  return optax.multi_transform(dict(enumerate(turns)), functools.partial(_fragments, count=fragments))
+
+
+def _fragments(params: optax.Params, count: int) -> Any:
+  """The number of the fragment of each leaf."""
+  sizes = flatten.sizes(params)
+  if len(sizes) < count:
+    raise ValueError(f"local_steps: fragments={count}, choose at most the number of leaves, {len(sizes)}")
+  entries, numbers = [0] * count, [0] * len(sizes)
+  for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
+    numbers[leaf] = min(range(count), key=entries.__getitem__)
+    entries[numbers[leaf]] += max(1, sizes[leaf])  # every fragment has a leaf
+  return jax.tree.unflatten(jax.tree.structure(params), numbers)
 
 
 class _LocalSteps(NamedTuple):
-  """The arguments of `local_steps`, with the two functions of its transformation."""
+  """The local steps of a fragment; the first exchange of a fragment comes `offset` steps earlier than others."""
 
   inner: optax.GradientTransformationExtraArgs
   outer: optax.GradientTransformationExtraArgs
   every: int | None
+  delay: int
+  mixing: float
+  offset: int
 
   def init(self, params: optax.Params) -> LocalState:
     """The state of one worker before the first step."""
     moved = () if self.every == 1 else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
-    state = LocalState(_in_rows(self.inner.init(params)), self.outer.init(params), moved, jnp.int32(0), jnp.int32(0))
+    flight = Flight(jax.tree.map(jnp.zeros_like, params), jnp.int32(0)) if self.delay else ()
+    inner, since = _in_rows(self.inner.init(params)), jnp.int32(self.offset)
+    state = LocalState(inner, self.outer.init(params), moved, since, jnp.int32(0), flight)
     _check(state)
     return state
 
@@ -105,17 +163,34 @@ class _LocalSteps(NamedTuple):
     """The update of the anchor, zeros in a local step, and the next state."""
     if params is None:
       raise ValueError("local_steps: update needs the parameters, give tx.update(grads, state, params)")
-    if synchronize:  # with every=1 there is nothing that was moved
-      return (self._silence if self.every == 1 else self._exchange)(state, params, jnp.bool_(True), extra)
+    if synchronize:
+      return self._synchronize(state, params, extra)
     state, finite = self._own_step(grads, state, params, extra)
     if self.every in (1, None):
       return (self._exchange if self.every == 1 else self._silence)(state, params, finite, extra)
-    exchange, silence = (
-      lambda rest, branch=branch: branch(rest, params, finite, extra) for branch in (self._exchange, self._silence)
-    )
+    number = (state.since >= self.every - self.delay).astype(jnp.int32)
+    if self.delay:
+      number = jnp.where(state.flight.left > 0, 2 * (state.flight.left == 1).astype(jnp.int32), number)
+    ways = (self._silence, self._send, self._arrive) if self.delay else (self._silence, self._exchange)
+    branches = [lambda rest, way=way: way(rest, params, finite, extra) for way in ways]
     # The inner state stays outside, so that its buffers need not pass through the branches.
-    updates, rest = jax.lax.cond(state.since >= self.every, exchange, silence, state._replace(inner=()))
+    updates, rest = jax.lax.switch(number, branches, state._replace(inner=()))
     return updates, rest._replace(inner=state.inner)
+
+  def _synchronize(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
+    """The update of the anchor after which nothing is moved or in flight."""
+    whole = self._replace(mixing=0.0)
+    exchange, silence, arrive = (
+      lambda state, way=way: way(state, params, jnp.bool_(True), extra)
+      for way in (whole._exchange, whole._silence, whole._arrive)
+    )
+    if self.every == 1:  # nothing was moved
+      return silence(state)
+    if self.delay:
+      updates, state = jax.lax.cond(state.flight.left > 0, arrive, exchange, state)
+    else:
+      updates, state = exchange(state)
+    return updates, state._replace(since=jnp.int32(self.offset))
 
   def _own_step(
     self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Any
@@ -132,7 +207,7 @@ class _LocalSteps(NamedTuple):
     else:
       moved = jax.tree.map(lambda was, u: keep(was - u[None].astype(jnp.float32), was), state.moved, updates)
     inner = _in_rows(jax.tree.map(keep, after, before))
-    return LocalState(inner, state.outer, moved, state.since + 1, state.steps + 1), finite
+    return state._replace(inner=inner, moved=moved, since=state.since + 1, steps=state.steps + 1), finite
 
   def _exchange(
     self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
@@ -142,9 +217,37 @@ class _LocalSteps(NamedTuple):
     sent = jax.tree.map(lambda moved, p: jnp.where(finite, moved[0], jnp.nan).astype(p.dtype), state.moved, params)
     updates, outer = self.outer.update(sent, state.outer, params, **extra)
     skipped = states.skipped(outer)
-    rest = lambda moved, gone: jnp.where(skipped, moved, moved - gone[None].astype(moved.dtype))  # 0 in float32
-    moved = () if self.every == 1 else jax.tree.map(rest, state.moved, sent)
+    moved: Any = ()
+    if self.every != 1:
+      rest = lambda moved, gone: moved - gone[None].astype(moved.dtype)  # 0 in float32
+      left = self._mixed(state.moved, updates) if self.mixing else jax.tree.map(rest, state.moved, sent)
+      moved = jax.tree.map(lambda new, old: jnp.where(skipped, old, new), left, state.moved)
     return updates, state._replace(outer=outer, moved=moved, since=jnp.where(skipped, state.since, 0))
+
+  def _send(
+    self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
+  ) -> tuple[optax.Updates, LocalState]:
+    """The exchange of what was moved, with its update in flight; one that is skipped is repeated in the next step."""
+    updates, after = self._exchange(state, params, finite, extra)
+    skipped = states.skipped(after.outer)
+    either = lambda now, later: jax.tree.map(lambda a, b: jnp.where(skipped, a, b), now, later)
+    zeros = jax.tree.map(jnp.zeros_like, updates)
+    flight = Flight(either(zeros, updates), jnp.where(skipped, 0, self.delay))
+    return either(updates, zeros), state._replace(outer=after.outer, flight=flight)
+
+  def _arrive(
+    self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
+  ) -> tuple[optax.Updates, LocalState]:
+    """The update of the anchor that was in flight, and the state with the parameters of the worker mixed with it."""
+    _, state = self._silence(state, params, finite, extra)
+    updates = state.flight.update
+    flight = Flight(jax.tree.map(jnp.zeros_like, updates), jnp.int32(0))
+    moved = self._mixed(state.moved, updates)
+    return updates, state._replace(moved=moved, since=jnp.int32(0), flight=flight)
+
+  def _mixed(self, moved: Any, updates: optax.Updates) -> Any:
+    """θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u."""
+    return jax.tree.map(lambda was, u: self.mixing * (was + u[None].astype(was.dtype)), moved, updates)
 
   def _silence(
     self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
@@ -153,7 +256,10 @@ class _LocalSteps(NamedTuple):
     del extra
     idle = lambda node: metrics.without_messages(node, finite) if states.is_reduce_state(node) else node
     outer = jax.tree.map(idle, state.outer, is_leaf=states.is_reduce_state)
-    return jax.tree.map(jnp.zeros_like, params), state._replace(outer=outer)
+    flight = state.flight
+    if self.delay:
+      flight = flight._replace(left=jnp.maximum(flight.left - 1, 0))
+    return jax.tree.map(jnp.zeros_like, params), state._replace(outer=outer, flight=flight)
 
 
 def own_params(params: optax.Params, state: Any) -> optax.Params:

@@ -137,7 +137,7 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
   whole = summary(list(found.values()), comm)._replace(parts=parts)
   if not local:
     return whole
-  since, steps = (jnp.max(jnp.array(numbers)) for numbers in zip(*(node[-2:] for node in local), strict=True))
+  since, steps = (jnp.max(jnp.array([getattr(node, name) for node in local])) for name in ("since", "steps"))
   words = whole.total_words / jnp.maximum(steps, 1).astype(jnp.float32)
   return whole._replace(drift=drift(local, comm), since_exchange=since, words_per_step=words)
 

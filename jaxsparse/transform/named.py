@@ -1,9 +1,12 @@
-"""Published ways to train with few exchanges, each one call of `js.local_steps` with the defaults of its paper."""
+"""Published ways to train with few or small exchanges: one chain each, with the defaults of its paper."""
+
+from typing import Literal
 
 import optax
 
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, make_collective
+from jaxsparse.transform.groups import Special
 from jaxsparse.transform.local import local_steps
 from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm
@@ -39,10 +42,57 @@ def diloco(
     >>> tx = js.diloco(optax.adamw(1e-3), "workers", every=30)
     >>> sparse = js.diloco(optax.adamw(1e-3), "workers", collective=js.make_collective("spardl", density=0.01))
   """
+  return local_steps(inner, _nesterov(collective, axis, learning_rate, momentum), every=every)
+
+
+def _nesterov(
+  collective: Collective | None, axis: AxisName | Comm, rate: optax.ScalarOrSchedule, momentum: float
+) -> optax.GradientTransformation:
+  """The outer step of DiLoCo."""
   transform = transform_of(collective or make_collective("dense"), axis)
-  return local_steps(
-    inner, optax.chain(transform, optax.sgd(learning_rate, momentum=momentum, nesterov=True)), every=every
-  )
+  return optax.chain(transform, optax.sgd(rate, momentum=momentum, nesterov=True))
+
+
+def streaming_diloco(
+  inner: optax.GradientTransformation,
+  axis: AxisName | Comm,
+  *,
+  fragments: int,
+  every: int = 100,
+  delay: int = 1,
+  mixing: float = 0.5,
+  learning_rate: optax.ScalarOrSchedule = 0.7,
+  momentum: float = 0.9,
+  collective: Collective | None = None,
+) -> optax.GradientTransformation:
+  """Streaming DiLoCo: the leaves in F fragments that are exchanged in turn (Douillard et al., 2025).
+
+  One fragment is due every H/F steps: the largest number of words of a step is about 1/F of that of `js.diloco`, and
+  their sum over H steps is the same. An update is applied τ steps after its exchange:
+
+      outer = optax.chain(js.dense_transform(axis), optax.sgd(0.7, momentum=0.9, nesterov=True))
+      js.local_steps(inner, outer, every=100, fragments=F, delay=1, mixing=0.5)
+
+  Args:
+    inner: the optimizer of each worker, which sees one fragment at a time (`js.local_steps`); AdamW in the paper.
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
+    fragments: F, 1 … H.
+    every: H.
+    delay: τ, less than H/F.
+    mixing: α, the weight of a worker's own parameters. With `fragments=1, delay=0, mixing=0` it is `js.diloco`.
+    learning_rate: η of the outer step, a number or a schedule by the number of the exchange.
+    momentum: μ of the outer step.
+    collective: from `js.make_collective`, another exchange than the dense one.
+
+  Raises:
+    ValueError: for an argument outside its choices; when used, for fewer leaves than fragments.
+
+  Example:
+    >>> import optax, jaxsparse as js
+    >>> tx = js.streaming_diloco(optax.adamw(1e-3), "workers", fragments=4, every=100)
+  """
+  outer = _nesterov(collective, axis, learning_rate, momentum)
+  return local_steps(inner, outer, every=every, fragments=fragments, delay=delay, mixing=mixing)
 
 
 def sparseloco(
@@ -81,3 +131,51 @@ def sparseloco(
   """
   collective = make_collective("chunktopk", density=density, decay=decay, wire="2bit", chunk=chunk)
   return local_steps(inner, optax.chain(transform_of(collective, axis), optax.sgd(learning_rate)), every=every)
+
+
+def demo_transform(
+  axis: AxisName | Comm,
+  *,
+  learning_rate: optax.ScalarOrSchedule = 1e-3,
+  density: float = 1 / 128,
+  decay: float = 0.999,
+  chunk: int = 4096,
+  combine: Literal["workers", "contributors"] = "workers",
+  special: Special | None = None,
+) -> optax.GradientTransformation:
+  """DeMo: momentum of each worker's own, of which only the largest DCT coefficients are exchanged (Peng et al., 2024).
+
+  The residual is the momentum: `acc_w = g_w + β (what worker w has not delivered)`. The 32 largest coefficients of each
+  tile of 64 × 64 entries are delivered, `total = Cᵀ Σ_w top_k(C acc_w)`, and its sign moves the parameters:
+
+      optax.chain(js.dcttopk_transform(axis, density=1 / 128, decay=0.999),
+                  optax.scale_by_sign(), optax.scale_by_learning_rate(1e-3))
+
+  The published code has the learning rate inside, `acc_w = η g_w + …`: the same while η is constant, as the sign has no
+  scale. Weight decay is `optax.add_decayed_weights` after the sign, in a chain of your own.
+
+  Args:
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
+    learning_rate: η, a number or a schedule.
+    density: ρ, of the coefficients of each chunk.
+    decay: β.
+    chunk: entries of a full tile, a square number.
+    combine: "workers", or "contributors" as in the authors' code, which does not conserve: see `js.dcttopk_transform`.
+    special: other collectives for some leaves, as of `js.spardl_transform`; the sign is taken of their means as well.
+
+  Raises:
+    ValueError: for an argument outside its choices.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> mesh, params = jax.make_mesh((len(jax.devices()),), ("workers",)), jnp.zeros((8, 8))
+    >>> tx = js.demo_transform("workers", learning_rate=0.01)
+    >>> step = js.make_train_step(lambda p, batch: jnp.mean((p - batch.mean()) ** 2), tx, mesh)
+    >>> params, state, metrics = step(params, js.init(tx, params, mesh), jnp.ones(len(jax.devices())))
+    >>> params[0, :2]
+    Array([0.01, 0.01], dtype=float32)
+  """
+  collective = make_collective("dcttopk", density=density, decay=decay, chunk=chunk, combine=combine)
+  return optax.chain(
+    transform_of(collective, axis, special), optax.scale_by_sign(), optax.scale_by_learning_rate(learning_rate)
+  )

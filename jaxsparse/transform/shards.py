@@ -89,8 +89,9 @@ class Shards:
     """The groups of one device: a density means the same as for the whole, k is divided by S and rounded up."""
     sizes = self.sizes
     own = [tuple(sizes[leaf] for leaf in group.leaves) for group in groups]
+    shaped = lambda one, mine: one.for_devices(self.devices).for_leaves(tuple((size,) for size in mine))
     return [
-      group._replace(entries=sum(mine), collective=group.collective.for_devices(self.devices).for_leaves(mine))
+      group._replace(entries=sum(mine), collective=shaped(group.collective, mine))
       for group, mine in zip(groups, own, strict=True)
     ]
 

@@ -79,6 +79,18 @@ class ReduceState(NamedTuple):
   layout: Layout
 
 
+class Flight(NamedTuple):
+  """An update that an exchange of `js.local_steps` has computed and that is not applied yet, the same on every worker.
+
+  Attributes:
+    update: like the parameters; zeros while nothing is in flight.
+    left: i32[], the steps until it is applied; 0 while nothing is in flight.
+  """
+
+  update: Any
+  left: jax.Array
+
+
 class LocalState(NamedTuple):
   """The optax state of `js.local_steps`.
 
@@ -88,8 +100,10 @@ class LocalState(NamedTuple):
     outer: the state of the outer chain: residuals as in a `ReduceState`, everything else the same on every worker.
     moved: like the parameters, f32[1 or P, …]: the anchor minus the parameters of a worker, θ − θ_w; () with `every=1`,
       which leaves nothing moved.
-    since: i32[], steps since the last exchange.
+    since: i32[], steps since the last exchange, with a delay since it was applied; that of a fragment begins
+      above 0.
     steps: i32[], steps since the state was made.
+    flight: with a delay the `Flight` of the last exchange; else ().
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -104,6 +118,7 @@ class LocalState(NamedTuple):
   moved: Any
   since: jax.Array
   steps: jax.Array
+  flight: Any = ()
 
 
 def reduce_states(state: Any) -> list[ReduceState]:
@@ -138,14 +153,15 @@ def in_rows(state: Any) -> Any:
 
   Example:
     >>> in_rows((LocalState([jnp.zeros(2)], [jnp.zeros(2)], (), jnp.int32(0), jnp.int32(0)), jnp.zeros(3)))
-    (LocalState(inner=[True], outer=[False], moved=(), since=False, steps=False), False)
+    (LocalState(inner=[True], outer=[False], moved=(), since=False, steps=False, flight=()), False)
   """
 
   def of(node: Any) -> Any:
     if not is_local_state(node):
       return False
     rows = lambda tree: jax.tree.map(lambda _: True, tree, is_leaf=is_reduce_state)
-    return LocalState(rows(node.inner), in_rows(node.outer), rows(node.moved), False, False)  # type: ignore[arg-type]
+    flight = jax.tree.map(lambda _: False, node.flight)
+    return LocalState(rows(node.inner), in_rows(node.outer), rows(node.moved), False, False, flight)  # type: ignore[arg-type]
 
   return jax.tree.map(of, state, is_leaf=lambda node: is_local_state(node) or is_reduce_state(node))
 

@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # A process for each of several runs, forked after the imports that take seconds.
 _FORKING = """
 import json, os, runpy, sys, tempfile, warnings
-import absl.app, flax.linen, jaxsparse, matplotlib.pyplot, rich.progress, sklearn.datasets
+import absl.app, flax.nnx, jaxsparse, matplotlib.pyplot, rich.progress, sklearn.datasets
 warnings.simplefilter("ignore")  # of JAX, which has started no threads here
 module, done = sys.argv[1], []
 for flags in json.loads(sys.argv[2]):

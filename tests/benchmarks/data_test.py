@@ -83,6 +83,16 @@ def test_corrupt_files(folder, content, capsys):
   assert "must not run" not in capsys.readouterr().out
 
 
+def test_the_folds_test_every_digit_once():
+  tested = [data.load("digits", fold=fold, folds=4) for fold in range(4)]
+  assert sum(len(fold.test_labels) for fold in tested) == 1797
+  assert all(len(fold.train_labels) + len(fold.test_labels) == 1797 for fold in tested)
+  counts = sum(np.bincount(fold.test_labels, minlength=10) for fold in tested)
+  np.testing.assert_array_equal(counts, np.bincount(np.concatenate([tested[0].train_labels, tested[0].test_labels])))
+  with pytest.raises(ValueError, match="fold=4 of folds=4, choose at least two folds, and one of them"):
+    data.load("digits", fold=4, folds=4)
+
+
 def test_digits_and_batches():
   loaded = data.load("digits")
   assert loaded.train_images.shape[1:] == (8, 8, 1)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import overlap, papers
+from benchmarks import iterations, papers
 from tests.benchmarks import commands
 
 CELL = papers.Cell("paper", "Table 1", "one", "seconds", "GPUs", "train", 2.0, False, 2.1, "CPUs", False, "")
@@ -43,8 +43,8 @@ def test_every_cell_names_a_benchmark_and_is_named_once():
 
 
 def test_overlap_takes_the_papers_numbers_from_the_file():
-  assert overlap.PAPER["resnet152"].seconds == {"wfbp": 0.956, "mg_wfbp": 0.710, "asc_wfbp": 0.524}
-  assert overlap.PAPER["densenet201"].bound == 32.0
+  assert iterations.PAPER["resnet152"].seconds == {"wfbp": 0.956, "mg_wfbp": 0.710, "asc_wfbp": 0.524}
+  assert iterations.PAPER["densenet201"].bound == 32.0
   with pytest.raises(KeyError, match="Figure 6"):
     papers.number("SparDL", "Figure 6", "VGG-16 (a)")  # a curve
 

@@ -2,12 +2,14 @@
 
 import functools
 import json
+import os
+import shutil
 
 import jax.numpy as jnp
 import pytest
 
 import jaxsparse as js
-from benchmarks import architectures, hiding, overlap, workers
+from benchmarks import architectures, contention, hiding, iterations, workers
 from tests.benchmarks import commands
 from tests.quick_compilation import CHILDREN
 
@@ -27,12 +29,12 @@ benchmark = functools.partial(commands.run, "benchmarks.overlap", **CHILDREN)
 def test_the_networks_are_the_real_ones(model):
   tensors = architectures.MODELS[model]()
   assert (len(tensors), sum(tensor.entries for tensor in tensors)) == SIZES[model]
-  assert sum(tensor.seconds for tensor in tensors) == pytest.approx(overlap.PAPER[model].backward, rel=0.6)
+  assert sum(tensor.seconds for tensor in tensors) == pytest.approx(iterations.PAPER[model].backward, rel=0.6)
 
 
 @pytest.mark.parametrize("model", SIZES)
 def test_the_bound_is_the_one_of_table_v(model):
-  assert overlap.bound_of(model) == pytest.approx(overlap.PAPER[model].bound, abs=0.06)
+  assert iterations.bound_of(model) == pytest.approx(iterations.PAPER[model].bound, abs=0.06)
 
 
 def test_rows_as_a_table_a_figure_and_json(tmp_path):
@@ -42,17 +44,20 @@ def test_rows_as_a_table_a_figure_and_json(tmp_path):
   assert rows["wfbp"]["groups"] == 206
   assert rows["asc_wfbp"]["seconds"] <= rows["mg_wfbp"]["seconds"] <= rows["wfbp"]["seconds"]
   assert rows["asc_wfbp"]["measured"] == 0.924
-  one = overlap.PAPER["bert_base"]
+  one = iterations.PAPER["bert_base"]
   computing = one.forward + one.backward
   assert rows["single"]["seconds"] == pytest.approx(computing + 1.4e-3 + 1.7e-9 * 4 * 110_106_428)
   assert rows["single"]["speed_up"] == pytest.approx(32 * computing / rows["single"]["seconds"])
   assert (tmp_path / "overlap_bert_base.png").stat().st_size > 10_000
+  assert (tmp_path / "overlap_exposed.png").stat().st_size > 10_000
+  for row in rows.values():
+    assert row["exposed"] == pytest.approx(row["seconds"] - computing)
   assert "S_max" in done.stderr
 
 
 BAD_FLAGS = [
   (["--model=vgg16"], "--model=vgg16, choose from resnet152, densenet201, inception_v4, bert_base"),
-  (["--plan="], "--plan=, choose from single, wfbp, mg_wfbp, asc_wfbp, optimal"),
+  (["--plan="], "--plan=, choose from single, wfbp, mg_wfbp, theorem_1, asc_wfbp, optimal"),
   (["--rate=1gbit", "--workers=1"], "--workers=1, choose at least 2"),
   (["--model=bert_base", "--gamma=0.5"], "gamma=0.5, choose a number from 1"),
 ]
@@ -70,6 +75,42 @@ def test_a_lab_on_one_device_measures_what_it_plans():
   assert list(rows) == ["xla default", "no communication", "mg_wfbp, dense", "wfbp, dense"]
   assert rows["wfbp, dense"].groups == lab.setting.tensors == 4
   assert rows["wfbp, dense"].predicted >= rows["mg_wfbp, dense"].predicted > rows["no communication"].seconds > 0
+
+
+def test_reductions_are_those_of_the_networks_together():
+  row = lambda model, plan, exposed: iterations.Row(model, plan, 1, 1, 1.0, exposed, 0.5, 1.0, 1.0)
+  plans = {"wfbp": 0.8, "mg_wfbp": 0.4, "asc_wfbp": 0.3}
+  rows = [row(model, plan, exposed) for model in SIZES for plan, exposed in plans.items()]
+  rows[1] = rows[1]._replace(exposed=0.6)
+  found = iterations.measured(rows)
+  assert found["resnet152 mg_wfbp exposed"] == 0.6
+  assert found["MG-WFBP / WFBP, CNNs, the most"] == pytest.approx(0.75)
+  assert found["ASC-WFBP / MG-WFBP, the least"] == pytest.approx(0.5)
+  assert rows[0].paper_exposed == pytest.approx(0.5 - 0.273)
+  assert "ASC-WFBP / MG-WFBP, the most" not in iterations.measured(rows[:-1])
+
+
+def test_two_all_reduces_at_once():
+  link = js.overlap.Link(alpha=1e-3, beta=1e-9, gamma=1.5)
+  curve = contention.predicted(link, workers=4)
+  assert [curve.gamma(point) for point in curve.points] == pytest.approx([1.5] * len(contention.SIZES))
+  size = contention.full_from(link, workers=4)
+  assert curve.share(2 * size, link.alpha + 1.5e-9 * size) == pytest.approx(1)
+  assert contention.full_from(link._replace(gamma=20.0), workers=4) == float("inf")
+  assert contention.cells(curve) == {"γ, 4 MB": pytest.approx(1.5)}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
+def test_contention_in_the_lab(tmp_path):
+  flags = ("--contention", "--rate=1gbit", "--workers=2", "--repetitions=3", f"--report_dir={tmp_path}", "--json")
+  done = commands.run("benchmarks.overlap", *flags)
+  assert done.returncode == 0, done.stderr[-2000:]
+  (curve,) = json.loads(done.stdout)
+  longest = curve["points"][-1]
+  assert longest["one"] > 0.9 * longest["size"] / curve["speed"]  # a link is no faster than its rate
+  assert longest["two"] > 1.8 * longest["size"] / curve["speed"]
+  assert (tmp_path / "contention.png").stat().st_size > 10_000
 
 
 def test_a_plan_that_leads_elsewhere_is_no_row():

@@ -47,6 +47,17 @@ def test_seeds_options_and_a_trace(tmp_path):
 
 
 @pytest.mark.long
+def test_folds_are_runs_with_test_sets_of_their_own(tmp_path):
+  flags = ("--steps=40", "--workers=2", "--engine=sim", "--model=mlp", "--algorithm=dense", "--folds=3")
+  done = train(*flags, "--json", f"--report_dir={tmp_path}")
+  assert done.returncode == 0, done.stderr[-2000:]
+  runs = json.loads(done.stdout)["runs"]
+  assert [(run["seed"], run["fold"]) for run in runs] == [(0, 0), (0, 1), (0, 2)]
+  assert len({run["test_loss"] for run in runs}) == 3
+  assert all(run["test_accuracy"] * 599 == pytest.approx(round(run["test_accuracy"] * 599), abs=1e-3) for run in runs)
+
+
+@pytest.mark.long
 def test_cifar10_and_a_table(tmp_path):
   for seed, name in enumerate(CIFAR10_FILES):
     write(tmp_path, name, batch(seed))
@@ -58,10 +69,12 @@ def test_cifar10_and_a_table(tmp_path):
 
 
 BAD_FLAGS = [
-  (["--algorithm=sparse"], "unknown collective 'sparse', choose one of a2sgd, chunktopk, dense"),
+  (["--algorithm=sparse"], "unknown collective 'sparse', choose one of a2sgd, chunktopk, dcttopk, dense"),
   (["--density=2"], "density=2.0, choose a number in (0, 1]"),
   (["--teams=4"], "teams=4 does not divide the 6 workers, choose one of [1, 2, 3, 6]"),
   (["--workers=0"], "--workers=0, choose at least 1"),
+  (["--folds=0"], "--folds=0, choose at least 1"),
+  (["--task=lm", "--folds=5"], "--folds=5 is for the digits: other data come with a test set of their own"),
   (["--steps=0"], "--steps=0, choose at least 1"),
   (["--batch_size=1000"], "does not fit in 1437 training images"),
   (["--dataset=cifar10"], "needs --data_dir"),

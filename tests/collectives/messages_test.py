@@ -42,9 +42,7 @@ def test_topka_rounds_what_it_sends(selector):
     np.testing.assert_array_equal(out.residuals, left)
 
 
-@pytest.mark.parametrize(
-  "name", quick_of(["gaussiank", "gtopk", "oktopk", "topka", "topkdsa"], quick=["gaussiank", "topkdsa"])
-)
+@pytest.mark.parametrize("name", quick_of(["gaussiank", "gtopk", "oktopk", "topka", "topkdsa"], quick=["gaussiank"]))
 def test_shorter_messages_change_nothing_that_they_can_say(name):
   """Whole numbers survive bf16 on every way they take: totals and residuals are those of f32, in fewer words."""
   plain, short = None, None

@@ -1,6 +1,7 @@
 """The cost model: what is fitted, what is predicted from it, and what is advised."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,49 @@ def test_the_advice_follows_the_network():
   assert SPARDL in fast.why
   assert "messages" in str(fast)
   assert str(fast).splitlines()[1].startswith("dense")
+
+
+def taught(method, collective, every, steps):
+  return js.costs.Evidence(method, collective, every, "adam 0.001", "lm", 4, steps, 0.1 if steps else None, 3)
+
+
+def test_evidence_orders_methods_by_seconds_to_the_loss():
+  """Steps of the training, times compute and exchange of a step."""
+  often, rarely = taught("updates/spardl", SPARDL, 1, 1.2), taught("local:every=10/spardl", SPARDL, 10, 1.5)
+  found = js.costs.advise(10_000_000, PROFILE, evidence=[often, rarely], compute=0.1)
+  of = {one.evidence and one.evidence.method: one for one in found.predictions}
+  (update,) = [one for one in js.costs.advise(10_000_000, PROFILE).predictions if one.label == SPARDL]
+  assert of["updates/spardl"].to_loss == pytest.approx(1.2 * (0.1 + update.seconds))
+  assert of["local:every=10/spardl"].to_loss == pytest.approx(1.5 * (0.1 + update.seconds / 10))
+  assert of[None].to_loss == pytest.approx(0.1 + of[None].seconds)
+  assert [one.to_loss for one in found.predictions] == sorted(one.to_loss for one in found.predictions)
+  assert found.best.evidence == rarely
+  assert str(rarely) in found.why
+  assert found.why.startswith("local:every=10/spardl reaches dense's loss ")
+  assert "to loss" in str(found).splitlines()[0]
+  much = js.costs.advise(10_000_000, PROFILE, evidence=[often, rarely], compute=100.0)
+  assert (much.best.label, much.why.split()[0]) == ("dense", "dense")
+
+
+def test_the_worst_training_of_a_method_counts():
+  for steps in (2.0, None):
+    rows = [taught("updates/spardl", SPARDL, 1, 1.2), taught("updates/spardl", SPARDL, 1, steps)]
+    (one,) = [one for one in js.costs.advise(1000, PROFILE, evidence=rows).predictions if one.evidence]
+    assert one.evidence == rows[1]
+  assert math.isinf(one.to_loss)
+  assert "not dense's loss" in str(one.evidence)
+
+
+def test_the_evidence_of_the_library():
+  adam = js.costs.evidence("adam")
+  assert {one.seeds for one in adam} >= {3}
+  assert all(one.steps is None or one.steps > 0.3 for one in adam)
+  with pytest.raises(ValueError, match="no training with optimizer='lion', choose one of adam"):
+    js.costs.evidence("lion")
+  with pytest.raises(ValueError, match="the profile has dense, .* the evidence is of topka"):
+    js.costs.advise(100, PROFILE, evidence=[taught("topka", "topka:density=0.5", 1, 1.0)])
+  with pytest.raises(ValueError, match="advise: compute=-1, give the seconds"):
+    js.costs.advise(100, PROFILE, evidence=[taught("spardl", SPARDL, 1, 1.0)], compute=-1)
 
 
 def test_local_steps_divide_an_update_among_their_steps():

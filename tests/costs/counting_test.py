@@ -4,6 +4,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jaxsparse as js
@@ -53,6 +54,21 @@ def test_what_cannot_be_counted_says_so():
     count_jaxpr(traced(other, 2), 2)
 
 
+def test_the_update_of_a_chain_is_counted():
+  """Published ways by their names: an exchange each; and of fragments, one after the other, all together."""
+  sgd, workers, axis = optax.sgd(1.0), 6, "workers"
+  params = {"b": jax.ShapeDtypeStruct((100,), jnp.float32), "w": jax.ShapeDtypeStruct((300, 30), jnp.float32)}
+  sizes = {"n": 9100, "workers": workers}
+  counted = lambda tx: js.costs.count_update(tx, params, workers=workers)
+  assert counted(js.diloco(sgd, axis)) == js.costs.count("dense", **sizes)
+  assert counted(js.sparseloco(sgd, axis)) == js.costs.count("chunktopk", density=1 / 64, wire="2bit", **sizes)
+  assert counted(js.demo_transform(axis)) == js.costs.count("dcttopk", density=1 / 128, **sizes)
+  parts = [js.costs.count("dense", n=n, workers=workers) for n in (9000, 100)]
+  streamed = counted(js.streaming_diloco(sgd, axis, fragments=2, delay=3))
+  assert streamed == js.Cost(*map(sum, zip(*parts, strict=True)))
+  assert streamed.words_per_step(every=100) == streamed.words / 100
+
+
 @pytest.mark.parametrize(("n", "workers", "message"), [(0, 2, "n=0"), (5, 0, "workers=0")])
 def test_bad_sizes(n, workers, message):
   for function in (js.costs.count, js.costs.predict):
@@ -65,7 +81,7 @@ def test_bad_sizes(n, workers, message):
 def test_a_gradient_of_two_thousand_million_entries_is_counted(name, density):
   """Traced with the counters of a step, which hold 2³² − 1 words at most; the count itself is a Python number."""
   config = {"density": density} if "density" in collective_options(name) else {}
-  if density > 0.5 and name in ("chunktopk", "gtopk", "oktopk"):
+  if density > 0.5 and name in ("chunktopk", "dcttopk", "gtopk", "oktopk"):
     with pytest.raises(ValueError, match=r"\d{10,} indices, which have 31 bits"):  # of merges and messages
       js.costs.count(name, n=2 * 10**9, workers=32, **config)
     return

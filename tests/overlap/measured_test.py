@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsparse as js
 from jaxsparse.overlap import measured
+from jaxsparse.train import timing
 from tests.cases import mesh_of
 
 WIDTHS = (16, 16, 256, 16, 16, 16)
@@ -37,6 +39,26 @@ def test_layers_are_in_the_order_of_the_forward_pass():
   assert layers.forward > 0
   made = js.overlap.plan("optimal", layers.backward_times, layers.sizes, alpha=1e-3, beta=1e-9, gamma=1.5)
   assert made.iteration_time > made.backward
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_parameters_stay_sharded(kind, monkeypatch):
+  """The programs that are timed take and give shards, and no leaf is gathered."""
+  mesh = jax.make_mesh((2, 2), ("hosts", "devices"), (kind,) * 2, devices=jax.devices()[:4])
+  place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+  params = {"up": place(jnp.ones((64, 256)), None, "devices"), "scale": place(jnp.ones((1, 256)), None, "devices")}
+  texts, run = [], timing.Stopwatch.time
+
+  def kept(watch, program, *arguments):
+    texts.append(program.lower(*arguments).compile().as_text())
+    return run(watch, program, *arguments)
+
+  monkeypatch.setattr(timing.Stopwatch, "time", kept)
+  loss = lambda params, batch: jnp.sum(jnp.tanh(batch @ params["up"]) * params["scale"])
+  batch = place(jnp.ones((8, 64)), "hosts")
+  layers = js.overlap.measure(loss, params, batch, mesh, axis="hosts", cuts=2, repetitions=1)
+  assert sorted(layers.names) == ["['scale']", "['up']"]
+  assert all("f32[64,128]" in text and "f32[64,256]" not in text and "all-gather" not in text for text in texts)
 
 
 def test_what_takes_longer_is_measured_longer():

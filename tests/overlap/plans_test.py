@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import get_args
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,9 +11,10 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.overlap.network import Link, simulate
+from jaxsparse.overlap.plans import Kind
 from tests.reference import overlap as reference
 
-KINDS = ("single", "wfbp", "mg_wfbp", "asc_wfbp", "optimal")
+KINDS = get_args(Kind)
 HAND = {"alpha": 1.0, "beta": 1.0, "gamma": 1.5}
 
 
@@ -108,6 +110,7 @@ def test_each_planner_is_no_slower_than_the_one_before_it():
     for faster, slower in itertools.pairwise(seconds):
       assert faster <= slower * (1 + 1e-12)
     assert seconds[0] <= made["single"].iteration_time * (1 + 1e-12)
+    assert seconds[1] == min(made["theorem_1"].iteration_time, seconds[2])
     for one in made.values():
       assert sorted(layer for group in one.groups for layer in group.layers) == list(range(len(times)))
 
@@ -141,10 +144,13 @@ def test_more_ways_are_never_slower_and_no_more_are_under_way():
 
 
 def test_where_two_at_once_hinder_each_other_nobody_travels_at_once():
+  slower = 0
   for times, sizes, link in instances(50, 8, seed=3):
     hinder = link | {"gamma": 50.0, "beta": 1.0}
     merges = plan("mg_wfbp", times, sizes, **hinder)
     assert plan("asc_wfbp", times, sizes, **hinder).iteration_time <= merges.iteration_time * (1 + 1e-12)
+    slower += plan("theorem_1", times, sizes, **hinder).iteration_time > merges.iteration_time * (1 + 1e-12)
+  assert slower > 10  # Theorem 1 assumes that they do not, and has nothing to fall back to
 
 
 finite = st.floats(0, 1e100) | st.sampled_from([0.0, 5e-324, 1e-30])
@@ -162,7 +168,7 @@ def test_extreme_numbers(layers, link):
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    ({"kind": "best"}, "kind='best', choose one of 'single', 'wfbp', 'mg_wfbp', 'asc_wfbp', 'optimal'"),
+    ({"kind": "best"}, "kind='best', choose one of 'single', 'wfbp', 'mg_wfbp', 'theorem_1', 'asc_wfbp', 'optimal'"),
     ({"backward_times": []}, r"backward_times=\[\], give a number for every layer"),
     ({"sizes": 3.0}, "sizes=3.0, give a number for every layer"),
     ({"sizes": [1.0]}, "2 backward_times and 1 sizes"),

@@ -125,7 +125,10 @@ def test_a_target_ends_it():
   ("method", "paces", "options", "message"),
   [
     ("ring", 2, {}, r"method='ring', choose one of allreduce, eager"),
-    ("asp", 1, {}, r"paces of 1 workers, give at least 2"),
+    ("adpsgd", 1, {}, r"paces of 1 workers, give at least 2"),
+    ("asp", 0, {}, r"paces of 0 workers, give at least 1"),
+    ("asp", 2, {"links": [1]}, r"links=\[1\], give a positive number for each of the 2 workers"),
+    ("asp", 2, {"links": [1, 0]}, r"links=\[1, 0\], give a positive number for each"),
     ("asp", 2, {"every": 0}, r"every=0, choose more than 0"),
     ("asp", 2, {"target": 1.0}, r"target=1.0 without evaluate, give both"),
     ("backup", 2, {"backups": 2}, r"backups=2, choose 0 … 1"),
@@ -138,6 +141,42 @@ def test_bad_arguments(method, paces, options, message):
     run(method, steady(*[1] * paces), 5, **{"group_size": 2, **options})
 
 
-def test_bad_level():
-  with pytest.raises(ValueError, match=r"level=9, choose 1 … 8"):
-    js.partial.sharing(8, 9)
+def test_a_message_takes_as_long_as_the_slowest_link_of_its_ends():
+  link = 2 * 2 * 0.125  # ⌈log₂3⌉ messages each way
+  averages = lambda found: {span.end - span.start for span in found.timeline if span.activity == "average"}
+  setting = {"alpha": 0.125, "links": [1, 1, 4]}
+  assert averages(run("allreduce", steady(1, 1, 1), 20, **setting)) == {4 * link}
+  assert averages(run("eager", steady(1, 1, 9), 20, **setting)) == {4 * link}  # the late one takes part
+  assert averages(run("asp", steady(1, 1, 1), 20, **setting)) == {0.125, 4 * 0.125}
+  own, signal = 2 * 0.125, 2 * 0.125  # of two members, and to the controller and back
+  assert averages(run("constant", steady(1, 1, 1), 20, group_size=2, **setting)) == {own + signal, 4 * (own + signal)}
+  gossip = run("adpsgd", steady(1, 1, 1), 20, **setting).timeline
+  assert {span.end - span.start for span in gossip if span.activity == "average" and span.worker == 2} == {0.5}
+  fast = {span.end - span.start for span in gossip if span.activity == "average" and span.worker == 0}
+  assert fast == {0.125, 0.5}  # with worker 1, and with worker 2
+
+
+@pytest.mark.parametrize("method", ["allreduce", "eager", "bsp", "asp", "hete", "backup"])
+def test_one_worker_descends_alone(method):
+  found = run(method, steady(1), 3.5)
+  model = 0.0
+  for _ in range(3):
+    model -= RATE * (model - 1)
+  np.testing.assert_allclose(found.params["w"], model, rtol=1e-6)
+
+
+def test_a_shared_accelerator_slows_its_part_of_a_step():
+  alone, *_, shared = js.partial.sharing(4, 3, jitter=0, occupancy=0.25)
+  assert (alone(np.random.default_rng(0)), shared(np.random.default_rng(0))) == (1, 1.5)
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: js.partial.sharing(8, 9), r"level=9, choose 1 … 8"),
+    (lambda: js.partial.sharing(8, 2, occupancy=1.5), r"occupancy=1.5, choose 0 … 1"),
+  ],
+)
+def test_bad_paces(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()

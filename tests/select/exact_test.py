@@ -116,7 +116,7 @@ def test_few_entries_and_no_rows():
 
 def test_under_vmap():
   rows = np.stack([GRADIENTS["normal"], GRADIENTS["few values"]])
-  chosen = jax.vmap(lambda row: top_k(row, 300, method="bracket"))(rows)
+  chosen = jax.jit(jax.vmap(lambda row: top_k(row, 300, method="bracket")))(rows)
   for row, indices in zip(rows, chosen.indices, strict=True):
     np.testing.assert_array_equal(indices, simple(row, 300))
 

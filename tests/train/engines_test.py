@@ -18,7 +18,8 @@ from jaxsparse.train import simulation
 from jaxsparse.train.engine import engine_of
 from jaxsparse.transform.metrics import summary
 from tests import quick_compilation
-from tests.cases import CASES, DEFAULTS, averaged, normals, quick_of, row
+from tests.cases import CASES, DEFAULTS, averaged, bits, normals, row
+from tests.ranks import WAYS, trained
 
 RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 STEPS, N = 2, 64
@@ -79,9 +80,8 @@ def test_every_collective_gives_the_same_bits(tmp_path, engine, names):
   check(tmp_path, engine, 3, [case for case in CASES if str(case) in names])
 
 
-@pytest.mark.parametrize(
-  ("engine", "ranks"), quick_of([("mpi", 1), ("mpi", 2), ("mpi", 6), ("processes", 6)], quick=[("mpi", 2)])
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("engine", "ranks"), [("mpi", 1), ("mpi", 2), ("mpi", 6), ("processes", 6)])
 def test_any_number_of_ranks(tmp_path, engine, ranks):
   names = ("spardl",) if ranks > 3 else ("dense", "oktopk", "spardl")
   more = ["metrics"] if engine == "mpi" and ranks == 2 else []
@@ -135,6 +135,23 @@ def test_one_training_step_for_all_engines(tmp_path):
     for key in ("w", "b"):
       np.testing.assert_allclose(one[key], found["sim"][key], rtol=2e-6, err_msg=name)
     assert one["loss"] == pytest.approx(found["sim"]["loss"], rel=2e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["devices", "processes", "mpi"])
+def test_local_steps_have_the_same_bits_on_every_engine(tmp_path, engine):
+  """Also in fragments with a delay, and DeMo, whose sign shows the last bit of a sum near 0."""
+  batch, sim = normals(1, 3, 36), js.SimComm("workers", members=3)
+  expected = {name: trained(make(sim), sim, batch) for name, make in WAYS.items()}
+  if engine == "devices":
+    mesh = Mesh(np.array(jax.devices()[:3]), ("workers",))
+    found = {name: trained(make("workers"), mesh, batch) for name, make in WAYS.items()}
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), found, expected)
+    return
+  file = tmp_path / "expected.npz"
+  named = {f"{name}/{leaf}": x for name, leaves in expected.items() for leaf, x in leaves.items()}
+  np.savez(file, batch=batch, **named)
+  run("ways", engine, 3, file)
 
 
 def test_a_state_may_go_from_the_simulator_to_a_mesh_and_back():

@@ -126,16 +126,17 @@ def check_against_the_simulator(name, sizes, leaves, kind, steps=2, draw=normals
     rows, updates = flat_pieces(grads, leaves, inside, workers), jax.tree.map(np.asarray, updates)
     got = flat_pieces(updates, leaves, inside, workers)
     for device in range(devices):
-      out = js.simulate(name, jnp.asarray(rows[device]), state=states[device], **own)
+      mine = jnp.split(jnp.asarray(rows[device]), np.cumsum(state.layout.shards.sizes)[:-1], axis=1)  # by leaf
+      out = js.simulate(name, mine, state=states[device], **own)
       states[device] = out.state
-      expected = np.asarray(mean(out.total, workers))
+      expected = np.asarray(mean(jnp.concatenate(out.total), workers))
       for worker in range(workers) if js.make_collective(name, **config).replicates else [0]:
         np.testing.assert_array_equal(
           bits(kept(got[device, worker], leaves, inside, device)), bits(kept(expected, leaves, inside, device))
         )
       if (residual := state.carried.residual) is not None:
         mine = np.asarray(residual).reshape(workers, devices, -1)[:, device]
-        np.testing.assert_array_equal(bits(mine), bits(out.residuals))
+        np.testing.assert_array_equal(bits(mine), bits(np.concatenate(out.residuals, axis=1)))
   assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), first, state))
   return state, states
 
@@ -151,7 +152,7 @@ def kept(flat, leaves, inside, device):
 
 @each_case(CASES)
 def test_every_device_has_the_bits_of_the_simulator(case):
-  sizes = {"hosts": case.workers([4, 6, 5])[0], "x": 2}
+  sizes = {"hosts": case.workers([4, 6, 5, 8])[0], "x": 2}
   check_against_the_simulator(case.name, sizes, LEAVES, AxisType.Auto, **case.config(density=0.2))
 
 
@@ -199,33 +200,34 @@ def test_shardings_where_neither_types_nor_init_tell_them():
     started(js.spardl_transform("hosts", shardings=uneven, density=0.2), mesh, LEAVES, bare=True)
 
 
-def test_groups_of_leaves():
+@pytest.mark.parametrize("by", quick_of(["special", "plan"], quick=["special"]))
+def test_groups_of_leaves(by):
   """`special=` and the buckets of a plan: each group of leaves has the bits of the simulator on its pieces."""
   sizes, inside = {"hosts": 3, "x": 2}, {"x": 2}
-  bytes_of = [4 * math.prod(shape) for shape, _ in LEAVES.values()]
-  plan = js.overlap.plan("wfbp", [1.0] * 5, bytes_of, alpha=1e-3, beta=1e-8, gamma=1.0)
   special = {"odd|one": "dense", "tensor": "topka:k=9"}
   groups = {
     ("odd", "one"): ("dense", {}),
     ("tensor",): ("topka", {"k": 5}),
     ("fsdp", "whole"): ("spardl", {"density": 0.25}),
   }
-  buckets = {(name,): next(how for names, how in groups.items() if name in names) for name in LEAVES}
-  made = js.spardl_transform("hosts", special, density=0.25)
-  planned = js.bucketed_transform("spardl", "hosts", plan=plan, special=special, density=0.25)
-  for tx, parts in ((made, groups), (planned, buckets)):
-    mesh = mesh_of(sizes)
-    _, state, specs = started(tx, mesh, LEAVES)
-    grads = gradients(integers, 5, 3, LEAVES)
-    updates, state = update_of(tx, mesh, state)(put(grads, mesh, specs, ["hosts"]), state)
-    updates = jax.tree.map(np.asarray, updates)
-    for names, (name, config) in parts.items():
-      leaves = {leaf: LEAVES[leaf] for leaf in names}
-      rows, got = (flat_pieces(tree, leaves, inside, 3) for tree in (grads, updates))
-      for device in range(2):
-        out = js.simulate(*name.split(), jnp.asarray(rows[device]), **config)
-        np.testing.assert_array_equal(got[device, 0], np.asarray(mean(out.total, 3)))
-    assert int(js.metrics(state).delivered) > 0
+  tx = js.spardl_transform("hosts", special, density=0.25)
+  if by == "plan":  # a bucket for each leaf
+    bytes_of = [4 * math.prod(shape) for shape, _ in LEAVES.values()]
+    plan = js.overlap.plan("wfbp", [1.0] * 5, bytes_of, alpha=1e-3, beta=1e-8, gamma=1.0)
+    tx = js.bucketed_transform("spardl", "hosts", plan=plan, special=special, density=0.25)
+    groups = {(name,): next(how for names, how in groups.items() if name in names) for name in LEAVES}
+  mesh = mesh_of(sizes)
+  _, state, specs = started(tx, mesh, LEAVES)
+  grads = gradients(integers, 5, 3, LEAVES)
+  updates, state = update_of(tx, mesh, state)(put(grads, mesh, specs, ["hosts"]), state)
+  updates = jax.tree.map(np.asarray, updates)
+  for names, (name, config) in groups.items():
+    leaves = {leaf: LEAVES[leaf] for leaf in names}
+    rows, got = (flat_pieces(tree, leaves, inside, 3) for tree in (grads, updates))
+    for device in range(2):
+      out = js.simulate(*name.split(), jnp.asarray(rows[device]), **config)
+      np.testing.assert_array_equal(got[device, 0], np.asarray(mean(out.total, 3)))
+  assert int(js.metrics(state).delivered) > 0
 
 
 # The training step.

@@ -23,6 +23,19 @@ def test_dense_leaves_nothing():
   np.testing.assert_array_equal(out.residuals, np.zeros((3, 4)))
 
 
+def test_a_collective_of_your_own():
+  class Doubled(type(js.make_collective("dense"))):
+    def reduce(self, comm, grads, state):
+      return super().reduce(comm, 2 * grads, state)
+
+  np.testing.assert_array_equal(js.simulate(Doubled(), jnp.ones((3, 4))).total, np.full(4, 6.0))
+  assert js.costs.count(Doubled(), n=12, workers=3, dtype="bfloat16") == js.costs.count(
+    "dense", n=12, workers=3, dtype="bfloat16"
+  )
+  with pytest.raises(TypeError, match="unknown option density, choose from dtype"):
+    js.simulate(Doubled(), jnp.ones((3, 4)), density=0.1)
+
+
 @pytest.mark.parametrize(
   ("call", "error", "message"),
   [

@@ -178,7 +178,8 @@ def test_density_is_read_as_a_decimal_number():
 
 def test_unknown_names_and_options_list_the_choices():
   with pytest.raises(
-    ValueError, match="unknown collective 'spardle', choose one of a2sgd, chunktopk, dense, gaussiank, .*, topkdsa"
+    ValueError,
+    match="unknown collective 'spardle', choose one of a2sgd, chunktopk, dcttopk, dense, gaussiank, .*, topkdsa",
   ):
     js.make_transform("spardle", "workers")
   with pytest.raises(

@@ -1,0 +1,162 @@
+"""Two all-reduces at once beside one alone, by message size: Figures 4 and 5 of the ASC-WFBP paper.
+
+Predicted by the paper's model: α + β m seconds for one of m bytes, α + γ β m for each of two at once, γ constant. Or
+measured: all-reduces of MPI that do not block, on hosts of the network lab. γ(m) follows from the seconds t₁ of one and
+t₂ of two, each without the start-up α, which is that of the shortest message:
+
+    γ(m) = (t₂(m) − α) / (t₁(m) − α)        1: no contention; 2: two at once are as slow as one after the other
+
+A link that one all-reduce leaves half empty has γ near 1; one that it fills has γ = 2, whatever the schedule.
+"""
+
+import pathlib
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import rich.table
+
+from benchmarks import report
+from benchmarks.iterations import LINK
+from jaxsparse.overlap import Link
+
+from matplotlib import pyplot  # isort: skip  # after benchmarks.report, which chooses where it draws to
+
+SIZES = [2**13, 2**15, 2**17, 2**19, 2**20, 2**21, 2**22, 2**23]  # bytes; the paper's are 8 kB to 4 MB
+_SHORTEST = 64  # bytes, for α
+
+
+class Point(NamedTuple):
+  """All-reduces of one size.
+
+  Attributes:
+    size: bytes of each.
+    one: seconds of one alone.
+    two: seconds of two at once.
+  """
+
+  size: int
+  one: float
+  two: float
+
+
+class Curve(NamedTuple):
+  """All-reduces of every size on one network.
+
+  Attributes:
+    name: of the network.
+    workers: P.
+    speed: of a link, bytes a second; None where it has no limit.
+    start_up: α, seconds.
+    points: by size.
+  """
+
+  name: str
+  workers: int
+  speed: float | None
+  start_up: float
+  points: list[Point]
+
+  def gamma(self, point: Point) -> float:
+    """γ at that size."""
+    return (point.two - self.start_up) / max(point.one - self.start_up, 1e-9)
+
+  def share(self, sent: float, seconds: float) -> float | None:
+    """Fraction of the link that all-reduces of `sent` bytes in total take: each byte crosses it 2 (P − 1)/P times."""
+    return None if self.speed is None else 2 * (self.workers - 1) / self.workers * sent / seconds / self.speed
+
+
+def predicted(link: Link, workers: int) -> Curve:
+  """The paper's model."""
+  points = [Point(size, link.seconds(size), link.alpha + link.gamma * link.beta * size) for size in SIZES]
+  return Curve("the paper's model", workers, LINK, link.alpha, points)
+
+
+def full_from(link: Link, workers: int) -> float:
+  """Bytes of a message from which two at once fill the link in the paper's model; inf if they never do."""
+  of_a_byte = 4 * (workers - 1) / workers / LINK - link.gamma * link.beta  # to fill the link, less that of the model
+  return link.alpha / of_a_byte if of_a_byte > 0 else np.inf
+
+
+def measured(comm: Any, name: str, speed: float | None, repetitions: int) -> Curve:
+  """Measures on the ranks of an mpi4py communicator; every rank must call, and all get the same numbers."""
+  rng = np.random.default_rng(comm.Get_rank())
+  seconds = lambda size, count: _seconds(comm, rng.normal(size=(count, size // 4)).astype(np.float32), repetitions)
+  start_up = seconds(_SHORTEST, 1)
+  points = [Point(size, seconds(size, 1), seconds(size, 2)) for size in SIZES]
+  return Curve(name, comm.Get_size(), speed, start_up, points)
+
+
+def _seconds(comm: Any, rows: np.ndarray, repetitions: int) -> float:
+  """Median seconds of the slowest rank until all rows, started at once, are summed over the ranks.
+
+  Raises:
+    RuntimeError: if a sum is wrong.
+  """
+  from mpi4py import MPI  # needs an MPI, which only the ranks of a lab have for certain
+
+  expected = comm.allreduce(rows.astype(np.float64))
+  times = []
+  for _ in range(repetitions + 1):
+    sums = np.empty_like(rows)
+    comm.Barrier()
+    start = time.perf_counter()
+    MPI.Request.Waitall([comm.Iallreduce(row, total) for row, total in zip(rows, sums, strict=True)])
+    times.append(comm.allreduce(time.perf_counter() - start, MPI.MAX))
+    if not np.allclose(sums, expected, atol=1e-4):
+      raise RuntimeError(f"all-reduces of {rows.nbytes} bytes differ from the sum of all ranks")
+  return statistics.median(times[1:])
+
+
+def table(curve: Curve) -> rich.table.Table:
+  """One network."""
+  head = f"{curve.name}, {curve.workers} workers: all-reduces of each size, α = {1e3 * curve.start_up:.2f} ms"
+  result = rich.table.Table(title=head)
+  for column in ("kB", "one ms", "two at once ms", "2 × one / two", "γ", "link: one", "two"):
+    result.add_column(column, justify="right", no_wrap=True)
+  percent = lambda share: "–" if share is None else f"{100 * share:.0f} %"
+  for point in curve.points:
+    result.add_row(
+      f"{point.size / 1024:,.0f}",
+      f"{1e3 * point.one:.2f}",
+      f"{1e3 * point.two:.2f}",
+      f"{2 * point.one / point.two:.2f}",
+      f"{curve.gamma(point):.2f}",
+      percent(curve.share(point.size, point.one)),
+      percent(curve.share(2 * point.size, point.two)),
+    )
+  return result
+
+
+def cells(curve: Curve) -> Mapping[str, float]:
+  """The paper's cells that a measured curve gives, by their names."""
+  return {"γ, 4 MB": curve.gamma(next(point for point in curve.points if point.size == 2**22))}
+
+
+def draw(curves: Sequence[Curve], path: pathlib.Path) -> None:
+  """Seconds by size, Figures 4 (a) and 5, the fraction of the link, Figure 4 (b), and γ."""
+  plot, (times, shares, gammas) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+  for number, curve in enumerate(curves):
+    sizes, color = [point.size / 2**20 for point in curve.points], f"C{number}"
+    for label, style, values, count in (
+      ("one", "o-", [point.one for point in curve.points], 1),
+      ("two at once", "s--", [point.two for point in curve.points], 2),
+    ):
+      times.plot(sizes, [1e3 * value for value in values], style, color=color, label=f"{curve.name}: {label}")
+      if curve.speed:
+        filled = [curve.share(count * point.size, value) for point, value in zip(curve.points, values, strict=True)]
+        shares.plot(sizes, filled, style, color=color)
+    gammas.plot(sizes, [curve.gamma(point) for point in curve.points], "o-", color=color)
+  times.set(ylabel="ms", xscale="log", yscale="log")
+  shares.set(ylabel="fraction of the link", xscale="log", ylim=(0, None))
+  shares.axhline(1, color="black", linewidth=0.5)
+  gammas.set(ylabel="γ, per-byte slowdown of two at once", xscale="log")
+  for level in (1, 2):
+    gammas.axhline(level, color="black", linewidth=0.5)
+  for panel in (times, shares, gammas):
+    panel.set_xlabel("MB of a message (2²⁰ bytes)")
+    panel.grid(alpha=0.3)
+  times.legend(fontsize="small")
+  report.save(plot, "two all-reduces at once", path)

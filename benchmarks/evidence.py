@@ -1,0 +1,62 @@
+r"""Writes what the races have taught into the library, for `js.costs.advise`: jaxsparse/costs/evidence.json.
+
+From the curves in benchmarks/results/race_*.json: the steps of each method to the loss that dense has after its last
+step, over the steps of dense. A method that did not reach it from every seed has none: null.
+
+Examples:
+  python -m benchmarks.evidence
+"""
+
+import json
+import pathlib
+from typing import Any
+
+import jaxsparse as js
+from benchmarks import entry, report
+from benchmarks.race import methods
+from benchmarks.race.results import Results
+from benchmarks.race.standings import DENSE, Standing, baselines, standings
+from benchmarks.tasks import registry
+
+RESULTS = sorted((pathlib.Path(__file__).parent / "results").glob("race_*.json"))
+WRITTEN = pathlib.Path(js.costs.__file__).with_name("evidence.json")
+
+
+def rows(results: Results) -> list[dict[str, Any]]:
+  """A row for each method of a race but dense."""
+  steps = max(curve.steps[-1] for curve in results.find("curves", method=DENSE))
+  task = registry.make(results.setting["task"])
+  same = {
+    "task": f"{task.name}, {task.entries:,} parameters",
+    "workers": results.setting["hosts"],
+    "seeds": len(baselines(results, steps)),
+  }
+  return [_own(one, same["workers"]) | same for one in standings(results, "", steps) if one.method != DENSE]
+
+
+def _own(one: Standing, workers: int) -> dict[str, Any]:
+  (method,) = methods.parse([one.method], workers)
+  ratio = one.more_steps if one.more_steps and not one.more_steps.missing else None
+  return {
+    "method": one.method,
+    "collective": js.costs.label_of(method.exchange.name, method.exchange.config),
+    "every": method.every,
+    "optimizer": one.optimizer,
+    "steps": ratio and ratio.mean,
+    "deviation": ratio and ratio.deviation,
+  }
+
+
+def text() -> str:
+  """The file."""
+  found = [report.rounded(row) for path in RESULTS for row in rows(Results(path, None))]
+  return "[\n" + ",\n".join(json.dumps(row) for row in found) + "\n]\n"
+
+
+def main() -> None:
+  """Writes the file."""
+  report.replace(WRITTEN, text())
+
+
+if __name__ == "__main__":
+  entry.run(main)

@@ -1,0 +1,137 @@
+"""Seconds an iteration of the ASC-WFBP paper's networks with a plan: predicted, and as the paper measured them."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+import jaxsparse as js
+from benchmarks import architectures, papers
+
+WORKERS = 32
+_REDUCTIONS = (
+  ("MG-WFBP / WFBP, CNNs", "mg_wfbp", "wfbp", [model for model in architectures.MODELS if model != "bert_base"]),
+  ("ASC-WFBP / MG-WFBP", "asc_wfbp", "mg_wfbp", list(architectures.MODELS)),
+)
+LINK = 9.43e9 / 8  # bytes a second, as the paper measured it with iperf3
+
+
+class Paper(NamedTuple):
+  """The paper's measurements of a network on 32 GPUs, Tables IV and V.
+
+  Attributes:
+    seconds: of an iteration, by kind of plan.
+    speed_up: S of ASC-WFBP over one GPU.
+    bound: S_max.
+    computing: seconds of forward and backward, where the text has them.
+  """
+
+  seconds: dict[str, float]
+  speed_up: float
+  bound: float
+  computing: float | None = None
+
+  @property
+  def forward(self) -> float:
+    """Seconds of forward, a third of computing."""
+    return self._computing / 3
+
+  @property
+  def backward(self) -> float:
+    """Seconds of backward."""
+    return self._computing * 2 / 3
+
+  @property
+  def _computing(self) -> float:
+    return self.computing or self.speed_up * self.seconds["asc_wfbp"] / WORKERS
+
+
+def _paper_of(model: str, computing: float | None = None) -> Paper:
+  """Its figures for a network, from Tables IV and V."""
+  number = lambda table, cell: papers.number("ASC-WFBP", table, f"{model} {cell}")
+  seconds = {kind: number("Table IV", kind) for kind in ("wfbp", "mg_wfbp", "asc_wfbp")}
+  return Paper(seconds, number("Table V, S", "speed_up"), number("Table V, S_max", "bound"), computing)
+
+
+PAPER = {model: _paper_of(model, 0.091 + 0.182 if model == "resnet152" else None) for model in architectures.MODELS}
+
+
+class Row(NamedTuple):
+  """One plan for one network.
+
+  Attributes:
+    model: the network.
+    plan: the kind of plan.
+    groups: communications.
+    most_at_once: of them.
+    seconds: predicted, of an iteration with its forward pass.
+    exposed: predicted, those of communication that backward does not hide.
+    measured: by the paper, or None.
+    speed_up: predicted S.
+    bound: S_max by Eq. 42.
+  """
+
+  model: str
+  plan: str
+  groups: int
+  most_at_once: int
+  seconds: float
+  exposed: float
+  measured: float | None
+  speed_up: float
+  bound: float
+
+  @property
+  def paper_exposed(self) -> float | None:
+    """That of the paper: its seconds less those of computing."""
+    paper = PAPER[self.model]
+    return None if self.measured is None else self.measured - paper.forward - paper.backward
+
+
+def layers_of(model: str) -> tuple[list[float], list[float]]:
+  """Seconds of backward, scaled to the paper's total, and bytes of the float32 gradient of every tensor."""
+  tensors = architectures.MODELS[model]()
+  scale = PAPER[model].backward / sum(tensor.seconds for tensor in tensors)
+  return [scale * tensor.seconds for tensor in tensors], [4.0 * tensor.entries for tensor in tensors]
+
+
+def bound_of(model: str) -> float:
+  """S_max, Eq. 42: the link always full, backward or sending hidden by the other."""
+  _, sizes = layers_of(model)
+  forward, backward, sending = PAPER[model].forward, PAPER[model].backward, 2 * sum(sizes) / LINK
+  computing = forward + backward
+  return WORKERS * computing / (computing + sending - min(backward, sending))
+
+
+def row(model: str, plan: js.overlap.Plan) -> Row:
+  """The prediction beside the measurement."""
+  paper = PAPER[model]
+  seconds = paper.forward + plan.iteration_time
+  spans = plan.timeline
+  at_once = max(1 + sum(other.end > one.start for other in spans[:number]) for number, one in enumerate(spans))
+  speed_up = WORKERS * (paper.forward + paper.backward) / seconds
+  measured = paper.seconds.get(plan.kind)
+  return Row(model, plan.kind, len(plan.groups), at_once, seconds, plan.exposed, measured, speed_up, bound_of(model))
+
+
+def start_up_of_wfbp(model: str, beta: float) -> float:
+  """The α that would explain the paper's WFBP, which is bound by sending from the first gradient on; `beta` is β."""
+  times, sizes = layers_of(model)
+  sending = PAPER[model].seconds["wfbp"] - PAPER[model].forward - times[-1]
+  return (sending - beta * sum(sizes)) / len(sizes)
+
+
+def measured(rows: list[Row]) -> dict[str, float]:
+  """The cells of the paper's tables that were predicted, by their names."""
+  seconds = {(row.model, row.plan): row.seconds for row in rows}
+  found = {f"{row.model} {row.plan}": row.seconds for row in rows}
+  found |= {f"{row.model} {row.plan} exposed": row.exposed for row in rows}
+  found |= {f"{row.model} speed_up": row.speed_up for row in rows if row.plan == "asc_wfbp"}
+  found |= {f"{row.model} bound": row.bound for row in rows}
+  for model in PAPER:
+    own = [seconds.get((model, plan)) for plan in ("mg_wfbp", "asc_wfbp")]
+    found |= {f"{model} s2": own[0] / own[1]} if own[0] and own[1] else {}
+  exposed = {(row.model, row.plan): row.exposed for row in rows}
+  for name, plan, before, models in _REDUCTIONS:
+    ratios = [exposed.get((model, plan), 0) / (exposed.get((model, before)) or np.inf) for model in models]
+    found |= {f"{name}, the most": max(ratios), f"{name}, the least": min(ratios)} if all(ratios) else {}
+  return found

@@ -1,0 +1,169 @@
+"""DctTopk and DeMo against scipy: cosine transforms of tiles of any shape, and the training step built on them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.fft
+
+import jaxsparse as js
+from jaxsparse.collectives._dct import Tiling
+from tests.cases import bits, mesh_of, normals, quick_of
+
+SHAPES = {"matrix": (8, 12), "prime": (7, 5), "scalar": (), "stacked": (3, 5, 4), "vector": (11,)}
+SIDE = 4
+
+
+def tiles_of(shape, side):
+  """Index arrays of the tiles of a leaf, in its flat entries: full ones first, then by decreasing size."""
+  matrix = np.arange(int(np.prod(shape))).reshape(-1, shape[-1] if shape else 1)
+  return [
+    matrix[top : top + side, left : left + side]
+    for top in range(0, matrix.shape[0], side)
+    for left in range(0, matrix.shape[1], side)
+  ]
+
+
+def all_tiles(shapes, side):
+  """Index arrays of the tiles of all leaves, in the order of their coefficients."""
+  found, start = [], 0
+  for shape in shapes:
+    found += [start + tile for tile in tiles_of(shape, side)]
+    start += int(np.prod(shape))
+  return sorted(found, key=lambda tile: (-tile.size, len(tile)))
+
+
+def transformed(flat, shapes, side, transform):
+  """The coefficients of f64[n], or with `idctn` the entries of coefficients."""
+  out, start = np.zeros_like(flat), 0
+  for tile in all_tiles(shapes, side):
+    there = slice(start, start + tile.size)
+    if transform is scipy.fft.dctn:
+      out[there] = transform(flat[tile], norm="ortho").ravel()
+    else:
+      out[tile] = transform(flat[there].reshape(tile.shape), norm="ortho")
+    start += tile.size
+  return out
+
+
+def sent_in_scipy(acc, shapes, side, k):
+  """The coefficients that one worker sends, f64[n]: the k largest of each chunk of side² coefficients."""
+  coefficients = transformed(acc, shapes, side, scipy.fft.dctn)
+  sent = np.zeros_like(coefficients)
+  for start in range(0, acc.size, side**2):
+    chosen = start + np.argsort(-np.abs(coefficients[start : start + side**2]), kind="stable")[:k]
+    sent[chosen] = coefficients[chosen]
+  return sent
+
+
+@pytest.mark.parametrize("side", quick_of([1, 4, 64], quick=[4]))
+def test_coefficients_and_their_inverse_in_scipy(side):
+  """Leaves of prime lengths, of one axis, of three, and a scalar; one alone has the bits of many together."""
+  shapes = tuple(SHAPES.values())
+  n = sum(int(np.prod(shape)) for shape in shapes)
+  tiling, rows = Tiling(shapes, side), normals(0, 3, n)
+  there = jax.jit(jax.vmap(tiling.coefficients))(rows)
+  back = jax.jit(jax.vmap(tiling.entries))(there)
+  for row, found, again in zip(rows, there, back, strict=True):
+    expected = transformed(row.astype(np.float64), shapes, side, scipy.fft.dctn)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(again, row, atol=1e-5)
+  np.testing.assert_array_equal(bits(jax.jit(tiling.coefficients)(rows[1])), bits(there[1]))
+  np.testing.assert_array_equal(bits(jax.jit(tiling.entries)(there[1])), bits(back[1]))
+
+
+def test_the_worked_example():
+  """Of the coefficients 4, 2, 2, 2 the first is sent; it is 2 at every entry."""
+  grads = {"w": jnp.array([[[5.0, 1.0], [1.0, 1.0]]])}
+  out = js.simulate("dcttopk", grads, k=1, chunk=4)
+  np.testing.assert_allclose(out.total["w"], [[2, 2], [2, 2]], atol=1e-6)
+  np.testing.assert_allclose(out.residuals["w"][0], [[3, -1], [-1, -1]], atol=1e-6)
+
+
+@pytest.mark.long  # demo_in_scipy has contributors as well
+def test_the_mean_over_contributors_changes_signs():
+  """Coefficients 1 of two workers at 0, and 1.5 of one at 1: their sum is 2 and 1.5, P times the mean 3 and 4.5."""
+  basis = np.array([[1, 1], [1, -1]]) / np.sqrt(2)
+  grads = (np.array([[1.0, 0], [1, 0], [0, 1.5]]) @ basis).astype(np.float32)
+  of = lambda combine: np.asarray(js.simulate("dcttopk", grads, k=1, chunk=4, combine=combine).total)
+  np.testing.assert_allclose(of("workers"), [2, 1.5] @ basis, atol=1e-6)
+  np.testing.assert_allclose(of("contributors"), [3, 4.5] @ basis, atol=1e-6)
+  assert (np.sign(of("workers")) == [1, 1]).all()
+  assert (np.sign(of("contributors")) == [1, -1]).all()
+
+
+@pytest.mark.parametrize("combine", quick_of(["workers", "contributors"], quick=["workers"]))
+def test_demo_in_scipy(combine):
+  """Three steps of three workers on a mesh: home = β r + g, the sign of what is delivered, and what is kept."""
+  workers, k, rate, decay, shapes = 3, 2, 0.1, 0.9, tuple(SHAPES.values())
+  params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+  n = sum(leaf.size for leaf in jax.tree.leaves(params))
+  tx = js.demo_transform(
+    "workers", learning_rate=rate, density=k / SIDE**2, decay=decay, chunk=SIDE**2, combine=combine
+  )
+  loss = lambda p, batch: jnp.vdot(jax.flatten_util.ravel_pytree(p)[0], batch[0])
+  step, state = js.make_train_step(loss, tx, mesh_of(workers), donate=False), js.init(tx, params, mesh_of(workers))
+  kept, theta = np.zeros((workers, n)), np.zeros(n)
+  inverse = functools.partial(transformed, shapes=shapes, side=SIDE, transform=scipy.fft.idctn)
+  for number in range(3):
+    grads = normals(number, workers, n)
+    params, state, _ = step(params, state, grads)
+    home = grads + kept
+    sent = np.array([sent_in_scipy(row, shapes, SIDE, k) for row in home])
+    total = sent.sum(0) / (1 if combine == "workers" else np.maximum(np.count_nonzero(sent, axis=0), 1))
+    update = inverse(total)
+    clear = np.abs(update) > 1e-5  # the sign of a rounding error is no law
+    found = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
+    np.testing.assert_allclose((found - theta)[clear], -rate * np.sign(update)[clear], atol=1e-6)
+    assert clear.mean() > 0.9
+    theta = found
+    kept = decay * (home - np.array([inverse(row) for row in sent]))
+    np.testing.assert_allclose(np.reshape(state[0].carried.residual, (workers, n)), kept, atol=1e-5)
+  step.check(params, state)
+
+
+@pytest.mark.long  # conformance_test.py has Law C
+def test_law_c_with_decay_on_matrices():
+  """What is delivered + Σ residual / β = Σ (gradient + residual before), to rounding."""
+  grads, state, decay = {"w": normals(0, 3, 9, 6)}, None, 0.5
+  before = np.zeros((9, 6))
+  for _ in range(3):
+    out = js.simulate("dcttopk", grads, state=state, k=8, chunk=SIDE**2, decay=decay)
+    state, after = out.state, np.asarray(out.residuals["w"], np.float64).sum(0)
+    np.testing.assert_allclose(out.total["w"] + after / decay, grads["w"].sum(0) + before, atol=1e-5)
+    before = after
+
+
+@pytest.mark.long  # engines_test.py compares engines, demo_in_scipy what is kept
+def test_engines_agree_and_other_workers_go_on():
+  """The bits of the simulator on a mesh, with matrices; what is owed is kept by resize, and delivered by flush."""
+  params, found = {"b": jnp.zeros(9), "w": jnp.zeros((13, 10))}, []
+  loss = lambda p, batch: jnp.mean((batch @ p["w"] + p["b"][None, :1] - 1.0) ** 2)
+  for where, axis in ((mesh_of(4), "workers"), (js.SimComm("workers", members=4),) * 2):
+    tx = optax.chain(js.dcttopk_transform(axis, density=0.1, chunk=16), optax.sgd(0.1))
+    step, state = js.make_train_step(loss, tx, where, donate=False), js.init(tx, params, where)
+    after, state, _ = step(params, state, jnp.ones((4, 13)))
+    found.append((after, state[0].carried.residual))
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), *found)
+  owed = np.reshape(state[0].carried.residual, (4, -1)).mean(0)
+  other = js.SimComm("workers", members=2)
+  update, _ = js.flush(js.resize(state, after, other), after, other)
+  np.testing.assert_allclose(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(update)]), owed, atol=1e-6)
+
+
+def test_full_tiles_have_chunks_of_their_own():
+  """However large another leaf is: each tile sends its k largest."""
+  grads = {"a": 1e3 * normals(0, 1, 5), "w": normals(1, 1, 8, 4)}
+  total = js.simulate("dcttopk", grads, density=1 / 16, chunk=16).total
+  for top in (0, 4):
+    coefficients = scipy.fft.dctn(np.asarray(total["w"], np.float64)[top : top + 4], norm="ortho")
+    assert np.count_nonzero(np.abs(coefficients) > 1e-4) == 1
+
+
+@pytest.mark.parametrize("chunk", [10, 2**13])
+def test_a_chunk_that_is_no_tile(chunk):
+  with pytest.raises(ValueError, match=f"dcttopk: chunk={chunk}, choose a square number, 4096 for tiles of 64 × 64"):
+    js.demo_transform("workers", chunk=chunk)

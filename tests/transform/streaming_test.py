@@ -1,0 +1,177 @@
+"""Fragments that are exchanged in turn, and updates that are applied later, against numpy (Streaming DiLoCo)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from jaxsparse.transform.local import moved_by_name
+from tests.cases import averaged, bits, mesh_of, normals, quick_of
+
+PARAMS = {"a": jnp.zeros(6), "b": jnp.zeros((4, 5)), "c": jnp.zeros(9)}
+FRAGMENTS = [["b"], ["a", "c"]]  # the largest leaf, and the two others
+N, WORKERS, MU, RATE, INNER = 35, 3, 0.9, 0.7, 0.25
+
+
+def sim(workers=WORKERS):
+  return js.SimComm("workers", members=workers)
+
+
+def quadratic(params, batch):
+  flat = jax.flatten_util.ravel_pytree(params)[0]
+  return jnp.mean((batch - flat[None]) ** 2) * N / 2
+
+
+def start(tx, where, params=PARAMS):
+  return js.make_train_step(quadratic, tx, where, donate=False), params, js.init(tx, params, where)
+
+
+def streamed(where=None, **options):
+  return js.streaming_diloco(optax.sgd(INNER), where or sim(), **options)
+
+
+def named(flat):
+  """The leaves of f64[..., n]."""
+  parts = np.split(flat, [6, 26], axis=-1)
+  return dict(zip("abc", parts, strict=True))
+
+
+class InNumpy:
+  """Inner SGD at rate `INNER` on a quadratic; outer Nesterov momentum of each leaf by itself."""
+
+  def __init__(self, every, delay, mixing, fragments):
+    self.every, self.delay, self.mixing = every, delay, mixing
+    self.turns = [(every * (number + 1) // len(fragments), leaves) for number, leaves in enumerate(fragments)]
+    self.anchor = {name: np.zeros(leaf.size) for name, leaf in PARAMS.items()}
+    self.momentum = {name: 0 * leaf for name, leaf in self.anchor.items()}
+    self.own = {name: np.zeros((WORKERS, leaf.size)) for name, leaf in PARAMS.items()}
+    self.update = {}
+
+  def step(self, number, batch):
+    """Step `number`, from 1, on f32[P, n]; returns the entries that are exchanged."""
+    exchanged = 0
+    for name, rows in named(batch.astype(np.float64)).items():
+      self.own[name] = self.own[name] - INNER * (self.own[name] - rows)
+    for first, leaves in self.turns:
+      if (number - first) % self.every == 0 and number >= first:
+        due, send = leaves, leaves if self.delay == 0 else []
+      else:
+        due, send = [], leaves if (number + self.delay - first) % self.every == 0 else []
+      for name in send:
+        delta = self.anchor[name] - self.own[name].mean(0)
+        self.momentum[name] = MU * self.momentum[name] + delta
+        self.update[name] = -RATE * (delta + MU * self.momentum[name])
+        exchanged += delta.size
+      for name in due:
+        self.anchor[name] = self.anchor[name] + self.update[name]
+        self.own[name] = self.mixing * self.own[name] + (1 - self.mixing) * self.anchor[name]
+    return exchanged
+
+
+@pytest.mark.parametrize(
+  ("fragments", "every", "delay", "mixing"),
+  quick_of([(2, 6, 1, 0.5), (2, 5, 0, 0.0), (2, 6, 2, 0.0), (1, 4, 3, 0.5), (1, 3, 0, 0.5)], quick=[(2, 6, 1, 0.5)]),
+)
+def test_streaming_in_numpy(fragments, every, delay, mixing):
+  """Anchor and parameters of each worker after every step, and the words of every step: those of a fragment."""
+  leaves = FRAGMENTS if fragments == 2 else [["a", "b", "c"]]
+  found, expected = (
+    streamed(fragments=fragments, every=every, delay=delay, mixing=mixing),
+    InNumpy(every, delay, mixing, leaves),
+  )
+  step, params, state = start(found, sim())
+  for number in range(1, 3 * every):
+    batch = normals(number, WORKERS, N)
+    params, state, _ = step(params, state, batch)
+    entries = expected.step(number, batch)
+    moved = moved_by_name(state)
+    for name in PARAMS:
+      np.testing.assert_allclose(np.ravel(params[name]), expected.anchor[name], atol=1e-5)
+      mine = np.ravel(params[name])[None] - np.reshape(moved[f"['{name}']"], (WORKERS, -1))
+      np.testing.assert_allclose(mine, expected.own[name], atol=1e-5)
+    words = js.costs.all_reduce_cost(entries, WORKERS).words if entries else 0
+    assert float(js.metrics(state).words_sent) == pytest.approx(words, abs=2)
+
+
+@pytest.mark.long
+def test_one_fragment_without_delay_has_the_bits_of_diloco():
+  found = []
+  for tx in (streamed(fragments=1, every=3, delay=0, mixing=0.0), js.diloco(optax.sgd(INNER), sim(), every=3)):
+    step, params, state = start(tx, sim())
+    for number in range(7):
+      params, state, _ = step(params, state, normals(number, WORKERS, N))
+    found.append((params, moved_by_name(state)))
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), *found)
+
+
+@pytest.mark.long  # a step of fragments and one more program
+def test_synchronize_leaves_nothing_moved_and_keeps_the_turns():
+  tx = optax.chain(optax.clip_by_global_norm(1.0), streamed(fragments=2, every=4, delay=1))
+  step, params, state = start(tx, sim())
+  for number in range(2):
+    params, state, _ = step(params, state, normals(number, WORKERS, N))
+  assert float(js.metrics(state).drift) > 0
+  params, state = step.synchronize(params, state)
+  assert float(js.metrics(state).drift) == 0
+  words = []
+  for number in range(4):
+    params, state, _ = step(params, state, normals(number, WORKERS, N))
+    words.append(float(js.metrics(state).words_sent))
+  assert [count > 0 for count in words] == [True, False, True, False]
+
+
+@pytest.mark.long
+def test_not_a_number_at_the_exchange_repeats_it_in_the_next_step():
+  """The update arrives a step later, and nothing of it is lost."""
+  step, params, state = start(js.local_steps(optax.sgd(1.0), averaged(sim()), every=4, delay=1), sim())
+  clean = np.ones((WORKERS, N), np.float32)
+  poisoned = np.where(np.arange(WORKERS)[:, None] == 1, np.nan, clean).astype(np.float32)
+  skipped = []
+  for number in range(1, 6):
+    params, state, metrics = step(params, state, poisoned if number == 3 else clean)
+    skipped.append(bool(metrics.skipped))
+    assert bool(np.any(params["a"])) == (number == 5)
+  assert skipped == [False, False, True, False, False]
+  assert not np.any(state.moved["a"])
+  assert int(state.flight.left) == 0
+
+
+@pytest.mark.long
+def test_what_is_in_flight_outlives_the_run():
+  """Other workers apply it; js.flush refuses it; step.synchronize applies it at once and leaves nothing moved."""
+  tx = js.local_steps(optax.sgd(0.5), averaged("workers"), every=4, delay=2, mixing=0.5)
+  step, params, state = start(tx, mesh_of(4))
+  for number in range(3):
+    params, state, _ = step(params, state, normals(number, 4, N))
+  assert int(state.flight.left) == 1
+  update = jax.tree.map(np.asarray, state.flight.update)
+  with pytest.raises(ValueError, match="an update of local steps is in flight, apply it by step.synchronize"):
+    js.flush(state, params, mesh_of(4))
+  with pytest.warns(UserWarning, match="go on from the mean"):
+    resized = js.resize(state, jax.tree.map(np.asarray, params), mesh_of(2))
+  after, state, _ = js.make_train_step(quadratic, tx, mesh_of(2), donate=False)(
+    jax.tree.map(np.asarray, params), resized, normals(3, 2, N)
+  )
+  jax.tree.map(lambda was, u, now: np.testing.assert_allclose(now, was + u, atol=1e-6), params, update, after)
+  step, params, state = start(tx, mesh_of(4))
+  for number in range(3):
+    params, state, _ = step(params, state, normals(number, 4, N))
+  after, state = step.synchronize(params, state)
+  jax.tree.map(lambda was, u, now: np.testing.assert_allclose(now, was + u, atol=1e-6), params, update, after)
+  assert float(js.metrics(state).drift) == 0
+  js.flush(state, after, mesh_of(4))
+
+
+def test_choices():
+  with pytest.raises(ValueError, match="local_steps: fragments=7, choose a whole number from 1 to 6"):
+    streamed(fragments=7, every=6)
+  with pytest.raises(ValueError, match="local_steps: delay=3, choose a whole number from 0 to 2"):
+    streamed(fragments=2, every=6, delay=3)
+  with pytest.raises(ValueError, match="local_steps: fragments=4, choose at most the number of leaves, 3"):
+    js.init(streamed(fragments=4, every=8), PARAMS, sim())
+  with pytest.raises(ValueError, match="local_steps: mixing=1.0 with every=3, choose 0, or less than 1"):
+    js.local_steps(optax.sgd(1.0), averaged(), every=3, mixing=1.0)
+  with pytest.raises(ValueError, match="local_steps: delay=1, choose a whole number from 0 to 0"):
+    js.local_steps(optax.sgd(1.0), averaged(), every=None, delay=1)
