@@ -77,6 +77,12 @@ def test_every_snippet_is_run():
   assert advice in snippets("docs/how_to/measure_network.md")
 
 
+def test_the_readme_links_to_files_that_exist():
+  """`make docs` checks the links of all other pages."""
+  links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text())
+  assert [link for link in links if not link.startswith("https:") and not (ROOT / link).exists()] == []
+
+
 MOVED = "assert float(abs(params['kernel']).max()) > 0\n"
 
 
