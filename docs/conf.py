@@ -58,8 +58,6 @@ nitpick_ignore_regex = [
   ("py:class", r"jaxsparse\.transform\.state\.Layout"),  # not public
 ]
 python_use_unqualified_type_names = True
-# Lexers of notebooks and shell sessions are lenient.
-suppress_warnings = ["misc.highlighting_failure"]
 
 
 def setup(app):

@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+import jaxsparse as js
 from jaxsparse import launch
 from tests.cases import row
 
@@ -75,6 +76,16 @@ def test_every_snippet_is_run():
   (readme,) = snippets("README.md")
   assert all(line.strip() in readme for line in four_lines.splitlines())
   assert advice in snippets("docs/how_to/measure_network.md")
+
+
+def test_the_readme_links_to_files_that_exist():
+  """`make docs` checks the links of all other pages."""
+  links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text())
+  assert [link for link in links if not link.startswith("https:") and not (ROOT / link).exists()] == []
+
+
+def test_the_citation_names_this_version():
+  assert f"version: {js.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 MOVED = "assert float(abs(params['kernel']).max()) > 0\n"
