@@ -182,7 +182,7 @@ def run(random, workers, size, disturbances):
   while network.living() and network.now < 120:
     while planned and planned[0][0] < network.now:
       disturb(network, planned.pop(0)[1])
-    if network.now > 20:
+    if network.now > TIMEOUT - 4 * LATENCY:  # a worker that is new may be waiting for a model since the start
       disturb(network, "resume")
     for _ in range(random.randrange(8)):
       if channels := network.pending():
