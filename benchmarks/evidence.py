@@ -23,7 +23,7 @@ WRITTEN = pathlib.Path(js.costs.__file__).with_name("evidence.json")
 
 
 def rows(results: Results) -> list[dict[str, Any]]:
-  """A row for each method of a race but dense."""
+  """A row for each method of a race but dense that was trained from every seed."""
   steps = max(curve.steps[-1] for curve in results.find("curves", method=DENSE))
   task = registry.make(results.setting["task"])
   same = {
@@ -31,7 +31,9 @@ def rows(results: Results) -> list[dict[str, Any]]:
     "workers": results.setting["hosts"],
     "seeds": len(baselines(results, steps)),
   }
-  return [_own(one, same["workers"]) | same for one in standings(results, "", steps) if one.method != DENSE]
+  curves = lambda one: results.find("curves", method=one.method, optimizer=one.optimizer)
+  whole = [one for one in standings(results, "", steps) if len(curves(one)) == same["seeds"]]
+  return [_own(one, same["workers"]) | same for one in whole if one.method != DENSE]
 
 
 def _own(one: Standing, workers: int) -> dict[str, Any]:
