@@ -68,7 +68,8 @@ def streaming_diloco(
   """Streaming DiLoCo: the leaves in F fragments that are exchanged in turn (Douillard et al., 2025).
 
   One fragment is due every H/F steps: the largest number of words of a step is about 1/F of that of `js.diloco`, and
-  their sum over H steps is the same. An update is applied τ steps after its exchange:
+  their sum over H steps is the same. An update is applied τ steps after its exchange. The defaults of H, τ and α are
+  ours, those of the outer step are the defaults of `js.diloco`:
 
       outer = optax.chain(js.dense_transform(axis), optax.sgd(0.7, momentum=0.9, nesterov=True))
       js.local_steps(inner, outer, every=100, fragments=F, delay=1, mixing=0.5)
