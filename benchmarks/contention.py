@@ -22,8 +22,6 @@ from benchmarks import report
 from benchmarks.iterations import LINK
 from jaxsparse.overlap import Link
 
-from matplotlib import pyplot  # isort: skip  # after benchmarks.report, which chooses where it draws to
-
 SIZES = [2**13, 2**15, 2**17, 2**19, 2**20, 2**21, 2**22, 2**23]  # bytes; the paper's are 8 kB to 4 MB
 _SHORTEST = 64  # bytes, for α
 
@@ -137,7 +135,7 @@ def cells(curve: Curve) -> Mapping[str, float]:
 
 def draw(curves: Sequence[Curve], path: pathlib.Path) -> None:
   """Seconds by size, Figures 4 (a) and 5, the fraction of the link, Figure 4 (b), and γ."""
-  plot, (times, shares, gammas) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+  plot, (times, shares, gammas) = report.pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
   for number, curve in enumerate(curves):
     sizes, color = [point.size / 2**20 for point in curve.points], f"C{number}"
     for label, style, values, count in (

@@ -9,8 +9,6 @@ import jaxsparse as js
 from benchmarks import hiding, report
 from benchmarks.iterations import PAPER, WORKERS, Row, bound_of, layers_of, start_up_of_wfbp
 
-from matplotlib import pyplot  # isort: skip  # after benchmarks.report, which chooses where it draws to
-
 
 def table(rows: list[Row], link: js.overlap.Link, ways: int) -> rich.table.Table:
   """The rows, those of one network together."""
@@ -95,7 +93,9 @@ def lab_table(setting: hiding.Setting, rows: list[hiding.Measured]) -> rich.tabl
 def draw_exposed(rows: Sequence[Row], path: pathlib.Path) -> None:
   """Computing and the communication that it does not hide, Figure 6; a diamond where the paper's iteration ends."""
   models = list(dict.fromkeys(row.model for row in rows))
-  plot, panels = pyplot.subplots(1, len(models), figsize=(3.2 * len(models), 4), squeeze=False, layout="constrained")
+  plot, panels = report.pyplot.subplots(
+    1, len(models), figsize=(3.2 * len(models), 4), squeeze=False, layout="constrained"
+  )
   for panel, model in zip(panels[0], models, strict=True):
     own = [row for row in rows if row.model == model]
     names, computing = [row.plan for row in own], PAPER[model].forward + PAPER[model].backward

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import rich.console
@@ -109,7 +109,7 @@ def figure(results: Results, rates: Sequence[str], path: pathlib.Path) -> None:
     1, 1 + len(rates), figsize=(4.5 * (1 + len(rates)), 4.5), sharey=True, squeeze=False, layout="constrained"
   )
   names = dict.fromkeys((curve.method, curve.optimizer) for curve in results.rows["curves"])
-  colours = dict(zip(names, itertools.cycle(report.pyplot.rcParams["axes.prop_cycle"].by_key()["color"])))
+  colours = _colours(names)
   for panel, rate in zip(panels[0], ["", *rates], strict=True):
     for method, optimizer in names:
       curves = results.find("curves", method=method, optimizer=optimizer)
@@ -136,7 +136,7 @@ def bars(results: Results, rates: Sequence[str], steps: int, path: pathlib.Path)
       if one.seconds and not one.seconds.missing:
         best[rate].setdefault(one.method, one)  # the fastest first
   names = list(dict.fromkeys(method for found in best.values() for method in found))
-  colours = dict(zip(names, itertools.cycle(report.pyplot.rcParams["axes.prop_cycle"].by_key()["color"])))
+  colours = _colours(names)
   most = max(map(len, best.values()), default=1)
   plot, panels = report.pyplot.subplots(
     1, max(1, len(rates)), figsize=(4 * max(1, len(rates)), 1.4 + 0.5 * most), squeeze=False, layout="constrained"
@@ -158,6 +158,11 @@ def bars(results: Results, rates: Sequence[str], steps: int, path: pathlib.Path)
   handles = [report.pyplot.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
   plot.legend(handles, names, loc="outside lower center", fontsize="small")
   report.save(plot, f"seconds to dense's loss after {steps} steps: {title(results)}", path)
+
+
+def _colours(names: Iterable[Any]) -> dict[Any, str]:
+  """A colour for each name."""
+  return dict(zip(names, itertools.cycle(report.pyplot.rcParams["axes.prop_cycle"].by_key()["color"])))
 
 
 def _mean(spread: Spread | None) -> float:
