@@ -12,8 +12,7 @@ import pathlib
 from typing import Any
 
 import jaxsparse as js
-from benchmarks import entry, report
-from benchmarks.race import methods
+from benchmarks import entry, methods, report
 from benchmarks.race.results import Results
 from benchmarks.race.standings import DENSE, Standing, baselines, standings
 from benchmarks.tasks import registry
@@ -37,11 +36,11 @@ def rows(results: Results) -> list[dict[str, Any]]:
 
 
 def _own(one: Standing, workers: int) -> dict[str, Any]:
-  (method,) = methods.parse([one.method], workers)
+  (method,) = methods.parse("method", [one.method], workers)
   ratio = one.more_steps if one.more_steps and not one.more_steps.missing else None
   return {
     "method": one.method,
-    "collective": js.costs.label_of(method.exchange.name, method.exchange.config),
+    "collective": js.costs.label_of(method.spec.name, method.spec.config),
     "every": method.every,
     "optimizer": one.optimizer,
     "steps": ratio and ratio.mean,

@@ -28,10 +28,12 @@ import rich.progress
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import data, entry, models, papers, report, specs, training, workers
+from benchmarks import data, entry, methods, models, papers, report, training, workers
 from benchmarks.tasks import lm
 
-_ALGORITHM = flags.DEFINE_multi_string("algorithm", ["spardl", "dense"], specs.HELP)
+_ALGORITHM = flags.DEFINE_multi_string(
+  "algorithm", ["spardl", "dense"], f"All-reduces to compare, in this order, or 'all', {methods.HELP}"
+)
 _ENGINE = flags.DEFINE_enum("engine", "devices", list(workers.ENGINES), workers.ENGINE_HELP)
 _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.")
 _DENSITY = flags.DEFINE_float(
@@ -69,7 +71,7 @@ _JSON = flags.DEFINE_bool(
 class Plan(NamedTuple):
   """The runs to do: every algorithm with every optimizer, from every seed, on every fold of the data."""
 
-  algorithms: list[specs.Spec]
+  algorithms: list[methods.Method]
   optimizers: list[training.Optimizer]
   seeds: list[int]
   folds: int
@@ -89,7 +91,7 @@ def _check_flags() -> Plan:
   if unknown:
     raise ValueError(f"--trace={unknown[0]}, choose from {', '.join(js.Metrics.names())}")
   return Plan(
-    specs.parse(_ALGORITHM.value, _WORKERS.value, density=_DENSITY.value, teams=_TEAMS.value),
+    methods.parse("algorithm", _ALGORITHM.value, _WORKERS.value, density=_DENSITY.value, teams=_TEAMS.value),
     training.parse_optimizers(_OPTIMIZER.value, _LEARNING_RATE.value),
     list(dict.fromkeys(_SEED.value)),
     _FOLDS.value,
@@ -131,14 +133,14 @@ def _compare(plan: Plan, place: workers.Workers, console: rich.console.Console) 
   runs: list[training.Run] = []
   console.print(title, soft_wrap=True)
   with rich.progress.Progress(*columns, console=console) as progress:
-    for optimizer, spec, ((seed, fold), task) in itertools.product(plan.optimizers, plan.algorithms, tasks.items()):
-      name = [str(optimizer)] * (len(plan.optimizers) > 1) + [spec.label] + [f"{seed} {fold}"] * (len(tasks) > 1)
+    for optimizer, method, ((seed, fold), task) in itertools.product(plan.optimizers, plan.algorithms, tasks.items()):
+      name = [str(optimizer)] * (len(plan.optimizers) > 1) + [method.label] + [f"{seed} {fold}"] * (len(tasks) > 1)
       bar = progress.add_task(" ".join(name), total=_STEPS.value, accuracy=0.0)
 
       def on_step(number: int, accuracy: float, bar: Any = bar) -> None:
         progress.update(bar, completed=number, accuracy=accuracy)
 
-      run = training.train(task, spec, place, _STEPS.value, optimizer, seed, on_step)
+      run = training.train(task, method, place, _STEPS.value, optimizer, seed, on_step)
       runs.append(run._replace(fold=fold))
       progress.remove_task(bar)
       if place.reports:

@@ -13,17 +13,15 @@ import optax
 from flax import nnx
 
 import jaxsparse as js
-from benchmarks import data, models, specs
+from benchmarks import data, methods, models
 from benchmarks.workers import Workers
 from jaxsparse.train.engine import here
 
 CLASSES = 10
 CURVE_POINTS = 40  # evaluations during a run
-AVERAGED_EVERY = 100  # steps, for workers with parameters of their own
 OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
   "sgd": optax.sgd,
   "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
-  "corrected": optax.sgd,  # after momentum of each worker's own, before the all-reduce
   "adam": optax.adam,
   "adamw": optax.adamw,
   "lars": optax.lars,
@@ -193,28 +191,18 @@ def classification(
   )
 
 
-def averaged(tx: optax.GradientTransformation, collective: js.Collective, axis: Any) -> optax.GradientTransformation:
-  """`tx`; where totals differ between workers (A2SGD), so do parameters, which are averaged at times."""
-  if collective.replicates:
-    return tx
-  return js.local_steps(tx, optax.chain(js.dense_transform(axis), optax.sgd(1.0)), every=AVERAGED_EVERY)
-
-
 def train(
   task: Task,
-  spec: specs.Spec,
+  method: methods.Method,
   workers: Workers,
   steps: int,
   optimizer: Optimizer,
   seed: int,
   on_step: Callable[[int, float], None],
 ) -> Run:
-  """Trains `task` with one all-reduce; calls `on_step` with the step and the last measured accuracy."""
+  """Trains `task` with one method; calls `on_step` with the step and the last measured accuracy."""
   schedule = optax.cosine_decay_schedule(optimizer.rate, steps)
-  transform = js.make_transform(spec.name, workers.axis, **spec.config)
-  if optimizer.name == "corrected":
-    transform = js.momentum_corrected(transform, 0.9)
-  tx = averaged(optax.chain(transform, OPTIMIZERS[optimizer.name](schedule)), spec.collective, workers.axis)
+  tx = method.make(workers.axis, OPTIMIZERS[optimizer.name](schedule))
   params = jax.tree.map(jnp.copy, task.params)  # the step donates them
   state = js.init(tx, params, workers.where)
   step = js.make_train_step(task.loss, tx, workers.where)
@@ -222,7 +210,7 @@ def train(
   few = min(steps, CURVE_POINTS // 2)  # closer together where accuracy changes most, at the start
   points = {round(point) for spread in (np.linspace, np.geomspace) for point in spread(1, steps, few)} | {steps}
   trace: dict[str, list[float]] = {name: [] for name in js.Metrics.names()}
-  run = Run(spec.label, *optimizer, seed, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, [], [], [], trace)
+  run = Run(method.label, *optimizer, seed, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, [], [], [], trace)
   times, batches = [], task.batches()
   for number in range(1, steps + 1):
     batch = next(batches)
@@ -240,12 +228,13 @@ def train(
     on_step(number, run.accuracy[-1] if run.accuracy else 0.0)
   params, state = step.synchronize(params, state)
   words = statistics.mean(run.trace["words_sent"])
+  name, config = method.spec.name, method.spec.config
   return run._replace(
     test_accuracy=run.accuracy[-1],
     test_loss=task.test_loss(params),
     train_loss=task.train_loss(params),
     words_per_step=words,
-    messages_per_step=js.costs.count(spec.name, n=task.entries, workers=workers.size, **spec.config).messages,
+    messages_per_step=js.costs.count(name, n=task.entries, workers=workers.size, **config).messages,
     seconds_per_step=statistics.median(times[1:] or times),  # the first step compiles
     residual_norm=run.trace["residual_norm"][-1],
   )

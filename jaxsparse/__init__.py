@@ -63,10 +63,11 @@ from jaxsparse.train.step import TrainStep, init, make_train_step
 from jaxsparse.train.worker import StepMetrics
 from jaxsparse.transform import factories
 from jaxsparse.transform.factories import make_transform
-from jaxsparse.transform.local import local_steps, own_params
+from jaxsparse.transform.local import local_steps
 from jaxsparse.transform.metrics import Metrics, metrics
 from jaxsparse.transform.momentum import momentum_corrected, warmed_up
 from jaxsparse.transform.named import demo_transform, diloco, sparseloco, streaming_diloco
+from jaxsparse.transform.own import own_params
 from jaxsparse.transform.specs import specs
 from jaxsparse.transform.state import LocalState, ReduceState
 from jaxsparse.transform.update import transform_of

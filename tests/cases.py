@@ -231,4 +231,5 @@ def normals(seed: int, *shape: int) -> np.ndarray:
 
 
 def bits(x: Any) -> np.ndarray:
-  return np.asarray(x).view(np.uint32)
+  x = np.asarray(x)
+  return x.view(f"u{x.itemsize}")

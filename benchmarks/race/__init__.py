@@ -1,8 +1,7 @@
 """The race: seconds until the loss of a real training is low enough, on a real network.
 
-`benchmarks.race.__main__` is the command.
+`benchmarks.race.__main__` is the command, `benchmarks.methods` has the methods.
 
-methods    what is exchanged, how often and by which collective, as an optax chain
 recipes    optimizer, schedule and clipping; the papers' recipes as presets
 trainer    one training of one method, a step at a time
 measuring  curves (loss over steps), paces (seconds a step) and whole runs

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 import rich.console
 from absl import flags
 
-from benchmarks import entry, netlab, papers, programs, recorded, report, training, workers
-from benchmarks.race import measuring, methods, recipes
+from benchmarks import entry, methods, netlab, papers, programs, recorded, report, training, workers
+from benchmarks.race import measuring, recipes
 from benchmarks.race import report as tables
 from benchmarks.race.measuring import Length, Race, Runner
 from benchmarks.race.results import KINDS, Results
@@ -46,7 +46,7 @@ from jaxsparse import launch
 
 _PRESET = flags.DEFINE_enum("preset", None, list(recipes.PRESETS), recipes.HELP)
 _TASK = flags.DEFINE_enum("task", "lm", [*registry.TEXTS, *registry.IMAGES], "What to train; see benchmarks/tasks.")
-_METHOD = flags.DEFINE_list("method", [DENSE, "spardl:density=0.01"], methods.HELP)
+_METHOD = flags.DEFINE_list("method", [DENSE, "spardl:density=0.01"], f"Methods to race, {methods.HELP}")
 flags.DEFINE_alias("algorithm", "method")
 _OPTIMIZER = flags.DEFINE_list(
   "optimizer", ["adam:0.001"], f"Any of {', '.join(training.OPTIMIZERS)}, each with its rate; every method races each."
@@ -109,7 +109,7 @@ def _plan() -> Plan:
     seeds = list(dict.fromkeys(int(seed) for seed in _SEED.value))
   except ValueError:
     raise ValueError(f"--seed={','.join(_SEED.value)}, give whole numbers, separated by commas") from None
-  chosen = sorted(methods.parse(_METHOD.value, _HOSTS.value), key=lambda method: method.label != DENSE)
+  chosen = sorted(methods.parse("method", _METHOD.value, _HOSTS.value), key=lambda method: method.label != DENSE)
   optimizers = training.parse_optimizers(_OPTIMIZER.value, rate=0.001)
   made = [recipes.Recipe(one, _SCHEDULE.value, _WARM_UP.value, _CLIP.value, _STEPS.value) for one in optimizers]
   runners = [Runner(method, recipe) for method in chosen for recipe in made]

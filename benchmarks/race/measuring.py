@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 import jaxsparse as js
 from benchmarks.hosts import sent_bytes
-from benchmarks.race.methods import Method
+from benchmarks.methods import Method
 from benchmarks.race.recipes import Recipe
 from benchmarks.race.results import Advised, Curve, Pace, Whole
 from benchmarks.race.trainer import Trainer
@@ -143,7 +143,7 @@ def advised(race: Race, runners: Sequence[Runner], rate: str) -> Advised:
   """The advice on these methods, from the evidence of trainings with the same optimizer."""
   watch = timing.Stopwatch(engine_of(race.place.where, AXIS))
   methods = [runner.method for runner in runners]
-  labels = dict.fromkeys(js.costs.label_of(one.exchange.name, one.exchange.config) for one in methods)
+  labels = dict.fromkeys(js.costs.label_of(one.spec.name, one.spec.config) for one in methods)
   profile = js.costs.fit(race.place.where, n=race.task.entries, algorithms=list(labels))
   known = {(one.method.label, one.optimizer) for one in runners}
   evidence = [one for one in js.costs.evidence() if (one.method, one.optimizer) in known]

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import jaxsparse as js
-from benchmarks.race.methods import Method
+from benchmarks.methods import Method
 from benchmarks.race.recipes import Recipe
 from benchmarks.tasks.base import Model, Task, model_of
 from benchmarks.workers import Workers

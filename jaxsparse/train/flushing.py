@@ -13,7 +13,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import checked
 from jaxsparse.transform import checks, owed
-from jaxsparse.transform.local import moved_by_name
+from jaxsparse.transform.own import moved_by_name
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.state import in_rows, is_local_state, is_reduce_state, local_states
 from jaxsparse.types import Comm

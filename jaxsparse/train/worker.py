@@ -12,7 +12,7 @@ from jaxsparse import _compat
 from jaxsparse.comm import all_gather, axes_of, in_rank_order
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.transform import state as states
-from jaxsparse.transform.local import own_params
+from jaxsparse.transform.own import own_params
 from jaxsparse.types import Comm
 
 AuxReduce = Literal["mean", "sum", "max", "min", "stack"]

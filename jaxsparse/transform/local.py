@@ -21,6 +21,7 @@ from jaxsparse import flatten
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
+from jaxsparse.transform.own import own_params, with_residual
 from jaxsparse.transform.state import Flight, LocalState
 
 
@@ -32,6 +33,7 @@ def local_steps(
   fragments: int = 1,
   delay: int = 0,
   mixing: float = 0.0,
+  apply_residual: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """H steps of each worker's own, then one exchange of what the workers have moved (local SGD, DiLoCo, SparseLoCo).
 
@@ -67,6 +69,15 @@ def local_steps(
   Law C holds at the exchange. The mixture is as published: it drops a share of 1 − α of the τ local steps after the
   exchange, and keeps α of how far a worker was from the anchor, which is exchanged again.
 
+  With `apply_residual` a worker goes on from θ minus its residual r_w instead of θ: from parameters with all of its own
+  updates in them, delivered or not (the local models of CSER, Xie et al., 2020). Then a gradient is not late because
+  its entries wait to be delivered, and a sparse exchange learns faster, above all with `every=1`:
+
+      θ   ← θ + outer(θ − θ_w),   θ_w ← θ − r_w           (θ − θ_w includes the residual from now on)
+
+  The mean of the parameters of all workers moves as if everything were delivered at once. `js.flush` moves the anchor
+  there: subtract its update before the last evaluation.
+
   A worker whose gradient holds NaN or Inf leaves out a local step. In a step with an exchange all workers then skip the
   exchange, keep what they have moved, and exchange in the next step; with `every=1` the updates of this step are lost.
 
@@ -81,6 +92,8 @@ def local_steps(
     delay: τ, less than H/F, the steps between an exchange and its use. A step that is compiled as one program still
       ends after its messages.
     mixing: α in [0, 1), the weight of a worker's own parameters; 0 in plain DiLoCo.
+    apply_residual: whether the parameters of a worker include what it has moved and no exchange has delivered. It costs
+      three passes over n entries at an exchange, and goes without a delay.
 
   Returns:
     An `optax.GradientTransformation` whose state is a `js.LocalState`; with fragments that of an
@@ -106,6 +119,8 @@ def local_steps(
   steps = every or 1
   check_whole("local_steps", 1, steps, fragments=fragments)
   check_whole("local_steps", 0, steps // fragments - 1, delay=delay)
+  if apply_residual and delay:
+    raise ValueError(f"local_steps: apply_residual={apply_residual!r} with delay={delay!r}, choose one of them")
   if not 0 <= mixing < 1 or (mixing and every in (1, None)):
     raise ValueError(
       f"local_steps: mixing={mixing!r} with every={every!r}, choose 0, or less than 1 with 2 steps or more"
@@ -113,7 +128,8 @@ def local_steps(
   inner, outer = map(optax.with_extra_args_support, (inner, outer))
   turns = []
   for number in range(1, fragments + 1):
-    turn = _LocalSteps(inner, outer, every, delay, mixing, offset=steps - steps * number // fragments)
+    offset = steps - steps * number // fragments
+    turn = _LocalSteps(inner, outer, every, delay, mixing, apply_residual, offset)
     turns.append(optax.GradientTransformationExtraArgs(turn.init, turn.update))
   if fragments == 1:
     return turns[0]
@@ -140,11 +156,17 @@ class _LocalSteps(NamedTuple):
   every: int | None
   delay: int
   mixing: float
+  apply_residual: bool
   offset: int
+
+  @property
+  def at_once(self) -> bool:
+    """Whether nothing stays moved from one step to the next."""
+    return self.every == 1 and not self.apply_residual
 
   def init(self, params: optax.Params) -> LocalState:
     """The state of one worker before the first step."""
-    moved = () if self.every == 1 else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
+    moved = () if self.at_once else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
     flight = Flight(jax.tree.map(jnp.zeros_like, params), jnp.int32(0)) if self.delay else ()
     inner, since = _in_rows(self.inner.init(params)), jnp.int32(self.offset)
     state = LocalState(inner, self.outer.init(params), moved, since, jnp.int32(0), flight)
@@ -202,7 +224,7 @@ class _LocalSteps(NamedTuple):
     leaves = jax.tree.leaves(grads) if alone else []
     finite = jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], jnp.bool_))
     keep = lambda new, old: jnp.where(finite, new, old) if alone else new
-    if self.every == 1:
+    if self.at_once:
       moved = jax.tree.map(lambda update: -update[None], updates)
     else:
       moved = jax.tree.map(lambda was, u: keep(was - u[None].astype(jnp.float32), was), state.moved, updates)
@@ -218,9 +240,11 @@ class _LocalSteps(NamedTuple):
     updates, outer = self.outer.update(sent, state.outer, params, **extra)
     skipped = states.skipped(outer)
     moved: Any = ()
-    if self.every != 1:
+    if not self.at_once:
       rest = lambda moved, gone: moved - gone[None].astype(moved.dtype)  # 0 in float32
       left = self._mixed(state.moved, updates) if self.mixing else jax.tree.map(rest, state.moved, sent)
+      if self.apply_residual:
+        left, outer = with_residual(left, outer)
       moved = jax.tree.map(lambda new, old: jnp.where(skipped, old, new), left, state.moved)
     return updates, state._replace(outer=outer, moved=moved, since=jnp.where(skipped, state.since, 0))
 
@@ -260,36 +284,6 @@ class _LocalSteps(NamedTuple):
     if self.delay:
       flight = flight._replace(left=jnp.maximum(flight.left - 1, 0))
     return jax.tree.map(jnp.zeros_like, params), state._replace(outer=outer, flight=flight)
-
-
-def own_params(params: optax.Params, state: Any) -> optax.Params:
-  """The parameters of this worker, θ_w: `params` itself where nothing is moved. Inside shard_map.
-
-  Args:
-    params: the anchor, the same on every worker.
-    state: the state of one worker of a chain with `js.local_steps`, or of any other.
-
-  Example:
-    >>> import jax.numpy as jnp, jaxsparse as js
-    >>> js.own_params(jnp.ones(2), js.LocalState((), (), jnp.array([[0.25, 0.0]]), jnp.int32(1), jnp.int32(1)))
-    Array([0.75, 1.  ], dtype=float32)
-  """
-  moved = moved_by_name(state)
-  if not moved:
-    return params
-
-  def own(path: Any, p: jax.Array) -> jax.Array:
-    gone = moved.get(jax.tree_util.keystr(path))
-    return p if gone is None else (p.astype(jnp.float32) - gone[0]).astype(p.dtype)
-
-  return jax.tree_util.tree_map_with_path(own, params)
-
-
-def moved_by_name(state: Any) -> dict[str, jax.Array]:
-  """What was moved of each leaf, by the name of the leaf: f32[1, …] at a worker, f32[P, …] of all of them."""
-  nodes = states.local_states(state)
-  leaves = (leaf for node in nodes for leaf in jax.tree_util.tree_leaves_with_path(node.moved))
-  return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 def _in_rows(state: Any) -> Any:

@@ -119,10 +119,20 @@ def carried_over(
 def delivered(
   comm: Comm, leaves: list[jax.Array], node: ReduceState, moved: list[jax.Array] | None = None
 ) -> tuple[list[jax.Array], ReduceState]:
-  """The mean of the residuals of all workers, in the shapes and dtypes of the leaves, and the state without them.
+  """The mean over the workers of what `taken` takes: one all-reduce at each device of a worker."""
+  return taken(leaves, node, moved, lambda owing: comm.all_reduce(owing) / comm.size)
 
-  With what a worker has `moved` of each leaf, that is added to its residual, and the means are float32. One all-reduce
-  at each device of a worker.
+
+def taken(
+  leaves: list[jax.Array],
+  node: ReduceState,
+  moved: list[jax.Array] | None = None,
+  mean: Callable[[jax.Array], jax.Array] = lambda owing: owing,
+) -> tuple[list[jax.Array], ReduceState]:
+  """The residual of a worker, in the shapes and dtypes of the leaves, and the state with a residual of zeros.
+
+  With what a worker has `moved` of each leaf, that is added, and the sums are float32. `mean` makes of the entries of
+  all leaves at a device the mean over workers.
   """
 
   def step(
@@ -134,10 +144,10 @@ def delivered(
     for part, (own, _) in zip(parts, flat, strict=True):
       if part.residual is not None or moved is not None:
         owing.append(own if part.residual is None else own + part.residual)
-    mean = comm.all_reduce(jnp.concatenate(owing)) / comm.size if owing else jnp.zeros(0)
+    sums = mean(jnp.concatenate(owing)) if owing else jnp.zeros(0)
     for group, part, (own, restore) in zip(groups, parts, flat, strict=True):
       if part.residual is not None or moved is not None:
-        for leaf, new in zip(group.leaves, restore(mean[start : start + own.size]), strict=True):
+        for leaf, new in zip(group.leaves, restore(sums[start : start + own.size]), strict=True):
           leaves[leaf] = new
         start += own.size
     empty = [part._replace(residual=jax.tree.map(jnp.zeros_like, part.residual)) for part in parts]

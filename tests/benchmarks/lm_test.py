@@ -76,7 +76,7 @@ def test_optimizers_are_parsed_and_refused():
     ("sgd", 0.1),
   ]
   for wrong, message in {
-    "lion": "--optimizer=lion, choose one of sgd, momentum, corrected, adam, adamw, lars",
+    "lion": "--optimizer=lion, choose one of sgd, momentum, adam, adamw, lars",
     "sgd:fast": "--optimizer=sgd:fast, choose a positive learning rate, as in sgd:0.001",
     "sgd:-1": "--optimizer=sgd:-1, choose a positive learning rate",
     "sgd:inf": "--optimizer=sgd:inf, choose a positive learning rate",

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import race, training
-from benchmarks.race import measuring, methods, recipes, report
+from benchmarks import methods, race, training
+from benchmarks.race import measuring, recipes, report
 from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
 from benchmarks.race.standings import Spread, baselines, crossing, loss_after, standings
 from benchmarks.tasks import registry
@@ -142,20 +142,23 @@ def test_the_tables_and_the_figure_are_made_of_the_rows(results, tmp_path):
 
 
 def test_methods_are_parsed_and_refused():
-  (one,) = methods.parse(["gradients/spardl:density=0.1:teams=2"], 4)
-  assert (one.way, one.exchange.config, one.every) == ("gradients", {"density": 0.1, "teams": 2}, 1)
+  (one,) = methods.parse("method", ["gradients/spardl:density=0.1:teams=2"], 4)
+  assert (one.way, one.spec.config, one.every) == ("gradients", {"density": 0.1, "teams": 2}, 1)
   labels = ["local/dense", "local:every=3:momentum=0.9/dense", "updates/dense", "a2sgd"]
-  assert [one.every for one in methods.parse(labels, 4)] == [10, 3, 1, training.AVERAGED_EVERY]
+  assert [one.every for one in methods.parse("method", labels, 4)] == [10, 3, 1, methods.AVERAGED_EVERY]
   for wrong, message in {
-    "often/dense": "unknown way 'often', choose one of gradients, corrected, updates, local",
+    "often/dense": "unknown way 'often', choose one of gradients, updates, local",
     "local:steps=2/dense": "local has no option 'steps', choose from every, rate, momentum",
+    "warmed_up/often/dense": "unknown change 'often', choose one of corrected, warmed_up, leaves",
+    "updates/leaves:name=bias/spardl:density=0.1": "leaves has no option 'name', choose from names, density",
+    "warmed_up:steps=0/spardl:density=0.1": "step=0, choose a whole number from 1 up",
     "updates/a2sgd": "by a2sgd, whose totals differ between them",
     "gradients:every=2/dense": "gradients has no option 'every', choose from none",
     "spars:density=1": "unknown collective 'spars'",
     "spardl:density=2": "density=2, choose a number in",
   }.items():
     with pytest.raises(ValueError, match=message):
-      methods.parse([wrong], 4)
+      methods.parse("method", [wrong], 4)
 
 
 def test_schedules_end_where_the_papers_say():
@@ -180,7 +183,7 @@ def test_clipping_comes_before_the_optimizer():
 def test_presets_are_races_that_can_start(name):
   preset = recipes.PRESETS[name].flags
   hosts = preset["hosts"]
-  assert methods.parse(preset["method"], hosts)[0].label == "dense"
+  assert methods.parse("method", preset["method"], hosts)[0].label == "dense"
   training.parse_optimizers(preset["optimizer"], rate=1.0)
   assert preset["task"] in registry.TEXTS | registry.IMAGES
   assert preset["schedule"] in recipes.SCHEDULES

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 import jaxsparse as js
-from benchmarks import architectures, training, workers
-from benchmarks.race import methods, recipes
+from benchmarks import architectures, methods, training, workers
+from benchmarks.race import recipes
 from benchmarks.race.trainer import Trainer
 from benchmarks.tasks import base, images, lm, lstm, registry, text, vgg16
 from benchmarks.tasks.base import IGNORED, Task, entries_of, model_of
@@ -122,7 +122,7 @@ def test_training_moves_running_statistics_and_evaluation_uses_them():
 @pytest.mark.long
 @pytest.mark.parametrize("name", ENTRIES)
 def test_each_task_trains(tasks, name):
-  (method,) = methods.parse(["updates/spardl:density=0.1"], 2)
+  (method,) = methods.parse("method", ["updates/spardl:density=0.1"], 2)
   recipe = recipes.Recipe(training.Optimizer("adam", 0.001), clip=1.0)
   comm = js.SimComm("workers", members=2)
   place = workers.Workers(comm, comm, 2, shares=2, number=0)

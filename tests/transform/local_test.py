@@ -73,29 +73,74 @@ def test_exchanging_every_step_what_sgd_moved_has_the_bits_of_the_plain_chain(ca
     jax.tree.map(same, (params, state[0].carried, state[1]), (params2, state2.outer[0].carried, state2.outer[1]))
 
 
+@pytest.mark.parametrize("applied", [False, True], ids=["hidden", "applied"])
 @each_case([case for case in CONSERVING if case.exact], ["spardl"])
-def test_law_c_over_what_was_moved_and_residuals_in_every_step(case):
+def test_law_c_over_what_was_moved_and_residuals_in_every_step(case, applied):
   """Inner SGD at rate 1 moves by minus the gradient: all gradients so far are delivered, moved, or in residuals."""
   workers = case.workers([4, 6, 8, 5])[0]
   transform = js.make_transform(case.name, sim(workers), **case.config(density=0.2))
-  step, params, state = start(
-    js.local_steps(optax.sgd(1.0), optax.chain(transform, optax.sgd(1.0)), every=3), sim(workers)
-  )
-  total = np.zeros(N)
+  outer = optax.chain(transform, optax.sgd(1.0))
+  tx = js.local_steps(optax.sgd(1.0), outer, every=3, apply_residual=applied)
+  step, params, state = start(tx, sim(workers))
+  total, atol = np.zeros(N), 1e-4 * (1 + case.rounding * 2**20)
   for number in range(7):
     grads = integers(number, workers, N)
     total += grads.sum(0)
     before = flat(params)
     params, state, _ = step(params, state, grads)
-    owed = rows(state.moved, workers).sum(0) + residual_of(state, workers).sum(0)
-    np.testing.assert_allclose(owed - workers * flat(params), total, atol=1e-4 * (1 + case.rounding * 2**20))
+    residual = residual_of(state, workers)
+    owed = rows(state.moved, workers).sum(0) + residual.sum(0)
+    np.testing.assert_allclose(owed - workers * flat(params), total, atol=atol)
     exchanged = number % 3 == 2
     assert np.any(flat(params) != before) == exchanged
-    assert np.any(rows(state.moved, workers)) != exchanged
+    assert not (applied and np.any(residual))
+    assert applied or np.any(rows(state.moved, workers)) != exchanged
     assert int(js.metrics(state).since_exchange) == (number + 1) % 3
     found = js.metrics(state)
     assert bool(found.words_sent > 0) == exchanged
     assert float(found.words_per_step) == pytest.approx(float(found.total_words) / (number + 1))
+  update, _ = js.flush(state, params, sim(workers))
+  np.testing.assert_allclose(flat(update) - flat(params), total / workers, atol=atol)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_a_residual_that_is_applied_in_numpy(every, decay):
+  """CSER's local models: the gradient of a worker is taken where all of its own moves are, delivered or not."""
+  workers, k, rate, mu = 3, 6, 0.25, 0.5
+  outer = optax.chain(js.topka_transform(sim(workers), k=k, decay=decay), optax.sgd(1.0))
+  tx = js.local_steps(optax.sgd(rate, momentum=mu), outer, every=every, apply_residual=True)
+  step, params, state = start(tx, sim(workers), quadratic)
+  anchor, own, momentum = np.zeros(N), np.zeros((workers, N)), np.zeros((workers, N))
+  for number in range(1, 8):
+    batch = normals(number, workers, N)
+    params, state, _ = step(params, state, batch)
+    momentum = mu * momentum + own - batch
+    own = own - rate * momentum
+    if number % every == 0:
+      moved = anchor - own
+      largest = np.argsort(-np.abs(moved), axis=1, kind="stable")[:, :k]
+      sent = np.zeros_like(moved)
+      np.put_along_axis(sent, largest, np.take_along_axis(moved, largest, 1), 1)
+      anchor = anchor - sent.mean(0)
+      own = anchor - decay * (moved - sent)
+    np.testing.assert_allclose(flat(params), anchor, atol=1e-5)
+    np.testing.assert_allclose(flat(params)[None] - rows(state.moved, workers), own, atol=1e-5)
+    assert float(js.metrics(state).residual_norm) == 0
+
+
+def test_a_skipped_exchange_keeps_a_residual_that_is_applied():
+  """With every=1: other workers keep what they moved in this step, and the one with NaN what it had moved before."""
+  outer = optax.chain(js.topka_transform(sim(2), density=0.5), optax.sgd(1.0))
+  step, params, state = start(js.local_steps(optax.sgd(1.0), outer, every=1, apply_residual=True), sim(2))
+  params, state, _ = step(params, state, normals(0, 2, N))
+  anchor, moved = flat(params), rows(state.moved, 2)
+  bad = np.ones((2, N), np.float32)
+  bad[1, 7] = np.nan
+  params, state, metrics = step(params, state, bad)
+  assert metrics.skipped
+  np.testing.assert_array_equal(flat(params), anchor)
+  np.testing.assert_allclose(rows(state.moved, 2), moved + np.array([[1], [0]]), rtol=1e-6)
 
 
 def adam_in_numpy(theta, moments, grad, rate, count):
@@ -296,6 +341,11 @@ def test_some_leaves_in_local_steps_and_others_not():
 def test_bad_every(value):
   with pytest.raises(ValueError, match=f"local_steps: every={value!r}, choose a whole number from 1 up, or None"):
     js.local_steps(optax.sgd(1.0), averaged(), every=value)
+
+
+def test_an_applied_residual_goes_without_a_delay():
+  with pytest.raises(ValueError, match="local_steps: apply_residual=True with delay=1, choose one of them"):
+    js.local_steps(optax.sgd(1.0), averaged(), every=3, delay=1, apply_residual=True)
 
 
 def test_what_cannot_be_inner_or_outer_is_said():

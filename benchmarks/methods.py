@@ -1,0 +1,210 @@
+"""Methods of training: what workers exchange (a way), how it is changed before, and by which collective.
+
+A label is WAY/CHANGES/COLLECTIVE, all with options: `local:every=10/warmed_up:steps=100/spardl:density=0.02`. Without a
+way workers exchange gradients, and there may be no changes: `dense`, `corrected/spardl:density=0.01`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import optax
+
+import jaxsparse as js
+from benchmarks import specs
+from jaxsparse.types import Comm
+
+_Transform: TypeAlias = optax.GradientTransformation
+
+AVERAGED_EVERY = 100  # steps, for workers with parameters of their own
+
+
+def gradients(exchange: _Transform, optimizer: _Transform) -> _Transform:
+  """Workers exchange gradients; one optimizer, the same on all workers, follows the exchange."""
+  return optax.chain(exchange, optimizer)
+
+
+def updates(exchange: _Transform, optimizer: _Transform, rate: float = 1.0, apply_residual: bool = False) -> _Transform:
+  """Each worker has an optimizer of its own, and workers exchange its updates in every step."""
+  return local(exchange, optimizer, 1, rate, apply_residual=apply_residual)
+
+
+def local(
+  exchange: _Transform,
+  optimizer: _Transform,
+  every: int = 10,
+  rate: float = 1.0,
+  momentum: float = 0.0,
+  fragments: int = 1,
+  delay: int = 0,
+  mixing: float = 0.0,
+  apply_residual: bool = False,
+) -> _Transform:
+  """Likewise, but workers exchange what they have moved once in `every` steps; Nesterov momentum of DiLoCo after it."""
+  outer = optax.chain(exchange, optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum)))
+  return js.local_steps(
+    optimizer,
+    outer,
+    every=every,
+    fragments=fragments,
+    delay=delay,
+    mixing=mixing,
+    apply_residual=apply_residual,
+  )
+
+
+def diloco(exchange: _Transform, optimizer: _Transform, every: int = 30) -> _Transform:
+  """Local steps with the outer step of DiLoCo."""
+  return local(exchange, optimizer, every, rate=0.7, momentum=0.9)
+
+
+def streaming(exchange: _Transform, optimizer: _Transform, every: int = 30, fragments: int = 3) -> _Transform:
+  """DiLoCo in fragments that are exchanged in turn, each applied a step later and mixed by half."""
+  return local(exchange, optimizer, every, 0.7, 0.9, fragments, delay=1, mixing=0.5)
+
+
+def demo(exchange: _Transform, optimizer: _Transform) -> _Transform:
+  """The sign of gradients exchanged by dcttopk:density=0.0078125:decay=0.999; take --optimizer=sgd:0.001 --clip=0."""
+  return optax.chain(exchange, optax.scale_by_sign(), optimizer)
+
+
+class Exchange(NamedTuple):
+  """A collective, and what leaves of some names have instead.
+
+  Attributes:
+    spec: of the collective.
+    special: collectives by names of leaves, as of `js.spardl_transform`.
+    after: changes of the transform, in order.
+  """
+
+  spec: specs.Spec
+  special: Mapping[str, str] = MappingProxyType({})
+  after: tuple[Callable[[_Transform], _Transform], ...] = ()
+
+  def make(self, axis: str | Comm) -> _Transform:
+    """The transform of a worker; `axis` is a mesh axis or a comm."""
+    transform = js.make_transform(self.spec.name, axis, special=dict(self.special), **self.spec.config)
+    for change in self.after:
+      transform = change(transform)
+    return transform
+
+
+def corrected(exchange: Exchange, momentum: float = 0.9) -> Exchange:
+  """Momentum of each worker's own before the exchange (Deep Gradient Compression); take an optimizer without."""
+  return exchange._replace(after=(*exchange.after, lambda transform: js.momentum_corrected(transform, momentum)))
+
+
+def warmed_up(exchange: Exchange, steps: int = 100, density: float = 0.25) -> Exchange:
+  """Another density in the first steps."""
+  return exchange._replace(after=(*exchange.after, lambda transform: js.warmed_up(transform, {steps: density})))
+
+
+def leaves(exchange: Exchange, names: str = "scale|bias", density: float = 1.0) -> Exchange:
+  """Another density for leaves whose names match a regular expression; 1 exchanges them densely."""
+  collective = "dense" if density == 1 else js.costs.label_of(exchange.spec.name, {"density": density})
+  return exchange._replace(special={**exchange.special, names: collective})
+
+
+WAYS: dict[str, Callable[..., _Transform]] = {
+  way.__name__: way for way in (gradients, updates, local, diloco, streaming, demo)
+}
+CHANGES: dict[str, Callable[..., Exchange]] = {change.__name__: change for change in (corrected, warmed_up, leaves)}
+_described = "; ".join(
+  f"{name}: {str(one.__doc__).splitlines()[0]}" for kinds in (WAYS, CHANGES) for name, one in kinds.items()
+)
+HELP = (
+  f"as WAY/CHANGES/COLLECTIVE; ways ({', '.join(WAYS)}) and changes ({', '.join(CHANGES)}): {_described} Without a "
+  "way: gradients. Options follow a name: spardl:density=0.01. Repeat it, or separate by commas."
+)
+
+
+class Method(NamedTuple):
+  """What is exchanged, and how.
+
+  Attributes:
+    label: as the user wrote it.
+    way: one of `WAYS`.
+    options: of the way.
+    exchange: what each exchange does.
+  """
+
+  label: str
+  way: str
+  options: dict[str, Any]
+  exchange: Exchange
+
+  @property
+  def spec(self) -> specs.Spec:
+    """The collective."""
+    return self.exchange.spec
+
+  @property
+  def every(self) -> int:
+    """Steps from one exchange to the next."""
+    if not self.spec.collective.replicates:
+      return AVERAGED_EVERY
+    options = _defaults(WAYS[self.way]) | self.options
+    return int(options.get("every", 1))
+
+  def make(self, axis: str | Comm, optimizer: _Transform) -> _Transform:
+    """The optax chain of a worker; `axis` is a mesh axis or a comm."""
+    tx = WAYS[self.way](self.exchange.make(axis), optimizer, **self.options)
+    if self.spec.collective.replicates:
+      return tx
+    return js.local_steps(tx, optax.chain(js.dense_transform(axis), optax.sgd(1.0)), every=AVERAGED_EVERY)
+
+
+def parse(flag: str, values: list[str], workers: int, **shared: Any) -> list[Method]:
+  """The methods that a flag names, each once, checked for `workers` workers before anything runs.
+
+  Args:
+    flag: its name.
+    values: of the flag.
+    workers: number of workers P.
+    **shared: options for every collective that has them, where its own do not say otherwise.
+
+  Raises:
+    ValueError: for an unknown way, change, collective or option, with the choices.
+
+  Example:
+    >>> [(one.way, one.spec.config) for one in parse("method", ["dense,updates/spardl:density=0.1"], workers=4)]
+    [('gradients', {}), ('updates', {'density': 0.1})]
+  """
+  labels = [label for value in values for label in value.split(",")]
+  if labels == ["all"]:
+    labels = list(js.collective_names())
+  return [_method(flag, label, workers, shared) for label in dict.fromkeys(labels)]
+
+
+def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Method:
+  *before, collective = label.split("/")
+  parts = [js.costs.collective_of(part) for part in before]
+  way, options = parts.pop(0) if parts and parts[0][0] not in CHANGES else ("gradients", {})
+  where = f"--{flag}={label}"
+  _check(where, "way", WAYS, way, options)
+  (spec,) = specs.parse([collective], workers, **shared)
+  exchange = Exchange(spec)
+  for name, own in reversed(parts):
+    _check(where, "change", CHANGES, name, own)
+    exchange = CHANGES[name](exchange, **own)
+  if way != "gradients" and not spec.collective.replicates:
+    raise ValueError(f"{where}: workers exchange gradients by {spec.name}, whose totals differ between them")
+  method = Method(label, way, options, exchange)
+  method.make("workers", optax.identity())
+  return method
+
+
+def _check(where: str, kind: str, known: dict[str, Callable[..., Any]], name: str, options: dict[str, Any]) -> None:
+  """Raises ValueError unless a way, or a change, of this name has these options."""
+  if name not in known:
+    raise ValueError(f"{where}: unknown {kind} {name!r}, choose one of {', '.join(known)}")
+  own = _defaults(known[name])
+  if unknown := sorted(set(options) - set(own)):
+    raise ValueError(f"{where}: {name} has no option {unknown[0]!r}, choose from {', '.join(own) or 'none'}")
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+  """The options of a way or a change and what they are by default."""
+  parameters = inspect.signature(function).parameters.values()
+  return {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
