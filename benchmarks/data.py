@@ -53,14 +53,19 @@ def batches(images: np.ndarray, labels: np.ndarray, size: int, seed: int) -> Ite
   Raises:
     ValueError: if there are fewer images than `size`.
   """
-  if size > len(images):
-    raise ValueError(f"a batch of {size} does not fit in {len(images)} training images: use a smaller --batch_size")
+  check_size(images, size)
   random = np.random.default_rng(seed)
   while True:
     order = random.permutation(len(images))
     for start in range(0, len(order) - size + 1, size):
       chosen = order[start : start + size]
       yield {"input": images[chosen], "label": labels[chosen]}
+
+
+def check_size(images: np.ndarray, size: int) -> None:
+  """Raises ValueError if there are fewer images than `size`."""
+  if size > len(images):
+    raise ValueError(f"a batch of {size} does not fit in {len(images)} training images: use a smaller --batch_size")
 
 
 def _digits(fold: int, folds: int) -> Dataset:

@@ -137,6 +137,7 @@ class Task(NamedTuple):
 
 def make_task(model: str, dataset: data.Dataset, workers: Workers, batch_size: int, seed: int) -> Task:
   """The classification task of a model on a data set of images, `batch_size` images a worker."""
+  data.check_size(dataset.train_images, batch_size * workers.size)
   module = models.make(model, dataset.train_images.shape[1:], CLASSES, seed)
   train_set = dataset.train_images, dataset.train_labels
   whole = lambda: data.batches(*train_set, batch_size * workers.size, seed)

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import pathlib
 
 import hypothesis
@@ -23,6 +24,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Compiled programs are millions of Python objects, and each full collection reads all of them: a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
+_CHILDREN = str(pathlib.Path(__file__).with_name("children"))  # the same, in sitecustomize.py
+os.environ["PYTHONPATH"] = os.pathsep.join([_CHILDREN, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # Examples of a test share one program, so they are cheap, but shrinking them is not: no clock.
 hypothesis.settings.register_profile("jaxsparse", deadline=None, max_examples=25, print_blob=True)

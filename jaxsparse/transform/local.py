@@ -75,11 +75,12 @@ def local_steps(
 
       θ   ← θ + outer(θ − θ_w),   θ_w ← θ − r_w           (θ − θ_w includes the residual from now on)
 
-  The mean of the parameters of all workers moves as if everything were delivered at once. `js.flush` moves the anchor
-  there: subtract its update before the last evaluation.
+  With `optax.sgd(1.0)` outside, the mean of θ_w over the workers moves as if everything were delivered at once. At the
+  end `js.flush` gives the update that takes the anchor there.
 
   A worker whose gradient holds NaN or Inf leaves out a local step. In a step with an exchange all workers then skip the
-  exchange, keep what they have moved, and exchange in the next step; with `every=1` the updates of this step are lost.
+  exchange, keep what they have moved, and exchange in the next step; with `every=1` the updates of this step are lost,
+  unless `apply_residual` keeps them as moved.
 
   Args:
     inner: any optax optimizer, run by each worker on its own gradients. It may hold a jaxsparse transform without a
@@ -92,8 +93,9 @@ def local_steps(
     delay: τ, less than H/F, the steps between an exchange and its use. A step that is compiled as one program still
       ends after its messages.
     mixing: α in [0, 1), the weight of a worker's own parameters; 0 in plain DiLoCo.
-    apply_residual: whether the parameters of a worker include what it has moved and no exchange has delivered. It costs
-      three passes over n entries at an exchange, and goes without a delay.
+    apply_residual: whether the parameters of a worker include what it has moved and no exchange has delivered. Then
+      `moved` of the state has what else the residual would have, for a few passes over n entries at an exchange. It
+      goes without a delay.
 
   Returns:
     An `optax.GradientTransformation` whose state is a `js.LocalState`; with fragments that of an
@@ -243,9 +245,9 @@ class _LocalSteps(NamedTuple):
     if not self.at_once:
       rest = lambda moved, gone: moved - gone[None].astype(moved.dtype)  # 0 in float32
       left = self._mixed(state.moved, updates) if self.mixing else jax.tree.map(rest, state.moved, sent)
-      if self.apply_residual:
-        left, outer = with_residual(left, outer)
       moved = jax.tree.map(lambda new, old: jnp.where(skipped, old, new), left, state.moved)
+      if self.apply_residual:
+        moved, outer = with_residual(moved, outer)
     return updates, state._replace(outer=outer, moved=moved, since=jnp.where(skipped, state.since, 0))
 
   def _send(

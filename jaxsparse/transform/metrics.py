@@ -43,10 +43,10 @@ class Metrics(NamedTuple):
     threshold_age: steps since exact thresholds were last computed (Ok-Topk, `threshold_period`).
     skipped: whether a gradient had NaN or Inf and every worker skipped the step.
     skipped_steps: how many steps have been skipped so far.
-    residual_norm: ℓ₂ norm of all residuals together.
+    residual_norm: ℓ₂ norm of all residuals together; 0 where local steps apply them, see `drift`.
     total_words: 4-byte words sent since the state was made, by the worker that sent most; rounded to float32.
     drift: root mean square over workers of the ℓ₂ distance of their parameters to the mean (`js.local_steps`); 0 after
-      an exchange.
+      an exchange, unless residuals are applied.
     since_exchange: steps since the last exchange; 0 without local steps.
     words_per_step: with local steps the mean of the words of all steps since the state was made; else `words_sent`.
     parts: where a state holds several jaxsparse transforms, the `Metrics` of each by its label (that of

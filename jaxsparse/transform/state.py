@@ -99,7 +99,7 @@ class LocalState(NamedTuple):
       shard_map.
     outer: the state of the outer chain: residuals as in a `ReduceState`, everything else the same on every worker.
     moved: like the parameters, f32[1 or P, …]: the anchor minus the parameters of a worker, θ − θ_w; () with `every=1`,
-      which leaves nothing moved.
+      which leaves nothing moved unless residuals are applied.
     since: i32[], steps since the last exchange, with a delay since it was applied; that of a fragment begins
       above 0.
     steps: i32[], steps since the state was made.

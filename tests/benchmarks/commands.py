@@ -8,10 +8,11 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# A process for each of several runs, forked after the imports that take seconds.
+# A process for each of several runs, forked after the imports that take seconds; it ends without tearing them down.
 _FORKING = """
-import json, os, runpy, sys, tempfile, warnings
+import gc, json, os, runpy, sys, tempfile, traceback, warnings
 import absl.app, flax.nnx, jaxsparse, matplotlib.pyplot, rich.progress, sklearn.datasets
+gc.freeze()
 warnings.simplefilter("ignore")  # of JAX, which has started no threads here
 module, done = sys.argv[1], []
 for flags in json.loads(sys.argv[2]):
@@ -21,8 +22,19 @@ for flags in json.loads(sys.argv[2]):
       os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
       sys.argv = [module, *flags]
       warnings.resetwarnings()
-      runpy.run_module(module, run_name="__main__", alter_sys=True)
-      sys.exit()
+      status = 0
+      try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+      except SystemExit as end:
+        status = end.code or 0
+        if isinstance(status, str):
+          print(status, file=sys.stderr)
+          status = 1
+      except BaseException:
+        traceback.print_exc()
+        status = 1
+      sys.stdout.flush(), sys.stderr.flush()
+      os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     output.seek(0)
     done.append((status, output.read()))

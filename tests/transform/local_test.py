@@ -129,6 +129,24 @@ def test_a_residual_that_is_applied_in_numpy(every, decay):
     assert float(js.metrics(state).residual_norm) == 0
 
 
+def test_a_residual_from_before_is_applied_even_if_the_exchange_is_skipped():
+  """Law C for a state whose residual is of steps without `apply_residual`."""
+  outer = optax.chain(js.topka_transform(sim(2), k=4), optax.sgd(1.0))
+  hidden, applied = (js.local_steps(optax.sgd(1.0), outer, every=2, apply_residual=value) for value in (False, True))
+  step, params, state = start(hidden, sim(2))
+  for number in range(2):
+    params, state, _ = step(params, state, integers(number, 2, N))
+  residual = residual_of(state, 2)
+  assert np.any(residual)
+  state = js.convert(state, applied, params, sim(2))
+  bad = np.full((2, N), np.nan, np.float32)
+  for _ in range(2):
+    params, state, metrics = js.make_train_step(linear, applied, sim(2), donate=False)(params, state, bad)
+  assert metrics.skipped
+  np.testing.assert_array_equal(rows(state.moved, 2), residual)
+  np.testing.assert_array_equal(residual_of(state, 2), 0 * residual)
+
+
 def test_a_skipped_exchange_keeps_a_residual_that_is_applied():
   """With every=1: other workers keep what they moved in this step, and the one with NaN what it had moved before."""
   outer = optax.chain(js.topka_transform(sim(2), density=0.5), optax.sgd(1.0))
