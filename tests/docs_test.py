@@ -112,6 +112,7 @@ def test_steps_leaves_and_precision(tmp_path):
   run("\n".join([*parts, still, DATA, cast, MOVED, DATA, wire, TRAIN]), tmp_path)
 
 
+@pytest.mark.long  # `js.costs` and `js.overlap` have tests of their own
 def test_costs_and_overlap(tmp_path):
   wire, costs, kept, known = snippets("docs/how_to/measure_network.md")
   assert "n=1_000_000" in known

@@ -407,7 +407,7 @@ STUBBORN = "trap '' TERM INT HUP; setsid sleep 300 & echo $$ $! >> $PIDS; sleep 
 @pytest.mark.parametrize(
   ("signals", "engine"),
   [
-    row(signals, engine, quick=signals == (signal.SIGKILL,) or (engine == "processes" and len(signals) == 1))
+    row(signals, engine, quick=signals == (signal.SIGKILL,) or (engine == "processes" and signals == (signal.SIGTERM,)))
     for signals in (
       (signal.SIGTERM,),
       (signal.SIGINT, signal.SIGINT),

@@ -9,7 +9,7 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.train import simulation
-from tests.cases import averaged, mesh_of, normals
+from tests.cases import averaged, mesh_of, normals, quick_of
 
 
 def shifted_in_numpy(grads):
@@ -109,7 +109,7 @@ def test_training_is_each_workers_own_until_it_is_synchronized(every):
   assert params["w"].sharding.is_fully_replicated
 
 
-@pytest.mark.parametrize("means", ["vector", "leaf"])
+@pytest.mark.parametrize("means", quick_of(["vector", "leaf"], quick=["vector"]))
 @pytest.mark.parametrize(
   "after", [optax.sgd(0.1), optax.sgd(0.05, momentum=0.9), optax.adam(0.02)], ids=["sgd", "momentum", "adam"]
 )

@@ -9,7 +9,7 @@ import pytest
 import jaxsparse as js
 from jaxsparse.collectives.gaussiank import corrected, fitted_threshold
 from jaxsparse.sparse.lazy import LazySum
-from tests.cases import normals
+from tests.cases import normals, quick_of
 
 
 def threshold_in_numpy(x, k, correction):
@@ -20,7 +20,7 @@ def threshold_in_numpy(x, k, correction):
   return threshold
 
 
-@pytest.mark.parametrize("k", [1, 20, 1999])
+@pytest.mark.parametrize("k", quick_of([1, 20, 1999], quick=[20]))
 @pytest.mark.parametrize("power", [1, 3])
 def test_the_threshold_of_the_paper_and_its_correction(k, power):
   x = normals(k, 2000) ** power

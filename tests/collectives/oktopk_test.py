@@ -11,7 +11,7 @@ import jaxsparse as js
 from jaxsparse.collectives.oktopk.balance import consensus_bounds, floor_mean
 from jaxsparse.comm import SimComm
 from jaxsparse.sparse import bitset
-from tests.cases import normals, row
+from tests.cases import normals, quick_of, row
 from tests.reference.oktopk import OkTopk
 
 
@@ -117,7 +117,7 @@ def delivered_mass(nudge, batches, k):
   return shares, overflow
 
 
-@pytest.mark.parametrize("nudge", ["search", "fixed", "none"])
+@pytest.mark.parametrize("nudge", quick_of(["search", "fixed", "none"], quick=["search"]))
 @pytest.mark.parametrize("first", [0, 5])
 def test_a_threshold_of_fewer_than_k_entries_is_taken_anew_at_the_next_step(nudge, first):
   """A first batch of few or no entries other than 0, as from masked or frozen layers, has no k-th magnitude."""

@@ -12,7 +12,7 @@ from tests.reference.topkdsa import topkdsa
   ("n", "k", "workers"),
   quick_of(
     [(*sizes, workers) for sizes in ((1, 1), (50, 9), (50, 50), (2000, 20)) for workers in (1, 3, 6, 8)],
-    quick=[(1, 1, 8), (50, 9, 1), (50, 9, 3), (50, 50, 3), (2000, 20, 8)],
+    quick=[(1, 1, 8), (50, 9, 3), (2000, 20, 8)],
   ),
 )
 def test_equals_owners_in_numpy(n, k, workers):

@@ -11,6 +11,7 @@ import jaxsparse as js
 from jaxsparse.collectives import collective_options
 from jaxsparse.comm import AxisComm
 from jaxsparse.costs import count_jaxpr
+from tests.cases import quick_of
 
 
 def traced(function, workers):
@@ -77,7 +78,7 @@ def test_bad_sizes(n, workers, message):
 
 
 @pytest.mark.parametrize("name", js.collective_names())
-@pytest.mark.parametrize("density", [0.01, 0.7, 1.0])
+@pytest.mark.parametrize("density", quick_of([0.01, 0.7, 1.0], quick=[0.7]))
 def test_a_gradient_of_two_thousand_million_entries_is_counted(name, density):
   """Traced with the counters of a step, which hold 2³² − 1 words at most; the count itself is a Python number."""
   config = {"density": density} if "density" in collective_options(name) else {}

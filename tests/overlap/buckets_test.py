@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from tests.cases import bits, integers, mesh_of, normals, update_program
+from tests.cases import bits, integers, mesh_of, normals, row, update_program
 
 WORKERS = 3
 WIDTHS = (8, 12, 20, 6, 10, 4)
@@ -109,8 +109,13 @@ def test_dense_groups_are_dense_bit_for_bit(kind):
 @pytest.mark.parametrize(
   ("name", "kind", "config"),
   [
-    ("spardl", "mg_wfbp", {"density": 0.1}),
-    ("topka", "asc_wfbp", {"k": 31, "special": {"bias": "dense", "layer.*0": "spardl:density=0.3:teams=3"}}),
+    row("spardl", "mg_wfbp", {"density": 0.1}),
+    row(
+      "topka",
+      "asc_wfbp",
+      {"k": 31, "special": {"bias": "dense", "layer.*0": "spardl:density=0.3:teams=3"}},
+      quick=True,
+    ),
   ],
 )
 def test_laws_c_and_r_over_the_whole(name, kind, config):

@@ -1,7 +1,10 @@
 """Selection by a given threshold: of too many entries the largest, of every region its own."""
 
+import functools
+
 import hypothesis
 import hypothesis.extra.numpy
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,18 +25,23 @@ def test_a_full_region_keeps_its_largest_and_takes_no_slot_of_another():
   np.testing.assert_array_equal(rows.indices, [[1, 3], [4, 5]])
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _in_regions(values, bounds, most, capacity):
+  x = LazySum(tuple(values))
+  members = threshold.at_most(x, threshold.selected(x, jnp.float32(1)), most)
+  fitting = threshold.at_most_in_regions(x, members, bounds, capacity, most)
+  return threshold.in_regions(x, fitting, bounds, capacity, most)
+
+
 @hypothesis.given(
   values=hypothesis.extra.numpy.arrays(np.float32, (2, 300), elements=st.sampled_from([0.0, 1.0, -1.0, 2.0, 0.5])),
   cuts=st.lists(st.integers(0, 300), min_size=3, max_size=3),
 )
 def test_regions_hold_their_largest_in_the_order_of_their_indices(values, cuts):
   bounds, most, capacity = np.array([0, *sorted(cuts), 300]), 150, 20
-  x = LazySum(tuple(jnp.array(values)))
-  members = threshold.at_most(x, threshold.selected(x, jnp.float32(1)), most)
   reach = {i: value for i, value in enumerate(values.sum(0)) if abs(value) >= 1}
   chosen = largest(reach, most)
-  fitting = threshold.at_most_in_regions(x, members, jnp.array(bounds, jnp.int32), capacity, most)
-  rows = threshold.in_regions(x, fitting, jnp.array(bounds, jnp.int32), capacity, most)
+  rows = _in_regions(jnp.array(values), jnp.array(bounds, jnp.int32), most, capacity)
   for row, at, start, end in zip(
     np.asarray(rows.indices), np.asarray(rows.values), bounds[:-1], bounds[1:], strict=True
   ):

@@ -103,8 +103,7 @@ def test_law_c_over_what_was_moved_and_residuals_in_every_step(case, applied):
   np.testing.assert_allclose(flat(update) - flat(params), total / workers, atol=atol)
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize(("every", "decay"), [(1, 0.5), (3, 1.0)])
 def test_a_residual_that_is_applied_in_numpy(every, decay):
   """CSER's local models: the gradient of a worker is taken where all of its own moves are, delivered or not."""
   workers, k, rate, mu = 3, 6, 0.25, 0.5

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.transform.local import moved_by_name
+from jaxsparse.transform.own import moved_by_name
 from tests.cases import averaged, bits, mesh_of, normals, quick_of
 
 PARAMS = {"a": jnp.zeros(6), "b": jnp.zeros((4, 5)), "c": jnp.zeros(9)}
