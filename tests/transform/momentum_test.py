@@ -92,8 +92,11 @@ def test_law_c_of_momentum_and_zeros_where_mass_has_left(case):
 @each_case(REPLICATING, ["dense", "spardl"])
 def test_everything_delivered_is_momentum_after_the_mean(case):
   """Nothing is masked; the mean of each worker's momentum is the momentum of the mean."""
-  if not case.exact or case.rounding > 2**-10:
+  options = dict(case.options)
+  if not case.exact or case.rounding > 2**-10 or "wire" in options:
     pytest.skip("it rounds")
+  if case.name == "oktopk" or options.get("selector") == "reuse":
+    pytest.skip("the threshold of an earlier step is above some entries")
   workers = case.workers([4, 6, 8, 5])[0]
   collective, trace = corrected(case.make(density=1.0), 0.9), np.zeros(N)
   state = simulation.initial(collective, workers, N)
