@@ -171,10 +171,7 @@ def parse(flag: str, values: list[str], workers: int, **shared: Any) -> list[Met
     >>> [(one.way, one.spec.config) for one in parse("method", ["dense,updates/spardl:density=0.1"], workers=4)]
     [('gradients', {}), ('updates', {'density': 0.1})]
   """
-  labels = [label for value in values for label in value.split(",")]
-  if labels == ["all"]:
-    labels = list(js.collective_names())
-  return [_method(flag, label, workers, shared) for label in dict.fromkeys(labels)]
+  return [_method(flag, label, workers, shared) for label in specs.labels_of(values)]
 
 
 def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Method:

@@ -46,10 +46,18 @@ def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
     >>> [spec.config for spec in parse(["dense,spardl:teams=2"], workers=4, density=0.1)]
     [{}, {'density': 0.1, 'teams': 2}]
   """
+  return [_spec(label, workers, shared) for label in labels_of(values)]
+
+
+def labels_of(values: list[str]) -> list[str]:
+  """The labels that a flag names, each once; "all" stands for every collective.
+
+  Example:
+    >>> labels_of(["dense,spardl", "dense"])
+    ['dense', 'spardl']
+  """
   labels = [label for value in values for label in value.split(",")]
-  if labels == ["all"]:
-    labels = list(js.collective_names())
-  return [_spec(label, workers, shared) for label in dict.fromkeys(labels)]
+  return list(js.collective_names() if labels == ["all"] else dict.fromkeys(labels))
 
 
 def _spec(label: str, workers: int, shared: dict[str, Any]) -> Spec:
