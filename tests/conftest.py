@@ -1,6 +1,5 @@
 """Sixteen workers in every test process, strict arithmetic, quick compilation, and what `make test` leaves out."""
 
-import gc
 import itertools
 import os
 import pathlib
@@ -9,22 +8,20 @@ import hypothesis
 import jax
 import pytest
 
+import tests.children.sitecustomize  # noqa: F401
 from tests import quick_compilation
 from tests.compile_report import pytest_addoption, pytest_configure  # noqa: F401
 
-# XLA reads the variable when JAX makes its devices. Child processes compile as users do, unless a test says otherwise.
+# XLA reads the variable when JAX makes its devices; child processes read both when they start.
+os.environ |= quick_compilation.ENVIRONMENT
 jax.config.update("jax_num_cpu_devices", 16)
 jax.config.update("jax_disable_most_optimizations", True)
-with pytest.MonkeyPatch.context() as _environment:
-  _environment.setenv("XLA_FLAGS", quick_compilation.XLA_FLAGS)
-  jax.devices()
+jax.devices()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Compiled programs are millions of Python objects, and each full collection reads all of them: a tenth of the time.
-gc.set_threshold(100_000, 50, 100)
-_CHILDREN = str(pathlib.Path(__file__).with_name("children"))  # the same, in sitecustomize.py
+_CHILDREN = str(pathlib.Path(__file__).with_name("children"))
 os.environ["PYTHONPATH"] = os.pathsep.join([_CHILDREN, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # Examples of a test share one program, so they are cheap, but shrinking them is not: no clock.

@@ -70,7 +70,7 @@ def test_the_diffs_apply_and_what_they_add_works(tmp_path, subtests):
       apply = ["git", "apply", "--whitespace=nowarn", "-"]
       done = subprocess.run(apply, input=diff, cwd=tmp_path, env=outside, capture_output=True, text=True, check=False)
       assert done.returncode == 0, done.stderr
-  modules = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+  modules = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
   use = [sys.executable, "-c", USE, str(tmp_path)]
   done = subprocess.run(use, cwd=tmp_path, env=modules, capture_output=True, text=True, timeout=240, check=False)
   assert done.returncode == 0, done.stderr[-3000:]

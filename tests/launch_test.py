@@ -13,18 +13,11 @@ import pytest
 from jaxsparse import launch
 from jaxsparse.launch import guard, records, watch
 from jaxsparse.launch import start as launch_start
-from tests import quick_compilation
 from tests.cases import quick_of, row
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
 # `make test` takes `mpirun` where a rank is killed, where it passes lines on, and where it is ended itself.
 ENGINES = pytest.mark.parametrize("engine", quick_of(["processes", "mpi"], quick=["processes"]))
-
-
-@pytest.fixture(autouse=True)
-def quick_children(monkeypatch):
-  for name, value in quick_compilation.CHILDREN.items():
-    monkeypatch.setenv(name, value)
 
 
 def start(what, engine, folder, **limits):

@@ -20,9 +20,8 @@ from jaxsparse.comm import SoloComm
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of
 from tests.benchmarks import commands
-from tests.quick_compilation import CHILDREN
 
-collectives = functools.partial(commands.run, "benchmarks.collectives", **CHILDREN)
+collectives = functools.partial(commands.run, "benchmarks.collectives")
 
 
 def place(size=3):

@@ -8,9 +8,8 @@ import pytest
 from benchmarks import heterogeneous_report as tables
 from benchmarks import virtual
 from tests.benchmarks import commands
-from tests.quick_compilation import CHILDREN
 
-run = functools.partial(commands.run, "benchmarks.heterogeneous", **CHILDREN)
+run = functools.partial(commands.run, "benchmarks.heterogeneous")
 
 
 def test_tables_figures_and_goals(tmp_path):

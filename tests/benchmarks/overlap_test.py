@@ -11,7 +11,6 @@ import pytest
 import jaxsparse as js
 from benchmarks import architectures, contention, hiding, iterations, overlap_report, workers
 from tests.benchmarks import commands
-from tests.quick_compilation import CHILDREN
 
 # Tensors as in Table III; parameters of the published models.
 SIZES = {
@@ -22,7 +21,7 @@ SIZES = {
 }
 
 
-benchmark = functools.partial(commands.run, "benchmarks.overlap", **CHILDREN)
+benchmark = functools.partial(commands.run, "benchmarks.overlap")
 
 
 @pytest.mark.parametrize("model", SIZES)

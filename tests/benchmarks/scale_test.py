@@ -7,9 +7,8 @@ import pytest
 
 import jaxsparse as js
 from tests.benchmarks import commands
-from tests.quick_compilation import CHILDREN
 
-scale = functools.partial(commands.run, "benchmarks.scale", **CHILDREN)
+scale = functools.partial(commands.run, "benchmarks.scale")
 
 
 @pytest.fixture(scope="module")

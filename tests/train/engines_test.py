@@ -17,18 +17,11 @@ from jaxsparse.costs import counting
 from jaxsparse.train import simulation
 from jaxsparse.train.engine import engine_of
 from jaxsparse.transform.metrics import summary
-from tests import quick_compilation
 from tests.cases import CASES, DEFAULTS, averaged, bits, normals, row
 from tests.ranks import WAYS, trained
 
 RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 STEPS, N = 2, 64
-
-
-@pytest.fixture(autouse=True)
-def quick_children(monkeypatch):
-  for name, value in quick_compilation.CHILDREN.items():
-    monkeypatch.setenv(name, value)
 
 
 def run(what, engine, ranks, file, *more):

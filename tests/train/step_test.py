@@ -1,7 +1,6 @@
 """What a training step takes beside a batch: keys, model state, micro-batches, extra arguments; and any mesh."""
 
 import functools
-import os
 import pathlib
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from jax.sharding import AxisType, Mesh
 
 import jaxsparse as js
 from tests.cases import bits, integers, mesh_of, normals, quick_of
-from tests.quick_compilation import CHILDREN
 
 SPARSE = js.spardl_transform("workers", density=0.3)
 PARAMS = {"w": np.zeros((5, 4), np.float32)}
@@ -116,7 +114,6 @@ def test_an_array_that_is_given_twice_is_not_donated_twice():
   done = subprocess.run(
     [sys.executable, "-c", TWICE],
     cwd=ROOT,
-    env=os.environ | CHILDREN,
     capture_output=True,
     text=True,
     timeout=200,
