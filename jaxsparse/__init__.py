@@ -46,6 +46,7 @@ from jaxsparse.collectives import (
   gtopk,
   make_collective,
   oktopk,
+  powersgd,
   qsgd,
   randomk,
   spardl,
@@ -82,6 +83,7 @@ dense_transform = factories.transform_function(dense.Dense)
 gaussiank_transform = factories.transform_function(gaussiank.GaussianK)
 gtopk_transform = factories.transform_function(gtopk.GTopk)
 oktopk_transform = factories.transform_function(oktopk.OkTopk)
+powersgd_transform = factories.transform_function(powersgd.PowerSGD)
 qsgd_transform = factories.transform_function(qsgd.QSGD)
 randomk_transform = factories.transform_function(randomk.RandomK)
 spardl_transform = factories.transform_function(spardl.SparDL)

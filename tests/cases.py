@@ -30,6 +30,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
   "dcttopk": [{"chunk": 16}],
   "gtopk": [{"selector": "reuse", "wire": "int8"}],
   "oktopk": [{"threshold_period": 2, "region_period": 1}],
+  "powersgd": [{"rank": 1}],
   "qsgd": [{"levels": 1}],
   "spardl": [
     {"teams": 2},
@@ -45,6 +46,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
   "topkdsa": [{"selector": "reuse", "wire": "int8"}],
 }
 BESIDE: dict[tuple[str, Any], dict[str, Any]] = {
+  ("powersgd", True): {"rank": 1},
   ("spardl", "bruck"): {"teams": 2},
   ("spardl", "recursive"): {"teams": 4},
 }
@@ -84,8 +86,8 @@ class Case(NamedTuple):
 
   @property
   def exact(self) -> bool:
-    """Whether small whole numbers arrive as they are. Levels are shares of the largest number, cosines irrational."""
-    return self.name not in ("dcttopk", "qsgd") and "int8" not in str(self) and "2bit" not in str(self)
+    """Whether small whole numbers arrive as they are. Levels are shares of the largest number, bases have roots."""
+    return self.name not in ("dcttopk", "powersgd", "qsgd") and "int8" not in str(self) and "2bit" not in str(self)
 
   @property
   def rounding(self) -> float:

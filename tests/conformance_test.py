@@ -160,7 +160,7 @@ LAWS = (
 @each(CASES, quick=[1, 4])
 def test_the_laws(case, workers, subtests):
   """All in one test, since they share a compiled program, and compiling is what takes the time."""
-  collective = case.make(density=DENSITY)
+  collective = case.make(density=DENSITY).for_leaves(((5, 4), (10,)))
   for law in LAWS:
     with subtests.test(law.__name__):
       law(case, collective, workers, 30)

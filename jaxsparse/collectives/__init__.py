@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-from jaxsparse.collectives._base import Collective, SparseCollective, name_of
+from jaxsparse.collectives._base import Collective, SparseCollective, changed, name_of
 
 __all__ = [
   "Collective",
@@ -78,16 +78,21 @@ def make_collective(name: str | Collective, **config: Any) -> Collective:
     (Dense(dtype='bfloat16'), True)
   """
   if isinstance(name, Collective):
-    return made(type(name), {option: getattr(name, option) for option in _options(type(name))} | config)
+    _check_options(type(name), config)
+    return changed(name, **config)
   return made(_kind(name), config)
 
 
 def made(kind: type[Collective], config: Mapping[str, Any]) -> Collective:
   """An instance of `kind` with these options; raises TypeError for an option that it does not have."""
+  _check_options(kind, config)
+  return kind(**config)
+
+
+def _check_options(kind: type[Collective], config: Mapping[str, Any]) -> None:
   options = _options(kind)
   if unknown := sorted(set(config) - set(options)):
     raise TypeError(f"{name_of(kind)}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}")
-  return kind(**config)
 
 
 def _kind(name: str) -> type[Collective]:

@@ -31,7 +31,7 @@ class DctTopk(ChunkTopk):
 
   A full tile is a chunk of its own; the coefficients of shorter ones are put together in chunks as large. The state is
   the residual, f32[n] a worker, in the basis of the gradient. Entries of the total are rounded, as all sums over 64
-  cosines are. Where a worker has several devices, each of them transforms its pieces of leaves as vectors.
+  cosines are. Where a worker has several devices, each of them transforms its own pieces of the leaves.
 
   The published code gives tiles the largest divisor of an axis that is at most 64 as their side, which is 1 for a prime
   axis, and sends half of each vector.

@@ -81,17 +81,26 @@ class Shards:
     return math.prod(size for _, size in self.axes)
 
   @property
+  def pieces(self) -> tuple[tuple[int, ...], ...]:
+    """The shape of the piece of each leaf, the same on every device: a shard, or whole rows of one where these divide.
+
+    Other pieces are vectors, with padding.
+    """
+    return tuple(map(self._piece, self.shapes, self.specs))
+
+  @property
   def sizes(self) -> tuple[int, ...]:
     """Entries of the piece of each leaf, with padding; the same on every device."""
-    return tuple(-(-math.prod(shape) // self.devices) for shape in self.shapes)
+    return tuple(map(math.prod, self.pieces))
 
   def groups(self, groups: Sequence[Group]) -> list[Group]:
     """The groups of one device: a density means the same as for the whole, k is divided by S and rounded up."""
-    sizes = self.sizes
-    own = [tuple(sizes[leaf] for leaf in group.leaves) for group in groups]
-    shaped = lambda one, mine: one.for_devices(self.devices).for_leaves(tuple((size,) for size in mine))
+    pieces = self.pieces
+    own = [tuple(pieces[leaf] for leaf in group.leaves) for group in groups]
     return [
-      group._replace(entries=sum(mine), collective=shaped(group.collective, mine))
+      group._replace(
+        entries=sum(map(math.prod, mine)), collective=group.collective.for_devices(self.devices).for_leaves(mine)
+      )
       for group, mine in zip(groups, own, strict=True)
     ]
 
@@ -151,6 +160,17 @@ class Shards:
       for number, columns in zip(numbers, jnp.split(rows, ends[:-1], axis=1), strict=True):
         joined[number] = columns.reshape(-1)[: shards[number].size].reshape(shards[number].shape)
     return joined
+
+  def _piece(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
+    sizes, parts = dict(self.axes), [*spec, *[None] * (len(shape) - len(spec))]
+    ways = [math.prod(sizes[name] for name in names_of(part or ())) for part in parts]
+    shard = tuple(size // way for size, way in zip(shape, ways, strict=True))
+    copies = math.prod(sizes[name] for name in self._replicated(spec))
+    if copies == 1 or not math.prod(shard):
+      return shard
+    if shard and shard[0] % copies == 0:
+      return shard[0] // copies, *shard[1:]
+    return (-(-math.prod(shard) // copies),)
 
   def _replicated(self, spec: PartitionSpec) -> tuple[str, ...]:
     """The axes inside along which devices hold copies, in the order of the mesh."""

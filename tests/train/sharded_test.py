@@ -126,17 +126,20 @@ def check_against_the_simulator(name, sizes, leaves, kind, steps=2, draw=normals
     rows, updates = flat_pieces(grads, leaves, inside, workers), jax.tree.map(np.asarray, updates)
     got = flat_pieces(updates, leaves, inside, workers)
     for device in range(devices):
-      mine = jnp.split(jnp.asarray(rows[device]), np.cumsum(state.layout.shards.sizes)[:-1], axis=1)  # by leaf
+      shards = state.layout.shards
+      mine = jnp.split(jnp.asarray(rows[device]), np.cumsum(shards.sizes)[:-1], axis=1)  # by leaf
+      mine = [leaf.reshape(workers, *piece) for leaf, piece in zip(mine, shards.pieces, strict=True)]
       out = js.simulate(name, mine, state=states[device], **own)
       states[device] = out.state
-      expected = np.asarray(mean(jnp.concatenate(out.total), workers))
+      expected = np.asarray(mean(jnp.concatenate([leaf.reshape(-1) for leaf in out.total]), workers))
       for worker in range(workers) if js.make_collective(name, **config).replicates else [0]:
         np.testing.assert_array_equal(
           bits(kept(got[device, worker], leaves, inside, device)), bits(kept(expected, leaves, inside, device))
         )
       if (residual := state.carried.residual) is not None:
         mine = np.asarray(residual).reshape(workers, devices, -1)[:, device]
-        np.testing.assert_array_equal(bits(mine), bits(np.concatenate(out.residuals, axis=1)))
+        residuals = np.concatenate([leaf.reshape(workers, -1) for leaf in out.residuals], axis=1)
+        np.testing.assert_array_equal(bits(mine), bits(residuals))
   assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), first, state))
   return state, states
 

@@ -7,14 +7,15 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.train import simulation
-from tests.cases import CONSERVING, bits, each_case, integers, normals
+from tests.cases import CONSERVING, each_case, integers, normals
 
 CASES = [case for case in CONSERVING if "decay" in js.collective_options(case.name)]
-N, DECAY = 30, 0.5
+LEAVES, N, DECAY = ((10, 10),), 100, 0.5
 
 
 def own(case, **config):
-  return js.make_collective(case.name, **case.config(**({"density": 0.2} if case.is_sparse else {})), **config)
+  made = js.make_collective(case.name, **case.config(**({"density": 0.2} if case.is_sparse else {})), **config)
+  return made.for_leaves(LEAVES)
 
 
 def residuals(state):
@@ -49,8 +50,9 @@ def test_the_first_step_is_that_without_decay_and_a_decay_of_one_changes_nothing
   (totals, state), (same, decayed) = (
     simulation.reduce_all(one, grads, simulation.initial(one, workers, N)) for one in (plain, own(case, decay=DECAY))
   )
-  np.testing.assert_array_equal(bits(totals), bits(same))
-  np.testing.assert_array_equal(DECAY * residuals(state), residuals(decayed))
+  rounding = 1e-6 if case.name == "powersgd" else 0  # of products that become a part of other sums
+  np.testing.assert_allclose(totals, same, rtol=0, atol=rounding)
+  np.testing.assert_allclose(DECAY * residuals(state), residuals(decayed), rtol=0, atol=rounding)
 
 
 def test_one_entry_by_hand():

@@ -1,0 +1,221 @@
+"""PowerSGD: an all-reduce of low-rank factors of each matrix of the gradient (Vogels et al., 2019; ACP-SGD, 2023).
+
+A matrix of a × b entries is sent as r (a + b) numbers, by one step of power iteration, which starts where the last one
+ended: as the residual keeps what r directions leave out, the directions turn to where it has grown.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse.collectives._base import Collective, changed, check_fraction, check_whole
+from jaxsparse.comm import all_reduce_cost
+from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+
+
+class Factors(NamedTuple):
+  """The factors of each compressed leaf, the same on every worker.
+
+  Attributes:
+    left: P, f32[a, r] each; () where no step starts from them.
+    right: Q, f32[b, r] each.
+    step: number of steps so far, i32[].
+
+  Example:
+    >>> import jaxsparse as js
+    >>> collective = js.make_collective("powersgd", rank=1).for_leaves(((4, 3), (5,)))
+    >>> [factor.shape for factor in collective.init(17, size=2).shared.right]
+    [(3, 1)]
+  """
+
+  left: tuple[jax.Array, ...]
+  right: tuple[jax.Array, ...]
+  step: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PowerSGD(Collective):
+  """Averages the projection of each matrix of the gradient on r directions, the same on every worker (PowerSGD).
+
+  A leaf with two axes or more is a matrix of a × b entries, cut between the two axes for which a + b is least. With
+  `M_w = gradient_w + residual_w`, and orth(P) an orthonormal basis of the columns of P,
+
+      P = Σ_w M_w Q,   P̂ = orth(P),   Q = Σ_w M_wᵀ P̂        total = P̂ Qᵀ,   next residual_w = M_w − P̂ P̂ᵀ M_w
+
+  Q is kept for the next step. Vectors, and leaves with r (a + b) ≥ a b, are sent as they are, with P. So a matrix takes
+  2 r (a + b) (P − 1)/P words, in two all-reduces, and no indices. With `alternate` odd steps compute
+  `P = Σ_w M_w orth(Q)`, even ones `Q = Σ_w M_wᵀ orth(P)` (ACP-SGD): a step is one all-reduce with half of the words.
+
+  The entries of a total are sums of products, whose last bits depend on the machine: workers need processors of one
+  kind. Where a worker has several devices, each of them factorizes its own pieces of the leaves. By its name alone
+  `js.costs.count` takes n entries for a vector: give it `js.make_collective("powersgd").for_leaves(shapes)`.
+
+  Args:
+    rank: r, 1 or more, the number of directions.
+    alternate: whether steps compute the left and the right factors in turn.
+    seed: of the first factors, 0 … 2³² − 1, the same on every worker.
+
+  Raises:
+    ValueError: for a rank, seed or decay outside their choices.
+
+  Example:
+    A matrix of rank 1 arrives whole:
+
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> matrix = jnp.outer(jnp.arange(3.0), jnp.array([1.0, 2.0, 0.0, 1.0]))
+    >>> out = js.simulate("powersgd", {"w": jnp.stack([matrix, matrix])}, rank=1)
+    >>> out.total["w"][2].round(3).tolist(), int(out.metrics.words_sent)
+    ([4.0, 8.0, 0.0, 4.0], 8)
+  """
+
+  rank: int = 4
+  alternate: Literal[False, True] = False
+  seed: int = 0
+  decay: float = 1.0
+  leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_whole(self.name, 1, rank=self.rank)
+    check_whole(self.name, 0, 2**32 - 1, seed=self.seed)
+    check_fraction(self.name, decay=self.decay)
+
+  @property
+  def sizes_vary(self) -> bool:
+    return self.alternate
+
+  def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
+    return changed(self, leaves=shapes)
+
+  def init(self, n: int, size: int) -> State:
+    del size
+    key, shapes = jax.random.key(self.seed), [matrix for matrix in self._matrices(n) if matrix]
+    right = tuple(_drawn(jax.random.fold_in(key, number), b, self.rank) for number, (_, b) in enumerate(shapes))
+    left = tuple(jnp.zeros((a, self.rank), jnp.float32) for a, _ in shapes) if self.alternate else ()
+    return State(residual=jnp.zeros(n, jnp.float32), shared=Factors(left, right, jnp.int32(0)))
+
+  def cost(self, n: int, size: int) -> Cost:
+    costs = self._costs(n, size)
+    if self.alternate:
+      return max(costs, key=lambda cost: cost.words)
+    return Cost(*(sum(parts) for parts in zip(*costs, strict=True)))
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    n, factors = grads.size, state.shared
+    acc = grads + state.residual
+    matrices, others = self._split(acc)
+    if self.alternate:
+      turns = [lambda turn=turn: turn(comm, matrices, factors, others) for turn in (_new_left, _new_right)]
+      delivered, sent, others_sum, after = jax.lax.cond(factors.step % 2 == 0, *turns)
+    else:
+      left, others_sum = _summed(comm, _products(matrices, factors.right), others)
+      delivered, sent, _, after = _new_right(comm, matrices, factors._replace(left=left), others[:0])
+      after = after._replace(left=())
+    costs = [cost.words for cost in self._costs(n, comm.size)]
+    words = jnp.array(costs)[factors.step % 2] if self.alternate else sum(costs)
+    residual = acc - self._joined(sent, others)
+    state = state._replace(residual=residual, shared=after._replace(step=factors.step + 1))
+    counters = Counters(words, words, selected=n, delivered=n)
+    return Reduced(self._joined(delivered, others_sum), state, counters)
+
+  def _matrices(self, n: int) -> list[tuple[int, int] | None]:
+    """The matrix (a, b) of each leaf, None for one that is sent as it is."""
+    shapes = [matrix_of(shape) for shape in self.leaves or ((n,),)]
+    return [(a, b) if self.rank * (a + b) < a * b else None for a, b in shapes]
+
+  def _sizes(self, n: int) -> list[int]:
+    return [math.prod(shape) for shape in self.leaves or ((n,),)]
+
+  def _costs(self, n: int, size: int) -> list[Cost]:
+    """Of the all-reduce for the left factors, and of that for the right ones."""
+    found = list(zip(self._matrices(n), self._sizes(n), strict=True))
+    others = sum(entries for matrix, entries in found if not matrix)
+    left, right = (sum(self.rank * matrix[axis] for matrix, _ in found if matrix) for axis in (0, 1))
+    counts = left + others, right + others * self.alternate
+    return [all_reduce_cost(count, size) if count else Cost(0, 0) for count in counts]
+
+  def _split(self, flat: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """The matrices of f32[n], and all other entries."""
+    leaves = jnp.split(flat, list(itertools.accumulate(self._sizes(flat.size)))[:-1])
+    shapes = self._matrices(flat.size)
+    matrices = [leaf.reshape(matrix) for leaf, matrix in zip(leaves, shapes, strict=True) if matrix]
+    others = [leaf for leaf, matrix in zip(leaves, shapes, strict=True) if not matrix]
+    return matrices, jnp.concatenate([flat[:0], *others])
+
+  def _joined(self, matrices: Sequence[jax.Array], others: jax.Array) -> jax.Array:
+    """Undoes `_split`."""
+    n = others.size + sum(matrix.size for matrix in matrices)
+    found, leaves, start = iter(matrices), [], 0
+    for matrix, size in zip(self._matrices(n), self._sizes(n), strict=True):
+      if matrix:
+        leaves.append(next(found).reshape(-1))
+      else:
+        leaves.append(others[start : start + size])
+        start += size
+    return jnp.concatenate(leaves)
+
+
+def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
+  """The matrix a × b of a leaf whose axes are cut in two where a + b is least; (1, n) for a vector.
+
+  Example:
+    >>> matrix_of((3, 3, 16, 32)), matrix_of((64, 8, 8)), matrix_of((5,))
+    ((144, 32), (64, 64), (1, 5))
+  """
+  cuts = [(math.prod(shape[:axis]), math.prod(shape[axis:])) for axis in range(1, len(shape))]
+  return min(cuts, key=sum, default=(1, math.prod(shape)))
+
+
+def orthonormal(factor: jax.Array) -> jax.Array:
+  """An orthonormal basis of the columns of f32[a, r], r ≤ a, and of more where they depend on each other.
+
+  Example:
+    >>> jnp.abs(orthonormal(jnp.array([[3.0], [0.0], [4.0]])).ravel()).round(3)
+    Array([0.6, 0. , 0.8], dtype=float32)
+  """
+  return jnp.linalg.qr(factor)[0]
+
+
+_Turn = tuple[list[jax.Array], list[jax.Array], jax.Array, Factors]
+
+
+def _new_left(comm: Comm, matrices: list[jax.Array], factors: Factors, others: jax.Array) -> _Turn:
+  """What is delivered of all matrices, what this worker sent of its own, the sum of `others`, and the next factors."""
+  bases = [orthonormal(factor) for factor in factors.right]
+  own = _products(matrices, bases)
+  left, others = _summed(comm, own, others)
+  return _outer(left, bases), _outer(own, bases), others, factors._replace(left=left)
+
+
+def _new_right(comm: Comm, matrices: list[jax.Array], factors: Factors, others: jax.Array) -> _Turn:
+  """Likewise, from the left factors."""
+  mirrored = Factors(factors.right, factors.left, factors.step)
+  delivered, sent, others, after = _new_left(comm, [matrix.T for matrix in matrices], mirrored, others)
+  transposed = lambda found: [matrix.T for matrix in found]
+  return transposed(delivered), transposed(sent), others, Factors(after.right, after.left, factors.step)
+
+
+def _summed(comm: Comm, factors: Sequence[jax.Array], others: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+  """The sums over workers of all factors and of `others`, by one all-reduce; by none where there are no entries."""
+  parts = [*(factor.reshape(-1) for factor in factors), others]
+  flat = jnp.concatenate(parts)
+  flat = comm.all_reduce(flat) if flat.size else flat
+  *sums, others = jnp.split(flat, list(itertools.accumulate(part.size for part in parts))[:-1])
+  return tuple(one.reshape(factor.shape) for one, factor in zip(sums, factors, strict=True)), others
+
+
+def _products(matrices: Sequence[jax.Array], factors: Sequence[jax.Array]) -> list[jax.Array]:
+  return [jnp.matmul(m, factor, precision="highest") for m, factor in zip(matrices, factors, strict=True)]
+
+
+def _outer(factors: Sequence[jax.Array], bases: Sequence[jax.Array]) -> list[jax.Array]:
+  return _products(factors, [basis.T for basis in bases])
+
+
+def _drawn(key: jax.Array, length: int, rank: int) -> jax.Array:
+  return jax.random.normal(key, (length, rank), jnp.float32)

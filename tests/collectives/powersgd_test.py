@@ -1,0 +1,167 @@
+"""PowerSGD and ACP-SGD against numpy: factors, what they deliver, and what each worker keeps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from jaxsparse.collectives.powersgd import Factors
+from tests.cases import mesh_of, normals
+
+SHAPES = {"a": (12, 9), "bias": (5,), "kernel": (3, 3, 4, 8), "small": (3, 3), "tall": (40, 6)}
+MATRICES = {"a": (12, 9), "kernel": (9, 32), "tall": (40, 6)}  # those that rank 2 shortens
+TIGHT = 1e-4
+
+
+def basis_of(factor):
+  """An orthonormal basis of the columns, by the singular value decomposition."""
+  return np.linalg.svd(factor, full_matrices=False)[0]
+
+
+class Oracle:
+  """What the papers say, of the leaves of all workers, f64[P, ...]."""
+
+  def __init__(self, rank, alternate, first, workers):
+    self.alternate, self.step = alternate, 0
+    self.right, self.left = dict(zip(MATRICES, first, strict=True)), {}
+    self.residual = {name: np.zeros((workers, *shape)) for name, shape in SHAPES.items()}
+    assert all(factor.shape[1] == rank for factor in first)
+
+  def reduce(self, grads):
+    totals = {}
+    for name, rows in grads.items():
+      home = rows + self.residual[name]
+      if name in MATRICES:
+        matrices = home.reshape(-1, *MATRICES[name])
+        total, sent = (x.reshape(-1, *SHAPES[name]) for x in self._matrix(name, matrices))
+      else:
+        total, sent = home.sum(0)[None], home
+      totals[name], self.residual[name] = total[0], home - sent
+    self.step += 1
+    return totals
+
+  def _matrix(self, name, m):
+    if self.alternate and self.step % 2 == 0:
+      basis = basis_of(self.right[name])
+      self.left[name] = (m @ basis).sum(0)
+      return (self.left[name] @ basis.T)[None], m @ basis @ basis.T
+    if not self.alternate:
+      self.left[name] = (m @ self.right[name]).sum(0)
+    basis = basis_of(self.left[name])
+    self.right[name] = (m.swapaxes(1, 2) @ basis).sum(0)
+    return (basis @ self.right[name].T)[None], basis @ basis.T @ m
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_equals_the_papers_in_numpy(alternate):
+  """Five steps of three workers on a mesh, on leaves of two axes, four and one, and one too small to be factorized."""
+  workers, rank = 3, 2
+  params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+  tx = js.powersgd_transform("workers", rank=rank, alternate=alternate)
+  loss = lambda p, batch: sum(jnp.vdot(p[name], batch[name][0]) for name in p)
+  chain, mesh = optax.chain(tx, optax.sgd(1.0)), mesh_of(workers)
+  step, state = js.make_train_step(loss, chain, mesh, donate=False), js.init(chain, params, mesh)
+  oracle = Oracle(rank, alternate, [np.asarray(q, np.float64) for q in state[0].carried.shared.right], workers)
+  for number in range(5):
+    grads = {name: normals(10 * number + i, workers, *shape) for i, (name, shape) in enumerate(SHAPES.items())}
+    before = params
+    params, state, _ = step(params, state, grads)
+    totals = oracle.reduce({name: rows.astype(np.float64) for name, rows in grads.items()})
+    kept = np.concatenate([oracle.residual[name].reshape(workers, -1) for name in SHAPES], axis=1)
+    np.testing.assert_allclose(np.reshape(state[0].carried.residual, (workers, -1)), kept, atol=TIGHT)
+    for name, total in totals.items():
+      np.testing.assert_allclose(before[name] - params[name], total / workers, atol=TIGHT, err_msg=name)
+    rows, columns, others = 2 * (12 + 9 + 40), 2 * (9 + 32 + 6), 5 + 9
+    messages = [rows + others, columns + others] if alternate else [rows + others, columns]
+    expected = [js.costs.all_reduce_cost(count, workers).words for count in messages]
+    assert int(js.metrics(state).words_sent) == (expected[number % 2] if alternate else sum(expected))
+
+
+def test_the_worked_example():
+  """Two workers, rank 1, from Q = (1, 0, 0, 0); then the other factor from the same gradients, by ACP-SGD."""
+  corner = lambda *rows: np.pad(np.array(rows, np.float32), ((0, 2), (0, 2)))
+  grads = {"w": jnp.stack([corner([3, 0], [0, 1]), corner([1, 2], [0, 1])])}
+  unit = jnp.array([[1.0], [0.0], [0.0], [0.0]])
+  state = js.simulate("powersgd", grads, rank=1).state
+  rows = lambda factor: (jnp.stack([factor, factor]),)
+  first = state._replace(carried=js.State(jnp.zeros((2, 16)), (), Factors((), rows(unit), jnp.zeros(2, jnp.int32))))
+  out = js.simulate("powersgd", grads, state=first, rank=1)
+  np.testing.assert_allclose(out.total["w"], corner([4, 2], [0, 0]), atol=1e-6)
+  np.testing.assert_allclose(out.residuals["w"], [corner([0, 0], [0, 1])] * 2, atol=1e-6)
+
+  right = jnp.array([[4.0], [2.0], [0.0], [0.0]])
+  turn = first._replace(
+    carried=js.State(out.state.carried.residual, (), Factors(rows(0 * unit), rows(right), jnp.zeros(2, jnp.int32)))
+  )
+  out = js.simulate("powersgd", grads, state=turn, rank=1, alternate=True)
+  np.testing.assert_allclose(out.total["w"], corner([4, 2], [1.6, 0.8]), atol=1e-6)
+  kept = [corner([0.6, -1.2], [-0.8, 1.6]), corner([-0.6, 1.2], [-0.8, 1.6])]
+  np.testing.assert_allclose(out.residuals["w"], kept, atol=1e-6)
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_what_is_left_out_is_delivered_later(alternate):
+  """Of the same gradient in every step, all but a share that falls as 1/steps; one step of rank 1 leaves out half."""
+  grads, state, total = {"w": jnp.asarray(normals(3, 2, 20, 10))}, None, 0
+  for steps in range(1, 101):
+    out = js.simulate("powersgd", grads, state=state, rank=1, alternate=alternate)
+    state, total = out.state, total + out.total["w"]
+    if steps in (1, 100):
+      missing = np.linalg.norm(total / steps - grads["w"].sum(0)) / np.linalg.norm(grads["w"].sum(0))
+      assert missing > 0.5 if steps == 1 else missing < 0.2
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("alternate", [False, True])
+def test_no_number_in_a_matrix_skips_the_step(alternate, value):
+  """Also where the factor that a worker multiplies it with is 0."""
+  grads = {"bias": np.ones((2, 3), np.float32), "w": normals(0, 2, 9, 7)}
+  clean = state = js.simulate("powersgd", grads, rank=1, alternate=alternate).state
+  for step in range(2):
+    bad = dict(grads, w=grads["w"].copy())
+    bad["w"][1, 4, 5] = value
+    out = js.simulate("powersgd", bad, state=state, rank=1, alternate=alternate)
+    assert out.metrics.skipped
+    assert not np.any(out.total["w"])
+    assert not np.any(out.total["bias"])
+    jax.tree.map(np.testing.assert_array_equal, out.state.carried, state.carried)
+    state = js.simulate("powersgd", grads, state=clean, rank=1, alternate=alternate).state if step == 0 else state
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
+def test_matrices_of_low_rank_and_extreme_size_are_exact(alternate, scale):
+  """Factors of more columns than the matrix has directions: rank 1, twice a row, zeros."""
+  grads = {"w": np.zeros((2, 9, 8), np.float32)}
+  grads["w"][0, 3], grads["w"][1, 3] = scale, 2 * scale
+  out = js.simulate("powersgd", grads, rank=2, alternate=alternate)
+  if alternate:  # the first step delivers what lies in the directions it was given, the second one all of it
+    out = js.simulate("powersgd", {"w": 0 * grads["w"]}, state=out.state, rank=2, alternate=True)
+  else:
+    np.testing.assert_allclose(out.total["w"], grads["w"].sum(0), atol=1e-5 * scale)
+  np.testing.assert_allclose(out.residuals["w"], 0 * grads["w"], atol=1e-5 * scale)
+  assert np.isfinite(out.total["w"]).all()
+
+
+def test_words_of_a_model_are_those_of_its_leaves():
+  """By its name the n entries are a vector, which is sent as it is."""
+  made = js.make_collective("powersgd", rank=4)
+  sizes = {"n": 512 * 128 + 128, "workers": 4}
+  assert js.costs.count("powersgd", **sizes) == js.costs.count("dense", **sizes)
+  shaped = made.for_leaves(((512, 128), (128,)))
+  assert js.costs.count(shaped, **sizes) == shaped.cost(sizes["n"], 4)
+  assert shaped.cost(sizes["n"], 4).words == 2 * 3 * ((4 * 512 + 128) // 4 + 4 * 128 // 4)
+  params = {"bias": jnp.zeros(128), "w": jnp.zeros((512, 128))}
+  update = js.costs.count_update(optax.chain(js.powersgd_transform("workers"), optax.sgd(1.0)), params, workers=4)
+  assert update.words == shaped.cost(sizes["n"], 4).words
+
+
+REFUSED = [("rank", 0), ("rank", 1.5), ("seed", -1), ("decay", 0), ("alternate", 2)]
+
+
+@pytest.mark.parametrize(("option", "value"), REFUSED)
+def test_options_outside_their_choices(option, value):
+  with pytest.raises(ValueError, match=f"powersgd: {option}={value}, choose"):
+    js.powersgd_transform("workers", **{option: value})
