@@ -137,7 +137,7 @@ def _chosen(size: int, density: float) -> list[specs.Spec]:
   if names == ["all"]:
     teams = [f"spardl:teams={d}" for d in range(2, size + 1) if size % d == 0]
     first = ["dense", "dense:dtype=bfloat16", "spardl", *teams]
-    names = [*first, *sorted(set(js.collective_names()) - set(first))]
+    names = [*first, *sorted(set(specs.of_vectors()) - set(first))]
   return specs.parse(names, size, density=density)
 
 

@@ -105,7 +105,7 @@ def _rows(console: rich.console.Console) -> list[Row]:
     teams: list[str] = []
     if _ALGORITHM.value == ["all"]:
       teams = [f"spardl:teams={d}" for d in (2, 4, 7) if workers % d == 0 and workers > d]
-    names = [*js.collective_names(), *teams] if teams else _ALGORITHM.value
+    names = [*specs.of_vectors(), *teams] if _ALGORITHM.value == ["all"] else _ALGORITHM.value
     chosen += [(spec, workers) for spec in specs.parse(names, workers, density=_DENSITY.value)]
   work: Any = rich.progress.track(chosen, "tracing", console=console, transient=True)
   return [row(spec, workers, _N.value, _DENSITY.value) for spec, workers in work]

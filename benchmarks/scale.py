@@ -35,7 +35,6 @@ import rich.console
 import rich.progress
 from absl import flags
 
-import jaxsparse as js
 from benchmarks import compiling, entry, report, specs
 from benchmarks.compiling import Program, growth_table, growths, program_table
 from benchmarks.predicting import BEST, PRESETS, Network, parse_network, predict, speed_table
@@ -74,7 +73,7 @@ _JSON = flags.DEFINE_bool(
 
 def _labels() -> list[str]:
   """The algorithms to predict, with "all" written out."""
-  every = [*js.collective_names(), f"spardl:{BEST}"]
+  every = [*specs.of_vectors(), f"spardl:{BEST}"]
   given = [label for value in _ALGORITHM.value for label in value.split(",")]
   return list(dict.fromkeys(name for label in given for name in (every if label == "all" else [label])))
 
@@ -104,7 +103,7 @@ def _make(program_of: compiling.ProgramOf, console: rich.console.Console) -> lis
   """The programs that the flags name, made behind a progress bar."""
   sizes, n, labels = _sizes(), _N.value, _SCHEDULE_OF.value
   if _FIRST_STEP.value:
-    others = sorted(set(js.collective_names()) - set(_FIRST_OF))
+    others = sorted(set(specs.of_vectors()) - set(_FIRST_OF))
     labels = labels if _SCHEDULE_OF.present else [*_FIRST_OF, *others]
     n, sizes = n if _N.present else FIRST_N, sizes if _WORKERS.present else [FIRST_WORKERS]
   plan = compiling.Plan(program_of, labels, sizes, n, _DENSITY.value, _REPEATS.value, _PATIENCE.value)

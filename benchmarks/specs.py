@@ -60,6 +60,17 @@ def labels_of(values: list[str]) -> list[str]:
   return list(js.collective_names() if labels == ["all"] else dict.fromkeys(labels))
 
 
+def of_vectors() -> list[str]:
+  """The collectives whose cost depends on the number of entries alone, and not on the shapes of leaves.
+
+  Example:
+    >>> set(js.collective_names()) - set(of_vectors())
+    {'powersgd'}
+  """
+  least = lambda name: {"density": 1.0} if "density" in js.collective_options(name) else {}
+  return [name for name in js.collective_names() if not js.make_collective(name, **least(name)).needs_shapes]
+
+
 def _spec(label: str, workers: int, shared: dict[str, Any]) -> Spec:
   name, own = js.costs.collective_of(label)
   known = js.collective_options(name)

@@ -5,6 +5,7 @@ the wire; then come bit equality of simulator and mesh, and behaviour on bad and
 """
 
 import functools
+import math
 import re
 
 import hypothesis
@@ -194,9 +195,11 @@ def test_what_declares_to_lose_mass_loses_it(case):
 @each(CASES, [*range(1, 17), 128], quick=[1, 3, 8, 128], options="main")
 def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
   for n, k in ((1, 1), (96, 7), (1001, 1001)) if workers <= 16 else ((1000, 10),):
-    counted = js.costs.count(case.name, n=n, workers=workers, **case.config(k=k))
-    predicted = js.costs.predict(case.name, n=n, workers=workers, **case.config(k=k))
-    if case.make(k=k).sizes_vary:
+    side = math.isqrt(n)
+    collective = case.make(k=k).for_leaves(((side, n // side), (n % side,)))
+    counted = js.costs.count(collective, n=n, workers=workers)
+    predicted = js.costs.predict(collective, n=n, workers=workers)
+    if collective.sizes_vary:
       assert all(was <= most for was, most in zip(counted, predicted, strict=True)), (counted, predicted)
     else:
       assert counted == predicted

@@ -93,6 +93,11 @@ class Collective(abc.ABC):
     """Whether the sizes of messages change from step to step; `cost` is then an upper bound."""
     return False
 
+  @property
+  def needs_shapes(self) -> bool:
+    """Whether what a step sends depends on the shapes of leaves, and `for_leaves` has not told them."""
+    return False
+
   def slots(self, n: int, size: int) -> int:
     """An upper bound on the length of the arrays that a step indexes, here n padded to a multiple of `size` workers."""
     return n + size

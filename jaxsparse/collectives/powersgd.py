@@ -52,8 +52,8 @@ class PowerSGD(Collective):
   `P = Σ_w M_w orth(Q)`, even ones `Q = Σ_w M_wᵀ orth(P)` (ACP-SGD): a step is one all-reduce with half of the words.
 
   The entries of a total are sums of products, whose last bits depend on the machine: workers need processors of one
-  kind. Where a worker has several devices, each of them factorizes its own pieces of the leaves. By its name alone
-  `js.costs.count` takes n entries for a vector: give it `js.make_collective("powersgd").for_leaves(shapes)`.
+  kind. Where a worker has several devices, each of them factorizes its own pieces of the leaves. The words depend on the
+  shapes of leaves: `js.costs.count` takes `js.make_collective("powersgd").for_leaves(shapes)`.
 
   Args:
     rank: r, 1 or more, the number of directions.
@@ -89,11 +89,17 @@ class PowerSGD(Collective):
   def sizes_vary(self) -> bool:
     return self.alternate
 
+  @property
+  def needs_shapes(self) -> bool:
+    return not self.leaves
+
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
     return changed(self, leaves=shapes)
 
   def init(self, n: int, size: int) -> State:
     del size
+    if sum(self._sizes(n)) != n:
+      raise ValueError(f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {sum(self._sizes(n))}")
     key, shapes = jax.random.key(self.seed), [matrix for matrix in self._matrices(n) if matrix]
     right = tuple(_drawn(jax.random.fold_in(key, number), b, self.rank) for number, (_, b) in enumerate(shapes))
     left = tuple(jnp.zeros((a, self.rank), jnp.float32) for a, _ in shapes) if self.alternate else ()

@@ -154,13 +154,15 @@ def fit(
 def candidates(workers: int, densities: Sequence[float]) -> list[str]:
   """Every algorithm that averages gradients, SparDL with every number of teams, at every density.
 
-  A2SGD is not among them: its workers apply different totals, which is not an average of gradients.
+  A2SGD is not among them: its workers apply different totals, which is not an average of gradients. Nor is PowerSGD,
+  whose words depend on the shapes of leaves.
 
   Example:
     >>> candidates(4, [0.01])[-3:]
     ['spardl:teams=2:density=0.01', 'spardl:teams=4:density=0.01', 'dense:dtype=bfloat16']
   """
-  averaging = [name for name in collective_names() if make_collective(name, **_least(name)).replicates]
+  known = {name: make_collective(name, **_least(name)) for name in collective_names()}
+  averaging = [name for name, one in known.items() if one.replicates and not one.needs_shapes]
   teams = [f"spardl:teams={teams}" for teams in range(2, workers + 1) if workers % teams == 0]
   return _with_densities([*averaging, *teams, "dense:dtype=bfloat16"], densities)
 

@@ -213,7 +213,13 @@ def _sum(costs: Iterable[Cost]) -> Cost:
 def _made(name: str | Collective, n: int, workers: int, devices: int, config: dict[str, Any]) -> tuple[Collective, int]:
   """The collective of one device, and its number of entries."""
   _check_sizes(n=n, workers=workers, devices=devices)
-  return make_collective(name, **config).for_devices(devices), -(-n // devices)
+  collective = make_collective(name, **config)
+  if collective.needs_shapes:
+    raise ValueError(
+      f"{collective.name}: the words of n={n} entries depend on the shapes of their leaves: give, instead of its name, "
+      f"js.make_collective({collective.name!r}, ...).for_leaves(shapes), or use js.costs.count_update"
+    )
+  return collective.for_devices(devices), -(-n // devices)
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -6,6 +6,7 @@ import json
 import pytest
 
 import jaxsparse as js
+from benchmarks import specs
 from tests.benchmarks import commands
 
 scale = functools.partial(commands.run, "benchmarks.scale")
@@ -25,7 +26,7 @@ def result(tmp_path_factory):
 
 def test_predictions_are_those_of_js_costs(result):
   rows = {(row["network"], row["workers"], row["algorithm"]): row for row in result["predicted"]}
-  labels = [*js.collective_names(), "spardl:teams=best"]
+  labels = [*specs.of_vectors(), "spardl:teams=best"]
   assert set(rows) == {(net, p, label) for net in ("25GbE", "slow") for p in (4, 8) for label in labels}
   for name, config in (("spardl", {"density": 0.01}), ("dense", {})):
     cost = js.costs.predict(name, n=100_000, workers=8, **config)

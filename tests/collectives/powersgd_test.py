@@ -146,16 +146,17 @@ def test_matrices_of_low_rank_and_extreme_size_are_exact(alternate, scale):
 
 
 def test_words_of_a_model_are_those_of_its_leaves():
-  """By its name the n entries are a vector, which is sent as it is."""
+  """Counted from the schedule, by the formula, and of a chain."""
   made = js.make_collective("powersgd", rank=4)
   sizes = {"n": 512 * 128 + 128, "workers": 4}
-  assert js.costs.count("powersgd", **sizes) == js.costs.count("dense", **sizes)
   shaped = made.for_leaves(((512, 128), (128,)))
   assert js.costs.count(shaped, **sizes) == shaped.cost(sizes["n"], 4)
   assert shaped.cost(sizes["n"], 4).words == 2 * 3 * ((4 * 512 + 128) // 4 + 4 * 128 // 4)
   params = {"bias": jnp.zeros(128), "w": jnp.zeros((512, 128))}
   update = js.costs.count_update(optax.chain(js.powersgd_transform("workers"), optax.sgd(1.0)), params, workers=4)
   assert update.words == shaped.cost(sizes["n"], 4).words
+  with pytest.raises(ValueError, match=r"powersgd: n=100 entries, its leaves of shapes .* have 65664"):
+    js.costs.count(shaped, n=100, workers=4)
 
 
 REFUSED = [("rank", 0), ("rank", 1.5), ("seed", -1), ("decay", 0), ("alternate", 2)]

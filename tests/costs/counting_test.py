@@ -70,6 +70,14 @@ def test_the_update_of_a_chain_is_counted():
   assert streamed.words_per_step(every=100) == streamed.words / 100
 
 
+def test_words_that_depend_on_the_shapes_of_leaves():
+  """Those of n entries alone would be those of a vector, which is sent as it is."""
+  for function in (js.costs.count, js.costs.predict):
+    with pytest.raises(ValueError, match=r"powersgd: the words of n=8 .* js.make_collective\('powersgd', ...\)"):
+      function("powersgd", n=8, workers=2)
+  assert not any("powersgd" in label for label in js.costs.calibration.candidates(4, [0.01]))
+
+
 @pytest.mark.parametrize(("n", "workers", "message"), [(0, 2, "n=0"), (5, 0, "workers=0")])
 def test_bad_sizes(n, workers, message):
   for function in (js.costs.count, js.costs.predict):
@@ -86,8 +94,8 @@ def test_a_gradient_of_two_thousand_million_entries_is_counted(name, density):
     with pytest.raises(ValueError, match=r"\d{10,} indices, which have 31 bits"):  # of merges and messages
       js.costs.count(name, n=2 * 10**9, workers=32, **config)
     return
-  sizes = {"n": 2 * 10**9, "workers": 32} | config
-  counted, predicted = js.costs.count(name, **sizes), js.costs.predict(name, **sizes)
+  collective = js.make_collective(name, **config).for_leaves(((40_000, 50_000),))
+  counted, predicted = (count(collective, n=2 * 10**9, workers=32) for count in (js.costs.count, js.costs.predict))
   assert all(was <= most for was, most in zip(counted, predicted, strict=True))
 
 
@@ -99,7 +107,7 @@ def test_more_entries_than_indices_can_tell_are_refused(name):
     return
   message = f"{name}: 2147483648 gradient entries .* 2147483652 indices, .* choose at most 2147483392"
   with pytest.raises(ValueError, match=message):
-    js.costs.count(name, n=2**31, workers=4, **config)
+    js.costs.count(js.make_collective(name, **config).for_leaves(((2**31,),)), n=2**31, workers=4)
   init = jax.vmap(js.make_transform(name, js.SimComm("w", members=4), **config).init, axis_name="w")
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(init, jax.ShapeDtypeStruct((4, 2**31), jnp.float32))
