@@ -235,7 +235,7 @@ def train(
     test_loss=task.test_loss(params),
     train_loss=task.train_loss(params),
     words_per_step=words,
-    messages_per_step=js.costs.count(name, n=task.entries, workers=workers.size, **config).messages,
+    messages_per_step=js.costs.count(name, n=task.params, workers=workers.size, **config).messages,
     seconds_per_step=statistics.median(times[1:] or times),  # the first step compiles
     residual_norm=run.trace["residual_norm"][-1],
   )

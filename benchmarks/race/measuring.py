@@ -144,11 +144,11 @@ def advised(race: Race, runners: Sequence[Runner], rate: str) -> Advised:
   watch = timing.Stopwatch(engine_of(race.place.where, AXIS))
   methods = [runner.method for runner in runners]
   labels = dict.fromkeys(js.costs.label_of(one.spec.name, one.spec.config) for one in methods)
-  profile = js.costs.fit(race.place.where, n=race.task.entries, algorithms=list(labels))
+  trainer = Trainer(race.task, methods[0], runners[0].recipe, race.place, race.batch_size, seed=0)
+  profile = js.costs.fit(race.place.where, n=trainer.params, algorithms=list(labels))
   known = {(one.method.label, one.optimizer) for one in runners}
   evidence = [one for one in js.costs.evidence() if (one.method, one.optimizer) in known]
-  trainer = Trainer(race.task, methods[0], runners[0].recipe, race.place, race.batch_size, seed=0)
-  found = js.costs.advise(race.task.entries, profile, evidence=evidence, compute=_compute(race, trainer, watch))
+  found = js.costs.advise(trainer.params, profile, evidence=evidence, compute=_compute(race, trainer, watch))
   name = lambda one: one.evidence.method if one.evidence else one.label
   return Advised(rate, name(found.best), {name(one): one.to_loss for one in found.predictions}, found.why)
 

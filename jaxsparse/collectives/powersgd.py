@@ -52,8 +52,8 @@ class PowerSGD(Collective):
   `P = Σ_w M_w orth(Q)`, even ones `Q = Σ_w M_wᵀ orth(P)` (ACP-SGD): a step is one all-reduce with half of the words.
 
   The entries of a total are sums of products, whose last bits depend on the machine: workers need processors of one
-  kind. Where a worker has several devices, each of them factorizes its own pieces of the leaves. The words depend on the
-  shapes of leaves: `js.costs.count` takes `js.make_collective("powersgd").for_leaves(shapes)`.
+  kind. Where a worker has several devices, each of them factorizes its own pieces of the leaves. As the words depend on
+  the shapes of leaves, `js.costs.count`, `js.costs.predict` and `js.costs.fit` need the parameters.
 
   Args:
     rank: r, 1 or more, the number of directions.

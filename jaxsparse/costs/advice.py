@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.collectives._labels import collective_of
 from jaxsparse.costs.calibration import Profile
-from jaxsparse.costs.counting import inside, predict
+from jaxsparse.costs.counting import entries_of, inside, predict
 from jaxsparse.costs.evidence import Evidence
 
 
@@ -143,7 +142,7 @@ def advise(
     >>> js.costs.advise(14_728_266, profile, evidence=[slow], compute=0.2).why
     "dense reaches its loss first, spardl:density=0.01 0.03 times as soon: 40.00 ± 1.00 times dense's steps (...)"
   """
-  n = params if isinstance(params, int) else sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+  n = entries_of(params)
   if n < 1:
     raise ValueError(f"advise: {n} parameters, give at least 1")
   if not profile.algorithms:
@@ -152,7 +151,7 @@ def advise(
   within = gathered.seconds(profile.inside_alpha, profile.inside_beta)
   for steps in every:
     check_whole("advise", 1, every=steps)
-  updates = [_prediction(label, n, profile)._replace(inside=within) for label in profile.algorithms]
+  updates = [_prediction(label, params, profile)._replace(inside=within) for label in profile.algorithms]
   if evidence:
     found = _taught(updates, evidence, compute)
   else:
@@ -190,15 +189,16 @@ def _replicated(params: Any, devices: int) -> int:
   return received * devices // max(1, devices - 1)
 
 
-def _prediction(label: str, n: int, profile: Profile) -> Prediction:
+def _prediction(label: str, params: Any, profile: Profile) -> Prediction:
   name, options = collective_of(label)
   measured = profile.algorithms[label]
-  cost = predict(name, n=n, workers=profile.workers, devices=profile.devices, **options)
+  cost = predict(name, n=params, workers=profile.workers, devices=profile.devices, **options)
   words = round(cost.words * measured.fill)
   agreeing = measured.agreements * 2 * (profile.workers - 1).bit_length()
   alpha, beta = (profile.reduce_alpha, profile.reduce_beta) if measured.reduces else (profile.alpha, profile.beta)
   wire = cost.messages * alpha + 4 * words * beta + agreeing * profile.reduce_alpha
-  return Prediction(label, name, options, measured.arithmetic * -(-n // profile.devices), wire, cost.messages, words)
+  arithmetic = measured.arithmetic * -(-entries_of(params) // profile.devices)
+  return Prediction(label, name, options, arithmetic, wire, cost.messages, words)
 
 
 def _why(predictions: list[Prediction]) -> str:

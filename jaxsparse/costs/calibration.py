@@ -18,7 +18,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective
 from jaxsparse.collectives._labels import collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.costs.counting import count_agreements, predict, reduces, schedule
+from jaxsparse.costs.counting import count_agreements, entries_of, predict, reduces, schedule, shaped
 from jaxsparse.train import timing
 from jaxsparse.train.engine import Engine, engine_of, rows_of
 from jaxsparse.train.simulation import simulate
@@ -106,7 +106,7 @@ def fit(
   mesh: Mesh | Comm,
   *,
   axis: AxisName = "workers",
-  n: int = 2**22,
+  n: Any = 2**22,
   densities: Sequence[float] = (0.01,),
   algorithms: Sequence[str] | None = None,
   repetitions: int = 5,
@@ -119,7 +119,7 @@ def fit(
     mesh: the workers, as for `js.init`. Its other axes lie inside a worker: their links are measured too.
     axis: of the mesh.
     n: number of gradient entries whose arithmetic is timed, and words of the longest message. The model scales both
-      linearly: choose an n close to that of your model.
+      linearly: choose an n close to that of your model. Or the parameters, as for `js.costs.count`.
     densities: the densities that `advise` compares.
     algorithms: names, with options as in "spardl:teams=2"; by default all that average gradients, and SparDL with every
       number of teams.
@@ -138,11 +138,13 @@ def fit(
   engine = engine_of(mesh, axis)
   if engine.workers < 2:
     raise ValueError("fit: one worker sends nothing, give at least two workers")
-  names = candidates(engine.workers, densities) if algorithms is None else _with_densities(algorithms, densities)
+  names = candidates(engine.workers, densities, n) if algorithms is None else _with_densities(algorithms, densities)
+  collectives = {label: _collective(label, n) for label in names}
+  n = entries_of(n)
   measure = _Measure(engine, axis, repetitions)
   alpha, beta, gamma = _links(measure, n)
   reduce_alpha, reduce_beta = _all_reduce(measure, n)
-  measured = _algorithms(names, measure, n, reduce_beta)
+  measured = _algorithms(collectives, measure, n, reduce_beta)
   inside_alpha, inside_beta, devices = 0.0, 0.0, math.prod(engine.axes[name] for name in engine.others)
   if devices > 1:
     inside_alpha, inside_beta, _ = _links(_Measure(engine_of(mesh, engine.others), engine.others, repetitions), n)
@@ -151,18 +153,24 @@ def fit(
   )
 
 
-def candidates(workers: int, densities: Sequence[float]) -> list[str]:
+def _collective(label: str, n: Any) -> Collective:
+  name, options = collective_of(label)
+  return shaped(make_collective(name, **options), n)
+
+
+def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str]:
   """Every algorithm that averages gradients, SparDL with every number of teams, at every density.
 
-  A2SGD is not among them: its workers apply different totals, which is not an average of gradients. Nor is PowerSGD,
-  whose words depend on the shapes of leaves.
+  A2SGD is not among them: its workers apply different totals, which is not an average of gradients. Nor is PowerSGD
+  where n is a number, for its words depend on the shapes of leaves.
 
   Example:
     >>> candidates(4, [0.01])[-3:]
     ['spardl:teams=2:density=0.01', 'spardl:teams=4:density=0.01', 'dense:dtype=bfloat16']
   """
   known = {name: make_collective(name, **_least(name)) for name in collective_names()}
-  averaging = [name for name, one in known.items() if one.replicates and not one.needs_shapes]
+  fits = lambda one: one.replicates and not (one.needs_shapes and isinstance(n, int))
+  averaging = [name for name, one in known.items() if fits(one)]
   teams = [f"spardl:teams={teams}" for teams in range(2, workers + 1) if workers % teams == 0]
   return _with_densities([*averaging, *teams, "dense:dtype=bfloat16"], densities)
 
@@ -265,20 +273,22 @@ def _growing(seconds_of: Callable[[int], float], most: int) -> tuple[int, float]
   return words, seconds
 
 
-def _algorithms(labels: Sequence[str], measure: _Measure, n: int, reduce_beta: float) -> dict[str, Algorithm]:
+def _algorithms(
+  collectives: dict[str, Collective], measure: _Measure, n: int, reduce_beta: float
+) -> dict[str, Algorithm]:
   """Measurements of each algorithm, by label."""
   engine = measure.engine
   # Simulations need no network, so the processes share them.
   turn = lambda number: number % engine.processes == engine.process
-  mine = [_fill(label, engine.workers) if turn(number) else 0.0 for number, label in enumerate(labels)]
+  mine = [_fill(label, engine.workers) if turn(number) else 0.0 for number, label in enumerate(collectives)]
   fills = measure.most(np.array(mine, np.float32))
   grads, measured = measure.gradients(n), {}
-  for label, fill in zip(labels, fills.tolist(), strict=True):
-    name, options = collective_of(label)
-    collective = make_collective(name, **options)
-    jaxpr = schedule(collective, _SHAPE, engine.workers)
+  for (label, collective), fill in zip(collectives.items(), fills.tolist(), strict=True):
+    jaxpr = schedule(collective, n, engine.workers)
     reducing = reduces(jaxpr, engine.workers)
-    if reducing and (dtype := options.get("dtype")):  # XLA on CPU sends bfloat16 as float32: measure its bytes
+    if reducing and (
+      dtype := collective_of(label)[1].get("dtype")
+    ):  # XLA on CPU sends bfloat16 as float32: measure its bytes
       fill = _all_reduce(measure, n, dtype)[1] / reduce_beta
     measured[label] = Algorithm(measure.arithmetic(collective, grads, n) / n, fill, reducing, count_agreements(jaxpr))
   return measured

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend import core
 
+from jaxsparse import flatten
 from jaxsparse._compat import inner_jaxprs
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import AxisComm, all_reduce_cost
@@ -25,24 +26,28 @@ _AXIS = "workers"
 _ALL_REDUCES = ("psum", "psum2", "psum_invariant", "pmax", "pmin")
 
 
-def count(name: str | Collective, *, n: int, workers: int, devices: int = 1, **config: Any) -> Cost:
+def count(name: str | Collective, *, n: Any, workers: int, devices: int = 1, **config: Any) -> Cost:
   """The messages and words that one worker sends for one update, counted from the jaxpr.
 
   Args:
     name: one of `js.collective_names()`, or a collective of your own.
-    n: number of gradient entries.
+    n: number of gradient entries; or the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`, for a collective
+      whose words depend on the shapes of leaves.
     workers: number of workers P.
     devices: number of devices S of a worker. Each of them sends the messages of ⌈n/S⌉ entries to other workers, and the
       cost is that of one device; `inside` has its messages to the other devices of its worker.
     **config: the options of the collective.
 
   Raises:
-    ValueError: for sizes below 1, or a configuration that is rejected.
+    ValueError: for sizes below 1, a number n where shapes are needed, or a configuration that is rejected.
 
   Example:
     >>> import jaxsparse as js
     >>> js.costs.count("spardl", n=2**27, workers=128, density=0.001)
     Cost(messages=14, words=532892, agreements=0)
+    >>> params = {"bias": jnp.zeros(100), "w": jnp.zeros((300, 100))}
+    >>> js.costs.count("powersgd", n=params, workers=2, rank=1)
+    Cost(messages=4, words=500, agreements=0)
     >>> js.costs.count("spardl", n=2**27, workers=128, devices=8, density=0.001)
     Cost(messages=14, words=67056, agreements=0)
   """
@@ -50,7 +55,7 @@ def count(name: str | Collective, *, n: int, workers: int, devices: int = 1, **c
   return count_jaxpr(schedule(collective, own, workers), workers)
 
 
-def predict(name: str | Collective, *, n: int, workers: int, devices: int = 1, **config: Any) -> Cost:
+def predict(name: str | Collective, *, n: Any, workers: int, devices: int = 1, **config: Any) -> Cost:
   """The messages and words of one update by the formula of `Collective.cost`; arguments as for `count`.
 
   Example:
@@ -210,16 +215,50 @@ def _sum(costs: Iterable[Cost]) -> Cost:
   return Cost(*map(sum, zip(Cost(0, 0), *costs, strict=True)))
 
 
-def _made(name: str | Collective, n: int, workers: int, devices: int, config: dict[str, Any]) -> tuple[Collective, int]:
-  """The collective of one device, and its number of entries."""
-  _check_sizes(n=n, workers=workers, devices=devices)
-  collective = make_collective(name, **config)
+def entries_of(n: Any) -> int:
+  """The number of entries of parameters; a number as it is.
+
+  Example:
+    >>> entries_of({"w": jnp.zeros((3, 2))}), entries_of(5)
+    (6, 5)
+  """
+  return n if isinstance(n, int) else sum(flatten.sizes(n))
+
+
+def shaped(collective: Collective, n: Any, devices: int = 1) -> Collective:
+  """The collective, told the shapes of the leaves of parameters n, of which each of S devices has a share.
+
+  Raises:
+    ValueError: for a number n where it needs shapes.
+
+  Example:
+    >>> shaped(make_collective("powersgd"), {"w": jnp.zeros((8, 6))}, devices=2).leaves
+    ((4, 6),)
+  """
+  collective = collective.for_devices(devices)
+  if not isinstance(n, int):
+    return collective.for_leaves(tuple(_share(shape, devices) for shape in flatten.shapes(n)))
   if collective.needs_shapes:
     raise ValueError(
-      f"{collective.name}: the words of n={n} entries depend on the shapes of their leaves: give, instead of its name, "
-      f"js.make_collective({collective.name!r}, ...).for_leaves(shapes), or use js.costs.count_update"
+      f"{collective.name}: the words of n={n} entries depend on the shapes of their leaves: give the parameters as n"
     )
-  return collective.for_devices(devices), -(-n // devices)
+  return collective
+
+
+def _share(shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
+  """The leaf of a device: rows of the whole where S divides them, else a vector."""
+  if shape and shape[0] % devices == 0:
+    return shape[0] // devices, *shape[1:]
+  return (-(-math.prod(shape) // devices),)
+
+
+def _made(name: str | Collective, n: Any, workers: int, devices: int, config: dict[str, Any]) -> tuple[Collective, int]:
+  """The collective of one device, and its number of entries."""
+  _check_sizes(n=entries_of(n), workers=workers, devices=devices)
+  collective = shaped(make_collective(name, **config), n, devices)
+  if isinstance(n, int):
+    return collective, -(-n // devices)
+  return collective, sum(math.prod(_share(shape, devices)) for shape in flatten.shapes(n))
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -132,6 +132,18 @@ def test_fit_measures_each_algorithm_that_is_asked_for():
   assert (profile.workers, profile.entries) == (2, 3000)
 
 
+def test_a_collective_whose_words_depend_on_shapes():
+  """Parameters instead of their number: for what is measured, and for what is predicted."""
+  params, other = {"w": jnp.zeros((60, 50))}, {"w": jnp.zeros((100, 300))}
+  profile = js.costs.fit(mesh_of(2), n=params, algorithms=["powersgd:rank=2"], repetitions=1)
+  assert profile.entries == 3000
+  assert profile.algorithms["powersgd:rank=2"].reduces
+  assert js.costs.advise(other, profile).best.words == 2 * (100 + 300)
+  for use in (lambda: js.costs.fit(mesh_of(2), algorithms=["powersgd"]), lambda: js.costs.advise(3000, profile)):
+    with pytest.raises(ValueError, match="powersgd: the words of n=.* give the parameters as n"):
+      use()
+
+
 def test_workers_of_several_devices():
   """Both levels are measured, and each device carries its part of the gradient."""
   mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("hosts", "devices"))

@@ -73,7 +73,7 @@ def test_the_update_of_a_chain_is_counted():
 def test_words_that_depend_on_the_shapes_of_leaves():
   """Those of n entries alone would be those of a vector, which is sent as it is."""
   for function in (js.costs.count, js.costs.predict):
-    with pytest.raises(ValueError, match=r"powersgd: the words of n=8 .* js.make_collective\('powersgd', ...\)"):
+    with pytest.raises(ValueError, match=r"powersgd: the words of n=8 .* give the parameters as n"):
       function("powersgd", n=8, workers=2)
   assert not any("powersgd" in label for label in js.costs.calibration.candidates(4, [0.01]))
 

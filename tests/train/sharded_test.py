@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from jaxsparse import launch
 from jaxsparse.train.worker import Given
-from tests.cases import AS_USERS, CASES, averaged, bits, each_case, integers, normals, quick_of
+from tests.cases import AS_USERS, CASES, UNLIKE, averaged, bits, each_case, integers, normals, quick_of
 from tests.ranks import train_sharded
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -153,7 +153,7 @@ def kept(flat, leaves, inside, device):
   return flat[flat_pieces(ones, leaves, inside, 1)[device, 0] > 0]
 
 
-@each_case(CASES)
+@each_case(CASES, [*UNLIKE, "powersgd-rank=1"])
 def test_every_device_has_the_bits_of_the_simulator(case):
   sizes = {"hosts": case.workers([4, 6, 5, 8])[0], "x": 2}
   check_against_the_simulator(case.name, sizes, LEAVES, AxisType.Auto, **case.config(density=0.2))
