@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxsparse.collectives._base import Collective, changed, check_fraction, check_whole
 from jaxsparse.comm import all_reduce_cost
+from jaxsparse.sparse import saturating
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 
@@ -67,10 +68,10 @@ class PowerSGD(Collective):
     A matrix of rank 1 arrives whole:
 
     >>> import jax.numpy as jnp, jaxsparse as js
-    >>> matrix = jnp.outer(jnp.arange(3.0), jnp.array([1.0, 2.0, 0.0, 1.0]))
+    >>> matrix = jnp.outer(jnp.arange(3.0), jnp.array([1.0, 2.0, 3.0, 1.0]))
     >>> out = js.simulate("powersgd", {"w": jnp.stack([matrix, matrix])}, rank=1)
     >>> out.total["w"][2].round(3).tolist(), int(out.metrics.words_sent)
-    ([4.0, 8.0, 0.0, 4.0], 8)
+    ([4.0, 8.0, 12.0, 4.0], 8)
   """
 
   rank: int = 4
@@ -115,15 +116,16 @@ class PowerSGD(Collective):
     n, factors = grads.size, state.shared
     acc = grads + state.residual
     matrices, others = self._split(acc)
+    odd = factors.step % 2 == 0  # the first step
     if self.alternate:
       turns = [lambda turn=turn: turn(comm, matrices, factors, others) for turn in (_new_left, _new_right)]
-      delivered, sent, others_sum, after = jax.lax.cond(factors.step % 2 == 0, *turns)
+      delivered, sent, others_sum, after = jax.lax.cond(odd, *turns)
     else:
       left, others_sum = _summed(comm, _products(matrices, factors.right), others)
       delivered, sent, _, after = _new_right(comm, matrices, factors._replace(left=left), others[:0])
       after = after._replace(left=())
-    costs = [cost.words for cost in self._costs(n, comm.size)]
-    words = jnp.array(costs)[factors.step % 2] if self.alternate else sum(costs)
+    costs = [saturating.cast(cost.words, jnp.uint32) for cost in self._costs(n, comm.size)]
+    words = jnp.where(odd, *costs) if self.alternate else saturating.total(*costs)
     residual = acc - self._joined(sent, others)
     state = state._replace(residual=residual, shared=after._replace(step=factors.step + 1))
     counters = Counters(words, words, selected=n, delivered=n)
@@ -177,14 +179,39 @@ def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
   return min(cuts, key=sum, default=(1, math.prod(shape)))
 
 
-def orthonormal(factor: jax.Array) -> jax.Array:
-  """An orthonormal basis of the columns of f32[a, r], r ≤ a, and of more where they depend on each other.
+def orthonormal(factors: Sequence[jax.Array]) -> list[jax.Array]:
+  """An orthonormal basis of the columns of each f32[a, r], r ≤ a; columns of zeros stay zeros.
+
+  Gram–Schmidt with every projection done twice, so that columns that depend on each other become orthogonal, too. The
+  QR of `jnp.linalg` calls LAPACK, and two batches of it at once block each other on CPUs with few cores (JAX 0.10.2).
 
   Example:
-    >>> jnp.abs(orthonormal(jnp.array([[3.0], [0.0], [4.0]])).ravel()).round(3)
-    Array([0.6, 0. , 0.8], dtype=float32)
+    >>> (basis,) = orthonormal([jnp.array([[3.0, 3.0], [0.0, 1.0], [4.0, 4.0]])])
+    >>> jnp.abs(basis.T.round(3))
+    Array([[0.6, 0. , 0.8],
+           [0. , 1. , 0. ]], dtype=float32)
   """
-  return jnp.linalg.qr(factor)[0]
+
+  def add(number: jax.Array, bases: list[jax.Array]) -> list[jax.Array]:
+    return [_with_column(factor, basis, number) for factor, basis in zip(factors, bases, strict=True)]
+
+  most = max((factor.shape[1] for factor in factors), default=0)
+  return jax.lax.fori_loop(0, most, add, [0 * factor for factor in factors])
+
+
+def _with_column(factor: jax.Array, basis: jax.Array, number: jax.Array) -> jax.Array:
+  """A basis, whose columns from `number` on are zeros, and the direction that the column of the factor adds to it."""
+  column = _unit(factor[:, number])
+  for _ in range(2):
+    column = _unit(column - jnp.matmul(basis, jnp.matmul(column, basis, precision="highest"), precision="highest"))
+  return basis.at[:, number].set(column)
+
+
+def _unit(vector: jax.Array) -> jax.Array:
+  """The vector with norm 1, or zeros."""
+  largest = jnp.abs(vector).max()
+  vector = vector / jnp.where(largest == 0, 1.0, largest)  # so that squares neither overflow nor underflow
+  return vector / jnp.maximum(jnp.linalg.norm(vector), 1.0)
 
 
 _Turn = tuple[list[jax.Array], list[jax.Array], jax.Array, Factors]
@@ -192,7 +219,7 @@ _Turn = tuple[list[jax.Array], list[jax.Array], jax.Array, Factors]
 
 def _new_left(comm: Comm, matrices: list[jax.Array], factors: Factors, others: jax.Array) -> _Turn:
   """What is delivered of all matrices, what this worker sent of its own, the sum of `others`, and the next factors."""
-  bases = [orthonormal(factor) for factor in factors.right]
+  bases = orthonormal(factors.right)
   own = _products(matrices, bases)
   left, others = _summed(comm, own, others)
   return _outer(left, bases), _outer(own, bases), others, factors._replace(left=left)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives.powersgd import Factors
+from jaxsparse.collectives.powersgd import Factors, orthonormal
 from tests.cases import mesh_of, normals
 
 SHAPES = {"a": (12, 9), "bias": (5,), "kernel": (3, 3, 4, 8), "small": (3, 3), "tall": (40, 6)}
@@ -143,6 +143,19 @@ def test_matrices_of_low_rank_and_extreme_size_are_exact(alternate, scale):
     np.testing.assert_allclose(out.total["w"], grads["w"].sum(0), atol=1e-5 * scale)
   np.testing.assert_allclose(out.residuals["w"], 0 * grads["w"], atol=1e-5 * scale)
   assert np.isfinite(out.total["w"]).all()
+
+
+def test_bases_are_orthonormal_and_made_without_lapack():
+  """Of columns that depend on each other and differ in scale, too. Batches of LAPACK's QR block each other on CPUs."""
+  factors = [jnp.asarray(normals(0, 50, 6)), jnp.asarray(normals(1, 9, 3))]
+  factors[0] = factors[0].at[:, 2].set(2 * factors[0][:, 0]).at[:, 4].multiply(1e30).at[:, 5].multiply(1e-30)
+  bases = jax.jit(orthonormal)(factors)
+  for factor, basis in zip(factors, bases, strict=True):
+    np.testing.assert_allclose(basis.T @ basis, np.eye(basis.shape[1]), atol=1e-5)
+    columns = np.asarray(factor / jnp.linalg.norm(factor, axis=0), np.float64)
+    np.testing.assert_allclose(basis @ (basis.T @ columns), columns, atol=1e-5)
+  assert "custom_call" not in jax.jit(orthonormal).lower(factors).as_text()
+  np.testing.assert_array_equal(orthonormal([jnp.zeros((4, 2))])[0], np.zeros((4, 2)))
 
 
 def test_words_of_a_model_are_those_of_its_leaves():
