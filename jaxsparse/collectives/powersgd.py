@@ -70,8 +70,8 @@ class PowerSGD(Collective):
     >>> import jax.numpy as jnp, jaxsparse as js
     >>> matrix = jnp.outer(jnp.arange(3.0), jnp.array([1.0, 2.0, 3.0, 1.0]))
     >>> out = js.simulate("powersgd", {"w": jnp.stack([matrix, matrix])}, rank=1)
-    >>> out.total["w"][2].round(3).tolist(), int(out.metrics.words_sent)
-    ([4.0, 8.0, 12.0, 4.0], 8)
+    >>> out.total["w"][2].round(3), int(out.metrics.words_sent)
+    (Array([ 4.,  8., 12.,  4.], dtype=float32), 8)
   """
 
   rank: int = 4
