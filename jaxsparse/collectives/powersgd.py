@@ -1,7 +1,7 @@
 """PowerSGD: an all-reduce of low-rank factors of each matrix of the gradient (Vogels et al., 2019; ACP-SGD, 2023).
 
-A matrix of a × b entries is sent as r (a + b) numbers, by one step of power iteration, which starts where the last one
-ended: as the residual keeps what r directions leave out, the directions turn to where it has grown.
+A matrix of a × b entries is sent as factors of r (a + b) numbers, found by one step of power iteration that starts from
+the factors of the last step. What r directions leave out stays in the residual.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 
 class Factors(NamedTuple):
-  """The factors of each compressed leaf, the same on every worker.
+  """The last factors of each compressed leaf, the same on every worker.
 
   Attributes:
-    left: P, f32[a, r] each; () where no step starts from them.
-    right: Q, f32[b, r] each.
+    left: L, f32[a, r] each; () without `alternate`, where every step starts from R.
+    right: R, f32[b, r] each.
     step: number of steps so far, i32[].
 
   Example:
@@ -43,14 +43,17 @@ class Factors(NamedTuple):
 class PowerSGD(Collective):
   """Averages the projection of each matrix of the gradient on r directions, the same on every worker (PowerSGD).
 
-  A leaf with two axes or more is a matrix of a × b entries, cut between the two axes for which a + b is least. With
-  `M_w = gradient_w + residual_w`, and orth(P) an orthonormal basis of the columns of P,
+  A leaf with two axes or more is a matrix of a × b entries, cut between the two axes for which a + b is least; a stack
+  of layers in one leaf is one matrix. With `M_w = gradient_w + residual_w`, and orth(L) an orthonormal basis of the
+  columns of L,
 
-      P = Σ_w M_w Q,   P̂ = orth(P),   Q = Σ_w M_wᵀ P̂        total = P̂ Qᵀ,   next residual_w = M_w − P̂ P̂ᵀ M_w
+      L = Σ_w M_w orth(R),   R = Σ_w M_wᵀ orth(L)
+      total = orth(L) Rᵀ,    next residual_w = M_w − orth(L) orth(L)ᵀ M_w
 
-  Q is kept for the next step. Vectors, and leaves with r (a + b) ≥ a b, are sent as they are, with P. So a matrix takes
-  2 r (a + b) (P − 1)/P words, in two all-reduces, and no indices. With `alternate` odd steps compute
-  `P = Σ_w M_w orth(Q)`, even ones `Q = Σ_w M_wᵀ orth(P)` (ACP-SGD): a step is one all-reduce with half of the words.
+  The next step starts from this R. Vectors, and leaves with r (a + b) ≥ a b, are sent whole. So a matrix takes
+  2 r (a + b) (P − 1)/P words, in two all-reduces, and no indices. With `alternate` odd steps compute L and deliver
+  `L orth(R)ᵀ`, even ones compute R (ACP-SGD): one all-reduce, 2 r a (P − 1)/P or 2 r b (P − 1)/P words. A column of
+  zeros in L or R is replaced by a random direction, the same on every worker.
 
   The entries of a total are sums of products, whose last bits depend on the machine: workers need processors of one
   kind. Where a worker has several devices, each of them factorizes its own pieces of the leaves. As the words depend on
@@ -59,10 +62,10 @@ class PowerSGD(Collective):
   Args:
     rank: r, 1 or more, the number of directions.
     alternate: whether steps compute the left and the right factors in turn.
-    seed: of the first factors, 0 … 2³² − 1, the same on every worker.
+    seed: of the first factors, and of random directions, 0 … 2³² − 1.
 
   Raises:
-    ValueError: for a rank, seed or decay outside their choices.
+    ValueError: for a rank or a seed outside its choices; when used, for a state of other leaves or of another rank.
 
   Example:
     A matrix of rank 1 arrives whole:
@@ -70,7 +73,7 @@ class PowerSGD(Collective):
     >>> import jax.numpy as jnp, jaxsparse as js
     >>> matrix = jnp.outer(jnp.arange(3.0), jnp.array([1.0, 2.0, 3.0, 1.0]))
     >>> out = js.simulate("powersgd", {"w": jnp.stack([matrix, matrix])}, rank=1)
-    >>> out.total["w"][2].round(3), int(out.metrics.words_sent)
+    >>> out.total["w"][2].round(), int(out.metrics.words_sent)
     (Array([ 4.,  8., 12.,  4.], dtype=float32), 8)
   """
 
@@ -101,8 +104,8 @@ class PowerSGD(Collective):
     del size
     if sum(self._sizes(n)) != n:
       raise ValueError(f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {sum(self._sizes(n))}")
-    key, shapes = jax.random.key(self.seed), [matrix for matrix in self._matrices(n) if matrix]
-    right = tuple(_drawn(jax.random.fold_in(key, number), b, self.rank) for number, (_, b) in enumerate(shapes))
+    shapes = [matrix for matrix in self._matrices(n) if matrix]
+    right = tuple(_drawn(jax.random.key(self.seed), [(b, self.rank) for _, b in shapes]))
     left = tuple(jnp.zeros((a, self.rank), jnp.float32) for a, _ in shapes) if self.alternate else ()
     return State(residual=jnp.zeros(n, jnp.float32), shared=Factors(left, right, jnp.int32(0)))
 
@@ -114,22 +117,33 @@ class PowerSGD(Collective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, factors = grads.size, state.shared
+    self._check(factors, n)
     acc = grads + state.residual
     matrices, others = self._split(acc)
-    odd = factors.step % 2 == 0  # the first step
+    key, to_left = jax.random.fold_in(jax.random.key(self.seed), factors.step + 1), factors.step % 2 == 0
     if self.alternate:
-      turns = [lambda turn=turn: turn(comm, matrices, factors, others) for turn in (_new_left, _new_right)]
-      delivered, sent, others_sum, after = jax.lax.cond(odd, *turns)
+      turns = [lambda turn=turn: turn(comm, key, matrices, others, factors) for turn in (_to_left, _to_right)]
+      turn = jax.lax.cond(to_left, *turns)
     else:
-      left, others_sum = _summed(comm, _products(matrices, factors.right), others)
-      delivered, sent, _, after = _new_right(comm, matrices, factors._replace(left=left), others[:0])
-      after = after._replace(left=())
+      half = _to_left(comm, key, matrices, others, factors)
+      turn = _to_right(comm, key, matrices, others[:0], half.factors)
+      turn = turn._replace(others=half.others, factors=turn.factors._replace(left=()))
     costs = [saturating.cast(cost.words, jnp.uint32) for cost in self._costs(n, comm.size)]
-    words = jnp.where(odd, *costs) if self.alternate else saturating.total(*costs)
-    residual = acc - self._joined(sent, others)
-    state = state._replace(residual=residual, shared=after._replace(step=factors.step + 1))
+    words = jnp.where(to_left, *costs) if self.alternate else saturating.total(*costs)
+    residual = acc - self._joined(turn.own, others)
+    state = state._replace(residual=residual, shared=turn.factors._replace(step=factors.step + 1))
     counters = Counters(words, words, selected=n, delivered=n)
-    return Reduced(self._joined(delivered, others_sum), state, counters)
+    return Reduced(self._joined(turn.total, turn.others), state, counters)
+
+  def _check(self, factors: Factors, n: int) -> None:
+    """Raises ValueError for the state of other leaves, or of another rank."""
+    found = [factor.shape for factor in factors.right]
+    wanted = [(matrix[1], self.rank) for matrix in self._matrices(n) if matrix]
+    if found != wanted:
+      raise ValueError(
+        f"{self.name}: the state has right factors of shapes {found}, rank {self.rank} of leaves of shapes "
+        f"{self.leaves} needs {wanted}: make one with js.init or js.convert"
+      )
 
   def _matrices(self, n: int) -> list[tuple[int, int] | None]:
     """The matrix (a, b) of each leaf, None for one that is sent as it is."""
@@ -179,32 +193,40 @@ def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
   return min(cuts, key=sum, default=(1, math.prod(shape)))
 
 
-def orthonormal(factors: Sequence[jax.Array]) -> list[jax.Array]:
-  """An orthonormal basis of the columns of each f32[a, r], r ≤ a; columns of zeros stay zeros.
+def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
+  """Orthonormal columns for each f32[a, r], r ≤ a, whose span contains that of the factor.
 
-  Gram–Schmidt with every projection done twice, so that columns that depend on each other become orthogonal, too. The
-  QR of `jnp.linalg` calls LAPACK, and two batches of it at once block each other on CPUs with few cores (JAX 0.10.2).
+  Gram–Schmidt with every projection done twice, so that columns that depend on each other become orthogonal, too; for a
+  column that leaves nothing, a random one. The QR of `jnp.linalg` calls LAPACK, and two batches of it at once block
+  each other on CPUs with few cores (JAX 0.10.2).
 
   Example:
-    >>> (basis,) = orthonormal([jnp.array([[3.0, 3.0], [0.0, 1.0], [4.0, 4.0]])])
+    >>> (basis,) = orthonormal([jnp.array([[3.0, 3.0], [0.0, 1.0], [4.0, 4.0]])], jax.random.key(0))
     >>> jnp.abs(basis.T.round(3))
     Array([[0.6, 0. , 0.8],
            [0. , 1. , 0. ]], dtype=float32)
   """
+  drawn = _drawn(key, [factor.shape for factor in factors])
 
   def add(number: jax.Array, bases: list[jax.Array]) -> list[jax.Array]:
-    return [_with_column(factor, basis, number) for factor, basis in zip(factors, bases, strict=True)]
+    return [_with_column(*one, number) for one in zip(bases, factors, drawn, strict=True)]
 
   most = max((factor.shape[1] for factor in factors), default=0)
   return jax.lax.fori_loop(0, most, add, [0 * factor for factor in factors])
 
 
-def _with_column(factor: jax.Array, basis: jax.Array, number: jax.Array) -> jax.Array:
-  """A basis, whose columns from `number` on are zeros, and the direction that the column of the factor adds to it."""
-  column = _unit(factor[:, number])
+def _with_column(basis: jax.Array, factor: jax.Array, drawn: jax.Array, number: jax.Array) -> jax.Array:
+  """A basis, whose columns from `number` on are zeros, and what the column of the factor adds to it."""
+  found, other = (_beside(basis, columns[:, number]) for columns in (factor, drawn))
+  return basis.at[:, number].set(jnp.where(jnp.any(found != 0), found, other))
+
+
+def _beside(basis: jax.Array, vector: jax.Array) -> jax.Array:
+  """The part of a vector that is orthogonal to a basis, with norm 1, or zeros."""
   for _ in range(2):
-    column = _unit(column - jnp.matmul(basis, jnp.matmul(column, basis, precision="highest"), precision="highest"))
-  return basis.at[:, number].set(column)
+    vector = _unit(vector)
+    vector = vector - jnp.matmul(basis, jnp.matmul(vector, basis, precision="highest"), precision="highest")
+  return _unit(vector)
 
 
 def _unit(vector: jax.Array) -> jax.Array:
@@ -214,23 +236,38 @@ def _unit(vector: jax.Array) -> jax.Array:
   return vector / jnp.maximum(jnp.linalg.norm(vector), 1.0)
 
 
-_Turn = tuple[list[jax.Array], list[jax.Array], jax.Array, Factors]
+class _Turn(NamedTuple):
+  """One all-reduce of factors.
+
+  Attributes:
+    total: what it delivers of each matrix.
+    own: the projection of each matrix of this worker, which the total contains.
+    others: the sum of all other entries.
+    factors: those before, and the new ones.
+  """
+
+  total: list[jax.Array]
+  own: list[jax.Array]
+  others: jax.Array
+  factors: Factors
 
 
-def _new_left(comm: Comm, matrices: list[jax.Array], factors: Factors, others: jax.Array) -> _Turn:
-  """What is delivered of all matrices, what this worker sent of its own, the sum of `others`, and the next factors."""
-  bases = orthonormal(factors.right)
+def _to_left(comm: Comm, key: jax.Array, matrices: list[jax.Array], others: jax.Array, factors: Factors) -> _Turn:
+  """The left factors, from the right ones."""
+  bases = orthonormal(factors.right, key)
   own = _products(matrices, bases)
   left, others = _summed(comm, own, others)
-  return _outer(left, bases), _outer(own, bases), others, factors._replace(left=left)
+  transposed = [basis.T for basis in bases]
+  return _Turn(_products(left, transposed), _products(own, transposed), others, factors._replace(left=left))
 
 
-def _new_right(comm: Comm, matrices: list[jax.Array], factors: Factors, others: jax.Array) -> _Turn:
-  """Likewise, from the left factors."""
+def _to_right(comm: Comm, key: jax.Array, matrices: list[jax.Array], others: jax.Array, factors: Factors) -> _Turn:
+  """The right factors, from the left ones."""
   mirrored = Factors(factors.right, factors.left, factors.step)
-  delivered, sent, others, after = _new_left(comm, [matrix.T for matrix in matrices], mirrored, others)
-  transposed = lambda found: [matrix.T for matrix in found]
-  return transposed(delivered), transposed(sent), others, Factors(after.right, after.left, factors.step)
+  turn = _to_left(comm, key, [matrix.T for matrix in matrices], others, mirrored)
+  back = lambda found: [matrix.T for matrix in found]
+  after = Factors(turn.factors.right, turn.factors.left, factors.step)
+  return _Turn(back(turn.total), back(turn.own), turn.others, after)
 
 
 def _summed(comm: Comm, factors: Sequence[jax.Array], others: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
@@ -246,9 +283,5 @@ def _products(matrices: Sequence[jax.Array], factors: Sequence[jax.Array]) -> li
   return [jnp.matmul(m, factor, precision="highest") for m, factor in zip(matrices, factors, strict=True)]
 
 
-def _outer(factors: Sequence[jax.Array], bases: Sequence[jax.Array]) -> list[jax.Array]:
-  return _products(factors, [basis.T for basis in bases])
-
-
-def _drawn(key: jax.Array, length: int, rank: int) -> jax.Array:
-  return jax.random.normal(key, (length, rank), jnp.float32)
+def _drawn(key: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+  return [jax.random.normal(jax.random.fold_in(key, number), shape) for number, shape in enumerate(shapes)]

@@ -1,6 +1,7 @@
 """Predicts the seconds per step of each algorithm from a profile, and names the fastest."""
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -147,7 +148,8 @@ def advise(
     raise ValueError(f"advise: {n} parameters, give at least 1")
   if not profile.algorithms:
     raise ValueError("advise: the profile has no algorithm, make one with js.costs.fit")
-  gathered = inside(0 if isinstance(params, int) else _replicated(params, profile.devices), devices=profile.devices)
+  replicated = 0 if isinstance(params, numbers.Integral) else _replicated(params, profile.devices)
+  gathered = inside(replicated, devices=profile.devices)
   within = gathered.seconds(profile.inside_alpha, profile.inside_beta)
   for steps in every:
     check_whole("advise", 1, every=steps)

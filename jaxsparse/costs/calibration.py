@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import numbers
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
@@ -122,7 +123,7 @@ def fit(
       linearly: choose an n close to that of your model. Or the parameters, as for `js.costs.count`.
     densities: the densities that `advise` compares.
     algorithms: names, with options as in "spardl:teams=2"; by default all that average gradients, and SparDL with every
-      number of teams.
+      number of teams. Those whose words depend on the shapes of leaves need the parameters as n.
     repetitions: of each measurement, whose median counts.
 
   Raises:
@@ -169,7 +170,7 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
     ['spardl:teams=2:density=0.01', 'spardl:teams=4:density=0.01', 'dense:dtype=bfloat16']
   """
   known = {name: make_collective(name, **_least(name)) for name in collective_names()}
-  fits = lambda one: one.replicates and not (one.needs_shapes and isinstance(n, int))
+  fits = lambda one: one.replicates and not (one.needs_shapes and isinstance(n, numbers.Integral))
   averaging = [name for name, one in known.items() if fits(one)]
   teams = [f"spardl:teams={teams}" for teams in range(2, workers + 1) if workers % teams == 0]
   return _with_densities([*averaging, *teams, "dense:dtype=bfloat16"], densities)
@@ -297,7 +298,8 @@ def _algorithms(
 def _fill(label: str, workers: int) -> float:
   """Measured words / predicted words for normally distributed gradients; 1 where message sizes are constant."""
   name, options = collective_of(label)
-  if not make_collective(name, **options).sizes_vary:
+  collective = make_collective(name, **options)
+  if not collective.sizes_vary or collective.needs_shapes:  # or they vary by leaves alone, and the larger ones count
     return 1.0
   grads = jax.random.normal(jax.random.key(0), (workers, _SHAPE), jnp.float32)
   state, words = None, 0.0

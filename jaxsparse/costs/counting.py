@@ -5,6 +5,7 @@ or devices.
 """
 
 import math
+import numbers
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ def count(name: str | Collective, *, n: Any, workers: int, devices: int = 1, **c
   Args:
     name: one of `js.collective_names()`, or a collective of your own.
     n: number of gradient entries; or the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`, for a collective
-      whose words depend on the shapes of leaves.
+      whose words depend on the shapes of leaves. A device then has rows of each leaf.
     workers: number of workers P.
     devices: number of devices S of a worker. Each of them sends the messages of ⌈n/S⌉ entries to other workers, and the
       cost is that of one device; `inside` has its messages to the other devices of its worker.
@@ -216,13 +217,21 @@ def _sum(costs: Iterable[Cost]) -> Cost:
 
 
 def entries_of(n: Any) -> int:
-  """The number of entries of parameters; a number as it is.
+  """The number of entries of parameters; a whole number as it is.
+
+  Raises:
+    ValueError: for something else.
 
   Example:
     >>> entries_of({"w": jnp.zeros((3, 2))}), entries_of(5)
     (6, 5)
   """
-  return n if isinstance(n, int) else sum(flatten.sizes(n))
+  if isinstance(n, numbers.Integral):
+    return int(n)
+  leaves = jax.tree.leaves(n)
+  if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
+    raise ValueError(f"n={n!r}, give a whole number, or the parameters, a pytree of arrays")
+  return sum(flatten.sizes(n))
 
 
 def shaped(collective: Collective, n: Any, devices: int = 1) -> Collective:
@@ -236,7 +245,7 @@ def shaped(collective: Collective, n: Any, devices: int = 1) -> Collective:
     ((4, 6),)
   """
   collective = collective.for_devices(devices)
-  if not isinstance(n, int):
+  if not isinstance(n, numbers.Integral):
     return collective.for_leaves(tuple(_share(shape, devices) for shape in flatten.shapes(n)))
   if collective.needs_shapes:
     raise ValueError(
@@ -256,8 +265,8 @@ def _made(name: str | Collective, n: Any, workers: int, devices: int, config: di
   """The collective of one device, and its number of entries."""
   _check_sizes(n=entries_of(n), workers=workers, devices=devices)
   collective = shaped(make_collective(name, **config), n, devices)
-  if isinstance(n, int):
-    return collective, -(-n // devices)
+  if isinstance(n, numbers.Integral):
+    return collective, -(-int(n) // devices)
   return collective, sum(math.prod(_share(shape, devices)) for shape in flatten.shapes(n))
 
 

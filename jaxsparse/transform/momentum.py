@@ -46,7 +46,7 @@ def momentum_corrected(
     transform: a jaxsparse transform, `js.spardl_transform(...)` for instance, not a chain.
     momentum: m in (0, 1].
     nesterov: Nesterov's momentum, as above.
-    masking: whether momentum is zeroed where mass has left. Collectives that deliver all entries never do it.
+    masking: whether momentum is zeroed where mass has left. Collectives that select no entries never do it.
     clip_norm: c, clips the gradient of each worker, all leaves together, to an ℓ₂ norm of c/√P before everything else;
       None does not. The norm of the sum of P independent gradients is then about c.
 

@@ -113,6 +113,27 @@ def test_what_is_left_out_is_delivered_later(alternate):
       assert missing > 0.5 if steps == 1 else missing < 0.2
 
 
+@pytest.mark.parametrize("alternate", [False, True])
+@pytest.mark.parametrize("scale", [1e-24, 1.0, 1e18])
+def test_a_gradient_of_zeros_loses_no_direction(alternate, scale):
+  """As the first one of a layer below zeros; some rows never have another. And the scale is not squared."""
+  grads = {"w": scale * jnp.asarray(normals(5, 2, 20, 10)).at[:, :4].set(0.0)}
+  state, total = js.simulate("powersgd", {"w": 0 * grads["w"]}, rank=4, alternate=alternate).state, 0
+  for _ in range(30):
+    out = js.simulate("powersgd", grads, state=state, rank=4, alternate=alternate)
+    state, total = out.state, total + out.total["w"] / scale
+    assert not out.metrics.skipped
+  missing = np.linalg.norm(total / 30 - grads["w"].sum(0) / scale) / np.linalg.norm(grads["w"].sum(0) / scale)
+  assert missing < 0.1
+
+
+def test_a_state_of_other_leaves():
+  state = js.simulate("powersgd", {"w": jnp.ones((2, 4, 6))}, rank=1).state
+  for grads, rank in ((jnp.ones((2, 6, 4)), 1), (jnp.ones((2, 4, 6)), 2)):
+    with pytest.raises(ValueError, match=r"powersgd: the state has right factors of shapes .* js.init or js.convert"):
+      js.simulate("powersgd", {"w": grads}, state=state, rank=rank)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("alternate", [False, True])
 def test_no_number_in_a_matrix_skips_the_step(alternate, value):
@@ -149,14 +170,16 @@ def test_bases_are_orthonormal_and_made_without_lapack():
   """Of columns that depend on each other and differ in scale, too. Batches of LAPACK's QR block each other on CPUs."""
   factors = [jnp.asarray(normals(0, 50, 6)), jnp.asarray(normals(1, 9, 3))]
   factors[0] = factors[0].at[:, 2].set(2 * factors[0][:, 0]).at[:, 4].multiply(1e30).at[:, 5].multiply(1e-30)
-  bases = jax.jit(orthonormal)(factors)
+  key = jax.random.key(0)
+  bases = jax.jit(orthonormal)(factors, key)
   for factor, basis in zip(factors, bases, strict=True):
     np.testing.assert_allclose(basis.T @ basis, np.eye(basis.shape[1]), atol=1e-5)
     columns = np.asarray(factor, np.float64)
     columns = columns / np.linalg.norm(columns, axis=0)
     np.testing.assert_allclose(basis @ (basis.T @ columns), columns, atol=1e-5)
-  assert "custom_call" not in jax.jit(orthonormal).lower(factors).as_text()
-  np.testing.assert_array_equal(orthonormal([jnp.zeros((4, 2))])[0], np.zeros((4, 2)))
+  (drawn,) = orthonormal([jnp.zeros((4, 2))], key)
+  np.testing.assert_allclose(drawn.T @ drawn, np.eye(2), atol=1e-5)
+  assert "custom_call" not in jax.jit(orthonormal).lower(factors, key).as_text()
 
 
 def test_words_of_a_model_are_those_of_its_leaves():

@@ -4,6 +4,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -78,7 +79,14 @@ def test_words_that_depend_on_the_shapes_of_leaves():
   assert not any("powersgd" in label for label in js.costs.calibration.candidates(4, [0.01]))
 
 
-@pytest.mark.parametrize(("n", "workers", "message"), [(0, 2, "n=0"), (5, 0, "workers=0")])
+def test_numbers_of_numpy():
+  assert js.costs.predict("dense", n=np.int64(1000), workers=8) == js.costs.predict("dense", n=1000, workers=8)
+
+
+WRONG = [(0, 2, "n=0"), (5, 0, "workers=0"), (1e3, 2, "n=1000.0, give a whole"), ("x", 2, "n='x'"), ({}, 2, "n={}")]
+
+
+@pytest.mark.parametrize(("n", "workers", "message"), WRONG)
 def test_bad_sizes(n, workers, message):
   for function in (js.costs.count, js.costs.predict):
     with pytest.raises(ValueError, match=message):
