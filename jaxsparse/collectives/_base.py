@@ -95,7 +95,7 @@ class Collective(abc.ABC):
 
   @property
   def needs_shapes(self) -> bool:
-    """Whether what a step sends depends on the shapes of leaves, and `for_leaves` has not told them."""
+    """Whether its words depend on the shapes of leaves, which `for_leaves` has still to give."""
     return False
 
   def slots(self, n: int, size: int) -> int:
