@@ -15,7 +15,7 @@ from jaxsparse.collectives import Collective
 from jaxsparse.comm import SoloComm
 from jaxsparse.train.engine import Engine, rows_of
 from jaxsparse.train.starting import started
-from jaxsparse.transform.update import transform_of
+from jaxsparse.transform.update import init_state, reduce_step
 from jaxsparse.types import Comm
 
 _AXIS = "workers"
@@ -75,12 +75,11 @@ class Update:
   """
 
   def __init__(self, engine: Engine, collective: Collective, comm: Comm, n: int, axis: AxisName = _AXIS):
-    tx = transform_of(collective, comm)
     split = PartitionSpec(axis)
-    self.function = tx.update
-    self.state, own = started(engine, tx.init, jnp.zeros(n))
+    self.function = lambda grads, state: reduce_step(collective, comm, grads, state, comm.size)
+    self.state, own = started(engine, lambda flat: init_state(collective, flat.size, comm.size), jnp.zeros(n))
     self.specs = (split, own)
-    self.program = engine.jit(tx.update, self.specs, (split, own), donate=(0, 1))
+    self.program = engine.jit(self.function, self.specs, (split, own), donate=(0, 1))
 
 
 def alone(
