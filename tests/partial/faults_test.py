@@ -65,6 +65,7 @@ def test_workers_that_die_return_and_diverge(processes):
       processes.start(what, number, server.address)
     assert processes.all["dies", 2].wait(60) == -signal.SIGKILL
     until(lambda: "stalls" in processes.lines(3) and len(processes.lines(1)) > 2)
+    until(lambda: "diverges" in processes.lines(0)[:-2])  # and has the model of another one, while there is another one
     processes.all["stalls", 3].send_signal(signal.SIGKILL)
     again = processes.start("plain", 3, server.address)
     processes.all["plain", 1].send_signal(signal.SIGSTOP)
