@@ -102,10 +102,10 @@ def _rows(console: rich.console.Console) -> list[Row]:
   for workers in sizes:
     if workers < 1:
       raise ValueError(f"--workers={workers}, choose at least 1")
-    teams: list[str] = []
-    if _ALGORITHM.value == ["all"]:
+    names = _ALGORITHM.value
+    if names == ["all"]:
       teams = [f"spardl:teams={d}" for d in (2, 4, 7) if workers % d == 0 and workers > d]
-    names = [*specs.of_vectors(), *teams] if _ALGORITHM.value == ["all"] else _ALGORITHM.value
+      names = [*specs.of_vectors(), *teams]
     chosen += [(spec, workers) for spec in specs.parse(names, workers, density=_DENSITY.value)]
   work: Any = rich.progress.track(chosen, "tracing", console=console, transient=True)
   return [row(spec, workers, _N.value, _DENSITY.value) for spec, workers in work]

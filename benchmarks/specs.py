@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 import jaxsparse as js
+from jaxsparse.collectives import plain
 
 HELP = (
   "All-reduces to compare, in this order, or 'all'. Repeat it, or separate by commas. Options of one follow its name: "
@@ -67,8 +68,7 @@ def of_vectors() -> list[str]:
     >>> set(js.collective_names()) - set(of_vectors())
     {'powersgd'}
   """
-  least = lambda name: {"density": 1.0} if "density" in js.collective_options(name) else {}
-  return [name for name in js.collective_names() if not js.make_collective(name, **least(name)).needs_shapes]
+  return [name for name in js.collective_names() if not plain(name).needs_shapes]
 
 
 def _spec(label: str, workers: int, shared: dict[str, Any]) -> Spec:

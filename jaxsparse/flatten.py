@@ -1,6 +1,7 @@
 """Gradient pytree <-> one flat f32[n]: float32 inside, the caller's dtypes outside."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +50,17 @@ def count(tree: Any) -> int:
       "optax.multi_transform without a leaf"
     )
   return n
+
+
+def parts(array: jax.Array, sizes: Sequence[int], axis: int = 0) -> list[jax.Array]:
+  """Parts of these sizes, which add up to that of the axis, one after the other.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> [part.tolist() for part in parts(jnp.arange(3), [1, 2])]
+    [[0], [1, 2]]
+  """
+  return jnp.split(array, list(itertools.accumulate(sizes))[:-1], axis=axis)
 
 
 def shapes(tree: Any) -> tuple[tuple[int, ...], ...]:

@@ -23,6 +23,7 @@ __all__ = [
   "made",
   "make_collective",
   "name_of",
+  "plain",
 ]
 
 
@@ -81,6 +82,16 @@ def make_collective(name: str | Collective, **config: Any) -> Collective:
     _check_options(type(name), config)
     return changed(name, **config)
   return made(_kind(name), config)
+
+
+def plain(name: str) -> Collective:
+  """The collective of a name with its defaults, and a density of 1 where it has none.
+
+  Example:
+    >>> plain("topka").entries(5)
+    5
+  """
+  return make_collective(name, **({"density": 1.0} if "density" in collective_options(name) else {}))
 
 
 def made(kind: type[Collective], config: Mapping[str, Any]) -> Collective:

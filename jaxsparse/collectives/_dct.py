@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsparse import flatten
+
 
 class _Region(NamedTuple):
   """A part of a leaf, as a matrix, that consists of tiles of `height` × `width`."""
@@ -51,8 +53,8 @@ class Tiling(NamedTuple):
 
   def coefficients(self, flat: jax.Array) -> jax.Array:
     """The coefficients of f32[n] entries."""
-    ends = list(itertools.accumulate(map(math.prod, self.shapes)))
-    leaves = [leaf.reshape(_matrix(shape)) for leaf, shape in zip(jnp.split(flat, ends[:-1]), self.shapes, strict=True)]
+    leaves = flatten.parts(flat, list(map(math.prod, self.shapes)))
+    leaves = [leaf.reshape(_matrix(shape)) for leaf, shape in zip(leaves, self.shapes, strict=True)]
     parts = []
     for (height, width), regions in self._sizes():
       tiles = jnp.concatenate([_cut(leaves[one.leaf][one.rows, one.columns], one) for one in regions])
@@ -68,7 +70,7 @@ class Tiling(NamedTuple):
       end = start + sum(counts) * height * width
       tiles = coefficients[start:end].reshape(-1, height, width)
       tiles, start = _transformed(tiles, cosines(height).T, cosines(width).T), end
-      for one, part in zip(regions, jnp.split(tiles, list(itertools.accumulate(counts))[:-1]), strict=True):
+      for one, part in zip(regions, flatten.parts(tiles, counts), strict=True):
         leaves[one.leaf] = leaves[one.leaf].at[one.rows, one.columns].set(_joined(part, one))
     return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
 

@@ -7,7 +7,6 @@ time to time, by `js.local_steps`.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable
 from typing import Literal, Self
@@ -15,6 +14,7 @@ from typing import Literal, Self
 import jax
 import jax.numpy as jnp
 
+from jaxsparse import flatten
 from jaxsparse.collectives._base import Collective, changed
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse import bitset
@@ -75,8 +75,7 @@ class A2SGD(Collective):
     return all_reduce_cost(2 * len(self.leaves or (n,)), size)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    ends = list(itertools.accumulate(self.leaves or (grads.size,)))
-    parts = jnp.split(grads, ends[:-1])
+    parts = flatten.parts(grads, self.leaves or (grads.size,))
     own = jnp.stack([two_means(part) for part in parts])
     # Divided before the sum: a product that a sum follows may become a fused multiply-add, in some programs only.
     mean = comm.all_reduce(own / comm.size)

@@ -5,7 +5,6 @@ the factors of the last step. What r directions leave out stays in the residual.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Self
@@ -13,6 +12,7 @@ from typing import Literal, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from jaxsparse import flatten
 from jaxsparse.collectives._base import Collective, changed, check_fraction, check_whole
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse import saturating
@@ -163,7 +163,7 @@ class PowerSGD(Collective):
 
   def _split(self, flat: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     """The matrices of f32[n], and all other entries."""
-    leaves = jnp.split(flat, list(itertools.accumulate(self._sizes(flat.size)))[:-1])
+    leaves = flatten.parts(flat, self._sizes(flat.size))
     shapes = self._matrices(flat.size)
     matrices = [leaf.reshape(matrix) for leaf, matrix in zip(leaves, shapes, strict=True) if matrix]
     others = [leaf for leaf, matrix in zip(leaves, shapes, strict=True) if not matrix]
@@ -275,7 +275,7 @@ def _summed(comm: Comm, factors: Sequence[jax.Array], others: jax.Array) -> tupl
   parts = [*(factor.reshape(-1) for factor in factors), others]
   flat = jnp.concatenate(parts)
   flat = comm.all_reduce(flat) if flat.size else flat
-  *sums, others = jnp.split(flat, list(itertools.accumulate(part.size for part in parts))[:-1])
+  *sums, others = flatten.parts(flat, [part.size for part in parts])
   return tuple(one.reshape(factor.shape) for one, factor in zip(sums, factors, strict=True)), others
 
 

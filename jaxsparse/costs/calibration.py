@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName
-from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective
+from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective, plain
 from jaxsparse.collectives._labels import collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.costs.counting import count_agreements, entries_of, predict, reduces, schedule, shaped
@@ -169,15 +169,11 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
     >>> candidates(4, [0.01])[-3:]
     ['spardl:teams=2:density=0.01', 'spardl:teams=4:density=0.01', 'dense:dtype=bfloat16']
   """
-  known = {name: make_collective(name, **_least(name)) for name in collective_names()}
+  known = {name: plain(name) for name in collective_names()}
   fits = lambda one: one.replicates and not (one.needs_shapes and isinstance(n, numbers.Integral))
   averaging = [name for name, one in known.items() if fits(one)]
   teams = [f"spardl:teams={teams}" for teams in range(2, workers + 1) if workers % teams == 0]
   return _with_densities([*averaging, *teams, "dense:dtype=bfloat16"], densities)
-
-
-def _least(name: str) -> dict[str, Any]:
-  return {"density": 1.0} if "density" in collective_options(name) else {}
 
 
 def _with_densities(labels: Sequence[str], densities: Sequence[float]) -> list[str]:
@@ -287,9 +283,8 @@ def _algorithms(
   for (label, collective), fill in zip(collectives.items(), fills.tolist(), strict=True):
     jaxpr = schedule(collective, n, engine.workers)
     reducing = reduces(jaxpr, engine.workers)
-    if reducing and (
-      dtype := collective_of(label)[1].get("dtype")
-    ):  # XLA on CPU sends bfloat16 as float32: measure its bytes
+    _, options = collective_of(label)
+    if reducing and (dtype := options.get("dtype")):  # XLA on CPU sends bfloat16 as float32: measure its bytes
       fill = _all_reduce(measure, n, dtype)[1] / reduce_beta
     measured[label] = Algorithm(measure.arithmetic(collective, grads, n) / n, fill, reducing, count_agreements(jaxpr))
   return measured

@@ -18,6 +18,7 @@ from jaxsparse import flatten
 from jaxsparse._compat import inner_jaxprs
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import AxisComm, all_reduce_cost
+from jaxsparse.transform.shards import share_of
 from jaxsparse.transform.update import init_state, reduce_step
 from jaxsparse.types import Cost
 
@@ -246,7 +247,7 @@ def shaped(collective: Collective, n: Any, devices: int = 1) -> Collective:
   """
   collective = collective.for_devices(devices)
   if not isinstance(n, numbers.Integral):
-    return collective.for_leaves(tuple(_share(shape, devices) for shape in flatten.shapes(n)))
+    return collective.for_leaves(_shares(n, devices))
   if collective.needs_shapes:
     raise ValueError(
       f"{collective.name}: the words of n={n} entries depend on the shapes of their leaves: give the parameters as n"
@@ -254,20 +255,17 @@ def shaped(collective: Collective, n: Any, devices: int = 1) -> Collective:
   return collective
 
 
-def _share(shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
-  """The leaf of a device: rows of the whole where S divides them, else a vector."""
-  if shape and shape[0] % devices == 0:
-    return shape[0] // devices, *shape[1:]
-  return (-(-math.prod(shape) // devices),)
+def _shares(n: Any, devices: int) -> tuple[tuple[int, ...], ...]:
+  """The shapes of what each of S devices has of the leaves of parameters; of n entries, of one vector."""
+  shapes = ((int(n),),) if isinstance(n, numbers.Integral) else flatten.shapes(n)
+  return tuple(share_of(shape, devices) for shape in shapes)
 
 
 def _made(name: str | Collective, n: Any, workers: int, devices: int, config: dict[str, Any]) -> tuple[Collective, int]:
   """The collective of one device, and its number of entries."""
   _check_sizes(n=entries_of(n), workers=workers, devices=devices)
   collective = shaped(make_collective(name, **config), n, devices)
-  if isinstance(n, numbers.Integral):
-    return collective, -(-int(n) // devices)
-  return collective, sum(math.prod(_share(shape, devices)) for shape in flatten.shapes(n))
+  return collective, sum(map(math.prod, _shares(n, devices)))
 
 
 def _check_sizes(**sizes: int) -> None:

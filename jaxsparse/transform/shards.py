@@ -15,7 +15,6 @@ axes are Explicit.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsparse import _compat
+from jaxsparse import _compat, flatten
 from jaxsparse._compat import names_of
 from jaxsparse.comm import axes_of
 from jaxsparse.transform.groups import Group
@@ -61,7 +60,7 @@ class Shards:
     """
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs, strict=True):
       for size, part in zip(jnp.shape(leaf), spec, strict=False):
-        ways = math.prod(axes[name] for name in names_of(part or ()))
+        ways = _ways(part, axes)
         if size % ways:
           raise ValueError(
             f"parameters{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)} and the sharding {spec}, which cuts "
@@ -156,26 +155,37 @@ class Shards:
         joined[number] = piece.reshape(shard.shape)
     for (axes, _), numbers in alike.items():
       rows = jax.lax.all_gather(jnp.concatenate([pieces[number] for number in numbers]), axes)
-      ends = list(itertools.accumulate(pieces[number].size for number in numbers))
-      for number, columns in zip(numbers, jnp.split(rows, ends[:-1], axis=1), strict=True):
+      sizes = [pieces[number].size for number in numbers]
+      for number, columns in zip(numbers, flatten.parts(rows, sizes, axis=1), strict=True):
         joined[number] = columns.reshape(-1)[: shards[number].size].reshape(shards[number].shape)
     return joined
 
   def _piece(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
-    sizes, parts = dict(self.axes), [*spec, *[None] * (len(shape) - len(spec))]
-    ways = [math.prod(sizes[name] for name in names_of(part or ())) for part in parts]
-    shard = tuple(size // way for size, way in zip(shape, ways, strict=True))
-    copies = math.prod(sizes[name] for name in self._replicated(spec))
-    if copies == 1 or not math.prod(shard):
-      return shard
-    if shard and shard[0] % copies == 0:
-      return shard[0] // copies, *shard[1:]
-    return (-(-math.prod(shard) // copies),)
+    axes, parts = dict(self.axes), [*spec, *[None] * (len(shape) - len(spec))]
+    shard = tuple(size // _ways(part, axes) for size, part in zip(shape, parts, strict=True))
+    return share_of(shard, _ways(self._replicated(spec), axes))
 
   def _replicated(self, spec: PartitionSpec) -> tuple[str, ...]:
     """The axes inside along which devices hold copies, in the order of the mesh."""
     used = {name for part in spec for name in names_of(part or ())}
     return tuple(name for name in self.names if name not in used)
+
+
+def share_of(shape: tuple[int, ...], ways: int) -> tuple[int, ...]:
+  """The shape of one of equal shares of an array: rows where these divide, else a vector, the last one with padding.
+
+  Example:
+    >>> share_of((8, 6), 2), share_of((5, 3), 2)
+    ((4, 6), (8,))
+  """
+  if ways == 1 or (shape and shape[0] % ways == 0):
+    return (shape[0] // ways, *shape[1:]) if shape else shape
+  return (-(-math.prod(shape) // ways),)
+
+
+def _ways(part: Any, axes: dict[str, int]) -> int:
+  """Into how many blocks an entry of a PartitionSpec cuts a dimension."""
+  return math.prod(axes[name] for name in names_of(part or ()))
 
 
 def shards_of(comm: Comm, params: optax.Params, shardings: Any = None) -> Shards | None:
