@@ -51,8 +51,8 @@ _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images, or windows of text
 _OPTIMIZER = flags.DEFINE_multi_string(
   "optimizer",
   ["sgd"],
-  f"What follows the all-reduce, any of {', '.join(training.OPTIMIZERS)}; each may name its rate, as in adamw:0.001. "
-  "Repeat it, or separate by commas.",
+  f"What follows the all-reduce, any of {', '.join(training.OPTIMIZERS)}; each may name its rate, as in adamw:0.001, "
+  "and window_adam its window, as in window_adam:0.001:window=4. Repeat it, or separate by commas.",
 )
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "Peak rate of optimizers that name none; cosine decay.")
 _SEED = flags.DEFINE_multi_integer(

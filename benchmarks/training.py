@@ -19,12 +19,20 @@ from jaxsparse.train.engine import here
 
 CLASSES = 10
 CURVE_POINTS = 40  # evaluations during a run
-OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+
+
+def window_adam(rate: Any, window: int = 4) -> optax.GradientTransformation:
+  """Adam with the second moment of averages over a window of gradients."""
+  return optax.chain(js.scale_by_window_adam(window), optax.scale_by_learning_rate(rate))
+
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
   "sgd": optax.sgd,
   "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
   "adam": optax.adam,
   "adamw": optax.adamw,
   "lars": optax.lars,
+  "window_adam": window_adam,
 }
 
 
@@ -34,40 +42,53 @@ class Optimizer(NamedTuple):
   Attributes:
     name: one of `OPTIMIZERS`.
     rate: peak learning rate.
+    options: of the optimizer, besides the rate.
   """
 
   name: str
   rate: float
+  options: tuple[tuple[str, Any], ...] = ()
 
   def __str__(self) -> str:
-    return f"{self.name} {self.rate:g}"
+    return " ".join([self.name, f"{self.rate:g}", *(f"{option}={value}" for option, value in self.options)])
+
+  def make(self, rate: Any) -> optax.GradientTransformation:
+    """The optax transformation, with this rate or schedule."""
+    return OPTIMIZERS[self.name](rate, **dict(self.options))
 
 
 def parse_optimizers(values: Sequence[str], rate: float) -> list[Optimizer]:
   """The optimizers that the flag names, each once; `rate` is for those that name none of their own.
 
   Raises:
-    ValueError: for an unknown name, or a rate that is not a positive number.
+    ValueError: for an unknown name or option, or a rate that is not a positive number.
 
   Example:
-    >>> [str(optimizer) for optimizer in parse_optimizers(["adamw:0.003,sgd"], rate=0.1)]
-    ['adamw 0.003', 'sgd 0.1']
+    >>> [str(optimizer) for optimizer in parse_optimizers(["window_adam:0.003:window=4,sgd"], rate=0.1)]
+    ['window_adam 0.003 window=4', 'sgd 0.1']
   """
   labels = [label for value in values for label in value.split(",")]
   return [_optimizer(label, rate) for label in dict.fromkeys(labels)]
 
 
 def _optimizer(label: str, rate: float) -> Optimizer:
-  name, _, own = label.partition(":")
+  name, *parts = label.split(":")
   if name not in OPTIMIZERS:
     raise ValueError(f"--optimizer={label}, choose one of {', '.join(OPTIMIZERS)}")
+  own = parts.pop(0) if parts and "=" not in parts[0] else ""
   try:
     rate = float(own) if own else rate
   except ValueError:
     rate = 0.0
   if not 0 < rate < math.inf:
     raise ValueError(f"--optimizer={label}, choose a positive learning rate, as in {name}:0.001")
-  return Optimizer(name, rate)
+  try:
+    _, options = js.costs.collective_of(":".join([name, *parts]))
+    optimizer = Optimizer(name, rate, tuple(options.items()))
+    optimizer.make(rate)
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"--optimizer={label}: {error}; options are as in window_adam:0.001:window=4") from None
+  return optimizer
 
 
 class Run(NamedTuple):
@@ -203,7 +224,7 @@ def train(
 ) -> Run:
   """Trains `task` with one method; calls `on_step` with the step and the last measured accuracy."""
   schedule = optax.cosine_decay_schedule(optimizer.rate, steps)
-  tx = method.make(workers.axis, OPTIMIZERS[optimizer.name](schedule))
+  tx = method.make(workers.axis, optimizer.make(schedule))
   params = jax.tree.map(jnp.copy, task.params)  # the step donates them
   state = js.init(tx, params, workers.where)
   step = js.make_train_step(task.loss, tx, workers.where)
@@ -211,7 +232,8 @@ def train(
   few = min(steps, CURVE_POINTS // 2)  # closer together where accuracy changes most, at the start
   points = {round(point) for spread in (np.linspace, np.geomspace) for point in spread(1, steps, few)} | {steps}
   trace: dict[str, list[float]] = {name: [] for name in js.Metrics.names()}
-  run = Run(method.label, *optimizer, seed, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, [], [], [], trace)
+  label = js.costs.label_of(optimizer.name, dict(optimizer.options))
+  run = Run(method.label, label, optimizer.rate, seed, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, [], [], [], trace)
   times, batches = [], task.batches()
   for number in range(1, steps + 1):
     batch = next(batches)

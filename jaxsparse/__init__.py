@@ -46,6 +46,7 @@ from jaxsparse.collectives import (
   gtopk,
   make_collective,
   oktopk,
+  onebit,
   powersgd,
   qsgd,
   randomk,
@@ -63,6 +64,7 @@ from jaxsparse.train.starting import abstract_state
 from jaxsparse.train.step import TrainStep, init, make_train_step
 from jaxsparse.train.worker import StepMetrics
 from jaxsparse.transform import factories
+from jaxsparse.transform.adam import scale_by_window_adam
 from jaxsparse.transform.factories import make_transform
 from jaxsparse.transform.local import local_steps
 from jaxsparse.transform.metrics import Metrics, metrics
@@ -83,6 +85,7 @@ dense_transform = factories.transform_function(dense.Dense)
 gaussiank_transform = factories.transform_function(gaussiank.GaussianK)
 gtopk_transform = factories.transform_function(gtopk.GTopk)
 oktopk_transform = factories.transform_function(oktopk.OkTopk)
+onebit_transform = factories.transform_function(onebit.OneBit)
 powersgd_transform = factories.transform_function(powersgd.PowerSGD)
 qsgd_transform = factories.transform_function(qsgd.QSGD)
 randomk_transform = factories.transform_function(randomk.RandomK)
@@ -128,6 +131,7 @@ __all__ = [
   "own_params",
   "partial",
   "resize",
+  "scale_by_window_adam",
   "select",
   "simulate",
   "sparseloco",

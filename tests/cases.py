@@ -86,8 +86,12 @@ class Case(NamedTuple):
 
   @property
   def exact(self) -> bool:
-    """Whether small whole numbers arrive as they are. Levels are shares of the largest number, bases have roots."""
-    return self.name not in ("dcttopk", "powersgd", "qsgd") and "int8" not in str(self) and "2bit" not in str(self)
+    """Whether small whole numbers arrive as they are.
+
+    Levels are shares of the largest number, and bases and scales have roots.
+    """
+    rounds = self.name in ("dcttopk", "onebit", "powersgd", "qsgd")
+    return not rounds and "int8" not in str(self) and "2bit" not in str(self)
 
   @property
   def rounding(self) -> float:

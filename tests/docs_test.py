@@ -143,8 +143,8 @@ def test_sharded_models(tmp_path):
 
 
 def test_local_steps(tmp_path):
-  local, flush, momentum, corrected = snippets("docs/how_to/local_steps.md")
-  run("\n".join([CONTEXT, local, flush, momentum, TRAIN, corrected, TRAIN]), tmp_path)
+  local, flush, signs, momentum, corrected = snippets("docs/how_to/local_steps.md")
+  run("\n".join([CONTEXT, local, flush, signs, TRAIN, momentum, TRAIN, corrected, TRAIN]), tmp_path)
 
 
 @pytest.mark.parametrize("runs", [row([True], quick=True, id="disturbed"), row([False, True], id="both")])

@@ -49,7 +49,10 @@ _TASK = flags.DEFINE_enum("task", "lm", [*registry.TEXTS, *registry.IMAGES], "Wh
 _METHOD = flags.DEFINE_list("method", [DENSE, "spardl:density=0.01"], f"Methods to race, {methods.HELP}")
 flags.DEFINE_alias("algorithm", "method")
 _OPTIMIZER = flags.DEFINE_list(
-  "optimizer", ["adam:0.001"], f"Any of {', '.join(training.OPTIMIZERS)}, each with its rate; every method races each."
+  "optimizer",
+  ["adam:0.001"],
+  f"Any of {', '.join(training.OPTIMIZERS)}, each with its rate, and window_adam with its window, as in "
+  "window_adam:0.001:window=4; every method races each.",
 )
 _SCHEDULE = flags.DEFINE_enum("schedule", "constant", list(recipes.SCHEDULES), "Of the rate, over --steps.")
 _WARM_UP = flags.DEFINE_integer("warm_up", 0, "Steps in which the rate rises from 0.")

@@ -57,7 +57,7 @@ class Recipe(NamedTuple):
   def make(self) -> optax.GradientTransformation:
     """The optimizer behind the clipping."""
     clip = [optax.clip_by_global_norm(self.clip)] if self.clip else []
-    return optax.chain(*clip, training.OPTIMIZERS[self.optimizer.name](self.schedule_of()))
+    return optax.chain(*clip, self.optimizer.make(self.schedule_of()))
 
 
 class Preset(NamedTuple):

@@ -12,7 +12,7 @@ class Curve(NamedTuple):
 
   Attributes:
     method: as it was asked for.
-    optimizer: name:rate.
+    optimizer: its name, rate and options.
     seed: of the parameters and batches.
     steps: at which the model was evaluated.
     loss: on what is held out.
@@ -63,7 +63,7 @@ class Whole(NamedTuple):
 
   Attributes:
     method: as it was asked for.
-    optimizer: name:rate.
+    optimizer: its name, rate and options.
     seed: of the parameters and batches.
     rate: of the links.
     steps: at which the model was evaluated.

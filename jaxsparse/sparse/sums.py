@@ -37,6 +37,19 @@ def ordered_sum(x: jax.Array | LazySum, term: Callable[[jax.Array], jax.Array] =
   return columns[0]
 
 
+def row_sums(x: jax.Array) -> jax.Array:
+  """The sum of each row of f32[rows, m], by halves.
+
+  Example:
+    >>> row_sums(jnp.array([[1.0, 2.0, 4.0]]))
+    Array([7.], dtype=float32)
+  """
+  while x.shape[1] > 1:
+    half = -(-x.shape[1] // 2)
+    x = x[:, :half] + jnp.pad(x[:, half:], ((0, 0), (0, 2 * half - x.shape[1])))
+  return x[:, 0]
+
+
 def largest(x: jax.Array | LazySum) -> jax.Array:
   """The largest magnitude of f32[n], f32[]; NaN if there is one.
 

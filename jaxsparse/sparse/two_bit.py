@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxsparse.sparse.sums import row_sums
 from jaxsparse.types import Sparse
 
 BINS = 4
@@ -73,22 +74,14 @@ def quantized(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   # A product that a sum follows may become a fused multiply-add, in some programs only: so products are rounded to 22
   # bits, and so are quotients by a constant, which XLA makes products.
   rounded = lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=22)
-  mean = rounded(_sum(values) / count)
+  mean = rounded(row_sums(values) / count)
   apart = values - mean[:, None]
   squares = rounded(apart * apart)
-  width = _WIDTH * jnp.sqrt(_sum(squares) / max(1, count - 1))
+  width = _WIDTH * jnp.sqrt(row_sums(squares) / max(1, count - 1))
   width = jnp.where((width > 0) & jnp.isfinite(width), width, 1.0)
   codes = jnp.clip(jnp.round(apart / width[:, None] + BINS / 2), 0, BINS - 1).astype(jnp.int32)
   inside = codes[:, None] == jnp.arange(BINS, dtype=jnp.int32)[None, :, None]
   members = jnp.maximum(jnp.sum(inside, axis=2, dtype=jnp.int32), 1).astype(jnp.float32)
-  sums = _sum(jnp.where(inside, apart[:, None], 0.0).reshape(-1, count)).reshape(-1, BINS)
+  sums = row_sums(jnp.where(inside, apart[:, None], 0.0).reshape(-1, count)).reshape(-1, BINS)
   table = sums / members + mean[:, None]
   return codes, jnp.where(jnp.isfinite(values).all(axis=1)[:, None], table, jnp.nan)
-
-
-def _sum(x: jax.Array) -> jax.Array:
-  """The sum of each row, by halves."""
-  while x.shape[1] > 1:
-    half = -(-x.shape[1] // 2)
-    x = x[:, :half] + jnp.pad(x[:, half:], ((0, 0), (0, 2 * half - x.shape[1])))
-  return x[:, 0]

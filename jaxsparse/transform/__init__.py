@@ -11,6 +11,7 @@ checks        rejects states and gradients that do not fit, before anything is c
 local         `js.local_steps`: parameters that differ between workers, and their exchange
 own           what each worker of local steps has of its own
 named         `js.diloco`, `js.sparseloco`, `js.demo_transform`: chains with the defaults of their papers
+adam          `js.scale_by_window_adam`: for workers with optimizers of their own
 momentum      `js.momentum_corrected`, `js.warmed_up`: Deep Gradient Compression
 metrics       `js.metrics`, read from the state
 """

@@ -71,15 +71,19 @@ def test_windows_predict_each_byte_once():
 
 
 def test_optimizers_are_parsed_and_refused():
-  assert [tuple(one) for one in training.parse_optimizers(["adamw:0.003,sgd", "sgd"], 0.1)] == [
-    ("adamw", 0.003),
-    ("sgd", 0.1),
+  assert [tuple(one) for one in training.parse_optimizers(["adamw:0.003,sgd", "window_adam:window=8", "sgd"], 0.1)] == [
+    ("adamw", 0.003, ()),
+    ("sgd", 0.1, ()),
+    ("window_adam", 0.1, (("window", 8),)),
   ]
   for wrong, message in {
     "lion": "--optimizer=lion, choose one of sgd, momentum, adam, adamw, lars",
     "sgd:fast": "--optimizer=sgd:fast, choose a positive learning rate, as in sgd:0.001",
     "sgd:-1": "--optimizer=sgd:-1, choose a positive learning rate",
     "sgd:inf": "--optimizer=sgd:inf, choose a positive learning rate",
+    "window_adam:window=0": "--optimizer=window_adam:window=0: .*window=0, choose a whole number from 1 to",
+    "sgd:0.1:window=4": "--optimizer=sgd:0.1:window=4: .*window",
+    "adam:0.1:0.2": "--optimizer=adam:0.1:0.2: .*'0.2' is not of the form option=value; options are as in window_adam",
   }.items():
     with pytest.raises(ValueError, match=message):
       training.parse_optimizers([wrong], 0.1)

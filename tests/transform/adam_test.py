@@ -1,0 +1,98 @@
+"""Adam with the second moment of averages: optax's with a window of 1, and that of all workers with a window of P."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from tests.cases import normals
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+  with jax.numpy_dtype_promotion("standard"):  # optax needs it
+    yield
+
+
+def after(tx, grads):
+  """The last update and state, for f32[steps, n]."""
+
+  def step(state, grad):
+    updates, state = tx.update(grad, state)
+    return state, updates
+
+  state, updates = jax.lax.scan(step, tx.init(jnp.zeros_like(grads[0])), grads)
+  return updates[-1], state
+
+
+def test_a_window_of_one_is_optax():
+  grads = jnp.asarray(normals(0, 20, 50))
+  ours, theirs = (after(tx, grads)[0] for tx in (js.scale_by_window_adam(1), optax.scale_by_adam()))
+  np.testing.assert_allclose(ours, theirs, rtol=2e-6)
+
+
+def test_equals_the_formulas_in_numpy():
+  grads, window, (b1, b2, eps) = normals(1, 30, 40), 6, (0.8, 0.95, 1e-3)
+  b = (window - 1) / (window + 1)
+  m = a = v = np.zeros(40)
+  for t, g in enumerate(grads.astype(np.float64), 1):
+    m, a = b1 * m + (1 - b1) * g, b * a + (1 - b) * g
+    v = b2 * v + (1 - b2) * (a / (1 - b**t)) ** 2
+  expected = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps)
+  got, _ = after(js.scale_by_window_adam(window, b1, b2, eps), jnp.asarray(grads))
+  np.testing.assert_allclose(got, expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 16])
+def test_a_window_of_p_gives_a_worker_the_second_moment_of_all(workers):
+  """Of a mean that differs by entry, and noise that is independent from worker to worker and from step to step."""
+  steps, n = 4000, 500
+  rng = np.random.default_rng(0)
+  signal, noise = rng.normal(size=n), rng.normal(size=(workers, steps, n))
+  grads = (signal + 3.0 * noise).astype(np.float32)
+  of = lambda window, rows: np.asarray(after(js.scale_by_window_adam(window), jnp.asarray(rows))[1].nu)
+  ratio = of(workers, grads[0]) / of(1, grads.mean(0))
+  assert ratio.mean() == pytest.approx(1.0, abs=0.05)
+  assert np.mean(of(1, grads[0]) / of(1, grads.mean(0))) > 0.8 * workers * 9 / (9 + workers)
+
+
+@pytest.mark.parametrize("window", [0, -3, 2.5, True, "4", None, 10**9])
+def test_windows_are_checked(window):
+  with pytest.raises(ValueError, match=r"scale_by_window_adam: window=.*, choose a whole number from 1 to 1048576"):
+    js.scale_by_window_adam(window)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_a_window_of_numpy_is_a_number(kind):
+  grads = jnp.asarray(normals(0, 20, 50), jnp.bfloat16)
+  ours, plain = (after(js.scale_by_window_adam(window), grads) for window in (kind(255), 255))
+  jax.tree.map(np.testing.assert_array_equal, ours, plain)
+  assert {leaf.dtype for leaf in jax.tree.leaves((ours[0], ours[1].average, ours[1].nu))} == {jnp.dtype("bfloat16")}
+
+
+def test_signs_of_updates_train_to_the_loss_of_dense_adam():
+  """A noisy quadratic in the simulator: four workers exchange updates as signs, and one Adam is behind a dense mean."""
+  workers, n, steps = 4, 600, 300
+  curvature = jnp.logspace(-1, 1, n)
+  loss = lambda p, noise: 0.5 * jnp.sum(curvature * (p - 1) ** 2) + jnp.vdot(p, noise.sum(0))
+  comm = js.SimComm("workers", members=workers)
+  rate = optax.scale_by_learning_rate(0.01)
+  onebit = js.onebit_transform(comm)
+
+  def signs(window):
+    inner, outer = optax.chain(js.scale_by_window_adam(window), rate), optax.chain(onebit, optax.sgd(1.0))
+    return js.local_steps(inner, outer, every=1, apply_residual=True)
+
+  def end(tx):
+    params, step = jnp.zeros(n), js.make_train_step(loss, tx, comm)
+    state = js.init(tx, params, comm)
+    for number in range(steps):
+      params, state, _ = step(params, state, jnp.asarray(0.3 * normals(number, workers, n)))
+    return float(loss(params, jnp.zeros((1, n))))
+
+  dense = end(optax.chain(js.dense_transform(comm), optax.scale_by_adam(), rate))
+  assert end(signs(window=workers)) < 1.2 * dense
+  assert end(signs(window=1)) > 2 * dense  # so it is the window
+  assert end(optax.chain(onebit, optax.scale_by_adam(), rate)) > 5 * dense  # and that updates are exchanged
