@@ -45,19 +45,20 @@ def evidence(optimizer: str | None = None) -> list[Evidence]:
   """The evidence that comes with the library, from trainings with this optimizer; for `js.costs.advise`.
 
   Args:
-    optimizer: its name, as "adam"; None for all.
+    optimizer: its name, "adam", which includes kinds of it like window_adam; None for all.
 
   Raises:
     ValueError: for an optimizer without evidence, with those that have some.
 
   Example:
-    >>> {one.optimizer.split()[0] for one in evidence("adam")}
-    {'adam'}
+    >>> sorted({one.optimizer.split()[0] for one in evidence("adam")})
+    ['adam', 'window_adam']
   """
   kept = [Evidence(**row) for row in json.loads(_FILE.read_text())]
-  found = [one for one in kept if optimizer in (None, one.optimizer.split()[0])]
+  names = [one.optimizer.split()[0] for one in kept]
+  found = [one for one, name in zip(kept, names, strict=True) if optimizer in (None, name, *name.split("_"))]
   if not found:
-    known = dict.fromkeys(one.optimizer.split()[0] for one in kept)
+    known = dict.fromkeys(names)
     raise ValueError(f"evidence: no training with optimizer={optimizer!r}, choose one of {', '.join(known)}")
   return found
 
