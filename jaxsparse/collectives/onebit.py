@@ -39,7 +39,7 @@ class OneBit(Collective):
 
   so that `total + Σ_w residual_w` is what entered, to rounding. 1-bit Adam has one scale for a message, rounds the
   owner's own entries, too, and keeps the errors of sums apart. Q leaves 40 % of the energy of normal entries. The same
-  gradient in every step leaves a residual of some three times its norm; with EF-SignSGD's scale, the mean of |x|, it
+  gradient in every step leaves a residual of some three times its norm; with EF-SignSGD's scale, the mean of `|x|`, it
   would be more than ten times that.
 
   A step sends P − 1 + ⌈log₂P⌉ messages. They have a bit for each entry and a word for each block, both
