@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import flatten
+from jaxsparse.sparse.sums import rounded
 
 
 class _Region(NamedTuple):
@@ -134,6 +135,5 @@ def _sum(terms: list[jax.Array]) -> jax.Array:
   """The sum of products in their order, with the same bits in every program.
 
   The order of a matrix product depends on its sizes and on the machine, and the last bit of a sum near 0 is its sign.
-  Each product is rounded to 22 bits, else it may become part of a fused multiply-add, in some programs only.
   """
-  return functools.reduce(jnp.add, (jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=22) for x in terms))
+  return functools.reduce(jnp.add, map(rounded, terms))

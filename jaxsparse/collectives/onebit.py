@@ -19,7 +19,7 @@ import numpy as np
 from jaxsparse.collectives._base import Collective, check_fraction
 from jaxsparse.comm import all_gather, exchange, in_rank_order, topology
 from jaxsparse.sparse.bitset import BITS
-from jaxsparse.sparse.sums import row_sums
+from jaxsparse.sparse.sums import rounded, rounded_up, row_sums
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 _BLOCK = 1024  # entries, so that scales add a bit to every 32
@@ -117,7 +117,7 @@ def _counts(n: int, shape: tuple[int, int, int]) -> np.ndarray:
   return np.clip(n - starts, 0, block).reshape(regions, blocks).astype(np.int32)
 
 
-def encoded(x: jax.Array, shares: np.ndarray | jax.Array) -> jax.Array:
+def encoded(x: jax.Array, shares: jax.Array) -> jax.Array:
   """Signs and scales of blocks f32[..., block]: u32[..., block/32 + 1], the last word the scale.
 
   Args:
@@ -130,9 +130,11 @@ def encoded(x: jax.Array, shares: np.ndarray | jax.Array) -> jax.Array:
     Array([-5.,  5., -5.], dtype=float32)
   """
   flat = x.reshape(-1, x.shape[-1])
-  unit = _power_of_two(jnp.max(jnp.abs(flat), axis=1))  # so that squares neither overflow nor underflow
-  # A product that a sum follows may become a fused multiply-add, in some programs only: so they are rounded before it.
-  rounded = lambda product: jax.lax.reduce_precision(product, exponent_bits=8, mantissa_bits=22)
+  largest = jnp.max(jnp.abs(flat), axis=1)
+  unit = jnp.where(
+    largest == 0, 1.0, rounded_up(largest, bits=23)
+  )  # a power of two: squares neither over- nor underflow
+  unit = jnp.minimum(unit, 2.0**126)  # whose reciprocal is no subnormal
   squares = row_sums(rounded((flat / unit[:, None]) ** 2)).reshape(shares.shape)
   scale = rounded(unit.reshape(shares.shape) * jnp.sqrt(squares * shares))
   signs = (x < 0).reshape(*shares.shape, -1, BITS)
@@ -145,13 +147,6 @@ def decoded(words: jax.Array) -> jax.Array:
   signs = (words[..., :-1, None] & _bits(words.ndim + 1)) != 0
   scale = jax.lax.bitcast_convert_type(words[..., -1], jnp.float32)[..., None, None]
   return jnp.where(signs, -scale, scale).reshape(*words.shape[:-1], -1)
-
-
-def _power_of_two(x: jax.Array) -> jax.Array:
-  """The largest power of two up to x > 0, at most 2¹²⁶; 1 for 0, NaN for what is not finite."""
-  exponent = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
-  power = jnp.minimum(jax.lax.bitcast_convert_type(exponent, jnp.float32), 2.0**126)  # whose reciprocal is no subnormal
-  return jnp.where(jnp.isfinite(x), jnp.where(exponent == 0, 1.0, power), jnp.nan)
 
 
 def _bits(axes: int) -> jax.Array:

@@ -69,6 +69,18 @@ def _by_blocks(x: jax.Array | LazySum, reduced: Callable, combine: Callable) -> 
   return jax.lax.fori_loop(0, blocks, step, last) if blocks else last
 
 
+def rounded(x: jax.Array) -> jax.Array:
+  """Rounds x to 22 bits of mantissa, for a product that a sum follows.
+
+  Such a product may become a part of a fused multiply-add, in some programs only, and then has other bits.
+
+  Example:
+    >>> bool(rounded(jnp.float32(1 + 2.0**-23)) == 1)
+    True
+  """
+  return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=22)
+
+
 def rounded_up(x: jax.Array, bits: int) -> jax.Array:
   """The smallest f32 that is at least x ≥ 0 and whose last `bits` bits are 0.
 

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.sparse.sums import row_sums
+from jaxsparse.sparse.sums import rounded, row_sums
 from jaxsparse.types import Sparse
 
 BINS = 4
@@ -71,10 +71,7 @@ def quantized(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     ([[3, 1, 3, 1, 2, 1, 2, 1]], [[0.75, -4.75, 4.5, 8.0]])
   """
   count = values.shape[1]
-  # A product that a sum follows may become a fused multiply-add, in some programs only: so products are rounded to 22
-  # bits, and so are quotients by a constant, which XLA makes products.
-  rounded = lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=22)
-  mean = rounded(row_sums(values) / count)
+  mean = rounded(row_sums(values) / count)  # XLA makes a quotient by a constant a product
   apart = values - mean[:, None]
   squares = rounded(apart * apart)
   width = _WIDTH * jnp.sqrt(row_sums(squares) / max(1, count - 1))

@@ -51,11 +51,10 @@ def reduced(acc):
 def test_equals_the_formulas_in_numpy(workers, n):
   """Five steps on a mesh; 4,507 entries of three workers are regions of two blocks each."""
   mesh = mesh_of(workers)
-  tx = js.onebit_transform("workers")
+  tx = optax.chain(js.onebit_transform("workers"), optax.sgd(1.0))
   params = jnp.zeros(n)
   state = js.init(tx, params, mesh)
-  step = js.make_train_step(lambda p, x: jnp.vdot(p, x[0]), optax.chain(tx, optax.sgd(1.0)), mesh)
-  state = js.init(optax.chain(tx, optax.sgd(1.0)), params, mesh)
+  step = js.make_train_step(lambda p, x: jnp.vdot(p, x[0]), tx, mesh)
   residual = np.zeros((workers, n))
   for number in range(5):
     grads = normals(number, workers, n)
