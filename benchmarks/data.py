@@ -3,18 +3,20 @@
 import io
 import pathlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 FOLDS = 5  # of the digits, unless something else is asked for
+CLASSES = 10
 CIFAR10_FILES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 
 
 class Dataset(NamedTuple):
   """Images f32[count, height, width, channels] with mean 0 and deviation 1 over the training set, labels i32[count]."""
 
+  name: str
   train_images: np.ndarray
   train_labels: np.ndarray
   test_images: np.ndarray
@@ -47,25 +49,31 @@ def load(name: str, data_dir: str | None = None, fold: int = 0, folds: int = FOL
   raise ValueError(f"unknown dataset {name!r}, choose one of digits, cifar10")
 
 
-def batches(images: np.ndarray, labels: np.ndarray, size: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
-  """Endless shuffled batches of `size`, the same for the same seed; each epoch drops its incomplete last batch.
+def epochs(images: np.ndarray, labels: np.ndarray) -> Callable[[int, int, int], Iterator[dict[str, np.ndarray]]]:
+  """The stream of a task (`benchmarks.tasks.base`): shuffled epochs, each without its incomplete last batch."""
 
-  Raises:
-    ValueError: if there are fewer images than `size`.
-  """
-  check_size(images, size)
+  def stream(seed: int, workers: int, size: int) -> Iterator[dict[str, np.ndarray]]:
+    if workers * size > len(images):
+      raise ValueError(
+        f"a batch of {workers * size} does not fit in {len(images)} training images: use a smaller --batch_size"
+      )
+    return _epochs(images, labels, workers * size, seed)
+
+  return stream
+
+
+def seed_of(seed: int, worker: int) -> int:
+  """A seed of a worker's own."""
+  return int(np.random.SeedSequence([seed, worker]).generate_state(1)[0])
+
+
+def _epochs(images: np.ndarray, labels: np.ndarray, size: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
   random = np.random.default_rng(seed)
   while True:
     order = random.permutation(len(images))
     for start in range(0, len(order) - size + 1, size):
       chosen = order[start : start + size]
       yield {"input": images[chosen], "label": labels[chosen]}
-
-
-def check_size(images: np.ndarray, size: int) -> None:
-  """Raises ValueError if there are fewer images than `size`."""
-  if size > len(images):
-    raise ValueError(f"a batch of {size} does not fit in {len(images)} training images: use a smaller --batch_size")
 
 
 def _digits(fold: int, folds: int) -> Dataset:
@@ -75,7 +83,7 @@ def _digits(fold: int, folds: int) -> Dataset:
   digits = load_digits()
   images = digits.images[..., None].astype(np.float32)
   test = np.arange(len(images)) % folds == fold
-  return _standardized(images[~test], digits.target[~test], images[test], digits.target[test])
+  return _standardized("digits", images[~test], digits.target[~test], images[test], digits.target[test])
 
 
 def _cifar10(folder: pathlib.Path) -> Dataset:
@@ -89,7 +97,7 @@ def _cifar10(folder: pathlib.Path) -> Dataset:
     )
   *train, (test_images, test_labels) = (_cifar10_file(folder / name) for name in CIFAR10_FILES)
   images, labels = (np.concatenate(parts) for parts in zip(*train, strict=True))
-  return _standardized(images, labels, test_images, test_labels)
+  return _standardized("cifar10", images, labels, test_images, test_labels)
 
 
 def _cifar10_file(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
@@ -128,8 +136,9 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _standardized(
-  train_images: np.ndarray, train_labels: np.ndarray, test_images: np.ndarray, test_labels: np.ndarray
+  name: str, train_images: np.ndarray, train_labels: np.ndarray, test_images: np.ndarray, test_labels: np.ndarray
 ) -> Dataset:
   mean, deviation = train_images.mean(), train_images.std() + 1e-6
   scale = lambda images: ((images - mean) / deviation).astype(np.float32)
-  return Dataset(scale(train_images), train_labels.astype(np.int32), scale(test_images), test_labels.astype(np.int32))
+  labels = train_labels.astype(np.int32), test_labels.astype(np.int32)
+  return Dataset(name, scale(train_images), labels[0], scale(test_images), labels[1])

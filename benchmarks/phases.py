@@ -17,7 +17,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse as js
-from benchmarks import data, training
+from benchmarks import data
+from benchmarks.tasks import small
+from benchmarks.tasks.base import model_of
 from benchmarks.workers import Workers, here
 from jaxsparse import flatten, launch
 from jaxsparse.launch import guard
@@ -97,21 +99,22 @@ class Training:
 
   def __init__(self, place: Workers, settings: Settings):
     self.place, self.settings = place, settings
-    self._task = training.make_task("cnn", data.load("digits"), place, settings.batch // place.size, settings.seed)
+    self._task = small.make("cnn", data.load("digits"))
+    self._model = model_of(self._task, settings.seed)
     schedule = optax.cosine_decay_schedule(settings.rate, settings.steps)
     sparse = js.spardl_transform(place.axis, density=settings.density)
     self.tx = optax.chain(sparse, _summed(), optax.sgd(schedule))
-    self._step = js.make_train_step(self._task.loss, self.tx, place.where)
-    self._gradient = jax.jit(lambda params, batch: flatten.flatten(jax.grad(self._task.loss)(params, batch))[0])
+    self._step = js.make_train_step(self._model.plain_loss, self.tx, place.where)
+    self._gradient = jax.jit(lambda params, batch: flatten.flatten(jax.grad(self._model.plain_loss)(params, batch))[0])
 
   def first(self) -> tuple[Any, Any]:
     """(params, state) before the first step."""
-    params = self._everywhere(self._task.params)
+    params = self._everywhere(self._model.params)
     return params, js.init(self.tx, params, self.place.where)
 
   def like(self, workers: int) -> tuple[Any, Any]:
     """What a checkpoint of so many workers is restored into."""
-    params = self._everywhere(self._task.params)
+    params = self._everywhere(self._model.params)
     return params, js.abstract_state(self.tx, params, self.place.where, workers=workers)
 
   def train(
@@ -126,7 +129,8 @@ class Training:
       steps: the numbers of the steps that are done before each step.
       then: (step, params, state, gradients).
     """
-    for number, batch in zip(steps, itertools.islice(self._task.batches(), steps.start, None), strict=False):
+    batches = self._task.batches(self.settings.seed, self.place, self.settings.batch // self.place.size)
+    for number, batch in zip(steps, itertools.islice(batches, steps.start, None), strict=False):
       if self.place.reports:
         gradients = gradients + np.asarray(self._gradient(jax.tree.map(_local, params), batch))
       params, state, metrics = self._step(params, state, batch)
@@ -140,7 +144,7 @@ class Training:
     left = gradients - delivered(state)
     size = np.abs(gradients).sum() or 1.0
     return Outcome(
-      self._task.accuracy(params),
+      self._model.accuracy(params),
       float(1 - np.abs(left).sum() / size),
       float(np.abs(left - _flat(owed)).sum() / size),
     )

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxsparse as js
 from benchmarks import entry, workers
 from benchmarks.tasks import lm
+from benchmarks.tasks.base import model_of
 from jaxsparse import flatten
 from jaxsparse.train.engine import Engine, engine_of
 
@@ -43,14 +44,15 @@ def path_in(folder: str | pathlib.Path) -> pathlib.Path:
 
 def record(path: pathlib.Path, size: int = _WORKERS, skipped: int = _SKIPPED, steps: int = _STEPS) -> None:
   """Trains, and writes the gradients of `size` workers in `steps` steps behind the first `skipped` ones."""
-  task = lm.make(lm.load(), workers.here("sim", size), _BATCH, seed=0)
-  gradient = jax.jit(jax.vmap(jax.grad(task.loss), (None, 0)))
+  task = lm.small()
+  model = model_of(task, seed=0)
+  gradient = jax.jit(jax.vmap(jax.grad(model.plain_loss), (None, 0)))
   rows = jax.jit(jax.vmap(lambda grads: flatten.flatten(grads)[0]))
   path.parent.mkdir(parents=True, exist_ok=True)
   beside = path.with_suffix(".new")
   file = np.lib.format.open_memmap(beside, "w+", np.float32, (size, steps, task.entries))
-  params, state = task.params, None
-  for number, batch in enumerate(itertools.islice(task.batches(), skipped + steps)):
+  params, state = model.params, None
+  for number, batch in enumerate(itertools.islice(task.stream(0, size, _BATCH), skipped + steps)):
     grads = gradient(params, jax.tree.map(lambda x: x.reshape(size, _BATCH, *x.shape[1:]), batch))
     if number >= skipped:
       file[:, number - skipped] = rows(grads)

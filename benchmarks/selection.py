@@ -40,9 +40,11 @@ import rich.table
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import data, entry, report, training, workers
+from benchmarks import data, entry, report, workers
 from benchmarks.alone import READ, Update, fallbacks, milliseconds, pass_table, seconds_of, update_alone, update_table
 from benchmarks.report import Goal
+from benchmarks.tasks import small
+from benchmarks.tasks.base import model_of
 from jaxsparse import flatten
 from jaxsparse.select import candidates, exact, threshold
 from jaxsparse.select.blocks import Blocks
@@ -61,8 +63,9 @@ def _heavy_tail(random: np.random.Generator, n: int) -> np.ndarray:
 def _gradients(random: np.random.Generator, n: int) -> np.ndarray:
   """Gradients of one batch after the other, at the parameters after a few steps, as the library flattens them."""
   seed = int(random.integers(2**31))
-  task = training.make_task("cnn", data.load("digits"), workers.here("sim", 1), batch_size=16, seed=seed)
-  gradient, params, batches = jax.jit(jax.grad(task.loss)), task.params, task.batches()
+  task = small.make("cnn", data.load("digits"))
+  model, batches = model_of(task, seed), task.stream(seed, 1, 16)
+  gradient, params = jax.jit(jax.grad(model.plain_loss)), model.params
   for batch in itertools.islice(batches, _WARM_UP):
     params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient(params, batch))
   parts = itertools.islice(batches, math.ceil(n / task.entries))

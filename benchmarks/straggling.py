@@ -36,7 +36,9 @@ from absl import flags
 from jax.experimental import multihost_utils
 
 import jaxsparse as js
-from benchmarks import data, entry, report, training, workers
+from benchmarks import data, entry, report, workers
+from benchmarks.tasks import small
+from benchmarks.tasks.base import Batch, model_of
 from jaxsparse import launch
 
 _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.")
@@ -75,17 +77,15 @@ class _Task:
   """The task of one worker, and the time it takes for a step."""
 
   def __init__(self, number: int):
-    place = workers.Workers(js.SimComm("workers", members=1), "workers", 1, shares=1, number=0)
-    self.digits = data.load("digits")
-    self.task = training.make_task("mlp", self.digits, place, _BATCH_SIZE.value, _SEED.value)
+    self._task = small.make("mlp", data.load("digits"))
+    self.model = model_of(self._task, _SEED.value)
     self.tx = optax.sgd(_LEARNING_RATE.value, momentum=0.9)
     slow = number >= _WORKERS.value - _SLOW.value
     self.pace = _PACE.value * (_FACTOR.value if slow else 1)
 
-  def batches(self, size: int, number: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """Endless batches, others for each number."""
-    seed = int(np.random.SeedSequence([_SEED.value, number]).generate_state(1)[0])
-    return data.batches(self.digits.train_images, self.digits.train_labels, size, seed)
+  def batches(self, workers: int, number: int = 0) -> Iterator[Batch]:
+    """Endless batches of so many workers, others for each number."""
+    return self._task.stream(data.seed_of(_SEED.value, number), workers, _BATCH_SIZE.value)
 
 
 class _Finish:
@@ -112,12 +112,12 @@ def _all_reduce(folder: pathlib.Path) -> None:
   place = workers.here("processes", _WORKERS.value)
   own = _Task(place.number)
   tx = optax.chain(js.make_transform("dense", place.axis), own.tx)
-  params = own.task.params
-  state, step = js.init(tx, params, place.where), js.make_train_step(own.task.loss, tx, place.where)
-  batches = own.batches(_BATCH_SIZE.value * place.size)
+  params = own.model.params
+  state, step = js.init(tx, params, place.where), js.make_train_step(own.model.plain_loss, tx, place.where)
+  batches = own.batches(place.size)
   params, state, _ = step(params, state, next(batches))  # compiles
-  own.task.accuracy(params)
-  finish, done, iterations = _Finish(folder, "all-reduce", own.task.accuracy), False, 1
+  own.model.accuracy(params)
+  finish, done, iterations = _Finish(folder, "all-reduce", own.model.accuracy), False, 1
   while not done:
     time.sleep(own.pace)
     params, state, _ = step(params, state, next(batches))
@@ -132,18 +132,18 @@ def _partial(folder: pathlib.Path, number: int, address: str, run: str) -> None:
 
   @jax.jit
   def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
-    updates, state = own.tx.update(jax.grad(own.task.loss)(params, batch), state, params)
+    updates, state = own.tx.update(jax.grad(own.model.plain_loss)(params, batch), state, params)
     return optax.apply_updates(params, updates), state
 
-  batches = own.batches(_BATCH_SIZE.value, number)
-  params, state = own.task.params, own.tx.init(own.task.params)
+  batches = own.batches(1, number)
+  params, state = own.model.params, own.tx.init(own.model.params)
   jax.block_until_ready(step(params, state, next(batches)))  # compiles
-  own.task.accuracy(params)
+  own.model.accuracy(params)
   with js.partial.Worker(address, number, params) as worker:
     (folder / f"ready{number}").touch()
     while not (folder / "go").exists():
       time.sleep(0.005)
-    finish, done = _Finish(folder, run, own.task.accuracy), False
+    finish, done = _Finish(folder, run, own.model.accuracy), False
     params, iteration = worker.params, worker.iteration
     while not done:
       time.sleep(own.pace)

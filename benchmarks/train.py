@@ -28,8 +28,9 @@ import rich.progress
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import data, entry, methods, models, papers, report, training, workers
-from benchmarks.tasks import lm
+from benchmarks import data, entry, methods, papers, recipes, report, training, workers
+from benchmarks.tasks import lm, small
+from benchmarks.tasks.base import Task
 
 _ALGORITHM = flags.DEFINE_multi_string(
   "algorithm", ["spardl", "dense"], f"All-reduces to compare, in this order, or 'all', {methods.HELP}"
@@ -43,7 +44,7 @@ _TEAMS = flags.DEFINE_integer("teams", 1, "Teams of workers for SparDL; a diviso
 _TASK = flags.DEFINE_enum(
   "task", "images", ["images", "lm"], "images: --model on --dataset; lm: a byte-level language model, see tasks/lm.py."
 )
-_MODEL = flags.DEFINE_enum("model", "cnn", models.MODELS, "The model to train on images.")
+_MODEL = flags.DEFINE_enum("model", "cnn", list(small.MODELS), "The model to train on images.")
 _DATASET = flags.DEFINE_enum("dataset", "digits", ["digits", "cifar10"], "digits ships inside scikit-learn.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "For cifar10: the folder that holds cifar-10-batches-py.")
 _STEPS = flags.DEFINE_integer("steps", 1500, "Training steps of each algorithm.")
@@ -51,7 +52,7 @@ _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images, or windows of text
 _OPTIMIZER = flags.DEFINE_multi_string(
   "optimizer",
   ["sgd"],
-  f"What follows the all-reduce, any of {', '.join(training.OPTIMIZERS)}; each may name its rate, as in adamw:0.001, "
+  f"What follows the all-reduce, any of {', '.join(recipes.OPTIMIZERS)}; each may name its rate, as in adamw:0.001, "
   "and window_adam its window, as in window_adam:0.001:window=4. Repeat it, or separate by commas.",
 )
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "Peak rate of optimizers that name none; cosine decay.")
@@ -72,7 +73,7 @@ class Plan(NamedTuple):
   """The runs to do: every algorithm with every optimizer, from every seed, on every fold of the data."""
 
   algorithms: list[methods.Method]
-  optimizers: list[training.Optimizer]
+  optimizers: list[recipes.Optimizer]
   seeds: list[int]
   folds: int
 
@@ -92,35 +93,25 @@ def _check_flags() -> Plan:
     raise ValueError(f"--trace={unknown[0]}, choose from {', '.join(js.Metrics.names())}")
   return Plan(
     methods.parse("algorithm", _ALGORITHM.value, _WORKERS.value, density=_DENSITY.value, teams=_TEAMS.value),
-    training.parse_optimizers(_OPTIMIZER.value, _LEARNING_RATE.value),
+    recipes.parse_optimizers(_OPTIMIZER.value, _LEARNING_RATE.value),
     list(dict.fromkeys(_SEED.value)),
     _FOLDS.value,
   )
 
 
-def _make_tasks(plan: Plan, place: workers.Workers) -> tuple[dict[tuple[int, int], training.Task], str]:
-  """The task from each seed and fold, and its model and data in words."""
-  settings = (place, _BATCH_SIZE.value)
+def _make_tasks(plan: Plan) -> list[Task]:
+  """The task on each fold."""
   if _TASK.value == "lm":
-    text = lm.load()
-    tasks = {(seed, 0): lm.make(text, *settings, seed) for seed in plan.seeds}
-    model, source = "transformer", str(text)
-  else:
-    folds = plan.folds if plan.folds > 1 else data.FOLDS
-    tasks = {
-      (seed, fold): training.make_task(_MODEL.value, images, *settings, seed)
-      for fold in range(plan.folds)
-      for images in [data.load(_DATASET.value, _DATA_DIR.value, fold, folds)]
-      for seed in plan.seeds
-    }
-    model, source = _MODEL.value, _DATASET.value
-  return tasks, f"{model} ({next(iter(tasks.values())).entries:,} parameters) on {source}"
+    return [lm.small()]
+  folds = plan.folds if plan.folds > 1 else data.FOLDS
+  load = lambda fold: data.load(_DATASET.value, _DATA_DIR.value, fold, folds)
+  return [small.make(_MODEL.value, load(fold)) for fold in range(plan.folds)]
 
 
 def _compare(plan: Plan, place: workers.Workers, console: rich.console.Console) -> tuple[list[training.Run], str]:
   """Trains every run of the plan behind a progress bar, and keeps each; the runs, and the title of their table."""
-  tasks, title = _make_tasks(plan, place)
-  title += f", {place}, density {_DENSITY.value:g}"
+  tasks = _make_tasks(plan)
+  title = f"{tasks[0]}, {place}, density {_DENSITY.value:g}"
   if _OPTIMIZER.value != ["sgd"]:
     title += f", {', '.join(map(str, plan.optimizers))}"
   columns = [
@@ -133,14 +124,17 @@ def _compare(plan: Plan, place: workers.Workers, console: rich.console.Console) 
   runs: list[training.Run] = []
   console.print(title, soft_wrap=True)
   with rich.progress.Progress(*columns, console=console) as progress:
-    for optimizer, method, ((seed, fold), task) in itertools.product(plan.optimizers, plan.algorithms, tasks.items()):
-      name = [str(optimizer)] * (len(plan.optimizers) > 1) + [method.label] + [f"{seed} {fold}"] * (len(tasks) > 1)
+    runs_of = itertools.product(plan.optimizers, plan.algorithms, enumerate(tasks), plan.seeds)
+    for optimizer, method, (fold, task), seed in runs_of:
+      several = len(tasks) * len(plan.seeds) > 1
+      name = [str(optimizer)] * (len(plan.optimizers) > 1) + [method.label] + [f"{seed} {fold}"] * several
       bar = progress.add_task(" ".join(name), total=_STEPS.value, accuracy=0.0)
 
       def on_step(number: int, accuracy: float, bar: Any = bar) -> None:
         progress.update(bar, completed=number, accuracy=accuracy)
 
-      run = training.train(task, method, place, _STEPS.value, optimizer, seed, on_step)
+      recipe = recipes.Recipe(optimizer, "cosine", steps=_STEPS.value)
+      run = training.train(task, method, recipe, place, _BATCH_SIZE.value, seed, on_step)
       runs.append(run._replace(fold=fold))
       progress.remove_task(bar)
       if place.reports:

@@ -5,11 +5,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import optax
 
 import jaxsparse as js
-from benchmarks import data, report, training, workers
+from benchmarks import data, report
+from benchmarks.tasks import small
+from benchmarks.tasks.base import model_of
 from jaxsparse.partial.simulation import METHODS
 
 GROUPED = ("constant", "dynamic", "initial")
@@ -153,40 +154,32 @@ class Bench:
 
   def __init__(self, settings: Settings) -> None:
     self._settings = settings
-    place = workers.here("sim", 1)
     folds = settings.folds if settings.folds > 1 else data.FOLDS
-    self._dataset = functools.cache(lambda fold: data.load("digits", fold=fold, folds=folds))
-    self._task = functools.cache(
-      lambda seed, fold: training.make_task("mlp", self._dataset(fold), place, settings.batch_size, seed)
-    )
+    self._task = functools.cache(lambda fold: small.make("mlp", data.load("digits", fold=fold, folds=folds)))
 
   def simulate(self, method: Method, environment: Environment, seed: int, fold: int = 0) -> js.partial.Simulation:
     """One run."""
-    task, given, images = self._task(seed, fold), self._settings, self._dataset(fold)
+    task, given = self._task(fold), self._settings
+    model = model_of(task, seed)
     slow = [given.slow_link] * environment.slow_links
     size, level, jitter, _, occupancy = environment
     return js.partial.simulate(
       method.name,
-      task.loss,
-      task.params,
-      lambda worker: data.batches(images.train_images, images.train_labels, given.batch_size, _stream(seed, worker)),
+      model.plain_loss,
+      model.params,
+      lambda worker: task.stream(data.seed_of(seed, worker), 1, given.batch_size),
       js.partial.sharing(size, level, jitter=jitter, occupancy=occupancy),
       tx=optax.sgd(size / given.workers * given.rate, momentum=0.9),
       seconds=given.limit,
       alpha=given.wire / 100,
       beta=given.wire / (4 * task.entries),
       links=[*slow, *[1.0] * (size - len(slow))],
-      evaluate=task.accuracy,
+      evaluate=model.accuracy,
       every=0.5,
       target=given.target,
       seed=seed,
       **method.options,
     )
-
-
-def _stream(seed: int, worker: int) -> int:
-  """A seed of a worker's own."""
-  return int(np.random.SeedSequence([seed, worker]).generate_state(1)[0])
 
 
 def row(

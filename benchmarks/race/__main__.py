@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 import rich.console
 from absl import flags
 
-from benchmarks import entry, methods, netlab, papers, programs, recorded, report, training, workers
-from benchmarks.race import measuring, recipes
+from benchmarks import entry, methods, netlab, papers, programs, recipes, recorded, report, workers
+from benchmarks.race import measuring, presets
 from benchmarks.race import report as tables
 from benchmarks.race.measuring import Length, Race, Runner
 from benchmarks.race.results import KINDS, Results
@@ -44,14 +44,14 @@ from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task
 from jaxsparse import launch
 
-_PRESET = flags.DEFINE_enum("preset", None, list(recipes.PRESETS), recipes.HELP)
+_PRESET = flags.DEFINE_enum("preset", None, list(presets.PRESETS), presets.HELP)
 _TASK = flags.DEFINE_enum("task", "lm", [*registry.TEXTS, *registry.IMAGES], "What to train; see benchmarks/tasks.")
 _METHOD = flags.DEFINE_list("method", [DENSE, "spardl:density=0.01"], f"Methods to race, {methods.HELP}")
 flags.DEFINE_alias("algorithm", "method")
 _OPTIMIZER = flags.DEFINE_list(
   "optimizer",
   ["adam:0.001"],
-  f"Any of {', '.join(training.OPTIMIZERS)}, each with its rate, and window_adam with its window, as in "
+  f"Any of {', '.join(recipes.OPTIMIZERS)}, each with its rate, and window_adam with its window, as in "
   "window_adam:0.001:window=4; every method races each.",
 )
 _SCHEDULE = flags.DEFINE_enum("schedule", "constant", list(recipes.SCHEDULES), "Of the rate, over --steps.")
@@ -113,7 +113,7 @@ def _plan() -> Plan:
   except ValueError:
     raise ValueError(f"--seed={','.join(_SEED.value)}, give whole numbers, separated by commas") from None
   chosen = sorted(methods.parse("method", _METHOD.value, _HOSTS.value), key=lambda method: method.label != DENSE)
-  optimizers = training.parse_optimizers(_OPTIMIZER.value, rate=0.001)
+  optimizers = recipes.parse_optimizers(_OPTIMIZER.value, rate=0.001)
   made = [recipes.Recipe(one, _SCHEDULE.value, _WARM_UP.value, _CLIP.value, _STEPS.value) for one in optimizers]
   runners = [Runner(method, recipe) for method in chosen for recipe in made]
   length = Length(_STEPS.value, _MOST.value or 2 * _STEPS.value, _EVERY.value, _TARGET.value)
@@ -219,13 +219,13 @@ def _report(results: Results, console: rich.console.Console) -> None:
 
 def main() -> None:
   """Measures what the results lack, and reports."""
-  recipes.apply(_PRESET.value)
+  presets.apply(_PRESET.value)
   plan = _plan()
   if launch.is_rank():
     _rank(plan)
     return
   console = workers.make_console(stderr=_JSON.value)
-  if preset := recipes.PRESETS.get(_PRESET.value or ""):
+  if preset := presets.PRESETS.get(_PRESET.value or ""):
     console.print(f"{preset.paper}: {preset.paper_steps:,} steps there, {_STEPS.value:,} here", highlight=False)
   results = Results(_path(), plan.setting)
   try:

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec
 import jaxsparse as js
 from benchmarks.hosts import sent_bytes
 from benchmarks.methods import Method
-from benchmarks.race.recipes import Recipe
 from benchmarks.race.results import Advised, Curve, Pace, Whole
-from benchmarks.race.trainer import Trainer
+from benchmarks.recipes import Recipe
 from benchmarks.tasks.base import Task
+from benchmarks.trainer import Trainer
 from benchmarks.workers import AXIS, Workers
 from jaxsparse.comm import SoloComm
 from jaxsparse.train import timing
@@ -85,16 +85,17 @@ def curve(
 ) -> None:
   """Trains one method; `keep` gets the curve so far at each evaluation, `show` each step and its loss."""
   trainer = Trainer(race.task, runner.method, runner.recipe, race.place, race.batch_size, seed)
-  so_far = Curve(runner.method.label, runner.optimizer, seed, [], [], [], 0.0)
+  so_far, words, drift = Curve(runner.method.label, runner.optimizer, seed, [], [], [], 0.0), 0.0, 0.0
   while not length.is_done(trainer.steps, so_far.loss):
     show(trainer.steps + 1, trainer.step())
-    trainer.count()
+    found = trainer.metrics()
+    words, drift = words + found["words_sent"], max(drift, found["drift"])
     if trainer.steps % length.every == 0 or trainer.steps in (length.steps, length.most):
       loss, accuracy = trainer.evaluate()
       so_far.steps.append(trainer.steps)
       so_far.loss.append(loss)
       so_far.accuracy.append(accuracy)
-      keep(so_far._replace(words=trainer.words / trainer.steps, drift=trainer.drift))
+      keep(so_far._replace(words=words / trainer.steps, drift=drift))
 
 
 def whole(
@@ -168,7 +169,7 @@ def _compute(race: Race, trainer: Trainer, watch: timing.Stopwatch) -> float:
     return jax.tree.map(lambda x: x[None], grads)
 
   backward = engine.jit(gradients, (PartitionSpec(), split, split), split)
-  given = engine.place((trainer.next_batch(), trainer.statistics), (split, split))
+  given = engine.place((next(trainer.batches), trainer.statistics), (split, split))
   return statistics.median(watch.time(backward, trainer.params, *given)[0] for _ in range(_REPETITIONS + 1))
 
 
@@ -178,7 +179,7 @@ def _parts(race: Race, runner: Runner, trainer: Trainer, watch: timing.Stopwatch
   worker = Worker(trainer.model.loss, runner.method.make(comm, runner.recipe.make()), False, "mean", "worker", 1)
   same, split = PartitionSpec(), PartitionSpec(AXIS)
   compute = _compute(race, trainer, watch)
-  given = engine.place((trainer.next_batch(), trainer.statistics), (split, split))
+  given = engine.place((next(trainer.batches), trainer.statistics), (split, split))
   state, own = started(engine, start_of(engine, worker.tx), trainer.params)
 
   def alone(params: Any, state: Any, batch: Any, running: Any) -> tuple[Any, Any]:

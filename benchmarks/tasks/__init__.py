@@ -1,4 +1,4 @@
 """Tasks of training runs: a model, its training data, and held-out data to measure it on.
 
-One task a file. Those of `benchmarks.race` follow the protocol of `benchmarks.tasks.base`.
+One task a file, `base` has what they have in common.
 """

@@ -1,7 +1,9 @@
-"""The protocol of a task that `benchmarks.race` trains: a model, its loss, its batches and what is held out."""
+"""The protocol of a task of training: a model, its loss, its batches and what is held out."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,36 +11,46 @@ import numpy as np
 import optax
 from flax import nnx
 
+from benchmarks.workers import Workers
+from jaxsparse.train.engine import here
+
 IGNORED = -1  # a label that is not to be predicted
 _PART = 128  # inputs that are evaluated at once
 
-Arrays = tuple[np.ndarray, np.ndarray]  # inputs and labels
+Arrays: TypeAlias = tuple[np.ndarray, np.ndarray]  # inputs and labels
+Batch: TypeAlias = dict[str, np.ndarray]  # the same by name: input, label
+Stream: TypeAlias = Callable[[int, int, int], Iterator[Batch]]
 
 
 class Task(NamedTuple):
   """A model and its data.
 
+  Labels are i32 with the shape of the logits but their last axis, one or many for each input; `IGNORED` marks those
+  that are not to be predicted.
+
   Attributes:
     name: of the task.
-    source: the data in words, with their hash.
+    source: the data in words.
     module: seed -> the untrained model, from inputs to logits over the last axis.
-    draw: (random, size) -> inputs and labels i32 of a batch of one worker; labels have the shape of the logits but
-      their last axis, and `IGNORED` marks those that are not to be predicted.
+    stream: (seed, workers, size) -> endless batches, the same for the same arguments, of `size` inputs of each worker,
+      one worker's after the other's; ValueError at once if there are not so many.
     held_out: inputs and labels to be tested on.
+    train: inputs and labels of the training set, if the loss on all of it is asked for.
 
   Example:
     >>> data = np.zeros((4, 2), np.float32), np.zeros(4, np.int32)
     >>> module = lambda seed: nnx.Linear(2, 3, rngs=nnx.Rngs(seed))
-    >>> task = Task("one", "zeros", module, lambda random, size: tuple(x[:size] for x in data), data)
-    >>> task.batch(seed=0, step=0, workers=2, size=1)["input"].shape, task.entries
+    >>> task = Task("one", "zeros", module, drawn(lambda random, size: tuple(x[:size] for x in data)), data)
+    >>> next(task.stream(0, 2, 1))["input"].shape, task.entries
     ((2, 2), 9)
   """
 
   name: str
   source: str
   module: Callable[[int], nnx.Module]
-  draw: Callable[[np.random.Generator, int], Arrays]
+  stream: Stream
   held_out: Arrays
+  train: Arrays | None = None
 
   def __str__(self) -> str:
     return f"{self.name} ({self.entries:,} parameters) on {self.source}"
@@ -48,56 +60,82 @@ class Task(NamedTuple):
     """Number of gradient entries n."""
     return entries_of(lambda: self.module(0))
 
-  def batch(self, seed: int, step: int, workers: int, size: int) -> dict[str, np.ndarray]:
-    """The batch of a step, one worker's inputs after the other's: `size` each, decided by seed, step and worker."""
-    shares = [self.draw(np.random.default_rng([seed, step, worker]), size) for worker in range(workers)]
-    inputs, labels = (np.concatenate(parts) for parts in zip(*shares, strict=True))
-    return {"input": inputs, "label": labels}
+  def batches(self, seed: int, place: Workers, size: int) -> Iterator[Batch]:
+    """What this process gives of the batches of all workers, `size` inputs of each."""
+    share = place.share(size)
+    return (jax.tree.map(lambda x: x[share], batch) for batch in self.stream(seed, place.size, size))
+
+
+def drawn(draw: Callable[[np.random.Generator, int], Arrays]) -> Stream:
+  """Batches of which each worker draws its share, decided by seed, step and worker: draw(random, size)."""
+
+  def stream(seed: int, workers: int, size: int) -> Iterator[Batch]:
+    for step in itertools.count():
+      shares = [draw(np.random.default_rng([seed, step, worker]), size) for worker in range(workers)]
+      inputs, labels = (np.concatenate(parts) for parts in zip(*shares, strict=True))
+      yield {"input": inputs, "label": labels}
+
+  return stream
 
 
 class Model(NamedTuple):
   """The model of a task as functions of its parameters.
 
   Attributes:
+    structure: the model without its values.
     params: before the first step.
     statistics: what the model counts beside them, running means of batch normalization: a pytree, maybe without leaves.
-    loss: (params, batch, model_state=statistics) -> (mean cross-entropy f32[], next statistics).
-    evaluate: (params, statistics) -> mean loss and accuracy over what is held out.
+    held_out: inputs and labels to be tested on.
   """
 
+  structure: nnx.GraphDef
   params: Any
   statistics: Any
-  loss: Callable[..., tuple[jax.Array, Any]]
-  evaluate: Callable[[Any, Any], tuple[float, float]]
+  held_out: Arrays
+
+  def loss(self, params: Any, batch: Batch, model_state: Any) -> tuple[jax.Array, Any]:
+    """Mean cross-entropy f32[] of a batch, and the next statistics."""
+    module = nnx.merge(self.structure, params, *model_state, copy=True)  # those of the caller stay as they are
+    losses, _, count = _scores(module(batch["input"]), batch["label"])
+    _, _, *after = nnx.split(module, nnx.Param, ...)
+    return losses / count, after
+
+  def plain_loss(self, params: Any, batch: Batch) -> jax.Array:
+    """Mean cross-entropy f32[] of a batch, for a model without statistics."""
+    return self.loss(params, batch, self.statistics)[0]
+
+  def evaluate(self, params: Any, statistics: Any, on: Arrays | None = None) -> tuple[float, float]:
+    """Mean loss and accuracy over what is held out, or over other inputs and labels, on one device of this process."""
+    inputs, labels = on or self.held_out
+    parts = [slice(start, start + _PART) for start in range(0, len(inputs), _PART)]
+    home = jax.device_put(jax.tree.map(here, (params, statistics)), jax.local_devices()[0])
+    scores = functools.partial(_evaluated, self.structure, *home)
+    rows = [[float(x) for x in scores(inputs[part], labels[part])] for part in parts]
+    losses, right, count = (sum(column) for column in zip(*rows, strict=True))
+    return losses / count, right / count
+
+  def accuracy(self, params: Any) -> float:
+    """That over what is held out, for a model without statistics."""
+    return self.evaluate(params, self.statistics)[1]
 
 
 def model_of(task: Task, seed: int) -> Model:
   """The untrained model of a task."""
   structure, params, *statistics = nnx.split(task.module(seed), nnx.Param, ...)
-
-  def loss(params: Any, batch: dict[str, jax.Array], model_state: Any) -> tuple[jax.Array, Any]:
-    module = nnx.merge(structure, params, *model_state, copy=True)  # those of the caller stay as they are
-    losses, _, count = _scores(module(batch["input"]), batch["label"])
-    _, _, *after = nnx.split(module, nnx.Param, ...)
-    return losses / count, after
-
-  @jax.jit
-  def scores(params: Any, statistics: Any, inputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
-    module = nnx.merge(structure, params, *statistics)
-    module.eval()  # batch normalization by the running statistics
-    return _scores(module(inputs), labels)
-
-  def evaluate(params: Any, statistics: Any) -> tuple[float, float]:
-    inputs, labels = task.held_out
-    parts = [slice(start, start + _PART) for start in range(0, len(inputs), _PART)]
-    rows = [[float(x) for x in scores(params, statistics, inputs[part], labels[part])] for part in parts]
-    losses, right, count = (sum(column) for column in zip(*rows, strict=True))
-    return losses / count, right / count
-
-  return Model(params, statistics, loss, evaluate)
+  return Model(structure, params, statistics, task.held_out)
 
 
-def _scores(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluated(
+  structure: nnx.GraphDef, params: Any, statistics: Any, inputs: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, ...]:
+  """The scores of a model."""
+  module = nnx.merge(structure, params, *statistics)
+  module.eval()  # batch normalization by the running statistics
+  return _scores(module(inputs), labels)
+
+
+def _scores(logits: jax.Array, labels: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The sum of the losses, the number of labels that are the most likely ones, and the number of labels."""
   wanted = labels != IGNORED
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(wanted, labels, 0))

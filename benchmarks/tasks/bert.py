@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.tasks import lm, text
-from benchmarks.tasks.base import IGNORED, Arrays, Task
+from benchmarks.tasks.base import IGNORED, Arrays, Task, drawn
 
 _MASKED = 0.15
 
@@ -22,7 +22,7 @@ def make() -> Task:
   def draw(random: np.random.Generator, size: int) -> Arrays:
     return _masked(random, lm.draw(source.train, random, size)[:, :-1])
 
-  return Task("bert", str(source), module, draw, held_out)
+  return Task("bert", str(source), module, drawn(draw), held_out)
 
 
 def _masked(random: np.random.Generator, windows: np.ndarray) -> Arrays:

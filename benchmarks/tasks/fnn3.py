@@ -5,6 +5,7 @@ import itertools
 import jax
 from flax import nnx
 
+from benchmarks.data import CLASSES
 from benchmarks.tasks import images
 from benchmarks.tasks.base import Task
 
@@ -16,7 +17,7 @@ class FNN3(nnx.Module):
   """Two hidden layers of 200."""
 
   def __init__(self, rngs: nnx.Rngs):
-    widths = (SIDE * SIDE, _WIDTH, _WIDTH, images.CLASSES)
+    widths = (SIDE * SIDE, _WIDTH, _WIDTH, CLASSES)
     self.layers = nnx.List([nnx.Linear(*pair, rngs=rngs) for pair in itertools.pairwise(widths)])
 
   def __call__(self, x: jax.Array) -> jax.Array:

@@ -11,10 +11,9 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import data
-from benchmarks.tasks.base import Arrays, Task
+from benchmarks.tasks.base import Arrays, Task, drawn
 
 SIDE = 32
-CLASSES = 10
 
 
 def make(
@@ -34,7 +33,7 @@ def make(
     chosen = random.integers(0, len(train), size)
     return train[chosen], images.train_labels[chosen]
 
-  return Task(name, source, module, draw, (test, images.test_labels))
+  return Task(name, source, module, drawn(draw), (test, images.test_labels))
 
 
 def _shaped(images: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Byte-level language models: a transformer on text that every Python brings; nothing is downloaded.
 
-`make` is the small one of `benchmarks.train` on the help topics, `large` and `medium` are those of `benchmarks.race` on
-topics and docstrings (`benchmarks.tasks.text`).
+`small` is that of `benchmarks.train` on the help topics, `large` and `medium` are those of `benchmarks.race` on topics
+and docstrings (`benchmarks.tasks.text`).
 """
 
 from collections.abc import Callable, Iterator
@@ -11,15 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import training
 from benchmarks.tasks import text as texts
-from benchmarks.tasks.base import Arrays, Task
-from benchmarks.tasks.text import BYTES, Text
-from benchmarks.workers import Workers
+from benchmarks.tasks.base import Arrays, Task, drawn
+from benchmarks.tasks.text import BYTES
 
 LENGTH = 64  # of a window
 SAMPLE = 128  # held-out windows of the race's tasks
 load = texts.help_topics
+
+
+def small() -> Task:
+  """2 blocks of width 64: 136,896 parameters."""
+  text = load()
+  stream = lambda seed, workers, size: batches(text.train, workers * size, seed)
+  test, train = (_predict(windows(part)) for part in (text.held_out, text.train))
+  return Task("transformer", str(text), lambda seed: Transformer(nnx.Rngs(seed)), stream, test, train)
 
 
 def large() -> Task:
@@ -39,7 +45,7 @@ def next_byte(name: str, module: Callable[[int], nnx.Module]) -> Task:
   def one(random: np.random.Generator, size: int) -> Arrays:
     return _predict(draw(source.train, random, size))
 
-  return Task(name, str(source), module, one, _predict(sample(source.held_out)))
+  return Task(name, str(source), module, drawn(one), _predict(sample(source.held_out)))
 
 
 def draw(text: np.ndarray, random: np.random.Generator, size: int) -> np.ndarray:
@@ -50,13 +56,6 @@ def draw(text: np.ndarray, random: np.random.Generator, size: int) -> np.ndarray
 def sample(text: np.ndarray) -> np.ndarray:
   """u8[SAMPLE, LENGTH + 1]: windows evenly spaced over `text`."""
   return _at(text, np.linspace(0, len(text) - LENGTH - 1, SAMPLE).astype(int))
-
-
-def make(text: Text, workers: Workers, batch_size: int, seed: int) -> training.Task:
-  """The task of predicting each next byte of `text`, `batch_size` windows of `LENGTH` bytes a worker."""
-  whole = lambda: batches(text.train, batch_size * workers.size, seed)
-  train_set, test_set = _predict(windows(text.train)), _predict(windows(text.held_out))
-  return training.classification(Transformer(nnx.Rngs(seed)), train_set, test_set, whole, workers, batch_size)
 
 
 def batches(text: np.ndarray, size: int, seed: int) -> Iterator[dict[str, np.ndarray]]:

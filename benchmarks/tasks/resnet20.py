@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks.data import CLASSES
 from benchmarks.tasks import images
 from benchmarks.tasks.base import Task
 
@@ -36,7 +37,7 @@ class ResNet20(nnx.Module):
     self.conv, self.norm = convolution(3, _STAGES[0], rngs), nnx.BatchNorm(_STAGES[0], rngs=rngs)
     widths = [_STAGES[0], *(width for width in _STAGES for _ in range(_BLOCKS))]
     self.blocks = nnx.List([Block(*pair, rngs) for pair in itertools.pairwise(widths)])
-    self.head = nnx.Linear(_STAGES[-1], images.CLASSES, rngs=rngs)
+    self.head = nnx.Linear(_STAGES[-1], CLASSES, rngs=rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """f32[batch, 32, 32, 3] to logits f32[batch, 10]."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
+from benchmarks.data import CLASSES
 from benchmarks.tasks import images
 from benchmarks.tasks.base import Task
 from benchmarks.tasks.resnet20 import convolution
@@ -38,4 +39,4 @@ class VGG(nnx.Module):
 
 def make(data_dir: str | None = None) -> Task:
   """The task on CIFAR-10 in `data_dir`, or on digits."""
-  return images.make("vgg16", lambda seed: VGG(VGG16, images.CLASSES, nnx.Rngs(seed)), data_dir)
+  return images.make("vgg16", lambda seed: VGG(VGG16, CLASSES, nnx.Rngs(seed)), data_dir)

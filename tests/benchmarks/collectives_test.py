@@ -16,6 +16,7 @@ import pytest
 import jaxsparse as js
 from benchmarks import recorded, specs, updates, workers
 from benchmarks.tasks import lm
+from benchmarks.tasks.base import model_of
 from jaxsparse.comm import SoloComm
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of
@@ -83,8 +84,9 @@ def test_recorded_gradients_are_those_of_the_training(tmp_path):
   path = tmp_path / "recorded.npy"
   recorded.record(path, size=1, skipped=1, steps=2)
   ((first, second),) = np.load(path)
-  task = lm.make(lm.load(), place(1), 4, seed=0)
-  start = task.loss(task.params, next(task.batches()))
+  task = lm.small()
+  model = model_of(task, seed=0)
+  start = model.plain_loss(model.params, next(task.stream(0, 1, 4)))
   assert first.shape == second.shape == (task.entries,)
   assert 0.01 < np.linalg.norm(first) < 10 * float(start)
   assert 0.1 < np.linalg.norm(first - second) / np.linalg.norm(first) < 2

@@ -97,8 +97,8 @@ def test_digits_and_batches():
   loaded = data.load("digits")
   assert loaded.train_images.shape[1:] == (8, 8, 1)
   assert len(loaded.train_images) + len(loaded.test_images) == 1797
-  first, again = (data.batches(loaded.train_images, loaded.train_labels, 96, seed=3) for _ in range(2))
+  first, again = (data.epochs(loaded.train_images, loaded.train_labels)(3, 6, 16) for _ in range(2))
   for _ in range(20):
     np.testing.assert_array_equal(next(first)["label"], next(again)["label"])
   with pytest.raises(ValueError, match="batch of 2000 does not fit"):
-    next(data.batches(loaded.train_images, loaded.train_labels, 2000, seed=0))
+    data.epochs(loaded.train_images, loaded.train_labels)(0, 4, 500)

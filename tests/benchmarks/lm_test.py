@@ -11,29 +11,37 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from benchmarks import report, training, workers
+from benchmarks import recipes, report, training, workers
 from benchmarks.tasks import lm
+from benchmarks.tasks.base import model_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def task():
-  place = workers.Workers(js.SimComm("workers", members=2), "workers", 2, shares=2, number=0)
-  return lm.make(lm.load(), place, batch_size=3, seed=0)
+  return lm.small()
 
 
 def test_an_untrained_model_knows_nothing(task):
+  model = model_of(task, seed=0)
   assert task.entries == 136_896
-  assert abs(task.test_loss(task.params) - math.log(256)) < 0.1
-  assert task.accuracy(task.params) < 0.1
+  for on in (None, task.train):
+    loss, accuracy = model.evaluate(model.params, model.statistics, on)
+    assert abs(loss - math.log(256)) < 0.1
+    assert accuracy < 0.1
 
 
 def test_batches_are_windows_and_the_next_bytes(task):
-  first, again = next(task.batches()), next(task.batches())
+  comm = js.SimComm("workers", members=2)
+  place = workers.Workers(comm, comm, 2, shares=2, number=0)
+  first, again = (next(task.batches(0, place, 3)) for _ in range(2))
   assert first["input"].shape == first["label"].shape == (6, lm.LENGTH)
   np.testing.assert_array_equal(first["input"][:, 1:], first["label"][:, :-1])
   np.testing.assert_array_equal(first["input"], again["input"])
+  for number in range(2):  # a rank of MPI gives its own share alone
+    own = next(task.batches(0, place._replace(shares=1, number=number), 3))
+    np.testing.assert_array_equal(own["input"], first["input"][3 * number : 3 * number + 3])
 
 
 def test_the_text_is_the_same_in_another_process():
@@ -71,7 +79,7 @@ def test_windows_predict_each_byte_once():
 
 
 def test_optimizers_are_parsed_and_refused():
-  assert [tuple(one) for one in training.parse_optimizers(["adamw:0.003,sgd", "window_adam:window=8", "sgd"], 0.1)] == [
+  assert [tuple(one) for one in recipes.parse_optimizers(["adamw:0.003,sgd", "window_adam:window=8", "sgd"], 0.1)] == [
     ("adamw", 0.003, ()),
     ("sgd", 0.1, ()),
     ("window_adam", 0.1, (("window", 8),)),
@@ -86,7 +94,7 @@ def test_optimizers_are_parsed_and_refused():
     "adam:0.1:0.2": "--optimizer=adam:0.1:0.2: .*'0.2' is not of the form option=value; options are as in window_adam",
   }.items():
     with pytest.raises(ValueError, match=message):
-      training.parse_optimizers([wrong], 0.1)
+      recipes.parse_optimizers([wrong], 0.1)
 
 
 @pytest.mark.long

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import methods, race, training
-from benchmarks.race import measuring, recipes, report
+from benchmarks import methods, race, recipes
+from benchmarks.race import measuring, presets, report
 from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
 from benchmarks.race.standings import Spread, baselines, crossing, loss_after, standings
 from benchmarks.tasks import registry
@@ -163,7 +163,7 @@ def test_methods_are_parsed_and_refused():
 
 def test_schedules_end_where_the_papers_say():
   rate = lambda schedule, step, **more: float(
-    recipes.Recipe(training.Optimizer("sgd", 0.1), schedule, steps=90, **more).schedule_of()(step)
+    recipes.Recipe(recipes.Optimizer("sgd", 0.1), schedule, steps=90, **more).schedule_of()(step)
   )
   assert [rate("step", step) for step in (0, 59, 61)] == pytest.approx([0.1, 0.1, 0.01])
   assert rate("early_step", 31) == pytest.approx(0.01)
@@ -173,22 +173,22 @@ def test_schedules_end_where_the_papers_say():
 
 
 def test_clipping_comes_before_the_optimizer():
-  tx = recipes.Recipe(training.Optimizer("sgd", 0.5), clip=1.0).make()
+  tx = recipes.Recipe(recipes.Optimizer("sgd", 0.5), clip=1.0).make()
   updates, _ = tx.update(np.float32([3, 4]), tx.init(np.float32([0, 0])))
   np.testing.assert_allclose(updates, [-0.3, -0.4], rtol=1e-6)
   assert isinstance(tx, optax.GradientTransformation)
 
 
-@pytest.mark.parametrize("name", recipes.PRESETS)
+@pytest.mark.parametrize("name", presets.PRESETS)
 def test_presets_are_races_that_can_start(name):
-  preset = recipes.PRESETS[name].flags
+  preset = presets.PRESETS[name].flags
   hosts = preset["hosts"]
   assert methods.parse("method", preset["method"], hosts)[0].label == "dense"
-  training.parse_optimizers(preset["optimizer"], rate=1.0)
+  recipes.parse_optimizers(preset["optimizer"], rate=1.0)
   assert preset["task"] in registry.TEXTS | registry.IMAGES
   assert preset["schedule"] in recipes.SCHEDULES
   assert all(f'"{flag}"' in COMMAND for flag in preset)
-  assert recipes.PRESETS[name].paper_steps > 300  # what a race takes by default
+  assert presets.PRESETS[name].paper_steps > 300  # what a race takes by default
 
 
 BAD_FLAGS = [

@@ -1,5 +1,7 @@
 """The race's tasks: the papers' parameter counts, batches decided by seed, step and worker, and what is held out."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,10 @@ import pytest
 from flax import nnx
 
 import jaxsparse as js
-from benchmarks import architectures, methods, training, workers
-from benchmarks.race import recipes
-from benchmarks.race.trainer import Trainer
+from benchmarks import architectures, methods, recipes, workers
 from benchmarks.tasks import base, images, lm, lstm, registry, text, vgg16
-from benchmarks.tasks.base import IGNORED, Task, entries_of, model_of
+from benchmarks.tasks.base import IGNORED, Task, drawn, entries_of, model_of
+from benchmarks.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax
 ENTRIES = {
@@ -23,6 +24,10 @@ ENTRIES = {
   "vgg16": 14_728_266,  # the same, and Ok-Topk, Table 2
   "fnn3": 199_210,  # A2SGD, Table I
 }
+
+
+def batch_of(task, seed, step, workers, size):
+  return next(itertools.islice(task.stream(seed, workers, size), step, None))
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +45,11 @@ def test_parameter_counts_are_the_papers(tasks):
 
 def test_a_share_of_a_batch_depends_on_seed_step_and_worker_alone(tasks):
   for name, task in tasks.items():
-    whole = task.batch(seed=1, step=7, workers=3, size=2)
-    again = task.batch(seed=1, step=7, workers=2, size=2)
+    whole = batch_of(task, seed=1, step=7, workers=3, size=2)
+    again = batch_of(task, seed=1, step=7, workers=2, size=2)
     for field in ("input", "label"):
       np.testing.assert_array_equal(whole[field][:4], again[field], err_msg=name)
-    others = [task.batch(seed, step, 2, 2)["input"] for seed, step in ((2, 7), (1, 8))]
+    others = [batch_of(task, seed, step, 2, 2)["input"] for seed, step in ((2, 7), (1, 8))]
     others.append(whole["input"][2:])
     assert not any(np.array_equal(other[:2], whole["input"][:2]) for other in others), name
 
@@ -59,7 +64,7 @@ def test_text_that_is_held_out_is_not_trained_on():
 
 
 def test_masked_bytes_are_those_to_predict(tasks):
-  batch = tasks["bert"].batch(seed=0, step=0, workers=1, size=64)
+  batch = next(tasks["bert"].stream(0, 1, 64))
   hidden = batch["label"] != IGNORED
   np.testing.assert_array_equal(batch["input"] == 0, hidden)
   assert 0.12 < hidden.mean() < 0.18
@@ -111,9 +116,9 @@ class Normalized(nnx.Module):
 
 def test_training_moves_running_statistics_and_evaluation_uses_them():
   inputs, labels = np.array([[10.0, 0.0], [12.0, 0.0]], np.float32), np.array([0, 1], np.int32)
-  task = Task("norm", "two rows", lambda _: Normalized(), lambda *_: (inputs, labels), (inputs, labels))
+  task = Task("norm", "two rows", lambda _: Normalized(), drawn(lambda *_: (inputs, labels)), (inputs, labels))
   model = model_of(task, seed=0)
-  _, after = jax.jit(model.loss)(model.params, task.batch(0, 0, 1, 2), model.statistics)
+  _, after = jax.jit(model.loss)(model.params, next(task.stream(0, 1, 2)), model.statistics)
   means = [leaf for leaf in jax.tree.leaves(after) if float(leaf[0]) == 5.5]  # half of the way from 0 to 11
   assert len(means) == 1
   assert model.evaluate(model.params, after) != model.evaluate(model.params, model.statistics)
@@ -123,7 +128,7 @@ def test_training_moves_running_statistics_and_evaluation_uses_them():
 @pytest.mark.parametrize("name", ENTRIES)
 def test_each_task_trains(tasks, name):
   (method,) = methods.parse("method", ["updates/spardl:density=0.1"], 2)
-  recipe = recipes.Recipe(training.Optimizer("adam", 0.001), clip=1.0)
+  recipe = recipes.Recipe(recipes.Optimizer("adam", 0.001), clip=1.0)
   comm = js.SimComm("workers", members=2)
   place = workers.Workers(comm, comm, 2, shares=2, number=0)
   task = tasks[name]._replace(held_out=tuple(part[:2] for part in tasks[name].held_out))

@@ -1,9 +1,10 @@
-"""Small models for training runs, in flax.nnx."""
+"""Small models of images, on digits or CIFAR-10."""
 
 import jax
 from flax import nnx
 
-MODELS = ("cnn", "mlp")
+from benchmarks.data import CLASSES, Dataset, epochs
+from benchmarks.tasks.base import Task
 
 
 class CNN(nnx.Module):
@@ -38,13 +39,11 @@ class MLP(nnx.Module):
     return self.head(nnx.relu(self.hidden2(x)))
 
 
-def make(name: str, shape: tuple[int, int, int], classes: int, seed: int) -> nnx.Module:
-  """The model of that name for images of `shape`, initialized from `seed`.
+MODELS = {"cnn": CNN, "mlp": MLP}
 
-  Raises:
-    ValueError: for an unknown name.
-  """
-  kinds = dict(zip(MODELS, (CNN, MLP), strict=True))
-  if name not in kinds:
-    raise ValueError(f"unknown model {name!r}, choose one of {', '.join(MODELS)}")
-  return kinds[name](shape, classes, nnx.Rngs(seed))
+
+def make(name: str, images: Dataset) -> Task:
+  """The task of classifying images with the model of that name, in epochs over the training set."""
+  train, test = (images.train_images, images.train_labels), (images.test_images, images.test_labels)
+  module = lambda seed: MODELS[name](train[0].shape[1:], CLASSES, nnx.Rngs(seed))
+  return Task(name, images.name, module, epochs(*train), test, train)

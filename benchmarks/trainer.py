@@ -8,8 +8,8 @@ import numpy as np
 
 import jaxsparse as js
 from benchmarks.methods import Method
-from benchmarks.race.recipes import Recipe
-from benchmarks.tasks.base import Model, Task, model_of
+from benchmarks.recipes import Recipe
+from benchmarks.tasks.base import Arrays, Model, Task, model_of
 from benchmarks.workers import Workers
 from jaxsparse.train.engine import here
 
@@ -27,17 +27,19 @@ class Trainer:
 
   Attributes:
     model: that is trained.
+    batches: what this process gives of the next batches.
     params: after the steps so far.
     state: of the optimizer.
     statistics: of the model, those of all workers.
     steps: that were taken.
     times: seconds of each step.
-    words: 4-byte words that the worker sent that sent most, of all steps.
-    drift: the largest distance between workers that `count` has seen.
+
+  Raises:
+    ValueError: if the data do not fill a batch.
   """
 
   def __init__(self, task: Task, method: Method, recipe: Recipe, place: Workers, batch_size: int, seed: int):
-    self._task, self._place, self._batch_size, self._seed = task, place, batch_size, seed
+    self.batches = task.batches(seed, place, batch_size)
     self.model: Model = model_of(task, seed)
     tx = method.make(place.axis, recipe.make())
     self.params = self.model.params
@@ -47,18 +49,12 @@ class Trainer:
     self.statistics: Any = jax.tree.map(each, self.model.statistics)
     self._step = js.make_train_step(self.model.loss, tx, place.where, model_state="worker")
     self._read = jax.jit(place.metrics)
-    self.steps, self.words, self.drift = 0, 0.0, 0.0
+    self.steps = 0
     self.times: list[float] = []
-
-  def next_batch(self) -> Any:
-    """What this process gives of the next step's batch."""
-    share = self._place.share(self._batch_size)
-    batch = self._task.batch(self._seed, self.steps, self._place.size, self._batch_size)
-    return jax.tree.map(lambda x: x[share], batch)
 
   def step(self) -> float:
     """One step; its loss, mean over the workers."""
-    batch = self.next_batch()
+    batch = next(self.batches)
     start = time.perf_counter()
     arguments = self.params, self.state, batch
     self.params, self.state, metrics = self._step(*arguments, model_state=self.statistics)
@@ -68,17 +64,19 @@ class Trainer:
     self.steps += 1
     return float(here(metrics.loss))
 
-  def count(self) -> None:
-    """Adds the words of the last step, and takes its drift into account."""
-    metrics = self._read(self.state)
-    self.words += float(here(metrics.words_sent))
-    self.drift = max(self.drift, float(here(metrics.drift)))
+  def metrics(self) -> dict[str, float]:
+    """What `js.metrics` says of the last step, over all workers."""
+    return self._read(self.state).as_dict()
 
-  def evaluate(self) -> tuple[float, float]:
-    """Loss and accuracy on what is held out of the parameters of the last exchange, which all workers have.
+  def synchronized(self) -> Any:
+    """The parameters of all workers together, where each has its own; the training goes on as before."""
+    return self._step.synchronize(self.params, self.state)[0]
 
-    Batch normalization is by the running statistics of this process's first worker.
+  def evaluate(self, params: Any = None, on: Arrays | None = None) -> tuple[float, float]:
+    """Loss and accuracy on what is held out, or on other inputs and labels.
+
+    Of the parameters of the last exchange, which all workers have, unless others are given. Batch normalization is by
+    the running statistics of this process's first worker.
     """
     statistics = jax.tree.map(lambda leaf: here(leaf)[0], self.statistics)
-    home = jax.local_devices()[0]
-    return self.model.evaluate(*jax.device_put((jax.tree.map(here, self.params), statistics), home))
+    return self.model.evaluate(self.params if params is None else params, statistics, on)

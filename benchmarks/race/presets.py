@@ -1,63 +1,8 @@
-"""Recipes: the optimizer of a race, its schedule and clipping; and the papers' recipes as presets."""
+"""The papers' recipes as presets of the race's flags."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import optax
 from absl import flags
-
-from benchmarks import training
-
-SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {  # of the peak rate and the steps
-  "constant": lambda rate, _: optax.constant_schedule(rate),
-  "cosine": optax.cosine_decay_schedule,
-  "linear": lambda rate, steps: optax.linear_schedule(rate, 0.0, steps),
-  "polynomial": lambda rate, steps: optax.polynomial_schedule(rate, 0.0, 2, steps),
-  "step": lambda rate, steps: optax.piecewise_constant_schedule(rate, {2 * steps // 3: 0.1}),
-  "early_step": lambda rate, steps: optax.piecewise_constant_schedule(rate, {steps // 3: 0.1}),
-}
-
-
-class Recipe(NamedTuple):
-  """What a worker does with a gradient, besides the exchange.
-
-  Attributes:
-    optimizer: one of `training.OPTIMIZERS`, and its peak rate.
-    schedule: one of `SCHEDULES`.
-    warm_up: steps in which the rate rises from 0.
-    clip: largest norm of a gradient, 0 for any.
-    steps: of the schedule.
-
-  Example:
-    >>> Recipe(training.Optimizer("sgd", 0.1), schedule="step", steps=9).schedule_of()(6).item()
-    0.01...
-  """
-
-  optimizer: training.Optimizer
-  schedule: str = "constant"
-  warm_up: int = 0
-  clip: float = 0.0
-  steps: int = 1
-
-  def __str__(self) -> str:
-    parts = [f"{self.schedule} rate" + (f" over {self.steps} steps" if self.schedule != "constant" else "")]
-    parts += [f"{self.warm_up} steps of warm-up"] * bool(self.warm_up) + [f"clipping at {self.clip:g}"] * bool(
-      self.clip
-    )
-    return ", ".join(parts)
-
-  def schedule_of(self) -> optax.Schedule:
-    """The rate at each step."""
-    whole = SCHEDULES[self.schedule](self.optimizer.rate, self.steps)
-    if not self.warm_up:
-      return whole
-    rising = optax.linear_schedule(0.0, self.optimizer.rate, self.warm_up)
-    return lambda step: optax.tree.where(step < self.warm_up, rising(step), whole(step))
-
-  def make(self) -> optax.GradientTransformation:
-    """The optimizer behind the clipping."""
-    clip = [optax.clip_by_global_norm(self.clip)] if self.clip else []
-    return optax.chain(*clip, self.optimizer.make(self.schedule_of()))
 
 
 class Preset(NamedTuple):

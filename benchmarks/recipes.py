@@ -1,0 +1,131 @@
+"""Recipes of trainings: the optimizer, the schedule of its rate, and clipping."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optax
+
+import jaxsparse as js
+
+
+def window_adam(rate: Any, window: int = 4) -> optax.GradientTransformation:
+  """Adam with the second moment of averages over a window of gradients."""
+  return optax.chain(js.scale_by_window_adam(window), optax.scale_by_learning_rate(rate))
+
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+  "sgd": optax.sgd,
+  "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
+  "adam": optax.adam,
+  "adamw": optax.adamw,
+  "lars": optax.lars,
+  "window_adam": window_adam,
+}
+
+
+class Optimizer(NamedTuple):
+  """The optimizer behind the all-reduce.
+
+  Attributes:
+    name: one of `OPTIMIZERS`.
+    rate: peak learning rate.
+    options: of the optimizer, besides the rate.
+  """
+
+  name: str
+  rate: float
+  options: tuple[tuple[str, Any], ...] = ()
+
+  def __str__(self) -> str:
+    return " ".join([self.name, f"{self.rate:g}", *(f"{option}={value}" for option, value in self.options)])
+
+  def make(self, rate: Any) -> optax.GradientTransformation:
+    """The optax transformation, with this rate or schedule."""
+    return OPTIMIZERS[self.name](rate, **dict(self.options))
+
+
+def parse_optimizers(values: Sequence[str], rate: float) -> list[Optimizer]:
+  """The optimizers that the flag names, each once; `rate` is for those that name none of their own.
+
+  Raises:
+    ValueError: for an unknown name or option, or a rate that is not a positive number.
+
+  Example:
+    >>> [str(optimizer) for optimizer in parse_optimizers(["window_adam:0.003:window=4,sgd"], rate=0.1)]
+    ['window_adam 0.003 window=4', 'sgd 0.1']
+  """
+  labels = [label for value in values for label in value.split(",")]
+  return [_optimizer(label, rate) for label in dict.fromkeys(labels)]
+
+
+def _optimizer(label: str, rate: float) -> Optimizer:
+  name, *parts = label.split(":")
+  if name not in OPTIMIZERS:
+    raise ValueError(f"--optimizer={label}, choose one of {', '.join(OPTIMIZERS)}")
+  own = parts.pop(0) if parts and "=" not in parts[0] else ""
+  try:
+    rate = float(own) if own else rate
+  except ValueError:
+    rate = 0.0
+  if not 0 < rate < math.inf:
+    raise ValueError(f"--optimizer={label}, choose a positive learning rate, as in {name}:0.001")
+  try:
+    _, options = js.costs.collective_of(":".join([name, *parts]))
+    optimizer = Optimizer(name, rate, tuple(options.items()))
+    optimizer.make(rate)
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"--optimizer={label}: {error}; options are as in window_adam:0.001:window=4") from None
+  return optimizer
+
+
+SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {  # of the peak rate and the steps
+  "constant": lambda rate, _: optax.constant_schedule(rate),
+  "cosine": optax.cosine_decay_schedule,
+  "linear": lambda rate, steps: optax.linear_schedule(rate, 0.0, steps),
+  "polynomial": lambda rate, steps: optax.polynomial_schedule(rate, 0.0, 2, steps),
+  "step": lambda rate, steps: optax.piecewise_constant_schedule(rate, {2 * steps // 3: 0.1}),
+  "early_step": lambda rate, steps: optax.piecewise_constant_schedule(rate, {steps // 3: 0.1}),
+}
+
+
+class Recipe(NamedTuple):
+  """What a worker does with a gradient, besides the exchange.
+
+  Attributes:
+    optimizer: with its peak rate.
+    schedule: one of `SCHEDULES`.
+    warm_up: steps in which the rate rises from 0.
+    clip: largest norm of a gradient, 0 for any.
+    steps: of the schedule.
+
+  Example:
+    >>> Recipe(Optimizer("sgd", 0.1), schedule="step", steps=9).schedule_of()(6).item()
+    0.01...
+  """
+
+  optimizer: Optimizer
+  schedule: str = "constant"
+  warm_up: int = 0
+  clip: float = 0.0
+  steps: int = 1
+
+  def __str__(self) -> str:
+    parts = [f"{self.schedule} rate" + (f" over {self.steps} steps" if self.schedule != "constant" else "")]
+    parts += [f"{self.warm_up} steps of warm-up"] * bool(self.warm_up) + [f"clipping at {self.clip:g}"] * bool(
+      self.clip
+    )
+    return ", ".join(parts)
+
+  def schedule_of(self) -> optax.Schedule:
+    """The rate at each step."""
+    whole = SCHEDULES[self.schedule](self.optimizer.rate, self.steps)
+    if not self.warm_up:
+      return whole
+    rising = optax.linear_schedule(0.0, self.optimizer.rate, self.warm_up)
+    return lambda step: optax.tree.where(step < self.warm_up, rising(step), whole(step))
+
+  def make(self) -> optax.GradientTransformation:
+    """The optimizer behind the clipping."""
+    clip = [optax.clip_by_global_norm(self.clip)] if self.clip else []
+    return optax.chain(*clip, self.optimizer.make(self.schedule_of()))
