@@ -38,7 +38,7 @@ class Optimizer(NamedTuple):
   options: tuple[tuple[str, Any], ...] = ()
 
   def __str__(self) -> str:
-    return " ".join([self.name, f"{self.rate:g}", *(f"{option}={value}" for option, value in self.options)])
+    return ":".join([self.name, f"{self.rate:g}", *(f"{option}={value}" for option, value in self.options)])
 
   def make(self, rate: Any) -> optax.GradientTransformation:
     """The optax transformation, with this rate or schedule."""
@@ -53,7 +53,7 @@ def parse_optimizers(values: Sequence[str], rate: float) -> list[Optimizer]:
 
   Example:
     >>> [str(optimizer) for optimizer in parse_optimizers(["window_adam:0.003:window=4,sgd"], rate=0.1)]
-    ['window_adam 0.003 window=4', 'sgd 0.1']
+    ['window_adam:0.003:window=4', 'sgd:0.1']
   """
   labels = [label for value in values for label in value.split(",")]
   return [_optimizer(label, rate) for label in dict.fromkeys(labels)]

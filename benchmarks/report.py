@@ -40,7 +40,7 @@ def say(goals: Sequence[Goal], console: rich.console.Console) -> None:
 
 def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:
   """The runs of each algorithm, one for each seed and fold; of each optimizer too, where there are several."""
-  several = len({(run.optimizer, run.learning_rate) for run in runs}) > 1
+  several = len({run.optimizer for run in runs}) > 1
   groups: dict[str, list[Run]] = {}
   for run in runs:
     groups.setdefault(label(run) if several else run.algorithm, []).append(run)
@@ -49,7 +49,7 @@ def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def label(run: Run) -> str:
   """Optimizer and algorithm of a run."""
-  return f"{run.optimizer} {run.learning_rate:g}, {run.algorithm}"
+  return f"{run.optimizer}, {run.algorithm}"
 
 
 def line(run: Run) -> str:

@@ -21,8 +21,7 @@ class Run(NamedTuple):
 
   Attributes:
     algorithm: as it was asked for.
-    optimizer: what followed the all-reduce.
-    learning_rate: its peak.
+    optimizer: with its peak rate, as the flag names it.
     seed: of the parameters and the order of the batches.
     test_accuracy: fraction of the test set classified correctly after the last step.
     test_loss: mean loss over the test set after the last step.
@@ -40,7 +39,6 @@ class Run(NamedTuple):
 
   algorithm: str
   optimizer: str
-  learning_rate: float
   seed: int
   test_accuracy: float
   test_loss: float
@@ -81,12 +79,11 @@ def train(
       accuracies.append(trainer.evaluate(trainer.synchronized())[1])
       losses.append(loss)
     on_step(trainer.steps, accuracies[-1] if accuracies else 0.0)
-  params, optimizer = trainer.synchronized(), recipe.optimizer
+  params = trainer.synchronized()
   name, config = method.spec.name, method.spec.config
   return Run(
     algorithm=method.label,
-    optimizer=js.costs.label_of(optimizer.name, dict(optimizer.options)),
-    learning_rate=optimizer.rate,
+    optimizer=str(recipe.optimizer),
     seed=seed,
     test_accuracy=accuracies[-1],
     test_loss=trainer.evaluate(params)[0],

@@ -73,7 +73,7 @@ def crossing(curve: Curve | Whole, target: float) -> float | None:
   """The first step at which the loss is at most `target`, interpolated between evaluations; None if it never is.
 
   Example:
-    >>> crossing(Curve("dense", "adam 0.001", 0, [10, 20, 30], [3.0, 2.0, 1.0], [], 0.0), target=1.5)
+    >>> crossing(Curve("dense", "adam:0.001", 0, [10, 20, 30], [3.0, 2.0, 1.0], [], 0.0), target=1.5)
     25.0
   """
   below = [number for number, loss in enumerate(curve.loss) if loss <= target]

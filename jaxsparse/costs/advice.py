@@ -139,7 +139,7 @@ def advise(
     'spardl:density=0.01: ... s per step, ... times as fast as dense: it saves ... s of the wire and spends ...'
     >>> js.costs.advise(14_728_266, profile, every=(1, 30)).why
     'spardl:density=0.01 every 30 steps: ... s per step, ... times as fast as dense every 30 steps: it saves ...'
-    >>> slow = js.costs.Evidence("spardl:density=0.01", "spardl:density=0.01", 1, "adam 0.001", "lm", 4, 40.0, 1.0, 3)
+    >>> slow = js.costs.Evidence("spardl:density=0.01", "spardl:density=0.01", 1, "adam:0.001", "lm", 4, 40.0, 1.0, 3)
     >>> js.costs.advise(14_728_266, profile, evidence=[slow], compute=0.2).why
     "dense reaches its loss first, spardl:density=0.01 0.03 times as soon: 40.00 ± 1.00 times dense's steps (...)"
   """

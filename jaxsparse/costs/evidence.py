@@ -13,7 +13,7 @@ class Evidence(NamedTuple):
       "updates/spardl" for an optimizer of each worker's own before the exchange, "spardl" for gradients.
     collective: its label, with options.
     every: H, the number of steps from one exchange to the next (`js.local_steps`).
-    optimizer: name and rate of the optimizer.
+    optimizer: its name, rate and options, "window_adam:0.001:window=4".
     task: what was trained, in words.
     workers: number of workers P.
     steps: mean over the seeds of the steps to dense's loss / those of dense; None if a seed did not reach it.
@@ -21,9 +21,9 @@ class Evidence(NamedTuple):
     seeds: their number.
 
   Example:
-    >>> one = Evidence("updates/spardl", "spardl", 1, "adam 0.001", "lm", 4, steps=1.25, deviation=0.1, seeds=3)
+    >>> one = Evidence("updates/spardl", "spardl", 1, "adam:0.001", "lm", 4, steps=1.25, deviation=0.1, seeds=3)
     >>> str(one)
-    "1.25 ± 0.10 times dense's steps (lm, adam 0.001, 4 workers, 3 seeds)"
+    "1.25 ± 0.10 times dense's steps (lm, adam:0.001, 4 workers, 3 seeds)"
   """
 
   method: str
@@ -51,11 +51,11 @@ def evidence(optimizer: str | None = None) -> list[Evidence]:
     ValueError: for an optimizer without evidence, with those that have some.
 
   Example:
-    >>> sorted({one.optimizer.split()[0] for one in evidence("adam")})
+    >>> sorted({one.optimizer.split(":")[0] for one in evidence("adam")})
     ['adam', 'window_adam']
   """
   kept = [Evidence(**row) for row in json.loads(_FILE.read_text())]
-  names = [one.optimizer.split()[0] for one in kept]
+  names = [one.optimizer.split(":")[0] for one in kept]
   found = [one for one, name in zip(kept, names, strict=True) if optimizer in (None, name, *name.split("_"))]
   if not found:
     known = dict.fromkeys(names)

@@ -56,7 +56,7 @@ def test_the_text_is_the_same_in_another_process():
 
 def test_the_committed_results_are_of_this_text():
   kept = json.loads((ROOT / "benchmarks" / "results" / "lm.json").read_text())
-  runs = [(run["algorithm"], run["optimizer"], run["learning_rate"], run["seed"]) for run in kept["runs"]]
+  runs = [(run["algorithm"], run["optimizer"], run["seed"]) for run in kept["runs"]]
   assert len(set(runs)) == len(runs)
   version = ".".join(map(str, sys.version_info[:3]))
   if f"Python {version} " not in kept["title"]:
@@ -105,15 +105,15 @@ def test_each_run_is_kept_and_reported(tmp_path):
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
   assert done.returncode == 0, done.stderr[-2000:]
   runs, kept = json.loads(done.stdout)["runs"], json.loads((tmp_path / "train.json").read_text())
-  assert [(run["optimizer"], run["learning_rate"]) for run in kept["runs"]] == [("adamw", 0.003), ("sgd", 0.3)]
+  assert [run["optimizer"] for run in kept["runs"]] == ["adamw:0.003", "sgd:0.3"]
   assert [run["test_loss"] for run in kept["runs"]] == pytest.approx([run["test_loss"] for run in runs], rel=1e-5)
   assert all(run["loss"][-1] < math.log(256) + 0.1 for run in runs)
-  assert "adamw 0.003, dense, seed 0: test accuracy 0." in done.stderr
+  assert "adamw:0.003, dense, seed 0: test accuracy 0." in done.stderr
   assert "transformer (136,896 parameters) on the help topics of Python" in kept["title"]
 
 
 def test_a_kept_file_is_replaced_whole(tmp_path):
-  run = training.Run("dense", "sgd", 0.1, 0, 0.5, 1 / 3, 1.0, 2.0, 3, 0.1, 0.0, [1], [0.5], [1.0], {"drift": [0.0]})
+  run = training.Run("dense", "sgd:0.1", 0, 0.5, 1 / 3, 1.0, 2.0, 3, 0.1, 0.0, [1], [0.5], [1.0], {"drift": [0.0]})
   path = tmp_path / "new" / "train.json"
   report.keep([run], 'a "title"', path)
   report.keep([run, run._replace(seed=1)], 'a "title"', path)

@@ -22,7 +22,7 @@ SETTING = {"task": "none"}
 STEPS = [10, 20, 30, 40]
 
 
-def curve(method, seed, losses, optimizer="adam 0.001", words=100.0):
+def curve(method, seed, losses, optimizer="adam:0.001", words=100.0):
   return Curve(method, optimizer, seed, STEPS[: len(losses)], list(losses), [0.0] * len(losses), words)
 
 
@@ -77,10 +77,10 @@ def test_seconds_to_the_loss_are_steps_times_pace(results):
 
 def test_dense_races_with_its_best_optimizer(results):
   for seed in (0, 1):
-    results.add(curve("dense", seed, [4, 2, 0.5], optimizer="adam 0.003"))
-  assert {one.optimizer for one in baselines(results, 30).values()} == {"adam 0.003"}
+    results.add(curve("dense", seed, [4, 2, 0.5], optimizer="adam:0.003"))
+  assert {one.optimizer for one in baselines(results, 30).values()} == {"adam:0.003"}
   results.add(curve("dense", 0, [1, 0.2, 0.1], optimizer="adam 1"))  # one seed alone does not count
-  assert {one.optimizer for one in baselines(results, 30).values()} == {"adam 0.003"}
+  assert {one.optimizer for one in baselines(results, 30).values()} == {"adam:0.003"}
   assert baselines(results, 50) == {}
   assert standings(results, "10mbit", 50) == []
 
@@ -93,7 +93,7 @@ def test_rows_are_kept_replaced_and_merged(results, tmp_path):
   assert [one.steps for one in again.find("curves", method="fast", seed=1)] == [[10, 20]]
   other = Results(tmp_path / "other.json", SETTING)
   other.add(pace("fast", 0.7))
-  other.add(Whole("fast", "adam 0.001", 0, "10mbit", [10], [5.0], [4.0]))
+  other.add(Whole("fast", "adam:0.001", 0, "10mbit", [10], [5.0], [4.0]))
   again.merge(tmp_path / "other.json")
   assert [one.seconds for one in Results(path, SETTING).find("paces", method="fast")] == [0.7]
   assert len(again.rows["wholes"]) == 1
@@ -119,7 +119,7 @@ def test_a_race_ends_at_the_target_or_when_it_gives_up():
 
 def test_the_tables_and_the_figure_are_made_of_the_rows(results, tmp_path):
   results.setting.update(task="lm", hosts=4, batch_size=4, recipe="constant rate")
-  results.add(Whole("fast", "adam 0.001", 0, "10mbit", [10, 40], [5.0, 21.0], [4.0, 1.0]))
+  results.add(Whole("fast", "adam:0.001", 0, "10mbit", [10, 40], [5.0, 21.0], [4.0, 1.0]))
   found = report.table(results, "10mbit", 30)
   assert found.row_count == 4
   assert next(iter(found.columns[5].cells)) == "500 = 400 + 100 + 0"
@@ -233,7 +233,7 @@ def test_curves_go_on_where_they_were(tmp_path):
   after = json.loads(again.stdout)["curves"]
   assert after[:2] == before
   assert len(after) == 4
-  assert "dense, adam 0.001, seed 0" not in again.stderr  # it was not trained once more
+  assert "dense, adam:0.001, seed 0" not in again.stderr  # it was not trained once more
 
 
 @pytest.mark.long

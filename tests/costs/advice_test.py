@@ -49,7 +49,7 @@ def test_the_advice_follows_the_network():
 
 
 def taught(method, collective, every, steps):
-  return js.costs.Evidence(method, collective, every, "adam 0.001", "lm", 4, steps, 0.1 if steps else None, 3)
+  return js.costs.Evidence(method, collective, every, "adam:0.001", "lm", 4, steps, 0.1 if steps else None, 3)
 
 
 def test_evidence_orders_methods_by_seconds_to_the_loss():
