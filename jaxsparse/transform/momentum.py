@@ -69,9 +69,8 @@ def momentum_corrected(
   check_fraction("momentum_corrected", momentum=momentum)
   if clip_norm is not None and not clip_norm > 0:
     raise ValueError(f"momentum_corrected: clip_norm={clip_norm!r}, choose a number above 0, or None")
-  corrected = transform.over(
-    lambda collective: Corrected(collective=collective, momentum=momentum, nesterov=nesterov, masking=masking)
-  )
+  correct = lambda collective: Corrected(collective=collective, momentum=momentum, nesterov=nesterov, masking=masking)
+  corrected = transform.over(lambda collectives: [correct(collective) for collective in collectives])
   if clip_norm is None:
     return corrected
 
@@ -101,7 +100,8 @@ def warmed_up(transform: optax.GradientTransformation, densities: Mapping[int, f
 
   Raises:
     TypeError: for a transformation that is not a jaxsparse transform.
-    ValueError: for steps that do not ascend from 1, or densities outside (0, 1].
+    ValueError: for steps that do not ascend from 1, or densities outside (0, 1]; when used, if no group of leaves has
+      a sparse collective.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -116,14 +116,14 @@ def warmed_up(transform: optax.GradientTransformation, densities: Mapping[int, f
   if not steps or sorted(set(steps)) != list(steps):
     raise ValueError(f"warmed_up: densities={dict(densities)!r}, give at least one density, by ascending steps")
 
-  def change(collective: Collective) -> Collective:
-    if isinstance(collective, Wrapped):
-      raise ValueError(
-        f"warmed_up: {collective.name} is given, warm up first: js.momentum_corrected(js.warmed_up(...))"
-      )
-    if not isinstance(collective, SparseCollective):
-      return collective
-    return WarmedUp(collective=collective, steps=steps, densities=tuple(densities.values()))
+  def change(collectives: list[Collective]) -> list[Collective]:
+    names = ", ".join(collective.name for collective in collectives)
+    if any(isinstance(collective, Wrapped) for collective in collectives):
+      raise ValueError(f"warmed_up: {names} is given, warm up first: js.momentum_corrected(js.warmed_up(...))")
+    if not any(isinstance(collective, SparseCollective) for collective in collectives):
+      raise ValueError(f"warmed_up: {names} has no density, give a transform of a sparse collective")
+    warm = lambda sparse: WarmedUp(collective=sparse, steps=steps, densities=tuple(densities.values()))
+    return [warm(one) if isinstance(one, SparseCollective) else one for one in collectives]
 
   return transform.over(change)
 

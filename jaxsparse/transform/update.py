@@ -56,11 +56,11 @@ class Transform(optax.GradientTransformation):
 
   Attributes:
     comm: the workers.
-    over: from a function of collectives to the transform whose groups have the collectives that it returns.
+    over: from a function of the collectives of all groups to the transform whose groups have those that it returns.
   """
 
   comm: Comm
-  over: Callable[[Callable[[Collective], Collective]], optax.GradientTransformation]
+  over: Callable[[Callable[[list[Collective]], list[Collective]]], optax.GradientTransformation]
 
 
 def over_groups(
@@ -108,9 +108,13 @@ def over_groups(
     checks.check_method(state.layout.method, groups)
     return jax.tree.unflatten(structure, leaves), state
 
-  def over(change: Callable[[Collective], Collective]) -> optax.GradientTransformation:
-    changed = lambda group: group._replace(collective=change(group.collective))
-    return over_groups(lambda tree: [changed(group) for group in grouped(tree)], axis, shardings, alone)
+  def over(change: Callable[[list[Collective]], list[Collective]]) -> optax.GradientTransformation:
+    def changed(tree: Any) -> list[Group]:
+      groups = grouped(tree)
+      collectives = change([group.collective for group in groups])
+      return [group._replace(collective=new) for group, new in zip(groups, collectives, strict=True)]
+
+    return over_groups(changed, axis, shardings, alone)
 
   made = Transform(init, update)
   made.comm, made.over = comm, over

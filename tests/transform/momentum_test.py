@@ -200,3 +200,5 @@ def test_bad_ladders():
     js.warmed_up(sparse, {2: 1.5})
   with pytest.raises(ValueError, match="warm up first"):
     js.init(js.warmed_up(js.momentum_corrected(sparse), {2: 0.5}), jnp.zeros(30), mesh_of(2))
+  with pytest.raises(ValueError, match="warmed_up: qsgd has no density, give a transform of a sparse collective"):
+    js.init(js.warmed_up(js.qsgd_transform("workers"), {2: 0.5}), jnp.zeros(30), mesh_of(2))
