@@ -36,8 +36,8 @@ from absl import flags
 from jax.experimental import multihost_utils
 
 import jaxsparse as js
-from benchmarks import data, entry, report, workers
-from benchmarks.tasks import small
+from benchmarks import entry, report, workers
+from benchmarks.tasks import data, small
 from benchmarks.tasks.base import Batch, model_of
 from jaxsparse import launch
 

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 import jaxsparse as js
-from benchmarks.hosts import sent_bytes
 from benchmarks.methods import Method
+from benchmarks.netlab import sent_bytes
 from benchmarks.race.results import Advised, Curve, Pace, Whole
 from benchmarks.recipes import Recipe
 from benchmarks.tasks.base import Task

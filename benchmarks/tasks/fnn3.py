@@ -5,9 +5,9 @@ import itertools
 import jax
 from flax import nnx
 
-from benchmarks.data import CLASSES
 from benchmarks.tasks import images
 from benchmarks.tasks.base import Task
+from benchmarks.tasks.data import CLASSES
 
 SIDE = 28
 _WIDTH = 200

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from flax import nnx
 
-from benchmarks import data
+from benchmarks.tasks import data
 from benchmarks.tasks.base import Arrays, Task, drawn
 
 SIDE = 32

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.data import CLASSES
 from benchmarks.tasks import images
 from benchmarks.tasks.base import Task
+from benchmarks.tasks.data import CLASSES
 
 _STAGES = (16, 32, 64)
 _BLOCKS = 3  # of each stage, two convolutions each

@@ -3,8 +3,8 @@
 import jax
 from flax import nnx
 
-from benchmarks.data import CLASSES, Dataset, epochs
 from benchmarks.tasks.base import Task
+from benchmarks.tasks.data import CLASSES, Dataset, epochs
 
 
 class CNN(nnx.Module):

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from benchmarks.data import CLASSES
 from benchmarks.tasks import images
 from benchmarks.tasks.base import Task
+from benchmarks.tasks.data import CLASSES
 from benchmarks.tasks.resnet20 import convolution
 
 VGG16 = (2, 2, 3, 3, 3)  # convolutions of each stage

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from benchmarks import recorded, specs, updates, workers
+from benchmarks import recorded, specs, workers
+from benchmarks.collectives import updates
 from benchmarks.tasks import lm
 from benchmarks.tasks.base import model_of
 from jaxsparse.comm import SoloComm

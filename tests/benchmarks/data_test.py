@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from benchmarks import data
+from benchmarks.tasks import data
 
 
 def write(folder, name, content):

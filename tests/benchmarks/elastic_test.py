@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from benchmarks import phases
+from benchmarks.elastic import phases
 from tests.benchmarks import commands
 
 BAD_FLAGS = [

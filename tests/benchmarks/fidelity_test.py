@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from benchmarks import iterations, papers
+from benchmarks import papers
+from benchmarks.overlap import iterations
 from tests.benchmarks import commands
 
 CELL = papers.Cell("paper", "Table 1", "one", "seconds", "GPUs", "train", 2.0, False, 2.1, "CPUs", False, "")

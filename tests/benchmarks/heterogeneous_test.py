@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from benchmarks import heterogeneous_report as tables
-from benchmarks import virtual
+from benchmarks.heterogeneous import report as tables
+from benchmarks.heterogeneous import virtual
 from tests.benchmarks import commands
 
 run = functools.partial(commands.run, "benchmarks.heterogeneous")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from benchmarks import hosts
+from benchmarks.hierarchy import hosts
 from tests.benchmarks import commands
 
 BAD_FLAGS = [

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from benchmarks import recipes, report, training, workers
+from benchmarks import recipes, workers
 from benchmarks.tasks import lm
 from benchmarks.tasks.base import model_of
+from benchmarks.train import report
+from benchmarks.train.run import Run
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -113,7 +115,7 @@ def test_each_run_is_kept_and_reported(tmp_path):
 
 
 def test_a_kept_file_is_replaced_whole(tmp_path):
-  run = training.Run("dense", "sgd:0.1", 0, 0.5, 1 / 3, 1.0, 2.0, 3, 0.1, 0.0, [1], [0.5], [1.0], {"drift": [0.0]})
+  run = Run("dense", "sgd:0.1", 0, 0.5, 1 / 3, 1.0, 2.0, 3, 0.1, 0.0, [1], [0.5], [1.0], {"drift": [0.0]})
   path = tmp_path / "new" / "train.json"
   report.keep([run], 'a "title"', path)
   report.keep([run, run._replace(seed=1)], 'a "title"', path)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxsparse as js
-from benchmarks import architectures, contention, hiding, iterations, overlap_report, workers
+from benchmarks import workers
+from benchmarks.overlap import architectures, contention, hiding, iterations, report
 from tests.benchmarks import commands
 
 # Tensors as in Table III; parameters of the published models.
@@ -74,7 +75,7 @@ def test_a_lab_on_one_device_measures_what_it_plans():
   assert list(rows) == ["xla default", "no communication", "mg_wfbp, dense", "wfbp, dense"]
   assert rows["wfbp, dense"].groups == lab.setting.tensors == 4
   assert rows["wfbp, dense"].predicted >= rows["mg_wfbp, dense"].predicted > rows["no communication"].seconds > 0
-  exposed = list(overlap_report.lab_table(lab.setting, list(rows.values())).columns[5].cells)
+  exposed = list(report.lab_table(lab.setting, list(rows.values())).columns[5].cells)
   assert exposed[1] == "0.0"
   assert float(exposed[3]) == pytest.approx(
     1e3 * (rows["wfbp, dense"].seconds - rows["no communication"].seconds), abs=0.1

@@ -6,7 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 
-from benchmarks.passes import passes_of
+from benchmarks.selection.passes import passes_of
 from tests.benchmarks import commands
 
 # What it counts is of programs as users have them.

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 import jaxsparse as js
-from benchmarks import architectures, methods, recipes, workers
+from benchmarks import methods, recipes, workers
+from benchmarks.overlap import architectures
 from benchmarks.tasks import base, images, lm, lstm, registry, text, vgg16
 from benchmarks.tasks.base import IGNORED, Task, drawn, entries_of, model_of
 from benchmarks.trainer import Trainer

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks.data import CIFAR10_FILES
+from benchmarks.tasks.data import CIFAR10_FILES
 from tests.benchmarks import commands
 from tests.benchmarks.data_test import batch, write
 

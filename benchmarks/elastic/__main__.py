@@ -30,8 +30,9 @@ import rich.table
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import entry, netlab, phases, workers
-from benchmarks.phases import DYING, Outcome, Phase, Recovery, Settings, Training, recoveries
+from benchmarks import entry, netlab, workers
+from benchmarks.elastic import phases
+from benchmarks.elastic.phases import DYING, Outcome, Phase, Recovery, Settings, Training, recoveries
 from jaxsparse import launch
 from jaxsparse.launch import Host
 

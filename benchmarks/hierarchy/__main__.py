@@ -27,7 +27,7 @@ from absl import flags
 from jax.sharding import AxisType
 
 from benchmarks import entry, netlab
-from benchmarks.hosts import AXES, WAYS, Row, measured
+from benchmarks.hierarchy.hosts import AXES, WAYS, Row, measured
 from benchmarks.workers import make_console
 from jaxsparse import launch
 

@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 import jaxsparse as js
-from benchmarks.laws import Laws
+from benchmarks.collectives.laws import Laws
 from benchmarks.specs import Spec
 from benchmarks.workers import Workers
 from jaxsparse.comm import message_p

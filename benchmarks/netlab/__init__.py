@@ -1,41 +1,31 @@
-r"""A network lab on one machine: hosts with a network of their own, joined by a switch, over links of any speed.
+"""A network lab on one machine: hosts with a network of their own, joined by a switch, over links of any speed.
 
 Every host is a network namespace, so its programs meet those of other hosts on the wire only; the switch is a bridge in
-a namespace of its own, and nothing of the lab is seen outside. COMMAND runs outside: it finds the hosts in the variable
-JAXSPARSE_HOSTS and starts programs in them. When it ends, or is interrupted, the lab is removed with all that still
-runs in it. Needs root and iproute2. With --loopback COMMAND runs without a lab.
+a namespace of its own, and nothing of the lab is seen outside. Needs root and iproute2.
 
-Examples:
-  python -m benchmarks.netlab --hosts=6 --rate=1gbit -- python -m jaxsparse.launch --ranks=6 -- python train.py
-  python -m benchmarks.netlab --hosts=2 --rate=100mbit -- sh -c 'echo "$JAXSPARSE_HOSTS" | jq .'
-  python -m benchmarks.netlab --rate=none -- bash
+`lab` makes one for a block of a program, `python -m benchmarks.netlab` for a command.
 """
 
 import contextlib
-import functools
 import json
 import os
+import pathlib
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from absl import app, flags
-
-from benchmarks.namespaces import ETC, GRACE, batch, remove, remove_leftovers, started
-from benchmarks.signals import Signals
+from benchmarks.netlab.namespaces import ETC, batch, remove, remove_leftovers, started
+from benchmarks.netlab.signals import Signals
 from jaxsparse.launch import HOSTS, Host
-from jaxsparse.launch.guard import die_with_parent
 
 SUBNET = "10.77.0.0/16"
 MOST_HOSTS = 250
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:([kmgt]i?)?(bit|bps))?", re.IGNORECASE)
 _LAB = threading.Lock()
+_INTERFACES = pathlib.Path("/proc/self/net/dev")  # of the network namespace of this process
 
 
 class LabUnavailable(RuntimeError):
@@ -90,6 +80,13 @@ def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
         remove([switch, *(host.name for host in team)])
   finally:
     _LAB.release()
+
+
+def sent_bytes() -> int:
+  """Bytes that the network interfaces of this host have sent, but for the one to itself; 0 where it has no others."""
+  lines = _INTERFACES.read_text().splitlines()[2:] if _INTERFACES.exists() else []
+  found = [line.partition(":") for line in lines]
+  return sum(int(counts.split()[8]) for name, _, counts in found if name.strip() != "lo")
 
 
 def environment(hosts: list[Host]) -> dict[str, str]:
@@ -210,62 +207,3 @@ def _tell(tool: list[str], lines: list[str]) -> None:
       f"`{' '.join(tool)}` refused a part of the lab ({reason}): it takes the capabilities CAP_SYS_ADMIN and "
       "CAP_NET_ADMIN (in docker --privileged), and a kernel with network namespaces, veth, bridge and tbf"
     )
-
-
-def _run(command: list[str], extra: dict[str, str]) -> int:
-  """Runs COMMAND; its exit status as a shell gives it."""
-  # It would go on with hosts that the next lab removes.
-  die_with_us = functools.partial(die_with_parent, signal.SIGTERM, os.getpid())
-  inherited = {name: value for name, value in os.environ.items() if name != HOSTS}
-  try:
-    process = subprocess.Popen(command, env=inherited | extra, preexec_fn=die_with_us)
-  except OSError as error:
-    print(f"error: cannot run {command[0]!r}: {error.strerror}", file=sys.stderr)
-    return 127 if isinstance(error, FileNotFoundError) else 126
-  try:
-    status = process.wait()
-  except BaseException as error:
-    if not isinstance(error, KeyboardInterrupt):  # Ctrl-C in a terminal has reached it: twice would break its clean-up
-      process.terminate()
-    _stop(process)
-    raise
-  return status if status >= 0 else 128 - status
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-  try:
-    process.wait(GRACE)
-  except subprocess.TimeoutExpired:
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-      process.wait(GRACE)
-  finally:  # also after a second Ctrl-C
-    process.kill()
-    process.wait()
-
-
-def main(argv: list[str]) -> int:
-  """Runs COMMAND beside a lab."""
-  hosts, rate, loopback = flags.FLAGS.hosts, flags.FLAGS.rate, flags.FLAGS.loopback
-  command = argv[1:]
-  if not command:
-    sys.exit("error: COMMAND is missing, for example: python -m benchmarks.netlab --rate=1gbit -- python train.py")
-  try:
-    if loopback:
-      return _run(command, {})
-    with lab(hosts, None if rate == "none" else rate) as team:
-      return _run(command, environment(team))
-  except ValueError as error:
-    sys.exit(f"error: --{error}")
-  except LabUnavailable as error:
-    sys.exit(f"error: {error}. Or run COMMAND without a lab: --loopback")
-  except KeyboardInterrupt:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the lab is gone: another Ctrl-C has nothing left to interrupt
-    return 128 + signal.SIGINT
-
-
-if __name__ == "__main__":  # the flags as well: who imports this module may have some of the same name
-  flags.DEFINE_integer("hosts", 6, "Number of hosts.")
-  flags.DEFINE_string("rate", "1gbit", "Rate of each link as tc writes it, e.g. 10mbit; or none for links not shaped.")
-  flags.DEFINE_bool("loopback", False, "Run COMMAND on this machine as it is, without a lab.")
-  app.run(main)

@@ -17,8 +17,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse as js
-from benchmarks import data
-from benchmarks.tasks import small
+from benchmarks.tasks import data, small
 from benchmarks.tasks.base import model_of
 from benchmarks.workers import Workers, here
 from jaxsparse import flatten, launch

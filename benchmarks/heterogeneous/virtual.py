@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import optax
 
 import jaxsparse as js
-from benchmarks import data, report
-from benchmarks.tasks import small
+from benchmarks import report
+from benchmarks.tasks import data, small
 from benchmarks.tasks.base import model_of
 from jaxsparse.partial.simulation import METHODS
 

@@ -47,9 +47,10 @@ from typing import Any, NamedTuple
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import entry, netlab, papers, programs, recorded, rows, specs, workers
-from benchmarks.rows import Kept, Measured
-from benchmarks.updates import Bench
+from benchmarks import entry, netlab, papers, programs, recorded, specs, workers
+from benchmarks.collectives import rows
+from benchmarks.collectives.rows import Kept, Measured
+from benchmarks.collectives.updates import Bench
 from jaxsparse import launch
 
 _ALGORITHMS = flags.DEFINE_multi_string("algorithms", ["all"], specs.HELP)

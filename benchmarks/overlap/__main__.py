@@ -1,12 +1,12 @@
 r"""Seconds an iteration with communication hidden behind backward: the ASC-WFBP paper's setting on paper, or in a lab.
 
 On paper, beside what the paper measured: with no --rate. With --rate (needs root) a model of many small tensors is
-trained on hosts of the network lab, whose links are that fast: see benchmarks/hiding.py.
+trained on hosts of the network lab, whose links are that fast: see benchmarks/overlap/hiding.py.
 
-Layers are those of the real networks (benchmarks/architectures.py), their backward times a roofline scaled to the
-paper's total. Where the paper does not print the seconds of computing, Tables IV and V say them: S · t(ASC) / P, and a
-third of it is forward as it is for ResNet-152, which gives back the S_max that the paper prints. Predicted is forward
-and the plan's iteration time, with a start-up of --alpha for each all-reduce and --beta for each byte.
+Layers are those of the real networks (benchmarks/overlap/architectures.py), their backward times a roofline scaled to
+the paper's total. Where the paper does not print the seconds of computing, Tables IV and V say them: S · t(ASC) / P,
+and a third of it is forward as it is for ResNet-152, which gives back the S_max that the paper prints. Predicted is
+forward and the plan's iteration time, with a start-up of --alpha for each all-reduce and --beta for each byte.
 
 "exposed" is what of the communication backward does not hide (Figure 6, overlap_exposed.png): predicted, the paper's
 iteration less its computing, and in the lab a step less one without communication.
@@ -38,8 +38,9 @@ import rich.progress
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import architectures, contention, entry, hiding, iterations, netlab, papers, report, workers
-from benchmarks import overlap_report as tables
+from benchmarks import entry, netlab, papers, report, workers
+from benchmarks.overlap import architectures, contention, hiding, iterations
+from benchmarks.overlap import report as tables
 from benchmarks.workers import make_console
 from jaxsparse import launch
 from jaxsparse.overlap.plans import Kind

@@ -19,7 +19,7 @@ import numpy as np
 import rich.table
 
 from benchmarks import report
-from benchmarks.iterations import LINK
+from benchmarks.overlap.iterations import LINK
 from jaxsparse.overlap import Link
 
 SIZES = [2**13, 2**15, 2**17, 2**19, 2**20, 2**21, 2**22, 2**23]  # bytes; the paper's are 8 kB to 4 MB

@@ -28,9 +28,11 @@ import rich.progress
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import data, entry, methods, papers, recipes, report, training, workers
-from benchmarks.tasks import lm, small
+from benchmarks import entry, methods, papers, recipes, workers
+from benchmarks.tasks import data, lm, small
 from benchmarks.tasks.base import Task
+from benchmarks.train import report as tables
+from benchmarks.train.run import Run, train
 
 _ALGORITHM = flags.DEFINE_multi_string(
   "algorithm", ["spardl", "dense"], f"All-reduces to compare, in this order, or 'all', {methods.HELP}"
@@ -108,7 +110,7 @@ def _make_tasks(plan: Plan) -> list[Task]:
   return [small.make(_MODEL.value, load(fold)) for fold in range(plan.folds)]
 
 
-def _compare(plan: Plan, place: workers.Workers, console: rich.console.Console) -> tuple[list[training.Run], str]:
+def _compare(plan: Plan, place: workers.Workers, console: rich.console.Console) -> tuple[list[Run], str]:
   """Trains every run of the plan behind a progress bar, and keeps each; the runs, and the title of their table."""
   tasks = _make_tasks(plan)
   title = f"{tasks[0]}, {place}, density {_DENSITY.value:g}"
@@ -121,7 +123,7 @@ def _compare(plan: Plan, place: workers.Workers, console: rich.console.Console) 
     rich.progress.TextColumn("accuracy {task.fields[accuracy]:.3f}"),
     rich.progress.TimeRemainingColumn(),
   ]
-  runs: list[training.Run] = []
+  runs: list[Run] = []
   console.print(title, soft_wrap=True)
   with rich.progress.Progress(*columns, console=console) as progress:
     runs_of = itertools.product(plan.optimizers, plan.algorithms, enumerate(tasks), plan.seeds)
@@ -134,12 +136,12 @@ def _compare(plan: Plan, place: workers.Workers, console: rich.console.Console) 
         progress.update(bar, completed=number, accuracy=accuracy)
 
       recipe = recipes.Recipe(optimizer, "cosine", steps=_STEPS.value)
-      run = training.train(task, method, recipe, place, _BATCH_SIZE.value, seed, on_step)
+      run = train(task, method, recipe, place, _BATCH_SIZE.value, seed, on_step)
       runs.append(run._replace(fold=fold))
       progress.remove_task(bar)
       if place.reports:
-        report.keep(runs, title, pathlib.Path(_REPORT_DIR.value) / "train.json")
-        console.print(report.line(runs[-1]), highlight=False, soft_wrap=True)
+        tables.keep(runs, title, pathlib.Path(_REPORT_DIR.value) / "train.json")
+        console.print(tables.line(runs[-1]), highlight=False, soft_wrap=True)
   return runs, title
 
 
@@ -155,14 +157,14 @@ def main() -> None:
     _report(runs, title, console)
 
 
-def _report(runs: list[training.Run], title: str, console: rich.console.Console) -> None:
+def _report(runs: list[Run], title: str, console: rich.console.Console) -> None:
   path = pathlib.Path(_REPORT_DIR.value) / "demo.png"
-  report.figure(runs, title, path)
-  console.print(report.table(runs, f"after {_STEPS.value} steps"), papers.beside(papers.of("train")))
+  tables.figure(runs, title, path)
+  console.print(tables.table(runs, f"after {_STEPS.value} steps"), papers.beside(papers.of("train")))
   console.print(f"figure: {path}")
   if _TRACE.value:
     path = path.with_name("trace.png")
-    report.trace(runs, _TRACE.value, title, path)
+    tables.trace(runs, _TRACE.value, title, path)
     console.print(f"figure: {path}")
   if _JSON.value:
     print(json.dumps({"title": title, "runs": [run._asdict() for run in runs]}))

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 import jaxsparse as js
-from benchmarks import architectures, papers
+from benchmarks import papers
+from benchmarks.overlap import architectures
 
 WORKERS = 32
 LINK = 9.43e9 / 8  # bytes a second, as the paper measured it with iperf3

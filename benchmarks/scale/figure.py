@@ -9,8 +9,8 @@ from matplotlib import axes
 from matplotlib import colors as mcolors
 
 from benchmarks import report
-from benchmarks.compiling import PHASES, Program
-from benchmarks.predicting import Network, Predicted
+from benchmarks.scale.compiling import PHASES, Program
+from benchmarks.scale.predicting import Network, Predicted
 
 
 def figure(

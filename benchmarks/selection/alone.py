@@ -12,7 +12,7 @@ import rich.table
 from jax.extend import core
 
 import jaxsparse as js
-from benchmarks.passes import Pass, passes_of
+from benchmarks.selection.passes import Pass, passes_of
 from jaxsparse.comm import SoloComm
 
 READ = jax.jit(lambda x: jnp.abs(x).sum())

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.signals import SIGNALS
+from benchmarks.netlab.signals import SIGNALS
 
 ETC = pathlib.Path("/etc/netns")  # what `ip netns exec` mounts over /etc
 RUN = pathlib.Path("/var/run/netns")

@@ -40,10 +40,19 @@ import rich.table
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import data, entry, report, workers
-from benchmarks.alone import READ, Update, fallbacks, milliseconds, pass_table, seconds_of, update_alone, update_table
+from benchmarks import entry, report, workers
 from benchmarks.report import Goal
-from benchmarks.tasks import small
+from benchmarks.selection.alone import (
+  READ,
+  Update,
+  fallbacks,
+  milliseconds,
+  pass_table,
+  seconds_of,
+  update_alone,
+  update_table,
+)
+from benchmarks.tasks import data, small
 from benchmarks.tasks.base import model_of
 from jaxsparse import flatten
 from jaxsparse.select import candidates, exact, threshold

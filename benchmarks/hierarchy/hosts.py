@@ -1,6 +1,5 @@
 """Trains hosts with several devices each in the ways that `benchmarks.hierarchy` compares, and times the steps."""
 
-import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -14,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
+from benchmarks.netlab import sent_bytes
 from benchmarks.tasks import lm
 
 WAYS = ("dense", "flat", "between")
 AXES = ("hosts", "devices")
-_INTERFACES = pathlib.Path("/proc/self/net/dev")  # of the network namespace of this process
 
 
 class Row(NamedTuple):
@@ -135,13 +134,6 @@ def measured(name: str, mesh: Mesh, rate: str, width: int, blocks: int, batch: i
     )
   most = largest(mesh, [(sent_bytes() - sent) / steps, statistics.median(times[2:])])
   return Row(rate, name, n, most[1], most[0], losses[-1])
-
-
-def sent_bytes() -> int:
-  """Bytes that the network interfaces of this host have sent, but for the one to itself; 0 where it has no others."""
-  lines = _INTERFACES.read_text().splitlines()[2:] if _INTERFACES.exists() else []
-  found = [line.partition(":") for line in lines]
-  return sum(int(counts.split()[8]) for name, _, counts in found if name.strip() != "lo")
 
 
 def largest(mesh: Mesh, values: list[float]) -> list[float]:

@@ -35,10 +35,11 @@ import rich.console
 import rich.progress
 from absl import flags
 
-from benchmarks import compiling, entry, report, specs
-from benchmarks.compiling import Program, growth_table, growths, program_table
-from benchmarks.predicting import BEST, PRESETS, Network, parse_network, predict, speed_table
-from benchmarks.scale_figure import figure
+from benchmarks import entry, report, specs
+from benchmarks.scale import compiling
+from benchmarks.scale.compiling import Program, growth_table, growths, program_table
+from benchmarks.scale.figure import figure
+from benchmarks.scale.predicting import BEST, PRESETS, Network, parse_network, predict, speed_table
 
 FIRST_N, FIRST_WORKERS, FIRST_SECONDS = 1_000_000, 4, 3.0
 _FIRST_OF = ["dense", "spardl", "spardl:selector=chunked", "spardl:selector=reuse", "spardl:teams=2", "spardl:teams=4"]

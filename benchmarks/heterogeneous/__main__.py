@@ -41,10 +41,10 @@ import rich.progress
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import entry, papers, report, virtual, workers
-from benchmarks import heterogeneous_figures as figures
-from benchmarks import heterogeneous_report as tables
-from benchmarks.virtual import Bench, Environment, Method, Row, parse
+from benchmarks import entry, papers, report, workers
+from benchmarks.heterogeneous import figures, virtual
+from benchmarks.heterogeneous import report as tables
+from benchmarks.heterogeneous.virtual import Bench, Environment, Method, Row, parse
 from jaxsparse.partial.simulation import METHODS
 
 _ALL = [*METHODS[:-2], "constant:3", "dynamic:3", "initial:3", "constant:5", "dynamic:5"]

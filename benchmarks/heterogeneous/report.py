@@ -10,7 +10,7 @@ import rich.table
 
 import jaxsparse as js
 from benchmarks import papers, report
-from benchmarks.virtual import Environment, Row
+from benchmarks.heterogeneous.virtual import Environment, Row
 
 _TABLE_1 = {
   "all-reduce": "allreduce",

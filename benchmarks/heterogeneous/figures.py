@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jaxsparse as js
 from benchmarks import report
-from benchmarks.virtual import Environment, Row
+from benchmarks.heterogeneous.virtual import Environment, Row
 
 from matplotlib import colormaps, pyplot  # isort: skip  # after benchmarks.report, which chooses where it draws to
 

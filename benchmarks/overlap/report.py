@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import rich.table
 
 import jaxsparse as js
-from benchmarks import hiding, report
-from benchmarks.iterations import PAPER, WORKERS, Row, bound_of, layers_of, start_up_of_wfbp
+from benchmarks import report
+from benchmarks.overlap import hiding
+from benchmarks.overlap.iterations import PAPER, WORKERS, Row, bound_of, layers_of, start_up_of_wfbp
 
 
 def table(rows: list[Row], link: js.overlap.Link, ways: int) -> rich.table.Table:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import rich.table
 
 from benchmarks import report
-from benchmarks.updates import Row
+from benchmarks.collectives.updates import Row
 
 SETTING = ("workers", "rate", "n", "density")  # of a row, beside its algorithm
 
