@@ -72,8 +72,8 @@ def scale_by_window_adam(
   decay = (window - 1) / (window + 1)
 
   def init(params: optax.Params) -> WindowAdamState:
-    zeros = optax.tree.zeros_like(params)
-    return WindowAdamState(jnp.zeros([], jnp.int32), zeros, zeros, zeros)
+    mu, average, nu = (optax.tree.zeros_like(params) for _ in range(3))  # a step that takes its state needs each apart
+    return WindowAdamState(jnp.zeros([], jnp.int32), mu, average, nu)
 
   def update(
     updates: optax.Updates, state: WindowAdamState, params: optax.Params | None = None

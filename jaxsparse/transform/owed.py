@@ -120,36 +120,43 @@ def delivered(
   comm: Comm, leaves: list[jax.Array], node: ReduceState, moved: list[jax.Array] | None = None
 ) -> tuple[list[jax.Array], ReduceState]:
   """The mean over the workers of what `taken` takes: one all-reduce at each device of a worker."""
-  return taken(leaves, node, moved, lambda owing: comm.all_reduce(owing) / comm.size)
+
+  def mean(owing: list[jax.Array]) -> list[jax.Array]:
+    if not owing:
+      return owing
+    flat, restore = flatten.flatten(owing)
+    return restore(comm.all_reduce(flat) / comm.size)
+
+  return taken(leaves, node, moved, mean)
 
 
 def taken(
   leaves: list[jax.Array],
   node: ReduceState,
   moved: list[jax.Array] | None = None,
-  mean: Callable[[jax.Array], jax.Array] = lambda owing: owing,
+  mean: Callable[[list[jax.Array]], list[jax.Array]] = lambda owing: owing,
 ) -> tuple[list[jax.Array], ReduceState]:
   """The residual of a worker, in the shapes and dtypes of the leaves, and the state with a residual of zeros.
 
-  With what a worker has `moved` of each leaf, that is added, and the sums are float32. `mean` makes of the entries of
-  all leaves at a device the mean over workers.
+  With what a worker has `moved` of each leaf, that is added, and the sums are float32. `mean` makes of the leaves at a
+  device, float32, the means over workers.
   """
 
   def step(
     groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, inside: tuple[str, ...] = ()
   ) -> tuple[list[jax.Array], ReduceState]:
     del inside
-    parts, owing, start = split(state.carried), [], 0
-    flat = [flatten.flatten([leaves[leaf] for leaf in group.leaves]) for group in groups]
-    for part, (own, _) in zip(parts, flat, strict=True):
+    parts, leaves = split(state.carried), list(leaves)
+    owing: dict[int, jax.Array] = {}
+    for group, part in zip(groups, parts, strict=True):
+      own = [leaves[leaf].astype(jnp.float32) for leaf in group.leaves]
+      if part.residual is not None:  # leaf by leaf: to add flat vectors would take two passes more
+        owed = flatten.parts(part.residual, flatten.sizes(own))
+        own = [mine + rest.reshape(mine.shape) for mine, rest in zip(own, owed, strict=True)]
       if part.residual is not None or moved is not None:
-        owing.append(own if part.residual is None else own + part.residual)
-    sums = mean(jnp.concatenate(owing)) if owing else jnp.zeros(0)
-    for group, part, (own, restore) in zip(groups, parts, flat, strict=True):
-      if part.residual is not None or moved is not None:
-        for leaf, new in zip(group.leaves, restore(sums[start : start + own.size]), strict=True):
-          leaves[leaf] = new
-        start += own.size
+        owing |= dict(zip(group.leaves, own, strict=True))
+    for leaf, new in zip(owing, mean(list(owing.values())), strict=True):
+      leaves[leaf] = new.astype(leaves[leaf].dtype)
     empty = [part._replace(residual=jax.tree.map(jnp.zeros_like, part.residual)) for part in parts]
     return leaves, state._replace(carried=joined(empty, _method(node).alone))
 

@@ -96,3 +96,13 @@ def test_signs_of_updates_train_to_the_loss_of_dense_adam():
   assert end(signs(window=workers)) < 1.2 * dense
   assert end(signs(window=1)) > 2 * dense  # so it is the window
   assert end(optax.chain(onebit, optax.scale_by_adam(), rate)) > 5 * dense  # and that updates are exchanged
+
+
+def test_a_step_may_take_its_state():
+  params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+  tx = js.scale_by_window_adam(window=4)
+  step = jax.jit(lambda state, grads: tx.update(grads, state), donate_argnums=0)
+  updates, state = step(tx.init(params), params)
+  updates, state = step(state, params)
+  assert int(state.step) == 2
+  assert float(updates["b"][0]) > 0
