@@ -14,7 +14,7 @@ from typing import Any
 import jaxsparse as js
 from benchmarks import entry, methods, report
 from benchmarks.race.results import Results
-from benchmarks.race.standings import DENSE, Standing, baselines, standings
+from benchmarks.race.standings import DENSE, Standing, Target, baselines, standings
 from benchmarks.tasks import registry
 
 RESULTS = sorted((pathlib.Path(__file__).parent / "results").glob("race_*.json"))
@@ -31,7 +31,7 @@ def rows(results: Results) -> list[dict[str, Any]]:
     "seeds": len(baselines(results, steps)),
   }
   curves = lambda one: results.find("curves", method=one.method, optimizer=one.optimizer)
-  whole = [one for one in standings(results, "", steps) if len(curves(one)) == same["seeds"]]
+  whole = [one for one in standings(results, "", Target(steps)) if len(curves(one)) == same["seeds"]]
   return [_own(one, same["workers"]) | same for one in whole if one.method != DENSE]
 
 

@@ -39,7 +39,7 @@ from benchmarks.race import measuring, presets
 from benchmarks.race import report as tables
 from benchmarks.race.measuring import Length, Race, Runner
 from benchmarks.race.results import KINDS, Results
-from benchmarks.race.standings import DENSE, baselines, loss_after
+from benchmarks.race.standings import DENSE, Target, standings
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task
 from jaxsparse import launch
@@ -131,8 +131,8 @@ def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None
   console.print(f"{race.task}, {race.place}, {plan.runners[0].recipe}", highlight=False, soft_wrap=True)
   for seed, runner in itertools.product(plan.seeds, plan.runners):
     length = plan.length._replace(most=_STEPS.value) if runner.method.label == DENSE else plan.length
-    if runner.method.label != DENSE and length.target is None:
-      length = length._replace(target=_target(results, seed))
+    if runner.method.label != DENSE:
+      length = length._replace(target=_target().of_seed(results, seed))
     key = {"method": runner.method.label, "optimizer": runner.optimizer, "seed": seed}
     found = results.find("curves", **key)
     if found and length.is_done(found[0].steps[-1], found[0].loss):
@@ -142,10 +142,8 @@ def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None
     console.print(tables.line(results.find("curves", **key)[0]), highlight=False, soft_wrap=True)
 
 
-def _target(results: Results, seed: int) -> float | None:
-  """The loss to reach from this seed: that of the flag, or dense's after --steps."""
-  dense = baselines(results, _STEPS.value).get(seed)
-  return _TARGET.value or (loss_after(dense, _STEPS.value) if dense else None)
+def _target() -> Target:
+  return Target(_STEPS.value, _TARGET.value)
 
 
 def _lab(part: str, rate: str, plan: Plan, results: Results) -> None:
@@ -158,8 +156,8 @@ def _lab(part: str, rate: str, plan: Plan, results: Results) -> None:
     path = pathlib.Path(folder) / "rows.json"
     command = [sys.executable, "-m", "benchmarks.race", *sys.argv[1:], f"--parts={part}", f"--rate={rate}"]
     command += [f"--results={path}", f"--method={','.join(dict.fromkeys(missing))}"]
-    target = _target(results, plan.seeds[0])
-    command += [f"--target={target}"] if target else []
+    target = _target().of_seed(results, plan.seeds[0])
+    command += [f"--target={target}"] if target is not None else []
     try:
       with netlab.lab(_HOSTS.value, None if rate == "none" else rate) as hosts:
         launch.run(command, _HOSTS.value, hosts=hosts)
@@ -199,22 +197,24 @@ def _race(plan: Plan, engine: str) -> Race:
   return Race(plan.task, workers.here(engine, _HOSTS.value), _BATCH_SIZE.value)
 
 
-def _report(results: Results, console: rich.console.Console) -> None:
+def _report(results: Results, preset: presets.Preset | None, console: rich.console.Console) -> None:
   """The tables and the figure of all rows."""
+  target = _target()
   rates = [rate for rate in _RATE.value if results.find("paces", rate=rate)]
   for rate in rates or [""]:
-    console.print(tables.table(results, rate, _STEPS.value))
+    console.print(tables.table(results, rate, target))
   if results.rows["wholes"]:
     console.print(tables.wholes(results))
   if results.setting["task"] == "lm":
-    report.say(tables.goals(results, _STEPS.value), console)
-  console.print(papers.beside(papers.of("race")))
+    report.say(tables.goals(results, target), console)
+  found = standings(results, rates[0] if rates else "", target)
+  console.print(papers.beside(papers.of("race"), preset.measured(found) if preset else None))
   folder = pathlib.Path(_REPORT_DIR.value)
   tables.figure(results, rates, folder / "race.png")
-  tables.bars(results, rates, _STEPS.value, folder / "seconds.png")
+  tables.bars(results, rates, target, folder / "seconds.png")
   console.print(f"figures: {folder / 'race.png'}, {folder / 'seconds.png'}")
   if _JSON.value:
-    print(json.dumps(tables.as_json(results, rates, _STEPS.value)))
+    print(json.dumps(tables.as_json(results, rates, target)))
 
 
 def main() -> None:
@@ -225,7 +225,8 @@ def main() -> None:
     _rank(plan)
     return
   console = workers.make_console(stderr=_JSON.value)
-  if preset := presets.PRESETS.get(_PRESET.value or ""):
+  preset = presets.PRESETS.get(_PRESET.value or "")
+  if preset:
     console.print(f"{preset.paper}: {preset.paper_steps:,} steps there, {_STEPS.value:,} here", highlight=False)
   results = Results(_path(), plan.setting)
   try:
@@ -238,7 +239,7 @@ def main() -> None:
     sys.exit(128 + signal.SIGINT)
   finally:
     if results.rows["curves"]:
-      _report(results, console)
+      _report(results, preset, console)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,25 @@
 """The papers' recipes as presets of the race's flags."""
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from absl import flags
+
+from benchmarks.race.standings import Standing
+
+
+class Ratio(NamedTuple):
+  """A number of a paper's that compares two methods.
+
+  Attributes:
+    above: the method whose number is divided.
+    below: the method by whose number.
+    of: seconds to the same loss, or the loss after as many steps.
+  """
+
+  above: str
+  below: str
+  of: Literal["seconds", "loss"]
 
 
 class Preset(NamedTuple):
@@ -12,6 +29,7 @@ class Preset(NamedTuple):
     paper: whose it is, and where.
     flags: their values.
     paper_steps: of the paper's training.
+    cells: of `paper_tables.toml`, which a race with these flags measures.
 
   Example:
     >>> PRESETS["spardl-fig6c"].paper_steps  # 120 epochs of 50,000 images, 6 workers with 16 each
@@ -21,59 +39,99 @@ class Preset(NamedTuple):
   paper: str
   flags: dict[str, Any]
   paper_steps: int
+  cells: Mapping[str, Ratio] = {}
+
+  def measured(self, found: Sequence[Standing]) -> dict[str, float]:
+    """Our numbers of the cells, by name, where both methods have one from every seed."""
+    known = {
+      (one.method, of): spread.mean
+      for one in found
+      for of in ("seconds", "loss")
+      if (spread := getattr(one, of)) and not spread.missing
+    }
+    pairs = {name: ((cell.above, cell.of), (cell.below, cell.of)) for name, cell in self.cells.items()}
+    return {name: known[a] / known[b] for name, (a, b) in pairs.items() if a in known and b in known}
 
 
-def _preset(paper: str, flags: dict[str, Any], epochs: int, examples: int) -> Preset:
+def _preset(paper: str, flags: dict[str, Any], epochs: int, examples: int, cells: Mapping[str, Ratio] = {}) -> Preset:
   """A recipe whose paper says how many epochs it trains."""
-  return Preset(paper, flags, round(epochs * examples / (flags["hosts"] * flags["batch_size"])))
+  return Preset(paper, flags, round(epochs * examples / (flags["hosts"] * flags["batch_size"])), cells)
 
 
 def _race(*labels: str) -> list[str]:
   return ["dense", *labels]
 
 
+def _figure6(task: str) -> dict[str, Ratio]:
+  """How much later than SparDL the others have the same loss."""
+  names = [name for name in _SPARSE if name != "SparDL"]
+  return {f"{name}, {task}": Ratio(_SPARSE[name], _SPARSE["SparDL"], "seconds") for name in names}
+
+
+def _losses(task: str) -> dict[str, Ratio]:
+  """The losses of A2SGD's Tables III and IV, over dense's."""
+  return {f"{name}, {task}": Ratio(label, "dense", "loss") for name, label in _COMPRESSED.items()}
+
+
 def _oktopk(density: float) -> list[str]:
   return _race(*(f"{name}:density={density}" for name in ("oktopk", "topka", "topkdsa", "gaussiank", "gtopk")))
 
 
+_SPARSE = {
+  name: f"{label}:density=0.01"
+  for name, label in (("SparDL", "spardl:teams=2"), ("Ok-Topk", "oktopk"), ("TopkA", "topka"), ("TopkDSA", "topkdsa"))
+}
 _SPARDL: dict[str, Any] = {
   "hosts": 6,
   "batch_size": 16,
   "optimizer": ["sgd:0.1"],
   "schedule": "step",
   "clip": 0.0,
-  "method": _race(*(f"{name}:density=0.01" for name in ("spardl:teams=2", "oktopk", "topka", "topkdsa"))),
+  "method": _race(*_SPARSE.values()),
 }
 _LSTM = {"task": "lstm", "batch_size": 1, "optimizer": ["sgd:0.3"], "schedule": "early_step"}
 _OKTOPK: dict[str, Any] = {"hosts": 16, "batch_size": 16, "schedule": "linear", "clip": 0.0}
 _FIGURE9 = {"task": "vgg16", "optimizer": ["sgd:0.1"], "method": _oktopk(0.02)}
 _BERT = {"task": "bert", "optimizer": ["adamw:0.0002"], "batch_size": 8, "hosts": 32, "method": _oktopk(0.01)}
+_COMPRESSED = {
+  "A2SGD": "a2sgd",
+  "Top-K": "topka:density=0.001",
+  "Gaussian-K": "gaussiank:density=0.001",
+  "QSGD": "qsgd:levels=4",
+}
 _A2SGD: dict[str, Any] = {
   "hosts": 8,
   "batch_size": 128,
   "schedule": "polynomial",
   "warm_up": 10,
   "clip": 0.0,
-  "method": _race("a2sgd", "topka:density=0.001", "gaussiank:density=0.001", "qsgd:levels=4"),
+  "method": _race(*_COMPRESSED.values()),
 }
 
 _CIFAR10, _MNIST, _IMDB = 50_000, 60_000, 25_000  # examples to train on
 _ADAM = {"task": "resnet20", "optimizer": ["adam:0.01"], "schedule": "constant", "warm_up": 0}
 _LARS = {"task": "vgg16", "optimizer": ["lars:1.2"]}  # 0.1 for each of 8 workers, × 1.5: LS(1.5 ×)
 PRESETS: dict[str, Preset] = {
-  "spardl-fig6a": _preset("SparDL, Figure 6 (a)", _SPARDL | {"task": "vgg16"}, 120, _CIFAR10),
-  "spardl-fig6c": _preset("SparDL, Figure 6 (c)", _SPARDL | {"task": "resnet20"}, 120, _CIFAR10),
-  "spardl-fig6d": _preset("SparDL, Figure 6 (d)", _SPARDL | _LSTM, 30, _IMDB),
+  "spardl-fig6a": _preset("SparDL, Figure 6 (a)", _SPARDL | {"task": "vgg16"}, 120, _CIFAR10, _figure6("VGG-16 (a)")),
+  "spardl-fig6c": _preset(
+    "SparDL, Figure 6 (c)",
+    _SPARDL | {"task": "resnet20"},
+    120,
+    _CIFAR10,
+    _figure6("ResNet-20 (c)")
+    | {"Ok-Topk / TopkA, ResNet-20 (c)": Ratio(_SPARSE["Ok-Topk"], _SPARSE["TopkA"], "seconds")},
+  ),
+  "spardl-fig6d": _preset("SparDL, Figure 6 (d)", _SPARDL | _LSTM, 30, _IMDB, _figure6("LSTM (d)")),
   "oktopk-fig9": _preset("Ok-Topk, Figure 9", _OKTOPK | _FIGURE9, 160, _CIFAR10),
   "oktopk-fig13": Preset("Ok-Topk, Figure 13", _OKTOPK | _BERT, 400_000),
   "a2sgd-fnn3": _preset(
-    "A2SGD, Table I and Figure 4", _A2SGD | {"task": "fnn3", "optimizer": ["sgd:0.08"]}, 30, _MNIST
+    "A2SGD, Table I and Figure 4", _A2SGD | {"task": "fnn3", "optimizer": ["sgd:0.08"]}, 30, _MNIST, _losses("FNN-3")
   ),
   "a2sgd-vgg16": _preset("A2SGD, Table I and Figure 4", _A2SGD | _LARS, 150, _CIFAR10),
   "a2sgd-resnet20": _preset(
     "A2SGD, Table I and Figure 4", _A2SGD | {"task": "resnet20", "optimizer": ["sgd:0.8"]}, 150, _CIFAR10
   ),
-  "a2sgd-adam": _preset("A2SGD, Table IV", _A2SGD | _ADAM, 150, _CIFAR10),
+  "a2sgd-adam": _preset("A2SGD, Table IV", _A2SGD | _ADAM, 150, _CIFAR10, _losses("ResNet-20, Adam")),
 }
 HELP = "A paper's recipe, as values of flags that are not given: " + "; ".join(
   f"{name}: {preset.paper}, {preset.paper_steps:,} steps there" for name, preset in PRESETS.items()

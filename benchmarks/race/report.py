@@ -12,17 +12,17 @@ import rich.table
 
 from benchmarks import report
 from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
-from benchmarks.race.standings import DENSE, Spread, Standing, baselines, standings
+from benchmarks.race.standings import DENSE, Spread, Standing, Target, standings
 
 ADVISED = "1gbit"  # where advice has a goal
 GOALS = {"100mbit": 3.0, "10mbit": 15.0}  # dense's seconds to its loss / those of the best, of the task `lm`
 
 
-def table(results: Results, rate: str, steps: int) -> rich.table.Table:
+def table(results: Results, rate: str, target: Target) -> rich.table.Table:
   """The methods at one rate, the fastest first."""
-  targets = baselines(results, steps)
+  seeds = target.of_seeds(results)
   links = f"{rate} links: " if rate else ""
-  title = f"{links}seconds to dense's loss after {steps} steps, from {len(targets)} seeds (± standard deviation)"
+  title = f"{links}seconds to {target}, from {len(seeds)} seeds (± standard deviation)"
   caption = "ms a step: compute (forward, backward) + rest (selection, sums, optimizer) + exchange (what messages add)"
   found = rich.table.Table(title=title, caption=caption)
   for head in ("method", "optimizer"):
@@ -31,7 +31,7 @@ def table(results: Results, rate: str, steps: int) -> rich.table.Table:
     found.add_column(head, justify="right", no_wrap=True)
   for head in ("loss, equal steps", "loss, equal seconds"):
     found.add_column(head, justify="right")
-  for one in standings(results, rate, steps):
+  for one in standings(results, rate, target):
     found.add_row(
       one.method,
       one.optimizer,
@@ -85,19 +85,21 @@ def wholes(results: Results) -> rich.table.Table:
   return found
 
 
-def goals(results: Results, steps: int) -> list[report.Goal]:
+def goals(results: Results, target: Target) -> list[report.Goal]:
   """Whether the best method is as much sooner as it should be; for the task `lm`."""
   found = []
   for rate, ratio in GOALS.items():
-    ratios = [one.speed_up.mean for one in standings(results, rate, steps) if one.speed_up and not one.speed_up.missing]
+    ratios = [
+      one.speed_up.mean for one in standings(results, rate, target) if one.speed_up and not one.speed_up.missing
+    ]
     best = max(ratios, default=None)
-    what = f"at {rate} the best method reaches dense's loss after {steps} steps {ratio:g} × as soon as dense"
+    what = f"at {rate} the best method reaches {target} {ratio:g} × as soon as dense"
     found.append(report.Goal(what, best, None if best is None else best >= ratio))
   for advised in results.find("advice", rate=ADVISED):
     what = (
       f"at {ADVISED} what js.costs.advise picks ({advised.method}) takes at most 1.05 × dense's seconds to its loss"
     )
-    of = {one.method: one.speed_up for one in standings(results, ADVISED, steps)}.get(advised.method)
+    of = {one.method: one.speed_up for one in standings(results, ADVISED, target)}.get(advised.method)
     longer = 1 / of.mean if of and not of.missing else None
     found.append(report.Goal(what, longer, None if longer is None else longer <= 1.05))
   return found
@@ -128,11 +130,11 @@ def figure(results: Results, rates: Sequence[str], path: pathlib.Path) -> None:
   report.save(plot, title(results), path)
 
 
-def bars(results: Results, rates: Sequence[str], steps: int, path: pathlib.Path) -> None:
-  """Seconds to dense's loss: a panel for each rate, a bar for each method that reaches it, with its best optimizer."""
+def bars(results: Results, rates: Sequence[str], target: Target, path: pathlib.Path) -> None:
+  """Seconds to the target: a panel for each rate, a bar for each method that reaches it, with its best optimizer."""
   best: dict[str, dict[str, Standing]] = {rate: {} for rate in rates}
   for rate in rates:
-    for one in standings(results, rate, steps):
+    for one in standings(results, rate, target):
       if one.seconds and not one.seconds.missing:
         best[rate].setdefault(one.method, one)  # the fastest first
   names = list(dict.fromkeys(method for found in best.values() for method in found))
@@ -157,7 +159,7 @@ def bars(results: Results, rates: Sequence[str], steps: int, path: pathlib.Path)
     panel.spines[["top", "right", "bottom"]].set_visible(False)
   handles = [report.pyplot.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
   plot.legend(handles, names, loc="outside lower center", fontsize="small")
-  report.save(plot, f"seconds to dense's loss after {steps} steps: {title(results)}", path)
+  report.save(plot, f"seconds to {target}: {title(results)}", path)
 
 
 def _colours(names: Iterable[Any]) -> dict[Any, str]:
@@ -212,7 +214,7 @@ def progress(console: rich.console.Console, name: str, steps: int) -> Iterator[C
     yield lambda step, loss: bars.update(bar, completed=step, loss=loss)
 
 
-def as_json(results: Results, rates: Sequence[str], steps: int) -> dict[str, Any]:
+def as_json(results: Results, rates: Sequence[str], target: Target) -> dict[str, Any]:
   """The rows, and the standings at each rate."""
   rows = {kind: [row._asdict() for row in rows] for kind, rows in results.rows.items()}
   plain = lambda one: {
@@ -221,5 +223,5 @@ def as_json(results: Results, rates: Sequence[str], steps: int) -> dict[str, Any
   return {
     "setting": results.setting,
     **rows,
-    "standings": {rate: [plain(one) for one in standings(results, rate, steps)] for rate in rates},
+    "standings": {rate: [plain(one) for one in standings(results, rate, target)] for rate in rates},
   }

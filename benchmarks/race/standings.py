@@ -39,6 +39,35 @@ class Spread(NamedTuple):
     return cls(statistics.mean(known), deviation, len(values) - len(known))
 
 
+class Target(NamedTuple):
+  """The loss to reach.
+
+  Attributes:
+    steps: dense's loss after these, from the same seed,
+    loss: unless this one is given, the same for all seeds.
+
+  Example:
+    >>> str(Target(300)), str(Target(300, 0.5))
+    ("dense's loss after 300 steps", 'a loss of 0.5')
+  """
+
+  steps: int
+  loss: float | None = None
+
+  def __str__(self) -> str:
+    return f"dense's loss after {self.steps} steps" if self.loss is None else f"a loss of {self.loss:g}"
+
+  def of_seeds(self, results: Results) -> dict[int, float]:
+    """The loss for each seed."""
+    if self.loss is not None:
+      return dict.fromkeys((curve.seed for curve in results.rows["curves"]), self.loss)
+    return {seed: _at(curve, self.steps) for seed, curve in baselines(results, self.steps).items()}
+
+  def of_seed(self, results: Results, seed: int) -> float | None:
+    """The loss for one seed; None where it is dense's and dense has no curve yet."""
+    return self.of_seeds(results).get(seed, self.loss)
+
+
 class Standing(NamedTuple):
   """One method at one rate.
 
@@ -108,16 +137,15 @@ def baselines(results: Results, steps: int) -> dict[int, Curve]:
   return {curve.seed: curve for curve in best}
 
 
-def standings(results: Results, rate: str, steps: int) -> list[Standing]:
+def standings(results: Results, rate: str, target: Target) -> list[Standing]:
   """The methods, the fastest first; those that do not reach the target, or have no pace, at the end.
 
   Args:
     results: curves and paces.
     rate: of the links.
-    steps: the target is dense's loss after these, for each seed.
+    target: the loss to reach.
   """
-  dense = baselines(results, steps)
-  targets = {seed: _at(curve, steps) for seed, curve in dense.items()}
+  dense, targets = baselines(results, target.steps), target.of_seeds(results)
   paces: dict[str, Pace] = {pace.method: pace for pace in results.find("paces", rate=rate)}
   own = {seed: crossing(curve, targets[seed]) for seed, curve in dense.items()}
   groups: dict[tuple[str, str], list[Curve]] = {}
@@ -127,11 +155,11 @@ def standings(results: Results, rate: str, steps: int) -> list[Standing]:
   found = []
   for (method, optimizer), curves in groups.items():
     counts, pace = [crossing(curve, targets[curve.seed]) for curve in curves], paces.get(method)
-    of_dense = [own[curve.seed] for curve in curves]
+    of_dense = [own.get(curve.seed) for curve in curves]
     seconds, dense_seconds = _times(counts, pace), _times(of_dense, paces.get(DENSE))
     ratios, more = _ratios(dense_seconds, seconds), _ratios(counts, of_dense)
     words, drift = (statistics.mean(getattr(curve, name) for curve in curves) for name in ("words", "drift"))
-    losses = [loss_after(curve, steps) for curve in curves]
+    losses = [loss_after(curve, target.steps) for curve in curves]
     spreads = [Spread.of(values) for values in (counts, losses, seconds, ratios, more)]
     found.append(Standing(method, optimizer, words, drift, pace, *spreads))
   return _in_time(sorted(found, key=_order), groups)

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import methods, race, recipes
+from benchmarks import methods, papers, race, recipes
 from benchmarks.race import measuring, presets, report
 from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
-from benchmarks.race.standings import Spread, baselines, crossing, loss_after, standings
+from benchmarks.race.standings import Spread, Target, baselines, crossing, loss_after, standings
 from benchmarks.tasks import registry
 from tests.benchmarks import commands
 
@@ -62,7 +62,7 @@ def test_a_crossing_lies_between_two_evaluations():
 def test_seconds_to_the_loss_are_steps_times_pace(results):
   dense = {seed: one.loss[-1] for seed, one in baselines(results, 30).items()}
   assert dense == {0: 2, 1: 1}
-  fast, second, *others = standings(results, "10mbit", 30)
+  fast, second, *others = standings(results, "10mbit", Target(30))
   assert (fast.method, second.method, {one.method for one in others}) == ("fast", "dense", {"never", "unpaced"})
   assert fast.steps == Spread(37.5, pytest.approx(math.sqrt(12.5)))  # 35 and 40
   assert fast.seconds.mean == 0.5 * 37.5
@@ -75,6 +75,15 @@ def test_seconds_to_the_loss_are_steps_times_pace(results):
   assert fast.more_steps == Spread(pytest.approx(37.5 / 30), pytest.approx(math.sqrt(12.5) / 30))
 
 
+def test_a_target_of_its_own_counts_instead_of_denses_loss(results):
+  fast, dense, *_ = standings(results, "10mbit", Target(30, loss=3.0))
+  assert (fast.method, dense.method) == ("fast", "dense")
+  assert fast.steps.mean == 25  # 30 and 20
+  assert fast.speed_up.mean == pytest.approx((40 / 15 + 40 / 10) / 2)
+  assert str(Target(30, loss=3.0)) in report.table(results, "10mbit", Target(30, loss=3.0)).title
+  assert Target(30).of_seed(results, 7) is None
+
+
 def test_dense_races_with_its_best_optimizer(results):
   for seed in (0, 1):
     results.add(curve("dense", seed, [4, 2, 0.5], optimizer="adam:0.003"))
@@ -82,7 +91,7 @@ def test_dense_races_with_its_best_optimizer(results):
   results.add(curve("dense", 0, [1, 0.2, 0.1], optimizer="adam 1"))  # one seed alone does not count
   assert {one.optimizer for one in baselines(results, 30).values()} == {"adam:0.003"}
   assert baselines(results, 50) == {}
-  assert standings(results, "10mbit", 50) == []
+  assert standings(results, "10mbit", Target(50)) == []
 
 
 def test_rows_are_kept_replaced_and_merged(results, tmp_path):
@@ -120,24 +129,24 @@ def test_a_race_ends_at_the_target_or_when_it_gives_up():
 def test_the_tables_and_the_figure_are_made_of_the_rows(results, tmp_path):
   results.setting.update(task="lm", hosts=4, batch_size=4, recipe="constant rate")
   results.add(Whole("fast", "adam:0.001", 0, "10mbit", [10, 40], [5.0, 21.0], [4.0, 1.0]))
-  found = report.table(results, "10mbit", 30)
+  found = report.table(results, "10mbit", Target(30))
   assert found.row_count == 4
   assert next(iter(found.columns[5].cells)) == "500 = 400 + 100 + 0"
   assert list(report.wholes(results).columns[6].cells) == ["19.5"]
   report.figure(results, ["10mbit"], tmp_path / "race.png")
-  report.bars(results, ["10mbit"], 30, tmp_path / "seconds.png")
+  report.bars(results, ["10mbit"], Target(30), tmp_path / "seconds.png")
   for name in ("race.png", "seconds.png"):
     assert (tmp_path / name).stat().st_size > 10_000
   assert Results(tmp_path / "new" / "race.json", None).rows == results.rows
-  met, missing = {goal.what[:10]: goal for goal in report.goals(results, 30)}.values()
+  met, missing = {goal.what[:10]: goal for goal in report.goals(results, Target(30))}.values()
   assert missing.measured == pytest.approx((60 / 17.5 + 60 / 20) / 2)
   assert (met.measured, missing.met) == (None, False)
   results.add(Advised("1gbit", "fast", {"fast": 0.1, "dense": 0.2}, "fast is fast"))
   for method, seconds in (("dense", 0.2), ("fast", 0.22)):
     results.add(pace(method, seconds, rate="1gbit"))
-  *_, advice = report.goals(results, 30)
+  *_, advice = report.goals(results, Target(30))
   assert (advice.measured, advice.met) == (pytest.approx(1 / np.mean([6 / 7.7, 6 / 8.8])), False)
-  plain = json.loads(json.dumps(report.as_json(results, ["10mbit"], 30)))
+  plain = json.loads(json.dumps(report.as_json(results, ["10mbit"], Target(30))))
   assert [one["method"] for one in plain["standings"]["10mbit"]][:2] == ["fast", "dense"]
 
 
@@ -189,6 +198,20 @@ def test_presets_are_races_that_can_start(name):
   assert preset["schedule"] in recipes.SCHEDULES
   assert all(f'"{flag}"' in COMMAND for flag in preset)
   assert presets.PRESETS[name].paper_steps > 300  # what a race takes by default
+  known = {cell.name for cell in papers.of("race")}
+  assert set(presets.PRESETS[name].cells) <= known
+  assert all({cell.above, cell.below} <= set(preset["method"]) for cell in presets.PRESETS[name].cells.values())
+
+
+def test_a_preset_measures_the_papers_cells_where_every_seed_has_a_number(results):
+  cells = {
+    "later": presets.Ratio("dense", "fast", "seconds"),
+    "worse": presets.Ratio("fast", "dense", "loss"),
+    "never there": presets.Ratio("never", "dense", "seconds"),
+    "not raced": presets.Ratio("dense", "other", "loss"),
+  }
+  found = presets.Preset("A paper", {}, 1, cells).measured(standings(results, "10mbit", Target(30)))
+  assert found == {"later": pytest.approx(60 / 18.75), "worse": pytest.approx(2.5 / 1.5)}
 
 
 BAD_FLAGS = [
