@@ -9,10 +9,10 @@ from IPython.display import Markdown
 from benchmarks import papers
 from benchmarks.race import report
 from benchmarks.race.results import Results
-from benchmarks.race.standings import standings
+from benchmarks.race.standings import Target, standings
 
 RACE = pathlib.Path(__file__).parents[1] / "benchmarks" / "results" / "race_lm.json"
-STEPS = 300  # of dense, whose loss is the target
+TARGET = Target(steps=300)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Markdown:
@@ -25,7 +25,7 @@ def race() -> Markdown:
   """Seconds to dense's loss, of every method at every rate of the kept race."""
   results, rows = Results(RACE, None), []
   for rate in dict.fromkeys(pace.rate for pace in results.rows["paces"]):
-    for one in standings(results, rate, STEPS):
+    for one in standings(results, rate, TARGET):
       if one.pace:
         spreads = zip((one.seconds, one.speed_up, one.steps), (0, 2, 0), strict=True)
         numbers = [report.spread_text(spread, digits) for spread, digits in spreads]
