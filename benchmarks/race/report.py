@@ -38,7 +38,7 @@ def table(results: Results, rate: str, target: Target) -> rich.table.Table:
       spread_text(one.seconds, 1),
       spread_text(one.speed_up, 2),
       spread_text(one.steps, 0),
-      _milliseconds(one),
+      milliseconds(one),
       f"{one.words:,.0f}",
       f"{one.drift:.3g}" if one.drift else "–",
       spread_text(one.loss, 3),
@@ -47,7 +47,8 @@ def table(results: Results, rate: str, target: Target) -> rich.table.Table:
   return found
 
 
-def _milliseconds(one: Standing) -> str:
+def milliseconds(one: Standing) -> str:
+  """Milliseconds a step and their parts; – without a pace."""
   if one.pace is None:
     return "–"
   parts = (one.pace.compute, one.pace.rest, one.pace.exchange)

@@ -1,0 +1,38 @@
+"""The tables of benchmarks/README.md have the numbers of the kept results."""
+
+import pathlib
+import re
+
+import pytest
+
+import benchmarks
+from benchmarks.race import report
+from benchmarks.race.results import Results
+from benchmarks.race.standings import DENSE, Target, standings
+
+FOLDER = pathlib.Path(benchmarks.__file__).parent
+README = (FOLDER / "README.md").read_text().replace("**", "")
+RESULTS = FOLDER / "results"
+ROW = r"^\| `(?P<method>\S+)` \| `(?P<optimizer>\S+)` \| (?P<loss>[\d.± ]+) \| (?P<words>[\d,]+) \|$"
+
+
+@pytest.mark.parametrize("name", ["race_lm", "race_resnet20"])
+def test_rows_of_the_races_are_those_of_the_results(name):
+  results = Results(RESULTS / f"{name}.json", None)
+  for rate in dict.fromkeys(pace.rate for pace in results.rows["paces"]):
+    for one in standings(results, rate, Target(300)):
+      gain = "1" if one.method == DENSE else report.spread_text(one.speed_up, 2)
+      spreads = report.spread_text(one.seconds, 1), gain, report.spread_text(one.steps, 0)
+      row = f"| {' | '.join(spreads)} | {report.milliseconds(one)} | {one.words:,.0f} |"
+      assert row in README, f"{rate}, {one.method}"
+
+
+def test_losses_at_equal_steps_are_those_of_the_results():
+  kept = {}
+  for path in RESULTS.glob("thousand_*.json"):
+    for one in standings(Results(path, None), "", Target(1000)):
+      kept[one.method, one.optimizer, f"{one.words:,.0f}"] = one.loss
+  rows = [match.groupdict() for match in re.finditer(ROW, README, re.M)]
+  assert len(rows) > 15
+  for row in rows:
+    assert row["loss"] == report.spread_text(kept[row["method"], row["optimizer"], row["words"]], 3), row
