@@ -8,7 +8,7 @@ import pytest
 import benchmarks
 from benchmarks.race import report
 from benchmarks.race.results import Results
-from benchmarks.race.standings import DENSE, Target, standings
+from benchmarks.race.standings import DENSE, Spread, Target, loss_after, standings
 
 FOLDER = pathlib.Path(benchmarks.__file__).parent
 README = (FOLDER / "README.md").read_text().replace("**", "")
@@ -36,3 +36,16 @@ def test_losses_at_equal_steps_are_those_of_the_results():
   assert len(rows) > 15
   for row in rows:
     assert row["loss"] == report.spread_text(kept[row["method"], row["optimizer"], row["words"]], 3), row
+
+
+def test_losses_after_100_200_and_300_steps_are_those_of_the_results():
+  results, kept = Results(RESULTS / "local_lm_medium.json", None), set()
+  for one in standings(results, "", Target(300)):
+    curves = results.find("curves", method=one.method, optimizer=one.optimizer)
+    spreads = [Spread.of([loss_after(curve, steps) for curve in curves]) for steps in (100, 200, 300)]
+    kept.add(
+      f"{' | '.join(report.spread_text(spread, 3) for spread in spreads)} | {one.words:,.0f} | {one.drift:.3g} |"
+    )
+  rows = re.findall(r"^\| \d+ \| [^|]* \| ([\d.]+ ± [\d.]+ \| [\d.]+ ± [\d.]+ \| .*)$", README, re.M)
+  assert len(rows) > 10
+  assert set(rows) <= kept
