@@ -39,7 +39,7 @@ from benchmarks.race import measuring, presets
 from benchmarks.race import report as tables
 from benchmarks.race.measuring import Length, Race, Runner
 from benchmarks.race.results import KINDS, Results
-from benchmarks.race.standings import DENSE, Target, standings
+from benchmarks.race.standings import DENSE, Target
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task
 from jaxsparse import launch
@@ -201,18 +201,22 @@ def _report(results: Results, preset: presets.Preset | None, console: rich.conso
   """The tables and the figure of all rows."""
   target = _target()
   rates = [rate for rate in _RATE.value if results.find("paces", rate=rate)]
-  for rate in rates or [""]:
+  curves = bool(results.rows["curves"])
+  for rate in (rates or [""]) if curves else []:
     console.print(tables.table(results, rate, target))
+  if not curves:
+    console.print(tables.paces(results))
   if results.rows["wholes"]:
     console.print(tables.wholes(results))
   if results.setting["task"] == "lm":
     report.say(tables.goals(results, target), console)
-  found = standings(results, rates[0] if rates else "", target)
-  console.print(papers.beside(papers.of("race"), preset.measured(found) if preset else None))
-  folder = pathlib.Path(_REPORT_DIR.value)
-  tables.figure(results, rates, folder / "race.png")
-  tables.bars(results, rates, target, folder / "seconds.png")
-  console.print(f"figures: {folder / 'race.png'}, {folder / 'seconds.png'}")
+  measured = preset.measured(results, rates[0] if rates else "", target) if preset else None
+  console.print(papers.beside(papers.of("race"), measured))
+  if curves:
+    folder = pathlib.Path(_REPORT_DIR.value)
+    tables.figure(results, rates, folder / "race.png")
+    tables.bars(results, rates, target, folder / "seconds.png")
+    console.print(f"figures: {folder / 'race.png'}, {folder / 'seconds.png'}")
   if _JSON.value:
     print(json.dumps(tables.as_json(results, rates, target)))
 
@@ -238,7 +242,7 @@ def main() -> None:
   except KeyboardInterrupt:
     sys.exit(128 + signal.SIGINT)
   finally:
-    if results.rows["curves"]:
+    if any(results.rows.values()):
       _report(results, preset, console)
 
 

@@ -1,11 +1,12 @@
 """The papers' recipes as presets of the race's flags."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from absl import flags
 
-from benchmarks.race.standings import Standing
+from benchmarks.race.results import Results
+from benchmarks.race.standings import Target, standings
 
 
 class Ratio(NamedTuple):
@@ -14,12 +15,12 @@ class Ratio(NamedTuple):
   Attributes:
     above: the method whose number is divided.
     below: the method by whose number.
-    of: seconds to the same loss, or the loss after as many steps.
+    of: seconds to the same loss, the loss after as many steps, or seconds a step.
   """
 
   above: str
   below: str
-  of: Literal["seconds", "loss"]
+  of: Literal["seconds", "loss", "pace"]
 
 
 class Preset(NamedTuple):
@@ -41,14 +42,12 @@ class Preset(NamedTuple):
   paper_steps: int
   cells: Mapping[str, Ratio] = {}
 
-  def measured(self, found: Sequence[Standing]) -> dict[str, float]:
-    """Our numbers of the cells, by name, where both methods have one from every seed."""
-    known = {
-      (one.method, of): spread.mean
-      for one in found
-      for of in ("seconds", "loss")
-      if (spread := getattr(one, of)) and not spread.missing
-    }
+  def measured(self, results: Results, rate: str, target: Target) -> dict[str, float]:
+    """Our numbers of the cells at one rate, by name, where both methods have one from every seed."""
+    known = {(pace.method, "pace"): pace.seconds for pace in results.find("paces", rate=rate)}
+    for one in standings(results, rate, target):
+      spreads = {"seconds": one.seconds, "loss": one.loss}
+      known |= {(one.method, of): spread.mean for of, spread in spreads.items() if spread and not spread.missing}
     pairs = {name: ((cell.above, cell.of), (cell.below, cell.of)) for name, cell in self.cells.items()}
     return {name: known[a] / known[b] for name, (a, b) in pairs.items() if a in known and b in known}
 
@@ -62,10 +61,11 @@ def _race(*labels: str) -> list[str]:
   return ["dense", *labels]
 
 
-def _figure6(task: str) -> dict[str, Ratio]:
-  """How much later than SparDL the others have the same loss."""
-  names = [name for name in _SPARSE if name != "SparDL"]
-  return {f"{name}, {task}": Ratio(_SPARSE[name], _SPARSE["SparDL"], "seconds") for name in names}
+def _spardl(model: str, panel: str) -> dict[str, Ratio]:
+  """How much later than SparDL others have the same loss (Figure 6), and how much longer their steps are (Table 3)."""
+  others = {name: label for name, label in _SPARSE.items() if name != "SparDL"}
+  later = {f"{name}, {model} ({panel})": Ratio(label, _SPARSE["SparDL"], "seconds") for name, label in others.items()}
+  return later | {f"{name}, {model}": Ratio(label, _SPARSE["SparDL"], "pace") for name, label in others.items()}
 
 
 def _losses(task: str) -> dict[str, Ratio]:
@@ -112,16 +112,16 @@ _CIFAR10, _MNIST, _IMDB = 50_000, 60_000, 25_000  # examples to train on
 _ADAM = {"task": "resnet20", "optimizer": ["adam:0.01"], "schedule": "constant", "warm_up": 0}
 _LARS = {"task": "vgg16", "optimizer": ["lars:1.2"]}  # 0.1 for each of 8 workers, × 1.5: LS(1.5 ×)
 PRESETS: dict[str, Preset] = {
-  "spardl-fig6a": _preset("SparDL, Figure 6 (a)", _SPARDL | {"task": "vgg16"}, 120, _CIFAR10, _figure6("VGG-16 (a)")),
+  "spardl-fig6a": _preset("SparDL, Figure 6 (a)", _SPARDL | {"task": "vgg16"}, 120, _CIFAR10, _spardl("VGG-16", "a")),
   "spardl-fig6c": _preset(
     "SparDL, Figure 6 (c)",
     _SPARDL | {"task": "resnet20"},
     120,
     _CIFAR10,
-    _figure6("ResNet-20 (c)")
+    _spardl("ResNet-20", "c")
     | {"Ok-Topk / TopkA, ResNet-20 (c)": Ratio(_SPARSE["Ok-Topk"], _SPARSE["TopkA"], "seconds")},
   ),
-  "spardl-fig6d": _preset("SparDL, Figure 6 (d)", _SPARDL | _LSTM, 30, _IMDB, _figure6("LSTM (d)")),
+  "spardl-fig6d": _preset("SparDL, Figure 6 (d)", _SPARDL | _LSTM, 30, _IMDB, _spardl("LSTM", "d")),
   "oktopk-fig9": _preset("Ok-Topk, Figure 9", _OKTOPK | _FIGURE9, 160, _CIFAR10),
   "oktopk-fig13": Preset("Ok-Topk, Figure 13", _OKTOPK | _BERT, 400_000),
   "a2sgd-fnn3": _preset(

@@ -15,6 +15,7 @@ from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
 from benchmarks.race.standings import DENSE, Spread, Standing, Target, standings
 
 ADVISED = "1gbit"  # where advice has a goal
+_PARTS = "ms a step: compute (forward, backward) + rest (selection, sums, optimizer) + exchange (what messages add)"
 GOALS = {"100mbit": 3.0, "10mbit": 15.0}  # dense's seconds to its loss / those of the best, of the task `lm`
 
 
@@ -23,8 +24,7 @@ def table(results: Results, rate: str, target: Target) -> rich.table.Table:
   seeds = target.of_seeds(results)
   links = f"{rate} links: " if rate else ""
   title = f"{links}seconds to {target}, from {len(seeds)} seeds (± standard deviation)"
-  caption = "ms a step: compute (forward, backward) + rest (selection, sums, optimizer) + exchange (what messages add)"
-  found = rich.table.Table(title=title, caption=caption)
+  found = rich.table.Table(title=title, caption=_PARTS)
   for head in ("method", "optimizer"):
     found.add_column(head, overflow="fold")
   for head in ("seconds", "× dense", "steps", "ms a step", "words a step", "drift"):
@@ -38,7 +38,7 @@ def table(results: Results, rate: str, target: Target) -> rich.table.Table:
       spread_text(one.seconds, 1),
       spread_text(one.speed_up, 2),
       spread_text(one.steps, 0),
-      milliseconds(one),
+      milliseconds(one.pace),
       f"{one.words:,.0f}",
       f"{one.drift:.3g}" if one.drift else "–",
       spread_text(one.loss, 3),
@@ -47,12 +47,24 @@ def table(results: Results, rate: str, target: Target) -> rich.table.Table:
   return found
 
 
-def milliseconds(one: Standing) -> str:
+def paces(results: Results) -> rich.table.Table:
+  """Milliseconds a step of every method at every rate, for a race without curves."""
+  found = rich.table.Table(title="milliseconds a step", caption=_PARTS)
+  for head in ("rate", "method", "ms a step", "× dense", "MB a host and step"):
+    found.add_column(head, justify="left" if head == "method" else "right")
+  for one in results.rows["paces"]:
+    dense = results.find("paces", rate=one.rate, method=DENSE)
+    gain = f"{dense[0].seconds / one.seconds:.2f}" if dense else "–"
+    found.add_row(one.rate, one.method, milliseconds(one), gain, f"{one.bytes / 1e6:,.3f}")
+  return found
+
+
+def milliseconds(pace: Pace | None) -> str:
   """Milliseconds a step and their parts; – without a pace."""
-  if one.pace is None:
+  if pace is None:
     return "–"
-  parts = (one.pace.compute, one.pace.rest, one.pace.exchange)
-  return f"{1e3 * one.pace.seconds:,.0f} = " + " + ".join(f"{1e3 * part:,.0f}" for part in parts)
+  parts = (pace.compute, pace.rest, pace.exchange)
+  return f"{1e3 * pace.seconds:,.0f} = " + " + ".join(f"{1e3 * part:,.0f}" for part in parts)
 
 
 def spread_text(spread: Spread | None, digits: int) -> str:

@@ -133,6 +133,7 @@ def test_the_tables_and_the_figure_are_made_of_the_rows(results, tmp_path):
   assert found.row_count == 4
   assert next(iter(found.columns[5].cells)) == "500 = 400 + 100 + 0"
   assert list(report.wholes(results).columns[6].cells) == ["19.5"]
+  assert list(report.paces(results).columns[3].cells) == ["1.00", "4.00", "4.00"]
   report.figure(results, ["10mbit"], tmp_path / "race.png")
   report.bars(results, ["10mbit"], Target(30), tmp_path / "seconds.png")
   for name in ("race.png", "seconds.png"):
@@ -209,9 +210,10 @@ def test_a_preset_measures_the_papers_cells_where_every_seed_has_a_number(result
     "worse": presets.Ratio("fast", "dense", "loss"),
     "never there": presets.Ratio("never", "dense", "seconds"),
     "not raced": presets.Ratio("dense", "other", "loss"),
+    "slower": presets.Ratio("dense", "never", "pace"),
   }
-  found = presets.Preset("A paper", {}, 1, cells).measured(standings(results, "10mbit", Target(30)))
-  assert found == {"later": pytest.approx(60 / 18.75), "worse": pytest.approx(2.5 / 1.5)}
+  found = presets.Preset("A paper", {}, 1, cells).measured(results, "10mbit", Target(30))
+  assert found == {"later": pytest.approx(60 / 18.75), "worse": pytest.approx(2.5 / 1.5), "slower": 4.0}
 
 
 BAD_FLAGS = [
