@@ -138,7 +138,8 @@ def figure(results: Results, rates: Sequence[str], path: pathlib.Path) -> None:
       report.band(panel, x, lines, f"{method}, {optimizer}", color=colours[method, optimizer])
     panel.set(xlabel=f"seconds at {rate}" if rate else "step", xscale="log" if rate else "linear")
     panel.xaxis.set_minor_formatter(report.pyplot.NullFormatter())  # its labels overlap
-  panels[0][0].set(ylabel="held-out loss")
+  losses = [loss for curve in results.rows["curves"] for loss in curve.loss]
+  panels[0][0].set(ylabel="held-out loss", yscale="log" if max(losses) > 20 * min(losses) else "linear")
   plot.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
   report.save(plot, title(results), path)
 

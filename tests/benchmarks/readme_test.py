@@ -16,11 +16,14 @@ RESULTS = FOLDER / "results"
 ROW = r"^\| `(?P<method>\S+)` \| `(?P<optimizer>\S+)` \| (?P<loss>[\d.± ]+) \| (?P<words>[\d,]+) \|$"
 
 
-@pytest.mark.parametrize("name", ["race_lm", "race_resnet20"])
+RACES = {"race_lm": Target(300), "race_resnet20": Target(300), "spardl_fig6c": Target(300, loss=0.2)}
+
+
+@pytest.mark.parametrize("name", RACES)
 def test_rows_of_the_races_are_those_of_the_results(name):
   results = Results(RESULTS / f"{name}.json", None)
   for rate in dict.fromkeys(pace.rate for pace in results.rows["paces"]):
-    for one in standings(results, rate, Target(300)):
+    for one in standings(results, rate, RACES[name]):
       gain = "1" if one.method == DENSE else report.spread_text(one.speed_up, 2)
       spreads = report.spread_text(one.seconds, 1), gain, report.spread_text(one.steps, 0)
       row = f"| {' | '.join(spreads)} | {report.milliseconds(one.pace)} | {one.words:,.0f} |"
