@@ -52,3 +52,11 @@ def test_losses_after_100_200_and_300_steps_are_those_of_the_results():
   rows = re.findall(r"^\| \d+ \| [^|]* \| ([\d.]+ ± [\d.]+ \| [\d.]+ ± [\d.]+ \| .*)$", README, re.M)
   assert len(rows) > 10
   assert set(rows) <= kept
+
+
+@pytest.mark.parametrize("name", ["a2sgd_fnn3", "a2sgd_adam"])
+def test_columns_of_a2sgd_are_those_of_the_results(name):
+  columns = standings(Results(RESULTS / f"{name}.json", None), "", Target(300))
+  assert len(columns) == 5
+  assert f"| held-out loss | {' | '.join(report.spread_text(one.loss, 3) for one in columns)} |" in README
+  assert f"| words a step | {' | '.join(f'{one.words:,.0f}' for one in columns)} |" in README
