@@ -223,10 +223,13 @@ def _why(predictions: list[Prediction]) -> str:
 def _why_sooner(predictions: list[Prediction]) -> str:
   best, *others = predictions
   if best.evidence is None:
-    ratio, second = best.to_loss / others[0].to_loss, others[0]
-    return f"dense reaches its loss first, {_titled(second)} {ratio:.2f} times as soon: {second.evidence}"
+    second = next(one for one in others if one.evidence)
+    return (
+      f"{_titled(best)} reaches its loss first, {_titled(second)} {best.to_loss / second.to_loss:.2f} times as soon: "
+      f"{second.evidence}"
+    )
   dense = next((one for one in others if one.evidence is None), None)
-  sooner = f"{dense.to_loss / best.to_loss:.2f} times as soon as dense" if dense else "first"
+  sooner = f"{dense.to_loss / best.to_loss:.2f} times as soon as {_titled(dense)}" if dense else "first"
   return f"{_titled(best)} reaches dense's loss {sooner}: {best.evidence}"
 
 

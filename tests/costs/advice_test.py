@@ -70,6 +70,15 @@ def test_evidence_orders_methods_by_seconds_to_the_loss():
   assert (much.best.label, much.why.split()[0]) == ("dense", "dense")
 
 
+def test_dense_of_two_precisions_beside_evidence():
+  """Both are dense: the sentence is about the faster one and the first method of the evidence."""
+  both = dataclasses.replace(PROFILE, algorithms=PROFILE.algorithms | {"dense:dtype=bfloat16": Algorithm(1e-9)})
+  found = js.costs.advise(10_000_000, both, evidence=[taught("updates/spardl", SPARDL, 1, 1.2)], compute=100.0)
+  assert [one.name for one in found.predictions[:2]] == ["dense", "dense"]
+  assert found.why.startswith(f"{found.best.label} reaches its loss first, updates/spardl 0.8")
+  assert found.why.endswith(str(found.predictions[2].evidence))
+
+
 def test_the_worst_training_of_a_method_counts():
   for steps in (2.0, None):
     rows = [taught("updates/spardl", SPARDL, 1, 1.2), taught("updates/spardl", SPARDL, 1, steps)]
