@@ -123,7 +123,7 @@ class Method(NamedTuple):
   """What is exchanged, and how.
 
   Attributes:
-    label: as the user wrote it.
+    label: as the user wrote it; exchanges of gradients by that of the collective alone.
     way: one of `WAYS`.
     options: of the way.
     exchange: what each exchange does.
@@ -170,8 +170,11 @@ def parse(flag: str, values: list[str], workers: int, **shared: Any) -> list[Met
   Example:
     >>> [(one.way, one.spec.config) for one in parse("method", ["dense,updates/spardl:density=0.1"], workers=4)]
     [('gradients', {}), ('updates', {'density': 0.1})]
+    >>> [one.label for one in parse("method", ["gradients/dense", "dense"], workers=4)]
+    ['dense']
   """
-  return [_method(flag, label, workers, shared) for label in specs.labels_of(values)]
+  labels = [label.removeprefix(f"{gradients.__name__}/") for label in specs.labels_of(values)]
+  return [_method(flag, label, workers, shared) for label in dict.fromkeys(labels)]
 
 
 def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Method:

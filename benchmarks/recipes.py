@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import optax
 
 import jaxsparse as js
+from benchmarks import specs
 
 
 def window_adam(rate: Any, window: int = 4) -> optax.GradientTransformation:
@@ -55,8 +56,7 @@ def parse_optimizers(values: Sequence[str], rate: float) -> list[Optimizer]:
     >>> [str(optimizer) for optimizer in parse_optimizers(["window_adam:0.003:window=4,sgd"], rate=0.1)]
     ['window_adam:0.003:window=4', 'sgd:0.1']
   """
-  labels = [label for value in values for label in value.split(",")]
-  return [_optimizer(label, rate) for label in dict.fromkeys(labels)]
+  return [_optimizer(label, rate) for label in specs.listed(values)]
 
 
 def _optimizer(label: str, rate: float) -> Optimizer:

@@ -1,5 +1,6 @@
 """What all benchmarks report with: whether goals are reached, files that are replaced whole, and figures."""
 
+import math
 import pathlib
 import statistics
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ def say(goals: Sequence[Goal], console: rich.console.Console) -> None:
 def replace(path: pathlib.Path, content: str) -> None:
   """Writes a file: it has all of `content` or what it had before."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  beside = path.with_suffix(".new")
+  beside = path.with_name(f"{path.name}.new")
   beside.write_text(content)
   beside.rename(path)
 
@@ -45,6 +46,12 @@ def replace(path: pathlib.Path, content: str) -> None:
 def rounded(value: Any) -> Any:
   """The same with every float to six digits, more than any repetition agrees on."""
   return jax.tree.map(lambda leaf: float(f"{leaf:.6g}") if isinstance(leaf, float) else leaf, value)
+
+
+def finite(value: Any) -> Any:
+  """The same with None for numbers that are not finite, which JSON does not have."""
+  is_number = lambda leaf: not isinstance(leaf, float) or math.isfinite(leaf)
+  return jax.tree.map(lambda leaf: leaf if is_number(leaf) else None, value)
 
 
 def band(

@@ -1,5 +1,6 @@
 """Parses the flag --algorithm of benchmarks: names of collectives, with options that differ from the defaults."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,8 +58,18 @@ def labels_of(values: list[str]) -> list[str]:
     >>> labels_of(["dense,spardl", "dense"])
     ['dense', 'spardl']
   """
-  labels = [label for value in values for label in value.split(",")]
-  return list(js.collective_names() if labels == ["all"] else dict.fromkeys(labels))
+  labels = listed(values)
+  return list(js.collective_names()) if labels == ["all"] else labels
+
+
+def listed(values: Sequence[str]) -> list[str]:
+  """What a flag names that is repeated, or separated by commas, each once.
+
+  Example:
+    >>> listed(["10mbit,1gbit", "10mbit"])
+    ['10mbit', '1gbit']
+  """
+  return list(dict.fromkeys(part for value in values for part in value.split(",")))
 
 
 def of_vectors() -> list[str]:

@@ -59,10 +59,8 @@ def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
     ValueError: for arguments outside these.
     LabUnavailable: without root, without the tools, or where the kernel refuses.
   """
-  if not 1 <= hosts <= MOST_HOSTS:
-    raise ValueError(f"hosts={hosts}, choose from 1 to {MOST_HOSTS}")
+  check(hosts, rate)
   shape = None if rate is None else _shape(rate)
-  _check_machine()
   if not _LAB.acquire(blocking=False):
     raise RuntimeError("this process has a lab already: leave its block first")
   owner = f"jslab-{os.getpid()}-{started(os.getpid())}"
@@ -80,6 +78,15 @@ def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
         remove([switch, *(host.name for host in team)])
   finally:
     _LAB.release()
+
+
+def check(hosts: int, rate: str | None) -> None:
+  """Raises what `lab` does with these arguments, or on this machine, without making one."""
+  if not 1 <= hosts <= MOST_HOSTS:
+    raise ValueError(f"hosts={hosts}, choose from 1 to {MOST_HOSTS}")
+  if rate is not None:
+    bits(rate)
+  _check_machine()
 
 
 def sent_bytes() -> int:

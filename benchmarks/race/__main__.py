@@ -10,9 +10,10 @@ methods reaches that loss first.
 
 Rows are kept in --results as they are measured: a race that is interrupted goes on where it was when the command is
 given again. The tables and the figures, race.png and seconds.png, are made from that file alone: --parts=none makes
-only them.
+only them, of all that the file has.
 
-A method is WAY/COLLECTIVE with options; without a way workers exchange gradients.
+A method is WAY/CHANGES/COLLECTIVE, each with options; without a way workers exchange gradients. Its seconds a step are
+those with the first --optimizer. Evaluated are the parameters of the last exchange, which all workers have.
 
 Examples:
   python -m benchmarks.race
@@ -25,16 +26,16 @@ Examples:
 
 import itertools
 import json
+import math
 import pathlib
 import signal
 import sys
-import tempfile
 from typing import Any, NamedTuple
 
 import rich.console
 from absl import flags
 
-from benchmarks import entry, methods, netlab, papers, programs, recipes, recorded, report, workers
+from benchmarks import entry, methods, netlab, papers, programs, recipes, recorded, report, specs, workers
 from benchmarks.race import measuring, presets
 from benchmarks.race import report as tables
 from benchmarks.race.measuring import Length, Race, Runner
@@ -44,36 +45,50 @@ from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task
 from jaxsparse import launch
 
+_REPEATED = "Repeat it, or separate by commas."
+
 _PRESET = flags.DEFINE_enum("preset", None, list(presets.PRESETS), presets.HELP)
 _TASK = flags.DEFINE_enum("task", "lm", [*registry.TEXTS, *registry.IMAGES], "What to train; see benchmarks/tasks.")
-_METHOD = flags.DEFINE_list("method", [DENSE, "spardl:density=0.01"], f"Methods to race, {methods.HELP}")
+_METHOD = flags.DEFINE_multi_string("method", [DENSE, "spardl:density=0.01"], f"Methods to race, {methods.HELP}")
 flags.DEFINE_alias("algorithm", "method")
-_OPTIMIZER = flags.DEFINE_list(
+_OPTIMIZER = flags.DEFINE_multi_string(
   "optimizer",
   ["adam:0.001"],
   f"Any of {', '.join(recipes.OPTIMIZERS)}, each with its rate, and window_adam with its window, as in "
-  "window_adam:0.001:window=4; every method races each.",
+  f"window_adam:0.001:window=4; every method races each. {_REPEATED}",
 )
 _SCHEDULE = flags.DEFINE_enum("schedule", "constant", list(recipes.SCHEDULES), "Of the rate, over --steps.")
 _WARM_UP = flags.DEFINE_integer("warm_up", 0, "Steps in which the rate rises from 0.")
 _CLIP = flags.DEFINE_float("clip", 1.0, "Largest norm of a gradient; 0 for any.")
 _HOSTS = flags.DEFINE_integer("hosts", 4, "Hosts, a worker on each.")
-_RATE = flags.DEFINE_list("rate", ["100mbit", "10mbit", "1gbit"], "Rates of the links, as tc writes them; or none.")
+_RATE = flags.DEFINE_multi_string(
+  "rate", ["100mbit", "10mbit", "1gbit"], f"Rates of the links, as tc writes them; or none. {_REPEATED}"
+)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Inputs of each worker in a step.")
-_STEPS = flags.DEFINE_integer("steps", 300, "Steps of dense whose loss is the target.")
+_STEPS = flags.DEFINE_integer(
+  "steps", 300, "Steps of dense whose loss is the target; with --parts=none those of its curves."
+)
 _MOST = flags.DEFINE_integer("most", None, "Steps after which a method gives up; 2 × --steps by default.")
 _EVERY = flags.DEFINE_integer("every", 20, "Steps from one evaluation to the next.")
 _TARGET = flags.DEFINE_float("target", None, "The loss to reach instead of dense's.")
 _SECONDS = flags.DEFINE_float("seconds", None, "Seconds on the clock after which a whole training ends.")
-_SEED = flags.DEFINE_list("seed", ["0", "1", "2"], "Seeds of the parameters and the batches.")
+_SEED = flags.DEFINE_multi_string("seed", ["0", "1", "2"], f"Seeds of the parameters and the batches. {_REPEATED}")
 _TIMED = flags.DEFINE_integer("timed_steps", 30, "Steps to time at each rate, at least.")
-_PARTS = flags.DEFINE_list("parts", ["curves", "paces"], "What to measure: curves, paces, wholes, advice, or none.")
+_PARTS = flags.DEFINE_multi_string(
+  "parts", ["curves", "paces"], f"What to measure: {', '.join(KINDS)}, or none. {_REPEATED}"
+)
 _ENGINE = flags.DEFINE_enum("engine", "sim", ["sim", "devices"], "Where curves are computed; " + workers.ENGINE_HELP)
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "For tasks on images: the folder that holds cifar-10-batches-py.")
 _RESULTS = flags.DEFINE_string("results", None, "The file of the rows; race_TASK.json in --report_dir by default.")
 _REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figures, race.png and seconds.png.")
 _CACHE_DIR = flags.DEFINE_string("cache_dir", "out/cache", recorded.CACHE_HELP)
 _JSON = flags.DEFINE_bool("json", False, "Print all rows as JSON on standard output, all else on standard error.")
+
+_UNSHAPED = "none"
+_OF_RANKS = (  # flags that a rank has as they are here
+  *(_TASK, _DATA_DIR, _METHOD, _OPTIMIZER, _SCHEDULE, _WARM_UP, _CLIP, _HOSTS, _BATCH_SIZE),
+  *(_STEPS, _MOST, _EVERY, _TARGET, _SECONDS, _SEED, _TIMED, _CACHE_DIR, _JSON),
+)
 
 
 class Plan(NamedTuple):
@@ -83,6 +98,7 @@ class Plan(NamedTuple):
     runners: the methods with each optimizer, dense first.
     seeds: of the trainings.
     parts: to measure.
+    rates: of the links.
     length: of a training.
     task: to train; None if only tables and figure are to be made.
     setting: that all rows of a file have in common; None for that of the file.
@@ -91,6 +107,7 @@ class Plan(NamedTuple):
   runners: list[Runner]
   seeds: list[int]
   parts: list[str]
+  rates: list[str]
   length: Length
   task: Task | None
   setting: dict[str, Any] | None
@@ -98,41 +115,78 @@ class Plan(NamedTuple):
 
 def _plan() -> Plan:
   """What the flags ask for; raises ValueError before anything runs."""
-  if _SECONDS.value is not None and not _SECONDS.value > 0:
-    raise ValueError(f"--seconds={_SECONDS.value:g}, choose more than 0")
-  for flag, least in ((_HOSTS, 1), (_BATCH_SIZE, 1), (_STEPS, 1), (_EVERY, 1), (_TIMED, 3), (_WARM_UP, 0), (_CLIP, 0)):
-    if flag.value < least:
-      raise ValueError(f"--{flag.name}={flag.value}, choose at least {least}")
-  if _MOST.value is not None and _MOST.value < _STEPS.value:
-    raise ValueError(f"--most={_MOST.value}, choose at least --steps={_STEPS.value}")
-  parts = [] if _PARTS.value == ["none"] else _PARTS.value
+  _check_numbers()
+  seeds, parts = _seeds(), specs.listed(_PARTS.value)
+  parts = [] if parts == ["none"] else parts
   if unknown := [part for part in parts if part not in KINDS]:
-    raise ValueError(f"--parts={unknown[0]}, choose from {', '.join(KINDS)}, or none")
-  try:
-    seeds = list(dict.fromkeys(int(seed) for seed in _SEED.value))
-  except ValueError:
-    raise ValueError(f"--seed={','.join(_SEED.value)}, give whole numbers, separated by commas") from None
+    raise ValueError(f"--parts={unknown[0]}, choose from {', '.join(KINDS)}, or none alone")
+  preset = presets.PRESETS.get(_PRESET.value or "")
+  if preset and _TASK.value != preset.flags["task"]:
+    raise ValueError(f"--task={_TASK.value}: --preset={_PRESET.value} trains {preset.flags['task']}")
+  rates = specs.listed(_RATE.value)
+  _check_places(rates, in_lab=bool(set(parts) - {"curves"}))
   chosen = sorted(methods.parse("method", _METHOD.value, _HOSTS.value), key=lambda method: method.label != DENSE)
   optimizers = recipes.parse_optimizers(_OPTIMIZER.value, rate=0.001)
   made = [recipes.Recipe(one, _SCHEDULE.value, _WARM_UP.value, _CLIP.value, _STEPS.value) for one in optimizers]
   runners = [Runner(method, recipe) for method in chosen for recipe in made]
-  length = Length(_STEPS.value, _MOST.value or 2 * _STEPS.value, _EVERY.value, _TARGET.value)
+  length = Length(_STEPS.value, _MOST.value or 2 * _STEPS.value, _EVERY.value, _TARGET.value, _SECONDS.value)
   if not parts:
-    return Plan(runners, seeds, parts, length, None, None)
+    return Plan(runners, seeds, parts, rates, length, None, None)
   task = registry.make(_TASK.value, _DATA_DIR.value)
   names = "task", "data", "hosts", "batch_size", "recipe"
   values = task.name, task.source, _HOSTS.value, _BATCH_SIZE.value, str(made[0])
-  return Plan(runners, seeds, parts, length, task, dict(zip(names, values, strict=True)))
+  return Plan(runners, seeds, parts, rates, length, task, dict(zip(names, values, strict=True)))
+
+
+def _check_numbers() -> None:
+  """Raises ValueError for a number that is out of its range."""
+  for flag, least in ((_HOSTS, 1), (_BATCH_SIZE, 1), (_STEPS, 1), (_EVERY, 1), (_TIMED, 3), (_WARM_UP, 0), (_CLIP, 0)):
+    if not least <= flag.value < math.inf:
+      raise ValueError(f"--{flag.name}={flag.value}, choose at least {least}")
+  for positive in (_SECONDS, _TARGET):
+    if positive.value is not None and not 0 < positive.value < math.inf:
+      raise ValueError(f"--{positive.name}={positive.value:g}, choose more than 0")
+  if _MOST.value is not None and _MOST.value < _STEPS.value:
+    raise ValueError(f"--most={_MOST.value}, choose at least --steps={_STEPS.value}")
+  if _WARM_UP.value > _STEPS.value:
+    raise ValueError(f"--warm_up={_WARM_UP.value}, choose at most --steps={_STEPS.value}")
+
+
+def _seeds() -> list[int]:
+  """The seeds, each once."""
+  given = specs.listed(_SEED.value)
+  for seed in given:
+    if not seed.isdecimal() or int(seed) >= 2**32:
+      raise ValueError(f"--seed={seed}, give whole numbers from 0 to {2**32 - 1}")
+  return [int(seed) for seed in given]
+
+
+def _check_places(rates: list[str], in_lab: bool) -> None:
+  """Raises ValueError unless there can be such links, and files where they are to be."""
+  for rate in rates:
+    if in_lab:
+      netlab.check(_HOSTS.value, _links(rate))
+    elif rate != _UNSHAPED:
+      netlab.bits(rate)
+  for flag, folder in ((_RESULTS, _path().parent), (_REPORT_DIR, pathlib.Path(_REPORT_DIR.value))):
+    nearest = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if not nearest.is_dir():
+      raise ValueError(f"--{flag.name}={flag.value}: {nearest} is not a folder")
+
+
+def _links(rate: str) -> str | None:
+  """The rate as `netlab.lab` takes it."""
+  return None if rate == _UNSHAPED else rate
 
 
 def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None:
   """Loss over steps of each method from each seed, unless the file has it."""
   race = _race(plan, _ENGINE.value)
   console.print(f"{race.task}, {race.place}, {plan.runners[0].recipe}", highlight=False, soft_wrap=True)
-  for seed, runner in itertools.product(plan.seeds, plan.runners):
-    length = plan.length._replace(most=_STEPS.value) if runner.method.label == DENSE else plan.length
-    if runner.method.label != DENSE:
-      length = length._replace(target=_target().of_seed(results, seed))
+  # Dense from every seed first: the others train until the loss of its best optimizer, which is known then.
+  in_order = sorted(itertools.product(plan.seeds, plan.runners), key=lambda one: one[1].method.label != DENSE)
+  for seed, runner in in_order:
+    length = _of_curve(plan, results, seed, runner)
     key = {"method": runner.method.label, "optimizer": runner.optimizer, "seed": seed}
     found = results.find("curves", **key)
     if found and length.is_done(found[0].steps[-1], found[0].loss):
@@ -142,34 +196,67 @@ def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None
     console.print(tables.line(results.find("curves", **key)[0]), highlight=False, soft_wrap=True)
 
 
-def _target() -> Target:
-  return Target(_STEPS.value, _TARGET.value)
+def _of_curve(plan: Plan, results: Results, seed: int, runner: Runner) -> Length:
+  """How long a method trains: dense as long as its loss is the target, others until they reach it."""
+  if plan.length.target is not None:
+    return plan.length
+  if runner.method.label == DENSE:
+    return plan.length._replace(most=plan.length.steps)
+  return plan.length._replace(target=Target(plan.length.steps).of_seed(results, seed))
+
+
+def _of_whole(length: Length) -> Length:
+  """How long a training on the clock is: until the target, or without one as long as dense."""
+  return length._replace(most=length.steps) if length.target is None else length._replace(steps=length.every)
 
 
 def _lab(part: str, rate: str, plan: Plan, results: Results) -> None:
   """Starts a rank on each host of a lab whose links are that fast, for the rows that the file lacks."""
-  has = {pace.method for pace in results.find("paces", rate=rate)} if part == "paces" else set()
-  missing = [label for runner in plan.runners if (label := runner.method.label) not in has]
-  if not missing or (part == "advice" and results.find("advice", rate=rate)):
-    return
-  with tempfile.TemporaryDirectory() as folder:
-    path = pathlib.Path(folder) / "rows.json"
-    command = [sys.executable, "-m", "benchmarks.race", *sys.argv[1:], f"--parts={part}", f"--rate={rate}"]
-    command += [f"--results={path}", f"--method={','.join(dict.fromkeys(missing))}"]
-    target = _target().of_seed(results, plan.seeds[0])
-    command += [f"--target={target}"] if target is not None else []
+  target = Target(plan.length.steps, plan.length.target).of_seed(results, plan.seeds[0])
+  for runners in _missing(part, rate, plan._replace(length=plan.length._replace(target=target)), results):
+    own = {
+      "parts": part,
+      "rate": rate,
+      "results": str(results.path),
+      "method": ",".join(dict.fromkeys(runner.method.label for runner in runners)),
+      "optimizer": ",".join(dict.fromkeys(runner.optimizer for runner in runners)),
+    } | ({} if target is None else {"target": str(target)})
     try:
-      with netlab.lab(_HOSTS.value, None if rate == "none" else rate) as hosts:
-        launch.run(command, _HOSTS.value, hosts=hosts)
+      with netlab.lab(_HOSTS.value, _links(rate)) as hosts:
+        launch.run(_command(own), _HOSTS.value, hosts=hosts)
     finally:
-      if path.exists():
-        results.merge(path)
+      results.refresh()
+
+
+def _missing(part: str, rate: str, plan: Plan, results: Results) -> list[list[Runner]]:
+  """The methods whose rows the file lacks, in lists that are measured one after the other."""
+  if part == "advice":
+    return [] if results.find("advice", rate=rate) else [plan.runners]
+  if part == "paces":
+    has = {pace.method for pace in results.find("paces", rate=rate) if pace.steps >= _TIMED.value}
+    lacking = [runner for runner in plan.runners if runner.method.label not in has]
+    return [lacking] if lacking else []
+  length = _of_whole(plan.length)
+
+  def is_done(runner: Runner) -> bool:
+    key = {"method": runner.method.label, "optimizer": runner.optimizer, "seed": plan.seeds[0]}
+    found = results.find("wholes", rate=rate, **key)
+    return any(length.is_done(one.steps[-1], one.loss, one.seconds[-1]) for one in found)
+
+  return [[runner] for runner in plan.runners if not is_done(runner)]
+
+
+def _command(own: dict[str, str]) -> list[str]:
+  """The command of a rank: the flags of this race, and its own."""
+  given = [flags.FLAGS[flag.name].serialize() for flag in _OF_RANKS if flag.name not in own]
+  kept = [word for words in given for word in words.splitlines()]
+  return [sys.executable, "-m", "benchmarks.race", *kept, *(f"--{name}={value}" for name, value in own.items())]
 
 
 def _rank(plan: Plan) -> None:
   """Measures in a rank of the lab; the first rank keeps the rows."""
   programs.share(pathlib.Path(_CACHE_DIR.value) / "programs")
-  race, rate = _race(plan, "processes"), _RATE.value[0]
+  race, rate = _race(plan, "processes"), plan.rates[0]
   kept = Results(_path(), plan.setting) if race.place.reports else None
 
   def keep(row: Any) -> None:
@@ -180,11 +267,10 @@ def _rank(plan: Plan) -> None:
   if plan.parts == ["advice"]:
     keep(measuring.advised(race, plan.runners, rate))
   if plan.parts == ["paces"]:
-    for runner in {runner.method.label: runner for runner in plan.runners}.values():
+    for runner in (one for one in plan.runners if one.recipe == plan.runners[0].recipe):
       keep(measuring.pace(race, runner, rate, _TIMED.value))
-  length = plan.length._replace(steps=_EVERY.value) if _TARGET.value else plan.length._replace(most=_STEPS.value)
   for runner in plan.runners if plan.parts == ["wholes"] else []:
-    measuring.whole(race, runner, plan.seeds[0], rate, length, _SECONDS.value, keep)
+    measuring.whole(race, runner, plan.seeds[0], rate, _of_whole(plan.length), keep)
 
 
 def _path() -> pathlib.Path:
@@ -197,21 +283,25 @@ def _race(plan: Plan, engine: str) -> Race:
   return Race(plan.task, workers.here(engine, _HOSTS.value), _BATCH_SIZE.value)
 
 
-def _report(results: Results, preset: presets.Preset | None, console: rich.console.Console) -> None:
+def _report(plan: Plan, results: Results, preset: presets.Preset | None, console: rich.console.Console) -> None:
   """The tables and the figure of all rows."""
-  target = _target()
-  rates = [rate for rate in _RATE.value if results.find("paces", rate=rate)]
+  target = Target(plan.length.steps, plan.length.target)
+  if not plan.parts and not flags.FLAGS[_STEPS.name].present:
+    target = target._replace(steps=min((one.steps[-1] for one in results.find("curves", method=DENSE)), default=1))
+  asked = plan.rates if plan.parts or flags.FLAGS[_RATE.name].present else [one.rate for one in results.rows["paces"]]
+  rates = [rate for rate in dict.fromkeys(asked) if results.find("paces", rate=rate)]
   curves = bool(results.rows["curves"])
   for rate in (rates or [""]) if curves else []:
     console.print(tables.table(results, rate, target))
+  if curves and not target.of_seeds(results):
+    console.print(f"no seed has {target}: {results.path} lacks it", highlight=False, soft_wrap=True)
   if not curves:
     console.print(tables.paces(results))
   if results.rows["wholes"]:
     console.print(tables.wholes(results))
   if results.setting["task"] == "lm":
     report.say(tables.goals(results, target), console)
-  measured = preset.measured(results, rates[0] if rates else "", target) if preset else None
-  console.print(papers.beside(papers.of("race"), measured))
+  console.print(papers.beside(papers.of("race"), preset.measured(results, target) if preset else None))
   if curves:
     folder = pathlib.Path(_REPORT_DIR.value)
     tables.figure(results, rates, folder / "race.png")
@@ -229,21 +319,25 @@ def main() -> None:
     _rank(plan)
     return
   console = workers.make_console(stderr=_JSON.value)
+  results = Results(_path(), plan.setting)
   preset = presets.PRESETS.get(_PRESET.value or "")
   if preset:
+    if results.setting["task"] != preset.flags["task"]:
+      raise ValueError(
+        f"--results={results.path} has {results.setting['task']}, --preset trains {preset.flags['task']}"
+      )
     console.print(f"{preset.paper}: {preset.paper_steps:,} steps there, {_STEPS.value:,} here", highlight=False)
-  results = Results(_path(), plan.setting)
   try:
     if "curves" in plan.parts:
       _curves(plan, results, console)
-    for part, rate in itertools.product(("paces", "advice", "wholes"), _RATE.value):
+    for part, rate in itertools.product(("paces", "advice", "wholes"), plan.rates):
       if part in plan.parts:
         _lab(part, rate, plan, results)
   except KeyboardInterrupt:
     sys.exit(128 + signal.SIGINT)
   finally:
     if any(results.rows.values()):
-      _report(results, preset, console)
+      _report(plan, results, preset, console)
 
 
 if __name__ == "__main__":

@@ -62,17 +62,25 @@ class Length(NamedTuple):
     most: and at most so many, until the target is reached.
     every: steps from one evaluation to the next.
     target: the loss to reach, None for none.
+    seconds: on the clock after which it ends, None for any.
   """
 
   steps: int
   most: int
   every: int
   target: float | None = None
+  seconds: float | None = None
 
-  def is_done(self, steps: int, losses: list[float]) -> bool:
-    """Whether these steps and losses are enough."""
+  def is_done(self, steps: int, losses: list[float], seconds: float = 0.0) -> bool:
+    """Whether these steps, losses and seconds are enough; those of a training that has diverged are."""
+    if (losses and math.isinf(losses[-1])) or (self.seconds is not None and seconds >= self.seconds):
+      return True
     reached = self.target is None or min(losses, default=math.inf) <= self.target
     return steps >= self.most or (steps >= self.steps and reached)
+
+  def is_evaluated(self, steps: int) -> bool:
+    """Whether the model is evaluated after so many steps."""
+    return steps % self.every == 0 or steps in (self.steps, self.most)
 
 
 def curve(
@@ -83,42 +91,43 @@ def curve(
   keep: Callable[[Curve], None],
   show: Callable[[int, float], None],
 ) -> None:
-  """Trains one method; `keep` gets the curve so far at each evaluation, `show` each step and its loss."""
+  """Trains one method; `keep` gets the curve so far at each evaluation, `show` each step and its loss.
+
+  Evaluated are the parameters of the last exchange, which all workers have: in the middle of local steps those from
+  before them.
+  """
   trainer = Trainer(race.task, runner.method, runner.recipe, race.place, race.batch_size, seed)
   so_far, words, drift = Curve(runner.method.label, runner.optimizer, seed, [], [], [], 0.0), 0.0, 0.0
   while not length.is_done(trainer.steps, so_far.loss):
     show(trainer.steps + 1, trainer.step())
     found = trainer.metrics()
     words, drift = words + found["words_sent"], max(drift, found["drift"])
-    if trainer.steps % length.every == 0 or trainer.steps in (length.steps, length.most):
+    if length.is_evaluated(trainer.steps):
       loss, accuracy = trainer.evaluate()
       so_far.steps.append(trainer.steps)
-      so_far.loss.append(loss)
+      so_far.loss.append(_of(loss))
       so_far.accuracy.append(accuracy)
       keep(so_far._replace(words=words / trainer.steps, drift=drift))
 
 
-def whole(
-  race: Race,
-  runner: Runner,
-  seed: int,
-  rate: str,
-  length: Length,
-  limit: float | None,
-  keep: Callable[[Whole], None],
-) -> None:
-  """Trains one method for at most `limit` seconds on a clock that stands still while the model is evaluated."""
+def whole(race: Race, runner: Runner, seed: int, rate: str, length: Length, keep: Callable[[Whole], None]) -> None:
+  """Trains one method on a clock that stands still while the model is evaluated."""
   watch = timing.Stopwatch(engine_of(race.place.where, AXIS))
   trainer = Trainer(race.task, runner.method, runner.recipe, race.place, race.batch_size, seed)
   so_far = Whole(runner.method.label, runner.optimizer, seed, rate, [], [], [])
-  while not length.is_done(trainer.steps, so_far.loss) and not (limit and limit <= max(so_far.seconds, default=0.0)):
+  while not length.is_done(trainer.steps, so_far.loss, max(so_far.seconds, default=0.0)):
     trainer.step()
-    if trainer.steps % length.every == 0 or trainer.steps in (length.steps, length.most):
+    if length.is_evaluated(trainer.steps):
       so_far.steps.append(trainer.steps)
       so_far.seconds.append(float(watch.gather(sum(trainer.times[1:])).max()))
       losses = watch.gather(trainer.evaluate()[0])  # a barrier too: no host goes on while another one evaluates
-      so_far.loss.append(float(losses[0]))
+      so_far.loss.append(_of(float(losses[0])))
       keep(so_far)
+
+
+def _of(loss: float) -> float:
+  """A loss; infinite where a training has diverged."""
+  return loss if math.isfinite(loss) else math.inf
 
 
 def pace(race: Race, runner: Runner, rate: str, steps: int) -> Pace:

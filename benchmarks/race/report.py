@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ def table(results: Results, rate: str, target: Target) -> rich.table.Table:
   seeds = target.of_seeds(results)
   links = f"{rate} links: " if rate else ""
   title = f"{links}seconds to {target}, from {len(seeds)} seeds (± standard deviation)"
-  found = rich.table.Table(title=title, caption=_PARTS)
+  found = rich.table.Table(title=title, caption=f"{_PARTS}; (1 missing): a seed that is not there, or not yet")
   for head in ("method", "optimizer"):
     found.add_column(head, overflow="fold")
   for head in ("seconds", "× dense", "steps", "ms a step", "words a step", "drift"):
@@ -68,11 +69,11 @@ def milliseconds(pace: Pace | None) -> str:
 
 
 def spread_text(spread: Spread | None, digits: int) -> str:
-  """Mean ± standard deviation, and how many seeds never get there; – without a number."""
+  """Mean ± standard deviation, and how many seeds have no number; – without any."""
   if spread is None:
     return "–"
   deviation = f" ± {spread.deviation:,.{digits}f}" if spread.deviation else ""
-  return f"{spread.mean:,.{digits}f}{deviation}" + (f" ({spread.missing} never)" if spread.missing else "")
+  return f"{spread.mean:,.{digits}f}{deviation}" + (f" ({spread.missing} missing)" if spread.missing else "")
 
 
 def wholes(results: Results) -> rich.table.Table:
@@ -131,17 +132,24 @@ def figure(results: Results, rates: Sequence[str], path: pathlib.Path) -> None:
       paces = results.find("paces", rate=rate, method=method)
       if rate and not paces:
         continue
-      shortest = min(len(curve.steps) for curve in curves)
       scale = paces[0].seconds if rate else 1.0
-      x = [scale * step for step in curves[0].steps[:shortest]]
-      lines = [curve.loss[:shortest] for curve in curves]
-      report.band(panel, x, lines, f"{method}, {optimizer}", color=colours[method, optimizer])
+      shared, lines = _shared(curves)
+      report.band(
+        panel, [scale * step for step in shared], lines, f"{method}, {optimizer}", color=colours[method, optimizer]
+      )
     panel.set(xlabel=f"seconds at {rate}" if rate else "step", xscale="log" if rate else "linear")
     panel.xaxis.set_minor_formatter(report.pyplot.NullFormatter())  # its labels overlap
-  losses = [loss for curve in results.rows["curves"] for loss in curve.loss]
+  losses = [loss for curve in results.rows["curves"] for loss in curve.loss if math.isfinite(loss)] or [1.0]
   panels[0][0].set(ylabel="held-out loss", yscale="log" if max(losses) > 20 * min(losses) else "linear")
   plot.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
   report.save(plot, title(results), path)
+
+
+def _shared(curves: Sequence[Curve]) -> tuple[list[int], list[list[float]]]:
+  """The steps at which all were evaluated, and the losses of each there."""
+  of = [dict(zip(curve.steps, curve.loss, strict=True)) for curve in curves]
+  shared = sorted(set.intersection(*map(set, of)))
+  return shared, [[losses[step] for step in shared] for losses in of]
 
 
 def bars(results: Results, rates: Sequence[str], target: Target, path: pathlib.Path) -> None:
@@ -229,13 +237,13 @@ def progress(console: rich.console.Console, name: str, steps: int) -> Iterator[C
 
 
 def as_json(results: Results, rates: Sequence[str], target: Target) -> dict[str, Any]:
-  """The rows, and the standings at each rate."""
-  rows = {kind: [row._asdict() for row in rows] for kind, rows in results.rows.items()}
+  """The rows, and the standings at each rate; without a rate those by steps alone, at ""."""
+  rows = {kind: [report.finite(row)._asdict() for row in rows] for kind, rows in results.rows.items()}
   plain = lambda one: {
     name: getattr(value, "_asdict", lambda value=value: value)() for name, value in one._asdict().items()
   }
   return {
     "setting": results.setting,
     **rows,
-    "standings": {rate: [plain(one) for one in standings(results, rate, target)] for rate in rates},
+    "standings": {rate: [plain(one) for one in standings(results, rate, target)] for rate in rates or [""]},
   }

@@ -1,8 +1,15 @@
 """The rows of a race in a JSON file, which is replaced whole whenever a row is added: an interruption loses none."""
 
+import contextlib
+import fcntl
 import json
+import math
+import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+import jax
 
 from benchmarks import report
 
@@ -15,7 +22,7 @@ class Curve(NamedTuple):
     optimizer: its name, rate and options.
     seed: of the parameters and batches.
     steps: at which the model was evaluated.
-    loss: on what is held out.
+    loss: on what is held out; infinite from where a training diverges.
     accuracy: likewise.
     words: 4-byte words a step, of the worker that sent most.
     drift: the largest of all steps: the root mean square over workers of the distance of their parameters to the mean.
@@ -68,7 +75,7 @@ class Whole(NamedTuple):
     rate: of the links.
     steps: at which the model was evaluated.
     seconds: of all steps until then, without the evaluations and the first step, which compiles.
-    loss: on what is held out.
+    loss: on what is held out; infinite from where a training diverges.
   """
 
   method: str
@@ -101,54 +108,92 @@ _KEYS = ("method", "optimizer", "seed", "rate")
 
 
 class Results:
-  """The rows of one file.
+  """The rows of one file, to which several processes may add.
+
+  Numbers are kept to six digits; those that are not finite, which JSON does not have, as null.
 
   Args:
     path: of the file; read if there is one.
     setting: of the race in words and numbers, the same for all rows; None takes that of the file.
 
   Attributes:
+    path: likewise.
     setting: likewise.
     rows: by kind, in the order in which they were added.
 
   Raises:
-    ValueError: if the file is of another setting, with what differs.
+    ValueError: if the file is of another setting, with what differs, or not that of a race.
     FileNotFoundError: if there is no file and no setting.
   """
 
   def __init__(self, path: pathlib.Path, setting: dict[str, Any] | None):
-    self._path = path
-    is_new = setting is not None and not path.exists()
-    kept: dict[str, Any] = {"setting": setting} if is_new else json.loads(path.read_text())
-    self.setting: dict[str, Any] = kept["setting"] if setting is None else setting
-    for name in self.setting | kept["setting"]:
-      was, now = kept["setting"].get(name), self.setting.get(name)
+    self.path = path
+    self.rows: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+    self.setting: dict[str, Any] = setting or {}
+    self.refresh()
+
+  def refresh(self) -> None:
+    """Reads the rows that the file has by now."""
+    if self.setting and not self.path.exists():
+      return  # a new one
+    try:
+      kept = json.loads(self.path.read_text())
+      setting = dict(kept["setting"])
+      rows = {kind: [_read(make, row) for row in kept.get(kind, [])] for kind, make in KINDS.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      raise ValueError(f"--results={self.path} is not the file of a race, choose another: {error!r}") from error
+    self.setting = self.setting or setting
+    for name in self.setting | setting:
+      was, now = setting.get(name), self.setting.get(name)
       if was != now:
-        raise ValueError(f"--results={path} has {name}={was!r}, this race {now!r}: choose another file")
-    self.rows: dict[str, list[Any]] = {
-      kind: [make(**row) for row in kept.get(kind, [])] for kind, make in KINDS.items()
-    }
+        raise ValueError(f"--results={self.path} has {name}={was!r}, this race {now!r}: choose another file")
+    self.rows = rows
 
   def find(self, kind: str, **key: Any) -> list[Any]:
     """The rows of a kind with these fields."""
     return [row for row in self.rows[kind] if all(getattr(row, name) == value for name, value in key.items())]
 
   def add(self, row: Any) -> None:
-    """Adds a row, to six digits, in place of one of the same method, optimizer, seed and rate; writes the file."""
+    """Writes a row into the file, in place of one of the same method, optimizer, seed and rate.
+
+    Of two trainings the longer one stays, so that one that starts anew takes nothing away until it is as far.
+    """
     kind = next(name for name, make in KINDS.items() if isinstance(row, make))
     key = {name: getattr(row, name) for name in _KEYS if name in row._fields}
-    same, kept = self.find(kind, **key), type(row)(**report.rounded(row._asdict()))
-    self.rows[kind] = [*(one for one in self.rows[kind] if one not in same), kept]
-    self._write()
-
-  def merge(self, path: pathlib.Path) -> None:
-    """Adds all rows of another file."""
-    for rows in Results(path, self.setting).rows.values():
-      for row in rows:
-        self.add(row)
+    with _alone(self.path.parent):
+      self.refresh()
+      same = self.find(kind, **key)
+      if any(_length(one) > _length(row) for one in same):
+        return
+      kept = type(row)(**report.rounded(row._asdict()))
+      self.rows[kind] = [*(one for one in self.rows[kind] if one not in same), kept]
+      self._write()
 
   def _write(self) -> None:
     lines = [f'"setting": {json.dumps(self.setting)}']
     for kind, rows in self.rows.items():
-      lines.append(f'"{kind}": [\n' + ",\n".join(json.dumps(row._asdict()) for row in rows) + "\n]")
-    report.replace(self._path, "{" + ",\n".join(lines) + "}\n")
+      lines.append(f'"{kind}": [\n' + ",\n".join(json.dumps(report.finite(row)._asdict()) for row in rows) + "\n]")
+    report.replace(self.path, "{" + ",\n".join(lines) + "}\n")
+
+
+def _read(make: Any, row: dict[str, Any]) -> Any:
+  """A row of the file."""
+  is_null = lambda leaf: leaf is None
+  return make(**jax.tree.map(lambda leaf: math.inf if is_null(leaf) else leaf, row, is_leaf=is_null))
+
+
+def _length(row: Any) -> int:
+  """Steps of a training, 0 of other rows."""
+  return int(row.steps[-1]) if isinstance(row, Curve | Whole) else 0
+
+
+@contextlib.contextmanager
+def _alone(folder: pathlib.Path) -> Iterator[None]:
+  """No other process is in this block of the same folder."""
+  folder.mkdir(parents=True, exist_ok=True)
+  handle = os.open(folder, os.O_RDONLY)
+  try:
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    yield
+  finally:
+    os.close(handle)

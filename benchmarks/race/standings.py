@@ -6,7 +6,7 @@ a pace; a whole run on the clock shows that this holds.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +20,9 @@ class Spread(NamedTuple):
   """Numbers of several seeds.
 
   Attributes:
-    mean: over the seeds.
-    deviation: standard deviation, 0 for one seed.
-    missing: seeds without the number.
+    mean: over the seeds that have the number.
+    deviation: standard deviation of these, 0 for one seed.
+    missing: seeds without a finite number: not trained, not as far, or diverged.
   """
 
   mean: float
@@ -31,8 +31,8 @@ class Spread(NamedTuple):
 
   @classmethod
   def of(cls, values: Sequence[float | None]) -> "Spread | None":
-    """The spread of the numbers that there are; None if there is none."""
-    known = [value for value in values if value is not None]
+    """The spread of the finite numbers; None if there is none."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
       return None
     deviation = statistics.stdev(known) if len(known) > 1 else 0.0
@@ -61,7 +61,8 @@ class Target(NamedTuple):
     """The loss for each seed."""
     if self.loss is not None:
       return dict.fromkeys((curve.seed for curve in results.rows["curves"]), self.loss)
-    return {seed: _at(curve, self.steps) for seed, curve in baselines(results, self.steps).items()}
+    known = {seed: loss_after(curve, self.steps) for seed, curve in baselines(results, self.steps).items()}
+    return {seed: loss for seed, loss in known.items() if loss is not None}
 
   def of_seed(self, results: Results, seed: int) -> float | None:
     """The loss for one seed; None where it is dense's and dense has no curve yet."""
@@ -82,7 +83,7 @@ class Standing(NamedTuple):
     seconds: to the target.
     speed_up: dense's seconds to the target / this one's, from the same seeds.
     more_steps: to the target / those of dense, from the same seeds.
-    loss_in_time: after the seconds in which the first method reached the target.
+    loss_in_time: after the seconds in which the first method reached the target, as far as all curves go that do.
   """
 
   method: str
@@ -113,28 +114,40 @@ def crossing(curve: Curve | Whole, target: float) -> float | None:
     return float(curve.steps[0])
   before, after = curve.loss[first - 1], curve.loss[first]
   start, end = curve.steps[first - 1], curve.steps[first]
+  if math.isinf(before):
+    return float(end)
   return start + (end - start) * (before - target) / (before - after)
 
 
 def loss_after(curve: Curve, steps: float) -> float | None:
-  """The loss after so many steps, interpolated; None outside of the evaluations."""
-  if not curve.steps or not curve.steps[0] <= steps <= curve.steps[-1]:
+  """The loss after so many steps, interpolated; None outside of the evaluations.
+
+  Infinite behind the last finite one of a training that has diverged, which ends there.
+  """
+  if not curve.steps or steps < curve.steps[0]:
     return None
-  return float(np.interp(steps, curve.steps, curve.loss))
+  if steps > curve.steps[-1]:
+    return math.inf if math.isinf(curve.loss[-1]) else None
+  found = float(np.interp(steps, curve.steps, curve.loss))
+  return found if math.isfinite(found) else math.inf
 
 
 def baselines(results: Results, steps: int) -> dict[int, Curve]:
-  """For each seed dense's curve, with the optimizer that has the lowest mean loss after `steps`."""
-  of: dict[str, list[Curve]] = {}
+  """For each seed dense's curve, with the optimizer that has the lowest mean loss after `steps`.
+
+  One that diverges from any seed is not the best.
+  """
+  of: dict[str, list[tuple[Curve, float]]] = {}
   for curve in results.find("curves", method=DENSE):
-    if loss_after(curve, steps) is not None:
-      of.setdefault(curve.optimizer, []).append(curve)
-  if not of:
+    loss = loss_after(curve, steps)
+    if loss is not None:
+      of.setdefault(curve.optimizer, []).append((curve, loss))
+  most = max(map(len, of.values()), default=0)
+  mean = lambda optimizer: statistics.mean(loss for _, loss in of[optimizer])
+  best = min((optimizer for optimizer in of if len(of[optimizer]) == most), key=mean, default=None)
+  if best is None or math.isinf(mean(best)):
     return {}
-  most = max(map(len, of.values()))
-  whole = [curves for curves in of.values() if len(curves) == most]
-  best = min(whole, key=lambda curves: statistics.mean(_at(curve, steps) for curve in curves))
-  return {curve.seed: curve for curve in best}
+  return {curve.seed: curve for curve, _ in of[best]}
 
 
 def standings(results: Results, rate: str, target: Target) -> list[Standing]:
@@ -147,26 +160,27 @@ def standings(results: Results, rate: str, target: Target) -> list[Standing]:
   """
   dense, targets = baselines(results, target.steps), target.of_seeds(results)
   paces: dict[str, Pace] = {pace.method: pace for pace in results.find("paces", rate=rate)}
-  own = {seed: crossing(curve, targets[seed]) for seed, curve in dense.items()}
-  groups: dict[tuple[str, str], list[Curve]] = {}
+  groups: dict[tuple[str, str], dict[int, Curve]] = {}
   for curve in results.rows["curves"]:
     if curve.seed in targets:
-      groups.setdefault((curve.method, curve.optimizer), []).append(curve)
+      groups.setdefault((curve.method, curve.optimizer), {})[curve.seed] = curve
+  of_dense = _crossings(dense, targets)
+  dense_seconds = _times(of_dense, paces.get(DENSE))
   found = []
   for (method, optimizer), curves in groups.items():
-    counts, pace = [crossing(curve, targets[curve.seed]) for curve in curves], paces.get(method)
-    of_dense = [own.get(curve.seed) for curve in curves]
-    seconds, dense_seconds = _times(counts, pace), _times(of_dense, paces.get(DENSE))
+    counts, pace = _crossings(curves, targets), paces.get(method)
+    seconds = _times(counts, pace)
     ratios, more = _ratios(dense_seconds, seconds), _ratios(counts, of_dense)
-    words, drift = (statistics.mean(getattr(curve, name) for curve in curves) for name in ("words", "drift"))
-    losses = [loss_after(curve, target.steps) for curve in curves]
+    words, drift = (statistics.mean(getattr(one, name) for one in curves.values()) for name in ("words", "drift"))
+    losses = [loss_after(curves[seed], target.steps) if seed in curves else None for seed in targets]
     spreads = [Spread.of(values) for values in (counts, losses, seconds, ratios, more)]
     found.append(Standing(method, optimizer, words, drift, pace, *spreads))
   return _in_time(sorted(found, key=_order), groups)
 
 
-def _at(curve: Curve, steps: float) -> float:
-  return float(np.interp(steps, curve.steps, curve.loss))
+def _crossings(curves: Mapping[int, Curve], targets: Mapping[int, float]) -> list[float | None]:
+  """Steps to the target of each seed; None where there is no curve, or it does not get there."""
+  return [crossing(curves[seed], loss) if seed in curves else None for seed, loss in targets.items()]
 
 
 def _times(counts: Sequence[float | None], pace: Pace | None) -> list[float | None]:
@@ -182,13 +196,19 @@ def _order(one: Standing) -> float:
   return one.seconds.mean if one.seconds and not one.seconds.missing else math.inf
 
 
-def _in_time(ranked: list[Standing], groups: dict[tuple[str, str], list[Curve]]) -> list[Standing]:
-  """The same with the loss of each when the first one reaches the target."""
-  if not ranked or math.isinf(first := _order(ranked[0])):
+def _in_time(ranked: list[Standing], groups: Mapping[tuple[str, str], Mapping[int, Curve]]) -> list[Standing]:
+  """The same with the loss of each when the first one reaches the target.
+
+  Trainings end at the target, some seeds before the mean of all: then as far as all go whose method gets there.
+  """
+  of = {(one.method, one.optimizer): list(groups[one.method, one.optimizer].values()) for one in ranked}
+  reaching = [(one, of[one.method, one.optimizer]) for one in ranked if math.isfinite(_order(one))]
+  if not reaching:
     return ranked
+  ends = [curve.steps[-1] * one.pace.seconds for one, curves in reaching for curve in curves if one.pace]
+  time = min(_order(ranked[0]), *ends)
   found = []
   for one in ranked:
-    curves = groups[one.method, one.optimizer] if one.pace else []
-    losses = [loss_after(curve, first / one.pace.seconds) for curve in curves if one.pace]
+    losses = [loss_after(curve, time / one.pace.seconds) for curve in of[one.method, one.optimizer] if one.pace]
     found.append(one._replace(loss_in_time=Spread.of(losses)))
   return found

@@ -94,19 +94,94 @@ def test_dense_races_with_its_best_optimizer(results):
   assert standings(results, "10mbit", Target(50)) == []
 
 
-def test_rows_are_kept_replaced_and_merged(results, tmp_path):
-  path = tmp_path / "new" / "race.json"
-  results.add(curve("fast", 1, [4, 3]))
-  again = Results(path, SETTING)
+def test_rows_are_kept_and_replaced(results):
+  results.add(curve("fast", 1, [5, 4, 3, 2]))
+  results.add(pace("fast", 0.7))
+  results.add(Whole("fast", "adam:0.001", 0, "10mbit", [10], [5.0], [4.0]))
+  again = Results(results.path, SETTING)
   assert again.rows == results.rows
-  assert [one.steps for one in again.find("curves", method="fast", seed=1)] == [[10, 20]]
-  other = Results(tmp_path / "other.json", SETTING)
-  other.add(pace("fast", 0.7))
-  other.add(Whole("fast", "adam:0.001", 0, "10mbit", [10], [5.0], [4.0]))
-  again.merge(tmp_path / "other.json")
-  assert [one.seconds for one in Results(path, SETTING).find("paces", method="fast")] == [0.7]
-  assert len(again.rows["wholes"]) == 1
-  assert not list(path.parent.glob("*.new"))
+  assert [one.loss for one in again.find("curves", method="fast", seed=1)] == [[5, 4, 3, 2]]
+  assert [one.seconds for one in again.find("paces", method="fast")] == [0.7]
+  assert not list(results.path.parent.glob("*.new"))
+
+
+def test_a_training_that_starts_anew_takes_nothing_away_until_it_is_as_far(results):
+  longer = lambda *losses: Whole("fast", "adam:0.001", 0, "10mbit", STEPS[: len(losses)], list(losses), list(losses))
+  for make, kind in ((lambda *losses: curve("fast", 0, losses), "curves"), (longer, "wholes")):
+    for losses, kept in (((4, 3, 2), 3), ((5, 5), 3), ((5, 5, 5), 3), ((5, 5, 5, 5), 4)):
+      if kind == "curves" and kept == 3:
+        kept = 4  # which the fixture has
+      results.add(make(*losses))
+      (found,) = results.find(kind, method="fast", seed=0)
+      assert len(found.steps) == kept
+    assert found.loss == [5, 5, 5, 5]
+
+
+def test_races_that_share_a_file_keep_each_others_rows(results):
+  other = Results(results.path, SETTING)
+  results.add(curve("mine", 0, [4, 3]))
+  other.add(curve("other", 0, [4, 3]))
+  results.refresh()
+  assert [one.method for one in results.rows["curves"]][-2:] == ["mine", "other"]
+  assert Results(results.path, SETTING).rows == results.rows == other.rows
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"rows": 1}', '{"setting": {"task": "none"}, "paces": [{"x": 1}]}'])
+def test_what_is_not_the_file_of_a_race_is_refused(tmp_path, text):
+  path = tmp_path / "race.json"
+  path.write_text(text)
+  with pytest.raises(ValueError, match=r"race.json is not the file of a race, choose another"):
+    Results(path, SETTING)
+  assert path.read_text() == text
+
+
+def test_a_training_that_diverges_has_no_number_and_is_not_the_target(results):
+  for seed, last in ((0, math.inf), (1, 0.1)):
+    results.add(curve("dense", seed, [4, 2, last], optimizer="adam:9"))
+  assert {one.optimizer for one in baselines(results, 30).values()} == {"adam:0.001"}
+  diverged = curve("bad", 0, [4, math.inf])
+  results.add(diverged)
+  assert "null" in results.path.read_text()
+  assert Results(results.path, SETTING).find("curves", method="bad") == [diverged]
+  assert [loss_after(diverged, steps) for steps in (5, 10, 15, 20, 30)] == [None, 4, *[math.inf] * 3]
+  bad = next(one for one in standings(results, "10mbit", Target(30)) if one.method == "bad")
+  assert (bad.steps, bad.loss, bad.seconds) == (None, None, None)
+  assert crossing(curve("bad", 0, [math.inf, 1]), 2.0) == 20
+  assert measuring.Length(steps=30, most=40, every=10).is_done(20, [4.0, math.inf])
+  plain = report.as_json(results, [], Target(30))
+  assert [one["method"] for one in plain["standings"][""]][-1] == "bad"
+  json.dumps(plain, allow_nan=False)
+  for optimizer in ("adam:0.001", "adam:9"):
+    for seed in (0, 1):
+      results.add(curve("dense", seed, [math.inf] * 4, optimizer=optimizer))
+  assert Target(30).of_seeds(results) == {}
+
+
+def test_a_method_without_all_seeds_is_behind_those_that_have_them(results):
+  results.add(curve("quick", 0, [1, 1, 1]))
+  results.add(pace("quick", 0.1))
+  quick = next(one for one in standings(results, "10mbit", Target(30)) if one.method == "quick")
+  assert quick.seconds == Spread(1.0, 0.0, missing=1)
+  assert standings(results, "10mbit", Target(30))[0].method == "fast"
+  assert report.spread_text(quick.seconds, 1) == "1.0 (1 missing)"
+
+
+def test_equal_seconds_are_those_that_all_curves_have_which_reach_the_target(results):
+  results.add(curve("early", 0, [3, 1]))  # 10 s to the first seed's target and its end, 20 s to that of the second
+  results.add(curve("early", 1, [4, 3, 2, 1]))
+  results.add(pace("early", 0.4))
+  first, *others = standings(results, "10mbit", Target(30))
+  assert first.method == "early"
+  assert first.seconds.mean == pytest.approx(0.4 * (15 + 40) / 2)
+  assert first.loss_in_time == Spread(pytest.approx((1 + 3) / 2), pytest.approx(math.sqrt(2)))  # after 8 s
+  fast = next(one for one in others if one.method == "fast")
+  assert fast.loss_in_time.mean == pytest.approx((4 - 0.5 * 0.6 + 4 - 0.6) / 2)
+
+
+def test_lines_of_a_figure_have_the_steps_that_all_seeds_share():
+  one = curve("dense", 0, [4, 3, 2, 1])
+  other = one._replace(steps=[5, 10, 20, 35], loss=[9.0, 8.0, 7.0, 6.0])
+  assert report._shared([one, other]) == ([10, 20], [[4, 3], [8, 7]])
 
 
 @pytest.mark.usefixtures("results")
@@ -124,10 +199,16 @@ def test_a_race_ends_at_the_target_or_when_it_gives_up():
   assert not length.is_done(30, [2.0, 2.0])
   assert length.is_done(40, [2.0])
   assert length._replace(target=None).is_done(20, [2.0])
+  assert length._replace(seconds=5.0).is_done(10, [2.0], seconds=5.0)
+  assert not length._replace(seconds=5.0).is_done(10, [2.0], seconds=4.9)
+  assert [step for step in range(1, 50) if length._replace(steps=25).is_evaluated(step)] == [10, 20, 25, 30, 40]
 
 
 def test_the_tables_and_the_figure_are_made_of_the_rows(results, tmp_path):
-  results.setting.update(task="lm", hosts=4, batch_size=4, recipe="constant rate")
+  rows = [row for rows in results.rows.values() for row in rows]
+  results = Results(tmp_path / "race.json", {"task": "lm", "hosts": 4, "batch_size": 4, "recipe": "constant rate"})
+  for row in rows:
+    results.add(row)
   results.add(Whole("fast", "adam:0.001", 0, "10mbit", [10, 40], [5.0, 21.0], [4.0, 1.0]))
   found = report.table(results, "10mbit", Target(30))
   assert found.row_count == 4
@@ -138,7 +219,7 @@ def test_the_tables_and_the_figure_are_made_of_the_rows(results, tmp_path):
   report.bars(results, ["10mbit"], Target(30), tmp_path / "seconds.png")
   for name in ("race.png", "seconds.png"):
     assert (tmp_path / name).stat().st_size > 10_000
-  assert Results(tmp_path / "new" / "race.json", None).rows == results.rows
+  assert Results(results.path, None).rows == results.rows
   met, missing = {goal.what[:10]: goal for goal in report.goals(results, Target(30))}.values()
   assert missing.measured == pytest.approx((60 / 17.5 + 60 / 20) / 2)
   assert (met.measured, missing.met) == (None, False)
@@ -212,14 +293,27 @@ def test_a_preset_measures_the_papers_cells_where_every_seed_has_a_number(result
     "not raced": presets.Ratio("dense", "other", "loss"),
     "slower": presets.Ratio("dense", "never", "pace"),
   }
-  found = presets.Preset("A paper", {}, 1, cells).measured(results, "10mbit", Target(30))
+  found = presets.Preset("A paper", {"rate": ["10mbit"]}, 1, cells).measured(results, Target(30))
   assert found == {"later": pytest.approx(60 / 18.75), "worse": pytest.approx(2.5 / 1.5), "slower": 4.0}
 
 
 BAD_FLAGS = [
   (["--method=daily/dense"], "unknown way 'daily', choose one of gradients"),
   (["--optimizer=adam:fast"], "--optimizer=adam:fast, choose a positive learning rate"),
-  (["--parts=curve"], "--parts=curve, choose from curves, paces, wholes, advice, or none"),
+  (["--method="], "unknown collective ''"),
+  (["--optimizer="], "--optimizer=, choose one of sgd"),
+  (["--seed="], "--seed=, give whole numbers from 0"),
+  (["--seed=0", "--seed=-1"], "--seed=-1, give whole numbers from 0"),
+  (["--parts=curve"], "--parts=curve, choose from curves, paces, wholes, advice, or none alone"),
+  (["--parts=curves,none"], "--parts=none, choose from curves, paces, wholes, advice, or none alone"),
+  (["--rate=foo"], "rate='foo', choose from 1kbit to 100gbit"),
+  (["--hosts=300"], "hosts=300, choose from 1 to 250"),
+  (["--clip=nan"], "--clip=nan, choose at least 0"),
+  (["--target=0"], "--target=0, choose more than 0"),
+  (["--target=nan"], "--target=nan, choose more than 0"),
+  (["--warm_up=301"], "--warm_up=301, choose at most --steps=300"),
+  (["--preset=spardl-fig6c", "--task=lm"], "--task=lm: --preset=spardl-fig6c trains resnet20"),
+  ([f"--results={__file__}/race.json"], "race_test.py is not a folder"),
   (["--steps=20", "--most=10"], "--most=10, choose at least --steps=20"),
   (["--seconds=0"], "--seconds=0, choose more than 0"),
   (["--parts=none"], "No such file or directory"),
@@ -239,7 +333,6 @@ SMALL = (
   "--hosts=2",
   "--steps=20",
   "--every=5",
-  "--seed=0,1",
   "--method=dense,updates/spardl:density=0.1",
 )
 
@@ -254,11 +347,21 @@ def test_curves_go_on_where_they_were(tmp_path):
   assert before[0]["steps"] == [5, 10, 15, 20]
   assert min(before[1]["loss"]) <= before[0]["loss"][-1] or before[1]["steps"][-1] == 40
   assert before[0]["words"] == 199_210
-  again = run("--json")
+  again = run("--seed=0", "--seed=1", "--json")
   after = json.loads(again.stdout)["curves"]
   assert after[:2] == before
-  assert len(after) == 4
+  assert [(one["method"], one["seed"]) for one in after[2:]] == [("dense", 1), ("updates/spardl:density=0.1", 1)]
   assert "dense, adam:0.001, seed 0" not in again.stderr  # it was not trained once more
+
+
+@pytest.mark.long
+def test_dense_comes_first_and_a_target_of_its_own_holds_for_dense_too(tmp_path):
+  more = "--optimizer=sgd:0.05,adam:0.001", "--seed=0,1", "--target=0.01", "--most=30", "--parts=curves", "--json"
+  done = commands.run("benchmarks.race", *SMALL, *more, f"--report_dir={tmp_path}")
+  assert done.returncode == 0, done.stderr[-2000:]
+  curves = json.loads(done.stdout)["curves"]
+  assert [one["method"] for one in curves] == ["dense"] * 4 + ["updates/spardl:density=0.1"] * 4
+  assert {one["steps"][-1] for one in curves} == {30}  # nobody gets there
 
 
 @pytest.mark.long
