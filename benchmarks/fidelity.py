@@ -1,8 +1,9 @@
 r"""The papers' numbers beside ours, all of them: reproduced, other setting, contradicted, or not run.
 
 The numbers are those of benchmarks/paper_tables.toml: ours were measured by the benchmark that is named, whose tables
-are in benchmarks/README.md. "reproduced" is within 10 % of the paper's number. "contradicted" is further off in the
-paper's own setting, or on the other side of a draw (slower where the paper says faster).
+are in benchmarks/README.md. "reproduced" is within 10 % of the paper's number; of a ratio that says who is ahead, its
+gain over a draw is within a quarter of the paper's. "contradicted" is further off in the paper's own setting; of a
+ratio, in any setting, no gain where the paper has one, or less than a tenth of it.
 
 Examples:
   python -m benchmarks.fidelity

@@ -24,7 +24,7 @@ def table(results: Results, rate: str, target: Target) -> rich.table.Table:
   """The methods at one rate, the fastest first."""
   seeds = target.of_seeds(results)
   links = f"{rate} links: " if rate else ""
-  title = f"{links}seconds to {target}, from {len(seeds)} seeds (± standard deviation)"
+  title = f"{links}seconds to {target}, from seeds {', '.join(map(str, seeds))} (± standard deviation)"
   found = rich.table.Table(title=title, caption=f"{_PARTS}; (1 missing): a seed that is not there, or not yet")
   for head in ("method", "optimizer"):
     found.add_column(head, overflow="fold")
@@ -64,8 +64,7 @@ def milliseconds(pace: Pace | None) -> str:
   """Milliseconds a step and their parts; – without a pace."""
   if pace is None:
     return "–"
-  parts = (pace.compute, pace.rest, pace.exchange)
-  return f"{1e3 * pace.seconds:,.0f} = " + " + ".join(f"{1e3 * part:,.0f}" for part in parts)
+  return f"{1e3 * pace.seconds:,.0f} = " + " + ".join(f"{1e3 * part:,.0f}" for part in pace.parts)
 
 
 def spread_text(spread: Spread | None, digits: int) -> str:
@@ -215,8 +214,7 @@ def line(row: Curve | Pace | Whole | Advised) -> str:
   if isinstance(row, Advised):
     return f"{row.rate}, js.costs.advise: {row.why}"
   if isinstance(row, Pace):
-    parts = ", ".join(f"{name} {1e3 * getattr(row, name):,.0f}" for name in ("compute", "rest", "exchange"))
-    return f"{row.rate}, {row.method}: {1e3 * row.seconds:,.0f} ms a step ({parts}), {row.bytes / 1e6:.3f} MB a host"
+    return f"{row.rate}, {row.method}: {milliseconds(row)} ms a step, {row.bytes / 1e6:.3f} MB a host"
   head = f"{row.method}, {row.optimizer}, seed {row.seed}: loss {row.loss[-1]:.4f} after {row.steps[-1]} steps"
   return f"{row.rate}, {head}, {row.seconds[-1]:.1f} s" if isinstance(row, Whole) else head
 

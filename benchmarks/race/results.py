@@ -60,9 +60,11 @@ class Pace(NamedTuple):
   bytes: float
 
   @property
-  def exchange(self) -> float:
-    """Seconds that messages add."""
-    return max(0.0, self.seconds - self.compute - self.rest)
+  def parts(self) -> tuple[float, float, float]:
+    """Seconds of compute, rest and exchange, what messages add: no part that was timed alone is more than is left."""
+    compute = min(self.compute, self.seconds)
+    rest = min(self.rest, self.seconds - compute)
+    return compute, rest, self.seconds - compute - rest
 
 
 class Whole(NamedTuple):

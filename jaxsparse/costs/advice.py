@@ -127,7 +127,7 @@ def advise(
 
   Raises:
     ValueError: for a profile without any algorithm, or without any of the evidence, no parameters, an H that is no
-      whole number from 1 up, or negative seconds.
+      whole number from 1 up, negative seconds, or evidence that is none.
 
   Example:
     >>> import jaxsparse as js
@@ -146,6 +146,8 @@ def advise(
   n = entries_of(params)
   if n < 1:
     raise ValueError(f"advise: {n} parameters, give at least 1")
+  if not 0 <= compute < math.inf:
+    raise ValueError(f"advise: compute={compute}, give the seconds of forward and backward")
   if not profile.algorithms:
     raise ValueError("advise: the profile has no algorithm, make one with js.costs.fit")
   replicated = 0 if isinstance(params, numbers.Integral) else _replicated(params, profile.devices)
@@ -164,8 +166,7 @@ def advise(
 
 def _taught(updates: list[Prediction], evidence: Sequence[Evidence], compute: float) -> list[Prediction]:
   """Dense, and the methods of the evidence, each with that of its training which took most steps."""
-  if not 0 <= compute < math.inf:
-    raise ValueError(f"advise: compute={compute}, give the seconds of forward and backward")
+  _check_evidence(evidence)
   updates = [update._replace(compute=compute) for update in updates]
   most: dict[str, Prediction] = {}
   for one in sorted(evidence, key=lambda one: math.inf if one.steps is None else one.steps):
@@ -179,6 +180,19 @@ def _taught(updates: list[Prediction], evidence: Sequence[Evidence], compute: fl
       "give these to js.costs.fit(algorithms=...)"
     )
   return [update for update in updates if update.name == "dense"] + list(most.values())
+
+
+def _check_evidence(evidence: Sequence[Evidence]) -> None:
+  """Raises ValueError unless every training has whole numbers, and finite steps or none."""
+  for one in evidence:
+    if not isinstance(one, Evidence):
+      raise ValueError(f"advise: evidence={evidence!r}, give a list of js.costs.Evidence, as js.costs.evidence() does")
+    where = f"advise: evidence of {one.method}"
+    check_whole(where, 1, every=one.every, seeds=one.seeds)
+    if one.steps is not None and not 0 < one.steps < math.inf:
+      raise ValueError(f"{where}: steps={one.steps}, give steps / dense's steps, or None where it does not get there")
+    if (one.steps is None) != (one.deviation is None) or not 0 <= (one.deviation or 0.0) < math.inf:
+      raise ValueError(f"{where}: deviation={one.deviation}, give one where there are steps, and only there")
 
 
 def _replicated(params: Any, devices: int) -> int:
@@ -224,10 +238,10 @@ def _why_sooner(predictions: list[Prediction]) -> str:
   best, *others = predictions
   if best.evidence is None:
     second = next(one for one in others if one.evidence)
-    return (
-      f"{_titled(best)} reaches its loss first, {_titled(second)} {best.to_loss / second.to_loss:.2f} times as soon: "
-      f"{second.evidence}"
-    )
+    later = f"{best.to_loss / second.to_loss:.2f} times as soon" if math.isfinite(second.to_loss) else "not at all"
+    return f"{_titled(best)} reaches its loss first, {_titled(second)} {later}: {second.evidence}"
+  if math.isinf(best.to_loss):
+    return f"the profile has no dense, and none of the evidence reached its loss; {_titled(best)}: {best.evidence}"
   dense = next((one for one in others if one.evidence is None), None)
   sooner = f"{dense.to_loss / best.to_loss:.2f} times as soon as {_titled(dense)}" if dense else "first"
   return f"{_titled(best)} reaches dense's loss {sooner}: {best.evidence}"

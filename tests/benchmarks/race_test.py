@@ -94,6 +94,14 @@ def test_dense_races_with_its_best_optimizer(results):
   assert standings(results, "10mbit", Target(50)) == []
 
 
+def test_the_parts_of_a_step_add_up():
+  one = pace("fast", 0.7)
+  assert one.parts == pytest.approx((0.4, 0.1, 0.2))
+  assert one._replace(seconds=0.45).parts == pytest.approx((0.4, 0.05, 0))
+  assert one._replace(seconds=0.3).parts == pytest.approx((0.3, 0, 0))
+  assert report.milliseconds(one._replace(seconds=0.45)) == "450 = 400 + 50 + 0"
+
+
 def test_rows_are_kept_and_replaced(results):
   results.add(curve("fast", 1, [5, 4, 3, 2]))
   results.add(pace("fast", 0.7))

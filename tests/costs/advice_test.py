@@ -88,6 +88,31 @@ def test_the_worst_training_of_a_method_counts():
   assert "not dense's loss" in str(one.evidence)
 
 
+def test_a_method_that_never_got_there_is_not_said_to_be_sooner():
+  rows = [taught("updates/spardl", SPARDL, 1, None)]
+  assert "dense reaches its loss first, updates/spardl not at all: " in js.costs.advise(9, PROFILE, evidence=rows).why
+  alone = dataclasses.replace(PROFILE, algorithms={SPARDL: Algorithm(1e-9)})
+  assert "none of the evidence reached its loss" in js.costs.advise(9, alone, evidence=rows).why
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"every": 0}, "evidence of spardl: every=0, choose a whole number from 1 up"),
+    ({"seeds": 0}, "seeds=0, choose a whole number"),
+    ({"steps": math.nan}, "steps=nan, give steps / dense's steps"),
+    ({"steps": -1.0}, "steps=-1.0, give"),
+    ({"deviation": None}, "deviation=None, give one where there are steps"),
+    ({"deviation": math.nan}, "deviation=nan"),
+    ({"steps": None}, "deviation=0.1, give one where there are steps, and only there"),
+  ],
+)
+def test_evidence_that_is_none(change, message):
+  one = taught("spardl", SPARDL, 1, 1.0)._replace(**change)
+  with pytest.raises(ValueError, match=message):
+    js.costs.advise(100, PROFILE, evidence=[one])
+
+
 def test_the_evidence_of_the_library():
   adam = js.costs.evidence("adam")
   assert {one.seeds for one in adam} >= {3}
@@ -181,6 +206,8 @@ def test_workers_of_several_devices():
     (lambda: js.costs.fit(mesh_of(2), algorithms=["spardl:teams=3"]), "teams=3"),
     (lambda: js.costs.advise(0, PROFILE), "0 parameters, give at least 1"),
     (lambda: js.costs.advise(5, Profile(2, 1e-4, 1e-9)), "the profile has no algorithm"),
+    (lambda: js.costs.advise(5, PROFILE, evidence="adam"), "evidence='adam', give a list of js.costs.Evidence"),
+    (lambda: js.costs.advise(5, PROFILE, compute=-1), "compute=-1, give the seconds of forward and backward"),
   ],
 )
 def test_bad_input(call, message):
