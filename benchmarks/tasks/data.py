@@ -34,13 +34,15 @@ def load(name: str, data_dir: str | None = None, fold: int = 0, folds: int = FOL
     folds: for cross-validation of the digits.
 
   Raises:
-    ValueError: for an unknown name, a missing `data_dir`, a file that does not hold what it should, or a fold that does
+    ValueError: for an unknown name, a missing or idle `data_dir`, a file that does not hold what it should, or a fold that does
       not exist.
     FileNotFoundError: for a missing file, saying what was expected where.
   """
   if folds < 2 or not 0 <= fold < folds:
     raise ValueError(f"fold={fold} of folds={folds}, choose at least two folds, and one of them")
   if name == "digits":
+    if data_dir:
+      raise ValueError(f"--data_dir={data_dir} is for --dataset=cifar10: the digits lie in scikit-learn")
     return _digits(fold, folds)
   if name == "cifar10":
     if not data_dir:

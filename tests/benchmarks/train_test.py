@@ -77,6 +77,7 @@ BAD_FLAGS = [
   (["--steps=0"], "--steps=0, choose at least 1"),
   (["--batch_size=1000"], "does not fit in 1437 training images"),
   (["--dataset=cifar10"], "needs --data_dir"),
+  (["--data_dir=/nowhere"], "--data_dir=/nowhere is for --dataset=cifar10"),
   (["--dataset=mnist"], "should be one of"),
   (["--task=lm", "--model=mlp"], "--model is for --task=images"),
   (["--optimizer=adamw:none"], "--optimizer=adamw:none, choose a positive learning rate, as in adamw:0.001"),
