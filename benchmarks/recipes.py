@@ -10,9 +10,9 @@ import jaxsparse as js
 from benchmarks import specs
 
 
-def window_adam(rate: Any, window: int = 4) -> optax.GradientTransformation:
+def window_adam(rate: Any, window: int = 4, b1: float = 0.9, b2: float = 0.999) -> optax.GradientTransformation:
   """Adam with the second moment of averages over a window of gradients."""
-  return optax.chain(js.scale_by_window_adam(window), optax.scale_by_learning_rate(rate))
+  return optax.chain(js.scale_by_window_adam(window, b1, b2), optax.scale_by_learning_rate(rate))
 
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
