@@ -56,7 +56,7 @@ def parse_optimizers(values: Sequence[str], rate: float) -> list[Optimizer]:
     >>> [str(optimizer) for optimizer in parse_optimizers(["window_adam:0.003:window=4,sgd"], rate=0.1)]
     ['window_adam:0.003:window=4', 'sgd:0.1']
   """
-  return [_optimizer(label, rate) for label in specs.listed(values)]
+  return list(dict.fromkeys(_optimizer(label, rate) for label in specs.listed(values)))
 
 
 def _optimizer(label: str, rate: float) -> Optimizer:

@@ -66,10 +66,10 @@ def listed(values: Sequence[str]) -> list[str]:
   """What a flag names that is repeated, or separated by commas, each once.
 
   Example:
-    >>> listed(["10mbit,1gbit", "10mbit"])
+    >>> listed(["10mbit, 1gbit", "10mbit"])
     ['10mbit', '1gbit']
   """
-  return list(dict.fromkeys(part for value in values for part in value.split(",")))
+  return list(dict.fromkeys(part.strip() for value in values for part in value.split(",")))
 
 
 def of_vectors() -> list[str]:

@@ -8,9 +8,9 @@ root). Their product is the time to the target: dense's loss after --steps, of i
 The clock stands still while a model is evaluated. --parts=advice asks `js.costs.advise` which of the
 methods reaches that loss first.
 
-Rows are kept in --results as they are measured: a race that is interrupted goes on where it was when the command is
-given again. The tables and the figures, race.png and seconds.png, are made from that file alone: --parts=none makes
-only them, of all that the file has.
+Rows are kept in --results as they are measured. When the command is given again, what is done is not measured again,
+and a training that was interrupted is kept until a new one is as far. The tables and the figures, race.png and
+seconds.png, are made from that file alone: --parts=none makes only them, of all that the file has.
 
 A method is WAY/CHANGES/COLLECTIVE, each with options; without a way workers exchange gradients. Its seconds a step are
 those with the first --optimizer. Evaluated are the parameters of the last exchange, which all workers have.
@@ -158,7 +158,7 @@ def _seeds() -> list[int]:
   for seed in given:
     if not seed.isdecimal() or int(seed) >= 2**32:
       raise ValueError(f"--seed={seed}, give whole numbers from 0 to {2**32 - 1}")
-  return [int(seed) for seed in given]
+  return list(dict.fromkeys(map(int, given)))
 
 
 def _check_places(rates: list[str], in_lab: bool) -> None:
@@ -168,10 +168,12 @@ def _check_places(rates: list[str], in_lab: bool) -> None:
       netlab.check(_HOSTS.value, _links(rate))
     elif rate != _UNSHAPED:
       netlab.bits(rate)
-  for flag, folder in ((_RESULTS, _path().parent), (_REPORT_DIR, pathlib.Path(_REPORT_DIR.value))):
+  for flag, folder in ((_REPORT_DIR, pathlib.Path(_REPORT_DIR.value)), (_RESULTS, _path().parent)):
     nearest = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     if not nearest.is_dir():
       raise ValueError(f"--{flag.name}={flag.value}: {nearest} is not a folder")
+  if _path().is_dir():
+    raise ValueError(f"--{_RESULTS.name}={_RESULTS.value} is a folder, give a file")
 
 
 def _links(rate: str) -> str | None:
@@ -212,8 +214,8 @@ def _of_whole(length: Length) -> Length:
 
 def _lab(part: str, rate: str, plan: Plan, results: Results) -> None:
   """Starts a rank on each host of a lab whose links are that fast, for the rows that the file lacks."""
-  target = Target(plan.length.steps, plan.length.target).of_seed(results, plan.seeds[0])
-  for runners in _missing(part, rate, plan._replace(length=plan.length._replace(target=target)), results):
+  for runners in _missing(part, rate, plan, results):
+    target = _of_curve(plan, results, plan.seeds[0], runners[0]).target
     own = {
       "parts": part,
       "rate": rate,
@@ -236,9 +238,9 @@ def _missing(part: str, rate: str, plan: Plan, results: Results) -> list[list[Ru
     has = {pace.method for pace in results.find("paces", rate=rate) if pace.steps >= _TIMED.value}
     lacking = [runner for runner in plan.runners if runner.method.label not in has]
     return [lacking] if lacking else []
-  length = _of_whole(plan.length)
 
   def is_done(runner: Runner) -> bool:
+    length = _of_whole(_of_curve(plan, results, plan.seeds[0], runner))
     key = {"method": runner.method.label, "optimizer": runner.optimizer, "seed": plan.seeds[0]}
     found = results.find("wholes", rate=rate, **key)
     return any(length.is_done(one.steps[-1], one.loss, one.seconds[-1]) for one in found)
@@ -287,14 +289,16 @@ def _report(plan: Plan, results: Results, preset: presets.Preset | None, console
   """The tables and the figure of all rows."""
   target = Target(plan.length.steps, plan.length.target)
   if not plan.parts and not flags.FLAGS[_STEPS.name].present:
-    target = target._replace(steps=min((one.steps[-1] for one in results.find("curves", method=DENSE)), default=1))
+    whole = [one for one in results.find("curves", method=DENSE) if math.isfinite(one.loss[-1])]
+    target = target._replace(steps=max((one.steps[-1] for one in whole), default=1))
   asked = plan.rates if plan.parts or flags.FLAGS[_RATE.name].present else [one.rate for one in results.rows["paces"]]
   rates = [rate for rate in dict.fromkeys(asked) if results.find("paces", rate=rate)]
   curves = bool(results.rows["curves"])
-  for rate in (rates or [""]) if curves else []:
-    console.print(tables.table(results, rate, target))
   if curves and not target.of_seeds(results):
-    console.print(f"no seed has {target}: {results.path} lacks it", highlight=False, soft_wrap=True)
+    what = f"no finite loss of {DENSE} after {target.steps} steps, so nothing to reach"
+    console.print(f"{results.path} has {what}", highlight=False, soft_wrap=True)
+  for rate in (rates or [""]) if target.of_seeds(results) else []:
+    console.print(tables.table(results, rate, target))
   if not curves:
     console.print(tables.paces(results))
   if results.rows["wholes"]:

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 import jaxsparse as js
+from benchmarks import report
 from benchmarks.methods import Method
 from benchmarks.netlab import sent_bytes
 from benchmarks.race.results import Advised, Curve, Pace, Whole
@@ -126,8 +127,8 @@ def whole(race: Race, runner: Runner, seed: int, rate: str, length: Length, keep
 
 
 def _of(loss: float) -> float:
-  """A loss; infinite where a training has diverged."""
-  return loss if math.isfinite(loss) else math.inf
+  """A loss as the results keep it, so that a target is reached here and there; infinite where a training diverges."""
+  return float(report.rounded(loss)) if math.isfinite(loss) else math.inf
 
 
 def pace(race: Race, runner: Runner, rate: str, steps: int) -> Pace:

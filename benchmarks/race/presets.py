@@ -43,10 +43,15 @@ class Preset(NamedTuple):
   cells: Mapping[str, Ratio] = {}
 
   def measured(self, results: Results, target: Target) -> dict[str, float]:
-    """Our numbers of the cells at the first rate, by name, where both methods have one from every seed."""
+    """Our numbers of the cells at the first rate, by name, where both methods have one from every seed.
+
+    None where the results are of another task or number of workers; other optimizers do not count.
+    """
+    if any(results.setting.get(name) != self.flags[name] for name in ("task", "hosts")):
+      return {}
     rate = self.flags.get("rate", [""])[0]
     known = {(pace.method, "pace"): pace.seconds for pace in results.find("paces", rate=rate)}
-    for one in standings(results, rate, target):
+    for one in (one for one in standings(results, rate, target) if one.optimizer in self.flags["optimizer"]):
       spreads = {"seconds": one.seconds, "loss": one.loss}
       known |= {(one.method, of): spread.mean for of, spread in spreads.items() if spread and not spread.missing}
     pairs = {name: ((cell.above, cell.of), (cell.below, cell.of)) for name, cell in self.cells.items()}

@@ -24,8 +24,8 @@ def table(results: Results, rate: str, target: Target) -> rich.table.Table:
   """The methods at one rate, the fastest first."""
   seeds = target.of_seeds(results)
   links = f"{rate} links: " if rate else ""
-  title = f"{links}seconds to {target}, from seeds {', '.join(map(str, seeds))} (± standard deviation)"
-  found = rich.table.Table(title=title, caption=f"{_PARTS}; (1 missing): a seed that is not there, or not yet")
+  title = f"{links}seconds to {target}, from seeds {', '.join(map(str, sorted(seeds)))} (± standard deviation)"
+  found = rich.table.Table(title=title, caption=f"{_PARTS}; (1 missing): of a seed not trained, or not as far")
   for head in ("method", "optimizer"):
     found.add_column(head, overflow="fold")
   for head in ("seconds", "× dense", "steps", "ms a step", "words a step", "drift"):
@@ -112,7 +112,8 @@ def goals(results: Results, target: Target) -> list[report.Goal]:
     what = (
       f"at {ADVISED} what js.costs.advise picks ({advised.method}) takes at most 1.05 × dense's seconds to its loss"
     )
-    of = {one.method: one.speed_up for one in standings(results, ADVISED, target)}.get(advised.method)
+    fastest = next((one for one in standings(results, ADVISED, target) if one.method == advised.method), None)
+    of = fastest and fastest.speed_up
     longer = 1 / of.mean if of and not of.missing else None
     found.append(report.Goal(what, longer, None if longer is None else longer <= 1.05))
   return found
@@ -243,5 +244,7 @@ def as_json(results: Results, rates: Sequence[str], target: Target) -> dict[str,
   return {
     "setting": results.setting,
     **rows,
-    "standings": {rate: [plain(one) for one in standings(results, rate, target)] for rate in rates or [""]},
+    "standings": {
+      rate: [plain(report.finite(one)) for one in standings(results, rate, target)] for rate in rates or [""]
+    },
   }

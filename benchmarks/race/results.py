@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin
 
 import jax
 
@@ -140,7 +140,7 @@ class Results:
       return  # a new one
     try:
       kept = json.loads(self.path.read_text())
-      setting = dict(kept["setting"])
+      setting = {"task": kept["setting"]["task"], **kept["setting"]}
       rows = {kind: [_read(make, row) for row in kept.get(kind, [])] for kind, make in KINDS.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
       raise ValueError(f"--results={self.path} is not the file of a race, choose another: {error!r}") from error
@@ -158,7 +158,7 @@ class Results:
   def add(self, row: Any) -> None:
     """Writes a row into the file, in place of one of the same method, optimizer, seed and rate.
 
-    Of two trainings the longer one stays, so that one that starts anew takes nothing away until it is as far.
+    Of two trainings, or paces, the longer one stays: one that starts anew takes nothing away until it is as far.
     """
     kind = next(name for name, make in KINDS.items() if isinstance(row, make))
     key = {name: getattr(row, name) for name in _KEYS if name in row._fields}
@@ -179,14 +179,21 @@ class Results:
 
 
 def _read(make: Any, row: dict[str, Any]) -> Any:
-  """A row of the file."""
+  """A row of the file; raises ValueError for a training whose lists are no numbers, or not as long as its steps."""
   is_null = lambda leaf: leaf is None
-  return make(**jax.tree.map(lambda leaf: math.inf if is_null(leaf) else leaf, row, is_leaf=is_null))
+  found = make(**jax.tree.map(lambda leaf: math.inf if is_null(leaf) else leaf, row, is_leaf=is_null))
+  lists = [getattr(found, name) for name, kind in make.__annotations__.items() if get_origin(kind) is list]
+  are_numbers = all(isinstance(one, list) and all(isinstance(number, int | float) for number in one) for one in lists)
+  if lists and not (are_numbers and found.steps and {len(found.steps)} == set(map(len, lists))):
+    raise ValueError(f"{row} is no training")
+  return found
 
 
 def _length(row: Any) -> int:
-  """Steps of a training, 0 of other rows."""
-  return int(row.steps[-1]) if isinstance(row, Curve | Whole) else 0
+  """Steps of a training, or of a pace; 0 of other rows."""
+  if isinstance(row, Curve | Whole):
+    return int(row.steps[-1])
+  return row.steps if isinstance(row, Pace) else 0
 
 
 @contextlib.contextmanager

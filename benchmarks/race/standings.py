@@ -135,7 +135,7 @@ def loss_after(curve: Curve, steps: float) -> float | None:
 def baselines(results: Results, steps: int) -> dict[int, Curve]:
   """For each seed dense's curve, with the optimizer that has the lowest mean loss after `steps`.
 
-  One that diverges from any seed is not the best.
+  Of those that were trained from most seeds; one that diverges from any of them is not the best.
   """
   of: dict[str, list[tuple[Curve, float]]] = {}
   for curve in results.find("curves", method=DENSE):

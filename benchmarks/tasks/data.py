@@ -34,8 +34,8 @@ def load(name: str, data_dir: str | None = None, fold: int = 0, folds: int = FOL
     folds: for cross-validation of the digits.
 
   Raises:
-    ValueError: for an unknown name, a missing or idle `data_dir`, a file that does not hold what it should, or a fold that does
-      not exist.
+    ValueError: for an unknown name, a `data_dir` that is missing or not used, a file that does not hold what it should,
+      or a fold that does not exist.
     FileNotFoundError: for a missing file, saying what was expected where.
   """
   if folds < 2 or not 0 <= fold < folds:

@@ -166,7 +166,7 @@ def advise(
 
 def _taught(updates: list[Prediction], evidence: Sequence[Evidence], compute: float) -> list[Prediction]:
   """Dense, and the methods of the evidence, each with that of its training which took most steps."""
-  _check_evidence(evidence)
+  evidence = _checked(evidence)
   updates = [update._replace(compute=compute) for update in updates]
   most: dict[str, Prediction] = {}
   for one in sorted(evidence, key=lambda one: math.inf if one.steps is None else one.steps):
@@ -182,9 +182,10 @@ def _taught(updates: list[Prediction], evidence: Sequence[Evidence], compute: fl
   return [update for update in updates if update.name == "dense"] + list(most.values())
 
 
-def _check_evidence(evidence: Sequence[Evidence]) -> None:
-  """Raises ValueError unless every training has whole numbers, and finite steps or none."""
-  for one in evidence:
+def _checked(evidence: Sequence[Evidence]) -> list[Evidence]:
+  """The evidence; raises ValueError unless every training has whole numbers, and finite steps or none."""
+  found = list(evidence)
+  for one in found:
     if not isinstance(one, Evidence):
       raise ValueError(f"advise: evidence={evidence!r}, give a list of js.costs.Evidence, as js.costs.evidence() does")
     where = f"advise: evidence of {one.method}"
@@ -193,6 +194,7 @@ def _check_evidence(evidence: Sequence[Evidence]) -> None:
       raise ValueError(f"{where}: steps={one.steps}, give steps / dense's steps, or None where it does not get there")
     if (one.steps is None) != (one.deviation is None) or not 0 <= (one.deviation or 0.0) < math.inf:
       raise ValueError(f"{where}: deviation={one.deviation}, give one where there are steps, and only there")
+  return found
 
 
 def _replicated(params: Any, devices: int) -> int:

@@ -37,7 +37,9 @@ class Evidence(NamedTuple):
   seeds: int
 
   def __str__(self) -> str:
-    many = "not dense's loss" if self.steps is None else f"{self.steps:.2f} ± {self.deviation:.2f} times dense's steps"
+    many = (
+      "never at dense's loss" if self.steps is None else f"{self.steps:.2f} ± {self.deviation:.2f} times dense's steps"
+    )
     return f"{many} ({self.task}, {self.optimizer}, {self.workers} workers, {self.seeds} seeds)"
 
 

@@ -134,7 +134,21 @@ def test_races_that_share_a_file_keep_each_others_rows(results):
   assert Results(results.path, SETTING).rows == results.rows == other.rows
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"rows": 1}', '{"setting": {"task": "none"}, "paces": [{"x": 1}]}'])
+BROKEN = [
+  "",
+  "{",
+  "[]",
+  '{"rows": 1}',
+  '{"setting": {}}',
+  '{"setting": {"task": "none"}, "paces": [{"x": 1}]}',
+  *(
+    json.dumps({"setting": SETTING, "curves": [curve("dense", 0, [2, 1])._replace(**change)._asdict()]})
+    for change in ({"steps": []}, {"loss": [1]}, {"loss": "1"}, {"loss": ["1", "2"]}, {"accuracy": [[1], 2]})
+  ),
+]
+
+
+@pytest.mark.parametrize("text", BROKEN)
 def test_what_is_not_the_file_of_a_race_is_refused(tmp_path, text):
   path = tmp_path / "race.json"
   path.write_text(text)
@@ -156,8 +170,9 @@ def test_a_training_that_diverges_has_no_number_and_is_not_the_target(results):
   assert (bad.steps, bad.loss, bad.seconds) == (None, None, None)
   assert crossing(curve("bad", 0, [math.inf, 1]), 2.0) == 20
   assert measuring.Length(steps=30, most=40, every=10).is_done(20, [4.0, math.inf])
+  results.add(curve("far", 0, [4, 3, 2])._replace(drift=math.inf))
   plain = report.as_json(results, [], Target(30))
-  assert [one["method"] for one in plain["standings"][""]][-1] == "bad"
+  assert [one["method"] for one in plain["standings"][""]][-2:] == ["bad", "far"]
   json.dumps(plain, allow_nan=False)
   for optimizer in ("adam:0.001", "adam:9"):
     for seed in (0, 1):
@@ -301,7 +316,12 @@ def test_a_preset_measures_the_papers_cells_where_every_seed_has_a_number(result
     "not raced": presets.Ratio("dense", "other", "loss"),
     "slower": presets.Ratio("dense", "never", "pace"),
   }
-  found = presets.Preset("A paper", {"rate": ["10mbit"]}, 1, cells).measured(results, Target(30))
+  given = {"task": "none", "hosts": None, "rate": ["10mbit"], "optimizer": ["adam:0.001"]}
+  for seed in (0, 1):  # another optimizer does not count
+    results.add(curve("fast", seed, [9, 8, 1, 0.5], optimizer="adam:1"))
+  measured = lambda **own: presets.Preset("A paper", given | own, 1, cells).measured(results, Target(30))
+  assert measured(task="lm") == measured(hosts=3) == {}
+  found = measured()
   assert found == {"later": pytest.approx(60 / 18.75), "worse": pytest.approx(2.5 / 1.5), "slower": 4.0}
 
 
@@ -320,6 +340,7 @@ BAD_FLAGS = [
   (["--target=0"], "--target=0, choose more than 0"),
   (["--target=nan"], "--target=nan, choose more than 0"),
   (["--warm_up=301"], "--warm_up=301, choose at most --steps=300"),
+  (["--results=/tmp"], "--results=/tmp is a folder, give a file"),
   (["--preset=spardl-fig6c", "--task=lm"], "--task=lm: --preset=spardl-fig6c trains resnet20"),
   ([f"--results={__file__}/race.json"], "race_test.py is not a folder"),
   (["--steps=20", "--most=10"], "--most=10, choose at least --steps=20"),
@@ -332,6 +353,7 @@ BAD_FLAGS = [
 
 def test_bad_flags(subtests, tmp_path):
   rows = [([*given, f"--report_dir={tmp_path / 'none'}"], message) for given, message in BAD_FLAGS]
+  rows.append(([f"--report_dir={__file__}"], f"--report_dir={__file__}: {__file__} is not a folder"))
   commands.check_refusals("benchmarks.race", rows, subtests)
   assert not (tmp_path / "none").exists()
 

@@ -85,7 +85,7 @@ def test_the_worst_training_of_a_method_counts():
     (one,) = [one for one in js.costs.advise(1000, PROFILE, evidence=rows).predictions if one.evidence]
     assert one.evidence == rows[1]
   assert math.isinf(one.to_loss)
-  assert "not dense's loss" in str(one.evidence)
+  assert "never at dense's loss" in str(one.evidence)
 
 
 def test_a_method_that_never_got_there_is_not_said_to_be_sooner():
