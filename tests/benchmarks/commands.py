@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 # A process for each of several runs, forked after the imports that take seconds; it ends without tearing them down.
 _FORKING = """
-import gc, json, os, runpy, sys, tempfile, traceback, warnings
+import gc, json, os, runpy, signal, sys, tempfile, traceback, warnings
 import absl.app, flax.nnx, jaxsparse, matplotlib.pyplot, rich.progress, sklearn.datasets
 gc.freeze()
 warnings.simplefilter("ignore")  # of JAX, which has started no threads here
@@ -19,6 +19,7 @@ for flags in json.loads(sys.argv[2]):
   with tempfile.TemporaryFile("w+") as output:
     child = os.fork()
     if not child:
+      signal.alarm(120)  # flags that are not refused start what takes hours
       os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
       sys.argv = [module, *flags]
       warnings.resetwarnings()
