@@ -1,7 +1,6 @@
 """The tables and the figure of a race, from its results alone."""
 
 import contextlib
-import itertools
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -121,10 +120,11 @@ def goals(results: Results, target: Target) -> list[report.Goal]:
 
 def figure(results: Results, rates: Sequence[str], path: pathlib.Path) -> None:
   """Loss over steps, and over seconds at each rate; a line for each method, the mean of the seeds, and their band."""
-  plot, panels = report.pyplot.subplots(
-    1, 1 + len(rates), figsize=(4.5 * (1 + len(rates)), 4.5), sharey=True, squeeze=False, layout="constrained"
-  )
   names = dict.fromkeys((curve.method, curve.optimizer) for curve in results.rows["curves"])
+  size = max(8.0, 4.5 * (1 + len(rates))), 3.7 + 0.2 * len(names)  # with room for the legend
+  plot, panels = report.pyplot.subplots(
+    1, 1 + len(rates), figsize=size, sharey=True, squeeze=False, layout="constrained"
+  )
   colours = _colours(names)
   for panel, rate in zip(panels[0], ["", *rates], strict=True):
     for method, optimizer in names:
@@ -184,9 +184,11 @@ def bars(results: Results, rates: Sequence[str], target: Target, path: pathlib.P
   report.save(plot, f"seconds to {target}: {title(results)}", path)
 
 
-def _colours(names: Iterable[Any]) -> dict[Any, str]:
+def _colours(names: Iterable[Any]) -> dict[Any, Any]:
   """A colour for each name."""
-  return dict(zip(names, itertools.cycle(report.pyplot.rcParams["axes.prop_cycle"].by_key()["color"])))
+  distinct = dict.fromkeys(names)
+  palette = report.pyplot.get_cmap("tab10" if len(distinct) <= 10 else "tab20")
+  return {name: palette(number % palette.N) for number, name in enumerate(distinct)}
 
 
 def _mean(spread: Spread | None) -> float:
