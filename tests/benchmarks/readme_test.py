@@ -30,6 +30,17 @@ def test_rows_of_the_races_are_those_of_the_results(name):
       assert row in README, f"{rate}, {one.method}"
 
 
+def test_gains_with_less_momentum_are_those_of_its_curves_and_the_paces_of_the_race():
+  results = Results(RESULTS / "momentum_lm.json", None)
+  results.rows["paces"] = Results(RESULTS / "race_lm.json", None).rows["paces"]
+  ranked = [
+    {one.method: one for one in standings(results, rate, Target(300))} for rate in ("1gbit", "100mbit", "10mbit")
+  ]
+  for name in ranked[0].keys() - {DENSE}:
+    gains = " | ".join(report.spread_text(of[name].speed_up, 2) for of in ranked)
+    assert f" | {report.spread_text(ranked[0][name].more_steps, 2)} | {gains} |" in README
+
+
 def test_losses_at_equal_steps_are_those_of_the_results():
   kept = {}
   for path in RESULTS.glob("thousand_*.json"):
