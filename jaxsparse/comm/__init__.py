@@ -14,7 +14,7 @@ from jaxsparse.comm.all_reduce import (
   exchange,
   in_rank_order,
 )
-from jaxsparse.comm.axis import AxisComm, SimComm, SoloComm, axes_of, comm_of
+from jaxsparse.comm.axis import AxisComm, SimComm, SoloComm, axes_of, comm_of, number_of_each
 from jaxsparse.comm.markers import message_p
 from jaxsparse.comm.view import View, pack, unpack
 
@@ -32,6 +32,7 @@ __all__ = [
   "exchange",
   "in_rank_order",
   "message_p",
+  "number_of_each",
   "pack",
   "unpack",
 ]

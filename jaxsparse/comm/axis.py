@@ -27,6 +27,18 @@ def comm_of(axis: _compat.AxisName | Comm) -> Comm:
   raise TypeError(f"axis={axis!r}: give the name of a shard_map axis, a tuple of such names, or a comm")
 
 
+def number_of_each(comm: Comm, number: jax.Array) -> jax.Array:
+  """The `number`, i32[], of each worker in rank order, i32[P]: one all-reduce, P agreements.
+
+  Example:
+    >>> number_of_each(SoloComm(3), jnp.int32(7))
+    Array([7, 7, 7], dtype=int32)
+  """
+  if isinstance(comm, SoloComm):  # whose workers are alike, although each has another rank
+    return jnp.broadcast_to(comm.all_reduce(number, "max"), comm.size)
+  return comm.all_reduce(jnp.zeros(comm.size, jnp.int32).at[comm.rank].set(number))
+
+
 def axes_of(comm: Comm) -> tuple[str, ...] | None:
   """Names of the axes all of whose workers belong to a comm; None for a comm that does not name its axes."""
   return getattr(comm, "axes", None)
@@ -123,15 +135,16 @@ class SimComm(AxisComm):
 
 @dataclasses.dataclass(frozen=True)
 class SoloComm(View):
-  """One of `workers` workers without the others: each message returns its own payload, so sending takes no time.
+  """One of `workers` workers without the others: what it receives is its own, so sending takes no time.
 
-  The shapes and the arithmetic of an update are the real ones, and its results are meaningless. `message_p` marks each
-  message in the jaxpr.
+  For arithmetic to be timed. All workers count as equal to this one: a message returns its own payload, and a sum is P
+  times its operand. An algorithm whose branches depend on what others have, as Ok-Topk, thereby takes those of a usual
+  step; its results are meaningless. `message_p` marks each message in the jaxpr.
 
   Example:
     >>> import jax.numpy as jnp
-    >>> SoloComm(6).shift(jnp.arange(3), 1)
-    Array([0, 1, 2], dtype=int32)
+    >>> SoloComm(6).shift(jnp.arange(3), 1), SoloComm(6).all_reduce(jnp.arange(3))
+    (Array([0, 1, 2], dtype=int32), Array([ 0,  6, 12], dtype=int32))
   """
 
   workers: int
@@ -139,9 +152,9 @@ class SoloComm(View):
   members: int | None = None
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
-    """Returns `x`."""
-    del op
-    return message_p.bind(x)
+    """P times `x`, the sum of P equal arrays; their maximum and minimum is `x`."""
+    received = message_p.bind(x)
+    return received * jnp.asarray(self.size, x.dtype) if op == "sum" else received
 
   def _everyone(self) -> int:
     return self.workers

@@ -9,7 +9,7 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.collectives.oktopk.balance import consensus_bounds, floor_mean
-from jaxsparse.comm import SimComm
+from jaxsparse.comm import SimComm, SoloComm
 from jaxsparse.sparse import bitset
 from tests.cases import normals, quick_of, row
 from tests.reference.oktopk import OkTopk
@@ -94,6 +94,20 @@ def test_counts_stay_near_k_while_thresholds_are_reused():
     assert int(out.metrics.threshold_age) == step % 32
   assert abs(np.mean(selected[64:]) / 100 - 1) < 0.3
   assert abs(np.mean(delivered[64:]) / 100 - 1) < 0.3
+
+
+def test_a_worker_alone_does_the_work_of_one_among_others():
+  """Its arithmetic is timed for `js.costs.fit`: it selects as many entries, and no owner's surplus is moved."""
+  k, grads = 400, jnp.asarray(normals(0, 6, 20_000))
+  tx, together = js.oktopk_transform(SoloComm(6), k=k), None
+  update, alone = jax.jit(tx.update), tx.init(grads[0])
+  for _ in range(12):
+    _, alone = update(grads[0], alone)
+    out = js.simulate("oktopk", grads, state=together, k=k)
+    together, counters = out.state, alone.counters
+    np.testing.assert_allclose(counters.selected[0], out.metrics.selected, rtol=0.15)
+    assert 0.9 * k < int(counters.delivered[0]) < 1.1 * k
+    assert float(counters.imbalance[0]) == 1
 
 
 @pytest.mark.parametrize("option", ["threshold_period", "region_period"])

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxsparse import _compat
-from jaxsparse.comm import AxisComm, SimComm, all_gather, comm_of, pack, unpack
+from jaxsparse.comm import AxisComm, SimComm, SoloComm, all_gather, comm_of, number_of_each, pack, unpack
 from tests.cases import WORKERS, mesh_of, normals
 
 
@@ -70,6 +70,28 @@ def test_all_reduce_agrees_bit_for_bit(workers, dtype):
     np.testing.assert_array_equal(np.asarray(meshed[op], np.float32), np.asarray(simulator[op], np.float32))
     expected = getattr(np, op)(np.asarray(x, np.float64), axis=0)
     np.testing.assert_allclose(np.asarray(meshed[op][0], np.float64), expected, rtol=2e-2, atol=1)
+
+
+@engines
+@each_size
+def test_the_number_of_each_worker(run, workers):
+  numbers = np.random.default_rng(0).integers(0, 2**31, workers, dtype=np.int32)
+  np.testing.assert_array_equal(run(number_of_each, jnp.asarray(numbers)), np.tile(numbers, (workers, 1)))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 6])
+def test_a_worker_alone_has_what_workers_with_equal_arrays_have(workers):
+  def verbs(comm, x, number):
+    reduced = {op: comm.all_reduce(x, op) for op in ("sum", "max", "min")}
+    return reduced, comm.all_reduce(number), comm.shift(x, 1), all_gather(comm, x), number_of_each(comm, number)
+
+  x, number = jnp.arange(-2.0, 3.0), jnp.int32(7)
+  alone = verbs(SoloComm(workers), x, number)
+  together = simulated(verbs, jnp.tile(x, (workers, 1)), jnp.tile(number, workers))
+  jax.tree.map(lambda own, rows: np.testing.assert_array_equal(rows, np.stack([own] * workers)), alone, together)
+  if workers == 6:
+    team, member = SoloComm(workers).split(2)
+    assert (float(team.all_reduce(x)[0]), float(member.all_reduce(x)[0])) == (-6, -4)
 
 
 @engines

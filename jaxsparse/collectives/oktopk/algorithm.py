@@ -11,7 +11,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.collectives._messages import EncodingCollective, Writer, residual_of
 from jaxsparse.collectives.oktopk.balance import Sizes, balance_and_gather, consensus_bounds, even_bounds, imbalance
 from jaxsparse.collectives.oktopk.thresholds import by_a_fixed_step, kth_magnitude, nearest, proportionally
-from jaxsparse.comm import exchange, topology
+from jaxsparse.comm import exchange, number_of_each, topology
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select import top_k
 from jaxsparse.sparse import bitset, saturating
@@ -133,7 +133,7 @@ class OkTopk(EncodingCollective):
     sums = sparse.merge(rows, n)
     threshold = self._threshold(comm, sums, exact, n, reused)
     mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
-    owned = comm.all_reduce(jnp.zeros(comm.size, jnp.int32).at[comm.rank].set(sparse.count(mine, n)))
+    owned = number_of_each(comm, sparse.count(mine, n))
     kept, rounded_off, balanced, gather_words = balance_and_gather(comm, writer, mine, owned, sizes)
 
     delivered, wanted = sparse.count(kept, n), jnp.sum(owned, dtype=jnp.int32)
