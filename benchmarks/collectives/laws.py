@@ -44,7 +44,9 @@ class Laws:
 
   def __init__(self, engine: Engine, spec: Spec, specs: Any):
     collective = spec.collective
-    self._tolerance = 2**-8 if spec.config.get("dtype") == "bfloat16" else 2**-18  # relative to the magnitudes
+    # Relative to the magnitudes. Of bfloat16 each operand and each of P − 1 sums is rounded by at most 2⁻⁸ of it; one
+    # more for the products of these errors.
+    self._tolerance = (engine.workers + 1) * 2**-8 if spec.config.get("dtype") == "bfloat16" else 2**-18
     self._conserves, self._replicates, self._size = collective.conserves, collective.replicates, engine.workers
     self._rows: Callable[..., Any] = functools.partial(rows_of, engine)
     self._of_both, self._of_mean, self._of_state = specs, specs[:1], specs[1:]
