@@ -44,8 +44,8 @@ class Laws:
 
   def __init__(self, engine: Engine, spec: Spec, specs: Any):
     collective = spec.collective
-    # Relative to the magnitudes. Of bfloat16 each operand and each of P − 1 sums is rounded by at most 2⁻⁸ of it; one
-    # more for the products of these errors.
+    # Relative to the magnitudes. In bfloat16 the gradients and each of P − 1 additions are rounded by at most 2⁻⁸, in
+    # all P · 2⁻⁸; another 2⁻⁸ covers the products of rounding errors.
     self._tolerance = (engine.workers + 1) * 2**-8 if spec.config.get("dtype") == "bfloat16" else 2**-18
     self._conserves, self._replicates, self._size = collective.conserves, collective.replicates, engine.workers
     self._rows: Callable[..., Any] = functools.partial(rows_of, engine)

@@ -28,13 +28,13 @@ def comm_of(axis: _compat.AxisName | Comm) -> Comm:
 
 
 def number_of_each(comm: Comm, number: jax.Array) -> jax.Array:
-  """The `number`, i32[], of each worker in rank order, i32[P]: one all-reduce, P agreements.
+  """Gathers one number, i32[], of each worker in rank order, i32[P]: an all-reduce of P integers.
 
   Example:
     >>> number_of_each(SoloComm(3), jnp.int32(7))
     Array([7, 7, 7], dtype=int32)
   """
-  if isinstance(comm, SoloComm):  # whose workers are alike, although each has another rank
+  if isinstance(comm, SoloComm):  # P times a vector with one number at rank 0 would be zero at all other ranks
     return jnp.broadcast_to(comm.all_reduce(number, "max"), comm.size)
   return comm.all_reduce(jnp.zeros(comm.size, jnp.int32).at[comm.rank].set(number))
 
@@ -135,11 +135,11 @@ class SimComm(AxisComm):
 
 @dataclasses.dataclass(frozen=True)
 class SoloComm(View):
-  """One of `workers` workers without the others: what it receives is its own, so sending takes no time.
+  """One worker without the other `workers` - 1, to time the arithmetic of an update without its messages.
 
-  For arithmetic to be timed. All workers count as equal to this one: a message returns its own payload, and a sum is P
-  times its operand. An algorithm whose branches depend on what others have, as Ok-Topk, thereby takes those of a usual
-  step; its results are meaningless. `message_p` marks each message in the jaxpr.
+  The others are taken to have the same arrays: each message returns its own payload, and a sum over workers is P times
+  its operand. So an algorithm whose branches depend on the data of others, such as Ok-Topk, takes the branches of a
+  usual step. The results of an update are meaningless. `message_p` marks each message in the jaxpr.
 
   Example:
     >>> import jax.numpy as jnp
@@ -152,7 +152,7 @@ class SoloComm(View):
   members: int | None = None
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
-    """P times `x`, the sum of P equal arrays; their maximum and minimum is `x`."""
+    """P times `x`, the sum of P equal arrays; `x` for "max" and "min"."""
     received = message_p.bind(x)
     return received * jnp.asarray(self.size, x.dtype) if op == "sum" else received
 
