@@ -65,6 +65,7 @@ from jaxsparse.train.step import TrainStep, init, make_train_step
 from jaxsparse.train.worker import StepMetrics
 from jaxsparse.transform import factories
 from jaxsparse.transform.adam import scale_by_window_adam
+from jaxsparse.transform.atomic import atomic
 from jaxsparse.transform.factories import make_transform
 from jaxsparse.transform.local import local_steps
 from jaxsparse.transform.metrics import Metrics, metrics
@@ -112,6 +113,7 @@ __all__ = [
   "StepMetrics",
   "TrainStep",
   "abstract_state",
+  "atomic",
   "bucketed_transform",
   "collective_names",
   "collective_options",

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
 
@@ -31,6 +32,52 @@ def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
   flat, unravel = ravel_pytree(jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.float32), tree))
   restore = lambda leaf, like: leaf.astype(jnp.result_type(like))
   return flat, lambda new: jax.tree.map(restore, unravel(new), tree)
+
+
+Rounding = Callable[[jax.Array, jax.Array | None], jax.Array]
+
+
+def rounding(tree: Any) -> Rounding | None:
+  """The function that rounds f32 values to what the leaves can hold; None where they hold every float32.
+
+  Its arguments are f32[n], or values f32[...] and their flat indices i32[...], of which those from n on do not matter.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> to = rounding([jnp.zeros(1), jnp.zeros(1, jnp.float16)])
+    >>> to(jnp.array([84000.1, 84000.1]), None), to(jnp.array([0.1]), jnp.array([1]))
+    (Array([84000.1,     inf], dtype=float32), Array([0.09997559], dtype=float32))
+  """
+  leaves = jax.tree.leaves(tree)
+  dtypes = [jnp.result_type(leaf) for leaf in leaves]
+  narrow = [dtype for dtype in dict.fromkeys(dtypes) if jnp.finfo(dtype).bits < 32]
+  ends = np.cumsum(sizes(leaves))
+
+  def rounded(values: jax.Array, indices: jax.Array | None) -> jax.Array:
+    if len(set(dtypes)) == 1:
+      return _rounded(values, dtypes[0])
+    if indices is None:
+      split = zip(parts(values, sizes(leaves)), dtypes, strict=True)
+      return jnp.concatenate([_rounded(part, dtype) for part, dtype in split])
+    leaf = jnp.searchsorted(jnp.asarray(ends, jnp.int32), indices, side="right")
+    for dtype in narrow:
+      is_narrow = jnp.asarray([one == dtype for one in dtypes]).at[leaf].get(mode="fill", fill_value=False)
+      values = jnp.where(is_narrow, _rounded(values, dtype), values)
+    return values
+
+  return rounded if narrow else None
+
+
+def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """f32 values as `dtype` holds them. XLA may drop a conversion and the one back; it may not drop this."""
+  limits = jnp.finfo(dtype)
+  if limits.bits >= 32:
+    return values
+  normal = jax.lax.reduce_precision(values, limits.nexp, limits.nmant)
+  if limits.nexp == jnp.finfo(jnp.float32).nexp:
+    return normal
+  steps = 1 / float(limits.smallest_subnormal)  # `reduce_precision` has no subnormal numbers
+  return jnp.where(jnp.abs(values) < float(limits.smallest_normal), jnp.round(values * steps) / steps, normal)
 
 
 def count(tree: Any) -> int:

@@ -98,6 +98,16 @@ class Collective(abc.ABC):
     """Whether its words depend on the shapes of leaves, which `for_leaves` has still to give."""
     return False
 
+  @property
+  def mixes_entries(self) -> bool:
+    """Whether what is delivered changes every entry of the residual, as coefficients of another basis do."""
+    return False
+
+  def selects(self, n: int, state: State) -> bool | jax.Array:
+    """Whether a step delivers some of n entries and keeps the others as they are; not with a density of 1."""
+    del n, state
+    return False
+
   def slots(self, n: int, size: int) -> int:
     """An upper bound on the length of the arrays that a step indexes, here n padded to a multiple of `size` workers."""
     return n + size
@@ -239,6 +249,10 @@ class SparseCollective(Collective):
     del size
     self.entries(n)  # raises if k > n
     return State(residual=jnp.zeros(n, jnp.float32))
+
+  def selects(self, n: int, state: State) -> bool | jax.Array:
+    del state
+    return self.entries(n) < n
 
   def entries(self, n: int) -> int:
     """The number k of entries to deliver of n.

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import Collective, SparseCollective
 from jaxsparse.collectives._wrapped import Wrapped
 from jaxsparse.types import Comm, Pending, Reduced, State
 
@@ -32,6 +31,14 @@ class Corrected(Wrapped):
   nesterov: bool = False
   masking: bool = True
 
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.masking and self.collective.mixes_entries:
+      raise ValueError(
+        f"momentum_corrected: masking=True with {self.collective.name}, which delivers a part of every entry, so that "
+        "each step would zero all momentum: choose masking=False, or a collective that sends entries"
+      )
+
   @property
   def conserves(self) -> bool:
     return False  # it conserves momentum, not gradients
@@ -45,17 +52,11 @@ class Corrected(Wrapped):
     momentum = self.momentum * (before.momentum + grads) if self.nesterov else self.momentum * before.momentum + grads
     sent = momentum + grads if self.nesterov else momentum
     reduced = self.collective.reduce(comm, sent, state._replace(worker=before.memory))
-    if self.masking and _drops(self.collective, grads.size):
-      momentum = _masked(momentum, sent, state.residual, reduced.state.residual)
+    if self.masking and (selects := self.collective.selects(grads.size, state)) is not False:
+      masked = _masked(momentum, sent, state.residual, reduced.state.residual)
+      momentum = jnp.where(selects, masked, momentum)
     after = reduced.state._replace(worker=Momentum(momentum, reduced.state.worker))
     return reduced._replace(state=after)
-
-
-def _drops(collective: Collective, n: int) -> bool:
-  """Whether some entries are sent and others are not."""
-  while isinstance(collective, Wrapped):
-    collective = collective.collective
-  return isinstance(collective, SparseCollective) and collective.entries(n) < n
 
 
 def _masked(momentum: jax.Array, sent: jax.Array, residual: jax.Array, after: jax.Array | Pending) -> jax.Array:

@@ -41,6 +41,10 @@ class WarmedUp(Wrapped):
     """The collective of each density, its own last."""
     return [*(changed(self.collective, density=one, k=None) for one in self.densities), self.collective]
 
+  def selects(self, n: int, state: State) -> bool | jax.Array:
+    own = state._replace(shared=state.shared.collective)
+    return jnp.array([one.selects(n, own) for one in self.rungs()])[self._rung(state.shared.step)]
+
   def slots(self, n: int, size: int) -> int:
     return max(one.slots(n, size) for one in self.rungs())
 
@@ -57,10 +61,13 @@ class WarmedUp(Wrapped):
     reduced = [lambda one=one: one.reduce(comm, grads, inner) for one in self.rungs()]
     sizes = [_slots(jax.eval_shape(one)) for one in reduced]
     most = max(total for total, _ in sizes), max(entries for _, entries in sizes)
-    rung = jnp.sum(step >= jnp.array(self.steps, jnp.int32), dtype=jnp.int32)
     branches = [lambda one=one: _alike(one(), grads.size, most) for one in reduced]
-    after = jax.lax.switch(rung, branches)
+    after = jax.lax.switch(self._rung(step), branches)
     return after._replace(state=after.state._replace(shared=Shared(step + 1, after.state.shared)))
+
+  def _rung(self, step: jax.Array) -> jax.Array:
+    """The number of the collective of a step."""
+    return jnp.sum(step >= jnp.array(self.steps, jnp.int32), dtype=jnp.int32)
 
 
 def _slots(reduced: Reduced) -> tuple[int, int]:

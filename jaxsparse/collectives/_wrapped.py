@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Self
 
+import jax
+
 from jaxsparse.collectives._base import Collective
 from jaxsparse.types import Cost, State
 
@@ -36,6 +38,13 @@ class Wrapped(Collective):
   @property
   def sizes_vary(self) -> bool:
     return self.collective.sizes_vary
+
+  @property
+  def mixes_entries(self) -> bool:
+    return self.collective.mixes_entries
+
+  def selects(self, n: int, state: State) -> bool | jax.Array:
+    return self.collective.selects(n, state)
 
   def slots(self, n: int, size: int) -> int:
     return self.collective.slots(n, size)

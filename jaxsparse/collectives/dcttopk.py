@@ -56,6 +56,10 @@ class DctTopk(ChunkTopk):
 
   leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
 
+  @property
+  def mixes_entries(self) -> bool:
+    return True
+
   def __post_init__(self) -> None:
     super().__post_init__()
     if math.isqrt(self.chunk) ** 2 != self.chunk:

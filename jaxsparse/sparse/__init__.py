@@ -11,6 +11,7 @@ saturating   u32 counters that do not wrap
 """
 
 from jaxsparse.sparse.entries import (
+  add,
   add_rows,
   as_row,
   at,
@@ -27,6 +28,7 @@ from jaxsparse.sparse.entries import (
 )
 
 __all__ = [
+  "add",
   "add_rows",
   "as_row",
   "at",

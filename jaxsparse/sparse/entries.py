@@ -32,6 +32,16 @@ def put(x: jax.Array, indices: jax.Array, values: jax.Array | float) -> jax.Arra
   return x.at[indices].set(values, mode="drop", unique_indices=True)
 
 
+def add(x: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+  """`x` with `values` added at `indices`, each of which occurs once; indices beyond the end are dropped.
+
+  Example:
+    >>> add(jnp.ones(3), jnp.array([2, 7]), jnp.array([1.0, 1.0]))
+    Array([1., 1., 2.], dtype=float32)
+  """
+  return x.at[indices].add(values, mode="drop", unique_indices=True)
+
+
 def where(keep: jax.Array, entries: Sparse, end: int) -> Sparse:
   """`entries` where `keep` is true, and empty slots elsewhere.
 

@@ -12,7 +12,8 @@ from jaxsparse import _compat
 from jaxsparse.comm import all_gather, axes_of, in_rank_order
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.transform import state as states
-from jaxsparse.transform.own import own_params
+from jaxsparse.transform.atomic import atomic
+from jaxsparse.transform.own import moved_by_name, own_params
 from jaxsparse.types import Comm
 
 AuxReduce = Literal["mean", "sum", "max", "min", "stack"]
@@ -57,7 +58,7 @@ class Worker(NamedTuple):
     loss, grads, model_state, aux = _gradients(self, comm, own_params(params, state), batch, given)
     loss = comm.all_reduce(loss) / comm.size
     extra = {"value": loss} | given.extra
-    updates, state = optax.with_extra_args_support(self.tx).update(grads, state, params, **extra)
+    updates, state = atomic(self.tx).update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)
     skipped = states.skipped(state)
     keep = functools.partial(jnp.where, skipped)  # running statistics never recover from a NaN
@@ -65,11 +66,13 @@ class Worker(NamedTuple):
     return params, state, StepMetrics(loss, skipped, _over_workers(comm, aux, self.aux_reduce), model_state)
 
   def synchronize(self, params: optax.Params, state: Any) -> tuple[optax.Params, Any]:
-    """An exchange of what the workers have moved, without a step: the next parameters and state."""
-    nothing = jax.tree.map(jnp.zeros_like, params)
-    update = optax.with_extra_args_support(self.tx).update
-    updates, state = update(nothing, state, params, synchronize=True)
-    return optax.apply_updates(params, updates), state
+    """An exchange of what the workers have moved, without a step of other leaves: the next parameters and state."""
+    nothing, moved = jax.tree.map(jnp.zeros_like, params), moved_by_name(state)
+    updates, after = atomic(self.tx).update(nothing, state, params, synchronize=True)
+    is_local = states.is_local_state
+    after = jax.tree.map(lambda old, new: new if is_local(old) else old, state, after, is_leaf=is_local)
+    own = lambda path, u: u if jax.tree_util.keystr(path) in moved else jnp.zeros_like(u)
+    return optax.apply_updates(params, jax.tree_util.tree_map_with_path(own, updates)), after
 
 
 class Given(NamedTuple):

@@ -1,6 +1,6 @@
 """Local steps: each worker trains with an optimizer of its own, and workers exchange what they have moved now and then.
 
-    local step   θ_w ← θ_w + inner(∇_w(θ_w))                          every step, without a message
+    local step   θ_w ← θ_w + inner(∇_w(θ_w))                          every step
     exchange     θ   ← θ + outer(reduce(θ − θ_w)),   θ_w ← θ          every H steps
 
 With a delay the exchange computes an update of the anchor, which is in flight for τ steps before it is applied.
@@ -8,6 +8,8 @@ With a delay the exchange computes an update of the anchor, which is in flight f
 θ, the anchor, is the same on every worker: it is the `params` of the caller. The state of a worker has θ − θ_w, the sum
 of its updates with a minus sign, so that it looks like a gradient to `outer`. It is summed up in float32 and not
 computed from parameters.
+
+A step is skipped by all workers or by none: then nothing has happened, and the next step takes its place.
 """
 
 import functools
@@ -21,6 +23,7 @@ from jaxsparse import flatten
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
+from jaxsparse.transform.atomic import atomic, undone
 from jaxsparse.transform.own import own_params, with_residual
 from jaxsparse.transform.state import Flight, LocalState
 
@@ -58,8 +61,8 @@ def local_steps(
   `optax.chain(transform, optax.sgd(η))`.
 
   With `fragments=F` the leaves are shared out to F fragments that are exchanged in turn, one every H/F steps: the
-  largest number of words of a step is about 1/F. Each fragment has its own states of `inner` and `outer`, so what needs
-  the norm of all leaves comes before: `optax.chain(optax.clip_by_global_norm(1.0), js.local_steps(...))`.
+  largest number of words of a step is about 1/F. Each fragment has an `outer` state of its own, `inner` sees all
+  leaves.
 
   With `delay=τ` an exchange takes what was moved in the first H − τ steps, and its update u is applied τ steps later.
   Each worker then mixes its own parameters with the anchor (Streaming DiLoCo, Douillard et al., 2025):
@@ -78,9 +81,9 @@ def local_steps(
   With `optax.sgd(1.0)` outside, the mean of θ_w over the workers moves as if everything were delivered at once. At the
   end `js.flush` gives the update that takes the anchor there.
 
-  A worker whose gradient holds NaN or Inf leaves out a local step. In a step with an exchange all workers then skip the
-  exchange, keep what they have moved, and exchange in the next step; with `every=1` the updates of this step are lost,
-  unless `apply_residual` keeps them as moved.
+  Where an update or an inner state of one worker becomes NaN or Inf, or a sum of the exchange does, all workers skip
+  the step: it leaves nothing changed, as under `js.atomic`, and the next step takes its place, with its exchange if it
+  has one. For that, workers agree on one word in each step without an exchange.
 
   Args:
     inner: any optax optimizer, run by each worker on its own gradients. It may hold a jaxsparse transform without a
@@ -98,8 +101,7 @@ def local_steps(
       goes without a delay.
 
   Returns:
-    An `optax.GradientTransformation` whose state is a `js.LocalState`; with fragments that of an
-    `optax.multi_transform`, with a `js.LocalState` for each.
+    An `optax.GradientTransformation` whose state is a `js.LocalState`.
 
   Raises:
     ValueError: for a number outside its choices; when used, if `outer` has no jaxsparse transform or `inner` has one
@@ -128,50 +130,56 @@ def local_steps(
       f"local_steps: mixing={mixing!r} with every={every!r}, choose 0, or less than 1 with 2 steps or more"
     )
   inner, outer = map(optax.with_extra_args_support, (inner, outer))
-  turns = []
-  for number in range(1, fragments + 1):
-    offset = steps - steps * number // fragments
-    turn = _LocalSteps(inner, outer, every, delay, mixing, apply_residual, offset)
-    turns.append(optax.GradientTransformationExtraArgs(turn.init, turn.update))
-  if fragments == 1:
-    return turns[0]
-  return optax.multi_transform(dict(enumerate(turns)), functools.partial(_fragments, count=fragments))
+  made = _LocalSteps(inner, outer, every, fragments, delay, mixing, apply_residual)
+  return optax.GradientTransformationExtraArgs(made.init, made.update)
 
 
-def _fragments(params: optax.Params, count: int) -> Any:
-  """The number of the fragment of each leaf."""
-  sizes = flatten.sizes(params)
-  if len(sizes) < count:
-    raise ValueError(f"local_steps: fragments={count}, choose at most the number of leaves, {len(sizes)}")
-  entries, numbers = [0] * count, [0] * len(sizes)
-  for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
-    numbers[leaf] = min(range(count), key=entries.__getitem__)
-    entries[numbers[leaf]] += max(1, sizes[leaf])  # every fragment has a leaf
-  return jax.tree.unflatten(jax.tree.structure(params), numbers)
+class _Exchanged(NamedTuple):
+  """The result of a step, but for the inner optimizer.
+
+  Attributes:
+    updates: of the anchor.
+    outer: the next state of the outer chain; of a skipped step that before it, but for its counters.
+    moved: θ − θ_w.
+    flight: the next one.
+    skipped: bool[], whether the workers skip the step.
+  """
+
+  updates: optax.Updates
+  outer: Any
+  moved: Any
+  flight: Any
+  skipped: jax.Array
 
 
 class _LocalSteps(NamedTuple):
-  """The local steps of a fragment; the first exchange of a fragment comes `offset` steps earlier than others."""
+  """The arguments of `local_steps`."""
 
   inner: optax.GradientTransformationExtraArgs
   outer: optax.GradientTransformationExtraArgs
   every: int | None
+  fragments: int
   delay: int
   mixing: float
   apply_residual: bool
-  offset: int
 
   @property
   def at_once(self) -> bool:
     """Whether nothing stays moved from one step to the next."""
     return self.every == 1 and not self.apply_residual
 
+  @property
+  def turns(self) -> list[int]:
+    """The step of H in which the update of each fragment is applied."""
+    return [(self.every or 1) * (number + 1) // self.fragments for number in range(self.fragments)]
+
   def init(self, params: optax.Params) -> LocalState:
     """The state of one worker before the first step."""
     moved = () if self.at_once else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
     flight = Flight(jax.tree.map(jnp.zeros_like, params), jnp.int32(0)) if self.delay else ()
-    inner, since = _in_rows(self.inner.init(params)), jnp.int32(self.offset)
-    state = LocalState(inner, self.outer.init(params), moved, since, jnp.int32(0), flight)
+    outer = {number: self.outer.init(self._part(params, number)) for number in range(self.fragments)}
+    outer = outer[0] if self.fragments == 1 else outer
+    state = LocalState(_in_rows(self.inner.init(params)), outer, moved, jnp.int32(0), jnp.int32(0), flight)
     _check(state)
     return state
 
@@ -189,107 +197,191 @@ class _LocalSteps(NamedTuple):
       raise ValueError("local_steps: update needs the parameters, give tx.update(grads, state, params)")
     if synchronize:
       return self._synchronize(state, params, extra)
-    state, finite = self._own_step(grads, state, params, extra)
-    if self.every in (1, None):
-      return (self._exchange if self.every == 1 else self._silence)(state, params, finite, extra)
-    number = (state.since >= self.every - self.delay).astype(jnp.int32)
-    if self.delay:
-      number = jnp.where(state.flight.left > 0, 2 * (state.flight.left == 1).astype(jnp.int32), number)
-    ways = (self._silence, self._send, self._arrive) if self.delay else (self._silence, self._exchange)
-    branches = [lambda rest, way=way: way(rest, params, finite, extra) for way in ways]
+    inner, moved, finite = self._own_step(grads, state, params, extra)
+    tried = state._replace(inner=(), moved=moved, since=state.since + 1, steps=state.steps + 1)
+    ways = [self._silence]
+    for way in (self._exchange, self._arrive) if self.delay else (self._exchange,):
+      ways += [functools.partial(way, number) for number in range(self.fragments)]
     # The inner state stays outside, so that its buffers need not pass through the branches.
-    updates, rest = jax.lax.switch(number, branches, state._replace(inner=()))
-    return updates, rest._replace(inner=state.inner)
+    branches = [lambda tried, way=way: way(tried, params, finite, extra) for way in ways]
+    done = branches[1](tried) if self.every == 1 else jax.lax.switch(self._way(tried), branches, tried)
+    if self.every:
+      tried = tried._replace(since=jnp.where(tried.since >= self.every, 0, tried.since))
+    after = tried._replace(inner=inner, moved=done.moved, flight=done.flight)
+    after = undone(done.skipped, state._replace(outer=()), after._replace(outer=()))
+    return done.updates, after._replace(outer=done.outer)
 
-  def _synchronize(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
-    """The update of the anchor after which nothing is moved or in flight."""
-    whole = self._replace(mixing=0.0)
-    exchange, silence, arrive = (
-      lambda state, way=way: way(state, params, jnp.bool_(True), extra)
-      for way in (whole._exchange, whole._silence, whole._arrive)
-    )
-    if self.every == 1:  # nothing was moved
-      return silence(state)
-    if self.delay:
-      updates, state = jax.lax.cond(state.flight.left > 0, arrive, exchange, state)
-    else:
-      updates, state = exchange(state)
-    return updates, state._replace(since=jnp.int32(self.offset))
+  def _way(self, state: LocalState) -> jax.Array:
+    """What this step does: 0 no exchange, 1 … F that of a fragment, F + 1 … 2F the update of one arrives."""
+    if self.every is None:
+      return jnp.int32(0)
+
+    def due(early: int) -> jax.Array:
+      """The number of the fragment, from 1, whose turn comes in `early` steps; 0 for none."""
+      *others, last = self.turns
+      # Later than the last turn if js.convert has shortened H.
+      found = [*(state.since == turn - early for turn in others), state.since >= last - early]
+      return sum(((number + 1) * one.astype(jnp.int32) for number, one in enumerate(found)), jnp.int32(0))
+
+    if not self.delay:
+      return due(0)
+    arrives = jnp.where(state.flight.left == 1, self.fragments + due(0), 0)
+    return jnp.where(state.flight.left > 0, arrives, due(self.delay))
 
   def _own_step(
     self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Any
-  ) -> tuple[LocalState, jax.Array]:
-    """The state after the local step of a worker, and whether its gradient is finite, bool[]."""
+  ) -> tuple[Any, Any, jax.Array]:
+    """The inner state and what is moved after the step of this worker, and whether both are finite, bool[]."""
     before = jax.tree.map(lambda leaf: leaf[0], state.inner)
     updates, after = self.inner.update(grads, before, own_params(params, state), **extra)
-    alone = not states.reduce_states(before)  # else a transform skips the step on all workers
-    leaves = jax.tree.leaves(grads) if alone else []
-    finite = jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], jnp.bool_))
-    keep = lambda new, old: jnp.where(finite, new, old) if alone else new
+    finite = _all_finite(updates) & _stay_finite(before, after)
+    if states.reduce_states(after):  # a transform returns zeros for what is not finite
+      finite &= ~states.skipped(after)
     if self.at_once:
-      moved = jax.tree.map(lambda update: -update[None], updates)
+      moved = jax.tree.map(lambda u: -u[None], updates)
     else:
-      moved = jax.tree.map(lambda was, u: keep(was - u[None].astype(jnp.float32), was), state.moved, updates)
-    inner = _in_rows(jax.tree.map(keep, after, before))
-    return state._replace(inner=inner, moved=moved, since=state.since + 1, steps=state.steps + 1), finite
+      moved = jax.tree.map(lambda was, u: was - u[None].astype(jnp.float32), state.moved, updates)
+    return _in_rows(after), moved, finite
+
+  def _silence(self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Exchanged:
+    """No update of the anchor; the workers agree on whether all of them are finite."""
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    first = self._outer(state, 0)
+    _, agreed = self.outer.update(self._part(zeros, 0), first, self._part(params, 0), agree=finite, **extra)
+    _check_agreed(first, agreed)
+    skipped = states.skipped(agreed)
+    flight = state.flight._replace(left=jnp.maximum(state.flight.left - 1, 0)) if self.delay else ()
+    return _Exchanged(zeros, _idle(state.outer, skipped), state.moved, flight, skipped)
 
   def _exchange(
-    self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
-  ) -> tuple[optax.Updates, LocalState]:
-    """The update of the anchor, and the state with nothing moved; unless one worker has no finite gradient."""
+    self, number: int, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
+  ) -> _Exchanged:
+    """The exchange of what was moved in a fragment; with a delay its update is in flight from then on."""
+    moved, own = self._part(state.moved, number), self._part(params, number)
     # NaN of one worker makes all of them skip the exchange: `outer` finds it in its total.
-    sent = jax.tree.map(lambda moved, p: jnp.where(finite, moved[0], jnp.nan).astype(p.dtype), state.moved, params)
-    updates, outer = self.outer.update(sent, state.outer, params, **extra)
+    sent = jax.tree.map(lambda moved, p: jnp.where(finite, moved[0], jnp.nan).astype(p.dtype), moved, own)
+    updates, outer = atomic(self.outer).update(sent, self._outer(state, number), own, **extra)
     skipped = states.skipped(outer)
-    moved: Any = ()
-    if not self.at_once:
-      rest = lambda moved, gone: moved - gone[None].astype(moved.dtype)  # 0 in float32
-      left = self._mixed(state.moved, updates) if self.mixing else jax.tree.map(rest, state.moved, sent)
-      moved = jax.tree.map(lambda new, old: jnp.where(skipped, old, new), left, state.moved)
-      if self.apply_residual:
-        moved, outer = with_residual(moved, outer)
-    return updates, state._replace(outer=outer, moved=moved, since=jnp.where(skipped, state.since, 0))
+    if self.at_once:
+      return _Exchanged(updates, outer, (), (), skipped)
+    if not self.delay:
+      moved = self._mixed(moved, updates) if self.mixing else jax.tree.map(_unsent, moved, sent)
+    if self.apply_residual:
+      moved, taken = with_residual(moved, outer)
+      outer = jax.tree.map(lambda kept, new: jnp.where(skipped, kept, new), outer, taken)
+    if self.fragments > 1:
+      outer = {**_idle(state.outer, skipped), number: outer}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, moved = self._whole(zeros, updates, number), self._whole(state.moved, moved, number)
+    if self.delay:
+      return _Exchanged(zeros, outer, moved, Flight(updates, jnp.int32(self.delay)), skipped)
+    return _Exchanged(updates, outer, moved, (), skipped)
 
-  def _send(
-    self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
-  ) -> tuple[optax.Updates, LocalState]:
-    """The exchange of what was moved, with its update in flight; one that is skipped is repeated in the next step."""
-    updates, after = self._exchange(state, params, finite, extra)
-    skipped = states.skipped(after.outer)
-    either = lambda now, later: jax.tree.map(lambda a, b: jnp.where(skipped, a, b), now, later)
-    zeros = jax.tree.map(jnp.zeros_like, updates)
-    flight = Flight(either(zeros, updates), jnp.where(skipped, 0, self.delay))
-    return either(updates, zeros), state._replace(outer=after.outer, flight=flight)
+  def _arrive(self, number: int, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Exchanged:
+    """The update of the anchor that was in flight, and the parameters of the worker mixed with it."""
+    silent, updates = self._silence(state, params, finite, extra), state.flight.update
+    mixed = self._mixed(self._part(state.moved, number), self._part(updates, number))
+    flight = Flight(silent.updates, jnp.int32(0))
+    updates = jax.tree.map(lambda u: jnp.where(silent.skipped, jnp.zeros_like(u), u), updates)
+    return silent._replace(updates=updates, moved=self._whole(state.moved, mixed, number), flight=flight)
 
-  def _arrive(
-    self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
-  ) -> tuple[optax.Updates, LocalState]:
-    """The update of the anchor that was in flight, and the state with the parameters of the worker mixed with it."""
-    _, state = self._silence(state, params, finite, extra)
-    updates = state.flight.update
-    flight = Flight(jax.tree.map(jnp.zeros_like, updates), jnp.int32(0))
-    moved = self._mixed(state.moved, updates)
-    return updates, state._replace(moved=moved, since=jnp.int32(0), flight=flight)
+  def _synchronize(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
+    """The update of the anchor after which nothing is moved or in flight."""
+    total = jax.tree.map(jnp.zeros_like, params)
+    if self.every == 1:  # each step has exchanged what it moved
+      return total, state
+    after, skipped, whole = state._replace(inner=()), jnp.bool_(False), self._replace(mixing=0.0)
+    for number, turn in enumerate(self.turns):
+      ways = [
+        lambda state, way=way, number=number: way(number, state, params, jnp.bool_(True), extra)
+        for way in (whole._replace(delay=0)._exchange, whole._arrive)
+      ]
+      if self.delay:
+        flying = (state.flight.left > 0) & (state.since >= turn - self.delay) & (state.since < turn)
+        landed = lambda state, exchange=ways[0]: exchange(state)._replace(flight=state.flight)
+        done = jax.lax.cond(flying, ways[1], landed, after)
+      else:
+        done = ways[0](after)
+      total, skipped = jax.tree.map(jnp.add, total, done.updates), skipped | done.skipped
+      after = after._replace(outer=done.outer, moved=done.moved, flight=done.flight)
+    after = undone(skipped, state, after._replace(inner=state.inner, since=jnp.int32(0)))
+    return jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), total), after
 
   def _mixed(self, moved: Any, updates: optax.Updates) -> Any:
     """θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u."""
     return jax.tree.map(lambda was, u: self.mixing * (was + u[None].astype(was.dtype)), moved, updates)
 
-  def _silence(
-    self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
-  ) -> tuple[optax.Updates, LocalState]:
-    """No update of the anchor, and the counters of a step without a message."""
-    del extra
-    idle = lambda node: metrics.without_messages(node, finite) if states.is_reduce_state(node) else node
-    outer = jax.tree.map(idle, state.outer, is_leaf=states.is_reduce_state)
-    flight = state.flight
-    if self.delay:
-      flight = flight._replace(left=jnp.maximum(flight.left - 1, 0))
-    return jax.tree.map(jnp.zeros_like, params), state._replace(outer=outer, flight=flight)
+  def _outer(self, state: LocalState, number: int) -> Any:
+    """The outer state of a fragment."""
+    return state.outer if self.fragments == 1 else state.outer[number]
+
+  def _part(self, tree: Any, number: int) -> Any:
+    """The leaves of a fragment, with `optax.MaskedNode` in place of the others."""
+    if self.fragments == 1:
+      return tree
+    leaves, structure = jax.tree.flatten(tree)
+    found = _fragments(flatten.sizes(tree), self.fragments)
+    own = [leaf if one == number else optax.MaskedNode() for leaf, one in zip(leaves, found, strict=True)]
+    return jax.tree.unflatten(structure, own)
+
+  def _whole(self, tree: Any, part: Any, number: int) -> Any:
+    """The tree with the leaves of a fragment replaced by those of `part`."""
+    if self.fragments == 1:
+      return part
+    leaves, structure = jax.tree.flatten(tree)
+    found, own = _fragments(flatten.sizes(tree), self.fragments), iter(jax.tree.leaves(part))
+    return jax.tree.unflatten(
+      structure, [next(own) if one == number else leaf for leaf, one in zip(leaves, found, strict=True)]
+    )
+
+
+def _fragments(sizes: tuple[int, ...], count: int) -> list[int]:
+  """The number of the fragment of each leaf."""
+  if len(sizes) < count:
+    raise ValueError(f"local_steps: fragments={count}, choose at most the number of leaves, {len(sizes)}")
+  entries, numbers = [0] * count, [0] * len(sizes)
+  for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
+    numbers[leaf] = min(range(count), key=entries.__getitem__)
+    entries[numbers[leaf]] += max(1, sizes[leaf])  # every fragment has a leaf
+  return numbers
+
+
+def _all_finite(tree: Any) -> jax.Array:
+  """Whether no floating-point array has NaN or Inf, bool[]."""
+  floating = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+  return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in floating], jnp.bool_))
+
+
+def _stay_finite(before: Any, after: Any) -> jax.Array:
+  """Whether NaN and Inf are only where they were `before`, as in the best loss so far of a schedule, bool[]."""
+  floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+  stays = lambda old, new: (jnp.isfinite(new) | ~jnp.isfinite(old)).all() if floating(new) else jnp.bool_(True)
+  return jnp.all(jnp.array(jax.tree.leaves(jax.tree.map(stays, before, after)), jnp.bool_))
+
+
+def _unsent(moved: jax.Array, sent: jax.Array) -> jax.Array:
+  """What the dtype of the parameters rounds off."""
+  return jnp.zeros_like(moved) if sent.dtype == moved.dtype else moved - sent[None].astype(moved.dtype)
+
+
+def _idle(outer: Any, skipped: jax.Array) -> Any:
+  """An outer state with the counters of a step without messages."""
+  idle = lambda node: metrics.without_messages(node, skipped) if states.is_reduce_state(node) else node
+  return jax.tree.map(idle, outer, is_leaf=states.is_reduce_state)
 
 
 def _in_rows(state: Any) -> Any:
   return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], state)
+
+
+def _check_agreed(before: Any, after: Any) -> None:
+  """Raises ValueError if a step without an exchange had one, because `agree` did not reach the transform."""
+  pairs = zip(states.reduce_states(before), states.reduce_states(after), strict=True)
+  if any(old.carried is not new.carried for old, new in pairs):
+    raise ValueError(
+      "local_steps: a wrapper around the jaxsparse transform of outer does not pass on extra arguments: make it an "
+      "optax.GradientTransformationExtraArgs, whose update takes **extra and gives them to the transform"
+    )
 
 
 def _check(state: LocalState) -> None:

@@ -138,7 +138,7 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
   if not local:
     return whole
   since, steps = (jnp.max(jnp.array([getattr(node, name) for node in local])) for name in ("since", "steps"))
-  words = whole.total_words / jnp.maximum(steps, 1).astype(jnp.float32)
+  words = whole.total_words / jnp.maximum(steps + whole.skipped_steps, 1).astype(jnp.float32)
   return whole._replace(drift=drift(local, comm), since_exchange=since, words_per_step=words)
 
 
@@ -216,11 +216,12 @@ def of_all(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
   return whole._replace(density=whole.delivered.astype(jnp.float32) / jnp.float32(n))
 
 
-def without_messages(node: ReduceState, finite: jax.Array) -> ReduceState:
-  """The state after a step without messages, which this worker leaves out if its gradient is not `finite`."""
+def without_messages(node: ReduceState, skipped: jax.Array) -> ReduceState:
+  """The state after a step without messages, which the workers skip or do not, bool[]."""
   zeros = {name: jnp.full_like(getattr(node.counters, name), x) for name, x in Counters._field_defaults.items()}
+  zeros["skipped"] = jnp.full_like(node.counters.skipped, skipped)
   kept = {name: getattr(node.counters, name) for name in ("skipped_steps", "total_words", "total_wraps")}
-  kept["skipped_steps"] += (~finite).astype(jnp.int32)
+  kept["skipped_steps"] += skipped.astype(jnp.int32)
   return node._replace(counters=Counters(**zeros | kept))
 
 

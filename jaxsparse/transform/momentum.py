@@ -55,7 +55,8 @@ def momentum_corrected(
 
   Raises:
     TypeError: for a transformation that is not a jaxsparse transform.
-    ValueError: for a momentum or a norm outside its choices.
+    ValueError: for a momentum or a norm outside its choices, or for `masking` with coefficients instead of entries
+      (`js.dcttopk_transform`).
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js

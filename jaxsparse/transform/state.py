@@ -97,12 +97,13 @@ class LocalState(NamedTuple):
   Attributes:
     inner: the state of the inner optimizer; every leaf has a leading worker axis, [1, …] at a worker and [P, …] outside
       shard_map.
-    outer: the state of the outer chain: residuals as in a `ReduceState`, everything else the same on every worker.
+    outer: the state of the outer chain: residuals as in a `ReduceState`, everything else the same on every worker. With
+      fragments a dict with the state of each by its number.
     moved: like the parameters, f32[1 or P, …]: the anchor minus the parameters of a worker, θ − θ_w; () with `every=1`,
       which leaves nothing moved unless residuals are applied.
-    since: i32[], steps since the last exchange, with a delay since it was applied; that of a fragment begins
-      above 0.
-    steps: i32[], steps since the state was made.
+    since: i32[], steps since the last exchange, with a delay since it was applied; with fragments since that of the
+      last fragment.
+    steps: i32[], steps since the state was made, without skipped ones.
     flight: with a delay the `Flight` of the last exchange; else ().
 
   Example:

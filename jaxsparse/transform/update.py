@@ -6,7 +6,7 @@ gradient of one worker holds NaN or Inf, every worker returns zeros and carries 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,11 @@ from jaxsparse import _compat, flatten, sparse
 from jaxsparse.collectives import Collective
 from jaxsparse.comm import axes_of, comm_of
 from jaxsparse.comm.replication import mark_total
+from jaxsparse.flatten import Rounding
 from jaxsparse.sparse import saturating
 from jaxsparse.transform import checks, ordering
 from jaxsparse.transform.groups import Assignment, Group, Method, Special, assigned, groups_of
-from jaxsparse.transform.metrics import accumulated, of_all
+from jaxsparse.transform.metrics import accumulated, of_all, without_messages
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
 from jaxsparse.transform.state import Layout, ReduceState, joined
 from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse, State
@@ -51,7 +52,7 @@ def transform_of(
   return over_groups(functools.partial(groups_of, assignment=Assignment([collective], [])), axis, shardings, alone=True)
 
 
-class Transform(optax.GradientTransformation):
+class Transform(optax.GradientTransformationExtraArgs):
   """A jaxsparse transform, which can be made again with other collectives.
 
   Attributes:
@@ -86,8 +87,9 @@ def over_groups(
   ) -> tuple[list[jax.Array], ReduceState]:
     """The means of the leaves, or of the pieces, of one device, and its next state."""
     parts, leaves = checks.parts_of(state, groups, comm.size, alone), list(leaves)
-    flat, restore = zip(*(flatten.flatten([leaves[leaf] for leaf in group.leaves]) for group in groups), strict=True)
-    means, parts = reduce_groups(groups, comm, flat, parts, comm.size, inside)
+    own = [[leaves[leaf] for leaf in group.leaves] for group in groups]
+    flat, restore = zip(*map(flatten.flatten, own), strict=True)
+    means, parts = reduce_groups(groups, comm, flat, parts, comm.size, inside, list(map(flatten.rounding, own)))
     for group, unflatten, mean in zip(groups, restore, means, strict=True):
       for leaf, new in zip(group.leaves, unflatten(mean), strict=True):
         leaves[leaf] = new
@@ -96,13 +98,21 @@ def over_groups(
     return leaves, _finished(comm, state._replace(carried=carried, counters=counters))
 
   def update(
-    updates: optax.Updates, state: ReduceState, params: optax.Params | None = None
+    updates: optax.Updates,
+    state: ReduceState,
+    params: optax.Params | None = None,
+    *,
+    agree: jax.Array | None = None,
+    **extra: Any,
   ) -> tuple[optax.Updates, ReduceState]:
-    del params
+    del params, extra
     flatten.count(updates)
     groups, shards = grouped(updates), state.layout.shards
     check_inside(comm, shards)
     checks.check_local(comm, updates)
+    if agree is not None:  # no exchange: the step is skipped unless `agree` holds at every worker
+      agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
+      return jax.tree.map(jnp.zeros_like, updates), without_messages(state, ~agreed)
     leaves, structure = jax.tree.flatten(updates)
     leaves, state = at_devices(step, groups, leaves, state)
     checks.check_method(state.layout.method, groups)
@@ -195,11 +205,13 @@ def reduce_groups(
   states: Sequence[ReduceState],
   divisor: int = 1,
   inside: tuple[str, ...] = (),
+  roundings: Sequence[Rounding | None] | None = None,
 ) -> tuple[list[jax.Array], list[ReduceState]]:
   """One reduction of each group at one worker, or at one of its devices.
 
   Selection ranks NaN and Inf above all numbers, so a NaN or Inf of any worker is in the total of every worker. So all
-  workers skip the step without an extra message: they return zeros and keep the states of all groups.
+  workers skip the step without an extra message: they return zeros and keep the states of all groups. A total that is
+  too large for the dtype of the gradient is Inf, too.
 
   Args:
     groups: in the order in which they are sent.
@@ -208,21 +220,21 @@ def reduce_groups(
     states: of each group, with the counters of all of them together.
     divisor: of the totals.
     inside: names of the axes of the devices of a worker, which agree on one scalar: all of them skip a step, or none.
+    roundings: of each group to the dtypes of its leaves, None where they hold every float32. What is rounded off stays
+      in the residuals, the same share at each worker.
 
   Returns:
     f32[entries] of each group, its sum over the workers divided by `divisor`, and the next states.
   """
-  reduced: list[Reduced] = []
-  finite: list[jax.Array] = []
-  for group, flat, state in zip(groups, grads, states, strict=True):
-    following = ordering.following(comm, [finite[number] for number in group.after])
-    reduced.append(group.collective.reduce(following, flat, state.carried))
-    finite.append(_is_finite(comm, reduced[-1]))
-  whole = functools.reduce(jnp.logical_and, finite)
+  delivered: list[_Delivered] = []
+  for group, flat, state, rounding in zip(groups, grads, states, roundings or [None] * len(groups), strict=True):
+    following = ordering.following(comm, [delivered[number].finite for number in group.after])
+    delivered.append(_delivered(comm, group.collective.reduce(following, flat, state.carried), divisor, rounding))
+  whole = functools.reduce(jnp.logical_and, [one.finite for one in delivered])
   if inside:
     whole = jax.lax.pmin(whole.astype(jnp.int32), inside) > 0
   decays = [group.collective.decay for group in groups]
-  steps = [_applied(*one, whole, divisor) for one in zip(reduced, grads, states, decays, strict=True)]
+  steps = [_applied(*one, whole) for one in zip(delivered, grads, states, decays, strict=True)]
   updates = [
     mark_total(update, axes_of(comm)) if group.collective.replicates else update
     for group, (update, _) in zip(groups, steps, strict=True)
@@ -230,39 +242,59 @@ def reduce_groups(
   return updates, [state for _, state in steps]
 
 
-def _is_finite(comm: Comm, reduced: Reduced) -> jax.Array:
-  """Whether the total has neither NaN nor Inf, bool[], the same at every worker. Reads all of it."""
-  total = reduced.total
-  finite = jnp.isfinite(total.values if isinstance(total, Sparse) else total).all()
-  return mark_total(finite, axes_of(comm))
+class _Delivered(NamedTuple):
+  """A reduction before it is known whether the step is skipped.
+
+  Attributes:
+    reduced: of the collective.
+    mean: the total, or the values of its entries, divided by the number of workers and rounded.
+    error: what was rounded off, like `mean`; None without rounding.
+    finite: whether `mean` has neither NaN nor Inf, bool[], the same at every worker.
+  """
+
+  reduced: Reduced
+  mean: jax.Array
+  error: jax.Array | None
+  finite: jax.Array
+
+
+def _delivered(comm: Comm, reduced: Reduced, divisor: int, rounding: Rounding | None) -> _Delivered:
+  total, error = reduced.total, None
+  values, indices = (total.values, total.indices) if isinstance(total, Sparse) else (total, None)
+  mean = values / divisor
+  if rounding:
+    exact, mean = mean, rounding(mean, indices)
+    error = exact - mean
+  return _Delivered(reduced, mean, error, mark_total(jnp.isfinite(mean).all(), axes_of(comm)))
 
 
 def _applied(
-  reduced: Reduced, grads: jax.Array, state: ReduceState, decay: float, finite: jax.Array, divisor: int
+  delivered: _Delivered, grads: jax.Array, state: ReduceState, decay: float, finite: jax.Array
 ) -> tuple[jax.Array, ReduceState]:
   """The update and the next state of one group; zeros and the old state where the step is not `finite`."""
-  total, carried, counters = reduced
+  total, carried, counters = delivered.reduced
   keep = lambda new, old: jnp.where(finite, new, old)
   zero = jnp.float32(0)
   if isinstance(carried.residual, Pending):
     residual = _materialized(carried.residual, finite, decay)
-    rest = jax.tree.map(keep, carried._replace(residual=None), state.carried._replace(residual=None))
-    carried = rest._replace(residual=residual)
     zero = ordering.after(residual[:1], jnp.int32(0)).astype(jnp.float32)  # `grads` may become the update in place
+  elif carried.residual is None:
+    residual = None
   else:
-    carried = carried._replace(residual=_times(decay, carried.residual))
-    carried = jax.tree.map(keep, carried, state.carried)
-  if isinstance(total, Sparse):
-    values = jnp.where(finite, total.values, 0.0) / divisor
-    update = sparse.put(jnp.full_like(grads, zero), total.indices, values)
-  else:
-    update = jnp.where(finite, total, 0.0) / divisor
-  return update, state._replace(carried=carried, counters=_counters(counters, grads.size, state.counters, finite))
+    residual = keep(_times(decay, carried.residual), state.carried.residual)
+  if residual is not None and delivered.error is not None:
+    error = _times(decay, jnp.where(finite, delivered.error, 0.0))
+    residual = sparse.add(residual, total.indices, error) if isinstance(total, Sparse) else residual + error
+  rest = jax.tree.map(keep, carried._replace(residual=None), state.carried._replace(residual=None))
+  mean = jnp.where(finite, delivered.mean, 0.0)
+  update = sparse.put(jnp.full_like(grads, zero), total.indices, mean) if isinstance(total, Sparse) else mean
+  counters = _counters(counters, grads.size, state.counters, finite)
+  return update, state._replace(carried=rest._replace(residual=residual), counters=counters)
 
 
-def _times(decay: float, residual: Any) -> Any:
+def _times(decay: float, residual: jax.Array) -> jax.Array:
   """β times a new residual. The product is stored: it costs no pass where the residual is written anyway."""
-  return residual if decay == 1 or residual is None else decay * residual
+  return residual if decay == 1 else decay * residual
 
 
 def _materialized(pending: Pending, finite: jax.Array, decay: float) -> jax.Array:

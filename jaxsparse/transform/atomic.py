@@ -1,0 +1,76 @@
+"""`js.atomic`: a step that is skipped leaves everything as it was, in all transformations of a chain."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse.transform import state as states
+
+
+def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """`tx` whose steps take place on all workers or not at all.
+
+  Where a jaxsparse transform skips a step, because a gradient of a worker or a sum holds NaN or Inf, it returns zeros
+  and keeps its residual. What follows it in an `optax.chain` does not know: momentum moves the parameters on, AdamW
+  decays them, a schedule counts the step. With several transforms (`optax.multi_transform`) one of them may skip while
+  another one does not. Under `atomic` such a step returns zeros and leaves the whole state as it was, but for the
+  counters `skipped`, `skipped_steps` and the words sent of `js.metrics`. No message is added.
+
+  `js.make_train_step` does it; wrap the chain of a `shard_map` of your own. The state is that of `tx`.
+
+  Args:
+    tx: a chain with jaxsparse transforms.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
+    >>> comm = js.SimComm("workers", members=2)
+    >>> tx = js.atomic(optax.chain(js.dense_transform(comm), optax.sgd(1.0, momentum=0.9)))
+    >>> params, grads = jnp.zeros(1), jnp.array([[1.0], [3.0]])
+    >>> update = jax.vmap(tx.update, in_axes=(0, 0), axis_name="workers")
+    >>> state = jax.vmap(lambda _: tx.init(params), axis_name="workers")(grads)
+    >>> _, state = update(grads, state)
+    >>> updates, state = update(grads.at[1].set(jnp.nan), state)
+    >>> updates.ravel(), state[1][0].trace.ravel()  # not -1.8, and not 1.8
+    (Array([0., 0.], dtype=float32), Array([2., 2.], dtype=float32))
+  """
+  tx = optax.with_extra_args_support(tx)
+
+  def update(
+    updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
+  ) -> tuple[optax.Updates, Any]:
+    updates, after = tx.update(updates, state, params, **extra)
+    skipped = states.skipped(after)
+    updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), updates)
+    return updates, committed(skipped, state, after)
+
+  return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def committed(skipped: jax.Array, before: Any, after: Any) -> Any:
+  """The state `after` a step, or where it is `skipped` that `before` it with the counters of the skipped step.
+
+  A transform undoes its own step, without a pass over its residual. Only where there are several may one of them have
+  made a step that another one skips.
+  """
+  is_part = lambda node: states.is_reduce_state(node) or states.is_local_state(node)
+  alone = sum(map(is_part, jax.tree.leaves(after, is_leaf=is_part))) == 1
+  keep = lambda old, new: new if alone and is_part(old) else undone(skipped, old, new)
+  return jax.tree.map(keep, before, after, is_leaf=is_part)
+
+
+def undone(skipped: jax.Array, before: Any, after: Any) -> Any:
+  """`committed` where no transform has undone its step."""
+
+  def keep(old: Any, new: Any) -> Any:
+    if not states.is_reduce_state(old):
+      return jnp.where(skipped, old, new)
+    counters = new.counters._replace(
+      skipped=jnp.full_like(new.counters.skipped, skipped),
+      skipped_steps=old.counters.skipped_steps + skipped.astype(jnp.int32),
+    )
+    carried = jax.tree.map(lambda a, b: jnp.where(skipped, a, b), old.carried, new.carried)
+    return new._replace(carried=carried, counters=counters)
+
+  return jax.tree.map(keep, before, after, is_leaf=states.is_reduce_state)

@@ -1,0 +1,232 @@
+"""Every collective in every composition and dtype: nothing is lost, and a skipped step has not happened.
+
+A cell of the table is a collective, what is built around it, and the dtype of the parameters. A cell is refused by name
+when it is made or first used (`refusal`), or these hold:
+
+- Law C in every step, where updates tell what was delivered (`LINEAR`), but for the cells that `loses` lists
+- Law R
+- a step in which one worker has NaN leaves every bit of parameters and state as it was, counters of skipped steps and
+  words apart, in each phase of the exchanges, and 20 times in succession
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from jaxsparse.transform.state import reduce_states, replicating
+from tests.cases import CASES, bits, integers, mesh_of, row
+
+WORKERS, STEPS, FAULTS, MOMENTUM = 3, 9, 20, 0.5
+SHAPES = {"bias": (5,), "scale": (3,), "w": (6, 8)}
+N = 56
+EPS = 1e-3  # of Adam; 1e-8 is 0 in float16
+SPECIAL = {"bias": "dense", "scale": "topka:density=0.5"}
+
+Transform = optax.GradientTransformation
+
+
+def local(transform: Transform, inner: Transform | None = None, **options: Any) -> Transform:
+  return js.local_steps(inner or optax.sgd(1.0), optax.chain(transform, optax.sgd(1.0)), **options)
+
+
+def split(transform: Transform) -> Transform:
+  """The biases in a transform of their own, with a momentum that no other leaf has."""
+  dense = optax.chain(js.dense_transform("workers"), optax.sgd(1.0, momentum=0.9))
+  labels = {"bias": "dense", "scale": "sparse", "w": "sparse"}
+  return optax.multi_transform({"sparse": optax.chain(transform, optax.adamw(0.1, eps=EPS)), "dense": dense}, labels)
+
+
+def mixed(transform: Transform) -> Transform:
+  """Some leaves in local steps, others not."""
+  kinds = {
+    "local": local(transform, every=2),
+    "plain": optax.chain(js.dense_transform("workers"), optax.adamw(0.1, eps=EPS)),
+  }
+  return optax.multi_transform(kinds, {"bias": "plain", "scale": "local", "w": "local"})
+
+
+COMPOSITIONS: dict[str, Callable[[Transform], Transform]] = {
+  "plain": lambda transform: optax.chain(transform, optax.sgd(1.0)),
+  "accumulate": lambda transform: optax.chain(transform, optax.sgd(1.0)),
+  "special": lambda transform: optax.chain(transform, optax.sgd(1.0)),
+  "adamw": lambda transform: optax.chain(transform, optax.adamw(0.1, eps=EPS)),
+  "corrected": lambda transform: optax.chain(js.momentum_corrected(transform, MOMENTUM), optax.sgd(1.0)),
+  "warmed up": lambda transform: optax.chain(js.warmed_up(transform, {2: 1.0, 4: 0.5}), optax.sgd(1.0)),
+  "corrected warm up": lambda transform: optax.chain(
+    js.momentum_corrected(js.warmed_up(transform, {2: 1.0, 4: 0.5}), MOMENTUM), optax.sgd(1.0)
+  ),
+  "multi_transform": split,
+  "local 1": lambda transform: local(transform, every=1),
+  "local 4": lambda transform: local(transform, every=4),
+  "local 4 applied": lambda transform: local(transform, every=4, apply_residual=True),
+  "local inner": lambda transform: js.local_steps(
+    optax.chain(transform, optax.sgd(1.0, momentum=0.9)),
+    optax.chain(js.dense_transform("workers"), optax.sgd(1.0)),
+    every=4,
+  ),
+  "local corrected": lambda transform: local(
+    js.momentum_corrected(transform, MOMENTUM), optax.adam(0.1, eps=EPS), every=2
+  ),
+  "local mixed": mixed,
+  "diloco": lambda transform: js.local_steps(
+    optax.adamw(0.1, eps=EPS), optax.chain(transform, optax.sgd(0.7, momentum=0.9, nesterov=True)), every=3
+  ),
+  "fragments": lambda transform: local(transform, every=4, fragments=2),
+  "streaming": lambda transform: local(transform, optax.adam(0.1, eps=EPS), every=4, fragments=2, delay=1, mixing=0.5),
+}
+LINEAR = {"plain", "accumulate", "special", "warmed up", "local 1", "local 4", "local 4 applied", "fragments"}
+"""Where all rates are 1 and nothing follows the transform, so that updates are what is delivered."""
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+NAMES = [case.name for case in CASES if not case.options]
+SPARSE = [case.name for case in CASES if not case.options and case.is_sparse]
+
+
+def refusal(name: str, composition: str) -> str | None:
+  """What the error of a cell says that is refused; None for all others."""
+  if name == "a2sgd" and composition != "local inner":
+    return "a2sgd|A2SGD"
+  if composition == "local inner" and name in {*SPARSE, "onebit", "powersgd"}:
+    return "inner has a jaxsparse transform with a residual"
+  if composition in ("warmed up", "corrected warm up") and name not in SPARSE:
+    return "warmed_up: .* has no density"
+  if "corrected" in composition and name == "dcttopk":
+    return "momentum_corrected: masking=True with .*dcttopk"
+  return None
+
+
+def loses(name: str, composition: str, dtype: str) -> bool:
+  """Whether a cell does not conserve, and says so: no residual takes what the dtype, or QSGD, rounds off."""
+  rounds = name in ("dense", "a2sgd") or composition == "special"  # which has leaves of `dense`
+  return name == "qsgd" or (rounds and dtype != "float32")
+
+
+class Cell:
+  """A trained cell: parameters are zeros in each step, so that those after it are the update, in all its bits."""
+
+  def __init__(self, name: str, composition: str, dtype: str):
+    options = {"special": SPECIAL} if composition == "special" else {}
+    options |= {"density": 0.2} if name in SPARSE else {}
+    self.params = {leaf: jnp.zeros(shape, DTYPES[dtype]) for leaf, shape in SHAPES.items()}
+    mesh, copies = mesh_of(WORKERS), 2 if composition == "accumulate" else 1
+    tx = COMPOSITIONS[composition](js.make_transform(name, "workers", **options))
+    self.step = js.make_train_step(loss, tx, mesh, donate=False, accumulate=copies)
+    self.copies, self.dtype = copies, DTYPES[dtype]
+    self.state = js.init(tx, self.params, mesh)
+
+  def __call__(self, grads: np.ndarray) -> tuple[Any, Any, bool]:
+    """(updates, next state, skipped) of one step with these gradients, f32[P, N]."""
+    with jax.numpy_dtype_promotion("standard"):  # adam needs it
+      updates, state, metrics = self.step(self.params, self.state, np.repeat(grads, self.copies, axis=0))
+    return updates, state, bool(metrics.skipped)
+
+
+def loss(params, batch):
+  """Its gradient is the batch of the worker, [1, N]."""
+  flat = jnp.concatenate([leaf.reshape(-1).astype(jnp.float32) for leaf in jax.tree.leaves(params)])
+  return jnp.vdot(flat, batch[0])
+
+
+def by_leaf(tree: Any) -> np.ndarray:
+  """f64[N] of a pytree with the leaves of `SHAPES`, the sum over a leading axis of workers."""
+  leaves = [np.asarray(tree[name]).astype(np.float64).reshape(-1, math.prod(shape)) for name, shape in SHAPES.items()]
+  return np.concatenate([leaf.sum(0) for leaf in leaves])
+
+
+def owed(state: Any) -> np.ndarray:
+  """f64[N], the sum over workers of residuals and of what is moved."""
+  sums = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+  for node in replicating(state):
+    parts = node.carried.residual if isinstance(node.carried.residual, tuple) else (node.carried.residual,)
+    for group, residual in zip(node.layout.method.groups, parts, strict=True):
+      if residual is None:
+        continue
+      flat = np.asarray(residual, np.float64).reshape(WORKERS, -1).sum(0)
+      for leaf in group.leaves:
+        name, shape = node.layout.method.names[leaf][2:-2], node.layout.method.shapes[leaf]
+        own, flat = np.split(flat, [math.prod(shape)])
+        sums[name] += own.reshape(shape)
+  return by_leaf(sums) + (by_leaf(state.moved) if isinstance(state, js.LocalState) and state.moved else 0)
+
+
+def entered(cell: Cell, composition: str, grads: np.ndarray) -> np.ndarray:
+  """f64[N], the sum over workers of what enters the residuals in a step."""
+  rounded = np.asarray(jnp.asarray(grads).astype(cell.dtype)).astype(np.float64)
+  if composition not in ("corrected", "corrected warm up"):
+    return rounded.sum(0)
+  momentum = np.asarray(cell.state[0].carried.worker.momentum, np.float64).reshape(WORKERS, N)
+  return (MOMENTUM * momentum + rounded).sum(0)
+
+
+def without_counters(state: Any) -> Any:
+  is_node = lambda node: isinstance(node, js.ReduceState)
+  return jax.tree.map(lambda node: node.carried if is_node(node) else node, state, is_leaf=is_node)
+
+
+def assert_same_bits(found: Any, expected: Any) -> None:
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), found, expected)
+
+
+def assert_skipped(cell: Cell, number: int) -> None:
+  """A step in which one worker has NaN, which becomes the state of the cell."""
+  bad = integers(99, WORKERS, N)
+  bad[1, 7 * number % N] = (np.nan, np.inf)[number % 2]
+  updates, state, skipped = cell(bad)
+  assert skipped
+  assert not np.any(by_leaf(updates))
+  assert_same_bits(without_counters(state), without_counters(cell.state))
+  before, after = js.metrics(cell.state), js.metrics(state)
+  assert bool(after.skipped)
+  assert int(after.skipped_steps) == int(before.skipped_steps) + 1
+  cell.state = state
+
+
+QUICK = (
+  {("spardl", composition, "float32") for composition in COMPOSITIONS}
+  | {
+    (name, "plain", dtype) for name, dtype in (("onebit", "bfloat16"), ("spardl", "float16"), ("chunktopk", "bfloat16"))
+  }
+  | {("onebit", "local 4 applied", "bfloat16"), ("dense", "diloco", "float16"), ("topka", "special", "bfloat16")}
+  | {("a2sgd", "local inner", "float32"), ("a2sgd", "plain", "float32"), ("dcttopk", "corrected", "float32")}
+)
+CELLS = [(name, composition, dtype) for name in NAMES for composition in COMPOSITIONS for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(
+  ("name", "composition", "dtype"), [row(*cell, quick=cell in QUICK, id="-".join(cell)) for cell in CELLS]
+)
+def test_a_cell(name, composition, dtype):
+  if message := refusal(name, composition):
+    with pytest.raises(ValueError, match=message):
+      Cell(name, composition, dtype)(integers(0, WORKERS, N))
+    return
+  cell, undisturbed = Cell(name, composition, dtype), []
+  tolerance = 1e-5 if dtype == "float32" else 1e-4
+  conserves = composition in LINEAR | {"corrected", "corrected warm up"} and not loses(name, composition, dtype)
+  start = cell.state
+  for number in range(STEPS):
+    grads = integers(number, WORKERS, N) * np.float32(1 + 2.0**-6)  # has more bits than bfloat16
+    before = owed(cell.state) + entered(cell, composition, grads)
+    updates, state, skipped = cell(grads)
+    assert not skipped
+    if conserves:
+      np.testing.assert_allclose(owed(state) - WORKERS * by_leaf(updates), before, atol=tolerance * 50)
+    cell.state = state
+    undisturbed.append((updates, without_counters(state)))
+  cell.step.check(cell.params, cell.state)
+  cell.state = start
+  for number, expected in enumerate(undisturbed):
+    assert_skipped(cell, number)
+    updates, cell.state, skipped = cell(integers(number, WORKERS, N) * np.float32(1 + 2.0**-6))
+    assert not skipped
+    assert_same_bits((updates, without_counters(cell.state)), expected)
+  for number in range(FAULTS):
+    assert_skipped(cell, number)
+  assert len(reduce_states(cell.state)) == len(reduce_states(start))
