@@ -68,6 +68,18 @@ def rounding(tree: Any) -> Rounding | None:
   return rounded if narrow else None
 
 
+def representable(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """f32 values rounded to what `dtype` holds, and 0 in place of finite numbers that are too large for it.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> representable(jnp.array([0.1, 84000.0]), jnp.dtype(jnp.float16))
+    Array([0.09997559, 0.        ], dtype=float32)
+  """
+  rounded = _rounded(values, dtype)
+  return values if rounded is values else jnp.where(jnp.isinf(rounded) & jnp.isfinite(values), 0.0, rounded)
+
+
 def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """f32 values as `dtype` holds them. XLA may drop a conversion and the one back; it may not drop this."""
   limits = jnp.finfo(dtype)
@@ -97,6 +109,20 @@ def count(tree: Any) -> int:
       "optax.multi_transform without a leaf"
     )
   return n
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Whether no floating-point leaf has NaN or Inf, bool[].
+
+  The sum of x − x is one pass; of `jnp.isfinite` XLA on CPU stores a boolean for each entry.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> all_finite([jnp.ones(2), jnp.arange(3)]), all_finite([jnp.array([1.0, jnp.inf])])
+    (Array(True, dtype=bool), Array(False, dtype=bool))
+  """
+  floating = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+  return jnp.all(jnp.array([jnp.sum(leaf - leaf) == 0 for leaf in floating], jnp.bool_))
 
 
 def parts(array: jax.Array, sizes: Sequence[int], axis: int = 0) -> list[jax.Array]:

@@ -50,6 +50,7 @@ def checked(
   axis: AxisName,
   results: Mapping[str, str],
   others: Iterable[str] = (),
+  rewrite: Callable[[core.ClosedJaxpr], core.ClosedJaxpr] = lambda closed: closed,
 ) -> Callable:
   """`function`, which raises when it is traced if a replicated result would differ between workers.
 
@@ -60,6 +61,7 @@ def checked(
     axis: the axis, or tuple of axes, of the workers.
     results: for the error, the name of each result and the likely mistake where it would differ.
     others: further axes that the program is mapped over; devices along them hold copies.
+    rewrite: makes of the checked program the one that runs.
 
   Raises:
     ValueError: when traced: if a transform is over other axes, or if a result that should be equal on all workers
@@ -79,7 +81,7 @@ def checked(
         name, why = list(results.items())[path[0].idx]
         leaf = name + jax.tree_util.keystr(path[1:])
         raise ValueError(f"{leaf} would differ between the workers along axis {_listed(differs)}: {why}")
-    leaves = core.jaxpr_as_fun(closed)(*jax.tree.leaves(arguments))
+    leaves = core.jaxpr_as_fun(rewrite(closed))(*jax.tree.leaves(arguments))
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
   return traced

@@ -21,7 +21,7 @@ from jaxsparse.train.engine import Engine, put_global
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import checked, made, shape_of
 from jaxsparse.train.step import init
-from jaxsparse.transform import owed
+from jaxsparse.transform import checks, owed
 from jaxsparse.transform.owed import Residual, whole
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.state import (
@@ -117,7 +117,7 @@ def convert(
 
   Raises:
     ValueError: as `js.resize` and `js.init`; if another transformation of the chain is not the same; if a leaf has a
-      residual and its new collective keeps none: call `js.flush` before.
+      residual and its new collective keeps none: call `js.flush` before; if an update of local steps is in flight.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -129,6 +129,7 @@ def convert(
   """
   engine = training_engine(mesh, axis)
   checked(state, params)
+  checks.check_landed("js.convert", state)
   return _carried_over(engine, state, init(tx, params, mesh, axis=axis))
 
 

@@ -4,18 +4,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxsparse import _compat
 from jaxsparse._compat import AxisName
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import checked
 from jaxsparse.transform import checks, owed
 from jaxsparse.transform.own import moved_by_name
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.state import in_rows, is_local_state, is_reduce_state, local_states
+from jaxsparse.transform.state import in_rows, is_local_state, is_reduce_state
 from jaxsparse.types import Comm
 
 
@@ -61,8 +59,7 @@ def flush(
   nodes = checked(state, params)
   for node in nodes:
     checks.check_workers(node, engine.workers, held=engine.held)
-  if any(node.flight and int(np.max(_compat.here(node.flight.left))) for node in local_states(state)):
-    raise ValueError("js.flush: an update of local steps is in flight, apply it by step.synchronize(params, state)")
+  checks.check_landed("js.flush", state)
 
   def worker(params: optax.Params, state: Any) -> tuple[optax.Updates, Any]:
     named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}

@@ -23,6 +23,7 @@ from jaxsparse.train.starting import made, start_of, started
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
+from jaxsparse.transform.atomic import commit_early
 from jaxsparse.transform.specs import placed
 from jaxsparse.types import Comm
 
@@ -271,7 +272,9 @@ class TrainStep:
       shared = given._replace(model_state=None) if self._worker.model_state == "worker" else given
       replicas.check_processes(engine, shared._asdict(), "step: argument ")
       worker = functools.partial(self._worker.step, engine.comm)
-      checked = replication.checked(worker, in_specs, out_specs, engine.axis, _LIKELY_MISTAKES, engine.others)
+      checked = replication.checked(
+        worker, in_specs, out_specs, engine.axis, _LIKELY_MISTAKES, engine.others, commit_early
+      )
       options = compiler_options(engine.platform) if states.in_groups(state) else None
       donated = (0, 1) if self._donate else ()
       open_: Any = None  # the compiler's choice

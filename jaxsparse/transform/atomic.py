@@ -1,10 +1,12 @@
 """`js.atomic`: a step that is skipped leaves everything as it was, in all transformations of a chain."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend import core
 
 from jaxsparse.transform import state as states
 
@@ -65,7 +67,7 @@ def undone(skipped: jax.Array, before: Any, after: Any) -> Any:
 
   def keep(old: Any, new: Any) -> Any:
     if not states.is_reduce_state(old):
-      return jnp.where(skipped, old, new)
+      return _old_if(skipped, old, new)
     counters = new.counters._replace(
       skipped=jnp.full_like(new.counters.skipped, skipped),
       skipped_steps=old.counters.skipped_steps + skipped.astype(jnp.int32),
@@ -74,3 +76,49 @@ def undone(skipped: jax.Array, before: Any, after: Any) -> Any:
     return new._replace(carried=carried, counters=counters)
 
   return jax.tree.map(keep, before, after, is_leaf=states.is_reduce_state)
+
+
+@jax.jit
+def _old_if(skipped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+  """An equation of its own in the jaxpr, which `commit_early` finds."""
+  return jnp.where(skipped, old, new)
+
+
+def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+  """The program with each array of a state chosen, old or new, where the new one is computed, and read as chosen.
+
+  An optimizer computes its update from its new state. As `atomic` is written, it reads a state that a skipped step does
+  not keep, so that XLA needs memory for both. In a skipped step the update is zero whatever it is computed from. So it
+  can be computed from the state that is kept, which takes the place of the old one.
+  """
+  jaxpr = closed.jaxpr
+  is_choice = lambda equation: equation.params.get("name") == "_old_if"
+  # First all that tells whether the step is skipped.
+  wanted = {equation.invars[0] for equation in jaxpr.eqns if is_choice(equation)}
+  first: list[core.JaxprEqn] = []
+  for equation in reversed(jaxpr.eqns):
+    if not wanted.isdisjoint(equation.outvars):
+      wanted.update(atom for atom in equation.invars if isinstance(atom, core.Var))
+      first.insert(0, equation)
+  rest = [equation for equation in jaxpr.eqns if wanted.isdisjoint(equation.outvars)]
+  inputs = {*jaxpr.invars, *jaxpr.constvars}
+  choices = [one for one in rest if is_choice(one) and one.invars[1] in inputs]
+  pending = {choice.invars[2]: choice for choice in choices}
+  equations, chosen = list(first), {}
+
+  def choose(variables: Iterable[Any]) -> None:
+    for new in variables:
+      if choice := pending.pop(new, None):
+        equations.append(choice)
+        chosen[new] = choice.outvars[0]
+        choose(choice.outvars)
+
+  known = inputs.union(*(equation.outvars for equation in first))
+  choose([new for new in pending if new in known])
+  moved = {id(choice) for choice in choices}
+  for equation in rest:
+    if id(equation) not in moved:
+      atoms = [chosen.get(atom, atom) if isinstance(atom, core.Var) else atom for atom in equation.invars]
+      equations.append(equation.replace(invars=atoms))
+      choose(equation.outvars)
+  return core.ClosedJaxpr(jaxpr.replace(eqns=equations), closed.consts)

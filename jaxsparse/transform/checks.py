@@ -11,7 +11,7 @@ import optax
 from jaxsparse import _compat
 from jaxsparse.comm import AxisComm
 from jaxsparse.transform.groups import Group, Method
-from jaxsparse.transform.state import ReduceState, devices_of, reduce_states, split
+from jaxsparse.transform.state import ReduceState, devices_of, local_states, reduce_states, split
 from jaxsparse.types import Comm
 
 
@@ -108,6 +108,12 @@ def check_arrays(state: Any) -> None:
         f"state{jax.tree_util.keystr(path)} is a shape, as in js.abstract_state, and no array: restore a checkpoint "
         "into it and give what is restored"
       )
+
+
+def check_landed(name: str, state: Any) -> None:
+  """Raises ValueError if an update of local steps with a delay is in flight, which the function `name` would lose."""
+  if any(node.flight and int(np.max(_compat.here(node.flight.left))) for node in local_states(state)):
+    raise ValueError(f"{name}: an update of local steps is in flight, apply it by step.synchronize(params, state)")
 
 
 def check_alive(trees: dict[str, Any]) -> None:

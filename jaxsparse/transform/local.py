@@ -234,7 +234,7 @@ class _LocalSteps(NamedTuple):
     """The inner state and what is moved after the step of this worker, and whether both are finite, bool[]."""
     before = jax.tree.map(lambda leaf: leaf[0], state.inner)
     updates, after = self.inner.update(grads, before, own_params(params, state), **extra)
-    finite = _all_finite(updates) & _stay_finite(before, after)
+    finite = flatten.all_finite(updates) & _stay_finite(before, after)
     if states.reduce_states(after):  # a transform returns zeros for what is not finite
       finite &= ~states.skipped(after)
     if self.at_once:
@@ -346,17 +346,11 @@ def _fragments(sizes: tuple[int, ...], count: int) -> list[int]:
   return numbers
 
 
-def _all_finite(tree: Any) -> jax.Array:
-  """Whether no floating-point array has NaN or Inf, bool[]."""
-  floating = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-  return jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in floating], jnp.bool_))
-
-
 def _stay_finite(before: Any, after: Any) -> jax.Array:
   """Whether NaN and Inf are only where they were `before`, as in the best loss so far of a schedule, bool[]."""
   floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-  stays = lambda old, new: (jnp.isfinite(new) | ~jnp.isfinite(old)).all() if floating(new) else jnp.bool_(True)
-  return jnp.all(jnp.array(jax.tree.leaves(jax.tree.map(stays, before, after)), jnp.bool_))
+  new = lambda old, new: jnp.where(jnp.isfinite(old), new, 0) if floating(new) else new
+  return flatten.all_finite(jax.tree.map(new, before, after))
 
 
 def _unsent(moved: jax.Array, sent: jax.Array) -> jax.Array:

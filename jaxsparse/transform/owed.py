@@ -136,10 +136,10 @@ def taken(
   moved: list[jax.Array] | None = None,
   mean: Callable[[list[jax.Array]], list[jax.Array]] = lambda owing: owing,
 ) -> tuple[list[jax.Array], ReduceState]:
-  """The residual of a worker, in the shapes and dtypes of the leaves, and the state with a residual of zeros.
+  """The residual of a worker, in the shapes and dtypes of the leaves, and the state without it.
 
-  With what a worker has `moved` of each leaf, that is added, and the sums are float32. `mean` makes of the leaves at a
-  device, float32, the means over workers.
+  What a dtype rounds off, or cannot hold, stays in the residual. With what a worker has `moved` of each leaf, that is
+  added, and the sums are float32. `mean` maps the leaves of a device, float32, to their means over the workers.
   """
 
   def step(
@@ -155,10 +155,18 @@ def taken(
         own = [mine + rest.reshape(mine.shape) for mine, rest in zip(own, owed, strict=True)]
       if part.residual is not None or moved is not None:
         owing |= dict(zip(group.leaves, own, strict=True))
-    for leaf, new in zip(owing, mean(list(owing.values())), strict=True):
+    owing = dict(zip(owing, mean(list(owing.values())), strict=True))
+    sent = {leaf: flatten.representable(exact, leaves[leaf].dtype) for leaf, exact in owing.items()}
+    for leaf, new in sent.items():
       leaves[leaf] = new.astype(leaves[leaf].dtype)
-    empty = [part._replace(residual=jax.tree.map(jnp.zeros_like, part.residual)) for part in parts]
-    return leaves, state._replace(carried=joined(empty, _method(node).alone))
+    left = lambda leaf: jnp.zeros_like(sent[leaf]) if sent[leaf] is owing[leaf] else owing[leaf] - sent[leaf]
+    rest = [
+      part
+      if part.residual is None
+      else part._replace(residual=flatten.flatten([left(leaf) for leaf in group.leaves])[0])
+      for group, part in zip(groups, parts, strict=True)
+    ]
+    return leaves, state._replace(carried=joined(rest, _method(node).alone))
 
   nothing = [jnp.zeros_like(leaf) for leaf in leaves]
   return at_devices(step, _method(node).groups, nothing if moved is None else list(moved), node)

@@ -265,7 +265,7 @@ def _delivered(comm: Comm, reduced: Reduced, divisor: int, rounding: Rounding | 
   if rounding:
     exact, mean = mean, rounding(mean, indices)
     error = exact - mean
-  return _Delivered(reduced, mean, error, mark_total(jnp.isfinite(mean).all(), axes_of(comm)))
+  return _Delivered(reduced, mean, error, mark_total(flatten.all_finite(mean), axes_of(comm)))
 
 
 def _applied(
