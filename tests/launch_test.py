@@ -14,6 +14,7 @@ from jaxsparse import launch
 from jaxsparse.launch import guard, records, watch
 from jaxsparse.launch import start as launch_start
 from tests.cases import quick_of, row
+from tests.environment_test import outside
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
 # `make test` takes `mpirun` where a rank is killed, where it passes lines on, and where it is ended itself.
@@ -144,14 +145,13 @@ def test_a_comm_of_mpi_under_the_other_engine_is_refused(tmp_path, what):
 @pytest.mark.parametrize("communicator", ["", "MPI.COMM_WORLD.Clone()"])
 def test_another_mpi_than_that_of_mpirun_is_refused(tmp_path, communicator):
   """It gives each rank a world of its own; so does an MPI that nobody has started."""
-  environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
-  environment |= {"JAXSPARSE_RECORDS": str(tmp_path), "JAXSPARSE_RANK": "1", "JAXSPARSE_RANKS": "3"}
+  environment = outside() | {"JAXSPARSE_RECORDS": str(tmp_path), "JAXSPARSE_RANK": "1", "JAXSPARSE_RANKS": "3"}
   program = f"from mpi4py import MPI; import jaxsparse as js; js.MpiComm({communicator})"
   done = subprocess.run(
     [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
   )
   assert done.returncode == 1
-  assert "RuntimeError: js.MpiComm() in rank 1 of 3: MPI.COMM_WORLD has size 1. " in done.stderr
+  assert "RuntimeError: js.MpiComm(): JAXSPARSE_RANKS=3 states 3 ranks, but MPI.COMM_WORLD has size 1. " in done.stderr
   assert "MPI.COMM_WORLD has size 1" in records.read(tmp_path, 1).said
 
 
@@ -261,10 +261,11 @@ import atexit, os, sys, threading
 from jaxsparse import launch
 
 rank = os.getpid()
+atexit.register(lambda: os.getpid() == rank and os._exit(99))  # as a handler that waits for other ranks
+FIRST
 
 def main():
-  atexit.register(lambda: os.getpid() == rank and os._exit(99))  # as a handler that waits for other ranks
-  launch.fail_on_exceptions()
+  launch.fail_on_exceptions()  # as `join` does
   try:
     sys.exit("caught")
   except SystemExit as error:
@@ -275,36 +276,41 @@ def main():
   if os.fork() == 0:
     sys.exit(5)
   assert os.waitstatus_to_exitcode(os.wait()[1]) == 5
-  return STATUS
+  END
 
 try:
-  sys.exit(main())
+  CALL
 finally:
   if os.getpid() == rank:
     print("cleaned up")
 """
+IN_MAIN = {"FIRST": "", "END": "sys.exit(STATUS)", "CALL": "main()"}
+RETURNS = {"FIRST": "", "END": "return STATUS", "CALL": "sys.exit(main())"}
+ASKS_FIRST = RETURNS | {"FIRST": "launch.fail_on_exceptions()"}
 
 
 @pytest.mark.parametrize(
-  ("code", "status", "printed", "said"),
+  ("program", "code", "status", "printed", "said"),
   [
-    ("'disk is full'", 1, "disk is full\n", "SystemExit: disk is full"),
-    ("3", 3, "", "SystemExit: 3"),
-    ("True", 1, "", "SystemExit: True"),
-    ("0", 99, "", ""),
-    ("None", 99, "", ""),
+    (IN_MAIN, "'disk is full'", 1, "disk is full\n", "SystemExit: disk is full"),
+    (IN_MAIN, "3", 3, "", "SystemExit: 3"),
+    (IN_MAIN, "True", 1, "", "SystemExit: True"),
+    (IN_MAIN, "0", 99, "", ""),
+    (IN_MAIN, "None", 99, "", ""),
+    (ASKS_FIRST, "'disk is full'", 1, "disk is full\n", "SystemExit: disk is full"),
+    (ASKS_FIRST, "3", 3, "", "SystemExit: 3"),
+    (ASKS_FIRST, "0", 99, "", ""),
+    (RETURNS, "3", 99, "", ""),  # Python has looked up `sys.exit` before `main` joins
   ],
 )
-def test_sys_exit_with_a_status_ends_a_rank_at_once(tmp_path, code, status, printed, said):
+def test_sys_exit_with_a_status_ends_a_rank_at_once(tmp_path, program, code, status, printed, said):
   """Unless it is caught, or in a thread or a child."""
   environment = os.environ | {"JAXSPARSE_RECORDS": str(tmp_path), "JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "2"}
+  text = EXITS
+  for name, line in program.items():
+    text = text.replace(name, line.replace("STATUS", code))
   done = subprocess.run(
-    [sys.executable, "-c", EXITS.replace("STATUS", code)],
-    env=environment,
-    capture_output=True,
-    text=True,
-    timeout=120,
-    check=False,
+    [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=120, check=False
   )
   assert (done.returncode, done.stderr, done.stdout) == (status, printed, "cleaned up\n")
   life = records.read(tmp_path, 0)

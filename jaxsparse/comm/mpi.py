@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 from jaxsparse.comm.all_reduce import all_reduce_in_order
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.comm.view import View
-from jaxsparse.launch import guard
+from jaxsparse.launch import environment
 from jaxsparse.launch.rank import join_mpi
 from jaxsparse.types import Reduction
 
@@ -50,7 +50,7 @@ class MpiComm(View):
 
   Raises:
     RuntimeError: in one of several ranks of `jaxsparse.launch --engine=processes`, which MPI does not connect, or if
-      the launcher started another number of ranks than COMM_WORLD has.
+      COMM_WORLD has another number of ranks than a variable of the launcher states (Open MPI, PMI, PMIx, Slurm).
     ImportError: without mpi4jax, or where it was built for another MPI, naming what to install.
 
   Example:
@@ -68,8 +68,8 @@ class MpiComm(View):
 
   def __post_init__(self) -> None:
     join_mpi()  # also where the caller gives a communicator
-    if (ranks := guard.ranks()) is not None:
-      _check_world(ranks)
+    if found := environment.stated():
+      environment.check_mpi("js.MpiComm()", found, _mpi4jax()[0])
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines `x` of all workers of the view in rank order."""
@@ -129,16 +129,6 @@ def _mpi4jax() -> tuple[Any, ModuleType]:
       "docs/how_to/many_hosts.md says; python -m jaxsparse.doctor tells what is missing"
     ) from error
   return MPI, mpi4jax
-
-
-def _check_world(ranks: int) -> None:
-  """Raises RuntimeError unless COMM_WORLD has `ranks` ranks; it has one if mpirun belongs to another MPI."""
-  found = _mpi4jax()[0].COMM_WORLD.Get_size()
-  if found != ranks:
-    raise RuntimeError(
-      f"js.MpiComm() in rank {guard.rank()} of {ranks}: MPI.COMM_WORLD has size {found}. mpi4py and mpi4jax were built "
-      "for another MPI than that of mpirun: install both for it, as docs/how_to/many_hosts.md says"
-    )
 
 
 def _needs_staging() -> bool:

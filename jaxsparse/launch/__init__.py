@@ -11,8 +11,9 @@ ends within a stated time, with a message that names the rank; with `--restarts`
 and `attempt()` counts. When the launcher ends, even by SIGKILL, its ranks end.
 
 `start` makes the commands of a run, `guard` is the parent process of each rank, which ends the rank, `rank` has the
-functions that a rank calls, ranks and guards write `records` for the launcher, `watch` reads them until all ranks have
-ended, and `command` is the command line. None of them imports JAX before a rank joins.
+functions that a rank calls, `environment` reads how many ranks a launcher has started, ranks and guards write `records`
+for the launcher, `watch` reads them until all ranks have ended, and `command` is the command line. None of them imports
+JAX before a rank joins, and importing them changes nothing.
 """
 
 from jaxsparse.launch.command import main

@@ -31,7 +31,12 @@ from typing import Any
 RECORDS, PREFIX, COORDINATOR, RANK, RANKS, DEVICES, GRACE, ATTEMPT = (
   f"JAXSPARSE_{name}" for name in ("RECORDS", "PREFIX", "COORDINATOR", "RANK", "RANKS", "DEVICES", "GRACE", "ATTEMPT")
 )
-RANK_OF = (RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # variables with the number of a rank, one for each launcher
+RANK_OF = (
+  RANK,
+  "OMPI_COMM_WORLD_RANK",
+  "PMI_RANK",
+  "PMIX_RANK",
+)  # variables with the number of a rank, one for each launcher
 STEPS = struct.Struct("<q")  # format of a rank's number of steps
 HAS_PROC = sys.platform == "linux" and os.path.exists("/proc/self/stat")  # a guard finds its descendants in /proc
 KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL

@@ -10,15 +10,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from jaxsparse.launch import guard, records
+from jaxsparse.launch import environment, guard, records
 
 START_TIMEOUT = 120.0  # seconds until every rank must have called `join`
 HEARTBEAT = 10  # seconds without a heartbeat after which a rank counts as dead
 GRACE = 60.0  # seconds that ranks get to end after the first rank has ended with status 0
 
+_JOIN = "jaxsparse.launch.join()"
 _OTHERS = 0.3  # seconds to wait for the record of another rank whose connection has failed
 _AFTER_LAUNCHER = 10.0  # seconds that JAX waits longer than the launcher, so that the launcher names the cause
 
@@ -30,21 +31,32 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
   then the devices of all ranks: of each its GPUs, or one CPU device, or as many as `--devices` of the launcher says. In
   another process it does nothing. A program that uses `js.MpiComm` needs no `join`: the comm itself joins MPI.
 
+  The launcher's variables state how many ranks it has started, and `join` refuses any other number: for example, an MPI
+  that is not that of mpirun lets each rank train alone. PMIx alone states no number; there only ranks above 0 notice.
+  Where one launcher has started another, the inner one counts: `run`, then mpirun (of several ranks), then srun.
+
+  From then on a failure ends this rank at once, as `fail_on_exceptions` says.
+
   Args:
     timeout: seconds until every rank must have joined.
 
   Raises:
-    RuntimeError: of JAX, if a rank does not join in time.
+    RuntimeError: if the ranks are not as many as a variable of the launcher states, or if two variables state different
+      numbers; of JAX, if a rank does not join in time.
+    ImportError: in a rank of mpirun, without mpi4py.
 
   Example:
     >>> import jaxsparse.launch
     >>> jaxsparse.launch.join()  # this process is not a rank
   """
-  if not is_rank():
+  found = environment.stated()
+  if not found:
     return
   import jax
 
   arrived()
+  fail_on_exceptions()
+  where = _run_of(found)
   grace = float(os.environ.get(guard.GRACE, GRACE))
   limits: dict[str, Any] = {
     "initialization_timeout": round(timeout),
@@ -54,33 +66,33 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
   _keep_stdout_clean()
   jax.config.update("jax_num_cpu_devices", int(os.environ.get(guard.DEVICES, "1")))
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  if guard.COORDINATOR in os.environ:
-    address, ranks, rank = (os.environ[name] for name in (guard.COORDINATOR, guard.RANKS, guard.RANK))
-    jax.distributed.initialize(address, int(ranks), int(rank), **limits)
-  else:
-    method = None if guard.rank() is None else "mpi4py"
-    jax.distributed.initialize(cluster_detection_method=method, **limits)
-  fail_on_exceptions()
+  jax.distributed.initialize(**where, **limits)
+  _tell_first_at_exit()
+  advice = "JAX_COORDINATOR_ADDRESS and other variables of JAX may name another run"
+  environment.check(_JOIN, found, jax.process_count(), "jax.process_count() is", advice)
   _connect()
 
 
 def join_mpi() -> None:
-  """Makes this process a rank of MPI before MPI starts; `js.MpiComm()` calls it.
+  """Makes this process a rank of MPI; `js.MpiComm()` calls it before MPI starts.
 
   Raises:
-    RuntimeError: in one of several ranks of `--engine=processes`, each of which MPI would take for its only rank.
+    RuntimeError: in one of several ranks of `--engine=processes`, each of which MPI would take for its only rank; or if
+      two variables of launchers state different numbers of ranks.
   """
-  if not is_rank():
+  found = environment.stated()
+  if not found:
     return
   arrived()
   fail_on_exceptions()
-  ranks = int(os.environ.get(guard.RANKS, "1"))
+  ranks = found[0].ranks
   if guard.COORDINATOR in os.environ and ranks > 1:
     raise RuntimeError(
       f"js.MpiComm() in rank {guard.rank()} of {ranks}, which was started with --engine=processes: MPI would see one "
       f"rank. Start the program with python -m jaxsparse.launch --engine=mpi --ranks={ranks}, or call "
       "jaxsparse.launch.join() and give a mesh in place of the comm"
     )
+  environment.check_consistent("js.MpiComm()", found)
 
 
 def arrived() -> None:
@@ -99,12 +111,24 @@ def fail(error: object) -> NoReturn:
 
 @functools.cache
 def fail_on_exceptions() -> None:
-  """Makes an uncaught exception end this rank at once; a normal exit would wait for the other ranks forever.
+  """Makes a failure end this rank at once, where a normal exit would wait for other ranks that wait for this one.
 
-  The rank tells the launcher the exception, or at a normal exit that it leaves the run. A rank that fails because
-  another one did prints one line instead of a traceback. `sys.exit` with a message or a status other than 0 is an
-  uncaught exception too, unless the program catches it; `raise SystemExit` is not.
+  It replaces `sys.excepthook` and `sys.exit`; `join` and `js.MpiComm()` call it. An uncaught exception then ends the
+  rank, and so does `sys.exit` with a message or a status other than 0, unless the program catches it. The launcher is
+  told the exception, or at a normal exit that the rank leaves the run. A rank that fails because another one did prints
+  one line instead of a traceback. In a process that is not a rank nothing changes.
+
+  In ``sys.exit(main())`` Python looks up `sys.exit` before `main` joins. Where `main` returns a status, call this
+  function first:
+
+      launch.fail_on_exceptions()
+      sys.exit(main())
+
+  A rank for which that was not done, or that ends by `raise SystemExit`, ends as if nothing had failed: the launcher
+  ends the others in their next step or after `--grace`, JAX ends them after 70 s, and under `mpirun` they wait.
   """
+  if not is_rank():
+    return
   before = sys.excepthook
 
   def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -119,9 +143,9 @@ def fail_on_exceptions() -> None:
     os._exit(1)
 
   sys.excepthook = hook
-  _replace_exit()
   _Exit.rank = os.getpid()
-  atexit.register(_leave, os.getpid())  # runs before what JAX and MPI registered, which waits for the other ranks
+  _replace_exit()
+  _tell_first_at_exit()
 
 
 def count_step(processes: int) -> None:
@@ -140,7 +164,7 @@ def is_rank() -> bool:
     >>> is_rank()
     False
   """
-  return guard.rank() is not None or ("SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
+  return bool(environment.stated())
 
 
 def attempt() -> int:
@@ -159,7 +183,7 @@ class _Exit(SystemExit):
   The interpreter calls no hook for SystemExit. It reads `code` when no Python frame is left that could catch it.
 
   Attributes:
-    rank: process id of the rank, set once others may wait for it; a forked process ends as usual.
+    rank: process id of the rank; a forked process ends as usual.
   """
 
   rank: int | None = None
@@ -176,7 +200,6 @@ class _Exit(SystemExit):
     os._exit(found & 0xFF if isinstance(found, int) else 1)
 
 
-@functools.cache
 def _replace_exit() -> None:
   """Makes `sys.exit` raise `_Exit` in the main thread; in other threads SystemExit ends the thread alone."""
   leave = sys.exit
@@ -198,6 +221,31 @@ def _has_lost_another(said: str) -> bool:
       return True
     time.sleep(0.02)
   return False
+
+
+def _run_of(found: Sequence[environment.Stated]) -> dict[str, Any]:
+  """What tells `jax.distributed.initialize` the run of this rank; raises where that would be another run."""
+  if guard.COORDINATOR in os.environ:
+    address, ranks, rank = (os.environ[name] for name in (guard.COORDINATOR, guard.RANKS, guard.RANK))
+    return {"coordinator_address": address, "num_processes": int(ranks), "process_id": int(rank)}
+  environment.check_consistent(_JOIN, found)
+  if found[0].variable in environment.SLURM:
+    return {"cluster_detection_method": "slurm"}
+  try:
+    from mpi4py import MPI
+  except (ImportError, RuntimeError) as error:
+    advice = f"Install it for the MPI of the launcher, or use python -m jaxsparse.launch --ranks={found[0].ranks}"
+    raise ImportError(
+      f"{_JOIN}: {found[0]}, which MPI connects, but mpi4py does not load: {error}. {advice}"
+    ) from error
+  environment.check_mpi(_JOIN, found, MPI)
+  return {"cluster_detection_method": "mpi4py"}
+
+
+def _tell_first_at_exit() -> None:
+  """Makes `_leave` the first exit handler: those that JAX registers wait for the other ranks."""
+  atexit.unregister(_leave)
+  atexit.register(_leave, os.getpid())
 
 
 def _leave(rank: int) -> None:
@@ -257,7 +305,3 @@ def _without_gloo_lines() -> Iterator[None]:
       os.dup2(2, 1)
       written.seek(0)
       os.write(2, guard.without_gloo_lines(written.read()))
-
-
-if is_rank():
-  _replace_exit()  # at import, since Python evaluates `sys.exit` in `sys.exit(main())` before `main` joins

@@ -1,0 +1,86 @@
+"""How many ranks were started with this process, by the variables that launchers set for each rank."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxsparse.launch import guard
+
+SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+_MPI = {"OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE", "PMI_RANK": "PMI_SIZE", "PMIX_RANK": ""}  # PMIx has no size
+
+
+class Stated(NamedTuple):
+  """A number of ranks that a variable states.
+
+  Attributes:
+    variable: its name.
+    ranks: the number.
+    exact: False where the variable holds the number of this rank, so that there are at least `ranks`.
+  """
+
+  variable: str
+  ranks: int
+  exact: bool = True
+
+  def allows(self, ranks: int) -> bool:
+    """Whether there may be `ranks` ranks."""
+    return ranks == self.ranks if self.exact else ranks >= self.ranks
+
+  def __str__(self) -> str:
+    return f"{self.variable}={os.environ[self.variable]} states {'' if self.exact else 'at least '}{self.ranks} ranks"
+
+
+def stated() -> list[Stated]:
+  """What the launcher that started this process as a rank states; nothing in a process that is not a rank.
+
+  Where one launcher has started another, a rank has the variables of both, and the inner one counts: this library's,
+  then mpirun, which may start its ranks by srun, then srun. An mpirun of one rank, such as a shell, comes after an srun
+  of several. Slurm's variables count in a step, that is under srun: a batch script has some without being a rank.
+  Variables of PMI and PMIx that agree with those of the step are Slurm's own.
+  """
+  if guard.COORDINATOR in os.environ:
+    return _read(guard.RANK, guard.RANKS)
+  slurm = [one for name in SLURM if "SLURM_STEP_ID" in os.environ for one in _read(name, name)]
+  mpi = [one for rank, size in _MPI.items() if rank in os.environ for one in _read(rank, size)]
+  mpi = [one for one in mpi if not (one.variable.startswith("PMI") and any(one.allows(own.ranks) for own in slurm))]
+  mpi = _read(guard.RANK, guard.RANKS) + mpi
+  several = [one for one in mpi if one.ranks > 1]
+  return several or (slurm if any(one.ranks > 1 for one in slurm) else mpi)
+
+
+def check_consistent(who: str, found: Sequence[Stated]) -> None:
+  """Raises RuntimeError if two variables state numbers of ranks that cannot both be right."""
+  advice = "Unset the one whose launcher did not start this process, or start the program by one launcher"
+  for one in found:
+    if one.exact:
+      check(who, found, one.ranks, f"{one.variable} states", advice)
+
+
+def check_mpi(who: str, found: Sequence[Stated], mpi: Any) -> None:
+  """Raises RuntimeError unless `mpi4py.MPI` counts the stated ranks; it counts one where another MPI started them."""
+  library = mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
+  by = f"the mpirun of {library}"
+  if found[0].variable in SLURM:
+    by += " or an srun --mpi=TYPE that it supports (srun --mpi=list)"
+  advice = (
+    f"mpi4py was built for {library}, probably another MPI than the launcher's, so this rank would train without the "
+    f"others. Start the program by {by}, or build mpi4py and mpi4jax for the launcher's MPI, as "
+    "docs/how_to/many_hosts.md says. Without MPI, call jaxsparse.launch.join() and start the program by "
+    f"python -m jaxsparse.launch --ranks={found[0].ranks}"
+  )
+  check(who, found, mpi.COMM_WORLD.Get_size(), "MPI.COMM_WORLD has size", advice)
+
+
+def check(who: str, found: Sequence[Stated], ranks: int, counted: str, advice: str) -> None:
+  """Raises RuntimeError with the variable, both numbers and the advice unless all that is stated allows `ranks`."""
+  for one in found:
+    if not one.allows(ranks):
+      raise RuntimeError(f"{who}: {one}, but {counted} {ranks}. {advice}")
+
+
+def _read(rank: str, size: str) -> list[Stated]:
+  """What two variables state, the number of this rank and the number of ranks; nothing if neither is set."""
+  if size in os.environ:
+    return [Stated(size, int(os.environ[size]))]
+  return [Stated(rank, int(os.environ[rank]) + 1, exact=False)] if rank in os.environ else []
