@@ -99,7 +99,7 @@ class Collective(abc.ABC):
     return False
 
   def slots(self, n: int, size: int) -> int:
-    """An upper bound on the length of the arrays that a step indexes, here n padded to a multiple of `size` workers."""
+    """An upper bound on the i32 indices and offsets of a step, here n padded to a multiple of `size` workers."""
     return n + size
 
   def check_size(self, n: int, size: int) -> None:
@@ -110,9 +110,11 @@ class Collective(abc.ABC):
     """
     slots = self.slots(n, size)
     if slots > _MOST:
+      unpacked = "" if getattr(self, "wire", "f32") == "f32" else ", by wire='f32'"
       raise ValueError(
         f"{self.name}: {n} gradient entries at each of {size} workers take {slots} indices, which have 31 bits: choose "
-        f"at most {_MOST}, by groups of leaves (js.bucketed_transform) or a smaller density or k; or choose 'dense'"
+        f"at most {_MOST}, by groups of leaves (js.bucketed_transform) or a smaller density or k{unpacked}; or choose "
+        "'dense'"
       )
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
