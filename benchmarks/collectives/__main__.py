@@ -35,6 +35,7 @@ import contextlib
 import datetime
 import itertools
 import json
+import math
 import os
 import pathlib
 import signal
@@ -188,7 +189,7 @@ def _limited(label: str) -> Iterator[None]:
 def _profile(place: workers.Workers, chosen: Sequence[specs.Spec]) -> js.costs.Profile | None:
   if not _PREDICT.value:
     return None
-  return js.costs.fit(place.where, algorithms=list(dict.fromkeys(map(_label, chosen))))
+  return js.costs.fit(place.where, algorithms=list(dict.fromkeys(map(_label, chosen))), seconds=math.inf)
 
 
 def _label(spec: specs.Spec) -> str:
