@@ -49,12 +49,13 @@ class Collective(abc.ABC):
   """
 
   def __post_init__(self) -> None:
-    for field, value in vars(self).items():
-      if isinstance(value, jax.Array):
-        raise TypeError(
-          f"{self.name}: {field} must be a plain Python value, it is part of the program that is compiled; under "
-          "optax.inject_hyperparams name it in static_args"
-        )
+    if arrays := [field for field, value in vars(self).items() if isinstance(value, jax.Array)]:
+      options = tuple(field.name for field in dataclasses.fields(self) if field.init)
+      raise TypeError(
+        f"{self.name}: {', '.join(arrays)} must be plain Python values, they are part of the program that is compiled. "
+        "optax.inject_hyperparams makes arrays of all numbers, of defaults too, but of those in its static_args: give "
+        f"static_args={options!r}"
+      )
     for field, choices in choices_of(type(self)).items():
       if getattr(self, field) not in choices:
         raise ValueError(

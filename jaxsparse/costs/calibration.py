@@ -319,7 +319,8 @@ def _algorithms(
     measured[label] = Algorithm(arithmetic, fills[number], reducing, count_agreements(jaxpr), slowdown)
     remaining = left()
     if progress and engine.process == 0:
-      progress(f"{number + 1} of {len(labels)}: {label}, {1e9 * arithmetic:.3g} ns an entry, {max(0.0, remaining):.0f} s left")
+      spent = f"{1e9 * arithmetic:.3g} ns an entry, {max(0.0, remaining):.0f} s left"
+      progress(f"{number + 1} of {len(labels)}: {label}, {spent}")
   return measured
 
 

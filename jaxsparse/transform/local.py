@@ -21,6 +21,7 @@ from jaxsparse import flatten
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
+from jaxsparse.transform.checks import with_check
 from jaxsparse.transform.own import own_params, with_residual
 from jaxsparse.transform.state import Flight, LocalState
 
@@ -134,8 +135,8 @@ def local_steps(
     turn = _LocalSteps(inner, outer, every, delay, mixing, apply_residual, offset)
     turns.append(optax.GradientTransformationExtraArgs(turn.init, turn.update))
   if fragments == 1:
-    return turns[0]
-  return optax.multi_transform(dict(enumerate(turns)), functools.partial(_fragments, count=fragments))
+    return with_check(turns[0])
+  return with_check(optax.multi_transform(dict(enumerate(turns)), functools.partial(_fragments, count=fragments)))
 
 
 def _fragments(params: optax.Params, count: int) -> Any:
