@@ -27,6 +27,7 @@ _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["all"], specs.HELP)
 _WORKERS = flags.DEFINE_list("workers", ["2", "4", "6", "8", "14", "64", "256"], "Numbers of workers.")
 _N = flags.DEFINE_integer("n", 14_728_266, "Gradient entries; VGG-16 by default.")
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to deliver.")
+_PAPERS = flags.DEFINE_bool("papers", False, papers.HELP)
 _JSON = flags.DEFINE_bool(
   "json", False, "Print the rows as JSON on standard output, everything else on standard error."
 )
@@ -119,10 +120,11 @@ def main() -> None:
   """Counts every chosen algorithm and reports."""
   console = make_console(stderr=_JSON.value)
   rows = _rows(console)
+  if _PAPERS.value:
+    console.print(papers.beside(papers.of("costs")))
   console.print(
     table(rows, f"one update of n = {_N.value:,} entries, density {_DENSITY.value:g}, 4-byte words a worker")
   )
-  console.print(papers.beside(papers.of("costs")))
   if _JSON.value:
     print(json.dumps([{name: _plain(value) for name, value in one._asdict().items()} for one in rows]))
 

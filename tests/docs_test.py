@@ -38,6 +38,7 @@ TESTED = {
   "docs/how_to/sharded_models.md",
   "docs/how_to/stragglers.md",
   "docs/how_to/training_step.md",
+  "docs/sharp_bits.md",
 }
 """The pages whose snippets run here; docs/index.md and docs/which_method.md repeat lines of others."""
 
@@ -107,9 +108,10 @@ def test_steps_leaves_and_precision(tmp_path):
   _, step, accumulate, _, simulated = snippets("docs/how_to/training_step.md")
   special, _, frozen = snippets("docs/how_to/leaves.md")
   cast, wire = snippets("docs/how_to/precision.md")
+  (hyperparameters,) = snippets("docs/sharp_bits.md")
   still = "assert float(abs(params['bias']).max()) == 0\n"
   parts = [CONTEXT, step, accumulate, DATA, simulated, MOVED, DATA, special, TRAIN, DATA, frozen, TRAIN, MOVED]
-  run("\n".join([*parts, still, DATA, cast, MOVED, DATA, wire, TRAIN]), tmp_path)
+  run("\n".join([*parts, still, DATA, cast, MOVED, DATA, wire, TRAIN, hyperparameters, DATA, TRAIN]), tmp_path)
 
 
 @pytest.mark.long  # `js.costs` and `js.overlap` have tests of their own

@@ -35,6 +35,7 @@ import contextlib
 import datetime
 import itertools
 import json
+import math
 import os
 import pathlib
 import signal
@@ -75,6 +76,7 @@ _PREDICT = flags.DEFINE_bool("predict", False, "Also fit the cost model on the s
 _CACHE_DIR = flags.DEFINE_string("cache_dir", "out/cache", recorded.CACHE_HELP)
 _SHARE = flags.DEFINE_bool("share_programs", True, "Share compiled programs between ranks and runs.")
 _REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for collectives.jsonl and the figure collectives.png.")
+_PAPERS = flags.DEFINE_bool("papers", False, papers.HELP)
 _JSON = flags.DEFINE_bool(
   "json", False, "Print the rows as JSON on standard output, everything else on standard error."
 )
@@ -188,7 +190,7 @@ def _limited(label: str) -> Iterator[None]:
 def _profile(place: workers.Workers, chosen: Sequence[specs.Spec]) -> js.costs.Profile | None:
   if not _PREDICT.value:
     return None
-  return js.costs.fit(place.where, algorithms=list(dict.fromkeys(map(_label, chosen))))
+  return js.costs.fit(place.where, algorithms=list(dict.fromkeys(map(_label, chosen))), seconds=math.inf)
 
 
 def _label(spec: specs.Spec) -> str:
@@ -232,7 +234,9 @@ def _report(measured: Sequence[Measured], failed: Sequence[str]) -> bool:
   console = workers.make_console(stderr=_JSON.value)
   folder = pathlib.Path(_REPORT_DIR.value)
   if measured:
-    console.print(rows.table(measured), papers.beside(papers.of("collectives")))
+    if _PAPERS.value:
+      console.print(papers.beside(papers.of("collectives")))
+    console.print(rows.table(measured))
     rows.figure(measured, folder / "collectives.png")
     console.print(f"rows: {folder / 'collectives.jsonl'}, figure: {folder / 'collectives.png'}", soft_wrap=True)
   wrong = sum(one.row.wrong for one in measured)

@@ -7,6 +7,7 @@ everything ready at the end of backward where none is hidden. Parameters after t
 all-reduce.
 """
 
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ class Lab:
     n = sum(leaf.size for leaf in jax.tree.leaves(self._params))
     self._sparse = {"density": density}
     algorithms = ["dense", js.costs.label_of("spardl", self._sparse)]
-    self._profile = js.costs.fit(workers.where, n=n, algorithms=algorithms, repetitions=repetitions)
+    self._profile = js.costs.fit(workers.where, n=n, algorithms=algorithms, repetitions=repetitions, seconds=math.inf)
     self._runtime = js.overlap.runtime_of(workers.where, repetitions=repetitions)
 
   @property

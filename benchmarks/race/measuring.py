@@ -156,7 +156,7 @@ def advised(race: Race, runners: Sequence[Runner], rate: str) -> Advised:
   methods = [runner.method for runner in runners]
   labels = dict.fromkeys(js.costs.label_of(one.spec.name, one.spec.config) for one in methods)
   trainer = Trainer(race.task, methods[0], runners[0].recipe, race.place, race.batch_size, seed=0)
-  profile = js.costs.fit(race.place.where, n=trainer.params, algorithms=list(labels))
+  profile = js.costs.fit(race.place.where, n=trainer.params, algorithms=list(labels), seconds=math.inf)
   known = {(one.method.label, one.optimizer) for one in runners}
   evidence = [one for one in js.costs.evidence() if (one.method, one.optimizer) in known]
   found = js.costs.advise(trainer.params, profile, evidence=evidence, compute=_compute(race, trainer, watch))

@@ -66,6 +66,7 @@ _FOLDS = flags.DEFINE_integer(
 )
 _TRACE = flags.DEFINE_list("trace", [], "Metrics of js.metrics to draw over the steps, for example selected,delivered.")
 _REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for train.json and the figures demo.png and trace.png.")
+_PAPERS = flags.DEFINE_bool("papers", False, papers.HELP)
 _JSON = flags.DEFINE_bool(
   "json", False, "Print the result as JSON on standard output, everything else on standard error."
 )
@@ -160,7 +161,9 @@ def main() -> None:
 def _report(runs: list[Run], title: str, console: rich.console.Console) -> None:
   path = pathlib.Path(_REPORT_DIR.value) / "demo.png"
   tables.figure(runs, title, path)
-  console.print(tables.table(runs, f"after {_STEPS.value} steps"), papers.beside(papers.of("train")))
+  if _PAPERS.value:
+    console.print(papers.beside(papers.of("train")))
+  console.print(tables.table(runs, f"after {_STEPS.value} steps"))
   console.print(f"figure: {path}")
   if _TRACE.value:
     path = path.with_name("trace.png")

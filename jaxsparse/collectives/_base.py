@@ -49,12 +49,13 @@ class Collective(abc.ABC):
   """
 
   def __post_init__(self) -> None:
-    for field, value in vars(self).items():
-      if isinstance(value, jax.Array):
-        raise TypeError(
-          f"{self.name}: {field} must be a plain Python value, it is part of the program that is compiled; under "
-          "optax.inject_hyperparams name it in static_args"
-        )
+    if arrays := [field for field, value in vars(self).items() if isinstance(value, jax.Array)]:
+      options = tuple(field.name for field in dataclasses.fields(self) if field.init)
+      raise TypeError(
+        f"{self.name}: {', '.join(arrays)} must be plain Python values, they are part of the program that is compiled. "
+        "optax.inject_hyperparams makes arrays of all numbers, of defaults too, but of those in its static_args: give "
+        f"static_args={options!r}"
+      )
     for field, choices in choices_of(type(self)).items():
       if getattr(self, field) not in choices:
         raise ValueError(
@@ -109,7 +110,7 @@ class Collective(abc.ABC):
     return False
 
   def slots(self, n: int, size: int) -> int:
-    """An upper bound on the length of the arrays that a step indexes, here n padded to a multiple of `size` workers."""
+    """An upper bound on the i32 indices and offsets of a step, here n padded to a multiple of `size` workers."""
     return n + size
 
   def check_size(self, n: int, size: int) -> None:
@@ -120,9 +121,11 @@ class Collective(abc.ABC):
     """
     slots = self.slots(n, size)
     if slots > _MOST:
+      unpacked = "" if getattr(self, "wire", "f32") == "f32" else ", by wire='f32'"
       raise ValueError(
         f"{self.name}: {n} gradient entries at each of {size} workers take {slots} indices, which have 31 bits: choose "
-        f"at most {_MOST}, by groups of leaves (js.bucketed_transform) or a smaller density or k; or choose 'dense'"
+        f"at most {_MOST}, by groups of leaves (js.bucketed_transform) or a smaller density or k{unpacked}; or choose "
+        "'dense'"
       )
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:

@@ -157,6 +157,9 @@ class SelectingCollective(EncodingCollective):
     """The codec of selected entries, to which nothing has been added."""
     return codec_of(self.wire, length, by_chunk=self.method.one_per_chunk)
 
+  def slots(self, n: int, size: int) -> int:
+    return max(super().slots(n, size), self.method.slots(n, self.entries(n)))
+
   def init(self, n: int, size: int) -> State:
     self.check_selector(n, self.entries(n))
     return super().init(n, size)._replace(worker=self.method.init(1))

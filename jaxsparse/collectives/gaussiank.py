@@ -64,6 +64,9 @@ class GaussianK(EncodingCollective):
     """The largest number of entries that one worker sends."""
     return min(n, math.ceil(5 * self.entries(n) / 4))
 
+  def slots(self, n: int, size: int) -> int:
+    return max(super().slots(n, size), self.codec(n).slots(size, self.capacity(n)))
+
   def cost(self, n: int, size: int) -> Cost:
     words = words_of(self.codec(n), size, self.capacity(n))
     return Cost(len(topology.strides(size)), words, agreements=int(size > 1))

@@ -51,7 +51,8 @@ class GTopk(SelectingCollective):
   """
 
   def slots(self, n: int, size: int) -> int:
-    return max(super().slots(n, size), 2 * self.entries(n))  # a merge has two times k slots
+    k = self.entries(n)
+    return max(super().slots(n, size), 2 * k, self.codec(n).slots(1, k))  # a merge has two times k slots
 
   def cost(self, n: int, size: int) -> Cost:
     rounds = 2 * len(topology.strides(size))

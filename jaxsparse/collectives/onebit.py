@@ -19,7 +19,7 @@ import numpy as np
 from jaxsparse.collectives._base import Collective, check_fraction
 from jaxsparse.comm import all_gather, exchange, in_rank_order, topology
 from jaxsparse.sparse.bitset import BITS
-from jaxsparse.sparse.sums import rounded, rounded_up, row_sums
+from jaxsparse.sparse.sums import rounded, row_sums, unit_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 _BLOCK = 1024  # entries, so that scales add a bit to every 32
@@ -130,11 +130,7 @@ def encoded(x: jax.Array, shares: jax.Array) -> jax.Array:
     Array([-5.,  5., -5.], dtype=float32)
   """
   flat = x.reshape(-1, x.shape[-1])
-  largest = jnp.max(jnp.abs(flat), axis=1)
-  unit = jnp.where(
-    largest == 0, 1.0, rounded_up(largest, bits=23)
-  )  # a power of two: squares neither over- nor underflow
-  unit = jnp.minimum(unit, 2.0**126)  # whose reciprocal is no subnormal
+  unit = unit_of(jnp.max(jnp.abs(flat), axis=1))
   squares = row_sums(rounded((flat / unit[:, None]) ** 2)).reshape(shares.shape)
   scale = rounded(unit.reshape(shares.shape) * jnp.sqrt(squares * shares))
   signs = (x < 0).reshape(*shares.shape, -1, BITS)

@@ -39,6 +39,9 @@ class TopkA(SelectingCollective):
     >>> tx = optax.chain(js.topka_transform("workers", density=0.01), optax.sgd(0.1))
   """
 
+  def slots(self, n: int, size: int) -> int:
+    return max(super().slots(n, size), self.chosen_codec(n).slots(size, self.entries(n)))
+
   def cost(self, n: int, size: int) -> Cost:
     return Cost(len(topology.strides(size)), words_of(self.chosen_codec(n), size, self.entries(n)))
 

@@ -55,6 +55,10 @@ class TopkDSA(SelectingCollective):
   def sizes_vary(self) -> bool:
     return True
 
+  def slots(self, n: int, size: int) -> int:
+    most = self.capacities(n, size)[-1]  # entries of a region are looked for up to so many beyond all k
+    return max(super().slots(n, size), self.entries(n) + most, self.codec(n).slots(size, most))
+
   def cost(self, n: int, size: int) -> Cost:
     length = math.ceil(n / size)
     # The published words are for entries of two words each; a very short message of another format may take more.

@@ -116,11 +116,13 @@ class SimComm(AxisComm):
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines `x` in rank order and in float32, as XLA's all-reduce on CPU does."""
-    gathered = jax.lax.all_gather(x, self.axis)
-    if self.members is not None:
-      first = self._position() - self.rank * self.stride
-      gathered = gathered[first + jnp.arange(self.size, dtype=jnp.int32) * self.stride]
-    return mark_total(combined(gathered, op), self.axes)
+    gathered = jax.lax.all_gather(x, self.axis)  # one array for all workers under vmap
+    if self.size == self._everyone():
+      return mark_total(combined(gathered, op), self.axes)
+    # All views are reduced at once. For the rows of its view alone, each worker would have an array of its own.
+    views = gathered.reshape(-1, self.size, self.stride, *x.shape)
+    totals = combined(jnp.moveaxis(views, 1, 0), op)
+    return totals[self._position() // (self.size * self.stride), self._position() % self.stride]
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
     size = self._everyone()

@@ -108,11 +108,11 @@ def advise(
 ) -> Advice:
   """Predicts the seconds per step of every algorithm of a profile, and names the fastest, dense included.
 
-  seconds = arithmetic · n + α · messages + β · bytes, with the α and β of the platform's all-reduce for an algorithm
-  that uses it. Where a worker has S devices, n is ⌈n/S⌉ and the links inside add the time of gathering what is
-  replicated there, by the shardings of `params`; a number n stands for sharded parameters. With local steps only every
-  H-th step has an update, and seconds and words per step are 1/H of it. That ignores accuracy: a lower density, or
-  more local steps, are always faster.
+  seconds = arithmetic · n + α · messages + β · bytes; an algorithm that uses the platform's all-reduce has the α and β
+  of that, the latter times its slowdown. Where a worker has S devices, n is ⌈n/S⌉ and the links inside add the time of
+  gathering what is replicated there, by the shardings of `params`; a number n stands for sharded parameters. With local
+  steps only every H-th step has an update, and seconds and words per step are 1/H of it. That ignores accuracy: a lower
+  density, or more local steps, are always faster.
 
   With evidence, from trainings, the order is that of the seconds to the loss that dense has after one step,
   steps · (compute + seconds per step), where steps are those of the method over those of dense. Methods are then dense
@@ -214,7 +214,7 @@ def _prediction(label: str, params: Any, profile: Profile) -> Prediction:
   words = round(cost.words * measured.fill)
   agreeing = measured.agreements * 2 * (profile.workers - 1).bit_length()
   alpha, beta = (profile.reduce_alpha, profile.reduce_beta) if measured.reduces else (profile.alpha, profile.beta)
-  wire = cost.messages * alpha + 4 * words * beta + agreeing * profile.reduce_alpha
+  wire = cost.messages * alpha + 4 * words * beta * measured.slowdown + agreeing * profile.reduce_alpha
   arithmetic = measured.arithmetic * -(-entries_of(params) // profile.devices)
   return Prediction(label, name, options, arithmetic, wire, cost.messages, words)
 

@@ -7,6 +7,8 @@ import math
 import numbers
 import pathlib
 import statistics
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -41,6 +43,8 @@ class Algorithm:
     fill: measured words / predicted words, for normally distributed gradients; below 1 where message sizes vary, since
       the formula is an upper bound there.
     reduces: whether it sends by the platform's all-reduce.
+    slowdown: seconds per byte of its all-reduce / `Profile.reduce_beta`, that of float32; 2 where the platform sends
+      bfloat16 as float32, as XLA does on CPU.
     agreements: number of all-reduces of a few integers in one update.
 
   Example:
@@ -52,6 +56,7 @@ class Algorithm:
   fill: float = 1.0
   reduces: bool = False
   agreements: int = 0
+  slowdown: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +116,14 @@ def fit(
   densities: Sequence[float] = (0.01,),
   algorithms: Sequence[str] | None = None,
   repetitions: int = 5,
+  seconds: float = 120.0,
+  progress: Callable[[str], object] | None = None,
 ) -> Profile:
   """Measures α, β, γ, the platform's all-reduce, and the arithmetic of every algorithm, on all workers at once.
 
-  Takes a minute or two, most of it compilation. In a run of several processes every process must call.
+  Takes a minute or two, most of it compilation, and at most about `seconds`: measurements are repeated as often as
+  their share of what is left allows, at least once, and an algorithm whose turn comes after that time is left out of
+  the profile, with a warning. In a run of several processes every process must call.
 
   Args:
     mesh: the workers, as for `js.init`. Its other axes lie inside a worker: their links are measured too.
@@ -124,7 +133,10 @@ def fit(
     densities: the densities that `advise` compares.
     algorithms: names, with options as in "spardl:teams=2"; by default all that average gradients, and SparDL with every
       number of teams. Those whose words depend on the shapes of leaves need the parameters as n.
-    repetitions: of each measurement, whose median counts.
+    repetitions: the most of each measurement, whose median counts.
+    seconds: after which no further algorithm is begun, so that the call takes as much longer as one of them does;
+      math.inf for all of them.
+    progress: called with a line of text for each algorithm that is measured, `print` for instance, in one process.
 
   Raises:
     ValueError: for one worker, which sends nothing, or an algorithm that does not fit the number of workers.
@@ -139,16 +151,20 @@ def fit(
   engine = engine_of(mesh, axis)
   if engine.workers < 2:
     raise ValueError("fit: one worker sends nothing, give at least two workers")
+  if not seconds > 0:
+    raise ValueError(f"fit: seconds={seconds!r}, give more than 0, math.inf for no limit")
+  start = time.monotonic()
   names = candidates(engine.workers, densities, n) if algorithms is None else _with_densities(algorithms, densities)
   collectives = {label: _collective(label, n) for label in names}
   n = entries_of(n)
   measure = _Measure(engine, axis, repetitions)
   alpha, beta, gamma = _links(measure, n)
   reduce_alpha, reduce_beta = _all_reduce(measure, n)
-  measured = _algorithms(collectives, measure, n, reduce_beta)
   inside_alpha, inside_beta, devices = 0.0, 0.0, math.prod(engine.axes[name] for name in engine.others)
   if devices > 1:
     inside_alpha, inside_beta, _ = _links(_Measure(engine_of(mesh, engine.others), engine.others, repetitions), n)
+  left = lambda: seconds - measure.latest(time.monotonic() - start)
+  measured = _algorithms(collectives, measure, n, reduce_beta, left, progress)
   return Profile(
     engine.workers, alpha, beta, gamma, reduce_alpha, reduce_beta, n, measured, devices, inside_alpha, inside_beta
   )
@@ -160,7 +176,7 @@ def _collective(label: str, n: Any) -> Collective:
 
 
 def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str]:
-  """Every algorithm that averages gradients, SparDL with every number of teams, at every density.
+  """Every algorithm that averages gradients, dense first, SparDL with every number of teams, at every density.
 
   A2SGD is not among them: its workers apply different totals, which is not an average of gradients. Nor is PowerSGD
   where n is a number, for its words depend on the shapes of leaves.
@@ -171,7 +187,7 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
   """
   known = {name: plain(name) for name in collective_names()}
   fits = lambda one: one.replicates and not (one.needs_shapes and isinstance(n, numbers.Integral))
-  averaging = [name for name, one in known.items() if fits(one)]
+  averaging = sorted((name for name, one in known.items() if fits(one)), key=lambda name: name != "dense")
   teams = [f"spardl:teams={teams}" for teams in range(2, workers + 1) if workers % teams == 0]
   return _with_densities([*averaging, *teams, "dense:dtype=bfloat16"], densities)
 
@@ -203,9 +219,13 @@ class _Measure:
     """Gradients of n entries for each worker."""
     return timing.gradients(self.engine, n, self._axis)(0)
 
-  def arithmetic(self, collective: Collective, grads: jax.Array, n: int) -> float:
+  def arithmetic(self, collective: Collective, grads: jax.Array, n: int, budget: float) -> float:
     """Seconds of one update of n entries without its messages, while all workers compute."""
-    return timing.alone(self.engine, self._watch, collective, grads, n, self.repetitions, self._axis)[0]
+    return timing.alone(self.engine, self._watch, collective, grads, n, self.repetitions, self._axis, budget)[0]
+
+  def latest(self, seconds: float) -> float:
+    """The most of the `seconds` of all processes, so that they decide alike."""
+    return float(self._watch.gather(seconds).max())
 
   def most(self, values: np.ndarray) -> np.ndarray:
     """Element-wise maximum of f32[m] over all processes."""
@@ -271,23 +291,44 @@ def _growing(seconds_of: Callable[[int], float], most: int) -> tuple[int, float]
 
 
 def _algorithms(
-  collectives: dict[str, Collective], measure: _Measure, n: int, reduce_beta: float
+  collectives: dict[str, Collective],
+  measure: _Measure,
+  n: int,
+  reduce_beta: float,
+  left: Callable[[], float],
+  progress: Callable[[str], object] | None,
 ) -> dict[str, Algorithm]:
-  """Measurements of each algorithm, by label."""
-  engine = measure.engine
-  # Simulations need no network, so the processes share them.
-  turn = lambda number: number % engine.processes == engine.process
-  mine = [_fill(label, engine.workers) if turn(number) else 0.0 for number, label in enumerate(collectives)]
-  fills = measure.most(np.array(mine, np.float32))
-  grads, measured = measure.gradients(n), {}
-  for (label, collective), fill in zip(collectives.items(), fills.tolist(), strict=True):
+  """Measurements of each algorithm, by label, of as many as begin while seconds are `left`, and of at least one."""
+  engine, labels = measure.engine, list(collectives)
+  grads, fills, measured = measure.gradients(n), list[float](), dict[str, Algorithm]()
+  remaining = left()
+  for number, (label, collective) in enumerate(collectives.items()):
+    if measured and remaining <= 0:
+      warnings.warn(
+        f"js.costs.fit: no time was left for {', '.join(labels[number:])}: they are not in the profile; give more "
+        "seconds=, or those algorithms= that you choose among",
+        stacklevel=3,
+      )
+      break
+    if number == len(fills):  # simulations need no network, so as many processes do one each
+      fills += _fills(labels[number : number + engine.processes], measure)
     jaxpr = schedule(collective, n, engine.workers)
-    reducing = reduces(jaxpr, engine.workers)
-    _, options = collective_of(label)
-    if reducing and (dtype := options.get("dtype")):  # XLA on CPU sends bfloat16 as float32: measure its bytes
-      fill = _all_reduce(measure, n, dtype)[1] / reduce_beta
-    measured[label] = Algorithm(measure.arithmetic(collective, grads, n) / n, fill, reducing, count_agreements(jaxpr))
+    reducing, dtype = reduces(jaxpr, engine.workers), collective_of(label)[1].get("dtype")
+    slowdown = _all_reduce(measure, n, dtype)[1] / reduce_beta if reducing and dtype else 1.0
+    arithmetic = measure.arithmetic(collective, grads, n, budget=remaining / (len(labels) - number)) / n
+    measured[label] = Algorithm(arithmetic, fills[number], reducing, count_agreements(jaxpr), slowdown)
+    remaining = left()
+    if progress and engine.process == 0:
+      spent = f"{1e9 * arithmetic:.3g} ns an entry, {max(0.0, remaining):.0f} s left"
+      progress(f"{number + 1} of {len(labels)}: {label}, {spent}")
   return measured
+
+
+def _fills(labels: Sequence[str], measure: _Measure) -> list[float]:
+  """`_fill` of at most as many algorithms as there are processes, each of which simulates one of them."""
+  engine = measure.engine
+  mine = [_fill(label, engine.workers) if number == engine.process else 0.0 for number, label in enumerate(labels)]
+  return measure.most(np.array(mine, np.float32)).tolist()
 
 
 def _fill(label: str, workers: int) -> float:

@@ -37,6 +37,11 @@ class Selector(abc.ABC):
     """Raises ValueError for blocks that it cannot choose from."""
     del length, k
 
+  def slots(self, length: int, k: int) -> int:
+    """An upper bound on the i32 indices that choosing k entries of a block computes."""
+    del k
+    return length
+
   def init(self, rows: int) -> Any:
     """The memory before the first step: a pytree of arrays with a leading axis, () for none."""
     del rows
@@ -84,6 +89,10 @@ class PerChunk(Selector):
         f"selector='chunked' with {k} chunks in blocks of {length} entries, choose at least "
         f"{-(-length // _LONGEST_CHUNK)} chunks by a larger k or density, or another selector"
       )
+
+  def slots(self, length: int, k: int) -> int:
+    """An upper bound on the indices of rows of k entries, of which the last two may reach beyond the block."""
+    return length + 2 * k
 
   def start(self, blocks: Blocks, memory: Any) -> Accumulator:
     """The accumulator of a step."""

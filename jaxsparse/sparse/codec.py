@@ -93,6 +93,10 @@ class Codec(Protocol):
     """The 4-byte words of a message of [rows, capacity] entries."""
     ...
 
+  def slots(self, rows: int, capacity: int) -> int:
+    """An upper bound on the i32 numbers that encode or decode [rows, capacity] entries at once: indices and offsets."""
+    ...
+
 
 def codec_of(wire: Wire | Literal["2bit"], length: int, *, by_chunk: bool = False) -> Codec:
   """The codec for blocks of `length`.
@@ -132,6 +136,10 @@ class _Coordinates:
 
   def words(self, rows: int, capacity: int) -> int:
     return 2 * rows * capacity
+
+  def slots(self, rows: int, capacity: int) -> int:
+    del rows, capacity
+    return self.length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +186,10 @@ class _QuasiSuccinct(_Formatted):
     high = rows * _high_words(capacity, self.length >> low)
     return _padded(rows * math.ceil(capacity * low / 8)) + high + _value_words(rows, capacity, self.format)
 
+  def slots(self, rows: int, capacity: int) -> int:
+    bits = rows * bitset.BITS * _high_words(capacity, self.length >> low_bits(capacity, self.length))
+    return max(bits, self.length + (2 << max(_LOWS)))  # bits of all rows, and the index that no high part gives
+
 
 @dataclasses.dataclass(frozen=True)
 class _ByChunk(_Formatted):
@@ -199,6 +211,10 @@ class _ByChunk(_Formatted):
   def words(self, rows: int, capacity: int) -> int:
     positions = rows * capacity * jnp.dtype(self._position(capacity)).itemsize
     return _padded(positions) + _value_words(rows, capacity, self.format)
+
+  def slots(self, rows: int, capacity: int) -> int:
+    del rows
+    return self.length + 2 * capacity  # an empty slot has a position beyond the last one of its chunk
 
   def _position(self, chunks: int) -> Any:
     sizes = (jnp.uint8, jnp.uint16, jnp.uint32)

@@ -92,3 +92,19 @@ def rounded_up(x: jax.Array, bits: int) -> jax.Array:
   """
   words, rest = jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32((1 << bits) - 1)
   return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type((words + rest) & ~rest, jnp.float32), x)
+
+
+def unit_of(largest: jax.Array) -> jax.Array:
+  """The power of two to divide numbers of magnitudes up to `largest` by, so that squares neither over- nor underflow.
+
+  It is the least one that is at least `largest`, but 1 for 0, and at most 2¹²⁶, whose reciprocal is no subnormal
+  number. Quotients are exact, so sums, products and roots of them have the mantissas of those of the numbers.
+
+  Args:
+    largest: f32 of any shape, at least 0; NaN stays NaN.
+
+  Example:
+    >>> unit_of(jnp.array([0.0, 3.0, 3e38])) == jnp.array([1.0, 4.0, 2.0**126])
+    Array([ True,  True,  True], dtype=bool)
+  """
+  return jnp.minimum(jnp.where(largest == 0, 1.0, rounded_up(largest, bits=23)), 2.0**126)

@@ -8,12 +8,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.sparse.sums import rounded, row_sums
+from jaxsparse.sparse.sums import rounded, row_sums, unit_of
 from jaxsparse.types import Sparse
 
 BINS = 4
 LONGEST = 1 << 14  # entries of a block: a position takes the upper 14 of 16 bits
 _WIDTH = 6 / BINS  # standard deviations of a bin
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,11 @@ class TwoBit:
     """The 4-byte words of a message."""
     return -(-rows * capacity // 2) + BINS * rows
 
+  def slots(self, rows: int, capacity: int) -> int:
+    """An upper bound on the numbers that encoding and decoding compute."""
+    del rows, capacity
+    return BINS * LONGEST
+
 
 def _read(table: jax.Array, codes: jax.Array) -> jax.Array:
   return jnp.take_along_axis(table, codes, axis=1)
@@ -57,7 +63,8 @@ def quantized(values: jax.Array) -> tuple[jax.Array, jax.Array]:
       table[b] = μ + (mean of c in bin b)
 
   Σ table[code] is Σ v, to rounding. Bins are lopsided, as published: bin 2 is around the mean. If a value of a row is
-  not finite, its table is NaN.
+  not finite, its table is NaN. Everything is computed of v divided by a power of two (`unit_of`), so that squares
+  neither overflow nor underflow: codes do not depend on the scale of a row, and finite values have a finite table.
 
   Args:
     values: f32[rows, N].
@@ -71,8 +78,10 @@ def quantized(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     ([[3, 1, 3, 1, 2, 1, 2, 1]], [[0.75, -4.75, 4.5, 8.0]])
   """
   count = values.shape[1]
-  mean = rounded(row_sums(values) / count)  # XLA makes a quotient by a constant a product
-  apart = values - mean[:, None]
+  unit = unit_of(jnp.max(jnp.abs(values), axis=1))[:, None]
+  scaled = values / unit
+  mean = rounded(row_sums(scaled) / count)  # XLA makes a quotient by a constant a product
+  apart = scaled - mean[:, None]
   squares = rounded(apart * apart)
   width = _WIDTH * jnp.sqrt(row_sums(squares) / max(1, count - 1))
   width = jnp.where((width > 0) & jnp.isfinite(width), width, 1.0)
@@ -80,5 +89,5 @@ def quantized(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   inside = codes[:, None] == jnp.arange(BINS, dtype=jnp.int32)[None, :, None]
   members = jnp.maximum(jnp.sum(inside, axis=2, dtype=jnp.int32), 1).astype(jnp.float32)
   sums = row_sums(jnp.where(inside, apart[:, None], 0.0).reshape(-1, count)).reshape(-1, BINS)
-  table = sums / members + mean[:, None]
+  table = jnp.clip(unit * (sums / members + mean[:, None]), -_LARGEST, _LARGEST)  # a mean of finite values is finite
   return codes, jnp.where(jnp.isfinite(values).all(axis=1)[:, None], table, jnp.nan)

@@ -157,8 +157,8 @@ def make_train_step(
 
   Raises:
     ValueError: if the mesh has no such axis, or an option is outside its choices. When called: if the batch does not
-      divide among the workers, the state has other sizes or no jaxsparse transform, arrays were donated to an earlier
-      step, or a replicated result would differ between workers.
+      divide among the workers, the state was made for other parameters or has no jaxsparse transform, arrays were
+      donated to an earlier step, or a replicated result would differ between workers.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -230,6 +230,7 @@ class TrainStep:
     if not states.local_states(state):
       return params, state
     checks.check_alive({"params": params, "state": state})
+    checks.check_params(states.reduce_states(state), params)
     if self._exchange is None:
       specs = (PartitionSpec(), placed(state, self._axis))
       kept = self._engine.shardings((params, state), specs)
@@ -243,6 +244,7 @@ class TrainStep:
       ValueError: naming the first array that differs and the workers.
     """
     checks.check_alive({"params": params, "state": state})
+    checks.check_params(states.reduce_states(state), params)
     specs = (PartitionSpec(), placed(state, self._axis))
     replicas.check_replicas(self._engine, (params, state), specs, ("params", "state"))
 
@@ -308,6 +310,7 @@ class TrainStep:
     for node in nodes:
       checks.check_workers(node, self.workers, held=self._engine.held)
     checks.check_layout(state, self.workers)
+    checks.check_params(nodes, params)
 
   def _check_rows(self, model_state: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):

@@ -1,5 +1,6 @@
 """Measures the seconds that a program of all workers takes, from a common start to the end of the slowest worker."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -90,13 +91,18 @@ def alone(
   n: int,
   repetitions: int,
   axis: AxisName = _AXIS,
+  budget: float = math.inf,
 ) -> tuple[float, Update]:
-  """Seconds of the arithmetic of an update, and the update: no messages are sent, and all workers compute at once."""
+  """Seconds of the arithmetic of an update, and the update: no messages are sent, and all workers compute at once.
+
+  The result is the median of the repetitions, fewer of them where they take more than `budget` seconds together.
+  """
   update = Update(engine, collective, SoloComm(engine.workers), n, axis)
   split = PartitionSpec(axis)
   copied = engine.jit(jnp.copy, (split,), split)  # the update donates its gradients
-  times = []
-  for _ in range(repetitions + 2):  # warm-up: the first call compiles, the second is the first with a residual
+  times: list[float] = []
+  # Warm-up: the first call compiles, the second is the first with a residual.
+  while len(times) < 3 or (len(times) < repetitions + 2 and sum(times[2:]) < budget):
     seconds, (_, update.state) = watch.time(update.program, copied(grads), update.state)
     times.append(seconds)
   return statistics.median(times[2:]), update

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -67,7 +68,7 @@ def check_layout(state: Any, workers: int | None = None) -> None:
       continue  # under a trace, or a jax.ShapeDtypeStruct
     found, entries = (int(np.max(_compat.here(number))) for number in node.layout[:2])
     shards, rows = node.layout.shards, node.counters.skipped.size
-    if int(np.max(_compat.here(node.layout.checksum))) != node.layout.checksum_of(shards, node.layout.method):
+    if not node.layout.matches(int(np.max(_compat.here(node.layout.checksum)))):
       raise ValueError(
         "the optimizer state was restored into that of other parameters, shards, groups of leaves or options of a "
         "collective than it was saved from: restore it into js.abstract_state of what it was saved from, then call "
@@ -83,6 +84,48 @@ def check_layout(state: Any, workers: int | None = None) -> None:
         f"{expected} workers and {sum(sizes) // rows or entries} entries: they were cut or padded, as Orbax does "
         "with strict=False, and residuals are lost. Restore it as it was saved"
       )
+
+
+def with_check(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+  """`tx`, but its update first checks, when it is traced, that the state has the arrays of `tx.init(params)`.
+
+  Raises:
+    ValueError: in `update`, naming the first leaf of the parameters, or the first array of the state, that differs.
+  """
+
+  def update(
+    grads: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
+  ) -> tuple[optax.Updates, Any]:
+    if params is not None:
+      _check_arrays_of(tx, state, params)
+    return tx.update(grads, state, params, **extra)
+
+  return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _check_arrays_of(tx: optax.GradientTransformation, state: Any, params: optax.Params) -> None:
+  nodes = reduce_states(state)
+  check_params(nodes, params)
+  if any(node.layout.shards for node in nodes):
+    return  # how parameters lie inside a worker, which init has to know, js.init alone can see
+  named = jax.tree_util.tree_leaves_with_path
+  shapes = lambda tree: {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in named(tree)}
+  found, expected = shapes(state), shapes(jax.eval_shape(tx.init, params))
+  if found == expected:
+    return
+  methods = [node.layout.method for node in nodes if node.layout.method]
+  known = [name for method in methods for name in method.names]
+  if more := [name for name in shapes(params) if name not in known]:
+    raise ValueError(
+      f"the optimizer state was made for parameters{', '.join(known)}, here there is parameters{more[0]}, too: give "
+      "the parameters that it was made for, or make a new one with js.init for these"
+    )
+  path = next(path for path in [*found, *expected] if found.get(path) != expected.get(path))
+  shape = lambda shapes: f"shape {shapes[path]}" if path in shapes else "nothing"
+  raise ValueError(
+    f"the optimizer state has {shape(found)} at state{path}, that of this transformation {shape(expected)}: it is one "
+    "of another optimizer, make a new one with js.init"
+  )
 
 
 def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:

@@ -24,6 +24,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, undone
+from jaxsparse.transform.checks import with_check
 from jaxsparse.transform.own import own_params, with_residual
 from jaxsparse.transform.state import Flight, LocalState
 
@@ -131,7 +132,7 @@ def local_steps(
     )
   inner, outer = map(optax.with_extra_args_support, (inner, outer))
   made = _LocalSteps(inner, outer, every, fragments, delay, mixing, apply_residual)
-  return optax.GradientTransformationExtraArgs(made.init, made.update)
+  return with_check(optax.GradientTransformationExtraArgs(made.init, made.update))
 
 
 class _Exchanged(NamedTuple):

@@ -5,6 +5,7 @@ concatenated over workers along their leading axis, which is sharded; shared arr
 a worker (`shards`) have a part each in the same way.
 """
 
+import json
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
@@ -49,9 +50,24 @@ class Layout(NamedTuple):
 
   @staticmethod
   def checksum_of(shards: Shards | None, method: Method | None) -> int:
-    """The checksum that a state of these shards and this method has."""
-    groups = [(group.leaves, group.collective.label) for group in method.groups] if method else []
-    return zlib.crc32(repr((shards, method and (method.names, method.shapes), groups)).encode())
+    """The checksum that a state of these shards and this method has: of their JSON, which does not depend on JAX."""
+    lies, of = None, None
+    if shards:
+      specs = [[_compat.names_of(part or ()) for part in spec] for spec in shards.specs]
+      lies = {"axes": shards.axes, "shapes": shards.shapes, "specs": specs}
+    if method:
+      groups = [(group.leaves, group.collective.label) for group in method.groups]
+      of = {"names": method.names, "shapes": method.shapes, "groups": groups}
+    return zlib.crc32(json.dumps({"shards": lies, "method": of}).encode())
+
+  def matches(self, number: int) -> bool:
+    """Whether a checksum is that of the shards and the method of this layout, also as earlier versions computed it.
+
+    Theirs is of a `repr`, in which PartitionSpecs look as JAX prints them.
+    """
+    groups = [(group.leaves, group.collective.label) for group in self.method.groups] if self.method else []
+    before = repr((self.shards, self.method and (self.method.names, self.method.shapes), groups))
+    return number in (self.checksum_of(self.shards, self.method), zlib.crc32(before.encode()))
 
 
 class ReduceState(NamedTuple):

@@ -151,6 +151,7 @@ def test_sizes_as_a_table_a_figure_and_json(tmp_path):
   assert [{**row, "run": kept[0]["run"]} for row in rows] == kept
   assert (tmp_path / "collectives.png").stat().st_size > 10_000
   assert "× f32" in done.stderr
+  assert "the papers' numbers" not in done.stderr
   assert "wrong entries: 0 OK" in done.stderr
 
 

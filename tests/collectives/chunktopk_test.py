@@ -1,15 +1,20 @@
 """ChunkTopk against numpy: the compressor of SparseLoCo, and its exchange over several workers and steps."""
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.sparse.two_bit import quantized
 from jaxsparse.train import simulation
 from tests.cases import bits, normals
+
+FLUSHED = 2.0**-126  # smaller numbers are 0 on this hardware
+quantized_rows = jax.jit(quantized)
 
 
 def in_two_bits(values):
@@ -37,6 +42,54 @@ def test_the_worked_example():
   same, table = jax.jit(quantized)(jnp.full((1, 8), 3.0))  # no spread
   np.testing.assert_array_equal(np.asarray(table)[0][same[0]], [3] * 8)
   assert np.isnan(jax.jit(quantized)(jnp.array([[1.0] * 7 + [np.inf]]))[1]).all()
+
+
+@hypothesis.given(st.floats(-38, 37), st.integers(0, 2**32 - 1))
+def test_bins_of_any_scale_are_those_of_float64(exponent, seed):
+  values = (10.0**exponent * normals(seed, 4, 24).astype(np.float64)).astype(np.float32)
+  values[np.abs(values) < FLUSHED] = 0
+  codes, table = map(np.asarray, quantized_rows(values))
+  for row, code, means in zip(values.astype(np.float64), codes, table, strict=True):
+    position = (row - row.mean()) / (1.5 * row.std(ddof=1)) + 2
+    decided = np.abs(position - np.floor(position) - 0.5) > 1e-4  # not on the border of two bins
+    np.testing.assert_array_equal(code[decided], np.clip(np.round(position), 0, 3)[decided])
+    expected = np.array([row[code == one].mean() for one in code])
+    np.testing.assert_allclose(means[code], expected, atol=2e-6 * np.abs(row).max() + FLUSHED, rtol=0)
+
+
+@hypothesis.given(st.integers(-100, 100), st.integers(0, 2**32 - 1))
+def test_a_power_of_two_changes_no_mantissa_of_the_bins(exponent, seed):
+  values = normals(seed, 4, 24)
+  (codes, table), (same, scaled) = quantized_rows(values), quantized_rows(values * np.float32(2.0**exponent))
+  np.testing.assert_array_equal(codes, same)
+  np.testing.assert_array_equal(bits(table * np.float32(2.0**exponent)), bits(scaled))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e18, 1e37])
+def test_no_step_is_skipped_and_nothing_is_lost_at_any_scale(scale):
+  grads = np.abs(normals(0, 3, 640)) * np.float32(scale)  # at 1e37 the sum of a chunk would overflow
+  out = js.simulate("chunktopk", grads, density=0.25, chunk=640, wire="2bit")
+  assert not out.metrics.skipped
+  left = np.asarray(out.total, np.float64) + np.asarray(out.residuals, np.float64).sum(0)
+  np.testing.assert_allclose(left, grads.astype(np.float64).sum(0), atol=1e-5 * scale)
+
+
+def test_the_largest_numbers_have_finite_bins():
+  largest = np.finfo(np.float32).max
+  values = np.array([[largest] * 7, [-largest] * 7, [largest, -largest] * 3 + [0]], np.float32)
+  assert np.isfinite(quantized_rows(values)[1]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e37])
+def test_what_is_not_finite_is_in_the_total_of_every_worker(bad, scale):
+  grads = normals(0, 3, 20_000) * np.float32(scale)
+  grads[1, 17_000] = bad
+  collective = js.make_collective("chunktopk", density=0.5, chunk=16_384, wire="2bit")
+  worker = lambda grads, state: collective.reduce(js.SimComm("w"), grads, state).total.values
+  rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (3, *x.shape)), collective.init(20_000, 3))
+  values = jax.jit(jax.vmap(worker, axis_name="w"))(grads, rows)
+  assert (~np.isfinite(values)).any(axis=1).all()
 
 
 @pytest.mark.parametrize("wire", ["f32", "2bit"])

@@ -72,6 +72,24 @@ def test_all_reduce_agrees_bit_for_bit(workers, dtype):
     np.testing.assert_allclose(np.asarray(meshed[op][0], np.float64), expected, rtol=2e-2, atol=1)
 
 
+@pytest.mark.parametrize("teams", [None, 1, 2, 16])
+def test_a_simulated_all_reduce_takes_no_array_of_all_entries_for_each_worker(teams):
+  """Some arrays of all workers' entries, P n; and of the whole engine, named or not, a total alone."""
+  workers, n = 16, 1000
+
+  def temporary_words(comm, use):
+    program = jax.vmap(lambda x: use(comm).all_reduce(x), axis_name="workers")
+    return jax.jit(program).lower(jnp.zeros((workers, n))).compile().memory_analysis().temp_size_in_bytes // 4
+
+  named, unnamed = SimComm("workers", members=workers), SimComm("workers")
+  if teams is None:
+    own = lambda comm: comm
+    assert temporary_words(named, own) == temporary_words(unnamed, own) < 2 * n
+  else:
+    for view in (0, 1):
+      assert temporary_words(named, lambda comm, view=view: comm.split(teams)[view]) < 2 * workers * n
+
+
 @engines
 @each_size
 def test_the_number_of_each_worker(run, workers):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse.costs import Algorithm, Profile
+from jaxsparse.costs import Algorithm, Profile, calibration
+from jaxsparse.train import timing
+from jaxsparse.train.engine import engine_of
 from tests.cases import mesh_of
 
 SPARDL = "spardl:density=0.01"
@@ -220,3 +223,47 @@ def test_every_candidate_fits_the_workers():
     name, config = js.costs.calibration.collective_of(label)
     jax.eval_shape(lambda name=name, config=config: js.make_collective(name, **config).init(1000, 6))
     assert js.costs.label_of(name, config) == label
+
+
+def test_words_of_dense_are_those_that_are_counted():
+  """In both precisions; what differs in seconds per byte is the slowdown, as where XLA sends bfloat16 as float32."""
+  labels = ["dense", "dense:dtype=bfloat16"]
+  profile = js.costs.fit(mesh_of(2), n=124, algorithms=labels, repetitions=1)
+  for one in js.costs.advise(124, profile).predictions:
+    assert one.words == js.costs.count(one.name, n=124, workers=2, **one.config).words
+  assert profile.algorithms["dense"].slowdown == 1
+  slow = dataclasses.replace(PROFILE, algorithms={label: Algorithm(0.0, 1.0, True, slowdown=2) for label in labels})
+  of = {one.label: one for one in js.costs.advise(10**6, slow).predictions}
+  half = js.costs.count("dense", n=10**6, workers=6, dtype="bfloat16")
+  assert of["dense:dtype=bfloat16"].wire == pytest.approx(half.seconds(2e-4, 2 * 9e-9))
+
+
+def test_fit_begins_no_algorithm_after_its_seconds(monkeypatch):
+  monkeypatch.setattr(calibration, "_fill", lambda *_: time.sleep(0.5) or 1.0)  # a machine that is busy
+  lines, start = [], time.monotonic()
+  with pytest.warns(UserWarning, match="no time was left for chunktopk:density=0.01, .*: they are not"):
+    profile = js.costs.fit(mesh_of(2), n=124, seconds=0.1, progress=lines.append)
+  assert list(profile.algorithms) == ["dense"]  # always one
+  assert time.monotonic() - start < 30
+  assert len(lines) == 1
+  assert lines[0].startswith("1 of ")
+  assert "dense" in lines[0]
+  js.costs.fit(mesh_of(2), n=124, algorithms=["dense", "onebit"], progress=lines.append)
+  assert [line.split(",")[0] for line in lines[1:]] == ["1 of 2: dense", "2 of 2: onebit"]
+  with pytest.raises(ValueError, match="fit: seconds=0, give more than 0"):
+    js.costs.fit(mesh_of(2), seconds=0)
+
+
+@pytest.mark.parametrize(("budget", "timed"), [(math.inf, 9), (3.5, 4), (0.0, 1)])
+def test_repetitions_end_with_their_share_of_the_seconds(budget, timed):
+  engine = engine_of(js.SimComm("workers", members=2), "workers")
+  runs = []
+
+  class Slow:
+    def time(self, program, *arguments):
+      runs.append(1.0)
+      return 1.0, program(*arguments)
+
+  grads = timing.gradients(engine, 10)(0)
+  seconds, _ = timing.alone(engine, Slow(), js.make_collective("dense"), grads, 10, 9, budget=budget)
+  assert (seconds, len(runs)) == (1.0, 2 + timed)  # with two of warm-up

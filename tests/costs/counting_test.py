@@ -107,6 +107,35 @@ def test_a_gradient_of_two_thousand_million_entries_is_counted(name, density):
   assert all(was <= most for was, most in zip(counted, predicted, strict=True))
 
 
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_offsets_of_packed_messages_have_31_bits_too(wire):
+  """Rows of all P workers are decoded at once: bitsets of P · (k + n/2^low) bits."""
+  n, k = 10**9, 10**7
+  topka = lambda **options: js.make_collective("topka", k=k, **options)
+  with pytest.raises(ValueError, match=r"topka: 1000000000 .* of 256 workers take \d{10} indices, .* by wire='f32'"):
+    js.costs.count(topka(wire=wire), n=n, workers=256)
+  topka().check_size(n, 256)  # which has no bitsets
+  bits = 32 * -(-(k + (n >> 8)) // 32)  # of a worker, with low parts of 8 bits
+  most = (2**31 - 256) // bits
+  topka(wire=wire).check_size(n, most)
+  with pytest.raises(ValueError, match=f"take {(most + 1) * bits} indices"):
+    topka(wire=wire).check_size(n, most + 1)
+  for name, workers in {"gaussiank": 512, "oktopk": 2**18, "topkdsa": 2**18}.items():
+    packed, plain = (js.make_collective(name, k=k, wire=one) for one in (wire, "f32"))
+    plain.check_size(n, workers)
+    with pytest.raises(ValueError, match=f"{name}: 1000000000 .* by wire='f32'"):
+      packed.check_size(n, workers)
+
+
+def test_chunks_that_reach_beyond_a_vector_have_31_bits_too():
+  chunked = lambda k: js.make_collective("topka", k=k, selector="chunked")
+  n = 2 * 10**9
+  most = (2**31 - 256 - n) // 2
+  chunked(most).check_size(n, 4)
+  with pytest.raises(ValueError, match=f"take {n + 2 * most + 2} indices"):
+    chunked(most + 1).check_size(n, 4)
+
+
 @pytest.mark.parametrize("name", js.collective_names())
 def test_more_entries_than_indices_can_tell_are_refused(name):
   config = {"k": 1000} if "k" in collective_options(name) else {}

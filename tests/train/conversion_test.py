@@ -1,6 +1,8 @@
 """A state of other workers, or of another collective, owes the same; what is flushed is delivered."""
 
+import dataclasses
 import functools
+import zlib
 
 import hypothesis
 import jax
@@ -11,10 +13,13 @@ import orbax.checkpoint
 import pytest
 from hypothesis import strategies
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
+from jaxsparse.transform.groups import Method, assigned, groups_of
 from jaxsparse.transform.owed import residuals_of
-from jaxsparse.transform.state import is_reduce_state, reduce_states
+from jaxsparse.transform.shards import Shards
+from jaxsparse.transform.state import Layout, is_reduce_state, reduce_states
 from tests.cases import CONSERVING, REPLICATING, averaged, bits, each_case, integers, mesh_of, normals
 
 SHAPES = {"bias": (3,), "kernel": (4, 5), "scale": (), "table": (2, 20)}
@@ -258,6 +263,41 @@ def test_a_checkpoint_of_the_same_sizes_and_another_method_is_refused(what):
       use(restored, params, mesh_of(3))
   with pytest.raises(ValueError, match=message):
     js.make_train_step(loss_fn, other, mesh_of(3))(params, restored, normals(0, 6, 60))
+
+
+def of_an_earlier_version(state):
+  """The state with the checksum that version 0.1.0 made, of a `repr`."""
+  layout = state[0].layout
+  groups = [(group.leaves, group.collective.label) for group in layout.method.groups]
+  before = zlib.crc32(repr((layout.shards, (layout.method.names, layout.method.shapes), groups)).encode())
+  checksum = jnp.full_like(layout.checksum, before)
+  return (state[0]._replace(layout=layout._replace(checksum=checksum)), *state[1:])
+
+
+def test_a_checkpoint_of_an_earlier_version_is_accepted_and_written_anew():
+  tx = chain(js.spardl_transform("workers", {"bias": "dense"}, density=0.2))
+  params, state = trained(tx, mesh_of(3))
+  before = of_an_earlier_version(state)
+  assert int(before[0].layout.checksum) != int(state[0].layout.checksum)
+  js.make_train_step(loss_fn, tx, mesh_of(3), donate=False)(params, before, normals(0, 24, 64))
+  same_bits(js.resize(before, params, mesh_of(3)), state)
+
+
+def test_checksums_do_not_depend_on_how_jax_prints(monkeypatch):
+  """Their values are those of all future versions: checkpoints are refused where they change."""
+  params = {"bias": jnp.zeros(4), "w": jnp.zeros((4, 6))}
+  groups = groups_of(params, assigned(js.make_collective("spardl", density=0.25), {"bias": "dense"}))
+  method = Method.of(params, groups, alone=False)
+  shards = Shards.of(params, {"x": 2, "y": 2}, [P(), P(("x", "y"), None)])
+  monkeypatch.setattr(P, "__repr__", lambda _: "another one")
+  numbers = [Layout.checksum_of(*given) for given in ((None, None), (None, method), (shards, method))]
+  assert numbers == [957197320, 1977587330, 3284606460]
+  swapped = Shards.of(params, {"x": 2, "y": 2}, [P(), P(("y", "x"))])
+  half = method.groups[0]._replace(collective=js.make_collective("spardl", density=0.5))
+  others = [(swapped, method), (shards, dataclasses.replace(method, groups=(half, *method.groups[1:])))]
+  others.append((shards, dataclasses.replace(method, names=("['bias']", "['v']"))))
+  others.append((shards, dataclasses.replace(method, shapes=((4,), (6, 4)))))
+  assert len({*numbers, *(Layout.checksum_of(*given) for given in others)}) == 7
 
 
 # Bad input.

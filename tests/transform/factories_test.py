@@ -14,16 +14,19 @@ import pytest
 import jaxsparse as js
 from jaxsparse import collectives
 from jaxsparse.collectives import _kinds
+from jaxsparse.train import simulation
 from jaxsparse.transform.factories import transform_function
+from tests.cases import bits, normals
 
 NAMES = js.collective_names()
 
 RING = '''
-"""An all-reduce that passes the sum around a ring."""
+"""An all-reduce that passes gradients around a ring."""
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from jaxsparse.collectives import Collective
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
@@ -31,7 +34,7 @@ from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring(Collective):
-  """Passes the sum around P − 1 times.
+  """Passes each gradient on P − 1 times; each worker adds them in rank order, so that totals have the same bits.
 
   Args:
     step: the distance to the next worker, prime to P.
@@ -43,11 +46,11 @@ class Ring(Collective):
     return Cost(size - 1, n * (size - 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    total = part = grads
+    rows = [grads]  # row i is the gradient of worker rank − i · step
     for _ in range(comm.size - 1):
-      part = comm.shift(part, self.step)
-      total = total + part
-    return Reduced(total, state, Counters(delivered=grads.size))
+      rows.append(comm.shift(rows[-1], self.step))
+    order = jnp.argsort((comm.rank - self.step * jnp.arange(comm.size)) % comm.size)
+    return Reduced(jnp.stack(rows)[order].sum(axis=0), state, Counters(delivered=grads.size))
 '''
 
 
@@ -114,6 +117,10 @@ def test_a_new_collective_is_one_new_file(ring):
   assert js.collective_options(ring) == ("step",)
   assert js.make_collective(ring).name == ring
   np.testing.assert_array_equal(js.simulate(ring, jnp.array([[1.0], [2.0], [4.0]]), step=2).total, [7.0])
+  grads = jnp.asarray(normals(0, 5, 40))
+  collective = js.make_collective(ring, step=2)
+  totals, _ = simulation.reduce_all(collective, grads, simulation.initial(collective, 5, 40))
+  np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))  # law R
   js.make_transform(ring, "workers", step=2)
   with pytest.raises(TypeError, match="ring: unknown option hop, choose from step"):
     js.make_transform(ring, "workers", hop=2)

@@ -352,3 +352,36 @@ def test_what_cannot_be_inner_or_outer_is_said():
   tx = js.local_steps(sgd, sparse, every=2)
   with pytest.raises(ValueError, match="update needs the parameters"):
     jax.vmap(lambda _: tx.update(PARAMS, tx.init(PARAMS)), axis_name="workers", axis_size=2)(jnp.zeros(2))
+
+
+WAYS = {
+  "every step": {"every": 1},
+  "4 steps": {"every": 4},
+  "residual": {"every": 1, "apply_residual": True},
+  "delay": {"every": 4, "delay": 1},
+  "fragments": {"every": 4, "fragments": 2},
+}
+OTHERS = [
+  ({"b": jnp.zeros(4), "v": jnp.zeros((6, 6))}, r"parameters\['w'\] of shape \(6, 6\), here there are .*\['v'\]"),
+  ({"b": jnp.zeros(5), "w": jnp.zeros((6, 5))}, r"parameters\['[bw]'\] of shape .*, here it has shape"),
+  (PARAMS | {"z": jnp.zeros(2)}, r"parameters\['[bw]'\], \['[bw]'\], here there is parameters\['z'\], too"),
+  ([jnp.zeros(4), jnp.zeros((6, 6))], r"parameters\['[bw]'\] of shape .*, here there are parameters\[0\], \[1\]"),
+]
+"""Renamed, of another width, with one more leaf, and in another container."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_of_other_parameters_is_refused_by_name(way):
+  tx = js.local_steps(optax.adam(0.1), averaged(sim(2)), **WAYS[way])
+  step, _, state = start(tx, sim(2), lambda p, batch: sum(map(jnp.sum, jax.tree.leaves(p))) * batch.mean())
+  for params, message in OTHERS:
+    for use in (lambda params: step(params, state, normals(0, 2, N)), lambda params: step.synchronize(params, state)):
+      with pytest.raises(ValueError, match=f"the optimizer state was made for {message}"):
+        use(params)
+
+
+def test_a_state_of_another_inner_optimizer_is_refused_by_name():
+  one, other = (js.local_steps(inner, averaged(sim(2)), every=4) for inner in (optax.adam(0.1), optax.sgd(0.1)))
+  step, params, _ = start(one, sim(2))
+  with pytest.raises(ValueError, match=r"state has nothing at state.inner.*, that of this transformation shape \(1"):
+    step(params, start(other, sim(2))[2], normals(0, 2, N))

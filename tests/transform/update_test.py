@@ -1,5 +1,6 @@
 """Each collective as an optax transformation: what optax asks of any of its own, and clear errors."""
 
+import ast
 import functools
 
 import chex
@@ -145,6 +146,12 @@ def test_inject_hyperparams_without_static_args_says_what_to_do():
   tx = optax.inject_hyperparams(js.spardl_transform)(axis="workers", density=0.3)
   with pytest.raises(TypeError, match="static_args"):
     js.init(tx, params_of(), mesh_of(WORKERS))
+  tx = optax.inject_hyperparams(js.spardl_transform, static_args="density")(axis="workers", density=0.3)
+  with pytest.raises(TypeError, match=r"spardl: decay, teams must be plain .* give static_args=\('density', ") as error:
+    js.init(tx, params_of(), mesh_of(WORKERS))
+  static = ast.literal_eval(str(error.value).partition("static_args=")[2])
+  tx = optax.inject_hyperparams(js.spardl_transform, static_args=static)(axis="workers", density=0.3)
+  js.init(tx, params_of(), mesh_of(WORKERS))
 
 
 @pytest.mark.parametrize("density", [0, 0.0, -0.1, 1.5, float("nan"), "much", True])

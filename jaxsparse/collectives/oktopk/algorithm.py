@@ -97,7 +97,9 @@ class OkTopk(EncodingCollective):
 
   def slots(self, n: int, size: int) -> int:
     sizes = self.sizes(n, size)
-    return max(super().slots(n, size), size * (sizes.most + sizes.surplus))  # slots of an owner's sums and receipts
+    sums = size * (sizes.most + sizes.surplus)  # of an owner, with what balancing moves to it
+    selected = min(n, 2 * self.entries(n)) + sizes.most  # the last entries of a region are looked for up to that far
+    return max(super().slots(n, size), sums, selected, self.codec(n).slots(size, max(sizes.most, sizes.direct)))
 
   def init(self, n: int, size: int) -> State:
     reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))  # its step also numbers the noise of `wire`

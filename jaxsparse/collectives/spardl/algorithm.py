@@ -127,8 +127,10 @@ class SparDL(SelectingCollective):
     return share
 
   def slots(self, n: int, size: int) -> int:
+    team, share = size // self.teams, self.share(n, size)
+    inside, between = self._codecs(-(-n // team))
     merged = self.teams if self.is_bruck else min(2, self.teams)
-    return max(super().slots(n, size), merged * self.share(n, size))
+    return max(super().slots(n, size), merged * share, inside.slots(team, share), between.slots(self.teams, share))
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
     """The capacities of a block in a message: L; for B-SAG ⌈L/d⌉ … L, since Algorithm 2 changes h."""
