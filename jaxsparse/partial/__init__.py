@@ -8,7 +8,7 @@ change all the time, so every worker's progress reaches every other worker after
 Forming groups:
 
     controller         `Controller`, a pure state machine: ready signals in, groups out
-    graph, weights     which group keeps all workers connected; the weight of each model in an average
+    weights            the weight of each model in an average
     mixing             `rho`, how fast a sequence of groups spreads what each worker has learned
 
 Workers in processes, on any number of hosts:
@@ -18,7 +18,7 @@ Workers in processes, on any number of hosts:
     worker_protocol    the pure part of a worker, with its events and actions (events); runtime owns thread and sockets
     exchange, early    the average of a group as messages between its members; messages that arrive too early
     messages, peers    the messages to and from the server; those between workers
-    saving             `restore`: a worker saves its parameters if the controller dies
+    saving             `restore`: a worker saves its parameters if the controller is lost
 
 Workers in threads of one process:
 

@@ -22,10 +22,10 @@ def main() -> None:
   add("--decay", type=float, default=0.5, help="of dynamic weights, in [0, 1) (%(default)s)")
   missing = "where dynamic weights of iterations without a member go (%(default)s)"
   add("--missing", choices=("closest", "initial"), default="closest", help=missing)
-  add("--history", type=int, help="T: any T consecutive groups connect all workers (10 times the smallest T)")
+  add("--history", type=int, help="T: groups that it may take to connect all workers (10 times the smallest T)")
   add("--address", default=messages.LOOPBACK, help="where to listen (%(default)s)")
   add("--keys", type=pathlib.Path, help="file of the run's CURVE keys; created if it does not exist")
-  add("--limit", type=float, default=LIMIT, help="seconds of silence after which a worker is dropped (%(default)s)")
+  add("--limit", type=float, default=LIMIT, help="seconds without heartbeat until a worker is dropped (%(default)s)")
   start = "seconds after which workers that have never joined are dropped (%(default)s)"
   add("--start_timeout", type=float, default=START_TIMEOUT, help=start)
   options = parser.parse_args()

@@ -5,25 +5,29 @@ that can be formed now:
 
     ready(2, 7) ──> signal queue ──> group filter ──> weights ──> Group((0, 2, 5), (1/3, 1/3, 1/3), iteration 7)
                      2, 5, 0             ^                           │
-                                         └── history: last T groups ─┘
+                                         └── components ─────────────┘
 
 Workers that are ready wait in a queue, and a group is formed of those that have waited longest. Groups may average at
-the same time, since no worker is in two. The group filter departs from the order of the queue only where the workers
-would otherwise split into sets that never average with each other (`jaxsparse.partial.graph`).
+the same time, since no worker is in two.
+
+The group filter (§4) keeps the workers from splitting into sets that never average with each other. Two workers are
+connected if a chain of groups leads from one to the other. Once T groups have been formed since all workers were
+connected last, each group has to join two components, and ready workers of one component wait for a worker of another.
+They do not wait for long: the caller, who has a clock, calls `release`. Workers that are not ready are absent then, and
+all others go on without them. The first group of a worker that was absent has to have a member that was not.
 
 For an evaluation, and at the end of training, all workers average (Algorithm 2, line 8): a worker that asks for it
 joins no other group, and waits until all workers have asked.
 """
 
-from collections import deque
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from jaxsparse.partial import graph
 from jaxsparse.partial.weights import Missing, Weights, constant, dynamic
 
-PATIENCE = 10  # a worker may be about this many times slower than the others before they wait for it
+PATIENCE = 10  # a worker may be about this many times slower than the others before the filter waits for it
 MAX_ITERATION = 2**63 - 1
+
+_ABSENT = -1  # the component of all workers that are absent
 
 
 class Rejected(ValueError):
@@ -67,8 +71,8 @@ class Controller:
   - A group has exactly P different members, all of them ready. P is `group_size`, or the number of remaining workers
     if that is smaller.
   - The worker that has waited longest is in the next group. A group is formed at the latest when all workers are ready.
-  - Any T consecutive groups connect all workers (`jaxsparse.partial.graph`); after a worker joins, leaves or fails, at
-    most T groups may pass until that holds again. If no group of the ready workers would keep it, they wait for more.
+  - All workers that are not absent are connected by at most T + N − P consecutive groups, counted from when they were
+    connected last, or from when a worker joined, failed or was absent last.
   - The weights of a group, with that of the initial model, sum to 1.
 
   Args:
@@ -77,8 +81,8 @@ class Controller:
     weights: "constant", 1/P each, or "dynamic", less for older models (`jaxsparse.partial.weights`).
     decay: α of dynamic weights, in [0, 1).
     missing: where the dynamic weights of iterations without a member go: "closest" or "initial" (as in the paper).
-    history: T, at least ⌈(N − 1)/(P − 1)⌉. The default is 10 times that: a straggler that is up to about 10 times
-      slower than the other workers does not make them wait.
+    history: T, at least ⌈(N − 1)/(P − 1)⌉, the groups that it takes to connect all workers. The default is 10 times
+      that: the filter does not wait for a straggler that is up to about 10 times slower than the other workers.
 
   Raises:
     ValueError: for arguments outside these choices.
@@ -125,8 +129,9 @@ class Controller:
     self._for_all: dict[int, int] = {}  # iterations of the workers that wait for the average of all
     self._last = dict.fromkeys(range(workers), -1)  # the last iteration that each worker has signalled
     self._group: dict[int, Group] = {}  # the last group of each worker, until its next signal
-    self._history: deque[Group] = deque(maxlen=self.window)
+    self._absent: set[int] = set()  # workers that the filter does not wait for, until their next group
     self._formed = 0
+    self._begin_to_connect()
 
   @property
   def alive(self) -> tuple[int, ...]:
@@ -139,9 +144,9 @@ class Controller:
     return tuple(self._queue)
 
   @property
-  def history(self) -> tuple[Group, ...]:
-    """The last groups that count for connectivity, oldest first, at most `window` (T) of them."""
-    return tuple(self._history)
+  def held(self) -> bool:
+    """Whether ready workers wait for a worker of another component, although they are enough for a group."""
+    return len(self._queue) >= max(1, self.size)
 
   @property
   def size(self) -> int:
@@ -160,6 +165,17 @@ class Controller:
     self._group.pop(worker, None)
     return self._form_groups()
 
+  def release(self) -> list[Group]:
+    """The ready workers have waited long enough: if they are `held`, the others are absent until their next group.
+
+    Called by `js.partial.Server`, `js.partial.Devices` and `js.partial.simulate` when a worker has been ready for as
+    long as its last step took.
+    """
+    if self.held:
+      self._absent.update(worker for worker in self._active if worker not in self._queue)
+      self._begin_to_connect()
+    return self._form_groups()
+
   def synchronize(self, worker: int, iteration: int) -> list[Group]:
     """A worker waits for the average of all workers that have not left, each with the same weight.
 
@@ -172,7 +188,8 @@ class Controller:
     self._check_iteration(worker, iteration, self._last[worker] - (worker in self._group))
     self._last[worker] = self._for_all[worker] = iteration
     self._group.pop(worker, None)
-    return self._replace_history(self._without(worker))
+    self._absent.discard(worker)
+    return self._form_groups()
 
   def failed(self, worker: int, number: int) -> list[Group]:
     """A worker could not average with group `number`: that group no longer counts, the worker may signal again.
@@ -186,7 +203,8 @@ class Controller:
       raise Rejected(f"stale: worker {worker} is not in group {number!r}")
     del self._group[worker]
     self._last[worker] -= 1
-    return self._replace_history([past for past in self._history if past.number != number])
+    self._begin_to_connect()
+    return self._form_groups()
 
   def replaced(self, worker: int) -> None:
     """A worker replaces its model by that of another one: its next signal may be of any iteration.
@@ -209,7 +227,8 @@ class Controller:
     del self._alive[worker], self._last[worker]
     for by_worker in (self._queue, self._for_all, self._group):
       by_worker.pop(worker, None)
-    return self._replace_history(self._without(worker))
+    self._absent.discard(worker)
+    return self._form_groups()
 
   def join(self, worker: int) -> list[Group]:
     """A worker that has left takes part again.
@@ -220,7 +239,8 @@ class Controller:
     self._check(worker, known_as="left")
     self._alive[worker] = None
     self._last[worker] = -1
-    return self._replace_history(list(self._history))
+    self._begin_to_connect()
+    return self._form_groups()
 
   def _check(self, worker: int, known_as: Literal["alive", "left"] = "alive") -> None:
     if not _is_count(worker) or not 0 <= worker < self.workers:
@@ -249,27 +269,16 @@ class Controller:
     """The workers that groups are formed of: those that do not wait for the average of all."""
     return [worker for worker in self._alive if worker not in self._for_all]
 
-  def _without(self, worker: int) -> list[Group]:
-    """The history without a worker."""
-    without = lambda group: group._replace(members=tuple(member for member in group.members if member != worker))
-    return [without(group) for group in self._history]
-
-  def _replace_history(self, history: Sequence[Group]) -> list[Group]:
-    """Replaces the history by the part of another one from which all windows can still become connected."""
-    count = graph.usable(self._active, [group.members for group in history], self.window, self.size)
-    self._history = deque(history[len(history) - count :], maxlen=self.window)
-    return self._form_groups()
-
   def _form_groups(self) -> list[Group]:
     formed = []
-    while self._queue and (members := self._next_members()):
+    while members := self._next_members():
       iterations = {member: self._queue.pop(member) for member in sorted(members)}
       formed.append(self._make_group(iterations, self._weigh(list(iterations.values()))))
-      self._history.append(formed[-1])
+      self._connect(members)
     if self._for_all and not self._active:
       iterations, self._for_all = dict(sorted(self._for_all.items())), {}
       formed.append(self._make_group(iterations, constant(len(iterations))))
-      self._history.clear()  # all models are equal
+      self._begin_to_connect()
     return formed
 
   def _make_group(self, iterations: dict[int, int], weights: Weights) -> Group:
@@ -278,11 +287,35 @@ class Controller:
     self._group.update(dict.fromkeys(iterations, group))
     return group
 
-  def _next_members(self) -> list[int] | None:
-    if len(self._queue) < self.size:
-      return None
-    needs = graph.needs(self._active, [group.members for group in self._history], self.window, self.size)
-    return graph.first_group(list(self._queue), self.size, needs)
+  def _next_members(self) -> list[int]:
+    """The members of the next group, with the worker that has waited longest; none if they have to wait."""
+    if len(self._queue) < max(1, self.size):
+      return []
+    head, *rest = self._queue
+    others = rest[: self.size - 1]
+    elsewhere = lambda workers: [worker for worker in workers if self._component[worker] != self._component[head]]
+    due = self._count >= self.window or not self._absent.isdisjoint([head, *others])
+    if due and not elsewhere(others):
+      if bridges := elsewhere(rest):
+        others[-1] = bridges[0]
+      elif not self._absent.issuperset(elsewhere(self._active)):
+        return []
+    return [head, *others]
+
+  def _connect(self, members: list[int]) -> None:
+    """Joins the components of the members of a group."""
+    self._component.update({member: member for member in self._absent.intersection(members)})
+    self._absent.difference_update(members)
+    joined = {self._component[member] for member in members}
+    self._component.update({worker: min(joined) for worker, own in self._component.items() if own in joined})
+    self._count += 1
+    if len({self._component[worker] for worker in self._active if worker not in self._absent}) == 1:
+      self._begin_to_connect()
+
+  def _begin_to_connect(self) -> None:
+    """No groups count so far: a worker is a component of its own, and the absent ones are one together."""
+    self._component = {worker: _ABSENT if worker in self._absent else worker for worker in self._alive}
+    self._count = 0  # of the groups since
 
   def _weigh(self, iterations: list[int]) -> Weights:
     if self._weights == "constant":

@@ -14,6 +14,7 @@ The program of a group is compiled at its first use, or by `warm_up` before trai
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -29,6 +30,7 @@ from jaxsparse.partial.finite import Refusals, check_start
 
 _AXIS = "group"
 _SPLIT = PartitionSpec(_AXIS)
+_LEAST_PATIENCE = 0.1  # seconds that the group filter may let a worker wait, or as long as its step took
 
 
 class Devices:
@@ -75,6 +77,7 @@ class Devices:
     self._seeking: set[int] = set()  # workers whose models are not finite, and that wait for another worker's model
     self._refusals = [Refusals(worker) for worker in range(controller.workers)]
     self._answers: dict[int, tuple[jax.Array, int] | Exception] = {}
+    self._step_began = [time.monotonic()] * controller.workers
     # XLA's CPU runtime runs all programs on one small thread pool, where two collectives at once could deadlock.
     self._one_at_a_time = threading.Lock() if devices[0].platform == "cpu" else None
     self._program = functools.cache(self._compiled)
@@ -107,13 +110,15 @@ class Devices:
       vector, iteration = self._another_model(number)
       if signal == self.controller.ready:
         return self._unflatten(vector), iteration
+    took = time.monotonic() - self._step_began[number]
     with self._changed:
       groups = signal(number, iteration)
       self._models[number] = (vector, iteration)
       self._hand_out(number)
       ready = self._collect(groups)
     self._average(ready)
-    vector, iteration = self._wait_for_answer(number)
+    vector, iteration = self._wait_for_answer(number, max(took, _LEAST_PATIENCE))
+    self._step_began[number] = time.monotonic()
     return self._unflatten(vector), iteration
 
   def refused(self, number: int) -> int:
@@ -128,10 +133,15 @@ class Devices:
       ready = self._collect(groups)
     self._average(ready)
 
-  def _wait_for_answer(self, number: int) -> tuple[jax.Array, int]:
-    with self._changed:
-      self._changed.wait_for(lambda: number in self._answers)
-      answer = self._answers.pop(number)
+  def _wait_for_answer(self, number: int, patience: float | None = None) -> tuple[jax.Array, int]:
+    """The answer to a worker; each time that it has waited for `patience` seconds, ready workers are released."""
+    while True:
+      with self._changed:
+        if self._changed.wait_for(lambda: number in self._answers, patience):
+          answer = self._answers.pop(number)
+          break
+        ready = self._collect(self.controller.release())
+      self._average(ready)
     if isinstance(answer, Exception):
       raise answer
     return answer

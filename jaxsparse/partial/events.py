@@ -141,7 +141,7 @@ class Reply(NamedTuple):
 
 
 class ControllerSilent(NamedTuple):
-  """End this worker: the awaited message of the server has not arrived for so many seconds.
+  """The controller is lost: the awaited message has not arrived for so many seconds. The worker has ended.
 
   Example:
     >>> ControllerSilent("WELCOME", 5.0).awaited

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsparse.partial.clock import Clock
 from jaxsparse.partial.controller import Controller, Group
 
 
@@ -31,11 +32,13 @@ class Lab(Protocol):
     workers: N.
     initial: f32[n], the model that training starts from.
     random: the generator for random choices of the method.
+    clock: virtual time.
   """
 
   workers: int
   initial: jax.Array
   random: np.random.Generator
+  clock: Clock
 
   def work(self, worker: int, model: jax.Array) -> None:
     """Starts a worker's computation of the gradient of `model`; the method's `arrive` is called at its end."""
@@ -200,11 +203,12 @@ class Partial:
     self._models = [lab.initial] * lab.workers
     self._states = [lab.start() for _ in range(lab.workers)]
     self._iterations = [0] * lab.workers
+    self._began = [0.0] * lab.workers  # when each worker began its step
     self.groups: list[Group] = []
 
   def begin(self) -> None:
     for worker, model in enumerate(self._models):
-      self._lab.work(worker, model)
+      self._work(worker, model)
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
     model, state = self._lab.step(self._models[worker], self._states[worker], gradient)
@@ -213,13 +217,22 @@ class Partial:
       return
     self._models[worker], self._states[worker] = model, state
     self._iterations[worker] += 1
-    for group in self._controller.ready(worker, self._iterations[worker]):
-      self.groups.append(group)
-      members = list(group.members)
-      self._lab.average(members, len(members), functools.partial(self._averaged, group))
+    self._average(self._controller.ready(worker, self._iterations[worker]))
+    clock = self._lab.clock  # the group filter lets a worker wait for as long as its step took
+    clock.after(clock.now - self._began[worker], lambda: self._average(self._controller.release()))
 
   def model(self) -> jax.Array:
     return jnp.mean(jnp.stack(self._models), 0)
+
+  def _work(self, worker: int, model: jax.Array) -> None:
+    self._began[worker] = self._lab.clock.now
+    self._lab.work(worker, model)
+
+  def _average(self, groups: list[Group]) -> None:
+    for group in groups:
+      self.groups.append(group)
+      members = list(group.members)
+      self._lab.average(members, len(members), functools.partial(self._averaged, group))
 
   def _replace(self, worker: int) -> None:
     """Replaces a worker's model by the most trained one of the others, and resets its optimizer's state."""
@@ -228,7 +241,7 @@ class Partial:
     self._models[worker], self._iterations[worker] = model, self._iterations[donor]
     self._states[worker] = self._lab.start()
     self._controller.replaced(worker)
-    self._lab.exchange([worker], 1, functools.partial(self._lab.work, worker, model), peer=donor)
+    self._lab.exchange([worker], 1, functools.partial(self._work, worker, model), peer=donor)
 
   def _averaged(self, group: Group) -> None:
     models = jnp.stack([*(self._models[member] for member in group.members), self._lab.initial])
@@ -236,4 +249,4 @@ class Partial:
     self._lab.update()
     for member in group.members:
       self._models[member], self._iterations[member] = mean, group.iteration
-      self._lab.work(member, mean)
+      self._work(member, mean)

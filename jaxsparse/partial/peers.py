@@ -3,7 +3,7 @@
     Inbox    waits for messages on many sockets, and hands each to the handler of its socket
     Peers    connections to other workers, by address; each is made when something is first sent there
 
-A connection that breaks, or cannot be made, is closed, and reported to the worker.
+A connection that breaks, cannot be made, or takes no byte for 5 s (on Linux) is closed, and reported to the worker.
 
 The first frame of a message is a header of 11 bytes, kind u8 | number i64 | sender u16, big-endian. The second frame
 holds values in f32; FETCH has none.
@@ -31,6 +31,7 @@ from jaxsparse.partial.messages import Keys
 
 Handler = Callable[[list[bytes]], None]
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_STALLED = 5000  # milliseconds in which another worker's machine takes no byte before the connection is closed
 _HEADER = struct.Struct("!BqH")
 _FETCH, _MODEL = 1, 2
 _KINDS: dict[int, Kind] = {3: "part", 4: "mean"}
@@ -140,10 +141,17 @@ class Inbox:
 
 
 class _Peer(NamedTuple):
-  """The socket of a connection to another worker, and the socket that reports when the connection breaks."""
+  """A connection to another worker.
+
+  Attributes:
+    socket: of the connection.
+    monitor: the socket that reports when the connection breaks.
+    sent: one tracker for each message, done when the message has been handed to the kernel.
+  """
 
   socket: zmq.Socket
   monitor: zmq.Socket
+  sent: list[zmq.MessageTracker]
 
 
 class Peers:
@@ -180,16 +188,24 @@ class Peers:
   def send(self, address: str, frames: list[Any]) -> None:
     """Sends without waiting; closes the connection if its queue is full or the address is malformed."""
     try:
-      self._peer(address).socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+      peer = self._peer(address)
+      message = peer.socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
+      peer.sent[:] = [other for other in (*peer.sent, message) if other and not other.done]
     except zmq.ZMQError:
       self._close(address, refused=False)
+
+  @property
+  def sending(self) -> bool:
+    """Whether messages are in transfer to workers that take them."""
+    return not all(message.done for peer in self._peers.values() for message in peer.sent)
 
   def _peer(self, address: str) -> _Peer:
     if address not in self._peers:
       socket = messages.secure(self._context.socket(zmq.DEALER), self._keys, serves=False)
       socket.maxmsgsize = self._longest
+      socket.connect_timeout = socket.handshake_ivl = socket.tcp_maxrt = _STALLED
       monitor = socket.get_monitor_socket(_LOST)
-      self._peers[address] = _Peer(socket, monitor)
+      self._peers[address] = _Peer(socket, monitor, [])
       self._inbox.listen(socket, self._answered)
       self._inbox.listen(monitor, lambda frames: self._report(address, parse_monitor_message(frames)["event"]))
       socket.connect(address)
@@ -200,9 +216,9 @@ class Peers:
 
   def _close(self, address: str, refused: bool) -> None:
     if peer := self._peers.pop(address, None):
-      for socket in peer:
+      for socket in (peer.socket, peer.monitor):
         self._inbox.forget(socket)
       peer.socket.disable_monitor()
-      for socket in peer:
+      for socket in (peer.socket, peer.monitor):
         socket.close(linger=0)
     self._lost(address, refused)

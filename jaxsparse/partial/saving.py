@@ -1,4 +1,4 @@
-"""The file of a worker's parameters: written when the controller dies, read by `restore`.
+"""The file of a worker's parameters: written when the controller is lost, read by `restore`.
 
 The content is written to a temporary file in the same folder, which is renamed when it is complete: the final name
 always holds either the former content or the new one, in full. The temporary file of a process that is killed while it
@@ -91,7 +91,7 @@ def _runs(process: int) -> bool:
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
-  """Reads the parameters and the iteration that a worker saved when its controller died.
+  """Reads the parameters and the iteration that a worker saved when its controller was lost.
 
   Args:
     path: the file.

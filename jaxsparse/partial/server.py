@@ -6,6 +6,7 @@
 `jaxsparse.partial.server_protocol` decides how messages are answered and when a worker is dropped.
 """
 
+import secrets
 import threading
 import time
 from typing import Self
@@ -18,7 +19,7 @@ from jaxsparse.partial.controller import Controller
 from jaxsparse.partial.messages import Keys
 from jaxsparse.partial.server_protocol import ServerProtocol
 
-LIMIT = 5.0  # seconds of silence after which a worker drops the controller, or the server drops a worker
+LIMIT = 5.0  # seconds without a heartbeat after which the server drops a worker, or a worker misses the controller
 _MOST_AT_ONCE = 1000  # messages that are handled between two heartbeats
 
 
@@ -29,7 +30,7 @@ class Server:
     controller: the state machine; used by nothing else while it is served.
     address: where to listen, `tcp://HOST:PORT`; by default this machine's loopback, on any free port.
     keys: CURVE keys of the run, required for any address but loopback.
-    limit: seconds of silence after which a worker is dropped.
+    limit: seconds without a heartbeat of a worker's thread after which the worker is dropped.
     start_timeout: seconds after which workers that have never joined are dropped.
 
   Attributes:
@@ -74,7 +75,7 @@ class Server:
       raise
     self.address = messages.endpoint(self._socket)
     times = {"limit": limit, "start_timeout": start_timeout, "now": time.monotonic()}
-    self._protocol = ServerProtocol(controller, self._send, **times)
+    self._protocol = ServerProtocol(controller, self._send, **times, first=secrets.randbits(62))
     self._stop, self._thread = threading.Event(), threading.Thread(target=self.serve, daemon=True)
 
   @property

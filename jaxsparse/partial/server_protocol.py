@@ -1,12 +1,15 @@
 """The server's protocol with the workers of a controller: a state machine without sockets and clocks.
 
     receive(connection, frames, now) ──> Controller.ready(…) ──> Group(…) ──> send(connection, frame) to each member
-    tick(now)                        ──> heartbeats, dead workers are dropped
+    tick(now)                        ──> heartbeats, dead workers are dropped, ready workers are released
 
-The server alone decides that a worker is dead: its connection is gone, or it has been silent for `limit` seconds. Other
-workers form groups without it, and members of its current group receive ABORT, except if its BYE says that it owes
-nothing to that group: all that they wait for is in transit then. A message that is malformed, or a signal that is
-unknown, duplicate or stale, is answered by REJECTED with the reason, and changes nothing.
+The server alone decides that a worker is dead: its connection is gone, or its thread has sent no heartbeat for `limit`
+seconds, whatever its training loop does. Other workers form groups without it, and members of its current group receive
+ABORT, except if its BYE says that it owes nothing to that group: all that they wait for is in transit then. The group
+filter lets a worker that is ready wait for others no longer than its own last step took.
+
+A message that is malformed, or a signal that is unknown, duplicate or stale, is answered by REJECTED with the reason,
+and changes nothing.
 
 A HELLO with the number of a worker that has joined comes from its successor, restarted after a crash that the server
 has not noticed yet, or from a second worker that was given the same number by mistake. The server sends PROBE to the
@@ -33,6 +36,8 @@ class ServerProtocol:
     limit: seconds of silence after which a worker is dropped.
     start_timeout: seconds after which a worker that has never sent HELLO is dropped.
     now: the time, in seconds.
+    first: what is added to the numbers of groups in messages. Another one for each server at an address, or pieces for
+      a group of a server before it could be taken for those of a group of this one.
 
   Attributes:
     taken: how many messages were accepted.
@@ -53,9 +58,10 @@ class ServerProtocol:
     limit: float,
     start_timeout: float,
     now: float,
+    first: int = 0,
   ):
     self.taken = self.rejected = 0
-    self._controller, self._send, self._limit = controller, send, limit
+    self._controller, self._send, self._limit, self._first = controller, send, limit, first
     self._entries = 0  # of the model, if any worker has joined
     self._now = self._last_tick = self._next_probe = now
     # Each of the following is by worker.
@@ -64,6 +70,8 @@ class ServerProtocol:
     self._dead_at = dict.fromkeys(controller.alive, now + start_timeout)  # when it is dropped if none comes
     self._iterations: dict[int, int] = {}  # of its model, if that has been trained
     self._groups: dict[int, Group] = {}  # its last group
+    self._step_began: dict[int, float] = {}  # when it joined, or its last group was formed
+    self._patience: dict[int, float] = {}  # until when it waits for the group filter, as long as its step took
     self._hellos: dict[int, int] = {}  # how often it has repeated HELLO
     self._rivals: dict[int, dict[bytes, float]] = {}  # when other connections first sent HELLO with its number
     self._seeking: set[int] = set()  # workers whose models are not finite, and that have been named no donor yet
@@ -98,6 +106,8 @@ class ServerProtocol:
         self._dead_at[worker] = min(self._dead_at[worker], now + self._limit / _PROBES)
     for worker in [worker for worker, end in self._dead_at.items() if end < now]:
       self._leave(worker)
+    if any(self._patience[worker] < now for worker in self._controller.waiting):
+      self._announce(self._controller.release())
 
   def _check_joined(self, connection: bytes, worker: int) -> None:
     if worker not in self._peers:
@@ -115,7 +125,7 @@ class ServerProtocol:
       case Says.SYNCHRONIZE:
         self._ready(worker, signal.value, self._controller.synchronize)
       case Says.FAILED:
-        groups = self._controller.failed(worker, signal.value)
+        groups = self._controller.failed(worker, signal.value - self._first)
         self._abort(worker)
         self._announce(groups)
       case Says.NOT_FINITE:
@@ -137,6 +147,7 @@ class ServerProtocol:
     self._entries = signal.value
     self._hellos[worker] = self._hellos.get(worker, 0) + 1 if repeated else 0
     self._peers[worker] = (connection, signal.address)
+    self._step_began[worker] = self._now
     self._welcome(worker, self._donor(worker))
     self._announce(groups)
 
@@ -176,6 +187,7 @@ class ServerProtocol:
 
   def _ready(self, worker: int, iteration: int, signal: Callable[[int, int], list[Group]]) -> None:
     groups = signal(worker, iteration)
+    self._patience[worker] = self._now + (self._now - self._step_began[worker])
     self._iterations[worker] = iteration
     self._seeking.discard(worker)
     self._announce(groups)
@@ -184,16 +196,19 @@ class ServerProtocol:
     """Continues without a worker; it owes nothing to groups up to number `settled`."""
     groups = self._controller.leave(worker)
     self._abort(worker, settled)
-    for by_worker in (self._peers, self._dead_at, self._iterations, self._rivals, self._heard):
+    known = (self._peers, self._dead_at, self._iterations, self._rivals, self._heard, self._step_began, self._patience)
+    for by_worker in known:
       by_worker.pop(worker, None)
     self._seeking.discard(worker)
     self._announce(groups)
 
   def _announce(self, groups: list[Group]) -> None:
-    for group in groups:
+    for formed in groups:
+      group = formed._replace(number=formed.number + self._first)
       addresses = [self._peers[member][1] for member in group.members]
       self._iterations.update(dict.fromkeys(group.members, group.iteration))
       self._groups.update(dict.fromkeys(group.members, group))
+      self._step_began.update(dict.fromkeys(group.members, self._now))
       frame = messages.answer(Answer.GROUP, **group._asdict(), addresses=addresses)
       for member in group.members:
         self._send(self._peers[member][0], frame)

@@ -22,7 +22,7 @@ from jaxsparse.partial import messages, saving
 from jaxsparse.partial.events import Model
 from jaxsparse.partial.finite import Refusals, check_start
 from jaxsparse.partial.messages import Keys, Says
-from jaxsparse.partial.runtime import GRACE, Runtime
+from jaxsparse.partial.runtime import RECONNECT, Runtime
 
 
 class Worker:
@@ -32,12 +32,14 @@ class Worker:
     address: the server's.
     number: this worker's, 0 … N − 1.
     params: the model that training starts from, the same for all workers.
-    save: the file (.npz) to save the parameters to if the controller dies; `js.partial.restore` reads it.
+    save: the file (.npz) to save the parameters to if the controller is lost; `js.partial.restore` reads it.
     bind: the address at which other workers reach this one; by default this machine's loopback, on any free port.
     keys: CURVE keys of the run, required for any address but loopback.
     timeout: seconds to wait for the server's WELCOME; it may have to notice first that a worker with the same number is
       dead. Also the seconds to wait for the next message of another worker that the server takes for alive.
-    grace: seconds for the next call of `reduce` after the controller dies; after that, the process is ended.
+    reconnect: seconds to try to reach the controller again after it has been silent for its limit (5 s). If it comes
+      back, or is restarted at the same address, training goes on: this worker joins again with its model, or gets that
+      of a worker that did so before it. Else the parameters are saved, and the next call raises ControllerLost.
 
   Attributes:
     params: the model to begin with: the given one, or that of another worker if training has begun already.
@@ -46,7 +48,8 @@ class Worker:
 
   Raises:
     ValueError: for an address that requires keys without them, a number that the server does not know or that a living
-      worker has, a model whose size differs from the other workers', or a model that is not finite.
+      worker has, a model whose size differs from the other workers', a model that is not finite, or a negative
+      `reconnect`.
     ControllerLost: if WELCOME does not arrive in time.
 
   Example:
@@ -68,9 +71,11 @@ class Worker:
     bind: str = messages.LOOPBACK,
     keys: Keys | None = None,
     timeout: float = START_TIMEOUT,
-    grace: float = GRACE,
+    reconnect: float = RECONNECT,
   ):
     messages.check_address(bind, keys, reachable=True)
+    if not reconnect >= 0:
+      raise ValueError(f"reconnect={reconnect!r}, choose 0 seconds or more")
     check_start(params)
     vector, self._unflatten = flatten(params)
     self._entries, self._refusals = vector.size, Refusals(number)
@@ -78,10 +83,16 @@ class Worker:
     if path:
       saving.remove_stale(path)
     save_model = lambda model: saving.save(path, *self._tree(model))
-    options: dict[str, Any] = {"bind": bind, "keys": keys, "timeout": timeout, "grace": grace, "save": save_model}
+    options: dict[str, Any] = {
+      "bind": bind,
+      "keys": keys,
+      "timeout": timeout,
+      "reconnect": reconnect,
+      "save": save_model,
+    }
     self._runtime = Runtime(address, number, np.asarray(vector), **options)
     self._runtime.start()
-    self.params, self.iteration = self._tree(self._answer())
+    self.params, self.iteration = self._tree(self._runtime.take())
 
   @property
   def refused(self) -> int:
@@ -104,7 +115,8 @@ class Worker:
       it was silent, gets the model of another worker instead.
 
     Raises:
-      ControllerLost: if the controller has died; `params` are saved then.
+      ControllerLost: if the controller has been silent for its limit and `reconnect` seconds; what `save` names holds
+        the parameters of the last call.
       ValueError: for parameters of another size, or an iteration that the controller rejects.
       FloatingPointError: for parameters that are not finite, if no other worker has a finite trained model, or at the
         tenth time in succession.
@@ -120,7 +132,10 @@ class Worker:
     return self._average(Says.SYNCHRONIZE, params, iteration)
 
   def leave(self) -> None:
-    """Leaves: the other workers continue without this one."""
+    """Leaves: the other workers continue without this one.
+
+    Waits for its last pieces to be sent, unless a worker that needs them has died, or has taken no byte for 5 s.
+    """
     self._runtime.ask(Says.BYE)
     self._runtime.join()
 
@@ -140,19 +155,13 @@ class Worker:
     if self._refusals.refuse(vector, iteration, self._unflatten):
       self._runtime.ask(Says.NOT_FINITE)
       try:
-        model = self._answer()
+        model = self._runtime.take()
       except FloatingPointError as error:
         raise self._refusals.no_donor() from error
       if signal == Says.READY:
         return self._tree(model)
     self._runtime.ask(signal, model)
-    return self._tree(self._answer())
-
-  def _answer(self) -> Model:
-    answer = self._runtime.answers.get()
-    if isinstance(answer, Exception):
-      raise answer
-    return answer
+    return self._tree(self._runtime.take())
 
   def _tree(self, model: Model) -> tuple[Any, int]:
     return self._unflatten(jax.numpy.asarray(model.vector)), model.iteration

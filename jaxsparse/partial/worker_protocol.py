@@ -13,6 +13,10 @@ It is in one of four states:
     joined      serves requests: READY -> GROUP -> pieces -> average
     ended       the worker has left, was rejected, or has lost the controller; nothing happens any more
 
+A controller that is silent may come back. Until it has been silent for its own limit and `reconnect` seconds more, the
+worker goes on sending heartbeats. A controller that was restarted at the same address does not know the worker and
+rejects them; the worker sends HELLO then, and repeats its open request.
+
 An average fails if the server sends ABORT, or if no piece arrives for `timeout` seconds: the worker keeps its model and
 sends FAILED, then READY again. A worker whose model is not finite sends NOT_FINITE in place of READY, until WELCOME
 names a donor.
@@ -58,7 +62,8 @@ class WorkerProtocol:
     number: this worker's.
     initial: f32[n], the model that training starts from.
     address: where other workers reach this one.
-    timeout: seconds to wait for the first WELCOME, and for each message of another worker.
+    timeout: seconds to wait for WELCOME, and for each message of another worker.
+    reconnect: seconds to wait for a controller that has been silent for its limit.
     now: the time, in seconds.
 
   Attributes:
@@ -66,7 +71,7 @@ class WorkerProtocol:
     state: see above.
 
   Example:
-    >>> protocol = WorkerProtocol(3, np.zeros(2, np.float32), "tcp://127.0.0.1:9", timeout=5.0, now=0.0)
+    >>> protocol = WorkerProtocol(3, np.zeros(2, np.float32), "tcp://127.0.0.1:9", 5.0, 60.0, now=0.0)
     >>> protocol.handle(Tick(), 0.1)
     [Signal(says=<Says.HELLO: 1>, worker=3, value=2, address='tcp://127.0.0.1:9')]
     >>> protocol.handle(ServerMessage(Answer.WELCOME, {"limit": 5.0}), 0.2)
@@ -75,11 +80,12 @@ class WorkerProtocol:
     [Signal(says=<Says.READY: 2>, worker=3, value=1, address='')]
   """
 
-  def __init__(self, number: int, initial: np.ndarray, address: str, timeout: float, now: float):
+  def __init__(self, number: int, initial: np.ndarray, address: str, timeout: float, reconnect: float, now: float):
     self.model = Model(initial, 0)
     self.state: Literal["hello", "fetching", "joined", "ended"] = "hello"
     self._number, self._initial, self._address = number, initial, address
     self._timeout = self._limit = timeout  # the server states its own limit in WELCOME
+    self._reconnect = reconnect
     self._request, self._waiting = Says.READY, True  # the last request, and whether it has not been answered yet
     self._average: Average | None = None
     self._members: dict[int, str] = {}  # addresses of the current group's members
@@ -146,7 +152,8 @@ class WorkerProtocol:
     self._next_signal = self._now + interval
 
   def _lose_controller(self) -> None:
-    awaited = ("WELCOME", self._timeout) if self.state == "hello" else ("sign of life", self._limit)
+    silence = self._limit + self._reconnect
+    awaited = ("WELCOME", self._timeout) if self.state == "hello" else ("sign of life", silence)
     self.state = "ended"
     self._actions.append(ControllerSilent(*awaited))
 
@@ -203,7 +210,7 @@ class WorkerProtocol:
   def _take_server_message(self, message: ServerMessage) -> None:
     kind, content = message
     if self.state != "hello":
-      self._deadline = self._now + self._limit
+      self._deadline = self._now + self._limit + self._reconnect
     if kind == Answer.WELCOME:
       self._take_welcome(content["limit"], content.get("donor"))
     elif kind == Answer.GROUP and self.state == "joined":
@@ -219,7 +226,7 @@ class WorkerProtocol:
   def _take_welcome(self, limit: float, donor: str | None) -> None:
     if self.state != "hello" and not self._seeks_donor:  # the answer to a repeated HELLO
       return
-    self._limit, self._deadline = limit, self._now + limit
+    self._limit, self._deadline = limit, self._now + limit + self._reconnect
     self._early.clear()
     if donor and not self._synchronizes:
       self.state, self._donor = "fetching", donor

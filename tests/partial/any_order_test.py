@@ -15,7 +15,7 @@ from jaxsparse.partial.events import (
   Unreachable,
 )
 from jaxsparse.partial.messages import Answer, Says, Signal
-from tests.partial.worker_subject import ADDRESSES, LIMIT, ME, TIMEOUT, Subject, model
+from tests.partial.worker_subject import ADDRESSES, LIMIT, ME, RECONNECT, TIMEOUT, Subject, model
 
 MEMBERS = st.sets(st.sampled_from([0, 2]), max_size=2).map(lambda others: tuple(sorted({ME, *others})))
 REASONS = ["absent: ", "duplicate: ", "nobody: ", "stale: ", "unlike: "]
@@ -99,7 +99,7 @@ class AnyOrder(stateful.RuleBasedStateMachine):
   def teardown(self):
     """Silence of all others ends the worker, and with it an open request, whatever was before."""
     if hasattr(self, "subject"):
-      self.subject.wait(2 * TIMEOUT + LIMIT, step=0.2)
+      self.subject.wait(2 * TIMEOUT + LIMIT + RECONNECT, step=0.2)
       assert self.subject.protocol.state == "ended"
 
 

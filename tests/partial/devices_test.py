@@ -1,6 +1,7 @@
 """Partial reduce between devices of one process."""
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,26 @@ def test_groups_average_on_their_devices_and_keep_the_sum():
   assert np.ptp([model.max() for model in found.values()]) < 2
   assert len({model.tobytes() for model in together.values()}) == 1
   np.testing.assert_allclose(together[0], 1.5, rtol=1e-5)
+
+
+def test_a_worker_that_pauses_holds_the_others_up_for_one_step():
+  workers = js.partial.Devices(js.partial.Controller(3, 2, history=3), jax.devices()[:3], jnp.zeros(2))
+  workers.warm_up()
+  waits, back = [], threading.Event()
+
+  def train(worker):
+    params, iteration = worker.params, 0
+    while not back.is_set():
+      if worker.number == 2 and iteration >= 5:
+        time.sleep(3)
+        back.set()
+      began = time.monotonic()
+      params, iteration = worker.reduce(params, iteration + 1)
+      waits.append(time.monotonic() - began)
+      time.sleep(0.01)
+
+  run(workers, train)
+  assert max(waits) < 1.5
 
 
 def test_dynamic_weights_and_the_initial_model():

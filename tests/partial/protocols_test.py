@@ -30,7 +30,7 @@ from jaxsparse.partial.server_protocol import ServerProtocol
 from jaxsparse.partial.worker_protocol import WorkerProtocol
 
 ENTRIES, ITERATIONS = 5, 4
-LIMIT, TIMEOUT, LATENCY, STEP = 5.0, 20.0, 1.0, 0.2
+LIMIT, TIMEOUT, RECONNECT, LATENCY, STEP = 5.0, 20.0, 10.0, 1.0, 0.2
 
 
 class Process:
@@ -39,7 +39,8 @@ class Process:
   def __init__(self, network, number, serial):
     self.network, self.number = network, number
     self.connection, self.address = b"%d" % serial, f"tcp://127.0.0.1:{serial}"
-    self.protocol = WorkerProtocol(number, np.zeros(ENTRIES, np.float32), self.address, TIMEOUT, network.now)
+    start = np.zeros(ENTRIES, np.float32)
+    self.protocol = WorkerProtocol(number, start, self.address, TIMEOUT, RECONNECT, network.now)
     self.dead, self.lost, self.suspended, self.since, self.found = False, False, False, 0.0, []
     self.computes: Model | None = None
 
@@ -91,11 +92,17 @@ class Network:
   def __init__(self, random, workers, size):
     self.random, self.now, self.serial = random, 0.0, 1
     self.channels = collections.defaultdict(collections.deque)  # (from, to): (time, message)
-    self.controller = js.partial.Controller(workers, size)
-    self.server = ServerProtocol(self.controller, self.send, limit=LIMIT, start_timeout=TIMEOUT, now=0.0)
+    self.workers, self.size = workers, size
+    self.serve()
     self.processes = {}
     for number in range(workers):
       self.start(number)
+
+  def serve(self):
+    """Starts the server, or starts it again: it knows nobody."""
+    self.controller = js.partial.Controller(self.workers, self.size)
+    times = {"limit": LIMIT, "start_timeout": TIMEOUT, "now": self.now}
+    self.server = ServerProtocol(self.controller, self.send, **times, first=self.random.getrandbits(30))
 
   def start(self, number):
     self.serial += 1
@@ -159,7 +166,7 @@ class Network:
 
 
 def disturb(network, kind):
-  """A worker crashes, is restarted, is suspended or resumed; at least one always runs."""
+  """A worker crashes, is restarted, is suspended or resumed; at least one always runs. Or the server is restarted."""
   living = network.living()
   numbers = {process.number for process in living}
   running = [process for process in living if not process.suspended and process.protocol.state == "joined"]
@@ -173,6 +180,8 @@ def disturb(network, kind):
   elif kind == "resume":
     for process in living:
       process.suspended = False
+  elif kind == "serve" and network.serves:
+    network.serve()
 
 
 def run(random, workers, size, disturbances):
@@ -209,7 +218,7 @@ def test_without_disturbances_all_workers_end_with_one_model(random, workers, da
 @given(
   st.randoms(use_true_random=False),
   st.integers(2, 4),
-  st.lists(st.sampled_from(["crash", "restart", "suspend", "resume"]), max_size=8),
+  st.lists(st.sampled_from(["crash", "restart", "suspend", "resume", "serve"]), max_size=8),
   st.data(),
 )
 def test_no_lost_worker_holds_up_another(random, workers, disturbances, data):

@@ -9,6 +9,7 @@ import textwrap
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxsparse as js
 
@@ -25,7 +26,7 @@ KILLED = """
     os.kill(os.getpid(), signal.SIGKILL)
   np.savez = half
   server = js.partial.Server(js.partial.Controller(2, 2), limit=0.5).__enter__()
-  worker = js.partial.Worker(server.address, 0, jnp.zeros(1000), save=sys.argv[1], grace=60)
+  worker = js.partial.Worker(server.address, 0, jnp.zeros(1000), save=sys.argv[1], reconnect=0.1)
   server._controller.leave(1)
   worker.reduce(jnp.ones(1000), 1)
   server.__exit__()
@@ -60,12 +61,12 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
   path = tmp_path / "saved.npz"
   path.write_bytes(b"former")
   server = js.partial.Server(js.partial.Controller(2, 2), limit=0.5).__enter__()
-  with js.partial.Worker(server.address, 0, jnp.zeros(3), save=path, grace=60) as worker:
+  with js.partial.Worker(server.address, 0, jnp.zeros(3), save=path, reconnect=0.1) as worker:
     server._controller.leave(1)
     worker.reduce(jnp.ones(3), 1)
     monkeypatch.setattr(np, "savez", full)
     server.__exit__()
-    answer = worker._runtime.answers.get(timeout=60)
-  assert "the parameters could not be saved: No space left on device" in str(answer)
+    with pytest.raises(js.partial.ControllerLost, match="could not be saved: No space left on device"):
+      worker.reduce(jnp.ones(3), 2)
   assert path.read_bytes() == b"former"
   assert list(tmp_path.iterdir()) == [path]

@@ -181,6 +181,42 @@ def test_leaving_aborts_the_group_exactly_if_pieces_are_owed(wire, settled):
   assert wire.say(3, Signal(Says.READY, 3, 2))[0][1]["members"] == [1, 3]
 
 
+def test_an_absent_worker_holds_the_others_up_for_as_long_as_their_step_took():
+  """Worker 2 computes for long, and its thread sends heartbeats; 0 and 1 are ready 0.3 s after each average."""
+  wire, longest, iteration = joined(Wire(workers=3)), 0.0, 0
+  while wire.now < 60:
+    iteration += 1
+    wire.wait(0.3, 0, 1, 2)
+    for worker in (0, 1):
+      wire.say(worker, Signal(Says.READY, worker, iteration))
+    began = wire.now
+    while wire.controller.waiting:
+      wire.wait(0.1, 0, 1, 2)
+      assert wire.now - began < 1
+    longest = max(longest, wire.now - began)
+  assert 0 < longest < 0.45
+  assert iteration > 0.95 * 60 / 0.3
+  wire.say(2, Signal(Says.READY, 2, 1))
+  wire.wait(0.3, 0, 1, 2)
+  wire.heard(2)
+  (answer,) = wire.say(0, Signal(Says.READY, 0, iteration + 1))
+  assert answer[1]["members"] == [0, 2]
+
+
+def test_servers_at_one_address_number_groups_differently():
+  wire = Wire()
+  times = {"limit": LIMIT, "start_timeout": START, "now": 0.0}
+  wire.protocol = ServerProtocol(wire.controller, wire.send, **times, first=700)
+  joined(wire)
+  wire.say(0, Signal(Says.READY, 0, 1))
+  assert wire.say(1, Signal(Says.READY, 1, 1))[0][1]["number"] == 701
+  wire.heard(0)
+  wire.say(0, Signal(Says.FAILED, 0, 701))
+  assert wire.heard(1) == [(Answer.ABORT, {"number": 701, "worker": 0})]
+  wire.say(1, Signal(Says.FAILED, 1, 701))
+  assert wire.protocol.rejected == 0
+
+
 def test_a_failed_average_aborts_the_group_and_the_worker_may_be_ready_again(wire):
   wire.say(0, Signal(Says.READY, 0, 1))
   wire.say(1, Signal(Says.READY, 1, 1))

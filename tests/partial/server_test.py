@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 import jaxsparse as js
-from jaxsparse.partial import messages, runtime
+from jaxsparse.partial import messages, peers, runtime
 from jaxsparse.partial.messages import Answer, Says, Signal
 
 ADDRESS = "tcp://127.0.0.1:9"
@@ -287,19 +287,21 @@ def test_a_member_that_sends_nothing_is_not_waited_for():
 
 
 @pytest.mark.parametrize("place", ["file", "no folder"])
-def test_leaving_after_the_controllers_death_ends_normally(tmp_path, place):
-  """The parameters are saved, whatever their dtype, or the error says why not; no call is left to raise it."""
+def test_every_call_after_the_controller_is_lost_raises_it_and_leaving_ends_normally(tmp_path, place):
+  """The parameters are saved, whatever their dtype, or the error says why not; the training loop made no call."""
   params = {"w": jnp.full((2, 3), 1.5, jnp.bfloat16), "b": jnp.zeros(4)}
   path = tmp_path / ("saved.npz" if place == "file" else "missing/saved.npz")
   server = js.partial.Server(js.partial.Controller(2, 2), limit=0.5).__enter__()
-  with js.partial.Worker(server.address, 0, params, save=path, grace=60) as worker:
+  with js.partial.Worker(server.address, 0, params, save=path, reconnect=0.3) as worker:
     server._controller.leave(1)
     held = worker.reduce(params, 3)
     server.__exit__()
-    while worker._runtime.answers.empty():
-      time.sleep(0.01)
-  answer = worker._runtime.answers.get()
-  assert isinstance(answer, js.partial.ControllerLost)
+    worker._runtime.join(60)
+    for call in (worker.reduce, worker.reduce, worker.synchronize):
+      with pytest.raises(
+        js.partial.ControllerLost, match=r"no sign of life from the controller at .* for 0.8 s"
+      ) as found:
+        call(params, 4)
   if place == "file":
     found, iteration = js.partial.restore(path, params)
     assert iteration == 3
@@ -309,7 +311,100 @@ def test_leaving_after_the_controllers_death_ends_normally(tmp_path, place):
     with pytest.raises(ValueError, match=r"holds \['b'\] of shape \(4,\), the model's has \(5,\)"):
       js.partial.restore(path, {**params, "b": jnp.zeros(5)})
   else:
-    assert "the parameters could not be saved: " in str(answer)
+    assert "the parameters could not be saved: " in str(found.value)
+
+
+def test_training_goes_on_with_a_controller_that_is_restarted():
+  """Worker 0 waits in `reduce` meanwhile, worker 1 computes for longer than the limit."""
+  server = js.partial.Server(js.partial.Controller(2, 2), limit=0.3).__enter__()
+  address, counts = server.address, {}
+
+  def train(number, address):
+    with js.partial.Worker(address, number, jnp.zeros(3), timeout=10, reconnect=20) as worker:
+      params, iteration = worker.reduce(worker.params + 1, 1)
+      if number:
+        server.__exit__()
+        time.sleep(0.6)
+        again.append(js.partial.Server(js.partial.Controller(2, 2), address, limit=0.3).__enter__())
+        time.sleep(0.6)
+      for _ in range(3):
+        params, iteration = worker.reduce(params + 1, iteration + 1)
+      counts[number] = iteration
+
+  again = []
+  at_once(2, train, address)
+  again[0].__exit__()
+  assert sorted(counts) == [0, 1]
+  assert min(counts.values()) >= 4
+
+
+def test_a_worker_that_pauses_holds_the_others_up_for_one_step():
+  """Its thread is alive, its training loop calls nothing for 3 s; T = 2 makes the group filter wait soon."""
+  waits, back = {number: [] for number in range(3)}, threading.Event()
+
+  def train(number, address):
+    with js.partial.Worker(address, number, jnp.zeros(3)) as worker:
+      params, iteration = worker.params, worker.iteration
+      while not back.is_set():
+        if number == 2 and len(waits[2]) == 5:
+          time.sleep(3)
+          back.set()
+        began = time.monotonic()
+        params, iteration = worker.reduce(params, iteration + 1)
+        waits[number].append(time.monotonic() - began)
+        time.sleep(0.01)
+
+  with js.partial.Server(js.partial.Controller(3, 2, history=2)) as server:
+    at_once(3, train, server.address)
+  assert all(len(found) > 5 for found in waits.values())
+  assert max(map(max, waits.values())) < 1.5
+
+
+class Slow:
+  """Worker 1 of two, which takes no byte of the other's mean until `wait` seconds after it has sent its own pieces."""
+
+  ENTRIES = 10_000_000
+
+  def __init__(self, context, server):
+    self.data = context.socket(zmq.ROUTER)
+    self.data.rcvhwm = 1  # the first message fills the queue; of the second, TCP takes some
+    self.data.bind("tcp://127.0.0.1:*")
+    self.client = Client(context, server)
+    self.client.ask(Signal(Says.HELLO, 1, self.ENTRIES, messages.endpoint(self.data)))
+
+  def average(self):
+    _, group = self.client.ask(Signal(Says.READY, 1, 1))
+    self.other = self.client.socket.context.socket(zmq.DEALER)
+    self.other.connect(group["addresses"][0])
+    for kind in ("part", "mean"):
+      self.other.send_multipart(peers.piece(group["number"], kind, 1, np.ones(self.ENTRIES // 2, np.float32)))
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, takes):
+  """A worker that takes no byte may be dead, on a machine that is gone; the time to take one is 1 s here, not 5."""
+  monkeypatch.setattr(peers, "_STALLED", 10000 if takes else 1000)
+  monkeypatch.setattr(runtime, "_LAST_WORDS", 100)
+  context = zmq.Context()
+  with js.partial.Server(js.partial.Controller(2, 2)) as server:
+    worker = js.partial.Worker(server.address, 0, jnp.zeros(Slow.ENTRIES))
+    slow = Slow(context, server.address)
+    thread = threading.Thread(target=slow.average)
+    thread.start()
+    assert float(worker.reduce(jnp.zeros(Slow.ENTRIES), 1)[0].max()) == 1.0
+    thread.join(60)
+    begin = time.monotonic()
+    leaving = threading.Thread(target=worker.leave)
+    leaving.start()
+    if takes:
+      leaving.join(0.5)
+      assert leaving.is_alive()
+      slow.data.recv_multipart()  # the part
+      assert slow.data.poll(20000)
+      assert len(slow.data.recv_multipart()[-1]) == 2 * Slow.ENTRIES
+    leaving.join(60)
+    assert time.monotonic() - begin < 8
+  context.destroy(linger=0)
 
 
 def test_leaving_does_not_wait_for_a_server_that_is_gone(monkeypatch):
@@ -319,7 +414,7 @@ def test_leaving_does_not_wait_for_a_server_that_is_gone(monkeypatch):
   server.__exit__()
   begin = time.monotonic()
   worker.leave()
-  assert time.monotonic() - begin < 10  # not the 120 s that its last pieces may take
+  assert time.monotonic() - begin < 10  # not the 120 s of `timeout`
 
 
 def test_a_worker_with_a_wrong_number_or_size_is_told():

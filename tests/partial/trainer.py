@@ -13,7 +13,7 @@ import jaxsparse as js
 from jaxsparse.partial.events import SendPiece
 from jaxsparse.partial.runtime import Runtime
 
-LIMIT, GRACE, ENTRIES = 1.0, 1.0, 3000
+LIMIT, RECONNECT, ENTRIES = 1.0, 1.0, 3000
 
 
 def die_in_an_average(after: int) -> None:
@@ -35,14 +35,18 @@ def train(what: str, address: str, number: int, folder: pathlib.Path) -> None:
     die_in_an_average(after=10)
   start = {"a": jnp.zeros((ENTRIES // 3, 2)), "b": jnp.zeros(ENTRIES // 3)}
   log = (folder / f"{number}.log").open("a", buffering=1)
-  with js.partial.Worker(address, number, start, save=folder / f"{number}.npz", timeout=30, grace=GRACE) as worker:
+  with js.partial.Worker(
+    address, number, start, save=folder / f"{number}.npz", timeout=30, reconnect=RECONNECT
+  ) as worker:
     params, iteration = worker.params, worker.iteration
     log.write(f"begins {iteration} {float(params['b'][0])}\n")
     while what == "forever" or not (folder / "stop").exists():
       time.sleep(0.02)
       if what == "stalls" and iteration >= 10:
+        what = "forever"
         log.write("stalls\n")
-        time.sleep(600)
+        while not (folder / "goes on").exists():
+          time.sleep(0.02)
       params = {name: leaf + 0.1 * (1 - leaf) for name, leaf in params.items()}
       if what == "diverges" and iteration >= 10:
         log.write("diverges\n")

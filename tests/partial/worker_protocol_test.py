@@ -18,6 +18,7 @@ from tests.partial.worker_subject import (
   FETCH,
   LIMIT,
   ME,
+  RECONNECT,
   TIMEOUT,
   Subject,
   error,
@@ -214,7 +215,7 @@ def test_a_dropped_worker_continues_with_the_model_of_a_donor(ready):
   assert ready(Says.READY, model(5, 10)) == [signal(Says.READY, 10)]
 
 
-def test_a_server_that_was_restarted_counts_groups_from_1_again(computing):
+def test_a_server_that_was_restarted_may_count_groups_from_a_lower_number(computing):
   computing(Answer.REJECTED, reason="absent: ")
   assert computing(Says.READY, model(1, 8)) == []
   assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 8)]
@@ -262,19 +263,39 @@ def test_heartbeats_are_sent_while_the_training_loop_computes(computing):
   assert computing(Answer.PROBE) == [signal(Says.BEAT)]
 
 
-def test_a_silent_controller_ends_the_worker(averaging):
-  assert averaging.wait(LIMIT - 0.1) == []
+LOST = ControllerSilent("sign of life", LIMIT + RECONNECT)
+
+
+@pytest.mark.parametrize("open_request", [True, False])
+def test_a_controller_that_stays_silent_is_lost(averaging, open_request):
+  """Whether the training loop waits for an answer or computes."""
+  if not open_request:
+    averaging.part(5, 0, 3, 3)
+    averaging.mean(5, 0, 2, 2)
+  assert averaging.wait(LIMIT) == []
   averaging(Answer.BEAT)
-  assert averaging.wait(LIMIT - 0.1) == []
-  assert averaging.wait(0.3) == [ControllerSilent("sign of life", LIMIT)]
+  assert averaging.wait(LIMIT + RECONNECT - 0.1) == []
+  assert averaging.wait(0.3) == [LOST]
   assert averaging.part(5, 0, 3, 5) == averaging.wait(60) == []
+
+
+def test_heartbeats_go_on_while_the_controller_is_away_and_another_one_is_joined(computing):
+  """A controller that was restarted at the same address rejects a heartbeat of a worker that it does not know."""
+  computing.now += LIMIT
+  assert computing(Says.READY, model(1, 8)) == [signal(Says.READY, 8)]
+  assert computing(Tick()) == [signal(Says.BEAT)]
+  assert computing.wait(RECONNECT - 0.5) == []
+  computing(Answer.REJECTED, reason="absent: worker 1 has not joined, it has to send HELLO")
+  assert computing.wait(0.3) == [signal(Says.HELLO, 4)]
+  assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 8)]
+  assert [action.kind for action in computing.group(1)] == ["part"]
 
 
 def test_a_worker_that_was_suspended_waits_for_the_controller_once_more(averaging):
   averaging.now += 10 * LIMIT
-  assert ControllerSilent("sign of life", LIMIT) not in averaging(Tick())
+  assert LOST not in averaging(Tick())
   assert averaging.wait(LIMIT - 0.1)[:2] == []
-  assert averaging.wait(0.3) == [ControllerSilent("sign of life", LIMIT)]
+  assert averaging.wait(0.3) == [LOST]
 
 
 # Models that are not finite.

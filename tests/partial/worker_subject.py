@@ -15,7 +15,7 @@ from jaxsparse.partial.events import (
 from jaxsparse.partial.messages import Answer, Says, Signal
 from jaxsparse.partial.worker_protocol import WorkerProtocol
 
-ME, LIMIT, TIMEOUT = 1, 5.0, 20.0
+ME, LIMIT, TIMEOUT, RECONNECT = 1, 5.0, 20.0, 7.0
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9)]
 FETCH = FetchModel(ADDRESSES[0])
 
@@ -37,7 +37,7 @@ class Subject:
 
   def __init__(self):
     self.now = 100.0
-    self.protocol = WorkerProtocol(ME, np.zeros(4, np.float32), ADDRESSES[ME], TIMEOUT, self.now)
+    self.protocol = WorkerProtocol(ME, np.zeros(4, np.float32), ADDRESSES[ME], TIMEOUT, RECONNECT, self.now)
 
   def __call__(self, event, *content, **fields):
     """The actions; models and pieces as lists, exceptions as they are."""
