@@ -288,6 +288,24 @@ def test_model_state_of_a_skipped_step_is_kept():
   assert int(metrics.model_state["steps"]) == 7
 
 
+def test_model_state_outlives_not_a_number_of_one_worker_in_a_local_step():
+  """A step without an exchange is skipped by all workers, or the mean would hold NaN for good."""
+  tx = js.local_steps(optax.sgd(0.1), optax.chain(js.dense_transform("workers"), optax.sgd(1.0)), every=4)
+  loss = lambda p, b, model_state: (loss_fn(p, b), moments_loss(p, b, model_state)[1])
+  step = js.make_train_step(loss, tx, mesh_of(3), donate=False)
+  params, stats = jax.tree.map(jnp.array, PARAMS), {"mean": jnp.ones(5), "steps": jnp.int32(7)}
+  state, bad, skipped = js.init(tx, params, mesh_of(3)), batch_of(0), []
+  bad[-1, -1] = np.nan
+  for number in range(9):
+    params, state, metrics = step(params, state, bad if number % 2 else batch_of(number), model_state=stats)
+    stats = metrics.model_state
+    skipped.append(bool(metrics.skipped))
+  assert skipped == [False, True] * 4 + [False]
+  assert np.isfinite(stats["mean"]).all()
+  assert int(stats["steps"]) == 7 + 5
+  assert int(js.metrics(state).skipped_steps) == 4
+
+
 def test_what_loss_fn_returns_is_checked():
   start = {"mean": jnp.zeros(5)}
   step, params, state = make(loss=lambda p, b, model_state: (loss_fn(p, b), {"other": model_state["mean"]}))
