@@ -74,18 +74,18 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
 
   def checksums(*trees: Any) -> jax.Array:
     leaves = [leaf for leaf, is_split in zip(jax.tree.leaves(trees), split, strict=True) if not is_split]
-    sums = jnp.array([_checksum(leaf) for leaf in leaves])
-    return jax.lax.all_gather(sums, flat.others).reshape(-1, sums.size) if flat.others else sums[None]
+    sums = jnp.stack([_checksum(leaf) for leaf in leaves])
+    return jax.lax.all_gather(sums, flat.others).reshape(-1, *sums.shape) if flat.others else sums[None]
 
   flat = engine.flat
   arguments = engine.place(tuple(trees), tuple(specs))
   if inside := engine.shardings(tuple(trees), tuple(specs)):  # the devices of a worker hold shards
     specs = jax.tree.map(lambda sharding: sharding.spec, inside)
     every = specs
-  rows = rows_of(flat, checksums, tuple(specs))(*arguments)  # [worker, device of it, array]
+  rows = rows_of(flat, checksums, tuple(specs))(*arguments)  # [worker, device of it, array, 2]
   own = [spec for spec, is_split in zip(jax.tree.leaves(every, is_leaf=is_spec), split, strict=True) if not is_split]
   alike = np.stack([_first_alike(flat, spec) for spec in own], axis=1)
-  differs = np.any(rows != np.take_along_axis(rows[0], alike, axis=0), axis=1)  # [worker, array]
+  differs = np.any(rows != np.take_along_axis(rows[0], alike[..., None], axis=0), axis=(1, 3))  # [worker, array]
   if differs.any():
     number = int(np.flatnonzero(differs.any(axis=0))[0])
     leaf = names[same[number][0].idx] + jax.tree_util.keystr(same[number][1:])
@@ -105,11 +105,30 @@ def _first_alike(flat: Engine, spec: PartitionSpec) -> np.ndarray:
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-  """u32[]: Σ_i word_i (2i + 1) modulo 2³². A change of one word always changes the sum, since the factors are odd."""
+  """u32[2] of an array: `hashed` of its words."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
-  words = pack(x)
-  return jnp.sum(words * (2 * jnp.arange(words.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+  return hashed(pack(x))
+
+
+def hashed(words: jax.Array) -> jax.Array:
+  """u32[…, 2] of u32[…, n]: two sums over i of hashes of word i and of i, modulo 2³².
+
+  A hash of both is not linear, so signs, factors and permutations change the sums as if these were drawn anew: others
+  have the same two with a probability of 2⁻⁶⁴. A change of one word always changes the first sum, since `_mixed` is a
+  bijection.
+  """
+  index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
+  first = _mixed(words ^ _mixed(index + jnp.uint32(0x9E3779B9)))
+  second = _mixed(first + jnp.uint32(0x6A09E667))
+  return jnp.stack([jnp.sum(each, -1, dtype=jnp.uint32) for each in (first, second)], -1)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+  """The finalizer of MurmurHash3: each bit of u32 x changes each bit of the result with a probability of about 1/2."""
+  for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+    x = (x ^ (x >> shift)) * jnp.uint32(factor)
+  return x ^ (x >> 16)
 
 
 def _of_all(engine: Engine, checksums: Sequence[int]) -> np.ndarray:
