@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
+from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train.engine import Engine
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.transform import checks
@@ -98,7 +99,7 @@ def made(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, An
 def started(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
-  return engine.jit(start, (PartitionSpec(),), spec, shardings=(None, None))(*arguments), spec
+  return dispatch(engine.jit(start, (PartitionSpec(),), spec, shardings=(None, None)), *arguments), spec
 
 
 def shape_of(

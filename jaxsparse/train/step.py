@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
+from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.launch.rank import count_step
 from jaxsparse.train import replicas
 from jaxsparse.train.compiling import compiler_options
@@ -204,7 +205,6 @@ class TrainStep:
     self._specs: dict[Any, tuple[Any, Any]] = {}
     self._programs: dict[Any, Any] = {}
     self._exchange: Any = None
-    self._last: Any = None
     self._known: Any = None  # identifies the state that was returned last, which needs no check
 
   def __call__(
@@ -218,10 +218,8 @@ class TrainStep:
     arguments = self._engine.place((params, state, batch, given), specs)
     if self._donate:
       arguments = without_aliases(arguments, by_buffer=first)
-    if self._engine.waits:
-      jax.block_until_ready(self._last)
-    params, state, metrics = program(*arguments)
-    self._last, self._known = metrics.loss, _identity(state)
+    params, state, metrics = dispatch(program, *arguments, follow=lambda results: results[2].loss)
+    self._known = _identity(state)
     return params, state, metrics
 
   def synchronize(self, params: optax.Params, state: Any) -> tuple[Any, Any]:
@@ -233,7 +231,7 @@ class TrainStep:
       specs = (PartitionSpec(), placed(state, self._axis))
       kept = self._engine.shardings((params, state), specs)
       self._exchange = self._engine.jit(self._worker.synchronize, specs, specs, shardings=kept and (kept, kept))
-    return self._exchange(params, state)
+    return dispatch(self._exchange, params, state)
 
   def check(self, params: optax.Params, state: Any) -> None:
     """Compares replicated parameters and state on all workers, for tests; every process must call.
