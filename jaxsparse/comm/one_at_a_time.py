@@ -43,5 +43,5 @@ def _share_threads(leaves: list[Any]) -> bool:
   x = next((x for x in leaves if isinstance(x, jax.Array)), None)
   if x is None or isinstance(x, jax.core.Tracer):
     return False
-  devices = x.sharding.device_set
-  return len(devices) > 1 and next(iter(devices)).platform == "cpu"
+  one: Any = next(iter(x.sharding.device_set))
+  return len(x.sharding.device_set) > 1 and one.platform == "cpu"

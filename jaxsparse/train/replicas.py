@@ -4,8 +4,9 @@
 present values. Workers exchange checksums, so that every process finds the same difference and raises.
 """
 
+import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,19 +38,19 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
   shapes = [(jax.tree_util.keystr(path), jnp.shape(leaf), str(jnp.result_type(leaf))) for path, leaf in leaves]
   sums = [0 if _is_sharded(leaf) else zlib.crc32(_bytes(leaf)) for _, leaf in leaves]
   # Two numbers, so that processes with different numbers of leaves exchange arrays of one shape.
-  shape, values = _of_all(engine, [zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(sums).encode())]).T
+  shape, values = of_all(engine, [zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(sums).encode())]).T
   if (others := np.flatnonzero(shape != shape[0])).size:
     raise ValueError(
-      f"{name}: those of {_workers(others)} have other names, shapes or dtypes than those of worker 0; on this process "
+      f"{name}: those of {listed(others)} have other names, shapes or dtypes than those of worker 0; on this process "
       f"they are {shapes}. Every process must give the same"
     )
   if np.all(values == values[0]):
     return
-  rows = _of_all(engine, sums)
+  rows = of_all(engine, sums)
   number = int(np.flatnonzero(np.any(rows != rows[0], axis=0))[0])
   others = np.flatnonzero(rows[:, number] != rows[0, number])
   raise ValueError(
-    f"{name}{shapes[number][0]} differs between processes: {_workers(others)} and worker 0 give other values. Make it "
+    f"{name}{shapes[number][0]} differs between processes: {listed(others)} and worker 0 give other values. Make it "
     "from the same seed on every process, not from jax.process_index()"
   )
 
@@ -91,7 +92,7 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
     leaf = names[same[number][0].idx] + jax.tree_util.keystr(same[number][1:])
     raise ValueError(
       f"{leaf} and {differs.any(axis=0).sum() - 1} other of {len(same)} arrays that should be the "
-      f"same on every worker are not: {_workers(np.flatnonzero(differs[:, number]))} and worker 0 hold other values"
+      f"same on every worker are not: {listed(np.flatnonzero(differs[:, number]))} and worker 0 hold other values"
     )
 
 
@@ -131,10 +132,14 @@ def _mixed(x: jax.Array) -> jax.Array:
   return x ^ (x >> 16)
 
 
-def _of_all(engine: Engine, checksums: Sequence[int]) -> np.ndarray:
-  """The checksums of all workers, u32[P, …]; each worker has those of its process."""
-  row = np.array(checksums, np.uint32)
-  return rows_of(engine, lambda x: x[0], (PartitionSpec(engine.axis),))(engine.spread(row))
+def of_all(engine: Engine, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+  """The numbers of all workers, u32[P, …]; each worker has those of its process."""
+  return _gathered(engine)(engine.spread(np.array(numbers, np.uint32)))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4)  # a program compiles for a tenth of a second
+def _gathered(engine: Engine) -> Callable[..., np.ndarray]:
+  return rows_of(engine, lambda x: x[0], (PartitionSpec(engine.axis),))
 
 
 def _is_sharded(leaf: Any) -> bool:
@@ -148,5 +153,6 @@ def _bytes(leaf: Any) -> memoryview:
   return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
 
 
-def _workers(numbers: np.ndarray) -> str:
+def listed(numbers: np.ndarray) -> str:
+  """The numbers of workers as text: "worker 1", or "workers 1, 2"."""
   return ("worker " if numbers.size == 1 else "workers ") + ", ".join(map(str, numbers))

@@ -13,6 +13,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
 from jaxsparse.comm.one_at_a_time import dispatch
+from jaxsparse.train import programs
 from jaxsparse.train.engine import Engine
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.transform import checks
@@ -99,7 +100,9 @@ def made(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, An
 def started(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
-  return dispatch(engine.jit(start, (PartitionSpec(),), spec, shardings=(None, None)), *arguments), spec
+  program = engine.jit(start, (PartitionSpec(),), spec, shardings=(None, None))
+  programs.check_traced(engine, "the initial state", program, arguments, results="state")
+  return dispatch(program, *arguments), spec
 
 
 def shape_of(

@@ -16,7 +16,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.launch.rank import count_step
-from jaxsparse.train import replicas
+from jaxsparse.train import programs, replicas
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.engine import Engine, check_batch, here, without_aliases
 from jaxsparse.train.sharded import training_engine
@@ -71,27 +71,34 @@ def init(
     return started(engine, start, params)[0]
   replicas.check_processes(engine, params, "params")
   state, specs = made(engine, start, params)
-  _warn_uncovered(engine, tx, params, state, specs)
+  _check_update(engine, tx, params, state, specs)
   return state
 
 
-def _warn_uncovered(engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any) -> None:
-  """Warns of leaves that no jaxsparse transform covers and whose updates would be made of one worker's gradient.
+def _check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any) -> None:
+  """Compares `tx.update` between processes, and warns of leaves that no jaxsparse transform covers.
 
-  A step of `make_train_step` rejects such leaves. A step of the user's own may average their gradients before the
-  update or leave them constant, which the state does not show, so this is a warning.
+  Where their updates would be made of one worker's gradient, a step of `make_train_step` rejects such leaves. A step of
+  the user's own may average their gradients before the update or leave them constant, which the state does not show, so
+  this is a warning.
   """
   covered = sum(int(np.max(here(node.layout.entries))) for node in states.replicating(state))
   floating = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
-  if not covered or covered >= sum(map(jnp.size, floating)):
+  uncovered = 0 < covered < sum(map(jnp.size, floating))
+  if not uncovered and engine.processes == 1:
     return
 
   def updates(grads: optax.Updates, state: Any, params: optax.Params) -> tuple[optax.Updates]:
     return (optax.with_extra_args_support(tx).update(grads, state, params, value=jnp.float32(0))[0],)
 
   same, split = PartitionSpec(), PartitionSpec(engine.axis)
-  checked = replication.checked(updates, (split, own, same), (same,), engine.axis, _LIKELY_MISTAKES)
   arguments = engine.place((params, state, params), (same, own, same))
+  if engine.processes > 1:
+    head = programs.described((params, state), ("params", "state"))
+    programs.check_update(engine, engine.jit(updates, (same, own, same), (same,)), arguments, head)
+  if not uncovered:
+    return
+  checked = replication.checked(updates, (split, own, same), (same,), engine.axis, _LIKELY_MISTAKES)
   try:
     jax.eval_shape(engine.map(checked, (same, own, same), (same,)), *arguments)
   except ValueError as error:
@@ -205,6 +212,7 @@ class TrainStep:
     self._specs: dict[Any, tuple[Any, Any]] = {}
     self._programs: dict[Any, Any] = {}
     self._exchange: Any = None
+    self._alike: set[Any] = set()  # programs that all processes have, with the shapes of their batches
     self._known: Any = None  # identifies the state that was returned last, which needs no check
 
   def __call__(
@@ -215,7 +223,7 @@ class TrainStep:
     program, specs = self._program(params, state, batch, given)
     count_step(self._engine.processes)
     first = _identity(state) is not self._known
-    arguments = self._engine.place((params, state, batch, given), specs)
+    arguments = self._compared(program, (params, state, batch, given), specs)
     if self._donate:
       arguments = without_aliases(arguments, by_buffer=first)
     params, state, metrics = dispatch(program, *arguments, follow=lambda results: results[2].loss)
@@ -266,8 +274,6 @@ class TrainStep:
     shardings = engine.shardings(arguments, in_specs)
     known = structure, tuple(jax.tree.leaves(shardings))
     if known not in self._programs:
-      shared = given._replace(model_state=None) if self._worker.model_state == "worker" else given
-      replicas.check_processes(engine, shared._asdict(), "step: argument ")
       worker = functools.partial(self._worker.step, engine.comm)
       checked = replication.checked(worker, in_specs, out_specs, engine.axis, _LIKELY_MISTAKES, engine.others)
       options = compiler_options(engine.platform) if states.in_groups(state) else None
@@ -277,6 +283,23 @@ class TrainStep:
       program = engine.jit(checked, in_specs, out_specs, donated, options, shardings and (shardings, after))
       self._programs[known] = program
     return self._programs[known], in_specs
+
+  def _compared(self, program: Any, arguments: tuple[Any, ...], specs: Any) -> tuple[Any, ...]:
+    """The arguments, placed; all processes compare a program and its arguments where either is new."""
+    engine, worker, given = self._engine, self._worker, arguments[3]
+    known = program, *((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(arguments[2:]))
+    if engine.processes == 1 or known in self._alike:
+      return engine.place(arguments, specs)
+    options = {name: value for name, value in worker._asdict().items() if not callable(value) and name != "tx"}
+    head = [f"make_train_step has {options | {'donate': self._donate}}"]
+    head += programs.described(arguments, ("params", "state", "batch", "argument"), engine.shardings(arguments, specs))
+    programs.check_same(engine, "the training step", head)
+    shared = given._replace(model_state=None) if worker.model_state == "worker" else given
+    replicas.check_processes(engine, shared._asdict(), "step: argument ")
+    arguments = engine.place(arguments, specs)
+    programs.check_traced(engine, "the training step", program, arguments)
+    self._alike.add(known)
+    return arguments
 
   def _specs_of(self, state: Any, given: Given) -> tuple[Any, Any]:
     """The specs of the arguments of a step, and of its results."""

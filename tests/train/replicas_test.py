@@ -1,6 +1,10 @@
 """Values and programs that must be the same on all workers, and are not: every difference is found."""
 
 import functools
+import json
+import pathlib
+import re
+import sys
 
 import hypothesis
 import hypothesis.extra.numpy as arrays
@@ -12,8 +16,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsparse as js
+from jaxsparse import launch
 from jaxsparse.train.replicas import hashed
-from tests.cases import mesh_of, normals
+from tests.cases import mesh_of, normals, row
+from tests.ranks import OPTIONS, TRANSFORMS
 
 VALUES = normals(0, 64)
 
@@ -100,3 +106,46 @@ def test_hashes_are_as_good_as_random():
   found = np.asarray(_hashed(words))
   assert len(np.unique(found, axis=0)) == 2**16
   assert all(len(np.unique(found[:, one])) >= 2**16 - 10 for one in (0, 1))
+
+
+NAMED = {  # what the error says of each difference, on both ranks
+  "learning rate": r"`mul -0.25:f32.* on worker 0 .*optax.*, and `mul -0.5:f32.* on worker 1",
+  "schedule": r"tx.update of worker 1 is not .*`min v\d+ 100.0.* on worker 0 .*cosine_decay_schedule.*`min v\d+ 200.0",
+  "table of rates": r"line 1 of the jaxpr is `constant [0-9a-f]{16}:f32\[5\]",
+  "injected rate": r"the initial state of worker 1 is not .*0.25:f32\[\] .*0.5:f32\[\] ",
+  "momentum": r"`mul 0.5:f32.*trace.*`mul 0.75:f32",
+  "no momentum": r"`state\[1\]\[0\].trace\['b'\] is float32\[4\]` on worker 0, and `nothing` on worker 1",
+  "density": r"`state\[0\] is that of spardl:density=0.3` on worker 0, and `state\[0\] is that of spardl:density=0.5`",
+  "every": r"`ge v\d+ 3:i32\[\] .*local.py.*`ge v\d+ 5:i32\[\] ",
+  "outer rate": r"`mul -0.5:f32.*`mul -0.25:f32",
+  "apply_residual": r"tx.update of worker 1 is not .*with_residual",
+  "loss scale": r"the training step of worker 1 is not .*`mul 1.0:f32.*ranks.py.*`mul 2.0:f32",
+  "constant": r"`constant [0-9a-f]{16}:f32\[9,4\]",
+  "batch size": r"`batch is float32\[(4|8), 9\]` on worker 0, and `batch is float32\[(8|16), 9\]` on worker 1",
+  "batch type": r"`batch is float32\[\d, 9\]` on worker 0, and `batch is bfloat16\[\d, 9\]` on worker 1",
+  "accumulate": r"accumulate': 1.* on worker 0, and .*accumulate': 2.* on worker 1",
+  "donate": r"donate': True.* on worker 0, and .*donate': False.* on worker 1",
+}
+
+
+def _told_by(tmp_path, what, engine):
+  command = [sys.executable, str(pathlib.Path(__file__).parents[1] / "ranks.py"), what, engine, str(tmp_path)]
+  launch.run(command, 2, engine, start_timeout=120, limit=180)
+  first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+  assert first == second
+  return first
+
+
+@pytest.mark.parametrize("engine", [row("processes", quick=True), row("mpi")])
+def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine):
+  told = _told_by(tmp_path, "different", engine)
+  assert {*told} == {*NAMED} == {*TRANSFORMS, *OPTIONS}  # the same programs run
+  for name, message in NAMED.items():
+    assert re.search(message, told[name]), (name, told[name])
+
+
+def test_check_finds_ranks_with_other_outer_rates(tmp_path):
+  told = _told_by(tmp_path, "outer_rates", "processes")
+  assert len(told) == 2
+  for error in told:
+    assert re.match(r"params\['b'\] and \d other of \d+ arrays .* are not: worker 1 and worker 0 hold other", error)
