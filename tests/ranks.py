@@ -309,6 +309,25 @@ def _trained_alike(where, axis, me, engine, tx=None, scale=1.0, target=1.0, rows
   step.check(params, state)
 
 
+def one_sided(engine_name: str, file: str) -> None:
+  """Rank 1 alone gives its third step another batch, while rank 0 goes on."""
+  where, axis, me = join(engine_name)
+  from jaxsparse.train import programs
+
+  programs._PATIENCE = 3.0
+  tx, params = _chain(axis), {"w": jnp.zeros((9, 4))}
+  state, step = js.init(tx, params, where), js.make_train_step(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), tx, where)
+  for number in range(4):
+    batch = np.ones((4 if me == 1 and number == 2 else 8, 9), np.float32)
+    try:
+      params, state, metrics = step(params, state, batch)
+    except RuntimeError as error:
+      if me == 1:
+        pathlib.Path(file, "1").write_text(str(error))
+      raise
+    jax.block_until_ready(metrics.loss)
+
+
 def outer_rates(engine_name: str, file: str) -> None:
   """Two ranks whose programs nobody compares train with other outer rates: `step.check` finds what came of it."""
   where, axis, me = join(engine_name)
@@ -328,5 +347,5 @@ def outer_rates(engine_name: str, file: str) -> None:
 if __name__ == "__main__":
   jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
   programs = (equality, training, forever, late, waits, alone, quiet, other_engine, own_communicator, exits)
-  programs += (differing, different, outer_rates, lonely, sharded, ways)
+  programs += (differing, different, one_sided, outer_rates, lonely, sharded, ways)
   {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2:4])

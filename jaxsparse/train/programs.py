@@ -16,12 +16,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxsparse import _compat
 from jaxsparse.comm.program_text import Line, ProgramText
 from jaxsparse.train.engine import Engine
 from jaxsparse.train.replicas import listed, of_all
 from jaxsparse.transform.state import is_reduce_state
 
+_PATIENCE = 300.0  # seconds; one process may evaluate before a step
 _LONGEST = 4096  # bytes of a line that are exchanged for an error
+
+
+def wait_for_all(tree: Any, what: str, now: str) -> None:
+  """Waits for the other processes that hold a part of a tree, before they compare a program that has run before.
+
+  Raises:
+    RuntimeError: if one of them runs the program as before, and does not compare it.
+  """
+  try:
+    _compat.wait_for_processes(tree, what, _PATIENCE)
+  except RuntimeError as error:
+    raise RuntimeError(
+      f"{what} of process {jax.process_index()} has arguments of other shapes than before, and within {_PATIENCE:g} s "
+      f"another process did not come to a step that has. Give the same shapes on every process in each step; here {now}"
+    ) from error
 
 
 def check_traced(engine: Engine, what: str, program: Any, arguments: Sequence[Any], results: str = "") -> None:
@@ -32,15 +49,6 @@ def check_traced(engine: Engine, what: str, program: Any, arguments: Sequence[An
   if engine.processes > 1 and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
     traced = program.trace(*arguments)
     check_same(engine, what, described((traced.out_info,), (results,)) if results else (), traced.jaxpr)
-
-
-def check_update(engine: Engine, program: Any, arguments: Sequence[Any], head: Sequence[str]) -> None:
-  """`check_same` of an update alone; of one that needs what only a step gives, the head."""
-  try:
-    jaxpr = program.trace(*arguments).jaxpr
-  except Exception:  # a step shows the error
-    jaxpr = None
-  check_same(engine, "tx.update", head, jaxpr)
 
 
 def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.ClosedJaxpr | None = None) -> None:

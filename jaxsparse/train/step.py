@@ -1,7 +1,6 @@
 """`js.init` and `js.make_train_step`: the optimizer state of all workers, and a jitted data-parallel training step."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -18,9 +17,9 @@ from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.launch.rank import count_step
 from jaxsparse.train import programs, replicas
 from jaxsparse.train.compiling import compiler_options
-from jaxsparse.train.engine import Engine, check_batch, here, without_aliases
+from jaxsparse.train.engine import check_batch, without_aliases
 from jaxsparse.train.sharded import training_engine
-from jaxsparse.train.starting import made, start_of, started
+from jaxsparse.train.starting import LIKELY_MISTAKES, check_update, made, start_of, started
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
@@ -71,41 +70,8 @@ def init(
     return started(engine, start, params)[0]
   replicas.check_processes(engine, params, "params")
   state, specs = made(engine, start, params)
-  _check_update(engine, tx, params, state, specs)
+  check_update(engine, tx, params, state, specs)
   return state
-
-
-def _check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any) -> None:
-  """Compares `tx.update` between processes, and warns of leaves that no jaxsparse transform covers.
-
-  Where their updates would be made of one worker's gradient, a step of `make_train_step` rejects such leaves. A step of
-  the user's own may average their gradients before the update or leave them constant, which the state does not show, so
-  this is a warning.
-  """
-  covered = sum(int(np.max(here(node.layout.entries))) for node in states.replicating(state))
-  floating = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
-  uncovered = 0 < covered < sum(map(jnp.size, floating))
-  if not uncovered and engine.processes == 1:
-    return
-
-  def updates(grads: optax.Updates, state: Any, params: optax.Params) -> tuple[optax.Updates]:
-    return (optax.with_extra_args_support(tx).update(grads, state, params, value=jnp.float32(0))[0],)
-
-  same, split = PartitionSpec(), PartitionSpec(engine.axis)
-  arguments = engine.place((params, state, params), (same, own, same))
-  if engine.processes > 1:
-    head = programs.described((params, state), ("params", "state"))
-    programs.check_update(engine, engine.jit(updates, (same, own, same), (same,)), arguments, head)
-  if not uncovered:
-    return
-  checked = replication.checked(updates, (split, own, same), (same,), engine.axis, _LIKELY_MISTAKES)
-  try:
-    jax.eval_shape(engine.map(checked, (same, own, same), (same,)), *arguments)
-  except ValueError as error:
-    warnings.warn(f"js.init: {error}. Ignore this if your own step averages its gradient", stacklevel=3)
-  except TypeError as error:
-    if "keyword-only argument" not in str(error):  # tx needs extra arguments, which only a step has
-      raise
 
 
 def make_train_step(
@@ -275,7 +241,7 @@ class TrainStep:
     known = structure, tuple(jax.tree.leaves(shardings))
     if known not in self._programs:
       worker = functools.partial(self._worker.step, engine.comm)
-      checked = replication.checked(worker, in_specs, out_specs, engine.axis, _LIKELY_MISTAKES, engine.others)
+      checked = replication.checked(worker, in_specs, out_specs, engine.axis, LIKELY_MISTAKES, engine.others)
       options = compiler_options(engine.platform) if states.in_groups(state) else None
       donated = (0, 1) if self._donate else ()
       open_: Any = None  # the compiler's choice
@@ -293,6 +259,8 @@ class TrainStep:
     options = {name: value for name, value in worker._asdict().items() if not callable(value) and name != "tx"}
     head = [f"make_train_step has {options | {'donate': self._donate}}"]
     head += programs.described(arguments, ("params", "state", "batch", "argument"), engine.shardings(arguments, specs))
+    if self._alike:  # processes come to their first step when they like
+      programs.wait_for_all(arguments[:2], "the training step", "\n".join(head[-len(known) + 1 :]))
     programs.check_same(engine, "the training step", head)
     shared = given._replace(model_state=None) if worker.model_state == "worker" else given
     replicas.check_processes(engine, shared._asdict(), "step: argument ")
@@ -334,19 +302,6 @@ class TrainStep:
           f"model_state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: with model_state='worker' give it a "
           f"leading axis of {self._engine.held}, one entry for each worker"
         )
-
-
-_LIKELY_MISTAKES = {
-  "params": "no jaxsparse transform covers its gradient (optax.masked passes masked leaves on unchanged, here the "
-  "gradient of one worker), or a transformation after or around the transform uses the data of one worker (as "
-  "optax.apply_if_finite does), or the totals of the collective differ (A2SGD), which then belongs inside "
-  "js.local_steps. Give every leaf a transform, js.dense_transform for a plain average: "
-  "optax.multi_transform({'sparse': js.spardl_transform(...), 'dense': js.dense_transform(...)}, labels); or freeze it "
-  "with optax.set_to_zero()",
-  "state": "it is computed from the gradient of one worker, before the jaxsparse transform averages it. Put that "
-  "transform first in its chain",
-  "metrics": "it is computed from the data of one worker",
-}
 
 
 def _identity(state: Any) -> Any:

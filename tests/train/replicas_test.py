@@ -21,6 +21,7 @@ from jaxsparse.train.replicas import hashed
 from tests.cases import mesh_of, normals, row
 from tests.ranks import OPTIONS, TRANSFORMS
 
+RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 VALUES = normals(0, 64)
 
 
@@ -129,7 +130,7 @@ NAMED = {  # what the error says of each difference, on both ranks
 
 
 def _told_by(tmp_path, what, engine):
-  command = [sys.executable, str(pathlib.Path(__file__).parents[1] / "ranks.py"), what, engine, str(tmp_path)]
+  command = [sys.executable, str(RANKS), what, engine, str(tmp_path)]
   launch.run(command, 2, engine, start_timeout=120, limit=180)
   first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
   assert first == second
@@ -144,8 +145,18 @@ def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine)
     assert re.search(message, told[name]), (name, told[name])
 
 
+@pytest.mark.long
+def test_a_rank_that_alone_gives_another_batch_is_told(tmp_path):
+  """The other one waits for it in its step, until the launcher ends the run."""
+  command = [sys.executable, str(RANKS), "one_sided", "processes", str(tmp_path)]
+  with pytest.raises(launch.RunFailed, match="rank 1"):
+    launch.run(command, 2, start_timeout=120, limit=120)
+  told = (tmp_path / "1").read_text()
+  assert re.search(r"step of process 1 has arguments of other shapes .* here batch is float32\[4, 9\]$", told)
+
+
 def test_check_finds_ranks_with_other_outer_rates(tmp_path):
   told = _told_by(tmp_path, "outer_rates", "processes")
   assert len(told) == 2
   for error in told:
-    assert re.match(r"params\['b'\] and \d other of \d+ arrays .* are not: worker 1 and worker 0 hold other", error)
+    assert re.match(r"params\['[bw]'\] and \d other of \d+ arrays .* are not: worker 1 and worker 0 hold other", error)
