@@ -101,7 +101,10 @@ class ProgramText:
     if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
       return self._shape(aval)
     x = np.asarray(_compat.here(x))
-    short = str(x.item()) if x.size == 1 else hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16]
+    if x.size == 1:  # as a float, 0.1 of float32 is 0.10000000149011612
+      short = str(x.reshape(())[()] if x.dtype == np.float32 else x.item())
+    else:
+      short = hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16]
     return f"{short}:{self._shape(aval)}"
 
   def _params(self, params: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The state of all workers before the first step, as arrays and as shapes: `js.abstract_state`."""
+"""The state of all workers before the first step, as arrays and as shapes (`js.abstract_state`), and its checks."""
 
 import warnings
 from collections.abc import Callable

@@ -32,9 +32,10 @@ def init(
 ) -> Any:
   """The optimizer state of all workers: residuals sharded over `axis`, everything else the same on every worker.
 
-  Every process of the mesh must call `init` with the same parameters. The axes of a mesh other than `axis` lie inside a
-  worker: parameters keep the shardings along them, and moments get those of the parameters. Each of the S devices of a
-  worker then has a residual of n/S entries: of its shards, and of its piece of each leaf that is replicated inside.
+  Every process of the mesh must call `init` with the same parameters and the same `tx`. The axes of a mesh other than
+  `axis` lie inside a worker: parameters keep the shardings along them, and moments get those of the parameters. Each of
+  the S devices of a worker then has a residual of n/S entries: of its shards, and of its piece of each leaf that is
+  replicated inside.
 
   Args:
     tx: a chain whose first transformation is a jaxsparse one over `axis`.
@@ -49,8 +50,8 @@ def init(
 
   Raises:
     ValueError: if the mesh has no such axis, the transform is over another axis, its options do not fit the parameters,
-      these are sharded over `axis` or differ between processes, or a transformation with arrays in its state precedes
-      the transform.
+      these are sharded over `axis`, they or the programs of `tx` differ between processes, or a transformation with
+      arrays in its state precedes the transform.
 
   Warns:
     UserWarning: if no transform covers a leaf, whose update would be made of the gradient of one worker.
@@ -101,7 +102,8 @@ def make_train_step(
       step(params, state, batch, **extra)            tx.update(..., value=loss, **extra), optax's extra arguments
 
   Before a new step runs, its jaxpr is checked: the step raises if replicated parameters or states would differ between
-  workers afterwards. `step.check(params, state)` compares the present values on all workers.
+  workers afterwards, or if processes have other jaxprs, options, shapes or versions, naming the first difference.
+  `step.check(params, state)` compares the present values on all workers.
 
   With `js.local_steps` workers have parameters of their own between exchanges. Then `params` are those of the last
   exchange, and `state` has what each worker has moved since. `step.synchronize(params, state)` exchanges it at once.
@@ -131,7 +133,8 @@ def make_train_step(
   Raises:
     ValueError: if the mesh has no such axis, or an option is outside its choices. When called: if the batch does not
       divide among the workers, the state has other sizes or no jaxsparse transform, arrays were donated to an earlier
-      step, or a replicated result would differ between workers.
+      step, a replicated result would differ between workers, or the programs of processes differ.
+    RuntimeError: when called: if one process gives arguments of other shapes than before, and others do not.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -208,7 +211,7 @@ class TrainStep:
     return dispatch(self._exchange, params, state)
 
   def check(self, params: optax.Params, state: Any) -> None:
-    """Compares replicated parameters and state on all workers, for tests; every process must call.
+    """Compares hashes of replicated parameters and state on all workers, for tests; every process must call.
 
     Raises:
       ValueError: naming the first array that differs and the workers.
