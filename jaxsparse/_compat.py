@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed  # JAX has no public barrier with a time limit
+from jax._src import distributed, source_info_util  # JAX has no public barrier with a time limit, nor equation's source
 from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -55,6 +55,11 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
         yield item.jaxpr
       elif isinstance(item, core.Jaxpr):
         yield item
+
+
+def source_of(equation: core.JaxprEqn) -> str:
+  """File, line and function that an equation was traced from, of the innermost caller outside of JAX."""
+  return source_info_util.summarize(equation.source_info)
 
 
 def shard_map(

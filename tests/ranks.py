@@ -250,8 +250,102 @@ def lonely(engine_name: str, file: str) -> None:
       time.sleep(0.1)
 
 
+def _chain(axis, rate=0.25, momentum=0.5, density=0.3):
+  return optax.chain(js.spardl_transform(axis, density=density), optax.sgd(rate, momentum=momentum))
+
+
+def _own_steps(axis, every=3, rate=0.5, apply_residual=False):
+  outer = optax.chain(js.spardl_transform(axis, density=0.3), optax.sgd(rate, momentum=0.5))
+  return js.local_steps(optax.sgd(0.25), outer, every=every, apply_residual=apply_residual)
+
+
+SCHEDULES = optax.cosine_decay_schedule(0.1, 100), optax.cosine_decay_schedule(0.1, 200)
+TABLES = np.linspace(0.1, 0.2, 5, dtype=np.float32), np.linspace(0.1, 0.3, 5, dtype=np.float32)
+TRANSFORMS = {
+  "learning rate": lambda axis, me: _chain(axis, rate=(0.25, 0.5)[me]),
+  "schedule": lambda axis, me: _chain(axis, rate=SCHEDULES[me]),
+  "table of rates": lambda axis, me: _chain(axis, rate=lambda step: jnp.asarray(TABLES[me])[step % 5]),
+  "injected rate": lambda axis, me: optax.inject_hyperparams(lambda rate: _chain(axis, rate))(rate=(0.25, 0.5)[me]),
+  "momentum": lambda axis, me: _chain(axis, momentum=(0.5, 0.75)[me]),
+  "no momentum": lambda axis, me: _chain(axis, momentum=(0.5, None)[me]),
+  "density": lambda axis, me: _chain(axis, density=(0.3, 0.5)[me]),
+  "every": lambda axis, me: _own_steps(axis, every=(3, 5)[me]),
+  "outer rate": lambda axis, me: _own_steps(axis, rate=(0.5, 0.25)[me]),
+  "apply_residual": lambda axis, me: _own_steps(axis, apply_residual=(False, True)[me]),
+}
+OPTIONS = {
+  "loss scale": ({"scale": 1.0}, {"scale": 2.0}),
+  "constant": ({"target": np.zeros((9, 4), np.float32)}, {"target": np.ones((9, 4), np.float32)}),
+  "batch size": ({"rows": 4}, {"rows": 8}),
+  "batch type": ({"dtype": np.float32}, {"dtype": jnp.bfloat16}),
+  "accumulate": ({}, {"accumulate": 2}),
+  "donate": ({}, {"donate": False}),
+}
+"""What two ranks do differently; each is told by an error of `js.init` or of the first step."""
+
+
+def different(engine_name: str, file: str) -> None:
+  """Two ranks that run other programs, and then the same; each writes the errors that it got."""
+  where, axis, me = join(engine_name)
+  cases = {name: {"tx": make(axis, me)} for name, make in TRANSFORMS.items()}
+  cases |= {name: options[me] for name, options in OPTIONS.items()}
+  told = {}
+  for name, options in {**cases, "nothing": {}}.items():
+    try:
+      _trained_alike(where, axis, me, engine_name, **options)
+    except ValueError as error:
+      told[name] = str(error)
+  pathlib.Path(file, f"{me}.json").write_text(json.dumps(told))
+
+
+def _trained_alike(where, axis, me, engine, tx=None, scale=1.0, target=1.0, rows=4, dtype=np.float32, **options):
+  tx, params = tx or _chain(axis), {"b": jnp.zeros(4), "w": jnp.zeros((9, 4))}
+  state = js.init(tx, params, where)
+  loss = lambda p, x: scale * jnp.mean((x.astype(jnp.float32) @ (p["w"] - target) + p["b"][None]) ** 2)
+  step = js.make_train_step(loss, tx, where, **options)
+  batch = np.random.default_rng(0).normal(size=(2, rows, 9)).astype(dtype)
+  for _ in range(2):
+    params, state, _ = step(params, state, batch[me] if engine == "mpi" else batch.reshape(-1, 9))
+  step.check(params, state)
+
+
+def one_sided(engine_name: str, file: str) -> None:
+  """Rank 1 alone gives its third step another batch, while rank 0 goes on."""
+  where, axis, me = join(engine_name)
+  from jaxsparse.train import programs
+
+  programs._PATIENCE = 3.0
+  tx, params = _chain(axis), {"w": jnp.zeros((9, 4))}
+  state, step = js.init(tx, params, where), js.make_train_step(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), tx, where)
+  for number in range(4):
+    batch = np.ones((4 if me == 1 and number == 2 else 8, 9), np.float32)
+    try:
+      params, state, metrics = step(params, state, batch)
+    except RuntimeError as error:
+      if me == 1:
+        pathlib.Path(file, "1").write_text(str(error))
+      raise
+    jax.block_until_ready(metrics.loss)
+
+
+def outer_rates(engine_name: str, file: str) -> None:
+  """Two ranks whose programs nobody compares train with other outer rates: `step.check` finds what came of it."""
+  where, axis, me = join(engine_name)
+  from jaxsparse.train import programs
+
+  programs.check_same = lambda *_: None
+  told = []
+  rate = (0.5, 0.25)[me]
+  for tx in (_own_steps(axis, every=2, rate=rate), js.diloco(optax.sgd(0.1), axis, every=2, learning_rate=rate)):
+    try:
+      _trained_alike(where, axis, me, engine_name, tx)
+    except ValueError as error:
+      told.append(str(error))
+  pathlib.Path(file, f"{me}.json").write_text(json.dumps(told))
+
+
 if __name__ == "__main__":
   jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
   programs = (equality, training, forever, late, waits, alone, quiet, other_engine, own_communicator, exits)
-  programs += (differing, lonely, sharded, ways)
+  programs += (differing, different, one_sided, outer_rates, lonely, sharded, ways)
   {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2:4])

@@ -18,8 +18,8 @@ from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 class Dense(Collective):
   """Averages all n entries with one all-reduce: `total = Σ_w gradient_w`.
 
-  There is no residual, so rounding errors are lost: of the mean, which is rounded to the dtype of the gradient where that
-  is narrower than float32, and with `dtype="bfloat16"` of each gradient and the sum.
+  There is no residual, so rounding errors are lost: of the mean, which is rounded to the dtype of the gradient where
+  that is narrower than float32, and with `dtype="bfloat16"` of each gradient and the sum.
 
   Args:
     dtype: the dtype in which entries are sent and added. "bfloat16" halves the words and rounds each gradient and the

@@ -16,4 +16,6 @@ def _identity(name: str) -> core.Primitive:
 
 
 total_p = _identity("jaxsparse_total")  # equal on all workers of `axes`; None where the comm does not name its axes
+rank_p = _identity("jaxsparse_rank")  # the number of a rank of MPI: the one number that ranks may trace differently
 message_p = _identity("jaxsparse_message")  # a message of `SoloComm`, which sends nothing
+MESSAGE = "jaxsparse_message"  # name of the jitted function that sends a message of MPI: each rank has its own partners

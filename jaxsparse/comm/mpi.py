@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jaxsparse.comm.all_reduce import all_reduce_in_order
+from jaxsparse.comm.markers import MESSAGE, rank_p
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.comm.view import View
 from jaxsparse.launch import environment
@@ -82,15 +83,24 @@ class MpiComm(View):
     return (RANKS,)
 
   def _position(self) -> jax.Array:
-    return jnp.int32(self.communicator.Get_rank())
+    return rank_p.bind(jnp.int32(self.communicator.Get_rank()))
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
     me = self.communicator.Get_rank()
     to, of = dict(pairs).get(me), {destination: source for source, destination in pairs}.get(me)
-    if to == of == me:
-      return buffer
-    through_host = _needs_staging() if self.host_staging is None else self.host_staging
-    return (_staged if through_host else _direct)(self.communicator, buffer, to, of)
+    return _message(self, buffer, to, of)
+
+
+def _sent(view: MpiComm, buffer: jax.Array, to: int | None, of: int | None) -> jax.Array:
+  """What this rank receives; it sends `buffer` to rank `to` and receives of rank `of`."""
+  if to == of == view.communicator.Get_rank():
+    return buffer
+  through_host = _needs_staging() if view.host_staging is None else view.host_staging
+  return (_staged if through_host else _direct)(view.communicator, buffer, to, of)
+
+
+_sent.__name__ = MESSAGE
+_message = jax.jit(_sent, static_argnums=(0, 2, 3))
 
 
 def _direct(communicator: Any, buffer: jax.Array, to: int | None, of: int | None) -> jax.Array:

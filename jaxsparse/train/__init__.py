@@ -8,6 +8,7 @@ worker       the step of one worker: loss, gradients, update, metrics
 engine       where the workers run: a mesh, MPI, or the simulator; maps and compiles programs over them
 sharded      the engine of a mesh whose workers have several devices
 replicas     compares values that must be equal on all workers
+programs     compares the programs of all processes
 compiling    compiler options that keep collectives apart and overlap them with backward
 simulation   `js.simulate`, one reduction of any number of workers on one device
 timing       seconds that an update takes

@@ -19,6 +19,7 @@ from jaxsparse import _compat
 from jaxsparse._compat import AxisName, here
 from jaxsparse.comm import AxisComm, SimComm, all_gather, in_rank_order
 from jaxsparse.comm.mpi import RANKS, MpiComm
+from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.types import Comm
 
 Shardings = tuple[Any, Any] | None  # of the arguments and of the results of a program
@@ -32,7 +33,6 @@ class Engine(Protocol):
     held: number of workers in the leading axis of an array outside a program: P, or 1 under MPI, where each process
       has the arrays of its own worker only.
     comm: the comm to use inside a mapped program.
-    waits: whether a step must wait for the previous one to finish.
     axes: names and sizes of the axes that a program is mapped over.
     axis: the axis, or tuple of axes, of the workers.
     others: the names of the other axes that a program is mapped over; values are replicated along them.
@@ -50,7 +50,6 @@ class Engine(Protocol):
   workers: int
   held: int
   comm: Comm
-  waits: bool
   axes: dict[Any, int]
   axis: AxisName
   others: tuple[str, ...]
@@ -133,7 +132,7 @@ def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., 
   """A function that returns the results of `function` at all workers, as rows 0 … P − 1, on every process."""
   rows = lambda *arguments: in_rank_order(engine.comm, all_gather(engine.comm, function(*arguments)))
   program = engine.jit(rows, in_specs, PartitionSpec())
-  return lambda *arguments: np.asarray(here(program(*arguments)))
+  return lambda *arguments: np.asarray(here(dispatch(program, *arguments)))
 
 
 def without_aliases(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, ...]:
@@ -180,10 +179,7 @@ class _OnMesh:
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes, me = len(taking_part), jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
-    # XLA's CPU runtime runs the devices of a mesh on a small pool of threads. Collectives of several steps in flight
-    # wait for threads that other steps occupy, until XLA aborts. So at most one step is in flight on CPU.
     self.platform = mesh.devices.flat[0].platform
-    self.waits = self.platform == "cpu"
     self._mesh = mesh
 
   @property
@@ -248,7 +244,6 @@ class _OnOneDevice:
   """Base of the engines that use one device of one process."""
 
   held: int
-  waits = False
   process, processes = 0, 1
   others: tuple[str, ...] = ()
 

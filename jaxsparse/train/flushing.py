@@ -8,6 +8,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName
+from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import checked
 from jaxsparse.transform import checks, owed
@@ -83,4 +84,4 @@ def flush(
   specs = (PartitionSpec(), placed(state, engine.axis))
   kept = engine.shardings((params, state), specs)
   program = engine.jit(worker, specs, specs, shardings=kept and (kept, kept))
-  return program(*engine.place((params, state), specs))
+  return dispatch(program, *engine.place((params, state), specs))

@@ -4,8 +4,9 @@
 present values. Workers exchange checksums, so that every process finds the same difference and raises.
 """
 
+import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,19 +38,19 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
   shapes = [(jax.tree_util.keystr(path), jnp.shape(leaf), str(jnp.result_type(leaf))) for path, leaf in leaves]
   sums = [0 if _is_sharded(leaf) else zlib.crc32(_bytes(leaf)) for _, leaf in leaves]
   # Two numbers, so that processes with different numbers of leaves exchange arrays of one shape.
-  shape, values = _of_all(engine, [zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(sums).encode())]).T
+  shape, values = of_all(engine, [zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(sums).encode())]).T
   if (others := np.flatnonzero(shape != shape[0])).size:
     raise ValueError(
-      f"{name}: those of {_workers(others)} have other names, shapes or dtypes than those of worker 0; on this process "
+      f"{name}: those of {listed(others)} have other names, shapes or dtypes than those of worker 0; on this process "
       f"they are {shapes}. Every process must give the same"
     )
   if np.all(values == values[0]):
     return
-  rows = _of_all(engine, sums)
+  rows = of_all(engine, sums)
   number = int(np.flatnonzero(np.any(rows != rows[0], axis=0))[0])
   others = np.flatnonzero(rows[:, number] != rows[0, number])
   raise ValueError(
-    f"{name}{shapes[number][0]} differs between processes: {_workers(others)} and worker 0 give other values. Make it "
+    f"{name}{shapes[number][0]} differs between processes: {listed(others)} and worker 0 give other values. Make it "
     "from the same seed on every process, not from jax.process_index()"
   )
 
@@ -74,24 +75,24 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
 
   def checksums(*trees: Any) -> jax.Array:
     leaves = [leaf for leaf, is_split in zip(jax.tree.leaves(trees), split, strict=True) if not is_split]
-    sums = jnp.array([_checksum(leaf) for leaf in leaves])
-    return jax.lax.all_gather(sums, flat.others).reshape(-1, sums.size) if flat.others else sums[None]
+    sums = jnp.stack([_checksum(leaf) for leaf in leaves])
+    return jax.lax.all_gather(sums, flat.others).reshape(-1, *sums.shape) if flat.others else sums[None]
 
   flat = engine.flat
   arguments = engine.place(tuple(trees), tuple(specs))
   if inside := engine.shardings(tuple(trees), tuple(specs)):  # the devices of a worker hold shards
     specs = jax.tree.map(lambda sharding: sharding.spec, inside)
     every = specs
-  rows = rows_of(flat, checksums, tuple(specs))(*arguments)  # [worker, device of it, array]
+  rows = rows_of(flat, checksums, tuple(specs))(*arguments)  # [worker, device of it, array, 2]
   own = [spec for spec, is_split in zip(jax.tree.leaves(every, is_leaf=is_spec), split, strict=True) if not is_split]
   alike = np.stack([_first_alike(flat, spec) for spec in own], axis=1)
-  differs = np.any(rows != np.take_along_axis(rows[0], alike, axis=0), axis=1)  # [worker, array]
+  differs = np.any(rows != np.take_along_axis(rows[0], alike[..., None], axis=0), axis=(1, 3))  # [worker, array]
   if differs.any():
     number = int(np.flatnonzero(differs.any(axis=0))[0])
     leaf = names[same[number][0].idx] + jax.tree_util.keystr(same[number][1:])
     raise ValueError(
       f"{leaf} and {differs.any(axis=0).sum() - 1} other of {len(same)} arrays that should be the "
-      f"same on every worker are not: {_workers(np.flatnonzero(differs[:, number]))} and worker 0 hold other values"
+      f"same on every worker are not: {listed(np.flatnonzero(differs[:, number]))} and worker 0 hold other values"
     )
 
 
@@ -105,17 +106,40 @@ def _first_alike(flat: Engine, spec: PartitionSpec) -> np.ndarray:
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-  """u32[]: Σ_i word_i (2i + 1) modulo 2³². A change of one word always changes the sum, since the factors are odd."""
+  """u32[2] of an array: `hashed` of its words."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
-  words = pack(x)
-  return jnp.sum(words * (2 * jnp.arange(words.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+  return hashed(pack(x))
 
 
-def _of_all(engine: Engine, checksums: Sequence[int]) -> np.ndarray:
-  """The checksums of all workers, u32[P, …]; each worker has those of its process."""
-  row = np.array(checksums, np.uint32)
-  return rows_of(engine, lambda x: x[0], (PartitionSpec(engine.axis),))(engine.spread(row))
+def hashed(words: jax.Array) -> jax.Array:
+  """u32[…, 2] of u32[…, n]: two sums over i of hashes of word i and of i, modulo 2³².
+
+  A hash of both is not linear, so signs, factors and permutations change the sums as if these were drawn anew: others
+  have the same two with a probability of 2⁻⁶⁴. A change of one word always changes the first sum, since `_mixed` is a
+  bijection.
+  """
+  index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
+  first = _mixed(words ^ _mixed(index + jnp.uint32(0x9E3779B9)))
+  second = _mixed(first + jnp.uint32(0x6A09E667))
+  return jnp.stack([jnp.sum(each, -1, dtype=jnp.uint32) for each in (first, second)], -1)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+  """The finalizer of MurmurHash3: each bit of u32 x changes each bit of the result with a probability of about 1/2."""
+  for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+    x = (x ^ (x >> shift)) * jnp.uint32(factor)
+  return x ^ (x >> 16)
+
+
+def of_all(engine: Engine, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+  """The numbers of all workers, u32[P, …]; each worker has those of its process."""
+  return _gathered(engine)(engine.spread(np.array(numbers, np.uint32)))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4)  # a program compiles for a tenth of a second
+def _gathered(engine: Engine) -> Callable[..., np.ndarray]:
+  return rows_of(engine, lambda x: x[0], (PartitionSpec(engine.axis),))
 
 
 def _is_sharded(leaf: Any) -> bool:
@@ -129,5 +153,6 @@ def _bytes(leaf: Any) -> memoryview:
   return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
 
 
-def _workers(numbers: np.ndarray) -> str:
+def listed(numbers: np.ndarray) -> str:
+  """The numbers of workers as text: "worker 1", or "workers 1, 2"."""
   return ("worker " if numbers.size == 1 else "workers ") + ", ".join(map(str, numbers))

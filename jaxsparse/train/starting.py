@@ -1,5 +1,6 @@
-"""The state of all workers before the first step, as arrays and as shapes: `js.abstract_state`."""
+"""The state of all workers before the first step, as arrays and as shapes (`js.abstract_state`), and its checks."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
-from jaxsparse.train.engine import Engine
+from jaxsparse.comm.one_at_a_time import dispatch
+from jaxsparse.train import programs
+from jaxsparse.train.engine import Engine, here
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
@@ -20,6 +23,18 @@ from jaxsparse.transform.specs import placed
 from jaxsparse.transform.state import ReduceState
 from jaxsparse.transform.update import init_state
 from jaxsparse.types import Comm
+
+LIKELY_MISTAKES = {
+  "params": "no jaxsparse transform covers its gradient (optax.masked passes masked leaves on unchanged, here the "
+  "gradient of one worker), or a transformation after or around the transform uses the data of one worker (as "
+  "optax.apply_if_finite does), or the totals of the collective differ (A2SGD), which then belongs inside "
+  "js.local_steps. Give every leaf a transform, js.dense_transform for a plain average: "
+  "optax.multi_transform({'sparse': js.spardl_transform(...), 'dense': js.dense_transform(...)}, labels); or freeze it "
+  "with optax.set_to_zero()",
+  "state": "it is computed from the gradient of one worker, before the jaxsparse transform averages it. Put that "
+  "transform first in its chain",
+  "metrics": "it is computed from the data of one worker",
+}
 
 
 def abstract_state(
@@ -98,7 +113,46 @@ def made(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, An
 def started(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
-  return engine.jit(start, (PartitionSpec(),), spec, shardings=(None, None))(*arguments), spec
+  program = engine.jit(start, (PartitionSpec(),), spec, shardings=(None, None))
+  programs.check_traced(engine, "the initial state", program, arguments, results="state")
+  return dispatch(program, *arguments), spec
+
+
+def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any) -> None:
+  """Compares `tx.update` between processes, and warns of leaves that no jaxsparse transform covers.
+
+  Where their updates would be made of one worker's gradient, a step of `make_train_step` rejects such leaves. A step of
+  the user's own may average their gradients before the update or leave them constant, which the state does not show, so
+  this is a warning.
+  """
+  covered = sum(int(np.max(here(node.layout.entries))) for node in states.replicating(state))
+  floating = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
+  uncovered = 0 < covered < sum(map(jnp.size, floating))
+  if not uncovered and engine.processes == 1:
+    return
+
+  def updates(grads: optax.Updates, state: Any, params: optax.Params) -> tuple[optax.Updates]:
+    return (optax.with_extra_args_support(tx).update(grads, state, params, value=jnp.float32(0))[0],)
+
+  same, split = PartitionSpec(), PartitionSpec(engine.axis)
+  arguments = engine.place((params, state, params), (same, own, same))
+  if engine.processes > 1:
+    head = programs.described((params, state), ("params", "state"))
+    try:
+      jaxpr = engine.jit(updates, (same, own, same), (same,)).trace(*arguments).jaxpr
+    except Exception:  # it needs what only a step gives, or the step will show the error
+      jaxpr = None
+    programs.check_same(engine, "tx.update", head, jaxpr)
+  if not uncovered:
+    return
+  checked = replication.checked(updates, (split, own, same), (same,), engine.axis, LIKELY_MISTAKES)
+  try:
+    jax.eval_shape(engine.map(checked, (same, own, same), (same,)), *arguments)
+  except ValueError as error:
+    warnings.warn(f"js.init: {error}. Ignore this if your own step averages its gradient", stacklevel=3)
+  except TypeError as error:
+    if "keyword-only argument" not in str(error):  # tx needs extra arguments, which only a step has
+      raise
 
 
 def shape_of(

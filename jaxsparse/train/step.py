@@ -1,7 +1,6 @@
 """`js.init` and `js.make_train_step`: the optimizer state of all workers, and a jitted data-parallel training step."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -14,12 +13,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
+from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.launch.rank import count_step
-from jaxsparse.train import replicas
+from jaxsparse.train import programs, replicas
 from jaxsparse.train.compiling import compiler_options
-from jaxsparse.train.engine import Engine, check_batch, here, without_aliases
+from jaxsparse.train.engine import check_batch, without_aliases
 from jaxsparse.train.sharded import training_engine
-from jaxsparse.train.starting import made, start_of, started
+from jaxsparse.train.starting import LIKELY_MISTAKES, check_update, made, start_of, started
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
@@ -33,9 +33,10 @@ def init(
 ) -> Any:
   """The optimizer state of all workers: residuals sharded over `axis`, everything else the same on every worker.
 
-  Every process of the mesh must call `init` with the same parameters. The axes of a mesh other than `axis` lie inside a
-  worker: parameters keep the shardings along them, and moments get those of the parameters. Each of the S devices of a
-  worker then has a residual of n/S entries: of its shards, and of its piece of each leaf that is replicated inside.
+  Every process of the mesh must call `init` with the same parameters and the same `tx`. The axes of a mesh other than
+  `axis` lie inside a worker: parameters keep the shardings along them, and moments get those of the parameters. Each of
+  the S devices of a worker then has a residual of n/S entries: of its shards, and of its piece of each leaf that is
+  replicated inside.
 
   Args:
     tx: a chain whose first transformation is a jaxsparse one over `axis`.
@@ -50,8 +51,8 @@ def init(
 
   Raises:
     ValueError: if the mesh has no such axis, the transform is over another axis, its options do not fit the parameters,
-      these are sharded over `axis` or differ between processes, or a transformation with arrays in its state precedes
-      the transform.
+      these are sharded over `axis`, they or the programs of `tx` differ between processes, or a transformation with
+      arrays in its state precedes the transform.
 
   Warns:
     UserWarning: if no transform covers a leaf, whose update would be made of the gradient of one worker.
@@ -71,34 +72,8 @@ def init(
     return started(engine, start, params)[0]
   replicas.check_processes(engine, params, "params")
   state, specs = made(engine, start, params)
-  _warn_uncovered(engine, tx, params, state, specs)
+  check_update(engine, tx, params, state, specs)
   return state
-
-
-def _warn_uncovered(engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any) -> None:
-  """Warns of leaves that no jaxsparse transform covers and whose updates would be made of one worker's gradient.
-
-  A step of `make_train_step` rejects such leaves. A step of the user's own may average their gradients before the
-  update or leave them constant, which the state does not show, so this is a warning.
-  """
-  covered = sum(int(np.max(here(node.layout.entries))) for node in states.replicating(state))
-  floating = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
-  if not covered or covered >= sum(map(jnp.size, floating)):
-    return
-
-  def updates(grads: optax.Updates, state: Any, params: optax.Params) -> tuple[optax.Updates]:
-    return (optax.with_extra_args_support(tx).update(grads, state, params, value=jnp.float32(0))[0],)
-
-  same, split = PartitionSpec(), PartitionSpec(engine.axis)
-  checked = replication.checked(updates, (split, own, same), (same,), engine.axis, _LIKELY_MISTAKES)
-  arguments = engine.place((params, state, params), (same, own, same))
-  try:
-    jax.eval_shape(engine.map(checked, (same, own, same), (same,)), *arguments)
-  except ValueError as error:
-    warnings.warn(f"js.init: {error}. Ignore this if your own step averages its gradient", stacklevel=3)
-  except TypeError as error:
-    if "keyword-only argument" not in str(error):  # tx needs extra arguments, which only a step has
-      raise
 
 
 def make_train_step(
@@ -128,7 +103,8 @@ def make_train_step(
       step(params, state, batch, **extra)            tx.update(..., value=loss, **extra), optax's extra arguments
 
   Before a new step runs, its jaxpr is checked: the step raises if replicated parameters or states would differ between
-  workers afterwards. `step.check(params, state)` compares the present values on all workers.
+  workers afterwards, or if processes have other jaxprs, options, shapes or versions, naming the first difference.
+  `step.check(params, state)` compares the present values on all workers.
 
   With `js.local_steps` workers have parameters of their own between exchanges. Then `params` are those of the last
   exchange, and `state` has what each worker has moved since. `step.synchronize(params, state)` exchanges it at once.
@@ -158,7 +134,8 @@ def make_train_step(
   Raises:
     ValueError: if the mesh has no such axis, or an option is outside its choices. When called: if the batch does not
       divide among the workers, the state was made for other parameters or has no jaxsparse transform, arrays were
-      donated to an earlier step, or a replicated result would differ between workers.
+      donated to an earlier step, a replicated result would differ between workers, or the programs of processes differ.
+    RuntimeError: when called: if one process gives arguments of other shapes than before, and others do not.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -205,7 +182,7 @@ class TrainStep:
     self._specs: dict[Any, tuple[Any, Any]] = {}
     self._programs: dict[Any, Any] = {}
     self._exchange: Any = None
-    self._last: Any = None
+    self._alike: set[Any] = set()  # programs that all processes have, with the shapes of their batches
     self._known: Any = None  # identifies the state that was returned last, which needs no check
 
   def __call__(
@@ -216,13 +193,11 @@ class TrainStep:
     program, specs = self._program(params, state, batch, given)
     count_step(self._engine.processes)
     first = _identity(state) is not self._known
-    arguments = self._engine.place((params, state, batch, given), specs)
+    arguments = self._compared(program, (params, state, batch, given), specs)
     if self._donate:
       arguments = without_aliases(arguments, by_buffer=first)
-    if self._engine.waits:
-      jax.block_until_ready(self._last)
-    params, state, metrics = program(*arguments)
-    self._last, self._known = metrics.loss, _identity(state)
+    params, state, metrics = dispatch(program, *arguments, follow=lambda results: results[2].loss)
+    self._known = _identity(state)
     return params, state, metrics
 
   def synchronize(self, params: optax.Params, state: Any) -> tuple[Any, Any]:
@@ -235,10 +210,10 @@ class TrainStep:
       specs = (PartitionSpec(), placed(state, self._axis))
       kept = self._engine.shardings((params, state), specs)
       self._exchange = self._engine.jit(self._worker.synchronize, specs, specs, shardings=kept and (kept, kept))
-    return self._exchange(params, state)
+    return dispatch(self._exchange, params, state)
 
   def check(self, params: optax.Params, state: Any) -> None:
-    """Compares replicated parameters and state on all workers, for tests; every process must call.
+    """Compares hashes of replicated parameters and state on all workers, for tests; every process must call.
 
     Raises:
       ValueError: naming the first array that differs and the workers.
@@ -271,12 +246,9 @@ class TrainStep:
     shardings = engine.shardings(arguments, in_specs)
     known = structure, tuple(jax.tree.leaves(shardings))
     if known not in self._programs:
-      shared = given._replace(model_state=None) if self._worker.model_state == "worker" else given
-      replicas.check_processes(engine, shared._asdict(), "step: argument ")
       worker = functools.partial(self._worker.step, engine.comm)
-      checked = replication.checked(
-        worker, in_specs, out_specs, engine.axis, _LIKELY_MISTAKES, engine.others, commit_early
-      )
+      likely, inside = LIKELY_MISTAKES, engine.others
+      checked = replication.checked(worker, in_specs, out_specs, engine.axis, likely, inside, commit_early)
       options = compiler_options(engine.platform) if states.in_groups(state) else None
       donated = (0, 1) if self._donate else ()
       open_: Any = None  # the compiler's choice
@@ -284,6 +256,25 @@ class TrainStep:
       program = engine.jit(checked, in_specs, out_specs, donated, options, shardings and (shardings, after))
       self._programs[known] = program
     return self._programs[known], in_specs
+
+  def _compared(self, program: Any, arguments: tuple[Any, ...], specs: Any) -> tuple[Any, ...]:
+    """The arguments, placed; all processes compare a program and its arguments where either is new."""
+    engine, worker, given = self._engine, self._worker, arguments[3]
+    known = program, *((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(arguments[2:]))
+    if engine.processes == 1 or known in self._alike:
+      return engine.place(arguments, specs)
+    options = {name: value for name, value in worker._asdict().items() if not callable(value) and name != "tx"}
+    head = [f"make_train_step has {options | {'donate': self._donate}}"]
+    head += programs.described(arguments, ("params", "state", "batch", "argument"), engine.shardings(arguments, specs))
+    if self._alike:  # processes come to their first step when they like
+      programs.wait_for_all(arguments[:2], "the training step", "\n".join(head[-len(known) + 1 :]))
+    programs.check_same(engine, "the training step", head)
+    shared = given._replace(model_state=None) if worker.model_state == "worker" else given
+    replicas.check_processes(engine, shared._asdict(), "step: argument ")
+    arguments = engine.place(arguments, specs)
+    programs.check_traced(engine, "the training step", program, arguments)
+    self._alike.add(known)
+    return arguments
 
   def _specs_of(self, state: Any, given: Given) -> tuple[Any, Any]:
     """The specs of the arguments of a step, and of its results."""
@@ -319,19 +310,6 @@ class TrainStep:
           f"model_state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: with model_state='worker' give it a "
           f"leading axis of {self._engine.held}, one entry for each worker"
         )
-
-
-_LIKELY_MISTAKES = {
-  "params": "no jaxsparse transform covers its gradient (optax.masked passes masked leaves on unchanged, here the "
-  "gradient of one worker), or a transformation after or around the transform uses the data of one worker (as "
-  "optax.apply_if_finite does), or the totals of the collective differ (A2SGD), which then belongs inside "
-  "js.local_steps. Give every leaf a transform, js.dense_transform for a plain average: "
-  "optax.multi_transform({'sparse': js.spardl_transform(...), 'dense': js.dense_transform(...)}, labels); or freeze it "
-  "with optax.set_to_zero()",
-  "state": "it is computed from the gradient of one worker, before the jaxsparse transform averages it. Put that "
-  "transform first in its chain",
-  "metrics": "it is computed from the data of one worker",
-}
 
 
 def _identity(state: Any) -> Any:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxsparse import _compat
 from jaxsparse._compat import AxisName
 from jaxsparse.comm import comm_of
+from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.sparse import saturating
 from jaxsparse.transform.checks import check_alive, check_layout, why_none
 from jaxsparse.transform.state import LocalState, ReduceState, devices_of, labelled, local_states
@@ -129,17 +130,25 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
   check_layout(state)
   if over is None:
     _compat.wait_for_processes(state, "js.metrics", timeout)
-  comm = None if over is None else comm_of(over)
-  local = local_states(state)
-  flat = lambda node: node._replace(counters=jax.tree.map(jnp.ravel, node.counters))  # of inner optimizers [P, 1]
-  found = {label: flat(node) for label, node in found.items()}
-  parts = {label: summary([node], comm) for label, node in found.items()} if len(found) > 1 else ()
-  whole = summary(list(found.values()), comm)._replace(parts=parts)
+    whole = dispatch(_of_all_workers, list(found.values()), local_states(state))
+  else:
+    whole = _read(list(found.values()), local_states(state), comm_of(over))
+  return whole._replace(parts=dict(zip(found, whole.parts, strict=True)) if whole.parts else ())
+
+
+def _read(nodes: Sequence[ReduceState], local: Sequence[LocalState], comm: Comm | None = None) -> Metrics:
+  """The metrics of transforms together, with those of each as a tuple, and of local steps."""
+  nodes = [node._replace(counters=jax.tree.map(jnp.ravel, node.counters)) for node in nodes]  # of optimizers [P, 1]
+  parts = tuple(summary([node], comm) for node in nodes) if len(nodes) > 1 else ()
+  whole = summary(nodes, comm)._replace(parts=parts)
   if not local:
     return whole
   since, steps = (jnp.max(jnp.array([getattr(node, name) for node in local])) for name in ("since", "steps"))
   words = whole.total_words / jnp.maximum(steps + whole.skipped_steps, 1).astype(jnp.float32)
   return whole._replace(drift=drift(local, comm), since_exchange=since, words_per_step=words)
+
+
+_of_all_workers = jax.jit(_read)  # one program: one for each number would take longer, and would be in flight at once
 
 
 def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:

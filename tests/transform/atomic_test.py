@@ -1,4 +1,4 @@
-"""A step is kept whole or undone whole: in a `shard_map` of one's own, in the step of `js.make_train_step`, and fast."""
+"""A step is kept whole or undone whole, in a `shard_map` of one's own and in the step of `js.make_train_step`."""
 
 import re
 
@@ -15,6 +15,13 @@ from jaxsparse.transform.atomic import atomic, commit_early
 from tests.cases import AS_USERS, averaged, bits, mesh_of, normals
 
 N = 40
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+  """Adam needs it."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
 
 
 def sim(workers=2):
@@ -136,7 +143,7 @@ def test_a_wrapper_that_hides_extra_arguments_from_the_transform_is_refused():
 
 
 def test_choosing_early_changes_no_bit_and_costs_no_memory():
-  """Adam behind a dense exchange, 2 · 10⁶ entries: no copy of a moment, and the bits of the program as it is written."""
+  """Adam behind a dense exchange: no copy of a moment, and the bits of the program as it is written."""
   n, comm = 1_000_000, sim(1)
   tx = atomic(optax.chain(js.dense_transform(comm), optax.adam(0.1)))
   shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
@@ -152,10 +159,9 @@ def test_choosing_early_changes_no_bit_and_costs_no_memory():
 
   over = lambda f: jax.jit(jax.vmap(f, axis_name="workers", axis_size=1), donate_argnums=(0, 1))
   rows = lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
-  with jax.numpy_dtype_promotion("standard"):  # adam needs it
-    state = jax.vmap(lambda _: tx.init(jnp.zeros(n)), axis_name="workers")(jnp.zeros(1))
-    arguments = shapes((rows(jnp.zeros(n)), state, rows(jnp.zeros(n))))
-    programs = [over(f).lower(*arguments).compile(AS_USERS) for f in (written, reordered)]
+  state = jax.vmap(lambda _: tx.init(jnp.zeros(n)), axis_name="workers")(jnp.zeros(1))
+  arguments = shapes((rows(jnp.zeros(n)), state, rows(jnp.zeros(n))))
+  programs = [over(f).lower(*arguments).compile(AS_USERS) for f in (written, reordered)]
   copies = [len(re.findall(rf"f32\[1,{n}\]\S* copy\(", program.as_text())) for program in programs]
   temps = [program.memory_analysis().temp_size_in_bytes / (4 * n) for program in programs]
   assert copies[1] == 0

@@ -1,0 +1,47 @@
+"""Programs of several CPU devices, dispatched one at a time.
+
+XLA's CPU runtime runs the devices of a process on a small pool of threads. Collectives of several programs in flight
+wait for threads that other programs occupy, until XLA aborts the process. So a program starts when its arguments are
+computed and the program that was dispatched last has finished. On other devices programs queue up, and none waits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+_last: Any = None  # a result of the program that was dispatched last, if its caller did not wait for it
+
+
+def dispatch(program: Callable, *arguments: Any, follow: Callable[[Any], jax.Array] | None = None) -> Any:
+  """`program(*arguments)`, when no other program is in flight where the arguments lie on several CPU devices.
+
+  Args:
+    program: a jitted function.
+    arguments: pytrees of arrays that lie on the same devices.
+    follow: chooses a result for the next dispatch to wait for; None waits for all results now.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> dispatch(jax.jit(jnp.square), jnp.arange(3))
+    Array([0, 1, 4], dtype=int32)
+  """
+  global _last
+  leaves = jax.tree.leaves(arguments)
+  if not _share_threads(leaves):
+    return program(*arguments)
+  jax.block_until_ready(leaves)
+  if _last is not None and not _last.is_deleted():
+    jax.block_until_ready(_last)
+  results = program(*arguments)
+  _last = follow(results) if follow else None
+  return results if follow else jax.block_until_ready(results)
+
+
+def _share_threads(leaves: list[Any]) -> bool:
+  """Whether the first array among the leaves lies on several devices of CPUs."""
+  x = next((x for x in leaves if isinstance(x, jax.Array)), None)
+  if x is None or isinstance(x, jax.core.Tracer):
+    return False
+  one: Any = next(iter(x.sharding.device_set))
+  return len(x.sharding.device_set) > 1 and one.platform == "cpu"

@@ -1,0 +1,162 @@
+"""Values and programs that must be the same on all workers, and are not: every difference is found."""
+
+import functools
+import json
+import pathlib
+import re
+import sys
+
+import hypothesis
+import hypothesis.extra.numpy as arrays
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxsparse as js
+from jaxsparse import launch
+from jaxsparse.train.replicas import hashed
+from tests.cases import mesh_of, normals, row
+from tests.ranks import OPTIONS, TRANSFORMS
+
+RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
+VALUES = normals(0, 64)
+
+
+def _swapped(x, a, b):
+  x = x.copy()
+  x[[a, b]] = x[[b, a]]
+  return x
+
+
+def _flipped(x, bit, at=5):
+  words = x.copy().view(np.uint32)
+  words[at] ^= np.uint32(1 << bit)
+  return words.view(np.float32)
+
+
+CHANGES = {
+  "negated": lambda x: -x,
+  "twice": lambda x: 2 * x,
+  "a quarter": lambda x: x / 4,
+  "half of them negated": lambda x: np.where(np.arange(64) % 2, -x, x),
+  "one negated": lambda x: np.where(np.arange(64) == 63, -x, x),
+  "two negated": lambda x: np.where(np.arange(64) % 32 == 7, -x, x),
+  "reversed": lambda x: x[::-1],
+  "rolled": lambda x: np.roll(x, 1),
+  "rolled by a block": lambda x: np.roll(x, 32),
+  "two swapped": lambda x: _swapped(x, 3, 60),
+  "the lowest bit": lambda x: _flipped(x, 0),
+  "the highest bit": lambda x: _flipped(x, 31),
+  "an exponent": lambda x: _flipped(x, 23),
+}
+
+
+@functools.cache
+def _compared():
+  """(mesh, function that compares what three workers hold of a pytree)."""
+  mesh, tx = mesh_of(3), js.dense_transform("workers")
+  step = js.make_train_step(lambda p, _: jnp.sum(p["x"]), tx, mesh)
+  return mesh, lambda params: step.check(params, ())
+
+
+def _apart(mesh, ours, theirs):
+  """An array that JAX takes for replicated, and of which the last device holds another value."""
+  pieces = [jax.device_put(theirs if device == mesh.devices[-1] else ours, device) for device in mesh.devices]
+  return jax.make_array_from_single_device_arrays(ours.shape, NamedSharding(mesh, PartitionSpec()), pieces)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_check_finds_every_change(change):
+  mesh, check = _compared()
+  other = np.ascontiguousarray(CHANGES[change](VALUES), np.float32)
+  check({"x": _apart(mesh, VALUES, VALUES), "y": _apart(mesh, other, other)})
+  with pytest.raises(ValueError, match=r"params\['x'\] and 0 other of 2 arrays .*: worker 2 and worker 0 hold other"):
+    check({"x": _apart(mesh, VALUES, other), "y": _apart(mesh, other, other)})
+
+
+def test_check_finds_leaves_that_are_swapped():
+  mesh, check = _compared()
+  with pytest.raises(ValueError, match=r"params\['x'\] and 1 other of 2 arrays"):
+    check({"x": _apart(mesh, VALUES, 2 * VALUES), "y": _apart(mesh, 2 * VALUES, VALUES)})
+
+
+WORDS = st.integers(0, 2**32 - 1)
+ROWS = arrays.arrays(np.uint32, 16, elements=WORDS)
+_hashed = jax.jit(hashed)
+
+
+@hypothesis.given(ROWS, st.data())
+def test_hashes_differ_where_words_do(words, data):
+  """Any other words; any order of them; one bit."""
+  shuffled = words[np.array(data.draw(st.permutations(range(16))))]
+  flipped = words.copy()
+  flipped[data.draw(st.integers(0, 15))] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
+  found = np.asarray(_hashed(words))
+  for other in (data.draw(ROWS), shuffled, flipped, ~words, words ^ np.uint32(1 << 31), words + np.uint32(1 << 23)):
+    assert (_hashed(other) == found).all() == (other == words).all()
+  assert np.asarray(_hashed(flipped))[0] != found[0]
+
+
+def test_hashes_are_as_good_as_random():
+  """Of 2¹⁶ vectors that differ little, no two have the same 64 bits, and 2³² / 2³³ pairs share 32 of them."""
+  words = np.zeros((2**16, 4), np.uint32)
+  words[:, 1], words[:, 3] = np.arange(2**16) << 16, np.arange(2**16)
+  found = np.asarray(_hashed(words))
+  assert len(np.unique(found, axis=0)) == 2**16
+  assert all(len(np.unique(found[:, one])) >= 2**16 - 10 for one in (0, 1))
+
+
+NAMED = {  # what the error says of each difference, on both ranks
+  "learning rate": r"`mul -0.25:f32.* on worker 0 .*optax.*, and `mul -0.5:f32.* on worker 1",
+  "schedule": r"tx.update of worker 1 is not .*`min v\d+ 100.0.* on worker 0 .*cosine_decay_schedule.*`min v\d+ 200.0",
+  "table of rates": r"line 1 of the jaxpr is `constant [0-9a-f]{16}:f32\[5\]",
+  "injected rate": r"the initial state of worker 1 is not .*0.25:f32\[\] .*0.5:f32\[\] ",
+  "momentum": r"`mul 0.5:f32.*trace.*`mul 0.75:f32",
+  "no momentum": r"`state\[1\]\[0\].trace\['b'\] is float32\[4\]` on worker 0, and `nothing` on worker 1",
+  "density": r"`state\[0\] is that of spardl:density=0.3` on worker 0, and `state\[0\] is that of spardl:density=0.5`",
+  "every": r"`ge v\d+ 3:i32\[\] .*local.py.*`ge v\d+ 5:i32\[\] ",
+  "outer rate": r"`mul -0.5:f32.*`mul -0.25:f32",
+  "apply_residual": r"tx.update of worker 1 is not .*with_residual",
+  "loss scale": r"the training step of worker 1 is not .*`mul 1.0:f32.*ranks.py.*`mul 2.0:f32",
+  "constant": r"`constant [0-9a-f]{16}:f32\[9,4\]",
+  "batch size": r"`batch is float32\[(4|8), 9\]` on worker 0, and `batch is float32\[(8|16), 9\]` on worker 1",
+  "batch type": r"`batch is float32\[\d, 9\]` on worker 0, and `batch is bfloat16\[\d, 9\]` on worker 1",
+  "accumulate": r"accumulate': 1.* on worker 0, and .*accumulate': 2.* on worker 1",
+  "donate": r"donate': True.* on worker 0, and .*donate': False.* on worker 1",
+}
+
+
+def _told_by(tmp_path, what, engine):
+  command = [sys.executable, str(RANKS), what, engine, str(tmp_path)]
+  launch.run(command, 2, engine, start_timeout=120, limit=180)
+  first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+  assert first == second
+  return first
+
+
+@pytest.mark.parametrize("engine", [row("processes", quick=True), row("mpi")])
+def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine):
+  told = _told_by(tmp_path, "different", engine)
+  assert {*told} == {*NAMED} == {*TRANSFORMS, *OPTIONS}  # the same programs run
+  for name, message in NAMED.items():
+    assert re.search(message, told[name]), (name, told[name])
+
+
+@pytest.mark.long
+def test_a_rank_that_alone_gives_another_batch_is_told(tmp_path):
+  """The other one waits for it in its step, until the launcher ends the run."""
+  command = [sys.executable, str(RANKS), "one_sided", "processes", str(tmp_path)]
+  with pytest.raises(launch.RunFailed, match="rank 1"):
+    launch.run(command, 2, start_timeout=120, limit=120)
+  told = (tmp_path / "1").read_text()
+  assert re.search(r"step of process 1 has arguments of other shapes .* here batch is float32\[4, 9\]$", told)
+
+
+def test_check_finds_ranks_with_other_outer_rates(tmp_path):
+  told = _told_by(tmp_path, "outer_rates", "processes")
+  assert len(told) == 2
+  for error in told:
+    assert re.match(r"params\['[bw]'\] and \d other of \d+ arrays .* are not: worker 1 and worker 0 hold other", error)
