@@ -141,14 +141,12 @@ class _Exchanged(NamedTuple):
   Attributes:
     updates: of the anchor.
     outer: the next state of the outer chain; of a skipped step that before it, but for its counters.
-    moved: θ − θ_w.
     flight: the next one.
     skipped: bool[], whether the workers skip the step.
   """
 
   updates: optax.Updates
   outer: Any
-  moved: Any
   flight: Any
   skipped: jax.Array
 
@@ -203,14 +201,20 @@ class _LocalSteps(NamedTuple):
     ways = [self._silence]
     for way in (self._exchange, self._arrive) if self.delay else (self._exchange,):
       ways += [functools.partial(way, number) for number in range(self.fragments)]
-    # The inner state stays outside, so that its buffers need not pass through the branches.
+    # What was moved and the inner state do not come out of the branches, since XLA copies all that does.
     branches = [lambda tried, way=way: way(tried, params, finite, extra) for way in ways]
-    done = branches[1](tried) if self.every == 1 else jax.lax.switch(self._way(tried), branches, tried)
+    number = jnp.int32(1) if self.every == 1 else self._way(tried)
+    done = branches[1](tried) if self.every == 1 else jax.lax.switch(number, branches, tried)
+    applied = number - self.fragments if self.delay else number
+    moved = () if self.at_once else self._left(applied, moved, done.updates, params)
+    outer = done.outer
+    if self.apply_residual:
+      moved, taken = with_residual(moved, outer)
+      outer = jax.tree.map(lambda kept, new: jnp.where(done.skipped, kept, new), outer, taken)
     if self.every:
       tried = tried._replace(since=jnp.where(tried.since >= self.every, 0, tried.since))
-    after = tried._replace(inner=inner, moved=done.moved, flight=done.flight)
-    after = undone(done.skipped, state._replace(outer=()), after._replace(outer=()))
-    return done.updates, after._replace(outer=done.outer)
+    after = tried._replace(inner=inner, outer=(), moved=moved, flight=done.flight)
+    return done.updates, undone(done.skipped, state._replace(outer=()), after)._replace(outer=outer)
 
   def _way(self, state: LocalState) -> jax.Array:
     """What this step does: 0 no exchange, 1 … F that of a fragment, F + 1 … 2F the update of one arrives."""
@@ -235,14 +239,27 @@ class _LocalSteps(NamedTuple):
     """The inner state and what is moved after the step of this worker, and whether both are finite, bool[]."""
     before = jax.tree.map(lambda leaf: leaf[0], state.inner)
     updates, after = self.inner.update(grads, before, own_params(params, state), **extra)
-    finite = flatten.all_finite(updates) & _stay_finite(before, after)
-    if states.reduce_states(after):  # a transform returns zeros for what is not finite
-      finite &= ~states.skipped(after)
     if self.at_once:
       moved = jax.tree.map(lambda u: -u[None], updates)
     else:
       moved = jax.tree.map(lambda was, u: was - u[None].astype(jnp.float32), state.moved, updates)
+    finite = flatten.all_finite(moved) & _stays_finite(before, after)
+    if states.reduce_states(after):  # a transform returns zeros for what is not finite
+      finite &= ~states.skipped(after)
     return _in_rows(after), moved, finite
+
+  def _left(self, applied: jax.Array, moved: Any, updates: optax.Updates, params: optax.Params) -> Any:
+    """θ − θ_w after an update of the anchor, of the fragment of number `applied`, from 1."""
+
+    def left(was: jax.Array, u: jax.Array, p: jax.Array) -> jax.Array:
+      if self.mixing or self.delay:  # θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u
+        return self.mixing * (was + u[None].astype(was.dtype))
+      sent = flatten.representable(was, p.dtype)
+      return jnp.zeros_like(was) if sent is was else was - sent
+
+    numbers = jax.tree.unflatten(jax.tree.structure(moved), self._fragment_of(moved))
+    choose = lambda number, was, u, p: jnp.where(applied == number + 1, left(was, u, p), was)
+    return jax.tree.map(choose, numbers, moved, updates, params)
 
   def _silence(self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Exchanged:
     """No update of the anchor; the workers agree on whether all of them are finite."""
@@ -252,7 +269,7 @@ class _LocalSteps(NamedTuple):
     _check_agreed(first, agreed)
     skipped = states.skipped(agreed)
     flight = state.flight._replace(left=jnp.maximum(state.flight.left - 1, 0)) if self.delay else ()
-    return _Exchanged(zeros, _idle(state.outer, skipped), state.moved, flight, skipped)
+    return _Exchanged(zeros, _idle(state.outer, skipped), flight, skipped)
 
   def _exchange(
     self, number: int, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
@@ -260,57 +277,49 @@ class _LocalSteps(NamedTuple):
     """The exchange of what was moved in a fragment; with a delay its update is in flight from then on."""
     moved, own = self._part(state.moved, number), self._part(params, number)
     # NaN of one worker makes all of them skip the exchange: `outer` finds it in its total.
-    sent = jax.tree.map(lambda moved, p: jnp.where(finite, moved[0], jnp.nan).astype(p.dtype), moved, own)
+    mark = lambda moved, p: jnp.where(finite, flatten.representable(moved[0], p.dtype), jnp.nan).astype(p.dtype)
+    sent = jax.tree.map(mark, moved, own)
     updates, outer = atomic(self.outer).update(sent, self._outer(state, number), own, **extra)
     skipped = states.skipped(outer)
-    if self.at_once:
-      return _Exchanged(updates, outer, (), (), skipped)
-    if not self.delay:
-      moved = self._mixed(moved, updates) if self.mixing else jax.tree.map(_unsent, moved, sent)
-    if self.apply_residual:
-      moved, taken = with_residual(moved, outer)
-      outer = jax.tree.map(lambda kept, new: jnp.where(skipped, kept, new), outer, taken)
     if self.fragments > 1:
-      outer = {**_idle(state.outer, skipped), number: outer}
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, moved = self._whole(zeros, updates, number), self._whole(state.moved, moved, number)
+      outer, updates = {**_idle(state.outer, skipped), number: outer}, self._whole(params, updates, number)
     if self.delay:
-      return _Exchanged(zeros, outer, moved, Flight(updates, jnp.int32(self.delay)), skipped)
-    return _Exchanged(updates, outer, moved, (), skipped)
+      zeros = jax.tree.map(jnp.zeros_like, updates)
+      return _Exchanged(zeros, outer, Flight(updates, jnp.int32(self.delay)), skipped)
+    return _Exchanged(updates, outer, (), skipped)
 
   def _arrive(self, number: int, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Exchanged:
-    """The update of the anchor that was in flight, and the parameters of the worker mixed with it."""
-    silent, updates = self._silence(state, params, finite, extra), state.flight.update
-    mixed = self._mixed(self._part(state.moved, number), self._part(updates, number))
-    flight = Flight(silent.updates, jnp.int32(0))
-    updates = jax.tree.map(lambda u: jnp.where(silent.skipped, jnp.zeros_like(u), u), updates)
-    return silent._replace(updates=updates, moved=self._whole(state.moved, mixed, number), flight=flight)
+    """The update of the anchor that was in flight; `_left` mixes the parameters of the worker with it."""
+    del number
+    silent = self._silence(state, params, finite, extra)
+    updates = jax.tree.map(lambda u: jnp.where(silent.skipped, jnp.zeros_like(u), u), state.flight.update)
+    return silent._replace(updates=updates, flight=Flight(silent.updates, jnp.int32(0)))
 
   def _synchronize(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
     """The update of the anchor after which nothing is moved or in flight."""
     total = jax.tree.map(jnp.zeros_like, params)
     if self.every == 1:  # each step has exchanged what it moved
       return total, state
-    after, skipped, whole = state._replace(inner=()), jnp.bool_(False), self._replace(mixing=0.0)
+    after, skipped, at_once = state._replace(inner=()), jnp.bool_(False), self._replace(mixing=0.0, delay=0)
     for number, turn in enumerate(self.turns):
-      ways = [
-        lambda state, way=way, number=number: way(number, state, params, jnp.bool_(True), extra)
-        for way in (whole._replace(delay=0)._exchange, whole._arrive)
-      ]
+      exchange, arrive = (
+        functools.partial(way, number, params=params, finite=jnp.bool_(True), extra=extra)
+        for way in (at_once._exchange, self._arrive)
+      )
       if self.delay:
-        flying = (state.flight.left > 0) & (state.since >= turn - self.delay) & (state.since < turn)
-        landed = lambda state, exchange=ways[0]: exchange(state)._replace(flight=state.flight)
-        done = jax.lax.cond(flying, ways[1], landed, after)
+        in_flight = (state.flight.left > 0) & (state.since >= turn - self.delay) & (state.since < turn)
+        keep = lambda state, exchange=exchange: exchange(state)._replace(flight=state.flight)
+        done = jax.lax.cond(in_flight, arrive, keep, after)
       else:
-        done = ways[0](after)
+        done = exchange(after)
+      moved = at_once._left(jnp.int32(number + 1), after.moved, done.updates, params)
       total, skipped = jax.tree.map(jnp.add, total, done.updates), skipped | done.skipped
-      after = after._replace(outer=done.outer, moved=done.moved, flight=done.flight)
+      after = after._replace(outer=done.outer, moved=moved, flight=done.flight)
+    if self.apply_residual:
+      moved, outer = with_residual(after.moved, after.outer)
+      after = after._replace(moved=moved, outer=outer)
     after = undone(skipped, state, after._replace(inner=state.inner, since=jnp.int32(0)))
     return jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), total), after
-
-  def _mixed(self, moved: Any, updates: optax.Updates) -> Any:
-    """θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u."""
-    return jax.tree.map(lambda was, u: self.mixing * (was + u[None].astype(was.dtype)), moved, updates)
 
   def _outer(self, state: LocalState, number: int) -> Any:
     """The outer state of a fragment."""
@@ -321,42 +330,31 @@ class _LocalSteps(NamedTuple):
     if self.fragments == 1:
       return tree
     leaves, structure = jax.tree.flatten(tree)
-    found = _fragments(flatten.sizes(tree), self.fragments)
-    own = [leaf if one == number else optax.MaskedNode() for leaf, one in zip(leaves, found, strict=True)]
-    return jax.tree.unflatten(structure, own)
+    found = zip(leaves, self._fragment_of(tree), strict=True)
+    return jax.tree.unflatten(structure, [leaf if one == number else optax.MaskedNode() for leaf, one in found])
 
   def _whole(self, tree: Any, part: Any, number: int) -> Any:
-    """The tree with the leaves of a fragment replaced by those of `part`."""
-    if self.fragments == 1:
-      return part
+    """The leaves of `part`, the fragment of this number, with zeros like those of `tree` in place of the others."""
     leaves, structure = jax.tree.flatten(tree)
-    found, own = _fragments(flatten.sizes(tree), self.fragments), iter(jax.tree.leaves(part))
-    return jax.tree.unflatten(
-      structure, [next(own) if one == number else leaf for leaf, one in zip(leaves, found, strict=True)]
-    )
+    own, found = iter(jax.tree.leaves(part)), zip(leaves, self._fragment_of(tree), strict=True)
+    return jax.tree.unflatten(structure, [next(own) if one == number else jnp.zeros_like(leaf) for leaf, one in found])
+
+  def _fragment_of(self, tree: Any) -> list[int]:
+    """The number of the fragment of each leaf: the largest first, to the fragment with the fewest entries so far."""
+    sizes = flatten.sizes(tree)
+    if len(sizes) < self.fragments:
+      raise ValueError(f"local_steps: fragments={self.fragments}, choose at most the number of leaves, {len(sizes)}")
+    entries, numbers = [0] * self.fragments, [0] * len(sizes)
+    for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
+      numbers[leaf] = min(range(self.fragments), key=entries.__getitem__)
+      entries[numbers[leaf]] += max(1, sizes[leaf])  # every fragment has a leaf
+    return numbers
 
 
-def _fragments(sizes: tuple[int, ...], count: int) -> list[int]:
-  """The number of the fragment of each leaf."""
-  if len(sizes) < count:
-    raise ValueError(f"local_steps: fragments={count}, choose at most the number of leaves, {len(sizes)}")
-  entries, numbers = [0] * count, [0] * len(sizes)
-  for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
-    numbers[leaf] = min(range(count), key=entries.__getitem__)
-    entries[numbers[leaf]] += max(1, sizes[leaf])  # every fragment has a leaf
-  return numbers
-
-
-def _stay_finite(before: Any, after: Any) -> jax.Array:
-  """Whether NaN and Inf are only where they were `before`, as in the best loss so far of a schedule, bool[]."""
-  floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-  new = lambda old, new: jnp.where(jnp.isfinite(old), new, 0) if floating(new) else new
-  return flatten.all_finite(jax.tree.map(new, before, after))
-
-
-def _unsent(moved: jax.Array, sent: jax.Array) -> jax.Array:
-  """What the dtype of the parameters rounds off."""
-  return jnp.zeros_like(moved) if sent.dtype == moved.dtype else moved - sent[None].astype(moved.dtype)
+def _stays_finite(before: Any, after: Any) -> jax.Array:
+  """Whether every array that was finite `before` is, bool[]; the best loss so far of a schedule begins with Inf."""
+  stays = lambda old, new: flatten.all_finite(new) | ~flatten.all_finite(old)
+  return jnp.all(jnp.array(jax.tree.leaves(jax.tree.map(stays, before, after)), jnp.bool_))
 
 
 def _idle(outer: Any, skipped: jax.Array) -> Any:
