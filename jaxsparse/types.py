@@ -101,7 +101,7 @@ class Counters(NamedTuple):
     balanced: the same after balancing.
     merged: the largest number of different indices of a block after the sum over teams (SparDL's B-SAG).
     threshold_age: steps since exact thresholds were last computed (Ok-Topk, `threshold_period`).
-    skipped: whether a gradient had NaN or Inf in this step and every worker skipped it.
+    skipped: whether every worker skipped the step, because of NaN or Inf at one of them.
     skipped_steps: how many steps have been skipped since the state was made.
     total_words: words sent since the state was made, modulo 2³².
     total_wraps: how often `total_words` has passed 2³².

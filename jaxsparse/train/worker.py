@@ -25,7 +25,8 @@ class StepMetrics(NamedTuple):
 
   Attributes:
     loss: f32[], mean of the loss over the workers.
-    skipped: bool[], whether a gradient had NaN or Inf and every worker skipped the step.
+    skipped: bool[], whether every worker skipped the step, because of NaN or Inf at one of them: then nothing has
+      changed but counters.
     aux: the auxiliary output of `loss_fn`, reduced over the workers; None without `has_aux`.
     model_state: the model state for the next step; None if the step got none.
 

@@ -10,6 +10,7 @@ state, specs  the optax state, and its PartitionSpecs
 checks        rejects states and gradients that do not fit, before anything is computed
 local         `js.local_steps`: parameters that differ between workers, and their exchange
 atomic        `js.atomic`: a skipped step leaves everything as it was
+fragments     leaves in fragments, which local steps exchange in turn
 own           what each worker of local steps has of its own
 named         `js.diloco`, `js.sparseloco`, `js.demo_transform`: chains with the defaults of their papers
 adam          `js.scale_by_window_adam`: for workers with optimizers of their own

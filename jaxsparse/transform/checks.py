@@ -12,7 +12,7 @@ import optax
 from jaxsparse import _compat
 from jaxsparse.comm import AxisComm
 from jaxsparse.transform.groups import Group, Method
-from jaxsparse.transform.state import ReduceState, devices_of, local_states, reduce_states, split
+from jaxsparse.transform.state import LocalState, ReduceState, devices_of, local_states, reduce_states, split
 from jaxsparse.types import Comm
 
 
@@ -151,6 +151,32 @@ def check_arrays(state: Any) -> None:
         f"state{jax.tree_util.keystr(path)} is a shape, as in js.abstract_state, and no array: restore a checkpoint "
         "into it and give what is restored"
       )
+
+
+def check_agreed(before: Any, after: Any) -> None:
+  """Raises ValueError if a step without an exchange had one, because `agree` did not reach the transform."""
+  pairs = zip(reduce_states(before), reduce_states(after), strict=True)
+  if any(old.carried is not new.carried for old, new in pairs):
+    raise ValueError(
+      "local_steps: a wrapper around the jaxsparse transform of outer does not pass on extra arguments: make it an "
+      "optax.GradientTransformationExtraArgs, whose update takes **extra and gives them to the transform"
+    )
+
+
+def check_local_state(state: LocalState) -> None:
+  """Raises ValueError for an inner or outer transformation that cannot be one."""
+  if not reduce_states(state.outer):
+    raise ValueError(
+      "local_steps: outer has no jaxsparse transform, so nothing would exchange what workers have moved: begin it with "
+      "one, as in optax.chain(js.dense_transform(axis), optax.sgd(1.0)), which averages the parameters"
+    )
+  if any(jax.tree.leaves(node.carried.residual) for node in reduce_states(state.inner)):
+    raise ValueError(
+      "local_steps: inner has a jaxsparse transform with a residual, what the residual holds would be of gradients and "
+      "not of parameters: begin outer with this transform, and leave plain optax in inner"
+    )
+  if local_states((state.inner, state.outer)):
+    raise ValueError("local_steps: inner or outer has local steps itself: choose one number of steps")
 
 
 def check_landed(name: str, state: Any) -> None:

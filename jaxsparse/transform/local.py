@@ -24,7 +24,8 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, undone
-from jaxsparse.transform.checks import with_check
+from jaxsparse.transform.checks import check_agreed, check_local_state, with_check
+from jaxsparse.transform.fragments import Fragments
 from jaxsparse.transform.own import own_params, with_residual
 from jaxsparse.transform.state import Flight, LocalState
 
@@ -131,7 +132,7 @@ def local_steps(
       f"local_steps: mixing={mixing!r} with every={every!r}, choose 0, or less than 1 with 2 steps or more"
     )
   inner, outer = map(optax.with_extra_args_support, (inner, outer))
-  made = _LocalSteps(inner, outer, every, fragments, delay, mixing, apply_residual)
+  made = _LocalSteps(inner, outer, every, Fragments(fragments), delay, mixing, apply_residual)
   return with_check(optax.GradientTransformationExtraArgs(made.init, made.update))
 
 
@@ -157,7 +158,7 @@ class _LocalSteps(NamedTuple):
   inner: optax.GradientTransformationExtraArgs
   outer: optax.GradientTransformationExtraArgs
   every: int | None
-  fragments: int
+  fragments: Fragments
   delay: int
   mixing: float
   apply_residual: bool
@@ -170,16 +171,16 @@ class _LocalSteps(NamedTuple):
   @property
   def turns(self) -> list[int]:
     """The step of H in which the update of each fragment is applied."""
-    return [(self.every or 1) * (number + 1) // self.fragments for number in range(self.fragments)]
+    return [(self.every or 1) * (number + 1) // self.fragments.count for number in range(self.fragments.count)]
 
   def init(self, params: optax.Params) -> LocalState:
     """The state of one worker before the first step."""
     moved = () if self.at_once else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
     flight = Flight(jax.tree.map(jnp.zeros_like, params), jnp.int32(0)) if self.delay else ()
-    outer = {number: self.outer.init(self._part(params, number)) for number in range(self.fragments)}
-    outer = outer[0] if self.fragments == 1 else outer
+    outer = {number: self.outer.init(self.fragments.part(params, number)) for number in range(self.fragments.count)}
+    outer = outer[0] if self.fragments.count == 1 else outer
     state = LocalState(_in_rows(self.inner.init(params)), outer, moved, jnp.int32(0), jnp.int32(0), flight)
-    _check(state)
+    check_local_state(state)
     return state
 
   def update(
@@ -200,12 +201,12 @@ class _LocalSteps(NamedTuple):
     tried = state._replace(inner=(), moved=moved, since=state.since + 1, steps=state.steps + 1)
     ways = [self._silence]
     for way in (self._exchange, self._arrive) if self.delay else (self._exchange,):
-      ways += [functools.partial(way, number) for number in range(self.fragments)]
+      ways += [functools.partial(way, number) for number in range(self.fragments.count)]
     # What was moved and the inner state do not come out of the branches, since XLA copies all that does.
     branches = [lambda tried, way=way: way(tried, params, finite, extra) for way in ways]
     number = jnp.int32(1) if self.every == 1 else self._way(tried)
     done = branches[1](tried) if self.every == 1 else jax.lax.switch(number, branches, tried)
-    applied = number - self.fragments if self.delay else number
+    applied = number - self.fragments.count if self.delay else number
     moved = () if self.at_once else self._left(applied, moved, done.updates, params)
     outer = done.outer
     if self.apply_residual:
@@ -230,7 +231,7 @@ class _LocalSteps(NamedTuple):
 
     if not self.delay:
       return due(0)
-    arrives = jnp.where(state.flight.left == 1, self.fragments + due(0), 0)
+    arrives = jnp.where(state.flight.left == 1, self.fragments.count + due(0), 0)
     return jnp.where(state.flight.left > 0, arrives, due(self.delay))
 
   def _own_step(
@@ -257,7 +258,7 @@ class _LocalSteps(NamedTuple):
       sent = flatten.representable(was, p.dtype)
       return jnp.zeros_like(was) if sent is was else was - sent
 
-    numbers = jax.tree.unflatten(jax.tree.structure(moved), self._fragment_of(moved))
+    numbers = jax.tree.unflatten(jax.tree.structure(moved), self.fragments.numbers(moved))
     choose = lambda number, was, u, p: jnp.where(applied == number + 1, left(was, u, p), was)
     return jax.tree.map(choose, numbers, moved, updates, params)
 
@@ -265,8 +266,10 @@ class _LocalSteps(NamedTuple):
     """No update of the anchor; the workers agree on whether all of them are finite."""
     zeros = jax.tree.map(jnp.zeros_like, params)
     first = self._outer(state, 0)
-    _, agreed = self.outer.update(self._part(zeros, 0), first, self._part(params, 0), agree=finite, **extra)
-    _check_agreed(first, agreed)
+    _, agreed = self.outer.update(
+      self.fragments.part(zeros, 0), first, self.fragments.part(params, 0), agree=finite, **extra
+    )
+    check_agreed(first, agreed)
     skipped = states.skipped(agreed)
     flight = state.flight._replace(left=jnp.maximum(state.flight.left - 1, 0)) if self.delay else ()
     return _Exchanged(zeros, _idle(state.outer, skipped), flight, skipped)
@@ -275,14 +278,14 @@ class _LocalSteps(NamedTuple):
     self, number: int, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
   ) -> _Exchanged:
     """The exchange of what was moved in a fragment; with a delay its update is in flight from then on."""
-    moved, own = self._part(state.moved, number), self._part(params, number)
+    moved, own = self.fragments.part(state.moved, number), self.fragments.part(params, number)
     # NaN of one worker makes all of them skip the exchange: `outer` finds it in its total.
     mark = lambda moved, p: jnp.where(finite, flatten.representable(moved[0], p.dtype), jnp.nan).astype(p.dtype)
     sent = jax.tree.map(mark, moved, own)
     updates, outer = atomic(self.outer).update(sent, self._outer(state, number), own, **extra)
     skipped = states.skipped(outer)
-    if self.fragments > 1:
-      outer, updates = {**_idle(state.outer, skipped), number: outer}, self._whole(params, updates, number)
+    if self.fragments.count > 1:
+      outer, updates = {**_idle(state.outer, skipped), number: outer}, self.fragments.whole(params, updates, number)
     if self.delay:
       zeros = jax.tree.map(jnp.zeros_like, updates)
       return _Exchanged(zeros, outer, Flight(updates, jnp.int32(self.delay)), skipped)
@@ -323,32 +326,7 @@ class _LocalSteps(NamedTuple):
 
   def _outer(self, state: LocalState, number: int) -> Any:
     """The outer state of a fragment."""
-    return state.outer if self.fragments == 1 else state.outer[number]
-
-  def _part(self, tree: Any, number: int) -> Any:
-    """The leaves of a fragment, with `optax.MaskedNode` in place of the others."""
-    if self.fragments == 1:
-      return tree
-    leaves, structure = jax.tree.flatten(tree)
-    found = zip(leaves, self._fragment_of(tree), strict=True)
-    return jax.tree.unflatten(structure, [leaf if one == number else optax.MaskedNode() for leaf, one in found])
-
-  def _whole(self, tree: Any, part: Any, number: int) -> Any:
-    """The leaves of `part`, the fragment of this number, with zeros like those of `tree` in place of the others."""
-    leaves, structure = jax.tree.flatten(tree)
-    own, found = iter(jax.tree.leaves(part)), zip(leaves, self._fragment_of(tree), strict=True)
-    return jax.tree.unflatten(structure, [next(own) if one == number else jnp.zeros_like(leaf) for leaf, one in found])
-
-  def _fragment_of(self, tree: Any) -> list[int]:
-    """The number of the fragment of each leaf: the largest first, to the fragment with the fewest entries so far."""
-    sizes = flatten.sizes(tree)
-    if len(sizes) < self.fragments:
-      raise ValueError(f"local_steps: fragments={self.fragments}, choose at most the number of leaves, {len(sizes)}")
-    entries, numbers = [0] * self.fragments, [0] * len(sizes)
-    for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
-      numbers[leaf] = min(range(self.fragments), key=entries.__getitem__)
-      entries[numbers[leaf]] += max(1, sizes[leaf])  # every fragment has a leaf
-    return numbers
+    return state.outer if self.fragments.count == 1 else state.outer[number]
 
 
 def _stays_finite(before: Any, after: Any) -> jax.Array:
@@ -365,29 +343,3 @@ def _idle(outer: Any, skipped: jax.Array) -> Any:
 
 def _in_rows(state: Any) -> Any:
   return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], state)
-
-
-def _check_agreed(before: Any, after: Any) -> None:
-  """Raises ValueError if a step without an exchange had one, because `agree` did not reach the transform."""
-  pairs = zip(states.reduce_states(before), states.reduce_states(after), strict=True)
-  if any(old.carried is not new.carried for old, new in pairs):
-    raise ValueError(
-      "local_steps: a wrapper around the jaxsparse transform of outer does not pass on extra arguments: make it an "
-      "optax.GradientTransformationExtraArgs, whose update takes **extra and gives them to the transform"
-    )
-
-
-def _check(state: LocalState) -> None:
-  """Raises ValueError for an inner or outer transformation that cannot be one."""
-  if not states.reduce_states(state.outer):
-    raise ValueError(
-      "local_steps: outer has no jaxsparse transform, so nothing would exchange what workers have moved: begin it with "
-      "one, as in optax.chain(js.dense_transform(axis), optax.sgd(1.0)), which averages the parameters"
-    )
-  if any(jax.tree.leaves(node.carried.residual) for node in states.reduce_states(state.inner)):
-    raise ValueError(
-      "local_steps: inner has a jaxsparse transform with a residual, what the residual holds would be of gradients and "
-      "not of parameters: begin outer with this transform, and leave plain optax in inner"
-    )
-  if states.local_states((state.inner, state.outer)):
-    raise ValueError("local_steps: inner or outer has local steps itself: choose one number of steps")

@@ -1,7 +1,8 @@
 """A collective as an `optax.GradientTransformation`, written once: one group of leaves or many (`groups`).
 
 Each group is reduced by its own collective from its own state. Then all of them are applied, or none: where the
-gradient of one worker holds NaN or Inf, every worker returns zeros and carries its state over to the next step.
+gradient of one worker, or the mean, holds NaN or Inf, every worker returns zeros and carries its state over to the next
+step. What follows in a chain is undone by `atomic`.
 """
 
 import functools
