@@ -190,6 +190,20 @@ def test_warm_up_and_momentum_on_a_mesh():
   assert float(metrics.loss) < 4  # it was 40
 
 
+def test_while_the_density_is_1_momentum_is_that_of_a_dense_average():
+  """Nothing is masked: all mass leaves in each step, and is no older than it."""
+  sparse = js.warmed_up(js.topka_transform(js.SimComm("workers", members=3), k=2), {4: 1.0})
+  tx = optax.chain(js.momentum_corrected(sparse, 0.5), optax.sgd(1.0))
+  comm, params, momentum = js.SimComm("workers", members=3), jnp.zeros(N), np.zeros(N)
+  step = js.make_train_step(lambda p, batch: jnp.vdot(p, batch[0]), tx, comm, donate=False)
+  state = js.init(tx, params, comm)
+  for number in range(4):
+    grads = integers(number, 3, N)
+    updates, state, _ = step(params, state, grads)
+    momentum = 0.5 * momentum + grads.mean(0)
+    np.testing.assert_allclose(updates, -momentum, atol=1e-5)
+
+
 def test_bad_ladders():
   sparse = js.spardl_transform("workers", density=0.2)
   with pytest.raises(ValueError, match="warmed_up: densities={3: 0.1, 2: 0.2}, give at least one density, by ascend"):
