@@ -18,7 +18,7 @@ def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
 
   Raises:
     ValueError: if the pytree has no entry.
-    TypeError: if a leaf is not floating point, naming its path.
+    TypeError: if a leaf is not floating point, or has less than 16 bits, naming its path.
 
   Example:
     >>> import jax.numpy as jnp
@@ -69,7 +69,7 @@ def rounding(tree: Any) -> Rounding | None:
 
 
 def representable(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """f32 values rounded to what `dtype` holds, and 0 in place of finite numbers that are too large for it.
+  """Values rounded to what `dtype` holds, and 0 in place of finite numbers that are too large, which stay undelivered.
 
   Example:
     >>> import jax.numpy as jnp
@@ -83,7 +83,7 @@ def representable(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """f32 values as `dtype` holds them. XLA may drop a conversion and the one back; it may not drop this."""
   limits = jnp.finfo(dtype)
-  if limits.bits >= 32:
+  if limits.bits >= 32 or values.dtype == dtype:
     return values
   normal = jax.lax.reduce_precision(values, limits.nexp, limits.nmant)
   if limits.nexp == jnp.finfo(jnp.float32).nexp:
@@ -97,9 +97,9 @@ def count(tree: Any) -> int:
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   for path, leaf in leaves:
     dtype = jnp.result_type(leaf)
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
       raise TypeError(
-        f"gradients{jax.tree_util.keystr(path)} has dtype {dtype.name}, choose a floating-point one "
+        f"gradients{jax.tree_util.keystr(path)} has dtype {dtype.name}, choose a floating-point one of 16 bits or more "
         "(optax.masked keeps other leaves out of a transform)"
       )
   n = sum(sizes(tree))
@@ -121,8 +121,18 @@ def all_finite(tree: Any) -> jax.Array:
     >>> all_finite([jnp.ones(2), jnp.arange(3)]), all_finite([jnp.array([1.0, jnp.inf])])
     (Array(True, dtype=bool), Array(False, dtype=bool))
   """
-  floating = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+  leaves = map(jnp.asarray, jax.tree.leaves(tree))
+  floating = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
   return jnp.all(jnp.array([jnp.sum(leaf - leaf) == 0 for leaf in floating], jnp.bool_))
+
+
+def stays_finite(before: Any, after: Any) -> jax.Array:
+  """Whether each leaf that has neither NaN nor Inf `before` has none `after`, bool[].
+
+  Others, as the best loss so far of a schedule, begin with Inf.
+  """
+  stays = lambda old, new: all_finite(new) | ~all_finite(old)
+  return jnp.all(jnp.array(jax.tree.leaves(jax.tree.map(stays, before, after)), jnp.bool_))
 
 
 def parts(array: jax.Array, sizes: Sequence[int], axis: int = 0) -> list[jax.Array]:

@@ -194,6 +194,7 @@ QUICK = (
     (name, "plain", dtype) for name, dtype in (("onebit", "bfloat16"), ("spardl", "float16"), ("chunktopk", "bfloat16"))
   }
   | {("onebit", "local 4 applied", "bfloat16"), ("dense", "diloco", "float16"), ("topka", "special", "bfloat16")}
+  | {("topka", "local 1", "float16")}
   | {("a2sgd", "local inner", "float32"), ("a2sgd", "plain", "float32"), ("dcttopk", "corrected", "float32")}
 )
 CELLS = [(name, composition, dtype) for name in NAMES for composition in COMPOSITIONS for dtype in DTYPES]

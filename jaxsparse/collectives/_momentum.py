@@ -33,6 +33,8 @@ class Corrected(Wrapped):
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    if isinstance(self.collective, Corrected):
+      raise ValueError(f"momentum_corrected: {self.collective.name} has a momentum already, give the transform inside")
     if self.masking and self.collective.mixes_entries:
       raise ValueError(
         f"momentum_corrected: masking=True with {self.collective.name}, which delivers a part of every entry, so that "

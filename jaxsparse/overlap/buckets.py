@@ -87,7 +87,7 @@ def bucketed_transform(
   def groups(tree: Any) -> list[Group]:
     return groups_of(tree, assignment, _bundles(tree, plan, order))
 
-  return over_groups(groups, axis, shardings)
+  return over_groups(groups, assignment.collectives, axis, shardings)
 
 
 def _bundles(tree: Any, plan: Plan, order: Sequence[int] | None) -> list[Bundle]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxsparse import flatten
 from jaxsparse._compat import AxisName
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train.sharded import training_engine
@@ -65,7 +66,7 @@ def flush(
   def worker(params: optax.Params, state: Any) -> tuple[optax.Updates, Any]:
     named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     updates = {name: jnp.zeros_like(leaf) for name, leaf in named.items()}
-    moved = moved_by_name(state)
+    moved, left = moved_by_name(state), dict[str, jax.Array]()
 
     def of(node: Any, row: bool) -> Any:
       if row or not is_reduce_state(node):
@@ -73,11 +74,15 @@ def flush(
       names = node.layout.method.names
       also = [moved[name][0] for name in names] if moved.keys() >= set(names) else None
       means, node = owed.delivered(engine.comm, [named[name] for name in names], node, also)
-      updates.update({name: mean.astype(named[name].dtype) for name, mean in zip(names, means, strict=True)})
+      for name, mean in zip(names, means, strict=True):
+        sent = flatten.representable(mean, named[name].dtype)
+        updates[name] = sent.astype(named[name].dtype)
+        left[name] = jnp.zeros_like(mean) if sent is mean else mean - sent  # 0 without `also`
       return node
 
     state = jax.tree.map(of, state, in_rows(state), is_leaf=is_reduce_state)
-    emptied = lambda node: node._replace(moved=jax.tree.map(jnp.zeros_like, node.moved))
+    rest = lambda path, _: left[jax.tree_util.keystr(path)][None]
+    emptied = lambda node: node._replace(moved=jax.tree_util.tree_map_with_path(rest, node.moved))
     state = jax.tree.map(lambda x: emptied(x) if is_local_state(x) else x, state, is_leaf=is_local_state)
     return jax.tree.unflatten(jax.tree.structure(params), list(updates.values())), state
 

@@ -181,7 +181,7 @@ class TrainStep:
     self._axis, self._worker, self._donate = self._engine.axis, worker, donate
     self._specs: dict[Any, tuple[Any, Any]] = {}
     self._programs: dict[Any, Any] = {}
-    self._exchange: Any = None
+    self._exchanges: dict[tuple[str, ...], Any] = {}
     self._alike: set[Any] = set()  # programs that all processes have, with the shapes of their batches
     self._known: Any = None  # identifies the state that was returned last, which needs no check
 
@@ -200,17 +200,27 @@ class TrainStep:
     self._known = _identity(state)
     return params, state, metrics
 
-  def synchronize(self, params: optax.Params, state: Any) -> tuple[Any, Any]:
-    """Exchanges what the workers have moved since the last exchange (`js.local_steps`); else returns both unchanged."""
+  def synchronize(self, params: optax.Params, state: Any, **extra: Any) -> tuple[Any, Any]:
+    """Exchanges what the workers have moved since the last exchange (`js.local_steps`); else returns both unchanged.
+
+    Leaves without local steps stay as they are. Extra arguments go to `tx`, as those of a step; there is no `value`.
+    """
     if not states.local_states(state):
       return params, state
     checks.check_alive({"params": params, "state": state})
     checks.check_params(states.reduce_states(state), params)
-    if self._exchange is None:
+    if (names := tuple(extra)) not in self._exchanges:
       specs = (PartitionSpec(), placed(state, self._axis))
-      kept = self._engine.shardings((params, state), specs)
-      self._exchange = self._engine.jit(self._worker.synchronize, specs, specs, shardings=kept and (kept, kept))
-    return dispatch(self._exchange, params, state)
+      arguments = (*specs, dict.fromkeys(extra, PartitionSpec()))
+      kept = self._engine.shardings((params, state, extra), arguments)
+      shardings = kept and (kept, kept[:2])
+      self._exchanges[names] = self._engine.jit(self._worker.synchronize, arguments, specs, shardings=shardings)
+    try:
+      return dispatch(self._exchanges[names], params, state, extra)
+    except TypeError as error:
+      if "keyword-only argument" not in str(error):
+        raise
+      raise TypeError(f"step.synchronize: {error}, which a transformation of tx needs: give it by its name") from error
 
   def check(self, params: optax.Params, state: Any) -> None:
     """Compares hashes of replicated parameters and state on all workers, for tests; every process must call.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import _compat
+from jaxsparse import _compat, flatten
 from jaxsparse.comm import all_gather, axes_of, in_rank_order
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.transform import state as states
@@ -57,19 +57,24 @@ class Worker(NamedTuple):
   ) -> tuple[optax.Params, Any, StepMetrics]:
     """One step: the next parameters, state, and metrics. Besides `tx`, only loss, aux and model state are reduced."""
     loss, grads, model_state, aux = _gradients(self, comm, own_params(params, state), batch, given)
+    if given.model_state is not None:  # NaN in it would stay for good: mark the gradient, and all workers skip the step
+      finite = flatten.stays_finite(_own_model_state(self, given), model_state)
+      grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
     loss = comm.all_reduce(loss) / comm.size
     extra = {"value": loss} | given.extra
     updates, state = atomic(self.tx).update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)
     skipped = states.skipped(state)
-    keep = functools.partial(jnp.where, skipped)  # running statistics never recover from a NaN
-    model_state = jax.tree.map(keep, given.model_state, _next_model_state(self, comm, model_state))
+    model_state = _next_model_state(self, comm, model_state)
+    # Running statistics never recover from NaN, which optax.zero_nans may have hidden.
+    keep = functools.partial(jnp.where, skipped | ~flatten.stays_finite(given.model_state, model_state))
+    model_state = jax.tree.map(keep, given.model_state, model_state)
     return params, state, StepMetrics(loss, skipped, _over_workers(comm, aux, self.aux_reduce), model_state)
 
-  def synchronize(self, params: optax.Params, state: Any) -> tuple[optax.Params, Any]:
+  def synchronize(self, params: optax.Params, state: Any, extra: dict[str, Any]) -> tuple[optax.Params, Any]:
     """An exchange of what the workers have moved, without a step of other leaves: the next parameters and state."""
     nothing, moved = jax.tree.map(jnp.zeros_like, params), moved_by_name(state)
-    updates, after = atomic(self.tx).update(nothing, state, params, synchronize=True)
+    updates, after = atomic(self.tx).update(nothing, state, params, synchronize=True, **extra)
     is_local = states.is_local_state
     after = jax.tree.map(lambda old, new: new if is_local(old) else old, state, after, is_leaf=is_local)
     own = lambda path, u: u if jax.tree_util.keystr(path) in moved else jnp.zeros_like(u)
@@ -86,9 +91,7 @@ class Given(NamedTuple):
 
 def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, given: Given) -> tuple[Any, ...]:
   """(loss, gradients, model state, aux) of one worker's part of the batch."""
-  model_state = given.model_state
-  if worker.model_state == "worker":
-    model_state = jax.tree.map(lambda x: x[0], model_state)
+  model_state = _own_model_state(worker, given)
   key = None if given.rng is None else jax.random.fold_in(given.rng, comm.rank)
 
   def of_part(batch: Any, key: Any, model_state: Any) -> tuple[Any, ...]:
@@ -116,6 +119,12 @@ def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, giv
   if worker.accumulate == 1:
     return of_part(batch, key, model_state)
   return _accumulated(worker, of_part, batch, key, model_state, params)
+
+
+def _own_model_state(worker: Worker, given: Given) -> Any:
+  """The model state that this worker begins the step with."""
+  rows = worker.model_state == "worker"
+  return jax.tree.map(lambda x: x[0], given.model_state) if rows else given.model_state
 
 
 def _check_structure(before: Any, after: Any) -> None:

@@ -1,6 +1,6 @@
 """`js.atomic`: a step that is skipped leaves everything as it was, in all transformations of a chain."""
 
-from collections.abc import Iterable
+import collections
 from typing import Any
 
 import jax
@@ -85,40 +85,49 @@ def _old_if(skipped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-  """The program with each array of a state chosen, old or new, where the new one is computed, and read as chosen.
+  """The program with each `where(skipped, old, new)` of `atomic` moved up to where `new` is computed.
 
-  An optimizer computes its update from its new state. As `atomic` is written, it reads a state that a skipped step does
-  not keep, so that XLA needs memory for both. In a skipped step the update is zero whatever it is computed from. So it
-  can be computed from the state that is kept, which takes the place of the old one.
+  An optimizer computes its update from its new state. As `atomic` is written, that is read after it is known that the
+  old state is kept, so that XLA needs memory for both. Here the equations that follow read the result of the `where`
+  instead of `new`. Where the step is skipped they compute another update, which `atomic` replaces by zeros. Then the
+  result can alias the old state, which is donated.
+
+  Only arrays that the program computes are replaced, each stored once in the state: inputs, as parameters that a state
+  remembers, and scalars, as the loss, are read elsewhere too.
   """
-  jaxpr = closed.jaxpr
-  is_choice = lambda equation: equation.params.get("name") == "_old_if"
-  # First all that tells whether the step is skipped.
-  wanted = {equation.invars[0] for equation in jaxpr.eqns if is_choice(equation)}
-  first: list[core.JaxprEqn] = []
+  jaxpr, is_variable = closed.jaxpr, lambda atom: isinstance(atom, core.Var)
+  choices = [
+    equation
+    for equation in jaxpr.eqns
+    if equation.params.get("name") == "_old_if" and all(map(is_variable, equation.invars))
+  ]
+  # The equations on which `skipped` depends come first.
+  needed, first = {choice.invars[0] for choice in choices}, []
   for equation in reversed(jaxpr.eqns):
-    if not wanted.isdisjoint(equation.outvars):
-      wanted.update(atom for atom in equation.invars if isinstance(atom, core.Var))
-      first.insert(0, equation)
-  rest = [equation for equation in jaxpr.eqns if wanted.isdisjoint(equation.outvars)]
-  inputs = {*jaxpr.invars, *jaxpr.constvars}
-  choices = [one for one in rest if is_choice(one) and one.invars[1] in inputs]
-  pending = {choice.invars[2]: choice for choice in choices}
-  equations, chosen = list(first), {}
+    if not needed.isdisjoint(equation.outvars):
+      needed.update(filter(is_variable, equation.invars))
+      first.append(equation)
+  rest = [equation for equation in jaxpr.eqns if needed.isdisjoint(equation.outvars)]
+  made = {variable for equation in rest for variable in equation.outvars if getattr(variable.aval, "size", 0) > 1}
+  inputs, stored = {*jaxpr.invars}, collections.Counter(choice.invars[2] for choice in choices)
+  pending = {
+    new: choice
+    for choice in choices
+    for _, old, new in [choice.invars]
+    if old in inputs and new in made and stored[new] == 1 and needed.isdisjoint(choice.outvars)
+  }
+  moved = set(map(id, pending.values()))
+  equations, chosen = first[::-1], dict[core.Var, core.Var]()
 
-  def choose(variables: Iterable[Any]) -> None:
-    for new in variables:
-      if choice := pending.pop(new, None):
-        equations.append(choice)
+  def emit(equation: core.JaxprEqn) -> None:
+    equations.append(equation)
+    for new in equation.outvars:
+      if choice := pending.get(new):
         chosen[new] = choice.outvars[0]
-        choose(choice.outvars)
+        emit(choice)
 
-  known = inputs.union(*(equation.outvars for equation in first))
-  choose([new for new in pending if new in known])
-  moved = {id(choice) for choice in choices}
   for equation in rest:
     if id(equation) not in moved:
-      atoms = [chosen.get(atom, atom) if isinstance(atom, core.Var) else atom for atom in equation.invars]
-      equations.append(equation.replace(invars=atoms))
-      choose(equation.outvars)
+      atoms = [chosen.get(atom, atom) if is_variable(atom) else atom for atom in equation.invars]
+      emit(equation.replace(invars=atoms))
   return core.ClosedJaxpr(jaxpr.replace(eqns=equations), closed.consts)

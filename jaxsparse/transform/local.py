@@ -176,7 +176,7 @@ class _LocalSteps(NamedTuple):
   def init(self, params: optax.Params) -> LocalState:
     """The state of one worker before the first step."""
     moved = () if self.at_once else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
-    flight = Flight(jax.tree.map(jnp.zeros_like, params), jnp.int32(0)) if self.delay else ()
+    flight = Flight(jax.tree.map(jnp.zeros_like, params), jnp.int32(0), jnp.int32(0)) if self.delay else ()
     outer = {number: self.outer.init(self.fragments.part(params, number)) for number in range(self.fragments.count)}
     outer = outer[0] if self.fragments.count == 1 else outer
     state = LocalState(_in_rows(self.inner.init(params)), outer, moved, jnp.int32(0), jnp.int32(0), flight)
@@ -213,7 +213,9 @@ class _LocalSteps(NamedTuple):
       moved, taken = with_residual(moved, outer)
       outer = jax.tree.map(lambda kept, new: jnp.where(done.skipped, kept, new), outer, taken)
     if self.every:
-      tried = tried._replace(since=jnp.where(tried.since >= self.every, 0, tried.since))
+      ends = tried.since >= self.every
+      ends = ends & (done.flight.left == 0) if self.delay else ends
+      tried = tried._replace(since=jnp.where(ends, 0, tried.since))
     after = tried._replace(inner=inner, outer=(), moved=moved, flight=done.flight)
     return done.updates, undone(done.skipped, state._replace(outer=()), after)._replace(outer=outer)
 
@@ -231,7 +233,7 @@ class _LocalSteps(NamedTuple):
 
     if not self.delay:
       return due(0)
-    arrives = jnp.where(state.flight.left == 1, self.fragments.count + due(0), 0)
+    arrives = jnp.where(state.flight.left == 1, self.fragments.count + 1 + state.flight.fragment, 0)
     return jnp.where(state.flight.left > 0, arrives, due(self.delay))
 
   def _own_step(
@@ -244,7 +246,7 @@ class _LocalSteps(NamedTuple):
       moved = jax.tree.map(lambda u: -u[None], updates)
     else:
       moved = jax.tree.map(lambda was, u: was - u[None].astype(jnp.float32), state.moved, updates)
-    finite = flatten.all_finite(moved) & _stays_finite(before, after)
+    finite = flatten.all_finite(moved) & flatten.stays_finite(before, after)
     if states.reduce_states(after):  # a transform returns zeros for what is not finite
       finite &= ~states.skipped(after)
     return _in_rows(after), moved, finite
@@ -283,12 +285,13 @@ class _LocalSteps(NamedTuple):
     mark = lambda moved, p: jnp.where(finite, flatten.representable(moved[0], p.dtype), jnp.nan).astype(p.dtype)
     sent = jax.tree.map(mark, moved, own)
     updates, outer = atomic(self.outer).update(sent, self._outer(state, number), own, **extra)
+    updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, own)
     skipped = states.skipped(outer)
     if self.fragments.count > 1:
       outer, updates = {**_idle(state.outer, skipped), number: outer}, self.fragments.whole(params, updates, number)
     if self.delay:
       zeros = jax.tree.map(jnp.zeros_like, updates)
-      return _Exchanged(zeros, outer, Flight(updates, jnp.int32(self.delay)), skipped)
+      return _Exchanged(zeros, outer, Flight(updates, jnp.int32(self.delay), jnp.int32(number)), skipped)
     return _Exchanged(updates, outer, (), skipped)
 
   def _arrive(self, number: int, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Exchanged:
@@ -296,21 +299,30 @@ class _LocalSteps(NamedTuple):
     del number
     silent = self._silence(state, params, finite, extra)
     updates = jax.tree.map(lambda u: jnp.where(silent.skipped, jnp.zeros_like(u), u), state.flight.update)
-    return silent._replace(updates=updates, flight=Flight(silent.updates, jnp.int32(0)))
+    return silent._replace(updates=updates, flight=Flight(silent.updates, jnp.int32(0), jnp.int32(0)))
 
   def _synchronize(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
     """The update of the anchor after which nothing is moved or in flight."""
     total = jax.tree.map(jnp.zeros_like, params)
     if self.every == 1:  # each step has exchanged what it moved
       return total, state
+    if self.fragments.count == 1 and not self.mixing:
+      # Nothing is moved right after an exchange, and outer momentum would move the anchor all the same.
+      again = lambda: self._exchange_all(state, params, extra)
+      return jax.lax.cond(state.since == 0, lambda: (total, state), again)
+    return self._exchange_all(state, params, extra)
+
+  def _exchange_all(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
+    """The exchanges of all fragments; of one in flight its update is applied instead."""
+    total = jax.tree.map(jnp.zeros_like, params)
     after, skipped, at_once = state._replace(inner=()), jnp.bool_(False), self._replace(mixing=0.0, delay=0)
-    for number, turn in enumerate(self.turns):
+    for number in range(self.fragments.count):
       exchange, arrive = (
         functools.partial(way, number, params=params, finite=jnp.bool_(True), extra=extra)
         for way in (at_once._exchange, self._arrive)
       )
       if self.delay:
-        in_flight = (state.flight.left > 0) & (state.since >= turn - self.delay) & (state.since < turn)
+        in_flight = (state.flight.left > 0) & (state.flight.fragment == number)
         keep = lambda state, exchange=exchange: exchange(state)._replace(flight=state.flight)
         done = jax.lax.cond(in_flight, arrive, keep, after)
       else:
@@ -327,12 +339,6 @@ class _LocalSteps(NamedTuple):
   def _outer(self, state: LocalState, number: int) -> Any:
     """The outer state of a fragment."""
     return state.outer if self.fragments.count == 1 else state.outer[number]
-
-
-def _stays_finite(before: Any, after: Any) -> jax.Array:
-  """Whether every array that was finite `before` is, bool[]; the best loss so far of a schedule begins with Inf."""
-  stays = lambda old, new: flatten.all_finite(new) | ~flatten.all_finite(old)
-  return jnp.all(jnp.array(jax.tree.leaves(jax.tree.map(stays, before, after)), jnp.bool_))
 
 
 def _idle(outer: Any, skipped: jax.Array) -> Any:

@@ -101,10 +101,12 @@ class Flight(NamedTuple):
   Attributes:
     update: like the parameters; zeros while nothing is in flight.
     left: i32[], the steps until it is applied; 0 while nothing is in flight.
+    fragment: i32[], the number of the fragment that it is of.
   """
 
   update: Any
   left: jax.Array
+  fragment: jax.Array
 
 
 class LocalState(NamedTuple):

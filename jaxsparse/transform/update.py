@@ -48,9 +48,9 @@ def transform_of(
     >>> import jaxsparse as js
     >>> tx = js.transform_of(js.make_collective("spardl", k=100), "workers", special={"bias": "dense"})
   """
-  if special:
-    return over_groups(functools.partial(groups_of, assignment=assigned(collective, special)), axis, shardings)
-  return over_groups(functools.partial(groups_of, assignment=Assignment([collective], [])), axis, shardings, alone=True)
+  chosen = assigned(collective, special) if special else Assignment([collective], [])
+  grouped = functools.partial(groups_of, assignment=chosen)
+  return over_groups(grouped, chosen.collectives, axis, shardings, alone=not special)
 
 
 class Transform(optax.GradientTransformationExtraArgs):
@@ -58,7 +58,7 @@ class Transform(optax.GradientTransformationExtraArgs):
 
   Attributes:
     comm: the workers.
-    over: from a function of the collectives of all groups to the transform whose groups have those that it returns.
+    over: `over(replace)` is the transform with the collectives that `replace(collectives)` returns, one for each.
   """
 
   comm: Comm
@@ -66,12 +66,17 @@ class Transform(optax.GradientTransformationExtraArgs):
 
 
 def over_groups(
-  grouped: Callable[[Any], list[Group]], axis: _compat.AxisName | Comm, shardings: Any = None, alone: bool = False
+  grouped: Callable[[Any], list[Group]],
+  collectives: list[Collective],
+  axis: _compat.AxisName | Comm,
+  shardings: Any = None,
+  alone: bool = False,
 ) -> optax.GradientTransformation:
   """The transform that reduces the groups of a gradient over the workers of `axis`.
 
   Args:
     grouped: gives the groups of a pytree.
+    collectives: those of all groups, each once.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
     shardings: of the parameters inside a worker, where neither their types nor `js.init` tell them.
     alone: whether there is always one group. Its state is then that of the collective, otherwise a tuple with the state
@@ -125,7 +130,7 @@ def over_groups(
       collectives = change([group.collective for group in groups])
       return [group._replace(collective=new) for group, new in zip(groups, collectives, strict=True)]
 
-    return over_groups(changed, axis, shardings, alone)
+    return over_groups(changed, change(collectives), axis, shardings, alone)
 
   made = Transform(init, update)
   made.comm, made.over = comm, over

@@ -306,6 +306,20 @@ def test_model_state_outlives_not_a_number_of_one_worker_in_a_local_step():
   assert int(js.metrics(state).skipped_steps) == 4
 
 
+def test_a_model_state_that_overflows_at_one_worker_is_not_kept():
+  """Its gradient is finite."""
+  loss = lambda p, b, model_state: (loss_fn(p, b), {"var": model_state["var"] + jnp.exp(1000 * b.mean())})
+  step, params, state = make(loss=loss, donate=False)
+  batch = np.zeros((12, 5), np.float32)
+  after, _, metrics = step(params, state, batch, model_state={"var": jnp.float32(1)})
+  assert not metrics.skipped
+  batch[-1] = 1.0
+  after, _, metrics = step(params, state, batch, model_state={"var": jnp.float32(1)})
+  assert metrics.skipped
+  assert float(metrics.model_state["var"]) == 1
+  np.testing.assert_array_equal(after["w"], params["w"])
+
+
 def test_what_loss_fn_returns_is_checked():
   start = {"mean": jnp.zeros(5)}
   step, params, state = make(loss=lambda p, b, model_state: (loss_fn(p, b), {"other": model_state["mean"]}))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from jaxsparse import _compat
 from jaxsparse.transform.atomic import atomic, commit_early
-from tests.cases import AS_USERS, averaged, bits, mesh_of, normals
+from tests.cases import AS_USERS, averaged, bits, mesh_of, normals, quick_of
 
 N = 40
 
@@ -116,6 +116,27 @@ def test_a_synchronization_that_is_skipped_keeps_what_was_moved():
   assert int(found.since_exchange) == 1
 
 
+def test_synchronizing_twice_changes_nothing_the_second_time():
+  """Nesterov's momentum would move the anchor again and again."""
+  step = js.make_train_step(linear, js.diloco(optax.sgd(1.0), sim(), every=4), sim(), donate=False)
+  params = jnp.zeros(N)
+  params, state, _ = step(params, js.init(js.diloco(optax.sgd(1.0), sim(), every=4), params, sim()), normals(0, 2, N))
+  first = step.synchronize(params, state)
+  second = step.synchronize(*first)
+  jax.tree.map(np.testing.assert_array_equal, second, first)
+  assert np.any(first[0] != params)
+
+
+def test_synchronize_says_which_extra_argument_a_transformation_needs():
+  outer = optax.chain(js.dense_transform(sim()), optax.sgd(1.0), optax.contrib.reduce_on_plateau())
+  tx = js.local_steps(optax.sgd(1.0), outer, every=4)
+  step = js.make_train_step(linear, tx, sim(), donate=False)
+  params, state, metrics = step(jnp.zeros(N), js.init(tx, jnp.zeros(N), sim()), normals(0, 2, N))
+  with pytest.raises(TypeError, match="step.synchronize: .* argument: 'value'"):
+    step.synchronize(params, state)
+  assert np.any(step.synchronize(params, state, value=metrics.loss)[0])
+
+
 def test_synchronize_moves_no_leaf_without_local_steps():
   kinds = {"plain": optax.chain(js.topka_transform(sim(), k=1), optax.adamw(0.1)), "local": None}
   kinds["local"] = js.local_steps(optax.sgd(1.0), averaged(sim()), every=4)
@@ -140,6 +161,53 @@ def test_a_wrapper_that_hides_extra_arguments_from_the_transform_is_refused():
 
 
 # The program.
+
+
+def keeps_parameters():
+  """Remembers the parameters, as L-BFGS does, and moves by a tenth."""
+  init = lambda params: (jnp.zeros_like(params), jnp.zeros_like(params), jnp.int32(0), 1.0)
+  update = lambda g, _, params: (-0.1 * g, (params, g, jnp.int32(0), 2.0))
+  return optax.GradientTransformation(init, update)
+
+
+OPTIMIZERS = {
+  "keeps parameters": keeps_parameters,
+  "optimistic": lambda: optax.optimistic_gradient_descent(0.1),
+  "dog": lambda: optax.contrib.dog(0.1),
+  "prodigy": lambda: optax.contrib.prodigy(0.1),
+  "schedule-free": lambda: optax.contrib.schedule_free_sgd(0.1),
+  "muon": lambda: optax.contrib.muon(0.1),
+  "lamb": lambda: optax.lamb(0.1),
+  "injected": lambda: optax.inject_hyperparams(optax.adamw)(0.1),
+  "lookbehind": lambda: optax.chain(optax.trace(0.9, nesterov=True), optax.ema(0.9), optax.scale(-0.1)),
+}
+
+
+@pytest.mark.parametrize("name", quick_of(OPTIMIZERS, quick=["keeps parameters", "optimistic", "dog"]))
+def test_the_step_of_any_optimizer_is_that_of_its_chain(name):
+  """The program that is reordered has the bits of the chain as it is written, and a skipped step changes none."""
+  tx = optax.chain(js.dense_transform(sim()), OPTIMIZERS[name]())
+  step = js.make_train_step(lambda p, x: jnp.sum((p - x[0]) ** 2), tx, sim(), donate=False)
+  params = jnp.asarray(normals(0, 5, 8))
+  state = plain = js.init(tx, params, sim())
+  expected, chain = params, atomic(tx)
+  for number in range(4):
+    batch = normals(number, 2, 5, 8)
+    if number == 2:
+      batch[1, 0, 0] = np.nan
+    before = params, state[1]
+    params, state, metrics = step(params, state, batch)
+    assert bool(metrics.skipped) == (number == 2)
+    if metrics.skipped:
+      jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), (params, state[1]), before)
+    else:
+      mean = (2 * (expected[None] - batch)).mean(0)
+      updates, plain = optax.with_extra_args_support(OPTIMIZERS[name]()).update(
+        jnp.asarray(mean), plain if number else plain[1], expected
+      )
+      expected = optax.apply_updates(expected, updates)
+    np.testing.assert_allclose(params, expected, rtol=1e-4, atol=1e-5)
+  assert chain is not tx
 
 
 def test_choosing_early_changes_no_bit_and_costs_no_memory():

@@ -61,6 +61,25 @@ def test_a_constant_gradient_arrives_whole_in_bfloat16(name):
   np.testing.assert_allclose(total + left, steps * mean, rtol=1e-5)
 
 
+@pytest.mark.parametrize("value", [257.0, 99968.0])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+def test_flush_of_local_steps_leaves_what_the_dtype_cannot_hold(dtype, value):
+  """257 is 256 in bfloat16, and 99,968 too large for float16."""
+  tx = js.local_steps(optax.sgd(1.0), optax.chain(js.topka_transform(sim(2), k=1), optax.sgd(1.0)), every=None)
+  params = jnp.zeros(1, dtype)
+  step, state = start(tx, params, 2)
+  rounds = 2 if value > 60000 else 1
+  for _ in range(rounds):
+    loss = lambda p, batch: jnp.vdot(p.astype(jnp.float32), batch[0])
+    step = js.make_train_step(loss, tx, sim(2), donate=False)
+    params, state, metrics = step(params, state, np.full((2, 1), value / rounds, np.float32))
+    assert not metrics.skipped
+  moved = np.asarray(state.moved, np.float64).mean()
+  update, state = js.flush(state, params, sim(2))
+  assert np.isfinite(update.astype(jnp.float32)).all()
+  assert float(update[0]) + np.asarray(state.moved, np.float64).mean() == moved
+
+
 def test_dense_in_bfloat16_rounds_as_its_docstring_says():
   tx = optax.chain(js.dense_transform(sim(3)), optax.sgd(1.0))
   params = jnp.zeros(1, jnp.bfloat16)

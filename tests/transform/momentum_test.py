@@ -204,6 +204,14 @@ def test_while_the_density_is_1_momentum_is_that_of_a_dense_average():
     np.testing.assert_allclose(updates, -momentum, atol=1e-5)
 
 
+def test_what_momentum_correction_refuses_when_it_is_made():
+  with pytest.raises(ValueError, match="momentum_corrected: masking=True with dcttopk, which delivers a part of every"):
+    js.momentum_corrected(js.dcttopk_transform("workers", density=0.1))
+  js.momentum_corrected(js.dcttopk_transform("workers", density=0.1), masking=False)
+  with pytest.raises(ValueError, match="momentum_corrected: .* has a momentum already"):
+    js.momentum_corrected(js.momentum_corrected(js.spardl_transform("workers", density=0.1)))
+
+
 def test_bad_ladders():
   sparse = js.spardl_transform("workers", density=0.2)
   with pytest.raises(ValueError, match="warmed_up: densities={3: 0.1, 2: 0.2}, give at least one density, by ascend"):

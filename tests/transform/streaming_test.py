@@ -164,6 +164,29 @@ def test_what_is_in_flight_outlives_the_run():
   js.flush(state, after, mesh_of(4))
 
 
+@pytest.mark.parametrize(("every", "delay"), quick_of([(4, 3), (8, 3)], quick=[(4, 3)]))
+def test_another_rhythm_loses_no_update(every, delay):
+  """After js.convert in the middle of a turn all that was moved is still delivered once; in flight it is refused."""
+  slow, quick = (
+    js.local_steps(optax.sgd(1.0), averaged(sim()), every=of, delay=late) for of, late in ((8, 3), (every, delay))
+  )
+  step, params, state = start(slow, sim())
+  ones = lambda p, batch: sum(leaf.sum() for leaf in jax.tree.leaves(p)) * batch.mean()
+  step = js.make_train_step(ones, slow, sim(), donate=False)
+  batch = np.ones((WORKERS, 1), np.float32)
+  for _ in range(4):
+    params, state, _ = step(params, state, batch)
+  state, step = js.convert(state, quick, params, sim()), js.make_train_step(ones, quick, sim(), donate=False)
+  for number in range(5, 5 + 2 * every):
+    params, state, _ = step(params, state, batch)
+    flying = float(state.flight.update["a"][0])
+    assert float(params["a"][0]) == 0 or float(params["a"][0]) <= -5 + 3
+    if flying and number < 8:
+      with pytest.raises(ValueError, match="js.convert: an update of local steps is in flight"):
+        js.convert(state, slow, params, sim())
+  assert float(params["a"][0]) < -4
+
+
 def test_choices():
   with pytest.raises(ValueError, match="local_steps: fragments=7, choose a whole number from 1 to 6"):
     streamed(fragments=7, every=6)
