@@ -259,7 +259,7 @@ class TrainStep:
     return self._programs[known], in_specs
 
   def _compared(self, program: Any, arguments: tuple[Any, ...], specs: Any) -> tuple[Any, ...]:
-    """The arguments, placed; all processes compare a program and its arguments where either is new, ranks of MPI the first."""
+    """The arguments, placed; all processes compare a program and its arguments where either is new."""
     engine, worker, given = self._engine, self._worker, arguments[3]
     # Only some ranks of MPI may come here again, and their messages would be taken for others: they compare once.
     if engine.processes == 1 or (self._alike and isinstance(engine.comm, MpiComm)):
