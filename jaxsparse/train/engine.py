@@ -340,7 +340,7 @@ class _Rank(_OnOneDevice):
     self.comm: Comm = comm
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
-    return _gathered(self.comm)(self.spread(value))
+    return _gathered(self.comm)(self.spread(value))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4)  # a program compiles for a tenth of a second
