@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -28,7 +29,11 @@ WAYS_TO_JOIN = {"join": "jaxsparse.launch.join()", "comm": "js.MpiComm()"}
   [
     ("join", {"PMI_RANK": "{rank}", "PMI_SIZE": "2"}, "PMI_SIZE=2 states 2 ranks, but MPI.COMM_WORLD has size 1."),
     ("comm", STEP, "SLURM_STEP_NUM_TASKS=2 states 2 ranks, but MPI.COMM_WORLD has size 1."),
-    ("join", STEP | {"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4 states 4 ranks, but SLURM_STEP_NUM_TASKS states 2."),
+    (
+      "join",
+      {"PMI_SIZE": "2", "PMI_RANK": "{rank}", "PMIX_RANK": "2"},
+      "PMIX_RANK=2 states at least 3 ranks, but PMI_SIZE states 2.",
+    ),
   ],
 )
 def test_ranks_that_would_train_alone_are_refused(way, variables, says):
@@ -89,14 +94,18 @@ OPEN_MPI, RUN = "OMPI_COMM_WORLD", {"JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "3
     ({}, []),
     ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, []),  # a batch script
     (step(1) | {"SLURM_NTASKS": "1", "PMIX_RANK": "0"} | of("PMI", 0, 1), []),  # srun --pty
-    (step(8) | {"SLURM_NTASKS": "8", "PMIX_RANK": "7"}, ["SLURM_STEP_NUM_TASKS=8", "SLURM_NTASKS=8"]),
+    (step(8) | {"SLURM_NTASKS": "8", "PMIX_RANK": "7"}, ["SLURM_STEP_NUM_TASKS=8"]),
     (step(8) | of("PMI", 7, 8), ["SLURM_STEP_NUM_TASKS=8"]),
     (step(8) | of("PMI", 0, 1), ["SLURM_STEP_NUM_TASKS=8"]),  # srun in a shell that PMI has started
     (step(2) | of(OPEN_MPI, 5, 60) | {"PMIX_RANK": "5"}, ["OMPI_COMM_WORLD_SIZE=60", "PMIX_RANK=5"]),  # daemons by srun
     (step(2) | of("PMI", 5, 60), ["PMI_SIZE=60"]),
     (of(OPEN_MPI, 0, 1), ["OMPI_COMM_WORLD_SIZE=1"]),
     (of(OPEN_MPI, 0, 4) | of("PMI", 0, 1), ["OMPI_COMM_WORLD_SIZE=4"]),
+    (step(1) | {"SLURM_NTASKS": "8"}, []),  # the shell of salloc
+    (step("") | {"SLURM_NTASKS": "8"}, ["SLURM_NTASKS=8"]),
     ({"PMI_SIZE": "2"}, []),
+    (of("PMI", "", ""), []),
+    (of("PMI", 3, ""), ["PMI_RANK=3"]),
     ({"PMIX_RANK": "3"}, ["PMIX_RANK=3"]),
     (RUN | of(OPEN_MPI, 1, 2) | step(8), ["JAXSPARSE_RANKS=3"]),
     ({"JAXSPARSE_RANKS": "3"} | of(OPEN_MPI, 1, 3), ["JAXSPARSE_RANKS=3", "OMPI_COMM_WORLD_SIZE=3"]),
@@ -121,3 +130,31 @@ def test_launchers_that_state_different_numbers_are_refused(monkeypatch, variabl
   monkeypatch.setattr(os, "environ", outside() | variables)
   with pytest.raises(RuntimeError, match=f"^a rank: {message}Unset "):
     environment.check_consistent("a rank", environment.stated())
+
+
+@pytest.mark.parametrize(("rank", "size", "named"), [("0", "two", "PMI_SIZE='two'"), ("-1", "", "PMI_RANK='-1'")])
+def test_variables_without_a_number_are_named(monkeypatch, rank, size, named):
+  monkeypatch.setattr(os, "environ", outside() | of("PMI", rank, size))
+  with pytest.raises(ValueError, match=f"^{named} is not a number, .*: unset it$"):
+    environment.stated()
+
+
+class _Mpi:
+  """An MPI that counts one rank."""
+
+  Get_library_version = staticmethod(lambda: "MPICH Version: 4")
+  COMM_WORLD = types.SimpleNamespace(Get_size=lambda: 1)
+
+
+@pytest.mark.parametrize(
+  ("who", "variables", "ends"),
+  [
+    ("js.MpiComm()", of("PMI", 1, 4), r"call jaxsparse.launch.join\(\) and start .* --ranks=4"),
+    (environment.JOIN, of("PMI", 1, 4), "Without MPI, start .* --ranks=4"),
+    (environment.JOIN, {"PMIX_RANK": "3"}, "Without MPI, start .* --ranks=N"),
+  ],
+)
+def test_advice_fits_who_asks_and_what_is_known(monkeypatch, who, variables, ends):
+  monkeypatch.setattr(os, "environ", outside() | variables)
+  with pytest.raises(RuntimeError, match=f"{ends}$"):
+    environment.check_mpi(who, environment.stated(), _Mpi)

@@ -1,6 +1,7 @@
 """What the ranks of the multi-process tests run: `python tests/ranks.py WHAT ENGINE FILE`, by jaxsparse.launch."""
 
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -295,6 +296,8 @@ def different(engine_name: str, file: str) -> None:
       _trained_alike(where, axis, me, engine_name, **options)
     except ValueError as error:
       told[name] = str(error)
+  if engine_name == "processes":
+    told["across"] = _across(me)
   pathlib.Path(file, f"{me}.json").write_text(json.dumps(told))
 
 
@@ -304,9 +307,34 @@ def _trained_alike(where, axis, me, engine, tx=None, scale=1.0, target=1.0, rows
   loss = lambda p, x: scale * jnp.mean((x.astype(jnp.float32) @ (p["w"] - target) + p["b"][None]) ** 2)
   step = js.make_train_step(loss, tx, where, **options)
   batch = np.random.default_rng(0).normal(size=(2, rows, 9)).astype(dtype)
-  for _ in range(2):
-    params, state, _ = step(params, state, batch[me] if engine == "mpi" else batch.reshape(-1, 9))
+  for number in range(2):
+    own = batch[me, me * number :]  # under MPI a rank may later give fewer rows
+    params, state, _ = step(params, state, own if engine == "mpi" else batch.reshape(-1, 9))
   step.check(params, state)
+
+
+def _across(me):
+  """The errors of two ranks that share each worker of a mesh, and have other rates, losses, parameters or replicas."""
+  spec, told = jax.sharding.PartitionSpec, []
+  kinds = ((jax.sharding.AxisType.Auto,) * 2, (jax.sharding.AxisType.Explicit,) * 2)
+  for kind, other in itertools.product(kinds, ("rate", "scale", "params", "replicas")):
+    mine = lambda name, other=other: me if name == other else 0
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2).T, ("workers", "model"), axis_types=kind)
+    put = lambda x, *names, mesh=mesh: jax.make_array_from_callback(
+      x.shape, jax.sharding.NamedSharding(mesh, spec(*names)), x.__getitem__
+    )
+    params = {"a": put(np.zeros((9, 4), np.float32), None, "model"), "b": put(np.float32([mine("params")] * 4))}
+    scale = 1.0 + mine("scale")
+    loss = lambda p, x, scale=scale: scale * jnp.mean((x @ p["a"] + p["b"] - 1.0) ** 2)
+    try:
+      tx = _chain("workers", rate=0.25 + mine("rate"))
+      state, step = js.init(tx, params, mesh), js.make_train_step(loss, tx, mesh)
+      params, state, _ = step(params, state, np.ones((4, 9), np.float32))
+      step.check(params, state)
+      step.check(params | {"b": put(np.float32([mine("replicas")] * 4))}, state)
+    except ValueError as error:
+      told.append(str(error))
+  return told
 
 
 def one_sided(engine_name: str, file: str) -> None:
@@ -323,7 +351,8 @@ def one_sided(engine_name: str, file: str) -> None:
       params, state, metrics = step(params, state, batch)
     except RuntimeError as error:
       if me == 1:
-        pathlib.Path(file, "1").write_text(str(error))
+        causes = "" if error.__suppress_context__ else " with causes"  # a traceback would name some that are none
+        pathlib.Path(file, "1").write_text(str(error) + causes)
       raise
     jax.block_until_ready(metrics.loss)
 

@@ -164,7 +164,7 @@ def run(phase: Phase, settings: Settings) -> None:
   """Trains as a rank of a phase, from the last checkpoint of the run, and leaves one at the end of the phase."""
   folder = pathlib.Path(phase.folder)
   marks = {"began": _start_of_process()}
-  place = here("processes", guard.ranks() or 1)
+  place = here("processes", int(os.environ.get(guard.RANKS, 1)))
   marks["joined"] = _now()
   own = Training(place, settings)
   with ocp.CheckpointManager(folder / "checkpoints", item_handlers=ocp.StandardCheckpointHandler()) as saver:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxsparse.launch import guard
 
+JOIN = "jaxsparse.launch.join()"
 SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _MPI = {"OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE", "PMI_RANK": "PMI_SIZE", "PMIX_RANK": ""}  # PMIx has no size
 
@@ -27,6 +28,11 @@ class Stated(NamedTuple):
     """Whether there may be `ranks` ranks."""
     return ranks == self.ranks if self.exact else ranks >= self.ranks
 
+  @property
+  def known(self) -> str:
+    """The number of ranks for a command, "N" if only the least number is known."""
+    return str(self.ranks) if self.exact else "N"
+
   def __str__(self) -> str:
     return f"{self.variable}={os.environ[self.variable]} states {'' if self.exact else 'at least '}{self.ranks} ranks"
 
@@ -37,12 +43,13 @@ def stated() -> list[Stated]:
   Where one launcher has started another, a rank has the variables of both, and the inner one counts: this library's,
   then mpirun, which may start its ranks by srun, then srun. An mpirun of one rank, such as a shell, comes after an srun
   of several. Slurm's variables count in a step, that is under srun: a batch script has some without being a rank.
-  Variables of PMI and PMIx that agree with those of the step are Slurm's own.
+  SLURM_NTASKS counts only without SLURM_STEP_NUM_TASKS: in the shell of salloc, a step of one task, it is that of the
+  job. Variables of PMI and PMIx that agree with those of the step are Slurm's own.
   """
   if guard.COORDINATOR in os.environ:
     return _read(guard.RANK, guard.RANKS)
-  slurm = [one for name in SLURM if "SLURM_STEP_ID" in os.environ for one in _read(name, name)]
-  mpi = [one for rank, size in _MPI.items() if rank in os.environ for one in _read(rank, size)]
+  slurm = (_read("", SLURM[0]) or _read("", SLURM[1])) if "SLURM_STEP_ID" in os.environ else []
+  mpi = [one for rank, size in _MPI.items() if os.environ.get(rank) for one in _read(rank, size)]
   mpi = [one for one in mpi if not (one.variable.startswith("PMI") and any(one.allows(own.ranks) for own in slurm))]
   mpi = _read(guard.RANK, guard.RANKS) + mpi
   several = [one for one in mpi if one.ranks > 1]
@@ -63,11 +70,13 @@ def check_mpi(who: str, found: Sequence[Stated], mpi: Any) -> None:
   by = f"the mpirun of {library}"
   if found[0].variable in SLURM:
     by += " or an srun --mpi=TYPE that it supports (srun --mpi=list)"
+  without = f"start the program by python -m jaxsparse.launch --ranks={found[0].known}"
+  if who != JOIN:
+    without = f"call {JOIN} and {without}"
   advice = (
     f"mpi4py was built for {library}, probably another MPI than the launcher's, so this rank would train without the "
     f"others. Start the program by {by}, or build mpi4py and mpi4jax for the launcher's MPI, as "
-    "docs/how_to/many_hosts.md says. Without MPI, call jaxsparse.launch.join() and start the program by "
-    f"python -m jaxsparse.launch --ranks={found[0].ranks}"
+    f"docs/how_to/many_hosts.md says. Without MPI, {without}"
   )
   check(who, found, mpi.COMM_WORLD.Get_size(), "MPI.COMM_WORLD has size", advice)
 
@@ -81,6 +90,9 @@ def check(who: str, found: Sequence[Stated], ranks: int, counted: str, advice: s
 
 def _read(rank: str, size: str) -> list[Stated]:
   """What two variables state, the number of this rank and the number of ranks; nothing if neither is set."""
-  if size in os.environ:
-    return [Stated(size, int(os.environ[size]))]
-  return [Stated(rank, int(os.environ[rank]) + 1, exact=False)] if rank in os.environ else []
+  for name, exact in ((size, True), (rank, False)):
+    if value := os.environ.get(name):  # an empty one is not set
+      if not value.isdecimal():
+        raise ValueError(f"{name}={value!r} is not a number, as launchers set it for each rank: unset it")
+      return [Stated(name, int(value) + (not exact), exact)]
+  return []

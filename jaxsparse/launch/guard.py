@@ -55,12 +55,7 @@ _GLOO_LINES = re.compile(rb"(?:%s)(?:%s|\d|\n)*\n" % (_GLOO, _GLOO))
 
 def rank() -> int | None:
   """Number of this rank; None in a process that no launcher started."""
-  return next((int(os.environ[name]) for name in RANK_OF if name in os.environ), None)
-
-
-def ranks() -> int | None:
-  """Number of ranks of the run; None without this launcher."""
-  return int(os.environ[RANKS]) if RANKS in os.environ else None
+  return next((int(os.environ[name]) for name in RANK_OF if os.environ.get(name)), None)
 
 
 def record(event: str, **facts: Any) -> None:

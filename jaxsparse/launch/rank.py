@@ -19,7 +19,6 @@ START_TIMEOUT = 120.0  # seconds until every rank must have called `join`
 HEARTBEAT = 10  # seconds without a heartbeat after which a rank counts as dead
 GRACE = 60.0  # seconds that ranks get to end after the first rank has ended with status 0
 
-_JOIN = "jaxsparse.launch.join()"
 _OTHERS = 0.3  # seconds to wait for the record of another rank whose connection has failed
 _AFTER_LAUNCHER = 10.0  # seconds that JAX waits longer than the launcher, so that the launcher names the cause
 
@@ -69,7 +68,7 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
   jax.distributed.initialize(**where, **limits)
   _tell_first_at_exit()
   advice = "JAX_COORDINATOR_ADDRESS and other variables of JAX may name another run"
-  environment.check(_JOIN, found, jax.process_count(), "jax.process_count() is", advice)
+  environment.check(environment.JOIN, found, jax.process_count(), "jax.process_count() is", advice)
   _connect()
 
 
@@ -228,17 +227,18 @@ def _run_of(found: Sequence[environment.Stated]) -> dict[str, Any]:
   if guard.COORDINATOR in os.environ:
     address, ranks, rank = (os.environ[name] for name in (guard.COORDINATOR, guard.RANKS, guard.RANK))
     return {"coordinator_address": address, "num_processes": int(ranks), "process_id": int(rank)}
-  environment.check_consistent(_JOIN, found)
+  environment.check_consistent(environment.JOIN, found)
   if found[0].variable in environment.SLURM:
-    return {"cluster_detection_method": "slurm"}
+    # JAX would take SLURM_NTASKS, which may be that of the job.
+    return {"cluster_detection_method": "slurm", "num_processes": found[0].ranks}
   try:
     from mpi4py import MPI
   except (ImportError, RuntimeError) as error:
-    advice = f"Install it for the MPI of the launcher, or use python -m jaxsparse.launch --ranks={found[0].ranks}"
+    advice = f"Install it for the MPI of the launcher, or use python -m jaxsparse.launch --ranks={found[0].known}"
     raise ImportError(
-      f"{_JOIN}: {found[0]}, which MPI connects, but mpi4py does not load: {error}. {advice}"
+      f"{environment.JOIN}: {found[0]}, which MPI connects, but mpi4py does not load: {error}. {advice}"
     ) from error
-  environment.check_mpi(_JOIN, found, MPI)
+  environment.check_mpi(environment.JOIN, found, MPI)
   return {"cluster_detection_method": "mpi4py"}
 
 

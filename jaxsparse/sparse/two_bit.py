@@ -64,7 +64,8 @@ def quantized(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
   Σ table[code] is Σ v, to rounding. Bins are lopsided, as published: bin 2 is around the mean. If a value of a row is
   not finite, its table is NaN. Everything is computed of v divided by a power of two (`unit_of`), so that squares
-  neither overflow nor underflow: codes do not depend on the scale of a row, and finite values have a finite table.
+  neither overflow nor underflow: codes of normal float32 numbers do not depend on the scale of a row, and finite values
+  have a finite table.
 
   Args:
     values: f32[rows, N].

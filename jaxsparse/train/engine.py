@@ -94,6 +94,10 @@ class Engine(Protocol):
     """The array [workers, …] split along the workers, in which the rows of this process's workers are its `value`."""
     ...
 
+  def of_processes(self, value: np.ndarray) -> np.ndarray:
+    """The values of all processes, [processes, …]; every process must call."""
+    ...
+
 
 def check_batch(batch: Any, engine: Engine, axis: AxisName, parts: int = 1) -> None:
   """Checks that the leading axis of a batch divides among the workers, and among `parts` micro-batches of each.
@@ -228,6 +232,14 @@ class _OnMesh:
     sharding = self._shardings(PartitionSpec(self.axis))
     return jax.make_array_from_callback((self.workers, *value.shape), sharding, lambda _: value[None])
 
+  def of_processes(self, value: np.ndarray) -> np.ndarray:
+    # Not along the workers: processes may share each of these, and then no two rows of workers would differ.
+    mesh, gather = _line_of_processes(self._mesh)
+    split = NamedSharding(mesh, PartitionSpec("processes"))
+    with jax.set_mesh(mesh):  # the caller may have set another mesh
+      rows = jax.make_array_from_callback((self.processes, *value.shape), split, lambda _: value[None])
+      return np.asarray(here(dispatch(gather, rows)))
+
   @staticmethod
   def _resharding(mapped: Callable, shardings: Any) -> Callable:
     def program(*arguments: Any) -> Any:
@@ -284,6 +296,9 @@ class _OnOneDevice:
   def spread(self, value: np.ndarray) -> jax.Array:
     return jax.numpy.broadcast_to(value, (self.held, *value.shape))
 
+  def of_processes(self, value: np.ndarray) -> np.ndarray:
+    return value[None]
+
 
 class _Simulated(_OnOneDevice):
   """All workers under vmap; arrays outside a program have the shapes that they have on a mesh."""
@@ -323,6 +338,23 @@ class _Rank(_OnOneDevice):
     self.process = int(comm.rank)
     self.axes: dict[Any, int] = {}
     self.comm: Comm = comm
+
+  def of_processes(self, value: np.ndarray) -> np.ndarray:
+    return _gathered(self.comm)(self.spread(value))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4)  # a program compiles for a tenth of a second
+def _line_of_processes(mesh: Mesh) -> tuple[Mesh, Callable]:
+  """A mesh of one device of each process of a mesh, and a program that gathers rows of its devices on all of them."""
+  first = {device.process_index: device for device in reversed(list(mesh.devices.flat))}
+  devices = np.array([first[process] for process in sorted(first)])
+  line = Mesh(devices, ("processes",), axis_types=(jax.sharding.AxisType.Auto,))
+  return line, jax.jit(lambda rows: rows, out_shardings=NamedSharding(line, PartitionSpec()))
+
+
+@functools.lru_cache(maxsize=4)
+def _gathered(comm: MpiComm) -> Callable[..., np.ndarray]:
+  return rows_of(_Rank(comm), lambda x: x[0], (PartitionSpec(RANKS),))
 
 
 def put_global(x: Any, sharding: NamedSharding) -> jax.Array:

@@ -1,7 +1,7 @@
 """Comparison of the programs of all processes, before they run for the first time.
 
 Processes that run other programs, with another learning rate or other shapes, would train apart or wait for each other
-for ever. Workers exchange a digest of the traced program, an array of one shape for all programs. Only where digests
+for ever. They exchange a digest of the traced program, an array of one shape for all programs. Only where digests
 differ do they exchange the text of the first line that does, so that every process raises the same error.
 """
 
@@ -34,11 +34,11 @@ def wait_for_all(tree: Any, what: str, now: str) -> None:
   """
   try:
     _compat.wait_for_processes(tree, what, _PATIENCE)
-  except RuntimeError as error:
+  except RuntimeError:
     raise RuntimeError(
       f"{what} of process {jax.process_index()} has arguments of other shapes than before, and within {_PATIENCE:g} s "
       f"another process did not come to a step that has. Give the same shapes on every process in each step; here {now}"
-    ) from error
+    ) from None  # its text and JAX's would say something else of the same
 
 
 def check_traced(engine: Engine, what: str, program: Any, arguments: Sequence[Any], results: str = "") -> None:
@@ -65,7 +65,6 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
   """
   if engine.processes == 1:
     return
-  engine = engine.flat
   head = [f"jax {jax.__version__}, jaxsparse {sys.modules['jaxsparse'].__version__}", *head]
   text = ProgramText(jaxpr) if jaxpr else None
   whole = "\n".join([*head, text.digest if text else ""])
@@ -79,8 +78,8 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
   others = found.others if found else np.flatnonzero(np.any(digests != digests[0], axis=1))
   difference = found.message if found else "not known"
   raise ValueError(
-    f"{what} of {listed(others)} is not that of worker 0. The first difference{kind} is {difference}. Every process "
-    "must run the same code with the same options, shapes and versions; data of a worker's own belongs in the batch"
+    f"{what} of {listed(others)} is not that of process 0. The first difference{kind} is {difference}. Every process "
+    "must run the same code with the same options, shapes and versions; data of a process's own belongs in the batch"
   )
 
 
@@ -103,11 +102,11 @@ def _named(path: Any, names: Sequence[str]) -> str:
 
 
 class _Difference(NamedTuple):
-  """The first line that differs between workers.
+  """The first line that differs between processes.
 
   Attributes:
     number: of the line, from 0.
-    others: the workers whose line is not that of worker 0.
+    others: the processes whose line is not that of process 0.
     message: both lines.
   """
 
@@ -117,7 +116,7 @@ class _Difference(NamedTuple):
 
 
 def _difference(engine: Engine, lines: Sequence[Line]) -> _Difference | None:
-  """The first of these lines that differs between workers."""
+  """The first of these lines that differs between processes."""
   longest = int(of_all(engine, [len(lines)]).max())
   rows = of_all(engine, [*(zlib.crc32(line.text.encode()) for line in lines), *[0] * (longest - len(lines))])
   differs = np.any(rows != rows[0], axis=0)
@@ -127,14 +126,14 @@ def _difference(engine: Engine, lines: Sequence[Line]) -> _Difference | None:
   others = np.flatnonzero(rows[:, number] != rows[0, number])
   line = lines[number] if number < len(lines) else Line("nothing")
   texts, sources = _texts(engine, line.text), _texts(engine, line.where and f" ({line.where})")
-  worker = int(others[0])
-  first, other = _excerpts(texts[0], texts[worker])
-  message = f"`{first}` on worker 0{sources[0]}, and `{other}` on worker {worker}{sources[worker]}"
+  process = int(others[0])
+  first, other = _excerpts(texts[0], texts[process])
+  message = f"`{first}` on process 0{sources[0]}, and `{other}` on process {process}{sources[process]}"
   return _Difference(number, others, message)
 
 
 def _texts(engine: Engine, text: str) -> list[str]:
-  """The text of each worker."""
+  """The text of each process."""
   buffer = text.encode()[:_LONGEST].ljust(_LONGEST, b"\0")
   rows = of_all(engine, np.frombuffer(buffer, np.uint32))
   return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]

@@ -1,12 +1,11 @@
 """Comparison of values that must be equal on all workers: parameters before training, replicated values on demand.
 
 `comm.replication` proves on a jaxpr, before a program runs, that replicated results stay equal. This module compares
-present values. Workers exchange checksums, so that every process finds the same difference and raises.
+present values. Workers or processes exchange checksums, so that every process finds the same difference and raises.
 """
 
-import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,7 +32,6 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
   """
   if engine.processes == 1:
     return
-  engine = engine.flat
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   shapes = [(jax.tree_util.keystr(path), jnp.shape(leaf), str(jnp.result_type(leaf))) for path, leaf in leaves]
   sums = [0 if _is_sharded(leaf) else zlib.crc32(_bytes(leaf)) for _, leaf in leaves]
@@ -41,7 +39,7 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
   shape, values = of_all(engine, [zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(sums).encode())]).T
   if (others := np.flatnonzero(shape != shape[0])).size:
     raise ValueError(
-      f"{name}: those of {listed(others)} have other names, shapes or dtypes than those of worker 0; on this process "
+      f"{name}: those of {listed(others)} have other names, shapes or dtypes than those of process 0; on this process "
       f"they are {shapes}. Every process must give the same"
     )
   if np.all(values == values[0]):
@@ -50,13 +48,13 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
   number = int(np.flatnonzero(np.any(rows != rows[0], axis=0))[0])
   others = np.flatnonzero(rows[:, number] != rows[0, number])
   raise ValueError(
-    f"{name}{shapes[number][0]} differs between processes: {listed(others)} and worker 0 give other values. Make it "
+    f"{name}{shapes[number][0]} differs between processes: {listed(others)} and process 0 give other values. Make it "
     "from the same seed on every process, not from jax.process_index()"
   )
 
 
 def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], names: Sequence[str]) -> None:
-  """Checks that leaves with an empty spec are bitwise the same on all workers; every process must call.
+  """Checks that leaves with an empty spec are bitwise the same on all devices of all workers; every process must call.
 
   Args:
     engine: the workers.
@@ -86,13 +84,17 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
   rows = rows_of(flat, checksums, tuple(specs))(*arguments)  # [worker, device of it, array, 2]
   own = [spec for spec, is_split in zip(jax.tree.leaves(every, is_leaf=is_spec), split, strict=True) if not is_split]
   alike = np.stack([_first_alike(flat, spec) for spec in own], axis=1)
-  differs = np.any(rows != np.take_along_axis(rows[0], alike[..., None], axis=0), axis=(1, 3))  # [worker, array]
+  differs = np.any(rows != np.take_along_axis(rows[0], alike[..., None], axis=0), axis=3)  # [worker, device, array]
   if differs.any():
-    number = int(np.flatnonzero(differs.any(axis=0))[0])
+    number = int(np.flatnonzero(differs.any(axis=(0, 1)))[0])
+    worker, device = np.argwhere(differs[..., number])[0]
+    who = f"{listed(np.flatnonzero(differs[..., number].any(1)), 'worker', 'workers')} and worker 0 hold other values"
+    if flat.others:
+      who = f"device {device} of worker {worker} and device {alike[device, number]} of worker 0 hold other values"
     leaf = names[same[number][0].idx] + jax.tree_util.keystr(same[number][1:])
     raise ValueError(
-      f"{leaf} and {differs.any(axis=0).sum() - 1} other of {len(same)} arrays that should be the "
-      f"same on every worker are not: {listed(np.flatnonzero(differs[:, number]))} and worker 0 hold other values"
+      f"{leaf} and {differs.any(axis=(0, 1)).sum() - 1} other of {len(same)} arrays that should be the "
+      f"same on every worker are not: {who}"
     )
 
 
@@ -133,13 +135,8 @@ def _mixed(x: jax.Array) -> jax.Array:
 
 
 def of_all(engine: Engine, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-  """The numbers of all workers, u32[P, …]; each worker has those of its process."""
-  return _gathered(engine)(engine.spread(np.array(numbers, np.uint32)))  # type: ignore[arg-type]
-
-
-@functools.lru_cache(maxsize=4)  # a program compiles for a tenth of a second
-def _gathered(engine: Engine) -> Callable[..., np.ndarray]:
-  return rows_of(engine, lambda x: x[0], (PartitionSpec(engine.axis),))
+  """The numbers of all processes, u32[processes, …]; every process must call."""
+  return engine.of_processes(np.array(numbers, np.uint32))
 
 
 def _is_sharded(leaf: Any) -> bool:
@@ -153,6 +150,6 @@ def _bytes(leaf: Any) -> memoryview:
   return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
 
 
-def listed(numbers: np.ndarray) -> str:
-  """The numbers of workers as text: "worker 1", or "workers 1, 2"."""
-  return ("worker " if numbers.size == 1 else "workers ") + ", ".join(map(str, numbers))
+def listed(numbers: np.ndarray, one: str = "process", several: str = "processes") -> str:
+  """Numbers as text: "process 1", or "processes 1, 2"."""
+  return f"{one if numbers.size == 1 else several} " + ", ".join(map(str, numbers))

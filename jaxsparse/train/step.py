@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
+from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.launch.rank import count_step
 from jaxsparse.train import programs, replicas
@@ -103,8 +104,8 @@ def make_train_step(
       step(params, state, batch, **extra)            tx.update(..., value=loss, **extra), optax's extra arguments
 
   Before a new step runs, its jaxpr is checked: the step raises if replicated parameters or states would differ between
-  workers afterwards, or if processes have other jaxprs, options, shapes or versions, naming the first difference.
-  `step.check(params, state)` compares the present values on all workers.
+  workers afterwards, or if processes have other jaxprs, options, shapes or versions, naming the first difference. Ranks
+  of MPI compare only their first step. `step.check(params, state)` compares the present values on all workers.
 
   With `js.local_steps` workers have parameters of their own between exchanges. Then `params` are those of the last
   exchange, and `state` has what each worker has moved since. `step.synchronize(params, state)` exchanges it at once.
@@ -270,14 +271,19 @@ class TrainStep:
   def _compared(self, program: Any, arguments: tuple[Any, ...], specs: Any) -> tuple[Any, ...]:
     """The arguments, placed; all processes compare a program and its arguments where either is new."""
     engine, worker, given = self._engine, self._worker, arguments[3]
+    # Only some ranks of MPI may come here again, and their messages would be taken for others: they compare once.
+    if engine.processes == 1 or (self._alike and isinstance(engine.comm, MpiComm)):
+      return engine.place(arguments, specs)
     known = program, *((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(arguments[2:]))
-    if engine.processes == 1 or known in self._alike:
+    if known in self._alike:
       return engine.place(arguments, specs)
     options = {name: value for name, value in worker._asdict().items() if not callable(value) and name != "tx"}
     head = [f"make_train_step has {options | {'donate': self._donate}}"]
-    head += programs.described(arguments, ("params", "state", "batch", "argument"), engine.shardings(arguments, specs))
+    shardings = engine.shardings(arguments, specs)
+    head += programs.described(arguments, ("params", "state", "batch", "argument"), shardings)
     if self._alike:  # processes come to their first step when they like
-      programs.wait_for_all(arguments[:2], "the training step", "\n".join(head[-len(known) + 1 :]))
+      new = programs.described(arguments[2:], ("batch", "argument"), shardings and shardings[2:])
+      programs.wait_for_all(arguments[:2], "the training step", "\n".join(new))
     programs.check_same(engine, "the training step", head)
     shared = given._replace(model_state=None) if worker.model_state == "worker" else given
     replicas.check_processes(engine, shared._asdict(), "step: argument ")

@@ -92,9 +92,9 @@ def test_mpi_through_host_memory(tmp_path, ranks, names):
 def test_parameters_that_differ_between_processes_are_named(tmp_path, engine):
   run("differing", engine, 3, tmp_path)
   for rank in range(3):
-    assert "params['b'] differs between processes: workers 1, 2 and worker 0" in (tmp_path / f"2-{rank}").read_text()
-    assert "params: those of worker 1 have other names, shapes" in (tmp_path / f"1-{rank}").read_text()
-    assert "argument ['rng'] differs between processes: workers 1, 2 and" in (tmp_path / f"key-{rank}").read_text()
+    assert "params['b'] differs between processes: processes 1, 2 and process 0" in (tmp_path / f"2-{rank}").read_text()
+    assert "params: those of process 1 have other names, shapes" in (tmp_path / f"1-{rank}").read_text()
+    assert "argument ['rng'] differs between processes: processes 1, 2 and" in (tmp_path / f"key-{rank}").read_text()
 
 
 def test_metrics_that_one_process_alone_asks_for(tmp_path):

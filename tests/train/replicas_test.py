@@ -110,28 +110,37 @@ def test_hashes_are_as_good_as_random():
 
 
 NAMED = {  # what the error says of each difference, on both ranks
-  "learning rate": r"`mul -0.25:f32.* on worker 0 .*optax.*, and `mul -0.5:f32.* on worker 1",
-  "schedule": r"tx.update of worker 1 is not .*`min v\d+ 100.0.* on worker 0 .*cosine_decay_schedule.*`min v\d+ 200.0",
+  "learning rate": r"`mul -0.25:f32.* on process 0 .*optax.*, and `mul -0.5:f32.* on process 1",
+  "schedule": r"tx.update of process 1 is .*`min v\d+ 100.0.* on process 0 .*cosine_decay_schedule.*`min v\d+ 200.0",
   "table of rates": r"line 1 of the jaxpr is `constant [0-9a-f]{16}:f32\[5\]",
-  "injected rate": r"the initial state of worker 1 is not .*0.25:f32\[\] .*0.5:f32\[\] ",
+  "injected rate": r"the initial state of process 1 is not .*0.25:f32\[\] .*0.5:f32\[\] ",
   "momentum": r"`mul 0.5:f32.*trace.*`mul 0.75:f32",
-  "no momentum": r"`state\[1\]\[0\].trace\['b'\] is float32\[4\]` on worker 0, and `nothing` on worker 1",
-  "density": r"`state\[0\] is that of spardl:density=0.3` on worker 0, and `state\[0\] is that of spardl:density=0.5`",
+  "no momentum": r"`state\[1\]\[0\].trace\['b'\] is float32\[4\]` on process 0, and `nothing` on process 1",
+  "density": r"`state\[0\] is that of spardl:density=0.3` on process 0, and `state\[0\] is that of spardl:density=0.5`",
   "every": r"`ge v\d+ 3:i32\[\] .*local.py.*`ge v\d+ 5:i32\[\] ",
   "outer rate": r"`mul -0.5:f32.*`mul -0.25:f32",
-  "apply_residual": r"tx.update of worker 1 is not .*with_residual",
-  "loss scale": r"the training step of worker 1 is not .*`mul 1.0:f32.*ranks.py.*`mul 2.0:f32",
+  "apply_residual": r"tx.update of process 1 is not .*with_residual",
+  "loss scale": r"the training step of process 1 is not .*`mul 1.0:f32.*ranks.py.*`mul 2.0:f32",
   "constant": r"`constant [0-9a-f]{16}:f32\[9,4\]",
-  "batch size": r"`batch is float32\[(4|8), 9\]` on worker 0, and `batch is float32\[(8|16), 9\]` on worker 1",
-  "batch type": r"`batch is float32\[\d, 9\]` on worker 0, and `batch is bfloat16\[\d, 9\]` on worker 1",
-  "accumulate": r"accumulate': 1.* on worker 0, and .*accumulate': 2.* on worker 1",
-  "donate": r"donate': True.* on worker 0, and .*donate': False.* on worker 1",
+  "batch size": r"`batch is float32\[(4|8), 9\]` on process 0, and `batch is float32\[(8|16), 9\]` on process 1",
+  "batch type": r"`batch is float32\[\d, 9\]` on process 0, and `batch is bfloat16\[\d, 9\]` on process 1",
+  "accumulate": r"accumulate': 1.* on process 0, and .*accumulate': 2.* on process 1",
+  "donate": r"donate': True.* on process 0, and .*donate': False.* on process 1",
 }
+
+
+ACROSS = [  # where each worker has a device of both processes
+  r"tx.update of process 1 is not that of process 0.*`mul -0.25:f32.* on process 0",
+  r"the training step of process 1 is not that of process 0.*`mul 1.0:f32",
+  r"params\['b'\] differs between processes: process 1 and process 0 give other values",
+  r"params\['b'\] and 0 other of \d arrays .*: device 1 of worker 0 and device 0 of worker 0 hold other values",
+]
 
 
 def _told_by(tmp_path, what, engine):
   command = [sys.executable, str(RANKS), what, engine, str(tmp_path)]
-  launch.run(command, 2, engine, start_timeout=120, limit=180)
+  devices = 2 if engine == "processes" and what == "different" else 1
+  launch.run(command, 2, engine, devices=devices, start_timeout=120, limit=180)
   first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
   assert first == second
   return first
@@ -140,6 +149,10 @@ def _told_by(tmp_path, what, engine):
 @pytest.mark.parametrize("engine", [row("processes", quick=True), row("mpi")])
 def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine):
   told = _told_by(tmp_path, "different", engine)
+  across = told.pop("across", [])
+  assert len(across) == (8 if engine == "processes" else 0)
+  for message, error in zip(ACROSS * 2, across, strict=False):
+    assert re.search(message, error), error
   assert {*told} == {*NAMED} == {*TRANSFORMS, *OPTIONS}  # the same programs run
   for name, message in NAMED.items():
     assert re.search(message, told[name]), (name, told[name])
