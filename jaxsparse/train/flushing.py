@@ -41,7 +41,7 @@ def flush(
 
   Returns:
     (update, state): the update like the parameters, with their dtypes, zeros for leaves without a residual; and the
-    state with residuals of zeros. `params` and `state` stay valid.
+    state with residuals of zeros, or of what the dtypes of the parameters cannot hold. `params` and `state` stay valid.
 
   Raises:
     ValueError: if the state was donated, is not one of these workers and parameters, or not of `js.init`; if an update
@@ -77,7 +77,7 @@ def flush(
       for name, mean in zip(names, means, strict=True):
         sent = flatten.representable(mean, named[name].dtype)
         updates[name] = sent.astype(named[name].dtype)
-        left[name] = jnp.zeros_like(mean) if sent is mean else mean - sent  # 0 without `also`
+        left[name] = jnp.zeros_like(mean) if sent is mean else mean - sent  # 0 unless the mean is float32
       return node
 
     state = jax.tree.map(of, state, in_rows(state), is_leaf=is_reduce_state)

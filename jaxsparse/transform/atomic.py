@@ -51,10 +51,10 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
 
 
 def committed(skipped: jax.Array, before: Any, after: Any) -> Any:
-  """The state `after` a step, or where it is `skipped` that `before` it with the counters of the skipped step.
+  """The state `after` a step; if it is skipped the state `before`, with the counters of the skipped step.
 
-  A transform undoes its own step, without a pass over its residual. Only where there are several may one of them have
-  made a step that another one skips.
+  A transform, or local steps, that skips has kept its own state, without a pass over residuals. Of several transforms
+  one may skip while another one does not, so then all of their states are chosen here.
   """
   is_part = lambda node: states.is_reduce_state(node) or states.is_local_state(node)
   alone = sum(map(is_part, jax.tree.leaves(after, is_leaf=is_part))) == 1
@@ -63,7 +63,7 @@ def committed(skipped: jax.Array, before: Any, after: Any) -> Any:
 
 
 def undone(skipped: jax.Array, before: Any, after: Any) -> Any:
-  """`committed` where no transform has undone its step."""
+  """`committed`, but every array is chosen here, also those of transforms."""
 
   def keep(old: Any, new: Any) -> Any:
     if not states.is_reduce_state(old):

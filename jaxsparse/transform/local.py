@@ -98,9 +98,9 @@ def local_steps(
     delay: τ, less than H/F, the steps between an exchange and its use. A step that is compiled as one program still
       ends after its messages.
     mixing: α in [0, 1), the weight of a worker's own parameters; 0 in plain DiLoCo.
-    apply_residual: whether the parameters of a worker include what it has moved and no exchange has delivered. Then
-      `moved` of the state has what else the residual would have, for a few passes over n entries at an exchange. It
-      goes without a delay.
+    apply_residual: whether the parameters of a worker include what it has moved and no exchange has delivered. The
+      state then holds that in `moved` and not in the residual, for a few passes over n entries in each step. Not
+      together with `delay`.
 
   Returns:
     An `optax.GradientTransformation` whose state is a `js.LocalState`.
@@ -202,7 +202,7 @@ class _LocalSteps(NamedTuple):
     ways = [self._silence]
     for way in (self._exchange, self._arrive) if self.delay else (self._exchange,):
       ways += [functools.partial(way, number) for number in range(self.fragments.count)]
-    # What was moved and the inner state do not come out of the branches, since XLA copies all that does.
+    # The branches return neither what was moved nor the inner state: XLA copies the results of a conditional.
     branches = [lambda tried, way=way: way(tried, params, finite, extra) for way in ways]
     number = jnp.int32(1) if self.every == 1 else self._way(tried)
     done = branches[1](tried) if self.every == 1 else jax.lax.switch(number, branches, tried)
@@ -220,7 +220,7 @@ class _LocalSteps(NamedTuple):
     return done.updates, undone(done.skipped, state._replace(outer=()), after)._replace(outer=outer)
 
   def _way(self, state: LocalState) -> jax.Array:
-    """What this step does: 0 no exchange, 1 … F that of a fragment, F + 1 … 2F the update of one arrives."""
+    """The branch of this step: 0 no exchange, 1 … F of a fragment, F + 1 … 2F the update in flight is applied."""
     if self.every is None:
       return jnp.int32(0)
 

@@ -138,8 +138,13 @@ def taken(
 ) -> tuple[list[jax.Array], ReduceState]:
   """The residual of a worker, in the shapes and dtypes of the leaves, and the state without it.
 
-  What a dtype rounds off, or cannot hold, stays in the residual. With what a worker has `moved` of each leaf, that is
-  added, and the sums are float32. `mean` maps the leaves of a device, float32, to their means over the workers.
+  What the dtype of a leaf rounds off, or cannot hold, stays in the residual.
+
+  Args:
+    leaves: of the parameters.
+    node: the state of one worker.
+    moved: θ − θ_w of local steps, f32 like each leaf, to add to the residual; the sum is f32.
+    mean: maps the float32 leaves of a device to their means over the workers.
   """
 
   def step(
