@@ -9,6 +9,7 @@ engine       where the workers run: a mesh, MPI, or the simulator; maps and comp
 sharded      the engine of a mesh whose workers have several devices
 replicas     compares values that must be equal on all workers
 programs     compares the programs of all processes
+donation     arguments whose buffers XLA may overwrite
 compiling    compiler options that keep collectives apart and overlap them with backward
 simulation   `js.simulate`, one reduction of any number of workers on one device
 timing       seconds that an update takes

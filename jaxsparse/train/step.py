@@ -18,7 +18,8 @@ from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.launch.rank import count_step
 from jaxsparse.train import programs, replicas
 from jaxsparse.train.compiling import compiler_options
-from jaxsparse.train.engine import check_batch, without_aliases
+from jaxsparse.train.donation import without_aliases
+from jaxsparse.train.engine import check_batch
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import LIKELY_MISTAKES, check_update, made, start_of, started
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker

@@ -274,7 +274,7 @@ class _LocalSteps(NamedTuple):
     check_agreed(first, agreed)
     skipped = states.skipped(agreed)
     flight = state.flight._replace(left=jnp.maximum(state.flight.left - 1, 0)) if self.delay else ()
-    return _Exchanged(zeros, _idle(state.outer, skipped), flight, skipped)
+    return _Exchanged(zeros, metrics.without_messages(state.outer, skipped), flight, skipped)
 
   def _exchange(
     self, number: int, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
@@ -288,7 +288,10 @@ class _LocalSteps(NamedTuple):
     updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, own)
     skipped = states.skipped(outer)
     if self.fragments.count > 1:
-      outer, updates = {**_idle(state.outer, skipped), number: outer}, self.fragments.whole(params, updates, number)
+      outer, updates = (
+        {**metrics.without_messages(state.outer, skipped), number: outer},
+        self.fragments.whole(params, updates, number),
+      )
     if self.delay:
       zeros = jax.tree.map(jnp.zeros_like, updates)
       return _Exchanged(zeros, outer, Flight(updates, jnp.int32(self.delay), jnp.int32(number)), skipped)
@@ -339,12 +342,6 @@ class _LocalSteps(NamedTuple):
   def _outer(self, state: LocalState, number: int) -> Any:
     """The outer state of a fragment."""
     return state.outer if self.fragments.count == 1 else state.outer[number]
-
-
-def _idle(outer: Any, skipped: jax.Array) -> Any:
-  """An outer state with the counters of a step without messages."""
-  idle = lambda node: metrics.without_messages(node, skipped) if states.is_reduce_state(node) else node
-  return jax.tree.map(idle, outer, is_leaf=states.is_reduce_state)
 
 
 def _in_rows(state: Any) -> Any:

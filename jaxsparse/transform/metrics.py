@@ -14,7 +14,7 @@ from jaxsparse.comm import comm_of
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.sparse import saturating
 from jaxsparse.transform.checks import check_alive, check_layout, why_none
-from jaxsparse.transform.state import LocalState, ReduceState, devices_of, labelled, local_states
+from jaxsparse.transform.state import LocalState, ReduceState, devices_of, is_reduce_state, labelled, local_states
 from jaxsparse.types import Comm, Counters
 
 _SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over transforms; of the rest the largest
@@ -226,13 +226,19 @@ def of_all(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
   return whole._replace(density=whole.delivered.astype(jnp.float32) / jnp.float32(n))
 
 
-def without_messages(node: ReduceState, skipped: jax.Array) -> ReduceState:
-  """The state after a step without messages, which the workers skip or do not, bool[]."""
-  zeros = {name: jnp.full_like(getattr(node.counters, name), x) for name, x in Counters._field_defaults.items()}
-  zeros["skipped"] = jnp.full_like(node.counters.skipped, skipped)
-  kept = {name: getattr(node.counters, name) for name in ("skipped_steps", "total_words", "total_wraps")}
-  kept["skipped_steps"] += skipped.astype(jnp.int32)
-  return node._replace(counters=Counters(**zeros | kept))
+def without_messages(state: Any, skipped: jax.Array) -> Any:
+  """A state after a step without messages, which the workers skip or do not, bool[]: its counters are those of it."""
+
+  def idle(node: Any) -> Any:
+    if not is_reduce_state(node):
+      return node
+    zeros = {name: jnp.full_like(getattr(node.counters, name), x) for name, x in Counters._field_defaults.items()}
+    zeros["skipped"] = jnp.full_like(node.counters.skipped, skipped)
+    kept = {name: getattr(node.counters, name) for name in ("skipped_steps", "total_words", "total_wraps")}
+    kept["skipped_steps"] += skipped.astype(jnp.int32)
+    return node._replace(counters=Counters(**zeros | kept))
+
+  return jax.tree.map(idle, state, is_leaf=is_reduce_state)
 
 
 def accumulated(counters: Counters) -> Counters:
