@@ -117,7 +117,7 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     if old in inputs and new in made and stored[new] == 1 and needed.isdisjoint(choice.outvars)
   }
   moved = set(map(id, pending.values()))
-  equations, chosen = first[::-1], dict[core.Var, core.Var]()
+  equations, chosen = first[::-1], dict[Any, Any]()
 
   def emit(equation: core.JaxprEqn) -> None:
     equations.append(equation)
