@@ -103,14 +103,14 @@ def start_of(engine: Engine, tx: optax.GradientTransformation) -> Callable[[opta
   return start
 
 
-def made(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
-  """`started`, where types tell how parameters lie inside a worker, and placed on the devices of the engine."""
+def place_state(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
+  """`start_workers`, where types tell how parameters lie inside a worker, and placed on the devices of the engine."""
   with engine.typed() as typed:
-    state, specs = started(typed, start, params)
+    state, specs = start_workers(typed, start, params)
   return engine.place(state, specs), specs
 
 
-def started(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
+def start_workers(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
   program = engine.jit(start, (PartitionSpec(),), spec, shardings=(None, None))
@@ -125,7 +125,7 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
   the user's own may average their gradients before the update or leave them constant, which the state does not show, so
   this is a warning.
   """
-  covered = sum(int(np.max(here(node.layout.entries))) for node in states.replicating(state))
+  covered = sum(int(np.max(here(node.layout.entries))) for node, row in states.reduce_rows(state) if not row)
   floating = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
   uncovered = 0 < covered < sum(map(jnp.size, floating))
   if not uncovered and engine.processes == 1:
@@ -176,7 +176,7 @@ def shape_of(
   return jax.ShapeDtypeStruct((*rows, *own), jnp.result_type(x), sharding=sharding)
 
 
-def checked(state: Any, params: optax.Params) -> list[ReduceState]:
+def check_state(state: Any, params: optax.Params) -> list[ReduceState]:
   """The states of transforms in a state of these parameters, after all checks that need no other state."""
   checks.check_alive({"params": params, "state": state})
   checks.check_arrays(state)
@@ -189,7 +189,7 @@ def checked(state: Any, params: optax.Params) -> list[ReduceState]:
 
 
 def _shapes(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
-  """The shapes of `started`, and its specs."""
+  """The shapes of `start_workers`, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
   return jax.eval_shape(engine.map(start, (PartitionSpec(),), spec), *arguments), spec
 
@@ -230,7 +230,7 @@ def _node_of_workers(node: ReduceState, workers: int) -> ReduceState:
   assert method is not None
   groups = shards.groups(method.groups) if shards else method.groups
   parts = [jax.eval_shape(lambda group=group: init_state(group.collective, group.entries, workers)) for group in groups]
-  carried = states.joined([part.carried for part in parts], method.alone)
+  carried = states.join_groups([part.carried for part in parts], method.alone)
   rows = lambda x: jax.ShapeDtypeStruct((workers * devices * x.shape[0], *x.shape[1:]), x.dtype)
   same = lambda x: jax.ShapeDtypeStruct((devices, *x.shape) if shards else x.shape, x.dtype)
   shared, split = jax.tree.map(same, carried.shared), jax.tree.map(rows, carried._replace(shared=()))

@@ -13,7 +13,7 @@ from jaxsparse.comm import all_gather, axes_of, in_rank_order
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic
-from jaxsparse.transform.own import moved_by_name, own_params
+from jaxsparse.transform.residuals import moved_leaves, own_params
 from jaxsparse.types import Comm
 
 AuxReduce = Literal["mean", "sum", "max", "min", "stack"]
@@ -31,8 +31,8 @@ class StepMetrics(NamedTuple):
     model_state: the model state for the next step; None if the step got none.
 
   Example:
-    >>> import jax.numpy as jnp, jaxsparse as js
-    >>> js.StepMetrics(loss=jnp.float32(0.5), skipped=jnp.bool_(False)).aux is None
+    >>> import jax.numpy as jnp
+    >>> StepMetrics(loss=jnp.float32(0.5), skipped=jnp.bool_(False)).aux is None
     True
   """
 
@@ -64,7 +64,7 @@ class Worker(NamedTuple):
     extra = {"value": loss} | given.extra
     updates, state = atomic(self.tx).update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)
-    skipped = states.skipped(state)
+    skipped = states.is_skipped(state)
     model_state = _next_model_state(self, comm, model_state)
     # Running statistics never recover from NaN, which optax.zero_nans may have hidden.
     keep = functools.partial(jnp.where, skipped | ~flatten.stays_finite(given.model_state, model_state))
@@ -73,12 +73,13 @@ class Worker(NamedTuple):
 
   def synchronize(self, params: optax.Params, state: Any, extra: dict[str, Any]) -> tuple[optax.Params, Any]:
     """An exchange of what the workers have moved, without a step of other leaves: the next parameters and state."""
-    nothing, moved = jax.tree.map(jnp.zeros_like, params), moved_by_name(state)
+    nothing = jax.tree.map(jnp.zeros_like, params)
     updates, after = atomic(self.tx).update(nothing, state, params, synchronize=True, **extra)
     is_local = states.is_local_state
     after = jax.tree.map(lambda old, new: new if is_local(old) else old, state, after, is_leaf=is_local)
-    own = lambda path, u: u if jax.tree_util.keystr(path) in moved else jnp.zeros_like(u)
-    return optax.apply_updates(params, jax.tree_util.tree_map_with_path(own, updates)), after
+    moved, (leaves, structure) = moved_leaves(state, params), jax.tree.flatten(updates)
+    own = [jnp.zeros_like(u) if gone is None else u for u, gone in zip(leaves, moved, strict=True)]
+    return optax.apply_updates(params, jax.tree.unflatten(structure, own)), after
 
 
 class Given(NamedTuple):

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from jaxsparse import _compat
 from jaxsparse.transform.atomic import atomic, commit_early
+from jaxsparse.transform.state import ReduceState
 from tests.cases import AS_USERS, averaged, bits, mesh_of, normals, quick_of
 
 N = 40
@@ -74,7 +75,7 @@ def test_several_transforms_skip_together():
   assert metrics.skipped
   jax.tree.map(np.testing.assert_array_equal, after, params)
   carried = lambda state: [node.carried for node in jax.tree.leaves(state, is_leaf=is_node) if is_node(node)]
-  is_node = lambda node: isinstance(node, js.ReduceState)
+  is_node = lambda node: isinstance(node, ReduceState)
   jax.tree.map(np.testing.assert_array_equal, (carried(skipped), skipped[1]), (carried(state), state[1]))
   found = js.metrics(skipped)
   assert [bool(part.skipped) for part in dict(found.parts).values()] == [True, True]

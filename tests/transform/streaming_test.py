@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.transform.own import moved_by_name
+from jaxsparse.transform.residuals import moved_leaves
 from tests.cases import averaged, bits, mesh_of, normals, quick_of
 
 PARAMS = {"a": jnp.zeros(6), "b": jnp.zeros((4, 5)), "c": jnp.zeros(9)}
@@ -86,10 +86,10 @@ def test_streaming_in_numpy(fragments, every, delay, mixing):
     batch = normals(number, WORKERS, N)
     params, state, _ = step(params, state, batch)
     entries = expected.step(number, batch)
-    moved = moved_by_name(state)
+    moved = dict(zip(sorted(PARAMS), moved_leaves(state, params), strict=True))
     for name in PARAMS:
       np.testing.assert_allclose(np.ravel(params[name]), expected.anchor[name], atol=1e-5)
-      mine = np.ravel(params[name])[None] - np.reshape(moved[f"['{name}']"], (WORKERS, -1))
+      mine = np.ravel(params[name])[None] - np.reshape(moved[name], (WORKERS, -1))
       np.testing.assert_allclose(mine, expected.own[name], atol=1e-5)
     words = js.costs.all_reduce_cost(entries, WORKERS).words if entries else 0
     assert float(js.metrics(state).words_sent) == pytest.approx(words, abs=2)
@@ -102,7 +102,7 @@ def test_one_fragment_without_delay_has_the_bits_of_diloco():
     step, params, state = start(tx, sim())
     for number in range(7):
       params, state, _ = step(params, state, normals(number, WORKERS, N))
-    found.append((params, moved_by_name(state)))
+    found.append((params, moved_leaves(state, params)))
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), *found)
 
 

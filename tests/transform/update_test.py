@@ -302,5 +302,5 @@ def test_words_of_all_steps_are_counted_beyond_32_bits():
   counters = js.Counters.zeros()._replace(words_sent=jnp.array([3_000_000_000], jnp.uint32))
   for _ in range(3):
     counters = telemetry.accumulated(counters)
-  state = js.ReduceState(js.State(), counters, states.Layout.of(1, 10))
+  state = states.ReduceState(js.State(), counters, states.Layout.of_workers(1, 10))
   assert float(js.metrics(state).total_words) == np.float32(9e9)
