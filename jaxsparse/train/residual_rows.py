@@ -47,9 +47,8 @@ class Residual(NamedTuple):
   def carry_over(self, number: int, devices: int, before: int, after: int) -> np.ndarray:
     """r′ of device `number` of all: f32[size], from those of `before` workers, for `after` workers."""
     worker, device = divmod(number, devices)
-    total = np.zeros(self.size)
-    for old in range(worker, before, after):
-      total += self.read(old * devices + device)
+    owed = [self.read(old * devices + device).astype(np.float64) for old in range(worker, before, after)]
+    total = functools.reduce(np.add, owed) if owed else np.zeros(self.size)  # no sum with 0: -0 stays -0
     return (total * after / before).astype(np.float32)
 
 

@@ -136,7 +136,7 @@ def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
     try:
       leaf_numbers(node.layout.method.structure, params)
     except ValueError:
-      known = node.layout.method.names
+      known = [name for one in nodes if one.layout.method for name in one.layout.method.names]
       more = next((f"is parameters{name}, too" for name in shapes if name not in known), "are other containers")
       raise ValueError(
         f"the optimizer state was made for parameters{', '.join(known)}, here there {more}: give the parameters that "
