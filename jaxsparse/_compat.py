@@ -182,7 +182,7 @@ def _equation_of(x: jax.Array) -> Any:
   return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
 
 
-def here(x: Any) -> Any:
+def local_shard(x: Any) -> Any:
   """The first shard of x on this process; x itself if this process holds all of it."""
   return x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
 

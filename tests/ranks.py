@@ -15,7 +15,7 @@ import optax
 
 import jaxsparse as js
 from jaxsparse import launch
-from jaxsparse.train.engine import engine_of, here
+from jaxsparse.train.engine import engine_of, local_shard
 from jaxsparse.train.starting import start_workers
 from jaxsparse.transform.update import init_state, reduce_step
 
@@ -74,7 +74,7 @@ def training(engine_name: str, file: str) -> None:
   for _ in range(5):
     params, state, metrics = step(params, state, mine)
   if rank == 0:
-    out = {name: local(leaf).tolist() for name, leaf in params.items()} | {"loss": float(here(metrics.loss))}
+    out = {name: local(leaf).tolist() for name, leaf in params.items()} | {"loss": float(local_shard(metrics.loss))}
     pathlib.Path(file).with_suffix(".json").write_text(json.dumps(out))
 
 
@@ -161,7 +161,7 @@ def quiet(engine_name: str, _: str) -> None:
   where, _, rank = join(engine_name)
   engine = engine_of(where, "workers")
   total = engine.jit(engine.comm.all_reduce, (jax.sharding.PartitionSpec(),), jax.sharding.PartitionSpec())
-  count = float(here(total(jnp.float32(1))))
+  count = float(local_shard(total(jnp.float32(1))))
   if rank == 0:
     print(count)
 

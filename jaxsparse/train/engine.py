@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
-from jaxsparse._compat import AxisName, here
+from jaxsparse._compat import AxisName, local_shard
 from jaxsparse.comm import AxisComm, SimComm, all_gather, in_rank_order
 from jaxsparse.comm.mpi import RANKS, MpiComm
 from jaxsparse.comm.one_at_a_time import dispatch
@@ -129,7 +129,7 @@ def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., 
   """A function that returns the results of `function` at all workers, as rows 0 … P − 1, on every process."""
   rows = lambda *arguments: in_rank_order(engine.comm, all_gather(engine.comm, function(*arguments)))
   program = engine.jit(rows, in_specs, PartitionSpec())
-  return lambda *arguments: np.asarray(here(dispatch(program, *arguments)))
+  return lambda *arguments: np.asarray(local_shard(dispatch(program, *arguments)))
 
 
 class _OnMesh(Engine):
@@ -196,7 +196,7 @@ class _OnMesh(Engine):
     split = NamedSharding(mesh, PartitionSpec("processes"))
     with jax.set_mesh(mesh):  # the caller may have set another mesh
       rows = jax.make_array_from_callback((self.processes, *value.shape), split, lambda _: value[None])
-      return np.asarray(here(dispatch(gather, rows)))
+      return np.asarray(local_shard(dispatch(gather, rows)))
 
   def _shardings(self, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=is_spec)

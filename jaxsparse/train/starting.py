@@ -15,7 +15,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train import programs
-from jaxsparse.train.engine import Engine, here
+from jaxsparse.train.engine import Engine, local_shard
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
@@ -78,8 +78,11 @@ def abstract_state(
   engine = training_engine(mesh, axis)
   with engine.typed() as typed:
     state, specs = _shapes(typed, start_of(engine, tx), params)
-  of = lambda path, x, row: x if states.is_reduce_state(x) else shape_of(mesh, path, x, params, engine if row else None)
-  state = jax.tree_util.tree_map_with_path(of, state, states.in_rows(state), is_leaf=states.is_reduce_state)
+
+  def shape(path: Any, x: Any, row: bool) -> Any:
+    return x if states.is_reduce_state(x) else shape_of(mesh, path, x, params, engine if row else None)
+
+  state = jax.tree_util.tree_map_with_path(shape, state, states.in_rows(state), is_leaf=states.is_reduce_state)
   if workers == engine.workers:
     workers = None
   if workers is not None:
@@ -125,7 +128,7 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
   the user's own may average their gradients before the update or leave them constant, which the state does not show, so
   this is a warning.
   """
-  covered = sum(int(np.max(here(node.layout.entries))) for node, row in states.reduce_rows(state) if not row)
+  covered = sum(int(np.max(local_shard(node.layout.entries))) for node, row in states.reduce_rows(state) if not row)
   floating = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
   uncovered = 0 < covered < sum(map(jnp.size, floating))
   if not uncovered and engine.processes == 1:
@@ -217,12 +220,12 @@ def _on_host(shardings: Any) -> Any:
 def _of_workers(state: Any, workers: int) -> Any:
   """The shapes of a state as those of a state of another number of workers."""
 
-  def of(node: Any, row: bool) -> Any:
+  def resize_node(node: Any, row: bool) -> Any:
     if row:
       return jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers, *x.shape[1:]), x.dtype), node)
     return _node_of_workers(node, workers) if states.is_reduce_state(node) else node
 
-  return jax.tree.map(of, state, states.in_rows(state), is_leaf=states.is_reduce_state)
+  return jax.tree.map(resize_node, state, states.in_rows(state), is_leaf=states.is_reduce_state)
 
 
 def _node_of_workers(node: ReduceState, workers: int) -> ReduceState:

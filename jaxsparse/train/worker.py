@@ -95,7 +95,7 @@ def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, giv
   model_state = _own_model_state(worker, given)
   key = None if given.rng is None else jax.random.fold_in(given.rng, comm.rank)
 
-  def of_part(batch: Any, key: Any, model_state: Any) -> tuple[Any, ...]:
+  def grads_of_part(batch: Any, key: Any, model_state: Any) -> tuple[Any, ...]:
     named = {"rng": key, "model_state": model_state}
     named = {name: value for name, value in named.items() if value is not None}
 
@@ -118,8 +118,8 @@ def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, giv
     return loss, grads, after, aux
 
   if worker.accumulate == 1:
-    return of_part(batch, key, model_state)
-  return _accumulated(worker, of_part, batch, key, model_state, params)
+    return grads_of_part(batch, key, model_state)
+  return _accumulated(worker, grads_of_part, batch, key, model_state, params)
 
 
 def _own_model_state(worker: Worker, given: Given) -> Any:
@@ -135,7 +135,7 @@ def _check_structure(before: Any, after: Any) -> None:
 
 
 def _accumulated(
-  worker: Worker, of_part: Callable, batch: Any, key: Any, model_state: Any, params: optax.Params
+  worker: Worker, grads_of_part: Callable, batch: Any, key: Any, model_state: Any, params: optax.Params
 ) -> tuple[Any, ...]:
   """`_gradients` over micro-batches, one after the other.
 
@@ -144,19 +144,19 @@ def _accumulated(
   """
   parts = jax.tree.map(lambda x: _compat.in_parts(x, worker.accumulate), batch)
 
-  def one(carry: Any, part: Any) -> tuple[Any, Any]:
+  def accumulate_part(carry: Any, part: Any) -> tuple[Any, Any]:
     total, model_state = carry
     number, batch = part
     own = None if key is None else jax.random.fold_in(key, number)
-    loss, grads, model_state, aux = of_part(batch, own, model_state)
+    loss, grads, model_state, aux = grads_of_part(batch, own, model_state)
     total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (loss, grads))
     return (total, model_state), aux
 
   least = lambda x: jnp.float64 if jnp.result_type(x) == jnp.float64 else jnp.float32
-  loss = jax.eval_shape(of_part, jax.tree.map(lambda x: x[0], parts), key, model_state)[0]
+  loss = jax.eval_shape(grads_of_part, jax.tree.map(lambda x: x[0], parts), key, model_state)[0]
   zeros = jax.tree.map(lambda x: jnp.zeros_like(x, least(x)), (loss, params))
   numbers = jnp.arange(worker.accumulate, dtype=jnp.int32)
-  ((loss, grads), model_state), aux = jax.lax.scan(one, (zeros, model_state), (numbers, parts))
+  ((loss, grads), model_state), aux = jax.lax.scan(accumulate_part, (zeros, model_state), (numbers, parts))
   grads = jax.tree.map(lambda grad, like: (grad / worker.accumulate).astype(like.dtype), grads, params)
   return loss / worker.accumulate, grads, model_state, _over_parts(aux, worker.aux_reduce)
 

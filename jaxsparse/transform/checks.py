@@ -66,9 +66,9 @@ def check_layout(state: Any, workers: int | None = None) -> None:
   for node in reduce_states(state):
     if isinstance(node.layout.workers, jax.core.Tracer) or not hasattr(node.layout.workers, "__array__"):
       continue  # under a trace, or a jax.ShapeDtypeStruct
-    found, entries = (int(np.max(_compat.here(number))) for number in node.layout[:2])
+    found, entries = (int(np.max(_compat.local_shard(number))) for number in node.layout[:2])
     shards, rows = node.layout.shards, node.counters.skipped.size
-    if int(np.max(_compat.here(node.layout.checksum))) not in node.layout.checksums():
+    if int(np.max(_compat.local_shard(node.layout.checksum))) not in node.layout.checksums():
       raise ValueError(
         "the optimizer state was restored into that of other parameters, shards, groups of leaves or options of a "
         "collective than it was saved from: restore it into js.abstract_state of what it was saved from, then call "
@@ -182,7 +182,7 @@ def check_local_state(state: LocalState) -> None:
 
 def check_landed(name: str, state: Any) -> None:
   """Raises ValueError if an update of local steps with a delay is in flight, which the function `name` would lose."""
-  if any(node.flight and int(np.max(_compat.here(node.flight.left))) for node in local_states(state)):
+  if any(node.flight and int(np.max(_compat.local_shard(node.flight.left))) for node in local_states(state)):
     raise ValueError(f"{name}: an update of local steps is in flight, apply it by step.synchronize(params, state)")
 
 

@@ -224,7 +224,7 @@ class _LocalSteps(NamedTuple):
     if self.every is None:
       return jnp.int32(0)
 
-    def due(early: int) -> jax.Array:
+    def due_fragment(early: int) -> jax.Array:
       """The number of the fragment, from 1, whose turn comes in `early` steps; 0 for none."""
       *others, last = self.turns
       # Later than the last turn if js.convert has shortened H.
@@ -232,9 +232,9 @@ class _LocalSteps(NamedTuple):
       return sum(((number + 1) * one.astype(jnp.int32) for number, one in enumerate(found)), jnp.int32(0))
 
     if not self.delay:
-      return due(0)
+      return due_fragment(0)
     arrives = jnp.where(state.flight.left == 1, self.fragments.count + 1 + state.flight.fragment, 0)
-    return jnp.where(state.flight.left > 0, arrives, due(self.delay))
+    return jnp.where(state.flight.left > 0, arrives, due_fragment(self.delay))
 
   def _own_step(
     self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Any
@@ -254,13 +254,13 @@ class _LocalSteps(NamedTuple):
   def _left(self, applied: jax.Array, moved: Any, updates: optax.Updates, params: optax.Params) -> Any:
     """θ − θ_w after an update of the anchor, of the fragment of number `applied`, from 1."""
 
-    def left(was: jax.Array, u: jax.Array, p: jax.Array) -> jax.Array:
+    def left_of(was: jax.Array, u: jax.Array, p: jax.Array) -> jax.Array:
       if self.mixing or self.delay:  # θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u
         return self.mixing * (was + u[None].astype(was.dtype))
       return flatten.representable(was, p.dtype)[1]
 
     numbers = jax.tree.unflatten(jax.tree.structure(moved), self.fragments.numbers(moved))
-    choose = lambda number, was, u, p: jnp.where(applied == number + 1, left(was, u, p), was)
+    choose = lambda number, was, u, p: jnp.where(applied == number + 1, left_of(was, u, p), was)
     return jax.tree.map(choose, numbers, moved, updates, params)
 
   def _silence(self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Exchanged:

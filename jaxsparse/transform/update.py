@@ -161,7 +161,7 @@ def at_devices(
     pieces, after = step(own, pieces, alone, shards.names)
     return pieces, _in_device_rows(after.carried, after.counters)
 
-  leaves, (carried, counters) = shards.over(device, leaves, (state.carried, state.counters))
+  leaves, (carried, counters) = shards.map_pieces(device, leaves, (state.carried, state.counters))
   return leaves, ReduceState(carried, counters, layout)
 
 

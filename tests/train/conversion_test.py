@@ -298,12 +298,12 @@ def test_checksums_do_not_depend_on_how_jax_prints(monkeypatch):
   params = {"bias": jnp.zeros(4), "w": jnp.zeros((4, 6))}
   groups = groups_of(params, assign_collectives(js.make_collective("spardl", density=0.25), {"bias": "dense"}))
   method = Method.from_leaves(params, groups, alone=False)
-  shards = Shards.of(params, {"x": 2, "y": 2}, [P(), P(("x", "y"), None)])
+  shards = Shards.from_specs(params, {"x": 2, "y": 2}, [P(), P(("x", "y"), None)])
   monkeypatch.setattr(P, "__repr__", lambda _: "another one")
   checksum = lambda *given: int(Layout.of_workers(1, 1, *given).checksum)
   numbers = [checksum(*given) for given in ((None, None), (None, method), (shards, method))]
   assert numbers == [957197320, 1977587330, 3284606460]
-  swapped = Shards.of(params, {"x": 2, "y": 2}, [P(), P(("y", "x"))])
+  swapped = Shards.from_specs(params, {"x": 2, "y": 2}, [P(), P(("y", "x"))])
   half = method.groups[0]._replace(collective=js.make_collective("spardl", density=0.5))
   others = [(swapped, method), (shards, dataclasses.replace(method, groups=(half, *method.groups[1:])))]
   others.append((shards, dataclasses.replace(method, structure=jax.tree.structure({"bias": 0, "v": 0}))))
