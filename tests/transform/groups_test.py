@@ -8,7 +8,6 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxsparse as js
@@ -153,13 +152,6 @@ def test_the_state_of_a_plain_transform_is_that_of_its_collective():
   state = js.init(js.make_transform("topka", "workers", density=0.1), params_of(), mesh_of(WORKERS))
   assert state.carried.residual.shape == (WORKERS * 82,)
   assert state.carried.shared == ()
-
-
-def test_special_under_inject_hyperparams():
-  static = ("axis", "special", *js.collective_options("topka"))
-  made = optax.inject_hyperparams(js.topka_transform, static_args=static)(axis="workers", special=SPECIAL, density=0.1)
-  state = js.init(made, params_of(), mesh_of(WORKERS))
-  assert len(state.inner_state.carried.residual) == 3
 
 
 @pytest.mark.parametrize(
