@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
 
 def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
@@ -29,9 +28,16 @@ def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
     Array([2], dtype=bfloat16)
   """
   check_leaves(tree)
-  flat, unravel = ravel_pytree(jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.float32), tree))
-  restore = lambda leaf, like: leaf.astype(jnp.result_type(like))
-  return flat, lambda new: jax.tree.map(restore, unravel(new), tree)
+  leaves, structure = jax.tree.flatten(tree)
+  flat = jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves])
+
+  def unflatten(new: jax.Array) -> Any:
+    pieces = zip(parts(new, sizes(tree)), leaves, strict=True)
+    return jax.tree.unflatten(
+      structure, [piece.reshape(jnp.shape(leaf)).astype(jnp.result_type(leaf)) for piece, leaf in pieces]
+    )
+
+  return flat, unflatten
 
 
 Rounding = Callable[[jax.Array, jax.Array | None], jax.Array]

@@ -150,7 +150,7 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
   for pattern, label in special.items():
     name, config = collective_of(label)
     collective = _check_replicates(make_collective(name, **config))
-    if collective not in collectives or _k_of(collective) is not None:
+    if collective not in collectives or getattr(collective, "k", None) is not None:
       collectives.append(collective)
     number = len(collectives) - 1 - collectives[::-1].index(collective)
     patterns.append((re.compile(pattern), number))
@@ -197,9 +197,8 @@ def split_k(collective: Collective, sizes: Sequence[int]) -> list[Collective]:
   Raises:
     ValueError: if k exceeds the number of all entries, or is less than the number of groups.
   """
-  if (k := _k_of(collective)) is None or len(sizes) == 1:
+  if not isinstance(collective, SparseCollective) or (k := collective.k) is None or len(sizes) == 1:
     return [collective] * len(sizes)
-  assert isinstance(collective, SparseCollective)
   collective.entries(sum(sizes))  # raises where k does not fit
   if k < len(sizes):
     raise ValueError(f"{collective.name}: k={k}, choose at least one for each of the {len(sizes)} groups")
@@ -215,7 +214,3 @@ def _check_replicates(collective: Collective) -> Collective:
       "choose a collective that averages"
     )
   return collective
-
-
-def _k_of(collective: Collective) -> int | None:
-  return collective.k if isinstance(collective, SparseCollective) else None
