@@ -34,7 +34,7 @@ class Cell(NamedTuple):
     reason: why ours differs, "" where that is not known.
     noise: standard error of our number, a fraction of it.
     fitted: whether a parameter of ours was chosen so that ours is the paper's number.
-    repeats: the table whose predictions these numbers restate, "" where they are predictions or measurements of their own.
+    repeats: the table whose predictions these numbers restate, "" where they are of their own.
   """
 
   paper: str

@@ -29,7 +29,7 @@ def race() -> Markdown:
       if one.pace:
         spreads = zip((one.seconds, one.speed_up, one.steps), (0, 2, 0), strict=True)
         numbers = [report.spread_text(spread, digits) for spread, digits in spreads]
-        rows.append([report.links(rate), one.method, one.optimizer, *numbers, f"{one.words:,.0f}"])
+        rows.append([report.rate_text(rate), one.method, one.optimizer, *numbers, f"{one.words:,.0f}"])
   return table(["links", "method", "optimizer", "seconds", "× dense", "steps", "words a step"], rows, left=3)
 
 
