@@ -4,8 +4,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import netlab
-from benchmarks.race.report import NAMES, name_of, rate_text, spread_text, title
+from benchmarks.race.report import NAMES, name_of, rate_text, slow_first, spread_text, title
 from benchmarks.race.results import Results
 from benchmarks.race.standings import DENSE, Standing, Target, crossing, standings
 from benchmarks.report import pyplot, save
@@ -16,7 +15,7 @@ def curves(results: Results, rates: Sequence[str], target: Target, path: pathlib
 
   A dot is where a line reaches the target of its seed.
   """
-  rates, targets = _in_order(rates), target.of_seeds(results)
+  rates, targets = slow_first(rates), target.of_seeds(results)
   plot, panels = pyplot.subplots(
     1, 1 + len(rates), figsize=(3.4 * (1 + len(rates)), 4.2), sharey=True, squeeze=False, layout="constrained"
   )
@@ -47,7 +46,7 @@ def curves(results: Results, rates: Sequence[str], target: Target, path: pathlib
 
 def bars(results: Results, rates: Sequence[str], target: Target, path: pathlib.Path) -> None:
   """Seconds to the target: a panel for each rate, slow links first, a bar for each method with its best optimizer."""
-  rates, colours = _in_order(rates), _colours_of(results)
+  rates, colours = slow_first(rates), _colours_of(results)
   found: dict[str, dict[str, Standing]] = {rate: {} for rate in rates}
   for rate in rates:
     for one in standings(results, rate, target):
@@ -80,11 +79,6 @@ def bars(results: Results, rates: Sequence[str], target: Target, path: pathlib.P
     panel.spines[["top", "right"]].set_visible(False)
   panels[0][0].invert_yaxis()
   save(plot, f"seconds to {target}: {title(results)}; × = times as soon as dense", path)
-
-
-def _in_order(rates: Sequence[str]) -> list[str]:
-  """Slow links first, those without a limit at the end."""
-  return sorted(dict.fromkeys(rates), key=lambda rate: netlab.bits(rate) if rate != "none" else float("inf"))
 
 
 def _colours_of(results: Results) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """The tables of a race, from its results alone."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import rich.console
 import rich.progress
 import rich.table
 
-from benchmarks import report
+from benchmarks import netlab, report
 from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
 from benchmarks.race.standings import DENSE, Spread, Target, standings
 
@@ -142,6 +143,11 @@ def rate_text(rate: str) -> str:
   """
   number, unit = rate.rstrip("abcdefghijklmnopqrstuvwxyz"), rate.lstrip("0123456789.")
   return f"{number} {unit.capitalize()}/s" if number else "not limited"
+
+
+def slow_first(rates: Iterable[str]) -> list[str]:
+  """Rates in ascending order, links without a limit at the end."""
+  return sorted(dict.fromkeys(rates), key=lambda rate: math.inf if rate == "none" else netlab.bits(rate))
 
 
 def title(results: Results) -> str:
