@@ -34,7 +34,7 @@ from benchmarks.race.standings import DENSE, Spread, Standing, Target, loss_afte
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-_REGION = re.compile(r"(<!-- table: ([^\n]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+_REGION = re.compile(r"^(<!-- table: ([^\n]+?) -->\n).*?^(<!-- end -->)", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"([-+≤>–\d][^A-Za-z]*(e[-+]\d+|ms|µs| of .*)?)?")
 _UPDATES = ("updates_1gbit", "6 hosts, 1 Gbit/s"), ("updates_two_hosts", "2 hosts, a core each, 1 Gbit/s")
 _SIGNS, _SIGNS_4 = "updates:apply_residual=True/onebit", "local:every=4:apply_residual=True/onebit"

@@ -9,7 +9,7 @@ from benchmarks import tables
 from benchmarks.race.results import Curve, Results
 
 PAGES = {path: path.read_text() for path in tables.pages()}
-MARKS = [mark.split() for page in PAGES.values() for mark in re.findall(r"<!-- table: (.+?) -->", page)]
+MARKS = [mark.split() for page in PAGES.values() for mark in re.findall(r"^<!-- table: (.+?) -->", page, re.MULTILINE)]
 
 
 def test_pages_have_the_numbers_of_the_results(subtests):
@@ -23,16 +23,20 @@ def test_every_result_is_on_a_page():
   kept = [name for path in (tables.RESULTS / "tables").glob("*.json") for name in json.loads(path.read_text())]
   assert len(set(kept)) == len(kept) > 20
   assert set(kept) <= named
+  commands = json.loads((tables.RESULTS / "commands.json").read_text())
+  files = {path.name for path in tables.RESULTS.iterdir() if path.suffix != ".png"}
+  assert set(commands) == files - {"commands.json", "tables"}
   races = {path.stem for path in tables.RESULTS.glob("*.json") if "curves" in json.loads(path.read_text())}
   assert races <= named
 
 
 def test_a_mark_is_replaced_and_all_else_stays(monkeypatch):
   monkeypatch.setitem(tables.TABLES, "words", lambda *words: tables.markdown(words, [["a", "1.5"], ["b", "> 2"]]))
-  page = "before <!-- end -->\n<!-- table: words x y -->\nold\n<!-- end -->\nafter"
+  before = "`<!-- table: nothing -->`\n    <!-- table: an example -->\n    <!-- end -->\n"
   made = "| x | y |\n| --- | --: |\n| a | 1.5 |\n| b | > 2 |"
-  assert tables.fill(page) == f"before <!-- end -->\n<!-- table: words x y -->\n\n{made}\n\n<!-- end -->\nafter"
-  assert tables.fill(tables.fill(page)) == tables.fill(page)
+  page = f"{before}<!-- table: words x y -->\n\n{made}\n\n<!-- end -->\nafter"
+  assert tables.fill(page.replace(made, "old")) == page
+  assert tables.fill(page) == page
 
 
 @pytest.mark.parametrize(
