@@ -38,7 +38,7 @@ docs: $(DOCS_STAMP)  ## the site in out/site: every page runs, and a warning is 
 	$(BIN)/python -m sphinx -W --keep-going --quiet --fresh-env --jobs $(WORKERS) --conf-dir docs . $(SITE)
 	@echo "open $(SITE)/index.html"
 
-tables: install  ## fill the marked tables of all pages from benchmarks/results, and draw the figures of the race
+tables: install  ## fill the tables of all pages and draw the figures of the race, from benchmarks/results
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.race --parts=none --results=benchmarks/results/race_lm.json --report_dir=benchmarks/results > /dev/null
 

@@ -12,6 +12,7 @@ with their command and commit in benchmarks/results/tables, and `kept NAME` writ
 import collections
 import functools
 import json
+import math
 import pathlib
 import re
 import statistics
@@ -41,11 +42,7 @@ _SIGNS, _SIGNS_4 = "updates:apply_residual=True/onebit", "local:every=4:apply_re
 
 
 def fill(page: str) -> str:
-  """The page with every marked table as the results have it.
-
-  Raises:
-    ValueError: if a mark names no table, with the choices.
-  """
+  """The page with every marked table as the results have it; ValueError for a mark of no table, with the choices."""
   return _REGION.sub(lambda found: f"{found[1]}\n{_make(found[2])}\n\n{found[3]}", page)
 
 
@@ -89,11 +86,7 @@ def _text(value: Any, form: str) -> str:
 
 
 def kept(name: str) -> str:
-  """A table of benchmarks/results/tables under its command.
-
-  Raises:
-    ValueError: for an unknown name, with the choices.
-  """
+  """A table of benchmarks/results/tables under its command; ValueError for an unknown name, with the choices."""
   if name not in _kept():
     raise ValueError(f"no kept table {name!r}, choose one of {', '.join(_kept())}")
   found = _kept()[name]
@@ -170,7 +163,7 @@ def losses(name: str, *steps: str) -> str:
   for curve in _results(name).rows["curves"]:
     groups.setdefault((curve.method, curve.optimizer), []).append(curve)
   last = float(steps[-1])
-  mean = lambda curves: statistics.mean(loss_after(curve, last) or 0.0 for curve in curves)
+  mean = lambda curves: statistics.mean(loss_after(curve, last) or math.inf for curve in curves)
   most: dict[tuple[str, str], list[Curve]] = {}
   for (method, optimizer), curves in groups.items():
     key = method, re.sub(r":window=\d+|:0\.\d+", "", optimizer)
@@ -188,29 +181,23 @@ def losses(name: str, *steps: str) -> str:
   return markdown([*head, "accuracy", "words a step", "drift"], rows)
 
 
-def _spread(rows: Iterable[dict[str, Any]], name: str, form: str = ".4f") -> str:
-  values = [row[name] for row in rows]
-  deviation = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-  return f"{statistics.mean(values):{form}}{deviation}"
-
-
-def _grouped(rows: Iterable[dict[str, Any]], *names: str) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+def _means(rows: Iterable[dict[str, Any]], by: Sequence[str], digits: Mapping[str, int]) -> list[list[str]]:
+  """For each group of rows its name, and mean ± standard deviation of the fields of `digits`."""
   groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
   for row in rows:
-    groups.setdefault(tuple(str(row[name]) for name in names), []).append(row)
-  return groups
+    groups.setdefault(tuple(str(row[name]) for name in by), []).append(row)
+  spread = lambda own, name: spread_text(Spread.of([row[name] for row in own]), digits[name])
+  return [[*key, *(spread(own, name) for name in digits)] for key, own in groups.items()]
 
 
 def runs(*names: str) -> str:
   """Runs of `benchmarks.train`: means over seeds and folds."""
+  digits = {"test_loss": 4, "test_accuracy": 4, "train_loss": 4, "words_per_step": 0}
   rows = []
   for name in names:
     found = json.loads((RESULTS / f"{name}.json").read_text())
-    workers = re.findall(r"(\d+) workers", found["title"])[0]
-    for (optimizer, algorithm), own in _grouped(found["runs"], "optimizer", "algorithm").items():
-      numbers = (_spread(own, column) for column in ("test_loss", "test_accuracy", "train_loss"))
-      words = f"{statistics.mean(row['words_per_step'] for row in own):,.0f}"
-      rows.append([f"`{optimizer}`", algorithm, workers, *numbers, words])
+    found["runs"] = [run | {"workers": re.findall(r"(\d+) workers", found["title"])[0]} for run in found["runs"]]
+    rows += _means(found["runs"], ["optimizer", "algorithm", "workers"], digits)
   head = ["optimizer", "exchange", "workers", "held-out loss", "held-out accuracy", "train loss", "words a step"]
   return markdown(head, rows)
 
@@ -219,24 +206,16 @@ def elastic(part: str) -> str:
   """Trainings that lose a worker and gain two: `runs` in the lab, `simulated`, `recoveries`, or the residual `lost`."""
   found = json.loads((RESULTS / "elastic.json").read_text())[part]
   if part == "lost":
-    return markdown(["", "ℓ₂ norm / that of the update of a step"], _norms(found))
+    head = ["the lost worker's residual / the update of a step, ℓ₂", "what it gained since the last checkpoint"]
+    return markdown(head, _means(found, [], {"all": 2, "since": 2}))
   if part == "recoveries":
-    rows = []
-    for (change,), own in _grouped(found, "change").items():
-      named = [dict(zip("0123", one["parts"], strict=True)) | {"all": sum(one["parts"])} for one in own]
-      rows.append([change, *(_spread(named, key, ".1f") for key in named[0]), str(max(one["again"] for one in own))])
     parts = ["end the others, start processes", "import, join", "model, restore, resize", "compile, first step"]
-    return markdown(["workers", *parts, "all, s", "steps done again"], rows)
-  rows = [
-    [run, _spread(own, "accuracy"), _spread(own, "delivered"), f"{max(one['lost'] for one in own):.1e}"]
-    for (run,), own in _grouped(found, "run").items()
-  ]
-  return markdown(["run", "test accuracy", "delivered", "lost"], rows)
-
-
-def _norms(found: Sequence[dict[str, Any]]) -> list[list[str]]:
-  names = {"all": "the lost worker's part of what is owed", "since": "what was added to it since the last checkpoint"}
-  return [[text, _spread(found, name, ".2f")] for name, text in names.items()]
+    named = [one | dict(zip(parts, one["parts"], strict=True)) | {"all, s": sum(one["parts"])} for one in found]
+    digits = dict.fromkeys([*parts, "all, s"], 1) | {"again": 0}
+    return markdown(["workers", *parts, "all, s", "steps done again"], _means(named, ["change"], digits))
+  lost = {one["run"]: max(other["lost"] for other in found if other["run"] == one["run"]) for one in found}
+  rows = _means(found, ["run"], {"accuracy": 4, "delivered": 4})
+  return markdown(["run", "test accuracy", "delivered", "lost"], [[*row, f"{lost[row[0]]:.1e}"] for row in rows])
 
 
 def heterogeneous(*parts: str) -> str:
@@ -267,15 +246,11 @@ def _of_rich(label: str, found: Mapping[str, rich.table.Table]) -> str:
     [name, *row] for name, one in found.items() for row in zip(*(column.cells for column in one.columns), strict=True)
   ]
   head = [str(column.header) for column in next(iter(found.values())).columns]
-  return markdown([label, *head], [[str(cell) for cell in row] for row in rows])
+  return markdown([label, *head], [[name_of(str(cell)) for cell in row] for row in rows])
 
 
 def papers(*words: str) -> str:
-  """A paper's numbers beside ours, then what they are.
-
-  Raises:
-    ValueError: for a paper without a table, with the choices.
-  """
+  """A paper's numbers beside ours, then what they are; ValueError for a paper without a table, with the choices."""
   name = " ".join(words)
   cells = [cell for cell in cells_of_papers.every() if cell.paper == name]
   if not cells:
@@ -284,8 +259,9 @@ def papers(*words: str) -> str:
   text = cells_of_papers.text
   rows = [[one.table, one.name, cells_of_papers.paper_text(one), text(one.ours), one.verdict] for one in cells]
   first = {cell.table: cell for cell in reversed(cells)}.values()
+  noise = lambda one: f"; noise {one.noise:.0%}" if one.noise else ""
   about = [
-    [one.table, one.what, one.setting, f"`{one.benchmark}`: {one.differs or 'the same'}", one.reason]
+    [one.table, one.what, one.setting, f"`{one.benchmark}`: {one.differs or 'the same'}{noise(one)}", one.reason]
     for one in reversed(first)
   ]
   return f"{markdown(['', '', 'paper', 'ours', 'verdict'], rows)}\n\n" + markdown(
