@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -216,6 +217,32 @@ def mesh_of(workers: int) -> Mesh:
   return Mesh(np.array(jax.devices()[:workers]), ("workers",))
 
 
+def sim(workers: int) -> js.SimComm:
+  return js.SimComm("workers", members=workers)
+
+
+def linear(params: Any, batch: jax.Array) -> jax.Array:
+  """A loss whose gradient is the batch of the worker, [1, n]."""
+  return jnp.vdot(_concatenated(params), batch[0])
+
+
+def quadratic(params: Any, batch: jax.Array) -> jax.Array:
+  """A loss whose gradient is the parameters minus the mean of the worker's batch, [rows, n]."""
+  return jnp.sum((batch - _concatenated(params)[None]) ** 2) / (2 * len(batch))
+
+
+def _concatenated(params: Any) -> jax.Array:
+  return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(params)])
+
+
+def start(
+  tx: optax.GradientTransformation, where: Any, params: Any, loss: Callable = linear, **options: Any
+) -> tuple[Callable, Any, Any]:
+  """(step, a copy of the parameters, state); the step keeps its arguments, or as `donate` says."""
+  params = jax.tree.map(jnp.copy, params)
+  return js.make_train_step(loss, tx, where, **{"donate": False} | options), params, js.init(tx, params, where)
+
+
 def update_program(tx: optax.GradientTransformation, state: Any, workers: int) -> Callable:
   """The update of all workers: their gradients and the state to their updates, as rows, and the next state."""
   spec = js.specs(state, "workers")
@@ -239,3 +266,18 @@ def normals(seed: int, *shape: int) -> np.ndarray:
 def bits(x: Any) -> np.ndarray:
   x = np.asarray(x)
   return x.view(f"u{x.itemsize}")
+
+
+def assert_same_bits(found: Any, expected: Any) -> None:
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), found, expected)
+
+
+def flat(tree: Any) -> np.ndarray:
+  """f64[n], the leaves one after the other."""
+  return rows(tree, 1)[0]
+
+
+def rows(tree: Any, workers: int) -> np.ndarray:
+  """f64[P, n] of a pytree whose leaves begin with an axis of workers."""
+  leaves = [np.asarray(leaf).astype(np.float64).reshape(workers, -1) for leaf in jax.tree.leaves(tree)]
+  return np.concatenate([np.zeros((workers, 0)), *leaves], axis=1)
