@@ -1,11 +1,13 @@
 """The simulator's own promises."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxsparse as js
-from tests.cases import normals
+from tests.cases import assert_same_bits, normals
 
 
 def test_a_loop_of_steps_carries_the_state():
@@ -15,12 +17,6 @@ def test_a_loop_of_steps_carries_the_state():
   by_residuals = js.simulate("spardl", grads[1], first.residuals, k=2)
   np.testing.assert_array_equal(by_state.total, by_residuals.total)
   np.testing.assert_array_equal(by_state.residuals, by_residuals.residuals)
-
-
-def test_dense_leaves_nothing():
-  out = js.simulate("dense", jnp.ones((3, 4)))
-  np.testing.assert_array_equal(out.total, np.full(4, 3.0))
-  np.testing.assert_array_equal(out.residuals, np.zeros((3, 4)))
 
 
 def test_a_collective_of_your_own():
@@ -36,6 +32,10 @@ def test_a_collective_of_your_own():
     js.simulate(Doubled(), jnp.ones((3, 4)), density=0.1)
 
 
+def of_two_workers():
+  return js.simulate("topka", jnp.zeros((2, 4)), k=1).state
+
+
 @pytest.mark.parametrize(
   ("call", "error", "message"),
   [
@@ -45,6 +45,21 @@ def test_a_collective_of_your_own():
     (lambda: js.simulate("spardl", jnp.zeros((2, 3)), jnp.zeros((2, 4)), k=1), ValueError, r"shape \(2, 4\)"),
     (lambda: js.simulate("dense", jnp.zeros((2, 3)), jnp.zeros((2, 3))), ValueError, "dense keeps no residual"),
     (lambda: js.simulate("spardl", jnp.zeros((2, 3)), k=4), ValueError, "at most the number of gradient entries, 3"),
+    (
+      lambda: js.simulate("topka", jnp.zeros((3, 4)), state=of_two_workers(), k=1),
+      ValueError,
+      "made for 2 workers, the axis has 3",
+    ),
+    (
+      lambda: js.simulate("topka", jnp.zeros((2, 5)), state=of_two_workers(), k=1),
+      ValueError,
+      "residual of 4 entries a worker, the gradients have 5",
+    ),
+    (
+      lambda: js.simulate("topka", jnp.zeros((2, 4)), jnp.zeros((2, 4)), state=of_two_workers(), k=1),
+      ValueError,
+      "residuals or state, not both",
+    ),
   ],
 )
 def test_bad_input(call, error, message):
@@ -52,11 +67,14 @@ def test_bad_input(call, error, message):
     call()
 
 
-def test_state_of_other_sizes():
-  state = js.simulate("spardl", jnp.zeros((2, 4)), k=1).state
-  with pytest.raises(ValueError, match="made for 2 workers, the axis has 3"):
-    js.simulate("spardl", jnp.zeros((3, 4)), state=state, k=1)
-  with pytest.raises(ValueError, match="residual of 4 entries a worker, the gradients have 5"):
-    js.simulate("spardl", jnp.zeros((2, 5)), state=state, k=1)
-  with pytest.raises(ValueError, match="residuals or state, not both"):
-    js.simulate("spardl", jnp.zeros((2, 4)), jnp.zeros((2, 4)), state=state, k=1)
+def test_a_pytree():
+  grads = {"w": normals(0, 3, 4, 2), "b": normals(1, 3, 2)}
+  flat = np.concatenate([grads["b"], grads["w"].reshape(3, -1)], axis=1)
+  run = functools.partial(js.simulate, "topka", k=3)
+  one, other = run(grads), run(flat)
+  assert_same_bits(one.total, {"b": other.total[:2], "w": other.total[2:].reshape(4, 2)})
+  assert_same_bits(one.residuals["w"], other.residuals[:, 2:].reshape(3, 4, 2))
+  again, flat_again = run(grads, residuals=one.residuals), run(flat, residuals=other.residuals)
+  assert_same_bits(again.total["w"], flat_again.total[2:].reshape(4, 2))
+  with pytest.raises(ValueError, match=r"grads\['w'\] has shape \(2, 4, 2\), .* 3 workers"):
+    run(grads | {"w": normals(0, 2, 4, 2)})
