@@ -19,11 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse import _compat
-from jaxsparse.comm import AxisComm
 from jaxsparse.costs import count_jaxpr, schedule
 from jaxsparse.train import simulation
-from jaxsparse.transform.update import init_state, reduce_step
 from tests.cases import (
   AS_USERS,
   CASES,
@@ -36,6 +33,7 @@ from tests.cases import (
   integers,
   mesh_of,
   normals,
+  update_program,
 )
 
 DENSITY = 0.2
@@ -194,7 +192,7 @@ def test_the_laws(case, workers, subtests):
   hold(LAWS, case, case.make(density=DENSITY).for_leaves(((5, 4), (10,))), workers, 30, subtests)
 
 
-@each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[1, 3], options="none")
+@each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[1, 3], options=False)
 def test_the_laws_where_everything_is_delivered(case, workers, subtests):
   """Also of fewer entries than workers, of which a share is rounded up to all."""
   laws = (law_1_each_entry_arrives_exactly_once, any_input_is_delivered_or_kept)
@@ -204,7 +202,7 @@ def test_the_laws_where_everything_is_delivered(case, workers, subtests):
     hold(laws, case, case.make(density=1.0), workers, 11, subtests)
 
 
-@each(CASES, [*range(1, 17), 128], quick=[3, 8], options="main")
+@each(CASES, [*range(1, 17), 128], quick=[3, 8])
 def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
   for n, k in ((1, 1), (96, 7), (1001, 1001)) if workers <= 16 else ((1000, 10),):
     side = math.isqrt(n)
@@ -251,47 +249,28 @@ def test_oktopk_gives_the_same_under_x64():
   assert_same_bits(*totals)
 
 
-def worker_program(collective, workers):
-  """One reduction over a real mesh: f32[P · n] of all workers and their states to the totals and states of each."""
-
-  def worker(grads, state):
-    return reduce_step(collective, AxisComm("workers"), grads, state)
-
-  def program(grads, state):
-    spec = js.specs(state, "workers")
-    mapped = _compat.shard_map(worker, mesh_of(workers), (P("workers"), spec), (P("workers"), spec))
-    return mapped(grads, state)
-
-  return jax.jit(program)
-
-
-def mesh_state(collective, workers, n):
-  spec = functools.partial(js.specs, axis="workers")
-  init = lambda: init_state(collective, n, workers)
-  make = lambda out: _compat.shard_map(init, mesh_of(workers), (), out)
-  return jax.jit(make(spec(jax.eval_shape(make(P())))))()
-
-
 # engines_test.py compares the bits of all; these send all kinds of messages.
 @each_case(CASES, ["dense", "spardl"])
 def test_the_mesh_sends_these_messages_and_agrees_with_the_simulator_bit_for_bit(case, subtests):
   n, k, workers = 103, 13, case.workers([6, 8, 5])[0]
-  collective = case.make(k=k)
-  on_mesh, simulated = mesh_state(collective, workers, n), simulation.initial(collective, workers, n)
-  flat, rows = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((workers * n,), (workers, n)))
-  program = worker_program(collective, workers).lower(flat, on_mesh).compile(AS_USERS)
+  collective, simulated = case.make(k=k), simulation.initial(case.make(k=k), workers, n)
+  tx = js.make_transform(case.name, "workers", **case.config(k=k))
+  on_mesh, rows = js.init(tx, jnp.zeros(n), mesh_of(workers)), jax.ShapeDtypeStruct((workers, n), jnp.float32)
+  program = update_program(tx, on_mesh, workers).lower(rows, on_mesh).compile(AS_USERS)
   simulator = simulation.reduce_all.lower(collective, rows, simulated).compile(AS_USERS)
   with subtests.test("the compiler keeps the messages as they are (law W)"):
     check_messages(program.as_text(), collective, workers, n)
   with subtests.test("bit equality"):
     for step in range(3):
       grads = jnp.asarray(normals(step, workers, n))
-      total, on_mesh = program(
-        jax.device_put(grads.reshape(-1), NamedSharding(mesh_of(workers), P("workers"))), on_mesh
-      )
+      sharded = jax.device_put(grads, NamedSharding(mesh_of(workers), P("workers")))
+      updates, on_mesh = program(sharded, on_mesh)
       totals, simulated = simulator(grads, simulated)
-      np.testing.assert_array_equal(bits(total), bits(totals).reshape(-1))
-      np.testing.assert_array_equal(bits(residuals_of(on_mesh, workers, n)), bits(residuals_of(simulated, workers, n)))
+      assert_same_bits(updates, mean(totals, workers))
+      assert_same_bits(residuals_of(on_mesh, workers, n), residuals_of(simulated, workers, n))
+
+
+mean = jax.jit(lambda total, workers: total / workers, static_argnums=1)  # by a constant, as in the update
 
 
 def check_messages(text, collective, workers, n):

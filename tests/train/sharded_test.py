@@ -188,22 +188,15 @@ def test_shardings_where_neither_types_nor_init_tell_them():
     started(js.spardl_transform("hosts", shardings=uneven, density=0.2), mesh, LEAVES, bare=True)
 
 
-@pytest.mark.parametrize("by", quick_of(["special", "plan"], quick=["special"]))
-def test_groups_of_leaves(by):
-  """`special=` and the buckets of a plan: each group of leaves has the bits of the simulator on its pieces."""
+def test_groups_of_leaves():
+  """`special=`: each group of leaves has the bits of the simulator on its pieces."""
   sizes, inside = {"hosts": 3, "x": 2}, {"x": 2}
-  special = {"odd|one": "dense", "tensor": "topka:k=9"}
   groups = {
     ("odd", "one"): ("dense", {}),
     ("tensor",): ("topka", {"k": 5}),
     ("fsdp", "whole"): ("spardl", {"density": 0.25}),
   }
-  tx = js.spardl_transform("hosts", special, density=0.25)
-  if by == "plan":  # a bucket for each leaf
-    bytes_of = [4 * math.prod(shape) for shape, _ in LEAVES.values()]
-    plan = js.overlap.plan("wfbp", [1.0] * 5, bytes_of, alpha=1e-3, beta=1e-8, gamma=1.0)
-    tx = js.bucketed_transform("spardl", "hosts", plan=plan, special=special, density=0.25)
-    groups = {(name,): next(how for names, how in groups.items() if name in names) for name in LEAVES}
+  tx = js.spardl_transform("hosts", {"odd|one": "dense", "tensor": "topka:k=9"}, density=0.25)
   mesh = mesh_of(sizes)
   _, state, specs = started(tx, mesh, LEAVES)
   grads = gradients(integers, 5, 3, LEAVES)
@@ -213,7 +206,7 @@ def test_groups_of_leaves(by):
     leaves = {leaf: LEAVES[leaf] for leaf in names}
     rows, got = (flat_pieces(tree, leaves, inside, 3) for tree in (grads, updates))
     for device in range(2):
-      out = js.simulate(*name.split(), jnp.asarray(rows[device]), **config)
+      out = js.simulate(name, jnp.asarray(rows[device]), **config)
       np.testing.assert_array_equal(got[device, 0], np.asarray(mean(out.total, 3)))
   assert int(js.metrics(state).delivered) > 0
 

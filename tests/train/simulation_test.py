@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
+from jaxsparse.transform.factories import transform_function
 from tests.cases import assert_same_bits, normals
 
 
@@ -20,6 +21,8 @@ def test_a_loop_of_steps_carries_the_state():
 
 
 def test_a_collective_of_your_own():
+  """It has the name of its module."""
+
   class Doubled(type(js.make_collective("dense"))):
     def reduce(self, comm, grads, state):
       return super().reduce(comm, 2 * grads, state)
@@ -28,6 +31,8 @@ def test_a_collective_of_your_own():
   assert js.costs.count(Doubled(), n=12, workers=3, dtype="bfloat16") == js.costs.count(
     "dense", n=12, workers=3, dtype="bfloat16"
   )
+  assert Doubled().name == __name__.rpartition(".")[2]
+  assert transform_function(Doubled).__name__ == f"{Doubled().name}_transform"
   with pytest.raises(TypeError, match="unknown option density, choose from dtype"):
     js.simulate(Doubled(), jnp.ones((3, 4)), density=0.1)
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from tests.cases import CASES, chained, each_case, mesh_of, normals, start
+from tests.cases import averaged, mesh_of, normals, start
 
 TARGET = np.linspace(-1, 1, 20).astype(np.float32)
 
@@ -29,10 +29,18 @@ def make(workers=6, tx=None, params=None, loss=loss_fn):
   return start(tx, mesh_of(workers), params, loss, donate=True)
 
 
-@each_case(CASES, ["a2sgd", "oktopk", "spardl"])
-def test_it_learns(case):
-  workers = case.workers([6, 8, 5])[0]
-  step, params, state = make(workers, chained(case, optax.sgd(0.1), density=0.2))
+OF_THEIR_OWN = optax.chain(js.a2sgd_transform("workers"), optax.sgd(0.1))
+LEARNING = {
+  "a2sgd": js.local_steps(OF_THEIR_OWN, averaged(), every=100),
+  "oktopk": optax.chain(js.oktopk_transform("workers", density=0.2), optax.sgd(0.1)),
+  "spardl": optax.chain(SPARSE, optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_it_learns(name):
+  workers = 4
+  step, params, state = make(workers, LEARNING[name])
   for i in range(150):
     params, state, metrics = step(params, state, batch_of(i, workers))
   params, state = step.synchronize(params, state)

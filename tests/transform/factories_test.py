@@ -10,7 +10,6 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.collectives import _kinds
-from jaxsparse.transform.factories import transform_function
 
 NAMES = js.collective_names()
 
@@ -41,15 +40,3 @@ def test_the_documentation_is_that_of_the_dataclass_and_lists_each_argument_once
   for section in ("Args:", "Returns:", "Raises:", "Example:"):
     assert lines.count(section) == 1
   assert any(test.examples for test in doctest.DocTestFinder(recurse=False).find(kind))
-
-
-def test_a_collective_of_ones_own_has_the_name_of_its_module():
-  @dataclasses.dataclass(frozen=True, kw_only=True)
-  class Half(_kinds()["dense"]):
-    """Half the sum."""
-
-    def reduce(self, comm, grads, state):
-      return super().reduce(comm, grads / 2, state)
-
-  assert Half().name == __name__.rpartition(".")[2]
-  assert transform_function(Half).__name__ == f"{Half().name}_transform"

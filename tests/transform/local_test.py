@@ -220,19 +220,6 @@ def test_another_collective_and_other_numbers_of_steps():
     js.convert(state, plain, PARAMS, sim(4))
 
 
-def test_synchronize_exchanges_at_once():
-  step, params, state = start(js.local_steps(optax.sgd(1.0), averaged(sim(3)), every=None), sim(3))
-  grads = normals(0, 3, N)
-  for _ in range(2):
-    params, state, _ = step(params, state, grads)
-  assert not np.any(flat(params))
-  params, state = step.synchronize(params, state)
-  np.testing.assert_allclose(flat(params), -2 * grads.mean(0), atol=1e-6)
-  assert float(js.metrics(state).drift) == 0
-  step, params, state = start(js.local_steps(optax.sgd(1.0), averaged(sim(3)), every=1), sim(3))
-  assert np.all(flat(step.synchronize(params, state)[0]) == flat(params))
-
-
 SGD, SPARSE = optax.sgd(1.0), optax.chain(SPARDL(sim(2)), optax.sgd(1.0))
 CHOICES = [
   ({"every": 0}, "every=0, choose a whole number from 1 up, or None"),
