@@ -1,9 +1,5 @@
 """What a training step takes beside a batch: keys, model state, micro-batches, extra arguments; and any mesh."""
 
-import pathlib
-import subprocess
-import sys
-
 import flax.linen
 import jax
 import jax.numpy as jnp
@@ -14,7 +10,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 import jaxsparse as js
-from tests.cases import assert_same_bits, averaged, integers, mesh_of, normals, quick_of
+from tests.cases import assert_same_bits, averaged, integers, mesh_of, normals, quick_of, sim
 from tests.cases import start as start_with
 
 SPARSE, DENSE = js.spardl_transform("workers", density=0.3), js.dense_transform("workers")
@@ -88,31 +84,17 @@ def test_arrays_that_were_donated_are_refused_and_donate_false_keeps_them():
   assert_same_bits(first, again)
 
 
-def test_an_array_that_is_given_twice_is_not_donated_twice():
-  """In a process of its own: XLA ends it."""
-  done = subprocess.run(
-    [sys.executable, "-c", TWICE], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-  )
-  assert done.returncode == 0, done.stderr[-2000:]
-  assert done.stdout.split() == ["True"] * 6
-
-
-ROOT = pathlib.Path(__file__).parents[2]
-TWICE = """
-import jax
-jax.config.update("jax_num_cpu_devices", 3)
-import jax.numpy as jnp, optax, jaxsparse as js
-for where in (jax.make_mesh((3,), ("workers",)), js.SimComm("workers", members=3)):
-  axis = where if isinstance(where, js.SimComm) else "workers"
-  tx = optax.chain(js.spardl_transform(axis, density=0.5), optax.sgd(0.1))
+@pytest.mark.parametrize("where", [mesh_of(3), sim(3)], ids=["mesh", "simulator"])
+def test_an_array_that_is_given_twice_is_not_donated_twice(where):
+  """XLA would end the process."""
   loss = lambda p, x, model_state: (jnp.mean((x @ p["a"] + x @ p["b"] + model_state["c"].sum()) ** 2), model_state)
-  step, z = js.make_train_step(loss, tx, where), jnp.ones((4, 4))
+  tx = js.topka_transform(where if isinstance(where, js.SimComm) else "workers", density=0.5)
+  step, z = js.make_train_step(loss, tx, where), jnp.ones((5, 5))
   params = {"a": z, "b": z}
   state = js.init(tx, params, where)
-  for _ in range(3):
-    params, state, metrics = step(params, state, jnp.ones((6, 4)), model_state={"c": params["a"]})
-    print(bool(jnp.isfinite(metrics.loss)))
-"""
+  for number in range(3):
+    params, state, metrics = step(params, state, batch_of(number), model_state={"c": params["a"]})
+    assert np.isfinite(metrics.loss)
 
 
 # Extra arguments of optax.
@@ -139,14 +121,6 @@ def test_other_arguments_reach_optax_too():
   np.testing.assert_array_equal(unchanged["w"], PARAMS["w"])
   moved, state, _ = step(unchanged, state, batch_of(0), factor=jnp.float32(1.0))
   assert np.any(moved["w"] != PARAMS["w"])
-
-
-def test_arguments_that_cannot_be_traced_are_named():
-  step, params, state = make()
-  with pytest.raises(TypeError, match="step: extra argument value_fn=<function .*: give arrays or numbers"):
-    step(params, state, batch_of(0), value_fn=loss_fn)
-  with pytest.raises(ValueError, match="loss_fn returned 2 values.* has_aux=True"):
-    make(loss=aux_loss)[0](params, state, batch_of(0))
 
 
 # Aux.
@@ -176,12 +150,6 @@ def test_aux_is_averaged_where_it_is_floating_point():
   rows = batch.reshape(3, 2, -1)
   np.testing.assert_array_equal(aux["stack"]["mean"], rows.mean(-1))
   np.testing.assert_array_equal(aux["stack"]["any"], (rows > 2).any(-1))
-
-
-def test_options_outside_their_choices():
-  for option, value in (("aux_reduce", "median"), ("model_state", "best"), ("accumulate", 0), ("accumulate", 1.5)):
-    with pytest.raises(ValueError, match=f"make_train_step: {option}={value!r}, choose"):
-      make(**{option: value})
 
 
 # Keys.
@@ -219,13 +187,10 @@ def test_micro_batches_give_the_step_of_the_whole_batch(dtype):
   assert found[0][1] == pytest.approx(float(found[1][1]), rel=float(jnp.finfo(dtype).eps))
 
 
-def test_micro_batches_that_do_not_divide():
-  step, params, state = make(accumulate=5)
-  with pytest.raises(ValueError, match=r"\(12, 5\): .* among the 3 workers of axis 'workers', 5 micro-batches each"):
-    step(params, state, batch_of(0))
-
-
 # Model state.
+
+
+MODEL_STATE = {"mean": np.zeros(5, np.float32), "steps": np.int32(0)}
 
 
 def moments_loss(params, batch, model_state):
@@ -237,18 +202,15 @@ def test_model_state_is_averaged_or_of_each_worker():
   batch = integers(1, 12, 5)
   means = batch.reshape(3, 4, 5).mean(1)
   step, params, state = make(loss=moments_loss)
-  start = {"mean": jnp.zeros(5), "steps": jnp.int32(0)}
-  params, state, metrics = step(params, state, batch, model_state=start)
+  params, state, metrics = step(params, state, batch, model_state=MODEL_STATE)
   params, state, metrics = step(params, state, batch, model_state=metrics.model_state)
   np.testing.assert_allclose(metrics.model_state["mean"], 0.75 * means.mean(0), rtol=1e-6)
   assert int(metrics.model_state["steps"]) == 2
   step, params, state = make(loss=moments_loss, model_state="worker")
-  each = jax.tree.map(lambda x: jnp.broadcast_to(x, (3, *x.shape)), start)
+  each = jax.tree.map(lambda x: jnp.broadcast_to(x, (3, *x.shape)), MODEL_STATE)
   params, state, metrics = step(params, state, batch, model_state=each)
   np.testing.assert_allclose(metrics.model_state["mean"], 0.5 * means, rtol=1e-6)
   np.testing.assert_array_equal(metrics.model_state["steps"], [1, 1, 1])
-  with pytest.raises(ValueError, match=r"model_state\['mean'\] has shape \(5,\): .* a leading axis of 3"):
-    step(params, state, batch, model_state=start)
 
 
 def test_model_state_outlives_not_a_number_of_one_worker_in_a_local_step():
@@ -282,14 +244,34 @@ def test_a_model_state_that_overflows_at_one_worker_is_not_kept():
   np.testing.assert_array_equal(after["w"], params["w"])
 
 
-def test_what_loss_fn_returns_is_checked():
-  start = {"mean": jnp.zeros(5)}
-  step, params, state = make(loss=lambda p, b, model_state: (loss_fn(p, b), {"other": model_state["mean"]}))
-  with pytest.raises(ValueError, match=r"returned a model_state of {'other'.*, it was given one of {'mean'"):
-    step(params, state, batch_of(0), model_state=start)
-  step, params, state = make(loss=lambda p, b, model_state: loss_fn(p, b) + model_state["mean"].sum())
-  with pytest.raises(ValueError, match=r"loss_fn returned .*, it should return \(loss, model_state\)"):
-    step(params, state, batch_of(0), model_state=start)
+# Bad input.
+
+OTHER_STATE = lambda p, b, model_state: (loss_fn(p, b), {"other": model_state["mean"]})
+NO_STATE = lambda p, b, model_state: loss_fn(p, b) + model_state["mean"].sum()
+
+
+@pytest.mark.parametrize(
+  ("options", "given", "message"),
+  [
+    ({"aux_reduce": "median"}, {}, "make_train_step: aux_reduce='median', choose"),
+    ({"model_state": "best"}, {}, "make_train_step: model_state='best', choose"),
+    ({"accumulate": 0}, {}, "make_train_step: accumulate=0, choose"),
+    ({"accumulate": 1.5}, {}, "make_train_step: accumulate=1.5, choose"),
+    ({"accumulate": 5}, {}, r"\(12, 5\): .* among the 3 workers of axis 'workers', 5 micro-batches each"),
+    ({}, {"value_fn": loss_fn}, "step: extra argument value_fn=<function .*: give arrays or numbers"),
+    ({"loss": aux_loss}, {}, "loss_fn returned 2 values.* has_aux=True"),
+    ({"loss": OTHER_STATE}, {"model_state": MODEL_STATE}, r"a model_state of {'other'.*, it was given one of {'mean'"),
+    ({"loss": NO_STATE}, {"model_state": MODEL_STATE}, r"returned .*, it should return \(loss, model_state\)"),
+    ({"loss": moments_loss, "model_state": "worker"}, {"model_state": MODEL_STATE}, r"\(5,\): .* leading axis of 3"),
+  ],
+)
+def test_what_is_refused(options, given, message):
+  def first_step():
+    step, params, state = make(**options)
+    step(params, state, batch_of(0), **given)
+
+  with pytest.raises((ValueError, TypeError), match=message):
+    first_step()
 
 
 # Flax.

@@ -90,25 +90,9 @@ def test_streaming_in_numpy(fragments, every, delay, mixing):
     assert float(js.metrics(state).words_sent) == pytest.approx(words, abs=2)
 
 
-@pytest.mark.long  # a step of fragments and one more program
-def test_synchronize_leaves_nothing_moved_and_keeps_the_turns():
-  tx = optax.chain(optax.clip_by_global_norm(1.0), streamed(fragments=2, every=4, delay=1))
-  step, params, state = start(tx, COMM)
-  for number in range(2):
-    params, state, _ = step(params, state, normals(number, WORKERS, N))
-  assert float(js.metrics(state).drift) > 0
-  params, state = step.synchronize(params, state)
-  assert float(js.metrics(state).drift) == 0
-  words = []
-  for number in range(4):
-    params, state, _ = step(params, state, normals(number, WORKERS, N))
-    words.append(float(js.metrics(state).words_sent))
-  assert [count > 0 for count in words] == [True, False, True, False]
-
-
 @pytest.mark.long
 def test_what_is_in_flight_outlives_the_run():
-  """Other workers apply it; js.flush refuses it; step.synchronize applies it at once and leaves nothing moved."""
+  """Other workers apply it; js.flush refuses it; step.synchronize applies it, leaves nothing moved, and keeps turns."""
   tx = js.local_steps(optax.sgd(0.5), averaged("workers"), every=4, delay=2, mixing=0.5)
   step, params, state = start(tx, mesh_of(4))
   for number in range(3):
@@ -130,6 +114,11 @@ def test_what_is_in_flight_outlives_the_run():
   jax.tree.map(lambda was, u, now: np.testing.assert_allclose(now, was + u, atol=1e-6), params, update, after)
   assert float(js.metrics(state).drift) == 0
   js.flush(state, after, mesh_of(4))
+  words = []
+  for number in range(4):
+    after, state, _ = step(after, state, normals(number, 4, N))
+    words.append(float(js.metrics(state).words_sent))
+  assert [count > 0 for count in words] == [False, False, True, False]
 
 
 def test_another_rhythm_loses_no_update():

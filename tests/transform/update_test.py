@@ -1,6 +1,7 @@
 """Each collective as an optax transformation: what optax asks of any of its own, and clear errors."""
 
 import ast
+import re
 
 import chex
 import jax
@@ -12,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from jaxsparse import _compat
+from jaxsparse.comm import SoloComm
 from jaxsparse.transform import metrics as telemetry
 from jaxsparse.transform import state as states
 from jaxsparse.transform.update import init_state
-from tests.cases import CASES, each_case, mesh_of, normals
+from tests.cases import AS_USERS, CASES, each_case, mesh_of, normals
 
 WORKERS = 3
 CASES = [case for case in CASES if not case.options or case.options in ((("teams", 3),), (("means", "leaf"),))]
@@ -58,23 +60,11 @@ def test_dtypes_and_shardings_are_kept_and_the_state_is_a_fixed_point(case):
   assert update._cache_size() == 1  # no recompilation on the second call
 
 
-def test_scan_equals_a_loop():
-  tx = spardl(density=0.3)
-  start = js.init(tx, params_of(), mesh_of(WORKERS))
-  spec = js.specs(start, "workers")
-  steps = jax.tree.map(lambda *g: jnp.stack(g, 1), *(grads_of(i) for i in range(3)))
-
-  def worker(grads, state):
-    state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], state, jax.tree.map(lambda g: g[0], grads))
-    return updates, state
-
-  scan = jax.jit(_compat.shard_map(worker, mesh_of(WORKERS), (P("workers"), spec), (P(), spec)))
-  updates, final = scan(steps, start)
-  state, update = start, updater(tx, start)
-  for i in range(3):
-    each, state = update(grads_of(i), state)
-    chex.assert_trees_all_close(each, jax.tree.map(lambda u, i=i: u[i], updates), rtol=1e-6)
-  chex.assert_trees_all_close(state, final, rtol=1e-6)
+def test_an_update_copies_no_vector():
+  """One worker that donates its gradient and state: writes in place follow all reads of the buffer."""
+  tx, params = js.spardl_transform(SoloComm(4), density=0.01, selector="chunked"), jnp.zeros(1 << 14)
+  program = jax.jit(tx.update, donate_argnums=(0, 1)).lower(params, tx.init(params)).compile(AS_USERS)
+  assert not re.findall(rf"= f32\[{params.size}\]\S* copy\(", program.as_text())
 
 
 def test_inject_hyperparams_with_the_static_args_that_its_errors_name():
