@@ -19,7 +19,19 @@ import jaxsparse as js
 from jaxsparse.transform.groups import Method, assign_collectives, groups_of
 from jaxsparse.transform.shards import Shards
 from jaxsparse.transform.state import Layout, is_reduce_state, reduce_states, split_groups
-from tests.cases import REPLICATING, assert_same_bits, each_case, flat, integers, linear, mesh_of, normals, sim, start
+from tests.cases import (
+  REPLICATING,
+  assert_same_bits,
+  each_case,
+  flat,
+  integers,
+  linear,
+  mesh_of,
+  normals,
+  quadratic,
+  sim,
+  start,
+)
 
 SHAPES = {"bias": (3,), "kernel": (4, 5), "scale": (), "table": (2, 20)}
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
@@ -86,18 +98,12 @@ def test_the_mean_of_residuals_is_kept(case, data, seed, whole):
 # The mesh.
 
 
-def loss_fn(params, batch):
-  flat = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
-  return jnp.mean((batch - flat[None]) ** 2)
-
-
 def chain(*transforms):
   return optax.chain(*transforms, optax.sgd(0.1, momentum=0.5))
 
 
 def trained(tx, where, steps=2):
-  step = js.make_train_step(loss_fn, tx, where)
-  params, state = PARAMS, js.init(tx, PARAMS, where)
+  step, params, state = start(tx, where, PARAMS, quadratic)
   for number in range(steps):
     params, state, _ = step(params, state, normals(number, 24, 64))
   return params, state
@@ -124,7 +130,7 @@ def test_training_goes_on_with_other_workers(thresholds):
     assert js.metrics(other).total_words == words
     for name, mean in means(other, 4).items():
       np.testing.assert_allclose(mean, owed[name], atol=1e-7)
-  step = js.make_train_step(loss_fn, tx, mesh_of(4))
+  step = js.make_train_step(quadratic, tx, mesh_of(4))
   params, state, _ = step(jax.tree.map(np.asarray, params), states[0], normals(5, 24, 64))
   step.check(params, state)
   assert js.metrics(state).total_words > words
@@ -238,7 +244,7 @@ def test_a_checkpoint_of_the_same_sizes_and_another_method_is_refused(what):
     with pytest.raises(ValueError, match=message):
       use(restored, params, mesh_of(3))
   with pytest.raises(ValueError, match=message):
-    js.make_train_step(loss_fn, other, mesh_of(3))(params, restored, normals(0, 6, 60))
+    js.make_train_step(quadratic, other, mesh_of(3))(params, restored, normals(0, 6, 60))
 
 
 def of_an_earlier_version(state):
@@ -255,7 +261,7 @@ def test_a_checkpoint_of_an_earlier_version_is_accepted_and_written_anew():
   params, state = trained(tx, mesh_of(3))
   before = of_an_earlier_version(state)
   assert int(before[0].layout.checksum) != int(state[0].layout.checksum)
-  js.make_train_step(loss_fn, tx, mesh_of(3), donate=False)(params, before, normals(0, 24, 64))
+  js.make_train_step(quadratic, tx, mesh_of(3), donate=False)(params, before, normals(0, 24, 64))
   assert_same_bits(js.resize(before, params, mesh_of(3)), state)
 
 
@@ -309,7 +315,7 @@ def test_what_is_wrong_is_said_before_anything_is_changed():
   alone = jax.tree.map(first, state, js.specs(state, "workers"))
   with pytest.raises(ValueError, match="state is that of one of 3 workers, .* give the arrays of all 3, concatenated"):
     js.resize(alone, PARAMS, sim(4))
-  step = js.make_train_step(loss_fn, tx, mesh_of(3))
+  step = js.make_train_step(quadratic, tx, mesh_of(3))
   step(params, state, normals(0, 24, 64))
   with pytest.raises(ValueError, match="was donated to an earlier step"):
     js.resize(state, PARAMS, mesh)

@@ -100,14 +100,8 @@ def update_of(tx, mesh, state):
     return jax.tree.map(lambda x: x[None], updates), state
 
   spec = js.specs(state, "hosts")
-  mapped = jax.shard_map(
-    worker,
-    mesh=mesh,
-    in_specs=(P("hosts"), spec),
-    out_specs=(P("hosts"), spec),
-    axis_names={"hosts"},
-    check_vma=False,
-  )
+  specs = (P("hosts"), spec)
+  mapped = jax.shard_map(worker, mesh=mesh, in_specs=specs, out_specs=specs, axis_names={"hosts"}, check_vma=False)
   return jax.jit(mapped, out_shardings=(None, jax.tree.map(lambda x: x.sharding, state)))
 
 
@@ -118,7 +112,7 @@ def check_against_the_simulator(name, sizes, leaves, kind=AxisType.Auto, steps=2
   tx = js.make_transform(name, "hosts", **config)
   _, state, specs = started(tx, mesh, leaves)
   own = config | ({"k": -(-config["k"] // devices)} if "k" in config else {})
-  update, states, first = update_of(tx, mesh, state), [None] * devices, state
+  update, states = update_of(tx, mesh, state), [None] * devices
   for step in range(steps):
     grads = gradients(draw, 10 * step, workers, leaves)
     arguments = put(grads, mesh, specs, ["hosts"]), state
@@ -140,7 +134,6 @@ def check_against_the_simulator(name, sizes, leaves, kind=AxisType.Auto, steps=2
         mine = np.asarray(residual).reshape(workers, devices, -1)[:, device]
         residuals = np.concatenate([leaf.reshape(workers, -1) for leaf in out.residuals], axis=1)
         assert_same_bits(mine, residuals)
-  assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), first, state))
 
 
 mean = jax.jit(lambda total, workers: total / workers, static_argnums=1)  # by a constant, as in the update
@@ -164,7 +157,7 @@ def test_every_device_has_the_bits_of_the_simulator(case):
   ids=lambda given: "x".join(map(str, given.values())) if isinstance(given, dict) else str(given),
 )
 def test_any_mesh_and_any_sharding(sizes, kind):
-  """K is divided among devices and rounded up."""
+  """`k` is divided among devices and rounded up."""
   check_against_the_simulator("topka", sizes, leaves_of(sizes), kind, draw=integers, k=29)
 
 

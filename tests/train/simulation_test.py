@@ -10,6 +10,8 @@ import jaxsparse as js
 from jaxsparse.transform.factories import transform_function
 from tests.cases import assert_same_bits, normals
 
+ZEROS = np.zeros((2, 4), np.float32)
+
 
 def test_a_loop_of_steps_carries_the_state():
   grads = normals(0, 2, 3, 10)
@@ -37,39 +39,25 @@ def test_a_collective_of_your_own():
     js.simulate(Doubled(), jnp.ones((3, 4)), density=0.1)
 
 
-def of_two_workers():
-  return js.simulate("topka", jnp.zeros((2, 4)), k=1).state
-
-
 @pytest.mark.parametrize(
-  ("call", "error", "message"),
+  ("name", "given", "options", "error", "message"),
   [
-    (lambda: js.simulate("spardl", jnp.zeros(3), k=1), ValueError, r"shape \(3,\), give \[workers, entries\]"),
-    (lambda: js.simulate("spardl", jnp.zeros((0, 3)), k=1), ValueError, r"shape \(0, 3\)"),
-    (lambda: js.simulate("spardl", jnp.zeros((2, 3), jnp.int32), k=1), TypeError, "dtype int32"),
-    (lambda: js.simulate("spardl", jnp.zeros((2, 3)), jnp.zeros((2, 4)), k=1), ValueError, r"shape \(2, 4\)"),
-    (lambda: js.simulate("dense", jnp.zeros((2, 3)), jnp.zeros((2, 3))), ValueError, "dense keeps no residual"),
-    (lambda: js.simulate("spardl", jnp.zeros((2, 3)), k=4), ValueError, "at most the number of gradient entries, 3"),
-    (
-      lambda: js.simulate("topka", jnp.zeros((3, 4)), state=of_two_workers(), k=1),
-      ValueError,
-      "made for 2 workers, the axis has 3",
-    ),
-    (
-      lambda: js.simulate("topka", jnp.zeros((2, 5)), state=of_two_workers(), k=1),
-      ValueError,
-      "residual of 4 entries a worker, the gradients have 5",
-    ),
-    (
-      lambda: js.simulate("topka", jnp.zeros((2, 4)), jnp.zeros((2, 4)), state=of_two_workers(), k=1),
-      ValueError,
-      "residuals or state, not both",
-    ),
+    ("topka", [ZEROS[0]], {"k": 1}, ValueError, r"shape \(4,\), give \[workers, entries\]"),
+    ("topka", [ZEROS[:0]], {"k": 1}, ValueError, r"shape \(0, 4\)"),
+    ("topka", [ZEROS.astype(np.int32)], {"k": 1}, TypeError, "dtype int32"),
+    ("topka", [ZEROS, ZEROS[:, :3]], {"k": 1}, ValueError, r"shape \(2, 3\)"),
+    ("dense", [ZEROS, ZEROS], {}, ValueError, "dense keeps no residual"),
+    ("topka", [ZEROS], {"k": 5}, ValueError, "at most the number of gradient entries, 4"),
+    ("topka", [np.zeros((3, 4), np.float32)], {"k": 1, "state": ZEROS}, ValueError, "2 workers, the axis has 3"),
+    ("topka", [np.zeros((2, 5), np.float32)], {"k": 1, "state": ZEROS}, ValueError, "4 entries a worker, .* 5"),
+    ("topka", [ZEROS, ZEROS], {"k": 1, "state": ZEROS}, ValueError, "residuals or state, not both"),
   ],
 )
-def test_bad_input(call, error, message):
+def test_bad_input(name, given, options, error, message):
+  if "state" in options:  # after these gradients
+    options = options | {"state": js.simulate(name, options["state"], k=1).state}
   with pytest.raises(error, match=message):
-    call()
+    js.simulate(name, *given, **options)
 
 
 def test_a_pytree():

@@ -119,25 +119,20 @@ def test_a_residual_from_before_is_applied_in_the_first_step():
   assert np.any(flat(params) != anchor)
 
 
-def adam_in_numpy(theta, moments, grad, rate, count):
-  m, v = 0.9 * moments[0] + 0.1 * grad, 0.999 * moments[1] + 0.001 * grad**2
-  step = (m / (1 - 0.9**count)) / (np.sqrt(v / (1 - 0.999**count)) + 1e-8)
-  return theta - rate * step, (m, v)
-
-
 def test_diloco_in_numpy():
-  """Douillard et al., Algorithm 1: inner Adam of each worker's own, whose state stays; Nesterov outside."""
-  workers, every, rate, mu, inner_rate = 3, 4, 0.7, 0.9, 0.05
+  """Douillard et al., Algorithm 1: inner Adam of each worker's own, optax's, whose state stays; Nesterov outside."""
+  workers, every, rate, mu, inner = 3, 4, 0.7, 0.9, optax.adam(0.05)
   outer = optax.chain(js.dense_transform(sim(workers)), optax.sgd(rate, momentum=mu, nesterov=True))
-  step, params, state = start(js.local_steps(optax.adam(inner_rate), outer, every=every), sim(workers), quadratic)
+  step, params, state = start(js.local_steps(inner, outer, every=every), sim(workers), quadratic)
   anchor, momentum = np.zeros(N), np.zeros(N)
-  own, moments = [anchor] * workers, [(np.zeros(N), np.zeros(N))] * workers
+  own, moments = [anchor] * workers, [inner.init(jnp.zeros(N))] * workers
   for number in range(1, 2 * every + 2):
     batch = normals(number, workers, N)
     with jax.numpy_dtype_promotion("standard"):  # adam needs it
       params, state, _ = step(params, state, batch)
-    for w in range(workers):
-      own[w], moments[w] = adam_in_numpy(own[w], moments[w], own[w] - batch[w], inner_rate, number)
+      for w in range(workers):
+        update, moments[w] = inner.update(jnp.float32(own[w] - batch[w]), moments[w])
+        own[w] = own[w] + np.asarray(update)
     apart = np.sqrt(((own - np.mean(own, 0)) ** 2).sum() / workers)
     if number % every == 0:
       delta = anchor - np.mean(own, 0)
