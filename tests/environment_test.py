@@ -10,6 +10,7 @@ import pytest
 
 from jaxsparse import launch
 from jaxsparse.launch import environment
+from jaxsparse.launch.start import free_port
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
 
@@ -62,7 +63,7 @@ def test_ranks_of_srun_join_without_mpi():
     "SLURM_JOB_ID": "1",
     "SLURM_STEP_NODELIST": "localhost",
     "PMI_SIZE": "2",
-    "JAX_COORDINATOR_PORT": str(launch.free_port()),
+    "JAX_COORDINATOR_PORT": str(free_port()),
     "JAX_PLATFORMS": "cpu",
   }
   ranks = [
@@ -113,7 +114,7 @@ OPEN_MPI, RUN = "OMPI_COMM_WORLD", {"JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "3
 )
 def test_the_inner_launcher_states_the_number_of_ranks(monkeypatch, variables, found):
   monkeypatch.setattr(os, "environ", outside() | variables)
-  stated = environment.stated()
+  stated = environment.read_counts()
   assert [str(one).split()[0] for one in stated] == found
   assert launch.is_rank() == bool(found)
   environment.check_consistent("a rank", stated)
@@ -129,14 +130,14 @@ def test_the_inner_launcher_states_the_number_of_ranks(monkeypatch, variables, f
 def test_launchers_that_state_different_numbers_are_refused(monkeypatch, variables, message):
   monkeypatch.setattr(os, "environ", outside() | variables)
   with pytest.raises(RuntimeError, match=f"^a rank: {message}Unset "):
-    environment.check_consistent("a rank", environment.stated())
+    environment.check_consistent("a rank", environment.read_counts())
 
 
 @pytest.mark.parametrize(("rank", "size", "named"), [("0", "two", "PMI_SIZE='two'"), ("-1", "", "PMI_RANK='-1'")])
 def test_variables_without_a_number_are_named(monkeypatch, rank, size, named):
   monkeypatch.setattr(os, "environ", outside() | of("PMI", rank, size))
   with pytest.raises(ValueError, match=f"^{named} is not a number, .*: unset it$"):
-    environment.stated()
+    environment.read_counts()
 
 
 class _Mpi:
@@ -157,4 +158,4 @@ class _Mpi:
 def test_advice_fits_who_asks_and_what_is_known(monkeypatch, who, variables, ends):
   monkeypatch.setattr(os, "environ", outside() | variables)
   with pytest.raises(RuntimeError, match=f"{ends}$"):
-    environment.check_mpi(who, environment.stated(), _Mpi)
+    environment.check_mpi(who, environment.read_counts(), _Mpi)
