@@ -110,7 +110,7 @@ def test_ranks_that_go_on_without_a_step_get_the_grace(tmp_path, engine):
   ("program", "engine", "message"),
   [
     *(
-      row("print()", engine, r"^ranks? .*without having joined.*launch.join\(\).*MpiComm\(\)", quick=quick)
+      row("print()", engine, r"^ranks? .*without having joined.*launch.join\(\).*MpiComm\(\)", quick=quick, id=engine)
       for engine, quick in (("processes", True), ("mpi", False))
     ),
     *(
@@ -119,6 +119,7 @@ def test_ranks_that_go_on_without_a_step_get_the_grace(tmp_path, engine):
         "processes",
         r"^rank \d failed: RuntimeError: js.MpiComm\(\) in rank \d of 3, .*--engine=mpi --ranks=3",
         quick=True,
+        id=f"comm-{own}",
       )
       for own in ("", "MPI.COMM_WORLD.Clone()")
     ),
@@ -359,9 +360,6 @@ def test_the_command_line():
   assert failed.returncode == 1
   assert failed.stderr.startswith("error: ")
   assert "no-such-program" in failed.stderr
-  limited = launched("--ranks=2", "--limit=0.5", "--", "sleep", "60")
-  assert limited.returncode == 1
-  assert limited.stderr.startswith("error: the run has taken more than 0.5 s and ranks 0, 1 still ran")
 
 
 # Ignores what it can, starts a process in a session of its own, and writes down both.
@@ -419,18 +417,18 @@ def test_without_proc_a_guard_ends_its_child_and_the_launcher_the_group(tmp_path
 
 
 @pytest.mark.parametrize(
-  ("arguments", "message"),
+  ("options", "message"),
   [
-    ((["true"], 0), "ranks=0, choose at least 1"),
-    ((["true"], 1, "smoke"), "engine='smoke', choose 'processes' or 'mpi'"),
-    ((["true"], 1, "processes", 0), "devices=0, choose at least 1"),
-    ((["true"], 1, "mpi", 2), "devices=2, choose 1, a rank of MPI is one device"),
+    ({"ranks": 0}, "ranks=0, choose at least 1"),
+    ({"engine": "smoke"}, "engine='smoke', choose 'processes' or 'mpi'"),
+    ({"devices": 0}, "devices=0, choose at least 1"),
+    ({"devices": 2, "engine": "mpi"}, "devices=2, choose 1, a rank of MPI is one device"),
+    ({"min_ranks": 2}, "restarts=0, min_ranks=2: choose at least 0, and from 1 to ranks=1"),
   ],
 )
-def test_bad_arguments(arguments, message):
-  *arguments, devices = arguments if len(arguments) > 3 else (*arguments, 1)
+def test_bad_arguments(options, message):
   with pytest.raises(ValueError, match=message):
-    launch.run(*arguments, devices=devices)
+    launch.run(["true"], **{"ranks": 1} | options)
 
 
 # Rank 1 dies in the first attempt, in which the others wait.

@@ -61,21 +61,24 @@ def same(found, wanted, what):
   np.testing.assert_array_equal(local(found).view(np.uint32), wanted.view(np.uint32), what)
 
 
-def training(engine_name: str, file: str) -> None:
-  """Trains a little with a step of the library, and writes what came out."""
-  where, axis, rank = join(engine_name)
+def train_a_little(where, axis, batch):
+  """Parameters as lists, and the loss, after five steps with momentum."""
   tx = optax.chain(js.spardl_transform(axis, k=6), optax.sgd(0.25, momentum=0.5))
   params = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(4)}
   state = js.init(tx, params, where)
-  loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"][None] - 1.0) ** 2)
-  step = js.make_train_step(loss, tx, where)
-  data = np.load(file)["batch"]
-  mine = data.reshape(step.workers, -1, 3)[rank] if engine_name == "mpi" else data
+  step = js.make_train_step(lambda p, x: jnp.mean((x @ p["w"] + p["b"][None] - 1.0) ** 2), tx, where)
   for _ in range(5):
-    params, state, metrics = step(params, state, mine)
+    params, state, metrics = step(params, state, batch)
+  return jax.tree.map(lambda x: local(x).tolist(), params | {"loss": metrics.loss})
+
+
+def training(engine_name: str, file: str) -> None:
+  """Trains a little, and writes what came out."""
+  where, axis, rank = join(engine_name)
+  data = np.load(file)["batch"]
+  found = train_a_little(where, axis, data.reshape(3, -1, 3)[rank] if engine_name == "mpi" else data)
   if rank == 0:
-    out = {name: local(leaf).tolist() for name, leaf in params.items()} | {"loss": float(here(metrics.loss))}
-    pathlib.Path(file).with_suffix(".json").write_text(json.dumps(out))
+    pathlib.Path(file).with_suffix(".json").write_text(json.dumps(found))
 
 
 def _streaming(axis):
