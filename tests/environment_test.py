@@ -35,25 +35,30 @@ START = "start the program by python -m jaxsparse.launch --ranks=N\n"
 PMI = {"PMI_RANK": "{rank}", "PMI_SIZE": "2"}
 
 
+LAUNCHER = {"JAXSPARSE_RANK": "{rank}", "JAXSPARSE_RANKS": "2"}
+
+
 @pytest.mark.parametrize(
   ("call", "variables", "says", "advice"),
   [
     (environment.JOIN, PMI, f"PMI_SIZE=2 {ALONE}", f"Without MPI, {START}"),
     ("js.MpiComm()", STEP, f"SLURM_STEP_NUM_TASKS=2 {ALONE}", f"Without MPI, call {environment.JOIN} and {START}"),
+    ("js.MpiComm()", LAUNCHER, f"JAXSPARSE_RANKS=2 {ALONE}", f"Without MPI, call {environment.JOIN} and {START}"),
+    ("js.MpiComm(MPI.COMM_WORLD.Clone())", LAUNCHER, f"JAXSPARSE_RANKS=2 {ALONE}", "Without MPI"),
     (
       environment.JOIN,
       PMI | {"PMIX_RANK": "2"},
-      "PMIX_RANK=2 states at least 3 ranks, but PMI_SIZE states 2.",
+      "PMIX_RANK=2 states at least 3 ranks, but PMI_SIZE states 2",
       "Unset ",
     ),
   ],
 )
 def test_ranks_that_would_train_alone_are_refused(call, variables, says, advice):
-  """Processes that another launcher has started, of which MPI knows nothing."""
-  program = f"import jaxsparse as js, jaxsparse.launch; {call}; print('trains')"
-  for status, printed, error in run_two(["-c", program], variables):
+  """Processes that another launcher has started, of which MPI knows nothing; it gives each rank a world of its own."""
+  program = f"{'from mpi4py import MPI; ' * ('Clone' in call)}import jaxsparse as js, jaxsparse.launch; {call}"
+  for status, printed, error in run_two(["-c", f"{program}; print('trains')"], variables):
     assert (status, printed) == (1, "")
-    assert f"RuntimeError: {call}: {says}" in error
+    assert f"RuntimeError: {call.partition('(')[0]}(): {says}" in error
     assert advice in error
 
 
@@ -64,7 +69,7 @@ def test_ranks_that_would_train_alone_are_refused(call, variables, says, advice)
     STEP
     | {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "PMI_SIZE": "2"}
     | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"), "{rank}"),
-    {"JAXSPARSE_RANKS": "2", "JAXSPARSE_RANK": "{rank}"},
+    LAUNCHER,
   ],
   ids=["srun", "launcher"],
 )

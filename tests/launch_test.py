@@ -131,15 +131,6 @@ def test_ranks_that_would_train_alone_are_refused(program, engine, message):
   launch.run([sys.executable, "-c", program], 1, engine, limit=150)
 
 
-@pytest.mark.parametrize("communicator", ["", "MPI.COMM_WORLD.Clone()"])
-def test_another_mpi_than_that_of_mpirun_is_refused(tmp_path, communicator):
-  """It gives each rank a world of its own; so does an MPI that nobody has started."""
-  done = as_rank(f"from mpi4py import MPI; import jaxsparse as js; js.MpiComm({communicator})", tmp_path, 1, 3)
-  assert done.returncode == 1
-  assert "RuntimeError: js.MpiComm(): JAXSPARSE_RANKS=3 states 3 ranks, but MPI.COMM_WORLD has size 1. " in done.stderr
-  assert "MPI.COMM_WORLD has size 1" in watch.read_life(tmp_path, 1).said
-
-
 @ENGINES
 def test_a_rank_that_does_not_join_is_named(tmp_path, engine):
   program = ["sh", "-c", 'test ${JAXSPARSE_RANK-$OMPI_COMM_WORLD_RANK} = 2 && sleep 600; exec "$@"', "sh"]

@@ -2,7 +2,7 @@ r"""Runs one command, and ends it with all its descendants as soon as the launch
 
     python -I -S guard.py PARENT KIND COMMAND...
 
-The guard is a program of the standard library only, which starts in milliseconds:
+The guard is a program of the standard library only, which starts in less than 0.1 s:
 
     launcher ── guard ── rank ── processes of the rank                              --engine=processes
     launcher ── guard ── mpirun ── guard ── rank ── processes of the rank           --engine=mpi
