@@ -105,6 +105,7 @@ OPEN_MPI, RUN = "OMPI_COMM_WORLD", {"JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "3
     (step(8) | of("PMI", 0, 1), ["SLURM_STEP_NUM_TASKS=8"]),  # srun in a shell that PMI has started
     (step(2) | of(OPEN_MPI, 5, 60) | {"PMIX_RANK": "5"}, ["OMPI_COMM_WORLD_SIZE=60", "PMIX_RANK=5"]),  # daemons by srun
     (step(2) | of("PMI", 5, 60), ["PMI_SIZE=60"]),
+    (step(8) | of(OPEN_MPI, 5, 8), ["OMPI_COMM_WORLD_SIZE=8"]),
     (of(OPEN_MPI, 0, 1), ["OMPI_COMM_WORLD_SIZE=1"]),
     (of(OPEN_MPI, 0, 4) | of("PMI", 0, 1), ["OMPI_COMM_WORLD_SIZE=4"]),
     (step(1) | {"SLURM_NTASKS": "8"}, []),  # the shell of salloc

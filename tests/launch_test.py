@@ -259,7 +259,7 @@ from jaxsparse import launch
 
 rank = os.getpid()
 atexit.register(lambda: os.getpid() == rank and os._exit(99))  # as a handler that waits for other ranks
-FIRST
+{first}
 
 def main():
   launch.fail_on_exceptions()  # as `join` does
@@ -273,17 +273,17 @@ def main():
   if os.fork() == 0:
     sys.exit(5)
   assert os.waitstatus_to_exitcode(os.wait()[1]) == 5
-  END
+  {end}
 
 try:
-  CALL
+  {call}
 finally:
   if os.getpid() == rank:
     print("cleaned up")
 """
-IN_MAIN = {"FIRST": "", "END": "sys.exit(STATUS)", "CALL": "main()"}
-RETURNS = {"FIRST": "", "END": "return STATUS", "CALL": "sys.exit(main())"}
-ASKS_FIRST = RETURNS | {"FIRST": "launch.fail_on_exceptions()"}
+IN_MAIN = {"first": "", "end": "sys.exit(STATUS)", "call": "main()"}
+RETURNS = {"first": "", "end": "return STATUS", "call": "sys.exit(main())"}
+ASKS_FIRST = RETURNS | {"first": "launch.fail_on_exceptions()"}
 
 
 @pytest.mark.parametrize(
@@ -302,10 +302,7 @@ ASKS_FIRST = RETURNS | {"FIRST": "launch.fail_on_exceptions()"}
 )
 def test_sys_exit_with_a_status_ends_a_rank_at_once(tmp_path, program, code, status, printed, said):
   """Unless it is caught, or in a thread or a child."""
-  text = EXITS
-  for name, line in program.items():
-    text = text.replace(name, line.replace("STATUS", code))
-  done = as_rank(text, tmp_path, 0, 2)
+  done = as_rank(EXITS.format(**program).replace("STATUS", code), tmp_path, 0, 2)
   assert (done.returncode, done.stderr, done.stdout) == (status, printed, "cleaned up\n")
   life = watch.read_life(tmp_path, 0)
   assert life.said == said
@@ -360,17 +357,11 @@ STUBBORN = "trap '' TERM INT HUP; setsid sleep 300 & echo $$ $! >> $PIDS; sleep 
 @pytest.mark.parametrize(
   ("signals", "engine"),
   [
-    row(signals, engine, quick=signals == (signal.SIGKILL,) or (engine == "processes" and signals == (signal.SIGTERM,)))
-    for signals in (
-      (signal.SIGTERM,),
-      (signal.SIGINT, signal.SIGINT),
-      (signal.SIGTERM, signal.SIGTERM),
-      (signal.SIGHUP,),
-      (signal.SIGKILL,),
-    )
+    row(signals, engine, quick=(signals, engine) in quick)
+    for quick in [(("KILL", "processes"), ("KILL", "mpi"), ("TERM", "processes"))]
+    for signals in ("TERM", "INT-INT", "TERM-TERM", "HUP", "KILL")
     for engine in ("processes", "mpi")
   ],
-  ids=lambda value: value if isinstance(value, str) else "-".join(number.name for number in value),
 )
 def test_a_launcher_that_ends_leaves_nobody(tmp_path, signals, engine):
   files, noted = tmp_path / "files", tmp_path / "pids"
@@ -380,7 +371,7 @@ def test_a_launcher_that_ends_leaves_nobody(tmp_path, signals, engine):
   with subprocess.Popen(arguments, env=environment, start_new_session=True) as launcher:
     try:
       assert soon(lambda: noted.exists() and len(noted.read_text().split()) == 4)
-      for number in signals:
+      for number in [signal.Signals[f"SIG{name}"] for name in signals.split("-")]:
         launcher.send_signal(number)
         time.sleep(0.2)  # the second one comes while the ranks get their grace
       status = launcher.wait(60)
