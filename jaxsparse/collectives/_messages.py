@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._base import SparseCollective
-from jaxsparse.comm import all_gather, topology
+from jaxsparse.comm import all_gather, schedules
 from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
 from jaxsparse.sparse import bitset, saturating
 from jaxsparse.sparse.codec import Codec, codec_of
@@ -92,7 +92,7 @@ def residual_of(acc: LazySum, sent: jax.Array, total: Sparse, returned: Sequence
 
 def words_of(codec: Codec, size: int, capacity: int, rows: int = 1) -> int:
   """Words that a worker sends in a reduce-scatter, or in an all-gather, over `size` workers with so many rows each."""
-  return sum(codec.words(rows * min(stride, size - stride), capacity) for stride in topology.strides(size))
+  return sum(codec.words(rows * min(stride, size - stride), capacity) for stride in schedules.strides(size))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxsparse import sparse
 from jaxsparse.collectives._base import SparseCollective, check_whole
 from jaxsparse.collectives._messages import Writer, words_of
-from jaxsparse.comm import in_rank_order, topology
+from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select import top_k
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.sparse.two_bit import LONGEST
@@ -75,7 +75,7 @@ class ChunkTopk(SparseCollective):
 
   def cost(self, n: int, size: int) -> Cost:
     rows, length, share = self.chunks(n)
-    return Cost(len(topology.strides(size)), words_of(codec_of(self.wire, length), size, share, rows))
+    return Cost(len(schedules.strides(size)), words_of(codec_of(self.wire, length), size, share, rows))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     total, _, errors, counters = self.exchange(comm, grads + state.residual)

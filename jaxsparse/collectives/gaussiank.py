@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import EncodingCollective, words_of
-from jaxsparse.comm import in_rank_order, topology
+from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select import threshold, top_k
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.select.kth_largest import keys_of
@@ -69,7 +69,7 @@ class GaussianK(EncodingCollective):
 
   def cost(self, n: int, size: int) -> Cost:
     words = words_of(self.codec(n), size, self.capacity(n))
-    return Cost(len(topology.strides(size)), words, agreements=int(size > 1))
+    return Cost(len(schedules.strides(size)), words, agreements=int(size > 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, most = grads.size, self.entries(grads.size), self.capacity(grads.size)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import SelectingCollective, Writer
-from jaxsparse.comm import topology
+from jaxsparse.comm import schedules
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
@@ -55,7 +55,7 @@ class GTopk(SelectingCollective):
     return max(super().slots(n, size), 2 * k, self.codec(n).slots(1, k))  # a merge has two times k slots
 
   def cost(self, n: int, size: int) -> Cost:
-    rounds = 2 * len(topology.strides(size))
+    rounds = 2 * len(schedules.strides(size))
     return Cost(rounds, self.codec(n).words(1, self.entries(n)) * rounds)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
@@ -71,7 +71,7 @@ class GTopk(SelectingCollective):
 
   def _merged(self, comm: Comm, chosen: Sparse, writer: Writer, n: int) -> tuple[Sparse, list[Sparse]]:
     """The ⊕ of the [1, k] entries of all workers, and what merges and messages of this worker dropped of the sums."""
-    k, merged, returned, rounds = chosen.indices.size, sparse.only_row(chosen), [], topology.tree(comm.size)
+    k, merged, returned, rounds = chosen.indices.size, sparse.only_row(chosen), [], schedules.tree_rounds(comm.size)
     for number, edges in enumerate(rounds):
       message, errors = writer.encode(sparse.as_row(merged), number)
       got = sparse.only_row(writer.decode(comm.permute(message, edges)))
@@ -90,17 +90,17 @@ class GTopk(SelectingCollective):
     return sparse.only_row(writer.decode(message)), returned
 
 
-def _sends(comm: Comm, edges: topology.Pairs) -> jax.Array:
+def _sends(comm: Comm, edges: schedules.Pairs) -> jax.Array:
   """Whether this worker sends a message along `edges`."""
   return _receives(comm, tuple((destination, source) for source, destination in edges))
 
 
-def _receives(comm: Comm, edges: topology.Pairs) -> jax.Array:
+def _receives(comm: Comm, edges: schedules.Pairs) -> jax.Array:
   """Whether a message along `edges` reaches this worker."""
   ends = jnp.array([destination for _, destination in edges], jnp.int32)
   return jnp.any(ends == comm.rank)
 
 
-def _received(comm: Comm, got: Sparse, edges: topology.Pairs, n: int) -> Sparse:
+def _received(comm: Comm, got: Sparse, edges: schedules.Pairs, n: int) -> Sparse:
   """`got`, or empty slots where no message arrives: `permute` returns zeros, which would be entries of index 0."""
   return sparse.where(_receives(comm, edges), got, n)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse.collectives._base import Collective, check_fraction
-from jaxsparse.comm import all_gather, exchange, in_rank_order, topology
+from jaxsparse.comm import all_gather, exchange, in_rank_order, schedules
 from jaxsparse.sparse.bitset import BITS
 from jaxsparse.sparse.sums import rounded, row_sums, unit_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
@@ -72,7 +72,7 @@ class OneBit(Collective):
 
   def cost(self, n: int, size: int) -> Cost:
     _, blocks, block = _shape(n, size)
-    return Cost(size - 1 + len(topology.strides(size)), 2 * (size - 1) * blocks * (block // BITS + 1))
+    return Cost(size - 1 + len(schedules.strides(size)), 2 * (size - 1) * blocks * (block // BITS + 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, size = grads.size, comm.size

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse.collectives._base import Collective, check_fraction, check_whole
-from jaxsparse.comm import all_gather, in_rank_order, topology
+from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.sums import largest, ordered_sum, rounded_up
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
@@ -75,7 +75,7 @@ class QSGD(Collective):
 
   def cost(self, n: int, size: int) -> Cost:
     packed = math.ceil(n / (32 // self.bits))
-    return Cost(len(topology.strides(size)), (1 + packed) * (size - 1))
+    return Cost(len(schedules.strides(size)), (1 + packed) * (size - 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import SelectingCollective, words_of
-from jaxsparse.comm import in_rank_order, topology
+from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.sparse import saturating
 from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
@@ -43,7 +43,7 @@ class TopkA(SelectingCollective):
     return max(super().slots(n, size), self.chosen_codec(n).slots(size, self.entries(n)))
 
   def cost(self, n: int, size: int) -> Cost:
-    return Cost(len(topology.strides(size)), words_of(self.chosen_codec(n), size, self.entries(n)))
+    return Cost(len(schedules.strides(size)), words_of(self.chosen_codec(n), size, self.entries(n)))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k = grads.size, self.entries(grads.size)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import SelectingCollective, Writer, residual_of
-from jaxsparse.comm import all_gather, exchange, in_rank_order, topology
+from jaxsparse.comm import all_gather, exchange, in_rank_order, schedules
 from jaxsparse.select import threshold
 from jaxsparse.sparse import bitset, saturating
 from jaxsparse.sparse.capacities import geometric, switch
@@ -64,7 +64,7 @@ class TopkDSA(SelectingCollective):
     # The published words are for entries of two words each; a very short message of another format may take more.
     more = sum(max(0, self.codec(end).words(1, 1) - 2) for end in (n, length))
     words = (2 * math.ceil(self.entries(n) / size) + length + more) * (size - 1)
-    return Cost(size - 1 + len(topology.strides(size)), words, agreements=2 * (size > 1))
+    return Cost(size - 1 + len(schedules.strides(size)), words, agreements=2 * (size > 1))
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
     """The capacities of a message of the split; gathering the sums as entries limits the largest."""

@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxsparse.comm.all_reduce import all_reduce_in_order
-from jaxsparse.comm.markers import MESSAGE, rank_p
-from jaxsparse.comm.replication import mark_total
-from jaxsparse.comm.view import View
+from jaxsparse.comm.schedules import all_reduce_in_order
+from jaxsparse.comm.verbs import MESSAGE, View, mark_total, rank_p
 from jaxsparse.launch import environment
 from jaxsparse.launch.rank import join_mpi
 from jaxsparse.types import Reduction
@@ -76,13 +74,13 @@ class MpiComm(View):
     """Combines `x` of all workers of the view in rank order."""
     return mark_total(all_reduce_in_order(self, x, op), self.axes)
 
-  def _everyone(self) -> int:
+  def _engine_size(self) -> int:
     return self.communicator.Get_size()
 
   def _names(self) -> tuple[str, ...]:
     return (RANKS,)
 
-  def _position(self) -> jax.Array:
+  def _engine_rank(self) -> jax.Array:
     return rank_p.bind(jnp.int32(self.communicator.Get_rank()))
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:

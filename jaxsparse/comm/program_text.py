@@ -2,7 +2,7 @@
 
 A line is an equation, or a constant with a hash of its bytes. Variables are numbered in order. What a process has of
 its own is left out: names, source files, addresses of functions, the order of sets, and under MPI the rank
-(`markers.rank_p`) and the partners of a message (`markers.MESSAGE`).
+(`verbs.rank_p`) and the partners of a message (`verbs.MESSAGE`).
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jaxsparse import _compat
-from jaxsparse.comm.markers import MESSAGE, rank_p
+from jaxsparse.comm.verbs import MESSAGE, rank_p
 
 
 class Line(NamedTuple):

@@ -21,26 +21,15 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from jaxsparse._compat import AxisName, inner_jaxprs, names_of, scan_counts
-from jaxsparse.comm.markers import total_p
+from jaxsparse.comm.verbs import list_axes, mark_total, other_axes_error, total_p
+
+__all__ = ["axes_of_spec", "check_axes", "checked", "mark_total"]
 
 Axes = frozenset[str]
 
 _PSUMS = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
 _SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter", "psum_scatter", "collective_broadcast")
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-
-
-def mark_total(tree: Any, axes: Sequence[str] | None) -> Any:
-  """`tree`, marked as equal on all workers along `axes`; a law of its algorithm must guarantee this.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> mark_total(jnp.ones(2), ("workers",))
-    Array([1., 1.], dtype=float32)
-  """
-  if axes is not None and not axes:  # a view of some workers: its total is not equal on all of them
-    return tree
-  return jax.tree.map(lambda x: total_p.bind(x, axes=None if axes is None else frozenset(axes)), tree)
 
 
 def checked(
@@ -80,7 +69,7 @@ def checked(
       if differs := varies - axes_of_spec(spec):
         name, why = list(results.items())[path[0].idx]
         leaf = name + jax.tree_util.keystr(path[1:])
-        raise ValueError(f"{leaf} would differ between the workers along axis {_listed(differs)}: {why}")
+        raise ValueError(f"{leaf} would differ between the workers along axis {list_axes(differs)}: {why}")
     leaves = core.jaxpr_as_fun(rewrite(closed))(*jax.tree.leaves(arguments))
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
@@ -93,14 +82,6 @@ def check_axes(function: Callable, arguments: Sequence[Any], axis: AxisName) -> 
   follow = _Follow(frozenset(names_of(axis)))
   follow.through(jaxpr, [frozenset()] * len(jaxpr.invars))
   follow.check_marks(frozenset(names_of(axis)))
-
-
-def other_axes(ours: Iterable[str], mapped: Iterable[str]) -> ValueError:
-  """The error for a transform over other axes than those that a program is mapped over."""
-  return ValueError(
-    f"the jaxsparse transform is over the axis {_listed(ours)}, and js.init and the training step are over "
-    f"{_listed(mapped)}: give all of them the same axis"
-  )
 
 
 class _Follow:
@@ -120,7 +101,7 @@ class _Follow:
     """Raises ValueError for a mark over other axes than `axes`."""
     for marked in self._marks:
       if marked != axes:
-        raise other_axes(marked, axes)
+        raise other_axes_error(marked, axes)
 
   def through(self, jaxpr: core.Jaxpr, inputs: Sequence[Axes]) -> list[Axes]:
     """The axes that each result of a jaxpr may vary over.
@@ -216,7 +197,3 @@ def _open(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
 def _spec_of_each(tree: Any, specs: Any) -> list[PartitionSpec]:
   is_spec = lambda x: isinstance(x, PartitionSpec)
   return jax.tree.leaves(jax.tree.broadcast(specs, tree, is_leaf=is_spec), is_leaf=is_spec)
-
-
-def _listed(axes: Iterable[str]) -> str:
-  return " and ".join(map(repr, sorted(axes))) or "none"

@@ -11,7 +11,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.collectives._messages import EncodingCollective, Writer, residual_of
 from jaxsparse.collectives.oktopk.balance import Sizes, balance_and_gather, consensus_bounds, even_bounds, imbalance
 from jaxsparse.collectives.oktopk.thresholds import by_a_fixed_step, kth_magnitude, nearest, proportionally
-from jaxsparse.comm import exchange, number_of_each, topology
+from jaxsparse.comm import exchange, number_of_each, schedules
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select import top_k
 from jaxsparse.sparse import bitset, saturating
@@ -112,7 +112,7 @@ class OkTopk(EncodingCollective):
     agreements = (
       1 + size + (66 if self.nudge == "search" else 31) + (2 * (size - 1) if self.regions == "balanced" else 0)
     )
-    return Cost(2 * (size - 1) + len(topology.strides(size)), words, agreements * (size > 1))
+    return Cost(2 * (size - 1) + len(schedules.strides(size)), words, agreements * (size > 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, sizes = grads.size, self.entries(grads.size), self.sizes(grads.size, comm.size)

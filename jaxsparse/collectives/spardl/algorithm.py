@@ -11,7 +11,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.collectives._messages import SelectingCollective, Writer, words_of
 from jaxsparse.collectives.spardl import teams as spar_all_gather
 from jaxsparse.collectives.spardl.adaptive_h import Adaptive, adapt
-from jaxsparse.comm import topology
+from jaxsparse.comm import schedules
 from jaxsparse.select.accumulator import Accumulator
 from jaxsparse.select.blocks import Blocks
 from jaxsparse.sparse import saturating
@@ -121,7 +121,7 @@ class SparDL(SelectingCollective):
     Raises:
       ValueError: if `teams` does not divide `size`, naming the divisors; if blocks are too long for the selector.
     """
-    team = topology.team_size(size, self.teams)
+    team = schedules.team_size(size, self.teams)
     share, length = -(-self.entries(n) // team), -(-n // team)
     self.check_selector(length, share)
     return share
@@ -147,10 +147,10 @@ class SparDL(SelectingCollective):
   def cost(self, n: int, size: int) -> Cost:
     share, team = self.share(n, size), size // self.teams
     inside, between = self._codecs(-(-n // team))
-    rounds = len(topology.strides(self.teams))  # R-SAG sends L entries per round, B-SAG up to L of each other team
+    rounds = len(schedules.strides(self.teams))  # R-SAG sends L entries per round, B-SAG up to L of each other team
     sag = words_of(between, self.teams, share) if self.is_bruck else rounds * between.words(1, share)
     words = 2 * words_of(inside, team, share) + sag
-    return Cost(2 * len(topology.strides(team)) + rounds, words, agreements=int(self.is_bruck))
+    return Cost(2 * len(schedules.strides(team)) + rounds, words, agreements=int(self.is_bruck))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     share, capacities = self.share(grads.size, comm.size), self.capacities(grads.size, comm.size)
@@ -226,7 +226,7 @@ def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumu
     of `chosen` is the sum of this worker's block; the other rows were sent.
   """
   bags = []
-  for stride in topology.strides(comm.size):
+  for stride in schedules.strides(comm.size):
     bag = acc.largest(stride, min(2 * stride, comm.size))
     message, errors = writer.encode(bag, stride)
     acc = acc.sent(errors, stride)

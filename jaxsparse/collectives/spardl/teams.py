@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import Writer
-from jaxsparse.comm import in_rank_order, topology
+from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse import saturating
 from jaxsparse.sparse.capacities import switch
@@ -46,10 +46,10 @@ def r_sag(member: Comm, own: Sparse, writer: Writer) -> Summed:
     writer: encodes and decodes messages.
   """
   share, lost = own.indices.size, []
-  strides = topology.strides(member.size)
+  strides = schedules.strides(member.size)
   for step, stride in enumerate(reversed(strides)):
     message, errors = writer.encode(own, MESSAGES + step)
-    got = member.permute(message, topology.partners(member.size, stride))
+    got = member.permute(message, [(worker, worker ^ stride) for worker in range(member.size)])
     mine, theirs = writer.decode(message), writer.decode(got)
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), mine, theirs)
     kept, rest = top_k_of_entries(sparse.merge(both, writer.length), share, share, writer.length)
