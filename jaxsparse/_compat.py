@@ -164,7 +164,7 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
   This follows the equations of an unfinished trace backwards from x. It detects gradients that are averaged already
   where the types do not show it.
   """
-  while (equation := _equation_of(x)) is not None:
+  while isinstance(x, jax.core.Tracer) and (equation := getattr(x, "parent", None)) is not None:
     if equation.primitive.name.startswith("psum"):
       return set(names_of(axis)) <= set(equation.params["axes"]) and equation.params.get("axis_index_groups") is None
     operands = [operand for operand in equation.in_tracers if getattr(operand, "size", 1) == x.size]
@@ -175,11 +175,6 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
 
 
 _SCALINGS = ("div", "mul", "convert_element_type", "reshape", "ravel", "squeeze", "expand_dims")
-
-
-def _equation_of(x: jax.Array) -> Any:
-  """The equation of the trace that makes x, or None."""
-  return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
 
 
 def here(x: Any) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsparse.select import candidates
+from jaxsparse.select import exact
 from jaxsparse.train import simulation
 from tests.cases import CASES, CONSERVING, REPLICATING, Case, bits, each_case, integers, normals, quick_of
 from tests.conformance_test import FLUSHED, mass, residuals_of
@@ -130,7 +130,7 @@ def test_the_laws_of_long_gradients(case, monkeypatch, subtests):
 
   start = simulation.initial(collective, workers, N)
   text = program.lower(grads["normal"], start).as_text()
-  monkeypatch.setattr(candidates, "SHORT", 1 << 30)  # rows of any length are sorted, and no block has candidates
+  monkeypatch.setattr(exact, "SHORT", 1 << 30)  # rows of any length are sorted, and no block has candidates
   plain = program_of(collective)
   same = plain.lower(grads["normal"], start).as_text() == text
   with subtests.test("whether it selects among candidates here"):

@@ -66,5 +66,5 @@ def _masked(momentum: jax.Array, sent: jax.Array, residual: jax.Array, after: ja
   if not isinstance(after, Pending):
     return jnp.where(after == sent + residual, momentum, 0.0)
   indices, values = after.entries
-  left = values != sparse.at(sent, indices) + sparse.at(residual, indices)
+  left = values != sparse.read_at(sent, indices) + sparse.read_at(residual, indices)
   return sparse.put(momentum, jnp.where(left, indices, momentum.size), 0.0)

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import SparseCollective, changed
+from jaxsparse.collectives._base import SparseCollective, replace_fields
 from jaxsparse.collectives._wrapped import Wrapped
-from jaxsparse.sparse import saturating
-from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse, State
+from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse, State, saturated
 
 
 class Shared(NamedTuple):
@@ -39,7 +38,7 @@ class WarmedUp(Wrapped):
 
   def rungs(self) -> list[SparseCollective]:
     """The collective of each density, its own last."""
-    return [*(changed(self.collective, density=one, k=None) for one in self.densities), self.collective]
+    return [*(replace_fields(self.collective, density=one, k=None) for one in self.densities), self.collective]
 
   def selects(self, n: int, state: State) -> bool | jax.Array:
     own = state._replace(shared=state.shared.collective)
@@ -79,11 +78,11 @@ def _slots(reduced: Reduced) -> tuple[int, int]:
 
 def _alike(reduced: Reduced, n: int, most: tuple[int, int]) -> Reduced:
   """The same result in arrays whose shapes and dtypes depend neither on the density nor on the collective's numbers."""
-  wide = lambda entries, slots: sparse.widened(jax.tree.map(jnp.ravel, entries), slots, n)
+  wide = lambda entries, slots: sparse.widen(jax.tree.map(jnp.ravel, entries), slots, n)
   total, state, counters = reduced
   if isinstance(total, Sparse):
     total = wide(total, most[0])
   if isinstance(state.residual, Pending):
     state = state._replace(residual=state.residual._replace(entries=wide(state.residual.entries, most[1])))
-  cast = lambda x, like: saturating.cast(x, like.dtype).reshape(())
+  cast = lambda x, like: saturated(x, like.dtype).reshape(())
   return Reduced(total, state, jax.tree.map(cast, counters, Counters.zeros()))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import flatten
-from jaxsparse.collectives._base import Collective, changed
+from jaxsparse.collectives._base import Collective, replace_fields
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.sums import ordered_sum
@@ -43,10 +43,7 @@ class A2SGD(Collective):
   step.
 
   Args:
-    means: one pair of means for the whole "vector", 2 words, or one for each "leaf" of the gradient.
-
-  Raises:
-    ValueError: for `means` outside its choices.
+    means: one pair of means for the whole "vector", 2 words, or one for each "leaf" of the gradient, an ablation.
 
   Example:
     The first worker's g′ in the paper's example (§III); the total is P times it:
@@ -69,7 +66,7 @@ class A2SGD(Collective):
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
     sizes = tuple(size for size in map(math.prod, shapes) if size)
-    return self if self.means == "vector" else changed(self, leaves=sizes)
+    return self if self.means == "vector" else replace_fields(self, leaves=sizes)
 
   def cost(self, n: int, size: int) -> Cost:
     return all_reduce_cost(2 * len(self.leaves or (n,)), size)
@@ -99,7 +96,7 @@ def two_means(grads: jax.Array) -> jax.Array:
 
   def mean(mask: Callable[[jax.Array], jax.Array]) -> jax.Array:
     count = jnp.maximum(bitset.count(bitset.pack(mask(grads))), 1).astype(jnp.float32)
-    return ordered_sum(grads, lambda part: jnp.where(mask(part), jnp.abs(part), 0.0)) / count
+    return ordered_sum(grads, term=lambda part: jnp.where(mask(part), jnp.abs(part), 0.0)) / count
 
   return jnp.stack([mean(positive), mean(negative)])
 

@@ -27,23 +27,19 @@ class ChunkTopk(SparseCollective):
 
   The gradient, all leaves one after the other, is cut into chunks. With `acc_w = gradient_w + residual_w` and q the
   rounding of `wire`, the total is `Σ_w q(top_k of each chunk of acc_w)`, added in rank order, and the next residual is
-  what was not sent or rounded off. The state is the residual, f32[n] a worker.
+  what was not sent or rounded off. Of each chunk ⌈ρ · chunk⌉ or ⌈k · chunk / n⌉ entries are sent. Ablation:
+  `combine="contributors"`.
 
   The published code cuts each matrix into tiles of 64 × 64 and rounds the values of a whole leaf together; here chunks
   are consecutive entries, and each is rounded by itself, which takes four more words a chunk and is more precise.
 
   Args:
-    density: ρ in (0, 1]; each worker sends ⌈ρ · chunk⌉ entries of each chunk.
-    k: the number of entries of all chunks instead, 1 … n; of each chunk it is ⌈k · chunk / n⌉.
     chunk: entries of a chunk, 1 … 16384.
     wire: the format of an entry. "f32" is an index and a value, two words. "2bit" is half a word: a position and the
       number of one of four values, the means of bins of 1.5 standard deviations of the values that the chunk sends
       (SparseLoCo).
     combine: "workers" is the sum over workers. "contributors", of the authors' codes, is P times the mean over the
       workers that sent an index: it does **not** conserve (Law C), where few send it, it is up to P times as large.
-
-  Raises:
-    ValueError: for a density, k, chunk or another option outside their choices.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -103,7 +99,7 @@ class ChunkTopk(SparseCollective):
     total = _COMBINED[self.combine](jax.vmap(flat)(in_rank_order(comm, received)), n)
     words = self.cost(n, comm.size).words
     counters = Counters(words, words, selected=rows * share, delivered=jnp.count_nonzero(total.values))
-    return total, flat(writer.decode(message)), flat(errors), counters
+    return total, flat(writer.codec.decode(message)), flat(errors), counters
 
 
 def _contributors(rows: Sparse, n: int) -> Sparse:

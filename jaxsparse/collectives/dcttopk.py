@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import changed
+from jaxsparse.collectives._base import replace_fields
 from jaxsparse.collectives._dct import Tiling
 from jaxsparse.collectives.chunktopk import ChunkTopk
 from jaxsparse.types import Comm, Reduced, State
@@ -29,23 +29,19 @@ class DctTopk(ChunkTopk):
 
       sent_w = q(top_k of each chunk of C acc_w)    total = Cᵀ Σ_w sent_w    next residual = acc_w − Cᵀ sent_w
 
-  A full tile is a chunk of its own; the coefficients of shorter ones are put together in chunks as large. The state is
-  the residual, f32[n] a worker, in the basis of the gradient. Entries of the total are rounded, as all sums over 64
+  A full tile is a chunk of its own; the coefficients of shorter ones are put together in chunks as large. The
+  residual is in the basis of the gradient. Of each chunk ⌈ρ · chunk⌉ coefficients are sent, by DeMo 32 of 4,096
+  (density 1/128). Ablation: `combine="contributors"`. Entries of the total are rounded, as all sums over 64
   cosines are. Where a worker has several devices, each of them transforms its own pieces of the leaves.
 
   The published code gives tiles the largest divisor of an axis that is at most 64 as their side, which is 1 for a prime
   axis, and sends half of each vector.
 
   Args:
-    density: ρ in (0, 1]; each worker sends ⌈ρ · chunk⌉ coefficients of each chunk. DeMo: 1/128, 32 of 4,096.
-    k: the number of coefficients of all chunks instead, 1 … n; of each chunk it is ⌈k · chunk / n⌉.
     chunk: entries of a full tile, a square number 1 … 16384: 4096 makes tiles of 64 × 64.
     wire: the format of a coefficient, "f32" or "2bit", as of `js.chunktopk_transform`.
     combine: "workers" is the sum over workers. "contributors", of the authors' code, is P times the mean over the
       workers that sent a coefficient: it does **not** conserve (Law C), and even the signs of entries may differ.
-
-  Raises:
-    ValueError: for a density, k, chunk or another option outside their choices.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -66,7 +62,7 @@ class DctTopk(ChunkTopk):
       raise ValueError(f"{self.name}: chunk={self.chunk!r}, choose a square number, 4096 for tiles of 64 × 64")
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
-    return changed(self, leaves=shapes)
+    return replace_fields(self, leaves=shapes)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, acc = grads.size, grads + state.residual

@@ -37,7 +37,8 @@ class OneBit(Collective):
       total = Q(sum)                                            on every worker
       next residual_w = acc_w − Q(acc_w),   of the owner  sum − Q(sum)
 
-  so that `total + Σ_w residual_w` is what entered, to rounding. 1-bit Adam has one scale for a message, rounds the
+  so that `total + Σ_w residual_w` is what entered, to rounding. This is only the compressor of 1-bit Adam, without its
+  dense warm-up, its frozen second moment and its momentum; and 1-bit Adam has one scale for a message, rounds the
   owner's own entries, too, and keeps the errors of sums apart. Q leaves 40 % of the energy of normal entries. The same
   gradient in every step leaves a residual of some three times its norm; with EF-SignSGD's scale, the mean of `|x|`, it
   would be more than ten times that.

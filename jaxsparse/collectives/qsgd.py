@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxsparse.collectives._base import Collective, check_fraction, check_whole
 from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.sums import largest, ordered_sum, rounded_up
+from jaxsparse.sparse.sums import largest_magnitude, ordered_sum, rounded_up
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 _BLOCK = 1 << 15  # words
@@ -35,12 +35,9 @@ class QSGD(Collective):
 
   Args:
     levels: s; 127 takes 8 bits an entry, 7 takes 4 and 1 takes 2.
-    error_feedback: whether each worker adds its rounding errors to its next gradient, by a residual. Residuals stay
-      bounded only if rounding is a contraction, s > √n: with fewer levels they grow without bound.
+    error_feedback: an ablation: each worker keeps its rounding errors in a residual. Residuals stay bounded only if
+      rounding is a contraction, s > √n: with fewer levels they grow without bound.
     seed: the seed of the rounding; every worker and step draws different random numbers from it.
-
-  Raises:
-    ValueError: for `levels` or a `seed` outside their choices.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -104,9 +101,9 @@ def scale_of(x: jax.Array, levels: int) -> jax.Array:
     >>> scale_of(jnp.array([0.0, -2.0]), levels=4)
     Array(0.5, dtype=float32)
   """
-  most = largest(x)
+  most = largest_magnitude(x)
   divisor = jnp.where(most == 0, 1.0, most)  # so that squares neither overflow nor underflow
-  norm = most * jnp.sqrt(ordered_sum(x, lambda part: rounded_up(jnp.abs(part / divisor), bits=12) ** 2))
+  norm = most * jnp.sqrt(ordered_sum(x, term=lambda part: rounded_up(jnp.abs(part / divisor), bits=12) ** 2))
   return rounded_up(norm / levels, bits=levels.bit_length())
 
 
@@ -128,7 +125,7 @@ def _noise(key: jax.Array, n: int) -> jax.Array:
   """
   own, shared = jax.random.split(key)
   # An even number of them: on CPU JAX takes several times as long for an odd one.
-  pairs = jax.random.bits(own, (bitset.aligned(-(-n // 2)),), jnp.uint32)
+  pairs = jax.random.bits(own, (bitset.align(-(-n // 2)),), jnp.uint32)
   high = jax.lax.bitcast_convert_type(pairs, jnp.uint16).reshape(-1)[:n].astype(jnp.float32)
   noise = (high + jax.random.uniform(shared, (), jnp.float32)) * 2.0**-16
   return jnp.minimum(noise, 1 - 2.0**-24)  # high + shared may round up to 2¹⁶

@@ -1,7 +1,7 @@
 """The k-th largest magnitude of a row, the threshold of top-k.
 
-Magnitudes are compared as keys: the bits of |x| as an integer, which order as magnitudes do. Every NaN has the same
-key, above that of infinity. Ties go to the lowest index, so a selection ends at a pair, a key and an index.
+Magnitudes are compared as keys (`blocks.keys_of`). Ties go to the lowest index, so a selection ends at a pair, a key
+and an index.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsparse.select.blocks import TOP
 from jaxsparse.sparse import bitset
-
-_NAN = 0x7F80_0001
-TOP = _NAN + 1
-"""Every key is smaller."""
 
 _FEW = 1 << 20  # keys of a row
 _LAST = jnp.iinfo(jnp.int32).max - 2
@@ -39,16 +36,6 @@ class Cut(NamedTuple):
     return (keys > key) | ((keys == key) & (indices <= last))
 
 
-def keys_of(x: jax.Array) -> jax.Array:
-  """The key of each entry, i32 like x.
-
-  Example:
-    >>> keys_of(jnp.array([-1.0, 1.0, 0.0]))
-    Array([1065353216, 1065353216,          0], dtype=int32)
-  """
-  return jnp.minimum(jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF, _NAN)
-
-
 def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: jax.Array | int = 0) -> Cut:
   """The cut that selects the k largest keys of each row, ties to the lowest index.
 
@@ -67,42 +54,25 @@ def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: ja
     >>> jnp.flatnonzero(cut.selects(keys, indices)[0])
     Array([1, 2], dtype=int32)
   """
-  each = lambda value: jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:1])
+  k, low = (jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:1]) for value in (k, low))
   if keys.shape[1] > _FEW:
-    return by_counting(keys, indices, each(k), each(low))
+    return by_counting(keys, indices, k, low)
   choices = {"cuda": by_sorting, "rocm": by_sorting, "default": by_counting}
-  return jax.lax.platform_dependent(keys, indices, each(k), each(low), **choices)
+  return jax.lax.platform_dependent(keys, indices, k, low, **choices)
 
 
 def by_sorting(keys: jax.Array, indices: jax.Array, k: jax.Array, _: jax.Array) -> Cut:
-  """`kth_largest` by a sort; the arguments are those of `by_counting`.
-
-  Example:
-    >>> by_sorting(jnp.array([[3, 1, 4, 4, 5]]), jnp.arange(5)[None], jnp.array([2]), jnp.array([0])).last
-    Array([2], dtype=int32)
-  """
-  rising, order = jax.lax.sort((TOP - keys, indices), num_keys=2)
-  at = lambda x: jnp.take_along_axis(x, jnp.maximum(k, 1)[:, None] - 1, axis=1, mode="clip")[:, 0]
-  return Cut(jnp.where(k > 0, TOP - at(rising), TOP), at(order))
+  """`kth_largest` by a sort; k is i32[rows]."""
+  ordered = jax.lax.sort((TOP - keys, indices), num_keys=2)
+  last = jnp.maximum(k, 1)[:, None] - 1
+  key, index = (jnp.take_along_axis(x, last, axis=1, mode="clip")[:, 0] for x in ordered)
+  return Cut(jnp.where(k > 0, TOP - key, TOP), index)
 
 
 def by_counting(keys: jax.Array, indices: jax.Array, k: jax.Array, low: jax.Array) -> Cut:
-  """`kth_largest` by bisection: each round counts the keys of a selection.
-
-  Args:
-    keys: i32[rows, c], c a multiple of 256.
-    indices: i32[rows, c].
-    k: i32[rows].
-    low: i32[rows].
-
-  Example:
-    >>> keys, indices = jnp.array([3, 1, 4, 4, 5]), jnp.arange(256)[None]
-    >>> cut = by_counting(jnp.pad(keys, (0, 251))[None], indices, jnp.array([2]), jnp.array([0]))
-    >>> cut.key, cut.last
-    (Array([4], dtype=int32), Array([2], dtype=int32))
-  """
+  """`kth_largest` by bisection: each round counts the keys of a selection; k and low are i32[rows]."""
   high = jnp.maximum(jnp.max(keys, axis=1), low) + 1
-  return bisected(lambda cut: bitset.count(bitset.pack(cut.selects(keys, indices))), k, low, high)
+  return bisect(lambda cut: bitset.count(bitset.pack(cut.selects(keys, indices))), k, low, high)
 
 
 class _Bracket(NamedTuple):
@@ -121,7 +91,7 @@ class _Bracket(NamedTuple):
   ties: jax.Array
 
 
-def bisected(count_of: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, high: jax.Array) -> Cut:
+def bisect(count_of: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, high: jax.Array) -> Cut:
   """The cut at which a selection has k keys.
 
   Args:
@@ -130,12 +100,11 @@ def bisected(count_of: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array,
     low: i32[rows], a key that at least k keys reach.
     high: i32[rows], a key that fewer than k keys reach.
   """
-  cut_of = lambda ties, key, value: Cut(jnp.where(ties, key, value), jnp.where(ties, -value, _LAST))
 
   def halve(bracket: _Bracket) -> _Bracket:
     low, high, key, ties = bracket
     middle = low + (high - low) // 2
-    count = count_of(cut_of(ties, key, middle))
+    count = count_of(Cut(jnp.where(ties, key, middle), jnp.where(ties, -middle, _LAST)))
     low, high = jnp.where(count >= k, middle, low), jnp.where(count >= k, high, middle)
     exact = count == k
     # All indices of the key are selected from −_LAST on, and none of them from 1 on.
@@ -144,17 +113,19 @@ def bisected(count_of: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array,
     low, high = jnp.where(to_ties, -_LAST, low), jnp.where(to_ties, 1, high)
     return _Bracket(low, jnp.where(exact, low, high), key, ties | to_ties)
 
+  def is_open(bracket: _Bracket) -> jax.Array:
+    return (~bracket.ties | (bracket.high - bracket.low > 1)).any()
+
   start = _Bracket(low, high, jnp.zeros_like(low), jnp.zeros(low.shape, jnp.bool_))
-  open_ = lambda bracket: (~bracket.ties | (bracket.high - bracket.low > 1)).any()
-  bracket = jax.lax.while_loop(open_, halve, start)
+  bracket = jax.lax.while_loop(is_open, halve, start)
   return Cut(bracket.key, -bracket.low)
 
 
-def sample(n: int, size: int) -> jax.Array:
+def sample_indices(n: int, size: int) -> jax.Array:
   """`size` indices below n, one at random from each of `size` equal parts, so that periodic data give a fair sample.
 
   Example:
-    >>> indices = sample(1000, 10)
+    >>> indices = sample_indices(1000, 10)
     >>> bool((indices // 100 == jnp.arange(10)).all())
     True
   """

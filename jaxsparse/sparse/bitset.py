@@ -74,11 +74,11 @@ def empty(n: int) -> jax.Array:
   return jnp.zeros(GROUP * -(-n // (GROUP * BITS)), jnp.uint32)
 
 
-def aligned(capacity: int) -> int:
+def align(capacity: int) -> int:
   """The next multiple of 256 slots, which fills the vectors of the machine.
 
   Example:
-    >>> aligned(1000)
+    >>> align(1000)
     1024
   """
   return -(-capacity // _ALIGNED) * _ALIGNED
@@ -108,7 +108,7 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
   counts = _group_counts(words)
   ends = running_sum(counts)
   starts = ends - counts
-  slots = jnp.arange(aligned(capacity), dtype=jnp.int32)
+  slots = jnp.arange(align(capacity), dtype=jnp.int32)
   marks = jnp.zeros(slots.size, jnp.int32).at[starts].add(1, mode="drop", indices_are_sorted=True)
   group = running_sum(marks) - 1
   found = jnp.where(slots < ends[-1], _select_within(words, group, slots - starts[group]), BITS * words.size)

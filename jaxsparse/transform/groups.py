@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxsparse import flatten
 from jaxsparse.collectives import Collective, SparseCollective, make_collective
-from jaxsparse.collectives._labels import collective_of
+from jaxsparse.collectives._base import collective_of
 
 Special = Mapping[str, str]
 

@@ -12,10 +12,9 @@ from jaxsparse import _compat
 from jaxsparse._compat import AxisName
 from jaxsparse.comm import comm_of
 from jaxsparse.comm.one_at_a_time import dispatch
-from jaxsparse.sparse import saturating
 from jaxsparse.transform.checks import check_alive, check_layout, why_none
 from jaxsparse.transform.state import LocalState, ReduceState, devices_of, is_reduce_state, labelled, local_states
-from jaxsparse.types import Comm, Counters
+from jaxsparse.types import Comm, Counters, saturated, saturated_sum
 
 _SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over transforms; of the rest the largest
 
@@ -219,7 +218,7 @@ def of_all(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
   """The counters of several transforms or communications as those of one step of n entries."""
   if len(counters) == 1:
     return counters[0]
-  add = lambda values: saturating.cast(saturating.total(*values), values[0].dtype)
+  add = lambda values: saturated(saturated_sum(*values), values[0].dtype)
   over = lambda name: add if name in _SUMMED else lambda values: jnp.stack(values).max(0)
   columns = {name: [getattr(one, name) for one in counters] for name in Counters._fields}
   whole = Counters(**{name: over(name)(values) for name, values in columns.items()})

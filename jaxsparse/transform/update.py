@@ -19,13 +19,12 @@ from jaxsparse.collectives import Collective
 from jaxsparse.comm import axes_of, comm_of
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.flatten import Rounding
-from jaxsparse.sparse import saturating
 from jaxsparse.transform import checks, ordering
 from jaxsparse.transform.groups import Assignment, Group, Method, Special, assigned, groups_of
 from jaxsparse.transform.metrics import accumulated, of_all, without_messages
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
 from jaxsparse.transform.state import Layout, ReduceState, joined
-from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse, State
+from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse, State, saturated
 
 
 def transform_of(
@@ -323,7 +322,7 @@ def _counters(counters: Counters, n: int, before: Counters, finite: jax.Array) -
     total_words=before.total_words,
     total_wraps=before.total_wraps,
   )
-  return jax.tree.map(lambda new, old: saturating.cast(new, old.dtype).reshape(1), counters, before)
+  return jax.tree.map(lambda new, old: saturated(new, old.dtype).reshape(1), counters, before)
 
 
 def _finished(comm: Comm, state: ReduceState) -> ReduceState:

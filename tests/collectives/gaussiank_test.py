@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives.gaussiank import corrected, fitted_threshold
-from jaxsparse.sparse.lazy import LazySum
+from jaxsparse.collectives.gaussiank import correct_threshold, fit_threshold
+from jaxsparse.select.blocks import LazySum
 from tests.cases import normals, quick_of
 
 
@@ -25,9 +25,9 @@ def threshold_in_numpy(x, k, correction):
 def test_the_threshold_of_the_paper_and_its_correction(k, power):
   x = normals(k, 2000) ** power
   home = LazySum((jnp.asarray(x),))
-  fitted = fitted_threshold(home, k)
+  fitted = fit_threshold(home, k)
   np.testing.assert_allclose(fitted, threshold_in_numpy(x, k, False), rtol=1e-4)
-  np.testing.assert_allclose(corrected(fitted, home, k), threshold_in_numpy(x, k, True), rtol=1e-4)
+  np.testing.assert_allclose(correct_threshold(fitted, home, k), threshold_in_numpy(x, k, True), rtol=1e-4)
 
 
 def test_without_correction_heavy_tails_are_underestimated():

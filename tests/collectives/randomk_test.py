@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives.randomk import draw
+from jaxsparse.collectives.randomk import draw_indices
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (10, 3), (17, 16), (1000, 7)])
 def test_places_are_different_and_uniform_within_their_stratum(n, k):
-  drawn = np.asarray(jax.vmap(lambda key: draw(key, n, k))(jax.random.split(jax.random.key(0), 2000)))
+  drawn = np.asarray(jax.vmap(lambda key: draw_indices(key, n, k))(jax.random.split(jax.random.key(0), 2000)))
   assert np.all(np.diff(drawn, axis=1) > 0)
   assert drawn.min() >= 0
   assert drawn.max() < n

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxsparse.select import candidates, exact, kth_largest, top_k
-from jaxsparse.select.blocks import Blocks
+from jaxsparse.select import exact, kth_largest, top_k
+from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Sparse
 from tests.cases import bits
 from tests.reference import largest
@@ -83,7 +82,7 @@ def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
   x, k = jax.ShapeDtypeStruct((n,), jnp.float32), n // 100
 
   def find(x):
-    return candidates.candidates(Blocks(LazySum((x,)), jnp.array([1, 0]), -(-n // 2), k // 2))
+    return exact.find_candidates(Blocks(LazySum((x,)), jnp.array([1, 0]), -(-n // 2), k // 2))
 
   lowered = lambda function, *args, platform: (
     jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
@@ -92,7 +91,7 @@ def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
   loops = {platform: program.count("stablehlo.while") for platform, program in text.items()}
   assert loops == {"cuda": 1, "cpu": 2}  # a search of a fixed number of rounds
   assert "stablehlo.sort" not in text["cpu"]
-  some = jax.ShapeDtypeStruct((2, bitset.aligned(k)), jnp.int32)
+  some = jax.ShapeDtypeStruct((2, bitset.align(k)), jnp.int32)
   cut = lowered(functools.partial(kth_largest.kth_largest, k=9), some, some, platform="cuda")
   assert "stablehlo.while" not in cut
   whole = lowered(functools.partial(top_k, k=k), x, platform="cuda")

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._base import check_whole
-from jaxsparse.collectives._messages import EncodingCollective, Writer, residual_of
+from jaxsparse.collectives._messages import EncodingCollective, Writer, agree, geometric, switch
 from jaxsparse.collectives.oktopk.balance import Sizes, balance_and_gather, consensus_bounds, even_bounds, imbalance
 from jaxsparse.collectives.oktopk.thresholds import by_a_fixed_step, kth_magnitude, nearest, proportionally
 from jaxsparse.comm import exchange, number_of_each, schedules
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select import top_k
-from jaxsparse.sparse import bitset, saturating
-from jaxsparse.sparse.capacities import agree, geometric, switch
-from jaxsparse.sparse.lazy import LazySum
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
+from jaxsparse.select.accumulator import pending_nonzero
+from jaxsparse.select.blocks import LazySum
+from jaxsparse.sparse import bitset
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product, saturated_sum
 
 
 class Reused(NamedTuple):
@@ -54,22 +54,14 @@ class OkTopk(EncodingCollective):
   entries of a worker reach its threshold, the worker selects the 2k largest; if a message overflows its capacity, its
   smallest entries stay in the residual.
 
-  The state is the residual, f32[n] a worker, the thresholds and the regions; `js.metrics` shows selected and delivered
-  entries, threshold age, imbalance of the owners before and after balancing, and overflow.
+  Ablations: `nudge="fixed"` and `"none"`, and `regions="even"`, the paper's comparison (Figure 7). `js.metrics` shows
+  selected and delivered entries, threshold age, imbalance of the owners before and after balancing, and overflow.
 
   Args:
-    density: ρ in (0, 1]; about k = ⌈ρ n⌉ entries are delivered.
-    k: the target number of entries instead, 1 … n.
     threshold_period: τ′, the number of steps from one exact threshold to the next (128 for BERT in the paper).
     region_period: τ, the number of steps from one balancing of the regions to the next.
-    nudge: how thresholds change between exact ones: "search" (ours), "fixed", the factor of the authors' code, or
-      "none", the published algorithm.
-    regions: "balanced" regions contain equally many selected entries; "even" ones have equal length, the paper's
-      comparison (Figure 7).
-    wire: the format of values, "f32", "bf16" or "int8", as of `js.spardl_transform`.
-
-  Raises:
-    ValueError: for a density, k, period, nudge, regions or wire outside their choices.
+    nudge: how thresholds change between exact ones.
+    regions: "balanced" regions contain equally many selected entries; "even" ones have equal length.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -120,13 +112,13 @@ class OkTopk(EncodingCollective):
     acc = LazySum((grads, state.residual))
     exact, last = reused.step % self.threshold_period == 0, state.worker[0]
     local = jax.lax.cond(exact | (last == 0), lambda: jnp.abs(top_k(acc, k).values).min(), lambda: last)
-    reach = by_threshold.selected(acc, local)
+    reach = by_threshold.select_reaching(acc, local)
     selected, most = bitset.count(reach), min(n, 2 * k)
-    chosen = by_threshold.at_most(acc, reach, most)
+    chosen = by_threshold.cut_to_largest(acc, reach, most)
     bounds = self._bounds(comm, chosen, n, reused)
     crowd = jnp.diff(bitset.rank(chosen, bounds))
-    fitting = by_threshold.at_most_in_regions(acc, chosen, bounds, sizes.most, most)
-    sent = by_threshold.in_regions(acc, fitting, bounds, sizes.most, most)
+    fitting = by_threshold.cut_regions(acc, chosen, bounds, sizes.most, most)
+    sent = by_threshold.read_regions(acc, fitting, bounds, sizes.most, most)
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
     finite, needed = agree(comm, crowd.max(), jnp.isfinite(sent.values).all())
 
@@ -142,17 +134,17 @@ class OkTopk(EncodingCollective):
     to_others = sparse.count(sent, n) - jnp.minimum(crowd[comm.rank], sizes.most)
     from_others = delivered - jnp.minimum(owned[comm.rank], delivered)
     counters = Counters(
-      words_sent=saturating.total(words, gather_words),
-      words_used=writer.words_used(saturating.total(to_others, from_others), sizes.even),
+      words_sent=saturated_sum(words, gather_words),
+      words_used=writer.words_used(saturated_sum(to_others, from_others), sizes.even),
       selected=selected,
       delivered=delivered,
-      overflow=saturating.total(selected - sparse.count(sent, n), jnp.where(comm.rank == 0, wanted - delivered, 0)),
+      overflow=saturated_sum(selected - sparse.count(sent, n), jnp.where(comm.rank == 0, wanted - delivered, 0)),
       imbalance=imbalance(owned),
       balanced=balanced,
       threshold_age=reused.step % self.threshold_period,
     )
     local, threshold = self._nudged(local, selected, threshold, wanted, k)
-    residual = residual_of(acc, sent.indices, kept, lost + rounded_off)
+    residual = pending_nonzero(acc, sent.indices, kept, lost + rounded_off)
     next_state = State(residual, local[None], Reused(reused.step + 1, threshold, bounds))
     return Reduced(kept._replace(values=jnp.where(finite, kept.values, jnp.nan)), next_state, counters)
 
@@ -189,9 +181,9 @@ def _split(
   """
 
   def send(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-    message, errors = writer.encode(sparse.narrowed(chunks, capacity), 0)
-    rows = writer.decode(exchange(comm, message))
-    words = saturating.times(writer.codec.words(1, capacity), comm.size - 1)
-    return sparse.widened(rows, sizes.most, writer.length), writer.lost(errors, sizes.most), words
+    message, errors = writer.encode(sparse.narrow(chunks, capacity), 0)
+    rows = writer.codec.decode(exchange(comm, message))
+    words = saturated_product(writer.codec.words(1, capacity), comm.size - 1)
+    return sparse.widen(rows, sizes.most, writer.codec.length), writer.widen_errors(errors, sizes.most), words
 
   return switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, send)
