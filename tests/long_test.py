@@ -18,7 +18,7 @@ from jaxsparse.select import exact
 from jaxsparse.train import simulation
 from tests.cases import CASES, CONSERVING, REPLICATING, Case, bits, each_case, integers, normals, quick_of
 from tests.conformance_test import FLUSHED, mass, residuals_of
-from tests.reference import spardl as reference
+from tests.reference import spardl_options as reference
 
 N, DENSITY = 36_000, 0.3  # blocks of 18,000, and messages of more than 4,096 values
 
@@ -169,7 +169,7 @@ def test_equals_the_paper_in_numpy(workers, teams, sag, subtests):
     left, adaptive = np.zeros_like(grads), reference.first_h(k, workers, teams)
     with subtests.test(name):
       for step, (totals, state) in zip((grads, grads[::-1]), two_steps(program, collective, grads), strict=True):
-        expected, left, adaptive = reference.spardl(step, left, k, teams=teams, bruck=bruck, adaptive=adaptive)
+        expected, left, adaptive = reference.teams(step, left, k, teams, bruck, adaptive)
         np.testing.assert_array_equal(bits(totals + np.float32(0)), bits(expected + np.float32(0)))
         kept = residuals_of(state, workers, n).astype(np.float32)
         np.testing.assert_array_equal(bits(kept + np.float32(0)), bits(left + np.float32(0)))

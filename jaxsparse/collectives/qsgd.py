@@ -114,11 +114,11 @@ def quantize(key: jax.Array, x: jax.Array, scale: jax.Array, levels: int) -> jax
     >>> quantize(jax.random.key(0), jnp.array([0.0, -2.0]), jnp.float32(0.5), levels=4)
     Array([ 0, -4], dtype=int32)
   """
-  level = jnp.floor(jnp.abs(x) / jnp.where(scale == 0, 1.0, scale) + _noise(key, x.size))
+  level = jnp.floor(jnp.abs(x) / jnp.where(scale == 0, 1.0, scale) + draw_noise(key, x.size))
   return (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)
 
 
-def _noise(key: jax.Array, n: int) -> jax.Array:
+def draw_noise(key: jax.Array, n: int) -> jax.Array:
   """f32[n], each uniform in [0, 1): the high 16 bits differ between entries, the lower bits are the same for all.
 
   Drawing 32 bits for each entry would take as long as the rest of QSGD.

@@ -16,6 +16,9 @@ import jax.numpy as jnp
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
+__all__ = ["add", "add_rows", "as_row", "compress", "concatenate", "count", "merge", "narrow", "only_row", "put"]
+__all__ += ["ravel", "read_at", "split", "where", "widen"]
+
 
 def read_at(x: jax.Array, indices: jax.Array) -> jax.Array:
   """x[indices], and 0 for an index beyond the end.
