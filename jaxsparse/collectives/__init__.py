@@ -79,8 +79,7 @@ def make_collective(name: str | Collective, **config: Any) -> Collective:
     (Dense(dtype='bfloat16'), True)
   """
   if isinstance(name, Collective):
-    _check_options(type(name), config)
-    return replace_fields(name, **config)
+    return replace_fields(name, **_checked_options(type(name), config))
   return make_instance(_kind(name), config)
 
 
@@ -96,14 +95,14 @@ def make_plain(name: str) -> Collective:
 
 def make_instance(kind: type[Collective], config: Mapping[str, Any]) -> Collective:
   """An instance of `kind` with these options; raises TypeError for an option that it does not have."""
-  _check_options(kind, config)
-  return kind(**config)
+  return kind(**_checked_options(kind, config))
 
 
-def _check_options(kind: type[Collective], config: Mapping[str, Any]) -> None:
+def _checked_options(kind: type[Collective], config: Mapping[str, Any]) -> Mapping[str, Any]:
   options = _options(kind)
   if unknown := sorted(set(config) - set(options)):
     raise TypeError(f"{name_of(kind)}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}")
+  return config
 
 
 def _kind(name: str) -> type[Collective]:

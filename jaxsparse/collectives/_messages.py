@@ -125,10 +125,6 @@ class EncodingCollective(SparseCollective):
       return Writer(codec, None)
     return Writer(codec, jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), place))
 
-  def codec(self, n: int) -> Codec:
-    """The codec of entries of the whole vector."""
-    return codec_of(self.wire, n)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectingCollective(EncodingCollective):

@@ -21,6 +21,7 @@ from jaxsparse.select.accumulator import pending_except
 from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse import bitset
+from jaxsparse.sparse.codec import codec_of
 from jaxsparse.sparse.sums import ordered_sum
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product, saturated_sum
 
@@ -57,10 +58,10 @@ class GaussianK(EncodingCollective):
     return min(n, math.ceil(5 * self.entries(n) / 4))
 
   def slots(self, n: int, size: int) -> int:
-    return max(super().slots(n, size), self.codec(n).slots(size, self.capacity(n)))
+    return max(super().slots(n, size), codec_of(self.wire, n).slots(size, self.capacity(n)))
 
   def cost(self, n: int, size: int) -> Cost:
-    words = words_of(self.codec(n), size, self.capacity(n))
+    words = words_of(codec_of(self.wire, n), size, self.capacity(n))
     return Cost(len(schedules.strides(size)), words, agreements=int(size > 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
@@ -75,7 +76,7 @@ class GaussianK(EncodingCollective):
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
     finite, needed = agree(comm, selected, jnp.isfinite(sent.values).all())
 
-    writer = self.writer(self.codec(n), state.shared, comm.rank)
+    writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
 
     def gather(capacity: int) -> tuple[Sparse, Sparse, jax.Array]:
       message, errors = writer.encode(sparse.as_row(sparse.narrow(sent, capacity)), 0)

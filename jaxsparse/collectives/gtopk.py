@@ -23,6 +23,7 @@ from jaxsparse.comm import schedules
 from jaxsparse.select.accumulator import pending_returned
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.exact import top_k_of_entries
+from jaxsparse.sparse.codec import codec_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 
@@ -42,16 +43,16 @@ class GTopk(SelectingCollective):
 
   def slots(self, n: int, size: int) -> int:
     k = self.entries(n)
-    return max(super().slots(n, size), 2 * k, self.codec(n).slots(1, k))  # a merge has two times k slots
+    return max(super().slots(n, size), 2 * k, codec_of(self.wire, n).slots(1, k))  # a merge has two times k slots
 
   def cost(self, n: int, size: int) -> Cost:
     rounds = 2 * len(schedules.strides(size))
-    return Cost(rounds, self.codec(n).words(1, self.entries(n)) * rounds)
+    return Cost(rounds, codec_of(self.wire, n).words(1, self.entries(n)) * rounds)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
     acc = LazySum((grads, state.residual))
-    writer = self.writer(self.codec(n), state.shared, comm.rank)
+    writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
     chosen, selected, memory = self.choose(acc, state.worker)
     total, returned = self._merge(comm, chosen, writer, n)
     residual = pending_returned(acc, total.indices, chosen.indices, returned)

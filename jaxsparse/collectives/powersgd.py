@@ -125,7 +125,10 @@ class PowerSGD(Collective):
     matrices, others = self._split(acc)
     key, to_left = jax.random.fold_in(jax.random.key(self.seed), factors.step + 1), factors.step % 2 == 0
     if self.alternate:
-      turns = [lambda turn=turn: turn(comm, key, matrices, others, factors) for turn in (_to_left, _to_right)]
+      turns = (
+        lambda: _to_left(comm, key, matrices, others, factors),
+        lambda: _to_right(comm, key, matrices, others, factors),
+      )
       turn = jax.lax.cond(to_left, *turns)
     else:
       half = _to_left(comm, key, matrices, others, factors)
@@ -256,30 +259,23 @@ class _Turn(NamedTuple):
 
 
 def _to_left(comm: Comm, key: jax.Array, matrices: list[jax.Array], others: jax.Array, factors: Factors) -> _Turn:
-  """The left factors, from the right ones."""
+  """The left factors, from the right ones; all of them and `others` are summed by one all-reduce."""
   bases = orthonormal(factors.right, key)
   own = _products(matrices, bases)
-  left, others = _summed(comm, own, others)
+  flat = jnp.concatenate([*(factor.reshape(-1) for factor in own), others])
+  flat = comm.all_reduce(flat) if flat.size else flat
+  *sums, others = flatten.parts(flat, [*(factor.size for factor in own), others.size])
+  left = tuple(one.reshape(factor.shape) for one, factor in zip(sums, own, strict=True))
   transposed = [basis.T for basis in bases]
   return _Turn(_products(left, transposed), _products(own, transposed), others, factors._replace(left=left))
 
 
 def _to_right(comm: Comm, key: jax.Array, matrices: list[jax.Array], others: jax.Array, factors: Factors) -> _Turn:
-  """The right factors, from the left ones."""
+  """The right factors, from the left ones: those of the transposed matrices."""
   mirrored = Factors(factors.right, factors.left, factors.step)
-  turn = _to_left(comm, key, [matrix.T for matrix in matrices], others, mirrored)
-  back = lambda found: [matrix.T for matrix in found]
-  after = Factors(turn.factors.right, turn.factors.left, factors.step)
-  return _Turn(back(turn.total), back(turn.own), turn.others, after)
-
-
-def _summed(comm: Comm, factors: Sequence[jax.Array], others: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-  """The sums over workers of all factors and of `others`, by one all-reduce; by none where there are no entries."""
-  parts = [*(factor.reshape(-1) for factor in factors), others]
-  flat = jnp.concatenate(parts)
-  flat = comm.all_reduce(flat) if flat.size else flat
-  *sums, others = flatten.parts(flat, [part.size for part in parts])
-  return tuple(one.reshape(factor.shape) for one, factor in zip(sums, factors, strict=True)), others
+  total, own, others, after = _to_left(comm, key, [matrix.T for matrix in matrices], others, mirrored)
+  total, own = ([matrix.T for matrix in found] for found in (total, own))
+  return _Turn(total, own, others, Factors(after.right, after.left, after.step))
 
 
 def _products(matrices: Sequence[jax.Array], factors: Sequence[jax.Array]) -> list[jax.Array]:

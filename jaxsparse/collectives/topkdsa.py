@@ -25,6 +25,7 @@ from jaxsparse.select import threshold
 from jaxsparse.select.accumulator import pending_nonzero
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
+from jaxsparse.sparse.codec import codec_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product, saturated_sum
 
 
@@ -47,12 +48,12 @@ class TopkDSA(SelectingCollective):
 
   def slots(self, n: int, size: int) -> int:
     most = self.capacities(n, size)[-1]  # entries of a region are looked for up to so many beyond all k
-    return max(super().slots(n, size), self.entries(n) + most, self.codec(n).slots(size, most))
+    return max(super().slots(n, size), self.entries(n) + most, codec_of(self.wire, n).slots(size, most))
 
   def cost(self, n: int, size: int) -> Cost:
     length = math.ceil(n / size)
     # The published words are for entries of two words each; a very short message of another format may take more.
-    more = sum(max(0, self.codec(end).words(1, 1) - 2) for end in (n, length))
+    more = sum(max(0, codec_of(self.wire, end).words(1, 1) - 2) for end in (n, length))
     words = (2 * math.ceil(self.entries(n) / size) + length + more) * (size - 1)
     return Cost(size - 1 + len(schedules.strides(size)), words, agreements=2 * (size > 1))
 
@@ -67,7 +68,7 @@ class TopkDSA(SelectingCollective):
     n, k, size = grads.size, self.entries(grads.size), comm.size
     length = -(-n // size)
     acc, capacities = LazySum((grads, state.residual)), self.capacities(n, size)
-    writer = self.writer(self.codec(n), state.shared, comm.rank)
+    writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
     picked, count, memory = self.choose(acc, state.worker)
     selected = picked.indices[0]
     chosen = bitset.insert(bitset.empty(n), selected, n)
@@ -84,7 +85,7 @@ class TopkDSA(SelectingCollective):
       return own, writer.widen_errors(errors, capacities[-1]), words
 
     own, lost, split_words = switch(capacities, fullest, split)
-    sums = dataclasses.replace(writer, codec=self.codec(length))
+    sums = dataclasses.replace(writer, codec=codec_of(self.wire, length))
     most, even, slots = size * capacities[-1], -(-k // size), min(size * k, n)
     total, rounded_off, words = _gather(comm, own, sums, most, even, slots)
     starts = bitset.rank(sent, bounds)

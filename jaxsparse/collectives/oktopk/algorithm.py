@@ -17,6 +17,7 @@ from jaxsparse.select import top_k
 from jaxsparse.select.accumulator import pending_nonzero
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
+from jaxsparse.sparse.codec import codec_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product, saturated_sum
 
 
@@ -81,7 +82,7 @@ class OkTopk(EncodingCollective):
   def sizes_vary(self) -> bool:
     return True
 
-  def sizes(self, n: int, size: int) -> "Sizes":
+  def sizes(self, n: int, size: int) -> Sizes:
     """The capacities of messages, in entries."""
     even = -(-self.entries(n) // size)
     most = even + even // 2
@@ -91,20 +92,24 @@ class OkTopk(EncodingCollective):
     sizes = self.sizes(n, size)
     sums = size * (sizes.most + sizes.surplus)  # of an owner, with what balancing moves to it
     selected = min(n, 2 * self.entries(n)) + sizes.most  # the last entries of a region are looked for up to that far
-    return max(super().slots(n, size), sums, selected, self.codec(n).slots(size, max(sizes.most, sizes.direct)))
+    return max(
+      super().slots(n, size), sums, selected, codec_of(self.wire, n).slots(size, max(sizes.most, sizes.direct))
+    )
 
   def init(self, n: int, size: int) -> State:
     reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))  # its step also numbers the noise of `wire`
     return super().init(n, size)._replace(worker=jnp.zeros(1, jnp.float32), shared=reused)
 
   def cost(self, n: int, size: int) -> Cost:
-    sizes, of = self.sizes(n, size), lambda capacity: self.codec(n).words(1, capacity)
-    words = (of(sizes.most) + max(of(sizes.direct), of(sizes.surplus) + of(sizes.even))) * (size - 1)
-    # The largest message, P counts of owners, 31 or 66 counts for the global threshold, P − 1 boundaries in 2 parts.
-    agreements = (
-      1 + size + (66 if self.nudge == "search" else 31) + (2 * (size - 1) if self.regions == "balanced" else 0)
+    sizes, codec = self.sizes(n, size), codec_of(self.wire, n)
+    split, direct, surplus, even = (
+      codec.words(1, one) for one in (sizes.most, sizes.direct, sizes.surplus, sizes.even)
     )
-    return Cost(2 * (size - 1) + len(schedules.strides(size)), words, agreements * (size > 1))
+    # The largest message, P counts of owners, 31 or 66 counts for the global threshold, P − 1 boundaries in 2 parts.
+    counts, bounds = 66 if self.nudge == "search" else 31, 2 * (size - 1) if self.regions == "balanced" else 0
+    agreements = (1 + size + counts + bounds) * (size > 1)
+    words = (split + max(direct, surplus + even)) * (size - 1)
+    return Cost(2 * (size - 1) + len(schedules.strides(size)), words, agreements)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, sizes = grads.size, self.entries(grads.size), self.sizes(grads.size, comm.size)
@@ -122,7 +127,7 @@ class OkTopk(EncodingCollective):
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
     finite, needed = agree(comm, crowd.max(), jnp.isfinite(sent.values).all())
 
-    writer = self.writer(self.codec(n), reused.step, comm.rank)
+    writer = self.writer(codec_of(self.wire, n), reused.step, comm.rank)
     rows, lost, words = _split(comm, writer, sent, needed, sizes)
     sums = sparse.merge(rows, n)
     threshold = self._threshold(comm, sums, exact, n, reused)

@@ -13,7 +13,7 @@ from jaxsparse.collectives.spardl.teams import Adaptive, Summed, adapt, b_sag, r
 from jaxsparse.comm import schedules
 from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.select.selectors import Accumulator
-from jaxsparse.sparse.codec import Codec
+from jaxsparse.sparse.codec import Codec, codec_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_sum
 
 
@@ -173,7 +173,7 @@ class SparDL(SelectingCollective):
 
   def _codecs(self, length: int) -> tuple[Codec, Codec]:
     """The codecs of blocks inside a team, and between teams."""
-    return self.chosen_codec(length), self.codec(length)
+    return self.chosen_codec(length), codec_of(self.wire, length)
 
 
 def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumulator, Sparse]:
