@@ -81,21 +81,23 @@ class OneBit(Collective):
     acc = jnp.pad(grads + state.residual, (0, math.prod(shape) - n)).reshape(shape)
     counts = _counts(n, shape)
     shares = jnp.asarray(1 / np.maximum(counts, 1), jnp.float32)
-    mine = [comm.rank == worker for worker in range(size)]
-    own = lambda regions: jax.lax.dynamic_index_in_dim(regions, comm.rank, keepdims=False)
+    owns = [comm.rank == worker for worker in range(size)]
 
-    message = encoded(acc, shares)
+    def own(regions: jax.Array) -> jax.Array:
+      return jax.lax.dynamic_index_in_dim(regions, comm.rank, keepdims=False)
+
+    message = encode(acc, shares)
     received = exchange(comm, message)
-    added = [jnp.where(here, own(acc), decoded(row)) for here, row in zip(mine, received, strict=True)]
+    added = [jnp.where(owner, own(acc), decode(row)) for owner, row in zip(owns, received, strict=True)]
     within = jnp.arange(shape[2], dtype=jnp.int32)[None] < own(jnp.asarray(counts))[:, None]
     region = jnp.where(within, functools.reduce(jnp.add, added), 0.0)
-    sums = encoded(region, own(shares))
-    total = decoded(in_rank_order(comm, all_gather(comm, sums))).reshape(-1)[:n]
+    sums = encode(region, own(shares))
+    total = decode(in_rank_order(comm, all_gather(comm, sums))).reshape(-1)[:n]
 
     # Region by region: XLA on CPU takes three times as long for a select over all of them.
     left = [
-      jnp.where(here, region, acc[worker]) - decoded(jnp.where(here, sums, message[worker]))
-      for worker, here in enumerate(mine)
+      jnp.where(owner, region, acc[worker]) - decode(jnp.where(owner, sums, message[worker]))
+      for worker, owner in enumerate(owns)
     ]
     ends = [min(end * region.size, n) for end in range(size + 1)]
     residual = [part.reshape(-1)[: end - start] for part, start, end in zip(left, ends[:-1], ends[1:], strict=True)]
@@ -118,7 +120,7 @@ def _counts(n: int, shape: tuple[int, int, int]) -> np.ndarray:
   return np.clip(n - starts, 0, block).reshape(regions, blocks).astype(np.int32)
 
 
-def encoded(x: jax.Array, shares: jax.Array) -> jax.Array:
+def encode(x: jax.Array, shares: jax.Array) -> jax.Array:
   """Signs and scales of blocks f32[..., block]: u32[..., block/32 + 1], the last word the scale.
 
   Args:
@@ -126,8 +128,8 @@ def encoded(x: jax.Array, shares: jax.Array) -> jax.Array:
     shares: f32[...], 1 / the entries of each block that are no padding.
 
   Example:
-    >>> words = encoded(jnp.array([-7.0, 1.0] * 16), jnp.float32(1 / 32))
-    >>> decoded(words)[:3]
+    >>> words = encode(jnp.array([-7.0, 1.0] * 16), jnp.float32(1 / 32))
+    >>> decode(words)[:3]
     Array([-5.,  5., -5.], dtype=float32)
   """
   flat = x.reshape(-1, x.shape[-1])
@@ -139,7 +141,7 @@ def encoded(x: jax.Array, shares: jax.Array) -> jax.Array:
   return jnp.concatenate([words, jax.lax.bitcast_convert_type(scale, jnp.uint32)[..., None]], axis=-1)
 
 
-def decoded(words: jax.Array) -> jax.Array:
+def decode(words: jax.Array) -> jax.Array:
   """Q: the scale of a block with the signs of its entries, f32[..., block] of u32[..., block/32 + 1]."""
   signs = (words[..., :-1, None] & _bits(words.ndim + 1)) != 0
   scale = jax.lax.bitcast_convert_type(words[..., -1], jnp.float32)[..., None, None]

@@ -78,13 +78,13 @@ class QSGD(Collective):
     n = grads.size
     acc = grads if state.residual is None else grads + state.residual
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), state.shared), comm.rank)
-    message, used = encoded(key, acc, self.levels, self.bits)
+    message, used = encode(key, acc, self.levels, self.bits)
     rows = all_gather(comm, message)
-    total = decoded_sum(rows, self.bits, n, in_rank_order(comm, jnp.arange(comm.size, dtype=jnp.int32)))
+    total = decode_sum(rows, self.bits, n, in_rank_order(comm, jnp.arange(comm.size, dtype=jnp.int32)))
 
     residual = None
     if state.residual is not None:
-      residual = acc - decoded_sum(message[None], self.bits, n, jnp.zeros(1, jnp.int32))
+      residual = acc - decode_sum(message[None], self.bits, n, jnp.zeros(1, jnp.int32))
     words = self.cost(n, comm.size).words
     counters = Counters(words, words, selected=used, delivered=bitset.count(bitset.pack(total != 0)))
     return Reduced(total, state._replace(residual=residual, shared=state.shared + 1), counters)
@@ -131,7 +131,7 @@ def draw_noise(key: jax.Array, n: int) -> jax.Array:
   return jnp.minimum(noise, 1 - 2.0**-24)  # high + shared may round up to 2¹⁶
 
 
-def encoded(key: jax.Array, x: jax.Array, levels: int, bits: int) -> tuple[jax.Array, jax.Array]:
+def encode(key: jax.Array, x: jax.Array, levels: int, bits: int) -> tuple[jax.Array, jax.Array]:
   """The message u32[1 + w] of f32[n], its scale and its packed levels, and how many levels are not 0, i32[].
 
   Each block of 2¹⁵ words is drawn and packed before the next: its random numbers stay in the cache.
@@ -154,8 +154,8 @@ def encoded(key: jax.Array, x: jax.Array, levels: int, bits: int) -> tuple[jax.A
   return jax.lax.fori_loop(0, blocks, fill, (message, used)) if blocks else (message, used)
 
 
-def decoded_sum(messages: jax.Array, bits: int, n: int, order: jax.Array) -> jax.Array:
-  """The sum f32[n] of the messages of `encoded`, u32[P, 1 + w], added in the order i32[P] of their rows.
+def decode_sum(messages: jax.Array, bits: int, n: int, order: jax.Array) -> jax.Array:
+  """The sum f32[n] of the messages of `encode`, u32[P, 1 + w], added in the order i32[P] of their rows.
 
   Block by block, so that a block of the sum stays in the cache while the entries of all messages are added, and that
   only blocks are put in order.
@@ -163,15 +163,15 @@ def decoded_sum(messages: jax.Array, bits: int, n: int, order: jax.Array) -> jax
   span, scales = 32 // bits * _BLOCK, jax.lax.bitcast_convert_type(messages[:, 0], jnp.float32)
   blocks = n // span
 
-  def added(rows: jax.Array) -> jax.Array:
+  def add_rows(rows: jax.Array) -> jax.Array:
     levels = [unpack_levels(row, bits).astype(jnp.float32) for row in rows[order]]
     return functools.reduce(jnp.add, [level * scale for level, scale in zip(levels, scales[order], strict=True)])
 
   def fill(block: jax.Array, total: jax.Array) -> jax.Array:
     rows = jax.lax.dynamic_slice(messages, (0, 1 + block * _BLOCK), (len(messages), _BLOCK))
-    return jax.lax.dynamic_update_slice(total, added(rows), (block * span,))
+    return jax.lax.dynamic_update_slice(total, add_rows(rows), (block * span,))
 
-  last = added(messages[:, 1 + blocks * _BLOCK :])[: n - blocks * span]
+  last = add_rows(messages[:, 1 + blocks * _BLOCK :])[: n - blocks * span]
   total = jnp.pad(last, (blocks * span, 0))
   return jax.lax.fori_loop(0, blocks, fill, total) if blocks else total
 

@@ -111,10 +111,10 @@ def test_a_worker_alone_does_the_work_of_one_among_others():
 
 
 @pytest.mark.parametrize("option", ["threshold_period", "region_period"])
-@pytest.mark.parametrize("value", [0, -1, 2.5, True])
-def test_bad_periods(option, value):
-  with pytest.raises(ValueError, match=f"{option}={value!r}, choose a whole number from 1 up"):
-    js.oktopk_transform("workers", density=0.1, **{option: value})
+def test_bad_periods(option):
+  for value in (0, -1, 2.5, True):
+    with pytest.raises(ValueError, match=f"{option}={value!r}, choose a whole number from 1 up"):
+      js.oktopk_transform("workers", density=0.1, **{option: value})
 
 
 def delivered_mass(nudge, batches, k):

@@ -7,9 +7,9 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.collectives.qsgd import (
-  decoded_sum,
+  decode_sum,
   draw_noise,
-  encoded,
+  encode,
   pack_levels,
   quantize,
   scale_of,
@@ -57,12 +57,12 @@ def test_levels_survive_packing(levels):
 @pytest.mark.parametrize("n", [131_071, 131_072, 300_003])  # one block of the wire less an entry, one, more than two
 def test_long_gradients_are_decoded_to_within_a_level(n):
   grads = normals(0, 3, n)
-  messages, used = jax.jit(jax.vmap(lambda x: encoded(jax.random.key(0), x, 127, 8)))(grads)
+  messages, used = jax.jit(jax.vmap(lambda x: encode(jax.random.key(0), x, 127, 8)))(grads)
   scales = np.array([np.asarray(messages[:, 0]).view(np.float32)]).reshape(3, 1)
-  each = np.stack([decoded_sum(message[None], 8, n, np.array([0])) for message in messages])
+  each = np.stack([decode_sum(message[None], 8, n, np.array([0])) for message in messages])
   assert (np.abs(each - grads) <= scales).all()
   assert used.tolist() == (each != 0).sum(axis=1).tolist()
-  np.testing.assert_array_equal(decoded_sum(messages, 8, n, np.arange(3)), (each[0] + each[1]) + each[2])
+  np.testing.assert_array_equal(decode_sum(messages, 8, n, np.arange(3)), (each[0] + each[1]) + each[2])
 
 
 def test_words_shrink_with_levels():

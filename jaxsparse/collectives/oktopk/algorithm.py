@@ -10,7 +10,7 @@ from jaxsparse import sparse
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.collectives._messages import EncodingCollective, Writer, agree, geometric, switch
 from jaxsparse.collectives.oktopk.balance import Sizes, balance_and_gather, consensus_bounds, even_bounds, imbalance
-from jaxsparse.collectives.oktopk.thresholds import by_a_fixed_step, kth_magnitude, nearest, proportionally
+from jaxsparse.collectives.oktopk.thresholds import kth_magnitude, nudge_by_factor, nudge_in_proportion, search_near
 from jaxsparse.comm import exchange, number_of_each, schedules
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select import top_k
@@ -156,17 +156,19 @@ class OkTopk(EncodingCollective):
   def _threshold(self, comm: Comm, sums: Sparse, exact: jax.Array, n: int, reused: Reused) -> jax.Array:
     """The global threshold of this step, f32[]."""
     k = self.entries(n)
-    followed = lambda: nearest(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
-    anew = exact | (reused.threshold == 0)
-    return jax.lax.cond(anew, lambda: kth_magnitude(comm, sums, k, n), followed)
+
+    def follow() -> jax.Array:
+      return search_near(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
+
+    return jax.lax.cond(exact | (reused.threshold == 0), lambda: kth_magnitude(comm, sums, k, n), follow)
 
   def _nudged(
     self, local: jax.Array, selected: jax.Array, threshold: jax.Array, wanted: jax.Array, k: int
   ) -> tuple[jax.Array, jax.Array]:
     """The local and the global threshold of the next step, f32[]."""
     if self.nudge == "fixed":
-      return by_a_fixed_step(local, selected, k), by_a_fixed_step(threshold, wanted, k)
-    return proportionally(local, selected, k) if self.nudge == "search" else local, threshold
+      return nudge_by_factor(local, selected, k), nudge_by_factor(threshold, wanted, k)
+    return nudge_in_proportion(local, selected, k) if self.nudge == "search" else local, threshold
 
   def _bounds(self, comm: Comm, chosen: jax.Array, n: int, reused: Reused) -> jax.Array:
     """The boundaries of regions: balanced every `region_period` steps, and while the global threshold is 0."""
