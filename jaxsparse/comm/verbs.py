@@ -49,7 +49,9 @@ def mark_total(tree: Any, axes: Sequence[str] | None) -> Any:
   """
   if axes is not None and not axes:  # a view of some workers: its total is not equal on all of them
     return tree
-  return jax.tree.map(lambda x: total_p.bind(x, axes=None if axes is None else frozenset(axes)), tree)
+  leaves, structure = jax.tree.flatten(tree)
+  marked = [total_p.bind(x, axes=None if axes is None else frozenset(axes)) for x in leaves]
+  return jax.tree.unflatten(structure, marked)
 
 
 def other_axes_error(ours: Iterable[str], mapped: Iterable[str]) -> ValueError:

@@ -122,8 +122,7 @@ class TopKAccumulator:
         """By a sort: it rarely runs, and compiles fastest."""
         return self._search_rows(first + row, 1, None if least is None else least[row][None], "sort")[0]
 
-      prove = lambda reached: (fits & (reached >= needed)).all()
-      indices = exact.search_among(keys, some, self.blocks, low, prove, search_row, least)
+      indices = exact.search_among(keys, some, self.blocks, low, fits, needed, search_row, least)
     return Sparse(indices, self._read_at(self.blocks.flat_indices(indices, first)))
 
   def log_sent(self, kept: Sparse, first: int) -> Self:

@@ -8,6 +8,7 @@ The result is bitwise the same on every path: ties go to the lowest index, and N
 is always selected.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -15,8 +16,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.select.blocks import TOP, Blocks, LazySum, keys_of
-from jaxsparse.select.kth_largest import bisect, kth_largest, rank_in_sample, sample_indices
+from jaxsparse.select.blocks import (
+  TOP,
+  Blocks,
+  LazySum,
+  bisect,
+  keys_of,
+  kth_largest,
+  rank_in_sample,
+  sample_indices,
+)
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
@@ -83,7 +92,15 @@ def is_long(length: int, k: int) -> bool:
     >>> is_long(1_000_000, 10_000), is_long(1_000_000, 900_000), is_long(1_000, 10)
     (True, False, False)
   """
-  return length > SHORT and _capacity(length, k) < length // 2
+  return length > SHORT and _plan_search(length, k)[2] < length // 2
+
+
+def _plan_search(length: int, k: int) -> tuple[int, int, int]:
+  """The size of the sample of a block, the rank in it of the candidates' threshold, and the slots for candidates."""
+  least, most = _SAMPLES
+  size = bitset.align(min(max(length // 128, least), most))
+  rank, factor = rank_in_sample(size, k / length)
+  return size, rank, bitset.align(int(k * factor))
 
 
 class Candidates(NamedTuple):
@@ -102,15 +119,6 @@ class Candidates(NamedTuple):
   fits: jax.Array
 
 
-def _sample_size(length: int) -> int:
-  least, most = _SAMPLES
-  return bitset.align(min(max(length // 128, least), most))
-
-
-def _capacity(length: int, k: int) -> int:
-  return bitset.align(int(k * rank_in_sample(_sample_size(length), k / length)[1]))
-
-
 def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates:
   """Candidates for the k largest entries of each block.
 
@@ -126,7 +134,7 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates:
     (Array([ True,  True], dtype=bool), True)
   """
   n, length, rows = blocks.x.size, blocks.length, blocks.order.size
-  capacity = _capacity(length, blocks.k)
+  capacity = _plan_search(length, blocks.k)[2]
   by_block = _estimate_keys(blocks) if low is None else jnp.zeros_like(low).at[blocks.order].set(low)
   members = bitset.pack_reaching(keys_of(blocks.x.values), _keys_of_words(by_block, length, n))
   found = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
@@ -156,8 +164,7 @@ def _keys_of_words(low: jax.Array, length: int, n: int) -> jax.Array:
 
 def _estimate_keys(blocks: Blocks) -> jax.Array:
   """A key for each block, i32[rows], that a few more than k of its entries reach."""
-  size = _sample_size(blocks.length)
-  rank, _ = rank_in_sample(size, blocks.k / blocks.length)
+  size, rank, _ = _plan_search(blocks.length, blocks.k)
   starts = blocks.length * jnp.arange(blocks.order.size, dtype=jnp.int32)
   keys = keys_of(blocks.x.read_at(sample_indices(blocks.length, size)[None] + starts[:, None]))
   order = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape)
@@ -170,7 +177,8 @@ def search_among(
   indices: jax.Array,
   blocks: Blocks,
   low: jax.Array,
-  prove: Callable[[jax.Array], jax.Array],
+  fits: jax.Array,
+  needed: jax.Array | int,
   search_row: Callable[[jax.Array], jax.Array],
   least: jax.Array | None = None,
 ) -> jax.Array:
@@ -180,8 +188,9 @@ def search_among(
     keys: i32[rows, c], c a multiple of 256, of entries known to be large, each once; −1 in empty slots.
     indices: i32[rows, c], block-relative.
     blocks: says the length of a block, and k.
-    low: i32[rows]; every entry of a block that reaches this key is given.
-    prove: (i32[rows] number of keys that reach `low`) -> bool[], whether the given entries contain the k largest.
+    low: i32[rows], a key.
+    fits: bool[rows], whether every entry of a block that reaches `low` is given.
+    needed: the number of keys that reach `low` which proves that the given entries contain the k largest.
     search_row: (row) -> i32[k], the result for a row from all its entries; runs, row by row, if not proven.
     least: i32[rows], at least 1: the smallest key of a selected entry; fewer than k entries may reach it.
 
@@ -204,7 +213,7 @@ def search_among(
   def search_each_row() -> jax.Array:
     return jax.lax.map(search_row, jnp.arange(rows, dtype=jnp.int32))
 
-  return jax.lax.cond(prove(reached), among_these, search_each_row)
+  return jax.lax.cond((fits & (reached >= needed)).all(), among_these, search_each_row)
 
 
 def _by_bracket(blocks: Blocks) -> jax.Array:
@@ -212,14 +221,14 @@ def _by_bracket(blocks: Blocks) -> jax.Array:
     return _by_bisection(blocks)
   some = find_candidates(blocks)
   keys = jnp.where(some.indices < blocks.length, keys_of(blocks.x.read_at(blocks.flat_indices(some.indices))), -1)
-  prove = lambda reached: (some.fits & (reached >= blocks.k)).all()
-  return search_among(keys, some.indices, blocks, some.low, prove, lambda row: _bisect_row(blocks, row))
+  search_row = functools.partial(_bisect_row, blocks)
+  return search_among(keys, some.indices, blocks, some.low, some.fits, blocks.k, search_row)
 
 
 def _by_bisection(blocks: Blocks) -> jax.Array:
   if blocks.order.size == 1:  # not batched: XLA on CPU compiles a batch of rows to slower code
     return _bisect_row(blocks, jnp.int32(0))[None]
-  return jax.vmap(lambda row: _bisect_row(blocks, row))(jnp.arange(blocks.order.size, dtype=jnp.int32))
+  return jax.vmap(functools.partial(_bisect_row, blocks))(jnp.arange(blocks.order.size, dtype=jnp.int32))
 
 
 def _bisect_row(blocks: Blocks, row: jax.Array) -> jax.Array:

@@ -6,9 +6,8 @@ The selected entries are a bitset over the n entries of a lazily summed vector.
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.select.blocks import TOP, LazySum, keys_of
+from jaxsparse.select.blocks import TOP, Cut, LazySum, bisect, keys_of
 from jaxsparse.select.exact import top_k
-from jaxsparse.select.kth_largest import Cut, bisect
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxsparse.select import exact, kth_largest, top_k
+from jaxsparse.select import blocks, exact, top_k
 from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
@@ -61,7 +61,7 @@ def test_methods_agree_on_long_rows(method, lazy):
 @pytest.fixture
 def as_on_gpu(monkeypatch):
   """Few keys are sorted, as there."""
-  monkeypatch.setattr(kth_largest, "by_counting", kth_largest.by_sorting)
+  monkeypatch.setattr(blocks, "by_counting", blocks.by_sorting)
 
 
 @pytest.mark.usefixtures("as_on_gpu")
@@ -85,7 +85,7 @@ def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
   assert loops == {"cuda": 1, "cpu": 2}  # a search of a fixed number of rounds
   assert "stablehlo.sort" not in text["cpu"]
   some = jax.ShapeDtypeStruct((2, bitset.align(k)), jnp.int32)
-  cut = lowered(functools.partial(kth_largest.kth_largest, k=9), some, some, platform="cuda")
+  cut = lowered(functools.partial(blocks.kth_largest, k=9), some, some, platform="cuda")
   assert "stablehlo.while" not in cut
   whole = lowered(functools.partial(top_k, k=k), x, platform="cuda")
   for program in (text["cuda"], whole, cut):

@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxsparse.select import blocks, kth_largest
+from jaxsparse.select import blocks
 from tests.select.gradients import GRADIENTS, keys_in_numpy
 
 SLOTS = 256
-WAYS = {
-  way.__name__: jax.jit(way) for way in (kth_largest.by_counting, kth_largest.by_sorting, kth_largest.kth_largest)
-}
+WAYS = {way.__name__: jax.jit(way) for way in (blocks.by_counting, blocks.by_sorting, blocks.kth_largest)}
 
 
 @st.composite
@@ -45,13 +43,13 @@ def test_the_cut_selects_the_k_largest_with_ties_to_the_lowest_index(way, rows):
 
 def test_by_sorting_selects_none_for_k_of_0():
   keys, indices = jnp.array([[3, 1, 4]]), jnp.arange(3)[None]
-  assert not kth_largest.by_sorting(keys, indices, jnp.array([0]), jnp.array([0])).selects(keys, indices).any()
+  assert not blocks.by_sorting(keys, indices, jnp.array([0]), jnp.array([0])).selects(keys, indices).any()
 
 
 @pytest.mark.parametrize("k", [1, 700, 70_001])
 def test_bisection_ends_where_exactly_k_entries_are_selected(k):
   find = jax.jit(
-    lambda keys: kth_largest.bisect(
+    lambda keys: blocks.bisect(
       lambda cut: jnp.sum(
         (keys > cut.key) | ((keys == cut.key) & (jnp.arange(keys.size) <= cut.last)), dtype=jnp.int32
       ),
