@@ -26,7 +26,7 @@ import numpy as np
 from jaxsparse import flatten, sparse
 from jaxsparse.collectives._base import replace_fields
 from jaxsparse.collectives.chunktopk import ChunkTopk
-from jaxsparse.sparse.sums import rounded
+from jaxsparse.sparse.sums import round_mantissa
 from jaxsparse.types import Comm, Reduced, State
 
 
@@ -196,4 +196,4 @@ def _sum_in_order(terms: list[jax.Array]) -> jax.Array:
 
   The order of a matrix product depends on its sizes and on the machine, and the last bit of a sum near 0 is its sign.
   """
-  return functools.reduce(jnp.add, map(rounded, terms))
+  return functools.reduce(jnp.add, map(round_mantissa, terms))

@@ -19,7 +19,7 @@ import numpy as np
 from jaxsparse.collectives._base import Collective, check_fraction
 from jaxsparse.comm import all_gather, exchange, in_rank_order, schedules
 from jaxsparse.sparse.bitset import BITS
-from jaxsparse.sparse.sums import rounded, row_sums, unit_of
+from jaxsparse.sparse.sums import round_mantissa, row_sums, unit_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 _BLOCK = 1024  # entries, so that scales add a bit to every 32
@@ -134,8 +134,8 @@ def encode(x: jax.Array, shares: jax.Array) -> jax.Array:
   """
   flat = x.reshape(-1, x.shape[-1])
   unit = unit_of(jnp.max(jnp.abs(flat), axis=1))
-  squares = row_sums(rounded((flat / unit[:, None]) ** 2)).reshape(shares.shape)
-  scale = rounded(unit.reshape(shares.shape) * jnp.sqrt(squares * shares))
+  squares = row_sums(round_mantissa((flat / unit[:, None]) ** 2)).reshape(shares.shape)
+  scale = round_mantissa(unit.reshape(shares.shape) * jnp.sqrt(squares * shares))
   signs = (x < 0).reshape(*shares.shape, -1, BITS)
   words = jnp.sum(jnp.where(signs, _bits(signs.ndim), jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
   return jnp.concatenate([words, jax.lax.bitcast_convert_type(scale, jnp.uint32)[..., None]], axis=-1)

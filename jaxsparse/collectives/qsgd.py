@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxsparse.collectives._base import Collective, check_fraction, check_whole
 from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.sums import largest_magnitude, ordered_sum, rounded_up
+from jaxsparse.sparse.sums import largest_magnitude, ordered_sum, round_mantissa_up
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 _BLOCK = 1 << 15  # words
@@ -103,8 +103,8 @@ def scale_of(x: jax.Array, levels: int) -> jax.Array:
   """
   most = largest_magnitude(x)
   divisor = jnp.where(most == 0, 1.0, most)  # so that squares neither overflow nor underflow
-  norm = most * jnp.sqrt(ordered_sum(x, term=lambda part: rounded_up(jnp.abs(part / divisor), bits=12) ** 2))
-  return rounded_up(norm / levels, bits=levels.bit_length())
+  norm = most * jnp.sqrt(ordered_sum(x, term=lambda part: round_mantissa_up(jnp.abs(part / divisor), bits=12) ** 2))
+  return round_mantissa_up(norm / levels, bits=levels.bit_length())
 
 
 def quantize(key: jax.Array, x: jax.Array, scale: jax.Array, levels: int) -> jax.Array:

@@ -74,25 +74,25 @@ def _reduce_blocks(parts: Sequence[jax.Array], reduce: Callable, combine: Callab
   return jax.lax.fori_loop(0, blocks, step, last) if blocks else last
 
 
-def rounded(x: jax.Array) -> jax.Array:
+def round_mantissa(x: jax.Array) -> jax.Array:
   """Rounds x to 22 bits of mantissa, for a product that a sum follows.
 
   Such a product may become a part of a fused multiply-add, in some programs only, and then has other bits.
 
   Example:
-    >>> bool(rounded(jnp.float32(1 + 2.0**-23)) == 1)
+    >>> bool(round_mantissa(jnp.float32(1 + 2.0**-23)) == 1)
     True
   """
   return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=22)
 
 
-def rounded_up(x: jax.Array, bits: int) -> jax.Array:
+def round_mantissa_up(x: jax.Array, bits: int) -> jax.Array:
   """The smallest f32 that is at least x ≥ 0 and whose last `bits` bits are 0.
 
   Products of numbers with few significant bits are exact, and so the same with fused multiply-add and without.
 
   Example:
-    >>> float(rounded_up(jnp.float32(1.1), bits=22))
+    >>> float(round_mantissa_up(jnp.float32(1.1), bits=22))
     1.5
   """
   words, rest = jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32((1 << bits) - 1)
@@ -112,4 +112,4 @@ def unit_of(largest: jax.Array) -> jax.Array:
     >>> unit_of(jnp.array([0.0, 3.0, 3e38])) == jnp.array([1.0, 4.0, 2.0**126])
     Array([ True,  True,  True], dtype=bool)
   """
-  return jnp.minimum(jnp.where(largest == 0, 1.0, rounded_up(largest, bits=23)), 2.0**126)
+  return jnp.minimum(jnp.where(largest == 0, 1.0, round_mantissa_up(largest, bits=23)), 2.0**126)

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.sparse.sums import rounded, row_sums, unit_of
+from jaxsparse.sparse.sums import round_mantissa, row_sums, unit_of
 from jaxsparse.types import Sparse
 
 BINS = 4
@@ -81,9 +81,9 @@ def quantize(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   count = values.shape[1]
   unit = unit_of(jnp.max(jnp.abs(values), axis=1))[:, None]
   scaled = values / unit
-  mean = rounded(row_sums(scaled) / count)  # XLA makes a quotient by a constant a product
+  mean = round_mantissa(row_sums(scaled) / count)  # XLA makes a quotient by a constant a product
   apart = scaled - mean[:, None]
-  squares = rounded(apart * apart)
+  squares = round_mantissa(apart * apart)
   width = _WIDTH * jnp.sqrt(row_sums(squares) / max(1, count - 1))
   width = jnp.where((width > 0) & jnp.isfinite(width), width, 1.0)
   codes = jnp.clip(jnp.round(apart / width[:, None] + BINS / 2), 0, BINS - 1).astype(jnp.int32)

@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.sparse.sums import rounded_up
+from jaxsparse.sparse.sums import round_mantissa_up
 
 _LEVELS = 127
 
@@ -65,7 +65,7 @@ class Int8(Values):
     largest = _clamped(jnp.max(jnp.abs(values), axis=1))
     # Tested explicitly: XLA's maximum of thousands of values drops a NaN on CPU.
     largest = jnp.where(jnp.isfinite(values).all(axis=1), largest, jnp.nan)
-    scale = rounded_up(largest * (1 / _LEVELS), bits=_LEVELS.bit_length())
+    scale = round_mantissa_up(largest * (1 / _LEVELS), bits=_LEVELS.bit_length())
     level = jnp.floor(values / jnp.where(scale == 0, 1.0, scale)[:, None] + noise)
     return jnp.clip(level, -_LEVELS, _LEVELS).astype(jnp.int8), scale
 

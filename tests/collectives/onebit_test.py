@@ -63,12 +63,9 @@ def test_residuals_stay_as_small_as_gradients(constant):
     assert np.linalg.norm(np.asarray(totals, np.float64).mean(0) - sums) < 0.05 * np.linalg.norm(sums)
 
 
-def test_zero_counts_as_positive_and_a_block_of_zeros_stays_zero():
+def test_zero_counts_as_positive_and_one_bit_is_sent_of_an_entry():
   out = js.simulate("onebit", jnp.array([[0.0, -0.0, 4.0, -4.0]]))
   np.testing.assert_allclose(out.total, np.sqrt(8) * np.array([1, 1, 1, -1]), rtol=1e-6)
   np.testing.assert_array_equal(js.simulate("onebit", jnp.zeros((3, 50))).total, np.zeros(50))
-
-
-def test_one_bit_an_entry_and_a_word_a_block():
   cost = js.costs.predict("onebit", n=4 * 1024 * 100, workers=4)
   assert cost == js.Cost(messages=3 + 2, words=2 * 3 * 100 * (1024 // 32 + 1))

@@ -164,10 +164,7 @@ def test_words_of_a_model_are_those_of_its_leaves():
     js.costs.count(js.make_collective("powersgd").for_leaves(((3, 2),)), n=100, workers=4)
 
 
-REFUSED = [("rank", 0), ("rank", 1.5), ("seed", -1), ("decay", 0), ("alternate", 2)]
-
-
-@pytest.mark.parametrize(("option", "value"), REFUSED)
-def test_options_outside_their_choices(option, value):
-  with pytest.raises(ValueError, match=f"powersgd: {option}={value}, choose"):
-    js.powersgd_transform("workers", **{option: value})
+def test_options_outside_their_choices():
+  for option, value in (("rank", 0), ("rank", 1.5), ("seed", -1), ("decay", 0), ("alternate", 2)):
+    with pytest.raises(ValueError, match=f"powersgd: {option}={value}, choose"):
+      js.powersgd_transform("workers", **{option: value})

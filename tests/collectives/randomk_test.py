@@ -29,10 +29,7 @@ def test_everything_is_delivered_in_the_end():
   assert np.all(total > 300)
 
 
-def test_no_index_travels():
+def test_no_index_travels_and_seeds_are_checked():
   assert js.costs.count("randomk", n=6000, workers=6, k=600) == js.costs.all_reduce_cost(600, 6)
-
-
-def test_bad_seed():
   with pytest.raises(ValueError, match="seed=-1, choose a whole number from 0"):
     js.randomk_transform("workers", density=0.1, seed=-1)
