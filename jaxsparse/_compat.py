@@ -154,8 +154,10 @@ def trimmed(spec: PartitionSpec) -> PartitionSpec:
 
 def is_summed_over(axis: AxisName, x: jax.Array) -> bool:
   """Whether x, inside a shard_map that checks replication, is typed as equal on all workers along `axis`."""
-  axes = {axis} if isinstance(axis, str) else set(axis)
-  return axes <= _varying(jax.lax.axis_index(axis)) and not axes & _varying(x)
+  number, own = (jax.typeof(value) for value in (jax.lax.axis_index(axis), x))
+  axes, newer = set(names_of(axis)), hasattr(own, "manual_axis_type")  # older versions have `.vma`
+  checked, varying = (kind.manual_axis_type.varying if newer else kind.vma for kind in (number, own))
+  return axes <= checked and not axes & varying
 
 
 def is_psum(x: jax.Array, axis: AxisName) -> bool:
@@ -177,7 +179,7 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
 _SCALINGS = ("div", "mul", "convert_element_type", "reshape", "ravel", "squeeze", "expand_dims")
 
 
-def here(x: Any) -> Any:
+def local_shard(x: Any) -> Any:
   """The first shard of x on this process; x itself if this process holds all of it."""
   return x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
 
@@ -210,9 +212,3 @@ def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
 
 
 _BARRIERS: dict[tuple[str, tuple[int, ...]], int] = {}  # barriers so far, by processes: a barrier's name serves once
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-  """The axes that x is typed as varying over: `.vma` of its type in older versions, `.manual_axis_type` in newer."""
-  kind = jax.typeof(x)
-  return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma

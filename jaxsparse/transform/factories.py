@@ -15,7 +15,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, make_collective, make_instance
 from jaxsparse.collectives._base import name_of
 from jaxsparse.transform.groups import Special
-from jaxsparse.transform.update import transform_of
+from jaxsparse.transform.update import collective_transform
 from jaxsparse.types import Comm
 
 Options = ParamSpec("Options")
@@ -27,7 +27,7 @@ Args:
 {args}
 
 Returns:
-  An `optax.GradientTransformation` whose state is a `js.ReduceState`.
+  An `optax.GradientTransformation` whose state is a `ReduceState`.
 
 Raises:
 {raises}  ValueError, TypeError: as `js.make_transform`.
@@ -72,7 +72,7 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
   def transform(
     axis: AxisName | Comm, special: Special | None = None, shardings: Any = None, **options: Any
   ) -> optax.GradientTransformation:
-    return transform_of(make_instance(cls, options), axis, special, shardings)
+    return collective_transform(make_instance(cls, options), axis, special, shardings)
 
   own = inspect.signature(transform)
   options = inspect.signature(cls).parameters
@@ -104,9 +104,10 @@ def make_transform(
 ) -> optax.GradientTransformation:
   """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.
 
-  The transform reduces the gradients of the P workers of `axis`; its update is `total / P`. It must be the **first**
-  transformation of its chain: it takes the local, un-averaged gradients of one worker, inside `jax.shard_map` over
-  `axis` with `check_vma=False` (`js.make_train_step` does it), and the transformations after it see its update.
+  The transform reduces the gradients of the P workers of `axis`; its update is `total / P`. It takes the local,
+  un-averaged gradients of one worker, inside `jax.shard_map` over `axis` with `check_vma=False` (`js.make_train_step`
+  does it). It is the **first** of its chain but for stateless scaling, such as the unscaling of a loss, which belongs
+  before it; the transformations after it see its update.
 
   Args:
     name: one of `js.collective_names()`, or a collective of your own.
@@ -119,7 +120,7 @@ def make_transform(
     **config: the options of the collective; those of `js.spardl_transform` for "spardl", and so on.
 
   Returns:
-    An `optax.GradientTransformation` whose state is a `js.ReduceState`. With `special` its residual is a tuple, one for
+    An `optax.GradientTransformation` whose state is a `ReduceState`. With `special` its residual is a tuple, one for
     each collective.
 
   Raises:
@@ -136,4 +137,4 @@ def make_transform(
     Traceback (most recent call last):
     ValueError: unknown collective 'sparse', choose one of ...
   """
-  return transform_of(make_collective(name, **config), axis, special, shardings)
+  return collective_transform(make_collective(name, **config), axis, special, shardings)
