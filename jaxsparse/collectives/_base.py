@@ -163,11 +163,11 @@ class Collective(abc.ABC):
 
 def replace_fields(collective: _Kind, **fields: Any) -> _Kind:
   """The collective with other values of some fields, also of those that are no options."""
-  made = copy.copy(collective)
+  changed = copy.copy(collective)
   for name, value in fields.items():
-    object.__setattr__(made, name, value)
-  made.__post_init__()
-  return made
+    object.__setattr__(changed, name, value)
+  changed.__post_init__()
+  return changed
 
 
 def name_of(kind: type[Collective]) -> str:

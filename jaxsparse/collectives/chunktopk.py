@@ -62,16 +62,16 @@ class ChunkTopk(SparseCollective):
   def chunks(self, n: int) -> tuple[int, int, int]:
     """The number of chunks, their length, and the entries that each sends."""
     length = min(self.chunk, n)
-    share = self.entries(length) if self.k is None else -(-self.entries(n) * length // n)
-    return -(-n // length), length, share
+    k_chunk = self.entries(length) if self.k is None else -(-self.entries(n) * length // n)
+    return -(-n // length), length, k_chunk
 
   def slots(self, n: int, size: int) -> int:
-    rows, length, share = self.chunks(n)
-    return max(super().slots(n, size), rows * length, size * rows * share)
+    rows, length, k_chunk = self.chunks(n)
+    return max(super().slots(n, size), rows * length, size * rows * k_chunk)
 
   def cost(self, n: int, size: int) -> Cost:
-    rows, length, share = self.chunks(n)
-    return Cost(len(schedules.strides(size)), words_of(codec_of(self.wire, length), size, share, rows))
+    rows, length, k_chunk = self.chunks(n)
+    return Cost(len(schedules.strides(size)), words_of(codec_of(self.wire, length), size, k_chunk, rows))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     total, _, errors, counters = self.exchange(comm, grads + state.residual)
@@ -84,21 +84,21 @@ class ChunkTopk(SparseCollective):
       (total, sent, errors, counters): the entries of the total; those of this worker as receivers decode them, and what
       was rounded off of each, in the same slots.
     """
-    n, (rows, length, share) = acc.size, self.chunks(acc.size)
+    n, (rows, length, k_chunk) = acc.size, self.chunks(acc.size)
     starts = length * jnp.arange(rows, dtype=jnp.int32)[:, None]
-    chosen = top_k(jnp.pad(acc, (0, rows * length - n)).reshape(rows, length), share)
+    chosen = top_k(jnp.pad(acc, (0, rows * length - n)).reshape(rows, length), k_chunk)
     writer = Writer(codec_of(self.wire, length), None)
     message, errors = writer.encode(chosen, 0)
 
     def flat(entries: Sparse) -> Sparse:
-      """Entries [rows, share] with flat indices, [rows · share]; those of padding are empty slots."""
+      """Entries [rows, k_chunk] with flat indices, [rows · k_chunk]; those of padding are empty slots."""
       whole = entries._replace(indices=entries.indices + starts)
       return jax.tree.map(jnp.ravel, sparse.where(whole.indices < n, whole, n))
 
-    received = jax.tree.map(lambda x: x.reshape(comm.size, rows, share), writer.gather(comm, message))
+    received = jax.tree.map(lambda x: x.reshape(comm.size, rows, k_chunk), writer.gather(comm, message))
     total = _COMBINED[self.combine](jax.vmap(flat)(in_rank_order(comm, received)), n)
     words = self.cost(n, comm.size).words
-    counters = Counters(words, words, selected=rows * share, delivered=jnp.count_nonzero(total.values))
+    counters = Counters(words, words, selected=rows * k_chunk, delivered=jnp.count_nonzero(total.values))
     return total, flat(writer.codec.decode(message)), flat(errors), counters
 
 

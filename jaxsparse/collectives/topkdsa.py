@@ -105,13 +105,7 @@ def _gather(
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
   """The non-zero sums of all regions, [slots] entries, the rounding errors of the own region, and the words sent.
 
-  Args:
-    comm: the workers.
-    own: f32[length], the sum of this worker's region.
-    writer: encodes and decodes the entries of a region.
-    most: the largest number of non-zero entries of a region.
-    even: the smallest capacity.
-    slots: the largest number of non-zero entries of all regions.
+  Of the own region, f32[length], at most `most` sums are not 0; the smallest capacity of a message is `even`.
   """
   length, size = own.size, comm.size
   few = min(most, length // 2)  # more entries than that take more words than the dense region

@@ -147,11 +147,11 @@ def next_thresholds(reused: Reused, chosen: Sparse, length: int) -> Reused:
     Reused(bounds=Array([4.444..., 5.25     ], dtype=float32), levels=Array([4., 0.], dtype=float32))
   """
   valid = chosen.indices < length
-  count, share = jnp.sum(valid, axis=1, dtype=jnp.int32), valid.shape[1]
+  count, k = jnp.sum(valid, axis=1, dtype=jnp.int32), valid.shape[1]
   least = jnp.min(jnp.where(valid, jnp.abs(chosen.values), jnp.inf), axis=1)
-  full = count == share
+  full = count == k
   growth = jnp.where(reused.levels > 0, jnp.clip(least / reused.levels, 1.0, 2.0), 1.0)
-  lower = jnp.where(2 * count < share, 0.0, reused.bounds * (0.75 + count.astype(jnp.float32) / (4 * share)))
+  lower = jnp.where(2 * count < k, 0.0, reused.bounds * (0.75 + count.astype(jnp.float32) / (4 * k)))
   # At most the largest finite number: no entry would reach infinity.
   raised = jnp.minimum(least * jnp.sqrt(growth), jnp.finfo(jnp.float32).max)
   return Reused(jnp.where(full, raised, lower), jnp.where(full, least, 0.0))
