@@ -19,7 +19,7 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class TwoBit:
-  """The codec of rows of entries of blocks of at most 16,384: `Codec`. A row takes four more words, those of its bins.
+  """A codec (`codec_of`) of blocks of at most 16,384 entries. A row takes four more words, those of its bins.
 
   Example:
     >>> entries = Sparse(jnp.array([[700, 9, 30, 2]]), jnp.array([[5.0, 4.0, -4.0, -5.0]]))
