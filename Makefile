@@ -11,7 +11,7 @@ STAMP := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys
 DOCS_STAMP := $(VENV)/docs
 SITE := out/site
 
-.PHONY: help install demo docs test test-all lint types format clean
+.PHONY: help install demo docs tables test test-all lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -37,6 +37,10 @@ demo: install  ## train on the digits, sparse beside dense: a table and out/demo
 docs: $(DOCS_STAMP)  ## the site in out/site: every page runs, and a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going --quiet --fresh-env --jobs $(WORKERS) --conf-dir docs . $(SITE)
 	@echo "open $(SITE)/index.html"
+
+tables: install  ## fill the tables of all pages and draw the figures of the race, from benchmarks/results
+	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.race --parts=none --results=benchmarks/results/race_lm.json --report_dir=benchmarks/results > /dev/null
 
 # Not part of `dev`, so that `make test` has less to install.
 $(DOCS_STAMP): $(STAMP)

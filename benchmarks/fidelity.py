@@ -1,9 +1,16 @@
-r"""The papers' numbers beside ours, all of them: reproduced, other setting, contradicted, or not run.
+r"""The papers' numbers beside ours, all of them, each with a verdict.
 
 The numbers are those of benchmarks/paper_tables.toml: ours were measured by the benchmark that is named, whose tables
-are in benchmarks/README.md. "reproduced" is within 10 % of the paper's number; of a ratio that says who is ahead, its
-gain over a draw is within a quarter of the paper's. "contradicted" is further off in the paper's own setting; of a
-ratio, in any setting, no gain where the paper has one, or less than a tenth of it.
+are in benchmarks/pages.
+
+  reproduced     within 10 % of the paper's number; of a ratio, the gain over a draw is within a quarter of the paper's
+  contradicted   further off in the paper's own setting; of a ratio, in any setting, no gain where the paper has one, or
+                 less than a tenth of it
+  other setting  further off, and our setting differs
+  undecided      within its noise our number could have another verdict
+  calibrated     a parameter of ours was chosen so that ours is the paper's number
+  repeated       restates a prediction that is judged in another table
+  not run        ours or the paper's is missing
 
 Examples:
   python -m benchmarks.fidelity

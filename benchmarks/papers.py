@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import rich.table
 
-Verdict = Literal["reproduced", "other setting", "contradicted", "not run"]
+Verdict = Literal["reproduced", "calibrated", "undecided", "other setting", "contradicted", "repeated", "not run"]
 TOLERANCE = 0.1  # of the paper's number
 RATIO_TOLERANCE = 0.25  # of the paper's gain over a draw
 NO_GAIN = 0.1  # of it
@@ -32,6 +32,9 @@ class Cell(NamedTuple):
     differs: how our setting differs, "" for the same.
     ratio: whether 1 is a draw.
     reason: why ours differs, "" where that is not known.
+    noise: standard error of our number, a fraction of it.
+    fitted: whether a parameter of ours was chosen so that ours is the paper's number.
+    repeats: the table whose predictions these numbers restate, "" where they are of their own.
   """
 
   paper: str
@@ -46,13 +49,17 @@ class Cell(NamedTuple):
   differs: str
   ratio: bool
   reason: str
+  noise: float = 0.0
+  fitted: bool = False
+  repeats: str = ""
 
   @property
   def verdict(self) -> Verdict:
     """What ours says of the paper's.
 
     reproduced: within a tenth of it; of a ratio, the gain over a draw is within a quarter. contradicted: further off in
-    the same setting; of a ratio, no gain, or less than a tenth of the paper's.
+    the same setting; of a ratio, no gain, or less than a tenth of the paper's. undecided: within its noise our
+    number could have another verdict. calibrated: fitted to the paper's number. repeated: counted in another table.
 
     Example:
       >>> cell = Cell("paper", "Table 1", "teams", "speed-up", "GPUs", "train", 1.5, False, 1.4, "CPUs", True, "")
@@ -61,13 +68,22 @@ class Cell(NamedTuple):
     """
     if self.ours is None or self.paper_value is None:
       return "not run"
-    if self.above:
-      return "reproduced" if self.ours > self.paper_value else "contradicted"
-    draw, near = (1.0, RATIO_TOLERANCE) if self.ratio else (0.0, TOLERANCE)
-    gained = (self.ours - draw) / (self.paper_value - draw)
-    if abs(gained - 1) <= near:
-      return "reproduced"
-    return "contradicted" if not self.differs or (self.ratio and gained < NO_GAIN) else "other setting"
+    if self.fitted or self.repeats:
+      return "calibrated" if self.fitted else "repeated"
+    scales = [1 + self.noise * part / 10 for part in range(-10, 11)]
+    found = {_judge(self, self.paper_value, self.ours * scale) for scale in scales}
+    return found.pop() if len(found) == 1 else "undecided"
+
+
+def _judge(cell: Cell, paper_value: float, ours: float) -> Verdict:
+  """The verdict on a number without noise."""
+  if cell.above:
+    return "reproduced" if ours > paper_value else "contradicted"
+  draw, near = (1.0, RATIO_TOLERANCE) if cell.ratio else (0.0, TOLERANCE)
+  gained = (ours - draw) / (paper_value - draw)
+  if abs(gained - 1) <= near:
+    return "reproduced"
+  return "contradicted" if not cell.differs or (cell.ratio and gained < NO_GAIN) else "other setting"
 
 
 @functools.cache
@@ -78,8 +94,8 @@ def every() -> tuple[Cell, ...]:
     for name, values in table["cells"].items():
       numbers = values.get("paper", values.get("above")), "above" in values, values.get("ours")
       head = table["paper"], table["name"], name, table["what"], table["setting"], table["benchmark"]
-      more = table.get("differs", ""), table.get("ratio", False), table.get("reason", "")
-      found.append(Cell(*head, *numbers, *more))
+      more = table.get("differs", ""), table.get("ratio", False), table.get("reason", ""), table.get("noise", 0.0)
+      found.append(Cell(*head, *numbers, *more, values.get("fitted", False), table.get("repeats", "")))
   return tuple(found)
 
 

@@ -11,7 +11,7 @@ from benchmarks.methods import Method
 from benchmarks.recipes import Recipe
 from benchmarks.tasks.base import Arrays, Model, Task, model_of
 from benchmarks.workers import Workers
-from jaxsparse.train.engine import here
+from jaxsparse.train.engine import local_shard
 
 
 class Trainer:
@@ -62,7 +62,7 @@ class Trainer:
     self.times.append(time.perf_counter() - start)
     self.statistics = metrics.model_state
     self.steps += 1
-    return float(here(metrics.loss))
+    return float(local_shard(metrics.loss))
 
   def metrics(self) -> dict[str, float]:
     """What `js.metrics` says of the last step, over all workers."""
@@ -78,5 +78,5 @@ class Trainer:
     Of the parameters of the last exchange, which all workers have, unless others are given. Batch normalization is by
     the running statistics of this process's first worker.
     """
-    statistics = jax.tree.map(lambda leaf: here(leaf)[0], self.statistics)
+    statistics = jax.tree.map(lambda leaf: local_shard(leaf)[0], self.statistics)
     return self.model.evaluate(self.params if params is None else params, statistics, on)

@@ -19,7 +19,7 @@ author = "the jaxsparse authors"
 copyright = author
 version = release = jaxsparse.__version__
 root_doc = "docs/index"
-include_patterns = ["docs/**", "colabs/*.ipynb", "benchmarks/README.md", "CONTRIBUTING.md", "BUILD.md", "CHANGELOG.md"]
+include_patterns = ["docs/**", "colabs/*.ipynb", "benchmarks/**.md", "CONTRIBUTING.md", "BUILD.md", "CHANGELOG.md"]
 exclude_patterns = [".*", "out", "tests", "jaxsparse", "dist"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 

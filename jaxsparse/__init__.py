@@ -59,10 +59,9 @@ from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.overlap.buckets import bucketed_transform
 from jaxsparse.train.conversion import convert, resize
 from jaxsparse.train.flushing import flush
-from jaxsparse.train.simulation import Simulated, simulate
+from jaxsparse.train.simulation import simulate
 from jaxsparse.train.starting import abstract_state
-from jaxsparse.train.step import TrainStep, init, make_train_step
-from jaxsparse.train.worker import StepMetrics
+from jaxsparse.train.step import init, make_train_step
 from jaxsparse.transform import factories
 from jaxsparse.transform.adam import scale_by_window_adam
 from jaxsparse.transform.atomic import atomic
@@ -71,10 +70,8 @@ from jaxsparse.transform.local import local_steps
 from jaxsparse.transform.metrics import Metrics, metrics
 from jaxsparse.transform.momentum import momentum_corrected, warmed_up
 from jaxsparse.transform.named import demo_transform, diloco, sparseloco, streaming_diloco
-from jaxsparse.transform.own import own_params
+from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.specs import specs
-from jaxsparse.transform.state import LocalState, ReduceState
-from jaxsparse.transform.update import transform_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 __version__ = "0.1.0"
@@ -100,18 +97,13 @@ __all__ = [
   "Comm",
   "Cost",
   "Counters",
-  "LocalState",
   "Metrics",
   "MpiComm",
-  "ReduceState",
   "Reduced",
   "SimComm",
-  "Simulated",
   "Sparse",
   "SparseCollective",
   "State",
-  "StepMetrics",
-  "TrainStep",
   "abstract_state",
   "atomic",
   "bucketed_transform",
@@ -139,7 +131,6 @@ __all__ = [
   "sparseloco",
   "specs",
   "streaming_diloco",
-  "transform_of",
   "warmed_up",
 ]
 __all__ += [f"{name}_transform" for name in collective_names()]

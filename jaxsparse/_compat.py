@@ -154,8 +154,10 @@ def trimmed(spec: PartitionSpec) -> PartitionSpec:
 
 def is_summed_over(axis: AxisName, x: jax.Array) -> bool:
   """Whether x, inside a shard_map that checks replication, is typed as equal on all workers along `axis`."""
-  axes = {axis} if isinstance(axis, str) else set(axis)
-  return axes <= _varying(jax.lax.axis_index(axis)) and not axes & _varying(x)
+  number, own = (jax.typeof(value) for value in (jax.lax.axis_index(axis), x))
+  axes, newer = set(names_of(axis)), hasattr(own, "manual_axis_type")  # older versions have `.vma`
+  checked, varying = (kind.manual_axis_type.varying if newer else kind.vma for kind in (number, own))
+  return axes <= checked and not axes & varying
 
 
 def is_psum(x: jax.Array, axis: AxisName) -> bool:
@@ -164,7 +166,7 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
   This follows the equations of an unfinished trace backwards from x. It detects gradients that are averaged already
   where the types do not show it.
   """
-  while (equation := _equation_of(x)) is not None:
+  while (equation := getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None) is not None:
     if equation.primitive.name.startswith("psum"):
       return set(names_of(axis)) <= set(equation.params["axes"]) and equation.params.get("axis_index_groups") is None
     operands = [operand for operand in equation.in_tracers if getattr(operand, "size", 1) == x.size]
@@ -177,12 +179,7 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
 _SCALINGS = ("div", "mul", "convert_element_type", "reshape", "ravel", "squeeze", "expand_dims")
 
 
-def _equation_of(x: jax.Array) -> Any:
-  """The equation of the trace that makes x, or None."""
-  return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
-
-
-def here(x: Any) -> Any:
+def local_shard(x: Any) -> Any:
   """The first shard of x on this process; x itself if this process holds all of it."""
   return x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
 
@@ -215,9 +212,3 @@ def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
 
 
 _BARRIERS: dict[tuple[str, tuple[int, ...]], int] = {}  # barriers so far, by processes: a barrier's name serves once
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-  """The axes that x is typed as varying over: `.vma` of its type in older versions, `.manual_axis_type` in newer."""
-  kind = jax.typeof(x)
-  return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
 
 def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
@@ -28,10 +27,17 @@ def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
     >>> unflatten(2 * flat)["b"]
     Array([2], dtype=bfloat16)
   """
-  count(tree)
-  flat, unravel = ravel_pytree(jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.float32), tree))
-  restore = lambda leaf, like: leaf.astype(jnp.result_type(like))
-  return flat, lambda new: jax.tree.map(restore, unravel(new), tree)
+  check_leaves(tree)
+  leaves, structure = jax.tree.flatten(tree)
+  flat = jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves])
+
+  def unflatten(new: jax.Array) -> Any:
+    pieces = zip(parts(new, sizes(tree)), leaves, strict=True)
+    return jax.tree.unflatten(
+      structure, [piece.reshape(jnp.shape(leaf)).astype(jnp.result_type(leaf)) for piece, leaf in pieces]
+    )
+
+  return flat, unflatten
 
 
 Rounding = Callable[[jax.Array, jax.Array | None], jax.Array]
@@ -68,16 +74,19 @@ def rounding(tree: Any) -> Rounding | None:
   return rounded if narrow else None
 
 
-def representable(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """Values rounded to what `dtype` holds, and 0 in place of finite numbers that are too large, which stay undelivered.
+def representable(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+  """Values rounded to what `dtype` holds, 0 in place of finite numbers that are too large; and what that leaves.
 
   Example:
     >>> import jax.numpy as jnp
-    >>> representable(jnp.array([0.1, 84000.0]), jnp.dtype(jnp.float16))
-    Array([0.09997559, 0.        ], dtype=float32)
+    >>> representable(jnp.array([0.125, 84000.0]), jnp.dtype(jnp.float16))
+    (Array([0.125, 0.   ], dtype=float32), Array([    0., 84000.], dtype=float32))
   """
   rounded = _rounded(values, dtype)
-  return values if rounded is values else jnp.where(jnp.isinf(rounded) & jnp.isfinite(values), 0.0, rounded)
+  if rounded is values:
+    return values, jnp.zeros_like(values)
+  held = jnp.where(jnp.isinf(rounded) & jnp.isfinite(values), 0.0, rounded)
+  return held, values - held
 
 
 def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -92,23 +101,20 @@ def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
   return jnp.where(jnp.abs(values) < float(limits.smallest_normal), jnp.round(values * steps) / steps, normal)
 
 
-def count(tree: Any) -> int:
-  """Number of entries n of a pytree of floating-point arrays; raises as `flatten` does."""
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  for path, leaf in leaves:
+def check_leaves(tree: Any) -> None:
+  """Raises as `flatten` does unless a pytree consists of floating-point arrays and has an entry."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     dtype = jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
       raise TypeError(
         f"gradients{jax.tree_util.keystr(path)} has dtype {dtype.name}, choose a floating-point one of 16 bits or more "
         "(optax.masked keeps other leaves out of a transform)"
       )
-  n = sum(sizes(tree))
-  if not n:
+  if not any(sizes(tree)):
     raise ValueError(
       f"gradients={tree!r} hold no entry: give a pytree with at least one non-empty array, and no label of "
       "optax.multi_transform without a leaf"
     )
-  return n
 
 
 def all_finite(tree: Any) -> jax.Array:

@@ -20,7 +20,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.transform.state import reduce_states, replicating
+from jaxsparse.transform.state import LocalState, ReduceState, reduce_rows, reduce_states
 from tests.cases import CASES, bits, integers, mesh_of, row
 
 WORKERS, STEPS, FAULTS, MOMENTUM = 3, 9, 20, 0.5
@@ -143,7 +143,7 @@ def by_leaf(tree: Any) -> np.ndarray:
 def owed(state: Any) -> np.ndarray:
   """f64[N], the sum over workers of residuals and of what is moved."""
   sums = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-  for node in replicating(state):
+  for node in (node for node, of_inner in reduce_rows(state) if not of_inner):
     parts = node.carried.residual if isinstance(node.carried.residual, tuple) else (node.carried.residual,)
     for group, residual in zip(node.layout.method.groups, parts, strict=True):
       if residual is None:
@@ -153,7 +153,7 @@ def owed(state: Any) -> np.ndarray:
         name, shape = node.layout.method.names[leaf][2:-2], node.layout.method.shapes[leaf]
         own, flat = np.split(flat, [math.prod(shape)])
         sums[name] += own.reshape(shape)
-  return by_leaf(sums) + (by_leaf(state.moved) if isinstance(state, js.LocalState) and state.moved else 0)
+  return by_leaf(sums) + (by_leaf(state.moved) if isinstance(state, LocalState) and state.moved else 0)
 
 
 def entered(cell: Cell, composition: str, grads: np.ndarray) -> np.ndarray:
@@ -166,7 +166,7 @@ def entered(cell: Cell, composition: str, grads: np.ndarray) -> np.ndarray:
 
 
 def without_counters(state: Any) -> Any:
-  is_node = lambda node: isinstance(node, js.ReduceState)
+  is_node = lambda node: isinstance(node, ReduceState)
   return jax.tree.map(lambda node: node.carried if is_node(node) else node, state, is_leaf=is_node)
 
 

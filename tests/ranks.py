@@ -15,8 +15,8 @@ import optax
 
 import jaxsparse as js
 from jaxsparse import launch
-from jaxsparse.train.engine import engine_of, here
-from jaxsparse.train.starting import started
+from jaxsparse.train.engine import engine_of, local_shard
+from jaxsparse.train.starting import start_workers
 from jaxsparse.transform.update import init_state, reduce_step
 
 
@@ -42,7 +42,7 @@ def equality(engine_name: str, file: str) -> None:
   data = np.load(file)
   for number, (name, config) in enumerate(json.loads(str(data["cases"]))):
     collective, n = js.make_collective(name, **config), data[f"{number}/grads"].shape[-1]
-    state, own = started(engine, lambda _, c=collective, n=n: init_state(c, n, engine.workers), jnp.zeros(n))
+    state, own = start_workers(engine, lambda _, c=collective, n=n: init_state(c, n, engine.workers), jnp.zeros(n))
     rows = data[f"{number}/grads"]
     grads = [step[rank] if engine.held == 1 else engine.place(step.reshape(-1), split) for step in rows]
     program = engine.jit(functools.partial(reduce_step, collective, engine.comm), (split, own), (split, own))
@@ -74,7 +74,7 @@ def training(engine_name: str, file: str) -> None:
   for _ in range(5):
     params, state, metrics = step(params, state, mine)
   if rank == 0:
-    out = {name: local(leaf).tolist() for name, leaf in params.items()} | {"loss": float(here(metrics.loss))}
+    out = {name: local(leaf).tolist() for name, leaf in params.items()} | {"loss": float(local_shard(metrics.loss))}
     pathlib.Path(file).with_suffix(".json").write_text(json.dumps(out))
 
 
@@ -161,13 +161,13 @@ def quiet(engine_name: str, _: str) -> None:
   where, _, rank = join(engine_name)
   engine = engine_of(where, "workers")
   total = engine.jit(engine.comm.all_reduce, (jax.sharding.PartitionSpec(),), jax.sharding.PartitionSpec())
-  count = float(here(total(jnp.float32(1))))
+  count = float(local_shard(total(jnp.float32(1))))
   if rank == 0:
     print(count)
 
 
 def other_engine(engine_name: str, _: str) -> None:
-  """Every rank joins by the engine that it was not started with."""
+  """Every rank joins by the engine that it was not start_workers with."""
   join("mpi" if engine_name == "processes" else "processes")
 
 

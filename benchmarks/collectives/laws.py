@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxsparse as js
 from benchmarks.specs import Spec
 from jaxsparse.train.engine import Engine, rows_of
 from jaxsparse.train.replicas import hashed
+from jaxsparse.transform.state import ReduceState
 
 _BUCKETS = 4096
 
@@ -60,14 +60,14 @@ class Laws:
     """The laws that are checked: "C R", "C", "R" or ""."""
     return " ".join(name for name, holds in (("C", self._conserves), ("R", self._replicates)) if holds)
 
-  def before(self, grads: jax.Array, state: js.ReduceState) -> Before | None:
+  def before(self, grads: jax.Array, state: ReduceState) -> Before | None:
     """Sums of the arguments of an update; None where the algorithm does not promise Law C."""
     if not self._conserves:
       return None
     residual = state.carried.residual
     return Before(self._held(grads, state).sum(0, dtype=np.float64), None if residual is None else self._copy(residual))
 
-  def wrong(self, mean: jax.Array, state: js.ReduceState, before: Before | None, grads: Callable[[], jax.Array]) -> int:
+  def wrong(self, mean: jax.Array, state: ReduceState, before: Before | None, grads: Callable[[], jax.Array]) -> int:
     """The number of entries of the result that break a law.
 
     Args:
@@ -89,7 +89,7 @@ class Laws:
     rows = self._rows(lambda x: jax.lax.bitcast_convert_type(_columns(x)[buckets], jnp.uint32), self._of_mean)(mean)
     return int((rows != rows[0]).any(0).sum())
 
-  def _lost(self, mean: jax.Array, state: js.ReduceState, before: Before, grads: Callable[[], jax.Array]) -> int:
+  def _lost(self, mean: jax.Array, state: ReduceState, before: Before, grads: Callable[[], jax.Array]) -> int:
     """Entries of which something was lost or made up."""
     after = self._size * self._delivered(mean)[0].astype(np.float64) + self._kept(state).sum(0, dtype=np.float64)
     buckets = np.flatnonzero(~(np.abs(before.sums[0] - after[0]) <= self._tolerance * before.sums[1]))
@@ -102,7 +102,7 @@ class Laws:
     return int((~(error <= self._tolerance * (np.abs(made) + np.abs(old)).sum(0))).sum())
 
 
-def _held(grads: jax.Array | None, state: js.ReduceState) -> jax.Array:
+def _held(grads: jax.Array | None, state: ReduceState) -> jax.Array:
   """Bucket sums of one worker's gradient + residual, or of its residual alone."""
   parts = [_bucket_sums(part) for part in (grads, state.carried.residual) if part is not None]
   return sum(parts, jnp.zeros((2, _BUCKETS)))

@@ -19,7 +19,7 @@ from benchmarks.specs import Spec
 from benchmarks.workers import Workers
 from jaxsparse.comm import message_p
 from jaxsparse.train import timing
-from jaxsparse.train.engine import engine_of, here
+from jaxsparse.train.engine import engine_of, local_shard
 
 ENOUGH = 20.0  # seconds of warm-up, and of timed steps, after which fewer have to do; a whole period is never cut
 LEAST_STEPS = 70  # of an algorithm with a period, warm-up included
@@ -178,7 +178,7 @@ class Bench:
       seconds, (mean, state) = self._watch.time(update.program, grads, state)
       wrong += laws.wrong(mean, state, before, again)
       times.append(seconds)
-      words.append(float(here(read(state).words_sent)))
+      words.append(float(local_shard(read(state).words_sent)))
     return {
       "seconds": statistics.median(times),
       "mean": statistics.mean(times),

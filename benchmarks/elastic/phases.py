@@ -22,7 +22,7 @@ from benchmarks.tasks.base import model_of
 from benchmarks.workers import Workers, here
 from jaxsparse import flatten, launch
 from jaxsparse.launch import guard
-from jaxsparse.train.engine import here as of_this_process
+from jaxsparse.train.engine import local_shard as of_this_process
 
 DYING = 1  # the rank that is killed
 _MARKS = ("began", "joined", "restored", "stepped")  # what a phase records of its start, in this order

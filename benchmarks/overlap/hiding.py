@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 import jaxsparse as js
 from benchmarks.workers import AXIS, Workers
 from jaxsparse.train import timing
-from jaxsparse.train.engine import engine_of, here
+from jaxsparse.train.engine import engine_of, local_shard
 
 _RATE = 0.1  # of learning
 _BESIDE = 1.5  # two short all-reduces that take less than so many times as long as one start beside each other
@@ -193,6 +193,6 @@ def _loss(params: Any, batch: jax.Array) -> jax.Array:
 def _check_same(params: Any, expected: Any) -> None:
   """Raises RuntimeError where the parameters differ from those of a plain all-reduce."""
   for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
-    apart = np.abs(here(one) - here(other)).max()
+    apart = np.abs(local_shard(one) - local_shard(other)).max()
     if not apart < 1e-5:
       raise RuntimeError(f"the parameters of a plan are {apart:.1e} from those of a plain all-reduce")

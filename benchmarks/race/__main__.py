@@ -36,7 +36,7 @@ import rich.console
 from absl import flags
 
 from benchmarks import entry, methods, netlab, papers, programs, recipes, recorded, report, specs, workers
-from benchmarks.race import measuring, presets
+from benchmarks.race import figures, measuring, presets
 from benchmarks.race import report as tables
 from benchmarks.race.measuring import Length, Race, Runner
 from benchmarks.race.results import KINDS, Results
@@ -308,8 +308,8 @@ def _report(plan: Plan, results: Results, preset: presets.Preset | None, console
   console.print(papers.beside(papers.of("race"), preset.measured(results, target) if preset else None))
   if curves:
     folder = pathlib.Path(_REPORT_DIR.value)
-    tables.figure(results, rates, folder / "race.png")
-    tables.bars(results, rates, target, folder / "seconds.png")
+    figures.curves(results, rates, target, folder / "race.png")
+    figures.bars(results, rates, target, folder / "seconds.png")
     console.print(f"figures: {folder / 'race.png'}, {folder / 'seconds.png'}")
   if _JSON.value:
     print(json.dumps(tables.as_json(results, rates, target)))

@@ -1,8 +1,7 @@
-"""The tables and the figure of a race, from its results alone."""
+"""The tables of a race, from its results alone."""
 
 import contextlib
 import math
-import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,12 +9,24 @@ import rich.console
 import rich.progress
 import rich.table
 
-from benchmarks import report
+from benchmarks import netlab, report
 from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
-from benchmarks.race.standings import DENSE, Spread, Standing, Target, standings
+from benchmarks.race.standings import DENSE, Spread, Target, standings
 
 ADVISED = "1gbit"  # where advice has a goal
 _PARTS = "ms a step: compute (forward, backward) + rest (selection, sums, optimizer) + exchange (what messages add)"
+NAMES = {  # of methods in tables and figures
+  "dense": "dense",
+  "updates:apply_residual=True/onebit": "signs, every step",
+  "local:every=4:apply_residual=True/onebit": "signs, every 4 steps",
+  "local:every=8/spardl:density=0.3:wire=int8": "SparDL 30 %, every 8 steps",
+  "spardl:density=0.01": "SparDL 1 %",
+  "spardl:density=0.05:wire=int8": "SparDL 5 %, 8 bits",
+  "spardl:teams=2:density=0.01": "SparDL 1 %, 2 teams",
+  "oktopk:density=0.01": "Ok-Topk 1 %",
+  "topka:density=0.01": "TopkA 1 %",
+  "topkdsa:density=0.01": "TopkDSA 1 %",
+}
 GOALS = {"100mbit": 3.0, "10mbit": 15.0}  # dense's seconds to its loss / those of the best, of the task `lm`
 
 
@@ -118,92 +129,25 @@ def goals(results: Results, target: Target) -> list[report.Goal]:
   return found
 
 
-def figure(results: Results, rates: Sequence[str], path: pathlib.Path) -> None:
-  """Loss over steps, and over seconds at each rate; a line for each method, the mean of the seeds, and their band."""
-  names = dict.fromkeys((curve.method, curve.optimizer) for curve in results.rows["curves"])
-  size = max(8.0, 4.5 * (1 + len(rates))), 3.7 + 0.2 * len(names)  # with room for the legend
-  plot, panels = report.pyplot.subplots(
-    1, 1 + len(rates), figsize=size, sharey=True, squeeze=False, layout="constrained"
-  )
-  colours = _colours(names)
-  for panel, rate in zip(panels[0], ["", *rates], strict=True):
-    for method, optimizer in names:
-      curves = results.find("curves", method=method, optimizer=optimizer)
-      paces = results.find("paces", rate=rate, method=method)
-      if rate and not paces:
-        continue
-      scale = paces[0].seconds if rate else 1.0
-      shared, lines = _shared(curves)
-      report.band(
-        panel, [scale * step for step in shared], lines, f"{method}, {optimizer}", color=colours[method, optimizer]
-      )
-    panel.set(xlabel=f"seconds at {rate}" if rate else "step", xscale="log" if rate else "linear")
-    panel.xaxis.set_minor_formatter(report.pyplot.NullFormatter())  # its labels overlap
-  losses = [loss for curve in results.rows["curves"] for loss in curve.loss if math.isfinite(loss)] or [1.0]
-  panels[0][0].set(ylabel="held-out loss", yscale="log" if max(losses) > 20 * min(losses) else "linear")
-  plot.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", fontsize="small")
-  report.save(plot, title(results), path)
+def name_of(method: str) -> str:
+  """A method as the pages call it; one without a name as the command does."""
+  return NAMES.get(method, method)
 
 
-def _shared(curves: Sequence[Curve]) -> tuple[list[int], list[list[float]]]:
-  """The steps at which all were evaluated, and the losses of each there."""
-  of = [dict(zip(curve.steps, curve.loss, strict=True)) for curve in curves]
-  shared = sorted(set.intersection(*map(set, of)))
-  return shared, [[losses[step] for step in shared] for losses in of]
-
-
-def bars(results: Results, rates: Sequence[str], target: Target, path: pathlib.Path) -> None:
-  """Seconds to the target: a panel for each rate, a bar for each method that reaches it, with its best optimizer."""
-  best: dict[str, dict[str, Standing]] = {rate: {} for rate in rates}
-  for rate in rates:
-    for one in standings(results, rate, target):
-      if one.seconds and not one.seconds.missing:
-        best[rate].setdefault(one.method, one)  # the fastest first
-  names = list(dict.fromkeys(method for found in best.values() for method in found))
-  colours = _colours(names)
-  most = max(map(len, best.values()), default=1)
-  plot, panels = report.pyplot.subplots(
-    1, max(1, len(rates)), figsize=(4 * max(1, len(rates)), 1.4 + 0.5 * most), squeeze=False, layout="constrained"
-  )
-  for panel, (rate, found) in zip(panels[0], best.items(), strict=False):
-    order = sorted(found.values(), key=lambda one: -_mean(one.seconds))
-    drawn = panel.barh(
-      range(len(order)),
-      [_mean(one.seconds) for one in order],
-      xerr=[one.seconds.deviation if one.seconds else 0.0 for one in order],
-      color=[colours[one.method] for one in order],
-    )
-    gain = lambda one: "" if one.method == DENSE else f", {_mean(one.speed_up):.3g} ×"
-    texts = [f"{spread_text(one.seconds, 0)} s{gain(one)}" for one in order]
-    panel.bar_label(drawn, texts, padding=4, fontsize="small")
-    longest = max((_mean(one.seconds) for one in order), default=1.0)
-    panel.set(title=links(rate), yticks=[], xticks=[], xlim=(0, 1.9 * longest))  # room for the numbers
-    panel.spines[["top", "right", "bottom"]].set_visible(False)
-  handles = [report.pyplot.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
-  plot.legend(handles, names, loc="outside lower center", fontsize="small")
-  report.save(plot, f"seconds to {target}: {title(results)}", path)
-
-
-def _colours(names: Iterable[Any]) -> dict[Any, Any]:
-  """A colour for each name."""
-  distinct = dict.fromkeys(names)
-  palette = report.pyplot.get_cmap("tab10" if len(distinct) <= 10 else "tab20")
-  return {name: palette(number % palette.N) for number, name in enumerate(distinct)}
-
-
-def _mean(spread: Spread | None) -> float:
-  return spread.mean if spread else 0.0
-
-
-def links(rate: str) -> str:
+def rate_text(rate: str) -> str:
   """A rate as people write it: 10 Mbit/s for 10mbit.
 
   Example:
-    >>> links("10mbit"), links("none")
+    >>> rate_text("10mbit"), rate_text("none")
     ('10 Mbit/s', 'not limited')
   """
   number, unit = rate.rstrip("abcdefghijklmnopqrstuvwxyz"), rate.lstrip("0123456789.")
   return f"{number} {unit.capitalize()}/s" if number else "not limited"
+
+
+def slow_first(rates: Iterable[str]) -> list[str]:
+  """Rates in ascending order, links without a limit at the end."""
+  return sorted(dict.fromkeys(rates), key=lambda rate: math.inf if rate == "none" else netlab.bits(rate))
 
 
 def title(results: Results) -> str:

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from benchmarks.workers import Workers
-from jaxsparse.train.engine import here
+from jaxsparse.train.engine import local_shard
 
 IGNORED = -1  # a label that is not to be predicted
 _PART = 128  # inputs that are evaluated at once
@@ -108,7 +108,7 @@ class Model(NamedTuple):
     """Mean loss and accuracy over what is held out, or over other inputs and labels, on one device of this process."""
     inputs, labels = on or self.held_out
     parts = [slice(start, start + _PART) for start in range(0, len(inputs), _PART)]
-    home = jax.device_put(jax.tree.map(here, (params, statistics)), jax.local_devices()[0])
+    home = jax.device_put(jax.tree.map(local_shard, (params, statistics)), jax.local_devices()[0])
     scores = functools.partial(_evaluated, self.structure, *home)
     rows = [[float(x) for x in scores(inputs[part], labels[part])] for part in parts]
     losses, right, count = (sum(column) for column in zip(*rows, strict=True))

@@ -100,7 +100,7 @@ class ProgramText:
       return self._shape(aval)
     if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
       return self._shape(aval)
-    x = np.asarray(_compat.here(x))
+    x = np.asarray(_compat.local_shard(x))
     if x.size == 1:  # as a float, 0.1 of float32 is 0.10000000149011612
       short = str(x.reshape(())[()] if x.dtype == np.float32 else x.item())
     else:

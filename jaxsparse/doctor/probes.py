@@ -13,7 +13,7 @@ import jaxsparse as js
 from jaxsparse import _compat, launch
 from jaxsparse.doctor.programs import ANSWER
 from jaxsparse.train import timing
-from jaxsparse.train.engine import engine_of, here
+from jaxsparse.train.engine import engine_of, local_shard
 
 _AXIS = "workers"
 _ENTRIES = 60
@@ -50,7 +50,7 @@ def _engine(engine: str) -> dict[str, Any]:
     whole = workers.place(rows.reshape(-1), PartitionSpec(_AXIS))
     mine = rows[where.communicator.Get_rank()] if isinstance(where, js.MpiComm) else whole
     mean, _ = update.program(mine, update.state)
-    for found in np.asarray(here(mean)).reshape(-1, _ENTRIES):  # one row for each worker of this process
+    for found in np.asarray(local_shard(mean)).reshape(-1, _ENTRIES):  # one row for each worker of this process
       np.testing.assert_array_equal(found, rows.mean(0), f"{collective} on {name}")
   return {"workers": workers.workers, "where": name}
 
@@ -64,7 +64,7 @@ def _scatter() -> dict[str, Any]:
   given = jax.make_array_from_callback(rows.shape, jax.NamedSharding(mesh, spec), rows.__getitem__)
   for axes, over in ((("hosts",), (0,)), (("devices",), (1,)), (("hosts", "devices"), (0, 1))):
     scatter = lambda x, axes=axes: jax.lax.psum_scatter(x[0, 0], axes, tiled=True)[None, None]
-    part = here(jax.jit(_compat.shard_map(scatter, mesh, (spec,), spec))(given))[0, 0]
+    part = local_shard(jax.jit(_compat.shard_map(scatter, mesh, (spec,), spec))(given))[0, 0]
     whole, host = rows.sum(over, keepdims=True), jax.process_index()
     mine = whole[host % whole.shape[0], 0].reshape(-1, part.size)  # of the first device of this process
     np.testing.assert_array_equal(part, mine[host * len(mine) // mesh.shape["hosts"] if "hosts" in axes else 0])

@@ -23,8 +23,8 @@ from jaxsparse import flatten
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import make_collective
 from jaxsparse.overlap.plans import Plan
-from jaxsparse.transform.groups import Bundle, Group, assigned, groups_of
-from jaxsparse.transform.update import over_groups
+from jaxsparse.transform.groups import Bundle, Group, assign_collectives, groups_of
+from jaxsparse.transform.update import grouped_transform
 from jaxsparse.types import Comm
 
 _WORD = 4  # bytes of an entry
@@ -82,12 +82,12 @@ def bucketed_transform(
     >>> [residual.size == 512 * len(jax.devices()) for residual in jax.tree.leaves(state[0].carried.residual)]
     [True]
   """
-  assignment = assigned(make_collective(name, **config), special or {})
+  assignment = assign_collectives(make_collective(name, **config), special or {})
 
   def groups(tree: Any) -> list[Group]:
     return groups_of(tree, assignment, _bundles(tree, plan, order))
 
-  return over_groups(groups, assignment.collectives, axis, shardings)
+  return grouped_transform(groups, assignment.collectives, axis, shardings)
 
 
 def _bundles(tree: Any, plan: Plan, order: Sequence[int] | None) -> list[Bundle]:

@@ -3,6 +3,7 @@
 step         `js.init` and `js.make_train_step`
 starting     the state of all workers before the first step, as arrays or as shapes
 conversion   `js.resize` and `js.convert`: a state for other workers, or for another collective
+residual_rows  residuals of all workers, read and written on the host
 flushing     `js.flush`: all residuals, delivered densely
 worker       the step of one worker: loss, gradients, update, metrics
 engine       where the workers run: a mesh, MPI, or the simulator; maps and compiles programs over them

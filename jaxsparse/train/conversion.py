@@ -1,7 +1,7 @@
 """`js.resize` and `js.convert`: an optimizer state for another number of workers, or for another collective.
 
 Both make a state before its first step, the one by the methods that the old state records (`Layout.method`), the other
-by a new transformation. Then they carry over what must not be lost: residuals (`transform.owed`), totals of counters,
+by a new transformation. Then they carry over what must not be lost: residuals (`residual_rows`), totals of counters,
 and the arrays of all other transformations. So `resize` is `convert` with the transformation of the old state.
 """
 
@@ -18,11 +18,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxsparse._compat import AxisName
 from jaxsparse.train.engine import Engine, put_global
+from jaxsparse.train.residual_rows import Residual, carry_over, gather, homes_of, residuals_of
 from jaxsparse.train.sharded import training_engine
-from jaxsparse.train.starting import checked, made, shape_of
+from jaxsparse.train.starting import check_state, place_state, shape_of
 from jaxsparse.train.step import init
-from jaxsparse.transform import checks, owed
-from jaxsparse.transform.owed import Residual, whole
+from jaxsparse.transform import checks
+from jaxsparse.transform.groups import leaf_names
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.state import (
   LocalState,
@@ -77,24 +78,24 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
     (4, (32,))
   """
   engine = training_engine(mesh, axis)
-  checked(state, params)
+  check_state(state, params)
 
   def start(params: optax.Params) -> Any:
     del params
-    return [restarted(*one) for one in reduce_rows(state)]
+    return [restart(*one) for one in reduce_rows(state)]
 
-  def restarted(node: ReduceState, row: bool) -> Any:
+  def restart(node: ReduceState, row: bool) -> Any:
     fresh = first_state(engine.comm, node.layout.method, node.layout.shards)  # type: ignore[arg-type]
     zeros = jnp.int32(0), jnp.int32(0)
     return LocalState(jax.tree.map(lambda x: x[None], fresh), (), (), *zeros) if row else fresh
 
-  following = iter(reduce_states(made(engine, start, params)[0]))
+  following = iter(reduce_states(place_state(engine, start, params)[0]))
 
-  def of(path: Any, x: Any, row: bool) -> Any:
+  def begin(path: Any, x: Any, row: bool) -> Any:
     return next(following) if is_reduce_state(x) else shape_of(mesh, path, x, params, engine if row else None)
 
-  fresh = jax.tree_util.tree_map_with_path(of, state, in_rows(state), is_leaf=is_reduce_state)
-  return _carried_over(engine, state, fresh)
+  fresh = jax.tree_util.tree_map_with_path(begin, state, in_rows(state), is_leaf=is_reduce_state)
+  return _carry_state(engine, state, fresh, params)
 
 
 def convert(
@@ -128,19 +129,19 @@ def convert(
     Array(0, dtype=int32)
   """
   engine = training_engine(mesh, axis)
-  checked(state, params)
+  check_state(state, params)
   checks.check_landed("js.convert", state)
-  return _carried_over(engine, state, init(tx, params, mesh, axis=axis))
+  return _carry_state(engine, state, init(tx, params, mesh, axis=axis), params)
 
 
-def _carried_over(engine: Engine, state: Any, fresh: Any) -> Any:
+def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -> Any:
   """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
   _check_structure(state, fresh)
   nodes = reduce_states(state)
-  before, after = _workers(nodes[0]), engine.workers
-  residuals = owed.residuals_of(nodes, engine.process)
+  before, after = int(np.max(gather(nodes[0].layout.workers))), engine.workers
+  residuals = residuals_of(nodes, params, engine.process)
   _check_rows(nodes[0], before, after)
-  _check_homes(residuals, reduce_states(fresh))
+  _check_homes(residuals, homes_of(reduce_states(fresh), params), leaf_names(params))
   if local_states(state) and before != after:
     warnings.warn(
       f"js.resize: the workers have parameters or optimizers of their own, all {after} of them go on from the mean of "
@@ -148,22 +149,23 @@ def _carried_over(engine: Engine, state: Any, fresh: Any) -> Any:
       stacklevel=3,
     )
 
-  def of(old: Any, new: Any) -> Any:
+  def carry(old: Any, new: Any) -> Any:
     if not is_reduce_state(old):
-      return _on(new, old if np.shape(old) == new.shape else _mean(whole(old), new))
+      return _put_like(new, old if np.shape(old) == new.shape else _mean(gather(old), new))
     if before == after and old.layout[3:] == new.layout[3:] and _shapes(old) == _shapes(new):
-      return jax.tree.map(_on, new, old._replace(layout=new.layout))  # whose checksum an earlier version may have made
-    return owed.carried_over(new, residuals, old.counters, before, after, engine.process)
+      # The checksum of the old layout may be that of an earlier version.
+      return jax.tree.map(_put_like, new, old._replace(layout=new.layout))
+    return carry_over(new, params, residuals, old.counters, before, after, engine.process)
 
-  whole_state = jax.tree.map(of, state, fresh, is_leaf=is_reduce_state)
-  return engine.place(whole_state, placed(whole_state, engine.axis))
+  after_state = jax.tree.map(carry, state, fresh, is_leaf=is_reduce_state)
+  return engine.place(after_state, placed(after_state, engine.axis))
 
 
-def _on(like: Any, x: Any) -> Any:
+def _put_like(like: Any, x: Any) -> Any:
   """The array with the sharding of another one, if that lies on a mesh."""
   if getattr(x, "sharding", None) == like.sharding:
     return x
-  return put_global(whole(x), like.sharding) if isinstance(like.sharding, NamedSharding) else jnp.asarray(whole(x))
+  return put_global(gather(x), like.sharding) if isinstance(like.sharding, NamedSharding) else jnp.asarray(gather(x))
 
 
 def _mean(rows: Any, like: Any) -> np.ndarray:
@@ -172,10 +174,6 @@ def _mean(rows: Any, like: Any) -> np.ndarray:
   floating = jnp.issubdtype(rows.dtype, jnp.floating)
   one = rows.astype(np.float64).mean(axis=0).astype(rows.dtype) if floating else rows.max(axis=0)
   return np.broadcast_to(one, like.shape)
-
-
-def _workers(node: ReduceState) -> int:
-  return int(np.max(whole(node.layout.workers)))
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]]:
@@ -210,18 +208,20 @@ def _check_rows(node: ReduceState, before: int, after: int) -> None:
     )
 
 
-def _check_homes(residuals: dict[str, Residual], nodes: Sequence[ReduceState]) -> None:
+def _check_homes(residuals: Sequence[Residual | None], homes: dict[int, Any], names: Sequence[str]) -> None:
   """Raises ValueError if the residual of a leaf would be lost, or lies otherwise on the devices inside a worker."""
-  homes = {name: lies for node in nodes for name, lies in owed.homes_of(node).items()}
-  for name, residual in residuals.items():
-    if name not in homes:
-      if any(residual.at(number).any() for number in residual.rows):
+  for number, residual in enumerate(residuals):
+    if residual is None:
+      continue
+    name = names[number]
+    if number not in homes:
+      if any(residual.read(device).any() for device in residual.rows):
         raise ValueError(
           f"parameters{name} has a residual that is not zero, and its new collective keeps none: deliver it by "
           "js.flush before, or choose a collective with a residual"
         )
-    elif homes[name] != residual.lies:
+    elif homes[number] != residual.lies:
       raise ValueError(
-        f"parameters{name} lies inside a worker as {residual.lies} in the state, and as {homes[name]} here, with axes "
-        "and spec: give a mesh with the same axes inside, and the same shardings of the parameters"
+        f"parameters{name} lies inside a worker as {residual.lies} in the state, and as {homes[number]} here, with "
+        "axes and spec: give a mesh with the same axes inside, and the same shardings of the parameters"
       )

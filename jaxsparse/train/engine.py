@@ -4,27 +4,26 @@ The program of one worker is the same on every engine. An engine maps the progra
 `PartitionSpec` for each argument and result says whether it is split along the workers or equal on all of them.
 """
 
+import abc
 import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
-from jaxsparse._compat import AxisName, here
+from jaxsparse._compat import AxisName, local_shard
 from jaxsparse.comm import AxisComm, SimComm, all_gather, in_rank_order
 from jaxsparse.comm.mpi import RANKS, MpiComm
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.types import Comm
 
-Shardings = tuple[Any, Any] | None  # of the arguments and of the results of a program
 
-
-class Engine(Protocol):
+class Engine(abc.ABC):
   """Runs a program at every worker; `js.init` and `js.make_train_step` use workers through this interface only.
 
   Attributes:
@@ -39,63 +38,58 @@ class Engine(Protocol):
     processes: number of processes that run the program together.
   """
 
-  @property
-  def platform(self) -> str:
-    """The platform of the devices: "cpu", "gpu" or "tpu"."""
-    ...
-
-  process: int
-  processes: int
   workers: int
   held: int
   comm: Comm
   axes: dict[Any, int]
   axis: AxisName
-  others: tuple[str, ...]
+  others: tuple[str, ...] = ()
+  process, processes = 0, 1
+
+  @property
+  def platform(self) -> str:
+    """The platform of the devices: "cpu", "gpu" or "tpu"."""
+    return jax.default_backend()
 
   @property
   def flat(self) -> "Engine":
     """The engine itself; where workers have several devices, one that maps a program over these devices too."""
-    ...
+    return self
 
   def typed(self) -> contextlib.AbstractContextManager["Engine"]:
     """An engine of the same devices on which the types of arrays tell how they are sharded inside a worker."""
-    ...
+    return contextlib.nullcontext(self)
 
+  @abc.abstractmethod
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """The function of all workers that runs `function` at each of them, like `jax.shard_map`."""
-    ...
 
   def jit(
-    self,
-    function: Callable,
-    in_specs: Any,
-    out_specs: Any,
-    donate: Sequence[int] = (),
-    options: Any = None,
-    shardings: Shardings = None,
+    self, worker: Callable, in_specs: Any, out_specs: Any, donate: Any = (), options: Any = None, shardings: Any = None
   ) -> Any:
     """`map`, jitted; `options` are those of the compiler.
 
     Arguments and results are sharded as their specs say, or as `shardings` of both do, where workers have devices.
     """
-    ...
+    del shardings
+    return jax.jit(self.map(worker, in_specs, out_specs), donate_argnums=donate, compiler_options=options)
 
   def place(self, tree: Any, specs: Any) -> Any:
     """`tree` with the shardings of `specs`; `jit` would reshard it too, but compile once more for other shardings."""
-    ...
+    del specs
+    return tree
 
   def shardings(self, tree: Any, specs: Any) -> Any:
     """The shardings that `place` gives a tree where they depend on those it has, inside a worker; else None."""
-    ...
+    del tree, specs
 
   def spread(self, value: np.ndarray) -> jax.Array:
     """The array [workers, …] split along the workers, in which the rows of this process's workers are its `value`."""
-    ...
+    return jax.numpy.broadcast_to(value, (self.held, *value.shape))
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     """The values of all processes, [processes, …]; every process must call."""
-    ...
+    return value[None]
 
 
 def check_batch(batch: Any, engine: Engine, axis: AxisName, parts: int = 1) -> None:
@@ -135,10 +129,10 @@ def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., 
   """A function that returns the results of `function` at all workers, as rows 0 … P − 1, on every process."""
   rows = lambda *arguments: in_rank_order(engine.comm, all_gather(engine.comm, function(*arguments)))
   program = engine.jit(rows, in_specs, PartitionSpec())
-  return lambda *arguments: np.asarray(here(dispatch(program, *arguments)))
+  return lambda *arguments: np.asarray(local_shard(dispatch(program, *arguments)))
 
 
-class _OnMesh:
+class _OnMesh(Engine):
   """Workers along an axis of a mesh whose devices may belong to many processes."""
 
   def __init__(self, mesh: Mesh, axis: AxisName):
@@ -147,48 +141,42 @@ class _OnMesh:
     if unknown:
       raise ValueError(f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
-    self.comm: Comm = AxisComm(axis)
+    self.comm = AxisComm(axis)
     self.axis, self.axes = axis, dict(mesh.shape)
     self.others = tuple(name for name in mesh.axis_names if name not in names)
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes, me = len(taking_part), jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
-    self.platform = mesh.devices.flat[0].platform
     self._mesh = mesh
 
   @property
-  def flat(self) -> Engine:
-    return self
-
-  def typed(self) -> contextlib.AbstractContextManager[Engine]:
-    return contextlib.nullcontext(self)
+  def platform(self) -> str:
+    return self._mesh.devices.flat[0].platform
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     return _compat.shard_map(function, self._mesh, in_specs, out_specs)
 
   def jit(
-    self,
-    function: Callable,
-    in_specs: Any,
-    out_specs: Any,
-    donate: Sequence[int] = (),
-    options: Any = None,
-    shardings: Shardings = None,
+    self, worker: Callable, in_specs: Any, out_specs: Any, donate: Any = (), options: Any = None, shardings: Any = None
   ) -> Any:
     del shardings
     arguments, results = self._shardings(in_specs), self._shardings(out_specs)
-    mapped = self.map(function, in_specs, out_specs)
-    if _compat.has_explicit_axes(self._mesh):  # shard_map then rejects arguments with other shardings than its specs
-      mapped = self._resharding(mapped, arguments)
+    mapped = self.map(worker, in_specs, out_specs)
+
+    def program(*given: Any) -> Any:
+      every = jax.tree.broadcast(arguments, given, is_leaf=is_spec)
+      return mapped(*jax.tree.map(jax.sharding.reshard, given, every))
+
     return jax.jit(
-      mapped, in_shardings=arguments, out_shardings=results, donate_argnums=donate, compiler_options=options
+      program if _compat.has_explicit_axes(self._mesh) else mapped,  # shard_map rejects what is sharded otherwise
+      in_shardings=arguments,
+      out_shardings=results,
+      donate_argnums=donate,
+      compiler_options=options,
     )
 
   def place(self, tree: Any, specs: Any) -> Any:
     return self._put(tree, jax.tree.leaves(jax.tree.broadcast(self._shardings(specs), tree, is_leaf=is_spec)))
-
-  def shardings(self, tree: Any, specs: Any) -> Any:
-    del tree, specs
 
   def _put(self, tree: Any, shardings: Sequence[NamedSharding]) -> Any:
     leaves, structure = jax.tree.flatten(tree)
@@ -208,77 +196,19 @@ class _OnMesh:
     split = NamedSharding(mesh, PartitionSpec("processes"))
     with jax.set_mesh(mesh):  # the caller may have set another mesh
       rows = jax.make_array_from_callback((self.processes, *value.shape), split, lambda _: value[None])
-      return np.asarray(here(dispatch(gather, rows)))
-
-  @staticmethod
-  def _resharding(mapped: Callable, shardings: Any) -> Callable:
-    def program(*arguments: Any) -> Any:
-      every = jax.tree.broadcast(shardings, arguments, is_leaf=is_spec)
-      return mapped(*jax.tree.map(jax.sharding.reshard, arguments, every))
-
-    return program
+      return np.asarray(local_shard(dispatch(gather, rows)))
 
   def _shardings(self, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=is_spec)
 
 
-class _OnOneDevice:
-  """Base of the engines that use one device of one process."""
-
-  held: int
-  process, processes = 0, 1
-  others: tuple[str, ...] = ()
-
-  @property
-  def platform(self) -> str:
-    return jax.default_backend()
-
-  @property
-  def flat(self) -> Any:
-    return self
-
-  def typed(self) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext(self)
-
-  def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    del in_specs, out_specs
-    return function
-
-  def jit(
-    self,
-    function: Callable,
-    in_specs: Any,
-    out_specs: Any,
-    donate: Sequence[int] = (),
-    options: Any = None,
-    shardings: Shardings = None,
-  ) -> Any:
-    del shardings
-    return jax.jit(self.map(function, in_specs, out_specs), donate_argnums=donate, compiler_options=options)
-
-  def place(self, tree: Any, specs: Any) -> Any:
-    del specs
-    return tree
-
-  def shardings(self, tree: Any, specs: Any) -> Any:
-    del tree, specs
-
-  def spread(self, value: np.ndarray) -> jax.Array:
-    return jax.numpy.broadcast_to(value, (self.held, *value.shape))
-
-  def of_processes(self, value: np.ndarray) -> np.ndarray:
-    return value[None]
-
-
-class _Simulated(_OnOneDevice):
-  """All workers under vmap; arrays outside a program have the shapes that they have on a mesh."""
+class _Simulated(Engine):
+  """All workers under vmap on one device; arrays outside a program have the shapes that they have on a mesh."""
 
   def __init__(self, comm: SimComm):
     assert comm.members is not None
     self.workers = self.held = comm.members
-    self.axis = comm.axis
-    self.axes = {comm.axis: comm.members}
-    self.comm: Comm = comm
+    self.axis, self.axes, self.comm = comm.axis, {comm.axis: comm.members}, comm
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     def mapped(*arguments: Any) -> Any:
@@ -297,7 +227,7 @@ class _Simulated(_OnOneDevice):
     return jax.tree.map(choose, jax.tree.broadcast(specs, tree, is_leaf=is_spec), tree, is_leaf=is_spec)
 
 
-class _Rank(_OnOneDevice):
+class _Rank(Engine):
   """A rank of MPI: one worker, with the arrays of this worker only."""
 
   held = 1
@@ -306,8 +236,11 @@ class _Rank(_OnOneDevice):
   def __init__(self, comm: MpiComm):
     self.workers = self.processes = comm.size
     self.process = int(comm.rank)
-    self.axes: dict[Any, int] = {}
-    self.comm: Comm = comm
+    self.axes, self.comm = {}, comm
+
+  def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    del in_specs, out_specs
+    return function
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     return _gathered(self.comm)(self.spread(value))  # type: ignore[arg-type]

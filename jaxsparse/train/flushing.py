@@ -11,9 +11,10 @@ from jaxsparse import flatten
 from jaxsparse._compat import AxisName
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train.sharded import training_engine
-from jaxsparse.train.starting import checked
-from jaxsparse.transform import checks, owed
-from jaxsparse.transform.own import moved_by_name
+from jaxsparse.train.starting import check_state
+from jaxsparse.transform import checks
+from jaxsparse.transform.groups import leaf_numbers
+from jaxsparse.transform.residuals import moved_leaves, take_residuals
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.state import in_rows, is_local_state, is_reduce_state
 from jaxsparse.types import Comm
@@ -58,33 +59,45 @@ def flush(
     (Array([2., 0., 3.], dtype=float32), Array([0., 1., 0.], dtype=float32), 0.0)
   """
   engine = training_engine(mesh, axis)
-  nodes = checked(state, params)
-  for node in nodes:
+  for node in check_state(state, params):
     checks.check_workers(node, engine.workers, held=engine.held)
   checks.check_landed("js.flush", state)
 
-  def worker(params: optax.Params, state: Any) -> tuple[optax.Updates, Any]:
-    named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    updates = {name: jnp.zeros_like(leaf) for name, leaf in named.items()}
-    moved, left = moved_by_name(state), dict[str, jax.Array]()
+  comm = engine.comm
 
-    def of(node: Any, row: bool) -> Any:
+  def mean(owing: list[jax.Array]) -> list[jax.Array]:
+    """One all-reduce of the residuals of a transform, at each device of a worker."""
+    if not owing:
+      return owing
+    flat, restore = flatten.flatten(owing)
+    return restore(comm.all_reduce(flat) / comm.size)
+
+  def worker(params: optax.Params, state: Any) -> tuple[optax.Updates, Any]:
+    leaves, structure = jax.tree.flatten(params)
+    updates, left = list(map(jnp.zeros_like, leaves)), [jnp.zeros_like(leaf, jnp.float32) for leaf in leaves]
+    moved = moved_leaves(state, params)
+
+    def deliver(node: Any, row: bool) -> Any:
       if row or not is_reduce_state(node):
         return node
-      names = node.layout.method.names
-      also = [moved[name][0] for name in names] if moved.keys() >= set(names) else None
-      means, node = owed.delivered(engine.comm, [named[name] for name in names], node, also)
-      for name, mean in zip(names, means, strict=True):
-        sent = flatten.representable(mean, named[name].dtype)
-        updates[name] = sent.astype(named[name].dtype)
-        left[name] = jnp.zeros_like(mean) if sent is mean else mean - sent  # 0 unless the mean is float32
+      numbers = leaf_numbers(node.layout.method.structure, params)
+      also = [gone[0] for number in numbers if (gone := moved[number]) is not None]
+      means, node = take_residuals([leaves[number] for number in numbers], node, also or None, mean)
+      for number, exact in zip(numbers, means, strict=True):  # of the dtype of the leaf already, unless moved is added
+        sent, left[number] = flatten.representable(exact, leaves[number].dtype)
+        updates[number] = sent.astype(leaves[number].dtype)
       return node
 
-    state = jax.tree.map(of, state, in_rows(state), is_leaf=is_reduce_state)
-    rest = lambda path, _: left[jax.tree_util.keystr(path)][None]
-    emptied = lambda node: node._replace(moved=jax.tree_util.tree_map_with_path(rest, node.moved))
-    state = jax.tree.map(lambda x: emptied(x) if is_local_state(x) else x, state, is_leaf=is_local_state)
-    return jax.tree.unflatten(jax.tree.structure(params), list(updates.values())), state
+    def empty(node: Any) -> Any:
+      if not is_local_state(node) or not jax.tree.leaves(node.moved):
+        return node
+      structure = jax.tree.structure(node.moved)
+      return node._replace(
+        moved=jax.tree.unflatten(structure, [left[number][None] for number in leaf_numbers(structure, params)])
+      )
+
+    state = jax.tree.map(deliver, state, in_rows(state), is_leaf=is_reduce_state)
+    return jax.tree.unflatten(structure, updates), jax.tree.map(empty, state, is_leaf=is_local_state)
 
   specs = (PartitionSpec(), placed(state, engine.axis))
   kept = engine.shardings((params, state), specs)

@@ -19,7 +19,7 @@ from jax.extend import core
 from jaxsparse import _compat
 from jaxsparse.comm.program_text import Line, ProgramText
 from jaxsparse.train.engine import Engine
-from jaxsparse.train.replicas import listed, of_all
+from jaxsparse.train.replicas import gather_numbers, listing
 from jaxsparse.transform.state import is_reduce_state
 
 _PATIENCE = 300.0  # seconds; one process may evaluate before a step
@@ -68,7 +68,7 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
   head = [f"jax {jax.__version__}, jaxsparse {sys.modules['jaxsparse'].__version__}", *head]
   text = ProgramText(jaxpr) if jaxpr else None
   whole = "\n".join([*head, text.digest if text else ""])
-  digests = of_all(engine, np.frombuffer(hashlib.sha256(whole.encode()).digest()[:8], np.uint32))
+  digests = gather_numbers(engine, np.frombuffer(hashlib.sha256(whole.encode()).digest()[:8], np.uint32))
   if np.all(digests == digests[0]):
     return
   kind, found = "", _difference(engine, list(map(Line, head)))
@@ -78,7 +78,7 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
   others = found.others if found else np.flatnonzero(np.any(digests != digests[0], axis=1))
   difference = found.message if found else "not known"
   raise ValueError(
-    f"{what} of {listed(others)} is not that of process 0. The first difference{kind} is {difference}. Every process "
+    f"{what} of {listing(others)} is not that of process 0. The first difference{kind} is {difference}. Every process "
     "must run the same code with the same options, shapes and versions; data of a process's own belongs in the batch"
   )
 
@@ -117,8 +117,8 @@ class _Difference(NamedTuple):
 
 def _difference(engine: Engine, lines: Sequence[Line]) -> _Difference | None:
   """The first of these lines that differs between processes."""
-  longest = int(of_all(engine, [len(lines)]).max())
-  rows = of_all(engine, [*(zlib.crc32(line.text.encode()) for line in lines), *[0] * (longest - len(lines))])
+  longest = int(gather_numbers(engine, [len(lines)]).max())
+  rows = gather_numbers(engine, [*(zlib.crc32(line.text.encode()) for line in lines), *[0] * (longest - len(lines))])
   differs = np.any(rows != rows[0], axis=0)
   if not differs.any():
     return None
@@ -135,7 +135,7 @@ def _difference(engine: Engine, lines: Sequence[Line]) -> _Difference | None:
 def _texts(engine: Engine, text: str) -> list[str]:
   """The text of each process."""
   buffer = text.encode()[:_LONGEST].ljust(_LONGEST, b"\0")
-  rows = of_all(engine, np.frombuffer(buffer, np.uint32))
+  rows = gather_numbers(engine, np.frombuffer(buffer, np.uint32))
   return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 

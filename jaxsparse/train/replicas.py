@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxsparse._compat import names_of
 from jaxsparse.comm import pack
 from jaxsparse.comm.replication import axes_of_spec
-from jaxsparse.train.engine import Engine, here, is_spec, rows_of
+from jaxsparse.train.engine import Engine, is_spec, local_shard, rows_of
 
 
 def check_processes(engine: Engine, tree: Any, name: str) -> None:
@@ -36,19 +36,19 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
   shapes = [(jax.tree_util.keystr(path), jnp.shape(leaf), str(jnp.result_type(leaf))) for path, leaf in leaves]
   sums = [0 if _is_sharded(leaf) else zlib.crc32(_bytes(leaf)) for _, leaf in leaves]
   # Two numbers, so that processes with different numbers of leaves exchange arrays of one shape.
-  shape, values = of_all(engine, [zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(sums).encode())]).T
+  shape, values = gather_numbers(engine, [zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(sums).encode())]).T
   if (others := np.flatnonzero(shape != shape[0])).size:
     raise ValueError(
-      f"{name}: those of {listed(others)} have other names, shapes or dtypes than those of process 0; on this process "
+      f"{name}: those of {listing(others)} have other names, shapes or dtypes than those of process 0; on this process "
       f"they are {shapes}. Every process must give the same"
     )
   if np.all(values == values[0]):
     return
-  rows = of_all(engine, sums)
+  rows = gather_numbers(engine, sums)
   number = int(np.flatnonzero(np.any(rows != rows[0], axis=0))[0])
   others = np.flatnonzero(rows[:, number] != rows[0, number])
   raise ValueError(
-    f"{name}{shapes[number][0]} differs between processes: {listed(others)} and process 0 give other values. Make it "
+    f"{name}{shapes[number][0]} differs between processes: {listing(others)} and process 0 give other values. Make it "
     "from the same seed on every process, not from jax.process_index()"
   )
 
@@ -88,7 +88,7 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
   if differs.any():
     number = int(np.flatnonzero(differs.any(axis=(0, 1)))[0])
     worker, device = np.argwhere(differs[..., number])[0]
-    who = f"{listed(np.flatnonzero(differs[..., number].any(1)), 'worker', 'workers')} and worker 0 hold other values"
+    who = f"{listing(np.flatnonzero(differs[..., number].any(1)), 'worker', 'workers')} and worker 0 hold other values"
     if flat.others:
       who = f"device {device} of worker {worker} and device {alike[device, number]} of worker 0 hold other values"
     leaf = names[same[number][0].idx] + jax.tree_util.keystr(same[number][1:])
@@ -134,7 +134,7 @@ def _mixed(x: jax.Array) -> jax.Array:
   return x ^ (x >> 16)
 
 
-def of_all(engine: Engine, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+def gather_numbers(engine: Engine, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
   """The numbers of all processes, u32[processes, …]; every process must call."""
   return engine.of_processes(np.array(numbers, np.uint32))
 
@@ -146,10 +146,10 @@ def _is_sharded(leaf: Any) -> bool:
 def _bytes(leaf: Any) -> memoryview:
   """The first shard of a leaf on this process, as bytes."""
   if isinstance(leaf, jax.Array):
-    leaf = here(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+    leaf = local_shard(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
   return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
 
 
-def listed(numbers: np.ndarray, one: str = "process", several: str = "processes") -> str:
+def listing(numbers: np.ndarray, one: str = "process", several: str = "processes") -> str:
   """Numbers as text: "process 1", or "processes 1, 2"."""
   return f"{one if numbers.size == 1 else several} " + ", ".join(map(str, numbers))

@@ -6,7 +6,7 @@ lie on the mesh keep their shardings, and so do the results that replace them; o
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse._compat import AxisName, names_of
-from jaxsparse.train.engine import Engine, Shardings, _OnMesh, engine_of, is_spec
+from jaxsparse.train.engine import Engine, _OnMesh, engine_of, is_spec
 from jaxsparse.types import Comm
 
 _ARGUMENTS = ("params", "state", "batch", "argument ")  # of a step
@@ -63,15 +63,9 @@ class _ShardedMesh(_OnMesh):
     return partly(function, self._mesh, *specs, names_of(self.axis))
 
   def jit(
-    self,
-    function: Callable,
-    in_specs: Any,
-    out_specs: Any,
-    donate: Sequence[int] = (),
-    options: Any = None,
-    shardings: Shardings = None,
+    self, worker: Callable, in_specs: Any, out_specs: Any, donate: Any = (), options: Any = None, shardings: Any = None
   ) -> Any:
-    mapped = self.map(function, in_specs, out_specs)
+    mapped = self.map(worker, in_specs, out_specs)
     arguments, results = shardings or (self._shardings(in_specs), self._shardings(out_specs))
     return jax.jit(
       mapped, in_shardings=arguments, out_shardings=results, donate_argnums=donate, compiler_options=options
@@ -81,7 +75,7 @@ class _ShardedMesh(_OnMesh):
     every = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
     known = self._known
 
-    def of(path: Any, leaf: Any, spec: PartitionSpec) -> NamedSharding:
+    def sharding_of(path: Any, leaf: Any, spec: PartitionSpec) -> NamedSharding:
       key = getattr(leaf, "sharding", None), spec, np.ndim(leaf)
       if isinstance(leaf, jax.core.Tracer):
         return self._sharding(path, leaf, spec)
@@ -89,7 +83,7 @@ class _ShardedMesh(_OnMesh):
         known[key] = self._sharding(path, leaf, spec)
       return known[key]
 
-    return jax.tree_util.tree_map_with_path(of, tree, every)
+    return jax.tree_util.tree_map_with_path(sharding_of, tree, every)
 
   def place(self, tree: Any, specs: Any) -> Any:
     return self._put(tree, jax.tree.leaves(self.shardings(tree, specs)))

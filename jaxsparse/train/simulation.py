@@ -123,7 +123,7 @@ def reduce_all(collective: Collective, grads: jax.Array, state: ReduceState) -> 
   checks.check_workers(state, workers, held=workers)
 
   def worker(grads: jax.Array, state: ReduceState) -> tuple[jax.Array, ReduceState]:
-    checks.parts_of(state, [Group((0,), grads.size, collective)], workers, alone=True)
+    checks.check_groups(state, [Group((0,), grads.size, collective)], workers, alone=True)
     return reduce_step(collective, SimComm(_AXIS), grads, state)
 
   return jax.vmap(worker, axis_name=_AXIS)(grads, state)

@@ -15,7 +15,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train import programs
-from jaxsparse.train.engine import Engine, here
+from jaxsparse.train.engine import Engine, local_shard
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
@@ -78,8 +78,11 @@ def abstract_state(
   engine = training_engine(mesh, axis)
   with engine.typed() as typed:
     state, specs = _shapes(typed, start_of(engine, tx), params)
-  of = lambda path, x, row: x if states.is_reduce_state(x) else shape_of(mesh, path, x, params, engine if row else None)
-  state = jax.tree_util.tree_map_with_path(of, state, states.in_rows(state), is_leaf=states.is_reduce_state)
+
+  def shape(path: Any, x: Any, row: bool) -> Any:
+    return x if states.is_reduce_state(x) else shape_of(mesh, path, x, params, engine if row else None)
+
+  state = jax.tree_util.tree_map_with_path(shape, state, states.in_rows(state), is_leaf=states.is_reduce_state)
   if workers == engine.workers:
     workers = None
   if workers is not None:
@@ -103,14 +106,14 @@ def start_of(engine: Engine, tx: optax.GradientTransformation) -> Callable[[opta
   return start
 
 
-def made(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
-  """`started`, where types tell how parameters lie inside a worker, and placed on the devices of the engine."""
+def place_state(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
+  """`start_workers`, where types tell how parameters lie inside a worker, and placed on the devices of the engine."""
   with engine.typed() as typed:
-    state, specs = started(typed, start, params)
+    state, specs = start_workers(typed, start, params)
   return engine.place(state, specs), specs
 
 
-def started(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
+def start_workers(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
   program = engine.jit(start, (PartitionSpec(),), spec, shardings=(None, None))
@@ -125,7 +128,7 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
   the user's own may average their gradients before the update or leave them constant, which the state does not show, so
   this is a warning.
   """
-  covered = sum(int(np.max(here(node.layout.entries))) for node in states.replicating(state))
+  covered = sum(int(np.max(local_shard(node.layout.entries))) for node, row in states.reduce_rows(state) if not row)
   floating = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
   uncovered = 0 < covered < sum(map(jnp.size, floating))
   if not uncovered and engine.processes == 1:
@@ -176,7 +179,7 @@ def shape_of(
   return jax.ShapeDtypeStruct((*rows, *own), jnp.result_type(x), sharding=sharding)
 
 
-def checked(state: Any, params: optax.Params) -> list[ReduceState]:
+def check_state(state: Any, params: optax.Params) -> list[ReduceState]:
   """The states of transforms in a state of these parameters, after all checks that need no other state."""
   checks.check_alive({"params": params, "state": state})
   checks.check_arrays(state)
@@ -189,7 +192,7 @@ def checked(state: Any, params: optax.Params) -> list[ReduceState]:
 
 
 def _shapes(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
-  """The shapes of `started`, and its specs."""
+  """The shapes of `start_workers`, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
   return jax.eval_shape(engine.map(start, (PartitionSpec(),), spec), *arguments), spec
 
@@ -217,12 +220,12 @@ def _on_host(shardings: Any) -> Any:
 def _of_workers(state: Any, workers: int) -> Any:
   """The shapes of a state as those of a state of another number of workers."""
 
-  def of(node: Any, row: bool) -> Any:
+  def resize_node(node: Any, row: bool) -> Any:
     if row:
       return jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers, *x.shape[1:]), x.dtype), node)
     return _node_of_workers(node, workers) if states.is_reduce_state(node) else node
 
-  return jax.tree.map(of, state, states.in_rows(state), is_leaf=states.is_reduce_state)
+  return jax.tree.map(resize_node, state, states.in_rows(state), is_leaf=states.is_reduce_state)
 
 
 def _node_of_workers(node: ReduceState, workers: int) -> ReduceState:
@@ -230,7 +233,7 @@ def _node_of_workers(node: ReduceState, workers: int) -> ReduceState:
   assert method is not None
   groups = shards.groups(method.groups) if shards else method.groups
   parts = [jax.eval_shape(lambda group=group: init_state(group.collective, group.entries, workers)) for group in groups]
-  carried = states.joined([part.carried for part in parts], method.alone)
+  carried = states.join_groups([part.carried for part in parts], method.alone)
   rows = lambda x: jax.ShapeDtypeStruct((workers * devices * x.shape[0], *x.shape[1:]), x.dtype)
   same = lambda x: jax.ShapeDtypeStruct((devices, *x.shape) if shards else x.shape, x.dtype)
   shared, split = jax.tree.map(same, carried.shared), jax.tree.map(rows, carried._replace(shared=()))

@@ -21,7 +21,7 @@ from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.donation import without_aliases
 from jaxsparse.train.engine import check_batch
 from jaxsparse.train.sharded import training_engine
-from jaxsparse.train.starting import LIKELY_MISTAKES, check_update, made, start_of, started
+from jaxsparse.train.starting import LIKELY_MISTAKES, check_update, place_state, start_of, start_workers
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
@@ -71,9 +71,9 @@ def init(
 
   start = start_of(engine, tx)
   if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
-    return started(engine, start, params)[0]
+    return start_workers(engine, start, params)[0]
   replicas.check_processes(engine, params, "params")
-  state, specs = made(engine, start, params)
+  state, specs = place_state(engine, start, params)
   check_update(engine, tx, params, state, specs)
   return state
 

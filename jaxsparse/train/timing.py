@@ -15,7 +15,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective
 from jaxsparse.comm import SoloComm
 from jaxsparse.train.engine import Engine, rows_of
-from jaxsparse.train.starting import started
+from jaxsparse.train.starting import start_workers
 from jaxsparse.transform.update import init_state, reduce_step
 from jaxsparse.types import Comm
 
@@ -78,7 +78,7 @@ class Update:
   def __init__(self, engine: Engine, collective: Collective, comm: Comm, n: int, axis: AxisName = _AXIS):
     split = PartitionSpec(axis)
     self.function = lambda grads, state: reduce_step(collective, comm, grads, state, comm.size)
-    self.state, own = started(engine, lambda flat: init_state(collective, flat.size, comm.size), jnp.zeros(n))
+    self.state, own = start_workers(engine, lambda flat: init_state(collective, flat.size, comm.size), jnp.zeros(n))
     self.specs = (split, own)
     self.program = engine.jit(self.function, self.specs, (split, own), donate=(0, 1))
 

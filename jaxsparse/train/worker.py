@@ -13,7 +13,7 @@ from jaxsparse.comm import all_gather, axes_of, in_rank_order
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic
-from jaxsparse.transform.own import moved_by_name, own_params
+from jaxsparse.transform.residuals import moved_leaves, own_params
 from jaxsparse.types import Comm
 
 AuxReduce = Literal["mean", "sum", "max", "min", "stack"]
@@ -31,8 +31,8 @@ class StepMetrics(NamedTuple):
     model_state: the model state for the next step; None if the step got none.
 
   Example:
-    >>> import jax.numpy as jnp, jaxsparse as js
-    >>> js.StepMetrics(loss=jnp.float32(0.5), skipped=jnp.bool_(False)).aux is None
+    >>> import jax.numpy as jnp
+    >>> StepMetrics(loss=jnp.float32(0.5), skipped=jnp.bool_(False)).aux is None
     True
   """
 
@@ -64,7 +64,7 @@ class Worker(NamedTuple):
     extra = {"value": loss} | given.extra
     updates, state = atomic(self.tx).update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)
-    skipped = states.skipped(state)
+    skipped = states.is_skipped(state)
     model_state = _next_model_state(self, comm, model_state)
     # Running statistics never recover from NaN, which optax.zero_nans may have hidden.
     keep = functools.partial(jnp.where, skipped | ~flatten.stays_finite(given.model_state, model_state))
@@ -73,12 +73,13 @@ class Worker(NamedTuple):
 
   def synchronize(self, params: optax.Params, state: Any, extra: dict[str, Any]) -> tuple[optax.Params, Any]:
     """An exchange of what the workers have moved, without a step of other leaves: the next parameters and state."""
-    nothing, moved = jax.tree.map(jnp.zeros_like, params), moved_by_name(state)
+    nothing = jax.tree.map(jnp.zeros_like, params)
     updates, after = atomic(self.tx).update(nothing, state, params, synchronize=True, **extra)
     is_local = states.is_local_state
     after = jax.tree.map(lambda old, new: new if is_local(old) else old, state, after, is_leaf=is_local)
-    own = lambda path, u: u if jax.tree_util.keystr(path) in moved else jnp.zeros_like(u)
-    return optax.apply_updates(params, jax.tree_util.tree_map_with_path(own, updates)), after
+    moved, (leaves, structure) = moved_leaves(state, params), jax.tree.flatten(updates)
+    own = [jnp.zeros_like(u) if gone is None else u for u, gone in zip(leaves, moved, strict=True)]
+    return optax.apply_updates(params, jax.tree.unflatten(structure, own)), after
 
 
 class Given(NamedTuple):
@@ -94,7 +95,7 @@ def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, giv
   model_state = _own_model_state(worker, given)
   key = None if given.rng is None else jax.random.fold_in(given.rng, comm.rank)
 
-  def of_part(batch: Any, key: Any, model_state: Any) -> tuple[Any, ...]:
+  def grads_of_part(batch: Any, key: Any, model_state: Any) -> tuple[Any, ...]:
     named = {"rng": key, "model_state": model_state}
     named = {name: value for name, value in named.items() if value is not None}
 
@@ -117,8 +118,8 @@ def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, giv
     return loss, grads, after, aux
 
   if worker.accumulate == 1:
-    return of_part(batch, key, model_state)
-  return _accumulated(worker, of_part, batch, key, model_state, params)
+    return grads_of_part(batch, key, model_state)
+  return _accumulated(worker, grads_of_part, batch, key, model_state, params)
 
 
 def _own_model_state(worker: Worker, given: Given) -> Any:
@@ -134,7 +135,7 @@ def _check_structure(before: Any, after: Any) -> None:
 
 
 def _accumulated(
-  worker: Worker, of_part: Callable, batch: Any, key: Any, model_state: Any, params: optax.Params
+  worker: Worker, grads_of_part: Callable, batch: Any, key: Any, model_state: Any, params: optax.Params
 ) -> tuple[Any, ...]:
   """`_gradients` over micro-batches, one after the other.
 
@@ -143,19 +144,19 @@ def _accumulated(
   """
   parts = jax.tree.map(lambda x: _compat.in_parts(x, worker.accumulate), batch)
 
-  def one(carry: Any, part: Any) -> tuple[Any, Any]:
+  def accumulate_part(carry: Any, part: Any) -> tuple[Any, Any]:
     total, model_state = carry
     number, batch = part
     own = None if key is None else jax.random.fold_in(key, number)
-    loss, grads, model_state, aux = of_part(batch, own, model_state)
+    loss, grads, model_state, aux = grads_of_part(batch, own, model_state)
     total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (loss, grads))
     return (total, model_state), aux
 
   least = lambda x: jnp.float64 if jnp.result_type(x) == jnp.float64 else jnp.float32
-  loss = jax.eval_shape(of_part, jax.tree.map(lambda x: x[0], parts), key, model_state)[0]
+  loss = jax.eval_shape(grads_of_part, jax.tree.map(lambda x: x[0], parts), key, model_state)[0]
   zeros = jax.tree.map(lambda x: jnp.zeros_like(x, least(x)), (loss, params))
   numbers = jnp.arange(worker.accumulate, dtype=jnp.int32)
-  ((loss, grads), model_state), aux = jax.lax.scan(one, (zeros, model_state), (numbers, parts))
+  ((loss, grads), model_state), aux = jax.lax.scan(accumulate_part, (zeros, model_state), (numbers, parts))
   grads = jax.tree.map(lambda grad, like: (grad / worker.accumulate).astype(like.dtype), grads, params)
   return loss / worker.accumulate, grads, model_state, _over_parts(aux, worker.aux_reduce)
 

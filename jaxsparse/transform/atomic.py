@@ -43,7 +43,7 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
   ) -> tuple[optax.Updates, Any]:
     updates, after = tx.update(updates, state, params, **extra)
-    skipped = states.skipped(after)
+    skipped = states.is_skipped(after)
     updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), updates)
     return updates, committed(skipped, state, after)
 

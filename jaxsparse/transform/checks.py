@@ -11,9 +11,9 @@ import optax
 
 from jaxsparse import _compat
 from jaxsparse.comm import AxisComm
-from jaxsparse.transform.groups import Group, Method
-from jaxsparse.transform.state import LocalState, ReduceState, devices_of, local_states, reduce_states, split
-from jaxsparse.types import Comm
+from jaxsparse.transform.groups import Group, Method, leaf_names, leaf_numbers
+from jaxsparse.transform.state import LocalState, ReduceState, devices_of, local_states, reduce_states, split_groups
+from jaxsparse.types import Comm, State
 
 
 def why_none(state: Any) -> str:
@@ -66,9 +66,9 @@ def check_layout(state: Any, workers: int | None = None) -> None:
   for node in reduce_states(state):
     if isinstance(node.layout.workers, jax.core.Tracer) or not hasattr(node.layout.workers, "__array__"):
       continue  # under a trace, or a jax.ShapeDtypeStruct
-    found, entries = (int(np.max(_compat.here(number))) for number in node.layout[:2])
+    found, entries = (int(np.max(_compat.local_shard(number))) for number in node.layout[:2])
     shards, rows = node.layout.shards, node.counters.skipped.size
-    if not node.layout.matches(int(np.max(_compat.here(node.layout.checksum)))):
+    if int(np.max(_compat.local_shard(node.layout.checksum))) not in node.layout.checksums():
       raise ValueError(
         "the optimizer state was restored into that of other parameters, shards, groups of leaves or options of a "
         "collective than it was saved from: restore it into js.abstract_state of what it was saved from, then call "
@@ -108,18 +108,10 @@ def _check_arrays_of(tx: optax.GradientTransformation, state: Any, params: optax
   check_params(nodes, params)
   if any(node.layout.shards for node in nodes):
     return  # how parameters lie inside a worker, which init has to know, js.init alone can see
-  named = jax.tree_util.tree_leaves_with_path
-  shapes = lambda tree: {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in named(tree)}
+  shapes = lambda tree: dict(zip(leaf_names(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
   found, expected = shapes(state), shapes(jax.eval_shape(tx.init, params))
   if found == expected:
     return
-  methods = [node.layout.method for node in nodes if node.layout.method]
-  known = [name for method in methods for name in method.names]
-  if more := [name for name in shapes(params) if name not in known]:
-    raise ValueError(
-      f"the optimizer state was made for parameters{', '.join(known)}, here there is parameters{more[0]}, too: give "
-      "the parameters that it was made for, or make a new one with js.init for these"
-    )
   path = next(path for path in [*found, *expected] if found.get(path) != expected.get(path))
   shape = lambda shapes: f"shape {shapes[path]}" if path in shapes else "nothing"
   raise ValueError(
@@ -129,8 +121,8 @@ def _check_arrays_of(tx: optax.GradientTransformation, state: Any, params: optax
 
 
 def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
-  """Raises ValueError if a state was made for other parameters, naming the first leaf."""
-  shapes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+  """Raises ValueError if a state was made for other parameters, naming the first leaf that differs."""
+  shapes = dict(zip(leaf_names(params), map(np.shape, jax.tree.leaves(params)), strict=True))
   for node in nodes:
     if node.layout.method is None:
       raise ValueError("the state is one of js.simulate, which does not say of which parameters: give one of js.init")
@@ -141,6 +133,15 @@ def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
           f"the optimizer state was made for parameters{name} of shape {shape}, here {found}: give the parameters that "
           "it was made for"
         )
+    try:
+      leaf_numbers(node.layout.method.structure, params)
+    except ValueError:
+      known = [name for one in nodes if one.layout.method for name in one.layout.method.names]
+      more = next((f"is parameters{name}, too" for name in shapes if name not in known), "are other containers")
+      raise ValueError(
+        f"the optimizer state was made for parameters{', '.join(known)}, here there {more}: give the parameters that "
+        "it was made for, or make a new one with js.init for these"
+      ) from None
 
 
 def check_arrays(state: Any) -> None:
@@ -181,7 +182,7 @@ def check_local_state(state: LocalState) -> None:
 
 def check_landed(name: str, state: Any) -> None:
   """Raises ValueError if an update of local steps with a delay is in flight, which the function `name` would lose."""
-  if any(node.flight and int(np.max(_compat.here(node.flight.left))) for node in local_states(state)):
+  if any(node.flight and int(np.max(_compat.local_shard(node.flight.left))) for node in local_states(state)):
     raise ValueError(f"{name}: an update of local steps is in flight, apply it by step.synchronize(params, state)")
 
 
@@ -197,8 +198,8 @@ def check_alive(trees: dict[str, Any]) -> None:
   )
 
 
-def parts_of(state: ReduceState, groups: Sequence[Group], workers: int, alone: bool = False) -> list[ReduceState]:
-  """The state of each group, with the counters of all together, checked before anything is computed with it.
+def check_groups(state: ReduceState, groups: Sequence[Group], workers: int, alone: bool = False) -> list[State]:
+  """The state of each group at one worker, checked before anything is computed with it.
 
   Args:
     state: the state of one worker.
@@ -210,7 +211,7 @@ def parts_of(state: ReduceState, groups: Sequence[Group], workers: int, alone: b
     ValueError: if the state is not one of so many workers or of these groups, their entries, collectives and options.
   """
   check_workers(state, workers)
-  carried = split(state.carried)
+  carried = split_groups(state.carried)
   if isinstance(state.carried.residual, tuple) == alone or len(carried) != len(groups):
     what = "a transform without groups" if alone else f"{len(groups)} groups"
     raise ValueError(f"the optimizer state is not one of {what}: make one of it with js.convert for this transform")
@@ -225,7 +226,7 @@ def parts_of(state: ReduceState, groups: Sequence[Group], workers: int, alone: b
     if structure != jax.tree.structure(part):
       what = group.collective.name if alone else f"group {number} with {group.collective.name}"
       raise ValueError(f"the optimizer state is not one of {what} and these options: make one of it with js.convert")
-  return [state._replace(carried=part) for part in carried]
+  return carried
 
 
 def check_method(method: Method | None, groups: Sequence[Group]) -> None:

@@ -15,7 +15,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, made, make_collective
 from jaxsparse.collectives._base import name_of
 from jaxsparse.transform.groups import Special
-from jaxsparse.transform.update import transform_of
+from jaxsparse.transform.update import collective_transform
 from jaxsparse.types import Comm
 
 Options = ParamSpec("Options")
@@ -36,7 +36,7 @@ Args:
 {args}
 
 Returns:
-  An `optax.GradientTransformation` whose state is a `js.ReduceState`. With `special` its residual is a tuple, one for
+  An `optax.GradientTransformation` whose state is a `ReduceState`. With `special` its residual is a tuple, one for
   each collective.
 
 Raises:
@@ -92,7 +92,7 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
   def transform(
     axis: AxisName | Comm, special: Special | None = None, shardings: Any = None, **options: Any
   ) -> optax.GradientTransformation:
-    return transform_of(made(cls, options), axis, special, shardings)
+    return collective_transform(made(cls, options), axis, special, shardings)
 
   own = inspect.signature(transform)
   options = inspect.signature(cls).parameters
@@ -140,4 +140,4 @@ def make_transform(
     Traceback (most recent call last):
     ValueError: unknown collective 'sparse', choose one of ...
   """
-  return transform_of(make_collective(name, **config), axis, special, shardings)
+  return collective_transform(make_collective(name, **config), axis, special, shardings)

@@ -45,7 +45,7 @@ class Fragments:
     found = zip(leaves, self.numbers(tree), strict=True)
     return jax.tree.unflatten(structure, [leaf if one == number else optax.MaskedNode() for leaf, one in found])
 
-  def whole(self, tree: Any, part: Any, number: int) -> Any:
+  def with_zeros(self, tree: Any, part: Any, number: int) -> Any:
     """The leaves of `part`, the fragment of this number, with zeros like those of `tree` in place of the others."""
     leaves, structure = jax.tree.flatten(tree)
     own, found = iter(jax.tree.leaves(part)), zip(leaves, self.numbers(tree), strict=True)

@@ -1,8 +1,7 @@
 """Groups of leaves of a gradient: which leaves are reduced together, by which collective, and after which groups.
 
-A group is one communication with a collective and a state of its own. The plain transform has one group of all leaves.
-`special=` gives leaves a collective by their names, and a plan (`js.bucketed_transform`) bundles of leaves, which it
-sends one after the other or at once; a bundle whose leaves have several collectives becomes one group for each.
+The plain transform has one group of all leaves. `special=` gives leaves a collective by their names; a plan
+(`js.bucketed_transform`) sends bundles of leaves one after the other or at once.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
+import optax
 
 from jaxsparse import flatten
 from jaxsparse.collectives import Collective, SparseCollective, make_collective
@@ -46,35 +45,62 @@ class Method:
   A state can be made again from it, for another number of workers, and says to which leaf each residual belongs.
 
   Attributes:
-    names: of the leaves in the parameters, in pytree order.
+    structure: of the pytree of leaves, with `optax.MaskedNode` in place of those that the transform does not cover.
     shapes: of the leaves.
     groups: of the leaves, in the order in which they are sent.
     alone: whether the state is that of the only group, and not a tuple with a part for each.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> params = {"bias": jnp.zeros(3), "w": jnp.zeros((4, 2))}
     >>> group = Group((0, 1), 11, make_collective("spardl", k=2))
-    >>> method = Method.of(params, [group], alone=True)
+    >>> method = Method.from_leaves(params, [group], alone=True)
     >>> method.names, method.sizes
     (("['bias']", "['w']"), (3, 8))
   """
 
-  names: tuple[str, ...]
+  structure: Any
   shapes: tuple[tuple[int, ...], ...]
   groups: tuple[Group, ...]
   alone: bool
 
   @classmethod
-  def of(cls, tree: Any, groups: Sequence[Group], alone: bool) -> Self:
+  def from_leaves(cls, tree: Any, groups: Sequence[Group], alone: bool) -> Self:
     """The method of a transform that reduces the leaves of a pytree in these groups."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    names = tuple(jax.tree_util.keystr(path) for path, _ in leaves)
-    return cls(names, tuple(jnp.shape(leaf) for _, leaf in leaves), tuple(groups), alone)
+    return cls(jax.tree.structure(tree), flatten.shapes(tree), tuple(groups), alone)
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """The names of the leaves."""
+    return tuple(leaf_names(jax.tree.unflatten(self.structure, range(len(self.shapes)))))
 
   @property
   def sizes(self) -> tuple[int, ...]:
     """Entries of each leaf."""
     return tuple(map(math.prod, self.shapes))
+
+
+def leaf_names(tree: Any) -> list[str]:
+  """The path of each leaf as text, as errors and `special=` name it."""
+  return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def leaf_numbers(structure: Any, tree: Any) -> list[int]:
+  """The numbers of the leaves of `tree` that a pytree has whose other parts are `optax.MaskedNode`.
+
+  Example:
+    >>> tree = {"a": 0.0, "b": {"c": 0.0, "d": 0.0}, "e": 0.0}
+    >>> part = jax.tree.structure({"a": 1.0, "b": optax.MaskedNode(), "e": 1.0})
+    >>> leaf_numbers(part, tree)
+    [0, 3]
+  """
+  is_masked = lambda node: isinstance(node, optax.MaskedNode)
+  every: Any = jax.tree.structure(tree)
+  marks = jax.tree.unflatten(structure, [True] * structure.num_leaves)
+  numbers = jax.tree.unflatten(every, range(every.num_leaves))
+  covers = jax.tree.leaves(marks, is_leaf=is_masked)
+  prefix: Any = jax.tree.structure(marks, is_leaf=is_masked)
+  return [number for covered, number in zip(covers, prefix.flatten_up_to(numbers), strict=True) if covered is True]
 
 
 class Bundle(NamedTuple):
@@ -98,21 +124,17 @@ class Assignment(NamedTuple):
   """
 
   collectives: list[Collective]
-  patterns: list[tuple[re.Pattern, int]]
+  patterns: Sequence[tuple[re.Pattern, int]] = ()
 
   def numbers(self, names: Sequence[str]) -> list[int]:
-    """The number of the collective of each leaf.
-
-    Raises:
-      ValueError: for an expression that matches no name.
-    """
+    """The number of the collective of each leaf; raises ValueError for an expression that matches no name."""
     for pattern, _ in self.patterns:
       if not any(map(pattern.search, names)):
         raise ValueError(f"special: {pattern.pattern!r} is found in none of the leaves {', '.join(names)}")
     return [next((number for pattern, number in self.patterns if pattern.search(name)), 0) for name in names]
 
 
-def assigned(default: Collective, special: Special) -> Assignment:
+def assign_collectives(default: Collective, special: Special) -> Assignment:
   """The collectives of `special`, by their labels, and the default for all other leaves.
 
   Raises:
@@ -120,19 +142,19 @@ def assigned(default: Collective, special: Special) -> Assignment:
     TypeError: for an option that a collective does not have.
 
   Example:
-    >>> made = assigned(make_collective("spardl", density=0.1), {"bias|scale": "dense", "embedding": "topka:k=9"})
-    >>> [made.collectives[number].name for number in made.numbers(["['bias']", "['embedding']", "['w']"])]
+    >>> assignment = assign_collectives(make_collective("spardl", k=9), {"bias|scale": "dense", "embed": "topka:k=9"})
+    >>> [assignment.collectives[number].name for number in assignment.numbers(["['bias']", "['embed']", "['w']"])]
     ['dense', 'topka', 'spardl']
   """
-  found = Assignment([_averaging(default)], [])
+  collectives, patterns = [_check_replicates(default)], []
   for pattern, label in special.items():
     name, config = collective_of(label)
-    collective = _averaging(make_collective(name, **config))
-    if collective not in found.collectives or _k_of(collective) is not None:
-      found.collectives.append(collective)
-    number = len(found.collectives) - 1 - found.collectives[::-1].index(collective)
-    found.patterns.append((re.compile(pattern), number))
-  return found
+    collective = _check_replicates(make_collective(name, **config))
+    if collective not in collectives or getattr(collective, "k", None) is not None:
+      collectives.append(collective)
+    number = len(collectives) - 1 - collectives[::-1].index(collective)
+    patterns.append((re.compile(pattern), number))
+  return Assignment(collectives, patterns)
 
 
 def groups_of(tree: Any, assignment: Assignment, bundles: Sequence[Bundle] | None = None) -> list[Group]:
@@ -146,36 +168,37 @@ def groups_of(tree: Any, assignment: Assignment, bundles: Sequence[Bundle] | Non
   Raises:
     ValueError: for an expression that matches no name, or a k that does not fit the entries of its leaves.
   """
-  names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-  shapes, sizes, kind_of = flatten.shapes(tree), flatten.sizes(tree), assignment.numbers(names)
+  shapes, kind_of = flatten.shapes(tree), assignment.numbers(leaf_names(tree))
+  sizes = list(map(math.prod, shapes))
   groups: list[Group] = []
   members: dict[int, list[int]] = {}  # the groups of each collective
   firsts: list[int] = []  # the first group of each bundle
-  for bundle in [Bundle(tuple(range(len(names))))] if bundles is None else bundles:
+  for bundle in [Bundle(tuple(range(len(shapes))))] if bundles is None else bundles:
     firsts.append(len(groups))
     leaves = [leaf for leaf in bundle.leaves if sizes[leaf]]
     for kind in dict.fromkeys(kind_of[leaf] for leaf in leaves):
       own = tuple(leaf for leaf in leaves if kind_of[leaf] == kind)
       members.setdefault(kind, []).append(len(groups))
-      after = (*range(firsts[bundle.after]), *range(firsts[-1], len(groups)))
-      groups.append(Group(own, sum(sizes[leaf] for leaf in own), assignment.collectives[kind], after))
+      after = {*range(firsts[bundle.after]), *range(firsts[-1], len(groups))}
+      implied = {other for number in after for other in groups[number].after}  # it follows them through another one
+      entries = sum(sizes[leaf] for leaf in own)
+      groups.append(Group(own, entries, assignment.collectives[kind], tuple(sorted(after - implied))))
   for kind, numbers in members.items():
-    shares = shared_out(assignment.collectives[kind], [groups[number].entries for number in numbers])
-    for number, share in zip(numbers, shares, strict=True):
-      own = groups[number].leaves
-      groups[number] = groups[number]._replace(collective=share.for_leaves(tuple(shapes[leaf] for leaf in own)))
-  return _without_implied(groups)
+    collectives = split_k(assignment.collectives[kind], [groups[number].entries for number in numbers])
+    for number, collective in zip(numbers, collectives, strict=True):
+      fitted = collective.for_leaves(tuple(shapes[leaf] for leaf in groups[number].leaves))
+      groups[number] = groups[number]._replace(collective=fitted)
+  return groups
 
 
-def shared_out(collective: Collective, sizes: Sequence[int]) -> list[Collective]:
+def split_k(collective: Collective, sizes: Sequence[int]) -> list[Collective]:
   """The collective of each group, given the sizes of the groups: k is divided in proportion, at least 1 for each.
 
   Raises:
     ValueError: if k exceeds the number of all entries, or is less than the number of groups.
   """
-  if (k := _k_of(collective)) is None or len(sizes) == 1:
+  if not isinstance(collective, SparseCollective) or (k := collective.k) is None or len(sizes) == 1:
     return [collective] * len(sizes)
-  assert isinstance(collective, SparseCollective)
   collective.entries(sum(sizes))  # raises where k does not fit
   if k < len(sizes):
     raise ValueError(f"{collective.name}: k={k}, choose at least one for each of the {len(sizes)} groups")
@@ -184,23 +207,10 @@ def shared_out(collective: Collective, sizes: Sequence[int]) -> list[Collective]
   return [dataclasses.replace(collective, k=1 + high - low) for low, high in itertools.pairwise(bounds)]
 
 
-def _without_implied(groups: Sequence[Group]) -> list[Group]:
-  """The same order with fewer dependencies: a group need not follow one that it follows through another."""
-  implied = [set().union(*(groups[number].after for number in group.after)) for group in groups]
-  return [
-    group._replace(after=tuple(number for number in group.after if number not in through))
-    for group, through in zip(groups, implied, strict=True)
-  ]
-
-
-def _averaging(collective: Collective) -> Collective:
+def _check_replicates(collective: Collective) -> Collective:
   if not collective.replicates:
     raise ValueError(
       f"{collective.name}: its workers go on with gradients of their own, which groups of leaves do not support: "
       "choose a collective that averages"
     )
   return collective
-
-
-def _k_of(collective: Collective) -> int | None:
-  return collective.k if isinstance(collective, SparseCollective) else None

@@ -26,7 +26,7 @@ from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, undone
 from jaxsparse.transform.checks import check_agreed, check_local_state, with_check
 from jaxsparse.transform.fragments import Fragments
-from jaxsparse.transform.own import own_params, with_residual
+from jaxsparse.transform.residuals import own_params, residual_to_moved
 from jaxsparse.transform.state import Flight, LocalState
 
 
@@ -103,7 +103,7 @@ def local_steps(
       together with `delay`.
 
   Returns:
-    An `optax.GradientTransformation` whose state is a `js.LocalState`.
+    An `optax.GradientTransformation` whose state is a `LocalState`.
 
   Raises:
     ValueError: for a number outside its choices; when used, if `outer` has no jaxsparse transform or `inner` has one
@@ -210,7 +210,7 @@ class _LocalSteps(NamedTuple):
     moved = () if self.at_once else self._left(applied, moved, done.updates, params)
     outer = done.outer
     if self.apply_residual:
-      moved, taken = with_residual(moved, outer)
+      moved, taken = residual_to_moved(moved, outer)
       outer = jax.tree.map(lambda kept, new: jnp.where(done.skipped, kept, new), outer, taken)
     if self.every:
       ends = tried.since >= self.every
@@ -224,7 +224,7 @@ class _LocalSteps(NamedTuple):
     if self.every is None:
       return jnp.int32(0)
 
-    def due(early: int) -> jax.Array:
+    def due_fragment(early: int) -> jax.Array:
       """The number of the fragment, from 1, whose turn comes in `early` steps; 0 for none."""
       *others, last = self.turns
       # Later than the last turn if js.convert has shortened H.
@@ -232,9 +232,9 @@ class _LocalSteps(NamedTuple):
       return sum(((number + 1) * one.astype(jnp.int32) for number, one in enumerate(found)), jnp.int32(0))
 
     if not self.delay:
-      return due(0)
+      return due_fragment(0)
     arrives = jnp.where(state.flight.left == 1, self.fragments.count + 1 + state.flight.fragment, 0)
-    return jnp.where(state.flight.left > 0, arrives, due(self.delay))
+    return jnp.where(state.flight.left > 0, arrives, due_fragment(self.delay))
 
   def _own_step(
     self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Any
@@ -248,20 +248,19 @@ class _LocalSteps(NamedTuple):
       moved = jax.tree.map(lambda was, u: was - u[None].astype(jnp.float32), state.moved, updates)
     finite = flatten.all_finite(moved) & flatten.stays_finite(before, after)
     if states.reduce_states(after):  # a transform returns zeros for what is not finite
-      finite &= ~states.skipped(after)
+      finite &= ~states.is_skipped(after)
     return _in_rows(after), moved, finite
 
   def _left(self, applied: jax.Array, moved: Any, updates: optax.Updates, params: optax.Params) -> Any:
     """θ − θ_w after an update of the anchor, of the fragment of number `applied`, from 1."""
 
-    def left(was: jax.Array, u: jax.Array, p: jax.Array) -> jax.Array:
+    def left_of(was: jax.Array, u: jax.Array, p: jax.Array) -> jax.Array:
       if self.mixing or self.delay:  # θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u
         return self.mixing * (was + u[None].astype(was.dtype))
-      sent = flatten.representable(was, p.dtype)
-      return jnp.zeros_like(was) if sent is was else was - sent
+      return flatten.representable(was, p.dtype)[1]
 
     numbers = jax.tree.unflatten(jax.tree.structure(moved), self.fragments.numbers(moved))
-    choose = lambda number, was, u, p: jnp.where(applied == number + 1, left(was, u, p), was)
+    choose = lambda number, was, u, p: jnp.where(applied == number + 1, left_of(was, u, p), was)
     return jax.tree.map(choose, numbers, moved, updates, params)
 
   def _silence(self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Exchanged:
@@ -272,9 +271,9 @@ class _LocalSteps(NamedTuple):
       self.fragments.part(zeros, 0), first, self.fragments.part(params, 0), agree=finite, **extra
     )
     check_agreed(first, agreed)
-    skipped = states.skipped(agreed)
+    skipped = states.is_skipped(agreed)
     flight = state.flight._replace(left=jnp.maximum(state.flight.left - 1, 0)) if self.delay else ()
-    return _Exchanged(zeros, metrics.without_messages(state.outer, skipped), flight, skipped)
+    return _Exchanged(zeros, metrics.count_idle_step(state.outer, skipped), flight, skipped)
 
   def _exchange(
     self, number: int, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
@@ -282,15 +281,15 @@ class _LocalSteps(NamedTuple):
     """The exchange of what was moved in a fragment; with a delay its update is in flight from then on."""
     moved, own = self.fragments.part(state.moved, number), self.fragments.part(params, number)
     # NaN of one worker makes all of them skip the exchange: `outer` finds it in its total.
-    mark = lambda moved, p: jnp.where(finite, flatten.representable(moved[0], p.dtype), jnp.nan).astype(p.dtype)
+    mark = lambda moved, p: jnp.where(finite, flatten.representable(moved[0], p.dtype)[0], jnp.nan).astype(p.dtype)
     sent = jax.tree.map(mark, moved, own)
     updates, outer = atomic(self.outer).update(sent, self._outer(state, number), own, **extra)
     updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, own)
-    skipped = states.skipped(outer)
+    skipped = states.is_skipped(outer)
     if self.fragments.count > 1:
       outer, updates = (
-        {**metrics.without_messages(state.outer, skipped), number: outer},
-        self.fragments.whole(params, updates, number),
+        {**metrics.count_idle_step(state.outer, skipped), number: outer},
+        self.fragments.with_zeros(params, updates, number),
       )
     if self.delay:
       zeros = jax.tree.map(jnp.zeros_like, updates)
@@ -334,7 +333,7 @@ class _LocalSteps(NamedTuple):
       total, skipped = jax.tree.map(jnp.add, total, done.updates), skipped | done.skipped
       after = after._replace(outer=done.outer, moved=moved, flight=done.flight)
     if self.apply_residual:
-      moved, outer = with_residual(after.moved, after.outer)
+      moved, outer = residual_to_moved(after.moved, after.outer)
       after = after._replace(moved=moved, outer=outer)
     after = undone(skipped, state, after._replace(inner=state.inner, since=jnp.int32(0)))
     return jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), total), after

@@ -167,7 +167,7 @@ def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
 
   entries = sum((node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.float32(0))
   workers = [_of_workers(node.counters, devices_of(node)) for node in nodes]
-  counters = of_all([of_each for of_each, _ in workers], entries)._asdict()
+  counters = combine_counters([of_each for of_each, _ in workers], entries)._asdict()
   words = sum((sent for _, sent in workers), jnp.float32(0))
   read = {
     name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in counters.items() if name in Metrics._fields
@@ -212,21 +212,38 @@ def _over_devices(counters: Counters, devices: int) -> tuple[Counters, jax.Array
   rows = jax.tree.map(lambda x: _compat.resharded(x, PartitionSpec()).reshape(-1, devices).T, counters)
   each = [jax.tree.map(lambda x, number=number: x[number], rows) for number in range(devices)]
   density = rows.density.mean(0)  # devices have equally many entries
-  return of_all(each, 1)._replace(density=density), _total_words(rows).sum(0)
+  return combine_counters(each, 1)._replace(density=density), _total_words(rows).sum(0)
 
 
-def of_all(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
+def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
   """The counters of several transforms or communications as those of one step of n entries."""
   if len(counters) == 1:
     return counters[0]
   add = lambda values: saturating.cast(saturating.total(*values), values[0].dtype)
-  over = lambda name: add if name in _SUMMED else lambda values: jnp.stack(values).max(0)
-  columns = {name: [getattr(one, name) for one in counters] for name in Counters._fields}
-  whole = Counters(**{name: over(name)(values) for name, values in columns.items()})
+  largest = lambda values: jnp.stack(values).max(0)
+  columns = zip(Counters._fields, zip(*counters, strict=True), strict=True)
+  whole = Counters(**{name: (add if name in _SUMMED else largest)(values) for name, values in columns})
   return whole._replace(density=whole.delivered.astype(jnp.float32) / jnp.float32(n))
 
 
-def without_messages(state: Any, skipped: jax.Array) -> Any:
+def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: jax.Array) -> Counters:
+  """The counters of a step of n entries from those of its reductions, in the dtypes of those `before` it.
+
+  Words are added to those of all steps in two u32, the lower and the upper 32 bits.
+  """
+  cast = lambda new, old: saturating.cast(new, old.dtype).reshape(1)
+  step = combine_counters([jax.tree.map(cast, one, before) for one in reduced], n)
+  total = before.total_words + step.words_sent
+  return step._replace(
+    density=step.delivered.astype(jnp.float32) / float(n),
+    skipped=~finite.reshape(1),
+    skipped_steps=before.skipped_steps + (~finite).astype(jnp.int32),
+    total_words=total,
+    total_wraps=before.total_wraps + (total < step.words_sent).astype(jnp.uint32),
+  )
+
+
+def count_idle_step(state: Any, skipped: jax.Array) -> Any:
   """A state after a step without messages, which the workers skip or do not, bool[]: its counters are those of it."""
 
   def idle(node: Any) -> Any:
@@ -239,13 +256,6 @@ def without_messages(state: Any, skipped: jax.Array) -> Any:
     return node._replace(counters=Counters(**zeros | kept))
 
   return jax.tree.map(idle, state, is_leaf=is_reduce_state)
-
-
-def accumulated(counters: Counters) -> Counters:
-  """`counters` of a step, with its words added to those of all steps in two u32, the lower and the upper 32 bits."""
-  total = counters.total_words + counters.words_sent
-  wraps = counters.total_wraps + (total < counters.words_sent).astype(jnp.uint32)
-  return counters._replace(total_words=total, total_wraps=wraps)
 
 
 def _total_words(counters: Counters) -> jax.Array:

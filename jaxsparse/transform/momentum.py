@@ -71,7 +71,7 @@ def momentum_corrected(
   if clip_norm is not None and not clip_norm > 0:
     raise ValueError(f"momentum_corrected: clip_norm={clip_norm!r}, choose a number above 0, or None")
   correct = lambda collective: Corrected(collective=collective, momentum=momentum, nesterov=nesterov, masking=masking)
-  corrected = transform.over(lambda collectives: [correct(collective) for collective in collectives])
+  corrected = transform.with_collectives(lambda collectives: [correct(collective) for collective in collectives])
   if clip_norm is None:
     return corrected
 
@@ -126,7 +126,7 @@ def warmed_up(transform: optax.GradientTransformation, densities: Mapping[int, f
     warm = lambda sparse: WarmedUp(collective=sparse, steps=steps, densities=tuple(densities.values()))
     return [warm(one) if isinstance(one, SparseCollective) else one for one in collectives]
 
-  return transform.over(change)
+  return transform.with_collectives(change)
 
 
 def _checked(name: str, transform: optax.GradientTransformation) -> Transform:

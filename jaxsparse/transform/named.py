@@ -8,7 +8,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.transform.groups import Special
 from jaxsparse.transform.local import local_steps
-from jaxsparse.transform.update import transform_of
+from jaxsparse.transform.update import collective_transform
 from jaxsparse.types import Comm
 
 
@@ -49,7 +49,7 @@ def _nesterov(
   collective: Collective | None, axis: AxisName | Comm, rate: optax.ScalarOrSchedule, momentum: float
 ) -> optax.GradientTransformation:
   """The outer step of DiLoCo."""
-  transform = transform_of(collective or make_collective("dense"), axis)
+  transform = collective_transform(collective or make_collective("dense"), axis)
   return optax.chain(transform, optax.sgd(rate, momentum=momentum, nesterov=True))
 
 
@@ -134,7 +134,7 @@ def sparseloco(
     >>> tx = js.sparseloco(optax.adamw(1e-3), "workers")
   """
   collective = make_collective("chunktopk", density=density, decay=decay, wire="2bit", chunk=chunk)
-  return local_steps(inner, optax.chain(transform_of(collective, axis), optax.sgd(learning_rate)), every=every)
+  return local_steps(inner, optax.chain(collective_transform(collective, axis), optax.sgd(learning_rate)), every=every)
 
 
 def demo_transform(
@@ -181,5 +181,5 @@ def demo_transform(
   """
   collective = make_collective("dcttopk", density=density, decay=decay, chunk=chunk, combine=combine)
   return optax.chain(
-    transform_of(collective, axis, special), optax.scale_by_sign(), optax.scale_by_learning_rate(learning_rate)
+    collective_transform(collective, axis, special), optax.scale_by_sign(), optax.scale_by_learning_rate(learning_rate)
   )

@@ -1,8 +1,8 @@
 """Devices inside a worker: each of them reduces its own piece of every leaf with the same device of the other workers.
 
 The axes of a mesh other than those of the workers lie inside a worker. Within a shard_map over the axis of the workers
-alone, `Shards.over` opens a second one over the axes inside, so that a transform sees one device: its shards of the
-leaves. A leaf that is replicated along some axes inside is cut into equal pieces along them, padded with zeros, and
+alone, `Shards.map_pieces` opens a second one over the axes inside, so that a transform sees one device: its shards of
+the leaves. A leaf that is replicated along some axes inside is cut into equal pieces along them, padded with zeros, and
 gathered afterwards. So no two devices of a worker send the same entry:
 
     leaf              spec inside, 2 x 3 devices   piece of each device
@@ -52,7 +52,7 @@ class Shards:
   specs: tuple[PartitionSpec, ...]
 
   @classmethod
-  def of(cls, tree: Any, axes: dict[str, int], specs: Sequence[PartitionSpec]) -> Self:
+  def from_specs(cls, tree: Any, axes: dict[str, int], specs: Sequence[PartitionSpec]) -> Self:
     """The shards of a pytree.
 
     Raises:
@@ -112,7 +112,7 @@ class Shards:
         "with js.init for these parameters"
       )
 
-  def over(
+  def map_pieces(
     self, function: Callable[[list[jax.Array], Any], tuple[list[jax.Array], Any]], leaves: list[jax.Array], state: Any
   ) -> tuple[list[jax.Array], Any]:
     """`function(leaves, state)` at every device of the worker, on its pieces of the leaves, each of one dimension.
@@ -127,7 +127,7 @@ class Shards:
     def device(leaves: list[jax.Array], state: Any) -> tuple[list[jax.Array], Any]:
       pieces = [self._cut(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
       after, state = function(pieces, state)
-      return self._joined(after, leaves), state
+      return self._join(after, leaves), state
 
     leaves = [_compat.resharded(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
     return self.map(device, (specs, split), (specs, split))(leaves, state)
@@ -144,7 +144,7 @@ class Shards:
     copies = math.prod(map(jax.lax.axis_size, alike))
     return jnp.pad(flat, (0, -flat.size % copies)).reshape(copies, -1)[jax.lax.axis_index(alike)]
 
-  def _joined(self, pieces: Sequence[jax.Array], shards: Sequence[jax.Array]) -> list[jax.Array]:
+  def _join(self, pieces: Sequence[jax.Array], shards: Sequence[jax.Array]) -> list[jax.Array]:
     """Undoes `_cut` of all leaves; those that lie alike are gathered together, in one message."""
     joined = list(pieces)
     alike: dict[Any, list[int]] = {}
@@ -204,14 +204,14 @@ def shards_of(comm: Comm, params: optax.Params, shardings: Any = None) -> Shards
     return None
   if shardings is not None:
     specs = [_compat.without_axes(spec, axes_of(comm) or ()) for spec in _specs_by_name(params, shardings)]
-    return Shards.of(params, axes, specs)
+    return Shards.from_specs(params, axes, specs)
   if hidden := [name for name in axes if not _compat.is_explicit(name)]:
     raise ValueError(
       f"the axis {hidden[0]!r} lies inside a worker, and is not Explicit, so the types of the parameters do not tell "
       "how they are sharded along it: make the state with js.init, outside jit; or give the transform shardings=, or "
       "the mesh Explicit axes"
     )
-  return Shards.of(params, axes, [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)])
+  return Shards.from_specs(params, axes, [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)])
 
 
 def _specs_by_name(params: optax.Params, shardings: Any) -> list[PartitionSpec]:

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse._compat import AxisName, names_of
 from jaxsparse.transform.checks import check_alive, check_layout
-from jaxsparse.transform.state import ReduceState, in_rows, is_reduce_state, reduce_states, replicating
+from jaxsparse.transform.state import ReduceState, in_rows, is_reduce_state, reduce_rows, reduce_states
 
 
 def specs(state: Any, axis: AxisName) -> Any:
@@ -55,15 +55,15 @@ def _checked_specs(state: Any, axis: AxisName, inside: bool) -> Any:
   check_layout(state)
   _check_differing(state)
 
-  def of(node: Any, row: bool) -> Any:
+  def spec_of(node: Any, row: bool) -> Any:
     if row:  # leaves keep the shardings inside that they have
       return jax.tree.map(lambda _: per_worker, node)
-    return _of_node(node, axis, inside) if is_reduce_state(node) else replicated
+    return _node_specs(node, axis, inside) if is_reduce_state(node) else replicated
 
-  return jax.tree.map(of, state, in_rows(state), is_leaf=is_reduce_state)
+  return jax.tree.map(spec_of, state, in_rows(state), is_leaf=is_reduce_state)
 
 
-def _of_node(node: ReduceState, axis: AxisName, inside: bool) -> ReduceState:
+def _node_specs(node: ReduceState, axis: AxisName, inside: bool) -> ReduceState:
   """The specs of a jaxsparse state: along the workers, and along the devices of each."""
   devices = node.layout.shards.names if inside and node.layout.shards else ()
   own = PartitionSpec((*names_of(axis), *devices) if devices else axis)
@@ -77,7 +77,7 @@ def _of_node(node: ReduceState, axis: AxisName, inside: bool) -> ReduceState:
 
 def _check_differing(state: Any) -> None:
   """Raises ValueError where arrays of other transformations would be computed from totals that differ."""
-  methods = [node.layout.method for node in replicating(state) if node.layout.method]
+  methods = [node.layout.method for node, row in reduce_rows(state) if node.layout.method and not row]
   differing = [group.collective for method in methods for group in method.groups if not group.collective.replicates]
   others = [node for node in jax.tree.leaves(state, is_leaf=is_reduce_state) if not is_reduce_state(node)]
   if differing and any(jnp.ndim(leaf) for leaf in others):

@@ -1,4 +1,4 @@
-"""The optax state of a jaxsparse transform, and functions that find it within the state of a chain.
+"""The optax state of a jaxsparse transform and of local steps, and functions that find both in the state of a chain.
 
 The state consists of arrays only. Inside shard_map a worker sees its own part. Outside, per-worker arrays are
 concatenated over workers along their leading axis, which is sharded; shared arrays are replicated. The devices inside
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
     method: the leaves and their collectives; None in a state of `js.simulate`, which knows of no leaves.
 
   Example:
-    >>> Layout.of(4, 100).workers
+    >>> Layout.of_workers(4, 100).workers
     Array(4, dtype=int32)
   """
 
@@ -43,31 +43,22 @@ class Layout(NamedTuple):
   method: Method | None = None
 
   @classmethod
-  def of(cls, workers: int, entries: int, shards: Shards | None = None, method: Method | None = None) -> Self:
-    """The layout of a state of `workers` workers and `entries` gradient entries."""
-    number = cls.checksum_of(shards, method)
-    return cls(jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)), jnp.uint32(number), shards, method)
+  def of_workers(cls, workers: int, entries: int, shards: Shards | None = None, method: Method | None = None) -> Self:
+    """The layout of a state of so many workers and gradient entries."""
+    entries, number = min(entries, 2**32 - 1), cls(0, 0, 0, shards, method).checksums()[0]  # type: ignore[arg-type]
+    return cls(jnp.int32(workers), jnp.uint32(entries), jnp.uint32(number), shards, method)
 
-  @staticmethod
-  def checksum_of(shards: Shards | None, method: Method | None) -> int:
-    """The checksum that a state of these shards and this method has: of their JSON, which does not depend on JAX."""
+  def checksums(self) -> list[int]:
+    """The checksum of `shards` and `method`, of their JSON, and the one that earlier versions computed, of a `repr`."""
     lies, of = None, None
-    if shards:
-      specs = [[_compat.names_of(part or ()) for part in spec] for spec in shards.specs]
-      lies = {"axes": shards.axes, "shapes": shards.shapes, "specs": specs}
-    if method:
-      groups = [(group.leaves, group.collective.label) for group in method.groups]
-      of = {"names": method.names, "shapes": method.shapes, "groups": groups}
-    return zlib.crc32(json.dumps({"shards": lies, "method": of}).encode())
-
-  def matches(self, number: int) -> bool:
-    """Whether a checksum is that of the shards and the method of this layout, also as earlier versions computed it.
-
-    Theirs is of a `repr`, in which PartitionSpecs look as JAX prints them.
-    """
     groups = [(group.leaves, group.collective.label) for group in self.method.groups] if self.method else []
-    before = repr((self.shards, self.method and (self.method.names, self.method.shapes), groups))
-    return number in (self.checksum_of(self.shards, self.method), zlib.crc32(before.encode()))
+    if self.shards:
+      specs = [[_compat.names_of(part or ()) for part in spec] for spec in self.shards.specs]
+      lies = {"axes": self.shards.axes, "shapes": self.shards.shapes, "specs": specs}
+    if self.method:
+      of = {"names": self.method.names, "shapes": self.method.shapes, "groups": groups}
+    earlier = repr((self.shards, self.method and (self.method.names, self.method.shapes), groups))
+    return [zlib.crc32(text.encode()) for text in (json.dumps({"shards": lies, "method": of}), earlier)]
 
 
 class ReduceState(NamedTuple):
@@ -82,12 +73,6 @@ class ReduceState(NamedTuple):
   Where a worker has S devices (`layout.shards`), the arrays of its devices lie one after the other along the leading
   axes: counters are [S] at a worker and [P · S] outside shard_map, a residual of m entries a device f32[P · S · m], and
   shared arrays, the same on every worker but not on every device, have a leading axis of S.
-
-  Example:
-    >>> import jax, jax.numpy as jnp, jaxsparse as js
-    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
-    >>> isinstance(js.init(js.dense_transform("workers"), jnp.zeros(8), mesh), js.ReduceState)
-    True
   """
 
   carried: State
@@ -123,13 +108,6 @@ class LocalState(NamedTuple):
       last fragment.
     steps: i32[], steps since the state was made, without skipped ones.
     flight: with a delay the `Flight` of the last exchange; else ().
-
-  Example:
-    >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
-    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
-    >>> tx = js.local_steps(optax.adam(0.1), optax.chain(js.dense_transform("workers"), optax.sgd(1.0)), every=10)
-    >>> js.init(tx, jnp.zeros(8), mesh).moved.shape == (len(jax.devices()), 8)
-    True
   """
 
   inner: Any
@@ -140,14 +118,24 @@ class LocalState(NamedTuple):
   flight: Any = ()
 
 
+def is_reduce_state(node: Any) -> bool:
+  """Whether a node of an optax state is a `ReduceState`."""
+  return isinstance(node, ReduceState)
+
+
+def is_local_state(node: Any) -> bool:
+  """Whether a node of an optax state is a `LocalState`."""
+  return isinstance(node, LocalState)
+
+
 def reduce_states(state: Any) -> list[ReduceState]:
   """Every `ReduceState` within an optax state."""
   return [node for node in jax.tree.leaves(state, is_leaf=is_reduce_state) if is_reduce_state(node)]
 
 
-def devices_of(node: ReduceState) -> int:
-  """Number of devices of a worker, S."""
-  return node.layout.shards.devices if node.layout.shards else 1
+def local_states(state: Any) -> list[LocalState]:
+  """Every `LocalState` within an optax state."""
+  return [node for node in jax.tree.leaves(state, is_leaf=is_local_state) if is_local_state(node)]
 
 
 def labelled(state: Any) -> dict[str, ReduceState]:
@@ -160,11 +148,6 @@ def labelled(state: Any) -> dict[str, ReduceState]:
   return dict(zip(labels, (node for _, node in found), strict=True))
 
 
-def local_states(state: Any) -> list[LocalState]:
-  """Every `LocalState` within an optax state."""
-  return [node for node in jax.tree.leaves(state, is_leaf=is_local_state) if is_local_state(node)]
-
-
 def in_rows(state: Any) -> Any:
   """A state with booleans in place of arrays and of `ReduceState`s: whether they have a row for each worker.
 
@@ -175,14 +158,14 @@ def in_rows(state: Any) -> Any:
     (LocalState(inner=[True], outer=[False], moved=(), since=False, steps=False, flight=()), False)
   """
 
-  def of(node: Any) -> Any:
+  def rows_of(node: Any) -> Any:
     if not is_local_state(node):
       return False
     rows = lambda tree: jax.tree.map(lambda _: True, tree, is_leaf=is_reduce_state)
     flight = jax.tree.map(lambda _: False, node.flight)
     return LocalState(rows(node.inner), in_rows(node.outer), rows(node.moved), False, False, flight)  # type: ignore[arg-type]
 
-  return jax.tree.map(of, state, is_leaf=lambda node: is_local_state(node) or is_reduce_state(node))
+  return jax.tree.map(rows_of, state, is_leaf=lambda node: is_local_state(node) or is_reduce_state(node))
 
 
 def reduce_rows(state: Any) -> list[tuple[ReduceState, bool]]:
@@ -191,9 +174,9 @@ def reduce_rows(state: Any) -> list[tuple[ReduceState, bool]]:
   return [(node, row) for node, row in zip(every, rows, strict=True) if is_reduce_state(node)]
 
 
-def replicating(state: Any) -> list[ReduceState]:
-  """The states of all transforms but those inside local steps, whose totals may differ between workers."""
-  return [node for node, row in reduce_rows(state) if not row]
+def devices_of(node: ReduceState) -> int:
+  """Number of devices of a worker, S."""
+  return node.layout.shards.devices if node.layout.shards else 1
 
 
 def in_groups(state: Any) -> bool:
@@ -201,29 +184,19 @@ def in_groups(state: Any) -> bool:
   return any(isinstance(node.carried.residual, tuple) for node in reduce_states(state))
 
 
-def skipped(state: Any) -> jax.Array:
+def is_skipped(state: Any) -> jax.Array:
   """Whether a transform skipped this step, bool[], on all devices of all workers; inside shard_map."""
   flags = [_compat.resharded(node.counters.skipped, PartitionSpec()) for node in reduce_states(state)]
   return jnp.any(jnp.array([flag.reshape(-1)[0] for flag in flags]))
 
 
-def joined(states: Sequence[State], alone: bool) -> State:
+def join_groups(states: Sequence[State], alone: bool) -> State:
   """The state of a transform from those of its groups: that of the only one if `alone`, else tuples of their parts."""
   return states[0] if alone else State(*map(tuple, zip(*states, strict=True)))
 
 
-def split(carried: State) -> list[State]:
-  """Undoes `joined`."""
+def split_groups(carried: State) -> list[State]:
+  """The state of each group of a transform."""
   if not isinstance(carried.residual, tuple):
     return [carried]
   return [State(*parts) for parts in zip(*carried, strict=True)]
-
-
-def is_reduce_state(node: Any) -> bool:
-  """Whether a node of an optax state is a `ReduceState`."""
-  return isinstance(node, ReduceState)
-
-
-def is_local_state(node: Any) -> bool:
-  """Whether a node of an optax state is a `LocalState`."""
-  return isinstance(node, LocalState)

@@ -1,8 +1,13 @@
-"""A collective as an `optax.GradientTransformation`, written once: one group of leaves or many (`groups`).
+"""A collective as an `optax.GradientTransformation`: `init` and `update`, over one group of leaves or many.
 
-Each group is reduced by its own collective from its own state. Then all of them are applied, or none: where the
-gradient of one worker, or the mean, holds NaN or Inf, every worker returns zeros and carries its state over to the next
-step. What follows in a chain is undone by `atomic`.
+    gradient leaves -> one f32[n] of each group        update_leaves
+      -> total of each group, by its collective        reduce_groups
+      -> mean, rounded to the dtypes of the leaves     _deliver
+      -> all groups applied, or none                   _commit
+      -> the mean as leaves; the next state            update_leaves
+
+Where the gradient of one worker, or the mean, holds NaN or Inf, every worker returns zeros and carries its state over
+to the next step. What follows in a chain is undone by `atomic`.
 """
 
 import functools
@@ -19,38 +24,12 @@ from jaxsparse.collectives import Collective
 from jaxsparse.comm import axes_of, comm_of
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.flatten import Rounding
-from jaxsparse.sparse import saturating
 from jaxsparse.transform import checks, ordering
-from jaxsparse.transform.groups import Assignment, Group, Method, Special, assigned, groups_of
-from jaxsparse.transform.metrics import accumulated, of_all, without_messages
+from jaxsparse.transform.groups import Assignment, Group, Method, Special, assign_collectives, groups_of
+from jaxsparse.transform.metrics import count_idle_step, count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
-from jaxsparse.transform.state import Layout, ReduceState, joined
+from jaxsparse.transform.state import Layout, ReduceState, join_groups
 from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse, State
-
-
-def transform_of(
-  collective: Collective, axis: _compat.AxisName | Comm, special: Special | None = None, shardings: Any = None
-) -> optax.GradientTransformation:
-  """The transform that averages gradients with `collective` over the workers of `axis`.
-
-  Args:
-    collective: from `js.make_collective`, or one of your own.
-    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
-    special: collectives of leaves by their names, as of `js.spardl_transform`.
-    shardings: of the parameters inside a worker, as of `js.spardl_transform`.
-
-  Raises:
-    TypeError: if `axis` is none of these.
-    ValueError: for a label of `special` that is rejected, or with `special`, for a collective whose total differs
-      between workers.
-
-  Example:
-    >>> import jaxsparse as js
-    >>> tx = js.transform_of(js.make_collective("spardl", k=100), "workers", special={"bias": "dense"})
-  """
-  chosen = assigned(collective, special) if special else Assignment([collective], [])
-  grouped = functools.partial(groups_of, assignment=chosen)
-  return over_groups(grouped, chosen.collectives, axis, shardings, alone=not special)
 
 
 class Transform(optax.GradientTransformationExtraArgs):
@@ -58,20 +37,30 @@ class Transform(optax.GradientTransformationExtraArgs):
 
   Attributes:
     comm: the workers.
-    over: `over(replace)` is the transform with the collectives that `replace(collectives)` returns, one for each.
+    with_collectives: `with_collectives(change)` is the transform with the collectives that `change(collectives)`
+      returns, one for each.
   """
 
   comm: Comm
-  over: Callable[[Callable[[list[Collective]], list[Collective]]], optax.GradientTransformation]
+  with_collectives: Callable[[Callable[[list[Collective]], list[Collective]]], "Transform"]
 
 
-def over_groups(
+def collective_transform(
+  collective: Collective, axis: _compat.AxisName | Comm, special: Special | None = None, shardings: Any = None
+) -> Transform:
+  """The transform that averages gradients with `collective` over the workers of `axis`; see `js.make_transform`."""
+  assignment = assign_collectives(collective, special) if special else Assignment([collective])
+  grouped = functools.partial(groups_of, assignment=assignment)
+  return grouped_transform(grouped, assignment.collectives, axis, shardings, alone=not special)
+
+
+def grouped_transform(
   grouped: Callable[[Any], list[Group]],
   collectives: list[Collective],
   axis: _compat.AxisName | Comm,
   shardings: Any = None,
   alone: bool = False,
-) -> optax.GradientTransformation:
+) -> Transform:
   """The transform that reduces the groups of a gradient over the workers of `axis`.
 
   Args:
@@ -85,23 +74,8 @@ def over_groups(
   comm = comm_of(axis)
 
   def init(params: optax.Params) -> ReduceState:
-    flatten.count(params)
-    return first_state(comm, Method.of(params, grouped(params), alone), shards_of(comm, params, shardings))
-
-  def step(
-    groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, inside: tuple[str, ...] = ()
-  ) -> tuple[list[jax.Array], ReduceState]:
-    """The means of the leaves, or of the pieces, of one device, and its next state."""
-    parts, leaves = checks.parts_of(state, groups, comm.size, alone), list(leaves)
-    own = [[leaves[leaf] for leaf in group.leaves] for group in groups]
-    flat, restore = zip(*map(flatten.flatten, own), strict=True)
-    means, parts = reduce_groups(groups, comm, flat, parts, comm.size, inside, list(map(flatten.rounding, own)))
-    for group, unflatten, mean in zip(groups, restore, means, strict=True):
-      for leaf, new in zip(group.leaves, unflatten(mean), strict=True):
-        leaves[leaf] = new
-    carried = joined([part.carried for part in parts], alone)
-    counters = of_all([part.counters for part in parts], sum(group.entries for group in groups))
-    return leaves, _finished(comm, state._replace(carried=carried, counters=counters))
+    flatten.check_leaves(params)
+    return first_state(comm, Method.from_leaves(params, grouped(params), alone), shards_of(comm, params, shardings))
 
   def update(
     updates: optax.Updates,
@@ -112,47 +86,59 @@ def over_groups(
     **extra: Any,
   ) -> tuple[optax.Updates, ReduceState]:
     del params, extra
-    flatten.count(updates)
-    groups, shards = grouped(updates), state.layout.shards
-    check_inside(comm, shards)
+    flatten.check_leaves(updates)
+    check_inside(comm, state.layout.shards)
     checks.check_local(comm, updates)
     if agree is not None:  # no exchange: the step is skipped unless `agree` holds at every worker
       agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
-      return jax.tree.map(jnp.zeros_like, updates), without_messages(state, ~agreed)
+      return jax.tree.map(jnp.zeros_like, updates), count_idle_step(state, ~agreed)
+    groups = grouped(updates)
     leaves, structure = jax.tree.flatten(updates)
-    leaves, state = at_devices(step, groups, leaves, state)
+    leaves, state = at_devices(functools.partial(update_leaves, comm, alone), groups, leaves, state)
     checks.check_method(state.layout.method, groups)
     return jax.tree.unflatten(structure, leaves), state
 
-  def over(change: Callable[[list[Collective]], list[Collective]]) -> optax.GradientTransformation:
+  def with_collectives(change: Callable[[list[Collective]], list[Collective]]) -> Transform:
     def changed(tree: Any) -> list[Group]:
       groups = grouped(tree)
       collectives = change([group.collective for group in groups])
       return [group._replace(collective=new) for group, new in zip(groups, collectives, strict=True)]
 
-    return over_groups(changed, change(collectives), axis, shardings, alone)
+    return grouped_transform(changed, change(collectives), axis, shardings, alone)
 
-  made = Transform(init, update)
-  made.comm, made.over = comm, over
-  return made
+  transform = Transform(init, update)
+  transform.comm, transform.with_collectives = comm, with_collectives
+  return transform
 
 
 def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceState:
   """The state of one worker before the first step."""
   check_inside(comm, shards)
-
-  def start(groups: Sequence[Group]) -> tuple[State, Counters]:
-    """What one device carries."""
-    starts = [init_state(group.collective, group.entries, comm.size).carried for group in groups]
-    return joined(starts, method.alone), Counters.zeros()
-
+  start = functools.partial(_start_groups, size=comm.size, alone=method.alone)
   if shards:
     own = shards.groups(method.groups)
-    carried, counters = shards.map(lambda: _stacked(start(own)), (), PartitionSpec(shards.names))()
+    carried, counters = shards.map(lambda: _in_device_rows(*start(own)), (), PartitionSpec(shards.names))()
   else:
     carried, counters = start(method.groups)
-  layout = Layout.of(comm.size, sum(method.sizes), shards, method)
+  layout = Layout.of_workers(comm.size, sum(method.sizes), shards, method)
   return ReduceState(carried, counters, mark_total(layout, axes_of(comm)))
+
+
+def _start_groups(groups: Sequence[Group], size: int, alone: bool) -> tuple[State, Counters]:
+  """What one device carries before the first step."""
+  for group in groups:
+    group.collective.check_size(group.entries, size)
+  starts = [group.collective.init(group.entries, size) for group in groups]
+  return join_groups(starts, alone), Counters.zeros()
+
+
+def init_state(collective: Collective, n: int, size: int) -> ReduceState:
+  """The state of one of `size` workers before the first step, of n entries that belong to no leaves.
+
+  Raises:
+    ValueError: for a number of entries that the collective cannot index, or that its options do not fit.
+  """
+  return ReduceState(*_start_groups([Group((0,), n, collective)], size, alone=True), Layout.of_workers(size, n))
 
 
 def at_devices(
@@ -173,26 +159,35 @@ def at_devices(
     shared = jax.tree.map(lambda x: x[0], carried.shared)
     alone = ReduceState(carried._replace(shared=shared), counters, layout._replace(shards=None))
     pieces, after = step(own, pieces, alone, shards.names)
-    return pieces, _stacked((after.carried, after.counters))
+    return pieces, _in_device_rows(after.carried, after.counters)
 
-  leaves, (carried, counters) = shards.over(device, leaves, (state.carried, state.counters))
+  leaves, (carried, counters) = shards.map_pieces(device, leaves, (state.carried, state.counters))
   return leaves, ReduceState(carried, counters, layout)
 
 
-def _stacked(parts: tuple[State, Counters]) -> tuple[State, Counters]:
+def _in_device_rows(carried: State, counters: Counters) -> tuple[State, Counters]:
   """The state of one device with a leading axis of devices everywhere; what workers share has none by itself."""
-  carried, counters = parts
   return carried._replace(shared=jax.tree.map(lambda x: x[None], carried.shared)), counters
 
 
-def init_state(collective: Collective, n: int, size: int) -> ReduceState:
-  """The state of one of `size` workers before the first step.
-
-  Raises:
-    ValueError: for a number of entries that the collective cannot index, or that its options do not fit.
-  """
-  collective.check_size(n, size)
-  return ReduceState(collective.init(n, size), Counters.zeros(), Layout.of(size, n))
+def update_leaves(
+  comm: Comm,
+  alone: bool,
+  groups: Sequence[Group],
+  leaves: list[jax.Array],
+  state: ReduceState,
+  inside: tuple[str, ...] = (),
+) -> tuple[list[jax.Array], ReduceState]:
+  """The means over workers of the leaves, or of the pieces, of one device, and its next state."""
+  states, leaves = checks.check_groups(state, groups, comm.size, alone), list(leaves)
+  own = [[leaves[leaf] for leaf in group.leaves] for group in groups]
+  flat, restore = zip(*map(flatten.flatten, own), strict=True)
+  roundings = list(map(flatten.rounding, own))
+  means, states, counters = reduce_groups(groups, comm, flat, states, state.counters, comm.size, inside, roundings)
+  for group, unflatten, mean in zip(groups, restore, means, strict=True):
+    for leaf, new in zip(group.leaves, unflatten(mean), strict=True):
+      leaves[leaf] = new
+  return leaves, state._replace(carried=join_groups(states, alone), counters=counters)
 
 
 def reduce_step(
@@ -200,52 +195,8 @@ def reduce_step(
 ) -> tuple[jax.Array, ReduceState]:
   """One reduction at one worker: f32[n] to the f32[n] sum over workers, divided by `divisor`, and the next state."""
   group = Group((0,), grads.size, collective)
-  (update,), (state,) = reduce_groups([group], comm, [grads], [state], divisor)
-  return update, _finished(comm, state)
-
-
-def reduce_groups(
-  groups: Sequence[Group],
-  comm: Comm,
-  grads: Sequence[jax.Array],
-  states: Sequence[ReduceState],
-  divisor: int = 1,
-  inside: tuple[str, ...] = (),
-  roundings: Sequence[Rounding | None] | None = None,
-) -> tuple[list[jax.Array], list[ReduceState]]:
-  """One reduction of each group at one worker, or at one of its devices.
-
-  Selection ranks NaN and Inf above all numbers, so a NaN or Inf of any worker is in the total of every worker. So all
-  workers skip the step without an extra message: they return zeros and keep the states of all groups. A total that is
-  too large for the dtype of the gradient is Inf, too.
-
-  Args:
-    groups: in the order in which they are sent.
-    comm: the workers.
-    grads: f32[entries] of each group.
-    states: of each group, with the counters of all of them together.
-    divisor: of the totals.
-    inside: names of the axes of the devices of a worker, which agree on one scalar: all of them skip a step, or none.
-    roundings: of each group to the dtypes of its leaves, None where they hold every float32. What is rounded off stays
-      in the residuals, the same share at each worker.
-
-  Returns:
-    f32[entries] of each group, its sum over the workers divided by `divisor`, and the next states.
-  """
-  delivered: list[_Delivered] = []
-  for group, flat, state, rounding in zip(groups, grads, states, roundings or [None] * len(groups), strict=True):
-    following = ordering.following(comm, [delivered[number].finite for number in group.after])
-    delivered.append(_delivered(comm, group.collective.reduce(following, flat, state.carried), divisor, rounding))
-  whole = functools.reduce(jnp.logical_and, [one.finite for one in delivered])
-  if inside:
-    whole = jax.lax.pmin(whole.astype(jnp.int32), inside) > 0
-  decays = [group.collective.decay for group in groups]
-  steps = [_applied(*one, whole) for one in zip(delivered, grads, states, decays, strict=True)]
-  updates = [
-    mark_total(update, axes_of(comm)) if group.collective.replicates else update
-    for group, (update, _) in zip(groups, steps, strict=True)
-  ]
-  return updates, [state for _, state in steps]
+  (update,), (carried,), counters = reduce_groups([group], comm, [grads], [state.carried], state.counters, divisor)
+  return update, state._replace(carried=carried, counters=counters)
 
 
 class _Delivered(NamedTuple):
@@ -264,7 +215,54 @@ class _Delivered(NamedTuple):
   finite: jax.Array
 
 
-def _delivered(comm: Comm, reduced: Reduced, divisor: int, rounding: Rounding | None) -> _Delivered:
+def reduce_groups(
+  groups: Sequence[Group],
+  comm: Comm,
+  grads: Sequence[jax.Array],
+  states: Sequence[State],
+  before: Counters,
+  divisor: int = 1,
+  inside: tuple[str, ...] = (),
+  roundings: Sequence[Rounding | None] | None = None,
+) -> tuple[list[jax.Array], list[State], Counters]:
+  """One reduction of each group at one worker, or at one of its devices.
+
+  Selection ranks NaN and Inf above all numbers, so a NaN or Inf of any worker is in the total of every worker. So all
+  workers skip the step without an extra message: they return zeros and keep the states of all groups. A total that is
+  too large for the dtype of the gradient is Inf, too.
+
+  Args:
+    groups: in the order in which they are sent.
+    comm: the workers.
+    grads: f32[entries] of each group.
+    states: of each group.
+    before: the counters of the last step.
+    divisor: of the totals.
+    inside: names of the axes of the devices of a worker, which agree on one scalar: all of them skip a step, or none.
+    roundings: of each group to the dtypes of its leaves, None where they hold every float32. What is rounded off stays
+      in the residuals, the same share at each worker.
+
+  Returns:
+    f32[entries] of each group, its sum over the workers divided by `divisor`; the next states; the counters.
+  """
+  delivered: list[_Delivered] = []
+  for group, flat, state, rounding in zip(groups, grads, states, roundings or [None] * len(groups), strict=True):
+    following = ordering.following(comm, [delivered[number].finite for number in group.after])
+    delivered.append(_deliver(comm, group.collective.reduce(following, flat, state), divisor, rounding))
+  finite = functools.reduce(jnp.logical_and, [one.finite for one in delivered])
+  if inside:
+    finite = jax.lax.pmin(finite.astype(jnp.int32), inside) > 0
+  means, after = [], []
+  for group, one, flat, state in zip(groups, delivered, grads, states, strict=True):
+    mean, new = _commit(one, flat, state, group.collective.decay, finite)
+    means.append(mark_total(mean, axes_of(comm)) if group.collective.replicates else mean)
+    after.append(new._replace(shared=mark_total(new.shared, axes_of(comm))))
+  entries = sum(group.entries for group in groups)
+  return means, after, count_step([one.reduced.counters for one in delivered], entries, before, finite)
+
+
+def _deliver(comm: Comm, reduced: Reduced, divisor: int, rounding: Rounding | None) -> _Delivered:
+  """The mean of a reduction, rounded to what the leaves can hold."""
   total, error = reduced.total, None
   values, indices = (total.values, total.indices) if isinstance(total, Sparse) else (total, None)
   mean = values / divisor
@@ -274,59 +272,36 @@ def _delivered(comm: Comm, reduced: Reduced, divisor: int, rounding: Rounding | 
   return _Delivered(reduced, mean, error, mark_total(flatten.all_finite(mean), axes_of(comm)))
 
 
-def _applied(
-  delivered: _Delivered, grads: jax.Array, state: ReduceState, decay: float, finite: jax.Array
-) -> tuple[jax.Array, ReduceState]:
-  """The update and the next state of one group; zeros and the old state where the step is not `finite`."""
-  total, carried, counters = delivered.reduced
-  keep = lambda new, old: jnp.where(finite, new, old)
-  zero = jnp.float32(0)
-  if isinstance(carried.residual, Pending):
-    residual = _materialized(carried.residual, finite, decay)
+def _commit(
+  delivered: _Delivered, grads: jax.Array, before: State, decay: float, finite: jax.Array
+) -> tuple[jax.Array, State]:
+  """The update f32[n] and the next state of one group; zeros and the state before where the step is not `finite`."""
+  total, after, _ = delivered.reduced
+  zero, residual = jnp.float32(0), after.residual
+  if isinstance(residual, Pending):
+    residual = _materialize(residual, finite, decay)
     zero = ordering.after(residual[:1], jnp.int32(0)).astype(jnp.float32)  # `grads` may become the update in place
-  elif carried.residual is None:
-    residual = None
-  else:
-    residual = keep(_times(decay, carried.residual), state.carried.residual)
+  elif residual is not None:
+    residual = jnp.where(finite, residual if decay == 1 else decay * residual, before.residual)
   if residual is not None and delivered.error is not None:
-    error = _times(decay, jnp.where(finite, delivered.error, 0.0))
+    error = decay * jnp.where(finite, delivered.error, 0.0)
     residual = sparse.add(residual, total.indices, error) if isinstance(total, Sparse) else residual + error
-  rest = jax.tree.map(keep, carried._replace(residual=None), state.carried._replace(residual=None))
   mean = jnp.where(finite, delivered.mean, 0.0)
   update = sparse.put(jnp.full_like(grads, zero), total.indices, mean) if isinstance(total, Sparse) else mean
-  counters = _counters(counters, grads.size, state.counters, finite)
-  return update, state._replace(carried=rest._replace(residual=residual), counters=counters)
+  keep = functools.partial(jnp.where, finite)
+  rest = jax.tree.map(keep, after._replace(residual=None), before._replace(residual=None))
+  return update, rest._replace(residual=residual)
 
 
-def _times(decay: float, residual: jax.Array) -> jax.Array:
-  """β times a new residual. The product is stored: it costs no pass where the residual is written anyway."""
-  return residual if decay == 1 else decay * residual
-
-
-def _materialized(pending: Pending, finite: jax.Array, decay: float) -> jax.Array:
+def _materialize(pending: Pending, finite: jax.Array, decay: float) -> jax.Array:
   """β times the new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
   # All reads precede the writes in place, so that XLA can alias the buffers.
   finite = ordering.after(pending.entries.values, finite.astype(jnp.int32)) > 0
   # Not the sum that selection reads: XLA would compute that once, and store n entries for both.
   grads = jnp.where(finite, pending.grads, pending.residual)
-  residual = jnp.where(finite, _times(decay, grads + pending.residual), pending.residual)
+  total, values = grads + pending.residual, pending.entries.values
+  if decay != 1:  # in the same pass
+    total, values = decay * total, decay * values
+  residual = jnp.where(finite, total, pending.residual)
   indices = jnp.where(finite, pending.entries.indices, residual.size)
-  return sparse.put(residual, indices, _times(decay, pending.entries.values))
-
-
-def _counters(counters: Counters, n: int, before: Counters, finite: jax.Array) -> Counters:
-  """The counters of a step of n entries, in the dtypes of those `before`, whose totals they carry on."""
-  counters = counters._replace(
-    density=jnp.asarray(counters.delivered, jnp.float32) / float(n),
-    skipped=~finite,
-    skipped_steps=before.skipped_steps + (~finite).astype(jnp.int32),
-    total_words=before.total_words,
-    total_wraps=before.total_wraps,
-  )
-  return jax.tree.map(lambda new, old: saturating.cast(new, old.dtype).reshape(1), counters, before)
-
-
-def _finished(comm: Comm, state: ReduceState) -> ReduceState:
-  """The state at the end of a step: words are added up, and what workers share is marked."""
-  carried = state.carried._replace(shared=mark_total(state.carried.shared, axes_of(comm)))
-  return state._replace(carried=carried, counters=accumulated(state.counters))
+  return sparse.put(residual, indices, values)

@@ -130,7 +130,7 @@ def test_a_longer_gradient_repeats_the_recorded_one(tmp_path):
 
 def test_the_part_before_the_first_message_is_the_selection():
   collective = js.make_collective("topka", k=3)
-  tx = js.transform_of(collective, SoloComm(4))
+  tx = js.make_transform(collective, SoloComm(4))
   grads = jnp.array([0.0, 5.0, 1.0, -7.0, 2.0, 6.0])
   (message,) = updates.until_first_message(tx.update)(grads, tx.init(grads))
   values = np.asarray(jax.lax.bitcast_convert_type(message, jnp.float32)).ravel()

@@ -28,6 +28,13 @@ CELL = papers.Cell("paper", "Table 1", "one", "seconds", "GPUs", "train", 2.0, F
     ({"ratio": True, "paper_value": 0.5, "ours": 1.2}, "contradicted"),
     ({"above": True, "paper_value": 1.0, "ours": 1.2}, "reproduced"),
     ({"above": True, "paper_value": 1.0, "ours": 0.9}, "contradicted"),
+    ({"above": True, "paper_value": 1.0, "ours": 1.03, "noise": 0.05}, "undecided"),
+    ({"noise": 0.04}, "reproduced"),
+    ({"noise": 0.1}, "undecided"),
+    ({"ratio": True, "ours": 1.05, "noise": 0.9}, "undecided"),  # contradicted to other setting, by way of reproduced
+    ({"fitted": True}, "calibrated"),
+    ({"repeats": "Table 2", "differs": "", "ours": 3.0}, "repeated"),
+    ({"repeats": "Table 2", "ours": None}, "not run"),
   ],
 )
 def test_verdicts(changes, verdict):
@@ -41,6 +48,8 @@ def test_every_cell_names_a_benchmark_and_is_named_once():
   assert all(importlib.util.find_spec(f"benchmarks.{cell.benchmark}") for cell in cells)
   assert {cell.paper for cell in cells} == {"SparDL", "Ok-Topk", "A2SGD", "ASC-WFBP", "Partial Reduce"}
   assert not any(cell.ratio and cell.paper_value == 1 and not cell.above for cell in cells)
+  tables = {(cell.paper, cell.table) for cell in cells}
+  assert all((cell.paper, cell.repeats) in tables for cell in cells if cell.repeats)
 
 
 def test_overlap_takes_the_papers_numbers_from_the_file():
@@ -69,6 +78,6 @@ def test_the_list_as_json():
 def test_bad_flags(subtests):
   rows = [
     (["--paper=BERT"], "--paper=BERT, choose from SparDL, Ok-Topk"),
-    (["--verdict=wrong"], "--verdict=wrong, choose from reproduced, other setting, contradicted, not run"),
+    (["--verdict=wrong"], "--verdict=wrong, choose from reproduced, calibrated, undecided"),
   ]
   commands.check_refusals("benchmarks.fidelity", rows, subtests)

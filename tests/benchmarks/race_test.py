@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from benchmarks import methods, papers, race, recipes
-from benchmarks.race import measuring, presets, report
+from benchmarks.race import figures, measuring, presets, report
 from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
 from benchmarks.race.standings import Spread, Target, baselines, crossing, loss_after, standings
 from benchmarks.tasks import registry
@@ -201,12 +201,6 @@ def test_equal_seconds_are_those_that_all_curves_have_which_reach_the_target(res
   assert fast.loss_in_time.mean == pytest.approx((4 - 0.5 * 0.6 + 4 - 0.6) / 2)
 
 
-def test_lines_of_a_figure_have_the_steps_that_all_seeds_share():
-  one = curve("dense", 0, [4, 3, 2, 1])
-  other = one._replace(steps=[5, 10, 20, 35], loss=[9.0, 8.0, 7.0, 6.0])
-  assert report._shared([one, other]) == ([10, 20], [[4, 3], [8, 7]])
-
-
 @pytest.mark.usefixtures("results")
 def test_a_file_of_another_setting_is_refused(tmp_path):
   with pytest.raises(ValueError, match=r"race.json has task='none', this race 'lm': choose another file"):
@@ -238,8 +232,8 @@ def test_the_tables_and_the_figure_are_made_of_the_rows(results, tmp_path):
   assert next(iter(found.columns[5].cells)) == "500 = 400 + 100 + 0"
   assert list(report.wholes(results).columns[6].cells) == ["19.5"]
   assert list(report.paces(results).columns[3].cells) == ["1.00", "4.00", "4.00"]
-  report.figure(results, ["10mbit"], tmp_path / "race.png")
-  report.bars(results, ["10mbit"], Target(30), tmp_path / "seconds.png")
+  figures.curves(results, ["10mbit"], Target(30), tmp_path / "race.png")
+  figures.bars(results, ["10mbit"], Target(30), tmp_path / "seconds.png")
   for name in ("race.png", "seconds.png"):
     assert (tmp_path / name).stat().st_size > 10_000
   assert Results(results.path, None).rows == results.rows

@@ -33,5 +33,5 @@ def test_casts_stop_at_the_largest_number(dtype, value):
 
 def test_the_overflow_of_many_workers_does_not_wrap_around():
   counters = Counters.zeros()._replace(overflow=jnp.full(32, 2**28, jnp.int32))
-  state = ReduceState(State(), counters, Layout.of(32, 10))
+  state = ReduceState(State(), counters, Layout.of_workers(32, 10))
   assert int(summary([state]).overflow) > 0.9 * 2**31

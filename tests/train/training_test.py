@@ -5,7 +5,6 @@ import pathlib
 import subprocess
 import sys
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ import orbax.checkpoint
 import pytest
 
 import jaxsparse as js
-from tests.cases import CASES, bits, chained, each_case, mesh_of, normals, row
+from tests.cases import CASES, bits, chained, each_case, mesh_of, normals
 
 TARGET = np.linspace(-1, 1, 20).astype(np.float32)
 
@@ -75,57 +74,11 @@ def test_it_compiles_once():
   assert counts[-1] == counts[0]
 
 
-def test_it_donates():
-  step, params, state, _ = make()
-  params, state, _ = step(params, state, batch_of(0, 6))
-  old = params["w"], state[0].carried.residual
-  step(params, state, batch_of(1, 6))
-  assert all(array.is_deleted() for array in old)
-
-
 def test_the_hlo_holds_the_messages_of_the_paper():
   step, params, state, _ = make()
   text = step.lower(params, state, batch_of(0, 6)).compile().as_text()
   assert text.count(" collective-permute(") + text.count(" collective-permute-start(") == 2 * 3
   assert text.count(" all-reduce(") == 1  # the mean loss
-
-
-POISONED = [(case, workers) for case in CASES if case.name != "a2sgd" for workers in case.workers([6, 8])]
-QUICK = [(name, 6) for name in ("dense", "oktopk", "qsgd", "spardl")]
-
-
-@pytest.mark.parametrize(
-  ("case", "workers"),
-  [row(case, size, quick=(str(case), size) in QUICK, id=f"{case}-{size}") for case, size in POISONED],
-)
-def test_a_poisoned_batch_is_skipped_and_training_goes_on(case, workers):
-  step, params, state, _ = make(case, workers)
-  params, state, _ = step(params, state, batch_of(0, workers))
-  before, residual = np.array(params["w"]), jax.tree.map(np.array, state[0].carried)
-  bad = batch_of(1, workers)
-  bad[-1, -1] = np.nan  # at one worker
-  params, state, metrics = step(params, state, bad)
-  assert bool(metrics.skipped)
-  assert bool(js.metrics(state).skipped)
-  np.testing.assert_array_equal(params["w"], before)
-  chex.assert_trees_all_equal(jax.tree.map(np.asarray, state[0].carried), residual)
-  params, state, metrics = step(params, state, batch_of(2, workers))
-  assert not bool(metrics.skipped)
-  assert int(js.metrics(state).skipped_steps) == 1
-  assert np.any(params["w"] != before)
-
-
-@pytest.mark.long  # step_test.py and comm/replication_test.py take one step on such meshes
-def test_a_mesh_of_explicit_axes_and_of_two_axes():
-  explicit = jax.make_mesh((4,), ("workers",), axis_types=(jax.sharding.AxisType.Explicit,))
-  grid = jax.make_mesh((2, 3), ("hosts", "devices"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  for mesh, axis in ((explicit, "workers"), (grid, ("hosts", "devices")), (grid, "devices")):
-    tx = optax.chain(js.spardl_transform(axis, density=0.2), optax.sgd(0.1))
-    params = {"w": jnp.zeros(20)}
-    state, step = js.init(tx, params, mesh, axis=axis), js.make_train_step(loss_fn, tx, mesh, axis=axis)
-    for i in range(100):
-      params, state, metrics = step(params, state, batch_of(i, 6 if axis != "workers" else 4))
-    assert float(metrics.loss) < 0.3
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # orbax's own
@@ -170,12 +123,6 @@ def test_wrapped_by_optax(wrap):
       params, state, metrics = step(params, state, batch_of(i, 6))
   assert float(metrics.loss) < 0.3
   assert float(params["b"]) == pytest.approx(1, abs=0.1)
-
-
-def test_multisteps_around_it_would_lose_gradients():
-  tx = optax.MultiSteps(optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)), 2)
-  with pytest.raises(ValueError, match="put it after, as in optax.chain"):
-    js.init(tx, {"w": jnp.zeros(20)}, mesh_of(3))
 
 
 def test_a_chain_that_averages_nothing():

@@ -1,6 +1,5 @@
 """`decay=β`: what was not delivered enters the next step β times, whatever the collective; a skipped step keeps it."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,30 +57,9 @@ def test_the_first_step_is_that_without_decay_and_a_decay_of_one_changes_nothing
   np.testing.assert_array_equal(DECAY * residuals(state), residuals(decayed))
 
 
-def test_one_entry_by_hand():
-  """The entry that is not sent fades: 3, 1.5, 0.75; and home = β r + g decides what is sent."""
-  out = js.simulate("topka", jnp.array([[4.0, 3.0]]), k=1, decay=0.5)
-  np.testing.assert_array_equal(out.residuals, [[0, 1.5]])
-  out = js.simulate("topka", jnp.array([[1.0, 0.0]]), state=out.state, k=1, decay=0.5)
-  np.testing.assert_array_equal(out.total, [0, 1.5])
-  np.testing.assert_array_equal(out.residuals, [[0.5, 0]])
-
-
 @pytest.mark.parametrize("decay", [0, 1.5, -0.1, "much", True, float("nan")])
 def test_bad_decay(decay):
   with pytest.raises(ValueError, match=rf"decay={decay!r}, choose a number in \(0, 1\]"):
     js.spardl_transform("workers", density=0.1, decay=decay)
   with pytest.raises(ValueError, match=rf"qsgd: decay={decay!r}, choose a number"):
     js.qsgd_transform("workers", decay=decay)
-
-
-def test_in_a_label_of_special():
-  tx = js.dense_transform(js.SimComm("w"), special={"w": "topka:density=0.5:decay=0.5"})
-  params = {"b": jnp.zeros(2), "w": jnp.zeros(2)}
-
-  def worker(grads):
-    return tx.update(grads, tx.init(params))[1].carried.residual[1]
-
-  grads = {"b": jnp.ones((2, 2)), "w": jnp.array([[4.0, 3.0]] * 2)}
-  residual = jax.jit(jax.vmap(worker, axis_name="w"))(grads)
-  np.testing.assert_array_equal(residual, [[0, 1.5]] * 2)

@@ -87,13 +87,6 @@ def test_the_documentation_is_that_of_the_dataclass_and_lists_each_argument_once
   assert any(test.examples for test in doctest.DocTestFinder(recurse=False).find(kind))
 
 
-def test_an_unknown_option_lists_the_choices():
-  with pytest.raises(
-    TypeError, match="spardl: unknown option rho, choose from density, k, decay, wire, selector, teams, sag, residual"
-  ):
-    js.spardl_transform("workers", rho=0.1)
-
-
 @pytest.fixture(params=["module", "package"])
 def ring(request, monkeypatch, tmp_path):
   """A new file, or folder, among the collectives."""

@@ -8,11 +8,10 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.transform.groups import Bundle, assigned, groups_of, shared_out
+from jaxsparse.transform.groups import Bundle, assign_collectives, groups_of, split_k
 from tests.cases import bits, integers, mesh_of, normals, update_program
 
 WORKERS = 3
@@ -38,7 +37,7 @@ def grads_of(seed, make=integers):
 @hypothesis.given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 400))
 def test_k_is_shared_out_in_proportion(sizes, more):
   k = min(len(sizes) + more, sum(sizes))
-  shares = [one.k for one in shared_out(js.make_collective("topka", k=k), sizes)]
+  shares = [one.k for one in split_k(js.make_collective("topka", k=k), sizes)]
   assert sum(shares) == k
   rest, free = k - len(sizes), max(1, sum(sizes) - len(sizes))
   for share, size in zip(shares, sizes, strict=True):
@@ -50,7 +49,7 @@ def test_k_of_special_leaves_is_theirs_together():
   """The k of an expression is shared out over its groups, and is not that of the default, though both are equal."""
   bundles = [Bundle((leaf,), leaf) for leaf in range(5)]
   special = {"bias": "dense", "0|embedding": "topka:k=12"}
-  made = groups_of(params_of(), assigned(js.make_collective("topka", k=12), special), bundles)
+  made = groups_of(params_of(), assign_collectives(js.make_collective("topka", k=12), special), bundles)
   k = {group.leaves: getattr(group.collective, "k", None) for group in made}
   assert k == {(0,): None, (1,): k[1,], (3,): 12 - k[1,], (4,): 12}
   assert 0 < k[1,] < 12
@@ -58,12 +57,14 @@ def test_k_of_special_leaves_is_theirs_together():
 
 def test_the_first_expression_that_matches_counts():
   names = ["['a'][0]", "['a'][1]", "['b']"]
-  made = assigned(js.make_collective("spardl", density=0.1), {"0": "dense", "0|1": "topka:density=0.5", "a": "dense"})
+  made = assign_collectives(
+    js.make_collective("spardl", density=0.1), {"0": "dense", "0|1": "topka:density=0.5", "a": "dense"}
+  )
   assert [made.collectives[number].name for number in made.numbers(names)] == ["dense", "topka", "spardl"]
 
 
 def test_a_bundle_becomes_a_group_for_each_of_its_collectives_one_after_the_other():
-  assignment = assigned(js.make_collective("spardl", density=0.1), SPECIAL)
+  assignment = assign_collectives(js.make_collective("spardl", density=0.1), SPECIAL)
   made = groups_of(params_of(), assignment)
   assert [(group.leaves, group.entries, group.collective.name, group.after) for group in made] == [
     ((0,), 3, "dense", ()),
@@ -83,7 +84,7 @@ def test_each_group_follows_all_that_its_bundle_waits_for_perhaps_through_others
     bundles.append(Bundle(tuple(range(start, len(names))), min(after, number)))
   special = {"bias": "dense"} if "bias" in names else {}
   tree = [{name: np.ones(1, np.float32)} for name in names]
-  made = groups_of(tree, assigned(js.make_collective("topka", density=1.0), special), bundles)
+  made = groups_of(tree, assign_collectives(js.make_collective("topka", density=1.0), special), bundles)
   follows = []
   for number, group in enumerate(made):
     assert group.leaves == (number,)
@@ -151,13 +152,6 @@ def test_the_state_of_a_plain_transform_is_that_of_its_collective():
   state = js.init(js.make_transform("topka", "workers", density=0.1), params_of(), mesh_of(WORKERS))
   assert state.carried.residual.shape == (WORKERS * 82,)
   assert state.carried.shared == ()
-
-
-def test_special_under_inject_hyperparams():
-  static = ("axis", "special", *js.collective_options("topka"))
-  made = optax.inject_hyperparams(js.topka_transform, static_args=static)(axis="workers", special=SPECIAL, density=0.1)
-  state = js.init(made, params_of(), mesh_of(WORKERS))
-  assert len(state.inner_state.carried.residual) == 3
 
 
 @pytest.mark.parametrize(

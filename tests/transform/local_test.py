@@ -180,31 +180,6 @@ def test_diloco_in_numpy():
     assert float(js.metrics(state).drift) == pytest.approx(apart, abs=1e-5)
 
 
-def test_the_worked_example_of_diloco():
-  outer = optax.chain(js.dense_transform(sim(2)), optax.sgd(0.7, momentum=0.9, nesterov=True))
-  tx = js.local_steps(optax.sgd(1.0), outer, every=1)
-  step = js.make_train_step(lambda p, batch: p[0] * batch[0], tx, sim(2), donate=False)
-  params = jnp.ones(1)
-  state = js.init(tx, params, sim(2))
-  params, state, _ = step(params, state, jnp.array([0.2, 0.6]))  # the workers end at 0.8 and 0.4
-  np.testing.assert_allclose(params, [0.468], atol=1e-6)
-  params, state, _ = step(params, state, jnp.array([0.1, 0.2]))
-  np.testing.assert_allclose(params, [0.0417], atol=1e-6)
-
-
-@pytest.mark.long  # a step of one's own and a resized state are on meshes as well
-def test_a_mesh_has_the_bits_of_the_simulator_and_replicas_stay_equal():
-  found = []
-  for where, axis in ((mesh_of(3), "workers"), (sim(3), sim(3))):
-    outer = optax.chain(SPARDL(axis), optax.sgd(0.5, momentum=0.5))
-    step, params, state = start(js.local_steps(optax.sgd(0.1, momentum=0.9), outer, every=3), where, quadratic)
-    for number in range(7):
-      params, state, _ = step(params, state, normals(number, 6, N))
-    found.append(jax.tree.map(np.asarray, (params, state.outer[0].carried, state.moved)))
-    step.check(params, state)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *found)
-
-
 @pytest.mark.parametrize("kind", quick_of([AxisType.Auto, AxisType.Explicit], quick=[AxisType.Explicit]), ids=str)
 def test_in_a_step_of_ones_own(kind):
   """The gradient at the parameters of the worker; on a mesh with axes of each kind that shard_map maps over."""
@@ -321,15 +296,23 @@ def test_some_leaves_in_local_steps_and_others_not():
   assert np.any(after["w"] != params["w"])
 
 
-@pytest.mark.parametrize("value", [0, -1, 0.5, True])
-def test_bad_every(value):
-  with pytest.raises(ValueError, match=f"local_steps: every={value!r}, choose a whole number from 1 up, or None"):
-    js.local_steps(optax.sgd(1.0), averaged(), every=value)
+CHOICES = [
+  ({"every": 0}, "every=0, choose a whole number from 1 up, or None"),
+  ({"every": 0.5}, "every=0.5, choose a whole number from 1 up, or None"),
+  ({"every": True}, "every=True, choose a whole number from 1 up, or None"),
+  ({"every": 6, "fragments": 7}, "fragments=7, choose a whole number from 1 to 6"),
+  ({"every": 6, "fragments": 2, "delay": 3}, "delay=3, choose a whole number from 0 to 2"),
+  ({"every": None, "delay": 1}, "delay=1, choose a whole number from 0 to 0"),
+  ({"every": 3, "mixing": 1.0}, "mixing=1.0 with every=3, choose 0, or less than 1"),
+  ({"every": 3, "delay": 1, "apply_residual": True}, "apply_residual=True with delay=1, choose one of them"),
+  ({"every": 8, "fragments": 4}, "fragments=4, choose at most the number of leaves, 2"),
+]
 
 
-def test_an_applied_residual_goes_without_a_delay():
-  with pytest.raises(ValueError, match="local_steps: apply_residual=True with delay=1, choose one of them"):
-    js.local_steps(optax.sgd(1.0), averaged(), every=3, delay=1, apply_residual=True)
+@pytest.mark.parametrize(("options", "message"), CHOICES)
+def test_choices(options, message):
+  with pytest.raises(ValueError, match=f"local_steps: {message}"):
+    js.init(js.local_steps(optax.sgd(1.0), averaged(sim(2)), **options), PARAMS, sim(2))
 
 
 def test_what_cannot_be_inner_or_outer_is_said():

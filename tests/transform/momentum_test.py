@@ -51,20 +51,6 @@ def test_deep_gradient_compression_in_numpy(nesterov, masking):
     np.testing.assert_allclose(state.carried.residual, residuals, atol=1e-5)
 
 
-def test_two_steps_by_hand():
-  collective = corrected(js.make_collective("topka", k=1))
-  totals, state = simulation.reduce_all(
-    collective, jnp.array([[4.0, 1.0, 0.0], [0.0, 1.0, 3.0]]), simulation.initial(collective, 2, 3)
-  )
-  np.testing.assert_array_equal(totals[0], [4, 0, 3])
-  for kept in (state.carried.residual, state.carried.worker.momentum):
-    np.testing.assert_array_equal(kept, [[0, 1, 0]] * 2)
-  totals, state = simulation.reduce_all(collective, jnp.ones((2, 3)), state)
-  np.testing.assert_array_equal(totals[0], [0, 5, 0])
-  for kept in (state.carried.residual, state.carried.worker.momentum):
-    np.testing.assert_array_equal(kept, [[1, 0, 1]] * 2)
-
-
 @each_case(SPARSE, ["spardl"])
 def test_law_c_of_momentum_and_zeros_where_mass_has_left(case):
   """What enters is u, dyadic here; entries that came back to the residual keep their momentum, NaN changes nothing."""
@@ -174,20 +160,6 @@ def test_a_ladder_of_densities_keeps_the_laws_and_is_each_of_them_in_turn(collec
     if collective.collective.name in ("gtopk", "topka"):  # whose choice depends on residuals alone
       expected, _ = simulation.reduce_all(one, jnp.asarray(grads), same)
       np.testing.assert_array_equal(totals, expected)
-
-
-@pytest.mark.long
-def test_warm_up_and_momentum_on_a_mesh():
-  sparse = js.warmed_up(js.topka_transform("workers", special={"b": "dense"}, density=0.1), {3: 0.5, 6: 0.25})
-  tx = optax.chain(js.momentum_corrected(sparse, 0.5), optax.sgd(0.1))
-  params = {"b": jnp.zeros(4), "w": jnp.zeros((6, 6))}
-  loss = lambda p, batch: sum(jnp.sum((leaf - 1) ** 2) for leaf in jax.tree.leaves(p)) + 0 * batch.sum()
-  step, state, words = js.make_train_step(loss, tx, mesh_of(4)), js.init(tx, params, mesh_of(4)), []
-  for _ in range(40):
-    params, state, metrics = step(params, state, np.zeros((4, 1), np.float32))
-    words.append(int(js.metrics(state).words_sent))
-  assert [words.index(number) for number in sorted(set(words), reverse=True)] == [0, 3, 6]
-  assert float(metrics.loss) < 4  # it was 40
 
 
 def test_while_the_density_is_1_momentum_is_that_of_a_dense_average():

@@ -15,7 +15,7 @@ N = 1 << 14
 
 def copies_of(collective):
   """Copies of f32[n] in the compiled update of one worker that donates its gradient and state."""
-  tx = js.transform_of(collective, SoloComm(4))
+  tx = js.make_transform(collective, SoloComm(4))
   update = jax.jit(tx.update, donate_argnums=(0, 1))
   text = update.lower(jnp.zeros(N), tx.init(jnp.zeros(N))).compile(AS_USERS).as_text()
   return len(re.findall(rf"= f32\[{N}\]\S* copy\(", text))

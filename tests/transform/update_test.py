@@ -299,8 +299,8 @@ def test_metrics_of_two_transforms_are_per_label_and_in_all():
 
 
 def test_words_of_all_steps_are_counted_beyond_32_bits():
-  counters = js.Counters.zeros()._replace(words_sent=jnp.array([3_000_000_000], jnp.uint32))
+  counters, step = js.Counters.zeros(), js.Counters(words_sent=3_000_000_000)
   for _ in range(3):
-    counters = telemetry.accumulated(counters)
-  state = js.ReduceState(js.State(), counters, states.Layout.of(1, 10))
+    counters = telemetry.count_step([step], 10, counters, jnp.bool_(True))
+  state = states.ReduceState(js.State(), counters, states.Layout.of_workers(1, 10))
   assert float(js.metrics(state).total_words) == np.float32(9e9)

@@ -1,0 +1,347 @@
+"""Writes the tables of the pages from the JSON of benchmarks/results: `make tables`, or python -m benchmarks.tables.
+
+A page marks where a table belongs; all between the two marks is replaced, so that no number is copied by hand:
+
+    <!-- table: race race_lm -->
+    <!-- end -->
+
+The first word is a function of this module, the others are its arguments. Tables that no function computes are kept
+with their command and commit in benchmarks/results/tables, and `kept NAME` writes one.
+"""
+
+import collections
+import functools
+import json
+import math
+import pathlib
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+import rich.table
+
+import jaxsparse as js
+from benchmarks import papers as cells_of_papers
+from benchmarks import report
+from benchmarks.heterogeneous import report as in_virtual_time
+from benchmarks.heterogeneous import virtual
+from benchmarks.overlap import contention as contention_of
+from benchmarks.overlap.iterations import WORKERS
+from benchmarks.race import report as race_report
+from benchmarks.race.report import milliseconds, name_of, rate_text, slow_first, spread_text
+from benchmarks.race.results import Curve, Results
+from benchmarks.race.standings import DENSE, Spread, Standing, Target, loss_after, standings
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+_REGION = re.compile(r"^(<!-- table: ([^\n]+?) -->\n).*?^(<!-- end -->)", re.DOTALL | re.MULTILINE)
+_NUMBER = re.compile(r"([-+≤>–\d][^A-Za-z]*(e[-+]\d+|ms|µs| of .*)?)?")
+_UPDATES = ("updates_1gbit", "6 hosts, 1 Gbit/s"), ("updates_two_hosts", "2 hosts, a core each, 1 Gbit/s")
+_SIGNS, _SIGNS_4 = "updates:apply_residual=True/onebit", "local:every=4:apply_residual=True/onebit"
+
+
+def fill(page: str) -> str:
+  """The page with every marked table as the results have it; ValueError for a mark of no table, with the choices."""
+  return _REGION.sub(lambda found: f"{found[1]}\n{_make(found[2])}\n\n{found[3]}", page)
+
+
+def pages() -> list[pathlib.Path]:
+  """The pages of the repository, with or without tables."""
+  return [*ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+def _make(mark: str) -> str:
+  name, *arguments = mark.split()
+  if name not in TABLES:
+    raise ValueError(f"<!-- table: {mark} -->: no table {name!r}, choose one of {', '.join(TABLES)}")
+  return TABLES[name](*arguments)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+  """A table whose columns of numbers are aligned to the right; the first is left out if it is empty."""
+  rows = [list(row) for row in rows]
+  if not any([head[0], *(row[0] for row in rows)]):
+    head, rows = head[1:], [row[1:] for row in rows]
+  is_number = [column and all(_NUMBER.fullmatch(row[column]) for row in rows) for column in range(len(head))]
+  rule = ["--:" if right else "---" for right in is_number]
+  return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])
+
+
+@functools.cache
+def _kept() -> dict[str, Any]:
+  found: dict[str, Any] = {}
+  for path in sorted((RESULTS / "tables").glob("*.json")):
+    found |= json.loads(path.read_text())
+  return found
+
+
+def _text(value: Any, form: str) -> str:
+  """A cell: its format, a format and a unit, or text; a pair is a mean and a standard deviation."""
+  if value is None:
+    return ""
+  number, _, unit = form.partition(" ")
+  parts = value if isinstance(value, list) else [value]
+  return " ± ".join(format(part, number) for part in parts) + f" {unit}".rstrip()
+
+
+def kept(name: str) -> str:
+  """A table of benchmarks/results/tables under its command; ValueError for an unknown name, with the choices."""
+  if name not in _kept():
+    raise ValueError(f"no kept table {name!r}, choose one of {', '.join(_kept())}")
+  found = _kept()[name]
+  rows = ([_text(*cell) for cell in zip(row, found["columns"].values(), strict=True)] for row in found["rows"])
+  commands = [f"    {line}" for line in found["command"]]
+  return "\n".join([*commands, "", markdown(list(found["columns"]), rows)])
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+  """The rows of a kept table, by heads of its columns."""
+  found = _kept()[name]
+  return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+
+
+@functools.cache
+def _results(name: str) -> Results:
+  return Results(RESULTS / f"{name}.json", None)
+
+
+def _standings(name: str, rate: str, loss: str = "", paces: str = "") -> list[Standing]:
+  results = _results(name)
+  if paces:
+    results.rows["paces"] = _results(paces).rows["paces"]
+  return standings(results, rate, Target(300, float(loss) if loss else None))
+
+
+def race(name: str, *options: str) -> str:
+  """Seconds to dense's loss after 300 steps, or to `loss=`, at every rate; with paces of another race by `paces=`."""
+  given = dict(option.split("=") for option in options)
+  rates = slow_first(pace.rate for pace in _results(given.get("paces", name)).rows["paces"])
+  rows = [
+    [
+      rate_text(rate),
+      name_of(one.method),
+      f"`{one.optimizer}`",
+      spread_text(one.seconds, 1),
+      spread_text(one.speed_up, 2),
+      spread_text(one.steps, 0),
+      spread_text(one.more_steps, 2),
+      milliseconds(one.pace),
+      f"{one.words:,.0f}",
+      spread_text(one.loss, 3),
+    ]
+    for rate in rates
+    for one in _standings(name, rate, **given)
+  ]
+  head = ["links", "method", "optimizer", "seconds", "× dense", "steps", "steps / dense's"]
+  return markdown([*head, "ms a step = compute + rest + exchange", "words a step", "loss at 300 steps"], rows)
+
+
+def paces(*names: str) -> str:
+  """Milliseconds a step of races without curves, and another method's / those of SparDL."""
+  rows = []
+  for name in names:
+    results = _results(name)
+    for one in results.rows["paces"]:
+      (ours,) = (row for row in results.find("paces", rate=one.rate) if row.method.startswith("spardl"))
+      times = f"{one.seconds / ours.seconds:.2f}"
+      rows.append([results.setting["task"], rate_text(one.rate), name_of(one.method), milliseconds(one), times])
+  return markdown(["task", "links", "method", "ms a step = compute + rest + exchange", "/ SparDL's"], rows)
+
+
+def wholes(name: str) -> str:
+  """Whole trainings on the clock beside steps × seconds a step."""
+  return _of_rich("", {"": race_report.wholes(_results(name))})
+
+
+def losses(name: str, *steps: str) -> str:
+  """Held-out loss after so many steps, lowest first.
+
+  Of a method and optimizer that were trained from one seed only, the best rate, where no other has more seeds.
+  """
+  groups: dict[tuple[str, str], list[Curve]] = {}
+  for curve in _results(name).rows["curves"]:
+    groups.setdefault((curve.method, curve.optimizer), []).append(curve)
+  last = float(steps[-1])
+  mean = lambda curves: statistics.mean(loss_after(curve, last) or math.inf for curve in curves)
+  most: dict[tuple[str, str], list[Curve]] = {}
+  for (method, optimizer), curves in groups.items():
+    key = method, re.sub(r":window=\d+|:0\.\d+", "", optimizer)
+    most[key] = max(most.get(key, curves), curves, key=lambda one: (len(one), -mean(one)))
+  shown = [curves for curves in groups.values() if len(curves) > 1 or any(curves is one for one in most.values())]
+  rows = []
+  for curves in sorted(shown, key=mean):
+    spreads = [Spread.of([loss_after(curve, float(step)) for curve in curves]) for step in steps]
+    accuracy = statistics.mean(curve.accuracy[curve.steps.index(int(last))] for curve in curves)
+    drift = statistics.mean(curve.drift for curve in curves)
+    rows.append([f"`{curves[0].method}`", f"`{curves[0].optimizer}`", str(len(curves))])
+    rows[-1] += [*(spread_text(spread, 3) for spread in spreads), f"{accuracy:.3f}"]
+    rows[-1] += [f"{statistics.mean(curve.words for curve in curves):,.0f}", f"{drift:.3g}"]
+  head = ["`--method`", "`--optimizer`", "seeds", *(f"loss at {step}" for step in steps)]
+  return markdown([*head, "accuracy", "words a step", "drift"], rows)
+
+
+def _means(rows: Iterable[dict[str, Any]], by: Sequence[str], digits: Mapping[str, int]) -> list[list[str]]:
+  """For each group of rows its name, and mean ± standard deviation of the fields of `digits`."""
+  groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+  for row in rows:
+    groups.setdefault(tuple(str(row[name]) for name in by), []).append(row)
+  spread = lambda own, name: spread_text(Spread.of([row[name] for row in own]), digits[name])
+  return [[*key, *(spread(own, name) for name in digits)] for key, own in groups.items()]
+
+
+def runs(*names: str) -> str:
+  """Runs of `benchmarks.train`: means over seeds and folds."""
+  digits = {"test_loss": 4, "test_accuracy": 4, "train_loss": 4, "words_per_step": 0}
+  rows = []
+  for name in names:
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    found["runs"] = [run | {"workers": re.findall(r"(\d+) workers", found["title"])[0]} for run in found["runs"]]
+    rows += _means(found["runs"], ["optimizer", "algorithm", "workers"], digits)
+  head = ["optimizer", "exchange", "workers", "held-out loss", "held-out accuracy", "train loss", "words a step"]
+  return markdown(head, rows)
+
+
+def elastic(part: str) -> str:
+  """Trainings that lose a worker and gain two: `runs` in the lab, `simulated`, `recoveries`, or the residual `lost`."""
+  found = json.loads((RESULTS / "elastic.json").read_text())[part]
+  if part == "lost":
+    head = ["the lost worker's residual / the update of a step, ℓ₂", "what it gained since the last checkpoint"]
+    return markdown(head, _means(found, [], {"all": 2, "since": 2}))
+  if part == "recoveries":
+    parts = ["end the others, start processes", "import, join", "model, restore, resize", "compile, first step"]
+    named = [one | dict(zip(parts, one["parts"], strict=True)) | {"all, s": sum(one["parts"])} for one in found]
+    digits = dict.fromkeys([*parts, "all, s"], 1) | {"again": 0}
+    return markdown(["workers", *parts, "all, s", "steps done again"], _means(named, ["change"], digits))
+  lost = {one["run"]: max(other["lost"] for other in found if other["run"] == one["run"]) for one in found}
+  rows = _means(found, ["run"], {"accuracy": 4, "delivered": 4})
+  return markdown(["run", "test accuracy", "delivered", "lost"], [[*row, f"{lost[row[0]]:.1e}"] for row in rows])
+
+
+def heterogeneous(*parts: str) -> str:
+  """Parts of the comparison in virtual time as `benchmarks.heterogeneous` prints them, or `speed_ups` over a worker."""
+  rows = virtual.read(json.loads((RESULTS / "heterogeneous.json").read_text())["rows"])
+  if parts == ("speed_ups",):
+    scale = in_virtual_time.speed_ups([row for row in rows if row.part == "scale"])
+    return _of_rich("", {"": in_virtual_time.scale_table(scale)})
+  groups = in_virtual_time.by_environment(row for row in rows if row.part in parts)
+  return _of_rich("workers", {str(own[0].environment): in_virtual_time.table(own, "") for own in groups})
+
+
+def contention(source: str) -> str:
+  """Two all-reduces at once: `measured` in the lab, or in the model of the `paper`."""
+  if source == "paper":
+    curve = contention_of.predicted(js.overlap.Link(alpha=1.4e-3, beta=1.7e-9, gamma=1.5), WORKERS)
+    return _of_rich("", {curve.name: contention_of.table(curve)})
+  made = {}
+  for one in json.loads((RESULTS / "contention.json").read_text()):
+    points = [contention_of.Point(**point) for point in one["points"]]
+    made[rate_text(one["name"])] = contention_of.table(contention_of.Curve(**one | {"points": points}))
+  return _of_rich("links", made)
+
+
+def _of_rich(label: str, found: Mapping[str, rich.table.Table]) -> str:
+  """Tables with the same columns as one, which begins with their names."""
+  rows = [
+    [name, *row] for name, one in found.items() for row in zip(*(column.cells for column in one.columns), strict=True)
+  ]
+  head = [str(column.header) for column in next(iter(found.values())).columns]
+  return markdown([label, *head], [[name_of(str(cell)) for cell in row] for row in rows])
+
+
+def papers(*words: str) -> str:
+  """A paper's numbers beside ours, then what they are; ValueError for a paper without a table, with the choices."""
+  name = " ".join(words)
+  cells = [cell for cell in cells_of_papers.every() if cell.paper == name]
+  if not cells:
+    known = dict.fromkeys(cell.paper for cell in cells_of_papers.every())
+    raise ValueError(f"paper {name!r}, choose one of {', '.join(known)}")
+  text = cells_of_papers.text
+  rows = [[one.table, one.name, cells_of_papers.paper_text(one), text(one.ours), one.verdict] for one in cells]
+  first = {cell.table: cell for cell in reversed(cells)}.values()
+  noise = lambda one: f"; noise {one.noise:.0%}" if one.noise else ""
+  about = [
+    [one.table, one.what, one.setting, f"`{one.benchmark}`: {one.differs or 'the same'}{noise(one)}", one.reason]
+    for one in reversed(first)
+  ]
+  return f"{markdown(['', '', 'paper', 'ours', 'verdict'], rows)}\n\n" + markdown(
+    ["", "what", "paper's setting", "our benchmark and setting", "why ours differs"], about
+  )
+
+
+def verdicts() -> str:
+  """How many numbers of each paper have which verdict."""
+  counts = collections.Counter((cell.paper, cell.verdict) for cell in cells_of_papers.every())
+  known = get_args(cells_of_papers.Verdict)
+  names = dict.fromkeys(paper for paper, _ in counts)
+  return markdown(["paper", *known], [[name, *(str(counts[name, one]) for one in known)] for name in names])
+
+
+def summary() -> str:
+  """What users want to know first: recommended methods beside dense."""
+  rows = []
+  for name, what, methods in (
+    ("race_lm", "seconds to dense's loss, transformer of 3.3 M parameters, Adam", (_SIGNS, _SIGNS_4)),
+    ("race_resnet20", "seconds to dense's loss, ResNet-20, SGD", ("spardl:density=0.01",)),
+  ):
+    for rate in slow_first(pace.rate for pace in _results(name).rows["paces"]):
+      found = {one.method: one for one in _standings(name, rate)}
+      for method in methods:
+        numbers = [spread_text(found[one].seconds, 1) for one in (DENSE, method)]
+        gain = spread_text(found[method].speed_up, 2)
+        rows.append([what, f"4 hosts, {rate_text(rate)}", name_of(method), *numbers, gain])
+  what, chunked = "ms an update, n = 14.7 M (VGG-16), 1 %", "spardl:selector=chunked:wire=bf16"
+  updates = {f"6 hosts, {row['links']}": row for row in _rows("updates_rates") if row["n"] == 14_728_266}
+  for table, hosts in _UPDATES:
+    updates[hosts] = {row["algorithm"]: row["ms"] for row in _rows(table)}
+    updates[hosts] |= {f"× {row['algorithm']}": row["× f32"] for row in _rows(table)}
+  for network, ms in updates.items():
+    for method, text in (("spardl", "SparDL"), (chunked, "SparDL, chunked, bf16")):
+      if method in ms:
+        gain = ms.get(f"× {method}") or ms[DENSE] / ms[method]
+        rows.append([what, network, text, f"{ms[DENSE]:,.0f}", f"{ms[method]:,.0f}", f"{gain:.1f}"])
+  return markdown(["measured", "network", "method", "dense", "this method", "times as fast"], rows)
+
+
+def wire() -> str:
+  """Seconds on the wire of one update, by the formulas: the most that a method can save."""
+  networks = {"100 Mbit/s": (3e-4, 8e-8), "1 Gbit/s": (1e-4, 8e-9), "25 Gbit/s": (3e-5, 3.2e-10)}  # α, β
+  models = {"ResNet-20": 269_722, "transformer": 3_295_232, "VGG-16": 14_728_266, "BERT": 133_547_324}
+  methods: dict[str, dict[str, Any]] = {"dense": {}, "spardl": {"density": 0.01}}
+  rows = []
+  for model, n in models.items():
+    costs = [js.costs.predict(name, n=n, workers=6, **options) for name, options in methods.items()]
+    rows.append([model, f"{n:,}", *(f"{one.seconds(*link):.2g}" for link in networks.values() for one in costs)])
+  return markdown(["model", "n", *(f"{name}: {one}" for name in networks for one in ("dense", "SparDL 1 %"))], rows)
+
+
+_FUNCTIONS = (
+  kept,
+  race,
+  paces,
+  wholes,
+  losses,
+  runs,
+  elastic,
+  heterogeneous,
+  contention,
+  papers,
+  verdicts,
+  summary,
+  wire,
+)
+TABLES: dict[str, Callable[..., str]] = {function.__name__: function for function in _FUNCTIONS}
+
+
+def main() -> None:
+  """Fills all pages."""
+  for page in pages():
+    before = page.read_text()
+    after = fill(before)
+    if after != before:
+      report.replace(page, after)
+      print(f"tables: {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+  main()

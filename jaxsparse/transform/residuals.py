@@ -1,0 +1,112 @@
+"""What a worker owes, as leaves like the parameters: its residuals, and with local steps what it has moved."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse import flatten
+from jaxsparse.transform import state as states
+from jaxsparse.transform.groups import Group, leaf_numbers
+from jaxsparse.transform.state import ReduceState, join_groups, split_groups
+from jaxsparse.transform.update import at_devices
+
+
+def own_params(params: optax.Params, state: Any) -> optax.Params:
+  """The parameters of this worker, θ_w: `params` itself where nothing is moved. Inside shard_map.
+
+  Args:
+    params: the anchor, the same on every worker.
+    state: the state of one worker of a chain with `js.local_steps`, or of any other.
+
+  Example:
+    >>> import optax, jaxsparse as js
+    >>> outer = optax.chain(js.dense_transform(js.MpiComm()), optax.sgd(1.0))
+    >>> tx, params = js.local_steps(optax.sgd(0.25), outer, every=10), jnp.ones(2)
+    >>> _, state = tx.update(jnp.array([1.0, 0.0]), tx.init(params), params)
+    >>> js.own_params(params, state)
+    Array([0.75, 1.  ], dtype=float32)
+  """
+  leaves, structure = jax.tree.flatten(params)
+  for number, (p, gone) in enumerate(zip(leaves, moved_leaves(state, params), strict=True)):
+    if gone is not None:
+      leaves[number] = (p.astype(jnp.float32) - gone[0]).astype(p.dtype)
+  return jax.tree.unflatten(structure, leaves)
+
+
+def moved_leaves(state: Any, params: optax.Params) -> list[jax.Array | None]:
+  """What was moved of each leaf: f32[1, …] at a worker, f32[P, …] of all of them; None without local steps."""
+  leaves: list[jax.Array | None] = [None] * len(jax.tree.leaves(params))
+  for node in states.local_states(state):
+    if moved := jax.tree.leaves(node.moved):
+      for number, leaf in zip(leaf_numbers(jax.tree.structure(node.moved), params), moved, strict=True):
+        leaves[number] = leaf
+  return leaves
+
+
+def residual_to_moved(moved: Any, outer: Any) -> tuple[Any, Any]:
+  """What a worker has moved with its residuals added, and `outer` with residuals of zeros."""
+  leaves, structure = jax.tree.flatten(moved)
+
+  def take(node: Any) -> Any:
+    if not states.is_reduce_state(node):
+      return node
+    numbers = leaf_numbers(node.layout.method.structure, moved)
+    own = [leaves[number][0] for number in numbers]
+    sums, node = take_residuals(own, node, own)
+    for number, leaf in zip(numbers, sums, strict=True):
+      leaves[number] = leaf[None]
+    return node
+
+  outer = jax.tree.map(take, outer, is_leaf=states.is_reduce_state)
+  return jax.tree.unflatten(structure, leaves), outer
+
+
+def take_residuals(
+  leaves: list[jax.Array],
+  node: ReduceState,
+  moved: list[jax.Array] | None = None,
+  mean: Callable[[list[jax.Array]], list[jax.Array]] = lambda owing: owing,
+) -> tuple[list[jax.Array], ReduceState]:
+  """The residual of a worker, in the shapes and dtypes of the leaves, and the state without it.
+
+  What the dtype of a leaf rounds off, or cannot hold, stays in the residual.
+
+  Args:
+    leaves: of the parameters.
+    node: the state of one worker.
+    moved: θ − θ_w of local steps, f32 like each leaf, to add to the residual; the sum is f32.
+    mean: maps the float32 leaves of a device to their means over the workers.
+  """
+
+  def step(
+    groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, inside: tuple[str, ...] = ()
+  ) -> tuple[list[jax.Array], ReduceState]:
+    del inside
+    parts, leaves = split_groups(state.carried), list(leaves)
+    owing: dict[int, jax.Array] = {}
+    for group, part in zip(groups, parts, strict=True):
+      own = {leaf: leaves[leaf].astype(jnp.float32) for leaf in group.leaves}
+      if part.residual is not None:  # leaf by leaf: to add flat vectors would take two passes more
+        owed = flatten.parts(part.residual, [x.size for x in own.values()])
+        own = {leaf: x + rest.reshape(x.shape) for (leaf, x), rest in zip(own.items(), owed, strict=True)}
+      if part.residual is not None or moved is not None:
+        owing |= own
+    left = {}
+    for leaf, exact in zip(owing, mean(list(owing.values())), strict=True):
+      sent, left[leaf] = flatten.representable(exact, leaves[leaf].dtype)
+      leaves[leaf] = sent.astype(leaves[leaf].dtype)
+    rest = [
+      part._replace(residual=part.residual if part.residual is None else _flat(left[leaf] for leaf in group.leaves))
+      for group, part in zip(groups, parts, strict=True)
+    ]
+    return leaves, state._replace(carried=join_groups(rest, method.alone))
+
+  method: Any = node.layout.method
+  return at_devices(step, method.groups, [jnp.zeros_like(x) for x in leaves] if moved is None else list(moved), node)
+
+
+def _flat(leaves: Any) -> jax.Array:
+  return flatten.flatten(list(leaves))[0]
