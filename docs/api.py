@@ -21,7 +21,7 @@ def members(text: str) -> list[tuple[str, object]]:
       left_out = re.findall(r"\w+", "".join(re.findall(r":exclude-members:(.*)", options)))
       prefix = name.removeprefix("jaxsparse.")
       found += [(f"{prefix}.{one}", getattr(module, one)) for one in module.__all__ if one not in left_out]
-    elif kind != "data":
+    elif kind != "data" and "." not in name:  # others are what a function returns
       found.append((name, getattr(js, name)))
   return found
 
