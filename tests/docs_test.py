@@ -17,6 +17,7 @@ import pytest
 import jaxsparse as js
 from docs import api
 from jaxsparse import launch
+from jaxsparse.launch.start import free_port
 from tests.cases import row
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -208,7 +209,7 @@ def process_of(folder, rank):
 
 def test_stragglers(tmp_path):
   (worker,) = snippets("docs/how_to/stragglers.md")
-  address = f"tcp://127.0.0.1:{launch.free_port()}"
+  address = f"tcp://127.0.0.1:{free_port()}"
   assert "tcp://127.0.0.1:29500" in worker
   assert "1_000" in worker
   worker = worker.replace("tcp://127.0.0.1:29500", address).replace("1_000", "5")
