@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 import jaxsparse as js
-from jaxsparse.collectives import plain
+from jaxsparse.collectives import make_plain
 
 HELP = (
   "All-reduces to compare, in this order, or 'all'. Repeat it, or separate by commas. Options of one follow its name: "
@@ -79,7 +79,7 @@ def of_vectors() -> list[str]:
     >>> set(js.collective_names()) - set(of_vectors())
     {'powersgd'}
   """
-  return [name for name in js.collective_names() if not plain(name).needs_shapes]
+  return [name for name in js.collective_names() if not make_plain(name).needs_shapes]
 
 
 def _spec(label: str, workers: int, shared: dict[str, Any]) -> Spec:

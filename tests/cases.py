@@ -133,7 +133,7 @@ class Case(NamedTuple):
     return fitting[:1] if len(self.options) > 1 else fitting
 
 
-# The others are in collectives/messages_test.py.
+# The others are in collectives/topk_test.py.
 _QUICK_WIRES = [
   Case("gtopk", (("selector", "reuse"), ("wire", "int8"))),
   Case("oktopk", (("wire", "int8"),)),

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsparse.select import candidates
+from jaxsparse.select import exact
 from jaxsparse.train import simulation
 from tests.cases import CASES, CONSERVING, REPLICATING, Case, bits, each_case, integers, normals, quick_of
 from tests.conformance_test import FLUSHED, mass, residuals_of
-from tests.reference import spardl as reference
+from tests.reference import spardl_options as reference
 
 N, DENSITY = 36_000, 0.3  # blocks of 18,000, and messages of more than 4,096 values
 
@@ -123,7 +123,7 @@ def test_the_laws_of_long_gradients(case, monkeypatch, subtests):
 
   start = simulation.initial(collective, workers, N)
   text = program.lower(grads["normal"], start).as_text()
-  monkeypatch.setattr(candidates, "SHORT", 1 << 30)  # rows of any length are sorted, and no block has candidates
+  monkeypatch.setattr(exact, "SHORT", 1 << 30)  # rows of any length are sorted, and no block has candidates
   plain = program_of(collective)
   same = plain.lower(grads["normal"], start).as_text() == text
   with subtests.test("whether it selects among candidates here"):
@@ -159,7 +159,7 @@ def test_equals_the_paper_in_numpy(workers, teams, sag, subtests):
     left, adaptive = np.zeros_like(grads), reference.first_h(k, workers, teams)
     with subtests.test(name):
       for step, (totals, state) in zip((grads, grads[::-1]), two_steps(program, collective, grads), strict=True):
-        expected, left, adaptive = reference.spardl(step, left, k, teams=teams, bruck=bruck, adaptive=adaptive)
+        expected, left, adaptive = reference.teams(step, left, k, teams, bruck, adaptive)
         np.testing.assert_array_equal(bits(totals + np.float32(0)), bits(expected + np.float32(0)))
         kept = residuals_of(state, workers, n).astype(np.float32)
         np.testing.assert_array_equal(bits(kept + np.float32(0)), bits(left + np.float32(0)))

@@ -1,7 +1,7 @@
 r"""Seconds of selecting k of n float32 on one device, beside `lax.top_k` of the magnitudes and one read of the vector.
 
 `js.select.top_k` finds the k largest, `select.threshold` and `select.packed` all entries of at least a threshold (here
-the exact k-th magnitude), `select.candidates` entries that provably contain the k largest, with which an update
+the exact k-th magnitude), `find_candidates` entries that provably contain the k largest, with which an update
 starts. Each result is checked against `lax.top_k` before it is timed: the same set of indices, the same bits of the
 values. One repetition of every program follows the other, with a read after each, since the machine may be busy;
 medians and their ratios are of one run.
@@ -55,11 +55,10 @@ from benchmarks.selection.alone import (
 from benchmarks.tasks import data, small
 from benchmarks.tasks.base import model_of
 from jaxsparse import flatten
-from jaxsparse.select import candidates, exact, threshold
-from jaxsparse.select.blocks import Blocks
-from jaxsparse.select.candidates import Candidates
+from jaxsparse.select import exact, threshold
+from jaxsparse.select.blocks import Blocks, LazySum
+from jaxsparse.select.exact import Candidates
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.lazy import LazySum
 
 _WARM_UP = 10  # steps of SGD before gradients are taken
 
@@ -117,7 +116,7 @@ class Row(NamedTuple):
     lax_top_k: `lax.top_k` of the magnitudes.
     top_k: `js.select.top_k`.
     threshold: indices and values of the entries that reach the k-th magnitude, up to about k of them.
-    candidates: `select.candidates` of one block.
+    candidates: `find_candidates` of one block.
     read: the sum of the magnitudes.
     method: the one that `js.select.top_k` chose.
     missed: whether its bracket held too few or too many entries, so that it bisected as well.
@@ -138,12 +137,12 @@ class Row(NamedTuple):
 def _by_threshold(x: jax.Array, bound: jax.Array, k: int) -> tuple[js.Sparse, jax.Array]:
   """The first entries that reach `bound`, up to about k, and how many do."""
   home = LazySum((x,))
-  members = threshold.selected(home, bound)
-  return threshold.first(home, members, bitset.aligned(k)), bitset.count(members)
+  members = threshold.select_reaching(home, bound)
+  return threshold.read_first(home, members, bitset.align(k)), bitset.count(members)
 
 
 def _candidates(x: jax.Array, k: int) -> Candidates:
-  return candidates.candidates(Blocks.whole(LazySum((x,)), k))
+  return exact.find_candidates(Blocks.single(LazySum((x,)), k))
 
 
 class Bench:
@@ -197,7 +196,7 @@ class Bench:
     if count != len(reach):
       raise RuntimeError(f"{name}: {count} entries reach the threshold, numpy counts {len(reach)}")
     filled = js.Sparse(some.indices[:count], some.values[:count])
-    _expect(name, "threshold", entries, filled, reach[: bitset.aligned(self._k)])
+    _expect(name, "threshold", entries, filled, reach[: bitset.align(self._k)])
 
     found = jax.device_get(self._candidates(x))
     indices = found.indices[found.indices < self._n]

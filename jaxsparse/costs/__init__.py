@@ -8,7 +8,7 @@ advise -> Advice        seconds per step of every algorithm, and the fastest, de
 evidence -> [Evidence]  the steps of methods to dense's loss in trainings, for `advise` (evidence)
 """
 
-from jaxsparse.collectives._labels import collective_of, label_of
+from jaxsparse.collectives._base import collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.costs.advice import Advice, Prediction, advise
 from jaxsparse.costs.calibration import Algorithm, Profile, fit

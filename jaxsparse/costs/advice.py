@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxsparse.collectives._base import check_whole
-from jaxsparse.collectives._labels import collective_of
+from jaxsparse.collectives._base import check_whole, collective_of
 from jaxsparse.costs.calibration import Profile
 from jaxsparse.costs.counting import entries_of, inside, predict
 from jaxsparse.costs.evidence import Evidence

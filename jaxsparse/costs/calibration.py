@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName
-from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective, plain
-from jaxsparse.collectives._labels import collective_of, label_of
+from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective, make_plain
+from jaxsparse.collectives._base import collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.costs.counting import count_agreements, entries_of, predict, reduces, schedule, shaped
 from jaxsparse.train import timing
@@ -185,7 +185,7 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
     >>> candidates(4, [0.01])[-3:]
     ['spardl:teams=2:density=0.01', 'spardl:teams=4:density=0.01', 'dense:dtype=bfloat16']
   """
-  known = {name: plain(name) for name in collective_names()}
+  known = {name: make_plain(name) for name in collective_names()}
   fits = lambda one: one.replicates and not (one.needs_shapes and isinstance(n, numbers.Integral))
   averaging = sorted((name for name, one in known.items() if fits(one)), key=lambda name: name != "dense")
   teams = [f"spardl:teams={teams}" for teams in range(2, workers + 1) if workers % teams == 0]

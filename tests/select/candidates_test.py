@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsparse.select import candidates
-from jaxsparse.select.blocks import Blocks
+from jaxsparse.select import exact
+from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.lazy import LazySum
 from tests.select.gradients import GRADIENTS, N, keys_in_numpy
 
 K = 300
@@ -21,7 +20,7 @@ def found_and_reached(x, order, length, k=K, low=None, parts=None):
   a word of 32 with another block.
   """
   parts = (x,) if parts is None else parts
-  find = jax.jit(lambda *parts: candidates.candidates(Blocks(LazySum(parts), jnp.array(order), length, k), low))
+  find = jax.jit(lambda *parts: exact.find_candidates(Blocks(LazySum(parts), jnp.array(order), length, k), low))
   found = find(*parts)
   members, reached = set(bitset.nonzero(found.members, bitset.count(found.members).item()).tolist()), []
   for row, block in enumerate(order):

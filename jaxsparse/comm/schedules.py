@@ -1,14 +1,75 @@
-"""All-gather, personalized exchange and all-reduce over the verb `shift` alone, and the cost of an all-reduce."""
+"""Schedules of messages: who sends to whom in each round, and the exchanges that are built from the verb `shift`.
 
+Pairs are (source, destination) workers of one round, static Python data that is equal on all workers.
+"""
+
+import collections
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.comm import topology
 from jaxsparse.types import Comm, Cost, Reduction, Tree
 
+Pairs = tuple[tuple[int, int], ...]
+
 _WORD = 4  # bytes
+
+
+def strides(size: int) -> tuple[int, ...]:
+  """The ⌈log₂ size⌉ strides of a recursive-halving schedule for any number of workers, largest first.
+
+  Example:
+    >>> strides(6), strides(8), strides(1)
+    ((4, 2, 1), (4, 2, 1), ())
+  """
+  return tuple(1 << bit for bit in reversed(range((size - 1).bit_length())))
+
+
+def team_size(size: int, teams: int) -> int:
+  """Number of workers in each of `teams` equal teams; a ValueError names the divisors of `size` if there are none.
+
+  Example:
+    >>> team_size(6, teams=2)
+    3
+  """
+  if teams < 1 or size % teams:
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    raise ValueError(f"teams={teams} does not divide the {size} workers, choose one of {divisors}")
+  return size // teams
+
+
+def checked_pairs(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
+  """`pairs` if each worker sends at most once and receives at most once, else a ValueError that names the worker.
+
+  Example:
+    >>> checked_pairs([(0, 1), (2, 1)], size=3)
+    Traceback (most recent call last):
+    ValueError: route: worker 1 receives more than once in one round of ((0, 1), (2, 1))
+  """
+  pairs = tuple((int(source), int(destination)) for source, destination in pairs)
+  for verb, ends in zip(("sends", "receives"), zip(*pairs, strict=True), strict=False):
+    if min(ends) < 0 or max(ends) >= size:
+      pair = next(pair for pair in pairs if not all(0 <= worker < size for worker in pair))
+      raise ValueError(f"route {pair}: workers are numbered 0 … {size - 1}")
+    if len(set(ends)) < len(ends):
+      worker = collections.Counter(ends).most_common(1)[0][0]
+      raise ValueError(f"route: worker {worker} {verb} more than once in one round of {pairs}")
+  return pairs
+
+
+def tree_rounds(size: int) -> tuple[Pairs, ...]:
+  """The rounds of a binomial tree that reduces to worker 0, as (child, parent) pairs, for any number of workers.
+
+  Example:
+    >>> tree_rounds(6)
+    (((1, 0), (3, 2), (5, 4)), ((2, 0),), ((4, 0),))
+  """
+  return tuple(
+    tuple((parent + stride, parent) for parent in range(0, size - stride, 2 * stride))
+    for stride in reversed(strides(size))
+  )
 
 
 def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
@@ -25,13 +86,11 @@ def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
   """
   if n == 1:
     return Cost(0, 0, agreements=int(workers > 1))
-  if n < workers:
-    return Cost(2 * len(topology.strides(workers)), math.ceil(n * itemsize / 4))
-  sent = 2 * math.ceil(n / workers) * (workers - 1) * itemsize
-  return Cost(2 * len(topology.strides(workers)), math.ceil(sent / 4))
+  entries = n if n < workers else 2 * math.ceil(n / workers) * (workers - 1)
+  return Cost(2 * len(strides(workers)), math.ceil(entries * itemsize / 4))
 
 
-def combined(rows: jax.Array, op: Reduction) -> jax.Array:
+def combine_rows(rows: jax.Array, op: Reduction) -> jax.Array:
   """Combines rows [P, …] in rank order, 16-bit floats in float32: the bits do not depend on the engine."""
   combine = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[op]
   dtype = rows.dtype
@@ -48,10 +107,10 @@ def all_reduce_in_order(comm: Comm, x: jax.Array, op: Reduction = "sum") -> jax.
   combines one of P blocks, after P − 1 messages, and gathers the results: 2n(P − 1)/P words in all, the optimum.
   """
   if x.size < comm.size:
-    return combined(in_rank_order(comm, all_gather(comm, x)), op)
+    return combine_rows(in_rank_order(comm, all_gather(comm, x)), op)
   blocks = jnp.pad(x.reshape(-1), (0, -x.size % comm.size)).reshape(comm.size, -1)
-  mine = combined(exchange(comm, blocks), op)
-  return in_rank_order(comm, all_gather(comm, mine)).reshape(-1)[: x.size].reshape(x.shape)
+  own = combine_rows(exchange(comm, blocks), op)
+  return in_rank_order(comm, all_gather(comm, own)).reshape(-1)[: x.size].reshape(x.shape)
 
 
 def all_gather(comm: Comm, tree: Tree) -> Tree:
@@ -65,12 +124,13 @@ def all_gather(comm: Comm, tree: Tree) -> Tree:
       from 2         0 1 2 3
       from 4         0 1 2 3 4 5
   """
-  rows = jax.tree.map(lambda x: x[None], tree)
-  for stride in reversed(topology.strides(comm.size)):
+  leaves, structure = jax.tree.flatten(tree)
+  rows = [leaf[None] for leaf in leaves]
+  for stride in reversed(strides(comm.size)):
     missing = min(stride, comm.size - stride)
-    got = comm.shift(jax.tree.map(lambda x, m=missing: x[:m], rows), -stride)
-    rows = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), rows, got)
-  return rows
+    received = comm.shift([x[:missing] for x in rows], -stride)
+    rows = [jnp.concatenate(pair) for pair in zip(rows, received, strict=True)]
+  return jax.tree.unflatten(structure, rows)
 
 
 def in_rank_order(comm: Comm, rows: Tree) -> Tree:
