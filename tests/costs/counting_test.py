@@ -10,8 +10,9 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.collectives import collective_options
-from jaxsparse.comm import AxisComm
-from jaxsparse.costs import count_jaxpr
+from jaxsparse.comm import AxisComm, all_reduce_cost
+from jaxsparse.costs.calibration import candidates
+from jaxsparse.costs.counting import count_jaxpr
 from tests.cases import quick_of
 
 
@@ -29,22 +30,16 @@ def test_a_size_that_nothing_could_hold_takes_seconds():
   assert time.monotonic() - start < 60
 
 
-def test_loops_count_their_length_and_switches_their_dearest_branch():
+def test_loops_count_their_length_switches_their_dearest_branch_and_one_word_is_an_agreement():
   loop = lambda comm, x: jax.lax.fori_loop(0, 5, lambda _, y: comm.shift(y, 1), x)
   assert count_jaxpr(traced(loop, 4), 4) == js.Cost(5, 50)
   once, twice = lambda comm, x: comm.shift(x, 1), lambda comm, x: comm.shift(comm.shift(x, 1), 1)
   switch = lambda comm, x: jax.lax.cond(x[0] > 0, lambda y: once(comm, y), lambda y: twice(comm, y), x)
   assert count_jaxpr(traced(switch, 4), 4) == js.Cost(2, 20)
-
-
-def test_one_word_is_an_agreement():
   agree = lambda comm, x: x + comm.all_reduce(x[0], "max")
   assert count_jaxpr(traced(agree, 4), 4) == js.Cost(0, 0, agreements=1)
-
-
-def test_views_are_counted_by_their_size():
   team = lambda comm, x: comm.split(4)[0].all_reduce(x)
-  assert count_jaxpr(traced(team, 8), 8) == js.costs.all_reduce_cost(10, 2)
+  assert count_jaxpr(traced(team, 8), 8) == all_reduce_cost(10, 2)
 
 
 def test_what_cannot_be_counted_says_so():
@@ -76,11 +71,7 @@ def test_words_that_depend_on_the_shapes_of_leaves():
   for function in (js.costs.count, js.costs.predict):
     with pytest.raises(ValueError, match=r"powersgd: the words of n=8 .* give the parameters as n"):
       function("powersgd", n=8, workers=2)
-  assert not any("powersgd" in label for label in js.costs.calibration.candidates(4, [0.01]))
-
-
-def test_numbers_of_numpy():
-  assert js.costs.predict("dense", n=np.int64(1000), workers=8) == js.costs.predict("dense", n=1000, workers=8)
+  assert not any("powersgd" in label for label in candidates(4, [0.01]))
 
 
 WRONG = [(0, 2, "n=0"), (5, 0, "workers=0"), (1e3, 2, "n=1000.0, give a whole"), ("x", 2, "n='x'"), ({}, 2, "n={}")]
@@ -91,6 +82,7 @@ def test_bad_sizes(n, workers, message):
   for function in (js.costs.count, js.costs.predict):
     with pytest.raises(ValueError, match=message):
       function("dense", n=n, workers=workers)
+    assert function("dense", n=np.int64(1000), workers=8).words == 1750
 
 
 @pytest.mark.parametrize("name", js.collective_names())

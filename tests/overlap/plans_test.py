@@ -162,7 +162,7 @@ def test_extreme_numbers(layers, link):
   for kind in KINDS:
     one = plan(kind, times, sizes, alpha=link[0], beta=link[1], gamma=1.0 + min(link[0], 1e3))
     assert one.iteration_time >= sum(times) * (1 - 1e-9)
-    assert not math.isnan(one.hidden)
+    assert not math.isnan(one.exposed)
 
 
 @pytest.mark.parametrize(
