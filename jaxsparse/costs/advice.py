@@ -201,9 +201,6 @@ def advise(
     >>> js.costs.advise(14_728_266, profile, evidence=[slow], compute=0.2).why
     "dense reaches dense's loss ... times as soon as spardl:density=0.01: 40.00 ± 1.00 times dense's steps (...)"
   """
-  n = count_entries(params)
-  if n < 1:
-    raise ValueError(f"advise: {n} parameters, give at least 1")
   if not 0 <= compute < math.inf:
     raise ValueError(f"advise: compute={compute}, give the seconds of forward and backward")
   if not profile.algorithms:

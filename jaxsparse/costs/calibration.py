@@ -153,14 +153,13 @@ def fit(
   parsed = [collective_of(label) for label in labels]
   collectives = [make_sized(name, n, engine.workers, **options)[0] for name, options in parsed]
   n = count_entries(n)
-  measure = _Measure(engine, axis, n, repetitions)
-  alpha, beta, gamma = measure.links()
-  reduce_alpha, reduce_beta = measure.all_reduce()
-  inside_alpha, inside_beta, devices = 0.0, 0.0, math.prod(engine.axes[name] for name in engine.others)
+  meter = _Meter(engine, axis, n, repetitions)
+  links, reduce, inside = meter.measure_links(), meter.measure_all_reduce(), (0.0, 0.0)
+  devices = math.prod(engine.axes[name] for name in engine.others)
   if devices > 1:
-    inside_alpha, inside_beta, _ = _Measure(engine_of(mesh, engine.others), engine.others, n, repetitions).links()
+    inside = _Meter(engine_of(mesh, engine.others), engine.others, n, repetitions).measure_links()[:2]
   grads, measured = timing.gradients(engine, n, axis)(0), dict[str, Algorithm]()
-  left = seconds - measure.find_latest(time.monotonic() - start)
+  left = seconds - meter.find_slowest(time.monotonic() - start)
   for number, (label, collective) in enumerate(zip(labels, collectives, strict=True)):
     if measured and left <= 0:
       warnings.warn(
@@ -169,14 +168,12 @@ def fit(
         stacklevel=2,
       )
       break
-    measured[label] = measure.algorithm(label, collective, grads, reduce_beta, left / (len(labels) - number))
-    left = seconds - measure.find_latest(time.monotonic() - start)
+    measured[label] = meter.measure_algorithm(label, collective, grads, reduce[1], left / (len(labels) - number))
+    left = seconds - meter.find_slowest(time.monotonic() - start)
     if progress and engine.process == 0:
       spent = f"{1e9 * measured[label].arithmetic:.3g} ns an entry, {max(0.0, left):.0f} s left"
       progress(f"{number + 1} of {len(labels)}: {label}, {spent}")
-  return Profile(
-    engine.workers, alpha, beta, gamma, reduce_alpha, reduce_beta, n, measured, devices, inside_alpha, inside_beta
-  )
+  return Profile(engine.workers, *links, *reduce, n, measured, devices, *inside)
 
 
 def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str]:
@@ -204,45 +201,44 @@ def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[st
   return result
 
 
-class _Measure:
+class _Meter:
   """Times programs that all workers run at once, with gradients of n entries and messages of up to n words."""
 
   def __init__(self, engine: Engine, axis: AxisName, n: int, repetitions: int):
     self._engine, self._axis, self._n, self._repetitions = engine, axis, n, repetitions
     self._watch = timing.Stopwatch(engine, axis)
 
-  def find_latest(self, seconds: float) -> float:
+  def find_slowest(self, seconds: float) -> float:
     """The most of the `seconds` of all processes, so that they decide alike."""
     return float(self._watch.gather(seconds).max())
 
-  def links(self) -> tuple[float, float, float]:
+  def measure_links(self) -> tuple[float, float, float]:
     """(α, β, γ) of messages from each worker to its successor."""
     send = lambda comm, x: comm.shift(x, 1)
-    alpha, words, seconds, beyond = self._line(send, 4)
+    alpha, words, seconds, beyond = self._measure_line(send, 4)
     both = lambda comm, x: jnp.concatenate([send(comm, x), send(comm, x + 1)])
-    return alpha, beyond / (4 * words), self._seconds(both, words) / seconds
+    return alpha, beyond / (4 * words), self._measure_seconds(both, words) / seconds
 
-  def all_reduce(self, dtype: jax.typing.DTypeLike = jnp.float32) -> tuple[float, float]:
+  def measure_all_reduce(self, dtype: jax.typing.DTypeLike = jnp.float32) -> tuple[float, float]:
     """(α, β) of the platform's all-reduce, per message and per byte of `all_reduce_cost`."""
     workers = self._engine.workers
-    latency, entries, _, beyond = self._line(lambda comm, x: comm.all_reduce(x.astype(dtype)), 2 * workers)
+    latency, entries, _, beyond = self._measure_line(lambda comm, x: comm.all_reduce(x.astype(dtype)), 2 * workers)
     cost = all_reduce_cost(entries, workers, jnp.dtype(dtype).itemsize)
     return latency / cost.messages, beyond / cost.bytes
 
-  def algorithm(
+  def measure_algorithm(
     self, label: str, collective: Collective, grads: jax.Array, reduce_beta: float, budget: float
   ) -> Algorithm:
     """The measurements of an algorithm, which take more than `budget` seconds only if one repetition does."""
     jaxpr = schedule(collective, self._n, self._engine.workers)
     reduces, (name, options) = uses_all_reduce(jaxpr, self._engine.workers), collective_of(label)
-    slowdown = self.all_reduce(options["dtype"])[1] / reduce_beta if reduces and "dtype" in options else 1.0
+    slowdown = self.measure_all_reduce(options["dtype"])[1] / reduce_beta if reduces and "dtype" in options else 1.0
     each = self._engine, self._watch, collective, grads, self._n, self._repetitions, self._axis, budget
     arithmetic = timing.alone(*each)[0] / self._n
-    return Algorithm(
-      arithmetic, self._fill(make_collective(name, **options)), reduces, count_agreements(jaxpr), slowdown
-    )
+    fill = self._measure_fill(make_collective(name, **options))
+    return Algorithm(arithmetic, fill, reduces, count_agreements(jaxpr), slowdown)
 
-  def _fill(self, collective: Collective) -> float:
+  def _measure_fill(self, collective: Collective) -> float:
     """Words of an update / predicted words, for normally distributed gradients; 1 where message sizes are constant."""
     if not collective.sizes_vary or collective.needs_shapes:  # or they vary by leaves alone, and the larger ones count
       return 1.0
@@ -253,7 +249,7 @@ class _Measure:
     words = float(metrics(update.state).words_sent)
     return words / max(1, collective.cost(_SHAPE, self._engine.workers).words)
 
-  def _line(self, send: Callable[[Comm, jax.Array], jax.Array], short: int) -> tuple[float, int, float, float]:
+  def _measure_line(self, send: Callable[[Comm, jax.Array], jax.Array], short: int) -> tuple[float, int, float, float]:
     """Seconds of a message of `short` words; words and seconds of a long one; the seconds of its words."""
 
     def chain(comm: Comm, x: jax.Array) -> jax.Array:
@@ -263,14 +259,14 @@ class _Measure:
         total = send(comm, own + total / 2).astype(x.dtype)
       return total
 
-    latency = self._seconds(chain, short) / _CHAIN
+    latency = self._measure_seconds(chain, short) / _CHAIN
     words, most = 2**14, max(self._n, _SHORTEST)
-    while (seconds := self._seconds(send, words)) < _LONG and words < most:
+    while (seconds := self._measure_seconds(send, words)) < _LONG and words < most:
       # On a slow network the next size is the one that should take `_LONG`: four times as many could take minutes.
       words = min(most, words * 4, max(2 * words, round(words * _LONG / seconds)))
     return latency, words, seconds, max(seconds - latency, 0.01 * seconds)  # clocks are inexact
 
-  def _seconds(self, function: Callable[[Comm, jax.Array], Any], words: int) -> float:
+  def _measure_seconds(self, function: Callable[[Comm, jax.Array], Any], words: int) -> float:
     """Median seconds of `function(comm, f32[words])`, of few runs where each takes long."""
     split = PartitionSpec(self._axis)
     program = self._engine.jit(lambda x: function(self._engine.comm, x[0])[None], (split,), split)

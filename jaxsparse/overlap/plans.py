@@ -181,10 +181,8 @@ class _Layers(NamedTuple):
   ways: int
 
   def timeline(self, groups: Sequence[Group]) -> tuple[Sent, ...]:
-    ready, sizes = (
-      [self.ready[group.layers[0]] for group in groups],
-      [sum(self.sizes[layer] for layer in group.layers) for group in groups],
-    )
+    ready = [self.ready[group.layers[0]] for group in groups]
+    sizes = [sum(self.sizes[layer] for layer in group.layers) for group in groups]
     return simulate(ready, sizes, [group.after for group in groups], self.link)
 
   def seconds(self, firsts: _Firsts) -> float:
@@ -211,11 +209,10 @@ def _choose(kind: Kind, layers: _Layers) -> _Firsts:
   if kind == "theorem_1":
     return _theorem_1(layers)
   best = min(_theorem_1(layers), _mg_wfbp(layers), key=layers.seconds)
-  for ways in (
-    sorted({1, layers.ways}) if kind == "optimal" else ()
-  ):  # merges alone are fast, and bound the second search
-    found = search.find_fastest(layers.ready, layers.sizes, layers.link, ways, layers.seconds(best))
-    best = min(found or best, best, key=layers.seconds)
+  if kind == "optimal":
+    for ways in sorted({1, layers.ways}):  # the search of merges alone is fast, and bounds the second one
+      found = search.find_fastest(layers.ready, layers.sizes, layers.link, ways, layers.seconds(best))
+      best = min(found or best, best, key=layers.seconds)
   return best
 
 
