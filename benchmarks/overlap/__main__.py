@@ -1,28 +1,23 @@
 r"""Seconds an iteration with communication hidden behind backward: the ASC-WFBP paper's setting on paper, or in a lab.
 
 On paper, beside what the paper measured: with no --rate. With --rate (needs root) a model of many small tensors is
-trained on hosts of the network lab, whose links are that fast: see benchmarks/overlap/hiding.py.
+trained on hosts of the network lab, whose links are that fast (benchmarks/overlap/hiding.py). With --contention: one
+all-reduce and two at once by message size, and γ (Figures 4 and 5, contention.png), in the paper's model or measured.
 
 Layers are those of the real networks (benchmarks/overlap/architectures.py), their backward times a roofline scaled to
 the paper's total. Where the paper does not print the seconds of computing, Tables IV and V say them: S · t(ASC) / P,
 and a third of it is forward as it is for ResNet-152, which gives back the S_max that the paper prints. Predicted is
 forward and the plan's iteration time, with a start-up of --alpha for each all-reduce and --beta for each byte.
 
-"exposed" is what of the communication backward does not hide (Figure 6, overlap_exposed.png): predicted, the paper's
-iteration less its computing, and in the lab a step less one without communication.
-
-With --contention: seconds of one all-reduce and of two at once by message size, and γ (Figures 4 and 5,
-contention.png), in the paper's model, or with --rate measured in the lab, on ranks of MPI.
-
-S is the throughput of all workers over that of one. S_max is Eq. 42: a link that is always full, at 9.43 Gbit/s. "α of
-WFBP" is the start-up that would explain the measured time of WFBP, all else as it is. Figures of the timelines are
-overlap_MODEL.png in --report_dir.
+"exposed" is communication that backward does not hide (Figure 6): predicted, the paper's iteration less its computing,
+in the lab a step less one without communication. S is the throughput of all workers over that of one; S_max is Eq. 42,
+a link that is always full, at 9.43 Gbit/s; "α of WFBP" would explain the measured time of WFBP. Figures of timelines
+are overlap_MODEL.png in --report_dir.
 
 Examples:
   python -m benchmarks.overlap
   python -m benchmarks.overlap --model=bert_base --plan=mg_wfbp,asc_wfbp --gamma=2
   python -m benchmarks.overlap --rate=1gbit,100mbit --workers=4
-  python -m benchmarks.overlap --contention
   python -m benchmarks.overlap --contention --rate=1gbit,100mbit --json | jq '.[].points'
   python -m benchmarks.overlap --alpha=5e-5 --ways=4 --json | jq '.[] | [.model, .plan, .seconds]'
 """
@@ -63,9 +58,7 @@ _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that Spa
 _REPETITIONS = flags.DEFINE_integer("repetitions", 9, "Timed steps of each plan in the lab.")
 _ROWS = flags.DEFINE_string("rows", None, "Write the rows here and print nothing: how ranks tell who started them.")
 _REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figures.")
-_JSON = flags.DEFINE_bool(
-  "json", False, "Print the rows as JSON on standard output, everything else on standard error."
-)
+_JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON on standard output, all else on standard error.")
 
 
 def _check(name: str, values: list[str], choices: list[str]) -> None:

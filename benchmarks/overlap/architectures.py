@@ -15,12 +15,7 @@ _SECONDS_AN_ACTIVATION = 6 * 4 / 616e9
 
 
 class Tensor(NamedTuple):
-  """A gradient tensor.
-
-  Attributes:
-    entries: its size.
-    seconds: that backward takes before this tensor is ready and after the following one was, for a batch.
-  """
+  """Entries of a gradient tensor, and seconds of backward from the following tensor to this one, for a batch."""
 
   entries: int
   seconds: float = 0.0
@@ -56,8 +51,7 @@ class _Net:
   def branches(self, branches: Sequence[Sequence[Any]], kept: int = 0) -> None:
     """Branches side by side, whose channels are put together with `kept` of a pooling.
 
-    A branch has convolutions (channels, kernel), or (channels, kernel, stride) without padding, and at its end perhaps
-    a list of branches.
+    A branch has convolutions (channels, kernel), or (channels, kernel, stride) without padding, then maybe branches.
     """
     side, channels, total = self.side, self.channels, kept
     for branch in branches:
@@ -174,9 +168,4 @@ def bert_base() -> list[Tensor]:
   return net.tensors
 
 
-MODELS = {
-  "resnet152": resnet152,
-  "densenet201": densenet201,
-  "inception_v4": inception_v4,
-  "bert_base": bert_base,
-}
+MODELS = {make.__name__: make for make in (resnet152, densenet201, inception_v4, bert_base)}

@@ -35,14 +35,12 @@ class Measured(NamedTuple):
   """One way to train.
 
   Attributes:
-    rate: of the lab's links.
     name: the kind of plan and the collective, or what else was done.
     groups: communications; 0 where the compiler decides.
     seconds: of an iteration, the median of the slowest rank.
     predicted: a step without communication, and what the plan says that backward does not hide; or None.
   """
 
-  rate: str
   name: str
   groups: int
   seconds: float
@@ -101,11 +99,8 @@ class Lab:
   def rows(self, kinds: list[str]) -> list[Measured]:
     """Everything measured: XLA's default, no communication at all, and plans with dense and with SparDL."""
     # A SparDL for each of many tensors would take minutes to compile.
-    chosen = [
-      *(("dense", kind) for kind in kinds),
-      *(("spardl", kind) for kind in ("single", "optimal") if kind in kinds),
-    ]
-    plans = {(kind, name): self.plan(kind, name) for name, kind in chosen}
+    chosen = {"dense": kinds, "spardl": [kind for kind in kinds if kind in ("single", "optimal")]}
+    plans = {(kind, name): self.plan(kind, name) for name in chosen for kind in chosen[name]}
     runs: dict[Any, _Run] = {label: self._plain(label == DEFAULT) for label in (DEFAULT, ALONE)}
     for (_, name), plan in plans.items():
       if (name, plan.groups) not in runs:  # one program for plans that are the same
@@ -116,10 +111,10 @@ class Lab:
     for key in runs:
       if key[0] == "dense":
         _check_same(runs[key].params, runs[DEFAULT].params)
-    rows = [Measured(self._rate, label, 0, times[label], None) for label in (DEFAULT, ALONE)]
+    rows = [Measured(label, 0, times[label], None) for label in (DEFAULT, ALONE)]
     for (kind, name), plan in plans.items():
       predicted = times[ALONE] + plan.exposed
-      rows.append(Measured(self._rate, f"{kind}, {name}", len(plan.groups), times[name, plan.groups], predicted))
+      rows.append(Measured(f"{kind}, {name}", len(plan.groups), times[name, plan.groups], predicted))
     return rows
 
   def _config(self, name: str) -> dict[str, Any]:

@@ -22,33 +22,25 @@ class Paper(NamedTuple):
   Attributes:
     seconds: of an iteration, by kind of plan.
     bound: S_max.
-    computing: seconds of forward, a third of it, and of backward.
+    forward: seconds.
+    backward: seconds.
   """
 
   seconds: dict[str, float]
   bound: float
-  computing: float
-
-  @property
-  def forward(self) -> float:
-    """Seconds of forward."""
-    return self.computing / 3
-
-  @property
-  def backward(self) -> float:
-    """Seconds of backward."""
-    return self.computing * 2 / 3
+  forward: float
+  backward: float
 
 
-def _paper_of(model: str) -> Paper:
+def _read_paper(model: str) -> Paper:
   """Its figures for a network, from Tables IV and V; the text has the seconds of computing of ResNet-152 only."""
   number = lambda table, cell: papers.number("ASC-WFBP", table, f"{model} {cell}")
   seconds = {kind: number("Table IV", kind) for kind in ("wfbp", "mg_wfbp", "asc_wfbp")}
-  computing = number("Table V, S", "speed_up") * seconds["asc_wfbp"] / WORKERS
-  return Paper(seconds, number("Table V, S_max", "bound"), 0.091 + 0.182 if model == "resnet152" else computing)
+  third = number("Table V, S", "speed_up") * seconds["asc_wfbp"] / WORKERS / 3 if model != "resnet152" else 0.091
+  return Paper(seconds, number("Table V, S_max", "bound"), third, 2 * third)
 
 
-PAPER = {model: _paper_of(model) for model in architectures.MODELS}
+PAPER = {model: _read_paper(model) for model in architectures.MODELS}
 
 
 class Row(NamedTuple):
@@ -57,11 +49,11 @@ class Row(NamedTuple):
   Attributes:
     model: the network.
     plan: the kind of plan.
-    groups: communications.
+    groups: number of communications.
     most_at_once: of them.
     seconds: predicted, of an iteration with its forward pass.
     exposed: predicted, those of communication that backward does not hide.
-    measured: by the paper, or None.
+    measured: seconds by the paper, or None.
     speed_up: predicted S.
     bound: S_max by Eq. 42.
   """
@@ -79,8 +71,7 @@ class Row(NamedTuple):
   @property
   def paper_exposed(self) -> float | None:
     """That of the paper: its seconds less those of computing."""
-    paper = PAPER[self.model]
-    return None if self.measured is None else self.measured - paper.computing
+    return None if self.measured is None else self.measured - PAPER[self.model].forward - PAPER[self.model].backward
 
 
 def layers_of(model: str) -> tuple[list[float], list[float]]:
@@ -92,19 +83,17 @@ def layers_of(model: str) -> tuple[list[float], list[float]]:
 
 def bound_of(model: str) -> float:
   """S_max, Eq. 42: the link always full, backward or sending hidden by the other."""
-  _, sizes = layers_of(model)
-  paper, sending = PAPER[model], 2 * sum(sizes) / LINK
-  return WORKERS * paper.computing / (paper.computing + sending - min(paper.backward, sending))
+  backward, sending = PAPER[model].backward, 2 * sum(layers_of(model)[1]) / LINK
+  computing = PAPER[model].forward + backward
+  return WORKERS * computing / (computing + sending - min(backward, sending))
 
 
 def row(model: str, plan: js.overlap.Plan) -> Row:
   """The prediction beside the measurement."""
   paper = PAPER[model]
-  seconds = paper.forward + plan.iteration_time
-  spans = plan.timeline
+  seconds, spans = paper.forward + plan.iteration_time, plan.timeline
   at_once = max(1 + sum(other.end > one.start for other in spans[:number]) for number, one in enumerate(spans))
-  speed_up = WORKERS * paper.computing / seconds
-  measured = paper.seconds.get(plan.kind)
+  speed_up, measured = WORKERS * (paper.forward + paper.backward) / seconds, paper.seconds.get(plan.kind)
   return Row(model, plan.kind, len(plan.groups), at_once, seconds, plan.exposed, measured, speed_up, bound_of(model))
 
 

@@ -2,8 +2,8 @@
 
 import bisect
 import gzip
+import itertools
 import json
-import math
 import pathlib
 import re
 import statistics
@@ -86,7 +86,7 @@ class Traced(NamedTuple):
     seconds: from its first operation to the end of its last.
     sending: seconds in which at least one collective ran.
     hidden: fraction of these in which other operations ran too.
-    collectives: name, start and end of each, in seconds from the first operation.
+    collectives: name, start and end of each, in seconds.
   """
 
   seconds: float
@@ -136,15 +136,9 @@ def _summary(run: Sequence[_Span], kinds: dict[str, str]) -> Traced:
   spans = sorted(((op, (start - first) / 1e6, (end - first) / 1e6) for op, start, end in run), key=lambda span: span[1])
   sent = [span for span in spans if _COLLECTIVE.match(kinds.get(span[0], ""))]
   computed = [span for span in spans if span not in sent and kinds.get(span[0]) not in _CONTAINERS]
-  sending = _union_length(sent)
-  both = sending + _union_length(computed) - _union_length([*sent, *computed])
-  return Traced(max(end for _, _, end in spans), sending, both / sending if sending else 0.0, tuple(sent))
-
-
-def _union_length(spans: Sequence[_Span]) -> float:
-  """Total length of the union of intervals."""
-  total, reached = 0.0, -math.inf
-  for _, start, end in sorted(spans, key=lambda span: span[1]):
-    total += max(0.0, end - max(start, reached))
-    reached = max(reached, end)
-  return total
+  during = lambda some, time: any(start <= time < end for _, start, end in some)
+  pieces = list(itertools.pairwise(sorted({time for span in spans for time in span[1:]})))
+  sending = [(start, end) for start, end in pieces if during(sent, start)]
+  seconds = sum(end - start for start, end in sending)
+  both = sum(end - start for start, end in sending if during(computed, start))
+  return Traced(pieces[-1][1], seconds, both / seconds if sending else 0.0, tuple(sent))
