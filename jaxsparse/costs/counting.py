@@ -17,6 +17,7 @@ from jax.extend import core
 from jaxsparse import flatten
 from jaxsparse._compat import inner_jaxprs
 from jaxsparse.collectives import Collective, make_collective
+from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import AxisComm, all_reduce_cost
 from jaxsparse.transform.shards import share_of
 from jaxsparse.transform.update import init_state, reduce_step
@@ -88,7 +89,7 @@ def count_update(tx: optax.GradientTransformation, params: Any, *, workers: int,
     >>> cost.words, cost.words_per_step(every=500)
     (1750000, 3500.0)
   """
-  _check_sizes(workers=workers)
+  check_whole("count_update", 1, workers=workers)
 
   def counted(**extra: Any) -> Cost:
     def worker(params: optax.Params) -> optax.Updates:
@@ -115,7 +116,7 @@ def count_inside(n: int, *, devices: int) -> Cost:
     >>> count_inside(1000, devices=8)
     Cost(messages=3, words=875, agreements=1)
   """
-  _check_sizes(devices=devices)
+  check_whole("count_inside", 1, devices=devices)
   if devices == 1:
     return Cost(0, 0)
   return Cost((devices - 1).bit_length() if n else 0, -(-n // devices) * (devices - 1), agreements=1)
@@ -250,7 +251,7 @@ def make_sized(name: str | Collective, n: Any, workers: int, devices: int = 1, *
     >>> collective.leaves, entries
     (((4, 6),), 24)
   """
-  _check_sizes(n=count_entries(n), workers=workers, devices=devices)
+  check_whole("js.costs", 1, n=count_entries(n), workers=workers, devices=devices)
   collective = make_collective(name, **config).for_devices(devices)
   if not isinstance(n, numbers.Integral):
     shapes = tuple(share_of(shape, devices) for shape in flatten.shapes(n))
@@ -260,9 +261,3 @@ def make_sized(name: str | Collective, n: Any, workers: int, devices: int = 1, *
       f"{collective.name}: the words of n={n} entries depend on the shapes of their leaves: give the parameters as n"
     )
   return collective, -(-int(n) // devices)
-
-
-def _check_sizes(**sizes: int) -> None:
-  for field, value in sizes.items():
-    if value < 1:
-      raise ValueError(f"{field}={value}, choose at least 1")

@@ -178,7 +178,7 @@ BAD = [
   (lambda: js.costs.fit(mesh_of(2), algorithms=["speedy"]), "unknown collective 'speedy'"),
   (lambda: js.costs.fit(mesh_of(2), algorithms=["spardl:teams=3"]), "teams=3"),
   (lambda: js.costs.fit(mesh_of(2), algorithms=["powersgd"]), "powersgd: the words of n=.* give the parameters as n"),
-  (lambda: js.costs.advise(0, PROFILE), "n=0, choose at least 1"),
+  (lambda: js.costs.advise(0, PROFILE), "n=0, choose a whole number from 1 up"),
   (lambda: js.costs.advise(5, Profile(2, 1e-4, 1e-9)), "the profile has no algorithm"),
   (lambda: js.costs.advise(5, PROFILE, every=(0,)), "advise: every=0, choose a whole number from 1 up"),
   (lambda: js.costs.advise(5, PROFILE, compute=-1), "compute=-1, give the seconds of forward and backward"),
@@ -188,7 +188,7 @@ BAD = [
     "the profile has dense, .* the evidence is of topka",
   ),
   (lambda: js.costs.evidence("lion"), "no training with optimizer='lion', choose one of adam"),
-  (lambda: js.costs.count("dense", n=5, workers=2, devices=0), "devices=0, choose at least 1"),
+  (lambda: js.costs.count("dense", n=5, workers=2, devices=0), "devices=0, choose a whole number from 1 up"),
 ]
 
 
