@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend import core
-from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName, inner_jaxprs
@@ -36,6 +35,7 @@ from jaxsparse.train.sharded import training_engine
 from jaxsparse.types import Comm
 
 _WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are
+_CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
 class Layers(NamedTuple):
@@ -177,24 +177,34 @@ def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
 
 
 def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], list[float]]:
-  """Leaves in the order of their gradients in the jaxpr of (loss, *gradients), and operations of backward for each.
+  """Leaves in the order of their gradients in the jaxpr of (loss, *gradients), and operations of backward for each."""
+  done = [0.0]  # operations before each equation, and at the end
+  loss, *makers = _find_makers(jaxpr, [-1] * len(jaxpr.invars), done)
+  order = sorted(range(len(makers)), key=lambda leaf: (makers[leaf], -leaf))
+  reached = list(itertools.accumulate((done[max(loss, makers[leaf]) + 1] for leaf in order), max))
+  return order, np.diff([done[loss + 1], *reached]).tolist()
 
-  Gradients that one equation makes, the call of a whole loss, are in the order of the operations that they need.
+
+def _find_makers(jaxpr: core.Jaxpr, given: Sequence[int], done: list[float]) -> list[int]:
+  """Number of the equation that makes each result, −1 for an input or a constant; calls count as if inlined.
+
+  Args:
+    jaxpr: of a function, or of a call in it.
+    given: number of the equation that makes each of its inputs.
+    done: number of operations before each equation so far; this function appends those of its equations.
   """
-  leaves = range(len(jaxpr.outvars) - 1)
-  made = {id(var): number for number, equation in enumerate(jaxpr.eqns) for var in equation.outvars}
-
-  def operations(loss: bool, wanted: Collection[int]) -> tuple[bool, float]:
-    """Whether the loss and the gradients of these leaves depend on an input, and their number of operations."""
-    needed, inputs = dce_jaxpr(jaxpr, [loss, *(leaf in wanted for leaf in leaves)])
-    return any(inputs), sum(map(_count_operations, needed.eqns))
-
-  def place(leaf: int) -> tuple[int, float]:
-    depends, work = operations(False, [leaf])
-    return made.get(id(jaxpr.outvars[1 + leaf]), -1) if depends else -1, work
-
-  order = sorted(leaves, key=place)
-  return order, np.diff([operations(True, order[:count])[1] for count in range(len(order) + 1)]).tolist()
+  makers = dict(zip(jaxpr.invars, given, strict=True))
+  find = lambda var: -1 if isinstance(var, core.Literal) else makers.get(var, -1)
+  for equation in jaxpr.eqns:
+    inner = list(inner_jaxprs(equation.params)) if equation.primitive.name in _CALLS else []
+    if len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
+      numbers = _find_makers(inner[0], list(map(find, equation.invars)), done)
+    else:
+      constant = all(isinstance(var, core.Literal) for var in equation.invars)  # zeros, for example
+      numbers = [-1 if constant else len(done) - 1] * len(equation.outvars)
+      done.append(done[-1] + _count_operations(equation))
+    makers.update(zip(equation.outvars, numbers, strict=True))
+  return list(map(find, jaxpr.outvars))
 
 
 def _count_operations(equation: core.JaxprEqn) -> float:
