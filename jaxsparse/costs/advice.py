@@ -54,6 +54,11 @@ def evidence(optimizer: str | None = None) -> list[Evidence]:
   Args:
     optimizer: its name, "adam", which includes kinds of it like window_adam; None for all.
 
+  Returns:
+    A row for each training, a named tuple: `method`, `collective` (its label), `every` (H), `optimizer`, `task`,
+    `workers`, `steps` (to dense's loss / those of dense, mean over seeds; None if a seed did not reach it), their
+    standard `deviation`, and `seeds`.
+
   Raises:
     ValueError: for an optimizer without evidence, with those that have some.
 
@@ -180,7 +185,9 @@ def advise(
     compute: seconds of the rest of your step, forward and backward; with evidence.
 
   Returns:
-    `predictions`, the best first, which is also `best`; and `why`, a sentence. `print` it for a table.
+    `predictions`, the best first, which is also `best`, and `why`, a sentence; `print` it for a table. A prediction has
+    the `label`, `name` and `config` of an algorithm, `every` (H), `seconds` per step, and of an update `messages`,
+    `words`, and the seconds of `arithmetic`, `wire` and `inside`; `to_loss` and `evidence`, where there is some.
 
   Raises:
     ValueError: for a profile without any algorithm, or without any of the evidence, no parameters, an H that is no

@@ -70,7 +70,8 @@ class Profile:
     reduce_alpha: seconds of each of the 2⌈log₂P⌉ messages of the platform's all-reduce.
     reduce_beta: seconds per byte that a worker sends in the platform's all-reduce.
     entries: n of the gradients whose arithmetic was timed.
-    algorithms: measurements of each algorithm, by label.
+    algorithms: measurements of each algorithm, by label: `arithmetic` is its seconds per entry, `fill` the words that
+      it sends / the predicted ones.
     devices: number of devices S of a worker, all of which send to other workers at once while α and β are measured.
     inside_alpha: latency of a message between devices of a worker, in seconds.
     inside_beta: seconds per byte of a message between devices of a worker.

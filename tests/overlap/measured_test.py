@@ -91,6 +91,8 @@ def test_operations_of_backward():
   assert len(order) == len(work) == 10
   products = 2 * 32 * sum(2 * a * b for a, b in itertools.pairwise(WIDTHS[1:]))
   assert products < sum(work) < 1.5 * products
+  loop = lambda params, x: jnp.sum(jax.lax.scan(lambda x, _: (jnp.tanh(x @ params[0]), None), x, None, length=7)[0])
+  assert sum(work_of(loop, [jnp.ones((8, 8))], jnp.ones((32, 8)))[1]) > 7 * 2 * 2 * 32 * 8 * 8
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(jax.jit(f)))])
