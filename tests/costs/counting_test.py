@@ -12,7 +12,7 @@ import jaxsparse as js
 from jaxsparse.collectives import collective_options
 from jaxsparse.comm import AxisComm, all_reduce_cost
 from jaxsparse.costs.calibration import candidates
-from jaxsparse.costs.counting import count_jaxpr
+from jaxsparse.costs.counting import count_agreements, count_jaxpr, schedule
 from tests.cases import quick_of
 
 
@@ -38,6 +38,8 @@ def test_programs():
   assert counted(switch, 4) == js.Cost(2, 20)
   assert counted(lambda comm, x: x + comm.all_reduce(x[0], "max"), 4) == js.Cost(0, 0, agreements=1)
   assert counted(lambda comm, x: comm.split(4)[0].all_reduce(x), 8) == all_reduce_cost(10, 2)
+  regions = schedule(js.make_collective("oktopk", density=0.01), n=10_000, workers=6)  # moved in some steps only
+  assert (count_agreements(regions), count_jaxpr(regions, 6, "least").agreements) == (3, 38)
   endless = lambda comm, x: jax.lax.while_loop(lambda y: y[0] > 0, lambda y: comm.shift(y, 1), x)
   with pytest.raises(NotImplementedError, match="unknown length"):
     counted(endless, 4)
