@@ -132,10 +132,10 @@ def test_fit_measures_each_algorithm_that_is_asked_for():
   asked = ["gaussiank:density=0.1", "topka", "dense", "dense:dtype=bfloat16"]
   profile = js.costs.fit(mesh_of(2), n=3000, densities=(0.1, 0.2), algorithms=asked, repetitions=1)
   assert list(profile.algorithms) == [asked[0], "topka:density=0.1", "topka:density=0.2", *asked[2:]]
-  gaussian, *_, dense, half = profile.algorithms.values()
+  varying, *_, dense, half = profile.algorithms.values()
   assert (dense.reduces, dense.agreements, dense.fill, dense.slowdown) == (True, 0, 1.0, 1.0)
-  assert (gaussian.reduces, gaussian.agreements) == (False, 1)
-  assert 0.5 < gaussian.fill <= 1  # its capacity is 5k/4 entries
+  assert (varying.reduces, varying.agreements) == (False, 1)
+  assert 0 < varying.fill < 0.9  # the formula is an upper bound
   assert half.slowdown not in (0, 1)  # measured
   assert min(profile.alpha, profile.beta, profile.gamma, profile.reduce_alpha, profile.reduce_beta) > 0
   assert (profile.workers, profile.entries) == (2, 3000)
