@@ -1,17 +1,20 @@
 """Tables of the pages, made at build time of the files that the benchmarks write: no number is copied."""
 
 import itertools
+import json
 import pathlib
 from collections.abc import Sequence
 
 from IPython.display import Markdown
 
 from benchmarks import papers
+from benchmarks.heterogeneous import virtual
 from benchmarks.race import report
 from benchmarks.race.results import Results
 from benchmarks.race.standings import Target, standings
 
 RACE = pathlib.Path(__file__).parents[1] / "benchmarks" / "results" / "race_lm.json"
+STRAGGLERS = RACE.with_name("heterogeneous.json")
 TARGET = Target(steps=300)
 
 
@@ -31,6 +34,17 @@ def race() -> Markdown:
         numbers = [report.spread_text(spread, digits) for spread, digits in spreads]
         rows.append([report.links(rate), one.method, one.optimizer, *numbers, f"{one.words:,.0f}"])
   return table(["links", "method", "optimizer", "seconds", "× dense", "steps", "words a step"], rows, left=3)
+
+
+def stragglers() -> Markdown:
+  """Seconds of virtual time to the target, by heterogeneity level, of the kept rows of `benchmarks.heterogeneous`."""
+  kept = [row for row in virtual.read(json.loads(STRAGGLERS.read_text())["rows"]) if row.part == "levels"]
+  seconds = {(row.label, row.environment.level): row for row in kept if row.environment.occupancy == 1}
+  levels = sorted({level for _, level in seconds})
+  text = lambda row: f"{row.reached} of {row.runs} reach it" if row.seconds is None else f"{row.seconds:.0f}"
+  labels = dict.fromkeys(label for label, _ in seconds)
+  rows = [[label, *(text(seconds[label, level]) for level in levels)] for label in labels]
+  return table(["method", *(f"HL = {level}" for level in levels)], rows)
 
 
 def paper(name: str) -> Markdown:

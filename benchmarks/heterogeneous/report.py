@@ -1,16 +1,19 @@
 """Tables of `benchmarks.heterogeneous`, ours beside the paper's, and its goal."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import rich.table
 
-import jaxsparse as js
 from benchmarks import papers, report
-from benchmarks.heterogeneous.virtual import Environment, Row
+from benchmarks.heterogeneous.lab import Lab, Pace, shared_paces
+from benchmarks.heterogeneous.methods import make_method
+from benchmarks.heterogeneous.virtual import Environment, Row, rho
 
 _TABLE_1 = {
   "all-reduce": "allreduce",
@@ -24,15 +27,7 @@ _TABLE_1 = {
 
 
 class Spread(NamedTuple):
-  """One environment of the paper's Figure 4.
-
-  Attributes:
-    what: in words.
-    paper: ρ there.
-    rho: of the groups that were formed.
-    paper_share: of the groups, that the slowest worker is in there.
-    share: here.
-  """
+  """One environment of the paper's Figure 4: ρ of the groups, and in how many of them the slowest worker is."""
 
   what: str
   paper: float
@@ -120,24 +115,20 @@ def measured(rows: Sequence[Row]) -> dict[str, float]:
 
 def figure_4(groups: int = 1000) -> list[Spread]:
   """The two environments of Figure 4, N = 3 and P = 2, with step times drawn."""
-  found = []
+  found, pace = [], shared_paces(1, 1)[0]
   for what, slow, share in (("homogeneous", 1.0, 2 / 3), ("one twice as slow", 2.0, 1 / 2)):
-    paces = [*js.partial.sharing(2, 1), *js.partial.sharing(1, 1, seconds=slow)]
-    run = js.partial.simulate(
-      "constant",
-      lambda x, batch: jnp.sum(x * batch),
-      jnp.zeros(1),
-      lambda _: itertools.repeat(jnp.zeros(1)),
-      paces,
-      tx=optax.identity(),
-      seconds=groups * 2 / sum(1 / s for s in (1, 1, slow)),
-      group_size=2,
-    )
+    paces: list[Pace] = [pace, pace, functools.partial(_slowed, pace, slow)]
+    batches = lambda _: itertools.repeat(jnp.zeros(1))
+    lab = Lab(lambda x, batch: jnp.sum(x * batch), jnp.zeros(1), batches, paces, optax.identity())
+    run = lab.run(make_method("constant", lab, group_size=2), seconds=groups * 2 / (2 + 1 / slow))
     slow_ones = sum(2 in group.members for group in run.groups) / len(run.groups)
-    found.append(
-      Spread(what, papers.number("Partial Reduce", "Figure 4", what), js.partial.rho(run.groups, 3), share, slow_ones)
-    )
+    paper = papers.number("Partial Reduce", "Figure 4", what)
+    found.append(Spread(what, paper, rho(run.groups, 3), share, slow_ones))
   return found
+
+
+def _slowed(pace: Pace, times: float, random: np.random.Generator) -> float:
+  return times * pace(random)
 
 
 def goals(rows: Sequence[Row]) -> list[report.Goal]:

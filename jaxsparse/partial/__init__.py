@@ -9,7 +9,6 @@ Forming groups:
 
     controller         `Controller`, a pure state machine: ready signals in, groups out
     weights            the weight of each model in an average
-    mixing             `rho`, how fast a sequence of groups spreads what each worker has learned
 
 Workers in processes, on any number of hosts:
 
@@ -24,42 +23,26 @@ Workers in threads of one process:
 
     devices            `Devices`: one device for each worker, averages are JAX collectives
 
-Workers in virtual time:
-
-    simulation         `simulate` compares partial reduce with other methods (methods, clock)
-
-In all of them a model with NaN or Inf enters no average (finite).
+In both a model with NaN or Inf enters no average (finite).
 """
 
-from jaxsparse.partial.clock import Span, sharing
-from jaxsparse.partial.controller import Controller, Group, Rejected
-from jaxsparse.partial.devices import Devices, DeviceWorker
+from jaxsparse.partial.controller import Controller
+from jaxsparse.partial.devices import Devices
 from jaxsparse.partial.messages import Keys, make_keys, read_keys, write_keys
-from jaxsparse.partial.mixing import mixing, rho
 from jaxsparse.partial.runtime import ControllerLost
 from jaxsparse.partial.saving import restore
 from jaxsparse.partial.server import Server
-from jaxsparse.partial.simulation import Simulation, simulate
 from jaxsparse.partial.worker import Worker
 
 __all__ = [
   "Controller",
   "ControllerLost",
-  "DeviceWorker",
   "Devices",
-  "Group",
   "Keys",
-  "Rejected",
   "Server",
-  "Simulation",
-  "Span",
   "Worker",
   "make_keys",
-  "mixing",
   "read_keys",
   "restore",
-  "rho",
-  "sharing",
-  "simulate",
   "write_keys",
 ]

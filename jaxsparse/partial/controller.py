@@ -168,7 +168,7 @@ class Controller:
   def release(self) -> list[Group]:
     """The ready workers have waited long enough: if they are `held`, the others are absent until their next group.
 
-    Called by `js.partial.Server`, `js.partial.Devices` and `js.partial.simulate` when a worker has been ready for as
+    Called by `js.partial.Server` and `js.partial.Devices` when a worker has been ready for as
     long as its last step took.
     """
     if self.held:

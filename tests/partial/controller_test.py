@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy.sparse import csgraph
 
 import jaxsparse as js
+from jaxsparse.partial.controller import Rejected
 from jaxsparse.partial.weights import dynamic
 
 
@@ -160,7 +161,7 @@ class Machine(stateful.RuleBasedStateMachine):
     if self.would_take(call, worker, number):
       getattr(trial, call)(*arguments)
       return
-    with pytest.raises(js.partial.Rejected, match=r"unknown|duplicate|stale|malformed"):
+    with pytest.raises(Rejected, match=r"unknown|duplicate|stale|malformed"):
       getattr(self.controller, call)(*arguments)
     assert vars(self.controller) == before
 
@@ -229,7 +230,7 @@ def test_reasons(worker, iteration, message):
   assert controller.ready(1, 2) == []
   assert len(controller.ready(2, 1)) == 1
   assert controller.ready(0, 5) == []
-  with pytest.raises(js.partial.Rejected, match=message):
+  with pytest.raises(Rejected, match=message):
     controller.ready(worker, iteration)
 
 
@@ -329,23 +330,3 @@ def test_dynamic_weights(iterations, decay, missing):
 def test_a_worker_may_be_ages_behind():
   assert dynamic([2**62, 0], 0.5, "closest").members == pytest.approx((1, 0))
   assert dynamic([2**62, 2**62], 0.5, "initial") == ((0.5, 0.5), 0)
-
-
-@pytest.mark.parametrize(
-  ("pairs", "expected"), [([(0, 1), (1, 2), (0, 2)], 0.5), ([(0, 1)] * 2 + [(1, 2), (0, 2)], 0.625)]
-)
-def test_rho_of_figure_4(pairs, expected):
-  groups = [js.partial.Group(pair, (0.5, 0.5), 1) for pair in pairs]
-  assert js.partial.rho(groups, 3) == pytest.approx(expected)
-  mean = js.partial.mixing(groups, 3)
-  assert mean.sum(0) == pytest.approx(np.ones(3))
-  assert mean.sum(1) == pytest.approx(np.ones(3))
-
-
-def test_rho_of_everybody_and_of_strangers():
-  everybody = js.partial.Group((0, 1, 2, 3), (0.25,) * 4, 1)
-  strangers = [js.partial.Group(pair, (0.5, 0.5), 1) for pair in ((0, 1), (2, 3))]
-  assert js.partial.rho([everybody], 4) == pytest.approx(0, abs=1e-9)
-  assert js.partial.rho(strangers, 4) == pytest.approx(1)
-  with pytest.raises(ValueError, match="no groups, give at least one"):
-    js.partial.rho([], 4)

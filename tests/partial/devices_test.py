@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
+from jaxsparse.partial.controller import Rejected
 
 
 def run(workers, train):
@@ -97,5 +98,5 @@ def test_bad_arguments():
     workers.worker(4)
   with pytest.raises(ValueError, match="params have 3 entries, the initial ones have 2"):
     workers.worker(0).reduce(jnp.zeros(3), 1)
-  with pytest.raises(js.partial.Rejected, match="iteration -1 of worker 0 is malformed"):
+  with pytest.raises(Rejected, match="iteration -1 of worker 0 is malformed"):
     workers.worker(0).reduce(jnp.zeros(2), -1)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import jaxsparse as js
+from jaxsparse.partial.controller import Group
 from jaxsparse.partial.early import Early
 from jaxsparse.partial.exchange import Average
 
@@ -17,7 +17,7 @@ def test_the_average_is_the_same_at_every_member_in_any_order_of_messages(member
   weights = random.random(members) + 0.1
   initial_weight = float(random.choice([0.0, 0.25]))
   weights *= (1 - initial_weight) / weights.sum()
-  group = js.partial.Group(numbers, tuple(weights.tolist()), 1, initial_weight, 1)
+  group = Group(numbers, tuple(weights.tolist()), 1, initial_weight, 1)
   values = {number: random.standard_normal(entries).astype(np.float32) for number in numbers}
   start = np.full(entries, 5, np.float32)
   averages = {number: Average(group, number, values[number], start) for number in numbers}
@@ -39,7 +39,7 @@ def test_the_average_is_the_same_at_every_member_in_any_order_of_messages(member
 @given(st.integers(1, 40), st.integers(2, 9))
 def test_what_a_group_sends_early_is_kept(entries, members):
   """All parts of a group of any size; what a forger sends that is larger than them all takes the place of none."""
-  group = js.partial.Group(tuple(range(members)), (1 / members,) * members, 1, 0.0, 5)
+  group = Group(tuple(range(members)), (1 / members,) * members, 1, 0.0, 5)
   early = Early(0, entries)
   parts = {}
   for member in range(1, members):

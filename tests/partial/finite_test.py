@@ -5,10 +5,10 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxsparse as js
+from jaxsparse.partial.controller import Rejected
 
 START = {"b": jnp.zeros(2), "w": jnp.zeros(3)}
 BAD = {"b": jnp.ones(2), "w": jnp.array([1, jnp.nan, 1.0])}
@@ -121,39 +121,13 @@ def test_a_worker_that_is_never_finite_ends_and_the_others_go_on(run):
   assert found[1] >= 50
 
 
-def simulated(batches, **options):
-  loss = lambda params, batch: 0.5 * jnp.sum((params["w"] - batch) ** 2)
-  paces = js.partial.sharing(3, 1)
-  setting = {"tx": optax.sgd(0.1, momentum=0.5), "seconds": 30, "group_size": 2, **options}
-  return js.partial.simulate("constant", loss, {"w": jnp.zeros(2)}, batches, paces, **setting)
-
-
-def test_a_simulated_worker_goes_on_too(caplog):
-  """With the state of its optimizer begun anew."""
-
-  def batches(worker):
-    for step in range(10**6):
-      yield jnp.full(2, jnp.nan if worker == 2 and step in (0, 7) else 1.0)
-
-  found = simulated(batches)
-  assert float(found.params["w"].min()) > 0.5
-  assert len([record for record in caplog.records if NAMED in record.getMessage()]) == 2
-  assert sum(2 in group.members for group in found.groups) > 10
-
-
-def test_a_simulation_where_a_worker_is_never_finite_is_an_error():
-  with pytest.raises(FloatingPointError, match=r"worker 1: params\['w'\] of iteration .* 10 times in succession"):
-    simulated(lambda worker: iter(lambda: jnp.full(2, jnp.nan if worker == 1 else 1.0), None))
-
-
 @pytest.mark.parametrize(
   "begin",
   [
     lambda: js.partial.Worker("tcp://127.0.0.1:9", 0, BAD),
     lambda: js.partial.Devices(js.partial.Controller(3, 2), jax.devices()[:3], BAD),
-    lambda: js.partial.simulate("asp", None, BAD, iter, js.partial.sharing(3, 1), tx=optax.sgd(0.1), seconds=3),
   ],
-  ids=["processes", "devices", "simulation"],
+  ids=["processes", "devices"],
 )
 def test_training_starts_from_finite_parameters(begin):
   with pytest.raises(ValueError, match=r"params\['w'\] is not finite: training has to start from finite parameters"):
@@ -172,7 +146,7 @@ def test_the_controller_takes_any_iteration_of_a_worker_with_another_ones_model(
   controller.ready(0, 9)
   controller.ready(1, 7)
   controller.ready(2, 6)
-  with pytest.raises(js.partial.Rejected, match="duplicate: worker 2 is ready already, with iteration 6"):
+  with pytest.raises(Rejected, match="duplicate: worker 2 is ready already, with iteration 6"):
     controller.replaced(2)
   controller.replaced(0)
   assert controller.ready(0, 3)[0].members == (0, 2)

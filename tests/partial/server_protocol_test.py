@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.partial import messages
+from jaxsparse.partial.controller import Rejected
 from jaxsparse.partial.messages import Answer, Says, Signal
 from jaxsparse.partial.server_protocol import ServerProtocol
 
@@ -118,7 +119,7 @@ def test_what_is_rejected_changes_nothing(frames, reason):
 def test_any_bytes_are_parsed_or_rejected(frames):
   try:
     signal = messages.parse(frames)
-  except js.partial.Rejected:
+  except Rejected:
     return
   assert [signal.packed()] == frames
 
