@@ -1,16 +1,23 @@
 """A worker of partial reduce in a process of its own: no collectives and no barriers, so it can lose any other worker.
 
-The protocol runs in a thread (`jaxsparse.partial.runtime`), so a worker answers other workers while it computes:
+A thread owns the sockets and answers other workers while the training loop computes. All decisions are those of
+`jaxsparse.partial.worker_protocol`; the thread adds the clock, turns messages into events, and actions into messages:
 
-    training step ── reduce ──> │ thread │ <── signals, groups ──> server
-                 <── average ── │        │ <── pieces of models ──> members of the group, workers that join
+    training loop ── ask ──────> │        │ <── DEALER ──> server
+                  <── answers ── │ thread │ <── ROUTER ─── other workers: pieces of averages, requests for the model
+                                 │        │ ─── DEALER ──> other workers: the same, a socket for each (`Peers`)
 
 Models travel over TCP from host memory to host memory, as `jaxsparse.partial.exchange` describes. JAX's own collectives
 are not used, because a process that dies inside one ends or blocks all other processes, and cannot return.
 """
 
+import contextlib
 import os
 import pathlib
+import queue
+import threading
+import time
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -18,11 +25,25 @@ import numpy as np
 
 from jaxsparse.flatten import flatten
 from jaxsparse.launch import START_TIMEOUT
-from jaxsparse.partial import messages, saving
-from jaxsparse.partial.events import Model
+from jaxsparse.partial import messages, saving, sockets, worker_protocol
 from jaxsparse.partial.finite import Refusals, check_start
-from jaxsparse.partial.messages import Keys, Says
-from jaxsparse.partial.runtime import RECONNECT, Runtime
+from jaxsparse.partial.messages import Kind, Piece, Says, Signal
+from jaxsparse.partial.sockets import Keys, zmq
+from jaxsparse.partial.worker_protocol import Model, Request, Tick, WorkerProtocol
+
+RECONNECT = 60.0  # seconds that a worker tries to reach a controller that has been silent for its limit
+_LAST_WORDS = 1000  # milliseconds that a leaving worker waits for BYE to be sent: the server may be dead
+
+
+class ControllerLost(RuntimeError):
+  """The controller did not come back, or never answered; the message says where the parameters are saved.
+
+  Example:
+    >>> raise ControllerLost("no sign of life from the controller for 65 s")
+    Traceback (most recent call last):
+    ...
+    jaxsparse.partial.worker.ControllerLost: no sign of life from the controller for 65 s
+  """
 
 
 class Worker:
@@ -50,6 +71,7 @@ class Worker:
     ValueError: for an address that requires keys without them, a number that the server does not know or that a living
       worker has, a model whose size differs from the other workers', a model that is not finite, or a negative
       `reconnect`.
+    ModuleNotFoundError: without pyzmq.
     ControllerLost: if WELCOME does not arrive in time.
 
   Example:
@@ -68,12 +90,12 @@ class Worker:
     params: Any,
     *,
     save: str | os.PathLike[str] | None = None,
-    bind: str = messages.LOOPBACK,
+    bind: str = sockets.LOOPBACK,
     keys: Keys | None = None,
     timeout: float = START_TIMEOUT,
     reconnect: float = RECONNECT,
   ):
-    messages.check_address(bind, keys, reachable=True)
+    sockets.check_address(bind, keys, reachable=True)
     if not reconnect >= 0:
       raise ValueError(f"reconnect={reconnect!r}, choose 0 seconds or more")
     check_start(params)
@@ -83,14 +105,7 @@ class Worker:
     if path:
       saving.remove_stale(path)
     save_model = lambda model: saving.save(path, *self._tree(model))
-    options: dict[str, Any] = {
-      "bind": bind,
-      "keys": keys,
-      "timeout": timeout,
-      "reconnect": reconnect,
-      "save": save_model,
-    }
-    self._runtime = Runtime(address, number, np.asarray(vector), **options)
+    self._runtime = Runtime(address, number, np.asarray(vector), bind, keys, timeout, reconnect, save_model)
     self._runtime.start()
     self.params, self.iteration = self._tree(self._runtime.take())
 
@@ -136,7 +151,7 @@ class Worker:
 
     Waits for its last pieces to be sent, unless a worker that needs them has died, or has taken no byte for 5 s.
     """
-    self._runtime.ask(Says.BYE)
+    self._runtime.ask(Request(Says.BYE))
     self._runtime.join()
 
   def __enter__(self) -> Self:
@@ -147,21 +162,137 @@ class Worker:
     """Leaves."""
     self.leave()
 
-  def _average(self, signal: Says, params: Any, iteration: int) -> tuple[Any, int]:
+  def _average(self, says: Says, params: Any, iteration: int) -> tuple[Any, int]:
     vector = flatten(params)[0]
     if vector.size != self._entries:
       raise ValueError(f"params have {vector.size} entries, the initial ones have {self._entries}")
     model = Model(np.asarray(vector), iteration)
     if self._refusals.refuse(vector, iteration, self._unflatten):
-      self._runtime.ask(Says.NOT_FINITE)
+      self._runtime.ask(Request(Says.NOT_FINITE))
       try:
         model = self._runtime.take()
       except FloatingPointError as error:
         raise self._refusals.no_donor() from error
-      if signal == Says.READY:
+      if says == Says.READY:
         return self._tree(model)
-    self._runtime.ask(signal, model)
+    self._runtime.ask(Request(says, model))
     return self._tree(self._runtime.take())
 
   def _tree(self, model: Model) -> tuple[Any, int]:
     return self._unflatten(jax.numpy.asarray(model.vector)), model.iteration
+
+
+class Runtime(threading.Thread):
+  """The thread of a worker; `ask` it from another thread, and `take` the reply.
+
+  Args are those of `Worker`, but `initial`, f32[n], the model that training starts from, and `save`, which saves a
+  model and returns a sentence about where it is, or why it is not saved.
+  """
+
+  def __init__(
+    self,
+    address: str,
+    number: int,
+    initial: np.ndarray,
+    bind: str,
+    keys: Keys | None,
+    timeout: float,
+    reconnect: float,
+    save: Callable[[Model], str],
+  ):
+    super().__init__(daemon=True, name=f"partial reduce, worker {number}")
+    self._answers: queue.SimpleQueue[Model | Exception] = queue.SimpleQueue()
+    self._last_answer: Exception = RuntimeError("this worker has left")  # to every request after the end
+    self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+    self._number, self._address, self._timeout, self._save = number, address, timeout, save
+    self._network = sockets.Network(keys)
+    self._server = self._network.client()
+    self._server.connect(address)
+    longest = initial.nbytes + messages.LONGEST
+    self._data = self._network.server(longest)
+    self._data.bind(bind)
+    self._lock, self._closing = threading.Lock(), False  # of `_wake_up`, which the training loop uses
+    self._wake_up, requested = (self._network.context.socket(zmq.PAIR) for _ in range(2))
+    requested.bind("inproc://requests")
+    self._wake_up.connect("inproc://requests")
+    self._inbox = sockets.Inbox()
+    self._inbox.listen(self._server, lambda frames: self._handle(messages.parse_answer(frames[0])))
+    self._inbox.listen(self._data, self._from_worker)
+    self._inbox.listen(requested, lambda _: self._handle(self._requests.get()))
+    unreachable = lambda address, refused: self._handle(worker_protocol.Unreachable(address, refused))
+    self._peers = sockets.Peers(self._network, longest, self._inbox, self._from_donor, unreachable)
+    self._protocol = WorkerProtocol(number, initial, sockets.endpoint(self._data), timeout, reconnect, time.monotonic())
+
+  def ask(self, request: Request) -> None:
+    """Hands a request to the thread."""
+    self._requests.put(request)
+    with self._lock:
+      if not self._closing:
+        self._wake_up.send(b"")
+
+  def take(self) -> Model:
+    """Waits for the reply to a request, and raises it if it is an exception."""
+    answer = self._answers.get()
+    if answer is self._last_answer:
+      self._answers.put(answer)
+    if isinstance(answer, Exception):
+      raise answer
+    return answer
+
+  def run(self) -> None:
+    """Runs the protocol until the worker leaves or the controller is lost."""
+    try:
+      self._handle(Tick())
+      while self._runs():
+        self._inbox.wait(self._protocol.interval, self._runs)
+        self._handle(Tick())
+    except Exception as error:  # or the training loop would wait for ever
+      self._last_answer = error
+    finally:
+      self._answers.put(self._last_answer)
+      self._close()
+
+  def _close(self) -> None:
+    """Closes the sockets after the last pieces have been sent to the workers that take them."""
+    with self._lock:
+      self._closing = True
+    end = time.monotonic() + self._timeout
+    try:
+      while self._peers.sending and time.monotonic() < end:
+        self._inbox.wait(0.01)
+    finally:
+      self._network.close(_LAST_WORDS)
+
+  def _runs(self) -> bool:
+    return self._protocol.state != "ended"
+
+  def _handle(self, event: worker_protocol.Event) -> None:
+    for action in self._protocol.handle(event, time.monotonic()):
+      self._perform(action)
+
+  def _perform(self, action: worker_protocol.Action) -> None:
+    match action:
+      case Signal():
+        with contextlib.suppress(zmq.Again):  # no connection, for lack of keys for example: the deadline will pass
+          self._server.send(action.pack(), zmq.NOBLOCK)
+      case worker_protocol.Send(address, piece):
+        self._peers.send(address, piece.pack())
+      case worker_protocol.Reply(answer):
+        self._answers.put(answer)
+      case worker_protocol.ControllerSilent(awaited, seconds):
+        lost = f"no {awaited} from the controller at {self._address} for {seconds:g} s"
+        self._last_answer = ControllerLost(f"{lost}; {self._save(self._protocol.model)}")
+
+  def _from_worker(self, frames: list[bytes]) -> None:
+    connection, *content = frames
+    piece = messages.parse_piece(content)
+    if piece and piece.kind == Kind.FETCH:
+      vector, iteration = self._protocol.model
+      self._data.send_multipart([connection, *Piece(Kind.MODEL, iteration, self._number, vector).pack()], copy=False)
+    elif piece and piece.kind != Kind.MODEL:
+      self._handle(piece)
+
+  def _from_donor(self, frames: list[bytes]) -> None:
+    piece = messages.parse_piece(frames)
+    if piece and piece.kind == Kind.MODEL:
+      self._handle(piece)

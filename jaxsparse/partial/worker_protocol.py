@@ -1,10 +1,10 @@
 """The protocol of a worker with the server and other workers: a pure state machine, without sockets and clocks.
 
-Events go in with the time at which they happen, actions come out (`jaxsparse.partial.events`):
+Events go in with the time at which they happen, actions come out:
 
     Request(READY, model) ──┐                         ┌──> Signal(READY, …)    to the server
-    ServerMessage(GROUP)  ──┼──> handle(event, now) ──┼──> SendPiece(…)        to another member of the group
-    PieceReceived(…)      ──┘                         └──> Reply(average)      to the training loop
+    ServerMessage(GROUP)  ──┼──> handle(event, now) ──┼──> Send(piece)         to another member of the group
+    Piece(PART, …)        ──┘                         └──> Reply(average)      to the training loop
 
 It is in one of four states:
 
@@ -27,32 +27,77 @@ in good order closes its connections while its last pieces are still in transit.
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxsparse.partial.controller import Group
-from jaxsparse.partial.early import Early
-from jaxsparse.partial.events import (
-  Action,
-  ControllerSilent,
-  Event,
-  FetchModel,
-  Model,
-  ModelReceived,
-  PieceReceived,
-  Reply,
-  Request,
-  SendPiece,
-  ServerMessage,
-  Tick,
-  Unreachable,
-)
-from jaxsparse.partial.exchange import Average, Piece
-from jaxsparse.partial.messages import Answer, Says, Signal
+from jaxsparse.partial.exchange import Average, Early
+from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal
 
 _RETRY = 0.2  # seconds between two HELLO, or two NOT_FINITE
 _BEATS = 5  # heartbeats in the time after which the server drops a silent worker
+
+
+class Model(NamedTuple):
+  """A flat model and the number of iterations that it has been trained for."""
+
+  vector: np.ndarray
+  iteration: int
+
+
+class Tick(NamedTuple):
+  """Event: time has passed; to be sent at least every `WorkerProtocol.interval` seconds."""
+
+
+class Request(NamedTuple):
+  """Event: the training loop asks for something; every request but BYE is answered by one `Reply`.
+
+  Attributes:
+    says: READY, average `model` with a group; SYNCHRONIZE, average it with all workers; NOT_FINITE, get the model of
+      another worker; BYE, leave.
+    model: for READY and SYNCHRONIZE.
+  """
+
+  says: Says
+  model: Model | None = None
+
+
+class Unreachable(NamedTuple):
+  """Event: the connection to another worker is closed.
+
+  Attributes:
+    address: of the other worker.
+    refused: True if the connection could not be made, so that nothing has been delivered; False if it broke, and
+      earlier messages may have been delivered.
+  """
+
+  address: str
+  refused: bool
+
+
+class Send(NamedTuple):
+  """Action: send a piece to another worker."""
+
+  address: str
+  piece: Piece
+
+
+class Reply(NamedTuple):
+  """Action: answer the training loop; an exception is raised there."""
+
+  answer: Model | Exception
+
+
+class ControllerSilent(NamedTuple):
+  """Action: the controller is lost, the awaited message has not arrived for so many seconds. The worker has ended."""
+
+  awaited: str
+  seconds: float
+
+
+Event = Tick | Request | ServerMessage | Piece | Unreachable
+Action = Signal | Send | Reply | ControllerSilent
 
 
 class WorkerProtocol:
@@ -116,10 +161,11 @@ class WorkerProtocol:
         self._take_request(event)
       case ServerMessage():
         self._take_server_message(event)
-      case PieceReceived():
+      case Piece(Kind.MODEL, iteration, _, vector):
+        if vector.size == self._initial.size:
+          self._take_model(Model(vector, iteration))
+      case Piece():
         self._take_piece(event)
-      case ModelReceived():
-        self._take_model(event.model)
       case Unreachable():
         self._take_unreachable(event)
     return self._actions
@@ -230,7 +276,7 @@ class WorkerProtocol:
     self._early.clear()
     if donor and not self._synchronizes:
       self.state, self._donor = "fetching", donor
-      self._actions.append(FetchModel(donor))
+      self._actions.append(Send(donor, Piece(Kind.FETCH, 0, self._number)))
     else:
       self._join()
 
@@ -273,35 +319,34 @@ class WorkerProtocol:
 
   def _start_average(self, content: dict[str, Any]) -> None:
     fields = {name: content[name] for name in Group._fields}
-    group = Group(**{**fields, "members": tuple(fields["members"]), "weights": tuple(fields["weights"])})
+    group = Group(**fields | {"members": tuple(fields["members"]), "weights": tuple(fields["weights"])})
     self._members = dict(zip(group.members, content["addresses"], strict=True))
     average = self._average = Average(group, self._number, self.model.vector, self._initial)
     self._patience = self._now + self._timeout
-    self._send_pieces(average, average.begin())
-    for sender, values in self._early.take(group.number):
-      self._add_piece(average, PieceReceived(group.number, "part", sender, values))
+    self._send_pieces(average.begin())
+    for part in self._early.take(group.number):
+      self._add_piece(average, part)
     self._finish(average)
 
-  def _take_piece(self, piece: PieceReceived) -> None:
+  def _take_piece(self, piece: Piece) -> None:
     if self._average and self._average.group.number == piece.number:
       self._patience = self._now + self._timeout
       self._add_piece(self._average, piece)
       self._finish(self._average)
-    elif piece.number > self._settled and piece.kind == "part" and self._awaits_group:
-      self._early.keep(piece.number, piece.sender, piece.values)
+    elif piece.number > self._settled and piece.kind == Kind.PART and self._awaits_group:
+      self._early.keep(piece)
 
   @property
   def _awaits_group(self) -> bool:
     """Whether the server may have formed a group with this worker, and its GROUP message is still in transit."""
     return self._waiting and self.state == "joined" and self._average is None and not self._seeks_donor
 
-  def _add_piece(self, average: Average, piece: PieceReceived) -> None:
+  def _add_piece(self, average: Average, piece: Piece) -> None:
     with contextlib.suppress(ValueError):  # a piece that does not belong to the average changes nothing
-      self._send_pieces(average, average.receive(piece.sender, piece.kind, piece.values))
+      self._send_pieces(average.receive(piece))
 
-  def _send_pieces(self, average: Average, pieces: Iterable[Piece]) -> None:
-    number = average.group.number
-    self._actions.extend(SendPiece(self._members[piece.to], number, piece.kind, piece.values) for piece in pieces)
+  def _send_pieces(self, pieces: Iterable[tuple[int, Piece]]) -> None:
+    self._actions.extend(Send(self._members[member], piece) for member, piece in pieces)
 
   def _finish(self, average: Average) -> None:
     if average.done:

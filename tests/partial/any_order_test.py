@@ -5,17 +5,9 @@ import numpy as np
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from jaxsparse.partial.events import (
-  ControllerSilent,
-  ModelReceived,
-  PieceReceived,
-  Reply,
-  SendPiece,
-  Tick,
-  Unreachable,
-)
-from jaxsparse.partial.messages import Answer, Says, Signal
-from tests.partial.worker_subject import ADDRESSES, LIMIT, ME, RECONNECT, TIMEOUT, Subject, model
+from jaxsparse.partial.messages import Answer, Kind, Piece, Says, Signal
+from jaxsparse.partial.worker_protocol import ControllerSilent, Reply, Send, Tick, Unreachable
+from tests.partial.worker_subject import ADDRESSES, FETCHED, LIMIT, ME, RECONNECT, TIMEOUT, Subject, model
 
 MEMBERS = st.sets(st.sampled_from([0, 2]), max_size=2).map(lambda others: tuple(sorted({ME, *others})))
 REASONS = ["absent: ", "duplicate: ", "nobody: ", "stale: ", "unlike: "]
@@ -38,12 +30,12 @@ class AnyOrder(stateful.RuleBasedStateMachine):
         assert self.open or self.subject.protocol.state == "ended"  # an error that the next request raises
         self.open = False
       elif isinstance(action, Signal):
-        assert Signal(*action).packed()
+        assert Signal(*action).pack()
         assert (action.worker, action.says == Says.HELLO) == (ME, bool(action.address))
         assert action.value <= self.number or action.says not in (Says.FAILED, Says.BYE)
-      elif isinstance(action, SendPiece):
+      elif isinstance(action, Send) and action.piece.kind != Kind.FETCH:
         members, number = self.group
-        assert action.number == number
+        assert action.piece.number == number
         assert action.address in [ADDRESSES[member] for member in members if member != ME]
 
   @stateful.rule(limit=st.sampled_from([1.0, 5.0]), donor=st.sampled_from([None, ADDRESSES[0], ADDRESSES[2]]))
@@ -66,10 +58,13 @@ class AnyOrder(stateful.RuleBasedStateMachine):
     self.send(Answer.GROUP, **content, addresses=addresses)
 
   @stateful.rule(
-    past=st.integers(-1, 1), kind=st.sampled_from(["part", "mean"]), sender=st.integers(0, 2), size=st.integers(0, 4)
+    past=st.integers(-1, 1),
+    kind=st.sampled_from([Kind.PART, Kind.MEAN]),
+    sender=st.integers(0, 2),
+    size=st.integers(0, 4),
   )
   def piece(self, past, kind, sender, size):
-    self.send(PieceReceived(self.number - past, kind, sender, np.ones(size, np.float32)))
+    self.send(Piece(kind, self.number - past, sender, np.ones(size, np.float32)))
 
   @stateful.rule(past=st.integers(-1, 1), worker=st.integers(0, 2))
   def abort(self, past, worker):
@@ -85,7 +80,7 @@ class AnyOrder(stateful.RuleBasedStateMachine):
 
   @stateful.rule()
   def fetched(self):
-    self.send(ModelReceived(model(4, 9)))
+    self.send(FETCHED)
 
   @stateful.rule(address=st.sampled_from(ADDRESSES), refused=st.booleans())
   def unreachable(self, address, refused):

@@ -15,7 +15,7 @@ def test_the_command_line(tmp_path, monkeypatch):
   command = [sys.executable, "-m", "jaxsparse.partial", "--workers=2", "--group_size=2", f"--keys={tmp_path / 'keys'}"]
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
     address = process.stdout.readline().strip()
-    keys = js.partial.read_keys(tmp_path / "keys")
+    keys = js.partial.Keys.read(tmp_path / "keys")
     assert (tmp_path / "keys").stat().st_mode & 0o077 == 0
     workers = [js.partial.Worker(address, number, jnp.zeros(2), keys=keys, timeout=30) for number in range(2)]
     for worker in workers:

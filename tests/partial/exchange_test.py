@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxsparse.partial.controller import Group
-from jaxsparse.partial.early import Early
-from jaxsparse.partial.exchange import Average
+from jaxsparse.partial.exchange import Average, Early
+from jaxsparse.partial.messages import Kind, Piece
 
 
 @given(st.integers(1, 5), st.integers(0, 12), st.integers(0, 999))
@@ -21,14 +21,13 @@ def test_the_average_is_the_same_at_every_member_in_any_order_of_messages(member
   values = {number: random.standard_normal(entries).astype(np.float32) for number in numbers}
   start = np.full(entries, 5, np.float32)
   averages = {number: Average(group, number, values[number], start) for number in numbers}
-  under_way = [(number, piece) for number in numbers for piece in averages[number].begin()]
+  under_way = [sent for number in numbers for sent in averages[number].begin()]
   while under_way:
-    sender, piece = under_way.pop(int(random.integers(len(under_way))))
-    assert averages[piece.to].needs(sender)
-    answers = list(averages[piece.to].receive(sender, piece.kind, piece.values))
+    to, piece = under_way.pop(int(random.integers(len(under_way))))
+    assert averages[to].needs(piece.sender)
+    under_way += list(averages[to].receive(piece))
     with pytest.raises(ValueError, match="does not belong to the average"):
-      list(averages[piece.to].receive(sender, piece.kind, piece.values))
-    under_way += [(piece.to, answer) for answer in answers]
+      list(averages[to].receive(piece))
   expected = sum(w * values[n].astype(float) for w, n in zip(weights, numbers, strict=True)) + initial_weight * start
   for average in averages.values():
     assert average.done
@@ -44,9 +43,10 @@ def test_what_a_group_sends_early_is_kept(entries, members):
   parts = {}
   for member in range(1, members):
     model = np.full(entries, member, np.float32)
-    parts[member] = next(p.values for p in Average(group, member, model, model).begin() if p.to == 0)
-    early.keep(5, member, parts[member])
-    early.keep(5, members + member, np.zeros(entries + 2**16 + 1, np.float32))
-    early.keep(5, member, parts[member])
-  taken = dict(early.take(5))
-  assert {member: part.tolist() for member, part in taken.items()} == {m: part.tolist() for m, part in parts.items()}
+    parts[member] = dict(Average(group, member, model, model).begin())[0]
+    early.keep(parts[member])
+    early.keep(Piece(Kind.PART, 5, members + member, np.zeros(entries + 2**16 + 1, np.float32)))
+    early.keep(parts[member])
+  assert {part.sender: part.values.tolist() for part in early.take(5)} == {
+    member: part.values.tolist() for member, part in parts.items()
+  }

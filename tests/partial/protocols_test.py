@@ -12,22 +12,18 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.partial import messages
-from jaxsparse.partial.events import (
+from jaxsparse.partial.messages import Kind, Piece, Says, Signal
+from jaxsparse.partial.server import ServerProtocol
+from jaxsparse.partial.worker_protocol import (
   ControllerSilent,
-  FetchModel,
   Model,
-  ModelReceived,
-  PieceReceived,
   Reply,
   Request,
-  SendPiece,
-  ServerMessage,
+  Send,
   Tick,
   Unreachable,
+  WorkerProtocol,
 )
-from jaxsparse.partial.messages import Says, Signal
-from jaxsparse.partial.server_protocol import ServerProtocol
-from jaxsparse.partial.worker_protocol import WorkerProtocol
 
 ENTRIES, ITERATIONS = 5, 4
 LIMIT, TIMEOUT, RECONNECT, LATENCY, STEP = 5.0, 20.0, 10.0, 1.0, 0.2
@@ -54,11 +50,9 @@ class Process:
     for action in self.protocol.handle(event, self.network.now):
       match action:
         case Signal():
-          self.network.post(self, "server", action.packed())
-        case SendPiece(address, number, kind, values):
-          self.network.post(self, address, PieceReceived(number, kind, self.number, values.copy()))
-        case FetchModel(address):
-          self.network.post(self, address, self)
+          self.network.post(self, "server", action.pack())
+        case Send(address, piece):
+          self.network.post(self, address, piece._replace(values=piece.values.copy()))
         case Reply(answer):
           assert isinstance(answer, Model), answer
           self.take(answer)
@@ -122,7 +116,7 @@ class Network:
     process = self.processes[int(connection)]
     if process.dead or process.finished:
       return bool(self.channels[process.address, "server"])  # a closed connection is noticed after its last message
-    self.channels["server", process.address].append((self.now, ServerMessage(*messages.parse_answer(frame))))
+    self.channels["server", process.address].append((self.now, messages.parse_answer(frame)))
     return True
 
   def deliver(self, channel):
@@ -141,8 +135,9 @@ class Network:
     if gone and sender != "server":
       refused = self.random.random() < 0.5
       self.processes[int(sender.rpartition(":")[2])].handle(Unreachable(to, refused))
-    elif isinstance(message, Process):  # asks for the model
-      self.channels[to, message.address].append((self.now, ModelReceived(process.protocol.model)))
+    elif isinstance(message, Piece) and message.kind == Kind.FETCH:
+      vector, iteration = process.protocol.model
+      self.channels[to, sender].append((self.now, Piece(Kind.MODEL, iteration, process.number, vector)))
     elif not gone:
       process.handle(message)
     return True

@@ -10,7 +10,7 @@ import jaxsparse as js
 from jaxsparse.partial import messages
 from jaxsparse.partial.controller import Rejected
 from jaxsparse.partial.messages import Answer, Says, Signal
-from jaxsparse.partial.server_protocol import ServerProtocol
+from jaxsparse.partial.server import ServerProtocol
 
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9, 10)]
 ADDRESS, LIMIT, START = ADDRESSES[0], 5.0, 60.0
@@ -31,7 +31,7 @@ class Wire:
     return True
 
   def say(self, connection, *frames):
-    self.protocol.receive(connection, [f.packed() if isinstance(f, Signal) else f for f in frames], self.now)
+    self.protocol.receive(connection, [f.pack() if isinstance(f, Signal) else f for f in frames], self.now)
     return self.heard(connection)
 
   def heard(self, connection):
@@ -72,7 +72,7 @@ def test_groups_go_to_their_members_and_nobody_else(wire):
   assert wire.heard(3) == [answer]
   assert wire.heard(0) == wire.heard(2) == []
   assert (wire.protocol.taken, wire.protocol.rejected) == (6, 0)
-  assert len(Signal(Says.READY, 3, 5).packed()) == 11
+  assert len(Signal(Says.READY, 3, 5).pack()) == 11
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_groups_go_to_their_members_and_nobody_else(wire):
     ((b"\x02\x00",), "malformed: 2 bytes"),
     ((b"x" * 11, b""), "malformed: a message of 2 frames, send one"),
     ((struct.pack("!BHq", 9, 0, 0),), "malformed: a signal of kind 9, choose from 1 (HELLO), 2 (READY)"),
-    ((Signal(Says.READY, 1, 3).packed() + b"x",), "malformed: 12 bytes, READY has 11"),
+    ((Signal(Says.READY, 1, 3).pack() + b"x",), "malformed: 12 bytes, READY has 11"),
     ((Signal(Says.BEAT, 1, 3),), "malformed: BEAT with value 3, send 0"),
     ((Signal(Says.NOT_FINITE, 1, 3),), "malformed: NOT_FINITE with value 3, send 0"),
     ((Signal(Says.NOT_FINITE, 1),), "duplicate: worker 1 is ready already, with iteration 4"),
     ((Signal(Says.HELLO, 0, 0, "ipc://x"),), "malformed: HELLO with address 'ipc://x', send tcp://HOST:PORT"),
-    ((Signal(Says.HELLO, 0, 0).packed() + b"\xff",), "malformed: HELLO with an address that is not ASCII"),
+    ((Signal(Says.HELLO, 0, 0).pack() + b"\xff",), "malformed: HELLO with an address that is not ASCII"),
     ((Signal(Says.HELLO, 4, 0, ADDRESS),), "unknown: worker 4, there are 0 … 3"),
     ((Signal(Says.HELLO, 0, 0, "tcp://"),), "malformed: HELLO with address 'tcp://'"),
     ((Signal(Says.HELLO, 0, 0, "tcp://127.0.0.1:*"),), "malformed: HELLO with address 'tcp://127.0.0.1:*'"),
@@ -118,10 +118,10 @@ def test_what_is_rejected_changes_nothing(frames, reason):
 @given(st.lists(st.binary(max_size=20), max_size=3))
 def test_any_bytes_are_parsed_or_rejected(frames):
   try:
-    signal = messages.parse(frames)
+    signal = messages.parse_signal(frames)
   except Rejected:
     return
-  assert [signal.packed()] == frames
+  assert [signal.pack()] == frames
 
 
 def test_a_silent_worker_is_dropped_after_the_limit_and_its_group_is_told(wire):
@@ -143,7 +143,7 @@ def test_heartbeats_are_sent_to_all_and_answered(wire):
   wire.sent.clear()
   wire.wait(0.3)
   assert wire.sent == {worker: [(Answer.BEAT, {})] for worker in range(4)}
-  wire.protocol.receive(0, [Signal(Says.BEAT, 0).packed()], wire.now)
+  wire.protocol.receive(0, [Signal(Says.BEAT, 0).pack()], wire.now)
   assert wire.sent[0] == [(Answer.BEAT, {})] * 2
 
 

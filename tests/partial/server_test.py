@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 import jaxsparse as js
-from jaxsparse.partial import messages, peers, runtime
-from jaxsparse.partial.messages import Answer, Says, Signal
+from jaxsparse.partial import messages, sockets
+from jaxsparse.partial.messages import Answer, Kind, Piece, Says, Signal
 
 ADDRESS = "tcp://127.0.0.1:9"
 
@@ -22,12 +22,14 @@ class Client:
   """A connection to the server that can send anything."""
 
   def __init__(self, context, address, keys=None):
-    self.socket = messages.secure(context.socket(zmq.DEALER), keys, serves=False)
+    self.socket = context.socket(zmq.DEALER)
+    if keys:
+      self.socket.curve_publickey, self.socket.curve_secretkey, self.socket.curve_serverkey = *keys, keys.public
     self.socket.linger = 0
     self.socket.connect(address)
 
   def say(self, *frames):
-    self.socket.send_multipart([frame.packed() if isinstance(frame, Signal) else frame for frame in frames])
+    self.socket.send_multipart([frame.pack() if isinstance(frame, Signal) else frame for frame in frames])
 
   def hear(self, wanted=tuple(set(Answer) - {Answer.BEAT})):
     """The next answer that is not a periodic heartbeat."""
@@ -94,7 +96,7 @@ def test_an_oversized_message_to_a_worker_ends_its_connection():
   with js.partial.Server(controller) as server, js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
     stranger = context.socket(zmq.DEALER)
     monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    stranger.connect(messages.endpoint(worker._runtime._data))
+    stranger.connect(sockets.endpoint(worker._runtime._data))
     stranger.send(bytes(12 + messages.LONGEST + 1))
     assert monitor.poll(5000)
   context.destroy(linger=0)
@@ -116,13 +118,13 @@ def test_forged_pieces_do_not_pile_up(waits, caplog):
       while not controller.waiting:
         time.sleep(0.01)
     stranger = context.socket(zmq.DEALER)
-    stranger.connect(messages.endpoint(worker._runtime._data))
+    stranger.connect(sockets.endpoint(worker._runtime._data))
     for sender in range(forged):
       stranger.send_multipart([struct.pack("!BqH", 3, 10**6, 100 + sender), bytes(4 * entries)])
-    stranger.send(struct.pack("!BqH", 1, 0, 9))  # FETCH, answered after all pieces have been received
+    stranger.send_multipart([struct.pack("!BqH", 1, 0, 9), b""])  # FETCH, answered after all pieces have been received
     assert stranger.poll(30000)
     early = worker._runtime._protocol._early._parts.values()
-    assert sum(values.size for _, values in early) == (entries if waits else 0)
+    assert sum(part.values.size for part in early) == (entries if waits else 0)
     stranger.close(linger=0)
     if not waits:
       thread.start()
@@ -186,19 +188,19 @@ def test_the_server_ends_if_no_worker_comes():
 
 
 def test_only_workers_with_the_keys_can_join():
-  keys, context = js.partial.make_keys(), zmq.Context()
+  keys, context = js.partial.Keys.make(), zmq.Context()
   with js.partial.Server(js.partial.Controller(2, 2), keys=keys) as server:
-    friend, stranger, plain = (Client(context, server.address, k) for k in (keys, js.partial.make_keys(), None))
-    other = js.partial.make_keys()  # knows the server's public key, has none that the server knows
+    friend, stranger, plain = (Client(context, server.address, k) for k in (keys, js.partial.Keys.make(), None))
+    other = js.partial.Keys.make()  # knows the server's public key, has none that the server knows
     stranger.socket.close()
-    stranger = Client(context, server.address, messages.Keys(*other))
+    stranger = Client(context, server.address, js.partial.Keys(*other))
     stranger.socket.curve_serverkey = keys.public
     hello(friend, 0)
     for client in (stranger, plain):
       with contextlib.suppress(zmq.Again):  # the connection may have been refused by then
-        client.socket.send(Signal(Says.HELLO, 1, 0, ADDRESS).packed(), zmq.NOBLOCK)
+        client.socket.send(Signal(Says.HELLO, 1, 0, ADDRESS).pack(), zmq.NOBLOCK)
       assert not client.socket.poll(300)
-    for wrong in (None, js.partial.make_keys()):
+    for wrong in (None, js.partial.Keys.make()):
       with pytest.raises(js.partial.ControllerLost, match=r"no WELCOME from the controller at .* for 0.5 s"):
         js.partial.Worker(server.address, 1, jnp.zeros(1), keys=wrong, timeout=0.5)
     context.destroy(linger=0)
@@ -223,10 +225,10 @@ def test_a_worker_has_to_bind_to_an_address_that_others_reach():
   with pytest.raises(ValueError, match="can be reached from other machines"):
     js.partial.Worker(ADDRESS, 0, jnp.zeros(1), bind="tcp://10.0.0.1:*")
   with pytest.raises(ValueError, match="name the address of this machine that the other workers reach"):
-    js.partial.Worker(ADDRESS, 0, jnp.zeros(1), bind="tcp://*:2900", keys=js.partial.make_keys())
+    js.partial.Worker(ADDRESS, 0, jnp.zeros(1), bind="tcp://*:2900", keys=js.partial.Keys.make())
 
 
-@pytest.mark.parametrize("keys", [None, js.partial.make_keys()], ids=["plain", "curve"])
+@pytest.mark.parametrize("keys", [None, js.partial.Keys.make()], ids=["plain", "curve"])
 def test_workers_average_and_keep_the_sum(keys):
   """Groups with constant weights keep the sum of all models, since W is doubly stochastic."""
   controller, found, together = js.partial.Controller(4, 2), {}, {}
@@ -370,21 +372,21 @@ class Slow:
     self.data.rcvhwm = 1  # the first message fills the queue; of the second, TCP takes some
     self.data.bind("tcp://127.0.0.1:*")
     self.client = Client(context, server)
-    self.client.ask(Signal(Says.HELLO, 1, self.ENTRIES, messages.endpoint(self.data)))
+    self.client.ask(Signal(Says.HELLO, 1, self.ENTRIES, sockets.endpoint(self.data)))
 
   def average(self):
     _, group = self.client.ask(Signal(Says.READY, 1, 1))
     self.other = self.client.socket.context.socket(zmq.DEALER)
     self.other.connect(group["addresses"][0])
-    for kind in ("part", "mean"):
-      self.other.send_multipart(peers.piece(group["number"], kind, 1, np.ones(self.ENTRIES // 2, np.float32)))
+    for kind in (Kind.PART, Kind.MEAN):
+      self.other.send_multipart(Piece(kind, group["number"], 1, np.ones(self.ENTRIES // 2, np.float32)).pack())
 
 
 @pytest.mark.parametrize("takes", [True, False])
 def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, takes):
   """A worker that takes no byte may be dead, on a machine that is gone; the time to take one is 1 s here, not 5."""
-  monkeypatch.setattr(peers, "_STALLED", 10000 if takes else 1000)
-  monkeypatch.setattr(runtime, "_LAST_WORDS", 100)
+  monkeypatch.setattr(sockets, "_STALLED", 10000 if takes else 1000)
+  monkeypatch.setattr("jaxsparse.partial.worker._LAST_WORDS", 100)
   context = zmq.Context()
   with js.partial.Server(js.partial.Controller(2, 2)) as server:
     worker = js.partial.Worker(server.address, 0, jnp.zeros(Slow.ENTRIES))
@@ -408,7 +410,7 @@ def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, take
 
 
 def test_leaving_does_not_wait_for_a_server_that_is_gone(monkeypatch):
-  monkeypatch.setattr(runtime, "_LAST_WORDS", 300)
+  monkeypatch.setattr("jaxsparse.partial.worker._LAST_WORDS", 300)
   server = js.partial.Server(js.partial.Controller(2, 2)).__enter__()
   worker = js.partial.Worker(server.address, 0, jnp.zeros(3))
   server.__exit__()

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxsparse as js
-from jaxsparse.partial.events import SendPiece
-from jaxsparse.partial.runtime import Runtime
+from jaxsparse.partial.worker import Runtime
+from jaxsparse.partial.worker_protocol import Send
 
 LIMIT, RECONNECT, ENTRIES = 1.0, 1.0, 3000
 
@@ -22,7 +22,7 @@ def die_in_an_average(after: int) -> None:
 
   def perform_and_die(self, action):
     perform(self, action)
-    if isinstance(action, SendPiece) and self._protocol.model.iteration >= after:
+    if isinstance(action, Send) and self._protocol.model.iteration >= after:
       time.sleep(0.1)  # for the piece to be sent
       os.kill(os.getpid(), signal.SIGKILL)
 

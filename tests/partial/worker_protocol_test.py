@@ -2,26 +2,19 @@
 
 import pytest
 
-from jaxsparse.partial.events import (
-  ControllerSilent,
-  FetchModel,
-  ModelReceived,
-  PieceReceived,
-  Reply,
-  SendPiece,
-  Tick,
-  Unreachable,
-)
-from jaxsparse.partial.messages import Answer, Says
+from jaxsparse.partial.messages import Answer, Kind, Piece, Says
+from jaxsparse.partial.worker_protocol import ControllerSilent, Reply, Send, Tick, Unreachable
 from tests.partial.worker_subject import (
   ADDRESSES,
   FETCH,
+  FETCHED,
   LIMIT,
   ME,
   RECONNECT,
   TIMEOUT,
   Subject,
   error,
+  fetched,
   model,
   reply,
   signal,
@@ -45,7 +38,7 @@ def ready(new):
 @pytest.fixture
 def averaging(ready):
   """In group 5, with worker 0; nothing has arrived."""
-  assert ready.group(5) == [SendPiece(ADDRESSES[0], 5, "part", [1, 1])]
+  assert ready.group(5) == [Send(ADDRESSES[0], Piece(Kind.PART, 5, ME, [1, 1]))]
   return ready
 
 
@@ -75,8 +68,8 @@ def test_hello_is_repeated_until_the_timeout_and_then_nothing_happens_any_more(n
 def test_welcome_gives_the_initial_model_or_that_of_a_donor(new):
   assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
   assert new(Answer.WELCOME, limit=LIMIT) == []  # the answer to a repeated HELLO
-  assert new(ModelReceived(model(4, 9))) == [reply(4, 9)]
-  assert new(ModelReceived(model(5, 10))) == []
+  assert new(FETCHED) == [reply(4, 9)]
+  assert new(fetched(5, 10)) == []
   assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == []
   assert new.protocol.model.iteration == 9
 
@@ -88,8 +81,8 @@ def test_a_donor_that_is_lost_is_replaced_by_another(new, refused):
   assert new.protocol.state == "fetching"
   assert new(Unreachable(ADDRESSES[0], refused)) == []
   assert new.wait(0.3) == [signal(Says.HELLO, 4)]
-  assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[2]) == [FetchModel(ADDRESSES[2])]
-  assert new(ModelReceived(model(4, 9))) == [reply(4, 9)]
+  assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[2]) == [Send(ADDRESSES[2], Piece(Kind.FETCH, 0, ME, []))]
+  assert new(FETCHED) == [reply(4, 9)]
 
 
 def test_a_worker_without_a_model_of_its_own_leaves_if_no_donor_answers(new):
@@ -114,7 +107,7 @@ def test_a_worker_that_is_rejected_ends(new, reason):
 
 
 def test_a_group_averages(averaging):
-  assert averaging.part(5, 0, 3, 5) == [SendPiece(ADDRESSES[0], 5, "mean", [2, 3])]
+  assert averaging.part(5, 0, 3, 5) == [Send(ADDRESSES[0], Piece(Kind.MEAN, 5, ME, [2, 3]))]
   assert averaging.mean(5, 0, 6, 7) == [Reply(([6, 7, 2, 3], 7))]
   assert averaging(Says.BYE) == [signal(Says.BYE, 5)]
 
@@ -123,21 +116,21 @@ def test_a_worker_alone_is_a_group(ready):
   assert ready.group(5, members=(1,), weights=(1,)) == [reply(1, 7)]
 
 
-@pytest.mark.parametrize("kind", ["part", "mean"])
+@pytest.mark.parametrize("kind", [Kind.PART, Kind.MEAN])
 def test_a_duplicate_or_foreign_piece_changes_nothing(averaging, kind):
   averaging.part(5, 0, 3, 5)
   for sender, entries in ((0, (9, 9)), (2, (9, 9)), (ME, (9, 9)), (0, (9,)), (0, ())):
-    if (kind, sender, len(entries)) != ("mean", 0, 2):  # the one that is awaited
-      assert averaging(PieceReceived(5, kind, sender, values(*entries))) == []
+    if (kind, sender, len(entries)) != (Kind.MEAN, 0, 2):  # the one that is awaited
+      assert averaging(Piece(kind, 5, sender, values(*entries))) == []
   for number in (4, 6):
-    assert averaging(PieceReceived(number, kind, 0, values(9, 9))) == []
+    assert averaging(Piece(kind, number, 0, values(9, 9))) == []
   assert averaging.mean(5, 0, 6, 7) == [Reply(([6, 7, 2, 3], 7))]
 
 
 def test_a_part_that_is_early_is_kept_for_its_group(ready):
   assert ready.mean(5, 0, 9, 9) == []  # no mean can be early
   assert ready.part(5, 0, 3, 5) == []
-  assert [action.kind for action in ready.group(5)] == ["part", "mean"]
+  assert [action.piece.kind for action in ready.group(5)] == [Kind.PART, Kind.MEAN]
   assert ready.mean(5, 0, 6, 7) == [Reply(([6, 7, 2, 3], 7))]
 
 
@@ -146,7 +139,7 @@ def test_a_part_is_kept_only_for_the_group_that_is_awaited(computing):
   computing(Says.READY, model(1, 8))
   computing.part(5, 0, 3, 5)  # of a group that is settled
   computing.part(7, 0, 3, 5)  # of another group than the next
-  assert [action.kind for action in computing.group(6)] == ["part"]
+  assert [action.piece.kind for action in computing.group(6)] == [Kind.PART]
   assert computing.protocol._early.take(7) == []
 
 
@@ -154,14 +147,14 @@ def test_a_late_part_does_not_replace_an_early_one(computing):
   computing(Says.READY, model(1, 8))
   computing.part(6, 0, 3, 5)
   computing.part(5, 0, 9, 9)
-  assert [action.kind for action in computing.group(6)] == ["part", "mean"]
+  assert [action.piece.kind for action in computing.group(6)] == [Kind.PART, Kind.MEAN]
 
 
 def test_parts_from_before_a_welcome_are_forgotten(ready):
   ready.part(5, 0, 3, 5)
   ready(Answer.REJECTED, reason="absent: worker 1 has not joined")
   assert ready(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 3)]
-  assert [action.kind for action in ready.group(5)] == ["part"]
+  assert [action.piece.kind for action in ready.group(5)] == [Kind.PART]
 
 
 AGAIN = [signal(Says.FAILED, 5), signal(Says.READY, 3)]
@@ -173,7 +166,7 @@ def test_an_abort_counts_only_while_the_member_is_needed(averaging):
   assert averaging(Answer.ABORT, number=5, worker=0) == AGAIN
   assert averaging(Answer.ABORT, number=5, worker=0) == []
   assert averaging.part(5, 0, 3, 5) == averaging.mean(5, 0, 6, 7) == []  # late
-  assert averaging.group(6) == [SendPiece(ADDRESSES[0], 6, "part", [1, 1])]  # with the model as it was
+  assert averaging.group(6) == [Send(ADDRESSES[0], Piece(Kind.PART, 6, ME, [1, 1]))]  # with the model as it was
 
 
 def test_an_abort_after_the_last_piece_of_a_member_does_not_count(ready):
@@ -211,7 +204,7 @@ def test_a_dropped_worker_joins_again_with_its_request(averaging):
 def test_a_dropped_worker_continues_with_the_model_of_a_donor(ready):
   ready(Answer.REJECTED, reason="absent: ")
   assert ready(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
-  assert ready(ModelReceived(model(4, 9))) == [reply(4, 9)]
+  assert ready(FETCHED) == [reply(4, 9)]
   assert ready(Says.READY, model(5, 10)) == [signal(Says.READY, 10)]
 
 
@@ -220,7 +213,7 @@ def test_a_server_that_was_restarted_may_count_groups_from_a_lower_number(comput
   assert computing(Says.READY, model(1, 8)) == []
   assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 8)]
   computing.part(1, 0, 3, 5)
-  assert [action.kind for action in computing.group(1)] == ["part", "mean"]
+  assert [action.piece.kind for action in computing.group(1)] == [Kind.PART, Kind.MEAN]
 
 
 def test_a_dropped_worker_whose_donors_are_silent_continues_with_its_own_model(ready):
@@ -232,7 +225,7 @@ def test_a_dropped_worker_whose_donors_are_silent_continues_with_its_own_model(r
 def test_a_worker_that_is_dropped_while_it_computes_gets_the_donors_model_at_its_next_request_once(computing):
   computing(Answer.REJECTED, reason="absent: ")
   computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
-  assert computing(ModelReceived(model(4, 9))) == []
+  assert computing(FETCHED) == []
   assert computing(Says.READY, model(5, 8)) == [reply(4, 9)]
   assert computing(Says.READY, model(5, 10)) == [signal(Says.READY, 10)]
 
@@ -241,7 +234,7 @@ def test_a_worker_that_synchronizes_takes_part_with_its_own_model(computing):
   computing(Answer.REJECTED, reason="absent: ")
   computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
   assert computing(Says.SYNCHRONIZE, model(5, 8)) == []
-  assert computing(ModelReceived(model(4, 9))) == [signal(Says.SYNCHRONIZE, 8)]
+  assert computing(FETCHED) == [signal(Says.SYNCHRONIZE, 8)]
   computing(Answer.REJECTED, reason="absent: ")
   assert computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [signal(Says.SYNCHRONIZE, 8)]
 
@@ -288,7 +281,7 @@ def test_heartbeats_go_on_while_the_controller_is_away_and_another_one_is_joined
   computing(Answer.REJECTED, reason="absent: worker 1 has not joined, it has to send HELLO")
   assert computing.wait(0.3) == [signal(Says.HELLO, 4)]
   assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 8)]
-  assert [action.kind for action in computing.group(1)] == ["part"]
+  assert [action.piece.kind for action in computing.group(1)] == [Kind.PART]
 
 
 def test_a_worker_that_was_suspended_waits_for_the_controller_once_more(averaging):
@@ -310,7 +303,7 @@ def test_a_worker_without_a_finite_model_asks_until_a_donor_is_named(computing):
   assert computing.part(6, 0, 3, 5) == []
   assert computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
   assert computing.wait(1) == []
-  assert computing(ModelReceived(model(4, 9))) == [reply(4, 9)]
+  assert computing(FETCHED) == [reply(4, 9)]
 
 
 @pytest.mark.parametrize("named", [False, True])

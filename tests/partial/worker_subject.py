@@ -2,22 +2,16 @@
 
 import numpy as np
 
-from jaxsparse.partial.events import (
-  FetchModel,
-  Model,
-  PieceReceived,
-  Reply,
-  Request,
-  SendPiece,
-  ServerMessage,
-  Tick,
-)
-from jaxsparse.partial.messages import Answer, Says, Signal
-from jaxsparse.partial.worker_protocol import WorkerProtocol
+from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal
+from jaxsparse.partial.worker_protocol import Model, Reply, Request, Send, Tick, WorkerProtocol
 
 ME, LIMIT, TIMEOUT, RECONNECT = 1, 5.0, 20.0, 7.0
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9)]
-FETCH = FetchModel(ADDRESSES[0])
+FETCH = Send(ADDRESSES[0], Piece(Kind.FETCH, 0, ME, []))
+
+
+def fetched(value, iteration):
+  return Piece(Kind.MODEL, iteration, 0, np.full(4, value, np.float32))
 
 
 def model(value, iteration):
@@ -26,6 +20,9 @@ def model(value, iteration):
 
 def signal(says, value=0):
   return Signal(says, ME, value, ADDRESSES[ME] if says == Says.HELLO else "")
+
+
+FETCHED = fetched(4, 9)
 
 
 def values(*entries):
@@ -68,18 +65,18 @@ class Subject:
     return self(Answer.GROUP, **content, number=number, addresses=addresses)
 
   def part(self, number, sender, *entries):
-    return self(PieceReceived(number, "part", sender, values(*entries)))
+    return self(Piece(Kind.PART, number, sender, values(*entries)))
 
   def mean(self, number, sender, *entries):
-    return self(PieceReceived(number, "mean", sender, values(*entries)))
+    return self(Piece(Kind.MEAN, number, sender, values(*entries)))
 
 
 def plain(action):
   if isinstance(action, Reply):
     answer = action.answer
     return Reply((answer.vector.tolist(), answer.iteration) if isinstance(answer, Model) else answer)
-  if isinstance(action, SendPiece):
-    return action._replace(values=action.values.tolist())
+  if isinstance(action, Send):
+    return action._replace(piece=action.piece._replace(values=action.piece.values.tolist()))
   return action
 
 
