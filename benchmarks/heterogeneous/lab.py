@@ -12,8 +12,8 @@ import optax
 
 from jaxsparse.collectives import make_collective
 from jaxsparse.flatten import flatten
+from jaxsparse.partial.base import Refusals, check_start
 from jaxsparse.partial.controller import Group
-from jaxsparse.partial.finite import Refusals, check_start
 from jaxsparse.types import Cost
 
 Pace = Callable[[np.random.Generator], float]

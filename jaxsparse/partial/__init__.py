@@ -12,7 +12,7 @@ change all the time, so every worker's progress reaches every other worker after
     messages, sockets  messages as bytes; ZeroMQ and `Keys`, with the extra `jaxsparse[partial]`
     saving             `restore`: a worker saves its parameters if the controller is lost
     devices            `Devices`: workers in threads of one process, a device each; averages are JAX collectives
-    finite             a model with NaN or Inf enters no average
+    base               what all workers share; a model with NaN or Inf enters no average
 """
 
 from jaxsparse.partial.controller import Controller

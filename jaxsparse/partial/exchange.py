@@ -72,16 +72,15 @@ class Average:
   def receive(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
     """Takes a piece, and yields those to send next.
 
-    Raises:
-      ValueError: for one that does not belong to this average: not from another member, a duplicate, or of another
-        size.
+    Ignores one that does not belong to this average: not from another member, a duplicate, or of another size.
     """
     sender, is_part = piece.sender, piece.kind == Kind.PART
-    shard = self._shards[self._me if is_part else sender] if sender in self._shards and sender != self._me else None
-    duplicate = sender in self._parts if is_part else sender not in self._missing
-    if shard is None or duplicate or piece.values.shape != self._model[shard].shape:
-      what = f"{piece.kind.name} of {piece.values.shape} from {sender}"
-      raise ValueError(f"{what} does not belong to the average of {self.group.members}")
+    awaited = sender in self._shards and (sender not in self._parts if is_part else sender in self._missing)
+    if not awaited or sender == self._me:
+      return
+    shard = self._shards[self._me if is_part else sender]
+    if piece.values.shape != self._model[shard].shape:
+      return
     if is_part:
       self._parts[sender] = piece.values
       yield from self._send_mean()
@@ -119,16 +118,13 @@ class Early:
   def clear(self) -> None:
     """Forgets all parts."""
     self._parts: dict[int, Piece] = {}  # by sender
-    self._entries = 0
     self._dropped = False
 
   def keep(self, part: Piece) -> None:
     """Keeps a part; it replaces an earlier one of its sender. Beyond the capacity it is dropped."""
-    former = self._parts.pop(part.sender, None)
-    self._entries -= former.values.size if former else 0
-    if self._entries + part.values.size <= self._capacity:
+    self._parts.pop(part.sender, None)
+    if part.values.size + sum(other.values.size for other in self._parts.values()) <= self._capacity:
       self._parts[part.sender] = part
-      self._entries += part.values.size
     elif not self._dropped:  # log once, there may be many
       self._dropped = True
       logging.getLogger(__name__).warning(

@@ -18,18 +18,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxsparse.flatten import flatten
 from jaxsparse.launch import START_TIMEOUT
-from jaxsparse.partial import messages, saving, sockets, worker_protocol
-from jaxsparse.partial.finite import Refusals, check_start
+from jaxsparse.partial import messages, saving, sockets
+from jaxsparse.partial.base import BaseWorker, check_start
 from jaxsparse.partial.messages import Kind, Piece, Says, Signal
 from jaxsparse.partial.sockets import Keys, zmq
-from jaxsparse.partial.worker_protocol import Model, Request, Tick, WorkerProtocol
+from jaxsparse.partial.worker_protocol import Event, Model, Request, Unreachable, WorkerProtocol
 
 RECONNECT = 60.0  # seconds that a worker tries to reach a controller that has been silent for its limit
 _LAST_WORDS = 1000  # milliseconds that a leaving worker waits for BYE to be sent: the server may be dead
@@ -46,7 +46,7 @@ class ControllerLost(RuntimeError):
   """
 
 
-class Worker:
+class Worker(BaseWorker):
   """Takes part in partial reduce, and leaves when its `with` block ends.
 
   Args:
@@ -99,52 +99,16 @@ class Worker:
     if not reconnect >= 0:
       raise ValueError(f"reconnect={reconnect!r}, choose 0 seconds or more")
     check_start(params)
-    vector, self._unflatten = flatten(params)
-    self._entries, self._refusals = vector.size, Refusals(number)
+    vector, unflatten = flatten(params)
+    super().__init__(number, vector.size, unflatten)
     path = None if save is None else pathlib.Path(save)
     if path:
       saving.remove_stale(path)
-    save_model = lambda model: saving.save(path, *self._tree(model))
+    save_model = lambda model: saving.save(path, unflatten(jax.numpy.asarray(model.vector)), model.iteration)
     self._runtime = Runtime(address, number, np.asarray(vector), bind, keys, timeout, reconnect, save_model)
     self._runtime.start()
-    self.params, self.iteration = self._tree(self._runtime.take())
-
-  @property
-  def refused(self) -> int:
-    """How many models of this worker in succession were not finite; 0 after a finite one."""
-    return self._refusals.count
-
-  def reduce(self, params: Any, iteration: int) -> tuple[Any, int]:
-    """Averages with a group. If the average fails, it is repeated with another group until one succeeds.
-
-    Parameters with NaN or Inf enter no average: a log message names the worker and the first such leaf, and the worker
-    gets the current model of another worker. `refused` is above 0 then; reset the optimizer's state, which may hold NaN
-    too.
-
-    Args:
-      params: this worker's, after a local step.
-      iteration: the number of iterations they have been trained for: one more than the last call returned.
-
-    Returns:
-      The average, and the largest iteration of the group. A worker that the server has dropped in the meantime, because
-      it was silent, gets the model of another worker instead.
-
-    Raises:
-      ControllerLost: if the controller has been silent for its limit and `reconnect` seconds; what `save` names holds
-        the parameters of the last call.
-      ValueError: for parameters of another size, or an iteration that the controller rejects.
-      FloatingPointError: for parameters that are not finite, if no other worker has a finite trained model, or at the
-        tenth time in succession.
-    """
-    return self._average(Says.READY, params, iteration)
-
-  def synchronize(self, params: Any, iteration: int) -> tuple[Any, int]:
-    """Averages with all workers that have not left, for an evaluation or at the end; waits until all of them call it.
-
-    Arguments, results and errors are those of `reduce`, which it may follow without a step in between. A worker whose
-    parameters are not finite takes part with the model of another worker.
-    """
-    return self._average(Says.SYNCHRONIZE, params, iteration)
+    vector, self.iteration = self._take()
+    self.params = unflatten(vector)
 
   def leave(self) -> None:
     """Leaves: the other workers continue without this one.
@@ -154,32 +118,17 @@ class Worker:
     self._runtime.ask(Request(Says.BYE))
     self._runtime.join()
 
-  def __enter__(self) -> Self:
-    """The worker."""
-    return self
+  def _fetch(self) -> tuple[jax.Array, int]:
+    self._runtime.ask(Request(Says.NOT_FINITE))
+    return self._take()
 
-  def __exit__(self, *_: object) -> None:
-    """Leaves."""
-    self.leave()
+  def _exchange(self, says: Says, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
+    self._runtime.ask(Request(says, Model(np.asarray(vector), iteration)))
+    return self._take()
 
-  def _average(self, says: Says, params: Any, iteration: int) -> tuple[Any, int]:
-    vector = flatten(params)[0]
-    if vector.size != self._entries:
-      raise ValueError(f"params have {vector.size} entries, the initial ones have {self._entries}")
-    model = Model(np.asarray(vector), iteration)
-    if self._refusals.refuse(vector, iteration, self._unflatten):
-      self._runtime.ask(Request(Says.NOT_FINITE))
-      try:
-        model = self._runtime.take()
-      except FloatingPointError as error:
-        raise self._refusals.no_donor() from error
-      if says == Says.READY:
-        return self._tree(model)
-    self._runtime.ask(Request(says, model))
-    return self._tree(self._runtime.take())
-
-  def _tree(self, model: Model) -> tuple[Any, int]:
-    return self._unflatten(jax.numpy.asarray(model.vector)), model.iteration
+  def _take(self) -> tuple[jax.Array, int]:
+    vector, iteration = self._runtime.take()
+    return jax.numpy.asarray(vector), iteration
 
 
 class Runtime(threading.Thread):
@@ -219,9 +168,12 @@ class Runtime(threading.Thread):
     self._inbox.listen(self._server, lambda frames: self._handle(messages.parse_answer(frames[0])))
     self._inbox.listen(self._data, self._from_worker)
     self._inbox.listen(requested, lambda _: self._handle(self._requests.get()))
-    unreachable = lambda address, refused: self._handle(worker_protocol.Unreachable(address, refused))
+    unreachable = lambda address, refused: self._handle(Unreachable(address, refused))
     self._peers = sockets.Peers(self._network, longest, self._inbox, self._from_donor, unreachable)
-    self._protocol = WorkerProtocol(number, initial, sockets.endpoint(self._data), timeout, reconnect, time.monotonic())
+    own, now = sockets.endpoint(self._data), time.monotonic()
+    self._protocol = WorkerProtocol(
+      number, initial, own, timeout, reconnect, now, self._tell, self._send, self._answers.put
+    )
 
   def ask(self, request: Request) -> None:
     """Hands a request to the thread."""
@@ -242,10 +194,13 @@ class Runtime(threading.Thread):
   def run(self) -> None:
     """Runs the protocol until the worker leaves or the controller is lost."""
     try:
-      self._handle(Tick())
       while self._runs():
+        self._protocol.tick(time.monotonic())
         self._inbox.wait(self._protocol.interval, self._runs)
-        self._handle(Tick())
+      awaited, seconds = self._protocol.lost
+      if awaited:
+        lost = f"no {awaited} from the controller at {self._address} for {seconds:g} s"
+        self._last_answer = ControllerLost(f"{lost}; {self._save(self._protocol.model)}")
     except Exception as error:  # or the training loop would wait for ever
       self._last_answer = error
     finally:
@@ -266,22 +221,15 @@ class Runtime(threading.Thread):
   def _runs(self) -> bool:
     return self._protocol.state != "ended"
 
-  def _handle(self, event: worker_protocol.Event) -> None:
-    for action in self._protocol.handle(event, time.monotonic()):
-      self._perform(action)
+  def _handle(self, event: Event) -> None:
+    self._protocol.handle(event, time.monotonic())
 
-  def _perform(self, action: worker_protocol.Action) -> None:
-    match action:
-      case Signal():
-        with contextlib.suppress(zmq.Again):  # no connection, for lack of keys for example: the deadline will pass
-          self._server.send(action.pack(), zmq.NOBLOCK)
-      case worker_protocol.Send(address, piece):
-        self._peers.send(address, piece.pack())
-      case worker_protocol.Reply(answer):
-        self._answers.put(answer)
-      case worker_protocol.ControllerSilent(awaited, seconds):
-        lost = f"no {awaited} from the controller at {self._address} for {seconds:g} s"
-        self._last_answer = ControllerLost(f"{lost}; {self._save(self._protocol.model)}")
+  def _tell(self, signal: Signal) -> None:
+    with contextlib.suppress(zmq.Again):  # no connection, for lack of keys for example: the deadline will pass
+      self._server.send(signal.pack(), zmq.NOBLOCK)
+
+  def _send(self, address: str, piece: Piece) -> None:
+    self._peers.send(address, piece.pack())
 
   def _from_worker(self, frames: list[bytes]) -> None:
     connection, *content = frames

@@ -6,8 +6,21 @@ from hypothesis import stateful
 from hypothesis import strategies as st
 
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, Signal
-from jaxsparse.partial.worker_protocol import ControllerSilent, Reply, Send, Tick, Unreachable
-from tests.partial.worker_subject import ADDRESSES, FETCHED, LIMIT, ME, RECONNECT, TIMEOUT, Subject, model
+from jaxsparse.partial.worker_protocol import Unreachable
+from tests.partial.worker_subject import (
+  ADDRESSES,
+  FETCHED,
+  LIMIT,
+  ME,
+  RECONNECT,
+  TICK,
+  TIMEOUT,
+  ControllerSilent,
+  Reply,
+  Send,
+  Subject,
+  model,
+)
 
 MEMBERS = st.sets(st.sampled_from([0, 2]), max_size=2).map(lambda others: tuple(sorted({ME, *others})))
 REASONS = ["absent: ", "duplicate: ", "nobody: ", "stale: ", "unlike: "]
@@ -86,10 +99,14 @@ class AnyOrder(stateful.RuleBasedStateMachine):
   def unreachable(self, address, refused):
     self.send(Unreachable(address, refused))
 
+  @stateful.rule(broken=st.booleans())
+  def connections(self, broken):
+    self.subject.broken = broken
+
   @stateful.rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 6.0, 30.0]))
   def time(self, seconds):
     self.subject.now += seconds
-    self.send(Tick())
+    self.send(TICK)
 
   def teardown(self):
     """Silence of all others ends the worker, and with it an open request, whatever was before."""

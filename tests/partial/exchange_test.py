@@ -1,7 +1,6 @@
 """The average of a group as messages between its members, and parts that are early."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,8 +25,7 @@ def test_the_average_is_the_same_at_every_member_in_any_order_of_messages(member
     to, piece = under_way.pop(int(random.integers(len(under_way))))
     assert averages[to].needs(piece.sender)
     under_way += list(averages[to].receive(piece))
-    with pytest.raises(ValueError, match="does not belong to the average"):
-      list(averages[to].receive(piece))
+    assert list(averages[to].receive(piece)) == []  # a duplicate
   expected = sum(w * values[n].astype(float) for w, n in zip(weights, numbers, strict=True)) + initial_weight * start
   for average in averages.values():
     assert average.done

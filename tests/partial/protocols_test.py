@@ -12,15 +12,11 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.partial import messages
-from jaxsparse.partial.messages import Kind, Piece, Says, Signal
+from jaxsparse.partial.messages import Kind, Piece, Says
 from jaxsparse.partial.server import ServerProtocol
 from jaxsparse.partial.worker_protocol import (
-  ControllerSilent,
   Model,
-  Reply,
   Request,
-  Send,
-  Tick,
   Unreachable,
   WorkerProtocol,
 )
@@ -36,7 +32,12 @@ class Process:
     self.network, self.number = network, number
     self.connection, self.address = b"%d" % serial, f"tcp://127.0.0.1:{serial}"
     start = np.zeros(ENTRIES, np.float32)
-    self.protocol = WorkerProtocol(number, start, self.address, TIMEOUT, RECONNECT, network.now)
+    outlets = {
+      "tell": lambda signal: network.post(self, "server", signal.pack()),
+      "send": self.send,
+      "reply": self.take,
+    }
+    self.protocol = WorkerProtocol(number, start, self.address, TIMEOUT, RECONNECT, network.now, **outlets)
     self.dead, self.lost, self.suspended, self.since, self.found = False, False, False, 0.0, []
     self.computes: Model | None = None
 
@@ -45,22 +46,20 @@ class Process:
     return self.protocol.state == "ended"
 
   def handle(self, event):
-    if self.dead or self.finished:
-      return
-    for action in self.protocol.handle(event, self.network.now):
-      match action:
-        case Signal():
-          self.network.post(self, "server", action.pack())
-        case Send(address, piece):
-          self.network.post(self, address, piece._replace(values=piece.values.copy()))
-        case Reply(answer):
-          assert isinstance(answer, Model), answer
-          self.take(answer)
-        case ControllerSilent():
-          assert not self.network.serves  # all others have left: the server has ended
-          self.lost = True
+    if not self.dead:
+      self.protocol.handle(event, self.network.now)
+
+  def tick(self):
+    self.protocol.tick(self.network.now)
+    if self.protocol.lost[0]:
+      assert not self.network.serves  # all others have left: the server has ended
+      self.lost = True
+
+  def send(self, address, piece):
+    self.network.post(self, address, piece._replace(values=piece.values.copy()))
 
   def take(self, model):
+    assert isinstance(model, Model), model
     assert np.ptp(model.vector) == 0  # every entry has the same history
     assert 0 <= model.vector[0] <= 4
     self.found.append(model)
@@ -155,7 +154,7 @@ class Network:
       if self.now - process.since > LATENCY:
         process.compute()
       if not process.suspended:
-        process.handle(Tick())
+        process.tick()
     if self.serves:
       self.server.tick(self.now)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says
-from jaxsparse.partial.worker_protocol import ControllerSilent, Reply, Send, Tick, Unreachable
+from jaxsparse.partial.worker_protocol import Unreachable
 from tests.partial.worker_subject import (
   ADDRESSES,
   FETCH,
@@ -11,7 +11,11 @@ from tests.partial.worker_subject import (
   LIMIT,
   ME,
   RECONNECT,
+  TICK,
   TIMEOUT,
+  ControllerSilent,
+  Reply,
+  Send,
   Subject,
   error,
   fetched,
@@ -55,8 +59,8 @@ def computing(averaging):
 
 def test_hello_is_repeated_until_the_timeout_and_then_nothing_happens_any_more(new):
   hello = signal(Says.HELLO, 4)
-  assert new(Tick()) == [hello]
-  assert new(Tick()) == []
+  assert new(TICK) == [hello]
+  assert new(TICK) == []
   found = new.wait(TIMEOUT + 0.3)
   assert found[-1] == ControllerSilent("WELCOME", TIMEOUT)
   assert set(found[:-1]) == {hello}
@@ -95,7 +99,7 @@ def test_a_worker_without_a_model_of_its_own_leaves_if_no_donor_answers(new):
 
 @pytest.mark.parametrize("reason", ["unknown: worker 1", "unlike: worker 1", "taken: a living worker"])
 def test_a_worker_that_is_rejected_ends(new, reason):
-  new(Tick())
+  new(TICK)
   assert new(Answer.REJECTED, reason="duplicate: worker 1 has joined already") == []
   assert new.wait(0.3) == [signal(Says.HELLO, 4)]
   failure = error(new(Answer.REJECTED, reason=reason))
@@ -251,7 +255,7 @@ def test_heartbeats_are_sent_while_the_training_loop_computes(computing):
   for _ in range(100):
     computing(Answer.BEAT)
     computing.now += 0.1
-    beats += computing(Tick()) == [signal(Says.BEAT)]
+    beats += computing(TICK) == [signal(Says.BEAT)]
   assert 9 <= beats <= 11  # five in each limit
   assert computing(Answer.PROBE) == [signal(Says.BEAT)]
 
@@ -276,7 +280,7 @@ def test_heartbeats_go_on_while_the_controller_is_away_and_another_one_is_joined
   """A controller that was restarted at the same address rejects a heartbeat of a worker that it does not know."""
   computing.now += LIMIT
   assert computing(Says.READY, model(1, 8)) == [signal(Says.READY, 8)]
-  assert computing(Tick()) == [signal(Says.BEAT)]
+  assert computing(TICK) == [signal(Says.BEAT)]
   assert computing.wait(RECONNECT - 0.5) == []
   computing(Answer.REJECTED, reason="absent: worker 1 has not joined, it has to send HELLO")
   assert computing.wait(0.3) == [signal(Says.HELLO, 4)]
@@ -286,7 +290,7 @@ def test_heartbeats_go_on_while_the_controller_is_away_and_another_one_is_joined
 
 def test_a_worker_that_was_suspended_waits_for_the_controller_once_more(averaging):
   averaging.now += 10 * LIMIT
-  assert LOST not in averaging(Tick())
+  assert LOST not in averaging(TICK)
   assert averaging.wait(LIMIT - 0.1)[:2] == []
   assert averaging.wait(0.3) == [LOST]
 

@@ -1,13 +1,14 @@
 """What the tests of `WorkerProtocol` share: a protocol with a clock of its own, and actions that compare."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal
-from jaxsparse.partial.worker_protocol import Model, Reply, Request, Send, Tick, WorkerProtocol
+from jaxsparse.partial.worker_protocol import Model, Request, Unreachable, WorkerProtocol
 
 ME, LIMIT, TIMEOUT, RECONNECT = 1, 5.0, 20.0, 7.0
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9)]
-FETCH = Send(ADDRESSES[0], Piece(Kind.FETCH, 0, ME, []))
 
 
 def fetched(value, iteration):
@@ -22,6 +23,7 @@ def signal(says, value=0):
   return Signal(says, ME, value, ADDRESSES[ME] if says == Says.HELLO else "")
 
 
+TICK = None
 FETCHED = fetched(4, 9)
 
 
@@ -29,27 +31,68 @@ def values(*entries):
   return np.array(entries, np.float32)
 
 
+class Send(NamedTuple):
+  """What the protocol does: it sends a piece to another worker, with the values as a list."""
+
+  address: str
+  piece: Piece
+
+
+class Reply(NamedTuple):
+  """It answers the training loop, with a model as a list, or an exception."""
+
+  answer: Any
+
+
+class ControllerSilent(NamedTuple):
+  """It gives the controller up."""
+
+  awaited: str
+  seconds: float
+
+
 class Subject:
-  """A `WorkerProtocol` and a clock that runs only when it is told to."""
+  """A `WorkerProtocol`, and a clock that runs only when it is told to.
+
+  While `broken`, every connection to another worker breaks when something is sent.
+  """
 
   def __init__(self):
-    self.now = 100.0
-    self.protocol = WorkerProtocol(ME, np.zeros(4, np.float32), ADDRESSES[ME], TIMEOUT, RECONNECT, self.now)
+    self.now, self.actions, self.broken = 100.0, [], False
+    outlets = {"tell": lambda signal: self.actions.append(signal), "send": self.send, "reply": self.reply}
+    start = np.zeros(4, np.float32)
+    self.protocol = WorkerProtocol(ME, start, ADDRESSES[ME], TIMEOUT, RECONNECT, self.now, **outlets)
+
+  def send(self, address, piece):
+    self.actions.append(Send(address, piece._replace(values=piece.values.tolist())))
+    if self.broken:
+      self.protocol.handle(Unreachable(address, refused=False), self.now)
+
+  def reply(self, answer):
+    self.actions.append(Reply((answer.vector.tolist(), answer.iteration) if isinstance(answer, Model) else answer))
 
   def __call__(self, event, *content, **fields):
-    """The actions; models and pieces as lists, exceptions as they are."""
+    """What the protocol does."""
     if isinstance(event, Answer):
       event = ServerMessage(event, fields)
     elif isinstance(event, Says):
       event = Request(event, *content)
-    return [plain(action) for action in self.protocol.handle(event, self.now)]
+    self.actions = []
+    ended = self.protocol.state == "ended"
+    if event is TICK:
+      self.protocol.tick(self.now)
+    else:
+      self.protocol.handle(event, self.now)
+    if self.protocol.lost[0] and not ended:
+      self.actions.append(ControllerSilent(*self.protocol.lost))
+    return self.actions
 
   def wait(self, seconds, step=0.1):
     """Ticks; the actions but heartbeats."""
     actions = []
     for _ in range(round(seconds / step)):
       self.now += step
-      actions += [action for action in self(Tick()) if action != signal(Says.BEAT)]
+      actions += [action for action in self(TICK) if action != signal(Says.BEAT)]
     return actions
 
   def alive(self, seconds):
@@ -71,13 +114,7 @@ class Subject:
     return self(Piece(Kind.MEAN, number, sender, values(*entries)))
 
 
-def plain(action):
-  if isinstance(action, Reply):
-    answer = action.answer
-    return Reply((answer.vector.tolist(), answer.iteration) if isinstance(answer, Model) else answer)
-  if isinstance(action, Send):
-    return action._replace(piece=action.piece._replace(values=action.piece.values.tolist()))
-  return action
+FETCH = Send(ADDRESSES[0], Piece(Kind.FETCH, 0, ME, []))
 
 
 def reply(value, iteration):
