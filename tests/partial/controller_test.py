@@ -329,3 +329,14 @@ def test_dynamic_weights(iterations, decay, missing):
 def test_a_worker_may_be_ages_behind():
   assert dynamic_weights([2**62, 0], 0.5, "closest")[0] == pytest.approx((1, 0))
   assert dynamic_weights([2**62, 2**62], 0.5, "initial") == ((0.5, 0.5), 0)
+
+
+def test_a_worker_with_the_model_of_another_one_may_signal_any_iteration():
+  controller = js.partial.Controller(3, 2)
+  controller.ready(0, 9)
+  controller.ready(1, 7)
+  controller.ready(2, 6)
+  with pytest.raises(Rejected, match="duplicate: worker 2 is ready already, with iteration 6"):
+    controller.replaced(2)
+  controller.replaced(0)
+  assert controller.ready(0, 3)[0].members == (0, 2)
