@@ -28,6 +28,7 @@ iterations, with α = 1/2:
     goes to        9     8     ?     ?     5        "initial": to the initial model; "closest": 7 to 8, 6 to 5
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -110,10 +111,10 @@ class Controller:
       raise ValueError(f"workers={workers!r}, choose a whole number of at least 2")
     if not _is_count(group_size) or not 2 <= group_size <= workers:
       raise ValueError(f"group_size={group_size!r}, choose a whole number in 2 … {workers}, the number of workers")
-    if weights not in ("constant", "dynamic"):
-      raise ValueError(f"weights={weights!r}, choose 'constant' or 'dynamic'")
-    if missing not in ("initial", "closest"):
-      raise ValueError(f"missing={missing!r}, choose 'initial' or 'closest'")
+    choices = {"weights": (weights, "constant", "dynamic"), "missing": (missing, "initial", "closest")}
+    for name, (value, one, other) in choices.items():
+      if value not in (one, other):
+        raise ValueError(f"{name}={value!r}, choose {one!r} or {other!r}")
     if not isinstance(decay, int | float) or not 0 <= decay < 1:
       raise ValueError(f"decay={decay!r}, choose a number in [0, 1)")
     least = -(-(workers - 1) // (group_size - 1))
@@ -121,7 +122,8 @@ class Controller:
       raise ValueError(f"history={history!r}: {least} groups or more are needed to connect {workers} workers")
     self.workers, self.group_size = workers, group_size
     self.window = PATIENCE * least if history is None else history
-    self._weights, self._decay, self._missing = weights, float(decay), missing
+    dynamic = functools.partial(dynamic_weights, decay=float(decay), missing=missing)
+    self._weigh = dynamic if weights == "dynamic" else constant_weights
     self._alive = dict.fromkeys(range(workers))  # a dict, as a set that keeps its order
     self._queue: dict[int, int] = {}  # iterations of the workers that are ready, first come first
     self._for_all: dict[int, int] = {}  # iterations of the workers that wait for the average of all
@@ -257,21 +259,16 @@ class Controller:
     formed = []
     while members := self._next_members():
       iterations = {member: self._queue.pop(member) for member in sorted(members)}
-      if self._weights == "constant":
-        formed.append(self._make_group(iterations))
-      else:
-        weights = dynamic_weights(list(iterations.values()), self._decay, self._missing)
-        formed.append(self._make_group(iterations, *weights))
+      formed.append(self._make_group(iterations, *self._weigh(list(iterations.values()))))
       self._connect(members)
     if self._for_all and not self._active:
       iterations, self._for_all = dict(sorted(self._for_all.items())), {}
-      formed.append(self._make_group(iterations))
+      formed.append(self._make_group(iterations, *constant_weights(list(iterations.values()))))
       self._begin_to_connect()
     return formed
 
-  def _make_group(self, iterations: dict[int, int], weights: tuple[float, ...] = (), initial: float = 0.0) -> Group:
+  def _make_group(self, iterations: dict[int, int], weights: tuple[float, ...], initial: float) -> Group:
     self._formed += 1
-    weights = weights or (1 / len(iterations),) * len(iterations)
     group = Group(tuple(iterations), weights, max(iterations.values()), initial, self._formed)
     self._group.update(dict.fromkeys(iterations, group))
     return group
@@ -309,6 +306,11 @@ class Controller:
 
 def _is_count(value: object) -> bool:
   return isinstance(value, int) and not isinstance(value, bool)
+
+
+def constant_weights(iterations: Sequence[int]) -> tuple[tuple[float, ...], float]:
+  """1/P each. They keep the sum of all models, and a model that all members have is a fixed point."""
+  return (1 / len(iterations),) * len(iterations), 0.0
 
 
 def dynamic_weights(iterations: Sequence[int], decay: float, missing: Missing) -> tuple[tuple[float, ...], float]:

@@ -88,11 +88,6 @@ class Server:
     self._stop, self._thread = threading.Event(), threading.Thread(target=self.serve, daemon=True)
 
   @property
-  def taken(self) -> int:
-    """How many messages were accepted."""
-    return self._protocol.taken
-
-  @property
   def rejected(self) -> int:
     """How many messages were rejected."""
     return self._protocol.rejected
@@ -170,8 +165,7 @@ class ServerProtocol:
       a group of a server before it could be taken for those of a group of this one.
 
   Attributes:
-    taken: how many messages were accepted.
-    rejected: how many were rejected.
+    rejected: how many messages were rejected.
 
   Example:
     >>> send = lambda connection, frame: print(connection, messages.parse_answer(frame)) or True
@@ -190,7 +184,7 @@ class ServerProtocol:
     now: float,
     first: int = 0,
   ):
-    self.taken = self.rejected = 0
+    self.rejected = 0
     self._controller, self._send, self._limit, self._first = controller, send, limit, first
     self._entries = 0  # of the model, if any worker has joined
     self._now = self._last_tick = self._next_probe = now
@@ -207,7 +201,6 @@ class ServerProtocol:
       self.rejected += 1
       self._send(connection, messages.pack_answer(Answer.REJECTED, reason=str(error)))
       return
-    self.taken += 1
     if member := self._members.get(signal.worker):
       member.heard = now
       self._dead_at[signal.worker] = now + self._limit

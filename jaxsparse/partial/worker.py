@@ -103,7 +103,7 @@ class Worker(BaseWorker):
     super().__init__(number, vector.size, unflatten)
     path = None if save is None else pathlib.Path(save)
     if path:
-      saving.remove_stale(path)
+      saving.remove_temporary(path)
     save_model = lambda model: saving.save(path, unflatten(jax.numpy.asarray(model.vector)), model.iteration)
     self._runtime = Runtime(address, number, np.asarray(vector), bind, keys, timeout, reconnect, save_model)
     self._runtime.start()

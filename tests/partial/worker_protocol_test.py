@@ -1,29 +1,118 @@
-"""The protocol of one worker: every transition, and lost peers, duplicate, stale and early messages."""
+"""The protocol of one worker: every transition, lost peers, duplicate, stale and early messages, and any order."""
 
+import collections
+
+import hypothesis
+import numpy as np
 import pytest
+from hypothesis import stateful
+from hypothesis import strategies as st
 
-from jaxsparse.partial.messages import Answer, Kind, Piece, Says
-from jaxsparse.partial.worker_protocol import Unreachable
-from tests.partial.worker_subject import (
-  ADDRESSES,
-  FETCH,
-  FETCHED,
-  LIMIT,
-  ME,
-  RECONNECT,
-  TICK,
-  TIMEOUT,
-  ControllerSilent,
-  Reply,
-  Send,
-  Subject,
-  error,
-  fetched,
-  model,
-  reply,
-  signal,
-  values,
-)
+from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal
+from jaxsparse.partial.worker_protocol import Model, Request, Unreachable, WorkerProtocol
+
+ME, LIMIT, TIMEOUT, RECONNECT = 1, 5.0, 20.0, 7.0
+ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9)]
+TICK = None
+
+# What the protocol does; models and pieces as lists.
+Send = collections.namedtuple("Send", "address piece")
+Reply = collections.namedtuple("Reply", "answer")
+ControllerSilent = collections.namedtuple("ControllerSilent", "awaited seconds")
+
+
+def fetched(value, iteration):
+  return Piece(Kind.MODEL, iteration, 0, np.full(4, value, np.float32))
+
+
+def model(value, iteration):
+  return Model(np.full(4, value, np.float32), iteration)
+
+
+def signal(says, value=0):
+  return Signal(says, ME, value, ADDRESSES[ME] if says == Says.HELLO else "")
+
+
+FETCHED = fetched(4, 9)
+
+
+def values(*entries):
+  return np.array(entries, np.float32)
+
+
+class Subject:
+  """A `WorkerProtocol`, and a clock that runs only when it is told to.
+
+  While `broken`, every connection to another worker breaks when something is sent.
+  """
+
+  def __init__(self):
+    self.now, self.actions, self.broken = 100.0, [], False
+    outlets = {"tell": lambda signal: self.actions.append(signal), "send": self.send, "reply": self.reply}
+    start = np.zeros(4, np.float32)
+    self.protocol = WorkerProtocol(ME, start, ADDRESSES[ME], TIMEOUT, RECONNECT, self.now, **outlets)
+
+  def send(self, address, piece):
+    self.actions.append(Send(address, piece._replace(values=piece.values.tolist())))
+    if self.broken:
+      self.protocol.handle(Unreachable(address, refused=False), self.now)
+
+  def reply(self, answer):
+    self.actions.append(Reply((answer.vector.tolist(), answer.iteration) if isinstance(answer, Model) else answer))
+
+  def __call__(self, event, *content, **fields):
+    """What the protocol does."""
+    if isinstance(event, Answer):
+      event = ServerMessage(event, fields)
+    elif isinstance(event, Says):
+      event = Request(event, *content)
+    self.actions = []
+    ended = self.protocol.state == "ended"
+    if event is TICK:
+      self.protocol.tick(self.now)
+    else:
+      self.protocol.handle(event, self.now)
+    if self.protocol.lost[0] and not ended:
+      self.actions.append(ControllerSilent(*self.protocol.lost))
+    return self.actions
+
+  def wait(self, seconds, step=0.1):
+    """Ticks; the actions but heartbeats."""
+    actions = []
+    for _ in range(round(seconds / step)):
+      self.now += step
+      actions += [action for action in self(TICK) if action != signal(Says.BEAT)]
+    return actions
+
+  def alive(self, seconds):
+    """Ticks while the server sends heartbeats."""
+    actions = []
+    for _ in range(round(seconds)):
+      actions += self(Answer.BEAT) + self.wait(1)
+    return actions
+
+  def group(self, number, members=(0, 1), weights=(0.5, 0.5), iteration=7):
+    addresses = [ADDRESSES[member] for member in members]
+    content = {"members": list(members), "weights": list(weights), "iteration": iteration, "initial": 0.0}
+    return self(Answer.GROUP, **content, number=number, addresses=addresses)
+
+  def part(self, number, sender, *entries):
+    return self(Piece(Kind.PART, number, sender, values(*entries)))
+
+  def mean(self, number, sender, *entries):
+    return self(Piece(Kind.MEAN, number, sender, values(*entries)))
+
+
+FETCH = Send(ADDRESSES[0], Piece(Kind.FETCH, 0, ME, []))
+
+
+def reply(value, iteration):
+  return Reply(([float(value)] * 4, iteration))
+
+
+def error(actions):
+  ((answer,),) = actions
+  return answer
 
 
 @pytest.fixture
@@ -326,3 +415,100 @@ def test_the_request_for_a_finite_model_fails_if_nobody_has_one(computing):
   computing(Says.NOT_FINITE)
   failure = error(computing(Answer.REJECTED, reason="nobody: no worker has a finite model"))
   assert (type(failure), str(failure)) == (FloatingPointError, "nobody: no worker has a finite model")
+
+
+MEMBERS = st.sets(st.sampled_from([0, 2]), max_size=2).map(lambda others: tuple(sorted({ME, *others})))
+REASONS = ["absent: ", "duplicate: ", "nobody: ", "stale: ", "unlike: "]
+
+
+class AnyOrder(stateful.RuleBasedStateMachine):
+  """Any message at any time: what is sent stays well-formed, and a request is answered at most once."""
+
+  @stateful.initialize()
+  def begin(self):
+    self.subject, self.open, self.number, self.group = Subject(), True, 0, None
+
+  def send(self, event, *content, **fields):
+    ended = self.subject.protocol.state == "ended"
+    actions = self.subject(event, *content, **fields)
+    assert not (ended and actions)
+    for action in actions:
+      assert self.subject.protocol.state == "ended" or not isinstance(action, ControllerSilent)
+      if isinstance(action, Reply):
+        assert self.open or self.subject.protocol.state == "ended"  # an error that the next request raises
+        self.open = False
+      elif isinstance(action, Signal):
+        assert Signal(*action).pack()
+        assert (action.worker, action.says == Says.HELLO) == (ME, bool(action.address))
+        assert action.value <= self.number or action.says not in (Says.FAILED, Says.BYE)
+      elif isinstance(action, Send) and action.piece.kind != Kind.FETCH:
+        members, number = self.group
+        assert action.piece.number == number
+        assert action.address in [ADDRESSES[member] for member in members if member != ME]
+
+  @stateful.rule(limit=st.sampled_from([1.0, 5.0]), donor=st.sampled_from([None, ADDRESSES[0], ADDRESSES[2]]))
+  def welcome(self, limit, donor):
+    self.send(Answer.WELCOME, limit=limit, **({"donor": donor} if donor else {}))
+
+  @stateful.rule(says=st.sampled_from([Says.READY, Says.SYNCHRONIZE, Says.NOT_FINITE]))
+  def request(self, says):
+    if not self.open and self.subject.protocol.state != "ended":  # the training loop waits for each reply
+      self.open = True
+      self.send(says, *([] if says == Says.NOT_FINITE else [model(1, 3)]))
+
+  @stateful.rule(members=MEMBERS)
+  def is_in_a_group(self, members):
+    self.number += 1
+    self.group = (members, self.number)
+    addresses = [ADDRESSES[member] for member in members]
+    weights = [1 / len(members)] * len(members)
+    content = {"members": members, "weights": weights, "iteration": 7, "initial": 0.0, "number": self.number}
+    self.send(Answer.GROUP, **content, addresses=addresses)
+
+  @stateful.rule(
+    past=st.integers(-1, 1),
+    kind=st.sampled_from([Kind.PART, Kind.MEAN]),
+    sender=st.integers(0, 2),
+    size=st.integers(0, 4),
+  )
+  def piece(self, past, kind, sender, size):
+    self.send(Piece(kind, self.number - past, sender, np.ones(size, np.float32)))
+
+  @stateful.rule(past=st.integers(-1, 1), worker=st.integers(0, 2))
+  def abort(self, past, worker):
+    self.send(Answer.ABORT, number=self.number - past, worker=worker)
+
+  @stateful.rule(kind=st.sampled_from([Answer.BEAT, Answer.PROBE]))
+  def heartbeat(self, kind):
+    self.send(kind)
+
+  @stateful.rule(reason=st.sampled_from(REASONS))
+  def rejected(self, reason):
+    self.send(Answer.REJECTED, reason=reason)
+
+  @stateful.rule()
+  def fetched(self):
+    self.send(FETCHED)
+
+  @stateful.rule(address=st.sampled_from(ADDRESSES), refused=st.booleans())
+  def unreachable(self, address, refused):
+    self.send(Unreachable(address, refused))
+
+  @stateful.rule(broken=st.booleans())
+  def connections(self, broken):
+    self.subject.broken = broken
+
+  @stateful.rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 6.0, 30.0]))
+  def time(self, seconds):
+    self.subject.now += seconds
+    self.send(TICK)
+
+  def teardown(self):
+    """Silence of all others ends the worker, and with it an open request, whatever was before."""
+    if hasattr(self, "subject"):
+      self.subject.wait(2 * TIMEOUT + LIMIT + RECONNECT, step=0.2)
+      assert self.subject.protocol.state == "ended"
+
+
+AnyOrder.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
