@@ -98,7 +98,7 @@ class Devices:
       self._program(members)
     return len(groups)
 
-  def exchange(self, number: int, says: Says, vector: jax.Array, iteration: int, patience: float) -> _Model:
+  def _exchange(self, number: int, says: Says, vector: jax.Array, iteration: int, patience: float) -> _Model:
     """The average of a worker's group; ready workers are released each time that it has waited for `patience`."""
     signal = self.controller.ready if says == Says.READY else self.controller.synchronize
     with self._changed:
@@ -108,7 +108,7 @@ class Devices:
     self._average(groups)
     return self._wait_for_answer(number, patience)
 
-  def fetch(self, number: int) -> _Model:
+  def _fetch(self, number: int) -> _Model:
     """The most trained model of the workers that wait; if none waits, that of the next worker to signal."""
     with self._changed:
       self.controller.replaced(number)
@@ -118,7 +118,7 @@ class Devices:
       self._fail_if_all_seek()
     return self._wait_for_answer(number)
 
-  def leave(self, number: int) -> None:
+  def _leave(self, number: int) -> None:
     """Continues without a worker."""
     with self._changed:
       groups = self.controller.leave(number) if number in self.controller.alive else []
@@ -207,13 +207,13 @@ class DeviceWorker(BaseWorker):
 
   def leave(self) -> None:
     """Leaves: the other workers continue without this one."""
-    self._workers.leave(self.number)
+    self._workers._leave(self.number)
 
   def _fetch(self) -> tuple[jax.Array, int]:
-    return self._workers.fetch(self.number)
+    return self._workers._fetch(self.number)
 
   def _exchange(self, says: Says, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
     patience = max(time.monotonic() - self._step_began, _LEAST_PATIENCE)
-    model = self._workers.exchange(self.number, says, vector, iteration, patience)
+    model = self._workers._exchange(self.number, says, vector, iteration, patience)
     self._step_began = time.monotonic()
     return model
