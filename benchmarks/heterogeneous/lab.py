@@ -53,12 +53,14 @@ class Simulation(NamedTuple):
   timeline: list[Span]
 
 
-def shared_paces(workers: int, level: int, *, jitter: float = 0.1, occupancy: float = 1.0) -> list[Pace]:
+def shared_paces(
+  workers: int, level: int, *, seconds: float = 1.0, jitter: float = 0.1, occupancy: float = 1.0
+) -> list[Pace]:
   """Step times of the paper's synthetic heterogeneity (§5.2): the last `level` workers share one accelerator.
 
-  A step on an accelerator of one's own takes exp(jitter · ξ) seconds, ξ ~ N(0, 1); a step of a worker that shares takes
-  1 + occupancy · (level − 1) times as long: the accelerator does its part of a step for each of them in turn. From a
-  jitter of about 1 on the distribution has a heavy tail, as on machines that other jobs share (§5.3).
+  A step on an accelerator of one's own takes seconds · exp(jitter · ξ), ξ ~ N(0, 1); one on a shared accelerator takes
+  1 + occupancy · (level − 1) times as long: it does its part of a step for each worker in turn. From a jitter of about
+  1 on the distribution has a heavy tail, as on machines that other jobs share (§5.3).
 
   Returns:
     One function for each worker, which draws a step time in seconds from a random generator.
@@ -68,7 +70,7 @@ def shared_paces(workers: int, level: int, *, jitter: float = 0.1, occupancy: fl
     [1.0, 1.5, 1.5]
   """
   medians = [1.0] * (workers - level) + [1 + occupancy * (level - 1)] * level
-  return [functools.partial(_draw_lognormal, median=median, jitter=jitter) for median in medians]
+  return [functools.partial(_draw_lognormal, median=seconds * median, jitter=jitter) for median in medians]
 
 
 def _draw_lognormal(random: np.random.Generator, median: float, jitter: float) -> float:

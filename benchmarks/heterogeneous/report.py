@@ -1,17 +1,15 @@
 """Tables of `benchmarks.heterogeneous`, ours beside the paper's, and its goal."""
 
-import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 import rich.table
 
 from benchmarks import papers, report
-from benchmarks.heterogeneous.lab import Lab, Pace, shared_paces
+from benchmarks.heterogeneous.lab import Lab, shared_paces
 from benchmarks.heterogeneous.methods import make_method
 from benchmarks.heterogeneous.virtual import Environment, Row, rho
 
@@ -115,9 +113,9 @@ def measured(rows: Sequence[Row]) -> dict[str, float]:
 
 def figure_4(groups: int = 1000) -> list[Spread]:
   """The two environments of Figure 4, N = 3 and P = 2, with step times drawn."""
-  found, pace = [], shared_paces(1, 1)[0]
+  found = []
   for what, slow, share in (("homogeneous", 1.0, 2 / 3), ("one twice as slow", 2.0, 1 / 2)):
-    paces: list[Pace] = [pace, pace, functools.partial(_slowed, pace, slow)]
+    paces = [*shared_paces(2, 1), *shared_paces(1, 1, seconds=slow)]
     batches = lambda _: itertools.repeat(jnp.zeros(1))
     lab = Lab(lambda x, batch: jnp.sum(x * batch), jnp.zeros(1), batches, paces, optax.identity())
     run = lab.run(make_method("constant", lab, group_size=2), seconds=groups * 2 / (2 + 1 / slow))
@@ -125,10 +123,6 @@ def figure_4(groups: int = 1000) -> list[Spread]:
     paper = papers.number("Partial Reduce", "Figure 4", what)
     found.append(Spread(what, paper, rho(run.groups, 3), share, slow_ones))
   return found
-
-
-def _slowed(pace: Pace, times: float, random: np.random.Generator) -> float:
-  return times * pace(random)
 
 
 def goals(rows: Sequence[Row]) -> list[report.Goal]:

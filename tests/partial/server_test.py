@@ -265,7 +265,8 @@ class Slow:
 
   def __init__(self, context, server):
     self.data = context.socket(zmq.ROUTER)
-    self.data.rcvhwm = 1  # the first message fills the queue; of the second, TCP takes some
+    self.data.rcvhwm = 1  # the first message fills the queue; of the second, TCP takes no more than its buffers
+    self.data.rcvbuf = 100_000
     self.data.bind("tcp://127.0.0.1:*")
     self.client, self.other = Client(context, server), context.socket(zmq.DEALER)
     self.client.ask(Signal(Says.HELLO, 1, self.ENTRIES, sockets.endpoint(self.data)))
