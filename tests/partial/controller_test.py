@@ -178,6 +178,7 @@ class Machine(stateful.RuleBasedStateMachine):
   def agree_on_who_waits(self):
     assert self.controller.waiting == tuple(self.queue)
     assert self.controller.alive == tuple(sorted(self.alive))
+    assert self.controller._absent == self.absent
 
   @stateful.invariant()
   def they_wait_only_for_a_present_worker_of_another_component(self):

@@ -48,3 +48,10 @@ def test_what_a_group_sends_early_is_kept(entries, members):
   assert {part.sender: part.values.tolist() for part in early.take(5)} == {
     member: part.values.tolist() for member, part in parts.items()
   }
+
+
+def test_a_part_takes_the_place_of_an_earlier_one_of_its_sender():
+  early = Early(0, entries=2**16)
+  for number in (5, 6):  # together they are more than any group sends
+    early.keep(Piece(Kind.PART, number, 1, np.zeros(2**16 + 1, np.float32)))
+  assert [part.number for part in early.take(6)] == [6]

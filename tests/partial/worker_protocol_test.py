@@ -190,6 +190,7 @@ def test_a_group_averages(averaging):
 
 @pytest.mark.parametrize("kind", [Kind.PART, Kind.MEAN])
 def test_a_duplicate_or_foreign_piece_changes_nothing(averaging, kind):
+  assert averaging(Piece(kind, 5, ME, values(9, 9))) == []
   averaging.part(5, 0, 3, 5)
   for sender, entries in ((0, (9, 9)), (2, (9, 9)), (ME, (9, 9)), (0, (9,)), (0, ())):
     if (kind, sender, len(entries)) != (Kind.MEAN, 0, 2):  # the one that is awaited
