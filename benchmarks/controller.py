@@ -120,21 +120,21 @@ def measure(address: str, keys: Keys | None) -> Result:
 
 def _throughput(sockets: list[zmq.Socket], ready, heard) -> tuple[float, int]:  # type: ignore[no-untyped-def]
   """Signals a second of all workers, and the bytes of an answer."""
-  poller, of = zmq.Poller(), {socket: worker for worker, socket in enumerate(sockets)}
+  poller, worker_of = zmq.Poller(), {socket: worker for worker, socket in enumerate(sockets)}
   for socket in sockets:
     poller.register(socket, zmq.POLLIN)
-  for worker in of.values():
+  for worker in worker_of.values():
     ready(worker)
   signals, size, start = 0, 0, time.perf_counter()
   while (took := time.perf_counter() - start) < _SECONDS.value:
     for socket, _ in poller.poll(1000):
-      size = heard(of[socket])
-      ready(of[socket])
+      size = heard(worker_of[socket])
+      ready(worker_of[socket])
       signals += 1
   return signals / took, size
 
 
-def _served(keys: Keys | None) -> Result:
+def _measure_in_process(keys: Keys | None) -> Result:
   """Measures a server in a process of its own."""
   with tempfile.TemporaryDirectory(prefix="jaxsparse-") as folder:
     given = "plain"
@@ -162,7 +162,7 @@ def main() -> None:
     if not flag.value >= least:
       raise ValueError(f"--{flag.name}={flag.value:g}, choose at least {least:g}")
   keys = Keys.make() if _CURVE.value else None
-  result = _served(keys)
+  result = _measure_in_process(keys)
   kind = f"{_WEIGHTS.value} weights, {'CURVE' if keys else 'plain'} TCP"
   for line in (
     f"{_WORKERS.value} workers, groups of {_GROUP_SIZE.value}, {kind}",

@@ -38,7 +38,7 @@ def race() -> Markdown:
 
 def stragglers() -> Markdown:
   """Seconds of virtual time to the target, by heterogeneity level, of the kept rows of `benchmarks.heterogeneous`."""
-  kept = [row for row in virtual.read(json.loads(STRAGGLERS.read_text())["rows"]) if row.part == "levels"]
+  kept = [row for row in virtual.from_json(json.loads(STRAGGLERS.read_text())["rows"]) if row.part == "levels"]
   seconds = {(row.label, row.environment.level): row for row in kept if row.environment.occupancy == 1}
   levels = sorted({level for _, level in seconds})
   text = lambda row: f"{row.reached} of {row.runs} reach it" if row.seconds is None else f"{row.seconds:.0f}"

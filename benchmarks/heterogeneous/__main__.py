@@ -89,6 +89,9 @@ _JSON = flags.DEFINE_bool(
 )
 
 
+Key = tuple[str, str, Environment]  # of a row: its part, the label of its method, and its environment
+
+
 class Case(NamedTuple):
   """What to measure, and for which part."""
 
@@ -161,27 +164,11 @@ def _links() -> list[Case]:
 _MAKERS = {"levels": _levels, "tail": _tail, "scale": _scale, "decay": _decay, "links": _links}
 
 
-class _Kept:
-  """The rows of the results file, and those of this run."""
+def _measure(cases: Sequence[Case], kept: dict[Key, Row], console: rich.console.Console) -> figures.Runs:
+  """Adds the rows of cases to those that are kept; returns the runs of each method and environment.
 
-  def __init__(self) -> None:
-    self._path = pathlib.Path(_RESULTS.value) if _RESULTS.value else None
-    found = virtual.read(json.loads(self._path.read_text())["rows"]) if self._path and self._path.exists() else []
-    self._rows = {(one.part, one.label, one.environment): one for one in found}
-
-  def add(self, row: Row) -> None:
-    self._rows[row.part, row.label, row.environment] = row
-    if self._path:
-      lines = [json.dumps(one) for one in virtual.plain(self.rows)]
-      report.replace(self._path, '{"rows": [\n' + ",\n".join(lines) + "\n]}\n")
-
-  @property
-  def rows(self) -> list[Row]:
-    return list(self._rows.values())
-
-
-def _measure(cases: Sequence[Case], kept: _Kept, console: rich.console.Console) -> figures.Runs:
-  """The runs of each method and environment, one a seed and fold; what several parts ask for is run once."""
+  There is one run for each seed and fold; what several parts ask for is run once.
+  """
   rates = (_LEARNING_RATE.value, _TARGET.value, _LIMIT.value, _WIRE.value, _SLOW_LINK.value)
   settings = virtual.Settings(_WORKERS.value, _BATCH_SIZE.value, *rates, _FOLDS.value)
   seeds, bench = list(itertools.product(dict.fromkeys(_SEED.value), range(settings.folds))), Bench(settings)
@@ -190,7 +177,10 @@ def _measure(cases: Sequence[Case], kept: _Kept, console: rich.console.Console) 
     key = method.label, where
     if key not in runs:
       runs[key] = [bench.simulate(method, where, seed, fold) for seed, fold in seeds]
-    kept.add(virtual.make_row(part, method, where, settings, runs[key]))
+    kept[part, method.label, where] = virtual.make_row(part, method, where, settings, runs[key])
+    if _RESULTS.value:
+      lines = map(json.dumps, virtual.to_json(kept.values()))
+      report.replace(pathlib.Path(_RESULTS.value), '{"rows": [\n' + ",\n".join(lines) + "\n]}\n")
   return runs
 
 
@@ -198,11 +188,13 @@ def main() -> None:
   """Simulates what the flags ask for and reports."""
   console = workers.make_console(stderr=_JSON.value)
   _check_flags()
-  cases, kept = [case for part in _PARTS.value if part != "none" for case in _MAKERS[part]()], _Kept()
+  cases = [case for part in _PARTS.value if part != "none" for case in _MAKERS[part]()]
+  path = pathlib.Path(_RESULTS.value or "")
+  former = virtual.from_json(json.loads(path.read_text())["rows"]) if path.is_file() else []
+  kept = {(one.part, one.label, one.environment): one for one in former}
   runs = _measure(cases, kept, console) if cases else {}
   shown = {(case.part, case.method.label, case.environment) for case in cases}
-  every = not cases or _RESULTS.value
-  rows = [one for one in kept.rows if every or (one.part, one.label, one.environment) in shown]
+  rows = [one for key, one in kept.items() if _RESULTS.value or key in shown]
   if not rows:
     raise ValueError("--parts=none needs --results, a file with rows")
   _report(rows, runs, {case.part for case in cases}, console)
@@ -210,44 +202,43 @@ def main() -> None:
 
 def _report(rows: Sequence[Row], runs: figures.Runs, parts: set[str], console: rich.console.Console) -> None:
   for part, title in PARTS.items():
-    for own in tables.by_environment(one for one in rows if one.part == part):
+    for own in tables.group_by_environment(one for one in rows if one.part == part):
       console.print(tables.table(own, title))
   rhos = tables.figure_4() if "levels" in parts else []
   for one in rhos:
     shares = f"the slowest is in {one.share:.2f} of the groups ({one.paper_share:.2f})"
     console.print(f"Figure 4, {one.what}: ρ is {one.rho:.3f} (there {one.paper:g}), {shares}", highlight=False)
   drawn = _draw(rows, runs, parts, console)
-  now = {one.what: one.rho for one in rhos} | tables.measured(rows)
+  now = {one.what: one.rho for one in rhos} | tables.paper_cells(rows)
   console.print(papers.beside(papers.of("heterogeneous"), now))
   console.print(f"figures in {_REPORT_DIR.value}: {', '.join(drawn)}")
   reached = tables.goals(rows)
   report.say(reached, console)
   if _JSON.value:
-    given = {"rows": virtual.plain(rows), "figure_4": [one._asdict() for one in rhos]}
+    given = {"rows": virtual.to_json(rows), "figure_4": [one._asdict() for one in rhos]}
     print(json.dumps(given | {"goals": [goal._asdict() for goal in reached]}))
 
 
 def _draw(rows: Sequence[Row], runs: figures.Runs, parts: set[str], console: rich.console.Console) -> list[str]:
   """Draws the figures of the rows, and of the runs those of the levels; their names."""
   folder, drawn = pathlib.Path(_REPORT_DIR.value), []
-  of_part = lambda part: [one for one in rows if one.part == part]
+  found = {part: [one for one in rows if one.part == part] for part in PARTS}
   if "levels" in parts:
     worst = _at(max(map(int, _LEVELS.value)))
-    shown = {key: found for key, found in runs.items() if key[1] == worst and key[0] in _METHODS.value}
+    shown = {label: own[0] for (label, where), own in runs.items() if where == worst and label in _METHODS.value}
     figures.draw_curves(shown, worst, _TARGET.value, folder / "heterogeneous.png")
-    timelines = [(label, found[0]) for (label, _), found in shown.items()]
-    chosen = [one for one in timelines if one[0] in ("allreduce", "eager", "constant:3")] or timelines[:1]
-    figures.draw_timeline(chosen, worst.level, worst.workers, folder / "timeline.png")
+    chosen = {label: run for label, run in shown.items() if label in ("allreduce", "eager", "constant:3")}
+    figures.draw_timeline(chosen or dict([*shown.items()][:1]), worst, folder / "timeline.png")
     drawn += ["heterogeneous.png", "timeline.png"]
-  if swept := of_part("sweep"):
-    figures.draw_sweep(swept, folder / "group_size.png")
+  if found["sweep"]:
+    figures.draw_sweep(found["sweep"], folder / "group_size.png")
     drawn.append("group_size.png")
-  if found := tables.speed_ups(of_part("scale")):
-    console.print(tables.scale_table(found))
-    figures.draw_scale(found, folder / "scale.png")
+  if speed_ups := tables.speed_ups(found["scale"]):
+    console.print(tables.scale_table(speed_ups))
+    figures.draw_scale(speed_ups, folder / "scale.png")
     drawn.append("scale.png")
-  if decays := of_part("decay"):
-    figures.draw_decays(decays, folder / "decay.png")
+  if found["decay"]:
+    figures.draw_decays(found["decay"], folder / "decay.png")
     drawn.append("decay.png")
   return drawn
 

@@ -14,14 +14,13 @@ Runs = Mapping[tuple[str, Environment], list[Simulation]]  # one for each seed a
 _COLORS = {"work": "tab:blue", "wait": "tab:green", "average": "tab:red"}
 
 
-def draw_curves(runs: Runs, environment: Environment, target: float, path: pathlib.Path) -> None:
-  """Accuracy over virtual time of the first run, Figure 7(a)."""
+def draw_curves(runs: Mapping[str, Simulation], environment: Environment, target: float, path: pathlib.Path) -> None:
+  """Accuracy over virtual time, by the label of the method, Figure 7(a)."""
   plot, panel = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
   panel.set_prop_cycle(color=[colormaps["tab20"](number) for number in range(20)])
-  for (label, own), found in runs.items():
-    if own == environment:
-      seconds, _, accuracy = zip(*found[0].curve, strict=True)
-      panel.plot(seconds, accuracy, label=label, linewidth=1)
+  for label, run in runs.items():
+    seconds, _, accuracy = zip(*run.curve, strict=True)
+    panel.plot(seconds, accuracy, label=label, linewidth=1)
   panel.axhline(target, color="black", linewidth=0.5)
   panel.set(xlabel="seconds of virtual time", ylabel="test accuracy", ylim=(0.8, 1.0))
   panel.grid(alpha=0.3)
@@ -29,13 +28,11 @@ def draw_curves(runs: Runs, environment: Environment, target: float, path: pathl
   report.save(plot, f"{environment}, digits", path)
 
 
-def draw_timeline(runs: Sequence[tuple[str, Simulation]], level: int, workers: int, path: pathlib.Path) -> None:
+def draw_timeline(runs: Mapping[str, Simulation], environment: Environment, path: pathlib.Path) -> None:
   """When each worker computed, waited and averaged in the first seconds, Figure 3."""
-  until = 4.0 * level
-  plot, panels = pyplot.subplots(
-    len(runs), 1, figsize=(9, 2.4 * len(runs)), sharex=True, squeeze=False, layout="constrained"
-  )
-  for panel, (label, run) in zip(panels[:, 0], runs, strict=True):
+  until, size = 4.0 * environment.level, (9, 2.4 * len(runs))
+  plot, panels = pyplot.subplots(len(runs), 1, figsize=size, sharex=True, squeeze=False, layout="constrained")
+  for panel, (label, run) in zip(panels[:, 0], runs.items(), strict=True):
     for activity, color in _COLORS.items():
       spans = [span for span in run.timeline if span.activity == activity and span.start < until]
       places = [span.worker for span in spans], [span.end - span.start for span in spans], 0.8
@@ -47,7 +44,7 @@ def draw_timeline(runs: Sequence[tuple[str, Simulation]], level: int, workers: i
   panels[-1, 0].set(xlabel="seconds of virtual time")
   handles, labels = panels[0, 0].get_legend_handles_labels()
   plot.legend(handles, labels, loc="outside right upper", fontsize="small")
-  report.save(plot, f"{workers} workers, the last {level} share an accelerator", path)
+  report.save(plot, f"{environment.workers} workers, the last {environment.level} share an accelerator", path)
 
 
 def draw_sweep(rows: Sequence[Row], path: pathlib.Path) -> None:

@@ -33,14 +33,12 @@ class Simulation(NamedTuple):
   """The result of one method.
 
   Attributes:
-    seconds: of virtual time until the target was reached, or until the end.
-    reached: whether the target was reached.
-    updates: averages, or steps of the one model, until then.
-    gradients: of all workers, until then.
+    seconds: of virtual time until the target was `reached`, or until the end.
+    updates: averages, or steps of the one model, until then; `gradients` those of all workers.
     curve: (seconds, updates, value of `evaluate`) of each evaluation.
     params: at the end; the mean over the workers if they have models of their own.
-    groups: of partial reduce, in the order in which they were formed; empty for other methods.
-    timeline: intervals of work, waiting and averaging of all workers.
+    groups: of partial reduce, in the order in which they were formed.
+    timeline: of all workers.
   """
 
   seconds: float
@@ -108,14 +106,6 @@ class Lab:
     links: for each worker, how many times as long its messages take; an average takes as long as its slowest member's.
       By default 1 for all.
     seed: of step times and random choices.
-
-  Attributes:
-    workers: N.
-    initial: f32[n], the model that training starts from.
-    random: the generator for random choices of the method.
-    now: virtual time.
-    updates: of models so far.
-    groups: of partial reduce so far.
   """
 
   def __init__(

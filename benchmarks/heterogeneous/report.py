@@ -59,7 +59,7 @@ def table(rows: Sequence[Row], title: str) -> rich.table.Table:
   return result
 
 
-def by_environment(rows: Iterable[Row]) -> list[list[Row]]:
+def group_by_environment(rows: Iterable[Row]) -> list[list[Row]]:
   """The rows of each environment, few workers first."""
   groups: dict[Environment, list[Row]] = {}
   for one in rows:
@@ -89,16 +89,16 @@ def scale_table(found: Mapping[str, Mapping[int, float]]) -> rich.table.Table:
   return result
 
 
-def measured(rows: Sequence[Row]) -> dict[str, float]:
+def paper_cells(rows: Sequence[Row]) -> dict[str, float]:
   """The paper's cells that these rows measure, by their names."""
   found: dict[str, float] = {}
-  for own in by_environment(one for one in rows if one.part == "levels"):
+  for own in group_by_environment(one for one in rows if one.part == "levels"):
     level, seconds = own[0].environment.level, {one.label: one.seconds for one in own}
     dynamic = seconds.get("dynamic:3")
     if dynamic and own[0].environment.occupancy == 1:
       ratios = {name: seconds.get(label) for name, label in _TABLE_1.items()}
       found |= {f"{name}, HL = {level}": value / dynamic for name, value in ratios.items() if value}
-  for own in by_environment(one for one in rows if one.part == "tail"):
+  for own in group_by_environment(one for one in rows if one.part == "tail"):
     ours = {one.label: one for one in own}
     if "allreduce" in ours and "dynamic:4" in ours:
       dense, dynamic_4 = ours["allreduce"], ours["dynamic:4"]
@@ -131,10 +131,5 @@ def goals(rows: Sequence[Row]) -> list[report.Goal]:
   seconds = {(one.label, one.environment.level): one.seconds for one in plain}
   base, dynamic = seconds.get(("allreduce", 3)), seconds.get(("dynamic:3", 3))
   ratio = base / dynamic if base and dynamic else None
-  return [
-    report.Goal(
-      "dynamic partial reduce (P = 3) ≥ 1.48 × as fast as all-reduce at HL = 3, simulated",
-      ratio,
-      None if ratio is None else ratio >= 1.48,
-    ),
-  ]
+  what = "dynamic partial reduce (P = 3) ≥ 1.48 × as fast as all-reduce at HL = 3, simulated"
+  return [report.Goal(what, ratio, None if ratio is None else ratio >= 1.48)]

@@ -3,7 +3,7 @@
 import functools
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -182,14 +182,14 @@ def make_row(
   )
 
 
-def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
-  """The rows for JSON; `read` is the inverse."""
-  nested = [{"environment": one.environment._asdict(), "settings": one.settings._asdict()} for one in rows]
-  return [report.rounded(one._asdict() | own) for one, own in zip(rows, nested, strict=True)]
+def to_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
+  """The rows for JSON; `from_json` is the inverse."""
+  nested = lambda one: {"environment": one.environment._asdict(), "settings": one.settings._asdict()}
+  return [report.rounded(one._asdict() | nested(one)) for one in rows]
 
 
-def read(rows: Sequence[dict[str, Any]]) -> list[Row]:
-  """The rows of `plain`."""
+def from_json(rows: Sequence[dict[str, Any]]) -> list[Row]:
+  """The rows of `to_json`."""
   return [
     Row(**one)._replace(environment=Environment(**one["environment"]), settings=Settings(**one["settings"]))
     for one in rows

@@ -224,7 +224,7 @@ class ServerProtocol:
   def _handle(self, connection: bytes, signal: Signal) -> None:
     says, worker, value, _ = signal
     if says == Says.HELLO:
-      self._hello(connection, signal)
+      self._take_hello(connection, signal)
       return
     if worker not in self._members:
       raise Rejected(f"absent: worker {worker} has not joined, it has to send HELLO")
@@ -232,21 +232,21 @@ class ServerProtocol:
       raise Rejected(f"absent: worker {worker} has joined by another connection, it has to send HELLO by this one")
     match says:
       case Says.READY:
-        self._ready(worker, value, self._controller.ready)
+        self._take_ready(worker, value, self._controller.ready)
       case Says.SYNCHRONIZE:
-        self._ready(worker, value, self._controller.synchronize)
+        self._take_ready(worker, value, self._controller.synchronize)
       case Says.FAILED:
         groups = self._controller.failed(worker, value - self._first)
         self._abort(worker)
         self._announce(groups)
       case Says.NOT_FINITE:
-        self._not_finite(worker)
+        self._take_not_finite(worker)
       case Says.BYE:
         self._leave(worker, settled=value)
       case Says.BEAT:
         self._send(connection, _BEAT)
 
-  def _hello(self, connection: bytes, signal: Signal) -> None:
+  def _take_hello(self, connection: bytes, signal: Signal) -> None:
     worker, member = signal.worker, self._members.get(signal.worker)
     if member and member.connection != connection:
       self._reject_rival(connection, worker, member)
@@ -258,28 +258,28 @@ class ServerProtocol:
       member.address, member.step_began, member.hellos = signal.address, self._now, member.hellos + 1
     else:
       self._members[worker] = _Member(connection, signal.address, self._now, self._now)
-    self._welcome(worker, self._donor(worker))
+    self._send_welcome(worker, self._find_donor(worker))
     self._announce(groups)
 
-  def _donor(self, worker: int) -> str | None:
+  def _find_donor(self, worker: int) -> str | None:
     """The address of another worker with a trained model, the most trained first, and the next one at each HELLO."""
     donors = [member for other, member in self._members.items() if other != worker and member.iteration]
     donors.sort(key=lambda member: -member.iteration)
     return donors[self._members[worker].hellos % len(donors)].address if donors else None
 
-  def _welcome(self, worker: int, donor: str | None) -> None:
+  def _send_welcome(self, worker: int, donor: str | None) -> None:
     member = self._members[worker]
     member.seeks = member.seeks and not donor
     welcome = {"limit": self._limit, **({"donor": donor} if donor else {})}
     self._send(member.connection, messages.pack_answer(Answer.WELCOME, **welcome))
 
-  def _not_finite(self, worker: int) -> None:
+  def _take_not_finite(self, worker: int) -> None:
     """Names a donor to a worker, which is no donor itself until it is ready again; if there is none, it asks again."""
     self._controller.replaced(worker)
     member = self._members[worker]
     member.iteration = 0
-    if donor := self._donor(worker):
-      self._welcome(worker, donor)
+    if donor := self._find_donor(worker):
+      self._send_welcome(worker, donor)
       return
     member.seeks = True
     if all(other in self._members and self._members[other].seeks for other in self._controller.alive):
@@ -295,7 +295,7 @@ class ServerProtocol:
       raise Rejected(f"taken: a living worker has the number {worker}, {others}, or end that worker first")
     raise Rejected(f"duplicate: worker {worker} has joined already; if it died, it is dropped after {self._limit:g} s")
 
-  def _ready(self, worker: int, iteration: int, signal: Callable[[int, int], list[Group]]) -> None:
+  def _take_ready(self, worker: int, iteration: int, signal: Callable[[int, int], list[Group]]) -> None:
     groups, member = signal(worker, iteration), self._members[worker]
     member.patience = self._now + (self._now - member.step_began)
     member.iteration, member.seeks = iteration, False

@@ -194,9 +194,9 @@ class Runtime(threading.Thread):
   def run(self) -> None:
     """Runs the protocol until the worker leaves or the controller is lost."""
     try:
-      while self._runs():
+      while self._is_running():
         self._protocol.tick(time.monotonic())
-        self._inbox.wait(self._protocol.interval, self._runs)
+        self._inbox.wait(self._protocol.interval, self._is_running)
       awaited, seconds = self._protocol.lost
       if awaited:
         lost = f"no {awaited} from the controller at {self._address} for {seconds:g} s"
@@ -218,7 +218,7 @@ class Runtime(threading.Thread):
     finally:
       self._network.close(_LAST_WORDS)
 
-  def _runs(self) -> bool:
+  def _is_running(self) -> bool:
     return self._protocol.state != "ended"
 
   def _handle(self, event: Event) -> None:

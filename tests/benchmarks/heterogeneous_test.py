@@ -65,8 +65,8 @@ def test_rows_outlive_json_and_give_the_papers_cells():
   rows += [row("tail", label, seconds, workers=16) for label, seconds in (("allreduce", 30.0), ("dynamic:4", 10.0))]
   rows += [row("scale", "allreduce", 90.0, workers=1)]
   rows += [row("scale", label, seconds, workers=32) for label, seconds in (("allreduce", 30.0), ("constant:4", 6.0))]
-  assert virtual.read(json.loads(json.dumps(virtual.plain(rows)))) == rows
-  assert tables.measured(rows) == {
+  assert virtual.from_json(json.loads(json.dumps(virtual.to_json(rows)))) == rows
+  assert tables.paper_cells(rows) == {
     "all-reduce, HL = 3": 2.0,
     "seconds an update": 4.0,
     "run time": 3.0,
