@@ -1,4 +1,4 @@
-"""The methods of `simulate`: partial reduce, and those that it is compared with.
+"""The methods of the paper's Table 1: partial reduce, and those that it is compared with.
 
 Each method reacts to one event: the gradient of a worker is computed. Whatever the method, every gradient moves the
 model by the same amount, 1/N of a step of `tx`:
@@ -14,90 +14,46 @@ model by the same amount, 1/N of a step of `tx`:
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxsparse.partial.clock import Clock
-from jaxsparse.partial.controller import Controller, Group
+import jaxsparse as js
+from benchmarks.heterogeneous.lab import Lab, Method
+from jaxsparse.partial.controller import Group
 
-
-class Lab(Protocol):
-  """The part of the simulation that methods use.
-
-  Attributes:
-    workers: N.
-    initial: f32[n], the model that training starts from.
-    random: the generator for random choices of the method.
-    clock: virtual time.
-  """
-
-  workers: int
-  initial: jax.Array
-  random: np.random.Generator
-  clock: Clock
-
-  def work(self, worker: int, model: jax.Array) -> None:
-    """Starts a worker's computation of the gradient of `model`; the method's `arrive` is called at its end."""
-    ...
-
-  def average(self, workers: list[int], members: int, done: Callable[[], object]) -> None:
-    """Starts an all-reduce of `members` workers, in which `workers` take part; calls `done` at its end."""
-    ...
-
-  def exchange(self, workers: list[int], models: int, done: Callable[[], object], peer: int | None = None) -> None:
-    """Lets each worker send or receive so many models, one after the other; calls `done` at the end.
-
-    `peer` is the worker at the other end; None for a server.
-    """
-    ...
-
-  def update(self) -> None:
-    """Counts one update of a model."""
-    ...
-
-  def start(self) -> Any:
-    """The optimizer's state before the first step."""
-    ...
-
-  def step(self, model: jax.Array, state: Any, gradient: jax.Array) -> tuple[jax.Array, Any]:
-    """One step of the optimizer."""
-    ...
-
-  def refuse(self, worker: int, model: jax.Array, iteration: int) -> bool:
-    """Whether a worker's model is not finite; the tenth such model in succession raises FloatingPointError."""
-    ...
+NAMES = ("allreduce", "eager", "adpsgd", "bsp", "asp", "hete", "backup")
 
 
-class Method(Protocol):
-  """A method of training with N workers."""
-
-  def begin(self) -> None:
-    """Starts the first computation of every worker."""
-    ...
-
-  def arrive(self, worker: int, gradient: jax.Array) -> None:
-    """A worker has computed the gradient of the model that it was given."""
-    ...
-
-  def model(self) -> jax.Array:
-    """F32[n] to evaluate: the mean of all models, if workers have models of their own."""
-    ...
+def make_method(name: str, lab: Lab, backups: int = 0, **options: Any) -> Method:
+  """The method of a name: one of `NAMES`, or partial reduce, whose options are those of `js.partial.Controller`."""
+  match name:
+    case "allreduce":
+      return Synchronous(lab, lab.workers)
+    case "bsp":
+      return Synchronous(lab, lab.workers, server=True)
+    case "backup":
+      return Synchronous(lab, lab.workers - backups, server=True)
+    case "eager":
+      return Synchronous(lab, lab.workers // 2 + 1, keeps_late=True)
+    case "asp" | "hete":
+      return Asynchronous(lab, by_staleness=name == "hete")
+    case "adpsgd":
+      return Gossip(lab)
+  return Partial(lab, js.partial.Controller(lab.workers, weights=cast(Any, name), **options))
 
 
 class Synchronous:
   """One model: in each round, one step with the gradients of the first `need` workers."""
 
-  def __init__(self, lab: Lab, need: int, late: Literal["drop", "keep"], server: bool):
-    self._lab, self._need, self._late, self._server = lab, need, late, server
+  def __init__(self, lab: Lab, need: int, keeps_late: bool = False, server: bool = False):
+    self._lab, self._need, self._keeps_late, self._server = lab, need, keeps_late, server
     self._model, self._state = lab.initial, lab.start()
     self._round = 0
     self._began = [0] * lab.workers  # the round in which each worker was given its model
     self._fresh: dict[int, jax.Array] = {}
-    self._kept: list[jax.Array] = []
+    self._late: list[jax.Array] = []
 
   def begin(self) -> None:
     for worker in range(self._lab.workers):
@@ -105,8 +61,8 @@ class Synchronous:
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
     if self._began[worker] < self._round:  # a straggler's gradient: its round is over, it begins anew
-      if self._late == "keep":
-        self._kept.append(gradient)
+      if self._keeps_late:
+        self._late.append(gradient)
       self._work(worker)
       return
     self._fresh[worker] = gradient
@@ -121,15 +77,14 @@ class Synchronous:
     self._lab.work(worker, self._model)
 
   def _reduce(self) -> None:
-    members, gradients = list(self._fresh), [*self._fresh.values(), *self._kept]
-    self._fresh, self._kept = {}, []
+    members, gradients = list(self._fresh), [*self._fresh.values(), *self._late]
+    self._fresh, self._late = {}, []
     self._round += 1
-    divisor = self._lab.workers if self._late == "keep" else self._need
-    mean = sum(gradients[1:], gradients[0]) / divisor
+    mean = sum(gradients[1:], gradients[0]) / (self._lab.workers if self._keeps_late else self._need)
 
     def done() -> None:
       self._model, self._state = self._lab.step(self._model, self._state, mean)
-      self._lab.update()
+      self._lab.updates += 1
       for worker in members:
         self._work(worker)
 
@@ -145,7 +100,6 @@ class Asynchronous:
   def __init__(self, lab: Lab, by_staleness: bool):
     self._lab, self._by_staleness = lab, by_staleness
     self._model, self._state = lab.initial, lab.start()
-    self._steps = 0
     self._read = [0] * lab.workers  # the step after which each worker read the model
 
   def begin(self) -> None:
@@ -154,11 +108,10 @@ class Asynchronous:
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
     def pushed() -> None:
-      divisor = self._steps - self._read[worker] + 1 if self._by_staleness else self._lab.workers
+      divisor = self._lab.updates - self._read[worker] + 1 if self._by_staleness else self._lab.workers
       self._model, self._state = self._lab.step(self._model, self._state, gradient / divisor)
-      self._steps += 1
-      self._lab.update()
-      self._read[worker] = self._steps
+      self._lab.updates += 1
+      self._read[worker] = self._lab.updates
       self._lab.exchange([worker], 1, functools.partial(self._lab.work, worker, self._model))
 
     self._lab.exchange([worker], 1, pushed)
@@ -167,8 +120,8 @@ class Asynchronous:
     return self._model
 
 
-class Gossip:
-  """One model for each worker, averaged with that of a random other worker, even while that one computes (AD-PSGD)."""
+class _ModelEach:
+  """One model for each worker."""
 
   def __init__(self, lab: Lab):
     self._lab = lab
@@ -177,7 +130,17 @@ class Gossip:
 
   def begin(self) -> None:
     for worker, model in enumerate(self._models):
-      self._lab.work(worker, model)
+      self._work(worker, model)
+
+  def model(self) -> jax.Array:
+    return jnp.mean(jnp.stack(self._models), 0)
+
+  def _work(self, worker: int, model: jax.Array) -> None:
+    self._lab.work(worker, model)
+
+
+class Gossip(_ModelEach):
+  """Averages a worker's model with that of a random other worker, even while that one computes (AD-PSGD)."""
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
     other = (worker + int(self._lab.random.integers(1, self._lab.workers))) % self._lab.workers
@@ -186,29 +149,20 @@ class Gossip:
       mean = (self._models[worker] + self._models[other]) / 2
       self._models[other] = mean
       self._models[worker], self._states[worker] = self._lab.step(mean, self._states[worker], gradient)
-      self._lab.update()
-      self._lab.work(worker, self._models[worker])
+      self._lab.updates += 1
+      self._work(worker, self._models[worker])
 
     self._lab.exchange([worker], 1, done, peer=other)
 
-  def model(self) -> jax.Array:
-    return jnp.mean(jnp.stack(self._models), 0)
 
+class Partial(_ModelEach):
+  """A local step, then the average of a group."""
 
-class Partial:
-  """One model for each worker: a local step, then the average of a group."""
-
-  def __init__(self, lab: Lab, controller: Controller):
-    self._lab, self._controller = lab, controller
-    self._models = [lab.initial] * lab.workers
-    self._states = [lab.start() for _ in range(lab.workers)]
+  def __init__(self, lab: Lab, controller: js.partial.Controller):
+    super().__init__(lab)
+    self._controller = controller
     self._iterations = [0] * lab.workers
     self._began = [0.0] * lab.workers  # when each worker began its step
-    self.groups: list[Group] = []
-
-  def begin(self) -> None:
-    for worker, model in enumerate(self._models):
-      self._work(worker, model)
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
     model, state = self._lab.step(self._models[worker], self._states[worker], gradient)
@@ -218,21 +172,18 @@ class Partial:
     self._models[worker], self._states[worker] = model, state
     self._iterations[worker] += 1
     self._average(self._controller.ready(worker, self._iterations[worker]))
-    clock = self._lab.clock  # the group filter lets a worker wait for as long as its step took
-    clock.after(clock.now - self._began[worker], lambda: self._average(self._controller.release()))
-
-  def model(self) -> jax.Array:
-    return jnp.mean(jnp.stack(self._models), 0)
+    took = self._lab.now - self._began[worker]  # the group filter lets a worker wait for as long as its step took
+    self._lab.after(took, lambda: self._average(self._controller.release()))
 
   def _work(self, worker: int, model: jax.Array) -> None:
-    self._began[worker] = self._lab.clock.now
+    self._began[worker] = self._lab.now
     self._lab.work(worker, model)
 
   def _average(self, groups: list[Group]) -> None:
     for group in groups:
-      self.groups.append(group)
-      members = list(group.members)
-      self._lab.average(members, len(members), functools.partial(self._averaged, group))
+      self._lab.groups.append(group)
+      members = list(group.members)  # each sends a signal to the controller, and gets an answer
+      self._lab.average(members, len(members), functools.partial(self._averaged, group), signals=2)
 
   def _replace(self, worker: int) -> None:
     """Replaces a worker's model by the most trained one of the others, and resets its optimizer's state."""
@@ -246,7 +197,7 @@ class Partial:
   def _averaged(self, group: Group) -> None:
     models = jnp.stack([*(self._models[member] for member in group.members), self._lab.initial])
     mean = jnp.array([*group.weights, group.initial], jnp.float32) @ models
-    self._lab.update()
+    self._lab.updates += 1
     for member in group.members:
       self._models[member], self._iterations[member] = mean, group.iteration
       self._work(member, mean)

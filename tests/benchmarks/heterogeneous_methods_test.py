@@ -8,7 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-import jaxsparse as js
+from benchmarks.heterogeneous.lab import Lab, shared_paces
+from benchmarks.heterogeneous.methods import make_method
+from benchmarks.heterogeneous.virtual import rho
+from jaxsparse.partial.controller import Group
 
 RATE = 0.25
 
@@ -27,13 +30,13 @@ def steady(*seconds):
   return [lambda _, s=s: s for s in seconds]
 
 
-def run(method, paces, seconds, **options):
-  params = {"w": jnp.zeros(2)}
-  return js.partial.simulate(method, loss, params, targets, paces, tx=optax.sgd(RATE), seconds=seconds, **options)
+def run(method, paces, seconds, *, batches=targets, start=0.0, rate=RATE, network=(), looks=(), **options):
+  lab = Lab(loss, {"w": jnp.full(2, start)}, batches, paces, optax.sgd(rate), **dict(network))
+  return lab.run(make_method(method, lab, **options), seconds, **dict(looks))
 
 
 def test_all_reduce_waits_for_the_slowest():
-  found = run("allreduce", steady(1, 2, 4), 9.25, alpha=0.125)
+  found = run("allreduce", steady(1, 2, 4), 9.25, network={"alpha": 0.125})
   took = 4 + 2 * 2 * 0.125  # ⌈log₂3⌉ messages each way
   assert (found.updates, found.gradients) == (2, 6)  # the third round of gradients is not all there at 9.25
   model = 0.0
@@ -96,15 +99,13 @@ def test_partial_reduce(method):
 
 
 def test_the_initial_model_takes_the_missing_weight():
-  params = {"w": jnp.full(2, 7.0)}
-  setting = {"tx": optax.sgd(0.0), "seconds": 4.25, "group_size": 2, "missing": "initial"}
-  found = js.partial.simulate("dynamic", loss, params, targets, steady(1, 1, 3.5), **setting)
+  found = run("dynamic", steady(1, 1, 3.5), 4.25, start=7.0, rate=0.0, group_size=2, missing="initial")
   assert found.groups[-1].initial == pytest.approx(6 / 15)
   np.testing.assert_allclose(found.params["w"], 7.0, rtol=1e-6)
 
 
 def test_the_same_seed_gives_the_same_bits():
-  runs = [run("dynamic", js.partial.sharing(4, 2), 12, group_size=2, seed=seed) for seed in (0, 0, 1)]
+  runs = [run("dynamic", shared_paces(4, 2), 12, group_size=2, network={"seed": seed}) for seed in (0, 0, 1)]
   bits = [np.asarray(found.params["w"]).tobytes() for found in runs]
   assert runs[0].timeline == runs[1].timeline != runs[2].timeline
   assert bits[0] == bits[1] != bits[2]
@@ -114,37 +115,18 @@ def test_the_same_seed_gives_the_same_bits():
 
 
 def test_a_target_ends_it():
-  found = run("allreduce", steady(1, 1), 50, evaluate=lambda params: params["w"][0], every=0.5, target=4.0)
+  looks = {"evaluate": lambda params: params["w"][0], "every": 0.5, "target": 4.0}
+  found = run("allreduce", steady(1, 1), 50, looks=looks)
   assert found.reached
   assert found.curve[-1][:2] == (found.seconds, found.updates)
   assert found.curve[-1][2] >= 4.0 > found.curve[-2][2]
   assert isinstance(found.params["w"], jax.Array)
 
 
-@pytest.mark.parametrize(
-  ("method", "paces", "options", "message"),
-  [
-    ("ring", 2, {}, r"method='ring', choose one of allreduce, eager"),
-    ("adpsgd", 1, {}, r"paces of 1 workers, give at least 2"),
-    ("asp", 0, {}, r"paces of 0 workers, give at least 1"),
-    ("asp", 2, {"links": [1]}, r"links=\[1\], give a positive number for each of the 2 workers"),
-    ("asp", 2, {"links": [1, 0]}, r"links=\[1, 0\], give a positive number for each"),
-    ("asp", 2, {"every": 0}, r"every=0, choose more than 0"),
-    ("asp", 2, {"target": 1.0}, r"target=1.0 without evaluate, give both"),
-    ("backup", 2, {"backups": 2}, r"backups=2, choose 0 … 1"),
-    ("constant", 2, {"group_size": 3}, r"group_size=3, choose a whole number in 2 … 2"),
-    ("constant", 2, {"group": 3}, r"unknown option 'group', choose from decay, missing, history"),
-  ],
-)
-def test_bad_arguments(method, paces, options, message):
-  with pytest.raises(ValueError, match=message):
-    run(method, steady(*[1] * paces), 5, **{"group_size": 2, **options})
-
-
 def test_a_message_takes_as_long_as_the_slowest_link_of_its_ends():
   link = 2 * 2 * 0.125  # ⌈log₂3⌉ messages each way
   averages = lambda found: {span.end - span.start for span in found.timeline if span.activity == "average"}
-  setting = {"alpha": 0.125, "links": [1, 1, 4]}
+  setting = {"network": {"alpha": 0.125, "links": [1, 1, 4]}}
   assert averages(run("allreduce", steady(1, 1, 1), 20, **setting)) == {4 * link}
   assert averages(run("eager", steady(1, 1, 9), 20, **setting)) == {4 * link}  # the late one takes part
   assert averages(run("asp", steady(1, 1, 1), 20, **setting)) == {0.125, 4 * 0.125}
@@ -166,17 +148,38 @@ def test_one_worker_descends_alone(method):
 
 
 def test_a_shared_accelerator_slows_its_part_of_a_step():
-  alone, *_, shared = js.partial.sharing(4, 3, jitter=0, occupancy=0.25)
+  alone, *_, shared = shared_paces(4, 3, jitter=0, occupancy=0.25)
   assert (alone(np.random.default_rng(0)), shared(np.random.default_rng(0))) == (1, 1.5)
 
 
+@pytest.mark.parametrize(("bad", "goes_on"), [((0, 7), True), (range(1000), False)])
+def test_a_worker_whose_model_is_not_finite_goes_on_with_anothers(bad, goes_on, caplog):
+  """And with the state of its optimizer begun anew; the tenth such model in succession is an error."""
+
+  def batches(worker):
+    for step in itertools.count():
+      yield jnp.full(2, jnp.nan if worker == 2 and step in bad else 1.0)
+
+  simulated = lambda: run("constant", shared_paces(3, 1), 30, batches=batches, group_size=2)
+  if not goes_on:
+    with pytest.raises(FloatingPointError, match=r"worker 2: params\['w'\] of iteration .* 10 times in succession"):
+      simulated()
+    return
+  found = simulated()
+  assert float(found.params["w"].min()) > 0.5
+  assert len([record for record in caplog.records if "worker 2: params['w']" in record.getMessage()]) == 2
+  assert sum(2 in group.members for group in found.groups) > 10
+
+
 @pytest.mark.parametrize(
-  ("make", "message"),
+  ("groups", "expected"),
   [
-    (lambda: js.partial.sharing(8, 9), r"level=9, choose 1 … 8"),
-    (lambda: js.partial.sharing(8, 2, occupancy=1.5), r"occupancy=1.5, choose 0 … 1"),
+    ([(0, 1), (1, 2), (0, 2)], 0.5),  # Figure 4
+    ([(0, 1)] * 2 + [(1, 2), (0, 2)], 0.625),
+    ([(0, 1, 2)], 0),
+    ([(0, 1)], 1),
   ],
 )
-def test_bad_paces(make, message):
-  with pytest.raises(ValueError, match=message):
-    make()
+def test_rho(groups, expected):
+  groups = [Group(members, (1 / len(members),) * len(members), 1) for members in groups]
+  assert rho(groups, 3) == pytest.approx(expected, abs=1e-9)
