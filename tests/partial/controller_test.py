@@ -256,6 +256,12 @@ def test_frozen_pairs_are_joined(slow):
   assert len(met) >= 30 * slow * 0.7
 
 
+def test_the_group_filter_waits_after_as_many_groups_as_its_history():
+  controller = js.partial.Controller(3, 2, history=2)
+  assert [len(controller.ready(0, step) + controller.ready(1, step)) for step in (1, 2, 3)] == [1, 1, 0]
+  assert controller.ready(2, 1)
+
+
 def test_an_absent_worker_holds_the_others_up_for_one_step_and_is_joined_when_it_is_back():
   """Worker 2 takes part, is away from turn 50 to 250, and comes back; 0 and 1 are ready in every turn."""
   controller = js.partial.Controller(3, 2)
