@@ -95,14 +95,11 @@ def here(engine: str, workers: int) -> Workers:
     _check_ranks(workers, ranks.size)
     return Workers(ranks, ranks, workers, shares=1, number=int(ranks.rank))
   if engine == "sim":
-    launch.arrived()
     simulated = js.SimComm(AXIS, members=workers)
     return Workers(simulated, simulated, workers, shares=workers, number=0)
   if engine == "processes":
     launch.join()
     _check_ranks(workers, len(jax.devices()))
-  else:
-    launch.arrived()  # one process may have been started alone, to have devices of its own
   mesh = mesh_of(workers)
   return Workers(mesh, AXIS, workers, shares=workers, number=jax.process_index())
 

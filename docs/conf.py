@@ -54,7 +54,7 @@ default_role = "code"
 nitpicky = True
 nitpick_ignore_regex = [
   ("py:.*", r"(?!jaxsparse\.).*"),
-  ("py:.*", r"jaxsparse\.([A-Z]+(_transform)?|ring_transform|PerWorker)"),  # placeholders, an example, the past
+  ("py:.*", r"jaxsparse\.([A-Z]+(_transform)?|ring_transform)"),  # placeholders, an example
   ("py:class", r"jaxsparse\.transform\.state\.Layout"),  # not public
 ]
 python_use_unqualified_type_names = True

@@ -46,23 +46,12 @@ for name in before:
   if before[name] != after[name]:
     print(name, before[name], after[name])
 """
-RANK = {
-  "PMI_RANK": "0",
-  "PMI_SIZE": "2",
-  "PMIX_RANK": "0",
-  "OMPI_COMM_WORLD_RANK": "0",
-  "OMPI_COMM_WORLD_SIZE": "2",
-  "SLURM_JOB_ID": "1",
-  "SLURM_STEP_ID": "0",
-  "SLURM_STEP_NUM_TASKS": "2",
-  "SLURM_STEP_NODELIST": "localhost",
-  "SLURM_NTASKS": "2",
-  "SLURM_PROCID": "0",
-  "SLURM_LOCALID": "0",
-  "JAXSPARSE_RANK": "0",
-  "JAXSPARSE_RANKS": "2",
-  "JAXSPARSE_COORDINATOR": "127.0.0.1:1",
-}
+RANK = {f"{prefix}_RANK": "0" for prefix in ("PMI", "PMIX", "OMPI_COMM_WORLD", "JAXSPARSE")}
+RANK |= dict.fromkeys(
+  ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "JAXSPARSE_RANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "2"
+)
+RANK |= {f"SLURM_{name}": "0" for name in ("JOB_ID", "STEP_ID", "PROCID", "LOCALID")}
+RANK |= {"SLURM_STEP_NODELIST": "localhost", "JAXSPARSE_COORDINATOR": "127.0.0.1:1"}
 
 
 def test_importing_changes_nothing(tmp_path):

@@ -1,9 +1,7 @@
 """The laws on the path that users run: blocks so long that entries are selected among candidates.
 
 Short rows are sorted. Of blocks of more than 16,384 entries a sample gives a threshold, and the k largest are found
-among the candidates, the few entries that reach it; where these are too few or too many, among all entries. Here every
-selector, codec and number of teams meets input on which samples mislead, candidates cancel out, and magnitudes tie or
-differ in the last bit.
+among the candidates, the few entries that reach it; where these are too few or too many, among all entries.
 """
 
 import functools
@@ -38,16 +36,11 @@ def workers_of(case):
   return 2 * teams if teams <= 3 else teams
 
 
-def some_indices(count, n=N):
-  """That many indices, spread over all of them."""
-  return np.random.default_rng(count).choice(n, count, replace=False)
-
-
 def inputs(workers, n=N):
   """Gradients f32[P, n] by name."""
   normal, row, rank = normals(0, workers, n), normals(1, n), np.arange(workers)[:, None]
   signs = np.where(rank % 2, -1, 1) * np.where(rank < workers // 2 * 2, 1, 0.001)
-  few = some_indices(200, n)
+  few = np.random.default_rng(200).choice(n, 200, replace=False)
   spikes = np.zeros((workers, n), np.float32)
   spikes[0, few], spikes[-1, few] = 1e30, -1e30 if workers > 1 else 1e30
   sparse = np.zeros((workers, n), np.float32)
@@ -153,10 +146,7 @@ IN_NUMPY = (
 
 @pytest.mark.parametrize(
   ("workers", "teams", "sag"),
-  quick_of(
-    [(2, 1, "auto"), (3, 1, "auto"), (4, 2, "auto"), (4, 2, "bruck"), (6, 3, "auto")],
-    quick=[(2, 1, "auto")],
-  ),
+  quick_of([(2, 1, "auto"), (3, 1, "auto"), (4, 2, "auto"), (4, 2, "bruck"), (6, 3, "auto")], quick=[(2, 1, "auto")]),
 )
 def test_equals_the_paper_in_numpy(workers, teams, sag, subtests):
   """Totals and residuals, blocks of 17,000 entries at a density of 1 %."""

@@ -53,6 +53,7 @@ from benchmarks.collectives import rows
 from benchmarks.collectives.rows import Kept, Measured
 from benchmarks.collectives.updates import Bench
 from jaxsparse import launch
+from jaxsparse.launch.start import Host
 
 _ALGORITHMS = flags.DEFINE_multi_string("algorithms", ["all"], specs.HELP)
 flags.DEFINE_alias("algorithm", "algorithms")
@@ -213,7 +214,7 @@ def _run(setting: Setting, kept: Kept, run: str) -> list[str]:
   failed: list[str] = []
   first = 0
   with contextlib.ExitStack() as stack:
-    hosts: list[launch.Host] | None = None
+    hosts: list[Host] | None = None
     if setting.rate:
       rate = None if setting.rate == "none" else setting.rate
       hosts = stack.enter_context(netlab.lab(setting.workers, rate))

@@ -34,7 +34,7 @@ from benchmarks import entry, netlab, workers
 from benchmarks.elastic import phases
 from benchmarks.elastic.phases import DYING, Outcome, Phase, Recovery, Settings, Training, recoveries
 from jaxsparse import launch
-from jaxsparse.launch import Host
+from jaxsparse.launch.start import Host
 
 _WORKERS = flags.DEFINE_integer("workers", 6, "Workers at first; one is killed.")
 _JOINING = flags.DEFINE_integer("joining", 2, "Workers that join later.")

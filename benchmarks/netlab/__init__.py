@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from benchmarks.netlab.namespaces import ETC, batch, remove, remove_leftovers, started
 from benchmarks.netlab.signals import Signals
-from jaxsparse.launch import HOSTS, Host
+from jaxsparse.launch.start import HOSTS, Host
 
 SUBNET = "10.77.0.0/16"
 MOST_HOSTS = 250

@@ -22,8 +22,8 @@ from absl import app, flags
 
 from benchmarks.netlab import LabUnavailable, environment, lab
 from benchmarks.netlab.namespaces import GRACE
-from jaxsparse.launch import HOSTS
 from jaxsparse.launch.guard import die_with_parent
+from jaxsparse.launch.start import HOSTS
 
 _HOSTS = flags.DEFINE_integer("hosts", 6, "Number of hosts.")
 _RATE = flags.DEFINE_string("rate", "1gbit", "Rate of each link as tc writes it, e.g. 10mbit; or none: not shaped.")

@@ -67,7 +67,7 @@ class MpiComm(View):
 
   def __post_init__(self) -> None:
     join_mpi()  # also where the caller gives a communicator
-    if found := environment.stated():
+    if found := environment.read_counts():
       environment.check_mpi("js.MpiComm()", found, _mpi4jax()[0])
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:

@@ -6,7 +6,7 @@ import sys
 
 import zmq
 
-from jaxsparse.launch import START_TIMEOUT
+from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial import messages
 from jaxsparse.partial.controller import Controller
 from jaxsparse.partial.server import LIMIT, Server

@@ -13,7 +13,7 @@ from typing import Self
 
 import zmq
 
-from jaxsparse.launch import START_TIMEOUT
+from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial import messages
 from jaxsparse.partial.controller import Controller
 from jaxsparse.partial.messages import Keys

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxsparse.flatten import flatten
-from jaxsparse.launch import START_TIMEOUT
+from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial import messages, saving
 from jaxsparse.partial.events import Model
 from jaxsparse.partial.finite import Refusals, check_start

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from benchmarks import netlab
-from jaxsparse import launch
+from jaxsparse.launch.start import Host
 from tests.benchmarks import commands
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -152,9 +152,9 @@ def test_the_command_finds_the_hosts():
 
 
 def test_the_environment_round_trips():
-  host = launch.Host("a", "10.77.0.1", ["ip", "netns", "exec", "a"])
+  host = Host("a", "10.77.0.1", ["ip", "netns", "exec", "a"])
   (value,) = netlab.environment([host]).values()
-  assert [launch.Host(**fields) for fields in json.loads(value)] == [host]
+  assert [Host(**fields) for fields in json.loads(value)] == [host]
 
 
 @needs_lab

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsparse.select import exact
+from jaxsparse.select import exact, top_k
 from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.sparse import bitset
+from tests.cases import normals
 from tests.select.gradients import GRADIENTS, N, keys_in_numpy
 
 K = 300
@@ -81,3 +82,11 @@ def test_neighbours_of_a_block_without_large_entries_keep_their_candidates():
   assert N % 32
   assert found.fits.all()
   assert min(map(len, reached)) >= K
+
+
+def test_a_large_entry_in_a_word_of_two_blocks_is_found():
+  """The first entries of a block lie in the word of 32 with the last ones of the block before it."""
+  x = normals(0, 2, 50_001)
+  x[1] *= 1e-3
+  x[1, 3] = 0.5
+  assert 3 in top_k(jnp.asarray(x), 300, method="bracket").indices[1]
