@@ -106,7 +106,7 @@ class SparDL(SelectingCollective):
     """
     team = schedules.team_size(size, self.teams)
     k_block = -(-self.entries(n) // team)
-    self.check_selector(-(-n // team), k_block)
+    self.method.check(self.name, -(-n // team), k_block)
     return k_block
 
   def slots(self, n: int, size: int) -> int:
