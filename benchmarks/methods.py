@@ -13,6 +13,7 @@ import optax
 
 import jaxsparse as js
 from benchmarks import specs
+from jaxsparse.collectives._base import collective_of
 from jaxsparse.types import Comm
 
 _Transform: TypeAlias = optax.GradientTransformation
@@ -179,7 +180,7 @@ def parse(flag: str, values: list[str], workers: int, **shared: Any) -> list[Met
 
 def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Method:
   *before, collective = label.split("/")
-  parts = [js.costs.collective_of(part) for part in before]
+  parts = [collective_of(part) for part in before]
   way, options = parts.pop(0) if parts and parts[0][0] not in CHANGES else ("gradients", {})
   where = f"--{flag}={label}"
   _check(where, "way", WAYS, way, options)

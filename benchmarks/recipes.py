@@ -8,6 +8,7 @@ import optax
 
 import jaxsparse as js
 from benchmarks import specs
+from jaxsparse.collectives._base import collective_of
 
 
 def window_adam(rate: Any, window: int = 4, b1: float = 0.9, b2: float = 0.999) -> optax.GradientTransformation:
@@ -71,7 +72,7 @@ def _optimizer(label: str, rate: float) -> Optimizer:
   if not 0 < rate < math.inf:
     raise ValueError(f"--optimizer={label}, choose a positive learning rate, as in {name}:0.001")
   try:
-    _, options = js.costs.collective_of(":".join([name, *parts]))
+    _, options = collective_of(":".join([name, *parts]))
     optimizer = Optimizer(name, rate, tuple(options.items()))
     optimizer.make(rate)
   except (TypeError, ValueError) as error:

@@ -7,6 +7,7 @@ import jax
 
 import jaxsparse as js
 from jaxsparse.collectives import make_plain
+from jaxsparse.collectives._base import collective_of
 
 HELP = (
   "All-reduces to compare, in this order, or 'all'. Repeat it, or separate by commas. Options of one follow its name: "
@@ -83,7 +84,7 @@ def of_vectors() -> list[str]:
 
 
 def _spec(label: str, workers: int, shared: dict[str, Any]) -> Spec:
-  name, own = js.costs.collective_of(label)
+  name, own = collective_of(label)
   known = js.collective_options(name)
   config = {option: value for option, value in shared.items() if option in known}
   try:

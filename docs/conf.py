@@ -56,6 +56,7 @@ nitpick_ignore_regex = [
   ("py:.*", r"(?!jaxsparse\.).*"),
   ("py:.*", r"jaxsparse\.([A-Z]+(_transform)?|ring_transform)"),  # placeholders, an example
   ("py:class", r"jaxsparse\.transform\.state\.Layout"),  # not public
+  ("py:class", r"jaxsparse\.(costs\.calibration\.Algorithm|overlap\.(plans\.Group|network\.Sent))"),  # of fields
 ]
 python_use_unqualified_type_names = True
 

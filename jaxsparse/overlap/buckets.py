@@ -91,27 +91,18 @@ def bucketed_transform(
 
 
 def _bundles(tree: Any, plan: Plan, order: Sequence[int] | None) -> list[Bundle]:
-  """The groups of a plan as leaves of a pytree."""
+  """The groups of a plan as leaves of a pytree, which it must fit."""
   names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-  leaf_of = _checked_order(plan, order, names, flatten.sizes(tree))
-  return [Bundle(tuple(leaf_of[layer] for layer in group.layers), group.after) for group in plan.groups]
-
-
-def _checked_order(
-  plan: Plan, order: Sequence[int] | None, names: Sequence[str], sizes: Sequence[int]
-) -> Sequence[int]:
-  """The leaf of each layer."""
+  sizes = [_WORD * size for size in flatten.sizes(tree)]
   leaf_of = range(len(names)) if order is None else order
   if len(plan.sizes) != len(names):
-    raise ValueError(
-      f"the plan is for {len(plan.sizes)} layers, the gradients have {len(names)} leaves: plan for these"
-    )
+    raise ValueError(f"the plan is for {len(plan.sizes)} layers, the gradients have {len(names)} leaves: plan again")
   if sorted(leaf_of) != list(range(len(names))):
     raise ValueError(f"order={order!r}: give the number of each of the {len(names)} leaves once, as .order of measure")
   for layer, leaf in enumerate(leaf_of):
-    if plan.sizes[layer] != _WORD * sizes[leaf]:
+    if plan.sizes[layer] != sizes[leaf]:
       raise ValueError(
-        f"layer {layer} of the plan has {plan.sizes[layer]:g} bytes, and its leaf {names[leaf]} {_WORD * sizes[leaf]} "
+        f"layer {layer} of the plan has {plan.sizes[layer]:g} bytes, and its leaf {names[leaf]} {sizes[leaf]} "
         f"({_WORD} for each entry): make the plan with sizes and order of js.overlap.measure for these parameters"
       )
-  return leaf_of
+  return [Bundle(tuple(leaf_of[layer] for layer in group.layers), group.after) for group in plan.groups]

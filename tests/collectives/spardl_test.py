@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxsparse as js
+from jaxsparse.costs.counting import schedule
 from tests.cases import QUICK, WORKERS, bits, normals, quick_of, row
 from tests.reference import spardl_options as options
 from tests.reference.spardl import spardl
@@ -158,7 +159,7 @@ def test_the_schedule_compiles_as_fast_for_many_workers():
   """A round is a few operations on rows, whatever the number of rows: the program grows with log P."""
   size = {}
   for workers in (16, 256):
-    jaxpr = js.costs.schedule(js.make_collective("spardl", density=0.01), 10_000, workers)
+    jaxpr = schedule(js.make_collective("spardl", density=0.01), 10_000, workers)
     size[workers] = len(str(jaxpr).split(" = "))
   assert size[256] < 2.5 * size[16]
 

@@ -12,6 +12,7 @@ from docs import schedules
 from jaxsparse._compat import inner_jaxprs
 from jaxsparse.comm import AxisComm, all_gather
 from jaxsparse.comm.schedules import strides
+from jaxsparse.costs.counting import schedule
 from tests.cases import row
 
 
@@ -23,7 +24,7 @@ def routes(jaxpr):
 
 
 def compiled(name, workers, n, **options):
-  return routes(js.costs.schedule(js.make_collective(name, density=1.0, **options), n, workers))
+  return routes(schedule(js.make_collective(name, density=1.0, **options), n, workers))
 
 
 def gathered(workers):
