@@ -75,7 +75,7 @@ class Exchange(NamedTuple):
 
   Attributes:
     spec: of the collective.
-    special: collectives by names of leaves, as of `js.spardl_transform`.
+    special: collectives by names of leaves, as of `js.make_transform`.
     after: changes of the transform, in order.
   """
 
