@@ -70,17 +70,11 @@ def demo(exchange: _Transform, optimizer: _Transform) -> _Transform:
 
 
 class Exchange(NamedTuple):
-  """A collective, and what leaves of some names have instead.
+  """A collective, and what leaves of some names have instead."""
 
-  Attributes:
-    spec: of the collective.
-    special: collectives by names of leaves, as of `js.spardl_transform`.
-    after: changes of the transform, in order.
-  """
-
-  spec: specs.Spec
-  special: Mapping[str, str] = MappingProxyType({})
-  after: tuple[Callable[[_Transform], _Transform], ...] = ()
+  spec: specs.Spec  # of the collective
+  special: Mapping[str, str] = MappingProxyType({})  # collectives by names of leaves, as of `js.spardl_transform`
+  after: tuple[Callable[[_Transform], _Transform], ...] = ()  # changes of the transform, in order
 
   def make(self, axis: str | Comm) -> _Transform:
     """The transform of a worker; `axis` is a mesh axis or a comm."""
@@ -120,19 +114,12 @@ HELP = (
 
 
 class Method(NamedTuple):
-  """What is exchanged, and how.
+  """What is exchanged, and how."""
 
-  Attributes:
-    label: as the user wrote it; exchanges of gradients by that of the collective alone.
-    way: one of `WAYS`.
-    options: of the way.
-    exchange: what each exchange does.
-  """
-
-  label: str
-  way: str
-  options: dict[str, Any]
-  exchange: Exchange
+  label: str  # as the user wrote it; exchanges of gradients by that of the collective alone
+  way: str  # one of `WAYS`
+  options: dict[str, Any]  # of the way
+  exchange: Exchange  # what each exchange does
 
   @property
   def spec(self) -> specs.Spec:
@@ -157,15 +144,6 @@ class Method(NamedTuple):
 
 def parse(flag: str, values: list[str], workers: int, **shared: Any) -> list[Method]:
   """The methods that a flag names, each once, checked for `workers` workers before anything runs.
-
-  Args:
-    flag: its name.
-    values: of the flag.
-    workers: number of workers P.
-    **shared: options for every collective that has them, where its own do not say otherwise.
-
-  Raises:
-    ValueError: for an unknown way, change, collective or option, with the choices.
 
   Example:
     >>> [(one.way, one.spec.config) for one in parse("method", ["dense,updates/spardl:density=0.1"], workers=4)]

@@ -26,17 +26,11 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 
 
 class Optimizer(NamedTuple):
-  """The optimizer behind the all-reduce.
+  """The optimizer behind the all-reduce."""
 
-  Attributes:
-    name: one of `OPTIMIZERS`.
-    rate: peak learning rate.
-    options: of the optimizer, besides the rate.
-  """
-
-  name: str
-  rate: float
-  options: tuple[tuple[str, Any], ...] = ()
+  name: str  # one of `OPTIMIZERS`
+  rate: float  # peak learning rate
+  options: tuple[tuple[str, Any], ...] = ()  # of the optimizer, besides the rate
 
   def __str__(self) -> str:
     return ":".join([self.name, f"{self.rate:g}", *(f"{option}={value}" for option, value in self.options)])
@@ -48,9 +42,6 @@ class Optimizer(NamedTuple):
 
 def parse_optimizers(values: Sequence[str], rate: float) -> list[Optimizer]:
   """The optimizers that the flag names, each once; `rate` is for those that name none of their own.
-
-  Raises:
-    ValueError: for an unknown name or option, or a rate that is not a positive number.
 
   Example:
     >>> [str(optimizer) for optimizer in parse_optimizers(["window_adam:0.003:window=4,sgd"], rate=0.1)]
@@ -92,23 +83,16 @@ SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {  # of the peak 
 class Recipe(NamedTuple):
   """What a worker does with a gradient, besides the exchange.
 
-  Attributes:
-    optimizer: with its peak rate.
-    schedule: one of `SCHEDULES`.
-    warm_up: steps in which the rate rises from 0.
-    clip: largest norm of a gradient, 0 for any.
-    steps: of the schedule.
-
   Example:
     >>> Recipe(Optimizer("sgd", 0.1), schedule="step", steps=9).schedule_of()(6).item()
     0.01...
   """
 
-  optimizer: Optimizer
-  schedule: str = "constant"
-  warm_up: int = 0
-  clip: float = 0.0
-  steps: int = 1
+  optimizer: Optimizer  # with its peak rate
+  schedule: str = "constant"  # one of `SCHEDULES`
+  warm_up: int = 0  # steps in which the rate rises from 0
+  clip: float = 0.0  # largest norm of a gradient, 0 for any
+  steps: int = 1  # of the schedule
 
   def __str__(self) -> str:
     parts = [f"{self.schedule} rate" + (f" over {self.steps} steps" if self.schedule != "constant" else "")]

@@ -63,13 +63,7 @@ def record(path: pathlib.Path, size: int = _WORKERS, skipped: int = _SKIPPED, st
 
 
 def gradients(place: workers.Workers, path: pathlib.Path, n: int) -> Callable[[int], jax.Array]:
-  """Makes the gradients of all workers in a step, f32[n] each, from a recording.
-
-  Args:
-    place: the workers.
-    path: of the recording.
-    n: gradient entries.
-  """
+  """Makes the gradients of all workers in a step, f32[n] each, from a recording."""
   engine = engine_of(place.where, "workers")
   recording = np.load(path, mmap_mode="r")
   size, steps, entries = recording.shape

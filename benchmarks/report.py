@@ -15,17 +15,11 @@ from matplotlib import axes, pyplot
 
 
 class Goal(NamedTuple):
-  """A ratio to reach.
+  """A ratio to reach."""
 
-  Attributes:
-    what: the goal in words.
-    measured: the ratio, of the worst case where there are several; None where none was measured.
-    met: whether it is reached.
-  """
-
-  what: str
-  measured: float | None
-  met: bool | None
+  what: str  # the goal in words
+  measured: float | None  # the ratio, of the worst case where there are several; None where none was measured
+  met: bool | None  # whether it is reached
 
 
 def say(goals: Sequence[Goal], console: rich.console.Console) -> None:

@@ -15,17 +15,11 @@ HELP = (
 
 
 class Spec(NamedTuple):
-  """One algorithm to run.
+  """One algorithm to run."""
 
-  Attributes:
-    label: as the user wrote it.
-    name: of the collective.
-    config: its options.
-  """
-
-  label: str
-  name: str
-  config: dict[str, Any]
+  label: str  # as the user wrote it
+  name: str  # of the collective
+  config: dict[str, Any]  # its options
 
   @property
   def collective(self) -> js.Collective:
@@ -35,14 +29,6 @@ class Spec(NamedTuple):
 
 def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
   """The algorithms that the flag names, each once, checked for `workers` workers before anything runs.
-
-  Args:
-    values: of the flag.
-    workers: number of workers P.
-    **shared: options for every algorithm that has them, where its own do not say otherwise.
-
-  Raises:
-    ValueError: for an unknown name, or options that are rejected, with the choices.
 
   Example:
     >>> [spec.config for spec in parse(["dense,spardl:teams=2"], workers=4, density=0.1)]

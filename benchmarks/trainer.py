@@ -15,28 +15,7 @@ from jaxsparse.train.engine import here
 
 
 class Trainer:
-  """A training from a seed; every process of the engine makes it and calls the same methods.
-
-  Args:
-    task: to train.
-    method: what is exchanged.
-    recipe: of the optimizer.
-    place: the workers.
-    batch_size: inputs of each worker in a step.
-    seed: of the parameters and the batches.
-
-  Attributes:
-    model: that is trained.
-    batches: what this process gives of the next batches.
-    params: after the steps so far.
-    state: of the optimizer.
-    statistics: of the model, those of all workers.
-    steps: that were taken.
-    times: seconds of each step.
-
-  Raises:
-    ValueError: if the data do not fill a batch.
-  """
+  """A training from a seed; every process of the engine makes it and calls the same methods."""
 
   def __init__(self, task: Task, method: Method, recipe: Recipe, place: Workers, batch_size: int, seed: int):
     self.batches = task.batches(seed, place, batch_size)

@@ -28,21 +28,13 @@ ENGINE_HELP = "; ".join(f"{name}: {what}" for name, what in ENGINES.items())
 
 
 class Workers(NamedTuple):
-  """The workers of a benchmark, seen from one process.
+  """The workers of a benchmark, seen from one process."""
 
-  Attributes:
-    where: the argument `mesh` of `js.init` and `js.make_train_step`: a mesh, or a comm.
-    axis: the argument `axis` of a transform: the axis of the mesh, or the comm.
-    size: number of workers P.
-    shares: the number of workers whose part of a batch this process gives: all of them, or under MPI one.
-    number: of this process among those that run; the first one reports.
-  """
-
-  where: Mesh | js.Comm
-  axis: str | js.Comm
-  size: int
-  shares: int
-  number: int
+  where: Mesh | js.Comm  # the argument `mesh` of `js.init` and `js.make_train_step`: a mesh, or a comm
+  axis: str | js.Comm  # the argument `axis` of a transform: the axis of the mesh, or the comm
+  size: int  # number of workers P
+  shares: int  # the number of workers whose part of a batch this process gives: all of them, or under MPI one
+  number: int  # of this process among those that run; the first one reports
 
   def __str__(self) -> str:
     platform = jax.default_backend()
@@ -66,12 +58,7 @@ class Workers(NamedTuple):
 
 
 def launched(engine: str, workers: int, limit: float | None = None) -> bool:
-  """Runs this command again as `workers` ranks, if the engine takes ranks and this process is not one of them.
-
-  Raises:
-    ValueError: for fewer than one worker.
-    launch.RunFailed: if a rank died, did not join or did not end.
-  """
+  """Runs this command again as `workers` ranks, if the engine takes ranks and this process is not one of them."""
   if workers < 1:
     raise ValueError(f"--workers={workers}, choose at least 1")
   if engine not in ("processes", "mpi") or launch.is_rank():
@@ -83,11 +70,7 @@ def launched(engine: str, workers: int, limit: float | None = None) -> bool:
 
 
 def here(engine: str, workers: int) -> Workers:
-  """The workers, in a process that does their work. Call it before anything else uses JAX: it makes the devices.
-
-  Raises:
-    ValueError: for fewer than one worker, or another number than the job has ranks.
-  """
+  """The workers, in a process that does their work. Call it before anything else uses JAX: it makes the devices."""
   if workers < 1:
     raise ValueError(f"--workers={workers}, choose at least 1")
   if engine == "mpi":

@@ -87,19 +87,12 @@ _FIRST = flags.DEFINE_integer("first", 0, "Number of the first row to measure; s
 
 
 class Setting(NamedTuple):
-  """What one run of ranks measures.
+  """What one run of ranks measures."""
 
-  Attributes:
-    workers: P.
-    rate: of the lab's links, or "" without a lab.
-    n: gradient entries, one after the other.
-    density: likewise.
-  """
-
-  workers: int
-  rate: str
-  n: list[int]
-  density: list[float]
+  workers: int  # P
+  rate: str  # of the lab's links, or "" without a lab
+  n: list[int]  # gradient entries, one after the other
+  density: list[float]  # likewise
 
   def cases(self) -> list[tuple[int, float, specs.Spec]]:
     """(n, density, algorithm) of every row."""

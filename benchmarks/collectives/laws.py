@@ -17,15 +17,10 @@ _BUCKETS = 4096
 
 
 class Before(NamedTuple):
-  """Gradients and residuals of all workers before an update, which donates them.
+  """Gradients and residuals of all workers before an update, which donates them."""
 
-  Attributes:
-    sums: f64[2, buckets], sums over all workers of gradient + residual and of their magnitudes, by bucket.
-    residual: a copy of the residual, split along the workers; None where there is none.
-  """
-
-  sums: np.ndarray
-  residual: jax.Array | None
+  sums: np.ndarray  # f64[2, buckets], sums over all workers of gradient + residual and of their magnitudes, by bucket
+  residual: jax.Array | None  # a copy of the residual, split along the workers; None where there is none
 
 
 class Laws:
@@ -36,11 +31,6 @@ class Laws:
 
   A check compares sums and checksums of 4096 buckets, which takes one pass over n and a message of 32 kB. Only where
   those differ are the entries of the differing buckets gathered and counted.
-
-  Args:
-    engine: where the workers are.
-    spec: the algorithm.
-    specs: `PartitionSpec`s of (gradients, state).
   """
 
   def __init__(self, engine: Engine, spec: Spec, specs: Any):
@@ -68,14 +58,7 @@ class Laws:
     return Before(self._held(grads, state).sum(0, dtype=np.float64), None if residual is None else self._copy(residual))
 
   def wrong(self, mean: jax.Array, state: js.ReduceState, before: Before | None, grads: Callable[[], jax.Array]) -> int:
-    """The number of entries of the result that break a law.
-
-    Args:
-      mean: of the update, at every worker.
-      state: after the update.
-      before: what `before` returned.
-      grads: makes the gradients of the update again.
-    """
+    """The number of entries of the result that break a law."""
     return self._differing(mean) + (self._lost(mean, state, before, grads) if before else 0)
 
   def _differing(self, mean: jax.Array) -> int:

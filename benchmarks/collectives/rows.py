@@ -15,15 +15,10 @@ SETTING = ("workers", "rate", "n", "density")  # of a row, beside its algorithm
 
 
 class Measured(NamedTuple):
-  """A row, and the cost model's prediction for it.
+  """A row, and the cost model's prediction for it."""
 
-  Attributes:
-    row: the measurement.
-    predicted: seconds, or None.
-  """
-
-  row: Row
-  predicted: float | None
+  row: Row  # the measurement
+  predicted: float | None  # seconds, or None
 
   def as_dict(self) -> dict[str, Any]:
     """The fields of the row, both bandwidths in GB/s and the prediction."""
@@ -32,12 +27,7 @@ class Measured(NamedTuple):
 
 
 class Kept:
-  """The rows of one run of the benchmark in a file of JSON lines that later runs are appended to.
-
-  Args:
-    path: of the file.
-    run: the name of this run, in each of its lines.
-  """
+  """The rows of one run of the benchmark in a file of JSON lines that later runs are appended to."""
 
   def __init__(self, path: pathlib.Path, run: str):
     self._path, self._run = path, run

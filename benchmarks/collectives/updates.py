@@ -26,49 +26,27 @@ LEAST_STEPS = 70  # of an algorithm with a period, warm-up included
 
 
 class Row(NamedTuple):
-  """One measured algorithm.
+  """One measured algorithm."""
 
-  Attributes:
-    algorithm: as it was asked for.
-    engine: where the workers ran.
-    workers: P.
-    n: gradient entries.
-    density: of the entries that a sparse algorithm delivers.
-    rate: of the links of the lab, or "".
-    gradients: "recorded" or "normal".
-    pinned: whether each rank had a core of its own.
-    seconds: median of one update; of the slowest worker in each step.
-    mean: likewise.
-    p90: 90th percentile, likewise.
-    steps: how many were timed: those of whole periods where the algorithm has one.
-    warm_up: untimed steps before them.
-    arithmetic: seconds of an update whose messages cost nothing, all workers at work at once.
-    selection: seconds of that until the first message.
-    words: 4-byte words that the worker sent that sent most, mean over the timed steps.
-    messages: of one worker, one after the other, counted from the schedule.
-    checked: the laws that were checked after every timed step: "C" nothing is lost, "R" the same bits everywhere.
-    wrong: entries that broke one of them, summed over the steps.
-  """
-
-  algorithm: str
-  engine: str
-  workers: int
-  n: int
-  density: float
-  rate: str
-  gradients: str
-  pinned: bool
-  seconds: float
-  mean: float
-  p90: float
-  steps: int
-  warm_up: int
-  arithmetic: float
-  selection: float
-  words: float
-  messages: int
-  checked: str
-  wrong: int
+  algorithm: str  # as it was asked for
+  engine: str  # where the workers ran
+  workers: int  # P
+  n: int  # gradient entries
+  density: float  # of the entries that a sparse algorithm delivers
+  rate: str  # of the links of the lab, or ""
+  gradients: str  # "recorded" or "normal"
+  pinned: bool  # whether each rank had a core of its own
+  seconds: float  # median of one update; of the slowest worker in each step
+  mean: float  # likewise
+  p90: float  # 90th percentile, likewise
+  steps: int  # how many were timed: those of whole periods where the algorithm has one
+  warm_up: int  # untimed steps before them
+  arithmetic: float  # seconds of an update whose messages cost nothing, all workers at work at once
+  selection: float  # seconds of that until the first message
+  words: float  # 4-byte words that the worker sent that sent most, mean over the timed steps
+  messages: int  # of one worker, one after the other, counted from the schedule
+  checked: str  # the laws that were checked after every timed step: "C" nothing is lost, "R" the same bits everywhere
+  wrong: int  # entries that broke one of them, summed over the steps
 
   @property
   def wire(self) -> float:
@@ -92,17 +70,11 @@ class Row(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """The steps of one measurement.
+  """The steps of one measurement."""
 
-  Attributes:
-    warm_up: untimed ones, of which the first compiles; residuals grow in them.
-    timed: those that count.
-    period: steps after which the algorithm's work repeats, 1 for no period.
-  """
-
-  warm_up: int
-  timed: int
-  period: int
+  warm_up: int  # untimed ones, of which the first compiles; residuals grow in them
+  timed: int  # those that count
+  period: int  # steps after which the algorithm's work repeats, 1 for no period
 
 
 def plan(collective: js.Collective, warm_up: int, repetitions: int) -> Plan:
@@ -126,16 +98,7 @@ def plan(collective: js.Collective, warm_up: int, repetitions: int) -> Plan:
 
 
 class Bench:
-  """The workers, and what measures them.
-
-  Args:
-    workers: of this run.
-    engine: its name.
-    n: gradient entries.
-    warm_up: untimed steps of an algorithm.
-    repetitions: timed steps of one without a period.
-    gradients: makes the gradients of all workers in a step; independent normals by default.
-  """
+  """The workers, and what measures them."""
 
   def __init__(
     self,

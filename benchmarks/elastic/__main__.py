@@ -56,33 +56,21 @@ _PARTS = ("end, start", "import, join", "restore, resize", "compile, step")  # o
 
 
 class Run(NamedTuple):
-  """A run and its outcome.
+  """A run and its outcome."""
 
-  Attributes:
-    run: the numbers of workers, or what became of the residual of the lost one.
-    seed: of the parameters and the batches.
-    accuracy, delivered, lost: see `phases.Outcome`.
-  """
-
-  run: str
-  seed: int
+  run: str  # the numbers of workers, or what became of the residual of the lost one
+  seed: int  # of the parameters and the batches
   accuracy: float
   delivered: float
   lost: float
 
 
 class Lost(NamedTuple):
-  """The residual of the lost worker, r/P, as a multiple of the update that one step delivers: ratios of ℓ₂ norms.
+  """The residual of the lost worker, r/P, as a multiple of the update that one step delivers: ratios of ℓ₂ norms."""
 
-  Attributes:
-    seed: of the run.
-    all: of r.
-    since: of what r has changed by since the last checkpoint.
-  """
-
-  seed: int
-  all: float
-  since: float
+  seed: int  # of the run
+  all: float  # of r
+  since: float  # of what r has changed by since the last checkpoint
 
 
 def settings(seed: int) -> Settings:

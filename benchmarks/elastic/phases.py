@@ -29,68 +29,42 @@ _MARKS = ("began", "joined", "restored", "stepped")  # what a phase records of i
 
 
 class Settings(NamedTuple):
-  """What all phases of a run have in common.
+  """What all phases of a run have in common."""
 
-  Attributes:
-    seed: of the parameters and of the order of the batches.
-    steps: of the whole run.
-    batch: examples of all workers together in a step, for any number of workers.
-    density: of SparDL.
-    rate: peak learning rate of SGD, with cosine decay.
-    save_every: steps between two checkpoints.
-  """
-
-  seed: int
-  steps: int
-  batch: int
-  density: float
-  rate: float
-  save_every: int
+  seed: int  # of the parameters and of the order of the batches
+  steps: int  # of the whole run
+  batch: int  # examples of all workers together in a step, for any number of workers
+  density: float  # of SparDL
+  rate: float  # peak learning rate of SGD, with cosine decay
+  save_every: int  # steps between two checkpoints
 
 
 class Phase(NamedTuple):
-  """What the ranks of a phase are told.
+  """What the ranks of a phase are told."""
 
-  Attributes:
-    folder: of the run, for checkpoints, marks and the outcome.
-    until: the step that ends the phase.
-    kill_at: the step after which rank `DYING` kills itself in the first attempt; 0 for none.
-  """
-
-  folder: str
-  until: int
-  kill_at: int
+  folder: str  # of the run, for checkpoints, marks and the outcome
+  until: int  # the step that ends the phase
+  kill_at: int  # the step after which rank `DYING` kills itself in the first attempt; 0 for none
 
 
 class Outcome(NamedTuple):
-  """A run at its end.
+  """A run at its end."""
 
-  Attributes:
-    accuracy: test accuracy.
-    delivered: 1 − ‖G − D‖₁ / ‖G‖₁, where G is the sum over steps of the mean gradient of all workers, and D that of
-      the updates that SparDL delivered.
-    lost: ‖G − D − O‖₁ / ‖G‖₁, where O is what the workers owe at the end, the mean of their residuals.
-  """
-
-  accuracy: float
+  accuracy: float  # test accuracy
+  # 1 − ‖G − D‖₁ / ‖G‖₁, where G is the sum over steps of the mean gradient of all workers, and D that of the updates
+  # that SparDL delivered
   delivered: float
-  lost: float
+  lost: float  # ‖G − D − O‖₁ / ‖G‖₁, where O is what the workers owe at the end, the mean of their residuals
 
 
 class Recovery(NamedTuple):
-  """The seconds between the end of a phase and the first step of the next one.
+  """The seconds between the end of a phase and the first step of the next one."""
 
-  Attributes:
-    change: the number of workers before and after.
-    seed: of the run.
-    parts: until the new processes start, they have joined, the state is that of the new workers, a step is done.
-    again: steps since the checkpoint, which are done again.
-  """
-
-  change: str
-  seed: int
+  change: str  # the number of workers before and after
+  seed: int  # of the run
+  # until the new processes start, they have joined, the state is that of the new workers, a step is done
   parts: list[float]
-  again: int
+  again: int  # steps since the checkpoint, which are done again
 
 
 class Training:
@@ -119,15 +93,7 @@ class Training:
   def train(
     self, params: Any, state: Any, gradients: np.ndarray, steps: range, then: Callable[..., None] = lambda *_: None
   ) -> tuple[Any, Any, np.ndarray]:
-    """Trains for some steps, calls `then` after each with its number and the present values, and returns these.
-
-    Args:
-      params: the parameters, which are donated.
-      state: of the optimizer, which is donated.
-      gradients: f64[n], the sum of the mean gradients of all steps before; it grows in the process that reports.
-      steps: the numbers of the steps that are done before each step.
-      then: (step, params, state, gradients).
-    """
+    """Trains for some steps, calls `then` after each with its number and the present values, and returns these."""
     batches = self._task.batches(self.settings.seed, self.place, self.settings.batch // self.place.size)
     for number, batch in zip(steps, itertools.islice(batches, steps.start, None), strict=False):
       if self.place.reports:

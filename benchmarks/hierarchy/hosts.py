@@ -21,37 +21,22 @@ AXES = ("hosts", "devices")
 
 
 class Row(NamedTuple):
-  """One way to train at one rate.
+  """One way to train at one rate."""
 
-  Attributes:
-    rate: of the links.
-    way: one of WAYS.
-    n: number of parameters.
-    seconds: of a step, median.
-    bytes: that the host that sent most has sent in a step, mean; 0 without a network of its own.
-    loss: of the last step.
-  """
-
-  rate: str
-  way: str
-  n: int
-  seconds: float
-  bytes: float
-  loss: float
+  rate: str  # of the links
+  way: str  # one of WAYS
+  n: int  # number of parameters
+  seconds: float  # of a step, median
+  bytes: float  # that the host that sent most has sent in a step, mean; 0 without a network of its own
+  loss: float  # of the last step
 
 
 class Trained(NamedTuple):
-  """A way to train: the step, and where it starts.
+  """A way to train: the step, and where it starts."""
 
-  Attributes:
-    step: (params, state, batch) -> (params, state, loss).
-    params: with the shardings of the way.
-    state: of the optimizer.
-  """
-
-  step: Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]
-  params: Any
-  state: Any
+  step: Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]  # (params, state, batch) -> (params, state, loss)
+  params: Any  # with the shardings of the way
+  state: Any  # of the optimizer
 
 
 def sharded(mesh: Mesh, leaf: jax.Array) -> NamedSharding:
@@ -103,11 +88,7 @@ def _placed(tree: Any, shardings: Any) -> Any:
 
 
 def measured(name: str, mesh: Mesh, rate: str, width: int, blocks: int, batch: int, density: float, steps: int) -> Row:
-  """Trains in one way, and times all steps but the first two.
-
-  Raises:
-    RuntimeError: if the loss does not fall.
-  """
+  """Trains in one way, and times all steps but the first two."""
   graph, params = nnx.split(lm.Transformer(nnx.Rngs(0), width=width, blocks=blocks), nnx.Param)
   n = sum(leaf.size for leaf in jax.tree.leaves(params))
 

@@ -47,17 +47,6 @@ def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
 
   Inside the block SIGTERM and SIGHUP raise `SystemExit`, unless the program has handlers of its own. Labs of processes
   that were killed are removed first.
-
-  Args:
-    hosts: from 1 to 250.
-    rate: of each link in both directions, as `tc` writes it: "100mbit", "1gbit"; None for links that are not shaped.
-
-  Returns:
-    The hosts, which resolve each other's names; `name` is also that of the namespace.
-
-  Raises:
-    ValueError: for arguments outside these.
-    LabUnavailable: without root, without the tools, or where the kernel refuses.
   """
   check(hosts, rate)
   shape = None if rate is None else _shape(rate)
@@ -108,11 +97,7 @@ def _host(name: str, number: int) -> Host:
 
 
 def bits(rate: str) -> float:
-  """What a rate in the notation of `tc` is in bits a second.
-
-  Raises:
-    ValueError: if `rate` is not a rate, or outside the limits of a lab.
-  """
+  """What a rate in the notation of `tc` is in bits a second."""
   form = _RATE.fullmatch(rate)
   found = 0.0
   if form:
@@ -202,11 +187,7 @@ def _write_names(team: list[Host]) -> None:
 
 
 def _tell(tool: list[str], lines: list[str]) -> None:
-  """Has `ip` or `tc` carry out all lines in one process.
-
-  Raises:
-    LabUnavailable: for the first that fails.
-  """
+  """Has `ip` or `tc` carry out all lines in one process."""
   done = batch(tool, lines)
   if done.returncode:
     reason = "; ".join(line.strip() for line in done.stderr.splitlines())

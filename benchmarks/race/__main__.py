@@ -92,25 +92,15 @@ _OF_RANKS = (  # flags that a rank has as they are here
 
 
 class Plan(NamedTuple):
-  """What the flags ask for.
+  """What the flags ask for."""
 
-  Attributes:
-    runners: the methods with each optimizer, dense first.
-    seeds: of the trainings.
-    parts: to measure.
-    rates: of the links.
-    length: of a training.
-    task: to train; None if only tables and figure are to be made.
-    setting: that all rows of a file have in common; None for that of the file.
-  """
-
-  runners: list[Runner]
-  seeds: list[int]
-  parts: list[str]
-  rates: list[str]
-  length: Length
-  task: Task | None
-  setting: dict[str, Any] | None
+  runners: list[Runner]  # the methods with each optimizer, dense first
+  seeds: list[int]  # of the trainings
+  parts: list[str]  # to measure
+  rates: list[str]  # of the links
+  length: Length  # of a training
+  task: Task | None  # to train; None if only tables and figure are to be made
+  setting: dict[str, Any] | None  # that all rows of a file have in common; None for that of the file
 
 
 def _plan() -> Plan:

@@ -27,17 +27,11 @@ _REPETITIONS = 9  # of the parts of a step
 
 
 class Race(NamedTuple):
-  """What all methods have in common.
+  """What all methods have in common."""
 
-  Attributes:
-    task: to train.
-    place: the workers.
-    batch_size: inputs of each worker in a step.
-  """
-
-  task: Task
-  place: Workers
-  batch_size: int
+  task: Task  # to train
+  place: Workers  # the workers
+  batch_size: int  # inputs of each worker in a step
 
 
 class Runner(NamedTuple):
@@ -56,21 +50,13 @@ class Runner(NamedTuple):
 
 
 class Length(NamedTuple):
-  """How long a training takes.
+  """How long a training takes."""
 
-  Attributes:
-    steps: at least so many.
-    most: and at most so many, until the target is reached.
-    every: steps from one evaluation to the next.
-    target: the loss to reach, None for none.
-    seconds: on the clock after which it ends, None for any.
-  """
-
-  steps: int
-  most: int
-  every: int
-  target: float | None = None
-  seconds: float | None = None
+  steps: int  # at least so many
+  most: int  # and at most so many, until the target is reached
+  every: int  # steps from one evaluation to the next
+  target: float | None = None  # the loss to reach, None for none
+  seconds: float | None = None  # on the clock after which it ends, None for any
 
   def is_done(self, steps: int, losses: list[float], seconds: float = 0.0) -> bool:
     """Whether these steps, losses and seconds are enough; those of a training that has diverged are."""

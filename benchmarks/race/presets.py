@@ -10,37 +10,25 @@ from benchmarks.race.standings import Target, standings
 
 
 class Ratio(NamedTuple):
-  """A number of a paper's that compares two methods.
+  """A number of a paper's that compares two methods."""
 
-  Attributes:
-    above: the method whose number is divided.
-    below: the method by whose number.
-    of: seconds to the same loss, the loss after as many steps, or seconds a step.
-  """
-
-  above: str
-  below: str
-  of: Literal["seconds", "loss", "pace"]
+  above: str  # the method whose number is divided
+  below: str  # the method by whose number
+  of: Literal["seconds", "loss", "pace"]  # seconds to the same loss, the loss after as many steps, or seconds a step
 
 
 class Preset(NamedTuple):
   """Flags of a paper's recipe; their numbers of steps fit this machine.
-
-  Attributes:
-    paper: whose it is, and where.
-    flags: their values.
-    paper_steps: of the paper's training.
-    cells: of `paper_tables.toml`, which a race with these flags measures.
 
   Example:
     >>> PRESETS["spardl-fig6c"].paper_steps  # 120 epochs of 50,000 images, 6 workers with 16 each
     62500
   """
 
-  paper: str
-  flags: dict[str, Any]
-  paper_steps: int
-  cells: Mapping[str, Ratio] = {}
+  paper: str  # whose it is, and where
+  flags: dict[str, Any]  # their values
+  paper_steps: int  # of the paper's training
+  cells: Mapping[str, Ratio] = {}  # of `paper_tables.toml`, which a race with these flags measures
 
   def measured(self, results: Results, target: Target) -> dict[str, float]:
     """Our numbers of the cells at the first rate, by name, where both methods have one from every seed.

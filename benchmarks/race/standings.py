@@ -17,17 +17,11 @@ DENSE = "dense"
 
 
 class Spread(NamedTuple):
-  """Numbers of several seeds.
+  """Numbers of several seeds."""
 
-  Attributes:
-    mean: over the seeds that have the number.
-    deviation: standard deviation of these, 0 for one seed.
-    missing: seeds without a finite number: not trained, not as far, or diverged.
-  """
-
-  mean: float
-  deviation: float
-  missing: int = 0
+  mean: float  # over the seeds that have the number
+  deviation: float  # standard deviation of these, 0 for one seed
+  missing: int = 0  # seeds without a finite number: not trained, not as far, or diverged
 
   @classmethod
   def of(cls, values: Sequence[float | None]) -> "Spread | None":
@@ -42,17 +36,13 @@ class Spread(NamedTuple):
 class Target(NamedTuple):
   """The loss to reach.
 
-  Attributes:
-    steps: dense's loss after these, from the same seed,
-    loss: unless this one is given, the same for all seeds.
-
   Example:
     >>> str(Target(300)), str(Target(300, 0.5))
     ("dense's loss after 300 steps", 'a loss of 0.5')
   """
 
-  steps: int
-  loss: float | None = None
+  steps: int  # dense's loss after these, from the same seed,
+  loss: float | None = None  # unless this one is given, the same for all seeds
 
   def __str__(self) -> str:
     return f"dense's loss after {self.steps} steps" if self.loss is None else f"a loss of {self.loss:g}"
@@ -70,32 +60,19 @@ class Target(NamedTuple):
 
 
 class Standing(NamedTuple):
-  """One method at one rate.
+  """One method at one rate."""
 
-  Attributes:
-    method: its label.
-    optimizer: name and rate.
-    words: 4-byte words a step.
-    drift: the largest distance of the workers' parameters to their mean.
-    pace: seconds a step and their parts, None where they were not measured.
-    steps: to the target.
-    loss: after as many steps as dense.
-    seconds: to the target.
-    speed_up: dense's seconds to the target / this one's, from the same seeds.
-    more_steps: to the target / those of dense, from the same seeds.
-    loss_in_time: after the seconds in which the first method reached the target, as far as all curves go that do.
-  """
-
-  method: str
-  optimizer: str
-  words: float
-  drift: float
-  pace: Pace | None
-  steps: Spread | None
-  loss: Spread | None
-  seconds: Spread | None
-  speed_up: Spread | None
-  more_steps: Spread | None
+  method: str  # its label
+  optimizer: str  # name and rate
+  words: float  # 4-byte words a step
+  drift: float  # the largest distance of the workers' parameters to their mean
+  pace: Pace | None  # seconds a step and their parts, None where they were not measured
+  steps: Spread | None  # to the target
+  loss: Spread | None  # after as many steps as dense
+  seconds: Spread | None  # to the target
+  speed_up: Spread | None  # dense's seconds to the target / this one's, from the same seeds
+  more_steps: Spread | None  # to the target / those of dense, from the same seeds
+  # after the seconds in which the first method reached the target, as far as all curves go that do
   loss_in_time: Spread | None = None
 
 
@@ -151,13 +128,7 @@ def baselines(results: Results, steps: int) -> dict[int, Curve]:
 
 
 def standings(results: Results, rate: str, target: Target) -> list[Standing]:
-  """The methods, the fastest first; those that do not reach the target, or have no pace, at the end.
-
-  Args:
-    results: curves and paces.
-    rate: of the links.
-    target: the loss to reach.
-  """
+  """The methods, the fastest first; those that do not reach the target, or have no pace, at the end."""
   dense, targets = baselines(results, target.steps), target.of_seeds(results)
   paces: dict[str, Pace] = {pace.method: pace for pace in results.find("paces", rate=rate)}
   groups: dict[tuple[str, str], dict[int, Curve]] = {}

@@ -33,29 +33,17 @@ _LOWERINGS: list[float] = []  # seconds of each lowering since it was cleared
 
 
 class Program(NamedTuple):
-  """Seconds to make one program, medians over the runs.
+  """Seconds to make one program, medians over the runs."""
 
-  Attributes:
-    algorithm: as it was asked for.
-    workers: P.
-    messages: of one update, counted from the schedule; where sizes vary, in the branches with the most words.
-    collectives: collective operations in the compiled program, those of all branches and of agreements included.
-    trace: from Python to a jaxpr.
-    lower: from the jaxpr to StableHLO.
-    compile: from StableHLO to machine code.
-    cpu: processor seconds of all three phases, over all threads; they depend less on the machine's load.
-    runs: how often it was made.
-  """
-
-  algorithm: str
-  workers: int
-  messages: int
-  collectives: int
-  trace: float
-  lower: float
-  compile: float
-  cpu: float
-  runs: int = 1
+  algorithm: str  # as it was asked for
+  workers: int  # P
+  messages: int  # of one update, counted from the schedule; where sizes vary, in the branches with the most words
+  collectives: int  # collective operations in the compiled program, those of all branches and of agreements included
+  trace: float  # from Python to a jaxpr
+  lower: float  # from the jaxpr to StableHLO
+  compile: float  # from StableHLO to machine code
+  cpu: float  # processor seconds of all three phases, over all threads; they depend less on the machine's load
+  runs: int = 1  # how often it was made
 
   @property
   def total(self) -> float:
@@ -64,25 +52,15 @@ class Program(NamedTuple):
 
 
 class Growth(NamedTuple):
-  """How the seconds of one phase grow: the line a + b log₂P nearest to them.
+  """How the seconds of one phase grow: the line a + b log₂P nearest to them."""
 
-  Attributes:
-    algorithm: as it was asked for.
-    phase: one of `PHASES`, their "total", or "cpu".
-    a: seconds.
-    b: seconds for twice as many workers.
-    residual: the largest distance of a measurement from the line, in seconds.
-    ratio: how many times longer the largest P takes than the smallest.
-    log_ratio: the same of log₂P.
-  """
-
-  algorithm: str
-  phase: str
-  a: float
-  b: float
-  residual: float
-  ratio: float
-  log_ratio: float
+  algorithm: str  # as it was asked for
+  phase: str  # one of `PHASES`, their "total", or "cpu"
+  a: float  # seconds
+  b: float  # seconds for twice as many workers
+  residual: float  # the largest distance of a measurement from the line, in seconds
+  ratio: float  # how many times longer the largest P takes than the smallest
+  log_ratio: float  # the same of log₂P
 
 
 def cpu_devices(number: int) -> list[jax.Device]:
@@ -147,25 +125,15 @@ def make(program_of: ProgramOf, spec: specs.Spec, n: int, mesh: Mesh) -> Program
 
 
 class Plan(NamedTuple):
-  """The programs to make.
+  """The programs to make."""
 
-  Attributes:
-    program_of: `step_of` or `update_of`.
-    labels: of the algorithms.
-    sizes: numbers of workers P, increasing.
-    n: gradient entries.
-    density: of the entries to deliver.
-    repeats: how often each program is made.
-    patience: seconds; no larger P for an algorithm once a program took longer.
-  """
-
-  program_of: ProgramOf
-  labels: Sequence[str]
-  sizes: Sequence[int]
-  n: int
-  density: float
-  repeats: int
-  patience: float
+  program_of: ProgramOf  # `step_of` or `update_of`
+  labels: Sequence[str]  # of the algorithms
+  sizes: Sequence[int]  # numbers of workers P, increasing
+  n: int  # gradient entries
+  density: float  # of the entries to deliver
+  repeats: int  # how often each program is made
+  patience: float  # seconds; no larger P for an algorithm once a program took longer
 
 
 def make_all(plan: Plan, on_program: Callable[[], None]) -> list[Program]:

@@ -14,17 +14,11 @@ BEST = "teams=best"
 
 
 class Network(NamedTuple):
-  """What a message costs.
+  """What a message costs."""
 
-  Attributes:
-    name: as the user wrote it.
-    alpha: seconds a message.
-    beta: seconds a byte.
-  """
-
-  name: str
-  alpha: float
-  beta: float
+  name: str  # as the user wrote it
+  alpha: float  # seconds a message
+  beta: float  # seconds a byte
 
 
 PRESETS = {
@@ -38,34 +32,20 @@ PRESETS = {
 
 
 class Predicted(NamedTuple):
-  """One algorithm at one number of workers in one network.
+  """One algorithm at one number of workers in one network."""
 
-  Attributes:
-    network: its name.
-    workers: P.
-    algorithm: as it was asked for.
-    teams: what `teams=best` stands for here; None without it.
-    messages: a worker.
-    words: 4-byte words a worker.
-    seconds: on the wire.
-    replicates: whether the total is the same on every worker.
-  """
-
-  network: str
-  workers: int
-  algorithm: str
-  teams: int | None
-  messages: int
-  words: int
-  seconds: float
-  replicates: bool
+  network: str  # its name
+  workers: int  # P
+  algorithm: str  # as it was asked for
+  teams: int | None  # what `teams=best` stands for here; None without it
+  messages: int  # a worker
+  words: int  # 4-byte words a worker
+  seconds: float  # on the wire
+  replicates: bool  # whether the total is the same on every worker
 
 
 def parse_network(text: str) -> Network:
   """A network from the flag.
-
-  Raises:
-    ValueError: for an unknown name, or anything but two positive numbers.
 
   Example:
     >>> parse_network("wifi:alpha=2e-3:beta=4e-8")
@@ -86,11 +66,7 @@ def parse_network(text: str) -> Network:
 
 
 def predict(label: str, workers: int, networks: Sequence[Network], n: int, density: float) -> list[Predicted]:
-  """One algorithm in every network.
-
-  Raises:
-    ValueError: for an unknown name, or options that are rejected.
-  """
+  """One algorithm in every network."""
   teams: list[int | None] = [None]
   if BEST in label.split(":"):
     teams = [d for d in range(1, workers + 1) if workers % d == 0]

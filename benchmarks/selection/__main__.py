@@ -110,29 +110,17 @@ _JSON = flags.DEFINE_bool(
 
 
 class Row(NamedTuple):
-  """Selection from one input, medians in seconds.
+  """Selection from one input, medians in seconds."""
 
-  Attributes:
-    input: its name.
-    lax_top_k: `lax.top_k` of the magnitudes.
-    top_k: `js.select.top_k`.
-    threshold: indices and values of the entries that reach the k-th magnitude, up to about k of them.
-    candidates: `select.candidates` of one block.
-    read: the sum of the magnitudes.
-    method: the one that `js.select.top_k` chose.
-    missed: whether its bracket held too few or too many entries, so that it bisected as well.
-    hit: whether the k largest are among the candidates.
-  """
-
-  input: str
-  lax_top_k: float
-  top_k: float
-  threshold: float
-  candidates: float
-  read: float
-  method: str
-  missed: bool
-  hit: bool
+  input: str  # its name
+  lax_top_k: float  # `lax.top_k` of the magnitudes
+  top_k: float  # `js.select.top_k`
+  threshold: float  # indices and values of the entries that reach the k-th magnitude, up to about k of them
+  candidates: float  # `select.candidates` of one block
+  read: float  # the sum of the magnitudes
+  method: str  # the one that `js.select.top_k` chose
+  missed: bool  # whether its bracket held too few or too many entries, so that it bisected as well
+  hit: bool  # whether the k largest are among the candidates
 
 
 def _by_threshold(x: jax.Array, bound: jax.Array, k: int) -> tuple[js.Sparse, jax.Array]:
@@ -147,13 +135,7 @@ def _candidates(x: jax.Array, k: int) -> Candidates:
 
 
 class Bench:
-  """The programs for k of n entries, compiled once.
-
-  Args:
-    n: entries.
-    density: fraction of them to select.
-    repetitions: of each program.
-  """
+  """The programs for k of n entries, compiled once."""
 
   def __init__(self, n: int, density: float, repetitions: int):
     self._n, self._k, self._repetitions = n, math.ceil(density * n), repetitions
@@ -164,11 +146,7 @@ class Bench:
     self._candidates = jax.jit(functools.partial(_candidates, k=k))
 
   def row(self, name: str) -> Row:
-    """Checks and times selection from one input.
-
-    Raises:
-      RuntimeError: if a result is not what `lax.top_k` says.
-    """
+    """Checks and times selection from one input."""
     x = jnp.asarray(INPUTS[name](np.random.default_rng(0), self._n), jnp.float32)
     bound, hit = self._checked(name, x)
     seconds = interleaved(

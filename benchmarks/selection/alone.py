@@ -19,25 +19,15 @@ READ = jax.jit(lambda x: jnp.abs(x).sum())
 
 
 class Update(NamedTuple):
-  """One update of one worker alone.
+  """One update of one worker alone."""
 
-  Attributes:
-    workers: P.
-    seconds: median of one update.
-    read: of one read of the gradient in the same run.
-    buffers: memory it takes at its peak beyond gradient and state, its own mean included, in arrays of n float32.
-    fallbacks: how many of its `lax.cond`s took the exact fallback over whole blocks, in one more update.
-    choices: how many such `lax.cond`s it has.
-    passes: over arrays of n entries.
-  """
-
-  workers: int
-  seconds: float
-  read: float
-  buffers: float
-  fallbacks: int
-  choices: int
-  passes: list[Pass]
+  workers: int  # P
+  seconds: float  # median of one update
+  read: float  # of one read of the gradient in the same run
+  buffers: float  # memory it takes at its peak beyond gradient and state, its own mean included, in arrays of n float32
+  fallbacks: int  # how many of its `lax.cond`s took the exact fallback over whole blocks, in one more update
+  choices: int  # how many such `lax.cond`s it has
+  passes: list[Pass]  # over arrays of n entries
 
   @property
   def touched(self) -> float:
@@ -71,11 +61,7 @@ def fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
 
 
 def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
-  """One SparDL update of one of `size` workers, whose messages are copies.
-
-  Raises:
-    RuntimeError: if the mean or the residual is not finite.
-  """
+  """One SparDL update of one of `size` workers, whose messages are copies."""
   tx = js.make_transform("spardl", SoloComm(size), density=density)
   several = [jax.random.normal(jax.random.key(seed), (n,), jnp.float32) for seed in range(3)]
   state = tx.init(several[0])

@@ -10,41 +10,25 @@ from typing import NamedTuple
 
 
 class Pass(NamedTuple):
-  """What one instruction of a compiled program does with arrays of n entries.
+  """What one instruction of a compiled program does with arrays of n entries."""
 
-  Attributes:
-    name: of the instruction.
-    opcode: its kind.
-    reads: arrays of n float32 that it reads; of a conditional, in its cheapest branch; of a while loop, each time.
-    writes: how many it writes, likewise.
-    note: "in place" where it changes a few entries of one, and the passes that another branch or iteration adds.
-  """
-
-  name: str
-  opcode: str
+  name: str  # of the instruction
+  opcode: str  # its kind
+  # arrays of n float32 that it reads; of a conditional, in its cheapest branch; of a while loop, each time
   reads: float
-  writes: float
-  note: str
+  writes: float  # how many it writes, likewise
+  note: str  # "in place" where it changes a few entries of one, and the passes that another branch or iteration adds
 
 
 class _Instruction(NamedTuple):
-  """One line of a program in XLA's text form.
+  """One line of a program in XLA's text form."""
 
-  Attributes:
-    name: of the instruction and its result.
-    opcode: its kind.
-    weight: what its result holds in arrays of n float32, arrays of far fewer entries left out.
-    operands: names in the same computation.
-    calls: names of computations.
-    is_root: whether it is the result of its computation.
-  """
-
-  name: str
-  opcode: str
-  weight: float
-  operands: list[str]
-  calls: list[str]
-  is_root: bool
+  name: str  # of the instruction and its result
+  opcode: str  # its kind
+  weight: float  # what its result holds in arrays of n float32, arrays of far fewer entries left out
+  operands: list[str]  # names in the same computation
+  calls: list[str]  # names of computations
+  is_root: bool  # whether it is the result of its computation
 
 
 _Computation = dict[str, _Instruction]
@@ -65,10 +49,6 @@ def passes_of(text: str, n: int) -> list[Pass]:
   """What the instructions of a compiled program read and write of arrays of about n entries, n/2 at least.
 
   Instructions that do neither are left out.
-
-  Args:
-    text: `compiled.as_text()`.
-    n: entries.
   """
   program, entry = _parsed(text, n)
   return [one for one in _passes_in(program, entry) if one.reads or one.writes or one.note]

@@ -24,20 +24,7 @@ class Dataset(NamedTuple):
 
 
 def load(name: str, data_dir: str | None = None, fold: int = 0, folds: int = FOLDS) -> Dataset:
-  """The data set of that name.
-
-  Args:
-    name: "digits" or "cifar10".
-    data_dir: for CIFAR-10, the folder of its files.
-    fold: of the digits: images fold, fold + folds, fold + 2 · folds, … are for the test, so that the folds together
-      test every image once.
-    folds: for cross-validation of the digits.
-
-  Raises:
-    ValueError: for an unknown name, a `data_dir` that is missing or not used, a file that does not hold what it should,
-      or a fold that does not exist.
-    FileNotFoundError: for a missing file, saying what was expected where.
-  """
+  """The data set of that name."""
   if folds < 2 or not 0 <= fold < folds:
     raise ValueError(f"fold={fold} of folds={folds}, choose at least two folds, and one of them")
   if name == "digits":

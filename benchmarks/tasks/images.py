@@ -19,11 +19,7 @@ SIDE = 32
 def make(
   name: str, module: Callable[[int], nnx.Module], data_dir: str | None, shape: tuple[int, int, int] = (SIDE, SIDE, 3)
 ) -> Task:
-  """The task of classifying images with `module`, whose inputs have this shape.
-
-  Raises:
-    FileNotFoundError: for a `data_dir` without the files of CIFAR-10, naming them.
-  """
+  """The task of classifying images with `module`, whose inputs have this shape."""
   images = data.load("cifar10", data_dir) if data_dir else data.load("digits")
   train, test = (_shaped(part, shape) for part in (images.train_images, images.test_images))
   digest = hashlib.sha256(images.train_images.tobytes() + images.test_images.tobytes()).hexdigest()

@@ -19,15 +19,7 @@ IMAGES: dict[str, Callable[[str | None], Task]] = {
 
 
 def make(name: str, data_dir: str | None = None) -> Task:
-  """The task of that name.
-
-  Args:
-    name: of a task on text or on images.
-    data_dir: the folder of CIFAR-10, for images; digits without it.
-
-  Raises:
-    ValueError: for an unknown name, or a folder for a task on text.
-  """
+  """The task of that name."""
   if name in TEXTS:
     if data_dir:
       raise ValueError(f"--data_dir={data_dir} is for tasks on images, {', '.join(IMAGES)}; --task={name} has a text")

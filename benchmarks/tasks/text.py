@@ -23,19 +23,12 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Text(NamedTuple):
-  """Text to learn from and text to be tested on.
+  """Text to learn from and text to be tested on."""
 
-  Attributes:
-    train: u8[bytes].
-    held_out: u8[bytes].
-    digest: SHA-256 of both, in hexadecimal.
-    name: in words.
-  """
-
-  train: np.ndarray
-  held_out: np.ndarray
-  digest: str
-  name: str
+  train: np.ndarray  # u8[bytes]
+  held_out: np.ndarray  # u8[bytes]
+  digest: str  # SHA-256 of both, in hexadecimal
+  name: str  # in words
 
   def __str__(self) -> str:
     version = ".".join(map(str, sys.version_info[:3]))

@@ -17,41 +17,23 @@ CURVE_POINTS = 40  # evaluations during a run
 
 
 class Run(NamedTuple):
-  """The measurements of one algorithm from one seed.
+  """The measurements of one algorithm from one seed."""
 
-  Attributes:
-    algorithm: as it was asked for.
-    optimizer: with its peak rate, as the flag names it.
-    seed: of the parameters and the order of the batches.
-    test_accuracy: fraction of the test set classified correctly after the last step.
-    test_loss: mean loss over the test set after the last step.
-    train_loss: mean loss over the training set after the last step.
-    words_per_step: 4-byte words that a worker sent in one step, mean over the steps.
-    messages_per_step: messages that one worker sends in one step, one after the other, counted from the schedule.
-    seconds_per_step: median, evaluation and compilation left out.
-    residual_norm: ℓ₂ norm of all residuals after the last step.
-    steps: the steps at which the accuracy was measured.
-    accuracy: test accuracy at those steps.
-    loss: training loss of the batch at those steps.
-    trace: metrics of `js.metrics` by name, in every step.
-    fold: of cross-validation, that was left out for the test.
-  """
-
-  algorithm: str
-  optimizer: str
-  seed: int
-  test_accuracy: float
-  test_loss: float
-  train_loss: float
-  words_per_step: float
-  messages_per_step: int
-  seconds_per_step: float
-  residual_norm: float
-  steps: list[int]
-  accuracy: list[float]
-  loss: list[float]
-  trace: dict[str, list[float]]
-  fold: int = 0
+  algorithm: str  # as it was asked for
+  optimizer: str  # with its peak rate, as the flag names it
+  seed: int  # of the parameters and the order of the batches
+  test_accuracy: float  # fraction of the test set classified correctly after the last step
+  test_loss: float  # mean loss over the test set after the last step
+  train_loss: float  # mean loss over the training set after the last step
+  words_per_step: float  # 4-byte words that a worker sent in one step, mean over the steps
+  messages_per_step: int  # messages that one worker sends in one step, one after the other, counted from the schedule
+  seconds_per_step: float  # median, evaluation and compilation left out
+  residual_norm: float  # ℓ₂ norm of all residuals after the last step
+  steps: list[int]  # the steps at which the accuracy was measured
+  accuracy: list[float]  # test accuracy at those steps
+  loss: list[float]  # training loss of the batch at those steps
+  trace: dict[str, list[float]]  # metrics of `js.metrics` by name, in every step
+  fold: int = 0  # of cross-validation, that was left out for the test
 
 
 def train(
