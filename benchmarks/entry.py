@@ -1,14 +1,76 @@
 """Parses flags and runs a benchmark's `main`; expected errors become one line and exit status 1."""
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-from absl import app, logging
+from absl import app, flags, logging
 
 from jaxsparse import launch
 
 _OF_THE_PROGRAM = (jax.errors.JaxRuntimeError, NotImplementedError, RecursionError)  # errors that need their traceback
+
+flags.disclaim_key_flags()  # what is defined here is a flag of the benchmark that asks for it
+
+
+class _Numbers(flags.ListParser):
+  """Parses at least one number, separated by commas, each of which `one` accepts."""
+
+  def __init__(self, one: Any):
+    super().__init__()
+    self._one = one
+
+  def parse(self, argument: Any) -> Any:
+    """The numbers, each once."""
+    numbers = list(dict.fromkeys(self._one.parse(text) for text in super().parse(argument)))
+    if not numbers:
+      raise ValueError("give at least one number")
+    return numbers
+
+
+class _Repeated(flags.Flag):
+  """A flag whose lists are joined where it is given several times."""
+
+  def parse(self, argument: Any) -> None:
+    """Adds what is given once more."""
+    before = self.value if self.present else []
+    super().parse(argument)
+    self.value = list(dict.fromkeys([*before, *self.value]))
+
+
+def define_seeds(default: Sequence[int]) -> flags.FlagHolder[Any]:
+  """The flag --seed."""
+  parser, text = _Numbers(flags.IntegerParser(0, 2**32 - 1)), "Seeds of the parameters and of the batches."
+  serializer = flags.ListSerializer(",")
+  text += " Repeat it, or separate by commas."
+  return flags.DEFINE_flag(_Repeated(parser, serializer, "seed", list(default), text))
+
+
+def define_integers(name: str, default: Sequence[int], text: str, least: int = 1) -> flags.FlagHolder[Any]:
+  """A flag that holds whole numbers separated by commas, of at least `least`."""
+  parser = _Numbers(flags.IntegerParser(lower_bound=least))
+  return flags.DEFINE(parser, name, list(default), text, serializer=flags.ListSerializer(","))
+
+
+def require(flag: flags.FlagHolder[Any], holds: Callable[[Any], bool], choices: str) -> None:
+  """Refuses values of a flag for which `holds` is false; None is for no value."""
+  flags.register_validator(flag, lambda value: value is None or holds(value), f"choose {choices}")
+
+
+def define_report_dir(files: str) -> flags.FlagHolder[str]:
+  """The flag --report_dir."""
+  return flags.DEFINE_string("report_dir", "out", f"Folder for {files}.")
+
+
+def define_cache_dir() -> flags.FlagHolder[str]:
+  """The flag --cache_dir."""
+  return flags.DEFINE_string("cache_dir", "out/cache", "Folder for recorded gradients and compiled programs.")
+
+
+def define_json() -> flags.FlagHolder[bool]:
+  """The flag --json."""
+  return flags.DEFINE_bool("json", False, "Print the result as JSON on standard output, all else on standard error.")
 
 
 def run(main: Callable[[], None]) -> None:

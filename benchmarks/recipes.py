@@ -23,6 +23,10 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
   "lars": optax.lars,
   "window_adam": window_adam,
 }
+HELP = (
+  f"Any of {', '.join(OPTIMIZERS)}, each with its rate and window_adam with its window, as in "
+  "window_adam:0.001:window=4."
+)
 
 
 class Optimizer(NamedTuple):

@@ -30,8 +30,6 @@ from benchmarks.tasks.base import model_of
 from jaxsparse import flatten
 from jaxsparse.train.engine import Engine, engine_of
 
-CACHE_HELP = "Folder for recorded gradients and compiled programs."
-
 _WORKERS, _SKIPPED, _STEPS = 8, 200, 100
 _BATCH, _RATE, _DENSITY = 4, 0.3, 0.01
 _SHIFT = 37  # steps by which workers that share a recorded one are apart
@@ -106,5 +104,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":  # the flag as well: who imports this module has one of the same name
-  flags.DEFINE_string("cache_dir", "out/cache", CACHE_HELP)
+  entry.define_cache_dir()
   entry.run(main)

@@ -57,15 +57,13 @@ class Workers(NamedTuple):
     return js.metrics(state, None if self.shares == self.size else self.axis)
 
 
-def launched(engine: str, workers: int, limit: float | None = None) -> bool:
+def launched(engine: str, workers: int) -> bool:
   """Runs this command again as `workers` ranks, if the engine takes ranks and this process is not one of them."""
-  if workers < 1:
-    raise ValueError(f"--workers={workers}, choose at least 1")
   if engine not in ("processes", "mpi") or launch.is_rank():
     return False
   spec = sys.modules["__main__"].__spec__
   program = ["-m", spec.name] if spec else [str(pathlib.Path(sys.argv[0]).resolve())]
-  launch.run([sys.executable, *program, *sys.argv[1:]], workers, "mpi" if engine == "mpi" else "processes", limit=limit)
+  launch.run([sys.executable, *program, *sys.argv[1:]], workers, "mpi" if engine == "mpi" else "processes")
   return True
 
 
@@ -86,8 +84,30 @@ def here(engine: str, workers: int) -> Workers:
     _check_ranks(workers, len(jax.devices()))
   else:
     launch.arrived()  # one process may have been started alone, to have devices of its own
-  mesh = mesh_of(workers)
+  if not jax.distributed.is_initialized():
+    jax.config.update("jax_num_cpu_devices", workers)
+  devices = jax.devices() if len(jax.devices()) >= workers else jax.devices("cpu")
+  mesh = Mesh(np.array(devices[:workers]), (AXIS,))
   return Workers(mesh, AXIS, workers, shares=workers, number=jax.process_index())
+
+
+def share_programs(folder: pathlib.Path) -> None:
+  """Keeps every compiled program in `folder` from now on, and has one rank compile for all; call it before `here`.
+
+  In a run of JAX's multi-process runtime rank 0 compiles a program or reads it from `folder`, and sends the binary to
+  the ranks that miss it. That takes the same cache key on all ranks: on CPU, JAX hashes the devices of the process
+  that asks, so the key of each rank differs and no rank but 0 would ever hit. Here the kinds of all devices are hashed
+  instead. The function that is replaced is private to JAX: where a version lacks it, every rank compiles for itself.
+  So do ranks of MPI, for mpi4jax writes the address of the communicator into every program that sends.
+  """
+  jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  from jax._src import cache_key
+
+  if hasattr(cache_key, "_hash_accelerator_config") and hasattr(cache_key, "_hash_devices"):
+    setattr(cache_key, "_hash_accelerator_config", cache_key._hash_devices)  # noqa: B010  # private, so untyped
+    jax.config.update("jax_share_binary_between_hosts", True)
 
 
 def pin() -> None:
@@ -100,16 +120,6 @@ def make_console(stderr: bool = False, quiet: bool = False) -> rich.console.Cons
   """A console as wide as the terminal; the terminal that mpirun gives a rank has no useful width."""
   width = None if sys.stdout.isatty() and not launch.is_rank() else 160
   return rich.console.Console(stderr=stderr, quiet=quiet, width=width)
-
-
-def mesh_of(workers: int) -> Mesh:
-  """A mesh of `workers` devices along `AXIS`: accelerators where there are enough, else forced CPU devices."""
-  if not jax.distributed.is_initialized():
-    jax.config.update("jax_num_cpu_devices", workers)
-  devices = jax.devices()
-  if len(devices) < workers:
-    devices = jax.devices("cpu")
-  return Mesh(np.array(devices[:workers]), (AXIS,))
 
 
 def _check_ranks(workers: int, ranks: int) -> None:

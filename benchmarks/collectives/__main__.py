@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import entry, netlab, papers, programs, recorded, specs, workers
+from benchmarks import entry, netlab, papers, recorded, specs, workers
 from benchmarks.collectives import rows
 from benchmarks.collectives.rows import Kept, Measured
 from benchmarks.collectives.updates import Bench
@@ -142,7 +142,7 @@ def _measure(setting: Setting, kept: Kept) -> bool:
   if _PIN.value:
     workers.pin()
   if _SHARE.value:
-    programs.share(pathlib.Path(_CACHE_DIR.value) / "programs")
+    workers.share_programs(pathlib.Path(_CACHE_DIR.value) / "programs")
   place = workers.here(_ENGINE.value, setting.workers)
   cases = setting.cases()[_FIRST.value :]
   profile = _profile(place, [spec for _, _, spec in cases])

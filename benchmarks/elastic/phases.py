@@ -47,16 +47,6 @@ class Phase(NamedTuple):
   kill_at: int  # the step after which rank `DYING` kills itself in the first attempt; 0 for none
 
 
-class Outcome(NamedTuple):
-  """A run at its end."""
-
-  accuracy: float  # test accuracy
-  # 1 − ‖G − D‖₁ / ‖G‖₁, where G is the sum over steps of the mean gradient of all workers, and D that of the updates
-  # that SparDL delivered
-  delivered: float
-  lost: float  # ‖G − D − O‖₁ / ‖G‖₁, where O is what the workers owe at the end, the mean of their residuals
-
-
 class Recovery(NamedTuple):
   """The seconds between the end of a phase and the first step of the next one."""
 
@@ -103,16 +93,17 @@ class Training:
       then(number + 1, params, state, gradients)
     return params, state, gradients
 
-  def outcome(self, params: Any, state: Any, gradients: np.ndarray) -> Outcome:
-    """The outcome of a run; every process calls."""
+  def outcome(self, params: Any, state: Any, gradients: np.ndarray) -> tuple[float, float, float]:
+    """(test accuracy, delivered, lost) of a run; every process calls.
+
+    With G the sum over steps of the mean gradient of all workers, D that of the updates that SparDL delivered and O
+    what the workers owe at the end, delivered is 1 − ‖G − D‖₁ / ‖G‖₁, and lost ‖G − D − O‖₁ / ‖G‖₁.
+    """
     owed, _ = js.flush(state, params, self.place.where)
     left = gradients - delivered(state)
     size = np.abs(gradients).sum() or 1.0
-    return Outcome(
-      self._model.accuracy(params),
-      float(1 - np.abs(left).sum() / size),
-      float(np.abs(left - _flat(owed)).sum() / size),
-    )
+    lost = np.abs(left - _flat(owed)).sum() / size
+    return self._model.accuracy(params), float(1 - np.abs(left).sum() / size), float(lost)
 
   def _everywhere(self, tree: Any) -> Any:
     """Copies that a step may take."""

@@ -1,9 +1,6 @@
 """A network lab on one machine: hosts with a network of their own, joined by a switch, over links of any speed.
 
-Every host is a network namespace, so its programs meet those of other hosts on the wire only; the switch is a bridge in
-a namespace of its own, and nothing of the lab is seen outside. Needs root and iproute2.
-
-`lab` makes one for a block of a program, `python -m benchmarks.netlab` for a command.
+`lab` makes one for a block of a program, `python -m benchmarks.netlab`, which explains it, for a command.
 """
 
 import contextlib
@@ -22,6 +19,7 @@ from jaxsparse.launch import HOSTS, Host
 
 SUBNET = "10.77.0.0/16"
 MOST_HOSTS = 250
+UNSHAPED = "none"  # the rate of links that are not shaped
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:([kmgt]i?)?(bit|bps))?", re.IGNORECASE)
 _LAB = threading.Lock()
@@ -46,10 +44,10 @@ def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
   """Makes a lab, and removes it with all processes in it when the block ends, whatever ends it.
 
   Inside the block SIGTERM and SIGHUP raise `SystemExit`, unless the program has handlers of its own. Labs of processes
-  that were killed are removed first.
+  that were killed are removed first. Raises LabUnavailable without root or the tools, or where the kernel refuses.
   """
   check(hosts, rate)
-  shape = None if rate is None else _shape(rate)
+  shape = None if rate is None or rate == UNSHAPED else _shape(rate)
   if not _LAB.acquire(blocking=False):
     raise RuntimeError("this process has a lab already: leave its block first")
   owner = f"jslab-{os.getpid()}-{started(os.getpid())}"
@@ -73,9 +71,13 @@ def check(hosts: int, rate: str | None) -> None:
   """Raises what `lab` does with these arguments, or on this machine, without making one."""
   if not 1 <= hosts <= MOST_HOSTS:
     raise ValueError(f"hosts={hosts}, choose from 1 to {MOST_HOSTS}")
-  if rate is not None:
+  if rate is not None and rate != UNSHAPED:
     bits(rate)
-  _check_machine()
+  if os.geteuid():
+    raise LabUnavailable("network namespaces need root: run it with sudo")
+  if missing := [tool for tool in ("ip", "tc", "unshare", "hostname") if not shutil.which(tool)]:
+    names = ", ".join(missing)
+    raise LabUnavailable(f"{names} not found: install iproute2, util-linux and hostname (/usr/sbin on PATH)")
 
 
 def sent_bytes() -> int:
@@ -126,16 +128,6 @@ def _shape(rate: str) -> _Shape:
   speed = bits(rate) / 8
   burst = int(16_000 + 0.3e-3 * speed)
   return _Shape(rate, burst, limit=burst + int(max(1e6, 0.1 * speed)), packet=min(burst // 2, 65_536))
-
-
-def _check_machine() -> None:
-  if os.geteuid():
-    raise LabUnavailable("network namespaces need root: run it with sudo")
-  missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if not shutil.which(tool)]
-  if missing:
-    raise LabUnavailable(
-      f"{', '.join(missing)} not found: install iproute2, util-linux and hostname (/usr/sbin on PATH)"
-    )
 
 
 def _build(switch: str, team: list[Host], shape: _Shape | None) -> None:

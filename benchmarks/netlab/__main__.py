@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
   try:
     if _LOOPBACK.value:
       return _run(command, {})
-    with lab(_HOSTS.value, None if _RATE.value == "none" else _RATE.value) as team:
+    with lab(_HOSTS.value, _RATE.value) as team:
       return _run(command, environment(team))
   except ValueError as error:
     sys.exit(f"error: --{error}")

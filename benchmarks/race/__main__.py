@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import rich.console
 from absl import flags
 
-from benchmarks import entry, methods, netlab, papers, programs, recipes, recorded, report, specs, workers
+from benchmarks import entry, methods, netlab, papers, recipes, report, specs, workers
 from benchmarks.race import measuring, presets
 from benchmarks.race import report as tables
 from benchmarks.race.measuring import Length, Race, Runner
@@ -52,50 +52,45 @@ _TASK = flags.DEFINE_enum("task", "lm", [*registry.TEXTS, *registry.IMAGES], "Wh
 _METHOD = flags.DEFINE_multi_string("method", [DENSE, "spardl:density=0.01"], f"Methods to race, {methods.HELP}")
 flags.DEFINE_alias("algorithm", "method")
 _OPTIMIZER = flags.DEFINE_multi_string(
-  "optimizer",
-  ["adam:0.001"],
-  f"Any of {', '.join(recipes.OPTIMIZERS)}, each with its rate, and window_adam with its window, as in "
-  f"window_adam:0.001:window=4; every method races each. {_REPEATED}",
+  "optimizer", ["adam:0.001"], f"{recipes.HELP} Every method races each. {_REPEATED}"
 )
 _SCHEDULE = flags.DEFINE_enum("schedule", "constant", list(recipes.SCHEDULES), "Of the rate, over --steps.")
-_WARM_UP = flags.DEFINE_integer("warm_up", 0, "Steps in which the rate rises from 0.")
+_WARM_UP = flags.DEFINE_integer("warm_up", 0, "Steps in which the rate rises from 0.", lower_bound=0)
 _CLIP = flags.DEFINE_float("clip", 1.0, "Largest norm of a gradient; 0 for any.")
-_HOSTS = flags.DEFINE_integer("hosts", 4, "Hosts, a worker on each.")
+_HOSTS = flags.DEFINE_integer("hosts", 4, "Hosts, a worker on each.", lower_bound=1)
 _RATE = flags.DEFINE_multi_string(
   "rate", ["100mbit", "10mbit", "1gbit"], f"Rates of the links, as tc writes them; or none. {_REPEATED}"
 )
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Inputs of each worker in a step.")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Inputs of each worker in a step.", lower_bound=1)
 _STEPS = flags.DEFINE_integer(
-  "steps", 300, "Steps of dense whose loss is the target; with --parts=none those of its curves."
+  "steps", 300, "Steps of dense whose loss is the target; with --parts=none those of its curves.", lower_bound=1
 )
 _MOST = flags.DEFINE_integer("most", None, "Steps after which a method gives up; 2 × --steps by default.")
-_EVERY = flags.DEFINE_integer("every", 20, "Steps from one evaluation to the next.")
+_EVERY = flags.DEFINE_integer("every", 20, "Steps from one evaluation to the next.", lower_bound=1)
 _TARGET = flags.DEFINE_float("target", None, "The loss to reach instead of dense's.")
 _SECONDS = flags.DEFINE_float("seconds", None, "Seconds on the clock after which a whole training ends.")
-_SEED = flags.DEFINE_multi_string("seed", ["0", "1", "2"], f"Seeds of the parameters and the batches. {_REPEATED}")
-_TIMED = flags.DEFINE_integer("timed_steps", 30, "Steps to time at each rate, at least.")
+_SEED = entry.define_seeds([0, 1, 2])
+_TIMED = flags.DEFINE_integer("timed_steps", 30, "Steps to time at each rate, at least.", lower_bound=3)
 _PARTS = flags.DEFINE_multi_string(
   "parts", ["curves", "paces"], f"What to measure: {', '.join(KINDS)}, or none. {_REPEATED}"
 )
 _ENGINE = flags.DEFINE_enum("engine", "sim", ["sim", "devices"], "Where curves are computed; " + workers.ENGINE_HELP)
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "For tasks on images: the folder that holds cifar-10-batches-py.")
 _RESULTS = flags.DEFINE_string("results", None, "The file of the rows; race_TASK.json in --report_dir by default.")
-_REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figures, race.png and seconds.png.")
-_CACHE_DIR = flags.DEFINE_string("cache_dir", "out/cache", recorded.CACHE_HELP)
-_JSON = flags.DEFINE_bool("json", False, "Print all rows as JSON on standard output, all else on standard error.")
+_REPORT_DIR = entry.define_report_dir("the figures, race.png and seconds.png")
+_CACHE_DIR = entry.define_cache_dir()
+_JSON = entry.define_json()
+_RANK = flags.DEFINE_list("rank", [], "Internal: the part and the rate that a rank of the lab measures.")
 
-_UNSHAPED = "none"
-_OF_RANKS = (  # flags that a rank has as they are here
-  *(_TASK, _DATA_DIR, _METHOD, _OPTIMIZER, _SCHEDULE, _WARM_UP, _CLIP, _HOSTS, _BATCH_SIZE),
-  *(_STEPS, _MOST, _EVERY, _TARGET, _SECONDS, _SEED, _TIMED, _CACHE_DIR, _JSON),
-)
+entry.require(_CLIP, lambda norm: 0 <= norm < math.inf, "at least 0")
+entry.require(_TARGET, lambda loss: 0 < loss < math.inf, "more than 0")
+entry.require(_SECONDS, lambda seconds: 0 < seconds < math.inf, "more than 0")
 
 
 class Plan(NamedTuple):
   """What the flags ask for."""
 
   runners: list[Runner]  # the methods with each optimizer, dense first
-  seeds: list[int]  # of the trainings
   parts: list[str]  # to measure
   rates: list[str]  # of the links
   length: Length  # of a training
@@ -105,59 +100,37 @@ class Plan(NamedTuple):
 
 def _plan() -> Plan:
   """What the flags ask for; raises ValueError before anything runs."""
-  _check_numbers()
-  seeds, parts = _seeds(), specs.listed(_PARTS.value)
+  if _MOST.value is not None and _MOST.value < _STEPS.value:
+    raise ValueError(f"--most={_MOST.value}, choose at least --steps={_STEPS.value}")
+  if _WARM_UP.value > _STEPS.value:
+    raise ValueError(f"--warm_up={_WARM_UP.value}, choose at most --steps={_STEPS.value}")
+  parts, rates = specs.listed(_PARTS.value), specs.listed(_RATE.value)
   parts = [] if parts == ["none"] else parts
   if unknown := [part for part in parts if part not in KINDS]:
     raise ValueError(f"--parts={unknown[0]}, choose from {', '.join(KINDS)}, or none alone")
   preset = presets.PRESETS.get(_PRESET.value or "")
   if preset and _TASK.value != preset.flags["task"]:
     raise ValueError(f"--task={_TASK.value}: --preset={_PRESET.value} trains {preset.flags['task']}")
-  rates = specs.listed(_RATE.value)
-  _check_places(rates, in_lab=bool(set(parts) - {"curves"}))
+  for rate in rates:
+    if set(parts) - {"curves"}:
+      netlab.check(_HOSTS.value, rate)
+    elif rate != netlab.UNSHAPED:
+      netlab.bits(rate)
+  _check_files()
   chosen = sorted(methods.parse("method", _METHOD.value, _HOSTS.value), key=lambda method: method.label != DENSE)
   optimizers = recipes.parse_optimizers(_OPTIMIZER.value, rate=0.001)
   made = [recipes.Recipe(one, _SCHEDULE.value, _WARM_UP.value, _CLIP.value, _STEPS.value) for one in optimizers]
   runners = [Runner(method, recipe) for method in chosen for recipe in made]
   length = Length(_STEPS.value, _MOST.value or 2 * _STEPS.value, _EVERY.value, _TARGET.value, _SECONDS.value)
   if not parts:
-    return Plan(runners, seeds, parts, rates, length, None, None)
+    return Plan(runners, parts, rates, length, None, None)
   task = registry.make(_TASK.value, _DATA_DIR.value)
-  names = "task", "data", "hosts", "batch_size", "recipe"
-  values = task.name, task.source, _HOSTS.value, _BATCH_SIZE.value, str(made[0])
-  return Plan(runners, seeds, parts, rates, length, task, dict(zip(names, values, strict=True)))
+  setting = {"task": task.name, "data": task.source, "hosts": _HOSTS.value, "batch_size": _BATCH_SIZE.value}
+  return Plan(runners, parts, rates, length, task, setting | {"recipe": str(made[0])})
 
 
-def _check_numbers() -> None:
-  """Raises ValueError for a number that is out of its range."""
-  for flag, least in ((_HOSTS, 1), (_BATCH_SIZE, 1), (_STEPS, 1), (_EVERY, 1), (_TIMED, 3), (_WARM_UP, 0), (_CLIP, 0)):
-    if not least <= flag.value < math.inf:
-      raise ValueError(f"--{flag.name}={flag.value}, choose at least {least}")
-  for positive in (_SECONDS, _TARGET):
-    if positive.value is not None and not 0 < positive.value < math.inf:
-      raise ValueError(f"--{positive.name}={positive.value:g}, choose more than 0")
-  if _MOST.value is not None and _MOST.value < _STEPS.value:
-    raise ValueError(f"--most={_MOST.value}, choose at least --steps={_STEPS.value}")
-  if _WARM_UP.value > _STEPS.value:
-    raise ValueError(f"--warm_up={_WARM_UP.value}, choose at most --steps={_STEPS.value}")
-
-
-def _seeds() -> list[int]:
-  """The seeds, each once."""
-  given = specs.listed(_SEED.value)
-  for seed in given:
-    if not seed.isdecimal() or int(seed) >= 2**32:
-      raise ValueError(f"--seed={seed}, give whole numbers from 0 to {2**32 - 1}")
-  return list(dict.fromkeys(map(int, given)))
-
-
-def _check_places(rates: list[str], in_lab: bool) -> None:
-  """Raises ValueError unless there can be such links, and files where they are to be."""
-  for rate in rates:
-    if in_lab:
-      netlab.check(_HOSTS.value, _links(rate))
-    elif rate != _UNSHAPED:
-      netlab.bits(rate)
+def _check_files() -> None:
+  """Raises ValueError unless there can be files where they are to be."""
   for flag, folder in ((_REPORT_DIR, pathlib.Path(_REPORT_DIR.value)), (_RESULTS, _path().parent)):
     nearest = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     if not nearest.is_dir():
@@ -166,9 +139,12 @@ def _check_places(rates: list[str], in_lab: bool) -> None:
     raise ValueError(f"--{_RESULTS.name}={_RESULTS.value} is a folder, give a file")
 
 
-def _links(rate: str) -> str | None:
-  """The rate as `netlab.lab` takes it."""
-  return None if rate == _UNSHAPED else rate
+def _path() -> pathlib.Path:
+  return pathlib.Path(_RESULTS.value or pathlib.Path(_REPORT_DIR.value) / f"race_{_TASK.value}.json")
+
+
+def _race(plan: Plan, engine: str) -> Race:
+  return Race(plan.task, workers.here(engine, _HOSTS.value), _BATCH_SIZE.value)
 
 
 def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None:
@@ -176,19 +152,19 @@ def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None
   race = _race(plan, _ENGINE.value)
   console.print(f"{race.task}, {race.place}, {plan.runners[0].recipe}", highlight=False, soft_wrap=True)
   # Dense from every seed first: the others train until the loss of its best optimizer, which is known then.
-  in_order = sorted(itertools.product(plan.seeds, plan.runners), key=lambda one: one[1].method.label != DENSE)
+  in_order = sorted(itertools.product(_SEED.value, plan.runners), key=lambda one: one[1].method.label != DENSE)
   for seed, runner in in_order:
-    length = _of_curve(plan, results, seed, runner)
+    length = _length_of_curve(plan, results, seed, runner)
     key = {"method": runner.method.label, "optimizer": runner.optimizer, "seed": seed}
     found = results.find("curves", **key)
     if found and length.is_done(found[0].steps[-1], found[0].loss):
       continue
-    with tables.progress(console, f"{runner}, seed {seed}", length.most) as show:
+    with report.progress(console, f"{runner}, seed {seed}", length.most) as show:
       measuring.curve(race, runner, seed, length, results.add, show)
     console.print(tables.line(results.find("curves", **key)[0]), highlight=False, soft_wrap=True)
 
 
-def _of_curve(plan: Plan, results: Results, seed: int, runner: Runner) -> Length:
+def _length_of_curve(plan: Plan, results: Results, seed: int, runner: Runner) -> Length:
   """How long a method trains: dense as long as its loss is the target, others until they reach it."""
   if plan.length.target is not None:
     return plan.length
@@ -197,82 +173,61 @@ def _of_curve(plan: Plan, results: Results, seed: int, runner: Runner) -> Length
   return plan.length._replace(target=Target(plan.length.steps).of_seed(results, seed))
 
 
-def _of_whole(length: Length) -> Length:
+def _length_of_whole(plan: Plan, results: Results, runner: Runner) -> Length:
   """How long a training on the clock is: until the target, or without one as long as dense."""
+  length = _length_of_curve(plan, results, _SEED.value[0], runner)
   return length._replace(most=length.steps) if length.target is None else length._replace(steps=length.every)
+
+
+def _missing(part: str, rate: str, plan: Plan, results: Results) -> list[Runner]:
+  """The methods whose rows of a part the file lacks."""
+  if part == "advice":
+    return [] if results.find("advice", rate=rate) else plan.runners
+  if part == "paces":
+    has = {pace.method for pace in results.find("paces", rate=rate) if pace.steps >= _TIMED.value}
+    first = [runner for runner in plan.runners if runner.recipe == plan.runners[0].recipe]
+    return [runner for runner in first if runner.method.label not in has]
+
+  def is_done(runner: Runner) -> bool:
+    length = _length_of_whole(plan, results, runner)
+    key = {"method": runner.method.label, "optimizer": runner.optimizer, "seed": _SEED.value[0]}
+    found = results.find("wholes", rate=rate, **key)
+    return any(length.is_done(one.steps[-1], one.loss, one.seconds[-1]) for one in found)
+
+  return [runner for runner in plan.runners if not is_done(runner)]
 
 
 def _lab(part: str, rate: str, plan: Plan, results: Results) -> None:
   """Starts a rank on each host of a lab whose links are that fast, for the rows that the file lacks."""
-  for runners in _missing(part, rate, plan, results):
-    target = _of_curve(plan, results, plan.seeds[0], runners[0]).target
-    own = {
-      "parts": part,
-      "rate": rate,
-      "results": str(results.path),
-      "method": ",".join(dict.fromkeys(runner.method.label for runner in runners)),
-      "optimizer": ",".join(dict.fromkeys(runner.optimizer for runner in runners)),
-    } | ({} if target is None else {"target": str(target)})
-    try:
-      with netlab.lab(_HOSTS.value, _links(rate)) as hosts:
-        launch.run(_command(own), _HOSTS.value, hosts=hosts)
-    finally:
-      results.refresh()
-
-
-def _missing(part: str, rate: str, plan: Plan, results: Results) -> list[list[Runner]]:
-  """The methods whose rows the file lacks, in lists that are measured one after the other."""
-  if part == "advice":
-    return [] if results.find("advice", rate=rate) else [plan.runners]
-  if part == "paces":
-    has = {pace.method for pace in results.find("paces", rate=rate) if pace.steps >= _TIMED.value}
-    lacking = [runner for runner in plan.runners if runner.method.label not in has]
-    return [lacking] if lacking else []
-
-  def is_done(runner: Runner) -> bool:
-    length = _of_whole(_of_curve(plan, results, plan.seeds[0], runner))
-    key = {"method": runner.method.label, "optimizer": runner.optimizer, "seed": plan.seeds[0]}
-    found = results.find("wholes", rate=rate, **key)
-    return any(length.is_done(one.steps[-1], one.loss, one.seconds[-1]) for one in found)
-
-  return [[runner] for runner in plan.runners if not is_done(runner)]
-
-
-def _command(own: dict[str, str]) -> list[str]:
-  """The command of a rank: the flags of this race, and its own."""
-  given = [flags.FLAGS[flag.name].serialize() for flag in _OF_RANKS if flag.name not in own]
-  kept = [word for words in given for word in words.splitlines()]
-  return [sys.executable, "-m", "benchmarks.race", *kept, *(f"--{name}={value}" for name, value in own.items())]
+  if not _missing(part, rate, plan, results):
+    return
+  try:
+    with netlab.lab(_HOSTS.value, rate) as hosts:
+      command = [sys.executable, "-m", "benchmarks.race", *sys.argv[1:], f"--rank={part},{rate}"]
+      launch.run(command, _HOSTS.value, hosts=hosts)
+  finally:
+    results.refresh()
 
 
 def _rank(plan: Plan) -> None:
   """Measures in a rank of the lab; the first rank keeps the rows."""
-  programs.share(pathlib.Path(_CACHE_DIR.value) / "programs")
-  race, rate = _race(plan, "processes"), plan.rates[0]
-  kept = Results(_path(), plan.setting) if race.place.reports else None
+  part, rate = _RANK.value
+  workers.share_programs(pathlib.Path(_CACHE_DIR.value) / "programs")
+  results = Results(_path(), plan.setting)
+  missing = _missing(part, rate, plan, results)  # every rank sees the same, for no row is added before all have joined
+  race = _race(plan, "processes")
 
   def keep(row: Any) -> None:
-    if kept:
-      kept.add(row)
+    if race.place.reports:
+      results.add(row)
       print(tables.line(row), file=sys.stderr if _JSON.value else sys.stdout, flush=True)
 
-  if plan.parts == ["advice"]:
-    keep(measuring.advised(race, plan.runners, rate))
-  if plan.parts == ["paces"]:
-    for runner in (one for one in plan.runners if one.recipe == plan.runners[0].recipe):
-      keep(measuring.pace(race, runner, rate, _TIMED.value))
-  for runner in plan.runners if plan.parts == ["wholes"] else []:
-    measuring.whole(race, runner, plan.seeds[0], rate, _of_whole(plan.length), keep)
-
-
-def _path() -> pathlib.Path:
-  return pathlib.Path(_RESULTS.value or pathlib.Path(_REPORT_DIR.value) / f"race_{_TASK.value}.json")
-
-
-def _race(plan: Plan, engine: str) -> Race:
-  if plan.task is None:
-    raise ValueError("the race starts its own ranks: run this as one program")
-  return Race(plan.task, workers.here(engine, _HOSTS.value), _BATCH_SIZE.value)
+  if part == "advice":
+    keep(measuring.advised(race, missing, rate))
+  for runner in missing if part == "paces" else []:
+    keep(measuring.pace(race, runner, rate, _TIMED.value))
+  for runner in missing if part == "wholes" else []:
+    measuring.whole(race, runner, _SEED.value[0], rate, _length_of_whole(plan, results, runner), keep)
 
 
 def _report(plan: Plan, results: Results, preset: presets.Preset | None, console: rich.console.Console) -> None:
@@ -316,10 +271,8 @@ def main() -> None:
   results = Results(_path(), plan.setting)
   preset = presets.PRESETS.get(_PRESET.value or "")
   if preset:
-    if results.setting["task"] != preset.flags["task"]:
-      raise ValueError(
-        f"--results={results.path} has {results.setting['task']}, --preset trains {preset.flags['task']}"
-      )
+    if (task := results.setting["task"]) != preset.flags["task"]:
+      raise ValueError(f"--results={results.path} has {task}, --preset trains {preset.flags['task']}")
     console.print(f"{preset.paper}: {preset.paper_steps:,} steps there, {_STEPS.value:,} here", highlight=False)
   try:
     if "curves" in plan.parts:

@@ -51,10 +51,6 @@ def _preset(paper: str, flags: dict[str, Any], epochs: int, examples: int, cells
   return Preset(paper, flags, round(epochs * examples / (flags["hosts"] * flags["batch_size"])), cells)
 
 
-def _race(*labels: str) -> list[str]:
-  return ["dense", *labels]
-
-
 def _spardl(model: str, panel: str) -> dict[str, Ratio]:
   """How much later than SparDL others have the same loss (Figure 6), and how much longer their steps are (Table 3)."""
   others = {name: label for name, label in _SPARSE.items() if name != "SparDL"}
@@ -68,7 +64,7 @@ def _losses(task: str) -> dict[str, Ratio]:
 
 
 def _oktopk(density: float) -> list[str]:
-  return _race(*(f"{name}:density={density}" for name in ("oktopk", "topka", "topkdsa", "gaussiank", "gtopk")))
+  return ["dense", *(f"{name}:density={density}" for name in ("oktopk", "topka", "topkdsa", "gaussiank", "gtopk"))]
 
 
 _SPARSE = {
@@ -82,7 +78,7 @@ _SPARDL: dict[str, Any] = {
   "optimizer": ["sgd:0.1"],
   "schedule": "step",
   "clip": 0.0,
-  "method": _race(*_SPARSE.values()),
+  "method": ["dense", *_SPARSE.values()],
 }
 _LSTM = {"task": "lstm", "batch_size": 1, "optimizer": ["sgd:0.3"], "schedule": "early_step"}
 _OKTOPK: dict[str, Any] = {"hosts": 16, "batch_size": 16, "schedule": "linear", "clip": 0.0}
@@ -100,7 +96,7 @@ _A2SGD: dict[str, Any] = {
   "schedule": "polynomial",
   "warm_up": 10,
   "clip": 0.0,
-  "method": _race(*_COMPRESSED.values()),
+  "method": ["dense", *_COMPRESSED.values()],
 }
 
 _CIFAR10, _MNIST, _IMDB = 50_000, 60_000, 25_000  # examples to train on

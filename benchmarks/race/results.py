@@ -119,13 +119,7 @@ class Results:
         return
       kept = type(row)(**report.rounded(row._asdict()))
       self.rows[kind] = [*(one for one in self.rows[kind] if one not in same), kept]
-      self._write()
-
-  def _write(self) -> None:
-    lines = [f'"setting": {json.dumps(self.setting)}']
-    for kind, rows in self.rows.items():
-      lines.append(f'"{kind}": [\n' + ",\n".join(json.dumps(report.finite(row)._asdict()) for row in rows) + "\n]")
-    report.replace(self.path, "{" + ",\n".join(lines) + "}\n")
+      report.keep(self.path, {"setting": self.setting}, self.rows)
 
 
 def _read(make: Any, row: dict[str, Any]) -> Any:

@@ -1,16 +1,12 @@
 r"""Scale on paper: the predicted time of an update on the wire for 8 … 4096 workers, and the making of its program.
 
 Predicted is the wire alone, `messages · α + bytes · β` by each algorithm's formula, an upper bound where the sizes of
-messages vary. Selection and sums come on top: a worker selects among the same n entries whatever P is, and the sums
-grow with the words that it receives; `benchmarks.collectives` measures both. Also left out are the integers that
-workers agree on (`benchmarks.costs` lists them) and the averaging of parameters that A2SGD needs; its totals differ
-between workers, so it does not compete for the fastest. In `spardl:teams=best` the number of teams is the fastest
-divisor of P in that network.
+messages vary. Selection and sums, which `benchmarks.collectives` measures, come on top; so do the integers that workers
+agree on (`benchmarks.costs` lists them) and the averaging of parameters that A2SGD needs. In `spardl:teams=best` the
+number of teams is the fastest divisor of P in that network.
 
 Measured are the seconds to trace, lower and compile the update for P forced CPU devices, with compilation caches off:
-the update does not run, and n hardly matters. SparDL has 2⌈log₂P⌉ rounds, so the seconds should grow as a + b log₂P:
-the fit is printed, and how much longer the largest P takes than the smallest, beside the same ratio of log₂P. The
-figure is scale.png in --report_dir.
+the update does not run, and n hardly matters. SparDL has 2⌈log₂P⌉ rounds, so the seconds should grow as log₂P.
 
 With --first_step nothing is predicted: measured are the seconds to trace, lower and compile the first step of
 `js.make_train_step` for 1,000,000 parameters and P = 4, of dense, SparDL (exact, chunked, reuse, teams) and the other
@@ -26,10 +22,7 @@ Examples:
 """
 
 import json
-import pathlib
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 import rich.console
 import rich.progress
@@ -37,16 +30,15 @@ from absl import flags
 
 from benchmarks import entry, report, specs
 from benchmarks.scale import compiling
-from benchmarks.scale.compiling import Program, growth_table, growths, program_table
-from benchmarks.scale.figure import figure
-from benchmarks.scale.predicting import BEST, PRESETS, Network, parse_network, predict, speed_table
+from benchmarks.scale.predicting import BEST, PRESETS, parse_network, predict, speed_table
+from benchmarks.workers import make_console
 
 FIRST_N, FIRST_WORKERS, FIRST_SECONDS = 1_000_000, 4, 3.0
 _FIRST_OF = ["dense", "spardl", "spardl:selector=chunked", "spardl:selector=reuse", "spardl:teams=2", "spardl:teams=4"]
 
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["all"], specs.HELP)
-_WORKERS = flags.DEFINE_list("workers", [str(2**bit) for bit in range(3, 13)], "Numbers of workers.")
-_N = flags.DEFINE_integer("n", 14_728_266, "Gradient entries; VGG-16 by default.")
+_WORKERS = entry.define_integers("workers", [2**bit for bit in range(3, 13)], "Numbers of workers.", least=2)
+_N = flags.DEFINE_integer("n", 14_728_266, "Gradient entries; VGG-16 by default.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to deliver.")
 _NETWORK = flags.DEFINE_multi_string(
   "network",
@@ -64,63 +56,30 @@ _FIRST_STEP = flags.DEFINE_bool(
   f"Make the first training step of many algorithms instead, by default of n = {FIRST_N:,} for P = {FIRST_WORKERS}: "
   f"does each compile in {FIRST_SECONDS:g} s?",
 )
-_REPEATS = flags.DEFINE_integer("repeats", 3, "How often to make each program; the median counts.")
-_PATIENCE = flags.DEFINE_float("patience", 15, "No larger P for an algorithm once a program took so many seconds.")
-_REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figure scale.png.")
-_JSON = flags.DEFINE_bool(
-  "json", False, "Print the result as JSON on standard output, everything else on standard error."
-)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "How often to make each program; the median counts.", lower_bound=1)
+_JSON = entry.define_json()
 
 
-def _labels() -> list[str]:
-  """The algorithms to predict, with "all" written out."""
-  every = [*specs.of_vectors(), f"spardl:{BEST}"]
-  given = [label for value in _ALGORITHM.value for label in value.split(",")]
-  return list(dict.fromkeys(name for label in given for name in (every if label == "all" else [label])))
-
-
-def _sizes() -> list[int]:
-  """The numbers of workers, increasing."""
-  for text in _WORKERS.value:
-    if not text.strip().isdecimal() or int(text) < 2:
-      raise ValueError(f"--workers={text}, choose whole numbers of at least 2")
-  if not _WORKERS.value:
-    raise ValueError("--workers is empty, choose at least one number")
-  return sorted(set(map(int, _WORKERS.value)))
-
-
-def _checked() -> tuple[list[int], list[Network]]:
-  """Numbers of workers and networks; raises ValueError before anything is done."""
-  for flag in (_N, _REPEATS):
-    if flag.value < 1:
-      raise ValueError(f"--{flag.name}={flag.value}, choose at least 1")
-  networks = [parse_network(text) for value in _NETWORK.value for text in value.split(",")]
-  if len({network.name for network in networks}) < len(networks):
-    raise ValueError(f"--network={','.join(_NETWORK.value)}, choose each name once")
-  return _sizes(), networks
-
-
-def _make(program_of: compiling.ProgramOf, console: rich.console.Console) -> list[Program]:
-  """The programs that the flags name, made behind a progress bar."""
-  sizes, n, labels = _sizes(), _N.value, _SCHEDULE_OF.value
-  if _FIRST_STEP.value:
-    others = sorted(set(specs.of_vectors()) - set(_FIRST_OF))
-    labels = labels if _SCHEDULE_OF.present else [*_FIRST_OF, *others]
-    n, sizes = n if _N.present else FIRST_N, sizes if _WORKERS.present else [FIRST_WORKERS]
-  plan = compiling.Plan(program_of, labels, sizes, n, _DENSITY.value, _REPEATS.value, _PATIENCE.value)
+def _make(
+  program_of: compiling.ProgramOf, labels: list[str], sizes: list[int], n: int, console: rich.console.Console
+) -> list[compiling.Program]:
+  """The programs of these algorithms, made behind a progress bar."""
   if not labels:
     return []
   with rich.progress.Progress(console=console, transient=True) as progress:
     bar = progress.add_task("compiling", total=_REPEATS.value * len(labels) * len(sizes))
+    plan = compiling.Plan(program_of, labels, sizes, n, _DENSITY.value, _REPEATS.value)
     return compiling.make_all(plan, lambda: progress.advance(bar))
 
 
 def _first_step(console: rich.console.Console) -> None:
   """Makes the first steps and checks the goal."""
-  programs = _make(compiling.step_of, console)
-  n = _N.value if _N.present else FIRST_N
+  others = sorted(set(specs.of_vectors()) - set(_FIRST_OF))
+  labels = _SCHEDULE_OF.value if _SCHEDULE_OF.present else [*_FIRST_OF, *others]
+  sizes, n = _WORKERS.value if _WORKERS.present else [FIRST_WORKERS], _N.value if _N.present else FIRST_N
+  programs = _make(compiling.step_of, labels, sizes, n, console)
   title = f"seconds to make the first training step of n = {n:,} parameters, CPU devices, median of the runs"
-  console.print(program_table(programs, title))
+  console.print(compiling.program_table(programs, title))
   slowest = max(programs, key=lambda program: program.total)
   what = f"the first step of every algorithm compiles in {FIRST_SECONDS:g} s, slowest {slowest.algorithm}"
   goal = report.Goal(what, slowest.total, slowest.total <= FIRST_SECONDS)
@@ -133,30 +92,22 @@ def _first_step(console: rich.console.Console) -> None:
 
 def main() -> None:
   """Predicts, measures and reports."""
-  console = rich.console.Console(stderr=_JSON.value, width=None if sys.stdout.isatty() else 130)
-  sizes, networks = _checked()
+  console, sizes = make_console(stderr=_JSON.value), sorted(_WORKERS.value)
+  networks = [parse_network(text) for text in specs.listed(_NETWORK.value)]
   if _FIRST_STEP.value:
     _first_step(console)
-  of_place = [(workers, label) for workers in sizes for label in _labels()]
-  found = [predict(label, workers, networks, _N.value, _DENSITY.value) for workers, label in of_place]
+  every = [*specs.of_vectors(), f"spardl:{BEST}"]
+  labels = [name for label in specs.listed(_ALGORITHM.value) for name in (every if label == "all" else [label])]
+  settings = [(label, workers) for workers in sizes for label in dict.fromkeys(labels)]
+  found = [predict(label, workers, networks, _N.value, _DENSITY.value) for label, workers in settings]
   predicted = [row for rows in zip(*found, strict=True) for row in rows]  # a network after the other
-  programs = _make(compiling.update_of, console)
+  programs = _make(compiling.update_of, _SCHEDULE_OF.value, sizes, _N.value, console)
   title = f"one update of n = {_N.value:,} entries, density {_DENSITY.value:g}"
-  grown, path = growths(programs), pathlib.Path(_REPORT_DIR.value) / "scale.png"
-  figure(predicted, programs, networks, title, path)
   console.print(speed_table(predicted, f"{title}: predicted on the wire"))
   if programs:
-    console.print(program_table(programs, f"{title}: seconds to make the program"))
-  if grown:
-    console.print(growth_table(grown))
-  console.print(f"figure: {path}")
+    console.print(compiling.program_table(programs, f"{title}: seconds to make the program"))
   if _JSON.value:
-    tables: dict[str, Sequence[Any]] = {
-      "networks": networks,
-      "predicted": predicted,
-      "compiled": programs,
-      "growth": grown,
-    }
+    tables = {"networks": networks, "predicted": predicted, "compiled": programs}
     plain = {name: [row._asdict() for row in rows] for name, rows in tables.items()}
     print(json.dumps({"n": _N.value, "density": _DENSITY.value, **plain}))
 

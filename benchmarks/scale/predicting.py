@@ -1,6 +1,5 @@
 """Predicted seconds of one update on the wire: messages · α + bytes · β by each algorithm's formula."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +7,7 @@ from typing import NamedTuple
 import rich.table
 
 import jaxsparse as js
-from benchmarks import specs
+from benchmarks import report, specs
 
 BEST = "teams=best"
 
@@ -85,23 +84,20 @@ def predict(label: str, workers: int, networks: Sequence[Network], n: int, densi
 
 def speed_table(rows: Sequence[Predicted], title: str) -> rich.table.Table:
   """What is fastest in each network at each P, beside dense and SparDL."""
-  result = rich.table.Table(title=title, caption="ms an update; fastest of those whose total is the same everywhere")
-  for head in ("network", "P", "fastest", "next", "ms", "dense", "spardl", "dense / spardl", f"spardl:{BEST}", "d"):
-    result.add_column(head, justify="left" if head in ("network", "fastest", "next") else "right", no_wrap=True)
-  settings = list(dict.fromkeys((row.network, row.workers) for row in rows))
-  for setting, after in itertools.zip_longest(settings, settings[1:], fillvalue=("", 0)):
-    here = {row.algorithm: row for row in rows if (row.network, row.workers) == setting}
-    ranked = sorted((row for row in here.values() if row.replicates), key=lambda row: row.seconds)
-    names = [row.algorithm for row in ranked]
-    dense, spardl, best = (here.get(label) for label in ("dense", "spardl", f"spardl:{BEST}"))
-    result.add_row(
-      *(setting[0], str(setting[1]), *[*names, "–", "–"][:2]),
-      *map(_ms, (ranked[0] if ranked else None, dense, spardl)),
-      f"{dense.seconds / spardl.seconds:,.1f}" if dense and spardl else "–",
-      *(_ms(best), str(best.teams) if best else "–"),
-      end_section=setting[0] != after[0],
-    )
-  return result
+  settings: dict[tuple[str, int], dict[str, Predicted]] = {}
+  for row in rows:
+    settings.setdefault((row.network, row.workers), {})[row.algorithm] = row
+  lines = []
+  for (network, workers), of in settings.items():
+    ranked = sorted((row for row in of.values() if row.replicates), key=lambda row: row.seconds)
+    names = [*(row.algorithm for row in ranked), "–", "–"][:2]
+    dense, spardl, best = (of.get(label) for label in ("dense", "spardl", f"spardl:{BEST}"))
+    gain = report.ratio(dense and dense.seconds, spardl and spardl.seconds, 1)
+    times = map(_ms, (ranked[0] if ranked else None, dense, spardl))
+    lines.append([network, *names, str(workers), *times, gain, _ms(best), str(best.teams) if best else "–"])
+  heads = ("network", "fastest", "next", "P", "ms", "dense", "spardl", "dense / spardl", f"spardl:{BEST}", "d")
+  caption = "ms an update; fastest of those whose total is the same everywhere"
+  return report.table(title, heads, lines, text=3, caption=caption)
 
 
 def _ms(row: Predicted | None) -> str:
