@@ -47,9 +47,9 @@ def define_seeds(default: Sequence[int]) -> flags.FlagHolder[Any]:
   return flags.DEFINE_flag(_Repeated(parser, serializer, "seed", list(default), text))
 
 
-def define_integers(name: str, default: Sequence[int], text: str, least: int = 1) -> flags.FlagHolder[Any]:
-  """A flag that holds whole numbers separated by commas, of at least `least`."""
-  parser = _Numbers(flags.IntegerParser(lower_bound=least))
+def define_numbers(name: str, default: Sequence[float], text: str, one: Any = None) -> flags.FlagHolder[Any]:
+  """A flag that holds numbers separated by commas: whole ones above 0, or those that the parser `one` accepts."""
+  parser = _Numbers(one or flags.IntegerParser(lower_bound=1))
   return flags.DEFINE(parser, name, list(default), text, serializer=flags.ListSerializer(","))
 
 

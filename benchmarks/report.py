@@ -36,12 +36,10 @@ def say(goals: Sequence[Goal], console: rich.console.Console) -> None:
 def table(
   title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1, caption: str | None = None
 ) -> rich.table.Table:
-  """A table whose first `text` columns are text, the others numbers, with a line where the first column changes.
-
-  Where all first columns differ there are no lines.
-  """
+  """A table whose first `text` columns are text, the others numbers; lines divide rows that share the first column."""
   rows = list(rows)
-  grouped = len({row[0] for row in rows}) < len(rows)
+  groups = [row[0] for row, before in zip(rows, [[None], *rows], strict=False) if row[0] != before[0]]
+  grouped = len(set(groups)) == len(groups) < len(rows)
   found = rich.table.Table(title=title, caption=caption)
   for number, head in enumerate(heads):
     found.add_column(head, justify="left" if number < text else "right", no_wrap=True)

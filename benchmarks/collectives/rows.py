@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import rich.table
 
@@ -12,18 +12,6 @@ from benchmarks import report
 from benchmarks.collectives.updates import Row
 
 SETTING = ("workers", "rate", "n", "density")  # of a row, beside its algorithm
-
-
-class Measured(NamedTuple):
-  """A row, and the cost model's prediction for it."""
-
-  row: Row  # the measurement
-  predicted: float | None  # seconds, or None
-
-  def as_dict(self) -> dict[str, Any]:
-    """The fields of the row, both bandwidths in GB/s and the prediction."""
-    bandwidths = {"algbw": self.row.algorithm_bandwidth, "busbw": self.row.bus_bandwidth}
-    return {**self.row._asdict(), **bandwidths, "predicted": self.predicted}
 
 
 class Kept:
@@ -40,14 +28,10 @@ class Kept:
       file.flush()
       os.fsync(file.fileno())
 
-  def read(self) -> list[Measured]:
+  def read(self) -> list[Row]:
     """The rows of this run so far."""
     lines = map(json.loads, self._path.read_text().splitlines() if self._path.exists() else [])
-    return [
-      Measured(Row(**{name: line[name] for name in Row._fields}), line["predicted"])
-      for line in lines
-      if line["run"] == self._run
-    ]
+    return [Row(**{name: line[name] for name in Row._fields}) for line in lines if line["run"] == self._run]
 
 
 def heading(predicts: bool) -> str:
@@ -56,62 +40,54 @@ def heading(predicts: bool) -> str:
   return f"# {'algorithm':<34} {heads}{' predicted' if predicts else ''}"
 
 
-def line(one: Measured) -> str:
+def line(row: Row) -> str:
   """One row as text of fixed width, to print as soon as it is measured."""
-  row = one.row
-  times = " ".join(f"{1e3 * seconds:>9,.1f}" for seconds in (row.seconds, row.mean, row.p90))
+  times = " ".join(f"{text:>9}" for text in _times(row))
   counts = f"{row.algorithm_bandwidth:>7.3f} {row.bus_bandwidth:>7.3f} {_wrong(row):>7} {row.steps:>6}"
-  predicted = "" if one.predicted is None else f" {1e3 * one.predicted:>9,.1f}"
+  predicted = "" if row.predicted is None else f" {_ms(row.predicted):>9}"
   return f"  {row.algorithm:<34} {times} {counts}{predicted}"
+
+
+def _times(row: Row) -> list[str]:
+  return [_ms(seconds) for seconds in (row.seconds, row.mean, row.p90)]
+
+
+def _ms(seconds: float | None) -> str:
+  return "–" if seconds is None else f"{1e3 * seconds:,.1f}"
 
 
 def _wrong(row: Row) -> str:
   return f"{row.wrong:,}" if row.checked else "–"
 
 
-def table(measured: Sequence[Measured]) -> rich.table.Table:
+def table(rows: Sequence[Row]) -> rich.table.Table:
   """All rows: what was measured, on what, how often, and how it compares with dense of the same setting."""
-  several = _several(measured)
-  title = f"one update of all ranks, {_setting([one.row for one in measured], several)}"
+  several = _several(rows)
+  predicts = any(row.predicted is not None for row in rows)
+  lines = []
+  for row in rows:
+    own = [f"{value:,}" if isinstance(value, int) else str(value) for value in (getattr(row, name) for name in several)]
+    gains = [report.ratio(_dense(row, rows, dense), row.seconds) for dense in ("dense", "dense:dtype=bfloat16")]
+    bandwidths = f"{row.algorithm_bandwidth:.3f}", f"{row.bus_bandwidth:.3f}"
+    parts = [f"{100 * part / row.seconds:.0f} %" for part in (row.selection, row.wire, row.merge)]
+    counts = _wrong(row), f"{row.words:,.0f}"
+    predicted = [_ms(row.predicted)] * predicts
+    lines.append([row.algorithm, *own, *_times(row), *predicted, str(row.steps), *gains, *bandwidths, *counts, *parts])
+  heads = ["algorithm", *several, "ms", "mean", "p90", *["predicted"] * predicts, "steps", "× f32", "× bf16"]
+  heads += ["algbw", "busbw", "#wrong", "words", "select", "wire", "merge"]
   caption = "ms: median; mean and p90 likewise over the steps, of the slowest rank; algbw, busbw: GB/s as in nccl-tests"
-  result = rich.table.Table(title=title, caption=caption)
-  for head in several:
-    result.add_column(head, justify="right")
-  result.add_column("algorithm", no_wrap=True)
-  predicts = any(one.predicted is not None for one in measured)
-  times = ["ms", "mean", "p90", *(["predicted"] if predicts else []), "steps", "× f32", "× bf16"]
-  for head in (*times, "algbw", "busbw", "#wrong", "words", "select", "wire", "merge"):
-    result.add_column(head, justify="right", no_wrap=True)
-  for one in measured:
-    row = one.row
-    predicted = [f"{1e3 * one.predicted:,.1f}" if one.predicted is not None else "–"] if predicts else []
-    result.add_row(
-      *(f"{getattr(row, name):,}" if name == "n" else str(getattr(row, name)) for name in several),
-      row.algorithm,
-      *(f"{1e3 * seconds:,.1f}" for seconds in (row.seconds, row.mean, row.p90)),
-      *predicted,
-      str(row.steps),
-      _ratio(row, measured, "dense"),
-      _ratio(row, measured, "dense:dtype=bfloat16"),
-      f"{row.algorithm_bandwidth:.3f}",
-      f"{row.bus_bandwidth:.3f}",
-      _wrong(row),
-      f"{row.words:,.0f}",
-      *(f"{100 * part / row.seconds:.0f} %" for part in (row.selection, row.wire, row.merge)),
-    )
-  return result
+  return report.table(f"one update of all ranks, {_setting(rows, several)}", heads, lines, caption=caption)
 
 
-def _ratio(row: Row, measured: Sequence[Measured], dense: str) -> str:
-  """How many times as fast as the dense one of the same setting."""
+def _dense(row: Row, rows: Sequence[Row], label: str) -> float | None:
+  """The seconds of dense in the same setting."""
   setting = lambda row: [getattr(row, name) for name in SETTING]
-  same = [one.row.seconds for one in measured if one.row.algorithm == dense and setting(one.row) == setting(row)]
-  return f"{same[0] / row.seconds:.2f}" if same else "–"
+  return next((one.seconds for one in rows if one.algorithm == label and setting(one) == setting(row)), None)
 
 
-def _several(measured: Sequence[Measured]) -> list[str]:
+def _several(rows: Sequence[Row]) -> list[str]:
   """The parts of the setting that have several values."""
-  return [name for name in SETTING if len({getattr(one.row, name) for one in measured}) > 1]
+  return [name for name in SETTING if len({getattr(row, name) for row in rows}) > 1]
 
 
 def _setting(rows: Sequence[Row], besides: Sequence[str]) -> str:
@@ -123,11 +99,10 @@ def _setting(rows: Sequence[Row], besides: Sequence[str]) -> str:
   return f"engine {rows[0].engine}, {', '.join(same)}, {rows[0].gradients} gradients{pinned}"
 
 
-def figure(measured: Sequence[Measured], path: pathlib.Path) -> None:
+def figure(rows: Sequence[Row], path: pathlib.Path) -> None:
   """Median seconds over the part of the setting that has several values, or bars of selection, merge and wire."""
-  over = _several(measured)
+  over = _several(rows)
   plot, panel = report.pyplot.subplots(figsize=(9, 5), layout="constrained")
-  rows = [one.row for one in measured]
   if not over:
     left = [0.0] * len(rows)
     for part in ("selection", "merge", "wire"):

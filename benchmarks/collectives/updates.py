@@ -47,6 +47,11 @@ class Row(NamedTuple):
   messages: int  # of one worker, one after the other, counted from the schedule
   checked: str  # the laws that were checked after every timed step: "C" nothing is lost, "R" the same bits everywhere
   wrong: int  # entries that broke one of them, summed over the steps
+  predicted: float | None = None  # seconds by the cost model
+
+  def as_dict(self) -> dict[str, Any]:
+    """The fields, and both bandwidths."""
+    return {**self._asdict(), "algbw": self.algorithm_bandwidth, "busbw": self.bus_bandwidth}
 
   @property
   def wire(self) -> float:
@@ -78,10 +83,10 @@ class Plan(NamedTuple):
 
 
 def plan(collective: js.Collective, warm_up: int, repetitions: int) -> Plan:
-  """The steps to take: whole periods for an algorithm that works more in some steps than in others.
+  """The steps to take: whole periods, where the mean counts each kind of step as often as training does.
 
-  Its period is the least common multiple of its options `*_period`: Ok-Topk takes exact thresholds every 32 steps and
-  draws regions every 64. Over whole periods the mean counts each kind of step as often as training does.
+  A period is the least common multiple of the options `*_period`: Ok-Topk takes exact thresholds every 32 steps and
+  draws regions every 64.
 
   Example:
     >>> plan(js.make_collective("oktopk", density=0.01), warm_up=1, repetitions=5)

@@ -37,7 +37,9 @@ FIRST_N, FIRST_WORKERS, FIRST_SECONDS = 1_000_000, 4, 3.0
 _FIRST_OF = ["dense", "spardl", "spardl:selector=chunked", "spardl:selector=reuse", "spardl:teams=2", "spardl:teams=4"]
 
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["all"], specs.HELP)
-_WORKERS = entry.define_integers("workers", [2**bit for bit in range(3, 13)], "Numbers of workers.", least=2)
+_WORKERS = entry.define_numbers(
+  "workers", [2**bit for bit in range(3, 13)], "Numbers of workers.", flags.IntegerParser(lower_bound=2)
+)
 _N = flags.DEFINE_integer("n", 14_728_266, "Gradient entries; VGG-16 by default.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to deliver.")
 _NETWORK = flags.DEFINE_multi_string(

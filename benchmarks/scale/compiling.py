@@ -124,7 +124,7 @@ class Plan(NamedTuple):
 
 
 def make_all(plan: Plan, on_program: Callable[[], None]) -> list[Program]:
-  """The programs of every algorithm and P; all once, then all again, so a busy moment spoils one run of each at most."""
+  """The programs of every algorithm and P; all once, then all again, so a busy moment spoils one run of each."""
   chosen = [specs.parse(list(plan.labels), workers, density=plan.density) for workers in plan.sizes]
   devices = np.array(cpu_devices(max(plan.sizes)))
   meshes = {workers: Mesh(devices[:workers], (_AXIS,)) for workers in plan.sizes}

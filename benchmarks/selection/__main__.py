@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
 import rich.progress
 import rich.table
 from absl import flags
@@ -45,7 +44,7 @@ from benchmarks.report import Goal
 from benchmarks.selection.alone import (
   READ,
   Update,
-  fallbacks,
+  count_fallbacks,
   milliseconds,
   pass_table,
   seconds_of,
@@ -100,13 +99,14 @@ _INPUTS = flags.DEFINE_list(
   "What to select from: normal; student-t with 2 degrees of freedom; heavy-tail, 1/rank shuffled; gradients of a real "
   "model; sorted normals; all equal; few values, rounded normals; zeros in 99.5 % of the entries. None with --inputs=",
 )
-_N = flags.DEFINE_integer("n", 14_728_266, "Entries; VGG-16's gradient by default.")
+_N = flags.DEFINE_integer("n", 14_728_266, "Entries; VGG-16's gradient by default.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to select.")
-_REPETITIONS = flags.DEFINE_integer("repetitions", 9, "How often each program is timed; the median counts.")
-_UPDATE = flags.DEFINE_integer("update", 6, "Workers of the SparDL update of which one is timed alone; 0 for none.")
-_JSON = flags.DEFINE_bool(
-  "json", False, "Print the result as JSON on standard output, everything else on standard error."
-)
+_REPETITIONS = flags.DEFINE_integer("repetitions", 9, "How often to time each program; the median counts.", 1)
+_UPDATE = flags.DEFINE_integer("update", 6, "Workers of the update of which one is timed alone; 0: none.", 0)
+_JSON = entry.define_json()
+
+entry.require(_INPUTS, lambda names: set(names) <= INPUTS.keys(), f"from {', '.join(INPUTS)}")
+entry.require(_DENSITY, lambda share: 0 < share <= 1, "a share above 0, up to 1")
 
 
 class Row(NamedTuple):
@@ -159,7 +159,7 @@ class Bench:
       x,
       self._repetitions,
     )
-    missed, _ = fallbacks(functools.partial(js.select.top_k, k=self._k), x)
+    missed, _ = count_fallbacks(functools.partial(js.select.top_k, k=self._k), x)
     return Row(name, **seconds, method=exact.method_for(self._n, self._k), missed=missed > 0, hit=hit)
 
   def _checked(self, name: str, x: jax.Array) -> tuple[jax.Array, bool]:
@@ -230,48 +230,24 @@ def _at_most(bound: float, what: str, ratios: Sequence[float]) -> Goal:
 
 def selection_table(rows: Sequence[Row], title: str) -> rich.table.Table:
   """The inputs, one program beside the other."""
-  result = rich.table.Table(title=title, caption="ms; × faster is than lax.top_k, × read as long as one read takes")
-  heads = ("input", "read", "lax.top_k", "top_k", "× faster", "× read", "method", "threshold", "× faster")
-  for head in (*heads, "candidates", "× read", "hit"):
-    result.add_column(head, justify="left" if head in ("input", "method", "hit") else "right", no_wrap=True)
+  lines = []
   for row in rows:
-    result.add_row(
-      row.input,
-      *map(milliseconds, (row.read, row.lax_top_k, row.top_k)),
-      *(f"{row.lax_top_k / row.top_k:.1f}", f"{row.top_k / row.read:.1f}"),
-      row.method + (", missed" if row.missed else ""),
-      *(milliseconds(row.threshold), f"{row.lax_top_k / row.threshold:.1f}"),
-      *(milliseconds(row.candidates), f"{row.candidates / row.read:.1f}", "yes" if row.hit else "no"),
-    )
-  return result
-
-
-def _check_flags() -> None:
-  """Raises ValueError before anything is measured."""
-  for flag, least in ((_N, 1), (_REPETITIONS, 1), (_UPDATE, 0)):
-    if flag.value < least:
-      raise ValueError(f"--{flag.name}={flag.value}, choose at least {least}")
-  if not 0 < _DENSITY.value <= 1:
-    raise ValueError(f"--density={_DENSITY.value:g}, choose a share above 0, up to 1")
-  unknown = [name for name in _INPUTS.value if name not in INPUTS]
-  if unknown:
-    raise ValueError(f"--inputs={unknown[0]}, choose from {', '.join(INPUTS)}")
-
-
-def _measure(console: rich.console.Console) -> tuple[list[Row], Update | None]:
-  """Everything that the flags ask for, behind a progress bar."""
-  bench = Bench(_N.value, _DENSITY.value, _REPETITIONS.value)
-  work: Any = rich.progress.track(_INPUTS.value, "selecting", console=console, transient=True)
-  rows = [bench.row(name) for name in work]
-  settings = (_UPDATE.value, _N.value, _DENSITY.value, _REPETITIONS.value)
-  return rows, update_alone(*settings) if _UPDATE.value else None
+    own = [row.input, row.method + ", missed" * row.missed, *map(milliseconds, (row.read, row.lax_top_k, row.top_k))]
+    own += [f"{row.lax_top_k / row.top_k:.1f}", f"{row.top_k / row.read:.1f}"]
+    own += [milliseconds(row.threshold), f"{row.lax_top_k / row.threshold:.1f}"]
+    lines.append([*own, milliseconds(row.candidates), f"{row.candidates / row.read:.1f}", "yes" if row.hit else "no"])
+  heads = ("input", "method", "read", "lax.top_k", "top_k", "× faster", "× read", "threshold", "× faster")
+  caption = "ms; × faster is than lax.top_k, × read as long as one read takes"
+  return report.table(title, (*heads, "candidates", "× read", "hit"), lines, text=2, caption=caption)
 
 
 def main() -> None:
   """Checks, times and reports."""
   console = workers.make_console(stderr=_JSON.value)
-  _check_flags()
-  rows, update = _measure(console)
+  bench = Bench(_N.value, _DENSITY.value, _REPETITIONS.value)
+  work: Any = rich.progress.track(_INPUTS.value, "selecting", console=console, transient=True)
+  rows = [bench.row(name) for name in work]
+  update = update_alone(_UPDATE.value, _N.value, _DENSITY.value, _REPETITIONS.value) if _UPDATE.value else None
   reached = goals(rows, update)
   if rows:
     console.print(selection_table(rows, f"{_DENSITY.value:g} of n = {_N.value:,} entries, {jax.default_backend()}"))
@@ -279,14 +255,10 @@ def main() -> None:
     console.print(update_table(update), pass_table(update.passes))
   report.say(reached, console)
   if _JSON.value:
-    _print_json(rows, update, reached)
-
-
-def _print_json(rows: Sequence[Row], update: Update | None, reached: Sequence[Goal]) -> None:
-  plain = lambda values: [value._asdict() for value in values]
-  alone = {**update._asdict(), "passes": plain(update.passes)} if update else None
-  settings = {"n": _N.value, "density": _DENSITY.value, "repetitions": _REPETITIONS.value}
-  print(json.dumps({**settings, "selection": plain(rows), "update": alone, "goals": plain(reached)}))
+    plain = lambda values: [value._asdict() for value in values]
+    alone = {**update._asdict(), "passes": plain(update.passes)} if update else None
+    settings = {"n": _N.value, "density": _DENSITY.value, "repetitions": _REPETITIONS.value}
+    print(json.dumps({**settings, "selection": plain(rows), "update": alone, "goals": plain(reached)}))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import rich.table
 from jax.extend import core
 
 import jaxsparse as js
+from benchmarks import report
 from benchmarks.selection.passes import Pass, passes_of
 from jaxsparse.comm import SoloComm
 
@@ -42,14 +43,14 @@ def seconds_of(program: Callable[[], Any]) -> float:
   return time.perf_counter() - start
 
 
-def fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
+def count_fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
   """(taken, choices): how many of the outermost `lax.cond` of a function take their branch for False.
 
   In selection the False branch is the exact fallback, taken where the threshold of a sample gave too few candidates.
   Only the predicates are computed.
 
   Example:
-    >>> fallbacks(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), jnp.float32(-1))
+    >>> count_fallbacks(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), jnp.float32(-1))
     (1, 1)
   """
   closed = jax.make_jaxpr(function)(*arguments)
@@ -80,7 +81,7 @@ def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
     raise RuntimeError(f"the update of one of {size} workers is not finite, or not of {n} entries")
   memory = compiled.memory_analysis()
   beyond = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-  taken, choices = fallbacks(tx.update, several[0], state)
+  taken, choices = count_fallbacks(tx.update, several[0], state)
   buffers = beyond / (4 * n)
   return Update(
     size, **medians, buffers=buffers, fallbacks=taken, choices=choices, passes=passes_of(compiled.as_text(), n)
@@ -89,28 +90,18 @@ def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
 
 def update_table(update: Update) -> rich.table.Table:
   """Time, memory and passes of the update."""
-  result = rich.table.Table(title="one SparDL update of one worker, alone; memory and passes in arrays of n float32")
-  for head in ("P", "ms", "read", "× read", "memory", "passes", "fallbacks"):
-    result.add_column(head, justify="right", no_wrap=True)
-  result.add_row(
-    str(update.workers),
-    *(milliseconds(update.seconds), milliseconds(update.read), f"{update.seconds / update.read:.1f}"),
-    *(f"{update.buffers:.2f}", f"{update.touched:.3g}", f"{update.fallbacks} of {update.choices}"),
-  )
-  return result
+  times = milliseconds(update.seconds), milliseconds(update.read), f"{update.seconds / update.read:.1f}"
+  passes = f"{update.touched:.3g}", f"{update.fallbacks} of {update.choices}"
+  title = "one SparDL update of one worker, alone; memory and passes in arrays of n float32"
+  heads = ("P", "ms", "read", "× read", "memory", "passes", "fallbacks")
+  return report.table(title, heads, [[str(update.workers), *times, f"{update.buffers:.2f}", *passes]])
 
 
 def pass_table(passes: Sequence[Pass]) -> rich.table.Table:
   """Which instructions of the update touch arrays of n entries."""
-  result = rich.table.Table(title="its passes over arrays of n entries")
-  for head in ("instruction", "opcode", "reads", "writes", "note"):
-    result.add_column(head, justify="right" if head in ("reads", "writes") else "left", no_wrap=True)
-  for one in passes:
-    result.add_row(one.name, one.opcode, f"{one.reads:.3g}", f"{one.writes:.3g}", one.note)
-  reads, writes = (sum(getattr(one, name) for one in passes) for name in ("reads", "writes"))
-  result.add_section()
-  result.add_row("total", "", f"{reads:.3g}", f"{writes:.3g}", f"{reads + writes:.3g} together")
-  return result
+  total = Pass("total", "", sum(one.reads for one in passes), sum(one.writes for one in passes), "")
+  rows = [[one.name, one.opcode, one.note, f"{one.reads:.3g}", f"{one.writes:.3g}"] for one in (*passes, total)]
+  return report.table("its passes over arrays of n", ("instruction", "opcode", "note", "reads", "writes"), rows, text=3)
 
 
 def milliseconds(seconds: float) -> str:
