@@ -34,16 +34,15 @@ class _Repeated(flags.Flag):
 
   def parse(self, argument: Any) -> None:
     """Adds what is given once more."""
-    before = self.value if self.present else []
+    before: list[int] = self.value if self.present else []
     super().parse(argument)
-    self.value = list(dict.fromkeys([*before, *self.value]))
+    self.value = list(dict.fromkeys(before + self.value))
 
 
 def define_seeds(default: Sequence[int]) -> flags.FlagHolder[Any]:
   """The flag --seed."""
-  parser, text = _Numbers(flags.IntegerParser(0, 2**32 - 1)), "Seeds of the parameters and of the batches."
-  serializer = flags.ListSerializer(",")
-  text += " Repeat it, or separate by commas."
+  text = "Seeds of the parameters and of the batches. Repeat it, or separate by commas."
+  parser, serializer = _Numbers(flags.IntegerParser(0, 2**32 - 1)), flags.ListSerializer[Any](",")
   return flags.DEFINE_flag(_Repeated(parser, serializer, "seed", list(default), text))
 
 

@@ -143,8 +143,8 @@ def measured(name: str, mesh: Mesh, rate: str, width: int, blocks: int, batch: i
   last = np.mean(losses[-3:])
   if not last < losses[0]:
     raise RuntimeError(f"{name}: the loss does not fall, {losses[0]:.3f} at first and {last:.3f} at last")
-  most = _largest(mesh, [statistics.median(times[2:]), (netlab.sent_bytes() - sent) / steps])
-  return Row(rate, name, n, *most, losses[-1])
+  seconds, most = _largest(mesh, [statistics.median(times[2:]), (netlab.sent_bytes() - sent) / steps])
+  return Row(rate, name, n, seconds, most, losses[-1])
 
 
 def _largest(mesh: Mesh, values: list[float]) -> list[float]:

@@ -144,6 +144,7 @@ def _path() -> pathlib.Path:
 
 
 def _race(plan: Plan, engine: str) -> Race:
+  assert plan.task is not None
   return Race(plan.task, workers.here(engine, _HOSTS.value), _BATCH_SIZE.value)
 
 

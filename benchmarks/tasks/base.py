@@ -19,7 +19,8 @@ _PART = 128  # inputs that are evaluated at once
 
 Arrays: TypeAlias = tuple[np.ndarray, np.ndarray]  # inputs and labels
 Batch: TypeAlias = dict[str, np.ndarray]  # the same by name: input, label
-Stream: TypeAlias = Callable[[int, int, int], Iterator[Batch]]
+Batches: TypeAlias = Iterator[Batch]
+Stream: TypeAlias = Callable[[int, int, int], Batches]
 
 
 class Task(NamedTuple):

@@ -24,29 +24,24 @@ class Dataset(NamedTuple):
 
 
 def load(name: str, data_dir: str | None = None, fold: int = 0, folds: int = FOLDS) -> Dataset:
-  """The data set of that name."""
+  """The digits, every `folds`-th image from `fold` on for the test, or CIFAR-10 in the folder `data_dir`."""
   if folds < 2 or not 0 <= fold < folds:
     raise ValueError(f"fold={fold} of folds={folds}, choose at least two folds, and one of them")
   if name == "digits":
-    if data_dir:
-      raise ValueError(f"--data_dir={data_dir} is for --dataset=cifar10: the digits lie in scikit-learn")
     return _digits(fold, folds)
-  if name == "cifar10":
-    if not data_dir:
-      raise ValueError("--dataset=cifar10 needs --data_dir, the folder that holds cifar-10-batches-py")
-    return _cifar10(pathlib.Path(data_dir))
-  raise ValueError(f"unknown dataset {name!r}, choose one of digits, cifar10")
+  if name != "cifar10" or not data_dir:
+    raise ValueError(f"unknown dataset {name!r}, choose one of digits, or cifar10 with the folder of its files")
+  return _cifar10(pathlib.Path(data_dir))
 
 
 def epochs(images: np.ndarray, labels: np.ndarray) -> Callable[[int, int, int], Iterator[dict[str, np.ndarray]]]:
   """The stream of a task (`benchmarks.tasks.base`): shuffled epochs, each without its incomplete last batch."""
 
   def stream(seed: int, workers: int, size: int) -> Iterator[dict[str, np.ndarray]]:
-    if workers * size > len(images):
-      raise ValueError(
-        f"a batch of {workers * size} does not fit in {len(images)} training images: use a smaller --batch_size"
-      )
-    return _epochs(images, labels, workers * size, seed)
+    count, given = workers * size, len(images)
+    if count > given:
+      raise ValueError(f"a batch of {count} does not fit in {given} training images: use a smaller --batch_size")
+    return _epochs(images, labels, count, seed)
 
   return stream
 
@@ -72,7 +67,7 @@ def _digits(fold: int, folds: int) -> Dataset:
   digits = load_digits()
   images = digits.images[..., None].astype(np.float32)
   test = np.arange(len(images)) % folds == fold
-  return _standardized("digits", images[~test], digits.target[~test], images[test], digits.target[test])
+  return _standardized(Dataset("digits", images[~test], digits.target[~test], images[test], digits.target[test]))
 
 
 def _cifar10(folder: pathlib.Path) -> Dataset:
@@ -86,7 +81,7 @@ def _cifar10(folder: pathlib.Path) -> Dataset:
     )
   *train, (test_images, test_labels) = (_cifar10_file(folder / name) for name in CIFAR10_FILES)
   images, labels = (np.concatenate(parts) for parts in zip(*train, strict=True))
-  return _standardized("cifar10", images, labels, test_images, test_labels)
+  return _standardized(Dataset("cifar10", images, labels, test_images, test_labels))
 
 
 def _cifar10_file(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
@@ -124,10 +119,7 @@ class _ArraysOnly(pickle.Unpickler):
     return super().find_class("numpy._core.multiarray" if last == "multiarray" else module, name)
 
 
-def _standardized(
-  name: str, train_images: np.ndarray, train_labels: np.ndarray, test_images: np.ndarray, test_labels: np.ndarray
-) -> Dataset:
-  mean, deviation = train_images.mean(), train_images.std() + 1e-6
-  scale = lambda images: ((images - mean) / deviation).astype(np.float32)
-  labels = train_labels.astype(np.int32), test_labels.astype(np.int32)
-  return Dataset(name, scale(train_images), labels[0], scale(test_images), labels[1])
+def _standardized(raw: Dataset) -> Dataset:
+  mean, deviation = raw.train_images.mean(), raw.train_images.std() + 1e-6
+  train, test = (((x - mean) / deviation).astype(np.float32) for x in (raw.train_images, raw.test_images))
+  return Dataset(raw.name, train, raw.train_labels.astype(np.int32), test, raw.test_labels.astype(np.int32))

@@ -60,11 +60,6 @@ def library() -> Text:
   return Text(np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8), whole, "help topics and docstrings")
 
 
-def windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-  """u8[len(starts), length]: the bytes of `text` from each of `starts` on."""
-  return text[starts[:, None] + np.arange(length)]
-
-
 def _topics() -> str:
   return "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
 
