@@ -1,19 +1,13 @@
 r"""Seconds of selecting k of n float32 on one device, beside `lax.top_k` of the magnitudes and one read of the vector.
 
-`js.select.top_k` finds the k largest, `select.threshold` and `select.packed` all entries of at least a threshold (here
-the exact k-th magnitude), `select.candidates` entries that provably contain the k largest, with which an update
-starts. Each result is checked against `lax.top_k` before it is timed: the same set of indices, the same bits of the
-values. One repetition of every program follows the other, with a read after each, since the machine may be busy;
-medians and their ratios are of one run.
+`js.select.top_k` finds the k largest, "threshold" all entries of at least the exact k-th magnitude, and "candidates"
+entries that provably contain the k largest, with which an update starts. Each result is checked against `lax.top_k`:
+the same indices, the same bits of the values. Programs take turns, with a read after each; medians are of one run.
+Inputs "gradients" are those of the digits CNN after a few steps of SGD, of as many batches as fill n entries.
 
-Real gradients are those of the convolutional network on the digits after a few steps of SGD. It has 22,602 parameters,
-so the gradients of as many batches as fill n entries are laid one after the other.
-
-Then one whole SparDL update of one of --update workers alone, whose messages are copies of its own. Its total is not
-the sum over workers, and no law holds for it, so only shapes and finiteness are checked (`benchmarks.collectives`
-checks the laws). Its passes over arrays of n entries are read off the compiled program: the reads and writes of each
-instruction, in arrays of n float32. Reading or writing a few entries of such an array is not a pass. "fallbacks" is the
-number of times that one more update found too few candidates and selected from whole blocks.
+Then one whole SparDL update of one of --update workers alone, whose messages are copies of its own; only shapes and
+finiteness are checked (`benchmarks.collectives` checks the laws). Its passes over arrays of n float32 are read off the
+compiled program. "fallbacks": how often one more update found too few candidates and selected from whole blocks.
 
 Examples:
   python -m benchmarks.selection
@@ -28,7 +22,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -130,62 +124,49 @@ def _by_threshold(x: jax.Array, bound: jax.Array, k: int) -> tuple[js.Sparse, ja
   return threshold.first(home, members, bitset.aligned(k)), bitset.count(members)
 
 
-def _candidates(x: jax.Array, k: int) -> Candidates:
-  return candidates.candidates(Blocks.whole(LazySum((x,)), k))
+def measure(name: str, n: int, k: int, repetitions: int) -> Row:
+  """Checks and times selection of k entries from one input; raises RuntimeError for one that `lax.top_k` does not."""
+  x = jnp.asarray(INPUTS[name](np.random.default_rng(0), n), jnp.float32)
+  top_k = functools.partial(js.select.top_k, k=k)
+  programs: dict[str, Callable[..., Any]] = {
+    "lax_top_k": jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), k)),
+    "top_k": jax.jit(top_k),
+    "threshold": jax.jit(functools.partial(_by_threshold, k=k)),
+    "candidates": jax.jit(lambda x: candidates.candidates(Blocks.whole(LazySum((x,)), k))),
+  }
+  magnitudes, largest = jax.device_get(programs["lax_top_k"](x))
+  bound = jnp.float32(magnitudes[-1])
+  programs["threshold"] = functools.partial(programs["threshold"], bound=bound)
+  found = {name: jax.device_get(program(x)) for name, program in programs.items()}  # every program has run once then
+  hit = _check(name, np.asarray(x), largest, bound, found)
+  jax.block_until_ready(READ(x))
+  times: dict[str, list[float]] = collections.defaultdict(list)
+  for _ in range(repetitions):
+    for program_name, program in programs.items():
+      times[program_name].append(seconds_of(functools.partial(program, x)))
+      times["read"].append(seconds_of(functools.partial(READ, x)))  # it is short, so it takes more of them to tell
+  medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+  missed, _ = count_fallbacks(top_k, x)
+  return Row(name, **medians, method=exact.method_for(n, k), missed=missed > 0, hit=hit)
 
 
-class Bench:
-  """The programs for k of n entries, compiled once."""
-
-  def __init__(self, n: int, density: float, repetitions: int):
-    self._n, self._k, self._repetitions = n, math.ceil(density * n), repetitions
-    k = self._k
-    self._lax_top_k = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), k))
-    self._top_k = jax.jit(functools.partial(js.select.top_k, k=k))
-    self._threshold = jax.jit(functools.partial(_by_threshold, k=k))
-    self._candidates = jax.jit(functools.partial(_candidates, k=k))
-
-  def row(self, name: str) -> Row:
-    """Checks and times selection from one input."""
-    x = jnp.asarray(INPUTS[name](np.random.default_rng(0), self._n), jnp.float32)
-    bound, hit = self._checked(name, x)
-    seconds = interleaved(
-      {
-        "lax_top_k": lambda: self._lax_top_k(x),
-        "top_k": lambda: self._top_k(x),
-        "threshold": lambda: self._threshold(x, bound),
-        "candidates": lambda: self._candidates(x),
-      },
-      x,
-      self._repetitions,
-    )
-    missed, _ = count_fallbacks(functools.partial(js.select.top_k, k=self._k), x)
-    return Row(name, **seconds, method=exact.method_for(self._n, self._k), missed=missed > 0, hit=hit)
-
-  def _checked(self, name: str, x: jax.Array) -> tuple[jax.Array, bool]:
-    """The k-th magnitude, and whether the candidates hit; every program has run once then."""
-    entries = np.asarray(x)
-    magnitudes, largest = jax.device_get(self._lax_top_k(x))
-    chosen = jax.device_get(self._top_k(x))
-    _expect(name, "top_k", entries, chosen, np.sort(largest))
-
-    bound = jnp.float32(magnitudes[-1])
-    reach = np.flatnonzero((np.abs(entries) >= bound) & (entries != 0))
-    some, count = jax.device_get(self._threshold(x, bound))
-    if count != len(reach):
-      raise RuntimeError(f"{name}: {count} entries reach the threshold, numpy counts {len(reach)}")
-    filled = js.Sparse(some.indices[:count], some.values[:count])
-    _expect(name, "threshold", entries, filled, reach[: bitset.aligned(self._k)])
-
-    found = jax.device_get(self._candidates(x))
-    indices = found.indices[found.indices < self._n]
-    hit = bool(found.fits[0]) and len(indices) >= self._k
-    if hit:
-      all_of_them = np.flatnonzero(np.abs(entries).view(np.int32) >= found.low[0])
-      if not np.array_equal(indices, all_of_them) or not np.isin(largest, indices).all():
-        raise RuntimeError(f"{name}: the candidates are not the entries that reach their threshold, or too few")
-    jax.block_until_ready(READ(x))
-    return bound, hit
+def _check(name: str, x: np.ndarray, largest: np.ndarray, bound: jax.Array, found: dict[str, Any]) -> bool:
+  """Whether the candidates hit; raises RuntimeError if a result is not what `lax.top_k`, or numpy, says."""
+  _expect(name, "top_k", x, found["top_k"], np.sort(largest))
+  reach = np.flatnonzero((np.abs(x) >= bound) & (x != 0))
+  some, count = found["threshold"]
+  if count != len(reach):
+    raise RuntimeError(f"{name}: {count} entries reach the threshold, numpy counts {len(reach)}")
+  filled = js.Sparse(some.indices[:count], some.values[:count])
+  _expect(name, "threshold", x, filled, reach[: bitset.aligned(len(largest))])
+  own: Candidates = found["candidates"]
+  indices = own.indices[own.indices < len(x)]
+  hit = bool(own.fits[0]) and len(indices) >= len(largest)
+  if hit:
+    reaching = np.flatnonzero(np.abs(x).view(np.int32) >= own.low[0])
+    if not np.array_equal(indices, reaching) or not np.isin(largest, indices).all():
+      raise RuntimeError(f"{name}: the candidates are not the entries that reach their threshold, or too few")
+  return hit
 
 
 def _expect(name: str, program: str, entries: np.ndarray, found: js.Sparse, indices: np.ndarray) -> None:
@@ -196,36 +177,24 @@ def _expect(name: str, program: str, entries: np.ndarray, found: js.Sparse, indi
     raise RuntimeError(f"{name}: {program} gives values that are not those of its indices, bit for bit")
 
 
-def interleaved(programs: Mapping[str, Callable[[], Any]], x: jax.Array, repetitions: int) -> dict[str, float]:
-  """Median seconds of each program, and of "read", one read of x; each is run once, then all of them again."""
-  times: dict[str, list[float]] = collections.defaultdict(list)
-  for _ in range(repetitions):
-    for name, program in programs.items():
-      times[name].append(seconds_of(program))
-      times["read"].append(seconds_of(lambda: READ(x)))  # it is short, so it takes more of them to tell
-  return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
 def goals(rows: Sequence[Row], update: Update | None) -> list[Goal]:
   """The goals, each by the worst of the inputs it speaks of."""
   spread = [row for row in rows if row.input in _SPREAD]
   tied = [row for row in rows if row.input in _TIED]
   on_spread, on_tied = (" on " + ", ".join(names) for names in (_SPREAD, _TIED))
-  return [
-    _at_least(8, f"top_k ≥ 8 × as fast as lax.top_k{on_spread}", [row.lax_top_k / row.top_k for row in spread]),
-    _at_most(1.2, f"top_k ≤ 1.2 × the time of lax.top_k{on_tied}", [row.top_k / row.lax_top_k for row in tied]),
-    _at_most(6, f"top_k ≤ 6 × one read{on_spread}", [row.top_k / row.read for row in spread]),
-    _at_least(20, f"threshold ≥ 20 × as fast as lax.top_k{on_spread}", [r.lax_top_k / r.threshold for r in spread]),
-    _at_most(20, "the update alone ≤ 20 × one read", [update.seconds / update.read] if update else []),
+  faster = "as fast as lax.top_k" + on_spread
+  asked: list[tuple[str, Callable[..., float], float, list[float]]] = [
+    (f"top_k ≥ 8 × {faster}", min, 8, [row.lax_top_k / row.top_k for row in spread]),
+    (f"top_k ≤ 1.2 × the time of lax.top_k{on_tied}", max, 1.2, [row.top_k / row.lax_top_k for row in tied]),
+    (f"top_k ≤ 6 × one read{on_spread}", max, 6, [row.top_k / row.read for row in spread]),
+    (f"threshold ≥ 20 × {faster}", min, 20, [row.lax_top_k / row.threshold for row in spread]),
+    ("the update alone ≤ 20 × one read", max, 20, [update.seconds / update.read] if update else []),
   ]
-
-
-def _at_least(bound: float, what: str, ratios: Sequence[float]) -> Goal:
-  return Goal(what, min(ratios), min(ratios) >= bound) if ratios else Goal(what, None, None)
-
-
-def _at_most(bound: float, what: str, ratios: Sequence[float]) -> Goal:
-  return Goal(what, max(ratios), max(ratios) <= bound) if ratios else Goal(what, None, None)
+  found = []
+  for what, worst, bound, ratios in asked:
+    ratio = worst(ratios) if ratios else None
+    found.append(Goal(what, ratio, None if ratio is None else (ratio >= bound if worst is min else ratio <= bound)))
+  return found
 
 
 def selection_table(rows: Sequence[Row], title: str) -> rich.table.Table:
@@ -244,9 +213,8 @@ def selection_table(rows: Sequence[Row], title: str) -> rich.table.Table:
 def main() -> None:
   """Checks, times and reports."""
   console = workers.make_console(stderr=_JSON.value)
-  bench = Bench(_N.value, _DENSITY.value, _REPETITIONS.value)
   work: Any = rich.progress.track(_INPUTS.value, "selecting", console=console, transient=True)
-  rows = [bench.row(name) for name in work]
+  rows = [measure(name, _N.value, math.ceil(_DENSITY.value * _N.value), _REPETITIONS.value) for name in work]
   update = update_alone(_UPDATE.value, _N.value, _DENSITY.value, _REPETITIONS.value) if _UPDATE.value else None
   reached = goals(rows, update)
   if rows:

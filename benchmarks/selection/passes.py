@@ -10,25 +10,24 @@ from typing import NamedTuple
 
 
 class Pass(NamedTuple):
-  """What one instruction of a compiled program does with arrays of n entries."""
+  """What one instruction of a compiled program does with arrays of n float32."""
 
-  name: str  # of the instruction
-  opcode: str  # its kind
-  # arrays of n float32 that it reads; of a conditional, in its cheapest branch; of a while loop, each time
-  reads: float
-  writes: float  # how many it writes, likewise
+  name: str
+  opcode: str
+  reads: float  # arrays that it reads; of a conditional, in its cheapest branch; of a while loop, each time
+  writes: float
   note: str  # "in place" where it changes a few entries of one, and the passes that another branch or iteration adds
 
 
 class _Instruction(NamedTuple):
   """One line of a program in XLA's text form."""
 
-  name: str  # of the instruction and its result
-  opcode: str  # its kind
+  name: str
+  opcode: str
   weight: float  # what its result holds in arrays of n float32, arrays of far fewer entries left out
   operands: list[str]  # names in the same computation
   calls: list[str]  # names of computations
-  is_root: bool  # whether it is the result of its computation
+  is_root: bool
 
 
 _Computation = dict[str, _Instruction]
@@ -40,22 +39,12 @@ _CALLS = re.compile(r"(?:calls|to_apply|body|branch_computations|\w+_computation
 _END_OF_OPERANDS = re.compile(r"\)(?:, |$)")
 _NAME = re.compile(r"%([\w.-]+)")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"}  # no data moves
-_OF_COMPUTATIONS = {"call", "conditional", "while"}
 _FEW_OF = {"gather", "dynamic-slice", "slice"}  # which read no more of their first operand than they write
 _INTO = {"scatter", "dynamic-update-slice"}  # which XLA does in place; where it cannot, there is a copy beside them
 
 
 def passes_of(text: str, n: int) -> list[Pass]:
-  """What the instructions of a compiled program read and write of arrays of about n entries, n/2 at least.
-
-  Instructions that do neither are left out.
-  """
-  program, entry = _parsed(text, n)
-  return [one for one in _passes_in(program, entry) if one.reads or one.writes or one.note]
-
-
-def _parsed(text: str, n: int) -> tuple[dict[str, _Computation], str]:
-  """The computations of a program by name, and which of them is its entry."""
+  """The instructions of a program, `compiled.as_text()`, that read or write arrays of about n entries, n/2 at least."""
   program: dict[str, _Computation] = {}
   entry = name = ""
   for line in text.splitlines():
@@ -67,12 +56,12 @@ def _parsed(text: str, n: int) -> tuple[dict[str, _Computation], str]:
       root, result, shape, opcode, rest = found.groups()
       operands, attributes = [*_END_OF_OPERANDS.split(rest, maxsplit=1), ""][:2]
       calls = [called for group in _CALLS.findall(attributes) for called in _NAME.findall(group)]
-      weight = _weight(shape, n)
-      program[name][result] = _Instruction(result, opcode, weight, _NAME.findall(operands), calls, bool(root))
-  return program, entry
+      one = _Instruction(result, opcode, _weigh(shape, n), _NAME.findall(operands), calls, bool(root))
+      program[name][result] = one
+  return [one for one in _passes_in(program, entry) if one.reads or one.writes or one.note]
 
 
-def _weight(shape: str, n: int) -> float:
+def _weigh(shape: str, n: int) -> float:
   words = 0.0
   for kind, sizes in _ARRAY.findall(shape):
     entries = math.prod(int(size) for size in sizes.split(",") if size)
@@ -83,16 +72,15 @@ def _weight(shape: str, n: int) -> float:
 
 def _passes_in(program: Mapping[str, _Computation], name: str) -> Iterable[Pass]:
   for one in program[name].values():
-    if one.opcode in _OF_COMPUTATIONS:
-      yield _pass_of_computations(one, program)
+    if one.opcode in ("call", "conditional", "while"):
+      yield _pass_of_branches(one, [list(_passes_in(program, called)) for called in one.calls])
     elif one.opcode not in _FREE:
       yield _pass_of_arrays(one, program[name], program)
 
 
-def _pass_of_computations(one: _Instruction, program: Mapping[str, _Computation]) -> Pass:
+def _pass_of_branches(one: _Instruction, branches: Sequence[Sequence[Pass]]) -> Pass:
   """The passes of the branch with the fewest; a note has the most."""
-  branches = [list(_passes_in(program, name)) for name in one.calls]
-  totals = sorted((sum(p.reads for p in branch), sum(p.writes for p in branch)) for branch in branches)
+  totals = [(sum(p.reads for p in branch), sum(p.writes for p in branch)) for branch in branches]
   least, most = min(totals, key=sum), max(totals, key=sum)
   if one.opcode == "while":
     return Pass(one.name, one.opcode, *most, "each time round" if any(most) else "")
@@ -110,8 +98,8 @@ def _pass_of_arrays(one: _Instruction, around: _Computation, program: Mapping[st
   outputs = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
   in_place = [output for output in outputs if _is_in_place(output, body)]
   written = [output for output in outputs if output not in in_place]
-  needed = [*(output.name for output in written), *(name for output in in_place for name in _few(output, body))]
-  reads = sum(body[name].weight for name in _read_whole(needed, body))
+  entries = [name for output in in_place for name in _behind_bitcasts(output, body).operands[1:]]  # what is put, where
+  reads = sum(body[name].weight for name in _read_whole([*(output.name for output in written), *entries], body))
   writes = sum(output.weight for output in written)
   return Pass(one.name, one.opcode, reads, writes, "in place" if in_place else "")
 
@@ -123,11 +111,6 @@ def _is_in_place(output: _Instruction, body: _Computation) -> bool:
     return False
   into = _behind_bitcasts(body[target.operands[0]], body)
   return into.opcode == "parameter" and not any(body[name].weight for name in target.operands[1:])
-
-
-def _few(output: _Instruction, body: _Computation) -> list[str]:
-  """What is put into the array, and where."""
-  return _behind_bitcasts(output, body).operands[1:]
 
 
 def _behind_bitcasts(one: _Instruction, body: _Computation) -> _Instruction:
@@ -142,9 +125,7 @@ def _read_whole(needed: Sequence[str], body: _Computation) -> set[str]:
   queue = list(needed)
   while queue:
     one = body[queue.pop()]
-    if one.name in seen:
-      continue
-    seen.add(one.name)
-    if one.opcode != "parameter":
+    if one.name not in seen and one.opcode != "parameter":
       queue += one.operands[1:] if one.opcode in _FEW_OF and not one.weight else one.operands
+    seen.add(one.name)
   return {name for name in seen if body[name].opcode == "parameter"}
