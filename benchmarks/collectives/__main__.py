@@ -1,26 +1,21 @@
 r"""Milliseconds per update of every all-reduce, selection included, with the ranks in step, every timed result checked.
 
 With --rate the ranks run on hosts of the network lab (needs root), whose links are that fast; several rates, numbers of
-workers, sizes or densities are run one after the other. With --pin each rank has a core of its own, as on hosts with
-processors of their own. A program that mpirun or srun started measures with the ranks of that job, on their network.
+workers, sizes or densities are run one after the other. With --pin each rank has a core of its own. A program that
+mpirun or srun started measures with the ranks of that job, on their network.
 
-Gradients are recorded ones of a language model's training, another in every step (`benchmarks.recorded`, which the
-first run calls), or normals. Residuals grow in the --warm_up steps. An algorithm with a period (Ok-Topk: thresholds
-every 32 steps, regions every 64) is timed over whole periods, 70 steps at least, warm-up included; others over
---repetitions.
+Gradients are recorded ones of a language model's training (`benchmarks.recorded`), another in every step, or normals.
+Residuals grow in the --warm_up steps. An algorithm with a period (Ok-Topk: thresholds every 32 steps, regions every 64)
+is timed over whole periods, 70 steps at least, warm-up included; others over --repetitions.
 
-A row is printed as soon as it is measured, and kept as a line of collectives.jsonl in --report_dir: what interrupts the
-run, Ctrl-C, SIGTERM or an algorithm that fails or exceeds --limit, loses none of them. Ranks start again behind an
-algorithm that failed. At the end follow a table, and a figure, collectives.png. The exit status is 0 if all was
-measured, and nothing wrong.
+A row is printed as soon as it is measured, and kept as a line of collectives.jsonl: an interruption, or an algorithm
+that fails or exceeds --limit, loses none of them, and ranks start again behind it. At the end follow a table, and a
+figure, collectives.png. The exit status is 0 if all was measured, and nothing wrong.
 
-Columns: ms, mean, p90: median, mean and 90th percentile over the timed steps of the slowest rank's time; × f32, × bf16:
-dense's median / this one (above 1: this one is faster); algbw, busbw: GB/s as in nccl-tests, 4n bytes / median, and
-that times 2(P − 1)/P; #wrong: entries of all timed steps that were lost, made up, or not the same bits on every rank;
-words: of 4 bytes that a rank sent; select, wire, merge: arithmetic until the first message and after it, measured
-without a network with all ranks at work at once, and the rest.
-
-Ranks share compiled programs, and find those of earlier runs, in --cache_dir.
+Columns: ms, mean, p90: over the timed steps of the slowest rank's time; × f32, × bf16: dense's median / this one; algbw,
+busbw: GB/s as in nccl-tests, 4n bytes / median, and that times 2(P − 1)/P; #wrong: entries of all timed steps that were
+lost, made up, or not the same bits on every rank; words: of 4 bytes that a rank sent; select, wire, merge: arithmetic
+until the first message and after it, measured without a network with all ranks at work at once, and the rest.
 
 Examples:
   python -m benchmarks.collectives --rate=1gbit

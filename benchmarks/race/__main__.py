@@ -1,24 +1,20 @@
 r"""Seconds until a training's loss is as low as dense's: methods race on one task, in the network lab.
 
-Every method starts from the same parameters and sees the same batches. Loss over steps does not depend on the links, so
-it is computed once for each method and seed, by the simulator in this process (--parts=curves). Seconds a step are
-measured at each rate, a process of JAX on each host of the lab, at least --timed_steps of them (--parts=paces; needs
-root). Their product is the time to the target: dense's loss after --steps, of its best optimizer, from the same seed.
---parts=wholes trains on the clock in the lab until the target, from the first seed, which shows that the product holds.
-The clock stands still while a model is evaluated. --parts=advice asks `js.costs.advise` which of the
-methods reaches that loss first.
+Every method starts from the same parameters and sees the same batches. --parts says what is measured:
 
-Rows are kept in --results as they are measured. When the command is given again, what is done is not measured again,
-and a training that was interrupted is kept until a new one is as far. The tables and the figures, race.png and
-seconds.png, are made from that file alone: --parts=none makes only them, of all that the file has.
+  curves  loss over steps, which does not depend on the links: once for each method and seed, in this process
+  paces   seconds a step at each rate, a process of JAX on each host of the lab (needs root), with the first --optimizer
+  wholes  whole trainings in the lab from the first seed, on a clock that stands still while a model is evaluated
+  advice  which of the methods reaches the target first, as `js.costs.advise` says
+  none    nothing: tables and figures of all that the file has
 
-A method is WAY/CHANGES/COLLECTIVE, each with options; without a way workers exchange gradients. Its seconds a step are
-those with the first --optimizer. Evaluated are the parameters of the last exchange, which all workers have.
+Steps times pace are the seconds to the target: dense's loss after --steps, of its best optimizer, from the same seed.
+Evaluated are the parameters of the last exchange, which all workers have. Rows are kept in --results as they are
+measured; given again, the command measures what is missing. race.png and seconds.png are made from that file alone.
 
 Examples:
   python -m benchmarks.race
   python -m benchmarks.race --task=lm_medium --rate=100mbit --method=dense,spardl:density=0.01 --optimizer=adam:0.003
-  python -m benchmarks.race --parts=curves --steps=1000
   python -m benchmarks.race --parts=wholes --rate=100mbit --seed=0 --method=spardl:density=0.01
   python -m benchmarks.race --preset=spardl-fig6c
   python -m benchmarks.race --parts=none --results=benchmarks/results/race_lm.json --json | jq '.standings'

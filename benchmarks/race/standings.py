@@ -24,13 +24,12 @@ class Spread(NamedTuple):
   missing: int = 0  # seeds without a finite number: not trained, not as far, or diverged
 
   @classmethod
-  def of(cls, values: Sequence[float | None]) -> "Spread | None":
+  def of(cls, values: Sequence[float | None] | np.ndarray) -> "Spread | None":
     """The spread of the finite numbers; None if there is none."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
+    known = [float(value) for value in values if value is not None and math.isfinite(value)]
     if not known:
       return None
-    deviation = statistics.stdev(known) if len(known) > 1 else 0.0
-    return cls(statistics.mean(known), deviation, len(values) - len(known))
+    return cls(statistics.mean(known), statistics.stdev(known) if len(known) > 1 else 0.0, len(values) - len(known))
 
 
 class Target(NamedTuple):
@@ -83,17 +82,12 @@ def crossing(curve: Curve | Whole, target: float) -> float | None:
     >>> crossing(Curve("dense", "adam:0.001", 0, [10, 20, 30], [3.0, 2.0, 1.0], [], 0.0), target=1.5)
     25.0
   """
-  below = [number for number, loss in enumerate(curve.loss) if loss <= target]
-  if not below:
+  first = next((number for number, loss in enumerate(curve.loss) if loss <= target), None)
+  if first is None:
     return None
-  first = below[0]
-  if not first:
-    return float(curve.steps[0])
-  before, after = curve.loss[first - 1], curve.loss[first]
-  start, end = curve.steps[first - 1], curve.steps[first]
-  if math.isinf(before):
-    return float(end)
-  return start + (end - start) * (before - target) / (before - after)
+  if not first or math.isinf(curve.loss[first - 1]):
+    return float(curve.steps[first])
+  return float(np.interp(target, curve.loss[first - 1 : first + 1][::-1], curve.steps[first - 1 : first + 1][::-1]))
 
 
 def loss_after(curve: Curve, steps: float) -> float | None:
@@ -136,31 +130,24 @@ def standings(results: Results, rate: str, target: Target) -> list[Standing]:
     if curve.seed in targets:
       groups.setdefault((curve.method, curve.optimizer), {})[curve.seed] = curve
   of_dense = _crossings(dense, targets)
-  dense_seconds = _times(of_dense, paces.get(DENSE))
   found = []
   for (method, optimizer), curves in groups.items():
     counts, pace = _crossings(curves, targets), paces.get(method)
-    seconds = _times(counts, pace)
-    ratios, more = _ratios(dense_seconds, seconds), _ratios(counts, of_dense)
+    seconds, of_dense_seconds = counts * _seconds(pace), of_dense * _seconds(paces.get(DENSE))
     words, drift = (statistics.mean(getattr(one, name) for one in curves.values()) for name in ("words", "drift"))
     losses = [loss_after(curves[seed], target.steps) if seed in curves else None for seed in targets]
-    spreads = [Spread.of(values) for values in (counts, losses, seconds, ratios, more)]
+    spreads = [Spread.of(values) for values in (counts, losses, seconds, of_dense_seconds / seconds, counts / of_dense)]
     found.append(Standing(method, optimizer, words, drift, pace, *spreads))
   return _in_time(sorted(found, key=_order), groups)
 
 
-def _crossings(curves: Mapping[int, Curve], targets: Mapping[int, float]) -> list[float | None]:
-  """Steps to the target of each seed; None where there is no curve, or it does not get there."""
-  return [crossing(curves[seed], loss) if seed in curves else None for seed, loss in targets.items()]
+def _crossings(curves: Mapping[int, Curve], targets: Mapping[int, float]) -> np.ndarray:
+  """Steps to the target of each seed; NaN where there is no curve, or it does not get there."""
+  return np.array([crossing(curves[seed], loss) if seed in curves else None for seed, loss in targets.items()], float)
 
 
-def _times(counts: Sequence[float | None], pace: Pace | None) -> list[float | None]:
-  """Seconds of so many steps; None where steps or pace are not known."""
-  return [count * pace.seconds if pace and count is not None else None for count in counts]
-
-
-def _ratios(above: Sequence[float | None], below: Sequence[float | None]) -> list[float | None]:
-  return [a / b if a and b else None for a, b in zip(above, below, strict=True)]
+def _seconds(pace: Pace | None) -> float:
+  return pace.seconds if pace else math.nan
 
 
 def _order(one: Standing) -> float:
@@ -172,14 +159,10 @@ def _in_time(ranked: list[Standing], groups: Mapping[tuple[str, str], Mapping[in
 
   Trainings end at the target, some seeds before the mean of all: then as far as all go whose method gets there.
   """
-  of = {(one.method, one.optimizer): list(groups[one.method, one.optimizer].values()) for one in ranked}
-  reaching = [(one, of[one.method, one.optimizer]) for one in ranked if math.isfinite(_order(one))]
+  curves_of = lambda one: list(groups[one.method, one.optimizer].values())
+  reaching = [(one, curve) for one in ranked if math.isfinite(_order(one)) for curve in curves_of(one)]
   if not reaching:
     return ranked
-  ends = [curve.steps[-1] * one.pace.seconds for one, curves in reaching for curve in curves if one.pace]
-  time = min(_order(ranked[0]), *ends)
-  found = []
-  for one in ranked:
-    losses = [loss_after(curve, time / one.pace.seconds) for curve in of[one.method, one.optimizer] if one.pace]
-    found.append(one._replace(loss_in_time=Spread.of(losses)))
-  return found
+  time = min(_order(ranked[0]), *(curve.steps[-1] * _seconds(one.pace) for one, curve in reaching))
+  losses = lambda one: [loss_after(curve, time / one.pace.seconds) for curve in curves_of(one) if one.pace]
+  return [one._replace(loss_in_time=Spread.of(losses(one))) for one in ranked]

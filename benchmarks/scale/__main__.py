@@ -1,23 +1,19 @@
 r"""Scale on paper: the predicted time of an update on the wire for 8 … 4096 workers, and the making of its program.
 
 Predicted is the wire alone, `messages · α + bytes · β` by each algorithm's formula, an upper bound where the sizes of
-messages vary. Selection and sums, which `benchmarks.collectives` measures, come on top; so do the integers that workers
-agree on (`benchmarks.costs` lists them) and the averaging of parameters that A2SGD needs. In `spardl:teams=best` the
-number of teams is the fastest divisor of P in that network.
+messages vary; selection and sums come on top. In `spardl:teams=best` the number of teams is the fastest divisor of P.
 
 Measured are the seconds to trace, lower and compile the update for P forced CPU devices, with compilation caches off:
 the update does not run, and n hardly matters. SparDL has 2⌈log₂P⌉ rounds, so the seconds should grow as log₂P.
 
-With --first_step nothing is predicted: measured are the seconds to trace, lower and compile the first step of
-`js.make_train_step` for 1,000,000 parameters and P = 4, of dense, SparDL (exact, chunked, reuse, teams) and the other
-algorithms. The goal of 3 s at most is checked for each; the exit status is 1 where one misses it.
+With --first_step nothing is predicted: measured is the making of the first step of `js.make_train_step` for 1,000,000
+parameters and P = 4, of all algorithms. The goal is 3 s at most for each; the exit status is 1 where one misses it.
 
 Examples:
   python -m benchmarks.scale
   python -m benchmarks.scale --first_step
   python -m benchmarks.scale --first_step --schedule_of=spardl,oktopk --n=16000000 --repeats=1
   python -m benchmarks.scale --network=25GbE --network=wifi:alpha=2e-3:beta=4e-8 --workers=6,14,30 --schedule_of=
-  python -m benchmarks.scale --schedule_of=spardl,spardl:teams=4,gtopk,oktopk --workers=8,16,32,64
   python -m benchmarks.scale --json | jq '.predicted[] | select(.workers == 4096 and .algorithm == "spardl")'
 """
 

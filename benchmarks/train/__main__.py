@@ -7,15 +7,12 @@ steps, and over words sent. With --trace also trace.png: what `js.metrics` said 
 Examples:
   python -m benchmarks.train
   python -m benchmarks.train --algorithm=all
-  python -m benchmarks.train --algorithm=spardl,dense --workers=4 --density=0.001 --steps=1000
   python -m benchmarks.train --algorithm=spardl,spardl:residual=partial,spardl:residual=local --seed=0,1,2
   python -m benchmarks.train --algorithm=oktopk,gaussiank,oktopk:regions=even --trace=selected,delivered,imbalance
-  python -m benchmarks.train --algorithm=a2sgd,dense --optimizer=adam:0.003
   python -m benchmarks.train --engine=sim --workers=5 --folds=5
   python -m benchmarks.train --task=lm --engine=sim --workers=4 --batch_size=4 --optimizer=adamw:0.001,sgd:0.3
   python -m benchmarks.train --data_dir=$HOME/cifar --steps=5000
   python -m benchmarks.train --engine=processes --algorithm=spardl,dense
-  python -m benchmarks.train --json | jq '.runs[].test_accuracy'
 """
 
 import itertools
