@@ -34,9 +34,9 @@ class _Repeated(flags.Flag):
 
   def parse(self, argument: Any) -> None:
     """Adds what is given once more."""
-    before: list[int] = self.value if self.present else []
+    before = (self.value or []) if self.present else []
     super().parse(argument)
-    self.value = list(dict.fromkeys(before + self.value))
+    self.value = list(dict.fromkeys([*before, *(self.value or [])]))
 
 
 def define_seeds(default: Sequence[int]) -> flags.FlagHolder[Any]:

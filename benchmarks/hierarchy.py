@@ -68,16 +68,8 @@ class Row(NamedTuple):
   loss: float  # of the last step
 
 
-class Trained(NamedTuple):
-  """A way to train: the step, and where it starts."""
-
-  step: Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]  # (params, state, batch) -> (params, state, loss)
-  params: Any  # with the shardings of the way
-  state: Any  # of the optimizer
-
-
-def way_of(name: str, mesh: Mesh, params: Any, loss_fn: Callable, density: float) -> Trained:
-  """The step and the start of a way; `params` are those of the host."""
+def start(name: str, mesh: Mesh, params: Any, loss_fn: Callable, density: float) -> tuple[Callable, Any, Any]:
+  """A way's step, (params, state, batch) -> (params, state, loss), its params and state; `params` are of the host."""
   rest = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
   if name != "flat":
     params = _placed(params, jax.tree.map(lambda leaf: _sharding(mesh, leaf), params))
@@ -90,9 +82,8 @@ def way_of(name: str, mesh: Mesh, params: Any, loss_fn: Callable, density: float
       return optax.apply_updates(params, updates), state, loss
 
     kept = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
-    return Trained(
-      jax.jit(dense, out_shardings=(*kept, NamedSharding(mesh, P())), donate_argnums=(0, 1)), params, state
-    )
+    kept = (*kept, NamedSharding(mesh, P()))
+    return jax.jit(dense, out_shardings=kept, donate_argnums=(0, 1)), params, state
 
   axis = AXES if name == "flat" else "hosts"
   tx = optax.chain(js.spardl_transform(axis, density=density), rest)
@@ -102,7 +93,7 @@ def way_of(name: str, mesh: Mesh, params: Any, loss_fn: Callable, density: float
     params, state, metrics = own(params, state, batch)
     return params, state, metrics.loss
 
-  return Trained(sparse, params, js.init(tx, params, mesh, axis=axis))
+  return sparse, params, js.init(tx, params, mesh, axis=axis)
 
 
 def _sharding(mesh: Mesh, leaf: jax.Array) -> NamedSharding:
@@ -127,7 +118,7 @@ def measured(name: str, mesh: Mesh, rate: str, width: int, blocks: int, batch: i
     logits = nnx.merge(graph, params)(batch["input"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
-  step, params, state = way_of(name, mesh, params, loss_fn, density)
+  step, params, state = start(name, mesh, params, loss_fn, density)
   split, text = NamedSharding(mesh, P(AXES if name == "flat" else "hosts")), lm.small().stream(0, mesh.size, batch)
   times, losses, sent = [], [], 0
   for number in range(steps + 2):
@@ -135,11 +126,11 @@ def measured(name: str, mesh: Mesh, rate: str, width: int, blocks: int, batch: i
     given = _placed(given, jax.tree.map(lambda _: split, given))
     if number == 2:
       sent = netlab.sent_bytes()
-    start = time.perf_counter()
+    began = time.perf_counter()
     params, state, loss = step(params, state, given)
     losses.append(float(jax.block_until_ready(loss).addressable_data(0)))
     jax.block_until_ready(params)
-    times.append(time.perf_counter() - start)
+    times.append(time.perf_counter() - began)
   last = np.mean(losses[-3:])
   if not last < losses[0]:
     raise RuntimeError(f"{name}: the loss does not fall, {losses[0]:.3f} at first and {last:.3f} at last")

@@ -143,14 +143,7 @@ class Method(NamedTuple):
 
 
 def parse(flag: str, values: list[str], workers: int, **shared: Any) -> list[Method]:
-  """The methods that a flag names, each once, checked for `workers` workers before anything runs.
-
-  Example:
-    >>> [(one.way, one.spec.config) for one in parse("method", ["dense,updates/spardl:density=0.1"], workers=4)]
-    [('gradients', {}), ('updates', {'density': 0.1})]
-    >>> [one.label for one in parse("method", ["gradients/dense", "dense"], workers=4)]
-    ['dense']
-  """
+  """The methods that a flag names, each once, checked for `workers` workers before anything runs."""
   labels = [label.removeprefix(f"{gradients.__name__}/") for label in specs.labels_of(values)]
   return [_method(flag, label, workers, shared) for label in dict.fromkeys(labels)]
 

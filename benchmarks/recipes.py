@@ -45,12 +45,7 @@ class Optimizer(NamedTuple):
 
 
 def parse_optimizers(values: Sequence[str], rate: float) -> list[Optimizer]:
-  """The optimizers that the flag names, each once; `rate` is for those that name none of their own.
-
-  Example:
-    >>> [str(optimizer) for optimizer in parse_optimizers(["window_adam:0.003:window=4,sgd"], rate=0.1)]
-    ['window_adam:0.003:window=4', 'sgd:0.1']
-  """
+  """The optimizers that the flag names, each once; `rate` is for those that name none of their own."""
   return list(dict.fromkeys(_optimizer(label, rate) for label in specs.listed(values)))
 
 
@@ -85,12 +80,7 @@ SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {  # of the peak 
 
 
 class Recipe(NamedTuple):
-  """What a worker does with a gradient, besides the exchange.
-
-  Example:
-    >>> Recipe(Optimizer("sgd", 0.1), schedule="step", steps=9).schedule_of()(6).item()
-    0.01...
-  """
+  """What a worker does with a gradient, besides the exchange."""
 
   optimizer: Optimizer  # with its peak rate
   schedule: str = "constant"  # one of `SCHEDULES`

@@ -49,12 +49,7 @@ def table(
 
 
 def spread(values: Sequence[float], form: str) -> str:
-  """Mean and standard deviation of several runs.
-
-  Example:
-    >>> spread([1, 2], ".2f"), spread([1], ".2f")
-    ('1.50 ± 0.71', '1.00')
-  """
+  """Mean and standard deviation of several runs."""
   deviation = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
   return f"{statistics.mean(values):{form}}{deviation}"
 

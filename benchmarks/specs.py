@@ -28,43 +28,23 @@ class Spec(NamedTuple):
 
 
 def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
-  """The algorithms that the flag names, each once, checked for `workers` workers before anything runs.
-
-  Example:
-    >>> [spec.config for spec in parse(["dense,spardl:teams=2"], workers=4, density=0.1)]
-    [{}, {'density': 0.1, 'teams': 2}]
-  """
+  """The algorithms that the flag names, each once, checked for `workers` workers before anything runs."""
   return [_spec(label, workers, shared) for label in labels_of(values)]
 
 
 def labels_of(values: list[str]) -> list[str]:
-  """The labels that a flag names, each once; "all" stands for every collective.
-
-  Example:
-    >>> labels_of(["dense,spardl", "dense"])
-    ['dense', 'spardl']
-  """
+  """The labels that a flag names, each once; "all" stands for every collective."""
   labels = listed(values)
   return list(js.collective_names()) if labels == ["all"] else labels
 
 
 def listed(values: Sequence[str]) -> list[str]:
-  """What a flag names that is repeated, or separated by commas, each once.
-
-  Example:
-    >>> listed(["10mbit, 1gbit", "10mbit"])
-    ['10mbit', '1gbit']
-  """
+  """What a flag names that is repeated, or separated by commas, each once."""
   return list(dict.fromkeys(part.strip() for value in values for part in value.split(",")))
 
 
 def of_vectors() -> list[str]:
-  """The collectives whose cost depends on the number of entries alone, and not on the shapes of leaves.
-
-  Example:
-    >>> set(js.collective_names()) - set(of_vectors())
-    {'powersgd'}
-  """
+  """The collectives whose cost depends on the number of entries alone, and not on the shapes of leaves."""
   return [name for name in js.collective_names() if not plain(name).needs_shapes]
 
 

@@ -9,10 +9,10 @@ Residuals grow in the --warm_up steps. An algorithm with a period (Ok-Topk: thre
 is timed over whole periods, 70 steps at least, warm-up included; others over --repetitions.
 
 A row is printed as soon as it is measured, and kept as a line of collectives.jsonl: an interruption, or an algorithm
-that fails or exceeds --limit, loses none of them, and ranks start again behind it. At the end follow a table, and a
-figure, collectives.png. The exit status is 0 if all was measured, and nothing wrong.
+that fails or exceeds --limit, loses none of them, and ranks start again behind it. At the end follows a table. The exit
+status is 0 if all was measured, and nothing wrong.
 
-Columns: ms, mean, p90: over the timed steps of the slowest rank's time; × f32, × bf16: dense's median / this one; algbw,
+Columns: ms, mean, p90: over the timed steps, of the slowest rank; × f32, × bf16: dense's median / this one; algbw,
 busbw: GB/s as in nccl-tests, 4n bytes / median, and that times 2(P − 1)/P; #wrong: entries of all timed steps that were
 lost, made up, or not the same bits on every rank; words: of 4 bytes that a rank sent; select, wire, merge: arithmetic
 until the first message and after it, measured without a network with all ranks at work at once, and the rest.
@@ -69,7 +69,7 @@ _LIMIT = flags.DEFINE_float("limit", 900, "Seconds that one algorithm may take, 
 _PREDICT = flags.DEFINE_bool("predict", False, "Also fit the cost model on the same workers and show its predictions.")
 _CACHE_DIR = entry.define_cache_dir()
 _SHARE = flags.DEFINE_bool("share_programs", True, "Share compiled programs between ranks and runs.")
-_REPORT_DIR = entry.define_report_dir("collectives.jsonl and the figure collectives.png")
+_REPORT_DIR = entry.define_report_dir("collectives.jsonl")
 _JSON = entry.define_json()
 _RUN = flags.DEFINE_string("run", None, "Internal: names the run in collectives.jsonl.")
 _FIRST = flags.DEFINE_integer("first", 0, "Internal: number of the first row that ranks measure.")
@@ -101,6 +101,10 @@ def _cases(size: int) -> list[tuple[int, float, specs.Spec]]:
     for n, density in itertools.product(_N.value, _DENSITY.value)
     for spec in specs.parse(names, size, density=density)
   ]
+
+
+def _path() -> pathlib.Path:
+  return pathlib.Path(_REPORT_DIR.value) / "collectives.jsonl"
 
 
 def _measure(size: int, rate: str, kept: Kept) -> bool:
@@ -182,11 +186,9 @@ def _run(size: int, rate: str, kept: Kept, run: str) -> list[str]:
 def _report(measured: Sequence[Row], failed: Sequence[str]) -> bool:
   """Shows all rows and what failed; whether everything is as it should be."""
   console = workers.make_console(stderr=_JSON.value)
-  folder = pathlib.Path(_REPORT_DIR.value)
   if measured:
     console.print(rows.table(measured))
-    rows.figure(measured, folder / "collectives.png")
-    console.print(f"rows: {folder / 'collectives.jsonl'}, figure: {folder / 'collectives.png'}", soft_wrap=True)
+    console.print(f"rows: {_path()}", soft_wrap=True)
   wrong = sum(row.wrong for row in measured)
   console.print(f"wrong entries: {wrong:,}{'' if wrong else ' OK'}")
   for problem in failed:
@@ -200,7 +202,7 @@ def main() -> None:
   """Starts the ranks of every setting and reports; in a rank, measures."""
   settings = _settings()
   run = _RUN.value or f"{datetime.datetime.now():%Y-%m-%dT%H:%M:%S} {os.getpid()}"
-  kept = Kept(pathlib.Path(_REPORT_DIR.value) / "collectives.jsonl", run)
+  kept = Kept(_path(), run)
   path = recorded.path_in(_CACHE_DIR.value)
   missing = _GRADIENTS.value == "recorded" and not path.exists()
   if launch.is_rank():

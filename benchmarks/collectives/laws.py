@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,9 @@ from jaxsparse.train.replicas import hashed
 _BUCKETS = 4096
 
 
-class Before(NamedTuple):
-  """Gradients and residuals of all workers before an update, which donates them."""
-
-  sums: np.ndarray  # f64[2, buckets], sums over all workers of gradient + residual and of their magnitudes, by bucket
-  residual: jax.Array | None  # a copy of the residual, split along the workers; None where there is none
+# Before an update, which donates its arguments: f64[2, buckets], sums over all workers of gradient + residual and of
+# their magnitudes, and a copy of the residual, split along the workers; None where there is none.
+Before: TypeAlias = tuple[np.ndarray, jax.Array | None]
 
 
 class Laws:
@@ -55,7 +53,7 @@ class Laws:
     if not self._conserves:
       return None
     residual = state.carried.residual
-    return Before(self._held(grads, state).sum(0, dtype=np.float64), None if residual is None else self._copy(residual))
+    return self._held(grads, state).sum(0, dtype=np.float64), None if residual is None else self._copy(residual)
 
   def wrong(self, mean: jax.Array, state: js.ReduceState, before: Before | None, grads: Callable[[], jax.Array]) -> int:
     """The number of entries of the result that break a law."""
@@ -74,13 +72,14 @@ class Laws:
 
   def _lost(self, mean: jax.Array, state: js.ReduceState, before: Before, grads: Callable[[], jax.Array]) -> int:
     """Entries of which something was lost or made up."""
+    sums, residual = before
     after = self._size * self._delivered(mean)[0].astype(np.float64) + self._kept(state).sum(0, dtype=np.float64)
-    buckets = np.flatnonzero(~(np.abs(before.sums[0] - after[0]) <= self._tolerance * before.sums[1]))
+    buckets = np.flatnonzero(~(np.abs(sums[0] - after[0]) <= self._tolerance * sums[1]))
     if not buckets.size:
       return 0
     rows = lambda x: self._rows(lambda x: _columns(x)[buckets], self._of_mean)(x).astype(np.float64)
     made, received = rows(grads()), self._size * rows(mean)[0]
-    old, new = (rows(part) if part is not None else 0.0 for part in (before.residual, state.carried.residual))
+    old, new = (rows(part) if part is not None else 0.0 for part in (residual, state.carried.residual))
     error = np.abs((made + old - new).sum(0) - received)
     return int((~(error <= self._tolerance * (np.abs(made) + np.abs(old)).sum(0))).sum())
 

@@ -1,4 +1,4 @@
-"""Rows of updates: kept as JSON lines while they are measured, and shown as lines, a table and a figure."""
+"""Rows of updates: kept as JSON lines while they are measured, and shown as lines and a table."""
 
 import json
 import os
@@ -97,26 +97,3 @@ def _setting(rows: Sequence[Row], besides: Sequence[str]) -> str:
   same += [f"{rows[0].rate} links"] if rows[0].rate and "rate" not in besides else []
   pinned = ", a core a rank" if rows[0].pinned else ""
   return f"engine {rows[0].engine}, {', '.join(same)}, {rows[0].gradients} gradients{pinned}"
-
-
-def figure(rows: Sequence[Row], path: pathlib.Path) -> None:
-  """Median seconds over the part of the setting that has several values, or bars of selection, merge and wire."""
-  over = _several(rows)
-  plot, panel = report.pyplot.subplots(figsize=(9, 5), layout="constrained")
-  if not over:
-    left = [0.0] * len(rows)
-    for part in ("selection", "merge", "wire"):
-      widths = [getattr(row, part) for row in rows]
-      panel.barh([row.algorithm for row in rows], widths, left=left, label=part)
-      left = [start + width for start, width in zip(left, widths, strict=True)]
-    panel.invert_yaxis()
-    panel.set(xlabel="seconds per update")
-  for label in dict.fromkeys(row.algorithm for row in rows) if over else []:
-    own = [row for row in rows if row.algorithm == label]
-    panel.plot([getattr(row, over[0]) for row in own], [row.seconds for row in own], marker="o", label=label)
-    panel.set(xlabel=over[0], ylabel="seconds per update", yscale="log")
-    if over[0] != "rate":
-      panel.set(xscale="log")
-  panel.grid(alpha=0.3)
-  panel.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small")
-  report.save(plot, _setting(rows, over[:1]), path)

@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
   @property
   def algorithm_bandwidth(self) -> float:
-    """GB/s as nccl-tests defines it: 4n bytes of gradient by the seconds of the update, whatever was really sent."""
+    """GB/s as nccl-tests defines it: 4n bytes / seconds, whatever was really sent."""
     return 4 * self.n / self.seconds / 1e9
 
   @property
@@ -74,32 +74,16 @@ class Row(NamedTuple):
     return 2 * (self.workers - 1) / self.workers * self.algorithm_bandwidth
 
 
-class Plan(NamedTuple):
-  """The steps of one measurement."""
-
-  warm_up: int  # untimed ones, of which the first compiles; residuals grow in them
-  timed: int  # those that count
-  period: int  # steps after which the algorithm's work repeats, 1 for no period
-
-
-def plan(collective: js.Collective, warm_up: int, repetitions: int) -> Plan:
-  """The steps to take: whole periods, where the mean counts each kind of step as often as training does.
+def plan(collective: js.Collective, warm_up: int, repetitions: int) -> tuple[int, int, int]:
+  """(untimed steps, timed steps, period): whole periods, where the mean counts each kind of step as often as training.
 
   A period is the least common multiple of the options `*_period`: Ok-Topk takes exact thresholds every 32 steps and
   draws regions every 64.
-
-  Example:
-    >>> plan(js.make_collective("oktopk", density=0.01), warm_up=1, repetitions=5)
-    Plan(warm_up=6, timed=64, period=64)
-    >>> plan(js.make_collective("spardl", density=0.01), warm_up=1, repetitions=5)
-    Plan(warm_up=1, timed=5, period=1)
   """
   options = dataclasses.asdict(collective) if dataclasses.is_dataclass(collective) else {}
   period = math.lcm(*(value for name, value in options.items() if name.endswith("_period")))
-  if period == 1:
-    return Plan(warm_up, repetitions, 1)
   timed = math.ceil(repetitions / period) * period
-  return Plan(max(warm_up, LEAST_STEPS - timed), timed, period)
+  return warm_up if period == 1 else max(warm_up, LEAST_STEPS - timed), timed, period
 
 
 class Bench:
@@ -130,8 +114,8 @@ class Bench:
   def _updates(self, spec: Spec) -> dict[str, Any]:
     """What the warm-up and the timed steps say of a row."""
     update = timing.Update(self._engine, spec.collective, self._engine.comm, self._n)
-    steps = plan(spec.collective, self._warm_up, self._repetitions)
-    warm_up = 1 if update.state.carried.residual is None else steps.warm_up  # nothing grows
+    untimed, timed, period = plan(spec.collective, self._warm_up, self._repetitions)
+    warm_up = 1 if update.state.carried.residual is None else untimed  # nothing grows
     read, laws = jax.jit(self._workers.metrics), Laws(self._engine, spec, update.specs)
     state, number, wrong, warming = update.state, 0, 0, 0.0
     times: list[float] = []
@@ -139,7 +123,7 @@ class Bench:
     while number < warm_up and warming < ENOUGH:
       seconds, (_, state) = self._watch.time(update.program, self._gradients(number), state)
       warming, number = warming + (seconds if number else 0.0), number + 1  # the first compiles
-    while len(times) < steps.timed and (steps.period > 1 or sum(times) < ENOUGH):
+    while len(times) < timed and (period > 1 or sum(times) < ENOUGH):
       again = functools.partial(self._gradients, number + len(times))
       grads = again()
       before = laws.before(grads, state)

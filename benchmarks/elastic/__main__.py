@@ -31,7 +31,7 @@ from absl import flags
 import jaxsparse as js
 from benchmarks import entry, netlab, report, workers
 from benchmarks.elastic import phases
-from benchmarks.elastic.phases import DYING, Phase, Recovery, Settings, Training
+from benchmarks.elastic.phases import DYING, Phase, Recovery, Training
 from jaxsparse import launch
 
 _WORKERS = flags.DEFINE_integer("workers", 6, "Workers at first; one is killed.", lower_bound=3)
@@ -47,7 +47,7 @@ _SEED = entry.define_seeds([0, 1, 2])
 _RATE = flags.DEFINE_string("rate", "1gbit", "Speed of the links, as tc writes it; none for any speed.")
 _LAB = flags.DEFINE_bool("lab", True, "Measure in the lab; otherwise only what a lost residual changes.")
 _REPORT_DIR = entry.define_report_dir("elastic.json")
-_PHASE = flags.DEFINE_string("phase", None, "Internal: the phase and the seed of a rank, as JSON.")
+_PHASE = flags.DEFINE_string("phase", None, "Internal: the phase of a rank, as JSON.")
 
 _ROUNDING = 1e-3  # a larger fraction of the gradient than rounding loses is a mistake
 _PARTS = ("end, start", "import, join", "restore, resize", "compile, step")  # of a recovery
@@ -71,9 +71,9 @@ class Lost(NamedTuple):
   since: float  # of what r has changed by since the last checkpoint
 
 
-def settings(seed: int) -> Settings:
+def settings(seed: int) -> Phase:
   """Of a run from this seed, as the flags say."""
-  return Settings(seed, _STEPS.value, _BATCH_SIZE.value, _DENSITY.value, _LEARNING_RATE.value, _SAVE_EVERY.value)
+  return Phase(seed, _STEPS.value, _BATCH_SIZE.value, _DENSITY.value, _LEARNING_RATE.value, _SAVE_EVERY.value)
 
 
 def sizes() -> tuple[int, int, int]:
@@ -87,7 +87,7 @@ def in_lab(seed: int, hosts: Sequence[launch.Host], folder: pathlib.Path) -> tup
 
   def start(run: str, ranks: int, until: int, kill_at: int = 0) -> None:
     (folder / run).mkdir(exist_ok=True)
-    phase = json.dumps([seed, Phase(str(folder / run), until, kill_at)])
+    phase = json.dumps(settings(seed)._replace(folder=str(folder / run), until=until, kill_at=kill_at))
     command = [sys.executable, "-m", "benchmarks.elastic", *sys.argv[1:], f"--phase={phase}"]
     restarts, least = (1, ranks - 1) if kill_at else (0, ranks)
     launch.run(command, ranks, hosts=hosts[:ranks], restarts=restarts, min_ranks=least)
@@ -163,8 +163,7 @@ def main() -> None:
     given = ", ".join(f"--{flag.name}={flag.value}" for flag in order)
     raise ValueError(f"{given}: choose them in this order, each larger than the one before")
   if _PHASE.value:
-    seed, phase = json.loads(_PHASE.value)
-    phases.run(Phase(*phase), settings(seed))
+    phases.run(Phase(*json.loads(_PHASE.value)))
     return
   result: dict[str, list[Any]] = {"runs": [], "recoveries": [], "simulated": [], "lost": []}
   with contextlib.ExitStack() as stack:

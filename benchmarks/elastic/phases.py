@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse as js
+from benchmarks.netlab.namespaces import started
 from benchmarks.tasks import data, small
 from benchmarks.tasks.base import model_of
 from benchmarks.workers import Workers, here
@@ -28,8 +29,8 @@ DYING = 1  # the rank that is killed
 _MARKS = ("began", "joined", "restored", "stepped")  # what a phase records of its start, in this order
 
 
-class Settings(NamedTuple):
-  """What all phases of a run have in common."""
+class Phase(NamedTuple):
+  """A part of a run with one number of workers."""
 
   seed: int  # of the parameters and of the order of the batches
   steps: int  # of the whole run
@@ -37,14 +38,9 @@ class Settings(NamedTuple):
   density: float  # of SparDL
   rate: float  # peak learning rate of SGD, with cosine decay
   save_every: int  # steps between two checkpoints
-
-
-class Phase(NamedTuple):
-  """What the ranks of a phase are told."""
-
-  folder: str  # of the run, for checkpoints, marks and the outcome
-  until: int  # the step that ends the phase
-  kill_at: int  # the step after which rank `DYING` kills itself in the first attempt; 0 for none
+  folder: str = ""  # of the run, for checkpoints, marks and the outcome
+  until: int = 0  # the step that ends the phase
+  kill_at: int = 0  # the step after which rank `DYING` kills itself in the first attempt; 0 for none
 
 
 class Recovery(NamedTuple):
@@ -60,7 +56,7 @@ class Recovery(NamedTuple):
 class Training:
   """The training of the digits CNN by SparDL and SGD on so many workers."""
 
-  def __init__(self, place: Workers, settings: Settings):
+  def __init__(self, place: Workers, settings: Phase):
     self.place, self.settings = place, settings
     self._task = small.make("cnn", data.load("digits"))
     self._model = model_of(self._task, settings.seed)
@@ -117,13 +113,13 @@ def delivered(state: Any) -> np.ndarray:
   return _flat(state[1])
 
 
-def run(phase: Phase, settings: Settings) -> None:
+def run(phase: Phase) -> None:
   """Trains as a rank of a phase, from the last checkpoint of the run, and leaves one at the end of the phase."""
   folder = pathlib.Path(phase.folder)
-  marks = {"began": _start_of_process()}
+  marks = {"began": int(started(os.getpid()) or 0) / os.sysconf("SC_CLK_TCK")}
   place = here("processes", int(os.environ.get(guard.RANKS, 1)))
   marks["joined"] = _now()
-  own = Training(place, settings)
+  own = Training(place, phase)
   with ocp.CheckpointManager(folder / "checkpoints", item_handlers=ocp.StandardCheckpointHandler()) as saver:
     begin = saver.latest_step() or 0
     params, state, gradients = _restored(own, saver, begin, folder)
@@ -138,14 +134,14 @@ def run(phase: Phase, settings: Settings) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
       if number == phase.until and place.reports:
         _mark(folder, "gone", at=number, time=_now())
-      if number % settings.save_every == 0 or number == phase.until:
+      if number % phase.save_every == 0 or number == phase.until:
         if place.reports:
           np.save(folder / f"gradients{number}.npy", gradients)
         saved = ocp.args.StandardSave((params, state))
         saver.save(number, args=saved, custom_metadata={"workers": place.size})
 
     params, state, gradients = own.train(params, state, gradients, range(begin, phase.until), then)
-  if phase.until == settings.steps:
+  if phase.until == phase.steps:
     outcome = own.outcome(params, state, gradients)
     if place.reports:
       (folder / "outcome").write_text(json.dumps(outcome))
@@ -200,9 +196,3 @@ def _mark(folder: pathlib.Path, event: str, **facts: Any) -> None:
 def _now() -> float:
   """Seconds since this machine was started."""
   return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def _start_of_process() -> float:
-  """When this process was started, in seconds since this machine was."""
-  fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-  return int(fields[19]) / os.sysconf("SC_CLK_TCK")

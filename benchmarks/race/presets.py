@@ -18,12 +18,7 @@ class Ratio(NamedTuple):
 
 
 class Preset(NamedTuple):
-  """Flags of a paper's recipe; their numbers of steps fit this machine.
-
-  Example:
-    >>> PRESETS["spardl-fig6c"].paper_steps  # 120 epochs of 50,000 images, 6 workers with 16 each
-    62500
-  """
+  """Flags of a paper's recipe; their numbers of steps fit this machine."""
 
   paper: str  # whose it is, and where
   flags: dict[str, Any]  # their values

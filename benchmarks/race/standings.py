@@ -33,12 +33,7 @@ class Spread(NamedTuple):
 
 
 class Target(NamedTuple):
-  """The loss to reach.
-
-  Example:
-    >>> str(Target(300)), str(Target(300, 0.5))
-    ("dense's loss after 300 steps", 'a loss of 0.5')
-  """
+  """The loss to reach."""
 
   steps: int  # dense's loss after these, from the same seed,
   loss: float | None = None  # unless this one is given, the same for all seeds
@@ -76,12 +71,7 @@ class Standing(NamedTuple):
 
 
 def crossing(curve: Curve | Whole, target: float) -> float | None:
-  """The first step at which the loss is at most `target`, interpolated between evaluations; None if it never is.
-
-  Example:
-    >>> crossing(Curve("dense", "adam:0.001", 0, [10, 20, 30], [3.0, 2.0, 1.0], [], 0.0), target=1.5)
-    25.0
-  """
+  """The first step at which the loss is at most `target`, interpolated between evaluations; None if it never is."""
   first = next((number for number, loss in enumerate(curve.loss) if loss <= target), None)
   if first is None:
     return None

@@ -66,8 +66,8 @@ def _make(
     return []
   with rich.progress.Progress(console=console, transient=True) as progress:
     bar = progress.add_task("compiling", total=_REPEATS.value * len(labels) * len(sizes))
-    plan = compiling.Plan(program_of, labels, sizes, n, _DENSITY.value, _REPEATS.value)
-    return compiling.make_all(plan, lambda: progress.advance(bar))
+    chosen = [specs.parse(labels, workers, density=_DENSITY.value) for workers in sizes]
+    return compiling.make_all(program_of, chosen, sizes, n, _REPEATS.value, lambda: progress.advance(bar))
 
 
 def _first_step(console: rich.console.Console) -> None:

@@ -112,34 +112,32 @@ def make(program_of: ProgramOf, spec: specs.Spec, n: int, mesh: Mesh) -> Program
   return Program(spec.label, mesh.size, messages, collectives, *phases, cpu)
 
 
-class Plan(NamedTuple):
-  """The programs to make."""
+def make_all(
+  program_of: ProgramOf,
+  chosen: Sequence[Sequence[specs.Spec]],
+  sizes: Sequence[int],
+  n: int,
+  repeats: int,
+  on_program: Callable[[], None],
+) -> list[Program]:
+  """The programs of every algorithm and P; all once, then all again, so a busy moment spoils one run of each.
 
-  program_of: ProgramOf  # `step_of` or `update_of`
-  labels: Sequence[str]  # of the algorithms
-  sizes: Sequence[int]  # numbers of workers P, increasing
-  n: int  # gradient entries
-  density: float  # of the entries to deliver
-  repeats: int  # how often each program is made
-
-
-def make_all(plan: Plan, on_program: Callable[[], None]) -> list[Program]:
-  """The programs of every algorithm and P; all once, then all again, so a busy moment spoils one run of each."""
-  chosen = [specs.parse(list(plan.labels), workers, density=plan.density) for workers in plan.sizes]
-  devices = np.array(cpu_devices(max(plan.sizes)))
-  meshes = {workers: Mesh(devices[:workers], (_AXIS,)) for workers in plan.sizes}
-  make(plan.program_of, chosen[0][0], plan.n, meshes[plan.sizes[0]])  # the first of a process also loads the compiler
+  `chosen` has the algorithms for each number of workers of `sizes`.
+  """
+  devices = np.array(cpu_devices(max(sizes)))
+  meshes = [Mesh(devices[:workers], (_AXIS,)) for workers in sizes]
+  make(program_of, chosen[0][0], n, meshes[0])  # the first of a process also loads the compiler
   runs: dict[tuple[str, int], list[Program]] = {}
-  for _ in range(plan.repeats):
+  for _ in range(repeats):
     for of_one in zip(*chosen, strict=True):
-      for workers, spec in zip(plan.sizes, of_one, strict=True):
-        runs.setdefault((spec.label, workers), []).append(make(plan.program_of, spec, plan.n, meshes[workers]))
+      for mesh, spec in zip(meshes, of_one, strict=True):
+        runs.setdefault((spec.label, mesh.size), []).append(make(program_of, spec, n, mesh))
         on_program()
-  median = lambda made, name: statistics.median(getattr(program, name) for program in made)
-  return [
-    made[0]._replace(**{name: median(made, name) for name in (*PHASES, "cpu")}, runs=len(made))
-    for made in runs.values()
-  ]
+  found = []
+  for made in runs.values():
+    medians = {name: statistics.median(getattr(one, name) for one in made) for name in (*PHASES, "cpu")}
+    found.append(made[0]._replace(**medians, runs=len(made)))
+  return found
 
 
 def program_table(rows: Sequence[Program], title: str) -> rich.table.Table:

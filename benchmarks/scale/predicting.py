@@ -44,12 +44,7 @@ class Predicted(NamedTuple):
 
 
 def parse_network(text: str) -> Network:
-  """A network from the flag.
-
-  Example:
-    >>> parse_network("wifi:alpha=2e-3:beta=4e-8")
-    Network(name='wifi', alpha=0.002, beta=4e-08)
-  """
+  """A network from the flag."""
   name, *options = text.split(":")
   if not options and name in PRESETS:
     return PRESETS[name]

@@ -48,10 +48,6 @@ def count_fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
 
   In selection the False branch is the exact fallback, taken where the threshold of a sample gave too few candidates.
   Only the predicates are computed.
-
-  Example:
-    >>> count_fallbacks(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), jnp.float32(-1))
-    (1, 1)
   """
   closed = jax.make_jaxpr(function)(*arguments)
   chosen = [equation.invars[0] for equation in closed.jaxpr.eqns if equation.primitive.name == "cond"]

@@ -28,13 +28,6 @@ class Task(NamedTuple):
 
   Labels are i32 with the shape of the logits but their last axis, one or many for each input; `IGNORED` marks those
   that are not to be predicted.
-
-  Example:
-    >>> data = np.zeros((4, 2), np.float32), np.zeros(4, np.int32)
-    >>> module = lambda seed: nnx.Linear(2, 3, rngs=nnx.Rngs(seed))
-    >>> task = Task("one", "zeros", module, drawn(lambda random, size: tuple(x[:size] for x in data)), data)
-    >>> next(task.stream(0, 2, 1))["input"].shape, task.entries
-    ((2, 2), 9)
   """
 
   name: str  # of the task
@@ -133,11 +126,6 @@ def _scores(logits: jax.Array, labels: jax.Array | np.ndarray) -> tuple[jax.Arra
 
 
 def entries_of(module: Callable[[], nnx.Module]) -> int:
-  """Number of parameters of a model, which is not made.
-
-  Example:
-    >>> entries_of(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    9
-  """
+  """Number of parameters of a model, which is not made."""
   params = nnx.state(nnx.eval_shape(module), nnx.Param)
   return sum(leaf.size for leaf in jax.tree.leaves(params))
