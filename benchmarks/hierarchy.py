@@ -134,16 +134,11 @@ def measured(name: str, mesh: Mesh, rate: str, width: int, blocks: int, batch: i
   last = np.mean(losses[-3:])
   if not last < losses[0]:
     raise RuntimeError(f"{name}: the loss does not fall, {losses[0]:.3f} at first and {last:.3f} at last")
-  seconds, most = _largest(mesh, [statistics.median(times[2:]), (netlab.sent_bytes() - sent) / steps])
-  return Row(rate, name, n, seconds, most, losses[-1])
-
-
-def _largest(mesh: Mesh, values: list[float]) -> list[float]:
-  """Element-wise maximum over the hosts, on each of them."""
-  rows = np.broadcast_to(np.array(values, np.float32), (mesh.size, len(values)))
-  every = _placed(rows, NamedSharding(mesh, P(AXES)))
+  own = np.array([statistics.median(times[2:]), (netlab.sent_bytes() - sent) / steps], np.float32)
+  every = _placed(np.broadcast_to(own, (mesh.size, 2)), NamedSharding(mesh, P(AXES)))  # largest over the hosts
   found = jax.jit(lambda x: x.max(0), out_shardings=NamedSharding(mesh, P()))(every)
-  return np.asarray(found.addressable_data(0)).tolist()
+  seconds, most = np.asarray(found.addressable_data(0)).tolist()
+  return Row(rate, name, n, seconds, most, losses[-1])
 
 
 def table(rows: Sequence[Row]) -> rich.table.Table:

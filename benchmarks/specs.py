@@ -29,7 +29,17 @@ class Spec(NamedTuple):
 
 def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
   """The algorithms that the flag names, each once, checked for `workers` workers before anything runs."""
-  return [_spec(label, workers, shared) for label in labels_of(values)]
+  found = []
+  for label in labels_of(values):
+    name, own = js.costs.collective_of(label)
+    known = js.collective_options(name)
+    spec = Spec(label, name, {option: value for option, value in shared.items() if option in known} | own)
+    try:
+      jax.eval_shape(lambda spec=spec: spec.collective.init(1_000_000, workers))  # no array yet: devices come later
+    except TypeError as error:
+      raise ValueError(error) from error
+    found.append(spec)
+  return found
 
 
 def labels_of(values: list[str]) -> list[str]:
@@ -46,15 +56,3 @@ def listed(values: Sequence[str]) -> list[str]:
 def of_vectors() -> list[str]:
   """The collectives whose cost depends on the number of entries alone, and not on the shapes of leaves."""
   return [name for name in js.collective_names() if not plain(name).needs_shapes]
-
-
-def _spec(label: str, workers: int, shared: dict[str, Any]) -> Spec:
-  name, own = js.costs.collective_of(label)
-  known = js.collective_options(name)
-  config = {option: value for option, value in shared.items() if option in known}
-  try:
-    spec = Spec(label, name, config | own)
-    jax.eval_shape(lambda: spec.collective.init(1_000_000, workers))  # no array yet: devices are chosen later
-  except TypeError as error:
-    raise ValueError(error) from error
-  return spec

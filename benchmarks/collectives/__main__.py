@@ -37,7 +37,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from absl import flags
 
@@ -113,52 +113,32 @@ def _measure(size: int, rate: str, kept: Kept) -> bool:
     workers.pin()
   if _SHARE.value:
     workers.share_programs(pathlib.Path(_CACHE_DIR.value) / "programs")
-  place = workers.here(_ENGINE.value, size)
+  place, real = workers.here(_ENGINE.value, size), _GRADIENTS.value == "recorded"
   cases = _cases(size)[_FIRST.value :]
+  label = lambda spec: js.costs.label_of(spec.name, spec.config)
   profile = None
   if _PREDICT.value:
-    labels = list(dict.fromkeys(_label(spec) for _, _, spec in cases))
+    labels = list(dict.fromkeys(label(spec) for _, _, spec in cases))
     profile = js.costs.fit(place.where, algorithms=labels, seconds=math.inf)
   show = lambda text: print(text, file=sys.stderr if _JSON.value else sys.stdout, flush=True)
   if place.reports:
     show(rows.heading(_PREDICT.value))
   for n, of_size in itertools.groupby(cases, lambda case: case[0]):
-    bench = _bench(place, n)
+    gradients = recorded.gradients(place, recorded.path_in(_CACHE_DIR.value), n) if real else None
+    bench = Bench(place, _ENGINE.value, n, _WARM_UP.value or (30 if real else 1), _REPETITIONS.value, gradients)
     for _, density, spec in of_size:
-      with _limited(spec.label):
-        row = bench.row(spec, density, rate, _PIN.value)
+      late = f"{spec.label} takes more than {_LIMIT.value:g} s (--limit)"  # ends this rank, and so the run of ranks
+      timer = threading.Timer(_LIMIT.value, launch.fail, [late])
+      timer.daemon = True
+      timer.start()
+      row = bench.row(spec, density, rate, _PIN.value)
+      timer.cancel()
       if place.reports:
-        row = row._replace(predicted=_predicted(profile, spec, n))
+        predictions = js.costs.advise(n, profile).predictions if profile else []
+        row = row._replace(predicted=next((one.seconds for one in predictions if one.label == label(spec)), None))
         kept.add(row.as_dict())
         show(rows.line(row))
   return place.reports
-
-
-def _bench(place: workers.Workers, n: int) -> Bench:
-  real = _GRADIENTS.value == "recorded"
-  gradients = recorded.gradients(place, recorded.path_in(_CACHE_DIR.value), n) if real else None
-  return Bench(place, _ENGINE.value, n, _WARM_UP.value or (30 if real else 1), _REPETITIONS.value, gradients)
-
-
-@contextlib.contextmanager
-def _limited(label: str) -> Iterator[None]:
-  """Ends this rank, and so the run of ranks, if the block takes longer than --limit."""
-  timer = threading.Timer(_LIMIT.value, launch.fail, [f"{label} takes more than {_LIMIT.value:g} s (--limit)"])
-  timer.daemon = True
-  timer.start()
-  try:
-    yield
-  finally:
-    timer.cancel()
-
-
-def _label(spec: specs.Spec) -> str:
-  return js.costs.label_of(spec.name, spec.config)
-
-
-def _predicted(profile: js.costs.Profile | None, spec: specs.Spec, n: int) -> float | None:
-  predictions = js.costs.advise(n, profile).predictions if profile else []
-  return next((one.seconds for one in predictions if one.label == _label(spec)), None)
 
 
 def _run(size: int, rate: str, kept: Kept, run: str) -> list[str]:

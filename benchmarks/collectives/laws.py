@@ -40,7 +40,9 @@ class Laws:
     self._rows: Callable[..., Any] = functools.partial(rows_of, engine)
     self._of_both, self._of_mean, self._of_state = specs, specs[:1], specs[1:]
     self._held, self._kept = self._rows(_held, specs), self._rows(functools.partial(_held, None), self._of_state)
-    self._delivered, self._bits = self._rows(_bucket_sums, self._of_mean), self._rows(_checksums, self._of_mean)
+    self._delivered = self._rows(_bucket_sums, self._of_mean)
+    # u32[buckets, 2]: hashes of the entries of each bucket
+    self._bits = self._rows(lambda x: hashed(jax.lax.bitcast_convert_type(_columns(x), jnp.uint32)), self._of_mean)
     self._copy = engine.jit(jnp.copy, self._of_mean, specs[0])
 
   @property
@@ -99,8 +101,3 @@ def _bucket_sums(x: jax.Array) -> jax.Array:
   """f32[2, buckets]: sums of the entries of each bucket, and of their magnitudes."""
   columns = _columns(x)
   return jnp.stack([columns.sum(1), jnp.abs(columns).sum(1)])
-
-
-def _checksums(x: jax.Array) -> jax.Array:
-  """u32[buckets, 2]: hashes of the entries of each bucket."""
-  return hashed(jax.lax.bitcast_convert_type(_columns(x), jnp.uint32))

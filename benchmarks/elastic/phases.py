@@ -83,7 +83,8 @@ class Training:
     batches = self._task.batches(self.settings.seed, self.place, self.settings.batch // self.place.size)
     for number, batch in zip(steps, itertools.islice(batches, steps.start, None), strict=False):
       if self.place.reports:
-        gradients = gradients + np.asarray(self._gradient(jax.tree.map(_local, params), batch))
+        local = jax.device_put(jax.tree.map(of_this_process, params), jax.local_devices()[0])
+        gradients = gradients + np.asarray(self._gradient(local, batch))
       params, state, metrics = self._step(params, state, batch)
       jax.block_until_ready(metrics)
       then(number + 1, params, state, gradients)
@@ -177,10 +178,6 @@ def _summed() -> optax.GradientTransformation:
     return updates, jax.tree.map(jnp.add, state, updates)
 
   return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
-
-
-def _local(x: Any) -> Any:
-  return jax.device_put(of_this_process(x), jax.local_devices()[0])
 
 
 def _flat(tree: Any) -> np.ndarray:

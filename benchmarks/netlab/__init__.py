@@ -51,7 +51,12 @@ def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
   if not _LAB.acquire(blocking=False):
     raise RuntimeError("this process has a lab already: leave its block first")
   owner = f"jslab-{os.getpid()}-{started(os.getpid())}"
-  switch, team = f"{owner}-switch", [_host(f"{owner}-{number}", number) for number in range(hosts)]
+  switch, team = f"{owner}-switch", []
+  for number in range(hosts):
+    # The host name is the host's own as well: a program that binds what its name resolves to binds the lab's address.
+    own_name = ["unshare", "--uts", "sh", "-c", f'hostname {owner}-{number} && exec "$@"', "sh"]
+    enter = ["ip", "netns", "exec", f"{owner}-{number}", *own_name]
+    team.append(Host(f"{owner}-{number}", f"10.77.0.{number + 1}", enter))
   try:
     with Signals() as signals:
       try:  # twice: a signal may arrive between the end of the block and the `hold`
@@ -90,12 +95,6 @@ def sent_bytes() -> int:
 def environment(hosts: list[Host]) -> dict[str, str]:
   """The variable by which a launcher finds the hosts: a JSON list of objects with the attributes of `Host`."""
   return {HOSTS: json.dumps([host._asdict() for host in hosts])}
-
-
-def _host(name: str, number: int) -> Host:
-  # The host name is the host's own as well: a program that binds what its name resolves to binds the lab's address.
-  own_name = ["unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$@"', "sh"]
-  return Host(name, f"10.77.0.{number + 1}", ["ip", "netns", "exec", name, *own_name])
 
 
 def bits(rate: str) -> float:

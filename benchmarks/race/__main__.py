@@ -112,7 +112,6 @@ def _plan() -> Plan:
       netlab.check(_HOSTS.value, rate)
     elif rate != netlab.UNSHAPED:
       netlab.bits(rate)
-  _check_files()
   chosen = sorted(methods.parse("method", _METHOD.value, _HOSTS.value), key=lambda method: method.label != DENSE)
   optimizers = recipes.parse_optimizers(_OPTIMIZER.value, rate=0.001)
   made = [recipes.Recipe(one, _SCHEDULE.value, _WARM_UP.value, _CLIP.value, _STEPS.value) for one in optimizers]
@@ -125,28 +124,14 @@ def _plan() -> Plan:
   return Plan(runners, parts, rates, length, task, setting | {"recipe": str(made[0])})
 
 
-def _check_files() -> None:
-  """Raises ValueError unless there can be files where they are to be."""
-  for flag, folder in ((_REPORT_DIR, pathlib.Path(_REPORT_DIR.value)), (_RESULTS, _path().parent)):
-    nearest = next(one for one in (folder, *folder.absolute().parents) if one.exists())
-    if not nearest.is_dir():
-      raise ValueError(f"--{flag.name}={flag.value}: {nearest} is not a folder")
-  if _path().is_dir():
-    raise ValueError(f"--{_RESULTS.name}={_RESULTS.value} is a folder, give a file")
-
-
 def _path() -> pathlib.Path:
   return pathlib.Path(_RESULTS.value or pathlib.Path(_REPORT_DIR.value) / f"race_{_TASK.value}.json")
 
 
-def _race(plan: Plan, engine: str) -> Race:
-  assert plan.task is not None
-  return Race(plan.task, workers.here(engine, _HOSTS.value), _BATCH_SIZE.value)
-
-
 def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None:
   """Loss over steps of each method from each seed, unless the file has it."""
-  race = _race(plan, _ENGINE.value)
+  assert plan.task is not None
+  race = Race(plan.task, workers.here(_ENGINE.value, _HOSTS.value), _BATCH_SIZE.value)
   console.print(f"{race.task}, {race.place}, {plan.runners[0].recipe}", highlight=False, soft_wrap=True)
   # Dense from every seed first: the others train until the loss of its best optimizer, which is known then.
   in_order = sorted(itertools.product(_SEED.value, plan.runners), key=lambda one: one[1].method.label != DENSE)
@@ -212,7 +197,8 @@ def _rank(plan: Plan) -> None:
   workers.share_programs(pathlib.Path(_CACHE_DIR.value) / "programs")
   results = Results(_path(), plan.setting)
   missing = _missing(part, rate, plan, results)  # every rank sees the same, for no row is added before all have joined
-  race = _race(plan, "processes")
+  assert plan.task is not None
+  race = Race(plan.task, workers.here("processes", _HOSTS.value), _BATCH_SIZE.value)
 
   def keep(row: Any) -> None:
     if race.place.reports:
@@ -264,6 +250,8 @@ def main() -> None:
   if launch.is_rank():
     _rank(plan)
     return
+  for folder in (pathlib.Path(_REPORT_DIR.value), _path().parent):  # rather now than when all is measured
+    folder.mkdir(parents=True, exist_ok=True)
   console = workers.make_console(stderr=_JSON.value)
   results = Results(_path(), plan.setting)
   preset = presets.PRESETS.get(_PRESET.value or "")

@@ -57,11 +57,6 @@ from jaxsparse.sparse.lazy import LazySum
 _WARM_UP = 10  # steps of SGD before gradients are taken
 
 
-def _heavy_tail(random: np.random.Generator, n: int) -> np.ndarray:
-  """Magnitudes 1, 1/2, 1/3, … with random signs, shuffled."""
-  return random.permutation(random.choice([-1, 1], n) / np.arange(1, n + 1))
-
-
 def _gradients(random: np.random.Generator, n: int) -> np.ndarray:
   """Gradients of one batch after the other, at the parameters after a few steps, as the library flattens them."""
   seed = int(random.integers(2**31))
@@ -77,7 +72,7 @@ def _gradients(random: np.random.Generator, n: int) -> np.ndarray:
 INPUTS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
   "normal": lambda random, n: random.standard_normal(n),
   "student-t": lambda random, n: random.standard_t(2, n),
-  "heavy-tail": _heavy_tail,
+  "heavy-tail": lambda random, n: random.permutation(random.choice([-1, 1], n) / np.arange(1, n + 1)),
   "gradients": _gradients,
   "sorted": lambda random, n: np.sort(random.standard_normal(n)),
   "equal": lambda _, n: np.ones(n),

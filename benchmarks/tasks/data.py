@@ -41,7 +41,14 @@ def epochs(images: np.ndarray, labels: np.ndarray) -> Callable[[int, int, int], 
     count, given = workers * size, len(images)
     if count > given:
       raise ValueError(f"a batch of {count} does not fit in {given} training images: use a smaller --batch_size")
-    return _epochs(images, labels, count, seed)
+    return batches(np.random.default_rng(seed), count)
+
+  def batches(random: np.random.Generator, size: int) -> Iterator[dict[str, np.ndarray]]:
+    while True:
+      order = random.permutation(len(images))
+      for start in range(0, len(order) - size + 1, size):
+        chosen = order[start : start + size]
+        yield {"input": images[chosen], "label": labels[chosen]}
 
   return stream
 
@@ -49,15 +56,6 @@ def epochs(images: np.ndarray, labels: np.ndarray) -> Callable[[int, int, int], 
 def seed_of(seed: int, worker: int) -> int:
   """A seed of a worker's own."""
   return int(np.random.SeedSequence([seed, worker]).generate_state(1)[0])
-
-
-def _epochs(images: np.ndarray, labels: np.ndarray, size: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
-  random = np.random.default_rng(seed)
-  while True:
-    order = random.permutation(len(images))
-    for start in range(0, len(order) - size + 1, size):
-      chosen = order[start : start + size]
-      yield {"input": images[chosen], "label": labels[chosen]}
 
 
 def _digits(fold: int, folds: int) -> Dataset:
