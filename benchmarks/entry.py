@@ -41,7 +41,7 @@ class _Repeated(flags.Flag):
 
 def define_seeds(default: Sequence[int]) -> flags.FlagHolder[Any]:
   """The flag --seed."""
-  text = "Seeds of the parameters and of the batches. Repeat it, or separate by commas."
+  text = "Seeds of the parameters and of the batches, separated by commas."
   parser, serializer = _Numbers(flags.IntegerParser(0, 2**32 - 1)), flags.ListSerializer[Any](",")
   return flags.DEFINE_flag(_Repeated(parser, serializer, "seed", list(default), text))
 

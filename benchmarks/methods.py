@@ -43,25 +43,8 @@ def local(
 ) -> _Transform:
   """Likewise, but workers exchange what they have moved once in `every` steps; Nesterov momentum of DiLoCo after it."""
   outer = optax.chain(exchange, optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum)))
-  return js.local_steps(
-    optimizer,
-    outer,
-    every=every,
-    fragments=fragments,
-    delay=delay,
-    mixing=mixing,
-    apply_residual=apply_residual,
-  )
-
-
-def diloco(exchange: _Transform, optimizer: _Transform, every: int = 30) -> _Transform:
-  """Local steps with the outer step of DiLoCo."""
-  return local(exchange, optimizer, every, rate=0.7, momentum=0.9)
-
-
-def streaming(exchange: _Transform, optimizer: _Transform, every: int = 30, fragments: int = 3) -> _Transform:
-  """DiLoCo in fragments that are exchanged in turn, each applied a step later and mixed by half."""
-  return local(exchange, optimizer, every, 0.7, 0.9, fragments, delay=1, mixing=0.5)
+  more: dict[str, Any] = {"fragments": fragments, "delay": delay, "mixing": mixing, "apply_residual": apply_residual}
+  return js.local_steps(optimizer, outer, every=every, **more)
 
 
 def demo(exchange: _Transform, optimizer: _Transform) -> _Transform:
@@ -100,13 +83,9 @@ def leaves(exchange: Exchange, names: str = "scale|bias", density: float = 1.0) 
   return exchange._replace(special={**exchange.special, names: collective})
 
 
-WAYS: dict[str, Callable[..., _Transform]] = {
-  way.__name__: way for way in (gradients, updates, local, diloco, streaming, demo)
-}
+WAYS: dict[str, Callable[..., _Transform]] = {way.__name__: way for way in (gradients, updates, local, demo)}
 CHANGES: dict[str, Callable[..., Exchange]] = {change.__name__: change for change in (corrected, warmed_up, leaves)}
-_described = "; ".join(
-  f"{name}: {str(one.__doc__).splitlines()[0]}" for kinds in (WAYS, CHANGES) for name, one in kinds.items()
-)
+_described = "; ".join(f"{name}: {one.__doc__}" for kinds in (WAYS, CHANGES) for name, one in kinds.items())
 HELP = (
   f"as WAY/CHANGES/COLLECTIVE; ways ({', '.join(WAYS)}) and changes ({', '.join(CHANGES)}): {_described} Without a "
   "way: gradients. Options follow a name: spardl:density=0.01. Repeat it, or separate by commas."

@@ -23,10 +23,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
   "lars": optax.lars,
   "window_adam": window_adam,
 }
-HELP = (
-  f"Any of {', '.join(OPTIMIZERS)}, each with its rate and window_adam with its window, as in "
-  "window_adam:0.001:window=4."
-)
+HELP = f"Any of {', '.join(OPTIMIZERS)}, as in adam:0.001 or window_adam:0.001:window=4, separated by commas."
 
 
 class Optimizer(NamedTuple):
@@ -90,9 +87,8 @@ class Recipe(NamedTuple):
 
   def __str__(self) -> str:
     parts = [f"{self.schedule} rate" + (f" over {self.steps} steps" if self.schedule != "constant" else "")]
-    parts += [f"{self.warm_up} steps of warm-up"] * bool(self.warm_up) + [f"clipping at {self.clip:g}"] * bool(
-      self.clip
-    )
+    parts += [f"{self.warm_up} steps of warm-up"] * bool(self.warm_up)
+    parts += [f"clipping at {self.clip:g}"] * bool(self.clip)
     return ", ".join(parts)
 
   def schedule_of(self) -> optax.Schedule:

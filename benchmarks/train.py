@@ -33,9 +33,7 @@ from benchmarks.tasks import data, lm, small
 from benchmarks.tasks.base import Task
 from benchmarks.trainer import Trainer
 
-_ALGORITHM = flags.DEFINE_multi_string(
-  "algorithm", ["spardl", "dense"], f"All-reduces to compare, in this order, or 'all', {methods.HELP}"
-)
+_ALGORITHM = flags.DEFINE_multi_string("algorithm", ["spardl", "dense"], f"What to compare, or 'all', {methods.HELP}")
 _ENGINE = flags.DEFINE_enum("engine", "devices", list(workers.ENGINES), workers.ENGINE_HELP)
 _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that a sparse all-reduce delivers in a step.")
@@ -44,14 +42,10 @@ _MODEL = flags.DEFINE_enum("model", "cnn", list(small.MODELS), "The model to tra
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Train on CIFAR-10: the folder that holds cifar-10-batches-py.")
 _STEPS = flags.DEFINE_integer("steps", 1500, "Training steps of each algorithm.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images, or windows of text, of each worker.", lower_bound=1)
-_OPTIMIZER = flags.DEFINE_multi_string(
-  "optimizer", ["sgd"], f"What follows the all-reduce. {recipes.HELP} Repeat it, or separate by commas."
-)
+_OPTIMIZER = flags.DEFINE_multi_string("optimizer", ["sgd"], f"What follows the all-reduce. {recipes.HELP}")
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "Peak rate of optimizers that name none; cosine decay.")
 _SEED = entry.define_seeds([0])
-_FOLDS = flags.DEFINE_integer(
-  "folds", 1, "Folds of cross-validation on the digits, each from each seed; 1: the first of five.", lower_bound=1
-)
+_FOLDS = flags.DEFINE_integer("folds", 1, "Folds of cross-validation on the digits; 1: the first of five.", 1)
 _TRACE = flags.DEFINE_list("trace", [], "Metrics of js.metrics to draw over the steps, for example selected,delivered.")
 _REPORT_DIR = entry.define_report_dir("train.json and the figures demo.png and trace.png")
 _JSON = entry.define_json()

@@ -55,16 +55,12 @@ _WORKERS = entry.define_numbers("workers", [6], "Numbers of workers P.")
 _N = entry.define_numbers("n", [14_728_266], "Gradient entries; VGG-16 by default.")
 _DENSITY = entry.define_numbers("density", [0.01], "Fractions of the entries to deliver.", flags.FloatParser(0.0))
 _RATE = flags.DEFINE_list(
-  "rate", [], "Rates of the lab's links, as tc writes them: 1gbit, 100mbit; none for links that are not shaped."
+  "rate", [], "Rates of the lab's links, as tc writes them: 1gbit, 100mbit; none for any speed."
 )
 _PIN = flags.DEFINE_bool("pin", False, "Pin each rank to a core of its own; takes as many cores as workers.")
-_GRADIENTS = flags.DEFINE_enum(
-  "gradients", "recorded", ["recorded", "normal"], "Gradients of a training, or independent normals."
-)
+_GRADIENTS = flags.DEFINE_enum("gradients", "recorded", ["recorded", "normal"], "Of a training, or normals.")
 _REPETITIONS = flags.DEFINE_integer("repetitions", 5, "Timed steps of an algorithm without a period.", lower_bound=1)
-_WARM_UP = flags.DEFINE_integer(
-  "warm_up", None, "Untimed steps, in which residuals grow; 30 with recorded gradients, 1 with normal ones.", 1
-)
+_WARM_UP = flags.DEFINE_integer("warm_up", None, "Untimed steps; 30 with recorded gradients, 1 with normal ones.", 1)
 _LIMIT = flags.DEFINE_float("limit", 900, "Seconds that one algorithm may take, compiling included.")
 _PREDICT = flags.DEFINE_bool("predict", False, "Also fit the cost model on the same workers and show its predictions.")
 _CACHE_DIR = entry.define_cache_dir()

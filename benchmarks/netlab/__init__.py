@@ -11,7 +11,6 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from benchmarks.netlab.namespaces import ETC, batch, remove, remove_leftovers, started
 from benchmarks.netlab.signals import Signals
@@ -28,15 +27,6 @@ _INTERFACES = pathlib.Path("/proc/self/net/dev")  # of the network namespace of 
 
 class LabUnavailable(RuntimeError):
   """No lab on this machine, or for this user; the message says why, and how to get one."""
-
-
-class _Shape(NamedTuple):
-  """What `tc` and `ip` need for one rate."""
-
-  rate: str
-  burst: int
-  limit: int
-  packet: int
 
 
 @contextlib.contextmanager
@@ -110,8 +100,8 @@ def bits(rate: str) -> float:
   return found
 
 
-def _shape(rate: str) -> _Shape:
-  """The token bucket of a rate.
+def _shape(rate: str) -> tuple[str, int]:
+  """The token bucket of a rate, as `tc` takes it, and the largest packet.
 
   The bucket is full whenever a link was idle, so each message gets that many bytes for free: it has to be small beside
   a message, yet outlast a late timer. With 16 kB and 0.3 ms of the rate, TCP reaches 95.7 % of 10mbit, 100mbit and
@@ -126,16 +116,22 @@ def _shape(rate: str) -> _Shape:
   """
   speed = bits(rate) / 8
   burst = int(16_000 + 0.3e-3 * speed)
-  return _Shape(rate, burst, limit=burst + int(max(1e6, 0.1 * speed)), packet=min(burst // 2, 65_536))
+  return f"root tbf rate {rate} burst {burst} limit {burst + int(max(1e6, 0.1 * speed))}", min(burst // 2, 65_536)
 
 
-def _build(switch: str, team: list[Host], shape: _Shape | None) -> None:
+def _build(switch: str, team: list[Host], shape: tuple[str, int] | None) -> None:
   """Makes what `_remove` removes: namespaces with all in them, and the files of hosts."""
   _tell(["ip"], [f"netns add {name}" for name in (switch, *(host.name for host in team))])
-  _write_names(team)
-  _build_links(switch, team, [f"gso_max_size {shape.packet}"] if shape else [])
+  names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in team)
+  try:
+    for host in team:
+      (ETC / host.name).mkdir(parents=True)
+      (ETC / host.name / "hosts").write_text(names)
+  except OSError as error:
+    raise LabUnavailable(f"{error}: the names of the hosts lie in {ETC}, make it writable") from error
+  _build_links(switch, team, [f"gso_max_size {shape[1]}"] if shape else [])
   if shape:
-    bucket = f"root tbf rate {shape.rate} burst {shape.burst} limit {shape.limit}"
+    bucket = shape[0]
     _tell(["tc", "-n", switch], [f"qdisc add dev port{number} {bucket}" for number in range(len(team))])
     for host in team:
       _tell(["tc", "-n", host.name], [f"qdisc add dev eth0 {bucket}"])
@@ -145,13 +141,14 @@ def _build_links(switch: str, team: list[Host], settings: list[str]) -> None:
   """From the eth0 of each host to a port of the bridge."""
   # Without IPv6 addresses nobody speaks on an idle link.
   quiet = ["addrgenmode none"] if os.path.exists("/proc/sys/net/ipv6") else []
+  macs = [f"02:00:0a:4d:00:{number + 1:02x}" for number in range(len(team))]
   ports = ["link add bridge type bridge", *_up("bridge", quiet)]
   for number, host in enumerate(team):
-    ports.append(f"link add port{number} type veth peer name eth0 address {_mac(number)} netns {host.name}")
+    ports.append(f"link add port{number} type veth peer name eth0 address {macs[number]} netns {host.name}")
     ports += _up(f"port{number}", ["master bridge", *quiet])
   _tell(["ip", "-n", switch], ports)
   # Known neighbours instead of ARP: its table has room for 1024 on the whole machine, 32 hosts that all talk.
-  neighbours = [f"neighbour add {host.address} lladdr {_mac(number)} dev eth0" for number, host in enumerate(team)]
+  neighbours = [f"neighbour add {host.address} lladdr {macs[number]} dev eth0" for number, host in enumerate(team)]
   for host in team:
     lines = [*_up("lo", []), f"address add {host.address}/16 dev eth0", *_up("eth0", quiet + settings), *neighbours]
     # The usual congestion control, whatever this machine prefers: BBR leaves a tenth of a shared link unused.
@@ -159,22 +156,8 @@ def _build_links(switch: str, team: list[Host], settings: list[str]) -> None:
     _tell(["ip", "-n", host.name], lines)
 
 
-def _mac(number: int) -> str:
-  return f"02:00:0a:4d:00:{number + 1:02x}"
-
-
 def _up(device: str, settings: list[str]) -> list[str]:
   return [f"link set {device} {setting}" for setting in (*settings, "up")]
-
-
-def _write_names(team: list[Host]) -> None:
-  names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in team)
-  try:
-    for host in team:
-      (ETC / host.name).mkdir(parents=True)
-      (ETC / host.name / "hosts").write_text(names)
-  except OSError as error:
-    raise LabUnavailable(f"{error}: the names of the hosts lie in {ETC}, make it writable") from error
 
 
 def _tell(tool: list[str], lines: list[str]) -> None:

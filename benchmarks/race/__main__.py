@@ -41,36 +41,24 @@ from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task
 from jaxsparse import launch
 
-_REPEATED = "Repeat it, or separate by commas."
-
 _PRESET = flags.DEFINE_enum("preset", None, list(presets.PRESETS), presets.HELP)
 _TASK = flags.DEFINE_enum("task", "lm", [*registry.TEXTS, *registry.IMAGES], "What to train; see benchmarks/tasks.")
 _METHOD = flags.DEFINE_multi_string("method", [DENSE, "spardl:density=0.01"], f"Methods to race, {methods.HELP}")
 flags.DEFINE_alias("algorithm", "method")
-_OPTIMIZER = flags.DEFINE_multi_string(
-  "optimizer", ["adam:0.001"], f"{recipes.HELP} Every method races each. {_REPEATED}"
-)
+_OPTIMIZER = flags.DEFINE_multi_string("optimizer", ["adam:0.001"], f"{recipes.HELP} Every method races each.")
 _SCHEDULE = flags.DEFINE_enum("schedule", "constant", list(recipes.SCHEDULES), "Of the rate, over --steps.")
 _WARM_UP = flags.DEFINE_integer("warm_up", 0, "Steps in which the rate rises from 0.", lower_bound=0)
 _CLIP = flags.DEFINE_float("clip", 1.0, "Largest norm of a gradient; 0 for any.")
 _HOSTS = flags.DEFINE_integer("hosts", 4, "Hosts, a worker on each.", lower_bound=1)
-_RATE = flags.DEFINE_multi_string(
-  "rate", ["100mbit", "10mbit", "1gbit"], f"Rates of the links, as tc writes them; or none. {_REPEATED}"
-)
+_RATE = flags.DEFINE_multi_string("rate", ["100mbit", "10mbit", "1gbit"], "Rates of the links, or none for any speed.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Inputs of each worker in a step.", lower_bound=1)
-_STEPS = flags.DEFINE_integer(
-  "steps", 300, "Steps of dense whose loss is the target; with --parts=none those of its curves.", lower_bound=1
-)
+_STEPS = flags.DEFINE_integer("steps", 300, "Steps of dense whose loss is the target.", lower_bound=1)
 _MOST = flags.DEFINE_integer("most", None, "Steps after which a method gives up; 2 × --steps by default.")
 _EVERY = flags.DEFINE_integer("every", 20, "Steps from one evaluation to the next.", lower_bound=1)
 _TARGET = flags.DEFINE_float("target", None, "The loss to reach instead of dense's.")
-_SECONDS = flags.DEFINE_float("seconds", None, "Seconds on the clock after which a whole training ends.")
 _SEED = entry.define_seeds([0, 1, 2])
 _TIMED = flags.DEFINE_integer("timed_steps", 30, "Steps to time at each rate, at least.", lower_bound=3)
-_PARTS = flags.DEFINE_multi_string(
-  "parts", ["curves", "paces"], f"What to measure: {', '.join(KINDS)}, or none. {_REPEATED}"
-)
-_ENGINE = flags.DEFINE_enum("engine", "sim", ["sim", "devices"], "Where curves are computed; " + workers.ENGINE_HELP)
+_PARTS = flags.DEFINE_multi_string("parts", ["curves", "paces"], f"What to measure: {', '.join(KINDS)}, or none.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "For tasks on images: the folder that holds cifar-10-batches-py.")
 _RESULTS = flags.DEFINE_string("results", None, "The file of the rows; race_TASK.json in --report_dir by default.")
 _REPORT_DIR = entry.define_report_dir("the figures, race.png and seconds.png")
@@ -80,7 +68,6 @@ _RANK = flags.DEFINE_list("rank", [], "Internal: the part and the rate that a ra
 
 entry.require(_CLIP, lambda norm: 0 <= norm < math.inf, "at least 0")
 entry.require(_TARGET, lambda loss: 0 < loss < math.inf, "more than 0")
-entry.require(_SECONDS, lambda seconds: 0 < seconds < math.inf, "more than 0")
 
 
 class Plan(NamedTuple):
@@ -116,7 +103,7 @@ def _plan() -> Plan:
   optimizers = recipes.parse_optimizers(_OPTIMIZER.value, rate=0.001)
   made = [recipes.Recipe(one, _SCHEDULE.value, _WARM_UP.value, _CLIP.value, _STEPS.value) for one in optimizers]
   runners = [Runner(method, recipe) for method in chosen for recipe in made]
-  length = Length(_STEPS.value, _MOST.value or 2 * _STEPS.value, _EVERY.value, _TARGET.value, _SECONDS.value)
+  length = Length(_STEPS.value, _MOST.value or 2 * _STEPS.value, _EVERY.value, _TARGET.value)
   if not parts:
     return Plan(runners, parts, rates, length, None, None)
   task = registry.make(_TASK.value, _DATA_DIR.value)
@@ -131,7 +118,7 @@ def _path() -> pathlib.Path:
 def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None:
   """Loss over steps of each method from each seed, unless the file has it."""
   assert plan.task is not None
-  race = Race(plan.task, workers.here(_ENGINE.value, _HOSTS.value), _BATCH_SIZE.value)
+  race = Race(plan.task, workers.here("sim", _HOSTS.value), _BATCH_SIZE.value)
   console.print(f"{race.task}, {race.place}, {plan.runners[0].recipe}", highlight=False, soft_wrap=True)
   # Dense from every seed first: the others train until the loss of its best optimizer, which is known then.
   in_order = sorted(itertools.product(_SEED.value, plan.runners), key=lambda one: one[1].method.label != DENSE)
@@ -174,7 +161,7 @@ def _missing(part: str, rate: str, plan: Plan, results: Results) -> list[Runner]
     length = _length_of_whole(plan, results, runner)
     key = {"method": runner.method.label, "optimizer": runner.optimizer, "seed": _SEED.value[0]}
     found = results.find("wholes", rate=rate, **key)
-    return any(length.is_done(one.steps[-1], one.loss, one.seconds[-1]) for one in found)
+    return any(length.is_done(one.steps[-1], one.loss) for one in found)
 
   return [runner for runner in plan.runners if not is_done(runner)]
 

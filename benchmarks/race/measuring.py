@@ -65,11 +65,10 @@ class Length(NamedTuple):
   most: int  # and at most so many, until the target is reached
   every: int  # steps from one evaluation to the next
   target: float | None = None  # the loss to reach, None for none
-  seconds: float | None = None  # on the clock after which it ends, None for any
 
-  def is_done(self, steps: int, losses: list[float], seconds: float = 0.0) -> bool:
-    """Whether these steps, losses and seconds are enough; those of a training that has diverged are."""
-    if (losses and math.isinf(losses[-1])) or (self.seconds is not None and seconds >= self.seconds):
+  def is_done(self, steps: int, losses: list[float]) -> bool:
+    """Whether these steps and losses are enough; those of a training that has diverged are."""
+    if losses and math.isinf(losses[-1]):
       return True
     reached = self.target is None or min(losses, default=math.inf) <= self.target
     return steps >= self.most or (steps >= self.steps and reached)
@@ -107,7 +106,7 @@ def whole(race: Race, runner: Runner, seed: int, rate: str, length: Length, keep
   watch = timing.Stopwatch(race.engine)
   trainer = race.start(runner, seed)
   so_far = Whole(runner.method.label, runner.optimizer, seed, rate, [], [], [])
-  while not length.is_done(trainer.steps, so_far.loss, max(so_far.seconds, default=0.0)):
+  while not length.is_done(trainer.steps, so_far.loss):
     trainer.step()
     if length.is_evaluated(trainer.steps):
       so_far.steps.append(trainer.steps)

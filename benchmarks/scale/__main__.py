@@ -39,21 +39,10 @@ _WORKERS = entry.define_numbers(
 _N = flags.DEFINE_integer("n", 14_728_266, "Gradient entries; VGG-16 by default.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to deliver.")
 _NETWORK = flags.DEFINE_multi_string(
-  "network",
-  list(PRESETS),
-  f"Networks to predict for: {', '.join(PRESETS)}, or your own as name:alpha=seconds a message:beta=seconds a byte.",
+  "network", list(PRESETS), f"{', '.join(PRESETS)}, or name:alpha=seconds a message:beta=seconds a byte."
 )
-_SCHEDULE_OF = flags.DEFINE_list(
-  "schedule_of",
-  ["spardl"],
-  "Algorithms to trace, lower and compile; none with --schedule_of=. Making more than 4096 devices takes minutes.",
-)
-_FIRST_STEP = flags.DEFINE_bool(
-  "first_step",
-  False,
-  f"Make the first training step of many algorithms instead, by default of n = {FIRST_N:,} for P = {FIRST_WORKERS}: "
-  f"does each compile in {FIRST_SECONDS:g} s?",
-)
+_SCHEDULE_OF = flags.DEFINE_list("schedule_of", ["spardl"], "Algorithms to compile; none with --schedule_of=.")
+_FIRST_STEP = flags.DEFINE_bool("first_step", False, "Compile the first training step of many algorithms instead.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "How often to make each program; the median counts.", lower_bound=1)
 _JSON = entry.define_json()
 

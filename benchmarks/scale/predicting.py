@@ -45,18 +45,18 @@ class Predicted(NamedTuple):
 
 def parse_network(text: str) -> Network:
   """A network from the flag."""
+  if text in PRESETS:
+    return PRESETS[text]
   name, *options = text.split(":")
-  if not options and name in PRESETS:
-    return PRESETS[name]
   try:
     values = {key: float(value) for key, _, value in (option.partition("=") for option in options)}
-    if len(options) == 2 and values.keys() == {"alpha", "beta"} and all(0 < v < math.inf for v in values.values()):
-      return Network(name, **values)
-  except ValueError:
+    network = Network(name, **values)
+    if 0 < network.alpha < math.inf and 0 < network.beta < math.inf:
+      return network
+  except (TypeError, ValueError):
     pass
-  raise ValueError(
-    f"--network={text}, choose from {', '.join(PRESETS)}, or write name:alpha=seconds:beta=seconds, both above 0"
-  )
+  choices = f"choose from {', '.join(PRESETS)}, or write name:alpha=seconds:beta=seconds, both above 0"
+  raise ValueError(f"--network={text}, {choices}")
 
 
 def predict(label: str, workers: int, networks: Sequence[Network], n: int, density: float) -> list[Predicted]:

@@ -82,12 +82,7 @@ INPUTS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 _SPREAD = ("normal", "student-t", "heavy-tail", "gradients")
 _TIED = ("sorted", "equal", "few")
 
-_INPUTS = flags.DEFINE_list(
-  "inputs",
-  list(INPUTS),
-  "What to select from: normal; student-t with 2 degrees of freedom; heavy-tail, 1/rank shuffled; gradients of a real "
-  "model; sorted normals; all equal; few values, rounded normals; zeros in 99.5 % of the entries. None with --inputs=",
-)
+_INPUTS = flags.DEFINE_list("inputs", list(INPUTS), f"What to select from: {', '.join(INPUTS)}; none with --inputs=.")
 _N = flags.DEFINE_integer("n", 14_728_266, "Entries; VGG-16's gradient by default.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to select.")
 _REPETITIONS = flags.DEFINE_integer("repetitions", 9, "How often to time each program; the median counts.", 1)
