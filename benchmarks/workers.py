@@ -116,10 +116,10 @@ def pin() -> None:
   os.sched_setaffinity(0, {cores[(guard.rank() or 0) % len(cores)]})
 
 
-def make_console(stderr: bool = False, quiet: bool = False) -> rich.console.Console:
+def make_console(stderr: bool = False) -> rich.console.Console:
   """A console as wide as the terminal; the terminal that mpirun gives a rank has no useful width."""
   width = None if sys.stdout.isatty() and not launch.is_rank() else 160
-  return rich.console.Console(stderr=stderr, quiet=quiet, width=width)
+  return rich.console.Console(stderr=stderr, width=width)
 
 
 def _check_ranks(workers: int, ranks: int) -> None:

@@ -54,9 +54,7 @@ _ENGINE = flags.DEFINE_enum("engine", "processes", list(workers.ENGINES), worker
 _WORKERS = entry.define_numbers("workers", [6], "Numbers of workers P.")
 _N = entry.define_numbers("n", [14_728_266], "Gradient entries; VGG-16 by default.")
 _DENSITY = entry.define_numbers("density", [0.01], "Fractions of the entries to deliver.", flags.FloatParser(0.0))
-_RATE = flags.DEFINE_list(
-  "rate", [], "Rates of the lab's links, as tc writes them: 1gbit, 100mbit; none for any speed."
-)
+_RATE = flags.DEFINE_list("rate", [], "Rates of the lab's links, as tc writes them, e.g. 100mbit; none for any speed.")
 _PIN = flags.DEFINE_bool("pin", False, "Pin each rank to a core of its own; takes as many cores as workers.")
 _GRADIENTS = flags.DEFINE_enum("gradients", "recorded", ["recorded", "normal"], "Of a training, or normals.")
 _REPETITIONS = flags.DEFINE_integer("repetitions", 5, "Timed steps of an algorithm without a period.", lower_bound=1)

@@ -12,8 +12,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 
-from benchmarks.netlab.namespaces import ETC, batch, remove, remove_leftovers, started
-from benchmarks.netlab.signals import Signals
+from benchmarks.netlab.namespaces import ETC, Signals, batch, remove, remove_leftovers, started
 from jaxsparse.launch import HOSTS, Host
 
 SUBNET = "10.77.0.0/16"

@@ -3,7 +3,7 @@ r"""Runs COMMAND beside a network lab: hosts with a network of their own, joined
 Every host is a network namespace, so its programs meet those of other hosts on the wire only; the switch is a bridge in
 a namespace of its own, and nothing of the lab is seen outside. COMMAND runs outside: it finds the hosts in the variable
 JAXSPARSE_HOSTS and starts programs in them. When it ends, or is interrupted, the lab is removed with all that still
-runs in it. Needs root and iproute2. With --loopback COMMAND runs without a lab.
+runs in it. Needs root and iproute2.
 
 Examples:
   python -m benchmarks.netlab --hosts=6 --rate=1gbit -- python -m jaxsparse.launch --ranks=6 -- python train.py
@@ -27,7 +27,6 @@ from jaxsparse.launch.guard import die_with_parent
 
 _HOSTS = flags.DEFINE_integer("hosts", 6, "Number of hosts.")
 _RATE = flags.DEFINE_string("rate", "1gbit", "Rate of each link as tc writes it, e.g. 10mbit; or none: not shaped.")
-_LOOPBACK = flags.DEFINE_bool("loopback", False, "Run COMMAND on this machine as it is, without a lab.")
 
 
 def _run(command: list[str], extra: dict[str, str]) -> int:
@@ -68,14 +67,12 @@ def main(argv: list[str]) -> int:
   if not command:
     sys.exit("error: COMMAND is missing, for example: python -m benchmarks.netlab --rate=1gbit -- python train.py")
   try:
-    if _LOOPBACK.value:
-      return _run(command, {})
     with lab(_HOSTS.value, _RATE.value) as team:
       return _run(command, environment(team))
   except ValueError as error:
     sys.exit(f"error: --{error}")
   except LabUnavailable as error:
-    sys.exit(f"error: {error}. Or run COMMAND without a lab: --loopback")
+    sys.exit(f"error: {error}. Or run COMMAND without a lab")
   except KeyboardInterrupt:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the lab is gone: another Ctrl-C has nothing left to interrupt
     return 128 + signal.SIGINT

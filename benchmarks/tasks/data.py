@@ -73,10 +73,8 @@ def _cifar10(folder: pathlib.Path) -> Dataset:
     folder = folder / "cifar-10-batches-py"
   missing = [name for name in CIFAR10_FILES if not (folder / name).is_file()]
   if missing:
-    raise FileNotFoundError(
-      f"CIFAR-10: {folder} has no {', '.join(missing)}; expected the files of the python version of the data set, "
-      f"unpacked: {', '.join(CIFAR10_FILES)}"
-    )
+    expected = f"expected the files of the python version of the data set, unpacked: {', '.join(CIFAR10_FILES)}"
+    raise FileNotFoundError(f"CIFAR-10: {folder} has no {', '.join(missing)}; {expected}")
   *train, (test_images, test_labels) = (_cifar10_file(folder / name) for name in CIFAR10_FILES)
   images, labels = (np.concatenate(parts) for parts in zip(*train, strict=True))
   return _standardized(Dataset("cifar10", images, labels, test_images, test_labels))
@@ -87,18 +85,11 @@ def _cifar10_file(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
   try:
     content = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
     data, labels = np.asarray(content[b"data"]), np.asarray(content[b"labels"])
+    if data.dtype != np.uint8 or data.shape != (len(labels), 3072) or not np.isin(labels, np.arange(CLASSES)).all():
+      raise ValueError(f"it holds data {data.dtype.name}{list(data.shape)} and labels {list(labels.shape)}")
   except Exception as error:  # pickle raises whatever the bytes make it raise
-    raise ValueError(
-      f"CIFAR-10: {path} is not a python batch of the data set, a pickled dictionary with the keys data and labels "
-      f"({type(error).__name__}: {error})"
-    ) from error
-  if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3072 or labels.shape != data.shape[:1]:
-    raise ValueError(
-      f"CIFAR-10: {path} holds data {data.dtype.name}{list(data.shape)} and labels {list(labels.shape)}, expected "
-      "uint8[count, 3072] and [count]"
-    )
-  if not np.isin(labels, np.arange(10)).all():
-    raise ValueError(f"CIFAR-10: {path} holds labels outside 0 … 9")
+    expected = "a pickled dictionary of data uint8[count, 3072] and labels [count] of 0 … 9"
+    raise ValueError(f"CIFAR-10: {path} is not {expected} ({type(error).__name__}: {error})") from error
   return data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1).astype(np.float32), labels
 
 
