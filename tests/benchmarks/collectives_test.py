@@ -21,6 +21,7 @@ from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of
 from tests.benchmarks import commands
 
+
 def place(size=3):
   sim = js.SimComm("workers", members=size)
   return workers.Workers(sim, sim, size, shares=size, number=0)

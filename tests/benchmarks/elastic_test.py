@@ -9,17 +9,8 @@ import pytest
 from benchmarks.elastic import phases
 from tests.benchmarks import commands
 
-BAD_FLAGS = [
-  (["--workers=2"], "--workers=2, choose at least 3"),
-  (["--batch_size=100"], "--batch_size=100, choose a multiple of 6, 5, 7"),
-  (["--kill_at=400"], "--kill_at=400, --join_at=400, --steps=600: choose them in this order"),
-]
 SMALL = ["--workers=3", "--joining=1", "--batch_size=12", "--seed=0"]
 SMALL += ["--steps=14", "--kill_at=5", "--join_at=9", "--save_every=2", "--density=0.1"]
-
-
-def test_bad_flags(subtests):
-  commands.check_refusals("benchmarks.elastic", BAD_FLAGS, subtests)
 
 
 def test_the_parts_of_a_recovery(tmp_path):

@@ -212,7 +212,11 @@ def test_presets_are_races_that_can_start():
 
 
 def test_a_preset_measures_the_papers_cells_where_every_seed_has_a_number(results):
-  asked = {"later": ("dense", "fast", "seconds"), "worse": ("fast", "dense", "loss"), "slower": ("dense", "never", "pace")}
+  asked = {
+    "later": ("dense", "fast", "seconds"),
+    "worse": ("fast", "dense", "loss"),
+    "slower": ("dense", "never", "pace"),
+  }
   asked |= {"never there": ("never", "dense", "seconds"), "not raced": ("dense", "other", "loss")}
   cells = {name: presets.Ratio(*ratio) for name, ratio in asked.items()}
   given = {"task": "lm", "hosts": 4, "rate": ["10mbit"], "optimizer": ["adam:0.001"]}

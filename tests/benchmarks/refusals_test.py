@@ -58,4 +58,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, subtests, tmp_path):
   folder = [] if name in ("hierarchy", "scale", "selection") else [f"--report_dir={tmp_path / 'none'}"]
-  commands.check_refusals(f"benchmarks.{name}", [(folder + flags, message) for flags, message in REFUSED[name]], subtests)
+  commands.check_refusals(
+    f"benchmarks.{name}", [(folder + flags, message) for flags, message in REFUSED[name]], subtests
+  )

@@ -121,18 +121,3 @@ def test_passes_of_what_this_compiler_makes():
   compiled = program.lower(jnp.ones(n), jnp.ones(n), jnp.arange(3)).compile()
   found = passes_of(compiled.as_text(), n)
   assert [sum(one.reads for one in found), sum(one.writes for one in found)] == [2, 1]
-
-
-BAD_FLAGS = [
-  (["--n=0"], "error: --n=0, choose at least 1"),
-  (["--update=-1"], "error: --update=-1, choose at least 0"),
-  (["--density=1.5"], "error: --density=1.5, choose a share above 0, up to 1"),
-  (
-    ["--inputs=normal,uniform"],
-    "error: --inputs=uniform, choose from normal, student-t, heavy-tail, gradients, sorted",
-  ),
-]
-
-
-def test_bad_flags(subtests):
-  commands.check_refusals("benchmarks.selection", BAD_FLAGS, subtests)
