@@ -65,9 +65,8 @@ def command(*arguments):
 
 
 def run(*arguments, prefix=()):
-  return subprocess.run(
-    [*prefix, *command(*arguments)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-  )
+  full = [*prefix, *command(*arguments)]
+  return subprocess.run(full, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
 @contextlib.contextmanager

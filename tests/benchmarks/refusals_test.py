@@ -4,7 +4,6 @@ import pytest
 
 from tests.benchmarks import commands
 
-HERE = __file__
 REFUSED = {
   "collectives": [
     (["--workers=0"], "flag --workers=0: "),
@@ -19,6 +18,13 @@ REFUSED = {
     (["--kill_at=400"], "--kill_at=400, --join_at=400, --steps=600: choose them in this order"),
   ],
   "hierarchy": [(["--way=sparse"], "choose from dense, flat, between"), (["--hosts=1"], "flag --hosts=1: ")],
+  "netlab": [
+    (["--hosts=251", "--", "true"], "error: --hosts=251, choose from 1 to 250"),
+    (["--rate=10m", "--", "true"], "error: --rate='10m', choose from 1kbit to 100gbit, for example 10mbit"),
+    (["--rate=1gbit\n", "--", "true"], "--rate='1gbit\\n'"),
+    (["--rate=0mbit", "--", "true"], "--rate='0mbit'"),
+    (["--hosts=2"], "error: COMMAND is missing, for example"),
+  ],
   "race": [
     (["--seed="], "flag --seed=: give at least one number"),
     (["--seed=0", "--seed=-1"], "flag --seed=-1: "),
@@ -30,7 +36,7 @@ REFUSED = {
     (["--warm_up=301"], "--warm_up=301, choose at most --steps=300"),
     (["--steps=20", "--most=10"], "--most=10, choose at least --steps=20"),
     (["--preset=spardl-fig6c", "--task=lm"], "--task=lm: --preset=spardl-fig6c trains resnet20"),
-    (["--parts=curves", f"--report_dir={HERE}"], HERE),
+    (["--parts=curves", f"--report_dir={__file__}"], __file__),
     (["--parts=none", "--results=/tmp"], "/tmp"),
     (["--parts=none"], "No such file or directory"),
     (["--task=fnn3", "--parts=curves", "--data_dir=/nowhere"], "/nowhere has no data_batch_1"),
@@ -57,7 +63,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, subtests, tmp_path):
-  folder = [] if name in ("hierarchy", "scale", "selection") else [f"--report_dir={tmp_path / 'none'}"]
-  commands.check_refusals(
-    f"benchmarks.{name}", [(folder + flags, message) for flags, message in REFUSED[name]], subtests
-  )
+  folder = [] if name in ("hierarchy", "netlab", "scale", "selection") else [f"--report_dir={tmp_path / 'none'}"]
+  rows = [(folder + flags, message) for flags, message in REFUSED[name]]
+  commands.check_refusals(f"benchmarks.{name}", rows, subtests)
+  assert not (tmp_path / "none").exists()

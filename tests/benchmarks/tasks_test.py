@@ -1,4 +1,4 @@
-"""Tasks: the papers' parameter counts, batches decided by seed, step and worker, what is held out, and CIFAR-10's files."""
+"""Tasks: the papers' parameter counts, batches by seed, step and worker, what is held out, and CIFAR-10's files."""
 
 import itertools
 import os
@@ -106,7 +106,7 @@ def test_an_untrained_language_model_knows_nothing(tasks):
   assert accuracy < 0.1
 
 
-@pytest.mark.parametrize("make", [lm.LSTM, lambda symbols, width, rngs: lm.Transformer(rngs, width)])
+@pytest.mark.parametrize("make", [lm.LSTM, lambda _, width, rngs: lm.Transformer(rngs, width)])
 def test_a_model_of_text_sees_no_later_byte(make):
   module, before = make(lm.BYTES, 8, nnx.Rngs(0)), np.zeros((1, 6), np.uint8)
   after = before.copy()
