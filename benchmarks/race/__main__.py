@@ -237,8 +237,6 @@ def main() -> None:
   if launch.is_rank():
     _rank(plan)
     return
-  for folder in (pathlib.Path(_REPORT_DIR.value), _path().parent):  # rather now than when all is measured
-    folder.mkdir(parents=True, exist_ok=True)
   console = workers.make_console(stderr=_JSON.value)
   results = Results(_path(), plan.setting)
   preset = presets.PRESETS.get(_PRESET.value or "")
@@ -246,6 +244,8 @@ def main() -> None:
     if (task := results.setting["task"]) != preset.flags["task"]:
       raise ValueError(f"--results={results.path} has {task}, --preset trains {preset.flags['task']}")
     console.print(f"{preset.paper}: {preset.paper_steps:,} steps there, {_STEPS.value:,} here", highlight=False)
+  for folder in (pathlib.Path(_REPORT_DIR.value), _path().parent):  # rather now than when all is measured
+    folder.mkdir(parents=True, exist_ok=True)
   try:
     if "curves" in plan.parts:
       _curves(plan, results, console)
