@@ -6,14 +6,14 @@ the same indices, the same bits of the values. Programs take turns, with a read 
 Inputs "gradients" are those of the digits CNN after a few steps of SGD, of as many batches as fill n entries.
 
 Then one whole SparDL update of one of --update workers alone, whose messages are copies of its own; only shapes and
-finiteness are checked (`benchmarks.collectives` checks the laws). Its passes over arrays of n float32 are read off the
-compiled program. "fallbacks": how often one more update found too few candidates and selected from whole blocks.
+finiteness are checked (`benchmarks.collectives` checks the laws). "fallbacks": how often one more update found too few
+candidates and selected from whole blocks.
 
 Examples:
   python -m benchmarks.selection
   python -m benchmarks.selection --inputs=normal,gradients --n=1000000 --density=0.001
   python -m benchmarks.selection --inputs= --update=64
-  python -m benchmarks.selection --json | jq '.update.passes[] | select(.reads + .writes > 0)'
+  python -m benchmarks.selection --json | jq '.update.buffers'
 """
 
 import collections
@@ -40,7 +40,6 @@ from benchmarks.selection.alone import (
   Update,
   count_fallbacks,
   milliseconds,
-  pass_table,
   seconds_of,
   update_alone,
   update_table,
@@ -210,11 +209,11 @@ def main() -> None:
   if rows:
     console.print(selection_table(rows, f"{_DENSITY.value:g} of n = {_N.value:,} entries, {jax.default_backend()}"))
   if update:
-    console.print(update_table(update), pass_table(update.passes))
+    console.print(update_table(update))
   report.say(reached, console)
   if _JSON.value:
     plain = lambda values: [value._asdict() for value in values]
-    alone = {**update._asdict(), "passes": plain(update.passes)} if update else None
+    alone = update._asdict() if update else None
     settings = {"n": _N.value, "density": _DENSITY.value, "repetitions": _REPETITIONS.value}
     print(json.dumps({**settings, "selection": plain(rows), "update": alone, "goals": plain(reached)}))
 

@@ -1,9 +1,9 @@
-"""One SparDL update of one worker alone, whose messages are copies: its time, memory and passes over n entries."""
+"""One SparDL update of one worker alone, whose messages are copies: its time and memory."""
 
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,6 @@ from jax.extend import core
 
 import jaxsparse as js
 from benchmarks import report
-from benchmarks.selection.passes import Pass, passes_of
 from jaxsparse.comm import SoloComm
 
 READ = jax.jit(lambda x: jnp.abs(x).sum())
@@ -28,12 +27,6 @@ class Update(NamedTuple):
   buffers: float  # memory it takes at its peak beyond gradient and state, its own mean included, in arrays of n float32
   fallbacks: int  # how many of its `lax.cond`s took the exact fallback over whole blocks, in one more update
   choices: int  # how many such `lax.cond`s it has
-  passes: list[Pass]  # over arrays of n entries
-
-  @property
-  def touched(self) -> float:
-    """Arrays of n entries that are read or written, all passes together."""
-    return sum(one.reads + one.writes for one in self.passes)
 
 
 def seconds_of(program: Callable[[], Any]) -> float:
@@ -78,26 +71,15 @@ def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
   memory = compiled.memory_analysis()
   beyond = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
   taken, choices = count_fallbacks(tx.update, several[0], state)
-  buffers = beyond / (4 * n)
-  return Update(
-    size, **medians, buffers=buffers, fallbacks=taken, choices=choices, passes=passes_of(compiled.as_text(), n)
-  )
+  return Update(size, **medians, buffers=beyond / (4 * n), fallbacks=taken, choices=choices)
 
 
 def update_table(update: Update) -> rich.table.Table:
-  """Time, memory and passes of the update."""
+  """Time and memory of the update."""
   times = milliseconds(update.seconds), milliseconds(update.read), f"{update.seconds / update.read:.1f}"
-  passes = f"{update.touched:.3g}", f"{update.fallbacks} of {update.choices}"
-  title = "one SparDL update of one worker, alone; memory and passes in arrays of n float32"
-  heads = ("P", "ms", "read", "× read", "memory", "passes", "fallbacks")
-  return report.table(title, heads, [[str(update.workers), *times, f"{update.buffers:.2f}", *passes]])
-
-
-def pass_table(passes: Sequence[Pass]) -> rich.table.Table:
-  """Which instructions of the update touch arrays of n entries."""
-  total = Pass("total", "", sum(one.reads for one in passes), sum(one.writes for one in passes), "")
-  rows = [[one.name, one.opcode, one.note, f"{one.reads:.3g}", f"{one.writes:.3g}"] for one in (*passes, total)]
-  return report.table("its passes over arrays of n", ("instruction", "opcode", "note", "reads", "writes"), rows, text=3)
+  title = "one SparDL update of one worker, alone; memory beyond gradient and state in arrays of n float32"
+  row = [str(update.workers), *times, f"{update.buffers:.2f}", f"{update.fallbacks} of {update.choices}"]
+  return report.table(title, ("P", "ms", "read", "× read", "memory", "fallbacks"), [row])
 
 
 def milliseconds(seconds: float) -> str:

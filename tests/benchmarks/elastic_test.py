@@ -1,4 +1,4 @@
-"""Training that loses and gains workers: no gradient is lost with them, and times are those of the marks."""
+"""Training that loses and gains workers: no gradient is lost with them."""
 
 import json
 import os
@@ -6,20 +6,10 @@ import shutil
 
 import pytest
 
-from benchmarks.elastic import phases
 from tests.benchmarks import commands
 
 SMALL = ["--workers=3", "--joining=1", "--batch_size=12", "--seed=0"]
 SMALL += ["--steps=14", "--kill_at=5", "--join_at=9", "--save_every=2", "--density=0.1"]
-
-
-def test_the_parts_of_a_recovery(tmp_path):
-  phase = {"event": "phase", "began": 1.0, "joined": 2.0, "restored": 2.5, "stepped": 4.0}
-  gone = {"event": "gone", "at": 240, "time": 10.0}
-  after = phase | {"workers": 5, "begin": 200, "began": 11.0, "joined": 13.0, "restored": 14.0, "stepped": 18.0}
-  marks = [phase | {"workers": 6, "begin": 0}, gone, after, gone | {"at": 400}]  # the next phase never stepped
-  (tmp_path / "marks").write_text("".join(json.dumps(mark) + "\n" for mark in marks))
-  assert phases.recoveries(tmp_path, seed=3) == [phases.Recovery("6 -> 5", 3, [1.0, 2.0, 1.0, 4.0], 40)]
 
 
 def result_of(tmp_path, *more):

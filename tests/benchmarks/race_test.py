@@ -144,11 +144,6 @@ def test_a_race_ends_at_the_target_or_when_it_gives_up():
   assert [step for step in range(1, 50) if length._replace(steps=25).is_evaluated(step)] == [10, 20, 25, 30, 40]
 
 
-def test_the_parts_of_a_step_add_up():
-  parts = [pace("fast", seconds).parts for seconds in (0.7, 0.45, 0.3)]
-  np.testing.assert_allclose(parts, [(0.4, 0.1, 0.2), (0.4, 0.05, 0), (0.3, 0, 0)], atol=1e-9)
-
-
 def test_the_command_reports_what_the_file_has(results, tmp_path):
   results.add(Whole("fast", "adam:0.001", 0, "10mbit", [10, 40], [5.0, 21.0], [4.0, 1.0]))
   flags = "--parts=none", f"--results={results.path}", f"--report_dir={tmp_path}", "--json"

@@ -99,13 +99,6 @@ def test_masked_bytes_are_those_to_predict_and_labels_that_are_ignored_do_not_co
   assert (int(right), int(count)) == (2, 3)
 
 
-def test_an_untrained_language_model_knows_nothing(tasks):
-  model = model_of(tasks["lm_medium"], seed=0)
-  loss, accuracy = model.evaluate(model.params, model.statistics)
-  assert abs(loss - np.log(256)) < 0.1
-  assert accuracy < 0.1
-
-
 @pytest.mark.parametrize("make", [lm.LSTM, lambda _, width, rngs: lm.Transformer(rngs, width)])
 def test_a_model_of_text_sees_no_later_byte(make):
   module, before = make(lm.BYTES, 8, nnx.Rngs(0)), np.zeros((1, 6), np.uint8)
@@ -114,12 +107,6 @@ def test_a_model_of_text_sees_no_later_byte(make):
   changed = np.abs(np.asarray(module(before) - module(after))).max(-1)[0]
   assert not changed[:4].any()
   assert changed[4:].all()
-
-
-def test_images_are_enlarged_and_cut_around_their_centre():
-  large = images._shaped(np.arange(4.0, dtype=np.float32).reshape(1, 2, 2, 1), (3, 3, 3))
-  np.testing.assert_array_equal(large[0, :, :, 1], [[0, 0, 1], [0, 0, 1], [2, 2, 3]])
-  assert images._shaped(np.ones((1, 4, 4, 3), np.float32), (4, 4, 1)).shape == (1, 4, 4, 1)
 
 
 class Normalized(nnx.Module):
