@@ -6,9 +6,9 @@ A transformer over bytes (benchmarks/tasks/lm.py) is trained in three ways; a ho
   flat     SparDL over all devices of all hosts, each of which is a worker with a copy of the parameters
   between  SparDL between hosts alone, tensor parallel inside
 
-The batch is the same. Links between hosts are shaped, devices of a host meet in its memory, over gloo too: a collective
-inside takes milliseconds on busy cores, whatever its size, so the model is one wide block. Bytes are those that the
-network interface of a host has counted, headers included: the host that sent most, mean of the timed steps. Needs root.
+Devices of a host meet in its memory, over gloo too: a collective inside takes milliseconds on busy cores, whatever its
+size, so the model is one wide block. Bytes are those that the network interface of the host that sent most has counted,
+headers included, mean of the timed steps. Needs root.
 
 Examples:
   python -m benchmarks.hierarchy

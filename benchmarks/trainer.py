@@ -54,8 +54,7 @@ class Trainer:
   def evaluate(self, params: Any = None, on: Arrays | None = None) -> tuple[float, float]:
     """Loss and accuracy on what is held out, or on other inputs and labels.
 
-    Of the parameters of the last exchange, which all workers have, unless others are given. Batch normalization is by
-    the running statistics of this process's first worker.
+    Of the parameters of the last exchange, unless others are given, by the statistics of this process's first worker.
     """
     statistics = jax.tree.map(lambda leaf: here(leaf)[0], self.statistics)
     return self.model.evaluate(self.params if params is None else params, statistics, on)

@@ -94,11 +94,9 @@ def here(engine: str, workers: int) -> Workers:
 def share_programs(folder: pathlib.Path) -> None:
   """Keeps every compiled program in `folder` from now on, and has one rank compile for all; call it before `here`.
 
-  In a run of JAX's multi-process runtime rank 0 compiles a program or reads it from `folder`, and sends the binary to
-  the ranks that miss it. That takes the same cache key on all ranks: on CPU, JAX hashes the devices of the process
-  that asks, so the key of each rank differs and no rank but 0 would ever hit. Here the kinds of all devices are hashed
-  instead. The function that is replaced is private to JAX: where a version lacks it, every rank compiles for itself.
-  So do ranks of MPI, for mpi4jax writes the address of the communicator into every program that sends.
+  Rank 0 sends binaries to ranks of JAX's runtime that have the same cache key. On CPU, JAX hashes the devices of the
+  process that asks, so keys differ; here the kinds of all devices are hashed instead. The function that is replaced is
+  private to JAX: without it every rank compiles for itself, and so do ranks of MPI, whose programs name a communicator.
   """
   jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -117,7 +115,7 @@ def pin() -> None:
 
 
 def make_console(stderr: bool = False) -> rich.console.Console:
-  """A console as wide as the terminal; the terminal that mpirun gives a rank has no useful width."""
+  """A console as wide as the terminal, unless mpirun made that."""
   width = None if sys.stdout.isatty() and not launch.is_rank() else 160
   return rich.console.Console(stderr=stderr, width=width)
 

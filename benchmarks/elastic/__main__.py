@@ -4,8 +4,8 @@ Hosts of the network lab, a rank on each, train the digits CNN with SparDL and S
 step one rank kills itself with SIGKILL: the launcher ends the others and starts again as many as are left. Later the
 run ends its phase, and more ranks go on. Batches have the same examples for every number of workers. Needs root.
 
-A second table is about the residual of a lost worker, which is gone where nobody has a copy: simulated workers go on
-without going back to a checkpoint, with that residual and without.
+A second table is about the residual of a lost worker: simulated workers go on without going back to a checkpoint, with
+that residual and without.
 
 Examples:
   python -m benchmarks.elastic

@@ -32,8 +32,7 @@ class LabUnavailable(RuntimeError):
 def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
   """Makes a lab, and removes it with all processes in it when the block ends, whatever ends it.
 
-  Inside the block SIGTERM and SIGHUP raise `SystemExit`, unless the program has handlers of its own. Labs of processes
-  that were killed are removed first. Raises LabUnavailable without root or the tools, or where the kernel refuses.
+  Inside the block SIGTERM and SIGHUP raise `SystemExit`, unless the program has handlers of its own.
   """
   check(hosts, rate)
   shape = None if rate is None or rate == UNSHAPED else _shape(rate)
@@ -102,16 +101,10 @@ def bits(rate: str) -> float:
 def _shape(rate: str) -> tuple[str, int]:
   """The token bucket of a rate, as `tc` takes it, and the largest packet.
 
-  The bucket is full whenever a link was idle, so each message gets that many bytes for free: it has to be small beside
-  a message, yet outlast a late timer. With 16 kB and 0.3 ms of the rate, TCP reaches 95.7 % of 10mbit, 100mbit and
-  1gbit, which is all that headers leave, and a message of 200 kB is 1 to 9 % faster than the rate. A bucket of 32 kB
-  falls behind when all hosts send at 1gbit, one of 256 kB lets 200 kB pass in half their time.
-
-  A bucket cuts packets larger than itself into single frames, each with a timer of its own, which is too slow at 1gbit
-  (packets of 65 kB, a bucket of 64 kB: 65 to 90 % of the rate). Hosts therefore make packets of half a bucket.
-
-  The queue has room for 0.1 s, and 1 MB at least: what five hosts send to one at once fits, as in a good switch. With
-  loss, time-outs would be measured instead of the rate.
+  The bucket is full whenever a link was idle, so it has to be small beside a message, yet outlast a late timer. With
+  16 kB and 0.3 ms of the rate, TCP reaches 95.7 % of 10mbit, 100mbit and 1gbit, all that headers leave, and a message
+  of 200 kB is 1 to 9 % faster. Larger packets would be cut into frames, too slow at 1gbit: hosts make half a bucket.
+  The queue has room for 0.1 s, and 1 MB at least: with loss, time-outs would be measured instead of the rate.
   """
   speed = bits(rate) / 8
   burst = int(16_000 + 0.3e-3 * speed)

@@ -1,9 +1,8 @@
 r"""Runs COMMAND beside a network lab: hosts with a network of their own, joined by a switch, over links of any speed.
 
-Every host is a network namespace, so its programs meet those of other hosts on the wire only; the switch is a bridge in
-a namespace of its own, and nothing of the lab is seen outside. COMMAND runs outside: it finds the hosts in the variable
-JAXSPARSE_HOSTS and starts programs in them. When it ends, or is interrupted, the lab is removed with all that still
-runs in it. Needs root and iproute2.
+Every host is a network namespace, so its programs meet those of other hosts on the wire only; nothing of the lab is seen
+outside. COMMAND runs outside: it finds the hosts in the variable JAXSPARSE_HOSTS and starts programs in them. When it
+ends, or is interrupted, the lab is removed with all that still runs in it. Needs root and iproute2.
 
 Examples:
   python -m benchmarks.netlab --hosts=6 --rate=1gbit -- python -m jaxsparse.launch --ranks=6 -- python train.py

@@ -73,10 +73,7 @@ _KEYS = ("method", "optimizer", "seed", "rate")
 
 
 class Results:
-  """The rows of one file, to which several processes may add.
-
-  Numbers are kept to six digits; those that are not finite, which JSON does not have, as null.
-  """
+  """The rows of one file, to which several processes may add; numbers are kept to six digits, infinite ones as null."""
 
   def __init__(self, path: pathlib.Path, setting: dict[str, Any] | None):
     self.path = path

@@ -1,8 +1,4 @@
-"""Who is first: steps and seconds until a loss is reached, from curves and paces.
-
-Loss over steps does not depend on the links, so seconds to a loss are the steps of a curve times the seconds a step of
-a pace; a whole run on the clock shows that this holds.
-"""
+"""Who is first: steps and seconds until a loss is reached, the steps of a curve times the seconds a step of a pace."""
 
 import math
 import statistics

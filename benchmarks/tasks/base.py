@@ -24,11 +24,7 @@ Stream: TypeAlias = Callable[[int, int, int], Batches]
 
 
 class Task(NamedTuple):
-  """A model and its data.
-
-  Labels are i32 with the shape of the logits but their last axis, one or many for each input; `IGNORED` marks those
-  that are not to be predicted.
-  """
+  """A model and its data; labels are i32 with the shape of the logits but their last axis, or `IGNORED`."""
 
   name: str  # of the task
   source: str  # the data in words
