@@ -54,6 +54,11 @@ def spread(values: Sequence[float], form: str) -> str:
   return f"{statistics.mean(values):{form}}{deviation}"
 
 
+def milliseconds(seconds: float | None) -> str:
+  """Seconds as text, in milliseconds; – for none."""
+  return "–" if seconds is None else f"{1e3 * seconds:,.1f}"
+
+
 def ratio(above: float | None, below: float | None, digits: int = 2) -> str:
   """A ratio as text; – where a number is missing."""
   return f"{above / below:,.{digits}f}" if above is not None and below else "–"

@@ -130,18 +130,6 @@ def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:
   return groups
 
 
-def line(run: Run) -> str:
-  """One line about the end of a run."""
-  reached = f"test accuracy {run.test_accuracy:.4f}, test loss {run.test_loss:.4f}"
-  name = f"{run.optimizer}, {run.algorithm}, seed {run.seed}" + f", fold {run.fold}" * (run.fold > 0)
-  return f"{name}: {reached}, {1e3 * run.seconds_per_step:.1f} ms a step"
-
-
-def keep(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
-  """Writes the runs as JSON, a line each, without their traces; the file is replaced whole, or not at all."""
-  report.keep(path, {"title": title}, {"runs": [report.rounded(run._replace(trace={})) for run in runs]})
-
-
 def table(runs: Sequence[Run], title: str) -> rich.table.Table:
   """The algorithms side by side: means over seeds and folds, and the standard deviation where there are several."""
   groups = by_algorithm(runs)
@@ -213,8 +201,12 @@ def _compare(
       run = train(task, method, recipe, place, _BATCH_SIZE.value, seed, show)
     runs.append(run._replace(fold=fold))
     if place.reports:
-      keep(runs, title, pathlib.Path(_REPORT_DIR.value) / "train.json")
-      console.print(line(runs[-1]), highlight=False, soft_wrap=True)
+      path = pathlib.Path(_REPORT_DIR.value) / "train.json"
+      report.keep(path, {"title": title}, {"runs": [report.rounded(one._replace(trace={})) for one in runs]})
+      reached = f"test accuracy {run.test_accuracy:.4f}, test loss {run.test_loss:.4f}"
+      name = f"{optimizer}, {method.label}, seed {seed}" + f", fold {fold}" * (fold > 0)
+      line = f"{name}: {reached}, {1e3 * run.seconds_per_step:.1f} ms a step"
+      console.print(line, highlight=False, soft_wrap=True)
   return runs if place.reports else [], title
 
 

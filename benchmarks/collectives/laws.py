@@ -24,9 +24,9 @@ Before: TypeAlias = tuple[np.ndarray, jax.Array | None]
 class Laws:
   """The laws that one algorithm promises, checked after an update.
 
-  Law C: `P · mean + Σ_w residual_w` after the update is `Σ_w (gradient_w + residual_w)` before it, entry by entry. Law R:
-  all workers receive the same bits. Checked are sums and checksums of 4096 buckets; only where they differ are the
-  entries of the differing buckets gathered and counted.
+  Law C: `P · mean + Σ_w residual_w` after the update is `Σ_w (gradient_w + residual_w)` before it, entry by entry.
+  Law R: all workers receive the same bits. Checked are sums and checksums of 4096 buckets; only where they differ are
+  the entries of the differing buckets gathered and counted.
   """
 
   def __init__(self, engine: Engine, spec: Spec, specs: Any):

@@ -42,18 +42,10 @@ def heading(predicts: bool) -> str:
 
 def line(row: Row) -> str:
   """One row as text of fixed width, to print as soon as it is measured."""
-  times = " ".join(f"{text:>9}" for text in _times(row))
+  times = " ".join(f"{report.milliseconds(seconds):>9}" for seconds in (row.seconds, row.mean, row.p90))
   counts = f"{row.algorithm_bandwidth:>7.3f} {row.bus_bandwidth:>7.3f} {_wrong(row):>7} {row.steps:>6}"
-  predicted = "" if row.predicted is None else f" {_ms(row.predicted):>9}"
+  predicted = "" if row.predicted is None else f" {report.milliseconds(row.predicted):>9}"
   return f"  {row.algorithm:<34} {times} {counts}{predicted}"
-
-
-def _times(row: Row) -> list[str]:
-  return [_ms(seconds) for seconds in (row.seconds, row.mean, row.p90)]
-
-
-def _ms(seconds: float | None) -> str:
-  return "–" if seconds is None else f"{1e3 * seconds:,.1f}"
 
 
 def _wrong(row: Row) -> str:
@@ -69,10 +61,11 @@ def table(rows: Sequence[Row]) -> rich.table.Table:
     own = [f"{value:,}" if isinstance(value, int) else str(value) for value in (getattr(row, name) for name in several)]
     gains = [report.ratio(_dense(row, rows, dense), row.seconds) for dense in ("dense", "dense:dtype=bfloat16")]
     bandwidths = f"{row.algorithm_bandwidth:.3f}", f"{row.bus_bandwidth:.3f}"
+    times = map(report.milliseconds, (row.seconds, row.mean, row.p90))
     parts = [f"{100 * part / row.seconds:.0f} %" for part in (row.selection, row.wire, row.merge)]
     counts = _wrong(row), f"{row.words:,.0f}"
-    predicted = [_ms(row.predicted)] * predicts
-    lines.append([row.algorithm, *own, *_times(row), *predicted, str(row.steps), *gains, *bandwidths, *counts, *parts])
+    predicted = [report.milliseconds(row.predicted)] * predicts
+    lines.append([row.algorithm, *own, *times, *predicted, str(row.steps), *gains, *bandwidths, *counts, *parts])
   heads = ["algorithm", *several, "ms", "mean", "p90", *["predicted"] * predicts, "steps", "× f32", "× bf16"]
   heads += ["algbw", "busbw", "#wrong", "words", "select", "wire", "merge"]
   caption = "ms: median; mean and p90 likewise over the steps, of the slowest rank; algbw, busbw: GB/s as in nccl-tests"

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import json
 import os
 import pathlib
 import re
@@ -13,7 +12,7 @@ import threading
 from collections.abc import Iterator
 
 from benchmarks.netlab.namespaces import ETC, Signals, batch, remove, remove_leftovers, started
-from jaxsparse.launch import HOSTS, Host
+from jaxsparse.launch import Host
 
 SUBNET = "10.77.0.0/16"
 MOST_HOSTS = 250
@@ -78,11 +77,6 @@ def sent_bytes() -> int:
   lines = _INTERFACES.read_text().splitlines()[2:] if _INTERFACES.exists() else []
   found = [line.partition(":") for line in lines]
   return sum(int(counts.split()[8]) for name, _, counts in found if name.strip() != "lo")
-
-
-def environment(hosts: list[Host]) -> dict[str, str]:
-  """The variable by which a launcher finds the hosts: a JSON list of objects with the attributes of `Host`."""
-  return {HOSTS: json.dumps([host._asdict() for host in hosts])}
 
 
 def bits(rate: str) -> float:

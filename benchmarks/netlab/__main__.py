@@ -1,8 +1,8 @@
 r"""Runs COMMAND beside a network lab: hosts with a network of their own, joined by a switch, over links of any speed.
 
-Every host is a network namespace, so its programs meet those of other hosts on the wire only; nothing of the lab is seen
-outside. COMMAND runs outside: it finds the hosts in the variable JAXSPARSE_HOSTS and starts programs in them. When it
-ends, or is interrupted, the lab is removed with all that still runs in it. Needs root and iproute2.
+Every host is a network namespace, so its programs meet those of other hosts on the wire only. COMMAND runs outside: it
+finds the hosts in the variable JAXSPARSE_HOSTS and starts programs in them. When it ends, or is interrupted, the lab is
+removed with all that still runs in it. Needs root and iproute2.
 
 Examples:
   python -m benchmarks.netlab --hosts=6 --rate=1gbit -- python -m jaxsparse.launch --ranks=6 -- python train.py
@@ -12,6 +12,7 @@ Examples:
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import sys
 
 from absl import app, flags
 
-from benchmarks.netlab import LabUnavailable, environment, lab
+from benchmarks.netlab import LabUnavailable, lab
 from benchmarks.netlab.namespaces import GRACE
 from jaxsparse.launch import HOSTS
 from jaxsparse.launch.guard import die_with_parent
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
     sys.exit("error: COMMAND is missing, for example: python -m benchmarks.netlab --rate=1gbit -- python train.py")
   try:
     with lab(_HOSTS.value, _RATE.value) as team:
-      return _run(command, environment(team))
+      return _run(command, {HOSTS: json.dumps([host._asdict() for host in team])})
   except ValueError as error:
     sys.exit(f"error: --{error}")
   except LabUnavailable as error:

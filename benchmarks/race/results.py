@@ -112,7 +112,8 @@ class Results:
     with _alone(self.path.parent):
       self.refresh()
       same = self.find(kind, **key)
-      if any(_length(one) > _length(row) for one in same):
+      length = lambda one: one.steps[-1] if isinstance(one, Curve | Whole) else getattr(one, "steps", 0)
+      if any(length(one) > length(row) for one in same):
         return
       kept = type(row)(**report.rounded(row._asdict()))
       self.rows[kind] = [*(one for one in self.rows[kind] if one not in same), kept]
@@ -128,13 +129,6 @@ def _read(make: Any, row: dict[str, Any]) -> Any:
   if lists and not (are_numbers and found.steps and {len(found.steps)} == set(map(len, lists))):
     raise ValueError(f"{row} is no training")
   return found
-
-
-def _length(row: Any) -> int:
-  """Steps of a training, or of a pace; 0 of other rows."""
-  if isinstance(row, Curve | Whole):
-    return int(row.steps[-1])
-  return row.steps if isinstance(row, Pace) else 0
 
 
 @contextlib.contextmanager

@@ -76,12 +76,7 @@ def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
 
 def update_table(update: Update) -> rich.table.Table:
   """Time and memory of the update."""
-  times = milliseconds(update.seconds), milliseconds(update.read), f"{update.seconds / update.read:.1f}"
+  times = report.milliseconds(update.seconds), report.milliseconds(update.read), f"{update.seconds / update.read:.1f}"
   title = "one SparDL update of one worker, alone; memory beyond gradient and state in arrays of n float32"
   row = [str(update.workers), *times, f"{update.buffers:.2f}", f"{update.fallbacks} of {update.choices}"]
   return report.table(title, ("P", "ms", "read", "× read", "memory", "fallbacks"), [row])
-
-
-def milliseconds(seconds: float) -> str:
-  """Seconds as text, in milliseconds."""
-  return f"{1e3 * seconds:,.1f}"
