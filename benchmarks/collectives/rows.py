@@ -43,7 +43,7 @@ def heading(predicts: bool) -> str:
 def line(row: Row) -> str:
   """One row as text of fixed width, to print as soon as it is measured."""
   times = " ".join(f"{report.milliseconds(seconds):>9}" for seconds in (row.seconds, row.mean, row.p90))
-  counts = f"{row.algorithm_bandwidth:>7.3f} {row.bus_bandwidth:>7.3f} {_wrong(row):>7} {row.steps:>6}"
+  counts = " ".join(f"{width:>7.3f}" for width in row.bandwidths) + f" {_wrong(row):>7} {row.steps:>6}"
   predicted = "" if row.predicted is None else f" {report.milliseconds(row.predicted):>9}"
   return f"  {row.algorithm:<34} {times} {counts}{predicted}"
 
@@ -54,13 +54,13 @@ def _wrong(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> rich.table.Table:
   """All rows: what was measured, on what, how often, and how it compares with dense of the same setting."""
-  several = _several(rows)
+  several = [name for name in SETTING if len({getattr(row, name) for row in rows}) > 1]
   predicts = any(row.predicted is not None for row in rows)
   lines = []
   for row in rows:
     own = [f"{value:,}" if isinstance(value, int) else str(value) for value in (getattr(row, name) for name in several)]
     gains = [report.ratio(_dense(row, rows, dense), row.seconds) for dense in ("dense", "dense:dtype=bfloat16")]
-    bandwidths = f"{row.algorithm_bandwidth:.3f}", f"{row.bus_bandwidth:.3f}"
+    bandwidths = [f"{width:.3f}" for width in row.bandwidths]
     times = map(report.milliseconds, (row.seconds, row.mean, row.p90))
     parts = [f"{100 * part / row.seconds:.0f} %" for part in (row.selection, row.wire, row.merge)]
     counts = _wrong(row), f"{row.words:,.0f}"
@@ -76,11 +76,6 @@ def _dense(row: Row, rows: Sequence[Row], label: str) -> float | None:
   """The seconds of dense in the same setting."""
   setting = lambda row: [getattr(row, name) for name in SETTING]
   return next((one.seconds for one in rows if one.algorithm == label and setting(one) == setting(row)), None)
-
-
-def _several(rows: Sequence[Row]) -> list[str]:
-  """The parts of the setting that have several values."""
-  return [name for name in SETTING if len({getattr(row, name) for row in rows}) > 1]
 
 
 def _setting(rows: Sequence[Row], besides: Sequence[str]) -> str:

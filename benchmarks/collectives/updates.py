@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
   def as_dict(self) -> dict[str, Any]:
     """The fields, and both bandwidths."""
-    return {**self._asdict(), "algbw": self.algorithm_bandwidth, "busbw": self.bus_bandwidth}
+    return self._asdict() | dict(zip(("algbw", "busbw"), self.bandwidths, strict=True))
 
   @property
   def wire(self) -> float:
@@ -64,14 +64,10 @@ class Row(NamedTuple):
     return max(0.0, self.arithmetic - self.selection)
 
   @property
-  def algorithm_bandwidth(self) -> float:
-    """GB/s as nccl-tests defines it: 4n bytes / seconds, whatever was really sent."""
-    return 4 * self.n / self.seconds / 1e9
-
-  @property
-  def bus_bandwidth(self) -> float:
-    """GB/s as nccl-tests defines it for an all-reduce: the algorithm bandwidth times 2(P − 1)/P."""
-    return 2 * (self.workers - 1) / self.workers * self.algorithm_bandwidth
+  def bandwidths(self) -> tuple[float, float]:
+    """(algbw, busbw) in GB/s as nccl-tests defines them: 4n bytes / seconds, and that times 2(P − 1)/P."""
+    algorithm = 4 * self.n / self.seconds / 1e9
+    return algorithm, 2 * (self.workers - 1) / self.workers * algorithm
 
 
 def plan(collective: js.Collective, warm_up: int, repetitions: int) -> tuple[int, int, int]:

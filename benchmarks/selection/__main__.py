@@ -187,18 +187,12 @@ def goals(rows: Sequence[Row], update: Update | None) -> list[Goal]:
 
 def selection_table(rows: Sequence[Row], title: str) -> rich.table.Table:
   """The inputs, one program beside the other."""
-  lines = []
+  ms, lines = report.milliseconds, []
   for row in rows:
-    own = [
-      row.input,
-      row.method + ", missed" * row.missed,
-      *map(report.milliseconds, (row.read, row.lax_top_k, row.top_k)),
-    ]
+    own = [row.input, row.method + ", missed" * row.missed, *map(ms, (row.read, row.lax_top_k, row.top_k))]
     own += [f"{row.lax_top_k / row.top_k:.1f}", f"{row.top_k / row.read:.1f}"]
-    own += [report.milliseconds(row.threshold), f"{row.lax_top_k / row.threshold:.1f}"]
-    lines.append(
-      [*own, report.milliseconds(row.candidates), f"{row.candidates / row.read:.1f}", "yes" if row.hit else "no"]
-    )
+    own += [ms(row.threshold), f"{row.lax_top_k / row.threshold:.1f}", ms(row.candidates)]
+    lines.append([*own, f"{row.candidates / row.read:.1f}", "yes" if row.hit else "no"])
   heads = ("input", "method", "read", "lax.top_k", "top_k", "× faster", "× read", "threshold", "× faster")
   caption = "ms; × faster is than lax.top_k, × read as long as one read takes"
   return report.table(title, (*heads, "candidates", "× read", "hit"), lines, text=2, caption=caption)
