@@ -106,18 +106,11 @@ def progress(console: rich.console.Console, name: str, steps: int) -> Iterator[C
     yield lambda step, loss: bars.update(bar, completed=step, loss=loss)
 
 
-def band(
-  panel: axes.Axes,
-  x: Sequence[float],
-  lines: Sequence[Sequence[float]],
-  label: str,
-  linewidth: float = 1.5,
-  color: Any = None,
-) -> None:
+def band(panel: axes.Axes, x: Sequence[float], lines: Sequence[Sequence[float]], label: str, **style: Any) -> None:
   """Draws the mean of `lines` over `x`, and a band from the least to the most."""
   columns = list(zip(*lines, strict=True))
   means = [statistics.mean(column) for column in columns]
-  (line,) = panel.plot(x, means, label=label, linewidth=linewidth, color=color)
+  (line,) = panel.plot(x, means, label=label, **style)
   if len(lines) > 1:
     panel.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.2)
   panel.grid(alpha=0.3)

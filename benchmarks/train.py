@@ -76,17 +76,8 @@ class Run(NamedTuple):
   fold: int = 0  # of cross-validation, that was left out for the test
 
 
-def train(
-  task: Task,
-  method: methods.Method,
-  recipe: recipes.Recipe,
-  place: workers.Workers,
-  batch_size: int,
-  seed: int,
-  on_step: Callable[[int, float], None],
-) -> Run:
+def train(trainer: Trainer, method: methods.Method, recipe: recipes.Recipe, seed: int, on_step: Callable) -> Run:
   """Trains for the steps of the recipe; calls `on_step` with each step and its loss."""
-  trainer = Trainer(task, method, recipe, place, batch_size, seed)
   few = min(recipe.steps, CURVE_POINTS // 2)  # closer together where accuracy changes most, at the start
   spreads = (np.linspace, np.geomspace)
   points = {round(point) for spread in spreads for point in spread(1, recipe.steps, few)} | {recipe.steps}
@@ -109,9 +100,9 @@ def train(
     seed=seed,
     test_accuracy=accuracies[-1],
     test_loss=trainer.evaluate(params)[0],
-    train_loss=trainer.evaluate(params, task.train)[0],
+    train_loss=trainer.evaluate(params, trainer.task.train)[0],
     words_per_step=statistics.mean(trace["words_sent"]),
-    messages_per_step=js.costs.count(name, n=trainer.params, workers=place.size, **config).messages,
+    messages_per_step=js.costs.count(name, n=trainer.params, workers=trainer.place.size, **config).messages,
     seconds_per_step=statistics.median(trainer.times[1:] or trainer.times),  # the first step compiles
     residual_norm=trace["residual_norm"][-1],
     steps=steps,
@@ -198,7 +189,8 @@ def _compare(
   for optimizer, method, (fold, task), seed in itertools.product(optimizers, algorithms, enumerate(tasks), _SEED.value):
     recipe = recipes.Recipe(optimizer, "cosine", steps=_STEPS.value)
     with report.progress(console, f"{method.label}, {optimizer}, seed {seed}", _STEPS.value) as show:
-      run = train(task, method, recipe, place, _BATCH_SIZE.value, seed, show)
+      trainer = Trainer(task, method, recipe, place, _BATCH_SIZE.value, seed)
+      run = train(trainer, method, recipe, seed, show)
     runs.append(run._replace(fold=fold))
     if place.reports:
       path = pathlib.Path(_REPORT_DIR.value) / "train.json"
@@ -220,11 +212,8 @@ def main() -> None:
     return
   console = workers.make_console(stderr=_JSON.value)
   runs, title = _compare(algorithms, optimizers, console)
-  if runs:
-    _report(runs, title, console)
-
-
-def _report(runs: list[Run], title: str, console: rich.console.Console) -> None:
+  if not runs:
+    return
   path = pathlib.Path(_REPORT_DIR.value) / "demo.png"
   figure(runs, title, path)
   console.print(table(runs, f"after {_STEPS.value} steps"))

@@ -18,6 +18,7 @@ class Trainer:
   """A training from a seed; every process of the engine makes it and calls the same methods."""
 
   def __init__(self, task: Task, method: Method, recipe: Recipe, place: Workers, batch_size: int, seed: int):
+    self.task, self.place = task, place
     self.batches = task.batches(seed, place, batch_size)
     self.model: Model = model_of(task, seed)
     tx = method.make(place.axis, recipe.make())

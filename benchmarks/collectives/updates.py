@@ -85,15 +85,7 @@ def plan(collective: js.Collective, warm_up: int, repetitions: int) -> tuple[int
 class Bench:
   """The workers, and what measures them."""
 
-  def __init__(
-    self,
-    workers: Workers,
-    engine: str,
-    n: int,
-    warm_up: int,
-    repetitions: int,
-    gradients: Callable[[int], jax.Array] | None = None,
-  ):
+  def __init__(self, workers: Workers, engine: str, n: int, warm_up: int, repetitions: int, gradients: Any = None):
     self._workers, self._name, self._n, self._warm_up, self._repetitions = workers, engine, n, warm_up, repetitions
     self._engine = engine_of(workers.where, "workers")
     self._watch = timing.Stopwatch(self._engine)

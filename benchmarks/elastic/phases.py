@@ -71,11 +71,6 @@ class Training:
     params = self._everywhere(self._model.params)
     return params, js.init(self.tx, params, self.place.where)
 
-  def like(self, workers: int) -> tuple[Any, Any]:
-    """What a checkpoint of so many workers is restored into."""
-    params = self._everywhere(self._model.params)
-    return params, js.abstract_state(self.tx, params, self.place.where, workers=workers)
-
   def train(
     self, params: Any, state: Any, gradients: np.ndarray, steps: range, then: Callable[..., None] = lambda *_: None
   ) -> tuple[Any, Any, np.ndarray]:
@@ -165,7 +160,8 @@ def _restored(own: Training, saver: ocp.CheckpointManager, begin: int, folder: p
   if not begin:
     params, state = own.first()
     return params, state, np.zeros(sum(leaf.size for leaf in jax.tree.leaves(params)))
-  like = own.like(saver.metadata(begin).custom_metadata["workers"])
+  params, workers = own.first()[0], saver.metadata(begin).custom_metadata["workers"]
+  like = params, js.abstract_state(own.tx, params, own.place.where, workers=workers)
   params, state = saver.restore(begin, args=ocp.args.StandardRestore(like))
   return params, js.resize(state, params, own.place.where), np.load(folder / f"gradients{begin}.npy")
 

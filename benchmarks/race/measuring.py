@@ -78,14 +78,7 @@ class Length(NamedTuple):
     return steps % self.every == 0 or steps in (self.steps, self.most)
 
 
-def curve(
-  race: Race,
-  runner: Runner,
-  seed: int,
-  length: Length,
-  keep: Callable[[Curve], None],
-  show: Callable[[int, float], None],
-) -> None:
+def curve(race: Race, runner: Runner, seed: int, length: Length, keep: Callable, show: Callable) -> None:
   """Trains one method; `keep` gets the curve so far at each evaluation, `show` each step and its loss."""
   trainer, words, drift = race.start(runner, seed), 0.0, 0.0
   so_far = Curve(runner.method.label, runner.optimizer, seed, [], [], [], 0.0)

@@ -1,12 +1,10 @@
 """The rows of a race in a JSON file, which is replaced whole whenever a row is added: an interruption loses none."""
 
-import contextlib
 import fcntl
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple, get_origin
 
 import jax
@@ -109,7 +107,10 @@ class Results:
     """
     kind = next(name for name, make in KINDS.items() if isinstance(row, make))
     key = {name: getattr(row, name) for name in _KEYS if name in row._fields}
-    with _alone(self.path.parent):
+    self.path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(self.path.parent, os.O_RDONLY)
+    try:
+      fcntl.flock(folder, fcntl.LOCK_EX)  # no other process is here now
       self.refresh()
       same = self.find(kind, **key)
       length = lambda one: one.steps[-1] if isinstance(one, Curve | Whole) else getattr(one, "steps", 0)
@@ -118,6 +119,8 @@ class Results:
       kept = type(row)(**report.rounded(row._asdict()))
       self.rows[kind] = [*(one for one in self.rows[kind] if one not in same), kept]
       report.keep(self.path, {"setting": self.setting}, self.rows)
+    finally:
+      os.close(folder)
 
 
 def _read(make: Any, row: dict[str, Any]) -> Any:
@@ -129,15 +132,3 @@ def _read(make: Any, row: dict[str, Any]) -> Any:
   if lists and not (are_numbers and found.steps and {len(found.steps)} == set(map(len, lists))):
     raise ValueError(f"{row} is no training")
   return found
-
-
-@contextlib.contextmanager
-def _alone(folder: pathlib.Path) -> Iterator[None]:
-  """No other process is in this block of the same folder."""
-  folder.mkdir(parents=True, exist_ok=True)
-  handle = os.open(folder, os.O_RDONLY)
-  try:
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    yield
-  finally:
-    os.close(handle)

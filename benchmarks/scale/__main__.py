@@ -151,8 +151,8 @@ def _make(
     return []
   with rich.progress.Progress(console=console, transient=True) as progress:
     bar = progress.add_task("compiling", total=_REPEATS.value * len(labels) * len(sizes))
-    chosen = [specs.parse(labels, workers, density=_DENSITY.value) for workers in sizes]
-    return compiling.make_all(program_of, chosen, sizes, n, _REPEATS.value, lambda: progress.advance(bar))
+    chosen = {workers: specs.parse(labels, workers, density=_DENSITY.value) for workers in sizes}
+    return compiling.make_all(program_of, chosen, n, _REPEATS.value, lambda: progress.advance(bar))
 
 
 def _first_step(console: rich.console.Console) -> None:

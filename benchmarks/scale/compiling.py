@@ -5,7 +5,7 @@ import re
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -113,23 +113,15 @@ def make(program_of: ProgramOf, spec: specs.Spec, n: int, mesh: Mesh) -> Program
 
 
 def make_all(
-  program_of: ProgramOf,
-  chosen: Sequence[Sequence[specs.Spec]],
-  sizes: Sequence[int],
-  n: int,
-  repeats: int,
-  on_program: Callable[[], None],
+  program_of: ProgramOf, chosen: Mapping[int, Sequence[specs.Spec]], n: int, repeats: int, on_program: Callable
 ) -> list[Program]:
-  """The programs of every algorithm and P; all once, then all again, so a busy moment spoils one run of each.
-
-  `chosen` has the algorithms for each number of workers of `sizes`.
-  """
-  devices = np.array(cpu_devices(max(sizes)))
-  meshes = [Mesh(devices[:workers], (_AXIS,)) for workers in sizes]
-  make(program_of, chosen[0][0], n, meshes[0])  # the first of a process also loads the compiler
+  """The programs of every algorithm for every P; all once, then all again, so a busy moment spoils one run of each."""
+  devices = np.array(cpu_devices(max(chosen)))
+  meshes = [Mesh(devices[:workers], (_AXIS,)) for workers in chosen]
+  make(program_of, next(iter(chosen.values()))[0], n, meshes[0])  # the first of a process also loads the compiler
   runs: dict[tuple[str, int], list[Program]] = {}
   for _ in range(repeats):
-    for of_one in zip(*chosen, strict=True):
+    for of_one in zip(*chosen.values(), strict=True):
       for mesh, spec in zip(meshes, of_one, strict=True):
         runs.setdefault((spec.label, mesh.size), []).append(make(program_of, spec, n, mesh))
         on_program()
