@@ -13,7 +13,6 @@ headers included, mean of the timed steps. Needs root.
 Examples:
   python -m benchmarks.hierarchy
   python -m benchmarks.hierarchy --rate=100mbit --hosts=2 --devices=4 --way=dense,between
-  python -m benchmarks.hierarchy --rate=none --json | jq '.[] | [.rate, .way, .seconds]'
 """
 
 import json

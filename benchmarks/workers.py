@@ -1,7 +1,4 @@
-"""Where the workers of a benchmark run: devices of this process, processes, ranks of MPI, or simulated on one device.
-
-A benchmark calls `launched` first, and `here` where that says that this process is to do the work.
-"""
+"""Where the workers of a benchmark run: devices of this process, processes, ranks of MPI, or simulated on one device."""
 
 import os
 import pathlib

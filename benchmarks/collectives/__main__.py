@@ -21,7 +21,6 @@ Examples:
   python -m benchmarks.collectives --rate=1gbit
   python -m benchmarks.collectives --rate=1gbit --workers=2 --pin
   python -m benchmarks.collectives --rate=10mbit,100mbit,1gbit,none --algorithms=spardl,dense --predict
-  python -m benchmarks.collectives --engine=mpi --gradients=normal --n=1000000 --density=0.001,0.01,0.1
   python -m benchmarks.collectives --engine=devices --workers=2,4,8 --n=100000 --json | jq '.[].busbw'
   mpirun -n 64 python -m benchmarks.collectives --engine=mpi --workers=64
 """

@@ -10,7 +10,6 @@ that residual and without.
 Examples:
   python -m benchmarks.elastic
   python -m benchmarks.elastic --rate=100mbit --seed=0 --workers=4 --joining=1 --batch_size=60
-  python -m benchmarks.elastic --nolab --seed=0 --seed=1 --seed=2 --seed=3
 """
 
 import contextlib

@@ -68,7 +68,7 @@ class Training:
 
   def first(self) -> tuple[Any, Any]:
     """(params, state) before the first step."""
-    params = self._everywhere(self._model.params)
+    params = self.untrained()
     return params, js.init(self.tx, params, self.place.where)
 
   def train(
@@ -97,11 +97,12 @@ class Training:
     lost = np.abs(left - _flat(owed)).sum() / size
     return self._model.accuracy(params), float(1 - np.abs(left).sum() / size), float(lost)
 
-  def _everywhere(self, tree: Any) -> Any:
-    """Copies that a step may take."""
+  def untrained(self) -> Any:
+    """Copies of the untrained parameters, which a step may take."""
     if not isinstance(self.place.where, Mesh):
-      return jax.tree.map(jnp.copy, tree)
-    return jax.device_put(jax.tree.map(np.asarray, tree), NamedSharding(self.place.where, PartitionSpec()))
+      return jax.tree.map(jnp.copy, self._model.params)
+    sharding = NamedSharding(self.place.where, PartitionSpec())
+    return jax.device_put(jax.tree.map(np.asarray, self._model.params), sharding)
 
 
 def delivered(state: Any) -> np.ndarray:
@@ -160,7 +161,7 @@ def _restored(own: Training, saver: ocp.CheckpointManager, begin: int, folder: p
   if not begin:
     params, state = own.first()
     return params, state, np.zeros(sum(leaf.size for leaf in jax.tree.leaves(params)))
-  params, workers = own.first()[0], saver.metadata(begin).custom_metadata["workers"]
+  params, workers = own.untrained(), saver.metadata(begin).custom_metadata["workers"]
   like = params, js.abstract_state(own.tx, params, own.place.where, workers=workers)
   params, state = saver.restore(begin, args=ocp.args.StandardRestore(like))
   return params, js.resize(state, params, own.place.where), np.load(folder / f"gradients{begin}.npy")

@@ -6,7 +6,6 @@ removed with all that still runs in it. Needs root and iproute2.
 
 Examples:
   python -m benchmarks.netlab --hosts=6 --rate=1gbit -- python -m jaxsparse.launch --ranks=6 -- python train.py
-  python -m benchmarks.netlab --hosts=2 --rate=100mbit -- sh -c 'echo "$JAXSPARSE_HOSTS" | jq .'
   python -m benchmarks.netlab --rate=none -- bash
 """
 

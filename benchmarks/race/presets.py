@@ -27,10 +27,7 @@ class Preset(NamedTuple):
   cells: dict[str, Ratio]  # of `paper_tables.toml`, which a race with these flags measures
 
   def measured(self, results: Results, target: Target) -> dict[str, float]:
-    """Our numbers of the cells at the first rate, by name, where both methods have one from every seed.
-
-    None where the results are of another task or number of workers; other optimizers do not count.
-    """
+    """Our numbers of the cells at the first rate, by name, where both methods have one from every seed."""
     if any(results.setting.get(name) != self.flags[name] for name in ("task", "hosts")):
       return {}
     rate = self.flags.get("rate", [""])[0]

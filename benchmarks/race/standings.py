@@ -77,10 +77,7 @@ def crossing(curve: Curve | Whole, target: float) -> float | None:
 
 
 def loss_after(curve: Curve, steps: float) -> float | None:
-  """The loss after so many steps, interpolated; None outside of the evaluations.
-
-  Infinite behind the last finite one of a training that has diverged, which ends there.
-  """
+  """The loss after so many steps, interpolated; None outside of the evaluations, infinite once a training diverges."""
   if not curve.steps or steps < curve.steps[0]:
     return None
   if steps > curve.steps[-1]:
@@ -90,10 +87,7 @@ def loss_after(curve: Curve, steps: float) -> float | None:
 
 
 def baselines(results: Results, steps: int) -> dict[int, Curve]:
-  """For each seed dense's curve, with the optimizer that has the lowest mean loss after `steps`.
-
-  Of those that were trained from most seeds; one that diverges from any of them is not the best.
-  """
+  """For each seed dense's curve, with the optimizer of lowest mean loss after `steps`, of those from most seeds."""
   of: dict[str, list[tuple[Curve, float]]] = {}
   for curve in results.find("curves", method=DENSE):
     loss = loss_after(curve, steps)
@@ -141,10 +135,7 @@ def _order(one: Standing) -> float:
 
 
 def _in_time(ranked: list[Standing], groups: Mapping[tuple[str, str], Mapping[int, Curve]]) -> list[Standing]:
-  """The same with the loss of each when the first one reaches the target.
-
-  Trainings end at the target, some seeds before the mean of all: then as far as all go whose method gets there.
-  """
+  """The same with the loss of each when the first one reaches the target, or the first of those that reach it ends."""
   curves_of = lambda one: list(groups[one.method, one.optimizer].values())
   reaching = [(one, curve) for one in ranked if math.isfinite(_order(one)) for curve in curves_of(one)]
   if not reaching:

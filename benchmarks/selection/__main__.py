@@ -13,7 +13,6 @@ Examples:
   python -m benchmarks.selection
   python -m benchmarks.selection --inputs=normal,gradients --n=1000000 --density=0.001
   python -m benchmarks.selection --inputs= --update=64
-  python -m benchmarks.selection --json | jq '.update.buffers'
 """
 
 import collections
