@@ -1,4 +1,4 @@
-"""Where the workers of a benchmark run: devices of this process, processes, ranks of MPI, or simulated on one device."""
+"""Where the workers of a benchmark run: devices of this process, processes, ranks of MPI, or simulated."""
 
 import os
 import pathlib

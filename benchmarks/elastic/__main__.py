@@ -41,7 +41,6 @@ _JOIN_AT = flags.DEFINE_integer("join_at", 400, "The step after which workers jo
 _SAVE_EVERY = flags.DEFINE_integer("save_every", 50, "Steps between two checkpoints.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 210, "Images in a step, for any number of workers, which divides it.")
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that SparDL delivers.")
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "Peak rate of SGD; cosine decay.")
 _SEED = entry.define_seeds([0, 1, 2])
 _RATE = flags.DEFINE_string("rate", "1gbit", "Speed of the links, as tc writes it; none for any speed.")
 _LAB = flags.DEFINE_bool("lab", True, "Measure in the lab; otherwise only what a lost residual changes.")
@@ -72,7 +71,7 @@ class Lost(NamedTuple):
 
 def settings(seed: int) -> Phase:
   """Of a run from this seed, as the flags say."""
-  return Phase(seed, _STEPS.value, _BATCH_SIZE.value, _DENSITY.value, _LEARNING_RATE.value, _SAVE_EVERY.value)
+  return Phase(seed, _STEPS.value, _BATCH_SIZE.value, _DENSITY.value, _SAVE_EVERY.value)
 
 
 def sizes() -> tuple[int, int, int]:

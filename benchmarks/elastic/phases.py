@@ -36,7 +36,6 @@ class Phase(NamedTuple):
   steps: int  # of the whole run
   batch: int  # examples of all workers together in a step, for any number of workers
   density: float  # of SparDL
-  rate: float  # peak learning rate of SGD, with cosine decay
   save_every: int  # steps between two checkpoints
   folder: str = ""  # of the run, for checkpoints, marks and the outcome
   until: int = 0  # the step that ends the phase
@@ -60,7 +59,7 @@ class Training:
     self.place, self.settings = place, settings
     self._task = small.make("cnn", data.load("digits"))
     self._model = model_of(self._task, settings.seed)
-    schedule = optax.cosine_decay_schedule(settings.rate, settings.steps)
+    schedule = optax.cosine_decay_schedule(0.1, settings.steps)
     sparse = js.spardl_transform(place.axis, density=settings.density)
     self.tx = optax.chain(sparse, _summed(), optax.sgd(schedule))
     self._step = js.make_train_step(self._model.plain_loss, self.tx, place.where)

@@ -45,7 +45,7 @@ def help_topics() -> Text:
 
 @functools.cache
 def library() -> Text:
-  """The help topics and the docstrings of the standard library; a tenth of the paragraphs, by their hash, is held out."""
+  """The help topics and the docstrings of the standard library, of which a tenth, by their hash, is held out."""
   paragraphs = [paragraph.encode() for paragraph in _paragraphs([_topics(), *_docstrings()])]
   digests = [hashlib.sha256(paragraph).digest() for paragraph in paragraphs]
   is_held_out = [int.from_bytes(digest[:4]) < HELD_OUT * 2**32 for digest in digests]
