@@ -101,7 +101,7 @@ def progress(console: rich.console.Console, name: str, steps: int) -> Iterator[C
     rich.progress.TextColumn("loss {task.fields[loss]:.3f}"),
     rich.progress.TimeRemainingColumn(),
   ]
-  with rich.progress.Progress(*columns, console=console, transient=True) as bars:
+  with rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
     bar = bars.add_task(name, total=steps, loss=float("nan"))
     yield lambda step, loss: bars.update(bar, completed=step, loss=loss)
 
