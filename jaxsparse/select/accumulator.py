@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse.comm import ordering
 from jaxsparse.select import exact
 from jaxsparse.select.blocks import Blocks, LazySum, keys_of
 from jaxsparse.sparse import bitset
@@ -254,3 +255,17 @@ def pending_nonzero(x: LazySum, sent: jax.Array, total: Sparse, returned: Sequen
     return pending_zeros(x, jnp.where(bitset.contains(members, sent), sent, n))
   ascending = jnp.minimum(bitset.nonzero(members, total.indices.size), n)
   return pending_returned(x, ascending, sent, returned)
+
+
+def materialize(pending: Pending, finite: jax.Array, decay: float) -> jax.Array:
+  """β times the new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
+  # All reads precede the writes in place, so that XLA can alias the buffers.
+  finite = ordering.after(pending.entries.values, finite.astype(jnp.int32)) > 0
+  # Not the sum that selection reads: XLA would compute that once, and store n entries for both.
+  grads = jnp.where(finite, pending.grads, pending.residual)
+  total, values = grads + pending.residual, pending.entries.values
+  if decay != 1:  # in the same pass
+    total, values = decay * total, decay * values
+  residual = jnp.where(finite, total, pending.residual)
+  indices = jnp.where(finite, pending.entries.indices, residual.size)
+  return sparse.put(residual, indices, values)
