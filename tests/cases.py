@@ -1,10 +1,12 @@
 """The table that the laws are tested over: every collective that exists, with every choice of its options."""
 
 import functools
+import re
 from collections.abc import Callable, Container, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -50,15 +52,16 @@ BESIDE: dict[tuple[str, Any], dict[str, Any]] = {
   ("spardl", "bruck"): {"teams": 2},
   ("spardl", "recursive"): {"teams": 4},
 }
-_MAIN = [
-  (("teams", 2),),
-  (("teams", 3),),
-  (("selector", "chunked"),),
-  (("selector", "reuse"),),
-  (("wire", "bf16"),),
-  (("wire", "int8"),),
-]
+LONG = re.compile(
+  "chunktopk-(chunk|wire)|dcttopk-|gaussiank-wire|gtopk-(wire|selector=(chunked|reuse$))|oktopk-(?!wire=int8)"
+  "|powersgd-rank=1$|qsgd-levels|spardl-(teams=[58]|selector=.*wire|wire=.*teams)|topka-(wire|selector=(chunked$|reuse))|topkdsa-"
+)
+"""Cases with options that `make test` leaves out.
 
+The choices of selector and wire, which the collectives share, are all tested with SparDL, and together, or as the one
+that loses most, with each other collective. Those of Ok-Topk's thresholds are compared with the paper in numpy, those
+of DctTopk are tested with ChunkTopk.
+"""
 
 UNLIKE = ("a2sgd", "dense", "oktopk", "qsgd", "spardl", "spardl-teams=2")
 """What `make test` tests the transform, the engines and training with: collectives that differ in what they carry from
@@ -98,25 +101,6 @@ class Case(NamedTuple):
     """What the sum of a few small numbers may lose, as a share of them."""
     return 2**-8 if "bfloat16" in str(self) else 2**-22 if self.exact else 2**-18
 
-  @property
-  def main(self) -> bool:
-    """Whether `make test` runs what takes seconds for each case: on the defaults, and on SparDL's main options."""
-    return not self.options or (self.name == "spardl" and self.options in _MAIN)
-
-  @property
-  def one_choice(self) -> bool:
-    """Whether it is the default but for one choice, and what that one needs beside it.
-
-    The choices of selector and wire, which the collectives share, are all tested with SparDL, and together, or as the
-    one that loses most, with each other collective. Those of Ok-Topk's thresholds are compared with the paper in numpy,
-    those of DctTopk are tested with ChunkTopk.
-    """
-    if self.name in ("dcttopk", "oktopk") and self.options:
-      return self in _QUICK_WIRES
-    if self.name != "spardl" and self.options and {option for option, _ in self.options} <= {"selector", "wire"}:
-      return self in _QUICK_WIRES
-    return self.main or dict(self.options) not in VARIANTS.get(self.name, [])
-
   def config(self, **entries: Any) -> dict[str, Any]:
     """The configuration; `entries` (density or k) are for sparse collectives only."""
     return dict(self.options) | (entries if self.is_sparse else {})
@@ -131,14 +115,6 @@ class Case(NamedTuple):
       sizes = [size for size in sizes if size in ((6,) if teams == 1 else (5, 6, 8, 16))]
     fitting = [size for size in sizes if size % teams == 0]
     return fitting[:1] if len(self.options) > 1 else fitting
-
-
-# The others are in collectives/topk_test.py.
-_QUICK_WIRES = [
-  Case("gtopk", (("selector", "reuse"), ("wire", "int8"))),
-  Case("oktopk", (("wire", "int8"),)),
-  Case("topka", (("selector", "chunked"), ("wire", "int8"))),
-]
 
 
 def all_cases() -> list[Case]:
@@ -159,22 +135,13 @@ CONSERVING = [case for case in CASES if case.make(density=0.5).conserves]
 REPLICATING = [case for case in CASES if case.make(density=0.5).replicates]
 
 
-def chained(case: Case, after: optax.GradientTransformation, **entries: Any) -> optax.GradientTransformation:
-  """The transform of a case and an optimizer; workers whose totals differ take local steps, and are averaged."""
-  tx = optax.chain(js.make_transform(case.name, "workers", **case.config(**entries)), after)
-  return tx if case in REPLICATING else js.local_steps(tx, averaged(), every=100)
-
-
 def averaged(axis: Any = "workers") -> optax.GradientTransformation:
   """The outer chain of local SGD, which averages parameters."""
   return optax.chain(js.dense_transform(axis), optax.sgd(1.0))
 
 
 def each(
-  cases: list[Case],
-  sizes: Iterable[int] = WORKERS,
-  quick: Iterable[int] = QUICK,
-  options: Literal["one choice", "main", "none"] = "one choice",
+  cases: list[Case], sizes: Iterable[int] = WORKERS, quick: Iterable[int] = QUICK, options: bool = True
 ) -> pytest.MarkDecorator:
   """Parametrizes with (case, workers).
 
@@ -182,14 +149,13 @@ def each(
     cases: what to test.
     sizes: the numbers of workers.
     quick: those that are not long, for a case without options.
-    options: of which cases with options the first size is not long either.
+    options: whether the first size is not long either for cases with options, but for those of `LONG`.
   """
 
   def is_quick(case: Case, workers: int) -> bool:
     if not case.options:
       return workers in quick
-    chosen = case.one_choice if options == "one choice" else case.main and options == "main"
-    return chosen and workers == case.workers(sizes)[0]
+    return options and not LONG.match(str(case)) and workers == case.workers(sizes)[0]
 
   pairs = [(case, workers) for case in cases for workers in case.workers(sizes)]
   rows = [row(*pair, quick=is_quick(*pair), id="{}-{}".format(*pair)) for pair in pairs]
@@ -216,6 +182,32 @@ def mesh_of(workers: int) -> Mesh:
   return Mesh(np.array(jax.devices()[:workers]), ("workers",))
 
 
+def sim(workers: int) -> js.SimComm:
+  return js.SimComm("workers", members=workers)
+
+
+def linear(params: Any, batch: jax.Array) -> jax.Array:
+  """A loss whose gradient is the batch of the worker, [1, n]."""
+  return jnp.vdot(_concatenated(params), batch[0])
+
+
+def quadratic(params: Any, batch: jax.Array) -> jax.Array:
+  """A loss whose gradient is the parameters minus the mean of the worker's batch, [rows, n]."""
+  return jnp.sum((batch - _concatenated(params)[None]) ** 2) / (2 * len(batch))
+
+
+def _concatenated(params: Any) -> jax.Array:
+  return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(params)])
+
+
+def start(
+  tx: optax.GradientTransformation, where: Any, params: Any, loss: Callable = linear, **options: Any
+) -> tuple[Callable, Any, Any]:
+  """(step, a copy of the parameters, state); the step keeps its arguments, or as `donate` says."""
+  params = jax.tree.map(jnp.copy, params)
+  return js.make_train_step(loss, tx, where, **{"donate": False} | options), params, js.init(tx, params, where)
+
+
 def update_program(tx: optax.GradientTransformation, state: Any, workers: int) -> Callable:
   """The update of all workers: their gradients and the state to their updates, as rows, and the next state."""
   spec = js.specs(state, "workers")
@@ -239,3 +231,18 @@ def normals(seed: int, *shape: int) -> np.ndarray:
 def bits(x: Any) -> np.ndarray:
   x = np.asarray(x)
   return x.view(f"u{x.itemsize}")
+
+
+def assert_same_bits(found: Any, expected: Any) -> None:
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), found, expected)
+
+
+def flat(tree: Any) -> np.ndarray:
+  """f64[n], the leaves one after the other."""
+  return rows(tree, 1)[0]
+
+
+def rows(tree: Any, workers: int) -> np.ndarray:
+  """f64[P, n] of a pytree whose leaves begin with an axis of workers."""
+  leaves = [np.asarray(leaf).astype(np.float64).reshape(workers, -1) for leaf in jax.tree.leaves(tree)]
+  return np.concatenate([np.zeros((workers, 0)), *leaves], axis=1)

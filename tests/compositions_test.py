@@ -3,7 +3,8 @@
 A cell of the table is a collective, what is built around it, and the dtype of the parameters. A cell is refused by name
 when it is made or first used (`refusal`), or these hold:
 
-- Law C in every step, where updates tell what was delivered (`LINEAR`), but for the cells that `loses` lists
+- Law C in every step, where updates tell what was delivered (`LINEAR`), but for the cells that `loses` lists; of the
+  residual that a `decay` leaves, before it
 - Law R
 - a step in which one worker has NaN leaves every bit of parameters and state as it was, counters of skipped steps and
   words apart, in each phase of the exchanges, and 20 times in succession
@@ -21,11 +22,11 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.transform.state import LocalState, ReduceState, reduce_rows, reduce_states
-from tests.cases import CASES, bits, integers, mesh_of, row
+from tests.cases import CASES, assert_same_bits, integers, mesh_of, row, start
 
 WORKERS, STEPS, FAULTS, MOMENTUM = 3, 9, 20, 0.5
 SHAPES = {"bias": (5,), "scale": (3,), "w": (6, 8)}
-N = 56
+N, DECAY = 56, 0.5
 EPS = 1e-3  # of Adam; 1e-8 is 0 in float16
 SPECIAL = {"bias": "dense", "scale": "topka:density=0.5"}
 
@@ -56,6 +57,7 @@ COMPOSITIONS: dict[str, Callable[[Transform], Transform]] = {
   "plain": lambda transform: optax.chain(transform, optax.sgd(1.0)),
   "accumulate": lambda transform: optax.chain(transform, optax.sgd(1.0)),
   "special": lambda transform: optax.chain(transform, optax.sgd(1.0)),
+  "decayed": lambda transform: optax.chain(transform, optax.sgd(1.0)),
   "adamw": lambda transform: optax.chain(transform, optax.adamw(0.1, eps=EPS)),
   "corrected": lambda transform: optax.chain(js.momentum_corrected(transform, MOMENTUM), optax.sgd(1.0)),
   "warmed up": lambda transform: optax.chain(js.warmed_up(transform, {2: 1.0, 4: 0.5}), optax.sgd(1.0)),
@@ -81,7 +83,17 @@ COMPOSITIONS: dict[str, Callable[[Transform], Transform]] = {
   "fragments": lambda transform: local(transform, every=4, fragments=2),
   "streaming": lambda transform: local(transform, optax.adam(0.1, eps=EPS), every=4, fragments=2, delay=1, mixing=0.5),
 }
-LINEAR = {"plain", "accumulate", "special", "warmed up", "local 1", "local 4", "local 4 applied", "fragments"}
+LINEAR = {
+  "plain",
+  "accumulate",
+  "special",
+  "decayed",
+  "warmed up",
+  "local 1",
+  "local 4",
+  "local 4 applied",
+  "fragments",
+}
 """Where all rates are 1 and nothing follows the transform, so that updates are what is delivered."""
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -91,6 +103,8 @@ SPARSE = [case.name for case in CASES if not case.options and case.is_sparse]
 
 def refusal(name: str, composition: str) -> str | None:
   """What the error of a cell says that is refused; None for all others."""
+  if composition == "decayed" and "decay" not in js.collective_options(name):
+    return f"{name}: unknown option decay"
   if name == "a2sgd" and composition != "local inner":
     return "a2sgd|A2SGD"
   if composition == "local inner" and name in {*SPARSE, "onebit", "powersgd"}:
@@ -114,24 +128,17 @@ class Cell:
   def __init__(self, name: str, composition: str, dtype: str):
     options = {"special": SPECIAL} if composition == "special" else {}
     options |= {"density": 0.2} if name in SPARSE else {}
-    self.params = {leaf: jnp.zeros(shape, DTYPES[dtype]) for leaf, shape in SHAPES.items()}
-    mesh, copies = mesh_of(WORKERS), 2 if composition == "accumulate" else 1
+    options |= {"decay": DECAY} if composition == "decayed" else {}
+    params = {leaf: jnp.zeros(shape, DTYPES[dtype]) for leaf, shape in SHAPES.items()}
+    self.copies, self.dtype = 2 if composition == "accumulate" else 1, DTYPES[dtype]
     tx = COMPOSITIONS[composition](js.make_transform(name, "workers", **options))
-    self.step = js.make_train_step(loss, tx, mesh, donate=False, accumulate=copies)
-    self.copies, self.dtype = copies, DTYPES[dtype]
-    self.state = js.init(tx, self.params, mesh)
+    self.step, self.params, self.state = start(tx, mesh_of(WORKERS), params, accumulate=self.copies)
 
   def __call__(self, grads: np.ndarray) -> tuple[Any, Any, bool]:
     """(updates, next state, skipped) of one step with these gradients, f32[P, N]."""
     with jax.numpy_dtype_promotion("standard"):  # adam needs it
       updates, state, metrics = self.step(self.params, self.state, np.repeat(grads, self.copies, axis=0))
     return updates, state, bool(metrics.skipped)
-
-
-def loss(params, batch):
-  """Its gradient is the batch of the worker, [1, N]."""
-  flat = jnp.concatenate([leaf.reshape(-1).astype(jnp.float32) for leaf in jax.tree.leaves(params)])
-  return jnp.vdot(flat, batch[0])
 
 
 def by_leaf(tree: Any) -> np.ndarray:
@@ -170,10 +177,6 @@ def without_counters(state: Any) -> Any:
   return jax.tree.map(lambda node: node.carried if is_node(node) else node, state, is_leaf=is_node)
 
 
-def assert_same_bits(found: Any, expected: Any) -> None:
-  jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), found, expected)
-
-
 def assert_skipped(cell: Cell, number: int) -> None:
   """A step in which one worker has NaN, which becomes the state of the cell."""
   bad = integers(99, WORKERS, N)
@@ -188,15 +191,18 @@ def assert_skipped(cell: Cell, number: int) -> None:
   cell.state = state
 
 
-QUICK = (
-  {("spardl", composition, "float32") for composition in COMPOSITIONS}
-  | {
-    (name, "plain", dtype) for name, dtype in (("onebit", "bfloat16"), ("spardl", "float16"), ("chunktopk", "bfloat16"))
-  }
-  | {("onebit", "local 4 applied", "bfloat16"), ("dense", "diloco", "float16"), ("topka", "special", "bfloat16")}
-  | {("topka", "local 1", "float16")}
-  | {("a2sgd", "local inner", "float32"), ("a2sgd", "plain", "float32"), ("dcttopk", "corrected", "float32")}
-)
+QUICK = {("spardl", composition, "float32") for composition in COMPOSITIONS} | {
+  ("a2sgd", "local inner", "float32"),
+  ("a2sgd", "plain", "float32"),
+  ("chunktopk", "plain", "bfloat16"),
+  ("dcttopk", "corrected", "float32"),
+  ("dense", "diloco", "float16"),
+  ("onebit", "local 4 applied", "bfloat16"),
+  ("onebit", "plain", "bfloat16"),
+  ("spardl", "plain", "float16"),
+  ("topka", "local 1", "float16"),
+  ("topka", "special", "bfloat16"),
+}
 CELLS = [(name, composition, dtype) for name in NAMES for composition in COMPOSITIONS for dtype in DTYPES]
 
 
@@ -205,24 +211,24 @@ CELLS = [(name, composition, dtype) for name in NAMES for composition in COMPOSI
 )
 def test_a_cell(name, composition, dtype):
   if message := refusal(name, composition):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
       Cell(name, composition, dtype)(integers(0, WORKERS, N))
     return
   cell, undisturbed = Cell(name, composition, dtype), []
   tolerance = 1e-5 if dtype == "float32" else 1e-4
   conserves = composition in LINEAR | {"corrected", "corrected warm up"} and not loses(name, composition, dtype)
-  start = cell.state
+  first, kept = cell.state, DECAY if composition == "decayed" else 1
   for number in range(STEPS):
     grads = integers(number, WORKERS, N) * np.float32(1 + 2.0**-6)  # has more bits than bfloat16
     before = owed(cell.state) + entered(cell, composition, grads)
     updates, state, skipped = cell(grads)
     assert not skipped
     if conserves:
-      np.testing.assert_allclose(owed(state) - WORKERS * by_leaf(updates), before, atol=tolerance * 50)
+      np.testing.assert_allclose(owed(state) / kept - WORKERS * by_leaf(updates), before, atol=tolerance * 50)
     cell.state = state
     undisturbed.append((updates, without_counters(state)))
   cell.step.check(cell.params, cell.state)
-  cell.state = start
+  cell.state = first
   for number, expected in enumerate(undisturbed):
     assert_skipped(cell, number)
     updates, cell.state, skipped = cell(integers(number, WORKERS, N) * np.float32(1 + 2.0**-6))
@@ -230,4 +236,4 @@ def test_a_cell(name, composition, dtype):
     assert_same_bits((updates, without_counters(cell.state)), expected)
   for number in range(FAULTS):
     assert_skipped(cell, number)
-  assert len(reduce_states(cell.state)) == len(reduce_states(start))
+  assert len(reduce_states(cell.state)) == len(reduce_states(first))

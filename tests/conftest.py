@@ -29,6 +29,14 @@ hypothesis.settings.register_profile("jaxsparse", deadline=None, max_examples=25
 hypothesis.settings.register_profile("all", deadline=None, max_examples=200, print_blob=True)
 hypothesis.settings.load_profile("jaxsparse")
 
+
+@pytest.fixture
+def standard_promotion():
+  """Of dtypes, which Adam and other optimizers of optax need."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
 _TESTS = itertools.count(1)
 _MAPS = pathlib.Path("/proc/self/maps")
 _MOST_MAPS = 40_000

@@ -1,16 +1,13 @@
 """The snippets of README.md and of the pages run, literally, each after those before it, on the mesh that they make.
 
-The cells of pages that are notebooks (`file_format: mystnb`) run whenever `make docs` builds the site.
+lost_rank_test.py runs docs/how_to/checkpoints.md. The cells of pages that are notebooks (`file_format: mystnb`) run
+whenever `make docs` builds the site.
 """
 
-import contextlib
-import os
 import pathlib
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -18,7 +15,6 @@ import jaxsparse as js
 from docs import api
 from jaxsparse import launch
 from jaxsparse.launch.start import free_port
-from tests.cases import row
 
 ROOT = pathlib.Path(__file__).parents[1]
 TRAIN = """
@@ -167,44 +163,6 @@ def test_local_steps(tmp_path):
 
 def test_the_table_of_the_reference_is_that_of_the_docstrings():
   assert (ROOT / "docs" / "reference" / "index.md").read_text() == api.page(), "run `python docs/api.py`"
-
-
-@pytest.mark.parametrize("runs", [row([True], quick=True, id="disturbed"), row([False, True], id="both")])
-def test_a_lost_rank(tmp_path, runs):
-  """Rank 1 is killed after the first checkpoint, two are left, and train as well as three that nobody disturbs."""
-  (program,) = snippets("docs/how_to/checkpoints.md")
-  assert program.count("\n") <= 40
-  accuracies = []
-  for disturbed in runs:
-    folder = tmp_path / str(disturbed)
-    folder.mkdir()
-    (folder / "train.py").write_text(program)
-    ranks = ["--ranks=3", "--restarts=1", "--min_ranks=2", "--limit=240"]
-    command = [sys.executable, "-m", "jaxsparse.launch", *ranks, "--", sys.executable, "train.py"]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as launcher:
-      if disturbed:
-        while not (folder / "checkpoints" / "50").exists() and launcher.poll() is None:
-          time.sleep(0.02)
-        os.kill(process_of(folder, rank=1), signal.SIGKILL)
-      printed, _ = launcher.communicate(timeout=280)
-    assert launcher.returncode == 0
-    assert printed.startswith("2 workers, attempt 1" if disturbed else "3 workers, attempt 0")
-    accuracies.append(float(printed.split()[-1]))
-  assert min(accuracies) > 0.88
-  assert max(accuracies) - min(accuracies) < 0.03
-
-
-def process_of(folder, rank):
-  """The process id of a rank that runs in a folder."""
-  for entry in pathlib.Path("/proc").iterdir():
-    if entry.name.isdigit():
-      with contextlib.suppress(OSError):
-        environment = (entry / "environ").read_bytes().split(b"\0")
-        program = (entry / "cmdline").read_bytes().split(b"\0")[1:2]
-        here = pathlib.Path(os.readlink(entry / "cwd")) == folder
-        if here and program == [b"train.py"] and f"JAXSPARSE_RANK={rank}".encode() in environment:
-          return int(entry.name)
-  raise ProcessLookupError(f"no rank {rank} runs in {folder}")
 
 
 def test_stragglers(tmp_path):

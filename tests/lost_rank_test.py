@@ -47,7 +47,7 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", [row(phase, id=phase) for phase in PHASES])
+@pytest.mark.parametrize("phase", [row(phase, quick=phase == "stepping", id=phase) for phase in PHASES])
 def test_a_rank_that_is_killed(tmp_path, phase):
   files = tmp_path / "files"
   files.mkdir()

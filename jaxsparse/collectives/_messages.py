@@ -145,15 +145,8 @@ class SelectingCollective(EncodingCollective):
     return max(super().slots(n, size), self.method.slots(n, self.entries(n)))
 
   def init(self, n: int, size: int) -> State:
-    self.check_selector(n, self.entries(n))
+    self.method.check(self.name, n, self.entries(n))
     return super().init(n, size)._replace(worker=self.method.init(1))
-
-  def check_selector(self, length: int, k: int) -> None:
-    """Raises ValueError if k entries of a block of `length` can't be selected."""
-    try:
-      self.method.check(length, k)
-    except ValueError as error:
-      raise ValueError(f"{self.name}: {error}") from None
 
   def choose(self, acc: LazySum, memory: Any) -> tuple[Sparse, jax.Array, Any]:
     """The k entries of f32[n] to send at once, [1, k], how many they are i32[], and the selector's next memory."""

@@ -105,9 +105,10 @@ class PowerSGD(Collective):
 
   def init(self, n: int, size: int) -> State:
     del size
-    if sum(self._sizes(n)) != n:
-      raise ValueError(f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {sum(self._sizes(n))}")
-    shapes = [matrix for matrix in self._matrices(n) if matrix]
+    layout = self._layout(n)
+    if (found := sum(entries for entries, _ in layout)) != n:
+      raise ValueError(f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {found}")
+    shapes = [matrix for _, matrix in layout if matrix]
     right = tuple(_drawn(jax.random.key(self.seed), [(b, self.rank) for _, b in shapes]))
     left = tuple(jnp.zeros((a, self.rank), jnp.float32) for a, _ in shapes) if self.alternate else ()
     return State(residual=jnp.zeros(n, jnp.float32), shared=Factors(left, right, jnp.int32(0)))
@@ -136,56 +137,47 @@ class PowerSGD(Collective):
       turn = turn._replace(others=half.others, factors=turn.factors._replace(left=()))
     costs = [saturated(cost.words, jnp.uint32) for cost in self._costs(n, comm.size)]
     words = jnp.where(to_left, *costs) if self.alternate else saturated_sum(*costs)
-    residual = acc - self._joined(turn.own, others)
+    residual = acc - self._join(turn.own, others)
     state = state._replace(residual=residual, shared=turn.factors._replace(step=factors.step + 1))
     counters = Counters(words, words, selected=n, delivered=n)
-    return Reduced(self._joined(turn.total, turn.others), state, counters)
+    return Reduced(self._join(turn.total, turn.others), state, counters)
 
   def _check(self, factors: Factors, n: int) -> None:
     """Raises ValueError for the state of other leaves, or of another rank."""
     found = [factor.shape for factor in factors.right]
-    wanted = [(matrix[1], self.rank) for matrix in self._matrices(n) if matrix]
+    wanted = [(matrix[1], self.rank) for _, matrix in self._layout(n) if matrix]
     if found != wanted:
       raise ValueError(
         f"{self.name}: the state has right factors of shapes {found}, rank {self.rank} of leaves of shapes "
         f"{self.leaves} needs {wanted}: make one with js.init or js.convert"
       )
 
-  def _matrices(self, n: int) -> list[tuple[int, int] | None]:
-    """The matrix (a, b) of each leaf, None for one that is sent as it is."""
+  def _layout(self, n: int) -> list[tuple[int, tuple[int, int] | None]]:
+    """The entries of each leaf, and its matrix (a, b), None for a leaf that is sent as it is."""
     shapes = [matrix_of(shape) for shape in self.leaves or ((n,),)]
-    return [(a, b) if self.rank * (a + b) < a * b else None for a, b in shapes]
-
-  def _sizes(self, n: int) -> list[int]:
-    return [math.prod(shape) for shape in self.leaves or ((n,),)]
+    return [(a * b, (a, b) if self.rank * (a + b) < a * b else None) for a, b in shapes]
 
   def _costs(self, n: int, size: int) -> list[Cost]:
     """Of the all-reduce for the left factors, and of that for the right ones."""
-    found = list(zip(self._matrices(n), self._sizes(n), strict=True))
-    others = sum(entries for matrix, entries in found if not matrix)
-    left, right = (sum(self.rank * matrix[axis] for matrix, _ in found if matrix) for axis in (0, 1))
+    layout = self._layout(n)
+    others = sum(entries for entries, matrix in layout if not matrix)
+    left, right = (sum(self.rank * matrix[axis] for _, matrix in layout if matrix) for axis in (0, 1))
     counts = left + others, right + others * self.alternate
     return [all_reduce_cost(count, size) if count else Cost(0, 0) for count in counts]
 
   def _split(self, flat: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     """The matrices of f32[n], and all other entries."""
-    leaves = flatten.parts(flat, self._sizes(flat.size))
-    shapes = self._matrices(flat.size)
-    matrices = [leaf.reshape(matrix) for leaf, matrix in zip(leaves, shapes, strict=True) if matrix]
-    others = [leaf for leaf, matrix in zip(leaves, shapes, strict=True) if not matrix]
-    return matrices, jnp.concatenate([flat[:0], *others])
+    sizes, shapes = zip(*self._layout(flat.size), strict=True)
+    leaves = list(zip(flatten.parts(flat, sizes), shapes, strict=True))
+    others = [leaf for leaf, matrix in leaves if not matrix]
+    return [leaf.reshape(matrix) for leaf, matrix in leaves if matrix], jnp.concatenate([flat[:0], *others])
 
-  def _joined(self, matrices: Sequence[jax.Array], others: jax.Array) -> jax.Array:
+  def _join(self, matrices: Sequence[jax.Array], others: jax.Array) -> jax.Array:
     """Undoes `_split`."""
-    n = others.size + sum(matrix.size for matrix in matrices)
-    found, leaves, start = iter(matrices), [], 0
-    for matrix, size in zip(self._matrices(n), self._sizes(n), strict=True):
-      if matrix:
-        leaves.append(next(found).reshape(-1))
-      else:
-        leaves.append(others[start : start + size])
-        start += size
-    return jnp.concatenate(leaves)
+    layout = self._layout(others.size + sum(matrix.size for matrix in matrices))
+    rest = flatten.parts(others, [entries for entries, matrix in layout if not matrix])
+    found, single = iter(matrices), iter(rest)
+    return jnp.concatenate([next(found).reshape(-1) if matrix else next(single) for _, matrix in layout])
 
 
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:

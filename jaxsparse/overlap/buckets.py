@@ -57,10 +57,10 @@ def bucketed_transform(
     plan: from `js.overlap.plan`, with a layer for each leaf of the parameters.
     order: the number in pytree order of the leaf that each layer is: `.order` of `js.overlap.measure`. By default
       layer l is leaf l.
-    special: collectives of leaves by their names, as of `js.spardl_transform`. The k entries of a collective with `k`
+    special: collectives of leaves by their names, as of `js.make_transform`. The k entries of a collective with `k`
       are those of all leaves of its expression together. A group with leaves of several collectives becomes several
       communications, one after the other.
-    shardings: of the parameters inside a worker, as of `js.spardl_transform`.
+    shardings: of the parameters inside a worker, as of `js.make_transform`.
     **config: the options of the collective.
 
   Returns:

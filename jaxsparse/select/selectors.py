@@ -32,9 +32,9 @@ class Selector(abc.ABC):
   one_per_chunk = False
   fills_slots = True
 
-  def check(self, length: int, k: int) -> None:
-    """Raises ValueError for blocks that it cannot choose from."""
-    del length, k
+  def check(self, name: str, length: int, k: int) -> None:
+    """Raises ValueError for blocks that it cannot choose from, with the name of the collective."""
+    del name, length, k
 
   def slots(self, length: int, k: int) -> int:
     """An upper bound on the i32 indices that choosing k entries of a block computes."""
@@ -79,10 +79,10 @@ class PerChunk(Selector):
 
   one_per_chunk = True
 
-  def check(self, length: int, k: int) -> None:
+  def check(self, name: str, length: int, k: int) -> None:
     if length > k * _LONGEST_CHUNK:
       raise ValueError(
-        f"selector='chunked' with {k} chunks in blocks of {length} entries, choose at least "
+        f"{name}: selector='chunked' with {k} chunks in blocks of {length} entries, choose at least "
         f"{-(-length // _LONGEST_CHUNK)} chunks by a larger k or density, or another selector"
       )
 

@@ -19,14 +19,22 @@ import jaxsparse as js
 from jaxsparse.transform.groups import Method, assign_collectives, groups_of
 from jaxsparse.transform.shards import Shards
 from jaxsparse.transform.state import Layout, is_reduce_state, reduce_states, split_groups
-from tests.cases import CONSERVING, REPLICATING, averaged, bits, each_case, integers, mesh_of, normals
+from tests.cases import (
+  REPLICATING,
+  assert_same_bits,
+  each_case,
+  flat,
+  integers,
+  linear,
+  mesh_of,
+  normals,
+  quadratic,
+  sim,
+  start,
+)
 
 SHAPES = {"bias": (3,), "kernel": (4, 5), "scale": (), "table": (2, 20)}
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-
-
-def sim(workers):
-  return js.SimComm("workers", members=workers)
 
 
 @functools.cache
@@ -63,15 +71,11 @@ def owing(state, draw, seed=0):
   return jax.tree.map(of, state, is_leaf=is_reduce_state)
 
 
-def same_bits(a, b):
-  jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
-
-
 def shapes(tree):
   return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
-@each_case(REPLICATING)
+@each_case(REPLICATING, ["oktopk", "spardl-teams=2"])
 @hypothesis.settings(max_examples=8)
 @hypothesis.given(data=strategies.data(), seed=strategies.integers(0, 99), whole=strategies.booleans())
 def test_the_mean_of_residuals_is_kept(case, data, seed, whole):
@@ -88,15 +92,10 @@ def test_the_mean_of_residuals_is_kept(case, data, seed, whole):
     bound = 0 if exact else 1.001 * 2.0**-24 * np.abs(rows).mean(axis=0)
     assert np.all(np.abs(rows.mean(axis=0) - was[name].mean(axis=0)) <= bound + 2.0**-50)
   if before == after:
-    same_bits(resized, state)
+    assert_same_bits(resized, state)
 
 
 # The mesh.
-
-
-def loss_fn(params, batch):
-  flat = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
-  return jnp.mean((batch - flat[None]) ** 2)
 
 
 def chain(*transforms):
@@ -104,29 +103,34 @@ def chain(*transforms):
 
 
 def trained(tx, where, steps=2):
-  step = js.make_train_step(loss_fn, tx, where)
-  params, state = PARAMS, js.init(tx, PARAMS, where)
+  step, params, state = start(tx, where, PARAMS, quadratic)
   for number in range(steps):
     params, state, _ = step(params, state, normals(number, 24, 64))
   return params, state
 
 
-def test_training_goes_on_with_other_workers():
-  """From arrays on the old mesh and from those of the host, onto another mesh, and by another chain."""
+@pytest.fixture(scope="module")
+def thresholds():
+  """A chain with thresholds from step to step, and parameters and state of six workers."""
   tx = chain(js.oktopk_transform("workers", density=0.2))
-  params, state = trained(tx, mesh_of(6))
+  return tx, *trained(tx, mesh_of(6))
+
+
+def test_training_goes_on_with_other_workers(thresholds):
+  """From arrays on the old mesh and from those of the host, onto another mesh, and by another chain."""
+  tx, params, state = thresholds
   owed, words = means(state, 6), float(js.metrics(state).total_words)
   on_host = jax.tree.map(np.asarray, state)
   states = [js.resize(some, params, mesh_of(4)) for some in (state, on_host)]
   states.append(js.convert(on_host, tx, params, mesh_of(4)))
   for other in states:
-    same_bits(other, states[0])
+    assert_same_bits(other, states[0])
     assert other[0].carried.residual.sharding.mesh == mesh_of(4)
-    same_bits(other[1], on_host[1])  # momentum
+    assert_same_bits(other[1], on_host[1])  # momentum
     assert js.metrics(other).total_words == words
     for name, mean in means(other, 4).items():
       np.testing.assert_allclose(mean, owed[name], atol=1e-7)
-  step = js.make_train_step(loss_fn, tx, mesh_of(4))
+  step = js.make_train_step(quadratic, tx, mesh_of(4))
   params, state, _ = step(jax.tree.map(np.asarray, params), states[0], normals(5, 24, 64))
   step.check(params, state)
   assert js.metrics(state).total_words > words
@@ -164,40 +168,16 @@ def test_a_residual_without_a_home_is_refused():
   assert not js.convert(flushed, dense, PARAMS, mesh_of(3))[0].counters.skipped.any()
 
 
-def test_parameters_of_each_worker_become_their_mean():
-  tx = js.local_steps(chain(js.a2sgd_transform("workers")), averaged(), every=None)
-  params, state = trained(tx, mesh_of(4), steps=3)
-  assert js.metrics(state).drift > 0
-  expected = jax.tree.map(lambda p, moved: np.asarray(p) - np.asarray(moved).mean(0), params, state.moved)
-  with pytest.warns(UserWarning, match="all 6 of them go on from the mean of those of the 4 workers"):
-    resized = js.resize(state, params, mesh_of(6))
-  fresh = js.init(tx, PARAMS, mesh_of(6))
-  assert jax.tree.structure(resized) == jax.tree.structure(fresh)
-  assert shapes(resized) == shapes(fresh)
-  assert js.metrics(resized).drift < 1e-6
-  assert float(js.metrics(resized).total_words) == float(js.metrics(state).total_words)
-  step = js.make_train_step(loss_fn, tx, mesh_of(6))
-  params = jax.tree.map(np.asarray, params)
-  same, _ = step.synchronize(params, resized)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), same, expected)
-  step(params, resized, normals(9, 24, 64))
-
-
 # Flush.
 
 
-@each_case([case for case in CONSERVING if case.is_sparse and case.exact])
-def test_what_is_flushed_and_what_was_delivered_are_the_dense_sum(case):
-  workers = case.workers([4, 6, 5, 8])[0]
-  tx = js.make_transform(case.name, sim(workers), **case.config(density=0.1))
-  params, state = PARAMS, js.init(tx, PARAMS, sim(workers))
-  step = js.make_train_step(lambda p, x: jnp.vdot(jax.flatten_util.ravel_pytree(p)[0], x[0]), tx, sim(workers))
-  grads = [normals(number, workers, 64) for number in range(2)]
-  for rows in grads:
-    params, state, _ = step(params, state, rows)
-  update, state = js.flush(state, params, sim(workers))
-  total = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(optax.apply_updates(params, update))])
-  np.testing.assert_allclose(total, sum(grads).mean(axis=0), atol=4 * case.rounding)
+def test_what_is_flushed_and_what_was_delivered_are_the_dense_sum():
+  step, params, state = start(js.spardl_transform(sim(4), density=0.1), sim(4), PARAMS, linear)
+  grads = [normals(number, 4, 64) for number in range(2)]
+  for batch in grads:
+    params, state, _ = step(params, state, batch)
+  update, state = js.flush(state, params, sim(4))
+  np.testing.assert_allclose(flat(params) + flat(update), sum(grads).mean(axis=0), atol=2.0**-20)
   assert js.metrics(state).residual_norm == 0
 
 
@@ -226,10 +206,9 @@ def test_flush_of_groups_on_a_mesh_keeps_dtypes_and_leaves_the_rest():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # orbax's own
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_checkpoint_of_other_workers(tmp_path):
+def test_a_checkpoint_of_other_workers(thresholds, tmp_path):
   """As the state itself; and what is wrong with a checkpoint is said, while the one before it stays."""
-  tx = chain(js.oktopk_transform("workers", density=0.2))
-  params, state = trained(tx, mesh_of(6))
+  tx, params, state = thresholds
   with orbax.checkpoint.CheckpointManager(tmp_path) as saver:
     for step in (1, 2):
       saver.save(step, args=orbax.checkpoint.args.StandardSave((params, state)))
@@ -246,7 +225,7 @@ def test_a_checkpoint_of_other_workers(tmp_path):
     with pytest.raises(ValueError, match="Unterminated string"):
       restore(2, like)
     params2, state2 = restore(1, like)
-  same_bits((params2, js.resize(state2, params2, mesh_of(4))), (params, js.resize(state, params, mesh_of(4))))
+  assert_same_bits((params2, js.resize(state2, params2, mesh_of(4))), (params, js.resize(state, params, mesh_of(4))))
 
 
 @pytest.mark.parametrize("what", ["groups", "options", "collective"])
@@ -265,7 +244,7 @@ def test_a_checkpoint_of_the_same_sizes_and_another_method_is_refused(what):
     with pytest.raises(ValueError, match=message):
       use(restored, params, mesh_of(3))
   with pytest.raises(ValueError, match=message):
-    js.make_train_step(loss_fn, other, mesh_of(3))(params, restored, normals(0, 6, 60))
+    js.make_train_step(quadratic, other, mesh_of(3))(params, restored, normals(0, 6, 60))
 
 
 def of_an_earlier_version(state):
@@ -282,8 +261,8 @@ def test_a_checkpoint_of_an_earlier_version_is_accepted_and_written_anew():
   params, state = trained(tx, mesh_of(3))
   before = of_an_earlier_version(state)
   assert int(before[0].layout.checksum) != int(state[0].layout.checksum)
-  js.make_train_step(loss_fn, tx, mesh_of(3), donate=False)(params, before, normals(0, 24, 64))
-  same_bits(js.resize(before, params, mesh_of(3)), state)
+  js.make_train_step(quadratic, tx, mesh_of(3), donate=False)(params, before, normals(0, 24, 64))
+  assert_same_bits(js.resize(before, params, mesh_of(3)), state)
 
 
 def test_checksums_do_not_depend_on_how_jax_prints(monkeypatch):
@@ -336,7 +315,7 @@ def test_what_is_wrong_is_said_before_anything_is_changed():
   alone = jax.tree.map(first, state, js.specs(state, "workers"))
   with pytest.raises(ValueError, match="state is that of one of 3 workers, .* give the arrays of all 3, concatenated"):
     js.resize(alone, PARAMS, sim(4))
-  step = js.make_train_step(loss_fn, tx, mesh_of(3))
+  step = js.make_train_step(quadratic, tx, mesh_of(3))
   step(params, state, normals(0, 24, 64))
   with pytest.raises(ValueError, match="was donated to an earlier step"):
     js.resize(state, PARAMS, mesh)
@@ -349,4 +328,4 @@ def test_bits_of_float32_survive():
   residual = jnp.asarray(np.float32([-0.0, 1e-42, 3.0, 1e38] * 32))
   state = state._replace(carried=state.carried._replace(residual=residual))
   converted = js.convert(state, other, PARAMS, mesh_of(2))
-  np.testing.assert_array_equal(bits(converted.carried.residual), bits(residual))
+  assert_same_bits(converted.carried.residual, residual)

@@ -1,11 +1,16 @@
 """The simulator's own promises."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxsparse as js
-from tests.cases import normals
+from jaxsparse.transform.factories import transform_function
+from tests.cases import assert_same_bits, normals
+
+ZEROS = np.zeros((2, 4), np.float32)
 
 
 def test_a_loop_of_steps_carries_the_state():
@@ -17,13 +22,9 @@ def test_a_loop_of_steps_carries_the_state():
   np.testing.assert_array_equal(by_state.residuals, by_residuals.residuals)
 
 
-def test_dense_leaves_nothing():
-  out = js.simulate("dense", jnp.ones((3, 4)))
-  np.testing.assert_array_equal(out.total, np.full(4, 3.0))
-  np.testing.assert_array_equal(out.residuals, np.zeros((3, 4)))
-
-
 def test_a_collective_of_your_own():
+  """It has the name of its module."""
+
   class Doubled(type(js.make_collective("dense"))):
     def reduce(self, comm, grads, state):
       return super().reduce(comm, 2 * grads, state)
@@ -32,31 +33,41 @@ def test_a_collective_of_your_own():
   assert js.costs.count(Doubled(), n=12, workers=3, dtype="bfloat16") == js.costs.count(
     "dense", n=12, workers=3, dtype="bfloat16"
   )
+  assert Doubled().name == __name__.rpartition(".")[2]
+  assert transform_function(Doubled).__name__ == f"{Doubled().name}_transform"
   with pytest.raises(TypeError, match="unknown option density, choose from dtype"):
     js.simulate(Doubled(), jnp.ones((3, 4)), density=0.1)
 
 
 @pytest.mark.parametrize(
-  ("call", "error", "message"),
+  ("name", "given", "options", "error", "message"),
   [
-    (lambda: js.simulate("spardl", jnp.zeros(3), k=1), ValueError, r"shape \(3,\), give \[workers, entries\]"),
-    (lambda: js.simulate("spardl", jnp.zeros((0, 3)), k=1), ValueError, r"shape \(0, 3\)"),
-    (lambda: js.simulate("spardl", jnp.zeros((2, 3), jnp.int32), k=1), TypeError, "dtype int32"),
-    (lambda: js.simulate("spardl", jnp.zeros((2, 3)), jnp.zeros((2, 4)), k=1), ValueError, r"shape \(2, 4\)"),
-    (lambda: js.simulate("dense", jnp.zeros((2, 3)), jnp.zeros((2, 3))), ValueError, "dense keeps no residual"),
-    (lambda: js.simulate("spardl", jnp.zeros((2, 3)), k=4), ValueError, "at most the number of gradient entries, 3"),
+    ("topka", [ZEROS[0]], {"k": 1}, ValueError, r"shape \(4,\), give \[workers, entries\]"),
+    ("topka", [ZEROS[:0]], {"k": 1}, ValueError, r"shape \(0, 4\)"),
+    ("topka", [ZEROS.astype(np.int32)], {"k": 1}, TypeError, "dtype int32"),
+    ("topka", [ZEROS, ZEROS[:, :3]], {"k": 1}, ValueError, r"shape \(2, 3\)"),
+    ("dense", [ZEROS, ZEROS], {}, ValueError, "dense keeps no residual"),
+    ("topka", [ZEROS], {"k": 5}, ValueError, "at most the number of gradient entries, 4"),
+    ("topka", [np.zeros((3, 4), np.float32)], {"k": 1, "state": ZEROS}, ValueError, "2 workers, the axis has 3"),
+    ("topka", [np.zeros((2, 5), np.float32)], {"k": 1, "state": ZEROS}, ValueError, "4 entries a worker, .* 5"),
+    ("topka", [ZEROS, ZEROS], {"k": 1, "state": ZEROS}, ValueError, "residuals or state, not both"),
   ],
 )
-def test_bad_input(call, error, message):
+def test_bad_input(name, given, options, error, message):
+  if "state" in options:  # after these gradients
+    options = options | {"state": js.simulate(name, options["state"], k=1).state}
   with pytest.raises(error, match=message):
-    call()
+    js.simulate(name, *given, **options)
 
 
-def test_state_of_other_sizes():
-  state = js.simulate("spardl", jnp.zeros((2, 4)), k=1).state
-  with pytest.raises(ValueError, match="made for 2 workers, the axis has 3"):
-    js.simulate("spardl", jnp.zeros((3, 4)), state=state, k=1)
-  with pytest.raises(ValueError, match="residual of 4 entries a worker, the gradients have 5"):
-    js.simulate("spardl", jnp.zeros((2, 5)), state=state, k=1)
-  with pytest.raises(ValueError, match="residuals or state, not both"):
-    js.simulate("spardl", jnp.zeros((2, 4)), jnp.zeros((2, 4)), state=state, k=1)
+def test_a_pytree():
+  grads = {"w": normals(0, 3, 4, 2), "b": normals(1, 3, 2)}
+  flat = np.concatenate([grads["b"], grads["w"].reshape(3, -1)], axis=1)
+  run = functools.partial(js.simulate, "topka", k=3)
+  one, other = run(grads), run(flat)
+  assert_same_bits(one.total, {"b": other.total[:2], "w": other.total[2:].reshape(4, 2)})
+  assert_same_bits(one.residuals["w"], other.residuals[:, 2:].reshape(3, 4, 2))
+  again, flat_again = run(grads, residuals=one.residuals), run(flat, residuals=other.residuals)
+  assert_same_bits(again.total["w"], flat_again.total[2:].reshape(4, 2))
+  with pytest.raises(ValueError, match=r"grads\['w'\] has shape \(2, 4, 2\), .* 3 workers"):
+    run(grads | {"w": normals(0, 2, 4, 2)})

@@ -7,13 +7,9 @@ import optax
 import pytest
 
 import jaxsparse as js
-from tests.cases import normals
+from tests.cases import normals, sim, start
 
-
-@pytest.fixture(autouse=True)
-def promotion():
-  with jax.numpy_dtype_promotion("standard"):  # optax needs it
-    yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def after(tx, grads):
@@ -45,17 +41,16 @@ def test_equals_the_formulas_in_numpy():
   np.testing.assert_allclose(got, expected, rtol=2e-5)
 
 
-@pytest.mark.parametrize("workers", [2, 4, 16])
-def test_a_window_of_p_gives_a_worker_the_second_moment_of_all(workers):
+def test_a_window_of_p_gives_a_worker_the_second_moment_of_all():
   """Of a mean that differs by entry, and noise that is independent from worker to worker and from step to step."""
-  steps, n = 4000, 500
+  workers, steps, n = 4, 4000, 500
   rng = np.random.default_rng(0)
   signal, noise = rng.normal(size=n), rng.normal(size=(workers, steps, n))
   grads = (signal + 3.0 * noise).astype(np.float32)
-  of = lambda window, rows: np.asarray(after(js.scale_by_window_adam(window), jnp.asarray(rows))[1].nu)
-  ratio = of(workers, grads[0]) / of(1, grads.mean(0))
-  assert ratio.mean() == pytest.approx(1.0, abs=0.05)
-  assert np.mean(of(1, grads[0]) / of(1, grads.mean(0))) > 0.8 * workers * 9 / (9 + workers)
+  second_moment = lambda window, rows: np.asarray(after(js.scale_by_window_adam(window), jnp.asarray(rows))[1].nu)
+  of_all = second_moment(1, grads.mean(0))
+  assert np.mean(second_moment(workers, grads[0]) / of_all) == pytest.approx(1.0, abs=0.05)
+  assert np.mean(second_moment(1, grads[0]) / of_all) > 0.8 * workers * 9 / (9 + workers)
 
 
 @pytest.mark.parametrize("window", [0, -3, 2.5, True, "4", None, 10**9])
@@ -77,7 +72,7 @@ def test_signs_of_updates_train_to_the_loss_of_dense_adam():
   workers, n, steps = 4, 600, 300
   curvature = jnp.logspace(-1, 1, n)
   loss = lambda p, noise: 0.5 * jnp.sum(curvature * (p - 1) ** 2) + jnp.vdot(p, noise.sum(0))
-  comm = js.SimComm("workers", members=workers)
+  comm = sim(workers)
   rate = optax.scale_by_learning_rate(0.01)
   onebit = js.onebit_transform(comm)
 
@@ -86,8 +81,7 @@ def test_signs_of_updates_train_to_the_loss_of_dense_adam():
     return js.local_steps(inner, outer, every=1, apply_residual=True)
 
   def end(tx):
-    params, step = jnp.zeros(n), js.make_train_step(loss, tx, comm)
-    state = js.init(tx, params, comm)
+    step, params, state = start(tx, comm, jnp.zeros(n), loss)
     for number in range(steps):
       params, state, _ = step(params, state, jnp.asarray(0.3 * normals(number, workers, n)))
     return float(loss(params, jnp.zeros((1, n))))
@@ -96,13 +90,3 @@ def test_signs_of_updates_train_to_the_loss_of_dense_adam():
   assert end(signs(window=workers)) < 1.2 * dense
   assert end(signs(window=1)) > 2 * dense  # so it is the window
   assert end(optax.chain(onebit, optax.scale_by_adam(), rate)) > 5 * dense  # and that updates are exchanged
-
-
-def test_a_step_may_take_its_state():
-  params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
-  tx = js.scale_by_window_adam(window=4)
-  step = jax.jit(lambda state, grads: tx.update(grads, state), donate_argnums=0)
-  updates, state = step(tx.init(params), params)
-  updates, state = step(state, params)
-  assert int(state.step) == 2
-  assert float(updates["b"][0]) > 0

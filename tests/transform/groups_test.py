@@ -1,8 +1,5 @@
 """Groups of leaves: which collective each leaf has, their k, their order, and `special=` on a plain transform."""
 
-import functools
-
-import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -12,7 +9,7 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.transform.groups import Bundle, assign_collectives, groups_of, split_k
-from tests.cases import bits, integers, mesh_of, normals, update_program
+from tests.cases import mesh_of, normals, update_program
 
 WORKERS = 3
 SPECIAL = {"bias": "dense", "embedding": "topka:density=0.5"}
@@ -25,13 +22,6 @@ def params_of():
     "none": jnp.zeros((0, 2)),
     "w": [jnp.asarray(normals(2, 8, 5)), jnp.asarray(normals(3, 5, 3))],
   }
-
-
-program_of = functools.partial(update_program, workers=WORKERS)
-
-
-def grads_of(seed, make=integers):
-  return jax.tree.map(lambda p: jnp.asarray(make(seed + p.size, WORKERS, *p.shape)), params_of())
 
 
 @hypothesis.given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 400))
@@ -94,66 +84,6 @@ def test_each_group_follows_all_that_its_bundle_waits_for_perhaps_through_others
     assert follows[number] == waits.union(*(follows[before] for before in waits))
 
 
-@pytest.fixture(scope="module")
-def special():
-  """A transform with `special=`, its state, and its program, which takes long to compile."""
-  tx = js.topka_transform("workers", special=SPECIAL, density=0.1)
-  state = js.init(tx, params_of(), mesh_of(WORKERS))
-  return tx, state, program_of(tx, state)
-
-
-def test_special_leaves_conserve_and_replicate_and_have_residuals_of_their_own(special):
-  _, state, program = special
-  assert [residual if residual is None else residual.size for residual in state.carried.residual] == [None, 72, 165]
-  sent = given = 0.0
-  for step in range(3):
-    grads = grads_of(step)
-    updates, state = program(grads, state)
-    for leaf in jax.tree.leaves(updates):
-      assert (bits(leaf) == bits(leaf)[:1]).all()
-      sent += WORKERS * np.asarray(leaf[0], np.float64).sum()
-    given += sum(float(leaf.sum()) for leaf in jax.tree.leaves(grads))
-    np.testing.assert_allclose(updates["bias"][0], grads["bias"].mean(0), rtol=1e-6)
-  pending = sum(float(leaf.sum()) for leaf in jax.tree.leaves(state.carried.residual))
-  assert pending
-  assert sent + pending == pytest.approx(given, abs=1e-3)
-
-
-@pytest.mark.parametrize("leaf", ["bias", "embedding"])
-def test_a_nan_in_one_group_skips_the_step_of_all(special, leaf):
-  _, state, program = special
-  _, state = program(grads_of(3), state)
-  grads = grads_of(4)
-  grads[leaf] = grads[leaf].at[1, 0].set(jnp.nan)
-  updates, after = program(grads, state)
-  assert all(not leaf.any() for leaf in jax.tree.leaves(updates))
-  chex.assert_trees_all_equal(after.carried, state.carried)
-  assert js.metrics(after).skipped
-  updates, after = program(grads_of(5), after)
-  assert any(leaf.any() for leaf in jax.tree.leaves(updates))
-  assert int(js.metrics(after).skipped_steps) == 1
-
-
-def test_special_equals_a_plan_of_one_group(special):
-  _, state, program = special
-  sizes = [4 * leaf.size for leaf in jax.tree.leaves(params_of())]
-  plan = js.overlap.plan("single", [1.0] * len(sizes), sizes, alpha=0.4, beta=1e-3, gamma=1.3)
-  tx = js.bucketed_transform("topka", "workers", plan=plan, special=SPECIAL, density=0.1)
-  other = js.init(tx, params_of(), mesh_of(WORKERS))
-  bucketed = program_of(tx, other)
-  for step in range(2):
-    got, state = program(grads_of(step, normals), state)
-    expected, other = bucketed(grads_of(step, normals), other)
-    chex.assert_trees_all_equal(jax.tree.map(bits, got), jax.tree.map(bits, expected))
-  chex.assert_trees_all_equal(state, other)
-
-
-def test_the_state_of_a_plain_transform_is_that_of_its_collective():
-  state = js.init(js.make_transform("topka", "workers", density=0.1), params_of(), mesh_of(WORKERS))
-  assert state.carried.residual.shape == (WORKERS * 82,)
-  assert state.carried.shared == ()
-
-
 @pytest.mark.parametrize(
   ("make", "error", "message"),
   [
@@ -171,11 +101,10 @@ def test_bad_input(make, error, message):
     js.init(make(), params_of(), mesh_of(WORKERS))
 
 
-def test_states_with_and_without_special_are_told_apart(special):
-  tx, grouped, _ = special
-  plain = js.topka_transform("workers", density=0.1)
-  state = js.init(plain, params_of(), mesh_of(WORKERS))
-  with pytest.raises(ValueError, match="the optimizer state is not one of 3 groups: make one of it with js.convert"):
-    program_of(tx, state)(grads_of(1), state)
-  with pytest.raises(ValueError, match="the optimizer state is not one of a transform without groups: make one of it"):
-    program_of(plain, grouped)(grads_of(1), grouped)
+def test_states_with_and_without_special_are_told_apart():
+  plain, special = (js.topka_transform("workers", given, density=0.1) for given in (None, SPECIAL))
+  states = [js.init(tx, params_of(), mesh_of(WORKERS)) for tx in (special, plain)]
+  grads = jax.tree.map(lambda leaf: jnp.stack([leaf] * WORKERS), params_of())
+  for tx, state, of in ((special, states[1], "3 groups"), (plain, states[0], "a transform without groups")):
+    with pytest.raises(ValueError, match=f"the optimizer state is not one of {of}: make one of it with js.convert"):
+      update_program(tx, state, WORKERS)(grads, state)

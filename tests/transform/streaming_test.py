@@ -9,28 +9,23 @@ import pytest
 import jaxsparse as js
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.transform.residuals import moved_leaves
-from tests.cases import averaged, mesh_of, normals, quick_of
+from tests.cases import averaged, mesh_of, normals, quadratic, quick_of, sim
+from tests.cases import start as start_with
 
 PARAMS = {"a": jnp.zeros(6), "b": jnp.zeros((4, 5)), "c": jnp.zeros(9)}
 FRAGMENTS = [["b"], ["a", "c"]]  # the largest leaf, and the two others
 N, WORKERS, MU, RATE, INNER = 35, 3, 0.9, 0.7, 0.25
 
 
-def sim(workers=WORKERS):
-  return js.SimComm("workers", members=workers)
+COMM = sim(WORKERS)
 
 
-def quadratic(params, batch):
-  flat = jax.flatten_util.ravel_pytree(params)[0]
-  return jnp.mean((batch - flat[None]) ** 2) * N / 2
+def start(tx, where, loss=quadratic):
+  return start_with(tx, where, PARAMS, loss)
 
 
-def start(tx, where, params=PARAMS):
-  return js.make_train_step(quadratic, tx, where, donate=False), params, js.init(tx, params, where)
-
-
-def streamed(where=None, **options):
-  return js.streaming_diloco(optax.sgd(INNER), where or sim(), **options)
+def streamed(**options):
+  return js.streaming_diloco(optax.sgd(INNER), COMM, **options)
 
 
 def named(flat):
@@ -82,7 +77,7 @@ def test_streaming_in_numpy(fragments, every, delay, mixing):
     streamed(fragments=fragments, every=every, delay=delay, mixing=mixing),
     InNumpy(every, delay, mixing, leaves),
   )
-  step, params, state = start(found, sim())
+  step, params, state = start(found, COMM)
   for number in range(1, 3 * every):
     batch = normals(number, WORKERS, N)
     params, state, _ = step(params, state, batch)
@@ -96,25 +91,9 @@ def test_streaming_in_numpy(fragments, every, delay, mixing):
     assert float(js.metrics(state).words_sent) == pytest.approx(words, abs=2)
 
 
-@pytest.mark.long  # a step of fragments and one more program
-def test_synchronize_leaves_nothing_moved_and_keeps_the_turns():
-  tx = optax.chain(optax.clip_by_global_norm(1.0), streamed(fragments=2, every=4, delay=1))
-  step, params, state = start(tx, sim())
-  for number in range(2):
-    params, state, _ = step(params, state, normals(number, WORKERS, N))
-  assert float(js.metrics(state).drift) > 0
-  params, state = step.synchronize(params, state)
-  assert float(js.metrics(state).drift) == 0
-  words = []
-  for number in range(4):
-    params, state, _ = step(params, state, normals(number, WORKERS, N))
-    words.append(float(js.metrics(state).words_sent))
-  assert [count > 0 for count in words] == [True, False, True, False]
-
-
 @pytest.mark.long
 def test_what_is_in_flight_outlives_the_run():
-  """Other workers apply it; js.flush refuses it; step.synchronize applies it at once and leaves nothing moved."""
+  """Other workers apply it; js.flush refuses it; step.synchronize applies it, leaves nothing moved, and keeps turns."""
   tx = js.local_steps(optax.sgd(0.5), averaged("workers"), every=4, delay=2, mixing=0.5)
   step, params, state = start(tx, mesh_of(4))
   for number in range(3):
@@ -136,26 +115,27 @@ def test_what_is_in_flight_outlives_the_run():
   jax.tree.map(lambda was, u, now: np.testing.assert_allclose(now, was + u, atol=1e-6), params, update, after)
   assert float(js.metrics(state).drift) == 0
   js.flush(state, after, mesh_of(4))
+  words = []
+  for number in range(4):
+    after, state, _ = step(after, state, normals(number, 4, N))
+    words.append(float(js.metrics(state).words_sent))
+  assert [count > 0 for count in words] == [False, False, True, False]
 
 
-@pytest.mark.parametrize(("every", "delay"), quick_of([(4, 3), (8, 3)], quick=[(4, 3)]))
-def test_another_rhythm_loses_no_update(every, delay):
+def test_another_rhythm_loses_no_update():
   """After js.convert in the middle of a turn all that was moved is still delivered once; in flight it is refused."""
-  slow, quick = (
-    js.local_steps(optax.sgd(1.0), averaged(sim()), every=of, delay=late) for of, late in ((8, 3), (every, delay))
-  )
-  step, params, state = start(slow, sim())
-  ones = lambda p, batch: sum(leaf.sum() for leaf in jax.tree.leaves(p)) * batch.mean()
-  step = js.make_train_step(ones, slow, sim(), donate=False)
+  every, ones = 4, lambda p, batch: sum(leaf.sum() for leaf in jax.tree.leaves(p)) * batch.mean()
+  slow, quick = (js.local_steps(optax.sgd(1.0), averaged(COMM), every=turn, delay=3) for turn in (8, every))
+  step, params, state = start(slow, COMM, ones)
   batch = np.ones((WORKERS, 1), np.float32)
   for _ in range(4):
     params, state, _ = step(params, state, batch)
-  state, step = js.convert(state, quick, params, sim()), js.make_train_step(ones, quick, sim(), donate=False)
+  state, step = js.convert(state, quick, params, COMM), js.make_train_step(ones, quick, COMM, donate=False)
   for number in range(5, 5 + 2 * every):
     params, state, _ = step(params, state, batch)
     flying = float(state.flight.update["a"][0])
     assert float(params["a"][0]) == 0 or float(params["a"][0]) <= -5 + 3
     if flying and number < 8:
       with pytest.raises(ValueError, match="js.convert: an update of local steps is in flight"):
-        js.convert(state, slow, params, sim())
+        js.convert(state, slow, params, COMM)
   assert float(params["a"][0]) < -4

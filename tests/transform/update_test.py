@@ -1,7 +1,7 @@
 """Each collective as an optax transformation: what optax asks of any of its own, and clear errors."""
 
 import ast
-import functools
+import re
 
 import chex
 import jax
@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from jaxsparse import _compat
+from jaxsparse.comm import SoloComm
 from jaxsparse.transform import metrics as telemetry
 from jaxsparse.transform import state as states
 from jaxsparse.transform.update import init_state
-from tests.cases import CASES, REPLICATING, UNLIKE, chained, each_case, mesh_of, normals, row
+from tests.cases import AS_USERS, CASES, each_case, mesh_of, normals
 
 WORKERS = 3
 CASES = [case for case in CASES if not case.options or case.options in ((("teams", 3),), (("means", "leaf"),))]
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 def params_of(**dtypes):
@@ -42,139 +42,71 @@ def grads_of(step, **dtypes):
   return jax.tree.map(lambda p: jnp.asarray(normals(step, WORKERS, *p.shape), p.dtype), params_of(**dtypes))
 
 
-def transform_of(case, **entries):
-  return js.make_transform(case.name, "workers", **case.config(**(entries or {"density": 0.3})))
-
-
-@each_case([case for case in CASES if case.name not in ("a2sgd", "onebit", "qsgd")])
-def test_everything_delivered_is_the_mean(case):
-  tx = transform_of(case, density=1.0)
-  state = js.init(tx, params_of(), mesh_of(WORKERS))
-  grads = grads_of(1)
-  updates, _ = updater(tx, state)(grads, state)
-  expected = jax.tree.map(lambda g: g.mean(0), grads)
-  chex.assert_trees_all_close(updates, expected, atol=1e-2 if "bfloat16" in str(case) else 1e-6)
-
-
-@pytest.mark.parametrize(
-  ("case", "dtypes"),
-  [
-    row(
-      case, dtypes, quick=dtypes == ("bfloat16", "float16") and str(case) in UNLIKE, id="-".join([*dtypes, str(case)])
-    )
-    for dtypes in (("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float16"))
-    for case in CASES
-  ],
-)
-def test_dtypes_and_shardings_are_kept_and_the_state_is_a_fixed_point(case, dtypes):
-  tx, of = transform_of(case), dict(zip(("w", "b"), dtypes, strict=True))
-  state = js.init(tx, params_of(**of), mesh_of(WORKERS))
-  update = updater(tx, state)
-  updates, after = update(grads_of(1, **of), state)
-  chex.assert_trees_all_equal_shapes_and_dtypes(updates, params_of(**of))
-  chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
-  kept = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), after, state)
-  assert all(jax.tree.leaves(kept))
-  update(grads_of(2, **of), after)
-  assert update._cache_size() == 1  # no recompilation on the second call
+def spardl(**options):
+  return js.spardl_transform("workers", **options)
 
 
 @each_case(CASES)
-def test_scan_equals_a_loop(case):
-  tx = transform_of(case)
-  start = js.init(tx, params_of(), mesh_of(WORKERS))
-  spec = js.specs(start, "workers")
-  steps = jax.tree.map(lambda *g: jnp.stack(g, 1), *(grads_of(i) for i in range(3)))
-
-  def worker(grads, state):
-    state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], state, jax.tree.map(lambda g: g[0], grads))
-    return updates, state
-
-  scan = jax.jit(_compat.shard_map(worker, mesh_of(WORKERS), (P("workers"), spec), (P(), spec)))
-  updates, final = scan(steps, start)
-  state, update = start, updater(tx, start)
-  for i in range(3):
-    each, state = update(grads_of(i), state)
-    chex.assert_trees_all_close(each, jax.tree.map(lambda u, i=i: u[i], updates), rtol=1e-6)
-  chex.assert_trees_all_close(state, final, rtol=1e-6)
+def test_dtypes_and_shardings_are_kept_and_the_state_is_a_fixed_point(case):
+  tx, dtypes = js.make_transform(case.name, "workers", **case.config(density=0.3)), {"w": "bfloat16", "b": "float16"}
+  state = js.init(tx, params_of(**dtypes), mesh_of(WORKERS))
+  update = updater(tx, state)
+  updates, after = update(grads_of(1, **dtypes), state)
+  chex.assert_trees_all_equal_shapes_and_dtypes(updates, params_of(**dtypes))
+  chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+  kept = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), after, state)
+  assert all(jax.tree.leaves(kept))
+  update(grads_of(2, **dtypes), after)
+  assert update._cache_size() == 1  # no recompilation on the second call
 
 
-AFTER = {
-  "sgd": optax.sgd(0.03, momentum=0.9),
-  "adam": optax.adam(0.1),
-  "clip": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
-}
+def test_an_update_copies_no_vector():
+  """One worker that donates its gradient and state: writes in place follow all reads of the buffer."""
+  tx, params = js.spardl_transform(SoloComm(4), density=0.01, selector="chunked"), jnp.zeros(1 << 14)
+  program = jax.jit(tx.update, donate_argnums=(0, 1)).lower(params, tx.init(params)).compile(AS_USERS)
+  assert not re.findall(rf"= f32\[{params.size}\]\S* copy\(", program.as_text())
+
+
+def test_inject_hyperparams_with_the_static_args_that_its_errors_name():
+  """Sizes of messages are static."""
+  inject = lambda **named: optax.inject_hyperparams(js.spardl_transform, **named)(axis="workers", density=0.3)
+  with pytest.raises(TypeError, match="static_args"):
+    js.init(inject(), params_of(), mesh_of(WORKERS))
+  with pytest.raises(TypeError, match=r"spardl: decay, teams must be plain .* give static_args=\('density', ") as error:
+    js.init(inject(static_args="density"), params_of(), mesh_of(WORKERS))
+  static = ast.literal_eval(str(error.value).partition("static_args=")[2])
+  assert set(static) <= {"axis", *js.collective_options("spardl")}
+  found = []
+  for tx in (inject(static_args=static), spardl(density=0.3)):
+    state = js.init(tx, params_of(), mesh_of(WORKERS))
+    found.append(updater(tx, state)(grads_of(1), state)[0])
+  chex.assert_trees_all_equal(*found)
+
+
+NO_NUMBER = (0, -0.1, 1.5, float("nan"), "much", True)
+NAMES = "a2sgd, chunktopk, dcttopk, dense, gaussiank, .*, topkdsa"
+OPTIONS = "density, k, decay, wire, selector, teams, sag, residual"
 
 
 @pytest.mark.parametrize(
-  ("case", "after"),
+  ("name", "options", "message"),
   [
-    row(case, after, quick=str(case) in ("a2sgd", "dense", "spardl"), id=f"{name}-{case}")
-    for name, after in AFTER.items()
-    for case in CASES
+    *[("spardl", {"density": bad}, rf"density={bad!r}, choose a number in \(0, 1\]") for bad in NO_NUMBER],
+    *[("spardl", {"density": 1.0, "decay": bad}, rf"decay={bad!r}, choose a number in \(0, 1\]") for bad in NO_NUMBER],
+    *[("spardl", {"k": bad}, f"k={bad!r}, choose a whole number from 1") for bad in (0, -3, 2.5, True)],
+    ("qsgd", {"decay": 2}, "qsgd: decay=2, choose a number"),
+    ("spardl", {}, "exactly one of density and k, got density="),
+    ("spardl", {"density": 0.1, "k": 3}, "exactly one of density and k, got density="),
+    ("spardl", {"k": 16}, "k=16, choose at most the number of gradient entries, 15"),
+    ("spardl", {"rho": 0.1}, f"spardl: unknown option rho, choose from {OPTIONS}"),
+    ("spardl", {"density": 0.1, "residual": "all"}, "residual='all', choose one of 'global', 'partial', 'local'"),
+    ("dense", {"dtype": "int8"}, "dtype='int8', choose one of 'float32', 'bfloat16'"),
+    ("spardle", {}, f"unknown collective 'spardle', choose one of {NAMES}"),
   ],
 )
-def test_first_in_a_chain(case, after):
-  tx = chained(case, after, density=0.5)
-  params, mesh = params_of(), mesh_of(WORKERS)
-  state = js.init(tx, params, mesh)
-  step = js.make_train_step(lambda p, batch: jnp.mean((batch @ p["w"] + p["b"][None] - 1.0) ** 2), tx, mesh)
-  batch = jnp.asarray(normals(3, 4 * WORKERS, 4))
-  losses = []
-  for _ in range(60):
-    with jax.numpy_dtype_promotion("standard"):  # adam needs it
-      params, state, metrics = step(params, state, batch)
-    losses.append(float(metrics.loss))
-  assert losses[-1] < 0.7 * losses[0]
-
-
-@each_case([case for case in CASES if case in REPLICATING], ["dense", "oktopk", "spardl"])
-def test_inject_hyperparams(case):
-  """Sizes of messages are static: under inject_hyperparams they are named in static_args, and everything works."""
-  config = case.config(density=0.3)
-  factory = functools.partial(js.make_transform, case.name)
-  static = ("axis", *js.collective_options(case.name))
-  tx = optax.inject_hyperparams(getattr(js, f"{case.name}_transform"), static_args=static)(axis="workers", **config)
-  state, plain = js.init(tx, params_of(), mesh_of(WORKERS)), factory("workers", **config)
-  got, _ = updater(tx, state)(grads_of(1), state)
-  other = js.init(plain, params_of(), mesh_of(WORKERS))
-  expected, _ = updater(plain, other)(grads_of(1), other)
-  chex.assert_trees_all_equal(got, expected)
-
-
-def test_inject_hyperparams_without_static_args_says_what_to_do():
-  tx = optax.inject_hyperparams(js.spardl_transform)(axis="workers", density=0.3)
-  with pytest.raises(TypeError, match="static_args"):
-    js.init(tx, params_of(), mesh_of(WORKERS))
-  tx = optax.inject_hyperparams(js.spardl_transform, static_args="density")(axis="workers", density=0.3)
-  with pytest.raises(TypeError, match=r"spardl: decay, teams must be plain .* give static_args=\('density', ") as error:
-    js.init(tx, params_of(), mesh_of(WORKERS))
-  static = ast.literal_eval(str(error.value).partition("static_args=")[2])
-  tx = optax.inject_hyperparams(js.spardl_transform, static_args=static)(axis="workers", density=0.3)
-  js.init(tx, params_of(), mesh_of(WORKERS))
-
-
-@pytest.mark.parametrize("density", [0, 0.0, -0.1, 1.5, float("nan"), "much", True])
-def test_bad_density(density):
-  with pytest.raises(ValueError, match=rf"density={density!r}, choose a number in \(0, 1\]"):
-    js.spardl_transform("workers", density=density)
-
-
-@pytest.mark.parametrize("k", [0, -3, 2.5, True])
-def test_bad_k(k):
-  with pytest.raises(ValueError, match=f"k={k!r}, choose a whole number from 1"):
-    js.spardl_transform("workers", k=k)
-
-
-def test_k_larger_than_the_gradient():
-  with pytest.raises(ValueError, match="k=16, choose at most the number of gradient entries, 15"):
-    js.init(js.spardl_transform("workers", k=16), params_of(), mesh_of(WORKERS))
-
-
-@pytest.mark.parametrize("config", [{}, {"density": 0.1, "k": 3}])
-def test_both_or_neither_of_density_and_k(config):
-  with pytest.raises(ValueError, match="exactly one of density and k, got density="):
-    js.spardl_transform("workers", **config)
+def test_bad_options(name, options, message):
+  with pytest.raises((ValueError, TypeError), match=message):
+    js.init(js.make_transform(name, "workers", **options), params_of(), mesh_of(WORKERS))
 
 
 def test_density_is_read_as_a_decimal_number():
@@ -183,34 +115,16 @@ def test_density_is_read_as_a_decimal_number():
   assert js.make_collective("spardl", density=1e-9).entries(100) == 1
 
 
-def test_unknown_names_and_options_list_the_choices():
-  with pytest.raises(
-    ValueError,
-    match="unknown collective 'spardle', choose one of a2sgd, chunktopk, dcttopk, dense, gaussiank, .*, topkdsa",
-  ):
-    js.make_transform("spardle", "workers")
-  with pytest.raises(
-    TypeError, match="spardl: unknown option rho, choose from density, k, decay, wire, selector, teams, sag, residual"
-  ):
-    js.make_transform("spardl", "workers", rho=0.1)
-  with pytest.raises(ValueError, match="residual='all', choose one of 'global', 'partial', 'local'"):
-    js.make_transform("spardl", "workers", density=0.1, residual="all")
-  with pytest.raises(ValueError, match="dtype='int8', choose one of 'float32', 'bfloat16'"):
-    js.dense_transform("workers", dtype="int8")
-
-
-@every_case
-def test_outside_shard_map(case):
-  tx = transform_of(case)
+def test_outside_shard_map():
+  tx = spardl(density=0.3)
   state = js.init(tx, params_of(), mesh_of(WORKERS))
-  with pytest.raises(ValueError, match="axis 'workers' is not mapped here.*inside jax.shard_map"):
-    tx.init(params_of())
-  with pytest.raises(ValueError, match="axis 'workers' is not mapped here.*inside jax.shard_map"):
-    jax.jit(tx.update)(params_of(), state)
+  for call in (lambda: tx.init(params_of()), lambda: jax.jit(tx.update)(params_of(), state)):
+    with pytest.raises(ValueError, match="axis 'workers' is not mapped here.*inside jax.shard_map"):
+      call()
 
 
 def test_gradients_that_jax_already_summed():
-  tx = js.spardl_transform("workers", density=0.5)
+  tx = spardl(density=0.5)
   state = js.init(tx, jnp.zeros(4), mesh_of(WORKERS))
   spec = js.specs(state, "workers")
 
@@ -222,7 +136,6 @@ def test_gradients_that_jax_already_summed():
     jax.jit(program)(jnp.zeros(4), state, jnp.zeros((WORKERS, 4)))
 
 
-@every_case
 @pytest.mark.parametrize(
   ("tree", "error", "message"),
   [
@@ -232,35 +145,28 @@ def test_gradients_that_jax_already_summed():
     ({"a": jnp.zeros((0, 3))}, ValueError, "hold no entry"),
   ],
 )
-def test_gradients_that_are_not_gradients(case, tree, error, message):
+def test_gradients_that_are_not_gradients(tree, error, message):
   with pytest.raises(error, match=message):
-    js.init(transform_of(case), tree, mesh_of(WORKERS))
+    js.init(spardl(density=0.3), tree, mesh_of(WORKERS))
 
 
-def test_state_of_another_model():
-  tx = js.spardl_transform("workers", density=0.5)
-  state = js.init(tx, jnp.zeros(5), mesh_of(WORKERS))
-  with pytest.raises(ValueError, match="residual of 5 entries a worker, the gradients have 15"):
-    updater(tx, state)(grads_of(1), state)
-
-
-def test_state_of_another_collective():
-  state = js.init(js.spardl_transform("workers", density=0.5), params_of(), mesh_of(WORKERS))
+def test_state_of_another_model_or_collective():
+  state = js.init(spardl(density=0.5), params_of(), mesh_of(WORKERS))
   others = "the optimizer state is not one of .* and these options: make one of it with js.convert"
-  same_arrays = (
-    "the optimizer state is one of spardl:density=0.5, and this transform is .*: make one of it with js.convert"
-  )
-  for tx, message in (
-    (js.spardl_transform("workers", density=0.5, selector="reuse"), others),
-    (js.oktopk_transform("workers", density=0.5), others),
-    (js.spardl_transform("workers", density=0.25), same_arrays),
-    (js.spardl_transform("workers", density=0.5, residual="local"), same_arrays),
+  same_arrays = "is one of spardl:density=0.5, and this transform is .*: make one of it with js.convert"
+  smaller = js.init(spardl(density=0.5), jnp.zeros(5), mesh_of(WORKERS))
+  for tx, given, message in (
+    (spardl(density=0.5), smaller, "residual of 5 entries a worker, the gradients have 15"),
+    (spardl(density=0.5, selector="reuse"), state, others),
+    (js.oktopk_transform("workers", density=0.5), state, others),
+    (spardl(density=0.25), state, same_arrays),
+    (spardl(density=0.5, residual="local"), state, same_arrays),
   ):
     with pytest.raises(ValueError, match=message):
-      updater(tx, state)(grads_of(1), state)
+      updater(tx, given)(grads_of(1), given)
 
 
-@every_case
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_state_made_eagerly_can_be_donated(case):
   """No array is in it twice."""
   state = init_state(case.make(density=0.5), 30, case.workers([6, 8, 5])[0])
@@ -278,7 +184,7 @@ def test_metrics_of_one_transform_and_of_none():
 
 def test_metrics_of_two_transforms_are_per_label_and_in_all():
   labels = {"w": "sparse", "b": "dense", "none": "dense"}
-  transforms = {"sparse": js.spardl_transform("workers", k=3), "dense": js.dense_transform("workers")}
+  transforms = {"sparse": spardl(k=3), "dense": js.dense_transform("workers")}
   tx = optax.multi_transform(transforms, labels)
   state = js.init(tx, params_of(), mesh_of(WORKERS))
   update = updater(tx, state)

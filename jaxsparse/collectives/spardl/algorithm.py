@@ -106,7 +106,7 @@ class SparDL(SelectingCollective):
     """
     team = schedules.team_size(size, self.teams)
     k_block = -(-self.entries(n) // team)
-    self.check_selector(-(-n // team), k_block)
+    self.method.check(self.name, -(-n // team), k_block)
     return k_block
 
   def slots(self, n: int, size: int) -> int:
@@ -123,7 +123,7 @@ class SparDL(SelectingCollective):
     return geometric(-(-k_block // self.teams), k_block) if self.is_bruck and not sends_all else (k_block,)
 
   def init(self, n: int, size: int) -> State:
-    state, capacities = super().init(n, size), self.capacities(n, size)
+    capacities, state = self.capacities(n, size), super().init(n, size)
     adaptive = Adaptive.start(capacities[0], capacities[-1]) if self.is_bruck else ()
     return state._replace(worker=self.method.init(size // self.teams), shared=Shared(adaptive, state.shared))
 
