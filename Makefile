@@ -38,8 +38,10 @@ docs: $(DOCS_STAMP)  ## the site in out/site: every page runs, and a warning is 
 	$(BIN)/python -m sphinx -W --keep-going --quiet --fresh-env --jobs $(WORKERS) --conf-dir docs . $(SITE)
 	@echo "open $(SITE)/index.html"
 
-tables: install  ## fill the tables of all pages and draw the figures of the race, from benchmarks/results
+tables: install  ## fill the tables of all pages from results and docstrings, and draw the figures
 	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python docs/api.py
+	$(BIN)/python docs/curves.py
 	$(BIN)/python -m benchmarks.race --parts=none --results=benchmarks/results/race_lm.json --report_dir=benchmarks/results > /dev/null
 
 # Not part of `dev`, so that `make test` has less to install.

@@ -24,7 +24,8 @@ from absl import flags
 import jaxsparse as js
 from benchmarks import entry, report, workers
 from jaxsparse.partial import messages
-from jaxsparse.partial.messages import Answer, Keys, Says, Signal
+from jaxsparse.partial.messages import Answer, Says, Signal
+from jaxsparse.partial.sockets import Keys, Network
 
 _WORKERS = flags.DEFINE_integer("workers", 32, "Number of workers.")
 _GROUP_SIZE = flags.DEFINE_integer("group_size", 4, "Workers in a group.")
@@ -72,13 +73,13 @@ def _serve(keys: Keys | None) -> None:
 
 def measure(address: str, keys: Keys | None) -> Result:
   """Throughput, then latency, of the server at that address; `rejected` is left for the server to say."""
-  context, size, count = zmq.Context(), _GROUP_SIZE.value, _WORKERS.value
-  sockets = [messages.secure(context.socket(zmq.DEALER), keys, serves=False) for _ in range(count)]
+  network, size, count = Network(keys), _GROUP_SIZE.value, _WORKERS.value
+  sockets = [network.client() for _ in range(count)]
   iterations = [0] * count
 
   def ready(worker: int) -> None:
     iterations[worker] += 1
-    sockets[worker].send(Signal(Says.READY, worker, iterations[worker]).packed())
+    sockets[worker].send(Signal(Says.READY, worker, iterations[worker]).pack())
 
   def heard(worker: int) -> int:
     kind, content, frame = Answer.BEAT, dict[str, Any](), b""
@@ -93,7 +94,7 @@ def measure(address: str, keys: Keys | None) -> Result:
   try:
     for worker, socket in enumerate(sockets):
       socket.connect(address)
-      socket.send(Signal(Says.HELLO, worker, 0, "tcp://127.0.0.1:9").packed())
+      socket.send(Signal(Says.HELLO, worker, 0, "tcp://127.0.0.1:9").pack())
       socket.recv()
     latencies = []
     for number in range(_GROUPS.value):  # each has one member of the one before: the sync-graph stays connected
@@ -109,37 +110,37 @@ def measure(address: str, keys: Keys | None) -> Result:
         heard(worker)
     rate, group_bytes = _throughput(sockets, ready, heard)
     for worker, socket in enumerate(sockets):
-      socket.send(Signal(Says.BYE, worker).packed())
+      socket.send(Signal(Says.BYE, worker).pack())
     quantiles = statistics.quantiles(latencies, n=100)
-    signal = len(Signal(Says.READY, 0, 1).packed())
+    signal = len(Signal(Says.READY, 0, 1).pack())
     return Result(rate, rate / size, statistics.median(latencies), quantiles[98], signal, group_bytes, 0)
   finally:
-    context.destroy(linger=1000)
+    network.close(linger=1000)
 
 
 def _throughput(sockets: list[zmq.Socket], ready, heard) -> tuple[float, int]:  # type: ignore[no-untyped-def]
   """Signals a second of all workers, and the bytes of an answer."""
-  poller, of = zmq.Poller(), {socket: worker for worker, socket in enumerate(sockets)}
+  poller, worker_of = zmq.Poller(), {socket: worker for worker, socket in enumerate(sockets)}
   for socket in sockets:
     poller.register(socket, zmq.POLLIN)
-  for worker in of.values():
+  for worker in worker_of.values():
     ready(worker)
   signals, size, start = 0, 0, time.perf_counter()
   while (took := time.perf_counter() - start) < _SECONDS.value:
     for socket, _ in poller.poll(1000):
-      size = heard(of[socket])
-      ready(of[socket])
+      size = heard(worker_of[socket])
+      ready(worker_of[socket])
       signals += 1
   return signals / took, size
 
 
-def _served(keys: Keys | None) -> Result:
+def _measure_in_process(keys: Keys | None) -> Result:
   """Measures a server in a process of its own."""
   with tempfile.TemporaryDirectory(prefix="jaxsparse-") as folder:
     given = "plain"
     if keys:
       given = f"{folder}/keys"
-      js.partial.write_keys(keys, given)
+      keys.write(given)
     command = [sys.executable, "-m", "benchmarks.controller", *sys.argv[1:], f"--serve={given}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
       assert process.stdout
@@ -153,15 +154,15 @@ def _served(keys: Keys | None) -> Result:
 def main() -> None:
   """Starts the server, measures and reports."""
   if _SERVE.value:
-    _serve(None if _SERVE.value == "plain" else js.partial.read_keys(_SERVE.value))
+    _serve(None if _SERVE.value == "plain" else Keys.read(_SERVE.value))
     return
   console = workers.make_console(stderr=_JSON.value)
   js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value)  # says what is wrong with the flags
   for flag, least in ((_SECONDS, 0.1), (_GROUPS, 2)):
     if not flag.value >= least:
       raise ValueError(f"--{flag.name}={flag.value:g}, choose at least {least:g}")
-  keys = js.partial.make_keys() if _CURVE.value else None
-  result = _served(keys)
+  keys = Keys.make() if _CURVE.value else None
+  result = _measure_in_process(keys)
   kind = f"{_WEIGHTS.value} weights, {'CURVE' if keys else 'plain'} TCP"
   for line in (
     f"{_WORKERS.value} workers, groups of {_GROUP_SIZE.value}, {kind}",

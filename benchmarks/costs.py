@@ -22,6 +22,7 @@ from absl import flags
 import jaxsparse as js
 from benchmarks import entry, papers, specs
 from benchmarks.workers import make_console
+from jaxsparse.costs import counting
 
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["all"], specs.HELP)
 _WORKERS = flags.DEFINE_list("workers", ["2", "4", "6", "8", "14", "64", "256"], "Numbers of workers.")
@@ -60,8 +61,8 @@ def row(spec: specs.Spec, workers: int, n: int, density: float) -> Row:
     RuntimeError: where the two contradict each other: a benchmark checks what it prints.
   """
   collective = spec.collective
-  schedule = js.costs.schedule(collective, n, workers)
-  least, most = (js.costs.count_jaxpr(schedule, workers, branch) for branch in ("least", "most"))
+  jaxpr = counting.schedule(collective, n, workers)
+  least, most = (counting.count_jaxpr(jaxpr, workers, branch) for branch in ("least", "most"))
   formula = collective.cost(n, workers)
   if most != formula and not (collective.sizes_vary and all(map(operator.le, most, formula))):
     raise RuntimeError(f"{spec.label} at {workers} workers: counted {most}, the formula says {formula}")

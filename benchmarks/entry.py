@@ -1,14 +1,75 @@
 """Parses flags and runs a benchmark's `main`; expected errors become one line and exit status 1."""
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-from absl import app, logging
+from absl import app, flags, logging
 
 from jaxsparse import launch
 
 _OF_THE_PROGRAM = (jax.errors.JaxRuntimeError, NotImplementedError, RecursionError)  # errors that need their traceback
+
+flags.disclaim_key_flags()  # what is defined here is a flag of the benchmark that asks for it
+
+
+class _Numbers(flags.ListParser):
+  """Parses at least one number, separated by commas, each of which `one` accepts."""
+
+  def __init__(self, one: Any):
+    super().__init__()
+    self._one = one
+
+  def parse(self, argument: Any) -> Any:
+    """The numbers, each once."""
+    numbers = list(dict.fromkeys(self._one.parse(text) for text in super().parse(argument)))
+    if not numbers:
+      raise ValueError("give at least one number")
+    return numbers
+
+
+class _Repeated(flags.Flag):
+  """A flag whose lists are joined where it is given several times."""
+
+  def parse(self, argument: Any) -> None:
+    """Adds what is given once more."""
+    before = (self.value or []) if self.present else []
+    super().parse(argument)
+    self.value = list(dict.fromkeys([*before, *(self.value or [])]))
+
+
+def define_seeds(default: Sequence[int]) -> flags.FlagHolder[Any]:
+  """The flag --seed."""
+  text = "Seeds of the parameters and of the batches, separated by commas."
+  parser, serializer = _Numbers(flags.IntegerParser(0, 2**32 - 1)), flags.ListSerializer[Any](",")
+  return flags.DEFINE_flag(_Repeated(parser, serializer, "seed", list(default), text))
+
+
+def define_numbers(name: str, default: Sequence[float], text: str, one: Any = None) -> flags.FlagHolder[Any]:
+  """A flag that holds numbers separated by commas: whole ones above 0, or those that the parser `one` accepts."""
+  parser = _Numbers(one or flags.IntegerParser(lower_bound=1))
+  return flags.DEFINE(parser, name, list(default), text, serializer=flags.ListSerializer(","))
+
+
+def require(flag: flags.FlagHolder[Any], holds: Callable[[Any], bool], choices: str) -> None:
+  """Refuses values of a flag for which `holds` is false; None is for no value."""
+  flags.register_validator(flag, lambda value: value is None or holds(value), f"choose {choices}")
+
+
+def define_report_dir(files: str) -> flags.FlagHolder[str]:
+  """The flag --report_dir."""
+  return flags.DEFINE_string("report_dir", "out", f"Folder for {files}.")
+
+
+def define_cache_dir() -> flags.FlagHolder[str]:
+  """The flag --cache_dir."""
+  return flags.DEFINE_string("cache_dir", "out/cache", "Folder for recorded gradients and compiled programs.")
+
+
+def define_json() -> flags.FlagHolder[bool]:
+  """The flag --json."""
+  return flags.DEFINE_bool("json", False, "Print the result as JSON on standard output, all else on standard error.")
 
 
 def run(main: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ import optax
 
 import jaxsparse as js
 from benchmarks import specs
+from jaxsparse.collectives._base import collective_of
 from jaxsparse.types import Comm
 
 _Transform: TypeAlias = optax.GradientTransformation
@@ -43,25 +44,8 @@ def local(
 ) -> _Transform:
   """Likewise, but workers exchange what they have moved once in `every` steps; Nesterov momentum of DiLoCo after it."""
   outer = optax.chain(exchange, optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum)))
-  return js.local_steps(
-    optimizer,
-    outer,
-    every=every,
-    fragments=fragments,
-    delay=delay,
-    mixing=mixing,
-    apply_residual=apply_residual,
-  )
-
-
-def diloco(exchange: _Transform, optimizer: _Transform, every: int = 30) -> _Transform:
-  """Local steps with the outer step of DiLoCo."""
-  return local(exchange, optimizer, every, rate=0.7, momentum=0.9)
-
-
-def streaming(exchange: _Transform, optimizer: _Transform, every: int = 30, fragments: int = 3) -> _Transform:
-  """DiLoCo in fragments that are exchanged in turn, each applied a step later and mixed by half."""
-  return local(exchange, optimizer, every, 0.7, 0.9, fragments, delay=1, mixing=0.5)
+  more: dict[str, Any] = {"fragments": fragments, "delay": delay, "mixing": mixing, "apply_residual": apply_residual}
+  return js.local_steps(optimizer, outer, every=every, **more)
 
 
 def demo(exchange: _Transform, optimizer: _Transform) -> _Transform:
@@ -70,17 +54,11 @@ def demo(exchange: _Transform, optimizer: _Transform) -> _Transform:
 
 
 class Exchange(NamedTuple):
-  """A collective, and what leaves of some names have instead.
+  """A collective, and what leaves of some names have instead."""
 
-  Attributes:
-    spec: of the collective.
-    special: collectives by names of leaves, as of `js.spardl_transform`.
-    after: changes of the transform, in order.
-  """
-
-  spec: specs.Spec
-  special: Mapping[str, str] = MappingProxyType({})
-  after: tuple[Callable[[_Transform], _Transform], ...] = ()
+  spec: specs.Spec  # of the collective
+  special: Mapping[str, str] = MappingProxyType({})  # collectives by names of leaves, as of `js.make_transform`
+  after: tuple[Callable[[_Transform], _Transform], ...] = ()  # changes of the transform, in order
 
   def make(self, axis: str | Comm) -> _Transform:
     """The transform of a worker; `axis` is a mesh axis or a comm."""
@@ -106,13 +84,9 @@ def leaves(exchange: Exchange, names: str = "scale|bias", density: float = 1.0) 
   return exchange._replace(special={**exchange.special, names: collective})
 
 
-WAYS: dict[str, Callable[..., _Transform]] = {
-  way.__name__: way for way in (gradients, updates, local, diloco, streaming, demo)
-}
+WAYS: dict[str, Callable[..., _Transform]] = {way.__name__: way for way in (gradients, updates, local, demo)}
 CHANGES: dict[str, Callable[..., Exchange]] = {change.__name__: change for change in (corrected, warmed_up, leaves)}
-_described = "; ".join(
-  f"{name}: {str(one.__doc__).splitlines()[0]}" for kinds in (WAYS, CHANGES) for name, one in kinds.items()
-)
+_described = "; ".join(f"{name}: {one.__doc__}" for kinds in (WAYS, CHANGES) for name, one in kinds.items())
 HELP = (
   f"as WAY/CHANGES/COLLECTIVE; ways ({', '.join(WAYS)}) and changes ({', '.join(CHANGES)}): {_described} Without a "
   "way: gradients. Options follow a name: spardl:density=0.01. Repeat it, or separate by commas."
@@ -120,19 +94,12 @@ HELP = (
 
 
 class Method(NamedTuple):
-  """What is exchanged, and how.
+  """What is exchanged, and how."""
 
-  Attributes:
-    label: as the user wrote it; exchanges of gradients by that of the collective alone.
-    way: one of `WAYS`.
-    options: of the way.
-    exchange: what each exchange does.
-  """
-
-  label: str
-  way: str
-  options: dict[str, Any]
-  exchange: Exchange
+  label: str  # as the user wrote it; exchanges of gradients by that of the collective alone
+  way: str  # one of `WAYS`
+  options: dict[str, Any]  # of the way
+  exchange: Exchange  # what each exchange does
 
   @property
   def spec(self) -> specs.Spec:
@@ -156,30 +123,14 @@ class Method(NamedTuple):
 
 
 def parse(flag: str, values: list[str], workers: int, **shared: Any) -> list[Method]:
-  """The methods that a flag names, each once, checked for `workers` workers before anything runs.
-
-  Args:
-    flag: its name.
-    values: of the flag.
-    workers: number of workers P.
-    **shared: options for every collective that has them, where its own do not say otherwise.
-
-  Raises:
-    ValueError: for an unknown way, change, collective or option, with the choices.
-
-  Example:
-    >>> [(one.way, one.spec.config) for one in parse("method", ["dense,updates/spardl:density=0.1"], workers=4)]
-    [('gradients', {}), ('updates', {'density': 0.1})]
-    >>> [one.label for one in parse("method", ["gradients/dense", "dense"], workers=4)]
-    ['dense']
-  """
+  """The methods that a flag names, each once, checked for `workers` workers before anything runs."""
   labels = [label.removeprefix(f"{gradients.__name__}/") for label in specs.labels_of(values)]
   return [_method(flag, label, workers, shared) for label in dict.fromkeys(labels)]
 
 
 def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Method:
   *before, collective = label.split("/")
-  parts = [js.costs.collective_of(part) for part in before]
+  parts = [collective_of(part) for part in before]
   way, options = parts.pop(0) if parts and parts[0][0] not in CHANGES else ("gradients", {})
   where = f"--{flag}={label}"
   _check(where, "way", WAYS, way, options)

@@ -8,6 +8,7 @@ import optax
 
 import jaxsparse as js
 from benchmarks import specs
+from jaxsparse.collectives._base import collective_of
 
 
 def window_adam(rate: Any, window: int = 4, b1: float = 0.9, b2: float = 0.999) -> optax.GradientTransformation:
@@ -23,20 +24,15 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
   "lars": optax.lars,
   "window_adam": window_adam,
 }
+HELP = f"Any of {', '.join(OPTIMIZERS)}, as in adam:0.001 or window_adam:0.001:window=4, separated by commas."
 
 
 class Optimizer(NamedTuple):
-  """The optimizer behind the all-reduce.
+  """The optimizer behind the all-reduce."""
 
-  Attributes:
-    name: one of `OPTIMIZERS`.
-    rate: peak learning rate.
-    options: of the optimizer, besides the rate.
-  """
-
-  name: str
-  rate: float
-  options: tuple[tuple[str, Any], ...] = ()
+  name: str  # one of `OPTIMIZERS`
+  rate: float  # peak learning rate
+  options: tuple[tuple[str, Any], ...] = ()  # of the optimizer, besides the rate
 
   def __str__(self) -> str:
     return ":".join([self.name, f"{self.rate:g}", *(f"{option}={value}" for option, value in self.options)])
@@ -47,15 +43,7 @@ class Optimizer(NamedTuple):
 
 
 def parse_optimizers(values: Sequence[str], rate: float) -> list[Optimizer]:
-  """The optimizers that the flag names, each once; `rate` is for those that name none of their own.
-
-  Raises:
-    ValueError: for an unknown name or option, or a rate that is not a positive number.
-
-  Example:
-    >>> [str(optimizer) for optimizer in parse_optimizers(["window_adam:0.003:window=4,sgd"], rate=0.1)]
-    ['window_adam:0.003:window=4', 'sgd:0.1']
-  """
+  """The optimizers that the flag names, each once; `rate` is for those that name none of their own."""
   return list(dict.fromkeys(_optimizer(label, rate) for label in specs.listed(values)))
 
 
@@ -71,7 +59,7 @@ def _optimizer(label: str, rate: float) -> Optimizer:
   if not 0 < rate < math.inf:
     raise ValueError(f"--optimizer={label}, choose a positive learning rate, as in {name}:0.001")
   try:
-    _, options = js.costs.collective_of(":".join([name, *parts]))
+    _, options = collective_of(":".join([name, *parts]))
     optimizer = Optimizer(name, rate, tuple(options.items()))
     optimizer.make(rate)
   except (TypeError, ValueError) as error:
@@ -90,31 +78,18 @@ SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {  # of the peak 
 
 
 class Recipe(NamedTuple):
-  """What a worker does with a gradient, besides the exchange.
+  """What a worker does with a gradient, besides the exchange."""
 
-  Attributes:
-    optimizer: with its peak rate.
-    schedule: one of `SCHEDULES`.
-    warm_up: steps in which the rate rises from 0.
-    clip: largest norm of a gradient, 0 for any.
-    steps: of the schedule.
-
-  Example:
-    >>> Recipe(Optimizer("sgd", 0.1), schedule="step", steps=9).schedule_of()(6).item()
-    0.01...
-  """
-
-  optimizer: Optimizer
-  schedule: str = "constant"
-  warm_up: int = 0
-  clip: float = 0.0
-  steps: int = 1
+  optimizer: Optimizer  # with its peak rate
+  schedule: str = "constant"  # one of `SCHEDULES`
+  warm_up: int = 0  # steps in which the rate rises from 0
+  clip: float = 0.0  # largest norm of a gradient, 0 for any
+  steps: int = 1  # of the schedule
 
   def __str__(self) -> str:
     parts = [f"{self.schedule} rate" + (f" over {self.steps} steps" if self.schedule != "constant" else "")]
-    parts += [f"{self.warm_up} steps of warm-up"] * bool(self.warm_up) + [f"clipping at {self.clip:g}"] * bool(
-      self.clip
-    )
+    parts += [f"{self.warm_up} steps of warm-up"] * bool(self.warm_up)
+    parts += [f"clipping at {self.clip:g}"] * bool(self.clip)
     return ", ".join(parts)
 
   def schedule_of(self) -> optax.Schedule:

@@ -1,13 +1,10 @@
 r"""Records the gradients of every worker in a training, for benchmarks to time real ones in the order they came.
 
-Eight workers train the byte-level language model of `benchmarks.tasks.lm` (136,896 parameters, 4 windows of text each)
-with SparDL at 1 % and SGD at 0.3. The gradients of steps 200 … 299 are kept, 438 MB of float32, in --cache_dir; the
-same on every machine with the same versions of JAX and Python. It takes under a minute, and only once.
-
-A gradient of n entries repeats the model: copy c is the whole gradient, all layers in their order, with a sign, a scale
-of 1/2 … 2 and a first step of its own. These are the same on every worker and in every step, so entries keep what they
-have in the training: the heavy tail, the scales of the layers, the likeness of workers and that of consecutive steps.
-A gradient of fewer entries takes evenly spaced ones. Workers beyond the eighth begin 37 steps later each round.
+Eight workers train the byte-level language model `lm.small` (136,896 parameters, 4 windows of text each) with SparDL at
+1 % and SGD at 0.3. The gradients of steps 200 … 299 are kept in --cache_dir, 438 MB, the same on every machine with the
+same versions of JAX and Python. A gradient of n entries repeats the model: copy c is the whole gradient with a sign, a
+scale of 1/2 … 2 and a first step of its own, the same on every worker and in every step; one of fewer entries takes
+evenly spaced ones. Workers beyond the eighth begin 37 steps later each round.
 
     python -m benchmarks.recorded
 """
@@ -29,8 +26,6 @@ from benchmarks.tasks import lm
 from benchmarks.tasks.base import model_of
 from jaxsparse import flatten
 from jaxsparse.train.engine import Engine, engine_of
-
-CACHE_HELP = "Folder for recorded gradients and compiled programs."
 
 _WORKERS, _SKIPPED, _STEPS = 8, 200, 100
 _BATCH, _RATE, _DENSITY = 4, 0.3, 0.01
@@ -63,13 +58,7 @@ def record(path: pathlib.Path, size: int = _WORKERS, skipped: int = _SKIPPED, st
 
 
 def gradients(place: workers.Workers, path: pathlib.Path, n: int) -> Callable[[int], jax.Array]:
-  """Makes the gradients of all workers in a step, f32[n] each, from a recording.
-
-  Args:
-    place: the workers.
-    path: of the recording.
-    n: gradient entries.
-  """
+  """Makes the gradients of all workers in a step, f32[n] each, from a recording."""
   engine = engine_of(place.where, "workers")
   recording = np.load(path, mmap_mode="r")
   size, steps, entries = recording.shape
@@ -112,5 +101,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":  # the flag as well: who imports this module has one of the same name
-  flags.DEFINE_string("cache_dir", "out/cache", CACHE_HELP)
+  entry.define_cache_dir()
   entry.run(main)

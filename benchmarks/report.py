@@ -1,31 +1,29 @@
-"""What all benchmarks report with: whether goals are reached, files that are replaced whole, and figures."""
+"""What all benchmarks report with: tables, goals, files that are replaced whole, progress, and figures."""
 
+import contextlib
+import json
 import math
 import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import matplotlib as mpl
 import rich.console
+import rich.progress
+import rich.table
 
 mpl.use("Agg")
 from matplotlib import axes, pyplot
 
 
 class Goal(NamedTuple):
-  """A ratio to reach.
+  """A ratio to reach."""
 
-  Attributes:
-    what: the goal in words.
-    measured: the ratio, of the worst case where there are several; None where none was measured.
-    met: whether it is reached.
-  """
-
-  what: str
-  measured: float | None
-  met: bool | None
+  what: str  # the goal in words
+  measured: float | None  # the ratio, of the worst case where there are several; None where none was measured
+  met: bool | None  # whether it is reached
 
 
 def say(goals: Sequence[Goal], console: rich.console.Console) -> None:
@@ -35,12 +33,51 @@ def say(goals: Sequence[Goal], console: rich.console.Console) -> None:
     console.print(f"goal: {goal.what}: {verdict}", highlight=False, soft_wrap=True)
 
 
+def table(
+  title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1, caption: str | None = None
+) -> rich.table.Table:
+  """A table whose first `text` columns are text, the others numbers; lines divide rows that share the first column."""
+  rows = list(rows)
+  groups = [row[0] for row, before in zip(rows, [[None], *rows], strict=False) if row[0] != before[0]]
+  grouped = len(set(groups)) == len(groups) < len(rows)
+  found = rich.table.Table(title=title, caption=caption)
+  for number, head in enumerate(heads):
+    found.add_column(head, justify="left" if number < text else "right", no_wrap=True)
+  for row, after in zip(rows, [*rows[1:], [""]], strict=True):
+    found.add_row(*row, end_section=grouped and row[0] != after[0])
+  return found
+
+
+def spread(values: Sequence[float], form: str) -> str:
+  """Mean and standard deviation of several runs."""
+  deviation = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+  return f"{statistics.mean(values):{form}}{deviation}"
+
+
+def milliseconds(seconds: float | None) -> str:
+  """Seconds as text, in milliseconds; – for none."""
+  return "–" if seconds is None else f"{1e3 * seconds:,.1f}"
+
+
+def ratio(above: float | None, below: float | None, digits: int = 2) -> str:
+  """A ratio as text; – where a number is missing."""
+  return f"{above / below:,.{digits}f}" if above is not None and below else "–"
+
+
 def replace(path: pathlib.Path, content: str) -> None:
   """Writes a file: it has all of `content` or what it had before."""
   path.parent.mkdir(parents=True, exist_ok=True)
   beside = path.with_name(f"{path.name}.new")
   beside.write_text(content)
   beside.rename(path)
+
+
+def keep(path: pathlib.Path, head: Mapping[str, Any], lists: Mapping[str, Iterable[Any]]) -> None:
+  """Replaces a JSON file: what `head` has, and lists of records, a record a line; infinite numbers become null."""
+  lines = [f'"{name}": {json.dumps(value)}' for name, value in head.items()]
+  for name, records in lists.items():
+    lines.append(f'"{name}": [\n' + ",\n".join(json.dumps(finite(one)._asdict()) for one in records) + "\n]")
+  replace(path, "{" + ",\n".join(lines) + "}\n")
 
 
 def rounded(value: Any) -> Any:
@@ -54,19 +91,26 @@ def finite(value: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf if is_number(leaf) else None, value)
 
 
-def band(
-  panel: axes.Axes,
-  x: Sequence[float],
-  lines: Sequence[Sequence[float]],
-  label: str,
-  linewidth: float = 1.5,
-  color: Any = None,
-) -> None:
+@contextlib.contextmanager
+def progress(console: rich.console.Console, name: str, steps: int) -> Iterator[Callable[[int, float], None]]:
+  """A line that shows the step and its loss while the block runs; it calls what it gets with both."""
+  columns = [
+    rich.progress.TextColumn("{task.description}"),
+    rich.progress.BarColumn(),
+    rich.progress.MofNCompleteColumn(),
+    rich.progress.TextColumn("loss {task.fields[loss]:.3f}"),
+    rich.progress.TimeRemainingColumn(),
+  ]
+  with rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    bar = bars.add_task(name, total=steps, loss=float("nan"))
+    yield lambda step, loss: bars.update(bar, completed=step, loss=loss)
+
+
+def band(panel: axes.Axes, x: Sequence[float], lines: Sequence[Sequence[float]], label: str, **style: Any) -> None:
   """Draws the mean of `lines` over `x`, and a band from the least to the most."""
   columns = list(zip(*lines, strict=True))
-  (line,) = panel.plot(
-    x, [statistics.mean(column) for column in columns], label=label, linewidth=linewidth, color=color
-  )
+  means = [statistics.mean(column) for column in columns]
+  (line,) = panel.plot(x, means, label=label, **style)
   if len(lines) > 1:
     panel.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.2)
   panel.grid(alpha=0.3)

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 
 import jaxsparse as js
-from jaxsparse.collectives import plain
+from jaxsparse.collectives import make_plain
+from jaxsparse.collectives._base import collective_of
 
 HELP = (
   "All-reduces to compare, in this order, or 'all'. Repeat it, or separate by commas. Options of one follow its name: "
@@ -15,17 +16,11 @@ HELP = (
 
 
 class Spec(NamedTuple):
-  """One algorithm to run.
+  """One algorithm to run."""
 
-  Attributes:
-    label: as the user wrote it.
-    name: of the collective.
-    config: its options.
-  """
-
-  label: str
-  name: str
-  config: dict[str, Any]
+  label: str  # as the user wrote it
+  name: str  # of the collective
+  config: dict[str, Any]  # its options
 
   @property
   def collective(self) -> js.Collective:
@@ -34,61 +29,31 @@ class Spec(NamedTuple):
 
 
 def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
-  """The algorithms that the flag names, each once, checked for `workers` workers before anything runs.
-
-  Args:
-    values: of the flag.
-    workers: number of workers P.
-    **shared: options for every algorithm that has them, where its own do not say otherwise.
-
-  Raises:
-    ValueError: for an unknown name, or options that are rejected, with the choices.
-
-  Example:
-    >>> [spec.config for spec in parse(["dense,spardl:teams=2"], workers=4, density=0.1)]
-    [{}, {'density': 0.1, 'teams': 2}]
-  """
-  return [_spec(label, workers, shared) for label in labels_of(values)]
+  """The algorithms that the flag names, each once, checked for `workers` workers before anything runs."""
+  found = []
+  for label in labels_of(values):
+    name, own = collective_of(label)
+    known = js.collective_options(name)
+    spec = Spec(label, name, {option: value for option, value in shared.items() if option in known} | own)
+    try:
+      jax.eval_shape(lambda spec=spec: spec.collective.init(1_000_000, workers))  # no array yet: devices come later
+    except TypeError as error:
+      raise ValueError(error) from error
+    found.append(spec)
+  return found
 
 
 def labels_of(values: list[str]) -> list[str]:
-  """The labels that a flag names, each once; "all" stands for every collective.
-
-  Example:
-    >>> labels_of(["dense,spardl", "dense"])
-    ['dense', 'spardl']
-  """
+  """The labels that a flag names, each once; "all" stands for every collective."""
   labels = listed(values)
   return list(js.collective_names()) if labels == ["all"] else labels
 
 
 def listed(values: Sequence[str]) -> list[str]:
-  """What a flag names that is repeated, or separated by commas, each once.
-
-  Example:
-    >>> listed(["10mbit, 1gbit", "10mbit"])
-    ['10mbit', '1gbit']
-  """
+  """What a flag names that is repeated, or separated by commas, each once."""
   return list(dict.fromkeys(part.strip() for value in values for part in value.split(",")))
 
 
 def of_vectors() -> list[str]:
-  """The collectives whose cost depends on the number of entries alone, and not on the shapes of leaves.
-
-  Example:
-    >>> set(js.collective_names()) - set(of_vectors())
-    {'powersgd'}
-  """
-  return [name for name in js.collective_names() if not plain(name).needs_shapes]
-
-
-def _spec(label: str, workers: int, shared: dict[str, Any]) -> Spec:
-  name, own = js.costs.collective_of(label)
-  known = js.collective_options(name)
-  config = {option: value for option, value in shared.items() if option in known}
-  try:
-    spec = Spec(label, name, config | own)
-    jax.eval_shape(lambda: spec.collective.init(1_000_000, workers))  # no array yet: devices are chosen later
-  except TypeError as error:
-    raise ValueError(error) from error
-  return spec
+  """The collectives whose cost depends on the number of entries alone, and not on the shapes of leaves."""
+  return [name for name in js.collective_names() if not make_plain(name).needs_shapes]

@@ -40,6 +40,7 @@ from benchmarks import entry, report, workers
 from benchmarks.tasks import data, small
 from benchmarks.tasks.base import Batch, model_of
 from jaxsparse import launch
+from jaxsparse.launch.rank import START_TIMEOUT
 
 _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.")
 _SLOW = flags.DEFINE_integer("slow", 2, "How many of them are slow.")
@@ -178,7 +179,7 @@ def run_partial(run: str, kill_after: float | None = None) -> Outcome:
       stack.callback(processes[-1].wait)
       stack.callback(processes[-1].kill)
     all_ready = lambda: len(list(folder.glob("ready*"))) == _WORKERS.value
-    _wait_for("starting", all_ready, processes, launch.START_TIMEOUT)
+    _wait_for("starting", all_ready, processes, START_TIMEOUT)
     (folder / "go").touch()
     if kill_after is not None:
       time.sleep(kill_after)

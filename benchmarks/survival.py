@@ -27,7 +27,8 @@ from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import entry, workers
-from jaxsparse import _compat, launch
+from jaxsparse import _compat
+from jaxsparse.launch.start import free_port
 
 _ENTRIES = flags.DEFINE_integer("n", 1_000_000, "Entries of the model.")
 _HEARTBEAT = flags.DEFINE_integer("heartbeat", 10, "Seconds without a sign of life after which JAX takes one for dead.")
@@ -112,7 +113,7 @@ def _run(rank: int, address: str, folder: pathlib.Path, recoverable: bool, again
 def measure(recoverable: bool) -> Fate:
   """One run of three processes, one of which dies and is started again."""
   with tempfile.TemporaryDirectory(prefix="jaxsparse-") as name, contextlib.ExitStack() as stack:
-    folder, address = pathlib.Path(name), f"127.0.0.1:{launch.free_port()}"
+    folder, address = pathlib.Path(name), f"127.0.0.1:{free_port()}"
 
     def start(rank: int, again: bool) -> subprocess.Popen:
       own = f"--rank={rank},{address},{folder},{int(recoverable)},{int(again)}"

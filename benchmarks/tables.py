@@ -27,6 +27,7 @@ from benchmarks import report
 from benchmarks.heterogeneous import report as in_virtual_time
 from benchmarks.heterogeneous import virtual
 from benchmarks.overlap import contention as contention_of
+from benchmarks.overlap import report as overlap_report
 from benchmarks.overlap.iterations import WORKERS
 from benchmarks.race import report as race_report
 from benchmarks.race.report import milliseconds, name_of, rate_text, slow_first, spread_text
@@ -220,11 +221,11 @@ def elastic(part: str) -> str:
 
 def heterogeneous(*parts: str) -> str:
   """Parts of the comparison in virtual time as `benchmarks.heterogeneous` prints them, or `speed_ups` over a worker."""
-  rows = virtual.read(json.loads((RESULTS / "heterogeneous.json").read_text())["rows"])
+  rows = virtual.from_json(json.loads((RESULTS / "heterogeneous.json").read_text())["rows"])
   if parts == ("speed_ups",):
     scale = in_virtual_time.speed_ups([row for row in rows if row.part == "scale"])
     return _of_rich("", {"": in_virtual_time.scale_table(scale)})
-  groups = in_virtual_time.by_environment(row for row in rows if row.part in parts)
+  groups = in_virtual_time.group_by_environment(row for row in rows if row.part in parts)
   return _of_rich("workers", {str(own[0].environment): in_virtual_time.table(own, "") for own in groups})
 
 
@@ -232,11 +233,11 @@ def contention(source: str) -> str:
   """Two all-reduces at once: `measured` in the lab, or in the model of the `paper`."""
   if source == "paper":
     curve = contention_of.predicted(js.overlap.Link(alpha=1.4e-3, beta=1.7e-9, gamma=1.5), WORKERS)
-    return _of_rich("", {curve.name: contention_of.table(curve)})
+    return _of_rich("", {curve.name: overlap_report.contention_table(curve)})
   made = {}
   for one in json.loads((RESULTS / "contention.json").read_text()):
     points = [contention_of.Point(**point) for point in one["points"]]
-    made[rate_text(one["name"])] = contention_of.table(contention_of.Curve(**one | {"points": points}))
+    made[rate_text(one["name"])] = overlap_report.contention_table(contention_of.Curve(**one | {"points": points}))
   return _of_rich("links", made)
 
 

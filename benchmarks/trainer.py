@@ -15,30 +15,10 @@ from jaxsparse.train.engine import local_shard
 
 
 class Trainer:
-  """A training from a seed; every process of the engine makes it and calls the same methods.
-
-  Args:
-    task: to train.
-    method: what is exchanged.
-    recipe: of the optimizer.
-    place: the workers.
-    batch_size: inputs of each worker in a step.
-    seed: of the parameters and the batches.
-
-  Attributes:
-    model: that is trained.
-    batches: what this process gives of the next batches.
-    params: after the steps so far.
-    state: of the optimizer.
-    statistics: of the model, those of all workers.
-    steps: that were taken.
-    times: seconds of each step.
-
-  Raises:
-    ValueError: if the data do not fill a batch.
-  """
+  """A training from a seed; every process of the engine makes it and calls the same methods."""
 
   def __init__(self, task: Task, method: Method, recipe: Recipe, place: Workers, batch_size: int, seed: int):
+    self.task, self.place = task, place
     self.batches = task.batches(seed, place, batch_size)
     self.model: Model = model_of(task, seed)
     tx = method.make(place.axis, recipe.make())
@@ -75,8 +55,7 @@ class Trainer:
   def evaluate(self, params: Any = None, on: Arrays | None = None) -> tuple[float, float]:
     """Loss and accuracy on what is held out, or on other inputs and labels.
 
-    Of the parameters of the last exchange, which all workers have, unless others are given. Batch normalization is by
-    the running statistics of this process's first worker.
+    Of the parameters of the last exchange, unless others are given, by the statistics of this process's first worker.
     """
     statistics = jax.tree.map(lambda leaf: local_shard(leaf)[0], self.statistics)
     return self.model.evaluate(self.params if params is None else params, statistics, on)

@@ -1,7 +1,4 @@
-"""Where the workers of a benchmark run: devices of this process, processes, ranks of MPI, or simulated on one device.
-
-A benchmark calls `launched` first, and `here` where that says that this process is to do the work.
-"""
+"""Where the workers of a benchmark run: devices of this process, processes, ranks of MPI, or simulated."""
 
 import os
 import pathlib
@@ -28,21 +25,13 @@ ENGINE_HELP = "; ".join(f"{name}: {what}" for name, what in ENGINES.items())
 
 
 class Workers(NamedTuple):
-  """The workers of a benchmark, seen from one process.
+  """The workers of a benchmark, seen from one process."""
 
-  Attributes:
-    where: the argument `mesh` of `js.init` and `js.make_train_step`: a mesh, or a comm.
-    axis: the argument `axis` of a transform: the axis of the mesh, or the comm.
-    size: number of workers P.
-    shares: the number of workers whose part of a batch this process gives: all of them, or under MPI one.
-    number: of this process among those that run; the first one reports.
-  """
-
-  where: Mesh | js.Comm
-  axis: str | js.Comm
-  size: int
-  shares: int
-  number: int
+  where: Mesh | js.Comm  # the argument `mesh` of `js.init` and `js.make_train_step`: a mesh, or a comm
+  axis: str | js.Comm  # the argument `axis` of a transform: the axis of the mesh, or the comm
+  size: int  # number of workers P
+  shares: int  # the number of workers whose part of a batch this process gives: all of them, or under MPI one
+  number: int  # of this process among those that run; the first one reports
 
   def __str__(self) -> str:
     platform = jax.default_backend()
@@ -65,29 +54,18 @@ class Workers(NamedTuple):
     return js.metrics(state, None if self.shares == self.size else self.axis)
 
 
-def launched(engine: str, workers: int, limit: float | None = None) -> bool:
-  """Runs this command again as `workers` ranks, if the engine takes ranks and this process is not one of them.
-
-  Raises:
-    ValueError: for fewer than one worker.
-    launch.RunFailed: if a rank died, did not join or did not end.
-  """
-  if workers < 1:
-    raise ValueError(f"--workers={workers}, choose at least 1")
+def launched(engine: str, workers: int) -> bool:
+  """Runs this command again as `workers` ranks, if the engine takes ranks and this process is not one of them."""
   if engine not in ("processes", "mpi") or launch.is_rank():
     return False
   spec = sys.modules["__main__"].__spec__
   program = ["-m", spec.name] if spec else [str(pathlib.Path(sys.argv[0]).resolve())]
-  launch.run([sys.executable, *program, *sys.argv[1:]], workers, "mpi" if engine == "mpi" else "processes", limit=limit)
+  launch.run([sys.executable, *program, *sys.argv[1:]], workers, "mpi" if engine == "mpi" else "processes")
   return True
 
 
 def here(engine: str, workers: int) -> Workers:
-  """The workers, in a process that does their work. Call it before anything else uses JAX: it makes the devices.
-
-  Raises:
-    ValueError: for fewer than one worker, or another number than the job has ranks.
-  """
+  """The workers, in a process that does their work. Call it before anything else uses JAX: it makes the devices."""
   if workers < 1:
     raise ValueError(f"--workers={workers}, choose at least 1")
   if engine == "mpi":
@@ -95,16 +73,33 @@ def here(engine: str, workers: int) -> Workers:
     _check_ranks(workers, ranks.size)
     return Workers(ranks, ranks, workers, shares=1, number=int(ranks.rank))
   if engine == "sim":
-    launch.arrived()
     simulated = js.SimComm(AXIS, members=workers)
     return Workers(simulated, simulated, workers, shares=workers, number=0)
   if engine == "processes":
     launch.join()
     _check_ranks(workers, len(jax.devices()))
-  else:
-    launch.arrived()  # one process may have been started alone, to have devices of its own
-  mesh = mesh_of(workers)
+  if not jax.distributed.is_initialized():
+    jax.config.update("jax_num_cpu_devices", workers)
+  devices = jax.devices() if len(jax.devices()) >= workers else jax.devices("cpu")
+  mesh = Mesh(np.array(devices[:workers]), (AXIS,))
   return Workers(mesh, AXIS, workers, shares=workers, number=jax.process_index())
+
+
+def share_programs(folder: pathlib.Path) -> None:
+  """Keeps every compiled program in `folder` from now on, and has one rank compile for all; call it before `here`.
+
+  Rank 0 sends binaries to ranks of JAX's runtime that have the same cache key. On CPU, JAX hashes the devices of the
+  process that asks, so keys differ; here the kinds of all devices are hashed instead. The function that is replaced is
+  private to JAX: without it every rank compiles for itself, and so do ranks of MPI, whose programs name a communicator.
+  """
+  jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  from jax._src import cache_key
+
+  if hasattr(cache_key, "_hash_accelerator_config") and hasattr(cache_key, "_hash_devices"):
+    setattr(cache_key, "_hash_accelerator_config", cache_key._hash_devices)  # noqa: B010  # private, so untyped
+    jax.config.update("jax_share_binary_between_hosts", True)
 
 
 def pin() -> None:
@@ -113,20 +108,10 @@ def pin() -> None:
   os.sched_setaffinity(0, {cores[(guard.rank() or 0) % len(cores)]})
 
 
-def make_console(stderr: bool = False, quiet: bool = False) -> rich.console.Console:
-  """A console as wide as the terminal; the terminal that mpirun gives a rank has no useful width."""
+def make_console(stderr: bool = False) -> rich.console.Console:
+  """A console as wide as the terminal, unless mpirun made that."""
   width = None if sys.stdout.isatty() and not launch.is_rank() else 160
-  return rich.console.Console(stderr=stderr, quiet=quiet, width=width)
-
-
-def mesh_of(workers: int) -> Mesh:
-  """A mesh of `workers` devices along `AXIS`: accelerators where there are enough, else forced CPU devices."""
-  if not jax.distributed.is_initialized():
-    jax.config.update("jax_num_cpu_devices", workers)
-  devices = jax.devices()
-  if len(devices) < workers:
-    devices = jax.devices("cpu")
-  return Mesh(np.array(devices[:workers]), (AXIS,))
+  return rich.console.Console(stderr=stderr, width=width)
 
 
 def _check_ranks(workers: int, ranks: int) -> None:

@@ -23,7 +23,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import jaxsparse as js
-from jaxsparse.comm import SimComm, all_gather, topology
+from jaxsparse.comm import SimComm, all_gather
+from jaxsparse.comm.schedules import strides, team_size
 
 Parts = dict[int, frozenset[int]]
 """Blocks, or cells of a figure, each with the workers whose gradients are summed up in it."""
@@ -127,7 +128,7 @@ def held(rounds: Sequence[Round], start: Sequence[Parts], given: int) -> list[li
 
 def spar_reduce_scatter(workers: int) -> Figure:
   """SparDL's reduce-scatter: which worker sends which blocks to whom, until each has the sum of one block."""
-  given = len(topology.strides(workers))
+  given = len(strides(workers))
   rounds = rounds_of("spardl", workers, workers)[:given]
   title = f"Spar-Reduce-Scatter: after {given} rounds each of {workers} workers has the sum of one block"
   return _draw(title, _SUMS, rounds, held(rounds, _everything(workers, workers), given), workers)
@@ -142,8 +143,8 @@ def bruck(workers: int) -> Figure:
 
 def teams(workers: int, teams: int) -> Figure:
   """An update of SparDL with teams: a reduce-scatter in each team, sums over teams, an all-gather in each team."""
-  size = topology.team_size(workers, teams)
-  rounds, given = rounds_of("spardl", workers, size, teams=teams), len(topology.strides(size))
+  size = team_size(workers, teams)
+  rounds, given = rounds_of("spardl", workers, size, teams=teams), len(strides(size))
   between = len(rounds) - 2 * given
   title = f"SparDL, {teams} teams of {size}: {given} rounds inside teams, {between} between them, {given} inside teams"
   return _draw(title, _SUMS, rounds, held(rounds, _everything(workers, size), given), size)

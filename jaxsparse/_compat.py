@@ -166,7 +166,7 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
   This follows the equations of an unfinished trace backwards from x. It detects gradients that are averaged already
   where the types do not show it.
   """
-  while (equation := getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None) is not None:
+  while isinstance(x, jax.core.Tracer) and (equation := getattr(x, "parent", None)) is not None:
     if equation.primitive.name.startswith("psum"):
       return set(names_of(axis)) <= set(equation.params["axes"]) and equation.params.get("axis_index_groups") is None
     operands = [operand for operand in equation.in_tracers if getattr(operand, "size", 1) == x.size]

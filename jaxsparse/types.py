@@ -1,4 +1,4 @@
-"""Types that all packages share: sparse entries, communication verbs, the state and result of a collective, costs."""
+"""Types that all packages share: sparse entries, verbs, the state and result of a collective, counters, costs."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
@@ -134,6 +134,51 @@ class Counters(NamedTuple):
     zeros = {name: jnp.zeros(1, dtypes[type(value)]) for name, value in cls._field_defaults.items()}
     words = ("words_sent", "words_used", "total_words", "total_wraps")
     return cls(**zeros | {name: jnp.zeros(1, jnp.uint32) for name in words})
+
+
+_MOST_WORDS = 2**32 - 1  # 16 GiB; the words of a step are u32, which needs no 64-bit mode of JAX
+
+
+def saturated(value: jax.Array | float, dtype: jax.typing.DTypeLike) -> jax.Array:
+  """`value` as `dtype`; for an integer type, the largest number of the type where it would be beyond.
+
+  Example:
+    >>> saturated(10**10, jnp.uint32), saturated(jnp.float32(1e10), jnp.int32)
+    (Array(4294967295, dtype=uint32), Array(2147483647, dtype=int32))
+  """
+  if not jnp.issubdtype(dtype, jnp.integer):
+    return jnp.asarray(value, dtype)
+  most = int(jnp.iinfo(dtype).max)
+  if not isinstance(value, jax.Array):
+    return jnp.asarray(min(int(value), most), dtype)
+  if jnp.issubdtype(value.dtype, jnp.integer) and jnp.iinfo(value.dtype).max <= most:
+    return value.astype(dtype)
+  return jnp.where(value >= jnp.asarray(most, value.dtype), jnp.asarray(most, dtype), value.astype(dtype))
+
+
+def saturated_sum(*counts: jax.Array | int) -> jax.Array:
+  """The sum of counts, u32[], at most 2³² − 1.
+
+  Example:
+    >>> saturated_sum(1, jnp.int32(2)), saturated_sum(2**31, 2**31)
+    (Array(3, dtype=uint32), Array(4294967295, dtype=uint32))
+  """
+  result = jnp.uint32(0)
+  for count in counts:
+    added = result + saturated(count, jnp.uint32)
+    result = jnp.where(added < result, jnp.uint32(_MOST_WORDS), added)
+  return result
+
+
+def saturated_product(count: jax.Array | int, factor: int) -> jax.Array:
+  """The product of a count and a static factor, u32[], at most 2³² − 1.
+
+  Example:
+    >>> saturated_product(jnp.int32(3), 2), saturated_product(jnp.int32(3), 2**31), saturated_product(jnp.int32(3), 0)
+    (Array(6, dtype=uint32), Array(4294967295, dtype=uint32), Array(0, dtype=uint32))
+  """
+  factor, count, most = min(factor, _MOST_WORDS), saturated(count, jnp.uint32), jnp.uint32(_MOST_WORDS)
+  return jnp.where(count > jnp.uint32(_MOST_WORDS // max(1, factor)), most, count * jnp.uint32(factor))
 
 
 class Pending(NamedTuple):

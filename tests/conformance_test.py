@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse.costs import count_jaxpr, schedule
+from jaxsparse.comm import all_reduce_cost
+from jaxsparse.costs.counting import count_jaxpr, schedule
 from jaxsparse.train import simulation
 from tests.cases import (
   AS_USERS,
@@ -284,7 +285,7 @@ def check_messages(text, collective, workers, n):
   assert all(dtype == "u32" for dtype, _ in buffers)
   itemsize = jnp.dtype(getattr(collective, "dtype", "float32")).itemsize
   sizes = [int(np.prod([int(d) for d in dims.split(",") if d])) for dims in reduces]
-  dense = [js.costs.all_reduce_cost(size, workers, itemsize) for size in sizes if size > 1]
+  dense = [all_reduce_cost(size, workers, itemsize) for size in sizes if size > 1]
   cost = count_jaxpr(schedule(collective, n, workers), workers, branch="every")
   if workers > 1:
     assert len(buffers) + sum(c.messages for c in dense) == cost.messages

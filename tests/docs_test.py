@@ -12,7 +12,9 @@ import sys
 import pytest
 
 import jaxsparse as js
+from docs import api
 from jaxsparse import launch
+from jaxsparse.launch.start import free_port
 
 ROOT = pathlib.Path(__file__).parents[1]
 TRAIN = """
@@ -23,6 +25,7 @@ params, state, _ = step(params, state, batch)
 FENCE = r"```(python|diff)\n(.*?)```"
 TESTED = {
   "README.md",
+  "docs/how_to/adam.md",
   "docs/how_to/checkpoints.md",
   "docs/how_to/leaves.md",
   "docs/how_to/local_steps.md",
@@ -36,7 +39,8 @@ TESTED = {
   "docs/how_to/training_step.md",
   "docs/sharp_bits.md",
 }
-"""The pages whose snippets run here; docs/index.md and docs/which_method.md repeat lines of others."""
+"""The pages whose snippets run here; docs/index.md and docs/which_method.md repeat lines of others, and the diff of
+docs/how_to/migrating.md begins in PyTorch."""
 
 
 def snippets(page):
@@ -68,9 +72,13 @@ def run(program, folder, ranks=None, engine="processes"):
 
 def test_every_snippet_is_run():
   pages = {"README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))}
-  assert {page for page in pages if snippets(page)} - TESTED == {"docs/index.md", "docs/which_method.md"}
+  assert {page for page in pages if snippets(page)} - TESTED == {
+    "docs/index.md",
+    "docs/which_method.md",
+    "docs/how_to/migrating.md",
+  }
   (four_lines,), (advice,) = snippets("docs/index.md"), snippets("docs/which_method.md")
-  (readme,) = snippets("README.md")
+  readme = "\n".join(snippets("README.md"))
   assert all(line.strip() in readme for line in four_lines.splitlines())
   assert advice in snippets("docs/how_to/measure_network.md")
 
@@ -88,40 +96,47 @@ def test_the_citation_names_this_version():
 MOVED = "assert float(abs(params['kernel']).max()) > 0\n"
 
 
+def test_the_readme_runs_as_it_stands(tmp_path):
+  adam, sgd = snippets("README.md")
+  sparse = "step = js.make_train_step(loss_fn, tx, mesh)\nparams, state, metrics = step(params, state, batch)\n"
+  out = run(adam + sgd + sparse, tmp_path)
+  assert re.search(r"loss 0\.00\d\d, 4 workers, 36 words a worker and step", out)
+
+
 def test_use(tmp_path):
-  (readme,) = snippets("README.md")
-  *_, diff, _ = snippets("docs/how_to/training_step.md")
+  *_, diff, flax, _ = snippets("docs/how_to/training_step.md")
   _, labels, _ = snippets("docs/how_to/leaves.md")
   (board,) = snippets("docs/how_to/metrics.md")
   writer = "class writer: add_scalar = lambda *found: print(*found)\nstep_number = 3\n"
-  out = run("\n".join([CONTEXT, diff, MOVED, DATA, readme, MOVED, labels, TRAIN, writer, board]), tmp_path)
+  trained = "assert loss_fn(train.params, batch) < 1\n"
+  out = run("\n".join([CONTEXT, diff, MOVED, DATA, flax, trained, DATA, labels, TRAIN, writer, board]), tmp_path)
   assert "residual_norm" in out
   assert "jaxsparse/sparse/words_sent" in out
 
 
 @pytest.mark.long
 def test_steps_leaves_and_precision(tmp_path):
-  _, step, accumulate, _, simulated = snippets("docs/how_to/training_step.md")
+  _, step, accumulate, *_, simulated = snippets("docs/how_to/training_step.md")
   special, _, frozen = snippets("docs/how_to/leaves.md")
-  cast, wire = snippets("docs/how_to/precision.md")
+  cast, scaled, wire = snippets("docs/how_to/precision.md")
   (hyperparameters,) = snippets("docs/sharp_bits.md")
   still = "assert float(abs(params['bias']).max()) == 0\n"
   parts = [CONTEXT, step, accumulate, DATA, simulated, MOVED, DATA, special, TRAIN, DATA, frozen, TRAIN, MOVED]
-  run("\n".join([*parts, still, DATA, cast, MOVED, DATA, wire, TRAIN, hyperparameters, DATA, TRAIN]), tmp_path)
+  run("\n".join([*parts, still, DATA, cast, MOVED, scaled, DATA, wire, TRAIN, hyperparameters, DATA, TRAIN]), tmp_path)
 
 
 @pytest.mark.long  # `js.costs` and `js.overlap` have tests of their own
 def test_costs_and_overlap(tmp_path):
   wire, costs, kept, known = snippets("docs/how_to/measure_network.md")
-  (overlap,) = snippets("docs/how_to/overlap.md")
+  overlap, planners = snippets("docs/how_to/overlap.md")
   # Two algorithms, few entries and repetitions; the calls are those of the pages.
   few = 'n=2**16, algorithms=["dense", "spardl"], repetitions=1'
   quick = f"import functools; js.costs.fit = functools.partial(js.costs.fit, {few})\n"
-  out = run("\n".join([CONTEXT, quick, wire, costs, kept, overlap, TRAIN, known]), tmp_path)
+  out = run("\n".join([CONTEXT, quick, wire, costs, kept, overlap, TRAIN, planners, known]), tmp_path)
   assert "0.786 s" in out
   assert "0.016 s" in out
+  assert "exchanged as one" in out
   assert "times dense's steps" in out
-  assert (tmp_path / "timeline.png").exists()
 
 
 def test_many_hosts(tmp_path):
@@ -141,13 +156,18 @@ def test_sharded_models(tmp_path):
 
 
 def test_local_steps(tmp_path):
-  local, flush, signs, momentum, corrected = snippets("docs/how_to/local_steps.md")
-  run("\n".join([CONTEXT, local, flush, signs, TRAIN, momentum, TRAIN, corrected, TRAIN]), tmp_path)
+  local, momentum, corrected = snippets("docs/how_to/local_steps.md")
+  (adam,) = snippets("docs/how_to/adam.md")
+  run("\n".join([CONTEXT, local, DATA, adam, MOVED, DATA, momentum, TRAIN, DATA, corrected, TRAIN]), tmp_path)
+
+
+def test_the_table_of_the_reference_is_that_of_the_docstrings():
+  assert (ROOT / "docs" / "reference" / "index.md").read_text() == api.page(), "run `python docs/api.py`"
 
 
 def test_stragglers(tmp_path):
   (worker,) = snippets("docs/how_to/stragglers.md")
-  address = f"tcp://127.0.0.1:{launch.free_port()}"
+  address = f"tcp://127.0.0.1:{free_port()}"
   assert "tcp://127.0.0.1:29500" in worker
   assert "1_000" in worker
   worker = worker.replace("tcp://127.0.0.1:29500", address).replace("1_000", "5")

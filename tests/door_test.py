@@ -7,7 +7,7 @@ import pytest
 import jaxsparse as js
 
 MODULES = {
-  "costs": ("count", "predict", "all_reduce_cost", "count_jaxpr", "schedule"),
+  "costs": js.costs.__all__,
   "overlap": js.overlap.__all__,
   "partial": js.partial.__all__,
   "select": ("top_k",),

@@ -4,14 +4,15 @@ import os
 import pathlib
 import subprocess
 import sys
-import types
 
 import pytest
 
 from jaxsparse import launch
 from jaxsparse.launch import environment
+from jaxsparse.launch.start import free_port
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
 
 
 def outside():
@@ -20,61 +21,66 @@ def outside():
   return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
 
 
-STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
-WAYS_TO_JOIN = {"join": "jaxsparse.launch.join()", "comm": "js.MpiComm()"}
+def run_two(arguments, variables):
+  """(status, output, error) of two ranks that this launcher has not started; "{rank}" in a variable is the number."""
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+  own = [outside() | {name: value.format(rank=rank) for name, value in variables.items()} for rank in range(2)]
+  ranks = [subprocess.Popen([sys.executable, *arguments], env=environment, **pipes) for environment in own]
+  printed = [rank.communicate(timeout=120) for rank in ranks]
+  return [(rank.returncode, *texts) for rank, texts in zip(ranks, printed, strict=True)]
+
+
+ALONE = "states 2 ranks, but MPI.COMM_WORLD has size 1. mpi4py was built for Open MPI"
+START = "start the program by python -m jaxsparse.launch --ranks=N\n"
+PMI = {"PMI_RANK": "{rank}", "PMI_SIZE": "2"}
+
+
+LAUNCHER = {"JAXSPARSE_RANK": "{rank}", "JAXSPARSE_RANKS": "2"}
 
 
 @pytest.mark.parametrize(
-  ("way", "variables", "says"),
+  ("call", "variables", "says", "advice"),
   [
-    ("join", {"PMI_RANK": "{rank}", "PMI_SIZE": "2"}, "PMI_SIZE=2 states 2 ranks, but MPI.COMM_WORLD has size 1."),
-    ("comm", STEP, "SLURM_STEP_NUM_TASKS=2 states 2 ranks, but MPI.COMM_WORLD has size 1."),
+    (environment.JOIN, PMI, f"PMI_SIZE=2 {ALONE}", f"Without MPI, {START}"),
+    ("js.MpiComm()", STEP, f"SLURM_STEP_NUM_TASKS=2 {ALONE}", f"Without MPI, call {environment.JOIN} and {START}"),
+    ("js.MpiComm()", LAUNCHER, f"JAXSPARSE_RANKS=2 {ALONE}", f"Without MPI, call {environment.JOIN} and {START}"),
+    ("js.MpiComm(MPI.COMM_WORLD.Clone())", LAUNCHER, f"JAXSPARSE_RANKS=2 {ALONE}", "Without MPI"),
     (
-      "join",
-      {"PMI_SIZE": "2", "PMI_RANK": "{rank}", "PMIX_RANK": "2"},
-      "PMIX_RANK=2 states at least 3 ranks, but PMI_SIZE states 2.",
+      environment.JOIN,
+      PMI | {"PMIX_RANK": "2"},
+      "PMIX_RANK=2 states at least 3 ranks, but PMI_SIZE states 2",
+      "Unset ",
     ),
   ],
 )
-def test_ranks_that_would_train_alone_are_refused(way, variables, says):
-  """Processes that another launcher has started, of which MPI knows nothing."""
-  program = "import jaxsparse as js; from jaxsparse import launch; "
-  program += {"join": "launch.join()", "comm": "js.MpiComm()"}[way] + "; print('trains')"
-  ranks = [
-    subprocess.Popen(
-      [sys.executable, "-c", program],
-      env=outside() | {name: value.format(rank=rank) for name, value in variables.items()},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for rank in range(2)
-  ]
-  for rank in ranks:
-    printed, error = rank.communicate(timeout=120)
-    assert (rank.returncode, printed) == (1, "")
-    assert f"RuntimeError: {WAYS_TO_JOIN[way]}: {says} " in error
+def test_ranks_that_would_train_alone_are_refused(call, variables, says, advice):
+  """Processes that another launcher has started, of which MPI knows nothing; it gives each rank a world of its own."""
+  program = f"{'from mpi4py import MPI; ' * ('Clone' in call)}import jaxsparse as js, jaxsparse.launch; {call}"
+  for status, printed, error in run_two(["-c", f"{program}; print('trains')"], variables):
+    assert (status, printed) == (1, "")
+    assert f"RuntimeError: {call.partition('(')[0]}(): {says}" in error
+    assert advice in error
 
 
-def test_ranks_of_srun_join_without_mpi():
-  """Also where Slurm has set variables of PMI and PMIx, and MPI would count one rank."""
-  shared = STEP | {
-    "SLURM_JOB_ID": "1",
-    "SLURM_STEP_NODELIST": "localhost",
-    "PMI_SIZE": "2",
-    "JAX_COORDINATOR_PORT": str(launch.free_port()),
-    "JAX_PLATFORMS": "cpu",
-  }
-  ranks = [
-    subprocess.Popen(
-      [sys.executable, str(RANKS), "quiet", "processes", "none"],
-      env=outside() | shared | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"), str(rank)),
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    for rank in range(2)
-  ]
-  assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["2.0\n", ""]
+@pytest.mark.parametrize(
+  "variables",
+  [
+    # Slurm has also set variables of PMI and PMIx, and MPI would count one rank.
+    STEP
+    | {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "PMI_SIZE": "2"}
+    | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"), "{rank}"),
+    LAUNCHER,
+  ],
+  ids=["srun", "launcher"],
+)
+def test_ranks_join_without_mpi_and_without_a_guard(variables):
+  """No guard reads what the ranks write, and gloo is quiet all the same."""
+  port = str(free_port())
+  place = (
+    {"JAXSPARSE_COORDINATOR": f"127.0.0.1:{port}"} if "JAXSPARSE_RANK" in variables else {"JAX_COORDINATOR_PORT": port}
+  )
+  found = run_two([str(RANKS), "quiet", "processes", "none"], variables | place | {"JAX_PLATFORMS": "cpu"})
+  assert found == [(0, "2.0\n", ""), (0, "", "")]
 
 
 def of(prefix, rank, size):
@@ -99,6 +105,7 @@ OPEN_MPI, RUN = "OMPI_COMM_WORLD", {"JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "3
     (step(8) | of("PMI", 0, 1), ["SLURM_STEP_NUM_TASKS=8"]),  # srun in a shell that PMI has started
     (step(2) | of(OPEN_MPI, 5, 60) | {"PMIX_RANK": "5"}, ["OMPI_COMM_WORLD_SIZE=60", "PMIX_RANK=5"]),  # daemons by srun
     (step(2) | of("PMI", 5, 60), ["PMI_SIZE=60"]),
+    (step(8) | of(OPEN_MPI, 5, 8), ["OMPI_COMM_WORLD_SIZE=8"]),
     (of(OPEN_MPI, 0, 1), ["OMPI_COMM_WORLD_SIZE=1"]),
     (of(OPEN_MPI, 0, 4) | of("PMI", 0, 1), ["OMPI_COMM_WORLD_SIZE=4"]),
     (step(1) | {"SLURM_NTASKS": "8"}, []),  # the shell of salloc
@@ -113,7 +120,7 @@ OPEN_MPI, RUN = "OMPI_COMM_WORLD", {"JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "3
 )
 def test_the_inner_launcher_states_the_number_of_ranks(monkeypatch, variables, found):
   monkeypatch.setattr(os, "environ", outside() | variables)
-  stated = environment.stated()
+  stated = environment.read_counts()
   assert [str(one).split()[0] for one in stated] == found
   assert launch.is_rank() == bool(found)
   environment.check_consistent("a rank", stated)
@@ -122,39 +129,19 @@ def test_the_inner_launcher_states_the_number_of_ranks(monkeypatch, variables, f
 @pytest.mark.parametrize(
   ("variables", "message"),
   [
-    (of(OPEN_MPI, 0, 4) | of("PMI", 0, 2), "PMI_SIZE=2 states 2 ranks, but OMPI_COMM_WORLD_SIZE states 4. "),
-    (of("PMI", 0, 2) | {"PMIX_RANK": "2"}, "PMIX_RANK=2 states at least 3 ranks, but PMI_SIZE states 2. "),
+    (
+      of(OPEN_MPI, 0, 4) | of("PMI", 0, 2),
+      "a rank: PMI_SIZE=2 states 2 ranks, but OMPI_COMM_WORLD_SIZE states 4. Unset ",
+    ),
+    (
+      of("PMI", 0, 2) | {"PMIX_RANK": "2"},
+      "a rank: PMIX_RANK=2 states at least 3 ranks, but PMI_SIZE states 2. Unset ",
+    ),
+    (of("PMI", "0", "two"), "PMI_SIZE='two' is not a number, .*: unset it$"),
+    (of("PMI", "-1", ""), "PMI_RANK='-1' is not a number, .*: unset it$"),
   ],
 )
-def test_launchers_that_state_different_numbers_are_refused(monkeypatch, variables, message):
+def test_variables_that_cannot_be_right_are_refused(monkeypatch, variables, message):
   monkeypatch.setattr(os, "environ", outside() | variables)
-  with pytest.raises(RuntimeError, match=f"^a rank: {message}Unset "):
-    environment.check_consistent("a rank", environment.stated())
-
-
-@pytest.mark.parametrize(("rank", "size", "named"), [("0", "two", "PMI_SIZE='two'"), ("-1", "", "PMI_RANK='-1'")])
-def test_variables_without_a_number_are_named(monkeypatch, rank, size, named):
-  monkeypatch.setattr(os, "environ", outside() | of("PMI", rank, size))
-  with pytest.raises(ValueError, match=f"^{named} is not a number, .*: unset it$"):
-    environment.stated()
-
-
-class _Mpi:
-  """An MPI that counts one rank."""
-
-  Get_library_version = staticmethod(lambda: "MPICH Version: 4")
-  COMM_WORLD = types.SimpleNamespace(Get_size=lambda: 1)
-
-
-@pytest.mark.parametrize(
-  ("who", "variables", "ends"),
-  [
-    ("js.MpiComm()", of("PMI", 1, 4), r"call jaxsparse.launch.join\(\) and start .* --ranks=4"),
-    (environment.JOIN, of("PMI", 1, 4), "Without MPI, start .* --ranks=4"),
-    (environment.JOIN, {"PMIX_RANK": "3"}, "Without MPI, start .* --ranks=N"),
-  ],
-)
-def test_advice_fits_who_asks_and_what_is_known(monkeypatch, who, variables, ends):
-  monkeypatch.setattr(os, "environ", outside() | variables)
-  with pytest.raises(RuntimeError, match=f"{ends}$"):
-    environment.check_mpi(who, environment.stated(), _Mpi)
+  with pytest.raises((RuntimeError, ValueError), match=f"^{message}"):
+    environment.check_consistent("a rank", environment.read_counts())

@@ -1,4 +1,4 @@
-"""Importing changes nothing, in a rank of a run neither."""
+"""Importing changes nothing, in a rank of a run neither, and needs jax, numpy and optax only."""
 
 import os
 import subprocess
@@ -46,23 +46,12 @@ for name in before:
   if before[name] != after[name]:
     print(name, before[name], after[name])
 """
-RANK = {
-  "PMI_RANK": "0",
-  "PMI_SIZE": "2",
-  "PMIX_RANK": "0",
-  "OMPI_COMM_WORLD_RANK": "0",
-  "OMPI_COMM_WORLD_SIZE": "2",
-  "SLURM_JOB_ID": "1",
-  "SLURM_STEP_ID": "0",
-  "SLURM_STEP_NUM_TASKS": "2",
-  "SLURM_STEP_NODELIST": "localhost",
-  "SLURM_NTASKS": "2",
-  "SLURM_PROCID": "0",
-  "SLURM_LOCALID": "0",
-  "JAXSPARSE_RANK": "0",
-  "JAXSPARSE_RANKS": "2",
-  "JAXSPARSE_COORDINATOR": "127.0.0.1:1",
-}
+RANK = {f"{prefix}_RANK": "0" for prefix in ("PMI", "PMIX", "OMPI_COMM_WORLD", "JAXSPARSE")}
+RANK |= dict.fromkeys(
+  ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "JAXSPARSE_RANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "2"
+)
+RANK |= {f"SLURM_{name}": "0" for name in ("JOB_ID", "STEP_ID", "PROCID", "LOCALID")}
+RANK |= {"SLURM_STEP_NODELIST": "localhost", "JAXSPARSE_COORDINATOR": "127.0.0.1:1"}
 
 
 def test_importing_changes_nothing(tmp_path):
@@ -72,3 +61,49 @@ def test_importing_changes_nothing(tmp_path):
   )
   assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
   assert not os.listdir(tmp_path)
+
+
+# Whatever else is installed cannot be imported: what is no dependency of jax, numpy or optax.
+ALONE = """
+import importlib.metadata, re, sys
+
+plain = lambda name: re.sub("[-_.]+", "-", name).lower()
+
+def needed(name, found):
+  if name not in found:
+    found.add(name)
+    for line in importlib.metadata.requires(name) or []:
+      if "extra ==" not in line:
+        try:
+          needed(plain(re.match(r"[\\w.-]+", line)[0]), found)
+        except importlib.metadata.PackageNotFoundError:  # of another system or Python
+          pass
+  return found
+
+needs = {name for top in ("jax", "numpy", "optax") for name in needed(top, set())}
+for module, packages in importlib.metadata.packages_distributions().items():
+  if needs.isdisjoint(map(plain, packages)) and module != "jaxsparse":
+    sys.modules[module] = None
+
+import jax.numpy as jnp
+import jaxsparse as js
+controller = js.partial.Controller(2, 2)
+for use in (lambda: js.partial.Server(controller), lambda: js.partial.Worker("tcp://127.0.0.1:9", 0, jnp.zeros(3)),
+            js.partial.Keys.make):
+  try:
+    use()
+  except ModuleNotFoundError as error:
+    assert str(error) == "js.partial.Server and Worker need pyzmq: pip install 'jaxsparse[partial]'", error
+  else:
+    raise AssertionError("no error")
+sys.argv = ["jaxsparse.partial", "--workers=2", "--group_size=2"]
+from jaxsparse.partial.__main__ import main
+main()
+"""
+
+
+def test_jax_numpy_and_optax_are_enough():
+  """Partial reduce between processes names the extra that it needs."""
+  done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120, check=False)
+  expected = "error: js.partial.Server and Worker need pyzmq: pip install 'jaxsparse[partial]'\n"
+  assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)

@@ -5,13 +5,12 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 
 from jaxsparse import launch
-from jaxsparse.launch import guard, records, watch
+from jaxsparse.launch import guard, watch
 from jaxsparse.launch import start as launch_start
 from tests.cases import quick_of, row
 from tests.environment_test import outside
@@ -19,21 +18,29 @@ from tests.environment_test import outside
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
 # `make test` takes `mpirun` where a rank is killed, where it passes lines on, and where it is ended itself.
 ENGINES = pytest.mark.parametrize("engine", quick_of(["processes", "mpi"], quick=["processes"]))
+# A shell's way to tell the launcher that the rank has joined.
+JOINED = "echo '{\"arrived\": true}' >> $JAXSPARSE_RECORDS/${JAXSPARSE_RANK-$OMPI_COMM_WORLD_RANK}; "
 
 
-def start(what, engine, folder, **limits):
-  launch.run([sys.executable, str(RANKS), what, engine, str(folder)], 3, engine, **limits)
+def ends(engine, folder, statement, others="step()"):
+  """The program in which rank 1 runs a statement after a step of all, and the others another one."""
+  return [sys.executable, str(RANKS), "ends", engine, str(folder), statement, others]
 
 
-def pids(folder):
-  """Process ids of the three ranks, once all of them step."""
-  end = time.monotonic() + 90
-  while time.monotonic() < end:
-    files = [folder / str(rank) for rank in range(3)]
-    if all(file.exists() and file.read_text() for file in files):
-      return [int(file.read_text()) for file in files]
-    time.sleep(0.05)
-  raise TimeoutError("the ranks did not start")
+def command(*arguments):
+  # With the default signals: who started the tests in the background had them ignored.
+  return ["env", "--default-signal", sys.executable, "-m", "jaxsparse.launch", *arguments]
+
+
+def launched(*arguments):
+  return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False)
+
+
+def as_rank(program, folder, rank, ranks):
+  """Runs a program of Python as a rank that records to a folder."""
+  own = {"JAXSPARSE_RECORDS": str(folder), "JAXSPARSE_RANK": str(rank), "JAXSPARSE_RANKS": str(ranks)}
+  arguments = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]  # of a fork, in Python 3.12
+  return subprocess.run(arguments, env=outside() | own, capture_output=True, text=True, timeout=120, check=False)
 
 
 def gone(pid):
@@ -52,132 +59,107 @@ def soon(holds):
   return holds()
 
 
-def meanwhile(folder, act):
-  """Calls `act` with the process ids of the ranks, in a thread, once all of them step; when it did, and the ids."""
-  acted = []
-
-  def wait_and_act():
-    found = pids(folder)
-    acted.append((time.monotonic(), found))
-    act(found)
-
-  thread = threading.Thread(target=wait_and_act)
-  thread.start()
-  return thread, acted
-
-
-QUICK_ENDS = ("killed", "raise", "leave")
-
-
 @pytest.mark.parametrize(
-  ("how", "message", "engine"),
+  ("statement", "message", "engine"),
   [
-    row(
-      how, message, engine, quick=how in QUICK_ENDS and (how == "killed" or engine == "processes"), id=f"{how}-{engine}"
-    )
-    for how, message in (
-      ("killed", "rank 1 was ended by SIGKILL; the other 2 of 3 ranks were ended"),
-      ("raise", "rank 1 failed: ValueError: rank 1 has had enough; the other 2 of 3 ranks were ended"),
-      ("vanish", "rank 1 ended with status 0 "),
-      ("stopped", "rank 1 is stopped "),
-      ("leave", "rank 1 left the run after"),
+    row(statement, message, engine, quick=(name, engine) in quick, id=f"{name}-{engine}")
+    for quick in [{("killed", "processes"), ("killed", "mpi"), ("raises", "processes"), ("leaves", "processes")}]
+    for name, statement, message in (
+      ("killed", "os.kill(os.getpid(), 9)", "was ended by SIGKILL; the other 2 of 3 ranks were ended"),
+      ("raises", "raise ValueError('enough')", "failed: ValueError: enough; the other 2 of 3 ranks were ended"),
+      ("exits", "sys.exit('disk is full')", "failed: SystemExit: disk is full; the other 2 of 3 ranks were ended"),
+      ("vanishes", "os._exit(0)", "ended with status 0 "),
+      ("stops", f"os.kill(os.getpid(), {signal.SIGSTOP:d})", "is stopped "),
+      ("leaves", "sys.exit()", "left the run after 1 training steps, and "),
     )
     for engine in ("processes", "mpi")
   ],
 )
-def test_a_rank_that_ends_before_the_others_is_named(tmp_path, capfd, how, message, engine):
-  signals = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-
-  def end_rank_1(found):
-    if how in signals:
-      os.kill(found[1], signals[how])
-    else:
-      (tmp_path / how).touch()
-
-  thread, acted = meanwhile(tmp_path, end_rank_1)
+def test_a_rank_that_ends_before_the_others_is_named(tmp_path, capfd, statement, message, engine):
   with pytest.raises(launch.RunFailed) as error:
-    start("forever", engine, tmp_path, limit=150)
-  thread.join()
-  when, found = acted[0]
-  assert time.monotonic() - when < 60
-  assert all(map(gone, found))
-  assert str(error.value).startswith(message)
+    launch.run(ends(engine, tmp_path, statement), 3, engine, limit=150)
+  assert str(error.value).startswith(f"rank 1 {message}")
+  noted = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+  assert time.monotonic() - float(noted[1][1]) < 60
+  assert all(gone(pid) for pid, _ in noted)
   printed = capfd.readouterr()
   assert "[Gloo] Rank" not in printed.out + printed.err
-  if how == "raise":
-    assert "[rank 1] ValueError: rank 1 has had enough\n" in printed.err
+  if "enough" in message:
+    assert "[rank 1] ValueError: enough\n" in printed.err
+  if "disk" in message:
+    assert "[rank 1] disk is full\n" in printed.err
 
 
 @ENGINES
-def test_ranks_that_go_on_without_a_step_get_the_grace(tmp_path, capfd, monkeypatch, engine):
-  def notice(*arguments):
-    if found := actual(*arguments):
-      (tmp_path / "end").touch()  # the others go on until then
-    return found
-
-  actual = watch._notice
-  with monkeypatch.context() as patch:
-    patch.setattr(watch, "_notice", notice)
-    start("waits", engine, tmp_path, limit=150)
-  said = "jaxsparse.launch: rank 1 left the run, ranks 0, 2 still run and get 60 s to end (--grace)"
-  assert said in capfd.readouterr().err
+def test_ranks_that_go_on_without_a_step_get_the_grace(tmp_path, engine):
+  program = ends(engine, tmp_path, "sys.exit()", others="pass")
+  with subprocess.Popen(
+    command("--ranks=3", f"--engine={engine}", "--limit=150", "--", *program), stderr=subprocess.PIPE, text=True
+  ) as launcher:
+    said = "jaxsparse.launch: rank 1 left the run, ranks 0, 2 still run and get 60 s to end (--grace)\n"
+    assert said in iter(launcher.stderr.readline, "")
+    (tmp_path / "end").touch()
+    launcher.stderr.read()
+  assert launcher.returncode == 0
   (tmp_path / "end").unlink()
   with pytest.raises(launch.RunFailed, match=r"^rank 1 left the run and ranks 0, 2 still ran 3 s later"):
-    start("waits", engine, tmp_path, limit=150, grace=3)
+    launch.run(program, 3, engine, limit=150, grace=3)
 
 
-@ENGINES
-def test_ranks_that_do_not_join_are_refused(tmp_path, engine):
-  with pytest.raises(
-    launch.RunFailed, match=r"^ranks? .*without having joined.*jaxsparse.launch.join\(\).*MpiComm\(\)"
-  ):
-    start("alone", engine, tmp_path, limit=150)
-  launch.run([sys.executable, str(RANKS), "alone", engine, str(tmp_path)], 1, engine, limit=150)
-
-
-@pytest.mark.parametrize("what", ["other_engine", "own_communicator"])
-def test_a_comm_of_mpi_under_the_other_engine_is_refused(tmp_path, what):
-  message = r"^rank \d failed: RuntimeError: js.MpiComm\(\) in rank \d of 3, .*--engine=mpi --ranks=3"
+@pytest.mark.parametrize(
+  ("program", "engine", "message"),
+  [
+    *(
+      row("print()", engine, r"^ranks? .*without having joined.*launch.join\(\).*MpiComm\(\)", quick=quick, id=engine)
+      for engine, quick in (("processes", True), ("mpi", False))
+    ),
+    *(
+      row(
+        f"from mpi4py import MPI; import jaxsparse as js; js.MpiComm({own})",
+        "processes",
+        r"^rank \d failed: RuntimeError: js.MpiComm\(\) in rank \d of 3, .*--engine=mpi --ranks=3",
+        quick=True,
+        id=f"comm-{own}",
+      )
+      for own in ("", "MPI.COMM_WORLD.Clone()")
+    ),
+  ],
+)
+def test_ranks_that_would_train_alone_are_refused(program, engine, message):
   with pytest.raises(launch.RunFailed, match=message):
-    start(what, "processes", tmp_path, limit=150)
-
-
-@pytest.mark.parametrize("communicator", ["", "MPI.COMM_WORLD.Clone()"])
-def test_another_mpi_than_that_of_mpirun_is_refused(tmp_path, communicator):
-  """It gives each rank a world of its own; so does an MPI that nobody has started."""
-  environment = outside() | {"JAXSPARSE_RECORDS": str(tmp_path), "JAXSPARSE_RANK": "1", "JAXSPARSE_RANKS": "3"}
-  program = f"from mpi4py import MPI; import jaxsparse as js; js.MpiComm({communicator})"
-  done = subprocess.run(
-    [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
-  )
-  assert done.returncode == 1
-  assert "RuntimeError: js.MpiComm(): JAXSPARSE_RANKS=3 states 3 ranks, but MPI.COMM_WORLD has size 1. " in done.stderr
-  assert "MPI.COMM_WORLD has size 1" in records.read(tmp_path, 1).said
+    launch.run([sys.executable, "-c", program], 3, engine, limit=150)
+  launch.run([sys.executable, "-c", program], 1, engine, limit=150)
 
 
 @ENGINES
-def test_a_rank_that_does_not_join_is_named(tmp_path, monkeypatch, engine):
-  def overdue(lives, _, now, limits):
-    """As if no time passed before ranks 0 and 1 have joined, which takes long on a loaded machine."""
-    both = sum(life.arrived for life in lives) == 2
-    joined.extend([now] if both and not joined else [])
-    return actual(lives, now - joined[0] if both else 0.0, now, limits)
-
-  actual, joined = watch._overdue, []
-  monkeypatch.setattr(watch, "_overdue", overdue)
-  with pytest.raises(launch.RunFailed, match=r"^rank 2 did not join within 1 s"):
-    start("late", engine, tmp_path, start_timeout=1)
-  assert 1 < time.monotonic() - joined[0] < 30
+def test_a_rank_that_does_not_join_is_named(tmp_path, engine):
+  program = ["sh", "-c", 'test ${JAXSPARSE_RANK-$OMPI_COMM_WORLD_RANK} = 2 && sleep 600; exec "$@"', "sh"]
+  for limit in (5, 20, 80):  # on a loaded machine the others need more time to join
+    begin = time.monotonic()
+    with pytest.raises(launch.RunFailed, match=f"^ranks? .* did not join within {limit} s") as error:
+      launch.run([*program, *ends(engine, tmp_path, "pass")], 3, engine, start_timeout=limit)
+    assert limit < time.monotonic() - begin < limit + 30
+    if error.value.lost == {2}:
+      break
+  assert str(error.value).startswith("rank 2 did not join")
 
 
-def test_a_run_that_takes_too_long_is_ended():
-  with pytest.raises(launch.RunFailed, match="more than 0.5 s; ranks 0, 1 still ran"):
-    launch.run(["sleep", "60"], 2, limit=0.5)
-
-
-def test_the_status_of_a_rank_is_told():
-  with pytest.raises(launch.RunFailed, match=r"^rank 1 exited with status 7: why; the other 1 of 2 ranks were ended"):
-    launch.run(["sh", "-c", 'test "$JAXSPARSE_RANK" = 0 && sleep 60; echo why >&2; exit 7'], 2)
+@pytest.mark.parametrize(
+  ("program", "message", "options"),
+  [
+    (["sleep", "60"], r"more than 0.5 s and ranks 0, 1 still ran", {"limit": 0.5}),
+    (["sleep", "60"], r"more than 0.5 s", {"limit": 0.5, "restarts": 3}),  # nothing is lost, so it does not start again
+    (["true"], r"without having joined the run", {"restarts": 3}),
+    (
+      ["sh", "-c", 'test "$JAXSPARSE_RANK" = 0 && sleep 60; echo why >&2; exit 7'],
+      r"^rank 1 exited with status 7: why; the other 1 of 2 ranks were ended",
+      {},
+    ),
+  ],
+)
+def test_runs_that_fail(program, message, options):
+  with pytest.raises(launch.RunFailed, match=message):
+    launch.run(program, 2, **options)
 
 
 GLOO = "JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer"
@@ -189,16 +171,10 @@ GLOO = "JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by p
     # The exception of a rank that lost another one is recorded before the end of that one.
     ([{"raised": 1.0, "said": GLOO}, {"ended": 1.1, "status": -9}], "rank 1 was ended by SIGKILL"),
     ([{"ended": 1.0, "status": -6}, {"raised": 1.1, "said": "ValueError: no"}], "rank 1 failed: ValueError: no"),
+    ([{"raised": 1.2, "said": "E: a"}, {"raised": 1.1, "said": "E: b"}], "rank 1 failed: E: b"),
+    ([{"raised": 9.0, "said": "E: a"}, {"left": 1.0, "ended": 1.0, "status": 0}], "rank 0 failed: E: a"),
     (
-      [{"raised": 1.2, "said": "ValueError: no"}, {"raised": 1.1, "said": "OSError: full"}],
-      "rank 1 failed: OSError: full",
-    ),
-    (
-      [{"raised": 9.0, "said": "OSError: full"}, {"over": 1.0, "ended": 1.0, "status": 0}],
-      "rank 0 failed: OSError: full",
-    ),
-    (
-      [{"raised": 1.0, "said": GLOO}, {"over": 1.1, "ended": 1.1, "status": 0}],
+      [{"raised": 1.0, "said": GLOO}, {"left": 1.1, "ended": 1.1, "status": 0}],
       f"rank 1 ended with status 0 before the others, then rank 0 failed: {GLOO}",
     ),
     ([{"ended": 12.0, "status": -6}, {"stopped": 1.0}], "rank 1 is stopped (SIGSTOP)"),
@@ -207,12 +183,36 @@ GLOO = "JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by p
       "rank 1 was ended by SIGKILL",
     ),
     ([{"raised": 1.0, "said": GLOO}, {}], f"rank 0 failed: {GLOO}"),
-    ([{"ended": 1.0, "status": 3}, {}], "rank 0 exited with status 3"),
+    ([{"ended": 1.0, "status": 3, "line": ""}, {}], "rank 0 exited with status 3"),
   ],
 )
 def test_the_first_cause(lives, cause):
-  lives = [records.Life(rank, **facts) for rank, facts in enumerate(lives)]
-  assert records.first_cause(lives) == f"{cause}; the other 1 of 2 ranks were ended"
+  failure = watch.find_failure([watch.Life(rank, **facts) for rank, facts in enumerate(lives)], [None, None])
+  assert str(failure) == f"{cause}; the other 1 of 2 ranks were ended"
+  assert failure.lost == ({0, 1} if "E: b" in cause else {int(cause[5])})
+
+
+@pytest.mark.parametrize(
+  ("lives", "problem"),
+  [
+    ([{"left": 7.0}, {}], None),
+    ([{"left": 4.0}, {}], "rank 0 left the run and rank 1 still ran 5 s later"),
+    (
+      [{"left": 9.0, "steps": 3}, {"steps": 4}],
+      "rank 0 left the run after 3 training steps, and rank 1 still ran: rank",
+    ),
+    ([{"left": 9.0, "steps": 4}, {"steps": 4}], None),
+    ([{"left": 3.0, "ended": 3.0, "status": 0}, {"left": 4.0}], "rank 1 did not end within 5 s after the last rank"),
+    ([{"ended": 3.0, "status": 0}, {"ended": 4.0, "status": 0}], "mpirun did not end within 5 s after the last rank"),
+    ([{"ended": 3.0, "status": 0}, {"ended": 7.0, "status": 0}], None),
+    ([{}, {"stopped": 1.0}], None),
+    ([{}, {"stopped": -1.0}], "rank 1 is stopped (SIGSTOP), for more than 10 s"),
+  ],
+)
+def test_ranks_that_end_before_others_or_do_not_end(lives, problem):
+  lives = [watch.Life(rank, arrived=True, **facts) for rank, facts in enumerate(lives)]
+  found = watch.find_overdue(lives, 10.0, 10.0, watch.Limits(5.0, None, 5.0, 0.0))
+  assert found is None if problem is None else str(found).startswith(problem)
 
 
 @pytest.mark.parametrize(
@@ -235,23 +235,20 @@ def test_the_first_cause(lives, cause):
   ],
 )
 def test_only_exceptions_of_the_runtime_are_those_of_a_rank_that_has_lost_another(said, lost):
-  assert records.lost_another(said) == lost
+  assert watch.lost_another(said) == lost
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_rank_that_has_lost_another_prints_a_traceback_only_without_the_cause(tmp_path, known):
   if known:
-    (tmp_path / "1").write_text('{"event": "ended", "time": 1.0, "status": -9, "said": "", "told": false}\n')
-  environment = os.environ | {"JAXSPARSE_RECORDS": str(tmp_path), "JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "2"}
+    (tmp_path / "1").write_text('{"ended": 1.0, "status": -9}\n')
   kind, _, message = GLOO.partition(": ")
   program = (
     f"import jax; from jaxsparse import launch; launch.fail_on_exceptions(); raise jax.errors.{kind}({message!r})"
   )
-  done = subprocess.run(
-    [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
-  )
+  done = as_rank(program, tmp_path, 0, 2)
   assert done.returncode == 1
-  assert records.read(tmp_path, 0).said == GLOO
+  assert watch.read_life(tmp_path, 0).said == GLOO
   assert ("Traceback" in done.stderr) != known
   assert (f"this rank has lost another one: {GLOO}\n" in done.stderr) == known
 
@@ -262,7 +259,7 @@ from jaxsparse import launch
 
 rank = os.getpid()
 atexit.register(lambda: os.getpid() == rank and os._exit(99))  # as a handler that waits for other ranks
-FIRST
+{first}
 
 def main():
   launch.fail_on_exceptions()  # as `join` does
@@ -276,17 +273,17 @@ def main():
   if os.fork() == 0:
     sys.exit(5)
   assert os.waitstatus_to_exitcode(os.wait()[1]) == 5
-  END
+  {end}
 
 try:
-  CALL
+  {call}
 finally:
   if os.getpid() == rank:
     print("cleaned up")
 """
-IN_MAIN = {"FIRST": "", "END": "sys.exit(STATUS)", "CALL": "main()"}
-RETURNS = {"FIRST": "", "END": "return STATUS", "CALL": "sys.exit(main())"}
-ASKS_FIRST = RETURNS | {"FIRST": "launch.fail_on_exceptions()"}
+IN_MAIN = {"first": "", "end": "sys.exit(STATUS)", "call": "main()"}
+RETURNS = {"first": "", "end": "return STATUS", "call": "sys.exit(main())"}
+ASKS_FIRST = RETURNS | {"first": "launch.fail_on_exceptions()"}
 
 
 @pytest.mark.parametrize(
@@ -305,40 +302,11 @@ ASKS_FIRST = RETURNS | {"FIRST": "launch.fail_on_exceptions()"}
 )
 def test_sys_exit_with_a_status_ends_a_rank_at_once(tmp_path, program, code, status, printed, said):
   """Unless it is caught, or in a thread or a child."""
-  environment = os.environ | {"JAXSPARSE_RECORDS": str(tmp_path), "JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "2"}
-  text = EXITS
-  for name, line in program.items():
-    text = text.replace(name, line.replace("STATUS", code))
-  command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", text]  # Python 3.12, of the fork
-  done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+  done = as_rank(EXITS.format(**program).replace("STATUS", code), tmp_path, 0, 2)
   assert (done.returncode, done.stderr, done.stdout) == (status, printed, "cleaned up\n")
-  life = records.read(tmp_path, 0)
+  life = watch.read_life(tmp_path, 0)
   assert life.said == said
-  assert (life.over is None) == bool(said)
-
-
-@ENGINES
-def test_a_rank_that_exits_with_a_message_is_named(tmp_path, capfd, engine):
-  (tmp_path / "status").write_text('"disk is full"')
-  with pytest.raises(launch.RunFailed, match="^rank 1 failed: SystemExit: disk is full; the other 2 of 3 ranks"):
-    start("exits", engine, tmp_path, limit=150)
-  assert "[rank 1] disk is full\n" in capfd.readouterr().err
-
-
-# Tells the launcher that the rank has joined.
-JOINED = f"""{sys.executable} -c '
-from jaxsparse import launch
-from jaxsparse.launch import records
-launch.arrived()' && """
-
-
-def command(*arguments):
-  # With the default signals: who started the tests in the background had them ignored.
-  return ["env", "--default-signal", sys.executable, "-m", "jaxsparse.launch", *arguments]
-
-
-def launched(*arguments, **settings):
-  return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False, **settings)
+  assert (life.left is None) == bool(said)
 
 
 GLOO_LINE = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
@@ -349,7 +317,7 @@ def test_lines_are_marked_with_their_rank(engine):
   """All lines of the program, and none of gloo's, wherever these begin."""
   own = ["first", "[Gloo] Rank 0 is connected to a printer", "50%", "second"]
   printed = f"{own[0]}\n{GLOO_LINE}{own[1]}\n{own[2]}{GLOO_LINE}\n{own[3]}".replace("%", "%%")
-  program = ["sh", "-c", f"{JOINED} echo out; printf '{printed}' >&2"]
+  program = ["sh", "-c", f"{JOINED}echo out; printf '{printed}' >&2"]
   done = launched("--ranks=2", f"--engine={engine}", "--", *program)
   assert (done.returncode, done.stdout.split()) == (0, ["out"])
   lines = [f"[rank {rank}] {line}" for rank in (0, 1) for line in own]
@@ -363,8 +331,8 @@ def test_lines_of_gloo_from_several_threads():
   """As two devices of a process write them at once, before a line of the program that looks alike."""
   mixed = "[Gloo] Rank [Gloo] Rank 1 is connected to 01 is connected to  peer ranks. 1Expected number of connected peer"
   mixed += " ranks is :  peer ranks. 1Expected number of connected peer ranks is : \n1\n"
-  assert guard.without_gloo_lines(f"a\n{mixed}7\n{GLOO_LINE}{mixed}8\n\nb".encode()) == b"a\n7\n8\n\nb"
-  assert guard.without_gloo_lines(b" peer ranks. Expected number of connected peer ranks is : 1\n5\n") == b"5\n"
+  assert guard.drop_gloo_lines(f"a\n{mixed}7\n{GLOO_LINE}{mixed}8\n\nb".encode()) == b"a\n7\n8\n\nb"
+  assert guard.drop_gloo_lines(b" peer ranks. Expected number of connected peer ranks is : 1\n5\n") == b"5\n"
 
 
 @ENGINES
@@ -375,28 +343,11 @@ def test_a_quiet_program_leaves_standard_error_empty(engine, monkeypatch):
   assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")
 
 
-def test_without_a_launcher_gloo_is_quiet_too():
-  """As under srun: no guard reads what the ranks write."""
-  settings = {
-    "JAXSPARSE_COORDINATOR": f"127.0.0.1:{launch.free_port()}",
-    "JAXSPARSE_RANKS": "2",
-    "JAX_PLATFORMS": "cpu",
-  }
-  program = [sys.executable, str(RANKS), "quiet", "processes", "none"]
-  environments = [os.environ | settings | {"JAXSPARSE_RANK": str(rank)} for rank in range(2)]
-  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-  ranks = [subprocess.Popen(program, env=environment, **pipes) for environment in environments]
-  assert [rank.communicate(timeout=120) for rank in ranks] == [("2.0\n", ""), ("", "")]
-
-
 def test_the_command_line():
   failed = launched("--ranks=2", "--", "no-such-program")
   assert failed.returncode == 1
   assert failed.stderr.startswith("error: ")
   assert "no-such-program" in failed.stderr
-  limited = launched("--ranks=2", "--limit=0.5", "--", "sleep", "60")
-  assert limited.returncode == 1
-  assert limited.stderr.startswith("error: the run has taken more than 0.5 s; ranks 0, 1 still ran")
 
 
 # Ignores what it can, starts a process in a session of its own, and writes down both.
@@ -406,17 +357,11 @@ STUBBORN = "trap '' TERM INT HUP; setsid sleep 300 & echo $$ $! >> $PIDS; sleep 
 @pytest.mark.parametrize(
   ("signals", "engine"),
   [
-    row(signals, engine, quick=signals == (signal.SIGKILL,) or (engine == "processes" and signals == (signal.SIGTERM,)))
-    for signals in (
-      (signal.SIGTERM,),
-      (signal.SIGINT, signal.SIGINT),
-      (signal.SIGTERM, signal.SIGTERM),
-      (signal.SIGHUP,),
-      (signal.SIGKILL,),
-    )
+    row(signals, engine, quick=(signals, engine) in quick)
+    for quick in [(("KILL", "processes"), ("KILL", "mpi"), ("TERM", "processes"))]
+    for signals in ("TERM", "INT-INT", "TERM-TERM", "HUP", "KILL")
     for engine in ("processes", "mpi")
   ],
-  ids=lambda value: value if isinstance(value, str) else "-".join(number.name for number in value),
 )
 def test_a_launcher_that_ends_leaves_nobody(tmp_path, signals, engine):
   files, noted = tmp_path / "files", tmp_path / "pids"
@@ -426,7 +371,7 @@ def test_a_launcher_that_ends_leaves_nobody(tmp_path, signals, engine):
   with subprocess.Popen(arguments, env=environment, start_new_session=True) as launcher:
     try:
       assert soon(lambda: noted.exists() and len(noted.read_text().split()) == 4)
-      for number in signals:
+      for number in [signal.Signals[f"SIG{name}"] for name in signals.split("-")]:
         launcher.send_signal(number)
         time.sleep(0.2)  # the second one comes while the ranks get their grace
       status = launcher.wait(60)
@@ -441,7 +386,7 @@ def test_without_proc_a_guard_ends_its_child_and_the_launcher_the_group(tmp_path
   """As where the system is not Linux: the child gets its grace, and what it leaves in its group is killed."""
   noted, grace, folder = tmp_path / "pids", tmp_path / "grace", pathlib.Path(launch.__file__).parent
   program = f"import sys; sys.path.append({str(folder)!r}); import guard; guard.HAS_PROC = False; guard._main()"
-  monkeypatch.setattr(watch, "HAS_PROC", False)
+  monkeypatch.setattr(launch_start, "HAS_PROC", False)
   monkeypatch.setattr(
     launch_start, "_guard", lambda kind, launcher: [sys.executable, "-c", program, str(launcher), kind]
   )
@@ -454,22 +399,22 @@ def test_without_proc_a_guard_ends_its_child_and_the_launcher_the_group(tmp_path
 
 
 @pytest.mark.parametrize(
-  ("arguments", "message"),
+  ("options", "message"),
   [
-    ((["true"], 0), "ranks=0, choose at least 1"),
-    ((["true"], 1, "smoke"), "engine='smoke', choose 'processes' or 'mpi'"),
-    ((["true"], 1, "processes", 0), "devices=0, choose at least 1"),
-    ((["true"], 1, "mpi", 2), "devices=2, choose 1, a rank of MPI is one device"),
+    ({"ranks": 0}, "ranks=0, choose at least 1"),
+    ({"engine": "smoke"}, "engine='smoke', choose 'processes' or 'mpi'"),
+    ({"devices": 0}, "devices=0, choose at least 1"),
+    ({"devices": 2, "engine": "mpi"}, "devices=2, choose 1, a rank of MPI is one device"),
+    ({"min_ranks": 2}, "restarts=0, min_ranks=2: choose at least 0, and from 1 to ranks=1"),
   ],
 )
-def test_bad_arguments(arguments, message):
-  *arguments, devices = arguments if len(arguments) > 3 else (*arguments, 1)
+def test_bad_arguments(options, message):
   with pytest.raises(ValueError, match=message):
-    launch.run(*arguments, devices=devices)
+    launch.run(["true"], **{"ranks": 1} | options)
 
 
 # Rank 1 dies in the first attempt, in which the others wait.
-DIES = f"""{JOINED} case ${{JAXSPARSE_RANK-$OMPI_COMM_WORLD_RANK}}$JAXSPARSE_ATTEMPT in
+DIES = f"""{JOINED}case ${{JAXSPARSE_RANK-$OMPI_COMM_WORLD_RANK}}$JAXSPARSE_ATTEMPT in
 10) kill -9 $$;;
 ?0) sleep 60;;
 esac
@@ -486,13 +431,6 @@ def test_the_ranks_that_are_left_start_again(engine):
   done = launched("--restarts=2", *[arguments[0], "--min_ranks=3", *arguments[3:]])
   assert done.returncode == 1
   assert "ranks were ended; 2 of 3 are left, fewer than min_ranks=3\n" in done.stderr
-
-
-def test_what_is_no_loss_of_a_rank_does_not_start_again():
-  with pytest.raises(launch.RunFailed, match="more than 0.5 s"):
-    launch.run(["sleep", "60"], 2, limit=0.5, restarts=3)
-  with pytest.raises(launch.RunFailed, match=r"without having joined the run"):
-    launch.run(["true"], 2, restarts=3)
 
 
 def test_a_signal_ends_a_run_that_could_start_again(tmp_path):

@@ -1,9 +1,7 @@
 """The laws on the path that users run: blocks so long that entries are selected among candidates.
 
 Short rows are sorted. Of blocks of more than 16,384 entries a sample gives a threshold, and the k largest are found
-among the candidates, the few entries that reach it; where these are too few or too many, among all entries. Here every
-selector, codec and number of teams meets input on which samples mislead, candidates cancel out, and magnitudes tie or
-differ in the last bit.
+among the candidates, the few entries that reach it; where these are too few or too many, among all entries.
 """
 
 import functools
@@ -14,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsparse.select import candidates
+from jaxsparse.select import exact
 from jaxsparse.train import simulation
 from tests.cases import CASES, CONSERVING, REPLICATING, Case, bits, each_case, integers, normals, quick_of
 from tests.conformance_test import FLUSHED, mass, residuals_of
-from tests.reference import spardl as reference
+from tests.reference import spardl_options as reference
 
 N, DENSITY = 36_000, 0.3  # blocks of 18,000, and messages of more than 4,096 values
 
@@ -38,16 +36,11 @@ def workers_of(case):
   return 2 * teams if teams <= 3 else teams
 
 
-def some_indices(count, n=N):
-  """That many indices, spread over all of them."""
-  return np.random.default_rng(count).choice(n, count, replace=False)
-
-
 def inputs(workers, n=N):
   """Gradients f32[P, n] by name."""
   normal, row, rank = normals(0, workers, n), normals(1, n), np.arange(workers)[:, None]
   signs = np.where(rank % 2, -1, 1) * np.where(rank < workers // 2 * 2, 1, 0.001)
-  few = some_indices(200, n)
+  few = np.random.default_rng(200).choice(n, 200, replace=False)
   spikes = np.zeros((workers, n), np.float32)
   spikes[0, few], spikes[-1, few] = 1e30, -1e30 if workers > 1 else 1e30
   sparse = np.zeros((workers, n), np.float32)
@@ -130,7 +123,7 @@ def test_the_laws_of_long_gradients(case, monkeypatch, subtests):
 
   start = simulation.initial(collective, workers, N)
   text = program.lower(grads["normal"], start).as_text()
-  monkeypatch.setattr(candidates, "SHORT", 1 << 30)  # rows of any length are sorted, and no block has candidates
+  monkeypatch.setattr(exact, "SHORT", 1 << 30)  # rows of any length are sorted, and no block has candidates
   plain = program_of(collective)
   same = plain.lower(grads["normal"], start).as_text() == text
   with subtests.test("whether it selects among candidates here"):
@@ -153,10 +146,7 @@ IN_NUMPY = (
 
 @pytest.mark.parametrize(
   ("workers", "teams", "sag"),
-  quick_of(
-    [(2, 1, "auto"), (3, 1, "auto"), (4, 2, "auto"), (4, 2, "bruck"), (6, 3, "auto")],
-    quick=[(2, 1, "auto")],
-  ),
+  quick_of([(2, 1, "auto"), (3, 1, "auto"), (4, 2, "auto"), (4, 2, "bruck"), (6, 3, "auto")], quick=[(2, 1, "auto")]),
 )
 def test_equals_the_paper_in_numpy(workers, teams, sag, subtests):
   """Totals and residuals, blocks of 17,000 entries at a density of 1 %."""
@@ -169,7 +159,7 @@ def test_equals_the_paper_in_numpy(workers, teams, sag, subtests):
     left, adaptive = np.zeros_like(grads), reference.first_h(k, workers, teams)
     with subtests.test(name):
       for step, (totals, state) in zip((grads, grads[::-1]), two_steps(program, collective, grads), strict=True):
-        expected, left, adaptive = reference.spardl(step, left, k, teams=teams, bruck=bruck, adaptive=adaptive)
+        expected, left, adaptive = reference.teams(step, left, k, teams, bruck, adaptive)
         np.testing.assert_array_equal(bits(totals + np.float32(0)), bits(expected + np.float32(0)))
         kept = residuals_of(state, workers, n).astype(np.float32)
         np.testing.assert_array_equal(bits(kept + np.float32(0)), bits(left + np.float32(0)))

@@ -61,21 +61,24 @@ def same(found, wanted, what):
   np.testing.assert_array_equal(local(found).view(np.uint32), wanted.view(np.uint32), what)
 
 
-def training(engine_name: str, file: str) -> None:
-  """Trains a little with a step of the library, and writes what came out."""
-  where, axis, rank = join(engine_name)
+def train_a_little(where, axis, batch):
+  """Parameters as lists, and the loss, after five steps with momentum."""
   tx = optax.chain(js.spardl_transform(axis, k=6), optax.sgd(0.25, momentum=0.5))
   params = {"w": jnp.zeros((3, 4)), "b": jnp.zeros(4)}
   state = js.init(tx, params, where)
-  loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"][None] - 1.0) ** 2)
-  step = js.make_train_step(loss, tx, where)
-  data = np.load(file)["batch"]
-  mine = data.reshape(step.workers, -1, 3)[rank] if engine_name == "mpi" else data
+  step = js.make_train_step(lambda p, x: jnp.mean((x @ p["w"] + p["b"][None] - 1.0) ** 2), tx, where)
   for _ in range(5):
-    params, state, metrics = step(params, state, mine)
+    params, state, metrics = step(params, state, batch)
+  return jax.tree.map(lambda x: local(x).tolist(), params | {"loss": metrics.loss})
+
+
+def training(engine_name: str, file: str) -> None:
+  """Trains a little, and writes what came out."""
+  where, axis, rank = join(engine_name)
+  data = np.load(file)["batch"]
+  found = train_a_little(where, axis, data.reshape(3, -1, 3)[rank] if engine_name == "mpi" else data)
   if rank == 0:
-    out = {name: local(leaf).tolist() for name, leaf in params.items()} | {"loss": float(local_shard(metrics.loss))}
-    pathlib.Path(file).with_suffix(".json").write_text(json.dumps(out))
+    pathlib.Path(file).with_suffix(".json").write_text(json.dumps(found))
 
 
 def _streaming(axis):
@@ -115,45 +118,25 @@ def ways(engine_name: str, file: str) -> None:
       same(found, data[f"{name}/{leaf}"], f"{name} {leaf} rank {rank}")
 
 
-def forever(engine_name: str, file: str) -> None:
-  """Steps without end; each rank writes its process id first. Rank 1 ends as soon as a file says how."""
+def ends(engine_name: str, file: str, statement: str, others: str) -> None:
+  """Every rank steps once and writes its process id and the time; then rank 1 repeats one statement, others another."""
   where, axis, rank = join(engine_name)
-  tx = js.spardl_transform(axis, k=4)
-  params = jnp.zeros(40)
+  tx, params = js.spardl_transform(axis, k=4), jnp.zeros(40)
   state = js.init(tx, params, where)
-  step = js.make_train_step(lambda p, x: jnp.sum(p * x.mean()), tx, where)
-  batch = np.ones(step.workers if engine_name == "processes" else 1, np.float32)
-  params, state, _ = step(params, state, batch)
-  pathlib.Path(file, str(rank)).write_text(str(os.getpid()))
-  while True:
-    if rank == 1 and pathlib.Path(file, "raise").exists():
-      raise ValueError("rank 1 has had enough")
-    if rank == 1 and pathlib.Path(file, "vanish").exists():
-      os._exit(0)
-    if rank == 1 and pathlib.Path(file, "leave").exists():
-      return
-    params, state, _ = step(params, state, batch)
+  program = js.make_train_step(lambda p, x: jnp.sum(p * x.mean()), tx, where)
+
+  def step():
+    nonlocal params, state
+    params, state, _ = program(params, state, np.ones(1 if engine_name == "mpi" else program.workers, np.float32))
+
+  step()
+  pathlib.Path(file, str(rank)).write_text(f"{os.getpid()} {time.monotonic()}")
+  files = [pathlib.Path(file, str(number)) for number in range(3)]
+  while not all(one.exists() and one.read_text() for one in files):
     time.sleep(0.01)
-
-
-def late(engine_name: str, _: str) -> None:
-  """The last rank never joins."""
-  last = os.environ.get("JAXSPARSE_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "2"
-  if last:
-    time.sleep(600)
-  join(engine_name)
-
-
-def waits(engine_name: str, file: str) -> None:
-  """Rank 1 ends when all have joined; the others go on without a step, until there is a file that says so."""
-  _, _, rank = join(engine_name)
-  while rank != 1 and not pathlib.Path(file, "end").exists():
-    time.sleep(0.05)
-
-
-def alone(_: str, __: str) -> None:
-  """Every rank runs by itself."""
-  print("trained", flush=True)
+  while not pathlib.Path(file, "end").exists():
+    exec(statement if rank == 1 else others, globals() | {"step": step})
+    time.sleep(0.01)
 
 
 def quiet(engine_name: str, _: str) -> None:
@@ -164,26 +147,6 @@ def quiet(engine_name: str, _: str) -> None:
   count = float(local_shard(total(jnp.float32(1))))
   if rank == 0:
     print(count)
-
-
-def other_engine(engine_name: str, _: str) -> None:
-  """Every rank joins by the engine that it was not start_workers with."""
-  join("mpi" if engine_name == "processes" else "processes")
-
-
-def own_communicator(_: str, __: str) -> None:
-  """Every rank makes a comm of a communicator of its own."""
-  from mpi4py import MPI
-
-  print(js.MpiComm(MPI.COMM_WORLD.Clone()).size, flush=True)
-
-
-def exits(engine_name: str, file: str) -> None:
-  """Rank 1 calls `sys.exit` with what the file says; the others wait."""
-  _, _, rank = join(engine_name)
-  if rank == 1:
-    sys.exit(json.loads(pathlib.Path(file, "status").read_text()))
-  time.sleep(600)
 
 
 def differing(engine_name: str, file: str) -> None:
@@ -375,6 +338,5 @@ def outer_rates(engine_name: str, file: str) -> None:
 
 if __name__ == "__main__":
   jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
-  programs = (equality, training, forever, late, waits, alone, quiet, other_engine, own_communicator, exits)
-  programs += (differing, different, one_sided, outer_rates, lonely, sharded, ways)
-  {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2:4])
+  programs = (equality, training, ends, quiet, differing, different, one_sided, outer_rates, lonely, sharded, ways)
+  {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2 : 6 if sys.argv[1] == "ends" else 4])

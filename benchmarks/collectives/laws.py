@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,31 +16,17 @@ from jaxsparse.transform.state import ReduceState
 _BUCKETS = 4096
 
 
-class Before(NamedTuple):
-  """Gradients and residuals of all workers before an update, which donates them.
-
-  Attributes:
-    sums: f64[2, buckets], sums over all workers of gradient + residual and of their magnitudes, by bucket.
-    residual: a copy of the residual, split along the workers; None where there is none.
-  """
-
-  sums: np.ndarray
-  residual: jax.Array | None
+# Before an update, which donates its arguments: f64[2, buckets], sums over all workers of gradient + residual and of
+# their magnitudes, and a copy of the residual, split along the workers; None where there is none.
+Before: TypeAlias = tuple[np.ndarray, jax.Array | None]
 
 
 class Laws:
   """The laws that one algorithm promises, checked after an update.
 
   Law C: `P · mean + Σ_w residual_w` after the update is `Σ_w (gradient_w + residual_w)` before it, entry by entry.
-  Law R: all workers receive the same bits.
-
-  A check compares sums and checksums of 4096 buckets, which takes one pass over n and a message of 32 kB. Only where
-  those differ are the entries of the differing buckets gathered and counted.
-
-  Args:
-    engine: where the workers are.
-    spec: the algorithm.
-    specs: `PartitionSpec`s of (gradients, state).
+  Law R: all workers receive the same bits. Checked are sums and checksums of 4096 buckets; only where they differ are
+  the entries of the differing buckets gathered and counted.
   """
 
   def __init__(self, engine: Engine, spec: Spec, specs: Any):
@@ -52,7 +38,9 @@ class Laws:
     self._rows: Callable[..., Any] = functools.partial(rows_of, engine)
     self._of_both, self._of_mean, self._of_state = specs, specs[:1], specs[1:]
     self._held, self._kept = self._rows(_held, specs), self._rows(functools.partial(_held, None), self._of_state)
-    self._delivered, self._bits = self._rows(_bucket_sums, self._of_mean), self._rows(_checksums, self._of_mean)
+    self._delivered = self._rows(_bucket_sums, self._of_mean)
+    # u32[buckets, 2]: hashes of the entries of each bucket
+    self._bits = self._rows(lambda x: hashed(jax.lax.bitcast_convert_type(_columns(x), jnp.uint32)), self._of_mean)
     self._copy = engine.jit(jnp.copy, self._of_mean, specs[0])
 
   @property
@@ -65,17 +53,10 @@ class Laws:
     if not self._conserves:
       return None
     residual = state.carried.residual
-    return Before(self._held(grads, state).sum(0, dtype=np.float64), None if residual is None else self._copy(residual))
+    return self._held(grads, state).sum(0, dtype=np.float64), None if residual is None else self._copy(residual)
 
   def wrong(self, mean: jax.Array, state: ReduceState, before: Before | None, grads: Callable[[], jax.Array]) -> int:
-    """The number of entries of the result that break a law.
-
-    Args:
-      mean: of the update, at every worker.
-      state: after the update.
-      before: what `before` returned.
-      grads: makes the gradients of the update again.
-    """
+    """The number of entries of the result that break a law."""
     return self._differing(mean) + (self._lost(mean, state, before, grads) if before else 0)
 
   def _differing(self, mean: jax.Array) -> int:
@@ -91,13 +72,14 @@ class Laws:
 
   def _lost(self, mean: jax.Array, state: ReduceState, before: Before, grads: Callable[[], jax.Array]) -> int:
     """Entries of which something was lost or made up."""
+    sums, residual = before
     after = self._size * self._delivered(mean)[0].astype(np.float64) + self._kept(state).sum(0, dtype=np.float64)
-    buckets = np.flatnonzero(~(np.abs(before.sums[0] - after[0]) <= self._tolerance * before.sums[1]))
+    buckets = np.flatnonzero(~(np.abs(sums[0] - after[0]) <= self._tolerance * sums[1]))
     if not buckets.size:
       return 0
     rows = lambda x: self._rows(lambda x: _columns(x)[buckets], self._of_mean)(x).astype(np.float64)
     made, received = rows(grads()), self._size * rows(mean)[0]
-    old, new = (rows(part) if part is not None else 0.0 for part in (before.residual, state.carried.residual))
+    old, new = (rows(part) if part is not None else 0.0 for part in (residual, state.carried.residual))
     error = np.abs((made + old - new).sum(0) - received)
     return int((~(error <= self._tolerance * (np.abs(made) + np.abs(old)).sum(0))).sum())
 
@@ -117,8 +99,3 @@ def _bucket_sums(x: jax.Array) -> jax.Array:
   """f32[2, buckets]: sums of the entries of each bucket, and of their magnitudes."""
   columns = _columns(x)
   return jnp.stack([columns.sum(1), jnp.abs(columns).sum(1)])
-
-
-def _checksums(x: jax.Array) -> jax.Array:
-  """u32[buckets, 2]: hashes of the entries of each bucket."""
-  return hashed(jax.lax.bitcast_convert_type(_columns(x), jnp.uint32))

@@ -1,10 +1,10 @@
-"""Rows of updates: kept as JSON lines while they are measured, and shown as lines, a table and a figure."""
+"""Rows of updates: kept as JSON lines while they are measured, and shown as lines and a table."""
 
 import json
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import rich.table
 
@@ -14,30 +14,8 @@ from benchmarks.collectives.updates import Row
 SETTING = ("workers", "rate", "n", "density")  # of a row, beside its algorithm
 
 
-class Measured(NamedTuple):
-  """A row, and the cost model's prediction for it.
-
-  Attributes:
-    row: the measurement.
-    predicted: seconds, or None.
-  """
-
-  row: Row
-  predicted: float | None
-
-  def as_dict(self) -> dict[str, Any]:
-    """The fields of the row, both bandwidths in GB/s and the prediction."""
-    bandwidths = {"algbw": self.row.algorithm_bandwidth, "busbw": self.row.bus_bandwidth}
-    return {**self.row._asdict(), **bandwidths, "predicted": self.predicted}
-
-
 class Kept:
-  """The rows of one run of the benchmark in a file of JSON lines that later runs are appended to.
-
-  Args:
-    path: of the file.
-    run: the name of this run, in each of its lines.
-  """
+  """The rows of one run of the benchmark in a file of JSON lines that later runs are appended to."""
 
   def __init__(self, path: pathlib.Path, run: str):
     self._path, self._run = path, run
@@ -50,14 +28,10 @@ class Kept:
       file.flush()
       os.fsync(file.fileno())
 
-  def read(self) -> list[Measured]:
+  def read(self) -> list[Row]:
     """The rows of this run so far."""
     lines = map(json.loads, self._path.read_text().splitlines() if self._path.exists() else [])
-    return [
-      Measured(Row(**{name: line[name] for name in Row._fields}), line["predicted"])
-      for line in lines
-      if line["run"] == self._run
-    ]
+    return [Row(**{name: line[name] for name in Row._fields}) for line in lines if line["run"] == self._run]
 
 
 def heading(predicts: bool) -> str:
@@ -66,12 +40,11 @@ def heading(predicts: bool) -> str:
   return f"# {'algorithm':<34} {heads}{' predicted' if predicts else ''}"
 
 
-def line(one: Measured) -> str:
+def line(row: Row) -> str:
   """One row as text of fixed width, to print as soon as it is measured."""
-  row = one.row
-  times = " ".join(f"{1e3 * seconds:>9,.1f}" for seconds in (row.seconds, row.mean, row.p90))
-  counts = f"{row.algorithm_bandwidth:>7.3f} {row.bus_bandwidth:>7.3f} {_wrong(row):>7} {row.steps:>6}"
-  predicted = "" if one.predicted is None else f" {1e3 * one.predicted:>9,.1f}"
+  times = " ".join(f"{report.milliseconds(seconds):>9}" for seconds in (row.seconds, row.mean, row.p90))
+  counts = " ".join(f"{width:>7.3f}" for width in row.bandwidths) + f" {_wrong(row):>7} {row.steps:>6}"
+  predicted = "" if row.predicted is None else f" {report.milliseconds(row.predicted):>9}"
   return f"  {row.algorithm:<34} {times} {counts}{predicted}"
 
 
@@ -79,49 +52,30 @@ def _wrong(row: Row) -> str:
   return f"{row.wrong:,}" if row.checked else "–"
 
 
-def table(measured: Sequence[Measured]) -> rich.table.Table:
+def table(rows: Sequence[Row]) -> rich.table.Table:
   """All rows: what was measured, on what, how often, and how it compares with dense of the same setting."""
-  several = _several(measured)
-  title = f"one update of all ranks, {_setting([one.row for one in measured], several)}"
+  several = [name for name in SETTING if len({getattr(row, name) for row in rows}) > 1]
+  predicts = any(row.predicted is not None for row in rows)
+  lines = []
+  for row in rows:
+    own = [f"{value:,}" if isinstance(value, int) else str(value) for value in (getattr(row, name) for name in several)]
+    gains = [report.ratio(_dense(row, rows, dense), row.seconds) for dense in ("dense", "dense:dtype=bfloat16")]
+    bandwidths = [f"{width:.3f}" for width in row.bandwidths]
+    times = map(report.milliseconds, (row.seconds, row.mean, row.p90))
+    parts = [f"{100 * part / row.seconds:.0f} %" for part in (row.selection, row.wire, row.merge)]
+    counts = _wrong(row), f"{row.words:,.0f}"
+    predicted = [report.milliseconds(row.predicted)] * predicts
+    lines.append([row.algorithm, *own, *times, *predicted, str(row.steps), *gains, *bandwidths, *counts, *parts])
+  heads = ["algorithm", *several, "ms", "mean", "p90", *["predicted"] * predicts, "steps", "× f32", "× bf16"]
+  heads += ["algbw", "busbw", "#wrong", "words", "select", "wire", "merge"]
   caption = "ms: median; mean and p90 likewise over the steps, of the slowest rank; algbw, busbw: GB/s as in nccl-tests"
-  result = rich.table.Table(title=title, caption=caption)
-  for head in several:
-    result.add_column(head, justify="right")
-  result.add_column("algorithm", no_wrap=True)
-  predicts = any(one.predicted is not None for one in measured)
-  times = ["ms", "mean", "p90", *(["predicted"] if predicts else []), "steps", "× f32", "× bf16"]
-  for head in (*times, "algbw", "busbw", "#wrong", "words", "select", "wire", "merge"):
-    result.add_column(head, justify="right", no_wrap=True)
-  for one in measured:
-    row = one.row
-    predicted = [f"{1e3 * one.predicted:,.1f}" if one.predicted is not None else "–"] if predicts else []
-    result.add_row(
-      *(f"{getattr(row, name):,}" if name == "n" else str(getattr(row, name)) for name in several),
-      row.algorithm,
-      *(f"{1e3 * seconds:,.1f}" for seconds in (row.seconds, row.mean, row.p90)),
-      *predicted,
-      str(row.steps),
-      _ratio(row, measured, "dense"),
-      _ratio(row, measured, "dense:dtype=bfloat16"),
-      f"{row.algorithm_bandwidth:.3f}",
-      f"{row.bus_bandwidth:.3f}",
-      _wrong(row),
-      f"{row.words:,.0f}",
-      *(f"{100 * part / row.seconds:.0f} %" for part in (row.selection, row.wire, row.merge)),
-    )
-  return result
+  return report.table(f"one update of all ranks, {_setting(rows, several)}", heads, lines, caption=caption)
 
 
-def _ratio(row: Row, measured: Sequence[Measured], dense: str) -> str:
-  """How many times as fast as the dense one of the same setting."""
+def _dense(row: Row, rows: Sequence[Row], label: str) -> float | None:
+  """The seconds of dense in the same setting."""
   setting = lambda row: [getattr(row, name) for name in SETTING]
-  same = [one.row.seconds for one in measured if one.row.algorithm == dense and setting(one.row) == setting(row)]
-  return f"{same[0] / row.seconds:.2f}" if same else "–"
-
-
-def _several(measured: Sequence[Measured]) -> list[str]:
-  """The parts of the setting that have several values."""
-  return [name for name in SETTING if len({getattr(one.row, name) for one in measured}) > 1]
+  return next((one.seconds for one in rows if one.algorithm == label and setting(one) == setting(row)), None)
 
 
 def _setting(rows: Sequence[Row], besides: Sequence[str]) -> str:
@@ -131,27 +85,3 @@ def _setting(rows: Sequence[Row], besides: Sequence[str]) -> str:
   same += [f"{rows[0].rate} links"] if rows[0].rate and "rate" not in besides else []
   pinned = ", a core a rank" if rows[0].pinned else ""
   return f"engine {rows[0].engine}, {', '.join(same)}, {rows[0].gradients} gradients{pinned}"
-
-
-def figure(measured: Sequence[Measured], path: pathlib.Path) -> None:
-  """Median seconds over the part of the setting that has several values, or bars of selection, merge and wire."""
-  over = _several(measured)
-  plot, panel = report.pyplot.subplots(figsize=(9, 5), layout="constrained")
-  rows = [one.row for one in measured]
-  if not over:
-    left = [0.0] * len(rows)
-    for part in ("selection", "merge", "wire"):
-      widths = [getattr(row, part) for row in rows]
-      panel.barh([row.algorithm for row in rows], widths, left=left, label=part)
-      left = [start + width for start, width in zip(left, widths, strict=True)]
-    panel.invert_yaxis()
-    panel.set(xlabel="seconds per update")
-  for label in dict.fromkeys(row.algorithm for row in rows) if over else []:
-    own = [row for row in rows if row.algorithm == label]
-    panel.plot([getattr(row, over[0]) for row in own], [row.seconds for row in own], marker="o", label=label)
-    panel.set(xlabel=over[0], ylabel="seconds per update", yscale="log")
-    if over[0] != "rate":
-      panel.set(xscale="log")
-  panel.grid(alpha=0.3)
-  panel.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small")
-  report.save(plot, _setting(rows, over[:1]), path)

@@ -26,49 +26,32 @@ LEAST_STEPS = 70  # of an algorithm with a period, warm-up included
 
 
 class Row(NamedTuple):
-  """One measured algorithm.
+  """One measured algorithm."""
 
-  Attributes:
-    algorithm: as it was asked for.
-    engine: where the workers ran.
-    workers: P.
-    n: gradient entries.
-    density: of the entries that a sparse algorithm delivers.
-    rate: of the links of the lab, or "".
-    gradients: "recorded" or "normal".
-    pinned: whether each rank had a core of its own.
-    seconds: median of one update; of the slowest worker in each step.
-    mean: likewise.
-    p90: 90th percentile, likewise.
-    steps: how many were timed: those of whole periods where the algorithm has one.
-    warm_up: untimed steps before them.
-    arithmetic: seconds of an update whose messages cost nothing, all workers at work at once.
-    selection: seconds of that until the first message.
-    words: 4-byte words that the worker sent that sent most, mean over the timed steps.
-    messages: of one worker, one after the other, counted from the schedule.
-    checked: the laws that were checked after every timed step: "C" nothing is lost, "R" the same bits everywhere.
-    wrong: entries that broke one of them, summed over the steps.
-  """
+  algorithm: str  # as it was asked for
+  engine: str  # where the workers ran
+  workers: int  # P
+  n: int  # gradient entries
+  density: float  # of the entries that a sparse algorithm delivers
+  rate: str  # of the links of the lab, or ""
+  gradients: str  # "recorded" or "normal"
+  pinned: bool  # whether each rank had a core of its own
+  seconds: float  # median of one update; of the slowest worker in each step
+  mean: float  # likewise
+  p90: float  # 90th percentile, likewise
+  steps: int  # how many were timed: those of whole periods where the algorithm has one
+  warm_up: int  # untimed steps before them
+  arithmetic: float  # seconds of an update whose messages cost nothing, all workers at work at once
+  selection: float  # seconds of that until the first message
+  words: float  # 4-byte words that the worker sent that sent most, mean over the timed steps
+  messages: int  # of one worker, one after the other, counted from the schedule
+  checked: str  # the laws that were checked after every timed step: "C" nothing is lost, "R" the same bits everywhere
+  wrong: int  # entries that broke one of them, summed over the steps
+  predicted: float | None = None  # seconds by the cost model
 
-  algorithm: str
-  engine: str
-  workers: int
-  n: int
-  density: float
-  rate: str
-  gradients: str
-  pinned: bool
-  seconds: float
-  mean: float
-  p90: float
-  steps: int
-  warm_up: int
-  arithmetic: float
-  selection: float
-  words: float
-  messages: int
-  checked: str
-  wrong: int
+  def as_dict(self) -> dict[str, Any]:
+    """The fields, and both bandwidths."""
+    return self._asdict() | dict(zip(("algbw", "busbw"), self.bandwidths, strict=True))
 
   @property
   def wire(self) -> float:
@@ -81,71 +64,28 @@ class Row(NamedTuple):
     return max(0.0, self.arithmetic - self.selection)
 
   @property
-  def algorithm_bandwidth(self) -> float:
-    """GB/s as nccl-tests defines it: 4n bytes of gradient by the seconds of the update, whatever was really sent."""
-    return 4 * self.n / self.seconds / 1e9
-
-  @property
-  def bus_bandwidth(self) -> float:
-    """GB/s as nccl-tests defines it for an all-reduce: the algorithm bandwidth times 2(P − 1)/P."""
-    return 2 * (self.workers - 1) / self.workers * self.algorithm_bandwidth
+  def bandwidths(self) -> tuple[float, float]:
+    """(algbw, busbw) in GB/s as nccl-tests defines them: 4n bytes / seconds, and that times 2(P − 1)/P."""
+    algorithm = 4 * self.n / self.seconds / 1e9
+    return algorithm, 2 * (self.workers - 1) / self.workers * algorithm
 
 
-class Plan(NamedTuple):
-  """The steps of one measurement.
+def plan(collective: js.Collective, warm_up: int, repetitions: int) -> tuple[int, int, int]:
+  """(untimed steps, timed steps, period): whole periods, where the mean counts each kind of step as often as training.
 
-  Attributes:
-    warm_up: untimed ones, of which the first compiles; residuals grow in them.
-    timed: those that count.
-    period: steps after which the algorithm's work repeats, 1 for no period.
-  """
-
-  warm_up: int
-  timed: int
-  period: int
-
-
-def plan(collective: js.Collective, warm_up: int, repetitions: int) -> Plan:
-  """The steps to take: whole periods for an algorithm that works more in some steps than in others.
-
-  Its period is the least common multiple of its options `*_period`: Ok-Topk takes exact thresholds every 32 steps and
-  draws regions every 64. Over whole periods the mean counts each kind of step as often as training does.
-
-  Example:
-    >>> plan(js.make_collective("oktopk", density=0.01), warm_up=1, repetitions=5)
-    Plan(warm_up=6, timed=64, period=64)
-    >>> plan(js.make_collective("spardl", density=0.01), warm_up=1, repetitions=5)
-    Plan(warm_up=1, timed=5, period=1)
+  A period is the least common multiple of the options `*_period`: Ok-Topk takes exact thresholds every 32 steps and
+  draws regions every 64.
   """
   options = dataclasses.asdict(collective) if dataclasses.is_dataclass(collective) else {}
   period = math.lcm(*(value for name, value in options.items() if name.endswith("_period")))
-  if period == 1:
-    return Plan(warm_up, repetitions, 1)
   timed = math.ceil(repetitions / period) * period
-  return Plan(max(warm_up, LEAST_STEPS - timed), timed, period)
+  return warm_up if period == 1 else max(warm_up, LEAST_STEPS - timed), timed, period
 
 
 class Bench:
-  """The workers, and what measures them.
+  """The workers, and what measures them."""
 
-  Args:
-    workers: of this run.
-    engine: its name.
-    n: gradient entries.
-    warm_up: untimed steps of an algorithm.
-    repetitions: timed steps of one without a period.
-    gradients: makes the gradients of all workers in a step; independent normals by default.
-  """
-
-  def __init__(
-    self,
-    workers: Workers,
-    engine: str,
-    n: int,
-    warm_up: int,
-    repetitions: int,
-    gradients: Callable[[int], jax.Array] | None = None,
-  ):
+  def __init__(self, workers: Workers, engine: str, n: int, warm_up: int, repetitions: int, gradients: Any = None):
     self._workers, self._name, self._n, self._warm_up, self._repetitions = workers, engine, n, warm_up, repetitions
     self._engine = engine_of(workers.where, "workers")
     self._watch = timing.Stopwatch(self._engine)
@@ -162,8 +102,8 @@ class Bench:
   def _updates(self, spec: Spec) -> dict[str, Any]:
     """What the warm-up and the timed steps say of a row."""
     update = timing.Update(self._engine, spec.collective, self._engine.comm, self._n)
-    steps = plan(spec.collective, self._warm_up, self._repetitions)
-    warm_up = 1 if update.state.carried.residual is None else steps.warm_up  # nothing grows
+    untimed, timed, period = plan(spec.collective, self._warm_up, self._repetitions)
+    warm_up = 1 if update.state.carried.residual is None else untimed  # nothing grows
     read, laws = jax.jit(self._workers.metrics), Laws(self._engine, spec, update.specs)
     state, number, wrong, warming = update.state, 0, 0, 0.0
     times: list[float] = []
@@ -171,7 +111,7 @@ class Bench:
     while number < warm_up and warming < ENOUGH:
       seconds, (_, state) = self._watch.time(update.program, self._gradients(number), state)
       warming, number = warming + (seconds if number else 0.0), number + 1  # the first compiles
-    while len(times) < steps.timed and (steps.period > 1 or sum(times) < ENOUGH):
+    while len(times) < timed and (period > 1 or sum(times) < ENOUGH):
       again = functools.partial(self._gradients, number + len(times))
       grads = again()
       before = laws.before(grads, state)

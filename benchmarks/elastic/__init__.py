@@ -1,4 +1,1 @@
-"""Training that loses a worker and gains two, beside an undisturbed one.
-
-phases   the training between two changes of the number of workers
-"""
+"""Training in the lab that loses a worker and gains others."""

@@ -4,19 +4,17 @@ Hosts of the network lab, a rank on each, train the digits CNN with SparDL and S
 step one rank kills itself with SIGKILL: the launcher ends the others and starts again as many as are left. Later the
 run ends its phase, and more ranks go on. Batches have the same examples for every number of workers. Needs root.
 
-A second table is about the residual of a lost worker, which is gone where nobody has a copy: simulated workers go on
-without going back to a checkpoint, with that residual and without.
+A second table is about the residual of a lost worker: simulated workers go on without going back to a checkpoint, with
+that residual and without.
 
 Examples:
   python -m benchmarks.elastic
   python -m benchmarks.elastic --rate=100mbit --seed=0 --workers=4 --joining=1 --batch_size=60
-  python -m benchmarks.elastic --nolab --seed=0 --seed=1 --seed=2 --seed=3
 """
 
 import contextlib
 import json
 import pathlib
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,41 +28,34 @@ import rich.table
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import entry, netlab, workers
+from benchmarks import entry, netlab, report, workers
 from benchmarks.elastic import phases
-from benchmarks.elastic.phases import DYING, Outcome, Phase, Recovery, Settings, Training, recoveries
+from benchmarks.elastic.phases import DYING, Phase, Recovery, Training
 from jaxsparse import launch
-from jaxsparse.launch import Host
+from jaxsparse.launch.start import Host
 
-_WORKERS = flags.DEFINE_integer("workers", 6, "Workers at first; one is killed.")
-_JOINING = flags.DEFINE_integer("joining", 2, "Workers that join later.")
+_WORKERS = flags.DEFINE_integer("workers", 6, "Workers at first; one is killed.", lower_bound=3)
+_JOINING = flags.DEFINE_integer("joining", 2, "Workers that join later.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 600, "Training steps.")
 _KILL_AT = flags.DEFINE_integer("kill_at", 240, "The step after which a worker is killed.")
 _JOIN_AT = flags.DEFINE_integer("join_at", 400, "The step after which workers join.")
-_SAVE_EVERY = flags.DEFINE_integer("save_every", 50, "Steps between two checkpoints.")
+_SAVE_EVERY = flags.DEFINE_integer("save_every", 50, "Steps between two checkpoints.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 210, "Images in a step, for any number of workers, which divides it.")
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that SparDL delivers.")
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "Peak rate of SGD; cosine decay.")
-_SEED = flags.DEFINE_multi_integer("seed", [0, 1, 2], "Seeds of the parameters and of the order of the batches.")
+_SEED = entry.define_seeds([0, 1, 2])
 _RATE = flags.DEFINE_string("rate", "1gbit", "Speed of the links, as tc writes it; none for any speed.")
 _LAB = flags.DEFINE_bool("lab", True, "Measure in the lab; otherwise only what a lost residual changes.")
-_REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for elastic.json.")
-_PHASE = flags.DEFINE_string("phase", None, "Internal: the phase and the seed of a rank, as JSON.")
+_REPORT_DIR = entry.define_report_dir("elastic.json")
+_PHASE = flags.DEFINE_string("phase", None, "Internal: the phase of a rank, as JSON.")
 
 _ROUNDING = 1e-3  # a larger fraction of the gradient than rounding loses is a mistake
 _PARTS = ("end, start", "import, join", "restore, resize", "compile, step")  # of a recovery
 
 
 class Run(NamedTuple):
-  """A run and its outcome.
+  """A run and its outcome, whose last three numbers `Training.outcome` explains."""
 
-  Attributes:
-    run: the numbers of workers, or what became of the residual of the lost one.
-    seed: of the parameters and the batches.
-    accuracy, delivered, lost: see `phases.Outcome`.
-  """
-
-  run: str
+  run: str  # the numbers of workers, or what became of the residual of the lost one
   seed: int
   accuracy: float
   delivered: float
@@ -72,22 +63,16 @@ class Run(NamedTuple):
 
 
 class Lost(NamedTuple):
-  """The residual of the lost worker, r/P, as a multiple of the update that one step delivers: ratios of ℓ₂ norms.
-
-  Attributes:
-    seed: of the run.
-    all: of r.
-    since: of what r has changed by since the last checkpoint.
-  """
+  """The residual of the lost worker, r/P, as a multiple of the update that one step delivers: ratios of ℓ₂ norms."""
 
   seed: int
-  all: float
-  since: float
+  all: float  # of r
+  since: float  # of what r has changed by since the last checkpoint
 
 
-def settings(seed: int) -> Settings:
+def settings(seed: int) -> Phase:
   """Of a run from this seed, as the flags say."""
-  return Settings(seed, _STEPS.value, _BATCH_SIZE.value, _DENSITY.value, _LEARNING_RATE.value, _SAVE_EVERY.value)
+  return Phase(seed, _STEPS.value, _BATCH_SIZE.value, _DENSITY.value, _SAVE_EVERY.value)
 
 
 def sizes() -> tuple[int, int, int]:
@@ -101,7 +86,7 @@ def in_lab(seed: int, hosts: Sequence[Host], folder: pathlib.Path) -> tuple[list
 
   def start(run: str, ranks: int, until: int, kill_at: int = 0) -> None:
     (folder / run).mkdir(exist_ok=True)
-    phase = json.dumps([seed, Phase(str(folder / run), until, kill_at)])
+    phase = json.dumps(settings(seed)._replace(folder=str(folder / run), until=until, kill_at=kill_at))
     command = [sys.executable, "-m", "benchmarks.elastic", *sys.argv[1:], f"--phase={phase}"]
     restarts, least = (1, ranks - 1) if kill_at else (0, ranks)
     launch.run(command, ranks, hosts=hosts[:ranks], restarts=restarts, min_ranks=least)
@@ -111,7 +96,7 @@ def in_lab(seed: int, hosts: Sequence[Host], folder: pathlib.Path) -> tuple[list
   start("disturbed", last, _STEPS.value)
   names = {"undisturbed": f"{first}", "disturbed": f"{first} -> {left} -> {last}"}
   outcome = lambda run: json.loads((folder / run / "outcome").read_text())
-  return [Run(name, seed, *outcome(run)) for run, name in names.items()], recoveries(folder / "disturbed", seed)
+  return [Run(name, seed, *outcome(run)) for run, name in names.items()], phases.recoveries(folder / "disturbed", seed)
 
 
 def simulated(seed: int) -> tuple[list[Run], Lost]:
@@ -127,7 +112,7 @@ def simulated(seed: int) -> tuple[list[Run], Lost]:
 
   start = own[first].train(*own[first].first(), np.zeros(1), range(_KILL_AT.value), copy)
 
-  def finished(dropped: bool) -> Outcome:
+  def finished(dropped: bool) -> tuple[float, float, float]:
     params, state, gradients = jax.tree.map(jnp.copy, start[:2]) + start[2:]
     if dropped:
       node = state[0]
@@ -149,59 +134,40 @@ def simulated(seed: int) -> tuple[list[Run], Lost]:
 
 def outcomes(runs: Sequence[Run], title: str) -> rich.table.Table:
   """The runs of each kind, over seeds."""
-  table = rich.table.Table(title=title)
-  for head in ("run", "test accuracy", "delivered", "lost"):
-    table.add_column(head, justify="left" if head == "run" else "right")
+  lines = []
   for name in dict.fromkeys(run.run for run in runs):
     own = [run for run in runs if run.run == name]
-    lost = max(run.lost for run in own)
-    accuracy, mass = (spread([getattr(one, key) for one in own], ".4f") for key in ("accuracy", "delivered"))
-    table.add_row(name, accuracy, mass, f"{lost:.1e}")
-  return table
+    accuracy, mass = (report.spread([getattr(one, key) for one in own], ".4f") for key in ("accuracy", "delivered"))
+    lines.append([name, accuracy, mass, f"{max(run.lost for run in own):.1e}"])
+  return report.table(title, ("run", "test accuracy", "delivered", "lost"), lines)
 
 
 def times(found: Sequence[Recovery]) -> rich.table.Table:
   """Seconds of each change of the number of workers, over seeds."""
-  table = rich.table.Table(title="seconds until the first new step, mean over seeds ± standard deviation")
-  for head in ("workers", *_PARTS, "all", "steps again"):
-    table.add_column(head, justify="left" if head == "workers" else "right")
+  lines = []
   for change in dict.fromkeys(one.change for one in found):
     own = [one for one in found if one.change == change]
-    parts = [spread(column, ".1f") for column in zip(*(one.parts for one in own), strict=True)]
-    again = max(one.again for one in own)
-    table.add_row(change, *parts, spread([sum(one.parts) for one in own], ".1f"), str(again))
-  return table
-
-
-def spread(values: Sequence[float], form: str) -> str:
-  """Mean and standard deviation."""
-  deviation = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-  return f"{statistics.mean(values):{form}}{deviation}"
-
-
-def _check_flags() -> None:
-  for flag, least in ((_WORKERS, 3), (_JOINING, 1), (_SAVE_EVERY, 1), (_STEPS, 4)):
-    if flag.value < least:
-      raise ValueError(f"--{flag.name}={flag.value}, choose at least {least}")
-  if any(_BATCH_SIZE.value % size for size in sizes()):
-    raise ValueError(f"--batch_size={_BATCH_SIZE.value}, choose a multiple of {', '.join(map(str, sizes()))}")
-  if not _SAVE_EVERY.value < _KILL_AT.value < _JOIN_AT.value < _STEPS.value:
-    order = ", ".join(f"--{flag.name}={flag.value}" for flag in (_SAVE_EVERY, _KILL_AT, _JOIN_AT, _STEPS))
-    raise ValueError(f"{order}: choose them in this order, each larger than the one before")
+    columns = [*zip(*(one.parts for one in own), strict=True), [sum(one.parts) for one in own]]
+    lines.append([change, *(report.spread(column, ".1f") for column in columns), str(max(one.again for one in own))])
+  title = "seconds until the first new step, mean over seeds ± standard deviation"
+  return report.table(title, ("workers", *_PARTS, "all", "steps again"), lines)
 
 
 def main() -> None:
   """Runs all seeds, and reports."""
-  _check_flags()
+  if any(_BATCH_SIZE.value % size for size in sizes()):
+    raise ValueError(f"--batch_size={_BATCH_SIZE.value}, choose a multiple of {', '.join(map(str, sizes()))}")
+  order = (_SAVE_EVERY, _KILL_AT, _JOIN_AT, _STEPS)
+  if sorted({flag.value for flag in order}) != [flag.value for flag in order]:
+    given = ", ".join(f"--{flag.name}={flag.value}" for flag in order)
+    raise ValueError(f"{given}: choose them in this order, each larger than the one before")
   if _PHASE.value:
-    seed, phase = json.loads(_PHASE.value)
-    phases.run(Phase(*phase), settings(seed))
+    phases.run(Phase(*json.loads(_PHASE.value)))
     return
   result: dict[str, list[Any]] = {"runs": [], "recoveries": [], "simulated": [], "lost": []}
-  speed = None if _RATE.value == "none" else _RATE.value
   with contextlib.ExitStack() as stack:
-    hosts = stack.enter_context(netlab.lab(max(sizes()), speed)) if _LAB.value else []
-    for seed in dict.fromkeys(_SEED.value):
+    hosts = stack.enter_context(netlab.lab(max(sizes()), _RATE.value)) if _LAB.value else []
+    for seed in _SEED.value:
       if hosts:
         with tempfile.TemporaryDirectory(prefix="jaxsparse-") as folder:
           runs, found = in_lab(seed, hosts, pathlib.Path(folder))
@@ -210,17 +176,8 @@ def main() -> None:
       runs, lost = simulated(seed)
       result["simulated"] += runs
       result["lost"].append(lost)
-      _keep(result)
+      report.keep(pathlib.Path(_REPORT_DIR.value) / "elastic.json", {}, result)
   _report(result, workers.make_console())
-
-
-def _keep(result: dict[str, list[Any]]) -> None:
-  """Writes all rows so far."""
-  path = pathlib.Path(_REPORT_DIR.value) / "elastic.json"
-  path.parent.mkdir(parents=True, exist_ok=True)
-  rows = {name: [json.dumps(one._asdict()) for one in found] for name, found in result.items()}
-  lists = [f'"{name}": [\n' + ",\n".join(lines) + "\n]" for name, lines in rows.items()]
-  path.write_text("{" + ",\n".join(lists) + "}\n")
 
 
 def _report(result: dict[str, list[Any]], console: rich.console.Console) -> None:
@@ -229,11 +186,9 @@ def _report(result: dict[str, list[Any]], console: rich.console.Console) -> None
     console.print(outcomes(result["runs"], f"{_STEPS.value} steps in the lab, links of {_RATE.value}"))
     console.print(times(result["recoveries"]))
   console.print(outcomes(result["simulated"], f"{_STEPS.value} steps, simulated; a worker is lost without going back"))
-  norms = {name: spread([getattr(one, name) for one in result["lost"]], ".2f") for name in ("all", "since")}
-  console.print(
-    f"the residual of the lost worker: {norms['all']} × the update of one step, {norms['since']} × of it since the "
-    "last checkpoint"
-  )
+  whole, since = (report.spread([getattr(one, name) for one in result["lost"]], ".2f") for name in ("all", "since"))
+  update = "the update of one step"
+  console.print(f"the residual of the lost worker: {whole} × {update}, {since} × of it since the last checkpoint")
   complete = [run for run in (*result["runs"], *result["simulated"]) if not run.run.startswith("without")]
   if bad := [run for run in complete if run.lost > _ROUNDING]:
     raise RuntimeError(f"{bad[0].run}, seed {bad[0].seed}: {bad[0].lost:.1e} of the gradient is lost")

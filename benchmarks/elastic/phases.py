@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse as js
+from benchmarks.netlab.namespaces import started
 from benchmarks.tasks import data, small
 from benchmarks.tasks.base import model_of
 from benchmarks.workers import Workers, here
@@ -28,79 +29,37 @@ DYING = 1  # the rank that is killed
 _MARKS = ("began", "joined", "restored", "stepped")  # what a phase records of its start, in this order
 
 
-class Settings(NamedTuple):
-  """What all phases of a run have in common.
-
-  Attributes:
-    seed: of the parameters and of the order of the batches.
-    steps: of the whole run.
-    batch: examples of all workers together in a step, for any number of workers.
-    density: of SparDL.
-    rate: peak learning rate of SGD, with cosine decay.
-    save_every: steps between two checkpoints.
-  """
-
-  seed: int
-  steps: int
-  batch: int
-  density: float
-  rate: float
-  save_every: int
-
-
 class Phase(NamedTuple):
-  """What the ranks of a phase are told.
+  """A part of a run with one number of workers."""
 
-  Attributes:
-    folder: of the run, for checkpoints, marks and the outcome.
-    until: the step that ends the phase.
-    kill_at: the step after which rank `DYING` kills itself in the first attempt; 0 for none.
-  """
-
-  folder: str
-  until: int
-  kill_at: int
-
-
-class Outcome(NamedTuple):
-  """A run at its end.
-
-  Attributes:
-    accuracy: test accuracy.
-    delivered: 1 − ‖G − D‖₁ / ‖G‖₁, where G is the sum over steps of the mean gradient of all workers, and D that of
-      the updates that SparDL delivered.
-    lost: ‖G − D − O‖₁ / ‖G‖₁, where O is what the workers owe at the end, the mean of their residuals.
-  """
-
-  accuracy: float
-  delivered: float
-  lost: float
+  seed: int  # of the parameters and of the order of the batches
+  steps: int  # of the whole run
+  batch: int  # examples of all workers together in a step, for any number of workers
+  density: float  # of SparDL
+  save_every: int  # steps between two checkpoints
+  folder: str = ""  # of the run, for checkpoints, marks and the outcome
+  until: int = 0  # the step that ends the phase
+  kill_at: int = 0  # the step after which rank `DYING` kills itself in the first attempt; 0 for none
 
 
 class Recovery(NamedTuple):
-  """The seconds between the end of a phase and the first step of the next one.
+  """The seconds between the end of a phase and the first step of the next one."""
 
-  Attributes:
-    change: the number of workers before and after.
-    seed: of the run.
-    parts: until the new processes start, they have joined, the state is that of the new workers, a step is done.
-    again: steps since the checkpoint, which are done again.
-  """
-
-  change: str
-  seed: int
+  change: str  # the number of workers before and after
+  seed: int  # of the run
+  # until the new processes start, they have joined, the state is that of the new workers, a step is done
   parts: list[float]
-  again: int
+  again: int  # steps since the checkpoint, which are done again
 
 
 class Training:
   """The training of the digits CNN by SparDL and SGD on so many workers."""
 
-  def __init__(self, place: Workers, settings: Settings):
+  def __init__(self, place: Workers, settings: Phase):
     self.place, self.settings = place, settings
     self._task = small.make("cnn", data.load("digits"))
     self._model = model_of(self._task, settings.seed)
-    schedule = optax.cosine_decay_schedule(settings.rate, settings.steps)
+    schedule = optax.cosine_decay_schedule(0.1, settings.steps)
     sparse = js.spardl_transform(place.axis, density=settings.density)
     self.tx = optax.chain(sparse, _summed(), optax.sgd(schedule))
     self._step = js.make_train_step(self._model.plain_loss, self.tx, place.where)
@@ -108,51 +67,41 @@ class Training:
 
   def first(self) -> tuple[Any, Any]:
     """(params, state) before the first step."""
-    params = self._everywhere(self._model.params)
+    params = self.untrained()
     return params, js.init(self.tx, params, self.place.where)
-
-  def like(self, workers: int) -> tuple[Any, Any]:
-    """What a checkpoint of so many workers is restored into."""
-    params = self._everywhere(self._model.params)
-    return params, js.abstract_state(self.tx, params, self.place.where, workers=workers)
 
   def train(
     self, params: Any, state: Any, gradients: np.ndarray, steps: range, then: Callable[..., None] = lambda *_: None
   ) -> tuple[Any, Any, np.ndarray]:
-    """Trains for some steps, calls `then` after each with its number and the present values, and returns these.
-
-    Args:
-      params: the parameters, which are donated.
-      state: of the optimizer, which is donated.
-      gradients: f64[n], the sum of the mean gradients of all steps before; it grows in the process that reports.
-      steps: the numbers of the steps that are done before each step.
-      then: (step, params, state, gradients).
-    """
+    """Trains for some steps, calls `then` after each with its number and the present values, and returns these."""
     batches = self._task.batches(self.settings.seed, self.place, self.settings.batch // self.place.size)
     for number, batch in zip(steps, itertools.islice(batches, steps.start, None), strict=False):
       if self.place.reports:
-        gradients = gradients + np.asarray(self._gradient(jax.tree.map(_local, params), batch))
+        local = jax.device_put(jax.tree.map(of_this_process, params), jax.local_devices()[0])
+        gradients = gradients + np.asarray(self._gradient(local, batch))
       params, state, metrics = self._step(params, state, batch)
       jax.block_until_ready(metrics)
       then(number + 1, params, state, gradients)
     return params, state, gradients
 
-  def outcome(self, params: Any, state: Any, gradients: np.ndarray) -> Outcome:
-    """The outcome of a run; every process calls."""
+  def outcome(self, params: Any, state: Any, gradients: np.ndarray) -> tuple[float, float, float]:
+    """(test accuracy, delivered, lost) of a run; every process calls.
+
+    With G the sum over steps of the mean gradient of all workers, D that of the updates that SparDL delivered and O
+    what the workers owe at the end, delivered is 1 − ‖G − D‖₁ / ‖G‖₁, and lost ‖G − D − O‖₁ / ‖G‖₁.
+    """
     owed, _ = js.flush(state, params, self.place.where)
     left = gradients - delivered(state)
     size = np.abs(gradients).sum() or 1.0
-    return Outcome(
-      self._model.accuracy(params),
-      float(1 - np.abs(left).sum() / size),
-      float(np.abs(left - _flat(owed)).sum() / size),
-    )
+    lost = np.abs(left - _flat(owed)).sum() / size
+    return self._model.accuracy(params), float(1 - np.abs(left).sum() / size), float(lost)
 
-  def _everywhere(self, tree: Any) -> Any:
-    """Copies that a step may take."""
+  def untrained(self) -> Any:
+    """Copies of the untrained parameters, which a step may take."""
     if not isinstance(self.place.where, Mesh):
-      return jax.tree.map(jnp.copy, tree)
-    return jax.device_put(jax.tree.map(np.asarray, tree), NamedSharding(self.place.where, PartitionSpec()))
+      return jax.tree.map(jnp.copy, self._model.params)
+    sharding = NamedSharding(self.place.where, PartitionSpec())
+    return jax.device_put(jax.tree.map(np.asarray, self._model.params), sharding)
 
 
 def delivered(state: Any) -> np.ndarray:
@@ -160,13 +109,13 @@ def delivered(state: Any) -> np.ndarray:
   return _flat(state[1])
 
 
-def run(phase: Phase, settings: Settings) -> None:
+def run(phase: Phase) -> None:
   """Trains as a rank of a phase, from the last checkpoint of the run, and leaves one at the end of the phase."""
   folder = pathlib.Path(phase.folder)
-  marks = {"began": _start_of_process()}
+  marks = {"began": int(started(os.getpid()) or 0) / os.sysconf("SC_CLK_TCK")}
   place = here("processes", int(os.environ.get(guard.RANKS, 1)))
   marks["joined"] = _now()
-  own = Training(place, settings)
+  own = Training(place, phase)
   with ocp.CheckpointManager(folder / "checkpoints", item_handlers=ocp.StandardCheckpointHandler()) as saver:
     begin = saver.latest_step() or 0
     params, state, gradients = _restored(own, saver, begin, folder)
@@ -181,14 +130,14 @@ def run(phase: Phase, settings: Settings) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
       if number == phase.until and place.reports:
         _mark(folder, "gone", at=number, time=_now())
-      if number % settings.save_every == 0 or number == phase.until:
+      if number % phase.save_every == 0 or number == phase.until:
         if place.reports:
           np.save(folder / f"gradients{number}.npy", gradients)
         saved = ocp.args.StandardSave((params, state))
         saver.save(number, args=saved, custom_metadata={"workers": place.size})
 
     params, state, gradients = own.train(params, state, gradients, range(begin, phase.until), then)
-  if phase.until == settings.steps:
+  if phase.until == phase.steps:
     outcome = own.outcome(params, state, gradients)
     if place.reports:
       (folder / "outcome").write_text(json.dumps(outcome))
@@ -211,7 +160,8 @@ def _restored(own: Training, saver: ocp.CheckpointManager, begin: int, folder: p
   if not begin:
     params, state = own.first()
     return params, state, np.zeros(sum(leaf.size for leaf in jax.tree.leaves(params)))
-  like = own.like(saver.metadata(begin).custom_metadata["workers"])
+  params, workers = own.untrained(), saver.metadata(begin).custom_metadata["workers"]
+  like = params, js.abstract_state(own.tx, params, own.place.where, workers=workers)
   params, state = saver.restore(begin, args=ocp.args.StandardRestore(like))
   return params, js.resize(state, params, own.place.where), np.load(folder / f"gradients{begin}.npy")
 
@@ -224,10 +174,6 @@ def _summed() -> optax.GradientTransformation:
     return updates, jax.tree.map(jnp.add, state, updates)
 
   return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
-
-
-def _local(x: Any) -> Any:
-  return jax.device_put(of_this_process(x), jax.local_devices()[0])
 
 
 def _flat(tree: Any) -> np.ndarray:
@@ -243,9 +189,3 @@ def _mark(folder: pathlib.Path, event: str, **facts: Any) -> None:
 def _now() -> float:
   """Seconds since this machine was started."""
   return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def _start_of_process() -> float:
-  """When this process was started, in seconds since this machine was."""
-  fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-  return int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -33,21 +33,20 @@ Examples:
 import itertools
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import rich.console
 import rich.progress
 from absl import flags
 
-import jaxsparse as js
 from benchmarks import entry, papers, report, workers
-from benchmarks.heterogeneous import figures, virtual
+from benchmarks.heterogeneous import figures, methods, virtual
 from benchmarks.heterogeneous import report as tables
-from benchmarks.heterogeneous.virtual import Bench, Environment, Method, Row, parse
-from jaxsparse.partial.simulation import METHODS
+from benchmarks.heterogeneous.lab import Simulation
+from benchmarks.heterogeneous.virtual import Bench, Environment, Method, Row
 
-_ALL = [*METHODS[:-2], "constant:3", "dynamic:3", "initial:3", "constant:5", "dynamic:5"]
+_ALL = [*methods.NAMES, "constant:3", "dynamic:3", "initial:3", "constant:5", "dynamic:5"]
 PARTS = {
   "levels": "heterogeneity levels",
   "sweep": "Figure 8",
@@ -90,6 +89,9 @@ _JSON = flags.DEFINE_bool(
 )
 
 
+Key = tuple[str, str, Environment]  # of a row: its part, the label of its method, and its environment
+
+
 class Case(NamedTuple):
   """What to measure, and for which part."""
 
@@ -98,143 +100,101 @@ class Case(NamedTuple):
   method: Method
 
 
-def _settings() -> virtual.Settings:
-  return virtual.Settings(
-    _WORKERS.value,
-    _BATCH_SIZE.value,
-    _LEARNING_RATE.value,
-    _TARGET.value,
-    _LIMIT.value,
-    _WIRE.value,
-    _SLOW_LINK.value,
-    _FOLDS.value,
-  )
-
-
-def _cases() -> list[Case]:
-  """What the flags ask for; raises ValueError before anything is trained."""
-  for flag, least in ((_WORKERS, 2), (_BATCH_SIZE, 1), (_FOLDS, 1), (_TAIL_WORKERS, 4), (_SLOW_LINKS, 1)):
-    if flag.value < least:
-      raise ValueError(f"--{flag.name}={flag.value}, choose at least {least}")
+def _check_flags() -> None:
+  for flag, least in ((_WORKERS, 2), (_BATCH_SIZE, 1), (_FOLDS, 1), (_TAIL_WORKERS, 4), (_JITTER, 0), (_TAIL, 0)):
+    if not flag.value >= least:
+      raise ValueError(f"--{flag.name}={flag.value:g}, choose at least {least}")
   for positive in (_LIMIT, _WIRE, _SLOW_LINK):
     if not positive.value > 0:
       raise ValueError(f"--{positive.name}={positive.value:g}, choose more than 0")
-  for jitter in (_JITTER, _TAIL):
-    if not jitter.value >= 0:
-      raise ValueError(f"--{jitter.name}={jitter.value:g}, choose at least 0")
   if not 0 <= _OCCUPANCY.value <= 1:
     raise ValueError(f"--occupancy={_OCCUPANCY.value:g}, choose 0 … 1")
-  if _SLOW_LINKS.value > _WORKERS.value:
-    raise ValueError(f"--slow_links={_SLOW_LINKS.value}, choose 1 … {_WORKERS.value}, the number of workers")
-  for level in _LEVELS.value:
-    if not level.isdecimal() or not 1 <= int(level) <= _WORKERS.value:
-      raise ValueError(f"--levels={level}, choose 1 … {_WORKERS.value}, the number of workers")
+  for name, values in (("slow_links", [str(_SLOW_LINKS.value)]), ("levels", _LEVELS.value)):
+    for value in values:
+      if not value.isdecimal() or not 1 <= int(value) <= _WORKERS.value:
+        raise ValueError(f"--{name}={value}, choose 1 … {_WORKERS.value}, the number of workers")
   for size in _SCALE.value:
     if not size.isdecimal() or int(size) in (0, 2, 3):
       raise ValueError(f"--scale={size}, choose 1, or at least 4: groups are of 4")
-  makers = _makers()
-  if unknown := [part for part in _PARTS.value if part not in (*makers, "none")]:
-    raise ValueError(f"--parts={unknown[0]}, choose from {', '.join(makers)}, or none")
-  return [case for part in _PARTS.value if part != "none" for case in makers[part]()]
-
-
-def _makers() -> dict[str, Callable[[], list[Case]]]:
-  """The cases of each part."""
-  return {"levels": _levels, "tail": _tail, "scale": _scale, "decay": _decay, "links": _links}
+  if unknown := [part for part in _PARTS.value if part not in (*_MAKERS, "none")]:
+    raise ValueError(f"--parts={unknown[0]}, choose from {', '.join(_MAKERS)}, or none")
 
 
 def _at(level: int, slow_links: int = 0) -> Environment:
   return Environment(_WORKERS.value, level, _JITTER.value, slow_links, _OCCUPANCY.value)
 
 
+def _cases(part: str, where: Environment, labels: Iterable[str]) -> list[Case]:
+  return [Case(part, where, virtual.parse_method(label, where.workers)) for label in dict.fromkeys(labels)]
+
+
 def _levels() -> list[Case]:
-  methods = [parse(label, _WORKERS.value) for label in dict.fromkeys(_METHODS.value)]
-  sweep = [parse(f"constant:{size}", _WORKERS.value) for size in _SWEEP.value]
   levels = [int(level) for level in _LEVELS.value]
-  cases = [Case("levels", _at(level), method) for level in levels for method in methods]
-  return cases + [Case("sweep", _at(min(levels)), method) for method in sweep]
+  cases = [case for level in levels for case in _cases("levels", _at(level), _METHODS.value)]
+  return cases + _cases("sweep", _at(min(levels)), [f"constant:{size}" for size in _SWEEP.value])
 
 
 def _tail() -> list[Case]:
-  where = Environment(_TAIL_WORKERS.value, jitter=_TAIL.value)
   labels = "allreduce", "backup", "adpsgd", "asp", "constant:4", "dynamic:4"
-  return [Case("tail", where, parse(label, where.workers)) for label in labels]
+  return _cases("tail", Environment(_TAIL_WORKERS.value, jitter=_TAIL.value), labels)
 
 
 def _scale() -> list[Case]:
   cases = []
   for size in map(int, dict.fromkeys(_SCALE.value)):
-    quarter = Method("backup", "backup", {"backups": size // 4})  # as in the paper
-    methods = [parse("allreduce", size)]
-    methods += [quarter, parse("constant:4", size), parse("dynamic:4", size)] if size > 1 else []
-    cases += [Case("scale", Environment(size, jitter=_TAIL.value), method) for method in methods]
+    where = Environment(size, jitter=_TAIL.value)
+    cases += _cases("scale", where, ["allreduce"])
+    if size > 1:
+      cases.append(Case("scale", where, Method("backup", "backup", {"backups": size // 4})))  # as in the paper
+      cases += _cases("scale", where, ["constant:4", "dynamic:4"])
   return cases
 
 
 def _decay() -> list[Case]:
-  where = _at(max(map(int, _LEVELS.value)))
   labels = [f"{name}:3:{alpha}" for name in ("dynamic", "initial") for alpha in _DECAYS.value]
-  return [Case("decay", where, parse(label, where.workers)) for label in labels]
+  return _cases("decay", _at(max(map(int, _LEVELS.value))), labels)
 
 
 def _links() -> list[Case]:
   places = [_at(level, _SLOW_LINKS.value) for level in (1, max(map(int, _LEVELS.value)))]
   labels = "allreduce", "backup", "adpsgd", "asp", "constant:3", "dynamic:3"
-  return [Case("links", where, parse(label, where.workers)) for where in places for label in labels]
+  return [case for where in places for case in _cases("links", where, labels)]
 
 
-class _Kept:
-  """The rows of the results file, and those of this run."""
-
-  def __init__(self) -> None:
-    self._path = pathlib.Path(_RESULTS.value) if _RESULTS.value else None
-    found = virtual.read(json.loads(self._path.read_text())["rows"]) if self._path and self._path.exists() else []
-    self._rows = {(one.part, one.label, one.environment): one for one in found}
-
-  def add(self, row: Row) -> None:
-    self._rows[row.part, row.label, row.environment] = row
-    if self._path:
-      lines = [json.dumps(one) for one in virtual.plain(self.rows)]
-      report.replace(self._path, '{"rows": [\n' + ",\n".join(lines) + "\n]}\n")
-
-  @property
-  def rows(self) -> list[Row]:
-    return list(self._rows.values())
+_MAKERS = {"levels": _levels, "tail": _tail, "scale": _scale, "decay": _decay, "links": _links}
 
 
-def _measure(cases: Sequence[Case], kept: _Kept, console: rich.console.Console) -> figures.Runs:
-  """The runs of each method and environment, one a seed and fold; what several parts ask for is run once."""
-  settings, seeds = _settings(), list(dict.fromkeys(_SEED.value))
-  bench = Bench(settings)
-  columns = [
-    rich.progress.TextColumn("{task.description:>24}"),
-    rich.progress.BarColumn(),
-    rich.progress.MofNCompleteColumn(),
-    rich.progress.TimeRemainingColumn(),
-  ]
-  runs: dict[tuple[str, Environment], list[js.partial.Simulation]] = {}
-  with rich.progress.Progress(*columns, console=console) as progress:
-    bar = progress.add_task("", total=len(cases) * len(seeds) * settings.folds)
-    for part, environment, method in cases:
-      progress.update(bar, description=f"{environment}, {method.label}")
-      key = method.label, environment
-      own = runs.get(key, [])
-      for seed, fold in itertools.product(seeds, range(settings.folds)) if not own else ():
-        own.append(bench.simulate(method, environment, seed, fold))
-        progress.advance(bar)
-      runs[key] = own
-      kept.add(virtual.row(part, method, environment, settings, own))
+def _measure(cases: Sequence[Case], kept: dict[Key, Row], console: rich.console.Console) -> figures.Runs:
+  """Adds the rows of cases to those that are kept; returns the runs of each method and environment.
+
+  There is one run for each seed and fold; what several parts ask for is run once.
+  """
+  rates = (_LEARNING_RATE.value, _TARGET.value, _LIMIT.value, _WIRE.value, _SLOW_LINK.value)
+  settings = virtual.Settings(_WORKERS.value, _BATCH_SIZE.value, *rates, _FOLDS.value)
+  seeds, bench = list(itertools.product(dict.fromkeys(_SEED.value), range(settings.folds))), Bench(settings)
+  runs: dict[tuple[str, Environment], list[Simulation]] = {}
+  for part, where, method in rich.progress.track(cases, "simulating", console=console):
+    key = method.label, where
+    if key not in runs:
+      runs[key] = [bench.simulate(method, where, seed, fold) for seed, fold in seeds]
+    kept[part, method.label, where] = virtual.make_row(part, method, where, settings, runs[key])
+    if _RESULTS.value:
+      lines = map(json.dumps, virtual.to_json(kept.values()))
+      report.replace(pathlib.Path(_RESULTS.value), '{"rows": [\n' + ",\n".join(lines) + "\n]}\n")
   return runs
 
 
 def main() -> None:
   """Simulates what the flags ask for and reports."""
   console = workers.make_console(stderr=_JSON.value)
-  cases, kept = _cases(), _Kept()
+  _check_flags()
+  cases = [case for part in _PARTS.value if part != "none" for case in _MAKERS[part]()]
+  path = pathlib.Path(_RESULTS.value or "")
+  former = virtual.from_json(json.loads(path.read_text())["rows"]) if path.is_file() else []
+  kept = {(one.part, one.label, one.environment): one for one in former}
   runs = _measure(cases, kept, console) if cases else {}
   shown = {(case.part, case.method.label, case.environment) for case in cases}
-  every = not cases or _RESULTS.value
-  rows = [one for one in kept.rows if every or (one.part, one.label, one.environment) in shown]
+  rows = [one for key, one in kept.items() if _RESULTS.value or key in shown]
   if not rows:
     raise ValueError("--parts=none needs --results, a file with rows")
   _report(rows, runs, {case.part for case in cases}, console)
@@ -242,44 +202,43 @@ def main() -> None:
 
 def _report(rows: Sequence[Row], runs: figures.Runs, parts: set[str], console: rich.console.Console) -> None:
   for part, title in PARTS.items():
-    for own in tables.by_environment(one for one in rows if one.part == part):
+    for own in tables.group_by_environment(one for one in rows if one.part == part):
       console.print(tables.table(own, title))
   rhos = tables.figure_4() if "levels" in parts else []
   for one in rhos:
     shares = f"the slowest is in {one.share:.2f} of the groups ({one.paper_share:.2f})"
     console.print(f"Figure 4, {one.what}: ρ is {one.rho:.3f} (there {one.paper:g}), {shares}", highlight=False)
   drawn = _draw(rows, runs, parts, console)
-  now = {one.what: one.rho for one in rhos} | tables.measured(rows)
+  now = {one.what: one.rho for one in rhos} | tables.paper_cells(rows)
   console.print(papers.beside(papers.of("heterogeneous"), now))
   console.print(f"figures in {_REPORT_DIR.value}: {', '.join(drawn)}")
   reached = tables.goals(rows)
   report.say(reached, console)
   if _JSON.value:
-    given = {"rows": virtual.plain(rows), "figure_4": [one._asdict() for one in rhos]}
+    given = {"rows": virtual.to_json(rows), "figure_4": [one._asdict() for one in rhos]}
     print(json.dumps(given | {"goals": [goal._asdict() for goal in reached]}))
 
 
 def _draw(rows: Sequence[Row], runs: figures.Runs, parts: set[str], console: rich.console.Console) -> list[str]:
   """Draws the figures of the rows, and of the runs those of the levels; their names."""
   folder, drawn = pathlib.Path(_REPORT_DIR.value), []
-  of_part = lambda part: [one for one in rows if one.part == part]
+  found = {part: [one for one in rows if one.part == part] for part in PARTS}
   if "levels" in parts:
     worst = _at(max(map(int, _LEVELS.value)))
-    shown = {key: found for key, found in runs.items() if key[1] == worst and key[0] in _METHODS.value}
+    shown = {label: own[0] for (label, where), own in runs.items() if where == worst and label in _METHODS.value}
     figures.draw_curves(shown, worst, _TARGET.value, folder / "heterogeneous.png")
-    timelines = [(label, found[0]) for (label, _), found in shown.items()]
-    chosen = [one for one in timelines if one[0] in ("allreduce", "eager", "constant:3")] or timelines[:1]
-    figures.draw_timeline(chosen, worst.level, worst.workers, folder / "timeline.png")
+    chosen = {label: run for label, run in shown.items() if label in ("allreduce", "eager", "constant:3")}
+    figures.draw_timeline(chosen or dict([*shown.items()][:1]), worst, folder / "timeline.png")
     drawn += ["heterogeneous.png", "timeline.png"]
-  if swept := of_part("sweep"):
-    figures.draw_sweep(swept, folder / "group_size.png")
+  if found["sweep"]:
+    figures.draw_sweep(found["sweep"], folder / "group_size.png")
     drawn.append("group_size.png")
-  if found := tables.speed_ups(of_part("scale")):
-    console.print(tables.scale_table(found))
-    figures.draw_scale(found, folder / "scale.png")
+  if speed_ups := tables.speed_ups(found["scale"]):
+    console.print(tables.scale_table(speed_ups))
+    figures.draw_scale(speed_ups, folder / "scale.png")
     drawn.append("scale.png")
-  if decays := of_part("decay"):
-    figures.draw_decays(decays, folder / "decay.png")
+  if found["decay"]:
+    figures.draw_decays(found["decay"], folder / "decay.png")
     drawn.append("decay.png")
   return drawn
 

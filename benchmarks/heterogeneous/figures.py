@@ -3,25 +3,24 @@
 import pathlib
 from collections.abc import Mapping, Sequence
 
-import jaxsparse as js
 from benchmarks import report
+from benchmarks.heterogeneous.lab import Simulation
 from benchmarks.heterogeneous.virtual import Environment, Row
 
 from matplotlib import colormaps, pyplot  # isort: skip  # after benchmarks.report, which chooses where it draws to
 
-Runs = Mapping[tuple[str, Environment], list[js.partial.Simulation]]  # one for each seed and fold
+Runs = Mapping[tuple[str, Environment], list[Simulation]]  # one for each seed and fold
 
 _COLORS = {"work": "tab:blue", "wait": "tab:green", "average": "tab:red"}
 
 
-def draw_curves(runs: Runs, environment: Environment, target: float, path: pathlib.Path) -> None:
-  """Accuracy over virtual time of the first run, Figure 7(a)."""
+def draw_curves(runs: Mapping[str, Simulation], environment: Environment, target: float, path: pathlib.Path) -> None:
+  """Accuracy over virtual time, by the label of the method, Figure 7(a)."""
   plot, panel = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
   panel.set_prop_cycle(color=[colormaps["tab20"](number) for number in range(20)])
-  for (label, own), found in runs.items():
-    if own == environment:
-      seconds, _, accuracy = zip(*found[0].curve, strict=True)
-      panel.plot(seconds, accuracy, label=label, linewidth=1)
+  for label, run in runs.items():
+    seconds, _, accuracy = zip(*run.curve, strict=True)
+    panel.plot(seconds, accuracy, label=label, linewidth=1)
   panel.axhline(target, color="black", linewidth=0.5)
   panel.set(xlabel="seconds of virtual time", ylabel="test accuracy", ylim=(0.8, 1.0))
   panel.grid(alpha=0.3)
@@ -29,33 +28,23 @@ def draw_curves(runs: Runs, environment: Environment, target: float, path: pathl
   report.save(plot, f"{environment}, digits", path)
 
 
-def draw_timeline(
-  runs: Sequence[tuple[str, js.partial.Simulation]], level: int, workers: int, path: pathlib.Path
-) -> None:
+def draw_timeline(runs: Mapping[str, Simulation], environment: Environment, path: pathlib.Path) -> None:
   """When each worker computed, waited and averaged in the first seconds, Figure 3."""
-  until = 4.0 * level
-  plot, panels = pyplot.subplots(
-    len(runs), 1, figsize=(9, 2.4 * len(runs)), sharex=True, squeeze=False, layout="constrained"
-  )
-  for panel, (label, run) in zip(panels[:, 0], runs, strict=True):
+  until, size = 4.0 * environment.level, (9, 2.4 * len(runs))
+  plot, panels = pyplot.subplots(len(runs), 1, figsize=size, sharex=True, squeeze=False, layout="constrained")
+  for panel, (label, run) in zip(panels[:, 0], runs.items(), strict=True):
     for activity, color in _COLORS.items():
       spans = [span for span in run.timeline if span.activity == activity and span.start < until]
-      panel.barh(
-        [span.worker for span in spans],
-        [span.end - span.start for span in spans],
-        left=[span.start for span in spans],
-        color=color,
-        edgecolor="white",
-        linewidth=0.3,
-        label=activity,
-      )
+      places = [span.worker for span in spans], [span.end - span.start for span in spans], 0.8
+      left = [span.start for span in spans]
+      panel.barh(*places, left, color=color, edgecolor="white", linewidth=0.3, label=activity)
     panel.set(title=label, ylabel="worker", xlim=(0, until))
     panel.title.set_fontsize("small")
     panel.invert_yaxis()
   panels[-1, 0].set(xlabel="seconds of virtual time")
   handles, labels = panels[0, 0].get_legend_handles_labels()
   plot.legend(handles, labels, loc="outside right upper", fontsize="small")
-  report.save(plot, f"{workers} workers, the last {level} share an accelerator", path)
+  report.save(plot, f"{environment.workers} workers, the last {environment.level} share an accelerator", path)
 
 
 def draw_sweep(rows: Sequence[Row], path: pathlib.Path) -> None:
@@ -86,20 +75,12 @@ def draw_decays(rows: Sequence[Row], path: pathlib.Path) -> None:
   """Run time over α of dynamic weights; a cross where not every run reaches the target."""
   plot, panel = pyplot.subplots(figsize=(6, 4.5), layout="constrained")
   for name, color in (("dynamic", "tab:blue"), ("initial", "tab:orange")):
-    own = [one for one in rows if one.label.startswith(name)]
-    alpha = lambda one: float(one.label.split(":")[2])
-    reached = [one for one in own if one.seconds is not None]
-    panel.errorbar(
-      list(map(alpha, reached)),
-      [one.seconds or 0.0 for one in reached],
-      [one.deviation for one in reached],
-      marker="o",
-      capsize=3,
-      color=color,
-      label=name,
-    )
-    missed = [one for one in own if one.seconds is None]
-    panel.plot([alpha(one) for one in missed], [one.settings.limit for one in missed], "x", color=color)
+    points = [(float(one.label.split(":")[2]), one) for one in rows if one.label.startswith(name)]
+    reached = [(alpha, one.seconds, one.deviation) for alpha, one in points if one.seconds is not None]
+    x, y, deviations = (list(column) for column in zip(*reached, strict=True)) if reached else ([], [], [])
+    panel.errorbar(x, y, deviations, marker="o", capsize=3, color=color, label=name)
+    missed = [(alpha, one.settings.limit) for alpha, one in points if one.seconds is None]
+    panel.plot([alpha for alpha, _ in missed], [limit for _, limit in missed], "x", color=color)
   panel.set(xlabel="α", ylabel="run time, s", ylim=(0, None))
   panel.grid(alpha=0.3)
   panel.legend(fontsize="small")

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 import rich.table
 
-import jaxsparse as js
 from benchmarks import papers, report
-from benchmarks.heterogeneous.virtual import Environment, Row
+from benchmarks.heterogeneous.lab import Lab, shared_paces
+from benchmarks.heterogeneous.methods import make_method
+from benchmarks.heterogeneous.virtual import Environment, Row, rho
 
 _TABLE_1 = {
   "all-reduce": "allreduce",
@@ -24,15 +25,7 @@ _TABLE_1 = {
 
 
 class Spread(NamedTuple):
-  """One environment of the paper's Figure 4.
-
-  Attributes:
-    what: in words.
-    paper: ρ there.
-    rho: of the groups that were formed.
-    paper_share: of the groups, that the slowest worker is in there.
-    share: here.
-  """
+  """One environment of the paper's Figure 4: ρ of the groups, and in how many of them the slowest worker is."""
 
   what: str
   paper: float
@@ -66,7 +59,7 @@ def table(rows: Sequence[Row], title: str) -> rich.table.Table:
   return result
 
 
-def by_environment(rows: Iterable[Row]) -> list[list[Row]]:
+def group_by_environment(rows: Iterable[Row]) -> list[list[Row]]:
   """The rows of each environment, few workers first."""
   groups: dict[Environment, list[Row]] = {}
   for one in rows:
@@ -96,16 +89,16 @@ def scale_table(found: Mapping[str, Mapping[int, float]]) -> rich.table.Table:
   return result
 
 
-def measured(rows: Sequence[Row]) -> dict[str, float]:
+def paper_cells(rows: Sequence[Row]) -> dict[str, float]:
   """The paper's cells that these rows measure, by their names."""
   found: dict[str, float] = {}
-  for own in by_environment(one for one in rows if one.part == "levels"):
+  for own in group_by_environment(one for one in rows if one.part == "levels"):
     level, seconds = own[0].environment.level, {one.label: one.seconds for one in own}
     dynamic = seconds.get("dynamic:3")
     if dynamic and own[0].environment.occupancy == 1:
       ratios = {name: seconds.get(label) for name, label in _TABLE_1.items()}
       found |= {f"{name}, HL = {level}": value / dynamic for name, value in ratios.items() if value}
-  for own in by_environment(one for one in rows if one.part == "tail"):
+  for own in group_by_environment(one for one in rows if one.part == "tail"):
     ours = {one.label: one for one in own}
     if "allreduce" in ours and "dynamic:4" in ours:
       dense, dynamic_4 = ours["allreduce"], ours["dynamic:4"]
@@ -122,21 +115,13 @@ def figure_4(groups: int = 1000) -> list[Spread]:
   """The two environments of Figure 4, N = 3 and P = 2, with step times drawn."""
   found = []
   for what, slow, share in (("homogeneous", 1.0, 2 / 3), ("one twice as slow", 2.0, 1 / 2)):
-    paces = [*js.partial.sharing(2, 1), *js.partial.sharing(1, 1, seconds=slow)]
-    run = js.partial.simulate(
-      "constant",
-      lambda x, batch: jnp.sum(x * batch),
-      jnp.zeros(1),
-      lambda _: itertools.repeat(jnp.zeros(1)),
-      paces,
-      tx=optax.identity(),
-      seconds=groups * 2 / sum(1 / s for s in (1, 1, slow)),
-      group_size=2,
-    )
+    paces = [*shared_paces(2, 1), *shared_paces(1, 1, seconds=slow)]
+    batches = lambda _: itertools.repeat(jnp.zeros(1))
+    lab = Lab(lambda x, batch: jnp.sum(x * batch), jnp.zeros(1), batches, paces, optax.identity())
+    run = lab.run(make_method("constant", lab, group_size=2), seconds=groups * 2 / (2 + 1 / slow))
     slow_ones = sum(2 in group.members for group in run.groups) / len(run.groups)
-    found.append(
-      Spread(what, papers.number("Partial Reduce", "Figure 4", what), js.partial.rho(run.groups, 3), share, slow_ones)
-    )
+    paper = papers.number("Partial Reduce", "Figure 4", what)
+    found.append(Spread(what, paper, rho(run.groups, 3), share, slow_ones))
   return found
 
 
@@ -146,10 +131,5 @@ def goals(rows: Sequence[Row]) -> list[report.Goal]:
   seconds = {(one.label, one.environment.level): one.seconds for one in plain}
   base, dynamic = seconds.get(("allreduce", 3)), seconds.get(("dynamic:3", 3))
   ratio = base / dynamic if base and dynamic else None
-  return [
-    report.Goal(
-      "dynamic partial reduce (P = 3) ≥ 1.48 × as fast as all-reduce at HL = 3, simulated",
-      ratio,
-      None if ratio is None else ratio >= 1.48,
-    ),
-  ]
+  what = "dynamic partial reduce (P = 3) ≥ 1.48 × as fast as all-reduce at HL = 3, simulated"
+  return [report.Goal(what, ratio, None if ratio is None else ratio >= 1.48)]

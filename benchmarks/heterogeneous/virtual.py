@@ -1,29 +1,25 @@
 """Trainings of the digits in virtual time: the methods, the environments of workers, and the rows of the tables."""
 
 import functools
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import optax
 
 import jaxsparse as js
 from benchmarks import report
+from benchmarks.heterogeneous import methods
+from benchmarks.heterogeneous.lab import Lab, Simulation, shared_paces
 from benchmarks.tasks import data, small
 from benchmarks.tasks.base import model_of
-from jaxsparse.partial.simulation import METHODS
-
-GROUPED = ("constant", "dynamic", "initial")
+from jaxsparse.partial.controller import Group
 
 
 class Method(NamedTuple):
-  """One line of a table.
-
-  Attributes:
-    label: as the user wrote it.
-    name: of the method for `js.partial.simulate`.
-    options: for it.
-  """
+  """One line of a table: its label, as the user wrote it; name and options for `methods.make_method`."""
 
   label: str
   name: str
@@ -31,15 +27,7 @@ class Method(NamedTuple):
 
 
 class Environment(NamedTuple):
-  """Where workers train.
-
-  Attributes:
-    workers: N.
-    level: HL, how many of them, the last ones, share an accelerator.
-    jitter: standard deviation of the logarithm of a step's time.
-    slow_links: how many workers, the first ones, have slow links.
-    occupancy: fraction of a step in which an accelerator is busy (`js.partial.sharing`).
-  """
+  """Where workers train; the first `slow_links` have slow links, for the rest see `lab.shared_paces`."""
 
   workers: int
   level: int = 1
@@ -55,17 +43,9 @@ class Environment(NamedTuple):
 
 
 class Settings(NamedTuple):
-  """What all trainings have in common.
+  """The values of the flags that all trainings have in common.
 
-  Attributes:
-    workers: N for which `rate` is: the rate of N′ workers is N′/N times that, so a gradient counts the same.
-    batch_size: images of each worker in each step.
-    rate: of SGD with momentum 0.9.
-    target: test accuracy to reach.
-    limit: seconds of virtual time after which a method counts as not reaching it.
-    wire: seconds of a model from one worker to another.
-    slow_link: how many times as long that is on a slow link.
-    folds: of cross-validation; 1 for the first of five.
+  `workers` is the N for which `rate` is: the rate of N′ workers is N′/N times that, so a gradient counts the same.
   """
 
   workers: int
@@ -79,19 +59,13 @@ class Settings(NamedTuple):
 
 
 class Row(NamedTuple):
-  """One method in one environment, means over the runs.
+  """One method in one environment: means over the runs, one for each seed and fold.
 
   Attributes:
-    part: what it was measured for.
-    label: of the method.
-    environment: of its workers.
-    settings: of the training.
-    runs: one for each seed and fold.
-    reached: how many of them reached the target.
+    reached: how many of the runs reached the target.
     seconds: of virtual time to the target; None if not all reached it.
     deviation: of the seconds over the runs.
-    updates: to the target, or until the end.
-    gradients: of workers, likewise.
+    updates: to the target, or until the end; `gradients` likewise.
     per_update: seconds of virtual time.
     rho: of the groups; None without groups.
   """
@@ -110,43 +84,31 @@ class Row(NamedTuple):
   rho: float | None
 
 
-def parse(label: str, workers: int) -> Method:
-  """What a label of --methods names.
+def parse_method(label: str, workers: int) -> Method:
+  """The method that a label of --methods names.
 
   Raises:
-    ValueError: for an unknown name, a group size or a decay that does not fit.
+    ValueError: for an unknown name, a group size or an α that does not fit.
 
   Example:
-    >>> parse("initial:3:0.9", workers=8)
-    Method(label='initial:3:0.9', name='dynamic', options={'missing': 'initial', 'group_size': 3, 'decay': 0.9})
+    >>> parse_method("initial:3:0.9", workers=8)
+    Method(label='initial:3:0.9', name='dynamic', options={'group_size': 3, 'decay': 0.9, 'missing': 'initial'})
   """
-  name, colon, numbers = label.partition(":")
-  if name not in GROUPED and (colon or name not in METHODS):
-    raise ValueError(
-      f"--methods={label}, choose from {', '.join(METHODS[:-2])}, constant:P, dynamic:P, initial:P, and with an α "
-      "dynamic:P:α, initial:P:α"
-    )
-  if name not in GROUPED:
-    return Method(label, name, {})
-  size, _, decay = numbers.partition(":")
-  if not size.isdecimal() or not 2 <= int(size) <= workers:
-    raise ValueError(f"--methods={label}: give a group size of 2 … {workers} behind a colon")
-  options: dict[str, Any] = {"missing": "initial"} if name == "initial" else {}
-  options["group_size"] = int(size)
-  if decay:
-    options["decay"] = _decay(label, name, decay)
-  return Method(label, "dynamic" if name == "initial" else name, options)
-
-
-def _decay(label: str, name: str, given: str) -> float:
-  """α of a label, behind its group size."""
+  if label in methods.NAMES:
+    return Method(label, label, {"backups": 3 * workers // 8} if label == "backup" else {})  # the paper's 3 of 8
+  found = re.fullmatch(r"(constant):(\d+)|(dynamic|initial):(\d+)(?::(.+))?", label)
+  if not found:
+    choices = f"{', '.join(methods.NAMES)}, constant:P, dynamic:P, initial:P, and with an α dynamic:P:α, initial:P:α"
+    raise ValueError(f"--methods={label}, choose from {choices}")
+  name: Any = found[1] or "dynamic"
+  options: dict[str, Any] = {"group_size": int(found[2] or found[4])}
   try:
-    decay = float(given)
-  except ValueError:
-    decay = -1.0
-  if name == "constant" or not 0 <= decay < 1:
-    raise ValueError(f"--methods={label}: give dynamic weights an α from 0 to 1, less than 1, behind the group size")
-  return decay
+    options |= {"decay": float(found[5])} if found[5] else {}
+    options |= {"missing": "initial"} if found[3] == "initial" else {}
+    js.partial.Controller(workers, weights=name, **options)
+  except ValueError as error:
+    raise ValueError(f"--methods={label}: {error}") from None
+  return Method(label, name, options)
 
 
 class Bench:
@@ -157,36 +119,51 @@ class Bench:
     folds = settings.folds if settings.folds > 1 else data.FOLDS
     self._task = functools.cache(lambda fold: small.make("mlp", data.load("digits", fold=fold, folds=folds)))
 
-  def simulate(self, method: Method, environment: Environment, seed: int, fold: int = 0) -> js.partial.Simulation:
+  def simulate(self, method: Method, environment: Environment, seed: int, fold: int = 0) -> Simulation:
     """One run."""
     task, given = self._task(fold), self._settings
     model = model_of(task, seed)
-    slow = [given.slow_link] * environment.slow_links
-    size, level, jitter, _, occupancy = environment
-    return js.partial.simulate(
-      method.name,
+    size, level, jitter, slow_links, occupancy = environment
+    lab = Lab(
       model.plain_loss,
       model.params,
       lambda worker: task.stream(data.seed_of(seed, worker), 1, given.batch_size),
-      js.partial.sharing(size, level, jitter=jitter, occupancy=occupancy),
-      tx=optax.sgd(size / given.workers * given.rate, momentum=0.9),
-      seconds=given.limit,
+      shared_paces(size, level, jitter=jitter, occupancy=occupancy),
+      optax.sgd(size / given.workers * given.rate, momentum=0.9),
       alpha=given.wire / 100,
       beta=given.wire / (4 * task.entries),
-      links=[*slow, *[1.0] * (size - len(slow))],
-      evaluate=model.accuracy,
-      every=0.5,
-      target=given.target,
+      links=[given.slow_link] * slow_links + [1.0] * (size - slow_links),
       seed=seed,
-      **method.options,
     )
+    chosen = methods.make_method(method.name, lab, **method.options)
+    return lab.run(chosen, given.limit, model.accuracy, every=0.5, target=given.target)
 
 
-def row(
-  part: str, method: Method, environment: Environment, settings: Settings, runs: Sequence[js.partial.Simulation]
+def rho(groups: Sequence[Group], workers: int) -> float:
+  """How slowly groups spread what a worker has learned (§3.2): `max(|λ₂|, |λ_N|)` of the mean of their W (eq. 6).
+
+  Each W averages the models of one group, X ← X W, and leaves the others as they are. 0 if every group has all
+  workers, 1 if the workers are not connected.
+
+  Example:
+    >>> pairs = [Group(pair, (0.5, 0.5), 1) for pair in ((0, 1), (1, 2), (0, 2))]  # Figure 4(a)
+    >>> round(rho(pairs, workers=3), 6)
+    0.5
+  """
+  total = np.zeros((workers, workers))
+  for group in groups:
+    members = list(group.members)
+    one = np.eye(workers)
+    one[:, members] = 0
+    one[np.ix_(members, members)] = np.array(group.weights)[:, None]
+    total += one
+  return float(sorted(np.abs(np.linalg.eigvals(total / len(groups))))[-2])
+
+
+def make_row(
+  part: str, method: Method, environment: Environment, settings: Settings, runs: Sequence[Simulation]
 ) -> Row:
   """Means over the runs of all seeds and folds."""
-  mean = lambda value: statistics.mean(map(value, runs))
   reached = sum(run.reached for run in runs)
   seconds = [run.seconds for run in runs]
   return Row(
@@ -198,20 +175,22 @@ def row(
     reached,
     statistics.mean(seconds) if reached == len(runs) else None,
     statistics.stdev(seconds) if len(runs) > 1 else 0.0,
-    mean(lambda run: run.updates),
-    mean(lambda run: run.gradients),
-    mean(lambda run: run.seconds_per_update),
-    mean(lambda run: js.partial.rho(run.groups, environment.workers)) if all(run.groups for run in runs) else None,
+    statistics.mean(run.updates for run in runs),
+    statistics.mean(run.gradients for run in runs),
+    statistics.mean(run.seconds / max(1, run.updates) for run in runs),
+    statistics.mean(rho(run.groups, environment.workers) for run in runs) if all(run.groups for run in runs) else None,
   )
 
 
-def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
-  """The rows for JSON; `read` is the inverse."""
+def to_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
+  """The rows for JSON; `from_json` is the inverse."""
   nested = lambda one: {"environment": one.environment._asdict(), "settings": one.settings._asdict()}
-  return [report.rounded({**one._asdict(), **nested(one)}) for one in rows]
+  return [report.rounded(one._asdict() | nested(one)) for one in rows]
 
 
-def read(rows: Sequence[dict[str, Any]]) -> list[Row]:
-  """The rows of `plain`."""
-  whole = lambda one: {"environment": Environment(**one["environment"]), "settings": Settings(**one["settings"])}
-  return [Row(**{**one, **whole(one)}) for one in rows]
+def from_json(rows: Sequence[dict[str, Any]]) -> list[Row]:
+  """The rows of `to_json`."""
+  return [
+    Row(**one)._replace(environment=Environment(**one["environment"]), settings=Settings(**one["settings"]))
+    for one in rows
+  ]

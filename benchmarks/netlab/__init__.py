@@ -1,27 +1,22 @@
 """A network lab on one machine: hosts with a network of their own, joined by a switch, over links of any speed.
 
-Every host is a network namespace, so its programs meet those of other hosts on the wire only; the switch is a bridge in
-a namespace of its own, and nothing of the lab is seen outside. Needs root and iproute2.
-
-`lab` makes one for a block of a program, `python -m benchmarks.netlab` for a command.
+`lab` makes one for a block of a program, `python -m benchmarks.netlab`, which explains it, for a command.
 """
 
 import contextlib
-import json
 import os
 import pathlib
 import re
 import shutil
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from benchmarks.netlab.namespaces import ETC, batch, remove, remove_leftovers, started
-from benchmarks.netlab.signals import Signals
-from jaxsparse.launch import HOSTS, Host
+from benchmarks.netlab.namespaces import ETC, Signals, batch, remove, remove_leftovers, started
+from jaxsparse.launch.start import Host
 
 SUBNET = "10.77.0.0/16"
 MOST_HOSTS = 250
+UNSHAPED = "none"  # the rate of links that are not shaped
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:([kmgt]i?)?(bit|bps))?", re.IGNORECASE)
 _LAB = threading.Lock()
@@ -32,39 +27,23 @@ class LabUnavailable(RuntimeError):
   """No lab on this machine, or for this user; the message says why, and how to get one."""
 
 
-class _Shape(NamedTuple):
-  """What `tc` and `ip` need for one rate."""
-
-  rate: str
-  burst: int
-  limit: int
-  packet: int
-
-
 @contextlib.contextmanager
 def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
   """Makes a lab, and removes it with all processes in it when the block ends, whatever ends it.
 
-  Inside the block SIGTERM and SIGHUP raise `SystemExit`, unless the program has handlers of its own. Labs of processes
-  that were killed are removed first.
-
-  Args:
-    hosts: from 1 to 250.
-    rate: of each link in both directions, as `tc` writes it: "100mbit", "1gbit"; None for links that are not shaped.
-
-  Returns:
-    The hosts, which resolve each other's names; `name` is also that of the namespace.
-
-  Raises:
-    ValueError: for arguments outside these.
-    LabUnavailable: without root, without the tools, or where the kernel refuses.
+  Inside the block SIGTERM and SIGHUP raise `SystemExit`, unless the program has handlers of its own.
   """
   check(hosts, rate)
-  shape = None if rate is None else _shape(rate)
+  shape = None if rate is None or rate == UNSHAPED else _shape(rate)
   if not _LAB.acquire(blocking=False):
     raise RuntimeError("this process has a lab already: leave its block first")
   owner = f"jslab-{os.getpid()}-{started(os.getpid())}"
-  switch, team = f"{owner}-switch", [_host(f"{owner}-{number}", number) for number in range(hosts)]
+  switch, team = f"{owner}-switch", []
+  for number in range(hosts):
+    # The host name is the host's own as well: a program that binds what its name resolves to binds the lab's address.
+    own_name = ["unshare", "--uts", "sh", "-c", f'hostname {owner}-{number} && exec "$@"', "sh"]
+    enter = ["ip", "netns", "exec", f"{owner}-{number}", *own_name]
+    team.append(Host(f"{owner}-{number}", f"10.77.0.{number + 1}", enter))
   try:
     with Signals() as signals:
       try:  # twice: a signal may arrive between the end of the block and the `hold`
@@ -84,9 +63,13 @@ def check(hosts: int, rate: str | None) -> None:
   """Raises what `lab` does with these arguments, or on this machine, without making one."""
   if not 1 <= hosts <= MOST_HOSTS:
     raise ValueError(f"hosts={hosts}, choose from 1 to {MOST_HOSTS}")
-  if rate is not None:
+  if rate is not None and rate != UNSHAPED:
     bits(rate)
-  _check_machine()
+  if os.geteuid():
+    raise LabUnavailable("network namespaces need root: run it with sudo")
+  if missing := [tool for tool in ("ip", "tc", "unshare", "hostname") if not shutil.which(tool)]:
+    names = ", ".join(missing)
+    raise LabUnavailable(f"{names} not found: install iproute2, util-linux and hostname (/usr/sbin on PATH)")
 
 
 def sent_bytes() -> int:
@@ -96,23 +79,8 @@ def sent_bytes() -> int:
   return sum(int(counts.split()[8]) for name, _, counts in found if name.strip() != "lo")
 
 
-def environment(hosts: list[Host]) -> dict[str, str]:
-  """The variable by which a launcher finds the hosts: a JSON list of objects with the attributes of `Host`."""
-  return {HOSTS: json.dumps([host._asdict() for host in hosts])}
-
-
-def _host(name: str, number: int) -> Host:
-  # The host name is the host's own as well: a program that binds what its name resolves to binds the lab's address.
-  own_name = ["unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$@"', "sh"]
-  return Host(name, f"10.77.0.{number + 1}", ["ip", "netns", "exec", name, *own_name])
-
-
 def bits(rate: str) -> float:
-  """What a rate in the notation of `tc` is in bits a second.
-
-  Raises:
-    ValueError: if `rate` is not a rate, or outside the limits of a lab.
-  """
+  """What a rate in the notation of `tc` is in bits a second."""
   form = _RATE.fullmatch(rate)
   found = 0.0
   if form:
@@ -124,42 +92,32 @@ def bits(rate: str) -> float:
   return found
 
 
-def _shape(rate: str) -> _Shape:
-  """The token bucket of a rate.
+def _shape(rate: str) -> tuple[str, int]:
+  """The token bucket of a rate, as `tc` takes it, and the largest packet.
 
-  The bucket is full whenever a link was idle, so each message gets that many bytes for free: it has to be small beside
-  a message, yet outlast a late timer. With 16 kB and 0.3 ms of the rate, TCP reaches 95.7 % of 10mbit, 100mbit and
-  1gbit, which is all that headers leave, and a message of 200 kB is 1 to 9 % faster than the rate. A bucket of 32 kB
-  falls behind when all hosts send at 1gbit, one of 256 kB lets 200 kB pass in half their time.
-
-  A bucket cuts packets larger than itself into single frames, each with a timer of its own, which is too slow at 1gbit
-  (packets of 65 kB, a bucket of 64 kB: 65 to 90 % of the rate). Hosts therefore make packets of half a bucket.
-
-  The queue has room for 0.1 s, and 1 MB at least: what five hosts send to one at once fits, as in a good switch. With
-  loss, time-outs would be measured instead of the rate.
+  The bucket is full whenever a link was idle, so it has to be small beside a message, yet outlast a late timer. With
+  16 kB and 0.3 ms of the rate, TCP reaches 95.7 % of 10mbit, 100mbit and 1gbit, all that headers leave, and a message
+  of 200 kB is 1 to 9 % faster. Larger packets would be cut into frames, too slow at 1gbit: hosts make half a bucket.
+  The queue has room for 0.1 s, and 1 MB at least: with loss, time-outs would be measured instead of the rate.
   """
   speed = bits(rate) / 8
   burst = int(16_000 + 0.3e-3 * speed)
-  return _Shape(rate, burst, limit=burst + int(max(1e6, 0.1 * speed)), packet=min(burst // 2, 65_536))
+  return f"root tbf rate {rate} burst {burst} limit {burst + int(max(1e6, 0.1 * speed))}", min(burst // 2, 65_536)
 
 
-def _check_machine() -> None:
-  if os.geteuid():
-    raise LabUnavailable("network namespaces need root: run it with sudo")
-  missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if not shutil.which(tool)]
-  if missing:
-    raise LabUnavailable(
-      f"{', '.join(missing)} not found: install iproute2, util-linux and hostname (/usr/sbin on PATH)"
-    )
-
-
-def _build(switch: str, team: list[Host], shape: _Shape | None) -> None:
+def _build(switch: str, team: list[Host], shape: tuple[str, int] | None) -> None:
   """Makes what `_remove` removes: namespaces with all in them, and the files of hosts."""
   _tell(["ip"], [f"netns add {name}" for name in (switch, *(host.name for host in team))])
-  _write_names(team)
-  _build_links(switch, team, [f"gso_max_size {shape.packet}"] if shape else [])
+  names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in team)
+  try:
+    for host in team:
+      (ETC / host.name).mkdir(parents=True)
+      (ETC / host.name / "hosts").write_text(names)
+  except OSError as error:
+    raise LabUnavailable(f"{error}: the names of the hosts lie in {ETC}, make it writable") from error
+  _build_links(switch, team, [f"gso_max_size {shape[1]}"] if shape else [])
   if shape:
-    bucket = f"root tbf rate {shape.rate} burst {shape.burst} limit {shape.limit}"
+    bucket = shape[0]
     _tell(["tc", "-n", switch], [f"qdisc add dev port{number} {bucket}" for number in range(len(team))])
     for host in team:
       _tell(["tc", "-n", host.name], [f"qdisc add dev eth0 {bucket}"])
@@ -169,13 +127,14 @@ def _build_links(switch: str, team: list[Host], settings: list[str]) -> None:
   """From the eth0 of each host to a port of the bridge."""
   # Without IPv6 addresses nobody speaks on an idle link.
   quiet = ["addrgenmode none"] if os.path.exists("/proc/sys/net/ipv6") else []
+  macs = [f"02:00:0a:4d:00:{number + 1:02x}" for number in range(len(team))]
   ports = ["link add bridge type bridge", *_up("bridge", quiet)]
   for number, host in enumerate(team):
-    ports.append(f"link add port{number} type veth peer name eth0 address {_mac(number)} netns {host.name}")
+    ports.append(f"link add port{number} type veth peer name eth0 address {macs[number]} netns {host.name}")
     ports += _up(f"port{number}", ["master bridge", *quiet])
   _tell(["ip", "-n", switch], ports)
   # Known neighbours instead of ARP: its table has room for 1024 on the whole machine, 32 hosts that all talk.
-  neighbours = [f"neighbour add {host.address} lladdr {_mac(number)} dev eth0" for number, host in enumerate(team)]
+  neighbours = [f"neighbour add {host.address} lladdr {macs[number]} dev eth0" for number, host in enumerate(team)]
   for host in team:
     lines = [*_up("lo", []), f"address add {host.address}/16 dev eth0", *_up("eth0", quiet + settings), *neighbours]
     # The usual congestion control, whatever this machine prefers: BBR leaves a tenth of a shared link unused.
@@ -183,30 +142,12 @@ def _build_links(switch: str, team: list[Host], settings: list[str]) -> None:
     _tell(["ip", "-n", host.name], lines)
 
 
-def _mac(number: int) -> str:
-  return f"02:00:0a:4d:00:{number + 1:02x}"
-
-
 def _up(device: str, settings: list[str]) -> list[str]:
   return [f"link set {device} {setting}" for setting in (*settings, "up")]
 
 
-def _write_names(team: list[Host]) -> None:
-  names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in team)
-  try:
-    for host in team:
-      (ETC / host.name).mkdir(parents=True)
-      (ETC / host.name / "hosts").write_text(names)
-  except OSError as error:
-    raise LabUnavailable(f"{error}: the names of the hosts lie in {ETC}, make it writable") from error
-
-
 def _tell(tool: list[str], lines: list[str]) -> None:
-  """Has `ip` or `tc` carry out all lines in one process.
-
-  Raises:
-    LabUnavailable: for the first that fails.
-  """
+  """Has `ip` or `tc` carry out all lines in one process."""
   done = batch(tool, lines)
   if done.returncode:
     reason = "; ".join(line.strip() for line in done.stderr.splitlines())

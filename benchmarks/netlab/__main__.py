@@ -1,18 +1,17 @@
 r"""Runs COMMAND beside a network lab: hosts with a network of their own, joined by a switch, over links of any speed.
 
-Every host is a network namespace, so its programs meet those of other hosts on the wire only; the switch is a bridge in
-a namespace of its own, and nothing of the lab is seen outside. COMMAND runs outside: it finds the hosts in the variable
-JAXSPARSE_HOSTS and starts programs in them. When it ends, or is interrupted, the lab is removed with all that still
-runs in it. Needs root and iproute2. With --loopback COMMAND runs without a lab.
+Every host is a network namespace, so its programs meet those of other hosts on the wire only. COMMAND runs outside: it
+finds the hosts in the variable JAXSPARSE_HOSTS and starts programs in them. When it ends, or is interrupted, the lab is
+removed with all that still runs in it. Needs root and iproute2.
 
 Examples:
   python -m benchmarks.netlab --hosts=6 --rate=1gbit -- python -m jaxsparse.launch --ranks=6 -- python train.py
-  python -m benchmarks.netlab --hosts=2 --rate=100mbit -- sh -c 'echo "$JAXSPARSE_HOSTS" | jq .'
   python -m benchmarks.netlab --rate=none -- bash
 """
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -20,14 +19,13 @@ import sys
 
 from absl import app, flags
 
-from benchmarks.netlab import LabUnavailable, environment, lab
+from benchmarks.netlab import LabUnavailable, lab
 from benchmarks.netlab.namespaces import GRACE
-from jaxsparse.launch import HOSTS
 from jaxsparse.launch.guard import die_with_parent
+from jaxsparse.launch.start import HOSTS
 
 _HOSTS = flags.DEFINE_integer("hosts", 6, "Number of hosts.")
 _RATE = flags.DEFINE_string("rate", "1gbit", "Rate of each link as tc writes it, e.g. 10mbit; or none: not shaped.")
-_LOOPBACK = flags.DEFINE_bool("loopback", False, "Run COMMAND on this machine as it is, without a lab.")
 
 
 def _run(command: list[str], extra: dict[str, str]) -> int:
@@ -68,14 +66,12 @@ def main(argv: list[str]) -> int:
   if not command:
     sys.exit("error: COMMAND is missing, for example: python -m benchmarks.netlab --rate=1gbit -- python train.py")
   try:
-    if _LOOPBACK.value:
-      return _run(command, {})
-    with lab(_HOSTS.value, None if _RATE.value == "none" else _RATE.value) as team:
-      return _run(command, environment(team))
+    with lab(_HOSTS.value, _RATE.value) as team:
+      return _run(command, {HOSTS: json.dumps([host._asdict() for host in team])})
   except ValueError as error:
     sys.exit(f"error: --{error}")
   except LabUnavailable as error:
-    sys.exit(f"error: {error}. Or run COMMAND without a lab: --loopback")
+    sys.exit(f"error: {error}. Or run COMMAND without a lab")
   except KeyboardInterrupt:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the lab is gone: another Ctrl-C has nothing left to interrupt
     return 128 + signal.SIGINT

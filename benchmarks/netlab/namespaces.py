@@ -1,4 +1,4 @@
-"""Removes the network namespaces of a lab, with all processes in them, whoever left them behind."""
+"""Removes the network namespaces of a lab, with all processes in them, also behind a signal or a killed owner."""
 
 import contextlib
 import os
@@ -8,12 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-
-from benchmarks.netlab.signals import SIGNALS
+from types import FrameType, TracebackType
+from typing import Any
 
 ETC = pathlib.Path("/etc/netns")  # what `ip netns exec` mounts over /etc
 RUN = pathlib.Path("/var/run/netns")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end a program
 GRACE = 2.0  # seconds to end after SIGTERM, before SIGKILL
 _NAME = re.compile(r"jslab-(\d+)-(\d+)-(?:switch|\d+)")  # the owner's process id and when that process started
 
@@ -91,3 +93,43 @@ def _identity(path: str | pathlib.Path) -> tuple[int, int] | None:
   except OSError:
     return None
   return status.st_dev, status.st_ino
+
+
+class Signals:
+  """Lets the signals that end a program end a block by an exception, and defers them during the clean-up.
+
+  A program's own handlers are called as before, and signals that it ignores (nohup) stay ignored.
+  """
+
+  def __init__(self) -> None:
+    self._before: dict[int, Any] = {}
+    self._held = False
+    self._late: int | None = None
+
+  def __enter__(self) -> "Signals":
+    if threading.current_thread() is threading.main_thread():  # the only one that may have handlers
+      for number in SIGNALS:
+        before = signal.getsignal(number)
+        if before not in (signal.SIG_IGN, None):
+          self._before[number] = before
+          signal.signal(number, self._arrived)
+    return self
+
+  def hold(self) -> None:
+    """From now on signals wait for the end of the `with` block."""
+    self._held = True
+
+  def _arrived(self, number: int, frame: FrameType | None) -> None:
+    before = self._before[number]
+    if self._held:
+      self._late = number
+    elif callable(before):  # among them Python's own for SIGINT, which raises KeyboardInterrupt
+      before(number, frame)
+    else:
+      raise SystemExit(128 + number)
+
+  def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    for number, before in self._before.items():
+      signal.signal(number, before)
+    if self._late is not None and error is None:  # otherwise the program is on its way out anyway
+      signal.raise_signal(self._late)

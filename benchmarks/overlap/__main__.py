@@ -1,28 +1,23 @@
 r"""Seconds an iteration with communication hidden behind backward: the ASC-WFBP paper's setting on paper, or in a lab.
 
 On paper, beside what the paper measured: with no --rate. With --rate (needs root) a model of many small tensors is
-trained on hosts of the network lab, whose links are that fast: see benchmarks/overlap/hiding.py.
+trained on hosts of the network lab, whose links are that fast (benchmarks/overlap/hiding.py). With --contention: one
+all-reduce and two at once by message size, and γ (Figures 4 and 5, contention.png), in the paper's model or measured.
 
 Layers are those of the real networks (benchmarks/overlap/architectures.py), their backward times a roofline scaled to
 the paper's total. Where the paper does not print the seconds of computing, Tables IV and V say them: S · t(ASC) / P,
 and a third of it is forward as it is for ResNet-152, which gives back the S_max that the paper prints. Predicted is
 forward and the plan's iteration time, with a start-up of --alpha for each all-reduce and --beta for each byte.
 
-"exposed" is what of the communication backward does not hide (Figure 6, overlap_exposed.png): predicted, the paper's
-iteration less its computing, and in the lab a step less one without communication.
-
-With --contention: seconds of one all-reduce and of two at once by message size, and γ (Figures 4 and 5,
-contention.png), in the paper's model, or with --rate measured in the lab, on ranks of MPI.
-
-S is the throughput of all workers over that of one. S_max is Eq. 42: a link that is always full, at 9.43 Gbit/s. "α of
-WFBP" is the start-up that would explain the measured time of WFBP, all else as it is. Figures of the timelines are
-overlap_MODEL.png in --report_dir.
+"exposed" is communication that backward does not hide (Figure 6): predicted, the paper's iteration less its computing,
+in the lab a step less one without communication. S is the throughput of all workers over that of one; S_max is Eq. 42,
+a link that is always full, at 9.43 Gbit/s; "α of WFBP" would explain the measured time of WFBP. Figures of timelines
+are overlap_MODEL.png in --report_dir.
 
 Examples:
   python -m benchmarks.overlap
   python -m benchmarks.overlap --model=bert_base --plan=mg_wfbp,asc_wfbp --gamma=2
   python -m benchmarks.overlap --rate=1gbit,100mbit --workers=4
-  python -m benchmarks.overlap --contention
   python -m benchmarks.overlap --contention --rate=1gbit,100mbit --json | jq '.[].points'
   python -m benchmarks.overlap --alpha=5e-5 --ways=4 --json | jq '.[] | [.model, .plan, .seconds]'
 """
@@ -39,7 +34,7 @@ from absl import flags
 
 import jaxsparse as js
 from benchmarks import entry, netlab, papers, report, workers
-from benchmarks.overlap import architectures, contention, hiding, iterations
+from benchmarks.overlap import architectures, contention, hiding, iterations, timelines
 from benchmarks.overlap import report as tables
 from benchmarks.workers import make_console
 from jaxsparse import launch
@@ -63,67 +58,53 @@ _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that Spa
 _REPETITIONS = flags.DEFINE_integer("repetitions", 9, "Timed steps of each plan in the lab.")
 _ROWS = flags.DEFINE_string("rows", None, "Write the rows here and print nothing: how ranks tell who started them.")
 _REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figures.")
-_JSON = flags.DEFINE_bool(
-  "json", False, "Print the rows as JSON on standard output, everything else on standard error."
-)
+_JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON on standard output, all else on standard error.")
+
+
+def _check(name: str, values: list[str], choices: list[str]) -> None:
+  for value in values or [""]:
+    if value not in choices:
+      raise ValueError(f"--{name}={value}, choose from {', '.join(choices)}")
 
 
 def _link() -> js.overlap.Link:
   return js.overlap.Link(_ALPHA.value, _BETA.value, _GAMMA.value)
 
 
-def plans_of(model: str) -> list[js.overlap.Plan]:
-  """The plans that the flags ask for."""
-  times, sizes = iterations.layers_of(model)
-  kinds: Any = _PLAN.value
-  return [js.overlap.plan(kind, times, sizes, **_link()._asdict(), ways=_WAYS.value) for kind in kinds]
-
-
-def _checked(name: str, values: list[str], choices: list[str]) -> None:
-  for value in values or [""]:
-    if value not in choices:
-      raise ValueError(f"--{name}={value}, choose from {', '.join(choices)}")
-
-
-def _paper(console: rich.console.Console) -> list[iterations.Row]:
-  """Plans for every network, with a figure of each."""
-  rows = []
-  for model in rich.progress.track(_MODEL.value, "planning", console=console, transient=True):
-    plans = plans_of(model)
-    rows += [iterations.row(model, plan) for plan in plans]
-    path = pathlib.Path(_REPORT_DIR.value) / f"overlap_{model}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    js.overlap.figure(*plans).savefig(path, dpi=120)
-  return rows
-
-
-def _rank(path: pathlib.Path) -> None:
+def _measure_rank(path: pathlib.Path) -> None:
   """Measures in a rank of the lab; rank 0 writes the rows."""
   if _CONTENTION.value:
-    ranks, rate = js.MpiComm(), _RATE.value[0]
+    communicator, rate = js.MpiComm().communicator, _RATE.value[0]
     speed = None if rate == "none" else netlab.bits(rate) / 8
-    curve = contention.measured(ranks.communicator, rate, speed, _REPETITIONS.value)
-    if ranks.communicator.Get_rank() == 0:
-      path.write_text(json.dumps(curve))
-    return
-  place = workers.here("processes", _HOSTS.value)
-  sizes = (_DEPTH.value, _WIDTH.value, _BATCH.value)
-  lab = hiding.Lab(place, _RATE.value[0], *sizes, _DENSITY.value, _REPETITIONS.value)
-  rows = lab.rows(_PLAN.value)
-  if place.reports:
-    path.write_text(json.dumps([lab.setting, rows]))
+    found: Any = contention.measured(communicator, rate, speed, _REPETITIONS.value)
+    reports = communicator.Get_rank() == 0
+  else:
+    place = workers.here("processes", _HOSTS.value)
+    sizes = (_DEPTH.value, _WIDTH.value, _BATCH.value)
+    lab = hiding.Lab(place, _RATE.value[0], *sizes, _DENSITY.value, _REPETITIONS.value)
+    found, reports = [lab.setting, lab.rows(_PLAN.value)], place.reports
+  if reports:
+    path.write_text(json.dumps(found))
 
 
-def _lab(rate: str, path: pathlib.Path) -> Any:
+def _measure_lab(rate: str) -> Any:
   """Starts the ranks on hosts whose links are that fast, and reads their rows."""
-  command = [sys.executable, "-m", "benchmarks.overlap", *sys.argv[1:], f"--rate={rate}", f"--rows={path}"]
-  with netlab.lab(_HOSTS.value, None if rate == "none" else rate) as hosts:
+  with tempfile.TemporaryDirectory() as folder, netlab.lab(_HOSTS.value, None if rate == "none" else rate) as hosts:
+    path = pathlib.Path(folder) / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.overlap", *sys.argv[1:], f"--rate={rate}", f"--rows={path}"]
     launch.run(command, _HOSTS.value, "mpi" if _CONTENTION.value else "processes", hosts=hosts)
-  return json.loads(path.read_text())
+    return json.loads(path.read_text())
 
 
 def _report_paper(console: rich.console.Console) -> list[Any]:
-  rows, folder = _paper(console), pathlib.Path(_REPORT_DIR.value)
+  """Plans for every network, with a figure of each."""
+  rows, folder, kinds = [], pathlib.Path(_REPORT_DIR.value), list[Any](_PLAN.value)
+  folder.mkdir(parents=True, exist_ok=True)
+  for model in rich.progress.track(_MODEL.value, "planning", console=console, transient=True):
+    times, sizes = iterations.layers_of(model)
+    plans = [js.overlap.plan(kind, times, sizes, **_link()._asdict(), ways=_WAYS.value) for kind in kinds]
+    rows += [iterations.row(model, plan) for plan in plans]
+    timelines.draw_plans(*plans).savefig(folder / f"overlap_{model}.png", dpi=120)
   tables.draw_exposed(rows, folder / "overlap_exposed.png")
   console.print(tables.network_table(_MODEL.value, _BETA.value), tables.table(rows, _link(), _WAYS.value))
   console.print(papers.beside(papers.of("overlap"), iterations.measured(rows)))
@@ -133,31 +114,26 @@ def _report_paper(console: rich.console.Console) -> list[Any]:
 
 def _report_lab(console: rich.console.Console) -> list[Any]:
   found = []
-  with tempfile.TemporaryDirectory() as folder:
-    for rate in _RATE.value:
-      given, measured = _lab(rate, pathlib.Path(folder) / "rows.json")
-      setting, rows = hiding.Setting(*given), [hiding.Measured(*row) for row in measured]
-      console.print(tables.lab_table(setting, rows))
-      found.append({"setting": setting._asdict(), "rows": [row._asdict() for row in rows]})
+  for rate in _RATE.value:
+    given, measured = _measure_lab(rate)
+    setting, rows = hiding.Setting(*given), [hiding.Measured(*row) for row in measured]
+    console.print(tables.lab_table(setting, rows))
+    found.append({"setting": setting._asdict(), "rows": [row._asdict() for row in rows]})
   return found
 
 
 def _report_contention(console: rich.console.Console) -> list[Any]:
   """Two all-reduces at once, measured at each rate, or in the paper's model."""
-  link, curves = _link(), []
-  with tempfile.TemporaryDirectory() as folder:
-    for rate in _RATE.value:
-      curve = contention.Curve(*_lab(rate, pathlib.Path(folder) / "rows.json"))
-      curves.append(curve._replace(points=[contention.Point(*point) for point in curve.points]))
-  now: dict[str, float] = {}
+  link, curves = _link(), [contention.Curve(*_measure_lab(rate)) for rate in _RATE.value]
+  curves = [curve._replace(points=[contention.Point(*point) for point in curve.points]) for curve in curves]
   if curves:
-    now |= contention.cells(curves[0])
+    now = contention.cells(curves[0])
   else:
     curves.append(contention.predicted(link, iterations.WORKERS))
-    now["MB from which two fill the link"] = contention.full_from(link, iterations.WORKERS) / 2**20
+    now = {"MB from which two fill the link": contention.full_from(link, iterations.WORKERS) / 2**20}
   path = pathlib.Path(_REPORT_DIR.value) / "contention.png"
   contention.draw(curves, path)
-  console.print(*map(contention.table, curves))
+  console.print(*map(tables.contention_table, curves))
   console.print(papers.beside([cell for cell in papers.of("overlap") if cell.table.startswith("Figure 4")], now))
   console.print(f"figure: {path}")
   plain = lambda curve: {**curve._asdict(), "points": [point._asdict() for point in curve.points]}
@@ -167,15 +143,15 @@ def _report_contention(console: rich.console.Console) -> list[Any]:
 def main() -> None:
   """Plans for every network, or measures in the lab, and reports."""
   console = make_console(stderr=_JSON.value)
-  _checked("model", _MODEL.value, list(architectures.MODELS))
-  _checked("plan", _PLAN.value, _KINDS)
+  _check("model", _MODEL.value, list(architectures.MODELS))
+  _check("plan", _PLAN.value, _KINDS)
   for flag in (_HOSTS, _DEPTH, _WIDTH, _BATCH, _REPETITIONS):
     if flag.value < 1 + (flag is _HOSTS):
       raise ValueError(f"--{flag.name}={flag.value}, choose at least {1 + (flag is _HOSTS)}")
   if launch.is_rank():
     if not _ROWS.value:
       raise ValueError("the lab starts its own ranks: run this as one program")
-    _rank(pathlib.Path(_ROWS.value))
+    _measure_rank(pathlib.Path(_ROWS.value))
     return
   reports = _report_contention if _CONTENTION.value else _report_lab if _RATE.value else _report_paper
   found = reports(console)

@@ -7,27 +7,18 @@ passes of 4 bytes over the activations at 616 GB/s. Only their proportions are m
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-_Kernel = int | tuple[int, int]
 
 _SECONDS_A_MAC = 4 / 13.4e12
 _SECONDS_AN_ACTIVATION = 6 * 4 / 616e9
 
 
 class Tensor(NamedTuple):
-  """A gradient tensor.
+  """Entries of a gradient tensor, and seconds of backward from the following tensor to this one, for a batch."""
 
-  Attributes:
-    name: a short one.
-    entries: its size.
-    seconds: that backward takes before this tensor is ready and after the following one was, for a batch.
-  """
-
-  name: str
   entries: int
-  seconds: float
+  seconds: float = 0.0
 
 
 class _Net:
@@ -37,32 +28,43 @@ class _Net:
     self.batch, self.side, self.channels = batch, side, channels
     self.tensors: list[Tensor] = []
 
-  def add(self, name: str, entries: int, seconds: float = 0.0) -> None:
-    """A tensor more."""
-    self.tensors.append(Tensor(name, entries, seconds))
-
-  def conv(self, out: int, kernel: _Kernel, stride: int = 1, same: bool = True) -> None:
+  def conv(self, out: int, kernel: int | tuple[int, int], stride: int = 1, same: bool = True) -> None:
     """A convolution without bias; `same` keeps height and width but for the stride."""
     high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
-    padded = self.side if same else self.side - max(high, wide) + 1
-    self.side = math.ceil(padded / stride)
-    entries = self.channels * out * high * wide
-    self.channels = out
-    self.add("conv", entries, _SECONDS_A_MAC * entries * self.batch * self.side**2)
+    self.side = math.ceil((self.side if same else self.side - max(high, wide) + 1) / stride)
+    entries, self.channels = self.channels * out * high * wide, out
+    self.tensors.append(Tensor(entries, _SECONDS_A_MAC * entries * self.batch * self.side**2))
 
   def norm(self) -> None:
-    """A batch normalization and the activation after it: both tensors are ready at once."""
-    self.add("scale", self.channels)
-    self.add("shift", self.channels, _SECONDS_AN_ACTIVATION * self.channels * self.batch * self.side**2)
+    """A batch normalization and the activation after it: scale and shift are ready at once."""
+    seconds = _SECONDS_AN_ACTIVATION * self.channels * self.batch * self.side**2
+    self.tensors += [Tensor(self.channels), Tensor(self.channels, seconds)]
 
-  def linear(self, inputs: int, out: int, rows: int) -> None:
-    """A dense layer on so many rows, with its bias."""
-    self.add("weight", inputs * out)
-    self.add("bias", out, _SECONDS_A_MAC * inputs * out * rows)
+  def linear(self, inputs: int, out: int, rows: int, more: float = 0.0) -> None:
+    """A dense layer on so many rows, with its bias; `more` seconds are spent before its gradients."""
+    self.tensors += [Tensor(inputs * out), Tensor(out, _SECONDS_A_MAC * inputs * out * rows + more)]
 
-  def pool(self, stride: int = 2) -> None:
-    """Fewer places."""
-    self.side = math.ceil(self.side / stride)
+  def pool(self) -> None:
+    """Half of height and width."""
+    self.side = math.ceil(self.side / 2)
+
+  def branches(self, branches: Sequence[Sequence[Any]], kept: int = 0) -> None:
+    """Branches side by side, whose channels are put together with `kept` of a pooling.
+
+    A branch has convolutions (channels, kernel), or (channels, kernel, stride) without padding, then maybe branches.
+    """
+    side, channels, total = self.side, self.channels, kept
+    for branch in branches:
+      self.side, self.channels = side, channels
+      for layer in branch:
+        if isinstance(layer, list):
+          self.branches(layer)
+          continue
+        out, kernel, *stride = layer
+        self.conv(out, kernel, stride[0] if stride else 1, same=not stride)
+        self.norm()
+      total += self.channels
+    self.channels = total
 
 
 def resnet152() -> list[Tensor]:
@@ -108,81 +110,37 @@ def densenet201() -> list[Tensor]:
   return net.tensors
 
 
-_Branches = list[list[tuple[Any, ...]]]  # (channels, kernel) or (channels, kernel, stride): a stride has no padding
-_INCEPTION_A: _Branches = [[(96, 1)], [(64, 1), (96, 3)], [(64, 1), (96, 3), (96, 3)], [(96, 1)]]
-_INCEPTION_B: _Branches = [
-  [(384, 1)],
-  [(192, 1), (224, (1, 7)), (256, (7, 1))],
-  [(192, 1), (192, (7, 1)), (224, (1, 7)), (224, (7, 1)), (256, (1, 7))],
-  [(128, 1)],
+_FORK = [[(256, (1, 3))], [(256, (3, 1))]]
+_INCEPTION_V4: list[tuple[int, list[list[Any]], int]] = [  # repetitions, branches, channels of a pooling beside them
+  (1, [[(32, 3, 2), (32, 3, 1), (64, 3)]], 0),
+  (1, [[(96, 3, 2)]], 64),
+  (1, [[(64, 1), (96, 3, 1)], [(64, 1), (64, (1, 7)), (64, (7, 1)), (96, 3, 1)]], 0),
+  (1, [[(192, 3, 2)]], 192),
+  (4, [[(96, 1)], [(64, 1), (96, 3)], [(64, 1), (96, 3), (96, 3)], [(96, 1)]], 0),
+  (1, [[(384, 3, 2)], [(192, 1), (224, 3), (256, 3, 2)]], 384),
+  (
+    7,
+    [
+      [(384, 1)],
+      [(192, 1), (224, (1, 7)), (256, (7, 1))],
+      [(192, 1), (192, (7, 1)), (224, (1, 7)), (224, (7, 1)), (256, (1, 7))],
+      [(128, 1)],
+    ],
+    0,
+  ),
+  (1, [[(192, 1), (192, 3, 2)], [(256, 1), (256, (1, 7)), (320, (7, 1)), (320, 3, 2)]], 1024),
+  (3, [[(256, 1)], [(384, 1), _FORK], [(384, 1), (448, (3, 1)), (512, (1, 3)), _FORK], [(256, 1)]], 0),
 ]
-_REDUCTION_A: _Branches = [[(384, 3, 2)], [(192, 1), (224, 3), (256, 3, 2)]]
-_REDUCTION_B: _Branches = [[(192, 1), (192, 3, 2)], [(256, 1), (256, (1, 7)), (320, (7, 1)), (320, 3, 2)]]
 
 
 def inception_v4() -> list[Tensor]:
   """Szegedy et al. 2017, 32 images of 224²."""
   net = _Net(32, 224, 3)
-  for out, stride, same in ((32, 2, False), (32, 1, False), (64, 1, True)):
-    net.conv(out, 3, stride, same)
-    net.norm()
-  _branches(net, [[(96, 3, 2)]], kept=64)  # beside a max-pooling, as in all that shrinks
-  _mixed_4a(net)
-  _branches(net, [[(192, 3, 2)]], kept=192)
-  for _ in range(4):
-    _branches(net, _INCEPTION_A)
-  _branches(net, _REDUCTION_A, kept=384)
-  for _ in range(7):
-    _branches(net, _INCEPTION_B)
-  _branches(net, _REDUCTION_B, kept=1024)
-  for _ in range(3):
-    _inception_c(net)
+  for times, branches, kept in _INCEPTION_V4:
+    for _ in range(times):
+      net.branches(branches, kept)
   net.linear(net.channels, 1000, net.batch)
   return net.tensors
-
-
-def _branches(net: _Net, branches: _Branches, kept: int = 0) -> None:
-  """Branches side by side, whose channels are put together with `kept` of a pooling."""
-  side, channels, outs = net.side, net.channels, [kept]
-  for branch in branches:
-    net.side, net.channels = side, channels
-    for out, kernel, *stride in branch:
-      net.conv(out, kernel, stride[0] if stride else 1, same=not stride)
-      net.norm()
-    outs.append(net.channels)
-  net.channels = sum(outs)
-
-
-def _mixed_4a(net: _Net) -> None:
-  side, channels = net.side, net.channels
-  branches: tuple[list[_Kernel], ...] = ([1], [1, (1, 7), (7, 1)])
-  for kernels in branches:
-    net.side, net.channels = side, channels
-    for kernel in kernels:
-      net.conv(64, kernel)
-      net.norm()
-    net.conv(96, 3, same=False)
-    net.norm()
-  net.channels = 2 * 96
-
-
-def _inception_c(net: _Net) -> None:
-  """Its branches fork at their ends."""
-  channels, outs = net.channels, 0
-  trunks: tuple[list[tuple[int, _Kernel]], ...] = ([], [(384, 1)], [(384, 1), (448, (3, 1)), (512, (1, 3))], [])
-  for trunk in trunks:
-    net.channels = channels
-    for out, kernel in trunk:
-      net.conv(out, kernel)
-      net.norm()
-    before = net.channels
-    forks: list[_Kernel] = [(1, 3), (3, 1)] if trunk else [1]
-    for fork in forks:
-      net.channels = before
-      net.conv(256, fork)
-      net.norm()
-      outs += 256
-  net.channels = outs
 
 
 def bert_base() -> list[Tensor]:
@@ -190,17 +148,13 @@ def bert_base() -> list[Tensor]:
   batch, length, width, heads, words = 64, 64, 768, 12, 30522
   rows = batch * length
   net = _Net(rows, 1, width)
-  net.add("words", words * width, _SECONDS_AN_ACTIVATION * rows * width)
-  net.add("places", 512 * width)
-  net.add("kinds", 2 * width)
+  net.tensors += [Tensor(words * width, _SECONDS_AN_ACTIVATION * rows * width), Tensor(512 * width), Tensor(2 * width)]
   net.norm()
+  attention = 2 * _SECONDS_A_MAC * rows * length * width + _SECONDS_AN_ACTIVATION * rows * length * heads
   for _ in range(12):
-    attention = 2 * _SECONDS_A_MAC * rows * length * width + _SECONDS_AN_ACTIVATION * rows * length * heads
-    for projection in ("query", "key", "value"):
-      net.linear(width, width, rows)
-      if projection == "value":  # what is done after the projections is done before their gradients
-        last = net.tensors.pop()
-        net.add(last.name, last.entries, last.seconds + attention)
+    net.linear(width, width, rows)  # query, key and value: what is done after them is done before their gradients
+    net.linear(width, width, rows)
+    net.linear(width, width, rows, more=attention)
     net.linear(width, width, rows)
     net.norm()
     net.linear(width, 4 * width, rows)
@@ -209,14 +163,9 @@ def bert_base() -> list[Tensor]:
   net.linear(width, width, batch)  # the pooler
   net.linear(width, width, rows)
   net.norm()
-  net.add("bias", words, _SECONDS_A_MAC * rows * width * words + _SECONDS_AN_ACTIVATION * rows * words)
+  net.tensors.append(Tensor(words, _SECONDS_A_MAC * rows * width * words + _SECONDS_AN_ACTIVATION * rows * words))
   net.linear(width, 2, batch)
   return net.tensors
 
 
-MODELS: dict[str, Callable[[], list[Tensor]]] = {
-  "resnet152": resnet152,
-  "densenet201": densenet201,
-  "inception_v4": inception_v4,
-  "bert_base": bert_base,
-}
+MODELS = {make.__name__: make for make in (resnet152, densenet201, inception_v4, bert_base)}

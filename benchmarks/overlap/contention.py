@@ -12,11 +12,10 @@ A link that one all-reduce leaves half empty has γ near 1; one that it fills ha
 import pathlib
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import rich.table
 
 from benchmarks import report
 from benchmarks.overlap.iterations import LINK
@@ -27,13 +26,7 @@ _SHORTEST = 64  # bytes, for α
 
 
 class Point(NamedTuple):
-  """All-reduces of one size.
-
-  Attributes:
-    size: bytes of each.
-    one: seconds of one alone.
-    two: seconds of two at once.
-  """
+  """All-reduces of `size` bytes: seconds of one alone, and of two at once."""
 
   size: int
   one: float
@@ -41,7 +34,7 @@ class Point(NamedTuple):
 
 
 class Curve(NamedTuple):
-  """All-reduces of every size on one network.
+  """All-reduces of every size on one network of P workers.
 
   Attributes:
     name: of the network.
@@ -82,21 +75,15 @@ def measured(comm: Any, name: str, speed: float | None, repetitions: int) -> Cur
   """Measures on the ranks of an mpi4py communicator; every rank must call, and all get the same numbers."""
   rng = np.random.default_rng(comm.Get_rank())
   seconds = lambda size, count: _seconds(comm, rng.normal(size=(count, size // 4)).astype(np.float32), repetitions)
-  start_up = seconds(_SHORTEST, 1)
   points = [Point(size, seconds(size, 1), seconds(size, 2)) for size in SIZES]
-  return Curve(name, comm.Get_size(), speed, start_up, points)
+  return Curve(name, comm.Get_size(), speed, seconds(_SHORTEST, 1), points)
 
 
 def _seconds(comm: Any, rows: np.ndarray, repetitions: int) -> float:
-  """Median seconds of the slowest rank until all rows, started at once, are summed over the ranks.
-
-  Raises:
-    RuntimeError: if a sum is wrong.
-  """
+  """Median seconds of the slowest rank until all rows, started at once, are summed over the ranks, and checked."""
   from mpi4py import MPI  # needs an MPI, which only the ranks of a lab have for certain
 
-  expected = comm.allreduce(rows.astype(np.float64))
-  times = []
+  expected, times = comm.allreduce(rows.astype(np.float64)), []
   for _ in range(repetitions + 1):
     sums = np.empty_like(rows)
     comm.Barrier()
@@ -108,27 +95,7 @@ def _seconds(comm: Any, rows: np.ndarray, repetitions: int) -> float:
   return statistics.median(times[1:])
 
 
-def table(curve: Curve) -> rich.table.Table:
-  """One network."""
-  head = f"{curve.name}, {curve.workers} workers: all-reduces of each size, α = {1e3 * curve.start_up:.2f} ms"
-  result = rich.table.Table(title=head)
-  for column in ("kB", "one ms", "two at once ms", "2 × one / two", "γ", "link: one", "two"):
-    result.add_column(column, justify="right", no_wrap=True)
-  percent = lambda share: "–" if share is None else f"{100 * share:.0f} %"
-  for point in curve.points:
-    result.add_row(
-      f"{point.size / 1024:,.0f}",
-      f"{1e3 * point.one:.2f}",
-      f"{1e3 * point.two:.2f}",
-      f"{2 * point.one / point.two:.2f}",
-      f"{curve.gamma(point):.2f}",
-      percent(curve.share(point.size, point.one)),
-      percent(curve.share(2 * point.size, point.two)),
-    )
-  return result
-
-
-def cells(curve: Curve) -> Mapping[str, float]:
+def cells(curve: Curve) -> dict[str, float]:
   """The paper's cells that a measured curve gives, by their names."""
   return {"γ, 4 MB": curve.gamma(next(point for point in curve.points if point.size == 2**22))}
 
@@ -138,23 +105,20 @@ def draw(curves: Sequence[Curve], path: pathlib.Path) -> None:
   plot, (times, shares, gammas) = report.pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
   for number, curve in enumerate(curves):
     sizes, color = [point.size / 2**20 for point in curve.points], f"C{number}"
-    for label, style, values, count in (
-      ("one", "o-", [point.one for point in curve.points], 1),
-      ("two at once", "s--", [point.two for point in curve.points], 2),
-    ):
-      times.plot(sizes, [1e3 * value for value in values], style, color=color, label=f"{curve.name}: {label}")
+    for count, label, style in ((1, "one", "o-"), (2, "two at once", "s--")):
+      seconds = [point[count] for point in curve.points]
+      times.plot(sizes, [1e3 * value for value in seconds], style, color=color, label=f"{curve.name}: {label}")
       if curve.speed:
-        filled = [curve.share(count * point.size, value) for point, value in zip(curve.points, values, strict=True)]
+        filled = [curve.share(count * point.size, value) for point, value in zip(curve.points, seconds, strict=True)]
         shares.plot(sizes, filled, style, color=color)
     gammas.plot(sizes, [curve.gamma(point) for point in curve.points], "o-", color=color)
-  times.set(ylabel="ms", xscale="log", yscale="log")
-  shares.set(ylabel="fraction of the link", xscale="log", ylim=(0, None))
-  shares.axhline(1, color="black", linewidth=0.5)
-  gammas.set(ylabel="γ, per-byte slowdown of two at once", xscale="log")
-  for level in (1, 2):
-    gammas.axhline(level, color="black", linewidth=0.5)
+  times.set(ylabel="ms", yscale="log")
+  shares.set(ylabel="fraction of the link", ylim=(0, None))
+  gammas.set(ylabel="γ, per-byte slowdown of two at once")
+  for panel, level in ((shares, 1), (gammas, 1), (gammas, 2)):
+    panel.axhline(level, color="black", linewidth=0.5)
   for panel in (times, shares, gammas):
-    panel.set_xlabel("MB of a message (2²⁰ bytes)")
+    panel.set(xlabel="MB of a message (2²⁰ bytes)", xscale="log")
     panel.grid(alpha=0.3)
   times.legend(fontsize="small")
   report.save(plot, "two all-reduces at once", path)

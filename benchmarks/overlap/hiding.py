@@ -19,6 +19,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 import jaxsparse as js
+from benchmarks.overlap.runtime import measure_runtime
 from benchmarks.workers import AXIS, Workers
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of, local_shard
@@ -34,14 +35,12 @@ class Measured(NamedTuple):
   """One way to train.
 
   Attributes:
-    rate: of the lab's links.
     name: the kind of plan and the collective, or what else was done.
     groups: communications; 0 where the compiler decides.
     seconds: of an iteration, the median of the slowest rank.
     predicted: a step without communication, and what the plan says that backward does not hide; or None.
   """
 
-  rate: str
   name: str
   groups: int
   seconds: float
@@ -49,20 +48,7 @@ class Measured(NamedTuple):
 
 
 class Setting(NamedTuple):
-  """The measurements before planning.
-
-  Attributes:
-    rate: of the lab's links.
-    tensors: of the model.
-    bytes: of its gradients.
-    forward: seconds.
-    backward: seconds.
-    alpha: seconds to start an all-reduce.
-    beta: seconds a byte.
-    gamma: of two at once.
-    start_ups: two short ones over one.
-    hidden: fraction of an all-reduce that arithmetic hides.
-  """
+  """The measurements before planning: of the model, of an all-reduce as `js.overlap.Link`, of the `Runtime`."""
 
   rate: str
   tensors: int
@@ -77,17 +63,7 @@ class Setting(NamedTuple):
 
 
 class Lab:
-  """The workers, a model, and the measurements of both.
-
-  Args:
-    workers: of this run.
-    rate: of the links, for the rows.
-    depth: layers of the model; each has a matrix and a bias.
-    width: of each.
-    batch: rows for each worker.
-    density: for SparDL.
-    repetitions: timed steps.
-  """
+  """The workers, a model of `depth` layers of `width`, with a matrix and a bias each, and the measurements of both."""
 
   def __init__(self, workers: Workers, rate: str, depth: int, width: int, batch: int, density: float, repetitions: int):
     self._where, self._rate, self._repetitions = workers.where, rate, repetitions
@@ -104,7 +80,7 @@ class Lab:
     self._sparse = {"density": density}
     algorithms = ["dense", js.costs.label_of("spardl", self._sparse)]
     self._profile = js.costs.fit(workers.where, n=n, algorithms=algorithms, repetitions=repetitions, seconds=math.inf)
-    self._runtime = js.overlap.runtime_of(workers.where, repetitions=repetitions)
+    self._runtime = measure_runtime(workers.where, repetitions)
 
   @property
   def setting(self) -> Setting:
@@ -123,23 +99,22 @@ class Lab:
   def rows(self, kinds: list[str]) -> list[Measured]:
     """Everything measured: XLA's default, no communication at all, and plans with dense and with SparDL."""
     # A SparDL for each of many tensors would take minutes to compile.
-    sparse = [kind for kind in kinds if kind in ("single", "optimal")]
-    plans = {
-      (kind, name): self.plan(kind, name)
-      for name, kind in [*(("dense", kind) for kind in kinds), *(("spardl", kind) for kind in sparse)]
-    }
+    chosen = {"dense": kinds, "spardl": [kind for kind in kinds if kind in ("single", "optimal")]}
+    plans = {(kind, name): self.plan(kind, name) for name in chosen for kind in chosen[name]}
     runs: dict[Any, _Run] = {label: self._plain(label == DEFAULT) for label in (DEFAULT, ALONE)}
     for (_, name), plan in plans.items():
       if (name, plan.groups) not in runs:  # one program for plans that are the same
         runs[name, plan.groups] = self._planned(plan, name)
-    times = dict(zip(runs, self._timed(list(runs.values())), strict=True))
+    # In turn, so that noise meets all of them alike; medians after the first two.
+    rounds = [[run.step(self._watch, self._batch) for run in runs.values()] for _ in range(self._repetitions + 2)]
+    times = dict(zip(runs, map(statistics.median, zip(*rounds[2:], strict=True)), strict=True))
     for key in runs:
       if key[0] == "dense":
         _check_same(runs[key].params, runs[DEFAULT].params)
-    rows = [Measured(self._rate, label, 0, times[label], None) for label in (DEFAULT, ALONE)]
+    rows = [Measured(label, 0, times[label], None) for label in (DEFAULT, ALONE)]
     for (kind, name), plan in plans.items():
       predicted = times[ALONE] + plan.exposed
-      rows.append(Measured(self._rate, f"{kind}, {name}", len(plan.groups), times[name, plan.groups], predicted))
+      rows.append(Measured(f"{kind}, {name}", len(plan.groups), times[name, plan.groups], predicted))
     return rows
 
   def _config(self, name: str) -> dict[str, Any]:
@@ -148,7 +123,7 @@ class Lab:
   def _planned(self, plan: js.overlap.Plan, name: str) -> "_Run":
     grouped = js.bucketed_transform(name, AXIS, plan=plan, order=self._layers.order, **self._config(name))
     tx = optax.chain(grouped, optax.sgd(_RATE))
-    return self._run(js.make_train_step(_loss, tx, self._where), js.init(tx, self._params, self._where))
+    return _Run(js.make_train_step(_loss, tx, self._where), self._params, js.init(tx, self._params, self._where))
 
   def _plain(self, communicate: bool) -> "_Run":
     """A step of optax's users: each leaf's mean, or nothing, and plain gradient descent."""
@@ -159,28 +134,19 @@ class Lab:
         loss, grads = jax.tree.map(lambda x: self._engine.comm.all_reduce(x) / self._engine.comm.size, (loss, grads))
       return jax.tree.map(lambda p, g: p - _RATE * g, params, grads), state, loss
 
-    replicated, split = self._specs
-    step = self._engine.jit(worker, (replicated, replicated, split), (replicated, replicated, replicated))
-    return self._run(step, jnp.zeros(()))
-
-  def _run(self, step: Callable, state: Any) -> "_Run":
-    return _Run(step, jax.tree.map(jnp.copy, self._params), state)
-
-  def _timed(self, runs: list["_Run"]) -> list[float]:
-    """Seconds of a step of each, medians after the first two; in turn, so that noise meets all of them alike."""
-    rounds = [[run.step_in(self._watch, self._batch) for run in runs] for _ in range(self._repetitions + 2)]
-    return [statistics.median(times) for times in zip(*rounds[2:], strict=True)]
+    same, split = self._specs
+    return _Run(self._engine.jit(worker, (same, same, split), (same, same, same)), self._params, jnp.zeros(()))
 
 
 class _Run:
-  """A training run: a step, and its current parameters and state."""
+  """A training run: a program, and its current parameters, of which it has a copy, and state."""
 
-  def __init__(self, step: Callable, params: Any, state: Any):
-    self._step, self.params, self._state = step, params, state
+  def __init__(self, program: Callable, params: Any, state: Any):
+    self._program, self.params, self._state = program, jax.tree.map(jnp.copy, params), state
 
-  def step_in(self, watch: timing.Stopwatch, batch: Any) -> float:
+  def step(self, watch: timing.Stopwatch, batch: Any) -> float:
     """Seconds of one step."""
-    seconds, (self.params, self._state, _) = watch.time(self._step, self.params, self._state, batch)
+    seconds, (self.params, self._state, _) = watch.time(self._program, self.params, self._state, batch)
     return seconds
 
 

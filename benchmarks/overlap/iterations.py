@@ -21,39 +21,26 @@ class Paper(NamedTuple):
 
   Attributes:
     seconds: of an iteration, by kind of plan.
-    speed_up: S of ASC-WFBP over one GPU.
     bound: S_max.
-    computing: seconds of forward and backward, where the text has them.
+    forward: seconds.
+    backward: seconds.
   """
 
   seconds: dict[str, float]
-  speed_up: float
   bound: float
-  computing: float | None = None
-
-  @property
-  def forward(self) -> float:
-    """Seconds of forward, a third of computing."""
-    return self._computing / 3
-
-  @property
-  def backward(self) -> float:
-    """Seconds of backward."""
-    return self._computing * 2 / 3
-
-  @property
-  def _computing(self) -> float:
-    return self.computing or self.speed_up * self.seconds["asc_wfbp"] / WORKERS
+  forward: float
+  backward: float
 
 
-def _paper_of(model: str, computing: float | None = None) -> Paper:
-  """Its figures for a network, from Tables IV and V."""
+def _read_paper(model: str) -> Paper:
+  """Its figures for a network, from Tables IV and V; the text has the seconds of computing of ResNet-152 only."""
   number = lambda table, cell: papers.number("ASC-WFBP", table, f"{model} {cell}")
   seconds = {kind: number("Table IV", kind) for kind in ("wfbp", "mg_wfbp", "asc_wfbp")}
-  return Paper(seconds, number("Table V, S", "speed_up"), number("Table V, S_max", "bound"), computing)
+  third = number("Table V, S", "speed_up") * seconds["asc_wfbp"] / WORKERS / 3 if model != "resnet152" else 0.091
+  return Paper(seconds, number("Table V, S_max", "bound"), third, 2 * third)
 
 
-PAPER = {model: _paper_of(model, 0.091 + 0.182 if model == "resnet152" else None) for model in architectures.MODELS}
+PAPER = {model: _read_paper(model) for model in architectures.MODELS}
 
 
 class Row(NamedTuple):
@@ -62,11 +49,11 @@ class Row(NamedTuple):
   Attributes:
     model: the network.
     plan: the kind of plan.
-    groups: communications.
+    groups: number of communications.
     most_at_once: of them.
     seconds: predicted, of an iteration with its forward pass.
     exposed: predicted, those of communication that backward does not hide.
-    measured: by the paper, or None.
+    measured: seconds by the paper, or None.
     speed_up: predicted S.
     bound: S_max by Eq. 42.
   """
@@ -84,8 +71,7 @@ class Row(NamedTuple):
   @property
   def paper_exposed(self) -> float | None:
     """That of the paper: its seconds less those of computing."""
-    paper = PAPER[self.model]
-    return None if self.measured is None else self.measured - paper.forward - paper.backward
+    return None if self.measured is None else self.measured - PAPER[self.model].forward - PAPER[self.model].backward
 
 
 def layers_of(model: str) -> tuple[list[float], list[float]]:
@@ -97,20 +83,17 @@ def layers_of(model: str) -> tuple[list[float], list[float]]:
 
 def bound_of(model: str) -> float:
   """S_max, Eq. 42: the link always full, backward or sending hidden by the other."""
-  _, sizes = layers_of(model)
-  forward, backward, sending = PAPER[model].forward, PAPER[model].backward, 2 * sum(sizes) / LINK
-  computing = forward + backward
+  backward, sending = PAPER[model].backward, 2 * sum(layers_of(model)[1]) / LINK
+  computing = PAPER[model].forward + backward
   return WORKERS * computing / (computing + sending - min(backward, sending))
 
 
 def row(model: str, plan: js.overlap.Plan) -> Row:
   """The prediction beside the measurement."""
   paper = PAPER[model]
-  seconds = paper.forward + plan.iteration_time
-  spans = plan.timeline
+  seconds, spans = paper.forward + plan.iteration_time, plan.timeline
   at_once = max(1 + sum(other.end > one.start for other in spans[:number]) for number, one in enumerate(spans))
-  speed_up = WORKERS * (paper.forward + paper.backward) / seconds
-  measured = paper.seconds.get(plan.kind)
+  speed_up, measured = WORKERS * (paper.forward + paper.backward) / seconds, paper.seconds.get(plan.kind)
   return Row(model, plan.kind, len(plan.groups), at_once, seconds, plan.exposed, measured, speed_up, bound_of(model))
 
 
@@ -123,13 +106,13 @@ def start_up_of_wfbp(model: str, beta: float) -> float:
 
 def measured(rows: list[Row]) -> dict[str, float]:
   """The cells of the paper's tables that were predicted, by their names."""
-  seconds = {(row.model, row.plan): row.seconds for row in rows}
-  found = {f"{row.model} {row.plan}": row.seconds for row in rows}
-  found |= {f"{row.model} {row.plan} exposed": row.exposed for row in rows}
-  found |= {f"{row.model} speed_up": row.speed_up for row in rows if row.plan == "asc_wfbp"}
-  found |= {f"{row.model} bound": row.bound for row in rows}
+  found: dict[str, float] = {}
+  for row in rows:
+    name = f"{row.model} {row.plan}"
+    found |= {name: row.seconds, f"{name} exposed": row.exposed, f"{row.model} bound": row.bound}
+    found |= {f"{row.model} speed_up": row.speed_up} if row.plan == "asc_wfbp" else {}
   for model in PAPER:
-    own = [seconds.get((model, plan)) for plan in ("mg_wfbp", "asc_wfbp")]
+    own = [found.get(f"{model} {plan}") for plan in ("mg_wfbp", "asc_wfbp")]
     found |= {f"{model} s2": own[0] / own[1]} if own[0] and own[1] else {}
   exposed = {(row.model, row.plan): row.exposed for row in rows}
   for name, plan, before, models in _REDUCTIONS:

@@ -1,24 +1,20 @@
 r"""Seconds until a training's loss is as low as dense's: methods race on one task, in the network lab.
 
-Every method starts from the same parameters and sees the same batches. Loss over steps does not depend on the links, so
-it is computed once for each method and seed, by the simulator in this process (--parts=curves). Seconds a step are
-measured at each rate, a process of JAX on each host of the lab, at least --timed_steps of them (--parts=paces; needs
-root). Their product is the time to the target: dense's loss after --steps, of its best optimizer, from the same seed.
---parts=wholes trains on the clock in the lab until the target, from the first seed, which shows that the product holds.
-The clock stands still while a model is evaluated. --parts=advice asks `js.costs.advise` which of the
-methods reaches that loss first.
+Every method starts from the same parameters and sees the same batches. --parts says what is measured:
 
-Rows are kept in --results as they are measured. When the command is given again, what is done is not measured again,
-and a training that was interrupted is kept until a new one is as far. The tables and the figures, race.png and
-seconds.png, are made from that file alone: --parts=none makes only them, of all that the file has.
+  curves  loss over steps, which does not depend on the links: once for each method and seed, in this process
+  paces   seconds a step at each rate, a process of JAX on each host of the lab (needs root), with the first --optimizer
+  wholes  whole trainings in the lab from the first seed, on a clock that stands still while a model is evaluated
+  advice  which of the methods reaches the target first, as `js.costs.advise` says
+  none    nothing: tables and figures of all that the file has
 
-A method is WAY/CHANGES/COLLECTIVE, each with options; without a way workers exchange gradients. Its seconds a step are
-those with the first --optimizer. Evaluated are the parameters of the last exchange, which all workers have.
+Steps times pace are the seconds to the target: dense's loss after --steps, of its best optimizer, from the same seed.
+Evaluated are the parameters of the last exchange, which all workers have. Rows are kept in --results as they are
+measured; given again, the command measures what is missing. race.png and seconds.png are made from that file alone.
 
 Examples:
   python -m benchmarks.race
   python -m benchmarks.race --task=lm_medium --rate=100mbit --method=dense,spardl:density=0.01 --optimizer=adam:0.003
-  python -m benchmarks.race --parts=curves --steps=1000
   python -m benchmarks.race --parts=wholes --rate=100mbit --seed=0 --method=spardl:density=0.01
   python -m benchmarks.race --preset=spardl-fig6c
   python -m benchmarks.race --parts=none --results=benchmarks/results/race_lm.json --json | jq '.standings'
@@ -35,7 +31,7 @@ from typing import Any, NamedTuple
 import rich.console
 from absl import flags
 
-from benchmarks import entry, methods, netlab, papers, programs, recipes, recorded, report, specs, workers
+from benchmarks import entry, methods, netlab, papers, recipes, report, specs, workers
 from benchmarks.race import figures, measuring, presets
 from benchmarks.race import report as tables
 from benchmarks.race.measuring import Length, Race, Runner
@@ -45,160 +41,99 @@ from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task
 from jaxsparse import launch
 
-_REPEATED = "Repeat it, or separate by commas."
-
 _PRESET = flags.DEFINE_enum("preset", None, list(presets.PRESETS), presets.HELP)
 _TASK = flags.DEFINE_enum("task", "lm", [*registry.TEXTS, *registry.IMAGES], "What to train; see benchmarks/tasks.")
 _METHOD = flags.DEFINE_multi_string("method", [DENSE, "spardl:density=0.01"], f"Methods to race, {methods.HELP}")
 flags.DEFINE_alias("algorithm", "method")
-_OPTIMIZER = flags.DEFINE_multi_string(
-  "optimizer",
-  ["adam:0.001"],
-  f"Any of {', '.join(recipes.OPTIMIZERS)}, each with its rate, and window_adam with its window, as in "
-  f"window_adam:0.001:window=4; every method races each. {_REPEATED}",
-)
+_OPTIMIZER = flags.DEFINE_multi_string("optimizer", ["adam:0.001"], f"{recipes.HELP} Every method races each.")
 _SCHEDULE = flags.DEFINE_enum("schedule", "constant", list(recipes.SCHEDULES), "Of the rate, over --steps.")
-_WARM_UP = flags.DEFINE_integer("warm_up", 0, "Steps in which the rate rises from 0.")
+_WARM_UP = flags.DEFINE_integer("warm_up", 0, "Steps in which the rate rises from 0.", lower_bound=0)
 _CLIP = flags.DEFINE_float("clip", 1.0, "Largest norm of a gradient; 0 for any.")
-_HOSTS = flags.DEFINE_integer("hosts", 4, "Hosts, a worker on each.")
-_RATE = flags.DEFINE_multi_string(
-  "rate", ["100mbit", "10mbit", "1gbit"], f"Rates of the links, as tc writes them; or none. {_REPEATED}"
-)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Inputs of each worker in a step.")
-_STEPS = flags.DEFINE_integer(
-  "steps", 300, "Steps of dense whose loss is the target; with --parts=none those of its curves."
-)
+_HOSTS = flags.DEFINE_integer("hosts", 4, "Hosts, a worker on each.", lower_bound=1)
+_RATE = flags.DEFINE_multi_string("rate", ["100mbit", "10mbit", "1gbit"], "Rates of the links, or none for any speed.")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Inputs of each worker in a step.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 300, "Steps of dense whose loss is the target.", lower_bound=1)
 _MOST = flags.DEFINE_integer("most", None, "Steps after which a method gives up; 2 × --steps by default.")
-_EVERY = flags.DEFINE_integer("every", 20, "Steps from one evaluation to the next.")
+_EVERY = flags.DEFINE_integer("every", 20, "Steps from one evaluation to the next.", lower_bound=1)
 _TARGET = flags.DEFINE_float("target", None, "The loss to reach instead of dense's.")
-_SECONDS = flags.DEFINE_float("seconds", None, "Seconds on the clock after which a whole training ends.")
-_SEED = flags.DEFINE_multi_string("seed", ["0", "1", "2"], f"Seeds of the parameters and the batches. {_REPEATED}")
-_TIMED = flags.DEFINE_integer("timed_steps", 30, "Steps to time at each rate, at least.")
-_PARTS = flags.DEFINE_multi_string(
-  "parts", ["curves", "paces"], f"What to measure: {', '.join(KINDS)}, or none. {_REPEATED}"
-)
-_ENGINE = flags.DEFINE_enum("engine", "sim", ["sim", "devices"], "Where curves are computed; " + workers.ENGINE_HELP)
+_SEED = entry.define_seeds([0, 1, 2])
+_TIMED = flags.DEFINE_integer("timed_steps", 30, "Steps to time at each rate, at least.", lower_bound=3)
+_PARTS = flags.DEFINE_multi_string("parts", ["curves", "paces"], f"What to measure: {', '.join(KINDS)}, or none.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "For tasks on images: the folder that holds cifar-10-batches-py.")
 _RESULTS = flags.DEFINE_string("results", None, "The file of the rows; race_TASK.json in --report_dir by default.")
-_REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figures, race.png and seconds.png.")
-_CACHE_DIR = flags.DEFINE_string("cache_dir", "out/cache", recorded.CACHE_HELP)
-_JSON = flags.DEFINE_bool("json", False, "Print all rows as JSON on standard output, all else on standard error.")
+_REPORT_DIR = entry.define_report_dir("the figures, race.png and seconds.png")
+_CACHE_DIR = entry.define_cache_dir()
+_JSON = entry.define_json()
+_RANK = flags.DEFINE_list("rank", [], "Internal: the part and the rate that a rank of the lab measures.")
 
-_UNSHAPED = "none"
-_OF_RANKS = (  # flags that a rank has as they are here
-  *(_TASK, _DATA_DIR, _METHOD, _OPTIMIZER, _SCHEDULE, _WARM_UP, _CLIP, _HOSTS, _BATCH_SIZE),
-  *(_STEPS, _MOST, _EVERY, _TARGET, _SECONDS, _SEED, _TIMED, _CACHE_DIR, _JSON),
-)
+entry.require(_CLIP, lambda norm: 0 <= norm < math.inf, "at least 0")
+entry.require(_TARGET, lambda loss: 0 < loss < math.inf, "more than 0")
 
 
 class Plan(NamedTuple):
-  """What the flags ask for.
+  """What the flags ask for."""
 
-  Attributes:
-    runners: the methods with each optimizer, dense first.
-    seeds: of the trainings.
-    parts: to measure.
-    rates: of the links.
-    length: of a training.
-    task: to train; None if only tables and figure are to be made.
-    setting: that all rows of a file have in common; None for that of the file.
-  """
-
-  runners: list[Runner]
-  seeds: list[int]
-  parts: list[str]
-  rates: list[str]
-  length: Length
-  task: Task | None
-  setting: dict[str, Any] | None
+  runners: list[Runner]  # the methods with each optimizer, dense first
+  parts: list[str]  # to measure
+  rates: list[str]  # of the links
+  length: Length  # of a training
+  task: Task | None  # to train; None if only tables and figure are to be made
+  setting: dict[str, Any] | None  # that all rows of a file have in common; None for that of the file
 
 
 def _plan() -> Plan:
   """What the flags ask for; raises ValueError before anything runs."""
-  _check_numbers()
-  seeds, parts = _seeds(), specs.listed(_PARTS.value)
+  if _MOST.value is not None and _MOST.value < _STEPS.value:
+    raise ValueError(f"--most={_MOST.value}, choose at least --steps={_STEPS.value}")
+  if _WARM_UP.value > _STEPS.value:
+    raise ValueError(f"--warm_up={_WARM_UP.value}, choose at most --steps={_STEPS.value}")
+  parts, rates = specs.listed(_PARTS.value), specs.listed(_RATE.value)
   parts = [] if parts == ["none"] else parts
   if unknown := [part for part in parts if part not in KINDS]:
     raise ValueError(f"--parts={unknown[0]}, choose from {', '.join(KINDS)}, or none alone")
   preset = presets.PRESETS.get(_PRESET.value or "")
   if preset and _TASK.value != preset.flags["task"]:
     raise ValueError(f"--task={_TASK.value}: --preset={_PRESET.value} trains {preset.flags['task']}")
-  rates = specs.listed(_RATE.value)
-  _check_places(rates, in_lab=bool(set(parts) - {"curves"}))
+  for rate in rates:
+    if set(parts) - {"curves"}:
+      netlab.check(_HOSTS.value, rate)
+    elif rate != netlab.UNSHAPED:
+      netlab.bits(rate)
   chosen = sorted(methods.parse("method", _METHOD.value, _HOSTS.value), key=lambda method: method.label != DENSE)
   optimizers = recipes.parse_optimizers(_OPTIMIZER.value, rate=0.001)
   made = [recipes.Recipe(one, _SCHEDULE.value, _WARM_UP.value, _CLIP.value, _STEPS.value) for one in optimizers]
   runners = [Runner(method, recipe) for method in chosen for recipe in made]
-  length = Length(_STEPS.value, _MOST.value or 2 * _STEPS.value, _EVERY.value, _TARGET.value, _SECONDS.value)
+  length = Length(_STEPS.value, _MOST.value or 2 * _STEPS.value, _EVERY.value, _TARGET.value)
   if not parts:
-    return Plan(runners, seeds, parts, rates, length, None, None)
+    return Plan(runners, parts, rates, length, None, None)
   task = registry.make(_TASK.value, _DATA_DIR.value)
-  names = "task", "data", "hosts", "batch_size", "recipe"
-  values = task.name, task.source, _HOSTS.value, _BATCH_SIZE.value, str(made[0])
-  return Plan(runners, seeds, parts, rates, length, task, dict(zip(names, values, strict=True)))
+  setting = {"task": task.name, "data": task.source, "hosts": _HOSTS.value, "batch_size": _BATCH_SIZE.value}
+  return Plan(runners, parts, rates, length, task, setting | {"recipe": str(made[0])})
 
 
-def _check_numbers() -> None:
-  """Raises ValueError for a number that is out of its range."""
-  for flag, least in ((_HOSTS, 1), (_BATCH_SIZE, 1), (_STEPS, 1), (_EVERY, 1), (_TIMED, 3), (_WARM_UP, 0), (_CLIP, 0)):
-    if not least <= flag.value < math.inf:
-      raise ValueError(f"--{flag.name}={flag.value}, choose at least {least}")
-  for positive in (_SECONDS, _TARGET):
-    if positive.value is not None and not 0 < positive.value < math.inf:
-      raise ValueError(f"--{positive.name}={positive.value:g}, choose more than 0")
-  if _MOST.value is not None and _MOST.value < _STEPS.value:
-    raise ValueError(f"--most={_MOST.value}, choose at least --steps={_STEPS.value}")
-  if _WARM_UP.value > _STEPS.value:
-    raise ValueError(f"--warm_up={_WARM_UP.value}, choose at most --steps={_STEPS.value}")
-
-
-def _seeds() -> list[int]:
-  """The seeds, each once."""
-  given = specs.listed(_SEED.value)
-  for seed in given:
-    if not seed.isdecimal() or int(seed) >= 2**32:
-      raise ValueError(f"--seed={seed}, give whole numbers from 0 to {2**32 - 1}")
-  return list(dict.fromkeys(map(int, given)))
-
-
-def _check_places(rates: list[str], in_lab: bool) -> None:
-  """Raises ValueError unless there can be such links, and files where they are to be."""
-  for rate in rates:
-    if in_lab:
-      netlab.check(_HOSTS.value, _links(rate))
-    elif rate != _UNSHAPED:
-      netlab.bits(rate)
-  for flag, folder in ((_REPORT_DIR, pathlib.Path(_REPORT_DIR.value)), (_RESULTS, _path().parent)):
-    nearest = next(one for one in (folder, *folder.absolute().parents) if one.exists())
-    if not nearest.is_dir():
-      raise ValueError(f"--{flag.name}={flag.value}: {nearest} is not a folder")
-  if _path().is_dir():
-    raise ValueError(f"--{_RESULTS.name}={_RESULTS.value} is a folder, give a file")
-
-
-def _links(rate: str) -> str | None:
-  """The rate as `netlab.lab` takes it."""
-  return None if rate == _UNSHAPED else rate
+def _path() -> pathlib.Path:
+  return pathlib.Path(_RESULTS.value or pathlib.Path(_REPORT_DIR.value) / f"race_{_TASK.value}.json")
 
 
 def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None:
   """Loss over steps of each method from each seed, unless the file has it."""
-  race = _race(plan, _ENGINE.value)
+  assert plan.task is not None
+  race = Race(plan.task, workers.here("sim", _HOSTS.value), _BATCH_SIZE.value)
   console.print(f"{race.task}, {race.place}, {plan.runners[0].recipe}", highlight=False, soft_wrap=True)
   # Dense from every seed first: the others train until the loss of its best optimizer, which is known then.
-  in_order = sorted(itertools.product(plan.seeds, plan.runners), key=lambda one: one[1].method.label != DENSE)
+  in_order = sorted(itertools.product(_SEED.value, plan.runners), key=lambda one: one[1].method.label != DENSE)
   for seed, runner in in_order:
-    length = _of_curve(plan, results, seed, runner)
+    length = _length_of_curve(plan, results, seed, runner)
     key = {"method": runner.method.label, "optimizer": runner.optimizer, "seed": seed}
     found = results.find("curves", **key)
     if found and length.is_done(found[0].steps[-1], found[0].loss):
       continue
-    with tables.progress(console, f"{runner}, seed {seed}", length.most) as show:
+    with report.progress(console, f"{runner}, seed {seed}", length.most) as show:
       measuring.curve(race, runner, seed, length, results.add, show)
     console.print(tables.line(results.find("curves", **key)[0]), highlight=False, soft_wrap=True)
 
 
-def _of_curve(plan: Plan, results: Results, seed: int, runner: Runner) -> Length:
+def _length_of_curve(plan: Plan, results: Results, seed: int, runner: Runner) -> Length:
   """How long a method trains: dense as long as its loss is the target, others until they reach it."""
   if plan.length.target is not None:
     return plan.length
@@ -207,82 +142,62 @@ def _of_curve(plan: Plan, results: Results, seed: int, runner: Runner) -> Length
   return plan.length._replace(target=Target(plan.length.steps).of_seed(results, seed))
 
 
-def _of_whole(length: Length) -> Length:
+def _length_of_whole(plan: Plan, results: Results, runner: Runner) -> Length:
   """How long a training on the clock is: until the target, or without one as long as dense."""
+  length = _length_of_curve(plan, results, _SEED.value[0], runner)
   return length._replace(most=length.steps) if length.target is None else length._replace(steps=length.every)
+
+
+def _missing(part: str, rate: str, plan: Plan, results: Results) -> list[Runner]:
+  """The methods whose rows of a part the file lacks."""
+  if part == "advice":
+    return [] if results.find("advice", rate=rate) else plan.runners
+  if part == "paces":
+    has = {pace.method for pace in results.find("paces", rate=rate) if pace.steps >= _TIMED.value}
+    first = [runner for runner in plan.runners if runner.recipe == plan.runners[0].recipe]
+    return [runner for runner in first if runner.method.label not in has]
+
+  def is_done(runner: Runner) -> bool:
+    length = _length_of_whole(plan, results, runner)
+    key = {"method": runner.method.label, "optimizer": runner.optimizer, "seed": _SEED.value[0]}
+    found = results.find("wholes", rate=rate, **key)
+    return any(length.is_done(one.steps[-1], one.loss) for one in found)
+
+  return [runner for runner in plan.runners if not is_done(runner)]
 
 
 def _lab(part: str, rate: str, plan: Plan, results: Results) -> None:
   """Starts a rank on each host of a lab whose links are that fast, for the rows that the file lacks."""
-  for runners in _missing(part, rate, plan, results):
-    target = _of_curve(plan, results, plan.seeds[0], runners[0]).target
-    own = {
-      "parts": part,
-      "rate": rate,
-      "results": str(results.path),
-      "method": ",".join(dict.fromkeys(runner.method.label for runner in runners)),
-      "optimizer": ",".join(dict.fromkeys(runner.optimizer for runner in runners)),
-    } | ({} if target is None else {"target": str(target)})
-    try:
-      with netlab.lab(_HOSTS.value, _links(rate)) as hosts:
-        launch.run(_command(own), _HOSTS.value, hosts=hosts)
-    finally:
-      results.refresh()
-
-
-def _missing(part: str, rate: str, plan: Plan, results: Results) -> list[list[Runner]]:
-  """The methods whose rows the file lacks, in lists that are measured one after the other."""
-  if part == "advice":
-    return [] if results.find("advice", rate=rate) else [plan.runners]
-  if part == "paces":
-    has = {pace.method for pace in results.find("paces", rate=rate) if pace.steps >= _TIMED.value}
-    lacking = [runner for runner in plan.runners if runner.method.label not in has]
-    return [lacking] if lacking else []
-
-  def is_done(runner: Runner) -> bool:
-    length = _of_whole(_of_curve(plan, results, plan.seeds[0], runner))
-    key = {"method": runner.method.label, "optimizer": runner.optimizer, "seed": plan.seeds[0]}
-    found = results.find("wholes", rate=rate, **key)
-    return any(length.is_done(one.steps[-1], one.loss, one.seconds[-1]) for one in found)
-
-  return [[runner] for runner in plan.runners if not is_done(runner)]
-
-
-def _command(own: dict[str, str]) -> list[str]:
-  """The command of a rank: the flags of this race, and its own."""
-  given = [flags.FLAGS[flag.name].serialize() for flag in _OF_RANKS if flag.name not in own]
-  kept = [word for words in given for word in words.splitlines()]
-  return [sys.executable, "-m", "benchmarks.race", *kept, *(f"--{name}={value}" for name, value in own.items())]
+  if not _missing(part, rate, plan, results):
+    return
+  try:
+    with netlab.lab(_HOSTS.value, rate) as hosts:
+      command = [sys.executable, "-m", "benchmarks.race", *sys.argv[1:], f"--rank={part},{rate}"]
+      launch.run(command, _HOSTS.value, hosts=hosts)
+  finally:
+    results.refresh()
 
 
 def _rank(plan: Plan) -> None:
   """Measures in a rank of the lab; the first rank keeps the rows."""
-  programs.share(pathlib.Path(_CACHE_DIR.value) / "programs")
-  race, rate = _race(plan, "processes"), plan.rates[0]
-  kept = Results(_path(), plan.setting) if race.place.reports else None
+  part, rate = _RANK.value
+  workers.share_programs(pathlib.Path(_CACHE_DIR.value) / "programs")
+  results = Results(_path(), plan.setting)
+  missing = _missing(part, rate, plan, results)  # every rank sees the same, for no row is added before all have joined
+  assert plan.task is not None
+  race = Race(plan.task, workers.here("processes", _HOSTS.value), _BATCH_SIZE.value)
 
   def keep(row: Any) -> None:
-    if kept:
-      kept.add(row)
+    if race.place.reports:
+      results.add(row)
       print(tables.line(row), file=sys.stderr if _JSON.value else sys.stdout, flush=True)
 
-  if plan.parts == ["advice"]:
-    keep(measuring.advised(race, plan.runners, rate))
-  if plan.parts == ["paces"]:
-    for runner in (one for one in plan.runners if one.recipe == plan.runners[0].recipe):
-      keep(measuring.pace(race, runner, rate, _TIMED.value))
-  for runner in plan.runners if plan.parts == ["wholes"] else []:
-    measuring.whole(race, runner, plan.seeds[0], rate, _of_whole(plan.length), keep)
-
-
-def _path() -> pathlib.Path:
-  return pathlib.Path(_RESULTS.value or pathlib.Path(_REPORT_DIR.value) / f"race_{_TASK.value}.json")
-
-
-def _race(plan: Plan, engine: str) -> Race:
-  if plan.task is None:
-    raise ValueError("the race starts its own ranks: run this as one program")
-  return Race(plan.task, workers.here(engine, _HOSTS.value), _BATCH_SIZE.value)
+  if part == "advice":
+    keep(measuring.advised(race, missing, rate))
+  for runner in missing if part == "paces" else []:
+    keep(measuring.pace(race, runner, rate, _TIMED.value))
+  for runner in missing if part == "wholes" else []:
+    measuring.whole(race, runner, _SEED.value[0], rate, _length_of_whole(plan, results, runner), keep)
 
 
 def _report(plan: Plan, results: Results, preset: presets.Preset | None, console: rich.console.Console) -> None:
@@ -326,11 +241,11 @@ def main() -> None:
   results = Results(_path(), plan.setting)
   preset = presets.PRESETS.get(_PRESET.value or "")
   if preset:
-    if results.setting["task"] != preset.flags["task"]:
-      raise ValueError(
-        f"--results={results.path} has {results.setting['task']}, --preset trains {preset.flags['task']}"
-      )
+    if (task := results.setting["task"]) != preset.flags["task"]:
+      raise ValueError(f"--results={results.path} has {task}, --preset trains {preset.flags['task']}")
     console.print(f"{preset.paper}: {preset.paper_steps:,} steps there, {_STEPS.value:,} here", highlight=False)
+  for folder in (pathlib.Path(_REPORT_DIR.value), _path().parent):  # rather now than when all is measured
+    folder.mkdir(parents=True, exist_ok=True)
   try:
     if "curves" in plan.parts:
       _curves(plan, results, console)

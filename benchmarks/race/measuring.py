@@ -19,25 +19,11 @@ from benchmarks.trainer import Trainer
 from benchmarks.workers import AXIS, Workers
 from jaxsparse.comm import SoloComm
 from jaxsparse.train import timing
-from jaxsparse.train.engine import engine_of
+from jaxsparse.train.engine import Engine, engine_of
 from jaxsparse.train.starting import start_of, start_workers
 from jaxsparse.train.worker import Given, Worker
 
 _REPETITIONS = 9  # of the parts of a step
-
-
-class Race(NamedTuple):
-  """What all methods have in common.
-
-  Attributes:
-    task: to train.
-    place: the workers.
-    batch_size: inputs of each worker in a step.
-  """
-
-  task: Task
-  place: Workers
-  batch_size: int
 
 
 class Runner(NamedTuple):
@@ -55,26 +41,34 @@ class Runner(NamedTuple):
     return str(self.recipe.optimizer)
 
 
+class Race(NamedTuple):
+  """What all methods have in common."""
+
+  task: Task  # to train
+  place: Workers  # the workers
+  batch_size: int  # inputs of each worker in a step
+
+  @property
+  def engine(self) -> Engine:
+    """Where the workers are."""
+    return engine_of(self.place.where, AXIS)
+
+  def start(self, runner: Runner, seed: int = 0) -> Trainer:
+    """A training of a method."""
+    return Trainer(self.task, runner.method, runner.recipe, self.place, self.batch_size, seed)
+
+
 class Length(NamedTuple):
-  """How long a training takes.
+  """How long a training takes."""
 
-  Attributes:
-    steps: at least so many.
-    most: and at most so many, until the target is reached.
-    every: steps from one evaluation to the next.
-    target: the loss to reach, None for none.
-    seconds: on the clock after which it ends, None for any.
-  """
+  steps: int  # at least so many
+  most: int  # and at most so many, until the target is reached
+  every: int  # steps from one evaluation to the next
+  target: float | None = None  # the loss to reach, None for none
 
-  steps: int
-  most: int
-  every: int
-  target: float | None = None
-  seconds: float | None = None
-
-  def is_done(self, steps: int, losses: list[float], seconds: float = 0.0) -> bool:
-    """Whether these steps, losses and seconds are enough; those of a training that has diverged are."""
-    if (losses and math.isinf(losses[-1])) or (self.seconds is not None and seconds >= self.seconds):
+  def is_done(self, steps: int, losses: list[float]) -> bool:
+    """Whether these steps and losses are enough; those of a training that has diverged are."""
+    if losses and math.isinf(losses[-1]):
       return True
     reached = self.target is None or min(losses, default=math.inf) <= self.target
     return steps >= self.most or (steps >= self.steps and reached)
@@ -84,21 +78,10 @@ class Length(NamedTuple):
     return steps % self.every == 0 or steps in (self.steps, self.most)
 
 
-def curve(
-  race: Race,
-  runner: Runner,
-  seed: int,
-  length: Length,
-  keep: Callable[[Curve], None],
-  show: Callable[[int, float], None],
-) -> None:
-  """Trains one method; `keep` gets the curve so far at each evaluation, `show` each step and its loss.
-
-  Evaluated are the parameters of the last exchange, which all workers have: in the middle of local steps those from
-  before them.
-  """
-  trainer = Trainer(race.task, runner.method, runner.recipe, race.place, race.batch_size, seed)
-  so_far, words, drift = Curve(runner.method.label, runner.optimizer, seed, [], [], [], 0.0), 0.0, 0.0
+def curve(race: Race, runner: Runner, seed: int, length: Length, keep: Callable, show: Callable) -> None:
+  """Trains one method; `keep` gets the curve so far at each evaluation, `show` each step and its loss."""
+  trainer, words, drift = race.start(runner, seed), 0.0, 0.0
+  so_far = Curve(runner.method.label, runner.optimizer, seed, [], [], [], 0.0)
   while not length.is_done(trainer.steps, so_far.loss):
     show(trainer.steps + 1, trainer.step())
     found = trainer.metrics()
@@ -113,10 +96,10 @@ def curve(
 
 def whole(race: Race, runner: Runner, seed: int, rate: str, length: Length, keep: Callable[[Whole], None]) -> None:
   """Trains one method on a clock that stands still while the model is evaluated."""
-  watch = timing.Stopwatch(engine_of(race.place.where, AXIS))
-  trainer = Trainer(race.task, runner.method, runner.recipe, race.place, race.batch_size, seed)
+  watch = timing.Stopwatch(race.engine)
+  trainer = race.start(runner, seed)
   so_far = Whole(runner.method.label, runner.optimizer, seed, rate, [], [], [])
-  while not length.is_done(trainer.steps, so_far.loss, max(so_far.seconds, default=0.0)):
+  while not length.is_done(trainer.steps, so_far.loss):
     trainer.step()
     if length.is_evaluated(trainer.steps):
       so_far.steps.append(trainer.steps)
@@ -133,8 +116,8 @@ def _of(loss: float) -> float:
 
 def pace(race: Race, runner: Runner, rate: str, steps: int) -> Pace:
   """Times at least so many steps, in whole periods from one exchange to the next, behind a first untimed period."""
-  watch = timing.Stopwatch(engine_of(race.place.where, AXIS))
-  trainer = Trainer(race.task, runner.method, runner.recipe, race.place, race.batch_size, seed=0)
+  watch = timing.Stopwatch(race.engine)
+  trainer = race.start(runner)
   every = runner.method.every
   untimed, timed = (math.ceil(count / every) * every for count in (3, steps))
   for _ in range(untimed):
@@ -152,10 +135,10 @@ def pace(race: Race, runner: Runner, rate: str, steps: int) -> Pace:
 
 def advised(race: Race, runners: Sequence[Runner], rate: str) -> Advised:
   """The advice on these methods, from the evidence of trainings with the same optimizer."""
-  watch = timing.Stopwatch(engine_of(race.place.where, AXIS))
-  methods = [runner.method for runner in runners]
-  labels = dict.fromkeys(js.costs.label_of(one.spec.name, one.spec.config) for one in methods)
-  trainer = Trainer(race.task, methods[0], runners[0].recipe, race.place, race.batch_size, seed=0)
+  watch = timing.Stopwatch(race.engine)
+  specs = [runner.method.spec for runner in runners]
+  labels = dict.fromkeys(js.costs.label_of(spec.name, spec.config) for spec in specs)
+  trainer = race.start(runners[0])
   profile = js.costs.fit(race.place.where, n=trainer.params, algorithms=list(labels), seconds=math.inf)
   known = {(one.method.label, one.optimizer) for one in runners}
   evidence = [one for one in js.costs.evidence() if (one.method, one.optimizer) in known]
@@ -171,7 +154,7 @@ def _of_periods(times: list[float], every: int) -> float:
 
 def _compute(race: Race, trainer: Trainer, watch: timing.Stopwatch) -> float:
   """Seconds of forward and backward, all workers at once."""
-  engine, split = engine_of(race.place.where, AXIS), PartitionSpec(AXIS)
+  engine, split = race.engine, PartitionSpec(AXIS)
 
   def gradients(params: Any, batch: Any, running: Any) -> Any:
     own = jax.tree.map(lambda x: x[0], running)
@@ -185,7 +168,7 @@ def _compute(race: Race, trainer: Trainer, watch: timing.Stopwatch) -> float:
 
 def _parts(race: Race, runner: Runner, trainer: Trainer, watch: timing.Stopwatch) -> tuple[float, float]:
   """Seconds of forward and backward, and of a step whose messages take no time, all workers at once; ends `trainer`."""
-  engine, comm = engine_of(race.place.where, AXIS), SoloComm(race.place.size)
+  engine, comm = race.engine, SoloComm(race.place.size)
   worker = Worker(trainer.model.loss, runner.method.make(comm, runner.recipe.make()), False, "mean", "worker", 1)
   same, split = PartitionSpec(), PartitionSpec(AXIS)
   compute = _compute(race, trainer, watch)

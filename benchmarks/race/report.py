@@ -1,12 +1,9 @@
 """The tables of a race, from its results alone."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import rich.console
-import rich.progress
 import rich.table
 
 from benchmarks import netlab, report
@@ -164,21 +161,6 @@ def line(row: Curve | Pace | Whole | Advised) -> str:
     return f"{row.rate}, {row.method}: {milliseconds(row)} ms a step, {row.bytes / 1e6:.3f} MB a host"
   head = f"{row.method}, {row.optimizer}, seed {row.seed}: loss {row.loss[-1]:.4f} after {row.steps[-1]} steps"
   return f"{row.rate}, {head}, {row.seconds[-1]:.1f} s" if isinstance(row, Whole) else head
-
-
-@contextlib.contextmanager
-def progress(console: rich.console.Console, name: str, steps: int) -> Iterator[Callable[[int, float], None]]:
-  """A line that shows the step and its loss while the block runs; it calls what it gets with both."""
-  columns = [
-    rich.progress.TextColumn("{task.description}"),
-    rich.progress.BarColumn(),
-    rich.progress.MofNCompleteColumn(),
-    rich.progress.TextColumn("loss {task.fields[loss]:.3f}"),
-    rich.progress.TimeElapsedColumn(),
-  ]
-  with rich.progress.Progress(*columns, console=console, transient=True) as bars:
-    bar = bars.add_task(name, total=steps, loss=float("nan"))
-    yield lambda step, loss: bars.update(bar, completed=step, loss=loss)
 
 
 def as_json(results: Results, rates: Sequence[str], target: Target) -> dict[str, Any]:

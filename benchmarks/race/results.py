@@ -1,12 +1,10 @@
 """The rows of a race in a JSON file, which is replaced whole whenever a row is added: an interruption loses none."""
 
-import contextlib
 import fcntl
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple, get_origin
 
 import jax
@@ -15,49 +13,29 @@ from benchmarks import report
 
 
 class Curve(NamedTuple):
-  """Loss over steps of one method from one seed.
+  """Loss over steps of one method from one seed."""
 
-  Attributes:
-    method: as it was asked for.
-    optimizer: its name, rate and options.
-    seed: of the parameters and batches.
-    steps: at which the model was evaluated.
-    loss: on what is held out; infinite from where a training diverges.
-    accuracy: likewise.
-    words: 4-byte words a step, of the worker that sent most.
-    drift: the largest of all steps: the root mean square over workers of the distance of their parameters to the mean.
-  """
-
-  method: str
-  optimizer: str
-  seed: int
-  steps: list[int]
-  loss: list[float]
-  accuracy: list[float]
-  words: float
+  method: str  # as it was asked for
+  optimizer: str  # its name, rate and options
+  seed: int  # of the parameters and batches
+  steps: list[int]  # at which the model was evaluated
+  loss: list[float]  # on what is held out; infinite from where a training diverges
+  accuracy: list[float]  # likewise
+  words: float  # 4-byte words a step, of the worker that sent most
+  # the largest of all steps: the root mean square over workers of the distance of their parameters to the mean
   drift: float = 0.0
 
 
 class Pace(NamedTuple):
-  """Seconds a step of one method on links of one rate.
+  """Seconds a step of one method on links of one rate."""
 
-  Attributes:
-    method: as it was asked for.
-    rate: of the links, as `tc` writes it.
-    steps: that were timed: whole periods from one exchange to the next.
-    seconds: of a step: the median over the periods.
-    compute: of these, forward and backward, all workers at once.
-    rest: selection, sums and optimizer, likewise.
-    bytes: a step that the network interface of a host has sent, headers included; of the host that sent most.
-  """
-
-  method: str
-  rate: str
-  steps: int
-  seconds: float
-  compute: float
-  rest: float
-  bytes: float
+  method: str  # as it was asked for
+  rate: str  # of the links, as `tc` writes it
+  steps: int  # that were timed: whole periods from one exchange to the next
+  seconds: float  # of a step: the median over the periods
+  compute: float  # of these, forward and backward, all workers at once
+  rest: float  # selection, sums and optimizer, likewise
+  bytes: float  # a step that the network interface of a host has sent, headers included; of the host that sent most
 
   @property
   def parts(self) -> tuple[float, float, float]:
@@ -68,41 +46,24 @@ class Pace(NamedTuple):
 
 
 class Whole(NamedTuple):
-  """A training in the lab.
+  """A training in the lab."""
 
-  Attributes:
-    method: as it was asked for.
-    optimizer: its name, rate and options.
-    seed: of the parameters and batches.
-    rate: of the links.
-    steps: at which the model was evaluated.
-    seconds: of all steps until then, without the evaluations and the first step, which compiles.
-    loss: on what is held out; infinite from where a training diverges.
-  """
-
-  method: str
-  optimizer: str
-  seed: int
-  rate: str
-  steps: list[int]
-  seconds: list[float]
-  loss: list[float]
+  method: str  # as it was asked for
+  optimizer: str  # its name, rate and options
+  seed: int  # of the parameters and batches
+  rate: str  # of the links
+  steps: list[int]  # at which the model was evaluated
+  seconds: list[float]  # of all steps until then, without the evaluations and the first step, which compiles
+  loss: list[float]  # on what is held out; infinite from where a training diverges
 
 
 class Advised(NamedTuple):
-  """The method that `js.costs.advise` names for links of one rate, from a profile fitted on them and the evidence.
+  """The method that `js.costs.advise` names for links of one rate, from a profile fitted on them and the evidence."""
 
-  Attributes:
-    rate: of the links.
-    method: the one that reaches dense's loss first.
-    seconds: predicted of each method to the loss that dense has after one step.
-    why: the reason in words, with the evidence.
-  """
-
-  rate: str
-  method: str
-  seconds: dict[str, float]
-  why: str
+  rate: str  # of the links
+  method: str  # the one that reaches dense's loss first
+  seconds: dict[str, float]  # predicted of each method to the loss that dense has after one step
+  why: str  # the reason in words, with the evidence
 
 
 KINDS: dict[str, Any] = {"curves": Curve, "paces": Pace, "wholes": Whole, "advice": Advised}
@@ -110,23 +71,7 @@ _KEYS = ("method", "optimizer", "seed", "rate")
 
 
 class Results:
-  """The rows of one file, to which several processes may add.
-
-  Numbers are kept to six digits; those that are not finite, which JSON does not have, as null.
-
-  Args:
-    path: of the file; read if there is one.
-    setting: of the race in words and numbers, the same for all rows; None takes that of the file.
-
-  Attributes:
-    path: likewise.
-    setting: likewise.
-    rows: by kind, in the order in which they were added.
-
-  Raises:
-    ValueError: if the file is of another setting, with what differs, or not that of a race.
-    FileNotFoundError: if there is no file and no setting.
-  """
+  """The rows of one file, to which several processes may add; numbers are kept to six digits, infinite ones as null."""
 
   def __init__(self, path: pathlib.Path, setting: dict[str, Any] | None):
     self.path = path
@@ -162,20 +107,20 @@ class Results:
     """
     kind = next(name for name, make in KINDS.items() if isinstance(row, make))
     key = {name: getattr(row, name) for name in _KEYS if name in row._fields}
-    with _alone(self.path.parent):
+    self.path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(self.path.parent, os.O_RDONLY)
+    try:
+      fcntl.flock(folder, fcntl.LOCK_EX)  # no other process is here now
       self.refresh()
       same = self.find(kind, **key)
-      if any(_length(one) > _length(row) for one in same):
+      length = lambda one: one.steps[-1] if isinstance(one, Curve | Whole) else getattr(one, "steps", 0)
+      if any(length(one) > length(row) for one in same):
         return
       kept = type(row)(**report.rounded(row._asdict()))
       self.rows[kind] = [*(one for one in self.rows[kind] if one not in same), kept]
-      self._write()
-
-  def _write(self) -> None:
-    lines = [f'"setting": {json.dumps(self.setting)}']
-    for kind, rows in self.rows.items():
-      lines.append(f'"{kind}": [\n' + ",\n".join(json.dumps(report.finite(row)._asdict()) for row in rows) + "\n]")
-    report.replace(self.path, "{" + ",\n".join(lines) + "}\n")
+      report.keep(self.path, {"setting": self.setting}, self.rows)
+    finally:
+      os.close(folder)
 
 
 def _read(make: Any, row: dict[str, Any]) -> Any:
@@ -187,22 +132,3 @@ def _read(make: Any, row: dict[str, Any]) -> Any:
   if lists and not (are_numbers and found.steps and {len(found.steps)} == set(map(len, lists))):
     raise ValueError(f"{row} is no training")
   return found
-
-
-def _length(row: Any) -> int:
-  """Steps of a training, or of a pace; 0 of other rows."""
-  if isinstance(row, Curve | Whole):
-    return int(row.steps[-1])
-  return row.steps if isinstance(row, Pace) else 0
-
-
-@contextlib.contextmanager
-def _alone(folder: pathlib.Path) -> Iterator[None]:
-  """No other process is in this block of the same folder."""
-  folder.mkdir(parents=True, exist_ok=True)
-  handle = os.open(folder, os.O_RDONLY)
-  try:
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    yield
-  finally:
-    os.close(handle)

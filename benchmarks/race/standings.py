@@ -1,8 +1,4 @@
-"""Who is first: steps and seconds until a loss is reached, from curves and paces.
-
-Loss over steps does not depend on the links, so seconds to a loss are the steps of a curve times the seconds a step of
-a pace; a whole run on the clock shows that this holds.
-"""
+"""Who is first: steps and seconds until a loss is reached, the steps of a curve times the seconds a step of a pace."""
 
 import math
 import statistics
@@ -17,42 +13,26 @@ DENSE = "dense"
 
 
 class Spread(NamedTuple):
-  """Numbers of several seeds.
+  """Numbers of several seeds."""
 
-  Attributes:
-    mean: over the seeds that have the number.
-    deviation: standard deviation of these, 0 for one seed.
-    missing: seeds without a finite number: not trained, not as far, or diverged.
-  """
-
-  mean: float
-  deviation: float
-  missing: int = 0
+  mean: float  # over the seeds that have the number
+  deviation: float  # standard deviation of these, 0 for one seed
+  missing: int = 0  # seeds without a finite number: not trained, not as far, or diverged
 
   @classmethod
-  def of(cls, values: Sequence[float | None]) -> "Spread | None":
+  def of(cls, values: Sequence[float | None] | np.ndarray) -> "Spread | None":
     """The spread of the finite numbers; None if there is none."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
+    known = [float(value) for value in values if value is not None and math.isfinite(value)]
     if not known:
       return None
-    deviation = statistics.stdev(known) if len(known) > 1 else 0.0
-    return cls(statistics.mean(known), deviation, len(values) - len(known))
+    return cls(statistics.mean(known), statistics.stdev(known) if len(known) > 1 else 0.0, len(values) - len(known))
 
 
 class Target(NamedTuple):
-  """The loss to reach.
+  """The loss to reach."""
 
-  Attributes:
-    steps: dense's loss after these, from the same seed,
-    loss: unless this one is given, the same for all seeds.
-
-  Example:
-    >>> str(Target(300)), str(Target(300, 0.5))
-    ("dense's loss after 300 steps", 'a loss of 0.5')
-  """
-
-  steps: int
-  loss: float | None = None
+  steps: int  # dense's loss after these, from the same seed,
+  loss: float | None = None  # unless this one is given, the same for all seeds
 
   def __str__(self) -> str:
     return f"dense's loss after {self.steps} steps" if self.loss is None else f"a loss of {self.loss:g}"
@@ -70,60 +50,34 @@ class Target(NamedTuple):
 
 
 class Standing(NamedTuple):
-  """One method at one rate.
+  """One method at one rate."""
 
-  Attributes:
-    method: its label.
-    optimizer: name and rate.
-    words: 4-byte words a step.
-    drift: the largest distance of the workers' parameters to their mean.
-    pace: seconds a step and their parts, None where they were not measured.
-    steps: to the target.
-    loss: after as many steps as dense.
-    seconds: to the target.
-    speed_up: dense's seconds to the target / this one's, from the same seeds.
-    more_steps: to the target / those of dense, from the same seeds.
-    loss_in_time: after the seconds in which the first method reached the target, as far as all curves go that do.
-  """
-
-  method: str
-  optimizer: str
-  words: float
-  drift: float
-  pace: Pace | None
-  steps: Spread | None
-  loss: Spread | None
-  seconds: Spread | None
-  speed_up: Spread | None
-  more_steps: Spread | None
+  method: str  # its label
+  optimizer: str  # name and rate
+  words: float  # 4-byte words a step
+  drift: float  # the largest distance of the workers' parameters to their mean
+  pace: Pace | None  # seconds a step and their parts, None where they were not measured
+  steps: Spread | None  # to the target
+  loss: Spread | None  # after as many steps as dense
+  seconds: Spread | None  # to the target
+  speed_up: Spread | None  # dense's seconds to the target / this one's, from the same seeds
+  more_steps: Spread | None  # to the target / those of dense, from the same seeds
+  # after the seconds in which the first method reached the target, as far as all curves go that do
   loss_in_time: Spread | None = None
 
 
 def crossing(curve: Curve | Whole, target: float) -> float | None:
-  """The first step at which the loss is at most `target`, interpolated between evaluations; None if it never is.
-
-  Example:
-    >>> crossing(Curve("dense", "adam:0.001", 0, [10, 20, 30], [3.0, 2.0, 1.0], [], 0.0), target=1.5)
-    25.0
-  """
-  below = [number for number, loss in enumerate(curve.loss) if loss <= target]
-  if not below:
+  """The first step at which the loss is at most `target`, interpolated between evaluations; None if it never is."""
+  first = next((number for number, loss in enumerate(curve.loss) if loss <= target), None)
+  if first is None:
     return None
-  first = below[0]
-  if not first:
-    return float(curve.steps[0])
-  before, after = curve.loss[first - 1], curve.loss[first]
-  start, end = curve.steps[first - 1], curve.steps[first]
-  if math.isinf(before):
-    return float(end)
-  return start + (end - start) * (before - target) / (before - after)
+  if not first or math.isinf(curve.loss[first - 1]):
+    return float(curve.steps[first])
+  return float(np.interp(target, curve.loss[first - 1 : first + 1][::-1], curve.steps[first - 1 : first + 1][::-1]))
 
 
 def loss_after(curve: Curve, steps: float) -> float | None:
-  """The loss after so many steps, interpolated; None outside of the evaluations.
-
-  Infinite behind the last finite one of a training that has diverged, which ends there.
-  """
+  """The loss after so many steps, interpolated; None outside of the evaluations, infinite once a training diverges."""
   if not curve.steps or steps < curve.steps[0]:
     return None
   if steps > curve.steps[-1]:
@@ -133,10 +87,7 @@ def loss_after(curve: Curve, steps: float) -> float | None:
 
 
 def baselines(results: Results, steps: int) -> dict[int, Curve]:
-  """For each seed dense's curve, with the optimizer that has the lowest mean loss after `steps`.
-
-  Of those that were trained from most seeds; one that diverges from any of them is not the best.
-  """
+  """For each seed dense's curve, with the optimizer of lowest mean loss after `steps`, of those from most seeds."""
   of: dict[str, list[tuple[Curve, float]]] = {}
   for curve in results.find("curves", method=DENSE):
     loss = loss_after(curve, steps)
@@ -151,13 +102,7 @@ def baselines(results: Results, steps: int) -> dict[int, Curve]:
 
 
 def standings(results: Results, rate: str, target: Target) -> list[Standing]:
-  """The methods, the fastest first; those that do not reach the target, or have no pace, at the end.
-
-  Args:
-    results: curves and paces.
-    rate: of the links.
-    target: the loss to reach.
-  """
+  """The methods, the fastest first; those that do not reach the target, or have no pace, at the end."""
   dense, targets = baselines(results, target.steps), target.of_seeds(results)
   paces: dict[str, Pace] = {pace.method: pace for pace in results.find("paces", rate=rate)}
   groups: dict[tuple[str, str], dict[int, Curve]] = {}
@@ -165,31 +110,24 @@ def standings(results: Results, rate: str, target: Target) -> list[Standing]:
     if curve.seed in targets:
       groups.setdefault((curve.method, curve.optimizer), {})[curve.seed] = curve
   of_dense = _crossings(dense, targets)
-  dense_seconds = _times(of_dense, paces.get(DENSE))
   found = []
   for (method, optimizer), curves in groups.items():
     counts, pace = _crossings(curves, targets), paces.get(method)
-    seconds = _times(counts, pace)
-    ratios, more = _ratios(dense_seconds, seconds), _ratios(counts, of_dense)
+    seconds, of_dense_seconds = counts * _seconds(pace), of_dense * _seconds(paces.get(DENSE))
     words, drift = (statistics.mean(getattr(one, name) for one in curves.values()) for name in ("words", "drift"))
     losses = [loss_after(curves[seed], target.steps) if seed in curves else None for seed in targets]
-    spreads = [Spread.of(values) for values in (counts, losses, seconds, ratios, more)]
+    spreads = [Spread.of(values) for values in (counts, losses, seconds, of_dense_seconds / seconds, counts / of_dense)]
     found.append(Standing(method, optimizer, words, drift, pace, *spreads))
   return _in_time(sorted(found, key=_order), groups)
 
 
-def _crossings(curves: Mapping[int, Curve], targets: Mapping[int, float]) -> list[float | None]:
-  """Steps to the target of each seed; None where there is no curve, or it does not get there."""
-  return [crossing(curves[seed], loss) if seed in curves else None for seed, loss in targets.items()]
+def _crossings(curves: Mapping[int, Curve], targets: Mapping[int, float]) -> np.ndarray:
+  """Steps to the target of each seed; NaN where there is no curve, or it does not get there."""
+  return np.array([crossing(curves[seed], loss) if seed in curves else None for seed, loss in targets.items()], float)
 
 
-def _times(counts: Sequence[float | None], pace: Pace | None) -> list[float | None]:
-  """Seconds of so many steps; None where steps or pace are not known."""
-  return [count * pace.seconds if pace and count is not None else None for count in counts]
-
-
-def _ratios(above: Sequence[float | None], below: Sequence[float | None]) -> list[float | None]:
-  return [a / b if a and b else None for a, b in zip(above, below, strict=True)]
+def _seconds(pace: Pace | None) -> float:
+  return pace.seconds if pace else math.nan
 
 
 def _order(one: Standing) -> float:
@@ -197,18 +135,11 @@ def _order(one: Standing) -> float:
 
 
 def _in_time(ranked: list[Standing], groups: Mapping[tuple[str, str], Mapping[int, Curve]]) -> list[Standing]:
-  """The same with the loss of each when the first one reaches the target.
-
-  Trainings end at the target, some seeds before the mean of all: then as far as all go whose method gets there.
-  """
-  of = {(one.method, one.optimizer): list(groups[one.method, one.optimizer].values()) for one in ranked}
-  reaching = [(one, of[one.method, one.optimizer]) for one in ranked if math.isfinite(_order(one))]
+  """The same with the loss of each when the first one reaches the target, or the first of those that reach it ends."""
+  curves_of = lambda one: list(groups[one.method, one.optimizer].values())
+  reaching = [(one, curve) for one in ranked if math.isfinite(_order(one)) for curve in curves_of(one)]
   if not reaching:
     return ranked
-  ends = [curve.steps[-1] * one.pace.seconds for one, curves in reaching for curve in curves if one.pace]
-  time = min(_order(ranked[0]), *ends)
-  found = []
-  for one in ranked:
-    losses = [loss_after(curve, time / one.pace.seconds) for curve in of[one.method, one.optimizer] if one.pace]
-    found.append(one._replace(loss_in_time=Spread.of(losses)))
-  return found
+  time = min(_order(ranked[0]), *(curve.steps[-1] * _seconds(one.pace) for one, curve in reaching))
+  losses = lambda one: [loss_after(curve, time / one.pace.seconds) for curve in curves_of(one) if one.pace]
+  return [one._replace(loss_in_time=Spread.of(losses(one))) for one in ranked]

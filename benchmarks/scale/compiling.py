@@ -5,7 +5,7 @@ import re
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import rich.table
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxsparse as js
-from benchmarks import specs
+from benchmarks import report, specs
 
 PHASES = ("trace", "lower", "compile")
 
@@ -33,56 +33,22 @@ _LOWERINGS: list[float] = []  # seconds of each lowering since it was cleared
 
 
 class Program(NamedTuple):
-  """Seconds to make one program, medians over the runs.
+  """Seconds to make one program, medians over the runs."""
 
-  Attributes:
-    algorithm: as it was asked for.
-    workers: P.
-    messages: of one update, counted from the schedule; where sizes vary, in the branches with the most words.
-    collectives: collective operations in the compiled program, those of all branches and of agreements included.
-    trace: from Python to a jaxpr.
-    lower: from the jaxpr to StableHLO.
-    compile: from StableHLO to machine code.
-    cpu: processor seconds of all three phases, over all threads; they depend less on the machine's load.
-    runs: how often it was made.
-  """
-
-  algorithm: str
-  workers: int
-  messages: int
-  collectives: int
-  trace: float
-  lower: float
-  compile: float
-  cpu: float
-  runs: int = 1
+  algorithm: str  # as it was asked for
+  workers: int  # P
+  messages: int  # of one update, counted from the schedule; where sizes vary, in the branches with the most words
+  collectives: int  # collective operations in the compiled program, those of all branches and of agreements included
+  trace: float  # from Python to a jaxpr
+  lower: float  # from the jaxpr to StableHLO
+  compile: float  # from StableHLO to machine code
+  cpu: float  # processor seconds of all three phases, over all threads; they depend less on the machine's load
+  runs: int = 1  # how often it was made
 
   @property
   def total(self) -> float:
     """All three."""
     return self.trace + self.lower + self.compile
-
-
-class Growth(NamedTuple):
-  """How the seconds of one phase grow: the line a + b log₂P nearest to them.
-
-  Attributes:
-    algorithm: as it was asked for.
-    phase: one of `PHASES`, their "total", or "cpu".
-    a: seconds.
-    b: seconds for twice as many workers.
-    residual: the largest distance of a measurement from the line, in seconds.
-    ratio: how many times longer the largest P takes than the smallest.
-    log_ratio: the same of log₂P.
-  """
-
-  algorithm: str
-  phase: str
-  a: float
-  b: float
-  residual: float
-  ratio: float
-  log_ratio: float
 
 
 def cpu_devices(number: int) -> list[jax.Device]:
@@ -146,95 +112,32 @@ def make(program_of: ProgramOf, spec: specs.Spec, n: int, mesh: Mesh) -> Program
   return Program(spec.label, mesh.size, messages, collectives, *phases, cpu)
 
 
-class Plan(NamedTuple):
-  """The programs to make.
-
-  Attributes:
-    program_of: `step_of` or `update_of`.
-    labels: of the algorithms.
-    sizes: numbers of workers P, increasing.
-    n: gradient entries.
-    density: of the entries to deliver.
-    repeats: how often each program is made.
-    patience: seconds; no larger P for an algorithm once a program took longer.
-  """
-
-  program_of: ProgramOf
-  labels: Sequence[str]
-  sizes: Sequence[int]
-  n: int
-  density: float
-  repeats: int
-  patience: float
-
-
-def make_all(plan: Plan, on_program: Callable[[], None]) -> list[Program]:
-  """The programs of every algorithm, from the smallest P upwards until one takes too long.
-
-  All of them once, then all of them again: a moment in which the machine is busy spoils one run of each at most.
-  """
-  chosen = [specs.parse(list(plan.labels), workers, density=plan.density) for workers in plan.sizes]
-  devices = np.array(cpu_devices(max(plan.sizes)))
-  meshes = {workers: Mesh(devices[:workers], (_AXIS,)) for workers in plan.sizes}
-  make(plan.program_of, chosen[0][0], plan.n, meshes[plan.sizes[0]])  # the first of a process also loads the compiler
+def make_all(
+  program_of: ProgramOf, chosen: Mapping[int, Sequence[specs.Spec]], n: int, repeats: int, on_program: Callable
+) -> list[Program]:
+  """The programs of every algorithm for every P; all once, then all again, so a busy moment spoils one run of each."""
+  devices = np.array(cpu_devices(max(chosen)))
+  meshes = [Mesh(devices[:workers], (_AXIS,)) for workers in chosen]
+  make(program_of, next(iter(chosen.values()))[0], n, meshes[0])  # the first of a process also loads the compiler
   runs: dict[tuple[str, int], list[Program]] = {}
-  for _ in range(plan.repeats):
-    for of_one in zip(*chosen, strict=True):
-      for workers, spec in zip(plan.sizes, of_one, strict=True):
-        made = runs.setdefault((spec.label, workers), [])
-        if not made or made[0].total <= plan.patience:
-          made.append(make(plan.program_of, spec, plan.n, meshes[workers]))
+  for _ in range(repeats):
+    for of_one in zip(*chosen.values(), strict=True):
+      for mesh, spec in zip(meshes, of_one, strict=True):
+        runs.setdefault((spec.label, mesh.size), []).append(make(program_of, spec, n, mesh))
         on_program()
-        if made[0].total > plan.patience:
-          break
-  return [_median(made) for made in runs.values()]
-
-
-def _median(made: Sequence[Program]) -> Program:
-  phases = {phase: statistics.median(getattr(program, phase) for program in made) for phase in (*PHASES, "cpu")}
-  return made[0]._replace(**phases, runs=len(made))
-
-
-def growths(programs: Sequence[Program]) -> list[Growth]:
-  """The growth of every algorithm and phase, where there are two numbers of workers at least."""
-  result = []
-  for label in dict.fromkeys(row.algorithm for row in programs):
-    rows = [row for row in programs if row.algorithm == label]
-    logs = np.log2([row.workers for row in rows])
-    for phase in (*PHASES, "total", "cpu") if len(rows) > 1 else ():
-      seconds = np.array([getattr(row, phase) for row in rows])
-      b, a = np.polyfit(logs, seconds, 1)
-      residual = np.abs(a + b * logs - seconds).max()
-      fit = map(float, (a, b, residual, seconds[-1] / seconds[0], logs[-1] / logs[0]))
-      result.append(Growth(label, phase, *fit))
-  return result
+  found = []
+  for made in runs.values():
+    medians = {name: statistics.median(getattr(one, name) for one in made) for name in (*PHASES, "cpu")}
+    found.append(made[0]._replace(**medians, runs=len(made)))
+  return found
 
 
 def program_table(rows: Sequence[Program], title: str) -> rich.table.Table:
   """Seconds of each phase, a row for each algorithm and P."""
-  result = rich.table.Table(title=title)
-  for head in ("algorithm", "P", "messages", "collectives", *PHASES, "total", "total / log₂P", "cpu", "runs"):
-    result.add_column(head, justify="left" if head == "algorithm" else "right", no_wrap=True)
-  for number, row in enumerate(rows):
-    last = number + 1 == len(rows) or rows[number + 1].algorithm != row.algorithm
-    seconds = (row.trace, row.lower, row.compile, row.total, row.total / math.log2(row.workers), row.cpu)
-    counts = (str(row.workers), f"{row.messages:,}", f"{row.collectives:,}")
-    result.add_row(row.algorithm, *counts, *(f"{s:.3f}" for s in seconds), str(row.runs), end_section=last)
-  return result
-
-
-def growth_table(rows: Sequence[Growth]) -> rich.table.Table:
-  """The fit of each phase over log₂P."""
-  result = rich.table.Table(title="seconds = a + b log₂P, and how much more the largest P takes than the smallest")
-  for head in ("algorithm", "phase", "a", "b", "farthest off", "largest / smallest", "of log₂P"):
-    result.add_column(head, justify="left" if head in ("algorithm", "phase") else "right", no_wrap=True)
+  heads = ("algorithm", "P", "messages", "collectives", *PHASES, "total", "total / log₂P", "cpu", "runs")
+  lines = []
   for row in rows:
-    line, ratios = (row.a, row.b, row.residual), (row.ratio, row.log_ratio)
-    result.add_row(
-      row.algorithm,
-      row.phase,
-      *(f"{value:.3f}" for value in line),
-      *(f"{value:.2f}" for value in ratios),
-      end_section=row.phase == "cpu",
-    )
-  return result
+    counts = row.algorithm, str(row.workers), f"{row.messages:,}", f"{row.collectives:,}"
+    seconds = row.trace, row.lower, row.compile, row.total, row.total / math.log2(row.workers), row.cpu
+    lines.append([*counts, *(f"{value:.3f}" for value in seconds), str(row.runs)])
+  return report.table(title, heads, lines)

@@ -1,25 +1,18 @@
 r"""Seconds of selecting k of n float32 on one device, beside `lax.top_k` of the magnitudes and one read of the vector.
 
-`js.select.top_k` finds the k largest, `select.threshold` and `select.packed` all entries of at least a threshold (here
-the exact k-th magnitude), `select.candidates` entries that provably contain the k largest, with which an update
-starts. Each result is checked against `lax.top_k` before it is timed: the same set of indices, the same bits of the
-values. One repetition of every program follows the other, with a read after each, since the machine may be busy;
-medians and their ratios are of one run.
+`js.select.top_k` finds the k largest, "threshold" all entries of at least the exact k-th magnitude, and "candidates"
+entries that provably contain the k largest, with which an update starts. Each result is checked against `lax.top_k`:
+the same indices, the same bits of the values. Programs take turns, with a read after each; medians are of one run.
+Inputs "gradients" are those of the digits CNN after a few steps of SGD, of as many batches as fill n entries.
 
-Real gradients are those of the convolutional network on the digits after a few steps of SGD. It has 22,602 parameters,
-so the gradients of as many batches as fill n entries are laid one after the other.
-
-Then one whole SparDL update of one of --update workers alone, whose messages are copies of its own. Its total is not
-the sum over workers, and no law holds for it, so only shapes and finiteness are checked (`benchmarks.collectives`
-checks the laws). Its passes over arrays of n entries are read off the compiled program: the reads and writes of each
-instruction, in arrays of n float32. Reading or writing a few entries of such an array is not a pass. "fallbacks" is the
-number of times that one more update found too few candidates and selected from whole blocks.
+Then one whole SparDL update of one of --update workers alone, whose messages are copies of its own; only shapes and
+finiteness are checked (`benchmarks.collectives` checks the laws). "fallbacks": how often one more update found too few
+candidates and selected from whole blocks.
 
 Examples:
   python -m benchmarks.selection
   python -m benchmarks.selection --inputs=normal,gradients --n=1000000 --density=0.001
   python -m benchmarks.selection --inputs= --update=64
-  python -m benchmarks.selection --json | jq '.update.passes[] | select(.reads + .writes > 0)'
 """
 
 import collections
@@ -28,13 +21,12 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
 import rich.progress
 import rich.table
 from absl import flags
@@ -45,9 +37,7 @@ from benchmarks.report import Goal
 from benchmarks.selection.alone import (
   READ,
   Update,
-  fallbacks,
-  milliseconds,
-  pass_table,
+  count_fallbacks,
   seconds_of,
   update_alone,
   update_table,
@@ -55,18 +45,12 @@ from benchmarks.selection.alone import (
 from benchmarks.tasks import data, small
 from benchmarks.tasks.base import model_of
 from jaxsparse import flatten
-from jaxsparse.select import candidates, exact, threshold
-from jaxsparse.select.blocks import Blocks
-from jaxsparse.select.candidates import Candidates
+from jaxsparse.select import exact, threshold
+from jaxsparse.select.blocks import Blocks, LazySum
+from jaxsparse.select.exact import Candidates
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.lazy import LazySum
 
 _WARM_UP = 10  # steps of SGD before gradients are taken
-
-
-def _heavy_tail(random: np.random.Generator, n: int) -> np.ndarray:
-  """Magnitudes 1, 1/2, 1/3, … with random signs, shuffled."""
-  return random.permutation(random.choice([-1, 1], n) / np.arange(1, n + 1))
 
 
 def _gradients(random: np.random.Generator, n: int) -> np.ndarray:
@@ -84,7 +68,7 @@ def _gradients(random: np.random.Generator, n: int) -> np.ndarray:
 INPUTS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
   "normal": lambda random, n: random.standard_normal(n),
   "student-t": lambda random, n: random.standard_t(2, n),
-  "heavy-tail": _heavy_tail,
+  "heavy-tail": lambda random, n: random.permutation(random.choice([-1, 1], n) / np.arange(1, n + 1)),
   "gradients": _gradients,
   "sorted": lambda random, n: np.sort(random.standard_normal(n)),
   "equal": lambda _, n: np.ones(n),
@@ -94,120 +78,81 @@ INPUTS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 _SPREAD = ("normal", "student-t", "heavy-tail", "gradients")
 _TIED = ("sorted", "equal", "few")
 
-_INPUTS = flags.DEFINE_list(
-  "inputs",
-  list(INPUTS),
-  "What to select from: normal; student-t with 2 degrees of freedom; heavy-tail, 1/rank shuffled; gradients of a real "
-  "model; sorted normals; all equal; few values, rounded normals; zeros in 99.5 % of the entries. None with --inputs=",
-)
-_N = flags.DEFINE_integer("n", 14_728_266, "Entries; VGG-16's gradient by default.")
+_INPUTS = flags.DEFINE_list("inputs", list(INPUTS), f"What to select from: {', '.join(INPUTS)}; none with --inputs=.")
+_N = flags.DEFINE_integer("n", 14_728_266, "Entries; VGG-16's gradient by default.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to select.")
-_REPETITIONS = flags.DEFINE_integer("repetitions", 9, "How often each program is timed; the median counts.")
-_UPDATE = flags.DEFINE_integer("update", 6, "Workers of the SparDL update of which one is timed alone; 0 for none.")
-_JSON = flags.DEFINE_bool(
-  "json", False, "Print the result as JSON on standard output, everything else on standard error."
-)
+_REPETITIONS = flags.DEFINE_integer("repetitions", 9, "How often to time each program; the median counts.", 1)
+_UPDATE = flags.DEFINE_integer("update", 6, "Workers of the update of which one is timed alone; 0: none.", 0)
+_JSON = entry.define_json()
+
+entry.require(_INPUTS, lambda names: set(names) <= INPUTS.keys(), f"from {', '.join(INPUTS)}")
+entry.require(_DENSITY, lambda share: 0 < share <= 1, "a share above 0, up to 1")
 
 
 class Row(NamedTuple):
-  """Selection from one input, medians in seconds.
+  """Selection from one input, medians in seconds."""
 
-  Attributes:
-    input: its name.
-    lax_top_k: `lax.top_k` of the magnitudes.
-    top_k: `js.select.top_k`.
-    threshold: indices and values of the entries that reach the k-th magnitude, up to about k of them.
-    candidates: `select.candidates` of one block.
-    read: the sum of the magnitudes.
-    method: the one that `js.select.top_k` chose.
-    missed: whether its bracket held too few or too many entries, so that it bisected as well.
-    hit: whether the k largest are among the candidates.
-  """
-
-  input: str
-  lax_top_k: float
-  top_k: float
-  threshold: float
-  candidates: float
-  read: float
-  method: str
-  missed: bool
-  hit: bool
+  input: str  # its name
+  lax_top_k: float  # `lax.top_k` of the magnitudes
+  top_k: float  # `js.select.top_k`
+  threshold: float  # indices and values of the entries that reach the k-th magnitude, up to about k of them
+  candidates: float  # `find_candidates` of one block
+  read: float  # the sum of the magnitudes
+  method: str  # the one that `js.select.top_k` chose
+  missed: bool  # whether its bracket held too few or too many entries, so that it bisected as well
+  hit: bool  # whether the k largest are among the candidates
 
 
 def _by_threshold(x: jax.Array, bound: jax.Array, k: int) -> tuple[js.Sparse, jax.Array]:
   """The first entries that reach `bound`, up to about k, and how many do."""
   home = LazySum((x,))
-  members = threshold.selected(home, bound)
-  return threshold.first(home, members, bitset.aligned(k)), bitset.count(members)
+  members = threshold.select_reaching(home, bound)
+  return threshold.read_first(home, members, bitset.align(k)), bitset.count(members)
 
 
-def _candidates(x: jax.Array, k: int) -> Candidates:
-  return candidates.candidates(Blocks.whole(LazySum((x,)), k))
+def measure(name: str, n: int, k: int, repetitions: int) -> Row:
+  """Checks and times selection of k entries from one input; raises RuntimeError for one that `lax.top_k` does not."""
+  x = jnp.asarray(INPUTS[name](np.random.default_rng(0), n), jnp.float32)
+  top_k = functools.partial(js.select.top_k, k=k)
+  programs: dict[str, Callable[..., Any]] = {
+    "lax_top_k": jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), k)),
+    "top_k": jax.jit(top_k),
+    "threshold": jax.jit(functools.partial(_by_threshold, k=k)),
+    "candidates": jax.jit(lambda x: exact.find_candidates(Blocks.single(LazySum((x,)), k))),
+  }
+  magnitudes, largest = jax.device_get(programs["lax_top_k"](x))
+  bound = jnp.float32(magnitudes[-1])
+  programs["threshold"] = functools.partial(programs["threshold"], bound=bound)
+  found = {name: jax.device_get(program(x)) for name, program in programs.items()}  # every program has run once then
+  hit = _check(name, np.asarray(x), largest, bound, found)
+  jax.block_until_ready(READ(x))
+  times: dict[str, list[float]] = collections.defaultdict(list)
+  for _ in range(repetitions):
+    for program_name, program in programs.items():
+      times[program_name].append(seconds_of(functools.partial(program, x)))
+      times["read"].append(seconds_of(functools.partial(READ, x)))  # it is short, so it takes more of them to tell
+  medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+  missed, _ = count_fallbacks(top_k, x)
+  return Row(name, **medians, method=exact.method_for(n, k), missed=missed > 0, hit=hit)
 
 
-class Bench:
-  """The programs for k of n entries, compiled once.
-
-  Args:
-    n: entries.
-    density: fraction of them to select.
-    repetitions: of each program.
-  """
-
-  def __init__(self, n: int, density: float, repetitions: int):
-    self._n, self._k, self._repetitions = n, math.ceil(density * n), repetitions
-    k = self._k
-    self._lax_top_k = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), k))
-    self._top_k = jax.jit(functools.partial(js.select.top_k, k=k))
-    self._threshold = jax.jit(functools.partial(_by_threshold, k=k))
-    self._candidates = jax.jit(functools.partial(_candidates, k=k))
-
-  def row(self, name: str) -> Row:
-    """Checks and times selection from one input.
-
-    Raises:
-      RuntimeError: if a result is not what `lax.top_k` says.
-    """
-    x = jnp.asarray(INPUTS[name](np.random.default_rng(0), self._n), jnp.float32)
-    bound, hit = self._checked(name, x)
-    seconds = interleaved(
-      {
-        "lax_top_k": lambda: self._lax_top_k(x),
-        "top_k": lambda: self._top_k(x),
-        "threshold": lambda: self._threshold(x, bound),
-        "candidates": lambda: self._candidates(x),
-      },
-      x,
-      self._repetitions,
-    )
-    missed, _ = fallbacks(functools.partial(js.select.top_k, k=self._k), x)
-    return Row(name, **seconds, method=exact.method_for(self._n, self._k), missed=missed > 0, hit=hit)
-
-  def _checked(self, name: str, x: jax.Array) -> tuple[jax.Array, bool]:
-    """The k-th magnitude, and whether the candidates hit; every program has run once then."""
-    entries = np.asarray(x)
-    magnitudes, largest = jax.device_get(self._lax_top_k(x))
-    chosen = jax.device_get(self._top_k(x))
-    _expect(name, "top_k", entries, chosen, np.sort(largest))
-
-    bound = jnp.float32(magnitudes[-1])
-    reach = np.flatnonzero((np.abs(entries) >= bound) & (entries != 0))
-    some, count = jax.device_get(self._threshold(x, bound))
-    if count != len(reach):
-      raise RuntimeError(f"{name}: {count} entries reach the threshold, numpy counts {len(reach)}")
-    filled = js.Sparse(some.indices[:count], some.values[:count])
-    _expect(name, "threshold", entries, filled, reach[: bitset.aligned(self._k)])
-
-    found = jax.device_get(self._candidates(x))
-    indices = found.indices[found.indices < self._n]
-    hit = bool(found.fits[0]) and len(indices) >= self._k
-    if hit:
-      all_of_them = np.flatnonzero(np.abs(entries).view(np.int32) >= found.low[0])
-      if not np.array_equal(indices, all_of_them) or not np.isin(largest, indices).all():
-        raise RuntimeError(f"{name}: the candidates are not the entries that reach their threshold, or too few")
-    jax.block_until_ready(READ(x))
-    return bound, hit
+def _check(name: str, x: np.ndarray, largest: np.ndarray, bound: jax.Array, found: dict[str, Any]) -> bool:
+  """Whether the candidates hit; raises RuntimeError if a result is not what `lax.top_k`, or numpy, says."""
+  _expect(name, "top_k", x, found["top_k"], np.sort(largest))
+  reach = np.flatnonzero((np.abs(x) >= bound) & (x != 0))
+  some, count = found["threshold"]
+  if count != len(reach):
+    raise RuntimeError(f"{name}: {count} entries reach the threshold, numpy counts {len(reach)}")
+  filled = js.Sparse(some.indices[:count], some.values[:count])
+  _expect(name, "threshold", x, filled, reach[: bitset.align(len(largest))])
+  own: Candidates = found["candidates"]
+  indices = own.indices[own.indices < len(x)]
+  hit = bool(own.fits[0]) and len(indices) >= len(largest)
+  if hit:
+    reaching = np.flatnonzero(np.abs(x).view(np.int32) >= own.low[0])
+    if not np.array_equal(indices, reaching) or not np.isin(largest, indices).all():
+      raise RuntimeError(f"{name}: the candidates are not the entries that reach their threshold, or too few")
+  return hit
 
 
 def _expect(name: str, program: str, entries: np.ndarray, found: js.Sparse, indices: np.ndarray) -> None:
@@ -218,97 +163,56 @@ def _expect(name: str, program: str, entries: np.ndarray, found: js.Sparse, indi
     raise RuntimeError(f"{name}: {program} gives values that are not those of its indices, bit for bit")
 
 
-def interleaved(programs: Mapping[str, Callable[[], Any]], x: jax.Array, repetitions: int) -> dict[str, float]:
-  """Median seconds of each program, and of "read", one read of x; each is run once, then all of them again."""
-  times: dict[str, list[float]] = collections.defaultdict(list)
-  for _ in range(repetitions):
-    for name, program in programs.items():
-      times[name].append(seconds_of(program))
-      times["read"].append(seconds_of(lambda: READ(x)))  # it is short, so it takes more of them to tell
-  return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
 def goals(rows: Sequence[Row], update: Update | None) -> list[Goal]:
   """The goals, each by the worst of the inputs it speaks of."""
   spread = [row for row in rows if row.input in _SPREAD]
   tied = [row for row in rows if row.input in _TIED]
   on_spread, on_tied = (" on " + ", ".join(names) for names in (_SPREAD, _TIED))
-  return [
-    _at_least(8, f"top_k ≥ 8 × as fast as lax.top_k{on_spread}", [row.lax_top_k / row.top_k for row in spread]),
-    _at_most(1.2, f"top_k ≤ 1.2 × the time of lax.top_k{on_tied}", [row.top_k / row.lax_top_k for row in tied]),
-    _at_most(6, f"top_k ≤ 6 × one read{on_spread}", [row.top_k / row.read for row in spread]),
-    _at_least(20, f"threshold ≥ 20 × as fast as lax.top_k{on_spread}", [r.lax_top_k / r.threshold for r in spread]),
-    _at_most(20, "the update alone ≤ 20 × one read", [update.seconds / update.read] if update else []),
+  faster = "as fast as lax.top_k" + on_spread
+  asked: list[tuple[str, Callable[..., float], float, list[float]]] = [
+    (f"top_k ≥ 8 × {faster}", min, 8, [row.lax_top_k / row.top_k for row in spread]),
+    (f"top_k ≤ 1.2 × the time of lax.top_k{on_tied}", max, 1.2, [row.top_k / row.lax_top_k for row in tied]),
+    (f"top_k ≤ 6 × one read{on_spread}", max, 6, [row.top_k / row.read for row in spread]),
+    (f"threshold ≥ 20 × {faster}", min, 20, [row.lax_top_k / row.threshold for row in spread]),
+    ("the update alone ≤ 20 × one read", max, 20, [update.seconds / update.read] if update else []),
   ]
-
-
-def _at_least(bound: float, what: str, ratios: Sequence[float]) -> Goal:
-  return Goal(what, min(ratios), min(ratios) >= bound) if ratios else Goal(what, None, None)
-
-
-def _at_most(bound: float, what: str, ratios: Sequence[float]) -> Goal:
-  return Goal(what, max(ratios), max(ratios) <= bound) if ratios else Goal(what, None, None)
+  found = []
+  for what, worst, bound, ratios in asked:
+    ratio = worst(ratios) if ratios else None
+    found.append(Goal(what, ratio, None if ratio is None else (ratio >= bound if worst is min else ratio <= bound)))
+  return found
 
 
 def selection_table(rows: Sequence[Row], title: str) -> rich.table.Table:
   """The inputs, one program beside the other."""
-  result = rich.table.Table(title=title, caption="ms; × faster is than lax.top_k, × read as long as one read takes")
-  heads = ("input", "read", "lax.top_k", "top_k", "× faster", "× read", "method", "threshold", "× faster")
-  for head in (*heads, "candidates", "× read", "hit"):
-    result.add_column(head, justify="left" if head in ("input", "method", "hit") else "right", no_wrap=True)
+  ms, lines = report.milliseconds, []
   for row in rows:
-    result.add_row(
-      row.input,
-      *map(milliseconds, (row.read, row.lax_top_k, row.top_k)),
-      *(f"{row.lax_top_k / row.top_k:.1f}", f"{row.top_k / row.read:.1f}"),
-      row.method + (", missed" if row.missed else ""),
-      *(milliseconds(row.threshold), f"{row.lax_top_k / row.threshold:.1f}"),
-      *(milliseconds(row.candidates), f"{row.candidates / row.read:.1f}", "yes" if row.hit else "no"),
-    )
-  return result
-
-
-def _check_flags() -> None:
-  """Raises ValueError before anything is measured."""
-  for flag, least in ((_N, 1), (_REPETITIONS, 1), (_UPDATE, 0)):
-    if flag.value < least:
-      raise ValueError(f"--{flag.name}={flag.value}, choose at least {least}")
-  if not 0 < _DENSITY.value <= 1:
-    raise ValueError(f"--density={_DENSITY.value:g}, choose a share above 0, up to 1")
-  unknown = [name for name in _INPUTS.value if name not in INPUTS]
-  if unknown:
-    raise ValueError(f"--inputs={unknown[0]}, choose from {', '.join(INPUTS)}")
-
-
-def _measure(console: rich.console.Console) -> tuple[list[Row], Update | None]:
-  """Everything that the flags ask for, behind a progress bar."""
-  bench = Bench(_N.value, _DENSITY.value, _REPETITIONS.value)
-  work: Any = rich.progress.track(_INPUTS.value, "selecting", console=console, transient=True)
-  rows = [bench.row(name) for name in work]
-  settings = (_UPDATE.value, _N.value, _DENSITY.value, _REPETITIONS.value)
-  return rows, update_alone(*settings) if _UPDATE.value else None
+    own = [row.input, row.method + ", missed" * row.missed, *map(ms, (row.read, row.lax_top_k, row.top_k))]
+    own += [f"{row.lax_top_k / row.top_k:.1f}", f"{row.top_k / row.read:.1f}"]
+    own += [ms(row.threshold), f"{row.lax_top_k / row.threshold:.1f}", ms(row.candidates)]
+    lines.append([*own, f"{row.candidates / row.read:.1f}", "yes" if row.hit else "no"])
+  heads = ("input", "method", "read", "lax.top_k", "top_k", "× faster", "× read", "threshold", "× faster")
+  caption = "ms; × faster is than lax.top_k, × read as long as one read takes"
+  return report.table(title, (*heads, "candidates", "× read", "hit"), lines, text=2, caption=caption)
 
 
 def main() -> None:
   """Checks, times and reports."""
   console = workers.make_console(stderr=_JSON.value)
-  _check_flags()
-  rows, update = _measure(console)
+  work: Any = rich.progress.track(_INPUTS.value, "selecting", console=console, transient=True)
+  rows = [measure(name, _N.value, math.ceil(_DENSITY.value * _N.value), _REPETITIONS.value) for name in work]
+  update = update_alone(_UPDATE.value, _N.value, _DENSITY.value, _REPETITIONS.value) if _UPDATE.value else None
   reached = goals(rows, update)
   if rows:
     console.print(selection_table(rows, f"{_DENSITY.value:g} of n = {_N.value:,} entries, {jax.default_backend()}"))
   if update:
-    console.print(update_table(update), pass_table(update.passes))
+    console.print(update_table(update))
   report.say(reached, console)
   if _JSON.value:
-    _print_json(rows, update, reached)
-
-
-def _print_json(rows: Sequence[Row], update: Update | None, reached: Sequence[Goal]) -> None:
-  plain = lambda values: [value._asdict() for value in values]
-  alone = {**update._asdict(), "passes": plain(update.passes)} if update else None
-  settings = {"n": _N.value, "density": _DENSITY.value, "repetitions": _REPETITIONS.value}
-  print(json.dumps({**settings, "selection": plain(rows), "update": alone, "goals": plain(reached)}))
+    plain = lambda values: [value._asdict() for value in values]
+    alone = update._asdict() if update else None
+    settings = {"n": _N.value, "density": _DENSITY.value, "repetitions": _REPETITIONS.value}
+    print(json.dumps({**settings, "selection": plain(rows), "update": alone, "goals": plain(reached)}))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""One SparDL update of one worker alone, whose messages are copies: its time, memory and passes over n entries."""
+"""One SparDL update of one worker alone, whose messages are copies: its time and memory."""
 
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,37 +12,21 @@ import rich.table
 from jax.extend import core
 
 import jaxsparse as js
-from benchmarks.selection.passes import Pass, passes_of
+from benchmarks import report
 from jaxsparse.comm import SoloComm
 
 READ = jax.jit(lambda x: jnp.abs(x).sum())
 
 
 class Update(NamedTuple):
-  """One update of one worker alone.
+  """One update of one worker alone."""
 
-  Attributes:
-    workers: P.
-    seconds: median of one update.
-    read: of one read of the gradient in the same run.
-    buffers: memory it takes at its peak beyond gradient and state, its own mean included, in arrays of n float32.
-    fallbacks: how many of its `lax.cond`s took the exact fallback over whole blocks, in one more update.
-    choices: how many such `lax.cond`s it has.
-    passes: over arrays of n entries.
-  """
-
-  workers: int
-  seconds: float
-  read: float
-  buffers: float
-  fallbacks: int
-  choices: int
-  passes: list[Pass]
-
-  @property
-  def touched(self) -> float:
-    """Arrays of n entries that are read or written, all passes together."""
-    return sum(one.reads + one.writes for one in self.passes)
+  workers: int  # P
+  seconds: float  # median of one update
+  read: float  # of one read of the gradient in the same run
+  buffers: float  # memory it takes at its peak beyond gradient and state, its own mean included, in arrays of n float32
+  fallbacks: int  # how many of its `lax.cond`s took the exact fallback over whole blocks, in one more update
+  choices: int  # how many such `lax.cond`s it has
 
 
 def seconds_of(program: Callable[[], Any]) -> float:
@@ -52,15 +36,11 @@ def seconds_of(program: Callable[[], Any]) -> float:
   return time.perf_counter() - start
 
 
-def fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
+def count_fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
   """(taken, choices): how many of the outermost `lax.cond` of a function take their branch for False.
 
   In selection the False branch is the exact fallback, taken where the threshold of a sample gave too few candidates.
   Only the predicates are computed.
-
-  Example:
-    >>> fallbacks(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), jnp.float32(-1))
-    (1, 1)
   """
   closed = jax.make_jaxpr(function)(*arguments)
   chosen = [equation.invars[0] for equation in closed.jaxpr.eqns if equation.primitive.name == "cond"]
@@ -71,11 +51,7 @@ def fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
 
 
 def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
-  """One SparDL update of one of `size` workers, whose messages are copies.
-
-  Raises:
-    RuntimeError: if the mean or the residual is not finite.
-  """
+  """One SparDL update of one of `size` workers, whose messages are copies."""
   tx = js.make_transform("spardl", SoloComm(size), density=density)
   several = [jax.random.normal(jax.random.key(seed), (n,), jnp.float32) for seed in range(3)]
   state = tx.init(several[0])
@@ -94,39 +70,13 @@ def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
     raise RuntimeError(f"the update of one of {size} workers is not finite, or not of {n} entries")
   memory = compiled.memory_analysis()
   beyond = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-  taken, choices = fallbacks(tx.update, several[0], state)
-  buffers = beyond / (4 * n)
-  return Update(
-    size, **medians, buffers=buffers, fallbacks=taken, choices=choices, passes=passes_of(compiled.as_text(), n)
-  )
+  taken, choices = count_fallbacks(tx.update, several[0], state)
+  return Update(size, **medians, buffers=beyond / (4 * n), fallbacks=taken, choices=choices)
 
 
 def update_table(update: Update) -> rich.table.Table:
-  """Time, memory and passes of the update."""
-  result = rich.table.Table(title="one SparDL update of one worker, alone; memory and passes in arrays of n float32")
-  for head in ("P", "ms", "read", "× read", "memory", "passes", "fallbacks"):
-    result.add_column(head, justify="right", no_wrap=True)
-  result.add_row(
-    str(update.workers),
-    *(milliseconds(update.seconds), milliseconds(update.read), f"{update.seconds / update.read:.1f}"),
-    *(f"{update.buffers:.2f}", f"{update.touched:.3g}", f"{update.fallbacks} of {update.choices}"),
-  )
-  return result
-
-
-def pass_table(passes: Sequence[Pass]) -> rich.table.Table:
-  """Which instructions of the update touch arrays of n entries."""
-  result = rich.table.Table(title="its passes over arrays of n entries")
-  for head in ("instruction", "opcode", "reads", "writes", "note"):
-    result.add_column(head, justify="right" if head in ("reads", "writes") else "left", no_wrap=True)
-  for one in passes:
-    result.add_row(one.name, one.opcode, f"{one.reads:.3g}", f"{one.writes:.3g}", one.note)
-  reads, writes = (sum(getattr(one, name) for one in passes) for name in ("reads", "writes"))
-  result.add_section()
-  result.add_row("total", "", f"{reads:.3g}", f"{writes:.3g}", f"{reads + writes:.3g} together")
-  return result
-
-
-def milliseconds(seconds: float) -> str:
-  """Seconds as text, in milliseconds."""
-  return f"{1e3 * seconds:,.1f}"
+  """Time and memory of the update."""
+  times = report.milliseconds(update.seconds), report.milliseconds(update.read), f"{update.seconds / update.read:.1f}"
+  title = "one SparDL update of one worker, alone; memory beyond gradient and state in arrays of n float32"
+  row = [str(update.workers), *times, f"{update.buffers:.2f}", f"{update.fallbacks} of {update.choices}"]
+  return report.table(title, ("P", "ms", "read", "× read", "memory", "fallbacks"), [row])

@@ -1,4 +1,1 @@
-"""Tasks of training runs: a model, its training data, and held-out data to measure it on.
-
-One task a file, `base` has what they have in common.
-"""
+"""Tasks of training runs: a model, its training data, and held-out data to measure it on."""

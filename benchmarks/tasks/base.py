@@ -19,38 +19,21 @@ _PART = 128  # inputs that are evaluated at once
 
 Arrays: TypeAlias = tuple[np.ndarray, np.ndarray]  # inputs and labels
 Batch: TypeAlias = dict[str, np.ndarray]  # the same by name: input, label
-Stream: TypeAlias = Callable[[int, int, int], Iterator[Batch]]
+Batches: TypeAlias = Iterator[Batch]
+Stream: TypeAlias = Callable[[int, int, int], Batches]
 
 
 class Task(NamedTuple):
-  """A model and its data.
+  """A model and its data; labels are i32 with the shape of the logits but their last axis, or `IGNORED`."""
 
-  Labels are i32 with the shape of the logits but their last axis, one or many for each input; `IGNORED` marks those
-  that are not to be predicted.
-
-  Attributes:
-    name: of the task.
-    source: the data in words.
-    module: seed -> the untrained model, from inputs to logits over the last axis.
-    stream: (seed, workers, size) -> endless batches, the same for the same arguments, of `size` inputs of each worker,
-      one worker's after the other's; ValueError at once if there are not so many.
-    held_out: inputs and labels to be tested on.
-    train: inputs and labels of the training set, if the loss on all of it is asked for.
-
-  Example:
-    >>> data = np.zeros((4, 2), np.float32), np.zeros(4, np.int32)
-    >>> module = lambda seed: nnx.Linear(2, 3, rngs=nnx.Rngs(seed))
-    >>> task = Task("one", "zeros", module, drawn(lambda random, size: tuple(x[:size] for x in data)), data)
-    >>> next(task.stream(0, 2, 1))["input"].shape, task.entries
-    ((2, 2), 9)
-  """
-
-  name: str
-  source: str
-  module: Callable[[int], nnx.Module]
+  name: str  # of the task
+  source: str  # the data in words
+  module: Callable[[int], nnx.Module]  # seed -> the untrained model, from inputs to logits over the last axis
+  # (seed, workers, size) -> endless batches, the same for the same arguments, of `size` inputs of each worker, one
+  # worker's after the other's; ValueError at once if there are not so many
   stream: Stream
-  held_out: Arrays
-  train: Arrays | None = None
+  held_out: Arrays  # inputs and labels to be tested on
+  train: Arrays | None = None  # inputs and labels of the training set, if the loss on all of it is asked for
 
   def __str__(self) -> str:
     return f"{self.name} ({self.entries:,} parameters) on {self.source}"
@@ -79,19 +62,13 @@ def drawn(draw: Callable[[np.random.Generator, int], Arrays]) -> Stream:
 
 
 class Model(NamedTuple):
-  """The model of a task as functions of its parameters.
+  """The model of a task as functions of its parameters."""
 
-  Attributes:
-    structure: the model without its values.
-    params: before the first step.
-    statistics: what the model counts beside them, running means of batch normalization: a pytree, maybe without leaves.
-    held_out: inputs and labels to be tested on.
-  """
-
-  structure: nnx.GraphDef
-  params: Any
+  structure: nnx.GraphDef  # the model without its values
+  params: Any  # before the first step
+  # what the model counts beside them, running means of batch normalization: a pytree, maybe without leaves
   statistics: Any
-  held_out: Arrays
+  held_out: Arrays  # inputs and labels to be tested on
 
   def loss(self, params: Any, batch: Batch, model_state: Any) -> tuple[jax.Array, Any]:
     """Mean cross-entropy f32[] of a batch, and the next statistics."""
@@ -145,11 +122,6 @@ def _scores(logits: jax.Array, labels: jax.Array | np.ndarray) -> tuple[jax.Arra
 
 
 def entries_of(module: Callable[[], nnx.Module]) -> int:
-  """Number of parameters of a model, which is not made.
-
-  Example:
-    >>> entries_of(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    9
-  """
+  """Number of parameters of a model, which is not made."""
   params = nnx.state(nnx.eval_shape(module), nnx.Param)
   return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -24,42 +24,31 @@ class Dataset(NamedTuple):
 
 
 def load(name: str, data_dir: str | None = None, fold: int = 0, folds: int = FOLDS) -> Dataset:
-  """The data set of that name.
-
-  Args:
-    name: "digits" or "cifar10".
-    data_dir: for CIFAR-10, the folder of its files.
-    fold: of the digits: images fold, fold + folds, fold + 2 · folds, … are for the test, so that the folds together
-      test every image once.
-    folds: for cross-validation of the digits.
-
-  Raises:
-    ValueError: for an unknown name, a `data_dir` that is missing or not used, a file that does not hold what it should,
-      or a fold that does not exist.
-    FileNotFoundError: for a missing file, saying what was expected where.
-  """
+  """The digits, every `folds`-th image from `fold` on for the test, or CIFAR-10 in the folder `data_dir`."""
   if folds < 2 or not 0 <= fold < folds:
     raise ValueError(f"fold={fold} of folds={folds}, choose at least two folds, and one of them")
   if name == "digits":
-    if data_dir:
-      raise ValueError(f"--data_dir={data_dir} is for --dataset=cifar10: the digits lie in scikit-learn")
     return _digits(fold, folds)
-  if name == "cifar10":
-    if not data_dir:
-      raise ValueError("--dataset=cifar10 needs --data_dir, the folder that holds cifar-10-batches-py")
-    return _cifar10(pathlib.Path(data_dir))
-  raise ValueError(f"unknown dataset {name!r}, choose one of digits, cifar10")
+  if name != "cifar10" or not data_dir:
+    raise ValueError(f"unknown dataset {name!r}, choose one of digits, or cifar10 with the folder of its files")
+  return _cifar10(pathlib.Path(data_dir))
 
 
 def epochs(images: np.ndarray, labels: np.ndarray) -> Callable[[int, int, int], Iterator[dict[str, np.ndarray]]]:
   """The stream of a task (`benchmarks.tasks.base`): shuffled epochs, each without its incomplete last batch."""
 
   def stream(seed: int, workers: int, size: int) -> Iterator[dict[str, np.ndarray]]:
-    if workers * size > len(images):
-      raise ValueError(
-        f"a batch of {workers * size} does not fit in {len(images)} training images: use a smaller --batch_size"
-      )
-    return _epochs(images, labels, workers * size, seed)
+    count, given = workers * size, len(images)
+    if count > given:
+      raise ValueError(f"a batch of {count} does not fit in {given} training images: use a smaller --batch_size")
+    return batches(np.random.default_rng(seed), count)
+
+  def batches(random: np.random.Generator, size: int) -> Iterator[dict[str, np.ndarray]]:
+    while True:
+      order = random.permutation(len(images))
+      for start in range(0, len(order) - size + 1, size):
+        chosen = order[start : start + size]
+        yield {"input": images[chosen], "label": labels[chosen]}
 
   return stream
 
@@ -69,15 +58,6 @@ def seed_of(seed: int, worker: int) -> int:
   return int(np.random.SeedSequence([seed, worker]).generate_state(1)[0])
 
 
-def _epochs(images: np.ndarray, labels: np.ndarray, size: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
-  random = np.random.default_rng(seed)
-  while True:
-    order = random.permutation(len(images))
-    for start in range(0, len(order) - size + 1, size):
-      chosen = order[start : start + size]
-      yield {"input": images[chosen], "label": labels[chosen]}
-
-
 def _digits(fold: int, folds: int) -> Dataset:
   """1,797 handwritten digits of 8 × 8 pixels, one of every `folds` for the test."""
   from sklearn.datasets import load_digits  # slow to import, and not needed for CIFAR-10
@@ -85,7 +65,7 @@ def _digits(fold: int, folds: int) -> Dataset:
   digits = load_digits()
   images = digits.images[..., None].astype(np.float32)
   test = np.arange(len(images)) % folds == fold
-  return _standardized("digits", images[~test], digits.target[~test], images[test], digits.target[test])
+  return _standardized(Dataset("digits", images[~test], digits.target[~test], images[test], digits.target[test]))
 
 
 def _cifar10(folder: pathlib.Path) -> Dataset:
@@ -93,13 +73,11 @@ def _cifar10(folder: pathlib.Path) -> Dataset:
     folder = folder / "cifar-10-batches-py"
   missing = [name for name in CIFAR10_FILES if not (folder / name).is_file()]
   if missing:
-    raise FileNotFoundError(
-      f"CIFAR-10: {folder} has no {', '.join(missing)}; expected the files of the python version of the data set, "
-      f"unpacked: {', '.join(CIFAR10_FILES)}"
-    )
+    expected = f"expected the files of the python version of the data set, unpacked: {', '.join(CIFAR10_FILES)}"
+    raise FileNotFoundError(f"CIFAR-10: {folder} has no {', '.join(missing)}; {expected}")
   *train, (test_images, test_labels) = (_cifar10_file(folder / name) for name in CIFAR10_FILES)
   images, labels = (np.concatenate(parts) for parts in zip(*train, strict=True))
-  return _standardized("cifar10", images, labels, test_images, test_labels)
+  return _standardized(Dataset("cifar10", images, labels, test_images, test_labels))
 
 
 def _cifar10_file(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
@@ -107,18 +85,11 @@ def _cifar10_file(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
   try:
     content = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
     data, labels = np.asarray(content[b"data"]), np.asarray(content[b"labels"])
+    if data.dtype != np.uint8 or data.shape != (len(labels), 3072) or not np.isin(labels, np.arange(CLASSES)).all():
+      raise ValueError(f"it holds data {data.dtype.name}{list(data.shape)} and labels {list(labels.shape)}")
   except Exception as error:  # pickle raises whatever the bytes make it raise
-    raise ValueError(
-      f"CIFAR-10: {path} is not a python batch of the data set, a pickled dictionary with the keys data and labels "
-      f"({type(error).__name__}: {error})"
-    ) from error
-  if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3072 or labels.shape != data.shape[:1]:
-    raise ValueError(
-      f"CIFAR-10: {path} holds data {data.dtype.name}{list(data.shape)} and labels {list(labels.shape)}, expected "
-      "uint8[count, 3072] and [count]"
-    )
-  if not np.isin(labels, np.arange(10)).all():
-    raise ValueError(f"CIFAR-10: {path} holds labels outside 0 … 9")
+    expected = "a pickled dictionary of data uint8[count, 3072] and labels [count] of 0 … 9"
+    raise ValueError(f"CIFAR-10: {path} is not {expected} ({type(error).__name__}: {error})") from error
   return data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1).astype(np.float32), labels
 
 
@@ -137,10 +108,7 @@ class _ArraysOnly(pickle.Unpickler):
     return super().find_class("numpy._core.multiarray" if last == "multiarray" else module, name)
 
 
-def _standardized(
-  name: str, train_images: np.ndarray, train_labels: np.ndarray, test_images: np.ndarray, test_labels: np.ndarray
-) -> Dataset:
-  mean, deviation = train_images.mean(), train_images.std() + 1e-6
-  scale = lambda images: ((images - mean) / deviation).astype(np.float32)
-  labels = train_labels.astype(np.int32), test_labels.astype(np.int32)
-  return Dataset(name, scale(train_images), labels[0], scale(test_images), labels[1])
+def _standardized(raw: Dataset) -> Dataset:
+  mean, deviation = raw.train_images.mean(), raw.train_images.std() + 1e-6
+  train, test = (((x - mean) / deviation).astype(np.float32) for x in (raw.train_images, raw.test_images))
+  return Dataset(raw.name, train, raw.train_labels.astype(np.int32), test, raw.test_labels.astype(np.int32))

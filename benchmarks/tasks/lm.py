@@ -1,10 +1,10 @@
-"""Byte-level language models: a transformer on text that every Python brings; nothing is downloaded.
+"""Byte-level language models on text that every Python brings (`benchmarks.tasks.text`); nothing is downloaded.
 
-`small` is that of `benchmarks.train` on the help topics, `large` and `medium` are those of `benchmarks.race` on topics
-and docstrings (`benchmarks.tasks.text`).
+`small` is that of `benchmarks.train` on the help topics; the others are those of `benchmarks.race` on topics and
+docstrings.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,40 +12,66 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.tasks import text as texts
-from benchmarks.tasks.base import Arrays, Task, drawn
+from benchmarks.tasks.base import IGNORED, Arrays, Batches, Task, drawn
 from benchmarks.tasks.text import BYTES
 
 LENGTH = 64  # of a window
 SAMPLE = 128  # held-out windows of the race's tasks
+_MASKED = 0.15
 load = texts.help_topics
 
 
 def small() -> Task:
-  """2 blocks of width 64: 136,896 parameters."""
+  """A transformer of 2 blocks of width 64: 136,896 parameters."""
   text = load()
-  stream = lambda seed, workers, size: batches(text.train, workers * size, seed)
+
+  def stream(seed: int, workers: int, size: int) -> Batches:
+    random = np.random.default_rng(seed)
+    while True:
+      inputs, labels = _predict(draw(text.train, random, workers * size))
+      yield {"input": inputs, "label": labels}
+
   test, train = (_predict(windows(part)) for part in (text.held_out, text.train))
   return Task("transformer", str(text), lambda seed: Transformer(nnx.Rngs(seed)), stream, test, train)
 
 
 def large() -> Task:
-  """4 blocks of width 256: 3,295,232 parameters."""
-  return next_byte("lm", lambda seed: Transformer(nnx.Rngs(seed), width=256, blocks=4, bias=False))
+  """A transformer of 4 blocks of width 256: 3,295,232 parameters."""
+  return _next_byte("lm", lambda rngs: Transformer(rngs, width=256, blocks=4, bias=False))
 
 
 def medium() -> Task:
-  """3 blocks of width 128: 664,320 parameters."""
-  return next_byte("lm_medium", lambda seed: Transformer(nnx.Rngs(seed), width=128, blocks=3, bias=False))
+  """A transformer of 3 blocks of width 128: 664,320 parameters."""
+  return _next_byte("lm_medium", lambda rngs: Transformer(rngs, width=128, blocks=3, bias=False))
 
 
-def next_byte(name: str, module: Callable[[int], nnx.Module]) -> Task:
-  """The task of predicting each next byte of topics and docstrings with `module`, a window of `LENGTH` an input."""
+def recurrent() -> Task:
+  """The papers' LSTM-PTB at a size that fits, bytes and width 256: 1,184,000 parameters."""
+  return _next_byte("lstm", lambda rngs: LSTM(BYTES, 256, rngs))
+
+
+def masked() -> Task:
+  """A small BERT: `medium` without its causal mask, to predict 15 % of the bytes, which are replaced by byte 0.
+
+  The text does not have it. (BERT itself leaves a tenth of these as they are and replaces another by random words.)
+  """
+  module = lambda seed: Transformer(nnx.Rngs(seed), width=128, blocks=3, bias=False, causal=False)
   source = texts.library()
 
-  def one(random: np.random.Generator, size: int) -> Arrays:
-    return _predict(draw(source.train, random, size))
+  def hide(random: np.random.Generator, text: np.ndarray) -> Arrays:
+    hidden = random.random(text.shape) < _MASKED
+    return np.where(hidden, np.uint8(0), text), np.where(hidden, text.astype(np.int32), IGNORED)
 
-  return Task(name, str(source), module, drawn(one), _predict(sample(source.held_out)))
+  held_out = hide(np.random.default_rng(0), _sample(source.held_out)[:, :-1])
+  one = lambda random, size: hide(random, draw(source.train, random, size)[:, :-1])
+  return Task("bert", str(source), module, drawn(one), held_out)
+
+
+def _next_byte(name: str, module: Callable[[nnx.Rngs], nnx.Module]) -> Task:
+  """The task of predicting each next byte of topics and docstrings, a window of `LENGTH` an input."""
+  source = texts.library()
+  one = lambda random, size: _predict(draw(source.train, random, size))
+  return Task(name, str(source), lambda seed: module(nnx.Rngs(seed)), drawn(one), _predict(_sample(source.held_out)))
 
 
 def draw(text: np.ndarray, random: np.random.Generator, size: int) -> np.ndarray:
@@ -53,29 +79,21 @@ def draw(text: np.ndarray, random: np.random.Generator, size: int) -> np.ndarray
   return _at(text, random.integers(0, len(text) - LENGTH, size))
 
 
-def sample(text: np.ndarray) -> np.ndarray:
-  """u8[SAMPLE, LENGTH + 1]: windows evenly spaced over `text`."""
-  return _at(text, np.linspace(0, len(text) - LENGTH - 1, SAMPLE).astype(int))
-
-
-def batches(text: np.ndarray, size: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
-  """Endless batches of `size` windows that begin anywhere in `text`, the same for the same seed."""
-  random = np.random.default_rng(seed)
-  while True:
-    inputs, labels = _predict(draw(text, random, size))
-    yield {"input": inputs, "label": labels}
-
-
 def windows(text: np.ndarray) -> np.ndarray:
   """`text` as u8[count, LENGTH + 1]: each byte is predicted once, but the first and those that fill no window."""
   return _at(text, np.arange(0, len(text) - LENGTH, LENGTH))
 
 
+def _sample(text: np.ndarray) -> np.ndarray:
+  """u8[SAMPLE, LENGTH + 1]: windows evenly spaced over `text`."""
+  return _at(text, np.linspace(0, len(text) - LENGTH - 1, SAMPLE).astype(int))
+
+
 def _at(text: np.ndarray, starts: np.ndarray) -> np.ndarray:
-  return texts.windows(text, starts, LENGTH + 1)
+  return text[starts[:, None] + np.arange(LENGTH + 1)]
 
 
-def _predict(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _predict(windows: np.ndarray) -> Arrays:
   return windows[:, :-1], windows[:, 1:].astype(np.int32)
 
 
@@ -122,3 +140,41 @@ class Transformer(nnx.Module):
     for block in self.blocks:
       x = block(x)
     return self.head(self.norm(x))
+
+
+class Layer(nnx.Module):
+  """An LSTM over a sequence, from a state of zeros; both of its products have a bias, as in PyTorch."""
+
+  def __init__(self, inputs: int, width: int, rngs: nnx.Rngs):
+    self.width = width
+    self.input, self.hidden = nnx.Linear(inputs, 4 * width, rngs=rngs), nnx.Linear(width, 4 * width, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """f32[batch, length, inputs] to f32[batch, length, width]."""
+
+    def step(carry: tuple[jax.Array, jax.Array], given: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+      cell, out = carry
+      keep, write, new, show = jnp.split(given + self.hidden(out), 4, -1)
+      cell = nnx.sigmoid(keep + 1) * cell + nnx.sigmoid(write) * jnp.tanh(new)  # it forgets little at first
+      out = nnx.sigmoid(show) * jnp.tanh(cell)
+      return (cell, out), out
+
+    zero = jnp.zeros((len(x), self.width))
+    _, outs = jax.lax.scan(step, (zero, zero), jnp.swapaxes(self.input(x), 0, 1))
+    return jnp.swapaxes(outs, 0, 1)
+
+
+class LSTM(nnx.Module):
+  """Two layers behind an embedding: 10,000 words and width 1500 are 66,034,000 parameters (A2SGD, Table I)."""
+
+  def __init__(self, symbols: int, width: int, rngs: nnx.Rngs):
+    self.embed = nnx.Embed(symbols, width, rngs=rngs)
+    self.layers = nnx.List([Layer(width, width, rngs) for _ in range(2)])
+    self.head = nnx.Linear(width, symbols, rngs=rngs)
+
+  def __call__(self, text: jax.Array) -> jax.Array:
+    """Symbols [batch, length] to logits f32[batch, length, symbols] of the symbol behind each."""
+    x = self.embed(text.astype(jnp.int32))
+    for layer in self.layers:
+      x = layer(x)
+    return self.head(x)

@@ -2,36 +2,19 @@
 
 from collections.abc import Callable
 
-from benchmarks.tasks import bert, fnn3, lm, lstm, resnet20, vgg16
+from benchmarks.tasks import images, lm
 from benchmarks.tasks.base import Task
 
-TEXTS: dict[str, Callable[[], Task]] = {
-  "lm": lm.large,
-  "lm_medium": lm.medium,
-  "lstm": lstm.make,
-  "bert": bert.make,
-}
-IMAGES: dict[str, Callable[[str | None], Task]] = {
-  "resnet20": resnet20.make,
-  "vgg16": vgg16.make,
-  "fnn3": fnn3.make,
-}
+TEXTS: dict[str, Callable[[], Task]] = {"lm": lm.large, "lm_medium": lm.medium, "lstm": lm.recurrent, "bert": lm.masked}
+IMAGES = tuple(images.NETWORKS)
 
 
 def make(name: str, data_dir: str | None = None) -> Task:
-  """The task of that name.
-
-  Args:
-    name: of a task on text or on images.
-    data_dir: the folder of CIFAR-10, for images; digits without it.
-
-  Raises:
-    ValueError: for an unknown name, or a folder for a task on text.
-  """
+  """The task of that name; `data_dir` is the folder of CIFAR-10, for images, which are digits without it."""
   if name in TEXTS:
     if data_dir:
       raise ValueError(f"--data_dir={data_dir} is for tasks on images, {', '.join(IMAGES)}; --task={name} has a text")
     return TEXTS[name]()
   if name not in IMAGES:
     raise ValueError(f"--task={name}, choose one of {', '.join([*TEXTS, *IMAGES])}")
-  return IMAGES[name](data_dir)
+  return images.make(name, data_dir)

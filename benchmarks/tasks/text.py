@@ -23,19 +23,12 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Text(NamedTuple):
-  """Text to learn from and text to be tested on.
+  """Text to learn from and text to be tested on."""
 
-  Attributes:
-    train: u8[bytes].
-    held_out: u8[bytes].
-    digest: SHA-256 of both, in hexadecimal.
-    name: in words.
-  """
-
-  train: np.ndarray
-  held_out: np.ndarray
-  digest: str
-  name: str
+  train: np.ndarray  # u8[bytes]
+  held_out: np.ndarray  # u8[bytes]
+  digest: str  # SHA-256 of both, in hexadecimal
+  name: str  # in words
 
   def __str__(self) -> str:
     version = ".".join(map(str, sys.version_info[:3]))
@@ -52,10 +45,7 @@ def help_topics() -> Text:
 
 @functools.cache
 def library() -> Text:
-  """The help topics and the docstrings of the standard library; a tenth of the paragraphs, by their hash, is held out.
-
-  A paragraph of any module may be held out, so the training and the held-out text are alike.
-  """
+  """The help topics and the docstrings of the standard library, of which a tenth, by their hash, is held out."""
   paragraphs = [paragraph.encode() for paragraph in _paragraphs([_topics(), *_docstrings()])]
   digests = [hashlib.sha256(paragraph).digest() for paragraph in paragraphs]
   is_held_out = [int.from_bytes(digest[:4]) < HELD_OUT * 2**32 for digest in digests]
@@ -65,11 +55,6 @@ def library() -> Text:
   )
   whole = hashlib.sha256(train + held_out).hexdigest()
   return Text(np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8), whole, "help topics and docstrings")
-
-
-def windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-  """u8[len(starts), length]: the bytes of `text` from each of `starts` on."""
-  return text[starts[:, None] + np.arange(length)]
 
 
 def _topics() -> str:

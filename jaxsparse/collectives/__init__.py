@@ -1,7 +1,7 @@
 """The algorithms, one module or package each: the file name is the algorithm's name, and no registry lists it.
 
-A collective is a frozen dataclass whose fields are its options; `_base` has the base classes, `_labels` writes a
-collective and its options as one string. `js.make_transform` and `js.NAME_transform` turn a collective into an optax
+A collective is a frozen dataclass whose fields are its options; `_base` has the base classes, and writes
+a collective and its options as one string. `js.make_transform` and `js.NAME_transform` turn a collective into an optax
 transformation (transform/factories.py).
 """
 
@@ -13,17 +13,17 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-from jaxsparse.collectives._base import Collective, SparseCollective, changed, name_of
+from jaxsparse.collectives._base import Collective, SparseCollective, name_of, replace_fields
 
 __all__ = [
   "Collective",
   "SparseCollective",
   "collective_names",
   "collective_options",
-  "made",
   "make_collective",
+  "make_instance",
+  "make_plain",
   "name_of",
-  "plain",
 ]
 
 
@@ -79,31 +79,30 @@ def make_collective(name: str | Collective, **config: Any) -> Collective:
     (Dense(dtype='bfloat16'), True)
   """
   if isinstance(name, Collective):
-    _check_options(type(name), config)
-    return changed(name, **config)
-  return made(_kind(name), config)
+    return replace_fields(name, **_checked_options(type(name), config))
+  return make_instance(_kind(name), config)
 
 
-def plain(name: str) -> Collective:
+def make_plain(name: str) -> Collective:
   """The collective of a name with its defaults, and a density of 1 where it has none.
 
   Example:
-    >>> plain("topka").entries(5)
+    >>> make_plain("topka").entries(5)
     5
   """
   return make_collective(name, **({"density": 1.0} if "density" in collective_options(name) else {}))
 
 
-def made(kind: type[Collective], config: Mapping[str, Any]) -> Collective:
+def make_instance(kind: type[Collective], config: Mapping[str, Any]) -> Collective:
   """An instance of `kind` with these options; raises TypeError for an option that it does not have."""
-  _check_options(kind, config)
-  return kind(**config)
+  return kind(**_checked_options(kind, config))
 
 
-def _check_options(kind: type[Collective], config: Mapping[str, Any]) -> None:
+def _checked_options(kind: type[Collective], config: Mapping[str, Any]) -> Mapping[str, Any]:
   options = _options(kind)
   if unknown := sorted(set(config) - set(options)):
     raise TypeError(f"{name_of(kind)}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}")
+  return config
 
 
 def _kind(name: str) -> type[Collective]:

@@ -1,18 +1,19 @@
 """Base classes of the algorithms: frozen dataclasses whose fields are options, checked when an instance is made."""
 
 import abc
+import ast
 import copy
 import dataclasses
 import math
 import numbers
 import typing
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives._labels import label_of
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Cost, Reduced, State
 
@@ -160,13 +161,13 @@ class Collective(abc.ABC):
     """
 
 
-def changed(collective: _Kind, **fields: Any) -> _Kind:
+def replace_fields(collective: _Kind, **fields: Any) -> _Kind:
   """The collective with other values of some fields, also of those that are no options."""
-  made = copy.copy(collective)
+  changed = copy.copy(collective)
   for name, value in fields.items():
-    object.__setattr__(made, name, value)
-  made.__post_init__()
-  return made
+    object.__setattr__(changed, name, value)
+  changed.__post_init__()
+  return changed
 
 
 def name_of(kind: type[Collective]) -> str:
@@ -179,6 +180,41 @@ def name_of(kind: type[Collective]) -> str:
   """
   inside = kind.__module__.removeprefix(f"{__package__}.")
   return inside.partition(".")[0] if inside != kind.__module__ else inside.rpartition(".")[2]
+
+
+def label_of(name: str, config: Mapping[str, Any]) -> str:
+  """The label of a collective with these options; the density comes last.
+
+  Example:
+    >>> label_of("spardl", {"density": 0.01, "teams": 2})
+    'spardl:teams=2:density=0.01'
+  """
+  last = {"density": config["density"]} if "density" in config else {}
+  options = {key: value for key, value in config.items() if key not in last} | last
+  return ":".join([name, *(f"{key}={value}" for key, value in options.items())])
+
+
+def collective_of(label: str) -> tuple[str, dict[str, Any]]:
+  """The name and the options of a label.
+
+  Raises:
+    ValueError: for an option that is not of the form option=value.
+
+  Example:
+    >>> collective_of("spardl:teams=2:density=0.01")
+    ('spardl', {'teams': 2, 'density': 0.01})
+  """
+  name, *options = label.split(":")
+  config: dict[str, Any] = {}
+  for option in options:
+    key, separator, text = option.partition("=")
+    if not separator:
+      raise ValueError(f"{label}: {option!r} is not of the form option=value")
+    try:
+      config[key] = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+      config[key] = text
+  return name, config
 
 
 def choices_of(kind: type[Collective]) -> dict[str, tuple[Any, ...]]:
@@ -219,12 +255,24 @@ def check_whole(name: str, low: int, high: int | None = None, *, optional: bool 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseCollective(Collective):
-  """A collective that delivers k of n entries and keeps the others in a residual; k is given as `k` or by `density`.
+  """A collective that delivers k of n entries and keeps the others in a residual, its state: f32[n] at each worker.
 
-  Attributes:
+  The options that sparse collectives share; a collective without a residual or without messages of entries lacks some.
+
+  Args:
     density: ρ in (0, 1]; k = ⌈ρ n⌉, where ρ is the decimal number that Python prints, so that 0.07 of 100 is 7, not 8.
-    k: the number of entries, 1 … n.
-    decay: β in (0, 1]; of what a step does not deliver, β times as much is stored and enters the next one.
+    k: the number of entries instead, 1 … n: those that are delivered, or those that each worker sends.
+    decay: β in (0, 1]: each worker reduces `gradient + β · (what it has not delivered)`, and the residual holds the
+      product. Less than 1 forgets old gradients (SparseLoCo: 0.95); 1 loses nothing. A skipped step does not decay it.
+    selector: how the largest entries of a block are selected. "exact" selects those of largest magnitude. "chunked"
+      divides a block into as many interleaved chunks as it sends entries, and selects the largest entry of each, which
+      needs less arithmetic, and one or two bytes for an index. "reuse" is "exact" restricted to entries that reach a
+      threshold reused from the last step. The threshold rises as residuals grow, and falls while fewer entries reach
+      it; if far more of them reach it, or fewer than half did in the last step, "exact" is used.
+    wire: the format of values. "f32" sends them unchanged, "bf16" rounds them to 8 significant bits. "int8" rounds them
+      to multiples of 1/127 of the largest magnitude of a block, up or down at random, so that rounding is unbiased.
+      "bf16" and "int8" also send indices in about 9 bits each. Rounding errors stay in the residual of the worker that
+      rounds.
 
   Example:
     >>> import jaxsparse as js

@@ -1,7 +1,13 @@
-"""Options of collectives that select entries and send them: the selector, and the wire format of messages."""
+"""Options of collectives that select entries and send them: the selector, and the wire format and size of messages.
+
+XLA needs every array size at compile time. Where a size changes at run time, a collective compiles its exchange for a
+few capacities, the workers agree on the number of entries that they need, and the step runs the smallest sufficient one
+(`switch`). Entries beyond the largest capacity overflow: they stay in the residual.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,36 +15,22 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._base import SparseCollective
-from jaxsparse.comm import all_gather, topology
+from jaxsparse.comm import all_gather, schedules
+from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
-from jaxsparse.sparse import bitset, saturating
 from jaxsparse.sparse.codec import Codec, codec_of
-from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.sparse.values import FORMATS, Wire
-from jaxsparse.types import Comm, Pending, Sparse, State
+from jaxsparse.types import Comm, Sparse, State, saturated, saturated_product
+
+_NOT_FINITE = jnp.iinfo(jnp.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
-  """Encodes and decodes the messages of a step: a codec, and the noise of its random rounding.
-
-  Attributes:
-    codec: the codec of rows of entries.
-    key: the key of the noise; None for a codec without random rounding.
-  """
+  """Encodes the messages of a step: a codec of rows of entries, and the key of its random rounding, None without."""
 
   codec: Codec
   key: jax.Array | None
-
-  @property
-  def length(self) -> int:
-    """Number of entries of a block."""
-    return self.codec.length
-
-  @property
-  def rounds(self) -> bool:
-    """Whether values are rounded."""
-    return self.codec.rounds
 
   def encode(self, entries: Sparse, number: int) -> tuple[Any, Sparse]:
     """Rows of entries as message `number` of this step, and their rounding errors, in the slots of the entries."""
@@ -46,105 +38,97 @@ class Writer:
     if self.key is not None:
       noise = jax.random.uniform(jax.random.fold_in(self.key, number), entries.values.shape, jnp.float32)
     message, rounded = self.codec.encode(entries, noise)
-    lost = entries.values - rounded if self.rounds else jnp.zeros_like(rounded)
-    return message, entries._replace(values=lost)
+    errors = entries.values - rounded if self.codec.rounds else jnp.zeros_like(rounded)
+    return message, entries._replace(values=errors)
 
-  def lost(self, errors: Sparse, slots: int) -> list[Sparse]:
+  def widen_errors(self, errors: Sparse, slots: int) -> list[Sparse]:
     """The rounding errors in rows of `slots` slots; [] if values are not rounded."""
-    return [sparse.widened(errors, slots, self.length)] if self.rounds else []
-
-  def decode(self, message: Any) -> Sparse:
-    """The rows of entries of a message, bitwise the same on every worker."""
-    return self.codec.decode(message)
+    return [sparse.widen(errors, slots, self.codec.length)] if self.codec.rounds else []
 
   def gather(self, comm: Comm, message: Any) -> Sparse:
     """All-gathers messages: the rows of all workers, first those of worker `rank`, then those of rank + 1, …."""
-    return self.decode(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), all_gather(comm, message)))
-
-  def words(self, size: int, capacity: int) -> int:
-    """Words that a worker sends in a reduce-scatter, or in an all-gather, over `size` workers."""
-    return words_of(self.codec, size, capacity)
+    return self.codec.decode(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), all_gather(comm, message)))
 
   def words_used(self, entries: jax.Array, capacity: int) -> jax.Array:
     """Words of `entries` i32[] entries, u32[]: their share of a message of `capacity` slots."""
     words = self.codec.words(1, capacity)
     if words == 2 * capacity:
-      return saturating.times(entries, 2)
-    return saturating.cast(entries.astype(jnp.float32) * (words / capacity), jnp.uint32)
-
-
-def residual_of(acc: LazySum, sent: jax.Array, total: Sparse, returned: Sequence[Sparse]) -> Pending:
-  """The residual of a reduction whose total is 0 where it delivers nothing, not materialized yet.
-
-  Args:
-    acc: the accumulator, f32[n].
-    sent: i32 of any shape, the indices of the entries that this worker sent, each once.
-    total: [c] entries; where their sum is 0, senders keep theirs.
-    returned: the rounding errors of the messages of this worker; none where values are not rounded.
-  """
-  if not returned:
-    return acc.without(sparse.delivered(sent, total, acc.size))
-  n, slots = acc.size, total.indices.size
-  members = bitset.insert(bitset.empty(n), jnp.where(total.values != 0, total.indices, n), n)
-  ascending = jnp.minimum(bitset.nonzero(members, slots), n)
-  return acc.undelivered(ascending, Sparse(sent, jnp.zeros(sent.shape, jnp.float32)), *returned)
+      return saturated_product(entries, 2)
+    return saturated(entries.astype(jnp.float32) * (words / capacity), jnp.uint32)
 
 
 def words_of(codec: Codec, size: int, capacity: int, rows: int = 1) -> int:
   """Words that a worker sends in a reduce-scatter, or in an all-gather, over `size` workers with so many rows each."""
-  return sum(codec.words(rows * min(stride, size - stride), capacity) for stride in topology.strides(size))
+  return sum(codec.words(rows * min(stride, size - stride), capacity) for stride in schedules.strides(size))
+
+
+def geometric(low: int, high: int, count: int = 5) -> tuple[int, ...]:
+  """At most `count` capacities from `low` to `high` in geometric progression, rounded up.
+
+  Example:
+    >>> geometric(10, 160), geometric(3, 4), geometric(7, 7)
+    ((10, 20, 40, 80, 160), (3, 4), (7,))
+  """
+  steps = [low * (high / low) ** (i / (count - 1)) for i in range(count)]
+  return tuple(sorted({min(high, math.ceil(round(step, 6))) for step in steps}))
+
+
+def agree(comm: Comm, needed: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Whether the entries of all workers are finite, and the most slots that one of them needs: one all-reduce.
+
+  Selection by a threshold may miss a NaN or Inf, which top-k always selects. So workers exchange here whether there is
+  one.
+  """
+  most = comm.all_reduce(jnp.where(finite, needed, _NOT_FINITE), "max")
+  return most != _NOT_FINITE, most
+
+
+def switch(capacities: Sequence[int], needed: jax.Array, branch: Callable[[int], Any]) -> Any:
+  """`branch(capacity)` for the smallest of `capacities` that is at least `needed`, or for the largest if none is.
+
+  Args:
+    capacities: in increasing order.
+    needed: i32[], the same on every worker, since `branch` may communicate.
+    branch: returns a pytree of the same shapes for every capacity; compiled once for each.
+
+  Example:
+    >>> switch((2, 4, 8), jnp.int32(3), lambda capacity: jnp.int32(capacity))
+    Array(4, dtype=int32)
+  """
+  if len(capacities) == 1:
+    return branch(capacities[0])
+  smaller = jnp.sum(needed > jnp.array(capacities[:-1], jnp.int32), dtype=jnp.int32)
+  return jax.lax.switch(smaller, [lambda capacity=c: branch(capacity) for c in capacities])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodingCollective(SparseCollective):
-  """A sparse collective whose messages have a wire format.
-
-  Attributes:
-    wire: the format of values, one of `sparse.values.FORMATS`.
-  """
+  """A sparse collective whose messages have a wire format, one of `sparse.values.FORMATS`."""
 
   wire: Wire = "f32"
 
   @property
   def draws(self) -> bool:
-    """Whether rounding is random, so that the state counts steps."""
+    """Whether rounding is random, so that `shared` counts steps."""
     return FORMATS[self.wire].draws
 
   def init(self, n: int, size: int) -> State:
-    return super().init(n, size)._replace(shared=self.first_step())
+    return super().init(n, size)._replace(shared=jnp.int32(0) if self.draws else ())
 
-  def first_step(self) -> Any:
-    """The number of the first step, i32[]; () where nothing is drawn from it."""
-    return jnp.int32(0) if self.draws else ()
-
-  def following_step(self, step: Any) -> Any:
-    """The number of the next step."""
+  def next_step(self, step: Any) -> Any:
+    """The number of the next step, i32[]; () where nothing is drawn from it."""
     return step + 1 if self.draws else step
 
   def writer(self, codec: Codec, step: Any, place: jax.Array) -> Writer:
-    """The writer of a step.
-
-    Args:
-      codec: the codec of messages.
-      step: the number of the step, as `first_step`.
-      place: i32[], workers of the same place round alike.
-    """
+    """The writer of a step; workers with the same `place`, i32[], round alike."""
     if not self.draws:
       return Writer(codec, None)
     return Writer(codec, jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), place))
 
-  def codec(self, n: int) -> Codec:
-    """The codec of entries of the whole vector."""
-    return codec_of(self.wire, n)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectingCollective(EncodingCollective):
-  """A sparse collective whose workers select entries before they send them.
-
-  Attributes:
-    selector: the name of the method of selection, one of `select.selectors.SELECTORS`.
-  """
+  """A sparse collective whose workers select entries before they send them, by one of `select.selectors.SELECTORS`."""
 
   selector: SelectorName = "exact"
 
@@ -161,27 +145,12 @@ class SelectingCollective(EncodingCollective):
     return max(super().slots(n, size), self.method.slots(n, self.entries(n)))
 
   def init(self, n: int, size: int) -> State:
-    self.check_selector(n, self.entries(n))
+    self.method.check(self.name, n, self.entries(n))
     return super().init(n, size)._replace(worker=self.method.init(1))
 
-  def check_selector(self, length: int, k: int) -> None:
-    """Raises ValueError if k entries of a block of `length` can't be selected."""
-    try:
-      self.method.check(length, k)
-    except ValueError as error:
-      raise ValueError(f"{self.name}: {error}") from None
-
   def choose(self, acc: LazySum, memory: Any) -> tuple[Sparse, jax.Array, Any]:
-    """Selects k entries of a whole vector.
-
-    Args:
-      acc: f32[n].
-      memory: of the selector.
-
-    Returns:
-      (chosen, count, memory): [1, k] entries, how many they are i32[], and the memory for the next step.
-    """
+    """The k entries of f32[n] to send at once, [1, k], how many they are i32[], and the selector's next memory."""
     k = self.entries(acc.size)
     chosen = self.method.choose(acc, k, memory)
-    count = jnp.int32(k) if self.method.fills_slots else jnp.sum(chosen.indices < acc.size, dtype=jnp.int32)
+    count = jnp.int32(k) if self.method.fills_slots else sparse.count(chosen, acc.size)
     return chosen, count, self.method.next(memory, chosen, acc.size)

@@ -1,21 +1,19 @@
-"""A collective around another one, which it asks for all that it does not change."""
+"""Collectives around another one: momentum before the exchange (Deep Gradient Compression, §3), and rising sparsity."""
 
 import dataclasses
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 
-from jaxsparse.collectives._base import Collective
-from jaxsparse.types import Cost, State
+from jaxsparse import sparse
+from jaxsparse.collectives._base import Collective, SparseCollective, replace_fields
+from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State, saturated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wrapped(Collective):
-  """A collective that has the properties of another one; subclasses define `reduce`.
-
-  Attributes:
-    collective: the other one.
-  """
+  """A collective that has the properties of another one; subclasses define `reduce`."""
 
   collective: Collective
 
@@ -60,3 +58,128 @@ class Wrapped(Collective):
 
   def cost(self, n: int, size: int) -> Cost:
     return self.collective.cost(n, size)
+
+
+class Momentum(NamedTuple):
+  """What a worker remembers: u, f32[n], and the memory of the collective."""
+
+  momentum: jax.Array
+  memory: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corrected(Wrapped):
+  """A collective that reduces the momentum of each worker in place of its gradient; see `js.momentum_corrected`."""
+
+  momentum: float
+  nesterov: bool = False
+  masking: bool = True
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if isinstance(self.collective, Corrected):
+      raise ValueError(f"momentum_corrected: {self.collective.name} has a momentum already, give the transform inside")
+    if self.masking and self.collective.mixes_entries:
+      raise ValueError(
+        f"momentum_corrected: masking=True with {self.collective.name}, which delivers a part of every entry, so that "
+        "each step would zero all momentum: choose masking=False, or a collective that sends entries"
+      )
+
+  @property
+  def conserves(self) -> bool:
+    return False  # it conserves momentum, not gradients
+
+  def init(self, n: int, size: int) -> State:
+    state = self.collective.init(n, size)
+    return state._replace(worker=Momentum(jnp.zeros(n, jnp.float32), state.worker))
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    before: Momentum = state.worker
+    momentum = self.momentum * (before.momentum + grads) if self.nesterov else self.momentum * before.momentum + grads
+    sent = momentum + grads if self.nesterov else momentum
+    reduced = self.collective.reduce(comm, sent, state._replace(worker=before.memory))
+    if self.masking and (selects := self.collective.selects(grads.size, state)) is not False:
+      masked = _mask_momentum(momentum, sent, state.residual, reduced.state.residual)
+      momentum = jnp.where(selects, masked, momentum)
+    after = reduced.state._replace(worker=Momentum(momentum, reduced.state.worker))
+    return reduced._replace(state=after)
+
+
+def _mask_momentum(momentum: jax.Array, sent: jax.Array, residual: jax.Array, after: jax.Array | Pending) -> jax.Array:
+  """The momentum with zeros where the next residual is not `sent + residual`."""
+  if not isinstance(after, Pending):
+    return jnp.where(after == sent + residual, momentum, 0.0)
+  indices, values = after.entries
+  left = values != sparse.read_at(sent, indices) + sparse.read_at(residual, indices)
+  return sparse.put(momentum, jnp.where(left, indices, momentum.size), 0.0)
+
+
+class WarmUp(NamedTuple):
+  """The state that is the same on every worker: the number of the step, i32[], and what the collective shares."""
+
+  step: jax.Array
+  collective: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmedUp(Wrapped):
+  """A sparse collective with density `densities[i]` before step `steps[i]`, and with its own after the last of them."""
+
+  collective: SparseCollective
+  steps: tuple[int, ...]
+  densities: tuple[float, ...]
+
+  @property
+  def sizes_vary(self) -> bool:
+    return True
+
+  def rungs(self) -> list[SparseCollective]:
+    """The collective of each density, its own last."""
+    return [*(replace_fields(self.collective, density=one, k=None) for one in self.densities), self.collective]
+
+  def selects(self, n: int, state: State) -> bool | jax.Array:
+    own = state._replace(shared=state.shared.collective)
+    return jnp.array([one.selects(n, own) for one in self.rungs()])[self._rung(state.shared.step)]
+
+  def slots(self, n: int, size: int) -> int:
+    return max(one.slots(n, size) for one in self.rungs())
+
+  def init(self, n: int, size: int) -> State:
+    first, *others = (one.init(n, size) for one in self.rungs())
+    shapes = lambda state: jax.tree.map(jnp.shape, state)
+    if any(shapes(other) != shapes(first) for other in others):
+      raise ValueError(f"{self.name}: its state has other sizes at other densities, choose other options")
+    return first._replace(shared=WarmUp(jnp.int32(0), first.shared))
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    step, shared = state.shared
+    inner = state._replace(shared=shared)
+    reduced = [lambda one=one: one.reduce(comm, grads, inner) for one in self.rungs()]
+    sizes = [_count_slots(jax.eval_shape(one)) for one in reduced]
+    most = max(total for total, _ in sizes), max(entries for _, entries in sizes)
+    branches = [lambda one=one: _with_slots(one(), grads.size, most) for one in reduced]
+    after = jax.lax.switch(self._rung(step), branches)
+    return after._replace(state=after.state._replace(shared=WarmUp(step + 1, after.state.shared)))
+
+  def _rung(self, step: jax.Array) -> jax.Array:
+    """The number of the collective of a step."""
+    return jnp.sum(step >= jnp.array(self.steps, jnp.int32), dtype=jnp.int32)
+
+
+def _count_slots(reduced: Reduced) -> tuple[int, int]:
+  """The slots of the total and of the pending residual; 0 where they have none."""
+  entries = lambda x: x.indices.size if isinstance(x, Sparse) else 0
+  residual = reduced.state.residual
+  return entries(reduced.total), entries(residual.entries) if isinstance(residual, Pending) else 0
+
+
+def _with_slots(reduced: Reduced, n: int, most: tuple[int, int]) -> Reduced:
+  """The same result in arrays whose shapes and dtypes depend neither on the density nor on the collective's numbers."""
+  wide = lambda entries, slots: sparse.widen(jax.tree.map(jnp.ravel, entries), slots, n)
+  total, state, counters = reduced
+  if isinstance(total, Sparse):
+    total = wide(total, most[0])
+  if isinstance(state.residual, Pending):
+    state = state._replace(residual=state.residual._replace(entries=wide(state.residual.entries, most[1])))
+  cast = lambda x, like: saturated(x, like.dtype).reshape(())
+  return Reduced(total, state, jax.tree.map(cast, counters, Counters.zeros()))

@@ -8,14 +8,13 @@ time to time, by `js.local_steps`.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import flatten
-from jaxsparse.collectives._base import Collective, changed
+from jaxsparse.collectives._base import Collective, replace_fields
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.sums import ordered_sum
@@ -43,10 +42,7 @@ class A2SGD(Collective):
   step.
 
   Args:
-    means: one pair of means for the whole "vector", 2 words, or one for each "leaf" of the gradient.
-
-  Raises:
-    ValueError: for `means` outside its choices.
+    means: one pair of means for the whole "vector", 2 words, or one for each "leaf" of the gradient, an ablation.
 
   Example:
     The first worker's g′ in the paper's example (§III); the total is P times it:
@@ -69,7 +65,7 @@ class A2SGD(Collective):
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
     sizes = tuple(size for size in map(math.prod, shapes) if size)
-    return self if self.means == "vector" else changed(self, leaves=sizes)
+    return self if self.means == "vector" else replace_fields(self, leaves=sizes)
 
   def cost(self, n: int, size: int) -> Cost:
     return all_reduce_cost(2 * len(self.leaves or (n,)), size)
@@ -79,7 +75,7 @@ class A2SGD(Collective):
     own = jnp.stack([two_means(part) for part in parts])
     # Divided before the sum: a product that a sum follows may become a fused multiply-add, in some programs only.
     mean = comm.all_reduce(own / comm.size)
-    shifts = [shifted(part, *pair) for part, pair in zip(parts, zip(own, mean, strict=True), strict=True)]
+    shifts = [shift_entries(part, *pair) for part, pair in zip(parts, zip(own, mean, strict=True), strict=True)]
     words = self.cost(grads.size, comm.size).words
     counters = Counters(words, words, selected=2 * len(parts), delivered=grads.size)
     # A NaN at one worker makes the averaged means NaN, so every worker skips the step.
@@ -94,17 +90,15 @@ def two_means(grads: jax.Array) -> jax.Array:
     >>> two_means(jnp.array([1.0, 2.0, -1.0]))
     Array([1.5, 1. ], dtype=float32)
   """
-  positive = lambda part: part >= 0
-  negative = lambda part: ~positive(part)
 
-  def mean(mask: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    count = jnp.maximum(bitset.count(bitset.pack(mask(grads))), 1).astype(jnp.float32)
-    return ordered_sum(grads, lambda part: jnp.where(mask(part), jnp.abs(part), 0.0)) / count
+  def mean_of_sign(positive: bool) -> jax.Array:
+    count = jnp.maximum(bitset.count(bitset.pack((grads >= 0) == positive)), 1).astype(jnp.float32)
+    return ordered_sum(grads, term=lambda part: jnp.where((part >= 0) == positive, jnp.abs(part), 0.0)) / count
 
-  return jnp.stack([mean(positive), mean(negative)])
+  return jnp.stack([mean_of_sign(True), mean_of_sign(False)])
 
 
-def shifted(grads: jax.Array, own: jax.Array, mean: jax.Array) -> jax.Array:
+def shift_entries(grads: jax.Array, own: jax.Array, mean: jax.Array) -> jax.Array:
   """g′ of Algorithm 1: `grads`, with the worker's two means f32[2] replaced by the averages over all workers."""
   positive = jnp.where(grads >= own[0], mean[0] - own[0], 0.0)
   negative = jnp.where((grads <= -own[1]) & (grads < 0), mean[1] - own[1], 0.0)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxsparse import sparse
 from jaxsparse.collectives._base import SparseCollective, check_whole
 from jaxsparse.collectives._messages import Writer, words_of
-from jaxsparse.comm import in_rank_order, topology
+from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select import top_k
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.sparse.two_bit import LONGEST
@@ -27,23 +27,19 @@ class ChunkTopk(SparseCollective):
 
   The gradient, all leaves one after the other, is cut into chunks. With `acc_w = gradient_w + residual_w` and q the
   rounding of `wire`, the total is `Σ_w q(top_k of each chunk of acc_w)`, added in rank order, and the next residual is
-  what was not sent or rounded off. The state is the residual, f32[n] a worker.
+  what was not sent or rounded off. Of each chunk ⌈ρ · chunk⌉ or ⌈k · chunk / n⌉ entries are sent. Ablation:
+  `combine="contributors"`.
 
   The published code cuts each matrix into tiles of 64 × 64 and rounds the values of a whole leaf together; here chunks
   are consecutive entries, and each is rounded by itself, which takes four more words a chunk and is more precise.
 
   Args:
-    density: ρ in (0, 1]; each worker sends ⌈ρ · chunk⌉ entries of each chunk.
-    k: the number of entries of all chunks instead, 1 … n; of each chunk it is ⌈k · chunk / n⌉.
     chunk: entries of a chunk, 1 … 16384.
     wire: the format of an entry. "f32" is an index and a value, two words. "2bit" is half a word: a position and the
       number of one of four values, the means of bins of 1.5 standard deviations of the values that the chunk sends
       (SparseLoCo).
     combine: "workers" is the sum over workers. "contributors", of the authors' codes, is P times the mean over the
       workers that sent an index: it does **not** conserve (Law C), where few send it, it is up to P times as large.
-
-  Raises:
-    ValueError: for a density, k, chunk or another option outside their choices.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -66,16 +62,16 @@ class ChunkTopk(SparseCollective):
   def chunks(self, n: int) -> tuple[int, int, int]:
     """The number of chunks, their length, and the entries that each sends."""
     length = min(self.chunk, n)
-    share = self.entries(length) if self.k is None else -(-self.entries(n) * length // n)
-    return -(-n // length), length, share
+    k_chunk = self.entries(length) if self.k is None else -(-self.entries(n) * length // n)
+    return -(-n // length), length, k_chunk
 
   def slots(self, n: int, size: int) -> int:
-    rows, length, share = self.chunks(n)
-    return max(super().slots(n, size), rows * length, size * rows * share)
+    rows, length, k_chunk = self.chunks(n)
+    return max(super().slots(n, size), rows * length, size * rows * k_chunk)
 
   def cost(self, n: int, size: int) -> Cost:
-    rows, length, share = self.chunks(n)
-    return Cost(len(topology.strides(size)), words_of(codec_of(self.wire, length), size, share, rows))
+    rows, length, k_chunk = self.chunks(n)
+    return Cost(len(schedules.strides(size)), words_of(codec_of(self.wire, length), size, k_chunk, rows))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     total, _, errors, counters = self.exchange(comm, grads + state.residual)
@@ -88,22 +84,22 @@ class ChunkTopk(SparseCollective):
       (total, sent, errors, counters): the entries of the total; those of this worker as receivers decode them, and what
       was rounded off of each, in the same slots.
     """
-    n, (rows, length, share) = acc.size, self.chunks(acc.size)
+    n, (rows, length, k_chunk) = acc.size, self.chunks(acc.size)
     starts = length * jnp.arange(rows, dtype=jnp.int32)[:, None]
-    chosen = top_k(jnp.pad(acc, (0, rows * length - n)).reshape(rows, length), share)
+    chosen = top_k(jnp.pad(acc, (0, rows * length - n)).reshape(rows, length), k_chunk)
     writer = Writer(codec_of(self.wire, length), None)
     message, errors = writer.encode(chosen, 0)
 
     def flat(entries: Sparse) -> Sparse:
-      """Entries [rows, share] with flat indices, [rows · share]; those of padding are empty slots."""
+      """Entries [rows, k_chunk] with flat indices, [rows · k_chunk]; those of padding are empty slots."""
       whole = entries._replace(indices=entries.indices + starts)
       return jax.tree.map(jnp.ravel, sparse.where(whole.indices < n, whole, n))
 
-    received = jax.tree.map(lambda x: x.reshape(comm.size, rows, share), writer.gather(comm, message))
+    received = jax.tree.map(lambda x: x.reshape(comm.size, rows, k_chunk), writer.gather(comm, message))
     total = _COMBINED[self.combine](jax.vmap(flat)(in_rank_order(comm, received)), n)
     words = self.cost(n, comm.size).words
-    counters = Counters(words, words, selected=rows * share, delivered=jnp.count_nonzero(total.values))
-    return total, flat(writer.decode(message)), flat(errors), counters
+    counters = Counters(words, words, selected=rows * k_chunk, delivered=jnp.count_nonzero(total.values))
+    return total, flat(writer.codec.decode(message)), flat(errors), counters
 
 
 def _contributors(rows: Sparse, n: int) -> Sparse:

@@ -25,9 +25,6 @@ class Dense(Collective):
     dtype: the dtype in which entries are sent and added. "bfloat16" halves the words and rounds each gradient and the
       sum to 8 significant bits. XLA on CPU sends float32 in either case.
 
-  Raises:
-    ValueError: for another dtype.
-
   Example:
     >>> import optax, jaxsparse as js
     >>> tx = optax.chain(js.dense_transform("workers"), optax.adam(1e-3))

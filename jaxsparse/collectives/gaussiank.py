@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import EncodingCollective, words_of
-from jaxsparse.comm import in_rank_order, topology
+from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, switch, words_of
+from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select import threshold, top_k
+from jaxsparse.select.accumulator import pending_except
+from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.select.exact import top_k_of_entries
-from jaxsparse.select.kth_largest import keys_of
-from jaxsparse.sparse import bitset, saturating
-from jaxsparse.sparse.capacities import agree, geometric, switch
-from jaxsparse.sparse.lazy import LazySum
+from jaxsparse.sparse import bitset
+from jaxsparse.sparse.codec import codec_of
 from jaxsparse.sparse.sums import ordered_sum
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product, saturated_sum
 
 _ADJUSTMENTS = 20
 _FACTOR = 1.02
@@ -37,17 +37,10 @@ class GaussianK(EncodingCollective):
   distributed, so the threshold is often too high and selects fewer than k entries, late in training by an order of
   magnitude (Ok-Topk, §5.2). The correction divides the threshold by 1.02 while fewer than 3k/4 entries reach it and
   multiplies it by 1.02 while more than 5k/4 do, at most 20 times. The total is the sum over workers of the selected
-  entries, at most the ⌈5k/4⌉ largest of each worker; all others stay in its residual. The state is the residual, f32[n]
-  a worker.
+  entries, at most the ⌈5k/4⌉ largest of each worker; all others stay in its residual. Ablation: `correction=False`.
 
   Args:
-    density: ρ in (0, 1]; k = ⌈ρ n⌉ is the target number of entries.
-    k: the target number of entries instead, 1 … n.
-    correction: whether the threshold is corrected. False uses the published estimate unchanged.
-    wire: the format of values, "f32", "bf16" or "int8", as of `js.spardl_transform`.
-
-  Raises:
-    ValueError: for a density, k, correction or wire outside their choices.
+    correction: whether the threshold is corrected; False uses the published estimate.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -65,65 +58,66 @@ class GaussianK(EncodingCollective):
     return min(n, math.ceil(5 * self.entries(n) / 4))
 
   def slots(self, n: int, size: int) -> int:
-    return max(super().slots(n, size), self.codec(n).slots(size, self.capacity(n)))
+    return max(super().slots(n, size), codec_of(self.wire, n).slots(size, self.capacity(n)))
 
   def cost(self, n: int, size: int) -> Cost:
-    words = words_of(self.codec(n), size, self.capacity(n))
-    return Cost(len(topology.strides(size)), words, agreements=int(size > 1))
+    words = words_of(codec_of(self.wire, n), size, self.capacity(n))
+    return Cost(len(schedules.strides(size)), words, agreements=int(size > 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, most = grads.size, self.entries(grads.size), self.capacity(grads.size)
     acc = LazySum((grads, state.residual))
-    limit = fitted_threshold(acc, k)
+    limit = fit_threshold(acc, k)
     if self.correction:
-      limit = corrected(limit, acc, k)
-    chosen = threshold.selected(acc, limit)
+      limit = correct_threshold(limit, acc, k)
+    chosen = threshold.select_reaching(acc, limit)
     selected = bitset.count(chosen)
-    sent = threshold.first(acc, threshold.at_most(acc, chosen, most), most)
+    sent = threshold.read_first(acc, threshold.cut_to_largest(acc, chosen, most), most)
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
     finite, needed = agree(comm, selected, jnp.isfinite(sent.values).all())
 
-    writer = self.writer(self.codec(n), state.shared, comm.rank)
+    writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
 
     def gather(capacity: int) -> tuple[Sparse, Sparse, jax.Array]:
-      message, errors = writer.encode(sparse.as_row(sparse.narrowed(sent, capacity)), 0)
+      message, errors = writer.encode(sparse.as_row(sparse.narrow(sent, capacity)), 0)
       rows = writer.gather(comm, message)
-      words = saturating.total(writer.words(comm.size, capacity))
-      return sparse.widened(rows, most, n), sparse.widened(errors, most, n), words
+      words = saturated_sum(words_of(writer.codec, comm.size, capacity))
+      return sparse.widen(rows, most, n), sparse.widen(errors, most, n), words
 
     rows, errors, words = switch(geometric(min(most, max(1, k // 4)), most), needed, gather)
     total = sparse.merge(in_rank_order(comm, rows), n)
-    used = saturating.times(writer.words_used(jnp.minimum(selected, most), most), comm.size - 1)
+    used = saturated_product(writer.words_used(jnp.minimum(selected, most), most), comm.size - 1)
     overflow = jnp.maximum(selected - most, 0)
     delivered = jnp.count_nonzero(total.values)
     counters = Counters(words, used, selected=selected, delivered=delivered, overflow=overflow)
-    state = state._replace(residual=acc.replaced(errors), shared=self.following_step(state.shared))
+    state = state._replace(residual=pending_except(acc, errors), shared=self.next_step(state.shared))
     return Reduced(total._replace(values=jnp.where(finite, total.values, jnp.nan)), state, counters)
 
 
-def fitted_threshold(x: LazySum, k: int) -> jax.Array:
+def fit_threshold(x: LazySum, k: int) -> jax.Array:
   """The magnitude f32[] that k entries of x reach if the entries are normally distributed; 0 if k is all of them.
 
   Example:
     >>> x = LazySum((jax.random.normal(jax.random.key(0), (10_000,)),))
-    >>> round(float(fitted_threshold(x, 500)), 1)  # the two-sided 5 % point of a normal distribution
+    >>> round(float(fit_threshold(x, 500)), 1)  # the two-sided 5 % point of a normal distribution
     2.0
   """
   if k == x.size:
     return jnp.float32(0)
   tail = abs(statistics.NormalDist().inv_cdf(k / x.size / 2))
-  mean = ordered_sum(x) / x.size
-  return jnp.abs(mean) + tail * jnp.sqrt(ordered_sum(x, lambda part: (part - mean) ** 2) / x.size)
+  mean = ordered_sum(*x.parts) / x.size
+  variance = ordered_sum(*x.parts, term=lambda values: (values - mean) ** 2) / x.size
+  return jnp.abs(mean) + tail * jnp.sqrt(variance)
 
 
-def corrected(limit: jax.Array, x: LazySum, k: int) -> jax.Array:
+def correct_threshold(limit: jax.Array, x: LazySum, k: int) -> jax.Array:
   """A threshold f32[] that 3k/4 … 5k/4 entries of x reach: `limit`, divided or multiplied by 1.02 up to 20 times.
 
   At least 3k/4 entries reach a threshold if the ⌈3k/4⌉-th largest does, and more than 5k/4 do if the (⌊5k/4⌋ + 1)-th
   largest does. So each of the 20 steps compares the threshold with these two magnitudes and does not read x again.
 
   Example:
-    >>> round(float(corrected(jnp.float32(2), LazySum((jnp.ones(8),)), k=8)), 3)  # 20 steps down
+    >>> round(float(correct_threshold(jnp.float32(2), LazySum((jnp.ones(8),)), k=8)), 3)  # 20 steps down
     1.346
   """
   few, many = -(-3 * k // 4), 5 * k // 4

@@ -13,16 +13,17 @@ The messages of six workers, k entries each; the result of worker 0 is broadcast
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import SelectingCollective, Writer
-from jaxsparse.comm import topology
+from jaxsparse.comm import schedules
+from jaxsparse.select.accumulator import pending_returned
+from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.exact import top_k_of_entries
-from jaxsparse.sparse.lazy import LazySum
+from jaxsparse.sparse.codec import codec_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 
@@ -33,17 +34,7 @@ class GTopk(SelectingCollective):
   With `acc_w = gradient_w + residual_w` and `a ⊕ b = top_k(a + b)`, the total is the ⊕ of all `top_k(acc_w)` along the
   tree. An entry that a merge drops stays in a residual, as in SparDL: if its index is in the total, in that of the
   merging worker, otherwise in those of the workers that contributed to it. The authors' code loses such
-  entries. The state is the residual, f32[n] a worker.
-
-  Args:
-    density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
-    k: the number of entries instead, 1 … n.
-    selector: how the entries of a worker are selected, "exact", "chunked" or "reuse", as of `js.spardl_transform`;
-      merges keep the k largest of a sum.
-    wire: the format of values, "f32", "bf16" or "int8", as of `js.spardl_transform`.
-
-  Raises:
-    ValueError: for a density, k, selector or wire outside their choices.
+  entries.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -52,55 +43,46 @@ class GTopk(SelectingCollective):
 
   def slots(self, n: int, size: int) -> int:
     k = self.entries(n)
-    return max(super().slots(n, size), 2 * k, self.codec(n).slots(1, k))  # a merge has two times k slots
+    return max(super().slots(n, size), 2 * k, codec_of(self.wire, n).slots(1, k))  # a merge has two times k slots
 
   def cost(self, n: int, size: int) -> Cost:
-    rounds = 2 * len(topology.strides(size))
-    return Cost(rounds, self.codec(n).words(1, self.entries(n)) * rounds)
+    rounds = 2 * len(schedules.strides(size))
+    return Cost(rounds, codec_of(self.wire, n).words(1, self.entries(n)) * rounds)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
     acc = LazySum((grads, state.residual))
-    writer = self.writer(self.codec(n), state.shared, comm.rank)
+    writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
     chosen, selected, memory = self.choose(acc, state.worker)
-    total, returned = self._merged(comm, chosen, writer, n)
-    residual = acc.undelivered(total.indices, chosen._replace(values=jnp.zeros_like(chosen.values)), *returned)
+    total, returned = self._merge(comm, chosen, writer, n)
+    residual = pending_returned(acc, total.indices, chosen.indices, returned)
     words = self.cost(n, comm.size).words
     counters = Counters(words, words, selected=selected, delivered=sparse.count(total, n))
-    return Reduced(total, State(residual, memory, self.following_step(state.shared)), counters)
+    return Reduced(total, State(residual, memory, self.next_step(state.shared)), counters)
 
-  def _merged(self, comm: Comm, chosen: Sparse, writer: Writer, n: int) -> tuple[Sparse, list[Sparse]]:
+  def _merge(self, comm: Comm, chosen: Sparse, writer: Writer, n: int) -> tuple[Sparse, list[Sparse]]:
     """The ⊕ of the [1, k] entries of all workers, and what merges and messages of this worker dropped of the sums."""
-    k, merged, returned, rounds = chosen.indices.size, sparse.only_row(chosen), [], topology.tree(comm.size)
+    k, merged, returned, rounds = chosen.indices.size, sparse.only_row(chosen), [], schedules.tree_rounds(comm.size)
     for number, edges in enumerate(rounds):
       message, errors = writer.encode(sparse.as_row(merged), number)
-      got = sparse.only_row(writer.decode(comm.permute(message, edges)))
-      both = jax.tree.map(lambda mine, theirs: jnp.stack([mine, theirs]), merged, _received(comm, got, edges, n))
-      if writer.rounds:
-        returned.append(sparse.where(_sends(comm, edges), errors, n))
+      received = sparse.only_row(writer.codec.decode(comm.permute(message, edges)))
+      # Empty slots where no message arrives: `permute` returns zeros, which would be entries of index 0.
+      received = sparse.where(_is_among(comm, [parent for _, parent in edges]), received, n)
+      if writer.codec.rounds:
+        returned.append(sparse.where(_is_among(comm, [child for child, _ in edges]), errors, n))
+      both = sparse.concatenate([sparse.as_row(merged), sparse.as_row(received)])
       merged, rest = top_k_of_entries(sparse.merge(both, n), k, k, n)
       returned.append(rest)
     message, errors = writer.encode(sparse.as_row(merged), len(rounds))
-    if writer.rounds:
+    if writer.codec.rounds:
       returned.append(sparse.where(comm.rank == 0, errors, n))
     for edges in reversed(rounds):
-      down = tuple((parent, child) for child, parent in edges)
-      got, receives = comm.permute(message, down), _receives(comm, down)
-      message = jax.tree.map(functools.partial(jnp.where, receives), got, message)
-    return sparse.only_row(writer.decode(message)), returned
+      received = comm.permute(message, [(parent, child) for child, parent in edges])
+      receives = _is_among(comm, [child for child, _ in edges])
+      message = jax.tree.map(lambda new, old, receives=receives: jnp.where(receives, new, old), received, message)
+    return sparse.only_row(writer.codec.decode(message)), returned
 
 
-def _sends(comm: Comm, edges: topology.Pairs) -> jax.Array:
-  """Whether this worker sends a message along `edges`."""
-  return _receives(comm, tuple((destination, source) for source, destination in edges))
-
-
-def _receives(comm: Comm, edges: topology.Pairs) -> jax.Array:
-  """Whether a message along `edges` reaches this worker."""
-  ends = jnp.array([destination for _, destination in edges], jnp.int32)
-  return jnp.any(ends == comm.rank)
-
-
-def _received(comm: Comm, got: Sparse, edges: topology.Pairs, n: int) -> Sparse:
-  """`got`, or empty slots where no message arrives: `permute` returns zeros, which would be entries of index 0."""
-  return sparse.where(_receives(comm, edges), got, n)
+def _is_among(comm: Comm, workers: list[int]) -> jax.Array:
+  """Whether this worker is one of some."""
+  return jnp.any(jnp.array(workers, jnp.int32) == comm.rank)

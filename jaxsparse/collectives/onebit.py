@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse.collectives._base import Collective, check_fraction
-from jaxsparse.comm import all_gather, exchange, in_rank_order, topology
+from jaxsparse.comm import all_gather, exchange, in_rank_order, schedules
 from jaxsparse.sparse.bitset import BITS
-from jaxsparse.sparse.sums import rounded, row_sums, unit_of
+from jaxsparse.sparse.sums import round_mantissa, row_sums, unit_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 _BLOCK = 1024  # entries, so that scales add a bit to every 32
@@ -37,7 +37,8 @@ class OneBit(Collective):
       total = Q(sum)                                            on every worker
       next residual_w = acc_w − Q(acc_w),   of the owner  sum − Q(sum)
 
-  so that `total + Σ_w residual_w` is what entered, to rounding. 1-bit Adam has one scale for a message, rounds the
+  so that `total + Σ_w residual_w` is what entered, to rounding. This is only the compressor of 1-bit Adam, without its
+  dense warm-up, its frozen second moment and its momentum; and 1-bit Adam has one scale for a message, rounds the
   owner's own entries, too, and keeps the errors of sums apart. Q leaves 40 % of the energy of normal entries. The same
   gradient in every step leaves a residual of some three times its norm; with EF-SignSGD's scale, the mean of `|x|`, it
   would be more than ten times that.
@@ -72,7 +73,7 @@ class OneBit(Collective):
 
   def cost(self, n: int, size: int) -> Cost:
     _, blocks, block = _shape(n, size)
-    return Cost(size - 1 + len(topology.strides(size)), 2 * (size - 1) * blocks * (block // BITS + 1))
+    return Cost(size - 1 + len(schedules.strides(size)), 2 * (size - 1) * blocks * (block // BITS + 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, size = grads.size, comm.size
@@ -80,21 +81,23 @@ class OneBit(Collective):
     acc = jnp.pad(grads + state.residual, (0, math.prod(shape) - n)).reshape(shape)
     counts = _counts(n, shape)
     shares = jnp.asarray(1 / np.maximum(counts, 1), jnp.float32)
-    mine = [comm.rank == worker for worker in range(size)]
-    own = lambda regions: jax.lax.dynamic_index_in_dim(regions, comm.rank, keepdims=False)
+    owns = [comm.rank == worker for worker in range(size)]
 
-    message = encoded(acc, shares)
+    def own(regions: jax.Array) -> jax.Array:
+      return jax.lax.dynamic_index_in_dim(regions, comm.rank, keepdims=False)
+
+    message = encode(acc, shares)
     received = exchange(comm, message)
-    added = [jnp.where(here, own(acc), decoded(row)) for here, row in zip(mine, received, strict=True)]
+    added = [jnp.where(owner, own(acc), decode(row)) for owner, row in zip(owns, received, strict=True)]
     within = jnp.arange(shape[2], dtype=jnp.int32)[None] < own(jnp.asarray(counts))[:, None]
     region = jnp.where(within, functools.reduce(jnp.add, added), 0.0)
-    sums = encoded(region, own(shares))
-    total = decoded(in_rank_order(comm, all_gather(comm, sums))).reshape(-1)[:n]
+    sums = encode(region, own(shares))
+    total = decode(in_rank_order(comm, all_gather(comm, sums))).reshape(-1)[:n]
 
     # Region by region: XLA on CPU takes three times as long for a select over all of them.
     left = [
-      jnp.where(here, region, acc[worker]) - decoded(jnp.where(here, sums, message[worker]))
-      for worker, here in enumerate(mine)
+      jnp.where(owner, region, acc[worker]) - decode(jnp.where(owner, sums, message[worker]))
+      for worker, owner in enumerate(owns)
     ]
     ends = [min(end * region.size, n) for end in range(size + 1)]
     residual = [part.reshape(-1)[: end - start] for part, start, end in zip(left, ends[:-1], ends[1:], strict=True)]
@@ -117,7 +120,7 @@ def _counts(n: int, shape: tuple[int, int, int]) -> np.ndarray:
   return np.clip(n - starts, 0, block).reshape(regions, blocks).astype(np.int32)
 
 
-def encoded(x: jax.Array, shares: jax.Array) -> jax.Array:
+def encode(x: jax.Array, shares: jax.Array) -> jax.Array:
   """Signs and scales of blocks f32[..., block]: u32[..., block/32 + 1], the last word the scale.
 
   Args:
@@ -125,20 +128,20 @@ def encoded(x: jax.Array, shares: jax.Array) -> jax.Array:
     shares: f32[...], 1 / the entries of each block that are no padding.
 
   Example:
-    >>> words = encoded(jnp.array([-7.0, 1.0] * 16), jnp.float32(1 / 32))
-    >>> decoded(words)[:3]
+    >>> words = encode(jnp.array([-7.0, 1.0] * 16), jnp.float32(1 / 32))
+    >>> decode(words)[:3]
     Array([-5.,  5., -5.], dtype=float32)
   """
   flat = x.reshape(-1, x.shape[-1])
   unit = unit_of(jnp.max(jnp.abs(flat), axis=1))
-  squares = row_sums(rounded((flat / unit[:, None]) ** 2)).reshape(shares.shape)
-  scale = rounded(unit.reshape(shares.shape) * jnp.sqrt(squares * shares))
+  squares = row_sums(round_mantissa((flat / unit[:, None]) ** 2)).reshape(shares.shape)
+  scale = round_mantissa(unit.reshape(shares.shape) * jnp.sqrt(squares * shares))
   signs = (x < 0).reshape(*shares.shape, -1, BITS)
   words = jnp.sum(jnp.where(signs, _bits(signs.ndim), jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
   return jnp.concatenate([words, jax.lax.bitcast_convert_type(scale, jnp.uint32)[..., None]], axis=-1)
 
 
-def decoded(words: jax.Array) -> jax.Array:
+def decode(words: jax.Array) -> jax.Array:
   """Q: the scale of a block with the signs of its entries, f32[..., block] of u32[..., block/32 + 1]."""
   signs = (words[..., :-1, None] & _bits(words.ndim + 1)) != 0
   scale = jax.lax.bitcast_convert_type(words[..., -1], jnp.float32)[..., None, None]

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import flatten
-from jaxsparse.collectives._base import Collective, changed, check_fraction, check_whole
+from jaxsparse.collectives._base import Collective, check_fraction, check_whole, replace_fields
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.sparse import saturating
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+from jaxsparse.types import Comm, Cost, Counters, Reduced, State, saturated, saturated_sum
 
 
 class Factors(NamedTuple):
@@ -50,10 +49,14 @@ class PowerSGD(Collective):
       L = Σ_w M_w orth(R),   R = Σ_w M_wᵀ orth(L)
       total = orth(L) Rᵀ,    next residual_w = M_w − orth(L) orth(L)ᵀ M_w
 
-  The next step starts from this R. Vectors, and leaves with r (a + b) ≥ a b, are sent whole. So a matrix takes
-  2 r (a + b) (P − 1)/P words, in two all-reduces, and no indices. With `alternate` odd steps compute L and deliver
-  `L orth(R)ᵀ`, even ones compute R (ACP-SGD): one all-reduce, 2 r a (P − 1)/P or 2 r b (P − 1)/P words. A column of
-  zeros in L or R is replaced by a random direction, the same on every worker.
+  The next step starts from this R, as in the paper (warm start). Vectors, and leaves with r (a + b) ≥ a b, are sent
+  whole. So a matrix takes 2 r (a + b) (P − 1)/P words, in two all-reduces, and no indices. With `alternate` odd steps
+  compute L and deliver `L orth(R)ᵀ`, even ones compute R (ACP-SGD): one all-reduce, 2 r a (P − 1)/P or
+  2 r b (P − 1)/P words.
+
+  Differences from the paper: R is orthonormalized as well, a column of zeros in L or R is replaced by a random
+  direction, the same on every worker, the residual is a worker's own projection error (the authors' code keeps
+  `M_w − total / P`), and a leaf is cut where its factors are smallest.
 
   The entries of a total are sums of products, whose last bits depend on the machine: workers need processors of one
   kind. Where a worker has several devices, each of them factorizes its own pieces of the leaves. As the words depend on
@@ -98,13 +101,14 @@ class PowerSGD(Collective):
     return not self.leaves
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
-    return changed(self, leaves=shapes)
+    return replace_fields(self, leaves=shapes)
 
   def init(self, n: int, size: int) -> State:
     del size
-    if sum(self._sizes(n)) != n:
-      raise ValueError(f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {sum(self._sizes(n))}")
-    shapes = [matrix for matrix in self._matrices(n) if matrix]
+    layout = self._layout(n)
+    if (found := sum(entries for entries, _ in layout)) != n:
+      raise ValueError(f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {found}")
+    shapes = [matrix for _, matrix in layout if matrix]
     right = tuple(_drawn(jax.random.key(self.seed), [(b, self.rank) for _, b in shapes]))
     left = tuple(jnp.zeros((a, self.rank), jnp.float32) for a, _ in shapes) if self.alternate else ()
     return State(residual=jnp.zeros(n, jnp.float32), shared=Factors(left, right, jnp.int32(0)))
@@ -122,64 +126,58 @@ class PowerSGD(Collective):
     matrices, others = self._split(acc)
     key, to_left = jax.random.fold_in(jax.random.key(self.seed), factors.step + 1), factors.step % 2 == 0
     if self.alternate:
-      turns = [lambda turn=turn: turn(comm, key, matrices, others, factors) for turn in (_to_left, _to_right)]
+      turns = (
+        lambda: _to_left(comm, key, matrices, others, factors),
+        lambda: _to_right(comm, key, matrices, others, factors),
+      )
       turn = jax.lax.cond(to_left, *turns)
     else:
       half = _to_left(comm, key, matrices, others, factors)
       turn = _to_right(comm, key, matrices, others[:0], half.factors)
       turn = turn._replace(others=half.others, factors=turn.factors._replace(left=()))
-    costs = [saturating.cast(cost.words, jnp.uint32) for cost in self._costs(n, comm.size)]
-    words = jnp.where(to_left, *costs) if self.alternate else saturating.total(*costs)
-    residual = acc - self._joined(turn.own, others)
+    costs = [saturated(cost.words, jnp.uint32) for cost in self._costs(n, comm.size)]
+    words = jnp.where(to_left, *costs) if self.alternate else saturated_sum(*costs)
+    residual = acc - self._join(turn.own, others)
     state = state._replace(residual=residual, shared=turn.factors._replace(step=factors.step + 1))
     counters = Counters(words, words, selected=n, delivered=n)
-    return Reduced(self._joined(turn.total, turn.others), state, counters)
+    return Reduced(self._join(turn.total, turn.others), state, counters)
 
   def _check(self, factors: Factors, n: int) -> None:
     """Raises ValueError for the state of other leaves, or of another rank."""
     found = [factor.shape for factor in factors.right]
-    wanted = [(matrix[1], self.rank) for matrix in self._matrices(n) if matrix]
+    wanted = [(matrix[1], self.rank) for _, matrix in self._layout(n) if matrix]
     if found != wanted:
       raise ValueError(
         f"{self.name}: the state has right factors of shapes {found}, rank {self.rank} of leaves of shapes "
         f"{self.leaves} needs {wanted}: make one with js.init or js.convert"
       )
 
-  def _matrices(self, n: int) -> list[tuple[int, int] | None]:
-    """The matrix (a, b) of each leaf, None for one that is sent as it is."""
+  def _layout(self, n: int) -> list[tuple[int, tuple[int, int] | None]]:
+    """The entries of each leaf, and its matrix (a, b), None for a leaf that is sent as it is."""
     shapes = [matrix_of(shape) for shape in self.leaves or ((n,),)]
-    return [(a, b) if self.rank * (a + b) < a * b else None for a, b in shapes]
-
-  def _sizes(self, n: int) -> list[int]:
-    return [math.prod(shape) for shape in self.leaves or ((n,),)]
+    return [(a * b, (a, b) if self.rank * (a + b) < a * b else None) for a, b in shapes]
 
   def _costs(self, n: int, size: int) -> list[Cost]:
     """Of the all-reduce for the left factors, and of that for the right ones."""
-    found = list(zip(self._matrices(n), self._sizes(n), strict=True))
-    others = sum(entries for matrix, entries in found if not matrix)
-    left, right = (sum(self.rank * matrix[axis] for matrix, _ in found if matrix) for axis in (0, 1))
+    layout = self._layout(n)
+    others = sum(entries for entries, matrix in layout if not matrix)
+    left, right = (sum(self.rank * matrix[axis] for _, matrix in layout if matrix) for axis in (0, 1))
     counts = left + others, right + others * self.alternate
     return [all_reduce_cost(count, size) if count else Cost(0, 0) for count in counts]
 
   def _split(self, flat: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     """The matrices of f32[n], and all other entries."""
-    leaves = flatten.parts(flat, self._sizes(flat.size))
-    shapes = self._matrices(flat.size)
-    matrices = [leaf.reshape(matrix) for leaf, matrix in zip(leaves, shapes, strict=True) if matrix]
-    others = [leaf for leaf, matrix in zip(leaves, shapes, strict=True) if not matrix]
-    return matrices, jnp.concatenate([flat[:0], *others])
+    sizes, shapes = zip(*self._layout(flat.size), strict=True)
+    leaves = list(zip(flatten.parts(flat, sizes), shapes, strict=True))
+    others = [leaf for leaf, matrix in leaves if not matrix]
+    return [leaf.reshape(matrix) for leaf, matrix in leaves if matrix], jnp.concatenate([flat[:0], *others])
 
-  def _joined(self, matrices: Sequence[jax.Array], others: jax.Array) -> jax.Array:
+  def _join(self, matrices: Sequence[jax.Array], others: jax.Array) -> jax.Array:
     """Undoes `_split`."""
-    n = others.size + sum(matrix.size for matrix in matrices)
-    found, leaves, start = iter(matrices), [], 0
-    for matrix, size in zip(self._matrices(n), self._sizes(n), strict=True):
-      if matrix:
-        leaves.append(next(found).reshape(-1))
-      else:
-        leaves.append(others[start : start + size])
-        start += size
-    return jnp.concatenate(leaves)
+    layout = self._layout(others.size + sum(matrix.size for matrix in matrices))
+    rest = flatten.parts(others, [entries for entries, matrix in layout if not matrix])
+    found, single = iter(matrices), iter(rest)
+    return jnp.concatenate([next(found).reshape(-1) if matrix else next(single) for _, matrix in layout])
 
 
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -253,30 +251,23 @@ class _Turn(NamedTuple):
 
 
 def _to_left(comm: Comm, key: jax.Array, matrices: list[jax.Array], others: jax.Array, factors: Factors) -> _Turn:
-  """The left factors, from the right ones."""
+  """The left factors, from the right ones; all of them and `others` are summed by one all-reduce."""
   bases = orthonormal(factors.right, key)
   own = _products(matrices, bases)
-  left, others = _summed(comm, own, others)
+  flat = jnp.concatenate([*(factor.reshape(-1) for factor in own), others])
+  flat = comm.all_reduce(flat) if flat.size else flat
+  *sums, others = flatten.parts(flat, [*(factor.size for factor in own), others.size])
+  left = tuple(one.reshape(factor.shape) for one, factor in zip(sums, own, strict=True))
   transposed = [basis.T for basis in bases]
   return _Turn(_products(left, transposed), _products(own, transposed), others, factors._replace(left=left))
 
 
 def _to_right(comm: Comm, key: jax.Array, matrices: list[jax.Array], others: jax.Array, factors: Factors) -> _Turn:
-  """The right factors, from the left ones."""
+  """The right factors, from the left ones: those of the transposed matrices."""
   mirrored = Factors(factors.right, factors.left, factors.step)
-  turn = _to_left(comm, key, [matrix.T for matrix in matrices], others, mirrored)
-  back = lambda found: [matrix.T for matrix in found]
-  after = Factors(turn.factors.right, turn.factors.left, factors.step)
-  return _Turn(back(turn.total), back(turn.own), turn.others, after)
-
-
-def _summed(comm: Comm, factors: Sequence[jax.Array], others: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-  """The sums over workers of all factors and of `others`, by one all-reduce; by none where there are no entries."""
-  parts = [*(factor.reshape(-1) for factor in factors), others]
-  flat = jnp.concatenate(parts)
-  flat = comm.all_reduce(flat) if flat.size else flat
-  *sums, others = flatten.parts(flat, [part.size for part in parts])
-  return tuple(one.reshape(factor.shape) for one, factor in zip(sums, factors, strict=True)), others
+  total, own, others, after = _to_left(comm, key, [matrix.T for matrix in matrices], others, mirrored)
+  total, own = ([matrix.T for matrix in found] for found in (total, own))
+  return _Turn(total, own, others, Factors(after.right, after.left, after.step))
 
 
 def _products(matrices: Sequence[jax.Array], factors: Sequence[jax.Array]) -> list[jax.Array]:

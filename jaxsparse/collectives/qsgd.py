@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse.collectives._base import Collective, check_fraction, check_whole
-from jaxsparse.comm import all_gather, in_rank_order, topology
+from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.sums import largest, ordered_sum, rounded_up
+from jaxsparse.sparse.sums import largest_magnitude, ordered_sum, round_mantissa_up
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 _BLOCK = 1 << 15  # words
@@ -35,12 +35,9 @@ class QSGD(Collective):
 
   Args:
     levels: s; 127 takes 8 bits an entry, 7 takes 4 and 1 takes 2.
-    error_feedback: whether each worker adds its rounding errors to its next gradient, by a residual. Residuals stay
-      bounded only if rounding is a contraction, s > √n: with fewer levels they grow without bound.
+    error_feedback: an ablation: each worker keeps its rounding errors in a residual. Residuals stay bounded only if
+      rounding is a contraction, s > √n: with fewer levels they grow without bound.
     seed: the seed of the rounding; every worker and step draws different random numbers from it.
-
-  Raises:
-    ValueError: for `levels` or a `seed` outside their choices.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -75,19 +72,19 @@ class QSGD(Collective):
 
   def cost(self, n: int, size: int) -> Cost:
     packed = math.ceil(n / (32 // self.bits))
-    return Cost(len(topology.strides(size)), (1 + packed) * (size - 1))
+    return Cost(len(schedules.strides(size)), (1 + packed) * (size - 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
     acc = grads if state.residual is None else grads + state.residual
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), state.shared), comm.rank)
-    message, used = encoded(key, acc, self.levels, self.bits)
+    message, used = encode(key, acc, self.levels, self.bits)
     rows = all_gather(comm, message)
-    total = decoded_sum(rows, self.bits, n, in_rank_order(comm, jnp.arange(comm.size, dtype=jnp.int32)))
+    total = decode_sum(rows, self.bits, n, in_rank_order(comm, jnp.arange(comm.size, dtype=jnp.int32)))
 
     residual = None
     if state.residual is not None:
-      residual = acc - decoded_sum(message[None], self.bits, n, jnp.zeros(1, jnp.int32))
+      residual = acc - decode_sum(message[None], self.bits, n, jnp.zeros(1, jnp.int32))
     words = self.cost(n, comm.size).words
     counters = Counters(words, words, selected=used, delivered=bitset.count(bitset.pack(total != 0)))
     return Reduced(total, state._replace(residual=residual, shared=state.shared + 1), counters)
@@ -104,10 +101,10 @@ def scale_of(x: jax.Array, levels: int) -> jax.Array:
     >>> scale_of(jnp.array([0.0, -2.0]), levels=4)
     Array(0.5, dtype=float32)
   """
-  most = largest(x)
+  most = largest_magnitude(x)
   divisor = jnp.where(most == 0, 1.0, most)  # so that squares neither overflow nor underflow
-  norm = most * jnp.sqrt(ordered_sum(x, lambda part: rounded_up(jnp.abs(part / divisor), bits=12) ** 2))
-  return rounded_up(norm / levels, bits=levels.bit_length())
+  norm = most * jnp.sqrt(ordered_sum(x, term=lambda part: round_mantissa_up(jnp.abs(part / divisor), bits=12) ** 2))
+  return round_mantissa_up(norm / levels, bits=levels.bit_length())
 
 
 def quantize(key: jax.Array, x: jax.Array, scale: jax.Array, levels: int) -> jax.Array:
@@ -117,24 +114,24 @@ def quantize(key: jax.Array, x: jax.Array, scale: jax.Array, levels: int) -> jax
     >>> quantize(jax.random.key(0), jnp.array([0.0, -2.0]), jnp.float32(0.5), levels=4)
     Array([ 0, -4], dtype=int32)
   """
-  level = jnp.floor(jnp.abs(x) / jnp.where(scale == 0, 1.0, scale) + _noise(key, x.size))
+  level = jnp.floor(jnp.abs(x) / jnp.where(scale == 0, 1.0, scale) + draw_noise(key, x.size))
   return (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)
 
 
-def _noise(key: jax.Array, n: int) -> jax.Array:
+def draw_noise(key: jax.Array, n: int) -> jax.Array:
   """f32[n], each uniform in [0, 1): the high 16 bits differ between entries, the lower bits are the same for all.
 
   Drawing 32 bits for each entry would take as long as the rest of QSGD.
   """
   own, shared = jax.random.split(key)
   # An even number of them: on CPU JAX takes several times as long for an odd one.
-  pairs = jax.random.bits(own, (bitset.aligned(-(-n // 2)),), jnp.uint32)
+  pairs = jax.random.bits(own, (bitset.align(-(-n // 2)),), jnp.uint32)
   high = jax.lax.bitcast_convert_type(pairs, jnp.uint16).reshape(-1)[:n].astype(jnp.float32)
   noise = (high + jax.random.uniform(shared, (), jnp.float32)) * 2.0**-16
   return jnp.minimum(noise, 1 - 2.0**-24)  # high + shared may round up to 2¹⁶
 
 
-def encoded(key: jax.Array, x: jax.Array, levels: int, bits: int) -> tuple[jax.Array, jax.Array]:
+def encode(key: jax.Array, x: jax.Array, levels: int, bits: int) -> tuple[jax.Array, jax.Array]:
   """The message u32[1 + w] of f32[n], its scale and its packed levels, and how many levels are not 0, i32[].
 
   Each block of 2¹⁵ words is drawn and packed before the next: its random numbers stay in the cache.
@@ -157,8 +154,8 @@ def encoded(key: jax.Array, x: jax.Array, levels: int, bits: int) -> tuple[jax.A
   return jax.lax.fori_loop(0, blocks, fill, (message, used)) if blocks else (message, used)
 
 
-def decoded_sum(messages: jax.Array, bits: int, n: int, order: jax.Array) -> jax.Array:
-  """The sum f32[n] of the messages of `encoded`, u32[P, 1 + w], added in the order i32[P] of their rows.
+def decode_sum(messages: jax.Array, bits: int, n: int, order: jax.Array) -> jax.Array:
+  """The sum f32[n] of the messages of `encode`, u32[P, 1 + w], added in the order i32[P] of their rows.
 
   Block by block, so that a block of the sum stays in the cache while the entries of all messages are added, and that
   only blocks are put in order.
@@ -166,15 +163,15 @@ def decoded_sum(messages: jax.Array, bits: int, n: int, order: jax.Array) -> jax
   span, scales = 32 // bits * _BLOCK, jax.lax.bitcast_convert_type(messages[:, 0], jnp.float32)
   blocks = n // span
 
-  def added(rows: jax.Array) -> jax.Array:
+  def add_rows(rows: jax.Array) -> jax.Array:
     levels = [unpack_levels(row, bits).astype(jnp.float32) for row in rows[order]]
     return functools.reduce(jnp.add, [level * scale for level, scale in zip(levels, scales[order], strict=True)])
 
   def fill(block: jax.Array, total: jax.Array) -> jax.Array:
     rows = jax.lax.dynamic_slice(messages, (0, 1 + block * _BLOCK), (len(messages), _BLOCK))
-    return jax.lax.dynamic_update_slice(total, added(rows), (block * span,))
+    return jax.lax.dynamic_update_slice(total, add_rows(rows), (block * span,))
 
-  last = added(messages[:, 1 + blocks * _BLOCK :])[: n - blocks * span]
+  last = add_rows(messages[:, 1 + blocks * _BLOCK :])[: n - blocks * span]
   total = jnp.pad(last, (blocks * span, 0))
   return jax.lax.fori_loop(0, blocks, fill, total) if blocks else total
 

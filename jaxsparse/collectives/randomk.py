@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from jaxsparse.collectives._base import SparseCollective, check_whole
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.sparse.lazy import LazySum
+from jaxsparse.select.accumulator import pending_zeros
+from jaxsparse.select.blocks import LazySum
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 
@@ -24,12 +25,7 @@ class RandomK(SparseCollective):
   average. The state is the residual, f32[n] a worker, and the number of the step.
 
   Args:
-    density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
-    k: the number of entries instead, 1 … n.
     seed: the seed of the indices, the same on every worker.
-
-  Raises:
-    ValueError: for a density, k or seed outside their choices.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -53,19 +49,19 @@ class RandomK(SparseCollective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k = grads.size, self.entries(grads.size)
     acc = LazySum((grads, state.residual))
-    indices = draw(jax.random.fold_in(jax.random.key(self.seed), state.shared), n, k)
+    indices = draw_indices(jax.random.fold_in(jax.random.key(self.seed), state.shared), n, k)
     # A NaN outside the drawn indices would stay in the residual unnoticed, so the worker then sends NaN only.
-    values = comm.all_reduce(jnp.where(jnp.isfinite(acc.values).all(), acc.at(indices), jnp.nan))
-    state = state._replace(residual=acc.without(indices), shared=state.shared + 1)
+    values = comm.all_reduce(jnp.where(jnp.isfinite(acc.values).all(), acc.read_at(indices), jnp.nan))
+    state = state._replace(residual=pending_zeros(acc, indices), shared=state.shared + 1)
     words = self.cost(n, comm.size).words
     return Reduced(Sparse(indices, values), state, Counters(words, words, selected=k, delivered=k))
 
 
-def draw(key: jax.Array, n: int, k: int) -> jax.Array:
+def draw_indices(key: jax.Array, n: int, k: int) -> jax.Array:
   """Draws k different indices below n, i32[k], ascending: one in each of k strata of almost equal size.
 
   Example:
-    >>> draw(jax.random.key(0), n=3, k=3)
+    >>> draw_indices(jax.random.key(0), n=3, k=3)
     Array([0, 1, 2], dtype=int32)
   """
   short, longer = divmod(n, k)  # the first `longer` strata have one more index

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import SelectingCollective, words_of
-from jaxsparse.comm import in_rank_order, topology
-from jaxsparse.sparse import saturating
-from jaxsparse.sparse.lazy import LazySum
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+from jaxsparse.comm import in_rank_order, schedules
+from jaxsparse.select.accumulator import pending_except
+from jaxsparse.select.blocks import LazySum
+from jaxsparse.types import Comm, Cost, Counters, Reduced, State, saturated_product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,17 +22,7 @@ class TopkA(SelectingCollective):
   """Sends the k largest entries of each worker to all others (TopkA).
 
   With `acc_w = gradient_w + residual_w`, the total is `Σ_w top_k(acc_w)`, added in rank order. The next residual is
-  `acc_w − top_k(acc_w)`, the entries that were not sent, and what `wire` rounds off. The state is the residual, f32[n]
-  a worker.
-
-  Args:
-    density: ρ in (0, 1]; each worker sends k = ⌈ρ n⌉ entries.
-    k: the number of entries instead, 1 … n.
-    selector: how entries are selected, "exact", "chunked" or "reuse", as of `js.spardl_transform`.
-    wire: the format of values, "f32", "bf16" or "int8", as of `js.spardl_transform`.
-
-  Raises:
-    ValueError: for a density, k, selector or wire outside their choices.
+  `acc_w − top_k(acc_w)`, the entries that were not sent, and what `wire` rounds off.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -43,7 +33,7 @@ class TopkA(SelectingCollective):
     return max(super().slots(n, size), self.chosen_codec(n).slots(size, self.entries(n)))
 
   def cost(self, n: int, size: int) -> Cost:
-    return Cost(len(topology.strides(size)), words_of(self.chosen_codec(n), size, self.entries(n)))
+    return Cost(len(schedules.strides(size)), words_of(self.chosen_codec(n), size, self.entries(n)))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k = grads.size, self.entries(grads.size)
@@ -52,7 +42,7 @@ class TopkA(SelectingCollective):
     writer = self.writer(self.chosen_codec(n), state.shared, comm.rank)
     message, errors = writer.encode(chosen, 0)
     total = sparse.merge(in_rank_order(comm, writer.gather(comm, message)), n)
-    words = writer.words(comm.size, k)
-    used = saturating.times(writer.words_used(selected, k), comm.size - 1)
+    words = words_of(writer.codec, comm.size, k)
+    used = saturated_product(writer.words_used(selected, k), comm.size - 1)
     counters = Counters(words, used, selected=selected, delivered=jnp.count_nonzero(total.values))
-    return Reduced(total, State(acc.replaced(errors), memory, self.following_step(state.shared)), counters)
+    return Reduced(total, State(pending_except(acc, errors), memory, self.next_step(state.shared)), counters)

@@ -19,13 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import SelectingCollective, Writer, residual_of
-from jaxsparse.comm import all_gather, exchange, in_rank_order, topology
+from jaxsparse.collectives._messages import SelectingCollective, Writer, geometric, switch, words_of
+from jaxsparse.comm import all_gather, exchange, in_rank_order, schedules
 from jaxsparse.select import threshold
-from jaxsparse.sparse import bitset, saturating
-from jaxsparse.sparse.capacities import geometric, switch
-from jaxsparse.sparse.lazy import LazySum
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
+from jaxsparse.select.accumulator import pending_nonzero
+from jaxsparse.select.blocks import LazySum
+from jaxsparse.sparse import bitset
+from jaxsparse.sparse.codec import codec_of
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product, saturated_sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,17 +35,7 @@ class TopkDSA(SelectingCollective):
 
   With `acc_w = gradient_w + residual_w`, the total is `Σ_w top_k(acc_w)`, added in rank order. An entry that a worker
   did not send stays in its residual, and so does one that exceeds the capacity of a message, where a worker's entries
-  crowd into one region: `js.metrics(state).overflow` counts these, and there is none while k (2P + 2) ≤ 2k + n. The
-  state is the residual, f32[n] a worker.
-
-  Args:
-    density: ρ in (0, 1]; each worker sends k = ⌈ρ n⌉ entries.
-    k: the number of entries instead, 1 … n.
-    selector: how entries are selected, "exact", "chunked" or "reuse", as of `js.spardl_transform`.
-    wire: the format of values, "f32", "bf16" or "int8", as of `js.spardl_transform`.
-
-  Raises:
-    ValueError: for a density, k, selector or wire outside their choices.
+  crowd into one region: `js.metrics(state).overflow` counts these, and there is none while k (2P + 2) ≤ 2k + n.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -57,14 +48,14 @@ class TopkDSA(SelectingCollective):
 
   def slots(self, n: int, size: int) -> int:
     most = self.capacities(n, size)[-1]  # entries of a region are looked for up to so many beyond all k
-    return max(super().slots(n, size), self.entries(n) + most, self.codec(n).slots(size, most))
+    return max(super().slots(n, size), self.entries(n) + most, codec_of(self.wire, n).slots(size, most))
 
   def cost(self, n: int, size: int) -> Cost:
     length = math.ceil(n / size)
     # The published words are for entries of two words each; a very short message of another format may take more.
-    more = sum(max(0, self.codec(end).words(1, 1) - 2) for end in (n, length))
+    more = sum(max(0, codec_of(self.wire, end).words(1, 1) - 2) for end in (n, length))
     words = (2 * math.ceil(self.entries(n) / size) + length + more) * (size - 1)
-    return Cost(size - 1 + len(topology.strides(size)), words, agreements=2 * (size > 1))
+    return Cost(size - 1 + len(schedules.strides(size)), words, agreements=2 * (size > 1))
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
     """The capacities of a message of the split; gathering the sums as entries limits the largest."""
@@ -77,35 +68,36 @@ class TopkDSA(SelectingCollective):
     n, k, size = grads.size, self.entries(grads.size), comm.size
     length = -(-n // size)
     acc, capacities = LazySum((grads, state.residual)), self.capacities(n, size)
-    writer = self.writer(self.codec(n), state.shared, comm.rank)
+    writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
     picked, count, memory = self.choose(acc, state.worker)
     selected = picked.indices[0]
     chosen = bitset.insert(bitset.empty(n), selected, n)
     bounds = jnp.array([min(region * length, n) for region in range(size + 1)], jnp.int32)
     fullest = comm.all_reduce(jnp.diff(bitset.rank(chosen, bounds)).max(), "max")
-    sent = threshold.at_most_in_regions(acc, chosen, bounds, capacities[-1], most=k)
+    sent = threshold.cut_regions(acc, chosen, bounds, capacities[-1], most=k)
     selected = jnp.where(bitset.contains(sent, selected), selected, n)
 
     def split(capacity: int) -> tuple[jax.Array, list[Sparse], jax.Array]:
-      message, errors = writer.encode(threshold.in_regions(acc, sent, bounds, capacity, most=k), 0)
-      rows = writer.decode(exchange(comm, message))
+      message, errors = writer.encode(threshold.read_regions(acc, sent, bounds, capacity, most=k), 0)
+      rows = writer.codec.decode(exchange(comm, message))
       own = sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length)
-      return own, writer.lost(errors, capacities[-1]), saturating.times(writer.codec.words(1, capacity), size - 1)
+      words = saturated_product(writer.codec.words(1, capacity), size - 1)
+      return own, writer.widen_errors(errors, capacities[-1]), words
 
     own, lost, split_words = switch(capacities, fullest, split)
-    sums = dataclasses.replace(writer, codec=self.codec(length))
+    sums = dataclasses.replace(writer, codec=codec_of(self.wire, length))
     most, even, slots = size * capacities[-1], -(-k // size), min(size * k, n)
     total, rounded_off, words = _gather(comm, own, sums, most, even, slots)
     starts = bitset.rank(sent, bounds)
     counters = Counters(
-      words_sent=saturating.total(split_words, words),
-      words_used=saturating.total(writer.words_used(starts[-1] - jnp.diff(starts)[comm.rank], even), words),
+      words_sent=saturated_sum(split_words, words),
+      words_used=saturated_sum(writer.words_used(starts[-1] - jnp.diff(starts)[comm.rank], even), words),
       selected=count,
       delivered=jnp.count_nonzero(total.values),
       overflow=count - starts[-1],
     )
-    residual = residual_of(acc, selected, total, lost + rounded_off)
-    return Reduced(total, State(residual, memory, self.following_step(state.shared)), counters)
+    residual = pending_nonzero(acc, selected, total, lost + rounded_off)
+    return Reduced(total, State(residual, memory, self.next_step(state.shared)), counters)
 
 
 def _gather(
@@ -113,13 +105,7 @@ def _gather(
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
   """The non-zero sums of all regions, [slots] entries, the rounding errors of the own region, and the words sent.
 
-  Args:
-    comm: the workers.
-    own: f32[length], the sum of this worker's region.
-    writer: encodes and decodes the entries of a region.
-    most: the largest number of non-zero entries of a region.
-    even: the smallest capacity.
-    slots: the largest number of non-zero entries of all regions.
+  Of the own region, f32[length], at most `most` sums are not 0; the smallest capacity of a message is `even`.
   """
   length, size = own.size, comm.size
   few = min(most, length // 2)  # more entries than that take more words than the dense region
@@ -128,27 +114,26 @@ def _gather(
     capacities += (length,)
   chosen = bitset.pack(own != 0)
   fullest = comm.all_reduce(bitset.count(chosen), "max")
-  nonzero = lambda x, members, slots: threshold.first(LazySum((x,)), members, slots)
 
   def lost(errors: Sparse) -> list[Sparse]:
     flat = jnp.where(errors.indices < length, errors.indices + comm.rank * length, size * length)
-    return [sparse.widened(Sparse(flat, errors.values), few, size * length)] if writer.rounds else []
+    return [sparse.widen(Sparse(flat, errors.values), few, size * length)] if writer.codec.rounds else []
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
     if capacity == length:
       regions = in_rank_order(comm, all_gather(comm, own)).reshape(-1)
-      total = nonzero(regions, bitset.pack(regions != 0), slots)
+      total = threshold.read_first(LazySum((regions,)), bitset.pack(regions != 0), slots)
       nothing = Sparse(jnp.full(few, length, jnp.int32), jnp.zeros(few, jnp.float32))
-      return total, lost(nothing), saturating.times(length, size - 1)
-    sums = nonzero(own, chosen, capacity)
+      return total, lost(nothing), saturated_product(length, size - 1)
+    sums = threshold.read_first(LazySum((own,)), chosen, capacity)
     message, errors = writer.encode(sparse.as_row(sums), 1)
     rows = in_rank_order(comm, writer.gather(comm, message))
     flat = rows.indices + length * jnp.arange(size, dtype=jnp.int32)[:, None]
     flat = jnp.where(rows.indices < length, flat, size * length)
     entries = Sparse(flat.reshape(-1), rows.values.reshape(-1))
     if size * capacity > slots:
-      entries = sparse.compressed(entries, entries.indices < size * length, slots, size * length)
-    words = saturating.total(writer.words(size, capacity))
-    return sparse.widened(entries, slots, size * length), lost(sparse.only_row(errors)), words
+      entries = sparse.compress(entries, entries.indices < size * length, slots, size * length)
+    words = saturated_sum(words_of(writer.codec, size, capacity))
+    return sparse.widen(entries, slots, size * length), lost(sparse.only_row(errors)), words
 
   return switch(capacities, fullest, gather)

@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxsparse.comm.all_reduce import all_reduce_in_order
-from jaxsparse.comm.markers import MESSAGE, rank_p
-from jaxsparse.comm.replication import mark_total
-from jaxsparse.comm.view import View
+from jaxsparse.comm.schedules import all_reduce_in_order
+from jaxsparse.comm.verbs import MESSAGE, View, mark_total, rank_p
 from jaxsparse.launch import environment
 from jaxsparse.launch.rank import join_mpi
 from jaxsparse.types import Reduction
@@ -69,59 +67,59 @@ class MpiComm(View):
 
   def __post_init__(self) -> None:
     join_mpi()  # also where the caller gives a communicator
-    if found := environment.stated():
+    if found := environment.read_counts():
       environment.check_mpi("js.MpiComm()", found, _mpi4jax()[0])
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines `x` of all workers of the view in rank order."""
     return mark_total(all_reduce_in_order(self, x, op), self.axes)
 
-  def _everyone(self) -> int:
+  def _engine_size(self) -> int:
     return self.communicator.Get_size()
 
   def _names(self) -> tuple[str, ...]:
     return (RANKS,)
 
-  def _position(self) -> jax.Array:
+  def _engine_rank(self) -> jax.Array:
     return rank_p.bind(jnp.int32(self.communicator.Get_rank()))
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    me = self.communicator.Get_rank()
-    to, of = dict(pairs).get(me), {destination: source for source, destination in pairs}.get(me)
-    return _message(self, buffer, to, of)
+    own = self.communicator.Get_rank()
+    source = {destination: source for source, destination in pairs}.get(own)
+    return _message(self, buffer, dict(pairs).get(own), source)
 
 
-def _sent(view: MpiComm, buffer: jax.Array, to: int | None, of: int | None) -> jax.Array:
-  """What this rank receives; it sends `buffer` to rank `to` and receives of rank `of`."""
-  if to == of == view.communicator.Get_rank():
+def _send_message(view: MpiComm, buffer: jax.Array, destination: int | None, source: int | None) -> jax.Array:
+  """What this rank receives from `source`, while it sends `buffer` to `destination`."""
+  if destination == source == view.communicator.Get_rank():
     return buffer
   through_host = _needs_staging() if view.host_staging is None else view.host_staging
-  return (_staged if through_host else _direct)(view.communicator, buffer, to, of)
+  return (_send_staged if through_host else _send_direct)(view.communicator, buffer, destination, source)
 
 
-_sent.__name__ = MESSAGE
-_message = jax.jit(_sent, static_argnums=(0, 2, 3))
+_send_message.__name__ = MESSAGE
+_message = jax.jit(_send_message, static_argnums=(0, 2, 3))
 
 
-def _direct(communicator: Any, buffer: jax.Array, to: int | None, of: int | None) -> jax.Array:
+def _send_direct(communicator: Any, buffer: jax.Array, destination: int | None, source: int | None) -> jax.Array:
   """Sends one message by mpi4jax, from device memory where mpi4jax can."""
   _, mpi4jax = _mpi4jax()
-  if to is not None and of is not None:
-    return mpi4jax.sendrecv(buffer, buffer, source=of, dest=to, comm=communicator)
-  if to is not None:
-    mpi4jax.send(buffer, dest=to, comm=communicator)
-  return jnp.zeros_like(buffer) if of is None else mpi4jax.recv(buffer, source=of, comm=communicator)
+  if destination is not None and source is not None:
+    return mpi4jax.sendrecv(buffer, buffer, source=source, dest=destination, comm=communicator)
+  if destination is not None:
+    mpi4jax.send(buffer, dest=destination, comm=communicator)
+  return jnp.zeros_like(buffer) if source is None else mpi4jax.recv(buffer, source=source, comm=communicator)
 
 
-def _staged(communicator: Any, buffer: jax.Array, to: int | None, of: int | None) -> jax.Array:
+def _send_staged(communicator: Any, buffer: jax.Array, destination: int | None, source: int | None) -> jax.Array:
   """Sends one message by mpi4py, from host memory to host memory."""
   null = _mpi4jax()[0].PROC_NULL
+  to, origin = (null if end is None else end for end in (destination, source))
 
   def exchange(words: np.ndarray) -> np.ndarray:
-    got = np.zeros(buffer.shape, buffer.dtype)
-    destination, source = (null if end is None else end for end in (to, of))
-    communicator.Sendrecv(np.ascontiguousarray(words), destination, recvbuf=got, source=source)
-    return got
+    received = np.zeros(buffer.shape, buffer.dtype)
+    communicator.Sendrecv(np.ascontiguousarray(words), to, recvbuf=received, source=origin)
+    return received
 
   like = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
   return io_callback(exchange, like, buffer, ordered=True)

@@ -2,7 +2,7 @@
 
 A line is an equation, or a constant with a hash of its bytes. Variables are numbered in order. What a process has of
 its own is left out: names, source files, addresses of functions, the order of sets, and under MPI the rank
-(`markers.rank_p`) and the partners of a message (`markers.MESSAGE`).
+(`verbs.rank_p`) and the partners of a message (`verbs.MESSAGE`).
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jaxsparse import _compat
-from jaxsparse.comm.markers import MESSAGE, rank_p
+from jaxsparse.comm.verbs import MESSAGE, rank_p
 
 
 class Line(NamedTuple):
@@ -71,18 +71,18 @@ class ProgramText:
 
   def _lines(self, jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Iterator[tuple[str, core.JaxprEqn | None]]:
     """The constants, the equations, and the results of a jaxpr, without those of the bodies of equations."""
-    inner, consts = _open(jaxpr), jaxpr.consts if isinstance(jaxpr, core.ClosedJaxpr) else ()
+    inner, consts = _jaxpr_of(jaxpr), jaxpr.consts if isinstance(jaxpr, core.ClosedJaxpr) else ()
     names: dict[Any, str] = {}
     name = lambda var: names.setdefault(var, f"v{len(names)}")
     read = lambda atom: self._value(atom.val, atom.aval) if isinstance(atom, core.Literal) else name(atom)
-    made = lambda var: f"{name(var)}:{self._shape(var.aval)}"
+    result_of = lambda var: f"{name(var)}:{self._shape(var.aval)}"
     for var in inner.invars:
       name(var)
     for var, const in zip(inner.constvars, consts, strict=False):
-      yield f"constant {self._value(const, var.aval)} -> {made(var)}", None
+      yield f"constant {self._value(const, var.aval)} -> {result_of(var)}", None
     for equation in inner.eqns:
       operands = ["of this rank"] if equation.primitive is rank_p else map(read, equation.invars)
-      results = " ".join(map(made, equation.outvars))
+      results = " ".join(map(result_of, equation.outvars))
       params = "" if _is_message(equation) else self._params(equation.params)
       yield " ".join(filter(None, [equation.primitive.name, params, *operands, "->", results])), equation
     yield " ".join(["return", *map(read, inner.outvars)]), None
@@ -143,7 +143,7 @@ _NAMES = ("name", "debug_info", "source_info", "src_info", "name_and_src_info", 
 _OWN = re.compile(r"0x[0-9a-f]|\.py\b")  # an address, a file
 
 
-def _open(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
+def _jaxpr_of(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
   return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 

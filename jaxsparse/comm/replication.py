@@ -21,26 +21,15 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from jaxsparse._compat import AxisName, inner_jaxprs, names_of, scan_counts
-from jaxsparse.comm.markers import total_p
+from jaxsparse.comm.verbs import list_axes, mark_total, other_axes_error, total_p
+
+__all__ = ["axes_of_spec", "check_axes", "checked", "mark_total"]
 
 Axes = frozenset[str]
 
 _PSUMS = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
 _SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter", "psum_scatter", "collective_broadcast")
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-
-
-def mark_total(tree: Any, axes: Sequence[str] | None) -> Any:
-  """`tree`, marked as equal on all workers along `axes`; a law of its algorithm must guarantee this.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> mark_total(jnp.ones(2), ("workers",))
-    Array([1., 1.], dtype=float32)
-  """
-  if axes is not None and not axes:  # a view of some workers: its total is not equal on all of them
-    return tree
-  return jax.tree.map(lambda x: total_p.bind(x, axes=None if axes is None else frozenset(axes)), tree)
 
 
 def checked(
@@ -71,16 +60,16 @@ def checked(
 
   def traced(*arguments: Any) -> Any:
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    follow = _Follow(axes.union(others))
+    follow = _AxesOfValues(axes.union(others))
     varying = [axes_of_spec(spec) & follow.every for spec in _spec_of_each(arguments, in_specs)]
-    outputs = follow.through(closed.jaxpr, varying)
+    outputs = follow.find_axes(closed.jaxpr, varying)
     follow.check_marks(axes)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     for varies, spec, path in zip(outputs, _spec_of_each(shapes, out_specs), paths, strict=True):
       if differs := varies - axes_of_spec(spec):
         name, why = list(results.items())[path[0].idx]
         leaf = name + jax.tree_util.keystr(path[1:])
-        raise ValueError(f"{leaf} would differ between the workers along axis {_listed(differs)}: {why}")
+        raise ValueError(f"{leaf} would differ between the workers along axis {list_axes(differs)}: {why}")
     leaves = core.jaxpr_as_fun(rewrite(closed))(*jax.tree.leaves(arguments))
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
@@ -90,20 +79,12 @@ def checked(
 def check_axes(function: Callable, arguments: Sequence[Any], axis: AxisName) -> None:
   """Raises ValueError if a transform inside `function`, the program of one worker, is over other axes than `axis`."""
   jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-  follow = _Follow(frozenset(names_of(axis)))
-  follow.through(jaxpr, [frozenset()] * len(jaxpr.invars))
+  follow = _AxesOfValues(frozenset(names_of(axis)))
+  follow.find_axes(jaxpr, [frozenset()] * len(jaxpr.invars))
   follow.check_marks(frozenset(names_of(axis)))
 
 
-def other_axes(ours: Iterable[str], mapped: Iterable[str]) -> ValueError:
-  """The error for a transform over other axes than those that a program is mapped over."""
-  return ValueError(
-    f"the jaxsparse transform is over the axis {_listed(ours)}, and js.init and the training step are over "
-    f"{_listed(mapped)}: give all of them the same axis"
-  )
-
-
-class _Follow:
+class _AxesOfValues:
   """Computes the axes that each value of a jaxpr may vary over, and collects the axes of all marks.
 
   Args:
@@ -120,9 +101,9 @@ class _Follow:
     """Raises ValueError for a mark over other axes than `axes`."""
     for marked in self._marks:
       if marked != axes:
-        raise other_axes(marked, axes)
+        raise other_axes_error(marked, axes)
 
-  def through(self, jaxpr: core.Jaxpr, inputs: Sequence[Axes]) -> list[Axes]:
+  def find_axes(self, jaxpr: core.Jaxpr, inputs: Sequence[Axes]) -> list[Axes]:
     """The axes that each result of a jaxpr may vary over.
 
     Args:
@@ -140,25 +121,25 @@ class _Follow:
     name, params = equation.primitive.name, equation.params
     if name in self._loops:
       return self._loops[name](params, inputs)
-    body = next((_open(params[key]) for key in _BODIES if key in params), None)
+    body = next((_jaxpr_of(params[key]) for key in _BODIES if key in params), None)
     if body is not None and len(body.invars) == len(inputs) and len(body.outvars) == len(equation.outvars):
-      results = self.through(body, inputs)
+      results = self.find_axes(body, inputs)
       return [axes & self.every for axes in results] if name == "shard_map" else results
     varies = _union(inputs)
     if equation.primitive is total_p:
-      varies = self._marked(params["axes"], varies)
+      varies = self._note_mark(params["axes"], varies)
     elif name in _PSUMS:
-      varies = varies - _named(params) if params.get("axis_index_groups") is None else varies
+      varies = varies - _axis_names(params) if params.get("axis_index_groups") is None else varies
     elif name in _SENDS or name == "axis_index":
-      varies = varies | _named(params)
+      varies = varies | _axis_names(params)
     elif equation.effects or "callback" in name:
       varies = self.every
     else:  # an unknown operation may apply its bodies to any of its operands
-      bodies = [self.through(inner, [varies] * len(inner.invars)) for inner in inner_jaxprs(params)]
+      bodies = [self.find_axes(inner, [varies] * len(inner.invars)) for inner in inner_jaxprs(params)]
       varies = varies.union(*(axes for results in bodies for axes in results))
     return [varies] * len(equation.outvars)
 
-  def _marked(self, axes: Axes | None, varies: Axes) -> Axes:
+  def _note_mark(self, axes: Axes | None, varies: Axes) -> Axes:
     if axes is None:
       return frozenset()
     self._marks.add(axes)
@@ -166,13 +147,13 @@ class _Follow:
 
   def _cond(self, params: Any, inputs: list[Axes]) -> list[Axes]:
     index, *operands = inputs
-    branches = [self.through(_open(branch), operands) for branch in params["branches"]]
+    branches = [self.find_axes(_jaxpr_of(branch), operands) for branch in params["branches"]]
     return [_union([index, *results]) for results in zip(*branches, strict=True)]
 
   def _scan(self, params: Any, inputs: list[Axes]) -> list[Axes]:
     start, count = scan_counts(params)
     consts, carry, scanned = inputs[:start], inputs[start : start + count], inputs[start + count :]
-    step = lambda carry: self.through(_open(params["jaxpr"]), [*consts, *carry, *scanned])
+    step = lambda carry: self.find_axes(_jaxpr_of(params["jaxpr"]), [*consts, *carry, *scanned])
     return step(_fixed_point(lambda carry: step(carry)[:count], carry))
 
   def _while(self, params: Any, inputs: list[Axes]) -> list[Axes]:
@@ -180,8 +161,8 @@ class _Follow:
     cond_consts, body_consts, carry = inputs[:first], inputs[first:second], inputs[second:]
 
     def step(carry: list[Axes]) -> list[Axes]:
-      (more,) = self.through(_open(params["cond_jaxpr"]), [*cond_consts, *carry])
-      results = self.through(_open(params["body_jaxpr"]), [*body_consts, *carry])
+      (more,) = self.find_axes(_jaxpr_of(params["cond_jaxpr"]), [*cond_consts, *carry])
+      results = self.find_axes(_jaxpr_of(params["body_jaxpr"]), [*body_consts, *carry])
       return [more | result for result in results]
 
     return _fixed_point(step, carry)
@@ -194,7 +175,7 @@ def _fixed_point(step: Callable[[list[Axes]], list[Axes]], carry: list[Axes]) ->
   return carry
 
 
-def _named(params: Any) -> Axes:
+def _axis_names(params: Any) -> Axes:
   """Names of the axes of a collective operation."""
   axes = params.get("axes", params.get("axis_name", ()))
   return frozenset(axis for axis in (axes if isinstance(axes, (tuple, list)) else (axes,)) if isinstance(axis, str))
@@ -209,14 +190,10 @@ def _union(sets: Sequence[Axes]) -> Axes:
   return frozenset().union(*sets)
 
 
-def _open(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
+def _jaxpr_of(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
   return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
 def _spec_of_each(tree: Any, specs: Any) -> list[PartitionSpec]:
   is_spec = lambda x: isinstance(x, PartitionSpec)
   return jax.tree.leaves(jax.tree.broadcast(specs, tree, is_leaf=is_spec), is_leaf=is_spec)
-
-
-def _listed(axes: Iterable[str]) -> str:
-  return " and ".join(map(repr, sorted(axes))) or "none"

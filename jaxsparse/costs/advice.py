@@ -1,5 +1,7 @@
 """Predicts the seconds per step of each algorithm from a profile, and names the fastest."""
 
+import importlib.resources
+import json
 import math
 import numbers
 from collections.abc import Sequence
@@ -7,11 +9,72 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxsparse.collectives._base import check_whole
-from jaxsparse.collectives._labels import collective_of
+from jaxsparse.collectives._base import check_whole, collective_of
 from jaxsparse.costs.calibration import Profile
-from jaxsparse.costs.counting import entries_of, inside, predict
-from jaxsparse.costs.evidence import Evidence
+from jaxsparse.costs.counting import count_entries, count_inside, predict
+
+_EVIDENCE = importlib.resources.files("jaxsparse.costs") / "evidence.json"
+
+
+class Evidence(NamedTuple):
+  """The steps of a method to the loss that dense reaches on one task, measured from several seeds.
+
+  Attributes:
+    method: what workers exchange, and by which collective: "local:every=8/spardl:density=0.3" stands for local steps,
+      "updates/spardl" for an optimizer of each worker's own before the exchange, "spardl" for gradients.
+    collective: its label, with options.
+    every: H, the number of steps from one exchange to the next (`js.local_steps`).
+    optimizer: its name, rate and options, "window_adam:0.001:window=4".
+    task: what was trained, in words.
+    workers: number of workers P.
+    steps: mean over the seeds of the steps to dense's loss / those of dense; None if a seed did not reach it.
+    deviation: standard deviation of these; None likewise.
+    seeds: their number.
+  """
+
+  method: str
+  collective: str
+  every: int
+  optimizer: str
+  task: str
+  workers: int
+  steps: float | None
+  deviation: float | None
+  seeds: int
+
+  def __str__(self) -> str:
+    reached = f"{self.steps:.2f} ± {self.deviation:.2f} times dense's steps" if self.steps else "never at dense's loss"
+    return f"{reached} ({self.task}, {self.optimizer}, {self.workers} workers, {self.seeds} seeds)"
+
+
+def evidence(optimizer: str | None = None) -> list[Evidence]:
+  """The evidence that comes with the library, from trainings with this optimizer; for `js.costs.advise`.
+
+  Args:
+    optimizer: its name, "adam", which includes kinds of it like window_adam; None for all.
+
+  Returns:
+    A row for each training, a named tuple: `method`, `collective` (its label), `every` (H), `optimizer`, `task`,
+    `workers`, `steps` (to dense's loss / those of dense, mean over seeds; None if a seed did not reach it), their
+    standard `deviation`, and `seeds`.
+
+  Raises:
+    ValueError: for an optimizer without evidence, with those that have some.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> sorted({row.optimizer.split(":")[0] for row in js.costs.evidence("adam")})
+    ['adam', 'window_adam']
+    >>> str(js.costs.evidence("adam")[0]._replace(steps=1.25, deviation=0.1))
+    "1.25 ± 0.10 times dense's steps (lm, 3,295,232 parameters, adam:0.0015, 4 workers, 3 seeds)"
+  """
+  rows = [Evidence(**row) for row in json.loads(_EVIDENCE.read_text())]
+  names = [row.optimizer.split(":")[0] for row in rows]
+  found = [row for row, name in zip(rows, names, strict=True) if optimizer in (None, name, *name.split("_"))]
+  if not found:
+    known = ", ".join(dict.fromkeys(names))
+    raise ValueError(f"evidence: no training with optimizer={optimizer!r}, choose one of {known}")
+  return found
 
 
 class Prediction(NamedTuple):
@@ -33,8 +96,6 @@ class Prediction(NamedTuple):
   Example:
     >>> Prediction("dense", "dense", {}, 0.1, 0.2, 6, 1000).seconds
     0.30000000000000004
-    >>> Prediction("dense", "dense", {}, 0.1, 0.2, 6, 1000, every=30).words_per_step
-    33.333333333333336
   """
 
   label: str
@@ -55,15 +116,17 @@ class Prediction(NamedTuple):
     return (self.arithmetic + self.wire + self.inside) / self.every
 
   @property
-  def words_per_step(self) -> float:
-    """4-byte words that one worker sends, mean over the steps."""
-    return self.words / self.every
-
-  @property
   def to_loss(self) -> float:
     """Seconds to the loss that dense has after one step: of the steps to it, by the evidence, with their compute."""
-    steps = 1.0 if self.evidence is None else self.evidence.steps
-    return math.inf if steps is None else steps * (self.compute + self.seconds)
+    steps = 1.0 if self.evidence is None else self.evidence.steps or math.inf
+    return steps * (self.compute + self.seconds)
+
+  @property
+  def title(self) -> str:
+    """The method of the evidence, or the label with the number of local steps."""
+    if self.evidence:
+      return self.evidence.method
+    return self.label if self.every == 1 else f"{self.label} every {self.every} steps"
 
 
 class Advice(NamedTuple):
@@ -72,10 +135,6 @@ class Advice(NamedTuple):
   Attributes:
     predictions: the fastest first; with evidence the one that reaches dense's loss first.
     why: one sentence that compares it with the fastest dense one, and names the evidence.
-
-  Example:
-    >>> Advice([Prediction("dense", "dense", {}, 0.1, 0.2, 6, 1000)], "it is alone").best.label
-    'dense'
   """
 
   predictions: list[Prediction]
@@ -87,14 +146,13 @@ class Advice(NamedTuple):
     return self.predictions[0]
 
   def __str__(self) -> str:
-    taught = any(one.evidence for one in self.predictions)
-    wide = max(31, *(len(_titled(one)) for one in self.predictions)) + 1
-    head = f"{'to loss':>10}" if taught else ""
-    lines = [f"{'algorithm':<{wide}}{head}{'seconds':>10}{'arithmetic':>12}{'wire':>10}{'messages':>10}{'words':>14}"]
+    has_evidence = any(one.evidence for one in self.predictions)
+    width = max(31, *(len(one.title) for one in self.predictions)) + 1
+    heads = f"{'to loss':>10}" * has_evidence + f"{'seconds':>10}{'arithmetic':>12}{'wire':>10}"
+    lines = [f"{'algorithm':<{width}}{heads}{'messages':>10}{'words':>14}"]
     for one in self.predictions:
-      head = f"{one.to_loss:>10.4f}" if taught else ""
-      parts = f"{one.seconds:>10.4f}{one.arithmetic:>12.4f}{one.wire:>10.4f}{one.messages:>10}{one.words:>14,}"
-      lines.append(f"{_titled(one):<{wide}}{head}{parts}")
+      times = f"{one.to_loss:>10.4f}" * has_evidence + f"{one.seconds:>10.4f}{one.arithmetic:>12.4f}{one.wire:>10.4f}"
+      lines.append(f"{one.title:<{width}}{times}{one.messages:>10}{one.words:>14,}")
     return "\n".join([*lines, self.why])
 
 
@@ -122,8 +180,13 @@ def advise(
     params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`, or their number n.
     profile: from `js.costs.fit`.
     every: the numbers H of steps between exchanges to choose from (`js.local_steps`); with evidence it names them.
-    evidence: of the methods to choose from, `js.costs.evidence("adam")` or your own.
+    evidence: of the methods to choose from, `js.costs.evidence("adam")` or rows of your own like these.
     compute: seconds of the rest of your step, forward and backward; with evidence.
+
+  Returns:
+    `predictions`, the best first, which is also `best`, and `why`, a sentence; `print` it for a table. A prediction has
+    the `label`, `name` and `config` of an algorithm, `every` (H), `seconds` per step, and of an update `messages`,
+    `words`, and the seconds of `arithmetic`, `wire` and `inside`; `to_loss` and `evidence`, where there is some.
 
   Raises:
     ValueError: for a profile without any algorithm, or without any of the evidence, no parameters, an H that is no
@@ -131,50 +194,45 @@ def advise(
 
   Example:
     >>> import jaxsparse as js
+    >>> from jaxsparse.costs.calibration import Algorithm
     >>> profile = js.costs.Profile(workers=6, alpha=1e-4, beta=8e-9, reduce_alpha=1e-4, reduce_beta=8e-9, algorithms={
-    ...   "dense": js.costs.Algorithm(1e-9, reduces=True), "spardl:density=0.01": js.costs.Algorithm(4e-8)})
+    ...   "dense": Algorithm(1e-9, reduces=True), "spardl:density=0.01": Algorithm(4e-8)})
     >>> js.costs.advise(14_728_266, profile).best.label
     'spardl:density=0.01'
     >>> js.costs.advise(14_728_266, profile).why
     'spardl:density=0.01: ... s per step, ... times as fast as dense: it saves ... s of the wire and spends ...'
     >>> js.costs.advise(14_728_266, profile, every=(1, 30)).why
     'spardl:density=0.01 every 30 steps: ... s per step, ... times as fast as dense every 30 steps: it saves ...'
-    >>> slow = js.costs.Evidence("spardl:density=0.01", "spardl:density=0.01", 1, "adam:0.001", "lm", 4, 40.0, 1.0, 3)
+    >>> slow = js.costs.evidence("sgd")[0]._replace(steps=40.0, deviation=1.0)
     >>> js.costs.advise(14_728_266, profile, evidence=[slow], compute=0.2).why
-    "dense reaches its loss first, spardl:density=0.01 0.03 times as soon: 40.00 ± 1.00 times dense's steps (...)"
+    "dense reaches dense's loss ... times as soon as spardl:density=0.01: 40.00 ± 1.00 times dense's steps (...)"
   """
-  n = entries_of(params)
-  if n < 1:
-    raise ValueError(f"advise: {n} parameters, give at least 1")
   if not 0 <= compute < math.inf:
     raise ValueError(f"advise: compute={compute}, give the seconds of forward and backward")
   if not profile.algorithms:
     raise ValueError("advise: the profile has no algorithm, make one with js.costs.fit")
-  replicated = 0 if isinstance(params, numbers.Integral) else _replicated(params, profile.devices)
-  gathered = inside(replicated, devices=profile.devices)
-  within = gathered.seconds(profile.inside_alpha, profile.inside_beta)
   for steps in every:
     check_whole("advise", 1, every=steps)
-  updates = [_prediction(label, params, profile)._replace(inside=within) for label in profile.algorithms]
+  updates = [_predict(label, params, profile)._replace(compute=compute) for label in profile.algorithms]
   if evidence:
-    found = _taught(updates, evidence, compute)
+    found = _with_evidence(updates, evidence)
   else:
     found = [update._replace(every=steps) for steps in every for update in updates]
   predictions = sorted(found, key=lambda one: one.to_loss)
-  return Advice(predictions, _why_sooner(predictions) if evidence else _why(predictions))
+  return Advice(predictions, _explain(predictions))
 
 
-def _taught(updates: list[Prediction], evidence: Sequence[Evidence], compute: float) -> list[Prediction]:
+def _with_evidence(updates: list[Prediction], evidence: Sequence[Evidence]) -> list[Prediction]:
   """Dense, and the methods of the evidence, each with that of its training which took most steps."""
-  evidence = _checked(evidence)
-  updates = [update._replace(compute=compute) for update in updates]
+  for row in evidence:
+    _check(row)
   most: dict[str, Prediction] = {}
-  for one in sorted(evidence, key=lambda one: math.inf if one.steps is None else one.steps):
+  for row in sorted(evidence, key=lambda row: row.steps or math.inf):
     for update in updates:
-      if (update.name, update.config) == collective_of(one.collective):
-        most[one.method] = update._replace(every=one.every, evidence=one)
+      if (update.name, update.config) == collective_of(row.collective):
+        most[row.method] = update._replace(every=row.every, evidence=row)
   if not most:
-    wanted = ", ".join(dict.fromkeys(one.collective for one in evidence))
+    wanted = ", ".join(dict.fromkeys(row.collective for row in evidence))
     raise ValueError(
       f"advise: the profile has {', '.join(update.label for update in updates)}, the evidence is of {wanted}: "
       "give these to js.costs.fit(algorithms=...)"
@@ -182,32 +240,20 @@ def _taught(updates: list[Prediction], evidence: Sequence[Evidence], compute: fl
   return [update for update in updates if update.name == "dense"] + list(most.values())
 
 
-def _checked(evidence: Sequence[Evidence]) -> list[Evidence]:
-  """The evidence; raises ValueError unless every training has whole numbers, and finite steps or none."""
-  found = list(evidence)
-  for one in found:
-    if not isinstance(one, Evidence):
-      raise ValueError(f"advise: evidence={evidence!r}, give a list of js.costs.Evidence, as js.costs.evidence() does")
-    where = f"advise: evidence of {one.method}"
-    check_whole(where, 1, every=one.every, seeds=one.seeds)
-    if one.steps is not None and not 0 < one.steps < math.inf:
-      raise ValueError(f"{where}: steps={one.steps}, give steps / dense's steps, or None where it does not get there")
-    if (one.steps is None) != (one.deviation is None) or not 0 <= (one.deviation or 0.0) < math.inf:
-      raise ValueError(f"{where}: deviation={one.deviation}, give one where there are steps, and only there")
-  return found
+def _check(row: Evidence) -> None:
+  """Raises ValueError unless it has whole numbers, and positive steps with their deviation, or neither."""
+  if not isinstance(row, Evidence):
+    raise ValueError(f"advise: evidence has {row!r}, give a list of rows like those of js.costs.evidence()")
+  where = f"advise: evidence of {row.method}"
+  check_whole(where, 1, every=row.every, seeds=row.seeds)
+  known = [value for value in (row.steps, row.deviation) if value is not None]
+  if len(known) == 1 or row.steps == 0 or not all(0 <= value < math.inf for value in known):
+    has = f"steps={row.steps} and deviation={row.deviation}"
+    raise ValueError(f"{where}: {has}, give steps / dense's steps and their deviation, or None for both if never there")
 
 
-def _replicated(params: Any, devices: int) -> int:
-  """Entries of leaves that the devices of a worker gather: those beyond its own part of what a device holds."""
-  held = lambda leaf: math.prod(
-    leaf.sharding.shard_shape(leaf.shape) if getattr(leaf, "sharding", None) else leaf.shape
-  )
-  leaves = jax.tree.leaves(params)
-  received = sum(held(leaf) - -(-math.prod(leaf.shape) // devices) for leaf in leaves)
-  return received * devices // max(1, devices - 1)
-
-
-def _prediction(label: str, params: Any, profile: Profile) -> Prediction:
+def _predict(label: str, params: Any, profile: Profile) -> Prediction:
+  """The prediction of one update."""
   name, options = collective_of(label)
   measured = profile.algorithms[label]
   cost = predict(name, n=params, workers=profile.workers, devices=profile.devices, **options)
@@ -215,41 +261,43 @@ def _prediction(label: str, params: Any, profile: Profile) -> Prediction:
   agreeing = measured.agreements * 2 * (profile.workers - 1).bit_length()
   alpha, beta = (profile.reduce_alpha, profile.reduce_beta) if measured.reduces else (profile.alpha, profile.beta)
   wire = cost.messages * alpha + 4 * words * beta * measured.slowdown + agreeing * profile.reduce_alpha
-  arithmetic = measured.arithmetic * -(-entries_of(params) // profile.devices)
-  return Prediction(label, name, options, arithmetic, wire, cost.messages, words)
+  arithmetic = measured.arithmetic * -(-count_entries(params) // profile.devices)
+  gathered = count_inside(_count_replicated(params, profile.devices), devices=profile.devices)
+  inside = gathered.seconds(profile.inside_alpha, profile.inside_beta)
+  return Prediction(label, name, options, arithmetic, wire, cost.messages, words, inside)
 
 
-def _why(predictions: list[Prediction]) -> str:
+def _count_replicated(params: Any, devices: int) -> int:
+  """Entries of leaves that the devices of a worker gather: those beyond its own part of what a device holds."""
+  if isinstance(params, numbers.Integral):
+    return 0
+  received = 0
+  for leaf in jax.tree.leaves(params):
+    sharding = getattr(leaf, "sharding", None)
+    held = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
+    received += math.prod(held) - -(-math.prod(leaf.shape) // devices)
+  return received * devices // max(1, devices - 1)
+
+
+def _explain(predictions: list[Prediction]) -> str:
+  """One sentence about the best method and dense, or about dense and the best of the others."""
   best, *others = predictions
-  first = f"{_titled(best)}: {best.seconds:.4f} s per step"
-  if best.name == "dense":
-    rest = f". The fastest of the others, {_titled(others[0])}, would take {others[0].seconds:.4f} s" if others else ""
-    return first + rest
-  dense = next((one for one in others if one.name == "dense"), None)
-  if dense is None:
+  is_dense = lambda one: one.name == "dense" and not one.evidence
+  other = next((one for one in others if is_dense(one) != is_dense(best)), None)
+  if trained := best.evidence or (other and other.evidence):
+    if other is None:
+      return f"{best.title}: {trained}"
+    sooner = other.to_loss / best.to_loss
+    than = f" {sooner:.2f} times as soon as {other.title}" if math.isfinite(sooner) else f", {other.title} never"
+    return f"{best.title} reaches dense's loss{than}: {trained}"
+  first = f"{best.title}: {best.seconds:.4f} s per step"
+  if other is None:
     return first
-  saved = dense.wire / dense.every - best.wire / best.every
-  spent = best.arithmetic / best.every - dense.arithmetic / dense.every
+  if is_dense(best):
+    return f"{first}. The fastest that is not dense, {other.title}, would take {other.seconds:.4f} s"
+  saved = other.wire / other.every - best.wire / best.every
+  spent = best.arithmetic / best.every - other.arithmetic / other.every
   return (
-    f"{first}, {dense.seconds / best.seconds:.2f} times as fast as {_titled(dense)}: it saves {saved:.4f} s of the "
+    f"{first}, {other.seconds / best.seconds:.2f} times as fast as {other.title}: it saves {saved:.4f} s of the "
     f"wire and spends {spent:.4f} s more on arithmetic"
   )
-
-
-def _why_sooner(predictions: list[Prediction]) -> str:
-  best, *others = predictions
-  if best.evidence is None:
-    second = next(one for one in others if one.evidence)
-    later = f"{best.to_loss / second.to_loss:.2f} times as soon" if math.isfinite(second.to_loss) else "not at all"
-    return f"{_titled(best)} reaches its loss first, {_titled(second)} {later}: {second.evidence}"
-  if math.isinf(best.to_loss):
-    return f"the profile has no dense, and none of the evidence reached its loss; {_titled(best)}: {best.evidence}"
-  dense = next((one for one in others if one.evidence is None), None)
-  sooner = f"{dense.to_loss / best.to_loss:.2f} times as soon as {_titled(dense)}" if dense else "first"
-  return f"{_titled(best)} reaches dense's loss {sooner}: {best.evidence}"
-
-
-def _titled(one: Prediction) -> str:
-  if one.evidence:
-    return one.evidence.method
-  return one.label if one.every == 1 else f"{one.label} every {one.every} steps"

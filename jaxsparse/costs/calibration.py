@@ -1,7 +1,6 @@
 """Measures the parameters of the cost model, on the workers and the network of the training run."""
 
 import dataclasses
-import functools
 import json
 import math
 import numbers
@@ -18,19 +17,19 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName
-from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective, plain
-from jaxsparse.collectives._labels import collective_of, label_of
+from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective, make_plain
+from jaxsparse.collectives._base import collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.costs.counting import count_agreements, entries_of, predict, reduces, schedule, shaped
+from jaxsparse.costs.counting import count_agreements, count_entries, make_sized, schedule, uses_all_reduce
 from jaxsparse.train import timing
-from jaxsparse.train.engine import Engine, engine_of, rows_of
-from jaxsparse.train.simulation import simulate
+from jaxsparse.train.engine import Engine, engine_of
+from jaxsparse.transform.metrics import metrics
 from jaxsparse.types import Comm
 
 _LONG = 0.3  # seconds of a message that is long enough to measure β
 _SHORTEST = 2**18  # words; the longest message of a measurement of β has at least so many
 _CHAIN = 8  # messages of a chain, which makes the overhead of the clock and of the call small
-_SHAPE = 2**16  # entries of the simulated gradients that `fill` is measured with
+_SHAPE = 2**16  # entries of the gradients that `fill` is measured with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +70,15 @@ class Profile:
     reduce_alpha: seconds of each of the 2⌈log₂P⌉ messages of the platform's all-reduce.
     reduce_beta: seconds per byte that a worker sends in the platform's all-reduce.
     entries: n of the gradients whose arithmetic was timed.
-    algorithms: measurements of each algorithm, by label.
+    algorithms: measurements of each algorithm, by label: `arithmetic` is its seconds per entry, `fill` the words that
+      it sends / the predicted ones.
     devices: number of devices S of a worker, all of which send to other workers at once while α and β are measured.
     inside_alpha: latency of a message between devices of a worker, in seconds.
     inside_beta: seconds per byte of a message between devices of a worker.
 
   Example:
-    >>> Profile(workers=2, alpha=1e-4, beta=8e-9).seconds(6, 1000)
-    0.000608
+    >>> Profile(workers=2, alpha=1e-4, beta=8e-9, algorithms={"dense": Algorithm(1e-9)}).algorithms["dense"].fill
+    1.0
   """
 
   workers: int
@@ -92,10 +92,6 @@ class Profile:
   devices: int = 1
   inside_alpha: float = 0.0
   inside_beta: float = 0.0
-
-  def seconds(self, messages: float, size: float) -> float:
-    """Seconds of `messages` messages one after the other, with `size` bytes in total."""
-    return messages * self.alpha + size * self.beta
 
   def save(self, path: str | pathlib.Path) -> None:
     """Writes the profile as JSON."""
@@ -154,25 +150,31 @@ def fit(
   if not seconds > 0:
     raise ValueError(f"fit: seconds={seconds!r}, give more than 0, math.inf for no limit")
   start = time.monotonic()
-  names = candidates(engine.workers, densities, n) if algorithms is None else _with_densities(algorithms, densities)
-  collectives = {label: _collective(label, n) for label in names}
-  n = entries_of(n)
-  measure = _Measure(engine, axis, repetitions)
-  alpha, beta, gamma = _links(measure, n)
-  reduce_alpha, reduce_beta = _all_reduce(measure, n)
-  inside_alpha, inside_beta, devices = 0.0, 0.0, math.prod(engine.axes[name] for name in engine.others)
+  labels = candidates(engine.workers, densities, n) if algorithms is None else _add_densities(algorithms, densities)
+  parsed = [collective_of(label) for label in labels]
+  collectives = [make_sized(name, n, engine.workers, **options)[0] for name, options in parsed]
+  n = count_entries(n)
+  meter = _Meter(engine, axis, n, repetitions)
+  links, reduce, inside = meter.measure_links(), meter.measure_all_reduce(), (0.0, 0.0)
+  devices = math.prod(engine.axes[name] for name in engine.others)
   if devices > 1:
-    inside_alpha, inside_beta, _ = _links(_Measure(engine_of(mesh, engine.others), engine.others, repetitions), n)
-  left = lambda: seconds - measure.latest(time.monotonic() - start)
-  measured = _algorithms(collectives, measure, n, reduce_beta, left, progress)
-  return Profile(
-    engine.workers, alpha, beta, gamma, reduce_alpha, reduce_beta, n, measured, devices, inside_alpha, inside_beta
-  )
-
-
-def _collective(label: str, n: Any) -> Collective:
-  name, options = collective_of(label)
-  return shaped(make_collective(name, **options), n)
+    inside = _Meter(engine_of(mesh, engine.others), engine.others, n, repetitions).measure_links()[:2]
+  grads, measured = timing.gradients(engine, n, axis)(0), dict[str, Algorithm]()
+  left = seconds - meter.find_slowest(time.monotonic() - start)
+  for number, (label, collective) in enumerate(zip(labels, collectives, strict=True)):
+    if measured and left <= 0:
+      warnings.warn(
+        f"js.costs.fit: no time was left for {', '.join(labels[number:])}: they are not in the profile; give more "
+        "seconds=, or those algorithms= that you choose among",
+        stacklevel=2,
+      )
+      break
+    measured[label] = meter.measure_algorithm(label, collective, grads, reduce[1], left / (len(labels) - number))
+    left = seconds - meter.find_slowest(time.monotonic() - start)
+    if progress and engine.process == 0:
+      spent = f"{1e9 * measured[label].arithmetic:.3g} ns an entry, {max(0.0, left):.0f} s left"
+      progress(f"{number + 1} of {len(labels)}: {label}, {spent}")
+  return Profile(engine.workers, *links, *reduce, n, measured, devices, *inside)
 
 
 def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str]:
@@ -185,14 +187,13 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
     >>> candidates(4, [0.01])[-3:]
     ['spardl:teams=2:density=0.01', 'spardl:teams=4:density=0.01', 'dense:dtype=bfloat16']
   """
-  known = {name: plain(name) for name in collective_names()}
   fits = lambda one: one.replicates and not (one.needs_shapes and isinstance(n, numbers.Integral))
-  averaging = sorted((name for name, one in known.items() if fits(one)), key=lambda name: name != "dense")
+  averaging = sorted(filter(lambda name: fits(make_plain(name)), collective_names()), key=lambda name: name != "dense")
   teams = [f"spardl:teams={teams}" for teams in range(2, workers + 1) if workers % teams == 0]
-  return _with_densities([*averaging, *teams, "dense:dtype=bfloat16"], densities)
+  return _add_densities([*averaging, *teams, "dense:dtype=bfloat16"], densities)
 
 
-def _with_densities(labels: Sequence[str], densities: Sequence[float]) -> list[str]:
+def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[str]:
   result = []
   for label in labels:
     name, config = collective_of(label)
@@ -201,145 +202,77 @@ def _with_densities(labels: Sequence[str], densities: Sequence[float]) -> list[s
   return result
 
 
-class _Measure:
-  """Times programs that all workers run at once."""
+class _Meter:
+  """Times programs that all workers run at once, with gradients of n entries and messages of up to n words."""
 
-  def __init__(self, engine: Engine, axis: AxisName, repetitions: int):
-    self.engine, self.repetitions = engine, repetitions
-    self._axis, self._split = axis, PartitionSpec(axis)
+  def __init__(self, engine: Engine, axis: AxisName, n: int, repetitions: int):
+    self._engine, self._axis, self._n, self._repetitions = engine, axis, n, repetitions
     self._watch = timing.Stopwatch(engine, axis)
 
-  def messages(self, function: Callable[[Comm, jax.Array], Any], words: int) -> float:
-    """Median seconds of `function(comm, u32[words])`."""
-    run = lambda x: function(self.engine.comm, x[0])[None]
-    program = self.engine.jit(run, (self._split,), self._split)
-    return self._median(program, self.engine.spread(np.arange(words, dtype=np.uint32)))
-
-  def gradients(self, n: int) -> jax.Array:
-    """Gradients of n entries for each worker."""
-    return timing.gradients(self.engine, n, self._axis)(0)
-
-  def arithmetic(self, collective: Collective, grads: jax.Array, n: int, budget: float) -> float:
-    """Seconds of one update of n entries without its messages, while all workers compute."""
-    return timing.alone(self.engine, self._watch, collective, grads, n, self.repetitions, self._axis, budget)[0]
-
-  def latest(self, seconds: float) -> float:
+  def find_slowest(self, seconds: float) -> float:
     """The most of the `seconds` of all processes, so that they decide alike."""
     return float(self._watch.gather(seconds).max())
 
-  def most(self, values: np.ndarray) -> np.ndarray:
-    """Element-wise maximum of f32[m] over all processes."""
-    rows = rows_of(self.engine, lambda x: x[0], (self._split,))
-    return rows(self.engine.spread(values)).max(0)
+  def measure_links(self) -> tuple[float, float, float]:
+    """(α, β, γ) of messages from each worker to its successor."""
+    send = lambda comm, x: comm.shift(x, 1)
+    alpha, words, seconds, beyond = self._measure_line(send, 4)
+    both = lambda comm, x: jnp.concatenate([send(comm, x), send(comm, x + 1)])
+    return alpha, beyond / (4 * words), self._measure_seconds(both, words) / seconds
 
-  def _median(self, program: Callable, *arguments: Any) -> float:
-    """Median seconds of a program, of few runs where each takes long."""
-    first, _ = self._watch.time(program, *arguments)  # compiles
-    times = [self._watch.time(program, *arguments)[0]]
-    while len(times) < self.repetitions and sum(times) < 4 * _LONG:
-      times.append(self._watch.time(program, *arguments)[0])
+  def measure_all_reduce(self, dtype: jax.typing.DTypeLike = jnp.float32) -> tuple[float, float]:
+    """(α, β) of the platform's all-reduce, per message and per byte of `all_reduce_cost`."""
+    workers = self._engine.workers
+    latency, entries, _, beyond = self._measure_line(lambda comm, x: comm.all_reduce(x.astype(dtype)), 2 * workers)
+    cost = all_reduce_cost(entries, workers, jnp.dtype(dtype).itemsize)
+    return latency / cost.messages, beyond / cost.bytes
+
+  def measure_algorithm(
+    self, label: str, collective: Collective, grads: jax.Array, reduce_beta: float, budget: float
+  ) -> Algorithm:
+    """The measurements of an algorithm, which take more than `budget` seconds only if one repetition does."""
+    jaxpr = schedule(collective, self._n, self._engine.workers)
+    reduces, (name, options) = uses_all_reduce(jaxpr, self._engine.workers), collective_of(label)
+    slowdown = self.measure_all_reduce(options["dtype"])[1] / reduce_beta if reduces and "dtype" in options else 1.0
+    each = self._engine, self._watch, collective, grads, self._n, self._repetitions, self._axis, budget
+    arithmetic = timing.alone(*each)[0] / self._n
+    fill = self._measure_fill(make_collective(name, **options))
+    return Algorithm(arithmetic, fill, reduces, count_agreements(jaxpr), slowdown)
+
+  def _measure_fill(self, collective: Collective) -> float:
+    """Words of an update / predicted words, for normally distributed gradients; 1 where message sizes are constant."""
+    if not collective.sizes_vary or collective.needs_shapes:  # or they vary by leaves alone, and the larger ones count
+      return 1.0
+    update = timing.Update(self._engine, collective, self._engine.comm, _SHAPE, self._axis)
+    make = timing.gradients(self._engine, _SHAPE, self._axis)
+    for _ in range(2):  # the first step may differ: it computes new thresholds and regions
+      _, update.state = update.program(make(0), update.state)
+    words = float(metrics(update.state).words_sent)
+    return words / max(1, collective.cost(_SHAPE, self._engine.workers).words)
+
+  def _measure_line(self, send: Callable[[Comm, jax.Array], jax.Array], short: int) -> tuple[float, int, float, float]:
+    """Seconds of a message of `short` words; words and seconds of a long one; the seconds of its words."""
+
+    def chain(comm: Comm, x: jax.Array) -> jax.Array:
+      own = x + comm.rank.astype(x.dtype)  # of equal values XLA would make a multiplication
+      total = own
+      for _ in range(_CHAIN):
+        total = send(comm, own + total / 2).astype(x.dtype)
+      return total
+
+    latency = self._measure_seconds(chain, short) / _CHAIN
+    words, most = 2**14, max(self._n, _SHORTEST)
+    while (seconds := self._measure_seconds(send, words)) < _LONG and words < most:
+      # On a slow network the next size is the one that should take `_LONG`: four times as many could take minutes.
+      words = min(most, words * 4, max(2 * words, round(words * _LONG / seconds)))
+    return latency, words, seconds, max(seconds - latency, 0.01 * seconds)  # clocks are inexact
+
+  def _measure_seconds(self, function: Callable[[Comm, jax.Array], Any], words: int) -> float:
+    """Median seconds of `function(comm, f32[words])`, of few runs where each takes long."""
+    split = PartitionSpec(self._axis)
+    program = self._engine.jit(lambda x: function(self._engine.comm, x[0])[None], (split,), split)
+    row = self._engine.spread(np.arange(words, dtype=np.float32))
+    first, times = self._watch.time(program, row)[0], [self._watch.time(program, row)[0]]  # the first one compiles
+    while len(times) < self._repetitions and sum(times) < 4 * _LONG:
+      times.append(self._watch.time(program, row)[0])
     return min(first, statistics.median(times))
-
-
-def _links(measure: _Measure, n: int) -> tuple[float, float, float]:
-  """(α, β, γ) of messages from each worker to its successor."""
-
-  def chain(comm: Comm, x: jax.Array) -> jax.Array:
-    for _ in range(_CHAIN):
-      x = comm.shift(x, 1)
-    return x
-
-  alpha = measure.messages(chain, 4) / _CHAIN
-  one = lambda comm, x: comm.shift(x, 1)
-  words, seconds = _growing(lambda words: measure.messages(one, words), n)
-  both = lambda comm, x: jnp.concatenate([comm.shift(x, 1), comm.shift(x + jnp.uint32(1), 1)])
-  gamma = measure.messages(both, words) / seconds
-  return alpha, _beyond(alpha, seconds) / (4 * words), gamma
-
-
-def _all_reduce(measure: _Measure, n: int, dtype: jax.typing.DTypeLike = jnp.float32) -> tuple[float, float]:
-  """(α, β) of the platform's all-reduce, per message and per byte of `all_reduce_cost`."""
-  workers = measure.engine.workers
-  reduce = lambda comm, x: comm.all_reduce(x.astype(dtype))
-  latency = measure.messages(functools.partial(_reduced_again, dtype), 2 * workers) / _CHAIN
-  entries, seconds = _growing(lambda words: measure.messages(reduce, words), n)
-  cost = all_reduce_cost(entries, workers, jnp.dtype(dtype).itemsize)
-  return latency / cost.messages, _beyond(latency, seconds) / cost.bytes
-
-
-def _reduced_again(dtype: jax.typing.DTypeLike, comm: Comm, x: jax.Array) -> jax.Array:
-  """A chain of all-reduces of values that differ between workers: of equal ones XLA would make a multiplication."""
-  own = x.astype(dtype) + comm.rank.astype(dtype)
-  total = own
-  for _ in range(_CHAIN):
-    total = comm.all_reduce(own + total * jnp.asarray(0.5, dtype))
-  return total
-
-
-def _beyond(latency: float, seconds: float) -> float:
-  """Seconds of a long message minus the latency, at least 1 % of its seconds, since clocks are inexact."""
-  return max(seconds - latency, 0.01 * seconds)
-
-
-def _growing(seconds_of: Callable[[int], float], most: int) -> tuple[int, float]:
-  """The first size up to `most` words, growing at most fourfold, that takes `_LONG` seconds; and its seconds."""
-  words, most = 2**14, max(most, _SHORTEST)
-  while (seconds := seconds_of(words)) < _LONG and words < most:
-    # On a slow network the next size is the one that should take `_LONG`: four times as many words could take minutes.
-    words = min(most, words * 4, max(2 * words, round(words * _LONG / seconds)))
-  return words, seconds
-
-
-def _algorithms(
-  collectives: dict[str, Collective],
-  measure: _Measure,
-  n: int,
-  reduce_beta: float,
-  left: Callable[[], float],
-  progress: Callable[[str], object] | None,
-) -> dict[str, Algorithm]:
-  """Measurements of each algorithm, by label, of as many as begin while seconds are `left`, and of at least one."""
-  engine, labels = measure.engine, list(collectives)
-  grads, fills, measured = measure.gradients(n), list[float](), dict[str, Algorithm]()
-  remaining = left()
-  for number, (label, collective) in enumerate(collectives.items()):
-    if measured and remaining <= 0:
-      warnings.warn(
-        f"js.costs.fit: no time was left for {', '.join(labels[number:])}: they are not in the profile; give more "
-        "seconds=, or those algorithms= that you choose among",
-        stacklevel=3,
-      )
-      break
-    if number == len(fills):  # simulations need no network, so as many processes do one each
-      fills += _fills(labels[number : number + engine.processes], measure)
-    jaxpr = schedule(collective, n, engine.workers)
-    reducing, dtype = reduces(jaxpr, engine.workers), collective_of(label)[1].get("dtype")
-    slowdown = _all_reduce(measure, n, dtype)[1] / reduce_beta if reducing and dtype else 1.0
-    arithmetic = measure.arithmetic(collective, grads, n, budget=remaining / (len(labels) - number)) / n
-    measured[label] = Algorithm(arithmetic, fills[number], reducing, count_agreements(jaxpr), slowdown)
-    remaining = left()
-    if progress and engine.process == 0:
-      spent = f"{1e9 * arithmetic:.3g} ns an entry, {max(0.0, remaining):.0f} s left"
-      progress(f"{number + 1} of {len(labels)}: {label}, {spent}")
-  return measured
-
-
-def _fills(labels: Sequence[str], measure: _Measure) -> list[float]:
-  """`_fill` of at most as many algorithms as there are processes, each of which simulates one of them."""
-  engine = measure.engine
-  mine = [_fill(label, engine.workers) if number == engine.process else 0.0 for number, label in enumerate(labels)]
-  return measure.most(np.array(mine, np.float32)).tolist()
-
-
-def _fill(label: str, workers: int) -> float:
-  """Measured words / predicted words for normally distributed gradients; 1 where message sizes are constant."""
-  name, options = collective_of(label)
-  collective = make_collective(name, **options)
-  if not collective.sizes_vary or collective.needs_shapes:  # or they vary by leaves alone, and the larger ones count
-    return 1.0
-  grads = jax.random.normal(jax.random.key(0), (workers, _SHAPE), jnp.float32)
-  state, words = None, 0.0
-  for _ in range(2):  # the first step may differ: it computes new thresholds and regions
-    done = simulate(name, grads, state=state, **options)
-    state, words = done.state, float(done.metrics.words_sent)
-  return words / max(1, predict(name, n=_SHAPE, workers=workers, **options).words)

@@ -17,6 +17,7 @@ from jax.extend import core
 from jaxsparse import flatten
 from jaxsparse._compat import inner_jaxprs
 from jaxsparse.collectives import Collective, make_collective
+from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import AxisComm, all_reduce_cost
 from jaxsparse.transform.shards import share_of
 from jaxsparse.transform.update import init_state, reduce_step
@@ -37,7 +38,7 @@ def count(name: str | Collective, *, n: Any, workers: int, devices: int = 1, **c
       whose words depend on the shapes of leaves. A device then has rows of each leaf.
     workers: number of workers P.
     devices: number of devices S of a worker. Each of them sends the messages of ⌈n/S⌉ entries to other workers, and the
-      cost is that of one device; `inside` has its messages to the other devices of its worker.
+      cost is that of one device; `count_inside` has its messages to the other devices of its worker.
     **config: the options of the collective.
 
   Raises:
@@ -53,7 +54,7 @@ def count(name: str | Collective, *, n: Any, workers: int, devices: int = 1, **c
     >>> js.costs.count("spardl", n=2**27, workers=128, devices=8, density=0.001)
     Cost(messages=14, words=67056, agreements=0)
   """
-  collective, own = _made(name, n, workers, devices, config)
+  collective, own = make_sized(name, n, workers, devices, **config)
   return count_jaxpr(schedule(collective, own, workers), workers)
 
 
@@ -65,7 +66,7 @@ def predict(name: str | Collective, *, n: Any, workers: int, devices: int = 1, *
     >>> js.costs.predict("dense", n=1000, workers=8)
     Cost(messages=6, words=1750, agreements=0)
   """
-  collective, own = _made(name, n, workers, devices, config)
+  collective, own = make_sized(name, n, workers, devices, **config)
   return collective.cost(own, workers)
 
 
@@ -88,7 +89,7 @@ def count_update(tx: optax.GradientTransformation, params: Any, *, workers: int,
     >>> cost.words, cost.words_per_step(every=500)
     (1750000, 3500.0)
   """
-  _check_sizes(workers=workers)
+  check_whole("count_update", 1, workers=workers)
 
   def counted(**extra: Any) -> Cost:
     def worker(params: optax.Params) -> optax.Updates:
@@ -101,7 +102,7 @@ def count_update(tx: optax.GradientTransformation, params: Any, *, workers: int,
   return max(counted(), counted(synchronize=True), key=lambda cost: cost.words)
 
 
-def inside(n: int, *, devices: int) -> Cost:
+def count_inside(n: int, *, devices: int) -> Cost:
   """The messages and words that a device sends to the other devices of its worker for one update.
 
   After the exchange between workers it gathers the n entries of leaves that are replicated inside, each device has
@@ -112,10 +113,10 @@ def inside(n: int, *, devices: int) -> Cost:
     devices: number of devices S of a worker.
 
   Example:
-    >>> inside(1000, devices=8)
+    >>> count_inside(1000, devices=8)
     Cost(messages=3, words=875, agreements=1)
   """
-  _check_sizes(devices=devices)
+  check_whole("count_inside", 1, devices=devices)
   if devices == 1:
     return Cost(0, 0)
   return Cost((devices - 1).bit_length() if n else 0, -(-n // devices) * (devices - 1), agreements=1)
@@ -166,26 +167,26 @@ def count_agreements(jaxpr: core.Jaxpr) -> int:
     >>> count_agreements(schedule(js.make_collective("gaussiank", k=8), n=64, workers=4))
     1
   """
-  return sum(map(_agreements_of, jaxpr.eqns))
+  total = 0
+  for equation in jaxpr.eqns:
+    inner = list(map(count_agreements, inner_jaxprs(equation.params)))
+    if equation.primitive.name in _ALL_REDUCES:
+      operands: list[Any] = [var.aval for var in equation.invars]
+      total += all(jnp.issubdtype(aval.dtype, jnp.integer) for aval in operands)
+    else:
+      total += min(inner) if equation.primitive.name == "cond" else sum(inner)
+  return total
 
 
-def reduces(jaxpr: core.Jaxpr, workers: int) -> bool:
+def uses_all_reduce(jaxpr: core.Jaxpr, workers: int) -> bool:
   """Whether a program sends gradients only by the all-reduce of XLA, without messages of its own.
 
   Example:
     >>> import jaxsparse as js
-    >>> reduces(schedule(js.make_collective("dense"), n=64, workers=4), workers=4)
+    >>> uses_all_reduce(schedule(js.make_collective("dense"), n=64, workers=4), workers=4)
     True
   """
   return "ppermute" not in str(jaxpr) and count_jaxpr(jaxpr, workers).messages > 0
-
-
-def _agreements_of(equation: core.JaxprEqn) -> int:
-  inner = [count_agreements(jaxpr) for jaxpr in inner_jaxprs(equation.params)]
-  if equation.primitive.name in _ALL_REDUCES:
-    operands: list[Any] = [var.aval for var in equation.invars]
-    return int(all(jnp.issubdtype(aval.dtype, jnp.integer) for aval in operands))
-  return min(inner) if equation.primitive.name == "cond" else sum(inner)
 
 
 def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
@@ -221,14 +222,14 @@ def _sum(costs: Iterable[Cost]) -> Cost:
   return Cost(*map(sum, zip(Cost(0, 0), *costs, strict=True)))
 
 
-def entries_of(n: Any) -> int:
+def count_entries(n: Any) -> int:
   """The number of entries of parameters; a whole number as it is.
 
   Raises:
     ValueError: for something else.
 
   Example:
-    >>> entries_of({"w": jnp.zeros((3, 2))}), entries_of(5)
+    >>> count_entries({"w": jnp.zeros((3, 2))}), count_entries(5)
     (6, 5)
   """
   if isinstance(n, numbers.Integral):
@@ -239,40 +240,24 @@ def entries_of(n: Any) -> int:
   return sum(flatten.sizes(n))
 
 
-def shaped(collective: Collective, n: Any, devices: int = 1) -> Collective:
-  """The collective, told the shapes of the leaves of parameters n, of which each of S devices has a share.
+def make_sized(name: str | Collective, n: Any, workers: int, devices: int = 1, **config: Any) -> tuple[Collective, int]:
+  """The collective for what each of S devices has of n entries or parameters, and its number of entries.
 
   Raises:
-    ValueError: for a number n where it needs shapes.
+    ValueError: for sizes below 1, or a number n where it needs shapes.
 
   Example:
-    >>> shaped(make_collective("powersgd"), {"w": jnp.zeros((8, 6))}, devices=2).leaves
-    ((4, 6),)
+    >>> collective, entries = make_sized("powersgd", {"w": jnp.zeros((8, 6))}, workers=2, devices=2)
+    >>> collective.leaves, entries
+    (((4, 6),), 24)
   """
-  collective = collective.for_devices(devices)
+  check_whole("js.costs", 1, n=count_entries(n), workers=workers, devices=devices)
+  collective = make_collective(name, **config).for_devices(devices)
   if not isinstance(n, numbers.Integral):
-    return collective.for_leaves(_shares(n, devices))
+    shapes = tuple(share_of(shape, devices) for shape in flatten.shapes(n))
+    return collective.for_leaves(shapes), sum(map(math.prod, shapes))
   if collective.needs_shapes:
     raise ValueError(
       f"{collective.name}: the words of n={n} entries depend on the shapes of their leaves: give the parameters as n"
     )
-  return collective
-
-
-def _shares(n: Any, devices: int) -> tuple[tuple[int, ...], ...]:
-  """The shapes of what each of S devices has of the leaves of parameters; of n entries, of one vector."""
-  shapes = ((int(n),),) if isinstance(n, numbers.Integral) else flatten.shapes(n)
-  return tuple(share_of(shape, devices) for shape in shapes)
-
-
-def _made(name: str | Collective, n: Any, workers: int, devices: int, config: dict[str, Any]) -> tuple[Collective, int]:
-  """The collective of one device, and its number of entries."""
-  _check_sizes(n=entries_of(n), workers=workers, devices=devices)
-  collective = shaped(make_collective(name, **config), n, devices)
-  return collective, sum(map(math.prod, _shares(n, devices)))
-
-
-def _check_sizes(**sizes: int) -> None:
-  for field, value in sizes.items():
-    if value < 1:
-      raise ValueError(f"{field}={value}, choose at least 1")
+  return collective, -(-int(n) // devices)

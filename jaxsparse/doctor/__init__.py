@@ -7,11 +7,9 @@ It checks versions, devices, huge pages and MPI, and lets two workers reduce kno
 that could hang, abort or hold a GPU runs in a process of its own with a time limit. The exit status is 1 if a check
 failed, 0 otherwise: a warning concerns features that not everybody needs.
 
-`machine`, `engines` and `mpi` are the checks, `probes` are the programs that they start, `programs` starts them, and
-`command` is the command line.
+`checks` are the checks, `probes` the programs that they start.
 """
 
-from jaxsparse.doctor.command import examine, main
-from jaxsparse.doctor.finding import Finding
+from jaxsparse.doctor.checks import examine
 
-__all__ = ["Finding", "examine", "main"]
+__all__ = ["examine"]

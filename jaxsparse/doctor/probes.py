@@ -1,58 +1,70 @@
 """Programs that a check starts in processes of their own. Each prints its answer as one line of JSON."""
 
+import ctypes
 import functools
 import json
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxsparse as js
 from jaxsparse import _compat, launch
-from jaxsparse.doctor.programs import ANSWER
-from jaxsparse.train import timing
-from jaxsparse.train.engine import engine_of, local_shard
+from jaxsparse.doctor.checks import ANSWER
 
-_AXIS = "workers"
 _ENTRIES = 60
 
 
-def answer(name: str) -> None:
-  """Runs the probe of this name and prints its answer; of several ranks each does, and the doctor reads one."""
-  print(f"{ANSWER}{json.dumps(_PROBES[name]())}", flush=True)
-
-
-def _jax() -> dict[str, Any]:
+def _find_devices() -> dict[str, Any]:
   first = jax.devices()[0]
   return {"platform": jax.default_backend(), "devices": len(jax.devices()), "kind": first.device_kind}
 
 
-def _mpi4jax() -> dict[str, Any]:
+def _load_mpi() -> dict[str, Any]:
   import mpi4jax
   import mpi4py
   from mpi4jax._src import xla_bridge
   from mpi4py import MPI
 
-  library = MPI.Get_library_version().split(",")[0].splitlines()[0]
-  versions = {"mpi4py": mpi4py.__version__, "mpi4jax": mpi4jax.__version__}
-  return {"library": library.strip("\0 "), "cuda": bool(xla_bridge.HAS_CUDA_EXT), **versions}
+  library = MPI.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
+  reads = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+  versions = f"mpi4py {mpi4py.__version__}, mpi4jax {mpi4jax.__version__}"
+  return {
+    "library": library,
+    "versions": versions,
+    "cuda": bool(xla_bridge.HAS_CUDA_EXT),
+    "aware": reads and bool(reads()),
+  }
 
 
-def _engine(engine: str) -> dict[str, Any]:
-  """Reduces known gradients, dense and by SparDL with k = n: both must give their mean, bit for bit."""
-  where, name = _workers(engine)
-  workers = engine_of(where, _AXIS)
-  rows = np.outer(np.arange(1, workers.workers + 1), np.arange(_ENTRIES) - 9.0).astype(np.float32)
-  for collective in (js.make_collective("dense"), js.make_collective("spardl", k=_ENTRIES)):
-    update = timing.Update(workers, collective, workers.comm, _ENTRIES)
-    whole = workers.place(rows.reshape(-1), PartitionSpec(_AXIS))
-    mine = rows[where.communicator.Get_rank()] if isinstance(where, js.MpiComm) else whole
-    mean, _ = update.program(mine, update.state)
-    for found in np.asarray(local_shard(mean)).reshape(-1, _ENTRIES):  # one row for each worker of this process
-      np.testing.assert_array_equal(found, rows.mean(0), f"{collective} on {name}")
-  return {"workers": workers.workers, "where": name}
+def _reduce(engine: str) -> dict[str, Any]:
+  """A training step by known gradients, dense and by SparDL with k = n: both must move by their mean, bit for bit."""
+  where: Any
+  axis: Any = "workers"
+  if engine == "mpi":
+    where = axis = js.MpiComm()
+  elif engine == "sim":
+    where = js.SimComm(axis, members=2)
+  else:
+    if engine == "processes":
+      launch.join()
+    else:
+      jax.config.update("jax_num_cpu_devices", 2)
+    devices = jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu")
+    where = Mesh(np.array(devices[:2]), (axis,))
+  for make in (js.dense_transform, functools.partial(js.spardl_transform, k=_ENTRIES)):
+    tx, params = optax.chain(make(axis), optax.sgd(-1.0)), jnp.zeros(_ENTRIES)
+    step = js.make_train_step(lambda params, batch: jnp.vdot(params, batch[0]), tx, where)
+    rows = np.outer(np.arange(1, step.workers + 1), np.arange(_ENTRIES) - 9.0).astype(np.float32)
+    batch = rows[where.communicator.Get_rank(), None] if engine == "mpi" else rows
+    moved, _, _ = step(params, js.init(tx, params, where), batch)
+    np.testing.assert_array_equal(moved.addressable_data(0), rows.mean(0), f"{make} on {engine}")
+  platform = next(iter(moved.devices())).platform
+  return {"detail": f"{step.workers} workers on {platform} have the mean of their gradients by dense and spardl"}
 
 
 def _scatter() -> dict[str, Any]:
@@ -64,34 +76,14 @@ def _scatter() -> dict[str, Any]:
   given = jax.make_array_from_callback(rows.shape, jax.NamedSharding(mesh, spec), rows.__getitem__)
   for axes, over in ((("hosts",), (0,)), (("devices",), (1,)), (("hosts", "devices"), (0, 1))):
     scatter = lambda x, axes=axes: jax.lax.psum_scatter(x[0, 0], axes, tiled=True)[None, None]
-    part = local_shard(jax.jit(_compat.shard_map(scatter, mesh, (spec,), spec))(given))[0, 0]
+    part = jax.jit(_compat.shard_map(scatter, mesh, (spec,), spec))(given).addressable_data(0)[0, 0]
     whole, host = rows.sum(over, keepdims=True), jax.process_index()
     mine = whole[host % whole.shape[0], 0].reshape(-1, part.size)  # of the first device of this process
     np.testing.assert_array_equal(part, mine[host * len(mine) // mesh.shape["hosts"] if "hosts" in axes else 0])
-  return {"devices": mesh.size}
+  return {"detail": f"{mesh.size} devices of 2 processes have the sums of psum_scatter"}
 
 
-def _workers(engine: str) -> tuple[Mesh | js.Comm, str]:
-  """Two workers, and a description of them."""
-  if engine == "mpi":
-    return js.MpiComm(), f"{jax.default_backend()} ranks of MPI"
-  if engine == "sim":
-    return js.SimComm(_AXIS, members=2), f"one {jax.default_backend()} device, simulated,"
-  if engine == "processes":
-    launch.join()
-    devices, of = jax.devices(), "processes"
-  else:
-    jax.config.update("jax_num_cpu_devices", 2)
-    devices = jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu")
-    devices, of = devices[:2], "devices"
-  kind = devices[0].platform
-  over = {"cpu": "gloo", "gpu": "NCCL"}.get(kind) if engine == "processes" else None
-  return Mesh(np.array(devices), (_AXIS,)), f"{kind} {of}" + (f" over {over}" if over else "")
-
-
-_PROBES: dict[str, Callable[[], dict[str, Any]]] = {
-  "jax": _jax,
-  "mpi4jax": _mpi4jax,
-  "scatter": _scatter,
-  **{engine: functools.partial(_engine, engine) for engine in ("devices", "sim", "processes", "mpi")},
-}
+if __name__ == "__main__":
+  probes = {"jax": _find_devices, "mpi4jax": _load_mpi, "scatter": _scatter}
+  answer = probes.get(sys.argv[1], functools.partial(_reduce, sys.argv[1]))()
+  print(f"{ANSWER}{json.dumps(answer)}", flush=True)  # of several ranks each does, and the doctor reads one

@@ -10,45 +10,13 @@ started it, so the same program runs on a cluster. If a rank dies, does not join
 ends within a stated time, with a message that names the rank; with `--restarts` as many ranks as are left start again,
 and `attempt()` counts. When the launcher ends, even by SIGKILL, its ranks end.
 
-`start` makes the commands of a run, `guard` is the parent process of each rank, which ends the rank, `rank` has the
-functions that a rank calls, `environment` reads how many ranks a launcher has started, ranks and guards write `records`
-for the launcher, `watch` reads them until all ranks have ended, and `command` is the command line. None of them imports
-JAX before a rank joins, and importing them changes nothing.
+`start` starts and ends a run, `guard` is the parent process of each rank, which ends the rank, `rank` has the functions
+that a rank calls, `environment` reads how many ranks a launcher has started, and `watch` finds the cause of a failure
+in the records of ranks and guards. None of them imports JAX before a rank joins, and importing them changes nothing.
 """
 
-from jaxsparse.launch.command import main
-from jaxsparse.launch.guard import KILL_AFTER
-from jaxsparse.launch.rank import (
-  GRACE,
-  HEARTBEAT,
-  START_TIMEOUT,
-  arrived,
-  attempt,
-  fail,
-  fail_on_exceptions,
-  is_rank,
-  join,
-)
-from jaxsparse.launch.start import HOSTS, TUNABLES, Engine, Host, free_port
-from jaxsparse.launch.watch import RunFailed, run
+from jaxsparse.launch.rank import attempt, fail, fail_on_exceptions, is_rank, join
+from jaxsparse.launch.start import run
+from jaxsparse.launch.watch import RunFailed
 
-__all__ = [
-  "GRACE",
-  "HEARTBEAT",
-  "HOSTS",
-  "KILL_AFTER",
-  "START_TIMEOUT",
-  "TUNABLES",
-  "Engine",
-  "Host",
-  "RunFailed",
-  "arrived",
-  "attempt",
-  "fail",
-  "fail_on_exceptions",
-  "free_port",
-  "is_rank",
-  "join",
-  "main",
-  "run",
-]
+__all__ = ["RunFailed", "attempt", "fail", "fail_on_exceptions", "is_rank", "join", "run"]

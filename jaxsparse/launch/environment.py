@@ -8,10 +8,9 @@ from jaxsparse.launch import guard
 
 JOIN = "jaxsparse.launch.join()"
 SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-_MPI = {"OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE", "PMI_RANK": "PMI_SIZE", "PMIX_RANK": ""}  # PMIx has no size
 
 
-class Stated(NamedTuple):
+class RankCount(NamedTuple):
   """A number of ranks that a variable states.
 
   Attributes:
@@ -28,16 +27,11 @@ class Stated(NamedTuple):
     """Whether there may be `ranks` ranks."""
     return ranks == self.ranks if self.exact else ranks >= self.ranks
 
-  @property
-  def known(self) -> str:
-    """The number of ranks for a command, "N" if only the least number is known."""
-    return str(self.ranks) if self.exact else "N"
-
   def __str__(self) -> str:
     return f"{self.variable}={os.environ[self.variable]} states {'' if self.exact else 'at least '}{self.ranks} ranks"
 
 
-def stated() -> list[Stated]:
+def read_counts() -> list[RankCount]:
   """What the launcher that started this process as a rank states; nothing in a process that is not a rank.
 
   Where one launcher has started another, a rank has the variables of both, and the inner one counts: this library's,
@@ -46,53 +40,49 @@ def stated() -> list[Stated]:
   SLURM_NTASKS counts only without SLURM_STEP_NUM_TASKS: in the shell of salloc, a step of one task, it is that of the
   job. Variables of PMI and PMIx that agree with those of the step are Slurm's own.
   """
+  launched = _read(guard.RANK, guard.RANKS)
   if guard.COORDINATOR in os.environ:
-    return _read(guard.RANK, guard.RANKS)
+    return launched
   slurm = (_read("", SLURM[0]) or _read("", SLURM[1])) if "SLURM_STEP_ID" in os.environ else []
-  mpi = [one for rank, size in _MPI.items() if os.environ.get(rank) for one in _read(rank, size)]
+  mpi = [one for rank, size in guard.MPI.items() if os.environ.get(rank) for one in _read(rank, size)]
   mpi = [one for one in mpi if not (one.variable.startswith("PMI") and any(one.allows(own.ranks) for own in slurm))]
-  mpi = _read(guard.RANK, guard.RANKS) + mpi
-  several = [one for one in mpi if one.ranks > 1]
-  return several or (slurm if any(one.ranks > 1 for one in slurm) else mpi)
+  several = [one for one in launched + mpi if one.ranks > 1]
+  return several or (slurm if any(one.ranks > 1 for one in slurm) else launched + mpi)
 
 
-def check_consistent(who: str, found: Sequence[Stated]) -> None:
+def check_consistent(who: str, counts: Sequence[RankCount]) -> None:
   """Raises RuntimeError if two variables state numbers of ranks that cannot both be right."""
   advice = "Unset the one whose launcher did not start this process, or start the program by one launcher"
-  for one in found:
+  for one in counts:
     if one.exact:
-      check(who, found, one.ranks, f"{one.variable} states", advice)
+      check(who, counts, one.ranks, f"{one.variable} states", advice)
 
 
-def check_mpi(who: str, found: Sequence[Stated], mpi: Any) -> None:
+def check_mpi(who: str, counts: Sequence[RankCount], mpi: Any) -> None:
   """Raises RuntimeError unless `mpi4py.MPI` counts the stated ranks; it counts one where another MPI started them."""
   library = mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
-  by = f"the mpirun of {library}"
-  if found[0].variable in SLURM:
-    by += " or an srun --mpi=TYPE that it supports (srun --mpi=list)"
-  without = f"start the program by python -m jaxsparse.launch --ranks={found[0].known}"
-  if who != JOIN:
-    without = f"call {JOIN} and {without}"
+  srun = " or an srun --mpi=TYPE that it supports (srun --mpi=list)" if counts[0].variable in SLURM else ""
+  without = "" if who == JOIN else f"call {JOIN} and "
   advice = (
-    f"mpi4py was built for {library}, probably another MPI than the launcher's, so this rank would train without the "
-    f"others. Start the program by {by}, or build mpi4py and mpi4jax for the launcher's MPI, as "
-    f"docs/how_to/many_hosts.md says. Without MPI, {without}"
+    f"mpi4py was built for {library}, probably another MPI than the launcher's: this rank would train without the "
+    f"others. Start the program by the mpirun of {library}{srun}, or build mpi4py and mpi4jax for the launcher's MPI "
+    f"(docs/how_to/many_hosts.md). Without MPI, {without}start the program by python -m jaxsparse.launch --ranks=N"
   )
-  check(who, found, mpi.COMM_WORLD.Get_size(), "MPI.COMM_WORLD has size", advice)
+  check(who, counts, mpi.COMM_WORLD.Get_size(), "MPI.COMM_WORLD has size", advice)
 
 
-def check(who: str, found: Sequence[Stated], ranks: int, counted: str, advice: str) -> None:
+def check(who: str, counts: Sequence[RankCount], ranks: int, counted: str, advice: str) -> None:
   """Raises RuntimeError with the variable, both numbers and the advice unless all that is stated allows `ranks`."""
-  for one in found:
+  for one in counts:
     if not one.allows(ranks):
       raise RuntimeError(f"{who}: {one}, but {counted} {ranks}. {advice}")
 
 
-def _read(rank: str, size: str) -> list[Stated]:
+def _read(rank: str, size: str) -> list[RankCount]:
   """What two variables state, the number of this rank and the number of ranks; nothing if neither is set."""
   for name, exact in ((size, True), (rank, False)):
     if value := os.environ.get(name):  # an empty one is not set
       if not value.isdecimal():
         raise ValueError(f"{name}={value!r} is not a number, as launchers set it for each rank: unset it")
-      return [Stated(name, int(value) + (not exact), exact)]
+      return [RankCount(name, int(value) + (not exact), exact)]
   return []

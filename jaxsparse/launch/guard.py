@@ -2,7 +2,7 @@ r"""Runs one command, and ends it with all its descendants as soon as the launch
 
     python -I -S guard.py PARENT KIND COMMAND...
 
-The guard is a program of the standard library only, which starts in milliseconds:
+The guard is a program of the standard library only, which starts in less than 0.1 s:
 
     launcher ── guard ── rank ── processes of the rank                              --engine=processes
     launcher ── guard ── mpirun ── guard ── rank ── processes of the rank           --engine=mpi
@@ -22,23 +22,19 @@ import os
 import re
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 RECORDS, PREFIX, COORDINATOR, RANK, RANKS, DEVICES, GRACE, ATTEMPT = (
   f"JAXSPARSE_{name}" for name in ("RECORDS", "PREFIX", "COORDINATOR", "RANK", "RANKS", "DEVICES", "GRACE", "ATTEMPT")
 )
-RANK_OF = (
-  RANK,
-  "OMPI_COMM_WORLD_RANK",
-  "PMI_RANK",
-  "PMIX_RANK",
-)  # variables with the number of a rank, one for each launcher
+MPI = {"OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE", "PMI_RANK": "PMI_SIZE", "PMIX_RANK": ""}
+"""Variables that launchers of MPI set: the number of a rank, and the number of ranks, which PMIx does not state."""
 STEPS = struct.Struct("<q")  # format of a rank's number of steps
-HAS_PROC = sys.platform == "linux" and os.path.exists("/proc/self/stat")  # a guard finds its descendants in /proc
+HAS_PROC = sys.platform == "linux" and os.path.exists("/proc/self/stat")  # a guard finds its children in /proc
 KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
 
 _KILL_MPIRUN_AFTER = 6.0
@@ -55,24 +51,19 @@ _GLOO_LINES = re.compile(rb"(?:%s)(?:%s|\d|\n)*\n" % (_GLOO, _GLOO))
 
 def rank() -> int | None:
   """Number of this rank; None in a process that no launcher started."""
-  return next((int(os.environ[name]) for name in RANK_OF if os.environ.get(name)), None)
+  return next((int(os.environ[name]) for name in (RANK, *MPI) if os.environ.get(name)), None)
 
 
-def record(event: str, **facts: Any) -> None:
-  """Appends an event of this rank and its time to the file that the launcher reads; does nothing without a launcher."""
+def record(**facts: Any) -> None:
+  """Appends fields of `watch.Life` to the records of this rank; does nothing without a launcher."""
   folder, number = os.environ.get(RECORDS), rank()
-  if not folder or number is None:
-    return
-  line = json.dumps({"event": event, "time": time.monotonic(), **facts}) + "\n"
-  with contextlib.suppress(OSError):  # the launcher has ended, and the folder with it
-    file = os.open(os.path.join(folder, str(number)), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-      os.write(file, line.encode())
-    finally:
-      os.close(file)
+  if folder and number is not None:
+    # Where the launcher has ended, its folder is removed.
+    with contextlib.suppress(OSError), open(os.path.join(folder, str(number)), "a") as file:
+      file.write(json.dumps(facts) + "\n")
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
   """The first line of a text, cut to the length of a record."""
   lines = text.strip().splitlines()
   return lines[0][:_LONGEST] if lines else ""
@@ -96,35 +87,35 @@ def die_with_parent(number: int, parent: int) -> None:
 
 def _main() -> None:
   launcher, kind, *command = int(sys.argv[1]), *sys.argv[2:]
+  is_rank = kind == "rank"
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-  before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+  mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
   die_with_parent(signal.SIGTERM, launcher or os.getppid())
   if sys.platform == "linux":
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-  is_rank = kind == "rank"
-  source, sink = os.pipe() if is_rank else (None, None)
-  child = _start(command, before, sink)
-  said: collections.deque[str] = collections.deque(maxlen=1)
-  relay = threading.Thread(target=_relay, args=(source, said), daemon=True)
-  if source is not None and sink is not None:
-    os.close(sink)
-    relay.start()
+  source, sink = os.pipe()
+  process = _start(command, mask, sink if is_rank else None)  # it would be waited for where it is deleted
+  child = process.pid
+  os.close(sink)
+  last = collections.deque([""], maxlen=1)
+  relay = threading.Thread(target=_relay, args=(source, last), daemon=True)
+  relay.start()
   status, told = _wait(child, is_rank)
-  if is_rank:
-    relay.join(_DRAIN)
-    if status is not None:
-      record("ended", status=status, said="".join(said), told=told)
+  relay.join(_DRAIN)
+  if is_rank and status is not None:
+    record(ended=time.monotonic(), status=status, line=last[0], told=told, stopped=None)
   # mpirun itself ends its ranks, and then removes their files.
-  _end_descendants(KILL_AFTER if is_rank else _KILL_MPIRUN_AFTER, child if status is None else None)
-  if is_rank:
-    relay.join(_DRAIN)
-  if launcher and os.getppid() != launcher:
-    _remove_records()
+  _end_children(KILL_AFTER if is_rank else _KILL_MPIRUN_AFTER, child if status is None else None)
+  relay.join(_DRAIN)
+  if launcher and os.getppid() != launcher and (folder := os.environ.get(RECORDS)):
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)  # that of a launcher that was killed
   os._exit(128 + signal.SIGTERM if status is None else status if status >= 0 else 128 - status)
 
 
-def _start(command: list[str], mask: set[signal.Signals | int], sink: int | None) -> int:
-  """Starts the command and returns its process id.
+def _start(command: list[str], mask: set[signal.Signals | int], sink: int | None) -> subprocess.Popen:
+  """The process of the command.
 
   Args:
     command: a program and its arguments.
@@ -132,22 +123,15 @@ def _start(command: list[str], mask: set[signal.Signals | int], sink: int | None
     sink: descriptor for its standard error, and for its standard output unless it is rank 0; None redirects neither.
   """
   parent = os.getpid()
-  child = os.fork()
-  if child:
-    return child
-  try:
+
+  def prepare() -> None:
     die_with_parent(signal.SIGKILL, parent)
-    if sink is not None:
-      os.dup2(sink, 2)
-      if rank():
-        os.dup2(sink, 1)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program would inherit that
-      signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    os.execvp(command[0], command)
+
+  try:
+    return subprocess.Popen(command, stdout=sink if rank() else None, stderr=sink, preexec_fn=prepare)
   except OSError as error:
     os.write(2, f"error: cannot run {command[0]!r}: {error.strerror}\n".encode())
-  finally:
     os._exit(127)
 
 
@@ -159,33 +143,27 @@ def _wait(child: int, is_rank: bool) -> tuple[int | None, bool]:
   """
   while True:
     told = signal.sigwait(_SIGNALS) != signal.SIGCHLD
-    for pid, status in _changes():
+    while (change := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:
+      pid, status = change
       if pid != child:
-        continue
-      if not (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
+        continue  # an orphan that the guard has adopted
+      if os.WIFEXITED(status) or os.WIFSIGNALED(status):
         return os.waitstatus_to_exitcode(status), told or bool(signal.sigpending() & {*_SIGNALS[1:]})
       if is_rank:
-        record("stopped" if os.WIFSTOPPED(status) else "continued")
+        record(stopped=time.monotonic() if os.WIFSTOPPED(status) else None)
     if told:
       return None, True
 
 
-def _changes() -> Iterator[tuple[int, int]]:
-  """Process ids and states of children, also adopted ones, that have stopped, continued or ended."""
-  with contextlib.suppress(ChildProcessError):
-    while (change := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:
-      yield change
-
-
-def without_gloo_lines(text: bytes) -> bytes:
+def drop_gloo_lines(text: bytes) -> bytes:
   """`text` without the line that gloo writes for each communicator; no setting of gloo or XLA switches it off.
 
   Threads of a process write such lines at once, one a device, so pieces of several may alternate.
   """
-  return _GLOO_LINES.sub(_others, text)
+  return _GLOO_LINES.sub(_keep_other_lines, text)
 
 
-def _others(found: re.Match[bytes]) -> bytes:
+def _keep_other_lines(found: re.Match[bytes]) -> bytes:
   """The lines in a match of `_GLOO_LINES` that are not gloo's: numbers, once all lines that gloo began have ended."""
   kept, unfinished = [], 0
   for line in found.group().splitlines(keepends=True):
@@ -196,72 +174,52 @@ def _others(found: re.Match[bytes]) -> bytes:
   return b"".join(kept)
 
 
-def _relay(source: int, said: collections.deque[str]) -> None:
+def _relay(source: int, last: collections.deque[str]) -> None:
   """Copies the output of a rank to standard error, line by line, with a prefix and without gloo's lines.
 
   Args:
     source: descriptor of the output.
-    said: receives the last line that is not blank.
+    last: receives the last line that is not blank.
   """
   prefix = f"[rank {rank()}] ".encode() if os.environ.get(PREFIX) else b""
-  rest = b""
-  while chunk := os.read(source, _CHUNK):
-    *lines, rest = _LINE_END.split(without_gloo_lines(rest + chunk))
-    if len(rest) > _CHUNK:
+  chunk, rest = b" ", b""
+  while chunk:
+    chunk = os.read(source, _CHUNK)
+    *lines, rest = _LINE_END.split(drop_gloo_lines(rest + chunk))
+    if rest and not chunk:
+      rest += b"\n"
+    if not chunk or len(rest) > _CHUNK:
       lines, rest = [*lines, rest], b""
-    _write(lines, prefix, said)
-  if rest:
-    _write([rest + b"\n"], prefix, said)
+    last.extend(shorten(line.decode(errors="replace")) for line in lines if line.strip())
+    text = b"".join(prefix + line for line in lines if line)
+    with contextlib.suppress(OSError):  # standard error is closed; the pipe must be read all the same
+      while text:
+        text = text[os.write(2, text) :]
 
 
-def _write(lines: list[bytes], prefix: bytes, said: collections.deque[str]) -> None:
-  said.extend(shortened(line.decode(errors="replace")) for line in lines if line.strip())
-  left = b"".join(prefix + line for line in lines)
-  with contextlib.suppress(OSError):  # standard error is closed; the pipe must be read all the same
-    while left:
-      left = left[os.write(2, left) :]
-
-
-def _end_descendants(kill_after: float, child: int | None) -> None:
-  """Ends all descendants: SIGTERM, and SIGKILL `kill_after` seconds later. Without /proc ends `child` alone."""
+def _end_children(kill_after: float, child: int | None) -> None:
+  """Ends children, then orphans of them that the guard adopts: SIGTERM, and SIGKILL `kill_after` seconds later."""
   start, asked = time.monotonic(), set[int]()
-  while found := _descendants() if HAS_PROC else {child} if child else set():
-    waited = time.monotonic() - start
-    if waited > _GIVE_UP:
-      return
+  while (found := _children(child)) and (waited := time.monotonic() - start) < _GIVE_UP:
     late = waited > kill_after
     for pid in found if late else found - asked:
       with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
     asked |= found
-    for pid, status in _changes():
-      if pid == child and not (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):
-        child = None
     time.sleep(0.01)
 
 
-def _descendants() -> set[int]:
-  """Process ids of all descendants that have not ended, from /proc."""
-  children: dict[int, list[int]] = {}
-  for entry in os.listdir("/proc"):
-    if entry.isdigit():
-      with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", errors="replace") as file:
-        state, parent = file.read().rpartition(")")[2].split()[:2]
-        if state not in "ZX":
-          children.setdefault(int(parent), []).append(int(entry))
-  found, new = set[int](), [os.getpid()]
-  while new:
-    new = [pid for parent in new for pid in children.get(parent, []) if pid not in found]
-    found.update(new)
+def _children(child: int | None) -> set[int]:
+  """Process ids of children, also adopted ones, that have not ended, from /proc; without it `child` alone."""
+  if not HAS_PROC:
+    return {child} if child and os.waitpid(child, os.WNOHANG)[0] == 0 else set()
+  found = set()
+  for entry in filter(str.isdigit, os.listdir("/proc")):
+    with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", errors="replace") as file:
+      state, parent = file.read().rpartition(")")[2].split()[:2]
+      if state not in "ZX" and int(parent) == os.getpid():
+        found.add(int(entry))
   return found
-
-
-def _remove_records() -> None:
-  """Removes the temporary folder of a launcher that was killed."""
-  import shutil
-
-  if folder := os.environ.get(RECORDS):
-    shutil.rmtree(os.path.dirname(folder), ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Functions of a rank: join the run, and record its progress for the launcher."""
 
 import atexit
-import contextlib
 import functools
 import itertools
 import os
@@ -10,16 +9,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from jaxsparse.launch import environment, guard, records
+from jaxsparse.launch import environment, guard, watch
 
 START_TIMEOUT = 120.0  # seconds until every rank must have called `join`
-HEARTBEAT = 10  # seconds without a heartbeat after which a rank counts as dead
 GRACE = 60.0  # seconds that ranks get to end after the first rank has ended with status 0
 
 _OTHERS = 0.3  # seconds to wait for the record of another rank whose connection has failed
+_STEPS = itertools.count(1)
 _AFTER_LAUNCHER = 10.0  # seconds that JAX waits longer than the launcher, so that the launcher names the cause
 
 
@@ -48,27 +47,26 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
     >>> import jaxsparse.launch
     >>> jaxsparse.launch.join()  # this process is not a rank
   """
-  found = environment.stated()
-  if not found:
+  counts = environment.read_counts()
+  if not counts:
     return
   import jax
 
-  arrived()
+  guard.record(arrived=True)
   fail_on_exceptions()
-  where = _run_of(found)
-  grace = float(os.environ.get(guard.GRACE, GRACE))
-  limits: dict[str, Any] = {
-    "initialization_timeout": round(timeout),
-    "heartbeat_timeout_seconds": HEARTBEAT,
-    "shutdown_timeout_seconds": round(grace + _AFTER_LAUNCHER),
-  }
+  options = _distributed_options(counts)
   _keep_stdout_clean()
   jax.config.update("jax_num_cpu_devices", int(os.environ.get(guard.DEVICES, "1")))
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  jax.distributed.initialize(**where, **limits)
-  _tell_first_at_exit()
+  jax.distributed.initialize(
+    initialization_timeout=round(timeout),
+    heartbeat_timeout_seconds=watch.HEARTBEAT,
+    shutdown_timeout_seconds=round(float(os.environ.get(guard.GRACE, GRACE)) + _AFTER_LAUNCHER),
+    **options,
+  )
+  _record_exit_first()
   advice = "JAX_COORDINATOR_ADDRESS and other variables of JAX may name another run"
-  environment.check(environment.JOIN, found, jax.process_count(), "jax.process_count() is", advice)
+  environment.check(environment.JOIN, counts, jax.process_count(), "jax.process_count() is", advice)
   _connect()
 
 
@@ -79,33 +77,27 @@ def join_mpi() -> None:
     RuntimeError: in one of several ranks of `--engine=processes`, each of which MPI would take for its only rank; or if
       two variables of launchers state different numbers of ranks.
   """
-  found = environment.stated()
-  if not found:
+  counts = environment.read_counts()
+  if not counts:
     return
-  arrived()
+  guard.record(arrived=True)
   fail_on_exceptions()
-  ranks = found[0].ranks
+  ranks = counts[0].ranks
   if guard.COORDINATOR in os.environ and ranks > 1:
     raise RuntimeError(
-      f"js.MpiComm() in rank {guard.rank()} of {ranks}, which was started with --engine=processes: MPI would see one "
-      f"rank. Start the program with python -m jaxsparse.launch --engine=mpi --ranks={ranks}, or call "
-      "jaxsparse.launch.join() and give a mesh in place of the comm"
+      f"js.MpiComm() in rank {guard.rank()} of {ranks}, whose --engine=processes has no MPI. Start the program with "
+      f"--engine=mpi --ranks={ranks}, or call jaxsparse.launch.join() and give a mesh in place of the comm"
     )
-  environment.check_consistent("js.MpiComm()", found)
-
-
-def arrived() -> None:
-  """Tells the launcher, if there is one, that this rank joins now and waits for the other ranks."""
-  _once("arrived")
+  environment.check_consistent("js.MpiComm()", counts)
 
 
 def fail(error: object) -> NoReturn:
   """Ends this process with `error: …`; a rank ends at once, where a normal exit would wait for the other ranks."""
   if not is_rank():
     sys.exit(f"error: {error}")
-  print(f"error: {error}", file=sys.stderr, flush=True)
-  guard.record("raised", said=guard.shortened(str(error)))
-  os._exit(1)
+  print(f"error: {error}", file=sys.stderr)
+  guard.record(raised=time.monotonic(), said=guard.shorten(str(error)))
+  _end()
 
 
 @functools.cache
@@ -131,20 +123,24 @@ def fail_on_exceptions() -> None:
   before = sys.excepthook
 
   def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    said = guard.shortened(f"{kind.__name__}: {error}")
-    guard.record("raised", said=said)
+    said = guard.shorten(f"{kind.__name__}: {error}")
+    guard.record(raised=time.monotonic(), said=said)
     if _has_lost_another(said):
       print(f"this rank has lost another one: {said}", file=sys.stderr)
     else:
       before(kind, error, trace)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    _end()
 
-  sys.excepthook = hook
+  leave = sys.exit
+
+  def exit_(status: Any = None, /) -> NoReturn:
+    if status and threading.current_thread() is threading.main_thread():  # in another thread it ends the thread alone
+      raise _Exit(status)
+    leave(status)
+
+  sys.excepthook, sys.exit = hook, exit_
   _Exit.rank = os.getpid()
-  _replace_exit()
-  _tell_first_at_exit()
+  _record_exit_first()
 
 
 def count_step(processes: int) -> None:
@@ -152,8 +148,8 @@ def count_step(processes: int) -> None:
 
   Only steps of all ranks count: once a rank has ended, a later step of another rank never completes.
   """
-  if (write := _counter()) and processes == int(os.environ[guard.RANKS]):
-    write()
+  if processes == int(os.environ.get(guard.RANKS, "0")) and (file := _open_steps()) is not None:
+    os.pwrite(file, guard.STEPS.pack(next(_STEPS)), 0)
 
 
 def is_rank() -> bool:
@@ -163,7 +159,7 @@ def is_rank() -> bool:
     >>> is_rank()
     False
   """
-  return bool(environment.stated())
+  return bool(environment.read_counts())
 
 
 def attempt() -> int:
@@ -193,80 +189,71 @@ class _Exit(SystemExit):
       return found
     if not isinstance(found, int):
       print(found, file=sys.stderr)
-    guard.record("raised", said=guard.shortened(f"SystemExit: {found}"))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(found & 0xFF if isinstance(found, int) else 1)
-
-
-def _replace_exit() -> None:
-  """Makes `sys.exit` raise `_Exit` in the main thread; in other threads SystemExit ends the thread alone."""
-  leave = sys.exit
-
-  def exit_(status: Any = None, /) -> NoReturn:
-    if status and threading.current_thread() is threading.main_thread():
-      raise _Exit(status)
-    leave(status)
-
-  sys.exit = exit_
+    guard.record(raised=time.monotonic(), said=guard.shorten(f"SystemExit: {found}"))
+    return _end(found & 0xFF if isinstance(found, int) else 1)
 
 
 def _has_lost_another(said: str) -> bool:
   """Whether the exception `said` of this rank follows from the failure of another one, whose record may come later."""
   folder, ranks = os.environ.get(guard.RECORDS), range(int(os.environ.get(guard.RANKS, "1")))
   end = time.monotonic() + _OTHERS
-  while folder and records.lost_another(said) and time.monotonic() < end:
-    if records.has_cause([records.read(pathlib.Path(folder), rank) for rank in ranks]):
+  while folder and watch.lost_another(said) and time.monotonic() < end:
+    lives = [watch.read_life(pathlib.Path(folder), rank) for rank in ranks]
+    if watch.first_over(lives) or any(life.is_cause for life in lives):
       return True
     time.sleep(0.02)
   return False
 
 
-def _run_of(found: Sequence[environment.Stated]) -> dict[str, Any]:
+def _distributed_options(counts: Sequence[environment.RankCount]) -> dict[str, Any]:
   """What tells `jax.distributed.initialize` the run of this rank; raises where that would be another run."""
   if guard.COORDINATOR in os.environ:
     address, ranks, rank = (os.environ[name] for name in (guard.COORDINATOR, guard.RANKS, guard.RANK))
     return {"coordinator_address": address, "num_processes": int(ranks), "process_id": int(rank)}
-  environment.check_consistent(environment.JOIN, found)
-  if found[0].variable in environment.SLURM:
+  environment.check_consistent(environment.JOIN, counts)
+  if counts[0].variable in environment.SLURM:
     # JAX would take SLURM_NTASKS, which may be that of the job.
-    return {"cluster_detection_method": "slurm", "num_processes": found[0].ranks}
+    return {"cluster_detection_method": "slurm", "num_processes": counts[0].ranks}
   try:
     from mpi4py import MPI
   except (ImportError, RuntimeError) as error:
-    advice = f"Install it for the MPI of the launcher, or use python -m jaxsparse.launch --ranks={found[0].known}"
-    raise ImportError(
-      f"{environment.JOIN}: {found[0]}, which MPI connects, but mpi4py does not load: {error}. {advice}"
-    ) from error
-  environment.check_mpi(environment.JOIN, found, MPI)
+    advice = "Install it for the MPI of the launcher, or use python -m jaxsparse.launch --ranks=N"
+    raise ImportError(f"{environment.JOIN}: {counts[0]}, but mpi4py does not load: {error}. {advice}") from error
+  environment.check_mpi(environment.JOIN, counts, MPI)
   return {"cluster_detection_method": "mpi4py"}
 
 
-def _tell_first_at_exit() -> None:
-  """Makes `_leave` the first exit handler: those that JAX registers wait for the other ranks."""
-  atexit.unregister(_leave)
-  atexit.register(_leave, os.getpid())
+def _end(status: int = 1) -> NoReturn:
+  """Ends this process without exit handlers: those of JAX and MPI would wait for the other ranks."""
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status)
 
 
-def _leave(rank: int) -> None:
+def _record_exit_first() -> None:
+  """Makes `_record_exit` the first exit handler: those that JAX registers wait for the other ranks."""
+  atexit.unregister(_record_exit)
+  atexit.register(_record_exit, os.getpid())
+
+
+def _record_exit(rank: int) -> None:
   """Tells the launcher that this rank leaves the run, unless this process is a fork of the rank's process."""
   if os.getpid() == rank:
-    _once("left")
+    guard.record(left=time.monotonic())
 
 
 @functools.cache
-def _once(event: str) -> None:
-  guard.record(event)
-
-
-@functools.cache
-def _counter() -> Callable[[], int] | None:
-  """A function that increments the recorded number of steps; None without a launcher."""
+def _open_steps() -> int | None:
+  """Descriptor of the file with the number of steps of this rank; None without a launcher."""
   folder, rank = os.environ.get(guard.RECORDS), guard.rank()
-  if not folder or rank is None:
-    return None
-  file, numbers = os.open(pathlib.Path(folder, f"{rank}.steps"), os.O_WRONLY | os.O_CREAT, 0o600), itertools.count(1)
-  return lambda: os.pwrite(file, guard.STEPS.pack(next(numbers)), 0)
+  return os.open(f"{folder}/{rank}.steps", os.O_WRONLY | os.O_CREAT, 0o600) if folder and rank is not None else None
+
+
+def _keep_stdout_clean() -> None:
+  """Sends what C++ writes to standard output, as gloo does, to standard error; the output of Python stays there."""
+  sys.stdout.flush()
+  sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+  os.dup2(2, 1)
 
 
 def _connect() -> None:
@@ -279,29 +266,12 @@ def _connect() -> None:
 
   rank = lambda: jax.lax.psum(jax.lax.axis_index("ranks"), "ranks")
   total = _compat.shard_map(rank, Mesh(np.array(jax.devices()), ("ranks",)), (), PartitionSpec())
-  with _without_gloo_lines():
-    jax.block_until_ready(jax.jit(total)())
-
-
-def _keep_stdout_clean() -> None:
-  """Sends what C++ writes to standard output, as gloo does, to standard error; the output of Python stays there."""
-  sys.stdout.flush()
-  sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
-  os.dup2(2, 1)
-
-
-@contextlib.contextmanager
-def _without_gloo_lines() -> Iterator[None]:
-  """Drops gloo's lines from the output of C++ inside the block, since without a launcher no guard drops them.
-
-  Inside the block descriptor 1 is a file, whose other text then goes to standard error; so Python's standard output
-  must have another descriptor, as after `_keep_stdout_clean`.
-  """
+  # Without a launcher no guard drops gloo's lines: catch them at descriptor 1, which is that of C++ alone.
   with tempfile.TemporaryFile() as written:
     os.dup2(written.fileno(), 1)
     try:
-      yield
+      jax.block_until_ready(jax.jit(total)())
     finally:
       os.dup2(2, 1)
       written.seek(0)
-      os.write(2, guard.without_gloo_lines(written.read()))
+      os.write(2, guard.drop_gloo_lines(written.read()))

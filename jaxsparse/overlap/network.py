@@ -60,8 +60,8 @@ class Flows(NamedTuple):
     ends: f64[r, s], time of its end, inf where that depends on communications that may still start.
 
   Example:
-    >>> flows = Flows.none(1, 2).started(np.zeros(1), np.array([4e6]), Link(1.0, 1e-6, 2.0))
-    >>> flows.projected(2.0).ends
+    >>> flows = Flows.empty(1, 2).start(np.zeros(1), np.array([4e6]), Link(1.0, 1e-6, 2.0))
+    >>> flows.finish(2.0).ends
     array([[0., 5.]])
   """
 
@@ -71,28 +71,22 @@ class Flows(NamedTuple):
   ends: np.ndarray
 
   @classmethod
-  def none(cls, networks: int, slots: int) -> Self:
+  def empty(cls, networks: int, slots: int) -> Self:
     """Networks without communications, with `slots` slots each."""
     zeros = np.zeros((networks, slots))
     return cls(np.zeros(networks), zeros, zeros, zeros)
 
-  def take(self, rows: np.ndarray | slice) -> Self:
-    """The networks with these numbers."""
-    return type(self)(*(part[rows] for part in self))
-
-  def started(self, when: np.ndarray, size: np.ndarray, link: Link) -> Self:
+  def start(self, when: np.ndarray, size: np.ndarray, link: Link) -> Self:
     """Starts a communication of `size` bytes on each network at `when`, in the slot of the oldest, which has ended."""
-    flows = self.at(when, link.gamma)
-    begins, left = when + link.alpha, link.beta * size
-    append = lambda old, new: np.concatenate([old[:, 1:], new[:, None]], axis=1)
-    ends = np.where(left > 0, np.inf, begins)
-    return type(self)(when, append(flows.begins, begins), append(flows.left, left), append(flows.ends, ends))
+    flows, begins, left = self.advance(when, link.gamma), when + link.alpha, link.beta * size
+    new = begins, left, np.where(left > 0, np.inf, begins)
+    return type(self)(when, *(np.column_stack([old[:, 1:], one]) for old, one in zip(flows[1:], new, strict=True)))
 
-  def projected(self, gamma: float) -> Self:
+  def finish(self, gamma: float) -> Self:
     """The same networks at the end of all started communications, if nothing else starts."""
-    return self.at(np.full(self.now.shape, np.inf), gamma)
+    return self.advance(np.full(self.now.shape, np.inf), gamma)
 
-  def at(self, when: np.ndarray, gamma: float) -> Self:
+  def advance(self, when: np.ndarray, gamma: float) -> Self:
     """The same networks at `when`, simulated from event to event: a transfer begins or ends."""
     now, begins, left, ends = self
     link = Link(0.0, 1.0, gamma)
@@ -116,20 +110,11 @@ class Sent(NamedTuple):
     ready: time at which its last gradient is ready.
     start: start of the communication.
     end: end of the communication.
-
-  Example:
-    >>> Sent(ready=1.0, start=1.5, end=2.0).waited
-    0.5
   """
 
   ready: float
   start: float
   end: float
-
-  @property
-  def waited(self) -> float:
-    """Seconds between ready and start."""
-    return self.start - self.ready
 
 
 def simulate(ready: Sequence[float], sizes: Sequence[float], after: Sequence[int], link: Link) -> tuple[Sent, ...]:
@@ -150,14 +135,13 @@ def simulate(ready: Sequence[float], sizes: Sequence[float], after: Sequence[int
     >>> [sent.end for sent in simulate([0, 0], [4, 4], [0, 0], link)]  # at once: α + γ β m
     [7.0, 7.0]
   """
-  flows = Flows.none(1, len(ready))
-  starts: list[float] = []
+  count, flows, starts = len(ready), Flows.empty(1, len(ready)), list[float]()
   for number, (there, size, first) in enumerate(zip(ready, sizes, after, strict=True)):
-    done = flows.projected(link.gamma)
-    ends = done.ends[0, len(ready) - number :].tolist()
-    starts.append(max([there, *starts[-1:], *ends[:first]]))
+    done = flows.finish(link.gamma)
+    ends = done.ends[0, count - number :].tolist()
+    starts.append(max([float(there), *starts[-1:], *ends[:first]]))
     if all(end <= starts[-1] for end in ends):
       flows = done  # no communication overlaps with this one
-    flows = flows.started(np.array(starts[-1:]), np.array([size]), link)
-  ends = flows.projected(link.gamma).ends[0]
-  return tuple(Sent(float(a), float(b), float(c)) for a, b, c in zip(ready, starts, ends, strict=True))
+    flows = flows.start(np.array(starts[-1:]), np.array([size]), link)
+  ends = flows.finish(link.gamma).ends[0].tolist()
+  return tuple(map(Sent, map(float, ready), starts, ends))

@@ -16,9 +16,8 @@ A plan is data, made by pure functions; one simulation (`network`) predicts the 
 """
 
 import itertools
-import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -61,8 +60,9 @@ class Plan(NamedTuple):
     backward_times: seconds of backward of each layer.
     sizes: bytes of the gradient of each layer.
     link: α, β, γ of communications.
-    groups: a `Group` each, in the order of sending, the last layers first.
-    timeline: predicted times of each group, a `Sent` each.
+    groups: in the order of sending, the last layers first. Each has the numbers of its `layers`, a `kind`, and `after`,
+      the number of groups that must have ended before it starts.
+    timeline: predicted `ready`, `start` and `end` of each group.
 
   Example:
     >>> one = plan("wfbp", [1.0, 1.0], [8, 8], alpha=0.5, beta=0.25, gamma=2.0)
@@ -92,26 +92,18 @@ class Plan(NamedTuple):
     """Seconds of communication that backward does not hide (Figure 6): from its end to that of the last message."""
     return self.iteration_time - self.backward
 
-  @property
-  def hidden(self) -> float:
-    """Fraction of the time of communication that overlaps with backward."""
-    busy = covered([(sent.start, sent.end) for sent in self.timeline])
-    return 1.0 if not busy else min(1.0, 1 - self.exposed / busy)
-
   def size_of(self, group: Group) -> float:
     """Bytes of a group."""
     return sum(self.sizes[layer] for layer in group.layers)
 
   def __str__(self) -> str:
-    head = f"{'group':>5}  {'layers':<14}{'kind':<14}{'bytes':>14}{'ready':>10}{'start':>10}{'end':>10}"
-    lines = [head]
-    for number, (group, sent) in enumerate(zip(self.groups, self.timeline, strict=True)):
-      first, last = group.layers[0], group.layers[-1]
-      layers = str(first) if first == last else f"{first} … {last}"
-      times = f"{sent.ready:>10.6f}{sent.start:>10.6f}{sent.end:>10.6f}"
-      lines.append(f"{number:>5}  {layers:<14}{group.kind:<14}{self.size_of(group):>14,.0f}{times}")
-    end = f"{self.kind}: {self.iteration_time:.6f} s, backward alone {self.backward:.6f} s"
-    return "\n".join([*lines, f"{end}, {100 * self.hidden:.0f} % of the sending is hidden"])
+    lines = [f"{'layers':<14}{'kind':<14}{'bytes':>14}{'ready':>10}{'start':>10}{'end':>10}"]
+    for group, sent in zip(self.groups, self.timeline, strict=True):
+      layers = f"{group.layers[0]} … {group.layers[-1]}" if len(group.layers) > 1 else str(group.layers[0])
+      times = "".join(f"{time:>10.6f}" for time in sent)
+      lines.append(f"{layers:<14}{group.kind:<14}{self.size_of(group):>14,.0f}{times}")
+    seconds = f"{self.iteration_time:.6f} s, backward alone {self.backward:.6f} s"
+    return "\n".join([*lines, f"{self.kind}: {seconds}, {self.exposed:.6f} s of communication are exposed"])
 
 
 def plan(
@@ -165,91 +157,83 @@ def plan(
   """
   if kind not in get_args(Kind):
     raise ValueError(f"plan: kind={kind!r}, choose one of {', '.join(map(repr, get_args(Kind)))}")
-  times, bytes_ = _checked("backward_times", backward_times), _checked("sizes", sizes)
+  times, bytes_ = _checked_row("backward_times", backward_times), _checked_row("sizes", sizes)
   if len(times) != len(bytes_):
     raise ValueError(f"plan: {len(times)} backward_times and {len(bytes_)} sizes, give one of each for every layer")
-  for name, value, least in (("alpha", alpha, 0), ("beta", beta, 0), ("gamma", gamma, 1)):
-    if not _is_number(value) or not least <= value <= _MOST:
-      raise ValueError(f"plan: {name}={value!r}, choose a number from {least} to {_MOST:g}")
+  link = Link(_checked("alpha", alpha), _checked("beta", beta), _checked("gamma", gamma, least=1))
   check_whole("plan", 1, ways=ways)
-  layers = _Layers(times, bytes_, Link(float(alpha), float(beta), float(gamma)), min(int(ways), max(1, len(times))))
-  groups = _KINDS[kind](layers)
-  return Plan(kind, times, bytes_, layers.link, groups, layers.timeline(groups))
+  ready = list(itertools.accumulate(reversed(times)))[::-1]
+  layers = _Layers(ready, bytes_, link, min(int(ways), len(times)))
+  groups = layers.group(_choose(kind, layers))
+  return Plan(kind, times, bytes_, link, groups, layers.timeline(groups))
+
+
+_Firsts = dict[int, bool]
+"""The first layer of each group, in the order of sending, and whether the group starts before those before it end."""
 
 
 class _Layers(NamedTuple):
-  """The input of a planner: seconds and bytes of each layer, and the network."""
+  """The input of a planner: seconds until the gradient of each layer is ready, its bytes, and the network."""
 
-  times: tuple[float, ...]
+  ready: Sequence[float]
   sizes: tuple[float, ...]
   link: Link
   ways: int
 
-  @property
-  def ready(self) -> list[float]:
-    """Seconds from the start of backward until the gradient of each layer is ready."""
-    return list(itertools.accumulate(reversed(self.times)))[::-1]
-
   def timeline(self, groups: Sequence[Group]) -> tuple[Sent, ...]:
-    ready = self.ready
+    ready = [self.ready[group.layers[0]] for group in groups]
     sizes = [sum(self.sizes[layer] for layer in group.layers) for group in groups]
-    return simulate([ready[group.layers[0]] for group in groups], sizes, [group.after for group in groups], self.link)
+    return simulate(ready, sizes, [group.after for group in groups], self.link)
 
-  def seconds(self, groups: Sequence[Group]) -> float:
-    return max(sent.end for sent in self.timeline(groups))
+  def seconds(self, firsts: _Firsts) -> float:
+    return max(sent.end for sent in self.timeline(self.group(firsts)))
 
-  def grouped(self, firsts: Iterable[int], at_once: Callable[[int], bool] = lambda _: False) -> tuple[Group, ...]:
-    """Groups with these first layers, in descending order.
-
-    Args:
-      firsts: first layer of each group.
-      at_once: of a first layer, whether its group starts before the communications before it have ended.
-    """
+  def group(self, firsts: _Firsts) -> tuple[Group, ...]:
     groups: list[Group] = []
-    last = len(self.sizes) - 1
-    for number, first in enumerate(firsts):
-      after, layers = number, tuple(range(first, last + 1))
-      if at_once(first):
-        after = max([0, number - self.ways + 1, *(group.after for group in groups[-1:])])
-      kind: GroupKind = "simultaneous" if after < number else "merged" if len(layers) > 1 else "normal"
-      groups.append(Group(layers, kind, after))
-      last = first - 1
+    end = len(self.sizes)
+    for number, (first, at_once) in enumerate(firsts.items()):
+      after = max([0, number - self.ways + 1, *(group.after for group in groups[-1:])]) if at_once else number
+      kind: GroupKind = "simultaneous" if after < number else "merged" if end - first > 1 else "normal"
+      groups.append(Group(tuple(range(first, end)), kind, after))
+      end = first
     return tuple(groups)
 
 
-def _single(layers: _Layers) -> tuple[Group, ...]:
-  return layers.grouped([0])
+def _choose(kind: Kind, layers: _Layers) -> _Firsts:
+  if kind == "single":
+    return {0: False}
+  if kind == "wfbp":
+    return dict.fromkeys(reversed(range(len(layers.sizes))), False)
+  if kind == "mg_wfbp":
+    return _mg_wfbp(layers)
+  if kind == "theorem_1":
+    return _theorem_1(layers)
+  best = min(_theorem_1(layers), _mg_wfbp(layers), key=layers.seconds)
+  if kind == "optimal":
+    for ways in sorted({1, layers.ways}):  # the search of merges alone is fast, and bounds the second one
+      found = search.find_fastest(layers.ready, layers.sizes, layers.link, ways, layers.seconds(best))
+      best = min(found or best, best, key=layers.seconds)
+  return best
 
 
-def _wfbp(layers: _Layers) -> tuple[Group, ...]:
-  return layers.grouped(range(len(layers.sizes))[::-1])
-
-
-def _mg_wfbp(layers: _Layers) -> tuple[Group, ...]:
+def _mg_wfbp(layers: _Layers) -> _Firsts:
   """Merges l into l − 1 iff ready(l − 1) < τ(l) + α."""
-  ready, link = layers.ready, layers.link
-  firsts, start, end, size = [], 0.0, 0.0, 0.0
+  ready, link, firsts = layers.ready, layers.link, _Firsts()
+  start, end, size = 0.0, 0.0, 0.0
   for layer in reversed(range(len(ready))):
     start, size = max(start, end, ready[layer]), size + layers.sizes[layer]
-    if layer and ready[layer - 1] < start + link.alpha:
-      continue
-    firsts.append(layer)
-    end, size = start + link.seconds(size), 0.0
-  return layers.grouped(firsts)
+    if not layer or ready[layer - 1] >= start + link.alpha:
+      firsts[layer] = False
+      end, size = start + link.seconds(size), 0.0
+  return firsts
 
 
-def _asc_wfbp(layers: _Layers) -> tuple[Group, ...]:
-  plans = [_theorem_1(layers), _mg_wfbp(layers)]
-  return min(plans, key=layers.seconds)
-
-
-def _theorem_1(layers: _Layers) -> tuple[Group, ...]:
+def _theorem_1(layers: _Layers) -> _Firsts:
   """Algorithm 1 of the paper, with its errata: the kind of each layer, from the last one down.
 
   Times are the paper's estimates, not the simulation's: Eq. 13 slows only the later of two communications down.
   """
-  ready, (alpha, beta, _) = layers.ready, layers.link
-  at_once: dict[int, bool] = {}
+  ready, (alpha, beta, _), firsts = layers.ready, layers.link, _Firsts()
   start, end, size = 0.0, 0.0, 0.0
   before: tuple[float, float] | None = None  # start and bytes of the communication before
   for layer in reversed(range(len(ready))):
@@ -268,9 +252,9 @@ def _theorem_1(layers: _Layers) -> tuple[Group, ...]:
       simultaneous = not q1
     if simultaneous:
       start, alone = ready[layer], alone + penalty
-    at_once[layer] = simultaneous
+    firsts[layer] = simultaneous
     before, start, end, size = (start, size), 0.0, max(end, start + alone), 0.0
-  return layers.grouped(at_once, at_once.__getitem__)
+  return firsts
 
 
 def _penalty(start: float, earlier: float, size: float, link: Link) -> float:
@@ -280,43 +264,14 @@ def _penalty(start: float, earlier: float, size: float, link: Link) -> float:
   return (link.gamma - 1) * link.beta * size * min(1.0, max(0.0, shared))
 
 
-def _optimal(layers: _Layers) -> tuple[Group, ...]:
-  best = _asc_wfbp(layers)
-  for ways in sorted({1, layers.ways}):  # the search of merges alone is fast, and bounds the second one
-    found = search.fastest(layers.ready, layers.sizes, layers.link, ways, layers.seconds(best))
-    if found is not None:
-      best = min(layers.grouped(found, found.__getitem__), best, key=layers.seconds)
-  return best
-
-
-_KINDS: dict[str, Callable[[_Layers], tuple[Group, ...]]] = {
-  "single": _single,
-  "wfbp": _wfbp,
-  "mg_wfbp": _mg_wfbp,
-  "theorem_1": _theorem_1,
-  "asc_wfbp": _asc_wfbp,
-  "optimal": _optimal,
-}
-
-
-def _checked(name: str, values: Sequence[float]) -> tuple[float, ...]:
+def _checked_row(name: str, values: Sequence[float]) -> tuple[float, ...]:
   given = list(values) if np.iterable(values) else []
   if not given:
     raise ValueError(f"plan: {name}={values!r}, give a number for every layer, at least one")
-  for layer, value in enumerate(given):
-    if not _is_number(value) or not 0 <= value <= _MOST:
-      raise ValueError(f"plan: {name}[{layer}]={value!r}, choose a number from 0 to {_MOST:g}")
-  return tuple(map(float, given))
+  return tuple(_checked(f"{name}[{layer}]", value) for layer, value in enumerate(given))
 
 
-def _is_number(value: Any) -> bool:
-  return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def covered(spans: Sequence[tuple[float, float]]) -> float:
-  """Total length of the union of (start, end) intervals."""
-  total, reached = 0.0, -math.inf
-  for start, end in sorted(spans):
-    total += max(0.0, end - max(start, reached))
-    reached = max(reached, end)
-  return total
+def _checked(name: str, value: Any, least: float = 0) -> float:
+  if isinstance(value, bool) or not isinstance(value, numbers.Real) or not least <= value <= _MOST:  # type: ignore[operator]
+    raise ValueError(f"plan: {name}={value!r}, choose a number from {least} to {_MOST:g}")
+  return float(value)

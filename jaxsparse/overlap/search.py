@@ -12,12 +12,14 @@ up to seven layers it was optimal in most cases, and at most 1 % slower.
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, TypeVar
 
+import jax
 import numpy as np
 
 from jaxsparse.overlap.network import Flows, Link
 
+_Rows = TypeVar("_Rows")
 _MOST = 24  # partial plans kept at each layer, the earliest ones
 
 
@@ -36,11 +38,8 @@ class _Partial(NamedTuple):
   row: np.ndarray
   at_once: np.ndarray
 
-  def take(self, rows: np.ndarray | slice) -> Self:
-    return type(self)(self.flows.take(rows), self.layer[rows], self.row[rows], self.at_once[rows])
 
-
-def fastest(
+def find_fastest(
   ready: Sequence[float], sizes: Sequence[float], link: Link, ways: int, limit: float = np.inf
 ) -> dict[int, bool] | None:
   """The first layer of each group of the fastest plan, in the order of sending, and whether the group starts at once.
@@ -56,30 +55,34 @@ def fastest(
     None if no plan is within the limit.
 
   Example:
-    >>> fastest([2.0, 1.9, 1.0], [4.0, 4.0, 1.0], Link(alpha=0.5, beta=0.1, gamma=1.5), ways=1)
+    >>> find_fastest([2.0, 1.9, 1.0], [4.0, 4.0, 1.0], Link(alpha=0.5, beta=0.1, gamma=1.5), ways=1)
     {2: False, 0: False}
   """
-  count = len(ready)
-  nothing = np.zeros(1, int)
-  start = _Partial(Flows.none(1, ways), nothing, nothing, nothing.astype(bool))
-  waiting: list[list[_Partial]] = [[] for _ in range(count)] + [[start]]
+  count, nothing = len(ready), np.zeros(1, int)
+  waiting = {count: [_Partial(Flows.empty(1, ways), nothing, nothing, nothing.astype(bool))]}
   best: dict[int, _Partial] = {}
   for layer in range(count, -1, -1):
-    if not waiting[layer]:
+    if layer not in waiting:
       continue
-    best[layer] = _earliest(_joined(waiting[layer]), ready[layer - 1] if layer else None, link)
-    for first, grown in _grown(best[layer], layer, np.array(ready), np.array(sizes), link, limit):
-      waiting[first].append(grown)
-  return _traced(best, count) if 0 in best else None
+    together = jax.tree.map(lambda *parts: np.concatenate(parts), *waiting.pop(layer))
+    best[layer] = _prune(together, ready[layer - 1] if layer else None, link)
+    for first, grown in _extend(best[layer], layer, np.array(ready), np.array(sizes), link, limit) if layer else ():
+      waiting.setdefault(first, []).append(grown)
+  if 0 not in best:
+    return None
+  firsts, layer, row = dict[int, bool](), 0, 0  # read back, from the first layer to the last
+  while layer < count:
+    chosen = best[layer]
+    firsts = {layer: bool(chosen.at_once[row])} | firsts
+    layer, row = int(chosen.layer[row]), int(chosen.row[row])
+  return firsts
 
 
-def _grown(
+def _extend(
   partial: _Partial, layer: int, ready: np.ndarray, sizes: np.ndarray, link: Link, limit: float
 ) -> list[tuple]:
   """Extends partial plans by one group of the layers j … `layer` − 1, for every j: pairs of j and partial plans."""
-  if not layer:
-    return []
-  ends = partial.flows.projected(link.gamma).ends
+  ends = partial.flows.finish(link.gamma).ends
   free = np.stack([ends.max(1), np.maximum(partial.flows.now, ends[:, 0])], 1)  # if the group waits, if it does not
   size = np.cumsum(sizes[:layer][::-1])[::-1]
   starts = np.maximum(free[:, :, None], ready[None, None, :layer])  # [row, at once, first]
@@ -88,13 +91,13 @@ def _grown(
   promising = starts + link.alpha + link.beta * size[0] / speed <= limit * (1 + 1e-9)
   promising[:, 1] &= starts[:, 1] < free[:, :1]
   first, row, at_once = np.nonzero(promising.transpose(2, 0, 1))
-  flows = partial.flows.take(row).started(starts[row, at_once, first], size[first], link)
+  flows = _take(partial.flows, row).start(starts[row, at_once, first], size[first], link)
   grown = _Partial(flows, np.full(row.size, layer), row, at_once.astype(bool))
   bounds = np.searchsorted(first, np.arange(layer + 1)).tolist()
-  return [(j, grown.take(slice(a, b))) for j, (a, b) in enumerate(itertools.pairwise(bounds)) if a < b]
+  return [(j, _take(grown, slice(a, b))) for j, (a, b) in enumerate(itertools.pairwise(bounds)) if a < b]
 
 
-def _earliest(partial: _Partial, before: float | None, link: Link) -> _Partial:
+def _prune(partial: _Partial, before: float | None, link: Link) -> _Partial:
   """The partial plans that no other one dominates, at most `_MOST`.
 
   Args:
@@ -102,7 +105,7 @@ def _earliest(partial: _Partial, before: float | None, link: Link) -> _Partial:
     before: seconds until the next layer is ready; None if there is none.
     link: α, β, γ of communications.
   """
-  ends = partial.flows.projected(link.gamma).ends
+  ends = partial.flows.finish(link.gamma).ends
   ends[:, 0] = np.maximum(ends[:, 0], partial.flows.now)
   ends = ends.max(1, keepdims=True) if before is None else np.maximum(ends, before)
   left = np.lexsort((ends.sum(1), ends.max(1)))
@@ -110,21 +113,8 @@ def _earliest(partial: _Partial, before: float | None, link: Link) -> _Partial:
   while left.size and len(kept) < _MOST:
     kept.append(left[0])
     left = left[np.any(ends[left] < ends[left[0]], axis=1)]
-  return partial.take(np.array(kept))
+  return _take(partial, np.array(kept))
 
 
-def _joined(parts: list[_Partial]) -> _Partial:
-  flows = Flows(*(np.concatenate(column) for column in zip(*(part.flows for part in parts), strict=True)))
-  rest = (np.concatenate(column) for column in list(zip(*parts, strict=True))[1:])
-  return _Partial(flows, *rest)
-
-
-def _traced(best: dict[int, _Partial], count: int) -> dict[int, bool]:
-  """The groups of the plan that ends first, from the last layer on."""
-  result: list[tuple[int, bool]] = []
-  layer, row = 0, 0
-  while layer < count:
-    partial = best[layer]
-    result.append((layer, bool(partial.at_once[row])))
-    layer, row = int(partial.layer[row]), int(partial.row[row])
-  return dict(reversed(result))
+def _take(rows: _Rows, which: np.ndarray | slice) -> _Rows:
+  return jax.tree.map(lambda x: x[which], rows)

@@ -5,61 +5,21 @@ its own at its own pace. After a step it sends a signal, "ready", to a controlle
 N), the controller makes a group of them; the group averages its models, while the other workers keep computing. Groups
 change all the time, so every worker's progress reaches every other worker after a few averages.
 
-Forming groups:
-
-    controller         `Controller`, a pure state machine: ready signals in, groups out
-    weights            the weight of each model in an average
-    mixing             `rho`, how fast a sequence of groups spreads what each worker has learned
-
-Workers in processes, on any number of hosts:
-
-    server             `Server`, the controller over TCP; server_protocol is its pure part
-    worker             `Worker`: trains, and averages with groups; no crash of another worker holds it up
-    worker_protocol    the pure part of a worker, with its events and actions (events); runtime owns thread and sockets
-    exchange, early    the average of a group as messages between its members; messages that arrive too early
-    messages, peers    the messages to and from the server; those between workers
+    controller         `Controller`, a pure state machine: ready signals in, groups and weights out
+    server             `Server`, the controller over TCP
+    worker             `Worker`, in a process on any host: trains, and averages with groups; others may crash
+    worker_protocol    its decisions, a pure state machine; exchange: the average of a group as messages
+    messages, sockets  messages as bytes; ZeroMQ and `Keys`, with the extra `jaxsparse[partial]`
     saving             `restore`: a worker saves its parameters if the controller is lost
-
-Workers in threads of one process:
-
-    devices            `Devices`: one device for each worker, averages are JAX collectives
-
-Workers in virtual time:
-
-    simulation         `simulate` compares partial reduce with other methods (methods, clock)
-
-In all of them a model with NaN or Inf enters no average (finite).
+    devices            `Devices`: workers in threads of one process, a device each; averages are JAX collectives
+    base               what all workers share; a model with NaN or Inf enters no average
 """
 
-from jaxsparse.partial.clock import Span, sharing
-from jaxsparse.partial.controller import Controller, Group, Rejected
-from jaxsparse.partial.devices import Devices, DeviceWorker
-from jaxsparse.partial.messages import Keys, make_keys, read_keys, write_keys
-from jaxsparse.partial.mixing import mixing, rho
-from jaxsparse.partial.runtime import ControllerLost
+from jaxsparse.partial.controller import Controller
+from jaxsparse.partial.devices import Devices
 from jaxsparse.partial.saving import restore
 from jaxsparse.partial.server import Server
-from jaxsparse.partial.simulation import Simulation, simulate
-from jaxsparse.partial.worker import Worker
+from jaxsparse.partial.sockets import Keys
+from jaxsparse.partial.worker import ControllerLost, Worker
 
-__all__ = [
-  "Controller",
-  "ControllerLost",
-  "DeviceWorker",
-  "Devices",
-  "Group",
-  "Keys",
-  "Rejected",
-  "Server",
-  "Simulation",
-  "Span",
-  "Worker",
-  "make_keys",
-  "mixing",
-  "read_keys",
-  "restore",
-  "rho",
-  "sharing",
-  "simulate",
-  "write_keys",
-]
+__all__ = ["Controller", "ControllerLost", "Devices", "Keys", "Server", "Worker", "restore"]

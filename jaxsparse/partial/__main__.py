@@ -4,12 +4,11 @@ import argparse
 import pathlib
 import sys
 
-import zmq
-
-from jaxsparse.launch import START_TIMEOUT
-from jaxsparse.partial import messages
+from jaxsparse.launch.rank import START_TIMEOUT
+from jaxsparse.partial import sockets
 from jaxsparse.partial.controller import Controller
 from jaxsparse.partial.server import LIMIT, Server
+from jaxsparse.partial.sockets import Keys, zmq
 
 
 def main() -> None:
@@ -23,20 +22,21 @@ def main() -> None:
   missing = "where dynamic weights of iterations without a member go (%(default)s)"
   add("--missing", choices=("closest", "initial"), default="closest", help=missing)
   add("--history", type=int, help="T: groups that it may take to connect all workers (10 times the smallest T)")
-  add("--address", default=messages.LOOPBACK, help="where to listen (%(default)s)")
+  add("--address", default=sockets.LOOPBACK, help="where to listen (%(default)s)")
   add("--keys", type=pathlib.Path, help="file of the run's CURVE keys; created if it does not exist")
   add("--limit", type=float, default=LIMIT, help="seconds without heartbeat until a worker is dropped (%(default)s)")
   start = "seconds after which workers that have never joined are dropped (%(default)s)"
   add("--start_timeout", type=float, default=START_TIMEOUT, help=start)
-  options = parser.parse_args()
-  kind = {name: getattr(options, name) for name in ("weights", "decay", "missing", "history")}
+  options = vars(parser.parse_args())
+  address, path = options.pop("address"), options.pop("keys")
+  limits = {name: options.pop(name) for name in ("limit", "start_timeout")}
   try:
-    controller = Controller(options.workers, options.group_size, **kind)
-    if options.keys and not options.keys.exists():
-      messages.write_keys(messages.make_keys(), options.keys)
-    keys = messages.read_keys(options.keys) if options.keys else None
-    limits = {"limit": options.limit, "start_timeout": options.start_timeout}
-    server = Server(controller, options.address, keys=keys, **limits)
+    controller = Controller(**options)
+    if path and not path.exists():
+      Keys.make().write(path)
+    server = Server(controller, address, keys=Keys.read(path) if path else None, **limits)
+  except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}")
   except (ValueError, OSError, zmq.ZMQError) as error:
     sys.exit(f"error: {error}")
   print(server.address, flush=True)

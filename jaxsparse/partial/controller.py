@@ -1,4 +1,4 @@
-"""The controller of partial reduce: decides which workers average with each other (§3.1, §4, Figure 6).
+"""The controller of partial reduce: decides which workers average with each other, and how (§3, §4, Figure 6).
 
 A pure state machine without clock, network or models. Each call tells it what a worker has done; it returns the groups
 that can be formed now:
@@ -18,12 +18,22 @@ all others go on without them. The first group of a worker that was absent has t
 
 For an evaluation, and at the end of training, all workers average (Algorithm 2, line 8): a worker that asks for it
 joins no other group, and waits until all workers have asked.
+
+The weight of each model in an average is 1/P, or less for older models. For a group whose members have done 9, 8 and 5
+iterations, with α = 1/2:
+
+    iterations     9     8     7     6     5
+    k̂              1     2     3     4     5 = K
+    weight       16/31  8/31  4/31  2/31  1/31      (1 − α) α^(k̂ − 1) / (1 − α^K), with sum 1
+    goes to        9     8     ?     ?     5        "initial": to the initial model; "closest": 7 to 8, 6 to 5
 """
 
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from jaxsparse.partial.weights import Missing, Weights, constant, dynamic
-
+Missing = Literal["initial", "closest"]
 PATIENCE = 10  # a worker may be about this many times slower than the others before the filter waits for it
 MAX_ITERATION = 2**63 - 1
 
@@ -31,14 +41,7 @@ _ABSENT = -1  # the component of all workers that are absent
 
 
 class Rejected(ValueError):
-  """A call that the controller rejects, with the reason; its state has not changed.
-
-  Example:
-    >>> raise Rejected("worker 9 is unknown")
-    Traceback (most recent call last):
-    ...
-    jaxsparse.partial.controller.Rejected: worker 9 is unknown
-  """
+  """A call that the controller rejects, with the reason; its state has not changed."""
 
 
 class Group(NamedTuple):
@@ -50,10 +53,6 @@ class Group(NamedTuple):
     iteration: the largest iteration of the members; all of them continue from it.
     initial: weight of the model that training started from; 0 except for dynamic weights with `missing="initial"`.
     number: 1 for the first group, 2 for the second, and so on.
-
-  Example:
-    >>> Group((0, 2), (0.5, 0.5), 7).members
-    (0, 2)
   """
 
   members: tuple[int, ...]
@@ -78,7 +77,7 @@ class Controller:
   Args:
     workers: N, the number of workers. They are numbered from 0, and each is expected to signal until it leaves.
     group_size: P, 2 … N.
-    weights: "constant", 1/P each, or "dynamic", less for older models (`jaxsparse.partial.weights`).
+    weights: "constant", 1/P each, or "dynamic", less for older models.
     decay: α of dynamic weights, in [0, 1).
     missing: where the dynamic weights of iterations without a member go: "closest" or "initial" (as in the paper).
     history: T, at least ⌈(N − 1)/(P − 1)⌉, the groups that it takes to connect all workers. The default is 10 times
@@ -112,10 +111,10 @@ class Controller:
       raise ValueError(f"workers={workers!r}, choose a whole number of at least 2")
     if not _is_count(group_size) or not 2 <= group_size <= workers:
       raise ValueError(f"group_size={group_size!r}, choose a whole number in 2 … {workers}, the number of workers")
-    if weights not in ("constant", "dynamic"):
-      raise ValueError(f"weights={weights!r}, choose 'constant' or 'dynamic'")
-    if missing not in ("initial", "closest"):
-      raise ValueError(f"missing={missing!r}, choose 'initial' or 'closest'")
+    choices = {"weights": (weights, "constant", "dynamic"), "missing": (missing, "initial", "closest")}
+    for name, (value, one, other) in choices.items():
+      if value not in (one, other):
+        raise ValueError(f"{name}={value!r}, choose {one!r} or {other!r}")
     if not isinstance(decay, int | float) or not 0 <= decay < 1:
       raise ValueError(f"decay={decay!r}, choose a number in [0, 1)")
     least = -(-(workers - 1) // (group_size - 1))
@@ -123,7 +122,8 @@ class Controller:
       raise ValueError(f"history={history!r}: {least} groups or more are needed to connect {workers} workers")
     self.workers, self.group_size = workers, group_size
     self.window = PATIENCE * least if history is None else history
-    self._weights, self._decay, self._missing = weights, float(decay), missing
+    dynamic = functools.partial(dynamic_weights, decay=float(decay), missing=missing)
+    self._weigh = dynamic if weights == "dynamic" else constant_weights
     self._alive = dict.fromkeys(range(workers))  # a dict, as a set that keeps its order
     self._queue: dict[int, int] = {}  # iterations of the workers that are ready, first come first
     self._for_all: dict[int, int] = {}  # iterations of the workers that wait for the average of all
@@ -157,18 +157,15 @@ class Controller:
     """A worker has done `iteration` iterations and is ready to average; returns the groups that can be formed now.
 
     Raises:
-      Rejected: if the worker is unknown, has left or is ready already, or if it has signalled this iteration before.
+      Rejected: if the worker is unknown, has left or is ready already, or if it has signalled this iteration before;
+        the other calls raise it for the same reasons.
     """
-    self._check(worker)
-    self._check_iteration(worker, iteration, self._last[worker])
-    self._last[worker] = self._queue[worker] = iteration
-    self._group.pop(worker, None)
-    return self._form_groups()
+    return self._wait(worker, iteration, self._queue)
 
   def release(self) -> list[Group]:
     """The ready workers have waited long enough: if they are `held`, the others are absent until their next group.
 
-    Called by `js.partial.Server`, `js.partial.Devices` and `js.partial.simulate` when a worker has been ready for as
+    Called by `js.partial.Server` and `js.partial.Devices` when a worker has been ready for as
     long as its last step took.
     """
     if self.held:
@@ -180,16 +177,8 @@ class Controller:
     """A worker waits for the average of all workers that have not left, each with the same weight.
 
     Until then it is in no other group. The call may follow a group without an iteration in between.
-
-    Raises:
-      Rejected: as `ready`.
     """
-    self._check(worker)
-    self._check_iteration(worker, iteration, self._last[worker] - (worker in self._group))
-    self._last[worker] = self._for_all[worker] = iteration
-    self._group.pop(worker, None)
-    self._absent.discard(worker)
-    return self._form_groups()
+    return self._wait(worker, iteration, self._for_all)
 
   def failed(self, worker: int, number: int) -> list[Group]:
     """A worker could not average with group `number`: that group no longer counts, the worker may signal again.
@@ -207,22 +196,14 @@ class Controller:
     return self._form_groups()
 
   def replaced(self, worker: int) -> None:
-    """A worker replaces its model by that of another one: its next signal may be of any iteration.
-
-    Raises:
-      Rejected: if the worker is unknown, or is ready.
-    """
+    """A worker replaces its model by that of another one: its next signal may be of any iteration."""
     self._check(worker)
     self._check_not_ready(worker)
     self._last[worker] = -1
     self._group.pop(worker, None)
 
   def leave(self, worker: int) -> list[Group]:
-    """A worker ends or is dead: groups are formed without it.
-
-    Raises:
-      Rejected: if the worker is unknown, or has left already.
-    """
+    """A worker ends or is dead: groups are formed without it."""
     self._check(worker)
     del self._alive[worker], self._last[worker]
     for by_worker in (self._queue, self._for_all, self._group):
@@ -231,33 +212,38 @@ class Controller:
     return self._form_groups()
 
   def join(self, worker: int) -> list[Group]:
-    """A worker that has left takes part again.
-
-    Raises:
-      Rejected: if the worker is unknown, or has not left.
-    """
-    self._check(worker, known_as="left")
+    """A worker that has left takes part again."""
+    self._check_number(worker)
+    if worker in self._alive:
+      raise Rejected(f"duplicate: worker {worker} has joined already")
     self._alive[worker] = None
     self._last[worker] = -1
     self._begin_to_connect()
     return self._form_groups()
 
-  def _check(self, worker: int, known_as: Literal["alive", "left"] = "alive") -> None:
-    if not _is_count(worker) or not 0 <= worker < self.workers:
-      raise Rejected(f"unknown: worker {worker!r}, there are 0 … {self.workers - 1}")
-    if known_as == "alive" and worker not in self._alive:
-      raise Rejected(f"unknown: worker {worker} has left, it has to join again")
-    if known_as == "left" and worker in self._alive:
-      raise Rejected(f"duplicate: worker {worker} has joined already")
-
-  def _check_iteration(self, worker: int, iteration: int, last: int) -> None:
+  def _wait(self, worker: int, iteration: int, queue: dict[int, int]) -> list[Group]:
+    """Lets a worker wait in a queue for the average of its group or of all."""
+    self._check(worker)
     if not _is_count(iteration) or not 0 <= iteration <= MAX_ITERATION:
       raise Rejected(f"iteration {iteration!r} of worker {worker} is malformed, send a whole number in 0 … 2^63 − 1")
     self._check_not_ready(worker)
-    if iteration <= last:
-      raise Rejected(
-        f"stale: iteration {iteration} of worker {worker}, which has signalled {self._last[worker]} before"
-      )
+    last, again = self._last[worker], queue is self._for_all and worker in self._group
+    if iteration <= last - again:
+      raise Rejected(f"stale: iteration {iteration} of worker {worker}, which has signalled {last} before")
+    self._last[worker] = queue[worker] = iteration
+    self._group.pop(worker, None)
+    if queue is self._for_all:
+      self._absent.discard(worker)
+    return self._form_groups()
+
+  def _check(self, worker: int) -> None:
+    self._check_number(worker)
+    if worker not in self._alive:
+      raise Rejected(f"unknown: worker {worker} has left, it has to join again")
+
+  def _check_number(self, worker: int) -> None:
+    if not _is_count(worker) or not 0 <= worker < self.workers:
+      raise Rejected(f"unknown: worker {worker!r}, there are 0 … {self.workers - 1}")
 
   def _check_not_ready(self, worker: int) -> None:
     for waiting in (self._queue, self._for_all):
@@ -273,17 +259,17 @@ class Controller:
     formed = []
     while members := self._next_members():
       iterations = {member: self._queue.pop(member) for member in sorted(members)}
-      formed.append(self._make_group(iterations, self._weigh(list(iterations.values()))))
+      formed.append(self._make_group(iterations, *self._weigh(list(iterations.values()))))
       self._connect(members)
     if self._for_all and not self._active:
       iterations, self._for_all = dict(sorted(self._for_all.items())), {}
-      formed.append(self._make_group(iterations, constant(len(iterations))))
+      formed.append(self._make_group(iterations, *constant_weights(list(iterations.values()))))
       self._begin_to_connect()
     return formed
 
-  def _make_group(self, iterations: dict[int, int], weights: Weights) -> Group:
+  def _make_group(self, iterations: dict[int, int], weights: tuple[float, ...], initial: float) -> Group:
     self._formed += 1
-    group = Group(tuple(iterations), weights.members, max(iterations.values()), weights.initial, self._formed)
+    group = Group(tuple(iterations), weights, max(iterations.values()), initial, self._formed)
     self._group.update(dict.fromkeys(iterations, group))
     return group
 
@@ -317,11 +303,43 @@ class Controller:
     self._component = {worker: _ABSENT if worker in self._absent else worker for worker in self._alive}
     self._count = 0  # of the groups since
 
-  def _weigh(self, iterations: list[int]) -> Weights:
-    if self._weights == "constant":
-      return constant(len(iterations))
-    return dynamic(iterations, self._decay, self._missing)
-
 
 def _is_count(value: object) -> bool:
   return isinstance(value, int) and not isinstance(value, bool)
+
+
+def constant_weights(iterations: Sequence[int]) -> tuple[tuple[float, ...], float]:
+  """1/P each. They keep the sum of all models, and a model that all members have is a fixed point."""
+  return (1 / len(iterations),) * len(iterations), 0.0
+
+
+def dynamic_weights(iterations: Sequence[int], decay: float, missing: Missing) -> tuple[tuple[float, ...], float]:
+  """The weights of the members' models and of the initial one, by staleness (§3.3), with sum 1.
+
+  A member at rank k̂ = max k − k + 1, of K = max k̂, gets (1 − α) α^(k̂ − 1) / (1 − α^K); members of one rank share its
+  weight equally. The weight of a rank without a member goes to the initial model (the paper's choice: it moves even
+  members with equal models towards the initial one), or to the closest rank with a member, the newer one of two.
+
+  Example:
+    >>> dynamic_weights([9, 8, 8], 0.5, "closest")
+    ((0.6666666666666666, 0.16666666666666666, 0.16666666666666666), 0.0)
+    >>> [round(31 * weight) for weight in dynamic_weights([9, 8, 5], 0.5, "closest")[0]]
+    [16, 12, 3]
+  """
+  newest = max(iterations)
+  ranks = [newest - iteration + 1 for iteration in iterations]
+  present = sorted(set(ranks))
+  whole = 1 - decay ** present[-1]
+  # Each present rank gets the weights of ranks first … last: its own, or all up to half-way to its neighbours.
+  if missing == "closest":
+    lasts = [*(newer + (older - newer) // 2 for newer, older in itertools.pairwise(present)), present[-1]]
+    firsts = [1, *(last + 1 for last in lasts[:-1])]
+  else:
+    firsts = lasts = present
+  # Σ_{r=first…last} (1 − α) α^(r−1) = α^(first−1) − α^last; no loop, a worker may be a million iterations behind.
+  share = {
+    rank: (decay ** (first - 1) - decay**last) / whole / ranks.count(rank)
+    for rank, first, last in zip(present, firsts, lasts, strict=True)
+  }
+  members = tuple(share[rank] for rank in ranks)
+  return members, max(0.0, 1 - sum(members)) if missing == "initial" and len(present) < present[-1] else 0.0

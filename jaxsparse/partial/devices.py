@@ -11,12 +11,13 @@ shard:
 The program of a group is compiled at its first use, or by `warm_up` before training.
 """
 
+import contextlib
 import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse.flatten import flatten
+from jaxsparse.partial.base import BaseWorker, check_start
 from jaxsparse.partial.controller import Controller, Group
-from jaxsparse.partial.finite import Refusals, check_start
+from jaxsparse.partial.messages import Says
 
 _AXIS = "group"
 _SPLIT = PartitionSpec(_AXIS)
 _LEAST_PATIENCE = 0.1  # seconds that the group filter may let a worker wait, or as long as its step took
+_Model = tuple[jax.Array, int]  # f32[n], and the iterations it has been trained for
 
 
 class Devices:
@@ -63,24 +66,20 @@ class Devices:
   """
 
   def __init__(self, controller: Controller, devices: Sequence[jax.Device], params: Any):
-    if len(set(devices)) != controller.workers:
-      different = len(set(devices))
-      raise ValueError(
-        f"{controller.workers} workers on {different} different devices: give each worker a device of its own"
-      )
+    if (different := len(set(devices))) != controller.workers:
+      workers = f"{controller.workers} workers on {different} different devices"
+      raise ValueError(f"{workers}: give each worker a device of its own")
     check_start(params)
-    vector, self._unflatten = flatten(params)
-    self.devices, self.params = tuple(devices), params
-    self.controller, self._initial = controller, [jax.device_put(vector, device) for device in devices]
+    vector, self.unflatten = flatten(params)
+    self.controller, self.devices, self.params = controller, tuple(devices), params
+    self.entries, self._initial = vector.size, [jax.device_put(vector, device) for device in devices]
     self._changed = threading.Condition()
-    self._models: dict[int, tuple[jax.Array, int]] = {}  # model and iteration of each worker that waits for its group
+    self._models: dict[int, _Model] = {}  # of each worker that waits for its group
     self._seeking: set[int] = set()  # workers whose models are not finite, and that wait for another worker's model
-    self._refusals = [Refusals(worker) for worker in range(controller.workers)]
-    self._answers: dict[int, tuple[jax.Array, int] | Exception] = {}
-    self._step_began = [time.monotonic()] * controller.workers
+    self._answers: dict[int, _Model | Exception] = {}
     # XLA's CPU runtime runs all programs on one small thread pool, where two collectives at once could deadlock.
     self._one_at_a_time = threading.Lock() if devices[0].platform == "cpu" else None
-    self._program = functools.cache(self._compiled)
+    self._program = functools.cache(self._compile)
 
   def worker(self, number: int) -> "DeviceWorker":
     """Returns worker `number`, for a thread of its own.
@@ -99,57 +98,17 @@ class Devices:
       self._program(members)
     return len(groups)
 
-  def average(
-    self, number: int, params: Any, iteration: int, signal: Callable[[int, int], list[Group]]
-  ) -> tuple[Any, int]:
-    """See `DeviceWorker.reduce` and `synchronize`; `signal` is the controller's `ready` or `synchronize`."""
-    vector = jax.device_put(flatten(params)[0], self.devices[number])
-    if vector.size != self._initial[number].size:
-      raise ValueError(f"params have {vector.size} entries, the initial ones have {self._initial[number].size}")
-    if self._refusals[number].refuse(vector, iteration, self._unflatten):
-      vector, iteration = self._another_model(number)
-      if signal == self.controller.ready:
-        return self._unflatten(vector), iteration
-    took = time.monotonic() - self._step_began[number]
+  def _exchange(self, number: int, says: Says, vector: jax.Array, iteration: int, patience: float) -> _Model:
+    """The average of a worker's group; ready workers are released each time that it has waited for `patience`."""
+    signal = self.controller.ready if says == Says.READY else self.controller.synchronize
     with self._changed:
       groups = signal(number, iteration)
-      self._models[number] = (vector, iteration)
+      self._models[number] = (jax.device_put(vector, self.devices[number]), iteration)
       self._hand_out(number)
-      ready = self._collect(groups)
-    self._average(ready)
-    vector, iteration = self._wait_for_answer(number, max(took, _LEAST_PATIENCE))
-    self._step_began[number] = time.monotonic()
-    return self._unflatten(vector), iteration
+    self._average(groups)
+    return self._wait_for_answer(number, patience)
 
-  def refused(self, number: int) -> int:
-    """See `DeviceWorker.refused`."""
-    return self._refusals[number].count
-
-  def leave(self, number: int) -> None:
-    """See `DeviceWorker.leave`."""
-    with self._changed:
-      groups = self.controller.leave(number) if number in self.controller.alive else []
-      self._fail_if_all_seek()
-      ready = self._collect(groups)
-    self._average(ready)
-
-  def _wait_for_answer(self, number: int, patience: float | None = None) -> tuple[jax.Array, int]:
-    """The answer to a worker; each time that it has waited for `patience` seconds, ready workers are released."""
-    while True:
-      with self._changed:
-        if self._changed.wait_for(lambda: number in self._answers, patience):
-          answer = self._answers.pop(number)
-          break
-        ready = self._collect(self.controller.release())
-      self._average(ready)
-    if isinstance(answer, Exception):
-      raise answer
-    return answer
-
-  def _collect(self, groups: list[Group]) -> list[tuple[Group, list[jax.Array]]]:
-    return [(group, [self._models.pop(member)[0] for member in group.members]) for group in groups]
-
-  def _another_model(self, number: int) -> tuple[jax.Array, int]:
+  def _fetch(self, number: int) -> _Model:
     """The most trained model of the workers that wait; if none waits, that of the next worker to signal."""
     with self._changed:
       self.controller.replaced(number)
@@ -159,45 +118,64 @@ class Devices:
       self._fail_if_all_seek()
     return self._wait_for_answer(number)
 
+  def _leave(self, number: int) -> None:
+    """Continues without a worker."""
+    with self._changed:
+      groups = self.controller.leave(number) if number in self.controller.alive else []
+      self._fail_if_all_seek()
+    self._average(groups)
+
+  def _wait_for_answer(self, number: int, patience: float | None = None) -> _Model:
+    while True:
+      with self._changed:
+        if self._changed.wait_for(lambda: number in self._answers, patience):
+          answer = self._answers.pop(number)
+          break
+        groups = self.controller.release()
+      self._average(groups)
+    if isinstance(answer, Exception):
+      raise answer
+    return answer
+
   def _hand_out(self, number: int) -> None:
     """Copies the model of a waiting worker to all workers that seek one."""
     vector, iteration = self._models[number]
-    for other in self._seeking:
-      self._answers[other] = (jax.device_put(vector, self.devices[other]), iteration)
+    self._answer({other: (jax.device_put(vector, self.devices[other]), iteration) for other in self._seeking})
     self._seeking.clear()
-    self._changed.notify_all()
 
   def _fail_if_all_seek(self) -> None:
     if self._seeking.issuperset(self.controller.alive):
-      self._answers.update({other: self._refusals[other].no_donor() for other in self._seeking})
+      self._answer(dict.fromkeys(self._seeking, FloatingPointError()))
       self._seeking.clear()
+
+  def _answer(self, answers: dict[int, Any]) -> None:
+    with self._changed:
+      self._answers.update(answers)
       self._changed.notify_all()
 
-  def _average(self, ready: list[tuple[Group, list[jax.Array]]]) -> None:
-    for group, models in ready:
-      answers: dict[int, tuple[jax.Array, int] | Exception]
-      try:
-        answers = {member: (mean, group.iteration) for member, mean in self._means(group, models)}
-      except Exception as error:  # raised in every member, or they would wait for ever
-        answers = dict.fromkeys(group.members, error)
+  def _average(self, groups: list[Group]) -> None:
+    for group in groups:
       with self._changed:
-        self._answers.update(answers)
-        self._changed.notify_all()
+        models = [self._models.pop(member)[0] for member in group.members]
+      try:
+        means = self._means(group, models)
+        self._answer({member: (means[self.devices[member]], group.iteration) for member in group.members})
+      except Exception as error:  # raised in every member, or they would wait for ever
+        self._answer(dict.fromkeys(group.members, error))
 
-  def _means(self, group: Group, models: list[jax.Array]) -> list[tuple[int, jax.Array]]:
+  def _means(self, group: Group, models: list[jax.Array]) -> dict[jax.Device, jax.Array]:
+    """The average at each device of a group."""
     program, sharding = self._program(group.members)
     initial = [self._initial[member] for member in group.members]
     joined = lambda parts: jax.make_array_from_single_device_arrays((len(parts) * parts[0].size,), sharding, parts)
     weights = np.array([(weight, group.initial) for weight in group.weights], np.float32)
-    if self._one_at_a_time:
-      with self._one_at_a_time:
-        means = jax.block_until_ready(program(joined(models), joined(initial), weights))
-    else:
+    with self._one_at_a_time or contextlib.nullcontext():
       means = program(joined(models), joined(initial), weights)
-    of = {shard.device: shard.data for shard in means.addressable_shards}
-    return [(member, of[self.devices[member]]) for member in group.members]
+      if self._one_at_a_time:
+        means.block_until_ready()
+    return {shard.device: shard.data for shard in means.addressable_shards}
 
-  def _compiled(self, members: tuple[int, ...]) -> tuple[Any, NamedSharding]:
+  def _compile(self, members: tuple[int, ...]) -> tuple[Any, NamedSharding]:
     """The compiled average of a group, and the sharding of its models."""
     mesh = Mesh(np.array([self.devices[member] for member in members]), (_AXIS,))
     sharding = NamedSharding(mesh, _SPLIT)
@@ -211,59 +189,31 @@ class Devices:
     return mapped.lower(flat, flat, jax.ShapeDtypeStruct((len(members), 2), jnp.float32)).compile(), sharding
 
 
-class DeviceWorker:
-  """One worker of `Devices`, with the methods of `js.partial.Worker`; it leaves when its `with` block ends.
+class DeviceWorker(BaseWorker):
+  """One worker of `Devices`, with the methods of `js.partial.Worker`.
 
   Attributes:
     number: this worker's.
     params: the model that training starts from, on this worker's device.
     iteration: 0.
     device: this worker's.
-    refused: how many models of this worker in succession were not finite; see `reduce`.
-
-  Example:
-    >>> import jax.numpy as jnp, jaxsparse as js
-    >>> controller = js.partial.Controller(2, 2)
-    >>> controller.leave(1)
-    []
-    >>> if len(jax.devices()) > 1:
-    ...   with js.partial.Devices(controller, jax.devices()[:2], jnp.zeros(2)).worker(0) as worker:
-    ...     assert worker.reduce(worker.params + 1, 1)[1] == 1
   """
 
   def __init__(self, workers: Devices, number: int):
-    self._workers, self.number, self.device = workers, number, workers.devices[number]
+    super().__init__(number, workers.entries, workers.unflatten)
+    self._workers, self.device = workers, workers.devices[number]
     self.params, self.iteration = jax.device_put(workers.params, self.device), 0
-
-  @property
-  def refused(self) -> int:
-    """How many models of this worker in succession were not finite; 0 after a finite one."""
-    return self._workers.refused(self.number)
-
-  def reduce(self, params: Any, iteration: int) -> tuple[Any, int]:
-    """Averages with a group, as `js.partial.Worker.reduce` does; parameters stay on this worker's device.
-
-    If `params` is not finite, the result is the model of another worker: one that waits, or the next one that signals.
-
-    Raises:
-      Rejected: for an iteration that the controller rejects.
-      ValueError: for parameters of another size.
-      FloatingPointError: as `js.partial.Worker.reduce`.
-    """
-    return self._workers.average(self.number, params, iteration, self._workers.controller.ready)
-
-  def synchronize(self, params: Any, iteration: int) -> tuple[Any, int]:
-    """Averages with all workers that have not left, as `js.partial.Worker.synchronize` does."""
-    return self._workers.average(self.number, params, iteration, self._workers.controller.synchronize)
+    self._step_began = time.monotonic()
 
   def leave(self) -> None:
     """Leaves: the other workers continue without this one."""
-    self._workers.leave(self.number)
+    self._workers._leave(self.number)
 
-  def __enter__(self) -> Self:
-    """The worker."""
-    return self
+  def _fetch(self) -> tuple[jax.Array, int]:
+    return self._workers._fetch(self.number)
 
-  def __exit__(self, *_: object) -> None:
-    """Leaves."""
-    self.leave()
+  def _exchange(self, says: Says, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
+    patience = max(time.monotonic() - self._step_began, _LEAST_PATIENCE)
+    model = self._workers._exchange(self.number, says, vector, iteration, patience)
+    self._step_began = time.monotonic()
+    return model

@@ -1,14 +1,14 @@
 """The file of a worker's parameters: written when the controller is lost, read by `restore`.
 
 The content is written to a temporary file in the same folder, which is renamed when it is complete: the final name
-always holds either the former content or the new one, in full. The temporary file of a process that is killed while it
-writes carries that process's number, and the next worker with the same final name removes it.
+always holds either the former content or the new one, in full. The next worker with the same final name removes the
+temporary file of a process that was killed while it wrote.
 """
 
 import contextlib
+import glob
 import os
 import pathlib
-import re
 from typing import Any
 
 import jax
@@ -29,65 +29,26 @@ def save(path: pathlib.Path | None, params: Any, iteration: int) -> str:
   if path is None:
     return "nothing is saved, since no file was given (save=)"
   leaves = jax.tree_util.tree_leaves_with_path(params)
-  content = {jax.tree_util.keystr(leaf_path): np.asarray(leaf, np.float32) for leaf_path, leaf in leaves}
-  try:
-    write(path, {**content, "iteration": np.asarray(iteration)})
-  except OSError as error:
-    return f"the parameters could not be saved: {error}"
-  return f"the parameters of iteration {iteration} are in {path}"
-
-
-def write(path: pathlib.Path, content: dict[str, np.ndarray]) -> None:
-  """Writes arrays to a numpy file (.npz), atomically.
-
-  Raises:
-    OSError: if the file cannot be written; no temporary file remains then.
-
-  Example:
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...   write(pathlib.Path(folder, "saved.npz"), {"w": np.ones(2)})
-    ...   os.listdir(folder)
-    ['saved.npz']
-  """
-  remove_stale(path)
+  content: dict[str, Any] = {jax.tree_util.keystr(name): np.asarray(leaf, np.float32) for name, leaf in leaves}
   temporary = path.with_name(f".{path.name}.{os.getpid()}.npz")
   try:
     with temporary.open("wb") as file:
-      np.savez(file, **content)  # type: ignore[arg-type]
+      np.savez(file, **content, iteration=np.asarray(iteration))
       file.flush()
       os.fsync(file.fileno())  # or a crash of the machine could leave the new name without the content
     temporary.replace(path)
+  except OSError as error:
+    return f"the parameters could not be saved: {error}"
   finally:
-    temporary.unlink(missing_ok=True)
+    remove_temporary(path)
+  return f"the parameters of iteration {iteration} are in {path}"
 
 
-def remove_stale(path: pathlib.Path) -> None:
-  """Removes temporary files of `path` whose processes have ended, or that have this process's number.
-
-  Example:
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...   pathlib.Path(folder, f".saved.npz.{os.getpid()}.npz").touch()
-    ...   remove_stale(pathlib.Path(folder, "saved.npz"))
-    ...   os.listdir(folder)
-    []
-  """
-  with contextlib.suppress(OSError):  # no such folder, or no permission: `write` raises the error
-    for other in list(path.parent.iterdir()):
-      found = re.fullmatch(re.escape(f".{path.name}.") + r"(\d+)\.npz", other.name)
-      if found and (int(found[1]) == os.getpid() or not _runs(int(found[1]))):
-        other.unlink(missing_ok=True)
-
-
-def _runs(process: int) -> bool:
-  try:
-    os.kill(process, 0)
-  except ProcessLookupError:
-    return False
-  except (PermissionError, OverflowError):  # a process of another user; no process number at all
-    pass
-  return True
+def remove_temporary(path: pathlib.Path) -> None:
+  """Removes temporary files of `path`."""
+  with contextlib.suppress(OSError):  # no permission: `save` says so
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*.npz"):
+      other.unlink(missing_ok=True)
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:

@@ -1,31 +1,52 @@
 """A worker of partial reduce in a process of its own: no collectives and no barriers, so it can lose any other worker.
 
-The protocol runs in a thread (`jaxsparse.partial.runtime`), so a worker answers other workers while it computes:
+A thread owns the sockets and answers other workers while the training loop computes. All decisions are those of
+`jaxsparse.partial.worker_protocol`; the thread adds the clock, turns messages into events, and actions into messages:
 
-    training step ── reduce ──> │ thread │ <── signals, groups ──> server
-                 <── average ── │        │ <── pieces of models ──> members of the group, workers that join
+    training loop ── ask ──────> │        │ <── DEALER ──> server
+                  <── answers ── │ thread │ <── ROUTER ─── other workers: pieces of averages, requests for the model
+                                 │        │ ─── DEALER ──> other workers: the same, a socket for each (`Peers`)
 
 Models travel over TCP from host memory to host memory, as `jaxsparse.partial.exchange` describes. JAX's own collectives
 are not used, because a process that dies inside one ends or blocks all other processes, and cannot return.
 """
 
+import contextlib
 import os
 import pathlib
-from typing import Any, Self
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxsparse.flatten import flatten
-from jaxsparse.launch import START_TIMEOUT
-from jaxsparse.partial import messages, saving
-from jaxsparse.partial.events import Model
-from jaxsparse.partial.finite import Refusals, check_start
-from jaxsparse.partial.messages import Keys, Says
-from jaxsparse.partial.runtime import RECONNECT, Runtime
+from jaxsparse.launch.rank import START_TIMEOUT
+from jaxsparse.partial import messages, saving, sockets
+from jaxsparse.partial.base import BaseWorker, check_start
+from jaxsparse.partial.messages import Kind, Piece, Says, Signal
+from jaxsparse.partial.sockets import Keys, zmq
+from jaxsparse.partial.worker_protocol import Event, Model, Request, Unreachable, WorkerProtocol
+
+RECONNECT = 60.0  # seconds that a worker tries to reach a controller that has been silent for its limit
+_LAST_WORDS = 1000  # milliseconds that a leaving worker waits for BYE to be sent: the server may be dead
 
 
-class Worker:
+class ControllerLost(RuntimeError):
+  """The controller did not come back, or never answered; the message says where the parameters are saved.
+
+  Example:
+    >>> raise ControllerLost("no sign of life from the controller for 65 s")
+    Traceback (most recent call last):
+    ...
+    jaxsparse.partial.worker.ControllerLost: no sign of life from the controller for 65 s
+  """
+
+
+class Worker(BaseWorker):
   """Takes part in partial reduce, and leaves when its `with` block ends.
 
   Args:
@@ -50,6 +71,7 @@ class Worker:
     ValueError: for an address that requires keys without them, a number that the server does not know or that a living
       worker has, a model whose size differs from the other workers', a model that is not finite, or a negative
       `reconnect`.
+    ModuleNotFoundError: without pyzmq.
     ControllerLost: if WELCOME does not arrive in time.
 
   Example:
@@ -68,100 +90,157 @@ class Worker:
     params: Any,
     *,
     save: str | os.PathLike[str] | None = None,
-    bind: str = messages.LOOPBACK,
+    bind: str = sockets.LOOPBACK,
     keys: Keys | None = None,
     timeout: float = START_TIMEOUT,
     reconnect: float = RECONNECT,
   ):
-    messages.check_address(bind, keys, reachable=True)
+    sockets.check_address(bind, keys, reachable=True)
     if not reconnect >= 0:
       raise ValueError(f"reconnect={reconnect!r}, choose 0 seconds or more")
     check_start(params)
-    vector, self._unflatten = flatten(params)
-    self._entries, self._refusals = vector.size, Refusals(number)
+    vector, unflatten = flatten(params)
+    super().__init__(number, vector.size, unflatten)
     path = None if save is None else pathlib.Path(save)
     if path:
-      saving.remove_stale(path)
-    save_model = lambda model: saving.save(path, *self._tree(model))
-    options: dict[str, Any] = {
-      "bind": bind,
-      "keys": keys,
-      "timeout": timeout,
-      "reconnect": reconnect,
-      "save": save_model,
-    }
-    self._runtime = Runtime(address, number, np.asarray(vector), **options)
+      saving.remove_temporary(path)
+    save_model = lambda model: saving.save(path, unflatten(jax.numpy.asarray(model.vector)), model.iteration)
+    self._runtime = Runtime(address, number, np.asarray(vector), bind, keys, timeout, reconnect, save_model)
     self._runtime.start()
-    self.params, self.iteration = self._tree(self._runtime.take())
-
-  @property
-  def refused(self) -> int:
-    """How many models of this worker in succession were not finite; 0 after a finite one."""
-    return self._refusals.count
-
-  def reduce(self, params: Any, iteration: int) -> tuple[Any, int]:
-    """Averages with a group. If the average fails, it is repeated with another group until one succeeds.
-
-    Parameters with NaN or Inf enter no average: a log message names the worker and the first such leaf, and the worker
-    gets the current model of another worker. `refused` is above 0 then; reset the optimizer's state, which may hold NaN
-    too.
-
-    Args:
-      params: this worker's, after a local step.
-      iteration: the number of iterations they have been trained for: one more than the last call returned.
-
-    Returns:
-      The average, and the largest iteration of the group. A worker that the server has dropped in the meantime, because
-      it was silent, gets the model of another worker instead.
-
-    Raises:
-      ControllerLost: if the controller has been silent for its limit and `reconnect` seconds; what `save` names holds
-        the parameters of the last call.
-      ValueError: for parameters of another size, or an iteration that the controller rejects.
-      FloatingPointError: for parameters that are not finite, if no other worker has a finite trained model, or at the
-        tenth time in succession.
-    """
-    return self._average(Says.READY, params, iteration)
-
-  def synchronize(self, params: Any, iteration: int) -> tuple[Any, int]:
-    """Averages with all workers that have not left, for an evaluation or at the end; waits until all of them call it.
-
-    Arguments, results and errors are those of `reduce`, which it may follow without a step in between. A worker whose
-    parameters are not finite takes part with the model of another worker.
-    """
-    return self._average(Says.SYNCHRONIZE, params, iteration)
+    vector, self.iteration = self._take()
+    self.params = unflatten(vector)
 
   def leave(self) -> None:
     """Leaves: the other workers continue without this one.
 
     Waits for its last pieces to be sent, unless a worker that needs them has died, or has taken no byte for 5 s.
     """
-    self._runtime.ask(Says.BYE)
+    self._runtime.ask(Request(Says.BYE))
     self._runtime.join()
 
-  def __enter__(self) -> Self:
-    """The worker."""
-    return self
+  def _fetch(self) -> tuple[jax.Array, int]:
+    self._runtime.ask(Request(Says.NOT_FINITE))
+    return self._take()
 
-  def __exit__(self, *_: object) -> None:
-    """Leaves."""
-    self.leave()
+  def _exchange(self, says: Says, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
+    self._runtime.ask(Request(says, Model(np.asarray(vector), iteration)))
+    return self._take()
 
-  def _average(self, signal: Says, params: Any, iteration: int) -> tuple[Any, int]:
-    vector = flatten(params)[0]
-    if vector.size != self._entries:
-      raise ValueError(f"params have {vector.size} entries, the initial ones have {self._entries}")
-    model = Model(np.asarray(vector), iteration)
-    if self._refusals.refuse(vector, iteration, self._unflatten):
-      self._runtime.ask(Says.NOT_FINITE)
-      try:
-        model = self._runtime.take()
-      except FloatingPointError as error:
-        raise self._refusals.no_donor() from error
-      if signal == Says.READY:
-        return self._tree(model)
-    self._runtime.ask(signal, model)
-    return self._tree(self._runtime.take())
+  def _take(self) -> tuple[jax.Array, int]:
+    vector, iteration = self._runtime.take()
+    return jax.numpy.asarray(vector), iteration
 
-  def _tree(self, model: Model) -> tuple[Any, int]:
-    return self._unflatten(jax.numpy.asarray(model.vector)), model.iteration
+
+class Runtime(threading.Thread):
+  """The thread of a worker; `ask` it from another thread, and `take` the reply.
+
+  Args are those of `Worker`, but `initial`, f32[n], the model that training starts from, and `save`, which saves a
+  model and returns a sentence about where it is, or why it is not saved.
+  """
+
+  def __init__(
+    self,
+    address: str,
+    number: int,
+    initial: np.ndarray,
+    bind: str,
+    keys: Keys | None,
+    timeout: float,
+    reconnect: float,
+    save: Callable[[Model], str],
+  ):
+    super().__init__(daemon=True, name=f"partial reduce, worker {number}")
+    self._answers: queue.SimpleQueue[Model | Exception] = queue.SimpleQueue()
+    self._last_answer: Exception = RuntimeError("this worker has left")  # to every request after the end
+    self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+    self._number, self._address, self._timeout, self._save = number, address, timeout, save
+    self._network = sockets.Network(keys)
+    self._server = self._network.client()
+    self._server.connect(address)
+    longest = initial.nbytes + messages.LONGEST
+    self._data = self._network.server(longest)
+    self._data.bind(bind)
+    self._lock, self._closing = threading.Lock(), False  # of `_wake_up`, which the training loop uses
+    self._wake_up, requested = (self._network.context.socket(zmq.PAIR) for _ in range(2))
+    requested.bind("inproc://requests")
+    self._wake_up.connect("inproc://requests")
+    self._inbox = sockets.Inbox()
+    self._inbox.listen(self._server, lambda frames: self._handle(messages.parse_answer(frames[0])))
+    self._inbox.listen(self._data, self._from_worker)
+    self._inbox.listen(requested, lambda _: self._handle(self._requests.get()))
+    unreachable = lambda address, refused: self._handle(Unreachable(address, refused))
+    self._peers = sockets.Peers(self._network, longest, self._inbox, self._from_donor, unreachable)
+    own, now = sockets.endpoint(self._data), time.monotonic()
+    self._protocol = WorkerProtocol(
+      number, initial, own, timeout, reconnect, now, self._tell, self._send, self._answers.put
+    )
+
+  def ask(self, request: Request) -> None:
+    """Hands a request to the thread."""
+    self._requests.put(request)
+    with self._lock:
+      if not self._closing:
+        self._wake_up.send(b"")
+
+  def take(self) -> Model:
+    """Waits for the reply to a request, and raises it if it is an exception."""
+    answer = self._answers.get()
+    if answer is self._last_answer:
+      self._answers.put(answer)
+    if isinstance(answer, Exception):
+      raise answer
+    return answer
+
+  def run(self) -> None:
+    """Runs the protocol until the worker leaves or the controller is lost."""
+    try:
+      while self._is_running():
+        self._protocol.tick(time.monotonic())
+        self._inbox.wait(self._protocol.interval, self._is_running)
+      awaited, seconds = self._protocol.lost
+      if awaited:
+        lost = f"no {awaited} from the controller at {self._address} for {seconds:g} s"
+        self._last_answer = ControllerLost(f"{lost}; {self._save(self._protocol.model)}")
+    except Exception as error:  # or the training loop would wait for ever
+      self._last_answer = error
+    finally:
+      self._answers.put(self._last_answer)
+      self._close()
+
+  def _close(self) -> None:
+    """Closes the sockets after the last pieces have been sent to the workers that take them."""
+    with self._lock:
+      self._closing = True
+    end = time.monotonic() + self._timeout
+    try:
+      while self._peers.sending and time.monotonic() < end:
+        self._inbox.wait(0.01)
+    finally:
+      self._network.close(_LAST_WORDS)
+
+  def _is_running(self) -> bool:
+    return self._protocol.state != "ended"
+
+  def _handle(self, event: Event) -> None:
+    self._protocol.handle(event, time.monotonic())
+
+  def _tell(self, signal: Signal) -> None:
+    with contextlib.suppress(zmq.Again):  # no connection, for lack of keys for example: the deadline will pass
+      self._server.send(signal.pack(), zmq.NOBLOCK)
+
+  def _send(self, address: str, piece: Piece) -> None:
+    self._peers.send(address, piece.pack())
+
+  def _from_worker(self, frames: list[bytes]) -> None:
+    connection, *content = frames
+    piece = messages.parse_piece(content)
+    if piece and piece.kind == Kind.FETCH:
+      vector, iteration = self._protocol.model
+      self._data.send_multipart([connection, *Piece(Kind.MODEL, iteration, self._number, vector).pack()], copy=False)
+    elif piece and piece.kind != Kind.MODEL:
+      self._handle(piece)
+
+  def _from_donor(self, frames: list[bytes]) -> None:
+    piece = messages.parse_piece(frames)
+    if piece and piece.kind == Kind.MODEL:
+      self._handle(piece)

@@ -1,13 +1,11 @@
-"""Selection of the entries that are sent; all collectives share these functions.
+"""Selection of the entries that are sent, and the residual of those that are not, shared by all collectives.
 
-blocks        a lazily summed vector in blocks
-kth_largest   the k-th largest magnitude, by counting
-candidates    entries that provably contain the top-k of each block, found in one pass
-exact         `top_k`, found among candidates
-accumulator   blocks of which entries are sent and to which received entries are added, in rounds
+blocks        gradient + residual as a lazy sum in blocks, and the k-th largest magnitude of a row, by counting
+accumulator   selection and residual: entries are sent from it and added to it in rounds; what is left is the residual
+selectors     selection methods of a collective: exact, per chunk, or by the threshold of the last step
+exact         `top_k`, found among candidates: few entries that provably contain the top-k of each block
 per_chunk     the largest entry of each of k chunks instead of the k largest
 threshold     all entries that reach a given threshold
-selectors     selection methods of a collective: exact, per chunk, or by the threshold of the last step
 """
 
 from jaxsparse.select.exact import top_k

@@ -1,55 +1,27 @@
-"""The accumulator of a worker while blocks are reduced in rounds: entries are selected and sent, and others received.
+"""Selection and residual: the accumulator gradient + residual of a worker, of which entries are sent in rounds.
 
-Accumulators are lazy. Gradient and residual are added only where they are read, and sent entries are only logged. The
-next residual is materialized once, at the end of the step, from `Pending`, which saves one pass over n entries.
+Three things are done late, which saves passes over n entries:
+
+- gradient and residual are added only where they are read (`LazySum`);
+- received values are added in the buffer of the gradient, in place if it is donated, and sent entries are only logged;
+- the next residual is `Pending` until the end of the step, when one pass materializes it in the old one's buffer.
+
+docs/understand/selection.md explains the three, and shows the same algorithm in plain numpy.
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol, Self
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.select import candidates as found
+from jaxsparse.comm import ordering
 from jaxsparse.select import exact
-from jaxsparse.select.blocks import Blocks
-from jaxsparse.select.kth_largest import keys_of
+from jaxsparse.select.blocks import Blocks, LazySum, keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Pending, Sparse
-
-
-class Accumulator(Protocol):
-  """Blocks of a vector at one worker, of which entries are sent and to which entries are added.
-
-  Rows are those of `Blocks`; each row is sent once, and nothing is added to it afterwards. Indices of entries are
-  block-relative; index `length` and value 0 are an empty slot.
-  """
-
-  @property
-  def blocks(self) -> Blocks:
-    """The layout, and the vector at the start of the step."""
-    ...
-
-  def largest(self, first: int, last: int) -> Sparse:
-    """The entries to send of rows first … last − 1, [last − first, k]."""
-    ...
-
-  def sent(self, kept: Sparse, first: int) -> Self:
-    """Logs that entries of rows first … were sent: `kept` [r, k] is the unsent part of each."""
-    ...
-
-  def add(self, entries: Sparse) -> Self:
-    """Adds [r, c] entries to the first r rows."""
-    ...
-
-  def pending(self, delivered: jax.Array) -> Pending:
-    """The next residual: the current values at `delivered` i32[rows, c], and elsewhere the initial ones."""
-    ...
-
-  def pending_except(self, entries: Sparse) -> Pending:
-    """The next residual: the initial values, except `entries` with flat indices."""
-    ...
 
 
 class Threshold(NamedTuple):
@@ -68,27 +40,25 @@ class _Added(NamedTuple):
   """Entries that were added to the first rows.
 
   Attributes:
-    first: i32[rows, c], flat indices to which nothing had been added before; n elsewhere.
-    before: f32[rows, c], the values before the addition.
+    before: [rows, c] with flat indices, and the values before the addition; empty where something was added earlier.
     new: i32[rows, c], block-relative indices that are neither candidates nor were added to before; the block's length
       elsewhere.
   """
 
-  first: jax.Array
-  before: jax.Array
+  before: Sparse
   new: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class TopKAccumulator:
-  """An `Accumulator` that sends the k largest entries of a row, or those of them that reach a known threshold.
+  """Blocks of which the k largest entries of a row are sent, or those of them that reach a known threshold.
 
-  Received values are added in the buffer of the gradient, in place if it is donated. An entry there is the sum of
-  gradient, residual and received values where `touched`, elsewhere the gradient alone; the residual does not change.
+  Rows are those of `Blocks`; each row is sent once, and nothing is added to it afterwards. Indices of entries are
+  block-relative; index `length` and value 0 are an empty slot. `ChunkAccumulator` has the same methods.
 
   Attributes:
-    blocks: the layout, and the initial vector.
-    grads: f32[n], the current values where `touched`, elsewhere the gradient.
+    blocks: the layout, and the vector at the start of the step.
+    grads: f32[n]; gradient + residual + received values where `touched`, elsewhere the gradient alone.
     touched: the bitset of flat indices to which received values were added.
     candidates: the candidates of the initial vector; None for short blocks, which are searched whole.
     threshold: the threshold of the selection; None to select the k largest.
@@ -97,13 +67,12 @@ class TopKAccumulator:
 
   Example:
     >>> from jaxsparse.comm import SoloComm
-    >>> from jaxsparse.sparse.lazy import LazySum
     >>> x = LazySum((jnp.array([1.0, 2.0, 4.0, 3.0]), jnp.array([0.5, 0.0, 0.0, 0.0])))
-    >>> acc = TopKAccumulator.of(Blocks.of(SoloComm(2), x, k=1))
+    >>> acc = TopKAccumulator.start(Blocks.for_workers(SoloComm(2), x, k=1))
     >>> bag = acc.largest(1, 2)
     >>> bag.indices, bag.values
     (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
-    >>> acc = acc.sent(bag._replace(values=jnp.zeros((1, 1))), first=1)
+    >>> acc = acc.log_sent(bag._replace(values=jnp.zeros((1, 1))), first=1)
     >>> acc = acc.add(Sparse(jnp.array([[1]]), jnp.array([[10.0]])))
     >>> acc.largest(0, 1)
     Sparse(indices=Array([[1]], dtype=int32), values=Array([[12.]], dtype=float32))
@@ -114,107 +83,108 @@ class TopKAccumulator:
   blocks: Blocks
   grads: jax.Array
   touched: jax.Array
-  candidates: found.Candidates | None
+  candidates: exact.Candidates | None
   threshold: Threshold | None = None
   added: tuple[_Added, ...] = ()
   log: tuple[Sparse, ...] = ()
 
   @classmethod
-  def of(cls, blocks: Blocks, least: jax.Array | None = None) -> Self:
+  def start(cls, blocks: Blocks, least: jax.Array | None = None) -> Self:
     """Blocks to which nothing has been added.
 
     Args:
       blocks: the blocks.
       least: i32[rows], at least 1: the smallest key of a selected entry of a row.
     """
-    candidates, threshold = None, None
-    if found.worthwhile(blocks.length, blocks.k):
+    candidates, threshold = None, None if least is None else Threshold(least, jnp.int32(blocks.k))
+    if exact.is_long(blocks.length, blocks.k):
       if least is None:
-        candidates = found.candidates(blocks)
+        candidates = exact.find_candidates(blocks)
       else:
-        known = found.candidates(blocks, least)
-        fit = known.fits.all()
-        candidates = jax.lax.cond(fit, lambda: known, lambda: found.candidates(blocks))
+        reaching = exact.find_candidates(blocks, least)
+        fit = reaching.fits.all()
+        candidates = jax.lax.cond(fit, lambda: reaching, lambda: exact.find_candidates(blocks))
         threshold = Threshold(least, jnp.where(fit, 0, blocks.k))
-    elif least is not None:
-      threshold = Threshold(least, jnp.int32(blocks.k))
-    return cls(blocks, blocks.x.parts[0], bitset.empty(blocks.n), candidates, threshold)
+    return cls(blocks, blocks.x.parts[0], bitset.empty(blocks.x.size), candidates, threshold)
 
   def largest(self, first: int, last: int) -> Sparse:
-    """The k largest entries of rows first … last − 1, or those of them that reach the threshold."""
+    """The entries to send of rows first … last − 1, [last − first, k]."""
     least = None if self.threshold is None else self.threshold.least[first:last]
     if self.candidates is None:
-      indices = self._of_whole(first, last - first, least)
+      indices = self._search_rows(first, last - first, least)
     else:
-      some = self._known(first, last)
-      keys = jnp.where(some < self.blocks.length, keys_of(self._at(self.blocks.flat(some, first))), -1)
+      some = self._known_indices(first, last)
+      values = self._read_at(self.blocks.flat_indices(some, first))
+      keys = jnp.where(some < self.blocks.length, keys_of(values), -1)
       low, fits = self.candidates.low[first:last], self.candidates.fits[first:last]
       needed = self.blocks.k if self.threshold is None else self.threshold.needed
-      proven = lambda reached: (fits & (reached >= needed)).all()
 
-      def otherwise(row: jax.Array) -> jax.Array:
+      def search_row(row: jax.Array) -> jax.Array:
         """By a sort: it rarely runs, and compiles fastest."""
-        own = None if least is None else least[row][None]
-        return self._of_whole(first + row, 1, own, "sort")[0]
+        return self._search_rows(first + row, 1, None if least is None else least[row][None], "sort")[0]
 
-      indices = exact.among(keys, some, self.blocks, low, proven, otherwise, least)
-    return Sparse(indices, self._at(self.blocks.flat(indices, first)))
+      indices = exact.search_among(keys, some, self.blocks, low, fits, needed, search_row, least)
+    return Sparse(indices, self._read_at(self.blocks.flat_indices(indices, first)))
 
-  def sent(self, kept: Sparse, first: int) -> Self:
-    """Logs that entries of rows first … were sent, with the unsent part of each value."""
-    return dataclasses.replace(self, log=(*self.log, Sparse(self.blocks.flat(kept.indices, first), kept.values)))
+  def log_sent(self, kept: Sparse, first: int) -> Self:
+    """Logs that entries of rows first … were sent: `kept` [r, k] is the unsent part of each."""
+    sent = Sparse(self.blocks.flat_indices(kept.indices, first), kept.values)
+    return dataclasses.replace(self, log=(*self.log, sent))
 
   def add(self, entries: Sparse) -> Self:
     """Adds [r, c] entries to the first r rows."""
-    n, flat = self.blocks.n, self.blocks.flat(entries.indices)
-    before, first = self._at(flat), ~bitset.contains(self.touched, flat)
+    n, flat = self.blocks.x.size, self.blocks.flat_indices(entries.indices)
+    before, first = self._read_at(flat), ~bitset.contains(self.touched, flat)
     new = first & ~bitset.contains(self.candidates.members, flat) if self.candidates else first
-    added = _Added(jnp.where(first, flat, n), before, jnp.where(new, entries.indices, self.blocks.length))
+    indices = jnp.where(first, flat, n)
+    added = _Added(Sparse(indices, before), jnp.where(new, entries.indices, self.blocks.length))
     return dataclasses.replace(
       self,
       grads=sparse.put(self.grads, flat, before + entries.values),
-      touched=bitset.insert(self.touched, added.first, n),
+      touched=bitset.insert(self.touched, indices, n),
       added=(*self.added, added),
     )
 
-  def pending(self, delivered: jax.Array) -> Pending:
-    """The next residual: the current values where delivered, and elsewhere the initial ones."""
-    n, log = self.blocks.n, _joined(self.log)
-    members = bitset.insert(bitset.empty(n), self.blocks.flat(delivered), n)
-    kept = log._replace(indices=jnp.where(bitset.contains(members, log.indices), log.indices, n))
-    return self._replaced(kept, members)
+  def pending(self, delivered: jax.Array, zeroed: jax.Array | None = None) -> Pending:
+    """The next residual.
 
-  def pending_except(self, entries: Sparse) -> Pending:
-    """The next residual: the initial values, except `entries`."""
-    return self._replaced(_joined((entries,)), bitset.empty(self.blocks.n))
+    Args:
+      delivered: i32[rows, c], where the total delivers entries: the residual there is the current value without what
+        was sent, elsewhere it is the initial value. All that was received is undone where it is not delivered.
+      zeroed: for ablations, i32[r, c]: the residual is 0 at these, and elsewhere the initial value.
+    """
+    n = self.blocks.x.size
+    current = bitset.empty(n)
+    if zeroed is None:
+      current = bitset.insert(current, self.blocks.flat_indices(delivered), n)
+      log = _join_slots(self.log)
+      given = log._replace(indices=jnp.where(bitset.contains(current, log.indices), log.indices, n))
+    else:
+      flat = self.blocks.flat_indices(zeroed).reshape(-1)
+      given = Sparse(flat, jnp.zeros(flat.shape, jnp.float32))
+    added = _join_slots([one.before for one in self.added])
+    # Where nothing was added, the sum of gradient and residual is the initial value and the current one.
+    values = jnp.where(bitset.contains(current, added.indices), sparse.read_at(self.grads, added.indices), added.values)
+    known = bitset.insert(bitset.empty(n), given.indices, n)
+    others = Sparse(jnp.where(bitset.contains(known, added.indices), n, added.indices), values)
+    return Pending(self.grads, self.blocks.x.parts[1], sparse.concatenate([given, others]))
 
-  def _replaced(self, entries: Sparse, current: jax.Array) -> Pending:
-    """The current values at the bitset `current`, elsewhere the initial ones, except `entries`."""
-    n = self.blocks.n
-    added = _joined(tuple(Sparse(added.first, added.before) for added in self.added))
-    # Where nothing was added, the sum of gradient and residual is both.
-    values = jnp.where(bitset.contains(current, added.indices), sparse.at(self.grads, added.indices), added.values)
-    given = bitset.insert(bitset.empty(n), entries.indices, n)
-    others = Sparse(jnp.where(bitset.contains(given, added.indices), n, added.indices), values)
-    return Pending(self.grads, self.blocks.x.parts[1], _joined((entries, others)))
-
-  def _at(self, flat: jax.Array) -> jax.Array:
+  def _read_at(self, flat: jax.Array) -> jax.Array:
     """The current values, from which sent entries are not subtracted; 0 beyond the end."""
-    grads, residual = sparse.at(self.grads, flat), sparse.at(self.blocks.x.parts[1], flat)
+    grads, residual = sparse.read_at(self.grads, flat), sparse.read_at(self.blocks.x.parts[1], flat)
     return jnp.where(bitset.contains(self.touched, flat), grads, grads + residual)  # −0 + 0 would be 0
 
-  def _of_whole(
+  def _search_rows(
     self, first: jax.Array | int, rows: int, least: jax.Array | None, method: exact.Method | None = None
   ) -> jax.Array:
     """The indices of the entries to send of rows first … first + rows − 1, i32[rows, k], from all entries of a row."""
-    everything = jnp.arange(self.blocks.length, dtype=jnp.int32)
-    values = self._at(self.blocks.flat(jnp.broadcast_to(everything, (rows, everything.size)), first))
-    chosen = exact.top_k(values, self.blocks.k, method=method)
+    everything = jnp.broadcast_to(jnp.arange(self.blocks.length, dtype=jnp.int32), (rows, self.blocks.length))
+    chosen = exact.top_k(self._read_at(self.blocks.flat_indices(everything, first)), self.blocks.k, method=method)
     if least is None:
       return chosen.indices
     return jnp.where(keys_of(chosen.values) >= least[:, None], chosen.indices, self.blocks.length)
 
-  def _known(self, first: int, last: int) -> jax.Array:
+  def _known_indices(self, first: int, last: int) -> jax.Array:
     """The indices of candidates and of received entries, i32[last − first, c], each index once."""
     assert self.candidates is not None
     known = [self.candidates.indices[first:last]]
@@ -222,14 +192,80 @@ class TopKAccumulator:
       new = added.new[first:last]
       count, slots = new.shape
       if count:
-        more = ((0, last - first - count), (0, bitset.aligned(slots) - slots))
+        more = ((0, last - first - count), (0, bitset.align(slots) - slots))
         known.append(jnp.pad(new, more, constant_values=self.blocks.length))
     return jnp.concatenate(known, axis=1)
 
 
-def _joined(parts: tuple[Sparse, ...]) -> Sparse:
+def _join_slots(parts: Sequence[Sparse]) -> Sparse:
   """All slots of several arrays of entries, [c]."""
-  flat = [jax.tree.map(jnp.ravel, part) for part in parts]
-  if not flat:
-    return Sparse(jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32))
-  return jax.tree.map(lambda *x: jnp.concatenate(x), *flat)
+  empty = Sparse(jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32))
+  return sparse.concatenate([sparse.ravel(part) for part in parts]) if parts else empty
+
+
+def pending_except(x: LazySum, entries: Sparse) -> Pending:
+  """The residual of a vector that is sent at once: `entries`, of any shape, and the values of x elsewhere.
+
+  Each index below n occurs once, others are ignored.
+  """
+  grads, residual = x.parts
+  return Pending(grads, residual, entries)
+
+
+def pending_zeros(x: LazySum, indices: jax.Array) -> Pending:
+  """The residual with zeros where entries were delivered, at `indices` of any shape, and the values of x elsewhere."""
+  return pending_except(x, Sparse(indices, jnp.zeros(indices.shape, jnp.float32)))
+
+
+def pending_returned(x: LazySum, indices: jax.Array, sent: jax.Array, returned: Sequence[Sparse]) -> Pending:
+  """The residual of a reduction that drops or rounds entries on their way.
+
+  At the indices of the total it is 0 where this worker sent the entry, plus what was returned to it. Elsewhere it is x,
+  also where an entry was sent, since those who sent entries that were dropped everywhere keep them.
+
+  Args:
+    x: f32[n].
+    indices: i32[c], of the total, ascending; empty slots (n) last.
+    sent: i32 of any shape, the indices that this worker sent.
+    returned: entries that this worker dropped or rounded off, added in their order; each index once.
+  """
+  members = bitset.insert(bitset.empty(x.size), indices, x.size)
+
+  def slots_of(flat: jax.Array) -> jax.Array:
+    return jnp.where(bitset.contains(members, flat), bitset.rank(members, flat), indices.size)
+
+  values = sparse.put(x.read_at(indices), slots_of(sent.reshape(-1)), 0.0)
+  for part in returned:
+    values = sparse.add(values, slots_of(part.indices.reshape(-1)), part.values.reshape(-1))
+  return pending_except(x, Sparse(indices, values))
+
+
+def pending_nonzero(x: LazySum, sent: jax.Array, total: Sparse, returned: Sequence[Sparse]) -> Pending:
+  """The residual where the total [c] is 0 if it delivers nothing: senders keep entries that add up to 0.
+
+  Args:
+    x: f32[n].
+    sent: i32 of any shape, the indices that this worker sent, each once.
+    total: [c] entries.
+    returned: the rounding errors of the messages of this worker; none where values are not rounded.
+  """
+  n = x.size
+  members = bitset.insert(bitset.empty(n), jnp.where(total.values != 0, total.indices, n), n)
+  if not returned:
+    return pending_zeros(x, jnp.where(bitset.contains(members, sent), sent, n))
+  ascending = jnp.minimum(bitset.nonzero(members, total.indices.size), n)
+  return pending_returned(x, ascending, sent, returned)
+
+
+def materialize(pending: Pending, finite: jax.Array, decay: float) -> jax.Array:
+  """β times the new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
+  # All reads precede the writes in place, so that XLA can alias the buffers.
+  finite = ordering.after(pending.entries.values, finite.astype(jnp.int32)) > 0
+  # Not the sum that selection reads: XLA would compute that once, and store n entries for both.
+  grads = jnp.where(finite, pending.grads, pending.residual)
+  total, values = grads + pending.residual, pending.entries.values
+  if decay != 1:  # in the same pass
+    total, values = decay * total, decay * values
+  residual = jnp.where(finite, total, pending.residual)
+  indices = jnp.where(finite, pending.entries.indices, residual.size)
+  return sparse.put(residual, indices, values)

@@ -1,28 +1,40 @@
 """Exact top-k by magnitude, the selection that all collectives share.
 
-    candidates   one pass over n entries: a sample of each block gives a threshold that a few more than k entries reach
-    among        the k largest of the candidates, by counting
-    whole        if the candidates are not proven to contain the top-k, the k largest of whole blocks, by counting
+    find_candidates   one pass over n entries: a sample of each block gives a threshold that a few more than k reach
+    search_among      the k largest of the candidates, by counting
+    _bisect_row       if the candidates are not proven to contain the top-k, the k largest of whole blocks, by counting
 
 The result is bitwise the same on every path: ties go to the lowest index, and NaN ranks above all numbers, so that it
 is always selected.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.select import candidates as found
-from jaxsparse.select.blocks import Blocks
-from jaxsparse.select.kth_largest import TOP, bisected, keys_of, kth_largest
+from jaxsparse.select.blocks import (
+  TOP,
+  Blocks,
+  LazySum,
+  bisect,
+  keys_of,
+  kth_largest,
+  rank_in_sample,
+  sample_indices,
+)
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Sparse
 
 Method = Literal["bracket", "bisect", "sort"]
+
+SHORT = 1 << 14
+"""Entries of a block up to which one sort costs less than a search for candidates."""
+
+_SAMPLES = (SHORT, 1 << 16)  # of a block, at least and at most
 
 
 def top_k(x: jax.Array | LazySum, k: int, *, method: Method | None = None) -> Sparse:
@@ -59,7 +71,7 @@ def top_k(x: jax.Array | LazySum, k: int, *, method: Method | None = None) -> Sp
   rows = lazy.size // n
   blocks = Blocks(lazy, jnp.arange(rows, dtype=jnp.int32), n, k)
   indices = _METHODS[method](blocks) if rows else jnp.zeros((0, k), jnp.int32)
-  values = lazy.at(blocks.flat(indices))
+  values = lazy.read_at(blocks.flat_indices(indices))
   return Sparse(indices.reshape(*shape[:-1], k), values.reshape(*shape[:-1], k))
 
 
@@ -70,9 +82,172 @@ def method_for(n: int, k: int) -> Method:
     >>> method_for(1_000_000, 10_000), method_for(1_000_000, 900_000), method_for(1_000, 10)
     ('bracket', 'bisect', 'sort')
   """
-  if n <= found.SHORT:
-    return "sort"
-  return "bracket" if found.worthwhile(n, k) else "bisect"
+  return "sort" if n <= SHORT else "bracket" if is_long(n, k) else "bisect"
+
+
+def is_long(length: int, k: int) -> bool:
+  """Whether blocks are long enough, and candidates few enough, that finding candidates first saves time.
+
+  Example:
+    >>> is_long(1_000_000, 10_000), is_long(1_000_000, 900_000), is_long(1_000, 10)
+    (True, False, False)
+  """
+  return length > SHORT and _plan_search(length, k)[2] < length // 2
+
+
+def _plan_search(length: int, k: int) -> tuple[int, int, int]:
+  """The size of the sample of a block, the rank in it of the candidates' threshold, and the slots for candidates."""
+  least, most = _SAMPLES
+  size = bitset.align(min(max(length // 128, least), most))
+  rank, factor = rank_in_sample(size, k / length)
+  return size, rank, bitset.align(int(k * factor))
+
+
+class Candidates(NamedTuple):
+  """The entries of each block that reach a threshold, and a few others.
+
+  Attributes:
+    members: the bitset of their flat indices.
+    indices: i32[rows, c], block-relative, ascending; the block's length in empty slots.
+    low: i32[rows], a key (`keys_of`). If `fits`, every entry of the block that reaches it is a candidate.
+    fits: bool[rows], whether all entries that reach `low` fit into the slots.
+  """
+
+  members: jax.Array
+  indices: jax.Array
+  low: jax.Array
+  fits: jax.Array
+
+
+def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates:
+  """Candidates for the k largest entries of each block.
+
+  Args:
+    blocks: the blocks; entries beyond n count as zeros and are never candidates.
+    low: i32[rows], at least 1: the smallest key of a candidate. By default a key that, with high probability, a few
+      more than k entries reach, estimated from a sample of each block.
+
+  Example:
+    >>> x = LazySum((jax.random.normal(jax.random.key(0), (100_000,)),))
+    >>> found = find_candidates(Blocks(x, order=jnp.array([1, 0]), length=50_000, k=100))
+    >>> found.fits, bool((x.read_at(50_000 + found.indices[0, :100]) ** 2 > 4).all())
+    (Array([ True,  True], dtype=bool), True)
+  """
+  n, length, rows = blocks.x.size, blocks.length, blocks.order.size
+  capacity = _plan_search(length, blocks.k)[2]
+  by_block = _estimate_keys(blocks) if low is None else jnp.zeros_like(low).at[blocks.order].set(low)
+  members = bitset.pack_reaching(keys_of(blocks.x.values), _keys_of_words(by_block, length, n))
+  found = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
+
+  edges = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32) * length, n)  # empty slots hold n or more
+  starts = jnp.searchsorted(found, edges).astype(jnp.int32)
+  begin, end = starts[blocks.order], starts[blocks.order + 1]
+  slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
+  relative = found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
+  fits = (end - begin <= capacity) & (end < found.size)
+  return Candidates(members, jnp.where(slots < end[:, None], relative, length), by_block[blocks.order], fits)
+
+
+def _keys_of_words(low: jax.Array, length: int, n: int) -> jax.Array:
+  """The key of each word of n bits: that of its block, the lower one where a word belongs to two blocks."""
+  group = bitset.GROUP * bitset.BITS
+  assert length >= group, "a group of words lies in one block or two"
+  starts = jnp.arange(0, n, group, dtype=jnp.int32)
+  block = starts // length
+  left = ((block + 1) * length - starts)[:, None]  # indices of the group in its first block
+  own, next_one = low[block][:, None], low[jnp.minimum(block + 1, low.size - 1)][:, None]
+  word = jnp.arange(0, group, bitset.BITS, dtype=jnp.int32)[None]
+  both = jnp.where(word >= left, next_one, jnp.minimum(own, next_one))
+  keys = jnp.where(word + bitset.BITS <= left, own, both).reshape(-1)
+  return keys[: -(-n // bitset.BITS)]
+
+
+def _estimate_keys(blocks: Blocks) -> jax.Array:
+  """A key for each block, i32[rows], that a few more than k of its entries reach."""
+  size, rank, _ = _plan_search(blocks.length, blocks.k)
+  starts = blocks.length * jnp.arange(blocks.order.size, dtype=jnp.int32)
+  keys = keys_of(blocks.x.read_at(sample_indices(blocks.length, size)[None] + starts[:, None]))
+  order = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape)
+  # Never 0: the candidates of a block of few non-zero entries would fill the slots of other blocks with zeros.
+  return jnp.maximum(kth_largest(keys, order, rank).key, 1)
+
+
+def search_among(
+  keys: jax.Array,
+  indices: jax.Array,
+  blocks: Blocks,
+  low: jax.Array,
+  fits: jax.Array,
+  needed: jax.Array | int,
+  search_row: Callable[[jax.Array], jax.Array],
+  least: jax.Array | None = None,
+) -> jax.Array:
+  """The k largest entries of each block, found among some of its entries where these provably contain them.
+
+  Args:
+    keys: i32[rows, c], c a multiple of 256, of entries known to be large, each once; −1 in empty slots.
+    indices: i32[rows, c], block-relative.
+    blocks: says the length of a block, and k.
+    low: i32[rows], a key.
+    fits: bool[rows], whether every entry of a block that reaches `low` is given.
+    needed: the number of keys that reach `low` which proves that the given entries contain the k largest.
+    search_row: (row) -> i32[k], the result for a row from all its entries; runs, row by row, if not proven.
+    least: i32[rows], at least 1: the smallest key of a selected entry; fewer than k entries may reach it.
+
+  Returns:
+    i32[rows, k], block-relative, in the order of `indices`; `length` in empty slots.
+  """
+  (rows, size), k, length = keys.shape, blocks.k, blocks.length
+  reached = bitset.count(bitset.pack(keys >= low[:, None]))
+
+  def among_these() -> jax.Array:
+    chosen = kth_largest(keys, indices, jnp.minimum(k, reached), low).selects(keys, indices)
+    if least is not None:
+      chosen &= keys >= least[:, None]
+    ranks = bitset.ranks(bitset.pack(chosen).reshape(-1)).reshape(rows, size)
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    slot = jnp.where(chosen, ranks - ranks[:, :1] + k * row, rows * k)
+    empty = jnp.full(rows * k, length, jnp.int32)
+    return sparse.put(empty, slot.reshape(-1), indices.reshape(-1)).reshape(rows, k)
+
+  def search_each_row() -> jax.Array:
+    return jax.lax.map(search_row, jnp.arange(rows, dtype=jnp.int32))
+
+  return jax.lax.cond((fits & (reached >= needed)).all(), among_these, search_each_row)
+
+
+def _by_bracket(blocks: Blocks) -> jax.Array:
+  if blocks.length < bitset.GROUP * bitset.BITS:  # too short for candidates
+    return _by_bisection(blocks)
+  some = find_candidates(blocks)
+  keys = jnp.where(some.indices < blocks.length, keys_of(blocks.x.read_at(blocks.flat_indices(some.indices))), -1)
+  search_row = functools.partial(_bisect_row, blocks)
+  return search_among(keys, some.indices, blocks, some.low, some.fits, blocks.k, search_row)
+
+
+def _by_bisection(blocks: Blocks) -> jax.Array:
+  if blocks.order.size == 1:  # not batched: XLA on CPU compiles a batch of rows to slower code
+    return _bisect_row(blocks, jnp.int32(0))[None]
+  return jax.vmap(functools.partial(_bisect_row, blocks))(jnp.arange(blocks.order.size, dtype=jnp.int32))
+
+
+def _bisect_row(blocks: Blocks, row: jax.Array) -> jax.Array:
+  """The k largest of one row, i32[k], by counting."""
+  single = blocks.order.size == 1
+  values = blocks.x.values if single else blocks.x.slice(blocks.order[row] * blocks.length, blocks.length)
+  keys = keys_of(values)
+  members = lambda cut: bitset.pack(cut.selects(keys, jnp.arange(keys.size, dtype=jnp.int32)))
+  cut = bisect(lambda cut: bitset.count(members(cut)), jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
+  return bitset.nonzero(members(cut), blocks.k)
+
+
+def _by_sorting(blocks: Blocks) -> jax.Array:
+  # As floats: compilers have a fast top_k of floats, but sort integers.
+  magnitudes = jax.lax.bitcast_convert_type(keys_of(blocks.x.values), jnp.float32)
+  return jnp.sort(jax.lax.top_k(magnitudes.reshape(blocks.order.size, blocks.length), blocks.k)[1], axis=-1)
+
+
+_METHODS = {"bracket": _by_bracket, "bisect": _by_bisection, "sort": _by_sorting}
 
 
 def top_k_of_entries(entries: Sparse, k: jax.Array | int, slots: int, end: int) -> tuple[Sparse, Sparse]:
@@ -99,78 +274,4 @@ def top_k_of_entries(entries: Sparse, k: jax.Array | int, slots: int, end: int) 
   count = jnp.minimum(k, sparse.count(entries, end))
   cut = kth_largest(keys, indices, count)
   chosen = cut.selects(keys, indices)[0, : entries.indices.size] & (count > 0)
-  return sparse.compressed(entries, chosen, slots, end), sparse.where(~chosen, entries, end)
-
-
-def among(
-  keys: jax.Array,
-  indices: jax.Array,
-  blocks: Blocks,
-  low: jax.Array,
-  proven: Callable[[jax.Array], jax.Array],
-  otherwise: Callable[[jax.Array], jax.Array],
-  least: jax.Array | None = None,
-) -> jax.Array:
-  """The k largest entries of each block, found among some of its entries where these provably contain them.
-
-  Args:
-    keys: i32[rows, c], c a multiple of 256, of entries known to be large, each once; −1 in empty slots.
-    indices: i32[rows, c], block-relative.
-    blocks: says the length of a block, and k.
-    low: i32[rows]; every entry of a block that reaches this key is given.
-    proven: (i32[rows] number of keys that reach `low`) -> bool[], whether the given entries contain the k largest.
-    otherwise: (row) -> i32[k], the result for a row from all its entries; runs, row by row, if not proven.
-    least: i32[rows], at least 1: the smallest key of a selected entry; fewer than k entries may reach it.
-
-  Returns:
-    i32[rows, k], block-relative, in the order of `indices`; `length` in empty slots.
-  """
-  (rows, size), k, length = keys.shape, blocks.k, blocks.length
-  reached = bitset.count(bitset.pack(keys >= low[:, None]))
-
-  def among_these() -> jax.Array:
-    chosen = kth_largest(keys, indices, jnp.minimum(k, reached), low).selects(keys, indices)
-    if least is not None:
-      chosen &= keys >= least[:, None]
-    ranks = bitset.ranks(bitset.pack(chosen).reshape(-1)).reshape(rows, size)
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    slot = jnp.where(chosen, ranks - ranks[:, :1] + k * row, rows * k)
-    empty = jnp.full(rows * k, length, jnp.int32)
-    return sparse.put(empty, slot.reshape(-1), indices.reshape(-1)).reshape(rows, k)
-
-  each = lambda: jax.lax.map(otherwise, jnp.arange(rows, dtype=jnp.int32))
-  return jax.lax.cond(proven(reached), among_these, each)
-
-
-def _by_bracket(blocks: Blocks) -> jax.Array:
-  if blocks.length < bitset.GROUP * bitset.BITS:  # too short for candidates
-    return _by_bisection(blocks)
-  some = found.candidates(blocks)
-  keys = jnp.where(some.indices < blocks.length, keys_of(blocks.x.at(blocks.flat(some.indices))), -1)
-  proven = lambda reached: (some.fits & (reached >= blocks.k)).all()
-  return among(keys, some.indices, blocks, some.low, proven, lambda row: _bisected(blocks, row))
-
-
-def _by_bisection(blocks: Blocks) -> jax.Array:
-  if blocks.order.size == 1:  # not batched: XLA on CPU compiles a batch of rows to slower code
-    return _bisected(blocks, jnp.int32(0))[None]
-  return jax.vmap(lambda row: _bisected(blocks, row))(jnp.arange(blocks.order.size, dtype=jnp.int32))
-
-
-def _bisected(blocks: Blocks, row: jax.Array) -> jax.Array:
-  """The k largest of one row, i32[k], by counting."""
-  single = blocks.order.size == 1
-  values = blocks.x.values if single else blocks.x.slice(blocks.order[row] * blocks.length, blocks.length)
-  keys = keys_of(values)
-  members = lambda cut: bitset.pack(cut.selects(keys, jnp.arange(keys.size, dtype=jnp.int32)))
-  cut = bisected(lambda cut: bitset.count(members(cut)), jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
-  return bitset.nonzero(members(cut), blocks.k)
-
-
-def _by_sorting(blocks: Blocks) -> jax.Array:
-  # As floats: compilers have a fast top_k of floats, but sort integers.
-  magnitudes = jax.lax.bitcast_convert_type(keys_of(blocks.x.values), jnp.float32)
-  return jnp.sort(jax.lax.top_k(magnitudes.reshape(blocks.order.size, blocks.length), blocks.k)[1], axis=-1)
-
-
-_METHODS = {"bracket": _by_bracket, "bisect": _by_bisection, "sort": _by_sorting}
+  return sparse.compress(entries, chosen, slots, end), sparse.where(~chosen, entries, end)

@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse.select.blocks import Blocks
-from jaxsparse.select.kth_largest import keys_of
+from jaxsparse import sparse
+from jaxsparse.select.blocks import Blocks, keys_of
 from jaxsparse.types import Pending, Sparse
 
 _WIDE = 4096  # entries that are compared at a time, so that short rows are not read one by one
 _ROWS = 4  # compared at a time, so that the maximum is not read and written for each
 
 
-def champions(blocks: Blocks) -> jax.Array:
+def find_champions(blocks: Blocks) -> jax.Array:
   """The index of the largest entry of each of k chunks of each block.
 
   Returns:
@@ -32,14 +32,14 @@ def champions(blocks: Blocks) -> jax.Array:
     up to their last ⌈log₂(length / k + 1)⌉ bits.
 
   Example:
-    >>> from jaxsparse.sparse.lazy import LazySum
+    >>> from jaxsparse.select.blocks import LazySum
     >>> x = LazySum((jnp.array([1.0, -5.0, 2.0, 3.0, 4.0, 0.5]),))
-    >>> champions(Blocks(x, order=jnp.array([1, 0]), length=4, k=2))
+    >>> find_champions(Blocks(x, order=jnp.array([1, 0]), length=4, k=2))
     Array([[0, 1],
            [2, 1]], dtype=int32)
   """
   # One block after the other: XLA on CPU compiles a batch of slices to slower code.
-  return jax.lax.map(lambda block: _of_block(blocks, block * blocks.length), blocks.order)
+  return jax.lax.map(lambda block: _champions_of_block(blocks, block * blocks.length), blocks.order)
 
 
 def coarse(keys: jax.Array, length: int, chunks: int) -> jax.Array:
@@ -57,31 +57,33 @@ def _mask(length: int, chunks: int) -> int:
   return (1 << (-(-length // chunks)).bit_length()) - 1
 
 
-def _of_block(blocks: Blocks, start: jax.Array) -> jax.Array:
+def _champions_of_block(blocks: Blocks, start: jax.Array) -> jax.Array:
   length, chunks = blocks.length, blocks.k
   mask = _mask(length, chunks)
-  filled = jnp.clip(blocks.n - start, 0, length)
-  width = chunks * min(-(-_WIDE // chunks), -(-length // chunks), blocks.n // chunks)
+  filled = jnp.clip(blocks.x.size - start, 0, length)
+  width = chunks * min(-(-_WIDE // chunks), -(-length // chunks), blocks.x.size // chunks)
   column = np.arange(width, dtype=np.int32)
   row_of = jnp.array(column // chunks if width > chunks else 0)  # not to be divided again for each entry
 
-  def ranked(values: jax.Array, first: jax.Array) -> jax.Array:
+  def rank(values: jax.Array, first: jax.Array) -> jax.Array:
     """Ascends with the magnitude, then descends with the row; the values start at `first` of the block."""
     return coarse(keys_of(values), length, chunks) | (mask - first // chunks - row_of)
 
-  def whole(first: jax.Array) -> jax.Array:
-    """Entries that are all in the block; XLA fuses reading them with the comparison."""
-    return ranked(blocks.x.slice(start + first, width), first)
+  def compare(count: int) -> Callable:
+    """The maximum of `best` and of `count` rows, all of them in the block; XLA fuses reading with the comparison."""
 
-  def several(count: int) -> Callable:
-    rows = lambda i: [whole((count * i + number) * width) for number in range(count)]
-    return lambda i, best: functools.reduce(jnp.maximum, rows(i), best)
+    def step(i: jax.Array, best: jax.Array) -> jax.Array:
+      firsts = [(count * i + number) * width for number in range(count)]
+      rows = [rank(blocks.x.slice(start + first, width), first) for first in firsts]
+      return functools.reduce(jnp.maximum, rows, best)
+
+    return step
 
   best = jnp.full(width, -1, jnp.int32)
-  best = jax.lax.fori_loop(0, filled // (_ROWS * width), several(_ROWS), best)
-  best = jax.lax.fori_loop(filled // (_ROWS * width) * _ROWS, filled // width, several(1), best)
+  best = jax.lax.fori_loop(0, filled // (_ROWS * width), compare(_ROWS), best)
+  best = jax.lax.fori_loop(filled // (_ROWS * width) * _ROWS, filled // width, compare(1), best)
   first = filled // width * width
-  rest = ranked(blocks.x.at(start + first + column), first)
+  rest = rank(blocks.x.read_at(start + first + column), first)
   best = jnp.maximum(best, jnp.where(first + column < filled, rest, -1))
   best = best.reshape(-1, chunks).max(axis=0)
   indices = (mask - (best & mask)) * chunks + jnp.arange(chunks, dtype=jnp.int32)
@@ -89,13 +91,7 @@ def _of_block(blocks: Blocks, start: jax.Array) -> jax.Array:
 
 
 class _Change(NamedTuple):
-  """A change of one entry of each chunk of some rows.
-
-  Attributes:
-    first: the first of the rows.
-    entries: [rows, k].
-    adds: whether the values were added, or replaced the values before.
-  """
+  """`entries` [rows, k], one of each chunk of the rows from `first` on, are added to the values, or replace them."""
 
   first: int
   entries: Sparse
@@ -104,7 +100,7 @@ class _Change(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkAccumulator:
-  """An `Accumulator` that sends the largest known entry of each of k chunks of a row.
+  """Blocks of which the largest known entry of each of k chunks of a row is sent; methods as of `TopKAccumulator`.
 
   The known entries are the initially largest one of each chunk, and received ones. Slot j of a sent or received row is
   an entry of chunk j, so the current value of an entry is found by comparing indices slot by slot: there are no lookups
@@ -113,17 +109,17 @@ class ChunkAccumulator:
   Attributes:
     blocks: the layout, and the initial vector, which does not change.
     best: the largest known entries of the rows that were not sent yet.
-    changes: the changes, in their order.
+    changes: what was sent and added, in order.
 
   Example:
     >>> from jaxsparse.comm import SoloComm
-    >>> from jaxsparse.sparse.lazy import LazySum
+    >>> from jaxsparse.select.blocks import LazySum
     >>> x = LazySum((jnp.array([1.0, 2.0, 4.0, 3.0]), jnp.array([0.5, 0.0, 0.0, 0.0])))
-    >>> acc = ChunkAccumulator.of(Blocks.of(SoloComm(2), x, k=1))
+    >>> acc = ChunkAccumulator.start(Blocks.for_workers(SoloComm(2), x, k=1))
     >>> bag = acc.largest(1, 2)
     >>> bag.indices, bag.values
     (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
-    >>> acc = acc.sent(bag._replace(values=jnp.zeros((1, 1))), first=1)
+    >>> acc = acc.log_sent(bag._replace(values=jnp.zeros((1, 1))), first=1)
     >>> acc = acc.add(Sparse(jnp.array([[0]]), jnp.array([[10.0]])))
     >>> acc.largest(0, 1).values, acc.pending(jnp.array([[1], [0]])).entries.values
     (Array([[11.5]], dtype=float32), Array([[2.],
@@ -135,51 +131,52 @@ class ChunkAccumulator:
   changes: tuple[_Change, ...] = ()
 
   @classmethod
-  def of(cls, blocks: Blocks) -> Self:
+  def start(cls, blocks: Blocks) -> Self:
     """Finds the largest entry of each chunk, in one pass."""
-    indices = champions(blocks)
-    return cls(blocks, Sparse(indices, blocks.x.at(blocks.flat(indices))))
+    indices = find_champions(blocks)
+    return cls(blocks, Sparse(indices, blocks.x.read_at(blocks.flat_indices(indices))))
 
   def largest(self, first: int, last: int) -> Sparse:
     """The largest known entry of each chunk of rows first … last − 1."""
-    return Sparse(*(x[first:last] for x in self.best))
+    return _rows(self.best, first, last)
 
-  def sent(self, kept: Sparse, first: int) -> Self:
+  def log_sent(self, kept: Sparse, first: int) -> Self:
     """Logs that entries of rows first … were sent, with the unsent part of each value."""
-    best = Sparse(*(x[:first] for x in self.best))
-    return dataclasses.replace(self, best=best, changes=(*self.changes, _Change(first, kept, adds=False)))
+    change = _Change(first, kept, adds=False)
+    return dataclasses.replace(self, best=_rows(self.best, 0, first), changes=(*self.changes, change))
 
   def add(self, entries: Sparse) -> Self:
     """Adds [r, k] entries to the first r rows."""
-    rows = len(entries.indices)
-    values = self._now(entries.indices) + entries.values
-    known, others = (Sparse(*(x[part] for x in self.best)) for part in (slice(rows), slice(rows, None)))
-    larger = self._rank(values) > self._rank(known.values)
-    wins = (entries.indices < self.blocks.length) & ((entries.indices == known.indices) | larger)
+    rows, length, k = len(entries.indices), self.blocks.length, self.blocks.k
+    values, known = self._current_values(entries.indices) + entries.values, _rows(self.best, 0, rows)
+    larger = coarse(keys_of(values), length, k) > coarse(keys_of(known.values), length, k)
+    wins = (entries.indices < length) & ((entries.indices == known.indices) | larger)
     best = Sparse(jnp.where(wins, entries.indices, known.indices), jnp.where(wins, values, known.values))
-    best = Sparse(*(jnp.concatenate(pair) for pair in zip(best, others, strict=True)))
+    best = sparse.concatenate([best, _rows(self.best, rows, None)])
     return dataclasses.replace(self, best=best, changes=(*self.changes, _Change(0, entries, adds=True)))
 
-  def pending(self, delivered: jax.Array) -> Pending:
-    """The next residual: the current values where delivered (one entry a chunk), and elsewhere the initial ones."""
-    return self.pending_except(Sparse(self.blocks.flat(delivered), self._now(delivered)))
+  def pending(self, delivered: jax.Array, zeroed: jax.Array | None = None) -> Pending:
+    """The next residual: the current values where delivered (one entry a chunk), and elsewhere the initial ones.
 
-  def pending_except(self, entries: Sparse) -> Pending:
-    """The next residual: the initial values, except `entries`."""
+    For ablations, zeros at `zeroed` and elsewhere the initial values.
+    """
+    indices = delivered if zeroed is None else zeroed
+    values = self._current_values(indices) if zeroed is None else jnp.zeros(indices.shape, jnp.float32)
     grads, residual = self.blocks.x.parts
-    return Pending(grads, residual, entries)
+    return Pending(grads, residual, Sparse(self.blocks.flat_indices(indices), values))
 
-  def _now(self, indices: jax.Array) -> jax.Array:
+  def _current_values(self, indices: jax.Array) -> jax.Array:
     """The current values of one entry of each chunk of the first rows."""
-    values = self.blocks.x.at(self.blocks.flat(indices))
+    values = self.blocks.x.read_at(self.blocks.flat_indices(indices))
     for first, entries, adds in self.changes:
       last = min(first + len(entries.indices), len(indices))
       if first < last:
-        here, there = values[first:last], jax.tree.map(lambda x, to=last - first: x[:to], entries)
-        new = here + there.values if adds else there.values
-        changed = jnp.where(indices[first:last] == there.indices, new, here)
+        old, change = values[first:last], _rows(entries, 0, last - first)
+        new = old + change.values if adds else change.values
+        changed = jnp.where(indices[first:last] == change.indices, new, old)
         values = jnp.concatenate([values[:first], changed, values[last:]])
     return values
 
-  def _rank(self, values: jax.Array) -> jax.Array:
-    return coarse(keys_of(values), self.blocks.length, self.blocks.k)
+
+def _rows(entries: Sparse, first: int, last: int | None) -> Sparse:
+  return Sparse(entries.indices[first:last], entries.values[first:last])

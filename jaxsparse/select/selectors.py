@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.select.accumulator import Accumulator, TopKAccumulator
-from jaxsparse.select.blocks import Blocks
+from jaxsparse.select.accumulator import TopKAccumulator
+from jaxsparse.select.blocks import Blocks, LazySum, keys_of
 from jaxsparse.select.exact import top_k
-from jaxsparse.select.kth_largest import keys_of
 from jaxsparse.select.per_chunk import ChunkAccumulator
-from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Sparse
 
+Accumulator = TopKAccumulator | ChunkAccumulator
 _LONGEST_CHUNK = 1 << 22  # entries: a magnitude keeps its exponent beside the number of a row
 
 
@@ -33,9 +32,9 @@ class Selector(abc.ABC):
   one_per_chunk = False
   fills_slots = True
 
-  def check(self, length: int, k: int) -> None:
-    """Raises ValueError for blocks that it cannot choose from."""
-    del length, k
+  def check(self, name: str, length: int, k: int) -> None:
+    """Raises ValueError for blocks that it cannot choose from, with the name of the collective."""
+    del name, length, k
 
   def slots(self, length: int, k: int) -> int:
     """An upper bound on the i32 indices that choosing k entries of a block computes."""
@@ -53,7 +52,7 @@ class Selector(abc.ABC):
 
   def choose(self, x: LazySum, k: int, memory: Any) -> Sparse:
     """The k entries of a whole vector, [1, k], which are sent at once."""
-    return self.start(Blocks.whole(x, k), memory).largest(0, 1)
+    return self.start(Blocks.single(x, k), memory).largest(0, 1)
 
   def next(self, memory: Any, chosen: Sparse, length: int) -> Any:
     """The memory for the next step, from the entries [rows, k] selected in this step."""
@@ -66,13 +65,11 @@ class Exact(Selector):
   """The k entries of largest magnitude of each row, ties to the lowest index."""
 
   def start(self, blocks: Blocks, memory: Any) -> Accumulator:
-    """The accumulator of a step."""
     del memory
-    return TopKAccumulator.of(blocks)
+    return TopKAccumulator.start(blocks)
 
   def choose(self, x: LazySum, k: int, memory: Any) -> Sparse:
-    """The k largest entries, found without the bookkeeping of an accumulator."""
-    del memory
+    del memory  # nor has it the bookkeeping of an accumulator
     return sparse.as_row(top_k(x, k))
 
 
@@ -82,22 +79,19 @@ class PerChunk(Selector):
 
   one_per_chunk = True
 
-  def check(self, length: int, k: int) -> None:
-    """Raises ValueError if chunks are too long for the number of a row beside the exponent of a magnitude."""
+  def check(self, name: str, length: int, k: int) -> None:
     if length > k * _LONGEST_CHUNK:
       raise ValueError(
-        f"selector='chunked' with {k} chunks in blocks of {length} entries, choose at least "
+        f"{name}: selector='chunked' with {k} chunks in blocks of {length} entries, choose at least "
         f"{-(-length // _LONGEST_CHUNK)} chunks by a larger k or density, or another selector"
       )
 
   def slots(self, length: int, k: int) -> int:
-    """An upper bound on the indices of rows of k entries, of which the last two may reach beyond the block."""
-    return length + 2 * k
+    return length + 2 * k  # the last two rows of k entries may reach beyond the block
 
   def start(self, blocks: Blocks, memory: Any) -> Accumulator:
-    """The accumulator of a step."""
     del memory
-    return ChunkAccumulator.of(blocks)
+    return ChunkAccumulator.start(blocks)
 
 
 class Reused(NamedTuple):
@@ -127,15 +121,13 @@ class Reuse(Selector):
     return Reused(jnp.zeros(rows, jnp.float32), jnp.zeros(rows, jnp.float32))
 
   def start(self, blocks: Blocks, memory: Reused) -> Accumulator:
-    """The accumulator of a step."""
-    return TopKAccumulator.of(blocks, least=jnp.maximum(keys_of(memory.bounds), 1))
+    return TopKAccumulator.start(blocks, least=jnp.maximum(keys_of(memory.bounds), 1))
 
   def next(self, memory: Reused, chosen: Sparse, length: int) -> Reused:
-    """The thresholds of the next step."""
-    return following(memory, chosen, length)
+    return next_thresholds(memory, chosen, length)
 
 
-def following(reused: Reused, chosen: Sparse, length: int) -> Reused:
+def next_thresholds(reused: Reused, chosen: Sparse, length: int) -> Reused:
   """The thresholds of the next step: the smallest selected magnitude, raised by its growth; lower after fewer than k.
 
   If all k slots of a row are filled, the threshold is the smallest selected magnitude, times the square root of its
@@ -151,15 +143,15 @@ def following(reused: Reused, chosen: Sparse, length: int) -> Reused:
 
   Example:
     >>> chosen = Sparse(jnp.array([[0, 1], [3, 9]]), jnp.array([[5.0, -4.0], [6.0, 0.0]]))
-    >>> following(Reused(jnp.array([1.0, 6.0]), jnp.array([3.24, 6.0])), chosen, length=9)
+    >>> next_thresholds(Reused(jnp.array([1.0, 6.0]), jnp.array([3.24, 6.0])), chosen, length=9)
     Reused(bounds=Array([4.444..., 5.25     ], dtype=float32), levels=Array([4., 0.], dtype=float32))
   """
   valid = chosen.indices < length
-  count, share = jnp.sum(valid, axis=1, dtype=jnp.int32), valid.shape[1]
+  count, k = jnp.sum(valid, axis=1, dtype=jnp.int32), valid.shape[1]
   least = jnp.min(jnp.where(valid, jnp.abs(chosen.values), jnp.inf), axis=1)
-  full = count == share
+  full = count == k
   growth = jnp.where(reused.levels > 0, jnp.clip(least / reused.levels, 1.0, 2.0), 1.0)
-  lower = jnp.where(2 * count < share, 0.0, reused.bounds * (0.75 + count.astype(jnp.float32) / (4 * share)))
+  lower = jnp.where(2 * count < k, 0.0, reused.bounds * (0.75 + count.astype(jnp.float32) / (4 * k)))
   # At most the largest finite number: no entry would reach infinity.
   raised = jnp.minimum(least * jnp.sqrt(growth), jnp.finfo(jnp.float32).max)
   return Reused(jnp.where(full, raised, lower), jnp.where(full, least, 0.0))

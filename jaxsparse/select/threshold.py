@@ -6,14 +6,13 @@ The selected entries are a bitset over the n entries of a lazily summed vector.
 import jax
 import jax.numpy as jnp
 
+from jaxsparse.select.blocks import TOP, Cut, LazySum, bisect, keys_of
 from jaxsparse.select.exact import top_k
-from jaxsparse.select.kth_largest import TOP, Cut, bisected, keys_of
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Sparse
 
 
-def selected(x: LazySum, threshold: jax.Array) -> jax.Array:
+def select_reaching(x: LazySum, threshold: jax.Array) -> jax.Array:
   """The bitset of the entries of magnitude ≥ threshold, and of every NaN; zeros are never selected.
 
   Args:
@@ -21,7 +20,7 @@ def selected(x: LazySum, threshold: jax.Array) -> jax.Array:
     threshold: f32[], at least 0.
 
   Example:
-    >>> bitset.count(selected(LazySum((jnp.array([3.0, 0.0, -2.0, 1.0]),)), jnp.float32(2)))
+    >>> bitset.count(select_reaching(LazySum((jnp.array([3.0, 0.0, -2.0, 1.0]),)), jnp.float32(2)))
     Array(2, dtype=int32)
   """
   values = x.values
@@ -29,17 +28,17 @@ def selected(x: LazySum, threshold: jax.Array) -> jax.Array:
   return bitset.pack(~(jnp.abs(values) < threshold) & (values != 0))
 
 
-def at_most(x: LazySum, members: jax.Array, most: int) -> jax.Array:
+def cut_to_largest(x: LazySum, members: jax.Array, most: int) -> jax.Array:
   """The bitset of the `most` largest selected entries, ties to the lowest index; `members` where there are no more.
 
   Args:
     x: f32[n].
-    members: of `selected`.
+    members: of `select_reaching`.
     most: at least 1.
 
   Example:
     >>> x = LazySum((jnp.array([3.0, 0.0, -2.0, 4.0]),))
-    >>> bitset.nonzero(at_most(x, selected(x, jnp.float32(1)), 2), 2)
+    >>> bitset.nonzero(cut_to_largest(x, select_reaching(x, jnp.float32(1)), 2), 2)
     Array([0, 3], dtype=int32)
   """
   if most >= x.size:
@@ -48,29 +47,29 @@ def at_most(x: LazySum, members: jax.Array, most: int) -> jax.Array:
   return jax.lax.cond(bitset.count(members) > most, largest, lambda: members)
 
 
-def first(x: LazySum, members: jax.Array, capacity: int) -> Sparse:
+def read_first(x: LazySum, members: jax.Array, capacity: int) -> Sparse:
   """The first `capacity` selected entries, in the order of their indices; empty slots have index n.
 
   Args:
     x: f32[n].
-    members: of `selected`.
+    members: of `select_reaching`.
     capacity: slots.
 
   Example:
     >>> x = LazySum((jnp.array([3.0, 0.0, -2.0, 1.0]),))
-    >>> first(x, selected(x, jnp.float32(1)), 2).indices
+    >>> read_first(x, select_reaching(x, jnp.float32(1)), 2).indices
     Array([0, 2], dtype=int32)
   """
   indices = jnp.minimum(bitset.nonzero(members, capacity), x.size)
-  return Sparse(indices, x.at(indices))
+  return Sparse(indices, x.read_at(indices))
 
 
-def in_regions(x: LazySum, members: jax.Array, bounds: jax.Array, capacity: int, most: int) -> Sparse:
+def read_regions(x: LazySum, members: jax.Array, bounds: jax.Array, capacity: int, most: int) -> Sparse:
   """The selected entries of each region, in the order of their indices.
 
   Args:
     x: f32[n].
-    members: of `at_most_in_regions`.
+    members: of `cut_regions`.
     bounds: i32[r + 1], region i is bounds[i] … bounds[i + 1] − 1.
     capacity: slots of each region, at least the entries of any.
     most: the largest number of selected entries.
@@ -80,7 +79,7 @@ def in_regions(x: LazySum, members: jax.Array, bounds: jax.Array, capacity: int,
 
   Example:
     >>> x = LazySum((jnp.array([3.0, 0.0, -2.0, 1.0]),))
-    >>> in_regions(x, selected(x, jnp.float32(1)), jnp.array([0, 1, 4]), 2, most=3).indices
+    >>> read_regions(x, select_reaching(x, jnp.float32(1)), jnp.array([0, 1, 4]), 2, most=3).indices
     Array([[0, 4],
            [2, 3]], dtype=int32)
   """
@@ -88,43 +87,43 @@ def in_regions(x: LazySum, members: jax.Array, bounds: jax.Array, capacity: int,
   found = bitset.nonzero(members, min((bounds.size - 1) * capacity, most))
   slots = starts[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
   indices = jnp.where(slots < starts[1:, None], found[jnp.minimum(slots, found.size - 1)], x.size)
-  return Sparse(indices, x.at(indices))
+  return Sparse(indices, x.read_at(indices))
 
 
-def at_most_in_regions(x: LazySum, members: jax.Array, bounds: jax.Array, capacity: int, most: int) -> jax.Array:
+def cut_regions(x: LazySum, members: jax.Array, bounds: jax.Array, capacity: int, most: int) -> jax.Array:
   """The bitset of the `capacity` largest selected entries of each region, ties to the lowest index.
 
   Args:
     x: f32[n].
-    members: of `selected`, at most `most` entries.
+    members: of `select_reaching`, at most `most` entries.
     bounds: i32[r + 1], region i is bounds[i] … bounds[i + 1] − 1.
     capacity: the largest number of entries of a region.
     most: the largest number of selected entries.
 
   Example:
     >>> x = LazySum((jnp.array([3.0, 0.0, -2.0, 1.0, 2.0]),))
-    >>> bitset.nonzero(at_most_in_regions(x, selected(x, jnp.float32(1)), jnp.array([0, 1, 5]), 2, most=4), 3)
+    >>> bitset.nonzero(cut_regions(x, select_reaching(x, jnp.float32(1)), jnp.array([0, 1, 5]), 2, most=4), 3)
     Array([0, 2, 4], dtype=int32)
   """
   if capacity >= most:
     return members
   starts = bitset.rank(members, bounds)
-  largest = lambda: _largest_in_regions(x, members, bounds, starts, capacity, most)
+  largest = lambda: _cut_by_counting(x, members, bounds, starts, capacity, most)
   return jax.lax.cond((jnp.diff(starts) > capacity).any(), largest, lambda: members)
 
 
-def _largest_in_regions(
+def _cut_by_counting(
   x: LazySum, members: jax.Array, bounds: jax.Array, starts: jax.Array, capacity: int, most: int
 ) -> jax.Array:
-  """`at_most_in_regions` by counting, all regions at once.
+  """`cut_regions` by counting, all regions at once.
 
   `starts` are the ranks of the bounds among the selected entries.
   """
   indices = jnp.minimum(bitset.nonzero(members, most), x.size)
-  keys = jnp.where(indices < x.size, keys_of(x.at(indices)), -1)
+  keys = jnp.where(indices < x.size, keys_of(x.read_at(indices)), -1)
   region = jnp.clip(jnp.searchsorted(bounds, indices, side="right").astype(jnp.int32) - 1, 0, bounds.size - 2)
   selects = lambda cut: Cut(cut.key[region], cut.last[region]).selects(keys, indices)
   count_of = lambda cut: jnp.diff(bitset.rank(bitset.pack(selects(cut)), starts))
   low = jnp.zeros(bounds.size - 1, jnp.int32)
-  cut = bisected(count_of, jnp.minimum(jnp.diff(starts), capacity), low, low + TOP)
+  cut = bisect(count_of, jnp.minimum(jnp.diff(starts), capacity), low, low + TOP)
   return bitset.insert(jnp.zeros_like(members), jnp.where(selects(cut), indices, x.size), x.size)

@@ -1,45 +1,205 @@
-"""Sparse vectors: entries, sets of indices, wire formats and message sizes.
+"""Sparse vectors: rows of entries in coordinate form (`types.Sparse`) with empty slots, and what is done with them.
 
-entries      arithmetic on rows of entries in coordinate form
-bitset       sets of indices, one bit per index
-lazy         gradient + residual, added where it is read
-codec        wire formats of entries; `values` has those of their values
-capacities   messages whose size is chosen at run time from a few static capacities
-sums         floating-point sums with reproducible bits
-two_bit      entries in 16 bits: positions, and values as numbers of four bins
-saturating   u32 counters that do not wrap
+Array shapes are static and numbers of entries are not, so a row may have empty slots: index `end` or more, which a
+scatter drops, and value 0. Sums add rows in their order, not in the order of arrival, so that every worker computes the
+same bits (Law R).
+
+Beside this module: `bitset`, sets of indices, one bit per index; `codec`, what a message looks like, with the formats
+of its values in `values` and `two_bit`; `sums`, floating-point sums with reproducible bits.
 """
 
-from jaxsparse.sparse.entries import (
-  add,
-  add_rows,
-  as_row,
-  at,
-  compressed,
-  count,
-  delivered,
-  merge,
-  narrowed,
-  only_row,
-  put,
-  split,
-  where,
-  widened,
-)
+from collections.abc import Sequence
 
-__all__ = [
-  "add",
-  "add_rows",
-  "as_row",
-  "at",
-  "compressed",
-  "count",
-  "delivered",
-  "merge",
-  "narrowed",
-  "only_row",
-  "put",
-  "split",
-  "where",
-  "widened",
-]
+import jax
+import jax.numpy as jnp
+
+from jaxsparse.sparse import bitset
+from jaxsparse.types import Sparse
+
+__all__ = ["add", "add_rows", "as_row", "compress", "concatenate", "count", "merge", "narrow", "only_row", "put"]
+__all__ += ["ravel", "read_at", "split", "where", "widen"]
+
+
+def read_at(x: jax.Array, indices: jax.Array) -> jax.Array:
+  """x[indices], and 0 for an index beyond the end.
+
+  Example:
+    >>> read_at(jnp.array([1.0, 2.0]), jnp.array([1, 7]))
+    Array([2., 0.], dtype=float32)
+  """
+  return x.at[indices].get(mode="fill", fill_value=0.0)
+
+
+def put(x: jax.Array, indices: jax.Array, values: jax.Array | float) -> jax.Array:
+  """`x` with `values` at `indices`, each of which occurs once; indices beyond the end are dropped.
+
+  Example:
+    >>> put(jnp.zeros(3), jnp.array([2, 7]), 1.0)
+    Array([0., 0., 1.], dtype=float32)
+  """
+  return x.at[indices].set(values, mode="drop", unique_indices=True)
+
+
+def add(x: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+  """`x` with `values` added at `indices`, each of which occurs once; indices beyond the end are dropped.
+
+  Example:
+    >>> add(jnp.ones(3), jnp.array([2, 7]), jnp.array([1.0, 1.0]))
+    Array([1., 1., 2.], dtype=float32)
+  """
+  return x.at[indices].add(values, mode="drop", unique_indices=True)
+
+
+def where(keep: jax.Array, entries: Sparse, end: int) -> Sparse:
+  """`entries` where `keep` is true, and empty slots elsewhere.
+
+  Example:
+    >>> where(jnp.array([True, False]), Sparse(jnp.array([4, 1]), jnp.array([2.0, 3.0])), end=9)
+    Sparse(indices=Array([4, 9], dtype=int32), values=Array([2., 0.], dtype=float32))
+  """
+  return Sparse(jnp.where(keep, entries.indices, end), jnp.where(keep, entries.values, 0.0))
+
+
+def as_row(entries: Sparse) -> Sparse:
+  """[c] entries as the only row of a matrix, [1, c]."""
+  return Sparse(entries.indices[None], entries.values[None])
+
+
+def only_row(rows: Sparse) -> Sparse:
+  """The [c] entries of a matrix of one row, [1, c]."""
+  return Sparse(rows.indices[0], rows.values[0])
+
+
+def ravel(entries: Sparse) -> Sparse:
+  """The entries of all rows as one row of slots, [c]."""
+  return Sparse(entries.indices.reshape(-1), entries.values.reshape(-1))
+
+
+def concatenate(parts: Sequence[Sparse]) -> Sparse:
+  """The slots, or the rows of slots, of several arrays of entries, one after the other."""
+  return Sparse(*(jnp.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def widen(entries: Sparse, slots: int, end: int) -> Sparse:
+  """`entries` with empty slots appended to each row, which then has `slots` of them.
+
+  Example:
+    >>> widen(Sparse(jnp.array([4]), jnp.array([2.0])), slots=2, end=9)
+    Sparse(indices=Array([4, 9], dtype=int32), values=Array([2., 0.], dtype=float32))
+  """
+  more = [(0, 0)] * (entries.indices.ndim - 1) + [(0, slots - entries.indices.shape[-1])]
+  return Sparse(jnp.pad(entries.indices, more, constant_values=end), jnp.pad(entries.values, more))
+
+
+def narrow(entries: Sparse, slots: int) -> Sparse:
+  """The first `slots` slots of each row; `widen` restores a row whose other slots are empty.
+
+  Example:
+    >>> narrow(Sparse(jnp.array([4, 9]), jnp.array([2.0, 0.0])), slots=1)
+    Sparse(indices=Array([4], dtype=int32), values=Array([2.], dtype=float32))
+  """
+  return Sparse(entries.indices[..., :slots], entries.values[..., :slots])
+
+
+def compress(entries: Sparse, keep: jax.Array, slots: int, end: int) -> Sparse:
+  """The entries where `keep` is true, in their order, in the first slots; entries beyond `slots` are dropped.
+
+  Example:
+    >>> entries = Sparse(jnp.array([4, 1, 7]), jnp.array([2.0, 3.0, 5.0]))
+    >>> compress(entries, jnp.array([True, False, True]), slots=3, end=9)
+    Sparse(indices=Array([4, 7, 9], dtype=int32), values=Array([2., 5., 0.], dtype=float32))
+  """
+  slot = jnp.where(keep, bitset.ranks(bitset.pack(keep))[: keep.size], slots)
+  return Sparse(
+    put(jnp.full(slots, end, jnp.int32), slot, entries.indices),
+    put(jnp.zeros(slots, jnp.float32), slot, entries.values),
+  )
+
+
+def add_rows(rows: Sparse, end: int) -> jax.Array:
+  """The sum of rows of entries as a dense f32[end], added one row after the other.
+
+  Args:
+    rows: [r, c]; within a row each index occurs once.
+    end: length of the vector.
+
+  Example:
+    >>> add_rows(Sparse(jnp.array([[0, 2], [2, 3]]), jnp.array([[1.0, 2.0], [4.0, 8.0]])), end=3)
+    Array([1., 0., 6.], dtype=float32)
+  """
+  add = lambda total, row: (total.at[row.indices].add(row.values, mode="drop", unique_indices=True), None)
+  return jax.lax.scan(add, jnp.zeros(end, jnp.float32), rows)[0]
+
+
+def merge(rows: Sparse, end: int) -> Sparse:
+  """The sum of rows of entries as one row of entries, in ascending order of their indices.
+
+  The slot of an entry is the rank of its index in the bitset of all indices, so nothing is sorted.
+
+  Args:
+    rows: [r, c]; within a row each index occurs once; any order.
+    end: length of the vector.
+
+  Returns:
+    [min(r · c, end)] entries, each index once, empty slots last. Values are added in row order.
+
+  Example:
+    >>> rows = Sparse(jnp.array([[0, 2], [2, 9]]), jnp.array([[1.0, 2.0], [4.0, 0.0]]))
+    >>> merge(rows, end=9)
+    Sparse(indices=Array([0, 2, 9, 9], dtype=int32), values=Array([1., 6., 0., 0.], dtype=float32))
+  """
+
+  def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    first = ~bitset.contains(members, indices) & (indices < end)
+    return bitset.insert(members, jnp.where(first, indices, end), end), first
+
+  members, first = jax.lax.scan(unite, bitset.empty(end), rows.indices)
+  slots = min(rows.indices.size, end)
+
+  def add(values: jax.Array, row: tuple[Sparse, jax.Array]) -> tuple[jax.Array, None]:
+    entries, first = row
+    slot = jnp.where(entries.indices < end, bitset.rank(members, entries.indices), slots)
+    # The first value of an index is written, not added to 0: −0 + 0 would be 0.
+    return put(values, slot, jnp.where(first, entries.values, read_at(values, slot) + entries.values)), None
+
+  values, _ = jax.lax.scan(add, jnp.zeros(slots, jnp.float32), (rows, first))
+  return Sparse(jnp.minimum(bitset.nonzero(members, slots), end), values)
+
+
+def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -> Sparse:
+  """Distributes entries to rows: each row gets its first `capacity` entries, in their order.
+
+  Args:
+    entries: [c].
+    row: i32[c], the row of each entry, 0 … rows − 1; entries with any other number are dropped.
+    rows: number of rows.
+    capacity: slots of a row.
+    end: length of the vector.
+
+  Returns:
+    [rows, capacity] entries.
+
+  Example:
+    >>> entries = Sparse(jnp.array([7, 1, 6]), jnp.array([3.0, 2.0, 1.0]))
+    >>> split(entries, jnp.array([1, 0, 1]), rows=2, capacity=1, end=9).indices
+    Array([[1],
+           [7]], dtype=int32)
+  """
+  order = jnp.argsort(row, stable=True)
+  row = row[order]
+  position = jnp.arange(row.size, dtype=jnp.int32) - jnp.searchsorted(row, row).astype(jnp.int32)
+  fits = (position < capacity) & (row < rows)
+  slot = jnp.where(fits, row * capacity + position, rows * capacity)
+  indices = put(jnp.full(rows * capacity, end, jnp.int32), slot, entries.indices[order])
+  values = put(jnp.zeros(rows * capacity, jnp.float32), slot, entries.values[order])
+  return Sparse(indices.reshape(rows, capacity), values.reshape(rows, capacity))
+
+
+def count(entries: Sparse, end: int) -> jax.Array:
+  """The number of non-empty slots, i32[].
+
+  Example:
+    >>> count(Sparse(jnp.array([4, 9]), jnp.array([0.0, 0.0])), end=9)
+    Array(1, dtype=int32)
+  """
+  return jnp.sum(entries.indices < end, dtype=jnp.int32)

@@ -4,8 +4,6 @@ A comparison of n entries that is packed at once reads the entries and writes n/
 indices, and every function returns indices in ascending order.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
@@ -29,8 +27,14 @@ def pack(flags: jax.Array) -> jax.Array:
     >>> pack(jnp.array([True, False, True]))[:2]
     Array([5, 0], dtype=uint32)
   """
-  # All rows as one: XLA on CPU compiles a batch of them to slower code.
-  return _pack(flags.reshape(-1), lambda part, _: part).reshape(*flags.shape[:-1], -1)
+  flat = flags.reshape(-1)  # all rows as one: XLA on CPU compiles a batch of them to slower code
+  whole, bits = flat.size // BITS * BITS, jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
+  words = jnp.sum(jnp.where(flat[:whole].reshape(-1, BITS), bits[None], jnp.uint32(0)), axis=1, dtype=jnp.uint32)
+  rest = flat[whole:]
+  if rest.size:  # apart, since padding flags would copy what they are computed from
+    last = jnp.sum(jnp.where(rest, bits[: rest.size], jnp.uint32(0)), dtype=jnp.uint32, keepdims=True)
+    words = jnp.concatenate([words, last])
+  return jnp.pad(words, (0, -words.size % GROUP)).reshape(*flags.shape[:-1], -1)
 
 
 def pack_reaching(keys: jax.Array, bounds: jax.Array) -> jax.Array:
@@ -44,24 +48,7 @@ def pack_reaching(keys: jax.Array, bounds: jax.Array) -> jax.Array:
     >>> pack_reaching(jnp.array([3, 1, 4]), jnp.array([3]))[0]
     Array(5, dtype=uint32)
   """
-  return _pack(keys, lambda part, first: part >= bounds[first : first + len(part), None])
-
-
-def _pack(x: jax.Array, flags_of: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
-  """The words of `flags_of(32 entries a row, number of the first row)`."""
-  bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
-
-  def words_of(part: jax.Array, first: int) -> jax.Array:
-    flags = flags_of(part.reshape(-1, BITS), first)
-    return jnp.sum(jnp.where(flags, bits[None], jnp.uint32(0)), axis=1, dtype=jnp.uint32)
-
-  whole = x.size // BITS
-  words = words_of(x[: whole * BITS], 0)
-  rest = x[whole * BITS :]
-  if rest.size:  # apart, since padding x would copy what it is computed from
-    last = words_of(jnp.pad(rest, (0, BITS - rest.size)), whole)
-    words = jnp.concatenate([words, last & ((1 << rest.size) - 1)])
-  return jnp.pad(words, (0, -words.size % GROUP))
+  return pack(keys >= jnp.repeat(bounds, BITS)[: keys.size])
 
 
 def empty(n: int) -> jax.Array:
@@ -74,11 +61,11 @@ def empty(n: int) -> jax.Array:
   return jnp.zeros(GROUP * -(-n // (GROUP * BITS)), jnp.uint32)
 
 
-def aligned(capacity: int) -> int:
+def align(capacity: int) -> int:
   """The next multiple of 256 slots, which fills the vectors of the machine.
 
   Example:
-    >>> aligned(1000)
+    >>> align(1000)
     1024
   """
   return -(-capacity // _ALIGNED) * _ALIGNED
@@ -108,7 +95,7 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
   counts = _group_counts(words)
   ends = running_sum(counts)
   starts = ends - counts
-  slots = jnp.arange(aligned(capacity), dtype=jnp.int32)
+  slots = jnp.arange(align(capacity), dtype=jnp.int32)
   marks = jnp.zeros(slots.size, jnp.int32).at[starts].add(1, mode="drop", indices_are_sorted=True)
   group = running_sum(marks) - 1
   found = jnp.where(slots < ends[-1], _select_within(words, group, slots - starts[group]), BITS * words.size)
@@ -220,20 +207,15 @@ def _select_within(words: jax.Array, group: jax.Array, ordinal: jax.Array) -> ja
   for number in range(GROUP):
     candidate = words[group * GROUP + number]
     members = _counts(candidate)
-    here = ~found & (ordinal < members)
-    word, bits = jnp.where(here, group * GROUP + number, word), jnp.where(here, candidate, bits)
-    found |= here
+    inside = ~found & (ordinal < members)
+    word, bits = jnp.where(inside, group * GROUP + number, word), jnp.where(inside, candidate, bits)
+    found |= inside
     ordinal = jnp.where(found, ordinal, ordinal - members)
-  return word * BITS + _select_bit(bits, ordinal)
-
-
-def _select_bit(bits: jax.Array, ordinal: jax.Array) -> jax.Array:
-  """The position in a word of its set bit of that rank: half of the rest at a time."""
   position = jnp.zeros(bits.shape, jnp.int32)
-  for width in (16, 8, 4, 2, 1):
+  for width in (16, 8, 4, 2, 1):  # the bit of that rank in its word: half of the rest at a time
     low = bits & jnp.uint32((1 << width) - 1)
     members = _counts(low)
     upper = ordinal >= members
     ordinal, position = jnp.where(upper, ordinal - members, ordinal), jnp.where(upper, position + width, position)
     bits = jnp.where(upper, bits >> width, low)
-  return position
+  return word * BITS + position

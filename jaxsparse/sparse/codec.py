@@ -13,7 +13,7 @@ Short blocks of few entries have a format of their own, 16 bits for index and va
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,75 +49,6 @@ class Message(NamedTuple):
   high: jax.Array | None
   values: jax.Array
   scale: jax.Array | None
-
-
-class Codec(Protocol):
-  """A wire format of rows of entries of blocks; the shapes of a message do not depend on the entries.
-
-  Example:
-    >>> entries = Sparse(jnp.array([[700, 9, 30]]), jnp.array([[1.27, 0.0, 0.5]]))
-    >>> codec: Codec = codec_of("int8", length=1000)
-    >>> message, rounded = codec.encode(entries, noise=jnp.full((1, 3), 0.5))
-    >>> message.values, codec.decode(message).indices
-    (Array([[  0,  50, 127]], dtype=int8), Array([[  9,  30, 700]], dtype=int32))
-  """
-
-  @property
-  def length(self) -> int:
-    """Number of entries of a block."""
-    ...
-
-  @property
-  def rounds(self) -> bool:
-    """Whether values are rounded."""
-    ...
-
-  def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Any, jax.Array]:
-    """The message as a pytree, and the values that its receivers decode.
-
-    Args:
-      entries: i32 and f32[rows, c]. An index in 0 … length − 1 occurs once in its row; an empty slot has an index of at
-        least `length` and value 0.
-      noise: f32[rows, c] in [0, 1), one number for each slot; for "int8" only.
-
-    Returns:
-      (message, rounded): `rounded` f32[rows, c] are the decoded values, in the slots of `entries`.
-    """
-    ...
-
-  def decode(self, message: Any) -> Sparse:
-    """The same entries with rounded values, the same bits on every worker; empty slots have index `length`."""
-    ...
-
-  def words(self, rows: int, capacity: int) -> int:
-    """The 4-byte words of a message of [rows, capacity] entries."""
-    ...
-
-  def slots(self, rows: int, capacity: int) -> int:
-    """An upper bound on the i32 numbers that encode or decode [rows, capacity] entries at once: indices and offsets."""
-    ...
-
-
-def codec_of(wire: Wire | Literal["2bit"], length: int, *, by_chunk: bool = False) -> Codec:
-  """The codec for blocks of `length`.
-
-  Args:
-    wire: the format of values: "f32" sends them unchanged, "bf16" rounds to the nearest (`BFloat16`), "int8" sends
-      levels (`Int8`). "bf16" and "int8" also encode indices in fewer bits. "2bit" sends 16 bits an entry (`TwoBit`).
-    length: number of entries of a block.
-    by_chunk: whether slot j of a row of c slots is empty or one of the entries j, j + c, j + 2c, … of the block.
-
-  Example:
-    >>> [codec_of(wire, 1_000_000).words(1, 10_000) for wire in ("f32", "bf16", "int8")]
-    [20000, 7935, 5436]
-    >>> [codec_of(wire, 1_000_000, by_chunk=True).words(1, 10_000) for wire in ("f32", "bf16", "int8")]
-    [12500, 7500, 5001]
-  """
-  if wire == "2bit":
-    return TwoBit(length)
-  if by_chunk:
-    return _ByChunk(FORMATS[wire], length)
-  return _Coordinates(length) if wire == "f32" else _QuasiSuccinct(FORMATS[wire], length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +150,48 @@ class _ByChunk(_Formatted):
   def _position(self, chunks: int) -> Any:
     sizes = (jnp.uint8, jnp.uint16, jnp.uint32)
     return next(size for size in sizes if -(-self.length // chunks) <= jnp.iinfo(size).max)
+
+
+Codec = _Coordinates | _QuasiSuccinct | _ByChunk | TwoBit
+
+
+def codec_of(wire: Wire | Literal["2bit"], length: int, *, by_chunk: bool = False) -> Codec:
+  """The codec for blocks of `length`.
+
+  Args:
+    wire: the format of values: "f32" sends them unchanged, "bf16" rounds to the nearest (`BFloat16`), "int8" sends
+      levels (`Int8`). "bf16" and "int8" also encode indices in fewer bits. "2bit" sends 16 bits an entry (`TwoBit`).
+    length: number of entries of a block.
+    by_chunk: whether slot j of a row of c slots is empty or one of the entries j, j + c, j + 2c, … of the block.
+
+  Returns:
+    A codec has these attributes and methods; the shapes of a message do not depend on the entries.
+
+    - `length` and `rounds`, whether values are rounded.
+    - `encode(entries, noise)` returns the message, a pytree, and the values that its receivers decode, f32[rows, c] in
+      the slots of `entries` [rows, c]. An index in 0 … length − 1 occurs once in its row; an empty slot has an index of
+      at least `length` and value 0. The noise is f32[rows, c] in [0, 1), for "int8" only.
+    - `decode(message)` returns the same entries with rounded values, the same bits on every worker; empty slots have
+      index `length`.
+    - `words(rows, capacity)` are the 4-byte words of a message, `slots(rows, capacity)` an upper bound on the i32
+      numbers, indices and offsets, that encode or decode it.
+
+  Example:
+    >>> entries = Sparse(jnp.array([[700, 9, 30]]), jnp.array([[1.27, 0.0, 0.5]]))
+    >>> codec = codec_of("int8", length=1000)
+    >>> message, rounded = codec.encode(entries, noise=jnp.full((1, 3), 0.5))
+    >>> message.values, codec.decode(message).indices
+    (Array([[  0,  50, 127]], dtype=int8), Array([[  9,  30, 700]], dtype=int32))
+    >>> [codec_of(wire, 1_000_000).words(1, 10_000) for wire in ("f32", "bf16", "int8")]
+    [20000, 7935, 5436]
+    >>> [codec_of(wire, 1_000_000, by_chunk=True).words(1, 10_000) for wire in ("f32", "bf16", "int8")]
+    [12500, 7500, 5001]
+  """
+  if wire == "2bit":
+    return TwoBit(length)
+  if by_chunk:
+    return _ByChunk(FORMATS[wire], length)
+  return _Coordinates(length) if wire == "f32" else _QuasiSuccinct(FORMATS[wire], length)
 
 
 def low_bits(capacity: int, length: int) -> int:

@@ -1,36 +1,38 @@
-"""Floating-point arithmetic with the same bits in every compiled program, block by block of a lazily summed vector."""
+"""Floating-point arithmetic with the same bits in every compiled program, block by block of a vector.
 
-from collections.abc import Callable
+A vector is given as parts, f32[n] each, that are added where they are read, so that their sum is never stored.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-
-from jaxsparse.sparse.lazy import LazySum
 
 _COLUMNS = 256
 _BLOCK = 1 << 17  # entries, few enough for the cache
 
 
-def ordered_sum(x: jax.Array | LazySum, term: Callable[[jax.Array], jax.Array] = lambda part: part) -> jax.Array:
-  """The sum of the terms of f32[n], f32[], in a fixed order.
+def ordered_sum(*parts: jax.Array, term: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
+  """The sum of the terms of the sum of `parts`, f32[], in a fixed order.
 
   Blocks of 2¹⁷ entries are added one after the other, in each of them the rows of [·, 256]; then the columns pairwise.
   The compiler chooses the order of `jnp.sum`, and another one under vmap, so thresholds and norms of the simulator and
-  of a mesh would differ in their last bits. It would also store the sum of a `LazySum`, and all terms.
+  of a mesh would differ in their last bits. It would also store their sum, and all terms.
 
   Args:
-    x: f32[n].
+    *parts: f32[n] each.
     term: elementwise.
 
   Example:
-    >>> ordered_sum(jnp.arange(4.0), lambda part: part**2)
+    >>> ordered_sum(jnp.arange(4.0), term=lambda x: x**2)
     Array(14., dtype=float32)
   """
 
-  def columns_of(part: jax.Array) -> jax.Array:
-    return jnp.pad(term(part), (0, -part.size % _COLUMNS)).reshape(-1, _COLUMNS).sum(0)
+  def sum_columns(block: jax.Array) -> jax.Array:
+    return jnp.pad(term(block), (0, -block.size % _COLUMNS)).reshape(-1, _COLUMNS).sum(0)
 
-  columns = _by_blocks(x, columns_of, jnp.add)
+  columns = _reduce_blocks(parts, sum_columns, jnp.add)
   while columns.size > 1:
     half = columns.size // 2
     columns = columns[:half] + columns[half:]
@@ -50,44 +52,47 @@ def row_sums(x: jax.Array) -> jax.Array:
   return x[:, 0]
 
 
-def largest(x: jax.Array | LazySum) -> jax.Array:
+def largest_magnitude(x: jax.Array) -> jax.Array:
   """The largest magnitude of f32[n], f32[]; NaN if there is one.
 
   Example:
-    >>> largest(jnp.array([1.0, -3.0]))
+    >>> largest_magnitude(jnp.array([1.0, -3.0]))
     Array(3., dtype=float32)
   """
-  return _by_blocks(x, lambda part: jnp.max(jnp.abs(part), initial=0.0), jnp.maximum)
+  return _reduce_blocks((x,), lambda block: jnp.max(jnp.abs(block), initial=0.0), jnp.maximum)
 
 
-def _by_blocks(x: jax.Array | LazySum, reduced: Callable, combine: Callable) -> jax.Array:
-  """Combines `reduced(part)` of the last entries of x with that of each block of 2¹⁷ entries before them."""
-  lazy = x if isinstance(x, LazySum) else LazySum((x,))
-  blocks, rest = divmod(lazy.size, _BLOCK)
-  step = lambda block, result: combine(result, reduced(lazy.slice(block * _BLOCK, _BLOCK)))
-  last = reduced(lazy.slice(jnp.int32(blocks * _BLOCK), rest))
+def _reduce_blocks(parts: Sequence[jax.Array], reduce: Callable, combine: Callable) -> jax.Array:
+  """Combines `reduce(block)` of the last entries with that of each block of 2¹⁷ entries before them."""
+  blocks, rest = divmod(parts[0].size, _BLOCK)
+
+  def read(start: jax.Array, length: int) -> jax.Array:
+    return functools.reduce(jnp.add, [jax.lax.dynamic_slice(part, (start,), (length,)) for part in parts])
+
+  last = reduce(read(jnp.int32(blocks * _BLOCK), rest))
+  step = lambda block, result: combine(result, reduce(read(block * _BLOCK, _BLOCK)))
   return jax.lax.fori_loop(0, blocks, step, last) if blocks else last
 
 
-def rounded(x: jax.Array) -> jax.Array:
+def round_mantissa(x: jax.Array) -> jax.Array:
   """Rounds x to 22 bits of mantissa, for a product that a sum follows.
 
   Such a product may become a part of a fused multiply-add, in some programs only, and then has other bits.
 
   Example:
-    >>> bool(rounded(jnp.float32(1 + 2.0**-23)) == 1)
+    >>> bool(round_mantissa(jnp.float32(1 + 2.0**-23)) == 1)
     True
   """
   return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=22)
 
 
-def rounded_up(x: jax.Array, bits: int) -> jax.Array:
+def round_mantissa_up(x: jax.Array, bits: int) -> jax.Array:
   """The smallest f32 that is at least x ≥ 0 and whose last `bits` bits are 0.
 
   Products of numbers with few significant bits are exact, and so the same with fused multiply-add and without.
 
   Example:
-    >>> float(rounded_up(jnp.float32(1.1), bits=22))
+    >>> float(round_mantissa_up(jnp.float32(1.1), bits=22))
     1.5
   """
   words, rest = jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32((1 << bits) - 1)
@@ -107,4 +112,4 @@ def unit_of(largest: jax.Array) -> jax.Array:
     >>> unit_of(jnp.array([0.0, 3.0, 3e38])) == jnp.array([1.0, 4.0, 2.0**126])
     Array([ True,  True,  True], dtype=bool)
   """
-  return jnp.minimum(jnp.where(largest == 0, 1.0, rounded_up(largest, bits=23)), 2.0**126)
+  return jnp.minimum(jnp.where(largest == 0, 1.0, round_mantissa_up(largest, bits=23)), 2.0**126)

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.sparse.sums import rounded, row_sums, unit_of
+from jaxsparse.sparse.sums import round_mantissa, row_sums, unit_of
 from jaxsparse.types import Sparse
 
 BINS = 4
@@ -19,7 +19,7 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class TwoBit:
-  """The codec of rows of entries of blocks of at most 16,384: `Codec`. A row takes four more words, those of its bins.
+  """A codec (`codec_of`) of blocks of at most 16,384 entries. A row takes four more words, those of its bins.
 
   Example:
     >>> entries = Sparse(jnp.array([[700, 9, 30, 2]]), jnp.array([[5.0, 4.0, -4.0, -5.0]]))
@@ -34,7 +34,7 @@ class TwoBit:
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     """u16[rows, c] and the tables f32[rows, 4]; and the values that receivers decode."""
     del noise
-    codes, table = quantized(entries.values)
+    codes, table = quantize(entries.values)
     return ((entries.indices << 2 | codes).astype(jnp.uint16), table), _read(table, codes)
 
   def decode(self, message: tuple[jax.Array, jax.Array]) -> Sparse:
@@ -56,7 +56,7 @@ def _read(table: jax.Array, codes: jax.Array) -> jax.Array:
   return jnp.take_along_axis(table, codes, axis=1)
 
 
-def quantized(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+def quantize(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The bin of each value of each row, and the four values of each row that bins stand for.
 
       μ = mean v,  c = v − μ,  σ² = Σ c²/(N − 1),  code = clip(round(c / (1.5 σ) + 2), 0, 3)
@@ -74,16 +74,16 @@ def quantized(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     (codes, table): i32[rows, N] in 0 … 3, and f32[rows, 4], 0 for a bin without a value.
 
   Example:
-    >>> codes, table = quantized(jnp.array([[10.0, -4.0, 6.0, -5.0, 4.0, -6.0, 5.0, -4.0]]))
+    >>> codes, table = quantize(jnp.array([[10.0, -4.0, 6.0, -5.0, 4.0, -6.0, 5.0, -4.0]]))
     >>> codes.tolist(), table.tolist()
     ([[3, 1, 3, 1, 2, 1, 2, 1]], [[0.75, -4.75, 4.5, 8.0]])
   """
   count = values.shape[1]
   unit = unit_of(jnp.max(jnp.abs(values), axis=1))[:, None]
   scaled = values / unit
-  mean = rounded(row_sums(scaled) / count)  # XLA makes a quotient by a constant a product
+  mean = round_mantissa(row_sums(scaled) / count)  # XLA makes a quotient by a constant a product
   apart = scaled - mean[:, None]
-  squares = rounded(apart * apart)
+  squares = round_mantissa(apart * apart)
   width = _WIDTH * jnp.sqrt(row_sums(squares) / max(1, count - 1))
   width = jnp.where((width > 0) & jnp.isfinite(width), width, 1.0)
   codes = jnp.clip(jnp.round(apart / width[:, None] + BINS / 2), 0, BINS - 1).astype(jnp.int32)

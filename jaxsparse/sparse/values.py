@@ -4,18 +4,19 @@ A new format is a class here, and its name in `Wire` and `FORMATS`.
 """
 
 import dataclasses
-from typing import Literal, Protocol
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.sparse.sums import rounded_up
+from jaxsparse.sparse.sums import round_mantissa_up
 
 _LEVELS = 127
 
 
-class Values(Protocol):
-  """A format of the values of a message.
+@dataclasses.dataclass(frozen=True)
+class Values:
+  """Unchanged values, and the base of formats that round.
 
   Attributes:
     bytes: size of a value.
@@ -24,30 +25,16 @@ class Values(Protocol):
     draws: whether rounding is random and needs noise.
   """
 
-  bytes: int
-  scaled: bool
-  rounds: bool
-  draws: bool
-
-  def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Encodes f32[rows, c] values; the second result is their scale f32[rows], or None without one."""
-    ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Float32:
-  """Unchanged values."""
-
   bytes, scaled, rounds, draws = 4, False, False, False
 
   def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """f32[rows, c]."""
+    """Encodes f32[rows, c] values; the second result is their scale f32[rows], or None without one."""
     del noise
     return values, None
 
 
 @dataclasses.dataclass(frozen=True)
-class BFloat16:
+class BFloat16(Values):
   """The nearest bf16, ties to even; finite values stay finite, NaN and Inf stay unchanged."""
 
   bytes, scaled, rounds, draws = 2, False, True, False
@@ -62,7 +49,7 @@ class BFloat16:
 
 
 @dataclasses.dataclass(frozen=True)
-class Int8:
+class Int8(Values):
   """Levels `⌊v/s + noise⌋` with the scale `s = max |v| / 127` of the row, rounded up by a factor of at most `1 + 2⁻¹⁶`.
 
   With noise uniform in [0, 1) the mean of a level is v/s; the error of a value is at most s. If a value of a row is not
@@ -78,13 +65,13 @@ class Int8:
     largest = _clamped(jnp.max(jnp.abs(values), axis=1))
     # Tested explicitly: XLA's maximum of thousands of values drops a NaN on CPU.
     largest = jnp.where(jnp.isfinite(values).all(axis=1), largest, jnp.nan)
-    scale = rounded_up(largest * (1 / _LEVELS), bits=_LEVELS.bit_length())
+    scale = round_mantissa_up(largest * (1 / _LEVELS), bits=_LEVELS.bit_length())
     level = jnp.floor(values / jnp.where(scale == 0, 1.0, scale)[:, None] + noise)
     return jnp.clip(level, -_LEVELS, _LEVELS).astype(jnp.int8), scale
 
 
 Wire = Literal["f32", "bf16", "int8"]
-FORMATS: dict[str, Values] = {"f32": Float32(), "bf16": BFloat16(), "int8": Int8()}
+FORMATS: dict[str, Values] = {"f32": Values(), "bf16": BFloat16(), "int8": Int8()}
 
 
 def read(values: jax.Array, scale: jax.Array | None) -> jax.Array:

@@ -7,7 +7,6 @@ The way of a gradient:
     state         the optax state; `specs` has its PartitionSpecs
     update        init and update; a step with NaN or Inf is skipped
     shards        devices inside a worker, each of which reduces its own pieces of the leaves
-    ordering      data dependencies that order in-place writes and messages
     metrics       counters of a step, and `js.metrics`, read from the state
     checks        rejects states and gradients that do not fit, before anything is computed
 

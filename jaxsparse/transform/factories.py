@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, Protocol, cast
 import optax
 
 from jaxsparse._compat import AxisName
-from jaxsparse.collectives import Collective, made, make_collective
+from jaxsparse.collectives import Collective, make_collective, make_instance
 from jaxsparse.collectives._base import name_of
 from jaxsparse.transform.groups import Special
 from jaxsparse.transform.update import collective_transform
@@ -22,39 +22,19 @@ Options = ParamSpec("Options")
 
 _DOCUMENTATION = """{summary}
 
-The transform reduces the gradients of the P workers of `axis`; its update is `total / P`. It must be the **first**
-transformation of its chain: it takes the local, un-averaged gradients of one worker, inside `jax.shard_map` over `axis`
-with `check_vma=False` (`js.make_train_step` does it), and the transformations after it see its update.
-
 Args:
-  axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
-  special: other collectives for some leaves, by a regular expression for the names of the leaves in the parameters:
-    `{{"bias|scale": "dense", "embedding": "spardl:density=0.001"}}`; the first match counts. The leaves of one
-    collective are reduced together, and the collectives run one after the other.
-  shardings: where a worker has several devices along Auto axes, and the state is not made with `js.init`: how the
-    parameters lie along these, as a pytree like them of `PartitionSpec` or `NamedSharding`.
+  axis, special, shardings: as of `js.make_transform`, which says where in a chain the transform belongs.
 {args}
 
 Returns:
-  An `optax.GradientTransformation` whose state is a `ReduceState`. With `special` its residual is a tuple, one for
-  each collective.
+  An `optax.GradientTransformation` whose state is a `ReduceState`.
 
 Raises:
-{raises}
-  ValueError: for a rejected label in `special`, or with it, for a collective whose total differs between workers.
-  ValueError: when used, outside shard_map over `axis`, with a state of other sizes, or for an expression of `special`
-    that matches no name.
-  TypeError: for an unknown option, an axis that is none of these, or gradients that are not floating point.
+{raises}  ValueError, TypeError: as `js.make_transform`.
 
 Example:
 {example}
 """
-
-
-_DECAY = """
-  decay: β in (0, 1], where there is a residual: each worker reduces `gradient + β · (what it has not delivered)`. The
-    residual of the state holds the product. Less than 1 forgets old gradients (SparseLoCo: 0.95); 1 loses nothing. A
-    skipped step does not decay it."""
 
 
 class TransformFunction(Protocol[Options]):
@@ -92,7 +72,7 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
   def transform(
     axis: AxisName | Comm, special: Special | None = None, shardings: Any = None, **options: Any
   ) -> optax.GradientTransformation:
-    return collective_transform(made(cls, options), axis, special, shardings)
+    return collective_transform(make_instance(cls, options), axis, special, shardings)
 
   own = inspect.signature(transform)
   options = inspect.signature(cls).parameters
@@ -109,12 +89,14 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
 
 
 def _documentation(kind: type[Collective]) -> str:
-  """The docstring of a collective, completed by the sections that all transforms share."""
+  """The docstring of a collective, completed by references to what all transforms share."""
   summary, *sections = re.split(r"^(Args|Raises|Example):\n", inspect.getdoc(kind) or "", flags=re.MULTILINE)
   found = dict(zip(sections[::2], sections[1::2], strict=True))
   args, raises, example = (found.get(name, "").rstrip() for name in ("Args", "Raises", "Example"))
-  args += _DECAY if "decay" in inspect.signature(kind).parameters else ""
-  return _DOCUMENTATION.format(summary=summary.strip(), args=args, raises=raises, example=example)
+  shared = [option for option in inspect.signature(kind).parameters if f"  {option}: " not in args]
+  if shared:
+    args = f"  {', '.join(shared)}: as of `js.SparseCollective`.\n{args}".rstrip()
+  return _DOCUMENTATION.format(summary=summary.strip(), args=args, raises=raises + "\n" * bool(raises), example=example)
 
 
 def make_transform(
@@ -122,16 +104,31 @@ def make_transform(
 ) -> optax.GradientTransformation:
   """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.
 
+  The transform reduces the gradients of the P workers of `axis`; its update is `total / P`. It takes the local,
+  un-averaged gradients of one worker, inside `jax.shard_map` over `axis` with `check_vma=False` (`js.make_train_step`
+  does it). It is the **first** of its chain but for stateless scaling, such as the unscaling of a loss, which belongs
+  before it; the transformations after it see its update.
+
   Args:
     name: one of `js.collective_names()`, or a collective of your own.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
-    special: collectives of leaves by their names, as of `js.spardl_transform`.
-    shardings: of the parameters inside a worker, as of `js.spardl_transform`.
+    special: other collectives for some leaves, by a regular expression for the names of the leaves in the parameters:
+      `{"bias|scale": "dense", "embedding": "spardl:density=0.001"}`; the first match counts. The leaves of one
+      collective are reduced together, and the collectives run one after the other.
+    shardings: where a worker has several devices along Auto axes, and the state is not made with `js.init`: how the
+      parameters lie along these, as a pytree like them of `PartitionSpec` or `NamedSharding`.
     **config: the options of the collective; those of `js.spardl_transform` for "spardl", and so on.
 
+  Returns:
+    An `optax.GradientTransformation` whose state is a `ReduceState`. With `special` its residual is a tuple, one for
+    each collective.
+
   Raises:
-    ValueError: for an unknown name or a rejected option, with the choices.
-    TypeError: for an option that the collective does not have.
+    ValueError: for an unknown name, a rejected option or a label in `special`, with the choices; with `special`, for a
+      collective whose total differs between workers. When used: outside shard_map over `axis`, with a state of other
+      sizes, or for an expression of `special` that matches no name.
+    TypeError: for an option that the collective does not have, an axis that is none of these, or gradients that are not
+      floating point.
 
   Example:
     >>> import jaxsparse as js

@@ -16,7 +16,7 @@ import optax
 
 from jaxsparse import flatten
 from jaxsparse.collectives import Collective, SparseCollective, make_collective
-from jaxsparse.collectives._labels import collective_of
+from jaxsparse.collectives._base import collective_of
 
 Special = Mapping[str, str]
 

@@ -118,8 +118,8 @@ def local_steps(
     >>> state = js.init(tx, params, mesh)
     >>> for _ in range(100):
     ...   params, state, metrics = step(params, state, jnp.ones((len(jax.devices()), 4)))
-    >>> float(jnp.abs(params - 1).max()) < 0.1, float(js.metrics(state).drift)
-    (True, 0.0)
+    >>> float(jnp.abs(params - 1).max()) < 0.1
+    True
   """
   check_whole("local_steps", 1, optional=True, every=every)
   steps = every or 1

@@ -12,10 +12,9 @@ from jaxsparse import _compat
 from jaxsparse._compat import AxisName
 from jaxsparse.comm import comm_of
 from jaxsparse.comm.one_at_a_time import dispatch
-from jaxsparse.sparse import saturating
 from jaxsparse.transform.checks import check_alive, check_layout, why_none
 from jaxsparse.transform.state import LocalState, ReduceState, devices_of, is_reduce_state, labelled, local_states
-from jaxsparse.types import Comm, Counters
+from jaxsparse.types import Comm, Counters, saturated, saturated_sum
 
 _SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over transforms; of the rest the largest
 
@@ -219,7 +218,7 @@ def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counte
   """The counters of several transforms or communications as those of one step of n entries."""
   if len(counters) == 1:
     return counters[0]
-  add = lambda values: saturating.cast(saturating.total(*values), values[0].dtype)
+  add = lambda values: saturated(saturated_sum(*values), values[0].dtype)
   largest = lambda values: jnp.stack(values).max(0)
   columns = zip(Counters._fields, zip(*counters, strict=True), strict=True)
   whole = Counters(**{name: (add if name in _SUMMED else largest)(values) for name, values in columns})
@@ -231,7 +230,7 @@ def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: ja
 
   Words are added to those of all steps in two u32, the lower and the upper 32 bits.
   """
-  cast = lambda new, old: saturating.cast(new, old.dtype).reshape(1)
+  cast = lambda new, old: saturated(new, old.dtype).reshape(1)
   step = combine_counters([jax.tree.map(cast, one, before) for one in reduced], n)
   total = before.total_words + step.words_sent
   return step._replace(

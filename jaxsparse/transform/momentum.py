@@ -17,9 +17,7 @@ import optax
 
 from jaxsparse.collectives import Collective, SparseCollective
 from jaxsparse.collectives._base import check_fraction, check_whole
-from jaxsparse.collectives._momentum import Corrected
-from jaxsparse.collectives._warm_up import WarmedUp
-from jaxsparse.collectives._wrapped import Wrapped
+from jaxsparse.collectives._wrapped import Corrected, WarmedUp, Wrapped
 from jaxsparse.transform.update import Transform
 
 

@@ -68,8 +68,9 @@ def streaming_diloco(
   """Streaming DiLoCo: the leaves in F fragments that are exchanged in turn (Douillard et al., 2025).
 
   One fragment is due every H/F steps: the largest number of words of a step is about 1/F of that of `js.diloco`, and
-  their sum over H steps is the same. An update is applied τ steps after its exchange. The defaults of H, τ and α are
-  ours, those of the outer step are the defaults of `js.diloco`:
+  their sum over H steps is the same. An update is applied τ steps after its exchange. Differences from the paper: outer
+  gradients are exchanged in 32 bits instead of 4, and the defaults of H, τ and α are ours. Those of the outer step are
+  the defaults of `js.diloco`:
 
       outer = optax.chain(js.dense_transform(axis), optax.sgd(0.7, momentum=0.9, nesterov=True))
       js.local_steps(inner, outer, every=100, fragments=F, delay=1, mixing=0.5)
@@ -110,6 +111,8 @@ def sparseloco(
 
   A residual that decays by β takes the place of outer momentum. A worker sends 36 words for a chunk of 4,096 entries:
   16 bits for each of the 64 largest and four words: `js.costs.count("chunktopk", density=1 / 64, wire="2bit", ...)`.
+  Differences from the authors' code: a chunk is consecutive entries, not a tile of 64 × 64, and is rounded by itself
+  (`js.chunktopk_transform`).
 
       transform = js.chunktopk_transform(axis, density=1 / 64, decay=0.95, wire="2bit")
       js.local_steps(inner, optax.chain(transform, optax.sgd(1.0)), every=30)
@@ -162,7 +165,7 @@ def demo_transform(
     decay: β.
     chunk: entries of a full tile, a square number.
     combine: "workers", or "contributors" as in the authors' code, which does not conserve: see `js.dcttopk_transform`.
-    special: other collectives for some leaves, as of `js.spardl_transform`; the sign is taken of their means as well.
+    special: other collectives for some leaves, as of `js.make_transform`; the sign is taken of their means as well.
 
   Raises:
     ValueError: for an argument outside its choices.

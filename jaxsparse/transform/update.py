@@ -21,10 +21,11 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat, flatten, sparse
 from jaxsparse.collectives import Collective
-from jaxsparse.comm import axes_of, comm_of
+from jaxsparse.comm import axes_of, comm_of, ordering
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.flatten import Rounding
-from jaxsparse.transform import checks, ordering
+from jaxsparse.select.accumulator import materialize
+from jaxsparse.transform import checks
 from jaxsparse.transform.groups import Assignment, Group, Method, Special, assign_collectives, groups_of
 from jaxsparse.transform.metrics import count_idle_step, count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
@@ -279,7 +280,7 @@ def _commit(
   total, after, _ = delivered.reduced
   zero, residual = jnp.float32(0), after.residual
   if isinstance(residual, Pending):
-    residual = _materialize(residual, finite, decay)
+    residual = materialize(residual, finite, decay)
     zero = ordering.after(residual[:1], jnp.int32(0)).astype(jnp.float32)  # `grads` may become the update in place
   elif residual is not None:
     residual = jnp.where(finite, residual if decay == 1 else decay * residual, before.residual)
@@ -291,17 +292,3 @@ def _commit(
   keep = functools.partial(jnp.where, finite)
   rest = jax.tree.map(keep, after._replace(residual=None), before._replace(residual=None))
   return update, rest._replace(residual=residual)
-
-
-def _materialize(pending: Pending, finite: jax.Array, decay: float) -> jax.Array:
-  """β times the new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
-  # All reads precede the writes in place, so that XLA can alias the buffers.
-  finite = ordering.after(pending.entries.values, finite.astype(jnp.int32)) > 0
-  # Not the sum that selection reads: XLA would compute that once, and store n entries for both.
-  grads = jnp.where(finite, pending.grads, pending.residual)
-  total, values = grads + pending.residual, pending.entries.values
-  if decay != 1:  # in the same pass
-    total, values = decay * total, decay * values
-  residual = jnp.where(finite, total, pending.residual)
-  indices = jnp.where(finite, pending.entries.indices, residual.size)
-  return sparse.put(residual, indices, values)

@@ -23,17 +23,14 @@ for flags in json.loads(sys.argv[2]):
       os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
       sys.argv = [module, *flags]
       warnings.resetwarnings()
-      status = 0
+      status = 1
       try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
       except SystemExit as end:
-        status = end.code or 0
-        if isinstance(status, str):
-          print(status, file=sys.stderr)
-          status = 1
+        status = end.code if isinstance(end.code, int) else print(end.code, file=sys.stderr) or 1
       except BaseException:
         traceback.print_exc()
-        status = 1
       sys.stdout.flush(), sys.stderr.flush()
       os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

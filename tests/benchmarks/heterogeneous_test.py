@@ -44,7 +44,7 @@ def test_an_all_reduce_takes_what_its_environment_says():
   """A step of a worker that shares a half-busy accelerator with two others, then an average over a slow link."""
   bench = virtual.Bench(settings(folds=3, wire=0.2, limit=6.0))
   where = virtual.Environment(4, level=3, jitter=0.0, slow_links=1, occupancy=0.5)
-  found = bench.simulate(virtual.parse("allreduce", 4), where, seed=0, fold=2)
+  found = bench.simulate(virtual.parse_method("allreduce", 4), where, seed=0, fold=2)
   messages, models = 4, 2 * 3 / 4  # reduce-scatter and all-gather
   average = 10 * (messages * 0.2 / 100 + models * 0.2)
   assert next(span.end for span in found.timeline if span.activity == "average") == pytest.approx(2 + average, rel=1e-3)
@@ -65,8 +65,8 @@ def test_rows_outlive_json_and_give_the_papers_cells():
   rows += [row("tail", label, seconds, workers=16) for label, seconds in (("allreduce", 30.0), ("dynamic:4", 10.0))]
   rows += [row("scale", "allreduce", 90.0, workers=1)]
   rows += [row("scale", label, seconds, workers=32) for label, seconds in (("allreduce", 30.0), ("constant:4", 6.0))]
-  assert virtual.read(json.loads(json.dumps(virtual.plain(rows)))) == rows
-  assert tables.measured(rows) == {
+  assert virtual.from_json(json.loads(json.dumps(virtual.to_json(rows)))) == rows
+  assert tables.paper_cells(rows) == {
     "all-reduce, HL = 3": 2.0,
     "seconds an update": 4.0,
     "run time": 3.0,
@@ -95,13 +95,13 @@ BAD_FLAGS = [
   (["--parts=scale", "--scale=2"], "error: --scale=2, choose 1, or at least 4"),
   (["--folds=0"], "error: --folds=0, choose at least 1"),
   (["--occupancy=2"], "error: --occupancy=2, choose 0 … 1"),
-  (["--methods=constant:3:0.5"], "give dynamic weights an α from 0 to 1, less than 1, behind the group size"),
-  (["--methods=dynamic:3:1"], "give dynamic weights an α from 0 to 1"),
   (
-    ["--methods=ring"],
-    "error: --methods=ring, choose from allreduce, eager, adpsgd, bsp, asp, hete, backup, constant:P",
+    ["--methods=constant:3:0.5"],
+    "error: --methods=constant:3:0.5, choose from allreduce, eager, adpsgd, bsp",
   ),
-  (["--methods=dynamic"], "error: --methods=dynamic: give a group size of 2 … 8 behind a colon"),
+  (["--methods=dynamic:3:1"], "error: --methods=dynamic:3:1: decay=1.0, choose a number in [0, 1)"),
+  (["--methods=dynamic"], "choose from allreduce, eager, adpsgd, bsp, asp, hete, backup, constant:P, dynamic:P"),
+  (["--methods=dynamic:9"], "error: --methods=dynamic:9: group_size=9, choose a whole number in 2 … 8"),
 ]
 
 

@@ -14,10 +14,7 @@ import time
 import pytest
 
 from benchmarks import netlab
-from jaxsparse import launch
-from tests.benchmarks import commands
-
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.benchmarks.commands import ROOT
 
 # Starts a sleeper in the first host, says who is who, and waits.
 IDLE = """
@@ -67,16 +64,9 @@ def command(*arguments):
   return ["env", "--default-signal", sys.executable, "-m", "benchmarks.netlab", *arguments]
 
 
-def run(*arguments, prefix=(), **environment):
-  return subprocess.run(
-    [*prefix, *command(*arguments)],
-    cwd=ROOT,
-    env=os.environ | environment,
-    capture_output=True,
-    text=True,
-    timeout=60,
-    check=False,
-  )
+def run(*arguments, prefix=()):
+  full = [*prefix, *command(*arguments)]
+  return subprocess.run(full, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
 @contextlib.contextmanager
@@ -146,15 +136,8 @@ def test_the_command_finds_the_hosts():
   assert (done.returncode, done.stderr) == (7, "")
   first, second = json.loads(done.stdout)
   assert second["address"] == "10.77.0.2"
-  assert first["name"].startswith("jslab-")
-  assert first["name"].endswith("-0")
   assert first["enter"][:4] == ["ip", "netns", "exec", first["name"]]
-
-
-def test_the_environment_round_trips():
-  host = launch.Host("a", "10.77.0.1", ["ip", "netns", "exec", "a"])
-  (value,) = netlab.environment([host]).values()
-  assert [launch.Host(**fields) for fields in json.loads(value)] == [host]
+  assert run("--hosts=1", "--rate=none", "--", "no-such-program").returncode == 127
 
 
 @needs_lab
@@ -178,32 +161,23 @@ def test_signals_leave_nothing(number, terminal):
 
 
 @needs_lab
-def test_what_a_killed_lab_left_is_removed_by_the_next(capfd):
+def test_what_a_killed_lab_left_is_removed_by_the_next():
   with idle_lab() as (process, outside, inside):
     assert len(remains(process.pid)) == 2
     assert alive(inside)
+    reused = f"jslab-{os.getpid()}-1-0"  # our process id, but of a process that started with the machine
+    subprocess.run(["ip", "netns", "add", reused], check=True)
     process.kill()  # and not waited for: a zombie owns nothing
     assert soon(lambda: not alive(process.pid))
     with netlab.lab(1, None):
       assert remains(process.pid) == []
+      assert reused not in remains(os.getpid())
       assert not alive(inside)
     assert soon(lambda: not alive(outside))
-    said = capfd.readouterr().err.splitlines()
-    if said:  # nothing where the lab of another test came first
-      assert len(said) == 1
-      assert re.fullmatch(rf"netlab: removed what jslab-{process.pid}-\d+ left behind \(.*ended: 1\)", said[0])
 
 
 @needs_lab
-def test_a_reused_process_id_does_not_protect():
-  name = f"jslab-{os.getpid()}-1-0"  # ours, but of a process that started with the machine
-  subprocess.run(["ip", "netns", "add", name], check=True)
-  with netlab.lab(1, None):
-    assert name not in remains(os.getpid())
-
-
-@needs_lab
-def test_labs_of_two_processes():
+def test_labs_of_two_processes_and_an_error():
   with idle_lab() as (process, _, inside):
     with netlab.lab(2, "10mbit") as hosts:
       assert len(remains(os.getpid())) == 3
@@ -213,19 +187,16 @@ def test_labs_of_two_processes():
     assert remains(os.getpid()) == []
     assert len(remains(process.pid)) == 2
     assert alive(inside)
+    with contextlib.suppress(KeyError), netlab.lab(1, None) as (host,):  # a stubborn process ends with an error's lab
+      wait = [*host.enter, "sh", "-c", "trap '' TERM; echo; exec sleep 600"]
+      stubborn = subprocess.Popen(wait, stdout=subprocess.PIPE)
+      stubborn.stdout.readline()
+      raise KeyError
+    with stubborn:
+      assert stubborn.wait(10) == -signal.SIGKILL
+    assert remains(os.getpid()) == []
     process.terminate()
     process.wait(30)
-
-
-@needs_lab
-def test_an_error_leaves_nothing_and_stubborn_processes_end():
-  with contextlib.suppress(KeyError), netlab.lab(1, None) as (host,):
-    stubborn = subprocess.Popen([*host.enter, "sh", "-c", "trap '' TERM; echo; exec sleep 600"], stdout=subprocess.PIPE)
-    stubborn.stdout.readline()
-    raise KeyError
-  with stubborn:
-    assert stubborn.wait(10) == -signal.SIGKILL
-  assert remains(os.getpid()) == []
 
 
 @needs_lab
@@ -233,10 +204,7 @@ def test_an_error_leaves_nothing_and_stubborn_processes_end():
 def test_a_kernel_that_refuses():
   done = run("--", "true", prefix=["setpriv", "--bounding-set=-net_admin"])
   assert done.returncode == 1
-  assert done.stderr.startswith("error: ")
-  assert "not permitted" in done.stderr
   assert "CAP_NET_ADMIN" in done.stderr
-  assert "--loopback" in done.stderr
   owner = re.search(r"-n jslab-(\d+)-\d+-switch", done.stderr)[1]  # its namespaces were there by then
   assert remains(owner) == []
 
@@ -245,30 +213,3 @@ def test_without_tools(monkeypatch):
   monkeypatch.setenv("PATH", "/nowhere")
   with pytest.raises(netlab.LabUnavailable, match=r"sudo|ip, tc, unshare, hostname not found"), netlab.lab(1, None):
     pass
-
-
-def test_loopback():
-  done = run("--loopback", "--", "sh", "-c", 'echo "[$JAXSPARSE_HOSTS]"; kill -9 $$', JAXSPARSE_HOSTS="old")
-  assert (done.returncode, done.stdout) == (128 + 9, "[]\n")
-
-
-BAD_INPUT = [
-  (["--hosts=0", "--", "true"], "error: --hosts=0, choose from 1 to 250"),
-  (["--hosts=251", "--", "true"], "error: --hosts=251, choose from 1 to 250"),
-  (["--rate=fast", "--", "true"], "error: --rate='fast', choose from 1kbit to 100gbit, for example 10mbit"),
-  (["--rate=10m", "--", "true"], "--rate='10m'"),
-  (["--rate=0mbit", "--", "true"], "--rate='0mbit'"),
-  (["--rate=١mbit", "--", "true"], "--rate='١mbit'"),
-  (["--rate=1gbit\n", "--", "true"], "--rate='1gbit\\n'"),
-  (["--hosts=2"], "error: COMMAND is missing, for example"),
-]
-
-
-def test_no_such_program():
-  done = run("--loopback", "--", "no-such-program")
-  assert done.returncode == 127
-  assert done.stderr == "error: cannot run 'no-such-program': No such file or directory\n"
-
-
-def test_bad_input(subtests):
-  commands.check_refusals("benchmarks.netlab", BAD_INPUT, subtests)

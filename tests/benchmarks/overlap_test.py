@@ -1,17 +1,20 @@
 """The paper's setting on paper: real layers, and the numbers that the paper's own tables say."""
 
 import functools
+import gzip
 import json
 import os
 import shutil
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxsparse as js
 from benchmarks import workers
-from benchmarks.overlap import architectures, contention, hiding, iterations, report
+from benchmarks.overlap import architectures, contention, hiding, iterations, report, runtime, timelines
 from tests.benchmarks import commands
+from tests.cases import mesh_of
 
 # Tensors as in Table III; parameters of the published models.
 SIZES = {
@@ -121,3 +124,78 @@ def test_contention_in_the_lab(tmp_path):
 def test_a_plan_that_leads_elsewhere_is_no_row():
   with pytest.raises(RuntimeError, match="parameters of a plan are 1.0e\\+00 from those of a plain all-reduce"):
     hiding._check_same([jnp.zeros(2)], [jnp.ones(2)])
+
+
+def test_a_figure_shows_every_layer_and_communication_where_the_plan_says():
+  layers = [0.2, 0.1, 0.1], [2e5, 1e6, 2e6]
+  wfbp, asc = (js.overlap.plan(kind, *layers, alpha=0.05, beta=1e-7, gamma=1.5) for kind in ("wfbp", "asc_wfbp"))
+  for plan, panel in zip((wfbp, asc), timelines.draw_plans(wfbp, asc).axes, strict=True):
+    bars = [(bar.get_x(), bar.get_x() + bar.get_width(), bar.get_y()) for bar in panel.patches]
+    assert [bar[:2] for bar in bars if bar[2] < 0] == [pytest.approx(x) for x in ((0, 100), (100, 200), (200, 400))]
+    sends, rows = [bar[:2] for bar in bars if bar[2] > 0], [bar[2] for bar in bars if bar[2] > 0][::2]
+    assert sends[::2] == [pytest.approx((1e3 * sent.start, 1e3 * sent.start + 50)) for sent in plan.timeline]
+    assert sends[1::2] == [pytest.approx((1e3 * sent.start + 50, 1e3 * sent.end)) for sent in plan.timeline]
+    assert f"{1e3 * plan.iteration_time:.4g} ms" in [text.get_text() for text in panel.texts]
+    pairs = list(zip(plan.timeline, rows, strict=True))
+    beside = [(a, b) for number, a in enumerate(pairs) for b in pairs[:number] if b[0].end > a[0].start]
+    assert bool(beside) == (plan is asc)
+    assert all(a[1] != b[1] for a, b in beside)
+
+
+def test_what_a_runtime_overlaps_is_measured():
+  found = runtime.measure_runtime(mesh_of(2), repetitions=1)
+  assert found.start_ups > 0
+  assert 0 <= found.hidden <= 1
+  with pytest.raises(ValueError, match="one worker sends nothing"):
+    runtime.measure_runtime(mesh_of(1))
+
+
+PROGRAM = """HloModule jit_step, is_scheduled=true
+ENTRY %main {
+  %dot.1 = f32[2,2]{1,0} dot(%a, %b)
+  %psum.1 = f32[4]{0} all-reduce(%dot.1), channel_id=1
+  ROOT %loop = (f32[4]{0}) while(%psum.1), condition=%c, body=%d
+}
+"""
+
+
+def write_trace(folder, events):
+  (folder / "one.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+
+
+def event(op, start, duration, run="1", device="0", module="jit_step"):
+  args = {"hlo_op": op, "hlo_module": module, "run_id": run, "device_ordinal": device}
+  return {"ph": "X", "name": op, "ts": start, "dur": duration, "args": args}
+
+
+def test_a_trace_says_what_goes_on_beside_a_collective(tmp_path):
+  with pytest.raises(ValueError, match="has no trace, give the folder of jax.profiler.trace"):
+    runtime.read_trace(tmp_path, PROGRAM)
+  first = [event("dot.1", 1000, 100), event("psum.1", 1200, 400), event("dot.1", 1500, 300), event("loop", 1000, 900)]
+  other = [event("psum.1", 1000, 5, device="1"), event("dot.1", 0, 5, module="jit_other"), {"ph": "M", "name": "x"}]
+  write_trace(tmp_path, [event("dot.1", 5000, 100, run="2"), *first, *other])
+  one, two = runtime.read_trace(tmp_path, PROGRAM)
+  assert one.collectives == (("psum.1", pytest.approx(200e-6), pytest.approx(600e-6)),)
+  assert one[:3] == pytest.approx((900e-6, 400e-6, 0.25))
+  assert two == (pytest.approx(1e-4), 0.0, 0.0, ())
+  # An operation lasts until the event of its end.
+  end = {"ph": "X", "name": "end: dot.1", "ts": 300.0, "dur": 1}
+  write_trace(tmp_path, [event("dot.1", 0, 10), end, event("psum.1", 100, 200)])
+  assert runtime.read_trace(tmp_path, PROGRAM)[0].hidden == pytest.approx(1.0)
+  with pytest.raises(ValueError, match="no run of 'a text that"):
+    runtime.read_trace(tmp_path, "")
+
+
+def test_a_traced_run_has_the_collectives_of_its_plan(tmp_path):
+  params, mesh = [jnp.ones((4, 8)), jnp.ones((8, 2)) / 8], mesh_of(2)
+  plan = js.overlap.plan("wfbp", [0.1, 0.1], [128, 64], alpha=1e-3, beta=1e-9, gamma=1.5)
+  tx = js.bucketed_transform("dense", "workers", plan=plan)
+  step = js.make_train_step(lambda p, x: jnp.sum(jnp.tanh(x @ p[0]) @ p[1]), tx, mesh)
+  state, batch = js.init(tx, params, mesh), jnp.ones((4, 4))
+  text = step.lower(params, state, batch).compile().as_text()
+  params, state, _ = jax.block_until_ready(step(params, state, batch))
+  with jax.profiler.trace(str(tmp_path)):
+    jax.block_until_ready(step(params, state, batch))
+  (one,) = runtime.read_trace(tmp_path, text)
+  assert len(one.collectives) == len(plan.groups) + 1  # and the mean of the loss
+  assert 0 < one.sending <= one.seconds

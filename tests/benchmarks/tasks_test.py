@@ -1,6 +1,10 @@
-"""The race's tasks: the papers' parameter counts, batches decided by seed, step and worker, and what is held out."""
+"""Tasks: the papers' parameter counts, batches by seed, step and worker, what is held out, and CIFAR-10's files."""
 
 import itertools
+import os
+import pickle
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +15,10 @@ from flax import nnx
 import jaxsparse as js
 from benchmarks import methods, recipes, workers
 from benchmarks.overlap import architectures
-from benchmarks.tasks import base, images, lm, lstm, registry, text, vgg16
+from benchmarks.tasks import base, data, images, lm, registry, text
 from benchmarks.tasks.base import IGNORED, Task, drawn, entries_of, model_of
 from benchmarks.trainer import Trainer
+from tests.benchmarks import commands
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax
 ENTRIES = {
@@ -27,8 +32,9 @@ ENTRIES = {
 }
 
 
-def batch_of(task, seed, step, workers, size):
-  return next(itertools.islice(task.stream(seed, workers, size), step, None))
+def two_workers(**changes):
+  comm = js.SimComm("workers", members=2)
+  return workers.Workers(comm, comm, 2, shares=2, number=0)._replace(**changes)
 
 
 @pytest.fixture(scope="module")
@@ -38,71 +44,69 @@ def tasks():
 
 def test_parameter_counts_are_the_papers(tasks):
   assert {name: task.entries for name, task in tasks.items()} == ENTRIES
-  assert entries_of(lambda: lstm.LSTM(10_000, 1500, nnx.Rngs(0))) == 66_034_000  # A2SGD, Table I
-  assert entries_of(lambda: vgg16.VGG(vgg16.VGG19, 100, nnx.Rngs(0))) == 20_086_692  # SparDL, Table 2
+  assert lm.small().entries == 136_896
+  assert entries_of(lambda: lm.LSTM(10_000, 1500, nnx.Rngs(0))) == 66_034_000  # A2SGD, Table I
+  assert entries_of(lambda: images.VGG(images.VGG19, 100, nnx.Rngs(0))) == 20_086_692  # SparDL, Table 2
   bert = sum(tensor.entries for tensor in architectures.bert_base())
   assert bert + 768 * 30_522 == 133_547_324  # Ok-Topk, Table 2: the decoder's weight is not tied
 
 
 def test_a_share_of_a_batch_depends_on_seed_step_and_worker_alone(tasks):
+  batch_of = lambda task, seed, step, size: next(itertools.islice(task.stream(seed, size, 2), step, None))
   for name, task in tasks.items():
-    whole = batch_of(task, seed=1, step=7, workers=3, size=2)
-    again = batch_of(task, seed=1, step=7, workers=2, size=2)
+    whole, again = batch_of(task, 1, 7, 3), batch_of(task, 1, 7, 2)
     for field in ("input", "label"):
       np.testing.assert_array_equal(whole[field][:4], again[field], err_msg=name)
-    others = [batch_of(task, seed, step, 2, 2)["input"] for seed, step in ((2, 7), (1, 8))]
-    others.append(whole["input"][2:])
+    others = [batch_of(task, seed, step, 2)["input"] for seed, step in ((2, 7), (1, 8))] + [whole["input"][2:]]
     assert not any(np.array_equal(other[:2], whole["input"][:2]) for other in others), name
 
 
-def test_text_that_is_held_out_is_not_trained_on():
-  source = text.library()
+def test_a_process_gives_its_share_of_windows_that_predict_each_next_byte():
+  task = lm.small()
+  first, again = (next(task.batches(0, two_workers(), 3)) for _ in range(2))
+  assert first["input"].shape == first["label"].shape == (6, lm.LENGTH)
+  np.testing.assert_array_equal(first["input"][:, 1:], first["label"][:, :-1])
+  np.testing.assert_array_equal(first["input"], again["input"])
+  for number in range(2):  # a rank of MPI gives its own share alone
+    own = next(task.batches(0, two_workers(shares=1, number=number), 3))
+    np.testing.assert_array_equal(own["input"], first["input"][3 * number : 3 * number + 3])
+  windows = lm.windows(np.arange(200, dtype=np.uint8))
+  np.testing.assert_array_equal(windows[:, 1:].ravel(), np.arange(1, 193))
+
+
+@pytest.mark.parametrize(("load", "least"), [(text.library, 1_000_000), (text.help_topics, 200_000)])
+def test_text_that_is_held_out_is_not_trained_on(load, least):
+  source = load()
   train, held_out = (set(part.tobytes().split(b"\n\n")) for part in (source.train, source.held_out))
   assert not train & held_out
   assert 0.05 < len(source.held_out) / len(source.train) < 0.2
-  assert len(source.train) > 1_000_000
+  assert len(source.train) > least
   assert not np.any(source.train == 0)  # the byte that hides others
+  program = f"from benchmarks.tasks import text; print(text.{load.__name__}().digest)"
+  command, environment = [sys.executable, "-c", program], os.environ | {"PYTHONHASHSEED": "1"}
+  assert subprocess.check_output(command, cwd=commands.ROOT, env=environment, text=True).strip() == source.digest
 
 
-def test_masked_bytes_are_those_to_predict(tasks):
+def test_masked_bytes_are_those_to_predict_and_labels_that_are_ignored_do_not_count(tasks):
   batch = next(tasks["bert"].stream(0, 1, 64))
   hidden = batch["label"] != IGNORED
   np.testing.assert_array_equal(batch["input"] == 0, hidden)
   assert 0.12 < hidden.mean() < 0.18
-
-
-def test_labels_that_are_ignored_do_not_count():
-  logits = jnp.eye(4)[None] * 3
-  labels = np.array([[0, 1, IGNORED, 0]])
+  logits, labels = jnp.eye(4)[None] * 3, np.array([[0, 1, IGNORED, 0]])
   losses, right, count = base._scores(logits, labels)
   alone = [float(base._scores(logits[:, one : one + 1], labels[:, one : one + 1])[0]) for one in (0, 1, 3)]
   np.testing.assert_allclose(losses, sum(alone), rtol=1e-6)
   assert (int(right), int(count)) == (2, 3)
 
 
-def test_an_untrained_language_model_knows_nothing(tasks):
-  model = model_of(tasks["lm_medium"], seed=0)
-  loss, accuracy = model.evaluate(model.params, model.statistics)
-  assert abs(loss - np.log(256)) < 0.1
-  assert accuracy < 0.1
-
-
-def test_an_lstm_sees_no_later_byte():
-  module = lstm.LSTM(lm.BYTES, 8, nnx.Rngs(0))
-  before = np.zeros((1, 6), np.uint8)
+@pytest.mark.parametrize("make", [lm.LSTM, lambda _, width, rngs: lm.Transformer(rngs, width)])
+def test_a_model_of_text_sees_no_later_byte(make):
+  module, before = make(lm.BYTES, 8, nnx.Rngs(0)), np.zeros((1, 6), np.uint8)
   after = before.copy()
   after[0, 4] = 7
   changed = np.abs(np.asarray(module(before) - module(after))).max(-1)[0]
   assert not changed[:4].any()
   assert changed[4:].all()
-
-
-def test_images_are_enlarged_and_cut_around_their_centre():
-  small = np.arange(4.0, dtype=np.float32).reshape(1, 2, 2, 1)
-  large = images._shaped(small, (3, 3, 3))
-  assert large.shape == (1, 3, 3, 3)
-  np.testing.assert_array_equal(large[0, :, :, 1], [[0, 0, 1], [0, 0, 1], [2, 2, 3]])
-  assert images._shaped(np.ones((1, 4, 4, 3), np.float32), (4, 4, 1)).shape == (1, 4, 4, 1)
 
 
 class Normalized(nnx.Module):
@@ -120,8 +124,7 @@ def test_training_moves_running_statistics_and_evaluation_uses_them():
   task = Task("norm", "two rows", lambda _: Normalized(), drawn(lambda *_: (inputs, labels)), (inputs, labels))
   model = model_of(task, seed=0)
   _, after = jax.jit(model.loss)(model.params, next(task.stream(0, 1, 2)), model.statistics)
-  means = [leaf for leaf in jax.tree.leaves(after) if float(leaf[0]) == 5.5]  # half of the way from 0 to 11
-  assert len(means) == 1
+  assert len([leaf for leaf in jax.tree.leaves(after) if float(leaf[0]) == 5.5]) == 1  # half of the way from 0 to 11
   assert model.evaluate(model.params, after) != model.evaluate(model.params, model.statistics)
 
 
@@ -130,11 +133,9 @@ def test_training_moves_running_statistics_and_evaluation_uses_them():
 def test_each_task_trains(tasks, name):
   (method,) = methods.parse("method", ["updates/spardl:density=0.1"], 2)
   recipe = recipes.Recipe(recipes.Optimizer("adam", 0.001), clip=1.0)
-  comm = js.SimComm("workers", members=2)
-  place = workers.Workers(comm, comm, 2, shares=2, number=0)
   task = tasks[name]._replace(held_out=tuple(part[:2] for part in tasks[name].held_out))
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    trainer = Trainer(task, method, recipe, place, batch_size=2, seed=0)
+    trainer = Trainer(task, method, recipe, two_workers(), batch_size=2, seed=0)
     losses = [trainer.step() for _ in range(3)]
     loss, accuracy = trainer.evaluate()
   assert np.isfinite([*losses, loss]).all()
@@ -142,10 +143,64 @@ def test_each_task_trains(tasks, name):
   assert losses[0] < 8  # about that of guessing, log 10 or log 256
 
 
-def test_unknown_tasks_and_folders_are_refused(tmp_path):
-  with pytest.raises(ValueError, match="--task=mnist, choose one of lm, lm_medium"):
-    registry.make("mnist")
-  with pytest.raises(ValueError, match="is for tasks on images, resnet20, vgg16, fnn3; --task=lm has a text"):
-    registry.make("lm", str(tmp_path))
-  with pytest.raises(FileNotFoundError, match="data_batch_1"):
-    registry.make("resnet20", str(tmp_path))
+def cifar_batch(seed, count=4):
+  random = np.random.default_rng(seed)
+  pixels = random.integers(0, 256, (count, 3072), dtype=np.uint8)
+  return {b"labels": random.integers(0, 10, count).tolist(), b"data": pixels, b"filenames": [b"x.png"] * count}
+
+
+@pytest.fixture
+def cifar10(tmp_path):
+  for seed, name in enumerate(data.CIFAR10_FILES):
+    (tmp_path / name).write_bytes(pickle.dumps(cifar_batch(seed), protocol=2))
+  return tmp_path
+
+
+def test_cifar10(cifar10):
+  loaded, raw = data.load("cifar10", str(cifar10)), cifar_batch(5)
+  assert (loaded.train_images.shape, loaded.test_images.shape) == ((20, 32, 32, 3), (4, 32, 32, 3))
+  np.testing.assert_array_equal(loaded.test_labels, raw[b"labels"])
+  np.testing.assert_allclose([loaded.train_images.mean(), loaded.train_images.std()], [0, 1], atol=1e-4)
+  planes = raw[b"data"][0].reshape(3, 32, 32).astype(float)  # red, green, blue, row by row
+  np.testing.assert_allclose(np.corrcoef(loaded.test_images[0, :, :, 1].ravel(), planes[1].ravel())[0, 1], 1)
+  (cifar10 / "data_batch_3").unlink()
+  with pytest.raises(FileNotFoundError, match="has no data_batch_3; expected the files of the python version"):
+    data.load("cifar10", str(cifar10))
+
+
+class Runs:
+  def __reduce__(self):
+    return print, ("a pickle must not run this",)
+
+
+def test_corrupt_files_are_refused_and_not_run(cifar10, capsys):
+  changes = {b"data": np.zeros((4, 3071), np.uint8)}, {b"data": np.zeros((4, 3072), np.float32)}
+  changes += {b"labels": [0] * 3}, {b"labels": [10] * 4}
+  contents = [pickle.dumps(cifar_batch(0) | change) for change in changes]
+  contents += [b"", pickle.dumps(cifar_batch(0))[:500], pickle.dumps([1, 2]), pickle.dumps(Runs())]
+  for content in contents:
+    (cifar10 / "data_batch_2").write_bytes(content)
+    with pytest.raises(ValueError, match="CIFAR-10: .*data_batch_2"):
+      data.load("cifar10", str(cifar10))
+  assert "must not run" not in capsys.readouterr().out
+
+
+def test_the_folds_test_every_digit_once_and_epochs_are_the_same_again():
+  tested = [data.load("digits", fold=fold, folds=4) for fold in range(4)]
+  assert all(len(fold.train_labels) + len(fold.test_labels) == 1797 for fold in tested)
+  counts = sum(np.bincount(fold.test_labels, minlength=10) for fold in tested)
+  np.testing.assert_array_equal(counts, np.bincount(np.concatenate([tested[0].train_labels, tested[0].test_labels])))
+  first, again = (data.epochs(tested[0].train_images, tested[0].train_labels)(3, 6, 16) for _ in range(2))
+  for _ in range(20):
+    np.testing.assert_array_equal(next(first)["label"], next(again)["label"])
+
+
+def test_unknown_data_and_folders_are_refused(tmp_path):
+  for message, load in {
+    "--task=mnist, choose one of lm, lm_medium": lambda: registry.make("mnist"),
+    "is for tasks on images, resnet20, vgg16, fnn3; --task=lm": lambda: registry.make("lm", str(tmp_path)),
+    "unknown dataset 'mnist', choose one of digits, or cifar10": lambda: data.load("mnist"),
+    "fold=4 of folds=4, choose at least two folds": lambda: data.load("digits", fold=4, folds=4),
+  }.items():
+    with pytest.raises(ValueError, match=message):
+      load()

@@ -9,19 +9,8 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.train import simulation
-from tests.cases import averaged, mesh_of, normals, quick_of
-
-
-def shifted_in_numpy(grads):
-  """Lines 3-7 of Algorithm 1 for all workers, f32[P, n]."""
-  up = np.array([g[g >= 0].mean() if np.any(g >= 0) else 0 for g in grads])
-  down = np.array([-g[g < 0].mean() if np.any(g < 0) else 0 for g in grads])
-  out = []
-  for g, plus, minus in zip(grads, up, down, strict=True):
-    pos, neg = g >= plus, (g <= -minus) & (g < 0)
-    error = g - (pos * plus - neg * minus)
-    out.append(error + pos * up.mean() - neg * down.mean())
-  return np.array(out)
+from tests.cases import averaged, mesh_of, normals, row
+from tests.reference.rounding import a2sgd
 
 
 def own_updates(grads, **config):
@@ -39,30 +28,19 @@ def test_the_example_of_the_paper():
 def test_equals_the_paper_in_numpy(workers):
   for grads in (normals(0, workers, 40), np.abs(normals(1, workers, 40)), -np.abs(normals(2, workers, 1))):
     updates, _ = own_updates(grads)
-    np.testing.assert_allclose(updates, shifted_in_numpy(grads), atol=1e-5)
+    np.testing.assert_allclose(updates, a2sgd(grads), atol=1e-5)
 
 
-def test_two_words_whatever_the_size():
-  for n in (10, 10**6):
-    assert js.costs.count("a2sgd", n=n, workers=6).words == 2
-    assert js.costs.predict("a2sgd", n=n, workers=6).words == 2
-
-
-def updates_of(means):
-  """One update of a tree at three workers."""
+@pytest.mark.parametrize("means", ["leaf", "vector"])
+def test_means_of_the_vector_and_of_each_leaf(means):
   grads = {"a": jnp.asarray(normals(0, 3, 5)), "b": jnp.asarray(10 * normals(1, 3, 7))}
-  tx, axis = js.a2sgd_transform(js.SimComm("w"), means=means), "w"
-  update = lambda grads: tx.update(grads, tx.init(grads))[0]
-  return grads, jax.vmap(update, axis_name=axis)(grads)
-
-
-def test_means_of_the_vector_and_of_each_leaf():
-  grads, updates = updates_of("leaf")
-  for name in ("a", "b"):
-    np.testing.assert_allclose(updates[name], shifted_in_numpy(np.asarray(grads[name])), atol=1e-5)
-  grads, updates = updates_of("vector")
-  both = np.concatenate([grads["a"], grads["b"]], 1)
-  np.testing.assert_allclose(np.concatenate([updates["a"], updates["b"]], 1), shifted_in_numpy(both), atol=1e-5)
+  tx = js.a2sgd_transform(js.SimComm("w"), means=means)
+  updates = jax.vmap(lambda grads: tx.update(grads, tx.init(grads))[0], axis_name="w")(grads)
+  parts = [["a"], ["b"]] if means == "leaf" else [["a", "b"]]
+  for names in parts:
+    joined = [np.concatenate([np.asarray(tree[name]) for name in names], axis=1) for tree in (updates, grads)]
+    np.testing.assert_allclose(joined[0], a2sgd(joined[1]), atol=1e-5)
+  assert js.costs.count("a2sgd", n=10**6, workers=6).words == 2
 
 
 TARGET = np.linspace(-1, 1, 12).astype(np.float32).reshape(3, 4)
@@ -76,12 +54,9 @@ def batch_of(step, workers):
   return TARGET + 0.3 * normals(step, 2 * workers, 3, 4)
 
 
-def start(after, workers=4, every=100, **config):
-  tx, mesh, params = (
-    js.local_steps(optax.chain(js.a2sgd_transform("workers", **config), after), averaged(), every=every),
-    mesh_of(workers),
-    {"w": jnp.zeros((3, 4))},
-  )
+def start(after, workers=4, every=100, params=None, **config):
+  tx = js.local_steps(optax.chain(js.a2sgd_transform("workers", **config), after), averaged(), every=every)
+  mesh, params = mesh_of(workers), {"w": jnp.zeros((3, 4)) if params is None else params}
   return params, js.init(tx, params, mesh), js.make_train_step(loss_fn, tx, mesh)
 
 
@@ -95,7 +70,7 @@ def test_training_is_each_workers_own_until_it_is_synchronized(every):
     batch = batch_of(i, workers)
     params, state, _ = step(params, state, batch)
     parts = batch.reshape(workers, 2, 12)
-    own = own - rate * shifted_in_numpy((own[:, None] - parts).mean(1))
+    own = own - rate * a2sgd((own[:, None] - parts).mean(1))
     if every and i % every == 0:
       own[:] = own.mean(0)
     moved = np.asarray(state.moved["w"]).reshape(workers, 12) if every != 1 else 0
@@ -109,9 +84,13 @@ def test_training_is_each_workers_own_until_it_is_synchronized(every):
   assert params["w"].sharding.is_fully_replicated
 
 
-@pytest.mark.parametrize("means", quick_of(["vector", "leaf"], quick=["vector"]))
 @pytest.mark.parametrize(
-  "after", [optax.sgd(0.1), optax.sgd(0.05, momentum=0.9), optax.adam(0.02)], ids=["sgd", "momentum", "adam"]
+  ("after", "means"),
+  [
+    row(optax.sgd(0.1), "vector", quick=True, id="sgd"),
+    row(optax.sgd(0.05, momentum=0.9), "leaf", id="momentum"),
+    row(optax.adam(0.02), "vector", quick=True, id="adam"),
+  ],
 )
 def test_it_learns_with_sgd_and_with_adam(after, means):
   params, state, step = start(after, every=20, means=means)
@@ -140,12 +119,7 @@ def test_others_have_nothing_to_synchronize():
 
 
 def test_parameters_in_bfloat16_keep_what_they_moved_in_float32():
-  tx, mesh, params = (
-    js.local_steps(optax.chain(js.a2sgd_transform("workers"), optax.sgd(1e-3)), averaged(), every=100),
-    mesh_of(2),
-    {"w": jnp.ones((3, 4), jnp.bfloat16)},
-  )
-  state, step = js.init(tx, params, mesh), js.make_train_step(loss_fn, tx, mesh)
+  params, state, step = start(optax.sgd(1e-3), workers=2, params=jnp.ones((3, 4), jnp.bfloat16))
   for i in range(5):
     params, state, _ = step(params, state, batch_of(i, 2).astype(jnp.bfloat16))
   assert params["w"].dtype == jnp.bfloat16
@@ -176,17 +150,3 @@ def test_a_state_that_would_lose_what_is_each_workers_own_is_refused():
   state = jax.vmap(lambda p: tx.init(p), axis_name="w")(jnp.zeros((2, 3)))
   with pytest.raises(ValueError, match="a2sgd: its totals differ between workers.* js.local_steps"):
     js.specs(state, "w")
-
-
-def test_parameters_are_averaged_at_the_end_only_where_nothing_else_is_asked_for():
-  """The published Algorithm 1."""
-  params, state, step = start(optax.sgd(0.1), every=None)
-  first = np.asarray(params["w"])
-  for i in range(101):  # the default averages at the 100th
-    params, state, _ = step(params, state, batch_of(i, 4))
-  np.testing.assert_array_equal(params["w"], first)
-  assert float(js.metrics(state).drift) > 0
-  mean = np.asarray(state.moved["w"]).mean(0)
-  params, state = step.synchronize(params, state)
-  np.testing.assert_allclose(params["w"], first - mean, atol=1e-6)
-  assert float(js.metrics(state).drift) == 0

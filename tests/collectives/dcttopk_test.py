@@ -1,38 +1,30 @@
 """DctTopk and DeMo against scipy: cosine transforms of tiles of any shape, and the training step built on them."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import scipy.fft
 
 import jaxsparse as js
-from jaxsparse.collectives._dct import Tiling
+from jaxsparse.collectives.dcttopk import Tiling
 from tests.cases import bits, mesh_of, normals, quick_of
 
 SHAPES = {"matrix": (8, 12), "prime": (7, 5), "scalar": (), "stacked": (3, 5, 4), "vector": (11,)}
 SIDE = 4
 
 
-def tiles_of(shape, side):
-  """Index arrays of the tiles of a leaf, in its flat entries: full ones first, then by decreasing size."""
-  matrix = np.arange(int(np.prod(shape))).reshape(-1, shape[-1] if shape else 1)
-  return [
-    matrix[top : top + side, left : left + side]
-    for top in range(0, matrix.shape[0], side)
-    for left in range(0, matrix.shape[1], side)
-  ]
-
-
 def all_tiles(shapes, side):
-  """Index arrays of the tiles of all leaves, in the order of their coefficients."""
+  """Index arrays of the tiles of all leaves, in the order of their coefficients: by decreasing size."""
   found, start = [], 0
   for shape in shapes:
-    found += [start + tile for tile in tiles_of(shape, side)]
-    start += int(np.prod(shape))
+    matrix = start + np.arange(int(np.prod(shape))).reshape(-1, shape[-1] if shape else 1)
+    corners = itertools.product(range(0, matrix.shape[0], side), range(0, matrix.shape[1], side))
+    found += [matrix[top : top + side, left : left + side] for top, left in corners]
+    start += matrix.size
   return sorted(found, key=lambda tile: (-tile.size, len(tile)))
 
 
@@ -83,18 +75,6 @@ def test_the_worked_example():
   np.testing.assert_allclose(out.residuals["w"][0], [[3, -1], [-1, -1]], atol=1e-6)
 
 
-@pytest.mark.long  # demo_in_scipy has contributors as well
-def test_the_mean_over_contributors_changes_signs():
-  """Coefficients 1 of two workers at 0, and 1.5 of one at 1: their sum is 2 and 1.5, P times the mean 3 and 4.5."""
-  basis = np.array([[1, 1], [1, -1]]) / np.sqrt(2)
-  grads = (np.array([[1.0, 0], [1, 0], [0, 1.5]]) @ basis).astype(np.float32)
-  of = lambda combine: np.asarray(js.simulate("dcttopk", grads, k=1, chunk=4, combine=combine).total)
-  np.testing.assert_allclose(of("workers"), [2, 1.5] @ basis, atol=1e-6)
-  np.testing.assert_allclose(of("contributors"), [3, 4.5] @ basis, atol=1e-6)
-  assert (np.sign(of("workers")) == [1, 1]).all()
-  assert (np.sign(of("contributors")) == [1, -1]).all()
-
-
 @pytest.mark.parametrize("combine", quick_of(["workers", "contributors"], quick=["workers"]))
 def test_demo_in_scipy(combine):
   """Three steps of three workers on a mesh: home = β r + g, the sign of what is delivered, and what is kept."""
@@ -123,35 +103,6 @@ def test_demo_in_scipy(combine):
     kept = decay * (home - np.array([inverse(row) for row in sent]))
     np.testing.assert_allclose(np.reshape(state[0].carried.residual, (workers, n)), kept, atol=1e-5)
   step.check(params, state)
-
-
-@pytest.mark.long  # conformance_test.py has Law C
-def test_law_c_with_decay_on_matrices():
-  """What is delivered + Σ residual / β = Σ (gradient + residual before), to rounding."""
-  grads, state, decay = {"w": normals(0, 3, 9, 6)}, None, 0.5
-  before = np.zeros((9, 6))
-  for _ in range(3):
-    out = js.simulate("dcttopk", grads, state=state, k=8, chunk=SIDE**2, decay=decay)
-    state, after = out.state, np.asarray(out.residuals["w"], np.float64).sum(0)
-    np.testing.assert_allclose(out.total["w"] + after / decay, grads["w"].sum(0) + before, atol=1e-5)
-    before = after
-
-
-@pytest.mark.long  # engines_test.py compares engines, demo_in_scipy what is kept
-def test_engines_agree_and_other_workers_go_on():
-  """The bits of the simulator on a mesh, with matrices; what is owed is kept by resize, and delivered by flush."""
-  params, found = {"b": jnp.zeros(9), "w": jnp.zeros((13, 10))}, []
-  loss = lambda p, batch: jnp.mean((batch @ p["w"] + p["b"][None, :1] - 1.0) ** 2)
-  for where, axis in ((mesh_of(4), "workers"), (js.SimComm("workers", members=4),) * 2):
-    tx = optax.chain(js.dcttopk_transform(axis, density=0.1, chunk=16), optax.sgd(0.1))
-    step, state = js.make_train_step(loss, tx, where, donate=False), js.init(tx, params, where)
-    after, state, _ = step(params, state, jnp.ones((4, 13)))
-    found.append((after, state[0].carried.residual))
-  jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), *found)
-  owed = np.reshape(state[0].carried.residual, (4, -1)).mean(0)
-  other = js.SimComm("workers", members=2)
-  update, _ = js.flush(js.resize(state, after, other), after, other)
-  np.testing.assert_allclose(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(update)]), owed, atol=1e-6)
 
 
 def test_full_tiles_have_chunks_of_their_own():

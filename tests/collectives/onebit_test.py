@@ -9,42 +9,7 @@ import pytest
 import jaxsparse as js
 from jaxsparse.train import simulation
 from tests.cases import mesh_of, normals
-
-
-def rounded(x, blocks):
-  """Q: of each block, sgn(x) times the root of the mean square."""
-  result = np.empty_like(x)
-  for start, end in blocks:
-    part = x[start:end]
-    result[start:end] = np.where(part < 0, -1.0, 1.0) * np.sqrt((part**2).mean()) if part.size else 0.0
-  return result
-
-
-def regions(n, workers):
-  """The blocks of each worker's region, at most 1,024 entries each, equal, and whole words of signs."""
-  length = -(-n // workers)
-  count = -(-length // 1024)
-  block = 32 * -(-length // (32 * count))
-  ends = np.minimum(block * np.arange(workers * count + 1), n)
-  blocks = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
-  return [blocks[owner * count : (owner + 1) * count] for owner in range(workers)]
-
-
-def reduced(acc):
-  """The total and the next residuals, of f64[P, n]."""
-  workers, n = acc.shape
-  owned = regions(n, workers)
-  every = [block for blocks in owned for block in blocks]
-  sent = np.stack([rounded(row, every) for row in acc])
-  left, sums = acc - sent, np.empty(n)
-  for owner, blocks in enumerate(owned):
-    inside = slice(blocks[0][0], blocks[-1][1])
-    sums[inside] = sent[:, inside].sum(0) - sent[owner, inside] + acc[owner, inside]
-  total = rounded(sums, every)
-  for owner, blocks in enumerate(owned):
-    inside = slice(blocks[0][0], blocks[-1][1])
-    left[owner, inside] = (sums - total)[inside]
-  return total, left
+from tests.reference.rounding import onebit
 
 
 @pytest.mark.parametrize(("workers", "n"), [(3, 4507), (4, 90)])
@@ -58,7 +23,7 @@ def test_equals_the_formulas_in_numpy(workers, n):
   residual = np.zeros((workers, n))
   for number in range(5):
     grads = normals(number, workers, n)
-    total, residual = reduced(grads.astype(np.float64) + residual)
+    total, residual = onebit(grads.astype(np.float64) + residual)
     before = np.asarray(params, np.float64)
     params, state, _ = step(params, state, jnp.asarray(grads))
     np.testing.assert_allclose(before - np.asarray(params), total / workers, atol=2e-6 * np.abs(total).max() + 2e-6)
@@ -98,12 +63,9 @@ def test_residuals_stay_as_small_as_gradients(constant):
     assert np.linalg.norm(np.asarray(totals, np.float64).mean(0) - sums) < 0.05 * np.linalg.norm(sums)
 
 
-def test_zero_counts_as_positive_and_a_block_of_zeros_stays_zero():
+def test_zero_counts_as_positive_and_one_bit_is_sent_of_an_entry():
   out = js.simulate("onebit", jnp.array([[0.0, -0.0, 4.0, -4.0]]))
   np.testing.assert_allclose(out.total, np.sqrt(8) * np.array([1, 1, 1, -1]), rtol=1e-6)
   np.testing.assert_array_equal(js.simulate("onebit", jnp.zeros((3, 50))).total, np.zeros(50))
-
-
-def test_one_bit_an_entry_and_a_word_a_block():
   cost = js.costs.predict("onebit", n=4 * 1024 * 100, workers=4)
   assert cost == js.Cost(messages=3 + 2, words=2 * 3 * 100 * (1024 // 32 + 1))

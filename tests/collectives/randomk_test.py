@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives.randomk import draw
+from jaxsparse.collectives.randomk import draw_indices
+from jaxsparse.comm import all_reduce_cost
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (10, 3), (17, 16), (1000, 7)])
 def test_places_are_different_and_uniform_within_their_stratum(n, k):
-  drawn = np.asarray(jax.vmap(lambda key: draw(key, n, k))(jax.random.split(jax.random.key(0), 2000)))
+  drawn = np.asarray(jax.vmap(lambda key: draw_indices(key, n, k))(jax.random.split(jax.random.key(0), 2000)))
   assert np.all(np.diff(drawn, axis=1) > 0)
   assert drawn.min() >= 0
   assert drawn.max() < n
@@ -29,10 +30,7 @@ def test_everything_is_delivered_in_the_end():
   assert np.all(total > 300)
 
 
-def test_no_index_travels():
-  assert js.costs.count("randomk", n=6000, workers=6, k=600) == js.costs.all_reduce_cost(600, 6)
-
-
-def test_bad_seed():
+def test_no_index_travels_and_seeds_are_checked():
+  assert js.costs.count("randomk", n=6000, workers=6, k=600) == all_reduce_cost(600, 6)
   with pytest.raises(ValueError, match="seed=-1, choose a whole number from 0"):
     js.randomk_transform("workers", density=0.1, seed=-1)

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxsparse as js
-from tests.cases import QUICK, WORKERS, bits, normals, row
-from tests.reference import spardl as reference
+from jaxsparse.costs.counting import schedule
+from tests.cases import QUICK, WORKERS, bits, normals, quick_of, row
+from tests.reference import spardl_options as options
+from tests.reference.spardl import spardl
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "spardl_golden.npz")
 
@@ -25,24 +27,33 @@ def test_equals_the_authors_results_bit_for_bit():
     np.testing.assert_array_equal(bits(out.residuals), bits(GOLDEN["residual"][step]))
 
 
+def check_steps(grads, reference, **options):
+  """Totals and residuals of steps are those of `reference(gradients, residuals)`, bit for bit; returns the last one."""
+  left, state = np.zeros_like(grads[0]), None
+  for step in grads:
+    total, left, *_ = reference(step, left)
+    out = js.simulate("spardl", step, state=state, **options)
+    state = out.state
+    np.testing.assert_array_equal(np.broadcast_to(out.total, total.shape), total)
+    np.testing.assert_array_equal(out.residuals, left)
+  return out
+
+
 @pytest.mark.parametrize(
-  ("workers", "residual", "n", "k"),
+  ("workers", "n", "k"),
   [
-    *(row(workers, "global", 50, 9, quick=workers in QUICK) for workers in WORKERS),
-    *((workers, "global", n, k) for workers in (1, 3) for n, k in ((1, 1), (4, 2), (50, 50))),
-    *(row(8, "global", n, k) for n, k in ((1, 1), (4, 2), (50, 50))),
-    *((workers, residual, 50, 9) for workers, residual in ((3, "partial"), (6, "partial"), (6, "local"))),
+    *(row(workers, 50, 9, quick=workers in QUICK) for workers in WORKERS),
+    *(row(workers, n, k, quick=workers != 8) for workers in (1, 3, 8) for n, k in ((1, 1), (4, 2), (50, 50))),
   ],
 )
-def test_equals_the_paper_in_numpy(workers, residual, n, k):
-  left, state = np.zeros((workers, n), np.float32), None
-  for step in range(3):
-    grads = normals(step, workers, n)
-    totals, left, _ = reference.spardl(grads, left, k, residual)
-    out = js.simulate("spardl", grads, state=state, k=k, residual=residual)
-    state = out.state
-    np.testing.assert_array_equal(out.total, totals[0])
-    np.testing.assert_array_equal(out.residuals, left)
+def test_equals_the_paper_in_numpy(workers, n, k):
+  check_steps(normals(0, 3, workers, n), lambda grads, left: spardl(grads, left, k), k=k)
+
+
+@pytest.mark.parametrize(("workers", "kind"), [(3, "partial"), (6, "partial"), (6, "local")])
+def test_the_ablations_of_the_paper_equal_numpy(workers, kind):
+  reference = lambda grads, left: options.spardl(grads, left, 9, kind)
+  check_steps(normals(0, 3, workers, 50), reference, k=9, residual=kind)
 
 
 @pytest.mark.parametrize(
@@ -56,24 +67,20 @@ def test_equals_the_paper_in_numpy(workers, residual, n, k):
 )
 def test_selectors_and_a_rounding_wire_equal_numpy(workers, n, k, selector, wire):
   share = -(-k // workers)
-  bounds = np.zeros((workers, workers), np.float32) if selector == "reuse" else None
   rounded = (lambda value: value) if wire == "f32" else lambda value: value.astype(jnp.bfloat16).astype(np.float32)
-  left, state = np.zeros((workers, n), np.float32), None
-  choose = reference.Largest(share, bounds)
-  for step in range(5):
-    grads = normals(step, workers, n)
+  reuse = options.Reusing(share, workers)
+
+  def reference(grads, left):
     if selector == "chunked":
-      choose = reference.Chunked(share, -(-n // workers))
-    totals, left, _ = reference.spardl(grads, left, k, selector=choose, rounded=rounded)
-    out = js.simulate("spardl", grads, state=state, k=k, selector=selector, wire=wire)
-    state = out.state
-    np.testing.assert_array_equal(out.total, totals[0])
-    np.testing.assert_array_equal(out.residuals, left)
+      chunked = options.Chunked(share, grads + left, workers)
+      return options.spardl(grads, left, k, choose=chunked.choose, rounded=rounded, received=chunked.received)
+    return options.spardl(grads, left, k, choose=reuse if selector == "reuse" else None, rounded=rounded)
+
+  out = check_steps(normals(0, 5, workers, n), reference, k=k, selector=selector, wire=wire)
   if selector == "reuse":
     by_row = (np.arange(workers)[:, None] + np.arange(workers)) % workers
-    np.testing.assert_allclose(
-      np.reshape(state.carried.worker.bounds, (workers, workers)), np.take_along_axis(bounds, by_row, 1), rtol=1e-6
-    )
+    bounds = np.reshape(out.state.carried.worker.bounds, (workers, workers))
+    np.testing.assert_allclose(bounds, np.take_along_axis(reuse.bounds, by_row, 1), rtol=1e-6)
 
 
 @hypothesis.given(
@@ -85,43 +92,32 @@ def test_equals_the_paper_with_ties(shape, seed, least):
   """Few distinct values: what is selected depends on the rule for ties, everywhere."""
   workers, n, k = shape
   grads = np.random.default_rng(seed).integers(least, 3, (workers, n)).astype(np.float32)
-  totals, left, _ = reference.spardl(grads, np.zeros_like(grads), k)
-  out = js.simulate("spardl", grads, k=k)
-  np.testing.assert_array_equal(out.total, totals[0])
-  np.testing.assert_array_equal(out.residuals, left)
+  check_steps(grads[None], lambda grads, left: spardl(grads, left, k), k=k)
 
 
-MORE_TEAMS = [
-  *((workers, teams, "auto", 70, 24) for workers, teams in ((2, 2), (6, 6), (8, 4), (8, 8), (12, 4), (15, 5))),
-  *((workers, teams, "bruck", 70, 24) for workers, teams in ((6, 2), (8, 8))),
-  (6, 3, "auto", 70, 24),
-  (6, 2, "auto", 7, 3),
-  (8, 8, "bruck", 7, 3),
-  (15, 5, "auto", 7, 3),
+TEAMS = [
+  *((workers, teams, "auto", 70, 24) for workers, teams in ((2, 2), (6, 2), (6, 3), (6, 6), (8, 4), (8, 8), (15, 5))),
+  *((workers, teams, "bruck", 70, 24) for workers, teams in ((6, 2), (8, 4), (8, 8))),
+  *((workers, teams, "auto", 7, 3) for workers, teams in ((6, 2), (15, 5))),
 ]
 
 
 @pytest.mark.parametrize(
   ("workers", "teams", "sag", "n", "k"),
-  [
-    (6, 2, "auto", 70, 24),
-    (8, 4, "bruck", 70, 24),
-    *(row(*sizes) for sizes in MORE_TEAMS),
-  ],
+  quick_of(TEAMS, quick=[(6, 2, "auto", 70, 24), (8, 4, "bruck", 70, 24)]),
 )
 def test_teams_equal_the_paper_in_numpy(workers, teams, sag, n, k):
   bruck = sag == "bruck" or teams & (teams - 1) > 0
-  left, state = np.zeros((workers, n), np.float32), None
-  adaptive = reference.first_h(k, workers, teams)
-  for step in range(6):
-    grads = normals(step, workers, n)
-    totals, left, adaptive = reference.spardl(grads, left, k, teams=teams, bruck=bruck, adaptive=adaptive)
-    out = js.simulate("spardl", grads, state=state, k=k, teams=teams, sag=sag)
-    state = out.state
-    np.testing.assert_array_equal(np.broadcast_to(out.total, totals.shape), totals)
-    np.testing.assert_array_equal(out.residuals, left)
-    if bruck:
-      assert tuple(int(value[0]) for value in state.carried.shared.adaptive) == adaptive
+  adaptive = options.first_h(k, workers, teams)
+
+  def reference(grads, left):
+    nonlocal adaptive
+    totals, left, adaptive = options.teams(grads, left, k, teams, bruck, adaptive)
+    return totals, left
+
+  out = check_steps(normals(0, 6, workers, n), reference, k=k, teams=teams, sag=sag)
+  if bruck:
+    assert tuple(int(value[0]) for value in out.state.carried.shared.adaptive) == adaptive
 
 
 def test_h_grows_where_teams_agree_and_shrinks_where_they_do_not():
@@ -159,26 +155,11 @@ def test_teams_that_do_not_fit():
       js.spardl_transform("workers", k=3, teams=teams)
 
 
-def test_delivers_the_largest_entries_where_workers_agree():
-  grads = np.tile(np.arange(12, dtype=np.float32) - 20, (3, 1))  # blocks of 4: the first entry of each is the largest
-  out = js.simulate("spardl", grads, k=3)
-  expected = np.zeros(12)
-  expected[[0, 4, 8]] = 3 * grads[0, [0, 4, 8]]
-  np.testing.assert_array_equal(out.total, expected)
-
-
-def test_metrics_are_the_papers_words():
-  out = js.simulate("spardl", normals(0, 6, 600), density=0.01)
-  assert int(out.metrics.words_sent) == 4 * 1 * 5  # ⌈6 / 6⌉ entries a block, five blocks away, there and back
-  assert float(out.metrics.density) == pytest.approx(6 / 600)
-  assert float(out.metrics.residual_norm) == pytest.approx(float(np.linalg.norm(out.residuals)), rel=1e-5)
-
-
 def test_the_schedule_compiles_as_fast_for_many_workers():
   """A round is a few operations on rows, whatever the number of rows: the program grows with log P."""
   size = {}
   for workers in (16, 256):
-    jaxpr = js.costs.schedule(js.make_collective("spardl", density=0.01), 10_000, workers)
+    jaxpr = schedule(js.make_collective("spardl", density=0.01), 10_000, workers)
     size[workers] = len(str(jaxpr).split(" = "))
   assert size[256] < 2.5 * size[16]
 
@@ -209,26 +190,22 @@ def test_a_reused_threshold_recovers_from_a_spike(spike):
   assert min(selected[5:]) > k / 2
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_a_reused_threshold_outlives_a_skipped_step(bad):
-  workers, n, k = 2, 400, 20
-  first = js.simulate("spardl", normals(0, workers, n), k=k, selector="reuse")
-  broken = normals(1, workers, n)
-  broken[1, :200] = bad
-  skipped = js.simulate("spardl", broken, state=first.state, k=k, selector="reuse")
-  assert bool(skipped.metrics.skipped)
-  np.testing.assert_array_equal(skipped.state.carried.worker.bounds, first.state.carried.worker.bounds)
+def test_a_reused_threshold_outlives_a_skipped_step():
+  first = js.simulate("spardl", normals(0, 2, 400), k=20, selector="reuse")
+  for bad in (np.inf, -np.inf, np.nan):
+    broken = normals(1, 2, 400)
+    broken[1, :200] = bad
+    skipped = js.simulate("spardl", broken, state=first.state, k=20, selector="reuse")
+    assert bool(skipped.metrics.skipped)
+    np.testing.assert_array_equal(skipped.state.carried.worker.bounds, first.state.carried.worker.bounds)
 
 
 def test_an_infinite_threshold_does_not_silence_a_block():
   """As a state has it whose growth has gone beyond the largest finite number."""
-  workers, n, k = 2, 400, 20
-  state = js.simulate("spardl", normals(0, workers, n), k=k, selector="reuse").state
+  state = js.simulate("spardl", normals(0, 2, 400), k=20, selector="reuse").state
   endless = jax.tree.map(lambda x: jnp.full_like(x, np.inf), state.carried.worker)
   state = state._replace(carried=state.carried._replace(worker=endless))
-  selected = []
-  for step in range(3):
-    out = js.simulate("spardl", normals(step, workers, n), state=state, k=k, selector="reuse")
+  for step in range(2):
+    out = js.simulate("spardl", normals(step, 2, 400), state=state, k=20, selector="reuse")
     state = out.state
-    selected.append(int(out.metrics.selected))
-  assert selected[1] == k
+  assert int(out.metrics.selected) == 20

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsparse.comm.markers import MESSAGE, rank_p
 from jaxsparse.comm.program_text import ProgramText
+from jaxsparse.comm.verbs import MESSAGE, rank_p
 
 PROGRAMS = """
 import functools

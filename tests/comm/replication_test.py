@@ -15,6 +15,7 @@ import jaxsparse as js
 from tests.cases import CASES, bits, each_case, mesh_of, normals
 
 PARAMS = {"kernel": np.zeros((5, 4), np.float32), "bias": np.zeros(4, np.float32)}
+ONLY_KERNEL, ONLY_BIAS = {"kernel": True, "bias": False}, {"kernel": False, "bias": True}
 SPARSE, DENSE = js.spardl_transform("workers", density=0.2), js.dense_transform("workers")
 
 
@@ -79,7 +80,7 @@ def test_a_transform_over_another_axis_than_the_step(ours, axis):
 
 def test_leaves_that_no_transform_covers_are_named():
   """js.init warns, since a step of one's own may average them itself; the training step refuses them."""
-  masked = optax.masked(SPARSE, {"kernel": True, "bias": False})
+  masked = optax.masked(SPARSE, ONLY_KERNEL)
   tx, mesh, params = optax.chain(masked, optax.sgd(0.1, momentum=0.9)), mesh_of(3), jax.tree.map(jnp.asarray, PARAMS)
   message = r"params\['bias'\] would differ .*no jaxsparse transform covers its gradient"
   with pytest.warns(UserWarning, match=message):
@@ -95,56 +96,52 @@ def test_the_shapes_of_a_state_need_no_arrays():
   assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, js.init(tx, params, mesh))
 
 
-@pytest.mark.parametrize(
-  "rest",
-  [
-    pytest.param(lambda: optax.masked(DENSE, {"kernel": False, "bias": True}), id="dense"),
-    pytest.param(lambda: optax.masked(optax.set_to_zero(), {"kernel": False, "bias": True}), id="frozen"),
-  ],
-)
-def test_leaves_that_are_covered_otherwise_pass(rest):
-  params, _, _ = train(
-    optax.chain(optax.masked(SPARSE, {"kernel": True, "bias": False}), rest(), optax.sgd(0.1)), mesh_of(3)
-  )
-  assert np.any(params["kernel"] != 0)
-
-
-@pytest.mark.parametrize(
-  "before",
-  [optax.trace(0.9), optax.scale_by_adam(), optax.chain(optax.identity(), optax.ema(0.9))],
-  ids=["trace", "adam", "chain"],
-)
-def test_a_transformation_with_state_before_ours_is_named(before):
-  tx = optax.chain(before, SPARSE, optax.sgd(0.1))
-  with pytest.raises(ValueError, match=r"transformation 0 of the chain \(\w+\) keeps arrays and comes before"):
-    js.init(tx, PARAMS, mesh_of(3))
-
-
-def test_a_wrapper_that_looks_at_local_gradients_is_named():
-  tx = optax.apply_if_finite(optax.chain(SPARSE, optax.sgd(0.1)), 3)
-  with pytest.raises(ValueError, match="apply_if_finite around a jaxsparse transform .*put it after"):
-    js.init(tx, PARAMS, mesh_of(3))
-  train(optax.chain(SPARSE, optax.apply_if_finite(optax.sgd(0.1), 3)), mesh_of(3))
-
-
-def test_scalars_that_come_of_one_worker_are_named_too():
-  """What the shapes of a state do not show, the jaxpr of the step does."""
+def scale_by_local_norm():
+  """A transformation before ours, whose state is of one worker: what shapes do not show, the jaxpr of the step does."""
 
   def update(updates, state, params=None):
     del state, params
     return updates, jnp.sqrt(optax.tree.norm(updates))
 
-  norms = optax.GradientTransformation(lambda _: jnp.zeros(()), update)
-  with pytest.raises(ValueError, match=r"state\[0\] would differ .* Put that transform first"):
-    train(optax.chain(norms, SPARSE, optax.sgd(0.1)), mesh_of(3))
-  harmless = optax.chain(optax.clip(1.0), optax.scale_by_schedule(optax.constant_schedule(1.0)))
-  train(optax.chain(harmless, SPARSE), mesh_of(3))
+  return optax.GradientTransformation(lambda _: jnp.zeros(()), update)
 
 
-def test_gradients_that_are_averaged_before():
-  mean = optax.stateless(lambda updates, _: jax.lax.pmean(updates, "workers"))
-  with pytest.raises(ValueError, match="before the jaxsparse transform|averaged over 'workers' already"):
-    train(optax.chain(mean, SPARSE), mesh_of(3))
+MEAN = optax.stateless(lambda updates, _: jax.lax.pmean(updates, "workers"))
+KEEPS = r"transformation 0 of the chain \(\w+\) keeps arrays and comes before"
+
+
+REFUSED = {
+  "trace": (lambda: optax.chain(optax.trace(0.9), SPARSE), KEEPS),
+  "adam": (lambda: optax.chain(optax.scale_by_adam(), SPARSE), KEEPS),
+  "chain": (lambda: optax.chain(optax.chain(optax.identity(), optax.ema(0.9)), SPARSE), KEEPS),
+  "wrapper": (lambda: optax.apply_if_finite(SPARSE, 3), "apply_if_finite around a jaxsparse transform .*put it after"),
+  "scalar of one worker": (
+    lambda: optax.chain(scale_by_local_norm(), SPARSE),
+    r"state\[0\]\[0\] would differ .* Put that transform first",
+  ),
+  "averaged": (lambda: optax.chain(MEAN, SPARSE), "before the jaxsparse transform|averaged over 'workers' already"),
+}
+
+
+@pytest.mark.parametrize(("chain", "message"), REFUSED.values(), ids=REFUSED)
+def test_chains_whose_workers_would_differ_are_refused(chain, message):
+  tx = optax.chain(chain(), optax.sgd(0.1))
+  with pytest.raises(ValueError, match=message):
+    train(tx, mesh_of(3))
+
+
+PASSING = {
+  "rest dense": lambda: (optax.masked(SPARSE, ONLY_KERNEL), optax.masked(DENSE, ONLY_BIAS), optax.sgd(0.1)),
+  "rest frozen": lambda: (optax.masked(SPARSE, ONLY_KERNEL), optax.masked(optax.set_to_zero(), ONLY_BIAS)),
+  "finite after": lambda: (SPARSE, optax.apply_if_finite(optax.sgd(0.1), 3)),
+  "stateless before": lambda: (optax.clip(1.0), optax.scale_by_schedule(optax.constant_schedule(1.0)), SPARSE),
+}
+
+
+@pytest.mark.parametrize("parts", PASSING.values(), ids=PASSING)
+def test_chains_that_keep_workers_equal_pass(parts):
+  params, _, _ = train(optax.chain(*parts()), mesh_of(3))
+  assert np.any(params["kernel"] != 0)
 
 
 def test_gradients_that_are_averaged_in_a_shard_map_of_ones_own():
@@ -187,7 +184,7 @@ def test_control_flow_and_collectives_of_the_loss_are_followed():
   params, state, _ = step(params, state, batch_of(0))
   step.check(params, state)
   params = jax.tree.map(jnp.asarray, PARAMS)
-  uncovered = optax.masked(DENSE, {"kernel": False, "bias": True})
+  uncovered = optax.masked(DENSE, ONLY_BIAS)
   with pytest.warns(UserWarning, match="kernel"):
     state = js.init(uncovered, params, mesh_of(3))
   with pytest.raises(ValueError, match="kernel"):
@@ -241,22 +238,13 @@ def test_copies_along_the_other_axes_of_a_mesh_are_compared():
     step.check(params | {"bias": bias}, ())
 
 
-@pytest.mark.parametrize("where", ["mesh", "sim"])
-def test_the_check_works_on_every_engine(where):
-  sim = js.SimComm("workers", members=3)
-  engine, axis = (sim, sim) if where == "sim" else (mesh_of(3), "workers")
-  tx = optax.masked(js.spardl_transform(axis, density=0.2), {"kernel": True, "bias": False})
+@pytest.mark.parametrize("axis", ["workers", js.SimComm("workers", members=3), js.SimComm("elsewhere", members=3)])
+def test_the_check_works_on_every_engine(axis):
+  """A simulator may name its axis as it likes."""
+  engine, tx = mesh_of(3) if axis == "workers" else axis, js.spardl_transform(axis, density=0.2)
+  train(optax.chain(tx, optax.sgd(0.1)), engine)
   with pytest.warns(UserWarning, match="bias"), pytest.raises(ValueError, match=r"params\['bias'\] would differ"):
-    train(tx, engine)
-
-
-def test_a_simulator_may_name_its_axis_as_it_likes():
-  sim = js.SimComm("elsewhere", members=3)
-  tx = optax.chain(js.spardl_transform(sim, density=0.2), optax.sgd(0.1))
-  params = jax.tree.map(jnp.asarray, PARAMS)
-  step = js.make_train_step(loss_fn, tx, sim)
-  params, state, _ = step(params, js.init(tx, params, sim), batch_of(0))
-  step.check(params, state)
+    train(optax.masked(tx, ONLY_KERNEL), engine)
 
 
 def test_check_finds_replicas_that_differ():

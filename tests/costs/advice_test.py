@@ -12,22 +12,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse.costs import Algorithm, Profile, calibration
+from jaxsparse.collectives._base import collective_of
+from jaxsparse.costs import Profile, calibration
+from jaxsparse.costs.advice import Evidence
+from jaxsparse.costs.calibration import Algorithm
+from jaxsparse.costs.counting import count_inside
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of
 from tests.cases import mesh_of
 
 SPARDL = "spardl:density=0.01"
-PROFILE = Profile(
-  workers=6,
-  alpha=1e-4,
-  beta=8e-9,
-  gamma=1.5,
-  reduce_alpha=2e-4,
-  reduce_beta=9e-9,
-  entries=10_000,
-  algorithms={"dense": Algorithm(1e-9, reduces=True), SPARDL: Algorithm(2e-8)},
-)
+ALGORITHMS = {"dense": Algorithm(1e-9, reduces=True), SPARDL: Algorithm(2e-8)}
+PROFILE = Profile(6, 1e-4, 8e-9, 1.5, reduce_alpha=2e-4, reduce_beta=9e-9, entries=10_000, algorithms=ALGORITHMS)
 
 
 def test_seconds_are_arithmetic_and_the_alpha_beta_model():
@@ -38,6 +34,18 @@ def test_seconds_are_arithmetic_and_the_alpha_beta_model():
   assert (sparse.messages, sparse.words, sparse.config) == (cost.messages, cost.words, {"density": 0.01})
   cost = js.costs.predict("dense", n=n, workers=6)
   assert dense.seconds == pytest.approx(1e-9 * n + cost.seconds(2e-4, 9e-9))
+  # Messages that are not full, agreements, and an all-reduce that is slower than that of float32.
+  half, slow = Algorithm(0.0, fill=0.5, agreements=2), Algorithm(0.0, reduces=True, slowdown=2)
+  algorithms = {"oktopk:density=0.01": half, "dense:dtype=bfloat16": slow}
+  found = js.costs.advise(
+    {"w": jnp.zeros((1000, 100))}, dataclasses.replace(PROFILE, algorithms=algorithms)
+  ).predictions
+  dense, sparse = sorted(found, key=lambda one: one.label)
+  cost = js.costs.predict("oktopk", n=100_000, workers=6, density=0.01)
+  assert sparse.words == round(cost.words / 2)
+  assert sparse.seconds == pytest.approx(cost.messages * 1e-4 + 4 * sparse.words * 8e-9 + 2 * 2 * 3 * 2e-4)
+  cost = js.costs.count("dense", n=100_000, workers=6, dtype="bfloat16")
+  assert dense.wire == pytest.approx(cost.seconds(2e-4, 2 * 9e-9))
 
 
 def test_the_advice_follows_the_network():
@@ -51,13 +59,13 @@ def test_the_advice_follows_the_network():
   assert str(fast).splitlines()[1].startswith("dense")
 
 
-def taught(method, collective, every, steps):
-  return js.costs.Evidence(method, collective, every, "adam:0.001", "lm", 4, steps, 0.1 if steps else None, 3)
+def row_of(method, every=1, steps=1.2, collective=SPARDL):
+  return Evidence(method, collective, every, "adam:0.001", "lm", 4, steps, 0.1 if steps else None, 3)
 
 
 def test_evidence_orders_methods_by_seconds_to_the_loss():
   """Steps of the training, times compute and exchange of a step."""
-  often, rarely = taught("updates/spardl", SPARDL, 1, 1.2), taught("local:every=10/spardl", SPARDL, 10, 1.5)
+  often, rarely = row_of("updates/spardl"), row_of("local:every=10/spardl", every=10, steps=1.5)
   found = js.costs.advise(10_000_000, PROFILE, evidence=[often, rarely], compute=0.1)
   of = {one.evidence and one.evidence.method: one for one in found.predictions}
   (update,) = [one for one in js.costs.advise(10_000_000, PROFILE).predictions if one.label == SPARDL]
@@ -66,88 +74,53 @@ def test_evidence_orders_methods_by_seconds_to_the_loss():
   assert of[None].to_loss == pytest.approx(0.1 + of[None].seconds)
   assert [one.to_loss for one in found.predictions] == sorted(one.to_loss for one in found.predictions)
   assert found.best.evidence == rarely
-  assert str(rarely) in found.why
-  assert found.why.startswith("local:every=10/spardl reaches dense's loss ")
+  ratio = of[None].to_loss / found.best.to_loss
+  assert found.why == f"local:every=10/spardl reaches dense's loss {ratio:.2f} times as soon as dense: {rarely}"
   assert "to loss" in str(found).splitlines()[0]
-  much = js.costs.advise(10_000_000, PROFILE, evidence=[often, rarely], compute=100.0)
-  assert (much.best.label, much.why.split()[0]) == ("dense", "dense")
-
-
-def test_dense_of_two_precisions_beside_evidence():
-  """Both are dense: the sentence is about the faster one and the first method of the evidence."""
+  # Two dense ones: the sentence is about the faster one and the first method of the evidence.
   both = dataclasses.replace(PROFILE, algorithms=PROFILE.algorithms | {"dense:dtype=bfloat16": Algorithm(1e-9)})
-  found = js.costs.advise(10_000_000, both, evidence=[taught("updates/spardl", SPARDL, 1, 1.2)], compute=100.0)
-  assert [one.name for one in found.predictions[:2]] == ["dense", "dense"]
-  assert found.why.startswith(f"{found.best.label} reaches its loss first, updates/spardl 0.8")
-  assert found.why.endswith(str(found.predictions[2].evidence))
+  much = js.costs.advise(10_000_000, both, evidence=[often, rarely], compute=100.0)
+  assert [one.name for one in much.predictions] == ["dense", "dense", "spardl", "spardl"]
+  assert much.why.startswith(f"{much.best.label} reaches dense's loss 1.")
+  assert much.why.endswith(f"times as soon as {often.method}: {often}")
 
 
 def test_the_worst_training_of_a_method_counts():
   for steps in (2.0, None):
-    rows = [taught("updates/spardl", SPARDL, 1, 1.2), taught("updates/spardl", SPARDL, 1, steps)]
+    rows = [row_of("updates/spardl"), row_of("updates/spardl", steps=steps)]
     (one,) = [one for one in js.costs.advise(1000, PROFILE, evidence=rows).predictions if one.evidence]
     assert one.evidence == rows[1]
   assert math.isinf(one.to_loss)
-  assert "never at dense's loss" in str(one.evidence)
-
-
-def test_a_method_that_never_got_there_is_not_said_to_be_sooner():
-  rows = [taught("updates/spardl", SPARDL, 1, None)]
-  assert "dense reaches its loss first, updates/spardl not at all: " in js.costs.advise(9, PROFILE, evidence=rows).why
+  assert js.costs.advise(9, PROFILE, evidence=rows).why.startswith("dense reaches dense's loss, updates/spardl never: ")
   alone = dataclasses.replace(PROFILE, algorithms={SPARDL: Algorithm(1e-9)})
-  assert "none of the evidence reached its loss" in js.costs.advise(9, alone, evidence=rows).why
+  assert js.costs.advise(9, alone, evidence=rows).why == f"updates/spardl: {rows[1]}"
 
 
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    ({"every": 0}, "evidence of spardl: every=0, choose a whole number from 1 up"),
-    ({"seeds": 0}, "seeds=0, choose a whole number"),
-    ({"steps": math.nan}, "steps=nan, give steps / dense's steps"),
-    ({"steps": -1.0}, "steps=-1.0, give"),
-    ({"deviation": None}, "deviation=None, give one where there are steps"),
-    ({"deviation": math.nan}, "deviation=nan"),
-    ({"steps": None}, "deviation=0.1, give one where there are steps, and only there"),
-  ],
-)
-def test_evidence_that_is_none(change, message):
-  one = taught("spardl", SPARDL, 1, 1.0)._replace(**change)
-  with pytest.raises(ValueError, match=message):
-    js.costs.advise(100, PROFILE, evidence=[one])
+NO_EVIDENCE = [
+  ({"every": 0}, "evidence of spardl: every=0, choose a whole number from 1 up"),
+  ({"seeds": 0}, "seeds=0, choose a whole number"),
+  ({"steps": math.nan}, "steps=nan and deviation=0.1, give steps / dense's steps"),
+  ({"steps": -1.0}, "steps=-1.0 and"),
+  ({"steps": 0.0}, "steps=0.0 and"),
+  ({"deviation": None}, "steps=1.2 and deviation=None, give"),
+  ({"deviation": math.nan}, "deviation=nan"),
+  ({"steps": None}, "steps=None and deviation=0.1, give .* or None for both"),
+]
 
 
-def test_the_evidence_of_the_library():
-  adam = js.costs.evidence("adam")
-  assert {one.seeds for one in adam} >= {3}
-  assert all(one.steps is None or one.steps > 0.3 for one in adam)
-  with pytest.raises(ValueError, match="no training with optimizer='lion', choose one of adam"):
-    js.costs.evidence("lion")
-  with pytest.raises(ValueError, match="the profile has dense, .* the evidence is of topka"):
-    js.costs.advise(100, PROFILE, evidence=[taught("topka", "topka:density=0.5", 1, 1.0)])
-  with pytest.raises(ValueError, match="advise: compute=-1, give the seconds"):
-    js.costs.advise(100, PROFILE, evidence=[taught("spardl", SPARDL, 1, 1.0)], compute=-1)
+def test_evidence_that_is_none():
+  for change, message in NO_EVIDENCE:
+    with pytest.raises(ValueError, match=message):
+      js.costs.advise(100, PROFILE, evidence=[row_of("spardl")._replace(**change)])
 
 
 def test_local_steps_divide_an_update_among_their_steps():
-  one, ten = (js.costs.advise(10_000_000, PROFILE, every=(every,)) for every in (1, 10))
+  one, ten, both = (js.costs.advise(10_000_000, PROFILE, every=every) for every in ((1,), (10,), (1, 10)))
   for update, step in zip(one.predictions, ten.predictions, strict=True):
     assert (step.label, step.words, step.wire) == (update.label, update.words, update.wire)
     assert step.seconds == pytest.approx(update.seconds / 10)
-    assert step.words_per_step == pytest.approx(update.words_per_step / 10)
-  both = js.costs.advise(10_000_000, PROFILE, every=(1, 10))
   assert (both.best.label, both.best.every) == (SPARDL, 10)
   assert both.why.startswith(f"{SPARDL} every 10 steps: ")
-  with pytest.raises(ValueError, match="advise: every=0, choose a whole number from 1 up"):
-    js.costs.advise(100, PROFILE, every=(0,))
-
-
-def test_messages_that_are_not_full_and_agreements_count():
-  label = "oktopk:density=0.01"
-  half = dataclasses.replace(PROFILE, algorithms={label: Algorithm(0.0, fill=0.5, agreements=2)})
-  (one,) = js.costs.advise({"w": jnp.zeros((1000, 100))}, half).predictions
-  cost = js.costs.predict("oktopk", n=100_000, workers=6, density=0.01)
-  assert one.words == round(cost.words / 2)
-  assert one.seconds == pytest.approx(cost.messages * 1e-4 + 4 * one.words * 8e-9 + 2 * 2 * 3 * 2e-4)
 
 
 def test_a_profile_is_saved_and_read_again(tmp_path):
@@ -155,32 +128,32 @@ def test_a_profile_is_saved_and_read_again(tmp_path):
   assert Profile.load(tmp_path / "profile.json") == PROFILE
 
 
-ASKED_FOR = ["gaussiank:density=0.1", "topka", "dense"]
-
-
 def test_fit_measures_each_algorithm_that_is_asked_for():
-  profile = js.costs.fit(mesh_of(2), n=3000, densities=(0.1, 0.2), algorithms=ASKED_FOR, repetitions=1)
-  assert list(profile.algorithms) == ["gaussiank:density=0.1", "topka:density=0.1", "topka:density=0.2", "dense"]
-  assert profile.algorithms["dense"].reduces
-  assert not profile.algorithms["gaussiank:density=0.1"].reduces
-  assert 0 < profile.algorithms["gaussiank:density=0.1"].fill <= 1
-  assert profile.algorithms["gaussiank:density=0.1"].agreements > 0
+  asked = ["gaussiank:density=0.1", "topka", "dense", "dense:dtype=bfloat16"]
+  profile = js.costs.fit(mesh_of(2), n=3000, densities=(0.1, 0.2), algorithms=asked, repetitions=1)
+  assert list(profile.algorithms) == [asked[0], "topka:density=0.1", "topka:density=0.2", *asked[2:]]
+  varying, *_, dense, half = profile.algorithms.values()
+  assert (dense.reduces, dense.agreements, dense.fill, dense.slowdown) == (True, 0, 1.0, 1.0)
+  assert (varying.reduces, varying.agreements) == (False, 1)
+  assert 0 < varying.fill < 0.9  # the formula is an upper bound
+  assert half.slowdown not in (0, 1)  # measured
   assert min(profile.alpha, profile.beta, profile.gamma, profile.reduce_alpha, profile.reduce_beta) > 0
   assert (profile.workers, profile.entries) == (2, 3000)
+  for one in js.costs.advise(124, profile).predictions:
+    if one.name == "dense":
+      assert one.words == js.costs.count(one.name, n=124, workers=2, **one.config).words
 
 
 def test_a_collective_whose_words_depend_on_shapes():
   """Parameters instead of their number: for what is measured, and for what is predicted."""
   params, other = {"w": jnp.zeros((60, 50))}, {"w": jnp.zeros((100, 300))}
-  profile = js.costs.fit(
-    mesh_of(2), n=params, algorithms=["powersgd:rank=2", "powersgd:rank=2:alternate=True"], repetitions=1
-  )
+  labels = ["powersgd:rank=2", "powersgd:rank=2:alternate=True"]
+  profile = js.costs.fit(mesh_of(2), n=params, algorithms=labels, repetitions=1)
   assert profile.entries == 3000
   assert profile.algorithms["powersgd:rank=2"].reduces
   assert {one.words for one in js.costs.advise(other, profile).predictions} == {2 * (100 + 300), 2 * 300}
-  for use in (lambda: js.costs.fit(mesh_of(2), algorithms=["powersgd"]), lambda: js.costs.advise(3000, profile)):
-    with pytest.raises(ValueError, match="powersgd: the words of n=.* give the parameters as n"):
-      use()
+  with pytest.raises(ValueError, match="powersgd: the words of n=.* give the parameters as n"):
+    js.costs.advise(3000, profile)
 
 
 def test_workers_of_several_devices():
@@ -192,54 +165,48 @@ def test_workers_of_several_devices():
   wide = dataclasses.replace(PROFILE, devices=4, inside_alpha=1e-6, inside_beta=1e-10)
   params = {"sharded": jax.device_put(jnp.zeros((8, 10)), NamedSharding(mesh, P("devices"))), "whole": jnp.zeros(20)}
   for label, one in ((one.label, one) for one in js.costs.advise(100, wide).predictions):
-    name, config = js.costs.collective_of(label)
+    name, config = collective_of(label)
     assert one.words == js.costs.predict(name, n=25, workers=PROFILE.workers, **config).words
   assert js.costs.advise(100, wide).best.inside < js.costs.advise(params, wide).best.inside
   assert js.costs.count("topka", n=100, workers=4, devices=4, k=10) == js.costs.count("topka", n=25, workers=4, k=3)
-  assert js.costs.inside(20, devices=4).words == 15
-  with pytest.raises(ValueError, match="devices=0, choose at least 1"):
-    js.costs.count("dense", n=5, workers=2, devices=0)
+  assert count_inside(20, devices=4).words == 15
 
 
-@pytest.mark.parametrize(
-  ("call", "message"),
-  [
-    (lambda: js.costs.fit(mesh_of(1)), "one worker sends nothing"),
-    (lambda: js.costs.fit(mesh_of(2), algorithms=["speedy"]), "unknown collective 'speedy'"),
-    (lambda: js.costs.fit(mesh_of(2), algorithms=["spardl:teams=3"]), "teams=3"),
-    (lambda: js.costs.advise(0, PROFILE), "0 parameters, give at least 1"),
-    (lambda: js.costs.advise(5, Profile(2, 1e-4, 1e-9)), "the profile has no algorithm"),
-    (lambda: js.costs.advise(5, PROFILE, evidence="adam"), "evidence='adam', give a list of js.costs.Evidence"),
-    (lambda: js.costs.advise(5, PROFILE, compute=-1), "compute=-1, give the seconds of forward and backward"),
-  ],
-)
+BAD = [
+  (lambda: js.costs.fit(mesh_of(1)), "one worker sends nothing"),
+  (lambda: js.costs.fit(mesh_of(2), seconds=0), "fit: seconds=0, give more than 0"),
+  (lambda: js.costs.fit(mesh_of(2), algorithms=["speedy"]), "unknown collective 'speedy'"),
+  (lambda: js.costs.fit(mesh_of(2), algorithms=["spardl:teams=3"]), "teams=3"),
+  (lambda: js.costs.fit(mesh_of(2), algorithms=["powersgd"]), "powersgd: the words of n=.* give the parameters as n"),
+  (lambda: js.costs.advise(0, PROFILE), "n=0, choose a whole number from 1 up"),
+  (lambda: js.costs.advise(5, Profile(2, 1e-4, 1e-9)), "the profile has no algorithm"),
+  (lambda: js.costs.advise(5, PROFILE, every=(0,)), "advise: every=0, choose a whole number from 1 up"),
+  (lambda: js.costs.advise(5, PROFILE, compute=-1), "compute=-1, give the seconds of forward and backward"),
+  (lambda: js.costs.advise(5, PROFILE, evidence="adam"), "evidence has 'a', give a list of rows like those of"),
+  (
+    lambda: js.costs.advise(5, PROFILE, evidence=[row_of("topka", collective="topka:density=0.5")]),
+    "the profile has dense, .* the evidence is of topka",
+  ),
+  (lambda: js.costs.evidence("lion"), "no training with optimizer='lion', choose one of adam"),
+  (lambda: js.costs.count("dense", n=5, workers=2, devices=0), "devices=0, choose a whole number from 1 up"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
 def test_bad_input(call, message):
   with pytest.raises(ValueError, match=message):
     call()
 
 
 def test_every_candidate_fits_the_workers():
-  for label in js.costs.calibration.candidates(6, [0.01, 0.001]):
-    name, config = js.costs.calibration.collective_of(label)
+  for label in calibration.candidates(6, [0.01, 0.001]):
+    name, config = collective_of(label)
     jax.eval_shape(lambda name=name, config=config: js.make_collective(name, **config).init(1000, 6))
     assert js.costs.label_of(name, config) == label
 
 
-def test_words_of_dense_are_those_that_are_counted():
-  """In both precisions; what differs in seconds per byte is the slowdown, as where XLA sends bfloat16 as float32."""
-  labels = ["dense", "dense:dtype=bfloat16"]
-  profile = js.costs.fit(mesh_of(2), n=124, algorithms=labels, repetitions=1)
-  for one in js.costs.advise(124, profile).predictions:
-    assert one.words == js.costs.count(one.name, n=124, workers=2, **one.config).words
-  assert profile.algorithms["dense"].slowdown == 1
-  slow = dataclasses.replace(PROFILE, algorithms={label: Algorithm(0.0, 1.0, True, slowdown=2) for label in labels})
-  of = {one.label: one for one in js.costs.advise(10**6, slow).predictions}
-  half = js.costs.count("dense", n=10**6, workers=6, dtype="bfloat16")
-  assert of["dense:dtype=bfloat16"].wire == pytest.approx(half.seconds(2e-4, 2 * 9e-9))
-
-
 def test_fit_begins_no_algorithm_after_its_seconds(monkeypatch):
-  monkeypatch.setattr(calibration, "_fill", lambda *_: time.sleep(0.5) or 1.0)  # a machine that is busy
+  monkeypatch.setattr(calibration._Meter, "_measure_fill", lambda *_: time.sleep(0.5) or 1.0)  # a machine that is busy
   lines, start = [], time.monotonic()
   with pytest.warns(UserWarning, match="no time was left for chunktopk:density=0.01, .*: they are not"):
     profile = js.costs.fit(mesh_of(2), n=124, seconds=0.1, progress=lines.append)
@@ -247,11 +214,8 @@ def test_fit_begins_no_algorithm_after_its_seconds(monkeypatch):
   assert time.monotonic() - start < 30
   assert len(lines) == 1
   assert lines[0].startswith("1 of ")
-  assert "dense" in lines[0]
   js.costs.fit(mesh_of(2), n=124, algorithms=["dense", "onebit"], progress=lines.append)
   assert [line.split(",")[0] for line in lines[1:]] == ["1 of 2: dense", "2 of 2: onebit"]
-  with pytest.raises(ValueError, match="fit: seconds=0, give more than 0"):
-    js.costs.fit(mesh_of(2), seconds=0)
 
 
 @pytest.mark.parametrize(("budget", "timed"), [(math.inf, 9), (3.5, 4), (0.0, 1)])

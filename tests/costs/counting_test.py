@@ -10,15 +10,16 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.collectives import collective_options
-from jaxsparse.comm import AxisComm
-from jaxsparse.costs import count_jaxpr
+from jaxsparse.comm import AxisComm, all_reduce_cost
+from jaxsparse.costs.calibration import candidates
+from jaxsparse.costs.counting import count_agreements, count_jaxpr, schedule
 from tests.cases import quick_of
 
 
-def traced(function, workers):
-  """The jaxpr of `function(comm, f32[10])` at one of `workers` workers."""
+def counted(function, workers):
+  """The cost of `function(comm, f32[10])` at one of `workers` workers."""
   program = jax.make_jaxpr(lambda x: function(AxisComm("w"), x), axis_env=[("w", workers)])
-  return program(jax.ShapeDtypeStruct((10,), jnp.float32)).jaxpr
+  return count_jaxpr(program(jax.ShapeDtypeStruct((10,), jnp.float32)).jaxpr, workers)
 
 
 def test_a_size_that_nothing_could_hold_takes_seconds():
@@ -29,68 +30,60 @@ def test_a_size_that_nothing_could_hold_takes_seconds():
   assert time.monotonic() - start < 60
 
 
-def test_loops_count_their_length_and_switches_their_dearest_branch():
-  loop = lambda comm, x: jax.lax.fori_loop(0, 5, lambda _, y: comm.shift(y, 1), x)
-  assert count_jaxpr(traced(loop, 4), 4) == js.Cost(5, 50)
+def test_programs():
+  """Loops count their length, switches their dearest branch, a word is an agreement, and views count their size."""
   once, twice = lambda comm, x: comm.shift(x, 1), lambda comm, x: comm.shift(comm.shift(x, 1), 1)
   switch = lambda comm, x: jax.lax.cond(x[0] > 0, lambda y: once(comm, y), lambda y: twice(comm, y), x)
-  assert count_jaxpr(traced(switch, 4), 4) == js.Cost(2, 20)
-
-
-def test_one_word_is_an_agreement():
-  agree = lambda comm, x: x + comm.all_reduce(x[0], "max")
-  assert count_jaxpr(traced(agree, 4), 4) == js.Cost(0, 0, agreements=1)
-
-
-def test_views_are_counted_by_their_size():
-  team = lambda comm, x: comm.split(4)[0].all_reduce(x)
-  assert count_jaxpr(traced(team, 8), 8) == js.costs.all_reduce_cost(10, 2)
-
-
-def test_what_cannot_be_counted_says_so():
+  assert counted(lambda comm, x: jax.lax.fori_loop(0, 5, lambda _, y: comm.shift(y, 1), x), 4) == js.Cost(5, 50)
+  assert counted(switch, 4) == js.Cost(2, 20)
+  assert counted(lambda comm, x: x + comm.all_reduce(x[0], "max"), 4) == js.Cost(0, 0, agreements=1)
+  assert counted(lambda comm, x: comm.split(4)[0].all_reduce(x), 8) == all_reduce_cost(10, 2)
+  regions = schedule(js.make_collective("oktopk", density=0.01), n=10_000, workers=6)  # moved in some steps only
+  assert (count_agreements(regions), count_jaxpr(regions, 6, "least").agreements) == (3, 38)
   endless = lambda comm, x: jax.lax.while_loop(lambda y: y[0] > 0, lambda y: comm.shift(y, 1), x)
   with pytest.raises(NotImplementedError, match="unknown length"):
-    count_jaxpr(traced(endless, 4), 4)
+    counted(endless, 4)
   other = lambda comm, x: jax.lax.all_to_all(x.reshape(2, 5), comm.axis, 0, 0).reshape(-1)
   with pytest.raises(NotImplementedError, match="all_to_all is not known"):
-    count_jaxpr(traced(other, 2), 2)
+    counted(other, 2)
 
 
 def test_the_update_of_a_chain_is_counted():
   """Published ways by their names: an exchange each; and of fragments, one after the other, all together."""
-  sgd, workers, axis = optax.sgd(1.0), 6, "workers"
+  sgd, axis, sizes = optax.sgd(1.0), "workers", {"n": 9100, "workers": 6}
   params = {"b": jax.ShapeDtypeStruct((100,), jnp.float32), "w": jax.ShapeDtypeStruct((300, 30), jnp.float32)}
-  sizes = {"n": 9100, "workers": workers}
-  counted = lambda tx: js.costs.count_update(tx, params, workers=workers)
-  assert counted(js.diloco(sgd, axis)) == js.costs.count("dense", **sizes)
-  assert counted(js.sparseloco(sgd, axis)) == js.costs.count("chunktopk", density=1 / 64, wire="2bit", **sizes)
-  assert counted(js.demo_transform(axis)) == js.costs.count("dcttopk", density=1 / 128, **sizes)
-  parts = [js.costs.count("dense", n=n, workers=workers) for n in (9000, 100)]
-  streamed = counted(js.streaming_diloco(sgd, axis, fragments=2, delay=3))
+  count_chain = lambda tx: js.costs.count_update(tx, params, workers=6)
+  assert count_chain(js.diloco(sgd, axis)) == js.costs.count("dense", **sizes)
+  assert count_chain(js.sparseloco(sgd, axis)) == js.costs.count("chunktopk", density=1 / 64, wire="2bit", **sizes)
+  assert count_chain(js.demo_transform(axis)) == js.costs.count("dcttopk", density=1 / 128, **sizes)
+  parts = [js.costs.count("dense", n=n, workers=6) for n in (9000, 100)]
+  streamed = count_chain(js.streaming_diloco(sgd, axis, fragments=2, delay=3))
   assert streamed == js.Cost(*map(sum, zip(*parts, strict=True)))
   assert streamed.words_per_step(every=100) == streamed.words / 100
 
 
-def test_words_that_depend_on_the_shapes_of_leaves():
-  """Those of n entries alone would be those of a vector, which is sent as it is."""
-  for function in (js.costs.count, js.costs.predict):
-    with pytest.raises(ValueError, match=r"powersgd: the words of n=8 .* give the parameters as n"):
-      function("powersgd", n=8, workers=2)
-  assert not any("powersgd" in label for label in js.costs.calibration.candidates(4, [0.01]))
+WRONG = [
+  ("dense", 0, 2, "n=0"),
+  ("dense", 5, 0, "workers=0"),
+  ("dense", 1e3, 2, "n=1000.0, give a whole"),
+  ("dense", "x", 2, "n='x'"),
+  ("dense", {}, 2, "n={}"),
+  (
+    "powersgd",
+    8,
+    2,
+    "powersgd: the words of n=8 .* give the parameters as n",
+  ),  # of a vector, it would be sent as it is
+]
 
 
-def test_numbers_of_numpy():
-  assert js.costs.predict("dense", n=np.int64(1000), workers=8) == js.costs.predict("dense", n=1000, workers=8)
-
-
-WRONG = [(0, 2, "n=0"), (5, 0, "workers=0"), (1e3, 2, "n=1000.0, give a whole"), ("x", 2, "n='x'"), ({}, 2, "n={}")]
-
-
-@pytest.mark.parametrize(("n", "workers", "message"), WRONG)
-def test_bad_sizes(n, workers, message):
-  for function in (js.costs.count, js.costs.predict):
+@pytest.mark.parametrize("function", [js.costs.count, js.costs.predict])
+def test_bad_sizes(function):
+  assert function("dense", n=np.int64(1000), workers=8).words == 1750
+  for name, n, workers, message in WRONG:
     with pytest.raises(ValueError, match=message):
-      function("dense", n=n, workers=workers)
+      function(name, n=n, workers=workers)
+  assert not any("powersgd" in label for label in candidates(4, [0.01]))
 
 
 @pytest.mark.parametrize("name", js.collective_names())
@@ -111,25 +104,19 @@ def test_a_gradient_of_two_thousand_million_entries_is_counted(name, density):
 def test_offsets_of_packed_messages_have_31_bits_too(wire):
   """Rows of all P workers are decoded at once: bitsets of P · (k + n/2^low) bits."""
   n, k = 10**9, 10**7
-  topka = lambda **options: js.make_collective("topka", k=k, **options)
-  with pytest.raises(ValueError, match=r"topka: 1000000000 .* of 256 workers take \d{10} indices, .* by wire='f32'"):
-    js.costs.count(topka(wire=wire), n=n, workers=256)
-  topka().check_size(n, 256)  # which has no bitsets
   bits = 32 * -(-(k + (n >> 8)) // 32)  # of a worker, with low parts of 8 bits
   most = (2**31 - 256) // bits
-  topka(wire=wire).check_size(n, most)
-  with pytest.raises(ValueError, match=f"take {(most + 1) * bits} indices"):
-    topka(wire=wire).check_size(n, most + 1)
-  for name, workers in {"gaussiank": 512, "oktopk": 2**18, "topkdsa": 2**18}.items():
+  js.make_collective("topka", k=k, wire=wire).check_size(n, most)
+  for name, workers in {"topka": most + 1, "gaussiank": 512, "oktopk": 2**18, "topkdsa": 2**18}.items():
     packed, plain = (js.make_collective(name, k=k, wire=one) for one in (wire, "f32"))
-    plain.check_size(n, workers)
-    with pytest.raises(ValueError, match=f"{name}: 1000000000 .* by wire='f32'"):
+    plain.check_size(n, workers)  # which has no bitsets
+    indices = (most + 1) * bits if name == "topka" else r"\d{10,}"
+    with pytest.raises(ValueError, match=f"{name}: 1000000000 .* take {indices} indices, .* by wire='f32'"):
       packed.check_size(n, workers)
 
 
 def test_chunks_that_reach_beyond_a_vector_have_31_bits_too():
-  chunked = lambda k: js.make_collective("topka", k=k, selector="chunked")
-  n = 2 * 10**9
+  n, chunked = 2 * 10**9, lambda k: js.make_collective("topka", k=k, selector="chunked")
   most = (2**31 - 256 - n) // 2
   chunked(most).check_size(n, 4)
   with pytest.raises(ValueError, match=f"take {n + 2 * most + 2} indices"):

@@ -10,7 +10,9 @@ import pytest
 import jaxsparse as js
 from docs import schedules
 from jaxsparse._compat import inner_jaxprs
-from jaxsparse.comm import AxisComm, all_gather, topology
+from jaxsparse.comm import AxisComm, all_gather
+from jaxsparse.comm.schedules import strides
+from jaxsparse.costs.counting import schedule
 from tests.cases import row
 
 
@@ -22,7 +24,7 @@ def routes(jaxpr):
 
 
 def compiled(name, workers, n, **options):
-  return routes(js.costs.schedule(js.make_collective(name, density=1.0, **options), n, workers))
+  return routes(schedule(js.make_collective(name, density=1.0, **options), n, workers))
 
 
 def gathered(workers):
@@ -40,7 +42,7 @@ def arrows(figure):
 
 
 def first_rounds(workers):
-  return compiled("spardl", workers, workers)[: len(topology.strides(workers))]
+  return compiled("spardl", workers, workers)[: len(strides(workers))]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_messages_carry_what_their_senders_hold_and_all_get_all(workers, teams):
   size = workers // teams
   rounds = schedules.rounds_of("spardl", workers, size, teams=teams)
   start = [{block: frozenset([worker]) for block in range(size)} for worker in range(workers)]
-  states = schedules.held(rounds, start, given=len(topology.strides(size)))
+  states = schedules.held(rounds, start, given=len(strides(size)))
   for messages, state in zip(rounds, states, strict=False):
     for message in messages:
       assert all(summed <= state[message.source][block] for block, summed in message.parts.items())

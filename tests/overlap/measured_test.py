@@ -4,11 +4,11 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsparse as js
+from jaxsparse.costs.calibration import Algorithm
 from jaxsparse.overlap import measured
 from jaxsparse.train import timing
 from tests.cases import mesh_of
@@ -80,15 +80,19 @@ def test_what_takes_longer_is_measured_longer():
   assert layers.backward_times[1] > layers.backward_times[2]
 
 
+def work_of(loss, params, batch):
+  both = lambda params, x: jax.tree.leaves(jax.value_and_grad(loss)(params, x))
+  return measured.order_backward(jax.make_jaxpr(both)(params, batch).jaxpr)
+
+
 def test_operations_of_backward():
   """Each weight's own product, and that of the gradient handed down, are as large as the layer."""
-  batch = 32
-  both = lambda params, x: jax.tree.leaves(jax.value_and_grad(loss)(params, x))
-  jaxpr = jax.make_jaxpr(both)(params_of(), jnp.ones((batch, 16))).jaxpr
-  order, work = measured._backward(jaxpr)
+  order, work = work_of(loss, params_of(), jnp.ones((32, 16)))
   assert len(order) == len(work) == 10
-  products = 2 * batch * sum(2 * a * b for a, b in itertools.pairwise(WIDTHS[1:]))
+  products = 2 * 32 * sum(2 * a * b for a, b in itertools.pairwise(WIDTHS[1:]))
   assert products < sum(work) < 1.5 * products
+  loop = lambda params, x: jnp.sum(jax.lax.scan(lambda x, _: (jnp.tanh(x @ params[0]), None), x, None, length=7)[0])
+  assert sum(work_of(loop, [jnp.ones((8, 8))], jnp.ones((32, 8)))[1]) > 7 * 2 * 2 * 32 * 8 * 8
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(jax.jit(f)))])
@@ -98,8 +102,7 @@ def test_calls_within_a_loss_hide_no_order(wrap):
   each = lambda params, x: jnp.sum(layer(params[1], layer(params[0], layer(params[2], x))))
   whole = wrap(lambda params, x: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ params[2]) @ params[0]) @ params[1])))
   for one in (each, whole):
-    both = lambda params, x, one=one: jax.tree.leaves(jax.value_and_grad(one)(params, x))
-    order, work = measured._backward(jax.make_jaxpr(both)([jnp.ones((8, 8))] * 3, jnp.ones((32, 8))).jaxpr)
+    order, work = work_of(one, [jnp.ones((8, 8))] * 3, jnp.ones((32, 8)))
     assert order == [1, 0, 2]
     assert min(work) >= 2 * 32 * 8 * 8
 
@@ -111,20 +114,28 @@ def test_a_loss_may_talk_over_the_axis(where):
   assert layers.order == (1, 0)
 
 
-def test_cuts_are_spread_over_the_work():
-  assert measured._cuts([1.0, 1.0, 1.0], 8) == [1, 2, 3]
-  assert measured._cuts([1.0] * 8, 4) == [2, 4, 6, 8]
-  assert measured._cuts([9.0, 1.0, 1.0, 1.0], 2) == [1, 4]
-  assert measured._cuts([0.0] * 5, 2)[-1] == 5
+def test_unused_parameters_are_there_from_the_start():
+  loss = lambda params, x: jnp.sum(x @ params[0])
+  layers = js.overlap.measure(loss, [jnp.ones((4, 4)), jnp.ones(3)], jnp.ones((2, 4)), mesh_of(2), repetitions=1)
+  assert layers.order == (0, 1)
 
 
-def test_seconds_between_cuts_are_all_shared_out():
-  times = measured._shared_out([1.0, 3.0, 0.0, 0.0], [2, 4], [8.0, 1.0])
-  assert times == [2.0, 6.0, 0.5, 0.5]
+def test_cuts_are_spread_over_the_work_and_their_seconds_shared_out():
+  assert measured.choose_cuts([1.0, 1.0, 1.0], 8) == [1, 2, 3]
+  assert measured.choose_cuts([1.0] * 8, 4) == [2, 4, 6, 8]
+  assert measured.choose_cuts([9.0, 1.0, 1.0, 1.0], 2) == [1, 4]
+  assert measured.choose_cuts([0.0] * 5, 2)[-1] == 5
+  assert measured.divide_seconds([1.0, 3.0, 0.0, 0.0], [2, 4], [8.0, 1.0]) == [2.0, 6.0, 0.5, 0.5]
+
+
+def test_where_nothing_is_hidden_everything_is_ready_at_the_end():
+  layers = js.overlap.Layers(("a", "b", "c"), (0, 1, 2), (1.0, 2.0, 3.0), (4.0, 4.0, 4.0), 0.5).at_the_end
+  made = js.overlap.plan("wfbp", layers.backward_times, layers.sizes, alpha=1.0, beta=0.0, gamma=1.0)
+  assert [sent.ready for sent in made.timeline] == [6.0, 6.0, 6.0]
 
 
 def test_a_link_predicts_what_the_cost_model_does():
-  algorithms = {"dense": js.costs.Algorithm(2e-9, reduces=True), "spardl:density=0.01": js.costs.Algorithm(4e-8)}
+  algorithms = {"dense": Algorithm(2e-9, reduces=True), "spardl:density=0.01": Algorithm(4e-8)}
   profile = js.costs.Profile(6, 1e-4, 8e-9, 0.9, 2e-4, 9e-9, 2**20, algorithms)
   for name, config in (("dense", {}), ("spardl", {"density": 0.01})):
     link = js.overlap.link_of(profile, name, **config)
@@ -132,47 +143,19 @@ def test_a_link_predicts_what_the_cost_model_does():
     for n in (10_000, 1_000_000):
       (one,) = [p for p in js.costs.advise(n, profile).predictions if p.name == name]
       assert link.seconds(4 * n) == pytest.approx(one.seconds, rel=1e-3)
+  with pytest.raises(ValueError, match="the profile has no 'topka:k=3', choose one of dense, spardl:density=0.01"):
+    js.overlap.link_of(profile, "topka", k=3)
 
 
-@pytest.mark.parametrize(
-  ("call", "message"),
-  [
-    (lambda: js.overlap.measure(loss, {}, jnp.ones((2, 4)), mesh_of(2)), "have no leaf"),
-    (lambda: js.overlap.measure(loss, params_of(), jnp.ones((2, 4)), mesh_of(2), cuts=0), "cuts=0, choose a whole"),
-    (lambda: js.overlap.measure(loss, params_of(), jnp.ones((2, 4)), mesh_of(2), repetitions=1.5), "repetitions=1.5"),
-    (
-      lambda: js.overlap.measure(loss, params_of(), jnp.ones((3, 16)), mesh_of(2)),
-      r"batch has shape \(3, 16\): its leading axis must divide among the 2 workers of axis 'workers'",
-    ),
-    (
-      lambda: js.overlap.link_of(js.costs.Profile(2, 1e-4, 1e-9, algorithms={"topka:k=3": js.costs.Algorithm(0.0)})),
-      "the profile has no 'dense', choose one of topka:k=3",
-    ),
-  ],
-)
-def test_bad_input(call, message):
+BAD = [
+  ({"params": {}}, "have no leaf"),
+  ({"cuts": 0}, "cuts=0, choose a whole"),
+  ({"repetitions": 1.5}, "repetitions=1.5"),
+  ({"batch": jnp.ones((3, 16))}, r"batch has shape \(3, 16\): its leading axis must divide among the 2 workers"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_bad_input(change, message):
   with pytest.raises(ValueError, match=message):
-    call()
-
-
-def test_unused_parameters_are_there_from_the_start():
-  params = [jnp.ones((4, 4)), jnp.ones(3)]
-  layers = js.overlap.measure(
-    lambda p, x: jnp.sum(x @ p[0]), params, np.ones((2, 4), np.float32), mesh_of(2), repetitions=1
-  )
-  assert layers.order == (0, 1)
-  assert layers.backward_times[1] <= layers.forward + sum(layers.backward_times)
-
-
-def test_where_nothing_is_hidden_everything_is_ready_at_the_end():
-  layers = measured.Layers(("a", "b", "c"), (0, 1, 2), (1.0, 2.0, 3.0), (4.0, 4.0, 4.0), 0.5).at_the_end
-  made = js.overlap.plan("wfbp", layers.backward_times, layers.sizes, alpha=1.0, beta=0.0, gamma=1.0)
-  assert [sent.ready for sent in made.timeline] == [6.0, 6.0, 6.0]
-
-
-def test_what_a_runtime_does_at_once_is_measured():
-  runtime = js.overlap.runtime_of(mesh_of(2), repetitions=1)
-  assert runtime.start_ups > 0
-  assert 0 <= runtime.hidden <= 1
-  with pytest.raises(ValueError, match="one worker sends nothing"):
-    js.overlap.runtime_of(mesh_of(1))
+    js.overlap.measure(loss, **({"params": params_of(), "batch": jnp.ones((2, 16)), "mesh": mesh_of(2)} | change))

@@ -12,22 +12,14 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.partial import messages
-from jaxsparse.partial.events import (
-  ControllerSilent,
-  FetchModel,
+from jaxsparse.partial.messages import Kind, Piece, Says
+from jaxsparse.partial.server import ServerProtocol
+from jaxsparse.partial.worker_protocol import (
   Model,
-  ModelReceived,
-  PieceReceived,
-  Reply,
   Request,
-  SendPiece,
-  ServerMessage,
-  Tick,
   Unreachable,
+  WorkerProtocol,
 )
-from jaxsparse.partial.messages import Says, Signal
-from jaxsparse.partial.server_protocol import ServerProtocol
-from jaxsparse.partial.worker_protocol import WorkerProtocol
 
 ENTRIES, ITERATIONS = 5, 4
 LIMIT, TIMEOUT, RECONNECT, LATENCY, STEP = 5.0, 20.0, 10.0, 1.0, 0.2
@@ -40,7 +32,12 @@ class Process:
     self.network, self.number = network, number
     self.connection, self.address = b"%d" % serial, f"tcp://127.0.0.1:{serial}"
     start = np.zeros(ENTRIES, np.float32)
-    self.protocol = WorkerProtocol(number, start, self.address, TIMEOUT, RECONNECT, network.now)
+    outlets = {
+      "tell": lambda signal: network.post(self, "server", signal.pack()),
+      "send": self.send,
+      "reply": self.take,
+    }
+    self.protocol = WorkerProtocol(number, start, self.address, TIMEOUT, RECONNECT, network.now, **outlets)
     self.dead, self.lost, self.suspended, self.since, self.found = False, False, False, 0.0, []
     self.computes: Model | None = None
 
@@ -49,24 +46,20 @@ class Process:
     return self.protocol.state == "ended"
 
   def handle(self, event):
-    if self.dead or self.finished:
-      return
-    for action in self.protocol.handle(event, self.network.now):
-      match action:
-        case Signal():
-          self.network.post(self, "server", action.packed())
-        case SendPiece(address, number, kind, values):
-          self.network.post(self, address, PieceReceived(number, kind, self.number, values.copy()))
-        case FetchModel(address):
-          self.network.post(self, address, self)
-        case Reply(answer):
-          assert isinstance(answer, Model), answer
-          self.take(answer)
-        case ControllerSilent():
-          assert not self.network.serves  # all others have left: the server has ended
-          self.lost = True
+    if not self.dead:
+      self.protocol.handle(event, self.network.now)
+
+  def tick(self):
+    self.protocol.tick(self.network.now)
+    if self.protocol.lost[0]:
+      assert not self.network.serves  # all others have left: the server has ended
+      self.lost = True
+
+  def send(self, address, piece):
+    self.network.post(self, address, piece._replace(values=piece.values.copy()))
 
   def take(self, model):
+    assert isinstance(model, Model), model
     assert np.ptp(model.vector) == 0  # every entry has the same history
     assert 0 <= model.vector[0] <= 4
     self.found.append(model)
@@ -122,7 +115,7 @@ class Network:
     process = self.processes[int(connection)]
     if process.dead or process.finished:
       return bool(self.channels[process.address, "server"])  # a closed connection is noticed after its last message
-    self.channels["server", process.address].append((self.now, ServerMessage(*messages.parse_answer(frame))))
+    self.channels["server", process.address].append((self.now, messages.parse_answer(frame)))
     return True
 
   def deliver(self, channel):
@@ -141,8 +134,9 @@ class Network:
     if gone and sender != "server":
       refused = self.random.random() < 0.5
       self.processes[int(sender.rpartition(":")[2])].handle(Unreachable(to, refused))
-    elif isinstance(message, Process):  # asks for the model
-      self.channels[to, message.address].append((self.now, ModelReceived(process.protocol.model)))
+    elif isinstance(message, Piece) and message.kind == Kind.FETCH:
+      vector, iteration = process.protocol.model
+      self.channels[to, sender].append((self.now, Piece(Kind.MODEL, iteration, process.number, vector)))
     elif not gone:
       process.handle(message)
     return True
@@ -160,7 +154,7 @@ class Network:
       if self.now - process.since > LATENCY:
         process.compute()
       if not process.suspended:
-        process.handle(Tick())
+        process.tick()
     if self.serves:
       self.server.tick(self.now)
 

@@ -2,8 +2,11 @@
 
 import contextlib
 import struct
-import threading
+import subprocess
+import sys
 import time
+import types
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +15,9 @@ import pytest
 import zmq
 
 import jaxsparse as js
-from jaxsparse.partial import messages, peers, runtime
-from jaxsparse.partial.messages import Answer, Says, Signal
+from jaxsparse.partial import messages, sockets
+from jaxsparse.partial.__main__ import main
+from jaxsparse.partial.messages import Answer, Kind, Piece, Says, Signal
 
 ADDRESS = "tcp://127.0.0.1:9"
 
@@ -21,13 +25,16 @@ ADDRESS = "tcp://127.0.0.1:9"
 class Client:
   """A connection to the server that can send anything."""
 
-  def __init__(self, context, address, keys=None):
-    self.socket = messages.secure(context.socket(zmq.DEALER), keys, serves=False)
+  def __init__(self, context, address, keys=None, server=None):
+    self.socket = context.socket(zmq.DEALER)
+    if keys:
+      self.socket.curve_publickey, self.socket.curve_secretkey = keys
+      self.socket.curve_serverkey = server or keys.public
     self.socket.linger = 0
     self.socket.connect(address)
 
   def say(self, *frames):
-    self.socket.send_multipart([frame.packed() if isinstance(frame, Signal) else frame for frame in frames])
+    self.socket.send_multipart([frame.pack() if isinstance(frame, Signal) else frame for frame in frames])
 
   def hear(self, wanted=tuple(set(Answer) - {Answer.BEAT})):
     """The next answer that is not a periodic heartbeat."""
@@ -42,248 +49,165 @@ class Client:
     return self.hear()
 
 
+@pytest.fixture
+def context():
+  """Makes sockets, which are closed at the end."""
+  found, kept = zmq.Context(), []
+
+  def make(kind):
+    kept.append(found.socket(kind))
+    return kept[-1]
+
+  yield types.SimpleNamespace(socket=make)
+  found.destroy(linger=0)
+
+
 @contextlib.contextmanager
-def served(workers=4, size=2, clients=4, **options):
-  context = zmq.Context()
+def served(workers=2, size=2, **options):
+  """The address of a server, and its controller."""
   controller = js.partial.Controller(workers, size)
   with js.partial.Server(controller, **options) as server:
-    try:
-      yield server, [Client(context, server.address) for _ in range(clients)]
-    finally:
-      context.destroy(linger=0)
+    yield server.address, controller
 
 
 def at_once(workers, train, address):
   """Runs `train(number, address)` of each worker in a thread of its own."""
-  threads = [threading.Thread(target=train, args=(number, address)) for number in range(workers)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join(60)
+  with futures.ThreadPoolExecutor(workers) as threads:
+    return list(threads.map(lambda number: train(number, address), range(workers)))
 
 
-def hello(client, worker):
-  kind, _ = client.ask(Signal(Says.HELLO, worker, 0, ADDRESS))
+def hello(client, worker, entries=0):
+  kind, _ = client.ask(Signal(Says.HELLO, worker, entries, ADDRESS))
   assert kind == Answer.WELCOME
 
 
-def test_a_donor_that_cannot_be_reached_holds_a_worker_up_only_until_the_timeout():
-  context = zmq.Context()
-  with js.partial.Server(js.partial.Controller(2, 2)) as server:
-    silent = Client(context, server.address)
+def test_a_donor_that_cannot_be_reached_holds_a_worker_up_only_until_the_timeout(context):
+  with served() as (address, _):
+    silent = Client(context, address)
     come = Signal(Says.HELLO, 1, 3, "tcp://127.0.0.1:1")
     silent.ask(come)
     silent.say(Signal(Says.READY, 1, 5))
     silent.ask(come)  # READY has been received by now
     with pytest.raises(RuntimeError, match="worker 0: no model from tcp://127.0.0.1:1 for 1 s|no WELCOME .* for 1 s"):
-      js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=1)
-    context.destroy(linger=0)
+      js.partial.Worker(address, 0, jnp.zeros(3), timeout=1)
 
 
-def test_an_oversized_message_to_the_server_ends_its_connection_only():
-  with served(workers=2, clients=2) as (_, clients):
-    hello(clients[0], 0)
-    clients[1].say(b"x" * (messages.LONGEST + 1))
-    assert not clients[1].socket.poll(200)
-    clients[0].say(Signal(Says.BEAT, 0))
-    assert clients[0].hear(set(Answer))[0] == Answer.BEAT
-
-
-def test_an_oversized_message_to_a_worker_ends_its_connection():
-  context, controller = zmq.Context(), js.partial.Controller(2, 2)
-  with js.partial.Server(controller) as server, js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
-    stranger = context.socket(zmq.DEALER)
-    monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    stranger.connect(messages.endpoint(worker._runtime._data))
-    stranger.send(bytes(12 + messages.LONGEST + 1))
-    assert monitor.poll(5000)
-  context.destroy(linger=0)
+def test_an_oversized_message_ends_its_connection_only(context):
+  """To the server, and to a worker."""
+  with served() as (address, _), js.partial.Worker(address, 0, jnp.zeros(3)) as worker:
+    for to, size in ((address, 1), (sockets.endpoint(worker._runtime._data), 12 + 1)):
+      stranger = context.socket(zmq.DEALER)
+      monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+      stranger.connect(to)
+      stranger.send(bytes(messages.LONGEST + size))
+      assert monitor.poll(5000)
+    hello(Client(context, address), 1, 3)
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_forged_pieces_do_not_pile_up(waits, caplog):
-  """Each has the size of the model; the worker waits for its group, or computes.
-
-  The test counts the entries that the worker keeps. The memory of the process holds the forger's messages as well.
-  """
-  entries, forged = 1_000_000, 60
-  controller, context, found = js.partial.Controller(3, 2), zmq.Context(), []
-  with js.partial.Server(controller) as server, js.partial.Worker(server.address, 0, jnp.zeros(entries)) as worker:
-    body = lambda: found.append(worker.reduce(jnp.ones(entries), 1)[0])
-    thread = threading.Thread(target=body, daemon=True)
-    if waits:
-      thread.start()
-      while not controller.waiting:
-        time.sleep(0.01)
+def test_forged_pieces_do_not_pile_up(waits, context, caplog):
+  """Each has the size of the model; the worker waits for its group, or computes. Counts the entries that it keeps."""
+  entries = 1_000_000
+  with (
+    served(3) as (address, controller),
+    js.partial.Worker(address, 0, jnp.zeros(entries)) as worker,
+    futures.ThreadPoolExecutor() as threads,
+  ):
+    reduce = lambda: threads.submit(worker.reduce, jnp.ones(entries), 1)
+    found = reduce() if waits else None
+    while waits and not controller.waiting:
+      time.sleep(0.01)
     stranger = context.socket(zmq.DEALER)
-    stranger.connect(messages.endpoint(worker._runtime._data))
-    for sender in range(forged):
+    stranger.connect(sockets.endpoint(worker._runtime._data))
+    for sender in range(60):
       stranger.send_multipart([struct.pack("!BqH", 3, 10**6, 100 + sender), bytes(4 * entries)])
-    stranger.send(struct.pack("!BqH", 1, 0, 9))  # FETCH, answered after all pieces have been received
+    stranger.send_multipart([struct.pack("!BqH", 1, 0, 9), b""])  # FETCH, answered after all pieces have been received
     assert stranger.poll(30000)
     early = worker._runtime._protocol._early._parts.values()
-    assert sum(values.size for _, values in early) == (entries if waits else 0)
+    assert sum(part.values.size for part in early) == (entries if waits else 0)
     stranger.close(linger=0)
-    if not waits:
-      thread.start()
-    with js.partial.Worker(server.address, 1, jnp.zeros(entries)) as other:
+    found = found or reduce()
+    with js.partial.Worker(address, 1, jnp.zeros(entries)) as other:
       assert float(other.reduce(jnp.zeros(entries), 2)[0].max()) == 0.5  # the pieces had no effect
-    thread.join(60)
-  context.destroy(linger=0)
-  assert float(found[0].min()) == 0.5
+    assert float(found.result(60)[0].min()) == 0.5
   said = "worker 0: 1000000 entries for group 1000000 from worker 101 are dropped"
   assert [said in record.getMessage() for record in caplog.records] == [True] * waits
 
 
-def test_a_worker_whose_connection_is_gone_is_dropped_long_before_the_limit():
-  with served(limit=5) as (server, clients):
+def test_a_worker_whose_connection_is_gone_is_dropped_long_before_the_limit(context):
+  """And its number is free again."""
+  with served(4, limit=5) as (address, controller):
+    clients = [Client(context, address) for _ in range(4)]
     for worker, client in enumerate(clients):
       hello(client, worker)
     clients[2].socket.close()
     begin = time.monotonic()
-    clients[0].say(Signal(Says.READY, 0, 1))
-    while 2 in server._controller.alive:
+    while 2 in controller.alive:
       time.sleep(0.01)
       assert time.monotonic() - begin < 3
-    assert server._controller.alive == (0, 1, 3)
+    assert controller.alive == (0, 1, 3)
+    hello(Client(context, address), 2)
 
 
 def test_the_number_of_a_living_worker_is_refused_at_once():
   """Long before the limit; the living worker continues."""
-  with js.partial.Server(js.partial.Controller(3, 2), limit=30) as server:
-    with js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
+  with served(3, limit=30) as (address, _):
+    with js.partial.Worker(address, 0, jnp.zeros(3)) as worker:
       begin = time.monotonic()
       message = "worker 0: taken: a living worker has the number 0, choose another number of 0 … 2"
       with pytest.raises(ValueError, match=message):
-        js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=10)
+        js.partial.Worker(address, 0, jnp.zeros(3), timeout=10)
       assert time.monotonic() - begin < 5
-      with js.partial.Worker(server.address, 1, jnp.zeros(3)) as other:
-        thread = threading.Thread(target=other.reduce, args=(jnp.zeros(3), 1))
-        thread.start()
+      with js.partial.Worker(address, 1, jnp.zeros(3)) as other, futures.ThreadPoolExecutor() as threads:
+        threads.submit(other.reduce, jnp.zeros(3), 1)
         assert worker.reduce(jnp.ones(3), 1)[0].tolist() == [0.5] * 3
-        thread.join(60)
-    js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=10).leave()
+    js.partial.Worker(address, 0, jnp.zeros(3), timeout=10).leave()
 
 
-def test_the_number_of_a_dead_worker_is_free_again():
-  """Its successor waits until the server notices the death; a rival that was rejected before has no effect."""
-  with served(clients=2, limit=5) as (server, (first, second)):
-    hello(first, 0)
-    for reason in ("duplicate: worker 0", "taken: a living worker has the number 0"):
-      assert second.ask(Signal(Says.HELLO, 0, 0, ADDRESS))[1]["reason"].startswith(reason)
-      assert first.hear()[0] == Answer.PROBE
-      first.say(Signal(Says.BEAT, 0))
-      time.sleep(0.1)
-    first.socket.close()
-    js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=20).leave()
-
-
-def test_the_server_ends_if_no_worker_comes():
-  server = js.partial.Server(js.partial.Controller(2, 2), start_timeout=0.2)
-  begin = time.monotonic()
-  server.serve()
-  assert time.monotonic() - begin < 3
-
-
-def test_only_workers_with_the_keys_can_join():
-  keys, context = js.partial.make_keys(), zmq.Context()
-  with js.partial.Server(js.partial.Controller(2, 2), keys=keys) as server:
-    friend, stranger, plain = (Client(context, server.address, k) for k in (keys, js.partial.make_keys(), None))
-    other = js.partial.make_keys()  # knows the server's public key, has none that the server knows
-    stranger.socket.close()
-    stranger = Client(context, server.address, messages.Keys(*other))
-    stranger.socket.curve_serverkey = keys.public
-    hello(friend, 0)
-    for client in (stranger, plain):
+def test_only_workers_with_the_keys_can_join(context):
+  keys, other = js.partial.Keys.make(), js.partial.Keys.make()
+  with served(keys=keys) as (address, _):
+    hello(Client(context, address, keys), 0)
+    # Without keys; with the server's public key, and none that the server knows.
+    for client in (Client(context, address), Client(context, address, other, server=keys.public)):
       with contextlib.suppress(zmq.Again):  # the connection may have been refused by then
-        client.socket.send(Signal(Says.HELLO, 1, 0, ADDRESS).packed(), zmq.NOBLOCK)
+        client.socket.send(Signal(Says.HELLO, 1, 0, ADDRESS).pack(), zmq.NOBLOCK)
       assert not client.socket.poll(300)
-    for wrong in (None, js.partial.make_keys()):
+    for wrong in (None, other):
       with pytest.raises(js.partial.ControllerLost, match=r"no WELCOME from the controller at .* for 0.5 s"):
-        js.partial.Worker(server.address, 1, jnp.zeros(1), keys=wrong, timeout=0.5)
-    context.destroy(linger=0)
+        js.partial.Worker(address, 1, jnp.zeros(1), keys=wrong, timeout=0.5)
 
 
 @pytest.mark.parametrize(
   ("address", "message"),
   [
     ("tcp://*:2900", r"tcp://\*:2900 can be reached from other machines: give keys"),
-    ("tcp://10.0.0.1:*", r"can be reached from other machines"),
-    ("tcp://node7:2900", r"can be reached from other machines"),
-    ("ipc://here", r"choose tcp://HOST:PORT"),
-    ("tcp://127.0.0.1:x", r"choose tcp://HOST:PORT"),
+    ("tcp://10.0.0.1:*", "can be reached from other machines"),
+    ("tcp://node7:2900", "can be reached from other machines"),
+    ("ipc://here", "choose tcp://HOST:PORT"),
+    ("tcp://127.0.0.1:x", "choose tcp://HOST:PORT"),
   ],
 )
 def test_bad_addresses(address, message):
   with pytest.raises(ValueError, match=message):
     js.partial.Server(js.partial.Controller(2, 2), address)
-
-
-def test_a_worker_has_to_bind_to_an_address_that_others_reach():
-  with pytest.raises(ValueError, match="can be reached from other machines"):
-    js.partial.Worker(ADDRESS, 0, jnp.zeros(1), bind="tcp://10.0.0.1:*")
-  with pytest.raises(ValueError, match="name the address of this machine that the other workers reach"):
-    js.partial.Worker(ADDRESS, 0, jnp.zeros(1), bind="tcp://*:2900", keys=js.partial.make_keys())
-
-
-@pytest.mark.parametrize("keys", [None, js.partial.make_keys()], ids=["plain", "curve"])
-def test_workers_average_and_keep_the_sum(keys):
-  """Groups with constant weights keep the sum of all models, since W is doubly stochastic."""
-  controller, found, together = js.partial.Controller(4, 2), {}, {}
-
-  def train(number, address):
-    with js.partial.Worker(address, number, jnp.zeros(7), keys=keys) as worker:
-      params, iteration = (
-        jnp.full(7, float(number)),
-        0,
-      )  # not `worker.params`, which may be another worker's
-      for _ in range(6):
-        params, iteration = worker.reduce(params, iteration + 1)
-      found[number] = np.asarray(params)
-      params, _ = worker.synchronize(params, iteration)
-      together[number] = np.asarray(params)
-
-  with js.partial.Server(controller, keys=keys) as server:
-    at_once(4, train, server.address)
-  assert len(found) == 4
-  np.testing.assert_allclose(sum(found.values()), 6.0, rtol=1e-5)
-  assert np.ptp([model[0] for model in found.values()]) < 3
-  np.testing.assert_allclose(together[0], 1.5, rtol=1e-5)
-  assert len({model.tobytes() for model in together.values()}) == 1
+  keys = js.partial.Keys.make() if "*:" in address else None  # others have to reach a worker
+  with pytest.raises(ValueError, match="name the address of this machine" if keys else message):
+    js.partial.Worker(ADDRESS, 0, jnp.zeros(1), bind=address, keys=keys)
 
 
 def test_a_worker_that_leaves_right_after_an_average_spoils_it_for_no_other():
   """Its last pieces may be in transit when it closes its connections."""
-  entries, found = 300_000, []
+  entries = 300_000
 
   def train(number, address):
     with js.partial.Worker(address, number, jnp.zeros(entries)) as worker:
-      found.append(np.asarray(worker.reduce(jnp.full(entries, number, jnp.float32), 1)[0]))
+      return worker.reduce(jnp.full(entries, number, jnp.float32), 1)[0]
 
   for _ in range(5):
-    with js.partial.Server(js.partial.Controller(3, 3)) as server:
-      at_once(3, train, server.address)
-  assert len(found) == 15
-  for model in found:
-    np.testing.assert_allclose(model, 1, rtol=1e-6)
-
-
-def test_a_member_that_sends_nothing_is_not_waited_for():
-  """The server takes it for alive, but no piece arrives: the worker gives the average up and is ready again."""
-  context = zmq.Context()
-  with js.partial.Server(js.partial.Controller(2, 2)) as server:
-    silent = Client(context, server.address)
-    assert silent.ask(Signal(Says.HELLO, 1, 3, ADDRESS))[0] == Answer.WELCOME
-    with js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=1) as worker:
-      thread = threading.Thread(target=worker.reduce, args=(jnp.ones(3), 1))
-      thread.start()
-      silent.say(Signal(Says.READY, 1, 1))
-      number = silent.hear()[1]["number"]
-      assert silent.hear() == (Answer.ABORT, {"number": number, "worker": 0})
-      silent.say(Signal(Says.BYE, 1, number))
-      thread.join(60)
-      assert not thread.is_alive()  # alone, in a group of one
-    context.destroy(linger=0)
+    with served(3, 3) as (address, _):
+      for model in at_once(3, train, address):
+        np.testing.assert_allclose(model, 1, rtol=1e-6)
 
 
 @pytest.mark.parametrize("place", ["file", "no folder"])
@@ -299,25 +223,24 @@ def test_every_call_after_the_controller_is_lost_raises_it_and_leaving_ends_norm
     worker._runtime.join(60)
     for call in (worker.reduce, worker.reduce, worker.synchronize):
       with pytest.raises(
-        js.partial.ControllerLost, match=r"no sign of life from the controller at .* for 0.8 s"
-      ) as found:
+        js.partial.ControllerLost, match="no sign of life from the controller at .* for 0.8 s"
+      ) as lost:
         call(params, 4)
   if place == "file":
     found, iteration = js.partial.restore(path, params)
     assert iteration == 3
-    assert jax.tree.map(lambda leaf: (leaf.dtype, leaf.tolist()), found) == jax.tree.map(
-      lambda leaf: (leaf.dtype, leaf.tolist()), held[0]
-    )
+    content = lambda tree: jax.tree.map(lambda leaf: (leaf.dtype, leaf.tolist()), tree)
+    assert content(found) == content(held[0])
     with pytest.raises(ValueError, match=r"holds \['b'\] of shape \(4,\), the model's has \(5,\)"):
       js.partial.restore(path, {**params, "b": jnp.zeros(5)})
   else:
-    assert "the parameters could not be saved: " in str(found.value)
+    assert "the parameters could not be saved: " in str(lost.value)
 
 
 def test_training_goes_on_with_a_controller_that_is_restarted():
   """Worker 0 waits in `reduce` meanwhile, worker 1 computes for longer than the limit."""
   server = js.partial.Server(js.partial.Controller(2, 2), limit=0.3).__enter__()
-  address, counts = server.address, {}
+  again = []
 
   def train(number, address):
     with js.partial.Worker(address, number, jnp.zeros(3), timeout=10, reconnect=20) as worker:
@@ -329,35 +252,10 @@ def test_training_goes_on_with_a_controller_that_is_restarted():
         time.sleep(0.6)
       for _ in range(3):
         params, iteration = worker.reduce(params + 1, iteration + 1)
-      counts[number] = iteration
+      return iteration
 
-  again = []
-  at_once(2, train, address)
+  assert min(at_once(2, train, server.address)) >= 4
   again[0].__exit__()
-  assert sorted(counts) == [0, 1]
-  assert min(counts.values()) >= 4
-
-
-def test_a_worker_that_pauses_holds_the_others_up_for_one_step():
-  """Its thread is alive, its training loop calls nothing for 3 s; T = 2 makes the group filter wait soon."""
-  waits, back = {number: [] for number in range(3)}, threading.Event()
-
-  def train(number, address):
-    with js.partial.Worker(address, number, jnp.zeros(3)) as worker:
-      params, iteration = worker.params, worker.iteration
-      while not back.is_set():
-        if number == 2 and len(waits[2]) == 5:
-          time.sleep(3)
-          back.set()
-        began = time.monotonic()
-        params, iteration = worker.reduce(params, iteration + 1)
-        waits[number].append(time.monotonic() - began)
-        time.sleep(0.01)
-
-  with js.partial.Server(js.partial.Controller(3, 2, history=2)) as server:
-    at_once(3, train, server.address)
-  assert all(len(found) > 5 for found in waits.values())
-  assert max(map(max, waits.values())) < 1.5
 
 
 class Slow:
@@ -367,66 +265,71 @@ class Slow:
 
   def __init__(self, context, server):
     self.data = context.socket(zmq.ROUTER)
-    self.data.rcvhwm = 1  # the first message fills the queue; of the second, TCP takes some
+    self.data.rcvhwm = 1  # the first message fills the queue; of the second, TCP takes no more than its buffers
+    self.data.rcvbuf = 100_000
     self.data.bind("tcp://127.0.0.1:*")
-    self.client = Client(context, server)
-    self.client.ask(Signal(Says.HELLO, 1, self.ENTRIES, messages.endpoint(self.data)))
+    self.client, self.other = Client(context, server), context.socket(zmq.DEALER)
+    self.client.ask(Signal(Says.HELLO, 1, self.ENTRIES, sockets.endpoint(self.data)))
 
   def average(self):
     _, group = self.client.ask(Signal(Says.READY, 1, 1))
-    self.other = self.client.socket.context.socket(zmq.DEALER)
     self.other.connect(group["addresses"][0])
-    for kind in ("part", "mean"):
-      self.other.send_multipart(peers.piece(group["number"], kind, 1, np.ones(self.ENTRIES // 2, np.float32)))
+    for kind in (Kind.PART, Kind.MEAN):
+      self.other.send_multipart(Piece(kind, group["number"], 1, np.ones(self.ENTRIES // 2, np.float32)).pack())
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, takes):
+def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, context, takes):
   """A worker that takes no byte may be dead, on a machine that is gone; the time to take one is 1 s here, not 5."""
-  monkeypatch.setattr(peers, "_STALLED", 10000 if takes else 1000)
-  monkeypatch.setattr(runtime, "_LAST_WORDS", 100)
-  context = zmq.Context()
-  with js.partial.Server(js.partial.Controller(2, 2)) as server:
-    worker = js.partial.Worker(server.address, 0, jnp.zeros(Slow.ENTRIES))
-    slow = Slow(context, server.address)
-    thread = threading.Thread(target=slow.average)
-    thread.start()
+  monkeypatch.setattr(sockets, "_STALLED", 10000 if takes else 1000)
+  monkeypatch.setattr("jaxsparse.partial.worker._LAST_WORDS", 100)
+  with served() as (address, _), futures.ThreadPoolExecutor() as threads:
+    worker = js.partial.Worker(address, 0, jnp.zeros(Slow.ENTRIES))
+    slow = Slow(context, address)
+    averaged = threads.submit(slow.average)
     assert float(worker.reduce(jnp.zeros(Slow.ENTRIES), 1)[0].max()) == 1.0
-    thread.join(60)
+    averaged.result(60)
     begin = time.monotonic()
-    leaving = threading.Thread(target=worker.leave)
-    leaving.start()
+    leaving = threads.submit(worker.leave)
     if takes:
-      leaving.join(0.5)
-      assert leaving.is_alive()
+      with pytest.raises(TimeoutError):
+        leaving.result(0.5)
       slow.data.recv_multipart()  # the part
       assert slow.data.poll(20000)
       assert len(slow.data.recv_multipart()[-1]) == 2 * Slow.ENTRIES
-    leaving.join(60)
+    leaving.result(60)
     assert time.monotonic() - begin < 8
-  context.destroy(linger=0)
 
 
 def test_leaving_does_not_wait_for_a_server_that_is_gone(monkeypatch):
-  monkeypatch.setattr(runtime, "_LAST_WORDS", 300)
-  server = js.partial.Server(js.partial.Controller(2, 2)).__enter__()
-  worker = js.partial.Worker(server.address, 0, jnp.zeros(3))
-  server.__exit__()
+  monkeypatch.setattr("jaxsparse.partial.worker._LAST_WORDS", 300)
+  with served() as (address, _):
+    worker = js.partial.Worker(address, 0, jnp.zeros(3))
   begin = time.monotonic()
   worker.leave()
   assert time.monotonic() - begin < 10  # not the 120 s of `timeout`
 
 
-def test_a_worker_with_a_wrong_number_or_size_is_told():
-  with js.partial.Server(js.partial.Controller(2, 2)) as server:
-    with pytest.raises(ValueError, match="worker 5: unknown: worker 5, there are 0 … 1"):
-      js.partial.Worker(server.address, 5, jnp.zeros(3))
-    with js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
-      with pytest.raises(ValueError, match="params have 4 entries, the initial ones have 3"):
-        worker.reduce(jnp.zeros(4), 1)
-      with pytest.raises(ValueError, match="worker 0: iteration -1 of worker 0 is malformed"):
-        worker.reduce(jnp.zeros(3), -1)
-      with pytest.raises(ValueError, match="worker 1: unlike: worker 1 has a model of 4 entries, the others of 3"):
-        js.partial.Worker(server.address, 1, jnp.zeros(4))
+def test_a_worker_of_another_size_is_told_and_one_that_has_left():
+  with served() as (address, _):
+    message = "worker 1: unlike: worker 1 has a model of 4 entries, the others of 3"
+    with js.partial.Worker(address, 0, jnp.zeros(3)) as worker, pytest.raises(ValueError, match=message):
+      js.partial.Worker(address, 1, jnp.zeros(4))
     with pytest.raises(RuntimeError, match="has left"):
       worker.reduce(jnp.zeros(3), 1)
+
+
+def test_the_command_line(tmp_path, monkeypatch):
+  """A controller as a program, with keys that it makes; it ends with its last worker."""
+  command = [sys.executable, "-m", "jaxsparse.partial", "--workers=2", "--group_size=2", f"--keys={tmp_path / 'keys'}"]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    address = process.stdout.readline().strip()
+    keys = js.partial.Keys.read(tmp_path / "keys")
+    assert (tmp_path / "keys").stat().st_mode & 0o077 == 0
+    workers = [js.partial.Worker(address, number, jnp.zeros(2), keys=keys, timeout=30) for number in range(2)]
+    for worker in workers:
+      worker.leave()
+    assert process.wait(30) == 0
+  monkeypatch.setattr(sys, "argv", ["jaxsparse.partial", "--workers=2", "--group_size=3"])
+  with pytest.raises(SystemExit, match="^error: group_size=3, choose a whole number in 2 … 2, the number of workers$"):
+    main()

@@ -10,23 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxsparse as js
-from jaxsparse.partial.events import SendPiece
-from jaxsparse.partial.runtime import Runtime
+from jaxsparse.partial.messages import Kind
+from jaxsparse.partial.worker import Runtime
 
 LIMIT, RECONNECT, ENTRIES = 1.0, 1.0, 3000
 
 
 def die_in_an_average(after: int) -> None:
   """Kills this process after it has sent one piece of the first average from iteration `after` on."""
-  perform = Runtime._perform
+  send = Runtime._send
 
-  def perform_and_die(self, action):
-    perform(self, action)
-    if isinstance(action, SendPiece) and self._protocol.model.iteration >= after:
+  def send_and_die(self, address, piece):
+    send(self, address, piece)
+    if piece.kind == Kind.PART and self._protocol.model.iteration >= after:
       time.sleep(0.1)  # for the piece to be sent
       os.kill(os.getpid(), signal.SIGKILL)
 
-  Runtime._perform = perform_and_die
+  Runtime._send = send_and_die
 
 
 def train(what: str, address: str, number: int, folder: pathlib.Path) -> None:

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsparse.select import candidates
-from jaxsparse.select.blocks import Blocks
+from jaxsparse.select import exact, top_k
+from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.lazy import LazySum
+from tests.cases import normals
 from tests.select.gradients import GRADIENTS, N, keys_in_numpy
 
 K = 300
@@ -21,7 +21,7 @@ def found_and_reached(x, order, length, k=K, low=None, parts=None):
   a word of 32 with another block.
   """
   parts = (x,) if parts is None else parts
-  find = jax.jit(lambda *parts: candidates.candidates(Blocks(LazySum(parts), jnp.array(order), length, k), low))
+  find = jax.jit(lambda *parts: exact.find_candidates(Blocks(LazySum(parts), jnp.array(order), length, k), low))
   found = find(*parts)
   members, reached = set(bitset.nonzero(found.members, bitset.count(found.members).item()).tolist()), []
   for row, block in enumerate(order):
@@ -82,3 +82,11 @@ def test_neighbours_of_a_block_without_large_entries_keep_their_candidates():
   assert N % 32
   assert found.fits.all()
   assert min(map(len, reached)) >= K
+
+
+def test_a_large_entry_in_a_word_of_two_blocks_is_found():
+  """The first entries of a block lie in the word of 32 with the last ones of the block before it."""
+  x = normals(0, 2, 50_001)
+  x[1] *= 1e-3
+  x[1, 3] = 0.5
+  assert 3 in top_k(jnp.asarray(x), 300, method="bracket").indices[1]

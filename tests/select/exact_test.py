@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxsparse.select import candidates, exact, kth_largest, top_k
-from jaxsparse.select.blocks import Blocks
+from jaxsparse.select import blocks, exact, top_k
+from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.lazy import LazySum
 from jaxsparse.types import Sparse
 from tests.cases import bits
 from tests.reference import largest
@@ -46,21 +45,14 @@ def test_equals_a_sort_by_magnitude(method, n, k, data):
     np.testing.assert_array_equal(values, row[indices])
 
 
+@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_methods_agree_on_long_rows(method):
-  select = jax.jit(lambda x: top_k(x, 700, method=method))
-  for name, x in GRADIENTS.items():
-    chosen = select(x)
-    np.testing.assert_array_equal(chosen.indices, simple(x, 700), err_msg=name)
-    np.testing.assert_array_equal(bits(chosen.values), bits(x[np.asarray(chosen.indices)]), err_msg=name)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_lazy_sum_is_selected_from_as_its_sum(method):
-  select = jax.jit(lambda *parts: top_k(LazySum(parts), 700, method=method))
+def test_methods_agree_on_long_rows(method, lazy):
+  """A lazy sum is selected from as its sum."""
+  select = jax.jit(lambda *parts: top_k(LazySum(parts) if lazy else parts[0], 700, method=method))
   added = jax.jit(jnp.add)
   for (name, x), y in zip(GRADIENTS.items(), [*GRADIENTS.values()][::-1], strict=True):
-    whole = np.asarray(added(x, y))
+    whole = np.asarray(added(x, y)) if lazy else x
     chosen = select(x, y)
     np.testing.assert_array_equal(chosen.indices, simple(whole, 700), err_msg=name)
     np.testing.assert_array_equal(bits(chosen.values), bits(whole[np.asarray(chosen.indices)]), err_msg=name)
@@ -69,12 +61,12 @@ def test_a_lazy_sum_is_selected_from_as_its_sum(method):
 @pytest.fixture
 def as_on_gpu(monkeypatch):
   """Few keys are sorted, as there."""
-  monkeypatch.setattr(kth_largest, "by_counting", kth_largest.by_sorting)
+  monkeypatch.setattr(blocks, "by_counting", blocks.by_sorting)
 
 
 @pytest.mark.usefixtures("as_on_gpu")
 def test_methods_agree_on_long_rows_as_on_gpu():
-  test_methods_agree_on_long_rows("bracket")
+  test_methods_agree_on_long_rows("bracket", lazy=False)
 
 
 def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
@@ -83,7 +75,7 @@ def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
   x, k = jax.ShapeDtypeStruct((n,), jnp.float32), n // 100
 
   def find(x):
-    return candidates.candidates(Blocks(LazySum((x,)), jnp.array([1, 0]), -(-n // 2), k // 2))
+    return exact.find_candidates(Blocks(LazySum((x,)), jnp.array([1, 0]), -(-n // 2), k // 2))
 
   lowered = lambda function, *args, platform: (
     jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
@@ -92,8 +84,8 @@ def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
   loops = {platform: program.count("stablehlo.while") for platform, program in text.items()}
   assert loops == {"cuda": 1, "cpu": 2}  # a search of a fixed number of rounds
   assert "stablehlo.sort" not in text["cpu"]
-  some = jax.ShapeDtypeStruct((2, bitset.aligned(k)), jnp.int32)
-  cut = lowered(functools.partial(kth_largest.kth_largest, k=9), some, some, platform="cuda")
+  some = jax.ShapeDtypeStruct((2, bitset.align(k)), jnp.int32)
+  cut = lowered(functools.partial(blocks.kth_largest, k=9), some, some, platform="cuda")
   assert "stablehlo.while" not in cut
   whole = lowered(functools.partial(top_k, k=k), x, platform="cuda")
   for program in (text["cuda"], whole, cut):
@@ -102,9 +94,11 @@ def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
     assert max(map(int, rows)) < n // 20
 
 
-def test_rows_without_enough_candidates_do_not_spoil_others():
-  rows = np.stack([GRADIENTS["normal"], GRADIENTS["equal"], GRADIENTS["heavy tail"]])
-  chosen = top_k(rows, 500, method="bracket")
+@pytest.mark.parametrize("batched", [False, True])
+def test_rows_without_enough_candidates_do_not_spoil_others(batched):
+  rows = np.stack([GRADIENTS["normal"], GRADIENTS["equal"], GRADIENTS["heavy tail"], GRADIENTS["few values"]])
+  select = functools.partial(top_k, k=500, method="bracket")
+  chosen = jax.jit(jax.vmap(select))(rows) if batched else select(rows)
   for row, indices in zip(rows, chosen.indices, strict=True):
     np.testing.assert_array_equal(indices, simple(row, 500))
 
@@ -114,28 +108,12 @@ def test_few_entries_and_no_rows():
   assert top_k(jnp.zeros((0, 20_000)), 5).indices.shape == (0, 5)
 
 
-def test_under_vmap():
-  rows = np.stack([GRADIENTS["normal"], GRADIENTS["few values"]])
-  chosen = jax.jit(jax.vmap(lambda row: top_k(row, 300, method="bracket")))(rows)
-  for row, indices in zip(rows, chosen.indices, strict=True):
-    np.testing.assert_array_equal(indices, simple(row, 300))
-
-
-@pytest.mark.parametrize("k", [0, 5])
-def test_k_outside_the_row(k):
-  with pytest.raises(ValueError, match=f"k={k}, choose a number of entries from 1 to the 4"):
-    top_k(np.zeros(4, np.float32), k)
-
-
-def test_an_unknown_method():
+def test_bad_arguments():
+  for k in (0, 5):
+    with pytest.raises(ValueError, match=f"k={k}, choose a number of entries from 1 to the 4"):
+      top_k(np.zeros(4, np.float32), k)
   with pytest.raises(ValueError, match="method='heap', choose one of 'bracket', 'bisect', 'sort'"):
     top_k(np.zeros(4, np.float32), 1, method="heap")
-
-
-def test_the_choice_is_the_fastest_that_is_right():
-  assert exact.method_for(14_728_266, 147_283) == "bracket"
-  assert exact.method_for(14_728_266, 14_000_000) == "bisect"
-  assert exact.method_for(1000, 10) == "sort"
 
 
 SLOTS, END = 12, 30

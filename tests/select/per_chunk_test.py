@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from jaxsparse.select import per_chunk
-from jaxsparse.select.blocks import Blocks
-from jaxsparse.sparse.lazy import LazySum
+from jaxsparse.select.blocks import Blocks, LazySum
 
 
 @pytest.mark.parametrize(
@@ -18,7 +17,9 @@ def test_champions_of_chunks(n, workers, k):
   parts = random.integers(-9, 10, (2, n)).astype(np.float32)
   parts[1, n // 2] = np.nan
   order = random.permutation(workers).astype(np.int32)
-  best = jax.jit(lambda order, *parts: per_chunk.champions(Blocks(LazySum(parts), order, length, k)))(order, *parts)
+  best = jax.jit(lambda order, *parts: per_chunk.find_champions(Blocks(LazySum(parts), order, length, k)))(
+    order, *parts
+  )
   for block, indices in zip(order, np.asarray(best), strict=True):
     values = np.nan_to_num(np.abs(parts.sum(0)[block * length : (block + 1) * length]), nan=np.inf)
     of_chunks = [values[chunk::k] for chunk in range(k)]

@@ -11,26 +11,26 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxsparse.select import threshold
+from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
-from jaxsparse.sparse.lazy import LazySum
 from tests.reference import largest
 
 
 def test_a_full_region_keeps_its_largest_and_takes_no_slot_of_another():
   x = LazySum((jnp.array([3.0, 4.0, 0.0, -4.0, 2.0, 1.0]),))
-  members = threshold.selected(x, jnp.float32(1))
+  members = threshold.select_reaching(x, jnp.float32(1))
   bounds = jnp.array([0, 4, 6])
-  fitting = threshold.at_most_in_regions(x, members, bounds, 2, most=5)
-  rows = threshold.in_regions(x, fitting, bounds, 2, most=5)
+  fitting = threshold.cut_regions(x, members, bounds, 2, most=5)
+  rows = threshold.read_regions(x, fitting, bounds, 2, most=5)
   np.testing.assert_array_equal(rows.indices, [[1, 3], [4, 5]])
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _in_regions(values, bounds, most, capacity):
   x = LazySum(tuple(values))
-  members = threshold.at_most(x, threshold.selected(x, jnp.float32(1)), most)
-  fitting = threshold.at_most_in_regions(x, members, bounds, capacity, most)
-  return threshold.in_regions(x, fitting, bounds, capacity, most)
+  members = threshold.cut_to_largest(x, threshold.select_reaching(x, jnp.float32(1)), most)
+  fitting = threshold.cut_regions(x, members, bounds, capacity, most)
+  return threshold.read_regions(x, fitting, bounds, capacity, most)
 
 
 @hypothesis.given(
@@ -57,5 +57,5 @@ def test_a_threshold_selects_every_nan_and_infinity(most):
   values[[7, 20_003]] = np.nan, -np.inf
   x = LazySum((jnp.array(values),))
   for limit in (0.0, 3.0, 1e30):
-    members = threshold.at_most(x, threshold.selected(x, jnp.float32(limit)), most)
+    members = threshold.cut_to_largest(x, threshold.select_reaching(x, jnp.float32(limit)), most)
     assert bitset.contains(members, jnp.array([7, 20_003])).all()

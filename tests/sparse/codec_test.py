@@ -121,20 +121,19 @@ def test_offsets_are_those_that_slots_promise(wire_):
     assert empty < codec_of(wire_, length, by_chunk=True).slots(rows, chunks)
 
 
-def test_at_one_percent_a_message_is_less_than_half_as_large_or_a_third():
+def test_sizes_at_one_percent():
   size = lambda wire_, **layout: codec_of(wire_, 2_454_711, **layout).words(1, 24_548)
-  assert size("f32") == 2 * 24_548
-  assert size("bf16") < 0.4 * size("f32")
-  assert size("int8") < 0.28 * size("f32")
-  assert size("int8", by_chunk=True) < 0.2501 * size("f32")
+  whole = 2 * 24_548
+  assert size("f32") == whole
+  assert size("bf16") < 0.4 * whole
+  assert size("int8") < 0.28 * whole
+  assert size("int8", by_chunk=True) < 0.2501 * whole
 
 
-@pytest.mark.parametrize(
-  ("capacity", "length"), [(1, 1), (7, 7), (10, 20), (10, 4000), (24_548, 2_454_711), (10, 2**30)]
-)
-def test_the_low_part_is_the_one_of_the_fewest_words(capacity, length):
-  cost = lambda low: low * capacity + capacity + (length >> low)
-  assert cost(codecs.low_bits(capacity, length)) == min(map(cost, (4, 8, 16)))
+def test_the_low_part_is_the_one_of_the_fewest_words():
+  for capacity, length in ((1, 1), (7, 7), (10, 20), (10, 4000), (24_548, 2_454_711), (10, 2**30)):
+    cost = lambda low, capacity=capacity, length=length: low * capacity + capacity + (length >> low)
+    assert cost(codecs.low_bits(capacity, length)) == min(map(cost, (4, 8, 16)))
 
 
 def test_levels_are_unbiased():
@@ -216,22 +215,18 @@ def test_the_same_bits_in_every_program(wire_):
   for other in (back(message), jax.jit(back)(sent), jax.jit(lambda *x: back(there(*x)))(entries, noise)):
     np.testing.assert_array_equal(got.indices, other.indices)
     np.testing.assert_array_equal(bits(got.values), bits(other.values))
+  if wire_ == "int8":  # products are exact, so that sums are the same with fused multiply-add and without
+    exact = np.asarray(message.values, np.float64) * np.asarray(message.scale, np.float64)[:, None]
+    np.testing.assert_array_equal(np.asarray(got.values, np.float64), exact)
 
 
-def test_a_sum_of_levels_is_the_same_bits_with_fused_multiply_add_and_without_it():
-  entries, noise = some_entries(2, 100, 1000)
-  message = encode(entries, 1000, "int8", noise)
-  exact = np.asarray(message.values, np.float64) * np.asarray(message.scale, np.float64)[:, None]
-  np.testing.assert_array_equal(np.asarray(decode(message, 1000, "int8").values, np.float64), exact)
-
-
-@pytest.mark.parametrize(("capacity", "length"), [(9, 33), (5, 3000), (3, 1_000_000)])
-def test_a_message_of_zeros_holds_nothing(capacity, length):
-  codec = codec_of("int8", length)
-  message, _ = jax.eval_shape(codec.encode, *some_entries(3, capacity, length))
-  got = codec.decode(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), message))
-  assert (got.indices == length).all()
-  assert (got.values == 0).all()
+def test_a_message_of_zeros_holds_nothing():
+  for capacity, length in ((9, 33), (5, 3000), (3, 1_000_000)):
+    codec = codec_of("int8", length)
+    message, _ = jax.eval_shape(codec.encode, *some_entries(3, capacity, length))
+    got = codec.decode(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), message))
+    assert (got.indices == length).all()
+    assert (got.values == 0).all()
 
 
 @pytest.mark.parametrize("wire_", ["f32", *SHORT])
@@ -253,11 +248,11 @@ def test_what_was_rounded_off_is_known_to_the_sender(wire_, by_chunk):
     np.testing.assert_array_equal(got.indices, indices)
 
 
-@pytest.mark.parametrize(("length", "dtype"), [(4 * 255, "uint8"), (4 * 255 + 1, "uint16"), (4 * 65_536, "uint32")])
-def test_positions_in_chunks_take_the_fewest_bytes_that_can_also_say_none(length, dtype):
-  entries = Sparse(jnp.array([[0, 1, length, 3]]), jnp.array([[1.0, 2.0, 0.0, 3.0]]))
-  message, _ = codec_of("f32", length, by_chunk=True).encode(entries)
-  assert message.low.dtype == dtype
+def test_positions_in_chunks_take_the_fewest_bytes_that_can_also_say_none():
+  for length, dtype in ((4 * 255, "uint8"), (4 * 255 + 1, "uint16"), (4 * 65_536, "uint32")):
+    entries = Sparse(jnp.array([[0, 1, length, 3]]), jnp.array([[1.0, 2.0, 0.0, 3.0]]))
+    message, _ = codec_of("f32", length, by_chunk=True).encode(entries)
+    assert message.low.dtype == dtype
 
 
 @pytest.mark.parametrize("last", [1, 200, 2**20, 2**31 - 2])

@@ -37,7 +37,7 @@ def dictionaries(indices, values, end):
 
 
 merge, add_rows = (jax.jit(function, static_argnums=1) for function in (sparse.merge, sparse.add_rows))
-compressed = jax.jit(sparse.compressed, static_argnames=("slots", "end"))
+compressed = jax.jit(sparse.compress, static_argnames=("slots", "end"))
 split = jax.jit(sparse.split, static_argnames=("rows", "capacity", "end"))
 
 

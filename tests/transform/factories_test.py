@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import inspect
 import pickle
+import re
 import typing
 
 import pytest
@@ -32,11 +33,18 @@ def test_signature_and_defaults_are_those_of_the_dataclass(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_documentation_is_that_of_the_dataclass_and_lists_each_argument_once(name):
+  """An option that collectives share is described where the base class lists it."""
   function, kind = getattr(js, f"{name}_transform"), _kinds()[name]
   lines = inspect.getdoc(function).splitlines()
   assert set(inspect.getdoc(kind).splitlines()) <= set(lines)
+  arguments = [line.strip().partition(":")[0].split(", ") for line in lines if re.match(r"  \w+(, \w+)*: ", line)]
+  listed = [argument for line in arguments for argument in line]
+  shared = re.findall(r"^  (\w+): ", inspect.getdoc(js.SparseCollective), flags=re.MULTILINE)
+  assert set(shared) >= {"density", "k", "decay", "selector", "wire"}
   for argument in inspect.signature(function).parameters:
-    assert sum(line.startswith(f"  {argument}: ") for line in lines) == 1, argument
+    assert listed.count(argument) == 1, argument
+    own = any(line.startswith(f"  {argument}: ") for line in lines)
+    assert own or argument in (*shared, "axis", "special", "shardings"), argument
   for section in ("Args:", "Returns:", "Raises:", "Example:"):
     assert lines.count(section) == 1
   assert any(test.examples for test in doctest.DocTestFinder(recurse=False).find(kind))

@@ -7,8 +7,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives._momentum import Corrected
-from jaxsparse.collectives._warm_up import WarmedUp
+from jaxsparse.collectives._wrapped import Corrected, WarmedUp
 from jaxsparse.train import simulation
 from tests.cases import (
   CONSERVING,

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxsparse as js
+from jaxsparse.comm import all_reduce_cost
 from jaxsparse.transform.residuals import moved_leaves
 from tests.cases import averaged, mesh_of, normals, quadratic, quick_of, sim
 from tests.cases import start as start_with
@@ -86,7 +87,7 @@ def test_streaming_in_numpy(fragments, every, delay, mixing):
       np.testing.assert_allclose(np.ravel(params[name]), expected.anchor[name], atol=1e-5)
       mine = np.ravel(params[name])[None] - np.reshape(moved[name], (WORKERS, -1))
       np.testing.assert_allclose(mine, expected.own[name], atol=1e-5)
-    words = js.costs.all_reduce_cost(entries, WORKERS).words if entries else 0
+    words = all_reduce_cost(entries, WORKERS).words if entries else 0
     assert float(js.metrics(state).words_sent) == pytest.approx(words, abs=2)
 
 

@@ -8,16 +8,17 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._base import check_whole
-from jaxsparse.collectives._messages import EncodingCollective, Writer, residual_of
+from jaxsparse.collectives._messages import EncodingCollective, Writer, agree, geometric, switch
 from jaxsparse.collectives.oktopk.balance import Sizes, balance_and_gather, consensus_bounds, even_bounds, imbalance
-from jaxsparse.collectives.oktopk.thresholds import by_a_fixed_step, kth_magnitude, nearest, proportionally
-from jaxsparse.comm import exchange, number_of_each, topology
+from jaxsparse.collectives.oktopk.thresholds import kth_magnitude, nudge_by_factor, nudge_in_proportion, search_near
+from jaxsparse.comm import exchange, number_of_each, schedules
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select import top_k
-from jaxsparse.sparse import bitset, saturating
-from jaxsparse.sparse.capacities import agree, geometric, switch
-from jaxsparse.sparse.lazy import LazySum
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
+from jaxsparse.select.accumulator import pending_nonzero
+from jaxsparse.select.blocks import LazySum
+from jaxsparse.sparse import bitset
+from jaxsparse.sparse.codec import codec_of
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product, saturated_sum
 
 
 class Reused(NamedTuple):
@@ -54,22 +55,14 @@ class OkTopk(EncodingCollective):
   entries of a worker reach its threshold, the worker selects the 2k largest; if a message overflows its capacity, its
   smallest entries stay in the residual.
 
-  The state is the residual, f32[n] a worker, the thresholds and the regions; `js.metrics` shows selected and delivered
-  entries, threshold age, imbalance of the owners before and after balancing, and overflow.
+  Ablations: `nudge="fixed"` and `"none"`, and `regions="even"`, the paper's comparison (Figure 7). `js.metrics` shows
+  selected and delivered entries, threshold age, imbalance of the owners before and after balancing, and overflow.
 
   Args:
-    density: ρ in (0, 1]; about k = ⌈ρ n⌉ entries are delivered.
-    k: the target number of entries instead, 1 … n.
     threshold_period: τ′, the number of steps from one exact threshold to the next (128 for BERT in the paper).
     region_period: τ, the number of steps from one balancing of the regions to the next.
-    nudge: how thresholds change between exact ones: "search" (ours), "fixed", the factor of the authors' code, or
-      "none", the published algorithm.
-    regions: "balanced" regions contain equally many selected entries; "even" ones have equal length, the paper's
-      comparison (Figure 7).
-    wire: the format of values, "f32", "bf16" or "int8", as of `js.spardl_transform`.
-
-  Raises:
-    ValueError: for a density, k, period, nudge, regions or wire outside their choices.
+    nudge: how thresholds change between exact ones.
+    regions: "balanced" regions contain equally many selected entries; "even" ones have equal length.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -89,7 +82,7 @@ class OkTopk(EncodingCollective):
   def sizes_vary(self) -> bool:
     return True
 
-  def sizes(self, n: int, size: int) -> "Sizes":
+  def sizes(self, n: int, size: int) -> Sizes:
     """The capacities of messages, in entries."""
     even = -(-self.entries(n) // size)
     most = even + even // 2
@@ -99,20 +92,24 @@ class OkTopk(EncodingCollective):
     sizes = self.sizes(n, size)
     sums = size * (sizes.most + sizes.surplus)  # of an owner, with what balancing moves to it
     selected = min(n, 2 * self.entries(n)) + sizes.most  # the last entries of a region are looked for up to that far
-    return max(super().slots(n, size), sums, selected, self.codec(n).slots(size, max(sizes.most, sizes.direct)))
+    return max(
+      super().slots(n, size), sums, selected, codec_of(self.wire, n).slots(size, max(sizes.most, sizes.direct))
+    )
 
   def init(self, n: int, size: int) -> State:
     reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))  # its step also numbers the noise of `wire`
     return super().init(n, size)._replace(worker=jnp.zeros(1, jnp.float32), shared=reused)
 
   def cost(self, n: int, size: int) -> Cost:
-    sizes, of = self.sizes(n, size), lambda capacity: self.codec(n).words(1, capacity)
-    words = (of(sizes.most) + max(of(sizes.direct), of(sizes.surplus) + of(sizes.even))) * (size - 1)
-    # The largest message, P counts of owners, 31 or 66 counts for the global threshold, P − 1 boundaries in 2 parts.
-    agreements = (
-      1 + size + (66 if self.nudge == "search" else 31) + (2 * (size - 1) if self.regions == "balanced" else 0)
+    sizes, codec = self.sizes(n, size), codec_of(self.wire, n)
+    split, direct, surplus, even = (
+      codec.words(1, one) for one in (sizes.most, sizes.direct, sizes.surplus, sizes.even)
     )
-    return Cost(2 * (size - 1) + len(topology.strides(size)), words, agreements * (size > 1))
+    # The largest message, P counts of owners, 31 or 66 counts for the global threshold, P − 1 boundaries in 2 parts.
+    counts, bounds = 66 if self.nudge == "search" else 31, 2 * (size - 1) if self.regions == "balanced" else 0
+    agreements = (1 + size + counts + bounds) * (size > 1)
+    words = (split + max(direct, surplus + even)) * (size - 1)
+    return Cost(2 * (size - 1) + len(schedules.strides(size)), words, agreements)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, sizes = grads.size, self.entries(grads.size), self.sizes(grads.size, comm.size)
@@ -120,17 +117,17 @@ class OkTopk(EncodingCollective):
     acc = LazySum((grads, state.residual))
     exact, last = reused.step % self.threshold_period == 0, state.worker[0]
     local = jax.lax.cond(exact | (last == 0), lambda: jnp.abs(top_k(acc, k).values).min(), lambda: last)
-    reach = by_threshold.selected(acc, local)
+    reach = by_threshold.select_reaching(acc, local)
     selected, most = bitset.count(reach), min(n, 2 * k)
-    chosen = by_threshold.at_most(acc, reach, most)
+    chosen = by_threshold.cut_to_largest(acc, reach, most)
     bounds = self._bounds(comm, chosen, n, reused)
     crowd = jnp.diff(bitset.rank(chosen, bounds))
-    fitting = by_threshold.at_most_in_regions(acc, chosen, bounds, sizes.most, most)
-    sent = by_threshold.in_regions(acc, fitting, bounds, sizes.most, most)
+    fitting = by_threshold.cut_regions(acc, chosen, bounds, sizes.most, most)
+    sent = by_threshold.read_regions(acc, fitting, bounds, sizes.most, most)
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
     finite, needed = agree(comm, crowd.max(), jnp.isfinite(sent.values).all())
 
-    writer = self.writer(self.codec(n), reused.step, comm.rank)
+    writer = self.writer(codec_of(self.wire, n), reused.step, comm.rank)
     rows, lost, words = _split(comm, writer, sent, needed, sizes)
     sums = sparse.merge(rows, n)
     threshold = self._threshold(comm, sums, exact, n, reused)
@@ -142,34 +139,36 @@ class OkTopk(EncodingCollective):
     to_others = sparse.count(sent, n) - jnp.minimum(crowd[comm.rank], sizes.most)
     from_others = delivered - jnp.minimum(owned[comm.rank], delivered)
     counters = Counters(
-      words_sent=saturating.total(words, gather_words),
-      words_used=writer.words_used(saturating.total(to_others, from_others), sizes.even),
+      words_sent=saturated_sum(words, gather_words),
+      words_used=writer.words_used(saturated_sum(to_others, from_others), sizes.even),
       selected=selected,
       delivered=delivered,
-      overflow=saturating.total(selected - sparse.count(sent, n), jnp.where(comm.rank == 0, wanted - delivered, 0)),
+      overflow=saturated_sum(selected - sparse.count(sent, n), jnp.where(comm.rank == 0, wanted - delivered, 0)),
       imbalance=imbalance(owned),
       balanced=balanced,
       threshold_age=reused.step % self.threshold_period,
     )
     local, threshold = self._nudged(local, selected, threshold, wanted, k)
-    residual = residual_of(acc, sent.indices, kept, lost + rounded_off)
+    residual = pending_nonzero(acc, sent.indices, kept, lost + rounded_off)
     next_state = State(residual, local[None], Reused(reused.step + 1, threshold, bounds))
     return Reduced(kept._replace(values=jnp.where(finite, kept.values, jnp.nan)), next_state, counters)
 
   def _threshold(self, comm: Comm, sums: Sparse, exact: jax.Array, n: int, reused: Reused) -> jax.Array:
     """The global threshold of this step, f32[]."""
     k = self.entries(n)
-    followed = lambda: nearest(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
-    anew = exact | (reused.threshold == 0)
-    return jax.lax.cond(anew, lambda: kth_magnitude(comm, sums, k, n), followed)
+
+    def follow() -> jax.Array:
+      return search_near(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
+
+    return jax.lax.cond(exact | (reused.threshold == 0), lambda: kth_magnitude(comm, sums, k, n), follow)
 
   def _nudged(
     self, local: jax.Array, selected: jax.Array, threshold: jax.Array, wanted: jax.Array, k: int
   ) -> tuple[jax.Array, jax.Array]:
     """The local and the global threshold of the next step, f32[]."""
     if self.nudge == "fixed":
-      return by_a_fixed_step(local, selected, k), by_a_fixed_step(threshold, wanted, k)
-    return proportionally(local, selected, k) if self.nudge == "search" else local, threshold
+      return nudge_by_factor(local, selected, k), nudge_by_factor(threshold, wanted, k)
+    return nudge_in_proportion(local, selected, k) if self.nudge == "search" else local, threshold
 
   def _bounds(self, comm: Comm, chosen: jax.Array, n: int, reused: Reused) -> jax.Array:
     """The boundaries of regions: balanced every `region_period` steps, and while the global threshold is 0."""
@@ -189,9 +188,9 @@ def _split(
   """
 
   def send(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-    message, errors = writer.encode(sparse.narrowed(chunks, capacity), 0)
-    rows = writer.decode(exchange(comm, message))
-    words = saturating.times(writer.codec.words(1, capacity), comm.size - 1)
-    return sparse.widened(rows, sizes.most, writer.length), writer.lost(errors, sizes.most), words
+    message, errors = writer.encode(sparse.narrow(chunks, capacity), 0)
+    rows = writer.codec.decode(exchange(comm, message))
+    words = saturated_product(writer.codec.words(1, capacity), comm.size - 1)
+    return sparse.widen(rows, sizes.most, writer.codec.length), writer.widen_errors(errors, sizes.most), words
 
   return switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, send)

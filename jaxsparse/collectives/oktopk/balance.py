@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import Writer
+from jaxsparse.collectives._messages import Writer, geometric, switch, words_of
 from jaxsparse.comm import exchange
 from jaxsparse.select.exact import top_k_of_entries
-from jaxsparse.sparse import bitset, saturating
-from jaxsparse.sparse.capacities import geometric, switch
-from jaxsparse.types import Comm, Sparse
+from jaxsparse.sparse import bitset
+from jaxsparse.types import Comm, Sparse, saturated_sum
 
 _TRIGGER = 4  # balance if an owner has more than this many times the mean number of entries (§5.3)
 
@@ -95,17 +94,17 @@ def balance_and_gather(
     (entries [P · direct], rounding errors of this worker's messages, imbalance of the gathered blocks f32[], words sent
     u32[]).
   """
-  n = writer.length
+  n = writer.codec.length
   crowded = (imbalance(owned) > _TRIGGER) | (owned.max() > sizes.direct)
 
   def lost(errors: Sparse, slots: int) -> list[Sparse]:
-    return writer.lost(jax.tree.map(jnp.ravel, errors), slots)
+    return writer.widen_errors(jax.tree.map(jnp.ravel, errors), slots)
 
   def gather(block: Sparse) -> tuple[Sparse, list[Sparse], jax.Array]:
     """The blocks of all workers in rows of `direct` slots, concatenated, the rounding errors and the words sent."""
     message, errors = writer.encode(sparse.as_row(block), 1)
-    rows = sparse.widened(writer.gather(comm, message), sizes.direct, n)
-    words = saturating.total(writer.words(comm.size, block.indices.size))
+    rows = sparse.widen(writer.gather(comm, message), sizes.direct, n)
+    words = saturated_sum(words_of(writer.codec, comm.size, block.indices.size))
     return jax.tree.map(jnp.ravel, rows), lost(errors, sizes.direct), words
 
   surplus = comm.size * sizes.surplus
@@ -113,15 +112,15 @@ def balance_and_gather(
 
   def direct() -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
     capacities = geometric(-(-sizes.even // 2), sizes.direct, count=4)
-    most = sparse.compressed(mine, mine.indices < n, sizes.direct, n)
-    kept, errors, words = switch(capacities, owned.max(), lambda c: gather(sparse.narrowed(most, c)))
+    most = sparse.compress(mine, mine.indices < n, sizes.direct, n)
+    kept, errors, words = switch(capacities, owned.max(), lambda c: gather(sparse.narrow(most, c)))
     return kept, errors + lost(nothing, surplus), imbalance(owned), words
 
   def balanced() -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
     block, moved = balance(comm, writer, mine, owned, sizes.even, sizes.surplus)
     kept, errors, words = gather(block)
     counts = jnp.sum((kept.indices < n).reshape(comm.size, -1), axis=1, dtype=jnp.int32)
-    words = saturating.total(words, writer.codec.words(1, sizes.surplus) * (comm.size - 1))
+    words = saturated_sum(words, writer.codec.words(1, sizes.surplus) * (comm.size - 1))
     return kept, errors + lost(moved, surplus), imbalance(counts), words
 
   if comm.size == 1:
@@ -151,7 +150,7 @@ def balance(
     [even] entries of this worker, and the rounding errors [P, surplus] of those it moved; entries without a free slot,
     or beyond `surplus` in a message, are in no result.
   """
-  n = writer.length
+  n = writer.codec.length
   mean = jnp.minimum(-(-jnp.sum(owned, dtype=jnp.int32) // comm.size), even)
   above, below = jnp.maximum(owned - mean, 0), jnp.maximum(mean - owned, 0)
   ordered = _by_magnitude(mine, n)
@@ -162,7 +161,7 @@ def balance(
   moves = (beyond >= 0) & (ordered.indices < n) & (slot < free.size)
   moved = sparse.split(ordered, jnp.where(moves, slot % comm.size, comm.size), comm.size, surplus, n)
   message, errors = writer.encode(moved, 2)
-  received = writer.decode(exchange(comm, message))
+  received = writer.codec.decode(exchange(comm, message))
   own = sparse.where(beyond < 0, ordered, n)
   together = jax.tree.map(lambda a, b: jnp.concatenate([a, b.reshape(-1)]), own, received)
   return top_k_of_entries(together, even, even, n)[0], errors

@@ -28,7 +28,7 @@ def kth_magnitude(comm: Comm, entries: Sparse, k: int, end: int) -> jax.Array:
   return jax.lax.bitcast_convert_type(jax.lax.fori_loop(0, 31, decide, jnp.int32(0)), jnp.float32)
 
 
-def nearest(comm: Comm, entries: Sparse, threshold: jax.Array, k: int, end: int) -> jax.Array:
+def search_near(comm: Comm, entries: Sparse, threshold: jax.Array, k: int, end: int) -> jax.Array:
   """A threshold near the last one that about k entries of all workers reach, f32[]: two all-reduces of 33 counts.
 
   The first compares 33 candidates from 1/4 to 4 times the last threshold, the second 33 candidates around the best one,
@@ -45,13 +45,13 @@ def nearest(comm: Comm, entries: Sparse, threshold: jax.Array, k: int, end: int)
   return threshold
 
 
-def by_a_fixed_step(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Array:
+def nudge_by_factor(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Array:
   """The threshold of the next step: times 1.012 after more than 5k/4 entries, over 1.012 after fewer than 2k/3.
 
   This is the rule of the authors' code.
 
   Example:
-    >>> [round(float(by_a_fixed_step(jnp.float32(1), jnp.int32(selected), k=100)), 4) for selected in (100, 130, 60)]
+    >>> [round(float(nudge_by_factor(jnp.float32(1), jnp.int32(selected), k=100)), 4) for selected in (100, 130, 60)]
     [1.0, 1.012, 0.9881]
   """
   many, few = min(5 * k // 4, _INT32), -(-2 * k // 3)
@@ -59,11 +59,11 @@ def by_a_fixed_step(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Ar
   return threshold * factor
 
 
-def proportionally(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Array:
+def nudge_in_proportion(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Array:
   """The threshold of the next step: times 1 + x/10 with `x = selected / k − 1`, at most 2.
 
   Example:
-    >>> [round(float(proportionally(jnp.float32(1), jnp.int32(selected), k=100)), 4) for selected in (100, 130, 0)]
+    >>> [round(float(nudge_in_proportion(jnp.float32(1), jnp.int32(selected), k=100)), 4) for selected in (100, 130, 0)]
     [1.0, 1.03, 0.9]
   """
   return threshold * jnp.minimum(0.9 + selected.astype(jnp.float32) / (10.0 * k), 2.0)

@@ -31,8 +31,8 @@ the block of each team, adds them up, and keeps the L largest. The sum has N dif
 on how much the teams overlap, and Algorithm 2 adapts h from step to step so that N is about L. (The lower end
 2k(d² + P − 2d)/(Pd) of B-SAG's words in the paper's Table 1 leaves out the reduce-scatter.)
 
-`algorithm` has the collective, the reduce-scatter and the all-gather; `teams` has R-SAG and B-SAG; `adaptive_h` has
-Algorithm 2.
+`algorithm` has the collective, the reduce-scatter and the all-gather; `teams` has R-SAG, B-SAG and Algorithm 2.
+tests/reference/spardl.py is the same algorithm in plain numpy.
 """
 
 from jaxsparse.collectives.spardl.algorithm import SparDL

@@ -8,17 +8,13 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._base import check_whole
-from jaxsparse.collectives._messages import SelectingCollective, Writer, words_of
-from jaxsparse.collectives.spardl import teams as spar_all_gather
-from jaxsparse.collectives.spardl.adaptive_h import Adaptive, adapt
-from jaxsparse.comm import topology
-from jaxsparse.select.accumulator import Accumulator
-from jaxsparse.select.blocks import Blocks
-from jaxsparse.sparse import saturating
-from jaxsparse.sparse.capacities import geometric, switch
-from jaxsparse.sparse.codec import Codec
-from jaxsparse.sparse.lazy import LazySum
-from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
+from jaxsparse.collectives._messages import SelectingCollective, Writer, geometric, switch, words_of
+from jaxsparse.collectives.spardl.teams import Adaptive, Summed, adapt, b_sag, r_sag
+from jaxsparse.comm import schedules
+from jaxsparse.select.blocks import Blocks, LazySum
+from jaxsparse.select.selectors import Accumulator
+from jaxsparse.sparse.codec import Codec, codec_of
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_sum
 
 
 class Shared(NamedTuple):
@@ -45,33 +41,20 @@ class SparDL(SelectingCollective):
 
   Workers are divided into d teams, by default one, and the vector into P/d equal blocks, which workers reduce in rounds
   of messages. Before a block is sent, its L = ⌈k d/P⌉ entries of largest magnitude are selected. No worker sees all
-  accumulators, so I is close to the k largest entries of their sum, but not always equal. The state is the residual,
-  f32[n] a worker for every dtype of the gradients.
+  accumulators, so I is close to the k largest entries of their sum, but not always equal. k is rounded up to a multiple
+  of P/d. Ablations: `residual="partial"` and `"local"` (§4.1.3), which break Law C.
 
   Args:
-    density: ρ in (0, 1]; k = ⌈ρ n⌉ entries are delivered.
-    k: the number of entries to deliver instead, 1 … n. It is rounded up to ⌈k d/P⌉ for each of P/d blocks.
     teams: d, a divisor of P: workers reduce blocks inside d teams, then teams add up their sums. More teams need fewer
-      messages, 2⌈log₂(P/d)⌉ + ⌈log₂d⌉, which helps where latency dominates. But blocks are longer, and are merged
-      over teams: six workers with n = 14.7 M at 1 Gbit/s take 159 ms an update with one team, and 169, 171 and 189 ms
-      with 2, 3 and 6.
+      messages, 2⌈log₂(P/d)⌉ + ⌈log₂d⌉, which helps where latency dominates. But blocks are longer, and merging them
+      over teams takes arithmetic.
     sag: how teams add up their sums. "recursive" (R-SAG) needs d to be a power of two, "bruck" (B-SAG) takes any d;
       "auto" is "recursive" if d is a power of two, else "bruck".
-    residual: which undelivered entries stay in the residual. "global" keeps all of them. The others are the paper's
-      ablation (§4.1.3) and break Law C: "partial" keeps the entries of a worker's accumulator outside I, "local" those
-      that the worker did not send.
-    selector: how the L entries of a block are selected. "exact" selects those of largest magnitude. "chunked" divides a
-      block into L interleaved chunks and selects the largest entry of each, which needs less arithmetic, and one or two
-      bytes for an index. "reuse" is "exact" restricted to entries that reach a threshold reused from the last step. The
-      threshold rises as residuals grow, and falls while fewer than L entries reach it; if far more than L entries reach
-      it, or fewer than half of L did in the last step, "exact" is used.
-    wire: the format of values. "f32" sends them unchanged, "bf16" rounds them to 8 significant bits. "int8" rounds them
-      to multiples of 1/127 of the largest magnitude of a block, up or down at random, so that rounding is unbiased.
-      "bf16" and "int8" also send indices in about 9 bits each. Rounding errors stay in the residual of the worker that
-      rounds.
+    residual: "global" keeps all undelivered entries. "partial" keeps the entries of a worker's accumulator outside I,
+      "local" those that the worker did not send.
 
   Raises:
-    ValueError: for a density, k, teams or another option outside their choices, or teams that do not divide P.
+    ValueError: for teams that do not divide P, or with a selector or a `sag` that does not go with them.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -115,97 +98,82 @@ class SparDL(SelectingCollective):
   def sizes_vary(self) -> bool:
     return self.is_bruck
 
-  def share(self, n: int, size: int) -> int:
+  def k_of_block(self, n: int, size: int) -> int:
     """L, the number of entries that are sent of each of the size / teams blocks.
 
     Raises:
       ValueError: if `teams` does not divide `size`, naming the divisors; if blocks are too long for the selector.
     """
-    team = topology.team_size(size, self.teams)
-    share, length = -(-self.entries(n) // team), -(-n // team)
-    self.check_selector(length, share)
-    return share
+    team = schedules.team_size(size, self.teams)
+    k_block = -(-self.entries(n) // team)
+    self.method.check(self.name, -(-n // team), k_block)
+    return k_block
 
   def slots(self, n: int, size: int) -> int:
-    team, share = size // self.teams, self.share(n, size)
+    team, k_block = size // self.teams, self.k_of_block(n, size)
     inside, between = self._codecs(-(-n // team))
     merged = self.teams if self.is_bruck else min(2, self.teams)
-    return max(super().slots(n, size), merged * share, inside.slots(team, share), between.slots(self.teams, share))
+    messages = max(inside.slots(team, k_block), between.slots(self.teams, k_block))
+    return max(super().slots(n, size), merged * k_block, messages)
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
     """The capacities of a block in a message: L; for B-SAG ⌈L/d⌉ … L, since Algorithm 2 changes h."""
-    share = self.share(n, size)
-    everything = share * size >= n * self.teams  # whole blocks are sent, so no entry is dropped
-    return geometric(-(-share // self.teams), share) if self.is_bruck and not everything else (share,)
+    k_block = self.k_of_block(n, size)
+    sends_all = k_block * size >= n * self.teams  # whole blocks, of which no entry is dropped
+    return geometric(-(-k_block // self.teams), k_block) if self.is_bruck and not sends_all else (k_block,)
 
   def init(self, n: int, size: int) -> State:
-    share = self.share(n, size)
-    adaptive = Adaptive.start(self.capacities(n, size)[0], share) if self.is_bruck else ()
-    shared = Shared(adaptive, self.first_step())
-    return super().init(n, size)._replace(worker=self.method.init(size // self.teams), shared=shared)
+    capacities, state = self.capacities(n, size), super().init(n, size)
+    adaptive = Adaptive.start(capacities[0], capacities[-1]) if self.is_bruck else ()
+    return state._replace(worker=self.method.init(size // self.teams), shared=Shared(adaptive, state.shared))
 
   def cost(self, n: int, size: int) -> Cost:
-    share, team = self.share(n, size), size // self.teams
+    k_block, team = self.k_of_block(n, size), size // self.teams
     inside, between = self._codecs(-(-n // team))
-    rounds = len(topology.strides(self.teams))  # R-SAG sends L entries per round, B-SAG up to L of each other team
-    sag = words_of(between, self.teams, share) if self.is_bruck else rounds * between.words(1, share)
-    words = 2 * words_of(inside, team, share) + sag
-    return Cost(2 * len(topology.strides(team)) + rounds, words, agreements=int(self.is_bruck))
+    rounds = len(schedules.strides(self.teams))  # R-SAG sends L entries per round, B-SAG up to L of each other team
+    sag = words_of(between, self.teams, k_block) if self.is_bruck else rounds * between.words(1, k_block)
+    words = 2 * words_of(inside, team, k_block) + sag
+    return Cost(2 * len(schedules.strides(team)) + rounds, words, agreements=int(self.is_bruck))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    share, capacities = self.share(grads.size, comm.size), self.capacities(grads.size, comm.size)
+    k_block, capacities = self.k_of_block(grads.size, comm.size), self.capacities(grads.size, comm.size)
     team, member = comm.split(self.teams)
-    blocks = Blocks.of(team, LazySum((grads, state.residual)), share)
-    inside, between = self._writers(team, blocks.length, state)
-    acc = self.method.start(blocks, state.worker)
+    blocks = Blocks.for_workers(team, LazySum((grads, state.residual)), k_block)
+    # The noise depends on the block, not on the team: all teams must round the sum of a block alike.
+    inside, between = (self.writer(codec, state.shared.step, team.rank) for codec in self._codecs(blocks.length))
 
-    acc, chosen = reduce_scatter(team, acc, inside)
-    own = jax.tree.map(lambda x: x[:1], chosen)
-    summed = self._sum_over_teams(member, own, between, state, capacities)
-    merged = comm.all_reduce(summed.merged, "max") if self.is_bruck else summed.merged
-    delivered, errors, gather_words = all_gather(team, summed.own, merged, capacities, inside)
-    for entries in summed.lost + spar_all_gather.divided(errors, self.teams):
+    acc, chosen = reduce_scatter(team, self.method.start(blocks, state.worker), inside)
+    summed = Summed(Sparse(chosen.indices[:1], chosen.values[:1]), [], jnp.int32(k_block), jnp.uint32(0))
+    if self.is_bruck:
+      summed = b_sag(member, summed.own, state.shared.adaptive.h, capacities, between)
+      summed = summed._replace(merged=comm.all_reduce(summed.merged, "max"))
+    elif self.teams > 1:
+      summed = r_sag(member, summed.own, between)
+    delivered, errors, gather_words = all_gather(team, summed, capacities, inside)
+    for entries in summed.returned:
       acc = acc.add(entries)
+    for entries in errors:  # each team has the same
+      acc = acc.add(entries._replace(values=entries.values / self.teams))
 
-    residual = self._residual(acc, delivered, chosen)
-    words = saturating.total(inside.words(team.size, share), summed.words, gather_words)
+    ablations = {"partial": delivered.indices, "local": chosen.indices}
+    residual = acc.pending(delivered.indices, zeroed=ablations.get(self.residual))
+    words = saturated_sum(words_of(inside.codec, team.size, k_block), summed.words, gather_words)
     selected = sparse.count(chosen, blocks.length)
     used = words
     if not self.method.fills_slots:
-      used = words.astype(jnp.float32) * selected.astype(jnp.float32) / (share * team.size)
-    counters = Counters(words, used, selected=selected, delivered=jnp.count_nonzero(delivered.values), merged=merged)
-    memory = self.method.next(state.worker, chosen, blocks.length)
-    shared = self._next(state.shared, merged, capacities[0], share)
-    total = Sparse(blocks.flat(delivered.indices), delivered.values)
-    return Reduced(total, State(residual, memory, shared), counters)
-
-  def _sum_over_teams(
-    self, member: Comm, own: Sparse, writer: Writer, state: State, capacities: tuple[int, ...]
-  ) -> spar_all_gather.Summed:
+      used = words.astype(jnp.float32) * selected.astype(jnp.float32) / (k_block * team.size)
+    delivers = jnp.count_nonzero(delivered.values)
+    counters = Counters(words, used, selected=selected, delivered=delivers, merged=summed.merged)
+    adaptive, step = state.shared
     if self.is_bruck:
-      return spar_all_gather.b_sag(member, own, state.shared.adaptive.h, capacities, writer)
-    return spar_all_gather.r_sag(member, own, writer)
-
-  def _residual(self, acc: Accumulator, delivered: Sparse, chosen: Sparse) -> Pending:
-    """The next residual, by the option `residual` (§4.1.3)."""
-    if self.residual == "global":
-      return acc.pending(delivered.indices)
-    zeroed = delivered if self.residual == "partial" else chosen
-    return acc.pending_except(Sparse(acc.blocks.flat(zeroed.indices), jnp.zeros_like(zeroed.values)))
+      adaptive = adapt(adaptive, summed.merged, capacities[0], k_block)
+    memory = self.method.next(state.worker, chosen, blocks.length)
+    total = Sparse(blocks.flat_indices(delivered.indices), delivered.values)
+    return Reduced(total, State(residual, memory, Shared(adaptive, self.next_step(step))), counters)
 
   def _codecs(self, length: int) -> tuple[Codec, Codec]:
     """The codecs of blocks inside a team, and between teams."""
-    return self.chosen_codec(length), self.codec(length)
-
-  def _writers(self, team: Comm, length: int, state: State) -> tuple[Writer, Writer]:
-    # The noise depends on the block, not on the team: all teams must round the sum of a block alike.
-    inside, between = (self.writer(codec, state.shared.step, team.rank) for codec in self._codecs(length))
-    return inside, between
-
-  def _next(self, shared: Shared, merged: jax.Array, low: int, share: int) -> Shared:
-    if self.is_bruck:
-      shared = shared._replace(adaptive=adapt(shared.adaptive, merged, low, share))
-    return shared._replace(step=self.following_step(shared.step))
+    return self.chosen_codec(length), codec_of(self.wire, length)
 
 
 def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumulator, Sparse]:
@@ -219,49 +187,48 @@ def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumu
   Args:
     comm: the P workers.
     acc: the accumulator of this worker.
-    writer: encodes and decodes messages.
+    writer: encodes messages.
 
   Returns:
     (acc, chosen): the accumulator without the sent entries, and the `Sparse` [P, L] entries selected of each row. Row 0
     of `chosen` is the sum of this worker's block; the other rows were sent.
   """
   bags = []
-  for stride in topology.strides(comm.size):
+  for stride in schedules.strides(comm.size):
     bag = acc.largest(stride, min(2 * stride, comm.size))
     message, errors = writer.encode(bag, stride)
-    acc = acc.sent(errors, stride)
-    acc = acc.add(writer.decode(comm.shift(message, stride)))
+    acc = acc.log_sent(errors, stride)
+    acc = acc.add(writer.codec.decode(comm.shift(message, stride)))
     bags.append(bag)
   own = acc.largest(0, 1)
   # Subtract the own block; entries that later rounds drop are added back as residual.
   acc = acc.add(own._replace(values=-own.values))
-  return acc, jax.tree.map(lambda *rows: jnp.concatenate(rows), own, *reversed(bags))
+  return acc, sparse.concatenate([own, *reversed(bags)])
 
 
 def all_gather(
-  team: Comm, own: Sparse, largest: jax.Array, capacities: tuple[int, ...], writer: Writer
+  team: Comm, summed: Summed, capacities: tuple[int, ...], writer: Writer
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
   """The blocks of all workers of a team, by Bruck's all-gather.
 
   Args:
     team: the P/d workers of the team.
-    own: [1, L] entries, the total of this worker's block.
-    largest: i32[], the largest number of entries of a block, the same on every worker.
+    summed: [1, L] entries, the total of this worker's block; the largest number of entries of a block of any worker.
     capacities: the message sizes that are compiled, up to L.
-    writer: encodes and decodes messages.
+    writer: encodes messages.
 
   Returns:
-    (rows, lost, words): [P/d, L] entries, one row for each block in the home frame; the rounding errors of the own
+    (rows, errors, words): [P/d, L] entries, one row for each block in the home frame; the rounding errors of the own
     block, the same in every team; and the words sent.
   """
-  share = own.indices.size
+  k_block = summed.own.indices.size
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-    message, errors = writer.encode(sparse.narrowed(own, capacity), 0)
-    rows = sparse.widened(writer.gather(team, message), share, writer.length)
-    return rows, writer.lost(errors, share), saturating.total(writer.words(team.size, capacity))
+    message, errors = writer.encode(sparse.narrow(summed.own, capacity), 0)
+    rows = sparse.widen(writer.gather(team, message), k_block, writer.codec.length)
+    return rows, writer.widen_errors(errors, k_block), saturated_sum(words_of(writer.codec, team.size, capacity))
 
-  return switch(capacities, largest, gather)
+  return switch(capacities, summed.merged, gather)
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -1,20 +1,17 @@
-"""Spar-All-Gather: the sum of a block over teams, by R-SAG (§3.3.1) or B-SAG (§3.3.2)."""
+"""Spar-All-Gather: the sum of a block over teams, by R-SAG (§3.3.1) or B-SAG (§3.3.2, with Algorithm 2)."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import Writer
-from jaxsparse.comm import in_rank_order, topology
+from jaxsparse.collectives._messages import Writer, switch, words_of
+from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select.exact import top_k_of_entries
-from jaxsparse.sparse import saturating
-from jaxsparse.sparse.capacities import switch
-from jaxsparse.types import Comm, Sparse
+from jaxsparse.types import Comm, Sparse, saturated_sum
 
-MESSAGES = 1 << 30
-"""The first message number of sums over teams; the message numbers of the reduce-scatter are its strides."""
+_MESSAGES = 1 << 30  # the first message number of sums over teams; those of the reduce-scatter are its strides
 
 
 class Summed(NamedTuple):
@@ -22,13 +19,13 @@ class Summed(NamedTuple):
 
   Attributes:
     own: [1, L] entries, the largest of the sum.
-    lost: dropped entries and rounding errors that this worker adds back to its accumulator.
+    returned: dropped entries and rounding errors that this worker adds back to its accumulator.
     merged: i32[], N, the number of different indices of the sum before it is cut to L entries.
     words: u32[], words sent.
   """
 
   own: Sparse
-  lost: list[Sparse]
+  returned: list[Sparse]
   merged: jax.Array
   words: jax.Array
 
@@ -43,20 +40,21 @@ def r_sag(member: Comm, own: Sparse, writer: Writer) -> Summed:
   Args:
     member: the workers with this block, one of each team.
     own: [1, L] entries, the sum of the block inside this worker's team.
-    writer: encodes and decodes messages.
+    writer: encodes messages.
   """
-  share, lost = own.indices.size, []
-  strides = topology.strides(member.size)
+  (k_block,), length = own.indices.shape[1:], writer.codec.length
+  strides, returned = schedules.strides(member.size), []
   for step, stride in enumerate(reversed(strides)):
-    message, errors = writer.encode(own, MESSAGES + step)
-    got = member.permute(message, topology.partners(member.size, stride))
-    mine, theirs = writer.decode(message), writer.decode(got)
-    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), mine, theirs)
-    kept, rest = top_k_of_entries(sparse.merge(both, writer.length), share, share, writer.length)
+    message, errors = writer.encode(own, _MESSAGES + step)
+    received = member.permute(message, [(worker, worker ^ stride) for worker in range(member.size)])
+    both = sparse.concatenate([writer.codec.decode(message), writer.codec.decode(received)])
+    kept, rest = top_k_of_entries(sparse.merge(both, length), k_block, k_block, length)
     own, rest = sparse.as_row(kept), sparse.as_row(rest)
-    lost += divided([rest], 2 ** (step + 1)) + divided([errors] if writer.rounds else [], 2**step)
-  words = saturating.total(writer.codec.words(1, share) * len(strides))
-  return Summed(own, lost, jnp.int32(share), words)
+    returned.append(rest._replace(values=rest.values / 2 ** (step + 1)))
+    if writer.codec.rounds:
+      returned.append(errors._replace(values=errors.values / 2**step))
+  words = saturated_sum(writer.codec.words(1, k_block) * len(strides))
+  return Summed(own, returned, jnp.int32(k_block), words)
 
 
 def b_sag(member: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ...], writer: Writer) -> Summed:
@@ -70,22 +68,56 @@ def b_sag(member: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ...], 
     own: [1, L] entries, the sum of the block inside this worker's team.
     h: i32[], the number of entries that each team sends.
     capacities: the message sizes that are compiled, up to L.
-    writer: encodes and decodes messages.
+    writer: encodes messages.
   """
-  share, length = own.indices.size, writer.length
-  head, tail = map(sparse.as_row, top_k_of_entries(sparse.only_row(own), h, share, length))
+  (k_block,), length = own.indices.shape[1:], writer.codec.length
+  head, tail = map(sparse.as_row, top_k_of_entries(sparse.only_row(own), h, k_block, length))
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
-    message, errors = writer.encode(sparse.narrowed(head, capacity), MESSAGES)
+    message, errors = writer.encode(sparse.narrow(head, capacity), _MESSAGES)
     merged = sparse.merge(in_rank_order(member, writer.gather(member, message)), length)
-    kept, _ = top_k_of_entries(merged, share, share, length)
-    words = saturating.total(writer.words(member.size, capacity))
-    return sparse.as_row(kept), writer.lost(errors, share), sparse.count(merged, length), words
+    kept, _ = top_k_of_entries(merged, k_block, k_block, length)
+    words = saturated_sum(words_of(writer.codec, member.size, capacity))
+    return sparse.as_row(kept), writer.widen_errors(errors, k_block), sparse.count(merged, length), words
 
-  kept, lost, merged, words = switch(capacities, h, gather)
-  return Summed(kept, [tail, *lost], merged, words)
+  kept, errors, merged, words = switch(capacities, h, gather)
+  return Summed(kept, [tail, *errors], merged, words)
 
 
-def divided(lost: list[Sparse], by: int) -> list[Sparse]:
-  """The part of lost entries that each of `by` workers adds back if all of them lose the same."""
-  return [entries._replace(values=entries.values / by) for entries in lost]
+class Adaptive(NamedTuple):
+  """The state of Algorithm 2, the same on every worker.
+
+  Attributes:
+    h: i32[], the number of entries of a block that each team sends, ⌈L/d⌉ … L.
+    step: i32[], the last change of h.
+    right: bool[], whether the last step was in the right direction and was not a doubled one.
+  """
+
+  h: jax.Array
+  step: jax.Array
+  right: jax.Array
+
+  @classmethod
+  def start(cls, low: int, k_block: int) -> Self:
+    """The state before the first step: h = ⌈L/d⌉, and a step of 1 % of the range of h."""
+    return cls(jnp.int32(low), jnp.int32(max(1, round(0.01 * (k_block - low)))), jnp.bool_(False))
+
+
+def adapt(state: Adaptive, merged: jax.Array, low: int, k_block: int) -> Adaptive:
+  """Algorithm 2: changes h so that the union of the indices that teams send has about L elements.
+
+  The direction of a step is right if h grows while N ≤ L, or shrinks while N > L, as in the paper's pseudocode. After
+  two steps in the right direction the step is doubled; after one in the wrong direction it is halved and reversed.
+
+  Args:
+    state: the state of this step.
+    merged: i32[], N, the largest number of different indices of any block, the same on every worker.
+    low: ⌈L/d⌉, the minimum of h.
+    k_block: L, the maximum of h.
+  """
+  right_way = (merged > k_block) ^ (state.step > 0)
+  doubled = jnp.clip(2 * state.step, -k_block, k_block)
+  turned = -jnp.sign(state.step) * jnp.maximum(1, jnp.abs(state.step) // 2)
+  step = jnp.where(right_way, jnp.where(state.right, doubled, state.step), turned)
+  h = jnp.clip(state.h + step, low, k_block)
+  return Adaptive(h, step, right_way & ~state.right)

@@ -1,0 +1,213 @@
+"""Training in virtual time: gradients are real and step times are random, so one machine can compare many workers."""
+
+import functools
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import numpy as np
+import optax
+
+from jaxsparse.collectives import make_collective
+from jaxsparse.flatten import flatten
+from jaxsparse.partial.base import Refusals, check_start
+from jaxsparse.partial.controller import Group
+from jaxsparse.types import Cost
+
+Pace = Callable[[np.random.Generator], float]
+Activity = Literal["work", "wait", "average"]
+
+
+class Span(NamedTuple):
+  """A worker's activity from `start` to `end`, in seconds, for a timeline like the paper's Figure 3."""
+
+  worker: int
+  activity: Activity
+  start: float
+  end: float
+
+
+class Simulation(NamedTuple):
+  """The result of one method.
+
+  Attributes:
+    seconds: of virtual time until the target was `reached`, or until the end.
+    updates: averages, or steps of the one model, until then; `gradients` those of all workers.
+    curve: (seconds, updates, value of `evaluate`) of each evaluation.
+    params: at the end; the mean over the workers if they have models of their own.
+    groups: of partial reduce, in the order in which they were formed.
+    timeline: of all workers.
+  """
+
+  seconds: float
+  reached: bool
+  updates: int
+  gradients: int
+  curve: list[tuple[float, int, float]]
+  params: Any
+  groups: list[Group]
+  timeline: list[Span]
+
+
+def shared_paces(
+  workers: int, level: int, *, seconds: float = 1.0, jitter: float = 0.1, occupancy: float = 1.0
+) -> list[Pace]:
+  """Step times of the paper's synthetic heterogeneity (§5.2): the last `level` workers share one accelerator.
+
+  A step on an accelerator of one's own takes seconds · exp(jitter · ξ), ξ ~ N(0, 1); one on a shared accelerator takes
+  1 + occupancy · (level − 1) times as long: it does its part of a step for each worker in turn. From a jitter of about
+  1 on the distribution has a heavy tail, as on machines that other jobs share (§5.3).
+
+  Returns:
+    One function for each worker, which draws a step time in seconds from a random generator.
+
+  Example:
+    >>> [pace(np.random.default_rng(0)) for pace in shared_paces(3, level=2, jitter=0, occupancy=0.5)]
+    [1.0, 1.5, 1.5]
+  """
+  medians = [1.0] * (workers - level) + [1 + occupancy * (level - 1)] * level
+  return [functools.partial(_draw_lognormal, median=seconds * median, jitter=jitter) for median in medians]
+
+
+def _draw_lognormal(random: np.random.Generator, median: float, jitter: float) -> float:
+  return median * math.exp(jitter * random.standard_normal())
+
+
+class Method(Protocol):
+  """A method of training with N workers."""
+
+  def begin(self) -> None:
+    """Starts the first computation of every worker."""
+    ...
+
+  def arrive(self, worker: int, gradient: jax.Array) -> None:
+    """A worker has computed the gradient of the model that it was given."""
+    ...
+
+  def model(self) -> jax.Array:
+    """F32[n] to evaluate: the mean of all models, if workers have models of their own."""
+    ...
+
+
+class Lab:
+  """N workers in virtual time, and the network between them.
+
+  Args:
+    loss: of parameters and a batch.
+    params: to start from.
+    batches: of a worker's number; returns an endless iterator of that worker's batches.
+    paces: one function for each worker, which draws the seconds of a step.
+    tx: an optax optimizer, with a state for each model. Methods are comparable if it is linear (SGD, momentum): where a
+      step takes the gradient of one worker, the gradient is divided by N.
+    alpha: seconds for each message: of an all-reduce, to and from a server, another worker, or the controller.
+    beta: seconds for each byte of a model.
+    links: for each worker, how many times as long its messages take; an average takes as long as its slowest member's.
+      By default 1 for all.
+    seed: of step times and random choices.
+  """
+
+  def __init__(
+    self,
+    loss: Callable[[Any, Any], jax.Array],
+    params: Any,
+    batches: Callable[[int], Iterator[Any]],
+    paces: Sequence[Pace],
+    tx: optax.GradientTransformation,
+    *,
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    links: Sequence[float] | None = None,
+    seed: int = 0,
+  ):
+    check_start(params)
+    self.workers = len(paces)
+    self.initial, self._unflatten = flatten(params)
+    self.random = np.random.default_rng([seed, self.workers])
+    self.now, self.updates, self.groups = 0.0, 0, list[Group]()
+    self._scheduled: list[tuple[float, int, Callable[[], object]]] = []
+    self._count = self._gradients = 0
+    self._timeline, self._curve = list[Span](), list[tuple[float, int, float]]()
+    self._refusals = [Refusals(worker) for worker in range(self.workers)]
+    self._batches = [batches(worker) for worker in range(self.workers)]
+    self._paces, self._draws = paces, [np.random.default_rng([seed, worker]) for worker in range(self.workers)]
+    self._tx, self._alpha, self._beta, self._links = tx, alpha, beta, links or [1.0] * self.workers
+    self._ended = [0.0] * self.workers  # when each worker ended its last activity
+    self._gradient = jax.jit(jax.grad(lambda model, batch: loss(self._unflatten(model), batch)))
+    self.step = jax.jit(self._step)
+
+  def run(
+    self, method: Method, seconds: float, evaluate: Callable | None = None, every: float = 1.0, target: float = math.inf
+  ) -> Simulation:
+    """Trains for so many seconds, or until `evaluate`, called every `every` seconds, gives the target."""
+    self._method = method
+    reached = False
+
+    def look() -> None:
+      nonlocal reached
+      assert evaluate
+      value = float(evaluate(self._unflatten(method.model())))
+      self._curve.append((self.now, self.updates, value))
+      reached = value >= target
+      self.after(every, look)
+
+    if evaluate:
+      self.after(every, look)
+    method.begin()
+    while not reached and self._scheduled[0][0] < seconds:
+      self.now, _, action = heapq.heappop(self._scheduled)
+      action()
+    counts = self.updates, self._gradients
+    end = self.now if reached else seconds
+    return Simulation(end, reached, *counts, self._curve, self._unflatten(method.model()), self.groups, self._timeline)
+
+  def after(self, seconds: float, action: Callable[[], object]) -> None:
+    """Schedules an action; those of one time run in the order in which they were scheduled."""
+    self._count += 1
+    heapq.heappush(self._scheduled, (self.now + seconds, self._count, action))
+
+  def work(self, worker: int, model: jax.Array) -> None:
+    """Starts a worker's computation of the gradient of `model`; the method's `arrive` is called at its end."""
+    took = self._paces[worker](self._draws[worker])
+    self._timeline.append(Span(worker, "work", self.now, self.now + took))
+
+    def arrive() -> None:
+      self._ended[worker] = self.now
+      self._gradients += 1
+      self._method.arrive(worker, self._gradient(model, next(self._batches[worker])))
+
+    self.after(took, arrive)
+
+  def average(self, workers: list[int], members: int, done: Callable[[], object], signals: int = 0) -> None:
+    """Starts an all-reduce of `members` workers after so many signals; `workers` wait for it. Calls `done` then."""
+    took = make_collective("dense").cost(self.initial.size, members).seconds(self._alpha, self._beta)
+    ends = workers if len(workers) == members else range(self.workers)
+    self._communicate(workers, ends, took + signals * self._alpha, done)
+
+  def exchange(self, workers: list[int], models: int, done: Callable[[], object], peer: int | None = None) -> None:
+    """Each worker sends or receives so many models, to and from `peer`, by default a server. Calls `done` then."""
+    took = Cost(models, models * self.initial.size).seconds(self._alpha, self._beta)
+    self._communicate(workers, workers if peer is None else [*workers, peer], took, done)
+
+  def start(self) -> Any:
+    """The optimizer's state before the first step."""
+    return self._tx.init(self.initial)
+
+  def refuse(self, worker: int, model: jax.Array, iteration: int) -> bool:
+    """Whether a worker's model is not finite; the tenth such model in succession raises FloatingPointError."""
+    return self._refusals[worker].refuse(model, iteration, self._unflatten)
+
+  def _step(self, model: jax.Array, state: Any, gradient: jax.Array) -> tuple[jax.Array, Any]:
+    change, state = self._tx.update(gradient, state, model)
+    return model + change, state
+
+  def _communicate(self, workers: list[int], ends: Iterable[int], took: float, done: Callable[[], object]) -> None:
+    """Messages between `ends` for which `workers` wait: they end their waiting, and average for as long as it takes."""
+    took *= max(self._links[end] for end in ends)
+    for worker in workers:
+      if self._ended[worker] < self.now:
+        self._timeline.append(Span(worker, "wait", self._ended[worker], self.now))
+      self._ended[worker] = self.now
+      self._timeline.append(Span(worker, "average", self.now, self.now + took))
+    self.after(took, done)

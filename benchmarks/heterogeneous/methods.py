@@ -1,0 +1,203 @@
+"""The methods of the paper's Table 1: partial reduce, and those that it is compared with.
+
+Each method reacts to one event: the gradient of a worker is computed. Whatever the method, every gradient moves the
+model by the same amount, 1/N of a step of `tx`:
+
+    allreduce, bsp       wait for all N gradients; one step with their mean
+    backup               the first N − b gradients; later ones are dropped
+    eager                the first ⌊N/2⌋ + 1; later ones are added to the next sum, which is divided by N
+    asp                  each gradient at once, divided by N
+    hete                 each gradient at once, divided by its staleness: 1 + the steps since its model was read
+    adpsgd               average the worker's model with that of a random other worker; then one step with its gradient
+    constant, dynamic    one step on the worker's own model, then partial reduce: P models are averaged. A worker whose
+                         model is not finite after its step fetches the model of another worker instead.
+"""
+
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+import jaxsparse as js
+from benchmarks.heterogeneous.lab import Lab, Method
+from jaxsparse.partial.controller import Group
+
+NAMES = ("allreduce", "eager", "adpsgd", "bsp", "asp", "hete", "backup")
+
+
+def make_method(name: str, lab: Lab, backups: int = 0, **options: Any) -> Method:
+  """The method of a name: one of `NAMES`, or partial reduce, whose options are those of `js.partial.Controller`."""
+  match name:
+    case "allreduce":
+      return Synchronous(lab, lab.workers)
+    case "bsp":
+      return Synchronous(lab, lab.workers, server=True)
+    case "backup":
+      return Synchronous(lab, lab.workers - backups, server=True)
+    case "eager":
+      return Synchronous(lab, lab.workers // 2 + 1, keeps_late=True)
+    case "asp" | "hete":
+      return Asynchronous(lab, by_staleness=name == "hete")
+    case "adpsgd":
+      return Gossip(lab)
+  return Partial(lab, js.partial.Controller(lab.workers, weights=cast(Any, name), **options))
+
+
+class Synchronous:
+  """One model: in each round, one step with the gradients of the first `need` workers."""
+
+  def __init__(self, lab: Lab, need: int, keeps_late: bool = False, server: bool = False):
+    self._lab, self._need, self._keeps_late, self._server = lab, need, keeps_late, server
+    self._model, self._state = lab.initial, lab.start()
+    self._round = 0
+    self._began = [0] * lab.workers  # the round in which each worker was given its model
+    self._fresh: dict[int, jax.Array] = {}
+    self._late: list[jax.Array] = []
+
+  def begin(self) -> None:
+    for worker in range(self._lab.workers):
+      self._work(worker)
+
+  def arrive(self, worker: int, gradient: jax.Array) -> None:
+    if self._began[worker] < self._round:  # a straggler's gradient: its round is over, it begins anew
+      if self._keeps_late:
+        self._late.append(gradient)
+      self._work(worker)
+      return
+    self._fresh[worker] = gradient
+    if len(self._fresh) == self._need:
+      self._reduce()
+
+  def model(self) -> jax.Array:
+    return self._model
+
+  def _work(self, worker: int) -> None:
+    self._began[worker] = self._round
+    self._lab.work(worker, self._model)
+
+  def _reduce(self) -> None:
+    members, gradients = list(self._fresh), [*self._fresh.values(), *self._late]
+    self._fresh, self._late = {}, []
+    self._round += 1
+    mean = sum(gradients[1:], gradients[0]) / (self._lab.workers if self._keeps_late else self._need)
+
+    def done() -> None:
+      self._model, self._state = self._lab.step(self._model, self._state, mean)
+      self._lab.updates += 1
+      for worker in members:
+        self._work(worker)
+
+    if self._server:  # sharded over many servers: all workers push at once, and pull at once
+      self._lab.exchange(members, 2, done)
+    else:
+      self._lab.average(members, self._lab.workers, done)
+
+
+class Asynchronous:
+  """One model at a server, which takes a step with each gradient as soon as it arrives."""
+
+  def __init__(self, lab: Lab, by_staleness: bool):
+    self._lab, self._by_staleness = lab, by_staleness
+    self._model, self._state = lab.initial, lab.start()
+    self._read = [0] * lab.workers  # the step after which each worker read the model
+
+  def begin(self) -> None:
+    for worker in range(self._lab.workers):
+      self._lab.work(worker, self._model)
+
+  def arrive(self, worker: int, gradient: jax.Array) -> None:
+    def pushed() -> None:
+      divisor = self._lab.updates - self._read[worker] + 1 if self._by_staleness else self._lab.workers
+      self._model, self._state = self._lab.step(self._model, self._state, gradient / divisor)
+      self._lab.updates += 1
+      self._read[worker] = self._lab.updates
+      self._lab.exchange([worker], 1, functools.partial(self._lab.work, worker, self._model))
+
+    self._lab.exchange([worker], 1, pushed)
+
+  def model(self) -> jax.Array:
+    return self._model
+
+
+class _ModelEach:
+  """One model for each worker."""
+
+  def __init__(self, lab: Lab):
+    self._lab = lab
+    self._models = [lab.initial] * lab.workers
+    self._states = [lab.start() for _ in range(lab.workers)]
+
+  def begin(self) -> None:
+    for worker, model in enumerate(self._models):
+      self._work(worker, model)
+
+  def model(self) -> jax.Array:
+    return jnp.mean(jnp.stack(self._models), 0)
+
+  def _work(self, worker: int, model: jax.Array) -> None:
+    self._lab.work(worker, model)
+
+
+class Gossip(_ModelEach):
+  """Averages a worker's model with that of a random other worker, even while that one computes (AD-PSGD)."""
+
+  def arrive(self, worker: int, gradient: jax.Array) -> None:
+    other = (worker + int(self._lab.random.integers(1, self._lab.workers))) % self._lab.workers
+
+    def done() -> None:
+      mean = (self._models[worker] + self._models[other]) / 2
+      self._models[other] = mean
+      self._models[worker], self._states[worker] = self._lab.step(mean, self._states[worker], gradient)
+      self._lab.updates += 1
+      self._work(worker, self._models[worker])
+
+    self._lab.exchange([worker], 1, done, peer=other)
+
+
+class Partial(_ModelEach):
+  """A local step, then the average of a group."""
+
+  def __init__(self, lab: Lab, controller: js.partial.Controller):
+    super().__init__(lab)
+    self._controller = controller
+    self._iterations = [0] * lab.workers
+    self._began = [0.0] * lab.workers  # when each worker began its step
+
+  def arrive(self, worker: int, gradient: jax.Array) -> None:
+    model, state = self._lab.step(self._models[worker], self._states[worker], gradient)
+    if self._lab.refuse(worker, model, self._iterations[worker] + 1):
+      self._replace(worker)
+      return
+    self._models[worker], self._states[worker] = model, state
+    self._iterations[worker] += 1
+    self._average(self._controller.ready(worker, self._iterations[worker]))
+    took = self._lab.now - self._began[worker]  # the group filter lets a worker wait for as long as its step took
+    self._lab.after(took, lambda: self._average(self._controller.release()))
+
+  def _work(self, worker: int, model: jax.Array) -> None:
+    self._began[worker] = self._lab.now
+    self._lab.work(worker, model)
+
+  def _average(self, groups: list[Group]) -> None:
+    for group in groups:
+      self._lab.groups.append(group)
+      members = list(group.members)  # each sends a signal to the controller, and gets an answer
+      self._lab.average(members, len(members), functools.partial(self._averaged, group), signals=2)
+
+  def _replace(self, worker: int) -> None:
+    """Replaces a worker's model by the most trained one of the others, and resets its optimizer's state."""
+    donor = max((other for other in range(self._lab.workers) if other != worker), key=self._iterations.__getitem__)
+    model = self._models[donor]
+    self._models[worker], self._iterations[worker] = model, self._iterations[donor]
+    self._states[worker] = self._lab.start()
+    self._controller.replaced(worker)
+    self._lab.exchange([worker], 1, functools.partial(self._work, worker, model), peer=donor)
+
+  def _averaged(self, group: Group) -> None:
+    models = jnp.stack([*(self._models[member] for member in group.members), self._lab.initial])
+    mean = jnp.array([*group.weights, group.initial], jnp.float32) @ models
+    self._lab.updates += 1
+    for member in group.members:
+      self._models[member], self._iterations[member] = mean, group.iteration
+      self._work(member, mean)

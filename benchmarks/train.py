@@ -1,0 +1,230 @@
+r"""Trains one model with several all-reduces, data-parallel, and compares accuracy, loss and words sent.
+
+Every algorithm starts from the same parameters and sees the same batches in the same order. Each run is printed and
+kept in train.json in --report_dir as soon as it ends. At the end follow a table, and a figure, demo.png: accuracy over
+steps, and over words sent. With --trace also trace.png: what `js.metrics` said in every step.
+
+Examples:
+  python -m benchmarks.train
+  python -m benchmarks.train --algorithm=all
+  python -m benchmarks.train --algorithm=spardl,spardl:residual=partial,spardl:residual=local --seed=0,1,2
+  python -m benchmarks.train --algorithm=oktopk,gaussiank,oktopk:regions=even --trace=selected,delivered,imbalance
+  python -m benchmarks.train --engine=sim --workers=5 --folds=5
+  python -m benchmarks.train --task=lm --engine=sim --workers=4 --batch_size=4 --optimizer=adamw:0.001,sgd:0.3
+  python -m benchmarks.train --data_dir=$HOME/cifar --steps=5000
+  python -m benchmarks.train --engine=processes --algorithm=spardl,dense
+"""
+
+import itertools
+import json
+import pathlib
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import rich.console
+import rich.table
+from absl import flags
+
+import jaxsparse as js
+from benchmarks import entry, methods, recipes, report, workers
+from benchmarks.tasks import data, lm, small
+from benchmarks.tasks.base import Task
+from benchmarks.trainer import Trainer
+
+_ALGORITHM = flags.DEFINE_multi_string("algorithm", ["spardl", "dense"], f"What to compare, or 'all', {methods.HELP}")
+_ENGINE = flags.DEFINE_enum("engine", "devices", list(workers.ENGINES), workers.ENGINE_HELP)
+_WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.", lower_bound=1)
+_DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that a sparse all-reduce delivers in a step.")
+_TASK = flags.DEFINE_enum("task", "images", ["images", "lm"], "lm: a byte-level language model, see tasks/lm.py.")
+_MODEL = flags.DEFINE_enum("model", "cnn", list(small.MODELS), "The model to train on images.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Train on CIFAR-10: the folder that holds cifar-10-batches-py.")
+_STEPS = flags.DEFINE_integer("steps", 1500, "Training steps of each algorithm.", lower_bound=1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images, or windows of text, of each worker.", lower_bound=1)
+_OPTIMIZER = flags.DEFINE_multi_string("optimizer", ["sgd"], f"What follows the all-reduce. {recipes.HELP}")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "Peak rate of optimizers that name none; cosine decay.")
+_SEED = entry.define_seeds([0])
+_FOLDS = flags.DEFINE_integer("folds", 1, "Folds of cross-validation on the digits; 1: the first of five.", 1)
+_TRACE = flags.DEFINE_list("trace", [], "Metrics of js.metrics to draw over the steps, for example selected,delivered.")
+_REPORT_DIR = entry.define_report_dir("train.json and the figures demo.png and trace.png")
+_JSON = entry.define_json()
+
+entry.require(_TRACE, lambda names: set(names) <= set(js.Metrics.names()), f"from {', '.join(js.Metrics.names())}")
+
+
+CURVE_POINTS = 40  # evaluations during a run
+
+
+class Run(NamedTuple):
+  """The measurements of one algorithm from one seed."""
+
+  algorithm: str  # as it was asked for
+  optimizer: str  # with its peak rate, as the flag names it
+  seed: int  # of the parameters and the order of the batches
+  test_accuracy: float  # fraction of the test set classified correctly after the last step
+  test_loss: float  # mean loss over the test set after the last step
+  train_loss: float  # mean loss over the training set after the last step
+  words_per_step: float  # 4-byte words that a worker sent in one step, mean over the steps
+  messages_per_step: int  # messages that one worker sends in one step, one after the other, counted from the schedule
+  seconds_per_step: float  # median, evaluation and compilation left out
+  residual_norm: float  # ℓ₂ norm of all residuals after the last step
+  steps: list[int]  # the steps at which the accuracy was measured
+  accuracy: list[float]  # test accuracy at those steps
+  loss: list[float]  # training loss of the batch at those steps
+  trace: dict[str, list[float]]  # metrics of `js.metrics` by name, in every step
+  fold: int = 0  # of cross-validation, that was left out for the test
+
+
+def train(trainer: Trainer, method: methods.Method, recipe: recipes.Recipe, seed: int, on_step: Callable) -> Run:
+  """Trains for the steps of the recipe; calls `on_step` with each step and its loss."""
+  few = min(recipe.steps, CURVE_POINTS // 2)  # closer together where accuracy changes most, at the start
+  spreads = (np.linspace, np.geomspace)
+  points = {round(point) for spread in spreads for point in spread(1, recipe.steps, few)} | {recipe.steps}
+  trace: dict[str, list[float]] = {name: [] for name in js.Metrics.names()}
+  steps, accuracies, losses = [], [], []
+  while trainer.steps < recipe.steps:
+    loss, found = trainer.step(), trainer.metrics()
+    for name, values in trace.items():
+      values.append(found[name])
+    if trainer.steps in points:
+      steps.append(trainer.steps)
+      accuracies.append(trainer.evaluate(trainer.synchronized())[1])
+      losses.append(loss)
+    on_step(trainer.steps, loss)
+  params = trainer.synchronized()
+  name, config = method.spec.name, method.spec.config
+  return Run(
+    algorithm=method.label,
+    optimizer=str(recipe.optimizer),
+    seed=seed,
+    test_accuracy=accuracies[-1],
+    test_loss=trainer.evaluate(params)[0],
+    train_loss=trainer.evaluate(params, trainer.task.train)[0],
+    words_per_step=statistics.mean(trace["words_sent"]),
+    messages_per_step=js.costs.count(name, n=trainer.params, workers=trainer.place.size, **config).messages,
+    seconds_per_step=statistics.median(trainer.times[1:] or trainer.times),  # the first step compiles
+    residual_norm=trace["residual_norm"][-1],
+    steps=steps,
+    accuracy=accuracies,
+    loss=losses,
+    trace=trace,
+  )
+
+
+def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:
+  """The runs of each algorithm, one for each seed and fold; of each optimizer too, where there are several."""
+  several = len({run.optimizer for run in runs}) > 1
+  groups: dict[str, list[Run]] = {}
+  for run in runs:
+    groups.setdefault(f"{run.optimizer}, " * several + run.algorithm, []).append(run)
+  return groups
+
+
+def table(runs: Sequence[Run], title: str) -> rich.table.Table:
+  """The algorithms side by side: means over seeds and folds, and the standard deviation where there are several."""
+  groups = by_algorithm(runs)
+  dense = next((run.words_per_step for run in runs if run.algorithm == "dense"), None)
+  several = "; ± is the standard deviation over seeds and folds" if len(runs) > len(groups) else ""
+  lines = []
+  for label, group in groups.items():
+    words = statistics.mean(run.words_per_step for run in group)
+    losses = ([getattr(run, name) for run in group] for name in ("test_accuracy", "test_loss", "train_loss"))
+    spreads = [report.spread(values, ".4f") for values in losses]
+    sent = f"{words:,.0f}", report.ratio(words, dense, 3), str(group[0].messages_per_step)
+    seconds = statistics.median(run.seconds_per_step for run in group)
+    residual = statistics.mean(run.residual_norm for run in group)
+    lines.append([label, *spreads, *sent, f"{1e3 * seconds:.1f}", f"{residual:.3f}"])
+  heads = ("algorithm", "test accuracy", "test loss", "train loss", "words / step", "vs dense", "messages", "ms / step")
+  return report.table(title + several, (*heads, "residual norm"), lines)
+
+
+def figure(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
+  """Test accuracy over steps, and over words sent by each worker; a band from the worst to the best run."""
+  plot, (over_steps, over_words) = report.pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+  for label, group in by_algorithm(runs).items():
+    words = statistics.mean(run.words_per_step for run in group)
+    report.band(over_steps, group[0].steps, [run.accuracy for run in group], label)
+    report.band(over_words, [max(1, step * words) for step in group[0].steps], [run.accuracy for run in group], label)
+  over_steps.set(xlabel="step", ylabel="test accuracy")
+  over_words.set(xlabel="words sent by each worker (4 bytes each)", xscale="log")
+  over_words.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small")
+  report.save(plot, title, path)
+
+
+def trace(runs: Sequence[Run], names: Sequence[str], title: str, path: pathlib.Path) -> None:
+  """Metrics of `js.metrics` over the steps, one panel each."""
+  size = (5.5 * len(names), 4)
+  plot, panels = report.pyplot.subplots(1, len(names), figsize=size, squeeze=False, layout="constrained")
+  for panel, name in zip(panels[0], names, strict=True):
+    for label, group in by_algorithm(runs).items():
+      lines = [run.trace[name] for run in group]
+      report.band(panel, range(1, len(lines[0]) + 1), lines, label, linewidth=0.8)
+    panel.set(xlabel="step", ylabel=name.replace("_", " "))
+  panels[0][-1].legend(fontsize="small")
+  report.save(plot, title, path)
+
+
+def _make_tasks() -> list[Task]:
+  """The task on each fold."""
+  if _TASK.value == "lm":
+    if idle := [flag.name for flag in (_MODEL, _DATA_DIR) if flag.present]:
+      raise ValueError(f"--{idle[0]} is for --task=images: --task=lm has a model and a text of its own")
+    return [lm.small()]
+  name, folds = "cifar10" if _DATA_DIR.value else "digits", _FOLDS.value if _FOLDS.value > 1 else data.FOLDS
+  return [small.make(_MODEL.value, data.load(name, _DATA_DIR.value, fold, folds)) for fold in range(_FOLDS.value)]
+
+
+def _compare(
+  algorithms: list[methods.Method], optimizers: list[recipes.Optimizer], console: rich.console.Console
+) -> tuple[list[Run], str]:
+  """Trains with every algorithm and optimizer, from every seed, on every fold; the runs, and their title."""
+  place, tasks = workers.here(_ENGINE.value, _WORKERS.value), _make_tasks()
+  title = f"{tasks[0]}, {place}, density {_DENSITY.value:g}"
+  if _OPTIMIZER.value != ["sgd"]:
+    title += f", {', '.join(map(str, optimizers))}"
+  console.quiet = not place.reports
+  console.print(title, soft_wrap=True)
+  runs: list[Run] = []
+  for optimizer, method, (fold, task), seed in itertools.product(optimizers, algorithms, enumerate(tasks), _SEED.value):
+    recipe = recipes.Recipe(optimizer, "cosine", steps=_STEPS.value)
+    with report.progress(console, f"{method.label}, {optimizer}, seed {seed}", _STEPS.value) as show:
+      trainer = Trainer(task, method, recipe, place, _BATCH_SIZE.value, seed)
+      run = train(trainer, method, recipe, seed, show)
+    runs.append(run._replace(fold=fold))
+    if place.reports:
+      path = pathlib.Path(_REPORT_DIR.value) / "train.json"
+      report.keep(path, {"title": title}, {"runs": [report.rounded(one._replace(trace={})) for one in runs]})
+      reached = f"test accuracy {run.test_accuracy:.4f}, test loss {run.test_loss:.4f}"
+      name = f"{optimizer}, {method.label}, seed {seed}" + f", fold {fold}" * (fold > 0)
+      line = f"{name}: {reached}, {1e3 * run.seconds_per_step:.1f} ms a step"
+      console.print(line, highlight=False, soft_wrap=True)
+  return runs if place.reports else [], title
+
+
+def main() -> None:
+  """Trains all that the flags name and reports."""
+  if _FOLDS.value > 1 and (_TASK.value == "lm" or _DATA_DIR.value):
+    raise ValueError(f"--folds={_FOLDS.value} is for the digits: other data come with a test set of their own")
+  algorithms = methods.parse("algorithm", _ALGORITHM.value, _WORKERS.value, density=_DENSITY.value)
+  optimizers = recipes.parse_optimizers(_OPTIMIZER.value, _LEARNING_RATE.value)
+  if workers.launched(_ENGINE.value, _WORKERS.value):
+    return
+  console = workers.make_console(stderr=_JSON.value)
+  runs, title = _compare(algorithms, optimizers, console)
+  if not runs:
+    return
+  path = pathlib.Path(_REPORT_DIR.value) / "demo.png"
+  figure(runs, title, path)
+  console.print(table(runs, f"after {_STEPS.value} steps"))
+  console.print(f"figure: {path}")
+  if _TRACE.value:
+    path = path.with_name("trace.png")
+    trace(runs, _TRACE.value, title, path)
+    console.print(f"figure: {path}")
+  if _JSON.value:
+    print(json.dumps({"title": title, "runs": [run._asdict() for run in runs]}))
+
+
+if __name__ == "__main__":
+  entry.run(main)

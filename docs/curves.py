@@ -1,0 +1,54 @@
+"""The figure of docs/how_to/adam.md, of the curves that `benchmarks.race` keeps: `python docs/curves.py`."""
+
+import json
+import pathlib
+
+import numpy as np
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+ROOT = pathlib.Path(__file__).parents[1]
+SIGNS = "updates:apply_residual=True/onebit"
+# The label, color, method and optimizer of each curve.
+SHORT = [
+  ("dense, then Adam", "black", "dense", "adam:0.001"),
+  ("signs of updates, every step", "tab:blue", SIGNS, "window_adam:0.001:window=4"),
+  ("PowerSGD, then Adam", "tab:green", "powersgd:rank=4:alternate=True", "adam:0.001"),
+  ("SparDL 1 %, then Adam", "tab:red", "spardl:density=0.01", "adam:0.001"),
+]
+LONG = [
+  ("dense, then Adam", "black", "dense", "adam:0.0007:b1=0.8"),
+  ("signs of updates, every step", "tab:blue", SIGNS, "window_adam:0.0007:window=4:b1=0.8"),
+  (
+    "signs of updates, every 2 steps",
+    "tab:cyan",
+    "local:apply_residual=True:every=2/onebit",
+    "window_adam:0.0007:window=4:b1=0.8",
+  ),
+]
+
+
+def draw(axes: Axes, name: str, curves: list[tuple[str, str, str, str]], last: int) -> None:
+  """Held-out loss over steps: a line for the mean over seeds, a band for the standard deviation."""
+  rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["curves"]
+  for label, color, method, optimizer in curves:
+    same = [row for row in rows if (row["method"], row["optimizer"]) == (method, optimizer)]
+    steps = [step for step in same[0]["steps"] if step <= last]
+    losses = np.array([row["loss"][: len(steps)] for row in same])
+    mean, deviation = losses.mean(0), losses.std(0, ddof=1)
+    dense = next(row["words"] for row in rows if row["method"] == "dense")
+    words = f"{100 * same[0]['words'] / dense:.2g} % of the words" if method != "dense" else "100 %"
+    axes.plot(steps, mean, color=color, label=f"{label}: {words}")
+    axes.fill_between(steps, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0)
+  axes.set(xlabel="step", ylabel="held-out loss, nats a byte")
+  axes.legend(fontsize="small")
+  axes.grid(alpha=0.3)
+
+
+if __name__ == "__main__":
+  figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+  draw(left, "local_lm_medium.json", SHORT, 300)
+  left.set_title("0.66 M parameters, constant rate", fontsize="medium")
+  draw(right, "thousand_lm.json", LONG, 1000)
+  right.set_title("3.3 M parameters, cosine rate, b1 = 0.8", fontsize="medium")
+  figure.savefig(ROOT / "docs" / "how_to" / "adam.png", dpi=100)

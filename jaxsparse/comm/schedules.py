@@ -1,0 +1,157 @@
+"""Schedules of messages: who sends to whom in each round, and the exchanges that are built from the verb `shift`.
+
+Pairs are (source, destination) workers of one round, static Python data that is equal on all workers.
+"""
+
+import collections
+import math
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse.types import Comm, Cost, Reduction, Tree
+
+Pairs = tuple[tuple[int, int], ...]
+
+_WORD = 4  # bytes
+
+
+def strides(size: int) -> tuple[int, ...]:
+  """The ⌈log₂ size⌉ strides of a recursive-halving schedule for any number of workers, largest first.
+
+  Example:
+    >>> strides(6), strides(8), strides(1)
+    ((4, 2, 1), (4, 2, 1), ())
+  """
+  return tuple(1 << bit for bit in reversed(range((size - 1).bit_length())))
+
+
+def team_size(size: int, teams: int) -> int:
+  """Number of workers in each of `teams` equal teams; a ValueError names the divisors of `size` if there are none.
+
+  Example:
+    >>> team_size(6, teams=2)
+    3
+  """
+  if teams < 1 or size % teams:
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    raise ValueError(f"teams={teams} does not divide the {size} workers, choose one of {divisors}")
+  return size // teams
+
+
+def checked_pairs(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
+  """`pairs` if each worker sends at most once and receives at most once, else a ValueError that names the worker.
+
+  Example:
+    >>> checked_pairs([(0, 1), (2, 1)], size=3)
+    Traceback (most recent call last):
+    ValueError: route: worker 1 receives more than once in one round of ((0, 1), (2, 1))
+  """
+  pairs = tuple((int(source), int(destination)) for source, destination in pairs)
+  for verb, ends in zip(("sends", "receives"), zip(*pairs, strict=True), strict=False):
+    if min(ends) < 0 or max(ends) >= size:
+      pair = next(pair for pair in pairs if not all(0 <= worker < size for worker in pair))
+      raise ValueError(f"route {pair}: workers are numbered 0 … {size - 1}")
+    if len(set(ends)) < len(ends):
+      worker = collections.Counter(ends).most_common(1)[0][0]
+      raise ValueError(f"route: worker {worker} {verb} more than once in one round of {pairs}")
+  return pairs
+
+
+def tree_rounds(size: int) -> tuple[Pairs, ...]:
+  """The rounds of a binomial tree that reduces to worker 0, as (child, parent) pairs, for any number of workers.
+
+  Example:
+    >>> tree_rounds(6)
+    (((1, 0), (3, 2), (5, 4)), ((2, 0),), ((4, 0),))
+  """
+  return tuple(
+    tuple((parent + stride, parent) for parent in range(0, size - stride, 2 * stride))
+    for stride in reversed(strides(size))
+  )
+
+
+def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
+  """Cost of Rabenseifner's all-reduce, a reduce-scatter and an all-gather: 2⌈log₂P⌉ messages, 2 n (P − 1)/P words.
+
+  Args:
+    n: number of entries. One entry counts as an agreement; fewer than P cannot be scattered and count as n words.
+    workers: number of workers P.
+    itemsize: bytes of an entry.
+
+  Example:
+    >>> all_reduce_cost(1000, workers=8)
+    Cost(messages=6, words=1750, agreements=0)
+  """
+  if n == 1:
+    return Cost(0, 0, agreements=int(workers > 1))
+  entries = n if n < workers else 2 * math.ceil(n / workers) * (workers - 1)
+  return Cost(2 * len(strides(workers)), math.ceil(entries * itemsize / 4))
+
+
+def combine_rows(rows: jax.Array, op: Reduction) -> jax.Array:
+  """Combines rows [P, …] in rank order, 16-bit floats in float32: the bits do not depend on the engine."""
+  combine = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[op]
+  dtype = rows.dtype
+  if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < _WORD:
+    rows = rows.astype(jnp.float32)
+  result, _ = jax.lax.scan(lambda total, row: (combine(total, row), None), rows[0], rows[1:])
+  return result.astype(dtype)
+
+
+def all_reduce_in_order(comm: Comm, x: jax.Array, op: Reduction = "sum") -> jax.Array:
+  """An all-reduce over `shift` alone that adds in rank order, for engines without an all-reduce.
+
+  With fewer than P entries, every worker gathers and combines all of them: ⌈log₂ P⌉ messages. Otherwise each worker
+  combines one of P blocks, after P − 1 messages, and gathers the results: 2n(P − 1)/P words in all, the optimum.
+  """
+  if x.size < comm.size:
+    return combine_rows(in_rank_order(comm, all_gather(comm, x)), op)
+  blocks = jnp.pad(x.reshape(-1), (0, -x.size % comm.size)).reshape(comm.size, -1)
+  own = combine_rows(exchange(comm, blocks), op)
+  return in_rank_order(comm, all_gather(comm, own)).reshape(-1)[: x.size].reshape(x.shape)
+
+
+def all_gather(comm: Comm, tree: Tree) -> Tree:
+  """Bruck's all-gather over `shift` alone: ⌈log₂ P⌉ messages and P − 1 times the words of `tree`, for any P.
+
+  Every leaf gains a leading axis of P rows in the home frame: row b is that of worker (rank + b) mod P. For six
+  workers, the rows of worker 0 after each round (the last round sends only the two missing rows):
+
+      own            0
+      from 1         0 1
+      from 2         0 1 2 3
+      from 4         0 1 2 3 4 5
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  rows = [leaf[None] for leaf in leaves]
+  for stride in reversed(strides(comm.size)):
+    missing = min(stride, comm.size - stride)
+    received = comm.shift([x[:missing] for x in rows], -stride)
+    rows = [jnp.concatenate(pair) for pair in zip(rows, received, strict=True)]
+  return jax.tree.unflatten(structure, rows)
+
+
+def in_rank_order(comm: Comm, rows: Tree) -> Tree:
+  """Reorders rows of the home frame, row b of worker (rank + b) mod P, by worker: row w of worker w."""
+  order = (jnp.arange(comm.size, dtype=jnp.int32) - comm.rank) % comm.size
+  return jax.tree.map(lambda x: x[order], rows)
+
+
+def exchange(comm: Comm, rows: Tree) -> Tree:
+  """Sends row r to worker r, as MPI_Alltoall: P − 1 messages, in each of which every worker receives one.
+
+  The messages do not depend on each other, so a runtime may send several at once. Worker 2 of six sends:
+
+      row 3 -> worker 3, row 4 -> worker 4, row 5 -> worker 5, row 0 -> worker 0, row 1 -> worker 1;   it keeps row 2
+
+  Returns:
+    Row w is the one that worker w sent to this worker.
+  """
+  away = (comm.rank + jnp.arange(comm.size, dtype=jnp.int32)) % comm.size
+  home_frame = jax.tree.map(lambda x: x[away], rows)
+  own = jax.tree.map(lambda x: x[:1], home_frame)
+  sent = [comm.shift(jax.tree.map(lambda x, b=b: x[b : b + 1], home_frame), b) for b in range(1, comm.size)]
+  # The row of worker rank − b is row P − b of the home frame.
+  return in_rank_order(comm, jax.tree.map(lambda *parts: jnp.concatenate(parts), own, *reversed(sent)))

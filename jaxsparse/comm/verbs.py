@@ -1,0 +1,321 @@
+"""The verbs of `types.Comm` on JAX: along a shard_map axis, under vmap on one device, or for one worker alone.
+
+`shift` and `permute` bit-cast a pytree to one uint32 buffer. Each round is therefore one collective operation, which
+the compiler can neither widen nor split nor combine with another one. Primitives that compute nothing mark values in a
+jaxpr: what is equal on all workers (`mark_total`), the rank of a process of MPI, and messages of a worker alone.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Self, cast
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from jaxsparse import _compat
+from jaxsparse.comm import schedules
+from jaxsparse.types import Comm, Reduction, Tree
+
+_WORD = 4  # bytes
+
+
+def _identity(name: str) -> core.Primitive:
+  """A primitive that returns its operand and that every transformation of JAX keeps."""
+  primitive = core.Primitive(name)
+  primitive.def_impl(lambda x, **_: x)
+  primitive.def_abstract_eval(lambda x, **_: x)
+  mlir.register_lowering(primitive, lambda _, x, **__: [x])
+  ad.deflinear2(primitive, lambda cotangent, *_, **__: [cotangent])
+  batching.primitive_batchers[primitive] = lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
+  return primitive
+
+
+total_p = _identity("jaxsparse_total")  # equal on all workers of `axes`; None where the comm does not name its axes
+rank_p = _identity("jaxsparse_rank")  # the number of a rank of MPI: the one number that ranks may trace differently
+message_p = _identity("jaxsparse_message")  # a message of `SoloComm`, which sends nothing
+MESSAGE = "jaxsparse_message"  # name of the jitted function that sends a message of MPI: each rank has its own partners
+
+
+def mark_total(tree: Any, axes: Sequence[str] | None) -> Any:
+  """`tree`, marked as equal on all workers along `axes`; a law of its algorithm must guarantee this.
+
+  Example:
+    >>> mark_total(jnp.ones(2), ("workers",))
+    Array([1., 1.], dtype=float32)
+  """
+  if axes is not None and not axes:  # a view of some workers: its total is not equal on all of them
+    return tree
+  leaves, structure = jax.tree.flatten(tree)
+  marked = [total_p.bind(x, axes=None if axes is None else frozenset(axes)) for x in leaves]
+  return jax.tree.unflatten(structure, marked)
+
+
+def other_axes_error(ours: Iterable[str], mapped: Iterable[str]) -> ValueError:
+  """The error for a transform over other axes than those that a program is mapped over."""
+  return ValueError(
+    f"the jaxsparse transform is over the axis {list_axes(ours)}, and js.init and the training step are over "
+    f"{list_axes(mapped)}: give all of them the same axis"
+  )
+
+
+def list_axes(axes: Iterable[str]) -> str:
+  """The names of axes, for messages."""
+  return " and ".join(map(repr, sorted(axes))) or "none"
+
+
+class View:
+  """`members` workers of an engine, `stride` apart; a subclass for each engine.
+
+  A subclass implements the number of workers of the engine, the number of this worker, and the sending of a buffer.
+  """
+
+  stride: int
+  members: int | None
+
+  @property
+  def size(self) -> int:
+    """Number of workers of this view."""
+    return self._engine_size() if self.members is None else self.members
+
+  @property
+  def rank(self) -> jax.Array:
+    """Number of this worker within the view, i32[]."""
+    return self._engine_rank() // self.stride % self.size
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """Names of the axes all of whose workers belong to this view; empty for a view of some workers."""
+    return () if self.size < self._engine_size() else self._names()
+
+  def shift(self, tree: Tree, by: int) -> Tree:
+    """Sends `tree` to worker (rank + by) mod size and returns that of worker (rank − by) mod size: one message."""
+    size = self.size
+    pairs = tuple((source, (source + by) % size) for source in range(size))
+    return self._send(tree, pairs) if by % size else tree
+
+  def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
+    """Sends `tree` along (source, destination) pairs: one message; a worker that is no destination gets zeros.
+
+    Raises:
+      ValueError: if a worker is out of range, sends twice or receives twice.
+    """
+    return self._send(tree, schedules.checked_pairs(pairs, self.size))
+
+  def split(self, teams: int) -> tuple[Self, Self]:
+    """(team, member): views of the size / teams workers of this team, and of the workers of this rank in all teams.
+
+    Raises:
+      ValueError: if `teams` does not divide `size`, naming the divisors.
+    """
+    length, view = schedules.team_size(self.size, teams), cast(Any, self)
+    member = dataclasses.replace(view, stride=self.stride * length, members=teams)
+    return dataclasses.replace(view, members=length), member
+
+  def _send(self, tree: Tree, pairs: schedules.Pairs) -> Tree:
+    """Sends `tree` along pairs of this view, and along the same pairs of all views that tile the engine."""
+    starts = self._first_workers()
+    moves = [(start + a * self.stride, start + b * self.stride) for start in starts for a, b in pairs]
+    return unpack(self._ppermute(pack(tree), moves), tree)
+
+  def _first_workers(self) -> list[int]:
+    """First worker of each of the views that tile the engine."""
+    if self.members is None:
+      return [0]
+    span = self.stride * self.members
+    return [first + offset for first in range(0, self._engine_size(), span) for offset in range(self.stride)]
+
+  def _engine_size(self) -> int:
+    """Number of workers of the engine."""
+    raise NotImplementedError
+
+  def _names(self) -> tuple[str, ...]:
+    """Names of the axes of the workers of the engine."""
+    return ()
+
+  def _engine_rank(self) -> jax.Array:
+    """Number of this worker within the engine, i32[]."""
+    raise NotImplementedError
+
+  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    """Sends a u32[words] along pairs of workers of the engine; a worker that is no destination gets zeros."""
+    raise NotImplementedError
+
+
+def pack(tree: Tree) -> jax.Array:
+  """Bit-casts the leaves of a pytree into one u32[words] buffer, in order; short leaves are padded to whole words."""
+  words = []
+  for leaf in jax.tree.leaves(tree):
+    flat = leaf.reshape(-1)
+    if leaf.dtype == jnp.bool_:
+      flat = flat.astype(jnp.uint8)
+    per_word = max(1, _WORD // flat.dtype.itemsize)
+    if per_word > 1:
+      flat = jnp.pad(flat, (0, -flat.size % per_word)).reshape(-1, per_word)
+    words.append(jax.lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1))
+  return jnp.concatenate(words)
+
+
+def unpack(words: jax.Array, like: Tree) -> Tree:
+  """The inverse of `pack`, for a pytree with the shapes and dtypes of `like`."""
+  leaves, structure = jax.tree.flatten(like)
+  ends = itertools.accumulate((math.ceil(leaf.size * leaf.dtype.itemsize / _WORD) for leaf in leaves), initial=0)
+  parts = []
+  for leaf, (start, end) in zip(leaves, itertools.pairwise(ends), strict=True):
+    part, dtype = words[start:end], jnp.dtype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf.dtype
+    if dtype.itemsize > _WORD:
+      part = part.reshape(-1, dtype.itemsize // _WORD)
+    flat = jax.lax.bitcast_convert_type(part, dtype).reshape(-1)
+    parts.append(flat[: leaf.size].reshape(leaf.shape).astype(leaf.dtype))
+  return jax.tree.unflatten(structure, parts)
+
+
+def comm_of(axis: _compat.AxisName | Comm) -> Comm:
+  """`axis` if it is a comm, else the comm of the workers along the shard_map axis, or axes, of this name.
+
+  Raises:
+    TypeError: if `axis` is neither.
+  """
+  if isinstance(axis, str) or (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
+    return AxisComm(axis)
+  if all(hasattr(axis, verb) for verb in ("shift", "permute", "all_reduce", "split")):
+    return cast(Comm, axis)
+  raise TypeError(f"axis={axis!r}: give the name of a shard_map axis, a tuple of such names, or a comm")
+
+
+def axes_of(comm: Comm) -> tuple[str, ...] | None:
+  """Names of the axes all of whose workers belong to a comm; None for a comm that does not name its axes."""
+  return getattr(comm, "axes", None)
+
+
+def number_of_each(comm: Comm, number: jax.Array) -> jax.Array:
+  """Gathers one number, i32[], of each worker in rank order, i32[P]: an all-reduce of P integers.
+
+  Example:
+    >>> number_of_each(SoloComm(3), jnp.int32(7))
+    Array([7, 7, 7], dtype=int32)
+  """
+  if isinstance(comm, SoloComm):  # P times a vector with one number at rank 0 would be zero at all other ranks
+    return jnp.broadcast_to(comm.all_reduce(number, "max"), comm.size)
+  return comm.all_reduce(jnp.zeros(comm.size, jnp.int32).at[comm.rank].set(number))
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisComm(View):
+  """The workers along a named axis of `jax.shard_map`, or every `stride`-th of them.
+
+  Attributes:
+    axis: the name of the axis, or a tuple of names (ranks vary slowest along the first).
+    stride: distance on the axis between neighbours of this view.
+    members: number of workers of this view; None for the whole axis.
+
+  Example:
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> total = lambda x: AxisComm("workers").all_reduce(x)
+    >>> program = jax.shard_map(total, mesh=mesh, in_specs=P("workers"), out_specs=P(), check_vma=False)
+    >>> float(jax.jit(program)(jnp.ones(len(jax.devices())))[0]) == len(jax.devices())
+    True
+  """
+
+  axis: _compat.AxisName
+  stride: int = 1
+  members: int | None = None
+
+  def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
+    """Combines `x` of all workers of the view by the all-reduce of XLA, in its order of summation."""
+    reduce = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
+    groups = None  # one view is the whole axis; otherwise the axis indices of each of the views that tile it
+    if self.members is not None:
+      span = self.stride * self.members
+      groups = [list(range(start, start + span, self.stride)) for start in self._first_workers()]
+    return reduce(x, self.axis, axis_index_groups=groups)
+
+  def _engine_size(self) -> int:
+    try:
+      return jax.lax.axis_size(self.axis)
+    except NameError as error:
+      if mapped := jax.sharding.get_abstract_mesh().manual_axes:
+        raise other_axes_error(self._names(), mapped) from error
+      raise ValueError(
+        f"axis {self.axis!r} is not mapped here: jaxsparse transforms take the local gradients of one worker, so init "
+        f"and update must run inside jax.shard_map over {self.axis!r}; js.init and js.make_train_step do that for you"
+      ) from error
+
+  def _names(self) -> tuple[str, ...]:
+    return _compat.names_of(self.axis)
+
+  def _engine_rank(self) -> jax.Array:
+    return jax.lax.axis_index(self.axis)
+
+  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    return _compat.ppermute(buffer, self.axis, pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimComm(AxisComm):
+  """The workers along an axis of `jax.vmap(axis_name=axis)` on one device: bit-identical to shard_map on CPU.
+
+  vmap sums in another order and rejects partial permutations, so this class sums in rank order and completes
+  permutations. With `members` it is also an engine for `js.init` and `js.make_train_step`:
+  `js.SimComm("workers", members=64)` trains with 64 workers on one device.
+
+  Example:
+    >>> jax.vmap(lambda x: SimComm("workers").shift(x, 1), axis_name="workers")(jnp.arange(4))
+    Array([3, 0, 1, 2], dtype=int32)
+  """
+
+  def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
+    """Combines `x` in rank order and in float32, as XLA's all-reduce on CPU does."""
+    gathered = jax.lax.all_gather(x, self.axis)  # one array for all workers under vmap
+    if self.size == self._engine_size():
+      return mark_total(schedules.combine_rows(gathered, op), self.axes)
+    # All views are reduced at once. For the rows of its view alone, each worker would have an array of its own.
+    views = gathered.reshape(-1, self.size, self.stride, *x.shape)
+    totals = schedules.combine_rows(jnp.moveaxis(views, 1, 0), op)
+    return totals[self._engine_rank() // (self.size * self.stride), self._engine_rank() % self.stride]
+
+  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    size = self._engine_size()
+    idle_sources, idle_destinations = (sorted(set(range(size)) - {pair[end] for pair in pairs}) for end in (0, 1))
+    received = jax.lax.ppermute(buffer, self.axis, [*pairs, *zip(idle_sources, idle_destinations, strict=True)])
+    if not idle_sources:
+      return received
+    receives = jnp.zeros(size, jnp.bool_).at[jnp.array([d for _, d in pairs], jnp.int32)].set(True)
+    return jnp.where(receives[jax.lax.axis_index(self.axis)], received, jnp.zeros_like(received))
+
+
+@dataclasses.dataclass(frozen=True)
+class SoloComm(View):
+  """One worker without the other `workers` - 1, to time the arithmetic of an update without its messages.
+
+  The others are taken to have the same arrays: each message returns its own payload, and a sum over workers is P times
+  its operand. So an algorithm whose branches depend on the data of others, such as Ok-Topk, takes the branches of a
+  usual step. The results of an update are meaningless. `message_p` marks each message in the jaxpr.
+
+  Example:
+    >>> SoloComm(6).shift(jnp.arange(3), 1), SoloComm(6).all_reduce(jnp.arange(3))
+    (Array([0, 1, 2], dtype=int32), Array([ 0,  6, 12], dtype=int32))
+  """
+
+  workers: int
+  stride: int = 1
+  members: int | None = None
+
+  def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
+    """P times `x`, the sum of P equal arrays; `x` for "max" and "min"."""
+    received = message_p.bind(x)
+    return received * jnp.asarray(self.size, x.dtype) if op == "sum" else received
+
+  def _engine_size(self) -> int:
+    return self.workers
+
+  def _engine_rank(self) -> jax.Array:
+    return jnp.int32(0)
+
+  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    del pairs
+    return message_p.bind(buffer)

@@ -1,0 +1,155 @@
+"""What workers in processes and in threads share: `reduce` and `synchronize`, and models that are not finite.
+
+A mean with one NaN is NaN, so one worker whose step diverges would spoil the models of its group, and soon all models.
+So models with NaN or Inf enter no average: each worker checks its own model before it sends a signal, and continues
+from the current model of another worker.
+"""
+
+import abc
+import logging
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsparse.flatten import flatten
+from jaxsparse.partial.messages import Says
+
+REFUSALS = 10  # so many models of one worker in succession that are not finite raise an error
+
+_all_finite = jax.jit(lambda vector: jnp.isfinite(vector).all())
+
+
+def first_not_finite(params: Any) -> str | None:
+  """The path of the first leaf with NaN or Inf (in float32); None if there is none.
+
+  Example:
+    >>> first_not_finite({"b": np.zeros(2), "w": np.array([1.0, np.nan])})
+    "params['w']"
+  """
+  with np.errstate(over="ignore"):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+      if not np.isfinite(np.asarray(leaf, np.float32)).all():
+        return f"params{jax.tree_util.keystr(path)}"
+  return None
+
+
+def check_start(params: Any) -> None:
+  """Raises ValueError with the name of the leaf if the model that training starts from is not finite."""
+  if path := first_not_finite(params):
+    raise ValueError(f"{path} is not finite: training has to start from finite parameters")
+
+
+class Refusals:
+  """Checks the models of one worker; `count` is how many in succession were not finite, 0 after a finite one."""
+
+  def __init__(self, worker: int):
+    self._worker, self.count, self._last = worker, 0, ""
+
+  def refuse(self, vector: jax.Array, iteration: int, unflatten: Callable[[jax.Array], Any]) -> bool:
+    """Returns whether a model is not finite, and logs its first such leaf then.
+
+    Raises:
+      FloatingPointError: for the `REFUSALS`-th such model in succession.
+    """
+    if _all_finite(vector):
+      self.count = 0
+      return False
+    self.count += 1
+    self._last = f"worker {self._worker}: {first_not_finite(unflatten(vector))} of iteration {iteration} is not finite"
+    if self.count >= REFUSALS:
+      raise FloatingPointError(
+        f"{self._last}, {REFUSALS} times in succession, each time after a step from another worker's finite model: "
+        "reset the optimizer's state when `refused` is above 0, and check this worker's data"
+      )
+    warning = f"{self._last}; it enters no average, and the worker continues from another worker's model"
+    logging.getLogger(__name__).warning(warning)
+    return True
+
+  def no_donor(self) -> FloatingPointError:
+    """The error to raise if no other worker has a finite model."""
+    return FloatingPointError(
+      f"{self._last}, and no other worker has a trained model that is: restart from parameters saved earlier, for "
+      "example with a smaller learning rate"
+    )
+
+
+class BaseWorker(abc.ABC):
+  """A worker; it leaves when its `with` block ends."""
+
+  def __init__(self, number: int, entries: int, unflatten: Callable[[jax.Array], Any]):
+    self.number, self._entries, self._unflatten = number, entries, unflatten
+    self._refusals = Refusals(number)
+
+  @property
+  def refused(self) -> int:
+    """How many models of this worker in succession were not finite; 0 after a finite one."""
+    return self._refusals.count
+
+  def reduce(self, params: Any, iteration: int) -> tuple[Any, int]:
+    """Averages with a group. If the average fails, it is repeated with another group until one succeeds.
+
+    Parameters with NaN or Inf enter no average: a log message names the worker and the first such leaf, and the worker
+    gets the current model of another worker. `refused` is above 0 then; reset the optimizer's state, which may hold NaN
+    too.
+
+    Args:
+      params: this worker's, after a local step.
+      iteration: the number of iterations they have been trained for: one more than the last call returned.
+
+    Returns:
+      The average, and the largest iteration of the group. A worker that the server has dropped in the meantime, because
+      it was silent, gets the model of another worker instead. Parameters are on this worker's device.
+
+    Raises:
+      ControllerLost: if the controller has been silent for its limit and `reconnect` seconds; what `save` names holds
+        the parameters of the last call.
+      ValueError: for parameters of another size, or an iteration that the controller rejects.
+      FloatingPointError: for parameters that are not finite, if no other worker has a finite trained model, or at the
+        tenth time in succession.
+    """
+    return self._average(Says.READY, params, iteration)
+
+  def synchronize(self, params: Any, iteration: int) -> tuple[Any, int]:
+    """Averages with all workers that have not left, for an evaluation or at the end; waits until all of them call it.
+
+    Arguments, results and errors are those of `reduce`, which it may follow without a step in between. A worker whose
+    parameters are not finite takes part with the model of another worker.
+    """
+    return self._average(Says.SYNCHRONIZE, params, iteration)
+
+  @abc.abstractmethod
+  def leave(self) -> None:
+    """Leaves: the other workers continue without this one."""
+
+  def __enter__(self) -> Self:
+    """The worker."""
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    """Leaves."""
+    self.leave()
+
+  def _average(self, says: Says, params: Any, iteration: int) -> tuple[Any, int]:
+    vector = flatten(params)[0]
+    if vector.size != self._entries:
+      raise ValueError(f"params have {vector.size} entries, the initial ones have {self._entries}")
+    if self._refusals.refuse(vector, iteration, self._unflatten):
+      try:
+        vector, iteration = self._fetch()
+      except FloatingPointError as error:
+        raise self._refusals.no_donor() from error
+      if says == Says.READY:
+        return self._unflatten(vector), iteration
+    vector, iteration = self._exchange(says, vector, iteration)
+    return self._unflatten(vector), iteration
+
+  @abc.abstractmethod
+  def _fetch(self) -> tuple[jax.Array, int]:
+    """The model and iteration of another worker; raises FloatingPointError if none has one."""
+
+  @abc.abstractmethod
+  def _exchange(self, says: Says, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
+    """The average of a group, or of all for SYNCHRONIZE, and its iteration."""

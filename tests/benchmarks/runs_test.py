@@ -1,0 +1,134 @@
+"""Benchmarks as a user runs them: train, selection, scale, hierarchy, elastic; results have what they promise."""
+
+import json
+import os
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+import jaxsparse as js
+from benchmarks import hierarchy, specs
+from benchmarks.tasks import lm
+from tests.benchmarks import commands
+
+needs_lab = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
+
+
+def result_of(name, *flags, **settings):
+  done = commands.run(f"benchmarks.{name}", *flags, "--json", **settings)
+  assert done.returncode == 0, done.stderr[-2000:]
+  return json.loads(done.stdout)
+
+
+def test_train_learns_and_keeps_its_runs(tmp_path):
+  flags = "--steps=200", "--workers=3", "--density=0.05", f"--report_dir={tmp_path}"
+  sparse, dense = result_of("train", *flags)["runs"]
+  assert (sparse["algorithm"], dense["algorithm"]) == ("spardl", "dense")
+  assert min(sparse["test_accuracy"], dense["test_accuracy"]) > 0.8
+  n = 22602
+  assert dense["words_per_step"] == 2 * (n // 3) * 2
+  assert sparse["words_per_step"] == 4 * -(-1131 // 3) * 2  # ⌈0.05 n⌉ = 1131 entries in three blocks
+  assert sparse["residual_norm"] > 0
+  assert (tmp_path / "demo.png").stat().st_size > 10_000
+  kept = json.loads((tmp_path / "train.json").read_text())["runs"]
+  assert [run["test_loss"] for run in kept] == pytest.approx([sparse["test_loss"], dense["test_loss"]], rel=1e-5)
+
+
+@pytest.mark.long
+def test_train_with_seeds_folds_and_a_trace(tmp_path):
+  flags = "--seed=0,3", "--algorithm=oktopk:region_period=8,a2sgd", "--optimizer=adam", "--trace=drift,selected"
+  more = "--steps=8", "--workers=2", "--engine=sim", "--folds=3", f"--report_dir={tmp_path}"
+  runs = result_of("train", *flags, *more)["runs"]
+  grid = [("oktopk:region_period=8", fold, seed) for fold in range(3) for seed in (0, 3)]
+  assert [(run["algorithm"], run["fold"], run["seed"]) for run in runs[:6]] == grid
+  assert len({run["test_loss"] for run in runs}) == 12
+  assert runs[6]["trace"]["drift"][-1] > 0 == runs[0]["trace"]["drift"][-1]
+  assert (tmp_path / "trace.png").stat().st_size > 10_000
+
+
+def test_the_committed_trainings_are_of_this_text():
+  kept = json.loads((commands.ROOT / "benchmarks" / "results" / "lm.json").read_text())
+  runs = [(run["algorithm"], run["optimizer"], run["seed"]) for run in kept["runs"]]
+  assert len(set(runs)) == len(runs)
+  version = ".".join(map(str, sys.version_info[:3]))
+  assert f"Python {version} " not in kept["title"] or str(lm.load()) in kept["title"]  # another brings another text
+
+
+def test_selection_checks_and_times_every_program():
+  flags = "--n=40000", "--inputs=normal,gradients,equal", "--repetitions=1", "--update=2"
+  # What it counts is of programs as users have them.
+  result = result_of("selection", *flags, XLA_FLAGS="", JAX_DISABLE_MOST_OPTIMIZATIONS="0")
+  rows, update = result["selection"], result["update"]
+  assert all(row[name] > 0 for row in rows for name in ("lax_top_k", "top_k", "threshold", "candidates"))
+  # All equal is too many for any bracket.
+  assert [(row["method"], row["missed"]) for row in rows] == [("bracket", missed) for missed in (False, False, True)]
+  assert (update["workers"], update["fallbacks"]) == (2, 0)
+  assert 0 < update["buffers"] <= 3  # the mean takes the place of the donated gradients
+  assert {goal["met"] is None for goal in result["goals"]} == {False}
+
+
+def test_scale_predicts_as_js_costs_and_programs_have_an_operation_for_each_message():
+  flags = "--workers=8,4", "--n=100000", "--repeats=1", "--network=25GbE,slow:alpha=1e-3:beta=1e-7"
+  result = result_of("scale", *flags)
+  rows = {(row["network"], row["workers"], row["algorithm"]): row for row in result["predicted"]}
+  labels = [*specs.of_vectors(), "spardl:teams=best"]
+  assert set(rows) == {(net, p, label) for net in ("25GbE", "slow") for p in (4, 8) for label in labels}
+  cost = lambda name, **config: js.costs.predict(name, n=100_000, workers=8, **config)
+  assert rows["25GbE", 8, "dense"]["words"] == cost("dense").words
+  seconds = {d: cost("spardl", density=0.01, teams=d).seconds(alpha=1e-3, beta=1e-7) for d in (1, 2, 4, 8)}
+  assert rows["slow", 8, "spardl"]["seconds"] == seconds[1]
+  best = rows["slow", 8, "spardl:teams=best"]  # the fastest divisor
+  assert (best["teams"], best["seconds"]) == (min(seconds, key=seconds.get), min(seconds.values()))
+  made = [(row["workers"], row["messages"], row["collectives"]) for row in result["compiled"]]
+  assert made == [(4, 4, 4), (8, 6, 6)]
+  assert all(row[phase] > 0 for row in result["compiled"] for phase in ("trace", "lower", "compile", "cpu"))
+
+
+def test_scale_holds_the_first_step_against_its_goal():
+  flags = "--first_step", "--schedule_of=dense,topka", "--n=1000", "--repeats=1"
+  done = commands.run("benchmarks.scale", *flags, "--json")
+  result = json.loads(done.stdout)
+  assert [(row["algorithm"], row["workers"]) for row in result["first_step"]] == [("dense", 4), ("topka", 4)]
+  (goal,) = result["goals"]
+  assert goal["measured"] == max(row["total"] for row in result["first_step"])
+  assert done.returncode == (0 if goal["met"] else 1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax
+def test_each_way_of_hosts_with_devices_trains():
+  """In one process, which has no network: the way of many hosts is that of the lab."""
+  mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), hierarchy.AXES, axis_types=(AxisType.Auto,) * 2)
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    rows = [hierarchy.measured(way, mesh, "none", 16, 1, 1, 0.1, steps=4) for way in hierarchy.WAYS]
+  assert all(row.seconds > 0 for row in rows)
+  dense, *sparse = (row.loss for row in rows)
+  np.testing.assert_allclose(sparse, dense, rtol=0.1)
+
+
+@pytest.mark.long
+@needs_lab
+def test_in_the_lab_between_hosts_sends_at_most_half_of_flat():
+  flags = "--rate=100mbit", "--way=flat,between", "--width=128", "--blocks=1", "--steps=4"
+  flat, between = result_of("hierarchy", *flags)
+  assert between["bytes"] <= 0.55 * flat["bytes"]  # headers of packets and of gloo included
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lab", ["--nolab", pytest.param("--lab", marks=needs_lab)])
+def test_elastic_loses_what_a_worker_owes_and_nothing_else(lab, tmp_path):
+  flags = "--workers=3", "--joining=1", "--batch_size=12", "--seed=0", "--steps=14", "--kill_at=5", "--join_at=9"
+  more = "--save_every=2", "--density=0.1", f"--report_dir={tmp_path}"
+  done = commands.run("benchmarks.elastic", *flags, *more, lab)
+  assert done.returncode == 0, done.stderr[-3000:]
+  found = json.loads((tmp_path / "elastic.json").read_text())
+  lost = {run["run"]: run["lost"] for run in (*found["runs"], *found["simulated"])}
+  assert lost.pop("without its residual") > 1e-3
+  assert max(lost.values()) < 1e-5
+  assert found["lost"][0]["all"] > found["lost"][0]["since"] > 0
+  expected = [] if lab == "--nolab" else ["3 -> 2", "2 -> 3"]
+  assert [one["change"] for one in found["recoveries"]] == expected
+  assert all(min(one["parts"]) > 0 for one in found["recoveries"])

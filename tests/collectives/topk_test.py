@@ -1,0 +1,112 @@
+"""TopkA, TopkDSA and gTopk against numpy, and what selectors and wire formats change in collectives that have them."""
+
+import hypothesis
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import jaxsparse as js
+from tests.cases import WORKERS, integers, normals, row
+from tests.reference import spardl_options, topk
+
+GTOPK = [(*sizes, workers) for sizes in ((1, 1), (50, 9)) for workers in WORKERS]
+TOPKDSA = [(*sizes, workers) for sizes in ((1, 1), (50, 9), (50, 50), (2000, 20)) for workers in (1, 3, 6, 8)]
+QUICK = {
+  "gtopk": [(1, 1, 3), (50, 9, 1), (50, 9, 3), (50, 9, 8)],
+  "topkdsa": [(1, 1, 8), (50, 9, 3), (2000, 20, 8)],
+  "topka": [(50, 9, 3)],
+}
+SIZES = {"gtopk": GTOPK, "topkdsa": TOPKDSA, "topka": [(50, 9, 3), (50, 9, 6)]}
+
+
+def check_steps(name, grads, reference, **options):
+  """Totals and residuals of steps are those of `reference(gradients, residuals)`, bit for bit."""
+  left, state = np.zeros_like(grads[0]), None
+  for step in grads:
+    total, left = reference(step, left)
+    out = js.simulate(name, step, state=state, **options)
+    state = out.state
+    np.testing.assert_array_equal(out.total, total)
+    np.testing.assert_array_equal(out.residuals, left)
+
+
+@pytest.mark.parametrize(
+  ("name", "n", "k", "workers"),
+  [row(name, *sizes, quick=sizes in QUICK[name]) for name, all_sizes in SIZES.items() for sizes in all_sizes],
+)
+def test_equals_numpy(name, n, k, workers):
+  slots = [js.make_collective(name, k=k).capacities(n, workers)[-1]] if name == "topkdsa" else []
+  reference = lambda grads, left: getattr(topk, name)(grads, left, k, *slots)
+  check_steps(name, normals(0, 3, workers, n), reference, k=k)
+
+
+@hypothesis.given(sizes=st.sampled_from([(3, 2), (7, 6)]), seed=st.integers(0, 2**32 - 1))
+def test_the_tree_with_ties_and_cancellation(sizes, seed):
+  """Few distinct values: sums cancel, and what is selected depends on the rule for ties."""
+  workers, k = sizes
+  grads = np.random.default_rng(seed).integers(-2, 3, (1, workers, 12)).astype(np.float32)
+  check_steps("gtopk", grads, lambda grads, left: topk.gtopk(grads, left, k), k=k)
+
+
+@pytest.mark.parametrize("selector", ["exact", "chunked"])
+def test_topka_rounds_what_it_sends(selector):
+  """The total is the sum of rounded entries in rank order, and rounding errors stay in residuals."""
+  k = 12
+
+  def choose(values):
+    return spardl_options.Chunked(k, values[None], 1).choose(0, 0, values)
+
+  def reference(grads, left):
+    rounded = lambda value: value.astype(jnp.bfloat16).astype(np.float32)
+    return topk.topka(grads, left, k, choose if selector == "chunked" else None, rounded)
+
+  check_steps("topka", normals(0, 3, 4, 60), reference, k=k, selector=selector, wire="bf16")
+
+
+def test_topkdsa_is_topka_where_everything_has_room():
+  grads = normals(0, 6, 3000)
+  split, gathered = (js.simulate(name, grads, density=0.01) for name in ("topkdsa", "topka"))
+  np.testing.assert_array_equal(split.total, gathered.total)
+  np.testing.assert_array_equal(split.residuals, gathered.residuals)
+  assert int(split.metrics.overflow) == 0
+
+
+def test_entries_that_crowd_into_one_region_wait_in_the_residual():
+  grads = np.zeros((4, 40), np.float32)
+  grads[:, :10] = np.arange(10, 0, -1)  # all in region 0
+  out = js.simulate("topkdsa", grads, k=10)
+  slots = js.make_collective("topkdsa", k=10).capacities(40, 4)[-1]
+  assert slots == 3
+  assert int(out.metrics.overflow) == 4 * (10 - slots)
+  np.testing.assert_array_equal(out.total[:10], 4 * np.where(np.arange(10) < slots, grads[0, :10], 0))
+
+
+def test_the_gather_is_dense_where_that_is_fewer_words():
+  """All workers select different entries: the union is most of the gradient."""
+  grads = np.zeros((4, 80), np.float32)
+  for worker in range(4):
+    grads[worker, worker::4] = 1 + np.arange(20)
+  few, many = (js.simulate("topkdsa", grads, k=k).metrics for k in (2, 20))
+  assert int(few.words_sent) < int(many.words_sent) == 2 * 5 * 3 + 20 * 3
+
+
+def test_who_selects_and_who_encodes():
+  has = lambda option: {name for name in js.collective_names() if option in js.collective_options(name)}
+  assert has("selector") == {"gtopk", "spardl", "topka", "topkdsa"}  # the others have a way of their own to select
+  assert has("wire") == has("selector") | {"chunktopk", "dcttopk", "gaussiank", "oktopk"}  # the others send no indices
+
+
+@pytest.mark.parametrize(
+  "name", [row(name, quick=name == "gaussiank") for name in ("gaussiank", "gtopk", "oktopk", "topka", "topkdsa")]
+)
+def test_shorter_messages_change_nothing_that_they_can_say(name):
+  """Whole numbers survive bf16 on every way they take: totals and residuals are those of f32, in fewer words."""
+  plain, short = None, None
+  for step in range(3):
+    grads = integers(step, 4, 3000)
+    plain = js.simulate(name, grads, state=plain and plain.state, k=300)
+    short = js.simulate(name, grads, state=short and short.state, k=300, wire="bf16")
+    np.testing.assert_array_equal(short.total, plain.total)
+    np.testing.assert_array_equal(short.residuals, plain.residuals)
+  assert int(short.metrics.words_sent) < (0.75 if name == "topkdsa" else 0.5) * int(plain.metrics.words_sent)

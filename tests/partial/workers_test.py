@@ -1,0 +1,192 @@
+"""Workers as users run them, in processes over TCP (here: threads of this one) and on the devices of one process."""
+
+import contextlib
+import threading
+import time
+from concurrent import futures
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsparse as js
+from jaxsparse.partial.controller import Rejected
+
+START = {"b": jnp.zeros(2), "w": jnp.zeros(3)}
+BAD = {"b": jnp.ones(2), "w": jnp.array([1, jnp.nan, 1.0])}
+NAMED = "worker 2: params['w'] of iteration"
+
+
+@contextlib.contextmanager
+def over_tcp(controller, start, keys=None):
+  with js.partial.Server(controller, keys=keys) as server:
+    yield lambda number: js.partial.Worker(server.address, number, start, keys=keys, timeout=20)
+
+
+def encrypted(controller, start):
+  return over_tcp(controller, start, js.partial.Keys.make())
+
+
+@contextlib.contextmanager
+def on_devices(controller, start):
+  host = js.partial.Devices(controller, jax.devices()[: controller.workers], start)
+  host.warm_up()
+  yield host.worker
+
+
+def run(where, train, controller, start=START):
+  """What `train(worker, number)` returned or raised, each worker in a thread."""
+
+  def body(make, number):
+    with make(number) as worker:
+      try:
+        return train(worker, number)
+      except Exception as error:
+        return error
+
+  with where(controller, start) as make, futures.ThreadPoolExecutor(controller.workers) as threads:
+    found = [threads.submit(body, make, number) for number in range(controller.workers)]
+    return [future.result(60) for future in found]
+
+
+def entries(params):
+  return np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(params)])
+
+
+everywhere = pytest.mark.parametrize("where", [over_tcp, on_devices])
+
+
+@pytest.mark.parametrize("where", [over_tcp, encrypted, on_devices])
+def test_groups_keep_the_sum_and_all_end_with_one_model(where):
+  """Constant weights keep the sum of all models, since W is doubly stochastic."""
+
+  def train(worker, number):
+    params, iteration = {"w": jnp.full((2, 3), float(number))}, 0  # not `worker.params`, which may be another worker's
+    for _ in range(10):
+      params, iteration = worker.reduce(params, iteration + 1)
+      assert where is not on_devices or params["w"].devices() == {worker.device}
+    return entries(params), entries(worker.synchronize(params, iteration)[0])
+
+  found = run(where, train, js.partial.Controller(4, 2), {"w": jnp.zeros((2, 3))})
+  alone, together = zip(*found, strict=True)
+  np.testing.assert_allclose(sum(alone), 6.0, rtol=1e-5)
+  assert np.ptp([model.max() for model in alone]) < 3
+  assert len({model.tobytes() for model in together}) == 1
+  np.testing.assert_allclose(together[0], 1.5, rtol=1e-5)
+
+
+@everywhere
+def test_dynamic_weights_and_the_initial_model(where):
+  """Two workers whose first iterations are 1 and 3: ranks 3 and 1, and rank 2 is the initial model's."""
+  train = lambda worker, number: worker.reduce(jnp.full(3, 7.0 * number), (1, 3)[number])
+  controller = js.partial.Controller(2, 2, "dynamic", missing="initial")
+  for params, iteration in run(where, train, controller, jnp.full(3, 70.0)):
+    assert iteration == 3
+    np.testing.assert_allclose(params, (4 * 7 + 2 * 70 + 1 * 0) / 7, rtol=1e-6)
+
+
+@everywhere
+def test_a_worker_that_pauses_holds_the_others_up_for_one_step(where):
+  """Its training loop calls nothing for 3 s; a small T makes the group filter wait soon."""
+  waits, back = [], threading.Event()
+
+  def train(worker, number):
+    (params, iteration), steps = (worker.params, worker.iteration), 0
+    while not back.is_set():
+      if number == 2 and steps == 5:
+        time.sleep(3)
+        back.set()
+      began = time.monotonic()
+      params, iteration = worker.reduce(params, iteration + 1)
+      waits.append(time.monotonic() - began)
+      steps += 1
+      time.sleep(0.01)
+    return steps
+
+  assert min(run(where, train, js.partial.Controller(3, 2, history=2))) > 5
+  assert max(waits) < 1.5
+
+
+@everywhere
+def test_bad_arguments(where):
+  with where(js.partial.Controller(3, 2), jnp.zeros(2)) as start, start(0) as worker:
+    for params in (jnp.zeros(3), jnp.array([jnp.nan])):  # told even if they are not finite
+      with pytest.raises(ValueError, match=f"params have {params.size} entries, the initial ones have 2"):
+        worker.reduce(params, 1)
+    assert worker.refused == 0
+    with pytest.raises(Rejected if where is on_devices else ValueError, match="iteration -1 of worker 0 is malformed"):
+      worker.reduce(jnp.zeros(2), -1)
+    with pytest.raises(ValueError, match=r"worker 5, (choose|there are) 0 … 2"):
+      start(5)
+  with pytest.raises(ValueError, match=r"params\['w'\] is not finite: training has to start from finite parameters"):
+    run(where, None, js.partial.Controller(3, 2), BAD)
+
+
+def test_workers_have_devices_of_their_own():
+  with pytest.raises(ValueError, match="4 workers on 3 different devices"):
+    js.partial.Devices(js.partial.Controller(4, 2), jax.devices()[:3], jnp.zeros(2))
+
+
+@everywhere
+@pytest.mark.parametrize(("bad", "value"), [(5, np.nan), (1, -np.inf)])
+def test_a_model_that_is_not_finite_is_in_no_average_and_training_goes_on(where, bad, value, caplog):
+  """Worker 2's model is not finite after one of its steps: it may be the first, when nobody has a model."""
+
+  def train(worker, number):
+    params, iteration, refused = worker.params, worker.iteration, []
+    for step in range(1, 11):
+      params = jax.tree.map(lambda leaf: leaf + 0.1 * (1 - leaf), params)
+      if number == 2 and step == bad:
+        params = {**params, "w": params["w"].at[1].set(value)}
+      params, iteration = worker.reduce(params, iteration + 1)
+      refused.append(worker.refused)
+      assert np.isfinite(entries(params)).all()
+      assert iteration >= 1
+    return entries(worker.synchronize(params, iteration)[0]), sum(refused)
+
+  for number, (model, refused) in enumerate(run(where, train, js.partial.Controller(3, 2))):
+    assert np.isfinite(model).all()
+    assert model.min() > 0.3
+    assert len(set(model.tolist())) == 1
+    assert refused == (number == 2)
+  assert len([record for record in caplog.records if NAMED in record.getMessage()]) == 1
+
+
+@everywhere
+def test_the_average_of_all_is_made_with_the_model_of_another_worker(where):
+  def train(worker, number):
+    params, iteration = worker.reduce(jax.tree.map(lambda leaf: leaf + 1.0, START), worker.iteration + 1)
+    return worker.synchronize(BAD if number == 2 else params, iteration)
+
+  for params, iteration in run(where, train, js.partial.Controller(3, 3)):
+    np.testing.assert_allclose(entries(params), 1.0, rtol=1e-6)
+    assert iteration == 1
+
+
+@everywhere
+@pytest.mark.parametrize("leaves", [False, True])
+def test_if_nobody_has_a_finite_model_all_are_told(where, leaves):
+  """Also if the last one that may have one leaves."""
+  train = lambda worker, number: time.sleep(0.5) if leaves and number == 2 else worker.reduce(BAD, 1)
+  for number, found in enumerate(run(where, train, js.partial.Controller(3, 2))[: 2 if leaves else 3]):
+    assert isinstance(found, FloatingPointError)
+    assert str(found).startswith(f"worker {number}: params['w'] of iteration 1 is not finite, and no other worker")
+
+
+@everywhere
+def test_a_worker_that_is_never_finite_ends_and_the_others_go_on(where):
+  """As when the state of its optimizer has a NaN in it: it would hold up the others for ever."""
+
+  def train(worker, number):
+    params, iteration = worker.params, worker.iteration
+    for step in range(100):
+      assert worker.refused == (step if number == 2 else 0) < 10
+      params, iteration = worker.reduce(BAD if number == 2 else params, iteration + 1)
+    return iteration
+
+  *others, ended = run(where, train, js.partial.Controller(3, 2))
+  assert isinstance(ended, FloatingPointError)
+  assert str(ended).startswith(NAMED)
+  assert "10 times in succession" in str(ended)
+  assert min(others) >= 50
