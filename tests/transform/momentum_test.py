@@ -157,11 +157,7 @@ SPARDL, DCT = js.spardl_transform("workers", density=0.2), js.dcttopk_transform(
 @pytest.mark.parametrize(
   ("call", "error", "message"),
   [
-    (
-      lambda: js.momentum_corrected(optax.sgd(0.1)),
-      TypeError,
-      "corrected: .* is no jaxsparse transform: give js.s",
-    ),
+    (lambda: js.momentum_corrected(optax.sgd(0.1)), TypeError, "corrected: .* is no jaxsparse transform: give js."),
     (lambda: js.momentum_corrected(SPARDL, 1.5), ValueError, r"momentum=1.5, choose a number in \(0, 1\]"),
     (lambda: js.momentum_corrected(SPARDL, clip_norm=0), ValueError, "clip_norm=0, choose a number above 0, or None"),
     (lambda: js.momentum_corrected(DCT), ValueError, "masking=True with dcttopk, which delivers a part of every"),
