@@ -211,7 +211,8 @@ def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
     predicted = js.costs.predict(collective, n=n, workers=workers)
     if collective.sizes_vary:
       assert all(was <= most for was, most in zip(counted, predicted, strict=True)), (counted, predicted)
-      assert counted.words >= 2 * k * (workers - 1) / workers  # of any sparse all-reduce (SparDL, §2)
+      if case.is_sparse and "wire" not in str(case):
+        assert counted.words >= 2 * k * (workers - 1) / workers  # of any sparse all-reduce in 32 bits (SparDL, §2)
     else:
       assert counted == predicted
     if workers == 1:
