@@ -145,11 +145,7 @@ def each(
 ) -> pytest.MarkDecorator:
   """Parametrizes with (case, workers).
 
-  Args:
-    cases: what to test.
-    sizes: the numbers of workers.
-    quick: those that are not long, for a case without options.
-    options: whether the first size is not long either for cases with options, but for those of `LONG`.
+  Quick are the sizes `quick` of cases without options, and with `options` the first size of others, but for `LONG`.
   """
 
   def is_quick(case: Case, workers: int) -> bool:

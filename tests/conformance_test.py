@@ -28,7 +28,6 @@ from tests.cases import (
   CONSERVING,
   REPLICATING,
   assert_same_bits,
-  bits,
   each,
   each_case,
   integers,
@@ -75,7 +74,7 @@ def law_r_every_worker_has_the_same_bits(_, collective, workers, n):
   state = simulation.initial(collective, workers, n)
   for step in range(3):
     totals, state = simulation.reduce_all(collective, jnp.asarray(normals(step, workers, n)), state)
-    np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
+    assert_same_bits(totals, np.broadcast_to(totals[0], totals.shape))
     for leaf in jax.tree.leaves(state.carried.shared):
       np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
 
@@ -94,7 +93,7 @@ def not_a_number_anywhere_skips_the_step_everywhere(_, collective, workers, n):
     assert np.all(after.counters.skipped)
     assert np.all(after.counters.skipped_steps == 1)
     resumed, final = simulation.reduce_all(collective, clean, after)
-    np.testing.assert_array_equal(bits(resumed), bits(expected))
+    assert_same_bits(resumed, expected)
     assert not np.any(final.counters.skipped)
     assert np.all(final.counters.skipped_steps == 1)
 
@@ -130,7 +129,7 @@ def any_input_is_delivered_or_kept(case, collective, workers, n):
       # Rounding to levels is relative to the norm and not to the entry.
       scale = scale if case.exact else np.max(scale) * n
       assert np.all(np.abs(after - before) <= workers * (case.rounding * scale + FLUSHED))
-      np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
+      assert_same_bits(totals, np.broadcast_to(totals[0], totals.shape))
       if case.name in ("spardl", "gtopk", "randomk"):
         assert np.count_nonzero(totals[0]) <= collective.entries(n) + workers  # rounded up for each of P/d blocks
 
@@ -212,7 +211,8 @@ def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
     predicted = js.costs.predict(collective, n=n, workers=workers)
     if collective.sizes_vary:
       assert all(was <= most for was, most in zip(counted, predicted, strict=True)), (counted, predicted)
-      assert counted.words >= 2 * k * (workers - 1) / workers  # of any sparse all-reduce (SparDL, §2)
+      if case.is_sparse and "wire" not in str(case):
+        assert counted.words >= 2 * k * (workers - 1) / workers  # of any sparse all-reduce in 32 bits (SparDL, §2)
     else:
       assert counted == predicted
     if workers == 1:

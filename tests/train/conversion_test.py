@@ -25,7 +25,6 @@ from tests.cases import (
   each_case,
   flat,
   integers,
-  linear,
   mesh_of,
   normals,
   quadratic,
@@ -62,13 +61,13 @@ def means(state, workers):
 def owing(state, draw, seed=0):
   """The state with drawn residuals."""
 
-  def of(node):
+  def drawn(node):
     if not is_reduce_state(node):
       return node
     parts = jax.tree.map(lambda x: jax.device_put(draw(seed, x.size), x.sharding), node.carried.residual)
     return node._replace(carried=node.carried._replace(residual=parts))
 
-  return jax.tree.map(of, state, is_leaf=is_reduce_state)
+  return jax.tree.map(drawn, state, is_leaf=is_reduce_state)
 
 
 def shapes(tree):
@@ -172,7 +171,7 @@ def test_a_residual_without_a_home_is_refused():
 
 
 def test_what_is_flushed_and_what_was_delivered_are_the_dense_sum():
-  step, params, state = start(js.spardl_transform(sim(4), density=0.1), sim(4), PARAMS, linear)
+  step, params, state = start(js.spardl_transform(sim(4), density=0.1), sim(4), PARAMS)
   grads = [normals(number, 4, 64) for number in range(2)]
   for batch in grads:
     params, state, _ = step(params, state, batch)

@@ -30,7 +30,7 @@ def run(what, engine, ranks, file, *more):
 
 def gradients(collective, workers, engine):
   """Normals; where gloo adds in an order of its own, numbers whose sums are exact in any order."""
-  adds = counting.reduces(counting.schedule(collective, N, workers), workers)
+  adds = counting.uses_all_reduce(counting.schedule(collective, N, workers), workers)
   if engine == "mpi" or not adds:
     return normals(0, STEPS, workers, N)
   signs, steps = (-1.0) ** np.arange(N), 2.0 ** np.arange(STEPS)

@@ -40,12 +40,10 @@ def _flipped(x, bit, at=5):
 CHANGES = {
   "negated": lambda x: -x,
   "twice": lambda x: 2 * x,
-  "a quarter": lambda x: x / 4,
   "half of them negated": lambda x: np.where(np.arange(64) % 2, -x, x),
   "one negated": lambda x: np.where(np.arange(64) == 63, -x, x),
   "two negated": lambda x: np.where(np.arange(64) % 32 == 7, -x, x),
   "reversed": lambda x: x[::-1],
-  "rolled": lambda x: np.roll(x, 1),
   "rolled by a block": lambda x: np.roll(x, 32),
   "two swapped": lambda x: _swapped(x, 3, 60),
   "the lowest bit": lambda x: _flipped(x, 0),

@@ -40,10 +40,6 @@ def mesh_of(sizes, kind=AxisType.Auto):
   return Mesh(devices, tuple(sizes), axis_types=(kind,) * len(sizes))
 
 
-def leaves_of(sizes):
-  return dict(sorted((LEAVES | MIXED).items())) if "y" in sizes else LEAVES  # in the order of a pytree
-
-
 def put(tree, mesh, specs, before=()):
   placed = lambda x, spec: jax.device_put(x, NamedSharding(mesh, P(*before, *spec)))
   return {name: placed(x, specs[name]) for name, x in tree.items()}
@@ -158,7 +154,8 @@ def test_every_device_has_the_bits_of_the_simulator(case):
 )
 def test_any_mesh_and_any_sharding(sizes, kind):
   """`k` is divided among devices and rounded up."""
-  check_against_the_simulator("topka", sizes, leaves_of(sizes), kind, draw=integers, k=29)
+  leaves = dict(sorted((LEAVES | MIXED).items())) if "y" in sizes else LEAVES  # in the order of a pytree
+  check_against_the_simulator("topka", sizes, leaves, kind, draw=integers, k=29)
 
 
 def test_large_shards_of_the_candidate_path():

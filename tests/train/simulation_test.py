@@ -15,9 +15,9 @@ ZEROS = np.zeros((2, 4), np.float32)
 
 def test_a_loop_of_steps_carries_the_state():
   grads = normals(0, 2, 3, 10)
-  first = js.simulate("spardl", grads[0], k=2)
-  by_state = js.simulate("spardl", grads[1], state=first.state, k=2)
-  by_residuals = js.simulate("spardl", grads[1], first.residuals, k=2)
+  first = js.simulate("topka", grads[0], k=2)
+  by_state = js.simulate("topka", grads[1], state=first.state, k=2)
+  by_residuals = js.simulate("topka", grads[1], first.residuals, k=2)
   np.testing.assert_array_equal(by_state.total, by_residuals.total)
   np.testing.assert_array_equal(by_state.residuals, by_residuals.residuals)
 

@@ -12,12 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse import _compat
 from jaxsparse.comm import SoloComm
 from jaxsparse.transform import metrics as telemetry
 from jaxsparse.transform import state as states
 from jaxsparse.transform.update import init_state
-from tests.cases import AS_USERS, CASES, each_case, mesh_of, normals
+from tests.cases import AS_USERS, CASES, each_case, mesh_of, normals, update_program
 
 WORKERS = 3
 CASES = [case for case in CASES if not case.options or case.options in ((("teams", 3),), (("means", "leaf"),))]
@@ -26,16 +25,6 @@ CASES = [case for case in CASES if not case.options or case.options in ((("teams
 def params_of(**dtypes):
   params = {"w": normals(0, 4, 3), "b": np.zeros(3, np.float32)}
   return {name: jnp.asarray(leaf, dtypes.get(name)) for name, leaf in params.items()} | {"none": None}
-
-
-def updater(tx, state):
-  """A jitted update over a real mesh: one gradient of the whole batch, its mean over workers outside."""
-  spec = js.specs(state, "workers")
-
-  def worker(grads, state):
-    return tx.update(jax.tree.map(lambda g: g[0], grads), state)
-
-  return jax.jit(_compat.shard_map(worker, mesh_of(WORKERS), (P("workers"), spec), (P(), spec)))
 
 
 def grads_of(step, **dtypes):
@@ -50,9 +39,9 @@ def spardl(**options):
 def test_dtypes_and_shardings_are_kept_and_the_state_is_a_fixed_point(case):
   tx, dtypes = js.make_transform(case.name, "workers", **case.config(density=0.3)), {"w": "bfloat16", "b": "float16"}
   state = js.init(tx, params_of(**dtypes), mesh_of(WORKERS))
-  update = updater(tx, state)
+  update = update_program(tx, state, WORKERS)
   updates, after = update(grads_of(1, **dtypes), state)
-  chex.assert_trees_all_equal_shapes_and_dtypes(updates, params_of(**dtypes))
+  chex.assert_trees_all_equal_shapes_and_dtypes(jax.tree.map(lambda u: u[0], updates), params_of(**dtypes))
   chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
   kept = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), after, state)
   assert all(jax.tree.leaves(kept))
@@ -79,7 +68,7 @@ def test_inject_hyperparams_with_the_static_args_that_its_errors_name():
   found = []
   for tx in (inject(static_args=static), spardl(density=0.3)):
     state = js.init(tx, params_of(), mesh_of(WORKERS))
-    found.append(updater(tx, state)(grads_of(1), state)[0])
+    found.append(update_program(tx, state, WORKERS)(grads_of(1), state)[0])
   chex.assert_trees_all_equal(*found)
 
 
@@ -163,7 +152,7 @@ def test_state_of_another_model_or_collective():
     (spardl(density=0.5, residual="local"), state, same_arrays),
   ):
     with pytest.raises(ValueError, match=message):
-      updater(tx, given)(grads_of(1), given)
+      update_program(tx, given, WORKERS)(grads_of(1), given)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -187,7 +176,7 @@ def test_metrics_of_two_transforms_are_per_label_and_in_all():
   transforms = {"sparse": spardl(k=3), "dense": js.dense_transform("workers")}
   tx = optax.multi_transform(transforms, labels)
   state = js.init(tx, params_of(), mesh_of(WORKERS))
-  update = updater(tx, state)
+  update = update_program(tx, state, WORKERS)
   for step in range(3):
     _, state = update(grads_of(step), state)
   found = js.metrics(state)
