@@ -93,7 +93,7 @@ def local_steps(
     outer: a chain whose first transformation is a jaxsparse one, then plain optax.
     every: H, the number of steps from one exchange to the next; None exchanges only when `step.synchronize(params,
       state)` is called, which `tx.update(grads, state, params, synchronize=True)` does without a local step. An update
-      in flight is applied then, and all workers go on from the anchor.
+      in flight is applied then, and all workers go on from the anchor, with `apply_residual` less their residuals.
     fragments: F, 1 … H. Leaves stay whole: the largest first, each goes to the fragment with the fewest entries so far.
     delay: τ, less than H/F, the steps between an exchange and its use. A step that is compiled as one program still
       ends after its messages.
@@ -313,8 +313,8 @@ class _LocalSteps(NamedTuple):
   def _exchange_all(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
     """The exchanges of all fragments; of one in flight its update is applied instead."""
     total = jax.tree.map(jnp.zeros_like, params)
-    after, skipped, at_once = state._replace(inner=()), jnp.bool_(False), self._replace(mixing=0.0, delay=0)
-    finite = jnp.bool_(True)
+    after, skipped, finite = state._replace(inner=()), jnp.bool_(False), jnp.bool_(True)
+    at_once, late = self._replace(mixing=0.0, delay=0), self._replace(mixing=0.0)
     for number in range(self.fragments.count):
       exchange = lambda state, number=number: at_once._exchange(number, state, params, finite, extra)
       if self.delay:
@@ -324,7 +324,11 @@ class _LocalSteps(NamedTuple):
         done = jax.lax.cond(in_flight, apply, others, after)
       else:
         done = exchange(after)
-      moved = at_once._keep_moved(jnp.int32(number + 1), after.moved, done.updates, params)
+      sent, dropped = (
+        way._keep_moved(jnp.int32(number + 1), after.moved, done.updates, params) for way in (at_once, late)
+      )
+      # An update in flight is of what was moved before: nothing is sent now, and all of it is dropped.
+      moved = jax.tree.map(functools.partial(jnp.where, in_flight), dropped, sent) if self.delay else sent
       total, skipped = jax.tree.map(jnp.add, total, done.updates), skipped | done.skipped
       after = after._replace(outer=done.outer, moved=moved, flight=done.flight)
     if self.apply_residual:
