@@ -93,7 +93,7 @@ def local_steps(
     outer: a chain whose first transformation is a jaxsparse one, then plain optax.
     every: H, the number of steps from one exchange to the next; None exchanges only when `step.synchronize(params,
       state)` is called, which `tx.update(grads, state, params, synchronize=True)` does without a local step. An update
-      in flight is applied then, and all workers go on from the anchor.
+      in flight is applied then, and all workers go on from the anchor, with `apply_residual` less their residuals.
     fragments: F, 1 … H. Leaves stay whole: the largest first, each goes to the fragment with the fewest entries so far.
     delay: τ, less than H/F, the steps between an exchange and its use. A step that is compiled as one program still
       ends after its messages.
@@ -132,11 +132,11 @@ def local_steps(
       f"local_steps: mixing={mixing!r} with every={every!r}, choose 0, or less than 1 with 2 steps or more"
     )
   inner, outer = map(optax.with_extra_args_support, (inner, outer))
-  made = _LocalSteps(inner, outer, every, Fragments(fragments), delay, mixing, apply_residual)
-  return with_check(optax.GradientTransformationExtraArgs(made.init, made.update))
+  steps_of = _LocalSteps(inner, outer, every, Fragments(fragments), delay, mixing, apply_residual)
+  return with_check(optax.GradientTransformationExtraArgs(steps_of.init, steps_of.update))
 
 
-class _Exchanged(NamedTuple):
+class _Stepped(NamedTuple):
   """The result of a step, but for the inner optimizer.
 
   Attributes:
@@ -199,15 +199,14 @@ class _LocalSteps(NamedTuple):
       return self._synchronize(state, params, extra)
     inner, moved, finite = self._own_step(grads, state, params, extra)
     tried = state._replace(inner=(), moved=moved, since=state.since + 1, steps=state.steps + 1)
-    ways = [self._silence]
-    for way in (self._exchange, self._arrive) if self.delay else (self._exchange,):
-      ways += [functools.partial(way, number) for number in range(self.fragments.count)]
+    exchanges = [functools.partial(self._exchange, number) for number in range(self.fragments.count)]
+    kinds = [self._agree, *exchanges, *([self._apply_flight] if self.delay else [])]
     # The branches return neither what was moved nor the inner state: XLA copies the results of a conditional.
-    branches = [lambda tried, way=way: way(tried, params, finite, extra) for way in ways]
-    number = jnp.int32(1) if self.every == 1 else self._way(tried)
-    done = branches[1](tried) if self.every == 1 else jax.lax.switch(number, branches, tried)
-    applied = number - self.fragments.count if self.delay else number
-    moved = () if self.at_once else self._left(applied, moved, done.updates, params)
+    branches = [lambda tried, kind=kind: kind(tried, params, finite, extra) for kind in kinds]
+    kind = jnp.int32(1) if self.every == 1 else self._choose_kind(tried)
+    done = branches[1](tried) if self.every == 1 else jax.lax.switch(kind, branches, tried)
+    applied = jnp.where(kind > self.fragments.count, tried.flight.fragment + 1, 0) if self.delay else kind
+    moved = () if self.at_once else self._keep_moved(applied, moved, done.updates, params)
     outer = done.outer
     if self.apply_residual:
       moved, taken = residual_to_moved(moved, outer)
@@ -219,8 +218,8 @@ class _LocalSteps(NamedTuple):
     after = tried._replace(inner=inner, outer=(), moved=moved, flight=done.flight)
     return done.updates, undone(done.skipped, state._replace(outer=()), after)._replace(outer=outer)
 
-  def _way(self, state: LocalState) -> jax.Array:
-    """The branch of this step: 0 no exchange, 1 … F of a fragment, F + 1 … 2F the update in flight is applied."""
+  def _choose_kind(self, state: LocalState) -> jax.Array:
+    """The kind of this step: 0 no exchange, 1 … F that of a fragment, F + 1 the update in flight is applied."""
     if self.every is None:
       return jnp.int32(0)
 
@@ -233,7 +232,7 @@ class _LocalSteps(NamedTuple):
 
     if not self.delay:
       return due_fragment(0)
-    arrives = jnp.where(state.flight.left == 1, self.fragments.count + 1 + state.flight.fragment, 0)
+    arrives = jnp.where(state.flight.left == 1, self.fragments.count + 1, 0)
     return jnp.where(state.flight.left > 0, arrives, due_fragment(self.delay))
 
   def _own_step(
@@ -251,19 +250,19 @@ class _LocalSteps(NamedTuple):
       finite &= ~states.is_skipped(after)
     return _in_rows(after), moved, finite
 
-  def _left(self, applied: jax.Array, moved: Any, updates: optax.Updates, params: optax.Params) -> Any:
+  def _keep_moved(self, applied: jax.Array, moved: Any, updates: optax.Updates, params: optax.Params) -> Any:
     """θ − θ_w after an update of the anchor, of the fragment of number `applied`, from 1."""
 
-    def left_of(was: jax.Array, u: jax.Array, p: jax.Array) -> jax.Array:
+    def keep(was: jax.Array, u: jax.Array, p: jax.Array) -> jax.Array:
       if self.mixing or self.delay:  # θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u
         return self.mixing * (was + u[None].astype(was.dtype))
       return flatten.representable(was, p.dtype)[1]
 
     numbers = jax.tree.unflatten(jax.tree.structure(moved), self.fragments.numbers(moved))
-    choose = lambda number, was, u, p: jnp.where(applied == number + 1, left_of(was, u, p), was)
+    choose = lambda number, was, u, p: jnp.where(applied == number + 1, keep(was, u, p), was)
     return jax.tree.map(choose, numbers, moved, updates, params)
 
-  def _silence(self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Exchanged:
+  def _agree(self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Stepped:
     """No update of the anchor; the workers agree on whether all of them are finite."""
     zeros = jax.tree.map(jnp.zeros_like, params)
     first = self._outer(state, 0)
@@ -273,11 +272,9 @@ class _LocalSteps(NamedTuple):
     check_agreed(first, agreed)
     skipped = states.is_skipped(agreed)
     flight = state.flight._replace(left=jnp.maximum(state.flight.left - 1, 0)) if self.delay else ()
-    return _Exchanged(zeros, metrics.count_idle_step(state.outer, skipped), flight, skipped)
+    return _Stepped(zeros, metrics.count_idle_step(state.outer, skipped), flight, skipped)
 
-  def _exchange(
-    self, number: int, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
-  ) -> _Exchanged:
+  def _exchange(self, number: int, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Stepped:
     """The exchange of what was moved in a fragment; with a delay its update is in flight from then on."""
     moved, own = self.fragments.part(state.moved, number), self.fragments.part(params, number)
     # NaN of one worker makes all of them skip the exchange: `outer` finds it in its total.
@@ -293,15 +290,14 @@ class _LocalSteps(NamedTuple):
       )
     if self.delay:
       zeros = jax.tree.map(jnp.zeros_like, updates)
-      return _Exchanged(zeros, outer, Flight(updates, jnp.int32(self.delay), jnp.int32(number)), skipped)
-    return _Exchanged(updates, outer, (), skipped)
+      return _Stepped(zeros, outer, Flight(updates, jnp.int32(self.delay), jnp.int32(number)), skipped)
+    return _Stepped(updates, outer, (), skipped)
 
-  def _arrive(self, number: int, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Exchanged:
-    """The update of the anchor that was in flight; `_left` mixes the parameters of the worker with it."""
-    del number
-    silent = self._silence(state, params, finite, extra)
-    updates = jax.tree.map(lambda u: jnp.where(silent.skipped, jnp.zeros_like(u), u), state.flight.update)
-    return silent._replace(updates=updates, flight=Flight(silent.updates, jnp.int32(0), jnp.int32(0)))
+  def _apply_flight(self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Stepped:
+    """The update of the anchor that was in flight; `_keep_moved` mixes the parameters of the worker with it."""
+    agreed = self._agree(state, params, finite, extra)
+    updates = jax.tree.map(lambda u: jnp.where(agreed.skipped, jnp.zeros_like(u), u), state.flight.update)
+    return agreed._replace(updates=updates, flight=Flight(agreed.updates, jnp.int32(0), jnp.int32(0)))
 
   def _synchronize(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
     """The update of the anchor after which nothing is moved or in flight."""
@@ -317,19 +313,22 @@ class _LocalSteps(NamedTuple):
   def _exchange_all(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
     """The exchanges of all fragments; of one in flight its update is applied instead."""
     total = jax.tree.map(jnp.zeros_like, params)
-    after, skipped, at_once = state._replace(inner=()), jnp.bool_(False), self._replace(mixing=0.0, delay=0)
+    after, skipped, finite = state._replace(inner=()), jnp.bool_(False), jnp.bool_(True)
+    at_once, late = self._replace(mixing=0.0, delay=0), self._replace(mixing=0.0)
     for number in range(self.fragments.count):
-      exchange, arrive = (
-        functools.partial(way, number, params=params, finite=jnp.bool_(True), extra=extra)
-        for way in (at_once._exchange, self._arrive)
-      )
+      exchange = lambda state, number=number: at_once._exchange(number, state, params, finite, extra)
       if self.delay:
         in_flight = (state.flight.left > 0) & (state.flight.fragment == number)
-        keep = lambda state, exchange=exchange: exchange(state)._replace(flight=state.flight)
-        done = jax.lax.cond(in_flight, arrive, keep, after)
+        apply = lambda state: self._apply_flight(state, params, finite, extra)
+        others = lambda state, exchange=exchange: exchange(state)._replace(flight=state.flight)
+        done = jax.lax.cond(in_flight, apply, others, after)
       else:
         done = exchange(after)
-      moved = at_once._left(jnp.int32(number + 1), after.moved, done.updates, params)
+      sent, dropped = (
+        way._keep_moved(jnp.int32(number + 1), after.moved, done.updates, params) for way in (at_once, late)
+      )
+      # An update in flight is of what was moved before: nothing is sent now, and all of it is dropped.
+      moved = jax.tree.map(functools.partial(jnp.where, in_flight), dropped, sent) if self.delay else sent
       total, skipped = jax.tree.map(jnp.add, total, done.updates), skipped | done.skipped
       after = after._replace(outer=done.outer, moved=moved, flight=done.flight)
     if self.apply_residual:
