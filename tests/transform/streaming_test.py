@@ -119,7 +119,18 @@ def test_what_is_in_flight_outlives_the_run():
   for number in range(4):
     after, state, _ = step(after, state, normals(number, 4, N))
     words.append(float(js.metrics(state).words_sent))
-  assert [count > 0 for count in words] == [False, False, True, False]
+  assert [count > 0 for count in words] == [False, True, False, False]  # H − τ = 2 steps after the exchange
+
+
+def test_synchronizing_with_an_update_in_flight_leaves_nothing_moved_in_bfloat16():
+  tx = js.local_steps(optax.sgd(0.37), averaged(COMM), every=4, delay=2)
+  params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+  step, params, state = start_with(tx, COMM, params)
+  for number in range(3):
+    params, state, _ = step(params, state, normals(number, WORKERS, N))
+  assert int(state.flight.left) == 1
+  params, state = step.synchronize(params, state)
+  assert float(js.metrics(state).drift) == 0
 
 
 def test_another_rhythm_loses_no_update():
