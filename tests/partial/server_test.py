@@ -81,17 +81,6 @@ def hello(client, worker, entries=0):
   assert kind == Answer.WELCOME
 
 
-def test_a_donor_that_cannot_be_reached_holds_a_worker_up_only_until_the_timeout(context):
-  with served() as (address, _):
-    silent = Client(context, address)
-    come = Signal(Says.HELLO, 1, 3, "tcp://127.0.0.1:1")
-    silent.ask(come)
-    silent.say(Signal(Says.READY, 1, 5))
-    silent.ask(come)  # READY has been received by now
-    with pytest.raises(RuntimeError, match="worker 0: no model from tcp://127.0.0.1:1 for 1 s|no WELCOME .* for 1 s"):
-      js.partial.Worker(address, 0, jnp.zeros(3), timeout=1)
-
-
 def test_an_oversized_message_ends_its_connection_only(context):
   """To the server, and to a worker."""
   with served() as (address, _), js.partial.Worker(address, 0, jnp.zeros(3)) as worker:
@@ -208,33 +197,6 @@ def test_a_worker_that_leaves_right_after_an_average_spoils_it_for_no_other():
     with served(3, 3) as (address, _):
       for model in at_once(3, train, address):
         np.testing.assert_allclose(model, 1, rtol=1e-6)
-
-
-@pytest.mark.parametrize("place", ["file", "no folder"])
-def test_every_call_after_the_controller_is_lost_raises_it_and_leaving_ends_normally(tmp_path, place):
-  """The parameters are saved, whatever their dtype, or the error says why not; the training loop made no call."""
-  params = {"w": jnp.full((2, 3), 1.5, jnp.bfloat16), "b": jnp.zeros(4)}
-  path = tmp_path / ("saved.npz" if place == "file" else "missing/saved.npz")
-  server = js.partial.Server(js.partial.Controller(2, 2), limit=0.5).__enter__()
-  with js.partial.Worker(server.address, 0, params, save=path, reconnect=0.3) as worker:
-    server._controller.leave(1)
-    held = worker.reduce(params, 3)
-    server.__exit__()
-    worker._runtime.join(60)
-    for call in (worker.reduce, worker.reduce, worker.synchronize):
-      with pytest.raises(
-        js.partial.ControllerLost, match="no sign of life from the controller at .* for 0.8 s"
-      ) as lost:
-        call(params, 4)
-  if place == "file":
-    found, iteration = js.partial.restore(path, params)
-    assert iteration == 3
-    content = lambda tree: jax.tree.map(lambda leaf: (leaf.dtype, leaf.tolist()), tree)
-    assert content(found) == content(held[0])
-    with pytest.raises(ValueError, match=r"holds \['b'\] of shape \(4,\), the model's has \(5,\)"):
-      js.partial.restore(path, {**params, "b": jnp.zeros(5)})
-  else:
-    assert "the parameters could not be saved: " in str(lost.value)
 
 
 def test_training_goes_on_with_a_controller_that_is_restarted():

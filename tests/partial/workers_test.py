@@ -87,25 +87,21 @@ def test_dynamic_weights_and_the_initial_model(where):
 
 
 @everywhere
-def test_a_worker_that_pauses_holds_the_others_up_for_one_step(where):
-  """Its training loop calls nothing for 3 s; a small T makes the group filter wait soon."""
-  waits, back = [], threading.Event()
+def test_a_worker_that_pauses_holds_nobody_up(where):
+  """Its training loop calls nothing until the others have done 20 steps more; the group filter waits soon."""
+  steps, on = [0, 0, 0], threading.Event()
 
   def train(worker, number):
-    (params, iteration), steps = (worker.params, worker.iteration), 0
-    while not back.is_set():
-      if number == 2 and steps == 5:
-        time.sleep(3)
-        back.set()
-      began = time.monotonic()
+    params, iteration = worker.params, worker.iteration
+    while min(steps) < 5 or not on.is_set():
+      if number == 2 and steps[2] == 5:
+        assert on.wait(20)
       params, iteration = worker.reduce(params, iteration + 1)
-      waits.append(time.monotonic() - began)
-      steps += 1
-      time.sleep(0.01)
-    return steps
+      steps[number] += 1
+      if min(steps[:2]) > 30:
+        on.set()
 
-  assert min(run(where, train, js.partial.Controller(3, 2, history=2))) > 5
-  assert max(waits) < 1.5
+  assert run(where, train, js.partial.Controller(3, 2, history=2)) == [None] * 3
 
 
 @everywhere
