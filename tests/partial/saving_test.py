@@ -95,8 +95,8 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
   path = tmp_path / "saved.npz"
   path.write_bytes(b"former")
   monkeypatch.setattr(np, "savez", full)
-  with deserted(jnp.ones(3), path) as (worker, _):
-    with pytest.raises(js.partial.ControllerLost, match="could not be saved: No space left on device"):
-      worker.reduce(jnp.ones(3), 4)
+  message = "could not be saved: No space left on device"
+  with deserted(jnp.ones(3), path) as (worker, _), pytest.raises(js.partial.ControllerLost, match=message):
+    worker.reduce(jnp.ones(3), 4)
   assert path.read_bytes() == b"former"
   assert list(tmp_path.iterdir()) == [path]

@@ -8,7 +8,6 @@ import time
 import types
 from concurrent import futures
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
