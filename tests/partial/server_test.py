@@ -1,7 +1,6 @@
 """The server and workers over real sockets: TCP, CURVE keys, and connections that break."""
 
 import contextlib
-import struct
 import subprocess
 import sys
 import time
@@ -92,36 +91,6 @@ def test_an_oversized_message_ends_its_connection_only(context):
     hello(Client(context, address), 1, 3)
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_forged_pieces_do_not_pile_up(waits, context, caplog):
-  """Each has the size of the model; the worker waits for its group, or computes. Counts the entries that it keeps."""
-  entries = 1_000_000
-  with (
-    served(3) as (address, controller),
-    js.partial.Worker(address, 0, jnp.zeros(entries)) as worker,
-    futures.ThreadPoolExecutor() as threads,
-  ):
-    reduce = lambda: threads.submit(worker.reduce, jnp.ones(entries), 1)
-    found = reduce() if waits else None
-    while waits and not controller.waiting:
-      time.sleep(0.01)
-    stranger = context.socket(zmq.DEALER)
-    stranger.connect(sockets.endpoint(worker._runtime._data))
-    for sender in range(60):
-      stranger.send_multipart([struct.pack("!BqH", 3, 10**6, 100 + sender), bytes(4 * entries)])
-    stranger.send_multipart([struct.pack("!BqH", 1, 0, 9), b""])  # FETCH, answered after all pieces have been received
-    assert stranger.poll(30000)
-    early = worker._runtime._protocol._early._parts.values()
-    assert sum(part.values.size for part in early) == (entries if waits else 0)
-    stranger.close(linger=0)
-    found = found or reduce()
-    with js.partial.Worker(address, 1, jnp.zeros(entries)) as other:
-      assert float(other.reduce(jnp.zeros(entries), 2)[0].max()) == 0.5  # the pieces had no effect
-    assert float(found.result(60)[0].min()) == 0.5
-  said = "worker 0: 1000000 entries for group 1000000 from worker 101 are dropped"
-  assert [said in record.getMessage() for record in caplog.records] == [True] * waits
-
-
 def test_a_worker_whose_connection_is_gone_is_dropped_long_before_the_limit(context):
   """And its number is free again."""
   with served(4, limit=5) as (address, controller):
@@ -160,10 +129,10 @@ def test_only_workers_with_the_keys_can_join(context):
     for client in (Client(context, address), Client(context, address, other, server=keys.public)):
       with contextlib.suppress(zmq.Again):  # the connection may have been refused by then
         client.socket.send(Signal(Says.HELLO, 1, 0, ADDRESS).pack(), zmq.NOBLOCK)
-      assert not client.socket.poll(300)
+      assert not client.socket.poll(200)
     for wrong in (None, other):
-      with pytest.raises(js.partial.ControllerLost, match=r"no WELCOME from the controller at .* for 0.5 s"):
-        js.partial.Worker(address, 1, jnp.zeros(1), keys=wrong, timeout=0.5)
+      with pytest.raises(js.partial.ControllerLost, match=r"no WELCOME from the controller at .* for 0.3 s"):
+        js.partial.Worker(address, 1, jnp.zeros(1), keys=wrong, timeout=0.3)
 
 
 @pytest.mark.parametrize(
