@@ -43,7 +43,6 @@ LAUNCHER = {"JAXSPARSE_RANK": "{rank}", "JAXSPARSE_RANKS": "2"}
   [
     (environment.JOIN, PMI, f"PMI_SIZE=2 {ALONE}", f"Without MPI, {START}"),
     ("js.MpiComm()", STEP, f"SLURM_STEP_NUM_TASKS=2 {ALONE}", f"Without MPI, call {environment.JOIN} and {START}"),
-    ("js.MpiComm()", LAUNCHER, f"JAXSPARSE_RANKS=2 {ALONE}", f"Without MPI, call {environment.JOIN} and {START}"),
   ],
 )
 def test_ranks_that_would_train_alone_are_refused(call, variables, says, advice):

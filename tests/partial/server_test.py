@@ -46,6 +46,9 @@ class Client:
     self.say(*frames)
     return self.hear()
 
+  def join(self, worker, entries=0, address=ADDRESS):
+    assert self.ask(Signal(Says.HELLO, worker, entries, address))[0] == Answer.WELCOME
+
 
 @pytest.fixture
 def context():
@@ -74,11 +77,6 @@ def at_once(workers, train, address):
     return list(threads.map(lambda number: train(number, address), range(workers)))
 
 
-def hello(client, worker, entries=0):
-  kind, _ = client.ask(Signal(Says.HELLO, worker, entries, ADDRESS))
-  assert kind == Answer.WELCOME
-
-
 def test_an_oversized_message_ends_its_connection_only(context):
   """To the server, and to a worker."""
   with served() as (address, _), js.partial.Worker(address, 0, jnp.zeros(3)) as worker:
@@ -88,7 +86,7 @@ def test_an_oversized_message_ends_its_connection_only(context):
       stranger.connect(to)
       stranger.send(bytes(messages.LONGEST + size))
       assert monitor.poll(5000)
-    hello(Client(context, address), 1, 3)
+    Client(context, address).join(1, 3)
 
 
 def test_a_worker_whose_connection_is_gone_is_dropped_long_before_the_limit(context):
@@ -96,14 +94,14 @@ def test_a_worker_whose_connection_is_gone_is_dropped_long_before_the_limit(cont
   with served(4, limit=5) as (address, controller):
     clients = [Client(context, address) for _ in range(4)]
     for worker, client in enumerate(clients):
-      hello(client, worker)
+      client.join(worker)
     clients[2].socket.close()
     begin = time.monotonic()
     while 2 in controller.alive:
       time.sleep(0.01)
       assert time.monotonic() - begin < 3
     assert controller.alive == (0, 1, 3)
-    hello(Client(context, address), 2)
+    Client(context, address).join(2)
 
 
 def test_the_number_of_a_living_worker_is_refused_at_once():
@@ -124,7 +122,7 @@ def test_the_number_of_a_living_worker_is_refused_at_once():
 def test_only_workers_with_the_keys_can_join(context):
   keys, other = js.partial.Keys.make(), js.partial.Keys.make()
   with served(keys=keys) as (address, _):
-    hello(Client(context, address, keys), 0)
+    Client(context, address, keys).join(0)
     # Without keys; with the server's public key, and none that the server knows.
     for client in (Client(context, address), Client(context, address, other, server=keys.public)):
       with contextlib.suppress(zmq.Again):  # the connection may have been refused by then
@@ -188,45 +186,32 @@ def test_training_goes_on_with_a_controller_that_is_restarted():
   again[0].__exit__()
 
 
-class Slow:
-  """Worker 1 of two, which takes no byte of the other's mean until `wait` seconds after it has sent its own pieces."""
-
-  ENTRIES = 10_000_000
-
-  def __init__(self, context, server):
-    self.data = context.socket(zmq.ROUTER)
-    self.data.rcvhwm = 1  # the first message fills the queue; of the second, TCP takes no more than its buffers
-    self.data.rcvbuf = 100_000
-    self.data.bind("tcp://127.0.0.1:*")
-    self.client, self.other = Client(context, server), context.socket(zmq.DEALER)
-    self.client.ask(Signal(Says.HELLO, 1, self.ENTRIES, sockets.endpoint(self.data)))
-
-  def average(self):
-    _, group = self.client.ask(Signal(Says.READY, 1, 1))
-    self.other.connect(group["addresses"][0])
-    for kind in (Kind.PART, Kind.MEAN):
-      self.other.send_multipart(Piece(kind, group["number"], 1, np.ones(self.ENTRIES // 2, np.float32)).pack())
-
-
 @pytest.mark.parametrize("takes", [True, False])
 def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, context, takes):
-  """A worker that takes no byte may be dead, on a machine that is gone; the time to take one is 1 s here, not 5."""
-  monkeypatch.setattr(sockets, "_STALLED", 10000 if takes else 1000)
+  """A worker that takes no byte may be dead, on a machine that is gone; the time to take one is 0.5 s here, not 5."""
+  monkeypatch.setattr(sockets, "_STALLED", 10000 if takes else 500)
   monkeypatch.setattr("jaxsparse.partial.worker._LAST_WORDS", 100)
+  entries, slow, pieces = 10_000_000, context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+  slow.rcvhwm = 1  # the first message fills the queue; of the second, TCP takes no more than its buffers
+  slow.rcvbuf = 100_000
+  slow.bind("tcp://127.0.0.1:*")
   with served() as (address, _), futures.ThreadPoolExecutor() as threads:
-    worker = js.partial.Worker(address, 0, jnp.zeros(Slow.ENTRIES))
-    slow = Slow(context, address)
-    averaged = threads.submit(slow.average)
-    assert float(worker.reduce(jnp.zeros(Slow.ENTRIES), 1)[0].max()) == 1.0
-    averaged.result(60)
-    begin = time.monotonic()
-    leaving = threads.submit(worker.leave)
+    worker = js.partial.Worker(address, 0, jnp.zeros(entries))
+    averaged = threads.submit(worker.reduce, jnp.zeros(entries), 1)
+    client = Client(context, address)
+    client.join(1, entries, sockets.endpoint(slow))
+    _, group = client.ask(Signal(Says.READY, 1, 1))
+    pieces.connect(group["addresses"][0])
+    for kind in (Kind.PART, Kind.MEAN):
+      pieces.send_multipart(Piece(kind, group["number"], 1, np.ones(entries // 2, np.float32)).pack())
+    assert float(averaged.result(60)[0].max()) == 1.0
+    begin, leaving = time.monotonic(), threads.submit(worker.leave)
     if takes:
       with pytest.raises(TimeoutError):
         leaving.result(0.5)
-      slow.data.recv_multipart()  # the part
-      assert slow.data.poll(20000)
-      assert len(slow.data.recv_multipart()[-1]) == 2 * Slow.ENTRIES
+      slow.recv_multipart()  # the part
+      assert slow.poll(20000)
+      assert len(slow.recv_multipart()[-1]) == 2 * entries
     leaving.result(60)
     assert time.monotonic() - begin < 8
 
