@@ -110,10 +110,12 @@ def test_dense_groups_are_dense_bit_for_bit(kind):
 
 def test_laws_c_and_r_at_every_index_and_the_metrics_of_all_groups():
   """A residual lies where its gradients do: in the order of its group's leaves."""
-  tx, plan, state, given = transform_of("topka", density=0.1), plan_of("asc_wfbp"), None, 0.0
+  tx, plan, given = transform_of("topka", density=0.1), plan_of("asc_wfbp"), 0.0
+  state = state_of(tx)
+  program = program_of(tx, state)
   for step in range(2):
     grads = grads_of(7 + step)
-    updates, state = run(tx, grads, state)
+    updates, state = program(grads, state)
     leaves, totals = jax.tree.leaves(grads), jax.tree.leaves(updates)
     assert all((bits(leaf) == bits(leaf)[:1]).all() for leaf in totals)
     flat = lambda trees: [trees[layer].reshape(WORKERS, -1) for group in plan.groups for layer in group.layers]

@@ -308,6 +308,15 @@ def test_a_worker_that_was_suspended_waits_for_the_controller_once_more(averagin
 
 
 AROUND, WORKERS = st.integers(-1, 1), st.integers(0, 2)
+REASONS = ("absent: ", "duplicate: ", "nobody: ", "stale: ", "unlike: ")
+EVENTS = [
+  *(ServerMessage(Answer.WELCOME, {"limit": limit}) for limit in (1.0, 5.0)),
+  *(ServerMessage(Answer.WELCOME, {"limit": 5.0, "donor": donor}) for donor in (ADDRESSES[0], ADDRESSES[2])),
+  *(ServerMessage(Answer.REJECTED, {"reason": reason}) for reason in REASONS),
+  *(ServerMessage(kind, {}) for kind in (Answer.BEAT, Answer.PROBE)),
+  *(Unreachable(address, refused) for address in ADDRESSES for refused in (True, False)),
+  FETCHED,
+]
 
 
 class AnyOrder(stateful.RuleBasedStateMachine):
@@ -320,9 +329,9 @@ class AnyOrder(stateful.RuleBasedStateMachine):
   def send(self, event, *content, **fields):
     self.check(lambda: self.subject(event, *content, **fields))
 
-  def check(self, happens):
+  def check(self, does):
     ended = self.subject.protocol.state == "ended"
-    actions = happens()
+    actions = does()
     assert not (ended and actions)
     for action in actions:
       assert self.subject.protocol.state == "ended" or not isinstance(action, ControllerSilent)
@@ -337,9 +346,9 @@ class AnyOrder(stateful.RuleBasedStateMachine):
         assert action.piece.number == self.number
         assert action.address in [ADDRESSES[member] for member in self.members if member != ME]
 
-  @stateful.rule(limit=st.sampled_from([1.0, 5.0]), donor=st.sampled_from([None, ADDRESSES[0], ADDRESSES[2]]))
-  def welcome(self, limit, donor):
-    self.send(Answer.WELCOME, limit=limit, **({"donor": donor} if donor else {}))
+  @stateful.rule(event=st.sampled_from(EVENTS))
+  def happens(self, event):
+    self.send(event)
 
   @stateful.rule(says=st.sampled_from([Says.READY, Says.SYNCHRONIZE, Says.NOT_FINITE]))
   def request(self, says):
@@ -360,22 +369,6 @@ class AnyOrder(stateful.RuleBasedStateMachine):
   @stateful.rule(past=AROUND, worker=WORKERS)
   def abort(self, past, worker):
     self.send(Answer.ABORT, number=self.number - past, worker=worker)
-
-  @stateful.rule(kind=st.sampled_from([Answer.BEAT, Answer.PROBE]))
-  def heartbeat(self, kind):
-    self.send(kind)
-
-  @stateful.rule(reason=st.sampled_from(["absent: ", "duplicate: ", "nobody: ", "stale: ", "unlike: "]))
-  def rejected(self, reason):
-    self.send(Answer.REJECTED, reason=reason)
-
-  @stateful.rule()
-  def fetched(self):
-    self.send(FETCHED)
-
-  @stateful.rule(address=st.sampled_from(ADDRESSES), refused=st.booleans())
-  def unreachable(self, address, refused):
-    self.send(Unreachable(address, refused))
 
   @stateful.rule(broken=st.booleans())
   def connections(self, broken):
