@@ -293,7 +293,6 @@ ASKS_FIRST = RETURNS | {"first": "launch.fail_on_exceptions()"}
     (IN_MAIN, "True", 1, "", "SystemExit: True"),
     (IN_MAIN, "0", 99, "", ""),
     (ASKS_FIRST, "'disk is full'", 1, "disk is full\n", "SystemExit: disk is full"),
-    (ASKS_FIRST, "0", 99, "", ""),
     (RETURNS, "3", 99, "", ""),  # Python has looked up `sys.exit` before `main` joins
   ],
 )

@@ -211,13 +211,6 @@ def test_a_connection_that_is_refused_ends_the_average_and_a_broken_one_does_not
   assert averaging(Unreachable(ADDRESSES[0], refused=True)) == AGAIN
 
 
-def test_a_dropped_worker_continues_with_the_model_of_a_donor(ready):
-  ready(Answer.REJECTED, reason="absent: ")
-  assert ready(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
-  assert ready(FETCHED) == [reply(4, 9)]
-  assert ready(Says.READY, model(5, 10)) == [signal(Says.READY, 10)]
-
-
 LEAVES = Reply((RuntimeError, f"worker 1: no model from {ADDRESSES[0]} for 20 s"))
 NO_MODEL = Reply((FloatingPointError, "no model from another worker for 20 s"))
 
@@ -298,13 +291,6 @@ def test_heartbeats_go_on_while_the_controller_is_away_and_another_one_is_joined
   assert computing.wait(0.3) == [signal(Says.HELLO, 4)]
   assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 8)]
   assert kinds(computing.group(1)) == [Kind.PART]
-
-
-def test_a_worker_that_was_suspended_waits_for_the_controller_once_more(averaging):
-  averaging.now += 10 * LIMIT
-  assert LOST not in averaging(TICK)
-  assert averaging.wait(LIMIT - 0.1)[:2] == []
-  assert averaging.wait(0.3) == [LOST]
 
 
 AROUND, WORKERS = st.integers(-1, 1), st.integers(0, 2)

@@ -164,7 +164,7 @@ def test_the_average_of_all_is_made_with_the_model_of_another_worker(where):
 @pytest.mark.parametrize("leaves", [False, True])
 def test_if_nobody_has_a_finite_model_all_are_told(where, leaves):
   """Also if the last one that may have one leaves."""
-  train = lambda worker, number: time.sleep(0.5) if leaves and number == 2 else worker.reduce(BAD, 1)
+  train = lambda worker, number: time.sleep(0.2) if leaves and number == 2 else worker.reduce(BAD, 1)
   for number, found in enumerate(run(where, train, js.partial.Controller(3, 2))[: 2 if leaves else 3]):
     assert isinstance(found, FloatingPointError)
     assert str(found).startswith(f"worker {number}: params['w'] of iteration 1 is not finite, and no other worker")
