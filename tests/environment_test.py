@@ -68,8 +68,9 @@ def test_ranks_that_would_train_alone_are_refused(call, variables, says, advice)
 def test_ranks_join_without_mpi_and_without_a_guard(variables):
   """No guard reads what the ranks write, and gloo is quiet all the same."""
   port = str(free_port())
-  places = {"JAXSPARSE_COORDINATOR": f"127.0.0.1:{port}", "JAX_COORDINATOR_PORT": port, "JAX_PLATFORMS": "cpu"}
-  found = run_two([str(RANKS), "quiet", "processes", "none"], variables | places)
+  named = {"JAXSPARSE_COORDINATOR": f"127.0.0.1:{port}"}
+  place = named if "JAXSPARSE_RANK" in variables else {"JAX_COORDINATOR_PORT": port}
+  found = run_two([str(RANKS), "quiet", "processes", "none"], variables | place | {"JAX_PLATFORMS": "cpu"})
   assert found == [(0, "2.0\n", ""), (0, "", "")]
 
 
