@@ -10,7 +10,6 @@ import pytest
 
 import tests.children.sitecustomize  # noqa: F401
 from tests import quick_compilation
-from tests.compile_report import pytest_addoption, pytest_configure  # noqa: F401
 
 # XLA reads the variable when JAX makes its devices; child processes read both when they start.
 os.environ |= quick_compilation.ENVIRONMENT

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from jaxsparse.doctor import checks
+from jaxsparse.doctor.__main__ import main
 
 KEPT = "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=17179869184:glibc.malloc.arena_max=1"
 
@@ -95,7 +96,10 @@ def test_messages_of_gpus(monkeypatch, forced, cuda, aware, status, said):
   assert found.fix == ("" if status == "ok" else "unset MPI4JAX_USE_CUDA_MPI")
 
 
-def test_a_rank_is_no_patient():
-  done = examined(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
-  assert done.returncode == 2
-  assert "start the doctor by itself" in done.stderr
+def test_a_rank_is_no_patient(monkeypatch, capsys):
+  for name, value in {"RANK": "0", "SIZE": "2"}.items():
+    monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+  monkeypatch.setattr(sys, "argv", ["jaxsparse.doctor"])
+  with pytest.raises(SystemExit, match="2"):
+    main()
+  assert "start the doctor by itself" in capsys.readouterr().err

@@ -10,13 +10,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxsparse.select import exact
 from jaxsparse.train import simulation
-from tests.cases import CASES, CONSERVING, REPLICATING, Case, bits, each_case, integers, normals, quick_of
+from tests.cases import CASES, CONSERVING, REPLICATING, Case, bits, each_case, integers, normals
 from tests.conformance_test import FLUSHED, mass, residuals_of
-from tests.reference import spardl_options as reference
 
 N, DENSITY = 36_000, 0.3  # blocks of 18,000, and messages of more than 4,096 values
 
@@ -132,34 +130,3 @@ def test_the_laws_of_long_gradients(case, monkeypatch, subtests):
   for name, x in {} if same or "int8" in str(case) else grads.items():
     with subtests.test("the bits of the plain path", input=name):
       jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), found[name], two_steps(plain, collective, x))
-
-
-# Plain loops take a second each: the inputs of which candidates are lost, or of which ties decide.
-IN_NUMPY = (
-  "normal",
-  "each a power of two, all tied",
-  "one block large",
-  "spikes that cancel",
-  "cancels and is large again",
-)
-
-
-@pytest.mark.parametrize(
-  ("workers", "teams", "sag"),
-  quick_of([(2, 1, "auto"), (3, 1, "auto"), (4, 2, "auto"), (4, 2, "bruck"), (6, 3, "auto")], quick=[(2, 1, "auto")]),
-)
-def test_equals_the_paper_in_numpy(workers, teams, sag, subtests):
-  """Totals and residuals, blocks of 17,000 entries at a density of 1 %."""
-  n = 17_000 * workers // teams
-  k, bruck = n // 100, sag == "bruck" or teams == 3
-  collective = Case("spardl", (("teams", teams), ("sag", sag))).make(k=k)
-  program, gradients = program_of(collective), inputs(workers, n)
-  for name in IN_NUMPY:
-    grads = np.asarray(gradients[name], np.float32)
-    left, adaptive = np.zeros_like(grads), reference.first_h(k, workers, teams)
-    with subtests.test(name):
-      for step, (totals, state) in zip((grads, grads[::-1]), two_steps(program, collective, grads), strict=True):
-        expected, left, adaptive = reference.teams(step, left, k, teams, bruck, adaptive)
-        np.testing.assert_array_equal(bits(totals + np.float32(0)), bits(expected + np.float32(0)))
-        kept = residuals_of(state, workers, n).astype(np.float32)
-        np.testing.assert_array_equal(bits(kept + np.float32(0)), bits(left + np.float32(0)))

@@ -130,30 +130,6 @@ def test_a_rank_of_mpi_that_is_killed(tmp_path):
   np.testing.assert_allclose(np.load(tmp_path / "saved.npz")["w"], params["w"], rtol=1e-5, atol=1e-6)
 
 
-# What each rank holds at the end.
-HOLDS = """
-held = [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves((params, state))]
-np.savez(f"rank{jax.process_index()}.npz", *held)
-"""
-
-
-@pytest.mark.long
-def test_a_run_that_is_started_again_goes_on_bit_for_bit(tmp_path):
-  (program,) = snippets("docs/how_to/checkpoints.md")
-  for name, ends in (("whole", [400]), ("in parts", [200, 400])):
-    folder = tmp_path / name
-    folder.mkdir()
-    for end in ends:
-      (folder / "train.py").write_text(program.replace("range(begin, 400)", f"range(begin, {end})") + HOLDS)
-      done = launched_in(folder, "--ranks=3", "--limit=200")
-      assert done.returncode == 0, done.stderr[-3000:]
-  for rank in range(3):
-    whole, parts = (np.load(tmp_path / name / f"rank{rank}.npz") for name in ("whole", "in parts"))
-    assert len(whole.files) == len(parts.files) > 5
-    for name in whole.files:
-      np.testing.assert_array_equal(whole[name], parts[name])
-
-
 def launched_in(folder, *options, **environment):
   """Runs `train.py` of a folder."""
   command = [sys.executable, "-m", "jaxsparse.launch", *options, "--", sys.executable, "train.py"]

@@ -68,12 +68,7 @@ WRONG = [
   ("dense", 1e3, 2, "n=1000.0, give a whole"),
   ("dense", "x", 2, "n='x'"),
   ("dense", {}, 2, "n={}"),
-  (
-    "powersgd",
-    8,
-    2,
-    "powersgd: the words of n=8 .* give the parameters as n",
-  ),  # of a vector, it would be sent as it is
+  ("powersgd", 8, 2, "powersgd: the words of n=8 .* give the parameters as n"),  # a vector would be sent as it is
 ]
 
 

@@ -110,10 +110,12 @@ def test_dense_groups_are_dense_bit_for_bit(kind):
 
 def test_laws_c_and_r_at_every_index_and_the_metrics_of_all_groups():
   """A residual lies where its gradients do: in the order of its group's leaves."""
-  tx, plan, state, given = transform_of("topka", density=0.1), plan_of("asc_wfbp"), None, 0.0
+  tx, plan, given = transform_of("topka", density=0.1), plan_of("asc_wfbp"), 0.0
+  state = state_of(tx)
+  program = program_of(tx, state)
   for step in range(2):
     grads = grads_of(7 + step)
-    updates, state = run(tx, grads, state)
+    updates, state = program(grads, state)
     leaves, totals = jax.tree.leaves(grads), jax.tree.leaves(updates)
     assert all((bits(leaf) == bits(leaf)[:1]).all() for leaf in totals)
     flat = lambda trees: [trees[layer].reshape(WORKERS, -1) for group in plan.groups for layer in group.layers]
@@ -129,23 +131,15 @@ def test_laws_c_and_r_at_every_index_and_the_metrics_of_all_groups():
   assert float(metrics.density) == pytest.approx(int(metrics.delivered) / 559)
 
 
-def test_simulated_workers_give_the_same_bits():
-  grads = grads_of(6, normals)
-  comm = js.SimComm("workers", members=WORKERS)
-  tx = js.bucketed_transform("topka", comm, plan=plan_of("asc_wfbp"), density=0.1)
-  one = jax.jit(jax.vmap(lambda grads: tx.update(grads, tx.init(grads))[0], axis_name="workers"))(grads)
-  expected, _ = run(transform_of("topka", density=0.1), grads)
-  chex.assert_trees_all_equal(jax.tree.map(bits, one), jax.tree.map(bits, expected))
-
-
 def test_order_says_which_leaf_a_layer_is():
   order = [5, 0, 1, 2, 3, 4]
   plan = js.overlap.plan("mg_wfbp", [1.0] * 6, [SIZES[leaf] for leaf in order], **LINK)
   state = state_of(js.bucketed_transform("spardl", "workers", plan=plan, order=order, density=0.5))
   assert [leaf.size for leaf in state.carried.residual] == [WORKERS * plan.size_of(group) / 4 for group in plan.groups]
   empty = js.overlap.plan("wfbp", [1.0, 1.0], [0, 16], **LINK)  # an empty leaf has nothing to send
-  tx = js.bucketed_transform("dense", "workers", plan=empty)
-  state = js.init(tx, {"a": jnp.zeros((0, 3)), "b": jnp.zeros(4)}, mesh_of(WORKERS))
+  comm = js.SimComm("workers", members=WORKERS)
+  tx = js.bucketed_transform("dense", comm, plan=empty)
+  state = js.init(tx, {"a": jnp.zeros((0, 3)), "b": jnp.zeros(4)}, comm)
   assert state.carried.residual == (None,)
 
 

@@ -108,16 +108,11 @@ def test_calls_within_a_loss_hide_no_order(wrap):
 
 
 @pytest.mark.parametrize("where", [mesh_of(2), js.SimComm("workers", members=2)])
-def test_a_loss_may_talk_over_the_axis(where):
+def test_a_loss_may_talk_over_the_axis_and_leave_parameters_unused(where):
+  """Which are there from the start."""
   loss = lambda params, x: jnp.sum(jax.lax.pmean(jnp.mean(x @ params[1]), "workers") * params[0])
-  layers = js.overlap.measure(loss, [jnp.ones(3), jnp.ones((4, 2))], jnp.ones((4, 4)), where, repetitions=1)
-  assert layers.order == (1, 0)
-
-
-def test_unused_parameters_are_there_from_the_start():
-  loss = lambda params, x: jnp.sum(x @ params[0])
-  layers = js.overlap.measure(loss, [jnp.ones((4, 4)), jnp.ones(3)], jnp.ones((2, 4)), mesh_of(2), repetitions=1)
-  assert layers.order == (0, 1)
+  params = [jnp.ones(3), jnp.ones((4, 2)), jnp.ones(3)]
+  assert js.overlap.measure(loss, params, jnp.ones((4, 4)), where, repetitions=1).order == (1, 0, 2)
 
 
 def test_cuts_are_spread_over_the_work_and_their_seconds_shared_out():
@@ -129,9 +124,8 @@ def test_cuts_are_spread_over_the_work_and_their_seconds_shared_out():
 
 
 def test_where_nothing_is_hidden_everything_is_ready_at_the_end():
-  layers = js.overlap.Layers(("a", "b", "c"), (0, 1, 2), (1.0, 2.0, 3.0), (4.0, 4.0, 4.0), 0.5).at_the_end
-  made = js.overlap.plan("wfbp", layers.backward_times, layers.sizes, alpha=1.0, beta=0.0, gamma=1.0)
-  assert [sent.ready for sent in made.timeline] == [6.0, 6.0, 6.0]
+  layers = js.overlap.Layers(("a", "b", "c"), (0, 1, 2), (1.0, 2.0, 3.0), (4.0, 4.0, 4.0), 0.5)
+  assert layers.at_the_end == layers._replace(backward_times=(0.0, 0.0, 6.0))  # the last layer comes first
 
 
 def test_a_link_predicts_what_the_cost_model_does():

@@ -65,16 +65,6 @@ def test_the_rules_of_the_paper_worked_by_hand(kind, times, sizes, groups, timel
   assert timeline is None or one.timeline == timeline
 
 
-def test_the_optimum_is_not_greedy():
-  times, sizes, link = [0.4] * 4, [1, 1, 1, 10], {"alpha": 0.5, "beta": 0.1}
-  merged = plan("mg_wfbp", times, sizes, **link)  # each follower is ready within the start-up, so nothing ever leaves
-  assert shape(merged) == [((0, 1, 2, 3), "merged")]
-  assert merged.iteration_time == pytest.approx(1.6 + 0.5 + 1.3)
-  best = plan("optimal", times, sizes, **link, ways=1)
-  assert shape(best) == [((3,), "normal"), ((0, 1, 2), "merged")]
-  assert best.iteration_time == pytest.approx(0.4 + 0.5 + 1.0 + 0.5 + 0.3)
-
-
 @pytest.mark.parametrize("ways", [1, 2, 3])
 def test_the_simulation_is_the_fluid_model(ways):
   rng = np.random.default_rng(ways)
@@ -97,9 +87,9 @@ def test_optimal_beside_every_plan_there_is(ways, layers, count):
     assert best * (1 - 1e-9) <= found <= best * (1 + slack) + 1e-12
 
 
-def test_each_planner_is_no_slower_than_the_one_before_it():
-  for number, (times, sizes, link) in enumerate(instances(2000, 5)):
-    made = {kind: plan(kind, times, sizes, **link, ways=1 + number % 2) for kind in KINDS}
+def test_each_planner_is_no_slower_than_the_one_before_it_and_the_limits():
+  for number, (times, sizes, link) in enumerate(instances(300, 5)):
+    made = {kind: plan(kind, times, sizes, **link, ways=1 + number % 3) for kind in KINDS}
     seconds = [made[kind].iteration_time for kind in ("optimal", "asc_wfbp", "mg_wfbp", "wfbp")]
     for faster, slower in itertools.pairwise(seconds):
       assert faster <= slower * (1 + 1e-12)
@@ -107,37 +97,15 @@ def test_each_planner_is_no_slower_than_the_one_before_it():
     assert seconds[1] == min(made["theorem_1"].iteration_time, seconds[2])
     for one in made.values():
       assert sorted(layer for group in one.groups for layer in group.layers) == list(range(len(times)))
-
-
-def test_the_limits():
-  """Without start-up nothing is gained by merging; without bytes all is, and only one start-up is not hidden."""
-  for times, sizes, link in instances(50, 8):
-    free = link | {"alpha": 0.0}
-    alone = plan("wfbp", times, sizes, **free).iteration_time
-    for kind, ways in (("mg_wfbp", 1), ("optimal", 1)):
-      assert plan(kind, times, sizes, **free, ways=ways).iteration_time == pytest.approx(alone)
-    empty = link | {"beta": 0.0}
-    for kind in ("single", "mg_wfbp", "optimal"):
-      assert plan(kind, times, sizes, **empty).iteration_time == pytest.approx(sum(times) + link["alpha"])
-
-
-def test_more_ways_are_never_slower_and_no_more_are_under_way():
-  for times, sizes, link in instances(30, 10, seed=9):
-    made = {ways: plan("optimal", times, sizes, **link, ways=ways) for ways in (1, 2, 4)}
-    assert all(group.after == number for number, group in enumerate(made[1].groups))
-    assert made[2].iteration_time <= made[1].iteration_time * (1 + 1e-12)
-    for ways, one in made.items():
-      for number, sent in enumerate(one.timeline):
-        assert sum(other.end > sent.start + 1e-12 for other in one.timeline[:number]) < ways
-
-
-def test_where_two_at_once_hinder_each_other_nobody_travels_at_once():
-  slower = 0
-  for times, sizes, link in instances(50, 8, seed=3):
-    made = {kind: plan(kind, times, sizes, **(link | {"gamma": 50.0, "beta": 1.0})).iteration_time for kind in KINDS}
-    assert made["asc_wfbp"] <= made["mg_wfbp"] * (1 + 1e-12)
-    slower += made["theorem_1"] > made["mg_wfbp"] * (1 + 1e-12)
-  assert slower > 10  # Theorem 1 assumes that they do not, and has nothing to fall back to
+    assert seconds[0] <= plan("optimal", times, sizes, **link, ways=1).iteration_time * (1 + 1e-12)
+    for at, sent in enumerate(made["optimal"].timeline):  # no more are under way
+      assert sum(other.end > sent.start + 1e-12 for other in made["optimal"].timeline[:at]) <= number % 3
+    # Without start-up nothing is gained by merging; without bytes all is, and only one start-up is not hidden.
+    for kind in ("mg_wfbp", "optimal"):
+      alone, merged = (plan(one, times, sizes, **(link | {"alpha": 0.0}), ways=1) for one in ("wfbp", kind))
+      assert merged.iteration_time == pytest.approx(alone.iteration_time)
+      one = plan(kind, times, sizes, **(link | {"beta": 0.0}))
+      assert one.iteration_time == pytest.approx(sum(times) + link["alpha"])
 
 
 finite = st.floats(0, 1e100) | st.sampled_from([0.0, 5e-324, 1e-30])

@@ -3,6 +3,7 @@
 import copy
 import fractions
 import itertools
+import re
 
 import hypothesis
 import numpy as np
@@ -71,9 +72,7 @@ class Machine(stateful.RuleBasedStateMachine):
       assert self.queue[0] in group.members
       assert not self.absent.issuperset(group.members) or self.absent.issuperset(self.active)
       assert group.iteration == max(self.last[member] for member in group.members)
-      assert sum(map(fractions.Fraction, group.weights)) + fractions.Fraction(group.initial) == pytest.approx(
-        1, abs=1e-12
-      )
+      assert sum(group.weights) + group.initial == pytest.approx(1, abs=1e-12)
       assert min(group.weights) >= 0 <= group.initial
       if self.kind == "constant":
         assert set(group.weights) == {1 / len(group.members)}
@@ -158,9 +157,8 @@ class Machine(stateful.RuleBasedStateMachine):
     before = copy.deepcopy(state())
     arguments = (worker,) if call in ("leave", "join") else (worker, number)
     if reason := self.reason(call, worker, number):
-      with pytest.raises(Rejected) as found:
+      with pytest.raises(Rejected, match=f"^{re.escape(reason)}"):
         getattr(self.controller, call)(*arguments)
-      assert str(found.value).startswith(reason)
       assert state() == before
     else:
       getattr(copy.deepcopy(self.controller), call)(*arguments)
@@ -169,14 +167,13 @@ class Machine(stateful.RuleBasedStateMachine):
     """Why a call is rejected; empty for one that is accepted."""
     if type(worker) is not int or not 0 <= worker < self.workers:
       return f"unknown: worker {worker!r}, there are 0 … {self.workers - 1}"
-    if (call == "join") == (worker in self.alive):
-      return (
-        f"duplicate: worker {worker} has joined already" if call == "join" else f"unknown: worker {worker} has left"
-      )
-    if call == "failed" and (worker not in self.in_group or self.in_group[worker] != number):
-      return f"stale: worker {worker} is not in group {number!r}"
-    if call not in ("ready", "synchronize"):
-      return ""
+    if worker not in self.alive:
+      return "" if call == "join" else f"unknown: worker {worker} has left"
+    if call in ("leave", "join"):
+      return f"duplicate: worker {worker} has joined already" if call == "join" else ""
+    if call == "failed":
+      same = worker in self.in_group and self.in_group[worker] == number
+      return "" if same else f"stale: worker {worker} is not in group {number!r}"
     if type(number) is not int or not 0 <= number < 2**63:
       return f"iteration {number!r} of worker {worker} is malformed, send a whole number in 0 … 2^63 − 1"
     last, again = self.last.get(worker, -1), call == "synchronize" and worker in self.in_group
@@ -262,35 +259,15 @@ def test_the_group_filter_waits_after_as_many_groups_as_its_history():
   assert controller.ready(2, 1)
 
 
-def test_an_absent_worker_holds_the_others_up_for_one_step_and_is_joined_when_it_is_back():
-  """Worker 2 takes part, is away from turn 50 to 250, and comes back; 0 and 1 are ready in every turn."""
-  controller = js.partial.Controller(3, 2)
-  waited = []
-
-  def due(worker, turn):
-    if worker == 0:
-      waited.append(bool(controller.waiting and controller.held))
-    return worker < 2 or not 50 <= turn < 250
-
-  groups = train(controller, due, 300)
-  assert sum(waited) <= 1
-  away = [number for number, group in enumerate(groups) if 2 in group.members]
-  longest = max(range(1, len(away)), key=lambda i: away[i] - away[i - 1])
-  assert away[longest] - away[longest - 1] > 190
-  assert away[longest + 5] - away[longest] < 20
-
-
 def test_a_slow_worker_does_not_hold_the_others_up_by_default():
   """Worker 0 is eight times as slow: the seven others are never all waiting."""
-  controller, step = js.partial.Controller(8, 3), dict.fromkeys(range(8), 0)
-  formed = 0
-  for turn in range(160):
-    for worker in range(8):
-      if worker not in controller.waiting and (worker or turn % 8 == 7):
-        step[worker] += 1
-        formed += len(controller.ready(worker, step[worker]))
-    assert len(controller.waiting) < 3
-  assert formed > 160 * 7 / 3
+  controller = js.partial.Controller(8, 3)
+
+  def due(worker, turn):
+    assert worker or not controller.held
+    return worker or turn % 8 == 7
+
+  assert len(train(controller, due, 160)) > 160 * 7 / 3
 
 
 def weights_by_hand(iterations, decay, missing):
@@ -317,13 +294,9 @@ def weights_by_hand(iterations, decay, missing):
   st.sampled_from(["initial", "closest"]),
 )
 def test_dynamic_weights(iterations, decay, missing):
-  for found, expected in zip(
-    dynamic_weights(iterations, decay, missing), weights_by_hand(iterations, decay, missing), strict=True
-  ):
-    assert found == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_worker_may_be_ages_behind():
+  weights, initial = weights_by_hand(iterations, decay, missing)
+  assert np.hstack(dynamic_weights(iterations, decay, missing)) == pytest.approx([*weights, initial], abs=1e-12)
+  # A worker may be ages behind.
   assert dynamic_weights([2**62, 0], 0.5, "closest")[0] == pytest.approx((1, 0))
   assert dynamic_weights([2**62, 2**62], 0.5, "initial") == ((0.5, 0.5), 0)
 

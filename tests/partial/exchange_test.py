@@ -55,3 +55,12 @@ def test_a_part_takes_the_place_of_an_earlier_one_of_its_sender():
   for number in (5, 6):  # together they are more than any group sends
     early.keep(Piece(Kind.PART, number, 1, np.zeros(2**16 + 1, np.float32)))
   assert [part.number for part in early.take(6)] == [6]
+
+
+def test_forged_parts_do_not_pile_up(caplog):
+  early = Early(0, entries=2**17)
+  for sender in range(60):
+    early.keep(Piece(Kind.PART, 10**6, 100 + sender, np.zeros(2**17, np.float32)))
+  assert sum(part.values.size for part in early.take(10**6)) == 2**17
+  (record,) = caplog.records
+  assert "worker 0: 131072 entries for group 1000000 from worker 101 are dropped" in record.getMessage()

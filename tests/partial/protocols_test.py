@@ -7,6 +7,7 @@ simulated. Whatever the schedule: every living worker ends its training, and no 
 import collections
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -196,27 +197,23 @@ def run(random, workers, size, disturbances):
   return network
 
 
-@settings(max_examples=30)
-@given(st.randoms(use_true_random=False), st.integers(2, 4), st.data())
-def test_without_disturbances_all_workers_end_with_one_model(random, workers, data):
-  network = run(random, workers, data.draw(st.integers(2, workers)), [])
-  assert network.now < 80
-  last = [process.found[-1].vector.tobytes() for process in network.processes.values()]
-  assert len(last) == workers
-  assert len(set(last)) == 1
-  assert all(len(process.found) == ITERATIONS + 2 for process in network.processes.values())
-  assert network.server.rejected == 0
+DISTURBANCES = st.lists(st.sampled_from(["crash", "restart", "suspend", "resume", "serve"]), max_size=8)
 
 
-@settings(max_examples=80)
-@given(
-  st.randoms(use_true_random=False),
-  st.integers(2, 4),
-  st.lists(st.sampled_from(["crash", "restart", "suspend", "resume", "serve"]), max_size=8),
-  st.data(),
-)
-def test_no_lost_worker_holds_up_another(random, workers, disturbances, data):
-  network = run(random, workers, data.draw(st.integers(2, workers)), disturbances)
-  assert not network.living()
-  for process in network.processes.values():
-    assert process.dead or process.lost or len(process.found) == ITERATIONS + 2
+@pytest.mark.parametrize(("examples", "disturbances"), [(30, st.just([])), (80, DISTURBANCES)])
+def test_no_lost_worker_holds_up_another_and_without_a_loss_all_end_with_one_model(examples, disturbances):
+  @settings(max_examples=examples)
+  @given(st.randoms(use_true_random=False), st.integers(2, 4), disturbances, st.data())
+  def holds(random, workers, disturbances, data):
+    network = run(random, workers, data.draw(st.integers(2, workers)), disturbances)
+    assert not network.living()
+    for process in network.processes.values():
+      assert process.dead or process.lost or len(process.found) == ITERATIONS + 2
+    if not disturbances:
+      assert network.now < 80
+      assert len(network.processes) == workers
+      assert len({process.found[-1].vector.tobytes() for process in network.processes.values()}) == 1
+      assert not any(process.dead or process.lost for process in network.processes.values())
+      assert network.server.rejected == 0
+
+  holds()

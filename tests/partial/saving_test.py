@@ -1,5 +1,6 @@
-"""The file of a worker's parameters, and processes that are killed while they write it."""
+"""A controller that is lost, the file of a worker's parameters, and a process that is killed while it writes it."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,6 +52,39 @@ def test_a_kill_while_saving_keeps_the_former_file_and_leaves_nothing(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([path, other])
 
 
+@contextlib.contextmanager
+def deserted(params, path):
+  """(a worker whose controller has just ended, the parameters of its iteration 3)."""
+  server = js.partial.Server(js.partial.Controller(2, 2), limit=0.4).__enter__()
+  with js.partial.Worker(server.address, 0, params, save=path, reconnect=0.1) as worker:
+    server._controller.leave(1)
+    held, _ = worker.reduce(params, 3)
+    server.__exit__()
+    yield worker, held
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_every_call_after_the_controller_is_lost_raises_it_and_leaving_ends_normally(tmp_path, computes):
+  """Also if the training loop made no call meanwhile. The parameters are saved, whatever their dtype."""
+  params, path = {"w": jnp.full((2, 3), 1.5, jnp.bfloat16), "b": jnp.zeros(4)}, tmp_path / "saved.npz"
+  with deserted(params, path) as (worker, held):
+    if computes:
+      worker._runtime.join(60)
+    for call in (worker.reduce, worker.reduce, worker.synchronize):
+      with pytest.raises(js.partial.ControllerLost, match="no sign of life from the controller at tcp://.* for 0.5 s"):
+        call(params, 4)
+  found, iteration = js.partial.restore(path, params)
+  assert iteration == 3 if computes else iteration in (3, 4)
+  content = lambda tree: jax.tree.map(lambda leaf: (leaf.dtype, leaf.tolist()), tree)
+  assert content(found) == content(held)
+  for like, message in (
+    ({**params, "b": jnp.zeros(5)}, r"holds \['b'\] of shape \(4,\), the model's has \(5,\)"),
+    ({"a": jnp.zeros(3)}, r"holds \['b'\], \['w'\], iteration, the model has \['a'\]"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      js.partial.restore(path, like)
+
+
 def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
   """The disk is full in the middle of it, for example; the error says why."""
 
@@ -59,13 +94,9 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
   path = tmp_path / "saved.npz"
   path.write_bytes(b"former")
-  server = js.partial.Server(js.partial.Controller(2, 2), limit=0.5).__enter__()
-  with js.partial.Worker(server.address, 0, jnp.zeros(3), save=path, reconnect=0.1) as worker:
-    server._controller.leave(1)
-    worker.reduce(jnp.ones(3), 1)
-    monkeypatch.setattr(np, "savez", full)
-    server.__exit__()
-    with pytest.raises(js.partial.ControllerLost, match="could not be saved: No space left on device"):
-      worker.reduce(jnp.ones(3), 2)
+  monkeypatch.setattr(np, "savez", full)
+  message = "could not be saved: No space left on device"
+  with deserted(jnp.ones(3), path) as (worker, _), pytest.raises(js.partial.ControllerLost, match=message):
+    worker.reduce(jnp.ones(3), 4)
   assert path.read_bytes() == b"former"
   assert list(tmp_path.iterdir()) == [path]

@@ -29,16 +29,12 @@ def signal(says, value=0):
   return Signal(says, ME, value, ADDRESSES[ME] if says == Says.HELLO else "")
 
 
-def values(*entries):
-  return np.array(entries, np.float32)
-
-
 def reply(value, iteration):
   return Reply(([float(value)] * 4, iteration))
 
 
 FETCH = Send(ADDRESSES[0], Piece(Kind.FETCH, 0, ME, []))
-FETCHED = Piece(Kind.MODEL, 9, 0, values(4, 4, 4, 4))
+FETCHED = Piece(Kind.MODEL, 9, 0, np.full(4, 4, np.float32))
 AGAIN = [signal(Says.FAILED, 5), signal(Says.READY, 3)]
 LOST = ControllerSilent("sign of life", LIMIT + RECONNECT)
 
@@ -58,7 +54,8 @@ class Subject:
       self.protocol.handle(Unreachable(address, refused=False), self.now)
 
   def reply(self, answer):
-    self.actions.append(Reply((answer.vector.tolist(), answer.iteration) if isinstance(answer, Model) else answer))
+    found = (answer.vector.tolist(), answer.iteration) if isinstance(answer, Model) else (type(answer), str(answer))
+    self.actions.append(Reply(found))
 
   def __call__(self, event, *content, **fields):
     """What the protocol does."""
@@ -93,16 +90,18 @@ class Subject:
     content = {"members": list(members), "weights": list(weights), "iteration": iteration, "initial": 0.0}
     return self(Answer.GROUP, **content, number=number, addresses=addresses)
 
+  def piece(self, kind, number, sender, *entries):
+    return self(Piece(kind, number, sender, np.array(entries, np.float32)))
+
   def part(self, number, sender, *entries):
-    return self(Piece(Kind.PART, number, sender, values(*entries)))
+    return self.piece(Kind.PART, number, sender, *entries)
 
   def mean(self, number, sender, *entries):
-    return self(Piece(Kind.MEAN, number, sender, values(*entries)))
+    return self.piece(Kind.MEAN, number, sender, *entries)
 
 
-def error(actions):
-  ((answer,),) = actions
-  return type(answer), str(answer)
+def kinds(actions):
+  return [action.piece.kind for action in actions]
 
 
 @pytest.fixture
@@ -133,18 +132,6 @@ def computing(averaging):
   return averaging
 
 
-def test_hello_is_repeated_until_the_timeout_and_then_nothing_happens_any_more(new):
-  hello = signal(Says.HELLO, 4)
-  assert new(TICK) == [hello]
-  assert new(TICK) == []
-  found = new.wait(TIMEOUT + 0.3)
-  assert found[-1] == ControllerSilent("WELCOME", TIMEOUT)
-  assert set(found[:-1]) == {hello}
-  assert TIMEOUT / 0.3 < len(found) <= TIMEOUT / 0.2 + 1
-  assert new.protocol.state == "ended"
-  assert new(Answer.WELCOME, limit=LIMIT) == new(Says.READY, model(1, 1)) == new.wait(60) == []
-
-
 def test_welcome_gives_the_initial_model_or_that_of_a_donor(new):
   assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
   assert new(Answer.WELCOME, limit=LIMIT) == []  # the answer to a repeated HELLO
@@ -152,34 +139,6 @@ def test_welcome_gives_the_initial_model_or_that_of_a_donor(new):
   assert new(FETCHED._replace(number=10)) == []
   assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == []
   assert new.protocol.model.iteration == 9
-
-
-@pytest.mark.parametrize("refused", [True, False])
-def test_a_donor_that_is_lost_is_replaced_by_another(new, refused):
-  new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
-  assert new(Unreachable(ADDRESSES[2], refused)) == []
-  assert new.protocol.state == "fetching"
-  assert new(Unreachable(ADDRESSES[0], refused)) == []
-  assert new.wait(0.3) == [signal(Says.HELLO, 4)]
-  assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[2]) == [Send(ADDRESSES[2], Piece(Kind.FETCH, 0, ME, []))]
-  assert new(FETCHED) == [reply(4, 9)]
-
-
-def test_a_worker_without_a_model_of_its_own_leaves_if_no_donor_answers(new):
-  new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
-  bye, failure = new.alive(TIMEOUT + 1)
-  assert bye == signal(Says.BYE, 0)
-  assert str(failure.answer) == f"worker 1: no model from {ADDRESSES[0]} for 20 s"
-  assert new.protocol.state == "ended"
-
-
-@pytest.mark.parametrize("reason", ["unknown: worker 1", "unlike: worker 1", "taken: a living worker"])
-def test_a_worker_that_is_rejected_ends(new, reason):
-  new(TICK)
-  assert new(Answer.REJECTED, reason="duplicate: worker 1 has joined already") == []
-  assert new.wait(0.3) == [signal(Says.HELLO, 4)]
-  assert error(new(Answer.REJECTED, reason=reason)) == (ValueError, f"worker 1: {reason}")
-  assert new.protocol.state == "ended"
 
 
 def test_a_group_averages(averaging):
@@ -190,42 +149,36 @@ def test_a_group_averages(averaging):
 
 @pytest.mark.parametrize("kind", [Kind.PART, Kind.MEAN])
 def test_a_duplicate_or_foreign_piece_changes_nothing(averaging, kind):
-  assert averaging(Piece(kind, 5, ME, values(9, 9))) == []
+  assert averaging.piece(kind, 5, ME, 9, 9) == []
   averaging.part(5, 0, 3, 5)
   for sender, entries in ((0, (9, 9)), (2, (9, 9)), (ME, (9, 9)), (0, (9,)), (0, ())):
     if (kind, sender, len(entries)) != (Kind.MEAN, 0, 2):  # the one that is awaited
-      assert averaging(Piece(kind, 5, sender, values(*entries))) == []
+      assert averaging.piece(kind, 5, sender, *entries) == []
   for number in (4, 6):
-    assert averaging(Piece(kind, number, 0, values(9, 9))) == []
+    assert averaging.piece(kind, number, 0, 9, 9) == []
   assert averaging.mean(5, 0, 6, 7) == [Reply(([6, 7, 2, 3], 7))]
 
 
-def test_a_part_that_is_early_is_kept_for_its_group(ready):
-  assert ready.mean(5, 0, 9, 9) == []  # no mean can be early
-  assert ready.part(5, 0, 3, 5) == []
-  assert [action.piece.kind for action in ready.group(5)] == [Kind.PART, Kind.MEAN]
-  assert ready.mean(5, 0, 6, 7) == [Reply(([6, 7, 2, 3], 7))]
-
-
 def test_a_part_is_kept_only_for_the_group_that_is_awaited(computing):
+  """Where a request is open, for the next group of this server; no mean can be early."""
   computing.part(6, 0, 3, 5)  # no request is open
   computing(Says.READY, model(1, 8))
   computing.part(7, 0, 3, 5)  # of another group than the next
-  assert [action.piece.kind for action in computing.group(6)] == [Kind.PART]
+  assert kinds(computing.group(6)) == [Kind.PART]
   assert computing.protocol._early.take(7) == []
   computing.part(6, 0, 3, 3)
   assert computing.mean(6, 0, 2, 2) == [reply(2, 7)]
   computing(Says.READY, model(1, 9))
   computing.part(7, 0, 3, 5)
   computing.part(6, 0, 9, 9)  # of a group that is settled: does not replace that of the next
-  assert [action.piece.kind for action in computing.group(7)] == [Kind.PART, Kind.MEAN]
-
-
-def test_parts_from_before_a_welcome_are_forgotten(ready):
-  ready.part(5, 0, 3, 5)
-  ready(Answer.REJECTED, reason="absent: worker 1 has not joined")
-  assert ready(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 3)]
-  assert [action.piece.kind for action in ready.group(5)] == [Kind.PART]
+  assert kinds(computing.group(7)) == [Kind.PART, Kind.MEAN]
+  computing.mean(7, 0, 2, 2)
+  computing(Says.READY, model(1, 10))
+  computing.mean(8, 0, 9, 9)
+  computing.part(8, 0, 3, 5)
+  computing(Answer.REJECTED, reason="absent: worker 1 has not joined")
+  assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 10)]
+  assert kinds(computing.group(8)) == [Kind.PART]  # without what came before the server was joined again
 
 
 def test_an_abort_counts_only_while_the_member_is_needed(averaging):
@@ -258,31 +211,27 @@ def test_a_connection_that_is_refused_ends_the_average_and_a_broken_one_does_not
   assert averaging(Unreachable(ADDRESSES[0], refused=True)) == AGAIN
 
 
-def test_a_dropped_worker_joins_again_with_its_request(averaging):
-  assert averaging(Answer.REJECTED, reason="absent: worker 1 has not joined, it has to send HELLO") == []
-  assert averaging(Answer.REJECTED, reason="absent: worker 1 has not joined, it has to send HELLO") == []
-  assert averaging.part(5, 0, 3, 5) == averaging(Answer.PROBE) == averaging.group(6) == []
-  assert averaging.wait(0.3) == [signal(Says.HELLO, 4)]
-  assert averaging(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 3)]
+LEAVES = Reply((RuntimeError, f"worker 1: no model from {ADDRESSES[0]} for 20 s"))
+NO_MODEL = Reply((FloatingPointError, "no model from another worker for 20 s"))
 
 
-@pytest.mark.parametrize("silent", [False, True])
-def test_a_dropped_worker_continues_with_the_model_of_a_donor_or_its_own(ready, silent):
-  ready(Answer.REJECTED, reason="absent: ")
-  assert ready(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
-  if silent:
-    assert ready.alive(TIMEOUT + 1) == [signal(Says.READY, 3)]
-  else:
-    assert ready(FETCHED) == [reply(4, 9)]
-    assert ready(Says.READY, model(5, 10)) == [signal(Says.READY, 10)]
-
-
-def test_a_server_that_was_restarted_may_count_groups_from_a_lower_number(computing):
-  computing(Answer.REJECTED, reason="absent: ")
-  assert computing(Says.READY, model(1, 8)) == []
-  assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 8)]
-  computing.part(1, 0, 3, 5)
-  assert [action.piece.kind for action in computing.group(1)] == [Kind.PART, Kind.MEAN]
+@pytest.mark.parametrize(
+  ("fixture", "event", "donor", "then"),
+  [
+    ("new", TICK, True, [signal(Says.BYE), LEAVES]),  # it has no model of its own
+    ("ready", ServerMessage(Answer.REJECTED, {"reason": "absent: "}), True, [signal(Says.READY, 3)]),
+    ("computing", Says.NOT_FINITE, True, [NO_MODEL]),
+    ("computing", Says.NOT_FINITE, False, [NO_MODEL]),
+  ],
+)
+def test_a_donor_that_does_not_answer_is_awaited_until_the_timeout(request, fixture, event, donor, then):
+  worker = request.getfixturevalue(fixture)
+  worker(event)
+  if donor:
+    assert worker(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
+  assert [action for action in worker.alive(TIMEOUT + 1) if action != signal(Says.NOT_FINITE)] == then
+  if fixture == "computing":
+    assert worker(Says.READY, model(1, 8)) == [signal(Says.READY, 8)]
 
 
 def test_a_worker_that_is_dropped_while_it_computes_gets_the_donors_model_at_its_next_request_once(computing):
@@ -303,7 +252,8 @@ def test_a_worker_that_synchronizes_takes_part_with_its_own_model(computing):
 
 
 def test_a_rejected_request_is_answered_with_the_reason_and_the_worker_goes_on(ready):
-  assert error(ready(Answer.REJECTED, reason="stale: iteration 3")) == (ValueError, "worker 1: stale: iteration 3")
+  rejected = Reply((ValueError, "worker 1: stale: iteration 3"))
+  assert ready(Answer.REJECTED, reason="stale: iteration 3") == [rejected]
   assert ready(Answer.REJECTED, reason="stale: again") == []  # no request is open
   assert ready(Says.READY, model(1, 4)) == [signal(Says.READY, 4)]
 
@@ -340,45 +290,19 @@ def test_heartbeats_go_on_while_the_controller_is_away_and_another_one_is_joined
   computing(Answer.REJECTED, reason="absent: worker 1 has not joined, it has to send HELLO")
   assert computing.wait(0.3) == [signal(Says.HELLO, 4)]
   assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 8)]
-  assert [action.piece.kind for action in computing.group(1)] == [Kind.PART]
-
-
-def test_a_worker_that_was_suspended_waits_for_the_controller_once_more(averaging):
-  averaging.now += 10 * LIMIT
-  assert LOST not in averaging(TICK)
-  assert averaging.wait(LIMIT - 0.1)[:2] == []
-  assert averaging.wait(0.3) == [LOST]
-
-
-def test_a_worker_without_a_finite_model_asks_until_a_donor_is_named(computing):
-  assert computing(Says.NOT_FINITE) == [signal(Says.NOT_FINITE)]
-  assert computing(Unreachable(ADDRESSES[0], refused=True)) == []
-  asked = computing.wait(1)
-  assert set(asked) == {signal(Says.NOT_FINITE)}
-  assert 3 <= len(asked) <= 5
-  assert computing.part(6, 0, 3, 5) == []
-  assert computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
-  assert computing.wait(1) == []
-  assert computing(FETCHED) == [reply(4, 9)]
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_the_request_for_a_finite_model_fails_after_the_timeout(computing, named):
-  computing(Says.NOT_FINITE)
-  if named:
-    computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
-  failures = [action for action in computing.alive(TIMEOUT + 1) if isinstance(action, Reply)]
-  assert error(failures) == (FloatingPointError, "no model from another worker for 20 s")
-  assert computing(Says.READY, model(1, 8)) == [signal(Says.READY, 8)]
-
-
-def test_the_request_for_a_finite_model_fails_if_nobody_has_one(computing):
-  assert computing(Answer.REJECTED, reason="nobody: ") == []  # nothing is asked for
-  computing(Says.NOT_FINITE)
-  assert error(computing(Answer.REJECTED, reason="nobody: no")) == (FloatingPointError, "nobody: no")
+  assert kinds(computing.group(1)) == [Kind.PART]
 
 
 AROUND, WORKERS = st.integers(-1, 1), st.integers(0, 2)
+REASONS = ("absent: ", "duplicate: ", "nobody: ", "stale: ", "unlike: ")
+EVENTS = [
+  *(ServerMessage(Answer.WELCOME, {"limit": limit}) for limit in (1.0, 5.0)),
+  *(ServerMessage(Answer.WELCOME, {"limit": 5.0, "donor": donor}) for donor in (ADDRESSES[0], ADDRESSES[2])),
+  *(ServerMessage(Answer.REJECTED, {"reason": reason}) for reason in REASONS),
+  *(ServerMessage(kind, {}) for kind in (Answer.BEAT, Answer.PROBE)),
+  *(Unreachable(address, refused) for address in ADDRESSES for refused in (True, False)),
+  FETCHED,
+]
 
 
 class AnyOrder(stateful.RuleBasedStateMachine):
@@ -391,9 +315,9 @@ class AnyOrder(stateful.RuleBasedStateMachine):
   def send(self, event, *content, **fields):
     self.check(lambda: self.subject(event, *content, **fields))
 
-  def check(self, happens):
+  def check(self, does):
     ended = self.subject.protocol.state == "ended"
-    actions = happens()
+    actions = does()
     assert not (ended and actions)
     for action in actions:
       assert self.subject.protocol.state == "ended" or not isinstance(action, ControllerSilent)
@@ -408,9 +332,9 @@ class AnyOrder(stateful.RuleBasedStateMachine):
         assert action.piece.number == self.number
         assert action.address in [ADDRESSES[member] for member in self.members if member != ME]
 
-  @stateful.rule(limit=st.sampled_from([1.0, 5.0]), donor=st.sampled_from([None, ADDRESSES[0], ADDRESSES[2]]))
-  def welcome(self, limit, donor):
-    self.send(Answer.WELCOME, limit=limit, **({"donor": donor} if donor else {}))
+  @stateful.rule(event=st.sampled_from(EVENTS))
+  def happens(self, event):
+    self.send(event)
 
   @stateful.rule(says=st.sampled_from([Says.READY, Says.SYNCHRONIZE, Says.NOT_FINITE]))
   def request(self, says):
@@ -431,22 +355,6 @@ class AnyOrder(stateful.RuleBasedStateMachine):
   @stateful.rule(past=AROUND, worker=WORKERS)
   def abort(self, past, worker):
     self.send(Answer.ABORT, number=self.number - past, worker=worker)
-
-  @stateful.rule(kind=st.sampled_from([Answer.BEAT, Answer.PROBE]))
-  def heartbeat(self, kind):
-    self.send(kind)
-
-  @stateful.rule(reason=st.sampled_from(["absent: ", "duplicate: ", "nobody: ", "stale: ", "unlike: "]))
-  def rejected(self, reason):
-    self.send(Answer.REJECTED, reason=reason)
-
-  @stateful.rule()
-  def fetched(self):
-    self.send(FETCHED)
-
-  @stateful.rule(address=st.sampled_from(ADDRESSES), refused=st.booleans())
-  def unreachable(self, address, refused):
-    self.send(Unreachable(address, refused))
 
   @stateful.rule(broken=st.booleans())
   def connections(self, broken):
