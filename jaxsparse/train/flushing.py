@@ -13,7 +13,7 @@ from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import check_state
 from jaxsparse.transform import checks
-from jaxsparse.transform.groups import leaf_numbers
+from jaxsparse.transform.groups import leaf_names, leaf_numbers
 from jaxsparse.transform.residuals import moved_leaves, take_residuals
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.state import in_rows, is_local_state, is_reduce_state
@@ -80,9 +80,10 @@ def flush(
     def deliver(node: Any, row: bool) -> Any:
       if row or not is_reduce_state(node):
         return node
-      numbers = leaf_numbers(node.layout.method.structure, params)
+      numbers = leaf_numbers(node.layout.method.names, params)
       also = [gone[0] for number in numbers if (gone := moved[number]) is not None]
-      means, node = take_residuals([leaves[number] for number in numbers], node, also or None, mean)
+      added = also if len(also) == len(numbers) else None  # this transform is the outer one of local steps
+      means, node = take_residuals([leaves[number] for number in numbers], node, added, mean)
       for number, exact in zip(numbers, means, strict=True):  # of the dtype of the leaf already, unless moved is added
         sent, left[number] = flatten.representable(exact, leaves[number].dtype)
         updates[number] = sent.astype(leaves[number].dtype)
@@ -91,10 +92,8 @@ def flush(
     def empty(node: Any) -> Any:
       if not is_local_state(node) or not jax.tree.leaves(node.moved):
         return node
-      structure = jax.tree.structure(node.moved)
-      return node._replace(
-        moved=jax.tree.unflatten(structure, [left[number][None] for number in leaf_numbers(structure, params)])
-      )
+      rest = [left[number][None] for number in leaf_numbers(leaf_names(node.moved), params)]
+      return node._replace(moved=jax.tree.unflatten(jax.tree.structure(node.moved), rest))
 
     state = jax.tree.map(deliver, state, in_rows(state), is_leaf=is_reduce_state)
     return jax.tree.unflatten(structure, updates), jax.tree.map(empty, state, is_leaf=is_local_state)

@@ -145,7 +145,7 @@ def _leaves(node: ReduceState, group: Group, params: optax.Params) -> Iterator[t
   """Of each leaf of a group its number in the parameters, its entries at a device, and how it lies."""
   method, shards = node.layout.method, node.layout.shards
   assert method is not None
-  numbers, sizes = leaf_numbers(method.structure, params), shards.sizes if shards else method.sizes
+  numbers, sizes = leaf_numbers(method.names, params), shards.sizes if shards else method.sizes
   for leaf in group.leaves:
     yield numbers[leaf], sizes[leaf], (shards.axes, shards.specs[leaf]) if shards else None
 

@@ -11,7 +11,7 @@ import optax
 
 from jaxsparse import _compat
 from jaxsparse.comm import AxisComm
-from jaxsparse.transform.groups import Group, Method, leaf_names, leaf_numbers
+from jaxsparse.transform.groups import Group, Method, leaf_names
 from jaxsparse.transform.state import LocalState, ReduceState, devices_of, local_states, reduce_states, split_groups
 from jaxsparse.types import Comm, State
 
@@ -112,6 +112,12 @@ def _check_arrays_of(tx: optax.GradientTransformation, state: Any, params: optax
   found, expected = shapes(state), shapes(jax.eval_shape(tx.init, params))
   if found == expected:
     return
+  known = [name for node in nodes if node.layout.method for name in node.layout.method.names]
+  if more := [name for name in leaf_names(params) if name not in known]:
+    raise ValueError(
+      f"the optimizer state was made for parameters{', '.join(known)}, here there is also parameters{more[0]}: give "
+      "the parameters that it was made for, or make a new one with js.init for these"
+    )
   path = next(path for path in [*found, *expected] if found.get(path) != expected.get(path))
   shape = lambda shapes: f"shape {shapes[path]}" if path in shapes else "nothing"
   raise ValueError(
@@ -133,15 +139,6 @@ def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
           f"the optimizer state was made for parameters{name} of shape {shape}, here {found}: give the parameters that "
           "it was made for"
         )
-    try:
-      leaf_numbers(node.layout.method.structure, params)
-    except ValueError:
-      known = [name for one in nodes if one.layout.method for name in one.layout.method.names]
-      more = next((f"is parameters{name}, too" for name in shapes if name not in known), "are other containers")
-      raise ValueError(
-        f"the optimizer state was made for parameters{', '.join(known)}, here there {more}: give the parameters that "
-        "it was made for, or make a new one with js.init for these"
-      ) from None
 
 
 def check_arrays(state: Any) -> None:

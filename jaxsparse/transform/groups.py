@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
-import optax
 
 from jaxsparse import flatten
 from jaxsparse.collectives import Collective, SparseCollective, make_collective
@@ -45,7 +44,7 @@ class Method:
   A state can be made again from it, for another number of workers, and says to which leaf each residual belongs.
 
   Attributes:
-    structure: of the pytree of leaves, with `optax.MaskedNode` in place of those that the transform does not cover.
+    names: of the leaves in the parameters, in pytree order.
     shapes: of the leaves.
     groups: of the leaves, in the order in which they are sent.
     alone: whether the state is that of the only group, and not a tuple with a part for each.
@@ -59,7 +58,7 @@ class Method:
     (("['bias']", "['w']"), (3, 8))
   """
 
-  structure: Any
+  names: tuple[str, ...]
   shapes: tuple[tuple[int, ...], ...]
   groups: tuple[Group, ...]
   alone: bool
@@ -67,12 +66,7 @@ class Method:
   @classmethod
   def from_leaves(cls, tree: Any, groups: Sequence[Group], alone: bool) -> Self:
     """The method of a transform that reduces the leaves of a pytree in these groups."""
-    return cls(jax.tree.structure(tree), flatten.shapes(tree), tuple(groups), alone)
-
-  @property
-  def names(self) -> tuple[str, ...]:
-    """The names of the leaves."""
-    return tuple(leaf_names(jax.tree.unflatten(self.structure, range(len(self.shapes)))))
+    return cls(tuple(leaf_names(tree)), flatten.shapes(tree), tuple(groups), alone)
 
   @property
   def sizes(self) -> tuple[int, ...]:
@@ -85,22 +79,17 @@ def leaf_names(tree: Any) -> list[str]:
   return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def leaf_numbers(structure: Any, tree: Any) -> list[int]:
-  """The numbers of the leaves of `tree` that a pytree has whose other parts are `optax.MaskedNode`.
+def leaf_numbers(names: Sequence[str], tree: Any) -> list[int]:
+  """The numbers of the leaves of these names: a transform may cover a part of a pytree, as under `optax.masked`.
+
+  Not by the structure of the pytree: a restored one may have other containers, and need not compare or pickle.
 
   Example:
-    >>> tree = {"a": 0.0, "b": {"c": 0.0, "d": 0.0}, "e": 0.0}
-    >>> part = jax.tree.structure({"a": 1.0, "b": optax.MaskedNode(), "e": 1.0})
-    >>> leaf_numbers(part, tree)
+    >>> leaf_numbers(["['a']", "['e']"], {"a": 0.0, "b": {"c": 0.0, "d": 0.0}, "e": 0.0})
     [0, 3]
   """
-  is_masked = lambda node: isinstance(node, optax.MaskedNode)
-  every: Any = jax.tree.structure(tree)
-  marks = jax.tree.unflatten(structure, [True] * structure.num_leaves)
-  numbers = jax.tree.unflatten(every, range(every.num_leaves))
-  covers = jax.tree.leaves(marks, is_leaf=is_masked)
-  prefix: Any = jax.tree.structure(marks, is_leaf=is_masked)
-  return [number for covered, number in zip(covers, prefix.flatten_up_to(numbers), strict=True) if covered is True]
+  numbers = {name: number for number, name in enumerate(leaf_names(tree))}
+  return [numbers[name] for name in names]
 
 
 class Bundle(NamedTuple):

@@ -9,7 +9,7 @@ import optax
 
 from jaxsparse import flatten
 from jaxsparse.transform import state as states
-from jaxsparse.transform.groups import Group, leaf_numbers
+from jaxsparse.transform.groups import Group, leaf_names, leaf_numbers
 from jaxsparse.transform.state import ReduceState, join_groups, split_groups
 from jaxsparse.transform.update import at_devices
 
@@ -41,7 +41,7 @@ def moved_leaves(state: Any, params: optax.Params) -> list[jax.Array | None]:
   leaves: list[jax.Array | None] = [None] * len(jax.tree.leaves(params))
   for node in states.local_states(state):
     if moved := jax.tree.leaves(node.moved):
-      for number, leaf in zip(leaf_numbers(jax.tree.structure(node.moved), params), moved, strict=True):
+      for number, leaf in zip(leaf_numbers(leaf_names(node.moved), params), moved, strict=True):
         leaves[number] = leaf
   return leaves
 
@@ -53,7 +53,7 @@ def residual_to_moved(moved: Any, outer: Any) -> tuple[Any, Any]:
   def take(node: Any) -> Any:
     if not states.is_reduce_state(node):
       return node
-    numbers = leaf_numbers(node.layout.method.structure, moved)
+    numbers = leaf_numbers(node.layout.method.names, moved)
     own = [leaves[number][0] for number in numbers]
     sums, node = take_residuals(own, node, own)
     for number, leaf in zip(numbers, sums, strict=True):

@@ -1,7 +1,9 @@
 """A state of other workers, or of another collective, owes the same; what is flushed is delivered."""
 
+import collections
 import dataclasses
 import functools
+import pickle
 import zlib
 
 import hypothesis
@@ -22,6 +24,7 @@ from jaxsparse.transform.state import Layout, is_reduce_state, reduce_states, sp
 from tests.cases import (
   REPLICATING,
   assert_same_bits,
+  averaged,
   each_case,
   flat,
   integers,
@@ -277,9 +280,26 @@ def test_checksums_do_not_depend_on_how_jax_prints(monkeypatch):
   swapped = Shards.from_specs(params, {"x": 2, "y": 2}, [P(), P(("y", "x"))])
   half = method.groups[0]._replace(collective=js.make_collective("spardl", density=0.5))
   others = [(swapped, method), (shards, dataclasses.replace(method, groups=(half, *method.groups[1:])))]
-  others.append((shards, dataclasses.replace(method, structure=jax.tree.structure({"bias": 0, "v": 0}))))
+  others.append((shards, dataclasses.replace(method, names=("['bias']", "['v']"))))
   others.append((shards, dataclasses.replace(method, shapes=((4,), (6, 4)))))
   assert len({*numbers, *(checksum(*given) for given in others)}) == 7
+
+
+def test_leaves_are_known_by_their_paths_whatever_contains_them():
+  """As restored without a target, or pickled; and a transform may cover more leaves than local steps do."""
+  tx = optax.chain(
+    js.topka_transform(sim(2), k=3),
+    optax.masked(js.local_steps(optax.sgd(1.0), averaged(sim(2)), every=4), collections.OrderedDict(b=True, a=False)),
+  )
+  params = collections.OrderedDict(b=np.zeros(4, np.float32), a=np.zeros(6, np.float32))
+  state = owing(js.init(tx, params, sim(2)), integers)
+  plain = dict(params)
+  expected, _ = js.flush(state, params, sim(2))
+  for other in (state, pickle.loads(pickle.dumps(jax.device_get(state)))):
+    update, _ = js.flush(other, plain, sim(2))
+    jax.tree.map(np.testing.assert_array_equal, update, dict(expected))
+    js.resize(other, plain, sim(4))
+  assert any(np.any(leaf) for leaf in expected.values())
 
 
 # Bad input.

@@ -246,7 +246,7 @@ WAYS = {
 OTHERS = [
   ({"b": jnp.zeros(4), "v": jnp.zeros((6, 6))}, r"parameters\['w'\] of shape \(6, 6\), here there are .*\['v'\]"),
   ({"b": jnp.zeros(5), "w": jnp.zeros((6, 5))}, r"parameters\['[bw]'\] of shape .*, here it has shape"),
-  (PARAMS | {"z": jnp.zeros(2)}, r"parameters\['[bw]'\], \['[bw]'\], here there is parameters\['z'\], too"),
+  (PARAMS | {"z": jnp.zeros(2)}, r"parameters\['[bw]'\], \['[bw]'\], here there is also parameters\['z'\]"),
   ([jnp.zeros(4), jnp.zeros((6, 6))], r"parameters\['[bw]'\] of shape .*, here there are parameters\[0\], \[1\]"),
 ]
 """Renamed, of another width, with one more leaf, and in another container."""
