@@ -228,11 +228,8 @@ def gather_totals(
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
     message, errors = writer.encode(sparse.narrow(summed.own, capacity), 0)
     rows = sparse.widen(writer.gather(team, message), k_block, writer.codec.length)
-    return (
-      rows,
-      writer.widen_errors(errors, k_block),
-      saturated(words_of(writer.codec, team.size, capacity), jnp.uint32),
-    )
+    words = saturated(words_of(writer.codec, team.size, capacity), jnp.uint32)
+    return rows, writer.widen_errors(errors, k_block), words
 
   return switch(capacities, summed.merged, gather)
 
