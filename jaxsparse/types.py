@@ -88,7 +88,7 @@ class State(NamedTuple):
 
 
 class Counters(NamedTuple):
-  """What one reduction did at one worker: scalars, or [workers] outside shard_map.
+  """What one reduction did at one worker: scalars from a collective; [1] in a worker's state, [P] outside.
 
   Attributes:
     words_sent: 4-byte words this worker sent, empty slots included; 2³² − 1 stands for that many or more.
@@ -99,7 +99,7 @@ class Counters(NamedTuple):
     overflow: entries that overflowed the capacity of a message and went back to the residual.
     imbalance: the largest number of entries that a worker owns over the mean, before balancing (Ok-Topk).
     balanced: the same after balancing.
-    merged: the largest number of different indices of a block after the sum over teams (SparDL's B-SAG).
+    merged: the largest number of different indices of a block after the sum over teams (SparDL's B-SAG; else 0).
     threshold_age: steps since exact thresholds were last computed (Ok-Topk, `threshold_period`).
     skipped: whether every worker skipped the step, because of NaN or Inf at one of them.
     skipped_steps: how many steps have been skipped since the state was made.
@@ -185,7 +185,8 @@ class Pending(NamedTuple):
   """A residual that is not materialized yet: gradient + old residual, except at some entries.
 
   Attributes:
-    grads: f32[n], the gradient, or its buffer after received values were added in place.
+    grads: f32[n], the gradient; where values were received, gradient + residual + received values; `entries` contains
+      all these indices.
     residual: f32[n], the old residual.
     entries: entries of the new residual that replace the sum. Each index below n occurs once; others are empty slots.
 

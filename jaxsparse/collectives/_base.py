@@ -257,7 +257,9 @@ def check_whole(name: str, low: int, high: int | None = None, *, optional: bool 
 class SparseCollective(Collective):
   """A collective that delivers k of n entries and keeps the others in a residual, its state: f32[n] at each worker.
 
-  The options that sparse collectives share; a collective without a residual or without messages of entries lacks some.
+  The options that sparse collectives share: `density`, `k` and `decay` are fields of this class, `wire` of collectives
+  whose messages have entries (`_messages.EncodingCollective`), `selector` of those that choose the entries they send
+  (`_messages.SelectingCollective`).
 
   Args:
     density: ρ in (0, 1]; k = ⌈ρ n⌉, where ρ is the decimal number that Python prints, so that 0.07 of 100 is 7, not 8.

@@ -119,11 +119,11 @@ class EncodingCollective(SparseCollective):
     """The number of the next step, i32[]; () where nothing is drawn from it."""
     return step + 1 if self.draws else step
 
-  def writer(self, codec: Codec, step: Any, place: jax.Array) -> Writer:
-    """The writer of a step; workers with the same `place`, i32[], round alike."""
+  def writer(self, codec: Codec, step: Any, block: jax.Array) -> Writer:
+    """The writer of a step; workers that give the same number `block`, i32[], round alike."""
     if not self.draws:
       return Writer(codec, None)
-    return Writer(codec, jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), place))
+    return Writer(codec, jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), block))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,24 +133,24 @@ class SelectingCollective(EncodingCollective):
   selector: SelectorName = "exact"
 
   @property
-  def method(self) -> Selector:
-    """The method of selection."""
+  def selection(self) -> Selector:
+    """The method of selection that `selector` names."""
     return SELECTORS[self.selector]
 
   def chosen_codec(self, length: int) -> Codec:
     """The codec of selected entries, to which nothing has been added."""
-    return codec_of(self.wire, length, by_chunk=self.method.one_per_chunk)
+    return codec_of(self.wire, length, by_chunk=self.selection.one_per_chunk)
 
   def slots(self, n: int, size: int) -> int:
-    return max(super().slots(n, size), self.method.slots(n, self.entries(n)))
+    return max(super().slots(n, size), self.selection.slots(n, self.entries(n)))
 
   def init(self, n: int, size: int) -> State:
-    self.method.check(self.name, n, self.entries(n))
-    return super().init(n, size)._replace(worker=self.method.init(1))
+    self.selection.check(self.name, n, self.entries(n))
+    return super().init(n, size)._replace(worker=self.selection.init(1))
 
   def choose(self, acc: LazySum, memory: Any) -> tuple[Sparse, jax.Array, Any]:
     """The k entries of f32[n] to send at once, [1, k], how many they are i32[], and the selector's next memory."""
     k = self.entries(acc.size)
-    chosen = self.method.choose(acc, k, memory)
-    count = jnp.int32(k) if self.method.fills_slots else sparse.count(chosen, acc.size)
-    return chosen, count, self.method.next(memory, chosen, acc.size)
+    chosen = self.selection.choose(acc, k, memory)
+    count = jnp.int32(k) if self.selection.fills_slots else sparse.count(chosen, acc.size)
+    return chosen, count, self.selection.next(memory, chosen, acc.size)

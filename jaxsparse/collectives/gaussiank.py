@@ -23,7 +23,7 @@ from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.sparse.sums import ordered_sum
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product, saturated_sum
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated, saturated_product
 
 _ADJUSTMENTS = 20
 _FACTOR = 1.02
@@ -81,7 +81,7 @@ class GaussianK(EncodingCollective):
     def gather(capacity: int) -> tuple[Sparse, Sparse, jax.Array]:
       message, errors = writer.encode(sparse.as_row(sparse.narrow(sent, capacity)), 0)
       rows = writer.gather(comm, message)
-      words = saturated_sum(words_of(writer.codec, comm.size, capacity))
+      words = saturated(words_of(writer.codec, comm.size, capacity), jnp.uint32)
       return sparse.widen(rows, most, n), sparse.widen(errors, most, n), words
 
     rows, errors, words = switch(geometric(min(most, max(1, k // 4)), most), needed, gather)

@@ -80,24 +80,24 @@ class OneBit(Collective):
     shape = _shape(n, size)
     acc = jnp.pad(grads + state.residual, (0, math.prod(shape) - n)).reshape(shape)
     counts = _counts(n, shape)
-    shares = jnp.asarray(1 / np.maximum(counts, 1), jnp.float32)
-    owns = [comm.rank == worker for worker in range(size)]
+    inverse_counts = jnp.asarray(1 / np.maximum(counts, 1), jnp.float32)
+    is_owner = [comm.rank == worker for worker in range(size)]
 
-    def own(regions: jax.Array) -> jax.Array:
+    def own_region(regions: jax.Array) -> jax.Array:
       return jax.lax.dynamic_index_in_dim(regions, comm.rank, keepdims=False)
 
-    message = encode(acc, shares)
+    message = encode(acc, inverse_counts)
     received = exchange(comm, message)
-    added = [jnp.where(owner, own(acc), decode(row)) for owner, row in zip(owns, received, strict=True)]
-    within = jnp.arange(shape[2], dtype=jnp.int32)[None] < own(jnp.asarray(counts))[:, None]
+    added = [jnp.where(owner, own_region(acc), decode(row)) for owner, row in zip(is_owner, received, strict=True)]
+    within = jnp.arange(shape[2], dtype=jnp.int32)[None] < own_region(jnp.asarray(counts))[:, None]
     region = jnp.where(within, functools.reduce(jnp.add, added), 0.0)
-    sums = encode(region, own(shares))
+    sums = encode(region, own_region(inverse_counts))
     total = decode(in_rank_order(comm, all_gather(comm, sums))).reshape(-1)[:n]
 
     # Region by region: XLA on CPU takes three times as long for a select over all of them.
     left = [
       jnp.where(owner, region, acc[worker]) - decode(jnp.where(owner, sums, message[worker]))
-      for worker, owner in enumerate(owns)
+      for worker, owner in enumerate(is_owner)
     ]
     ends = [min(end * region.size, n) for end in range(size + 1)]
     residual = [part.reshape(-1)[: end - start] for part, start, end in zip(left, ends[:-1], ends[1:], strict=True)]
@@ -120,12 +120,12 @@ def _counts(n: int, shape: tuple[int, int, int]) -> np.ndarray:
   return np.clip(n - starts, 0, block).reshape(regions, blocks).astype(np.int32)
 
 
-def encode(x: jax.Array, shares: jax.Array) -> jax.Array:
+def encode(x: jax.Array, inverse_counts: jax.Array) -> jax.Array:
   """Signs and scales of blocks f32[..., block]: u32[..., block/32 + 1], the last word the scale.
 
   Args:
     x: the blocks; zeros where they are padded.
-    shares: f32[...], 1 / the entries of each block that are no padding.
+    inverse_counts: f32[...], 1 / the entries of each block that are no padding.
 
   Example:
     >>> words = encode(jnp.array([-7.0, 1.0] * 16), jnp.float32(1 / 32))
@@ -134,9 +134,9 @@ def encode(x: jax.Array, shares: jax.Array) -> jax.Array:
   """
   flat = x.reshape(-1, x.shape[-1])
   unit = unit_of(jnp.max(jnp.abs(flat), axis=1))
-  squares = row_sums(round_mantissa((flat / unit[:, None]) ** 2)).reshape(shares.shape)
-  scale = round_mantissa(unit.reshape(shares.shape) * jnp.sqrt(squares * shares))
-  signs = (x < 0).reshape(*shares.shape, -1, BITS)
+  squares = row_sums(round_mantissa((flat / unit[:, None]) ** 2)).reshape(inverse_counts.shape)
+  scale = round_mantissa(unit.reshape(inverse_counts.shape) * jnp.sqrt(squares * inverse_counts))
+  signs = (x < 0).reshape(*inverse_counts.shape, -1, BITS)
   words = jnp.sum(jnp.where(signs, _bits(signs.ndim), jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
   return jnp.concatenate([words, jax.lax.bitcast_convert_type(scale, jnp.uint32)[..., None]], axis=-1)
 

@@ -26,7 +26,7 @@ from jaxsparse.select.accumulator import pending_nonzero
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product, saturated_sum
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated, saturated_product, saturated_sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def _gather(
     entries = Sparse(flat.reshape(-1), rows.values.reshape(-1))
     if size * capacity > slots:
       entries = sparse.compress(entries, entries.indices < size * length, slots, size * length)
-    words = saturated_sum(words_of(writer.codec, size, capacity))
+    words = saturated(words_of(writer.codec, size, capacity), jnp.uint32)
     return sparse.widen(entries, slots, size * length), lost(sparse.only_row(errors)), words
 
   return switch(capacities, fullest, gather)

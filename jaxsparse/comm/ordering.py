@@ -5,10 +5,10 @@ messages of a group must follow those of earlier groups, or XLA sends them in an
 
 `jax.lax.optimization_barrier` states such an order, but XLA for CPU removes the barriers before it schedules
 operations and assigns buffers. Measured with JAX 0.10.2 on SparDL's update of n donated entries: with barriers instead
-of `after`, or one around all reads, the compiled program has 2 copies of f32[n] (3 with the "chunked" selector), as
-without any order, and none with `after`. With barriers around messages, no group of a plan follows another.
+of `depend_on`, or one around all reads, the compiled program has 2 copies of f32[n] (3 with the "chunked" selector), as
+without any order, and none with `depend_on`. With barriers around messages, no group of a plan follows another.
 
-So `after` adds a 0 to a value that is computed from the values read, and that no compiler knows to be 0.
+So `depend_on` adds a 0 to a value that is computed from the values read, and that no compiler knows to be 0.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jaxsparse.types import Comm, Reduction, Tree
 
 
-def after(read: jax.Array, x: jax.Array) -> jax.Array:
+def depend_on(read: jax.Array, x: jax.Array) -> jax.Array:
   """`x`, i32, available only after all of `read` is computed: `x + min(Σ [read ≠ 0], 0)`.
 
   Example:
-    >>> after(jnp.array([1.0, 2.0]), jnp.array([7]))
+    >>> depend_on(jnp.array([1.0, 2.0]), jnp.array([7]))
     Array([7], dtype=int32)
   """
   return x + jnp.minimum(jnp.sum(read.astype(jnp.bool_), dtype=jnp.int32), 0)
@@ -34,7 +34,7 @@ def following(comm: Comm, totals: Sequence[jax.Array]) -> Comm:
   """`comm`, whose messages start only after all of `totals` are computed; `comm` itself if `totals` is empty."""
   if not totals:
     return comm
-  return _Following(comm, jnp.array([after(total, jnp.int32(0)) for total in totals]).min())
+  return _Following(comm, jnp.array([depend_on(total, jnp.int32(0)) for total in totals]).min())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,13 @@
 
 Three things are done late, which saves passes over n entries:
 
-- gradient and residual are added only where they are read (`LazySum`);
-- received values are added in the buffer of the gradient, in place if it is donated, and sent entries are only logged;
-- the next residual is `Pending` until the end of the step, when one pass materializes it in the old one's buffer.
+- sum: gradient and residual are added only where they are read (`LazySum`);
+- sent and received entries: received values are added in the buffer of the gradient, in place if it is donated; sent
+  entries are only logged;
+- residual: `Pending` until the end of the step, when one pass materializes it in the old one's buffer.
+
+Sending changes nothing by itself. At an index that is not delivered, every worker keeps gradient + old residual, even
+if it sent the entry. At a delivered index a worker keeps what it did not send, or dropped.
 
 docs/understand/selection.md explains the three, and shows the same algorithm in plain numpy.
 """
@@ -57,7 +61,7 @@ class TopKAccumulator:
   block-relative; index `length` and value 0 are an empty slot. `ChunkAccumulator` has the same methods.
 
   Attributes:
-    blocks: the layout, and the vector at the start of the step.
+    blocks: the layout, and the vector at the start of the step: `x` is LazySum((gradient, old residual)).
     grads: f32[n]; gradient + residual + received values where `touched`, elsewhere the gradient alone.
     touched: the bitset of flat indices to which received values were added.
     candidates: the candidates of the initial vector; None for short blocks, which are searched whole.
@@ -97,13 +101,14 @@ class TopKAccumulator:
       least: i32[rows], at least 1: the smallest key of a selected entry of a row.
     """
     candidates, threshold = None, None if least is None else Threshold(least, jnp.int32(blocks.k))
-    if exact.is_long(blocks.length, blocks.k):
+    if exact.use_candidates(blocks.length, blocks.k):
       if least is None:
         candidates = exact.find_candidates(blocks)
       else:
         reaching = exact.find_candidates(blocks, least)
         fit = reaching.fits.all()
         candidates = jax.lax.cond(fit, lambda: reaching, lambda: exact.find_candidates(blocks))
+        # Where they fit, all entries of at least `least` are candidates: nothing is left to prove.
         threshold = Threshold(least, jnp.where(fit, 0, blocks.k))
     return cls(blocks, blocks.x.parts[0], bitset.empty(blocks.x.size), candidates, threshold)
 
@@ -126,17 +131,17 @@ class TopKAccumulator:
       indices = exact.search_among(keys, some, self.blocks, low, fits, needed, search_row, least)
     return Sparse(indices, self._read_at(self.blocks.flat_indices(indices, first)))
 
-  def log_sent(self, kept: Sparse, first: int) -> Self:
-    """Logs that entries of rows first … were sent: `kept` [r, k] is the unsent part of each."""
-    sent = Sparse(self.blocks.flat_indices(kept.indices, first), kept.values)
+  def log_sent(self, unsent: Sparse, first: int) -> Self:
+    """Logs that entries of rows first … were sent: `unsent` [r, k] is the part of each that was not."""
+    sent = Sparse(self.blocks.flat_indices(unsent.indices, first), unsent.values)
     return dataclasses.replace(self, log=(*self.log, sent))
 
   def add(self, entries: Sparse) -> Self:
     """Adds [r, c] entries to the first r rows."""
     n, flat = self.blocks.x.size, self.blocks.flat_indices(entries.indices)
-    before, first = self._read_at(flat), ~bitset.contains(self.touched, flat)
-    new = first & ~bitset.contains(self.candidates.members, flat) if self.candidates else first
-    indices = jnp.where(first, flat, n)
+    before, untouched = self._read_at(flat), ~bitset.contains(self.touched, flat)
+    new = untouched & ~bitset.contains(self.candidates.members, flat) if self.candidates else untouched
+    indices = jnp.where(untouched, flat, n)
     added = _Added(Sparse(indices, before), jnp.where(new, entries.indices, self.blocks.length))
     return dataclasses.replace(
       self,
@@ -175,7 +180,7 @@ class TopKAccumulator:
     return jnp.where(bitset.contains(self.touched, flat), grads, grads + residual)  # −0 + 0 would be 0
 
   def _search_rows(
-    self, first: jax.Array | int, rows: int, least: jax.Array | None, method: exact.Method | None = None
+    self, first: jax.Array | int, rows: int, least: jax.Array | None, method: exact.Search | None = None
   ) -> jax.Array:
     """The indices of the entries to send of rows first … first + rows − 1, i32[rows, k], from all entries of a row."""
     everything = jnp.broadcast_to(jnp.arange(self.blocks.length, dtype=jnp.int32), (rows, self.blocks.length))
@@ -260,8 +265,9 @@ def pending_nonzero(x: LazySum, sent: jax.Array, total: Sparse, returned: Sequen
 def materialize(pending: Pending, finite: jax.Array, decay: float) -> jax.Array:
   """β times the new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
   # All reads precede the writes in place, so that XLA can alias the buffers.
-  finite = ordering.after(pending.entries.values, finite.astype(jnp.int32)) > 0
-  # Not the sum that selection reads: XLA would compute that once, and store n entries for both.
+  finite = ordering.depend_on(pending.entries.values, finite.astype(jnp.int32)) > 0
+  # The `where` makes this another expression than selection's gradient + residual: XLA would compute that sum once and
+  # store its n entries.
   grads = jnp.where(finite, pending.grads, pending.residual)
   total, values = grads + pending.residual, pending.entries.values
   if decay != 1:  # in the same pass

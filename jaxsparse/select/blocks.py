@@ -21,8 +21,8 @@ _NAN = 0x7F80_0001
 TOP = _NAN + 1
 """Every key of `keys_of` is smaller."""
 
-_FEW = 1 << 20  # keys of a row
-_LAST = jnp.iinfo(jnp.int32).max - 2
+_FEW = 1 << 20  # keys of a row that GPUs sort
+_LAST = jnp.iinfo(jnp.int32).max - 2  # above every index; high − low stays within i32
 _DEVIATIONS = 3.5  # a sample is off by more once in 4,000 times
 
 
@@ -130,8 +130,7 @@ class Cut(NamedTuple):
 def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: jax.Array | int = 0) -> Cut:
   """The cut that selects the k largest keys of each row, ties to the lowest index.
 
-  By counting, but on a GPU by sorting where keys are few, as those of samples and candidates are: a sort of a million
-  keys is a few kernels there, and after each round of counting the host would have to see whether it was the last.
+  By counting. GPUs sort up to 2²⁰ keys a row: each round of counting would synchronize with the host.
 
   Args:
     keys: i32[rows, c], c a multiple of 256; −1 in empty slots.
@@ -198,7 +197,7 @@ def bisect(count_of: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, h
     count = count_of(Cut(jnp.where(ties, key, middle), jnp.where(ties, -middle, _LAST)))
     low, high = jnp.where(count >= k, middle, low), jnp.where(count >= k, high, middle)
     exact = count == k
-    # All indices of the key are selected from −_LAST on, and none of them from 1 on.
+    # Then over m = −index: at m = −_LAST all indices of `key` are selected, at 1 none.
     to_ties = ~ties & (exact | (high - low <= 1))
     key = jnp.where(to_ties, low, key)
     low, high = jnp.where(to_ties, -_LAST, low), jnp.where(to_ties, 1, high)
@@ -224,12 +223,12 @@ def sample_indices(n: int, size: int) -> jax.Array:
   return jnp.array(np.minimum(parts * n / size, n - 1), jnp.int32)
 
 
-def rank_in_sample(size: int, share: float) -> tuple[int, float]:
-  """The rank in a sample of a threshold that at least a given share of all keys reaches, and the most that reach it.
+def rank_in_sample(size: int, fraction: float) -> tuple[int, float]:
+  """The rank in a sample of a threshold that at least a given fraction of all keys reaches, and the most that reach it.
 
   Args:
     size: keys of the sample.
-    share: of all keys that are wanted, in (0, 1].
+    fraction: of all keys that are wanted, in (0, 1].
 
   Returns:
     (rank, most): the rank-th largest key of the sample is the threshold; at most `most` times as many keys as wanted
@@ -240,6 +239,6 @@ def rank_in_sample(size: int, share: float) -> tuple[int, float]:
     >>> rank, round(most, 2)
     (745, 1.28)
   """
-  mean = size * share
+  mean = size * fraction
   rank = min(size, int(mean + _DEVIATIONS * mean**0.5 + 1))
   return rank, (rank + _DEVIATIONS * rank**0.5 + 1) / mean

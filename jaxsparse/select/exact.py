@@ -29,7 +29,7 @@ from jaxsparse.select.blocks import (
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
-Method = Literal["bracket", "bisect", "sort"]
+Search = Literal["bracket", "bisect", "sort"]
 
 SHORT = 1 << 14
 """Entries of a block up to which one sort costs less than a search for candidates."""
@@ -37,7 +37,7 @@ SHORT = 1 << 14
 _SAMPLES = (SHORT, 1 << 16)  # of a block, at least and at most
 
 
-def top_k(x: jax.Array | LazySum, k: int, *, method: Method | None = None) -> Sparse:
+def top_k(x: jax.Array | LazySum, k: int, *, method: Search | None = None) -> Sparse:
   """The k entries of largest magnitude of each row, in the order of their indices.
 
   Ties go to the lowest index, and NaN ranks above everything. Whatever the method, the result is the same bit for bit.
@@ -75,21 +75,21 @@ def top_k(x: jax.Array | LazySum, k: int, *, method: Method | None = None) -> Sp
   return Sparse(indices.reshape(*shape[:-1], k), values.reshape(*shape[:-1], k))
 
 
-def method_for(n: int, k: int) -> Method:
+def method_for(n: int, k: int) -> Search:
   """The method that measured fastest for the k largest of rows of n entries; nothing here depends on the platform.
 
   Example:
     >>> method_for(1_000_000, 10_000), method_for(1_000_000, 900_000), method_for(1_000, 10)
     ('bracket', 'bisect', 'sort')
   """
-  return "sort" if n <= SHORT else "bracket" if is_long(n, k) else "bisect"
+  return "sort" if n <= SHORT else "bracket" if use_candidates(n, k) else "bisect"
 
 
-def is_long(length: int, k: int) -> bool:
+def use_candidates(length: int, k: int) -> bool:
   """Whether blocks are long enough, and candidates few enough, that finding candidates first saves time.
 
   Example:
-    >>> is_long(1_000_000, 10_000), is_long(1_000_000, 900_000), is_long(1_000, 10)
+    >>> use_candidates(1_000_000, 10_000), use_candidates(1_000_000, 900_000), use_candidates(1_000, 10)
     (True, False, False)
   """
   return length > SHORT and _plan_search(length, k)[2] < length // 2
@@ -137,6 +137,7 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates:
   capacity = _plan_search(length, blocks.k)[2]
   by_block = _estimate_keys(blocks) if low is None else jnp.zeros_like(low).at[blocks.order].set(low)
   members = bitset.pack_reaching(keys_of(blocks.x.values), _keys_of_words(by_block, length, n))
+  # A word of two blocks uses the lower key: up to 32 more.
   found = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
   edges = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32) * length, n)  # empty slots hold n or more
@@ -144,7 +145,7 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates:
   begin, end = starts[blocks.order], starts[blocks.order + 1]
   slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
   relative = found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
-  fits = (end - begin <= capacity) & (end < found.size)
+  fits = (end - begin <= capacity) & (end < found.size)  # else the list may be cut
   return Candidates(members, jnp.where(slots < end[:, None], relative, length), by_block[blocks.order], fits)
 
 

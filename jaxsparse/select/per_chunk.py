@@ -140,9 +140,9 @@ class ChunkAccumulator:
     """The largest known entry of each chunk of rows first … last − 1."""
     return _rows(self.best, first, last)
 
-  def log_sent(self, kept: Sparse, first: int) -> Self:
+  def log_sent(self, unsent: Sparse, first: int) -> Self:
     """Logs that entries of rows first … were sent, with the unsent part of each value."""
-    change = _Change(first, kept, adds=False)
+    change = _Change(first, unsent, adds=False)
     return dataclasses.replace(self, best=_rows(self.best, 0, first), changes=(*self.changes, change))
 
   def add(self, entries: Sparse) -> Self:

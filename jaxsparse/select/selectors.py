@@ -22,7 +22,7 @@ _LONGEST_CHUNK = 1 << 22  # entries: a magnitude keeps its exponent beside the n
 
 
 class Selector(abc.ABC):
-  """Chooses k entries of each block. A selector that remembers nothing defines `start` only.
+  """Chooses k entries of each block. A selector must define `start`; with a memory, `init` and `next` too.
 
   Attributes:
     one_per_chunk: whether slot j of the k slots of a block is empty or one of the entries j, j + k, j + 2k, … of it.

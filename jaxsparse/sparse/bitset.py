@@ -37,18 +37,18 @@ def pack(flags: jax.Array) -> jax.Array:
   return jnp.pad(words, (0, -words.size % GROUP)).reshape(*flags.shape[:-1], -1)
 
 
-def pack_reaching(keys: jax.Array, bounds: jax.Array) -> jax.Array:
-  """Packs `key >= bound`, with one bound for the 32 keys of a word.
+def pack_reaching(keys: jax.Array, thresholds: jax.Array) -> jax.Array:
+  """Packs `key >= threshold`, with one threshold for the 32 keys of a word.
 
   Args:
     keys: [n]; an elementwise pass that computes them is fused with this one.
-    bounds: [⌈n/32⌉].
+    thresholds: [⌈n/32⌉].
 
   Example:
     >>> pack_reaching(jnp.array([3, 1, 4]), jnp.array([3]))[0]
     Array(5, dtype=uint32)
   """
-  return pack(keys >= jnp.repeat(bounds, BITS)[: keys.size])
+  return pack(keys >= jnp.repeat(thresholds, BITS)[: keys.size])
 
 
 def empty(n: int) -> jax.Array:

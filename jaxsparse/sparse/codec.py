@@ -265,7 +265,7 @@ def _write_high(highs: jax.Array, last: int) -> jax.Array:
   rows, capacity = highs.shape
   count = _high_words(capacity, last)
   flags = jnp.zeros(rows * count * bitset.BITS, jnp.bool_)
-  words = bitset.pack(sparse.put(flags, (highs + _in_rows(rows, capacity, count)).reshape(-1), True))
+  words = bitset.pack(sparse.put(flags, (highs + _bit_offsets(rows, capacity, count)).reshape(-1), True))
   return words[: rows * count].reshape(rows, count)
 
 
@@ -277,10 +277,10 @@ def _read_high(words: jax.Array, capacity: int) -> jax.Array:
   """
   rows, count = words.shape
   whole = jnp.pad(words.reshape(-1), (0, -words.size % bitset.GROUP))
-  return bitset.nonzero(whole, rows * capacity).reshape(rows, capacity) - _in_rows(rows, capacity, count)
+  return bitset.nonzero(whole, rows * capacity).reshape(rows, capacity) - _bit_offsets(rows, capacity, count)
 
 
-def _in_rows(rows: int, capacity: int, count: int) -> jax.Array:
+def _bit_offsets(rows: int, capacity: int, count: int) -> jax.Array:
   """The offset from the high part of a slot to its bit in the concatenated bitset of all rows, i32[rows, capacity].
 
   The bit of slot j of row r is 32 · count · r + j + high, with `count` words in a row.

@@ -28,7 +28,7 @@ from jaxsparse.transform.specs import placed
 from jaxsparse.transform.state import (
   LocalState,
   ReduceState,
-  in_rows,
+  has_worker_axis,
   is_reduce_state,
   local_states,
   reduce_rows,
@@ -94,7 +94,7 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
   def begin(path: Any, x: Any, row: bool) -> Any:
     return next(following) if is_reduce_state(x) else shape_of(mesh, path, x, params, engine if row else None)
 
-  fresh = jax.tree_util.tree_map_with_path(begin, state, in_rows(state), is_leaf=is_reduce_state)
+  fresh = jax.tree_util.tree_map_with_path(begin, state, has_worker_axis(state), is_leaf=is_reduce_state)
   return _carry_state(engine, state, fresh, params)
 
 
@@ -187,7 +187,7 @@ def _check_structure(state: Any, fresh: Any) -> None:
     """The path of each array, with its type and its shape at a worker."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_reduce_state)
     shape = lambda x, row: "" if is_reduce_state(x) else f" {x.dtype}{list(np.shape(x)[row:])}"
-    rows = jax.tree.leaves(in_rows(tree))
+    rows = jax.tree.leaves(has_worker_axis(tree))
     return [jax.tree_util.keystr(path) + shape(x, row) for (path, x), row in zip(found, rows, strict=True)]
 
   gone, new = (sorted(set(a) - set(b)) for a, b in itertools.permutations((described(state), described(fresh))))

@@ -16,7 +16,7 @@ from jaxsparse.transform import checks
 from jaxsparse.transform.groups import leaf_names, leaf_numbers
 from jaxsparse.transform.residuals import moved_leaves, take_residuals
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.state import in_rows, is_local_state, is_reduce_state
+from jaxsparse.transform.state import has_worker_axis, is_local_state, is_reduce_state
 from jaxsparse.types import Comm
 
 
@@ -95,7 +95,7 @@ def flush(
       rest = [left[number][None] for number in leaf_numbers(leaf_names(node.moved), params)]
       return node._replace(moved=jax.tree.unflatten(jax.tree.structure(node.moved), rest))
 
-    state = jax.tree.map(deliver, state, in_rows(state), is_leaf=is_reduce_state)
+    state = jax.tree.map(deliver, state, has_worker_axis(state), is_leaf=is_reduce_state)
     return jax.tree.unflatten(structure, updates), jax.tree.map(empty, state, is_leaf=is_local_state)
 
   specs = (PartitionSpec(), placed(state, engine.axis))

@@ -82,7 +82,7 @@ def abstract_state(
   def shape(path: Any, x: Any, row: bool) -> Any:
     return x if states.is_reduce_state(x) else shape_of(mesh, path, x, params, engine if row else None)
 
-  state = jax.tree_util.tree_map_with_path(shape, state, states.in_rows(state), is_leaf=states.is_reduce_state)
+  state = jax.tree_util.tree_map_with_path(shape, state, states.has_worker_axis(state), is_leaf=states.is_reduce_state)
   if workers == engine.workers:
     workers = None
   if workers is not None:
@@ -214,7 +214,7 @@ def _on_host(shardings: Any) -> Any:
   def move(node: Any, row: bool) -> Any:
     return jax.tree.map(lambda _: host, node) if row or states.is_reduce_state(node) else node
 
-  return jax.tree.map(move, shardings, states.in_rows(shardings), is_leaf=states.is_reduce_state)
+  return jax.tree.map(move, shardings, states.has_worker_axis(shardings), is_leaf=states.is_reduce_state)
 
 
 def _of_workers(state: Any, workers: int) -> Any:
@@ -225,7 +225,7 @@ def _of_workers(state: Any, workers: int) -> Any:
       return jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers, *x.shape[1:]), x.dtype), node)
     return _node_of_workers(node, workers) if states.is_reduce_state(node) else node
 
-  return jax.tree.map(resize_node, state, states.in_rows(state), is_leaf=states.is_reduce_state)
+  return jax.tree.map(resize_node, state, states.has_worker_axis(state), is_leaf=states.is_reduce_state)
 
 
 def _node_of_workers(node: ReduceState, workers: int) -> ReduceState:

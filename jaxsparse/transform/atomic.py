@@ -45,25 +45,25 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     updates, after = tx.update(updates, state, params, **extra)
     skipped = states.is_skipped(after)
     updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), updates)
-    return updates, committed(skipped, state, after)
+    return updates, keep_or_undo(skipped, state, after)
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def committed(skipped: jax.Array, before: Any, after: Any) -> Any:
-  """The state `after` a step; if it is skipped the state `before`, with the counters of the skipped step.
+def keep_or_undo(skipped: jax.Array, before: Any, after: Any) -> Any:
+  """`before`, with the counters of the step, if it is skipped, else `after`.
 
-  A transform, or local steps, that skips has kept its own state, without a pass over residuals. Of several transforms
+  A transform, or local steps, that is the only one has undone itself already, without a pass over residuals. Of several
   one may skip while another one does not, so then all of their states are chosen here.
   """
   is_part = lambda node: states.is_reduce_state(node) or states.is_local_state(node)
   alone = sum(map(is_part, jax.tree.leaves(after, is_leaf=is_part))) == 1
-  keep = lambda old, new: new if alone and is_part(old) else undone(skipped, old, new)
+  keep = lambda old, new: new if alone and is_part(old) else select_state(skipped, old, new)
   return jax.tree.map(keep, before, after, is_leaf=is_part)
 
 
-def undone(skipped: jax.Array, before: Any, after: Any) -> Any:
-  """`committed`, but every array is chosen here, also those of transforms."""
+def select_state(skipped: jax.Array, before: Any, after: Any) -> Any:
+  """`jnp.where(skipped, before, after)` of every array; counters are those of the skipped step."""
 
   def keep(old: Any, new: Any) -> Any:
     if not states.is_reduce_state(old):

@@ -27,19 +27,19 @@ class Group(NamedTuple):
     leaves: the numbers of the leaves in pytree order.
     entries: number of entries of all leaves.
     collective: the collective that reduces them.
-    after: numbers of the groups whose totals must be complete before the first message of this one.
+    waits_for: numbers of the groups whose totals must be complete before the first message of this one.
   """
 
   leaves: tuple[int, ...]
   entries: int
   collective: Collective
-  after: tuple[int, ...] = ()
+  waits_for: tuple[int, ...] = ()
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Method:
-  """The leaves that a transform covers, and the groups in which it reduces them: a part of a state, no array.
+  """The leaves that a transform covers and the groups in which it reduces them: a part of a state, no array.
 
   A state can be made again from it, for another number of workers, and says to which leaf each residual belongs.
 
@@ -97,11 +97,11 @@ class Bundle(NamedTuple):
 
   Attributes:
     leaves: the numbers of the leaves in pytree order.
-    after: this bundle is sent after the first `after` bundles of the plan.
+    waits_for_first: this bundle is sent after the first so many bundles of the plan.
   """
 
   leaves: tuple[int, ...]
-  after: int = 0
+  waits_for_first: int = 0
 
 
 class Assignment(NamedTuple):
@@ -168,10 +168,10 @@ def groups_of(tree: Any, assignment: Assignment, bundles: Sequence[Bundle] | Non
     for kind in dict.fromkeys(kind_of[leaf] for leaf in leaves):
       own = tuple(leaf for leaf in leaves if kind_of[leaf] == kind)
       members.setdefault(kind, []).append(len(groups))
-      after = {*range(firsts[bundle.after]), *range(firsts[-1], len(groups))}
-      implied = {other for number in after for other in groups[number].after}  # it follows them through another one
+      earlier = {*range(firsts[bundle.waits_for_first]), *range(firsts[-1], len(groups))}
+      implied = {other for number in earlier for other in groups[number].waits_for}  # through another one
       entries = sum(sizes[leaf] for leaf in own)
-      groups.append(Group(own, entries, assignment.collectives[kind], tuple(sorted(after - implied))))
+      groups.append(Group(own, entries, assignment.collectives[kind], tuple(sorted(earlier - implied))))
   for kind, numbers in members.items():
     collectives = split_k(assignment.collectives[kind], [groups[number].entries for number in numbers])
     for number, collective in zip(numbers, collectives, strict=True):
@@ -191,6 +191,7 @@ def split_k(collective: Collective, sizes: Sequence[int]) -> list[Collective]:
   collective.entries(sum(sizes))  # raises where k does not fit
   if k < len(sizes):
     raise ValueError(f"{collective.name}: k={k}, choose at least one for each of the {len(sizes)} groups")
+  # 1 each, the rest in proportion to size − 1, so that no group gets more than its entries.
   reached = list(itertools.accumulate((size - 1 for size in sizes), initial=0))
   bounds = [(k - len(sizes)) * upto // max(1, reached[-1]) for upto in reached]
   return [dataclasses.replace(collective, k=1 + high - low) for low, high in itertools.pairwise(bounds)]

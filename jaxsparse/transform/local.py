@@ -23,7 +23,7 @@ from jaxsparse import flatten
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
-from jaxsparse.transform.atomic import atomic, undone
+from jaxsparse.transform.atomic import atomic, select_state
 from jaxsparse.transform.checks import check_agreed, check_local_state, with_check
 from jaxsparse.transform.fragments import Fragments
 from jaxsparse.transform.residuals import own_params, residual_to_moved
@@ -216,7 +216,7 @@ class _LocalSteps(NamedTuple):
       ends = ends & (done.flight.left == 0) if self.delay else ends
       tried = tried._replace(since=jnp.where(ends, 0, tried.since))
     after = tried._replace(inner=inner, outer=(), moved=moved, flight=done.flight)
-    return done.updates, undone(done.skipped, state._replace(outer=()), after)._replace(outer=outer)
+    return done.updates, select_state(done.skipped, state._replace(outer=()), after)._replace(outer=outer)
 
   def _choose_kind(self, state: LocalState) -> jax.Array:
     """The kind of this step: 0 no exchange, 1 … F that of a fragment, F + 1 the update in flight is applied."""
@@ -334,7 +334,7 @@ class _LocalSteps(NamedTuple):
     if self.apply_residual:
       moved, outer = residual_to_moved(after.moved, after.outer)
       after = after._replace(moved=moved, outer=outer)
-    after = undone(skipped, state, after._replace(inner=state.inner, since=jnp.int32(0)))
+    after = select_state(skipped, state, after._replace(inner=state.inner, since=jnp.int32(0)))
     return jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), total), after
 
   def _outer(self, state: LocalState, number: int) -> Any:

@@ -39,7 +39,7 @@ class Metrics(NamedTuple):
       worker (2³¹ − 1)/P at most are counted.
     imbalance: the largest number of entries that a worker owns over the mean, before balancing (Ok-Topk).
     balanced: the same after balancing.
-    merged: the largest number of different indices of a block after the sum over teams (SparDL's B-SAG).
+    merged: the largest number of different indices of a block after the sum over teams (SparDL's B-SAG; else 0).
     threshold_age: steps since exact thresholds were last computed (Ok-Topk, `threshold_period`).
     skipped: whether every worker skipped the step, because of NaN or Inf at one of them.
     skipped_steps: how many steps have been skipped so far.

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse._compat import AxisName, names_of
 from jaxsparse.transform.checks import check_alive, check_layout
-from jaxsparse.transform.state import ReduceState, in_rows, is_reduce_state, reduce_rows, reduce_states
+from jaxsparse.transform.state import ReduceState, has_worker_axis, is_reduce_state, reduce_rows, reduce_states
 
 
 def specs(state: Any, axis: AxisName) -> Any:
@@ -60,7 +60,7 @@ def _checked_specs(state: Any, axis: AxisName, inside: bool) -> Any:
       return jax.tree.map(lambda _: per_worker, node)
     return _node_specs(node, axis, inside) if is_reduce_state(node) else replicated
 
-  return jax.tree.map(spec_of, state, in_rows(state), is_leaf=is_reduce_state)
+  return jax.tree.map(spec_of, state, has_worker_axis(state), is_leaf=is_reduce_state)
 
 
 def _node_specs(node: ReduceState, axis: AxisName, inside: bool) -> ReduceState:

@@ -50,15 +50,15 @@ class Layout(NamedTuple):
 
   def checksums(self) -> list[int]:
     """The checksum of `shards` and `method`, of their JSON, and the one that earlier versions computed, of a `repr`."""
-    lies, of = None, None
+    layout, grouping = None, None
     groups = [(group.leaves, group.collective.label) for group in self.method.groups] if self.method else []
     if self.shards:
       specs = [[_compat.names_of(part or ()) for part in spec] for spec in self.shards.specs]
-      lies = {"axes": self.shards.axes, "shapes": self.shards.shapes, "specs": specs}
+      layout = {"axes": self.shards.axes, "shapes": self.shards.shapes, "specs": specs}
     if self.method:
-      of = {"names": self.method.names, "shapes": self.method.shapes, "groups": groups}
+      grouping = {"names": self.method.names, "shapes": self.method.shapes, "groups": groups}
     earlier = repr((self.shards, self.method and (self.method.names, self.method.shapes), groups))
-    return [zlib.crc32(text.encode()) for text in (json.dumps({"shards": lies, "method": of}), earlier)]
+    return [zlib.crc32(text.encode()) for text in (json.dumps({"shards": layout, "method": grouping}), earlier)]
 
 
 class ReduceState(NamedTuple):
@@ -148,13 +148,13 @@ def labelled(state: Any) -> dict[str, ReduceState]:
   return dict(zip(labels, (node for _, node in found), strict=True))
 
 
-def in_rows(state: Any) -> Any:
+def has_worker_axis(state: Any) -> Any:
   """A state with booleans in place of arrays and of `ReduceState`s: whether they have a row for each worker.
 
   Those of the inner optimizers of local steps have; others are the same on every worker, but for a `ReduceState`.
 
   Example:
-    >>> in_rows((LocalState([jnp.zeros(2)], [jnp.zeros(2)], (), jnp.int32(0), jnp.int32(0)), jnp.zeros(3)))
+    >>> has_worker_axis((LocalState([jnp.zeros(2)], [jnp.zeros(2)], (), jnp.int32(0), jnp.int32(0)), jnp.zeros(3)))
     (LocalState(inner=[True], outer=[False], moved=(), since=False, steps=False, flight=()), False)
   """
 
@@ -163,14 +163,14 @@ def in_rows(state: Any) -> Any:
       return False
     rows = lambda tree: jax.tree.map(lambda _: True, tree, is_leaf=is_reduce_state)
     flight = jax.tree.map(lambda _: False, node.flight)
-    return LocalState(rows(node.inner), in_rows(node.outer), rows(node.moved), False, False, flight)  # type: ignore[arg-type]
+    return LocalState(rows(node.inner), has_worker_axis(node.outer), rows(node.moved), False, False, flight)  # type: ignore[arg-type]
 
   return jax.tree.map(rows_of, state, is_leaf=lambda node: is_local_state(node) or is_reduce_state(node))
 
 
 def reduce_rows(state: Any) -> list[tuple[ReduceState, bool]]:
   """Every `ReduceState`, and whether it is that of an inner optimizer of local steps."""
-  every, rows = jax.tree.leaves(state, is_leaf=is_reduce_state), jax.tree.leaves(in_rows(state))
+  every, rows = jax.tree.leaves(state, is_leaf=is_reduce_state), jax.tree.leaves(has_worker_axis(state))
   return [(node, row) for node, row in zip(every, rows, strict=True) if is_reduce_state(node)]
 
 

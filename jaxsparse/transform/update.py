@@ -118,7 +118,7 @@ def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceStat
   start = functools.partial(_start_groups, size=comm.size, alone=method.alone)
   if shards:
     own = shards.groups(method.groups)
-    carried, counters = shards.map(lambda: _in_device_rows(*start(own)), (), PartitionSpec(shards.names))()
+    carried, counters = shards.map(lambda: add_device_axis(*start(own)), (), PartitionSpec(shards.names))()
   else:
     carried, counters = start(method.groups)
   layout = Layout.of_workers(comm.size, sum(method.sizes), shards, method)
@@ -160,13 +160,13 @@ def at_devices(
     shared = jax.tree.map(lambda x: x[0], carried.shared)
     alone = ReduceState(carried._replace(shared=shared), counters, layout._replace(shards=None))
     pieces, after = step(own, pieces, alone, shards.names)
-    return pieces, _in_device_rows(after.carried, after.counters)
+    return pieces, add_device_axis(after.carried, after.counters)
 
   leaves, (carried, counters) = shards.map_pieces(device, leaves, (state.carried, state.counters))
   return leaves, ReduceState(carried, counters, layout)
 
 
-def _in_device_rows(carried: State, counters: Counters) -> tuple[State, Counters]:
+def add_device_axis(carried: State, counters: Counters) -> tuple[State, Counters]:
   """The state of one device with a leading axis of devices everywhere; what workers share has none by itself."""
   return carried._replace(shared=jax.tree.map(lambda x: x[None], carried.shared)), counters
 
@@ -248,7 +248,7 @@ def reduce_groups(
   """
   delivered: list[_Delivered] = []
   for group, flat, state, rounding in zip(groups, grads, states, roundings or [None] * len(groups), strict=True):
-    following = ordering.following(comm, [delivered[number].finite for number in group.after])
+    following = ordering.following(comm, [delivered[number].finite for number in group.waits_for])
     delivered.append(_deliver(comm, group.collective.reduce(following, flat, state), divisor, rounding))
   finite = functools.reduce(jnp.logical_and, [one.finite for one in delivered])
   if inside:
@@ -281,7 +281,8 @@ def _commit(
   zero, residual = jnp.float32(0), after.residual
   if isinstance(residual, Pending):
     residual = materialize(residual, finite, decay)
-    zero = ordering.after(residual[:1], jnp.int32(0)).astype(jnp.float32)  # `grads` may become the update in place
+    # A 0 that depends on the new residual: all reads of `grads` precede the reuse of its buffer for the update.
+    zero = ordering.depend_on(residual[:1], jnp.int32(0)).astype(jnp.float32)
   elif residual is not None:
     residual = jnp.where(finite, residual if decay == 1 else decay * residual, before.residual)
   if residual is not None and delivered.error is not None:

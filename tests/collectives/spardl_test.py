@@ -135,6 +135,12 @@ def test_h_grows_where_teams_agree_and_shrinks_where_they_do_not():
     assert abs(int(out.metrics.merged) - merged) <= 4
 
 
+@pytest.mark.parametrize(("teams", "sag"), [(1, "auto"), (2, "recursive"), (2, "bruck")])
+def test_only_b_sag_counts_the_indices_of_a_sum_over_teams(teams, sag):
+  out = js.simulate("spardl", normals(0, 4, 40), k=8, teams=teams, sag=sag)
+  assert (int(out.metrics.merged) > 0) == (sag == "bruck")
+
+
 def test_the_wire_shrinks_with_h():
   grads = np.tile(normals(0, 1, 400), (6, 1))
   first = js.simulate("spardl", grads, k=80, teams=3)

@@ -56,7 +56,7 @@ def test_the_first_expression_that_matches_counts():
 def test_a_bundle_becomes_a_group_for_each_of_its_collectives_one_after_the_other():
   assignment = assign_collectives(js.make_collective("spardl", density=0.1), SPECIAL)
   made = groups_of(params_of(), assignment)
-  assert [(group.leaves, group.entries, group.collective.name, group.after) for group in made] == [
+  assert [(group.leaves, group.entries, group.collective.name, group.waits_for) for group in made] == [
     ((0,), 3, "dense", ()),
     ((1,), 24, "topka", (0,)),
     ((3, 4), 55, "spardl", (1,)),
@@ -78,8 +78,8 @@ def test_each_group_follows_all_that_its_bundle_waits_for_perhaps_through_others
   follows = []
   for number, group in enumerate(made):
     assert group.leaves == (number,)
-    follows.append(set(group.after).union(*(follows[before] for before in group.after)))
-    first = bundles[bundle_of[number]].after
+    follows.append(set(group.waits_for).union(*(follows[before] for before in group.waits_for)))
+    first = bundles[bundle_of[number]].waits_for_first
     waits = {n for n in range(number) if bundle_of[n] < first or bundle_of[n] == bundle_of[number]}
     assert follows[number] == waits.union(*(follows[before] for before in waits))
 

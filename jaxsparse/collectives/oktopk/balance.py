@@ -10,7 +10,7 @@ from jaxsparse.collectives._messages import Writer, geometric, switch, words_of
 from jaxsparse.comm import exchange
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse import bitset
-from jaxsparse.types import Comm, Sparse, saturated_sum
+from jaxsparse.types import Comm, Sparse, saturated, saturated_sum
 
 _TRIGGER = 4  # balance if an owner has more than this many times the mean number of entries (§5.3)
 
@@ -104,7 +104,7 @@ def balance_and_gather(
     """The blocks of all workers in rows of `direct` slots, concatenated, the rounding errors and the words sent."""
     message, errors = writer.encode(sparse.as_row(block), 1)
     rows = sparse.widen(writer.gather(comm, message), sizes.direct, n)
-    words = saturated_sum(words_of(writer.codec, comm.size, block.indices.size))
+    words = saturated(words_of(writer.codec, comm.size, block.indices.size), jnp.uint32)
     return jax.tree.map(jnp.ravel, rows), lost(errors, sizes.direct), words
 
   surplus = comm.size * sizes.surplus

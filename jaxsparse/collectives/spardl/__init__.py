@@ -6,7 +6,7 @@ dense reduce-scatter sends all entries of a block. SparDL sends the L = âŒˆk/PâŒ
 sent, when the entries received so far have been added to it. So messages do not grow from round to round, although the
 sum of two sparse blocks has up to 2 L entries. The messages that worker 0 of six sends, L entries per block:
 
-    reduce-scatter   stride 4   blocks 4 5      ->  worker 4   which adds them to its own blocks 4 and 5
+    reduce-scatter   stride 4   blocks 4 5      ->  worker 4   which adds them to its values of blocks 4 and 5
                      stride 2   blocks 2 3      ->  worker 2
                      stride 1   block  1        ->  worker 1
                      now worker 0 has the sum of block 0

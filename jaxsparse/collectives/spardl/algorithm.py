@@ -14,7 +14,7 @@ from jaxsparse.comm import schedules
 from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.select.selectors import Accumulator
 from jaxsparse.sparse.codec import Codec, codec_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_sum
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated, saturated_sum
 
 
 class Shared(NamedTuple):
@@ -79,7 +79,7 @@ class SparDL(SelectingCollective):
       raise ValueError(
         f"{self.name}: sag='recursive' with teams={self.teams}, choose a power of two, or sag='bruck' or 'auto'"
       )
-    if self.method.one_per_chunk and self.teams > 1:
+    if self.selection.one_per_chunk and self.teams > 1:
       raise ValueError(
         f"{self.name}: selector={self.selector!r} with teams={self.teams}: sums over teams may have several entries in "
         "a chunk, choose teams=1, or another selector"
@@ -106,14 +106,14 @@ class SparDL(SelectingCollective):
     """
     team = schedules.team_size(size, self.teams)
     k_block = -(-self.entries(n) // team)
-    self.method.check(self.name, -(-n // team), k_block)
+    self.selection.check(self.name, -(-n // team), k_block)
     return k_block
 
   def slots(self, n: int, size: int) -> int:
     team, k_block = size // self.teams, self.k_of_block(n, size)
-    inside, between = self._codecs(-(-n // team))
+    team_codec, sag_codec = self._codecs(-(-n // team))
     merged = self.teams if self.is_bruck else min(2, self.teams)
-    messages = max(inside.slots(team, k_block), between.slots(self.teams, k_block))
+    messages = max(team_codec.slots(team, k_block), sag_codec.slots(self.teams, k_block))
     return max(super().slots(n, size), merged * k_block, messages)
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
@@ -125,31 +125,32 @@ class SparDL(SelectingCollective):
   def init(self, n: int, size: int) -> State:
     capacities, state = self.capacities(n, size), super().init(n, size)
     adaptive = Adaptive.start(capacities[0], capacities[-1]) if self.is_bruck else ()
-    return state._replace(worker=self.method.init(size // self.teams), shared=Shared(adaptive, state.shared))
+    return state._replace(worker=self.selection.init(size // self.teams), shared=Shared(adaptive, state.shared))
 
   def cost(self, n: int, size: int) -> Cost:
     k_block, team = self.k_of_block(n, size), size // self.teams
-    inside, between = self._codecs(-(-n // team))
+    team_codec, sag_codec = self._codecs(-(-n // team))
     rounds = len(schedules.strides(self.teams))  # R-SAG sends L entries per round, B-SAG up to L of each other team
-    sag = words_of(between, self.teams, k_block) if self.is_bruck else rounds * between.words(1, k_block)
-    words = 2 * words_of(inside, team, k_block) + sag
+    sag = words_of(sag_codec, self.teams, k_block) if self.is_bruck else rounds * sag_codec.words(1, k_block)
+    words = 2 * words_of(team_codec, team, k_block) + sag
     return Cost(2 * len(schedules.strides(team)) + rounds, words, agreements=int(self.is_bruck))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     k_block, capacities = self.k_of_block(grads.size, comm.size), self.capacities(grads.size, comm.size)
-    team, member = comm.split(self.teams)
+    team, same_block = comm.split(self.teams)
     blocks = Blocks.for_workers(team, LazySum((grads, state.residual)), k_block)
     # The noise depends on the block, not on the team: all teams must round the sum of a block alike.
-    inside, between = (self.writer(codec, state.shared.step, team.rank) for codec in self._codecs(blocks.length))
+    codecs = self._codecs(blocks.length)
+    team_writer, sag_writer = (self.writer(codec, state.shared.step, team.rank) for codec in codecs)
 
-    acc, chosen = reduce_scatter(team, self.method.start(blocks, state.worker), inside)
-    summed = Summed(Sparse(chosen.indices[:1], chosen.values[:1]), [], jnp.int32(k_block), jnp.uint32(0))
+    acc, chosen = reduce_scatter(team, self.selection.start(blocks, state.worker), team_writer)
+    summed = Summed(Sparse(chosen.indices[:1], chosen.values[:1]), [], jnp.int32(0), jnp.uint32(0))
     if self.is_bruck:
-      summed = b_sag(member, summed.own, state.shared.adaptive.h, capacities, between)
+      summed = b_sag(same_block, summed.own, state.shared.adaptive.h, capacities, sag_writer)
       summed = summed._replace(merged=comm.all_reduce(summed.merged, "max"))
     elif self.teams > 1:
-      summed = r_sag(member, summed.own, between)
-    delivered, errors, gather_words = all_gather(team, summed, capacities, inside)
+      summed = r_sag(same_block, summed.own, sag_writer)
+    delivered, errors, gather_words = gather_totals(team, summed, capacities, team_writer)
     for entries in summed.returned:
       acc = acc.add(entries)
     for entries in errors:  # each team has the same
@@ -157,17 +158,17 @@ class SparDL(SelectingCollective):
 
     ablations = {"partial": delivered.indices, "local": chosen.indices}
     residual = acc.pending(delivered.indices, zeroed=ablations.get(self.residual))
-    words = saturated_sum(words_of(inside.codec, team.size, k_block), summed.words, gather_words)
+    words = saturated_sum(words_of(team_writer.codec, team.size, k_block), summed.words, gather_words)
     selected = sparse.count(chosen, blocks.length)
     used = words
-    if not self.method.fills_slots:
+    if not self.selection.fills_slots:
       used = words.astype(jnp.float32) * selected.astype(jnp.float32) / (k_block * team.size)
     delivers = jnp.count_nonzero(delivered.values)
     counters = Counters(words, used, selected=selected, delivered=delivers, merged=summed.merged)
     adaptive, step = state.shared
     if self.is_bruck:
       adaptive = adapt(adaptive, summed.merged, capacities[0], k_block)
-    memory = self.method.next(state.worker, chosen, blocks.length)
+    memory = self.selection.next(state.worker, chosen, blocks.length)
     total = Sparse(blocks.flat_indices(delivered.indices), delivered.values)
     return Reduced(total, State(residual, memory, Shared(adaptive, self.next_step(step))), counters)
 
@@ -181,8 +182,9 @@ def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumu
 
   Each worker numbers the blocks from its own: row b is block (rank + b) mod P, the "home frame". In the round of stride
   s a worker sends rows s … min(2s, P) − 1, the paper's bag of blocks, to worker rank + s, where they are rows 0 … s − 1
-  and are added. After the rounds of strides …, 4, 2, 1, row 0 is the sum of the worker's own block. (That this works
-  for every P is the paper's Theorem 3.1.)
+  and are added. After the rounds of strides …, 4, 2, 1, row 0 is the sum of the worker's own block. For every P: row b
+  is sent in the round with s ≤ b < 2s; rows received in it are below s, so they are still to be sent, or are row 0 (the
+  paper's Theorem 3.1).
 
   Args:
     comm: the P workers.
@@ -206,14 +208,14 @@ def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumu
   return acc, sparse.concatenate([own, *reversed(bags)])
 
 
-def all_gather(
+def gather_totals(
   team: Comm, summed: Summed, capacities: tuple[int, ...], writer: Writer
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
   """The blocks of all workers of a team, by Bruck's all-gather.
 
   Args:
     team: the P/d workers of the team.
-    summed: [1, L] entries, the total of this worker's block; the largest number of entries of a block of any worker.
+    summed: `own` is the total of this worker's block; `merged`, the most entries of any block, chooses the capacity.
     capacities: the message sizes that are compiled, up to L.
     writer: encodes messages.
 
@@ -226,7 +228,8 @@ def all_gather(
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
     message, errors = writer.encode(sparse.narrow(summed.own, capacity), 0)
     rows = sparse.widen(writer.gather(team, message), k_block, writer.codec.length)
-    return rows, writer.widen_errors(errors, k_block), saturated_sum(words_of(writer.codec, team.size, capacity))
+    words = saturated(words_of(writer.codec, team.size, capacity), jnp.uint32)
+    return rows, writer.widen_errors(errors, k_block), words
 
   return switch(capacities, summed.merged, gather)
 

@@ -9,7 +9,7 @@ from jaxsparse import sparse
 from jaxsparse.collectives._messages import Writer, switch, words_of
 from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select.exact import top_k_of_entries
-from jaxsparse.types import Comm, Sparse, saturated_sum
+from jaxsparse.types import Comm, Sparse, saturated
 
 _MESSAGES = 1 << 30  # the first message number of sums over teams; those of the reduce-scatter are its strides
 
@@ -20,7 +20,7 @@ class Summed(NamedTuple):
   Attributes:
     own: [1, L] entries, the largest of the sum.
     returned: dropped entries and rounding errors that this worker adds back to its accumulator.
-    merged: i32[], N, the number of different indices of the sum before it is cut to L entries.
+    merged: i32[], of B-SAG N, the number of different indices of the sum before it is cut to L entries; else 0.
     words: u32[], words sent.
   """
 
@@ -30,7 +30,7 @@ class Summed(NamedTuple):
   words: jax.Array
 
 
-def r_sag(member: Comm, own: Sparse, writer: Writer) -> Summed:
+def r_sag(same_block: Comm, own: Sparse, writer: Writer) -> Summed:
   """Sums one block over 2^j teams by recursive doubling and keeps the L largest entries of the sum after each step.
 
   After step t = 0, 1, … groups of 2^(t + 1) workers have the same sum and drop the same entries, so each worker adds
@@ -38,33 +38,33 @@ def r_sag(member: Comm, own: Sparse, writer: Writer) -> Summed:
   t, groups of 2^t workers send the same message, so each adds 1/2^t of its rounding errors.
 
   Args:
-    member: the workers with this block, one of each team.
+    same_block: the workers that own this block, one in each team.
     own: [1, L] entries, the sum of the block inside this worker's team.
     writer: encodes messages.
   """
   (k_block,), length = own.indices.shape[1:], writer.codec.length
-  strides, returned = schedules.strides(member.size), []
+  strides, returned = schedules.strides(same_block.size), []
   for step, stride in enumerate(reversed(strides)):
     message, errors = writer.encode(own, _MESSAGES + step)
-    received = member.permute(message, [(worker, worker ^ stride) for worker in range(member.size)])
+    received = same_block.permute(message, [(worker, worker ^ stride) for worker in range(same_block.size)])
     both = sparse.concatenate([writer.codec.decode(message), writer.codec.decode(received)])
     kept, rest = top_k_of_entries(sparse.merge(both, length), k_block, k_block, length)
     own, rest = sparse.as_row(kept), sparse.as_row(rest)
     returned.append(rest._replace(values=rest.values / 2 ** (step + 1)))
     if writer.codec.rounds:
       returned.append(errors._replace(values=errors.values / 2**step))
-  words = saturated_sum(writer.codec.words(1, k_block) * len(strides))
-  return Summed(own, returned, jnp.int32(k_block), words)
+  words = saturated(writer.codec.words(1, k_block) * len(strides), jnp.uint32)
+  return Summed(own, returned, jnp.int32(0), words)
 
 
-def b_sag(member: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ...], writer: Writer) -> Summed:
+def b_sag(same_block: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ...], writer: Writer) -> Summed:
   """Sums the h largest entries of a block of each team, in team order, for any number of teams.
 
   The L largest entries of the sum are kept. The others are in no total, so the accumulators they come from still have
   them, and nothing is added back.
 
   Args:
-    member: the workers with this block, one of each team.
+    same_block: the workers that own this block, one in each team.
     own: [1, L] entries, the sum of the block inside this worker's team.
     h: i32[], the number of entries that each team sends.
     capacities: the message sizes that are compiled, up to L.
@@ -75,9 +75,9 @@ def b_sag(member: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ...], 
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
     message, errors = writer.encode(sparse.narrow(head, capacity), _MESSAGES)
-    merged = sparse.merge(in_rank_order(member, writer.gather(member, message)), length)
+    merged = sparse.merge(in_rank_order(same_block, writer.gather(same_block, message)), length)
     kept, _ = top_k_of_entries(merged, k_block, k_block, length)
-    words = saturated_sum(words_of(writer.codec, member.size, capacity))
+    words = saturated(words_of(writer.codec, same_block.size, capacity), jnp.uint32)
     return sparse.as_row(kept), writer.widen_errors(errors, k_block), sparse.count(merged, length), words
 
   kept, errors, merged, words = switch(capacities, h, gather)
