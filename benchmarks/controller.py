@@ -40,25 +40,15 @@ _GOAL = 2000  # "thousands of signals a second"
 
 
 class Result(NamedTuple):
-  """What was measured.
+  """What was measured."""
 
-  Attributes:
-    signals_per_second: READY signals of all workers.
-    groups_per_second: formed of them.
-    latency: median seconds from READY to GROUP while no other worker sends.
-    latency_99: the 99th percentile.
-    signal_bytes: of one signal.
-    group_bytes: of one answer to a member.
-    rejected: messages that the server rejected; there should be none.
-  """
-
-  signals_per_second: float
-  groups_per_second: float
-  latency: float
-  latency_99: float
-  signal_bytes: int
-  group_bytes: int
-  rejected: int
+  signals_per_second: float  # READY signals of all workers
+  groups_per_second: float  # formed of them
+  latency: float  # median seconds from READY to GROUP while no other worker sends
+  latency_99: float  # the 99th percentile
+  signal_bytes: int  # of one signal
+  group_bytes: int  # of one answer to a member
+  rejected: int  # messages that the server rejected; there should be none
 
 
 def _serve(keys: Keys | None) -> None:

@@ -35,23 +35,14 @@ _JSON = flags.DEFINE_bool(
 
 
 class Row(NamedTuple):
-  """One algorithm at one number of workers: counted, and by the formula.
+  """One algorithm at one number of workers: counted, and by the formula."""
 
-  Attributes:
-    algorithm: as it was asked for.
-    workers: P.
-    least: the `js.Cost` of the branches with the least words.
-    most: that of the branches with the most.
-    formula: the paper's.
-    bound: 2k(P − 1)/P words.
-  """
-
-  algorithm: str
-  workers: int
-  least: js.Cost
-  most: js.Cost
-  formula: js.Cost
-  bound: float
+  algorithm: str  # as it was asked for
+  workers: int  # P
+  least: js.Cost  # the `js.Cost` of the branches with the least words
+  most: js.Cost  # that of the branches with the most
+  formula: js.Cost  # the paper's
+  bound: float  # 2k(P − 1)/P words
 
 
 def row(spec: specs.Spec, workers: int, n: int, density: float) -> Row:

@@ -17,41 +17,23 @@ _FILE = pathlib.Path(__file__).with_name("paper_tables.toml")
 
 
 class Cell(NamedTuple):
-  """A number of a paper.
+  """A number of a paper."""
 
-  Attributes:
-    paper: whose it is.
-    table: the table or figure.
-    name: of the cell.
-    what: the quantity and its unit.
-    setting: of the paper.
-    benchmark: that measures ours.
-    paper_value: the paper's number; None where it has a curve only.
-    above: whether the paper says only that it is above this number.
-    ours: our number; None where it was not measured.
-    differs: how our setting differs, "" for the same.
-    ratio: whether 1 is a draw.
-    reason: why ours differs, "" where that is not known.
-    noise: standard error of our number, a fraction of it.
-    fitted: whether a parameter of ours was chosen so that ours is the paper's number.
-    repeats: the table whose predictions these numbers restate, "" where they are of their own.
-  """
-
-  paper: str
-  table: str
-  name: str
-  what: str
-  setting: str
-  benchmark: str
-  paper_value: float | None
-  above: bool
-  ours: float | None
-  differs: str
-  ratio: bool
-  reason: str
-  noise: float = 0.0
-  fitted: bool = False
-  repeats: str = ""
+  paper: str  # whose it is
+  table: str  # the table or figure
+  name: str  # of the cell
+  what: str  # the quantity and its unit
+  setting: str  # of the paper
+  benchmark: str  # that measures ours
+  paper_value: float | None  # the paper's number; None where it has a curve only
+  above: bool  # whether the paper says only that it is above this number
+  ours: float | None  # our number; None where it was not measured
+  differs: str  # how our setting differs, "" for the same
+  ratio: bool  # whether 1 is a draw
+  reason: str  # why ours differs, "" where that is not known
+  noise: float = 0.0  # standard error of our number, a fraction of it
+  fitted: bool = False  # whether a parameter of ours was chosen so that ours is the paper's number
+  repeats: str = ""  # the table whose predictions these numbers restate, "" where they are of their own
 
   @property
   def verdict(self) -> Verdict:

@@ -59,19 +59,12 @@ _JSON = flags.DEFINE_bool("json", False, "Print the result as JSON on standard o
 
 
 class Outcome(NamedTuple):
-  """Worker 0's run until the target.
+  """Worker 0's run until the target."""
 
-  Attributes:
-    run: which.
-    seconds: until then; None if it did not.
-    accuracy: at the end.
-    iterations: of worker 0's model.
-  """
-
-  run: str
-  seconds: float | None
-  accuracy: float
-  iterations: int
+  run: str  # which
+  seconds: float | None  # until then; None if it did not
+  accuracy: float  # at the end
+  iterations: int  # of worker 0's model
 
 
 class _Task:

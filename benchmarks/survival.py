@@ -41,23 +41,14 @@ _Pair = tuple[int, int]
 
 
 class Fate(NamedTuple):
-  """The outcome of a run.
+  """The outcome of a run."""
 
-  Attributes:
-    told: whether process 1 was told that its average with 2 failed.
-    others: averages that 0 and 1 had after the death.
-    back: averages that 2 had after its return.
-    alive: which of the processes 0 and 1 lived until 0 left.
-    outlives: whether 1 lived on then.
-    said: the error that 2 met after its return, or 1 where it could not return.
-  """
-
-  told: bool
-  others: int
-  back: int
-  alive: list[int]
-  outlives: bool
-  said: str
+  told: bool  # whether process 1 was told that its average with 2 failed
+  others: int  # averages that 0 and 1 had after the death
+  back: int  # averages that 2 had after its return
+  alive: list[int]  # which of the processes 0 and 1 lived until 0 left
+  outlives: bool  # whether 1 lived on then
+  said: str  # the error that 2 met after its return, or 1 where it could not return
 
 
 class _Process:

@@ -30,25 +30,16 @@ class Span(NamedTuple):
 
 
 class Simulation(NamedTuple):
-  """The result of one method.
+  """The result of one method."""
 
-  Attributes:
-    seconds: of virtual time until the target was `reached`, or until the end.
-    updates: averages, or steps of the one model, until then; `gradients` those of all workers.
-    curve: (seconds, updates, value of `evaluate`) of each evaluation.
-    params: at the end; the mean over the workers if they have models of their own.
-    groups: of partial reduce, in the order in which they were formed.
-    timeline: of all workers.
-  """
-
-  seconds: float
+  seconds: float  # of virtual time until the target was `reached`, or until the end
   reached: bool
-  updates: int
+  updates: int  # averages, or steps of the one model, until then; `gradients` those of all workers
   gradients: int
-  curve: list[tuple[float, int, float]]
-  params: Any
-  groups: list[Group]
-  timeline: list[Span]
+  curve: list[tuple[float, int, float]]  # (seconds, updates, value of `evaluate`) of each evaluation
+  params: Any  # at the end; the mean over the workers if they have models of their own
+  groups: list[Group]  # of partial reduce, in the order in which they were formed
+  timeline: list[Span]  # of all workers
 
 
 def shared_paces(

@@ -59,29 +59,20 @@ class Settings(NamedTuple):
 
 
 class Row(NamedTuple):
-  """One method in one environment: means over the runs, one for each seed and fold.
-
-  Attributes:
-    reached: how many of the runs reached the target.
-    seconds: of virtual time to the target; None if not all reached it.
-    deviation: of the seconds over the runs.
-    updates: to the target, or until the end; `gradients` likewise.
-    per_update: seconds of virtual time.
-    rho: of the groups; None without groups.
-  """
+  """One method in one environment: means over the runs, one for each seed and fold."""
 
   part: str
   label: str
   environment: Environment
   settings: Settings
   runs: int
-  reached: int
-  seconds: float | None
-  deviation: float
-  updates: float
+  reached: int  # how many of the runs reached the target
+  seconds: float | None  # of virtual time to the target; None if not all reached it
+  deviation: float  # of the seconds over the runs
+  updates: float  # to the target, or until the end; `gradients` likewise
   gradients: float
-  per_update: float
-  rho: float | None
+  per_update: float  # seconds of virtual time
+  rho: float | None  # of the groups; None without groups
 
 
 def parse_method(label: str, workers: int) -> Method:

@@ -32,19 +32,12 @@ DEFAULT, ALONE = "xla default", "no communication"
 
 
 class Measured(NamedTuple):
-  """One way to train.
+  """One way to train."""
 
-  Attributes:
-    name: the kind of plan and the collective, or what else was done.
-    groups: communications; 0 where the compiler decides.
-    seconds: of an iteration, the median of the slowest rank.
-    predicted: a step without communication, and what the plan says that backward does not hide; or None.
-  """
-
-  name: str
-  groups: int
-  seconds: float
-  predicted: float | None
+  name: str  # the kind of plan and the collective, or what else was done
+  groups: int  # communications; 0 where the compiler decides
+  seconds: float  # of an iteration, the median of the slowest rank
+  predicted: float | None  # a step without communication, and what the plan says that backward does not hide; or None
 
 
 class Setting(NamedTuple):

@@ -32,16 +32,13 @@ _Span = tuple[str, float, float]
 
 
 class Runtime(NamedTuple):
-  """What a runtime overlaps.
+  """What a runtime overlaps."""
 
-  Attributes:
-    start_ups: seconds of two independent short all-reduces over the seconds of one: 1 if they start at the same time; 2
-      if one waits for the other, so that plans should have `ways=1`.
-    hidden: fraction of an all-reduce that overlaps with independent arithmetic of the same duration, 0 to 1. Near 0,
-      plan with `Layers.at_the_end`.
-  """
-
+  # seconds of two independent short all-reduces over the seconds of one: 1 if they start at the same time; 2 if one
+  # waits for the other, so that plans should have `ways=1`
   start_ups: float
+  # fraction of an all-reduce that overlaps with independent arithmetic of the same duration, 0 to 1. Near 0, plan with
+  # `Layers.at_the_end`
   hidden: float
 
 
@@ -80,19 +77,12 @@ def _multiply(x: jax.Array, products: int) -> jax.Array:
 
 
 class Traced(NamedTuple):
-  """One run of a program on one device.
+  """One run of a program on one device."""
 
-  Attributes:
-    seconds: from its first operation to the end of its last.
-    sending: seconds in which at least one collective ran.
-    hidden: fraction of these in which other operations ran too.
-    collectives: name, start and end of each, in seconds.
-  """
-
-  seconds: float
-  sending: float
-  hidden: float
-  collectives: tuple[_Span, ...]
+  seconds: float  # from its first operation to the end of its last
+  sending: float  # seconds in which at least one collective ran
+  hidden: float  # fraction of these in which other operations ran too
+  collectives: tuple[_Span, ...]  # name, start and end of each, in seconds
 
 
 def read_trace(folder: str | pathlib.Path, program: str) -> list[Traced]:
