@@ -184,7 +184,7 @@ def main() -> None:
       rows += _lab(rate, pathlib.Path(folder) / "rows.json")
       console.print(table(rows))
   if _JSON.value:
-    print(json.dumps([row._asdict() for row in rows]))
+    report.print_json(rows)
 
 
 if __name__ == "__main__":

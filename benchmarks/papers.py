@@ -42,11 +42,6 @@ class Cell(NamedTuple):
     reproduced: within a tenth of it; of a ratio, the gain over a draw is within a quarter. contradicted: further off in
     the same setting; of a ratio, no gain, or less than a tenth of the paper's. undecided: within its noise our
     number could have another verdict. calibrated: fitted to the paper's number. repeated: counted in another table.
-
-    Example:
-      >>> cell = Cell("paper", "Table 1", "teams", "speed-up", "GPUs", "train", 1.5, False, 1.4, "CPUs", True, "")
-      >>> [cell._replace(ours=ours).verdict for ours in (1.4, 2.5, 0.9, None)]
-      ['reproduced', 'other setting', 'contradicted', 'not run']
     """
     if self.ours is None or self.paper_value is None:
       return "not run"
@@ -82,15 +77,7 @@ def every() -> tuple[Cell, ...]:
 
 
 def number(paper: str, table: str, name: str) -> float:
-  """The paper's number of a cell.
-
-  Raises:
-    KeyError: if there is no such cell, or it has none.
-
-  Example:
-    >>> number("ASC-WFBP", "Table IV", "resnet152 wfbp")
-    0.956
-  """
+  """The paper's number of a cell; KeyError if there is no such cell, or it has none."""
   values = {(one.paper, one.table, one.name): one.paper_value for one in every()}
   value = values[paper, table, name]
   if value is None:

@@ -16,7 +16,6 @@ Examples:
 """
 
 import itertools
-import json
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
@@ -223,7 +222,7 @@ def main() -> None:
     trace(runs, _TRACE.value, title, path)
     console.print(f"figure: {path}")
   if _JSON.value:
-    print(json.dumps({"title": title, "runs": [run._asdict() for run in runs]}))
+    report.print_json({"title": title, "runs": runs})
 
 
 if __name__ == "__main__":

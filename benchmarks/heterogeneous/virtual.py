@@ -3,14 +3,13 @@
 import functools
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import optax
 
 import jaxsparse as js
-from benchmarks import report
 from benchmarks.heterogeneous import methods
 from benchmarks.heterogeneous.lab import Lab, Simulation, shared_paces
 from benchmarks.tasks import data, small
@@ -49,13 +48,13 @@ class Settings(NamedTuple):
   """
 
   workers: int
-  batch_size: int
-  rate: float
-  target: float
-  limit: float
-  wire: float
-  slow_link: float
-  folds: int
+  rate: float  # of learning
+  target: float  # test accuracy to reach
+  limit: float  # seconds of virtual time
+  folds: int = 1  # of cross-validation
+  batch_size: int = 16  # images of each worker in a step
+  wire: float = 0.1  # seconds that one model takes from one worker to another
+  slow_link: float = 10.0  # how many times as long a message takes on a slow link
 
 
 class Row(NamedTuple):
@@ -76,15 +75,7 @@ class Row(NamedTuple):
 
 
 def parse_method(label: str, workers: int) -> Method:
-  """The method that a label of --methods names.
-
-  Raises:
-    ValueError: for an unknown name, a group size or an α that does not fit.
-
-  Example:
-    >>> parse_method("initial:3:0.9", workers=8)
-    Method(label='initial:3:0.9', name='dynamic', options={'group_size': 3, 'decay': 0.9, 'missing': 'initial'})
-  """
+  """The method that a label of --methods names; ValueError for a name, a group size or an α that does not fit."""
   if label in methods.NAMES:
     return Method(label, label, {"backups": 3 * workers // 8} if label == "backup" else {})  # the paper's 3 of 8
   found = re.fullmatch(r"(constant):(\d+)|(dynamic|initial):(\d+)(?::(.+))?", label)
@@ -135,11 +126,6 @@ def rho(groups: Sequence[Group], workers: int) -> float:
 
   Each W averages the models of one group, X ← X W, and leaves the others as they are. 0 if every group has all
   workers, 1 if the workers are not connected.
-
-  Example:
-    >>> pairs = [Group(pair, (0.5, 0.5), 1) for pair in ((0, 1), (1, 2), (0, 2))]  # Figure 4(a)
-    >>> round(rho(pairs, workers=3), 6)
-    0.5
   """
   total = np.zeros((workers, workers))
   for group in groups:
@@ -155,33 +141,23 @@ def make_row(
   part: str, method: Method, environment: Environment, settings: Settings, runs: Sequence[Simulation]
 ) -> Row:
   """Means over the runs of all seeds and folds."""
-  reached = sum(run.reached for run in runs)
   seconds = [run.seconds for run in runs]
+  everywhere = all(run.reached for run in runs)
   return Row(
-    part,
-    method.label,
-    environment,
-    settings,
-    len(runs),
-    reached,
-    statistics.mean(seconds) if reached == len(runs) else None,
-    statistics.stdev(seconds) if len(runs) > 1 else 0.0,
-    statistics.mean(run.updates for run in runs),
-    statistics.mean(run.gradients for run in runs),
-    statistics.mean(run.seconds / max(1, run.updates) for run in runs),
-    statistics.mean(rho(run.groups, environment.workers) for run in runs) if all(run.groups for run in runs) else None,
+    *(part, method.label, environment, settings, len(runs)),
+    reached=sum(run.reached for run in runs),
+    seconds=statistics.mean(seconds) if everywhere else None,
+    deviation=statistics.stdev(seconds) if len(runs) > 1 else 0.0,
+    updates=statistics.mean(run.updates for run in runs),
+    gradients=statistics.mean(run.gradients for run in runs),
+    per_update=statistics.mean(run.seconds / max(1, run.updates) for run in runs),
+    rho=statistics.mean(rho(run.groups, environment.workers) for run in runs)
+    if all(run.groups for run in runs)
+    else None,
   )
 
 
-def to_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
-  """The rows for JSON; `from_json` is the inverse."""
-  nested = lambda one: {"environment": one.environment._asdict(), "settings": one.settings._asdict()}
-  return [report.rounded(one._asdict() | nested(one)) for one in rows]
-
-
 def from_json(rows: Sequence[dict[str, Any]]) -> list[Row]:
-  """The rows of `to_json`."""
-  return [
-    Row(**one)._replace(environment=Environment(**one["environment"]), settings=Settings(**one["settings"]))
-    for one in rows
-  ]
+  """The rows of a file."""
+  nested = lambda one: {"environment": Environment(**one["environment"]), "settings": Settings(**one["settings"])}
+  return [Row(**one | nested(one)) for one in rows]

@@ -89,13 +89,8 @@ def read_trace(folder: str | pathlib.Path, program: str) -> list[Traced]:
   """Reads the runs of a compiled program on this process's first device from the newest trace in a folder.
 
   On CPU the trace does not name the device of an operation that ends on another thread: the first such end counts.
-
-  Args:
-    folder: the argument of `jax.profiler.trace`.
-    program: `step.lower(params, state, batch).compile().as_text()`, the HLO, which names the collectives.
-
-  Raises:
-    ValueError: if the folder has no trace, or the trace has no run of the program.
+  `program` is `step.lower(params, state, batch).compile().as_text()`, the HLO, which names the collectives. ValueError
+  if the folder has no trace, or the trace has no run of the program.
   """
   files = sorted(pathlib.Path(folder).glob("**/*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
   if not files:

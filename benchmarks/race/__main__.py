@@ -21,7 +21,6 @@ Examples:
 """
 
 import itertools
-import json
 import math
 import pathlib
 import signal
@@ -227,7 +226,7 @@ def _report(plan: Plan, results: Results, preset: presets.Preset | None, console
     figures.bars(results, rates, target, folder / "seconds.png")
     console.print(f"figures: {folder / 'race.png'}, {folder / 'seconds.png'}")
   if _JSON.value:
-    print(json.dumps(tables.as_json(results, rates, target)))
+    report.print_json(tables.as_json(results, rates, target))
 
 
 def main() -> None:

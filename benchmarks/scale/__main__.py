@@ -17,7 +17,6 @@ Examples:
   python -m benchmarks.scale --json | jq '.predicted[] | select(.workers == 4096 and .algorithm == "spardl")'
 """
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -165,11 +164,11 @@ def _first_step(console: rich.console.Console) -> None:
   console.print(compiling.program_table(programs, title))
   slowest = max(programs, key=lambda program: program.total)
   what = f"the first step of every algorithm compiles in {FIRST_SECONDS:g} s, slowest {slowest.algorithm}"
-  goal = report.Goal(what, slowest.total, slowest.total <= FIRST_SECONDS)
+  goal = report.goal(what, slowest.total, most=FIRST_SECONDS)
   report.say([goal], console)
   if _JSON.value:
     plain = [program._asdict() | {"total": program.total} for program in programs]
-    print(json.dumps({"n": n, "density": _DENSITY.value, "first_step": plain, "goals": [goal._asdict()]}))
+    report.print_json({"n": n, "density": _DENSITY.value, "first_step": plain, "goals": [goal]})
   sys.exit(0 if goal.met else 1)
 
 
@@ -190,9 +189,8 @@ def main() -> None:
   if programs:
     console.print(compiling.program_table(programs, f"{title}: seconds to make the program"))
   if _JSON.value:
-    tables = {"networks": networks, "predicted": predicted, "compiled": programs}
-    plain = {name: [row._asdict() for row in rows] for name, rows in tables.items()}
-    print(json.dumps({"n": _N.value, "density": _DENSITY.value, **plain}))
+    rows = {"networks": networks, "predicted": predicted, "compiled": programs}
+    report.print_json({"n": _N.value, "density": _DENSITY.value, **rows})
 
 
 if __name__ == "__main__":

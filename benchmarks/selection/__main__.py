@@ -18,7 +18,6 @@ Examples:
 import collections
 import functools
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -179,7 +178,7 @@ def goals(rows: Sequence[Row], update: Update | None) -> list[Goal]:
   found = []
   for what, worst, bound, ratios in asked:
     ratio = worst(ratios) if ratios else None
-    found.append(Goal(what, ratio, None if ratio is None else (ratio >= bound if worst is min else ratio <= bound)))
+    found.append(report.goal(what, ratio, **{"least" if worst is min else "most": bound}))
   return found
 
 
@@ -209,10 +208,8 @@ def main() -> None:
     console.print(update_table(update))
   report.say(reached, console)
   if _JSON.value:
-    plain = lambda values: [value._asdict() for value in values]
-    alone = update._asdict() if update else None
     settings = {"n": _N.value, "density": _DENSITY.value, "repetitions": _REPETITIONS.value}
-    print(json.dumps({**settings, "selection": plain(rows), "update": alone, "goals": plain(reached)}))
+    report.print_json({**settings, "selection": rows, "update": update, "goals": reached})
 
 
 if __name__ == "__main__":

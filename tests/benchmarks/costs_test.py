@@ -30,20 +30,6 @@ def test_one_algorithm_as_a_table():
   assert "the papers' numbers" not in done.stdout
 
 
-BAD_FLAGS = [
-  (["--workers=6", "--algorithm=spardl:teams=4"], "teams=4 does not divide the 6 workers"),
-  (["--workers=0"], "--workers=0, choose at least 1"),
-  (["--workers=two"], "two"),
-  (["--algorithm=spardl:teams"], "'teams' is not of the form option=value"),
-  (["--algorithm=dense:rho=2"], "dense: unknown option rho, choose from dtype"),
-]
-
-
-def test_bad_flags(subtests):
-  rows = [(["--n=100", *flags], message) for flags, message in BAD_FLAGS]
-  commands.check_refusals("benchmarks.costs", rows, subtests)
-
-
 def test_specs():
   values = ["spardl:teams=3:k=5", "dense,dense,qsgd:levels=4"]
   both, same, text = specs.parse(values, workers=6, density=None, teams=1)
