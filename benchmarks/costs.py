@@ -19,7 +19,7 @@ import rich.table
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import entry, papers, report, specs
+from benchmarks import entry, report, specs
 from benchmarks.workers import make_console
 from jaxsparse.costs import counting
 
@@ -27,7 +27,6 @@ _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["all"], specs.HELP)
 _WORKERS = entry.define_numbers("workers", [2, 4, 6, 8, 14, 64, 256], "Numbers of workers.")
 _N = flags.DEFINE_integer("n", 14_728_266, "Gradient entries; VGG-16 by default.")
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to deliver.")
-_PAPERS = flags.DEFINE_bool("papers", False, papers.HELP)
 _JSON = entry.define_json()
 
 
@@ -59,9 +58,9 @@ def table(rows: list[Row], title: str) -> rich.table.Table:
   for one in rows:
     formula = "" if one.most == one.formula else "≤ "
     messages, words, agreements = map(_range, one.least, one.most)
-    ratio = _range(*(cost.words / one.bound if one.bound else 1.0 for cost in (one.least, one.most)), ".2f")
+    least, most = (cost.words / one.bound if one.bound else 1.0 for cost in (one.least, one.most))
     counts = [messages, f"{formula}{one.formula.messages}", words, f"{formula}{one.formula.words:,}", agreements]
-    lines.append([str(one.workers), one.algorithm, *counts, ratio])
+    lines.append([str(one.workers), one.algorithm, *counts, _range(least, most, ".2f")])
   heads = "P", "algorithm", "messages", "formula", "words", "formula", "agreed", "× 2k(P−1)/P"
   return report.table(title, heads, lines, text=2)
 
@@ -86,8 +85,6 @@ def main() -> None:
   """Counts every chosen algorithm and reports."""
   console = make_console(stderr=_JSON.value)
   rows = _rows(console)
-  if _PAPERS.value:
-    console.print(papers.beside(papers.of("costs")))
   console.print(
     table(rows, f"one update of n = {_N.value:,} entries, density {_DENSITY.value:g}, 4-byte words a worker")
   )

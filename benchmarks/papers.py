@@ -12,7 +12,6 @@ Verdict = Literal["reproduced", "calibrated", "undecided", "other setting", "con
 TOLERANCE = 0.1  # of the paper's number
 RATIO_TOLERANCE = 0.25  # of the paper's gain over a draw
 NO_GAIN = 0.1  # of it
-HELP = "Print the papers' numbers beside ours, too, before the results."
 _FILE = pathlib.Path(__file__).with_name("paper_tables.toml")
 
 

@@ -39,15 +39,23 @@ def say(goals: Sequence[Goal], console: rich.console.Console) -> None:
 
 
 def table(
-  title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1, caption: str | None = None
+  title: str,
+  heads: Sequence[str],
+  rows: Iterable[Sequence[str]],
+  text: int = 1,
+  caption: str | None = None,
+  wraps: Sequence[str] = (),
 ) -> rich.table.Table:
-  """A table whose first `text` columns are text, the others numbers; lines divide rows that share the first column."""
+  """A table whose first `text` columns are text, the others numbers; lines divide rows that share the first column.
+
+  Cells under the heads `wraps` may take several lines.
+  """
   rows = list(rows)
   groups = [row[0] for row, before in zip(rows, [[None], *rows], strict=False) if row[0] != before[0]]
   grouped = len(set(groups)) == len(groups) < len(rows)
   found = rich.table.Table(title=title, caption=caption)
   for number, head in enumerate(heads):
-    found.add_column(head, justify="left" if number < text else "right", no_wrap=True)
+    found.add_column(head, justify="left" if number < text else "right", no_wrap=head not in wraps, overflow="fold")
   for row, after in zip(rows, [*rows[1:], [""]], strict=True):
     found.add_row(*row, end_section=grouped and row[0] != after[0])
   return found

@@ -36,7 +36,7 @@ from jax.experimental import multihost_utils
 
 import jaxsparse as js
 from benchmarks import entry, report, workers
-from benchmarks.tasks import data, small
+from benchmarks.tasks import data, images
 from benchmarks.tasks.base import Batch, model_of
 from jaxsparse import launch
 from jaxsparse.launch.rank import START_TIMEOUT
@@ -68,7 +68,7 @@ class _Task:
   """The task of one worker, and the time it takes for a step."""
 
   def __init__(self, number: int):
-    self._task = small.make("mlp", data.load("digits"))
+    self._task = images.make_small("mlp", data.load("digits"))
     self.model = model_of(self._task, _SEED)
     self.tx = optax.sgd(_LEARNING_RATE, momentum=0.9)
     slow = number >= _WORKERS.value - _SLOW.value

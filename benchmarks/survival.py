@@ -148,10 +148,7 @@ def main() -> None:
     lines.append([yes(way), yes(fate.told), str(fate.others), str(fate.back), alive, yes(fate.outlives), fate.said])
   heads = "recoverable", "1 is told", "averages of 0, 1 after it", "of 2 again", "alive", "1 outlives 0", "error"
   title = "three processes of JAX over gloo; process 2 dies, and comes back"
-  table = report.table(title, heads, lines, text=len(heads))
-  for column in table.columns:
-    column.no_wrap = False
-  workers.make_console().print(table)
+  workers.make_console().print(report.table(title, heads, lines, text=len(heads), wraps=heads))
 
 
 if __name__ == "__main__":

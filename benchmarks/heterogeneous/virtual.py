@@ -12,7 +12,7 @@ import optax
 import jaxsparse as js
 from benchmarks.heterogeneous import methods
 from benchmarks.heterogeneous.lab import Lab, Simulation, shared_paces
-from benchmarks.tasks import data, small
+from benchmarks.tasks import data, images
 from benchmarks.tasks.base import model_of
 from jaxsparse.partial.controller import Group
 
@@ -99,7 +99,7 @@ class Bench:
   def __init__(self, settings: Settings) -> None:
     self._settings = settings
     folds = settings.folds if settings.folds > 1 else data.FOLDS
-    self._task = functools.cache(lambda fold: small.make("mlp", data.load("digits", fold=fold, folds=folds)))
+    self._task = functools.cache(lambda fold: images.make_small("mlp", data.load("digits", fold=fold, folds=folds)))
 
   def simulate(self, method: Method, environment: Environment, seed: int, fold: int = 0) -> Simulation:
     """One run."""

@@ -24,8 +24,6 @@ Examples:
 
 import json
 import pathlib
-import sys
-import tempfile
 from typing import Any, get_args
 
 import rich.console
@@ -79,12 +77,8 @@ def _measure_rank(path: pathlib.Path) -> None:
 
 
 def _measure_lab(rate: str) -> Any:
-  """Starts the ranks on hosts whose links are that fast, and reads their rows."""
-  with tempfile.TemporaryDirectory() as folder, netlab.lab(_HOSTS.value, None if rate == "none" else rate) as hosts:
-    path = pathlib.Path(folder) / "rows.json"
-    command = [sys.executable, "-m", "benchmarks.overlap", *sys.argv[1:], f"--rate={rate}", f"--rows={path}"]
-    launch.run(command, _HOSTS.value, "mpi" if _CONTENTION.value else "processes", hosts=hosts)
-    return json.loads(path.read_text())
+  transport = "mpi" if _CONTENTION.value else "processes"
+  return workers.measure_in_lab("benchmarks.overlap", _HOSTS.value, rate, transport)
 
 
 def _report_paper(console: rich.console.Console) -> list[Any]:

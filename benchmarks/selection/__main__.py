@@ -41,7 +41,7 @@ from benchmarks.selection.alone import (
   update_alone,
   update_table,
 )
-from benchmarks.tasks import data, small
+from benchmarks.tasks import data, images
 from benchmarks.tasks.base import model_of
 from jaxsparse import flatten
 from jaxsparse.select import exact, threshold
@@ -55,7 +55,7 @@ _WARM_UP = 10  # steps of SGD before gradients are taken
 def _gradients(random: np.random.Generator, n: int) -> np.ndarray:
   """Gradients of one batch after the other, at the parameters after a few steps, as the library flattens them."""
   seed = int(random.integers(2**31))
-  task = small.make("cnn", data.load("digits"))
+  task = images.make_small("cnn", data.load("digits"))
   model, batches = model_of(task, seed), task.stream(seed, 1, 16)
   gradient, params = jax.jit(jax.grad(model.plain_loss)), model.params
   for batch in itertools.islice(batches, _WARM_UP):
@@ -84,7 +84,7 @@ _REPETITIONS = flags.DEFINE_integer("repetitions", 9, "How often to time each pr
 _UPDATE = flags.DEFINE_integer("update", 6, "Workers of the update of which one is timed alone; 0: none.", 0)
 _JSON = entry.define_json()
 
-entry.require(_INPUTS, lambda names: set(names) <= INPUTS.keys(), f"from {', '.join(INPUTS)}")
+entry.require_choices(_INPUTS, list(INPUTS))
 entry.require(_DENSITY, lambda share: 0 < share <= 1, "a share above 0, up to 1")
 
 

@@ -27,13 +27,13 @@ REFUSED = {
     (["--kill_at=400"], "--kill_at=400, --join_at=400, --steps=600: choose them in this order"),
   ],
   "fidelity": [
-    (["--paper=BERT"], "--paper=BERT: choose from SparDL, Ok-Topk"),
-    (["--verdict=wrong"], "--verdict=wrong: choose from reproduced, calibrated, undecided"),
+    (["--paper=BERT"], "--paper=['BERT']: choose from SparDL, Ok-Topk"),
+    (["--verdict=wrong"], "--verdict=['wrong']: choose from reproduced, calibrated, undecided"),
   ],
   "heterogeneous": [
-    (["--parts=speed"], "--parts=speed: choose from levels, tail, scale, decay, links, or none"),
+    (["--parts=speed"], "--parts=['speed']: choose from levels, tail, scale, decay, links, or none"),
     (["--parts=none"], "error: --parts=none needs --results, a file with rows"),
-    (["--parts=scale", "--scale=2"], "--scale=2: choose 1, or at least 4"),
+    (["--parts=scale", "--scale=2"], "--scale=[2]: choose 1, or at least 4"),
     (["--folds=0"], "flag --folds=0: "),
     (["--occupancy=2"], "flag --occupancy=2: "),
     (["--workers=4", "--levels=1,5"], "error: --levels=5, choose 1 … 4, the number of workers"),
@@ -50,8 +50,8 @@ REFUSED = {
     (["--hosts=2"], "error: COMMAND is missing, for example"),
   ],
   "overlap": [
-    (["--model=vgg16"], "--model=vgg16: choose from resnet152, densenet201, inception_v4, bert_base"),
-    (["--plan="], "--plan=: choose from single, wfbp, mg_wfbp, theorem_1, asc_wfbp, optimal"),
+    (["--model=vgg16"], "--model=['vgg16']: choose from resnet152, densenet201, inception_v4, bert_base"),
+    (["--plan="], "--plan=[]: choose from single, wfbp, mg_wfbp, theorem_1, asc_wfbp, optimal"),
     (["--rate=1gbit", "--workers=1"], "flag --workers=1: "),
     (["--model=bert_base", "--gamma=0.5"], "gamma=0.5, choose a number from 1"),
   ],
