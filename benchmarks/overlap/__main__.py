@@ -84,11 +84,11 @@ def _measure_lab(rate: str) -> Any:
 def _report_paper(console: rich.console.Console) -> list[Any]:
   """Plans for every network, with a figure of each."""
   rows, folder, kinds = [], pathlib.Path(_REPORT_DIR.value), list[Any](_PLAN.value)
-  folder.mkdir(parents=True, exist_ok=True)
   for model in rich.progress.track(_MODEL.value, "planning", console=console, transient=True):
     times, sizes = iterations.layers_of(model)
     plans = [js.overlap.plan(kind, times, sizes, **_link()._asdict(), ways=_WAYS.value) for kind in kinds]
     rows += [iterations.row(model, plan) for plan in plans]
+    folder.mkdir(parents=True, exist_ok=True)  # only when the flags have made plans
     timelines.draw_plans(*plans).savefig(folder / f"overlap_{model}.png", dpi=120)
   tables.draw_exposed(rows, folder / "overlap_exposed.png")
   console.print(tables.network_table(_MODEL.value, _BETA.value), tables.table(rows, _link(), _WAYS.value))
