@@ -10,7 +10,6 @@ Examples:
   python -m benchmarks.controller --curve --json | jq .signals_per_second
 """
 
-import json
 import statistics
 import subprocess
 import sys
@@ -29,42 +28,30 @@ from jaxsparse.partial.sockets import Keys, Network
 
 _WORKERS = flags.DEFINE_integer("workers", 32, "Number of workers.")
 _GROUP_SIZE = flags.DEFINE_integer("group_size", 4, "Workers in a group.")
-_WEIGHTS = flags.DEFINE_enum("weights", "dynamic", ["constant", "dynamic"], "Of the controller.")
-_SECONDS = flags.DEFINE_float("seconds", 5, "How long to measure throughput.")
-_GROUPS = flags.DEFINE_integer("groups", 500, "How many groups to measure latency with.")
+_SECONDS = flags.DEFINE_float("seconds", 5, "How long to measure throughput.", lower_bound=0.1)
+_GROUPS = flags.DEFINE_integer("groups", 500, "How many groups to measure latency with.", lower_bound=2)
 _CURVE = flags.DEFINE_bool("curve", False, "Encrypt, as on any other network than loopback.")
 _SERVE = flags.DEFINE_string("serve", None, "Internal: serve with the keys of this file, or without for 'plain'.")
-_JSON = flags.DEFINE_bool("json", False, "Print the result as JSON on standard output, the rest on standard error.")
+_JSON = entry.define_json()
 
 _GOAL = 2000  # "thousands of signals a second"
 
 
 class Result(NamedTuple):
-  """What was measured.
+  """What was measured."""
 
-  Attributes:
-    signals_per_second: READY signals of all workers.
-    groups_per_second: formed of them.
-    latency: median seconds from READY to GROUP while no other worker sends.
-    latency_99: the 99th percentile.
-    signal_bytes: of one signal.
-    group_bytes: of one answer to a member.
-    rejected: messages that the server rejected; there should be none.
-  """
-
-  signals_per_second: float
-  groups_per_second: float
-  latency: float
-  latency_99: float
-  signal_bytes: int
-  group_bytes: int
-  rejected: int
+  signals_per_second: float  # READY signals of all workers
+  groups_per_second: float  # formed of them
+  latency: float  # median seconds from READY to GROUP while no other worker sends
+  latency_99: float  # the 99th percentile
+  signal_bytes: int  # of one signal
+  group_bytes: int  # of one answer to a member
+  rejected: int  # messages that the server rejected; there should be none
 
 
 def _serve(keys: Keys | None) -> None:
   """The server's process: writes its address first, and at the end how many messages it rejected."""
-  weights: Any = _WEIGHTS.value
-  controller = js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value, weights)
+  controller = js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value, "dynamic")
   server = js.partial.Server(controller, keys=keys, limit=60)
   print(server.address, flush=True)
   server.serve()
@@ -158,23 +145,19 @@ def main() -> None:
     return
   console = workers.make_console(stderr=_JSON.value)
   js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value)  # says what is wrong with the flags
-  for flag, least in ((_SECONDS, 0.1), (_GROUPS, 2)):
-    if not flag.value >= least:
-      raise ValueError(f"--{flag.name}={flag.value:g}, choose at least {least:g}")
   keys = Keys.make() if _CURVE.value else None
   result = _measure_in_process(keys)
-  kind = f"{_WEIGHTS.value} weights, {'CURVE' if keys else 'plain'} TCP"
   for line in (
-    f"{_WORKERS.value} workers, groups of {_GROUP_SIZE.value}, {kind}",
+    f"{_WORKERS.value} workers, groups of {_GROUP_SIZE.value}, dynamic weights, {'CURVE' if keys else 'plain'} TCP",
     f"{result.signals_per_second:,.0f} signals of {result.signal_bytes} bytes a second, {result.rejected} rejected",
     f"{result.groups_per_second:,.0f} groups a second, each member is told in {result.group_bytes} bytes",
     f"READY to GROUP: {1e6 * result.latency:.0f} µs, 99 % within {1e6 * result.latency_99:.0f} µs",
   ):
     console.print(line, highlight=False, soft_wrap=True)
-  rate = result.signals_per_second
-  report.say([report.Goal(f"at least {_GOAL:,} signals a second", rate, rate >= _GOAL)], console)
+  goal = report.goal(f"at least {_GOAL:,} signals a second", result.signals_per_second, least=_GOAL)
+  report.say([goal], console)
   if _JSON.value:
-    print(json.dumps({"workers": _WORKERS.value, "group_size": _GROUP_SIZE.value, **result._asdict()}))
+    report.print_json({"workers": _WORKERS.value, "group_size": _GROUP_SIZE.value, **result._asdict()})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Examples:
   python -m benchmarks.costs --json | jq '.[] | select(.workers == 64)'
 """
 
-import json
 import math
 import operator
 from typing import Any, NamedTuple
@@ -20,46 +19,30 @@ import rich.table
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import entry, papers, specs
+from benchmarks import entry, report, specs
 from benchmarks.workers import make_console
 from jaxsparse.costs import counting
 
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["all"], specs.HELP)
-_WORKERS = flags.DEFINE_list("workers", ["2", "4", "6", "8", "14", "64", "256"], "Numbers of workers.")
+_WORKERS = entry.define_numbers("workers", [2, 4, 6, 8, 14, 64, 256], "Numbers of workers.")
 _N = flags.DEFINE_integer("n", 14_728_266, "Gradient entries; VGG-16 by default.")
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to deliver.")
-_PAPERS = flags.DEFINE_bool("papers", False, papers.HELP)
-_JSON = flags.DEFINE_bool(
-  "json", False, "Print the rows as JSON on standard output, everything else on standard error."
-)
+_JSON = entry.define_json()
 
 
 class Row(NamedTuple):
-  """One algorithm at one number of workers: counted, and by the formula.
+  """One algorithm at one number of workers: counted, and by the formula."""
 
-  Attributes:
-    algorithm: as it was asked for.
-    workers: P.
-    least: the `js.Cost` of the branches with the least words.
-    most: that of the branches with the most.
-    formula: the paper's.
-    bound: 2k(P − 1)/P words.
-  """
-
-  algorithm: str
-  workers: int
-  least: js.Cost
-  most: js.Cost
-  formula: js.Cost
-  bound: float
+  algorithm: str  # as it was asked for
+  workers: int  # P
+  least: js.Cost  # the `js.Cost` of the branches with the least words
+  most: js.Cost  # that of the branches with the most
+  formula: js.Cost  # the paper's
+  bound: float  # 2k(P − 1)/P words
 
 
 def row(spec: specs.Spec, workers: int, n: int, density: float) -> Row:
-  """Counts and predicts one algorithm.
-
-  Raises:
-    RuntimeError: where the two contradict each other: a benchmark checks what it prints.
-  """
+  """Counts and predicts one algorithm; RuntimeError where the two contradict each other."""
   collective = spec.collective
   jaxpr = counting.schedule(collective, n, workers)
   least, most = (counting.count_jaxpr(jaxpr, workers, branch) for branch in ("least", "most"))
@@ -71,39 +54,24 @@ def row(spec: specs.Spec, workers: int, n: int, density: float) -> Row:
 
 def table(rows: list[Row], title: str) -> rich.table.Table:
   """The rows, those of one number of workers together."""
-  result = rich.table.Table(title=title)
-  result.add_column("P", justify="right")
-  result.add_column("algorithm", no_wrap=True)
-  for head in ("messages", "formula", "words", "formula", "agreed", "× 2k(P−1)/P"):
-    result.add_column(head, justify="right", no_wrap=True)
-  for number, one in enumerate(rows):
-    last = number + 1 == len(rows) or rows[number + 1].workers != one.workers
-    exact = one.most == one.formula
-    ratios = [cost.words / one.bound if one.bound else 1.0 for cost in (one.least, one.most)]
-    result.add_row(
-      str(one.workers),
-      one.algorithm,
-      _range(one.least.messages, one.most.messages),
-      f"{'' if exact else '≤ '}{one.formula.messages}",
-      _range(one.least.words, one.most.words),
-      f"{'' if exact else '≤ '}{one.formula.words:,}",
-      _range(one.least.agreements, one.most.agreements),
-      f"{ratios[0]:.2f}" if ratios[0] == ratios[1] else f"{ratios[0]:.2f} … {ratios[1]:.2f}",
-      end_section=last,
-    )
-  return result
+  lines = []
+  for one in rows:
+    formula = "" if one.most == one.formula else "≤ "
+    messages, words, agreements = map(_range, one.least, one.most)
+    least, most = (cost.words / one.bound if one.bound else 1.0 for cost in (one.least, one.most))
+    counts = [messages, f"{formula}{one.formula.messages}", words, f"{formula}{one.formula.words:,}", agreements]
+    lines.append([str(one.workers), one.algorithm, *counts, _range(least, most, ".2f")])
+  heads = "P", "algorithm", "messages", "formula", "words", "formula", "agreed", "× 2k(P−1)/P"
+  return report.table(title, heads, lines, text=2)
 
 
-def _range(least: int, most: int) -> str:
-  return f"{most:,}" if least == most else f"{least:,} … {most:,}"
+def _range(least: float, most: float, form: str = ",") -> str:
+  return f"{most:{form}}" if least == most else f"{least:{form}} … {most:{form}}"
 
 
 def _rows(console: rich.console.Console) -> list[Row]:
-  sizes = [int(value) for value in _WORKERS.value]
   chosen: list[tuple[specs.Spec, int]] = []
-  for workers in sizes:
-    if workers < 1:
-      raise ValueError(f"--workers={workers}, choose at least 1")
+  for workers in _WORKERS.value:
     names = _ALGORITHM.value
     if names == ["all"]:
       teams = [f"spardl:teams={d}" for d in (2, 4, 7) if workers % d == 0 and workers > d]
@@ -113,21 +81,15 @@ def _rows(console: rich.console.Console) -> list[Row]:
   return [row(spec, workers, _N.value, _DENSITY.value) for spec, workers in work]
 
 
-def _plain(value: Any) -> Any:
-  return value._asdict() if isinstance(value, js.Cost) else value
-
-
 def main() -> None:
   """Counts every chosen algorithm and reports."""
   console = make_console(stderr=_JSON.value)
   rows = _rows(console)
-  if _PAPERS.value:
-    console.print(papers.beside(papers.of("costs")))
   console.print(
     table(rows, f"one update of n = {_N.value:,} entries, density {_DENSITY.value:g}, 4-byte words a worker")
   )
   if _JSON.value:
-    print(json.dumps([{name: _plain(value) for name, value in one._asdict().items()} for one in rows]))
+    report.print_json(rows)
 
 
 if __name__ == "__main__":

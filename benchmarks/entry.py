@@ -57,6 +57,12 @@ def require(flag: flags.FlagHolder[Any], holds: Callable[[Any], bool], choices: 
   flags.register_validator(flag, lambda value: value is None or holds(value), f"choose {choices}")
 
 
+def require_choices(flag: flags.FlagHolder[Any], choices: Sequence[str], empty: bool = True) -> None:
+  """Refuses a list with other values than these, and an empty one unless `empty`."""
+  holds = lambda values: set(values) <= set(choices) and (empty or bool(values))
+  require(flag, holds, f"from {', '.join(dict.fromkeys(choices))}")
+
+
 def define_report_dir(files: str) -> flags.FlagHolder[str]:
   """The flag --report_dir."""
   return flags.DEFINE_string("report_dir", "out", f"Folder for {files}.")

@@ -19,38 +19,33 @@ Examples:
 """
 
 import collections
-import json
 from typing import get_args
 
 from absl import flags
 
-from benchmarks import entry, papers
+from benchmarks import entry, papers, report
 from benchmarks.workers import make_console
 
 _PAPER = flags.DEFINE_list("paper", [], "Only these papers.")
-_VERDICT = flags.DEFINE_list("verdict", [], f"Only these: {', '.join(get_args(papers.Verdict))}.")
-_JSON = flags.DEFINE_bool("json", False, "Print the cells as JSON on standard output, all else on standard error.")
+_VERDICTS = get_args(papers.Verdict)
+_VERDICT = flags.DEFINE_list("verdict", [], f"Only these: {', '.join(_VERDICTS)}.")
+_JSON = entry.define_json()
 
 
-def _chosen() -> list[papers.Cell]:
-  known = list(dict.fromkeys(cell.paper for cell in papers.every()))
-  for flag, choices in ((_PAPER, known), (_VERDICT, get_args(papers.Verdict))):
-    for value in flag.value:
-      if value not in choices:
-        raise ValueError(f"--{flag.name}={value}, choose from {', '.join(choices)}")
-  wanted = lambda cell: cell.paper in (_PAPER.value or known) and cell.verdict in (_VERDICT.value or [cell.verdict])
-  return [cell for cell in papers.every() if wanted(cell)]
+for _flag, _choices in ((_PAPER, [cell.paper for cell in papers.every()]), (_VERDICT, _VERDICTS)):
+  entry.require_choices(_flag, _choices)
 
 
 def main() -> None:
   """Prints the chosen cells, and how many there are of each verdict."""
-  cells = _chosen()
+  wanted = lambda cell: cell.paper in (_PAPER.value or [cell.paper]) and cell.verdict in (_VERDICT.value or _VERDICTS)
+  cells = [cell for cell in papers.every() if wanted(cell)]
   console = make_console(stderr=_JSON.value)
   console.print(papers.beside(cells))
   counts = collections.Counter(cell.verdict for cell in cells)
-  console.print(", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(papers.Verdict)), highlight=False)
+  console.print(", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS), highlight=False)
   if _JSON.value:
-    print(json.dumps([{**cell._asdict(), "verdict": cell.verdict} for cell in cells]))
+    report.print_json([cell._asdict() | {"verdict": cell.verdict} for cell in cells])
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ Examples:
 import json
 import pathlib
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -34,11 +32,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from benchmarks import entry, netlab, report
+from benchmarks import entry, netlab, report, workers
 from benchmarks.tasks import lm
-from benchmarks.workers import make_console
 from jaxsparse import launch
 
+_BATCH, _DENSITY = 1, 0.01  # windows of 64 bytes for each device; fraction of the entries that SparDL delivers
 WAYS = ("dense", "flat", "between")
 AXES = ("hosts", "devices")
 
@@ -48,12 +46,10 @@ _DEVICES = flags.DEFINE_integer("devices", 2, "Devices of each host.", lower_bou
 _WAY = flags.DEFINE_list("way", list(WAYS), f"Ways to train: {', '.join(WAYS)}.")
 _WIDTH = flags.DEFINE_integer("width", 1536, "Of the transformer.")
 _BLOCKS = flags.DEFINE_integer("blocks", 1, "Of the transformer.", lower_bound=1)
-_BATCH = flags.DEFINE_integer("batch", 1, "Windows of 64 bytes for each device.", lower_bound=1)
-_DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that SparDL delivers.")
 _STEPS = flags.DEFINE_integer("steps", 10, "Timed steps of each way.", lower_bound=3)
 _ROWS = flags.DEFINE_string("rows", None, "Write the rows here and print nothing: how ranks tell who started them.")
 _JSON = entry.define_json()
-entry.require(_WAY, lambda names: set(names) <= set(WAYS), f"from {', '.join(WAYS)}")
+entry.require_choices(_WAY, WAYS)
 
 
 class Row(NamedTuple):
@@ -150,25 +146,17 @@ def table(rows: Sequence[Row]) -> rich.table.Table:
     lines.append([row.rate, row.way, f"{row.seconds:.3f}", gain, f"{row.bytes / 1e6:.3f}", less, f"{row.loss:.3f}"])
   size = f"{rows[0].n:,} parameters, {_HOSTS.value} hosts with {_DEVICES.value} devices each"
   heads = "rate", "way", "s a step", "dense / this", "MB a host", "flat / this", "loss"
-  return report.table(f"{size}, density {_DENSITY.value:g}", heads, lines, text=2)
+  return report.table(f"{size}, density {_DENSITY:g}", heads, lines, text=2)
 
 
 def _rank(path: pathlib.Path) -> None:
   """Measures in a rank of the lab; rank 0 writes the rows."""
   launch.join()
   mesh = jax.make_mesh((_HOSTS.value, _DEVICES.value), AXES, axis_types=(AxisType.Auto,) * 2)
-  sizes = (_WIDTH.value, _BLOCKS.value, _BATCH.value, _DENSITY.value, _STEPS.value)
+  sizes = (_WIDTH.value, _BLOCKS.value, _BATCH, _DENSITY, _STEPS.value)
   rows = [measured(name, mesh, _RATE.value[0], *sizes) for name in _WAY.value]
   if jax.process_index() == 0:
     path.write_text(json.dumps(rows))
-
-
-def _lab(rate: str, path: pathlib.Path) -> list[Row]:
-  """Starts a rank on each host of a lab whose links are that fast, and reads the rows."""
-  command = [sys.executable, "-m", "benchmarks.hierarchy", *sys.argv[1:], f"--rate={rate}", f"--rows={path}"]
-  with netlab.lab(_HOSTS.value, rate) as hosts:
-    launch.run(command, _HOSTS.value, devices=_DEVICES.value, hosts=hosts)
-  return [Row(*row) for row in json.loads(path.read_text())]
 
 
 def main() -> None:
@@ -178,13 +166,13 @@ def main() -> None:
       raise ValueError("the lab starts its own ranks: run this as one program")
     _rank(pathlib.Path(_ROWS.value))
     return
-  console, rows = make_console(stderr=_JSON.value), []
-  with tempfile.TemporaryDirectory() as folder:
-    for rate in _RATE.value:
-      rows += _lab(rate, pathlib.Path(folder) / "rows.json")
-      console.print(table(rows))
+  console, rows = workers.make_console(stderr=_JSON.value), []
+  for rate in _RATE.value:
+    found = workers.measure_in_lab("benchmarks.hierarchy", _HOSTS.value, rate, devices=_DEVICES.value)
+    rows += [Row(*row) for row in found]
+    console.print(table(rows))
   if _JSON.value:
-    print(json.dumps([row._asdict() for row in rows]))
+    report.print_json(rows)
 
 
 if __name__ == "__main__":

@@ -12,46 +12,27 @@ Verdict = Literal["reproduced", "calibrated", "undecided", "other setting", "con
 TOLERANCE = 0.1  # of the paper's number
 RATIO_TOLERANCE = 0.25  # of the paper's gain over a draw
 NO_GAIN = 0.1  # of it
-HELP = "Print the papers' numbers beside ours, too, before the results."
 _FILE = pathlib.Path(__file__).with_name("paper_tables.toml")
 
 
 class Cell(NamedTuple):
-  """A number of a paper.
+  """A number of a paper."""
 
-  Attributes:
-    paper: whose it is.
-    table: the table or figure.
-    name: of the cell.
-    what: the quantity and its unit.
-    setting: of the paper.
-    benchmark: that measures ours.
-    paper_value: the paper's number; None where it has a curve only.
-    above: whether the paper says only that it is above this number.
-    ours: our number; None where it was not measured.
-    differs: how our setting differs, "" for the same.
-    ratio: whether 1 is a draw.
-    reason: why ours differs, "" where that is not known.
-    noise: standard error of our number, a fraction of it.
-    fitted: whether a parameter of ours was chosen so that ours is the paper's number.
-    repeats: the table whose predictions these numbers restate, "" where they are of their own.
-  """
-
-  paper: str
-  table: str
-  name: str
-  what: str
-  setting: str
-  benchmark: str
-  paper_value: float | None
-  above: bool
-  ours: float | None
-  differs: str
-  ratio: bool
-  reason: str
-  noise: float = 0.0
-  fitted: bool = False
-  repeats: str = ""
+  paper: str  # whose it is
+  table: str  # the table or figure
+  name: str  # of the cell
+  what: str  # the quantity and its unit
+  setting: str  # of the paper
+  benchmark: str  # that measures ours
+  paper_value: float | None  # the paper's number; None where it has a curve only
+  above: bool  # whether the paper says only that it is above this number
+  ours: float | None  # our number; None where it was not measured
+  differs: str  # how our setting differs, "" for the same
+  ratio: bool  # whether 1 is a draw
+  reason: str  # why ours differs, "" where that is not known
+  noise: float = 0.0  # standard error of our number, a fraction of it
+  fitted: bool = False  # whether a parameter of ours was chosen so that ours is the paper's number
+  repeats: str = ""  # the table whose predictions these numbers restate, "" where they are of their own
 
   @property
   def verdict(self) -> Verdict:
@@ -60,11 +41,6 @@ class Cell(NamedTuple):
     reproduced: within a tenth of it; of a ratio, the gain over a draw is within a quarter. contradicted: further off in
     the same setting; of a ratio, no gain, or less than a tenth of the paper's. undecided: within its noise our
     number could have another verdict. calibrated: fitted to the paper's number. repeated: counted in another table.
-
-    Example:
-      >>> cell = Cell("paper", "Table 1", "teams", "speed-up", "GPUs", "train", 1.5, False, 1.4, "CPUs", True, "")
-      >>> [cell._replace(ours=ours).verdict for ours in (1.4, 2.5, 0.9, None)]
-      ['reproduced', 'other setting', 'contradicted', 'not run']
     """
     if self.ours is None or self.paper_value is None:
       return "not run"
@@ -100,15 +76,7 @@ def every() -> tuple[Cell, ...]:
 
 
 def number(paper: str, table: str, name: str) -> float:
-  """The paper's number of a cell.
-
-  Raises:
-    KeyError: if there is no such cell, or it has none.
-
-  Example:
-    >>> number("ASC-WFBP", "Table IV", "resnet152 wfbp")
-    0.956
-  """
+  """The paper's number of a cell; KeyError if there is no such cell, or it has none."""
   values = {(one.paper, one.table, one.name): one.paper_value for one in every()}
   value = values[paper, table, name]
   if value is None:

@@ -26,6 +26,11 @@ class Goal(NamedTuple):
   met: bool | None  # whether it is reached
 
 
+def goal(what: str, measured: float | None, least: float = -math.inf, most: float = math.inf) -> Goal:
+  """A goal that is met from `least` to `most`."""
+  return Goal(what, measured, None if measured is None else least <= measured <= most)
+
+
 def say(goals: Sequence[Goal], console: rich.console.Console) -> None:
   """Prints a line for each goal: the measured ratio, and whether the goal is met."""
   for goal in goals:
@@ -34,15 +39,23 @@ def say(goals: Sequence[Goal], console: rich.console.Console) -> None:
 
 
 def table(
-  title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1, caption: str | None = None
+  title: str,
+  heads: Sequence[str],
+  rows: Iterable[Sequence[str]],
+  text: int = 1,
+  caption: str | None = None,
+  wraps: Sequence[str] = (),
 ) -> rich.table.Table:
-  """A table whose first `text` columns are text, the others numbers; lines divide rows that share the first column."""
+  """A table whose first `text` columns are text, the others numbers; lines divide rows that share the first column.
+
+  Cells under the heads `wraps` may take several lines.
+  """
   rows = list(rows)
   groups = [row[0] for row, before in zip(rows, [[None], *rows], strict=False) if row[0] != before[0]]
   grouped = len(set(groups)) == len(groups) < len(rows)
   found = rich.table.Table(title=title, caption=caption)
   for number, head in enumerate(heads):
-    found.add_column(head, justify="left" if number < text else "right", no_wrap=True)
+    found.add_column(head, justify="left" if number < text else "right", no_wrap=head not in wraps, overflow="fold")
   for row, after in zip(rows, [*rows[1:], [""]], strict=True):
     found.add_row(*row, end_section=grouped and row[0] != after[0])
   return found
@@ -54,9 +67,14 @@ def spread(values: Sequence[float], form: str) -> str:
   return f"{statistics.mean(values):{form}}{deviation}"
 
 
-def milliseconds(seconds: float | None) -> str:
+def number(value: float | None, form: str) -> str:
+  """A number as text; – for none."""
+  return "–" if value is None else f"{value:{form}}"
+
+
+def milliseconds(seconds: float | None, digits: int = 1) -> str:
   """Seconds as text, in milliseconds; – for none."""
-  return "–" if seconds is None else f"{1e3 * seconds:,.1f}"
+  return number(None if seconds is None else 1e3 * seconds, f",.{digits}f")
 
 
 def ratio(above: float | None, below: float | None, digits: int = 2) -> str:
@@ -76,7 +94,7 @@ def keep(path: pathlib.Path, head: Mapping[str, Any], lists: Mapping[str, Iterab
   """Replaces a JSON file: what `head` has, and lists of records, a record a line; infinite numbers become null."""
   lines = [f'"{name}": {json.dumps(value)}' for name, value in head.items()]
   for name, records in lists.items():
-    lines.append(f'"{name}": [\n' + ",\n".join(json.dumps(finite(one)._asdict()) for one in records) + "\n]")
+    lines.append(f'"{name}": [\n' + ",\n".join(json.dumps(plain(one)) for one in records) + "\n]")
   replace(path, "{" + ",\n".join(lines) + "}\n")
 
 
@@ -85,10 +103,19 @@ def rounded(value: Any) -> Any:
   return jax.tree.map(lambda leaf: float(f"{leaf:.6g}") if isinstance(leaf, float) else leaf, value)
 
 
-def finite(value: Any) -> Any:
-  """The same with None for numbers that are not finite, which JSON does not have."""
-  is_number = lambda leaf: not isinstance(leaf, float) or math.isfinite(leaf)
-  return jax.tree.map(lambda leaf: leaf if is_number(leaf) else None, value)
+def plain(value: Any) -> Any:
+  """The same for JSON: named tuples as dictionaries, numbers that are not finite as None."""
+  if isinstance(value, float):
+    return value if math.isfinite(value) else None
+  value = value._asdict() if hasattr(value, "_asdict") else value
+  if isinstance(value, Mapping):
+    return {name: plain(one) for name, one in value.items()}
+  return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def print_json(value: Any) -> None:
+  """Prints what --json asks for."""
+  print(json.dumps(plain(value)))
 
 
 @contextlib.contextmanager

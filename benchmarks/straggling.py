@@ -1,14 +1,14 @@
 r"""Partial reduce really run beside all-reduce: processes on this machine, some of them slowed by sleeping, one killed.
 
-Every worker is a process that trains an MLP on the digits. A step takes --pace seconds of sleep on top of its
-arithmetic, which stands for the accelerator that this machine does not have, and --factor times as long at the --slow
+Every worker is a process that trains an MLP on the digits. A step takes 0.05 seconds of sleep on top of its
+arithmetic, which stands for the accelerator that this machine does not have, and three times as long at the --slow
 slowest. Three runs, one after the other:
 
     all-reduce         js.make_train_step with dense gradients, processes of JAX over gloo
     partial reduce     js.partial.Worker, each at its own pace
     one killed         the same; a fast worker is killed after half of the time that the run before took
 
-Each counts seconds from when all workers have compiled and are ready, until worker 0's model has the --target accuracy
+Each counts seconds from when all workers have compiled and are ready, until worker 0's model has an accuracy of 0.96
 on the test set, which it looks at after each step.
 
 Examples:
@@ -31,62 +31,52 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-import rich.table
 from absl import flags
 from jax.experimental import multihost_utils
 
 import jaxsparse as js
 from benchmarks import entry, report, workers
-from benchmarks.tasks import data, small
+from benchmarks.tasks import data, images
 from benchmarks.tasks.base import Batch, model_of
 from jaxsparse import launch
 from jaxsparse.launch.rank import START_TIMEOUT
 
 _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.")
 _SLOW = flags.DEFINE_integer("slow", 2, "How many of them are slow.")
-_FACTOR = flags.DEFINE_float("factor", 3, "How many times as long a step of theirs takes.")
-_PACE = flags.DEFINE_float("pace", 0.05, "Seconds that a step takes beside its arithmetic.")
 _GROUP_SIZE = flags.DEFINE_integer("group_size", 2, "Workers in a group of partial reduce.")
 _WEIGHTS = flags.DEFINE_enum("weights", "dynamic", ["constant", "dynamic"], "Of partial reduce.")
-_TARGET = flags.DEFINE_float("target", 0.96, "Test accuracy to reach.")
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images of each worker in each step.")
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, "Of SGD with momentum 0.9.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the parameters and the order of the batches.")
-_LIMIT = flags.DEFINE_float("limit", 120, "Seconds that a run may take to the target.")
 _ROLE = flags.DEFINE_string("role", None, "Internal: the role of a process that this program starts.")
 _FOLDER = flags.DEFINE_string("folder", None, "Internal: where the processes of a run meet.")
-_JSON = flags.DEFINE_bool("json", False, "Print the result as JSON on standard output, the rest on standard error.")
+_JSON = entry.define_json()
+
+_FACTOR = 3  # times as long a step of a slow worker takes
+_PACE, _LIMIT = 0.05, 120.0  # seconds: of a step beside its arithmetic, and that a run may take to the target
+_TARGET = 0.96  # test accuracy to reach
+_BATCH_SIZE, _LEARNING_RATE, _SEED = 16, 0.02, 0  # of each worker in each step; of SGD with momentum 0.9
 
 
 class Outcome(NamedTuple):
-  """Worker 0's run until the target.
+  """Worker 0's run until the target."""
 
-  Attributes:
-    run: which.
-    seconds: until then; None if it did not.
-    accuracy: at the end.
-    iterations: of worker 0's model.
-  """
-
-  run: str
-  seconds: float | None
-  accuracy: float
-  iterations: int
+  run: str  # which
+  seconds: float | None  # until then; None if it did not
+  accuracy: float  # at the end
+  iterations: int  # of worker 0's model
 
 
 class _Task:
   """The task of one worker, and the time it takes for a step."""
 
   def __init__(self, number: int):
-    self._task = small.make("mlp", data.load("digits"))
-    self.model = model_of(self._task, _SEED.value)
-    self.tx = optax.sgd(_LEARNING_RATE.value, momentum=0.9)
+    self._task = images.make_small("mlp", data.load("digits"))
+    self.model = model_of(self._task, _SEED)
+    self.tx = optax.sgd(_LEARNING_RATE, momentum=0.9)
     slow = number >= _WORKERS.value - _SLOW.value
-    self.pace = _PACE.value * (_FACTOR.value if slow else 1)
+    self.pace = _PACE * (_FACTOR if slow else 1)
 
   def batches(self, workers: int, number: int = 0) -> Iterator[Batch]:
     """Endless batches of so many workers, others for each number."""
-    return self._task.stream(data.seed_of(_SEED.value, number), workers, _BATCH_SIZE.value)
+    return self._task.stream(data.seed_of(_SEED, number), workers, _BATCH_SIZE)
 
 
 class _Finish:
@@ -99,12 +89,10 @@ class _Finish:
   def reached(self, params: Any, iterations: int) -> bool:
     """Whether the target is reached, or the time is up."""
     accuracy, seconds = self._accuracy(params), time.perf_counter() - self._start
-    if accuracy < _TARGET.value and seconds < _LIMIT.value:
+    if accuracy < _TARGET and seconds < _LIMIT:
       return False
-    outcome = Outcome(self._run, seconds if accuracy >= _TARGET.value else None, accuracy, iterations)
-    beside = self._file.with_suffix(".new")
-    beside.write_text(json.dumps(outcome))
-    beside.rename(self._file)
+    outcome = Outcome(self._run, seconds if accuracy >= _TARGET else None, accuracy, iterations)
+    report.replace(self._file, json.dumps(outcome))
     return True
 
 
@@ -153,15 +141,11 @@ def _partial(folder: pathlib.Path, number: int, address: str, run: str) -> None:
       done = finish.reached(params, iteration) if number == 0 else (folder / "outcome").exists()
 
 
-def _outcome(folder: pathlib.Path) -> Outcome:
-  return Outcome(*json.loads((folder / "outcome").read_text()))
-
-
 def run_all_reduce() -> Outcome:
   """The whole run, every rank a process."""
   with tempfile.TemporaryDirectory(prefix="jaxsparse-") as folder:
-    launch.run(_command(folder, "all-reduce"), _WORKERS.value, limit=_LIMIT.value + 60)
-    return _outcome(pathlib.Path(folder))
+    launch.run(_command(folder, "all-reduce"), _WORKERS.value, limit=_LIMIT + 60)
+    return Outcome(*json.loads(pathlib.Path(folder, "outcome").read_text()))
 
 
 def run_partial(run: str, kill_after: float | None = None) -> Outcome:
@@ -184,18 +168,14 @@ def run_partial(run: str, kill_after: float | None = None) -> Outcome:
     if kill_after is not None:
       time.sleep(kill_after)
       processes[1].kill()
-    _wait_for("training", (folder / "outcome").exists, processes[:1], _LIMIT.value + 30)
+    _wait_for("training", (folder / "outcome").exists, processes[:1], _LIMIT + 30)
     for process in processes:
       process.wait(30)
-    return _outcome(folder)
+    return Outcome(*json.loads((folder / "outcome").read_text()))
 
 
 def _wait_for(what: str, condition: Callable[[], bool], processes: list[subprocess.Popen], limit: float) -> None:
-  """Returns when the condition holds.
-
-  Raises:
-    RuntimeError: if a process fails before, or it takes too long.
-  """
+  """Returns when the condition holds; RuntimeError if a process fails before, or it takes too long."""
   end = time.monotonic() + limit
   while not condition():
     if failed := {number: process.returncode for number, process in enumerate(processes) if process.poll()}:
@@ -213,15 +193,10 @@ def goals(outcomes: list[Outcome]) -> list[report.Goal]:
   """How much faster partial reduce is, and whether it gets there without a worker that died."""
   base, partial, killed = (outcome.seconds for outcome in outcomes)
   ratio = base / partial if base and partial else None
+  reached = f"with a worker killed half-way the target of {_TARGET:g} is reached, accuracy"
   return [
-    report.Goal(
-      "partial reduce ≥ 1.5 × as fast to the target as all-reduce", ratio, None if ratio is None else ratio >= 1.5
-    ),
-    report.Goal(
-      f"with a worker killed half-way the target of {_TARGET.value:g} is reached, accuracy",
-      outcomes[2].accuracy,
-      killed is not None,
-    ),
+    report.goal("partial reduce ≥ 1.5 × as fast to the target as all-reduce", ratio, least=1.5),
+    report.Goal(reached, outcomes[2].accuracy, killed is not None),
   ]
 
 
@@ -239,21 +214,16 @@ def main() -> None:
     raise ValueError(f"--slow={_SLOW.value}, choose 0 … {_WORKERS.value - 2}: two workers at least are fast")
   js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value)  # raises ValueError for wrong flags
   outcomes = [run_all_reduce(), run_partial("partial reduce")]
-  outcomes.append(run_partial("one killed", (outcomes[1].seconds or _LIMIT.value) / 2))
+  outcomes.append(run_partial("one killed", (outcomes[1].seconds or _LIMIT) / 2))
   kind = f"groups of {_GROUP_SIZE.value}, {_WEIGHTS.value} weights"
-  table = rich.table.Table(
-    title=f"{_WORKERS.value} processes, {_SLOW.value} of them {_FACTOR.value:g} × as slow, {kind}"
-  )
-  for head in ("run", f"seconds to {_TARGET.value:g}", "accuracy", "iterations of worker 0"):
-    table.add_column(head, justify="left" if head == "run" else "right")
-  for one in outcomes:
-    seconds = "N/A" if one.seconds is None else f"{one.seconds:.1f}"
-    table.add_row(one.run, seconds, f"{one.accuracy:.4f}", str(one.iterations))
-  console.print(table)
+  lines = [[one.run, report.number(one.seconds, ".1f"), f"{one.accuracy:.4f}", str(one.iterations)] for one in outcomes]
+  heads = "run", f"seconds to {_TARGET:g}", "accuracy", "iterations of worker 0"
+  title = f"{_WORKERS.value} processes, {_SLOW.value} of them {_FACTOR:g} × as slow, {kind}"
+  console.print(report.table(title, heads, lines))
   reached = goals(outcomes)
   report.say(reached, console)
   if _JSON.value:
-    print(json.dumps({"runs": [one._asdict() for one in outcomes], "goals": [goal._asdict() for goal in reached]}))
+    report.print_json({"runs": outcomes, "goals": reached})
 
 
 if __name__ == "__main__":

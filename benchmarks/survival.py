@@ -22,42 +22,32 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-import rich.table
 from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import entry, workers
+from benchmarks import entry, report, workers
 from jaxsparse import _compat
 from jaxsparse.launch.start import free_port
 
-_ENTRIES = flags.DEFINE_integer("n", 1_000_000, "Entries of the model.")
-_HEARTBEAT = flags.DEFINE_integer("heartbeat", 10, "Seconds without a sign of life after which JAX takes one for dead.")
-_SECONDS = flags.DEFINE_float("seconds", 20, "How long the processes that are left go on after the death.")
 _RANK = flags.DEFINE_string("rank", None, "Internal: RANK,ADDRESS,FOLDER,RECOVERABLE,AGAIN of one process.")
 
+_ENTRIES = 1_000_000  # of the model
+_HEARTBEAT = 10  # seconds without a sign of life after which JAX takes one for dead
+_SECONDS = 20.0  # how long the processes that are left go on after the death
 _LATER = 10.0  # seconds that the others run on when process 0 has left
 _GRACE = 30.0  # seconds beyond the time that the processes shall run, then they are ended
 _Pair = tuple[int, int]
 
 
 class Fate(NamedTuple):
-  """The outcome of a run.
+  """The outcome of a run."""
 
-  Attributes:
-    told: whether process 1 was told that its average with 2 failed.
-    others: averages that 0 and 1 had after the death.
-    back: averages that 2 had after its return.
-    alive: which of the processes 0 and 1 lived until 0 left.
-    outlives: whether 1 lived on then.
-    said: the error that 2 met after its return, or 1 where it could not return.
-  """
-
-  told: bool
-  others: int
-  back: int
-  alive: list[int]
-  outlives: bool
-  said: str
+  told: bool  # whether process 1 was told that its average with 2 failed
+  others: int  # averages that 0 and 1 had after the death
+  back: int  # averages that 2 had after its return
+  alive: list[int]  # which of the processes 0 and 1 lived until 0 left
+  outlives: bool  # whether 1 lived on then
+  said: str  # the error that 2 met after its return, or 1 where it could not return
 
 
 class _Process:
@@ -68,8 +58,8 @@ class _Process:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_recoverability", recoverable)
-    jax.distributed.initialize(address, 3, rank, heartbeat_timeout_seconds=_HEARTBEAT.value)
-    self._mine = np.full(_ENTRIES.value, rank, np.float32)
+    jax.distributed.initialize(address, 3, rank, heartbeat_timeout_seconds=_HEARTBEAT)
+    self._mine = np.full(_ENTRIES, rank, np.float32)
 
   def average(self, pair: _Pair) -> None:
     """Tries one average and records its outcome."""
@@ -77,7 +67,7 @@ class _Process:
       mesh = Mesh(np.array([device for device in jax.devices() if device.process_index in pair]), ("group",))
       spec = PartitionSpec("group")
       mean = jax.jit(_compat.shard_map(lambda x: jax.lax.pmean(x, "group"), mesh, (spec,), spec))
-      shape, place = (2 * _ENTRIES.value,), NamedSharding(mesh, spec)
+      shape, place = (2 * _ENTRIES,), NamedSharding(mesh, spec)
       jax.block_until_ready(mean(jax.make_array_from_callback(shape, place, lambda _: self._mine)))
       self._log.write(f"{pair} came\n")
     except Exception as error:
@@ -100,7 +90,7 @@ def _run(rank: int, address: str, folder: pathlib.Path, recoverable: bool, again
       os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
       process.average((1, 2))
-  end = time.monotonic() + _SECONDS.value + (_LATER if rank else 0)
+  end = time.monotonic() + _SECONDS + (_LATER if rank else 0)
   while time.monotonic() < end:
     if rank < 2:
       process.average((0, 1))
@@ -127,8 +117,8 @@ def measure(recoverable: bool) -> Fate:
     first[2].wait()
     time.sleep(5)
     back = start(2, again=True)
-    end = time.monotonic() + _SECONDS.value + _GRACE
-    first[0].wait(_SECONDS.value + _GRACE)
+    end = time.monotonic() + _SECONDS + _GRACE
+    first[0].wait(_SECONDS + _GRACE)
     alive = [rank for rank in (0, 1) if first[rank].poll() in (None, 0)]
     for process in (first[1], back):
       with contextlib.suppress(subprocess.TimeoutExpired):
@@ -150,17 +140,15 @@ def main() -> None:
   if _RANK.value:
     rank, address, folder, recoverable, again = _RANK.value.split(",")
     _run(int(rank), address, pathlib.Path(folder), bool(int(recoverable)), bool(int(again)))
-  table = rich.table.Table(title="three processes of JAX over gloo; process 2 dies, and comes back")
-  for head in ("recoverable", "1 is told", "averages of 0, 1 after it", "of 2 again", "alive", "1 outlives 0", "error"):
-    table.add_column(head)
+  yes = lambda holds: "yes" if holds else "no"
+  lines = []
   for way in (False, True):
     fate = measure(way)
     alive = " and ".join(map(str, fate.alive)) or "neither"
-    told = "yes" if fate.told else "no"
-    table.add_row(
-      "yes" if way else "no", told, str(fate.others), str(fate.back), alive, "yes" if fate.outlives else "no", fate.said
-    )
-  workers.make_console().print(table)
+    lines.append([yes(way), yes(fate.told), str(fate.others), str(fate.back), alive, yes(fate.outlives), fate.said])
+  heads = "recoverable", "1 is told", "averages of 0, 1 after it", "of 2 again", "alive", "1 outlives 0", "error"
+  title = "three processes of JAX over gloo; process 2 dies, and comes back"
+  workers.make_console().print(report.table(title, heads, lines, text=len(heads), wraps=heads))
 
 
 if __name__ == "__main__":

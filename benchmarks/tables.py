@@ -223,8 +223,7 @@ def heterogeneous(*parts: str) -> str:
   """Parts of the comparison in virtual time as `benchmarks.heterogeneous` prints them, or `speed_ups` over a worker."""
   rows = virtual.from_json(json.loads((RESULTS / "heterogeneous.json").read_text())["rows"])
   if parts == ("speed_ups",):
-    scale = in_virtual_time.speed_ups([row for row in rows if row.part == "scale"])
-    return _of_rich("", {"": in_virtual_time.scale_table(scale)})
+    return _of_rich("", {"": in_virtual_time.scale_table(in_virtual_time.speed_ups(rows))})
   groups = in_virtual_time.group_by_environment(row for row in rows if row.part in parts)
   return _of_rich("workers", {str(own[0].environment): in_virtual_time.table(own, "") for own in groups})
 

@@ -16,7 +16,6 @@ Examples:
 """
 
 import itertools
-import json
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from absl import flags
 
 import jaxsparse as js
 from benchmarks import entry, methods, recipes, report, workers
-from benchmarks.tasks import data, lm, small
+from benchmarks.tasks import data, images, lm
 from benchmarks.tasks.base import Task
 from benchmarks.trainer import Trainer
 
@@ -38,7 +37,7 @@ _ENGINE = flags.DEFINE_enum("engine", "devices", list(workers.ENGINES), workers.
 _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that a sparse all-reduce delivers in a step.")
 _TASK = flags.DEFINE_enum("task", "images", ["images", "lm"], "lm: a byte-level language model, see tasks/lm.py.")
-_MODEL = flags.DEFINE_enum("model", "cnn", list(small.MODELS), "The model to train on images.")
+_MODEL = flags.DEFINE_enum("model", "cnn", list(images.SMALL), "The model to train on images.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Train on CIFAR-10: the folder that holds cifar-10-batches-py.")
 _STEPS = flags.DEFINE_integer("steps", 1500, "Training steps of each algorithm.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images, or windows of text, of each worker.", lower_bound=1)
@@ -50,7 +49,7 @@ _TRACE = flags.DEFINE_list("trace", [], "Metrics of js.metrics to draw over the 
 _REPORT_DIR = entry.define_report_dir("train.json and the figures demo.png and trace.png")
 _JSON = entry.define_json()
 
-entry.require(_TRACE, lambda names: set(names) <= set(js.Metrics.names()), f"from {', '.join(js.Metrics.names())}")
+entry.require_choices(_TRACE, js.Metrics.names())
 
 
 CURVE_POINTS = 40  # evaluations during a run
@@ -172,7 +171,9 @@ def _make_tasks() -> list[Task]:
       raise ValueError(f"--{idle[0]} is for --task=images: --task=lm has a model and a text of its own")
     return [lm.small()]
   name, folds = "cifar10" if _DATA_DIR.value else "digits", _FOLDS.value if _FOLDS.value > 1 else data.FOLDS
-  return [small.make(_MODEL.value, data.load(name, _DATA_DIR.value, fold, folds)) for fold in range(_FOLDS.value)]
+  return [
+    images.make_small(_MODEL.value, data.load(name, _DATA_DIR.value, fold, folds)) for fold in range(_FOLDS.value)
+  ]
 
 
 def _compare(
@@ -223,7 +224,7 @@ def main() -> None:
     trace(runs, _TRACE.value, title, path)
     console.print(f"figure: {path}")
   if _JSON.value:
-    print(json.dumps({"title": title, "runs": [run._asdict() for run in runs]}))
+    report.print_json({"title": title, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Where the workers of a benchmark run: devices of this process, processes, ranks of MPI, or simulated."""
 
+import json
 import os
 import pathlib
 import sys
-from typing import NamedTuple
+import tempfile
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ import rich.console
 from jax.sharding import Mesh
 
 import jaxsparse as js
+from benchmarks import netlab
 from jaxsparse import launch
 from jaxsparse.launch import guard
 
@@ -62,6 +65,15 @@ def launched(engine: str, workers: int) -> bool:
   program = ["-m", spec.name] if spec else [str(pathlib.Path(sys.argv[0]).resolve())]
   launch.run([sys.executable, *program, *sys.argv[1:]], workers, "mpi" if engine == "mpi" else "processes")
   return True
+
+
+def measure_in_lab(program: str, hosts: int, rate: str, transport: Any = "processes", devices: int = 1) -> Any:
+  """Starts a rank on each host of a lab whose links are that fast; the JSON that rank 0 has written to --rows."""
+  with tempfile.TemporaryDirectory() as folder, netlab.lab(hosts, rate) as team:
+    path = pathlib.Path(folder) / "rows.json"
+    command = [sys.executable, "-m", program, *sys.argv[1:], f"--rate={rate}", f"--rows={path}"]
+    launch.run(command, hosts, transport, devices=devices, hosts=team)
+    return json.loads(path.read_text())
 
 
 def here(engine: str, workers: int) -> Workers:

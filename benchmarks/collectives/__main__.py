@@ -42,9 +42,8 @@ from absl import flags
 
 import jaxsparse as js
 from benchmarks import entry, netlab, recorded, specs, workers
-from benchmarks.collectives import rows
-from benchmarks.collectives.rows import Kept
-from benchmarks.collectives.updates import Bench, Row
+from benchmarks.collectives import updates
+from benchmarks.collectives.updates import Bench, Kept, Row
 from jaxsparse import launch
 
 _ALGORITHMS = flags.DEFINE_multi_string("algorithms", ["all"], specs.HELP)
@@ -115,7 +114,7 @@ def _measure(size: int, rate: str, kept: Kept) -> bool:
     profile = js.costs.fit(place.where, algorithms=labels, seconds=math.inf)
   show = lambda text: print(text, file=sys.stderr if _JSON.value else sys.stdout, flush=True)
   if place.reports:
-    show(rows.heading(_PREDICT.value))
+    show(updates.heading(_PREDICT.value))
   for n, of_size in itertools.groupby(cases, lambda case: case[0]):
     gradients = recorded.gradients(place, recorded.path_in(_CACHE_DIR.value), n) if real else None
     bench = Bench(place, _ENGINE.value, n, _WARM_UP.value or (30 if real else 1), _REPETITIONS.value, gradients)
@@ -130,7 +129,7 @@ def _measure(size: int, rate: str, kept: Kept) -> bool:
         predictions = js.costs.advise(n, profile).predictions if profile else []
         row = row._replace(predicted=next((one.seconds for one in predictions if one.label == label(spec)), None))
         kept.add(row.as_dict())
-        show(rows.line(row))
+        show(updates.line(row))
   return place.reports
 
 
@@ -160,7 +159,7 @@ def _report(measured: Sequence[Row], failed: Sequence[str]) -> bool:
   """Shows all rows and what failed; whether everything is as it should be."""
   console = workers.make_console(stderr=_JSON.value)
   if measured:
-    console.print(rows.table(measured))
+    console.print(updates.table(measured))
     console.print(f"rows: {_path()}", soft_wrap=True)
   wrong = sum(row.wrong for row in measured)
   console.print(f"wrong entries: {wrong:,}{'' if wrong else ' OK'}")

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse as js
 from benchmarks.netlab.namespaces import started
-from benchmarks.tasks import data, small
+from benchmarks.tasks import data, images
 from benchmarks.tasks.base import model_of
 from benchmarks.workers import Workers, here
 from jaxsparse import flatten, launch
@@ -57,7 +57,7 @@ class Training:
 
   def __init__(self, place: Workers, settings: Phase):
     self.place, self.settings = place, settings
-    self._task = small.make("cnn", data.load("digits"))
+    self._task = images.make_small("cnn", data.load("digits"))
     self._model = model_of(self._task, settings.seed)
     schedule = optax.cosine_decay_schedule(0.1, settings.steps)
     sparse = js.spardl_transform(place.axis, density=settings.density)

@@ -30,25 +30,16 @@ class Span(NamedTuple):
 
 
 class Simulation(NamedTuple):
-  """The result of one method.
+  """The result of one method."""
 
-  Attributes:
-    seconds: of virtual time until the target was `reached`, or until the end.
-    updates: averages, or steps of the one model, until then; `gradients` those of all workers.
-    curve: (seconds, updates, value of `evaluate`) of each evaluation.
-    params: at the end; the mean over the workers if they have models of their own.
-    groups: of partial reduce, in the order in which they were formed.
-    timeline: of all workers.
-  """
-
-  seconds: float
+  seconds: float  # of virtual time until the target was `reached`, or until the end
   reached: bool
-  updates: int
+  updates: int  # averages, or steps of the one model, until then; `gradients` those of all workers
   gradients: int
-  curve: list[tuple[float, int, float]]
-  params: Any
-  groups: list[Group]
-  timeline: list[Span]
+  curve: list[tuple[float, int, float]]  # (seconds, updates, value of `evaluate`) of each evaluation
+  params: Any  # at the end; the mean over the workers if they have models of their own
+  groups: list[Group]  # of partial reduce, in the order in which they were formed
+  timeline: list[Span]  # of all workers
 
 
 def shared_paces(
@@ -60,12 +51,7 @@ def shared_paces(
   1 + occupancy · (level − 1) times as long: it does its part of a step for each worker in turn. From a jitter of about
   1 on the distribution has a heavy tail, as on machines that other jobs share (§5.3).
 
-  Returns:
-    One function for each worker, which draws a step time in seconds from a random generator.
-
-  Example:
-    >>> [pace(np.random.default_rng(0)) for pace in shared_paces(3, level=2, jitter=0, occupancy=0.5)]
-    [1.0, 1.5, 1.5]
+  Each is a function that draws a step time in seconds from a random generator.
   """
   medians = [1.0] * (workers - level) + [1 + occupancy * (level - 1)] * level
   return [functools.partial(_draw_lognormal, median=seconds * median, jitter=jitter) for median in medians]
@@ -94,32 +80,22 @@ class Method(Protocol):
 class Lab:
   """N workers in virtual time, and the network between them.
 
-  Args:
-    loss: of parameters and a batch.
-    params: to start from.
-    batches: of a worker's number; returns an endless iterator of that worker's batches.
-    paces: one function for each worker, which draws the seconds of a step.
-    tx: an optax optimizer, with a state for each model. Methods are comparable if it is linear (SGD, momentum): where a
-      step takes the gradient of one worker, the gradient is divided by N.
-    alpha: seconds for each message: of an all-reduce, to and from a server, another worker, or the controller.
-    beta: seconds for each byte of a model.
-    links: for each worker, how many times as long its messages take; an average takes as long as its slowest member's.
-      By default 1 for all.
-    seed: of step times and random choices.
+  Methods are comparable if `tx` is linear (SGD, momentum): where a step takes the gradient of one worker, the gradient
+  is divided by N.
   """
 
   def __init__(
     self,
-    loss: Callable[[Any, Any], jax.Array],
-    params: Any,
-    batches: Callable[[int], Iterator[Any]],
-    paces: Sequence[Pace],
-    tx: optax.GradientTransformation,
+    loss: Callable[[Any, Any], jax.Array],  # of parameters and a batch
+    params: Any,  # to start from
+    batches: Callable[[int], Iterator[Any]],  # of a worker's number: its batches, without an end
+    paces: Sequence[Pace],  # draw the seconds of a step of each worker
+    tx: optax.GradientTransformation,  # has a state for each model
     *,
-    alpha: float = 0.0,
-    beta: float = 0.0,
-    links: Sequence[float] | None = None,
-    seed: int = 0,
+    alpha: float = 0.0,  # seconds a message: of an all-reduce, to and from a server, a worker, or the controller
+    beta: float = 0.0,  # seconds a byte of a model
+    links: Sequence[float] | None = None,  # how many times as long each worker's messages take
+    seed: int = 0,  # of step times and random choices
   ):
     check_start(params)
     self.workers = len(paces)

@@ -3,17 +3,16 @@
 import functools
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import optax
 
 import jaxsparse as js
-from benchmarks import report
 from benchmarks.heterogeneous import methods
 from benchmarks.heterogeneous.lab import Lab, Simulation, shared_paces
-from benchmarks.tasks import data, small
+from benchmarks.tasks import data, images
 from benchmarks.tasks.base import model_of
 from jaxsparse.partial.controller import Group
 
@@ -49,51 +48,34 @@ class Settings(NamedTuple):
   """
 
   workers: int
-  batch_size: int
-  rate: float
-  target: float
-  limit: float
-  wire: float
-  slow_link: float
-  folds: int
+  rate: float  # of learning
+  target: float  # test accuracy to reach
+  limit: float  # seconds of virtual time
+  folds: int = 1  # of cross-validation
+  batch_size: int = 16  # images of each worker in a step
+  wire: float = 0.1  # seconds that one model takes from one worker to another
+  slow_link: float = 10.0  # how many times as long a message takes on a slow link
 
 
 class Row(NamedTuple):
-  """One method in one environment: means over the runs, one for each seed and fold.
-
-  Attributes:
-    reached: how many of the runs reached the target.
-    seconds: of virtual time to the target; None if not all reached it.
-    deviation: of the seconds over the runs.
-    updates: to the target, or until the end; `gradients` likewise.
-    per_update: seconds of virtual time.
-    rho: of the groups; None without groups.
-  """
+  """One method in one environment: means over the runs, one for each seed and fold."""
 
   part: str
   label: str
   environment: Environment
   settings: Settings
   runs: int
-  reached: int
-  seconds: float | None
-  deviation: float
-  updates: float
+  reached: int  # how many of the runs reached the target
+  seconds: float | None  # of virtual time to the target; None if not all reached it
+  deviation: float  # of the seconds over the runs
+  updates: float  # to the target, or until the end; `gradients` likewise
   gradients: float
-  per_update: float
-  rho: float | None
+  per_update: float  # seconds of virtual time
+  rho: float | None  # of the groups; None without groups
 
 
 def parse_method(label: str, workers: int) -> Method:
-  """The method that a label of --methods names.
-
-  Raises:
-    ValueError: for an unknown name, a group size or an α that does not fit.
-
-  Example:
-    >>> parse_method("initial:3:0.9", workers=8)
-    Method(label='initial:3:0.9', name='dynamic', options={'group_size': 3, 'decay': 0.9, 'missing': 'initial'})
-  """
+  """The method that a label of --methods names; ValueError for a name, a group size or an α that does not fit."""
   if label in methods.NAMES:
     return Method(label, label, {"backups": 3 * workers // 8} if label == "backup" else {})  # the paper's 3 of 8
   found = re.fullmatch(r"(constant):(\d+)|(dynamic|initial):(\d+)(?::(.+))?", label)
@@ -117,7 +99,7 @@ class Bench:
   def __init__(self, settings: Settings) -> None:
     self._settings = settings
     folds = settings.folds if settings.folds > 1 else data.FOLDS
-    self._task = functools.cache(lambda fold: small.make("mlp", data.load("digits", fold=fold, folds=folds)))
+    self._task = functools.cache(lambda fold: images.make_small("mlp", data.load("digits", fold=fold, folds=folds)))
 
   def simulate(self, method: Method, environment: Environment, seed: int, fold: int = 0) -> Simulation:
     """One run."""
@@ -144,11 +126,6 @@ def rho(groups: Sequence[Group], workers: int) -> float:
 
   Each W averages the models of one group, X ← X W, and leaves the others as they are. 0 if every group has all
   workers, 1 if the workers are not connected.
-
-  Example:
-    >>> pairs = [Group(pair, (0.5, 0.5), 1) for pair in ((0, 1), (1, 2), (0, 2))]  # Figure 4(a)
-    >>> round(rho(pairs, workers=3), 6)
-    0.5
   """
   total = np.zeros((workers, workers))
   for group in groups:
@@ -164,33 +141,23 @@ def make_row(
   part: str, method: Method, environment: Environment, settings: Settings, runs: Sequence[Simulation]
 ) -> Row:
   """Means over the runs of all seeds and folds."""
-  reached = sum(run.reached for run in runs)
   seconds = [run.seconds for run in runs]
+  everywhere = all(run.reached for run in runs)
   return Row(
-    part,
-    method.label,
-    environment,
-    settings,
-    len(runs),
-    reached,
-    statistics.mean(seconds) if reached == len(runs) else None,
-    statistics.stdev(seconds) if len(runs) > 1 else 0.0,
-    statistics.mean(run.updates for run in runs),
-    statistics.mean(run.gradients for run in runs),
-    statistics.mean(run.seconds / max(1, run.updates) for run in runs),
-    statistics.mean(rho(run.groups, environment.workers) for run in runs) if all(run.groups for run in runs) else None,
+    *(part, method.label, environment, settings, len(runs)),
+    reached=sum(run.reached for run in runs),
+    seconds=statistics.mean(seconds) if everywhere else None,
+    deviation=statistics.stdev(seconds) if len(runs) > 1 else 0.0,
+    updates=statistics.mean(run.updates for run in runs),
+    gradients=statistics.mean(run.gradients for run in runs),
+    per_update=statistics.mean(run.seconds / max(1, run.updates) for run in runs),
+    rho=statistics.mean(rho(run.groups, environment.workers) for run in runs)
+    if all(run.groups for run in runs)
+    else None,
   )
 
 
-def to_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
-  """The rows for JSON; `from_json` is the inverse."""
-  nested = lambda one: {"environment": one.environment._asdict(), "settings": one.settings._asdict()}
-  return [report.rounded(one._asdict() | nested(one)) for one in rows]
-
-
 def from_json(rows: Sequence[dict[str, Any]]) -> list[Row]:
-  """The rows of `to_json`."""
-  return [
-    Row(**one)._replace(environment=Environment(**one["environment"]), settings=Settings(**one["settings"]))
-    for one in rows
-  ]
+  """The rows of a file."""
+  nested = lambda one: {"environment": Environment(**one["environment"]), "settings": Settings(**one["settings"])}
+  return [Row(**one | nested(one)) for one in rows]

@@ -24,8 +24,6 @@ Examples:
 
 import json
 import pathlib
-import sys
-import tempfile
 from typing import Any, get_args
 
 import rich.console
@@ -44,27 +42,19 @@ _KINDS = list(get_args(Kind))
 
 _MODEL = flags.DEFINE_list("model", list(architectures.MODELS), "Networks.")
 _PLAN = flags.DEFINE_list("plan", _KINDS, "Kinds of plans.")
+for _flag, _choices in ((_MODEL, list(architectures.MODELS)), (_PLAN, _KINDS)):
+  entry.require_choices(_flag, _choices, empty=False)
 _ALPHA = flags.DEFINE_float("alpha", 1.4e-3, "Seconds to start an all-reduce.")
 _BETA = flags.DEFINE_float("beta", 1.7e-9, "Seconds a byte of an all-reduce.")
 _GAMMA = flags.DEFINE_float("gamma", 1.5, "Two all-reduces at once take so many times as long for a byte.")
 _WAYS = flags.DEFINE_integer("ways", 2, "How many may be under way at once.")
 _CONTENTION = flags.DEFINE_bool("contention", False, "Two all-reduces at once by message size, instead of plans.")
 _RATE = flags.DEFINE_list("rate", [], "Measure, on lab links of these speeds, as tc writes them: 1gbit, 100mbit, none.")
-_HOSTS = flags.DEFINE_integer("workers", 4, "Hosts of the lab, a worker on each.")
-_DEPTH = flags.DEFINE_integer("depth", 20, "Layers of the lab's model, a matrix and a bias each.")
-_WIDTH = flags.DEFINE_integer("width", 128, "Of each layer of the lab's model.")
-_BATCH = flags.DEFINE_integer("batch", 256, "Rows for each worker of the lab.")
-_DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that SparDL delivers in the lab.")
-_REPETITIONS = flags.DEFINE_integer("repetitions", 9, "Timed steps of each plan in the lab.")
+_HOSTS = flags.DEFINE_integer("workers", 4, "Hosts of the lab, a worker on each.", lower_bound=2)
+_REPETITIONS = flags.DEFINE_integer("repetitions", 9, "Timed steps of each plan in the lab.", lower_bound=1)
 _ROWS = flags.DEFINE_string("rows", None, "Write the rows here and print nothing: how ranks tell who started them.")
-_REPORT_DIR = flags.DEFINE_string("report_dir", "out", "Folder for the figures.")
-_JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON on standard output, all else on standard error.")
-
-
-def _check(name: str, values: list[str], choices: list[str]) -> None:
-  for value in values or [""]:
-    if value not in choices:
-      raise ValueError(f"--{name}={value}, choose from {', '.join(choices)}")
+_REPORT_DIR = entry.define_report_dir("the figures")
+_JSON = entry.define_json()
 
 
 def _link() -> js.overlap.Link:
@@ -80,36 +70,31 @@ def _measure_rank(path: pathlib.Path) -> None:
     reports = communicator.Get_rank() == 0
   else:
     place = workers.here("processes", _HOSTS.value)
-    sizes = (_DEPTH.value, _WIDTH.value, _BATCH.value)
-    lab = hiding.Lab(place, _RATE.value[0], *sizes, _DENSITY.value, _REPETITIONS.value)
+    lab = hiding.Lab(place, _RATE.value[0], repetitions=_REPETITIONS.value)
     found, reports = [lab.setting, lab.rows(_PLAN.value)], place.reports
   if reports:
     path.write_text(json.dumps(found))
 
 
 def _measure_lab(rate: str) -> Any:
-  """Starts the ranks on hosts whose links are that fast, and reads their rows."""
-  with tempfile.TemporaryDirectory() as folder, netlab.lab(_HOSTS.value, None if rate == "none" else rate) as hosts:
-    path = pathlib.Path(folder) / "rows.json"
-    command = [sys.executable, "-m", "benchmarks.overlap", *sys.argv[1:], f"--rate={rate}", f"--rows={path}"]
-    launch.run(command, _HOSTS.value, "mpi" if _CONTENTION.value else "processes", hosts=hosts)
-    return json.loads(path.read_text())
+  transport = "mpi" if _CONTENTION.value else "processes"
+  return workers.measure_in_lab("benchmarks.overlap", _HOSTS.value, rate, transport)
 
 
 def _report_paper(console: rich.console.Console) -> list[Any]:
   """Plans for every network, with a figure of each."""
   rows, folder, kinds = [], pathlib.Path(_REPORT_DIR.value), list[Any](_PLAN.value)
-  folder.mkdir(parents=True, exist_ok=True)
   for model in rich.progress.track(_MODEL.value, "planning", console=console, transient=True):
     times, sizes = iterations.layers_of(model)
     plans = [js.overlap.plan(kind, times, sizes, **_link()._asdict(), ways=_WAYS.value) for kind in kinds]
     rows += [iterations.row(model, plan) for plan in plans]
+    folder.mkdir(parents=True, exist_ok=True)  # only when the flags have made plans
     timelines.draw_plans(*plans).savefig(folder / f"overlap_{model}.png", dpi=120)
   tables.draw_exposed(rows, folder / "overlap_exposed.png")
   console.print(tables.network_table(_MODEL.value, _BETA.value), tables.table(rows, _link(), _WAYS.value))
   console.print(papers.beside(papers.of("overlap"), iterations.measured(rows)))
   console.print(f"figures: {folder / 'overlap_*.png'}")
-  return [one._asdict() for one in rows]
+  return rows
 
 
 def _report_lab(console: rich.console.Console) -> list[Any]:
@@ -118,7 +103,7 @@ def _report_lab(console: rich.console.Console) -> list[Any]:
     given, measured = _measure_lab(rate)
     setting, rows = hiding.Setting(*given), [hiding.Measured(*row) for row in measured]
     console.print(tables.lab_table(setting, rows))
-    found.append({"setting": setting._asdict(), "rows": [row._asdict() for row in rows]})
+    found.append({"setting": setting, "rows": rows})
   return found
 
 
@@ -136,18 +121,12 @@ def _report_contention(console: rich.console.Console) -> list[Any]:
   console.print(*map(tables.contention_table, curves))
   console.print(papers.beside([cell for cell in papers.of("overlap") if cell.table.startswith("Figure 4")], now))
   console.print(f"figure: {path}")
-  plain = lambda curve: {**curve._asdict(), "points": [point._asdict() for point in curve.points]}
-  return [report.rounded(plain(curve)) for curve in curves]
+  return report.rounded(curves)
 
 
 def main() -> None:
   """Plans for every network, or measures in the lab, and reports."""
   console = make_console(stderr=_JSON.value)
-  _check("model", _MODEL.value, list(architectures.MODELS))
-  _check("plan", _PLAN.value, _KINDS)
-  for flag in (_HOSTS, _DEPTH, _WIDTH, _BATCH, _REPETITIONS):
-    if flag.value < 1 + (flag is _HOSTS):
-      raise ValueError(f"--{flag.name}={flag.value}, choose at least {1 + (flag is _HOSTS)}")
   if launch.is_rank():
     if not _ROWS.value:
       raise ValueError("the lab starts its own ranks: run this as one program")
@@ -156,7 +135,7 @@ def main() -> None:
   reports = _report_contention if _CONTENTION.value else _report_lab if _RATE.value else _report_paper
   found = reports(console)
   if _JSON.value:
-    print(json.dumps(found))
+    report.print_json(found)
 
 
 if __name__ == "__main__":

@@ -34,21 +34,13 @@ class Point(NamedTuple):
 
 
 class Curve(NamedTuple):
-  """All-reduces of every size on one network of P workers.
+  """All-reduces of every size on one network of P workers."""
 
-  Attributes:
-    name: of the network.
-    workers: P.
-    speed: of a link, bytes a second; None where it has no limit.
-    start_up: α, seconds.
-    points: by size.
-  """
-
-  name: str
-  workers: int
-  speed: float | None
-  start_up: float
-  points: list[Point]
+  name: str  # of the network
+  workers: int  # P
+  speed: float | None  # of a link, bytes a second; None where it has no limit
+  start_up: float  # α, seconds
+  points: list[Point]  # by size
 
   def gamma(self, point: Point) -> float:
     """γ at that size."""

@@ -32,19 +32,12 @@ DEFAULT, ALONE = "xla default", "no communication"
 
 
 class Measured(NamedTuple):
-  """One way to train.
+  """One way to train."""
 
-  Attributes:
-    name: the kind of plan and the collective, or what else was done.
-    groups: communications; 0 where the compiler decides.
-    seconds: of an iteration, the median of the slowest rank.
-    predicted: a step without communication, and what the plan says that backward does not hide; or None.
-  """
-
-  name: str
-  groups: int
-  seconds: float
-  predicted: float | None
+  name: str  # the kind of plan and the collective, or what else was done
+  groups: int  # communications; 0 where the compiler decides
+  seconds: float  # of an iteration, the median of the slowest rank
+  predicted: float | None  # a step without communication, and what the plan says that backward does not hide; or None
 
 
 class Setting(NamedTuple):
@@ -65,7 +58,16 @@ class Setting(NamedTuple):
 class Lab:
   """The workers, a model of `depth` layers of `width`, with a matrix and a bias each, and the measurements of both."""
 
-  def __init__(self, workers: Workers, rate: str, depth: int, width: int, batch: int, density: float, repetitions: int):
+  def __init__(
+    self,
+    workers: Workers,
+    rate: str,  # of the links
+    depth: int = 20,
+    width: int = 128,
+    batch: int = 256,  # rows for each worker
+    density: float = 0.01,  # of SparDL
+    repetitions: int = 9,
+  ):
     self._where, self._rate, self._repetitions = workers.where, rate, repetitions
     self._engine = engine_of(workers.where, AXIS)
     self._watch = timing.Stopwatch(self._engine)

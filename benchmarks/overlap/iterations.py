@@ -17,19 +17,12 @@ _REDUCTIONS = (  # in the text beside Figure 6: cell, plan, plan that it is comp
 
 
 class Paper(NamedTuple):
-  """The paper's measurements of a network on 32 GPUs, Tables IV and V.
+  """The paper's measurements of a network on 32 GPUs, Tables IV and V."""
 
-  Attributes:
-    seconds: of an iteration, by kind of plan.
-    bound: S_max.
-    forward: seconds.
-    backward: seconds.
-  """
-
-  seconds: dict[str, float]
-  bound: float
-  forward: float
-  backward: float
+  seconds: dict[str, float]  # of an iteration, by kind of plan
+  bound: float  # S_max
+  forward: float  # seconds
+  backward: float  # seconds
 
 
 def _read_paper(model: str) -> Paper:
@@ -44,29 +37,17 @@ PAPER = {model: _read_paper(model) for model in architectures.MODELS}
 
 
 class Row(NamedTuple):
-  """One plan for one network.
+  """One plan for one network."""
 
-  Attributes:
-    model: the network.
-    plan: the kind of plan.
-    groups: number of communications.
-    most_at_once: of them.
-    seconds: predicted, of an iteration with its forward pass.
-    exposed: predicted, those of communication that backward does not hide.
-    measured: seconds by the paper, or None.
-    speed_up: predicted S.
-    bound: S_max by Eq. 42.
-  """
-
-  model: str
-  plan: str
-  groups: int
-  most_at_once: int
-  seconds: float
-  exposed: float
-  measured: float | None
-  speed_up: float
-  bound: float
+  model: str  # the network
+  plan: str  # the kind of plan
+  groups: int  # number of communications
+  most_at_once: int  # of them
+  seconds: float  # predicted, of an iteration with its forward pass
+  exposed: float  # predicted, those of communication that backward does not hide
+  measured: float | None  # seconds by the paper, or None
+  speed_up: float  # predicted S
+  bound: float  # S_max by Eq. 42
 
   @property
   def paper_exposed(self) -> float | None:

@@ -15,37 +15,32 @@ from benchmarks.overlap.iterations import PAPER, WORKERS, Row, bound_of, layers_
 def table(rows: list[Row], link: js.overlap.Link, ways: int) -> rich.table.Table:
   """The rows, those of one network together."""
   setting = f"α = {1e3 * link.alpha:g} ms, β = {1e9 * link.beta:g} ns/byte, γ = {link.gamma:g}, {ways} at once"
-  result = _number_table(
-    f"seconds an iteration, {WORKERS} workers, {setting}: predicted, and by the paper",
-    ("network", "plan"),
-    ("sent", "at once", "s", "paper", "± %", "exposed s", "paper", "wfbp / this", "paper", "S", "S_max"),
-  )
-  for number, one in enumerate(rows):
+  lines = []
+  for one in rows:
     wfbp = next((other.seconds for other in rows if (other.model, other.plan) == (one.model, "wfbp")), None)
     paper = ["–"] * 3
     if one.measured:
       percent, ratio = 100 * (one.seconds / one.measured - 1), PAPER[one.model].seconds["wfbp"] / one.measured
       paper = [f"{one.measured:.3f}", f"{percent:+.0f}", f"{ratio:.2f}"]
-    result.add_row(
-      *(one.model, one.plan, str(one.groups), str(one.most_at_once), f"{one.seconds:.3f}", *paper[:2]),
-      *(f"{one.exposed:.3f}", "–" if one.paper_exposed is None else f"{one.paper_exposed:.3f}"),
-      *(f"{wfbp / one.seconds:.2f}" if wfbp else "–", paper[2], f"{one.speed_up:.1f}", f"{one.bound:.1f}"),
-      end_section=number + 1 == len(rows) or rows[number + 1].model != one.model,
-    )
-  return result
+    lines.append([one.model, one.plan, str(one.groups), str(one.most_at_once), f"{one.seconds:.3f}", *paper[:2]])
+    lines[-1] += [f"{one.exposed:.3f}", report.number(one.paper_exposed, ".3f"), report.ratio(wfbp, one.seconds)]
+    lines[-1] += [paper[2], f"{one.speed_up:.1f}", f"{one.bound:.1f}"]
+  heads = ["network", "plan", "sent", "at once", "s", "paper", "± %", "exposed s", "paper", "wfbp / this", "paper"]
+  title = f"seconds an iteration, {WORKERS} workers, {setting}: predicted, and by the paper"
+  return report.table(title, [*heads, "S", "S_max"], lines, text=2)
 
 
 def network_table(models: list[str], beta: float) -> rich.table.Table:
   """The inputs of the predictions: the networks, and the paper's figures for them."""
-  heads = ("tensors", "parameters", "< 8 kB", "forward s", "backward s", "S_max", "paper", "α of WFBP, ms")
-  result = _number_table("the networks, and the paper's figures for them", ("network",), heads)
+  lines = []
   for model in models:
     paper, (_, sizes) = PAPER[model], layers_of(model)
     counts = f"{len(sizes)}", f"{sum(sizes) / 4:,.0f}", f"{sum(size < 8192 for size in sizes)}"
     seconds = f"{paper.forward:.3f}", f"{paper.backward:.3f}"
-    start_up = f"{1e3 * start_up_of_wfbp(model, beta):.2f}"
-    result.add_row(model, *counts, *seconds, f"{bound_of(model):.1f}", f"{paper.bound:.1f}", start_up)
-  return result
+    start_up = report.milliseconds(start_up_of_wfbp(model, beta), 2)
+    lines.append([model, *counts, *seconds, f"{bound_of(model):.1f}", f"{paper.bound:.1f}", start_up])
+  heads = "network", "tensors", "parameters", "< 8 kB", "forward s", "backward s", "S_max", "paper", "α of WFBP, ms"
+  return report.table("the networks, and the paper's figures for them", heads, lines)
 
 
 def lab_table(setting: hiding.Setting, rows: list[hiding.Measured]) -> rich.table.Table:
@@ -54,42 +49,30 @@ def lab_table(setting: hiding.Setting, rows: list[hiding.Measured]) -> rich.tabl
   runtime = f"two start-ups take {setting.start_ups:.2f} × one, {100 * setting.hidden:.0f} % of an all-reduce is hidden"
   model = f"{setting.tensors} tensors, {setting.bytes / 1e6:.2f} MB, forward {1e3 * setting.forward:.1f} ms, "
   title = f"{setting.rate}: {model}backward {1e3 * setting.backward:.1f} ms, {link}; {runtime}"
-  heads = ("sent", "ms", "predicted", "± %", "exposed ms", "predicted", "wfbp / this", "xla default / this")
-  result = _number_table(title, ("plan, collective",), heads)
   times = {row.name: row.seconds for row in rows}
-  exposed = lambda seconds: f"{1e3 * (seconds - times[hiding.ALONE]):.1f}"
-  ratio = lambda name, row: f"{times[name] / row.seconds:.2f}" if name in times else "–"
+  exposed = lambda seconds: report.milliseconds(seconds and seconds - times[hiding.ALONE])
+  lines = []
   for row in rows:
-    ms, off, hidden = "–", "–", "–"
-    if row.predicted:
-      ms, hidden = f"{1e3 * row.predicted:.1f}", exposed(row.predicted)
-      off = f"{100 * (row.predicted / row.seconds - 1):+.0f}"
-    measured = row.name, str(row.groups or "–"), f"{1e3 * row.seconds:.1f}"
-    result.add_row(
-      *measured, ms, off, exposed(row.seconds), hidden, ratio("wfbp, dense", row), ratio(hiding.DEFAULT, row)
-    )
-  return result
+    off = f"{100 * (row.predicted / row.seconds - 1):+.0f}" if row.predicted else "–"
+    lines.append([row.name, str(row.groups or "–"), *map(report.milliseconds, (row.seconds, row.predicted)), off])
+    lines[-1] += [exposed(row.seconds), exposed(row.predicted)]
+    lines[-1] += [report.ratio(times.get(name), row.seconds) for name in ("wfbp, dense", hiding.DEFAULT)]
+  heads = ["plan, collective", "sent", "ms", "predicted", "± %", "exposed ms", "predicted", "wfbp / this"]
+  return report.table(title, [*heads, "xla default / this"], lines)
 
 
 def contention_table(curve: Curve) -> rich.table.Table:
   """All-reduces of every size on one network."""
   title = f"{curve.name}, {curve.workers} workers: all-reduces of each size, α = {1e3 * curve.start_up:.2f} ms"
-  result = _number_table(title, (), ("kB", "one ms", "two at once ms", "2 × one / two", "γ", "link: one", "two"))
   percent = lambda share: "–" if share is None else f"{100 * share:.0f} %"
+  lines = []
   for point in curve.points:
     ratios = f"{2 * point.one / point.two:.2f}", f"{curve.gamma(point):.2f}"
     shares = curve.share(point.size, point.one), curve.share(2 * point.size, point.two)
     times = f"{1e3 * point.one:.2f}", f"{1e3 * point.two:.2f}"
-    result.add_row(f"{point.size / 1024:,.0f}", *times, *ratios, *map(percent, shares))
-  return result
-
-
-def _number_table(title: str, texts: Sequence[str], heads: Sequence[str]) -> rich.table.Table:
-  """An empty table, with columns of texts and then of numbers."""
-  result = rich.table.Table(title=title)
-  for head in (*texts, *heads):
-    result.add_column(head, justify="left" if head in texts else "right", no_wrap=True)
-  return result
+    lines.append([f"{point.size / 1024:,.0f}", *times, *ratios, *map(percent, shares)])
+  heads = "kB", "one ms", "two at once ms", "2 × one / two", "γ", "link: one", "two"
+  return report.table(title, heads, lines, text=0)
 
 
 def draw_exposed(rows: Sequence[Row], path: pathlib.Path) -> None:

@@ -32,16 +32,13 @@ _Span = tuple[str, float, float]
 
 
 class Runtime(NamedTuple):
-  """What a runtime overlaps.
+  """What a runtime overlaps."""
 
-  Attributes:
-    start_ups: seconds of two independent short all-reduces over the seconds of one: 1 if they start at the same time; 2
-      if one waits for the other, so that plans should have `ways=1`.
-    hidden: fraction of an all-reduce that overlaps with independent arithmetic of the same duration, 0 to 1. Near 0,
-      plan with `Layers.at_the_end`.
-  """
-
+  # seconds of two independent short all-reduces over the seconds of one: 1 if they start at the same time; 2 if one
+  # waits for the other, so that plans should have `ways=1`
   start_ups: float
+  # fraction of an all-reduce that overlaps with independent arithmetic of the same duration, 0 to 1. Near 0, plan with
+  # `Layers.at_the_end`
   hidden: float
 
 
@@ -80,32 +77,20 @@ def _multiply(x: jax.Array, products: int) -> jax.Array:
 
 
 class Traced(NamedTuple):
-  """One run of a program on one device.
+  """One run of a program on one device."""
 
-  Attributes:
-    seconds: from its first operation to the end of its last.
-    sending: seconds in which at least one collective ran.
-    hidden: fraction of these in which other operations ran too.
-    collectives: name, start and end of each, in seconds.
-  """
-
-  seconds: float
-  sending: float
-  hidden: float
-  collectives: tuple[_Span, ...]
+  seconds: float  # from its first operation to the end of its last
+  sending: float  # seconds in which at least one collective ran
+  hidden: float  # fraction of these in which other operations ran too
+  collectives: tuple[_Span, ...]  # name, start and end of each, in seconds
 
 
 def read_trace(folder: str | pathlib.Path, program: str) -> list[Traced]:
   """Reads the runs of a compiled program on this process's first device from the newest trace in a folder.
 
   On CPU the trace does not name the device of an operation that ends on another thread: the first such end counts.
-
-  Args:
-    folder: the argument of `jax.profiler.trace`.
-    program: `step.lower(params, state, batch).compile().as_text()`, the HLO, which names the collectives.
-
-  Raises:
-    ValueError: if the folder has no trace, or the trace has no run of the program.
+  `program` is `step.lower(params, state, batch).compile().as_text()`, the HLO, which names the collectives. ValueError
+  if the folder has no trace, or the trace has no run of the program.
   """
   files = sorted(pathlib.Path(folder).glob("**/*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
   if not files:

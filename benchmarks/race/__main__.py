@@ -21,7 +21,6 @@ Examples:
 """
 
 import itertools
-import json
 import math
 import pathlib
 import signal
@@ -32,7 +31,7 @@ import rich.console
 from absl import flags
 
 from benchmarks import entry, methods, netlab, papers, recipes, report, specs, workers
-from benchmarks.race import figures, measuring, presets
+from benchmarks.race import measuring, presets
 from benchmarks.race import report as tables
 from benchmarks.race.measuring import Length, Race, Runner
 from benchmarks.race.results import KINDS, Results
@@ -223,11 +222,11 @@ def _report(plan: Plan, results: Results, preset: presets.Preset | None, console
   console.print(papers.beside(papers.of("race"), preset.measured(results, target) if preset else None))
   if curves:
     folder = pathlib.Path(_REPORT_DIR.value)
-    figures.curves(results, rates, target, folder / "race.png")
-    figures.bars(results, rates, target, folder / "seconds.png")
+    tables.draw_curves(results, rates, target, folder / "race.png")
+    tables.draw_bars(results, rates, target, folder / "seconds.png")
     console.print(f"figures: {folder / 'race.png'}, {folder / 'seconds.png'}")
   if _JSON.value:
-    print(json.dumps(tables.as_json(results, rates, target)))
+    report.print_json(tables.as_json(results, rates, target))
 
 
 def main() -> None:

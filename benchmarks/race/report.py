@@ -1,6 +1,7 @@
-"""The tables of a race, from its results alone."""
+"""The tables and figures of a race, from its results alone."""
 
 import math
+import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import rich.table
 
 from benchmarks import netlab, report
 from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
-from benchmarks.race.standings import DENSE, Spread, Target, standings
+from benchmarks.race.standings import DENSE, Spread, Standing, Target, crossing, standings
 
 ADVISED = "1gbit"  # where advice has a goal
 _PARTS = "ms a step: compute (forward, backward) + rest (selection, sums, optimizer) + exchange (what messages add)"
@@ -32,39 +33,26 @@ def table(results: Results, rate: str, target: Target) -> rich.table.Table:
   seeds = target.of_seeds(results)
   links = f"{rate} links: " if rate else ""
   title = f"{links}seconds to {target}, from seeds {', '.join(map(str, sorted(seeds)))} (± standard deviation)"
-  found = rich.table.Table(title=title, caption=f"{_PARTS}; (1 missing): of a seed not trained, or not as far")
-  for head in ("method", "optimizer"):
-    found.add_column(head, overflow="fold")
-  for head in ("seconds", "× dense", "steps", "ms a step", "words a step", "drift"):
-    found.add_column(head, justify="right", no_wrap=True)
-  for head in ("loss, equal steps", "loss, equal seconds"):
-    found.add_column(head, justify="right")
+  lines = []
   for one in standings(results, rate, target):
-    found.add_row(
-      one.method,
-      one.optimizer,
-      spread_text(one.seconds, 1),
-      spread_text(one.speed_up, 2),
-      spread_text(one.steps, 0),
-      milliseconds(one.pace),
-      f"{one.words:,.0f}",
-      f"{one.drift:.3g}" if one.drift else "–",
-      spread_text(one.loss, 3),
-      spread_text(one.loss_in_time, 3),
-    )
-  return found
+    lines.append([one.method, one.optimizer, spread_text(one.seconds, 1), spread_text(one.speed_up, 2)])
+    lines[-1] += [spread_text(one.steps, 0), milliseconds(one.pace), f"{one.words:,.0f}"]
+    lines[-1] += [f"{one.drift:.3g}" if one.drift else "–", spread_text(one.loss, 3), spread_text(one.loss_in_time, 3)]
+  heads = ["method", "optimizer", "seconds", "× dense", "steps", "ms a step", "words a step", "drift"]
+  caption = f"{_PARTS}; (1 missing): of a seed not trained, or not as far"
+  losses = ["loss, equal steps", "loss, equal seconds"]
+  return report.table(title, heads + losses, lines, text=2, caption=caption, wraps=[*heads[:2], *losses])
 
 
 def paces(results: Results) -> rich.table.Table:
   """Milliseconds a step of every method at every rate, for a race without curves."""
-  found = rich.table.Table(title="milliseconds a step", caption=_PARTS)
-  for head in ("rate", "method", "ms a step", "× dense", "MB a host and step"):
-    found.add_column(head, justify="left" if head == "method" else "right")
+  lines = []
   for one in results.rows["paces"]:
     dense = results.find("paces", rate=one.rate, method=DENSE)
-    gain = f"{dense[0].seconds / one.seconds:.2f}" if dense else "–"
-    found.add_row(one.rate, one.method, milliseconds(one), gain, f"{one.bytes / 1e6:,.3f}")
-  return found
+    gain = report.ratio(dense[0].seconds if dense else None, one.seconds)
+    lines.append([one.rate, one.method, milliseconds(one), gain, f"{one.bytes / 1e6:,.3f}"])
+  heads = "rate", "method", "ms a step", "× dense", "MB a host and step"
+  return report.table("milliseconds a step", heads, lines, text=2, caption=_PARTS)
 
 
 def milliseconds(pace: Pace | None) -> str:
@@ -84,45 +72,33 @@ def spread_text(spread: Spread | None, digits: int) -> str:
 
 def wholes(results: Results) -> rich.table.Table:
   """Whole trainings on the clock, beside steps times seconds a step."""
-  found = rich.table.Table(title="whole trainings on the clock, beside the curve and the pace of the same method")
-  for head in ("rate", "method", "optimizer", "seed", "steps", "seconds", "steps × pace", "loss", "loss of the curve"):
-    found.add_column(head, justify="left" if head in ("method", "optimizer") else "right", no_wrap=True)
+  lines = []
   for one in results.rows["wholes"]:
     paces = results.find("paces", rate=one.rate, method=one.method)
     curves = results.find("curves", method=one.method, optimizer=one.optimizer, seed=one.seed)
     at = dict(zip(curves[0].steps, curves[0].loss, strict=True)) if curves else {}
-    found.add_row(
-      one.rate,
-      one.method,
-      one.optimizer,
-      str(one.seed),
-      str(one.steps[-1]),
-      f"{one.seconds[-1]:,.1f}",
-      f"{(one.steps[-1] - 1) * paces[0].seconds:,.1f}" if paces else "–",
-      f"{one.loss[-1]:.3f}",
-      f"{at[one.steps[-1]]:.3f}" if one.steps[-1] in at else "–",
-    )
-  return found
+    lines.append([one.rate, one.method, one.optimizer, str(one.seed), str(one.steps[-1]), f"{one.seconds[-1]:,.1f}"])
+    lines[-1] += [f"{(one.steps[-1] - 1) * paces[0].seconds:,.1f}" if paces else "–", f"{one.loss[-1]:.3f}"]
+    lines[-1] += [f"{at[one.steps[-1]]:.3f}" if one.steps[-1] in at else "–"]
+  heads = "rate", "method", "optimizer", "seed", "steps", "seconds", "steps × pace", "loss", "loss of the curve"
+  return report.table("whole trainings on the clock, beside curve and pace of the same method", heads, lines, text=3)
 
 
 def goals(results: Results, target: Target) -> list[report.Goal]:
   """Whether the best method is as much sooner as it should be; for the task `lm`."""
   found = []
   for rate, ratio in GOALS.items():
-    ratios = [
-      one.speed_up.mean for one in standings(results, rate, target) if one.speed_up and not one.speed_up.missing
-    ]
-    best = max(ratios, default=None)
+    gains = [one.speed_up for one in standings(results, rate, target)]
+    best = max((gain.mean for gain in gains if gain and not gain.missing), default=None)
     what = f"at {rate} the best method reaches {target} {ratio:g} × as soon as dense"
-    found.append(report.Goal(what, best, None if best is None else best >= ratio))
+    found.append(report.goal(what, best, least=ratio))
   for advised in results.find("advice", rate=ADVISED):
-    what = (
-      f"at {ADVISED} what js.costs.advise picks ({advised.method}) takes at most 1.05 × dense's seconds to its loss"
-    )
+    pick = f"what js.costs.advise picks ({advised.method})"
+    what = f"at {ADVISED} {pick} takes at most 1.05 × dense's seconds to its loss"
     fastest = next((one for one in standings(results, ADVISED, target) if one.method == advised.method), None)
     of = fastest and fastest.speed_up
     longer = 1 / of.mean if of and not of.missing else None
-    found.append(report.Goal(what, longer, None if longer is None else longer <= 1.05))
+    found.append(report.goal(what, longer, most=1.05))
   return found
 
 
@@ -132,12 +108,7 @@ def name_of(method: str) -> str:
 
 
 def rate_text(rate: str) -> str:
-  """A rate as people write it: 10 Mbit/s for 10mbit.
-
-  Example:
-    >>> rate_text("10mbit"), rate_text("none")
-    ('10 Mbit/s', 'not limited')
-  """
+  """A rate as people write it: 10 Mbit/s for 10mbit."""
   number, unit = rate.rstrip("abcdefghijklmnopqrstuvwxyz"), rate.lstrip("0123456789.")
   return f"{number} {unit.capitalize()}/s" if number else "not limited"
 
@@ -165,14 +136,84 @@ def line(row: Curve | Pace | Whole | Advised) -> str:
 
 def as_json(results: Results, rates: Sequence[str], target: Target) -> dict[str, Any]:
   """The rows, and the standings at each rate; without a rate those by steps alone, at ""."""
-  rows = {kind: [report.finite(row)._asdict() for row in rows] for kind, rows in results.rows.items()}
-  plain = lambda one: {
-    name: getattr(value, "_asdict", lambda value=value: value)() for name, value in one._asdict().items()
-  }
-  return {
-    "setting": results.setting,
-    **rows,
-    "standings": {
-      rate: [plain(report.finite(one)) for one in standings(results, rate, target)] for rate in rates or [""]
-    },
-  }
+  ranked = {rate: standings(results, rate, target) for rate in rates or [""]}
+  return report.plain({"setting": results.setting, **results.rows, "standings": ranked})
+
+
+def draw_curves(results: Results, rates: Sequence[str], target: Target, path: pathlib.Path) -> None:
+  """Loss above the target over steps, and over seconds at each rate, slow links first: a line for each seed.
+
+  A dot is where a line reaches the target of its seed.
+  """
+  rates, targets = slow_first(rates), target.of_seeds(results)
+  plot, panels = report.pyplot.subplots(
+    1, 1 + len(rates), figsize=(3.4 * (1 + len(rates)), 4.2), sharey=True, squeeze=False, layout="constrained"
+  )
+  colours = _colours_of(results)
+  above: list[float] = []
+  for panel, rate in zip(panels[0], ["", *rates], strict=True):
+    for curve in results.rows["curves"]:
+      paces = results.find("paces", rate=rate, method=curve.method)
+      if curve.seed not in targets or (rate and not paces):
+        continue
+      scale, goal = paces[0].seconds if rate else 1.0, targets[curve.seed]
+      above += [loss - goal for loss in curve.loss]
+      style: dict[str, Any] = {"color": colours[curve.method], "linewidth": 1.2}
+      panel.plot([scale * step for step in curve.steps], [loss - goal for loss in curve.loss], **style)
+      end = crossing(curve, goal)
+      if end is not None:
+        panel.plot([scale * end], [0], "o", markersize=4, color=colours[curve.method], zorder=3)
+    panel.axhline(0, color="black", linestyle="--", linewidth=1)
+    panel.set(xlabel=f"seconds at {rate_text(rate)}" if rate else "steps", xscale="log" if rate else "linear")
+    panel.grid(alpha=0.3)
+  scale_of_y = {"yscale": "symlog"} if max(above, default=0.0) > 20 else {"ylim": (-0.1, None)}
+  panels[0][0].set(ylabel="held-out loss above the target, nats", **scale_of_y)
+  handles = [report.pyplot.Line2D([], [], color=colour, label=name_of(method)) for method, colour in colours.items()]
+  handles.append(report.pyplot.Line2D([], [], color="black", linestyle="--", label=f"target: {target}"))
+  plot.legend(handles=handles, loc="outside lower center", ncols=3, fontsize="small")
+  report.save(plot, f"{title(results)}; a line for each seed", path)
+
+
+def draw_bars(results: Results, rates: Sequence[str], target: Target, path: pathlib.Path) -> None:
+  """Seconds to the target: a panel for each rate, slow links first, a bar for each method with its best optimizer."""
+  rates, colours = slow_first(rates), _colours_of(results)
+  found: dict[str, dict[str, Standing]] = {rate: {} for rate in rates}
+  for rate in rates:
+    for one in standings(results, rate, target):
+      if one.seconds and not one.seconds.missing:
+        found[rate].setdefault(one.method, one)  # the fastest first
+  names = [method for method in colours if any(method in own for own in found.values())]
+  plot, panels = report.pyplot.subplots(
+    1,
+    max(1, len(rates)),
+    figsize=(2 + 3.4 * max(1, len(rates)), 1.6 + 0.45 * len(names)),
+    squeeze=False,
+    sharey=True,
+    layout="constrained",
+  )
+  for panel, (rate, own) in zip(panels[0], found.items(), strict=False):
+    spreads = {method: one.seconds for method, one in own.items() if one.seconds}
+    shown = [method for method in names if method in spreads]
+    drawn = panel.barh(
+      [names.index(method) for method in shown],
+      [spreads[method].mean for method in shown],
+      xerr=[spreads[method].deviation for method in shown],
+      color=[colours[method] for method in shown],
+    )
+    gain = lambda one: f", {one.speed_up.mean:.3g} ×" if one.speed_up and one.method != DENSE else ""
+    texts = [f"{spread_text(spreads[method], 0)}{gain(own[method])}" for method in shown]
+    panel.bar_label(drawn, texts, padding=4, fontsize="small")
+    longest = max((spread.mean for spread in spreads.values()), default=1.0)
+    panel.set(title=rate_text(rate), xlabel="seconds", xlim=(0, 1.75 * longest))  # room for the numbers
+    panel.set_yticks(range(len(names)), [name_of(method) for method in names])
+    panel.spines[["top", "right"]].set_visible(False)
+  panels[0][0].invert_yaxis()
+  report.save(plot, f"seconds to {target}: {title(results)}; × = times as soon as dense", path)
+
+
+def _colours_of(results: Results) -> dict[str, Any]:
+  """A colour for each method, in the order of the text, others after it."""
+  methods = dict.fromkeys(curve.method for curve in results.rows["curves"])
+  order = [*(method for method in NAMES if method in methods), *(method for method in methods if method not in NAMES)]
+  palette = report.pyplot.get_cmap("tab10" if len(order) <= 10 else "tab20")
+  return {method: palette(number % palette.N) for number, method in enumerate(order)}

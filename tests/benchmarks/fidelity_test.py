@@ -73,11 +73,3 @@ def test_the_list_as_json():
   chosen = [cell for cell in papers.every() if (cell.paper, cell.verdict) == ("SparDL", "contradicted")]
   assert [(cell["table"], cell["name"]) for cell in cells] == [(cell.table, cell.name) for cell in chosen]
   assert f"{len(cells)} contradicted" in done.stderr
-
-
-def test_bad_flags(subtests):
-  rows = [
-    (["--paper=BERT"], "--paper=BERT, choose from SparDL, Ok-Topk"),
-    (["--verdict=wrong"], "--verdict=wrong, choose from reproduced, calibrated, undecided"),
-  ]
-  commands.check_refusals("benchmarks.fidelity", rows, subtests)

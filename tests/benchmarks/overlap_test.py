@@ -58,18 +58,6 @@ def test_rows_as_a_table_a_figure_and_json(tmp_path):
   assert "S_max" in done.stderr
 
 
-BAD_FLAGS = [
-  (["--model=vgg16"], "--model=vgg16, choose from resnet152, densenet201, inception_v4, bert_base"),
-  (["--plan="], "--plan=, choose from single, wfbp, mg_wfbp, theorem_1, asc_wfbp, optimal"),
-  (["--rate=1gbit", "--workers=1"], "--workers=1, choose at least 2"),
-  (["--model=bert_base", "--gamma=0.5"], "gamma=0.5, choose a number from 1"),
-]
-
-
-def test_bad_flags(subtests):
-  commands.check_refusals("benchmarks.overlap", BAD_FLAGS, subtests)
-
-
 def test_a_lab_on_one_device_measures_what_it_plans():
   """All of the lab's measuring but for the network and SparDL, with simulated workers."""
   simulated = js.SimComm("workers", members=2)

@@ -1,4 +1,4 @@
-"""Benchmarks as a user runs them: train, selection, scale, hierarchy, elastic; results have what they promise."""
+"""Benchmarks as a user runs them: their results have what they promise."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jaxsparse as js
-from benchmarks import hierarchy, specs
+from benchmarks import evidence, hierarchy, specs
 from benchmarks.tasks import lm
 from tests.benchmarks import commands
 
@@ -56,6 +56,35 @@ def test_the_committed_trainings_are_of_this_text():
   assert len(set(runs)) == len(runs)
   version = ".".join(map(str, sys.version_info[:3]))
   assert f"Python {version} " not in kept["title"] or str(lm.load()) in kept["title"]  # another brings another text
+
+
+def test_the_controller_has_throughput_and_latency():
+  result = result_of("controller", "--workers=5", "--group_size=3", "--seconds=0.3", "--groups=20", "--curve")
+  assert result["signals_per_second"] > 50
+  assert result["groups_per_second"] * 3 == pytest.approx(result["signals_per_second"])
+  assert 0 < result["latency"] <= result["latency_99"]
+  assert (result["rejected"], result["signal_bytes"]) == (0, 11)
+
+
+def test_costs_are_counted_beside_formulas():
+  found = result_of("costs", "--workers=6,14", "--n=100000")
+  rows = {(row["algorithm"], row["workers"]): row for row in found}
+  assert rows["spardl", 6]["most"] == rows["spardl", 6]["formula"] == {"messages": 6, "words": 3340, "agreements": 0}
+  assert rows["a2sgd", 14]["most"]["words"] == 2
+  varying = rows["spardl:teams=7", 14]
+  assert varying["least"]["words"] < varying["most"]["words"] == varying["formula"]["words"]
+
+
+def test_the_evidence_of_the_library_is_that_of_the_results():
+  """After a race's results changed: python -m benchmarks.evidence."""
+  assert evidence.WRITTEN.read_text() == evidence.text()
+
+
+def test_algorithms_are_parsed_with_shared_and_own_options():
+  values = ["spardl:teams=3:k=5", "dense,dense,qsgd:levels=4"]
+  both, same, text = specs.parse(values, workers=6, density=None, teams=1)
+  assert both == ("spardl:teams=3:k=5", "spardl", {"density": None, "teams": 3, "k": 5})
+  assert (same.label, text.config) == ("dense", {"levels": 4})
 
 
 def test_selection_checks_and_times_every_program():

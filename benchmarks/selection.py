@@ -18,9 +18,9 @@ Examples:
 import collections
 import functools
 import itertools
-import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,33 +30,28 @@ import numpy as np
 import rich.progress
 import rich.table
 from absl import flags
+from jax.extend import core
 
 import jaxsparse as js
 from benchmarks import entry, report, workers
 from benchmarks.report import Goal
-from benchmarks.selection.alone import (
-  READ,
-  Update,
-  count_fallbacks,
-  seconds_of,
-  update_alone,
-  update_table,
-)
-from benchmarks.tasks import data, small
+from benchmarks.tasks import data, images
 from benchmarks.tasks.base import model_of
 from jaxsparse import flatten
+from jaxsparse.comm import SoloComm
 from jaxsparse.select import exact, threshold
 from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.select.exact import Candidates
 from jaxsparse.sparse import bitset
 
+READ = jax.jit(lambda x: jnp.abs(x).sum())
 _WARM_UP = 10  # steps of SGD before gradients are taken
 
 
 def _gradients(random: np.random.Generator, n: int) -> np.ndarray:
   """Gradients of one batch after the other, at the parameters after a few steps, as the library flattens them."""
   seed = int(random.integers(2**31))
-  task = small.make("cnn", data.load("digits"))
+  task = images.make_small("cnn", data.load("digits"))
   model, batches = model_of(task, seed), task.stream(seed, 1, 16)
   gradient, params = jax.jit(jax.grad(model.plain_loss)), model.params
   for batch in itertools.islice(batches, _WARM_UP):
@@ -85,7 +80,7 @@ _REPETITIONS = flags.DEFINE_integer("repetitions", 9, "How often to time each pr
 _UPDATE = flags.DEFINE_integer("update", 6, "Workers of the update of which one is timed alone; 0: none.", 0)
 _JSON = entry.define_json()
 
-entry.require(_INPUTS, lambda names: set(names) <= INPUTS.keys(), f"from {', '.join(INPUTS)}")
+entry.require_choices(_INPUTS, list(INPUTS))
 entry.require(_DENSITY, lambda share: 0 < share <= 1, "a share above 0, up to 1")
 
 
@@ -101,6 +96,17 @@ class Row(NamedTuple):
   method: str  # the one that `js.select.top_k` chose
   missed: bool  # whether its bracket held too few or too many entries, so that it bisected as well
   hit: bool  # whether the k largest are among the candidates
+
+
+class Update(NamedTuple):
+  """One update of one worker alone."""
+
+  workers: int  # P
+  seconds: float  # median of one update
+  read: float  # of one read of the gradient in the same run
+  buffers: float  # memory it takes at its peak beyond gradient and state, its own mean included, in arrays of n float32
+  fallbacks: int  # how many of its `lax.cond`s took the exact fallback over whole blocks, in one more update
+  choices: int  # how many such `lax.cond`s it has
 
 
 def _by_threshold(x: jax.Array, bound: jax.Array, k: int) -> tuple[js.Sparse, jax.Array]:
@@ -163,6 +169,51 @@ def _expect(name: str, program: str, entries: np.ndarray, found: js.Sparse, indi
     raise RuntimeError(f"{name}: {program} gives values that are not those of its indices, bit for bit")
 
 
+def seconds_of(program: Callable[[], Any]) -> float:
+  """Seconds until the result of one call is there."""
+  start = time.perf_counter()
+  jax.block_until_ready(program())
+  return time.perf_counter() - start
+
+
+def count_fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
+  """(taken, choices): how many of the outermost `lax.cond` of a function take their branch for False.
+
+  In selection the False branch is the exact fallback, taken where the threshold of a sample gave too few candidates.
+  Only the predicates are computed.
+  """
+  closed = jax.make_jaxpr(function)(*arguments)
+  chosen = [equation.invars[0] for equation in closed.jaxpr.eqns if equation.primitive.name == "cond"]
+  names = closed.jaxpr.debug_info._replace(result_paths=None)
+  head = closed.jaxpr.replace(outvars=chosen, debug_info=names)
+  branches = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(head, closed.consts)))(*jax.tree.leaves(arguments))
+  return sum(int(branch) == 0 for branch in branches), len(branches)
+
+
+def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
+  """One SparDL update of one of `size` workers, whose messages are copies."""
+  tx = js.make_transform("spardl", SoloComm(size), density=density)
+  several = [jax.random.normal(jax.random.key(seed), (n,), jnp.float32) for seed in range(3)]
+  state = tx.init(several[0])
+  # A training step has no use for its gradients afterwards: they give their buffer to the mean.
+  compiled: Any = jax.jit(tx.update, donate_argnums=(0, 1)).lower(several[0], state).compile()
+  times: dict[str, list[float]] = {"seconds": [], "read": []}
+  for step in range(3 + repetitions):  # the first of them have an empty residual
+    grads = jax.block_until_ready(jnp.copy(several[step % 3]))
+    times["read"].append(seconds_of(functools.partial(READ, grads)))
+    start = time.perf_counter()
+    mean, state = jax.block_until_ready(compiled(grads, state))
+    times["seconds"].append(time.perf_counter() - start)
+  medians = {name: statistics.median(seconds[3:]) for name, seconds in times.items()}
+  residual = state.carried.residual
+  if not mean.shape == residual.shape == (n,) or not bool(jnp.isfinite(mean).all() & jnp.isfinite(residual).all()):
+    raise RuntimeError(f"the update of one of {size} workers is not finite, or not of {n} entries")
+  memory = compiled.memory_analysis()
+  beyond = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+  taken, choices = count_fallbacks(tx.update, several[0], state)
+  return Update(size, **medians, buffers=beyond / (4 * n), fallbacks=taken, choices=choices)
+
+
 def goals(rows: Sequence[Row], update: Update | None) -> list[Goal]:
   """The goals, each by the worst of the inputs it speaks of."""
   spread = [row for row in rows if row.input in _SPREAD]
@@ -179,7 +230,7 @@ def goals(rows: Sequence[Row], update: Update | None) -> list[Goal]:
   found = []
   for what, worst, bound, ratios in asked:
     ratio = worst(ratios) if ratios else None
-    found.append(Goal(what, ratio, None if ratio is None else (ratio >= bound if worst is min else ratio <= bound)))
+    found.append(report.goal(what, ratio, **{"least" if worst is min else "most": bound}))
   return found
 
 
@@ -196,6 +247,14 @@ def selection_table(rows: Sequence[Row], title: str) -> rich.table.Table:
   return report.table(title, (*heads, "candidates", "× read", "hit"), lines, text=2, caption=caption)
 
 
+def update_table(update: Update) -> rich.table.Table:
+  """Time and memory of the update."""
+  times = report.milliseconds(update.seconds), report.milliseconds(update.read), f"{update.seconds / update.read:.1f}"
+  title = "one SparDL update of one worker, alone; memory beyond gradient and state in arrays of n float32"
+  row = [str(update.workers), *times, f"{update.buffers:.2f}", f"{update.fallbacks} of {update.choices}"]
+  return report.table(title, ("P", "ms", "read", "× read", "memory", "fallbacks"), [row])
+
+
 def main() -> None:
   """Checks, times and reports."""
   console = workers.make_console(stderr=_JSON.value)
@@ -209,10 +268,8 @@ def main() -> None:
     console.print(update_table(update))
   report.say(reached, console)
   if _JSON.value:
-    plain = lambda values: [value._asdict() for value in values]
-    alone = update._asdict() if update else None
     settings = {"n": _N.value, "density": _DENSITY.value, "repetitions": _REPETITIONS.value}
-    print(json.dumps({**settings, "selection": plain(rows), "update": alone, "goals": plain(reached)}))
+    report.print_json({**settings, "selection": rows, "update": update, "goals": reached})
 
 
 if __name__ == "__main__":
