@@ -1,9 +1,8 @@
 """Five communication verbs, and the engines that implement them: a shard_map axis, the simulator, MPI.
 
 `verbs` has the comms of a mesh axis, of the simulator, and of one worker alone, `mpi` that of MPI. `schedules` says who
-sends to whom, and builds an all-gather, a personalized exchange and an all-reduce from `shift` alone. `ordering` has
-data dependencies that order messages, and writes in place. `replication` checks on a jaxpr which values are equal on
-all workers.
+sends to whom, and builds an all-gather, a personalized exchange and an all-reduce from `shift` alone. `replication`
+checks on a jaxpr which values are equal on all workers.
 """
 
 from jaxsparse.comm.schedules import (

@@ -1,7 +1,7 @@
 """Carries out a plan: one collective for each group of leaves, in the plan's order, inside one compiled program.
 
 A compiler runs operations that do not depend on each other in any order, and merges collectives where it can. So the
-first message of a group depends on the totals of the groups that must have been sent before it (`comm.ordering`).
+first message of a group depends on the totals of the groups that must have been sent before it (`select.ordering`).
 Selection before that message does not, and neither does backward:
 
     backward     |--4--|--3--|--2--|--1--|--0--|

@@ -6,6 +6,7 @@ selectors     selection methods of a collective: exact, per chunk, or by the thr
 exact         `top_k`, found among candidates: few entries that provably contain the top-k of each block
 per_chunk     the largest entry of each of k chunks instead of the k largest
 threshold     all entries that reach a given threshold
+ordering      data dependencies that order writes in place, and the messages of groups of leaves
 """
 
 from jaxsparse.select.exact import top_k

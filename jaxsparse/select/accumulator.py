@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.comm import ordering
-from jaxsparse.select import exact
+from jaxsparse.select import exact, ordering
 from jaxsparse.select.blocks import Blocks, LazySum, keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Pending, Sparse

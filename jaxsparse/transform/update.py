@@ -21,9 +21,10 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat, flatten, sparse
 from jaxsparse.collectives import Collective
-from jaxsparse.comm import axes_of, comm_of, ordering
+from jaxsparse.comm import axes_of, comm_of
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.flatten import Rounding
+from jaxsparse.select import ordering
 from jaxsparse.select.accumulator import materialize
 from jaxsparse.transform import checks
 from jaxsparse.transform.groups import Assignment, Group, Method, Special, assign_collectives, groups_of
