@@ -23,7 +23,8 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
 
   Example:
     >>> import optax, jaxsparse as js
-    >>> outer = optax.chain(js.dense_transform(js.MpiComm()), optax.sgd(1.0))
+    >>> from jaxsparse.comm import SoloComm
+    >>> outer = optax.chain(js.dense_transform(SoloComm(1)), optax.sgd(1.0))
     >>> tx, params = js.local_steps(optax.sgd(0.25), outer, every=10), jnp.ones(2)
     >>> _, state = tx.update(jnp.array([1.0, 0.0]), tx.init(params), params)
     >>> js.own_params(params, state)
