@@ -100,18 +100,21 @@ def carry_over(
   """
   devices, rows, parts = devices_of(fresh), _rows_of(fresh, rank), []
 
-  def row(group: Group, device: int) -> np.ndarray:
-    owed = [(residuals[number], size) for number, size, _ in _leaves(fresh, group, params)]
+  def row(owed: Sequence[tuple[Residual | None, int]], device: int) -> np.ndarray:
     new = [r.carry_over(device, devices, before, after) if r else np.zeros(size, np.float32) for r, size in owed]
     return np.concatenate(new)
 
+  def total(values: np.ndarray, device: int) -> np.ndarray:
+    return values[device % devices, None]
+
   for group, part in _groups(fresh):
     if part.residual is not None:
-      part = part._replace(residual=_from_rows(part.residual, rows, functools.partial(row, group)))
+      owed = [(residuals[number], size) for number, size, _ in _leaves(fresh, group, params)]
+      part = part._replace(residual=_from_rows(part.residual, rows, functools.partial(row, owed)))
     parts.append(part)
-  for name, value in _totals(counters, devices).items():
-    total = _from_rows(getattr(fresh.counters, name), rows, lambda device: value[device % devices, None])  # noqa: B023
-    fresh = fresh._replace(counters=fresh.counters._replace(**{name: total}))
+  for name, values in _totals(counters, devices).items():
+    carried = _from_rows(getattr(fresh.counters, name), rows, functools.partial(total, values))
+    fresh = fresh._replace(counters=fresh.counters._replace(**{name: carried}))
   method = fresh.layout.method
   assert method is not None
   return fresh._replace(carried=join_groups(parts, method.alone))
