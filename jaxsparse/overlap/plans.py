@@ -204,11 +204,9 @@ def _choose(kind: Kind, layers: _Layers) -> _Firsts:
     return {0: False}
   if kind == "wfbp":
     return dict.fromkeys(reversed(range(len(layers.sizes))), False)
-  if kind == "mg_wfbp":
-    return _mg_wfbp(layers)
-  if kind == "theorem_1":
-    return _theorem_1(layers)
-  best = min(_theorem_1(layers), _mg_wfbp(layers), key=layers.seconds)
+  if kind in ("mg_wfbp", "theorem_1"):
+    return _merge(layers, simultaneous=kind == "theorem_1")
+  best = min((_merge(layers, simultaneous) for simultaneous in (True, False)), key=layers.seconds)
   if kind == "optimal":
     for ways in sorted({1, layers.ways}):  # the search of merges alone is fast, and bounds the second one
       found = search.find_fastest(layers.ready, layers.sizes, layers.link, ways, layers.seconds(best))
@@ -216,43 +214,32 @@ def _choose(kind: Kind, layers: _Layers) -> _Firsts:
   return best
 
 
-def _mg_wfbp(layers: _Layers) -> _Firsts:
-  """Merges l into l − 1 iff ready(l − 1) < τ(l) + α."""
-  ready, link, firsts = layers.ready, layers.link, _Firsts()
-  start, end, size = 0.0, 0.0, 0.0
-  for layer in reversed(range(len(ready))):
-    start, size = max(start, end, ready[layer]), size + layers.sizes[layer]
-    if not layer or ready[layer - 1] >= start + link.alpha:
-      firsts[layer] = False
-      end, size = start + link.seconds(size), 0.0
-  return firsts
+def _merge(layers: _Layers, simultaneous: bool) -> _Firsts:
+  """Algorithm 1 of the paper, with its errata: the kind of each layer, from the last one down; or MG-WFBP.
 
-
-def _theorem_1(layers: _Layers) -> _Firsts:
-  """Algorithm 1 of the paper, with its errata: the kind of each layer, from the last one down.
-
-  Times are the paper's estimates, not the simulation's: Eq. 13 slows only the later of two communications down.
+  MG-WFBP has normal and merged layers only: it merges l into l − 1 iff ready(l − 1) < τ(l) + α, which is Q2. Times are
+  the paper's estimates, not the simulation's: Eq. 13 slows only the later of two communications down.
   """
-  ready, (alpha, beta, _), firsts = layers.ready, layers.link, _Firsts()
+  ready, firsts = layers.ready, _Firsts()
   start, end, size = 0.0, 0.0, 0.0
   before: tuple[float, float] | None = None  # start and bytes of the communication before
   for layer in reversed(range(len(ready))):
     size += layers.sizes[layer]
     start = max(start, end, ready[layer])  # of a normal communication, or of the one that the layer is merged into
-    alone = alpha + beta * size
-    penalty = 0.0 if before is None else _penalty(ready[layer], *before, layers.link)
-    simultaneous = True  # the first layer, always
+    alone = layers.link.seconds(size)
+    beside = alone + (_penalty(ready[layer], *before, layers.link) if before else 0.0)  # a simultaneous one's seconds
+    at_once = simultaneous  # the first layer, always
     if layer:
       following = ready[layer - 1]
       q1 = start + alone <= following
-      q2 = following < start + alpha
-      q3 = ready[layer] + alone + penalty < following
+      q2 = following < start + layers.link.alpha
+      q3 = simultaneous and ready[layer] + beside < following
       if not q1 and q2 and not q3:
         continue
-      simultaneous = not q1
-    if simultaneous:
-      start, alone = ready[layer], alone + penalty
-    firsts[layer] = simultaneous
+      at_once = simultaneous and not q1
+    if at_once:
+      start, alone = ready[layer], beside
+    firsts[layer] = at_once
     before, start, end, size = (start, size), 0.0, max(end, start + alone), 0.0
   return firsts
 
