@@ -1,4 +1,4 @@
-"""Measures the input of a planner: the backward time of each leaf, and the cost of a communication.
+"""Measures the input of a planner: the backward time of each leaf.
 
 The order of the leaves is that of their gradients in the jaxpr of the gradient. A program that returns only the first
 few gradients (a cut) computes only the part of backward that they need, so differences of cuts are backward times:
@@ -11,7 +11,6 @@ One compilation for each leaf would take too long. So there are a few cuts, and 
 divided among their leaves in proportion to the operations of each leaf in the jaxpr.
 """
 
-import dataclasses
 import itertools
 import math
 import statistics
@@ -27,8 +26,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName, inner_jaxprs
 from jaxsparse.collectives._base import check_whole
-from jaxsparse.costs import Profile, advise, label_of
-from jaxsparse.overlap.network import Link
 from jaxsparse.train import timing
 from jaxsparse.train.engine import check_batch
 from jaxsparse.train.sharded import training_engine
@@ -139,41 +136,6 @@ def measure(
   names = tuple(jax.tree_util.keystr(leaves[leaf][0]) for leaf in order)
   sizes = tuple(float(_WORD * jnp.size(leaves[leaf][1])) for leaf in order)
   return Layers(names, tuple(order), tuple(reversed(times)), sizes, seconds[0])
-
-
-def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
-  """The cost of a communication from a profile: α, β and γ of one update of a collective, arithmetic included.
-
-  `js.costs.advise` predicts the seconds of an update of n entries, a linear function of n: α is its constant, β its
-  slope per byte of the gradient.
-
-  Args:
-    profile: from `js.costs.fit`, on the workers and the network of the training run.
-    name: of a collective in the profile.
-    **config: its options, as in the profile.
-
-  Returns:
-    A `Link`; `**link._asdict()` are the arguments of `js.overlap.plan`.
-
-  Raises:
-    ValueError: if the profile has no such collective, naming those that it has.
-
-  Example:
-    >>> import jaxsparse as js
-    >>> from jaxsparse.costs.calibration import Algorithm
-    >>> profile = js.costs.Profile(workers=4, alpha=1e-4, beta=8e-9, gamma=1.5, reduce_alpha=1e-4, reduce_beta=8e-9,
-    ...   entries=2**20, algorithms={"dense": Algorithm(0.0, reduces=True)})
-    >>> link = js.overlap.link_of(profile)
-    >>> round(link.alpha, 6), round(link.beta, 12), link.gamma  # 4 messages; 2 · 3/4 bytes sent for each byte
-    (0.0004, 1.2e-08, 1.5)
-  """
-  label = label_of(name, config)
-  if label not in profile.algorithms:
-    raise ValueError(f"link_of: the profile has no {label!r}, choose one of {', '.join(profile.algorithms)}")
-  alone = dataclasses.replace(profile, algorithms={label: profile.algorithms[label]})
-  n = 2**24  # so large that rounding to whole words does not matter
-  once, twice = (advise(entries, alone).best.seconds for entries in (n, 2 * n))
-  return Link(max(0.0, 2 * once - twice), (twice - once) / (_WORD * n), max(1.0, profile.gamma))
 
 
 def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], list[float]]:

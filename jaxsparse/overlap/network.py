@@ -21,33 +21,9 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from jaxsparse.types import Link
+
 _TINY = np.finfo(float).tiny
-
-
-class Link(NamedTuple):
-  """The cost of communications.
-
-  Attributes:
-    alpha: α, seconds of the start-up, before the first byte.
-    beta: β, seconds per byte of a transfer without overlap.
-    gamma: γ, contention factor: per-byte slowdown when two transfers overlap.
-
-  Example:
-    >>> float(Link(alpha=1e-3, beta=1e-9, gamma=1.5).slowdown(3))
-    2.0
-  """
-
-  alpha: float
-  beta: float
-  gamma: float
-
-  def seconds(self, size: float) -> float:
-    """Seconds of a communication of `size` bytes without overlap."""
-    return self.alpha + self.beta * size
-
-  def slowdown(self, senders: np.ndarray | int) -> np.ndarray | float:
-    """γ(s), the per-byte slowdown of s overlapping transfers."""
-    return 1 + (self.gamma - 1) * (np.maximum(senders, 1) - 1)
 
 
 class Flows(NamedTuple):

@@ -24,7 +24,8 @@ import numpy as np
 
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.overlap import search
-from jaxsparse.overlap.network import Link, Sent, simulate
+from jaxsparse.overlap.network import Sent, simulate
+from jaxsparse.types import Link
 
 Kind = Literal["single", "wfbp", "mg_wfbp", "theorem_1", "asc_wfbp", "optimal"]
 GroupKind = Literal["normal", "merged", "simultaneous"]

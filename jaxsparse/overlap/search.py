@@ -16,7 +16,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxsparse.overlap.network import Flows, Link
+from jaxsparse.overlap.network import Flows
+from jaxsparse.types import Link
 
 _MOST = 24  # partial plans kept for each first layer, the earliest ones
 

@@ -132,13 +132,13 @@ def test_a_link_predicts_what_the_cost_model_does():
   algorithms = {"dense": Algorithm(2e-9, reduces=True), "spardl:density=0.01": Algorithm(4e-8)}
   profile = js.costs.Profile(6, 1e-4, 8e-9, 0.9, 2e-4, 9e-9, 2**20, algorithms)
   for name, config in (("dense", {}), ("spardl", {"density": 0.01})):
-    link = js.overlap.link_of(profile, name, **config)
+    link = js.costs.link_of(profile, name, **config)
     assert link.gamma == 1.0
     for n in (10_000, 1_000_000):
       (one,) = [p for p in js.costs.advise(n, profile).predictions if p.name == name]
       assert link.seconds(4 * n) == pytest.approx(one.seconds, rel=1e-3)
   with pytest.raises(ValueError, match="the profile has no 'topka:k=3', choose one of dense, spardl:density=0.01"):
-    js.overlap.link_of(profile, "topka", k=3)
+    js.costs.link_of(profile, "topka", k=3)
 
 
 BAD = [
