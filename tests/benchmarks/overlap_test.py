@@ -51,7 +51,6 @@ def test_rows_as_a_table_a_figure_and_json(tmp_path):
   assert rows["single"]["seconds"] == pytest.approx(computing + 1.4e-3 + 1.7e-9 * 4 * 110_106_428)
   assert rows["single"]["speed_up"] == pytest.approx(32 * computing / rows["single"]["seconds"])
   assert (tmp_path / "overlap_bert_base.png").stat().st_size > 10_000
-  assert (tmp_path / "overlap_exposed.png").stat().st_size > 10_000
   for row in rows.values():
     assert row["exposed"] == pytest.approx(row["seconds"] - computing)
   assert "S_max" in done.stderr
@@ -97,15 +96,13 @@ def test_two_all_reduces_at_once():
 
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
-def test_contention_in_the_lab(tmp_path):
-  flags = ("--contention", "--rate=1gbit", "--workers=2", "--repetitions=3", f"--report_dir={tmp_path}", "--json")
-  done = commands.run("benchmarks.overlap", *flags)
+def test_contention_in_the_lab():
+  done = benchmark("--contention", "--rate=1gbit", "--workers=2", "--repetitions=3", "--json")
   assert done.returncode == 0, done.stderr[-2000:]
   (curve,) = json.loads(done.stdout)
   longest = curve["points"][-1]
   assert longest["one"] > 0.9 * longest["size"] / curve["speed"]  # a link is no faster than its rate
   assert longest["two"] > 1.8 * longest["size"] / curve["speed"]
-  assert (tmp_path / "contention.png").stat().st_size > 10_000
 
 
 def test_a_plan_that_leads_elsewhere_is_no_row():
