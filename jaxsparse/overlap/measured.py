@@ -46,8 +46,9 @@ class Layers(NamedTuple):
     forward: seconds of the forward pass.
 
   Example:
-    >>> Layers(("['w']",), (0,), (0.1,), (8.0,), 0.05).backward_times
-    (0.1,)
+    >>> layers = Layers(("['b']", "['w']"), (0, 1), (0.1, 0.3), (8.0, 64.0), forward=0.2)
+    >>> layers.backward_times, layers.at_the_end.backward_times  # the last layer comes first
+    ((0.1, 0.3), (0.0, 0.4))
   """
 
   names: tuple[str, ...]

@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxsparse as js
-from jaxsparse.costs.calibration import Algorithm
 from jaxsparse.overlap import measured
 from jaxsparse.train import timing
 from tests.cases import mesh_of
@@ -35,10 +34,7 @@ def test_layers_are_in_the_order_of_the_forward_pass():
   leaves = jax.tree.leaves(params)
   assert list(layers.sizes) == [4.0 * leaves[number].size for number in layers.order]
   assert sorted(layers.order) == list(range(10))
-  assert min(layers.backward_times) >= 0
-  assert layers.forward > 0
-  made = js.overlap.plan("optimal", layers.backward_times, layers.sizes, alpha=1e-3, beta=1e-9, gamma=1.5)
-  assert made.iteration_time > made.backward
+  assert min(layers.backward_times) >= 0 < layers.forward
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -121,24 +117,6 @@ def test_cuts_are_spread_over_the_work_and_their_seconds_shared_out():
   assert measured.choose_cuts([9.0, 1.0, 1.0, 1.0], 2) == [1, 4]
   assert measured.choose_cuts([0.0] * 5, 2)[-1] == 5
   assert measured.divide_seconds([1.0, 3.0, 0.0, 0.0], [2, 4], [8.0, 1.0]) == [2.0, 6.0, 0.5, 0.5]
-
-
-def test_where_nothing_is_hidden_everything_is_ready_at_the_end():
-  layers = js.overlap.Layers(("a", "b", "c"), (0, 1, 2), (1.0, 2.0, 3.0), (4.0, 4.0, 4.0), 0.5)
-  assert layers.at_the_end == layers._replace(backward_times=(0.0, 0.0, 6.0))  # the last layer comes first
-
-
-def test_a_link_predicts_what_the_cost_model_does():
-  algorithms = {"dense": Algorithm(2e-9, reduces=True), "spardl:density=0.01": Algorithm(4e-8)}
-  profile = js.costs.Profile(6, 1e-4, 8e-9, 0.9, 2e-4, 9e-9, 2**20, algorithms)
-  for name, config in (("dense", {}), ("spardl", {"density": 0.01})):
-    link = js.costs.link_of(profile, name, **config)
-    assert link.gamma == 1.0
-    for n in (10_000, 1_000_000):
-      (one,) = [p for p in js.costs.advise(n, profile).predictions if p.name == name]
-      assert link.seconds(4 * n) == pytest.approx(one.seconds, rel=1e-3)
-  with pytest.raises(ValueError, match="the profile has no 'topka:k=3', choose one of dense, spardl:density=0.01"):
-    js.costs.link_of(profile, "topka", k=3)
 
 
 BAD = [
