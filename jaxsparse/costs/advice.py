@@ -304,15 +304,14 @@ def _explain(predictions: list[Prediction]) -> str:
   best, *others = predictions
   is_dense = lambda one: one.name == "dense" and not one.evidence
   other = next((one for one in others if is_dense(one) != is_dense(best)), None)
-  if trained := best.evidence or (other and other.evidence):
-    if other is None:
-      return f"{best.title}: {trained}"
+  trained = best.evidence or (other and other.evidence)
+  if other is None:
+    return f"{best.title}: {trained or f'{best.seconds:.4f} s per step'}"
+  if trained:
     sooner = other.to_loss / best.to_loss
     than = f" {sooner:.2f} times as soon as {other.title}" if math.isfinite(sooner) else f", {other.title} never"
     return f"{best.title} reaches dense's loss{than}: {trained}"
   first = f"{best.title}: {best.seconds:.4f} s per step"
-  if other is None:
-    return first
   if is_dense(best):
     return f"{first}. The fastest that is not dense, {other.title}, would take {other.seconds:.4f} s"
   saved = other.wire / other.every - best.wire / best.every

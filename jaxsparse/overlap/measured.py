@@ -118,7 +118,8 @@ def measure(
   own = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // engine.held, *x.shape[1:]), jnp.result_type(x)), batch)
   traced = jax.make_jaxpr(gradients, axis_env=list(engine.axes.items()))(params, own)
   order, work = order_backward(traced.jaxpr)
-  bounds = choose_cuts(work, cuts)
+  done = np.cumsum([0.0, *np.maximum(work, 1)])
+  bounds = choose_cuts(done, cuts)
   arguments = engine.place((params, batch), specs)
   shardings = engine.shardings(arguments, specs), None  # of gradients those that they are computed with
 
@@ -132,11 +133,11 @@ def measure(
   rounds = [[watch.time(program, *arguments)[0] for program in programs] for _ in range(repetitions + 1)]
   medians = map(statistics.median, zip(*rounds[1:], strict=True))  # the first round compiles
   seconds = list(itertools.accumulate(medians, max))  # each program includes the work of the one before
-  times = divide_seconds(work, bounds, np.diff(seconds).tolist())
+  times = np.diff(np.interp(done, done[[0, *bounds]], seconds))  # in proportion to the work between two cuts
   order = order[::-1]
   names = tuple(jax.tree_util.keystr(leaves[leaf][0]) for leaf in order)
   sizes = tuple(float(_WORD * jnp.size(leaves[leaf][1])) for leaf in order)
-  return Layers(names, tuple(order), tuple(reversed(times)), sizes, seconds[0])
+  return Layers(names, tuple(order), tuple(times[::-1].tolist()), sizes, seconds[0])
 
 
 def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], list[float]]:
@@ -186,20 +187,14 @@ def _count_operations(equation: core.JaxprEqn) -> float:
   return out
 
 
-def choose_cuts(work: Sequence[float], cuts: int) -> list[int]:
-  """Numbers of leaves of the cuts, increasing, with about the same work between consecutive cuts."""
-  count = len(work)
+def choose_cuts(done: np.ndarray, cuts: int) -> list[int]:
+  """Numbers of leaves of the cuts, increasing, with about the same work between consecutive cuts.
+
+  Args:
+    done: f64[leaves + 1], operations of backward before each leaf, and of all, strictly increasing.
+    cuts: their number, at most.
+  """
+  count = len(done) - 1
   if count <= cuts:
     return list(range(1, count + 1))
-  done = np.cumsum(work)
-  shares = np.searchsorted(done, done[-1] * np.arange(1, cuts) / cuts) + 1
-  return sorted({*np.minimum(shares, count).tolist(), count})
-
-
-def divide_seconds(work: Sequence[float], bounds: Sequence[int], seconds: Sequence[float]) -> list[float]:
-  """Divides the seconds between cuts among their leaves, in proportion to the work of each."""
-  times: list[float] = []
-  for (first, last), total in zip(itertools.pairwise([0, *bounds]), seconds, strict=True):
-    some = sum(work[first:last])
-    times += [total * one / some if some else total / (last - first) for one in work[first:last]]
-  return times
+  return sorted({*np.searchsorted(done, done[-1] * np.arange(1, cuts) / cuts).tolist(), count})

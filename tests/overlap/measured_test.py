@@ -1,9 +1,10 @@
-"""Measured inputs: in which order gradients come, what each takes, and what a communication costs."""
+"""Measured inputs: in which order gradients come, and what each takes."""
 
 import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -57,25 +58,6 @@ def test_sharded_parameters_stay_sharded(kind, monkeypatch):
   assert all("f32[64,128]" in text and "f32[64,256]" not in text and "all-gather" not in text for text in texts)
 
 
-def test_what_takes_longer_is_measured_longer():
-  """Layer 1 works on a product of 512 columns and a loop beside it; the last and the first have next to nothing."""
-
-  def slow(params, batch):
-    hidden = batch @ params[0]
-    many = jnp.tanh(hidden @ params[1])
-    for _ in range(6):
-      many = jnp.sin(many @ params[1].T @ params[1])
-    return jnp.sum(many @ params[2])
-
-  params = [jnp.ones((4, 64)), jnp.ones((64, 512)) / 64, jnp.ones((512, 1))]
-  for _ in range(5):  # the clock of a busy machine
-    layers = js.overlap.measure(slow, params, jnp.ones((1024, 4)), mesh_of(2), repetitions=3)
-    assert layers.order == (0, 1, 2)
-    if layers.backward_times[1] > layers.backward_times[2]:
-      break
-  assert layers.backward_times[1] > layers.backward_times[2]
-
-
 def work_of(loss, params, batch):
   both = lambda params, x: jax.tree.leaves(jax.value_and_grad(loss)(params, x))
   return measured.order_backward(jax.make_jaxpr(both)(params, batch).jaxpr)
@@ -111,12 +93,27 @@ def test_a_loss_may_talk_over_the_axis_and_leave_parameters_unused(where):
   assert js.overlap.measure(loss, params, jnp.ones((4, 4)), where, repetitions=1).order == (1, 0, 2)
 
 
-def test_cuts_are_spread_over_the_work_and_their_seconds_shared_out():
-  assert measured.choose_cuts([1.0, 1.0, 1.0], 8) == [1, 2, 3]
-  assert measured.choose_cuts([1.0] * 8, 4) == [2, 4, 6, 8]
-  assert measured.choose_cuts([9.0, 1.0, 1.0, 1.0], 2) == [1, 4]
-  assert measured.choose_cuts([0.0] * 5, 2)[-1] == 5
-  assert measured.divide_seconds([1.0, 3.0, 0.0, 0.0], [2, 4], [8.0, 1.0]) == [2.0, 6.0, 0.5, 0.5]
+def test_cuts_are_spread_over_the_work():
+  for work, cuts, expected in (
+    ([1, 1, 1], 8, [1, 2, 3]),
+    ([1] * 8, 4, [2, 4, 6, 8]),
+    ([9, 1, 1, 1], 2, [1, 4]),
+  ):
+    assert measured.choose_cuts(np.cumsum([0.0, *work]), cuts) == expected
+
+
+def test_seconds_between_two_cuts_are_shared_out_by_work(monkeypatch):
+  """The gradients of one leaf take 1 s more than the forward pass, those of all three 8 s more than that."""
+
+  def time(_, program, *arguments):
+    ready = len(jax.eval_shape(program, *arguments)) - 1
+    return {0: 1.0, 1: 2.0, 3: 10.0}[ready], None
+
+  monkeypatch.setattr(measured, "order_backward", lambda _: ([2, 1, 0], [4.0, 3.0, 1.0]))
+  monkeypatch.setattr(timing.Stopwatch, "time", time)
+  linear = lambda params, batch: sum(jnp.sum(batch * one[None]) for one in params)
+  layers = js.overlap.measure(linear, [jnp.ones(2)] * 3, jnp.ones((2, 2)), mesh_of(2), cuts=2, repetitions=1)
+  assert (layers.forward, layers.backward_times) == (1.0, (2.0, 6.0, 1.0))
 
 
 BAD = [
