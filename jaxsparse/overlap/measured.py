@@ -117,8 +117,7 @@ def measure(
 
   own = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // engine.held, *x.shape[1:]), jnp.result_type(x)), batch)
   traced = jax.make_jaxpr(gradients, axis_env=list(engine.axes.items()))(params, own)
-  order, work = order_backward(traced.jaxpr)
-  done = np.cumsum([0.0, *np.maximum(work, 1)])
+  order, done = order_backward(traced.jaxpr)
   bounds = choose_cuts(done, cuts)
   arguments = engine.place((params, batch), specs)
   shardings = engine.shardings(arguments, specs), None  # of gradients those that they are computed with
@@ -140,13 +139,16 @@ def measure(
   return Layers(names, tuple(order), tuple(times[::-1].tolist()), sizes, seconds[0])
 
 
-def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], list[float]]:
-  """Leaves in the order of their gradients in the jaxpr of (loss, *gradients), and operations of backward for each."""
+def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], np.ndarray]:
+  """Leaves in the order of their gradients in the jaxpr of (loss, *gradients), and operations of backward until each.
+
+  The latter are f64[leaves + 1], from 0 at the loss on, strictly increasing: a leaf takes one operation at least.
+  """
   done = [0.0]  # operations before each equation, and at the end
   loss, *makers = _find_makers(jaxpr, [-1] * len(jaxpr.invars), done)
   order = sorted(range(len(makers)), key=lambda leaf: (makers[leaf], -leaf))
-  reached = list(itertools.accumulate((done[max(loss, makers[leaf]) + 1] for leaf in order), max))
-  return order, np.diff([done[loss + 1], *reached]).tolist()
+  reached = np.maximum.accumulate([done[max(loss, maker) + 1] for maker in (-1, *(makers[leaf] for leaf in order))])
+  return order, reached - reached[0] + np.arange(len(reached))
 
 
 def _find_makers(jaxpr: core.Jaxpr, given: Sequence[int], done: list[float]) -> list[int]:
