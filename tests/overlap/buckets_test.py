@@ -89,15 +89,6 @@ def test_the_program_has_the_collectives_of_the_plan_in_its_order(kind, ways, ki
     assert above[number] - {of_loss} == set(number_of[: group.after])
 
 
-def test_without_the_options_a_compiler_merges_what_travels_at_once():
-  tx = transform_of()
-  state = state_of(tx)
-  lowered = update_program(tx, state, WORKERS).lower(grads_of(0), state)
-  merged, _ = all_reduces(lowered.compile().as_text())
-  apart, _ = all_reduces(lowered.compile(compiler_options=js.overlap.compiler_options("cpu")).as_text())
-  assert len(merged) < len(apart) == len(plan_of("asc_wfbp").groups)
-
-
 @pytest.mark.parametrize("kind", ["single", "asc_wfbp"])
 def test_dense_groups_are_dense_bit_for_bit(kind):
   grads = grads_of(1, normals)
