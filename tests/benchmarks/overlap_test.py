@@ -67,19 +67,6 @@ def test_a_lab_on_one_device_measures_what_it_plans():
   )
 
 
-def test_reductions_are_those_of_the_networks_together():
-  row = lambda model, plan, exposed: iterations.Row(model, plan, 1, 1, 1.0, exposed, 0.5, 1.0, 1.0)
-  plans = {"wfbp": 0.8, "mg_wfbp": 0.4, "asc_wfbp": 0.3}
-  rows = [row(model, plan, exposed) for model in SIZES for plan, exposed in plans.items()]
-  rows[1] = rows[1]._replace(exposed=0.6)
-  found = iterations.measured(rows)
-  assert found["resnet152 mg_wfbp exposed"] == 0.6
-  assert found["MG-WFBP / WFBP, CNNs, the most"] == pytest.approx(0.75)
-  assert found["ASC-WFBP / MG-WFBP, the least"] == pytest.approx(0.5)
-  assert rows[0].paper_exposed == pytest.approx(0.5 - 0.273)
-  assert "ASC-WFBP / MG-WFBP, the most" not in iterations.measured(rows[:-1])
-
-
 def test_two_all_reduces_at_once():
   link = js.overlap.Link(alpha=1e-3, beta=1e-9, gamma=1.5)
   curve = contention.predicted(link, workers=4)
