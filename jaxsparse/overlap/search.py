@@ -75,7 +75,8 @@ def find_fastest(
     promising = starts + link.alpha + remaining[plans.first, None] <= limit * (1 + 1e-9)
     promising[:, 1] &= starts[:, 1] < free[:, 0]
     before, at_once = np.nonzero(promising)
-    flows = _take(plans, before).flows.start(starts[before, at_once], plans.waiting[before], link)
+    extended = _take(plans, before)
+    flows = extended.flows.start(starts[before, at_once], extended.waiting, link)
     ends = flows.finish(link).ends
     ends[:, 0] = np.maximum(ends[:, 0], flows.now)
     grown = _Partial(flows, ends, before, np.full(before.size, first), at_once.astype(bool), np.zeros(before.size))
