@@ -20,7 +20,8 @@ from tests.benchmarks.commands import ROOT
 IDLE = """
 import json, os, subprocess, time
 host, = json.loads(os.environ["JAXSPARSE_HOSTS"])
-sleeper = subprocess.Popen([*host["enter"], "sleep", "600"])
+sleeper = subprocess.Popen([*host["enter"], "sh", "-c", "echo; exec sleep 600"], stdout=subprocess.PIPE)
+sleeper.stdout.readline()  # it is in the host
 print(os.getpid(), sleeper.pid, flush=True)
 time.sleep(600)
 """
