@@ -10,11 +10,10 @@ Examples:
   python -m benchmarks.controller --curve --json | jq .signals_per_second
 """
 
+import multiprocessing
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import zmq
@@ -31,7 +30,6 @@ _GROUP_SIZE = flags.DEFINE_integer("group_size", 4, "Workers in a group.")
 _SECONDS = flags.DEFINE_float("seconds", 5, "How long to measure throughput.", lower_bound=0.1)
 _GROUPS = flags.DEFINE_integer("groups", 500, "How many groups to measure latency with.", lower_bound=2)
 _CURVE = flags.DEFINE_bool("curve", False, "Encrypt, as on any other network than loopback.")
-_SERVE = flags.DEFINE_string("serve", None, "Internal: serve with the keys of this file, or without for 'plain'.")
 _JSON = entry.define_json()
 
 _GOAL = 2000  # "thousands of signals a second"
@@ -49,13 +47,13 @@ class Result(NamedTuple):
   rejected: int  # messages that the server rejected; there should be none
 
 
-def _serve(keys: Keys | None) -> None:
-  """The server's process: writes its address first, and at the end how many messages it rejected."""
-  controller = js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value, "dynamic")
+def _serve(keys: Keys | None, workers: int, group_size: int, pipe: Connection) -> None:
+  """The server's process: sends its address first, and at the end how many messages it rejected."""
+  controller = js.partial.Controller(workers, group_size, "dynamic")
   server = js.partial.Server(controller, keys=keys, limit=60)
-  print(server.address, flush=True)
+  pipe.send(server.address)
   server.serve()
-  print(server.rejected, flush=True)
+  pipe.send(server.rejected)
 
 
 def measure(address: str, keys: Keys | None) -> Result:
@@ -123,26 +121,20 @@ def _throughput(sockets: list[zmq.Socket], ready, heard) -> tuple[float, int]:  
 
 def _measure_in_process(keys: Keys | None) -> Result:
   """Measures a server in a process of its own."""
-  with tempfile.TemporaryDirectory(prefix="jaxsparse-") as folder:
-    given = "plain"
-    if keys:
-      given = f"{folder}/keys"
-      keys.write(given)
-    command = [sys.executable, "-m", "benchmarks.controller", *sys.argv[1:], f"--serve={given}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-      assert process.stdout
-      try:
-        result = measure(process.stdout.readline().strip(), keys)
-        return result._replace(rejected=int(process.stdout.readline()))
-      finally:
-        process.terminate()
+  context = multiprocessing.get_context("spawn")
+  pipe, end = context.Pipe()
+  process = context.Process(target=_serve, args=(keys, _WORKERS.value, _GROUP_SIZE.value, end), daemon=True)
+  process.start()
+  end.close()  # so that `recv` fails if the server does
+  try:
+    result = measure(pipe.recv(), keys)
+    return result._replace(rejected=pipe.recv())
+  finally:
+    process.terminate()
 
 
 def main() -> None:
   """Starts the server, measures and reports."""
-  if _SERVE.value:
-    _serve(None if _SERVE.value == "plain" else Keys.read(_SERVE.value))
-    return
   console = workers.make_console(stderr=_JSON.value)
   js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value)  # says what is wrong with the flags
   keys = Keys.make() if _CURVE.value else None

@@ -19,13 +19,14 @@ Examples:
 
 import contextlib
 import json
+import multiprocessing
 import pathlib
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import jax
@@ -45,8 +46,7 @@ _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.")
 _SLOW = flags.DEFINE_integer("slow", 2, "How many of them are slow.")
 _GROUP_SIZE = flags.DEFINE_integer("group_size", 2, "Workers in a group of partial reduce.")
 _WEIGHTS = flags.DEFINE_enum("weights", "dynamic", ["constant", "dynamic"], "Of partial reduce.")
-_ROLE = flags.DEFINE_string("role", None, "Internal: the role of a process that this program starts.")
-_FOLDER = flags.DEFINE_string("folder", None, "Internal: where the processes of a run meet.")
+_ROWS = flags.DEFINE_string("rows", None, "Write the outcome here and print nothing: how ranks tell who started them.")
 _JSON = entry.define_json()
 
 _FACTOR = 3  # times as long a step of a slow worker takes
@@ -67,57 +67,48 @@ class Outcome(NamedTuple):
 class _Task:
   """The task of one worker, and the time it takes for a step."""
 
-  def __init__(self, number: int):
+  def __init__(self, slow: bool):
     self._task = images.make_small("mlp", data.load("digits"))
     self.model = model_of(self._task, _SEED)
     self.tx = optax.sgd(_LEARNING_RATE, momentum=0.9)
-    slow = number >= _WORKERS.value - _SLOW.value
     self.pace = _PACE * (_FACTOR if slow else 1)
 
   def batches(self, workers: int, number: int = 0) -> Iterator[Batch]:
     """Endless batches of so many workers, others for each number."""
     return self._task.stream(data.seed_of(_SEED, number), workers, _BATCH_SIZE)
 
-
-class _Finish:
-  """Tells when worker 0 has reached the target, and everyone when that has happened."""
-
-  def __init__(self, folder: pathlib.Path, run: str, accuracy: Any):
-    self._file, self._run, self._accuracy = folder / "outcome", run, accuracy
-    self._start = time.perf_counter()
-
-  def reached(self, params: Any, iterations: int) -> bool:
-    """Whether the target is reached, or the time is up."""
-    accuracy, seconds = self._accuracy(params), time.perf_counter() - self._start
+  def finish(self, run: str, start: float, params: Any, iterations: int) -> Outcome | None:
+    """The outcome, if the target is reached or the time is up."""
+    accuracy, seconds = self.model.accuracy(params), time.perf_counter() - start
     if accuracy < _TARGET and seconds < _LIMIT:
-      return False
-    outcome = Outcome(self._run, seconds if accuracy >= _TARGET else None, accuracy, iterations)
-    report.replace(self._file, json.dumps(outcome))
-    return True
+      return None
+    return Outcome(run, seconds if accuracy >= _TARGET else None, accuracy, iterations)
 
 
-def _all_reduce(folder: pathlib.Path) -> None:
+def _all_reduce(path: pathlib.Path) -> None:
   """A rank of the all-reduce: all workers wait for the slowest in every step."""
   place = workers.here("processes", _WORKERS.value)
-  own = _Task(place.number)
+  own = _Task(_is_slow(place.number))
   tx = optax.chain(js.make_transform("dense", place.axis), own.tx)
   params = own.model.params
   state, step = js.init(tx, params, place.where), js.make_train_step(own.model.plain_loss, tx, place.where)
   batches = own.batches(place.size)
   params, state, _ = step(params, state, next(batches))  # compiles
   own.model.accuracy(params)
-  finish, done, iterations = _Finish(folder, "all-reduce", own.model.accuracy), False, 1
+  start, outcome, done, iterations = time.perf_counter(), None, False, 1
   while not done:
     time.sleep(own.pace)
     params, state, _ = step(params, state, next(batches))
     iterations += 1
-    done = place.reports and finish.reached(params, iterations)
-    done = bool(multihost_utils.broadcast_one_to_all(np.asarray(done)))
+    outcome = own.finish("all-reduce", start, params, iterations) if place.reports else None
+    done = bool(multihost_utils.broadcast_one_to_all(np.asarray(outcome is not None)))
+  if outcome:
+    path.write_text(json.dumps(outcome))
 
 
-def _partial(folder: pathlib.Path, number: int, address: str, run: str) -> None:
-  """A worker of partial reduce: a step of its own, then the average of its group."""
-  own = _Task(number)
+def _partial(number: int, slow: bool, address: str, run: str, ready: Any, ended: Any, pipe: Connection | None) -> None:
+  """A worker of partial reduce: a step of its own, then the average of its group; one of them has the pipe."""
+  own = _Task(slow)
 
   @jax.jit
   def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -129,64 +120,60 @@ def _partial(folder: pathlib.Path, number: int, address: str, run: str) -> None:
   jax.block_until_ready(step(params, state, next(batches)))  # compiles
   own.model.accuracy(params)
   with js.partial.Worker(address, number, params) as worker:
-    (folder / f"ready{number}").touch()
-    while not (folder / "go").exists():
-      time.sleep(0.005)
-    finish, done = _Finish(folder, run, own.model.accuracy), False
-    params, iteration = worker.params, worker.iteration
-    while not done:
+    ready.wait(START_TIMEOUT)
+    start, params, iteration = time.perf_counter(), worker.params, worker.iteration
+    while not ended.value:
       time.sleep(own.pace)
       params, state = step(params, state, next(batches))
       params, iteration = worker.reduce(params, iteration + 1)
-      done = finish.reached(params, iteration) if number == 0 else (folder / "outcome").exists()
+      if pipe and (outcome := own.finish(run, start, params, iteration)):
+        pipe.send(outcome)
+        ended.value = True
+
+
+def _is_slow(number: int) -> bool:
+  return number >= _WORKERS.value - _SLOW.value
 
 
 def run_all_reduce() -> Outcome:
   """The whole run, every rank a process."""
   with tempfile.TemporaryDirectory(prefix="jaxsparse-") as folder:
-    launch.run(_command(folder, "all-reduce"), _WORKERS.value, limit=_LIMIT + 60)
-    return Outcome(*json.loads(pathlib.Path(folder, "outcome").read_text()))
+    path = pathlib.Path(folder, "outcome")
+    command = [sys.executable, "-m", "benchmarks.straggling", *sys.argv[1:], f"--rows={path}"]
+    launch.run(command, _WORKERS.value, limit=_LIMIT + 60)
+    return Outcome(*json.loads(path.read_text()))
 
 
 def run_partial(run: str, kill_after: float | None = None) -> Outcome:
   """The whole run, every worker a process; worker 1 is killed after so many seconds."""
   weights: Any = _WEIGHTS.value
-  controller = js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value, weights)
-  with tempfile.TemporaryDirectory(prefix="jaxsparse-") as name, contextlib.ExitStack() as stack:
-    folder = pathlib.Path(name)
-    server = js.partial.Server(controller)
-    thread = threading.Thread(target=server.serve, daemon=True)
-    thread.start()
+  server = js.partial.Server(js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value, weights))
+  threading.Thread(target=server.serve, daemon=True).start()
+  context = multiprocessing.get_context("spawn")
+  ready, ended = context.Barrier(_WORKERS.value + 1), context.RawValue("b", 0)
+  outcome, pipe = context.Pipe(duplex=False)
+  with contextlib.ExitStack() as stack:
     processes = []
     for number in range(_WORKERS.value):
-      processes.append(subprocess.Popen(_command(name, f"{number},{server.address},{run}")))
-      stack.callback(processes[-1].wait)
+      shared = server.address, run, ready, ended, None if number else pipe
+      processes.append(context.Process(target=_partial, args=(number, _is_slow(number), *shared)))
+      processes[-1].start()
+      stack.callback(processes[-1].join)
       stack.callback(processes[-1].kill)
-    all_ready = lambda: len(list(folder.glob("ready*"))) == _WORKERS.value
-    _wait_for("starting", all_ready, processes, START_TIMEOUT)
-    (folder / "go").touch()
-    if kill_after is not None:
-      time.sleep(kill_after)
-      processes[1].kill()
-    _wait_for("training", (folder / "outcome").exists, processes[:1], _LIMIT + 30)
+    pipe.close()  # so that `poll` returns if worker 0 fails
+    stage, found = "starting", None
+    with contextlib.suppress(threading.BrokenBarrierError, EOFError):
+      ready.wait(START_TIMEOUT)
+      stage = "training"
+      if kill_after is not None:
+        time.sleep(kill_after)
+        processes[1].kill()
+      found = outcome.recv() if outcome.poll(_LIMIT + 30) else None
+    if not found:
+      raise RuntimeError(f"{run}, {stage}: a worker failed, or took too long; the messages of workers are above")
     for process in processes:
-      process.wait(30)
-    return Outcome(*json.loads((folder / "outcome").read_text()))
-
-
-def _wait_for(what: str, condition: Callable[[], bool], processes: list[subprocess.Popen], limit: float) -> None:
-  """Returns when the condition holds; RuntimeError if a process fails before, or it takes too long."""
-  end = time.monotonic() + limit
-  while not condition():
-    if failed := {number: process.returncode for number, process in enumerate(processes) if process.poll()}:
-      raise RuntimeError(f"partial reduce, {what}: workers ended with status {failed}; their messages are above")
-    if time.monotonic() > end:
-      raise RuntimeError(f"partial reduce, {what}: took more than {limit:g} s")
-    time.sleep(0.02)
-
-
-def _command(folder: str, role: str) -> list[str]:
-  return [sys.executable, "-m", "benchmarks.straggling", *sys.argv[1:], f"--folder={folder}", f"--role={role}"]
+      process.join(30)
+    return found
 
 
 def goals(outcomes: list[Outcome]) -> list[report.Goal]:
@@ -202,12 +189,10 @@ def goals(outcomes: list[Outcome]) -> list[report.Goal]:
 
 def main() -> None:
   """Runs all three and reports."""
-  if _ROLE.value and _FOLDER.value:
-    folder, (role, *details) = pathlib.Path(_FOLDER.value), _ROLE.value.split(",")
-    if role == "all-reduce":
-      _all_reduce(folder)
-    else:
-      _partial(folder, int(role), *details)
+  if launch.is_rank():
+    if not _ROWS.value:
+      raise ValueError("the benchmark starts its own ranks: run this as one program")
+    _all_reduce(pathlib.Path(_ROWS.value))
     return
   console = workers.make_console(stderr=_JSON.value)
   if not 0 <= _SLOW.value <= _WORKERS.value - 2:

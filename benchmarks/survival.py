@@ -11,25 +11,21 @@ Example:
 """
 
 import contextlib
+import multiprocessing.process
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import entry, report, workers
 from jaxsparse import _compat
 from jaxsparse.launch.start import free_port
-
-_RANK = flags.DEFINE_string("rank", None, "Internal: RANK,ADDRESS,FOLDER,RECOVERABLE,AGAIN of one process.")
 
 _ENTRIES = 1_000_000  # of the model
 _HEARTBEAT = 10  # seconds without a sign of life after which JAX takes one for dead
@@ -73,13 +69,11 @@ class _Process:
     except Exception as error:
       self._log.write(f"{pair} failed: {' '.join(str(error).split())}\n")
 
-  def end(self) -> None:
-    """At once: JAX would wait for the dead."""
-    self._log.write("end\n")
-    os._exit(0)
-
 
 def _run(rank: int, address: str, folder: pathlib.Path, recoverable: bool, again: bool) -> None:
+  """The life of a process."""
+  for stream in (1, 2):  # of what JAX says about the dead
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
   process = _Process(rank, address, folder / f"{rank}{'again' * again}", recoverable)
   if not again:
     for pair in ((0, 1), (1, 2)):
@@ -97,7 +91,7 @@ def _run(rank: int, address: str, folder: pathlib.Path, recoverable: bool, again
     if rank == 2 or (rank == 1 and (folder / "2again").exists()):
       process.average((1, 2))
     time.sleep(0.5)
-  process.end()
+  os._exit(0)  # at once: JAX would wait for the dead
 
 
 def measure(recoverable: bool) -> Fate:
@@ -105,24 +99,23 @@ def measure(recoverable: bool) -> Fate:
   with tempfile.TemporaryDirectory(prefix="jaxsparse-") as name, contextlib.ExitStack() as stack:
     folder, address = pathlib.Path(name), f"127.0.0.1:{free_port()}"
 
-    def start(rank: int, again: bool) -> subprocess.Popen:
-      own = f"--rank={rank},{address},{folder},{int(recoverable)},{int(again)}"
-      command = [sys.executable, "-m", "benchmarks.survival", *sys.argv[1:], own]
-      process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-      stack.callback(process.wait)
+    def start(rank: int, again: bool = False) -> multiprocessing.process.BaseProcess:
+      arguments = rank, address, folder, recoverable, again
+      process = multiprocessing.get_context("spawn").Process(target=_run, args=arguments)
+      process.start()
+      stack.callback(process.join)
       stack.callback(process.kill)
       return process
 
-    first = [start(rank, again=False) for rank in range(3)]
-    first[2].wait()
+    first = [start(rank) for rank in range(3)]
+    first[2].join()
     time.sleep(5)
     back = start(2, again=True)
     end = time.monotonic() + _SECONDS + _GRACE
-    first[0].wait(_SECONDS + _GRACE)
-    alive = [rank for rank in (0, 1) if first[rank].poll() in (None, 0)]
+    first[0].join(_SECONDS + _GRACE)
+    alive = [rank for rank in (0, 1) if first[rank].exitcode in (None, 0)]
     for process in (first[1], back):
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(max(0.0, end - time.monotonic()))
+      process.join(max(0.0, end - time.monotonic()))
     lines = {path.name: path.read_text().splitlines() for path in folder.iterdir()}
     failures = [line for name in ("1", "2again") for line in lines.get(name, []) if "failed" in line]
     return Fate(
@@ -130,16 +123,13 @@ def measure(recoverable: bool) -> Fate:
       others=lines["0"].count("(0, 1) came") - 1,
       back=lines.get("2again", []).count("(1, 2) came"),
       alive=alive,
-      outlives=first[1].poll() == 0,
+      outlives=first[1].exitcode == 0,
       said=failures[-1].partition(": ")[2][:110] if failures else "",
     )
 
 
 def main() -> None:
   """Runs both ways and prints the outcomes."""
-  if _RANK.value:
-    rank, address, folder, recoverable, again = _RANK.value.split(",")
-    _run(int(rank), address, pathlib.Path(folder), bool(int(recoverable)), bool(int(again)))
   yes = lambda holds: "yes" if holds else "no"
   lines = []
   for way in (False, True):

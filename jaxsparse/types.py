@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Tree = TypeVar("Tree")
 Reduction = Literal["sum", "max", "min"]
@@ -254,3 +255,29 @@ class Cost(NamedTuple):
   def seconds(self, alpha: float, beta: float) -> float:
     """`messages · alpha + bytes · beta`, with alpha in seconds a message and beta in seconds a byte."""
     return self.messages * alpha + self.bytes * beta
+
+
+class Link(NamedTuple):
+  """The cost of communications that may overlap: of m bytes `α + β m` seconds alone.
+
+  Attributes:
+    alpha: α, seconds of the start-up, before the first byte.
+    beta: β, seconds per byte of a transfer without overlap.
+    gamma: γ, contention factor: per-byte slowdown when two transfers overlap.
+
+  Example:
+    >>> float(Link(alpha=1e-3, beta=1e-9, gamma=1.5).slowdown(3))
+    2.0
+  """
+
+  alpha: float
+  beta: float
+  gamma: float
+
+  def seconds(self, size: float) -> float:
+    """Seconds of a communication of `size` bytes without overlap."""
+    return self.alpha + self.beta * size
+
+  def slowdown(self, senders: np.ndarray | int) -> np.ndarray | float:
+    """γ(s), the per-byte slowdown of s overlapping transfers."""
+    return 1 + (self.gamma - 1) * (np.maximum(senders, 1) - 1)

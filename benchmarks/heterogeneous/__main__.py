@@ -11,15 +11,14 @@ partial reduce as the paper describes it, where the weight of iterations that no
 
 --parts chooses what is measured:
 
-    levels    Table 1 at --levels; ρ of the groups against Figure 4; Figure 3 as a timeline of each worker's work,
-              waiting and averaging; Figure 8, partial reduce over P at the lowest level (heterogeneous.png,
-              timeline.png, group_size.png)
+    levels    Table 1 at --levels; ρ of the groups against Figure 4; Figure 8, partial reduce over P at the lowest
+              level; Figures 7 (a) and 3, accuracy over time and what each worker does (heterogeneous.png, timeline.png)
     tail      Figure 9: --tail_workers workers whose step times have a heavy tail, that of a cluster shared with others
-    scale     Figure 11: the same step times, --scale workers, speed-ups over one worker (scale.png)
-    decay     --decays as the α of dynamic weights, P = 3, at the highest level (decay.png)
+    scale     Figure 11: the same step times, --scale workers, speed-ups over one worker
+    decay     --decays as the α of dynamic weights, P = 3, at the highest level
     links     two workers whose messages take ten times as long, alone and beside slow workers
 
-Rows are added to --results; --parts=none makes the tables of that file, and the figures scale.png and decay.png.
+Rows are added to --results; --parts=none makes the tables of that file.
 
 Examples:
   python -m benchmarks.heterogeneous
@@ -173,7 +172,8 @@ def main() -> None:
     console.print(f"Figure 4, {one.what}: ρ is {one.rho:.3f} (there {one.paper:g}), {shares}", highlight=False)
   if speed_ups := tables.speed_ups(rows):
     console.print(tables.scale_table(speed_ups))
-  _draw(rows, runs)
+  if runs and "levels" in _PARTS.value:
+    _draw(runs)
   now = {one.what: one.rho for one in rhos} | tables.paper_cells(rows)
   console.print(papers.beside(papers.of("heterogeneous"), now))
   reached = tables.goals(rows)
@@ -182,22 +182,13 @@ def main() -> None:
     report.print_json({"rows": report.rounded(rows), "figure_4": rhos, "goals": reached})
 
 
-def _draw(rows: Sequence[Row], runs: tables.Runs) -> None:
-  """Draws the figures of the rows, and of the runs those of the levels."""
-  folder = pathlib.Path(_REPORT_DIR.value)
-  found = {part: [one for one in rows if one.part == part] for part in tables.PARTS}
-  if "levels" in _PARTS.value:
-    worst = _environment(max(_LEVELS.value))
-    shown = {label: own[0] for (label, where), own in runs.items() if where == worst and label in _METHODS.value}
-    tables.draw_curves(shown, worst, _TARGET.value, folder / "heterogeneous.png")
-    chosen = {label: run for label, run in shown.items() if label in ("allreduce", "eager", "constant:3")}
-    tables.draw_timeline(chosen or dict([*shown.items()][:1]), worst, folder / "timeline.png")
-  if found["sweep"]:
-    tables.draw_sweep(found["sweep"], folder / "group_size.png")
-  if speed_ups := tables.speed_ups(rows):
-    tables.draw_scale(speed_ups, folder / "scale.png")
-  if found["decay"]:
-    tables.draw_decays(found["decay"], folder / "decay.png")
+def _draw(runs: tables.Runs) -> None:
+  """Draws the figures of the runs at the highest level."""
+  folder, worst = pathlib.Path(_REPORT_DIR.value), _environment(max(_LEVELS.value))
+  shown = {label: own[0] for (label, where), own in runs.items() if where == worst and label in _METHODS.value}
+  tables.draw_curves(shown, worst, _TARGET.value, folder / "heterogeneous.png")
+  chosen = {label: run for label, run in shown.items() if label in ("allreduce", "eager", "constant:3")}
+  tables.draw_timeline(chosen or dict([*shown.items()][:1]), worst, folder / "timeline.png")
 
 
 if __name__ == "__main__":

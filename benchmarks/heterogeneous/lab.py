@@ -1,10 +1,11 @@
 """Training in virtual time: gradients are real and step times are random, so one machine can compare many workers."""
 
+import abc
 import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -12,7 +13,6 @@ import optax
 
 from jaxsparse.collectives import make_collective
 from jaxsparse.flatten import flatten
-from jaxsparse.partial.base import Refusals, check_start
 from jaxsparse.partial.controller import Group
 from jaxsparse.types import Cost
 
@@ -61,20 +61,28 @@ def _draw_lognormal(random: np.random.Generator, median: float, jitter: float) -
   return median * math.exp(jitter * random.standard_normal())
 
 
-class Method(Protocol):
+class Method(abc.ABC):
   """A method of training with N workers."""
+
+  def __init__(self, lab: "Lab"):
+    self._lab = lab
 
   def begin(self) -> None:
     """Starts the first computation of every worker."""
-    ...
+    for worker in range(self._lab.workers):
+      self._work(worker)
 
+  @abc.abstractmethod
   def arrive(self, worker: int, gradient: jax.Array) -> None:
     """A worker has computed the gradient of the model that it was given."""
-    ...
 
+  @abc.abstractmethod
   def model(self) -> jax.Array:
     """F32[n] to evaluate: the mean of all models, if workers have models of their own."""
-    ...
+
+  @abc.abstractmethod
+  def _work(self, worker: int) -> None:
+    """Starts a worker's next computation."""
 
 
 class Lab:
@@ -97,7 +105,6 @@ class Lab:
     links: Sequence[float] | None = None,  # how many times as long each worker's messages take
     seed: int = 0,  # of step times and random choices
   ):
-    check_start(params)
     self.workers = len(paces)
     self.initial, self._unflatten = flatten(params)
     self.random = np.random.default_rng([seed, self.workers])
@@ -105,7 +112,6 @@ class Lab:
     self._scheduled: list[tuple[float, int, Callable[[], object]]] = []
     self._count = self._gradients = 0
     self._timeline, self._curve = list[Span](), list[tuple[float, int, float]]()
-    self._refusals = [Refusals(worker) for worker in range(self.workers)]
     self._batches = [batches(worker) for worker in range(self.workers)]
     self._paces, self._draws = paces, [np.random.default_rng([seed, worker]) for worker in range(self.workers)]
     self._tx, self._alpha, self._beta, self._links = tx, alpha, beta, links or [1.0] * self.workers
@@ -118,20 +124,16 @@ class Lab:
   ) -> Simulation:
     """Trains for so many seconds, or until `evaluate`, called every `every` seconds, gives the target."""
     self._method = method
-    reached = False
 
     def look() -> None:
-      nonlocal reached
       assert evaluate
-      value = float(evaluate(self._unflatten(method.model())))
-      self._curve.append((self.now, self.updates, value))
-      reached = value >= target
+      self._curve.append((self.now, self.updates, float(evaluate(self._unflatten(method.model())))))
       self.after(every, look)
 
     if evaluate:
       self.after(every, look)
     method.begin()
-    while not reached and self._scheduled[0][0] < seconds:
+    while not (reached := bool(self._curve) and self._curve[-1][2] >= target) and self._scheduled[0][0] < seconds:
       self.now, _, action = heapq.heappop(self._scheduled)
       action()
     counts = self.updates, self._gradients
@@ -169,10 +171,6 @@ class Lab:
   def start(self) -> Any:
     """The optimizer's state before the first step."""
     return self._tx.init(self.initial)
-
-  def refuse(self, worker: int, model: jax.Array, iteration: int) -> bool:
-    """Whether a worker's model is not finite; the tenth such model in succession raises FloatingPointError."""
-    return self._refusals[worker].refuse(model, iteration, self._unflatten)
 
   def _step(self, model: jax.Array, state: Any, gradient: jax.Array) -> tuple[jax.Array, Any]:
     change, state = self._tx.update(gradient, state, model)

@@ -9,8 +9,7 @@ model by the same amount, 1/N of a step of `tx`:
     asp                  each gradient at once, divided by N
     hete                 each gradient at once, divided by its staleness: 1 + the steps since its model was read
     adpsgd               average the worker's model with that of a random other worker; then one step with its gradient
-    constant, dynamic    one step on the worker's own model, then partial reduce: P models are averaged. A worker whose
-                         model is not finite after its step fetches the model of another worker instead.
+    constant, dynamic    one step on the worker's own model, then partial reduce: P models are averaged
 """
 
 import functools
@@ -44,20 +43,31 @@ def make_method(name: str, lab: Lab, backups: int = 0, **options: Any) -> Method
   return Partial(lab, js.partial.Controller(lab.workers, weights=cast(Any, name), **options))
 
 
-class Synchronous:
-  """One model: in each round, one step with the gradients of the first `need` workers."""
+class _SharedModel(Method):
+  """One model, at all workers or at a server."""
+
+  def __init__(self, lab: Lab):
+    super().__init__(lab)
+    self._model, self._state = lab.initial, lab.start()
+
+  def model(self) -> jax.Array:
+    return self._model
+
+  def _step(self, gradient: jax.Array) -> None:
+    self._model, self._state = self._lab.step(self._model, self._state, gradient)
+    self._lab.updates += 1
+
+
+class Synchronous(_SharedModel):
+  """In each round, one step with the gradients of the first `need` workers."""
 
   def __init__(self, lab: Lab, need: int, keeps_late: bool = False, server: bool = False):
-    self._lab, self._need, self._keeps_late, self._server = lab, need, keeps_late, server
-    self._model, self._state = lab.initial, lab.start()
+    super().__init__(lab)
+    self._need, self._keeps_late, self._server = need, keeps_late, server
     self._round = 0
     self._began = [0] * lab.workers  # the round in which each worker was given its model
     self._fresh: dict[int, jax.Array] = {}
     self._late: list[jax.Array] = []
-
-  def begin(self) -> None:
-    for worker in range(self._lab.workers):
-      self._work(worker)
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
     if self._began[worker] < self._round:  # a straggler's gradient: its round is over, it begins anew
@@ -68,9 +78,6 @@ class Synchronous:
     self._fresh[worker] = gradient
     if len(self._fresh) == self._need:
       self._reduce()
-
-  def model(self) -> jax.Array:
-    return self._model
 
   def _work(self, worker: int) -> None:
     self._began[worker] = self._round
@@ -83,8 +90,7 @@ class Synchronous:
     mean = sum(gradients[1:], gradients[0]) / (self._lab.workers if self._keeps_late else self._need)
 
     def done() -> None:
-      self._model, self._state = self._lab.step(self._model, self._state, mean)
-      self._lab.updates += 1
+      self._step(mean)
       for worker in members:
         self._work(worker)
 
@@ -94,49 +100,40 @@ class Synchronous:
       self._lab.average(members, self._lab.workers, done)
 
 
-class Asynchronous:
-  """One model at a server, which takes a step with each gradient as soon as it arrives."""
+class Asynchronous(_SharedModel):
+  """The server takes a step with each gradient as soon as it arrives."""
 
   def __init__(self, lab: Lab, by_staleness: bool):
-    self._lab, self._by_staleness = lab, by_staleness
-    self._model, self._state = lab.initial, lab.start()
+    super().__init__(lab)
+    self._by_staleness = by_staleness
     self._read = [0] * lab.workers  # the step after which each worker read the model
-
-  def begin(self) -> None:
-    for worker in range(self._lab.workers):
-      self._lab.work(worker, self._model)
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
     def pushed() -> None:
       divisor = self._lab.updates - self._read[worker] + 1 if self._by_staleness else self._lab.workers
-      self._model, self._state = self._lab.step(self._model, self._state, gradient / divisor)
-      self._lab.updates += 1
+      self._step(gradient / divisor)
       self._read[worker] = self._lab.updates
       self._lab.exchange([worker], 1, functools.partial(self._lab.work, worker, self._model))
 
     self._lab.exchange([worker], 1, pushed)
 
-  def model(self) -> jax.Array:
-    return self._model
+  def _work(self, worker: int) -> None:
+    self._lab.work(worker, self._model)
 
 
-class _ModelEach:
+class _ModelEach(Method):
   """One model for each worker."""
 
   def __init__(self, lab: Lab):
-    self._lab = lab
+    super().__init__(lab)
     self._models = [lab.initial] * lab.workers
     self._states = [lab.start() for _ in range(lab.workers)]
-
-  def begin(self) -> None:
-    for worker, model in enumerate(self._models):
-      self._work(worker, model)
 
   def model(self) -> jax.Array:
     return jnp.mean(jnp.stack(self._models), 0)
 
-  def _work(self, worker: int, model: jax.Array) -> None:
-    self._lab.work(worker, model)
+  def _work(self, worker: int) -> None:
+    self._lab.work(worker, self._models[worker])
 
 
 class Gossip(_ModelEach):
@@ -150,7 +147,7 @@ class Gossip(_ModelEach):
       self._models[other] = mean
       self._models[worker], self._states[worker] = self._lab.step(mean, self._states[worker], gradient)
       self._lab.updates += 1
-      self._work(worker, self._models[worker])
+      self._work(worker)
 
     self._lab.exchange([worker], 1, done, peer=other)
 
@@ -165,19 +162,15 @@ class Partial(_ModelEach):
     self._began = [0.0] * lab.workers  # when each worker began its step
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
-    model, state = self._lab.step(self._models[worker], self._states[worker], gradient)
-    if self._lab.refuse(worker, model, self._iterations[worker] + 1):
-      self._replace(worker)
-      return
-    self._models[worker], self._states[worker] = model, state
+    self._models[worker], self._states[worker] = self._lab.step(self._models[worker], self._states[worker], gradient)
     self._iterations[worker] += 1
     self._average(self._controller.ready(worker, self._iterations[worker]))
     took = self._lab.now - self._began[worker]  # the group filter lets a worker wait for as long as its step took
     self._lab.after(took, lambda: self._average(self._controller.release()))
 
-  def _work(self, worker: int, model: jax.Array) -> None:
+  def _work(self, worker: int) -> None:
     self._began[worker] = self._lab.now
-    self._lab.work(worker, model)
+    super()._work(worker)
 
   def _average(self, groups: list[Group]) -> None:
     for group in groups:
@@ -185,19 +178,10 @@ class Partial(_ModelEach):
       members = list(group.members)  # each sends a signal to the controller, and gets an answer
       self._lab.average(members, len(members), functools.partial(self._averaged, group), signals=2)
 
-  def _replace(self, worker: int) -> None:
-    """Replaces a worker's model by the most trained one of the others, and resets its optimizer's state."""
-    donor = max((other for other in range(self._lab.workers) if other != worker), key=self._iterations.__getitem__)
-    model = self._models[donor]
-    self._models[worker], self._iterations[worker] = model, self._iterations[donor]
-    self._states[worker] = self._lab.start()
-    self._controller.replaced(worker)
-    self._lab.exchange([worker], 1, functools.partial(self._work, worker, model), peer=donor)
-
   def _averaged(self, group: Group) -> None:
     models = jnp.stack([*(self._models[member] for member in group.members), self._lab.initial])
     mean = jnp.array([*group.weights, group.initial], jnp.float32) @ models
     self._lab.updates += 1
     for member in group.members:
       self._models[member], self._iterations[member] = mean, group.iteration
-      self._work(member, mean)
+      self._work(member)

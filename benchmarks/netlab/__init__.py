@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 
-from benchmarks.netlab.namespaces import ETC, Signals, batch, remove, remove_leftovers, started
+from benchmarks.netlab.namespaces import ETC, batch, remove_leftovers, removed_behind, started
 from jaxsparse.launch.start import Host
 
 SUBNET = "10.77.0.0/16"
@@ -45,16 +45,10 @@ def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
     enter = ["ip", "netns", "exec", f"{owner}-{number}", *own_name]
     team.append(Host(f"{owner}-{number}", f"10.77.0.{number + 1}", enter))
   try:
-    with Signals() as signals:
-      try:  # twice: a signal may arrive between the end of the block and the `hold`
-        try:
-          remove_leftovers()
-          _build(switch, team, shape)
-          yield team
-        finally:
-          signals.hold()
-      finally:
-        remove([switch, *(host.name for host in team)])
+    with removed_behind([switch, *(host.name for host in team)]):
+      remove_leftovers()
+      _build(switch, team, shape)
+      yield team
   finally:
     _LAB.release()
 
@@ -106,7 +100,7 @@ def _shape(rate: str) -> tuple[str, int]:
 
 
 def _build(switch: str, team: list[Host], shape: tuple[str, int] | None) -> None:
-  """Makes what `_remove` removes: namespaces with all in them, and the files of hosts."""
+  """Makes what `remove` removes: namespaces with all in them, and the files of hosts."""
   _tell(["ip"], [f"netns add {name}" for name in (switch, *(host.name for host in team))])
   names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in team)
   try:

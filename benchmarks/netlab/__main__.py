@@ -49,12 +49,12 @@ def _run(command: list[str], extra: dict[str, str]) -> int:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
+  """Waits for the end, which SIGTERM, then SIGKILL bring about."""
   try:
-    process.wait(GRACE)
-  except subprocess.TimeoutExpired:
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-      process.wait(GRACE)
+    for end in (process.terminate, process.kill):
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+      end()  # of a process that has ended: nothing
   finally:  # also after a second Ctrl-C
     process.kill()
     process.wait()

@@ -10,25 +10,47 @@ import subprocess
 import sys
 import threading
 import time
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Iterator
+from types import FrameType
 
 ETC = pathlib.Path("/etc/netns")  # what `ip netns exec` mounts over /etc
 RUN = pathlib.Path("/var/run/netns")
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end a program
 GRACE = 2.0  # seconds to end after SIGTERM, before SIGKILL
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end a program
 _NAME = re.compile(r"jslab-(\d+)-(\d+)-(?:switch|\d+)")  # the owner's process id and when that process started
 
 
 def batch(tool: list[str], lines: list[str]) -> "subprocess.CompletedProcess[str]":
   """Has `ip` or `tc` carry out all lines in one process."""
   text = "".join(f"{line}\n" for line in lines)
-  # Blocked signals are inherited: a Ctrl-C, which goes to all programs of a terminal, does not end it half way.
-  before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+  return subprocess.run([*tool, "-batch", "-"], input=text, capture_output=True, text=True, check=False)
+
+
+@contextlib.contextmanager
+def removed_behind(names: list[str]) -> Iterator[None]:
+  """Removes hosts and switches at the end of the block, which signals that end a program end by an exception.
+
+  A program's own handlers are called as before, and signals that it ignores (nohup) stay ignored. During the removal
+  all are ignored, also by `ip`.
+  """
+  mine = threading.current_thread() is threading.main_thread()  # the only one that may have handlers
+  before = {number: handler for number in _SIGNALS if mine and (handler := signal.getsignal(number)) is not None}
   try:
-    return subprocess.run([*tool, "-batch", "-"], input=text, capture_output=True, text=True, check=False)
+    try:  # twice: a signal may arrive between the end of the block and the handlers that ignore it
+      for number in (number for number, handler in before.items() if handler == signal.SIG_DFL):
+        signal.signal(number, _exit)
+      yield
+    finally:
+      for number in before:
+        signal.signal(number, signal.SIG_IGN)
   finally:
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    remove(names)
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+  raise SystemExit(128 + number)
 
 
 def remove_leftovers() -> None:
@@ -82,54 +104,11 @@ def _end_processes(names: list[str]) -> int:
 
 def _processes(names: list[str]) -> set[int]:
   """Those in the namespaces, never in our own: one pass over /proc, where `ip netns pids` makes one for each name."""
-  spaces = {_identity(RUN / name) for name in names} - {None, _identity("/proc/self/ns/net")}
-  pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] if spaces else []
-  return {pid for pid in pids if _identity(f"/proc/{pid}/ns/net") in spaces}
-
-
-def _identity(path: str | pathlib.Path) -> tuple[int, int] | None:
-  try:
-    status = os.stat(path)
-  except OSError:
-    return None
-  return status.st_dev, status.st_ino
-
-
-class Signals:
-  """Lets the signals that end a program end a block by an exception, and defers them during the clean-up.
-
-  A program's own handlers are called as before, and signals that it ignores (nohup) stay ignored.
-  """
-
-  def __init__(self) -> None:
-    self._before: dict[int, Any] = {}
-    self._held = False
-    self._late: int | None = None
-
-  def __enter__(self) -> "Signals":
-    if threading.current_thread() is threading.main_thread():  # the only one that may have handlers
-      for number in SIGNALS:
-        before = signal.getsignal(number)
-        if before not in (signal.SIG_IGN, None):
-          self._before[number] = before
-          signal.signal(number, self._arrived)
-    return self
-
-  def hold(self) -> None:
-    """From now on signals wait for the end of the `with` block."""
-    self._held = True
-
-  def _arrived(self, number: int, frame: FrameType | None) -> None:
-    before = self._before[number]
-    if self._held:
-      self._late = number
-    elif callable(before):  # among them Python's own for SIGINT, which raises KeyboardInterrupt
-      before(number, frame)
-    else:
-      raise SystemExit(128 + number)
-
-  def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    for number, before in self._before.items():
-      signal.signal(number, before)
-    if self._late is not None and error is None:  # otherwise the program is on its way out anyway
-      signal.raise_signal(self._late)
+  spaces = {f"net:[{(RUN / name).stat().st_ino}]" for name in names if (RUN / name).exists()}
+  spaces -= {os.readlink("/proc/self/ns/net")}
+  found = set()
+  for pid in filter(str.isdigit, os.listdir("/proc") if spaces else []):
+    with contextlib.suppress(OSError):  # it has ended
+      if os.readlink(f"/proc/{pid}/ns/net") in spaces:
+        found.add(int(pid))
+  return found

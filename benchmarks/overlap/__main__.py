@@ -2,7 +2,7 @@ r"""Seconds an iteration with communication hidden behind backward: the ASC-WFBP
 
 On paper, beside what the paper measured: with no --rate. With --rate (needs root) a model of many small tensors is
 trained on hosts of the network lab, whose links are that fast (benchmarks/overlap/hiding.py). With --contention: one
-all-reduce and two at once by message size, and γ (Figures 4 and 5, contention.png), in the paper's model or measured.
+all-reduce and two at once by message size, and γ (Figures 4 and 5), in the paper's model or measured.
 
 Layers are those of the real networks (benchmarks/overlap/architectures.py), their backward times a roofline scaled to
 the paper's total. Where the paper does not print the seconds of computing, Tables IV and V say them: S · t(ASC) / P,
@@ -90,7 +90,6 @@ def _report_paper(console: rich.console.Console) -> list[Any]:
     rows += [iterations.row(model, plan) for plan in plans]
     folder.mkdir(parents=True, exist_ok=True)  # only when the flags have made plans
     timelines.draw_plans(*plans).savefig(folder / f"overlap_{model}.png", dpi=120)
-  tables.draw_exposed(rows, folder / "overlap_exposed.png")
   console.print(tables.network_table(_MODEL.value, _BETA.value), tables.table(rows, _link(), _WAYS.value))
   console.print(papers.beside(papers.of("overlap"), iterations.measured(rows)))
   console.print(f"figures: {folder / 'overlap_*.png'}")
@@ -116,11 +115,8 @@ def _report_contention(console: rich.console.Console) -> list[Any]:
   else:
     curves.append(contention.predicted(link, iterations.WORKERS))
     now = {"MB from which two fill the link": contention.full_from(link, iterations.WORKERS) / 2**20}
-  path = pathlib.Path(_REPORT_DIR.value) / "contention.png"
-  contention.draw(curves, path)
   console.print(*map(tables.contention_table, curves))
   console.print(papers.beside([cell for cell in papers.of("overlap") if cell.table.startswith("Figure 4")], now))
-  console.print(f"figure: {path}")
   return report.rounded(curves)
 
 

@@ -9,15 +9,12 @@ t₂ of two, each without the start-up α, which is that of the shortest message
 A link that one all-reduce leaves half empty has γ near 1; one that it fills has γ = 2, whatever the schedule.
 """
 
-import pathlib
 import statistics
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import report
 from benchmarks.overlap.iterations import LINK
 from jaxsparse.overlap import Link
 
@@ -90,27 +87,3 @@ def _seconds(comm: Any, rows: np.ndarray, repetitions: int) -> float:
 def cells(curve: Curve) -> dict[str, float]:
   """The paper's cells that a measured curve gives, by their names."""
   return {"γ, 4 MB": curve.gamma(next(point for point in curve.points if point.size == 2**22))}
-
-
-def draw(curves: Sequence[Curve], path: pathlib.Path) -> None:
-  """Seconds by size, Figures 4 (a) and 5, the fraction of the link, Figure 4 (b), and γ."""
-  plot, (times, shares, gammas) = report.pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
-  for number, curve in enumerate(curves):
-    sizes, color = [point.size / 2**20 for point in curve.points], f"C{number}"
-    for count, label, style in ((1, "one", "o-"), (2, "two at once", "s--")):
-      seconds = [point[count] for point in curve.points]
-      times.plot(sizes, [1e3 * value for value in seconds], style, color=color, label=f"{curve.name}: {label}")
-      if curve.speed:
-        filled = [curve.share(count * point.size, value) for point, value in zip(curve.points, seconds, strict=True)]
-        shares.plot(sizes, filled, style, color=color)
-    gammas.plot(sizes, [curve.gamma(point) for point in curve.points], "o-", color=color)
-  times.set(ylabel="ms", yscale="log")
-  shares.set(ylabel="fraction of the link", ylim=(0, None))
-  gammas.set(ylabel="γ, per-byte slowdown of two at once")
-  for panel, level in ((shares, 1), (gammas, 1), (gammas, 2)):
-    panel.axhline(level, color="black", linewidth=0.5)
-  for panel in (times, shares, gammas):
-    panel.set(xlabel="MB of a message (2²⁰ bytes)", xscale="log")
-    panel.grid(alpha=0.3)
-  times.legend(fontsize="small")
-  report.save(plot, "two all-reduces at once", path)

@@ -87,7 +87,7 @@ class Lab:
   @property
   def setting(self) -> Setting:
     """The measurements before planning."""
-    layers, link = self._layers, js.overlap.link_of(self._profile)
+    layers, link = self._layers, js.costs.link_of(self._profile)
     sizes, backward = layers.sizes, sum(layers.backward_times)
     return Setting(self._rate, len(sizes), sum(sizes), layers.forward, backward, *link, *self._runtime)
 
@@ -95,7 +95,7 @@ class Lab:
     """The plan of a kind for a collective, from the measurements."""
     layers = self._layers if self._runtime.hidden >= _HIDES else self._layers.at_the_end
     ways = 2 if self._runtime.start_ups < _BESIDE else 1
-    link = js.overlap.link_of(self._profile, name, **self._config(name))
+    link = js.costs.link_of(self._profile, name, **self._config(name))
     return js.overlap.plan(kind, layers.backward_times, layers.sizes, **link._asdict(), ways=ways)
 
   def rows(self, kinds: list[str]) -> list[Measured]:

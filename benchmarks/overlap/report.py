@@ -1,7 +1,4 @@
-"""Tables of `benchmarks.overlap`, and the figure of exposed communication."""
-
-import pathlib
-from collections.abc import Sequence
+"""Tables of `benchmarks.overlap`."""
 
 import rich.table
 
@@ -73,23 +70,3 @@ def contention_table(curve: Curve) -> rich.table.Table:
     lines.append([f"{point.size / 1024:,.0f}", *times, *ratios, *map(percent, shares)])
   heads = "kB", "one ms", "two at once ms", "2 × one / two", "γ", "link: one", "two"
   return report.table(title, heads, lines, text=0)
-
-
-def draw_exposed(rows: Sequence[Row], path: pathlib.Path) -> None:
-  """Computing and the communication that it does not hide, Figure 6; a diamond where the paper's iteration ends."""
-  models = list(dict.fromkeys(row.model for row in rows))
-  size = 3.2 * len(models), 4
-  plot, panels = report.pyplot.subplots(1, len(models), figsize=size, squeeze=False, layout="constrained")
-  for panel, model in zip(panels[0], models, strict=True):
-    own = [row for row in rows if row.model == model]
-    names, computing = [row.plan for row in own], PAPER[model].forward + PAPER[model].backward
-    panel.bar(names, computing, color="0.8", label="computing")
-    panel.bar(names, [row.exposed for row in own], bottom=computing, color="tab:red", label="exposed communication")
-    paper = {row.plan: row.measured for row in own if row.measured is not None}
-    panel.plot(list(paper), list(paper.values()), "D", color="black", label="iteration, paper")
-    panel.set_title(model, fontsize="small")
-    panel.tick_params(axis="x", rotation=60)
-  panels[0][0].set_ylabel("seconds of an iteration, predicted")
-  handles, labels = panels[0][0].get_legend_handles_labels()
-  plot.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
-  report.save(plot, f"{WORKERS} workers: communication that backward does not hide", path)

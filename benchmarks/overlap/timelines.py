@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -9,8 +10,9 @@ from matplotlib.patches import Patch
 from jaxsparse.overlap import Plan
 
 _COLORS = {"normal": "tab:blue", "merged": "tab:orange", "simultaneous": "tab:green"}
-_GREYS = ("0.78", "0.88")
-_NARROW = 0.012  # minimum width of a bar for one digit, as a fraction of the axis
+_EDGE: Any = {"edgecolor": "black", "linewidth": 0.3}
+_START_UP: Any = {"facecolor": "white", "hatch": "////"}
+_NARROW = 0.05  # bars that are narrower, as a fraction of the axis, have no text
 
 
 def draw_plans(*plans: Plan) -> Figure:
@@ -21,58 +23,39 @@ def draw_plans(*plans: Plan) -> Figure:
   start-up and coloured by kind during the transfer. The dashed line is the end of backward, the number beside the last
   bar the iteration time.
   """
-  rows = [_rows(plan) for plan in plans]
-  heights = [max(of_plan) + 1 for of_plan in rows]
-  drawn = Figure(figsize=(11, 0.8 + 0.42 * sum(heights) + 0.35 * len(plans)), layout="constrained")
-  panels = drawn.subplots(len(plans), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-  width = 1.08 * max(plan.iteration_time for plan in plans) or 1.0
-  scale, unit = (1.0, "s") if width >= 1 else (1e3, "ms")
-  for panel, plan, of_plan in zip(panels, plans, rows, strict=True):
-    panel.set_xlim(0, scale * width)
-    _draw(panel, plan, of_plan, scale, unit)
-  panels[-1].set_xlabel(f"{unit} from the start of backward")
-  style: dict[str, Any] = {"edgecolor": "black", "linewidth": 0.5}
-  kinds = [kind for kind in _COLORS if any(group.kind == kind for plan in plans for group in plan.groups)]
-  keys = [Patch(facecolor=_COLORS[kind], label=kind, **style) for kind in kinds]
-  keys.append(Patch(facecolor="white", hatch="////", label="start-up", **style))
+  drawn = Figure(figsize=(11, 0.8 + 1.4 * len(plans)), layout="constrained")
+  panels = drawn.subplots(len(plans), 1, sharex=True, squeeze=False)[:, 0]
+  panels[0].set_xlim(0, 1.08e3 * max(plan.iteration_time for plan in plans))
+  for panel, plan in zip(panels, plans, strict=True):
+    _draw(panel, plan)
+  drawn.supxlabel("ms from the start of backward", fontsize="small")
+  keys = [Patch(facecolor=color, label=kind, **_EDGE) for kind, color in _COLORS.items()]
+  keys.append(Patch(label="start-up", **_START_UP, **_EDGE))
   drawn.legend(handles=keys, loc="outside upper right", ncols=len(keys), fontsize="small")
   return drawn
 
 
-def _rows(plan: Plan) -> list[int]:
-  """The row of each group, from 1 on: the first without another communication when it starts."""
-  ends, rows = list[float](), list[int]()
-  for sent in plan.timeline:
-    row = next((row for row, end in enumerate(ends) if end <= sent.start * (1 + 1e-12)), len(ends))
-    ends[row : row + 1] = [sent.end]
-    rows.append(row + 1)
-  return rows
-
-
-def _draw(panel: Axes, plan: Plan, rows: list[int], scale: float, unit: str) -> None:
-  now = 0.0
-  for layer, seconds in reversed(list(enumerate(plan.backward_times))):
-    _bar(panel, 0, scale * now, scale * seconds, str(layer), facecolor=_GREYS[layer % 2])
-    now += seconds
-  for group, sent, row in zip(plan.groups, plan.timeline, rows, strict=True):
-    start, flows, end = (scale * time for time in (sent.start, min(sent.end, sent.start + plan.link.alpha), sent.end))
-    layers = [str(layer) for layer in reversed(group.layers)]
-    label = f"{layers[0]}…{layers[-1]}" if len(layers) > 3 else ", ".join(layers)
-    _bar(panel, row, start, flows - start, "", facecolor="white", hatch="////")
-    _bar(panel, row, flows, end - flows, label, facecolor=_COLORS[group.kind])
-  end, last = max((scale * sent.end, row) for sent, row in zip(plan.timeline, rows, strict=True))
-  panel.annotate(f"{end:.4g} {unit}", (end, last), (4, 0), textcoords="offset points", va="center", fontsize=8)
-  panel.axvline(scale * plan.backward, color="black", linestyle="--", linewidth=0.8)
-  panel.set_yticks(range(max(rows) + 1), ["backward", "network", *[""] * (max(rows) - 1)], fontsize="small")
-  panel.set_ylim(max(rows) + 0.5, -0.5)
-  several = "s" if len(plan.groups) > 1 else ""
-  panel.set_title(f"{plan.kind}: {len(plan.groups)} communication{several}", loc="left", fontsize="small")
-  panel.spines[["top", "right"]].set_visible(False)
-
-
-def _bar(panel: Axes, row: int, start: float, width: float, label: str, **style: Any) -> None:
-  whole = panel.get_xlim()[1]
-  edge = 0.5 if width > 0.004 * whole else 0.0
-  panel.barh(row, width, left=start, edgecolor="black", linewidth=edge, **style)
-  if width > _NARROW * whole * max(1, 0.75 * len(label)):
-    panel.text(start + width / 2, row, label, ha="center", va="center", fontsize=7)
+def _draw(panel: Axes, plan: Plan) -> None:
+  _, starts, ends = 1e3 * np.array(plan.timeline).T
+  rows: list[int] = []
+  for number, start in enumerate(starts):  # the first row without another communication at its start, from 1 on
+    busy = {row for row, end in zip(rows, ends[:number], strict=True) if end > start * (1 + 1e-12)}
+    rows.append(min(set(range(1, number + 2)) - busy))
+  layers = range(len(plan.sizes))[::-1]
+  times = 1e3 * np.array(plan.backward_times)[::-1]
+  greys = ["0.78" if layer % 2 else "0.88" for layer in layers]
+  backward = panel.barh([0] * len(layers), times, left=np.cumsum(times) - times, color=greys, **_EDGE)
+  colors = [_COLORS[group.kind] for group in plan.groups]
+  sent = panel.barh(rows, ends - starts, left=starts, color=colors, **_EDGE)
+  panel.barh(rows, np.minimum(ends - starts, 1e3 * plan.link.alpha), left=starts, **_START_UP, **_EDGE)
+  ranges = ["…".join(dict.fromkeys([str(group.layers[-1]), str(group.layers[0])])) for group in plan.groups]
+  for bars, texts in ((backward, list(map(str, layers))), (sent, ranges)):
+    wide = (bar.get_width() > _NARROW * panel.get_xlim()[1] for bar in bars)
+    shown = [text if has_room else "" for text, has_room in zip(texts, wide, strict=True)]
+    panel.bar_label(bars, shown, label_type="center", fontsize=7)
+  last = int(np.argmax(ends))
+  panel.annotate(f" {ends[last]:.4g} ms", (ends[last], rows[last]), va="center", fontsize=8)
+  panel.axvline(1e3 * plan.backward, color="black", linestyle="--", linewidth=0.8)
+  panel.set_yticks([0, 1], ["backward", "network"], fontsize="small")
+  panel.invert_yaxis()
+  panel.set_title(f"{plan.kind}: {len(plan.groups)} communications", loc="left", fontsize="small")

@@ -3,15 +3,13 @@
 import importlib.resources
 import json
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-
-from jaxsparse.collectives._base import check_whole, collective_of
+from jaxsparse.collectives._base import check_whole, collective_of, label_of
 from jaxsparse.costs.calibration import Profile
 from jaxsparse.costs.counting import count_entries, count_inside, predict
+from jaxsparse.types import Link
 
 _EVIDENCE = importlib.resources.files("jaxsparse.costs") / "evidence.json"
 
@@ -222,6 +220,40 @@ def advise(
   return Advice(predictions, _explain(predictions))
 
 
+def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
+  """The cost of a communication from a profile: α, β and γ of one update of a collective, arithmetic included.
+
+  `advise` predicts the seconds of an update of n entries, a linear function of n: α is its constant, β its
+  slope per byte of the gradient.
+
+  Args:
+    profile: from `fit`, on the workers and the network of the training run.
+    name: of a collective in the profile.
+    **config: its options, as in the profile.
+
+  Returns:
+    A `Link`; `**link._asdict()` are the arguments of `js.overlap.plan`.
+
+  Raises:
+    ValueError: if the profile has no such collective, naming those that it has.
+
+  Example:
+    >>> import jaxsparse as js
+    >>> from jaxsparse.costs.calibration import Algorithm
+    >>> profile = js.costs.Profile(workers=4, alpha=1e-4, beta=8e-9, gamma=1.5, reduce_alpha=1e-4, reduce_beta=8e-9,
+    ...   entries=2**20, algorithms={"dense": Algorithm(0.0, reduces=True)})
+    >>> link = js.costs.link_of(profile)
+    >>> round(link.alpha, 6), round(link.beta, 12), link.gamma  # 4 messages; 2 · 3/4 bytes sent for each byte
+    (0.0004, 1.2e-08, 1.5)
+  """
+  label = label_of(name, config)
+  if label not in profile.algorithms:
+    raise ValueError(f"link_of: the profile has no {label!r}, choose one of {', '.join(profile.algorithms)}")
+  n = 2**24  # so large that rounding to whole words does not matter
+  once, twice = (_predict(label, entries, profile).seconds for entries in (n, 2 * n))
+  return Link(max(0.0, 2 * once - twice), (twice - once) / (4 * n), max(1.0, profile.gamma))
+
+
 def _with_evidence(updates: list[Prediction], evidence: Sequence[Evidence]) -> list[Prediction]:
   """Dense, and the methods of the evidence, each with that of its training which took most steps."""
   for row in evidence:
@@ -262,21 +294,9 @@ def _predict(label: str, params: Any, profile: Profile) -> Prediction:
   alpha, beta = (profile.reduce_alpha, profile.reduce_beta) if measured.reduces else (profile.alpha, profile.beta)
   wire = cost.messages * alpha + 4 * words * beta * measured.slowdown + agreeing * profile.reduce_alpha
   arithmetic = measured.arithmetic * -(-count_entries(params) // profile.devices)
-  gathered = count_inside(_count_replicated(params, profile.devices), devices=profile.devices)
+  gathered = count_inside(params, devices=profile.devices)
   inside = gathered.seconds(profile.inside_alpha, profile.inside_beta)
   return Prediction(label, name, options, arithmetic, wire, cost.messages, words, inside)
-
-
-def _count_replicated(params: Any, devices: int) -> int:
-  """Entries of leaves that the devices of a worker gather: those beyond its own part of what a device holds."""
-  if isinstance(params, numbers.Integral):
-    return 0
-  received = 0
-  for leaf in jax.tree.leaves(params):
-    sharding = getattr(leaf, "sharding", None)
-    held = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
-    received += math.prod(held) - -(-math.prod(leaf.shape) // devices)
-  return received * devices // max(1, devices - 1)
 
 
 def _explain(predictions: list[Prediction]) -> str:
@@ -284,15 +304,14 @@ def _explain(predictions: list[Prediction]) -> str:
   best, *others = predictions
   is_dense = lambda one: one.name == "dense" and not one.evidence
   other = next((one for one in others if is_dense(one) != is_dense(best)), None)
-  if trained := best.evidence or (other and other.evidence):
-    if other is None:
-      return f"{best.title}: {trained}"
+  trained = best.evidence or (other and other.evidence)
+  if other is None:
+    return f"{best.title}: {trained or f'{best.seconds:.4f} s per step'}"
+  if trained:
     sooner = other.to_loss / best.to_loss
     than = f" {sooner:.2f} times as soon as {other.title}" if math.isfinite(sooner) else f", {other.title} never"
     return f"{best.title} reaches dense's loss{than}: {trained}"
   first = f"{best.title}: {best.seconds:.4f} s per step"
-  if other is None:
-    return first
   if is_dense(best):
     return f"{first}. The fastest that is not dense, {other.title}, would take {other.seconds:.4f} s"
   saved = other.wire / other.every - best.wire / best.every

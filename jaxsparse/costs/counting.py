@@ -102,24 +102,29 @@ def count_update(tx: optax.GradientTransformation, params: Any, *, workers: int,
   return max(counted(), counted(synchronize=True), key=lambda cost: cost.words)
 
 
-def count_inside(n: int, *, devices: int) -> Cost:
+def count_inside(params: Any, *, devices: int) -> Cost:
   """The messages and words that a device sends to the other devices of its worker for one update.
 
-  After the exchange between workers it gathers the n entries of leaves that are replicated inside, each device has
-  ⌈n/S⌉ of them, and the devices agree on one number, whether the step is skipped. Sharded leaves cost nothing.
+  After the exchange between workers it gathers the leaves that are replicated inside, of which each device has 1/S, and
+  the devices agree on one number, whether the step is skipped. Sharded leaves cost nothing.
 
   Args:
-    n: number of entries of leaves that are replicated inside.
+    params: the parameters with their shardings, or their number, for sharded ones.
     devices: number of devices S of a worker.
 
   Example:
-    >>> count_inside(1000, devices=8)
+    >>> count_inside({"w": jnp.zeros((10, 100))}, devices=8)
     Cost(messages=3, words=875, agreements=1)
   """
   check_whole("count_inside", 1, devices=devices)
   if devices == 1:
     return Cost(0, 0)
-  return Cost((devices - 1).bit_length() if n else 0, -(-n // devices) * (devices - 1), agreements=1)
+  received = 0  # entries beyond a device's own part
+  for leaf in [] if isinstance(params, numbers.Integral) else jax.tree.leaves(params):
+    sharding = getattr(leaf, "sharding", None)
+    held = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
+    received += math.prod(held) - -(-math.prod(leaf.shape) // devices)
+  return Cost((devices - 1).bit_length() if received else 0, received, agreements=1)
 
 
 def schedule(collective: Collective, n: int, workers: int) -> core.Jaxpr:

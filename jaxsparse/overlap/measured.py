@@ -1,4 +1,4 @@
-"""Measures the input of a planner: the backward time of each leaf, and the cost of a communication.
+"""Measures the input of a planner: the backward time of each leaf.
 
 The order of the leaves is that of their gradients in the jaxpr of the gradient. A program that returns only the first
 few gradients (a cut) computes only the part of backward that they need, so differences of cuts are backward times:
@@ -11,7 +11,6 @@ One compilation for each leaf would take too long. So there are a few cuts, and 
 divided among their leaves in proportion to the operations of each leaf in the jaxpr.
 """
 
-import dataclasses
 import itertools
 import math
 import statistics
@@ -27,8 +26,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName, inner_jaxprs
 from jaxsparse.collectives._base import check_whole
-from jaxsparse.costs import Profile, advise, label_of
-from jaxsparse.overlap.network import Link
 from jaxsparse.train import timing
 from jaxsparse.train.engine import check_batch
 from jaxsparse.train.sharded import training_engine
@@ -49,8 +46,9 @@ class Layers(NamedTuple):
     forward: seconds of the forward pass.
 
   Example:
-    >>> Layers(("['w']",), (0,), (0.1,), (8.0,), 0.05).backward_times
-    (0.1,)
+    >>> layers = Layers(("['b']", "['w']"), (0, 1), (0.1, 0.3), (8.0, 64.0), forward=0.2)
+    >>> layers.backward_times, layers.at_the_end.backward_times  # the last layer comes first
+    ((0.1, 0.3), (0.0, 0.4))
   """
 
   names: tuple[str, ...]
@@ -119,8 +117,8 @@ def measure(
 
   own = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // engine.held, *x.shape[1:]), jnp.result_type(x)), batch)
   traced = jax.make_jaxpr(gradients, axis_env=list(engine.axes.items()))(params, own)
-  order, work = order_backward(traced.jaxpr)
-  bounds = choose_cuts(work, cuts)
+  order, done = order_backward(traced.jaxpr)
+  bounds = choose_cuts(done, cuts)
   arguments = engine.place((params, batch), specs)
   shardings = engine.shardings(arguments, specs), None  # of gradients those that they are computed with
 
@@ -134,55 +132,23 @@ def measure(
   rounds = [[watch.time(program, *arguments)[0] for program in programs] for _ in range(repetitions + 1)]
   medians = map(statistics.median, zip(*rounds[1:], strict=True))  # the first round compiles
   seconds = list(itertools.accumulate(medians, max))  # each program includes the work of the one before
-  times = divide_seconds(work, bounds, np.diff(seconds).tolist())
+  times = np.diff(np.interp(done, done[[0, *bounds]], seconds))  # in proportion to the work between two cuts
   order = order[::-1]
   names = tuple(jax.tree_util.keystr(leaves[leaf][0]) for leaf in order)
   sizes = tuple(float(_WORD * jnp.size(leaves[leaf][1])) for leaf in order)
-  return Layers(names, tuple(order), tuple(reversed(times)), sizes, seconds[0])
+  return Layers(names, tuple(order), tuple(times[::-1].tolist()), sizes, seconds[0])
 
 
-def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
-  """The cost of a communication from a profile: α, β and γ of one update of a collective, arithmetic included.
+def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], np.ndarray]:
+  """Leaves in the order of their gradients in the jaxpr of (loss, *gradients), and operations of backward until each.
 
-  `js.costs.advise` predicts the seconds of an update of n entries, a linear function of n: α is its constant, β its
-  slope per byte of the gradient.
-
-  Args:
-    profile: from `js.costs.fit`, on the workers and the network of the training run.
-    name: of a collective in the profile.
-    **config: its options, as in the profile.
-
-  Returns:
-    A `Link`; `**link._asdict()` are the arguments of `js.overlap.plan`.
-
-  Raises:
-    ValueError: if the profile has no such collective, naming those that it has.
-
-  Example:
-    >>> import jaxsparse as js
-    >>> from jaxsparse.costs.calibration import Algorithm
-    >>> profile = js.costs.Profile(workers=4, alpha=1e-4, beta=8e-9, gamma=1.5, reduce_alpha=1e-4, reduce_beta=8e-9,
-    ...   entries=2**20, algorithms={"dense": Algorithm(0.0, reduces=True)})
-    >>> link = js.overlap.link_of(profile)
-    >>> round(link.alpha, 6), round(link.beta, 12), link.gamma  # 4 messages; 2 · 3/4 bytes sent for each byte
-    (0.0004, 1.2e-08, 1.5)
+  The latter are f64[leaves + 1], from 0 at the loss on, strictly increasing: a leaf takes one operation at least.
   """
-  label = label_of(name, config)
-  if label not in profile.algorithms:
-    raise ValueError(f"link_of: the profile has no {label!r}, choose one of {', '.join(profile.algorithms)}")
-  alone = dataclasses.replace(profile, algorithms={label: profile.algorithms[label]})
-  n = 2**24  # so large that rounding to whole words does not matter
-  once, twice = (advise(entries, alone).best.seconds for entries in (n, 2 * n))
-  return Link(max(0.0, 2 * once - twice), (twice - once) / (_WORD * n), max(1.0, profile.gamma))
-
-
-def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], list[float]]:
-  """Leaves in the order of their gradients in the jaxpr of (loss, *gradients), and operations of backward for each."""
   done = [0.0]  # operations before each equation, and at the end
   loss, *makers = _find_makers(jaxpr, [-1] * len(jaxpr.invars), done)
   order = sorted(range(len(makers)), key=lambda leaf: (makers[leaf], -leaf))
-  reached = list(itertools.accumulate((done[max(loss, makers[leaf]) + 1] for leaf in order), max))
-  return order, np.diff([done[loss + 1], *reached]).tolist()
+  reached = np.maximum.accumulate([done[max(loss, maker) + 1] for maker in (-1, *(makers[leaf] for leaf in order))])
+  return order, reached - reached[0] + np.arange(len(reached))
 
 
 def _find_makers(jaxpr: core.Jaxpr, given: Sequence[int], done: list[float]) -> list[int]:
@@ -223,20 +189,14 @@ def _count_operations(equation: core.JaxprEqn) -> float:
   return out
 
 
-def choose_cuts(work: Sequence[float], cuts: int) -> list[int]:
-  """Numbers of leaves of the cuts, increasing, with about the same work between consecutive cuts."""
-  count = len(work)
+def choose_cuts(done: np.ndarray, cuts: int) -> list[int]:
+  """Numbers of leaves of the cuts, increasing, with about the same work between consecutive cuts.
+
+  Args:
+    done: f64[leaves + 1], operations of backward before each leaf, and of all, strictly increasing.
+    cuts: their number, at most.
+  """
+  count = len(done) - 1
   if count <= cuts:
     return list(range(1, count + 1))
-  done = np.cumsum(work)
-  shares = np.searchsorted(done, done[-1] * np.arange(1, cuts) / cuts) + 1
-  return sorted({*np.minimum(shares, count).tolist(), count})
-
-
-def divide_seconds(work: Sequence[float], bounds: Sequence[int], seconds: Sequence[float]) -> list[float]:
-  """Divides the seconds between cuts among their leaves, in proportion to the work of each."""
-  times: list[float] = []
-  for (first, last), total in zip(itertools.pairwise([0, *bounds]), seconds, strict=True):
-    some = sum(work[first:last])
-    times += [total * one / some if some else total / (last - first) for one in work[first:last]]
-  return times
+  return sorted({*np.searchsorted(done, done[-1] * np.arange(1, cuts) / cuts).tolist(), count})

@@ -21,33 +21,9 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from jaxsparse.types import Link
+
 _TINY = np.finfo(float).tiny
-
-
-class Link(NamedTuple):
-  """The cost of communications.
-
-  Attributes:
-    alpha: α, seconds of the start-up, before the first byte.
-    beta: β, seconds per byte of a transfer without overlap.
-    gamma: γ, contention factor: per-byte slowdown when two transfers overlap.
-
-  Example:
-    >>> float(Link(alpha=1e-3, beta=1e-9, gamma=1.5).slowdown(3))
-    2.0
-  """
-
-  alpha: float
-  beta: float
-  gamma: float
-
-  def seconds(self, size: float) -> float:
-    """Seconds of a communication of `size` bytes without overlap."""
-    return self.alpha + self.beta * size
-
-  def slowdown(self, senders: np.ndarray | int) -> np.ndarray | float:
-    """γ(s), the per-byte slowdown of s overlapping transfers."""
-    return 1 + (self.gamma - 1) * (np.maximum(senders, 1) - 1)
 
 
 class Flows(NamedTuple):
@@ -61,7 +37,7 @@ class Flows(NamedTuple):
 
   Example:
     >>> flows = Flows.empty(1, 2).start(np.zeros(1), np.array([4e6]), Link(1.0, 1e-6, 2.0))
-    >>> flows.finish(2.0).ends
+    >>> flows.finish(Link(1.0, 1e-6, 2.0)).ends
     array([[0., 5.]])
   """
 
@@ -78,18 +54,17 @@ class Flows(NamedTuple):
 
   def start(self, when: np.ndarray, size: np.ndarray, link: Link) -> Self:
     """Starts a communication of `size` bytes on each network at `when`, in the slot of the oldest, which has ended."""
-    flows, begins, left = self.advance(when, link.gamma), when + link.alpha, link.beta * size
+    flows, begins, left = self.advance(when, link), when + link.alpha, link.beta * size
     new = begins, left, np.where(left > 0, np.inf, begins)
     return type(self)(when, *(np.column_stack([old[:, 1:], one]) for old, one in zip(flows[1:], new, strict=True)))
 
-  def finish(self, gamma: float) -> Self:
+  def finish(self, link: Link) -> Self:
     """The same networks at the end of all started communications, if nothing else starts."""
-    return self.advance(np.full(self.now.shape, np.inf), gamma)
+    return self.advance(np.full(self.now.shape, np.inf), link)
 
-  def advance(self, when: np.ndarray, gamma: float) -> Self:
+  def advance(self, when: np.ndarray, link: Link) -> Self:
     """The same networks at `when`, simulated from event to event: a transfer begins or ends."""
     now, begins, left, ends = self
-    link = Link(0.0, 1.0, gamma)
     while np.any(waiting := (left > 0) & (now < when)[:, None]):
       sends = waiting & (begins <= now[:, None])
       slow = link.slowdown(sends.sum(1))[:, None]  # type: ignore[index]
@@ -137,11 +112,8 @@ def simulate(ready: Sequence[float], sizes: Sequence[float], after: Sequence[int
   """
   count, flows, starts = len(ready), Flows.empty(1, len(ready)), list[float]()
   for number, (there, size, first) in enumerate(zip(ready, sizes, after, strict=True)):
-    done = flows.finish(link.gamma)
-    ends = done.ends[0, count - number :].tolist()
+    ends = flows.finish(link).ends[0, count - number :].tolist()
     starts.append(max([float(there), *starts[-1:], *ends[:first]]))
-    if all(end <= starts[-1] for end in ends):
-      flows = done  # no communication overlaps with this one
     flows = flows.start(np.array(starts[-1:]), np.array([size]), link)
-  ends = flows.finish(link.gamma).ends[0].tolist()
+  ends = flows.finish(link).ends[0].tolist()
   return tuple(map(Sent, map(float, ready), starts, ends))

@@ -15,6 +15,7 @@ A plan is data, made by pure functions; one simulation (`network`) predicts the 
 "Exploiting Simultaneous Communications to Accelerate Data Parallel Distributed Deep Learning", INFOCOM 2021.
 """
 
+import functools
 import itertools
 import numbers
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ import numpy as np
 
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.overlap import search
-from jaxsparse.overlap.network import Link, Sent, simulate
+from jaxsparse.overlap.network import Sent, simulate
+from jaxsparse.types import Link
 
 Kind = Literal["single", "wfbp", "mg_wfbp", "theorem_1", "asc_wfbp", "optimal"]
 GroupKind = Literal["normal", "merged", "simultaneous"]
@@ -162,97 +164,75 @@ def plan(
     raise ValueError(f"plan: {len(times)} backward_times and {len(bytes_)} sizes, give one of each for every layer")
   link = Link(_checked("alpha", alpha), _checked("beta", beta), _checked("gamma", gamma, least=1))
   check_whole("plan", 1, ways=ways)
-  ready = list(itertools.accumulate(reversed(times)))[::-1]
-  layers = _Layers(ready, bytes_, link, min(int(ways), len(times)))
-  groups = layers.group(_choose(kind, layers))
-  return Plan(kind, times, bytes_, link, groups, layers.timeline(groups))
+  ways = min(int(ways), len(times))
+  build = functools.partial(_build, kind, times, bytes_, link, ways)
+  ready = _ready(times)
+  if kind == "single":
+    return build({0: False})
+  if kind == "wfbp":
+    return build(dict.fromkeys(reversed(range(len(times))), False))
+  if kind in ("mg_wfbp", "theorem_1"):
+    return build(_merge(ready, bytes_, link, simultaneous=kind == "theorem_1"))
+  merged = (build(_merge(ready, bytes_, link, simultaneous)) for simultaneous in (True, False))
+  best = min(merged, key=lambda one: one.iteration_time)
+  for most in (
+    sorted({1, ways}) if kind == "optimal" else ()
+  ):  # merges alone are a fast search, and bound the second one
+    if found := search.find_fastest(ready, bytes_, link, most, best.iteration_time):
+      best = min(build(found), best, key=lambda one: one.iteration_time)
+  return best
+
+
+def _ready(times: Sequence[float]) -> list[float]:
+  """Seconds until the gradient of each layer is ready."""
+  return list(itertools.accumulate(reversed(times)))[::-1]
 
 
 _Firsts = dict[int, bool]
 """The first layer of each group, in the order of sending, and whether the group starts before those before it end."""
 
 
-class _Layers(NamedTuple):
-  """The input of a planner: seconds until the gradient of each layer is ready, its bytes, and the network."""
-
-  ready: Sequence[float]
-  sizes: tuple[float, ...]
-  link: Link
-  ways: int
-
-  def timeline(self, groups: Sequence[Group]) -> tuple[Sent, ...]:
-    ready = [self.ready[group.layers[0]] for group in groups]
-    sizes = [sum(self.sizes[layer] for layer in group.layers) for group in groups]
-    return simulate(ready, sizes, [group.after for group in groups], self.link)
-
-  def seconds(self, firsts: _Firsts) -> float:
-    return max(sent.end for sent in self.timeline(self.group(firsts)))
-
-  def group(self, firsts: _Firsts) -> tuple[Group, ...]:
-    groups: list[Group] = []
-    end = len(self.sizes)
-    for number, (first, at_once) in enumerate(firsts.items()):
-      after = max([0, number - self.ways + 1, *(group.after for group in groups[-1:])]) if at_once else number
-      kind: GroupKind = "simultaneous" if after < number else "merged" if end - first > 1 else "normal"
-      groups.append(Group(tuple(range(first, end)), kind, after))
-      end = first
-    return tuple(groups)
+def _build(
+  kind: Kind, times: tuple[float, ...], sizes: tuple[float, ...], link: Link, ways: int, firsts: _Firsts
+) -> Plan:
+  """The plan with these groups, at most `ways` of which overlap."""
+  ready, groups, end = _ready(times), list[Group](), len(sizes)
+  for number, (first, at_once) in enumerate(firsts.items()):
+    after = max([0, number - ways + 1, *(group.after for group in groups[-1:])]) if at_once else number
+    kind_of_group: GroupKind = "simultaneous" if after < number else "merged" if end - first > 1 else "normal"
+    groups.append(Group(tuple(range(first, end)), kind_of_group, after))
+    end = first
+  bytes_ = [sum(sizes[layer] for layer in group.layers) for group in groups]
+  timeline = simulate([ready[group.layers[0]] for group in groups], bytes_, [group.after for group in groups], link)
+  return Plan(kind, times, sizes, link, tuple(groups), timeline)
 
 
-def _choose(kind: Kind, layers: _Layers) -> _Firsts:
-  if kind == "single":
-    return {0: False}
-  if kind == "wfbp":
-    return dict.fromkeys(reversed(range(len(layers.sizes))), False)
-  if kind == "mg_wfbp":
-    return _mg_wfbp(layers)
-  if kind == "theorem_1":
-    return _theorem_1(layers)
-  best = min(_theorem_1(layers), _mg_wfbp(layers), key=layers.seconds)
-  if kind == "optimal":
-    for ways in sorted({1, layers.ways}):  # the search of merges alone is fast, and bounds the second one
-      found = search.find_fastest(layers.ready, layers.sizes, layers.link, ways, layers.seconds(best))
-      best = min(found or best, best, key=layers.seconds)
-  return best
+def _merge(ready: Sequence[float], sizes: Sequence[float], link: Link, simultaneous: bool) -> _Firsts:
+  """Algorithm 1 of the paper, with its errata: the kind of each layer, from the last one down; or MG-WFBP.
 
-
-def _mg_wfbp(layers: _Layers) -> _Firsts:
-  """Merges l into l − 1 iff ready(l − 1) < τ(l) + α."""
-  ready, link, firsts = layers.ready, layers.link, _Firsts()
-  start, end, size = 0.0, 0.0, 0.0
-  for layer in reversed(range(len(ready))):
-    start, size = max(start, end, ready[layer]), size + layers.sizes[layer]
-    if not layer or ready[layer - 1] >= start + link.alpha:
-      firsts[layer] = False
-      end, size = start + link.seconds(size), 0.0
-  return firsts
-
-
-def _theorem_1(layers: _Layers) -> _Firsts:
-  """Algorithm 1 of the paper, with its errata: the kind of each layer, from the last one down.
-
-  Times are the paper's estimates, not the simulation's: Eq. 13 slows only the later of two communications down.
+  MG-WFBP has normal and merged layers only: it merges l into l − 1 iff ready(l − 1) < τ(l) + α, which is Q2. Times are
+  the paper's estimates, not the simulation's: Eq. 13 slows only the later of two communications down.
   """
-  ready, (alpha, beta, _), firsts = layers.ready, layers.link, _Firsts()
+  firsts = _Firsts()
   start, end, size = 0.0, 0.0, 0.0
   before: tuple[float, float] | None = None  # start and bytes of the communication before
   for layer in reversed(range(len(ready))):
-    size += layers.sizes[layer]
+    size += sizes[layer]
     start = max(start, end, ready[layer])  # of a normal communication, or of the one that the layer is merged into
-    alone = alpha + beta * size
-    penalty = 0.0 if before is None else _penalty(ready[layer], *before, layers.link)
-    simultaneous = True  # the first layer, always
+    alone = link.seconds(size)
+    beside = alone + (_penalty(ready[layer], *before, link) if before else 0.0)  # seconds of a simultaneous one
+    at_once = simultaneous  # the first layer, always
     if layer:
       following = ready[layer - 1]
       q1 = start + alone <= following
-      q2 = following < start + alpha
-      q3 = ready[layer] + alone + penalty < following
+      q2 = following < start + link.alpha
+      q3 = simultaneous and ready[layer] + beside < following
       if not q1 and q2 and not q3:
         continue
-      simultaneous = not q1
-    if simultaneous:
-      start, alone = ready[layer], alone + penalty
-    firsts[layer] = simultaneous
+      at_once = simultaneous and not q1
+    if at_once:
+      start, alone = ready[layer], beside
+    firsts[layer] = at_once
     before, start, end, size = (start, size), 0.0, max(end, start + alone), 0.0
   return firsts
 

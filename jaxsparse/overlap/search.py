@@ -10,33 +10,36 @@ With more it is a heuristic: a communication that starts earlier may slow anothe
 up to seven layers it was optimal in most cases, and at most 1 % slower.
 """
 
-import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jaxsparse.overlap.network import Flows, Link
+from jaxsparse.overlap.network import Flows
+from jaxsparse.types import Link
 
-_Rows = TypeVar("_Rows")
-_MOST = 24  # partial plans kept at each layer, the earliest ones
+_MOST = 24  # partial plans kept for each first layer, the earliest ones
 
 
 class _Partial(NamedTuple):
-  """r partial plans of the same layers.
+  """r partial plans, each of the layers from its own first one on.
 
   Attributes:
     flows: the last `ways` communications of each.
-    layer: i64[r], the layer after those of the last group of each: its predecessor is a partial plan from there on.
-    row: i64[r], the row of the predecessor.
+    ends: f64[r, ways], their ends if nothing else starts, the first of them at least the start of the last.
+    before: i64[r], the row of the partial plan without the last group.
+    first: i64[r], the first layer of the last group.
     at_once: bool[r], whether the last group starts without waiting for the communications before it.
+    waiting: f64[r], bytes of the layers before `first` that the next group has so far.
   """
 
   flows: Flows
-  layer: np.ndarray
-  row: np.ndarray
+  ends: np.ndarray
+  before: np.ndarray
+  first: np.ndarray
   at_once: np.ndarray
+  waiting: np.ndarray
 
 
 def find_fastest(
@@ -58,63 +61,46 @@ def find_fastest(
     >>> find_fastest([2.0, 1.9, 1.0], [4.0, 4.0, 1.0], Link(alpha=0.5, beta=0.1, gamma=1.5), ways=1)
     {2: False, 0: False}
   """
-  count, nothing = len(ready), np.zeros(1, int)
-  waiting = {count: [_Partial(Flows.empty(1, ways), nothing, nothing, nothing.astype(bool))]}
-  best: dict[int, _Partial] = {}
-  for layer in range(count, -1, -1):
-    if layer not in waiting:
-      continue
-    together = jax.tree.map(lambda *parts: np.concatenate(parts), *waiting.pop(layer))
-    best[layer] = _prune(together, ready[layer - 1] if layer else None, link)
-    for first, grown in _extend(best[layer], layer, np.array(ready), np.array(sizes), link, limit) if layer else ():
-      waiting.setdefault(first, []).append(grown)
-  if 0 not in best:
+  nothing = np.zeros(1, int)
+  plans = _Partial(
+    Flows.empty(1, ways), np.zeros((1, ways)), nothing, nothing + len(ready), nothing.astype(bool), np.zeros(1)
+  )
+  # Lower bound on the end of any complete plan: all remaining bytes at the highest total speed of the network.
+  speed = max(senders / float(link.slowdown(senders)) for senders in range(1, ways + 1))
+  remaining = link.beta * np.cumsum([0.0, *sizes]) / speed
+  for first in reversed(range(len(ready))):
+    plans = plans._replace(waiting=plans.waiting + sizes[first])
+    free = np.stack([plans.ends.max(1), plans.ends[:, 0]], 1)  # if the group waits, if it starts at once
+    starts = np.maximum(free, ready[first])
+    promising = starts + link.alpha + remaining[plans.first, None] <= limit * (1 + 1e-9)
+    promising[:, 1] &= starts[:, 1] < free[:, 0]
+    before, at_once = np.nonzero(promising)
+    extended = _take(plans, before)
+    flows = extended.flows.start(starts[before, at_once], extended.waiting, link)
+    ends = flows.finish(link).ends
+    ends[:, 0] = np.maximum(ends[:, 0], flows.now)
+    grown = _Partial(flows, ends, before, np.full(before.size, first), at_once.astype(bool), np.zeros(before.size))
+    later = np.maximum(ends, ready[first - 1]) if first else ends.max(1, keepdims=True)  # nothing starts before
+    plans = jax.tree.map(lambda *parts: np.concatenate(parts), plans, _take(grown, _choose_earliest(later)))
+  complete = np.flatnonzero(plans.first == 0)
+  if not complete.size:
     return None
-  firsts, layer, row = dict[int, bool](), 0, 0  # read back, from the first layer to the last
-  while layer < count:
-    chosen = best[layer]
-    firsts = {layer: bool(chosen.at_once[row])} | firsts
-    layer, row = int(chosen.layer[row]), int(chosen.row[row])
+  firsts, row = dict[int, bool](), complete[0]
+  while row:  # read back, from the first layer to the last
+    firsts = {int(plans.first[row]): bool(plans.at_once[row])} | firsts
+    row = plans.before[row]
   return firsts
 
 
-def _extend(
-  partial: _Partial, layer: int, ready: np.ndarray, sizes: np.ndarray, link: Link, limit: float
-) -> list[tuple]:
-  """Extends partial plans by one group of the layers j … `layer` − 1, for every j: pairs of j and partial plans."""
-  ends = partial.flows.finish(link.gamma).ends
-  free = np.stack([ends.max(1), np.maximum(partial.flows.now, ends[:, 0])], 1)  # if the group waits, if it does not
-  size = np.cumsum(sizes[:layer][::-1])[::-1]
-  starts = np.maximum(free[:, :, None], ready[None, None, :layer])  # [row, at once, first]
-  # Lower bound on the end of any complete plan: all remaining bytes at the highest total speed of the network.
-  speed = max(senders / float(link.slowdown(senders)) for senders in range(1, partial.flows.left.shape[1] + 1))
-  promising = starts + link.alpha + link.beta * size[0] / speed <= limit * (1 + 1e-9)
-  promising[:, 1] &= starts[:, 1] < free[:, :1]
-  first, row, at_once = np.nonzero(promising.transpose(2, 0, 1))
-  flows = _take(partial.flows, row).start(starts[row, at_once, first], size[first], link)
-  grown = _Partial(flows, np.full(row.size, layer), row, at_once.astype(bool))
-  bounds = np.searchsorted(first, np.arange(layer + 1)).tolist()
-  return [(j, _take(grown, slice(a, b))) for j, (a, b) in enumerate(itertools.pairwise(bounds)) if a < b]
-
-
-def _prune(partial: _Partial, before: float | None, link: Link) -> _Partial:
-  """The partial plans that no other one dominates, at most `_MOST`.
-
-  Args:
-    partial: partial plans of the same layers.
-    before: seconds until the next layer is ready; None if there is none.
-    link: α, β, γ of communications.
-  """
-  ends = partial.flows.finish(link.gamma).ends
-  ends[:, 0] = np.maximum(ends[:, 0], partial.flows.now)
-  ends = ends.max(1, keepdims=True) if before is None else np.maximum(ends, before)
+def _choose_earliest(ends: np.ndarray) -> np.ndarray:
+  """Rows of the partial plans that no other one dominates, at most `_MOST`, the earliest first."""
   left = np.lexsort((ends.sum(1), ends.max(1)))
   kept: list[int] = []
   while left.size and len(kept) < _MOST:
     kept.append(left[0])
     left = left[np.any(ends[left] < ends[left[0]], axis=1)]
-  return _take(partial, np.array(kept))
+  return np.array(kept, int)
 
 
-def _take(rows: _Rows, which: np.ndarray | slice) -> _Rows:
-  return jax.tree.map(lambda x: x[which], rows)
+def _take(partial: _Partial, rows: np.ndarray) -> _Partial:
+  return jax.tree.map(lambda x: x[rows], partial)

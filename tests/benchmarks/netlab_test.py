@@ -20,29 +20,27 @@ from tests.benchmarks.commands import ROOT
 IDLE = """
 import json, os, subprocess, time
 host, = json.loads(os.environ["JAXSPARSE_HOSTS"])
-sleeper = subprocess.Popen([*host["enter"], "sleep", "600"])
+sleeper = subprocess.Popen([*host["enter"], "sh", "-c", "echo; exec sleep 600"], stdout=subprocess.PIPE)
+sleeper.stdout.readline()  # it is in the host
 print(os.getpid(), sleeper.pid, flush=True)
 time.sleep(600)
 """
 
 # Binds what the host's own name resolves to, and times a transfer from the first byte to the last.
 RECEIVE = """
-import socket, sys, time
+import socket, time
 with socket.create_server((socket.gethostname(), 7000)) as server:
   print(server.getsockname()[0], flush=True)
   connection, _ = server.accept()
-  with connection:
-    size = len(connection.recv(1))
-    start = time.monotonic()
-    while chunk := connection.recv(1 << 20):
-      size += len(chunk)
-    print(size, time.monotonic() - start)
+  size, start = len(connection.recv(1)), time.monotonic()
+  while chunk := connection.recv(1 << 20):
+    size += len(chunk)
+  print(size, time.monotonic() - start)
 """
 
 SEND = """
 import socket, sys
-with socket.create_connection((sys.argv[1], 7000), timeout=60) as connection:
-  connection.sendall(bytes(1_000_000))
+socket.create_connection((sys.argv[1], 7000), timeout=60).sendall(bytes(1_000_000))
 """
 
 
@@ -89,18 +87,18 @@ def remains(pid):
   return sorted(name for name in names if name.startswith(f"jslab-{pid}-"))
 
 
-def soon(holds):
-  """Whether something comes true within a few seconds."""
-  deadline = time.monotonic() + 10
-  while not holds() and time.monotonic() < deadline:
-    time.sleep(0.01)
-  return holds()
-
-
 def alive(pid):
   with contextlib.suppress(OSError):
     return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
   return False
+
+
+def ends(pid):
+  """Whether a process ends within a few seconds."""
+  deadline = time.monotonic() + 10
+  while alive(pid) and time.monotonic() < deadline:
+    time.sleep(0.01)
+  return not alive(pid)
 
 
 @needs_lab
@@ -140,11 +138,11 @@ def test_the_command_finds_the_hosts():
   assert run("--hosts=1", "--rate=none", "--", "no-such-program").returncode == 127
 
 
+SIGNALS = [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGHUP, False)]
+
+
 @needs_lab
-@pytest.mark.parametrize(
-  ("number", "terminal"),
-  [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGHUP, False)],
-)
+@pytest.mark.parametrize(("number", "terminal"), SIGNALS)
 def test_signals_leave_nothing(number, terminal):
   with idle_lab() as (process, outside, inside):
     assert len(remains(process.pid)) == 2
@@ -156,8 +154,8 @@ def test_signals_leave_nothing(number, terminal):
       process.send_signal(number)
     assert process.wait(30) == 128 + number
     assert remains(process.pid) == []
-    assert soon(lambda: not alive(inside))  # the kernel ends what was killed a little later
-    assert soon(lambda: not alive(outside))
+    assert ends(inside)  # the kernel ends what was killed a little later
+    assert ends(outside)
 
 
 @needs_lab
@@ -168,12 +166,12 @@ def test_what_a_killed_lab_left_is_removed_by_the_next():
     reused = f"jslab-{os.getpid()}-1-0"  # our process id, but of a process that started with the machine
     subprocess.run(["ip", "netns", "add", reused], check=True)
     process.kill()  # and not waited for: a zombie owns nothing
-    assert soon(lambda: not alive(process.pid))
+    assert ends(process.pid)
     with netlab.lab(1, None):
       assert remains(process.pid) == []
       assert reused not in remains(os.getpid())
       assert not alive(inside)
-    assert soon(lambda: not alive(outside))
+    assert ends(outside)
 
 
 @needs_lab

@@ -1,12 +1,11 @@
 """The paper's setting on paper: real layers, and the numbers that the paper's own tables say."""
 
 import functools
-import gzip
+import itertools
 import json
 import os
 import shutil
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -33,10 +32,6 @@ def test_the_networks_are_the_real_ones(model):
   tensors = architectures.MODELS[model]()
   assert (len(tensors), sum(tensor.entries for tensor in tensors)) == SIZES[model]
   assert sum(tensor.seconds for tensor in tensors) == pytest.approx(iterations.PAPER[model].backward, rel=0.6)
-
-
-@pytest.mark.parametrize("model", SIZES)
-def test_the_bound_is_the_one_of_table_v(model):
   assert iterations.bound_of(model) == pytest.approx(iterations.PAPER[model].bound, abs=0.06)
 
 
@@ -52,7 +47,6 @@ def test_rows_as_a_table_a_figure_and_json(tmp_path):
   assert rows["single"]["seconds"] == pytest.approx(computing + 1.4e-3 + 1.7e-9 * 4 * 110_106_428)
   assert rows["single"]["speed_up"] == pytest.approx(32 * computing / rows["single"]["seconds"])
   assert (tmp_path / "overlap_bert_base.png").stat().st_size > 10_000
-  assert (tmp_path / "overlap_exposed.png").stat().st_size > 10_000
   for row in rows.values():
     assert row["exposed"] == pytest.approx(row["seconds"] - computing)
   assert "S_max" in done.stderr
@@ -73,19 +67,6 @@ def test_a_lab_on_one_device_measures_what_it_plans():
   )
 
 
-def test_reductions_are_those_of_the_networks_together():
-  row = lambda model, plan, exposed: iterations.Row(model, plan, 1, 1, 1.0, exposed, 0.5, 1.0, 1.0)
-  plans = {"wfbp": 0.8, "mg_wfbp": 0.4, "asc_wfbp": 0.3}
-  rows = [row(model, plan, exposed) for model in SIZES for plan, exposed in plans.items()]
-  rows[1] = rows[1]._replace(exposed=0.6)
-  found = iterations.measured(rows)
-  assert found["resnet152 mg_wfbp exposed"] == 0.6
-  assert found["MG-WFBP / WFBP, CNNs, the most"] == pytest.approx(0.75)
-  assert found["ASC-WFBP / MG-WFBP, the least"] == pytest.approx(0.5)
-  assert rows[0].paper_exposed == pytest.approx(0.5 - 0.273)
-  assert "ASC-WFBP / MG-WFBP, the most" not in iterations.measured(rows[:-1])
-
-
 def test_two_all_reduces_at_once():
   link = js.overlap.Link(alpha=1e-3, beta=1e-9, gamma=1.5)
   curve = contention.predicted(link, workers=4)
@@ -98,15 +79,13 @@ def test_two_all_reduces_at_once():
 
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
-def test_contention_in_the_lab(tmp_path):
-  flags = ("--contention", "--rate=1gbit", "--workers=2", "--repetitions=3", f"--report_dir={tmp_path}", "--json")
-  done = commands.run("benchmarks.overlap", *flags)
+def test_contention_in_the_lab():
+  done = benchmark("--contention", "--rate=1gbit", "--workers=2", "--repetitions=3", "--json")
   assert done.returncode == 0, done.stderr[-2000:]
   (curve,) = json.loads(done.stdout)
   longest = curve["points"][-1]
   assert longest["one"] > 0.9 * longest["size"] / curve["speed"]  # a link is no faster than its rate
   assert longest["two"] > 1.8 * longest["size"] / curve["speed"]
-  assert (tmp_path / "contention.png").stat().st_size > 10_000
 
 
 def test_a_plan_that_leads_elsewhere_is_no_row():
@@ -118,16 +97,16 @@ def test_a_figure_shows_every_layer_and_communication_where_the_plan_says():
   layers = [0.2, 0.1, 0.1], [2e5, 1e6, 2e6]
   wfbp, asc = (js.overlap.plan(kind, *layers, alpha=0.05, beta=1e-7, gamma=1.5) for kind in ("wfbp", "asc_wfbp"))
   for plan, panel in zip((wfbp, asc), timelines.draw_plans(wfbp, asc).axes, strict=True):
-    bars = [(bar.get_x(), bar.get_x() + bar.get_width(), bar.get_y()) for bar in panel.patches]
-    assert [bar[:2] for bar in bars if bar[2] < 0] == [pytest.approx(x) for x in ((0, 100), (100, 200), (200, 400))]
-    sends, rows = [bar[:2] for bar in bars if bar[2] > 0], [bar[2] for bar in bars if bar[2] > 0][::2]
-    assert sends[::2] == [pytest.approx((1e3 * sent.start, 1e3 * sent.start + 50)) for sent in plan.timeline]
-    assert sends[1::2] == [pytest.approx((1e3 * sent.start + 50, 1e3 * sent.end)) for sent in plan.timeline]
-    assert f"{1e3 * plan.iteration_time:.4g} ms" in [text.get_text() for text in panel.texts]
-    pairs = list(zip(plan.timeline, rows, strict=True))
-    beside = [(a, b) for number, a in enumerate(pairs) for b in pairs[:number] if b[0].end > a[0].start]
-    assert bool(beside) == (plan is asc)
-    assert all(a[1] != b[1] for a, b in beside)
+    backward, sent, start_ups = (
+      [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars] for bars in panel.containers
+    )
+    assert backward == [pytest.approx(x) for x in ((0, 100), (100, 200), (200, 400))]
+    assert sent == [pytest.approx((1e3 * one.start, 1e3 * one.end)) for one in plan.timeline]
+    assert start_ups == [pytest.approx((1e3 * one.start, 1e3 * one.start + 50)) for one in plan.timeline]
+    rows = [bar.get_y() for bar in panel.containers[1]]
+    for (a, row), (b, other) in itertools.combinations(zip(plan.timeline, rows, strict=True), 2):
+      assert row != other or a.end <= b.start
+    assert (len(set(rows)) > 1) == (plan is asc)
 
 
 def test_what_a_runtime_overlaps_is_measured():
@@ -136,54 +115,3 @@ def test_what_a_runtime_overlaps_is_measured():
   assert 0 <= found.hidden <= 1
   with pytest.raises(ValueError, match="one worker sends nothing"):
     runtime.measure_runtime(mesh_of(1))
-
-
-PROGRAM = """HloModule jit_step, is_scheduled=true
-ENTRY %main {
-  %dot.1 = f32[2,2]{1,0} dot(%a, %b)
-  %psum.1 = f32[4]{0} all-reduce(%dot.1), channel_id=1
-  ROOT %loop = (f32[4]{0}) while(%psum.1), condition=%c, body=%d
-}
-"""
-
-
-def write_trace(folder, events):
-  (folder / "one.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-
-
-def event(op, start, duration, run="1", device="0", module="jit_step"):
-  args = {"hlo_op": op, "hlo_module": module, "run_id": run, "device_ordinal": device}
-  return {"ph": "X", "name": op, "ts": start, "dur": duration, "args": args}
-
-
-def test_a_trace_says_what_goes_on_beside_a_collective(tmp_path):
-  with pytest.raises(ValueError, match="has no trace, give the folder of jax.profiler.trace"):
-    runtime.read_trace(tmp_path, PROGRAM)
-  first = [event("dot.1", 1000, 100), event("psum.1", 1200, 400), event("dot.1", 1500, 300), event("loop", 1000, 900)]
-  other = [event("psum.1", 1000, 5, device="1"), event("dot.1", 0, 5, module="jit_other"), {"ph": "M", "name": "x"}]
-  write_trace(tmp_path, [event("dot.1", 5000, 100, run="2"), *first, *other])
-  one, two = runtime.read_trace(tmp_path, PROGRAM)
-  assert one.collectives == (("psum.1", pytest.approx(200e-6), pytest.approx(600e-6)),)
-  assert one[:3] == pytest.approx((900e-6, 400e-6, 0.25))
-  assert two == (pytest.approx(1e-4), 0.0, 0.0, ())
-  # An operation lasts until the event of its end.
-  end = {"ph": "X", "name": "end: dot.1", "ts": 300.0, "dur": 1}
-  write_trace(tmp_path, [event("dot.1", 0, 10), end, event("psum.1", 100, 200)])
-  assert runtime.read_trace(tmp_path, PROGRAM)[0].hidden == pytest.approx(1.0)
-  with pytest.raises(ValueError, match="no run of 'a text that"):
-    runtime.read_trace(tmp_path, "")
-
-
-def test_a_traced_run_has_the_collectives_of_its_plan(tmp_path):
-  params, mesh = [jnp.ones((4, 8)), jnp.ones((8, 2)) / 8], mesh_of(2)
-  plan = js.overlap.plan("wfbp", [0.1, 0.1], [128, 64], alpha=1e-3, beta=1e-9, gamma=1.5)
-  tx = js.bucketed_transform("dense", "workers", plan=plan)
-  step = js.make_train_step(lambda p, x: jnp.sum(jnp.tanh(x @ p[0]) @ p[1]), tx, mesh)
-  state, batch = js.init(tx, params, mesh), jnp.ones((4, 4))
-  text = step.lower(params, state, batch).compile().as_text()
-  params, state, _ = jax.block_until_ready(step(params, state, batch))
-  with jax.profiler.trace(str(tmp_path)):
-    jax.block_until_ready(step(params, state, batch))
-  (one,) = runtime.read_trace(tmp_path, text)
-  assert len(one.collectives) == len(plan.groups) + 1  # and the mean of the loss
-  assert 0 < one.sending <= one.seconds

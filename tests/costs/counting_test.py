@@ -1,7 +1,5 @@
 """Counting: from the jaxpr, for sizes that nothing could hold."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 import jaxsparse as js
 from jaxsparse.collectives import collective_options
 from jaxsparse.comm import AxisComm, all_reduce_cost
-from jaxsparse.costs.calibration import candidates
 from jaxsparse.costs.counting import count_agreements, count_jaxpr, schedule
 from tests.cases import quick_of
 
@@ -20,14 +17,6 @@ def counted(function, workers):
   """The cost of `function(comm, f32[10])` at one of `workers` workers."""
   program = jax.make_jaxpr(lambda x: function(AxisComm("w"), x), axis_env=[("w", workers)])
   return count_jaxpr(program(jax.ShapeDtypeStruct((10,), jnp.float32)).jaxpr, workers)
-
-
-def test_a_size_that_nothing_could_hold_takes_seconds():
-  start = time.monotonic()
-  cost = js.costs.count("spardl", n=2**27, workers=128, density=0.001)
-  share = -(-134218 // 128)  # ⌈⌈0.001 · 2^27⌉ / 128⌉
-  assert cost == js.Cost(messages=14, words=4 * share * 127)
-  assert time.monotonic() - start < 60
 
 
 def test_programs():
@@ -66,7 +55,6 @@ WRONG = [
   ("dense", 0, 2, "n=0"),
   ("dense", 5, 0, "workers=0"),
   ("dense", 1e3, 2, "n=1000.0, give a whole"),
-  ("dense", "x", 2, "n='x'"),
   ("dense", {}, 2, "n={}"),
   ("powersgd", 8, 2, "powersgd: the words of n=8 .* give the parameters as n"),  # a vector would be sent as it is
 ]
@@ -78,7 +66,6 @@ def test_bad_sizes(function):
   for name, n, workers, message in WRONG:
     with pytest.raises(ValueError, match=message):
       function(name, n=n, workers=workers)
-  assert not any("powersgd" in label for label in candidates(4, [0.01]))
 
 
 @pytest.mark.parametrize("name", js.collective_names())
@@ -103,11 +90,10 @@ def test_offsets_of_packed_messages_have_31_bits_too(wire):
   most = (2**31 - 256) // bits
   js.make_collective("topka", k=k, wire=wire).check_size(n, most)
   for name, workers in {"topka": most + 1, "gaussiank": 512, "oktopk": 2**18, "topkdsa": 2**18}.items():
-    packed, plain = (js.make_collective(name, k=k, wire=one) for one in (wire, "f32"))
-    plain.check_size(n, workers)  # which has no bitsets
+    js.make_collective(name, k=k).check_size(n, workers)  # float32 has no bitsets
     indices = (most + 1) * bits if name == "topka" else r"\d{10,}"
     with pytest.raises(ValueError, match=f"{name}: 1000000000 .* take {indices} indices, .* by wire='f32'"):
-      packed.check_size(n, workers)
+      js.make_collective(name, k=k, wire=wire).check_size(n, workers)
 
 
 def test_chunks_that_reach_beyond_a_vector_have_31_bits_too():

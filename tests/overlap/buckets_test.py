@@ -18,14 +18,12 @@ WIDTHS = (8, 12, 20, 6, 10, 4)
 LINK = {"alpha": 0.4, "beta": 1e-3, "gamma": 1.3}
 
 
-def params_of():
-  """Five weights of different sizes and a bias, in the order of the forward pass."""
-  weights = [jnp.asarray(normals(n, a, b)) / 3 for n, (a, b) in enumerate(itertools.pairwise(WIDTHS))]
-  return {"layer": weights, "out_bias": jnp.zeros(3)}
-
-
-SIZES = [4 * leaf.size for leaf in jax.tree.leaves(params_of())]
-program_of = functools.partial(update_program, workers=WORKERS)
+# Five weights of different sizes and a bias, in the order of the forward pass.
+PARAMS = {
+  "layer": [jnp.asarray(normals(n, a, b)) / 3 for n, (a, b) in enumerate(itertools.pairwise(WIDTHS))],
+  "out_bias": jnp.zeros(3),
+}
+SIZES = [4 * leaf.size for leaf in jax.tree.leaves(PARAMS)]
 
 
 def plan_of(kind, **options):
@@ -37,17 +35,17 @@ def transform_of(name="dense", kind="asc_wfbp", ways=2, **config):
 
 
 def state_of(tx):
-  return js.init(tx, params_of(), mesh_of(WORKERS))
+  return js.init(tx, PARAMS, mesh_of(WORKERS))
 
 
 def grads_of(seed, make=integers):
-  return jax.tree.map(lambda p: jnp.asarray(make(seed + p.size, WORKERS, *p.shape)), params_of())
+  return jax.tree.map(lambda p: jnp.asarray(make(seed + p.size, WORKERS, *p.shape)), PARAMS)
 
 
 def run(tx, grads, state=None):
   """The updates of all workers, as rows, and the next state."""
   state = state_of(tx) if state is None else state
-  return program_of(tx, state)(grads, state)
+  return update_program(tx, state, WORKERS)(grads, state)
 
 
 def all_reduces(text):
@@ -67,38 +65,28 @@ def all_reduces(text):
   return sizes, above
 
 
-@pytest.mark.parametrize(
-  ("kind", "ways", "kinds"),
-  [
-    ("wfbp", 1, {"normal"}),
-    ("mg_wfbp", 1, {"normal", "merged"}),
-    ("asc_wfbp", 2, {"merged", "simultaneous"}),
-    ("optimal", 3, {"simultaneous"}),
-  ],
-)
+KINDS = [
+  ("wfbp", 1, {"normal"}),
+  ("mg_wfbp", 1, {"normal", "merged"}),
+  ("asc_wfbp", 2, {"merged", "simultaneous"}),
+  ("optimal", 3, {"simultaneous"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "ways", "kinds"), KINDS)
 def test_the_program_has_the_collectives_of_the_plan_in_its_order(kind, ways, kinds):
   tx, plan = transform_of(kind=kind, ways=ways), plan_of(kind, ways=ways)
   out = lambda p, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), p["layer"], x)
   loss = lambda p, x: jnp.mean(out(p, x)[:, :3] + p["out_bias"][None] * x[:, :3])
   step = js.make_train_step(loss, tx, mesh_of(WORKERS))
   assert kinds <= {group.kind for group in plan.groups}
-  text = step.lower(params_of(), state_of(tx), jnp.ones((6, 8))).compile().as_text()
+  text = step.lower(PARAMS, state_of(tx), jnp.ones((6, 8))).compile().as_text()
   sizes, above = all_reduces(text)
   of_loss = sizes.index(1)
   assert [4 * size for size in sizes if size != 1] == [plan.size_of(group) for group in plan.groups]
   number_of = [number for number in range(len(sizes)) if number != of_loss]
   for group, number in zip(plan.groups, number_of, strict=True):
     assert above[number] - {of_loss} == set(number_of[: group.after])
-
-
-def test_without_the_options_a_compiler_merges_what_travels_at_once():
-  tx = transform_of()
-  state = state_of(tx)
-  program = program_of(tx, state)
-  merged, _ = all_reduces(program.lower(grads_of(0), state).compile().as_text())
-  options = js.overlap.compiler_options("cpu")
-  apart, _ = all_reduces(program.lower(grads_of(0), state).compile(compiler_options=options).as_text())
-  assert len(merged) < len(apart) == len(plan_of("asc_wfbp").groups)
 
 
 @pytest.mark.parametrize("kind", ["single", "asc_wfbp"])
@@ -112,7 +100,7 @@ def test_laws_c_and_r_at_every_index_and_the_metrics_of_all_groups():
   """A residual lies where its gradients do: in the order of its group's leaves."""
   tx, plan, given = transform_of("topka", density=0.1), plan_of("asc_wfbp"), 0.0
   state = state_of(tx)
-  program = program_of(tx, state)
+  program = update_program(tx, state, WORKERS)
   for step in range(2):
     grads = grads_of(7 + step)
     updates, state = program(grads, state)
