@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import matplotlib as mpl
+import numpy as np
 import rich.console
 import rich.progress
 import rich.table
@@ -61,14 +62,33 @@ def table(
   return found
 
 
-def spread(values: Sequence[float], form: str) -> str:
-  """Mean and standard deviation of several runs."""
-  deviation = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-  return f"{statistics.mean(values):{form}}{deviation}"
+class Spread(NamedTuple):
+  """Numbers of several seeds; f"{spread:.1f}" is mean ± deviation, and how many seeds have no number."""
+
+  mean: float  # over the seeds that have the number
+  deviation: float  # standard deviation of these, 0 for one seed
+  missing: int = 0  # seeds without a finite number: not trained, not as far, or diverged
+
+  @classmethod
+  def of(cls, values: Sequence[float | None] | np.ndarray) -> "Spread | None":
+    """The spread of the finite numbers; None if there is none."""
+    known = [float(value) for value in values if value is not None and math.isfinite(value)]
+    if not known:
+      return None
+    return cls(statistics.mean(known), statistics.stdev(known) if len(known) > 1 else 0.0, len(values) - len(known))
+
+  def __format__(self, form: str) -> str:
+    deviation = f" ± {self.deviation:{form}}" if self.deviation else ""
+    return f"{self.mean:{form}}{deviation}" + (f" ({self.missing} missing)" if self.missing else "")
 
 
-def number(value: float | None, form: str) -> str:
-  """A number as text; – for none."""
+def spread(values: Sequence[float | None], form: str) -> str:
+  """Mean and standard deviation of several runs as text."""
+  return number(Spread.of(values), form)
+
+
+def number(value: float | Spread | None, form: str) -> str:
+  """A number, or a mean and its deviation, as text; – for none."""
   return "–" if value is None else f"{value:{form}}"
 
 

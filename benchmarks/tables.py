@@ -30,9 +30,10 @@ from benchmarks.overlap import contention as contention_of
 from benchmarks.overlap import report as overlap_report
 from benchmarks.overlap.iterations import WORKERS
 from benchmarks.race import report as race_report
-from benchmarks.race.report import milliseconds, name_of, rate_text, slow_first, spread_text
+from benchmarks.race.report import milliseconds, name_of, rate_text, slow_first
 from benchmarks.race.results import Curve, Results
-from benchmarks.race.standings import DENSE, Spread, Standing, Target, loss_after, standings
+from benchmarks.race.standings import DENSE, Target, loss_after, standings
+from benchmarks.report import number, spread
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -107,35 +108,14 @@ def _results(name: str) -> Results:
   return Results(RESULTS / f"{name}.json", None)
 
 
-def _standings(name: str, rate: str, loss: str = "", paces: str = "") -> list[Standing]:
-  results = _results(name)
-  if paces:
-    results.rows["paces"] = _results(paces).rows["paces"]
-  return standings(results, rate, Target(300, float(loss) if loss else None))
-
-
 def race(name: str, *options: str) -> str:
   """Seconds to dense's loss after 300 steps, or to `loss=`, at every rate; with paces of another race by `paces=`."""
   given = dict(option.split("=") for option in options)
-  rates = slow_first(pace.rate for pace in _results(given.get("paces", name)).rows["paces"])
-  rows = [
-    [
-      rate_text(rate),
-      name_of(one.method),
-      f"`{one.optimizer}`",
-      spread_text(one.seconds, 1),
-      spread_text(one.speed_up, 2),
-      spread_text(one.steps, 0),
-      spread_text(one.more_steps, 2),
-      milliseconds(one.pace),
-      f"{one.words:,.0f}",
-      spread_text(one.loss, 3),
-    ]
-    for rate in rates
-    for one in _standings(name, rate, **given)
-  ]
-  head = ["links", "method", "optimizer", "seconds", "× dense", "steps", "steps / dense's"]
-  return markdown([*head, "ms a step = compute + rest + exchange", "words a step", "loss at 300 steps"], rows)
+  results = _results(name)
+  results.rows["paces"] = _results(given.get("paces", name)).rows["paces"]
+  target = Target(300, float(given["loss"]) if "loss" in given else None)
+  rates = slow_first(pace.rate for pace in results.rows["paces"])
+  return _of_rich("links", {rate_text(rate): race_report.table(results, rate, target) for rate in rates}, ["optimizer"])
 
 
 def paces(*names: str) -> str:
@@ -147,7 +127,7 @@ def paces(*names: str) -> str:
       (ours,) = (row for row in results.find("paces", rate=one.rate) if row.method.startswith("spardl"))
       times = f"{one.seconds / ours.seconds:.2f}"
       rows.append([results.setting["task"], rate_text(one.rate), name_of(one.method), milliseconds(one), times])
-  return markdown(["task", "links", "method", "ms a step = compute + rest + exchange", "/ SparDL's"], rows)
+  return markdown(["task", "links", "method", race_report.PACE, "/ SparDL's"], rows)
 
 
 def wholes(name: str) -> str:
@@ -172,11 +152,10 @@ def losses(name: str, *steps: str) -> str:
   shown = [curves for curves in groups.values() if len(curves) > 1 or any(curves is one for one in most.values())]
   rows = []
   for curves in sorted(shown, key=mean):
-    spreads = [Spread.of([loss_after(curve, float(step)) for curve in curves]) for step in steps]
+    reached = [spread([loss_after(curve, float(step)) for curve in curves], ",.3f") for step in steps]
     accuracy = statistics.mean(curve.accuracy[curve.steps.index(int(last))] for curve in curves)
     drift = statistics.mean(curve.drift for curve in curves)
-    rows.append([f"`{curves[0].method}`", f"`{curves[0].optimizer}`", str(len(curves))])
-    rows[-1] += [*(spread_text(spread, 3) for spread in spreads), f"{accuracy:.3f}"]
+    rows.append([f"`{curves[0].method}`", f"`{curves[0].optimizer}`", str(len(curves)), *reached, f"{accuracy:.3f}"])
     rows[-1] += [f"{statistics.mean(curve.words for curve in curves):,.0f}", f"{drift:.3g}"]
   head = ["`--method`", "`--optimizer`", "seeds", *(f"loss at {step}" for step in steps)]
   return markdown([*head, "accuracy", "words a step", "drift"], rows)
@@ -187,8 +166,8 @@ def _means(rows: Iterable[dict[str, Any]], by: Sequence[str], digits: Mapping[st
   groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
   for row in rows:
     groups.setdefault(tuple(str(row[name]) for name in by), []).append(row)
-  spread = lambda own, name: spread_text(Spread.of([row[name] for row in own]), digits[name])
-  return [[*key, *(spread(own, name) for name in digits)] for key, own in groups.items()]
+  means = lambda own: [spread([row[name] for row in own], f",.{count}f") for name, count in digits.items()]
+  return [[*key, *means(own)] for key, own in groups.items()]
 
 
 def runs(*names: str) -> str:
@@ -240,13 +219,15 @@ def contention(source: str) -> str:
   return _of_rich("links", made)
 
 
-def _of_rich(label: str, found: Mapping[str, rich.table.Table]) -> str:
-  """Tables with the same columns as one, which begins with their names."""
-  rows = [
-    [name, *row] for name, one in found.items() for row in zip(*(column.cells for column in one.columns), strict=True)
-  ]
+def _of_rich(label: str, found: Mapping[str, rich.table.Table], code: Sequence[str] = ()) -> str:
+  """Tables with the same columns as one, which begins with their names; cells under the heads `code` are code."""
   head = [str(column.header) for column in next(iter(found.values())).columns]
-  return markdown([label, *head], [[name_of(str(cell)) for cell in row] for row in rows])
+  shown = lambda name, cell: f"`{cell}`" if name in code else name_of(str(cell))
+  rows = []
+  for name, one in found.items():
+    for cells in zip(*(column.cells for column in one.columns), strict=True):
+      rows.append([name, *map(shown, head, cells)])
+  return markdown([label, *head], rows)
 
 
 def papers(*words: str) -> str:
@@ -285,10 +266,10 @@ def summary() -> str:
     ("race_resnet20", "seconds to dense's loss, ResNet-20, SGD", ("spardl:density=0.01",)),
   ):
     for rate in slow_first(pace.rate for pace in _results(name).rows["paces"]):
-      found = {one.method: one for one in _standings(name, rate)}
+      found = {one.method: one for one in standings(_results(name), rate, Target(300))}
       for method in methods:
-        numbers = [spread_text(found[one].seconds, 1) for one in (DENSE, method)]
-        gain = spread_text(found[method].speed_up, 2)
+        numbers = [number(found[one].seconds, ",.1f") for one in (DENSE, method)]
+        gain = number(found[method].speed_up, ",.2f")
         rows.append([what, f"4 hosts, {rate_text(rate)}", name_of(method), *numbers, gain])
   what, chunked = "ms an update, n = 14.7 M (VGG-16), 1 %", "spardl:selector=chunked:wire=bf16"
   updates = {f"6 hosts, {row['links']}": row for row in _rows("updates_rates") if row["n"] == 14_728_266}
@@ -315,22 +296,8 @@ def wire() -> str:
   return markdown(["model", "n", *(f"{name}: {one}" for name in networks for one in ("dense", "SparDL 1 %"))], rows)
 
 
-_FUNCTIONS = (
-  kept,
-  race,
-  paces,
-  wholes,
-  losses,
-  runs,
-  elastic,
-  heterogeneous,
-  contention,
-  papers,
-  verdicts,
-  summary,
-  wire,
-)
-TABLES: dict[str, Callable[..., str]] = {function.__name__: function for function in _FUNCTIONS}
+_SIMPLE = (kept, race, paces, wholes, losses, runs, papers, verdicts, summary, wire)
+TABLES = {function.__name__: function for function in (*_SIMPLE, elastic, heterogeneous, contention)}
 
 
 def main() -> None:
