@@ -16,8 +16,8 @@ class Preset(NamedTuple):
   paper: str  # whose it is, and where
   flags: dict[str, Any]  # their values
   paper_steps: int  # of the paper's training
-  # cells of `paper_tables.toml` that a race with these flags measures: (a, b, "seconds", "loss" or "pace") for the seconds
-  # to the same loss, the loss after as many steps, or the seconds a step, of method a / those of b
+  # Of `paper_tables.toml`, which a race with these flags measures: (a, b, "seconds", "loss" or "pace") for the seconds
+  # to the same loss, the loss after as many steps, or the seconds a step, of method a / those of b.
   cells: dict[str, tuple[str, str, str]]
 
   def measured(self, results: Results, target: Target) -> dict[str, float]:

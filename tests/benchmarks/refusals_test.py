@@ -69,10 +69,7 @@ REFUSED = {
     (["--parts=none"], "No such file or directory"),
     (["--task=fnn3", "--parts=curves", "--data_dir=/nowhere"], "/nowhere has no data_batch_1"),
   ],
-  "scale": [
-    (["--workers=8,1"], "flag --workers=8,1: "),
-    (["--network=mine:alpha=1e-5"], "error: --network=mine:alpha=1e-5, choose from 1GbE, 25GbE, 400Gb, or write name:"),
-  ],
+  "scale": [(["--workers=8,1"], "flag --workers=8,1: ")],
   "selection": [
     (["--density=1.5"], "--density=1.5: choose a share above 0, up to 1"),
     (["--inputs=uniform"], "choose from normal, student-t, heavy-tail, gradients, sorted"),

@@ -92,29 +92,27 @@ def test_selection_checks_and_times_every_program():
   # What it counts is of programs as users have them.
   result = result_of("selection", *flags, XLA_FLAGS="", JAX_DISABLE_MOST_OPTIMIZATIONS="0")
   rows, update = result["selection"], result["update"]
-  assert all(row[name] > 0 for row in rows for name in ("lax_top_k", "top_k", "threshold", "candidates"))
+  assert all(row[name] > 0 for row in rows for name in ("lax_top_k", "top_k", "threshold"))
   # All equal is too many for any bracket.
   assert [(row["method"], row["missed"]) for row in rows] == [("bracket", missed) for missed in (False, False, True)]
   assert (update["workers"], update["fallbacks"]) == (2, 0)
   assert 0 < update["buffers"] <= 3  # the mean takes the place of the donated gradients
-  assert {goal["met"] is None for goal in result["goals"]} == {False}
 
 
-def test_scale_predicts_as_js_costs_and_programs_have_an_operation_for_each_message():
-  flags = "--workers=8,4", "--n=100000", "--repeats=1", "--network=25GbE,slow:alpha=1e-3:beta=1e-7"
-  result = result_of("scale", *flags)
+def test_scale_predicts_as_js_costs_and_makes_programs():
+  result = result_of("scale", "--workers=8,4", "--n=100000", "--repeats=1")
   rows = {(row["network"], row["workers"], row["algorithm"]): row for row in result["predicted"]}
   labels = [*specs.of_vectors(), "spardl:teams=best"]
-  assert set(rows) == {(net, p, label) for net in ("25GbE", "slow") for p in (4, 8) for label in labels}
+  assert set(rows) == {(net, p, label) for net in result["networks"] for p in (4, 8) for label in labels}
+  alpha, beta = result["networks"]["25GbE"]
   cost = lambda name, **config: js.costs.predict(name, n=100_000, workers=8, **config)
   assert rows["25GbE", 8, "dense"]["words"] == cost("dense").words
-  seconds = {d: cost("spardl", density=0.01, teams=d).seconds(alpha=1e-3, beta=1e-7) for d in (1, 2, 4, 8)}
-  assert rows["slow", 8, "spardl"]["seconds"] == seconds[1]
-  best = rows["slow", 8, "spardl:teams=best"]  # the fastest divisor
+  seconds = {d: cost("spardl", density=0.01, teams=d).seconds(alpha, beta) for d in (1, 2, 4, 8)}
+  assert rows["25GbE", 8, "spardl"]["seconds"] == seconds[1]
+  best = rows["25GbE", 8, "spardl:teams=best"]  # the fastest divisor
   assert (best["teams"], best["seconds"]) == (min(seconds, key=seconds.get), min(seconds.values()))
-  made = [(row["workers"], row["messages"], row["collectives"]) for row in result["compiled"]]
-  assert made == [(4, 4, 4), (8, 6, 6)]
-  assert all(row[phase] > 0 for row in result["compiled"] for phase in ("trace", "lower", "compile", "cpu"))
+  assert [(row["workers"], row["messages"]) for row in result["compiled"]] == [(4, 4), (8, 6)]
+  assert all(row[phase] > 0 for row in result["compiled"] for phase in ("trace", "lower", "compile"))
 
 
 def test_scale_holds_the_first_step_against_its_goal():
