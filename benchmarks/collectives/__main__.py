@@ -14,12 +14,11 @@ status is 0 if all was measured, and nothing wrong.
 
 Columns: ms, mean, p90: over the timed steps, of the slowest rank; × f32, × bf16: dense's median / this one; algbw,
 busbw: GB/s as in nccl-tests, 4n bytes / median, and that times 2(P − 1)/P; #wrong: entries of all timed steps that were
-lost, made up, or not the same bits on every rank; words: of 4 bytes that a rank sent; select, wire, merge: arithmetic
-until the first message and after it, measured without a network with all ranks at work at once, and the rest.
+lost, made up, or not the same bits on every rank; words: of 4 bytes that a rank sent; arithmetic: ms without a network,
+all ranks at work at once; wire: the rest of ms.
 
 Examples:
   python -m benchmarks.collectives --rate=1gbit
-  python -m benchmarks.collectives --rate=1gbit --workers=2 --pin
   python -m benchmarks.collectives --rate=10mbit,100mbit,1gbit,none --algorithms=spardl,dense --predict
   python -m benchmarks.collectives --engine=devices --workers=2,4,8 --n=100000 --json | jq '.[].busbw'
   mpirun -n 64 python -m benchmarks.collectives --engine=mpi --workers=64
@@ -28,7 +27,6 @@ Examples:
 import contextlib
 import datetime
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -41,7 +39,7 @@ from collections.abc import Sequence
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import entry, netlab, recorded, specs, workers
+from benchmarks import entry, netlab, recorded, report, specs, workers
 from benchmarks.collectives import updates
 from benchmarks.collectives.updates import Bench, Kept, Row
 from jaxsparse import launch
@@ -112,9 +110,6 @@ def _measure(size: int, rate: str, kept: Kept) -> bool:
   if _PREDICT.value:
     labels = list(dict.fromkeys(label(spec) for _, _, spec in cases))
     profile = js.costs.fit(place.where, algorithms=labels, seconds=math.inf)
-  show = lambda text: print(text, file=sys.stderr if _JSON.value else sys.stdout, flush=True)
-  if place.reports:
-    show(updates.heading(_PREDICT.value))
   for n, of_size in itertools.groupby(cases, lambda case: case[0]):
     gradients = recorded.gradients(place, recorded.path_in(_CACHE_DIR.value), n) if real else None
     bench = Bench(place, _ENGINE.value, n, _WARM_UP.value or (30 if real else 1), _REPETITIONS.value, gradients)
@@ -129,16 +124,14 @@ def _measure(size: int, rate: str, kept: Kept) -> bool:
         predictions = js.costs.advise(n, profile).predictions if profile else []
         row = row._replace(predicted=next((one.seconds for one in predictions if one.label == label(spec)), None))
         kept.add(row.as_dict())
-        show(updates.line(row))
+        print(updates.line(row), file=sys.stderr if _JSON.value else sys.stdout, flush=True)
   return place.reports
 
 
 def _run(size: int, rate: str, kept: Kept, run: str) -> list[str]:
   """Starts the ranks of one setting, in a lab if it has a rate, and again behind a row that fails; what failed."""
-  engine = _ENGINE.value
-  command = [sys.executable, "-m", "benchmarks.collectives", *sys.argv[1:]]
-  command += [f"--workers={size}", f"--rate={rate}", f"--run={run}"]
-  ranks = size if engine in ("processes", "mpi") else 1
+  flags_of_ranks = f"--workers={size}", f"--rate={rate}", f"--run={run}"
+  ranks = size if _ENGINE.value in ("processes", "mpi") else 1
   labels = [spec.label for _, _, spec in _cases(size)]
   failed: list[str] = []
   first = 0
@@ -146,7 +139,7 @@ def _run(size: int, rate: str, kept: Kept, run: str) -> list[str]:
     while first < len(labels) and len(failed) < first + 2:  # two failures and no row: a third will not differ
       before = len(kept.read())
       try:
-        launch.run([*command, f"--first={first}"], ranks, "mpi" if engine == "mpi" else "processes", hosts=hosts)
+        workers.start_again(ranks, _ENGINE.value, *flags_of_ranks, f"--first={first}", hosts=hosts)
         break
       except launch.RunFailed as error:
         first += len(kept.read()) - before
@@ -166,7 +159,7 @@ def _report(measured: Sequence[Row], failed: Sequence[str]) -> bool:
   for problem in failed:
     print(f"error: {problem}", file=sys.stderr)
   if _JSON.value:
-    print(json.dumps([row.as_dict() for row in measured]))
+    report.print_json([row.as_dict() for row in measured])
   return not wrong and not failed
 
 

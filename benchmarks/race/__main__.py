@@ -14,10 +14,8 @@ measured; given again, the command measures what is missing. race.png and second
 
 Examples:
   python -m benchmarks.race
-  python -m benchmarks.race --task=lm_medium --rate=100mbit --method=dense,spardl:density=0.01 --optimizer=adam:0.003
   python -m benchmarks.race --parts=wholes --rate=100mbit --seed=0 --method=spardl:density=0.01
   python -m benchmarks.race --preset=spardl-fig6c
-  python -m benchmarks.race --parts=none --results=benchmarks/results/race_lm.json --json | jq '.standings'
 """
 
 import itertools
@@ -172,8 +170,7 @@ def _lab(part: str, rate: str, plan: Plan, results: Results) -> None:
     return
   try:
     with netlab.lab(_HOSTS.value, rate) as hosts:
-      command = [sys.executable, "-m", "benchmarks.race", *sys.argv[1:], f"--rank={part},{rate}"]
-      launch.run(command, _HOSTS.value, hosts=hosts)
+      workers.start_again(_HOSTS.value, "processes", f"--rank={part},{rate}", hosts=hosts)
   finally:
     results.refresh()
 

@@ -15,7 +15,6 @@ import pytest
 import jaxsparse as js
 from benchmarks import recorded, specs, workers
 from benchmarks.collectives import updates
-from jaxsparse.comm import SoloComm
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of
 from tests.benchmarks import commands
@@ -35,7 +34,7 @@ def test_a_row_has_the_words_and_the_laws():
   row = bench().row(spec, 0.1)
   assert (row.words, row.messages, row.checked, row.wrong) == (4 * 20 * 2, 4, "C R", 0)
   assert (row.warm_up, row.steps, row.gradients) == (2, 2, "normal")
-  assert 0 < row.selection <= row.arithmetic
+  assert 0 < row.arithmetic
   assert row.bandwidths[1] == pytest.approx(2 * 2 / 3 * 4 * 600 / row.seconds / 1e9)
 
 
@@ -106,15 +105,6 @@ def test_a_longer_gradient_repeats_the_recorded_one(tmp_path):
   assert np.asarray(recorded.gradients(place(), path, 10)(0)).shape == (30,)
 
 
-def test_the_part_before_the_first_message_is_the_selection():
-  collective = js.make_collective("topka", k=3)
-  tx = js.make_transform(collective, SoloComm(4))
-  grads = jnp.array([0.0, 5.0, 1.0, -7.0, 2.0, 6.0])
-  (message,) = updates.until_first_message(tx.update)(grads, tx.init(grads))
-  values = np.asarray(jax.lax.bitcast_convert_type(message, jnp.float32)).ravel()
-  assert {5.0, -7.0, 6.0} <= set(values.tolist())
-
-
 def small(tmp_path, *flags):
   folders = (f"--report_dir={tmp_path}", f"--cache_dir={tmp_path}")
   return commands.run("benchmarks.collectives", "--gradients=normal", "--workers=2", *folders, *flags)
@@ -138,8 +128,7 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path):
   command += [f"--report_dir={tmp_path}", f"--cache_dir={tmp_path}"]
   pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
   with subprocess.Popen(command, cwd=commands.ROOT, **pipes) as process:
-    assert process.stdout.readline().startswith("# algorithm")
-    assert process.stdout.readline().split()[0] == "dense"
+    assert "dense: " in process.stdout.readline()
     process.terminate()
     out, err = process.communicate(timeout=60)
   assert process.returncode == 128 + signal.SIGTERM, err[-2000:]
