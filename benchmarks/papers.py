@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 
 import rich.table
 
+from benchmarks import report
+
 Verdict = Literal["reproduced", "calibrated", "undecided", "other setting", "contradicted", "repeated", "not run"]
 TOLERANCE = 0.1  # of the paper's number
 RATIO_TOLERANCE = 0.25  # of the paper's gain over a draw
@@ -25,11 +27,11 @@ class Cell(NamedTuple):
   setting: str  # of the paper
   benchmark: str  # that measures ours
   paper_value: float | None  # the paper's number; None where it has a curve only
-  above: bool  # whether the paper says only that it is above this number
-  ours: float | None  # our number; None where it was not measured
-  differs: str  # how our setting differs, "" for the same
-  ratio: bool  # whether 1 is a draw
-  reason: str  # why ours differs, "" where that is not known
+  above: bool = False  # whether the paper says only that it is above this number
+  ours: float | None = None  # our number; None where it was not measured
+  differs: str = ""  # how our setting differs, "" for the same
+  ratio: bool = False  # whether 1 is a draw
+  reason: str = ""  # why ours differs, "" where that is not known
   noise: float = 0.0  # standard error of our number, a fraction of it
   fitted: bool = False  # whether a parameter of ours was chosen so that ours is the paper's number
   repeats: str = ""  # the table whose predictions these numbers restate, "" where they are of their own
@@ -66,12 +68,12 @@ def _judge(cell: Cell, paper_value: float, ours: float) -> Verdict:
 def every() -> tuple[Cell, ...]:
   """All cells, in the order of the file."""
   found = []
-  for table in tomllib.loads(_FILE.read_text())["table"]:
-    for name, values in table["cells"].items():
-      numbers = values.get("paper", values.get("above")), "above" in values, values.get("ours")
-      head = table["paper"], table["name"], name, table["what"], table["setting"], table["benchmark"]
-      more = table.get("differs", ""), table.get("ratio", False), table.get("reason", ""), table.get("noise", 0.0)
-      found.append(Cell(*head, *numbers, *more, values.get("fitted", False), table.get("repeats", "")))
+  for own in tomllib.loads(_FILE.read_text())["table"]:
+    same = {field: value for field, value in own.items() if field not in ("name", "cells")}
+    for name, values in own["cells"].items():
+      number = {"paper_value": values.get("paper", values.get("above")), "above": "above" in values}
+      number |= {"ours": values.get("ours"), "fitted": values.get("fitted", False)}
+      found.append(Cell(table=own["name"], name=name, **same, **number))
   return tuple(found)
 
 
@@ -86,23 +88,18 @@ def number(paper: str, table: str, name: str) -> float:
 
 def beside(cells: Sequence[Cell], measured: Mapping[str, float] | None = None) -> rich.table.Table:
   """The cells with the paper's numbers, ours and what they say; `measured` are ours of this run by name of the cell."""
-  now = measured or {}
-  cells = [cell._replace(ours=now.get(cell.name, cell.ours)) for cell in cells]
-  found = rich.table.Table(title="the papers' numbers beside ours", caption="* measured by this run" if now else None)
-  for head in ("paper", "table", "what", "cell"):
-    found.add_column(head, overflow="fold")
-  for head in ("paper's", "ours"):
-    found.add_column(head, justify="right", no_wrap=True)
-  found.add_column("", no_wrap=True)
-  for column in ("our setting differs", "why"):
-    found.add_column(column, overflow="fold")
-  for place, cell in enumerate(cells):
-    same = place and (cells[place - 1].paper, cells[place - 1].table) == (cell.paper, cell.table)
-    first = ("", "", "") if same else (cell.paper, cell.table, cell.what)
-    ours = text(cell.ours) + ("*" if cell.name in now else "")
-    rest = ("", "") if same else (cell.differs, cell.reason)
-    found.add_row(*first, cell.name, paper_text(cell), ours, cell.verdict, *rest)
-  return found
+  now, rows, before = measured or {}, [], ("", "")
+  for cell in (cell._replace(ours=now.get(cell.name, cell.ours)) for cell in cells):
+    numbers = paper_text(cell), text(cell.ours) + "*" * (cell.name in now)
+    about = cell.paper, cell.table, cell.what, cell.differs, cell.reason
+    about = ("",) * 5 if about[:2] == before else about  # a table says once what it is
+    rows.append([*about[:3], cell.name, cell.verdict, *about[3:], *numbers])
+    before = cell.paper, cell.table
+  heads = ("paper", "table", "what", "cell", "", "our setting differs", "why", "paper's", "ours")
+  caption = "* measured by this run" if now else None
+  return report.table(
+    "the papers' numbers beside ours", heads, rows, text=7, caption=caption, wraps=heads[:4] + heads[5:7]
+  )
 
 
 def of(benchmark: str) -> list[Cell]:

@@ -34,7 +34,7 @@ def test_a_row_has_the_words_and_the_laws():
   row = bench().row(spec, 0.1)
   assert (row.words, row.messages, row.checked, row.wrong) == (4 * 20 * 2, 4, "C R", 0)
   assert (row.warm_up, row.steps, row.gradients) == (2, 2, "normal")
-  assert 0 < row.arithmetic
+  assert row.arithmetic > 0
   assert row.bandwidths[1] == pytest.approx(2 * 2 / 3 * 4 * 600 / row.seconds / 1e9)
 
 
