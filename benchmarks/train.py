@@ -75,8 +75,9 @@ class Run(NamedTuple):
   fold: int = 0  # of cross-validation, that was left out for the test
 
 
-def train(trainer: Trainer, method: methods.Method, recipe: recipes.Recipe, seed: int, on_step: Callable) -> Run:
+def train(trainer: Trainer, on_step: Callable) -> Run:
   """Trains for the steps of the recipe; calls `on_step` with each step and its loss."""
+  method, recipe = trainer.method, trainer.recipe
   few = min(recipe.steps, CURVE_POINTS // 2)  # closer together where accuracy changes most, at the start
   spreads = (np.linspace, np.geomspace)
   points = {round(point) for spread in spreads for point in spread(1, recipe.steps, few)} | {recipe.steps}
@@ -96,7 +97,7 @@ def train(trainer: Trainer, method: methods.Method, recipe: recipes.Recipe, seed
   return Run(
     algorithm=method.label,
     optimizer=str(recipe.optimizer),
-    seed=seed,
+    seed=trainer.seed,
     test_accuracy=accuracies[-1],
     test_loss=trainer.evaluate(params)[0],
     train_loss=trainer.evaluate(params, trainer.task.train)[0],
@@ -191,7 +192,7 @@ def _compare(
     recipe = recipes.Recipe(optimizer, "cosine", steps=_STEPS.value)
     with report.progress(console, f"{method.label}, {optimizer}, seed {seed}", _STEPS.value) as show:
       trainer = Trainer(task, method, recipe, place, _BATCH_SIZE.value, seed)
-      run = train(trainer, method, recipe, seed, show)
+      run = train(trainer, show)
     runs.append(run._replace(fold=fold))
     if place.reports:
       path = pathlib.Path(_REPORT_DIR.value) / "train.json"

@@ -31,11 +31,12 @@ from absl import flags
 from benchmarks import entry, methods, netlab, papers, recipes, report, specs, workers
 from benchmarks.race import measuring, presets
 from benchmarks.race import report as tables
-from benchmarks.race.measuring import Length, Race, Runner
+from benchmarks.race.measuring import Length, Runner
 from benchmarks.race.results import KINDS, Results
 from benchmarks.race.standings import DENSE, Target, standings
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task
+from benchmarks.trainer import Trainer
 from jaxsparse import launch
 
 _PRESET = flags.DEFINE_enum("preset", None, list(presets.PRESETS), presets.HELP)
@@ -77,10 +78,10 @@ class Plan(NamedTuple):
   task: Task | None  # to train; None if only tables and figures are to be made
   setting: dict[str, Any] | None  # that all rows of a file have in common; None for that of the file
 
-  def race(self, engine: str) -> Race:
-    """The task on workers of an engine."""
+  def start(self, runner: Runner, place: workers.Workers, seed: int = 0) -> Trainer:
+    """A training of a method."""
     assert self.task is not None
-    return Race(self.task, workers.here(engine, _HOSTS.value), _BATCH_SIZE.value)
+    return Trainer(self.task, runner.method, runner.recipe, place, _BATCH_SIZE.value, seed)
 
 
 def _plan() -> Plan:
@@ -132,14 +133,14 @@ def _length_of(kind: str, plan: Plan, results: Results, seed: int, runner: Runne
 def _is_trained(kind: str, plan: Plan, results: Results, seed: int, runner: Runner, **rate: str) -> bool:
   """Whether the file has a training of this kind that is long enough."""
   length = _length_of(kind, plan, results, seed, runner)
-  found = results.find(kind, method=runner.method.label, optimizer=runner.optimizer, seed=seed, **rate)
+  found = results.find(kind, **runner.key, seed=seed, **rate)
   return any(length.is_done(one.steps[-1], one.loss) for one in found)
 
 
 def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None:
   """Loss over steps of each method from each seed, unless the file has it."""
-  race = plan.race("sim")
-  console.print(f"{race.task}, {race.place}, {plan.runners[0].recipe}", highlight=False, soft_wrap=True)
+  place = workers.here("sim", _HOSTS.value)
+  console.print(f"{plan.task}, {place}, {plan.runners[0].recipe}", highlight=False, soft_wrap=True)
   # Dense from every seed first: the others train until the loss of its best optimizer, which is known then.
   in_order = sorted(itertools.product(_SEED.value, plan.runners), key=lambda one: one[1].method.label != DENSE)
   for seed, runner in in_order:
@@ -147,8 +148,8 @@ def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None
       continue
     length = _length_of("curves", plan, results, seed, runner)
     with report.progress(console, f"{runner}, seed {seed}", length.most) as show:
-      measuring.curve(race, runner, seed, length, results.add, show)
-    (row,) = results.find("curves", method=runner.method.label, optimizer=runner.optimizer, seed=seed)
+      measuring.curve(plan.start(runner, place, seed), length, results.add, show)
+    (row,) = results.find("curves", **runner.key, seed=seed)
     console.print(tables.line(row), highlight=False, soft_wrap=True)
 
 
@@ -181,21 +182,22 @@ def _rank(plan: Plan) -> None:
   workers.share_programs(pathlib.Path(_CACHE_DIR.value) / "programs")
   results = Results(_path(), plan.setting)
   missing = _missing(part, rate, plan, results)  # every rank sees the same, for no row is added before all have joined
-  race, seed = plan.race("processes"), _SEED.value[0]
+  place, seed = workers.here("processes", _HOSTS.value), _SEED.value[0]
 
   def keep(row: Any) -> None:
-    if race.place.reports:
+    if place.reports:
       results.add(row)
       print(tables.line(row), file=sys.stderr if _JSON.value else sys.stdout, flush=True)
 
   if part == "advice":
-    keep(measuring.advised(race, missing, rate))
+    keep(measuring.advised(plan.start(missing[0], place), missing, rate))
     return
   for runner in missing:
     if part == "paces":
-      keep(measuring.pace(race, runner, rate, _TIMED.value))
+      keep(measuring.pace(plan.start(runner, place), rate, _TIMED.value))
     else:
-      measuring.whole(race, runner, seed, rate, _length_of("wholes", plan, results, seed, runner), keep)
+      length = _length_of("wholes", plan, results, seed, runner)
+      measuring.whole(plan.start(runner, place, seed), rate, length, keep)
 
 
 def _report(plan: Plan, results: Results, preset: presets.Preset | None, console: rich.console.Console) -> None:
