@@ -32,11 +32,8 @@ def rows(results: Results) -> list[dict[str, Any]]:
     if one.method != DENSE and len(results.find("curves", method=one.method, optimizer=one.optimizer)) == seeds:
       (method,) = methods.parse("method", [one.method], hosts)
       ratio = one.more_steps if one.more_steps and not one.more_steps.missing else None
-      row: dict[str, Any] = {
-        "method": one.method,
-        "collective": js.costs.label_of(method.spec.name, method.spec.config),
-      }
-      row |= {"every": method.every, "optimizer": one.optimizer}
+      collective = js.costs.label_of(method.spec.name, method.spec.config)
+      row = {"method": one.method, "collective": collective, "every": method.every, "optimizer": one.optimizer}
       found.append(row | {"steps": ratio and ratio.mean, "deviation": ratio and ratio.deviation} | same)
   return found
 

@@ -87,6 +87,15 @@ def spread(values: Sequence[float | None], form: str) -> str:
   return number(Spread.of(values), form)
 
 
+def means(rows: Iterable[dict[str, Any]], by: Sequence[str], forms: Mapping[str, str]) -> list[list[str]]:
+  """For each group of rows, that are equal in the fields `by`, these fields, and the spreads of those of `forms`."""
+  groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+  for row in rows:
+    groups.setdefault(tuple(str(row[name]) for name in by), []).append(row)
+  spreads = lambda own: [spread([row[name] for row in own], form) for name, form in forms.items()]
+  return [[*key, *spreads(own)] for key, own in groups.items()]
+
+
 def number(value: float | Spread | None, form: str) -> str:
   """A number, or a mean and its deviation, as text; – for none."""
   return "–" if value is None else f"{value:{form}}"

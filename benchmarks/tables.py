@@ -33,7 +33,7 @@ from benchmarks.race import report as race_report
 from benchmarks.race.report import milliseconds, name_of, rate_text, slow_first
 from benchmarks.race.results import Curve, Results
 from benchmarks.race.standings import DENSE, Target, loss_after, standings
-from benchmarks.report import number, spread
+from benchmarks.report import means, number, spread
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -161,23 +161,14 @@ def losses(name: str, *steps: str) -> str:
   return markdown([*head, "accuracy", "words a step", "drift"], rows)
 
 
-def _means(rows: Iterable[dict[str, Any]], by: Sequence[str], digits: Mapping[str, int]) -> list[list[str]]:
-  """For each group of rows its name, and mean ± standard deviation of the fields of `digits`."""
-  groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-  for row in rows:
-    groups.setdefault(tuple(str(row[name]) for name in by), []).append(row)
-  means = lambda own: [spread([row[name] for row in own], f",.{count}f") for name, count in digits.items()]
-  return [[*key, *means(own)] for key, own in groups.items()]
-
-
 def runs(*names: str) -> str:
   """Runs of `benchmarks.train`: means over seeds and folds."""
-  digits = {"test_loss": 4, "test_accuracy": 4, "train_loss": 4, "words_per_step": 0}
+  forms = {"test_loss": ",.4f", "test_accuracy": ",.4f", "train_loss": ",.4f", "words_per_step": ",.0f"}
   rows = []
   for name in names:
     found = json.loads((RESULTS / f"{name}.json").read_text())
-    found["runs"] = [run | {"workers": re.findall(r"(\d+) workers", found["title"])[0]} for run in found["runs"]]
-    rows += _means(found["runs"], ["optimizer", "algorithm", "workers"], digits)
+    same = {"workers": re.findall(r"(\d+) workers", found["title"])[0]}
+    rows += means([run | same for run in found["runs"]], ["optimizer", "algorithm", "workers"], forms)
   head = ["optimizer", "exchange", "workers", "held-out loss", "held-out accuracy", "train loss", "words a step"]
   return markdown(head, rows)
 
@@ -187,14 +178,14 @@ def elastic(part: str) -> str:
   found = json.loads((RESULTS / "elastic.json").read_text())[part]
   if part == "lost":
     head = ["the lost worker's residual / the update of a step, ℓ₂", "what it gained since the last checkpoint"]
-    return markdown(head, _means(found, [], {"all": 2, "since": 2}))
+    return markdown(head, means(found, [], {"all": ",.2f", "since": ",.2f"}))
   if part == "recoveries":
     parts = ["end the others, start processes", "import, join", "model, restore, resize", "compile, first step"]
     named = [one | dict(zip(parts, one["parts"], strict=True)) | {"all, s": sum(one["parts"])} for one in found]
-    digits = dict.fromkeys([*parts, "all, s"], 1) | {"again": 0}
-    return markdown(["workers", *parts, "all, s", "steps done again"], _means(named, ["change"], digits))
+    forms = dict.fromkeys([*parts, "all, s"], ",.1f") | {"again": ",.0f"}
+    return markdown(["workers", *parts, "all, s", "steps done again"], means(named, ["change"], forms))
   lost = {one["run"]: max(other["lost"] for other in found if other["run"] == one["run"]) for one in found}
-  rows = _means(found, ["run"], {"accuracy": 4, "delivered": 4})
+  rows = means(found, ["run"], {"accuracy": ",.4f", "delivered": ",.4f"})
   return markdown(["run", "test accuracy", "delivered", "lost"], [[*row, f"{lost[row[0]]:.1e}"] for row in rows])
 
 

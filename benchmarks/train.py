@@ -6,16 +6,14 @@ steps, and over words sent. With --trace also trace.png: what `js.metrics` said 
 
 Examples:
   python -m benchmarks.train
-  python -m benchmarks.train --algorithm=all
   python -m benchmarks.train --algorithm=spardl,spardl:residual=partial,spardl:residual=local --seed=0,1,2
   python -m benchmarks.train --algorithm=oktopk,gaussiank,oktopk:regions=even --trace=selected,delivered,imbalance
-  python -m benchmarks.train --engine=sim --workers=5 --folds=5
   python -m benchmarks.train --task=lm --engine=sim --workers=4 --batch_size=4 --optimizer=adamw:0.001,sgd:0.3
   python -m benchmarks.train --data_dir=$HOME/cifar --steps=5000
-  python -m benchmarks.train --engine=processes --algorithm=spardl,dense
 """
 
 import itertools
+import math
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
@@ -53,6 +51,7 @@ entry.require_choices(_TRACE, js.Metrics.names())
 
 
 CURVE_POINTS = 40  # evaluations during a run
+_SPREADS = "± is the standard deviation over seeds and folds"
 
 
 class Run(NamedTuple):
@@ -70,7 +69,6 @@ class Run(NamedTuple):
   residual_norm: float  # ℓ₂ norm of all residuals after the last step
   steps: list[int]  # the steps at which the accuracy was measured
   accuracy: list[float]  # test accuracy at those steps
-  loss: list[float]  # training loss of the batch at those steps
   trace: dict[str, list[float]]  # metrics of `js.metrics` by name, in every step
   fold: int = 0  # of cross-validation, that was left out for the test
 
@@ -82,7 +80,7 @@ def train(trainer: Trainer, on_step: Callable) -> Run:
   spreads = (np.linspace, np.geomspace)
   points = {round(point) for spread in spreads for point in spread(1, recipe.steps, few)} | {recipe.steps}
   trace: dict[str, list[float]] = {name: [] for name in js.Metrics.names()}
-  steps, accuracies, losses = [], [], []
+  steps, accuracies = [], []
   while trainer.steps < recipe.steps:
     loss, found = trainer.step(), trainer.metrics()
     for name, values in trace.items():
@@ -90,7 +88,6 @@ def train(trainer: Trainer, on_step: Callable) -> Run:
     if trainer.steps in points:
       steps.append(trainer.steps)
       accuracies.append(trainer.evaluate(trainer.synchronized())[1])
-      losses.append(loss)
     on_step(trainer.steps, loss)
   params = trainer.synchronized()
   name, config = method.spec.name, method.spec.config
@@ -107,7 +104,6 @@ def train(trainer: Trainer, on_step: Callable) -> Run:
     residual_norm=trace["residual_norm"][-1],
     steps=steps,
     accuracy=accuracies,
-    loss=losses,
     trace=trace,
   )
 
@@ -122,21 +118,17 @@ def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def table(runs: Sequence[Run], title: str) -> rich.table.Table:
-  """The algorithms side by side: means over seeds and folds, and the standard deviation where there are several."""
-  groups = by_algorithm(runs)
-  dense = next((run.words_per_step for run in runs if run.algorithm == "dense"), None)
-  several = "; ± is the standard deviation over seeds and folds" if len(runs) > len(groups) else ""
-  lines = []
-  for label, group in groups.items():
-    words = statistics.mean(run.words_per_step for run in group)
-    losses = ([getattr(run, name) for run in group] for name in ("test_accuracy", "test_loss", "train_loss"))
-    spreads = [report.spread(values, ".4f") for values in losses]
-    sent = f"{words:,.0f}", report.ratio(words, dense, 3), str(group[0].messages_per_step)
-    seconds = statistics.median(run.seconds_per_step for run in group)
-    residual = statistics.mean(run.residual_norm for run in group)
-    lines.append([label, *spreads, *sent, f"{1e3 * seconds:.1f}", f"{residual:.3f}"])
-  heads = ("algorithm", "test accuracy", "test loss", "train loss", "words / step", "vs dense", "messages", "ms / step")
-  return report.table(title + several, (*heads, "residual norm"), lines)
+  """The algorithms side by side: means over seeds and folds."""
+  dense = next((run.words_per_step for run in runs if run.algorithm == "dense"), math.nan)
+  rows = [
+    run._asdict() | {"vs dense": run.words_per_step / (dense or math.nan), "ms": 1e3 * run.seconds_per_step}
+    for run in runs
+  ]
+  forms = dict.fromkeys(("test_accuracy", "test_loss", "train_loss"), ".4f") | {"words_per_step": ",.0f"}
+  forms |= {"vs dense": ",.3f", "messages_per_step": "g", "ms": ".1f", "residual_norm": ".3f"}
+  heads = ["optimizer", "algorithm", "test accuracy", "test loss", "train loss", "words / step", "vs dense"]
+  heads += ["messages", "ms / step", "residual norm"]
+  return report.table(title, heads, report.means(rows, heads[:2], forms), text=2, caption=_SPREADS, wraps=heads[:2])
 
 
 def figure(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
