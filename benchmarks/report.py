@@ -150,23 +150,15 @@ def print_json(value: Any) -> None:
 @contextlib.contextmanager
 def progress(console: rich.console.Console, name: str, steps: int) -> Iterator[Callable[[int, float], None]]:
   """A line that shows the step and its loss while the block runs; it calls what it gets with both."""
-  columns = [
-    rich.progress.TextColumn("{task.description}"),
-    rich.progress.BarColumn(),
-    rich.progress.MofNCompleteColumn(),
-    rich.progress.TextColumn("loss {task.fields[loss]:.3f}"),
-    rich.progress.TimeRemainingColumn(),
-  ]
-  with rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-    bar = bars.add_task(name, total=steps, loss=float("nan"))
-    yield lambda step, loss: bars.update(bar, completed=step, loss=loss)
+  with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
+    bar = bars.add_task(name, total=steps)
+    yield lambda step, loss: bars.update(bar, completed=step, description=f"{name}: loss {loss:.3f}")
 
 
 def band(panel: axes.Axes, x: Sequence[float], lines: Sequence[Sequence[float]], label: str, **style: Any) -> None:
   """Draws the mean of `lines` over `x`, and a band from the least to the most."""
   columns = list(zip(*lines, strict=True))
-  means = [statistics.mean(column) for column in columns]
-  (line,) = panel.plot(x, means, label=label, **style)
+  (line,) = panel.plot(x, list(map(statistics.mean, columns)), label=label, **style)
   if len(lines) > 1:
     panel.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.2)
   panel.grid(alpha=0.3)

@@ -143,20 +143,20 @@ def losses(name: str, *steps: str) -> str:
   groups: dict[tuple[str, str], list[Curve]] = {}
   for curve in _results(name).rows["curves"]:
     groups.setdefault((curve.method, curve.optimizer), []).append(curve)
-  last = float(steps[-1])
-  mean = lambda curves: statistics.mean(loss_after(curve, last) or math.inf for curve in curves)
-  most: dict[tuple[str, str], list[Curve]] = {}
-  for (method, optimizer), curves in groups.items():
-    key = method, re.sub(r":window=\d+|:0\.\d+", "", optimizer)
-    most[key] = max(most.get(key, curves), curves, key=lambda one: (len(one), -mean(one)))
-  shown = [curves for curves in groups.values() if len(curves) > 1 or any(curves is one for one in most.values())]
+  mean = lambda curves: statistics.mean(loss_after(curve, float(steps[-1])) or math.inf for curve in curves)
+  shown, seen = [], set()
+  for (method, optimizer), curves in sorted(groups.items(), key=lambda one: (-len(one[1]), mean(one[1]))):
+    family = method, re.sub(r":window=\d+|:0\.\d+", "", optimizer)
+    shown += [curves] if len(curves) > 1 or family not in seen else []
+    seen.add(family)
   rows = []
   for curves in sorted(shown, key=mean):
     reached = [spread([loss_after(curve, float(step)) for curve in curves], ",.3f") for step in steps]
-    accuracy = statistics.mean(curve.accuracy[curve.steps.index(int(last))] for curve in curves)
-    drift = statistics.mean(curve.drift for curve in curves)
-    rows.append([f"`{curves[0].method}`", f"`{curves[0].optimizer}`", str(len(curves)), *reached, f"{accuracy:.3f}"])
-    rows[-1] += [f"{statistics.mean(curve.words for curve in curves):,.0f}", f"{drift:.3g}"]
+    at = curves[0].steps.index(int(steps[-1]))
+    accuracy = statistics.mean(curve.accuracy[at] for curve in curves)
+    words, drift = (statistics.mean(getattr(curve, name) for curve in curves) for name in ("words", "drift"))
+    rows.append([f"`{curves[0].method}`", f"`{curves[0].optimizer}`", str(len(curves)), *reached])
+    rows[-1] += [f"{accuracy:.3f}", f"{words:,.0f}", f"{drift:.3g}"]
   head = ["`--method`", "`--optimizer`", "seeds", *(f"loss at {step}" for step in steps)]
   return markdown([*head, "accuracy", "words a step", "drift"], rows)
 
@@ -224,21 +224,18 @@ def _of_rich(label: str, found: Mapping[str, rich.table.Table], code: Sequence[s
 def papers(*words: str) -> str:
   """A paper's numbers beside ours, then what they are; ValueError for a paper without a table, with the choices."""
   name = " ".join(words)
-  cells = [cell for cell in cells_of_papers.every() if cell.paper == name]
-  if not cells:
-    known = dict.fromkeys(cell.paper for cell in cells_of_papers.every())
+  if name not in (known := dict.fromkeys(cell.paper for cell in cells_of_papers.every())):
     raise ValueError(f"paper {name!r}, choose one of {', '.join(known)}")
   text = cells_of_papers.text
-  rows = [[one.table, one.name, cells_of_papers.paper_text(one), text(one.ours), one.verdict] for one in cells]
-  first = {cell.table: cell for cell in reversed(cells)}.values()
-  noise = lambda one: f"; noise {one.noise:.0%}" if one.noise else ""
-  about = [
-    [one.table, one.what, one.setting, f"`{one.benchmark}`: {one.differs or 'the same'}{noise(one)}", one.reason]
-    for one in reversed(first)
-  ]
-  return f"{markdown(['', '', 'paper', 'ours', 'verdict'], rows)}\n\n" + markdown(
-    ["", "what", "paper's setting", "our benchmark and setting", "why ours differs"], about
-  )
+  rows: list[list[str]] = []
+  tables: dict[str, list[str]] = {}
+  for one in (cell for cell in cells_of_papers.every() if cell.paper == name):
+    rows.append([one.table, one.name, cells_of_papers.paper_text(one), text(one.ours), one.verdict])
+    noise = f"; noise {one.noise:.0%}" if one.noise else ""
+    ours = f"`{one.benchmark}`: {one.differs or 'the same'}{noise}"
+    tables.setdefault(one.table, [one.table, one.what, one.setting, ours, one.reason])
+  heads = ["", "what", "paper's setting", "our benchmark and setting", "why ours differs"]
+  return f"{markdown(['', '', 'paper', 'ours', 'verdict'], rows)}\n\n{markdown(heads, tables.values())}"
 
 
 def verdicts() -> str:
@@ -262,16 +259,17 @@ def summary() -> str:
         numbers = [number(found[one].seconds, ",.1f") for one in (DENSE, method)]
         gain = number(found[method].speed_up, ",.2f")
         rows.append([what, f"4 hosts, {rate_text(rate)}", name_of(method), *numbers, gain])
-  what, chunked = "ms an update, n = 14.7 M (VGG-16), 1 %", "spardl:selector=chunked:wire=bf16"
-  updates = {f"6 hosts, {row['links']}": row for row in _rows("updates_rates") if row["n"] == 14_728_266}
-  for table, hosts in _UPDATES:
-    updates[hosts] = {row["algorithm"]: row["ms"] for row in _rows(table)}
-    updates[hosts] |= {f"× {row['algorithm']}": row["× f32"] for row in _rows(table)}
-  for network, ms in updates.items():
-    for method, text in (("spardl", "SparDL"), (chunked, "SparDL, chunked, bf16")):
+  ms_of = {f"6 hosts, {row['links']}": row for row in _rows("updates_rates") if row["n"] == 14_728_266}
+  gains: dict[tuple[str, str], float] = {}
+  for table, network in _UPDATES:
+    ms_of[network] = {row["algorithm"]: row["ms"] for row in _rows(table)}
+    gains |= {(network, row["algorithm"]): row["× f32"] for row in _rows(table)}
+  for network, ms in ms_of.items():
+    for method, text in (("spardl", "SparDL"), ("spardl:selector=chunked:wire=bf16", "SparDL, chunked, bf16")):
       if method in ms:
-        gain = ms.get(f"× {method}") or ms[DENSE] / ms[method]
-        rows.append([what, network, text, f"{ms[DENSE]:,.0f}", f"{ms[method]:,.0f}", f"{gain:.1f}"])
+        numbers = [f"{ms[DENSE]:,.0f}", f"{ms[method]:,.0f}"]
+        gain = f"{gains.get((network, method), ms[DENSE] / ms[method]):.1f}"
+        rows.append(["ms an update, n = 14.7 M (VGG-16), 1 %", network, text, *numbers, gain])
   return markdown(["measured", "network", "method", "dense", "this method", "times as fast"], rows)
 
 
