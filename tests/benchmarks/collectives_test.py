@@ -94,7 +94,6 @@ def test_a_longer_gradient_repeats_the_recorded_one(tmp_path):
   n = 2 * entries + 7
   grads = recorded.gradients(place(), path, n)
   rows = np.stack([np.asarray(grads(step)).reshape(3, n) for step in range(steps)])
-  np.testing.assert_array_equal(rows[0], np.asarray(grads(steps)).reshape(3, n))
   for copy in (slice(entries), slice(entries, 2 * entries)):  # each begins with a step and a scale of its own
     ratios = rows[0, 0, copy] / recording[0]
     (first,) = (number for number, row in enumerate(ratios) if np.ptp(row) < 1e-4)

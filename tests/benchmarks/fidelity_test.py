@@ -51,12 +51,6 @@ def test_every_cell_names_a_benchmark_and_is_named_once():
   assert all((cell.paper, cell.repeats) in tables for cell in cells if cell.repeats)
 
 
-def test_a_curve_has_no_number():
-  assert papers.number("SparDL", "Table 2", "ResNet-20") == 269_722
-  with pytest.raises(KeyError, match="Figure 6"):
-    papers.number("SparDL", "Figure 6", "VGG-16 (a)")
-
-
 def test_numbers_of_this_run_stand_in_for_kept_ones():
   table = papers.beside([CELL, CELL._replace(name="two", ours=None)], {"two": 5.0})
   assert list(table.columns[4].cells) == ["reproduced", "other setting"]

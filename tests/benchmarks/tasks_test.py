@@ -136,29 +136,27 @@ def test_each_task_trains(tasks, name):
   assert losses[0] < 8  # about that of guessing, log 10 or log 256
 
 
-def cifar_batch(seed, count=4):
-  random = np.random.default_rng(seed)
-  pixels = random.integers(0, 256, (count, 3072), dtype=np.uint8)
-  return {b"labels": random.integers(0, 10, count).tolist(), b"data": pixels, b"filenames": [b"x.png"] * count}
-
-
-@pytest.fixture
-def cifar10(tmp_path):
+def write_cifar10(folder, **changes):
+  """The files of the data set with 4 images each, `changes` in the second; the last one."""
   for seed, name in enumerate(data.CIFAR10_FILES):
-    (tmp_path / name).write_bytes(pickle.dumps(cifar_batch(seed), protocol=2))
-  return tmp_path
+    random = np.random.default_rng(seed)
+    content = {b"labels": random.integers(0, 10, 4).tolist(), b"data": random.integers(0, 256, (4, 3072), np.uint8)}
+    content |= {key.encode(): value for key, value in changes.items()} if seed == 1 else {}
+    (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+  return content
 
 
-def test_cifar10(cifar10):
-  loaded, raw = data.load("cifar10", str(cifar10)), cifar_batch(5)
+def test_cifar10(tmp_path):
+  raw = write_cifar10(tmp_path)
+  loaded = data.load("cifar10", str(tmp_path))
   assert (loaded.train_images.shape, loaded.test_images.shape) == ((20, 32, 32, 3), (4, 32, 32, 3))
   np.testing.assert_array_equal(loaded.test_labels, raw[b"labels"])
   np.testing.assert_allclose([loaded.train_images.mean(), loaded.train_images.std()], [0, 1], atol=1e-4)
   planes = raw[b"data"][0].reshape(3, 32, 32).astype(float)  # red, green, blue, row by row
   np.testing.assert_allclose(np.corrcoef(loaded.test_images[0, :, :, 1].ravel(), planes[1].ravel())[0, 1], 1)
-  (cifar10 / "data_batch_3").unlink()
+  (tmp_path / "data_batch_3").unlink()
   with pytest.raises(FileNotFoundError, match="has no data_batch_3; expected the files of the python version"):
-    data.load("cifar10", str(cifar10))
+    data.load("cifar10", str(tmp_path))
 
 
 class Runs:
@@ -166,13 +164,11 @@ class Runs:
     return print, ("a pickle must not run this",)
 
 
-def test_corrupt_files_are_refused_and_not_run(cifar10, capsys):
-  contents = [pickle.dumps(cifar_batch(0) | {b"data": np.zeros((4, 3071), np.uint8)})]
-  contents += [pickle.dumps(cifar_batch(0) | {b"labels": [10] * 4}), b"", pickle.dumps([1, 2]), pickle.dumps(Runs())]
-  for content in contents:
-    (cifar10 / "data_batch_2").write_bytes(content)
-    with pytest.raises(ValueError, match="CIFAR-10: .*data_batch_2"):
-      data.load("cifar10", str(cifar10))
+@pytest.mark.parametrize("changes", [{"data": np.zeros((4, 3071), np.uint8)}, {"labels": [10] * 4}, {"data": Runs()}])
+def test_corrupt_files_are_refused_and_not_run(changes, tmp_path, capsys):
+  write_cifar10(tmp_path, **changes)
+  with pytest.raises(ValueError, match="CIFAR-10: .*data_batch_2"):
+    data.load("cifar10", str(tmp_path))
   assert "must not run" not in capsys.readouterr().out
 
 
