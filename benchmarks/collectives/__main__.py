@@ -12,10 +12,10 @@ A row is printed as soon as it is measured, and kept as a line of collectives.js
 that fails or exceeds --limit, loses none of them, and ranks start again behind it. At the end follows a table. The exit
 status is 0 if all was measured, and nothing wrong.
 
-Columns: ms, mean, p90: over the timed steps, of the slowest rank; × f32, × bf16: dense's median / this one; algbw,
-busbw: GB/s as in nccl-tests, 4n bytes / median, and that times 2(P − 1)/P; #wrong: entries of all timed steps that were
-lost, made up, or not the same bits on every rank; words: of 4 bytes that a rank sent; arithmetic: ms without a network,
-all ranks at work at once; wire: the rest of ms.
+Columns: ms, mean, p90: over the timed steps, of the slowest rank; × f32, × bf16: dense's median / this one; busbw: GB/s
+as in nccl-tests, 4n bytes / median · 2(P − 1)/P; #wrong: entries of all timed steps that were lost, made up, or not the
+same bits on every rank; words: of 4 bytes that a rank sent; arithmetic: ms without a network, all ranks at work at
+once; wire: the rest of ms.
 
 Examples:
   python -m benchmarks.collectives --rate=1gbit
@@ -123,7 +123,7 @@ def _measure(size: int, rate: str, kept: Kept) -> bool:
       if place.reports:
         predictions = js.costs.advise(n, profile).predictions if profile else []
         row = row._replace(predicted=next((one.seconds for one in predictions if one.label == label(spec)), None))
-        kept.add(row.as_dict())
+        kept.add(row)
         print(updates.line(row), file=sys.stderr if _JSON.value else sys.stdout, flush=True)
   return place.reports
 
@@ -159,7 +159,7 @@ def _report(measured: Sequence[Row], failed: Sequence[str]) -> bool:
   for problem in failed:
     print(f"error: {problem}", file=sys.stderr)
   if _JSON.value:
-    report.print_json([row.as_dict() for row in measured])
+    report.print_json([row._asdict() | {"busbw": row.busbw} for row in measured])
   return not wrong and not failed
 
 

@@ -51,20 +51,15 @@ class Row(NamedTuple):
   wrong: int  # entries that broke one of them, summed over the steps
   predicted: float | None = None  # seconds by the cost model
 
-  def as_dict(self) -> dict[str, Any]:
-    """The fields, and both bandwidths."""
-    return self._asdict() | dict(zip(("algbw", "busbw"), self.bandwidths, strict=True))
-
   @property
   def wire(self) -> float:
     """Seconds that the messages add."""
     return max(0.0, self.seconds - self.arithmetic)
 
   @property
-  def bandwidths(self) -> tuple[float, float]:
-    """(algbw, busbw) in GB/s as nccl-tests defines them: 4n bytes / seconds, and that times 2(P − 1)/P."""
-    algorithm = 4 * self.n / self.seconds / 1e9
-    return algorithm, 2 * (self.workers - 1) / self.workers * algorithm
+  def busbw(self) -> float:
+    """Bus bandwidth in GB/s as nccl-tests defines it: 4n bytes / seconds · 2(P − 1)/P."""
+    return 4 * self.n / self.seconds / 1e9 * 2 * (self.workers - 1) / self.workers
 
 
 def plan(collective: js.Collective, warm_up: int, repetitions: int) -> tuple[int, int, int]:
@@ -135,11 +130,11 @@ class Kept:
   def __init__(self, path: pathlib.Path, run: str):
     self._path, self._run = path, run
 
-  def add(self, line: dict[str, Any]) -> None:
-    """Appends a line and waits until it is on disk."""
+  def add(self, row: Row) -> None:
+    """Appends a row and waits until it is on disk."""
     self._path.parent.mkdir(parents=True, exist_ok=True)
     with self._path.open("a") as file:
-      file.write(json.dumps({"run": self._run, **line}) + "\n")
+      file.write(json.dumps({"run": self._run, **row._asdict(), "busbw": row.busbw}) + "\n")
       file.flush()
       os.fsync(file.fileno())
 
@@ -153,7 +148,7 @@ def line(row: Row) -> str:
   """One row in words, to print as soon as it is measured."""
   times = ", ".join(f"{name} {report.milliseconds(own)}" for name, own in (("mean", row.mean), ("p90", row.p90)))
   predicted = "" if row.predicted is None else f", predicted {report.milliseconds(row.predicted)}"
-  counts = f"busbw {row.bandwidths[1]:.3f} GB/s, wrong {_wrong(row)}, {row.steps} steps"
+  counts = f"busbw {row.busbw:.3f} GB/s, wrong {_wrong(row)}, {row.steps} steps"
   return f"{row.algorithm}: {report.milliseconds(row.seconds)} ms ({times}{predicted}), {counts}"
 
 
@@ -170,15 +165,13 @@ def table(rows: Sequence[Row]) -> rich.table.Table:
     own = [f"{value:,}" if isinstance(value, int) else str(value) for value in (getattr(row, name) for name in several)]
     times = map(report.milliseconds, (row.seconds, row.mean, row.p90, *[row.predicted] * predicts))
     gains = [report.ratio(_dense(row, rows, dense), row.seconds) for dense in ("dense", "dense:dtype=bfloat16")]
-    bandwidths = [f"{width:.3f}" for width in row.bandwidths]
-    parts = map(report.milliseconds, (row.arithmetic, row.wire))
-    lines.append([row.algorithm, *own, *times, str(row.steps), *gains, *bandwidths, _wrong(row), f"{row.words:,.0f}"])
-    lines[-1] += parts
+    lines.append([row.algorithm, *own, *times, str(row.steps), *gains, f"{row.busbw:.3f}", _wrong(row)])
+    lines[-1] += [f"{row.words:,.0f}", report.milliseconds(row.arithmetic), report.milliseconds(row.wire)]
   heads = ["algorithm", *several, "ms", "mean", "p90", *["predicted"] * predicts, "steps", "× f32", "× bf16"]
   same = {name: getattr(rows[0], name) for name in (*COMMON, *SETTING) if name not in several}
   title = "one update of all ranks: " + ", ".join(f"{name} {value}" for name, value in same.items() if value)
-  caption = "ms: median; mean and p90 likewise over the steps, of the slowest rank; algbw, busbw: GB/s as in nccl-tests"
-  heads += ["algbw", "busbw", "#wrong", "words", "arithmetic", "wire"]
+  caption = "ms: median; mean and p90 likewise over the steps, of the slowest rank; busbw: GB/s as in nccl-tests"
+  heads += ["busbw", "#wrong", "words", "arithmetic", "wire"]
   return report.table(title, heads, lines, caption=caption)
 
 
