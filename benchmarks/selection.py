@@ -2,12 +2,11 @@ r"""Seconds of selecting k of n float32 on one device, beside `lax.top_k` of the
 
 `js.select.top_k` finds the k largest, "threshold" all entries of at least the exact k-th magnitude. Each result is
 checked against `lax.top_k`: the same indices, the same bits of the values. Programs take turns, with a read after each;
-medians are of one run. "missed": the bracket of `top_k` held too few or too many entries, so that it bisected as well.
+medians are of one run. Where many entries are equal a bracket misses, and `top_k` bisects as well: it takes longer.
 Inputs "gradients" are those of the digits CNN after a few steps of SGD, of as many batches as fill n entries.
 
 Then one whole SparDL update of one of --update workers alone, whose messages are copies of its own; only shapes and
-finiteness are checked (`benchmarks.collectives` checks the laws). "fallbacks": how often one more update found too few
-candidates and selected from whole blocks.
+finiteness are checked (`benchmarks.collectives` checks the laws).
 
 Examples:
   python -m benchmarks.selection
@@ -29,7 +28,6 @@ import numpy as np
 import rich.console
 import rich.progress
 from absl import flags
-from jax.extend import core
 
 import jaxsparse as js
 from benchmarks import entry, report, workers
@@ -88,7 +86,6 @@ class Row(NamedTuple):
   threshold: float  # indices and values of the entries that reach the k-th magnitude, up to about k of them
   read: float  # the sum of the magnitudes
   method: str  # the one that `js.select.top_k` chose
-  missed: bool  # whether its bracket held too few or too many entries, so that it bisected as well
 
 
 class Update(NamedTuple):
@@ -98,8 +95,6 @@ class Update(NamedTuple):
   seconds: float  # median of one update
   read: float  # of one read of the gradient in the same run
   buffers: float  # memory it takes at its peak beyond gradient and state, its own mean included, in arrays of n float32
-  fallbacks: int  # how many of its `lax.cond`s took the exact fallback over whole blocks, in one more update
-  choices: int  # how many such `lax.cond`s it has
 
 
 def _by_threshold(x: jax.Array, bound: jax.Array, k: int) -> tuple[js.Sparse, jax.Array]:
@@ -130,8 +125,7 @@ def measure(name: str, n: int, k: int, repetitions: int) -> Row:
       times[program_name].append(seconds_of(functools.partial(program, x)))
       times["read"].append(seconds_of(functools.partial(READ, x)))  # it is short, so it takes more of them to tell
   medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-  missed, _ = count_fallbacks(top_k, x)
-  return Row(name, **medians, method=exact.method_for(n, k), missed=missed > 0)
+  return Row(name, **medians, method=exact.method_for(n, k))
 
 
 def _check(name: str, x: np.ndarray, largest: np.ndarray, bound: jax.Array, found: dict[str, Any]) -> None:
@@ -155,20 +149,6 @@ def seconds_of(program: Callable[[], Any]) -> float:
   return time.perf_counter() - start
 
 
-def count_fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
-  """(taken, choices): how many of the outermost `lax.cond` of a function take their branch for False.
-
-  In selection the False branch is the exact fallback, taken where the threshold of a sample gave too few candidates.
-  Only the predicates are computed.
-  """
-  closed = jax.make_jaxpr(function)(*arguments)
-  chosen = [equation.invars[0] for equation in closed.jaxpr.eqns if equation.primitive.name == "cond"]
-  names = closed.jaxpr.debug_info._replace(result_paths=None)
-  head = closed.jaxpr.replace(outvars=chosen, debug_info=names)
-  branches = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(head, closed.consts)))(*jax.tree.leaves(arguments))
-  return sum(int(branch) == 0 for branch in branches), len(branches)
-
-
 def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
   """One SparDL update of one of `size` workers, whose messages are copies."""
   tx = js.make_transform("spardl", SoloComm(size), density=density)
@@ -189,15 +169,14 @@ def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
     raise RuntimeError(f"the update of one of {size} workers is not finite, or not of {n} entries")
   memory = compiled.memory_analysis()
   beyond = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-  taken, choices = count_fallbacks(tx.update, several[0], state)
-  return Update(size, **medians, buffers=beyond / (4 * n), fallbacks=taken, choices=choices)
+  return Update(size, **medians, buffers=beyond / (4 * n))
 
 
 def report_rows(rows: Sequence[Row], update: Update | None, console: rich.console.Console) -> None:
   """Prints the inputs, one program beside the other, then time and memory of the update."""
   ms, lines = report.milliseconds, []
   for row in rows:
-    lines.append([row.input, row.method + ", missed" * row.missed, ms(row.read), ms(row.lax_top_k), ms(row.top_k)])
+    lines.append([row.input, row.method, ms(row.read), ms(row.lax_top_k), ms(row.top_k)])
     lines[-1] += [f"{row.lax_top_k / row.top_k:.1f}", f"{row.top_k / row.read:.1f}"]
     lines[-1] += [ms(row.threshold), f"{row.lax_top_k / row.threshold:.1f}"]
   if lines:
@@ -208,8 +187,8 @@ def report_rows(rows: Sequence[Row], update: Update | None, console: rich.consol
   if update:
     title = "one SparDL update of one worker, alone; memory beyond gradient and state in arrays of n float32"
     times = ms(update.seconds), ms(update.read), f"{update.seconds / update.read:.1f}"
-    line = [str(update.workers), *times, f"{update.buffers:.2f}", f"{update.fallbacks} of {update.choices}"]
-    console.print(report.table(title, ("P", "ms", "read", "× read", "memory", "fallbacks"), [line]))
+    line = [str(update.workers), *times, f"{update.buffers:.2f}"]
+    console.print(report.table(title, ("P", "ms", "read", "× read", "memory"), [line]))
 
 
 def main() -> None:
