@@ -161,7 +161,8 @@ def test_recipes_are_parsed_and_refused():
   assert list(map(str, found)) == ["adamw:0.003", "sgd:0.1", "window_adam:0.1:window=8"]
   for wrong, message in {
     "lion": "--optimizer=lion, choose one of sgd, momentum, adam, adamw, lars",
-    "sgd:fast": "--optimizer=sgd:fast, choose a positive learning rate, as in sgd:0.001",
+    "sgd:fast": "--optimizer=sgd:fast: .*'fast'; write name:rate:option=value, as in window_adam:0.001:window=4",
+    "sgd:0": "--optimizer=sgd:0: learning rate 0, choose a positive one",
     "window_adam:window=0": "--optimizer=window_adam:window=0: .*window=0, choose a whole number from 1 to",
   }.items():
     with pytest.raises(ValueError, match=message):
