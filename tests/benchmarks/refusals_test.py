@@ -28,7 +28,6 @@ REFUSED = {
   ],
   "fidelity": [
     (["--paper=BERT"], "--paper=['BERT']: choose from SparDL, Ok-Topk"),
-    (["--verdict=wrong"], "--verdict=['wrong']: choose from reproduced, calibrated, undecided"),
   ],
   "heterogeneous": [
     (["--parts=speed"], "--parts=['speed']: choose from levels, tail, scale, decay, links, or none"),
