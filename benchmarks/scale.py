@@ -35,18 +35,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jaxsparse as js
 from benchmarks import entry, report, specs
-from benchmarks.workers import make_console
+from benchmarks.workers import AXIS, make_console
 
 BEST = "teams=best"
 PHASES = ("trace", "lower", "compile")
 
-_AXIS = "workers"
 _DEVICES_OF_A_PROCESS = 2048
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the event by which JAX tells how long lowering took
-ProgramOf = Callable[[specs.Spec, int, Mesh], Callable[[], jax.stages.Lowered]]
-
 _LOWERINGS: list[float] = []  # seconds of each lowering since it was cleared
-
+ProgramOf = Callable[[specs.Spec, int, Mesh], Callable[[], jax.stages.Lowered]]
 
 NETWORKS = {  # (α seconds a message, β seconds a byte)
   "1GbE": (50e-6, 8e-9),  # TCP, 1 Gbit/s
@@ -98,14 +95,14 @@ class Program(NamedTuple):
 
 def predict(label: str, workers: int, n: int, density: float) -> list[Predicted]:
   """One algorithm in every network."""
-  best = BEST in label.split(":")
-  choices = []
-  for teams in [d for d in range(1, workers + 1) if workers % d == 0] if best else [None]:
+  divisors = [d for d in range(1, workers + 1) if workers % d == 0]
+  costs: dict[int | None, js.Cost] = {}  # by the number of teams, where that is to be found
+  for teams in divisors if BEST in label else [None]:
     (spec,) = specs.parse([label.replace(BEST, f"teams={teams}")], workers, density=density)
-    choices.append((teams, js.costs.predict(spec.name, n=n, workers=workers, **spec.config)))
+    costs[teams] = js.costs.predict(spec.name, n=n, workers=workers, **spec.config)
   rows = []
   for network, link in NETWORKS.items():
-    teams, cost = min(choices, key=lambda choice: choice[1].seconds(*link))
+    teams, cost = min(costs.items(), key=lambda one: one[1].seconds(*link))
     rows.append(Predicted(network, workers, label, teams, cost.messages, cost.words, cost.seconds(*link)))
   return rows
 
@@ -135,22 +132,22 @@ def _note(event: str, duration_secs: float, **_: str | int) -> None:
 
 def step_of(spec: specs.Spec, n: int, mesh: Mesh) -> Callable[[], jax.stages.Lowered]:
   """The lowering of `js.make_train_step`'s step for n parameters, SGD, and a loss that is a single product."""
-  tx = optax.chain(js.make_transform(spec.name, _AXIS, **spec.config), optax.sgd(0.1))
-  step = js.make_train_step(lambda params, batch: jnp.vdot(params, params) * batch.mean(), tx, mesh, axis=_AXIS)
+  tx = optax.chain(js.make_transform(spec.name, AXIS, **spec.config), optax.sgd(0.1))
+  step = js.make_train_step(lambda params, batch: jnp.vdot(params, params) * batch.mean(), tx, mesh, axis=AXIS)
   params, batch = jnp.zeros(n), jnp.zeros(mesh.size)
-  state = js.init(tx, params, mesh, axis=_AXIS)
+  state = js.init(tx, params, mesh, axis=AXIS)
   return lambda: step.lower(params, state, batch)
 
 
 def update_of(spec: specs.Spec, n: int, mesh: Mesh) -> Callable[[], jax.stages.Lowered]:
   """The lowering of one update of every worker: gradients to averages and the next state."""
-  tx = js.make_transform(spec.name, _AXIS, **spec.config)
+  tx = js.make_transform(spec.name, AXIS, **spec.config)
 
   def worker(grads: jax.Array) -> Any:
     state = jax.lax.optimization_barrier(tx.init(grads))  # else the compiler sees that the residual is zero
     return jax.tree.map(jnp.atleast_1d, tx.update(grads, state))
 
-  split = PartitionSpec(_AXIS)
+  split = PartitionSpec(AXIS)
   program = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
   return lambda: program.lower(jax.ShapeDtypeStruct((mesh.size * n,), jnp.float32))
 
@@ -177,7 +174,7 @@ def make_programs(
     return []
   specs_of = [specs.parse(labels, workers, density=_DENSITY.value) for workers in sizes]
   devices = np.array(cpu_devices(max(sizes)))
-  meshes = [Mesh(devices[:workers], (_AXIS,)) for workers in sizes]
+  meshes = [Mesh(devices[:workers], (AXIS,)) for workers in sizes]
   make_program(program_of, specs_of[0][0], n, meshes[0])  # the first one also loads the compiler
   each = [pair for of_one in zip(*specs_of, strict=True) for pair in zip(of_one, meshes, strict=True)]
   runs: dict[tuple[str, int], list[Program]] = {}

@@ -84,7 +84,7 @@ class Plan(NamedTuple):
     return Trainer(self.task, runner.method, runner.recipe, place, _BATCH_SIZE.value, seed)
 
 
-def _plan() -> Plan:
+def _plan(preset: presets.Preset | None) -> Plan:
   """What the flags ask for; raises ValueError before anything runs."""
   if _MOST.value is not None and _MOST.value < _STEPS.value:
     raise ValueError(f"--most={_MOST.value}, choose at least --steps={_STEPS.value}")
@@ -94,7 +94,6 @@ def _plan() -> Plan:
   parts = [] if parts == ["none"] else parts
   if unknown := [part for part in parts if part not in KINDS]:
     raise ValueError(f"--parts={unknown[0]}, choose from {', '.join(KINDS)}, or none alone")
-  preset = presets.PRESETS.get(_PRESET.value or "")
   if preset and _TASK.value != preset.flags["task"]:
     raise ValueError(f"--task={_TASK.value}: --preset={_PRESET.value} trains {preset.flags['task']}")
   for rate in rates:
@@ -235,15 +234,13 @@ def _report(plan: Plan, results: Results, preset: presets.Preset | None, console
 def main() -> None:
   """Measures what the results lack, and reports."""
   preset = presets.apply(_PRESET.value)
-  plan = _plan()
+  plan = _plan(preset)
   if launch.is_rank():
     _rank(plan)
     return
   console = workers.make_console(stderr=_JSON.value)
   results = Results(_path(), plan.setting)
   if preset:
-    if (task := results.setting["task"]) != preset.flags["task"]:
-      raise ValueError(f"--results={results.path} has {task}, --preset trains {preset.flags['task']}")
     console.print(f"{preset.paper}: {preset.paper_steps:,} steps there, {_STEPS.value:,} here", highlight=False)
   for folder in (pathlib.Path(_REPORT_DIR.value), _path().parent):  # rather now than when all is measured
     folder.mkdir(parents=True, exist_ok=True)
