@@ -3,9 +3,10 @@
 import functools
 import pathlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+import rich.console
 import rich.table
 
 from benchmarks import report
@@ -86,20 +87,29 @@ def number(paper: str, table: str, name: str) -> float:
   return value
 
 
-def beside(cells: Sequence[Cell], measured: Mapping[str, float] | None = None) -> rich.table.Table:
-  """The cells with the paper's numbers, ours and what they say; `measured` are ours of this run by name of the cell."""
-  now, rows, before = measured or {}, [], ("", "")
-  for cell in (cell._replace(ours=now.get(cell.name, cell.ours)) for cell in cells):
-    numbers = paper_text(cell), text(cell.ours) + "*" * (cell.name in now)
-    about = cell.paper, cell.table, cell.what, cell.differs, cell.reason
-    about = ("",) * 5 if about[:2] == before else about  # a table says once what it is
-    rows.append([*about[:3], cell.name, cell.verdict, *about[3:], *numbers])
-    before = cell.paper, cell.table
-  heads = ("paper", "table", "what", "cell", "", "our setting differs", "why", "paper's", "ours")
-  caption = "* measured by this run" if now else None
-  return report.table(
-    "the papers' numbers beside ours", heads, rows, text=7, caption=caption, wraps=heads[:4] + heads[5:7]
-  )
+def tables_of(cells: Sequence[Cell], measured: Iterable[str] = ()) -> list[rich.table.Table]:
+  """The numbers of a paper's cells, those of `measured` with a star, and what each of its tables is."""
+  rows: list[list[str]] = []
+  about: dict[str, list[str]] = {}
+  for one in cells:
+    ours = text(one.ours) + "*" * (one.name in measured)
+    rows.append([one.table, one.name, paper_text(one), ours, one.verdict])
+    noise = f"; noise {one.noise:.0%}" if one.noise else ""
+    setting = f"`{one.benchmark}`: {one.differs or 'the same'}{noise}"
+    about.setdefault(one.table, [one.table, one.what, one.setting, setting, one.reason])
+  heads = ("", "what", "paper's setting", "our benchmark and setting", "why ours differs")
+  caption = "* measured by this run" if measured else None
+  numbers = report.table(cells[0].paper, ("", "", "paper", "ours", "verdict"), rows, text=2, caption=caption)
+  return [numbers, report.table("", heads, about.values(), text=len(heads), wraps=heads)]
+
+
+def beside(cells: Sequence[Cell], measured: Mapping[str, float] | None = None) -> rich.console.Group:
+  """The papers' numbers beside ours; `measured` are ours of this run by name of the cell."""
+  now = measured or {}
+  groups: dict[str, list[Cell]] = {}
+  for cell in cells:
+    groups.setdefault(cell.paper, []).append(cell._replace(ours=now.get(cell.name, cell.ours)))
+  return rich.console.Group(*(table for own in groups.values() for table in tables_of(own, now)))
 
 
 def of(benchmark: str) -> list[Cell]:

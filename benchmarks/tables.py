@@ -30,7 +30,7 @@ from benchmarks.overlap import contention as contention_of
 from benchmarks.overlap import report as overlap_report
 from benchmarks.overlap.iterations import WORKERS
 from benchmarks.race import report as race_report
-from benchmarks.race.report import milliseconds, name_of, rate_text, slow_first
+from benchmarks.race.report import name_of, rate_text, slow_first
 from benchmarks.race.results import Curve, Results
 from benchmarks.race.standings import DENSE, Target, loss_after, standings
 from benchmarks.report import means, number, spread
@@ -120,14 +120,7 @@ def race(name: str, *options: str) -> str:
 
 def paces(*names: str) -> str:
   """Milliseconds a step of races without curves, and another method's / those of SparDL."""
-  rows = []
-  for name in names:
-    results = _results(name)
-    for one in results.rows["paces"]:
-      (ours,) = (row for row in results.find("paces", rate=one.rate) if row.method.startswith("spardl"))
-      times = f"{one.seconds / ours.seconds:.2f}"
-      rows.append([results.setting["task"], rate_text(one.rate), name_of(one.method), milliseconds(one), times])
-  return markdown(["task", "links", "method", race_report.PACE, "/ SparDL's"], rows)
+  return _of_rich("task", {_results(name).setting["task"]: race_report.paces(_results(name)) for name in names})
 
 
 def wholes(name: str) -> str:
@@ -223,19 +216,11 @@ def _of_rich(label: str, found: Mapping[str, rich.table.Table], code: Sequence[s
 
 def papers(*words: str) -> str:
   """A paper's numbers beside ours, then what they are; ValueError for a paper without a table, with the choices."""
-  name = " ".join(words)
-  if name not in (known := dict.fromkeys(cell.paper for cell in cells_of_papers.every())):
+  name, cells = " ".join(words), cells_of_papers.every()
+  if name not in (known := dict.fromkeys(cell.paper for cell in cells)):
     raise ValueError(f"paper {name!r}, choose one of {', '.join(known)}")
-  text = cells_of_papers.text
-  rows: list[list[str]] = []
-  tables: dict[str, list[str]] = {}
-  for one in (cell for cell in cells_of_papers.every() if cell.paper == name):
-    rows.append([one.table, one.name, cells_of_papers.paper_text(one), text(one.ours), one.verdict])
-    noise = f"; noise {one.noise:.0%}" if one.noise else ""
-    ours = f"`{one.benchmark}`: {one.differs or 'the same'}{noise}"
-    tables.setdefault(one.table, [one.table, one.what, one.setting, ours, one.reason])
-  heads = ["", "what", "paper's setting", "our benchmark and setting", "why ours differs"]
-  return f"{markdown(['', '', 'paper', 'ours', 'verdict'], rows)}\n\n{markdown(heads, tables.values())}"
+  both = cells_of_papers.tables_of([cell for cell in cells if cell.paper == name])
+  return "\n\n".join(_of_rich("", {"": one}) for one in both)
 
 
 def verdicts() -> str:

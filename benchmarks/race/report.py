@@ -47,11 +47,10 @@ def paces(results: Results) -> rich.table.Table:
   """Milliseconds a step of every method at every rate, for a race without curves."""
   lines = []
   for one in results.rows["paces"]:
-    dense = results.find("paces", rate=one.rate, method=DENSE)
-    gain = report.ratio(dense[0].seconds if dense else None, one.seconds)
-    lines.append([one.rate, one.method, milliseconds(one), gain, f"{one.bytes / 1e6:,.3f}"])
-  heads = "rate", "method", PACE, "× dense", "MB a host and step"
-  return report.table("milliseconds a step", heads, lines, text=2, caption=_PARTS)
+    ours = [row.seconds for row in results.find("paces", rate=one.rate) if row.method.startswith("spardl")]
+    times = report.ratio(one.seconds, ours[0] if ours else None)
+    lines.append([rate_text(one.rate), one.method, milliseconds(one), times])
+  return report.table("milliseconds a step", ("links", "method", PACE, "/ SparDL's"), lines, text=2, caption=_PARTS)
 
 
 def milliseconds(pace: Pace | None) -> str:
