@@ -35,7 +35,6 @@ _ENGINE = flags.DEFINE_enum("engine", "devices", list(workers.ENGINES), workers.
 _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that a sparse all-reduce delivers in a step.")
 _TASK = flags.DEFINE_enum("task", "images", ["images", "lm"], "lm: a byte-level language model, see tasks/lm.py.")
-_MODEL = flags.DEFINE_enum("model", "cnn", list(images.SMALL), "The model to train on images.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Train on CIFAR-10: the folder that holds cifar-10-batches-py.")
 _STEPS = flags.DEFINE_integer("steps", 1500, "Training steps of each algorithm.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images, or windows of text, of each worker.", lower_bound=1)
@@ -160,13 +159,11 @@ def trace(runs: Sequence[Run], names: Sequence[str], title: str, path: pathlib.P
 def _make_tasks() -> list[Task]:
   """The task on each fold."""
   if _TASK.value == "lm":
-    if idle := [flag.name for flag in (_MODEL, _DATA_DIR) if flag.present]:
-      raise ValueError(f"--{idle[0]} is for --task=images: --task=lm has a model and a text of its own")
+    if _DATA_DIR.value:
+      raise ValueError("--data_dir is for --task=images: --task=lm has a text of its own")
     return [lm.small()]
   name, folds = "cifar10" if _DATA_DIR.value else "digits", _FOLDS.value if _FOLDS.value > 1 else data.FOLDS
-  return [
-    images.make_small(_MODEL.value, data.load(name, _DATA_DIR.value, fold, folds)) for fold in range(_FOLDS.value)
-  ]
+  return [images.make_small("cnn", data.load(name, _DATA_DIR.value, fold, folds)) for fold in range(_FOLDS.value)]
 
 
 def _compare(

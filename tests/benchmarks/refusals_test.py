@@ -75,7 +75,7 @@ REFUSED = {
     (["--algorithm=sparse"], "unknown collective 'sparse', choose one of a2sgd, chunktopk, dcttopk, dense"),
     (["--batch_size=1000"], "does not fit in 1437 training images"),
     (["--task=lm", "--folds=5"], "--folds=5 is for the digits: other data come with a test set of their own"),
-    (["--task=lm", "--model=mlp"], "--model is for --task=images"),
+    (["--task=lm", "--data_dir=/nowhere"], "--data_dir is for --task=images"),
     (["--trace=loss"], "choose from words_sent"),
     (["extra"], "unexpected arguments ['extra']"),
   ],
