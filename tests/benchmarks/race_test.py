@@ -135,33 +135,32 @@ def test_the_command_reports_what_the_file_has(results, tmp_path):
     assert (tmp_path / name).stat().st_size > 10_000
 
 
-def test_methods_are_parsed_and_refused():
+def test_methods_and_optimizers_are_parsed():
   (one,) = methods.parse("method", ["gradients/spardl:density=0.1:teams=2"], 4)
   assert (one.way, one.spec.config, one.every) == ("gradients", {"density": 0.1, "teams": 2}, 1)
   labels = ["local/dense", "local:every=3:momentum=0.9/dense", "updates/dense", "a2sgd"]
   assert [one.every for one in methods.parse("method", labels, 4)] == [10, 3, 1, methods.AVERAGED_EVERY]
-  for wrong, message in {
-    "often/dense": "unknown way 'often', choose one of gradients, updates, local",
-    "local:steps=2/dense": "local has no option 'steps', choose from every, rate, momentum",
-    "warmed_up/often/dense": "unknown change 'often', choose one of corrected, warmed_up, leaves",
-    "updates/a2sgd": "by a2sgd, whose totals differ between them",
-    "spardl:density=2": "density=2, choose a number in",
-  }.items():
-    with pytest.raises(ValueError, match=message):
-      methods.parse("method", [wrong], 4)
-
-
-def test_recipes_are_parsed_and_refused():
   found = recipes.parse_optimizers(["adamw:0.003,sgd", "window_adam:window=8", "sgd"], 0.1)
   assert list(map(str, found)) == ["adamw:0.003", "sgd:0.1", "window_adam:0.1:window=8"]
-  for wrong, message in {
-    "lion": "--optimizer=lion, choose one of sgd, momentum, adam, adamw, lars",
-    "sgd:fast": "--optimizer=sgd:fast: .*'fast'; write name:rate:option=value, as in window_adam:0.001:window=4",
-    "sgd:0": "--optimizer=sgd:0: learning rate 0, choose a positive one",
-    "window_adam:window=0": "--optimizer=window_adam:window=0: .*window=0, choose a whole number from 1 to",
-  }.items():
-    with pytest.raises(ValueError, match=message):
-      recipes.parse_optimizers([wrong], 0.1)
+
+
+@pytest.mark.parametrize(
+  ("wrong", "message"),
+  [
+    ("often/dense", "unknown way 'often', choose one of gradients, updates, local"),
+    ("local:steps=2/dense", "local has no option 'steps', choose from every, rate, momentum"),
+    ("warmed_up/often/dense", "unknown change 'often', choose one of corrected, warmed_up, leaves"),
+    ("updates/a2sgd", "by a2sgd, whose totals differ between them"),
+    ("spardl:density=2", "density=2, choose a number in"),
+    ("lion", "--optimizer=lion, choose one of sgd, momentum, adam, adamw, lars"),
+    ("sgd:fast", "--optimizer=sgd:fast: .*'fast'; write name:rate:option=value, as in window_adam:0.001:window=4"),
+    ("sgd:0", "--optimizer=sgd:0: learning rate 0, choose a positive one"),
+    ("window_adam:window=0", "--optimizer=window_adam:window=0: .*window=0, choose a whole number from 1 to"),
+  ],
+)
+def test_methods_and_optimizers_are_refused(wrong, message):
+  with pytest.raises(ValueError, match=message):
+    recipes.parse_optimizers([wrong], 0.1) if "--optimizer" in message else methods.parse("method", [wrong], 4)
 
 
 def test_recipes_have_a_schedule_and_clip_before_the_optimizer():
@@ -186,11 +185,7 @@ def test_presets_are_races_that_can_start():
 
 
 def test_a_preset_measures_the_papers_cells_where_every_seed_has_a_number(results):
-  cells = {
-    "later": ("dense", "fast", "seconds"),
-    "worse": ("fast", "dense", "loss"),
-    "slower": ("dense", "never", "pace"),
-  }
+  cells = {"later": ("dense", "fast", "seconds"), "worse": ("fast", "dense", "loss")}
   cells |= {"slower": ("dense", "never", "pace"), "never there": ("never", "dense", "seconds")}
   cells |= {"not raced": ("dense", "other", "loss")}
   given = {"task": "lm", "hosts": 4, "rate": ["10mbit"], "optimizer": ["adam:0.001"]}

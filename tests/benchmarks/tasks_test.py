@@ -172,12 +172,11 @@ def test_corrupt_files_are_refused_and_not_run(changes, tmp_path, capsys):
 
 
 def test_the_folds_test_every_digit_once_and_epochs_are_the_same_again():
-  tested = [data.load("digits", fold=fold, folds=4) for fold in range(4)]
-  assert all(len(fold.train_labels) + len(fold.test_labels) == 1797 for fold in tested)
-  counts = sum(np.bincount(fold.test_labels, minlength=10) for fold in tested)
-  np.testing.assert_array_equal(counts, np.bincount(np.concatenate([tested[0].train_labels, tested[0].test_labels])))
-  first, again = (data.epochs(tested[0].train_images, tested[0].train_labels)(3, 6, 16) for _ in range(2))
-  for one, other in itertools.islice(zip(first, again, strict=False), 20):
+  first, *others = (data.load("digits", fold=fold, folds=4) for fold in range(4))
+  counts = sum(np.bincount(fold.test_labels, minlength=10) for fold in (first, *others))
+  np.testing.assert_array_equal(counts, np.bincount(np.concatenate([first.train_labels, first.test_labels])))
+  streams = (data.epochs(first.train_images, first.train_labels)(3, 6, 16) for _ in range(2))
+  for one, other in itertools.islice(zip(*streams, strict=True), 20):
     np.testing.assert_array_equal(one["label"], other["label"])
 
 
