@@ -39,12 +39,7 @@ class Cell(NamedTuple):
 
   @property
   def verdict(self) -> Verdict:
-    """What ours says of the paper's.
-
-    reproduced: within a tenth of it; of a ratio, the gain over a draw is within a quarter. contradicted: further off in
-    the same setting; of a ratio, no gain, or less than a tenth of the paper's. undecided: within its noise our
-    number could have another verdict. calibrated: fitted to the paper's number. repeated: counted in another table.
-    """
+    """What ours says of the paper's; benchmarks/pages/papers.md says what each verdict means."""
     if self.ours is None or self.paper_value is None:
       return "not run"
     if self.fitted or self.repeats:
