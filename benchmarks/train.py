@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import rich.console
 import rich.table
 from absl import flags
 
@@ -166,53 +165,39 @@ def _make_tasks() -> list[Task]:
   return [images.make_small("cnn", data.load(name, _DATA_DIR.value, fold, folds)) for fold in range(_FOLDS.value)]
 
 
-def _compare(
-  algorithms: list[methods.Method], optimizers: list[recipes.Optimizer], console: rich.console.Console
-) -> tuple[list[Run], str]:
-  """Trains with every algorithm and optimizer, from every seed, on every fold; the runs, and their title."""
-  place, tasks = workers.here(_ENGINE.value, _WORKERS.value), _make_tasks()
-  title = f"{tasks[0]}, {place}, density {_DENSITY.value:g}"
-  if _OPTIMIZER.value != ["sgd"]:
-    title += f", {', '.join(map(str, optimizers))}"
-  console.quiet = not place.reports
-  console.print(title, soft_wrap=True)
-  runs: list[Run] = []
-  for optimizer, method, (fold, task), seed in itertools.product(optimizers, algorithms, enumerate(tasks), _SEED.value):
-    recipe = recipes.Recipe(optimizer, "cosine", steps=_STEPS.value)
-    with report.progress(console, f"{method.label}, {optimizer}, seed {seed}", _STEPS.value) as show:
-      trainer = Trainer(task, method, recipe, place, _BATCH_SIZE.value, seed)
-      run = train(trainer, show)
-    runs.append(run._replace(fold=fold))
-    if place.reports:
-      path = pathlib.Path(_REPORT_DIR.value) / "train.json"
-      report.keep(path, {"title": title}, {"runs": [report.rounded(one._replace(trace={})) for one in runs]})
-      reached = f"test accuracy {run.test_accuracy:.4f}, test loss {run.test_loss:.4f}"
-      name = f"{optimizer}, {method.label}, seed {seed}" + f", fold {fold}" * (fold > 0)
-      line = f"{name}: {reached}, {1e3 * run.seconds_per_step:.1f} ms a step"
-      console.print(line, highlight=False, soft_wrap=True)
-  return runs if place.reports else [], title
-
-
 def main() -> None:
-  """Trains all that the flags name and reports."""
+  """Trains with every algorithm and optimizer that the flags name, from every seed, on every fold, and reports."""
   if _FOLDS.value > 1 and (_TASK.value == "lm" or _DATA_DIR.value):
     raise ValueError(f"--folds={_FOLDS.value} is for the digits: other data come with a test set of their own")
   algorithms = methods.parse("algorithm", _ALGORITHM.value, _WORKERS.value, density=_DENSITY.value)
   optimizers = recipes.parse_optimizers(_OPTIMIZER.value, _LEARNING_RATE.value)
   if workers.launched(_ENGINE.value, _WORKERS.value):
     return
+  place, tasks = workers.here(_ENGINE.value, _WORKERS.value), _make_tasks()
+  folder, runs = pathlib.Path(_REPORT_DIR.value), []
+  title = ", ".join([f"{tasks[0]}, {place}, density {_DENSITY.value:g}", *map(str, optimizers)])
   console = workers.make_console(stderr=_JSON.value)
-  runs, title = _compare(algorithms, optimizers, console)
-  if not runs:
+  console.quiet = not place.reports
+  console.print(title, soft_wrap=True)
+  for optimizer, method, (fold, task), seed in itertools.product(optimizers, algorithms, enumerate(tasks), _SEED.value):
+    recipe = recipes.Recipe(optimizer, "cosine", steps=_STEPS.value)
+    name = f"{optimizer}, {method.label}, seed {seed}" + f", fold {fold}" * (fold > 0)
+    with report.progress(console, name, _STEPS.value) as show:
+      run = train(Trainer(task, method, recipe, place, _BATCH_SIZE.value, seed), show)
+    runs.append(run._replace(fold=fold))
+    if place.reports:
+      kept = [report.rounded(one._replace(trace={})) for one in runs]
+      report.keep(folder / "train.json", {"title": title}, {"runs": kept})
+    reached = f"test accuracy {run.test_accuracy:.4f}, test loss {run.test_loss:.4f}"
+    console.print(f"{name}: {reached}, {1e3 * run.seconds_per_step:.1f} ms a step", highlight=False, soft_wrap=True)
+  if not place.reports:
     return
-  path = pathlib.Path(_REPORT_DIR.value) / "demo.png"
-  figure(runs, title, path)
+  figure(runs, title, folder / "demo.png")
   console.print(table(runs, f"after {_STEPS.value} steps"))
-  console.print(f"figure: {path}")
+  console.print(f"figure: {folder / 'demo.png'}")
   if _TRACE.value:
-    path = path.with_name("trace.png")
-    trace(runs, _TRACE.value, title, path)
-    console.print(f"figure: {path}")
+    trace(runs, _TRACE.value, title, folder / "trace.png")
+    console.print(f"figure: {folder / 'trace.png'}")
   if _JSON.value:
     report.print_json({"title": title, "runs": runs})
 
