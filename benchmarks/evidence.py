@@ -14,7 +14,7 @@ from typing import Any
 import jaxsparse as js
 from benchmarks import entry, methods, report
 from benchmarks.race.results import Results
-from benchmarks.race.standings import DENSE, Standing, Target, baselines, standings
+from benchmarks.race.standings import DENSE, Target, baselines, standings
 from benchmarks.tasks import registry
 
 RESULTS = sorted((pathlib.Path(__file__).parent / "results").glob("race_*.json"))
@@ -25,27 +25,17 @@ def rows(results: Results) -> list[dict[str, Any]]:
   """A row for each method of a race but dense that was trained from every seed."""
   steps = max(curve.steps[-1] for curve in results.find("curves", method=DENSE))
   task = registry.make(results.setting["task"])
-  same = {
-    "task": f"{task.name}, {task.entries:,} parameters",
-    "workers": results.setting["hosts"],
-    "seeds": len(baselines(results, steps)),
-  }
-  curves = lambda one: results.find("curves", method=one.method, optimizer=one.optimizer)
-  whole = [one for one in standings(results, "", Target(steps)) if len(curves(one)) == same["seeds"]]
-  return [_own(one, same["workers"]) | same for one in whole if one.method != DENSE]
-
-
-def _own(one: Standing, workers: int) -> dict[str, Any]:
-  (method,) = methods.parse("method", [one.method], workers)
-  ratio = one.more_steps if one.more_steps and not one.more_steps.missing else None
-  return {
-    "method": one.method,
-    "collective": js.costs.label_of(method.spec.name, method.spec.config),
-    "every": method.every,
-    "optimizer": one.optimizer,
-    "steps": ratio and ratio.mean,
-    "deviation": ratio and ratio.deviation,
-  }
+  seeds, hosts = len(baselines(results, steps)), results.setting["hosts"]
+  same = {"task": f"{task.name}, {task.entries:,} parameters", "workers": hosts, "seeds": seeds}
+  found = []
+  for one in standings(results, "", Target(steps)):
+    if one.method != DENSE and len(results.find("curves", method=one.method, optimizer=one.optimizer)) == seeds:
+      (method,) = methods.parse("method", [one.method], hosts)
+      ratio = one.more_steps if one.more_steps and not one.more_steps.missing else None
+      collective = js.costs.label_of(method.spec.name, method.spec.config)
+      row = {"method": one.method, "collective": collective, "every": method.every, "optimizer": one.optimizer}
+      found.append(row | {"steps": ratio and ratio.mean, "deviation": ratio and ratio.deviation} | same)
+  return found
 
 
 def text() -> str:

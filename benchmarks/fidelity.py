@@ -1,16 +1,7 @@
 r"""The papers' numbers beside ours, all of them, each with a verdict.
 
 The numbers are those of benchmarks/paper_tables.toml: ours were measured by the benchmark that is named, whose tables
-are in benchmarks/pages.
-
-  reproduced     within 10 % of the paper's number; of a ratio, the gain over a draw is within a quarter of the paper's
-  contradicted   further off in the paper's own setting; of a ratio, in any setting, no gain where the paper has one, or
-                 less than a tenth of it
-  other setting  further off, and our setting differs
-  undecided      within its noise our number could have another verdict
-  calibrated     a parameter of ours was chosen so that ours is the paper's number
-  repeated       restates a prediction that is judged in another table
-  not run        ours or the paper's is missing
+are in benchmarks/pages. benchmarks/pages/papers.md says what each verdict means.
 
 Examples:
   python -m benchmarks.fidelity
@@ -31,9 +22,8 @@ _VERDICTS = get_args(papers.Verdict)
 _VERDICT = flags.DEFINE_list("verdict", [], f"Only these: {', '.join(_VERDICTS)}.")
 _JSON = entry.define_json()
 
-
-for _flag, _choices in ((_PAPER, [cell.paper for cell in papers.every()]), (_VERDICT, _VERDICTS)):
-  entry.require_choices(_flag, _choices)
+entry.require_choices(_PAPER, [cell.paper for cell in papers.every()])
+entry.require_choices(_VERDICT, _VERDICTS)
 
 
 def main() -> None:

@@ -5,8 +5,7 @@ way workers exchange gradients, and there may be no changes: `dense`, `corrected
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import optax
@@ -17,6 +16,8 @@ from jaxsparse.collectives._base import collective_of
 from jaxsparse.types import Comm
 
 _Transform: TypeAlias = optax.GradientTransformation
+# (mesh axis or comm, other densities by names of leaves) -> the transform of a worker
+_Exchange: TypeAlias = Callable[[str | Comm, dict[str, float]], _Transform]
 
 AVERAGED_EVERY = 100  # steps, for workers with parameters of their own
 
@@ -53,39 +54,23 @@ def demo(exchange: _Transform, optimizer: _Transform) -> _Transform:
   return optax.chain(exchange, optax.scale_by_sign(), optimizer)
 
 
-class Exchange(NamedTuple):
-  """A collective, and what leaves of some names have instead."""
-
-  spec: specs.Spec  # of the collective
-  special: Mapping[str, str] = MappingProxyType({})  # collectives by names of leaves, as of `js.make_transform`
-  after: tuple[Callable[[_Transform], _Transform], ...] = ()  # changes of the transform, in order
-
-  def make(self, axis: str | Comm) -> _Transform:
-    """The transform of a worker; `axis` is a mesh axis or a comm."""
-    transform = js.make_transform(self.spec.name, axis, special=dict(self.special), **self.spec.config)
-    for change in self.after:
-      transform = change(transform)
-    return transform
-
-
-def corrected(exchange: Exchange, momentum: float = 0.9) -> Exchange:
+def corrected(exchange: _Exchange, momentum: float = 0.9) -> _Exchange:
   """Momentum of each worker's own before the exchange (Deep Gradient Compression); take an optimizer without."""
-  return exchange._replace(after=(*exchange.after, lambda transform: js.momentum_corrected(transform, momentum)))
+  return lambda axis, densities: js.momentum_corrected(exchange(axis, densities), momentum)
 
 
-def warmed_up(exchange: Exchange, steps: int = 100, density: float = 0.25) -> Exchange:
+def warmed_up(exchange: _Exchange, steps: int = 100, density: float = 0.25) -> _Exchange:
   """Another density in the first steps."""
-  return exchange._replace(after=(*exchange.after, lambda transform: js.warmed_up(transform, {steps: density})))
+  return lambda axis, densities: js.warmed_up(exchange(axis, densities), {steps: density})
 
 
-def leaves(exchange: Exchange, names: str = "scale|bias", density: float = 1.0) -> Exchange:
+def leaves(exchange: _Exchange, names: str = "scale|bias", density: float = 1.0) -> _Exchange:
   """Another density for leaves whose names match a regular expression; 1 exchanges them densely."""
-  collective = "dense" if density == 1 else js.costs.label_of(exchange.spec.name, {"density": density})
-  return exchange._replace(special={**exchange.special, names: collective})
+  return lambda axis, densities: exchange(axis, {names: density, **densities})
 
 
 WAYS: dict[str, Callable[..., _Transform]] = {way.__name__: way for way in (gradients, updates, local, demo)}
-CHANGES: dict[str, Callable[..., Exchange]] = {change.__name__: change for change in (corrected, warmed_up, leaves)}
+CHANGES: dict[str, Callable[..., _Exchange]] = {change.__name__: change for change in (corrected, warmed_up, leaves)}
 _described = "; ".join(f"{name}: {one.__doc__}" for kinds in (WAYS, CHANGES) for name, one in kinds.items())
 HELP = (
   f"as WAY/CHANGES/COLLECTIVE; ways ({', '.join(WAYS)}) and changes ({', '.join(CHANGES)}): {_described} Without a "
@@ -99,24 +84,19 @@ class Method(NamedTuple):
   label: str  # as the user wrote it; exchanges of gradients by that of the collective alone
   way: str  # one of `WAYS`
   options: dict[str, Any]  # of the way
-  exchange: Exchange  # what each exchange does
-
-  @property
-  def spec(self) -> specs.Spec:
-    """The collective."""
-    return self.exchange.spec
+  spec: specs.Spec  # of the collective
+  exchange: _Exchange  # makes the transform of each exchange
 
   @property
   def every(self) -> int:
     """Steps from one exchange to the next."""
     if not self.spec.collective.replicates:
       return AVERAGED_EVERY
-    options = _defaults(WAYS[self.way]) | self.options
-    return int(options.get("every", 1))
+    return int((_defaults(WAYS[self.way]) | self.options).get("every", 1))
 
   def make(self, axis: str | Comm, optimizer: _Transform) -> _Transform:
     """The optax chain of a worker; `axis` is a mesh axis or a comm."""
-    tx = WAYS[self.way](self.exchange.make(axis), optimizer, **self.options)
+    tx = WAYS[self.way](self.exchange(axis, {}), optimizer, **self.options)
     if self.spec.collective.replicates:
       return tx
     return js.local_steps(tx, optax.chain(js.dense_transform(axis), optax.sgd(1.0)), every=AVERAGED_EVERY)
@@ -135,13 +115,19 @@ def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Meth
   where = f"--{flag}={label}"
   _check(where, "way", WAYS, way, options)
   (spec,) = specs.parse([collective], workers, **shared)
-  exchange = Exchange(spec)
+
+  def plain(axis: str | Comm, densities: dict[str, float]) -> _Transform:
+    label = lambda density: "dense" if density == 1 else js.costs.label_of(spec.name, {"density": density})
+    special = {names: label(density) for names, density in densities.items()}
+    return js.make_transform(spec.name, axis, special=special, **spec.config)
+
+  exchange: _Exchange = plain
   for name, own in reversed(parts):
     _check(where, "change", CHANGES, name, own)
     exchange = CHANGES[name](exchange, **own)
   if way != "gradients" and not spec.collective.replicates:
     raise ValueError(f"{where}: workers exchange gradients by {spec.name}, whose totals differ between them")
-  method = Method(label, way, options, exchange)
+  method = Method(label, way, options, spec, exchange)
   method.make("workers", optax.identity())
   return method
 

@@ -3,10 +3,13 @@
 import functools
 import pathlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+import rich.console
 import rich.table
+
+from benchmarks import report
 
 Verdict = Literal["reproduced", "calibrated", "undecided", "other setting", "contradicted", "repeated", "not run"]
 TOLERANCE = 0.1  # of the paper's number
@@ -25,23 +28,18 @@ class Cell(NamedTuple):
   setting: str  # of the paper
   benchmark: str  # that measures ours
   paper_value: float | None  # the paper's number; None where it has a curve only
-  above: bool  # whether the paper says only that it is above this number
-  ours: float | None  # our number; None where it was not measured
-  differs: str  # how our setting differs, "" for the same
-  ratio: bool  # whether 1 is a draw
-  reason: str  # why ours differs, "" where that is not known
+  above: bool = False  # whether the paper says only that it is above this number
+  ours: float | None = None  # our number; None where it was not measured
+  differs: str = ""  # how our setting differs, "" for the same
+  ratio: bool = False  # whether 1 is a draw
+  reason: str = ""  # why ours differs, "" where that is not known
   noise: float = 0.0  # standard error of our number, a fraction of it
   fitted: bool = False  # whether a parameter of ours was chosen so that ours is the paper's number
   repeats: str = ""  # the table whose predictions these numbers restate, "" where they are of their own
 
   @property
   def verdict(self) -> Verdict:
-    """What ours says of the paper's.
-
-    reproduced: within a tenth of it; of a ratio, the gain over a draw is within a quarter. contradicted: further off in
-    the same setting; of a ratio, no gain, or less than a tenth of the paper's. undecided: within its noise our
-    number could have another verdict. calibrated: fitted to the paper's number. repeated: counted in another table.
-    """
+    """What ours says of the paper's; benchmarks/pages/papers.md says what each verdict means."""
     if self.ours is None or self.paper_value is None:
       return "not run"
     if self.fitted or self.repeats:
@@ -66,12 +64,12 @@ def _judge(cell: Cell, paper_value: float, ours: float) -> Verdict:
 def every() -> tuple[Cell, ...]:
   """All cells, in the order of the file."""
   found = []
-  for table in tomllib.loads(_FILE.read_text())["table"]:
-    for name, values in table["cells"].items():
-      numbers = values.get("paper", values.get("above")), "above" in values, values.get("ours")
-      head = table["paper"], table["name"], name, table["what"], table["setting"], table["benchmark"]
-      more = table.get("differs", ""), table.get("ratio", False), table.get("reason", ""), table.get("noise", 0.0)
-      found.append(Cell(*head, *numbers, *more, values.get("fitted", False), table.get("repeats", "")))
+  for own in tomllib.loads(_FILE.read_text())["table"]:
+    same = {field: value for field, value in own.items() if field not in ("name", "cells")}
+    for name, values in own["cells"].items():
+      number = {"paper_value": values.get("paper", values.get("above")), "above": "above" in values}
+      number |= {"ours": values.get("ours"), "fitted": values.get("fitted", False)}
+      found.append(Cell(table=own["name"], name=name, **same, **number))
   return tuple(found)
 
 
@@ -84,25 +82,29 @@ def number(paper: str, table: str, name: str) -> float:
   return value
 
 
-def beside(cells: Sequence[Cell], measured: Mapping[str, float] | None = None) -> rich.table.Table:
-  """The cells with the paper's numbers, ours and what they say; `measured` are ours of this run by name of the cell."""
+def tables_of(cells: Sequence[Cell], measured: Iterable[str] = ()) -> list[rich.table.Table]:
+  """The numbers of a paper's cells, those of `measured` with a star, and what each of its tables is."""
+  rows: list[list[str]] = []
+  about: dict[str, list[str]] = {}
+  for one in cells:
+    ours = text(one.ours) + "*" * (one.name in measured)
+    rows.append([one.table, one.name, paper_text(one), ours, one.verdict])
+    noise = f"; noise {one.noise:.0%}" if one.noise else ""
+    setting = f"`{one.benchmark}`: {one.differs or 'the same'}{noise}"
+    about.setdefault(one.table, [one.table, one.what, one.setting, setting, one.reason])
+  heads = ("", "what", "paper's setting", "our benchmark and setting", "why ours differs")
+  caption = "* measured by this run" if measured else None
+  numbers = report.table(cells[0].paper, ("", "", "paper", "ours", "verdict"), rows, text=2, caption=caption)
+  return [numbers, report.table("", heads, about.values(), text=len(heads), wraps=heads)]
+
+
+def beside(cells: Sequence[Cell], measured: Mapping[str, float] | None = None) -> rich.console.Group:
+  """The papers' numbers beside ours; `measured` are ours of this run by name of the cell."""
   now = measured or {}
-  cells = [cell._replace(ours=now.get(cell.name, cell.ours)) for cell in cells]
-  found = rich.table.Table(title="the papers' numbers beside ours", caption="* measured by this run" if now else None)
-  for head in ("paper", "table", "what", "cell"):
-    found.add_column(head, overflow="fold")
-  for head in ("paper's", "ours"):
-    found.add_column(head, justify="right", no_wrap=True)
-  found.add_column("", no_wrap=True)
-  for column in ("our setting differs", "why"):
-    found.add_column(column, overflow="fold")
-  for place, cell in enumerate(cells):
-    same = place and (cells[place - 1].paper, cells[place - 1].table) == (cell.paper, cell.table)
-    first = ("", "", "") if same else (cell.paper, cell.table, cell.what)
-    ours = text(cell.ours) + ("*" if cell.name in now else "")
-    rest = ("", "") if same else (cell.differs, cell.reason)
-    found.add_row(*first, cell.name, paper_text(cell), ours, cell.verdict, *rest)
-  return found
+  groups: dict[str, list[Cell]] = {}
+  for cell in cells:
+    groups.setdefault(cell.paper, []).append(cell._replace(ours=now.get(cell.name, cell.ours)))
+  return rich.console.Group(*(table for own in groups.values() for table in tables_of(own, now)))
 
 
 def of(benchmark: str) -> list[Cell]:

@@ -24,7 +24,8 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
   "lars": optax.lars,
   "window_adam": window_adam,
 }
-HELP = f"Any of {', '.join(OPTIMIZERS)}, as in adam:0.001 or window_adam:0.001:window=4, separated by commas."
+_EXAMPLE = "window_adam:0.001:window=4"
+HELP = f"Any of {', '.join(OPTIMIZERS)}, as in adam:0.001 or {_EXAMPLE}, separated by commas."
 
 
 class Optimizer(NamedTuple):
@@ -51,19 +52,14 @@ def _optimizer(label: str, rate: float) -> Optimizer:
   name, *parts = label.split(":")
   if name not in OPTIMIZERS:
     raise ValueError(f"--optimizer={label}, choose one of {', '.join(OPTIMIZERS)}")
-  own = parts.pop(0) if parts and "=" not in parts[0] else ""
+  own = parts.pop(0) if parts and "=" not in parts[0] else rate
   try:
-    rate = float(own) if own else rate
-  except ValueError:
-    rate = 0.0
-  if not 0 < rate < math.inf:
-    raise ValueError(f"--optimizer={label}, choose a positive learning rate, as in {name}:0.001")
-  try:
-    _, options = collective_of(":".join([name, *parts]))
-    optimizer = Optimizer(name, rate, tuple(options.items()))
-    optimizer.make(rate)
+    optimizer = Optimizer(name, float(own), tuple(collective_of(":".join([name, *parts]))[1].items()))
+    if not 0 < optimizer.rate < math.inf:
+      raise ValueError(f"learning rate {own}, choose a positive one")
+    optimizer.make(optimizer.rate)
   except (TypeError, ValueError) as error:
-    raise ValueError(f"--optimizer={label}: {error}; options are as in window_adam:0.001:window=4") from None
+    raise ValueError(f"--optimizer={label}: {error}; write name:rate:option=value, as in {_EXAMPLE}") from None
   return optimizer
 
 

@@ -80,16 +80,13 @@ def _placed(engine: Engine, place: workers.Workers, recording: np.ndarray, n: in
   """The recorded steps of all workers, one worker's after the other's, where the engine wants its arrays."""
   size, steps, entries = recording.shape
   columns = np.linspace(0, entries - 1, n).astype(int) if n < entries else slice(None)
-
-  def of_workers(first: int, last: int) -> np.ndarray:
-    return np.concatenate([recording[worker % size][:, columns] for worker in range(first, last)])
-
-  if isinstance(place.where, Mesh):
-    shape, sharding = (engine.workers * steps, min(n, entries)), NamedSharding(place.where, PartitionSpec("workers"))
-    bounds = lambda index: index[0].indices(shape[0])[:2]
-    return jax.make_array_from_callback(shape, sharding, lambda index: of_workers(*(x // steps for x in bounds(index))))
-  rows = place.share(1)
-  return jnp.asarray(of_workers(rows.start, rows.stop))
+  of_workers = lambda own: np.concatenate([recording[worker % size][:, columns] for worker in own])
+  if not isinstance(place.where, Mesh):
+    rows = place.share(1)
+    return jnp.asarray(of_workers(range(rows.start, rows.stop)))
+  shape, sharding = (engine.workers * steps, min(n, entries)), NamedSharding(place.where, PartitionSpec("workers"))
+  own = lambda index: range(engine.workers * steps)[index[0]][::steps]  # first rows of the workers of one device
+  return jax.make_array_from_callback(shape, sharding, lambda index: of_workers(row // steps for row in own(index)))
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import matplotlib as mpl
+import numpy as np
 import rich.console
 import rich.progress
 import rich.table
@@ -61,14 +62,42 @@ def table(
   return found
 
 
-def spread(values: Sequence[float], form: str) -> str:
-  """Mean and standard deviation of several runs."""
-  deviation = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-  return f"{statistics.mean(values):{form}}{deviation}"
+class Spread(NamedTuple):
+  """Numbers of several seeds; f"{spread:.1f}" is mean ± deviation, and how many seeds have no number."""
+
+  mean: float  # over the seeds that have the number
+  deviation: float  # standard deviation of these, 0 for one seed
+  missing: int = 0  # seeds without a finite number: not trained, not as far, or diverged
+
+  @classmethod
+  def of(cls, values: Sequence[float | None] | np.ndarray) -> "Spread | None":
+    """The spread of the finite numbers; None if there is none."""
+    known = [float(value) for value in values if value is not None and math.isfinite(value)]
+    if not known:
+      return None
+    return cls(statistics.mean(known), statistics.stdev(known) if len(known) > 1 else 0.0, len(values) - len(known))
+
+  def __format__(self, form: str) -> str:
+    deviation = f" ± {self.deviation:{form}}" if self.deviation else ""
+    return f"{self.mean:{form}}{deviation}" + (f" ({self.missing} missing)" if self.missing else "")
 
 
-def number(value: float | None, form: str) -> str:
-  """A number as text; – for none."""
+def spread(values: Sequence[float | None], form: str) -> str:
+  """Mean and standard deviation of several runs as text."""
+  return number(Spread.of(values), form)
+
+
+def means(rows: Iterable[dict[str, Any]], by: Sequence[str], forms: Mapping[str, str]) -> list[list[str]]:
+  """For each group of rows, that are equal in the fields `by`, these fields, and the spreads of those of `forms`."""
+  groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+  for row in rows:
+    groups.setdefault(tuple(str(row[name]) for name in by), []).append(row)
+  spreads = lambda own: [spread([row[name] for row in own], form) for name, form in forms.items()]
+  return [[*key, *spreads(own)] for key, own in groups.items()]
+
+
+def number(value: float | Spread | None, form: str) -> str:
+  """A number, or a mean and its deviation, as text; – for none."""
   return "–" if value is None else f"{value:{form}}"
 
 
@@ -121,23 +150,15 @@ def print_json(value: Any) -> None:
 @contextlib.contextmanager
 def progress(console: rich.console.Console, name: str, steps: int) -> Iterator[Callable[[int, float], None]]:
   """A line that shows the step and its loss while the block runs; it calls what it gets with both."""
-  columns = [
-    rich.progress.TextColumn("{task.description}"),
-    rich.progress.BarColumn(),
-    rich.progress.MofNCompleteColumn(),
-    rich.progress.TextColumn("loss {task.fields[loss]:.3f}"),
-    rich.progress.TimeRemainingColumn(),
-  ]
-  with rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-    bar = bars.add_task(name, total=steps, loss=float("nan"))
-    yield lambda step, loss: bars.update(bar, completed=step, loss=loss)
+  with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
+    bar = bars.add_task(name, total=steps)
+    yield lambda step, loss: bars.update(bar, completed=step, description=f"{name}: loss {loss:.3f}")
 
 
 def band(panel: axes.Axes, x: Sequence[float], lines: Sequence[Sequence[float]], label: str, **style: Any) -> None:
   """Draws the mean of `lines` over `x`, and a band from the least to the most."""
   columns = list(zip(*lines, strict=True))
-  means = [statistics.mean(column) for column in columns]
-  (line,) = panel.plot(x, means, label=label, **style)
+  (line,) = panel.plot(x, list(map(statistics.mean, columns)), label=label, **style)
   if len(lines) > 1:
     panel.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.2)
   panel.grid(alpha=0.3)

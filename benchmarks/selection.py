@@ -1,18 +1,16 @@
 r"""Seconds of selecting k of n float32 on one device, beside `lax.top_k` of the magnitudes and one read of the vector.
 
-`js.select.top_k` finds the k largest, "threshold" all entries of at least the exact k-th magnitude, and "candidates"
-entries that provably contain the k largest, with which an update starts. Each result is checked against `lax.top_k`:
-the same indices, the same bits of the values. Programs take turns, with a read after each; medians are of one run.
+`js.select.top_k` finds the k largest, "threshold" all entries of at least the exact k-th magnitude. Each result is
+checked against `lax.top_k`: the same indices, the same bits of the values. Programs take turns, with a read after each;
+medians are of one run. Where many entries are equal a bracket misses, and `top_k` bisects as well: it takes longer.
 Inputs "gradients" are those of the digits CNN after a few steps of SGD, of as many batches as fill n entries.
 
 Then one whole SparDL update of one of --update workers alone, whose messages are copies of its own; only shapes and
-finiteness are checked (`benchmarks.collectives` checks the laws). "fallbacks": how often one more update found too few
-candidates and selected from whole blocks.
+finiteness are checked (`benchmarks.collectives` checks the laws).
 
 Examples:
   python -m benchmarks.selection
   python -m benchmarks.selection --inputs=normal,gradients --n=1000000 --density=0.001
-  python -m benchmarks.selection --inputs= --update=64
 """
 
 import collections
@@ -27,21 +25,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rich.console
 import rich.progress
-import rich.table
 from absl import flags
-from jax.extend import core
 
 import jaxsparse as js
 from benchmarks import entry, report, workers
-from benchmarks.report import Goal
 from benchmarks.tasks import data, images
 from benchmarks.tasks.base import model_of
 from jaxsparse import flatten
 from jaxsparse.comm import SoloComm
 from jaxsparse.select import exact, threshold
-from jaxsparse.select.blocks import Blocks, LazySum
-from jaxsparse.select.exact import Candidates
+from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
 
 READ = jax.jit(lambda x: jnp.abs(x).sum())
@@ -70,8 +65,6 @@ INPUTS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
   "few": lambda random, n: np.round(random.standard_normal(n)),
   "zeros": lambda random, n: np.where(random.random(n) < 0.005, random.standard_normal(n), 0),
 }
-_SPREAD = ("normal", "student-t", "heavy-tail", "gradients")
-_TIED = ("sorted", "equal", "few")
 
 _INPUTS = flags.DEFINE_list("inputs", list(INPUTS), f"What to select from: {', '.join(INPUTS)}; none with --inputs=.")
 _N = flags.DEFINE_integer("n", 14_728_266, "Entries; VGG-16's gradient by default.", lower_bound=1)
@@ -91,11 +84,8 @@ class Row(NamedTuple):
   lax_top_k: float  # `lax.top_k` of the magnitudes
   top_k: float  # `js.select.top_k`
   threshold: float  # indices and values of the entries that reach the k-th magnitude, up to about k of them
-  candidates: float  # `find_candidates` of one block
   read: float  # the sum of the magnitudes
   method: str  # the one that `js.select.top_k` chose
-  missed: bool  # whether its bracket held too few or too many entries, so that it bisected as well
-  hit: bool  # whether the k largest are among the candidates
 
 
 class Update(NamedTuple):
@@ -105,8 +95,6 @@ class Update(NamedTuple):
   seconds: float  # median of one update
   read: float  # of one read of the gradient in the same run
   buffers: float  # memory it takes at its peak beyond gradient and state, its own mean included, in arrays of n float32
-  fallbacks: int  # how many of its `lax.cond`s took the exact fallback over whole blocks, in one more update
-  choices: int  # how many such `lax.cond`s it has
 
 
 def _by_threshold(x: jax.Array, bound: jax.Array, k: int) -> tuple[js.Sparse, jax.Array]:
@@ -124,13 +112,12 @@ def measure(name: str, n: int, k: int, repetitions: int) -> Row:
     "lax_top_k": jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), k)),
     "top_k": jax.jit(top_k),
     "threshold": jax.jit(functools.partial(_by_threshold, k=k)),
-    "candidates": jax.jit(lambda x: exact.find_candidates(Blocks.single(LazySum((x,)), k))),
   }
   magnitudes, largest = jax.device_get(programs["lax_top_k"](x))
   bound = jnp.float32(magnitudes[-1])
   programs["threshold"] = functools.partial(programs["threshold"], bound=bound)
   found = {name: jax.device_get(program(x)) for name, program in programs.items()}  # every program has run once then
-  hit = _check(name, np.asarray(x), largest, bound, found)
+  _check(name, np.asarray(x), largest, bound, found)
   jax.block_until_ready(READ(x))
   times: dict[str, list[float]] = collections.defaultdict(list)
   for _ in range(repetitions):
@@ -138,35 +125,21 @@ def measure(name: str, n: int, k: int, repetitions: int) -> Row:
       times[program_name].append(seconds_of(functools.partial(program, x)))
       times["read"].append(seconds_of(functools.partial(READ, x)))  # it is short, so it takes more of them to tell
   medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-  missed, _ = count_fallbacks(top_k, x)
-  return Row(name, **medians, method=exact.method_for(n, k), missed=missed > 0, hit=hit)
+  return Row(name, **medians, method=exact.method_for(n, k))
 
 
-def _check(name: str, x: np.ndarray, largest: np.ndarray, bound: jax.Array, found: dict[str, Any]) -> bool:
-  """Whether the candidates hit; raises RuntimeError if a result is not what `lax.top_k`, or numpy, says."""
-  _expect(name, "top_k", x, found["top_k"], np.sort(largest))
+def _check(name: str, x: np.ndarray, largest: np.ndarray, bound: jax.Array, found: dict[str, Any]) -> None:
+  """Raises RuntimeError if a result is not what `lax.top_k`, or numpy, says, in the order of the indices."""
   reach = np.flatnonzero((np.abs(x) >= bound) & (x != 0))
   some, count = found["threshold"]
   if count != len(reach):
     raise RuntimeError(f"{name}: {count} entries reach the threshold, numpy counts {len(reach)}")
-  filled = js.Sparse(some.indices[:count], some.values[:count])
-  _expect(name, "threshold", x, filled, reach[: bitset.align(len(largest))])
-  own: Candidates = found["candidates"]
-  indices = own.indices[own.indices < len(x)]
-  hit = bool(own.fits[0]) and len(indices) >= len(largest)
-  if hit:
-    reaching = np.flatnonzero(np.abs(x).view(np.int32) >= own.low[0])
-    if not np.array_equal(indices, reaching) or not np.isin(largest, indices).all():
-      raise RuntimeError(f"{name}: the candidates are not the entries that reach their threshold, or too few")
-  return hit
-
-
-def _expect(name: str, program: str, entries: np.ndarray, found: js.Sparse, indices: np.ndarray) -> None:
-  """Raises RuntimeError unless `found` holds exactly the entries at `indices`, in this order."""
-  if not np.array_equal(found.indices, indices):
-    raise RuntimeError(f"{name}: {program} selects other indices than lax.top_k")
-  if not np.array_equal(found.values.view(np.int32), entries[indices].view(np.int32)):
-    raise RuntimeError(f"{name}: {program} gives values that are not those of its indices, bit for bit")
+  found["threshold"] = js.Sparse(some.indices[:count], some.values[:count])
+  for program, indices in (("top_k", np.sort(largest)), ("threshold", reach[: bitset.align(len(largest))])):
+    if not np.array_equal(found[program].indices, indices):
+      raise RuntimeError(f"{name}: {program} selects other indices than lax.top_k")
+    if not np.array_equal(found[program].values.view(np.int32), x[indices].view(np.int32)):
+      raise RuntimeError(f"{name}: {program} gives values that are not those of its indices, bit for bit")
 
 
 def seconds_of(program: Callable[[], Any]) -> float:
@@ -174,20 +147,6 @@ def seconds_of(program: Callable[[], Any]) -> float:
   start = time.perf_counter()
   jax.block_until_ready(program())
   return time.perf_counter() - start
-
-
-def count_fallbacks(function: Callable, *arguments: Any) -> tuple[int, int]:
-  """(taken, choices): how many of the outermost `lax.cond` of a function take their branch for False.
-
-  In selection the False branch is the exact fallback, taken where the threshold of a sample gave too few candidates.
-  Only the predicates are computed.
-  """
-  closed = jax.make_jaxpr(function)(*arguments)
-  chosen = [equation.invars[0] for equation in closed.jaxpr.eqns if equation.primitive.name == "cond"]
-  names = closed.jaxpr.debug_info._replace(result_paths=None)
-  head = closed.jaxpr.replace(outvars=chosen, debug_info=names)
-  branches = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(head, closed.consts)))(*jax.tree.leaves(arguments))
-  return sum(int(branch) == 0 for branch in branches), len(branches)
 
 
 def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
@@ -210,49 +169,26 @@ def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
     raise RuntimeError(f"the update of one of {size} workers is not finite, or not of {n} entries")
   memory = compiled.memory_analysis()
   beyond = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-  taken, choices = count_fallbacks(tx.update, several[0], state)
-  return Update(size, **medians, buffers=beyond / (4 * n), fallbacks=taken, choices=choices)
+  return Update(size, **medians, buffers=beyond / (4 * n))
 
 
-def goals(rows: Sequence[Row], update: Update | None) -> list[Goal]:
-  """The goals, each by the worst of the inputs it speaks of."""
-  spread = [row for row in rows if row.input in _SPREAD]
-  tied = [row for row in rows if row.input in _TIED]
-  on_spread, on_tied = (" on " + ", ".join(names) for names in (_SPREAD, _TIED))
-  faster = "as fast as lax.top_k" + on_spread
-  asked: list[tuple[str, Callable[..., float], float, list[float]]] = [
-    (f"top_k ≥ 8 × {faster}", min, 8, [row.lax_top_k / row.top_k for row in spread]),
-    (f"top_k ≤ 1.2 × the time of lax.top_k{on_tied}", max, 1.2, [row.top_k / row.lax_top_k for row in tied]),
-    (f"top_k ≤ 6 × one read{on_spread}", max, 6, [row.top_k / row.read for row in spread]),
-    (f"threshold ≥ 20 × {faster}", min, 20, [row.lax_top_k / row.threshold for row in spread]),
-    ("the update alone ≤ 20 × one read", max, 20, [update.seconds / update.read] if update else []),
-  ]
-  found = []
-  for what, worst, bound, ratios in asked:
-    ratio = worst(ratios) if ratios else None
-    found.append(report.goal(what, ratio, **{"least" if worst is min else "most": bound}))
-  return found
-
-
-def selection_table(rows: Sequence[Row], title: str) -> rich.table.Table:
-  """The inputs, one program beside the other."""
+def report_rows(rows: Sequence[Row], update: Update | None, console: rich.console.Console) -> None:
+  """Prints the inputs, one program beside the other, then time and memory of the update."""
   ms, lines = report.milliseconds, []
   for row in rows:
-    own = [row.input, row.method + ", missed" * row.missed, *map(ms, (row.read, row.lax_top_k, row.top_k))]
-    own += [f"{row.lax_top_k / row.top_k:.1f}", f"{row.top_k / row.read:.1f}"]
-    own += [ms(row.threshold), f"{row.lax_top_k / row.threshold:.1f}", ms(row.candidates)]
-    lines.append([*own, f"{row.candidates / row.read:.1f}", "yes" if row.hit else "no"])
-  heads = ("input", "method", "read", "lax.top_k", "top_k", "× faster", "× read", "threshold", "× faster")
-  caption = "ms; × faster is than lax.top_k, × read as long as one read takes"
-  return report.table(title, (*heads, "candidates", "× read", "hit"), lines, text=2, caption=caption)
-
-
-def update_table(update: Update) -> rich.table.Table:
-  """Time and memory of the update."""
-  times = report.milliseconds(update.seconds), report.milliseconds(update.read), f"{update.seconds / update.read:.1f}"
-  title = "one SparDL update of one worker, alone; memory beyond gradient and state in arrays of n float32"
-  row = [str(update.workers), *times, f"{update.buffers:.2f}", f"{update.fallbacks} of {update.choices}"]
-  return report.table(title, ("P", "ms", "read", "× read", "memory", "fallbacks"), [row])
+    lines.append([row.input, row.method, ms(row.read), ms(row.lax_top_k), ms(row.top_k)])
+    lines[-1] += [f"{row.lax_top_k / row.top_k:.1f}", f"{row.top_k / row.read:.1f}"]
+    lines[-1] += [ms(row.threshold), f"{row.lax_top_k / row.threshold:.1f}"]
+  if lines:
+    title = f"{_DENSITY.value:g} of n = {_N.value:,} entries, {jax.default_backend()}"
+    heads = ("input", "method", "read", "lax.top_k", "top_k", "× faster", "× read", "threshold", "× faster")
+    caption = "ms; × faster is than lax.top_k, × read as long as one read takes"
+    console.print(report.table(title, heads, lines, text=2, caption=caption))
+  if update:
+    title = "one SparDL update of one worker, alone; memory beyond gradient and state in arrays of n float32"
+    times = ms(update.seconds), ms(update.read), f"{update.seconds / update.read:.1f}"
+    line = [str(update.workers), *times, f"{update.buffers:.2f}"]
+    console.print(report.table(title, ("P", "ms", "read", "× read", "memory"), [line]))
 
 
 def main() -> None:
@@ -261,15 +197,10 @@ def main() -> None:
   work: Any = rich.progress.track(_INPUTS.value, "selecting", console=console, transient=True)
   rows = [measure(name, _N.value, math.ceil(_DENSITY.value * _N.value), _REPETITIONS.value) for name in work]
   update = update_alone(_UPDATE.value, _N.value, _DENSITY.value, _REPETITIONS.value) if _UPDATE.value else None
-  reached = goals(rows, update)
-  if rows:
-    console.print(selection_table(rows, f"{_DENSITY.value:g} of n = {_N.value:,} entries, {jax.default_backend()}"))
-  if update:
-    console.print(update_table(update))
-  report.say(reached, console)
+  report_rows(rows, update, console)
   if _JSON.value:
     settings = {"n": _N.value, "density": _DENSITY.value, "repetitions": _REPETITIONS.value}
-    report.print_json({**settings, "selection": rows, "update": update, "goals": reached})
+    report.print_json({**settings, "selection": rows, "update": update})
 
 
 if __name__ == "__main__":

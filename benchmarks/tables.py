@@ -16,7 +16,7 @@ import math
 import pathlib
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import rich.table
@@ -30,9 +30,10 @@ from benchmarks.overlap import contention as contention_of
 from benchmarks.overlap import report as overlap_report
 from benchmarks.overlap.iterations import WORKERS
 from benchmarks.race import report as race_report
-from benchmarks.race.report import milliseconds, name_of, rate_text, slow_first, spread_text
+from benchmarks.race.report import name_of, rate_text, slow_first
 from benchmarks.race.results import Curve, Results
-from benchmarks.race.standings import DENSE, Spread, Standing, Target, loss_after, standings
+from benchmarks.race.standings import DENSE, Target, loss_after, standings
+from benchmarks.report import means, number, spread
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -107,47 +108,19 @@ def _results(name: str) -> Results:
   return Results(RESULTS / f"{name}.json", None)
 
 
-def _standings(name: str, rate: str, loss: str = "", paces: str = "") -> list[Standing]:
-  results = _results(name)
-  if paces:
-    results.rows["paces"] = _results(paces).rows["paces"]
-  return standings(results, rate, Target(300, float(loss) if loss else None))
-
-
 def race(name: str, *options: str) -> str:
   """Seconds to dense's loss after 300 steps, or to `loss=`, at every rate; with paces of another race by `paces=`."""
   given = dict(option.split("=") for option in options)
-  rates = slow_first(pace.rate for pace in _results(given.get("paces", name)).rows["paces"])
-  rows = [
-    [
-      rate_text(rate),
-      name_of(one.method),
-      f"`{one.optimizer}`",
-      spread_text(one.seconds, 1),
-      spread_text(one.speed_up, 2),
-      spread_text(one.steps, 0),
-      spread_text(one.more_steps, 2),
-      milliseconds(one.pace),
-      f"{one.words:,.0f}",
-      spread_text(one.loss, 3),
-    ]
-    for rate in rates
-    for one in _standings(name, rate, **given)
-  ]
-  head = ["links", "method", "optimizer", "seconds", "× dense", "steps", "steps / dense's"]
-  return markdown([*head, "ms a step = compute + rest + exchange", "words a step", "loss at 300 steps"], rows)
+  results = _results(name)
+  results.rows["paces"] = _results(given.get("paces", name)).rows["paces"]
+  target = Target(300, float(given["loss"]) if "loss" in given else None)
+  rates = slow_first(pace.rate for pace in results.rows["paces"])
+  return _of_rich("links", {rate_text(rate): race_report.table(results, rate, target) for rate in rates}, ["optimizer"])
 
 
 def paces(*names: str) -> str:
   """Milliseconds a step of races without curves, and another method's / those of SparDL."""
-  rows = []
-  for name in names:
-    results = _results(name)
-    for one in results.rows["paces"]:
-      (ours,) = (row for row in results.find("paces", rate=one.rate) if row.method.startswith("spardl"))
-      times = f"{one.seconds / ours.seconds:.2f}"
-      rows.append([results.setting["task"], rate_text(one.rate), name_of(one.method), milliseconds(one), times])
-  return markdown(["task", "links", "method", "ms a step = compute + rest + exchange", "/ SparDL's"], rows)
+  return _of_rich("task", {_results(name).setting["task"]: race_report.paces(_results(name)) for name in names})
 
 
 def wholes(name: str) -> str:
@@ -163,42 +136,32 @@ def losses(name: str, *steps: str) -> str:
   groups: dict[tuple[str, str], list[Curve]] = {}
   for curve in _results(name).rows["curves"]:
     groups.setdefault((curve.method, curve.optimizer), []).append(curve)
-  last = float(steps[-1])
-  mean = lambda curves: statistics.mean(loss_after(curve, last) or math.inf for curve in curves)
-  most: dict[tuple[str, str], list[Curve]] = {}
-  for (method, optimizer), curves in groups.items():
-    key = method, re.sub(r":window=\d+|:0\.\d+", "", optimizer)
-    most[key] = max(most.get(key, curves), curves, key=lambda one: (len(one), -mean(one)))
-  shown = [curves for curves in groups.values() if len(curves) > 1 or any(curves is one for one in most.values())]
+  mean = lambda curves: statistics.mean(loss_after(curve, float(steps[-1])) or math.inf for curve in curves)
+  shown, seen = [], set()
+  for (method, optimizer), curves in sorted(groups.items(), key=lambda one: (-len(one[1]), mean(one[1]))):
+    family = method, re.sub(r":window=\d+|:0\.\d+", "", optimizer)
+    shown += [curves] if len(curves) > 1 or family not in seen else []
+    seen.add(family)
   rows = []
   for curves in sorted(shown, key=mean):
-    spreads = [Spread.of([loss_after(curve, float(step)) for curve in curves]) for step in steps]
-    accuracy = statistics.mean(curve.accuracy[curve.steps.index(int(last))] for curve in curves)
-    drift = statistics.mean(curve.drift for curve in curves)
-    rows.append([f"`{curves[0].method}`", f"`{curves[0].optimizer}`", str(len(curves))])
-    rows[-1] += [*(spread_text(spread, 3) for spread in spreads), f"{accuracy:.3f}"]
-    rows[-1] += [f"{statistics.mean(curve.words for curve in curves):,.0f}", f"{drift:.3g}"]
+    reached = [spread([loss_after(curve, float(step)) for curve in curves], ",.3f") for step in steps]
+    at = curves[0].steps.index(int(steps[-1]))
+    accuracy = statistics.mean(curve.accuracy[at] for curve in curves)
+    words, drift = (statistics.mean(getattr(curve, name) for curve in curves) for name in ("words", "drift"))
+    rows.append([f"`{curves[0].method}`", f"`{curves[0].optimizer}`", str(len(curves)), *reached])
+    rows[-1] += [f"{accuracy:.3f}", f"{words:,.0f}", f"{drift:.3g}"]
   head = ["`--method`", "`--optimizer`", "seeds", *(f"loss at {step}" for step in steps)]
   return markdown([*head, "accuracy", "words a step", "drift"], rows)
 
 
-def _means(rows: Iterable[dict[str, Any]], by: Sequence[str], digits: Mapping[str, int]) -> list[list[str]]:
-  """For each group of rows its name, and mean ± standard deviation of the fields of `digits`."""
-  groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-  for row in rows:
-    groups.setdefault(tuple(str(row[name]) for name in by), []).append(row)
-  spread = lambda own, name: spread_text(Spread.of([row[name] for row in own]), digits[name])
-  return [[*key, *(spread(own, name) for name in digits)] for key, own in groups.items()]
-
-
 def runs(*names: str) -> str:
   """Runs of `benchmarks.train`: means over seeds and folds."""
-  digits = {"test_loss": 4, "test_accuracy": 4, "train_loss": 4, "words_per_step": 0}
+  forms = {"test_loss": ",.4f", "test_accuracy": ",.4f", "train_loss": ",.4f", "words_per_step": ",.0f"}
   rows = []
   for name in names:
     found = json.loads((RESULTS / f"{name}.json").read_text())
-    found["runs"] = [run | {"workers": re.findall(r"(\d+) workers", found["title"])[0]} for run in found["runs"]]
-    rows += _means(found["runs"], ["optimizer", "algorithm", "workers"], digits)
+    same = {"workers": re.findall(r"(\d+) workers", found["title"])[0]}
+    rows += means([run | same for run in found["runs"]], ["optimizer", "algorithm", "workers"], forms)
   head = ["optimizer", "exchange", "workers", "held-out loss", "held-out accuracy", "train loss", "words a step"]
   return markdown(head, rows)
 
@@ -208,14 +171,14 @@ def elastic(part: str) -> str:
   found = json.loads((RESULTS / "elastic.json").read_text())[part]
   if part == "lost":
     head = ["the lost worker's residual / the update of a step, ℓ₂", "what it gained since the last checkpoint"]
-    return markdown(head, _means(found, [], {"all": 2, "since": 2}))
+    return markdown(head, means(found, [], {"all": ",.2f", "since": ",.2f"}))
   if part == "recoveries":
     parts = ["end the others, start processes", "import, join", "model, restore, resize", "compile, first step"]
     named = [one | dict(zip(parts, one["parts"], strict=True)) | {"all, s": sum(one["parts"])} for one in found]
-    digits = dict.fromkeys([*parts, "all, s"], 1) | {"again": 0}
-    return markdown(["workers", *parts, "all, s", "steps done again"], _means(named, ["change"], digits))
+    forms = dict.fromkeys([*parts, "all, s"], ",.1f") | {"again": ",.0f"}
+    return markdown(["workers", *parts, "all, s", "steps done again"], means(named, ["change"], forms))
   lost = {one["run"]: max(other["lost"] for other in found if other["run"] == one["run"]) for one in found}
-  rows = _means(found, ["run"], {"accuracy": 4, "delivered": 4})
+  rows = means(found, ["run"], {"accuracy": ",.4f", "delivered": ",.4f"})
   return markdown(["run", "test accuracy", "delivered", "lost"], [[*row, f"{lost[row[0]]:.1e}"] for row in rows])
 
 
@@ -240,33 +203,24 @@ def contention(source: str) -> str:
   return _of_rich("links", made)
 
 
-def _of_rich(label: str, found: Mapping[str, rich.table.Table]) -> str:
-  """Tables with the same columns as one, which begins with their names."""
-  rows = [
-    [name, *row] for name, one in found.items() for row in zip(*(column.cells for column in one.columns), strict=True)
-  ]
+def _of_rich(label: str, found: Mapping[str, rich.table.Table], code: Sequence[str] = ()) -> str:
+  """Tables with the same columns as one, which begins with their names; cells under the heads `code` are code."""
   head = [str(column.header) for column in next(iter(found.values())).columns]
-  return markdown([label, *head], [[name_of(str(cell)) for cell in row] for row in rows])
+  shown = lambda name, cell: f"`{cell}`" if name in code else name_of(str(cell))
+  rows = []
+  for name, one in found.items():
+    for cells in zip(*(column.cells for column in one.columns), strict=True):
+      rows.append([name, *map(shown, head, cells)])
+  return markdown([label, *head], rows)
 
 
 def papers(*words: str) -> str:
   """A paper's numbers beside ours, then what they are; ValueError for a paper without a table, with the choices."""
-  name = " ".join(words)
-  cells = [cell for cell in cells_of_papers.every() if cell.paper == name]
-  if not cells:
-    known = dict.fromkeys(cell.paper for cell in cells_of_papers.every())
+  name, cells = " ".join(words), cells_of_papers.every()
+  if name not in (known := dict.fromkeys(cell.paper for cell in cells)):
     raise ValueError(f"paper {name!r}, choose one of {', '.join(known)}")
-  text = cells_of_papers.text
-  rows = [[one.table, one.name, cells_of_papers.paper_text(one), text(one.ours), one.verdict] for one in cells]
-  first = {cell.table: cell for cell in reversed(cells)}.values()
-  noise = lambda one: f"; noise {one.noise:.0%}" if one.noise else ""
-  about = [
-    [one.table, one.what, one.setting, f"`{one.benchmark}`: {one.differs or 'the same'}{noise(one)}", one.reason]
-    for one in reversed(first)
-  ]
-  return f"{markdown(['', '', 'paper', 'ours', 'verdict'], rows)}\n\n" + markdown(
-    ["", "what", "paper's setting", "our benchmark and setting", "why ours differs"], about
-  )
+  both = cells_of_papers.tables_of([cell for cell in cells if cell.paper == name])
+  return "\n\n".join(_of_rich("", {"": one}) for one in both)
 
 
 def verdicts() -> str:
@@ -285,21 +239,22 @@ def summary() -> str:
     ("race_resnet20", "seconds to dense's loss, ResNet-20, SGD", ("spardl:density=0.01",)),
   ):
     for rate in slow_first(pace.rate for pace in _results(name).rows["paces"]):
-      found = {one.method: one for one in _standings(name, rate)}
+      found = {one.method: one for one in standings(_results(name), rate, Target(300))}
       for method in methods:
-        numbers = [spread_text(found[one].seconds, 1) for one in (DENSE, method)]
-        gain = spread_text(found[method].speed_up, 2)
+        numbers = [number(found[one].seconds, ",.1f") for one in (DENSE, method)]
+        gain = number(found[method].speed_up, ",.2f")
         rows.append([what, f"4 hosts, {rate_text(rate)}", name_of(method), *numbers, gain])
-  what, chunked = "ms an update, n = 14.7 M (VGG-16), 1 %", "spardl:selector=chunked:wire=bf16"
-  updates = {f"6 hosts, {row['links']}": row for row in _rows("updates_rates") if row["n"] == 14_728_266}
-  for table, hosts in _UPDATES:
-    updates[hosts] = {row["algorithm"]: row["ms"] for row in _rows(table)}
-    updates[hosts] |= {f"× {row['algorithm']}": row["× f32"] for row in _rows(table)}
-  for network, ms in updates.items():
-    for method, text in (("spardl", "SparDL"), (chunked, "SparDL, chunked, bf16")):
+  ms_of = {f"6 hosts, {row['links']}": row for row in _rows("updates_rates") if row["n"] == 14_728_266}
+  gains: dict[tuple[str, str], float] = {}
+  for table, network in _UPDATES:
+    ms_of[network] = {row["algorithm"]: row["ms"] for row in _rows(table)}
+    gains |= {(network, row["algorithm"]): row["× f32"] for row in _rows(table)}
+  for network, ms in ms_of.items():
+    for method, text in (("spardl", "SparDL"), ("spardl:selector=chunked:wire=bf16", "SparDL, chunked, bf16")):
       if method in ms:
-        gain = ms.get(f"× {method}") or ms[DENSE] / ms[method]
-        rows.append([what, network, text, f"{ms[DENSE]:,.0f}", f"{ms[method]:,.0f}", f"{gain:.1f}"])
+        numbers = [f"{ms[DENSE]:,.0f}", f"{ms[method]:,.0f}"]
+        gain = f"{gains.get((network, method), ms[DENSE] / ms[method]):.1f}"
+        rows.append(["ms an update, n = 14.7 M (VGG-16), 1 %", network, text, *numbers, gain])
   return markdown(["measured", "network", "method", "dense", "this method", "times as fast"], rows)
 
 
@@ -315,22 +270,8 @@ def wire() -> str:
   return markdown(["model", "n", *(f"{name}: {one}" for name in networks for one in ("dense", "SparDL 1 %"))], rows)
 
 
-_FUNCTIONS = (
-  kept,
-  race,
-  paces,
-  wholes,
-  losses,
-  runs,
-  elastic,
-  heterogeneous,
-  contention,
-  papers,
-  verdicts,
-  summary,
-  wire,
-)
-TABLES: dict[str, Callable[..., str]] = {function.__name__: function for function in _FUNCTIONS}
+_SIMPLE = (kept, race, paces, wholes, losses, runs, papers, verdicts, summary, wire)
+TABLES = {function.__name__: function for function in (*_SIMPLE, elastic, heterogeneous, contention)}
 
 
 def main() -> None:

@@ -6,23 +6,20 @@ steps, and over words sent. With --trace also trace.png: what `js.metrics` said 
 
 Examples:
   python -m benchmarks.train
-  python -m benchmarks.train --algorithm=all
   python -m benchmarks.train --algorithm=spardl,spardl:residual=partial,spardl:residual=local --seed=0,1,2
   python -m benchmarks.train --algorithm=oktopk,gaussiank,oktopk:regions=even --trace=selected,delivered,imbalance
-  python -m benchmarks.train --engine=sim --workers=5 --folds=5
   python -m benchmarks.train --task=lm --engine=sim --workers=4 --batch_size=4 --optimizer=adamw:0.001,sgd:0.3
   python -m benchmarks.train --data_dir=$HOME/cifar --steps=5000
-  python -m benchmarks.train --engine=processes --algorithm=spardl,dense
 """
 
 import itertools
+import math
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import rich.console
 import rich.table
 from absl import flags
 
@@ -37,7 +34,6 @@ _ENGINE = flags.DEFINE_enum("engine", "devices", list(workers.ENGINES), workers.
 _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that a sparse all-reduce delivers in a step.")
 _TASK = flags.DEFINE_enum("task", "images", ["images", "lm"], "lm: a byte-level language model, see tasks/lm.py.")
-_MODEL = flags.DEFINE_enum("model", "cnn", list(images.SMALL), "The model to train on images.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Train on CIFAR-10: the folder that holds cifar-10-batches-py.")
 _STEPS = flags.DEFINE_integer("steps", 1500, "Training steps of each algorithm.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images, or windows of text, of each worker.", lower_bound=1)
@@ -53,6 +49,7 @@ entry.require_choices(_TRACE, js.Metrics.names())
 
 
 CURVE_POINTS = 40  # evaluations during a run
+_SPREADS = "± is the standard deviation over seeds and folds"
 
 
 class Run(NamedTuple):
@@ -70,18 +67,18 @@ class Run(NamedTuple):
   residual_norm: float  # ℓ₂ norm of all residuals after the last step
   steps: list[int]  # the steps at which the accuracy was measured
   accuracy: list[float]  # test accuracy at those steps
-  loss: list[float]  # training loss of the batch at those steps
   trace: dict[str, list[float]]  # metrics of `js.metrics` by name, in every step
   fold: int = 0  # of cross-validation, that was left out for the test
 
 
-def train(trainer: Trainer, method: methods.Method, recipe: recipes.Recipe, seed: int, on_step: Callable) -> Run:
+def train(trainer: Trainer, on_step: Callable) -> Run:
   """Trains for the steps of the recipe; calls `on_step` with each step and its loss."""
+  method, recipe = trainer.method, trainer.recipe
   few = min(recipe.steps, CURVE_POINTS // 2)  # closer together where accuracy changes most, at the start
   spreads = (np.linspace, np.geomspace)
   points = {round(point) for spread in spreads for point in spread(1, recipe.steps, few)} | {recipe.steps}
   trace: dict[str, list[float]] = {name: [] for name in js.Metrics.names()}
-  steps, accuracies, losses = [], [], []
+  steps, accuracies = [], []
   while trainer.steps < recipe.steps:
     loss, found = trainer.step(), trainer.metrics()
     for name, values in trace.items():
@@ -89,14 +86,13 @@ def train(trainer: Trainer, method: methods.Method, recipe: recipes.Recipe, seed
     if trainer.steps in points:
       steps.append(trainer.steps)
       accuracies.append(trainer.evaluate(trainer.synchronized())[1])
-      losses.append(loss)
     on_step(trainer.steps, loss)
   params = trainer.synchronized()
   name, config = method.spec.name, method.spec.config
   return Run(
     algorithm=method.label,
     optimizer=str(recipe.optimizer),
-    seed=seed,
+    seed=trainer.seed,
     test_accuracy=accuracies[-1],
     test_loss=trainer.evaluate(params)[0],
     train_loss=trainer.evaluate(params, trainer.task.train)[0],
@@ -106,7 +102,6 @@ def train(trainer: Trainer, method: methods.Method, recipe: recipes.Recipe, seed
     residual_norm=trace["residual_norm"][-1],
     steps=steps,
     accuracy=accuracies,
-    loss=losses,
     trace=trace,
   )
 
@@ -121,21 +116,17 @@ def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def table(runs: Sequence[Run], title: str) -> rich.table.Table:
-  """The algorithms side by side: means over seeds and folds, and the standard deviation where there are several."""
-  groups = by_algorithm(runs)
-  dense = next((run.words_per_step for run in runs if run.algorithm == "dense"), None)
-  several = "; ± is the standard deviation over seeds and folds" if len(runs) > len(groups) else ""
-  lines = []
-  for label, group in groups.items():
-    words = statistics.mean(run.words_per_step for run in group)
-    losses = ([getattr(run, name) for run in group] for name in ("test_accuracy", "test_loss", "train_loss"))
-    spreads = [report.spread(values, ".4f") for values in losses]
-    sent = f"{words:,.0f}", report.ratio(words, dense, 3), str(group[0].messages_per_step)
-    seconds = statistics.median(run.seconds_per_step for run in group)
-    residual = statistics.mean(run.residual_norm for run in group)
-    lines.append([label, *spreads, *sent, f"{1e3 * seconds:.1f}", f"{residual:.3f}"])
-  heads = ("algorithm", "test accuracy", "test loss", "train loss", "words / step", "vs dense", "messages", "ms / step")
-  return report.table(title + several, (*heads, "residual norm"), lines)
+  """The algorithms side by side: means over seeds and folds."""
+  dense = next((run.words_per_step for run in runs if run.algorithm == "dense"), math.nan)
+  rows = [
+    run._asdict() | {"vs dense": run.words_per_step / (dense or math.nan), "ms": 1e3 * run.seconds_per_step}
+    for run in runs
+  ]
+  forms = dict.fromkeys(("test_accuracy", "test_loss", "train_loss"), ".4f") | {"words_per_step": ",.0f"}
+  forms |= {"vs dense": ",.3f", "messages_per_step": "g", "ms": ".1f", "residual_norm": ".3f"}
+  heads = ["optimizer", "algorithm", "test accuracy", "test loss", "train loss", "words / step", "vs dense"]
+  heads += ["messages", "ms / step", "residual norm"]
+  return report.table(title, heads, report.means(rows, heads[:2], forms), text=2, caption=_SPREADS, wraps=heads[:2])
 
 
 def figure(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
@@ -167,62 +158,46 @@ def trace(runs: Sequence[Run], names: Sequence[str], title: str, path: pathlib.P
 def _make_tasks() -> list[Task]:
   """The task on each fold."""
   if _TASK.value == "lm":
-    if idle := [flag.name for flag in (_MODEL, _DATA_DIR) if flag.present]:
-      raise ValueError(f"--{idle[0]} is for --task=images: --task=lm has a model and a text of its own")
+    if _DATA_DIR.value:
+      raise ValueError("--data_dir is for --task=images: --task=lm has a text of its own")
     return [lm.small()]
   name, folds = "cifar10" if _DATA_DIR.value else "digits", _FOLDS.value if _FOLDS.value > 1 else data.FOLDS
-  return [
-    images.make_small(_MODEL.value, data.load(name, _DATA_DIR.value, fold, folds)) for fold in range(_FOLDS.value)
-  ]
-
-
-def _compare(
-  algorithms: list[methods.Method], optimizers: list[recipes.Optimizer], console: rich.console.Console
-) -> tuple[list[Run], str]:
-  """Trains with every algorithm and optimizer, from every seed, on every fold; the runs, and their title."""
-  place, tasks = workers.here(_ENGINE.value, _WORKERS.value), _make_tasks()
-  title = f"{tasks[0]}, {place}, density {_DENSITY.value:g}"
-  if _OPTIMIZER.value != ["sgd"]:
-    title += f", {', '.join(map(str, optimizers))}"
-  console.quiet = not place.reports
-  console.print(title, soft_wrap=True)
-  runs: list[Run] = []
-  for optimizer, method, (fold, task), seed in itertools.product(optimizers, algorithms, enumerate(tasks), _SEED.value):
-    recipe = recipes.Recipe(optimizer, "cosine", steps=_STEPS.value)
-    with report.progress(console, f"{method.label}, {optimizer}, seed {seed}", _STEPS.value) as show:
-      trainer = Trainer(task, method, recipe, place, _BATCH_SIZE.value, seed)
-      run = train(trainer, method, recipe, seed, show)
-    runs.append(run._replace(fold=fold))
-    if place.reports:
-      path = pathlib.Path(_REPORT_DIR.value) / "train.json"
-      report.keep(path, {"title": title}, {"runs": [report.rounded(one._replace(trace={})) for one in runs]})
-      reached = f"test accuracy {run.test_accuracy:.4f}, test loss {run.test_loss:.4f}"
-      name = f"{optimizer}, {method.label}, seed {seed}" + f", fold {fold}" * (fold > 0)
-      line = f"{name}: {reached}, {1e3 * run.seconds_per_step:.1f} ms a step"
-      console.print(line, highlight=False, soft_wrap=True)
-  return runs if place.reports else [], title
+  return [images.make_small("cnn", data.load(name, _DATA_DIR.value, fold, folds)) for fold in range(_FOLDS.value)]
 
 
 def main() -> None:
-  """Trains all that the flags name and reports."""
+  """Trains with every algorithm and optimizer that the flags name, from every seed, on every fold, and reports."""
   if _FOLDS.value > 1 and (_TASK.value == "lm" or _DATA_DIR.value):
     raise ValueError(f"--folds={_FOLDS.value} is for the digits: other data come with a test set of their own")
   algorithms = methods.parse("algorithm", _ALGORITHM.value, _WORKERS.value, density=_DENSITY.value)
   optimizers = recipes.parse_optimizers(_OPTIMIZER.value, _LEARNING_RATE.value)
   if workers.launched(_ENGINE.value, _WORKERS.value):
     return
+  place, tasks = workers.here(_ENGINE.value, _WORKERS.value), _make_tasks()
+  folder, runs = pathlib.Path(_REPORT_DIR.value), []
+  title = ", ".join([f"{tasks[0]}, {place}, density {_DENSITY.value:g}", *map(str, optimizers)])
   console = workers.make_console(stderr=_JSON.value)
-  runs, title = _compare(algorithms, optimizers, console)
-  if not runs:
+  console.quiet = not place.reports
+  console.print(title, soft_wrap=True)
+  for optimizer, method, (fold, task), seed in itertools.product(optimizers, algorithms, enumerate(tasks), _SEED.value):
+    recipe = recipes.Recipe(optimizer, "cosine", steps=_STEPS.value)
+    name = f"{optimizer}, {method.label}, seed {seed}" + f", fold {fold}" * (fold > 0)
+    with report.progress(console, name, _STEPS.value) as show:
+      run = train(Trainer(task, method, recipe, place, _BATCH_SIZE.value, seed), show)
+    runs.append(run._replace(fold=fold))
+    if place.reports:
+      kept = [report.rounded(one._replace(trace={})) for one in runs]
+      report.keep(folder / "train.json", {"title": title}, {"runs": kept})
+    reached = f"test accuracy {run.test_accuracy:.4f}, test loss {run.test_loss:.4f}"
+    console.print(f"{name}: {reached}, {1e3 * run.seconds_per_step:.1f} ms a step", highlight=False, soft_wrap=True)
+  if not place.reports:
     return
-  path = pathlib.Path(_REPORT_DIR.value) / "demo.png"
-  figure(runs, title, path)
+  figure(runs, title, folder / "demo.png")
   console.print(table(runs, f"after {_STEPS.value} steps"))
-  console.print(f"figure: {path}")
+  console.print(f"figure: {folder / 'demo.png'}")
   if _TRACE.value:
-    path = path.with_name("trace.png")
-    trace(runs, _TRACE.value, title, path)
-    console.print(f"figure: {path}")
+    trace(runs, _TRACE.value, title, folder / "trace.png")
+    console.print(f"figure: {folder / 'trace.png'}")
   if _JSON.value:
     report.print_json({"title": title, "runs": runs})
 

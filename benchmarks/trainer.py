@@ -10,15 +10,16 @@ import jaxsparse as js
 from benchmarks.methods import Method
 from benchmarks.recipes import Recipe
 from benchmarks.tasks.base import Arrays, Model, Task, model_of
-from benchmarks.workers import Workers
-from jaxsparse.train.engine import local_shard
+from benchmarks.workers import AXIS, Workers
+from jaxsparse.train.engine import engine_of, local_shard
 
 
 class Trainer:
   """A training from a seed; every process of the engine makes it and calls the same methods."""
 
   def __init__(self, task: Task, method: Method, recipe: Recipe, place: Workers, batch_size: int, seed: int):
-    self.task, self.place = task, place
+    self.task, self.method, self.recipe, self.place, self.seed = task, method, recipe, place, seed
+    self.engine = engine_of(place.where, AXIS)
     self.batches = task.batches(seed, place, batch_size)
     self.model: Model = model_of(task, seed)
     tx = method.make(place.axis, recipe.make())

@@ -61,10 +61,16 @@ def launched(engine: str, workers: int) -> bool:
   """Runs this command again as `workers` ranks, if the engine takes ranks and this process is not one of them."""
   if engine not in ("processes", "mpi") or launch.is_rank():
     return False
-  spec = sys.modules["__main__"].__spec__
-  program = ["-m", spec.name] if spec else [str(pathlib.Path(sys.argv[0]).resolve())]
-  launch.run([sys.executable, *program, *sys.argv[1:]], workers, "mpi" if engine == "mpi" else "processes")
+  start_again(workers, engine)
   return True
+
+
+def start_again(ranks: int, engine: Any = "processes", *flags: str, **options: Any) -> None:
+  """Runs this command, with these flags too, as ranks until they end; `options` are those of `launch.run`."""
+  spec = sys.modules["__main__"].__spec__
+  program = ["-m", spec.name.removesuffix(".__main__")] if spec else [str(pathlib.Path(sys.argv[0]).resolve())]
+  transport: Any = "mpi" if engine == "mpi" else "processes"
+  launch.run([sys.executable, *program, *sys.argv[1:], *flags], ranks, transport, **options)
 
 
 def measure_in_lab(program: str, hosts: int, rate: str, transport: Any = "processes", devices: int = 1) -> Any:

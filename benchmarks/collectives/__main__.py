@@ -9,17 +9,16 @@ Residuals grow in the --warm_up steps. An algorithm with a period (Ok-Topk: thre
 is timed over whole periods, 70 steps at least, warm-up included; others over --repetitions.
 
 A row is printed as soon as it is measured, and kept as a line of collectives.jsonl: an interruption, or an algorithm
-that fails or exceeds --limit, loses none of them, and ranks start again behind it. At the end follows a table. The exit
-status is 0 if all was measured, and nothing wrong.
+that fails and ends the ranks, loses none of them. At the end follows a table. The exit status is 0 if all was measured,
+and nothing wrong.
 
-Columns: ms, mean, p90: over the timed steps, of the slowest rank; × f32, × bf16: dense's median / this one; algbw,
-busbw: GB/s as in nccl-tests, 4n bytes / median, and that times 2(P − 1)/P; #wrong: entries of all timed steps that were
-lost, made up, or not the same bits on every rank; words: of 4 bytes that a rank sent; select, wire, merge: arithmetic
-until the first message and after it, measured without a network with all ranks at work at once, and the rest.
+Columns: ms, mean, p90: over the timed steps, of the slowest rank; × f32, × bf16: dense's median / this one; busbw: GB/s
+as in nccl-tests, 4n bytes / median · 2(P − 1)/P; #wrong: entries of all timed steps that were lost, made up, or not the
+same bits on every rank; words: of 4 bytes that a rank sent; arithmetic: ms without a network, all ranks at work at
+once; wire: the rest of ms.
 
 Examples:
   python -m benchmarks.collectives --rate=1gbit
-  python -m benchmarks.collectives --rate=1gbit --workers=2 --pin
   python -m benchmarks.collectives --rate=10mbit,100mbit,1gbit,none --algorithms=spardl,dense --predict
   python -m benchmarks.collectives --engine=devices --workers=2,4,8 --n=100000 --json | jq '.[].busbw'
   mpirun -n 64 python -m benchmarks.collectives --engine=mpi --workers=64
@@ -28,20 +27,18 @@ Examples:
 import contextlib
 import datetime
 import itertools
-import json
 import math
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import entry, netlab, recorded, specs, workers
+from benchmarks import entry, netlab, recorded, report, specs, workers
 from benchmarks.collectives import updates
 from benchmarks.collectives.updates import Bench, Kept, Row
 from jaxsparse import launch
@@ -57,16 +54,12 @@ _PIN = flags.DEFINE_bool("pin", False, "Pin each rank to a core of its own; take
 _GRADIENTS = flags.DEFINE_enum("gradients", "recorded", ["recorded", "normal"], "Of a training, or normals.")
 _REPETITIONS = flags.DEFINE_integer("repetitions", 5, "Timed steps of an algorithm without a period.", lower_bound=1)
 _WARM_UP = flags.DEFINE_integer("warm_up", None, "Untimed steps; 30 with recorded gradients, 1 with normal ones.", 1)
-_LIMIT = flags.DEFINE_float("limit", 900, "Seconds that one algorithm may take, compiling included.")
 _PREDICT = flags.DEFINE_bool("predict", False, "Also fit the cost model on the same workers and show its predictions.")
 _CACHE_DIR = entry.define_cache_dir()
 _SHARE = flags.DEFINE_bool("share_programs", True, "Share compiled programs between ranks and runs.")
 _REPORT_DIR = entry.define_report_dir("collectives.jsonl")
 _JSON = entry.define_json()
 _RUN = flags.DEFINE_string("run", None, "Internal: names the run in collectives.jsonl.")
-_FIRST = flags.DEFINE_integer("first", 0, "Internal: number of the first row that ranks measure.")
-
-entry.require(_LIMIT, lambda seconds: seconds > 0, "more than 0")
 
 
 def _settings() -> list[tuple[int, str]]:
@@ -106,53 +99,37 @@ def _measure(size: int, rate: str, kept: Kept) -> bool:
   if _SHARE.value:
     workers.share_programs(pathlib.Path(_CACHE_DIR.value) / "programs")
   place, real = workers.here(_ENGINE.value, size), _GRADIENTS.value == "recorded"
-  cases = _cases(size)[_FIRST.value :]
+  cases = _cases(size)
   label = lambda spec: js.costs.label_of(spec.name, spec.config)
   profile = None
   if _PREDICT.value:
     labels = list(dict.fromkeys(label(spec) for _, _, spec in cases))
     profile = js.costs.fit(place.where, algorithms=labels, seconds=math.inf)
-  show = lambda text: print(text, file=sys.stderr if _JSON.value else sys.stdout, flush=True)
-  if place.reports:
-    show(updates.heading(_PREDICT.value))
   for n, of_size in itertools.groupby(cases, lambda case: case[0]):
     gradients = recorded.gradients(place, recorded.path_in(_CACHE_DIR.value), n) if real else None
     bench = Bench(place, _ENGINE.value, n, _WARM_UP.value or (30 if real else 1), _REPETITIONS.value, gradients)
     for _, density, spec in of_size:
-      late = f"{spec.label} takes more than {_LIMIT.value:g} s (--limit)"  # ends this rank, and so the run of ranks
-      timer = threading.Timer(_LIMIT.value, launch.fail, [late])
-      timer.daemon = True
-      timer.start()
       row = bench.row(spec, density, rate, _PIN.value)
-      timer.cancel()
       if place.reports:
         predictions = js.costs.advise(n, profile).predictions if profile else []
         row = row._replace(predicted=next((one.seconds for one in predictions if one.label == label(spec)), None))
-        kept.add(row.as_dict())
-        show(updates.line(row))
+        kept.add(row)
+        print(updates.line(row), file=sys.stderr if _JSON.value else sys.stdout, flush=True)
   return place.reports
 
 
 def _run(size: int, rate: str, kept: Kept, run: str) -> list[str]:
-  """Starts the ranks of one setting, in a lab if it has a rate, and again behind a row that fails; what failed."""
-  engine = _ENGINE.value
-  command = [sys.executable, "-m", "benchmarks.collectives", *sys.argv[1:]]
-  command += [f"--workers={size}", f"--rate={rate}", f"--run={run}"]
-  ranks = size if engine in ("processes", "mpi") else 1
-  labels = [spec.label for _, _, spec in _cases(size)]
-  failed: list[str] = []
-  first = 0
-  with netlab.lab(size, rate) if rate else contextlib.nullcontext() as hosts:
-    while first < len(labels) and len(failed) < first + 2:  # two failures and no row: a third will not differ
-      before = len(kept.read())
-      try:
-        launch.run([*command, f"--first={first}"], ranks, "mpi" if engine == "mpi" else "processes", hosts=hosts)
-        break
-      except launch.RunFailed as error:
-        first += len(kept.read()) - before
-        failed.append(f"{labels[first] if first < len(labels) else 'after the last row'}: {error}")
-        first += 1
-  return failed
+  """Starts the ranks of one setting, in a lab if it has a rate; what failed."""
+  given = f"--workers={size}", f"--rate={rate}", f"--run={run}"
+  ranks = size if _ENGINE.value in ("processes", "mpi") else 1
+  before = len(kept.read())
+  try:
+    with netlab.lab(size, rate) if rate else contextlib.nullcontext() as hosts:
+      workers.start_again(ranks, _ENGINE.value, *given, hosts=hosts)
+  except launch.RunFailed as error:
+    later = [spec.label for _, _, spec in _cases(size)][len(kept.read()) - before :]
+    return [f"{later[0] if later else 'after the last row'}: {error}"]
+  return []
 
 
 def _report(measured: Sequence[Row], failed: Sequence[str]) -> bool:
@@ -166,7 +143,7 @@ def _report(measured: Sequence[Row], failed: Sequence[str]) -> bool:
   for problem in failed:
     print(f"error: {problem}", file=sys.stderr)
   if _JSON.value:
-    print(json.dumps([row.as_dict() for row in measured]))
+    report.print_json([row._asdict() | {"busbw": row.busbw} for row in measured])
   return not wrong and not failed
 
 

@@ -26,7 +26,7 @@ class Laws:
 
   Law C: `P · mean + Σ_w residual_w` after the update is `Σ_w (gradient_w + residual_w)` before it, entry by entry.
   Law R: all workers receive the same bits. Checked are sums and checksums of 4096 buckets; only where they differ are
-  the entries of the differing buckets gathered and counted.
+  all entries gathered and those that differ counted.
   """
 
   def __init__(self, engine: Engine, spec: Spec, specs: Any):
@@ -35,13 +35,12 @@ class Laws:
     # all P · 2⁻⁸; another 2⁻⁸ covers the products of rounding errors.
     self._tolerance = (engine.workers + 1) * 2**-8 if spec.config.get("dtype") == "bfloat16" else 2**-18
     self._conserves, self._replicates, self._size = collective.conserves, collective.replicates, engine.workers
-    self._rows: Callable[..., Any] = functools.partial(rows_of, engine)
-    self._of_both, self._of_mean, self._of_state = specs, specs[:1], specs[1:]
-    self._held, self._kept = self._rows(_held, specs), self._rows(functools.partial(_held, None), self._of_state)
-    self._delivered = self._rows(_bucket_sums, self._of_mean)
+    rows, of_mean = functools.partial(rows_of, engine), specs[:1]
+    self._held, self._kept = rows(_held, specs), rows(functools.partial(_held, None), specs[1:])
+    self._delivered, self._entries = rows(_bucket_sums, of_mean), rows(lambda x: x, of_mean)
     # u32[buckets, 2]: hashes of the entries of each bucket
-    self._bits = self._rows(lambda x: hashed(jax.lax.bitcast_convert_type(_columns(x), jnp.uint32)), self._of_mean)
-    self._copy = engine.jit(jnp.copy, self._of_mean, specs[0])
+    self._hashes = rows(lambda x: hashed(jax.lax.bitcast_convert_type(_columns(x), jnp.uint32)), of_mean)
+    self._copy = engine.jit(jnp.copy, of_mean, specs[0])
 
   @property
   def names(self) -> str:
@@ -63,23 +62,21 @@ class Laws:
     """Entries whose bits differ between workers."""
     if not self._replicates:
       return 0
-    bits = self._bits(mean)
-    buckets = np.flatnonzero((bits != bits[0]).any((0, 2)))
-    if not buckets.size:
+    hashes = self._hashes(mean)
+    if (hashes == hashes[0]).all():
       return 0
-    rows = self._rows(lambda x: jax.lax.bitcast_convert_type(_columns(x)[buckets], jnp.uint32), self._of_mean)(mean)
-    return int((rows != rows[0]).any(0).sum())
+    bits = self._entries(mean).view(np.uint32)
+    return int((bits != bits[0]).any(0).sum())
 
   def _lost(self, mean: jax.Array, state: ReduceState, before: Before, grads: Callable[[], jax.Array]) -> int:
     """Entries of which something was lost or made up."""
     sums, residual = before
     after = self._size * self._delivered(mean)[0].astype(np.float64) + self._kept(state).sum(0, dtype=np.float64)
-    buckets = np.flatnonzero(~(np.abs(sums[0] - after[0]) <= self._tolerance * sums[1]))
-    if not buckets.size:
+    if (np.abs(sums[0] - after[0]) <= self._tolerance * sums[1]).all():
       return 0
-    rows = lambda x: self._rows(lambda x: _columns(x)[buckets], self._of_mean)(x).astype(np.float64)
+    rows = lambda x: self._entries(x).astype(np.float64)
     made, received = rows(grads()), self._size * rows(mean)[0]
-    old, new = (rows(part) if part is not None else 0.0 for part in (residual, state.carried.residual))
+    old, new = (0.0 if part is None else rows(part) for part in (residual, state.carried.residual))
     error = np.abs((made + old - new).sum(0) - received)
     return int((~(error <= self._tolerance * (np.abs(made) + np.abs(old)).sum(0))).sum())
 

@@ -7,25 +7,22 @@ import math
 import os
 import pathlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import rich.table
-from jax.extend import core
-from jax.sharding import PartitionSpec
 
 import jaxsparse as js
 from benchmarks import report
 from benchmarks.collectives.laws import Laws
 from benchmarks.specs import Spec
 from benchmarks.workers import Workers
-from jaxsparse.comm import message_p
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of, local_shard
 
+COMMON = ("engine", "gradients", "pinned")  # of all rows of a run
 SETTING = ("workers", "rate", "n", "density")  # of a row, beside its algorithm
 ENOUGH = 20.0  # seconds of warm-up, and of timed steps, after which fewer have to do; a whole period is never cut
 LEAST_STEPS = 70  # of an algorithm with a period, warm-up included
@@ -48,16 +45,11 @@ class Row(NamedTuple):
   steps: int  # how many were timed: those of whole periods where the algorithm has one
   warm_up: int  # untimed steps before them
   arithmetic: float  # seconds of an update whose messages cost nothing, all workers at work at once
-  selection: float  # seconds of that until the first message
   words: float  # 4-byte words that the worker sent that sent most, mean over the timed steps
   messages: int  # of one worker, one after the other, counted from the schedule
   checked: str  # the laws that were checked after every timed step: "C" nothing is lost, "R" the same bits everywhere
   wrong: int  # entries that broke one of them, summed over the steps
   predicted: float | None = None  # seconds by the cost model
-
-  def as_dict(self) -> dict[str, Any]:
-    """The fields, and both bandwidths."""
-    return self._asdict() | dict(zip(("algbw", "busbw"), self.bandwidths, strict=True))
 
   @property
   def wire(self) -> float:
@@ -65,15 +57,9 @@ class Row(NamedTuple):
     return max(0.0, self.seconds - self.arithmetic)
 
   @property
-  def merge(self) -> float:
-    """Seconds of arithmetic after the first message."""
-    return max(0.0, self.arithmetic - self.selection)
-
-  @property
-  def bandwidths(self) -> tuple[float, float]:
-    """(algbw, busbw) in GB/s as nccl-tests defines them: 4n bytes / seconds, and that times 2(P − 1)/P."""
-    algorithm = 4 * self.n / self.seconds / 1e9
-    return algorithm, 2 * (self.workers - 1) / self.workers * algorithm
+  def busbw(self) -> float:
+    """Bus bandwidth in GB/s as nccl-tests defines it: 4n bytes / seconds · 2(P − 1)/P."""
+    return 4 * self.n / self.seconds / 1e9 * 2 * (self.workers - 1) / self.workers
 
 
 def plan(collective: js.Collective, warm_up: int, repetitions: int) -> tuple[int, int, int]:
@@ -100,10 +86,11 @@ class Bench:
 
   def row(self, spec: Spec, density: float, rate: str = "", pinned: bool = False) -> Row:
     """Times and checks one algorithm."""
-    arithmetic, selection = self._alone(spec.collective)
+    grads = self._gradients(0)
+    arithmetic, _ = timing.alone(self._engine, self._watch, spec.collective, grads, self._n, self._repetitions)
     messages = js.costs.count(spec.name, n=self._n, workers=self._workers.size, **spec.config).messages
     setting = (spec.label, self._name, self._workers.size, self._n, density, rate, self._kind, pinned)
-    return Row(*setting, arithmetic=arithmetic, selection=selection, messages=messages, **self._updates(spec))
+    return Row(*setting, arithmetic=arithmetic, messages=messages, **self._updates(spec))
 
   def _updates(self, spec: Spec) -> dict[str, Any]:
     """What the warm-up and the timed steps say of a row."""
@@ -136,39 +123,6 @@ class Bench:
       "wrong": wrong,
     }
 
-  def _alone(self, collective: js.Collective) -> tuple[float, float]:
-    """(arithmetic, selection): seconds without any message, and until the first one."""
-    grads = self._gradients(0)
-    arithmetic, update = timing.alone(self._engine, self._watch, collective, grads, self._n, self._repetitions)
-    first = self._engine.jit(until_first_message(update.function), update.specs, PartitionSpec("workers"))
-    starts = [self._watch.time(first, grads, update.state)[0] for _ in range(self._repetitions + 1)]
-    return arithmetic, min(arithmetic, statistics.median(starts[1:]))
-
-
-def until_first_message(function: Callable) -> Callable:
-  """The part of a worker's program that must be done before its first message: what that message is made of."""
-
-  def start(*arguments: Any) -> Any:
-    closed = jax.make_jaxpr(function)(*arguments)
-    equations = closed.jaxpr.eqns
-    sends = [number for number, equation in enumerate(equations) if _sends(equation)]
-    if not sends:
-      return ()
-    made = {id(var) for equation in equations[: sends[0]] for var in equation.outvars}
-    wanted = [var for var in equations[sends[0]].invars if id(var) in made]
-    names = closed.jaxpr.debug_info._replace(result_paths=None)
-    head = closed.jaxpr.replace(eqns=equations[: sends[0]], outvars=wanted, debug_info=names)
-    made_of = core.jaxpr_as_fun(core.ClosedJaxpr(head, closed.consts))(*jax.tree.leaves(arguments))
-    return [jnp.atleast_1d(part) for part in made_of]  # so that those of all workers can lie side by side
-
-  return start
-
-
-def _sends(equation: core.JaxprEqn) -> bool:
-  return equation.primitive is message_p or any(
-    _sends(inner) for jaxpr in js.costs.counting.inner_jaxprs(equation.params) for inner in jaxpr.eqns
-  )
-
 
 class Kept:
   """The rows of one run of the benchmark in a file of JSON lines that later runs are appended to."""
@@ -176,11 +130,11 @@ class Kept:
   def __init__(self, path: pathlib.Path, run: str):
     self._path, self._run = path, run
 
-  def add(self, line: dict[str, Any]) -> None:
-    """Appends a line and waits until it is on disk."""
+  def add(self, row: Row) -> None:
+    """Appends a row and waits until it is on disk."""
     self._path.parent.mkdir(parents=True, exist_ok=True)
     with self._path.open("a") as file:
-      file.write(json.dumps({"run": self._run, **line}) + "\n")
+      file.write(json.dumps({"run": self._run, **row._asdict(), "busbw": row.busbw}) + "\n")
       file.flush()
       os.fsync(file.fileno())
 
@@ -190,18 +144,12 @@ class Kept:
     return [Row(**{name: line[name] for name in Row._fields}) for line in lines if line["run"] == self._run]
 
 
-def heading(predicts: bool) -> str:
-  """The heading of `line`s, in the columns and terms of nccl-tests."""
-  heads = f"{'ms':>9} {'mean':>9} {'p90':>9} {'algbw':>7} {'busbw':>7} {'#wrong':>7} {'steps':>6}"
-  return f"# {'algorithm':<34} {heads}{' predicted' if predicts else ''}"
-
-
 def line(row: Row) -> str:
-  """One row as text of fixed width, to print as soon as it is measured."""
-  times = " ".join(f"{report.milliseconds(seconds):>9}" for seconds in (row.seconds, row.mean, row.p90))
-  counts = " ".join(f"{width:>7.3f}" for width in row.bandwidths) + f" {_wrong(row):>7} {row.steps:>6}"
-  predicted = "" if row.predicted is None else f" {report.milliseconds(row.predicted):>9}"
-  return f"  {row.algorithm:<34} {times} {counts}{predicted}"
+  """One row in words, to print as soon as it is measured."""
+  times = ", ".join(f"{name} {report.milliseconds(own)}" for name, own in (("mean", row.mean), ("p90", row.p90)))
+  predicted = "" if row.predicted is None else f", predicted {report.milliseconds(row.predicted)}"
+  counts = f"busbw {row.busbw:.3f} GB/s, wrong {_wrong(row)}, {row.steps} steps"
+  return f"{row.algorithm}: {report.milliseconds(row.seconds)} ms ({times}{predicted}), {counts}"
 
 
 def _wrong(row: Row) -> str:
@@ -215,29 +163,19 @@ def table(rows: Sequence[Row]) -> rich.table.Table:
   lines = []
   for row in rows:
     own = [f"{value:,}" if isinstance(value, int) else str(value) for value in (getattr(row, name) for name in several)]
+    times = map(report.milliseconds, (row.seconds, row.mean, row.p90, *[row.predicted] * predicts))
     gains = [report.ratio(_dense(row, rows, dense), row.seconds) for dense in ("dense", "dense:dtype=bfloat16")]
-    bandwidths = [f"{width:.3f}" for width in row.bandwidths]
-    times = map(report.milliseconds, (row.seconds, row.mean, row.p90))
-    parts = [f"{100 * part / row.seconds:.0f} %" for part in (row.selection, row.wire, row.merge)]
-    counts = _wrong(row), f"{row.words:,.0f}"
-    predicted = [report.milliseconds(row.predicted)] * predicts
-    lines.append([row.algorithm, *own, *times, *predicted, str(row.steps), *gains, *bandwidths, *counts, *parts])
+    lines.append([row.algorithm, *own, *times, str(row.steps), *gains, f"{row.busbw:.3f}", _wrong(row)])
+    lines[-1] += [f"{row.words:,.0f}", report.milliseconds(row.arithmetic), report.milliseconds(row.wire)]
   heads = ["algorithm", *several, "ms", "mean", "p90", *["predicted"] * predicts, "steps", "× f32", "× bf16"]
-  heads += ["algbw", "busbw", "#wrong", "words", "select", "wire", "merge"]
-  caption = "ms: median; mean and p90 likewise over the steps, of the slowest rank; algbw, busbw: GB/s as in nccl-tests"
-  return report.table(f"one update of all ranks, {_setting(rows, several)}", heads, lines, caption=caption)
+  same = {name: getattr(rows[0], name) for name in (*COMMON, *SETTING) if name not in several}
+  title = "one update of all ranks: " + ", ".join(f"{name} {value}" for name, value in same.items() if value)
+  caption = "ms: median; mean and p90 likewise over the steps, of the slowest rank; busbw: GB/s as in nccl-tests"
+  heads += ["busbw", "#wrong", "words", "arithmetic", "wire"]
+  return report.table(title, heads, lines, caption=caption)
 
 
 def _dense(row: Row, rows: Sequence[Row], label: str) -> float | None:
   """The seconds of dense in the same setting."""
   setting = lambda row: [getattr(row, name) for name in SETTING]
   return next((one.seconds for one in rows if one.algorithm == label and setting(one) == setting(row)), None)
-
-
-def _setting(rows: Sequence[Row], besides: Sequence[str]) -> str:
-  """The setting that all rows have in common."""
-  same = [f"{name} {getattr(rows[0], name):,}" for name in ("workers", "n") if name not in besides]
-  same += [f"density {rows[0].density:g}"] if "density" not in besides else []
-  same += [f"{rows[0].rate} links"] if rows[0].rate and "rate" not in besides else []
-  pinned = ", a core a rank" if rows[0].pinned else ""
-  return f"engine {rows[0].engine}, {', '.join(same)}, {rows[0].gradients} gradients{pinned}"

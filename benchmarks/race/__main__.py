@@ -14,10 +14,8 @@ measured; given again, the command measures what is missing. race.png and second
 
 Examples:
   python -m benchmarks.race
-  python -m benchmarks.race --task=lm_medium --rate=100mbit --method=dense,spardl:density=0.01 --optimizer=adam:0.003
   python -m benchmarks.race --parts=wholes --rate=100mbit --seed=0 --method=spardl:density=0.01
   python -m benchmarks.race --preset=spardl-fig6c
-  python -m benchmarks.race --parts=none --results=benchmarks/results/race_lm.json --json | jq '.standings'
 """
 
 import itertools
@@ -33,11 +31,12 @@ from absl import flags
 from benchmarks import entry, methods, netlab, papers, recipes, report, specs, workers
 from benchmarks.race import measuring, presets
 from benchmarks.race import report as tables
-from benchmarks.race.measuring import Length, Race, Runner
+from benchmarks.race.measuring import Length, Runner
 from benchmarks.race.results import KINDS, Results
-from benchmarks.race.standings import DENSE, Target
+from benchmarks.race.standings import DENSE, Target, standings
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task
+from benchmarks.trainer import Trainer
 from jaxsparse import launch
 
 _PRESET = flags.DEFINE_enum("preset", None, list(presets.PRESETS), presets.HELP)
@@ -76,11 +75,16 @@ class Plan(NamedTuple):
   parts: list[str]  # to measure
   rates: list[str]  # of the links
   length: Length  # of a training
-  task: Task | None  # to train; None if only tables and figure are to be made
+  task: Task | None  # to train; None if only tables and figures are to be made
   setting: dict[str, Any] | None  # that all rows of a file have in common; None for that of the file
 
+  def start(self, runner: Runner, place: workers.Workers, seed: int = 0) -> Trainer:
+    """A training of a method."""
+    assert self.task is not None
+    return Trainer(self.task, runner.method, runner.recipe, place, _BATCH_SIZE.value, seed)
 
-def _plan() -> Plan:
+
+def _plan(preset: presets.Preset | None) -> Plan:
   """What the flags ask for; raises ValueError before anything runs."""
   if _MOST.value is not None and _MOST.value < _STEPS.value:
     raise ValueError(f"--most={_MOST.value}, choose at least --steps={_STEPS.value}")
@@ -90,7 +94,6 @@ def _plan() -> Plan:
   parts = [] if parts == ["none"] else parts
   if unknown := [part for part in parts if part not in KINDS]:
     raise ValueError(f"--parts={unknown[0]}, choose from {', '.join(KINDS)}, or none alone")
-  preset = presets.PRESETS.get(_PRESET.value or "")
   if preset and _TASK.value != preset.flags["task"]:
     raise ValueError(f"--task={_TASK.value}: --preset={_PRESET.value} trains {preset.flags['task']}")
   for rate in rates:
@@ -114,55 +117,51 @@ def _path() -> pathlib.Path:
   return pathlib.Path(_RESULTS.value or pathlib.Path(_REPORT_DIR.value) / f"race_{_TASK.value}.json")
 
 
+def _length_of(kind: str, plan: Plan, results: Results, seed: int, runner: Runner) -> Length:
+  """How long a method trains: dense as long as its loss is the target, others until they reach it."""
+  length = plan.length
+  if length.target is None and runner.method.label != DENSE:
+    length = length._replace(target=Target(length.steps).of_seeds(results).get(seed))
+  elif length.target is None:
+    length = length._replace(most=length.steps)
+  if kind == "wholes":  # the clock stops at the target, or without one after the steps of dense
+    length = length._replace(most=length.steps) if length.target is None else length._replace(steps=length.every)
+  return length
+
+
+def _is_trained(kind: str, plan: Plan, results: Results, seed: int, runner: Runner, **rate: str) -> bool:
+  """Whether the file has a training of this kind that is long enough."""
+  length = _length_of(kind, plan, results, seed, runner)
+  found = results.find(kind, **runner.key, seed=seed, **rate)
+  return any(length.is_done(one.steps[-1], one.loss) for one in found)
+
+
 def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None:
   """Loss over steps of each method from each seed, unless the file has it."""
-  assert plan.task is not None
-  race = Race(plan.task, workers.here("sim", _HOSTS.value), _BATCH_SIZE.value)
-  console.print(f"{race.task}, {race.place}, {plan.runners[0].recipe}", highlight=False, soft_wrap=True)
+  place = workers.here("sim", _HOSTS.value)
+  console.print(f"{plan.task}, {place}, {plan.runners[0].recipe}", highlight=False, soft_wrap=True)
   # Dense from every seed first: the others train until the loss of its best optimizer, which is known then.
   in_order = sorted(itertools.product(_SEED.value, plan.runners), key=lambda one: one[1].method.label != DENSE)
   for seed, runner in in_order:
-    length = _length_of_curve(plan, results, seed, runner)
-    key = {"method": runner.method.label, "optimizer": runner.optimizer, "seed": seed}
-    found = results.find("curves", **key)
-    if found and length.is_done(found[0].steps[-1], found[0].loss):
+    if _is_trained("curves", plan, results, seed, runner):
       continue
+    length = _length_of("curves", plan, results, seed, runner)
     with report.progress(console, f"{runner}, seed {seed}", length.most) as show:
-      measuring.curve(race, runner, seed, length, results.add, show)
-    console.print(tables.line(results.find("curves", **key)[0]), highlight=False, soft_wrap=True)
-
-
-def _length_of_curve(plan: Plan, results: Results, seed: int, runner: Runner) -> Length:
-  """How long a method trains: dense as long as its loss is the target, others until they reach it."""
-  if plan.length.target is not None:
-    return plan.length
-  if runner.method.label == DENSE:
-    return plan.length._replace(most=plan.length.steps)
-  return plan.length._replace(target=Target(plan.length.steps).of_seed(results, seed))
-
-
-def _length_of_whole(plan: Plan, results: Results, runner: Runner) -> Length:
-  """How long a training on the clock is: until the target, or without one as long as dense."""
-  length = _length_of_curve(plan, results, _SEED.value[0], runner)
-  return length._replace(most=length.steps) if length.target is None else length._replace(steps=length.every)
+      measuring.curve(plan.start(runner, place, seed), length, results.add, show)
+    (row,) = results.find("curves", **runner.key, seed=seed)
+    console.print(tables.line(row), highlight=False, soft_wrap=True)
 
 
 def _missing(part: str, rate: str, plan: Plan, results: Results) -> list[Runner]:
   """The methods whose rows of a part the file lacks."""
   if part == "advice":
     return [] if results.find("advice", rate=rate) else plan.runners
-  if part == "paces":
-    has = {pace.method for pace in results.find("paces", rate=rate) if pace.steps >= _TIMED.value}
-    first = [runner for runner in plan.runners if runner.recipe == plan.runners[0].recipe]
-    return [runner for runner in first if runner.method.label not in has]
-
-  def is_done(runner: Runner) -> bool:
-    length = _length_of_whole(plan, results, runner)
-    key = {"method": runner.method.label, "optimizer": runner.optimizer, "seed": _SEED.value[0]}
-    found = results.find("wholes", rate=rate, **key)
-    return any(length.is_done(one.steps[-1], one.loss) for one in found)
-
-  return [runner for runner in plan.runners if not is_done(runner)]
+  if part == "wholes":
+    seed = _SEED.value[0]
+    return [one for one in plan.runners if not _is_trained("wholes", plan, results, seed, one, rate=rate)]
+  has = {pace.method for pace in results.find("paces", rate=rate) if pace.steps >= _TIMED.value}
+  first = [runner for runner in plan.runners if runner.recipe == plan.runners[0].recipe]
+  return [runner for runner in first if runner.method.label not in has]
 
 
 def _lab(part: str, rate: str, plan: Plan, results: Results) -> None:
@@ -171,8 +170,7 @@ def _lab(part: str, rate: str, plan: Plan, results: Results) -> None:
     return
   try:
     with netlab.lab(_HOSTS.value, rate) as hosts:
-      command = [sys.executable, "-m", "benchmarks.race", *sys.argv[1:], f"--rank={part},{rate}"]
-      launch.run(command, _HOSTS.value, hosts=hosts)
+      workers.start_again(_HOSTS.value, "processes", f"--rank={part},{rate}", hosts=hosts)
   finally:
     results.refresh()
 
@@ -183,65 +181,66 @@ def _rank(plan: Plan) -> None:
   workers.share_programs(pathlib.Path(_CACHE_DIR.value) / "programs")
   results = Results(_path(), plan.setting)
   missing = _missing(part, rate, plan, results)  # every rank sees the same, for no row is added before all have joined
-  assert plan.task is not None
-  race = Race(plan.task, workers.here("processes", _HOSTS.value), _BATCH_SIZE.value)
+  place, seed = workers.here("processes", _HOSTS.value), _SEED.value[0]
 
   def keep(row: Any) -> None:
-    if race.place.reports:
+    if place.reports:
       results.add(row)
       print(tables.line(row), file=sys.stderr if _JSON.value else sys.stdout, flush=True)
 
   if part == "advice":
-    keep(measuring.advised(race, missing, rate))
-  for runner in missing if part == "paces" else []:
-    keep(measuring.pace(race, runner, rate, _TIMED.value))
-  for runner in missing if part == "wholes" else []:
-    measuring.whole(race, runner, _SEED.value[0], rate, _length_of_whole(plan, results, runner), keep)
+    keep(measuring.advised(plan.start(missing[0], place), missing, rate))
+    return
+  for runner in missing:
+    if part == "paces":
+      keep(measuring.pace(plan.start(runner, place), rate, _TIMED.value))
+    else:
+      length = _length_of("wholes", plan, results, seed, runner)
+      measuring.whole(plan.start(runner, place, seed), rate, length, keep)
 
 
 def _report(plan: Plan, results: Results, preset: presets.Preset | None, console: rich.console.Console) -> None:
-  """The tables and the figure of all rows."""
+  """The tables and the figures of all rows."""
   target = Target(plan.length.steps, plan.length.target)
-  if not plan.parts and not flags.FLAGS[_STEPS.name].present:
+  if not plan.parts and not _STEPS.present:
     whole = [one for one in results.find("curves", method=DENSE) if math.isfinite(one.loss[-1])]
     target = target._replace(steps=max((one.steps[-1] for one in whole), default=1))
-  asked = plan.rates if plan.parts or flags.FLAGS[_RATE.name].present else [one.rate for one in results.rows["paces"]]
+  asked = plan.rates if plan.parts or _RATE.present else [one.rate for one in results.rows["paces"]]
   rates = [rate for rate in dict.fromkeys(asked) if results.find("paces", rate=rate)]
-  curves = bool(results.rows["curves"])
-  if curves and not target.of_seeds(results):
+  if not results.rows["curves"]:
+    console.print(tables.paces(results))
+  elif target.of_seeds(results):
+    for rate in rates or [""]:
+      console.print(tables.table(results, rate, target))
+  else:
     what = f"no finite loss of {DENSE} after {target.steps} steps, so nothing to reach"
     console.print(f"{results.path} has {what}", highlight=False, soft_wrap=True)
-  for rate in (rates or [""]) if target.of_seeds(results) else []:
-    console.print(tables.table(results, rate, target))
-  if not curves:
-    console.print(tables.paces(results))
   if results.rows["wholes"]:
     console.print(tables.wholes(results))
-  if results.setting["task"] == "lm":
-    report.say(tables.goals(results, target), console)
-  console.print(papers.beside(papers.of("race"), preset.measured(results, target) if preset else None))
-  if curves:
+  for advice in results.rows["advice"]:
+    console.print(tables.line(advice), highlight=False, soft_wrap=True)
+  if measured := preset.measured(results, target) if preset else {}:
+    console.print(papers.beside([cell for cell in papers.of("race") if cell.name in measured], measured))
+  if results.rows["curves"]:
     folder = pathlib.Path(_REPORT_DIR.value)
     tables.draw_curves(results, rates, target, folder / "race.png")
     tables.draw_bars(results, rates, target, folder / "seconds.png")
     console.print(f"figures: {folder / 'race.png'}, {folder / 'seconds.png'}")
   if _JSON.value:
-    report.print_json(tables.as_json(results, rates, target))
+    ranked = {rate: standings(results, rate, target) for rate in rates or [""]}
+    report.print_json({"setting": results.setting, **results.rows, "standings": ranked})
 
 
 def main() -> None:
   """Measures what the results lack, and reports."""
-  presets.apply(_PRESET.value)
-  plan = _plan()
+  preset = presets.apply(_PRESET.value)
+  plan = _plan(preset)
   if launch.is_rank():
     _rank(plan)
     return
   console = workers.make_console(stderr=_JSON.value)
   results = Results(_path(), plan.setting)
-  preset = presets.PRESETS.get(_PRESET.value or "")
   if preset:
-    if (task := results.setting["task"]) != preset.flags["task"]:
-      raise ValueError(f"--results={results.path} has {task}, --preset trains {preset.flags['task']}")
     console.print(f"{preset.paper}: {preset.paper_steps:,} steps there, {_STEPS.value:,} here", highlight=False)
   for folder in (pathlib.Path(_REPORT_DIR.value), _path().parent):  # rather now than when all is measured
     folder.mkdir(parents=True, exist_ok=True)

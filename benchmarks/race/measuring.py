@@ -14,12 +14,10 @@ from benchmarks.methods import Method
 from benchmarks.netlab import sent_bytes
 from benchmarks.race.results import Advised, Curve, Pace, Whole
 from benchmarks.recipes import Recipe
-from benchmarks.tasks.base import Task
 from benchmarks.trainer import Trainer
-from benchmarks.workers import AXIS, Workers
+from benchmarks.workers import AXIS
 from jaxsparse.comm import SoloComm
 from jaxsparse.train import timing
-from jaxsparse.train.engine import Engine, engine_of
 from jaxsparse.train.starting import start_of, start_workers
 from jaxsparse.train.worker import Given, Worker
 
@@ -33,29 +31,12 @@ class Runner(NamedTuple):
   recipe: Recipe
 
   def __str__(self) -> str:
-    return f"{self.method.label}, {self.optimizer}"
+    return f"{self.method.label}, {self.recipe.optimizer}"
 
   @property
-  def optimizer(self) -> str:
-    """Name and rate of the optimizer."""
-    return str(self.recipe.optimizer)
-
-
-class Race(NamedTuple):
-  """What all methods have in common."""
-
-  task: Task  # to train
-  place: Workers  # the workers
-  batch_size: int  # inputs of each worker in a step
-
-  @property
-  def engine(self) -> Engine:
-    """Where the workers are."""
-    return engine_of(self.place.where, AXIS)
-
-  def start(self, runner: Runner, seed: int = 0) -> Trainer:
-    """A training of a method."""
-    return Trainer(self.task, runner.method, runner.recipe, self.place, self.batch_size, seed)
+  def key(self) -> dict[str, str]:
+    """The fields by which the results know it."""
+    return {"method": self.method.label, "optimizer": str(self.recipe.optimizer)}
 
 
 class Length(NamedTuple):
@@ -78,10 +59,10 @@ class Length(NamedTuple):
     return steps % self.every == 0 or steps in (self.steps, self.most)
 
 
-def curve(race: Race, runner: Runner, seed: int, length: Length, keep: Callable, show: Callable) -> None:
+def curve(trainer: Trainer, length: Length, keep: Callable, show: Callable) -> None:
   """Trains one method; `keep` gets the curve so far at each evaluation, `show` each step and its loss."""
-  trainer, words, drift = race.start(runner, seed), 0.0, 0.0
-  so_far = Curve(runner.method.label, runner.optimizer, seed, [], [], [], 0.0)
+  words, drift = 0.0, 0.0
+  so_far = Curve(trainer.method.label, str(trainer.recipe.optimizer), trainer.seed, [], [], [], 0.0)
   while not length.is_done(trainer.steps, so_far.loss):
     show(trainer.steps + 1, trainer.step())
     found = trainer.metrics()
@@ -89,36 +70,33 @@ def curve(race: Race, runner: Runner, seed: int, length: Length, keep: Callable,
     if length.is_evaluated(trainer.steps):
       loss, accuracy = trainer.evaluate()
       so_far.steps.append(trainer.steps)
-      so_far.loss.append(_of(loss))
+      so_far.loss.append(_round_loss(loss))
       so_far.accuracy.append(accuracy)
       keep(so_far._replace(words=words / trainer.steps, drift=drift))
 
 
-def whole(race: Race, runner: Runner, seed: int, rate: str, length: Length, keep: Callable[[Whole], None]) -> None:
+def whole(trainer: Trainer, rate: str, length: Length, keep: Callable[[Whole], None]) -> None:
   """Trains one method on a clock that stands still while the model is evaluated."""
-  watch = timing.Stopwatch(race.engine)
-  trainer = race.start(runner, seed)
-  so_far = Whole(runner.method.label, runner.optimizer, seed, rate, [], [], [])
+  watch = timing.Stopwatch(trainer.engine)
+  so_far = Whole(trainer.method.label, str(trainer.recipe.optimizer), trainer.seed, rate, [], [], [])
   while not length.is_done(trainer.steps, so_far.loss):
     trainer.step()
     if length.is_evaluated(trainer.steps):
       so_far.steps.append(trainer.steps)
       so_far.seconds.append(float(watch.gather(sum(trainer.times[1:])).max()))
       losses = watch.gather(trainer.evaluate()[0])  # a barrier too: no host goes on while another one evaluates
-      so_far.loss.append(_of(float(losses[0])))
+      so_far.loss.append(_round_loss(float(losses[0])))
       keep(so_far)
 
 
-def _of(loss: float) -> float:
+def _round_loss(loss: float) -> float:
   """A loss as the results keep it, so that a target is reached here and there; infinite where a training diverges."""
   return float(report.rounded(loss)) if math.isfinite(loss) else math.inf
 
 
-def pace(race: Race, runner: Runner, rate: str, steps: int) -> Pace:
+def pace(trainer: Trainer, rate: str, steps: int) -> Pace:
   """Times at least so many steps, in whole periods from one exchange to the next, behind a first untimed period."""
-  watch = timing.Stopwatch(race.engine)
-  trainer = race.start(runner)
-  every = runner.method.every
+  watch, every = timing.Stopwatch(trainer.engine), trainer.method.every
   untimed, timed = (math.ceil(count / every) * every for count in (3, steps))
   for _ in range(untimed):
     trainer.step()
@@ -126,23 +104,21 @@ def pace(race: Race, runner: Runner, rate: str, steps: int) -> Pace:
   sent = sent_bytes()
   for _ in range(timed):
     trainer.step()
-  sent = sent_bytes() - sent
-  compute, alone = _parts(race, runner, trainer, watch)
-  own = _of_periods(trainer.times[untimed:], every), sent / timed
+  own = _of_periods(trainer.times[untimed:], every), (sent_bytes() - sent) / timed
+  compute, alone = _parts(trainer, watch)
   seconds, most = (float(watch.gather(value).max()) for value in own)
-  return Pace(runner.method.label, rate, timed, seconds, compute, max(0.0, alone - compute), most)
+  return Pace(trainer.method.label, rate, timed, seconds, compute, max(0.0, alone - compute), most)
 
 
-def advised(race: Race, runners: Sequence[Runner], rate: str) -> Advised:
+def advised(trainer: Trainer, runners: Sequence[Runner], rate: str) -> Advised:
   """The advice on these methods, from the evidence of trainings with the same optimizer."""
-  watch = timing.Stopwatch(race.engine)
   specs = [runner.method.spec for runner in runners]
   labels = dict.fromkeys(js.costs.label_of(spec.name, spec.config) for spec in specs)
-  trainer = race.start(runners[0])
-  profile = js.costs.fit(race.place.where, n=trainer.params, algorithms=list(labels), seconds=math.inf)
-  known = {(one.method.label, one.optimizer) for one in runners}
-  evidence = [one for one in js.costs.evidence() if (one.method, one.optimizer) in known]
-  found = js.costs.advise(trainer.params, profile, evidence=evidence, compute=_compute(race, trainer, watch))
+  profile = js.costs.fit(trainer.place.where, n=trainer.params, algorithms=list(labels), seconds=math.inf)
+  keys = [runner.key for runner in runners]
+  evidence = [one for one in js.costs.evidence() if {"method": one.method, "optimizer": one.optimizer} in keys]
+  compute = _compute(trainer, timing.Stopwatch(trainer.engine))
+  found = js.costs.advise(trainer.params, profile, evidence=evidence, compute=compute)
   name = lambda one: one.evidence.method if one.evidence else one.label
   return Advised(rate, name(found.best), {name(one): one.to_loss for one in found.predictions}, found.why)
 
@@ -152,26 +128,26 @@ def _of_periods(times: list[float], every: int) -> float:
   return statistics.median(sum(times[start : start + every]) / every for start in range(0, len(times), every))
 
 
-def _compute(race: Race, trainer: Trainer, watch: timing.Stopwatch) -> float:
+def _compute(trainer: Trainer, watch: timing.Stopwatch) -> float:
   """Seconds of forward and backward, all workers at once."""
-  engine, split = race.engine, PartitionSpec(AXIS)
+  split = PartitionSpec(AXIS)
 
   def gradients(params: Any, batch: Any, running: Any) -> Any:
     own = jax.tree.map(lambda x: x[0], running)
     grads, _ = jax.grad(trainer.model.loss, has_aux=True)(params, batch, own)
     return jax.tree.map(lambda x: x[None], grads)
 
-  backward = engine.jit(gradients, (PartitionSpec(), split, split), split)
-  given = engine.place((next(trainer.batches), trainer.statistics), (split, split))
+  backward = trainer.engine.jit(gradients, (PartitionSpec(), split, split), split)
+  given = trainer.engine.place((next(trainer.batches), trainer.statistics), (split, split))
   return statistics.median(watch.time(backward, trainer.params, *given)[0] for _ in range(_REPETITIONS + 1))
 
 
-def _parts(race: Race, runner: Runner, trainer: Trainer, watch: timing.Stopwatch) -> tuple[float, float]:
+def _parts(trainer: Trainer, watch: timing.Stopwatch) -> tuple[float, float]:
   """Seconds of forward and backward, and of a step whose messages take no time, all workers at once; ends `trainer`."""
-  engine, comm = race.engine, SoloComm(race.place.size)
-  worker = Worker(trainer.model.loss, runner.method.make(comm, runner.recipe.make()), False, "mean", "worker", 1)
+  engine, every, comm = trainer.engine, trainer.method.every, SoloComm(trainer.place.size)
+  worker = Worker(trainer.model.loss, trainer.method.make(comm, trainer.recipe.make()), False, "mean", "worker", 1)
   same, split = PartitionSpec(), PartitionSpec(AXIS)
-  compute = _compute(race, trainer, watch)
+  compute = _compute(trainer, watch)
   given = engine.place((next(trainer.batches), trainer.statistics), (split, split))
   state, own = start_workers(engine, start_of(engine, worker.tx), trainer.params)
 
@@ -180,7 +156,6 @@ def _parts(race: Race, runner: Runner, trainer: Trainer, watch: timing.Stopwatch
 
   step = engine.jit(alone, (same, own, split, split), (same, own), donate=(0, 1))
   params, times = trainer.params, []
-  every = runner.method.every
   for _ in range((math.ceil(_REPETITIONS / every) + 1) * every):
     seconds, (params, state) = watch.time(step, params, state, *given)
     times.append(seconds)

@@ -2,20 +2,12 @@
 
 import pathlib
 import tomllib
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from absl import flags
 
 from benchmarks.race.results import Results
 from benchmarks.race.standings import Target, standings
-
-
-class Ratio(NamedTuple):
-  """A number of a paper's that compares two methods."""
-
-  above: str  # the method whose number is divided
-  below: str  # the method by whose number
-  of: Literal["seconds", "loss", "pace"]  # seconds to the same loss, the loss after as many steps, or seconds a step
 
 
 class Preset(NamedTuple):
@@ -24,7 +16,9 @@ class Preset(NamedTuple):
   paper: str  # whose it is, and where
   flags: dict[str, Any]  # their values
   paper_steps: int  # of the paper's training
-  cells: dict[str, Ratio]  # of `paper_tables.toml`, which a race with these flags measures
+  # Of `paper_tables.toml`, which a race with these flags measures: (a, b, "seconds", "loss" or "pace") for the seconds
+  # to the same loss, the loss after as many steps, or the seconds a step, of method a / those of b.
+  cells: dict[str, tuple[str, str, str]]
 
   def measured(self, results: Results, target: Target) -> dict[str, float]:
     """Our numbers of the cells at the first rate, by name, where both methods have one from every seed."""
@@ -35,27 +29,24 @@ class Preset(NamedTuple):
     for one in (one for one in standings(results, rate, target) if one.optimizer in self.flags["optimizer"]):
       spreads = {"seconds": one.seconds, "loss": one.loss}
       known |= {(one.method, of): spread.mean for of, spread in spreads.items() if spread and not spread.missing}
-    pairs = {name: ((cell.above, cell.of), (cell.below, cell.of)) for name, cell in self.cells.items()}
+    pairs = {name: ((above, of), (below, of)) for name, (above, below, of) in self.cells.items()}
     return {name: known[a] / known[b] for name, (a, b) in pairs.items() if a in known and b in known}
 
 
-def _read() -> dict[str, Preset]:
-  """The presets of the file by name."""
-  content, found = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text()), {}
-  for name, own in content["preset"].items():
-    cells = {cell: Ratio(*ratio) for cell, ratio in own.get("cells", {}).items()}
-    found[name] = Preset(own["paper"], content["base"][own["base"]] | own["flags"], own["paper_steps"], cells)
-  return found
-
-
-PRESETS = _read()
+_FILE = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text())
+PRESETS = {
+  name: Preset(own["paper"], _FILE["base"][own["base"]] | own["flags"], own["paper_steps"], own.get("cells", {}))
+  for name, own in _FILE["preset"].items()
+}
 HELP = "A paper's recipe, as values of flags that are not given: " + "; ".join(
   f"{name}: {preset.paper}, {preset.paper_steps:,} steps there" for name, preset in PRESETS.items()
 )
 
 
-def apply(name: str | None) -> None:
-  """Gives flags that are not given the values of a preset."""
-  for flag, value in PRESETS[name].flags.items() if name else ():
+def apply(name: str | None) -> Preset | None:
+  """The preset of that name, whose values flags have from now on that are not given."""
+  preset = PRESETS[name] if name else None
+  for flag, value in preset.flags.items() if preset else ():
     if not flags.FLAGS[flag].present:
       flags.FLAGS.set_default(flag, value)
+  return preset

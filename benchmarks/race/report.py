@@ -9,10 +9,11 @@ import rich.table
 
 from benchmarks import netlab, report
 from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
-from benchmarks.race.standings import DENSE, Spread, Standing, Target, crossing, standings
+from benchmarks.race.standings import DENSE, Standing, Target, crossing, standings
+from benchmarks.report import number
 
-ADVISED = "1gbit"  # where advice has a goal
-_PARTS = "ms a step: compute (forward, backward) + rest (selection, sums, optimizer) + exchange (what messages add)"
+PACE = "ms a step = compute + rest + exchange"
+_PARTS = "compute: forward, backward; rest: selection, sums, optimizer; exchange: what messages add"
 NAMES = {  # of methods in tables and figures
   "dense": "dense",
   "updates:apply_residual=True/onebit": "signs, every step",
@@ -25,34 +26,31 @@ NAMES = {  # of methods in tables and figures
   "topka:density=0.01": "TopkA 1 %",
   "topkdsa:density=0.01": "TopkDSA 1 %",
 }
-GOALS = {"100mbit": 3.0, "10mbit": 15.0}  # dense's seconds to its loss / those of the best, of the task `lm`
 
 
 def table(results: Results, rate: str, target: Target) -> rich.table.Table:
   """The methods at one rate, the fastest first."""
-  seeds = target.of_seeds(results)
-  links = f"{rate} links: " if rate else ""
-  title = f"{links}seconds to {target}, from seeds {', '.join(map(str, sorted(seeds)))} (± standard deviation)"
+  seeds = ", ".join(map(str, sorted(target.of_seeds(results))))
+  title = f"{rate} links: " * bool(rate) + f"seconds to {target}, from seeds {seeds} (± standard deviation)"
   lines = []
   for one in standings(results, rate, target):
-    lines.append([one.method, one.optimizer, spread_text(one.seconds, 1), spread_text(one.speed_up, 2)])
-    lines[-1] += [spread_text(one.steps, 0), milliseconds(one.pace), f"{one.words:,.0f}"]
-    lines[-1] += [f"{one.drift:.3g}" if one.drift else "–", spread_text(one.loss, 3), spread_text(one.loss_in_time, 3)]
-  heads = ["method", "optimizer", "seconds", "× dense", "steps", "ms a step", "words a step", "drift"]
+    lines.append([one.method, one.optimizer, number(one.seconds, ",.1f"), number(one.speed_up, ",.2f")])
+    lines[-1] += [number(one.steps, ",.0f"), number(one.more_steps, ",.2f"), milliseconds(one.pace)]
+    lines[-1] += [f"{one.words:,.0f}", number(one.loss, ",.3f")]
+  heads = ["method", "optimizer", "seconds", "× dense", "steps", "steps / dense's", PACE, "words a step"]
   caption = f"{_PARTS}; (1 missing): of a seed not trained, or not as far"
-  losses = ["loss, equal steps", "loss, equal seconds"]
-  return report.table(title, heads + losses, lines, text=2, caption=caption, wraps=[*heads[:2], *losses])
+  loss = f"loss at {target.steps} steps"
+  return report.table(title, [*heads, loss], lines, text=2, caption=caption, wraps=[*heads[:2], PACE, loss])
 
 
 def paces(results: Results) -> rich.table.Table:
   """Milliseconds a step of every method at every rate, for a race without curves."""
   lines = []
   for one in results.rows["paces"]:
-    dense = results.find("paces", rate=one.rate, method=DENSE)
-    gain = report.ratio(dense[0].seconds if dense else None, one.seconds)
-    lines.append([one.rate, one.method, milliseconds(one), gain, f"{one.bytes / 1e6:,.3f}"])
-  heads = "rate", "method", "ms a step", "× dense", "MB a host and step"
-  return report.table("milliseconds a step", heads, lines, text=2, caption=_PARTS)
+    ours = [row.seconds for row in results.find("paces", rate=one.rate) if row.method.startswith("spardl")]
+    times = report.ratio(one.seconds, ours[0] if ours else None)
+    lines.append([rate_text(one.rate), one.method, milliseconds(one), times])
+  return report.table("milliseconds a step", ("links", "method", PACE, "/ SparDL's"), lines, text=2, caption=_PARTS)
 
 
 def milliseconds(pace: Pace | None) -> str:
@@ -62,14 +60,6 @@ def milliseconds(pace: Pace | None) -> str:
   return f"{1e3 * pace.seconds:,.0f} = " + " + ".join(f"{1e3 * part:,.0f}" for part in pace.parts)
 
 
-def spread_text(spread: Spread | None, digits: int) -> str:
-  """Mean ± standard deviation, and how many seeds have no number; – without any."""
-  if spread is None:
-    return "–"
-  deviation = f" ± {spread.deviation:,.{digits}f}" if spread.deviation else ""
-  return f"{spread.mean:,.{digits}f}{deviation}" + (f" ({spread.missing} missing)" if spread.missing else "")
-
-
 def wholes(results: Results) -> rich.table.Table:
   """Whole trainings on the clock, beside steps times seconds a step."""
   lines = []
@@ -77,29 +67,11 @@ def wholes(results: Results) -> rich.table.Table:
     paces = results.find("paces", rate=one.rate, method=one.method)
     curves = results.find("curves", method=one.method, optimizer=one.optimizer, seed=one.seed)
     at = dict(zip(curves[0].steps, curves[0].loss, strict=True)) if curves else {}
+    expected = (one.steps[-1] - 1) * paces[0].seconds if paces else None
     lines.append([one.rate, one.method, one.optimizer, str(one.seed), str(one.steps[-1]), f"{one.seconds[-1]:,.1f}"])
-    lines[-1] += [f"{(one.steps[-1] - 1) * paces[0].seconds:,.1f}" if paces else "–", f"{one.loss[-1]:.3f}"]
-    lines[-1] += [f"{at[one.steps[-1]]:.3f}" if one.steps[-1] in at else "–"]
+    lines[-1] += [number(expected, ",.1f"), f"{one.loss[-1]:.3f}", number(at.get(one.steps[-1]), ".3f")]
   heads = "rate", "method", "optimizer", "seed", "steps", "seconds", "steps × pace", "loss", "loss of the curve"
   return report.table("whole trainings on the clock, beside curve and pace of the same method", heads, lines, text=3)
-
-
-def goals(results: Results, target: Target) -> list[report.Goal]:
-  """Whether the best method is as much sooner as it should be; for the task `lm`."""
-  found = []
-  for rate, ratio in GOALS.items():
-    gains = [one.speed_up for one in standings(results, rate, target)]
-    best = max((gain.mean for gain in gains if gain and not gain.missing), default=None)
-    what = f"at {rate} the best method reaches {target} {ratio:g} × as soon as dense"
-    found.append(report.goal(what, best, least=ratio))
-  for advised in results.find("advice", rate=ADVISED):
-    pick = f"what js.costs.advise picks ({advised.method})"
-    what = f"at {ADVISED} {pick} takes at most 1.05 × dense's seconds to its loss"
-    fastest = next((one for one in standings(results, ADVISED, target) if one.method == advised.method), None)
-    of = fastest and fastest.speed_up
-    longer = 1 / of.mean if of and not of.missing else None
-    found.append(report.goal(what, longer, most=1.05))
-  return found
 
 
 def name_of(method: str) -> str:
@@ -132,12 +104,6 @@ def line(row: Curve | Pace | Whole | Advised) -> str:
     return f"{row.rate}, {row.method}: {milliseconds(row)} ms a step, {row.bytes / 1e6:.3f} MB a host"
   head = f"{row.method}, {row.optimizer}, seed {row.seed}: loss {row.loss[-1]:.4f} after {row.steps[-1]} steps"
   return f"{row.rate}, {head}, {row.seconds[-1]:.1f} s" if isinstance(row, Whole) else head
-
-
-def as_json(results: Results, rates: Sequence[str], target: Target) -> dict[str, Any]:
-  """The rows, and the standings at each rate; without a rate those by steps alone, at ""."""
-  ranked = {rate: standings(results, rate, target) for rate in rates or [""]}
-  return report.plain({"setting": results.setting, **results.rows, "standings": ranked})
 
 
 def draw_curves(results: Results, rates: Sequence[str], target: Target, path: pathlib.Path) -> None:
@@ -183,28 +149,17 @@ def draw_bars(results: Results, rates: Sequence[str], target: Target, path: path
       if one.seconds and not one.seconds.missing:
         found[rate].setdefault(one.method, one)  # the fastest first
   names = [method for method in colours if any(method in own for own in found.values())]
-  plot, panels = report.pyplot.subplots(
-    1,
-    max(1, len(rates)),
-    figsize=(2 + 3.4 * max(1, len(rates)), 1.6 + 0.45 * len(names)),
-    squeeze=False,
-    sharey=True,
-    layout="constrained",
-  )
+  columns = max(1, len(rates))
+  size = 2 + 3.4 * columns, 1.6 + 0.45 * len(names)
+  plot, panels = report.pyplot.subplots(1, columns, figsize=size, squeeze=False, sharey=True, layout="constrained")
   for panel, (rate, own) in zip(panels[0], found.items(), strict=False):
-    spreads = {method: one.seconds for method, one in own.items() if one.seconds}
-    shown = [method for method in names if method in spreads]
-    drawn = panel.barh(
-      [names.index(method) for method in shown],
-      [spreads[method].mean for method in shown],
-      xerr=[spreads[method].deviation for method in shown],
-      color=[colours[method] for method in shown],
-    )
+    bars = [(names.index(method), one.seconds, colours[method]) for method, one in own.items() if one.seconds]
+    heights, spreads, colors = zip(*bars, strict=True) if bars else ((), (), ())
+    means = [spread.mean for spread in spreads]
+    drawn = panel.barh(heights, means, xerr=[spread.deviation for spread in spreads], color=colors)
     gain = lambda one: f", {one.speed_up.mean:.3g} ×" if one.speed_up and one.method != DENSE else ""
-    texts = [f"{spread_text(spreads[method], 0)}{gain(own[method])}" for method in shown]
-    panel.bar_label(drawn, texts, padding=4, fontsize="small")
-    longest = max((spread.mean for spread in spreads.values()), default=1.0)
-    panel.set(title=rate_text(rate), xlabel="seconds", xlim=(0, 1.75 * longest))  # room for the numbers
+    panel.bar_label(drawn, [f"{one.seconds:,.0f}{gain(one)}" for one in own.values()], padding=4, fontsize="small")
+    panel.set(title=rate_text(rate), xlabel="seconds", xlim=(0, 1.75 * max(means, default=1.0)))  # room for the numbers
     panel.set_yticks(range(len(names)), [name_of(method) for method in names])
     panel.spines[["top", "right"]].set_visible(False)
   panels[0][0].invert_yaxis()

@@ -5,9 +5,10 @@ import json
 import math
 import os
 import pathlib
-from typing import Any, NamedTuple, get_origin
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from benchmarks import report
 
@@ -67,7 +68,6 @@ class Advised(NamedTuple):
 
 
 KINDS: dict[str, Any] = {"curves": Curve, "paces": Pace, "wholes": Whole, "advice": Advised}
-_KEYS = ("method", "optimizer", "seed", "rate")
 
 
 class Results:
@@ -106,14 +106,14 @@ class Results:
     Of two trainings, or paces, the longer one stays: one that starts anew takes nothing away until it is as far.
     """
     kind = next(name for name, make in KINDS.items() if isinstance(row, make))
-    key = {name: getattr(row, name) for name in _KEYS if name in row._fields}
+    key = {name: getattr(row, name) for name in ("method", "optimizer", "seed", "rate") if name in row._fields}
+    length = lambda one: np.max(getattr(one, "steps", 0))
     self.path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(self.path.parent, os.O_RDONLY)
     try:
       fcntl.flock(folder, fcntl.LOCK_EX)  # no other process is here now
       self.refresh()
       same = self.find(kind, **key)
-      length = lambda one: one.steps[-1] if isinstance(one, Curve | Whole) else getattr(one, "steps", 0)
       if any(length(one) > length(row) for one in same):
         return
       kept = type(row)(**report.rounded(row._asdict()))
@@ -124,11 +124,9 @@ class Results:
 
 
 def _read(make: Any, row: dict[str, Any]) -> Any:
-  """A row of the file; raises ValueError for a training whose lists are no numbers, or not as long as its steps."""
+  """A row of the file, in which null stands for what is infinite."""
   is_null = lambda leaf: leaf is None
   found = make(**jax.tree.map(lambda leaf: math.inf if is_null(leaf) else leaf, row, is_leaf=is_null))
-  lists = [getattr(found, name) for name, kind in make.__annotations__.items() if get_origin(kind) is list]
-  are_numbers = all(isinstance(one, list) and all(isinstance(number, int | float) for number in one) for one in lists)
-  if lists and not (are_numbers and found.steps and {len(found.steps)} == set(map(len, lists))):
+  if isinstance(found, Curve | Whole) and not 0 < len(found.steps) == len(found.loss):
     raise ValueError(f"{row} is no training")
   return found

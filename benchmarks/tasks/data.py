@@ -24,14 +24,9 @@ class Dataset(NamedTuple):
 
 
 def load(name: str, data_dir: str | None = None, fold: int = 0, folds: int = FOLDS) -> Dataset:
-  """The digits, every `folds`-th image from `fold` on for the test, or CIFAR-10 in the folder `data_dir`."""
-  if folds < 2 or not 0 <= fold < folds:
-    raise ValueError(f"fold={fold} of folds={folds}, choose at least two folds, and one of them")
-  if name == "digits":
-    return _digits(fold, folds)
-  if name != "cifar10" or not data_dir:
-    raise ValueError(f"unknown dataset {name!r}, choose one of digits, or cifar10 with the folder of its files")
-  return _cifar10(pathlib.Path(data_dir))
+  """The "digits", every `folds`-th image from `fold` on for the test, or "cifar10" in `data_dir`, or in this folder."""
+  loaders = {"digits": lambda: _digits(fold, folds), "cifar10": lambda: _cifar10(pathlib.Path(data_dir or "."))}
+  return loaders[name]()
 
 
 def epochs(images: np.ndarray, labels: np.ndarray) -> Callable[[int, int, int], Iterator[dict[str, np.ndarray]]]:

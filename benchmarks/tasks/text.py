@@ -46,13 +46,10 @@ def help_topics() -> Text:
 @functools.cache
 def library() -> Text:
   """The help topics and the docstrings of the standard library, of which a tenth, by their hash, is held out."""
-  paragraphs = [paragraph.encode() for paragraph in _paragraphs([_topics(), *_docstrings()])]
-  digests = [hashlib.sha256(paragraph).digest() for paragraph in paragraphs]
-  is_held_out = [int.from_bytes(digest[:4]) < HELD_OUT * 2**32 for digest in digests]
-  train, held_out = (
-    b"\n\n".join(paragraph for paragraph, held in zip(paragraphs, is_held_out, strict=True) if held == wanted)
-    for wanted in (False, True)
-  )
+  parts: dict[bool, list[bytes]] = {False: [], True: []}  # by whether they are held out
+  for paragraph in (paragraph.encode() for paragraph in _paragraphs([_topics(), *_docstrings()])):
+    parts[int.from_bytes(hashlib.sha256(paragraph).digest()[:4]) < HELD_OUT * 2**32].append(paragraph)
+  train, held_out = map(b"\n\n".join, parts.values())
   whole = hashlib.sha256(train + held_out).hexdigest()
   return Text(np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8), whole, "help topics and docstrings")
 

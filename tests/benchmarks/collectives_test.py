@@ -15,7 +15,6 @@ import pytest
 import jaxsparse as js
 from benchmarks import recorded, specs, workers
 from benchmarks.collectives import updates
-from jaxsparse.comm import SoloComm
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of
 from tests.benchmarks import commands
@@ -35,8 +34,8 @@ def test_a_row_has_the_words_and_the_laws():
   row = bench().row(spec, 0.1)
   assert (row.words, row.messages, row.checked, row.wrong) == (4 * 20 * 2, 4, "C R", 0)
   assert (row.warm_up, row.steps, row.gradients) == (2, 2, "normal")
-  assert 0 < row.selection <= row.arithmetic
-  assert row.bandwidths[1] == pytest.approx(2 * 2 / 3 * 4 * 600 / row.seconds / 1e9)
+  assert row.arithmetic > 0
+  assert row.busbw == pytest.approx(2 * 2 / 3 * 4 * 600 / row.seconds / 1e9)
 
 
 def test_an_algorithm_with_a_period_is_timed_over_whole_ones():
@@ -73,19 +72,12 @@ def test_wrong_entries_are_counted(monkeypatch):
   assert bench(601)._updates(spec)["wrong"] == 2 * 3
 
 
-def test_what_bfloat16_rounds_is_not_wrong_and_what_it_loses_is(monkeypatch):
+def test_what_bfloat16_rounds_is_not_wrong(monkeypatch):
   """1 + 2⁻⁸ is 1 in bfloat16, and so is its sum with 2⁻⁸: the largest errors of an operand and of a sum at once."""
   (spec,) = specs.parse(["dense:dtype=bfloat16"], 3, density=1)
   grads = jnp.tile(jnp.array([1 + 2**-8, 2**-8, 0]), (600, 1)).T.ravel()
   monkeypatch.setattr(timing, "gradients", lambda *_: lambda _: jnp.copy(grads))
   assert bench()._updates(spec)["wrong"] == 0
-  kind, reduce = type(spec.collective), type(spec.collective).reduce
-
-  def loses(self, comm, grads, state):
-    return reduce(self, comm, grads.at[7].set(0), state)
-
-  monkeypatch.setattr(kind, "reduce", loses)
-  assert bench()._updates(spec)["wrong"] == 2  # one in each timed step
 
 
 def test_a_longer_gradient_repeats_the_recorded_one(tmp_path):
@@ -95,7 +87,6 @@ def test_a_longer_gradient_repeats_the_recorded_one(tmp_path):
   n = 2 * entries + 7
   grads = recorded.gradients(place(), path, n)
   rows = np.stack([np.asarray(grads(step)).reshape(3, n) for step in range(steps)])
-  np.testing.assert_array_equal(rows[0], np.asarray(grads(steps)).reshape(3, n))
   for copy in (slice(entries), slice(entries, 2 * entries)):  # each begins with a step and a scale of its own
     ratios = rows[0, 0, copy] / recording[0]
     (first,) = (number for number, row in enumerate(ratios) if np.ptp(row) < 1e-4)
@@ -104,15 +95,6 @@ def test_a_longer_gradient_repeats_the_recorded_one(tmp_path):
       expected = ratios[first, 0] * recording[:, (first + step) % steps]
       np.testing.assert_allclose(rows[step, :2, copy], expected, 1e-4)
   assert np.asarray(recorded.gradients(place(), path, 10)(0)).shape == (30,)
-
-
-def test_the_part_before_the_first_message_is_the_selection():
-  collective = js.make_collective("topka", k=3)
-  tx = js.make_transform(collective, SoloComm(4))
-  grads = jnp.array([0.0, 5.0, 1.0, -7.0, 2.0, 6.0])
-  (message,) = updates.until_first_message(tx.update)(grads, tx.init(grads))
-  values = np.asarray(jax.lax.bitcast_convert_type(message, jnp.float32)).ravel()
-  assert {5.0, -7.0, 6.0} <= set(values.tolist())
 
 
 def small(tmp_path, *flags):
@@ -126,7 +108,7 @@ def test_rows_of_several_sizes(tmp_path):
   rows = json.loads(done.stdout)
   assert [(row["algorithm"], row["n"]) for row in rows[:3]] == [("topka", 1000), ("dense", 1000), ("topka", 2000)]
   assert (rows[3]["words"], rows[3]["wrong"]) == (2000, 0)
-  assert rows[3]["busbw"] == rows[3]["algbw"]  # 2(P − 1)/P = 1
+  assert rows[3]["busbw"] == 4 * 2000 / rows[3]["seconds"] / 1e9  # 2(P − 1)/P = 1
   kept = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
   assert [{**row, "run": kept[0]["run"]} for row in rows] == kept
   assert "wrong entries: 0 OK" in done.stderr
@@ -138,8 +120,7 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path):
   command += [f"--report_dir={tmp_path}", f"--cache_dir={tmp_path}"]
   pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
   with subprocess.Popen(command, cwd=commands.ROOT, **pipes) as process:
-    assert process.stdout.readline().startswith("# algorithm")
-    assert process.stdout.readline().split()[0] == "dense"
+    assert "dense: " in process.stdout.readline()
     process.terminate()
     out, err = process.communicate(timeout=60)
   assert process.returncode == 128 + signal.SIGTERM, err[-2000:]
@@ -148,12 +129,11 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path):
   assert [row["algorithm"] for row in kept] == ["dense", "spardl"][: len(kept)]  # oktopk had no time
 
 
-def test_ranks_start_again_behind_a_row_that_fails(tmp_path):
-  done = small(tmp_path, "--engine=sim", "--n=1000", "--algorithms=dense,topka", "--limit=0.01")
+def test_a_row_that_fails_is_named(tmp_path):
+  done = small(tmp_path, "--engine=sim", "--n=1000", "--algorithms=dense,powersgd:rank=4")  # it needs shapes of leaves
   assert done.returncode == 1
-  for label in ("dense", "topka"):
-    assert f"error: {label}: rank 0 failed: {label} takes more than 0.01 s (--limit)" in done.stderr
-  assert not (tmp_path / "collectives.jsonl").exists()
+  assert "error: powersgd:rank=4: rank 0 failed: " in done.stderr
+  assert "│ dense " in done.stdout
 
 
 @pytest.mark.long

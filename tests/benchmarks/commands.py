@@ -1,43 +1,22 @@
 """The commands of the benchmarks as a user runs them."""
 
-import json
+import concurrent.futures
+import contextlib
+import io
+import multiprocessing
 import os
 import pathlib
+import runpy
+import signal
 import subprocess
 import sys
+import traceback
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# A process for each of several runs, forked after the imports that take seconds; it ends without tearing them down.
-_FORKING = """
-import gc, json, os, runpy, signal, sys, tempfile, traceback, warnings
-import absl.app, flax.nnx, jaxsparse, matplotlib.pyplot, rich.progress, sklearn.datasets
-gc.freeze()
-warnings.simplefilter("ignore")  # of JAX, which has started no threads here
-module, done = sys.argv[1], []
-for flags in json.loads(sys.argv[2]):
-  with tempfile.TemporaryFile("w+") as output:
-    child = os.fork()
-    if not child:
-      signal.alarm(120)  # flags that are not refused start what takes hours
-      os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
-      sys.argv = [module, *flags]
-      warnings.resetwarnings()
-      status = 1
-      try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        status = 0
-      except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else print(end.code, file=sys.stderr) or 1
-      except BaseException:
-        traceback.print_exc()
-      sys.stdout.flush(), sys.stderr.flush()
-      os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    output.seek(0)
-    done.append((status, output.read()))
-print(json.dumps(done))
-"""
+# A process for each of several runs, forked after the imports that take seconds.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["absl.app", "flax.nnx", "jaxsparse", "matplotlib.pyplot", "sklearn.datasets"])
 
 
 def run(module, *flags, **settings):
@@ -47,13 +26,26 @@ def run(module, *flags, **settings):
   return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
+def _run_here(module, flags):
+  """The exit status of `python -m module flags`, and all that it prints, in this process."""
+  signal.alarm(120)  # flags that are not refused start what takes hours
+  sys.argv, status, output = [module, *flags], 0, io.StringIO()
+  with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+    try:
+      runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+      status = end.code if isinstance(end.code, int) else print(end.code, file=output) or 1
+    except BaseException:
+      status = traceback.print_exc() or 1
+  return status, output.getvalue()
+
+
 def check_refusals(module, rows, subtests):
   """Checks that `module` ends with status 1 and a message, without a traceback, for each (flags, message) of `rows`."""
-  command = [sys.executable, "-c", _FORKING, module, json.dumps([flags for flags, _ in rows])]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-  assert done.returncode == 0, done.stderr[-2000:]
-  for (flags, message), (status, output) in zip(rows, json.loads(done.stdout), strict=True):
-    with subtests.test(flags=flags):
-      assert status == 1, output
-      assert message in output
-      assert "Traceback" not in output
+  with concurrent.futures.ProcessPoolExecutor(1, _FORKS, max_tasks_per_child=1) as pool:
+    for flags, message in rows:
+      with subtests.test(flags=flags):
+        status, output = pool.submit(_run_here, module, flags).result()
+        assert status == 1, output
+        assert message in output
+        assert "Traceback" not in output

@@ -8,10 +8,11 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks import methods, papers, recipes
-from benchmarks.race import measuring, presets, report
+from benchmarks import methods, papers, recipes, report
+from benchmarks.race import measuring, presets
 from benchmarks.race.results import Curve, Pace, Results, Whole
-from benchmarks.race.standings import Spread, Target, baselines, crossing, loss_after, standings
+from benchmarks.race.standings import Target, baselines, crossing, loss_after, standings
+from benchmarks.report import Spread
 from benchmarks.tasks import registry
 from tests.benchmarks import commands
 
@@ -32,9 +33,8 @@ def results(tmp_path):
   found = Results(tmp_path / "new" / "race.json", SETTING)
   curves = {"dense": ([4, 3, 2], [4, 3, 1]), "fast": ([4.0, 3.5, 3.0, 1.0], [4, 3, 2, 1])}
   curves |= {"never": ([4, 4, 4, 4], [4, 3, 1, 1]), "unpaced": ([4, 3, 1],)}
-  for row in (curve(method, seed, losses) for method, own in curves.items() for seed, losses in enumerate(own)):
-    found.add(row)
-  for row in (pace("dense", 2.0), pace("fast", 0.5), pace("never", 0.5)):
+  trained = [curve(method, seed, losses) for method, own in curves.items() for seed, losses in enumerate(own)]
+  for row in (*trained, pace("dense", 2.0), pace("fast", 0.5), pace("never", 0.5)):
     found.add(row)
   return found
 
@@ -57,9 +57,7 @@ def test_seconds_to_the_loss_are_steps_times_pace(results):
   assert fast.steps == Spread(37.5, pytest.approx(math.sqrt(12.5)))  # 35 and 40
   assert (fast.seconds.mean, fast.speed_up.mean) == (0.5 * 37.5, pytest.approx((60 / 17.5 + 60 / 20) / 2))
   assert fast.more_steps == Spread(pytest.approx(37.5 / 30), pytest.approx(math.sqrt(12.5) / 30))
-  assert fast.loss_in_time.mean == pytest.approx((3.0 - 2 * 0.75 + 2 - 0.75) / 2)
   assert found["dense"].speed_up == Spread(1.0, 0.0)
-  assert found["dense"].loss_in_time is None  # 18.75 s are 9.375 steps of dense, before its first evaluation
   assert found["never"].steps == Spread(30, 0.0, missing=1)
   own = ranked(results, loss=3.0)["fast"]  # a target of its own counts instead of dense's loss
   assert (own.steps.mean, own.speed_up.mean) == (25, pytest.approx((40 / 15 + 40 / 10) / 2))  # 30 and 20 steps
@@ -73,16 +71,12 @@ def test_dense_races_with_its_best_optimizer(results):
   assert baselines(results, 50) == ranked(results, 50) == {}
 
 
-def test_a_method_without_all_seeds_is_behind_and_equal_seconds_are_those_that_all_curves_have(results):
+def test_a_method_without_all_seeds_is_behind(results):
   results.add(curve("quick", 0, [1, 1, 1]))
-  results.add(curve("early", 0, [3, 1]))  # 10 s to the first seed's target and its end, 20 s to that of the second
-  results.add(curve("early", 1, [4, 3, 2, 1]))
-  for row in (pace("quick", 0.1), pace("early", 0.4)):
-    results.add(row)
+  results.add(pace("quick", 0.1))
   found = ranked(results)
-  assert next(iter(found)) == "early"
-  assert found["quick"].seconds == Spread(1.0, 0.0, missing=1)
-  assert found["early"].loss_in_time == Spread(pytest.approx((1 + 3) / 2), pytest.approx(math.sqrt(2)))  # after 8 s
+  assert next(iter(found)) == "fast"
+  assert f"{found['quick'].seconds:.1f}" == "1.0 (1 missing)"
 
 
 def test_a_training_that_diverges_has_no_number_and_is_not_the_target(results):
@@ -96,42 +90,36 @@ def test_a_training_that_diverges_has_no_number_and_is_not_the_target(results):
   assert [loss_after(diverged, steps) for steps in (5, 10, 15, 20, 30)] == [None, 4, *[math.inf] * 3]
   bad = ranked(results)["bad"]
   assert (bad.steps, bad.loss, bad.seconds) == (None, None, None)
-  assert measuring.Length(steps=30, most=40, every=10).is_done(20, [4.0, math.inf])
-  json.dumps(report.as_json(results, [], Target(30)), allow_nan=False)
+  json.dumps(report.plain(results.rows | ranked(results)), allow_nan=False)
 
 
 def test_rows_are_kept_by_all_that_share_a_file_and_the_longer_training_stays(results):
   other = Results(results.path, SETTING)
   results.add(curve("mine", 0, [4, 3]))
   other.add(curve("other", 0, [4, 3]))
-  other.add(pace("fast", 0.7))
-  whole = lambda *losses: Whole("fast", "adam:0.001", 0, "10mbit", STEPS[: len(losses)], list(losses), list(losses))
-  for losses, kept in (((4, 3, 2), 3), ((5, 5), 3), ((5, 5, 5), 3), ((5, 5, 5, 5), 4)):
-    other.add(whole(*losses))
+  for losses, kept in (((4, 3, 2), 3), ((5, 5), 3), ((5, 5, 5, 5), 4)):
+    other.add(Whole("fast", "adam:0.001", 0, "10mbit", STEPS[: len(losses)], list(losses), list(losses)))
     assert len(other.find("wholes", method="fast")[0].steps) == kept
   again = Results(results.path, None)
   assert again.rows == other.rows
   assert [one.method for one in again.rows["curves"]][-2:] == ["mine", "other"]
-  assert [one.seconds for one in again.find("paces", method="fast")] == [0.7]
-  assert [file.name for file in results.path.parent.iterdir()] == ["race.json"]
 
 
 def test_what_is_not_the_file_of_this_race_is_refused(results, tmp_path):
-  path, torn = tmp_path / "race.json", ({"steps": []}, {"loss": [1]}, {"loss": "1"}, {"accuracy": [[1], 2]})
-  rows = [curve("dense", 0, [2, 1])._replace(**change)._asdict() for change in torn]
+  path, torn = tmp_path / "race.json", curve("dense", 0, [2, 1])._replace(loss=[1])._asdict()
   texts = ["", "[]", '{"setting": {}}', '{"setting": {"task": "lm"}, "paces": [{"x": 1}]}']
-  for text in texts + [json.dumps({"setting": SETTING, "curves": [row]}) for row in rows]:
+  for text in [*texts, json.dumps({"setting": SETTING, "curves": [torn]})]:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"race.json is not the file of a race, choose another"):
       Results(path, SETTING)
-    assert path.read_text() == text
   with pytest.raises(ValueError, match=r"race.json has task='lm', this race 'bert': choose another file"):
     Results(results.path, SETTING | {"task": "bert"})
 
 
-def test_a_race_ends_at_the_target_or_when_it_gives_up():
+def test_a_race_ends_at_the_target_or_when_it_gives_up_or_diverges():
   length = measuring.Length(steps=20, most=40, every=10, target=1.0)
   ends = [(10, [0.5], False), (20, [2.0, 0.5], True), (30, [2.0, 2.0], False), (40, [2.0], True)]
+  ends.append((20, [4.0, math.inf], True))
   assert [length.is_done(steps, losses) for steps, losses, _ in ends] == [end for *_, end in ends]
   assert length._replace(target=None).is_done(20, [2.0])
 
@@ -142,47 +130,47 @@ def test_the_command_reports_what_the_file_has(results, tmp_path):
   done = commands.run("benchmarks.race", *flags)
   assert done.returncode == 0, done.stderr[-2000:]
   assert [one["method"] for one in json.loads(done.stdout)["standings"]["10mbit"]][:2] == ["fast", "dense"]
-  assert "goal: at 10mbit the best method reaches dense's loss after 30 steps" in done.stderr
+  assert "10mbit links: seconds to dense's loss after 30 steps, from seeds 0, 1" in done.stderr
   for name in ("race.png", "seconds.png"):
     assert (tmp_path / name).stat().st_size > 10_000
 
 
-def test_methods_are_parsed_and_refused():
+def test_methods_and_optimizers_are_parsed():
   (one,) = methods.parse("method", ["gradients/spardl:density=0.1:teams=2"], 4)
   assert (one.way, one.spec.config, one.every) == ("gradients", {"density": 0.1, "teams": 2}, 1)
   labels = ["local/dense", "local:every=3:momentum=0.9/dense", "updates/dense", "a2sgd"]
   assert [one.every for one in methods.parse("method", labels, 4)] == [10, 3, 1, methods.AVERAGED_EVERY]
-  for wrong, message in {
-    "often/dense": "unknown way 'often', choose one of gradients, updates, local",
-    "local:steps=2/dense": "local has no option 'steps', choose from every, rate, momentum",
-    "warmed_up/often/dense": "unknown change 'often', choose one of corrected, warmed_up, leaves",
-    "updates/a2sgd": "by a2sgd, whose totals differ between them",
-    "spardl:density=2": "density=2, choose a number in",
-  }.items():
-    with pytest.raises(ValueError, match=message):
-      methods.parse("method", [wrong], 4)
-
-
-def test_recipes_are_parsed_and_refused_and_clip_before_the_optimizer():
   found = recipes.parse_optimizers(["adamw:0.003,sgd", "window_adam:window=8", "sgd"], 0.1)
   assert list(map(str, found)) == ["adamw:0.003", "sgd:0.1", "window_adam:0.1:window=8"]
-  for wrong, message in {
-    "lion": "--optimizer=lion, choose one of sgd, momentum, adam, adamw, lars",
-    "sgd:fast": "--optimizer=sgd:fast, choose a positive learning rate, as in sgd:0.001",
-    "window_adam:window=0": "--optimizer=window_adam:window=0: .*window=0, choose a whole number from 1 to",
-    "adam:0.1:0.2": "--optimizer=adam:0.1:0.2: .*'0.2' is not of the form option=value; options are as in window_adam",
-  }.items():
-    with pytest.raises(ValueError, match=message):
-      recipes.parse_optimizers([wrong], 0.1)
-  rate = lambda schedule, step, **more: float(
-    recipes.Recipe(recipes.Optimizer("sgd", 0.1), schedule, steps=90, **more).schedule_of()(step)
-  )
+
+
+@pytest.mark.parametrize(
+  ("wrong", "message"),
+  [
+    ("often/dense", "unknown way 'often', choose one of gradients, updates, local"),
+    ("local:steps=2/dense", "local has no option 'steps', choose from every, rate, momentum"),
+    ("warmed_up/often/dense", "unknown change 'often', choose one of corrected, warmed_up, leaves"),
+    ("updates/a2sgd", "by a2sgd, whose totals differ between them"),
+    ("spardl:density=2", "density=2, choose a number in"),
+    ("lion", "--optimizer=lion, choose one of sgd, momentum, adam, adamw, lars"),
+    ("sgd:fast", "--optimizer=sgd:fast: .*'fast'; write name:rate:option=value, as in window_adam:0.001:window=4"),
+    ("sgd:0", "--optimizer=sgd:0: learning rate 0, choose a positive one"),
+    ("window_adam:window=0", "--optimizer=window_adam:window=0: .*window=0, choose a whole number from 1 to"),
+  ],
+)
+def test_methods_and_optimizers_are_refused(wrong, message):
+  with pytest.raises(ValueError, match=message):
+    recipes.parse_optimizers([wrong], 0.1) if "--optimizer" in message else methods.parse("method", [wrong], 4)
+
+
+def test_recipes_have_a_schedule_and_clip_before_the_optimizer():
+  sgd = recipes.Optimizer("sgd", 0.1)
+  rate = lambda schedule, step, **more: float(recipes.Recipe(sgd, schedule, steps=90, **more).schedule_of()(step))
   assert [rate("step", 59), rate("step", 61), rate("early_step", 31)] == pytest.approx([0.1, 0.01, 0.01])
-  assert [rate("polynomial", 45), rate("polynomial", 90)] == pytest.approx([0.025, 0], abs=1e-9)
   assert [rate("constant", step, warm_up=4) for step in (0, 2, 4, 80)] == pytest.approx([0, 0.05, 0.1, 0.1])
-  tx = recipes.Recipe(recipes.Optimizer("sgd", 0.5), clip=1.0).make()
+  tx = recipes.Recipe(sgd, clip=1.0).make()
   updates, _ = tx.update(np.float32([3, 4]), tx.init(np.float32([0, 0])))
-  np.testing.assert_allclose(updates, [-0.3, -0.4], rtol=1e-6)
+  np.testing.assert_allclose(updates, [-0.06, -0.08], rtol=1e-6)
 
 
 def test_presets_are_races_that_can_start():
@@ -193,20 +181,15 @@ def test_presets_are_races_that_can_start():
     assert own["task"] in [*registry.TEXTS, *registry.IMAGES]
     assert own["schedule"] in recipes.SCHEDULES
     assert set(preset.cells) <= {cell.name for cell in papers.of("race")}
-    assert all({cell.above, cell.below} <= set(own["method"]) for cell in preset.cells.values())
+    assert all(set(pair) <= set(own["method"]) for *pair, _ in preset.cells.values())
 
 
 def test_a_preset_measures_the_papers_cells_where_every_seed_has_a_number(results):
-  asked = {
-    "later": ("dense", "fast", "seconds"),
-    "worse": ("fast", "dense", "loss"),
-    "slower": ("dense", "never", "pace"),
-  }
-  asked |= {"never there": ("never", "dense", "seconds"), "not raced": ("dense", "other", "loss")}
-  cells = {name: presets.Ratio(*ratio) for name, ratio in asked.items()}
+  cells = {"later": ("dense", "fast", "seconds"), "worse": ("fast", "dense", "loss")}
+  cells |= {"slower": ("dense", "never", "pace"), "never there": ("never", "dense", "seconds")}
+  cells |= {"not raced": ("dense", "other", "loss")}
   given = {"task": "lm", "hosts": 4, "rate": ["10mbit"], "optimizer": ["adam:0.001"]}
-  for seed in (0, 1):  # another optimizer does not count
-    results.add(curve("fast", seed, [9, 8, 1, 0.5], optimizer="adam:1"))
+  results.add(curve("fast", 0, [9, 8, 1, 0.5], optimizer="adam:1"))  # another optimizer does not count
   measured = lambda **own: presets.Preset("A paper", given | own, 1, cells).measured(results, Target(30))
   assert measured(task="bert") == measured(hosts=3) == {}
   assert measured() == {"later": pytest.approx(60 / 18.75), "worse": pytest.approx(2.5 / 1.5), "slower": 4.0}
@@ -219,10 +202,8 @@ SMALL = ("--task=fnn3", "--hosts=2", "--steps=20", "--every=5", "--method=dense,
 def test_curves_go_on_where_they_were(tmp_path):
   run = lambda seeds: commands.run("benchmarks.race", *SMALL, seeds, "--parts=curves", f"--report_dir={tmp_path}")
   done, again = run("--seed=0"), run("--seed=0,1")
-  assert done.returncode == 0, done.stderr[-2000:]
   before, after = (json.loads(one.stdout)["curves"] for one in (done, again))
   assert (before[0]["steps"], before[0]["words"]) == ([5, 10, 15, 20], 199_210)
-  assert min(before[1]["loss"]) <= before[0]["loss"][-1] or before[1]["steps"][-1] == 40
   assert after[:2] == before
   assert [(one["method"], one["seed"]) for one in after[2:]] == [("dense", 1), ("updates/spardl:density=0.1", 1)]
   assert "dense, adam:0.001, seed 0" not in again.stderr  # it was not trained once more

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 
 import jax
 import numpy as np
@@ -12,7 +11,6 @@ from jax.sharding import AxisType, Mesh
 
 import jaxsparse as js
 from benchmarks import evidence, hierarchy, specs
-from benchmarks.tasks import lm
 from tests.benchmarks import commands
 
 needs_lab = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
@@ -50,14 +48,6 @@ def test_train_with_seeds_folds_and_a_trace(tmp_path):
   assert (tmp_path / "trace.png").stat().st_size > 10_000
 
 
-def test_the_committed_trainings_are_of_this_text():
-  kept = json.loads((commands.ROOT / "benchmarks" / "results" / "lm.json").read_text())
-  runs = [(run["algorithm"], run["optimizer"], run["seed"]) for run in kept["runs"]]
-  assert len(set(runs)) == len(runs)
-  version = ".".join(map(str, sys.version_info[:3]))
-  assert f"Python {version} " not in kept["title"] or str(lm.load()) in kept["title"]  # another brings another text
-
-
 def test_the_controller_has_throughput_and_latency():
   result = result_of("controller", "--workers=5", "--group_size=3", "--seconds=0.3", "--groups=20", "--curve")
   assert result["signals_per_second"] > 50
@@ -89,41 +79,32 @@ def test_algorithms_are_parsed_with_shared_and_own_options():
 
 def test_selection_checks_and_times_every_program():
   flags = "--n=40000", "--inputs=normal,gradients,equal", "--repetitions=1", "--update=2"
-  # What it counts is of programs as users have them.
+  # Memory is of programs as users have them.
   result = result_of("selection", *flags, XLA_FLAGS="", JAX_DISABLE_MOST_OPTIMIZATIONS="0")
   rows, update = result["selection"], result["update"]
-  assert all(row[name] > 0 for row in rows for name in ("lax_top_k", "top_k", "threshold", "candidates"))
-  # All equal is too many for any bracket.
-  assert [(row["method"], row["missed"]) for row in rows] == [("bracket", missed) for missed in (False, False, True)]
-  assert (update["workers"], update["fallbacks"]) == (2, 0)
+  assert all(row[name] > 0 for row in rows for name in ("lax_top_k", "top_k", "threshold"))
+  assert [row["method"] for row in rows] == ["bracket"] * 3
+  assert update["workers"] == 2
   assert 0 < update["buffers"] <= 3  # the mean takes the place of the donated gradients
-  assert {goal["met"] is None for goal in result["goals"]} == {False}
 
 
-def test_scale_predicts_as_js_costs_and_programs_have_an_operation_for_each_message():
-  flags = "--workers=8,4", "--n=100000", "--repeats=1", "--network=25GbE,slow:alpha=1e-3:beta=1e-7"
-  result = result_of("scale", *flags)
+def test_scale_predicts_as_js_costs_and_makes_programs():
+  result = result_of("scale", "--workers=8,4", "--n=100000", "--repeats=1")
   rows = {(row["network"], row["workers"], row["algorithm"]): row for row in result["predicted"]}
   labels = [*specs.of_vectors(), "spardl:teams=best"]
-  assert set(rows) == {(net, p, label) for net in ("25GbE", "slow") for p in (4, 8) for label in labels}
-  cost = lambda name, **config: js.costs.predict(name, n=100_000, workers=8, **config)
-  assert rows["25GbE", 8, "dense"]["words"] == cost("dense").words
-  seconds = {d: cost("spardl", density=0.01, teams=d).seconds(alpha=1e-3, beta=1e-7) for d in (1, 2, 4, 8)}
-  assert rows["slow", 8, "spardl"]["seconds"] == seconds[1]
-  best = rows["slow", 8, "spardl:teams=best"]  # the fastest divisor
-  assert (best["teams"], best["seconds"]) == (min(seconds, key=seconds.get), min(seconds.values()))
-  made = [(row["workers"], row["messages"], row["collectives"]) for row in result["compiled"]]
-  assert made == [(4, 4, 4), (8, 6, 6)]
-  assert all(row[phase] > 0 for row in result["compiled"] for phase in ("trace", "lower", "compile", "cpu"))
+  assert set(rows) == {(net, p, label) for net in result["networks"] for p in (4, 8) for label in labels}
+  cost = lambda teams: js.costs.predict("spardl", n=100_000, workers=8, density=0.01, teams=teams)
+  seconds = {teams: cost(teams).seconds(*result["networks"]["25GbE"]) for teams in (1, 2, 4, 8)}
+  assert rows["25GbE", 8, "spardl"]["seconds"] == seconds[1]
+  best = rows["25GbE", 8, "spardl:teams=best"]  # the fastest divisor
+  assert (best["teams"], best["seconds"]) == min(seconds.items(), key=lambda one: one[1])
+  assert [(row["workers"], row["messages"]) for row in result["compiled"]] == [(4, 4), (8, 6)]
+  assert all(row[phase] > 0 for row in result["compiled"] for phase in ("trace", "lower", "compile"))
 
 
 def test_scale_holds_the_first_step_against_its_goal():
-  flags = "--first_step", "--schedule_of=dense,topka", "--n=1000", "--repeats=1"
-  done = commands.run("benchmarks.scale", *flags, "--json")
-  result = json.loads(done.stdout)
-  assert [(row["algorithm"], row["workers"]) for row in result["first_step"]] == [("dense", 4), ("topka", 4)]
-  (goal,) = result["goals"]
-  assert goal["measured"] == max(row["total"] for row in result["first_step"])
+  done = commands.run("benchmarks.scale", "--first_step", "--schedule_of=dense", "--n=1000", "--repeats=1", "--json")
+  (goal,) = json.loads(done.stdout)["goals"]
   assert done.returncode == (0 if goal["met"] else 1)
 
 

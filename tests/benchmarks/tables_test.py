@@ -6,7 +6,6 @@ import re
 import pytest
 
 from benchmarks import tables
-from benchmarks.race.results import Curve, Results
 
 PAGES = {path: path.read_text() for path in tables.pages()}
 MARKS = [mark.split() for page in PAGES.values() for mark in re.findall(r"^<!-- table: (.+?) -->", page, re.MULTILINE)]
@@ -50,39 +49,3 @@ def test_a_mark_is_replaced_and_all_else_stays(monkeypatch):
 def test_unknown_names_are_refused(mark, message):
   with pytest.raises(ValueError, match=re.escape(message)):
     tables.fill(f"<!-- table: {mark} -->\n<!-- end -->")
-
-
-@pytest.mark.parametrize(
-  ("value", "form", "text"),
-  [
-    (14728266, ",.0f", "14,728,266"),
-    ([0.98149, 0.0042], ".4f", "0.9815 ± 0.0042"),
-    (620, ",.0f µs", "620 µs"),
-    (None, ".2f", ""),
-    ("as it comes", "", "as it comes"),
-  ],
-)
-def test_cells(value, form, text):
-  assert tables._text(value, form) == text
-
-
-def test_of_single_seeds_only_the_best_rate_is_shown(tmp_path, monkeypatch):
-  results = Results(tmp_path / "race.json", {"task": "none"})
-  curves = (
-    ("dense", "adam:0.1", 0, 3.0),
-    ("dense", "adam:0.1", 1, 5.0),
-    ("dense", "adam:0.2", 0, 1.0),  # one seed, where another rate has two
-    ("signs", "adam:0.1", 0, 2.0),
-    ("signs", "adam:0.2", 0, 3.0),  # one seed, and not the best
-    ("signs", "adam:0.2:b1=0.8", 0, 6.0),
-  )
-  for method, optimizer, seed, loss in curves:
-    results.add(Curve(method, optimizer, seed, [10], [loss], [0.5], 100.0))
-  monkeypatch.setattr(tables, "RESULTS", tmp_path)
-  tables._results.cache_clear()
-  rows = tables.losses("race", "10").splitlines()[2:]
-  assert [row.split(" | ")[1:4] for row in rows] == [
-    ["`adam:0.1`", "1", "2.000"],
-    ["`adam:0.1`", "2", "4.000 ± 1.414"],
-    ["`adam:0.2:b1=0.8`", "1", "6.000"],
-  ]
