@@ -111,10 +111,10 @@ def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
   return PartitionSpec(*map(part, spec))
 
 
-def axes_inside(axes: Sequence[str]) -> dict[str, int]:
+def axes_inside(axes: Sequence[str] | None) -> dict[str, int]:
   """Names and sizes of the axes that a shard_map over `axes` leaves to the compiler; none outside such a shard_map."""
   mesh = jax.sharding.get_abstract_mesh()
-  if not set(axes) <= set(mesh.manual_axes):
+  if not axes or not set(axes) <= set(mesh.manual_axes):
     return {}
   return {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
 

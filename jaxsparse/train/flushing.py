@@ -13,7 +13,7 @@ from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import check_state
 from jaxsparse.transform import checks
-from jaxsparse.transform.groups import leaf_names, leaf_numbers
+from jaxsparse.transform.groups import leaf_numbers
 from jaxsparse.transform.residuals import moved_leaves, take_residuals
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.state import has_worker_axis, is_local_state, is_reduce_state
@@ -92,7 +92,7 @@ def flush(
     def empty(node: Any) -> Any:
       if not is_local_state(node) or not jax.tree.leaves(node.moved):
         return node
-      rest = [left[number][None] for number in leaf_numbers(leaf_names(node.moved), params)]
+      rest = [left[number][None] for number in leaf_numbers(flatten.leaf_shapes(node.moved), params)]
       return node._replace(moved=jax.tree.unflatten(jax.tree.structure(node.moved), rest))
 
     state = jax.tree.map(deliver, state, has_worker_axis(state), is_leaf=is_reduce_state)

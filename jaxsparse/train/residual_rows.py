@@ -10,6 +10,7 @@ residuals of its own workers only, unless other processes hold them.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -148,7 +149,7 @@ def _leaves(node: ReduceState, group: Group, params: optax.Params) -> Iterator[t
   """Of each leaf of a group its number in the parameters, its entries at a device, and how it lies."""
   method, shards = node.layout.method, node.layout.shards
   assert method is not None
-  numbers, sizes = leaf_numbers(method.names, params), shards.sizes if shards else method.sizes
+  numbers, sizes = leaf_numbers(method.names, params), shards.sizes if shards else list(map(math.prod, method.shapes))
   for leaf in group.leaves:
     yield numbers[leaf], sizes[leaf], (shards.axes, shards.specs[leaf]) if shards else None
 

@@ -1,19 +1,20 @@
 """Checks of states and gradients before anything is computed with them; each error says what to do instead."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxsparse import _compat
 from jaxsparse.comm import AxisComm
-from jaxsparse.transform.groups import Group, Method, leaf_names
-from jaxsparse.transform.state import LocalState, ReduceState, devices_of, local_states, reduce_states, split_groups
-from jaxsparse.types import Comm, State
+from jaxsparse.flatten import leaf_shapes
+from jaxsparse.transform.groups import Group
+from jaxsparse.transform.state import LocalState, ReduceState, checksum_of, devices_of, local_states, reduce_states
+from jaxsparse.types import Comm
+
+_SIMULATED = "the state is one of js.simulate, which does not say of which parameters: give one of js.init"
 
 
 def why_none(state: Any) -> str:
@@ -68,7 +69,8 @@ def check_layout(state: Any, workers: int | None = None) -> None:
       continue  # under a trace, or a jax.ShapeDtypeStruct
     found, entries = (int(np.max(_compat.local_shard(number))) for number in node.layout[:2])
     shards, rows = node.layout.shards, node.counters.skipped.size
-    if int(np.max(_compat.local_shard(node.layout.checksum))) not in node.layout.checksums():
+    checksum = int(np.max(_compat.local_shard(node.layout.checksum)))
+    if all(checksum != checksum_of(*node.layout[3:], earlier=earlier) for earlier in (False, True)):
       raise ValueError(
         "the optimizer state was restored into that of other parameters, shards, groups of leaves or options of a "
         "collective than it was saved from: restore it into js.abstract_state of what it was saved from, then call "
@@ -86,34 +88,21 @@ def check_layout(state: Any, workers: int | None = None) -> None:
       )
 
 
-def with_check(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-  """`tx`, but its update first checks, when it is traced, that the state has the arrays of `tx.init(params)`.
+def check_arrays_of(init: optax.TransformInitFn, state: Any, params: optax.Params) -> None:
+  """Checks, when an update is traced, that a state has the arrays of `init(params)`.
 
   Raises:
-    ValueError: in `update`, naming the first leaf of the parameters, or the first array of the state, that differs.
+    ValueError: naming the first leaf of the parameters, or the first array of the state, that differs.
   """
-
-  def update(
-    grads: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
-  ) -> tuple[optax.Updates, Any]:
-    if params is not None:
-      _check_arrays_of(tx, state, params)
-    return tx.update(grads, state, params, **extra)
-
-  return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _check_arrays_of(tx: optax.GradientTransformation, state: Any, params: optax.Params) -> None:
   nodes = reduce_states(state)
   check_params(nodes, params)
   if any(node.layout.shards for node in nodes):
     return  # how parameters lie inside a worker, which init has to know, js.init alone can see
-  shapes = lambda tree: dict(zip(leaf_names(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
-  found, expected = shapes(state), shapes(jax.eval_shape(tx.init, params))
+  found, expected = leaf_shapes(state), leaf_shapes(jax.eval_shape(init, params))
   if found == expected:
     return
   known = [name for node in nodes if node.layout.method for name in node.layout.method.names]
-  if more := [name for name in leaf_names(params) if name not in known]:
+  if more := [name for name in leaf_shapes(params) if name not in known]:
     raise ValueError(
       f"the optimizer state was made for parameters{', '.join(known)}, here there is also parameters{more[0]}: give "
       "the parameters that it was made for, or make a new one with js.init for these"
@@ -128,10 +117,10 @@ def _check_arrays_of(tx: optax.GradientTransformation, state: Any, params: optax
 
 def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
   """Raises ValueError if a state was made for other parameters, naming the first leaf that differs."""
-  shapes = dict(zip(leaf_names(params), map(np.shape, jax.tree.leaves(params)), strict=True))
+  shapes = leaf_shapes(params)
   for node in nodes:
     if node.layout.method is None:
-      raise ValueError("the state is one of js.simulate, which does not say of which parameters: give one of js.init")
+      raise ValueError(_SIMULATED)
     for name, shape in zip(node.layout.method.names, node.layout.method.shapes, strict=True):
       if shapes.get(name) != shape:
         found = f"it has shape {shapes[name]}" if name in shapes else f"there are parameters{', '.join(shapes)}"
@@ -195,43 +184,32 @@ def check_alive(trees: dict[str, Any]) -> None:
   )
 
 
-def check_groups(state: ReduceState, groups: Sequence[Group], workers: int, alone: bool = False) -> list[State]:
-  """The state of each group at one worker, checked before anything is computed with it.
+def check_method(
+  state: ReduceState, groups: Sequence[Group], shapes: tuple[tuple[int, ...], ...], workers: int, alone: bool
+) -> None:
+  """Checks, when an update is traced, that a state was made for these gradients and this transform.
 
   Args:
     state: the state of one worker.
-    groups: the groups of its gradients.
+    groups: the groups of the gradients.
+    shapes: of the leaves of the gradients.
     workers: the workers of the axis.
-    alone: whether the state is that of a transform with one group, and not a tuple of states.
+    alone: whether the transform has one group, and its state is not a tuple of states.
 
   Raises:
-    ValueError: if the state is not one of so many workers or of these groups, their entries, collectives and options.
+    ValueError: if the state is one of other workers, shapes, groups of leaves, collectives or options.
   """
   check_workers(state, workers)
-  carried = split_groups(state.carried)
-  if isinstance(state.carried.residual, tuple) == alone or len(carried) != len(groups):
-    what = "a transform without groups" if alone else f"{len(groups)} groups"
-    raise ValueError(f"the optimizer state is not one of {what}: make one of it with js.convert for this transform")
-  for number, (part, group) in enumerate(zip(carried, groups, strict=True)):
-    if part.residual is not None and part.residual.size != group.entries:
-      raise ValueError(
-        f"the optimizer state holds a residual of {part.residual.size} entries a worker, the gradients have "
-        f"{group.entries}: make a new one with js.init for these parameters"
-      )
-    start = functools.partial(group.collective.init, group.entries, workers)
-    structure: Any = jax.tree.structure(jax.eval_shape(start))
-    if structure != jax.tree.structure(part):
-      what = group.collective.name if alone else f"group {number} with {group.collective.name}"
-      raise ValueError(f"the optimizer state is not one of {what} and these options: make one of it with js.convert")
-  return carried
-
-
-def check_method(method: Method | None, groups: Sequence[Group]) -> None:
-  """Raises ValueError if a state that fits the groups was made for others, another collective or other options."""
+  method = state.layout.method
   if method is None:
-    return
+    raise ValueError(_SIMULATED)
+  if method.shapes != shapes:
+    raise ValueError(
+      f"the optimizer state was made for leaves of shapes {method.shapes}, the gradients have {shapes}: make a new one "
+      "with js.init for these parameters"
+    )
   was, now = ({group.leaves: group.collective.label for group in found} for found in (method.groups, groups))
-  if was != now:
+  if (was, method.alone) != (now, alone):
     labels = [", ".join(dict.fromkeys(found.values())) for found in (was, now)]
     others = " for other groups of leaves" if labels[0] == labels[1] else ""
     raise ValueError(

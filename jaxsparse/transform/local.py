@@ -24,8 +24,8 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
-from jaxsparse.transform.checks import check_agreed, check_local_state, with_check
-from jaxsparse.transform.fragments import Fragments
+from jaxsparse.transform.checks import check_agreed, check_arrays_of, check_local_state
+from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import own_params, residual_to_moved
 from jaxsparse.transform.state import Flight, LocalState
 
@@ -133,7 +133,7 @@ def local_steps(
     )
   inner, outer = map(optax.with_extra_args_support, (inner, outer))
   steps_of = _LocalSteps(inner, outer, every, Fragments(fragments), delay, mixing, apply_residual)
-  return with_check(optax.GradientTransformationExtraArgs(steps_of.init, steps_of.update))
+  return optax.GradientTransformationExtraArgs(steps_of.init, steps_of.update)
 
 
 class _Stepped(NamedTuple):
@@ -195,6 +195,7 @@ class _LocalSteps(NamedTuple):
     """The update of the anchor, zeros in a local step, and the next state."""
     if params is None:
       raise ValueError("local_steps: update needs the parameters, give tx.update(grads, state, params)")
+    check_arrays_of(self.init, state, params)
     if synchronize:
       return self._synchronize(state, params, extra)
     inner, moved, finite = self._own_step(grads, state, params, extra)
@@ -258,9 +259,8 @@ class _LocalSteps(NamedTuple):
         return self.mixing * (was + u[None].astype(was.dtype))
       return flatten.representable(was, p.dtype)[1]
 
-    numbers = jax.tree.unflatten(jax.tree.structure(moved), self.fragments.numbers(moved))
     choose = lambda number, was, u, p: jnp.where(applied == number + 1, keep(was, u, p), was)
-    return jax.tree.map(choose, numbers, moved, updates, params)
+    return jax.tree.map(choose, self.fragments.numbers(moved), moved, updates, params)
 
   def _agree(self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Stepped:
     """No update of the anchor; the workers agree on whether all of them are finite."""
@@ -284,10 +284,8 @@ class _LocalSteps(NamedTuple):
     updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, own)
     skipped = states.is_skipped(outer)
     if self.fragments.count > 1:
-      outer, updates = (
-        {**metrics.count_idle_step(state.outer, skipped), number: outer},
-        self.fragments.with_zeros(params, updates, number),
-      )
+      outer = metrics.count_idle_step(state.outer, skipped) | {number: outer}
+      updates = fill_zeros(params, updates)
     if self.delay:
       zeros = jax.tree.map(jnp.zeros_like, updates)
       return _Stepped(zeros, outer, Flight(updates, jnp.int32(self.delay), jnp.int32(number)), skipped)

@@ -9,7 +9,7 @@ import optax
 
 from jaxsparse import flatten
 from jaxsparse.transform import state as states
-from jaxsparse.transform.groups import Group, leaf_names, leaf_numbers
+from jaxsparse.transform.groups import Group, leaf_numbers
 from jaxsparse.transform.state import ReduceState, join_groups, split_groups
 from jaxsparse.transform.update import at_devices
 
@@ -42,7 +42,7 @@ def moved_leaves(state: Any, params: optax.Params) -> list[jax.Array | None]:
   leaves: list[jax.Array | None] = [None] * len(jax.tree.leaves(params))
   for node in states.local_states(state):
     if moved := jax.tree.leaves(node.moved):
-      for number, leaf in zip(leaf_numbers(leaf_names(node.moved), params), moved, strict=True):
+      for number, leaf in zip(leaf_numbers(flatten.leaf_shapes(node.moved), params), moved, strict=True):
         leaves[number] = leaf
   return leaves
 

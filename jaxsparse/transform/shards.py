@@ -103,15 +103,6 @@ class Shards:
       for group, mine in zip(groups, own, strict=True)
     ]
 
-  def check(self, leaves: Sequence[jax.Array]) -> None:
-    """Raises ValueError if leaves have other shapes than those of the state."""
-    shapes = tuple(leaf.shape for leaf in leaves)
-    if shapes != self.shapes:
-      raise ValueError(
-        f"the optimizer state was made for leaves of shapes {self.shapes}, the gradients have {shapes}: make a new one "
-        "with js.init for these parameters"
-      )
-
   def map_pieces(
     self, function: Callable[[list[jax.Array], Any], tuple[list[jax.Array], Any]], leaves: list[jax.Array], state: Any
   ) -> tuple[list[jax.Array], Any]:
@@ -199,7 +190,7 @@ def shards_of(comm: Comm, params: optax.Params, shardings: Any = None) -> Shards
   Raises:
     ValueError: if an axis inside is not Explicit and there are no shardings, or not of each leaf.
   """
-  axes = _axes_inside(comm)
+  axes = _compat.axes_inside(axes_of(comm))
   if not axes:
     return None
   if shardings is not None:
@@ -229,7 +220,7 @@ def _specs_by_name(params: optax.Params, shardings: Any) -> list[PartitionSpec]:
 
 def check_inside(comm: Comm, shards: Shards | None) -> None:
   """Raises ValueError if a state was made for workers of other devices than those of this program."""
-  made, found = dict(shards.axes) if shards else {}, _axes_inside(comm)
+  made, found = dict(shards.axes) if shards else {}, _compat.axes_inside(axes_of(comm))
   if made != found:
     axis = axes_of(comm)
     raise ValueError(
@@ -237,11 +228,6 @@ def check_inside(comm: Comm, shards: Shards | None) -> None:
       f"{_listed(found)}: make a new one with js.init on this mesh, and in a shard_map of your own give "
       f"axis_names={set(axis or ())}, so that the other axes stay inside a worker"
     )
-
-
-def _axes_inside(comm: Comm) -> dict[str, int]:
-  names = axes_of(comm)
-  return _compat.axes_inside(names) if names else {}
 
 
 def _listed(axes: dict[str, int]) -> str:
