@@ -24,10 +24,11 @@ def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
     Array([2], dtype=bfloat16)
   """
   leaves, structure = jax.tree.flatten(tree)
+  ends = np.cumsum([jnp.size(leaf) for leaf in leaves])
   flat = jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves])
 
   def unflatten(new: jax.Array) -> Any:
-    pieces = zip(parts(new, [jnp.size(leaf) for leaf in leaves]), leaves, strict=True)
+    pieces = zip(jnp.split(new, ends[:-1]), leaves, strict=True)
     restored = [piece.reshape(jnp.shape(leaf)).astype(jnp.result_type(leaf)) for piece, leaf in pieces]
     return jax.tree.unflatten(structure, restored)
 

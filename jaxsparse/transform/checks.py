@@ -46,7 +46,8 @@ def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
   Raises:
     ValueError: naming the number of workers it was made for.
   """
-  found = state.counters.skipped.size // devices_of(state) * workers // held
+  shards = state.layout.shards
+  found = state.counters.skipped.size // (shards.devices if shards else 1) * workers // held
   if found != workers:
     raise ValueError(
       f"the optimizer state was made for {found} workers, the axis has {workers}: make one of it for these with "

@@ -223,18 +223,14 @@ class _LocalSteps(NamedTuple):
     """The kind of this step: 0 no exchange, 1 … F that of a fragment, F + 1 the update in flight is applied."""
     if self.every is None:
       return jnp.int32(0)
-
-    def due_fragment(early: int) -> jax.Array:
-      """The number of the fragment, from 1, whose turn comes in `early` steps; 0 for none."""
-      *others, last = self.turns
-      # Later than the last turn if js.convert has shortened H.
-      found = [*(state.since == turn - early for turn in others), state.since >= last - early]
-      return sum(((number + 1) * one.astype(jnp.int32) for number, one in enumerate(found)), jnp.int32(0))
-
+    *others, last = (turn - self.delay for turn in self.turns)
+    # Later than the last turn if js.convert has shortened H.
+    due = [*(state.since == turn for turn in others), state.since >= last]
+    kind = sum((number * one.astype(jnp.int32) for number, one in enumerate(due, 1)), jnp.int32(0))
     if not self.delay:
-      return due_fragment(0)
+      return kind
     arrives = jnp.where(state.flight.left == 1, self.fragments.count + 1, 0)
-    return jnp.where(state.flight.left > 0, arrives, due_fragment(self.delay))
+    return jnp.where(state.flight.left > 0, arrives, kind)
 
   def _own_step(
     self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Any
@@ -312,28 +308,29 @@ class _LocalSteps(NamedTuple):
     """The exchanges of all fragments; of one in flight its update is applied instead."""
     total = jax.tree.map(jnp.zeros_like, params)
     after, skipped, finite = state._replace(inner=()), jnp.bool_(False), jnp.bool_(True)
-    at_once, late = self._replace(mixing=0.0, delay=0), self._replace(mixing=0.0)
+    is_flying = lambda number: (state.flight.left > 0) & (state.flight.fragment == number)
     for number in range(self.fragments.count):
-      exchange = lambda state, number=number: at_once._exchange(number, state, params, finite, extra)
+      exchange = lambda state, number=number: self._replace(delay=0)._exchange(number, state, params, finite, extra)
       if self.delay:
-        in_flight = (state.flight.left > 0) & (state.flight.fragment == number)
         apply = lambda state: self._apply_flight(state, params, finite, extra)
         others = lambda state, exchange=exchange: exchange(state)._replace(flight=state.flight)
-        done = jax.lax.cond(in_flight, apply, others, after)
+        done = jax.lax.cond(is_flying(number), apply, others, after)
       else:
         done = exchange(after)
-      sent, dropped = (
-        way._keep_moved(jnp.int32(number + 1), after.moved, done.updates, params) for way in (at_once, late)
-      )
-      # An update in flight is of what was moved before: nothing is sent now, and all of it is dropped.
-      moved = jax.tree.map(functools.partial(jnp.where, in_flight), dropped, sent) if self.delay else sent
       total, skipped = jax.tree.map(jnp.add, total, done.updates), skipped | done.skipped
-      after = after._replace(outer=done.outer, moved=moved, flight=done.flight)
+      after = after._replace(outer=done.outer, flight=done.flight)
+
+    def keep(number: int, was: jax.Array, p: jax.Array) -> jax.Array:
+      """What the dtype rounds off; nothing where an update in flight was applied, which is of what was moved before."""
+      left = flatten.representable(was, p.dtype)[1]
+      return jnp.where(is_flying(number), jnp.zeros_like(left), left) if self.delay else left
+
+    moved = jax.tree.map(keep, self.fragments.numbers(params), state.moved, params)
+    outer = after.outer
     if self.apply_residual:
-      moved, outer = residual_to_moved(after.moved, after.outer)
-      after = after._replace(moved=moved, outer=outer)
-    after = select_state(skipped, state, after._replace(inner=state.inner, since=jnp.int32(0)))
-    return jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), total), after
+      moved, outer = residual_to_moved(moved, outer)
+    after = after._replace(inner=state.inner, outer=outer, moved=moved, since=jnp.int32(0))
+    return jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), total), select_state(skipped, state, after)
 
   def _outer(self, state: LocalState, number: int) -> Any:
     """The outer state of a fragment."""

@@ -1,6 +1,5 @@
 """`js.metrics`: the communication of a run, read from its optax state."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -94,10 +93,11 @@ class Metrics(NamedTuple):
       >>> for name, value in found.items():  # tensorboardX, torch.utils.tensorboard
       ...   writer.add_scalar(f"jaxsparse/{name}", value, global_step=1)  # doctest: +SKIP
     """
-    own = {name: float(getattr(self, name)) for name in self.names()}
-    own |= {"bytes_sent": 4 * own["words_sent"], "total_bytes": 4 * own["total_words"]}
-    parts = [(f"{label}/{name}", x) for label, part in dict(self.parts).items() for name, x in part.as_dict().items()]
-    return own | dict(parts)
+    found = {name: float(getattr(self, name)) for name in self.names()}
+    found |= {"bytes_sent": 4 * found["words_sent"], "total_bytes": 4 * found["total_words"]}
+    for label, part in dict(self.parts).items():
+      found |= {f"{label}/{name}": value for name, value in part.as_dict().items()}
+    return found
 
 
 def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float = 60.0) -> Metrics:
@@ -166,24 +166,21 @@ def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
 
   entries = sum((node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.float32(0))
   workers = [_of_workers(node.counters, devices_of(node)) for node in nodes]
-  counters = combine_counters([of_each for of_each, _ in workers], entries)._asdict()
-  words = sum((sent for _, sent in workers), jnp.float32(0))
-  read = {
-    name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in counters.items() if name in Metrics._fields
+  counters = [of_each for of_each, _ in workers]
+  whole = combine_counters(counters, entries) if len(counters) > 1 else counters[0]
+  whole = whole._replace(skipped=whole.skipped.astype(jnp.int32), total_words=sum(words for _, words in workers))
+  read = {name: x for name, x in whole._asdict().items() if name in Metrics._fields}
+  found = {name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in read.items()}
+  residuals = jax.tree.leaves([node.carried.residual for node in nodes])
+  squares = [over_workers(residual**2, "sum") for residual in residuals]
+  own = {
+    "skipped": found["skipped"] > 0,
+    "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
+    "drift": jnp.float32(0),
+    "since_exchange": jnp.int32(0),
+    "words_per_step": found["words_sent"].astype(jnp.float32),
   }
-  residuals = [node.carried.residual for node in nodes]
-  squares = [over_workers(residual**2, "sum") for residual in jax.tree.leaves(residuals)]
-  return Metrics(
-    **read
-    | {
-      "skipped": over_workers(counters["skipped"].astype(jnp.int32), "max") > 0,
-      "total_words": over_workers(words, "max"),
-      "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
-      "drift": jnp.float32(0),
-      "since_exchange": jnp.int32(0),
-      "words_per_step": read["words_sent"].astype(jnp.float32),
-    }
-  )
+  return Metrics(**found | own)
 
 
 def drift(nodes: Sequence[LocalState], comm: Comm | None = None) -> jax.Array:
@@ -202,22 +199,19 @@ def drift(nodes: Sequence[LocalState], comm: Comm | None = None) -> jax.Array:
 
 
 def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
-  """Counters and words sent so far, f32, of each worker, from the counters of each of its devices."""
-  return (counters, _total_words(counters)) if devices == 1 else _over_devices(counters, devices)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _over_devices(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
-  rows = jax.tree.map(lambda x: _compat.resharded(x, PartitionSpec()).reshape(-1, devices).T, counters)
+  """Counters and words sent since the state was made, f32, of each worker, from the counters of each of its devices."""
+  words = counters.total_wraps.astype(jnp.float32) * 2.0**32 + counters.total_words.astype(jnp.float32)
+  if devices == 1:
+    return counters, words
+  by_device = lambda x: _compat.resharded(x, PartitionSpec()).reshape(-1, devices).T
+  rows = jax.tree.map(by_device, counters)
   each = [jax.tree.map(lambda x, number=number: x[number], rows) for number in range(devices)]
   density = rows.density.mean(0)  # devices have equally many entries
-  return combine_counters(each, 1)._replace(density=density), _total_words(rows).sum(0)
+  return combine_counters(each, 1)._replace(density=density), by_device(words).sum(0)
 
 
 def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
   """The counters of several transforms or communications as those of one step of n entries."""
-  if len(counters) == 1:
-    return counters[0]
   add = lambda values: saturated(saturated_sum(*values), values[0].dtype)
   largest = lambda values: jnp.stack(values).max(0)
   columns = zip(Counters._fields, zip(*counters, strict=True), strict=True)
@@ -230,8 +224,9 @@ def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: ja
 
   Words are added to those of all steps in two u32, the lower and the upper 32 bits.
   """
-  cast = lambda new, old: saturated(new, old.dtype).reshape(1)
-  step = combine_counters([jax.tree.map(cast, one, before) for one in reduced], n)
+  pairs = [zip(one, before, strict=True) for one in reduced]
+  steps = [Counters(*[saturated(new, old.dtype).reshape(1) for new, old in pair]) for pair in pairs]
+  step = combine_counters(steps, n) if len(steps) > 1 else steps[0]
   total = before.total_words + step.words_sent
   return step._replace(
     density=step.delivered.astype(jnp.float32) / float(n),
@@ -248,15 +243,8 @@ def count_idle_step(state: Any, skipped: jax.Array) -> Any:
   def idle(node: Any) -> Any:
     if not is_reduce_state(node):
       return node
-    zeros = {name: jnp.full_like(getattr(node.counters, name), x) for name, x in Counters._field_defaults.items()}
-    zeros["skipped"] = jnp.full_like(node.counters.skipped, skipped)
-    kept = {name: getattr(node.counters, name) for name in ("skipped_steps", "total_words", "total_wraps")}
-    kept["skipped_steps"] += skipped.astype(jnp.int32)
-    return node._replace(counters=Counters(**zeros | kept))
+    step = Counters(skipped=skipped, total_words=node.counters.total_words, total_wraps=node.counters.total_wraps)
+    step = step._replace(skipped_steps=node.counters.skipped_steps + skipped.astype(jnp.int32))
+    return node._replace(counters=jax.tree.map(jnp.full_like, node.counters, step))
 
   return jax.tree.map(idle, state, is_leaf=is_reduce_state)
-
-
-def _total_words(counters: Counters) -> jax.Array:
-  """Words sent since the state was made, f32 of each worker."""
-  return counters.total_wraps.astype(jnp.float32) * 2.0**32 + counters.total_words.astype(jnp.float32)

@@ -1,10 +1,10 @@
 """A collective as an `optax.GradientTransformation`: `init` and `update`, over one group of leaves or many.
 
     gradient leaves -> one f32[n] of each group        reduce_groups
-      -> total of each group, by its collective        collectives
-      -> mean, rounded to the dtypes of the leaves     _deliver
+      -> total of each group, by its collective
+      -> mean, rounded to the dtypes of the leaves
       -> all groups applied, or none                   _commit
-      -> the mean as leaves; the next state            reduce_groups
+      -> the mean as leaves; the next state
 
 Where the gradient of one worker, or the mean, holds NaN or Inf, every worker returns zeros and carries its state over
 to the next step. What follows in a chain is undone by `atomic`.
@@ -23,7 +23,6 @@ from jaxsparse import _compat, flatten, sparse
 from jaxsparse.collectives import Collective
 from jaxsparse.comm import axes_of, comm_of
 from jaxsparse.comm.replication import mark_total
-from jaxsparse.flatten import Rounding
 from jaxsparse.select import ordering
 from jaxsparse.select.accumulator import materialize
 from jaxsparse.transform import checks
@@ -229,15 +228,21 @@ def reduce_groups(
   means, states = list(leaves), split_groups(state.carried)
   own = [[leaves[leaf] for leaf in group.leaves] for group in groups]
   grads, restore = zip(*map(flatten.flatten, own), strict=True)
-  delivered: list[_Delivered] = []
+  axes, delivered = axes_of(comm), list[_Delivered]()
   for group, mine, flat, before in zip(groups, own, grads, states, strict=True):
     following = ordering.following(comm, [delivered[number].finite for number in group.waits_for])
     reduced = group.collective.reduce(following, flat, before)
-    delivered.append(_deliver(comm, reduced, divisor, flatten.rounding(mine)))
+    total, error, rounding = reduced.total, None, flatten.rounding(mine)
+    values, indices = (total.values, total.indices) if isinstance(total, Sparse) else (total, None)
+    mean = values / divisor
+    if rounding:
+      exact, mean = mean, rounding(mean, indices)
+      error = exact - mean
+    delivered.append(_Delivered(reduced, mean, error, mark_total(flatten.all_finite(mean), axes)))
   finite = functools.reduce(jnp.logical_and, [one.finite for one in delivered])
   if inside:
     finite = jax.lax.pmin(finite.astype(jnp.int32), inside) > 0
-  updates, axes = [], axes_of(comm)
+  updates = []
   for number, (group, one) in enumerate(zip(groups, delivered, strict=True)):
     update, after = _commit(one, grads[number], states[number], group.collective.decay, finite)
     updates.append(mark_total(update, axes) if group.collective.replicates else update)
@@ -249,17 +254,6 @@ def reduce_groups(
       means[leaf] = mean
   alone = not isinstance(state.carried.residual, tuple)
   return means, state._replace(carried=join_groups(states, alone), counters=counters)
-
-
-def _deliver(comm: Comm, reduced: Reduced, divisor: int, rounding: Rounding | None) -> _Delivered:
-  """The mean of a reduction, rounded to what the leaves can hold."""
-  total, error = reduced.total, None
-  values, indices = (total.values, total.indices) if isinstance(total, Sparse) else (total, None)
-  mean = values / divisor
-  if rounding:
-    exact, mean = mean, rounding(mean, indices)
-    error = exact - mean
-  return _Delivered(reduced, mean, error, mark_total(flatten.all_finite(mean), axes_of(comm)))
 
 
 def _commit(
