@@ -51,7 +51,6 @@ class TransformFunction(Protocol[Options]):
     **options: Options.kwargs,
   ) -> optax.GradientTransformation:
     """The transform that averages gradients over the workers of `axis`."""
-    ...
 
 
 def transform_function(kind: Callable[Options, Collective]) -> TransformFunction[Options]:

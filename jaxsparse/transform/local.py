@@ -184,13 +184,7 @@ class _LocalSteps(NamedTuple):
     return state
 
   def update(
-    self,
-    grads: optax.Updates,
-    state: LocalState,
-    params: optax.Params | None = None,
-    *,
-    synchronize: bool = False,
-    **extra: Any,
+    self, grads: optax.Updates, state: LocalState, params: Any = None, *, synchronize: bool = False, **extra: Any
   ) -> tuple[optax.Updates, LocalState]:
     """The update of the anchor, zeros in a local step, and the next state."""
     if params is None:

@@ -81,12 +81,7 @@ def grouped_transform(
     return first_state(comm, method, shards_of(comm, params, shardings))
 
   def update(
-    updates: optax.Updates,
-    state: ReduceState,
-    params: optax.Params | None = None,
-    *,
-    agree: jax.Array | None = None,
-    **extra: Any,
+    updates: optax.Updates, state: ReduceState, params: Any = None, *, agree: jax.Array | None = None, **extra: Any
   ) -> tuple[optax.Updates, ReduceState]:
     del params, extra
     flatten.check_leaves(updates)
@@ -122,7 +117,8 @@ def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceStat
   start = functools.partial(_start_groups, size=comm.size, alone=method.alone)
   if shards:
     own = shards.groups(method.groups)
-    carried, counters = shards.map(lambda: add_device_axis(*start(own)), (), PartitionSpec(shards.names))()
+    device = lambda: add_device_axis(*start(own))
+    carried, counters = _compat.shard_map(device, None, (), PartitionSpec(shards.names), shards.names)()
   else:
     carried, counters = start(method.groups)
   layout = Layout.of_workers(comm.size, sum(group.entries for group in method.groups), shards, method)
@@ -156,16 +152,17 @@ def at_devices(
   layout, shards = state.layout, state.layout.shards
   if not shards:
     return step(groups, leaves, state)
-  own = shards.groups(groups)
+  own, specs, split = shards.groups(groups), list(shards.specs), PartitionSpec(shards.names)
 
-  def device(pieces: list[jax.Array], parts: tuple[State, Counters]) -> tuple[list[jax.Array], Any]:
-    carried, counters = parts
+  def device(leaves: list[jax.Array], carried: State, counters: Counters) -> tuple[list[jax.Array], State, Counters]:
     shared = jax.tree.map(lambda x: x[0], carried.shared)
     alone = ReduceState(carried._replace(shared=shared), counters, layout._replace(shards=None))
-    pieces, after = step(own, pieces, alone, inside=shards.names)
-    return pieces, add_device_axis(after.carried, after.counters)
+    pieces, after = step(own, shards.cut(leaves), alone, inside=shards.names)
+    return shards.join(pieces, leaves), *add_device_axis(after.carried, after.counters)
 
-  leaves, (carried, counters) = shards.map_pieces(device, leaves, (state.carried, state.counters))
+  program = _compat.shard_map(device, None, (specs, split, split), (specs, split, split), shards.names)
+  leaves = [_compat.resharded(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+  leaves, carried, counters = program(leaves, state.carried, state.counters)
   return leaves, ReduceState(carried, counters, layout)
 
 
@@ -178,7 +175,7 @@ def reduce_step(
   collective: Collective, comm: Comm, grads: jax.Array, state: ReduceState, divisor: int = 1
 ) -> tuple[jax.Array, ReduceState]:
   """One reduction at one worker: f32[n] to the f32[n] sum over workers, divided by `divisor`, and the next state."""
-  (update,), state = reduce_groups(comm, [Group((0,), grads.size, collective)], [grads], state, divisor=divisor)
+  (update,), state = reduce_groups(comm, [Group((0,), grads.size, collective)], [grads], state, divisor)
   return update, state
 
 
@@ -199,13 +196,7 @@ class _Delivered(NamedTuple):
 
 
 def reduce_groups(
-  comm: Comm,
-  groups: Sequence[Group],
-  leaves: Sequence[jax.Array],
-  state: ReduceState,
-  *,
-  divisor: int,
-  inside: tuple[str, ...] = (),
+  comm: Comm, groups: list[Group], leaves: list[jax.Array], state: ReduceState, divisor: int, inside: Sequence[str] = ()
 ) -> tuple[list[jax.Array], ReduceState]:
   """One reduction of each group of leaves at one worker, or of their pieces at one of its devices.
 
