@@ -14,13 +14,10 @@ from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import LocalState, ReduceState, checksum_of, devices_of, local_states, reduce_states
 from jaxsparse.types import Comm
 
-_SIMULATED = "the state is one of js.simulate, which does not say of which parameters: give one of js.init"
-
 
 def why_none(state: Any) -> str:
   """Why an optax state holds no `ReduceState`, for an error."""
-  plain = [node for node in jax.tree.leaves(state, is_leaf=_is_plain) if _is_plain(node)]
-  if plain:
+  if any(map(_is_plain, jax.tree.leaves(state, is_leaf=_is_plain))):
     return (
       "the optimizer state is made of plain dicts and lists, as a checkpoint is when Orbax restores it without a "
       "target: restore it into js.abstract_state(tx, params, mesh)"
@@ -93,7 +90,7 @@ def check_arrays_of(init: optax.TransformInitFn, state: Any, params: optax.Param
   """Checks, when an update is traced, that a state has the arrays of `init(params)`.
 
   Raises:
-    ValueError: naming the first leaf of the parameters, or the first array of the state, that differs.
+    ValueError: naming the first leaf of the parameters, or else the first array of the state, that differs.
   """
   nodes = reduce_states(state)
   check_params(nodes, params)
@@ -102,17 +99,11 @@ def check_arrays_of(init: optax.TransformInitFn, state: Any, params: optax.Param
   found, expected = leaf_shapes(state), leaf_shapes(jax.eval_shape(init, params))
   if found == expected:
     return
-  known = [name for node in nodes if node.layout.method for name in node.layout.method.names]
-  if more := [name for name in leaf_shapes(params) if name not in known]:
-    raise ValueError(
-      f"the optimizer state was made for parameters{', '.join(known)}, here there is also parameters{more[0]}: give "
-      "the parameters that it was made for, or make a new one with js.init for these"
-    )
   path = next(path for path in [*found, *expected] if found.get(path) != expected.get(path))
   shape = lambda shapes: f"shape {shapes[path]}" if path in shapes else "nothing"
   raise ValueError(
     f"the optimizer state has {shape(found)} at state{path}, that of this transformation {shape(expected)}: it is one "
-    "of another optimizer, make a new one with js.init"
+    "of another optimizer or of other parameters, make a new one with js.init"
   )
 
 
@@ -121,7 +112,7 @@ def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
   shapes = leaf_shapes(params)
   for node in nodes:
     if node.layout.method is None:
-      raise ValueError(_SIMULATED)
+      raise ValueError("the state is one of js.simulate, which does not say of which parameters: give one of js.init")
     for name, shape in zip(node.layout.method.names, node.layout.method.shapes, strict=True):
       if shapes.get(name) != shape:
         found = f"it has shape {shapes[name]}" if name in shapes else f"there are parameters{', '.join(shapes)}"
@@ -185,15 +176,13 @@ def check_alive(trees: dict[str, Any]) -> None:
   )
 
 
-def check_method(
-  state: ReduceState, groups: Sequence[Group], shapes: tuple[tuple[int, ...], ...], workers: int, alone: bool
-) -> None:
+def check_method(state: ReduceState, groups: Sequence[Group], grads: optax.Updates, workers: int, alone: bool) -> None:
   """Checks, when an update is traced, that a state was made for these gradients and this transform.
 
   Args:
     state: the state of one worker.
     groups: the groups of the gradients.
-    shapes: of the leaves of the gradients.
+    grads: the gradients.
     workers: the workers of the axis.
     alone: whether the transform has one group, and its state is not a tuple of states.
 
@@ -201,16 +190,12 @@ def check_method(
     ValueError: if the state is one of other workers, shapes, groups of leaves, collectives or options.
   """
   check_workers(state, workers)
-  method = state.layout.method
-  if method is None:
-    raise ValueError(_SIMULATED)
-  if method.shapes != shapes:
-    raise ValueError(
-      f"the optimizer state was made for leaves of shapes {method.shapes}, the gradients have {shapes}: make a new one "
-      "with js.init for these parameters"
-    )
+  method: Any = state.layout.method
+  shapes = tuple(map(np.shape, jax.tree.leaves(grads)))
+  if method is None or method.shapes != shapes:
+    check_params([state], grads)
   was, now = ({group.leaves: group.collective.label for group in found} for found in (method.groups, groups))
-  if (was, method.alone) != (now, alone):
+  if (was, method.alone, method.shapes) != (now, alone, shapes):
     labels = [", ".join(dict.fromkeys(found.values())) for found in (was, now)]
     others = " for other groups of leaves" if labels[0] == labels[1] else ""
     raise ValueError(

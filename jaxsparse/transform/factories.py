@@ -80,7 +80,6 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
   transform.__name__ = transform.__qualname__ = f"{name_of(cls)}_transform"
   transform.__module__ = __name__.partition(".")[0]  # where users find it
   transform.__doc__ = _documentation(cls)
-  transform.__kwdefaults__ = {name: one.default for name, one in options.items() if one.default is not one.empty}
   transform.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
   transform.__annotations__["return"] = own.return_annotation
   transform.__signature__ = signature  # type: ignore[attr-defined]

@@ -168,11 +168,6 @@ class _LocalSteps(NamedTuple):
     """Whether nothing stays moved from one step to the next."""
     return self.every == 1 and not self.apply_residual
 
-  @property
-  def turns(self) -> list[int]:
-    """The step of H in which the update of each fragment is applied."""
-    return [(self.every or 1) * (number + 1) // self.fragments.count for number in range(self.fragments.count)]
-
   def init(self, params: optax.Params) -> LocalState:
     """The state of one worker before the first step."""
     moved = () if self.at_once else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
@@ -205,7 +200,7 @@ class _LocalSteps(NamedTuple):
     outer = done.outer
     if self.apply_residual:
       moved, taken = residual_to_moved(moved, outer)
-      outer = jax.tree.map(lambda kept, new: jnp.where(done.skipped, kept, new), outer, taken)
+      outer = jax.tree.map(functools.partial(jnp.where, done.skipped), outer, taken)
     if self.every:
       ends = tried.since >= self.every
       ends = ends & (done.flight.left == 0) if self.delay else ends
@@ -217,13 +212,14 @@ class _LocalSteps(NamedTuple):
     """The kind of this step: 0 no exchange, 1 … F that of a fragment, F + 1 the update in flight is applied."""
     if self.every is None:
       return jnp.int32(0)
-    *others, last = (turn - self.delay for turn in self.turns)
+    count = self.fragments.count
+    *others, last = (self.every * number // count - self.delay for number in range(1, count + 1))
     # Later than the last turn if js.convert has shortened H.
     due = [*(state.since == turn for turn in others), state.since >= last]
     kind = sum((number * one.astype(jnp.int32) for number, one in enumerate(due, 1)), jnp.int32(0))
     if not self.delay:
       return kind
-    arrives = jnp.where(state.flight.left == 1, self.fragments.count + 1, 0)
+    arrives = jnp.where(state.flight.left == 1, count + 1, 0)
     return jnp.where(state.flight.left > 0, arrives, kind)
 
   def _own_step(

@@ -31,10 +31,8 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
     Array([0.75, 1.  ], dtype=float32)
   """
   leaves, structure = jax.tree.flatten(params)
-  for number, (p, gone) in enumerate(zip(leaves, moved_leaves(state, params), strict=True)):
-    if gone is not None:
-      leaves[number] = (p.astype(jnp.float32) - gone[0]).astype(p.dtype)
-  return jax.tree.unflatten(structure, leaves)
+  own = lambda p, gone: p if gone is None else (p.astype(jnp.float32) - gone[0]).astype(p.dtype)
+  return jax.tree.unflatten(structure, map(own, leaves, moved_leaves(state, params)))
 
 
 def moved_leaves(state: Any, params: optax.Params) -> list[jax.Array | None]:
@@ -99,15 +97,11 @@ def take_residuals(
     for leaf, exact in zip(owing, mean(list(owing.values())), strict=True):
       sent, left[leaf] = flatten.representable(exact, leaves[leaf].dtype)
       leaves[leaf] = sent.astype(leaves[leaf].dtype)
-    rest = [
-      part._replace(residual=part.residual if part.residual is None else _flat(left[leaf] for leaf in group.leaves))
-      for group, part in zip(groups, parts, strict=True)
-    ]
-    return leaves, state._replace(carried=join_groups(rest, method.alone))
+    for number, (group, part) in enumerate(zip(groups, parts, strict=True)):
+      if part.residual is not None:
+        rest, _ = flatten.flatten([left[leaf] for leaf in group.leaves])
+        parts[number] = part._replace(residual=rest)
+    return leaves, state._replace(carried=join_groups(parts, method.alone))
 
   method: Any = node.layout.method
   return at_devices(step, method.groups, [jnp.zeros_like(x) for x in leaves] if moved is None else list(moved), node)
-
-
-def _flat(leaves: Any) -> jax.Array:
-  return flatten.flatten(list(leaves))[0]

@@ -90,9 +90,8 @@ def grouped_transform(
     if agree is not None:  # no exchange: the step is skipped unless `agree` holds at every worker
       agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
       return jax.tree.map(jnp.zeros_like, updates), count_idle_step(state, ~agreed)
-    shapes = flatten.leaf_shapes(updates)
-    groups = grouped(shapes)
-    checks.check_method(state, groups, tuple(shapes.values()), comm.size, alone)
+    groups = grouped(flatten.leaf_shapes(updates))
+    checks.check_method(state, groups, updates, comm.size, alone)
     leaves, structure = jax.tree.flatten(updates)
     step = functools.partial(reduce_groups, comm, divisor=comm.size)
     leaves, state = at_devices(step, groups, leaves, state)
@@ -243,8 +242,8 @@ def reduce_groups(
   for group, unflatten, update in zip(groups, restore, updates, strict=True):
     for leaf, mean in zip(group.leaves, unflatten(update), strict=True):
       means[leaf] = mean
-  alone = not isinstance(state.carried.residual, tuple)
-  return means, state._replace(carried=join_groups(states, alone), counters=counters)
+  carried = join_groups(states, alone=not isinstance(state.carried.residual, tuple))
+  return means, state._replace(carried=carried, counters=counters)
 
 
 def _commit(

@@ -246,7 +246,7 @@ WAYS = {
 OTHERS = [
   ({"b": jnp.zeros(4), "v": jnp.zeros((6, 6))}, r"parameters\['w'\] of shape \(6, 6\), here there are .*\['v'\]"),
   ({"b": jnp.zeros(5), "w": jnp.zeros((6, 5))}, r"parameters\['[bw]'\] of shape .*, here it has shape"),
-  (PARAMS | {"z": jnp.zeros(2)}, r"parameters\['[bw]'\], \['[bw]'\], here there is also parameters\['z'\]"),
+  (PARAMS | {"z": jnp.zeros(2)}, r"nothing at state.*\['z'\], that of .* shape .* of other parameters"),
   ([jnp.zeros(4), jnp.zeros((6, 6))], r"parameters\['[bw]'\] of shape .*, here there are parameters\[0\], \[1\]"),
 ]
 """Renamed, of another width, with one more leaf, and in another container."""
@@ -258,7 +258,7 @@ def test_a_state_of_other_parameters_is_refused_by_name(way):
   step, _, state = start(tx, sim(2), lambda p, batch: sum(map(jnp.sum, jax.tree.leaves(p))) * batch.mean())
   for params, message in OTHERS:
     for use in (lambda params: step(params, state, normals(0, 2, N)), lambda params: step.synchronize(params, state)):
-      with pytest.raises(ValueError, match=f"the optimizer state was made for {message}"):
+      with pytest.raises(ValueError, match=f"the optimizer state (was made for|has) {message}"):
         use(params)
 
 
