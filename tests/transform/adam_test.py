@@ -41,18 +41,6 @@ def test_equals_the_formulas_in_numpy():
   np.testing.assert_allclose(got, expected, rtol=2e-5)
 
 
-def test_a_window_of_p_gives_a_worker_the_second_moment_of_all():
-  """Of a mean that differs by entry, and noise that is independent from worker to worker and from step to step."""
-  workers, steps, n = 4, 4000, 500
-  rng = np.random.default_rng(0)
-  signal, noise = rng.normal(size=n), rng.normal(size=(workers, steps, n))
-  grads = (signal + 3.0 * noise).astype(np.float32)
-  second_moment = lambda window, rows: np.asarray(after(js.scale_by_window_adam(window), jnp.asarray(rows))[1].nu)
-  of_all = second_moment(1, grads.mean(0))
-  assert np.mean(second_moment(workers, grads[0]) / of_all) == pytest.approx(1.0, abs=0.05)
-  assert np.mean(second_moment(1, grads[0]) / of_all) > 0.8 * workers * 9 / (9 + workers)
-
-
 @pytest.mark.parametrize("window", [0, -3, 2.5, True, "4", None, 10**9])
 def test_windows_are_checked(window):
   with pytest.raises(ValueError, match=r"scale_by_window_adam: window=.*, choose a whole number from 1 to 1048576"):

@@ -9,21 +9,11 @@ import pytest
 import jaxsparse as js
 from jaxsparse.collectives._wrapped import Corrected, WarmedUp
 from jaxsparse.train import simulation
-from tests.cases import (
-  CONSERVING,
-  REPLICATING,
-  assert_same_bits,
-  each_case,
-  integers,
-  mesh_of,
-  normals,
-  quick_of,
-  sim,
-  start,
-)
+from tests import cases
+from tests.cases import assert_same_bits, integers, mesh_of, normals, quick_of, sim, start
 
 N = 30
-SPARSE = [case for case in CONSERVING if case.is_sparse and case.exact]
+EXACT = [case for case in cases.CONSERVING if case.is_sparse and case.exact and case.rounding < 2**-10]
 
 
 def corrected(collective, momentum=0.5, nesterov=False, masking=True):
@@ -61,7 +51,7 @@ def test_deep_gradient_compression_in_numpy(nesterov, masking):
     np.testing.assert_allclose(state.carried.residual, residuals, atol=1e-5)
 
 
-@each_case([case for case in SPARSE if case.rounding < 2**-10], ["spardl"])
+@cases.each_case(EXACT, ["spardl"])
 def test_momentum_is_zero_where_mass_has_left(case):
   """What enters is u, dyadic here; entries that came back to the residual keep their momentum."""
   workers = case.workers([4, 6, 8, 5])[0]
@@ -76,18 +66,11 @@ def test_momentum_is_zero_where_mass_has_left(case):
     np.testing.assert_array_equal(state.carried.worker.momentum, expected)
 
 
-def delivers_all(case):
-  """Whether a density of 1 sends all entries as they are: no rounding, and no threshold or stratum that leaves some."""
-  options = dict(case.options)
-  exact = case.exact and case.rounding < 2**-10 and "wire" not in options
-  return exact and case.name not in ("oktopk", "randomk") and options.get("selector") != "reuse"
-
-
-@each_case([case for case in REPLICATING if delivers_all(case)], ["dense", "spardl"])
-def test_everything_delivered_is_momentum_after_the_mean(case):
+@pytest.mark.parametrize("name", ["dense", "spardl"])
+def test_everything_delivered_is_momentum_after_the_mean(name):
   """Nothing is masked; the mean of each worker's momentum is the momentum of the mean."""
-  workers = case.workers([4, 6, 8, 5])[0]
-  collective, trace = corrected(case.make(density=1.0), 0.9), np.zeros(N)
+  workers, options = 4, {"density": 1.0} if name == "spardl" else {}
+  collective, trace = corrected(js.make_collective(name, **options), 0.9), np.zeros(N)
   state = simulation.initial(collective, workers, N)
   for step in range(3):
     grads = normals(step, workers, N)

@@ -1,5 +1,6 @@
 """Fragments that are exchanged in turn, and updates that are applied later, against numpy (Streaming DiLoCo)."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,17 +16,11 @@ from tests.cases import start as start_with
 PARAMS = {"a": jnp.zeros(6), "b": jnp.zeros((4, 5)), "c": jnp.zeros(9)}
 FRAGMENTS = [["b"], ["a", "c"]]  # the largest leaf, and the two others
 N, WORKERS, MU, RATE, INNER = 35, 3, 0.9, 0.7, 0.25
-
-
 COMM = sim(WORKERS)
 
 
 def start(tx, where, loss=quadratic):
   return start_with(tx, where, PARAMS, loss)
-
-
-def streamed(**options):
-  return js.streaming_diloco(optax.sgd(INNER), COMM, **options)
 
 
 def named(flat):
@@ -72,12 +67,9 @@ class InNumpy:
 )
 def test_streaming_in_numpy(fragments, every, delay, mixing):
   """Anchor and parameters of each worker after every step, and the words of every step: those of a fragment."""
-  leaves = FRAGMENTS if fragments == 2 else [["a", "b", "c"]]
-  found, expected = (
-    streamed(fragments=fragments, every=every, delay=delay, mixing=mixing),
-    InNumpy(every, delay, mixing, leaves),
-  )
-  step, params, state = start(found, COMM)
+  expected = InNumpy(every, delay, mixing, FRAGMENTS if fragments == 2 else [["a", "b", "c"]])
+  options = {"fragments": fragments, "every": every, "delay": delay, "mixing": mixing}
+  step, params, state = start(js.streaming_diloco(optax.sgd(INNER), COMM, **options), COMM)
   for number in range(1, 3 * every):
     batch = normals(number, WORKERS, N)
     params, state, _ = step(params, state, batch)
@@ -99,20 +91,16 @@ def test_what_is_in_flight_outlives_the_run():
   for number in range(3):
     params, state, _ = step(params, state, normals(number, 4, N))
   assert int(state.flight.left) == 1
-  update = jax.tree.map(np.asarray, state.flight.update)
+  landed = jax.tree.map(lambda p, u: np.asarray(p + u), params, state.flight.update)
   with pytest.raises(ValueError, match="an update of local steps is in flight, apply it by step.synchronize"):
     js.flush(state, params, mesh_of(4))
+  host = jax.tree.map(np.asarray, params)
   with pytest.warns(UserWarning, match="go on from the mean"):
-    resized = js.resize(state, jax.tree.map(np.asarray, params), mesh_of(2))
-  after, state, _ = js.make_train_step(quadratic, tx, mesh_of(2), donate=False)(
-    jax.tree.map(np.asarray, params), resized, normals(3, 2, N)
-  )
-  jax.tree.map(lambda was, u, now: np.testing.assert_allclose(now, was + u, atol=1e-6), params, update, after)
-  step, params, state = start(tx, mesh_of(4))
-  for number in range(3):
-    params, state, _ = step(params, state, normals(number, 4, N))
+    resized = js.resize(state, host, mesh_of(2))
+  after, _, _ = js.make_train_step(quadratic, tx, mesh_of(2), donate=False)(host, resized, normals(3, 2, N))
+  chex.assert_trees_all_close(after, landed, atol=1e-6)
   after, state = step.synchronize(params, state)
-  jax.tree.map(lambda was, u, now: np.testing.assert_allclose(now, was + u, atol=1e-6), params, update, after)
+  chex.assert_trees_all_close(after, landed, atol=1e-6)
   assert float(js.metrics(state).drift) == 0
   js.flush(state, after, mesh_of(4))
   words = []
