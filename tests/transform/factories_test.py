@@ -1,7 +1,6 @@
 """`js.NAME_transform` of a collective: its signature and documentation. contributing_test.py adds a collective."""
 
 import dataclasses
-import doctest
 import inspect
 import pickle
 import re
@@ -46,4 +45,3 @@ def test_the_documentation_is_that_of_the_dataclass_and_lists_each_argument_once
     assert own or argument in (*shared, "axis", "special", "shardings"), argument
   for section in ("Args:", "Returns:", "Raises:", "Example:"):
     assert lines.count(section) == 1
-  assert any(test.examples for test in doctest.DocTestFinder(recurse=False).find(kind))

@@ -2,7 +2,6 @@
 
 import hypothesis
 import hypothesis.strategies as st
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import pytest
 import jaxsparse as js
 from jaxsparse.flatten import leaf_shapes
 from jaxsparse.transform.groups import Bundle, assign_collectives, groups_of, split_k
-from tests.cases import mesh_of, normals, update_program
+from tests.cases import mesh_of, normals
 
 WORKERS = 3
 SPECIAL = {"bias": "dense", "embedding": "topka:density=0.5"}
@@ -56,15 +55,6 @@ def test_the_first_expression_that_matches_counts():
   assert {group.leaves: group.collective.name for group in made} == {(3,): "dense", (4,): "spardl", (0, 1): "topka"}
 
 
-def test_a_bundle_becomes_a_group_for_each_of_its_collectives_one_after_the_other():
-  made = groups({"bias": "dense", "embedding": "spardl:density=0.5"})
-  assert [(group.leaves, group.entries, group.collective.name, group.waits_for) for group in made] == [
-    ((0,), 3, "dense", ()),
-    ((1,), 24, "spardl", (0,)),
-    ((3, 4), 55, "topka", (1,)),
-  ]
-
-
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=1, max_size=8))
 def test_each_group_follows_all_that_its_bundle_waits_for_perhaps_through_others(drawn):
   """Bundles of a weight, some with a bias too, which is a group of its own; each waits for some of the first ones."""
@@ -102,19 +92,3 @@ def test_each_group_follows_all_that_its_bundle_waits_for_perhaps_through_others
 def test_bad_input(make, error, message):
   with pytest.raises(error, match=message):
     js.init(make(), params_of(), mesh_of(WORKERS))
-
-
-def test_states_with_and_without_special_are_told_apart():
-  plain, special = (js.topka_transform("workers", given, density=0.1) for given in (None, SPECIAL))
-  states = [js.init(tx, params_of(), mesh_of(WORKERS)) for tx in (special, plain)]
-  grads = jax.tree.map(lambda leaf: jnp.stack([leaf] * WORKERS), params_of())
-  for tx, state, message in (
-    (special, states[1], "is one of topka:density=0.1, and this transform is dense, topka:density=0.5, topka"),
-    (
-      plain,
-      states[0],
-      "is one of dense, topka:density=0.5, topka:density=0.1, and this transform is topka:density=0.1",
-    ),
-  ):
-    with pytest.raises(ValueError, match=f"the optimizer state {message}.*: make one of it with js.convert"):
-      update_program(tx, state, WORKERS)(grads, state)

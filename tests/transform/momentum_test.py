@@ -1,6 +1,5 @@
 """Momentum before a sparse exchange: Deep Gradient Compression in numpy, and what holds for any collective."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -79,25 +78,14 @@ def test_everything_delivered_is_momentum_after_the_mean(name):
     np.testing.assert_allclose(totals[0], trace, atol=1e-4)
 
 
-def test_in_a_training_step_with_groups_and_clipping():
-  """special= gives each group its momentum, and clipping is of all leaves together."""
+def test_clipping_is_of_all_leaves_together_and_each_group_has_its_momentum():
   params = {"b": jnp.zeros(4), "w": jnp.zeros((6, 6))}
   transform = js.spardl_transform(sim(4), special={"b": "dense"}, density=0.2)
-  tx = optax.chain(js.momentum_corrected(transform, 0.9, clip_norm=2.0), optax.sgd(0.02))
-  target = normals(0, 40)
-
-  def loss(params, batch):
-    flat = jax.flatten_util.ravel_pytree(params)[0]
-    return jnp.sum((flat - target) ** 2) + 0 * batch.sum()
-
-  step, params, state = start(tx, sim(4), params, loss)
-  for number in range(120):
-    params, state, metrics = step(params, state, np.zeros((4, 1), np.float32))
-    if number == 0:  # ‖gradient‖ = 2 / √4, the same at every worker: the dense leaf moves by its share of that
-      norm = 2 * np.linalg.norm(target)
-      np.testing.assert_allclose(params["b"], 0.02 * 2 * target[:4] / norm, rtol=1e-5)
-  step.check(params, state)
-  assert float(metrics.loss) < 0.05 * np.sum(target**2)
+  tx = optax.chain(js.momentum_corrected(transform, 0.9, clip_norm=2.0), optax.sgd(0.5))
+  step, params, state = start(tx, sim(4), params)
+  grad = 10 * normals(0, 40)
+  params, state, _ = step(params, state, np.tile(grad, (4, 1)))
+  np.testing.assert_allclose(params["b"], -0.5 * 2 / np.sqrt(4) * grad[:4] / np.linalg.norm(grad), rtol=1e-5)
   assert [one.momentum.shape for one in state[0][1].carried.worker] == [(16,), (144,)]
 
 

@@ -142,7 +142,10 @@ def test_state_of_another_model_or_collective():
   state = js.init(spardl(density=0.5), params_of(), mesh_of(WORKERS))
   others = "is one of spardl:density=0.5, and this transform is .*: make one of it with js.convert"
   smaller = js.init(spardl(density=0.5), jnp.zeros(5), mesh_of(WORKERS))
+  special = spardl(density=0.5, special={"b": "dense"})
   for tx, given, message in (
+    (special, state, "is one of spardl:density=0.5, and this transform is dense, spardl:density=0.5:"),
+    (spardl(density=0.5), js.init(special, params_of(), mesh_of(WORKERS)), "is one of dense, spardl:density=0.5, and"),
     (spardl(density=0.5), smaller, r"made for parameters of shape \(5,\), here there are"),
     (spardl(density=0.5, selector="reuse"), state, others),
     (js.oktopk_transform("workers", density=0.5), state, others),
