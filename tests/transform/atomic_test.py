@@ -87,9 +87,6 @@ def test_a_wrapper_that_hides_extra_arguments_from_the_transform_is_refused():
     step(params, state, normals(0, 2, N))
 
 
-# The program.
-
-
 def keeps_parameters():
   """Remembers the parameters, as L-BFGS does, and moves by a tenth."""
   init = lambda params: (jnp.zeros_like(params), jnp.zeros_like(params), jnp.int32(0), 1.0)

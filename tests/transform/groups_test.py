@@ -2,6 +2,7 @@
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,25 +10,16 @@ import pytest
 import jaxsparse as js
 from jaxsparse.flatten import leaf_shapes
 from jaxsparse.transform.groups import Bundle, assign_collectives, groups_of, split_k
-from tests.cases import mesh_of, normals
+from tests.cases import mesh_of
 
-WORKERS = 3
-SPECIAL = {"bias": "dense", "embedding": "topka:density=0.5"}
-
-
-def params_of():
-  return {
-    "bias": jnp.zeros(3),
-    "embedding": jnp.asarray(normals(1, 6, 4)),
-    "none": jnp.zeros((0, 2)),
-    "w": [jnp.asarray(normals(2, 8, 5)), jnp.asarray(normals(3, 5, 3))],
-  }
+SHAPES = {"bias": (3,), "embedding": (6, 4), "none": (0, 2), "w": [(8, 5), (5, 3)]}
+PARAMS = jax.tree.map(jnp.zeros, SHAPES, is_leaf=lambda shape: isinstance(shape, tuple))
 
 
-def groups(special, bundles=None, tree=None, **options):
+def groups(special, bundles=None, tree=PARAMS, **options):
   """The groups of a pytree whose leaves are reduced by TopkA, but for the special ones."""
   assignment = assign_collectives(js.make_collective("topka", **options or {"density": 1.0}), special)
-  return groups_of(leaf_shapes(params_of() if tree is None else tree), assignment, bundles)
+  return groups_of(leaf_shapes(tree), assignment, bundles)
 
 
 @hypothesis.given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 400))
@@ -91,4 +83,4 @@ def test_each_group_follows_all_that_its_bundle_waits_for_perhaps_through_others
 )
 def test_bad_input(make, error, message):
   with pytest.raises(error, match=message):
-    js.init(make(), params_of(), mesh_of(WORKERS))
+    js.init(make(), PARAMS, mesh_of(3))

@@ -158,9 +158,6 @@ def test_in_a_step_of_ones_own():
   chex.assert_trees_all_close((params, state.moved), (params2, state2.moved), rtol=1e-6)
 
 
-# State.
-
-
 def test_other_workers_and_what_is_flushed():
   """The mean of what is moved and owed is kept, and delivered densely by js.flush."""
   tx = js.local_steps(optax.adam(0.1), optax.chain(SPARDL("workers"), optax.sgd(0.5, momentum=0.5)), every=3)
@@ -237,10 +234,3 @@ def test_a_state_of_other_parameters_is_refused_by_name(options):
     for use in (lambda params: step(params, state, normals(0, 2, N)), lambda params: step.synchronize(params, state)):
       with pytest.raises(ValueError, match=f"the optimizer state (was made for|has) {message}"):
         use(params)
-
-
-def test_a_state_of_another_inner_optimizer_is_refused_by_name():
-  one, other = (js.local_steps(inner, averaged(sim(2)), every=4) for inner in (optax.adam(0.1), optax.sgd(0.1)))
-  step, params, _ = start(one, sim(2))
-  with pytest.raises(ValueError, match=r"state has nothing at state.inner.*, that of this transformation shape \(1"):
-    step(params, start(other, sim(2))[2], normals(0, 2, N))

@@ -19,32 +19,27 @@ def corrected(collective, momentum=0.5, nesterov=False, masking=True):
   return Corrected(collective=collective, momentum=momentum, nesterov=nesterov, masking=masking)
 
 
-def dgc_in_numpy(grads, momenta, residuals, k, m, nesterov, masking):
-  """One step of Lin et al., Algorithm 1 with momentum correction, over TopkA: (total, momenta, residuals)."""
-  momenta = m * (momenta + grads) if nesterov else m * momenta + grads
-  residuals = residuals + (momenta + grads if nesterov else momenta)
-  total = np.zeros(grads.shape[1])
-  for u, v in zip(momenta, residuals, strict=True):
-    sent = np.argsort(-np.abs(v), kind="stable")[:k]
-    total[sent] += v[sent]
-    v[sent] = 0
-    if masking:
-      u[sent] = 0
-  return total, momenta, residuals
-
-
 @pytest.mark.parametrize(
   ("nesterov", "masking"), quick_of([(False, True), (True, True), (False, False)], quick=[(True, True)])
 )
 def test_deep_gradient_compression_in_numpy(nesterov, masking):
-  workers, k = 3, 6
-  collective = corrected(js.make_collective("topka", k=k), 0.9, nesterov, masking)
+  """Lin et al., Algorithm 1 with momentum correction, over TopkA."""
+  workers, k, m = 3, 6, 0.9
+  collective = corrected(js.make_collective("topka", k=k), m, nesterov, masking)
   state = simulation.initial(collective, workers, N)
   momenta = residuals = np.zeros((workers, N))
   for step in range(5):
     grads = normals(step, workers, N)
     totals, state = simulation.reduce_all(collective, jnp.asarray(grads), state)
-    total, momenta, residuals = dgc_in_numpy(grads.astype(np.float64), momenta, residuals, k, 0.9, nesterov, masking)
+    momenta = m * (momenta + grads) if nesterov else m * momenta + grads
+    residuals = residuals + (momenta + grads if nesterov else momenta)
+    total = np.zeros(N)
+    for u, v in zip(momenta, residuals, strict=True):
+      sent = np.argsort(-np.abs(v), kind="stable")[:k]
+      total[sent] += v[sent]
+      v[sent] = 0
+      if masking:
+        u[sent] = 0
     np.testing.assert_allclose(totals[0], total, atol=1e-5)
     np.testing.assert_allclose(state.carried.worker.momentum, momenta, atol=1e-5)
     np.testing.assert_allclose(state.carried.residual, residuals, atol=1e-5)
@@ -89,9 +84,6 @@ def test_clipping_is_of_all_leaves_together_and_each_group_has_its_momentum():
   assert [one.momentum.shape for one in state[0][1].carried.worker] == [(16,), (144,)]
 
 
-# Warm-up.
-
-
 def ladder(name="spardl", **config):
   return WarmedUp(collective=js.make_collective(name, density=0.1, **config), steps=(2, 3), densities=(0.5, 0.2))
 
@@ -119,8 +111,6 @@ def test_a_ladder_of_densities_keeps_the_laws_and_is_each_of_them_in_turn(collec
       expected, _ = simulation.reduce_all(one, jnp.asarray(grads), same)
       np.testing.assert_array_equal(totals, expected)
 
-
-# Bad input.
 
 SPARDL, DCT = js.spardl_transform("workers", density=0.2), js.dcttopk_transform("workers", density=0.1)
 

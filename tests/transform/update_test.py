@@ -156,14 +156,6 @@ def test_state_of_another_model_or_collective():
       update_program(tx, given, WORKERS)(grads_of(1), given)
 
 
-def test_metrics_of_one_transform_and_of_none():
-  state = js.init(optax.chain(js.dense_transform("workers"), optax.adam(0.1)), params_of(), mesh_of(WORKERS))
-  assert not js.metrics(state).skipped
-  assert js.metrics(state).parts == ()
-  with pytest.raises(ValueError, match="holds 0 jaxsparse transforms"):
-    js.metrics(state[1])
-
-
 def test_metrics_of_two_transforms_are_per_label_and_in_all():
   labels = {"w": "sparse", "b": "dense", "none": "dense"}
   transforms = {"sparse": spardl(k=3), "dense": js.dense_transform("workers")}
@@ -179,6 +171,8 @@ def test_metrics_of_two_transforms_are_per_label_and_in_all():
   assert found["residual_norm"] == pytest.approx(found["sparse/residual_norm"])
   assert found["total_bytes"] == 4 * found["total_words"] == 12 * found["words_sent"]
   assert all(type(value) is float for value in found.values())
+  with pytest.raises(ValueError, match="holds 0 jaxsparse transforms"):
+    js.metrics(optax.adam(0.1).init(params_of()))
 
 
 def test_words_of_all_steps_are_counted_beyond_32_bits():
