@@ -151,11 +151,19 @@ def parts(array: jax.Array, sizes: Sequence[int], axis: int = 0) -> list[jax.Arr
   return jnp.split(array, list(itertools.accumulate(sizes))[:-1], axis=axis)
 
 
-def leaf_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-  """The shape of each leaf, in the order of `flatten`, by its name: its path, as errors and `special=` write it.
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+  """Each leaf, in the order of `flatten`, by its name: its path, as errors and `special=` write it.
+
+  Leaves are known by their names and not by the structure of a pytree: a restored one may have other containers, and
+  need not compare or pickle.
 
   Example:
-    >>> leaf_shapes({"b": {"c": 0.0}, "w": np.zeros((2, 3))})
-    {"['b']['c']": (), "['w']": (2, 3)}
+    >>> leaves_by_name({"b": {"c": 0.5}, "w": 1.0})
+    {"['b']['c']": 0.5, "['w']": 1.0}
   """
+  return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def leaf_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+  """The shape of each leaf by its name, in the order of `flatten`."""
   return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -87,9 +87,7 @@ def simulate(
     raise ValueError("simulate: give residuals or state, not both: a state holds its own residuals")
   totals, state = reduce_all(collective, rows, state)
   residuals = jnp.zeros_like(totals) if state.carried.residual is None else state.carried.residual
-  counters = jax.tree.map(jnp.ravel, state.counters)
-  metrics = summary([state._replace(counters=counters)])
-  return Simulated(restore(totals[0]), jax.vmap(restore)(residuals), metrics, state)
+  return Simulated(restore(totals[0]), jax.vmap(restore)(residuals), summary([state]), state)
 
 
 def _rows_of(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:

@@ -8,14 +8,13 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 
 from jaxsparse.collectives import Collective, SparseCollective, make_collective
 from jaxsparse.collectives._base import collective_of
-from jaxsparse.flatten import leaf_shapes
 
 Special = Mapping[str, str]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -55,19 +54,6 @@ class Method:
   shapes: tuple[tuple[int, ...], ...]
   groups: tuple[Group, ...]
   alone: bool
-
-
-def leaf_numbers(names: Iterable[str], tree: Any) -> list[int]:
-  """The numbers of the leaves of these names: a transform may cover a part of a pytree, as under `optax.masked`.
-
-  Not by the structure of the pytree: a restored one may have other containers, and need not compare or pickle.
-
-  Example:
-    >>> leaf_numbers(["['a']", "['e']"], {"a": 0.0, "b": {"c": 0.0, "d": 0.0}, "e": 0.0})
-    [0, 3]
-  """
-  numbers = {name: number for number, name in enumerate(leaf_shapes(tree))}
-  return [numbers[name] for name in names]
 
 
 class Bundle(NamedTuple):

@@ -138,7 +138,6 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
 
 def _read(nodes: Sequence[ReduceState], local: Sequence[LocalState], comm: Comm | None = None) -> Metrics:
   """The metrics of transforms together, with those of each as a tuple, and of local steps."""
-  nodes = [node._replace(counters=jax.tree.map(jnp.ravel, node.counters)) for node in nodes]  # of optimizers [P, 1]
   parts = tuple(summary([node], comm) for node in nodes) if len(nodes) > 1 else ()
   whole = summary(nodes, comm)._replace(parts=parts)
   if not local:
@@ -165,7 +164,8 @@ def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
     return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
 
   entries = sum((node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.float32(0))
-  workers = [_of_workers(node.counters, devices_of(node)) for node in nodes]
+  # Those of inner optimizers are [P, 1].
+  workers = [_of_workers(jax.tree.map(jnp.ravel, node.counters), devices_of(node)) for node in nodes]
   counters = [of_each for of_each, _ in workers]
   whole = combine_counters(counters, entries) if len(counters) > 1 else counters[0]
   whole = whole._replace(skipped=whole.skipped.astype(jnp.int32), total_words=sum(words for _, words in workers))

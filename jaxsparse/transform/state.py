@@ -163,9 +163,9 @@ def has_worker_axis(state: Any) -> Any:
   def rows_of(node: Any) -> Any:
     if not is_local_state(node):
       return False
-    rows = lambda tree: jax.tree.map(lambda _: True, tree, is_leaf=is_reduce_state)
-    flight = jax.tree.map(lambda _: False, node.flight)
-    return LocalState(rows(node.inner), has_worker_axis(node.outer), rows(node.moved), False, False, flight)  # type: ignore[arg-type]
+    inner, moved = jax.tree.map(lambda _: True, (node.inner, node.moved), is_leaf=is_reduce_state)
+    since, steps, flight = jax.tree.map(lambda _: False, node[3:])
+    return LocalState(inner, has_worker_axis(node.outer), moved, since, steps, flight)
 
   return jax.tree.map(rows_of, state, is_leaf=lambda node: is_local_state(node) or is_reduce_state(node))
 

@@ -56,7 +56,7 @@ def test_streaming_in_numpy(fragments, every, delay, mixing):
   for batch, (anchor, own, exchanged) in zip(batches, expected, strict=True):
     params, state, _ = step(params, state, batch)
     np.testing.assert_allclose(flat(params), anchor, atol=1e-5)
-    np.testing.assert_allclose(flat(params) - rows(moved_leaves(state, params), WORKERS), own, atol=1e-5)
+    np.testing.assert_allclose(flat(params) - rows(moved_leaves(state), WORKERS), own, atol=1e-5)
     words = all_reduce_cost(exchanged, WORKERS).words if exchanged else 0
     assert float(js.metrics(state).words_sent) == pytest.approx(words, abs=2)
 
