@@ -74,14 +74,13 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
     return collective_transform(make_instance(cls, options), axis, special, shardings)
 
   own = inspect.signature(transform)
-  options = inspect.signature(cls).parameters
-  common = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-  signature = own.replace(parameters=[*common, *options.values()])
+  *common, _ = own.parameters.values()
+  signature = own.replace(parameters=[*common, *inspect.signature(cls).parameters.values()])
   transform.__name__ = transform.__qualname__ = f"{name_of(cls)}_transform"
   transform.__module__ = __name__.partition(".")[0]  # where users find it
   transform.__doc__ = _documentation(cls)
-  transform.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-  transform.__annotations__["return"] = own.return_annotation
+  annotations = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+  transform.__annotations__ = annotations | {"return": own.return_annotation}
   transform.__signature__ = signature  # type: ignore[attr-defined]
   return cast(TransformFunction[Options], transform)
 

@@ -75,9 +75,7 @@ def take_residuals(
     mean: maps the float32 leaves of a device to their means over the workers.
   """
 
-  def step(
-    groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, inside: tuple[str, ...] = ()
-  ) -> tuple[list[jax.Array], ReduceState]:
+  def step(groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, inside: Any = ()) -> Any:
     del inside
     parts, leaves = split_groups(state.carried), list(leaves)
     owing: dict[int, jax.Array] = {}
