@@ -213,14 +213,10 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   if not isinstance(comm, AxisComm):
     return
   leaves = jax.tree_util.tree_leaves_with_path(grads)
-  if all(_compat.is_summed_over(comm.axis, leaf) for _, leaf in leaves):
+  typed = all(_compat.is_summed_over(comm.axis, leaf) for _, leaf in leaves)  # a single one may be constant
+  if summed := [path for path, leaf in leaves if typed or _compat.is_psum(leaf, comm.axis)]:
     raise ValueError(
-      f"the gradients are already summed over {comm.axis!r}: jaxsparse takes the local gradients of one worker, so "
-      "give jax.shard_map check_vma=False (js.make_train_step does)"
+      f"gradients{jax.tree_util.keystr(summed[0])} is summed or averaged over {comm.axis!r} already: jaxsparse takes "
+      "the local gradients of one worker, leave out the pmean or psum; and give jax.shard_map check_vma=False "
+      "(js.make_train_step does), or JAX sums the gradients of replicated parameters"
     )
-  for path, leaf in leaves:
-    if _compat.is_psum(leaf, comm.axis):
-      raise ValueError(
-        f"gradients{jax.tree_util.keystr(path)} is summed or averaged over {comm.axis!r} already: jaxsparse takes the "
-        "local gradients of one worker, leave out the pmean or psum"
-      )

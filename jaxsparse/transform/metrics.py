@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse._compat import AxisName
-from jaxsparse.comm import comm_of
+from jaxsparse.comm import SoloComm, comm_of
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.transform.checks import check_alive, check_layout, why_none
 from jaxsparse.transform.state import LocalState, ReduceState, devices_of, is_reduce_state, labelled, local_states
@@ -136,7 +136,10 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
   return whole._replace(parts=dict(zip(found, whole.parts, strict=True)) if whole.parts else ())
 
 
-def _read(nodes: Sequence[ReduceState], local: Sequence[LocalState], comm: Comm | None = None) -> Metrics:
+_ALL_HERE = SoloComm(1)  # the arrays are those of all workers
+
+
+def _read(nodes: Sequence[ReduceState], local: Sequence[LocalState], comm: Comm = _ALL_HERE) -> Metrics:
   """The metrics of transforms together, with those of each as a tuple, and of local steps."""
   parts = tuple(summary([node], comm) for node in nodes) if len(nodes) > 1 else ()
   whole = summary(nodes, comm)._replace(parts=parts)
@@ -150,17 +153,15 @@ def _read(nodes: Sequence[ReduceState], local: Sequence[LocalState], comm: Comm 
 _of_all_workers = jax.jit(_read)  # one program: one for each number would take longer, and would be in flight at once
 
 
-def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
-  """Metrics of transforms together, over the workers whose counters and residuals are here, or all those of a comm."""
+def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
+  """Metrics of transforms together, over the workers whose counters and residuals are here, and those of a comm."""
 
   def over_workers(x: jax.Array, op: Literal["sum", "max", "mean"]) -> jax.Array:
     if op == "mean":
       x = x.astype(jnp.float32)
     elif op == "sum" and jnp.issubdtype(x.dtype, jnp.integer):
-      x = jnp.minimum(x, jnp.iinfo(x.dtype).max // (x.size * (comm.size if comm else 1)))
+      x = jnp.minimum(x, jnp.iinfo(x.dtype).max // (x.size * comm.size))
     x = getattr(jnp, op)(x)
-    if comm is None:
-      return x
     return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
 
   entries = sum((node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.float32(0))
@@ -183,19 +184,18 @@ def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
   return Metrics(**found | own)
 
 
-def drift(nodes: Sequence[LocalState], comm: Comm | None = None) -> jax.Array:
+def drift(nodes: Sequence[LocalState], comm: Comm) -> jax.Array:
   """The distance between workers, f32[]: the root of the mean over workers of ‖parameters − their mean‖².
 
   Args:
     nodes: of all workers, or of this one.
     comm: all workers, where `nodes` are those of one.
   """
-  everyone = comm.all_reduce if comm else lambda x: x
   total = jnp.float32(0)
   for leaf in jax.tree.leaves([node.moved for node in nodes]):
-    workers = comm.size if comm else leaf.shape[0]
-    total += jnp.sum((leaf - everyone(leaf.sum(0, keepdims=True)) / workers) ** 2) / workers
-  return jnp.sqrt(everyone(total))
+    workers = leaf.shape[0] * comm.size
+    total += jnp.sum((leaf - comm.all_reduce(leaf.sum(0, keepdims=True)) / workers) ** 2) / workers
+  return jnp.sqrt(comm.all_reduce(total))
 
 
 def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
