@@ -9,7 +9,7 @@ import optax
 
 from jaxsparse import _compat
 from jaxsparse.comm import AxisComm
-from jaxsparse.flatten import leaf_shapes
+from jaxsparse.flatten import leaf_shapes, leaves_by_name
 from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import LocalState, ReduceState, checksum_of, devices_of, local_states, reduce_states
 from jaxsparse.types import Comm
@@ -124,12 +124,11 @@ def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
 
 def check_arrays(state: Any) -> None:
   """Raises ValueError if a state is made of shapes, naming the first: a checkpoint is restored into one."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-      raise ValueError(
-        f"state{jax.tree_util.keystr(path)} is a shape, as in js.abstract_state, and no array: restore a checkpoint "
-        "into it and give what is restored"
-      )
+  if found := [name for name, leaf in leaves_by_name(state).items() if isinstance(leaf, jax.ShapeDtypeStruct)]:
+    raise ValueError(
+      f"state{found[0]} is a shape, as in js.abstract_state, and no array: restore a checkpoint into it and give what "
+      "is restored"
+    )
 
 
 def check_agreed(before: Any, after: Any) -> None:
@@ -167,13 +166,13 @@ def check_landed(name: str, state: Any) -> None:
 def check_alive(trees: dict[str, Any]) -> None:
   """Raises ValueError for arrays that were donated to an earlier step: XLA would read freed memory."""
   gone = lambda leaf: isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
-  if not any(map(gone, jax.tree.leaves(trees))):  # paths take longer than all of them together
-    return
-  path = next(path for path, leaf in jax.tree_util.tree_leaves_with_path(trees) if gone(leaf))
-  raise ValueError(
-    f"{path[0].key}{jax.tree_util.keystr(path[1:])} was donated to an earlier step and is gone: go on with the params "
-    "and state that the step returned, copy what you want to keep, or give make_train_step donate=False"
-  )
+  for what, tree in trees.items():
+    if any(map(gone, jax.tree.leaves(tree))):  # names take longer than all of them together
+      name = next(name for name, leaf in leaves_by_name(tree).items() if gone(leaf))
+      raise ValueError(
+        f"{what}{name} was donated to an earlier step and is gone: go on with the params and state that the step "
+        "returned, copy what you want to keep, or give make_train_step donate=False"
+      )
 
 
 def check_method(state: ReduceState, groups: Sequence[Group], grads: optax.Updates, workers: int, alone: bool) -> None:

@@ -20,22 +20,6 @@ from jaxsparse.types import Comm
 
 Options = ParamSpec("Options")
 
-_DOCUMENTATION = """{summary}
-
-Args:
-  axis, special, shardings: as of `js.make_transform`, which says where in a chain the transform belongs.
-{args}
-
-Returns:
-  An `optax.GradientTransformation` whose state is a `ReduceState`.
-
-Raises:
-{raises}  ValueError, TypeError: as `js.make_transform`.
-
-Example:
-{example}
-"""
-
 
 class TransformFunction(Protocol[Options]):
   """The type of `js.NAME_transform`: type checkers and editors know the options of the collective."""
@@ -93,7 +77,14 @@ def _documentation(kind: type[Collective]) -> str:
   shared = [option for option in inspect.signature(kind).parameters if f"  {option}: " not in args]
   if shared:
     args = f"  {', '.join(shared)}: as of `js.SparseCollective`.\n{args}".rstrip()
-  return _DOCUMENTATION.format(summary=summary.strip(), args=args, raises=raises + "\n" * bool(raises), example=example)
+  common = "  axis, special, shardings: as of `js.make_transform`, which says where in a chain the transform belongs."
+  completed = {
+    "Args": f"{common}\n{args}",
+    "Returns": "  An `optax.GradientTransformation` whose state is a `ReduceState`.",
+    "Raises": f"{raises}\n  ValueError, TypeError: as `js.make_transform`.".lstrip("\n"),
+    "Example": f"{example}\n",
+  }
+  return "\n\n".join([summary.strip(), *(f"{name}:\n{text}" for name, text in completed.items())])
 
 
 def make_transform(

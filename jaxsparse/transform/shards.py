@@ -168,30 +168,24 @@ def shards_of(comm: Comm, params: optax.Params, shardings: Any = None) -> Shards
   axes = _compat.axes_inside(axes_of(comm))
   if not axes:
     return None
-  if shardings is not None:
-    specs = [_compat.without_axes(spec, axes_of(comm) or ()) for spec in _specs_by_name(params, shardings)]
-    return Shards.from_specs(params, axes, specs)
-  if hidden := [name for name in axes if not _compat.is_explicit(name)]:
-    raise ValueError(
-      f"the axis {hidden[0]!r} lies inside a worker, and is not Explicit, so the types of the parameters do not tell "
-      "how they are sharded along it: make the state with js.init, outside jit; or give the transform shardings=, or "
-      "the mesh Explicit axes"
-    )
-  return Shards.from_specs(params, axes, [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)])
-
-
-def _specs_by_name(params: optax.Params, shardings: Any) -> list[PartitionSpec]:
-  """The spec of each leaf; leaves are found by their names, since optax.masked leaves some of them out."""
+  if shardings is None:
+    if hidden := [name for name in axes if not _compat.is_explicit(name)]:
+      raise ValueError(
+        f"the axis {hidden[0]!r} lies inside a worker, and is not Explicit, so the types of the parameters do not tell "
+        "how they are sharded along it: make the state with js.init, outside jit; or give the transform shardings=, or "
+        "the mesh Explicit axes"
+      )
+    return Shards.from_specs(params, axes, [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)])
   is_spec = lambda x: isinstance(x, (PartitionSpec, NamedSharding))
-  leaves = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_spec)
-  specs = [(path, x.spec if isinstance(x, NamedSharding) else x) for path, x in leaves if is_spec(x)]
-  given = {jax.tree_util.keystr(path): spec for path, spec in specs}
-  names = flatten.leaf_shapes(params)
-  if unknown := [name for name in names if name not in given]:
+  given = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_spec)
+  specs = {jax.tree_util.keystr(path): x.spec if isinstance(x, NamedSharding) else x for path, x in given if is_spec(x)}
+  names = flatten.leaf_shapes(params)  # optax.masked leaves some of them out
+  if unknown := [name for name in names if name not in specs]:
     raise ValueError(
       f"shardings={shardings!r}: parameters{unknown[0]} has none, give a PartitionSpec or NamedSharding of each leaf"
     )
-  return [given[name] for name in names]
+  workers = axes_of(comm) or ()
+  return Shards.from_specs(params, axes, [_compat.without_axes(specs[name], workers) for name in names])
 
 
 def check_inside(comm: Comm, shards: Shards | None) -> None:
