@@ -57,9 +57,7 @@ def placed(state: Any, axis: AxisName, inside: bool = True) -> Any:
     if not is_reduce_state(node):
       return replicated
     devices = node.layout.shards.names if inside and node.layout.shards else ()
-    own, same = per_worker, replicated
-    if devices:
-      own, same = PartitionSpec((*names_of(axis), *devices)), PartitionSpec(devices)
+    own, same = PartitionSpec((*names_of(axis), *devices)), PartitionSpec(devices) if devices else replicated
     carried, counters = jax.tree.map(lambda _: own, (node.carried, node.counters))
     shared = jax.tree.map(lambda _: same, node.carried.shared)
     return ReduceState(carried._replace(shared=shared), counters, jax.tree.map(lambda _: replicated, node.layout))
