@@ -29,10 +29,10 @@ class Fragments:
     leaves, structure = jax.tree.flatten(tree)
     if len(leaves) < self.count:
       raise ValueError(f"local_steps: fragments={self.count}, choose at most the number of leaves, {len(leaves)}")
-    entries, numbers = [0] * self.count, [0] * len(leaves)
-    for leaf in sorted(range(len(leaves)), key=lambda leaf: -leaves[leaf].size):
+    sizes, entries, numbers = list(map(jnp.size, leaves)), [0] * self.count, [0] * len(leaves)
+    for leaf in sorted(range(len(leaves)), key=lambda leaf: -sizes[leaf]):
       numbers[leaf] = min(range(self.count), key=entries.__getitem__)
-      entries[numbers[leaf]] += max(1, leaves[leaf].size)  # every fragment has a leaf
+      entries[numbers[leaf]] += max(1, sizes[leaf])  # every fragment has a leaf
     return jax.tree.unflatten(structure, numbers)
 
   def part(self, tree: Any, number: int) -> Any:
