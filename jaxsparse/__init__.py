@@ -91,47 +91,13 @@ spardl_transform = factories.transform_function(spardl.SparDL)
 topka_transform = factories.transform_function(topka.TopkA)
 topkdsa_transform = factories.transform_function(topkdsa.TopkDSA)
 
-__all__ = [
-  "AxisComm",
-  "Collective",
-  "Comm",
-  "Cost",
-  "Counters",
-  "Metrics",
-  "MpiComm",
-  "Reduced",
-  "SimComm",
-  "Sparse",
-  "SparseCollective",
-  "State",
-  "abstract_state",
-  "atomic",
-  "bucketed_transform",
-  "collective_names",
-  "collective_options",
-  "convert",
-  "costs",
-  "demo_transform",
-  "diloco",
-  "flush",
-  "init",
-  "local_steps",
-  "make_collective",
-  "make_train_step",
-  "make_transform",
-  "metrics",
-  "momentum_corrected",
-  "overlap",
-  "own_params",
-  "partial",
-  "resize",
-  "scale_by_window_adam",
-  "select",
-  "simulate",
-  "sparseloco",
-  "specs",
-  "streaming_diloco",
-  "warmed_up",
-]
+__all__ = ["costs", "overlap", "partial", "select"]
+__all__ += ["Collective", "SparseCollective", "collective_names", "collective_options", "make_collective"]
+__all__ += ["AxisComm", "Comm", "MpiComm", "SimComm"]
+__all__ += ["Cost", "Counters", "Metrics", "Reduced", "Sparse", "State", "metrics"]
+__all__ += ["atomic", "bucketed_transform", "make_transform", "momentum_corrected", "specs", "warmed_up"]
+__all__ += ["demo_transform", "diloco", "local_steps", "own_params", "scale_by_window_adam"]
+__all__ += ["sparseloco", "streaming_diloco"]
+__all__ += ["abstract_state", "convert", "flush", "init", "make_train_step", "resize", "simulate"]
 __all__ += [f"{name}_transform" for name in collective_names()]
 __all__.sort()

@@ -87,12 +87,11 @@ def partly_mapped(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any,
   are Auto at the boundary and Explicit on both sides of it.
   """
   inside = tuple(name for name in mesh.axis_names if name not in axes)
-  spec_of = lambda x: jax.typeof(x).sharding.spec
 
   def mapped(*arguments: Any) -> Any:
     explicit = shard_map(function, mesh, in_specs, out_specs, axes)
     after = jax.tree.map(lambda x: x.sharding.spec, jax.eval_shape(explicit, *arguments))
-    specs = jax.tree.map(lambda x: without_axes(spec_of(x), axes), arguments)
+    specs = jax.tree.map(lambda x: without_axes(jax.typeof(x).sharding.spec, axes), arguments)
     body = jax.sharding.explicit_axes(function, axes=inside, in_sharding=specs)
     boundary = lambda *arguments: shard_map(body, None, in_specs, out_specs, axes)(*arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -103,18 +102,14 @@ def partly_mapped(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any,
 
 def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
   """The spec without the names `axes`."""
-
-  def part(names: Any) -> Any:
-    left = tuple(name for name in names_of(names or ()) if name not in axes)
-    return left if len(left) > 1 else left[0] if left else None
-
-  return PartitionSpec(*map(part, spec))
+  parts = [tuple(name for name in names_of(part or ()) if name not in axes) for part in spec]
+  return PartitionSpec(*parts)  # which stores one name as itself, and none as None
 
 
-def axes_inside(axes: Sequence[str]) -> dict[str, int]:
+def axes_inside(axes: Sequence[str] | None) -> dict[str, int]:
   """Names and sizes of the axes that a shard_map over `axes` leaves to the compiler; none outside such a shard_map."""
   mesh = jax.sharding.get_abstract_mesh()
-  if not set(axes) <= set(mesh.manual_axes):
+  if not axes or not set(axes) <= set(mesh.manual_axes):
     return {}
   return {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
 

@@ -13,11 +13,7 @@ def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
   """All leaves as one f32[n], in pytree order, and the inverse function, from f32[n] to their shapes and dtypes.
 
   Args:
-    tree: a pytree of floating-point arrays.
-
-  Raises:
-    ValueError: if the pytree has no entry.
-    TypeError: if a leaf is not floating point, or has less than 16 bits, naming its path.
+    tree: a pytree of floating-point arrays with an entry, as `check_leaves` says.
 
   Example:
     >>> import jax.numpy as jnp
@@ -27,15 +23,14 @@ def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
     >>> unflatten(2 * flat)["b"]
     Array([2], dtype=bfloat16)
   """
-  check_leaves(tree)
   leaves, structure = jax.tree.flatten(tree)
+  ends = np.cumsum([jnp.size(leaf) for leaf in leaves])
   flat = jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves])
 
   def unflatten(new: jax.Array) -> Any:
-    pieces = zip(parts(new, sizes(tree)), leaves, strict=True)
-    return jax.tree.unflatten(
-      structure, [piece.reshape(jnp.shape(leaf)).astype(jnp.result_type(leaf)) for piece, leaf in pieces]
-    )
+    pieces = zip(jnp.split(new, ends[:-1]), leaves, strict=True)
+    restored = [piece.reshape(jnp.shape(leaf)).astype(jnp.result_type(leaf)) for piece, leaf in pieces]
+    return jax.tree.unflatten(structure, restored)
 
   return flat, unflatten
 
@@ -55,17 +50,16 @@ def rounding(tree: Any) -> Rounding | None:
     (Array([84000.1,     inf], dtype=float32), Array([0.09997559], dtype=float32))
   """
   leaves = jax.tree.leaves(tree)
-  dtypes = [jnp.result_type(leaf) for leaf in leaves]
+  sizes, dtypes = [jnp.size(leaf) for leaf in leaves], [jnp.result_type(leaf) for leaf in leaves]
   narrow = [dtype for dtype in dict.fromkeys(dtypes) if jnp.finfo(dtype).bits < 32]
-  ends = np.cumsum(sizes(leaves))
 
   def rounded(values: jax.Array, indices: jax.Array | None) -> jax.Array:
     if len(set(dtypes)) == 1:
       return _rounded(values, dtypes[0])
     if indices is None:
-      split = zip(parts(values, sizes(leaves)), dtypes, strict=True)
+      split = zip(parts(values, sizes), dtypes, strict=True)
       return jnp.concatenate([_rounded(part, dtype) for part, dtype in split])
-    leaf = jnp.searchsorted(jnp.asarray(ends, jnp.int32), indices, side="right")
+    leaf = jnp.searchsorted(jnp.asarray(np.cumsum(sizes), jnp.int32), indices, side="right")
     for dtype in narrow:
       is_narrow = jnp.asarray([one == dtype for one in dtypes]).at[leaf].get(mode="fill", fill_value=False)
       values = jnp.where(is_narrow, _rounded(values, dtype), values)
@@ -102,7 +96,12 @@ def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def check_leaves(tree: Any) -> None:
-  """Raises as `flatten` does unless a pytree consists of floating-point arrays and has an entry."""
+  """Checks that a pytree is one of gradients.
+
+  Raises:
+    ValueError: if the pytree has no entry.
+    TypeError: if a leaf is not floating point, or has less than 16 bits, naming its path.
+  """
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     dtype = jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
@@ -110,7 +109,7 @@ def check_leaves(tree: Any) -> None:
         f"gradients{jax.tree_util.keystr(path)} has dtype {dtype.name}, choose a floating-point one of 16 bits or more "
         "(optax.masked keeps other leaves out of a transform)"
       )
-  if not any(sizes(tree)):
+  if not any(map(jnp.size, jax.tree.leaves(tree))):
     raise ValueError(
       f"gradients={tree!r} hold no entry: give a pytree with at least one non-empty array, and no label of "
       "optax.multi_transform without a leaf"
@@ -152,11 +151,19 @@ def parts(array: jax.Array, sizes: Sequence[int], axis: int = 0) -> list[jax.Arr
   return jnp.split(array, list(itertools.accumulate(sizes))[:-1], axis=axis)
 
 
-def shapes(tree: Any) -> tuple[tuple[int, ...], ...]:
-  """Shape of each leaf, in the order of `flatten`."""
-  return tuple(map(jnp.shape, jax.tree.leaves(tree)))
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+  """Each leaf, in the order of `flatten`, by its name: its path, as errors and `special=` write it.
+
+  Leaves are known by their names and not by the structure of a pytree: a restored one may have other containers, and
+  need not compare or pickle.
+
+  Example:
+    >>> leaves_by_name({"b": {"c": 0.5}, "w": 1.0})
+    {"['b']['c']": 0.5, "['w']": 1.0}
+  """
+  return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def sizes(tree: Any) -> tuple[int, ...]:
-  """Number of entries of each leaf, in the order of `flatten`."""
-  return tuple(jnp.size(leaf) for leaf in jax.tree.leaves(tree))
+def leaf_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+  """The shape of each leaf by its name, in the order of `flatten`."""
+  return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -43,28 +43,22 @@ class Comm(Protocol):
   @property
   def size(self) -> int:
     """Number of workers, a Python int."""
-    ...
 
   @property
   def rank(self) -> jax.Array:
     """Number of this worker, i32[] in 0 … size − 1."""
-    ...
 
   def shift(self, tree: Tree, by: int) -> Tree:
     """Sends `tree` to rank + by, modulo `size`, and returns the tree that rank − by sent: one message."""
-    ...
 
   def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
     """Sends `tree` along (source, destination) pairs: one message; returns zeros at workers that receive none."""
-    ...
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """The sum, maximum or minimum over all workers of `x`, bitwise the same on each of them."""
-    ...
 
   def split(self, teams: int) -> tuple["Comm", "Comm"]:
     """Two comms: this worker's team, one of `teams` equal ones, and the workers of its position in every team."""
-    ...
 
 
 class State(NamedTuple):

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 from jax.extend import core
 
-from jaxsparse import flatten
 from jaxsparse._compat import inner_jaxprs
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.collectives._base import check_whole
@@ -242,7 +241,7 @@ def count_entries(n: Any) -> int:
   leaves = jax.tree.leaves(n)
   if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
     raise ValueError(f"n={n!r}, give a whole number, or the parameters, a pytree of arrays")
-  return sum(flatten.sizes(n))
+  return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def make_sized(name: str | Collective, n: Any, workers: int, devices: int = 1, **config: Any) -> tuple[Collective, int]:
@@ -259,7 +258,7 @@ def make_sized(name: str | Collective, n: Any, workers: int, devices: int = 1, *
   check_whole("js.costs", 1, n=count_entries(n), workers=workers, devices=devices)
   collective = make_collective(name, **config).for_devices(devices)
   if not isinstance(n, numbers.Integral):
-    shapes = tuple(share_of(shape, devices) for shape in flatten.shapes(n))
+    shapes = tuple(share_of(leaf.shape, devices) for leaf in jax.tree.leaves(n))
     return collective.for_leaves(shapes), sum(map(math.prod, shapes))
   if collective.needs_shapes:
     raise ValueError(

@@ -13,17 +13,16 @@ Simultaneous groups do not depend on each other, so the compiler must be told no
 which `js.make_train_step` sets by itself.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import optax
 
-from jaxsparse import flatten
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import make_collective
 from jaxsparse.overlap.plans import Plan
-from jaxsparse.transform.groups import Bundle, Group, assign_collectives, groups_of
+from jaxsparse.transform.groups import Bundle, Group, Shapes, assign_collectives, groups_of
 from jaxsparse.transform.update import grouped_transform
 from jaxsparse.types import Comm
 
@@ -84,16 +83,15 @@ def bucketed_transform(
   """
   assignment = assign_collectives(make_collective(name, **config), special or {})
 
-  def groups(tree: Any) -> list[Group]:
-    return groups_of(tree, assignment, _bundles(tree, plan, order))
+  def groups(shapes: Shapes) -> list[Group]:
+    return groups_of(shapes, assignment, _bundles(shapes, plan, order))
 
   return grouped_transform(groups, assignment.collectives, axis, shardings)
 
 
-def _bundles(tree: Any, plan: Plan, order: Sequence[int] | None) -> list[Bundle]:
-  """The groups of a plan as leaves of a pytree, which it must fit."""
-  names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-  sizes = [_WORD * size for size in flatten.sizes(tree)]
+def _bundles(shapes: Shapes, plan: Plan, order: Sequence[int] | None) -> list[Bundle]:
+  """The groups of a plan as leaves of a gradient, which it must fit."""
+  names, sizes = list(shapes), [_WORD * math.prod(shape) for shape in shapes.values()]
   leaf_of = range(len(names)) if order is None else order
   if len(plan.sizes) != len(names):
     raise ValueError(f"the plan is for {len(plan.sizes)} layers, the gradients have {len(names)} leaves: plan again")

@@ -17,13 +17,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxsparse._compat import AxisName
+from jaxsparse.flatten import leaf_shapes
 from jaxsparse.train.engine import Engine, put_global
 from jaxsparse.train.residual_rows import Residual, carry_over, gather, homes_of, residuals_of
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import check_state, place_state, shape_of
 from jaxsparse.train.step import init
 from jaxsparse.transform import checks
-from jaxsparse.transform.groups import leaf_names
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.state import (
   LocalState,
@@ -141,7 +141,7 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
   before, after = int(np.max(gather(nodes[0].layout.workers))), engine.workers
   residuals = residuals_of(nodes, params, engine.process)
   _check_rows(nodes[0], before, after)
-  _check_homes(residuals, homes_of(reduce_states(fresh), params), leaf_names(params))
+  _check_homes(residuals, homes_of(reduce_states(fresh), params), list(leaf_shapes(params)))
   if local_states(state) and before != after:
     warnings.warn(
       f"js.resize: the workers have parameters or optimizers of their own, all {after} of them go on from the mean of "

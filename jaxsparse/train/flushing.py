@@ -13,7 +13,6 @@ from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import check_state
 from jaxsparse.transform import checks
-from jaxsparse.transform.groups import leaf_names, leaf_numbers
 from jaxsparse.transform.residuals import moved_leaves, take_residuals
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.state import has_worker_axis, is_local_state, is_reduce_state
@@ -73,30 +72,31 @@ def flush(
     return restore(comm.all_reduce(flat) / comm.size)
 
   def worker(params: optax.Params, state: Any) -> tuple[optax.Updates, Any]:
-    leaves, structure = jax.tree.flatten(params)
-    updates, left = list(map(jnp.zeros_like, leaves)), [jnp.zeros_like(leaf, jnp.float32) for leaf in leaves]
-    moved = moved_leaves(state, params)
+    leaves, moved = flatten.leaves_by_name(params), moved_leaves(state)
+    updates = {name: jnp.zeros_like(leaf) for name, leaf in leaves.items()}
+    left = {name: jnp.zeros_like(leaf, jnp.float32) for name, leaf in leaves.items()}
 
     def deliver(node: Any, row: bool) -> Any:
       if row or not is_reduce_state(node):
         return node
-      numbers = leaf_numbers(node.layout.method.names, params)
-      also = [gone[0] for number in numbers if (gone := moved[number]) is not None]
-      added = also if len(also) == len(numbers) else None  # this transform is the outer one of local steps
-      means, node = take_residuals([leaves[number] for number in numbers], node, added, mean)
-      for number, exact in zip(numbers, means, strict=True):  # of the dtype of the leaf already, unless moved is added
-        sent, left[number] = flatten.representable(exact, leaves[number].dtype)
-        updates[number] = sent.astype(leaves[number].dtype)
+      names = node.layout.method.names
+      also = [moved[name][0] for name in names if name in moved]
+      added = also if len(also) == len(names) else None  # this transform is the outer one of local steps
+      means, node = take_residuals([leaves[name] for name in names], node, added, mean)
+      for name, exact in zip(names, means, strict=True):  # of the dtype of the leaf already, unless moved is added
+        sent, left[name] = flatten.representable(exact, leaves[name].dtype)
+        updates[name] = sent.astype(leaves[name].dtype)
       return node
 
     def empty(node: Any) -> Any:
       if not is_local_state(node) or not jax.tree.leaves(node.moved):
         return node
-      rest = [left[number][None] for number in leaf_numbers(leaf_names(node.moved), params)]
+      rest = [left[name][None] for name in flatten.leaves_by_name(node.moved)]
       return node._replace(moved=jax.tree.unflatten(jax.tree.structure(node.moved), rest))
 
     state = jax.tree.map(deliver, state, has_worker_axis(state), is_leaf=is_reduce_state)
-    return jax.tree.unflatten(structure, updates), jax.tree.map(empty, state, is_leaf=is_local_state)
+    update = jax.tree.unflatten(jax.tree.structure(params), updates.values())
+    return update, jax.tree.map(empty, state, is_leaf=is_local_state)
 
   specs = (PartitionSpec(), placed(state, engine.axis))
   kept = engine.shardings((params, state), specs)

@@ -10,6 +10,7 @@ residuals of its own workers only, unless other processes hold them.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsparse.transform.groups import Group, leaf_numbers
+from jaxsparse.flatten import leaf_shapes
+from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import ReduceState, devices_of, join_groups, split_groups
 from jaxsparse.types import Counters, State
 
@@ -148,7 +150,7 @@ def _leaves(node: ReduceState, group: Group, params: optax.Params) -> Iterator[t
   """Of each leaf of a group its number in the parameters, its entries at a device, and how it lies."""
   method, shards = node.layout.method, node.layout.shards
   assert method is not None
-  numbers, sizes = leaf_numbers(method.names, params), shards.sizes if shards else method.sizes
+  numbers, sizes = _leaf_numbers(method.names, params), shards.sizes if shards else list(map(math.prod, method.shapes))
   for leaf in group.leaves:
     yield numbers[leaf], sizes[leaf], (shards.axes, shards.specs[leaf]) if shards else None
 
@@ -180,3 +182,14 @@ def _from_rows(like: jax.Array, rows: range, row: Callable[[int], np.ndarray]) -
     return found if like.ndim == 1 else found.reshape(like.shape)[index]
 
   return jax.make_array_from_callback(like.shape, like.sharding, part)
+
+
+def _leaf_numbers(names: Sequence[str], tree: Any) -> list[int]:
+  """The numbers of the leaves of these names: a transform may cover a part of a pytree, as under `optax.masked`.
+
+  Example:
+    >>> _leaf_numbers(["['a']", "['e']"], {"a": 0.0, "b": {"c": 0.0, "d": 0.0}, "e": 0.0})
+    [0, 3]
+  """
+  numbers = {name: number for number, name in enumerate(leaf_shapes(tree))}
+  return [numbers[name] for name in names]

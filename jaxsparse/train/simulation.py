@@ -11,7 +11,6 @@ from jaxsparse import flatten
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import SimComm
 from jaxsparse.transform import checks
-from jaxsparse.transform.groups import Group
 from jaxsparse.transform.metrics import Metrics, summary
 from jaxsparse.transform.state import ReduceState
 from jaxsparse.transform.update import init_state, reduce_step
@@ -76,7 +75,7 @@ def simulate(
     Array([0., 1., 2., 0.], dtype=float32)
   """
   rows, restore = _rows_of("grads", grads)
-  collective = make_collective(name, **config).for_leaves(flatten.shapes(jax.tree.map(lambda x: x[0], grads)))
+  collective = make_collective(name, **config).for_leaves(tuple(jnp.shape(x)[1:] for x in jax.tree.leaves(grads)))
   if state is None:
     state = initial(collective, *rows.shape)
     if residuals is not None:
@@ -88,9 +87,7 @@ def simulate(
     raise ValueError("simulate: give residuals or state, not both: a state holds its own residuals")
   totals, state = reduce_all(collective, rows, state)
   residuals = jnp.zeros_like(totals) if state.carried.residual is None else state.carried.residual
-  counters = jax.tree.map(jnp.ravel, state.counters)
-  metrics = summary([state._replace(counters=counters)])
-  return Simulated(restore(totals[0]), jax.vmap(restore)(residuals), metrics, state)
+  return Simulated(restore(totals[0]), jax.vmap(restore)(residuals), summary([state]), state)
 
 
 def _rows_of(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
@@ -106,7 +103,9 @@ def _rows_of(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any
     if not jnp.issubdtype(dtype, jnp.floating):
       raise TypeError(f"simulate: {name} has dtype {dtype.name}, give a floating-point one")
   tree = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.float32), tree)
-  _, restore = flatten.flatten(jax.tree.map(lambda leaf: leaf[0], tree))
+  one = jax.tree.map(lambda leaf: leaf[0], tree)
+  flatten.check_leaves(one)
+  _, restore = flatten.flatten(one)
   return jax.vmap(lambda one: flatten.flatten(one)[0])(tree), restore
 
 
@@ -119,13 +118,13 @@ def initial(collective: Collective, workers: int, n: int) -> ReduceState:
 @functools.partial(jax.jit, static_argnums=0)
 def reduce_all(collective: Collective, grads: jax.Array, state: ReduceState) -> tuple[jax.Array, ReduceState]:
   """`reduce_step` at every worker, under vmap: the totals of all workers, f32[P, n], and their next states."""
-  workers = len(grads)
-  checks.check_workers(state, workers, held=workers)
-
-  def worker(grads: jax.Array, state: ReduceState) -> tuple[jax.Array, ReduceState]:
-    checks.check_groups(state, [Group((0,), grads.size, collective)], workers, alone=True)
-    return reduce_step(collective, SimComm(_AXIS), grads, state)
-
+  checks.check_workers(state, len(grads), held=len(grads))
+  expected = jax.eval_shape(lambda: initial(collective, *grads.shape)).carried
+  if flatten.leaf_shapes(state.carried) != flatten.leaf_shapes(expected):
+    raise ValueError(
+      f"simulate: the state is not one of {collective.name} with these options and {grads.shape[1]} entries a worker"
+    )
+  worker = functools.partial(reduce_step, collective, SimComm(_AXIS))
   return jax.vmap(worker, axis_name=_AXIS)(grads, state)
 
 

@@ -77,9 +77,9 @@ class Worker(NamedTuple):
     updates, after = atomic(self.tx).update(nothing, state, params, synchronize=True, **extra)
     is_local = states.is_local_state
     after = jax.tree.map(lambda old, new: new if is_local(old) else old, state, after, is_leaf=is_local)
-    moved, (leaves, structure) = moved_leaves(state, params), jax.tree.flatten(updates)
-    own = [jnp.zeros_like(u) if gone is None else u for u, gone in zip(leaves, moved, strict=True)]
-    return optax.apply_updates(params, jax.tree.unflatten(structure, own)), after
+    moved, leaves = moved_leaves(state), flatten.leaves_by_name(updates)
+    own = [u if name in moved else jnp.zeros_like(u) for name, u in leaves.items()]
+    return optax.apply_updates(params, jax.tree.unflatten(jax.tree.structure(updates), own)), after
 
 
 class Given(NamedTuple):

@@ -1,6 +1,7 @@
 """`js.atomic`: a step that is skipped leaves everything as it was, in all transformations of a chain."""
 
 import collections
+import functools
 from typing import Any
 
 import jax
@@ -45,21 +46,14 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     updates, after = tx.update(updates, state, params, **extra)
     skipped = states.is_skipped(after)
     updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), updates)
-    return updates, keep_or_undo(skipped, state, after)
+    # A transform, or local steps, that is the only one has undone itself already, without a pass over residuals. Of
+    # several one may skip while another one does not, so then all of their states are chosen here.
+    is_part = lambda node: states.is_reduce_state(node) or states.is_local_state(node)
+    alone = sum(map(is_part, jax.tree.leaves(after, is_leaf=is_part))) == 1
+    keep = lambda old, new: new if alone and is_part(old) else select_state(skipped, old, new)
+    return updates, jax.tree.map(keep, state, after, is_leaf=is_part)
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def keep_or_undo(skipped: jax.Array, before: Any, after: Any) -> Any:
-  """`before`, with the counters of the step, if it is skipped, else `after`.
-
-  A transform, or local steps, that is the only one has undone itself already, without a pass over residuals. Of several
-  one may skip while another one does not, so then all of their states are chosen here.
-  """
-  is_part = lambda node: states.is_reduce_state(node) or states.is_local_state(node)
-  alone = sum(map(is_part, jax.tree.leaves(after, is_leaf=is_part))) == 1
-  keep = lambda old, new: new if alone and is_part(old) else select_state(skipped, old, new)
-  return jax.tree.map(keep, before, after, is_leaf=is_part)
 
 
 def select_state(skipped: jax.Array, before: Any, after: Any) -> Any:
@@ -72,7 +66,7 @@ def select_state(skipped: jax.Array, before: Any, after: Any) -> Any:
       skipped=jnp.full_like(new.counters.skipped, skipped),
       skipped_steps=old.counters.skipped_steps + skipped.astype(jnp.int32),
     )
-    carried = jax.tree.map(lambda a, b: jnp.where(skipped, a, b), old.carried, new.carried)
+    carried = jax.tree.map(functools.partial(jnp.where, skipped), old.carried, new.carried)
     return new._replace(carried=carried, counters=counters)
 
   return jax.tree.map(keep, before, after, is_leaf=states.is_reduce_state)

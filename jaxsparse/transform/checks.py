@@ -1,25 +1,23 @@
 """Checks of states and gradients before anything is computed with them; each error says what to do instead."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxsparse import _compat
 from jaxsparse.comm import AxisComm
-from jaxsparse.transform.groups import Group, Method, leaf_names
-from jaxsparse.transform.state import LocalState, ReduceState, devices_of, local_states, reduce_states, split_groups
-from jaxsparse.types import Comm, State
+from jaxsparse.flatten import leaf_shapes, leaves_by_name
+from jaxsparse.transform.groups import Group
+from jaxsparse.transform.state import LocalState, ReduceState, checksum_of, devices_of, local_states, reduce_states
+from jaxsparse.types import Comm
 
 
 def why_none(state: Any) -> str:
   """Why an optax state holds no `ReduceState`, for an error."""
-  plain = [node for node in jax.tree.leaves(state, is_leaf=_is_plain) if _is_plain(node)]
-  if plain:
+  if any(map(_is_plain, jax.tree.leaves(state, is_leaf=_is_plain))):
     return (
       "the optimizer state is made of plain dicts and lists, as a checkpoint is when Orbax restores it without a "
       "target: restore it into js.abstract_state(tx, params, mesh)"
@@ -45,7 +43,8 @@ def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
   Raises:
     ValueError: naming the number of workers it was made for.
   """
-  found = state.counters.skipped.size // devices_of(state) * workers // held
+  shards = state.layout.shards
+  found = state.counters.skipped.size // (shards.devices if shards else 1) * workers // held
   if found != workers:
     raise ValueError(
       f"the optimizer state was made for {found} workers, the axis has {workers}: make one of it for these with "
@@ -68,7 +67,8 @@ def check_layout(state: Any, workers: int | None = None) -> None:
       continue  # under a trace, or a jax.ShapeDtypeStruct
     found, entries = (int(np.max(_compat.local_shard(number))) for number in node.layout[:2])
     shards, rows = node.layout.shards, node.counters.skipped.size
-    if int(np.max(_compat.local_shard(node.layout.checksum))) not in node.layout.checksums():
+    checksum = int(np.max(_compat.local_shard(node.layout.checksum)))
+    if all(checksum != checksum_of(*node.layout[3:], earlier=earlier) for earlier in (False, True)):
       raise ValueError(
         "the optimizer state was restored into that of other parameters, shards, groups of leaves or options of a "
         "collective than it was saved from: restore it into js.abstract_state of what it was saved from, then call "
@@ -86,49 +86,30 @@ def check_layout(state: Any, workers: int | None = None) -> None:
       )
 
 
-def with_check(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-  """`tx`, but its update first checks, when it is traced, that the state has the arrays of `tx.init(params)`.
+def check_arrays_of(init: optax.TransformInitFn, state: Any, params: optax.Params) -> None:
+  """Checks, when an update is traced, that a state has the arrays of `init(params)`.
 
   Raises:
-    ValueError: in `update`, naming the first leaf of the parameters, or the first array of the state, that differs.
+    ValueError: naming the first leaf of the parameters, or else the first array of the state, that differs.
   """
-
-  def update(
-    grads: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
-  ) -> tuple[optax.Updates, Any]:
-    if params is not None:
-      _check_arrays_of(tx, state, params)
-    return tx.update(grads, state, params, **extra)
-
-  return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _check_arrays_of(tx: optax.GradientTransformation, state: Any, params: optax.Params) -> None:
   nodes = reduce_states(state)
   check_params(nodes, params)
   if any(node.layout.shards for node in nodes):
     return  # how parameters lie inside a worker, which init has to know, js.init alone can see
-  shapes = lambda tree: dict(zip(leaf_names(tree), map(jnp.shape, jax.tree.leaves(tree)), strict=True))
-  found, expected = shapes(state), shapes(jax.eval_shape(tx.init, params))
+  found, expected = leaf_shapes(state), leaf_shapes(jax.eval_shape(init, params))
   if found == expected:
     return
-  known = [name for node in nodes if node.layout.method for name in node.layout.method.names]
-  if more := [name for name in leaf_names(params) if name not in known]:
-    raise ValueError(
-      f"the optimizer state was made for parameters{', '.join(known)}, here there is also parameters{more[0]}: give "
-      "the parameters that it was made for, or make a new one with js.init for these"
-    )
   path = next(path for path in [*found, *expected] if found.get(path) != expected.get(path))
   shape = lambda shapes: f"shape {shapes[path]}" if path in shapes else "nothing"
   raise ValueError(
     f"the optimizer state has {shape(found)} at state{path}, that of this transformation {shape(expected)}: it is one "
-    "of another optimizer, make a new one with js.init"
+    "of another optimizer or of other parameters, make a new one with js.init"
   )
 
 
 def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
   """Raises ValueError if a state was made for other parameters, naming the first leaf that differs."""
-  shapes = dict(zip(leaf_names(params), map(np.shape, jax.tree.leaves(params)), strict=True))
+  shapes = leaf_shapes(params)
   for node in nodes:
     if node.layout.method is None:
       raise ValueError("the state is one of js.simulate, which does not say of which parameters: give one of js.init")
@@ -143,12 +124,11 @@ def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
 
 def check_arrays(state: Any) -> None:
   """Raises ValueError if a state is made of shapes, naming the first: a checkpoint is restored into one."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-      raise ValueError(
-        f"state{jax.tree_util.keystr(path)} is a shape, as in js.abstract_state, and no array: restore a checkpoint "
-        "into it and give what is restored"
-      )
+  if found := [name for name, leaf in leaves_by_name(state).items() if isinstance(leaf, jax.ShapeDtypeStruct)]:
+    raise ValueError(
+      f"state{found[0]} is a shape, as in js.abstract_state, and no array: restore a checkpoint into it and give what "
+      "is restored"
+    )
 
 
 def check_agreed(before: Any, after: Any) -> None:
@@ -186,52 +166,35 @@ def check_landed(name: str, state: Any) -> None:
 def check_alive(trees: dict[str, Any]) -> None:
   """Raises ValueError for arrays that were donated to an earlier step: XLA would read freed memory."""
   gone = lambda leaf: isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
-  if not any(map(gone, jax.tree.leaves(trees))):  # paths take longer than all of them together
-    return
-  path = next(path for path, leaf in jax.tree_util.tree_leaves_with_path(trees) if gone(leaf))
-  raise ValueError(
-    f"{path[0].key}{jax.tree_util.keystr(path[1:])} was donated to an earlier step and is gone: go on with the params "
-    "and state that the step returned, copy what you want to keep, or give make_train_step donate=False"
-  )
+  for what, tree in trees.items():
+    if any(map(gone, jax.tree.leaves(tree))):  # names take longer than all of them together
+      name = next(name for name, leaf in leaves_by_name(tree).items() if gone(leaf))
+      raise ValueError(
+        f"{what}{name} was donated to an earlier step and is gone: go on with the params and state that the step "
+        "returned, copy what you want to keep, or give make_train_step donate=False"
+      )
 
 
-def check_groups(state: ReduceState, groups: Sequence[Group], workers: int, alone: bool = False) -> list[State]:
-  """The state of each group at one worker, checked before anything is computed with it.
+def check_method(state: ReduceState, groups: Sequence[Group], grads: optax.Updates, workers: int, alone: bool) -> None:
+  """Checks, when an update is traced, that a state was made for these gradients and this transform.
 
   Args:
     state: the state of one worker.
-    groups: the groups of its gradients.
+    groups: the groups of the gradients.
+    grads: the gradients.
     workers: the workers of the axis.
-    alone: whether the state is that of a transform with one group, and not a tuple of states.
+    alone: whether the transform has one group, and its state is not a tuple of states.
 
   Raises:
-    ValueError: if the state is not one of so many workers or of these groups, their entries, collectives and options.
+    ValueError: if the state is one of other workers, shapes, groups of leaves, collectives or options.
   """
   check_workers(state, workers)
-  carried = split_groups(state.carried)
-  if isinstance(state.carried.residual, tuple) == alone or len(carried) != len(groups):
-    what = "a transform without groups" if alone else f"{len(groups)} groups"
-    raise ValueError(f"the optimizer state is not one of {what}: make one of it with js.convert for this transform")
-  for number, (part, group) in enumerate(zip(carried, groups, strict=True)):
-    if part.residual is not None and part.residual.size != group.entries:
-      raise ValueError(
-        f"the optimizer state holds a residual of {part.residual.size} entries a worker, the gradients have "
-        f"{group.entries}: make a new one with js.init for these parameters"
-      )
-    start = functools.partial(group.collective.init, group.entries, workers)
-    structure: Any = jax.tree.structure(jax.eval_shape(start))
-    if structure != jax.tree.structure(part):
-      what = group.collective.name if alone else f"group {number} with {group.collective.name}"
-      raise ValueError(f"the optimizer state is not one of {what} and these options: make one of it with js.convert")
-  return carried
-
-
-def check_method(method: Method | None, groups: Sequence[Group]) -> None:
-  """Raises ValueError if a state that fits the groups was made for others, another collective or other options."""
-  if method is None:
-    return
+  method: Any = state.layout.method
+  shapes = tuple(map(np.shape, jax.tree.leaves(grads)))
+  if method is None or method.shapes != shapes:
+    check_params([state], grads)
   was, now = ({group.leaves: group.collective.label for group in found} for found in (method.groups, groups))
-  if was != now:
+  if (was, method.alone, method.shapes) != (now, alone, shapes):
     labels = [", ".join(dict.fromkeys(found.values())) for found in (was, now)]
     others = " for other groups of leaves" if labels[0] == labels[1] else ""
     raise ValueError(
@@ -249,14 +212,10 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   if not isinstance(comm, AxisComm):
     return
   leaves = jax.tree_util.tree_leaves_with_path(grads)
-  if all(_compat.is_summed_over(comm.axis, leaf) for _, leaf in leaves):
+  typed = all(_compat.is_summed_over(comm.axis, leaf) for _, leaf in leaves)  # a single one may be constant
+  if summed := [path for path, leaf in leaves if typed or _compat.is_psum(leaf, comm.axis)]:
     raise ValueError(
-      f"the gradients are already summed over {comm.axis!r}: jaxsparse takes the local gradients of one worker, so "
-      "give jax.shard_map check_vma=False (js.make_train_step does)"
+      f"gradients{jax.tree_util.keystr(summed[0])} is summed or averaged over {comm.axis!r} already: jaxsparse takes "
+      "the local gradients of one worker, leave out the pmean or psum; and give jax.shard_map check_vma=False "
+      "(js.make_train_step does), or JAX sums the gradients of replicated parameters"
     )
-  for path, leaf in leaves:
-    if _compat.is_psum(leaf, comm.axis):
-      raise ValueError(
-        f"gradients{jax.tree_util.keystr(path)} is summed or averaged over {comm.axis!r} already: jaxsparse takes the "
-        "local gradients of one worker, leave out the pmean or psum"
-      )

@@ -20,22 +20,6 @@ from jaxsparse.types import Comm
 
 Options = ParamSpec("Options")
 
-_DOCUMENTATION = """{summary}
-
-Args:
-  axis, special, shardings: as of `js.make_transform`, which says where in a chain the transform belongs.
-{args}
-
-Returns:
-  An `optax.GradientTransformation` whose state is a `ReduceState`.
-
-Raises:
-{raises}  ValueError, TypeError: as `js.make_transform`.
-
-Example:
-{example}
-"""
-
 
 class TransformFunction(Protocol[Options]):
   """The type of `js.NAME_transform`: type checkers and editors know the options of the collective."""
@@ -51,7 +35,6 @@ class TransformFunction(Protocol[Options]):
     **options: Options.kwargs,
   ) -> optax.GradientTransformation:
     """The transform that averages gradients over the workers of `axis`."""
-    ...
 
 
 def transform_function(kind: Callable[Options, Collective]) -> TransformFunction[Options]:
@@ -75,15 +58,13 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
     return collective_transform(make_instance(cls, options), axis, special, shardings)
 
   own = inspect.signature(transform)
-  options = inspect.signature(cls).parameters
-  common = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-  signature = own.replace(parameters=[*common, *options.values()])
+  *common, _ = own.parameters.values()
+  signature = own.replace(parameters=[*common, *inspect.signature(cls).parameters.values()])
   transform.__name__ = transform.__qualname__ = f"{name_of(cls)}_transform"
   transform.__module__ = __name__.partition(".")[0]  # where users find it
   transform.__doc__ = _documentation(cls)
-  transform.__kwdefaults__ = {name: one.default for name, one in options.items() if one.default is not one.empty}
-  transform.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-  transform.__annotations__["return"] = own.return_annotation
+  annotations = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+  transform.__annotations__ = annotations | {"return": own.return_annotation}
   transform.__signature__ = signature  # type: ignore[attr-defined]
   return cast(TransformFunction[Options], transform)
 
@@ -96,7 +77,14 @@ def _documentation(kind: type[Collective]) -> str:
   shared = [option for option in inspect.signature(kind).parameters if f"  {option}: " not in args]
   if shared:
     args = f"  {', '.join(shared)}: as of `js.SparseCollective`.\n{args}".rstrip()
-  return _DOCUMENTATION.format(summary=summary.strip(), args=args, raises=raises + "\n" * bool(raises), example=example)
+  common = "  axis, special, shardings: as of `js.make_transform`, which says where in a chain the transform belongs."
+  completed = {
+    "Args": f"{common}\n{args}",
+    "Returns": "  An `optax.GradientTransformation` whose state is a `ReduceState`.",
+    "Raises": f"{raises}\n  ValueError, TypeError: as `js.make_transform`.".lstrip("\n"),
+    "Example": f"{example}\n",
+  }
+  return "\n\n".join([summary.strip(), *(f"{name}:\n{text}" for name, text in completed.items())])
 
 
 def make_transform(

@@ -24,8 +24,8 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
-from jaxsparse.transform.checks import check_agreed, check_local_state, with_check
-from jaxsparse.transform.fragments import Fragments
+from jaxsparse.transform.checks import check_agreed, check_arrays_of, check_local_state
+from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import own_params, residual_to_moved
 from jaxsparse.transform.state import Flight, LocalState
 
@@ -133,7 +133,7 @@ def local_steps(
     )
   inner, outer = map(optax.with_extra_args_support, (inner, outer))
   steps_of = _LocalSteps(inner, outer, every, Fragments(fragments), delay, mixing, apply_residual)
-  return with_check(optax.GradientTransformationExtraArgs(steps_of.init, steps_of.update))
+  return optax.GradientTransformationExtraArgs(steps_of.init, steps_of.update)
 
 
 class _Stepped(NamedTuple):
@@ -168,11 +168,6 @@ class _LocalSteps(NamedTuple):
     """Whether nothing stays moved from one step to the next."""
     return self.every == 1 and not self.apply_residual
 
-  @property
-  def turns(self) -> list[int]:
-    """The step of H in which the update of each fragment is applied."""
-    return [(self.every or 1) * (number + 1) // self.fragments.count for number in range(self.fragments.count)]
-
   def init(self, params: optax.Params) -> LocalState:
     """The state of one worker before the first step."""
     moved = () if self.at_once else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
@@ -184,17 +179,12 @@ class _LocalSteps(NamedTuple):
     return state
 
   def update(
-    self,
-    grads: optax.Updates,
-    state: LocalState,
-    params: optax.Params | None = None,
-    *,
-    synchronize: bool = False,
-    **extra: Any,
+    self, grads: optax.Updates, state: LocalState, params: Any = None, *, synchronize: bool = False, **extra: Any
   ) -> tuple[optax.Updates, LocalState]:
     """The update of the anchor, zeros in a local step, and the next state."""
     if params is None:
       raise ValueError("local_steps: update needs the parameters, give tx.update(grads, state, params)")
+    check_arrays_of(self.init, state, params)
     if synchronize:
       return self._synchronize(state, params, extra)
     inner, moved, finite = self._own_step(grads, state, params, extra)
@@ -210,7 +200,7 @@ class _LocalSteps(NamedTuple):
     outer = done.outer
     if self.apply_residual:
       moved, taken = residual_to_moved(moved, outer)
-      outer = jax.tree.map(lambda kept, new: jnp.where(done.skipped, kept, new), outer, taken)
+      outer = jax.tree.map(functools.partial(jnp.where, done.skipped), outer, taken)
     if self.every:
       ends = tried.since >= self.every
       ends = ends & (done.flight.left == 0) if self.delay else ends
@@ -222,18 +212,15 @@ class _LocalSteps(NamedTuple):
     """The kind of this step: 0 no exchange, 1 … F that of a fragment, F + 1 the update in flight is applied."""
     if self.every is None:
       return jnp.int32(0)
-
-    def due_fragment(early: int) -> jax.Array:
-      """The number of the fragment, from 1, whose turn comes in `early` steps; 0 for none."""
-      *others, last = self.turns
-      # Later than the last turn if js.convert has shortened H.
-      found = [*(state.since == turn - early for turn in others), state.since >= last - early]
-      return sum(((number + 1) * one.astype(jnp.int32) for number, one in enumerate(found)), jnp.int32(0))
-
+    count = self.fragments.count
+    *others, last = (self.every * number // count - self.delay for number in range(1, count + 1))
+    # Later than the last turn if js.convert has shortened H.
+    due = [*(state.since == turn for turn in others), state.since >= last]
+    kind = sum((number * one.astype(jnp.int32) for number, one in enumerate(due, 1)), jnp.int32(0))
     if not self.delay:
-      return due_fragment(0)
-    arrives = jnp.where(state.flight.left == 1, self.fragments.count + 1, 0)
-    return jnp.where(state.flight.left > 0, arrives, due_fragment(self.delay))
+      return kind
+    arrives = jnp.where(state.flight.left == 1, count + 1, 0)
+    return jnp.where(state.flight.left > 0, arrives, kind)
 
   def _own_step(
     self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Any
@@ -258,9 +245,8 @@ class _LocalSteps(NamedTuple):
         return self.mixing * (was + u[None].astype(was.dtype))
       return flatten.representable(was, p.dtype)[1]
 
-    numbers = jax.tree.unflatten(jax.tree.structure(moved), self.fragments.numbers(moved))
     choose = lambda number, was, u, p: jnp.where(applied == number + 1, keep(was, u, p), was)
-    return jax.tree.map(choose, numbers, moved, updates, params)
+    return jax.tree.map(choose, self.fragments.numbers(moved), moved, updates, params)
 
   def _agree(self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Stepped:
     """No update of the anchor; the workers agree on whether all of them are finite."""
@@ -284,10 +270,8 @@ class _LocalSteps(NamedTuple):
     updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, own)
     skipped = states.is_skipped(outer)
     if self.fragments.count > 1:
-      outer, updates = (
-        {**metrics.count_idle_step(state.outer, skipped), number: outer},
-        self.fragments.with_zeros(params, updates, number),
-      )
+      outer = metrics.count_idle_step(state.outer, skipped) | {number: outer}
+      updates = fill_zeros(params, updates)
     if self.delay:
       zeros = jax.tree.map(jnp.zeros_like, updates)
       return _Stepped(zeros, outer, Flight(updates, jnp.int32(self.delay), jnp.int32(number)), skipped)
@@ -314,28 +298,29 @@ class _LocalSteps(NamedTuple):
     """The exchanges of all fragments; of one in flight its update is applied instead."""
     total = jax.tree.map(jnp.zeros_like, params)
     after, skipped, finite = state._replace(inner=()), jnp.bool_(False), jnp.bool_(True)
-    at_once, late = self._replace(mixing=0.0, delay=0), self._replace(mixing=0.0)
+    is_flying = lambda number: (state.flight.left > 0) & (state.flight.fragment == number)
     for number in range(self.fragments.count):
-      exchange = lambda state, number=number: at_once._exchange(number, state, params, finite, extra)
+      exchange = lambda state, number=number: self._replace(delay=0)._exchange(number, state, params, finite, extra)
       if self.delay:
-        in_flight = (state.flight.left > 0) & (state.flight.fragment == number)
         apply = lambda state: self._apply_flight(state, params, finite, extra)
         others = lambda state, exchange=exchange: exchange(state)._replace(flight=state.flight)
-        done = jax.lax.cond(in_flight, apply, others, after)
+        done = jax.lax.cond(is_flying(number), apply, others, after)
       else:
         done = exchange(after)
-      sent, dropped = (
-        way._keep_moved(jnp.int32(number + 1), after.moved, done.updates, params) for way in (at_once, late)
-      )
-      # An update in flight is of what was moved before: nothing is sent now, and all of it is dropped.
-      moved = jax.tree.map(functools.partial(jnp.where, in_flight), dropped, sent) if self.delay else sent
       total, skipped = jax.tree.map(jnp.add, total, done.updates), skipped | done.skipped
-      after = after._replace(outer=done.outer, moved=moved, flight=done.flight)
+      after = after._replace(outer=done.outer, flight=done.flight)
+
+    def keep(number: int, was: jax.Array, p: jax.Array) -> jax.Array:
+      """What the dtype rounds off; nothing where an update in flight was applied, which is of what was moved before."""
+      left = flatten.representable(was, p.dtype)[1]
+      return jnp.where(is_flying(number), jnp.zeros_like(left), left) if self.delay else left
+
+    moved = jax.tree.map(keep, self.fragments.numbers(params), state.moved, params)
+    outer = after.outer
     if self.apply_residual:
-      moved, outer = residual_to_moved(after.moved, after.outer)
-      after = after._replace(moved=moved, outer=outer)
-    after = select_state(skipped, state, after._replace(inner=state.inner, since=jnp.int32(0)))
-    return jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), total), after
+      moved, outer = residual_to_moved(moved, outer)
+    after = after._replace(inner=state.inner, outer=outer, moved=moved, since=jnp.int32(0))
+    return jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), total), select_state(skipped, state, after)
 
   def _outer(self, state: LocalState, number: int) -> Any:
     """The outer state of a fragment."""

@@ -1,6 +1,5 @@
 """`js.metrics`: the communication of a run, read from its optax state."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse._compat import AxisName
-from jaxsparse.comm import comm_of
+from jaxsparse.comm import SoloComm, comm_of
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.transform.checks import check_alive, check_layout, why_none
 from jaxsparse.transform.state import LocalState, ReduceState, devices_of, is_reduce_state, labelled, local_states
@@ -94,10 +93,11 @@ class Metrics(NamedTuple):
       >>> for name, value in found.items():  # tensorboardX, torch.utils.tensorboard
       ...   writer.add_scalar(f"jaxsparse/{name}", value, global_step=1)  # doctest: +SKIP
     """
-    own = {name: float(getattr(self, name)) for name in self.names()}
-    own |= {"bytes_sent": 4 * own["words_sent"], "total_bytes": 4 * own["total_words"]}
-    parts = [(f"{label}/{name}", x) for label, part in dict(self.parts).items() for name, x in part.as_dict().items()]
-    return own | dict(parts)
+    found = {name: float(getattr(self, name)) for name in self.names()}
+    found |= {"bytes_sent": 4 * found["words_sent"], "total_bytes": 4 * found["total_words"]}
+    for label, part in dict(self.parts).items():
+      found |= {f"{label}/{name}": value for name, value in part.as_dict().items()}
+    return found
 
 
 def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float = 60.0) -> Metrics:
@@ -136,9 +136,11 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
   return whole._replace(parts=dict(zip(found, whole.parts, strict=True)) if whole.parts else ())
 
 
-def _read(nodes: Sequence[ReduceState], local: Sequence[LocalState], comm: Comm | None = None) -> Metrics:
+_ALL_HERE = SoloComm(1)  # the arrays are those of all workers
+
+
+def _read(nodes: Sequence[ReduceState], local: Sequence[LocalState], comm: Comm = _ALL_HERE) -> Metrics:
   """The metrics of transforms together, with those of each as a tuple, and of local steps."""
-  nodes = [node._replace(counters=jax.tree.map(jnp.ravel, node.counters)) for node in nodes]  # of optimizers [P, 1]
   parts = tuple(summary([node], comm) for node in nodes) if len(nodes) > 1 else ()
   whole = summary(nodes, comm)._replace(parts=parts)
   if not local:
@@ -151,73 +153,65 @@ def _read(nodes: Sequence[ReduceState], local: Sequence[LocalState], comm: Comm 
 _of_all_workers = jax.jit(_read)  # one program: one for each number would take longer, and would be in flight at once
 
 
-def summary(nodes: Sequence[ReduceState], comm: Comm | None = None) -> Metrics:
-  """Metrics of transforms together, over the workers whose counters and residuals are here, or all those of a comm."""
+def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
+  """Metrics of transforms together, over the workers whose counters and residuals are here, and those of a comm."""
 
   def over_workers(x: jax.Array, op: Literal["sum", "max", "mean"]) -> jax.Array:
     if op == "mean":
       x = x.astype(jnp.float32)
     elif op == "sum" and jnp.issubdtype(x.dtype, jnp.integer):
-      x = jnp.minimum(x, jnp.iinfo(x.dtype).max // (x.size * (comm.size if comm else 1)))
+      x = jnp.minimum(x, jnp.iinfo(x.dtype).max // (x.size * comm.size))
     x = getattr(jnp, op)(x)
-    if comm is None:
-      return x
     return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
 
   entries = sum((node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.float32(0))
-  workers = [_of_workers(node.counters, devices_of(node)) for node in nodes]
-  counters = combine_counters([of_each for of_each, _ in workers], entries)._asdict()
-  words = sum((sent for _, sent in workers), jnp.float32(0))
-  read = {
-    name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in counters.items() if name in Metrics._fields
+  # Those of inner optimizers are [P, 1].
+  workers = [_of_workers(jax.tree.map(jnp.ravel, node.counters), devices_of(node)) for node in nodes]
+  counters = [of_each for of_each, _ in workers]
+  whole = combine_counters(counters, entries) if len(counters) > 1 else counters[0]
+  whole = whole._replace(skipped=whole.skipped.astype(jnp.int32), total_words=sum(words for _, words in workers))
+  read = {name: x for name, x in whole._asdict().items() if name in Metrics._fields}
+  found = {name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in read.items()}
+  residuals = jax.tree.leaves([node.carried.residual for node in nodes])
+  squares = [over_workers(residual**2, "sum") for residual in residuals]
+  own = {
+    "skipped": found["skipped"] > 0,
+    "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
+    "drift": jnp.float32(0),
+    "since_exchange": jnp.int32(0),
+    "words_per_step": found["words_sent"].astype(jnp.float32),
   }
-  residuals = [node.carried.residual for node in nodes]
-  squares = [over_workers(residual**2, "sum") for residual in jax.tree.leaves(residuals)]
-  return Metrics(
-    **read
-    | {
-      "skipped": over_workers(counters["skipped"].astype(jnp.int32), "max") > 0,
-      "total_words": over_workers(words, "max"),
-      "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
-      "drift": jnp.float32(0),
-      "since_exchange": jnp.int32(0),
-      "words_per_step": read["words_sent"].astype(jnp.float32),
-    }
-  )
+  return Metrics(**found | own)
 
 
-def drift(nodes: Sequence[LocalState], comm: Comm | None = None) -> jax.Array:
+def drift(nodes: Sequence[LocalState], comm: Comm) -> jax.Array:
   """The distance between workers, f32[]: the root of the mean over workers of ‖parameters − their mean‖².
 
   Args:
     nodes: of all workers, or of this one.
     comm: all workers, where `nodes` are those of one.
   """
-  everyone = comm.all_reduce if comm else lambda x: x
   total = jnp.float32(0)
   for leaf in jax.tree.leaves([node.moved for node in nodes]):
-    workers = comm.size if comm else leaf.shape[0]
-    total += jnp.sum((leaf - everyone(leaf.sum(0, keepdims=True)) / workers) ** 2) / workers
-  return jnp.sqrt(everyone(total))
+    workers = leaf.shape[0] * comm.size
+    total += jnp.sum((leaf - comm.all_reduce(leaf.sum(0, keepdims=True)) / workers) ** 2) / workers
+  return jnp.sqrt(comm.all_reduce(total))
 
 
 def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
-  """Counters and words sent so far, f32, of each worker, from the counters of each of its devices."""
-  return (counters, _total_words(counters)) if devices == 1 else _over_devices(counters, devices)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _over_devices(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
-  rows = jax.tree.map(lambda x: _compat.resharded(x, PartitionSpec()).reshape(-1, devices).T, counters)
+  """Counters and words sent since the state was made, f32, of each worker, from the counters of each of its devices."""
+  words = counters.total_wraps.astype(jnp.float32) * 2.0**32 + counters.total_words.astype(jnp.float32)
+  if devices == 1:
+    return counters, words
+  by_device = lambda x: _compat.resharded(x, PartitionSpec()).reshape(-1, devices).T
+  rows = jax.tree.map(by_device, counters)
   each = [jax.tree.map(lambda x, number=number: x[number], rows) for number in range(devices)]
   density = rows.density.mean(0)  # devices have equally many entries
-  return combine_counters(each, 1)._replace(density=density), _total_words(rows).sum(0)
+  return combine_counters(each, 1)._replace(density=density), by_device(words).sum(0)
 
 
 def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
   """The counters of several transforms or communications as those of one step of n entries."""
-  if len(counters) == 1:
-    return counters[0]
   add = lambda values: saturated(saturated_sum(*values), values[0].dtype)
   largest = lambda values: jnp.stack(values).max(0)
   columns = zip(Counters._fields, zip(*counters, strict=True), strict=True)
@@ -230,8 +224,9 @@ def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: ja
 
   Words are added to those of all steps in two u32, the lower and the upper 32 bits.
   """
-  cast = lambda new, old: saturated(new, old.dtype).reshape(1)
-  step = combine_counters([jax.tree.map(cast, one, before) for one in reduced], n)
+  pairs = [zip(one, before, strict=True) for one in reduced]
+  steps = [Counters(*[saturated(new, old.dtype).reshape(1) for new, old in pair]) for pair in pairs]
+  step = combine_counters(steps, n) if len(steps) > 1 else steps[0]
   total = before.total_words + step.words_sent
   return step._replace(
     density=step.delivered.astype(jnp.float32) / float(n),
@@ -248,15 +243,8 @@ def count_idle_step(state: Any, skipped: jax.Array) -> Any:
   def idle(node: Any) -> Any:
     if not is_reduce_state(node):
       return node
-    zeros = {name: jnp.full_like(getattr(node.counters, name), x) for name, x in Counters._field_defaults.items()}
-    zeros["skipped"] = jnp.full_like(node.counters.skipped, skipped)
-    kept = {name: getattr(node.counters, name) for name in ("skipped_steps", "total_words", "total_wraps")}
-    kept["skipped_steps"] += skipped.astype(jnp.int32)
-    return node._replace(counters=Counters(**zeros | kept))
+    step = Counters(skipped=skipped, total_words=node.counters.total_words, total_wraps=node.counters.total_wraps)
+    step = step._replace(skipped_steps=node.counters.skipped_steps + skipped.astype(jnp.int32))
+    return node._replace(counters=jax.tree.map(jnp.full_like, node.counters, step))
 
   return jax.tree.map(idle, state, is_leaf=is_reduce_state)
-
-
-def _total_words(counters: Counters) -> jax.Array:
-  """Words sent since the state was made, f32 of each worker."""
-  return counters.total_wraps.astype(jnp.float32) * 2.0**32 + counters.total_words.astype(jnp.float32)

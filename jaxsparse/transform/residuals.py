@@ -9,7 +9,7 @@ import optax
 
 from jaxsparse import flatten
 from jaxsparse.transform import state as states
-from jaxsparse.transform.groups import Group, leaf_names, leaf_numbers
+from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import ReduceState, join_groups, split_groups
 from jaxsparse.transform.update import at_devices
 
@@ -30,39 +30,32 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
     >>> js.own_params(params, state)
     Array([0.75, 1.  ], dtype=float32)
   """
-  leaves, structure = jax.tree.flatten(params)
-  for number, (p, gone) in enumerate(zip(leaves, moved_leaves(state, params), strict=True)):
-    if gone is not None:
-      leaves[number] = (p.astype(jnp.float32) - gone[0]).astype(p.dtype)
-  return jax.tree.unflatten(structure, leaves)
+  moved = moved_leaves(state)
+  own = lambda name, p: (p.astype(jnp.float32) - moved[name][0]).astype(p.dtype) if name in moved else p
+  leaves = [own(name, p) for name, p in flatten.leaves_by_name(params).items()]
+  return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
-def moved_leaves(state: Any, params: optax.Params) -> list[jax.Array | None]:
-  """What was moved of each leaf: f32[1, …] at a worker, f32[P, …] of all of them; None without local steps."""
-  leaves: list[jax.Array | None] = [None] * len(jax.tree.leaves(params))
-  for node in states.local_states(state):
-    if moved := jax.tree.leaves(node.moved):
-      for number, leaf in zip(leaf_numbers(leaf_names(node.moved), params), moved, strict=True):
-        leaves[number] = leaf
-  return leaves
+def moved_leaves(state: Any) -> dict[str, jax.Array]:
+  """What local steps have moved of leaves, by their names: f32[1, …] at a worker, f32[P, …] of all of them."""
+  found = [flatten.leaves_by_name(node.moved) for node in states.local_states(state)]
+  return {name: leaf for leaves in found for name, leaf in leaves.items()}
 
 
 def residual_to_moved(moved: Any, outer: Any) -> tuple[Any, Any]:
   """What a worker has moved with its residuals added, and `outer` with residuals of zeros."""
-  leaves, structure = jax.tree.flatten(moved)
+  leaves = flatten.leaves_by_name(moved)
 
   def take(node: Any) -> Any:
     if not states.is_reduce_state(node):
       return node
-    numbers = leaf_numbers(node.layout.method.names, moved)
-    own = [leaves[number][0] for number in numbers]
+    own = [leaves[name][0] for name in node.layout.method.names]
     sums, node = take_residuals(own, node, own)
-    for number, leaf in zip(numbers, sums, strict=True):
-      leaves[number] = leaf[None]
+    leaves.update(zip(node.layout.method.names, [leaf[None] for leaf in sums], strict=True))
     return node
 
   outer = jax.tree.map(take, outer, is_leaf=states.is_reduce_state)
-  return jax.tree.unflatten(structure, leaves), outer
+  return jax.tree.unflatten(jax.tree.structure(moved), leaves.values()), outer
 
 
 def take_residuals(
@@ -82,9 +75,7 @@ def take_residuals(
     mean: maps the float32 leaves of a device to their means over the workers.
   """
 
-  def step(
-    groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, inside: tuple[str, ...] = ()
-  ) -> tuple[list[jax.Array], ReduceState]:
+  def step(groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, inside: Any = ()) -> Any:
     del inside
     parts, leaves = split_groups(state.carried), list(leaves)
     owing: dict[int, jax.Array] = {}
@@ -99,15 +90,11 @@ def take_residuals(
     for leaf, exact in zip(owing, mean(list(owing.values())), strict=True):
       sent, left[leaf] = flatten.representable(exact, leaves[leaf].dtype)
       leaves[leaf] = sent.astype(leaves[leaf].dtype)
-    rest = [
-      part._replace(residual=part.residual if part.residual is None else _flat(left[leaf] for leaf in group.leaves))
-      for group, part in zip(groups, parts, strict=True)
-    ]
-    return leaves, state._replace(carried=join_groups(rest, method.alone))
+    for number, (group, part) in enumerate(zip(groups, parts, strict=True)):
+      if part.residual is not None:
+        rest, _ = flatten.flatten([left[leaf] for leaf in group.leaves])
+        parts[number] = part._replace(residual=rest)
+    return leaves, state._replace(carried=join_groups(parts, method.alone))
 
   method: Any = node.layout.method
   return at_devices(step, method.groups, [jnp.zeros_like(x) for x in leaves] if moved is None else list(moved), node)
-
-
-def _flat(leaves: Any) -> jax.Array:
-  return flatten.flatten(list(leaves))[0]

@@ -1,7 +1,7 @@
 """Devices inside a worker: each of them reduces its own piece of every leaf with the same device of the other workers.
 
 The axes of a mesh other than those of the workers lie inside a worker. Within a shard_map over the axis of the workers
-alone, `Shards.map_pieces` opens a second one over the axes inside, so that a transform sees one device: its shards of
+alone, `update.at_devices` opens a second one over the axes inside, so that a transform sees one device: its shards of
 the leaves. A leaf that is replicated along some axes inside is cut into equal pieces along them, padded with zeros, and
 gathered afterwards. So no two devices of a worker send the same entry:
 
@@ -16,7 +16,7 @@ axes are Explicit.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -58,16 +58,16 @@ class Shards:
     Raises:
       ValueError: if a dimension of a leaf does not divide among the devices of its axes, naming the leaf.
     """
-    for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(tree), specs, strict=True):
-      for size, part in zip(jnp.shape(leaf), spec, strict=False):
+    shapes = flatten.leaf_shapes(tree)
+    for (name, shape), spec in zip(shapes.items(), specs, strict=True):
+      for size, part in zip(shape, spec, strict=False):
         ways = _ways(part, axes)
         if size % ways:
           raise ValueError(
-            f"parameters{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)} and the sharding {spec}, which cuts "
-            f"{size} entries into {ways} shards: choose a dimension that {ways} divides, or replicate it inside"
+            f"parameters{name} has shape {shape} and the sharding {spec}, which cuts {size} entries into {ways} "
+            f"shards: choose a dimension that {ways} divides, or replicate it inside"
           )
-    shapes = tuple(map(jnp.shape, jax.tree.leaves(tree)))
-    return cls(tuple(axes.items()), shapes, tuple(_compat.trimmed(spec) for spec in specs))
+    return cls(tuple(axes.items()), tuple(shapes.values()), tuple(map(_compat.trimmed, specs)))
 
   @property
   def names(self) -> tuple[str, ...]:
@@ -80,12 +80,17 @@ class Shards:
     return math.prod(size for _, size in self.axes)
 
   @property
-  def pieces(self) -> tuple[tuple[int, ...], ...]:
+  def pieces(self) -> list[tuple[int, ...]]:
     """The shape of the piece of each leaf, the same on every device: a shard, or whole rows of one where these divide.
 
     Other pieces are vectors, with padding.
     """
-    return tuple(map(self._piece, self.shapes, self.specs))
+    axes, pieces = dict(self.axes), []
+    for shape, spec in zip(self.shapes, self.specs, strict=True):
+      ways = [_ways(part, axes) for part in spec] + [1] * (len(shape) - len(spec))
+      shard = tuple(size // one for size, one in zip(shape, ways, strict=True))
+      pieces.append(share_of(shard, _ways(self._replicated(spec), axes)))
+    return pieces
 
   @property
   def sizes(self) -> tuple[int, ...]:
@@ -94,76 +99,37 @@ class Shards:
 
   def groups(self, groups: Sequence[Group]) -> list[Group]:
     """The groups of one device: a density means the same as for the whole, k is divided by S and rounded up."""
-    pieces = self.pieces
-    own = [tuple(pieces[leaf] for leaf in group.leaves) for group in groups]
-    return [
-      group._replace(
-        entries=sum(map(math.prod, mine)), collective=group.collective.for_devices(self.devices).for_leaves(mine)
-      )
-      for group, mine in zip(groups, own, strict=True)
-    ]
+    pieces, own = self.pieces, []
+    for group in groups:
+      shapes = tuple(pieces[leaf] for leaf in group.leaves)
+      collective = group.collective.for_devices(self.devices).for_leaves(shapes)
+      own.append(group._replace(entries=sum(map(math.prod, shapes)), collective=collective))
+    return own
 
-  def check(self, leaves: Sequence[jax.Array]) -> None:
-    """Raises ValueError if leaves have other shapes than those of the state."""
-    shapes = tuple(leaf.shape for leaf in leaves)
-    if shapes != self.shapes:
-      raise ValueError(
-        f"the optimizer state was made for leaves of shapes {self.shapes}, the gradients have {shapes}: make a new one "
-        "with js.init for these parameters"
-      )
+  def cut(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """The pieces of this device, of the shards that it holds: vectors."""
+    pieces = []
+    for shard, spec in zip(leaves, self.specs, strict=True):
+      flat, alike = shard.reshape(-1), self._replicated(spec)
+      if alike and flat.size:
+        copies = math.prod(map(jax.lax.axis_size, alike))
+        flat = jnp.pad(flat, (0, -flat.size % copies)).reshape(copies, -1)[jax.lax.axis_index(alike)]
+      pieces.append(flat)
+    return pieces
 
-  def map_pieces(
-    self, function: Callable[[list[jax.Array], Any], tuple[list[jax.Array], Any]], leaves: list[jax.Array], state: Any
-  ) -> tuple[list[jax.Array], Any]:
-    """`function(leaves, state)` at every device of the worker, on its pieces of the leaves, each of one dimension.
-
-    Args:
-      function: of the pieces and the state of one device, to those that follow.
-      leaves: whole, with the shapes of `shapes`.
-      state: a pytree of arrays; their leading axes hold the parts of the devices one after the other.
-    """
-    specs, split = list(self.specs), PartitionSpec(self.names)
-
-    def device(leaves: list[jax.Array], state: Any) -> tuple[list[jax.Array], Any]:
-      pieces = [self._cut(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-      after, state = function(pieces, state)
-      return self._join(after, leaves), state
-
-    leaves = [_compat.resharded(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-    return self.map(device, (specs, split), (specs, split))(leaves, state)
-
-  def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` of one device as a function of the worker, within a shard_map over the workers."""
-    return _compat.shard_map(function, None, in_specs, out_specs, self.names)
-
-  def _cut(self, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """The piece of this device, of a leaf of which it holds `shard`."""
-    flat, alike = shard.reshape(-1), self._replicated(spec)
-    if not alike or not flat.size:
-      return flat
-    copies = math.prod(map(jax.lax.axis_size, alike))
-    return jnp.pad(flat, (0, -flat.size % copies)).reshape(copies, -1)[jax.lax.axis_index(alike)]
-
-  def _join(self, pieces: Sequence[jax.Array], shards: Sequence[jax.Array]) -> list[jax.Array]:
-    """Undoes `_cut` of all leaves; those that lie alike are gathered together, in one message."""
-    joined = list(pieces)
+  def join(self, pieces: Sequence[jax.Array], shards: Sequence[jax.Array]) -> list[jax.Array]:
+    """Undoes `cut`; the pieces of leaves that lie alike are gathered together, in one message."""
+    flat = list(pieces)
     alike: dict[Any, list[int]] = {}
-    for number, (piece, shard, spec) in enumerate(zip(pieces, shards, self.specs, strict=True)):
-      if (axes := self._replicated(spec)) and shard.size:
+    for number, (piece, spec) in enumerate(zip(pieces, self.specs, strict=True)):
+      if (axes := self._replicated(spec)) and piece.size:
         alike.setdefault((axes, piece.dtype), []).append(number)
-      else:
-        joined[number] = piece.reshape(shard.shape)
     for (axes, _), numbers in alike.items():
       rows = jax.lax.all_gather(jnp.concatenate([pieces[number] for number in numbers]), axes)
       sizes = [pieces[number].size for number in numbers]
       for number, columns in zip(numbers, flatten.parts(rows, sizes, axis=1), strict=True):
-        joined[number] = columns.reshape(-1)[: shards[number].size].reshape(shards[number].shape)
-    return joined
-
-  def _piece(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
-    axes, parts = dict(self.axes), [*spec, *[None] * (len(shape) - len(spec))]
-    shard = tuple(size // _ways(part, axes) for size, part in zip(shape, parts, strict=True))
-    return share_of(shard, _ways(self._replicated(spec), axes))
+        flat[number] = columns.reshape(-1)[: shards[number].size]
+    return [one.reshape(shard.shape) for one, shard in zip(flat, shards, strict=True)]
 
   def _replicated(self, spec: PartitionSpec) -> tuple[str, ...]:
     """The axes inside along which devices hold copies, in the order of the mesh."""
@@ -199,37 +165,32 @@ def shards_of(comm: Comm, params: optax.Params, shardings: Any = None) -> Shards
   Raises:
     ValueError: if an axis inside is not Explicit and there are no shardings, or not of each leaf.
   """
-  axes = _axes_inside(comm)
+  axes = _compat.axes_inside(axes_of(comm))
   if not axes:
     return None
-  if shardings is not None:
-    specs = [_compat.without_axes(spec, axes_of(comm) or ()) for spec in _specs_by_name(params, shardings)]
-    return Shards.from_specs(params, axes, specs)
-  if hidden := [name for name in axes if not _compat.is_explicit(name)]:
-    raise ValueError(
-      f"the axis {hidden[0]!r} lies inside a worker, and is not Explicit, so the types of the parameters do not tell "
-      "how they are sharded along it: make the state with js.init, outside jit; or give the transform shardings=, or "
-      "the mesh Explicit axes"
-    )
-  return Shards.from_specs(params, axes, [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)])
-
-
-def _specs_by_name(params: optax.Params, shardings: Any) -> list[PartitionSpec]:
-  """The spec of each leaf; leaves are found by their names, since optax.masked leaves some of them out."""
+  if shardings is None:
+    if hidden := [name for name in axes if not _compat.is_explicit(name)]:
+      raise ValueError(
+        f"the axis {hidden[0]!r} lies inside a worker, and is not Explicit, so the types of the parameters do not tell "
+        "how they are sharded along it: make the state with js.init, outside jit; or give the transform shardings=, or "
+        "the mesh Explicit axes"
+      )
+    return Shards.from_specs(params, axes, [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)])
   is_spec = lambda x: isinstance(x, (PartitionSpec, NamedSharding))
-  name = jax.tree_util.keystr
-  given = {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_spec)}
-  names = [name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-  if unknown := [one for one in names if not is_spec(given.get(one))]:
+  given = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_spec)
+  specs = {jax.tree_util.keystr(path): x.spec if isinstance(x, NamedSharding) else x for path, x in given if is_spec(x)}
+  names = flatten.leaf_shapes(params)  # optax.masked leaves some of them out
+  if unknown := [name for name in names if name not in specs]:
     raise ValueError(
       f"shardings={shardings!r}: parameters{unknown[0]} has none, give a PartitionSpec or NamedSharding of each leaf"
     )
-  return [given[one].spec if isinstance(given[one], NamedSharding) else given[one] for one in names]
+  workers = axes_of(comm) or ()
+  return Shards.from_specs(params, axes, [_compat.without_axes(specs[name], workers) for name in names])
 
 
 def check_inside(comm: Comm, shards: Shards | None) -> None:
   """Raises ValueError if a state was made for workers of other devices than those of this program."""
-  made, found = dict(shards.axes) if shards else {}, _axes_inside(comm)
+  made, found = dict(shards.axes) if shards else {}, _compat.axes_inside(axes_of(comm))
   if made != found:
     axis = axes_of(comm)
     raise ValueError(
@@ -237,11 +198,6 @@ def check_inside(comm: Comm, shards: Shards | None) -> None:
       f"{_listed(found)}: make a new one with js.init on this mesh, and in a shard_map of your own give "
       f"axis_names={set(axis or ())}, so that the other axes stay inside a worker"
     )
-
-
-def _axes_inside(comm: Comm) -> dict[str, int]:
-  names = axes_of(comm)
-  return _compat.axes_inside(names) if names else {}
 
 
 def _listed(axes: dict[str, int]) -> str:

@@ -36,18 +36,14 @@ def specs(state: Any, axis: AxisName) -> Any:
     >>> spec[0].carried.residual, spec[1][0].trace
     (P('workers',), P())
   """
-  return _checked_specs(state, axis, inside=False)
+  return placed(state, axis, inside=False)
 
 
-def placed(state: Any, axis: AxisName) -> Any:
+def placed(state: Any, axis: AxisName, inside: bool = True) -> Any:
   """`specs` along all axes of the mesh: also those inside a worker, over which a shard_map of the workers does not map.
 
   Arrays of other transformations than ours keep the shardings inside that they have; their specs do not name them.
   """
-  return _checked_specs(state, axis, inside=True)
-
-
-def _checked_specs(state: Any, axis: AxisName, inside: bool) -> Any:
   per_worker, replicated = PartitionSpec(axis), PartitionSpec()
   _check_wrappers(state)
   _check_chains(state)
@@ -58,21 +54,15 @@ def _checked_specs(state: Any, axis: AxisName, inside: bool) -> Any:
   def spec_of(node: Any, row: bool) -> Any:
     if row:  # leaves keep the shardings inside that they have
       return jax.tree.map(lambda _: per_worker, node)
-    return _node_specs(node, axis, inside) if is_reduce_state(node) else replicated
+    if not is_reduce_state(node):
+      return replicated
+    devices = node.layout.shards.names if inside and node.layout.shards else ()
+    own, same = PartitionSpec((*names_of(axis), *devices)), PartitionSpec(devices) if devices else replicated
+    carried, counters = jax.tree.map(lambda _: own, (node.carried, node.counters))
+    shared = jax.tree.map(lambda _: same, node.carried.shared)
+    return ReduceState(carried._replace(shared=shared), counters, jax.tree.map(lambda _: replicated, node.layout))
 
   return jax.tree.map(spec_of, state, has_worker_axis(state), is_leaf=is_reduce_state)
-
-
-def _node_specs(node: ReduceState, axis: AxisName, inside: bool) -> ReduceState:
-  """The specs of a jaxsparse state: along the workers, and along the devices of each."""
-  devices = node.layout.shards.names if inside and node.layout.shards else ()
-  own = PartitionSpec((*names_of(axis), *devices) if devices else axis)
-  same = PartitionSpec(devices) if devices else PartitionSpec()
-  carried = jax.tree.map(lambda _: own, node.carried)
-  shared = jax.tree.map(lambda _: same, node.carried.shared)
-  counters = jax.tree.map(lambda _: own, node.counters)
-  layout = jax.tree.map(lambda _: PartitionSpec(), node.layout)
-  return ReduceState(carried._replace(shared=shared), counters, layout)
 
 
 def _check_differing(state: Any) -> None:
@@ -89,27 +79,20 @@ def _check_differing(state: Any) -> None:
     )
 
 
-_WRAPPERS: dict[type, tuple[str, str]] = {
-  optax.MultiStepsState: (
-    "inner_opt_state",
-    "optax.MultiSteps around a jaxsparse transform accumulates the gradients of one worker as if they were those of "
-    "all: put it after, as in optax.chain(js.spardl_transform(...), optax.MultiSteps(opt, every_k_schedule=k))",
-  ),
-  optax.ApplyIfFiniteState: (
-    "inner_state",
-    "optax.apply_if_finite around a jaxsparse transform looks at the gradients of one worker, and so workers decide "
-    "differently: put it after. A step with NaN or Inf is skipped by every worker in any case",
-  ),
+_WRAPPERS = {
+  optax.MultiStepsState: "optax.MultiSteps around a jaxsparse transform accumulates the gradients of one worker as if "
+  "they were those of all: put it after, as in optax.chain(js.spardl_transform(...), optax.MultiSteps(opt, "
+  "every_k_schedule=k))",
+  optax.ApplyIfFiniteState: "optax.apply_if_finite around a jaxsparse transform looks at the gradients of one worker, "
+  "and so workers decide differently: put it after. A step with NaN or Inf is skipped by every worker in any case",
 }
 
 
 def _check_wrappers(state: Any) -> None:
   """Refuses wrappers that look at local gradients: what they keep would differ between workers."""
   for node in jax.tree.leaves(state, is_leaf=lambda node: type(node) in _WRAPPERS):
-    if type(node) in _WRAPPERS:
-      inner, why = _WRAPPERS[type(node)]
-      if reduce_states(getattr(node, inner)):
-        raise ValueError(why)
+    if type(node) in _WRAPPERS and reduce_states(tuple(node)):
+      raise ValueError(_WRAPPERS[type(node)])
 
 
 def _check_chains(state: Any) -> None:

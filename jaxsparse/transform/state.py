@@ -45,20 +45,22 @@ class Layout(NamedTuple):
   @classmethod
   def of_workers(cls, workers: int, entries: int, shards: Shards | None = None, method: Method | None = None) -> Self:
     """The layout of a state of so many workers and gradient entries."""
-    entries, number = min(entries, 2**32 - 1), cls(0, 0, 0, shards, method).checksums()[0]  # type: ignore[arg-type]
-    return cls(jnp.int32(workers), jnp.uint32(entries), jnp.uint32(number), shards, method)
+    checksum = jnp.uint32(checksum_of(shards, method))
+    return cls(jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)), checksum, shards, method)
 
-  def checksums(self) -> list[int]:
-    """The checksum of `shards` and `method`, of their JSON, and the one that earlier versions computed, of a `repr`."""
-    layout, grouping = None, None
-    groups = [(group.leaves, group.collective.label) for group in self.method.groups] if self.method else []
-    if self.shards:
-      specs = [[_compat.names_of(part or ()) for part in spec] for spec in self.shards.specs]
-      layout = {"axes": self.shards.axes, "shapes": self.shards.shapes, "specs": specs}
-    if self.method:
-      grouping = {"names": self.method.names, "shapes": self.method.shapes, "groups": groups}
-    earlier = repr((self.shards, self.method and (self.method.names, self.method.shapes), groups))
-    return [zlib.crc32(text.encode()) for text in (json.dumps({"shards": layout, "method": grouping}), earlier)]
+
+def checksum_of(shards: Shards | None, method: Method | None, earlier: bool = False) -> int:
+  """The checksum of a layout: of its JSON, or as version 0.1.0 computed it `earlier`, of a `repr`."""
+  layout, grouping = None, None
+  groups = [(group.leaves, group.collective.label) for group in method.groups] if method else []
+  if earlier:
+    return zlib.crc32(repr((shards, method and (method.names, method.shapes), groups)).encode())
+  if shards:
+    specs = [[_compat.names_of(part or ()) for part in spec] for spec in shards.specs]
+    layout = {"axes": shards.axes, "shapes": shards.shapes, "specs": specs}
+  if method:
+    grouping = {"names": method.names, "shapes": method.shapes, "groups": groups}
+  return zlib.crc32(json.dumps({"shards": layout, "method": grouping}).encode())
 
 
 class ReduceState(NamedTuple):
@@ -161,9 +163,9 @@ def has_worker_axis(state: Any) -> Any:
   def rows_of(node: Any) -> Any:
     if not is_local_state(node):
       return False
-    rows = lambda tree: jax.tree.map(lambda _: True, tree, is_leaf=is_reduce_state)
-    flight = jax.tree.map(lambda _: False, node.flight)
-    return LocalState(rows(node.inner), has_worker_axis(node.outer), rows(node.moved), False, False, flight)  # type: ignore[arg-type]
+    inner, moved = jax.tree.map(lambda _: True, (node.inner, node.moved), is_leaf=is_reduce_state)
+    since, steps, flight = jax.tree.map(lambda _: False, node[3:])
+    return LocalState(inner, has_worker_axis(node.outer), moved, since, steps, flight)
 
   return jax.tree.map(rows_of, state, is_leaf=lambda node: is_local_state(node) or is_reduce_state(node))
 

@@ -1,10 +1,10 @@
 """A collective as an `optax.GradientTransformation`: `init` and `update`, over one group of leaves or many.
 
-    gradient leaves -> one f32[n] of each group        update_leaves
-      -> total of each group, by its collective        reduce_groups
-      -> mean, rounded to the dtypes of the leaves     _deliver
+    gradient leaves -> one f32[n] of each group        reduce_groups
+      -> total of each group, by its collective
+      -> mean, rounded to the dtypes of the leaves
       -> all groups applied, or none                   _commit
-      -> the mean as leaves; the next state            update_leaves
+      -> the mean as leaves; the next state
 
 Where the gradient of one worker, or the mean, holds NaN or Inf, every worker returns zeros and carries its state over
 to the next step. What follows in a chain is undone by `atomic`.
@@ -23,14 +23,13 @@ from jaxsparse import _compat, flatten, sparse
 from jaxsparse.collectives import Collective
 from jaxsparse.comm import axes_of, comm_of
 from jaxsparse.comm.replication import mark_total
-from jaxsparse.flatten import Rounding
 from jaxsparse.select import ordering
 from jaxsparse.select.accumulator import materialize
 from jaxsparse.transform import checks
-from jaxsparse.transform.groups import Assignment, Group, Method, Special, assign_collectives, groups_of
+from jaxsparse.transform.groups import Assignment, Group, Method, Shapes, Special, assign_collectives, groups_of
 from jaxsparse.transform.metrics import count_idle_step, count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
-from jaxsparse.transform.state import Layout, ReduceState, join_groups
+from jaxsparse.transform.state import Layout, ReduceState, join_groups, split_groups
 from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse, State
 
 
@@ -57,7 +56,7 @@ def collective_transform(
 
 
 def grouped_transform(
-  grouped: Callable[[Any], list[Group]],
+  grouped: Callable[[Shapes], list[Group]],
   collectives: list[Collective],
   axis: _compat.AxisName | Comm,
   shardings: Any = None,
@@ -66,7 +65,7 @@ def grouped_transform(
   """The transform that reduces the groups of a gradient over the workers of `axis`.
 
   Args:
-    grouped: gives the groups of a pytree.
+    grouped: gives the groups of leaves of these shapes, by name.
     collectives: those of all groups, each once.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
     shardings: of the parameters inside a worker, where neither their types nor `js.init` tell them.
@@ -77,15 +76,12 @@ def grouped_transform(
 
   def init(params: optax.Params) -> ReduceState:
     flatten.check_leaves(params)
-    return first_state(comm, Method.from_leaves(params, grouped(params), alone), shards_of(comm, params, shardings))
+    shapes = flatten.leaf_shapes(params)
+    method = Method(tuple(shapes), tuple(shapes.values()), tuple(grouped(shapes)), alone)
+    return first_state(comm, method, shards_of(comm, params, shardings))
 
   def update(
-    updates: optax.Updates,
-    state: ReduceState,
-    params: optax.Params | None = None,
-    *,
-    agree: jax.Array | None = None,
-    **extra: Any,
+    updates: optax.Updates, state: ReduceState, params: Any = None, *, agree: jax.Array | None = None, **extra: Any
   ) -> tuple[optax.Updates, ReduceState]:
     del params, extra
     flatten.check_leaves(updates)
@@ -94,15 +90,16 @@ def grouped_transform(
     if agree is not None:  # no exchange: the step is skipped unless `agree` holds at every worker
       agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
       return jax.tree.map(jnp.zeros_like, updates), count_idle_step(state, ~agreed)
-    groups = grouped(updates)
+    groups = grouped(flatten.leaf_shapes(updates))
+    checks.check_method(state, groups, updates, comm.size, alone)
     leaves, structure = jax.tree.flatten(updates)
-    leaves, state = at_devices(functools.partial(update_leaves, comm, alone), groups, leaves, state)
-    checks.check_method(state.layout.method, groups)
+    step = functools.partial(reduce_groups, comm, divisor=comm.size)
+    leaves, state = at_devices(step, groups, leaves, state)
     return jax.tree.unflatten(structure, leaves), state
 
   def with_collectives(change: Callable[[list[Collective]], list[Collective]]) -> Transform:
-    def changed(tree: Any) -> list[Group]:
-      groups = grouped(tree)
+    def changed(shapes: Shapes) -> list[Group]:
+      groups = grouped(shapes)
       collectives = change([group.collective for group in groups])
       return [group._replace(collective=new) for group, new in zip(groups, collectives, strict=True)]
 
@@ -119,10 +116,11 @@ def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceStat
   start = functools.partial(_start_groups, size=comm.size, alone=method.alone)
   if shards:
     own = shards.groups(method.groups)
-    carried, counters = shards.map(lambda: add_device_axis(*start(own)), (), PartitionSpec(shards.names))()
+    device = lambda: add_device_axis(*start(own))
+    carried, counters = _compat.shard_map(device, None, (), PartitionSpec(shards.names), shards.names)()
   else:
     carried, counters = start(method.groups)
-  layout = Layout.of_workers(comm.size, sum(method.sizes), shards, method)
+  layout = Layout.of_workers(comm.size, sum(group.entries for group in method.groups), shards, method)
   return ReduceState(carried, counters, mark_total(layout, axes_of(comm)))
 
 
@@ -153,17 +151,17 @@ def at_devices(
   layout, shards = state.layout, state.layout.shards
   if not shards:
     return step(groups, leaves, state)
-  shards.check(leaves)
-  own = shards.groups(groups)
+  own, specs, split = shards.groups(groups), list(shards.specs), PartitionSpec(shards.names)
 
-  def device(pieces: list[jax.Array], parts: tuple[State, Counters]) -> tuple[list[jax.Array], Any]:
-    carried, counters = parts
+  def device(leaves: list[jax.Array], carried: State, counters: Counters) -> tuple[list[jax.Array], State, Counters]:
     shared = jax.tree.map(lambda x: x[0], carried.shared)
     alone = ReduceState(carried._replace(shared=shared), counters, layout._replace(shards=None))
-    pieces, after = step(own, pieces, alone, shards.names)
-    return pieces, add_device_axis(after.carried, after.counters)
+    pieces, after = step(own, shards.cut(leaves), alone, inside=shards.names)
+    return shards.join(pieces, leaves), *add_device_axis(after.carried, after.counters)
 
-  leaves, (carried, counters) = shards.map_pieces(device, leaves, (state.carried, state.counters))
+  program = _compat.shard_map(device, None, (specs, split, split), (specs, split, split), shards.names)
+  leaves = [_compat.resharded(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+  leaves, carried, counters = program(leaves, state.carried, state.counters)
   return leaves, ReduceState(carried, counters, layout)
 
 
@@ -172,33 +170,12 @@ def add_device_axis(carried: State, counters: Counters) -> tuple[State, Counters
   return carried._replace(shared=jax.tree.map(lambda x: x[None], carried.shared)), counters
 
 
-def update_leaves(
-  comm: Comm,
-  alone: bool,
-  groups: Sequence[Group],
-  leaves: list[jax.Array],
-  state: ReduceState,
-  inside: tuple[str, ...] = (),
-) -> tuple[list[jax.Array], ReduceState]:
-  """The means over workers of the leaves, or of the pieces, of one device, and its next state."""
-  states, leaves = checks.check_groups(state, groups, comm.size, alone), list(leaves)
-  own = [[leaves[leaf] for leaf in group.leaves] for group in groups]
-  flat, restore = zip(*map(flatten.flatten, own), strict=True)
-  roundings = list(map(flatten.rounding, own))
-  means, states, counters = reduce_groups(groups, comm, flat, states, state.counters, comm.size, inside, roundings)
-  for group, unflatten, mean in zip(groups, restore, means, strict=True):
-    for leaf, new in zip(group.leaves, unflatten(mean), strict=True):
-      leaves[leaf] = new
-  return leaves, state._replace(carried=join_groups(states, alone), counters=counters)
-
-
 def reduce_step(
   collective: Collective, comm: Comm, grads: jax.Array, state: ReduceState, divisor: int = 1
 ) -> tuple[jax.Array, ReduceState]:
   """One reduction at one worker: f32[n] to the f32[n] sum over workers, divided by `divisor`, and the next state."""
-  group = Group((0,), grads.size, collective)
-  (update,), (carried,), counters = reduce_groups([group], comm, [grads], [state.carried], state.counters, divisor)
-  return update, state._replace(carried=carried, counters=counters)
+  (update,), state = reduce_groups(comm, [Group((0,), grads.size, collective)], [grads], state, divisor)
+  return update, state
 
 
 class _Delivered(NamedTuple):
@@ -218,60 +195,55 @@ class _Delivered(NamedTuple):
 
 
 def reduce_groups(
-  groups: Sequence[Group],
-  comm: Comm,
-  grads: Sequence[jax.Array],
-  states: Sequence[State],
-  before: Counters,
-  divisor: int = 1,
-  inside: tuple[str, ...] = (),
-  roundings: Sequence[Rounding | None] | None = None,
-) -> tuple[list[jax.Array], list[State], Counters]:
-  """One reduction of each group at one worker, or at one of its devices.
+  comm: Comm, groups: list[Group], leaves: list[jax.Array], state: ReduceState, divisor: int, inside: Sequence[str] = ()
+) -> tuple[list[jax.Array], ReduceState]:
+  """One reduction of each group of leaves at one worker, or of their pieces at one of its devices.
 
   Selection ranks NaN and Inf above all numbers, so a NaN or Inf of any worker is in the total of every worker. So all
   workers skip the step without an extra message: they return zeros and keep the states of all groups. A total that is
   too large for the dtype of the gradient is Inf, too.
 
   Args:
-    groups: in the order in which they are sent.
     comm: the workers.
-    grads: f32[entries] of each group.
-    states: of each group.
-    before: the counters of the last step.
+    groups: in the order in which they are sent.
+    leaves: of the gradient.
+    state: of one worker or device.
     divisor: of the totals.
     inside: names of the axes of the devices of a worker, which agree on one scalar: all of them skip a step, or none.
-    roundings: of each group to the dtypes of its leaves, None where they hold every float32. What is rounded off stays
-      in the residuals, the same share at each worker.
 
   Returns:
-    f32[entries] of each group, its sum over the workers divided by `divisor`; the next states; the counters.
+    The sums of the leaves over the workers, divided by `divisor` and rounded to their dtypes; and the next state. What
+    is rounded off stays in the residuals, the same share at each worker.
   """
-  delivered: list[_Delivered] = []
-  for group, flat, state, rounding in zip(groups, grads, states, roundings or [None] * len(groups), strict=True):
+  means, states = list(leaves), split_groups(state.carried)
+  own = [[leaves[leaf] for leaf in group.leaves] for group in groups]
+  grads, restore = zip(*map(flatten.flatten, own), strict=True)
+  axes, delivered = axes_of(comm), list[_Delivered]()
+  for group, mine, flat, before in zip(groups, own, grads, states, strict=True):
     following = ordering.following(comm, [delivered[number].finite for number in group.waits_for])
-    delivered.append(_deliver(comm, group.collective.reduce(following, flat, state), divisor, rounding))
+    reduced = group.collective.reduce(following, flat, before)
+    total, error, rounding = reduced.total, None, flatten.rounding(mine)
+    values, indices = (total.values, total.indices) if isinstance(total, Sparse) else (total, None)
+    mean = values / divisor
+    if rounding:
+      exact, mean = mean, rounding(mean, indices)
+      error = exact - mean
+    delivered.append(_Delivered(reduced, mean, error, mark_total(flatten.all_finite(mean), axes)))
   finite = functools.reduce(jnp.logical_and, [one.finite for one in delivered])
   if inside:
     finite = jax.lax.pmin(finite.astype(jnp.int32), inside) > 0
-  means, after = [], []
-  for group, one, flat, state in zip(groups, delivered, grads, states, strict=True):
-    mean, new = _commit(one, flat, state, group.collective.decay, finite)
-    means.append(mark_total(mean, axes_of(comm)) if group.collective.replicates else mean)
-    after.append(new._replace(shared=mark_total(new.shared, axes_of(comm))))
+  updates = []
+  for number, (group, one) in enumerate(zip(groups, delivered, strict=True)):
+    update, after = _commit(one, grads[number], states[number], group.collective.decay, finite)
+    updates.append(mark_total(update, axes) if group.collective.replicates else update)
+    states[number] = after._replace(shared=mark_total(after.shared, axes))
   entries = sum(group.entries for group in groups)
-  return means, after, count_step([one.reduced.counters for one in delivered], entries, before, finite)
-
-
-def _deliver(comm: Comm, reduced: Reduced, divisor: int, rounding: Rounding | None) -> _Delivered:
-  """The mean of a reduction, rounded to what the leaves can hold."""
-  total, error = reduced.total, None
-  values, indices = (total.values, total.indices) if isinstance(total, Sparse) else (total, None)
-  mean = values / divisor
-  if rounding:
-    exact, mean = mean, rounding(mean, indices)
-    error = exact - mean
-  return _Delivered(reduced, mean, error, mark_total(flatten.all_finite(mean), axes_of(comm)))
+  counters = count_step([one.reduced.counters for one in delivered], entries, state.counters, finite)
+  for group, unflatten, update in zip(groups, restore, updates, strict=True):
+    for leaf, mean in zip(group.leaves, unflatten(update), strict=True):
+      means[leaf] = mean
+  carried = join_groups(states, alone=not isinstance(state.carried.residual, tuple))
+  return means, state._replace(carried=carried, counters=counters)
 
 
 def _commit(

@@ -150,9 +150,13 @@ def test_bad_input(options, message):
 
 def test_a_state_of_another_plan():
   state = state_of(transform_of("spardl", density=0.5))
-  with pytest.raises(ValueError, match="is not one of 6 groups: make one of it with js.convert"):
+  with pytest.raises(
+    ValueError, match="is one of spardl:density=0.5 for other groups of leaves, .* make one of it with js.c"
+  ):
     run(transform_of("spardl", kind="wfbp", density=0.5), grads_of(1), state)
-  with pytest.raises(ValueError, match="not one of group 0 with oktopk and these options: make one of it"):
+  with pytest.raises(
+    ValueError, match="is one of spardl:density=0.5, and this transform is oktopk:density=0.5: make one of it"
+  ):
     run(transform_of("oktopk", density=0.5), grads_of(1), state)
 
 

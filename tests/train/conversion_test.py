@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import math
 import pickle
 import zlib
 
@@ -18,6 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
+from jaxsparse.flatten import leaf_shapes
 from jaxsparse.transform.groups import Method, assign_collectives, groups_of
 from jaxsparse.transform.shards import Shards
 from jaxsparse.transform.state import Layout, is_reduce_state, reduce_states, split_groups
@@ -51,7 +53,7 @@ def residuals(state, workers):
     method = node.layout.method
     for group, part in zip(method.groups, split_groups(node.carried), strict=True):
       if part.residual is not None:
-        ends = np.cumsum([method.sizes[leaf] for leaf in group.leaves])[:-1]
+        ends = np.cumsum([math.prod(method.shapes[leaf]) for leaf in group.leaves])[:-1]
         rows = np.split(np.asarray(part.residual, np.float64).reshape(workers, -1), ends, axis=1)
         found |= {method.names[leaf]: row for leaf, row in zip(group.leaves, rows, strict=True)}
   return found
@@ -270,8 +272,9 @@ def test_a_checkpoint_of_an_earlier_version_is_accepted_and_written_anew():
 def test_checksums_do_not_depend_on_how_jax_prints(monkeypatch):
   """Their values are those of all future versions: checkpoints are refused where they change."""
   params = {"bias": jnp.zeros(4), "w": jnp.zeros((4, 6))}
-  groups = groups_of(params, assign_collectives(js.make_collective("spardl", density=0.25), {"bias": "dense"}))
-  method = Method.from_leaves(params, groups, alone=False)
+  shapes = leaf_shapes(params)
+  groups = groups_of(shapes, assign_collectives(js.make_collective("spardl", density=0.25), {"bias": "dense"}))
+  method = Method(tuple(shapes), tuple(shapes.values()), tuple(groups), alone=False)
   shards = Shards.from_specs(params, {"x": 2, "y": 2}, [P(), P(("x", "y"), None)])
   monkeypatch.setattr(P, "__repr__", lambda _: "another one")
   checksum = lambda *given: int(Layout.of_workers(1, 1, *given).checksum)

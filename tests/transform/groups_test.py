@@ -8,20 +8,18 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
+from jaxsparse.flatten import leaf_shapes
 from jaxsparse.transform.groups import Bundle, assign_collectives, groups_of, split_k
-from tests.cases import mesh_of, normals, update_program
+from tests.cases import mesh_of
 
-WORKERS = 3
-SPECIAL = {"bias": "dense", "embedding": "topka:density=0.5"}
+SHAPES = {"bias": (3,), "embedding": (6, 4), "none": (0, 2), "w": [(8, 5), (5, 3)]}
+PARAMS = jax.tree.map(jnp.zeros, SHAPES, is_leaf=lambda shape: isinstance(shape, tuple))
 
 
-def params_of():
-  return {
-    "bias": jnp.zeros(3),
-    "embedding": jnp.asarray(normals(1, 6, 4)),
-    "none": jnp.zeros((0, 2)),
-    "w": [jnp.asarray(normals(2, 8, 5)), jnp.asarray(normals(3, 5, 3))],
-  }
+def groups(special, bundles=None, tree=PARAMS, **options):
+  """The groups of a pytree whose leaves are reduced by TopkA, but for the special ones."""
+  assignment = assign_collectives(js.make_collective("topka", **options or {"density": 1.0}), special)
+  return groups_of(leaf_shapes(tree), assignment, bundles)
 
 
 @hypothesis.given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 400))
@@ -39,28 +37,14 @@ def test_k_of_special_leaves_is_theirs_together():
   """The k of an expression is shared out over its groups, and is not that of the default, though both are equal."""
   bundles = [Bundle((leaf,), leaf) for leaf in range(5)]
   special = {"bias": "dense", "0|embedding": "topka:k=12"}
-  made = groups_of(params_of(), assign_collectives(js.make_collective("topka", k=12), special), bundles)
-  k = {group.leaves: getattr(group.collective, "k", None) for group in made}
+  k = {group.leaves: getattr(group.collective, "k", None) for group in groups(special, bundles, k=12)}
   assert k == {(0,): None, (1,): k[1,], (3,): 12 - k[1,], (4,): 12}
   assert 0 < k[1,] < 12
 
 
 def test_the_first_expression_that_matches_counts():
-  names = ["['a'][0]", "['a'][1]", "['b']"]
-  made = assign_collectives(
-    js.make_collective("spardl", density=0.1), {"0": "dense", "0|1": "topka:density=0.5", "a": "dense"}
-  )
-  assert [made.collectives[number].name for number in made.numbers(names)] == ["dense", "topka", "spardl"]
-
-
-def test_a_bundle_becomes_a_group_for_each_of_its_collectives_one_after_the_other():
-  assignment = assign_collectives(js.make_collective("spardl", density=0.1), SPECIAL)
-  made = groups_of(params_of(), assignment)
-  assert [(group.leaves, group.entries, group.collective.name, group.waits_for) for group in made] == [
-    ((0,), 3, "dense", ()),
-    ((1,), 24, "topka", (0,)),
-    ((3, 4), 55, "spardl", (1,)),
-  ]
+  made = groups({"0": "dense", "0|1": "spardl:density=0.5", "w": "dense"})
+  assert {group.leaves: group.collective.name for group in made} == {(3,): "dense", (4,): "spardl", (0, 1): "topka"}
 
 
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=1, max_size=8))
@@ -74,7 +58,7 @@ def test_each_group_follows_all_that_its_bundle_waits_for_perhaps_through_others
     bundles.append(Bundle(tuple(range(start, len(names))), min(after, number)))
   special = {"bias": "dense"} if "bias" in names else {}
   tree = [{name: np.ones(1, np.float32)} for name in names]
-  made = groups_of(tree, assign_collectives(js.make_collective("topka", density=1.0), special), bundles)
+  made = groups(special, bundles, tree)
   follows = []
   for number, group in enumerate(made):
     assert group.leaves == (number,)
@@ -93,18 +77,10 @@ def test_each_group_follows_all_that_its_bundle_waits_for_perhaps_through_others
     (lambda: js.dense_transform("workers", {"bias": "topka:rho=1"}), TypeError, "topka: unknown option rho"),
     (lambda: js.dense_transform("workers", {"bias": "topka:k"}), ValueError, "'k' is not of the form option=value"),
     (lambda: js.dense_transform("workers", {"norm": "dense"}), ValueError, r"special: 'norm' is found in none of the"),
+    (lambda: js.dense_transform("workers", {"(": "dense"}), ValueError, r"special: '\(' is not a regular expression: "),
     (lambda: js.make_transform("dense", "workers", {"bias": "topka:k=4"}), ValueError, "k=4, choose at most .*, 3"),
   ],
 )
 def test_bad_input(make, error, message):
   with pytest.raises(error, match=message):
-    js.init(make(), params_of(), mesh_of(WORKERS))
-
-
-def test_states_with_and_without_special_are_told_apart():
-  plain, special = (js.topka_transform("workers", given, density=0.1) for given in (None, SPECIAL))
-  states = [js.init(tx, params_of(), mesh_of(WORKERS)) for tx in (special, plain)]
-  grads = jax.tree.map(lambda leaf: jnp.stack([leaf] * WORKERS), params_of())
-  for tx, state, of in ((special, states[1], "3 groups"), (plain, states[0], "a transform without groups")):
-    with pytest.raises(ValueError, match=f"the optimizer state is not one of {of}: make one of it with js.convert"):
-      update_program(tx, state, WORKERS)(grads, state)
+    js.init(make(), PARAMS, mesh_of(3))

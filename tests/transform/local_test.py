@@ -28,11 +28,9 @@ def residual_of(state, workers):
   return rows(state.outer[0].carried.residual, workers)
 
 
-@pytest.mark.parametrize("name", ["dense", "spardl"])
-def test_exchanging_every_step_what_sgd_moved_has_the_bits_of_the_plain_chain(name):
+def test_exchanging_every_step_what_sgd_moved_has_the_bits_of_the_plain_chain():
   """Parameters, residuals and momentum; a step with NaN is skipped alike."""
-  options = {"density": 0.2} if name == "spardl" else {}
-  plain = optax.chain(js.make_transform(name, sim(3), **options), optax.sgd(0.1, momentum=0.5))
+  plain = optax.chain(SPARDL(sim(3)), optax.sgd(0.1, momentum=0.5))
   local = js.local_steps(optax.sgd(1.0), plain, every=1)
   (step, params, state), (step2, params2, state2) = (start(tx, sim(3), quadratic) for tx in (plain, local))
   for number in range(4):
@@ -46,28 +44,21 @@ def test_exchanging_every_step_what_sgd_moved_has_the_bits_of_the_plain_chain(na
 
 
 @pytest.mark.parametrize("applied", [False, True], ids=["hidden", "applied"])
-def test_law_c_over_what_was_moved_and_residuals_in_every_step(applied):
-  """Inner SGD at rate 1 moves by minus the gradient: all gradients so far are delivered, moved, or in residuals."""
-  workers, total = 4, np.zeros(N)
+def test_metrics_of_each_step_and_what_is_flushed(applied):
+  """Inner SGD at rate 1 moves by minus the gradient: with what is flushed the mean of all gradients is delivered."""
+  workers, every, total = 4, 3, np.zeros(N)
   outer = optax.chain(SPARDL(sim(workers)), optax.sgd(1.0))
-  tx = js.local_steps(optax.sgd(1.0), outer, every=3, apply_residual=applied)
+  tx = js.local_steps(optax.sgd(1.0), outer, every=every, apply_residual=applied)
   step, params, state = start(tx, sim(workers))
-  for number in range(7):
+  for number in range(1, 8):
     grads = integers(number, workers, N)
     total += grads.sum(0)
-    before = flat(params)
     params, state, _ = step(params, state, grads)
-    residual = residual_of(state, workers)
-    owed = rows(state.moved, workers).sum(0) + residual.sum(0)
-    np.testing.assert_allclose(owed - workers * flat(params), total, atol=1e-4)
-    exchanged = number % 3 == 2
-    assert np.any(flat(params) != before) == exchanged
-    assert not (applied and np.any(residual))
-    assert applied or np.any(rows(state.moved, workers)) != exchanged
     found = js.metrics(state)
-    assert int(found.since_exchange) == (number + 1) % 3
-    assert bool(found.words_sent > 0) == exchanged
-    assert float(found.words_per_step) == pytest.approx(float(found.total_words) / (number + 1))
+    assert int(found.since_exchange) == number % every
+    assert bool(found.words_sent > 0) == (number % every == 0)
+    assert float(found.words_per_step) == pytest.approx(float(found.total_words) / number)
+    assert bool(found.residual_norm > 0) == (number >= every and not applied)
   update, _ = js.flush(state, params, sim(workers))
   np.testing.assert_allclose(flat(update) - flat(params), total / workers, atol=1e-4)
 
@@ -167,9 +158,6 @@ def test_in_a_step_of_ones_own():
   chex.assert_trees_all_close((params, state.moved), (params2, state2.moved), rtol=1e-6)
 
 
-# State.
-
-
 def test_other_workers_and_what_is_flushed():
   """The mean of what is moved and owed is kept, and delivered densely by js.flush."""
   tx = js.local_steps(optax.adam(0.1), optax.chain(SPARDL("workers"), optax.sgd(0.5, momentum=0.5)), every=3)
@@ -181,13 +169,10 @@ def test_other_workers_and_what_is_flushed():
     params = jax.tree.map(np.asarray, params)
     with pytest.warns(UserWarning, match="all 6 of them go on from the mean of those of the 4 workers"):
       resized = js.resize(state, params, mesh_of(6))
-    fresh = js.init(tx, params, mesh_of(6))
     describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
-    assert describe(resized) == describe(fresh)
-    assert describe(js.abstract_state(tx, params, mesh_of(6))) == describe(fresh)
-    like = js.abstract_state(tx, params, mesh_of(6), workers=4)
-    shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-    assert shapes(like) == shapes(state)
+    assert describe(resized) == describe(js.init(tx, params, mesh_of(6)))
+    assert describe(js.abstract_state(tx, params, mesh_of(6))) == describe(resized)
+    chex.assert_trees_all_equal_shapes_and_dtypes(js.abstract_state(tx, params, mesh_of(6), workers=4), state)
     np.testing.assert_allclose((rows(resized.moved, 6) + residual_of(resized, 6)).mean(0), owed, atol=1e-6)
     np.testing.assert_allclose(rows(resized.inner[0].mu, 6)[0], rows(state.inner[0].mu, 4).mean(0), atol=1e-6)
     update, flushed = js.flush(resized, params, mesh_of(6))
@@ -230,40 +215,22 @@ def test_local_steps_in_the_wrong_place():
     jax.vmap(lambda _: tx.update(PARAMS, tx.init(PARAMS)), axis_name="workers", axis_size=2)(jnp.zeros(2))
   with pytest.raises(ValueError, match=r"the optimizer state has .moved\['b'\].* where that of the new chain has"):
     js.convert(js.init(tx, PARAMS, sim(2)), SPARSE, PARAMS, sim(2))
-  step, params, state = start(optax.chain(js.a2sgd_transform(sim(2)), SGD), sim(2))
-  with pytest.raises(
-    ValueError, match=r"params\['b'\] would differ between the workers .* belongs inside js.local_ste"
-  ):
-    step(params, state, normals(0, 2, N))
 
 
-WAYS = {
-  "every step": {"every": 1},
-  "residual": {"every": 1, "apply_residual": True},
-  "delay": {"every": 4, "delay": 1},
-  "fragments": {"every": 4, "fragments": 2},
-}
-OTHERS = [
+WAYS = [{"every": 1}, {"every": 1, "apply_residual": True}, {"every": 4, "delay": 1}, {"every": 4, "fragments": 2}]
+OTHERS = [  # renamed, of another width, with one more leaf, and in another container
   ({"b": jnp.zeros(4), "v": jnp.zeros((6, 6))}, r"parameters\['w'\] of shape \(6, 6\), here there are .*\['v'\]"),
   ({"b": jnp.zeros(5), "w": jnp.zeros((6, 5))}, r"parameters\['[bw]'\] of shape .*, here it has shape"),
-  (PARAMS | {"z": jnp.zeros(2)}, r"parameters\['[bw]'\], \['[bw]'\], here there is also parameters\['z'\]"),
+  (PARAMS | {"z": jnp.zeros(2)}, r"nothing at state.*\['z'\], that of .* shape .* of other parameters"),
   ([jnp.zeros(4), jnp.zeros((6, 6))], r"parameters\['[bw]'\] of shape .*, here there are parameters\[0\], \[1\]"),
 ]
-"""Renamed, of another width, with one more leaf, and in another container."""
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_state_of_other_parameters_is_refused_by_name(way):
-  tx = js.local_steps(optax.adam(0.1), averaged(sim(2)), **WAYS[way])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_state_of_other_parameters_is_refused_by_name(options):
+  tx = js.local_steps(optax.adam(0.1), averaged(sim(2)), **options)
   step, _, state = start(tx, sim(2), lambda p, batch: sum(map(jnp.sum, jax.tree.leaves(p))) * batch.mean())
   for params, message in OTHERS:
     for use in (lambda params: step(params, state, normals(0, 2, N)), lambda params: step.synchronize(params, state)):
-      with pytest.raises(ValueError, match=f"the optimizer state was made for {message}"):
+      with pytest.raises(ValueError, match=f"the optimizer state (was made for|has) {message}"):
         use(params)
-
-
-def test_a_state_of_another_inner_optimizer_is_refused_by_name():
-  one, other = (js.local_steps(inner, averaged(sim(2)), every=4) for inner in (optax.adam(0.1), optax.sgd(0.1)))
-  step, params, _ = start(one, sim(2))
-  with pytest.raises(ValueError, match=r"state has nothing at state.inner.*, that of this transformation shape \(1"):
-    step(params, start(other, sim(2))[2], normals(0, 2, N))

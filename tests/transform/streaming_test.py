@@ -1,5 +1,6 @@
 """Fragments that are exchanged in turn, and updates that are applied later, against numpy (Streaming DiLoCo)."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,14 +10,12 @@ import pytest
 import jaxsparse as js
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.transform.residuals import moved_leaves
-from tests.cases import averaged, mesh_of, normals, quadratic, quick_of, sim
+from tests.cases import averaged, flat, mesh_of, normals, quadratic, quick_of, rows, sim
 from tests.cases import start as start_with
 
 PARAMS = {"a": jnp.zeros(6), "b": jnp.zeros((4, 5)), "c": jnp.zeros(9)}
-FRAGMENTS = [["b"], ["a", "c"]]  # the largest leaf, and the two others
 N, WORKERS, MU, RATE, INNER = 35, 3, 0.9, 0.7, 0.25
-
-
+LARGEST = (np.arange(N) >= 6) & (np.arange(N) < 26)  # the entries of "b", which are the first of two fragments
 COMM = sim(WORKERS)
 
 
@@ -24,46 +23,23 @@ def start(tx, where, loss=quadratic):
   return start_with(tx, where, PARAMS, loss)
 
 
-def streamed(**options):
-  return js.streaming_diloco(optax.sgd(INNER), COMM, **options)
-
-
-def named(flat):
-  """The leaves of f64[..., n]."""
-  parts = np.split(flat, [6, 26], axis=-1)
-  return dict(zip("abc", parts, strict=True))
-
-
-class InNumpy:
-  """Inner SGD at rate `INNER` on a quadratic; outer Nesterov momentum of each leaf by itself."""
-
-  def __init__(self, every, delay, mixing, fragments):
-    self.every, self.delay, self.mixing = every, delay, mixing
-    self.turns = [(every * (number + 1) // len(fragments), leaves) for number, leaves in enumerate(fragments)]
-    self.anchor = {name: np.zeros(leaf.size) for name, leaf in PARAMS.items()}
-    self.momentum = {name: 0 * leaf for name, leaf in self.anchor.items()}
-    self.own = {name: np.zeros((WORKERS, leaf.size)) for name, leaf in PARAMS.items()}
-    self.update = {}
-
-  def step(self, number, batch):
-    """Step `number`, from 1, on f32[P, n]; returns the entries that are exchanged."""
+def stream_in_numpy(every, delay, mixing, fragments, batches):
+  """Inner SGD at rate `INNER` on a quadratic, outer Nesterov momentum: the anchor, all workers, entries exchanged."""
+  anchor, momentum, update, own = np.zeros(N), np.zeros(N), np.zeros(N), np.zeros((WORKERS, N))
+  for number, batch in enumerate(batches, 1):
+    own -= INNER * (own - batch)
     exchanged = 0
-    for name, rows in named(batch.astype(np.float64)).items():
-      self.own[name] = self.own[name] - INNER * (self.own[name] - rows)
-    for first, leaves in self.turns:
-      if (number - first) % self.every == 0 and number >= first:
-        due, send = leaves, leaves if self.delay == 0 else []
-      else:
-        due, send = [], leaves if (number + self.delay - first) % self.every == 0 else []
-      for name in send:
-        delta = self.anchor[name] - self.own[name].mean(0)
-        self.momentum[name] = MU * self.momentum[name] + delta
-        self.update[name] = -RATE * (delta + MU * self.momentum[name])
+    for fragment, entries in enumerate(fragments, 1):
+      turn = every * fragment // len(fragments)
+      if (number + delay - turn) % every == 0:
+        delta = (anchor - own.mean(0))[entries]
+        momentum[entries] = MU * momentum[entries] + delta
+        update[entries] = -RATE * (delta + MU * momentum[entries])
         exchanged += delta.size
-      for name in due:
-        self.anchor[name] = self.anchor[name] + self.update[name]
-        self.own[name] = self.mixing * self.own[name] + (1 - self.mixing) * self.anchor[name]
-    return exchanged
+      if (number - turn) % every == 0:
+        anchor[entries] += update[entries]
+        own[:, entries] = mixing * own[:, entries] + (1 - mixing) * anchor[entries]
+    yield anchor, own, exchanged
 
 
 @pytest.mark.parametrize(
@@ -72,22 +48,16 @@ class InNumpy:
 )
 def test_streaming_in_numpy(fragments, every, delay, mixing):
   """Anchor and parameters of each worker after every step, and the words of every step: those of a fragment."""
-  leaves = FRAGMENTS if fragments == 2 else [["a", "b", "c"]]
-  found, expected = (
-    streamed(fragments=fragments, every=every, delay=delay, mixing=mixing),
-    InNumpy(every, delay, mixing, leaves),
-  )
-  step, params, state = start(found, COMM)
-  for number in range(1, 3 * every):
-    batch = normals(number, WORKERS, N)
+  batches = [normals(number, WORKERS, N) for number in range(3 * every)]
+  entries = [LARGEST, ~LARGEST] if fragments == 2 else [slice(None)]
+  options = {"fragments": fragments, "every": every, "delay": delay, "mixing": mixing}
+  step, params, state = start(js.streaming_diloco(optax.sgd(INNER), COMM, **options), COMM)
+  expected = stream_in_numpy(every, delay, mixing, entries, batches)
+  for batch, (anchor, own, exchanged) in zip(batches, expected, strict=True):
     params, state, _ = step(params, state, batch)
-    entries = expected.step(number, batch)
-    moved = dict(zip(sorted(PARAMS), moved_leaves(state, params), strict=True))
-    for name in PARAMS:
-      np.testing.assert_allclose(np.ravel(params[name]), expected.anchor[name], atol=1e-5)
-      mine = np.ravel(params[name])[None] - np.reshape(moved[name], (WORKERS, -1))
-      np.testing.assert_allclose(mine, expected.own[name], atol=1e-5)
-    words = all_reduce_cost(entries, WORKERS).words if entries else 0
+    np.testing.assert_allclose(flat(params), anchor, atol=1e-5)
+    np.testing.assert_allclose(flat(params) - rows(moved_leaves(state), WORKERS), own, atol=1e-5)
+    words = all_reduce_cost(exchanged, WORKERS).words if exchanged else 0
     assert float(js.metrics(state).words_sent) == pytest.approx(words, abs=2)
 
 
@@ -99,20 +69,16 @@ def test_what_is_in_flight_outlives_the_run():
   for number in range(3):
     params, state, _ = step(params, state, normals(number, 4, N))
   assert int(state.flight.left) == 1
-  update = jax.tree.map(np.asarray, state.flight.update)
+  landed = jax.tree.map(lambda p, u: np.asarray(p + u), params, state.flight.update)
   with pytest.raises(ValueError, match="an update of local steps is in flight, apply it by step.synchronize"):
     js.flush(state, params, mesh_of(4))
+  host = jax.tree.map(np.asarray, params)
   with pytest.warns(UserWarning, match="go on from the mean"):
-    resized = js.resize(state, jax.tree.map(np.asarray, params), mesh_of(2))
-  after, state, _ = js.make_train_step(quadratic, tx, mesh_of(2), donate=False)(
-    jax.tree.map(np.asarray, params), resized, normals(3, 2, N)
-  )
-  jax.tree.map(lambda was, u, now: np.testing.assert_allclose(now, was + u, atol=1e-6), params, update, after)
-  step, params, state = start(tx, mesh_of(4))
-  for number in range(3):
-    params, state, _ = step(params, state, normals(number, 4, N))
+    resized = js.resize(state, host, mesh_of(2))
+  after, _, _ = js.make_train_step(quadratic, tx, mesh_of(2), donate=False)(host, resized, normals(3, 2, N))
+  chex.assert_trees_all_close(after, landed, atol=1e-6)
   after, state = step.synchronize(params, state)
-  jax.tree.map(lambda was, u, now: np.testing.assert_allclose(now, was + u, atol=1e-6), params, update, after)
+  chex.assert_trees_all_close(after, landed, atol=1e-6)
   assert float(js.metrics(state).drift) == 0
   js.flush(state, after, mesh_of(4))
   words = []
