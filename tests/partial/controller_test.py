@@ -148,8 +148,8 @@ class Machine(stateful.RuleBasedStateMachine):
 
   @stateful.rule(
     call=st.sampled_from(["ready", "synchronize", "failed", "leave", "join"]),
-    worker=st.integers(-2, 8) | st.sampled_from([None, "1", 1.0, True, 2**70]),
-    number=st.integers(-5, 5) | st.sampled_from([None, "x", 0.5, False, 2**63, float("nan")]),
+    worker=st.integers(-2, 8) | st.sampled_from([None, "1", 0.5, 2**70]),
+    number=st.integers(-5, 5) | st.sampled_from([None, "x", 0.5, 2**63, float("nan")]),
   )
   def bad(self, call, worker, number):
     """What is rejected changes nothing, and the reason is told; what is accepted goes to a copy."""
@@ -205,15 +205,15 @@ TestController = Machine.TestCase
 @pytest.mark.parametrize(
   ("arguments", "options", "message"),
   [
-    ((1, 2), {}, r"workers=1, choose a whole number of at least 2"),
+    ((1, 2), {}, r"controller: workers=1, choose a whole number from 2 up"),
     ((True, 2), {}, r"workers=True"),
-    ((4, 5), {}, r"group_size=5, choose a whole number in 2 … 4"),
+    ((4, 5), {}, r"controller: group_size=5, choose a whole number from 2 to 4"),
     ((4, 1), {}, r"group_size=1"),
     ((4, 2, "equal"), {}, r"weights='equal', choose 'constant' or 'dynamic'"),
     ((4, 2), {"missing": "none"}, r"missing='none', choose 'initial' or 'closest'"),
     ((4, 2), {"decay": 1}, r"decay=1, choose a number in \[0, 1\)"),
     ((4, 2), {"decay": float("nan")}, r"decay=nan"),
-    ((8, 3), {"history": 3}, r"history=3: 4 groups or more are needed to connect 8 workers"),
+    ((8, 3), {"history": 3}, r"controller: history=3, choose a whole number from 4 up, or None"),
   ],
 )
 def test_bad_configurations(arguments, options, message):

@@ -133,8 +133,7 @@ class Network:
     _, message = self.channels[channel].popleft()
     gone = process.dead or process.finished
     if gone and sender != "server":
-      refused = self.random.random() < 0.5
-      self.processes[int(sender.rpartition(":")[2])].handle(Unreachable(to, refused))
+      self.processes[int(sender.rpartition(":")[2])].handle(Unreachable(to))
     elif isinstance(message, Piece) and message.kind == Kind.FETCH:
       vector, iteration = process.protocol.model
       self.channels[to, sender].append((self.now, Piece(Kind.MODEL, iteration, process.number, vector)))

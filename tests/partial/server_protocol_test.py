@@ -1,5 +1,6 @@
 """The server's protocol without sockets, in virtual time: what is accepted and rejected, and who is dropped."""
 
+import functools
 import struct
 
 import pytest
@@ -13,7 +14,15 @@ from jaxsparse.partial.messages import Answer, Says, Signal
 from jaxsparse.partial.server import ServerProtocol
 
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9, 10)]
-ADDRESS, LIMIT, START = ADDRESSES[0], 5.0, 60.0
+LIMIT, START = 5.0, 60.0
+
+
+def hello(worker, entries=0, says=Says.HELLO):
+  return Signal(says, worker, entries, ADDRESSES[worker])
+
+
+def welcome(donor=None):
+  return [(Answer.WELCOME, {"limit": LIMIT, "donor": None if donor is None else ADDRESSES[donor]})]
 
 
 class Wire:
@@ -56,7 +65,7 @@ def wire():
 def joined(wire):
   """Each worker by the connection of its own number."""
   for worker in range(wire.controller.workers):
-    assert wire.say(worker, Signal(Says.HELLO, worker, 0, ADDRESSES[worker])) == [(Answer.WELCOME, {"limit": LIMIT})]
+    assert wire.say(worker, hello(worker)) == welcome()
   return wire
 
 
@@ -85,43 +94,41 @@ def test_groups_go_to_their_members_and_nobody_else(wire):
   assert len(Signal(Says.READY, 3, 5).pack()) == 11
 
 
+MALFORMED = [
+  (b"",),
+  (b"\x02\x00",),
+  (Signal(Says.READY, 1, 3).pack(), b""),
+  (struct.pack("!BHq", 9, 0, 0),),
+  (Signal(Says.READY, 1, 3).pack() + b"x",),
+  (Signal(Says.HELLO, 0).pack() + b"\xff",),
+  *((Signal(Says.HELLO, 0, 0, f"tcp://{end}"),) for end in ("", "127.0.0.1:*", "127.0.0.1:0", "h:65536", "a b:1")),
+  (Signal(Says.NOT_FINITE, 0, 0, "ipc://x"),),
+]
+
+
 @pytest.mark.parametrize(
   ("frames", "reason"),
   [
-    ((b"",), "malformed: 0 bytes, a signal has 11"),
-    ((b"\x02\x00",), "malformed: 2 bytes"),
-    ((b"x" * 11, b""), "malformed: a message of 2 frames, send one"),
-    ((struct.pack("!BHq", 9, 0, 0),), "malformed: a signal of kind 9, choose from 1 (HELLO), 2 (READY)"),
-    ((Signal(Says.READY, 1, 3).pack() + b"x",), "malformed: 12 bytes, READY has 11"),
-    ((Signal(Says.BEAT, 1, 3),), "malformed: BEAT with value 3, send 0"),
-    ((Signal(Says.NOT_FINITE, 1, 3),), "malformed: NOT_FINITE with value 3, send 0"),
-    ((Signal(Says.NOT_FINITE, 1),), "duplicate: worker 1 is ready already, with iteration 4"),
-    ((Signal(Says.HELLO, 0, 0, "ipc://x"),), "malformed: HELLO with address 'ipc://x', send tcp://HOST:PORT"),
-    ((Signal(Says.HELLO, 0, 0).pack() + b"\xff",), "malformed: HELLO with an address that is not ASCII"),
-    ((Signal(Says.HELLO, 4, 0, ADDRESS),), "unknown: worker 4, there are 0 … 3"),
-    ((Signal(Says.HELLO, 0, 0, "tcp://"),), "malformed: HELLO with address 'tcp://'"),
-    ((Signal(Says.HELLO, 0, 0, "tcp://127.0.0.1:*"),), "malformed: HELLO with address 'tcp://127.0.0.1:*'"),
-    ((Signal(Says.HELLO, 0, 0, "tcp://127.0.0.1:0"),), "malformed: HELLO with address"),
-    ((Signal(Says.HELLO, 0, 0, "tcp://127.0.0.1:65536"),), "malformed: HELLO with address"),
-    ((Signal(Says.HELLO, 0, 0, "tcp://a b:1"),), "malformed: HELLO with address"),
-    ((Signal(Says.HELLO, 0, 9, ADDRESS),), "unlike: worker 0 has a model of 9 entries, the others of 0"),
-    ((Signal(Says.HELLO, 2, 0, ADDRESS),), "duplicate: worker 2 has joined already; if it died, it is dropped after 5"),
+    *((frames, "malformed: [") for frames in MALFORMED),
+    ((Signal(Says.HELLO, 4, 0, ADDRESSES[0]),), "unknown: worker 4, there are 0 … 3"),
+    ((hello(0, entries=9),), "unlike: worker 0 has a model of 9 entries, the others of 0"),
+    ((hello(1),), "duplicate: worker 1 is ready already, with iteration 4"),
+    ((hello(2),), "duplicate: worker 2 has joined; if it died, it is dropped after 5 s"),
     ((Signal(Says.READY, 1, -1),), "iteration -1 of worker 1 is malformed"),
     ((Signal(Says.READY, 1, 4),), "duplicate: worker 1 is ready already, with iteration 4"),
-    ((Signal(Says.READY, 0, 4),), "absent: worker 0 has not joined, it has to send HELLO"),
-    ((Signal(Says.READY, 2, 4),), "absent: worker 2 has joined by another connection"),
+    ((Signal(Says.READY, 0, 4),), "absent: worker 0 has not joined by this connection, it has to send HELLO"),
+    ((Signal(Says.READY, 2, 4),), "absent: worker 2 has not joined by this connection"),
     ((Signal(Says.FAILED, 1, 1),), "stale: worker 1 is not in group 1"),
   ],
 )
 def test_what_is_rejected_changes_nothing(frames, reason):
   wire = Wire()
   for worker in (1, 2):
-    wire.say(worker, Signal(Says.HELLO, worker, 0, ADDRESS))
+    wire.say(worker, hello(worker))
   wire.say(1, Signal(Says.READY, 1, 4))
   (found,) = reasons(wire.say(1, *frames))
   assert found.startswith(reason)
   assert wire.protocol.rejected == 1
-  wire.heard(2)  # a PROBE, if the message was a HELLO with its number
   assert wire.say(2, Signal(Says.READY, 2, 6))[0][1]["members"] == [1, 2]
 
 
@@ -143,16 +150,13 @@ def test_a_silent_worker_is_dropped_after_the_limit_and_its_group_is_told(groupe
   assert wire.heard(0) == [(Answer.ABORT, {"number": 1, "worker": 1})]
   assert wire.heard(2) == wire.heard(3) == []
   assert reasons(wire.say(1, Signal(Says.READY, 1, 2)))[0].startswith("absent: worker 1")
-  ((kind, welcome),) = wire.say(1, Signal(Says.HELLO, 1, 0, ADDRESS))  # it returns, and is named a donor
-  assert (kind, welcome["donor"]) == (Answer.WELCOME, ADDRESSES[0])
+  assert wire.say(1, hello(1)) == welcome(donor=0)  # it returns, and is named a donor
 
 
-def test_heartbeats_are_sent_to_all_and_answered(wire):
+def test_heartbeats_are_sent_to_all(wire):
   wire.sent.clear()
   wire.wait(0.3)
   assert wire.sent == {worker: [(Answer.BEAT, {})] for worker in range(4)}
-  wire.protocol.receive(0, [Signal(Says.BEAT, 0).pack()], wire.now)
-  assert wire.sent[0] == [(Answer.BEAT, {})] * 2
 
 
 @pytest.mark.parametrize("suspended", [False, True])
@@ -214,49 +218,39 @@ def test_a_failed_average_aborts_the_group_and_the_worker_may_be_ready_again(fir
   assert wire.say(1, Signal(Says.READY, 1, 1))[0][1]["number"] == first + 2
 
 
-def test_a_repeated_hello_is_welcome_and_names_the_next_donor_never_the_worker_itself():
-  wire = joined(Wire(workers=3, size=3))
-  wire.say(0, Signal(Says.READY, 0, 7))
-  again = lambda worker: wire.say(worker, Signal(Says.HELLO, worker, 0, ADDRESSES[worker]))
-  assert again(0) == [(Answer.WELCOME, {"limit": LIMIT})]
-  wire.say(1, Signal(Says.READY, 1, 8))
-  donors = [again(2)[0][1]["donor"] for _ in range(3)]
-  assert donors == [ADDRESSES[0], ADDRESSES[1], ADDRESSES[0]]
+def test_a_repeated_hello_names_the_next_donor_the_most_trained_first():
+  wire = Wire()
+  for worker, says in ((0, Says.READY), (1, Says.SYNCHRONIZE)):
+    wire.say(worker, hello(worker))
+    wire.say(worker, Signal(says, worker, 7 + worker))
+  assert [wire.say(2, hello(2)) for _ in range(3)] == [welcome(donor) for donor in (1, 0, 1)]
 
 
 def test_a_worker_without_a_finite_model_is_no_donor_until_it_is_ready_again():
-  """It asks until another one is ready, and is rejected if all others ask too."""
-  wire = joined(Wire(workers=2))
-  assert wire.say(0, Signal(Says.NOT_FINITE, 0)) == []  # worker 1 has not been ready yet
-  assert reasons(wire.say(1, Signal(Says.NOT_FINITE, 1))) == ["nobody: no worker has a finite model"]
-  wire.say(1, Signal(Says.READY, 1, 7))
-  assert wire.say(0, Signal(Says.NOT_FINITE, 0)) == [(Answer.WELCOME, {"limit": LIMIT, "donor": ADDRESSES[1]})]
-  assert wire.say(0, Signal(Says.READY, 0, 8))[0][1]["members"] == [0, 1]
-
-
-def test_a_worker_that_was_named_a_donor_counts_as_one_with_a_finite_model():
-  """It fetches the donor's model: after the donor has left, another worker waits for it to be ready."""
-  wire = joined(Wire(workers=3))
-  assert wire.say(0, Signal(Says.NOT_FINITE, 0)) == []
+  """It is welcome once there is a donor, of which it has a finite model then; and rejected if all others ask too."""
+  wire, asks = joined(Wire(workers=3)), functools.partial(hello, says=Says.NOT_FINITE)
+  assert wire.say(0, asks(0)) == wire.say(1, asks(1)) == []  # worker 2 has not been ready yet
+  assert reasons(wire.say(2, asks(2))) == ["nobody: no worker has a finite model"]
   wire.say(2, Signal(Says.READY, 2, 7))
-  assert wire.say(0, Signal(Says.NOT_FINITE, 0))[0][1]["donor"] == ADDRESSES[2]
+  assert wire.say(0, asks(0)) == welcome(donor=2)
   wire.say(2, Signal(Says.BYE, 2))
-  assert wire.say(1, Signal(Says.NOT_FINITE, 1)) == []
+  assert wire.say(1, asks(1)) == []
+  assert wire.say(0, Signal(Says.READY, 0, 8)) == []
+  assert wire.say(1, asks(1)) == welcome(donor=0)
+  assert wire.say(1, Signal(Says.READY, 1, 8))[0][1]["members"] == [0, 1]
 
 
 @pytest.mark.parametrize("end", ["disconnected", "silent"])
 def test_the_number_of_a_dead_worker_is_free_again(wire, end):
   """Its successor retries until the server drops the dead one; earlier rivals are rejected for good."""
-  hello = Signal(Says.HELLO, 0, 0, ADDRESS)
   for reason in ("duplicate: worker 0", "taken: a living worker has the number 0"):
     for rival in ("rival", "other"):
-      assert reasons(wire.say(rival, hello))[0].startswith(reason)
-      assert wire.heard(0) == [(Answer.PROBE, {})]
+      assert reasons(wire.say(rival, hello(0)))[0].startswith(reason)
     wire.wait(0.1, 0)
   if end == "disconnected":
     wire.gone.add(0)
   died = wire.now
-  while (answers := wire.say("successor", hello)) != [(Answer.WELCOME, {"limit": LIMIT})]:
+  while (answers := wire.say("successor", hello(0))) != welcome():
     assert reasons(answers)[0].startswith("duplicate: worker 0")
     wire.wait(0.2, 1, 2, 3)
   assert wire.now - died < (LIMIT / 2 if end == "disconnected" else LIMIT + 0.5)

@@ -80,7 +80,7 @@ def at_once(workers, train, address):
 def test_an_oversized_message_ends_its_connection_only(context):
   """To the server, and to a worker."""
   with served() as (address, _), js.partial.Worker(address, 0, jnp.zeros(3)) as worker:
-    for to, size in ((address, 1), (sockets.endpoint(worker._runtime._data), 12 + 1)):
+    for to, size in ((address, 1), (worker._data.get_string(zmq.LAST_ENDPOINT), 12 + 1)):
       stranger = context.socket(zmq.DEALER)
       monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
       stranger.connect(to)
@@ -109,7 +109,7 @@ def test_the_number_of_a_living_worker_is_refused_at_once():
   with served(3, limit=30) as (address, _):
     with js.partial.Worker(address, 0, jnp.zeros(3)) as worker:
       begin = time.monotonic()
-      message = "worker 0: taken: a living worker has the number 0, choose another number of 0 … 2"
+      message = "worker 0: taken: a living worker has the number 0, choose another one or end that worker first"
       with pytest.raises(ValueError, match=message):
         js.partial.Worker(address, 0, jnp.zeros(3), timeout=10)
       assert time.monotonic() - begin < 5
@@ -199,7 +199,7 @@ def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, cont
     worker = js.partial.Worker(address, 0, jnp.zeros(entries))
     averaged = threads.submit(worker.reduce, jnp.zeros(entries), 1)
     client = Client(context, address)
-    client.join(1, entries, sockets.endpoint(slow))
+    client.join(1, entries, slow.get_string(zmq.LAST_ENDPOINT))
     _, group = client.ask(Signal(Says.READY, 1, 1))
     pieces.connect(group["addresses"][0])
     for kind in (Kind.PART, Kind.MEAN):
@@ -246,5 +246,5 @@ def test_the_command_line(tmp_path, monkeypatch):
       worker.leave()
     assert process.wait(30) == 0
   monkeypatch.setattr(sys, "argv", ["jaxsparse.partial", "--workers=2", "--group_size=3"])
-  with pytest.raises(SystemExit, match="^error: group_size=3, choose a whole number in 2 … 2, the number of workers$"):
+  with pytest.raises(SystemExit, match="^error: controller: group_size=3, choose a whole number from 2 to 2$"):
     main()

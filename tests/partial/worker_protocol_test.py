@@ -2,10 +2,9 @@
 
 import collections
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import stateful
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal
@@ -18,7 +17,6 @@ TICK = None
 # What the protocol does; models and pieces as lists.
 Send = collections.namedtuple("Send", "address piece")
 Reply = collections.namedtuple("Reply", "answer")
-ControllerSilent = collections.namedtuple("ControllerSilent", "awaited seconds")
 
 
 def model(value, iteration):
@@ -26,7 +24,16 @@ def model(value, iteration):
 
 
 def signal(says, value=0):
-  return Signal(says, ME, value, ADDRESSES[ME] if says == Says.HELLO else "")
+  return Signal(says, ME, value, ADDRESSES[ME] if says in (Says.HELLO, Says.NOT_FINITE) else "")
+
+
+def welcome(donor=None, limit=LIMIT):
+  return ServerMessage(Answer.WELCOME, {"limit": limit, "donor": donor})
+
+
+def group(number, members, weights):
+  content = {"members": list(members), "weights": list(weights), "iteration": 7, "initial": 0.0, "number": number}
+  return ServerMessage(Answer.GROUP, content | {"addresses": [ADDRESSES[member] for member in members]})
 
 
 def reply(value, iteration):
@@ -36,7 +43,7 @@ def reply(value, iteration):
 FETCH = Send(ADDRESSES[0], Piece(Kind.FETCH, 0, ME, []))
 FETCHED = Piece(Kind.MODEL, 9, 0, np.full(4, 4, np.float32))
 AGAIN = [signal(Says.FAILED, 5), signal(Says.READY, 3)]
-LOST = ControllerSilent("sign of life", LIMIT + RECONNECT)
+ABSENT = ServerMessage(Answer.REJECTED, {"reason": "absent: worker 1 has not joined"})
 
 
 class Subject:
@@ -51,7 +58,7 @@ class Subject:
   def send(self, address, piece):
     self.actions.append(Send(address, piece._replace(values=piece.values.tolist())))
     if self.broken:
-      self.protocol.handle(Unreachable(address, refused=False), self.now)
+      self.protocol.handle(Unreachable(address), self.now)
 
   def reply(self, answer):
     found = (answer.vector.tolist(), answer.iteration) if isinstance(answer, Model) else (type(answer), str(answer))
@@ -64,13 +71,10 @@ class Subject:
     elif isinstance(event, Says):
       event = Request(event, *content)
     self.actions = []
-    ended = self.protocol.state == "ended"
     if event is TICK:
       self.protocol.tick(self.now)
     else:
       self.protocol.handle(event, self.now)
-    if self.protocol.lost[0] and not ended:
-      self.actions.append(ControllerSilent(*self.protocol.lost))
     return self.actions
 
   def wait(self, seconds, step=0.1):
@@ -85,10 +89,8 @@ class Subject:
     """Ticks while the server sends heartbeats."""
     return [action for _ in range(round(seconds)) for action in self(Answer.BEAT) + self.wait(1)]
 
-  def group(self, number, members=(0, 1), weights=(0.5, 0.5), iteration=7):
-    addresses = [ADDRESSES[member] for member in members]
-    content = {"members": list(members), "weights": list(weights), "iteration": iteration, "initial": 0.0}
-    return self(Answer.GROUP, **content, number=number, addresses=addresses)
+  def group(self, number, members=(0, 1), weights=(0.5, 0.5)):
+    return self(group(number, members, weights))
 
   def piece(self, kind, number, sender, *entries):
     return self(Piece(kind, number, sender, np.array(entries, np.float32)))
@@ -112,7 +114,7 @@ def new():
 @pytest.fixture
 def ready(new):
   """Joined, and READY with a model of ones at iteration 3."""
-  assert new(Answer.WELCOME, limit=LIMIT) == [reply(0, 0)]
+  assert new(welcome()) == [reply(0, 0)]
   assert new(Says.READY, model(1, 3)) == [signal(Says.READY, 3)]
   return new
 
@@ -133,12 +135,19 @@ def computing(averaging):
 
 
 def test_welcome_gives_the_initial_model_or_that_of_a_donor(new):
-  assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
-  assert new(Answer.WELCOME, limit=LIMIT) == []  # the answer to a repeated HELLO
+  assert new(TICK) == [signal(Says.HELLO, 4)]
+  assert new(welcome(ADDRESSES[0])) == [FETCH]
+  assert new(welcome()) == []  # the answer to a repeated HELLO
   assert new(FETCHED) == [reply(4, 9)]
-  assert new(FETCHED._replace(number=10)) == []
-  assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == []
+  assert new(FETCHED._replace(number=10)) == new(welcome(ADDRESSES[0])) == []
   assert new.protocol.model.iteration == 9
+
+
+def test_another_donor_is_asked_for_if_one_cannot_be_reached(new):
+  new.broken = True
+  assert new(welcome(ADDRESSES[0])) == [FETCH]
+  assert new.wait(0.3) == [signal(Says.HELLO, 4)]
+  assert new(welcome(ADDRESSES[2])) == [FETCH._replace(address=ADDRESSES[2])]
 
 
 def test_a_group_averages(averaging):
@@ -165,7 +174,7 @@ def test_a_part_is_kept_only_for_the_group_that_is_awaited(computing):
   computing(Says.READY, model(1, 8))
   computing.part(7, 0, 3, 5)  # of another group than the next
   assert kinds(computing.group(6)) == [Kind.PART]
-  assert computing.protocol._early.take(7) == []
+  assert computing.protocol._early == {}
   computing.part(6, 0, 3, 3)
   assert computing.mean(6, 0, 2, 2) == [reply(2, 7)]
   computing(Says.READY, model(1, 9))
@@ -176,9 +185,18 @@ def test_a_part_is_kept_only_for_the_group_that_is_awaited(computing):
   computing(Says.READY, model(1, 10))
   computing.mean(8, 0, 9, 9)
   computing.part(8, 0, 3, 5)
-  computing(Answer.REJECTED, reason="absent: worker 1 has not joined")
-  assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 10)]
+  computing(ABSENT)
+  assert computing(welcome()) == [signal(Says.READY, 10)]
   assert kinds(computing.group(8)) == [Kind.PART]  # without what came before the server was joined again
+
+
+def test_forged_parts_do_not_fill_the_memory(ready):
+  """Those that are early have no more entries together than any group sends, and take the place of none of its."""
+  for sender in (5, 6, 6, 7):
+    ready.part(5, sender, *[0.0] * 30000)
+  ready.part(5, 0, 3, 5)
+  assert ready.protocol._early.keys() == {0, 5, 6}
+  assert kinds(ready.group(5)) == [Kind.PART, Kind.MEAN]
 
 
 def test_an_abort_counts_only_while_the_member_is_needed(averaging):
@@ -205,12 +223,6 @@ def test_an_average_without_progress_is_given_up(averaging):
   assert averaging.alive(2) == AGAIN
 
 
-def test_a_connection_that_is_refused_ends_the_average_and_a_broken_one_does_not(averaging):
-  assert averaging(Unreachable(ADDRESSES[0], refused=False)) == []
-  assert averaging(Unreachable(ADDRESSES[2], refused=True)) == []
-  assert averaging(Unreachable(ADDRESSES[0], refused=True)) == AGAIN
-
-
 LEAVES = Reply((RuntimeError, f"worker 1: no model from {ADDRESSES[0]} for 20 s"))
 NO_MODEL = Reply((FloatingPointError, "no model from another worker for 20 s"))
 
@@ -218,8 +230,8 @@ NO_MODEL = Reply((FloatingPointError, "no model from another worker for 20 s"))
 @pytest.mark.parametrize(
   ("fixture", "event", "donor", "then"),
   [
-    ("new", TICK, True, [signal(Says.BYE), LEAVES]),  # it has no model of its own
-    ("ready", ServerMessage(Answer.REJECTED, {"reason": "absent: "}), True, [signal(Says.READY, 3)]),
+    ("new", TICK, True, [LEAVES, signal(Says.BYE)]),  # it has no model of its own
+    ("ready", ABSENT, True, [signal(Says.READY, 3)]),
     ("computing", Says.NOT_FINITE, True, [NO_MODEL]),
     ("computing", Says.NOT_FINITE, False, [NO_MODEL]),
   ],
@@ -227,28 +239,39 @@ NO_MODEL = Reply((FloatingPointError, "no model from another worker for 20 s"))
 def test_a_donor_that_does_not_answer_is_awaited_until_the_timeout(request, fixture, event, donor, then):
   worker = request.getfixturevalue(fixture)
   worker(event)
-  if donor:
-    assert worker(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
-  assert [action for action in worker.alive(TIMEOUT + 1) if action != signal(Says.NOT_FINITE)] == then
+  assert worker(welcome(ADDRESSES[0] if donor else None)) == [FETCH] * donor
+  assert [action for action in worker.alive(TIMEOUT + 1) if action != signal(Says.NOT_FINITE, 4)] == then
   if fixture == "computing":
     assert worker(Says.READY, model(1, 8)) == [signal(Says.READY, 8)]
 
 
-def test_a_worker_that_is_dropped_while_it_computes_gets_the_donors_model_at_its_next_request_once(computing):
-  computing(Answer.REJECTED, reason="absent: ")
-  computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
-  assert computing(FETCHED) == []
-  assert computing(Says.READY, model(5, 8)) == [reply(4, 9)]
-  assert computing(Says.READY, model(5, 10)) == [signal(Says.READY, 10)]
+def test_a_worker_without_a_finite_model_joins_again_until_there_is_a_donor(computing):
+  computing(Says.NOT_FINITE)
+  assert computing.wait(0.5) == [signal(Says.NOT_FINITE, 4)] * 2
+  assert computing(welcome()) == []  # the answer to an earlier HELLO
+  assert computing(welcome(ADDRESSES[0])) == [FETCH]
+  assert computing(FETCHED) == [reply(4, 9)]
+  computing(Says.NOT_FINITE)
+  refused = Reply((FloatingPointError, "nobody: no worker"))
+  assert computing(Answer.REJECTED, reason="nobody: no worker") == [refused]
+  assert computing(Answer.REJECTED, reason="nobody: no worker") == []
 
 
-def test_a_worker_that_synchronizes_takes_part_with_its_own_model(computing):
-  computing(Answer.REJECTED, reason="absent: ")
-  computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
-  assert computing(Says.SYNCHRONIZE, model(5, 8)) == []
-  assert computing(FETCHED) == [signal(Says.SYNCHRONIZE, 8)]
-  computing(Answer.REJECTED, reason="absent: ")
-  assert computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [signal(Says.SYNCHRONIZE, 8)]
+def test_a_worker_that_is_dropped_while_it_computes_gets_a_donors_model_at_its_next_request_once(computing):
+  """But it takes part in the average of all with its own model."""
+  for _ in range(2):
+    computing(ABSENT)
+    assert computing(welcome(ADDRESSES[0])) == []
+    assert computing(Says.READY, model(5, 8)) == [FETCH]
+    assert computing(FETCHED) == [reply(4, 9)]
+    assert computing(Says.READY, model(5, 10)) == [signal(Says.READY, 10)]
+    computing.group(6, members=(ME,), weights=(1,))
+  computing(ABSENT)
+  computing(welcome(ADDRESSES[0]))
+  for _ in range(2):
+    assert computing(Says.SYNCHRONIZE, model(5, 8)) == [signal(Says.SYNCHRONIZE, 8)]
+    computing(ABSENT)
+    assert computing(welcome(ADDRESSES[0])) == [signal(Says.SYNCHRONIZE, 8)]
 
 
 def test_a_rejected_request_is_answered_with_the_reason_and_the_worker_goes_on(ready):
@@ -265,7 +288,6 @@ def test_heartbeats_are_sent_while_the_training_loop_computes(computing):
     computing.now += 0.1
     beats += computing(TICK) == [signal(Says.BEAT)]
   assert 9 <= beats <= 11  # five in each limit
-  assert computing(Answer.PROBE) == [signal(Says.BEAT)]
 
 
 @pytest.mark.parametrize("open_request", [True, False])
@@ -277,7 +299,9 @@ def test_a_controller_that_stays_silent_is_lost(averaging, open_request):
   assert averaging.wait(LIMIT) == []
   averaging(Answer.BEAT)
   assert averaging.wait(LIMIT + RECONNECT - 0.1) == []
-  assert averaging.wait(0.3) == [LOST]
+  assert not averaging.protocol.lost[0]
+  averaging.wait(0.3)
+  assert averaging.protocol.lost == ("sign of life", LIMIT + RECONNECT)
   assert averaging.part(5, 0, 3, 5) == averaging.wait(60) == []
 
 
@@ -287,90 +311,53 @@ def test_heartbeats_go_on_while_the_controller_is_away_and_another_one_is_joined
   assert computing(Says.READY, model(1, 8)) == [signal(Says.READY, 8)]
   assert computing(TICK) == [signal(Says.BEAT)]
   assert computing.wait(RECONNECT - 0.5) == []
-  computing(Answer.REJECTED, reason="absent: worker 1 has not joined, it has to send HELLO")
+  computing(ABSENT)
   assert computing.wait(0.3) == [signal(Says.HELLO, 4)]
-  assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 8)]
+  assert computing(welcome()) == [signal(Says.READY, 8)]
   assert kinds(computing.group(1)) == [Kind.PART]
 
 
-AROUND, WORKERS = st.integers(-1, 1), st.integers(0, 2)
 REASONS = ("absent: ", "duplicate: ", "nobody: ", "stale: ", "unlike: ")
-EVENTS = [
-  *(ServerMessage(Answer.WELCOME, {"limit": limit}) for limit in (1.0, 5.0)),
-  *(ServerMessage(Answer.WELCOME, {"limit": 5.0, "donor": donor}) for donor in (ADDRESSES[0], ADDRESSES[2])),
-  *(ServerMessage(Answer.REJECTED, {"reason": reason}) for reason in REASONS),
-  *(ServerMessage(kind, {}) for kind in (Answer.BEAT, Answer.PROBE)),
-  *(Unreachable(address, refused) for address in ADDRESSES for refused in (True, False)),
-  FETCHED,
-]
 
 
-class AnyOrder(stateful.RuleBasedStateMachine):
-  """Any message at any time: what is sent stays well-formed, and a request is answered at most once."""
-
-  @stateful.initialize()
-  def begin(self):
-    self.subject, self.open, self.number = Subject(), True, 0
-
-  def send(self, event, *content, **fields):
-    self.check(lambda: self.subject(event, *content, **fields))
-
-  def check(self, does):
-    ended = self.subject.protocol.state == "ended"
-    actions = does()
-    assert not (ended and actions)
-    for action in actions:
-      assert self.subject.protocol.state == "ended" or not isinstance(action, ControllerSilent)
+@given(st.randoms(use_true_random=False), st.booleans())
+def test_any_message_at_any_time(random, broken):
+  """What is sent is well-formed, a request has one answer at most, and the silence of all others ends the worker."""
+  worker, waiting, number, addresses = Subject(), True, 0, []
+  worker.broken = broken
+  for _ in range(60):
+    near, other = number + random.randint(-1, 1), random.randrange(3)
+    members = random.choice([(ME,), (0, ME), (ME, 2), (0, ME, 2)])
+    event = random.choice(
+      [
+        *(welcome(random.choice([None, *ADDRESSES]), limit) for limit in (1.0, LIMIT)),
+        ServerMessage(Answer.REJECTED, {"reason": random.choice(REASONS)}),
+        ServerMessage(Answer.ABORT, {"number": near, "worker": other}),
+        group(number + 1, members, [1 / len(members)] * len(members)),
+        *(Request(says, model(1, 3)) for says in (Says.READY, Says.SYNCHRONIZE)),
+        *(Request(Says.NOT_FINITE), Unreachable(ADDRESSES[other]), FETCHED),
+        *(Piece(kind, near, other, np.ones(random.randrange(5), np.float32)) for kind in (Kind.PART, Kind.MEAN)),
+        *(TICK, TICK),
+      ]
+    )
+    ended = worker.protocol.state == "ended"
+    if isinstance(event, Request):
+      if waiting or ended:  # the training loop waits for each reply
+        continue
+      waiting = True
+    elif isinstance(event, ServerMessage) and event.kind == Answer.GROUP:
+      number, addresses = number + 1, event.content["addresses"]
+    worker.now += random.choice([0.0, 0.1, 1.0, 6.0])
+    for action in worker(event):
+      assert not ended
       if isinstance(action, Reply):
-        assert self.open or self.subject.protocol.state == "ended"  # an error that the next request raises
-        self.open = False
+        assert waiting or worker.protocol.state == "ended"  # an error that the next request raises
+        waiting = False
       elif isinstance(action, Signal):
-        assert Signal(*action).pack()
-        assert (action.worker, action.says == Says.HELLO) == (ME, bool(action.address))
-        assert action.value <= self.number or action.says not in (Says.FAILED, Says.BYE)
-      elif isinstance(action, Send) and action.piece.kind != Kind.FETCH:
-        assert action.piece.number == self.number
-        assert action.address in [ADDRESSES[member] for member in self.members if member != ME]
-
-  @stateful.rule(event=st.sampled_from(EVENTS))
-  def happens(self, event):
-    self.send(event)
-
-  @stateful.rule(says=st.sampled_from([Says.READY, Says.SYNCHRONIZE, Says.NOT_FINITE]))
-  def request(self, says):
-    if not self.open and self.subject.protocol.state != "ended":  # the training loop waits for each reply
-      self.open = True
-      self.send(says, *([] if says == Says.NOT_FINITE else [model(1, 3)]))
-
-  @stateful.rule(members=st.sampled_from([(ME,), (0, ME), (ME, 2), (0, ME, 2)]))
-  def is_in_a_group(self, members):
-    self.number += 1
-    self.members = members
-    self.check(lambda: self.subject.group(self.number, members, [1 / len(members)] * len(members)))
-
-  @stateful.rule(past=AROUND, kind=st.sampled_from([Kind.PART, Kind.MEAN]), sender=WORKERS, size=st.integers(0, 4))
-  def piece(self, past, kind, sender, size):
-    self.send(Piece(kind, self.number - past, sender, np.ones(size, np.float32)))
-
-  @stateful.rule(past=AROUND, worker=WORKERS)
-  def abort(self, past, worker):
-    self.send(Answer.ABORT, number=self.number - past, worker=worker)
-
-  @stateful.rule(broken=st.booleans())
-  def connections(self, broken):
-    self.subject.broken = broken
-
-  @stateful.rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 6.0, 30.0]))
-  def time(self, seconds):
-    self.subject.now += seconds
-    self.send(TICK)
-
-  def teardown(self):
-    """Silence of all others ends the worker, and with it an open request, whatever was before."""
-    if hasattr(self, "subject"):
-      self.subject.wait(2 * TIMEOUT + LIMIT + RECONNECT, step=0.2)
-      assert self.subject.protocol.state == "ended"
-
-
-AnyOrder.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestAnyOrder = AnyOrder.TestCase
+        assert action == signal(action.says, action.value)
+        assert action.value <= number or action.says not in (Says.FAILED, Says.BYE)
+      elif action.piece.kind != Kind.FETCH:
+        assert action.piece.number == number
+        assert action.address in set(addresses) - {ADDRESSES[ME]}
+  worker.wait(2 * TIMEOUT + LIMIT + RECONNECT, step=0.2)
+  assert worker.protocol.state == "ended"
