@@ -38,9 +38,6 @@ def train(what: str, address: str, number: int, folder: str) -> None:
     while True:
       print(iteration, float(params["b"][0]), flush=True)
       time.sleep(0.02)
-      if what == "stalls" and iteration >= 10:
-        print("stalls", flush=True)
-        time.sleep(60)
       params, iteration = worker.reduce({k: leaf + 0.1 * (1 - leaf) for k, leaf in params.items()}, iteration + 1)
       assert len({float(np.asarray(leaf).min()) for leaf in params.values()}) == 1  # every entry is averaged alike
 
