@@ -236,9 +236,8 @@ class WorkerProtocol:
     kind, content = message
     if kind == Answer.WELCOME and self.state == "joining":
       self._limit, self._donor, self._early = content["limit"], content["donor"], {}
-      if not self._waiting:
-        self.state = "joined"
-      elif self._donor or self._request != Says.NOT_FINITE:
+      self.state = "joined"
+      if self._waiting:
         self._begin_request()
     elif kind == Answer.GROUP and self._awaits_group:
       self._start_average(content)

@@ -222,6 +222,8 @@ def test_a_worker_without_a_finite_model_is_no_donor_until_it_is_ready_again():
   assert wire.say(Signal(Says.READY, 0, 8)) == []
   assert wire.say(asks(1)) == welcome(donor=0)
   assert wire.say(Signal(Says.READY, 1, 8))[0][1]["members"] == [0, 1]
+  assert wire.say(asks(0))[-1:] == welcome(donor=1)
+  assert wire.say(asks(1)) == []
 
 
 @pytest.mark.parametrize("end", ["disconnected", "silent"])
@@ -232,6 +234,8 @@ def test_the_number_of_a_dead_worker_is_free_again(wire, end):
       assert reasons(wire.say(hello(0), by=rival))[0].startswith(reason)
     wire.wait(0.1, 0)
   if end == "disconnected":
+    wire.say(hello(0), by="successor")  # before the worker has died
+    wire.wait(0.1, 0)
     wire.gone.add(0)
   died = wire.now
   while (answers := wire.say(hello(0), by="successor")) != welcome():
