@@ -46,10 +46,10 @@ class Refusals:
   """Checks the models of one worker; `count` is how many in succession were not finite, 0 after a finite one."""
 
   def __init__(self, worker: int):
-    self._worker, self.count, self._last = worker, 0, ""
+    self._worker, self.count, self.last = worker, 0, ""
 
   def refuse(self, vector: jax.Array, iteration: int, unflatten: Callable[[jax.Array], Any]) -> bool:
-    """Returns whether a model is not finite, and logs its first such leaf then.
+    """Returns whether a model is not finite; `last` names its first such leaf then, and is logged.
 
     Raises:
       FloatingPointError: for the `REFUSALS`-th such model in succession.
@@ -58,22 +58,15 @@ class Refusals:
       self.count = 0
       return False
     self.count += 1
-    self._last = f"worker {self._worker}: {first_not_finite(unflatten(vector))} of iteration {iteration} is not finite"
+    self.last = f"worker {self._worker}: {first_not_finite(unflatten(vector))} of iteration {iteration} is not finite"
     if self.count >= REFUSALS:
       raise FloatingPointError(
-        f"{self._last}, {REFUSALS} times in succession, each time after a step from another worker's finite model: "
+        f"{self.last}, {REFUSALS} times in succession, each time after a step from another worker's finite model: "
         "reset the optimizer's state when `refused` is above 0, and check this worker's data"
       )
-    warning = f"{self._last}; it enters no average, and the worker continues from another worker's model"
+    warning = f"{self.last}; it enters no average, and the worker continues from another worker's model"
     logging.getLogger(__name__).warning(warning)
     return True
-
-  def no_donor(self) -> FloatingPointError:
-    """The error to raise if no other worker has a finite model."""
-    return FloatingPointError(
-      f"{self._last}, and no other worker has a trained model that is: restart from parameters saved earlier, for "
-      "example with a smaller learning rate"
-    )
 
 
 class BaseWorker(abc.ABC):
@@ -136,20 +129,22 @@ class BaseWorker(abc.ABC):
     vector = flatten(params)[0]
     if vector.size != self._entries:
       raise ValueError(f"params have {vector.size} entries, the initial ones have {self._entries}")
-    if self._refusals.refuse(vector, iteration, self._unflatten):
+    if refused := self._refusals.refuse(vector, iteration, self._unflatten):
       try:
-        vector, iteration = self._fetch()
+        vector, iteration = self._ask(Says.NOT_FINITE, vector, iteration)
       except FloatingPointError as error:
-        raise self._refusals.no_donor() from error
-      if says == Says.READY:
-        return self._unflatten(vector), iteration
-    vector, iteration = self._exchange(says, vector, iteration)
+        raise FloatingPointError(
+          f"{self._refusals.last}, and no other worker has a trained model that is: restart from parameters saved "
+          "earlier, for example with a smaller learning rate"
+        ) from error
+    if says == Says.SYNCHRONIZE or not refused:
+      vector, iteration = self._ask(says, vector, iteration)
     return self._unflatten(vector), iteration
 
   @abc.abstractmethod
-  def _fetch(self) -> tuple[jax.Array, int]:
-    """The model and iteration of another worker; raises FloatingPointError if none has one."""
+  def _ask(self, says: Says, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
+    """A model and its iteration: the average of a group (READY) or of all, or another worker's model (NOT_FINITE).
 
-  @abc.abstractmethod
-  def _exchange(self, says: Says, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
-    """The average of a group, or of all for SYNCHRONIZE, and its iteration."""
+    Raises:
+      FloatingPointError: for NOT_FINITE, if no other worker has a trained model.
+    """

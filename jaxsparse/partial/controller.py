@@ -30,10 +30,13 @@ iterations, with α = 1/2:
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+from jaxsparse.collectives._base import check_whole
+
 Missing = Literal["initial", "closest"]
+Weigh = Callable[[Sequence[int]], tuple[tuple[float, ...], float]]  # iterations to weights, and the initial model's
 PATIENCE = 10  # a worker may be about this many times slower than the others before the filter waits for it
 MAX_ITERATION = 2**63 - 1
 
@@ -107,10 +110,8 @@ class Controller:
     missing: Missing = "closest",
     history: int | None = None,
   ):
-    if not _is_count(workers) or workers < 2:
-      raise ValueError(f"workers={workers!r}, choose a whole number of at least 2")
-    if not _is_count(group_size) or not 2 <= group_size <= workers:
-      raise ValueError(f"group_size={group_size!r}, choose a whole number in 2 … {workers}, the number of workers")
+    check_whole("controller", 2, workers=workers)
+    check_whole("controller", 2, workers, group_size=group_size)
     choices = {"weights": (weights, "constant", "dynamic"), "missing": (missing, "initial", "closest")}
     for name, (value, one, other) in choices.items():
       if value not in (one, other):
@@ -118,16 +119,14 @@ class Controller:
     if not isinstance(decay, int | float) or not 0 <= decay < 1:
       raise ValueError(f"decay={decay!r}, choose a number in [0, 1)")
     least = -(-(workers - 1) // (group_size - 1))
-    if history is not None and (not _is_count(history) or history < least):
-      raise ValueError(f"history={history!r}: {least} groups or more are needed to connect {workers} workers")
+    check_whole("controller", least, optional=True, history=history)
     self.workers, self.group_size = workers, group_size
     self.window = PATIENCE * least if history is None else history
     dynamic = functools.partial(dynamic_weights, decay=float(decay), missing=missing)
     self._weigh = dynamic if weights == "dynamic" else constant_weights
-    self._alive = dict.fromkeys(range(workers))  # a dict, as a set that keeps its order
     self._queue: dict[int, int] = {}  # iterations of the workers that are ready, first come first
     self._for_all: dict[int, int] = {}  # iterations of the workers that wait for the average of all
-    self._last = dict.fromkeys(range(workers), -1)  # the last iteration that each worker has signalled
+    self._last = dict.fromkeys(range(workers), -1)  # the last signalled iteration of each worker that has not left
     self._group: dict[int, Group] = {}  # the last group of each worker, until its next signal
     self._absent: set[int] = set()  # workers that the filter does not wait for, until their next group
     self._formed = 0
@@ -136,7 +135,7 @@ class Controller:
   @property
   def alive(self) -> tuple[int, ...]:
     """The workers that have not left, ascending."""
-    return tuple(sorted(self._alive))
+    return tuple(sorted(self._last))
 
   @property
   def waiting(self) -> tuple[int, ...]:
@@ -205,7 +204,7 @@ class Controller:
   def leave(self, worker: int) -> list[Group]:
     """A worker ends or is dead: groups are formed without it."""
     self._check(worker)
-    del self._alive[worker], self._last[worker]
+    del self._last[worker]
     for by_worker in (self._queue, self._for_all, self._group):
       by_worker.pop(worker, None)
     self._absent.discard(worker)
@@ -214,9 +213,8 @@ class Controller:
   def join(self, worker: int) -> list[Group]:
     """A worker that has left takes part again."""
     self._check_number(worker)
-    if worker in self._alive:
+    if worker in self._last:
       raise Rejected(f"duplicate: worker {worker} has joined already")
-    self._alive[worker] = None
     self._last[worker] = -1
     self._begin_to_connect()
     return self._form_groups()
@@ -224,7 +222,7 @@ class Controller:
   def _wait(self, worker: int, iteration: int, queue: dict[int, int]) -> list[Group]:
     """Lets a worker wait in a queue for the average of its group or of all."""
     self._check(worker)
-    if not _is_count(iteration) or not 0 <= iteration <= MAX_ITERATION:
+    if not isinstance(iteration, int) or not 0 <= iteration <= MAX_ITERATION:
       raise Rejected(f"iteration {iteration!r} of worker {worker} is malformed, send a whole number in 0 … 2^63 − 1")
     self._check_not_ready(worker)
     last, again = self._last[worker], queue is self._for_all and worker in self._group
@@ -238,44 +236,43 @@ class Controller:
 
   def _check(self, worker: int) -> None:
     self._check_number(worker)
-    if worker not in self._alive:
+    if worker not in self._last:
       raise Rejected(f"unknown: worker {worker} has left, it has to join again")
 
   def _check_number(self, worker: int) -> None:
-    if not _is_count(worker) or not 0 <= worker < self.workers:
+    if worker not in range(self.workers):
       raise Rejected(f"unknown: worker {worker!r}, there are 0 … {self.workers - 1}")
 
   def _check_not_ready(self, worker: int) -> None:
-    for waiting in (self._queue, self._for_all):
-      if worker in waiting:
-        raise Rejected(f"duplicate: worker {worker} is ready already, with iteration {waiting[worker]}")
+    if worker in (waiting := self._queue | self._for_all):
+      raise Rejected(f"duplicate: worker {worker} is ready already, with iteration {waiting[worker]}")
 
   @property
   def _active(self) -> list[int]:
     """The workers that groups are formed of: those that do not wait for the average of all."""
-    return [worker for worker in self._alive if worker not in self._for_all]
+    return [worker for worker in self._last if worker not in self._for_all]
 
   def _form_groups(self) -> list[Group]:
     formed = []
     while members := self._next_members():
-      iterations = {member: self._queue.pop(member) for member in sorted(members)}
-      formed.append(self._make_group(iterations, *self._weigh(list(iterations.values()))))
+      formed.append(self._make_group(members, self._queue, self._weigh))
       self._connect(members)
     if self._for_all and not self._active:
-      iterations, self._for_all = dict(sorted(self._for_all.items())), {}
-      formed.append(self._make_group(iterations, *constant_weights(list(iterations.values()))))
+      formed.append(self._make_group(list(self._for_all), self._for_all, constant_weights))
       self._begin_to_connect()
     return formed
 
-  def _make_group(self, iterations: dict[int, int], weights: tuple[float, ...], initial: float) -> Group:
+  def _make_group(self, members: list[int], waiting: dict[int, int], weigh: Weigh) -> Group:
     self._formed += 1
+    iterations = {member: waiting.pop(member) for member in sorted(members)}
+    weights, initial = weigh(list(iterations.values()))
     group = Group(tuple(iterations), weights, max(iterations.values()), initial, self._formed)
     self._group.update(dict.fromkeys(iterations, group))
     return group
 
   def _next_members(self) -> list[int]:
     """The members of the next group, with the worker that has waited longest; none if they have to wait."""
-    if len(self._queue) < max(1, self.size):
+    if not self.held:
       return []
     head, *rest = self._queue
     others = rest[: self.size - 1]
@@ -300,12 +297,8 @@ class Controller:
 
   def _begin_to_connect(self) -> None:
     """No groups count so far: a worker is a component of its own, and the absent ones are one together."""
-    self._component = {worker: _ABSENT if worker in self._absent else worker for worker in self._alive}
+    self._component = {worker: _ABSENT if worker in self._absent else worker for worker in self._last}
     self._count = 0  # of the groups since
-
-
-def _is_count(value: object) -> bool:
-  return isinstance(value, int) and not isinstance(value, bool)
 
 
 def constant_weights(iterations: Sequence[int]) -> tuple[tuple[float, ...], float]:

@@ -17,6 +17,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -73,10 +74,9 @@ class Devices:
     vector, self.unflatten = flatten(params)
     self.controller, self.devices, self.params = controller, tuple(devices), params
     self.entries, self._initial = vector.size, [jax.device_put(vector, device) for device in devices]
-    self._changed = threading.Condition()
-    self._models: dict[int, _Model] = {}  # of each worker that waits for its group
-    self._seeking: set[int] = set()  # workers whose models are not finite, and that wait for another worker's model
-    self._answers: dict[int, _Model | Exception] = {}
+    self._lock = threading.Lock()  # of the controller, and of the two that follow
+    self._waiting: dict[int, tuple[jax.Array, int, futures.Future]] = {}  # for a group: model, iteration, and answer
+    self._seeking: dict[int, futures.Future] = {}  # answers of workers that wait for the model of another worker
     # XLA's CPU runtime runs all programs on one small thread pool, where two collectives at once could deadlock.
     self._one_at_a_time = threading.Lock() if devices[0].platform == "cpu" else None
     self._program = functools.cache(self._compile)
@@ -98,72 +98,55 @@ class Devices:
       self._program(members)
     return len(groups)
 
-  def _exchange(self, number: int, says: Says, vector: jax.Array, iteration: int, patience: float) -> _Model:
-    """The average of a worker's group; ready workers are released each time that it has waited for `patience`."""
-    signal = self.controller.ready if says == Says.READY else self.controller.synchronize
-    with self._changed:
-      groups = signal(number, iteration)
-      self._models[number] = (jax.device_put(vector, self.devices[number]), iteration)
-      self._hand_out(number)
+  def _ask(self, number: int, says: Says, model: _Model, patience: float | None) -> _Model:
+    """The answer to a worker's signal; ready workers are released each time that it has waited for `patience`."""
+    answer, groups, (vector, iteration) = futures.Future[_Model](), list[Group](), model
+    with self._lock:
+      if says == Says.NOT_FINITE:
+        self.controller.replaced(number)
+        self._seeking[number] = answer
+      else:
+        groups = (self.controller.ready if says == Says.READY else self.controller.synchronize)(number, iteration)
+        self._waiting[number] = jax.device_put(vector, self.devices[number]), iteration, answer
+      self._answer_seekers()
     self._average(groups)
-    return self._wait_for_answer(number, patience)
-
-  def _fetch(self, number: int) -> _Model:
-    """The most trained model of the workers that wait; if none waits, that of the next worker to signal."""
-    with self._changed:
-      self.controller.replaced(number)
-      self._seeking.add(number)
-      if self._models:
-        self._hand_out(max(self._models, key=lambda other: self._models[other][1]))
-      self._fail_if_all_seek()
-    return self._wait_for_answer(number)
+    while not futures.wait([answer], patience).done:
+      with self._lock:
+        groups = self.controller.release()
+      self._average(groups)
+    return answer.result()
 
   def _leave(self, number: int) -> None:
     """Continues without a worker."""
-    with self._changed:
+    with self._lock:
       groups = self.controller.leave(number) if number in self.controller.alive else []
-      self._fail_if_all_seek()
+      self._answer_seekers()
     self._average(groups)
 
-  def _wait_for_answer(self, number: int, patience: float | None = None) -> _Model:
-    while True:
-      with self._changed:
-        if self._changed.wait_for(lambda: number in self._answers, patience):
-          answer = self._answers.pop(number)
-          break
-        groups = self.controller.release()
-      self._average(groups)
-    if isinstance(answer, Exception):
-      raise answer
-    return answer
-
-  def _hand_out(self, number: int) -> None:
-    """Copies the model of a waiting worker to all workers that seek one."""
-    vector, iteration = self._models[number]
-    self._answer({other: (jax.device_put(vector, self.devices[other]), iteration) for other in self._seeking})
-    self._seeking.clear()
-
-  def _fail_if_all_seek(self) -> None:
-    if self._seeking.issuperset(self.controller.alive):
-      self._answer(dict.fromkeys(self._seeking, FloatingPointError()))
-      self._seeking.clear()
-
-  def _answer(self, answers: dict[int, Any]) -> None:
-    with self._changed:
-      self._answers.update(answers)
-      self._changed.notify_all()
+  def _answer_seekers(self) -> None:
+    """Copies the most trained model of the workers that wait to those that seek one; an error if all seek one."""
+    all_seek = self._seeking.keys() >= set(self.controller.alive)
+    while self._seeking and (self._waiting or all_seek):
+      number, answer = self._seeking.popitem()
+      if self._waiting:
+        vector, iteration, _ = max(self._waiting.values(), key=lambda waiting: waiting[1])
+        answer.set_result((jax.device_put(vector, self.devices[number]), iteration))
+      else:
+        answer.set_exception(FloatingPointError())
 
   def _average(self, groups: list[Group]) -> None:
     for group in groups:
-      with self._changed:
-        models = [self._models.pop(member)[0] for member in group.members]
+      with self._lock:
+        models, _, answers = zip(*(self._waiting.pop(member) for member in group.members), strict=True)
       try:
         means = self._means(group, models)
-        self._answer({member: (means[self.devices[member]], group.iteration) for member in group.members})
+        for member, answer in zip(group.members, answers, strict=True):
+          answer.set_result((means[self.devices[member]], group.iteration))
       except Exception as error:  # raised in every member, or they would wait for ever
-        self._answer(dict.fromkeys(group.members, error))
+        for answer in answers:
+          answer.set_exception(error)
 
-  def _means(self, group: Group, models: list[jax.Array]) -> dict[jax.Device, jax.Array]:
+  def _means(self, group: Group, models: Sequence[jax.Array]) -> dict[jax.Device, jax.Array]:
     """The average at each device of a group."""
     program, sharding = self._program(group.members)
     initial = [self._initial[member] for member in group.members]
@@ -209,11 +192,8 @@ class DeviceWorker(BaseWorker):
     """Leaves: the other workers continue without this one."""
     self._workers._leave(self.number)
 
-  def _fetch(self) -> tuple[jax.Array, int]:
-    return self._workers._fetch(self.number)
-
-  def _exchange(self, says: Says, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
-    patience = max(time.monotonic() - self._step_began, _LEAST_PATIENCE)
-    model = self._workers._exchange(self.number, says, vector, iteration, patience)
+  def _ask(self, says: Says, vector: jax.Array, iteration: int) -> _Model:
+    took = max(time.monotonic() - self._step_began, _LEAST_PATIENCE)
+    model = self._workers._ask(self.number, says, (vector, iteration), None if says == Says.NOT_FINITE else took)
     self._step_began = time.monotonic()
     return model

@@ -9,15 +9,12 @@ The owner of a shard adds in the order of the members, so all members get the sa
 it has the means of all shards. If another member dies before that, it drops the average and keeps its own model.
 """
 
-import logging
 from collections.abc import Iterator
 
 import numpy as np
 
 from jaxsparse.partial.controller import Group
 from jaxsparse.partial.messages import Kind, Piece
-
-_MEMBERS = 2**16  # the sender's number has 16 bits
 
 
 class Average:
@@ -58,9 +55,10 @@ class Average:
     """Whether `result` is complete."""
     return not self._missing
 
-  def needs(self, member: int) -> bool:
-    """Whether a message of a member has not arrived yet."""
-    return member in self.group.members and (member in self._missing or member not in self._parts)
+  def needs(self, number: int, member: int) -> bool:
+    """Whether this is group `number`, and a message of a member has not arrived yet."""
+    arrived = member in self._parts and member not in self._missing
+    return number == self.group.number and member in self.group.members and not arrived
 
   def begin(self) -> Iterator[tuple[int, Piece]]:
     """Yields the first pieces to send, each with its receiver."""
@@ -74,18 +72,13 @@ class Average:
 
     Ignores one that does not belong to this average: not from another member, a duplicate, or of another size.
     """
-    sender, is_part = piece.sender, piece.kind == Kind.PART
-    awaited = sender in self._shards and (sender not in self._parts if is_part else sender in self._missing)
-    if not awaited or sender == self._me:
-      return
-    shard = self._shards[self._me if is_part else sender]
-    if piece.values.shape != self._model[shard].shape:
-      return
-    if is_part:
-      self._parts[sender] = piece.values
-      yield from self._send_mean()
-    else:
-      self.result[shard] = piece.values
+    sender, shape = piece.sender, piece.values.shape
+    if piece.kind == Kind.PART:
+      if sender in self._shards and sender not in self._parts and shape == self._initial.shape:
+        self._parts[sender] = piece.values
+        yield from self._send_mean()
+    elif sender in self._missing and sender != self._me and shape == self._model[self._shards[sender]].shape:
+      self.result[self._shards[sender]] = piece.values
       self._missing.remove(sender)
 
   def _send_mean(self) -> Iterator[tuple[int, Piece]]:
@@ -100,41 +93,3 @@ class Average:
     for member in self.group.members:
       if member != self._me:
         yield member, Piece(Kind.MEAN, self.group.number, self._me, total)
-
-
-class Early:
-  """Parts that arrive at one worker before the server has named the group that they belong to.
-
-  A member sends its parts as soon as it hears of its group, which may be before another member hears of that group.
-  Only parts can be early, since a mean needs the parts of all members; each member sends one; and a member waits for
-  one group at a time. So the early parts of a group of G members have at most (G − 1) ⌈n/G⌉ < n + G entries. Entries
-  beyond that are forged, and are dropped, so that they cannot fill the memory.
-  """
-
-  def __init__(self, worker: int, entries: int):
-    self._worker, self._capacity = worker, entries + _MEMBERS
-    self.clear()
-
-  def clear(self) -> None:
-    """Forgets all parts."""
-    self._parts: dict[int, Piece] = {}  # by sender
-    self._dropped = False
-
-  def keep(self, part: Piece) -> None:
-    """Keeps a part; it replaces an earlier one of its sender. Beyond the capacity it is dropped."""
-    self._parts.pop(part.sender, None)
-    if part.values.size + sum(other.values.size for other in self._parts.values()) <= self._capacity:
-      self._parts[part.sender] = part
-    elif not self._dropped:  # log once, there may be many
-      self._dropped = True
-      logging.getLogger(__name__).warning(
-        f"worker {self._worker}: {part.values.size} entries for group {part.number} from worker {part.sender} are "
-        f"dropped; of groups that the server has not named yet, at most {self._capacity} entries are kept, more than "
-        "any group sends"
-      )
-
-  def take(self, number: int) -> list[Piece]:
-    """Returns the parts of group `number`, and forgets all parts."""
-    parts = [part for part in self._parts.values() if part.number == number]
-    self.clear()
-    return parts

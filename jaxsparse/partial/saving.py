@@ -24,10 +24,8 @@ def save(path: pathlib.Path | None, params: Any, iteration: int) -> str:
     >>> save(None, {"w": np.ones(2)}, 7)
     'nothing is saved, since no file was given (save=)'
   """
-  if not iteration:
-    return "nothing is saved, since nothing has been trained"
-  if path is None:
-    return "nothing is saved, since no file was given (save=)"
+  if path is None or not iteration:
+    return f"nothing is saved, since {'no file was given (save=)' if iteration else 'nothing has been trained'}"
   leaves = jax.tree_util.tree_leaves_with_path(params)
   content: dict[str, Any] = {jax.tree_util.keystr(name): np.asarray(leaf, np.float32) for name, leaf in leaves}
   temporary = path.with_name(f".{path.name}.{os.getpid()}.npz")
@@ -71,14 +69,12 @@ def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
     ...   restore(f"{folder}/saved.npz", {"w": jnp.zeros(2)})
     ({'w': Array([1., 1.], dtype=float32)}, 7)
   """
+  name_of = jax.tree_util.keystr
   with np.load(path) as file:
-    paths, structure = jax.tree_util.tree_flatten_with_path(like)
-    model = {jax.tree_util.keystr(leaf_path): leaf for leaf_path, leaf in paths}
-    saved = {name: file[name] for name in file.files}
-  if sorted([*model, "iteration"]) != sorted(saved):
-    raise ValueError(f"{path} holds {', '.join(sorted(saved))}, the model has {', '.join(model)}")
-  for name, leaf in model.items():
-    if saved[name].shape != np.shape(leaf):
-      raise ValueError(f"{path} holds {name} of shape {saved[name].shape}, the model's has {np.shape(leaf)}")
-  leaves = [jax.numpy.asarray(saved[name], jax.numpy.result_type(leaf)) for name, leaf in model.items()]
-  return jax.tree.unflatten(structure, leaves), int(saved["iteration"])
+    saved = dict(file)
+  held = {name: value.shape for name, value in saved.items()}
+  wanted = {name_of(name): np.shape(leaf) for name, leaf in jax.tree_util.tree_leaves_with_path(like)}
+  if held != {**wanted, "iteration": ()}:
+    raise ValueError(f"{path} holds arrays of the shapes {held}, the model's are {wanted}")
+  restored = lambda name, leaf: jax.numpy.asarray(saved[name_of(name)], jax.numpy.result_type(leaf))
+  return jax.tree_util.tree_map_with_path(restored, like), int(saved["iteration"])

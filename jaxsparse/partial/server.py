@@ -12,8 +12,8 @@ A message that is malformed, or a signal that is unknown, duplicate or stale, is
 and changes nothing.
 
 A HELLO with the number of a worker that has joined comes from its successor, restarted after a crash that the server
-has not noticed yet, or from a second worker that was given the same number by mistake. The server sends PROBE to the
-worker that has joined. If that answers, HELLO is rejected as "taken"; until then as "duplicate", which may be retried.
+has not noticed yet, or from a second worker that was given the same number by mistake. It is rejected as "duplicate",
+which may be retried; as "taken" once the worker that has joined was heard after it.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn, Self
+from typing import Self
 
 from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial import messages, sockets
@@ -30,7 +30,6 @@ from jaxsparse.partial.messages import Answer, Says, Signal
 from jaxsparse.partial.sockets import Keys, zmq
 
 LIMIT = 5.0  # seconds without a heartbeat after which the server drops a worker, or a worker misses the controller
-_MOST_AT_ONCE = 1000  # messages that are handled between two heartbeats
 _BEAT = messages.pack_answer(Answer.BEAT)
 _PROBES = 10  # heartbeats to each worker in `limit` seconds
 
@@ -75,16 +74,11 @@ class Server:
         raise ValueError(f"{name}={value!r}, choose more than 0 seconds")
     self._controller, self._limit = controller, limit
     self._network = sockets.Network(keys)
-    self._socket = self._network.server(messages.LONGEST)
-    self._socket.router_mandatory = True  # a message to a connection that is gone raises an error
-    try:
-      self._socket.bind(address)
-    except zmq.ZMQError:
-      self._network.close(linger=0)
-      raise
-    self.address = sockets.endpoint(self._socket)
     times = {"limit": limit, "start_timeout": start_timeout, "now": time.monotonic()}
     self._protocol = ServerProtocol(controller, self._send, **times, first=secrets.randbits(62))
+    receive = lambda frames: self._protocol.receive(frames[0], frames[1:], time.monotonic())
+    self._socket, self.address = self._network.bind(address, messages.LONGEST, receive)
+    self._socket.router_mandatory = True  # a message to a connection that is gone raises an error
     self._stop, self._thread = threading.Event(), threading.Thread(target=self.serve, daemon=True)
 
   @property
@@ -106,26 +100,17 @@ class Server:
     """Serves in this thread until every worker has left or was dropped."""
     try:
       while self._controller.alive and not self._stop.is_set():
-        if self._socket.poll(round(1000 * min(0.1, self._limit / 10))):
-          self._receive()
+        self._network.wait(min(0.1, self._limit / 10))
         self._protocol.tick(time.monotonic())
     finally:
       self._network.close(linger=0)
-
-  def _receive(self) -> None:
-    for _ in range(_MOST_AT_ONCE):
-      try:
-        connection, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-      except zmq.Again:
-        return
-      self._protocol.receive(connection, frames, time.monotonic())
 
   def _send(self, connection: bytes, frame: bytes) -> bool:
     """Sends without waiting; whether the connection is there. A worker that does not read is dropped soon."""
     try:
       self._socket.send_multipart([connection, frame], zmq.NOBLOCK)
     except zmq.Again:
-      return True
+      pass
     except zmq.ZMQError as error:
       if error.errno != zmq.EHOSTUNREACH:
         raise
@@ -143,9 +128,9 @@ class _Member:
   step_began: float  # when it joined, or its last group was formed
   patience: float = 0.0  # once it is ready: until when it waits for the group filter, as long as its step took
   iteration: int = 0  # of its model; 0 if that is not trained, or not finite
-  seeks: bool = False  # its model is not finite, and it has been named no donor yet
+  seeks: bool = False  # its model is not finite, and there is no donor for it yet
   group: Group | None = None  # the last one
-  hellos: int = 0  # how often it has repeated HELLO
+  hellos: int = 0  # how often it has repeated HELLO: each names the next donor, it may not reach all of them
   rivals: dict[bytes, float] = dataclasses.field(default_factory=dict)  # since when others send HELLO with its number
 
 
@@ -171,7 +156,7 @@ class ServerProtocol:
     >>> send = lambda connection, frame: print(connection, messages.parse_answer(frame)) or True
     >>> protocol = ServerProtocol(Controller(2, 2), send, limit=5.0, start_timeout=60.0, now=0.0)
     >>> protocol.receive(b"one", [Signal(Says.HELLO, 1, 3, "tcp://127.0.0.1:9").pack()], now=0.1)
-    b'one' ServerMessage(kind=<Answer.WELCOME: 1>, content={'limit': 5.0})
+    b'one' ServerMessage(kind=<Answer.WELCOME: 1>, content={'limit': 5.0, 'donor': None})
   """
 
   def __init__(
@@ -223,83 +208,47 @@ class ServerProtocol:
 
   def _handle(self, connection: bytes, signal: Signal) -> None:
     says, worker, value, _ = signal
-    if says == Says.HELLO:
-      self._take_hello(connection, signal)
-      return
-    if worker not in self._members:
-      raise Rejected(f"absent: worker {worker} has not joined, it has to send HELLO")
-    if self._members[worker].connection != connection:
-      raise Rejected(f"absent: worker {worker} has joined by another connection, it has to send HELLO by this one")
-    match says:
-      case Says.READY:
-        self._take_ready(worker, value, self._controller.ready)
-      case Says.SYNCHRONIZE:
-        self._take_ready(worker, value, self._controller.synchronize)
-      case Says.FAILED:
-        groups = self._controller.failed(worker, value - self._first)
-        self._abort(worker)
-        self._announce(groups)
-      case Says.NOT_FINITE:
-        self._take_not_finite(worker)
-      case Says.BYE:
-        self._leave(worker, settled=value)
-      case Says.BEAT:
-        self._send(connection, _BEAT)
+    member = self._members.get(worker)
+    if says in (Says.HELLO, Says.NOT_FINITE):
+      self._take_hello(connection, signal, member)
+    elif member is None or member.connection != connection:
+      raise Rejected(f"absent: worker {worker} has not joined by this connection, it has to send HELLO")
+    elif says in (Says.READY, Says.SYNCHRONIZE):
+      groups = (self._controller.ready if says == Says.READY else self._controller.synchronize)(worker, value)
+      member.patience = self._now + (self._now - member.step_began)
+      member.iteration, member.seeks = value, False
+      self._announce(groups)
+    elif says == Says.FAILED:
+      groups = self._controller.failed(worker, value - self._first)
+      self._abort(worker)
+      self._announce(groups)
+    elif says == Says.BYE:
+      self._leave(worker, settled=value)
 
-  def _take_hello(self, connection: bytes, signal: Signal) -> None:
-    worker, member = signal.worker, self._members.get(signal.worker)
+  def _take_hello(self, connection: bytes, signal: Signal, member: _Member | None) -> None:
+    """Joins a worker, or names another donor to one that has joined; it is no donor until it is ready again."""
+    says, worker, entries, address = signal
     if member and member.connection != connection:
-      self._reject_rival(connection, worker, member)
-    if signal.value != self._entries and any(other != worker for other in self._members):
-      raise Rejected(f"unlike: worker {worker} has a model of {signal.value} entries, the others of {self._entries}")
-    groups = [] if worker in self._controller.alive else self._controller.join(worker)
-    self._entries = signal.value
-    if member:  # it could not reach its donor, and is named another one
-      member.address, member.step_began, member.hellos = signal.address, self._now, member.hellos + 1
+      asked = member.rivals.setdefault(connection, self._now)
+      if member.heard > asked and self._send(member.connection, _BEAT):
+        del member.rivals[connection]
+        raise Rejected(f"taken: a living worker has the number {worker}, choose another one or end that worker first")
+      raise Rejected(f"duplicate: worker {worker} has joined; if it died, it is dropped after {self._limit:g} s")
+    if entries != self._entries and any(other != worker for other in self._members):
+      raise Rejected(f"unlike: worker {worker} has a model of {entries} entries, the others of {self._entries}")
+    if worker in self._controller.alive:
+      self._controller.replaced(worker)
     else:
-      self._members[worker] = _Member(connection, signal.address, self._now, self._now)
-    self._send_welcome(worker, self._find_donor(worker))
-    self._announce(groups)
-
-  def _find_donor(self, worker: int) -> str | None:
-    """The address of another worker with a trained model, the most trained first, and the next one at each HELLO."""
-    donors = [member for other, member in self._members.items() if other != worker and member.iteration]
-    donors.sort(key=lambda member: -member.iteration)
-    return donors[self._members[worker].hellos % len(donors)].address if donors else None
-
-  def _send_welcome(self, worker: int, donor: str | None) -> None:
-    member = self._members[worker]
-    member.seeks = member.seeks and not donor
-    welcome = {"limit": self._limit, **({"donor": donor} if donor else {})}
-    self._send(member.connection, messages.pack_answer(Answer.WELCOME, **welcome))
-
-  def _take_not_finite(self, worker: int) -> None:
-    """Names a donor to a worker, which is no donor itself until it is ready again; if there is none, it asks again."""
-    self._controller.replaced(worker)
-    member = self._members[worker]
-    member.iteration = 0
-    if donor := self._find_donor(worker):
-      self._send_welcome(worker, donor)
-      return
-    member.seeks = True
-    if all(other in self._members and self._members[other].seeks for other in self._controller.alive):
+      self._announce(self._controller.join(worker))
+    self._entries, hellos = entries, member.hellos + 1 if member else 0
+    member = self._members[worker] = _Member(connection, address, self._now, self._now, hellos=hellos)
+    donors = sorted((other for other in self._members.values() if other.iteration), key=lambda other: -other.iteration)
+    member.seeks = says == Says.NOT_FINITE and not donors
+    if not member.seeks:
+      donor = donors[hellos % len(donors)].address if donors else None
+      self._send(connection, messages.pack_answer(Answer.WELCOME, limit=self._limit, donor=donor))
+    elif all(other in self._members and self._members[other].seeks for other in self._controller.alive):
       raise Rejected("nobody: no worker has a finite model")
-
-  def _reject_rival(self, connection: bytes, worker: int, member: _Member) -> NoReturn:
-    """Rejects a second worker of one number: for good if the first one has proved to be alive, else for now."""
-    asked = member.rivals.setdefault(connection, self._now)
-    connected = self._send(member.connection, messages.pack_answer(Answer.PROBE))
-    if connected and member.heard > asked:
-      del member.rivals[connection]
-      others = f"choose another number of 0 … {self._controller.workers - 1}"
-      raise Rejected(f"taken: a living worker has the number {worker}, {others}, or end that worker first")
-    raise Rejected(f"duplicate: worker {worker} has joined already; if it died, it is dropped after {self._limit:g} s")
-
-  def _take_ready(self, worker: int, iteration: int, signal: Callable[[int, int], list[Group]]) -> None:
-    groups, member = signal(worker, iteration), self._members[worker]
-    member.patience = self._now + (self._now - member.step_began)
-    member.iteration, member.seeks = iteration, False
-    self._announce(groups)
 
   def _leave(self, worker: int, settled: int = 0) -> None:
     """Continues without a worker; it owes nothing to groups up to number `settled`."""
@@ -313,8 +262,7 @@ class ServerProtocol:
     for formed in groups:
       group = formed._replace(number=formed.number + self._first)
       members = [self._members[worker] for worker in group.members]
-      addresses = [member.address for member in members]
-      frame = messages.pack_answer(Answer.GROUP, **group._asdict(), addresses=addresses)
+      frame = messages.pack_answer(Answer.GROUP, **group._asdict(), addresses=[member.address for member in members])
       for member in members:
         member.iteration, member.group, member.step_began = group.iteration, group, self._now
         self._send(member.connection, frame)
@@ -322,9 +270,7 @@ class ServerProtocol:
   def _abort(self, worker: int, settled: int = 0) -> None:
     """Tells the members of a worker's group that it sends no more pieces; members that need none are not affected."""
     member = self._members.get(worker)
-    group = member.group if member else None
-    if member and group:
-      member.group = None
+    if member and (group := member.group):
       frame = messages.pack_answer(Answer.ABORT, number=group.number, worker=worker)
       for other in group.members if group.number > settled else ():
         if other in self._members and other != worker:

@@ -9,8 +9,11 @@ import contextlib
 import ipaddress
 import os
 import pathlib
+import types
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
+
+from jaxsparse.partial.messages import Piece
 
 
 class _Missing:
@@ -27,6 +30,8 @@ except ModuleNotFoundError:
 
 LOOPBACK = "tcp://127.0.0.1:*"
 Handler = Callable[[list[bytes]], None]
+_MOST_AT_ONCE = 1000  # messages of a socket that are handled in succession
+_DOMAIN = "jaxsparse"  # of authentication
 _STALLED = 5000  # milliseconds in which another worker's machine takes no byte before the connection is closed
 
 
@@ -102,70 +107,53 @@ def check_address(address: str, keys: Keys | None, *, reachable: bool = False) -
 
 
 class Network:
-  """A ZeroMQ context whose sockets encrypt, and admit only peers with the keys of the run; without keys, any peer."""
+  """Sockets that encrypt, and admit only peers with the keys of the run; without keys, any peer.
+
+  Args:
+    keys: of the run.
+
+  Example:
+    >>> network = Network(None)
+    >>> router, address = network.bind(LOOPBACK, longest=100, handler=lambda frames: print(frames[1:]))
+    >>> client = network.client()
+    >>> _ = client.connect(address), client.send(b"hello"), network.wait(1.0)
+    [b'hello']
+    >>> network.close(linger=0)
+  """
 
   def __init__(self, keys: Keys | None):
-    self._keys, self.context, self._guard = keys, zmq.Context(), None
+    self._keys, self.context = keys, zmq.Context()
+    self._poller, self._handlers = zmq.Poller(), dict[zmq.Socket, Handler]()
     if keys:
       from zmq.auth.thread import ThreadAuthenticator
 
+      admits = types.SimpleNamespace(callback=lambda _, key: key == keys.public)
       self._guard = ThreadAuthenticator(self.context)  # a thread that authenticates clients (ZMTP's ZAP)
       self._guard.start()
-      self._guard.configure_curve_callback(domain="jaxsparse", credentials_provider=self)
-
-  def callback(self, domain: str, key: bytes) -> bool:
-    """Whether a client with this public key is admitted."""
-    del domain
-    return self._keys is not None and key == self._keys.public
+      self._guard.configure_curve_callback(domain=_DOMAIN, credentials_provider=admits)
 
   def client(self) -> zmq.Socket:
     """A new DEALER, to be connected to a ROUTER of the run."""
-    return self._secure(zmq.DEALER)
-
-  def server(self, longest: int) -> zmq.Socket:
-    """A new ROUTER, to be bound; it closes connections that send messages of more than so many bytes."""
-    socket = self._secure(zmq.ROUTER)
-    socket.maxmsgsize = longest
-    if self._keys:
-      socket.curve_server, socket.zap_domain = True, b"jaxsparse"
-    return socket
-
-  def close(self, linger: int) -> None:
-    """Closes all sockets; messages of this end may take so many milliseconds more to be sent."""
-    if self._guard:
-      self._guard.stop()
-    self.context.destroy(linger)
-
-  def _secure(self, kind: int) -> zmq.Socket:
-    socket = self.context.socket(kind)
+    socket = self.context.socket(zmq.DEALER)
     if self._keys:
       socket.curve_publickey, socket.curve_secretkey = self._keys
-      if kind == zmq.DEALER:
-        socket.curve_serverkey = self._keys.public
+      socket.curve_serverkey = self._keys.public
     return socket
 
-
-def endpoint(socket: zmq.Socket) -> str:
-  """The address that a socket is bound to, with the port."""
-  return socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
-
-
-class Inbox:
-  """Waits for messages on many sockets, and hands each to the handler of its socket.
-
-  Example:
-    >>> with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:
-    ...   _ = one.bind("inproc://example"), other.connect("inproc://example")
-    ...   inbox = Inbox()
-    ...   inbox.listen(one, print)
-    ...   other.send(b"hello")
-    ...   inbox.wait(1.0)
-    [b'hello']
-  """
-
-  def __init__(self) -> None:
-    self._poller = zmq.Poller()
-    self._handlers: dict[zmq.Socket, Handler] = {}
+  def bind(self, address: str, longest: int, handler: Handler) -> tuple[zmq.Socket, str]:
+    """A ROUTER, and the address that it is bound to; a connection that sends more than `longest` bytes is closed."""
+    socket = self.context.socket(zmq.ROUTER)
+    socket.maxmsgsize = longest
+    if self._keys:
+      socket.curve_publickey, socket.curve_secretkey = self._keys
+      socket.curve_server, socket.zap_domain = True, _DOMAIN.encode()
+    try:
+      socket.bind(address)
+    except zmq.ZMQError:
+      self.close(linger=0)
+      raise
+    self.listen(socket, handler)
+    return socket, socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
   def listen(self, socket: zmq.Socket, handler: Handler) -> None:
     """From now on messages of `socket` go to `handler`."""
@@ -173,78 +161,71 @@ class Inbox:
     self._handlers[socket] = handler
 
   def forget(self, socket: zmq.Socket) -> None:
-    """Stops listening to a socket."""
+    """Closes a socket that it listens to."""
     self._poller.unregister(socket)
     del self._handlers[socket]
+    socket.close(linger=0)
 
-  def wait(self, seconds: float, go_on: Callable[[], bool] = lambda: True) -> None:
-    """Waits for messages for at most `seconds`, then handles all that have arrived while `go_on()` is true."""
+  def wait(self, seconds: float) -> None:
+    """Waits for messages for at most `seconds`, then handles those that have arrived."""
     for socket, _ in self._poller.poll(round(1000 * seconds)):
-      with contextlib.suppress(zmq.Again):
-        while (handler := self._handlers.get(socket)) and go_on():  # until it is forgotten, or empty
-          handler(socket.recv_multipart(zmq.NOBLOCK))
+      with contextlib.suppress(zmq.Again):  # when it is empty
+        for _ in range(_MOST_AT_ONCE):
+          if socket not in self._handlers:  # a handler has closed it
+            break
+          self._handlers[socket](socket.recv_multipart(zmq.NOBLOCK))
 
-
-class _Peer(NamedTuple):
-  """A connection to another worker."""
-
-  socket: zmq.Socket
-  monitor: zmq.Socket  # reports when the connection breaks
-  sent: list[zmq.MessageTracker]  # one for each message, done when the message has been handed to the kernel
+  def close(self, linger: int) -> None:
+    """Closes all sockets; messages of this end may take so many milliseconds more to be sent."""
+    if self._keys:
+      self._guard.stop()
+    self.context.destroy(linger)
 
 
 class Peers:
   """Connections to other workers, by address; each is made when something is first sent there.
 
   Args:
-    network: makes the sockets.
+    network: makes the sockets, and listens to them.
     longest: bytes of the longest message that is accepted from another worker.
-    inbox: listens to the sockets.
     answered: is called with the frames of every answer of another worker.
-    lost: is called with the address when a connection is closed; the second argument says whether it was refused.
+    lost: is called with the address when a connection is closed.
   """
 
-  def __init__(
-    self, network: Network, longest: int, inbox: Inbox, answered: Handler, lost: Callable[[str, bool], None]
-  ):
-    self._network, self._longest, self._inbox = network, longest, inbox
-    self._answered, self._lost = answered, lost
-    self._peers: dict[str, _Peer] = {}
+  def __init__(self, network: Network, longest: int, answered: Handler, lost: Callable[[str], None]):
+    self._network, self._longest, self._answered, self._lost = network, longest, answered, lost
+    self._peers: dict[str, tuple[zmq.Socket, zmq.Socket]] = {}  # the second one reports when the connection breaks
+    self._sent: list[tuple[str, zmq.MessageTracker]] = []  # messages that may not have been handed to the kernel yet
 
-  def send(self, address: str, frames: list[Any]) -> None:
+  def send(self, address: str, piece: Piece) -> None:
     """Sends without waiting; closes the connection if its queue is full or the address is malformed."""
     try:
-      peer = self._peers.get(address) or self._connect(address)
-      message = peer.socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
-      peer.sent[:] = [other for other in (*peer.sent, message) if other and not other.done]
+      socket, _ = self._peers.get(address) or self._connect(address)
+      message = socket.send_multipart(piece.pack(), zmq.NOBLOCK, copy=False, track=True)
+      self._sent = [(to, sent) for to, sent in (*self._sent, (address, message)) if sent and not sent.done]
     except zmq.ZMQError:
-      self._close(address, refused=False)
+      self._close(address)
 
   @property
   def sending(self) -> bool:
     """Whether messages are in transfer to workers that take them."""
-    return not all(message.done for peer in self._peers.values() for message in peer.sent)
+    return not all(message.done for to, message in self._sent if to in self._peers)
 
-  def _connect(self, address: str) -> _Peer:
-    from zmq.utils.monitor import parse_monitor_message
-
-    def report(frames: list[bytes]) -> None:
-      self._close(address, refused=parse_monitor_message(frames)["event"] == zmq.EVENT_CONNECT_RETRIED)
-
+  def _connect(self, address: str) -> tuple[zmq.Socket, zmq.Socket]:
     socket = self._network.client()
     socket.maxmsgsize = self._longest
     socket.connect_timeout = socket.handshake_ivl = socket.tcp_maxrt = _STALLED
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
-    self._peers[address] = _Peer(socket, monitor, [])
-    self._inbox.listen(socket, self._answered)
-    self._inbox.listen(monitor, report)
+    self._peers[address] = socket, monitor
+    self._network.listen(socket, self._answered)
+    self._network.listen(monitor, lambda _: self._close(address))
     socket.connect(address)
     return self._peers[address]
 
-  def _close(self, address: str, refused: bool) -> None:
-    if peer := self._peers.pop(address, None):
-      peer.socket.disable_monitor()
-      for socket in (peer.socket, peer.monitor):
-        self._inbox.forget(socket)
-        socket.close(linger=0)
-    self._lost(address, refused)
+  def _close(self, address: str) -> None:
+    if address in self._peers:
+      socket, monitor = self._peers.pop(address)
+      socket.disable_monitor()
+      self._network.forget(socket)
+      self._network.forget(monitor)
+    self._lost(address)

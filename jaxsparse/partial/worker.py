@@ -17,7 +17,6 @@ import pathlib
 import queue
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -99,14 +98,34 @@ class Worker(BaseWorker):
     if not reconnect >= 0:
       raise ValueError(f"reconnect={reconnect!r}, choose 0 seconds or more")
     check_start(params)
-    vector, unflatten = flatten(params)
-    super().__init__(number, vector.size, unflatten)
-    path = None if save is None else pathlib.Path(save)
-    if path:
-      saving.remove_temporary(path)
-    save_model = lambda model: saving.save(path, unflatten(jax.numpy.asarray(model.vector)), model.iteration)
-    self._runtime = Runtime(address, number, np.asarray(vector), bind, keys, timeout, reconnect, save_model)
-    self._runtime.start()
+    initial, unflatten = flatten(params)
+    super().__init__(number, initial.size, unflatten)
+    self._file = None if save is None else pathlib.Path(save)
+    if self._file:
+      saving.remove_temporary(self._file)
+    self._controller, self._timeout = address, timeout
+    self._answers: queue.SimpleQueue[Model | Exception] = queue.SimpleQueue()
+    self._last_answer: Exception = RuntimeError("this worker has left")  # to every request after the end
+    self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+    longest = initial.nbytes + messages.LONGEST
+    self._network = sockets.Network(keys)
+    self._data, own = self._network.bind(bind, longest, self._from_worker)
+    self._server = self._network.client()
+    self._server.connect(address)
+    self._network.listen(self._server, lambda frames: self._handle(messages.parse_answer(frames[0])))
+    self._lock, self._closing = threading.Lock(), False  # of `_wake_up`, which the training loop uses
+    self._wake_up, requested = (self._network.context.socket(zmq.PAIR) for _ in range(2))
+    requested.bind("inproc://requests")
+    self._wake_up.connect("inproc://requests")
+    self._network.listen(requested, lambda _: self._handle(self._requests.get()))
+    from_donor = lambda frames: self._from_worker([b"", *frames])
+    unreachable = lambda address: self._handle(Unreachable(address))
+    self._peers = sockets.Peers(self._network, longest, from_donor, unreachable)
+    outlets = self._tell, self._peers.send, self._answers.put
+    start = np.asarray(initial)
+    self._protocol = WorkerProtocol(number, start, own, timeout, reconnect, time.monotonic(), *outlets)
+    self._thread = threading.Thread(target=self._run, daemon=True, name=f"partial reduce, worker {number}")
+    self._thread.start()
     vector, self.iteration = self._take()
     self.params = unflatten(vector)
 
@@ -115,92 +134,41 @@ class Worker(BaseWorker):
 
     Waits for its last pieces to be sent, unless a worker that needs them has died, or has taken no byte for 5 s.
     """
-    self._runtime.ask(Request(Says.BYE))
-    self._runtime.join()
+    self._post(Request(Says.BYE))
+    self._thread.join()
 
-  def _fetch(self) -> tuple[jax.Array, int]:
-    self._runtime.ask(Request(Says.NOT_FINITE))
+  # In the training loop.
+
+  def _ask(self, says: Says, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
+    self._post(Request(says, None if says == Says.NOT_FINITE else Model(np.asarray(vector), iteration)))
     return self._take()
 
-  def _exchange(self, says: Says, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
-    self._runtime.ask(Request(says, Model(np.asarray(vector), iteration)))
-    return self._take()
-
-  def _take(self) -> tuple[jax.Array, int]:
-    vector, iteration = self._runtime.take()
-    return jax.numpy.asarray(vector), iteration
-
-
-class Runtime(threading.Thread):
-  """The thread of a worker; `ask` it from another thread, and `take` the reply.
-
-  Args are those of `Worker`, but `initial`, f32[n], the model that training starts from, and `save`, which saves a
-  model and returns a sentence about where it is, or why it is not saved.
-  """
-
-  def __init__(
-    self,
-    address: str,
-    number: int,
-    initial: np.ndarray,
-    bind: str,
-    keys: Keys | None,
-    timeout: float,
-    reconnect: float,
-    save: Callable[[Model], str],
-  ):
-    super().__init__(daemon=True, name=f"partial reduce, worker {number}")
-    self._answers: queue.SimpleQueue[Model | Exception] = queue.SimpleQueue()
-    self._last_answer: Exception = RuntimeError("this worker has left")  # to every request after the end
-    self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
-    self._number, self._address, self._timeout, self._save = number, address, timeout, save
-    self._network = sockets.Network(keys)
-    self._server = self._network.client()
-    self._server.connect(address)
-    longest = initial.nbytes + messages.LONGEST
-    self._data = self._network.server(longest)
-    self._data.bind(bind)
-    self._lock, self._closing = threading.Lock(), False  # of `_wake_up`, which the training loop uses
-    self._wake_up, requested = (self._network.context.socket(zmq.PAIR) for _ in range(2))
-    requested.bind("inproc://requests")
-    self._wake_up.connect("inproc://requests")
-    self._inbox = sockets.Inbox()
-    self._inbox.listen(self._server, lambda frames: self._handle(messages.parse_answer(frames[0])))
-    self._inbox.listen(self._data, self._from_worker)
-    self._inbox.listen(requested, lambda _: self._handle(self._requests.get()))
-    unreachable = lambda address, refused: self._handle(Unreachable(address, refused))
-    self._peers = sockets.Peers(self._network, longest, self._inbox, self._from_donor, unreachable)
-    own, now = sockets.endpoint(self._data), time.monotonic()
-    self._protocol = WorkerProtocol(
-      number, initial, own, timeout, reconnect, now, self._tell, self._send, self._answers.put
-    )
-
-  def ask(self, request: Request) -> None:
-    """Hands a request to the thread."""
+  def _post(self, request: Request) -> None:
     self._requests.put(request)
     with self._lock:
       if not self._closing:
         self._wake_up.send(b"")
 
-  def take(self) -> Model:
-    """Waits for the reply to a request, and raises it if it is an exception."""
-    answer = self._answers.get()
-    if answer is self._last_answer:
-      self._answers.put(answer)
-    if isinstance(answer, Exception):
+  def _take(self) -> tuple[jax.Array, int]:
+    if isinstance(answer := self._answers.get(), Exception):
+      if answer is self._last_answer:
+        self._answers.put(answer)
       raise answer
-    return answer
+    return jax.numpy.asarray(answer.vector), answer.iteration
 
-  def run(self) -> None:
+  # In the thread.
+
+  def _run(self) -> None:
     """Runs the protocol until the worker leaves or the controller is lost."""
     try:
-      while self._is_running():
+      while self._protocol.state != "ended":
         self._protocol.tick(time.monotonic())
-        self._inbox.wait(self._protocol.interval, self._is_running)
-      awaited, seconds = self._protocol.lost
+        self._network.wait(self._protocol.interval)
+      (awaited, seconds), (vector, iteration) = self._protocol.lost, self._protocol.model
       if awaited:
-        lost = f"no {awaited} from the controller at {self._address} for {seconds:g} s"
-        self._last_answer = ControllerLost(f"{lost}; {self._save(self._protocol.model)}")
+        saved = saving.save(self._file, self._unflatten(jax.numpy.asarray(vector)), iteration)
+        lost = f"no {awaited} from the controller at {self._controller} for {seconds:g} s"
+        self._last_answer = ControllerLost(f"{lost}; {saved}")
     except Exception as error:  # or the training loop would wait for ever
       self._last_answer = error
     finally:
@@ -214,12 +182,9 @@ class Runtime(threading.Thread):
     end = time.monotonic() + self._timeout
     try:
       while self._peers.sending and time.monotonic() < end:
-        self._inbox.wait(0.01)
+        self._network.wait(0.01)
     finally:
       self._network.close(_LAST_WORDS)
-
-  def _is_running(self) -> bool:
-    return self._protocol.state != "ended"
 
   def _handle(self, event: Event) -> None:
     self._protocol.handle(event, time.monotonic())
@@ -228,19 +193,11 @@ class Runtime(threading.Thread):
     with contextlib.suppress(zmq.Again):  # no connection, for lack of keys for example: the deadline will pass
       self._server.send(signal.pack(), zmq.NOBLOCK)
 
-  def _send(self, address: str, piece: Piece) -> None:
-    self._peers.send(address, piece.pack())
-
   def _from_worker(self, frames: list[bytes]) -> None:
     connection, *content = frames
     piece = messages.parse_piece(content)
     if piece and piece.kind == Kind.FETCH:
       vector, iteration = self._protocol.model
-      self._data.send_multipart([connection, *Piece(Kind.MODEL, iteration, self._number, vector).pack()], copy=False)
-    elif piece and piece.kind != Kind.MODEL:
-      self._handle(piece)
-
-  def _from_donor(self, frames: list[bytes]) -> None:
-    piece = messages.parse_piece(frames)
-    if piece and piece.kind == Kind.MODEL:
+      self._data.send_multipart([connection, *Piece(Kind.MODEL, iteration, self.number, vector).pack()], copy=False)
+    elif piece:
       self._handle(piece)

@@ -8,8 +8,8 @@ Events go in with the time at which they happen:
 
 It is in one of four states:
 
-    hello       sends HELLO until the server answers WELCOME; again if the server has dropped this worker
-    fetching    waits for the model of the donor, another worker, that WELCOME names
+    joining     sends HELLO until the server answers WELCOME; again if the server has dropped this worker
+    fetching    waits for the model of the donor, another worker, that WELCOME has named
     joined      serves requests: READY -> GROUP -> pieces -> average
     ended       the worker has left, was rejected, or has lost the controller; nothing happens any more
 
@@ -18,22 +18,30 @@ worker goes on sending heartbeats. A controller that was restarted at the same a
 HELLO then, and repeats its open request.
 
 An average fails if the server sends ABORT, or if no piece arrives for `timeout` seconds: the worker keeps its model and
-sends FAILED, then READY again. A worker whose model is not finite sends NOT_FINITE in place of READY, until WELCOME
-names a donor. A broken connection does not prove that another worker is dead: one that leaves in good order closes its
-connections while its last pieces are still in transit.
+sends FAILED, then READY again. A worker whose model is not finite joins again, with NOT_FINITE in place of HELLO, which
+the server answers once it can name a donor. A broken connection does not prove that another worker is dead: one that
+leaves in good order closes its connections while its last pieces are still in transit.
+
+A member of a group sends its parts as soon as it hears of the group, which may be before this worker does. Only parts
+can be early, since a mean needs the parts of all members; each member sends one; and it waits for one group at a time.
+So the early parts of a group of G members have at most (G − 1) ⌈n/G⌉ < n + G entries. Entries beyond that are forged,
+and are dropped, so that they cannot fill the memory.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxsparse.partial.controller import Group
-from jaxsparse.partial.exchange import Average, Early
+from jaxsparse.partial.exchange import Average
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal
 
 _RETRY = 0.2  # seconds between two HELLO, or two NOT_FINITE
 _BEATS = 5  # heartbeats in the time after which the server drops a silent worker
+_MEMBERS = 2**16  # in a group at most: numbers of workers have 16 bits
+_PULSE = 1.0  # seconds between two heartbeats at most: the next one proves that a second worker has the same number
 
 
 class Model(NamedTuple):
@@ -46,7 +54,8 @@ class Model(NamedTuple):
 class Request(NamedTuple):
   """Event: the training loop asks for something; every request but BYE has one reply.
 
-  READY averages `model` with a group, SYNCHRONIZE with all workers; NOT_FINITE gets the model of another worker.
+  READY averages `model` with a group, SYNCHRONIZE with all workers; NOT_FINITE gets the model of another worker. HELLO
+  is open from the beginning: it gets the model to start from.
   """
 
   says: Says
@@ -54,17 +63,16 @@ class Request(NamedTuple):
 
 
 class Unreachable(NamedTuple):
-  """Event: the connection to another worker is closed; if `refused`, it was never made, and delivered nothing."""
+  """Event: the connection to another worker is closed, or cannot be made."""
 
   address: str
-  refused: bool
 
 
 Event = Request | ServerMessage | Piece | Unreachable
 
 
 class WorkerProtocol:
-  """The protocol of one worker; until the first reply, the training loop waits for the model to start from.
+  """The protocol of one worker.
 
   Args:
     number: this worker's.
@@ -74,7 +82,7 @@ class WorkerProtocol:
     reconnect: seconds to wait for a controller that has been silent for its limit.
     now: the time, in seconds.
     tell: sends a signal to the server.
-    send: sends a piece to the worker at an address; may handle `Unreachable`, not refused, before it returns.
+    send: sends a piece to the worker at an address; may handle `Unreachable` before it returns.
     reply: answers the training loop, where an exception is raised.
 
   Attributes:
@@ -87,7 +95,7 @@ class WorkerProtocol:
     >>> protocol = WorkerProtocol(3, np.zeros(2, np.float32), "tcp://127.0.0.1:9", 5.0, 60.0, now=0.0, **outlets)
     >>> protocol.tick(0.1)
     Signal(says=<Says.HELLO: 1>, worker=3, value=2, address='tcp://127.0.0.1:9')
-    >>> protocol.handle(ServerMessage(Answer.WELCOME, {"limit": 5.0}), 0.2)
+    >>> protocol.handle(ServerMessage(Answer.WELCOME, {"limit": 5.0, "donor": None}), 0.2)
     Model(vector=array([0., 0.], dtype=float32), iteration=0)
     >>> protocol.handle(Request(Says.READY, Model(np.ones(2, np.float32), 1)), 0.3)
     Signal(says=<Says.READY: 2>, worker=3, value=1, address='')
@@ -106,21 +114,19 @@ class WorkerProtocol:
     reply: Callable[[Model | Exception], None],
   ):
     self.model, self.lost = Model(initial, 0), ("", 0.0)
-    self.state: Literal["hello", "fetching", "joined", "ended"] = "hello"
+    self.state: Literal["joining", "fetching", "joined", "ended"] = "joining"
     self._number, self._initial, self._address = number, initial, address
     self._timeout = self._limit = timeout  # the server states its own limit in WELCOME
     self._reconnect, self._tell_server, self._send, self._reply_to_loop = reconnect, tell, send, reply
-    self._request, self._waiting = Says.READY, True  # the last request, and whether it has not been answered yet
-    self._average: Average | None = None
+    self._request, self._waiting = Says.HELLO, True  # the last request, and whether it has not been answered yet
+    self._average: Average | None = None  # in progress; the request is open
     self._members: dict[int, str] = {}  # addresses of the current group's members
     self._settled = 0  # no piece is owed to, or expected from, groups up to this number
-    self._early = Early(number, initial.size)
-    self._donor = ""  # the address of the worker that is asked for its model
-    self._replacement: Model | None = None  # fetched while the training loop computed with a model that is obsolete
-    self._now = self._last_tick = now
+    self._early: dict[int, Piece] = {}  # by sender, for a group that the server has not named yet
+    self._donor: str | None = None  # the address of the worker whose model has to replace the own one
+    self._now = self._last_tick = self._next_signal = now  # HELLO, NOT_FINITE or BEAT is sent at `_next_signal`
     self._deadline = now + timeout  # for the next message of the server
-    self._patience = now + timeout  # for the next message of another worker
-    self._next_signal = now  # when HELLO, NOT_FINITE or BEAT is sent again
+    self._patience = now + timeout  # for WELCOME, and for the next message of another worker
 
   @property
   def interval(self) -> float:
@@ -133,214 +139,166 @@ class WorkerProtocol:
       return
     self._now = now
     match event:
+      case Request(Says.BYE):
+        self._leave()
       case Request():
         self._take_request(event)
       case ServerMessage():
         self._take_server_message(event)
       case Piece(Kind.MODEL, iteration, _, vector):
-        if vector.size == self._initial.size:
-          self._take_model(Model(vector, iteration))
+        if self.state == "fetching" and vector.size == self._initial.size:
+          self._reply(Model(vector, iteration))
       case Piece():
         self._take_piece(event)
-      case Unreachable():
-        self._take_unreachable(event)
+      case Unreachable(address):
+        if self.state == "fetching" and address == self._donor:
+          self._join_again(_RETRY)
 
   def tick(self, now: float) -> None:
     """Time has passed: repeats signals, and gives up what has taken too long."""
     if self.state == "ended":
       return
     self._now = now
-    if now - self._last_tick > self._limit / 2:  # this process was suspended, messages of the server may be unread
-      self._deadline = max(self._deadline, now + self._limit)
+    if now - self._last_tick > self._limit / 2:  # this process was suspended, messages may be unread
+      self._deadline, self._patience = (max(end, now + self._limit) for end in (self._deadline, self._patience))
     self._last_tick = now
-    if now > self._deadline:
-      silence = self._limit + self._reconnect
-      self.lost = ("WELCOME", self._timeout) if self.state == "hello" else ("sign of life", silence)
-      self.state = "ended"
-    elif now > self._patience and (self.state == "fetching" or self._seeks_donor):
-      self._continue_without_donor()
-    elif now > self._patience and self._average:
-      self._give_up(self._average)
+    if now > self._patience and (self._average or self.state != "joined"):
+      self._give_up()
+    elif now > self._deadline:
+      self.state, self.lost = "ended", ("sign of life", self._limit + self._reconnect)
     elif now >= self._next_signal:
       self._repeat_signal()
 
   def _repeat_signal(self) -> None:
-    interval = _RETRY
-    if self.state == "hello":
-      self._tell(Says.HELLO, self._initial.size, self._address)
-    elif self._seeks_donor:
-      self._tell(Says.NOT_FINITE)
+    if self.state == "joining":
+      says = Says.NOT_FINITE if self._waits_for(Says.NOT_FINITE) else Says.HELLO
+      self._tell(says, self._initial.size, self._address)
+      self._next_signal = self._now + _RETRY
     else:
       self._tell(Says.BEAT)
-      interval = self._limit / _BEATS
-    self._next_signal = self._now + interval
+      self._next_signal = self._now + min(self._limit / _BEATS, _PULSE)
 
-  def _continue_without_donor(self) -> None:
-    """No donor has sent its model: continues with the own model, if it is finite and trained."""
-    if self._waits_for(Says.NOT_FINITE):
-      self._fail_to_fetch(f"no model from another worker for {self._timeout:g} s")
-    elif self.model.iteration:
-      self._join()
+  def _give_up(self) -> None:
+    """Goes on without the message that has not come for `timeout` seconds, if possible."""
+    if self._average:
+      self._fail(self._average)
+    elif self._waits_for(Says.NOT_FINITE):
+      self._reply(FloatingPointError(f"no model from another worker for {self._timeout:g} s"))
+    elif self.state == "joining":
+      self.state, self.lost = "ended", ("WELCOME", self._timeout)
+    elif self._request == Says.HELLO:  # the donor's model is that to start from
+      self._reply(RuntimeError(f"worker {self._number}: no model from {self._donor} for {self._timeout:g} s"))
+      self._leave()
     else:
-      self._tell(Says.BYE, self._settled)
-      self.state = "ended"
-      error = f"worker {self._number}: no model from {self._donor} for {self._timeout:g} s"
-      self._reply_to_loop(RuntimeError(error))
-
-  # Requests of the training loop.
-
-  def _take_request(self, request: Request) -> None:
-    if request.says == Says.BYE:
-      self._tell(Says.BYE, self._settled)
-      self.state = "ended"
-    elif self._replacement and request.says != Says.SYNCHRONIZE:
-      self._reply_to_loop(self._replacement)
-      self._replacement = None
-    else:
-      self.model, self._replacement = request.model or self.model, None
-      self._request, self._waiting = request.says, True
-      if self._seeks_donor:
-        self._patience = self._now + self._timeout
-      if self.state == "joined":
-        self._send_request()
-
-  @property
-  def _seeks_donor(self) -> bool:
-    """Whether the own model is not finite, and the server has not named a donor yet."""
-    return self.state == "joined" and self._waits_for(Says.NOT_FINITE)
+      self._donor = None
+      self._begin_request()
 
   def _waits_for(self, says: Says) -> bool:
     return self._waiting and self._request == says
 
-  def _send_request(self) -> None:
-    self._tell(self._request, 0 if self._request == Says.NOT_FINITE else self.model.iteration)
+  # Requests of the training loop.
 
-  def _reply(self, model: Model) -> None:
-    self.model = model
-    if self._waiting:
-      self._waiting = False
-      self._reply_to_loop(model)
+  def _take_request(self, request: Request) -> None:
+    self._request, self._waiting, self.model = request.says, True, request.model or self.model
+    if self.state == "joined":
+      self._patience = self._now + self._timeout
+      self._begin_request()
+
+  def _begin_request(self) -> None:
+    """Asks the donor, if there is one, or the server for what the open request is to be answered with."""
+    self.state = "joined"
+    if self._donor and self._request != Says.SYNCHRONIZE:  # in the average of all it takes part with its own model
+      self.state = "fetching"
+      self._send(self._donor, Piece(Kind.FETCH, 0, self._number))
+    elif self._request == Says.HELLO:
+      self._reply(self.model)
+    elif self._request == Says.NOT_FINITE:
+      self._join_again(0)
+    else:
+      self._tell(self._request, self.model.iteration)
+
+  def _join_again(self, delay: float) -> None:
+    self.state, self._next_signal = "joining", self._now + delay
+
+  def _leave(self) -> None:
+    self._tell(Says.BYE, self._settled)
+    self.state = "ended"
+
+  def _reply(self, answer: Model | Exception) -> None:
+    self.state, self._waiting, self._donor = "joined", False, None
+    if isinstance(answer, Model):
+      self.model = answer
+    self._reply_to_loop(answer)
 
   # Messages of the server.
 
   def _take_server_message(self, message: ServerMessage) -> None:
     kind, content = message
-    if self.state != "hello":
-      self._deadline = self._now + self._limit + self._reconnect
-    if kind == Answer.WELCOME:
-      self._take_welcome(content["limit"], content.get("donor"))
-    elif kind == Answer.GROUP and self.state == "joined":
+    if kind == Answer.WELCOME and self.state == "joining":
+      self._limit, self._donor, self._early = content["limit"], content["donor"], {}
+      self.state = "joined"
+      if self._waiting:
+        self._begin_request()
+    elif kind == Answer.GROUP and self._awaits_group:
       self._start_average(content)
-    elif kind == Answer.ABORT and self._average and self._average.group.number == content["number"]:
-      if self._average.needs(content["worker"]):
-        self._give_up(self._average)
+    elif kind == Answer.ABORT and self._average and self._average.needs(content["number"], content["worker"]):
+      self._fail(self._average)
     elif kind == Answer.REJECTED:
       self._take_rejection(content["reason"])
-    elif kind == Answer.PROBE and self.state != "hello":
-      self._tell(Says.BEAT)
-
-  def _take_welcome(self, limit: float, donor: str | None) -> None:
-    if self.state != "hello" and not self._seeks_donor:  # the answer to a repeated HELLO
-      return
-    self._limit, self._deadline = limit, self._now + limit + self._reconnect
-    self._early.clear()
-    if donor and not self._waits_for(Says.SYNCHRONIZE):  # in the average of all it takes part with its own model
-      self.state, self._donor = "fetching", donor
-      self._send(donor, Piece(Kind.FETCH, 0, self._number))
-    else:
-      self._join()
-
-  def _join(self) -> None:
-    """Joined, and continues with the own model: no other worker has a newer one."""
-    self.state = "joined"
-    if not self.model.iteration and not self._seeks_donor:
-      self._reply(self.model)
-    elif self._waiting:
-      self._send_request()
+    self._deadline = self._now + self._limit + self._reconnect
 
   def _take_rejection(self, reason: str) -> None:
     kind = reason.partition(":")[0]
-    if kind == "duplicate":
-      return  # the server does not know yet whether the worker that has this number is dead
-    if kind == "nobody":
-      if self._seeks_donor:
-        self._fail_to_fetch(reason)
-    elif kind == "absent":  # the server has dropped this worker and aborted its group, or is another server
+    if kind == "absent":  # the server has dropped this worker and aborted its group, or is another server
       self._settled = 0
-      if self.state != "hello":
+      if self.state != "joining":
         self._average, self._patience = None, self._now + self._timeout
-        self._say_hello()
-    else:
-      if self._waiting or self.state == "hello":  # without an open request, the next one raises the error
-        self._waiting = False
-        self._reply_to_loop(ValueError(f"worker {self._number}: {reason}"))
-      if self.state == "hello":
-        self.state = "ended"
-
-  def _say_hello(self) -> None:
-    """Asks for WELCOME, and for another donor, while the patience lasts."""
-    self.state, self._next_signal, self._deadline = "hello", self._now + _RETRY, self._patience
-
-  def _fail_to_fetch(self, reason: str) -> None:
-    self.state, self._waiting = "joined", False
-    self._reply_to_loop(FloatingPointError(reason))
+        self._join_again(_RETRY)
+    elif kind == "nobody":
+      if self._waits_for(Says.NOT_FINITE):
+        self._reply(FloatingPointError(reason))
+    elif kind != "duplicate" and (self._awaits_group or self.state == "joining"):
+      refused = self.state == "joining"
+      self._reply(ValueError(f"worker {self._number}: {reason}"))  # if no request is open, the next one raises it
+      self.state = "ended" if refused else "joined"
 
   # The average of a group.
-
-  def _start_average(self, content: dict[str, Any]) -> None:
-    fields = {name: content[name] for name in Group._fields}
-    group = Group(**fields | {"members": tuple(fields["members"]), "weights": tuple(fields["weights"])})
-    self._members = dict(zip(group.members, content["addresses"], strict=True))
-    average = self._average = Average(group, self._number, self.model.vector, self._initial)
-    self._patience = self._now + self._timeout
-    self._send_pieces(average.begin())
-    for part in self._early.take(group.number):
-      self._send_pieces(average.receive(part))
-    self._finish(average)
-
-  def _take_piece(self, piece: Piece) -> None:
-    if self._average and self._average.group.number == piece.number:
-      self._patience = self._now + self._timeout
-      self._send_pieces(self._average.receive(piece))
-      self._finish(self._average)
-    elif piece.number > self._settled and piece.kind == Kind.PART and self._awaits_group:
-      self._early.keep(piece)
 
   @property
   def _awaits_group(self) -> bool:
     """Whether a GROUP message may still be in transit."""
-    return self._waiting and self.state == "joined" and self._average is None and not self._seeks_donor
+    return self.state == "joined" and self._waiting and self._average is None
 
-  def _send_pieces(self, pieces: Iterable[tuple[int, Piece]]) -> None:
+  def _start_average(self, content: dict[str, Any]) -> None:
+    group = Group(**{name: content[name] for name in Group._fields})
+    self._members = dict(zip(group.members, content["addresses"], strict=True))
+    average = self._average = Average(group, self._number, self.model.vector, self._initial)
+    early, self._early = self._early.values(), {}
+    received = [average.receive(part) for part in early if part.number == group.number]
+    self._progress(average, itertools.chain(average.begin(), *received))
+
+  def _take_piece(self, piece: Piece) -> None:
+    if self._average and self._average.group.number == piece.number:
+      self._progress(self._average, self._average.receive(piece))
+    elif piece.number > self._settled and piece.kind == Kind.PART and self._awaits_group:
+      self._early.pop(piece.sender, None)
+      if piece.values.size + sum(other.values.size for other in self._early.values()) <= self._initial.size + _MEMBERS:
+        self._early[piece.sender] = piece
+
+  def _progress(self, average: Average, pieces: Iterable[tuple[int, Piece]]) -> None:
+    """Sends pieces, and answers the request if the average is done."""
+    self._patience = self._now + self._timeout
     for member, piece in pieces:
       self._send(self._members[member], piece)
-
-  def _finish(self, average: Average) -> None:
     if average.done:
       self._settled, self._average = average.group.number, None
       self._reply(Model(average.result, average.group.iteration))
 
-  def _give_up(self, average: Average) -> None:
+  def _fail(self, average: Average) -> None:
     """Keeps the own model and asks for another group."""
     self._settled, self._average = average.group.number, None
     self._tell(Says.FAILED, self._settled)
-    self._send_request()
-
-  def _take_model(self, model: Model) -> None:
-    if self.state != "fetching":
-      return
-    if self._waits_for(Says.SYNCHRONIZE):  # requested since the fetch began
-      self._join()
-      return
-    self.state = "joined"
-    self._replacement = None if self._waiting else model
-    self._reply(model)
-
-  def _take_unreachable(self, event: Unreachable) -> None:
-    if self.state == "fetching" and event.address == self._donor:
-      self._say_hello()
-    if self._average and event.refused and event.address in self._members.values():
-      self._give_up(self._average)
+    self._begin_request()
 
   def _tell(self, says: Says, value: int = 0, address: str = "") -> None:
     self._tell_server(Signal(says, self._number, value, address))

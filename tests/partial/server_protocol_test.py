@@ -1,5 +1,7 @@
 """The server's protocol without sockets, in virtual time: what is accepted and rejected, and who is dropped."""
 
+import contextlib
+import functools
 import struct
 
 import pytest
@@ -13,17 +15,28 @@ from jaxsparse.partial.messages import Answer, Says, Signal
 from jaxsparse.partial.server import ServerProtocol
 
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9, 10)]
-ADDRESS, LIMIT, START = ADDRESSES[0], 5.0, 60.0
+LIMIT, START = 5.0, 60.0
+FIRST = 700  # servers at one address number their groups differently
+
+
+def hello(worker, entries=0, says=Says.HELLO):
+  return Signal(says, worker, entries, ADDRESSES[worker])
+
+
+def welcome(donor=None):
+  return [(Answer.WELCOME, {"limit": LIMIT, "donor": None if donor is None else ADDRESSES[donor]})]
 
 
 class Wire:
-  """A `ServerProtocol`, connections to it, and what it has sent by each."""
+  """A `ServerProtocol`, connections to it, and what it has sent by each; of a worker it is the worker's number."""
 
-  def __init__(self, workers=4, size=2, first=0):
+  def __init__(self, workers=4, size=2, joined=None):
     self.controller, self.now = js.partial.Controller(workers, size), 0.0
     self.sent, self.gone = {}, set()
     times = {"limit": LIMIT, "start_timeout": START, "now": 0.0}
-    self.protocol = ServerProtocol(self.controller, self.send, **times, first=first)
+    self.protocol = ServerProtocol(self.controller, self.send, **times, first=FIRST)
+    for worker in range(workers) if joined is None else joined:
+      assert self.say(hello(worker)) == welcome()
 
   def send(self, connection, frame):
     if connection in self.gone:
@@ -31,41 +44,35 @@ class Wire:
     self.sent.setdefault(connection, []).append(messages.parse_answer(frame))
     return True
 
-  def say(self, connection, *frames):
-    self.protocol.receive(connection, [f.pack() if isinstance(f, Signal) else f for f in frames], self.now)
-    return self.heard(connection)
+  def say(self, *frames, by=None):
+    """What comes by a connection after a signal, and has come by it before; heartbeats are left out."""
+    by = frames[0].worker if by is None else by
+    self.protocol.receive(by, [f.pack() if isinstance(f, Signal) else f for f in frames], self.now)
+    return self.heard(by)
 
   def heard(self, connection):
-    """What has come by a connection since the last call, without heartbeats."""
     return [answer for answer in self.sent.pop(connection, []) if answer[0] != Answer.BEAT]
 
   def wait(self, seconds, *beating):
-    """Time passes; workers whose connections are given send a heartbeat each 0.1 s."""
+    """Time passes; workers send a heartbeat each 0.1 s."""
     for _ in range(round(10 * seconds)):
       self.now += 0.1
       for worker in beating:
-        self.say(worker, Signal(Says.BEAT, worker))
+        self.say(Signal(Says.BEAT, worker))
       self.protocol.tick(self.now)
 
 
 @pytest.fixture
 def wire():
-  return joined(Wire())
-
-
-def joined(wire):
-  """Each worker by the connection of its own number."""
-  for worker in range(wire.controller.workers):
-    assert wire.say(worker, Signal(Says.HELLO, worker, 0, ADDRESSES[worker])) == [(Answer.WELCOME, {"limit": LIMIT})]
-  return wire
+  return Wire()
 
 
 @pytest.fixture
 def grouped(wire):
   """Workers 0 and 1 average."""
-  for worker in (0, 1):
-    wire.say(worker, Signal(Says.READY, worker, 1))
-  assert [answer[0] for answer in wire.heard(0)] == [Answer.GROUP]
+  assert wire.say(Signal(Says.READY, 0, 1)) == []
+  (answer,) = wire.say(Signal(Says.READY, 1, 1))
+  assert wire.heard(0) == [answer]
   return wire
 
 
@@ -75,9 +82,9 @@ def reasons(answers):
 
 
 def test_groups_go_to_their_members_and_nobody_else(wire):
-  assert wire.say(3, Signal(Says.READY, 3, 5)) == []
-  (answer,) = wire.say(1, Signal(Says.READY, 1, 7))
-  expected = {"members": [1, 3], "weights": [0.5, 0.5], "iteration": 7, "initial": 0.0, "number": 1}
+  assert wire.say(Signal(Says.READY, 3, 5)) == []
+  (answer,) = wire.say(Signal(Says.READY, 1, 7))
+  expected = {"members": [1, 3], "weights": [0.5, 0.5], "iteration": 7, "initial": 0.0, "number": FIRST + 1}
   assert answer == (Answer.GROUP, {**expected, "addresses": [ADDRESSES[1], ADDRESSES[3]]})
   assert wire.heard(3) == [answer]
   assert wire.heard(0) == wire.heard(2) == []
@@ -85,53 +92,45 @@ def test_groups_go_to_their_members_and_nobody_else(wire):
   assert len(Signal(Says.READY, 3, 5).pack()) == 11
 
 
+MALFORMED = [
+  (b"\x02\x00",),
+  (Signal(Says.READY, 1, 3).pack(), b""),
+  (struct.pack("!BHq", 9, 0, 0),),
+  (Signal(Says.READY, 1, 3).pack() + b"x",),
+  (Signal(Says.HELLO, 0).pack() + b"\xff",),
+  *((Signal(Says.HELLO, 0, 0, f"tcp://{end}"),) for end in ("", "127.0.0.1:*", "127.0.0.1:0", "h:65536", "a b:1")),
+  (Signal(Says.NOT_FINITE, 0, 0, "ipc://x"),),
+]
+
+
 @pytest.mark.parametrize(
   ("frames", "reason"),
   [
-    ((b"",), "malformed: 0 bytes, a signal has 11"),
-    ((b"\x02\x00",), "malformed: 2 bytes"),
-    ((b"x" * 11, b""), "malformed: a message of 2 frames, send one"),
-    ((struct.pack("!BHq", 9, 0, 0),), "malformed: a signal of kind 9, choose from 1 (HELLO), 2 (READY)"),
-    ((Signal(Says.READY, 1, 3).pack() + b"x",), "malformed: 12 bytes, READY has 11"),
-    ((Signal(Says.BEAT, 1, 3),), "malformed: BEAT with value 3, send 0"),
-    ((Signal(Says.NOT_FINITE, 1, 3),), "malformed: NOT_FINITE with value 3, send 0"),
-    ((Signal(Says.NOT_FINITE, 1),), "duplicate: worker 1 is ready already, with iteration 4"),
-    ((Signal(Says.HELLO, 0, 0, "ipc://x"),), "malformed: HELLO with address 'ipc://x', send tcp://HOST:PORT"),
-    ((Signal(Says.HELLO, 0, 0).pack() + b"\xff",), "malformed: HELLO with an address that is not ASCII"),
-    ((Signal(Says.HELLO, 4, 0, ADDRESS),), "unknown: worker 4, there are 0 … 3"),
-    ((Signal(Says.HELLO, 0, 0, "tcp://"),), "malformed: HELLO with address 'tcp://'"),
-    ((Signal(Says.HELLO, 0, 0, "tcp://127.0.0.1:*"),), "malformed: HELLO with address 'tcp://127.0.0.1:*'"),
-    ((Signal(Says.HELLO, 0, 0, "tcp://127.0.0.1:0"),), "malformed: HELLO with address"),
-    ((Signal(Says.HELLO, 0, 0, "tcp://127.0.0.1:65536"),), "malformed: HELLO with address"),
-    ((Signal(Says.HELLO, 0, 0, "tcp://a b:1"),), "malformed: HELLO with address"),
-    ((Signal(Says.HELLO, 0, 9, ADDRESS),), "unlike: worker 0 has a model of 9 entries, the others of 0"),
-    ((Signal(Says.HELLO, 2, 0, ADDRESS),), "duplicate: worker 2 has joined already; if it died, it is dropped after 5"),
+    *((frames, "malformed: [") for frames in MALFORMED),
+    ((Signal(Says.HELLO, 4, 0, ADDRESSES[0]),), "unknown: worker 4, there are 0 … 3"),
+    ((hello(0, entries=9),), "unlike: worker 0 has a model of 9 entries, the others of 0"),
+    ((hello(1),), "duplicate: worker 1 is ready already, with iteration 4"),
+    ((hello(2),), "duplicate: worker 2 has joined; if it died, it is dropped after 5 s"),
     ((Signal(Says.READY, 1, -1),), "iteration -1 of worker 1 is malformed"),
     ((Signal(Says.READY, 1, 4),), "duplicate: worker 1 is ready already, with iteration 4"),
-    ((Signal(Says.READY, 0, 4),), "absent: worker 0 has not joined, it has to send HELLO"),
-    ((Signal(Says.READY, 2, 4),), "absent: worker 2 has joined by another connection"),
-    ((Signal(Says.FAILED, 1, 1),), "stale: worker 1 is not in group 1"),
+    ((Signal(Says.READY, 0, 4),), "absent: worker 0 has not joined by this connection, it has to send HELLO"),
+    ((Signal(Says.READY, 2, 4),), "absent: worker 2 has not joined by this connection"),
+    ((Signal(Says.FAILED, 1, FIRST + 1),), "stale: worker 1 is not in group 1"),
   ],
 )
 def test_what_is_rejected_changes_nothing(frames, reason):
-  wire = Wire()
-  for worker in (1, 2):
-    wire.say(worker, Signal(Says.HELLO, worker, 0, ADDRESS))
-  wire.say(1, Signal(Says.READY, 1, 4))
-  (found,) = reasons(wire.say(1, *frames))
+  wire = Wire(joined=(1, 2))
+  wire.say(Signal(Says.READY, 1, 4))
+  (found,) = reasons(wire.say(*frames, by=1))
   assert found.startswith(reason)
   assert wire.protocol.rejected == 1
-  wire.heard(2)  # a PROBE, if the message was a HELLO with its number
-  assert wire.say(2, Signal(Says.READY, 2, 6))[0][1]["members"] == [1, 2]
+  assert wire.say(Signal(Says.READY, 2, 6))[0][1]["members"] == [1, 2]
 
 
 @given(st.lists(st.binary(max_size=20), max_size=3))
 def test_any_bytes_are_parsed_or_rejected(frames):
-  try:
-    signal = messages.parse_signal(frames)
-  except Rejected:
-    return
-  assert [signal.pack()] == frames
+  with contextlib.suppress(Rejected):
+    assert [messages.parse_signal(frames).pack()] == frames
 
 
 def test_a_silent_worker_is_dropped_after_the_limit_and_its_group_is_told(grouped):
@@ -140,29 +139,25 @@ def test_a_silent_worker_is_dropped_after_the_limit_and_its_group_is_told(groupe
   assert 1 in wire.controller.alive
   wire.wait(0.3)
   assert wire.controller.alive == (0, 2, 3)
-  assert wire.heard(0) == [(Answer.ABORT, {"number": 1, "worker": 1})]
+  assert wire.heard(0) == [(Answer.ABORT, {"number": FIRST + 1, "worker": 1})]
   assert wire.heard(2) == wire.heard(3) == []
-  assert reasons(wire.say(1, Signal(Says.READY, 1, 2)))[0].startswith("absent: worker 1")
-  ((kind, welcome),) = wire.say(1, Signal(Says.HELLO, 1, 0, ADDRESS))  # it returns, and is named a donor
-  assert (kind, welcome["donor"]) == (Answer.WELCOME, ADDRESSES[0])
+  assert reasons(wire.say(Signal(Says.READY, 1, 2)))[0].startswith("absent: worker 1")
+  assert wire.say(hello(1)) == welcome(donor=0)  # it returns, and is named a donor
 
 
-def test_heartbeats_are_sent_to_all_and_answered(wire):
+def test_heartbeats_are_sent_to_all(wire):
   wire.sent.clear()
   wire.wait(0.3)
   assert wire.sent == {worker: [(Answer.BEAT, {})] for worker in range(4)}
-  wire.protocol.receive(0, [Signal(Says.BEAT, 0).pack()], wire.now)
-  assert wire.sent[0] == [(Answer.BEAT, {})] * 2
 
 
-@pytest.mark.parametrize("suspended", [False, True])
-def test_workers_that_never_come_are_dropped_and_the_others_after_their_messages_have_been_read(suspended):
+@pytest.mark.parametrize(("joined", "pause", "patience"), [((), 0, START), (range(4), 10 * LIMIT, LIMIT)])
+def test_workers_that_never_come_are_dropped_and_those_that_are_silent_after_a_pause(joined, pause, patience):
   """A server that was suspended drops nobody before that."""
-  wire = joined(Wire()) if suspended else Wire()
-  if suspended:
-    wire.now += 10 * LIMIT
-    wire.protocol.tick(wire.now)
-  wire.wait((LIMIT if suspended else START) - 0.1)
+  wire = Wire(joined=joined)
+  wire.now += pause
+  wire.protocol.tick(wire.now)
+  wire.wait(patience - 0.1)
   assert wire.controller.alive == (0, 1, 2, 3)
   wire.wait(0.3)
   assert wire.controller.alive == ()
@@ -171,20 +166,20 @@ def test_workers_that_never_come_are_dropped_and_the_others_after_their_messages
 @pytest.mark.parametrize("settled", [True, False])
 def test_leaving_aborts_the_group_exactly_if_pieces_are_owed(grouped, settled):
   """The pieces of a worker that has sent BYE may still be in transit to slower members of its last group."""
-  grouped.say(0, Signal(Says.BYE, 0, 1 if settled else 0))
-  assert grouped.heard(1) == ([] if settled else [(Answer.ABORT, {"number": 1, "worker": 0})])
-  grouped.say(1, Signal(Says.READY, 1, 2))
-  assert grouped.say(3, Signal(Says.READY, 3, 2))[0][1]["members"] == [1, 3]
+  grouped.say(Signal(Says.BYE, 0, FIRST + settled))
+  assert grouped.heard(1) == ([] if settled else [(Answer.ABORT, {"number": FIRST + 1, "worker": 0})])
+  grouped.say(Signal(Says.READY, 1, 2))
+  assert grouped.say(Signal(Says.READY, 3, 2))[0][1]["members"] == [1, 3]
 
 
 def test_an_absent_worker_holds_the_others_up_for_as_long_as_their_step_took():
   """Worker 2 computes for long, and its thread sends heartbeats; 0 and 1 are ready 0.3 s after each average."""
-  wire, longest, iteration = joined(Wire(workers=3)), 0.0, 0
+  wire, longest, iteration = Wire(workers=3), 0.0, 0
   while wire.now < 60:
     iteration += 1
     wire.wait(0.3, 0, 1, 2)
     for worker in (0, 1):
-      wire.say(worker, Signal(Says.READY, worker, iteration))
+      wire.say(Signal(Says.READY, worker, iteration))
     began = wire.now
     while wire.controller.waiting:
       wire.wait(0.1, 0, 1, 2)
@@ -192,71 +187,58 @@ def test_an_absent_worker_holds_the_others_up_for_as_long_as_their_step_took():
     longest = max(longest, wire.now - began)
   assert 0 < longest < 0.45
   assert iteration > 0.95 * 60 / 0.3
-  wire.say(2, Signal(Says.READY, 2, 1))
+  wire.say(Signal(Says.READY, 2, 1))
   wire.wait(0.3, 0, 1, 2)
   wire.heard(2)
-  (answer,) = wire.say(0, Signal(Says.READY, 0, iteration + 1))
+  (answer,) = wire.say(Signal(Says.READY, 0, iteration + 1))
   assert answer[1]["members"] == [0, 2]
 
 
-@pytest.mark.parametrize("first", [0, 700])
-def test_a_failed_average_aborts_the_group_and_the_worker_may_be_ready_again(first):
-  """Servers at one address number their groups differently."""
-  wire = joined(Wire(first=first))
-  wire.say(0, Signal(Says.READY, 0, 1))
-  assert wire.say(1, Signal(Says.READY, 1, 1))[0][1]["number"] == first + 1
-  wire.heard(0)
-  assert wire.say(0, Signal(Says.FAILED, 0, first + 1)) == []
-  assert wire.heard(1) == [(Answer.ABORT, {"number": first + 1, "worker": 0})]
-  assert wire.say(0, Signal(Says.READY, 0, 1)) == []
-  assert reasons(wire.say(1, Signal(Says.FAILED, 1, first)))[0].startswith("stale: worker 1 is not in group 0")
-  assert wire.say(1, Signal(Says.FAILED, 1, first + 1)) == []
-  assert wire.say(1, Signal(Says.READY, 1, 1))[0][1]["number"] == first + 2
+def test_a_failed_average_aborts_the_group_and_the_worker_may_be_ready_again(grouped):
+  assert grouped.say(Signal(Says.FAILED, 0, FIRST + 1)) == []
+  assert grouped.heard(1) == [(Answer.ABORT, {"number": FIRST + 1, "worker": 0})]
+  assert grouped.say(Signal(Says.READY, 0, 1)) == []
+  assert reasons(grouped.say(Signal(Says.FAILED, 1, FIRST)))[0].startswith("stale: worker 1 is not in group 0")
+  assert grouped.say(Signal(Says.FAILED, 1, FIRST + 1)) == []
+  assert grouped.say(Signal(Says.READY, 1, 1))[0][1]["number"] == FIRST + 2
 
 
-def test_a_repeated_hello_is_welcome_and_names_the_next_donor_never_the_worker_itself():
-  wire = joined(Wire(workers=3, size=3))
-  wire.say(0, Signal(Says.READY, 0, 7))
-  again = lambda worker: wire.say(worker, Signal(Says.HELLO, worker, 0, ADDRESSES[worker]))
-  assert again(0) == [(Answer.WELCOME, {"limit": LIMIT})]
-  wire.say(1, Signal(Says.READY, 1, 8))
-  donors = [again(2)[0][1]["donor"] for _ in range(3)]
-  assert donors == [ADDRESSES[0], ADDRESSES[1], ADDRESSES[0]]
+def test_a_repeated_hello_names_the_next_donor_the_most_trained_first():
+  wire = Wire(joined=(0, 1))
+  wire.say(Signal(Says.READY, 0, 7))
+  wire.say(Signal(Says.SYNCHRONIZE, 1, 8))
+  assert [wire.say(hello(2)) for _ in range(3)] == [welcome(donor) for donor in (1, 0, 1)]
 
 
 def test_a_worker_without_a_finite_model_is_no_donor_until_it_is_ready_again():
-  """It asks until another one is ready, and is rejected if all others ask too."""
-  wire = joined(Wire(workers=2))
-  assert wire.say(0, Signal(Says.NOT_FINITE, 0)) == []  # worker 1 has not been ready yet
-  assert reasons(wire.say(1, Signal(Says.NOT_FINITE, 1))) == ["nobody: no worker has a finite model"]
-  wire.say(1, Signal(Says.READY, 1, 7))
-  assert wire.say(0, Signal(Says.NOT_FINITE, 0)) == [(Answer.WELCOME, {"limit": LIMIT, "donor": ADDRESSES[1]})]
-  assert wire.say(0, Signal(Says.READY, 0, 8))[0][1]["members"] == [0, 1]
-
-
-def test_a_worker_that_was_named_a_donor_counts_as_one_with_a_finite_model():
-  """It fetches the donor's model: after the donor has left, another worker waits for it to be ready."""
-  wire = joined(Wire(workers=3))
-  assert wire.say(0, Signal(Says.NOT_FINITE, 0)) == []
-  wire.say(2, Signal(Says.READY, 2, 7))
-  assert wire.say(0, Signal(Says.NOT_FINITE, 0))[0][1]["donor"] == ADDRESSES[2]
-  wire.say(2, Signal(Says.BYE, 2))
-  assert wire.say(1, Signal(Says.NOT_FINITE, 1)) == []
+  """It is welcome once there is a donor, of which it has a finite model then; and rejected if all others ask too."""
+  wire, asks = Wire(workers=3), functools.partial(hello, says=Says.NOT_FINITE)
+  assert wire.say(asks(0)) == wire.say(asks(1)) == []  # worker 2 has not been ready yet
+  assert reasons(wire.say(asks(2))) == ["nobody: no worker has a finite model"]
+  wire.say(Signal(Says.READY, 2, 7))
+  assert wire.say(asks(0)) == welcome(donor=2)
+  wire.say(Signal(Says.BYE, 2))
+  assert wire.say(asks(1)) == []
+  assert wire.say(Signal(Says.READY, 0, 8)) == []
+  assert wire.say(asks(1)) == welcome(donor=0)
+  assert wire.say(Signal(Says.READY, 1, 8))[0][1]["members"] == [0, 1]
+  assert wire.say(asks(0))[-1:] == welcome(donor=1)
+  assert wire.say(asks(1)) == []
 
 
 @pytest.mark.parametrize("end", ["disconnected", "silent"])
 def test_the_number_of_a_dead_worker_is_free_again(wire, end):
   """Its successor retries until the server drops the dead one; earlier rivals are rejected for good."""
-  hello = Signal(Says.HELLO, 0, 0, ADDRESS)
   for reason in ("duplicate: worker 0", "taken: a living worker has the number 0"):
     for rival in ("rival", "other"):
-      assert reasons(wire.say(rival, hello))[0].startswith(reason)
-      assert wire.heard(0) == [(Answer.PROBE, {})]
+      assert reasons(wire.say(hello(0), by=rival))[0].startswith(reason)
     wire.wait(0.1, 0)
   if end == "disconnected":
+    wire.say(hello(0), by="successor")  # before the worker has died
+    wire.wait(0.1, 0)
     wire.gone.add(0)
   died = wire.now
-  while (answers := wire.say("successor", hello)) != [(Answer.WELCOME, {"limit": LIMIT})]:
+  while (answers := wire.say(hello(0), by="successor")) != welcome():
     assert reasons(answers)[0].startswith("duplicate: worker 0")
     wire.wait(0.2, 1, 2, 3)
   assert wire.now - died < (LIMIT / 2 if end == "disconnected" else LIMIT + 0.5)

@@ -1,11 +1,10 @@
-"""The protocol of one worker: every transition, lost peers, duplicate, stale and early messages, and any order."""
+"""The protocol of one worker: lost peers and servers, duplicate, stale, early and forged messages, and any order."""
 
-import collections
+import functools
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import stateful
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal
@@ -15,28 +14,50 @@ ME, LIMIT, TIMEOUT, RECONNECT = 1, 5.0, 20.0, 7.0
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9)]
 TICK = None
 
-# What the protocol does; models and pieces as lists.
-Send = collections.namedtuple("Send", "address piece")
-Reply = collections.namedtuple("Reply", "answer")
-ControllerSilent = collections.namedtuple("ControllerSilent", "awaited seconds")
+
+def piece(kind, number, sender, *entries):
+  return Piece(kind, number, sender, np.array(entries, np.float32))
 
 
-def model(value, iteration):
-  return Model(np.full(4, value, np.float32), iteration)
+def message(kind, **content):
+  return ServerMessage(kind, content)
+
+
+def welcome(donor=None, limit=LIMIT):
+  return message(Answer.WELCOME, limit=limit, donor=None if donor is None else ADDRESSES[donor])
+
+
+def group(number, members=(0, 1), weights=(0.5, 0.5)):
+  addresses = [ADDRESSES[member] for member in members]
+  fields = {"members": list(members), "weights": list(weights), "iteration": 7, "initial": 0.0, "number": number}
+  return message(Answer.GROUP, **fields, addresses=addresses)
+
+
+def request(says, value=0, iteration=0):
+  return Request(says, Model(np.full(4, value, np.float32), iteration) if iteration else None)
+
+
+part, mean = functools.partial(piece, Kind.PART), functools.partial(piece, Kind.MEAN)
+abort, rejected = functools.partial(message, Answer.ABORT), functools.partial(message, Answer.REJECTED)
+ABSENT, BEAT = rejected(reason="absent: worker 1 has not joined"), message(Answer.BEAT)
+FETCHED = piece(Kind.MODEL, 9, 0, 4, 4, 4, 4)
+
+# What the protocol does: a signal, a piece with the receiver (sent), a model or an error for the training loop (reply).
 
 
 def signal(says, value=0):
-  return Signal(says, ME, value, ADDRESSES[ME] if says == Says.HELLO else "")
+  return Signal(says, ME, value, ADDRESSES[ME] if says in (Says.HELLO, Says.NOT_FINITE) else "")
+
+
+def sent(to, kind, number, *entries):
+  return ADDRESSES[to], kind, number, list(entries)
 
 
 def reply(value, iteration):
-  return Reply(([float(value)] * 4, iteration))
+  return [float(value)] * 4, iteration
 
 
-FETCH = Send(ADDRESSES[0], Piece(Kind.FETCH, 0, ME, []))
-FETCHED = Piece(Kind.MODEL, 9, 0, np.full(4, 4, np.float32))
-AGAIN = [signal(Says.FAILED, 5), signal(Says.READY, 3)]
-LOST = ControllerSilent("sign of life", LIMIT + RECONNECT)
+FETCH, AGAIN = sent(0, Kind.FETCH, 0), [signal(Says.FAILED, 5), signal(Says.READY, 3)]
 
 
 class Subject:
@@ -49,59 +70,29 @@ class Subject:
     self.protocol = WorkerProtocol(ME, start, ADDRESSES[ME], TIMEOUT, RECONNECT, self.now, **outlets)
 
   def send(self, address, piece):
-    self.actions.append(Send(address, piece._replace(values=piece.values.tolist())))
+    assert piece.sender == ME
+    self.actions.append((address, piece.kind, piece.number, piece.values.tolist()))
     if self.broken:
-      self.protocol.handle(Unreachable(address, refused=False), self.now)
+      self.protocol.handle(Unreachable(address), self.now)
 
   def reply(self, answer):
-    found = (answer.vector.tolist(), answer.iteration) if isinstance(answer, Model) else (type(answer), str(answer))
-    self.actions.append(Reply(found))
+    is_model = isinstance(answer, Model)
+    self.actions.append((answer.vector.tolist(), answer.iteration) if is_model else (type(answer), str(answer)))
 
-  def __call__(self, event, *content, **fields):
+  def __call__(self, *events):
     """What the protocol does."""
-    if isinstance(event, Answer):
-      event = ServerMessage(event, fields)
-    elif isinstance(event, Says):
-      event = Request(event, *content)
     self.actions = []
-    ended = self.protocol.state == "ended"
-    if event is TICK:
-      self.protocol.tick(self.now)
-    else:
-      self.protocol.handle(event, self.now)
-    if self.protocol.lost[0] and not ended:
-      self.actions.append(ControllerSilent(*self.protocol.lost))
+    for event in events:
+      self.protocol.tick(self.now) if event is TICK else self.protocol.handle(event, self.now)
     return self.actions
 
-  def wait(self, seconds, step=0.1):
-    """Ticks; the actions but heartbeats."""
+  def wait(self, seconds, *events, step=0.1):
+    """Ticks, and what happens before each; the actions but heartbeats."""
     actions = []
     for _ in range(round(seconds / step)):
       self.now += step
-      actions += [action for action in self(TICK) if action != signal(Says.BEAT)]
+      actions += [action for action in self(*events, TICK) if action != signal(Says.BEAT)]
     return actions
-
-  def alive(self, seconds):
-    """Ticks while the server sends heartbeats."""
-    return [action for _ in range(round(seconds)) for action in self(Answer.BEAT) + self.wait(1)]
-
-  def group(self, number, members=(0, 1), weights=(0.5, 0.5), iteration=7):
-    addresses = [ADDRESSES[member] for member in members]
-    content = {"members": list(members), "weights": list(weights), "iteration": iteration, "initial": 0.0}
-    return self(Answer.GROUP, **content, number=number, addresses=addresses)
-
-  def piece(self, kind, number, sender, *entries):
-    return self(Piece(kind, number, sender, np.array(entries, np.float32)))
-
-  def part(self, number, sender, *entries):
-    return self.piece(Kind.PART, number, sender, *entries)
-
-  def mean(self, number, sender, *entries):
-    return self.piece(Kind.MEAN, number, sender, *entries)
-
-
-def kinds(actions):
-  return [action.piece.kind for action in actions]
 
 
 @pytest.fixture
@@ -112,265 +103,205 @@ def new():
 @pytest.fixture
 def ready(new):
   """Joined, and READY with a model of ones at iteration 3."""
-  assert new(Answer.WELCOME, limit=LIMIT) == [reply(0, 0)]
-  assert new(Says.READY, model(1, 3)) == [signal(Says.READY, 3)]
+  assert new(welcome(), request(Says.READY, 1, 3)) == [reply(0, 0), signal(Says.READY, 3)]
   return new
 
 
 @pytest.fixture
 def averaging(ready):
   """In group 5, with worker 0; nothing has arrived."""
-  assert ready.group(5) == [Send(ADDRESSES[0], Piece(Kind.PART, 5, ME, [1, 1]))]
+  assert ready(group(5)) == [sent(0, Kind.PART, 5, 1, 1)]
   return ready
 
 
 @pytest.fixture
 def computing(averaging):
   """Between two requests, with a model of twos at iteration 7."""
-  averaging.part(5, 0, 3, 3)
-  assert averaging.mean(5, 0, 2, 2) == [reply(2, 7)]
+  assert averaging(part(5, 0, 3, 3), mean(5, 0, 2, 2))[1:] == [reply(2, 7)]
   return averaging
 
 
 def test_welcome_gives_the_initial_model_or_that_of_a_donor(new):
-  assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
-  assert new(Answer.WELCOME, limit=LIMIT) == []  # the answer to a repeated HELLO
+  assert new(TICK) == [signal(Says.HELLO, 4)]
+  assert new(welcome(donor=0)) == [FETCH]
+  assert new(welcome()) == []  # the answer to a repeated HELLO
   assert new(FETCHED) == [reply(4, 9)]
-  assert new(FETCHED._replace(number=10)) == []
-  assert new(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == []
+  assert new(FETCHED._replace(number=10), welcome(donor=0)) == []
   assert new.protocol.model.iteration == 9
 
 
-def test_a_group_averages(averaging):
-  assert averaging.part(5, 0, 3, 5) == [Send(ADDRESSES[0], Piece(Kind.MEAN, 5, ME, [2, 3]))]
-  assert averaging.mean(5, 0, 6, 7) == [Reply(([6, 7, 2, 3], 7))]
-  assert averaging(Says.BYE) == [signal(Says.BYE, 5)]
+def test_another_donor_is_asked_for_if_one_cannot_be_reached(new):
+  new.broken = True
+  assert new(welcome(donor=0)) == [FETCH]
+  assert new.wait(0.3) == [signal(Says.HELLO, 4)]
+  assert new(welcome(donor=2)) == [sent(2, Kind.FETCH, 0)]
 
 
 @pytest.mark.parametrize("kind", [Kind.PART, Kind.MEAN])
-def test_a_duplicate_or_foreign_piece_changes_nothing(averaging, kind):
-  assert averaging.piece(kind, 5, ME, 9, 9) == []
-  averaging.part(5, 0, 3, 5)
-  for sender, entries in ((0, (9, 9)), (2, (9, 9)), (ME, (9, 9)), (0, (9,)), (0, ())):
-    if (kind, sender, len(entries)) != (Kind.MEAN, 0, 2):  # the one that is awaited
-      assert averaging.piece(kind, 5, sender, *entries) == []
-  for number in (4, 6):
-    assert averaging.piece(kind, number, 0, 9, 9) == []
-  assert averaging.mean(5, 0, 6, 7) == [Reply(([6, 7, 2, 3], 7))]
+def test_a_group_averages_and_a_duplicate_or_foreign_piece_changes_nothing(averaging, kind):
+  assert averaging(piece(kind, 5, ME, 9, 9), part(5, 0, 9)) == []
+  assert averaging(part(5, 0, 3, 5)) == [sent(0, Kind.MEAN, 5, 2, 3)]
+  foreign = [(5, 2, 9, 9), (5, ME, 9, 9), (5, 0, 9), (5, 0), (4, 0, 9, 9), (6, 0, 9, 9)]
+  assert averaging(part(5, 0, 9, 9), *(piece(kind, *fields) for fields in foreign)) == []
+  assert averaging(mean(5, 0, 6, 7)) == [([6, 7, 2, 3], 7)]
+  assert averaging(Request(Says.BYE)) == [signal(Says.BYE, 5)]
 
 
 def test_a_part_is_kept_only_for_the_group_that_is_awaited(computing):
   """Where a request is open, for the next group of this server; no mean can be early."""
-  computing.part(6, 0, 3, 5)  # no request is open
-  computing(Says.READY, model(1, 8))
-  computing.part(7, 0, 3, 5)  # of another group than the next
-  assert kinds(computing.group(6)) == [Kind.PART]
-  assert computing.protocol._early.take(7) == []
-  computing.part(6, 0, 3, 3)
-  assert computing.mean(6, 0, 2, 2) == [reply(2, 7)]
-  computing(Says.READY, model(1, 9))
-  computing.part(7, 0, 3, 5)
-  computing.part(6, 0, 9, 9)  # of a group that is settled: does not replace that of the next
-  assert kinds(computing.group(7)) == [Kind.PART, Kind.MEAN]
-  computing.mean(7, 0, 2, 2)
-  computing(Says.READY, model(1, 10))
-  computing.mean(8, 0, 9, 9)
-  computing.part(8, 0, 3, 5)
-  computing(Answer.REJECTED, reason="absent: worker 1 has not joined")
-  assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 10)]
-  assert kinds(computing.group(8)) == [Kind.PART]  # without what came before the server was joined again
+  computing(part(6, 0, 3, 5))  # no request is open
+  computing(request(Says.READY, 1, 8), part(7, 0, 3, 5))  # of another group than the next
+  assert computing(group(6)) == [sent(0, Kind.PART, 6, 1, 1)]
+  assert computing.protocol._early == {}
+  assert computing(part(6, 0, 3, 3), mean(6, 0, 2, 2))[1:] == [reply(2, 7)]
+  computing(request(Says.READY, 1, 9), part(7, 0, 3, 5))
+  computing(part(6, 0, 9, 9))  # of a group that is settled: does not replace that of the next
+  assert computing(group(7)) == [sent(0, Kind.PART, 7, 1, 1), sent(0, Kind.MEAN, 7, 2, 3)]
+  computing(mean(7, 0, 2, 2), request(Says.READY, 1, 10), mean(8, 0, 9, 9), part(8, 0, 3, 5))
+  assert computing(ABSENT, welcome()) == [signal(Says.READY, 10)]
+  assert computing(group(8)) == [sent(0, Kind.PART, 8, 1, 1)]  # without what came before the server was joined again
+
+
+def test_forged_parts_do_not_fill_the_memory(ready):
+  """Those that are early have no more entries together than any group sends, and take the place of none of its."""
+  ready(*(part(5, sender, *[0.0] * 30000) for sender in (5, 6, 6, 7)), part(5, 0, 3, 5))
+  assert ready.protocol._early.keys() == {0, 5, 6}
+  assert ready(group(5)) == [sent(0, Kind.PART, 5, 1, 1), sent(0, Kind.MEAN, 5, 2, 3)]
 
 
 def test_an_abort_counts_only_while_the_member_is_needed(averaging):
-  assert averaging(Answer.ABORT, number=4, worker=0) == []
-  assert averaging(Answer.ABORT, number=5, worker=2) == []
-  assert averaging(Answer.ABORT, number=5, worker=0) == AGAIN
-  assert averaging(Answer.ABORT, number=5, worker=0) == []
-  assert averaging.part(5, 0, 3, 5) == averaging.mean(5, 0, 6, 7) == []  # late
-  assert averaging.group(6) == [Send(ADDRESSES[0], Piece(Kind.PART, 6, ME, [1, 1]))]  # with the model as it was
-
-
-def test_an_abort_after_the_last_piece_of_a_member_does_not_count(ready):
-  ready.group(5, members=(0, 1, 2), weights=(0.25, 0.25, 0.5))
-  ready.part(5, 0, 3)
-  ready.mean(5, 0, 6)
-  assert ready(Answer.ABORT, number=5, worker=0) == []
-  assert ready(Answer.ABORT, number=5, worker=2) == AGAIN
+  assert averaging(abort(number=4, worker=0), abort(number=5, worker=2)) == []
+  assert averaging(abort(number=5, worker=0)) == AGAIN
+  assert averaging(abort(number=5, worker=0), part(5, 0, 3, 5), mean(5, 0, 6, 7)) == []  # late
+  averaging(group(5, members=(0, 1, 2), weights=(0.25, 0.25, 0.5)))
+  averaging(part(5, 0, 3), mean(5, 0, 6))
+  assert averaging(abort(number=5, worker=0)) == []  # it has sent its last piece
+  assert averaging(abort(number=5, worker=2)) == AGAIN
+  assert averaging(group(6)) == [sent(0, Kind.PART, 6, 1, 1)]  # with the model as it was
 
 
 def test_an_average_without_progress_is_given_up(averaging):
-  assert averaging.alive(TIMEOUT - 1) == []
-  averaging.part(5, 0, 3, 5)  # progress
-  assert averaging.alive(TIMEOUT - 1) == []
-  assert averaging.alive(2) == AGAIN
+  assert averaging.wait(TIMEOUT - 1, BEAT) == []
+  averaging(part(5, 0, 3, 5))  # progress
+  assert averaging.wait(TIMEOUT - 1, BEAT) == []
+  assert averaging.wait(2, BEAT) == AGAIN
 
 
-def test_a_connection_that_is_refused_ends_the_average_and_a_broken_one_does_not(averaging):
-  assert averaging(Unreachable(ADDRESSES[0], refused=False)) == []
-  assert averaging(Unreachable(ADDRESSES[2], refused=True)) == []
-  assert averaging(Unreachable(ADDRESSES[0], refused=True)) == AGAIN
-
-
-LEAVES = Reply((RuntimeError, f"worker 1: no model from {ADDRESSES[0]} for 20 s"))
-NO_MODEL = Reply((FloatingPointError, "no model from another worker for 20 s"))
+NO_MODEL = [(FloatingPointError, "no model from another worker for 20 s")]
 
 
 @pytest.mark.parametrize(
   ("fixture", "event", "donor", "then"),
   [
-    ("new", TICK, True, [signal(Says.BYE), LEAVES]),  # it has no model of its own
-    ("ready", ServerMessage(Answer.REJECTED, {"reason": "absent: "}), True, [signal(Says.READY, 3)]),
-    ("computing", Says.NOT_FINITE, True, [NO_MODEL]),
-    ("computing", Says.NOT_FINITE, False, [NO_MODEL]),
+    ("new", TICK, 0, [(RuntimeError, f"worker 1: no model from {ADDRESSES[0]} for 20 s"), signal(Says.BYE)]),
+    ("ready", ABSENT, 0, [signal(Says.READY, 3)]),
+    ("computing", Request(Says.NOT_FINITE), 0, NO_MODEL),
+    ("computing", Request(Says.NOT_FINITE), None, NO_MODEL),
   ],
 )
 def test_a_donor_that_does_not_answer_is_awaited_until_the_timeout(request, fixture, event, donor, then):
   worker = request.getfixturevalue(fixture)
   worker(event)
-  if donor:
-    assert worker(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [FETCH]
-  assert [action for action in worker.alive(TIMEOUT + 1) if action != signal(Says.NOT_FINITE)] == then
+  assert worker(welcome(donor)) == ([] if donor is None else [FETCH])
+  assert [action for action in worker.wait(TIMEOUT + 1, BEAT) if action != signal(Says.NOT_FINITE, 4)] == then
   if fixture == "computing":
-    assert worker(Says.READY, model(1, 8)) == [signal(Says.READY, 8)]
+    assert worker(Request(Says.READY, worker.protocol.model)) == [signal(Says.READY, 7)]
 
 
-def test_a_worker_that_is_dropped_while_it_computes_gets_the_donors_model_at_its_next_request_once(computing):
-  computing(Answer.REJECTED, reason="absent: ")
-  computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
-  assert computing(FETCHED) == []
-  assert computing(Says.READY, model(5, 8)) == [reply(4, 9)]
-  assert computing(Says.READY, model(5, 10)) == [signal(Says.READY, 10)]
+def test_a_worker_without_a_finite_model_joins_again_until_there_is_a_donor(computing):
+  computing(Request(Says.NOT_FINITE))
+  assert computing.wait(0.5) == [signal(Says.NOT_FINITE, 4)] * 2
+  assert computing(welcome()) == []  # the answer to an earlier HELLO
+  assert computing(welcome(donor=0), FETCHED) == [FETCH, reply(4, 9)]
+  computing(Request(Says.NOT_FINITE))
+  nobody = rejected(reason="nobody: no worker")
+  assert computing(nobody, nobody) == [(FloatingPointError, "nobody: no worker")]
 
 
-def test_a_worker_that_synchronizes_takes_part_with_its_own_model(computing):
-  computing(Answer.REJECTED, reason="absent: ")
-  computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0])
-  assert computing(Says.SYNCHRONIZE, model(5, 8)) == []
-  assert computing(FETCHED) == [signal(Says.SYNCHRONIZE, 8)]
-  computing(Answer.REJECTED, reason="absent: ")
-  assert computing(Answer.WELCOME, limit=LIMIT, donor=ADDRESSES[0]) == [signal(Says.SYNCHRONIZE, 8)]
+def test_a_worker_that_is_dropped_while_it_computes_gets_a_donors_model_at_its_next_request_once(computing):
+  """But it takes part in the average of all with its own model."""
+  for _ in range(2):
+    assert computing(ABSENT, welcome(donor=0)) == []
+    assert computing(request(Says.READY, 5, 8), FETCHED) == [FETCH, reply(4, 9)]
+    assert computing(request(Says.READY, 5, 10)) == [signal(Says.READY, 10)]
+    computing(group(6, members=(ME,), weights=(1,)))
+  computing(ABSENT, welcome(donor=0))
+  assert computing(request(Says.SYNCHRONIZE, 5, 8)) == [signal(Says.SYNCHRONIZE, 8)]
+  assert computing(ABSENT, welcome(donor=0)) == [signal(Says.SYNCHRONIZE, 8)]
 
 
 def test_a_rejected_request_is_answered_with_the_reason_and_the_worker_goes_on(ready):
-  rejected = Reply((ValueError, "worker 1: stale: iteration 3"))
-  assert ready(Answer.REJECTED, reason="stale: iteration 3") == [rejected]
-  assert ready(Answer.REJECTED, reason="stale: again") == []  # no request is open
-  assert ready(Says.READY, model(1, 4)) == [signal(Says.READY, 4)]
+  stale = rejected(reason="stale: iteration 3")
+  assert ready(stale, stale) == [(ValueError, "worker 1: stale: iteration 3")]  # then no request is open
+  assert ready(request(Says.READY, 1, 4)) == [signal(Says.READY, 4)]
 
 
-def test_heartbeats_are_sent_while_the_training_loop_computes(computing):
+@pytest.mark.parametrize("limit", [LIMIT, 100.0])
+def test_five_heartbeats_are_sent_in_each_limit_and_one_in_each_second(new, limit):
+  new(welcome(limit=limit))
   beats = 0
   for _ in range(100):
-    computing(Answer.BEAT)
-    computing.now += 0.1
-    beats += computing(TICK) == [signal(Says.BEAT)]
-  assert 9 <= beats <= 11  # five in each limit
-  assert computing(Answer.PROBE) == [signal(Says.BEAT)]
+    new.now += 0.1
+    beats += new(BEAT, TICK) == [signal(Says.BEAT)]
+  assert 9 <= beats <= 11
 
 
-@pytest.mark.parametrize("open_request", [True, False])
-def test_a_controller_that_stays_silent_is_lost(averaging, open_request):
-  """Whether the training loop waits for an answer or computes."""
-  if not open_request:
-    averaging.part(5, 0, 3, 3)
-    averaging.mean(5, 0, 2, 2)
-  assert averaging.wait(LIMIT) == []
-  averaging(Answer.BEAT)
-  assert averaging.wait(LIMIT + RECONNECT - 0.1) == []
-  assert averaging.wait(0.3) == [LOST]
-  assert averaging.part(5, 0, 3, 5) == averaging.wait(60) == []
+@pytest.mark.parametrize("fixture", ["averaging", "computing"])
+def test_a_controller_that_stays_silent_is_lost(request, fixture):
+  worker = request.getfixturevalue(fixture)
+  assert worker.wait(LIMIT) == worker(BEAT) == worker.wait(LIMIT + RECONNECT - 0.1) == []
+  assert worker.protocol.lost == ("", 0)
+  assert worker.wait(0.3) == []
+  assert worker.protocol.lost == ("sign of life", LIMIT + RECONNECT)
+  assert worker(part(5, 0, 3, 5)) == worker.wait(60) == []
 
 
 def test_heartbeats_go_on_while_the_controller_is_away_and_another_one_is_joined(computing):
   """A controller that was restarted at the same address rejects a heartbeat of a worker that it does not know."""
-  computing.now += LIMIT
-  assert computing(Says.READY, model(1, 8)) == [signal(Says.READY, 8)]
-  assert computing(TICK) == [signal(Says.BEAT)]
-  assert computing.wait(RECONNECT - 0.5) == []
-  computing(Answer.REJECTED, reason="absent: worker 1 has not joined, it has to send HELLO")
+  computing.now += 60  # its process was suspended, messages may be unread
+  assert computing(request(Says.READY, 1, 8), TICK) == [signal(Says.READY, 8), signal(Says.BEAT)]
+  assert computing.wait(LIMIT - 0.5) == computing(ABSENT) == []
   assert computing.wait(0.3) == [signal(Says.HELLO, 4)]
-  assert computing(Answer.WELCOME, limit=LIMIT) == [signal(Says.READY, 8)]
-  assert kinds(computing.group(1)) == [Kind.PART]
+  pieces = [sent(0, Kind.PART, 1, 1, 1), sent(0, Kind.MEAN, 1, 2, 2)]
+  assert computing(welcome(), part(1, 0, 3, 3), group(1)) == [signal(Says.READY, 8), *pieces]
 
 
-AROUND, WORKERS = st.integers(-1, 1), st.integers(0, 2)
-REASONS = ("absent: ", "duplicate: ", "nobody: ", "stale: ", "unlike: ")
-EVENTS = [
-  *(ServerMessage(Answer.WELCOME, {"limit": limit}) for limit in (1.0, 5.0)),
-  *(ServerMessage(Answer.WELCOME, {"limit": 5.0, "donor": donor}) for donor in (ADDRESSES[0], ADDRESSES[2])),
-  *(ServerMessage(Answer.REJECTED, {"reason": reason}) for reason in REASONS),
-  *(ServerMessage(kind, {}) for kind in (Answer.BEAT, Answer.PROBE)),
-  *(Unreachable(address, refused) for address in ADDRESSES for refused in (True, False)),
-  FETCHED,
-]
-
-
-class AnyOrder(stateful.RuleBasedStateMachine):
-  """Any message at any time: what is sent stays well-formed, and a request is answered at most once."""
-
-  @stateful.initialize()
-  def begin(self):
-    self.subject, self.open, self.number = Subject(), True, 0
-
-  def send(self, event, *content, **fields):
-    self.check(lambda: self.subject(event, *content, **fields))
-
-  def check(self, does):
-    ended = self.subject.protocol.state == "ended"
-    actions = does()
-    assert not (ended and actions)
-    for action in actions:
-      assert self.subject.protocol.state == "ended" or not isinstance(action, ControllerSilent)
-      if isinstance(action, Reply):
-        assert self.open or self.subject.protocol.state == "ended"  # an error that the next request raises
-        self.open = False
-      elif isinstance(action, Signal):
-        assert Signal(*action).pack()
-        assert (action.worker, action.says == Says.HELLO) == (ME, bool(action.address))
-        assert action.value <= self.number or action.says not in (Says.FAILED, Says.BYE)
-      elif isinstance(action, Send) and action.piece.kind != Kind.FETCH:
-        assert action.piece.number == self.number
-        assert action.address in [ADDRESSES[member] for member in self.members if member != ME]
-
-  @stateful.rule(event=st.sampled_from(EVENTS))
-  def happens(self, event):
-    self.send(event)
-
-  @stateful.rule(says=st.sampled_from([Says.READY, Says.SYNCHRONIZE, Says.NOT_FINITE]))
-  def request(self, says):
-    if not self.open and self.subject.protocol.state != "ended":  # the training loop waits for each reply
-      self.open = True
-      self.send(says, *([] if says == Says.NOT_FINITE else [model(1, 3)]))
-
-  @stateful.rule(members=st.sampled_from([(ME,), (0, ME), (ME, 2), (0, ME, 2)]))
-  def is_in_a_group(self, members):
-    self.number += 1
-    self.members = members
-    self.check(lambda: self.subject.group(self.number, members, [1 / len(members)] * len(members)))
-
-  @stateful.rule(past=AROUND, kind=st.sampled_from([Kind.PART, Kind.MEAN]), sender=WORKERS, size=st.integers(0, 4))
-  def piece(self, past, kind, sender, size):
-    self.send(Piece(kind, self.number - past, sender, np.ones(size, np.float32)))
-
-  @stateful.rule(past=AROUND, worker=WORKERS)
-  def abort(self, past, worker):
-    self.send(Answer.ABORT, number=self.number - past, worker=worker)
-
-  @stateful.rule(broken=st.booleans())
-  def connections(self, broken):
-    self.subject.broken = broken
-
-  @stateful.rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 6.0, 30.0]))
-  def time(self, seconds):
-    self.subject.now += seconds
-    self.send(TICK)
-
-  def teardown(self):
-    """Silence of all others ends the worker, and with it an open request, whatever was before."""
-    if hasattr(self, "subject"):
-      self.subject.wait(2 * TIMEOUT + LIMIT + RECONNECT, step=0.2)
-      assert self.subject.protocol.state == "ended"
-
-
-AnyOrder.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestAnyOrder = AnyOrder.TestCase
+@given(st.randoms(use_true_random=False))
+def test_any_message_at_any_time(random):
+  """What is sent is well-formed, a request has one answer at most, and the silence of all others ends the worker."""
+  worker, waiting, ready, number, others = Subject(), True, False, 0, []
+  for _ in range(60):
+    near, other, members = number + random.randint(-1, 1), random.randrange(3), random.choice([[1], [0, 1], [0, 1, 2]])
+    event = random.choice(
+      [
+        *(welcome(donor, limit) for donor in (None, 0, 1) for limit in (1.0, LIMIT)),
+        *(rejected(reason=f"{kind}: ") for kind in ("absent", "duplicate", "nobody", "stale", "unlike")),
+        *(Request(Says.NOT_FINITE), request(Says.READY, 1, 3), request(Says.SYNCHRONIZE, 1, 3)),
+        *[group(number + 1, members, [1 / len(members)] * len(members)), Unreachable(ADDRESSES[other])] * 3,
+        *[make(near, other, *[1.0] * random.randrange(5)) for make in (part, mean)] * 2,
+        *(abort(number=near, worker=other), FETCHED, TICK, TICK, TICK),
+      ]
+    )
+    ended = worker.protocol.state == "ended"
+    if isinstance(event, Request):
+      if waiting or ended:  # the training loop waits for each reply
+        continue
+      waiting = True
+    elif isinstance(event, ServerMessage) and event.kind == Answer.GROUP:
+      if not ready:  # the server forms groups of workers that are
+        continue
+      ready, number, others = False, number + 1, [ADDRESSES[member] for member in members if member != ME]
+    worker.now += random.choice([0.0, 0.1, 1.0, 6.0])
+    for action in worker(event):
+      assert not ended
+      if isinstance(action, Signal):
+        assert action == signal(action.says, action.value)
+        assert action.value <= number or action.says not in (Says.FAILED, Says.BYE)
+        ready |= action.says in (Says.READY, Says.SYNCHRONIZE)
+      elif isinstance(action[0], str):
+        assert action[1] == Kind.FETCH or (action[2] == number and action[0] in others)
+      else:
+        assert waiting or worker.protocol.state == "ended"  # an error that the next request raises
+        waiting = False
+  worker.wait(2 * TIMEOUT + LIMIT + RECONNECT, step=0.2)
+  assert worker.protocol.state == "ended"

@@ -51,7 +51,7 @@ def run(where, train, controller, start=START):
 
 
 def entries(params):
-  return np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(params)])
+  return np.asarray(jax.flatten_util.ravel_pytree(params)[0])
 
 
 everywhere = pytest.mark.parametrize("where", [over_tcp, on_devices])
@@ -74,6 +74,14 @@ def test_groups_keep_the_sum_and_all_end_with_one_model(where):
   assert np.ptp([model.max() for model in alone]) < 3
   assert len({model.tobytes() for model in together}) == 1
   np.testing.assert_allclose(together[0], 1.5, rtol=1e-5)
+
+
+def test_a_worker_that_leaves_right_after_an_average_spoils_it_for_no_other():
+  """Its last pieces may be in transit when it closes its connections."""
+  train = lambda worker, number: worker.reduce(jnp.full(300_000, number, jnp.float32), 1)[0]
+  for _ in range(5):
+    for model in run(over_tcp, train, js.partial.Controller(3, 3), jnp.zeros(300_000)):
+      np.testing.assert_allclose(model, 1, rtol=1e-6)
 
 
 @everywhere
@@ -119,15 +127,10 @@ def test_bad_arguments(where):
     run(where, None, js.partial.Controller(3, 2), BAD)
 
 
-def test_workers_have_devices_of_their_own():
-  with pytest.raises(ValueError, match="4 workers on 3 different devices"):
-    js.partial.Devices(js.partial.Controller(4, 2), jax.devices()[:3], jnp.zeros(2))
-
-
 @everywhere
 @pytest.mark.parametrize(("bad", "value"), [(5, np.nan), (1, -np.inf)])
 def test_a_model_that_is_not_finite_is_in_no_average_and_training_goes_on(where, bad, value, caplog):
-  """Worker 2's model is not finite after one of its steps: it may be the first, when nobody has a model."""
+  """Worker 2's model is not finite after one of its steps, maybe the first, when nobody has a model, and in the end."""
 
   def train(worker, number):
     params, iteration, refused = worker.params, worker.iteration, []
@@ -139,25 +142,14 @@ def test_a_model_that_is_not_finite_is_in_no_average_and_training_goes_on(where,
       refused.append(worker.refused)
       assert np.isfinite(entries(params)).all()
       assert iteration >= 1
-    return entries(worker.synchronize(params, iteration)[0]), sum(refused)
+    params, iteration = worker.synchronize(BAD if number == 2 else params, iteration)
+    return entries(params), iteration, sum(refused)
 
-  for number, (model, refused) in enumerate(run(where, train, js.partial.Controller(3, 2))):
-    assert np.isfinite(model).all()
-    assert model.min() > 0.3
-    assert len(set(model.tolist())) == 1
-    assert refused == (number == 2)
-  assert len([record for record in caplog.records if NAMED in record.getMessage()]) == 1
-
-
-@everywhere
-def test_the_average_of_all_is_made_with_the_model_of_another_worker(where):
-  def train(worker, number):
-    params, iteration = worker.reduce(jax.tree.map(lambda leaf: leaf + 1.0, START), worker.iteration + 1)
-    return worker.synchronize(BAD if number == 2 else params, iteration)
-
-  for params, iteration in run(where, train, js.partial.Controller(3, 3)):
-    np.testing.assert_allclose(entries(params), 1.0, rtol=1e-6)
-    assert iteration == 1
+  found = run(where, train, js.partial.Controller(3, 2))
+  assert len({iteration for _, iteration, _ in found}) == len({model.tobytes() for model, _, _ in found}) == 1
+  assert 0.3 < found[0][0].min() == found[0][0].max() <= 1
+  assert [refused for _, _, refused in found] == [0, 0, 1]
+  assert len([record for record in caplog.records if NAMED in record.getMessage()]) == 2
 
 
 @everywhere
