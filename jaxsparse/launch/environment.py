@@ -60,15 +60,19 @@ def check_consistent(who: str, counts: Sequence[RankCount]) -> None:
 
 def check_mpi(who: str, counts: Sequence[RankCount], mpi: Any) -> None:
   """Raises RuntimeError unless `mpi4py.MPI` counts the stated ranks; it counts one where another MPI started them."""
-  library = mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
+  library = name_mpi(mpi)
   srun = " or an srun --mpi=TYPE that it supports (srun --mpi=list)" if counts[0].variable in SLURM else ""
-  without = "" if who == JOIN else f"call {JOIN} and "
   advice = (
     f"mpi4py was built for {library}, probably another MPI than the launcher's: this rank would train without the "
     f"others. Start the program by the mpirun of {library}{srun}, or build mpi4py and mpi4jax for the launcher's MPI "
-    f"(docs/how_to/many_hosts.md). Without MPI, {without}start the program by python -m jaxsparse.launch --ranks=N"
+    f"(docs/how_to/many_hosts.md). Without MPI, call {JOIN} and start it by python -m jaxsparse.launch --ranks=N"
   )
   check(who, counts, mpi.COMM_WORLD.Get_size(), "MPI.COMM_WORLD has size", advice)
+
+
+def name_mpi(mpi: Any) -> str:
+  """Name and version of the MPI that `mpi4py.MPI` was built for."""
+  return mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
 
 
 def check(who: str, counts: Sequence[RankCount], ranks: int, counted: str, advice: str) -> None:

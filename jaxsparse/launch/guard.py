@@ -29,8 +29,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-RECORDS, PREFIX, COORDINATOR, RANK, RANKS, DEVICES, GRACE, ATTEMPT = (
-  f"JAXSPARSE_{name}" for name in ("RECORDS", "PREFIX", "COORDINATOR", "RANK", "RANKS", "DEVICES", "GRACE", "ATTEMPT")
+RECORDS, PREFIX, COORDINATOR, RANK, RANKS, DEVICES, ATTEMPT = (
+  f"JAXSPARSE_{name}" for name in ("RECORDS", "PREFIX", "COORDINATOR", "RANK", "RANKS", "DEVICES", "ATTEMPT")
 )
 MPI = {"OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE", "PMI_RANK": "PMI_SIZE", "PMIX_RANK": ""}
 """Variables that launchers of MPI set: the number of a rank, and the number of ranks, which PMIx does not state."""

@@ -17,7 +17,8 @@ START_TIMEOUT = 120.0  # seconds until every rank must have called `join`
 GRACE = 60.0  # seconds that ranks get to end after the first rank has ended with status 0
 
 _OTHERS = 0.3  # seconds to wait for the record of another rank whose connection has failed
-_AFTER_LAUNCHER = 10.0  # seconds that JAX waits longer than the launcher, so that the launcher names the cause
+_SHUTDOWN = 70  # seconds that JAX waits for the other ranks when this one ends
+_DAY = 86_400  # longer than that: a launcher ends the ranks, and names the cause
 
 
 def join(*, timeout: float = START_TIMEOUT) -> None:
@@ -56,11 +57,10 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
   sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
   os.dup2(2, 1)
   jax.config.update("jax_num_cpu_devices", int(os.environ.get(guard.DEVICES, "1")))
-  jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(
     initialization_timeout=round(timeout),
     heartbeat_timeout_seconds=watch.HEARTBEAT,
-    shutdown_timeout_seconds=round(float(os.environ.get(guard.GRACE, GRACE)) + _AFTER_LAUNCHER),
+    shutdown_timeout_seconds=_DAY if guard.RECORDS in os.environ else _SHUTDOWN,
     **options,
   )
   _record_exit_first()

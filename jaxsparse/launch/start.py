@@ -25,7 +25,10 @@ from jaxsparse.launch.watch import Limits, RunFailed
 Engine = Literal["processes", "mpi"]
 Command = tuple[list[str], dict[str, str]]  # arguments, and variables of the environment
 
-TUNABLES = {"hugetlb": "1", **dict.fromkeys(("mmap_threshold", "trim_threshold"), str(1 << 34)), "arena_max": "1"}
+TUNABLES = {
+  f"glibc.malloc.{name}": str(value)
+  for name, value in {"hugetlb": 1, "mmap_threshold": 1 << 34, "trim_threshold": 1 << 34, "arena_max": 1}.items()
+}
 """Settings of glibc's malloc: it uses huge pages and keeps freed blocks of up to 16 GiB, which the kernel would
 otherwise map and zero again in every step. One arena, since arenas of further threads always map blocks over 64 MiB."""
 HOSTS = "JAXSPARSE_HOSTS"  # the hosts to start ranks in, a JSON list of objects with the fields of `Host`
@@ -114,7 +117,7 @@ def run(
     raise FileNotFoundError(errno.ENOENT, "no such program, give a program on PATH, or its path", command[0])
   hosts = [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))] if hosts is None else hosts
   limits = Limits(start_timeout, limit, grace, time.monotonic())
-  shared = {guard.DEVICES: str(devices), guard.GRACE: str(grace), guard.PREFIX: "1" if prefix else ""}
+  shared = {guard.DEVICES: str(devices), guard.PREFIX: "1" if prefix else ""}
   with _noted_signals() as signals:
     for attempt in range(restarts + 1):
       try:
@@ -211,7 +214,7 @@ def _mpirun(command: Sequence[str], ranks: int, hosts: Sequence[Host], folder: s
 
 def _settings(devices: int) -> dict[str, str]:
   """Variables of every rank that the user may have set otherwise, for so many devices of all ranks."""
-  added = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}
+  added = {"GLIBC_TUNABLES": ":".join(f"{name}={value}" for name, value in TUNABLES.items())}
   if devices > len(list_gpus()):
     added["JAX_PLATFORMS"] = "cpu"
   return {name: os.environ.get(name, value) for name, value in added.items()}
