@@ -189,14 +189,12 @@ def _arrive() -> list[environment.RankCount]:
 
 def _has_lost_another(said: str) -> bool:
   """Whether the exception `said` of this rank follows from the failure of another one, whose record may come later."""
-  folder, ranks = os.environ.get(guard.RECORDS), range(int(os.environ.get(guard.RANKS, "1")))
-  end = time.monotonic() + _OTHERS
-  while folder and watch.lost_another(said) and time.monotonic() < end:
-    lives = [watch.read_life(pathlib.Path(folder), rank) for rank in ranks]
-    if watch.first_over(lives) or any(life.is_cause for life in lives):
-      return True
-    time.sleep(0.02)
-  return False
+  folder = os.environ.get(guard.RECORDS)
+  if not folder or not watch.lost_another(said):
+    return False
+  time.sleep(_OTHERS)
+  lives = [watch.read_life(pathlib.Path(folder), rank) for rank in range(int(os.environ[guard.RANKS]))]
+  return watch.first_over(lives) is not None or any(life.is_cause for life in lives)
 
 
 def _distributed_options(counts: Sequence[environment.RankCount]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import json
-import math
 import os
 import pathlib
 import shutil
@@ -20,15 +19,13 @@ from typing import Literal, NamedTuple
 from jaxsparse.launch import guard, watch
 from jaxsparse.launch.guard import KILL_AFTER
 from jaxsparse.launch.rank import GRACE, START_TIMEOUT
-from jaxsparse.launch.watch import Limits, RunFailed
+from jaxsparse.launch.watch import Life, Limits, RunFailed
 
 Engine = Literal["processes", "mpi"]
 Command = tuple[list[str], dict[str, str]]  # arguments, and variables of the environment
 
-TUNABLES = {
-  f"glibc.malloc.{name}": str(value)
-  for name, value in {"hugetlb": 1, "mmap_threshold": 1 << 34, "trim_threshold": 1 << 34, "arena_max": 1}.items()
-}
+_MALLOC = {"hugetlb": 1, "mmap_threshold": 1 << 34, "trim_threshold": 1 << 34, "arena_max": 1}
+TUNABLES = {f"glibc.malloc.{name}": str(value) for name, value in _MALLOC.items()}
 """Settings of glibc's malloc: it uses huge pages and keeps freed blocks of up to 16 GiB, which the kernel would
 otherwise map and zero again in every step. One arena, since arenas of further threads always map blocks over 64 MiB."""
 HOSTS = "JAXSPARSE_HOSTS"  # the hosts to start ranks in, a JSON list of objects with the fields of `Host`
@@ -125,7 +122,7 @@ def run(
           own = {guard.RECORDS: folder, guard.RANKS: str(ranks), guard.ATTEMPT: str(attempt)}
           mpirun = engine == "mpi"
           commands = _mpirun(command, ranks, hosts, folder) if mpirun else _ranks(command, ranks, devices, hosts)
-          with _processes(commands, _settings(ranks * devices) | shared | own) as processes:
+          with _processes(commands, _defaults(ranks * devices) | os.environ | shared | own) as processes:
             _wait(processes, ranks, pathlib.Path(folder), limits, signals)
         return
       except RunFailed as error:
@@ -162,21 +159,24 @@ def _wait(
   processes: Sequence[subprocess.Popen], ranks: int, folder: pathlib.Path, limits: Limits, signals: Sequence[int]
 ) -> None:
   """Returns when all ranks have ended with status 0, or after a signal; raises RunFailed when a rank fails."""
-  begin, told, failed_at = time.monotonic(), False, math.inf
-  while not signals:
+
+  def look() -> tuple[list[Life], list[int | None]]:
     statuses = [process.poll() for process in processes]
     guards = statuses if len(statuses) == ranks else [None] * ranks  # mpirun has one status
-    lives = [watch.read_life(folder, rank, status) for rank, status in enumerate(guards)]
+    return [watch.read_life(folder, rank, status) for rank, status in enumerate(guards)], statuses
+
+  begin, told = time.monotonic(), False
+  while not signals:
+    lives, statuses = look()
     now = time.monotonic()
     if problem := watch.find_failure(lives, statuses):
-      failed_at = min(failed_at, now)
-      if None not in statuses or now - failed_at > _SETTLE:
-        raise problem
-    elif None not in statuses:
+      time.sleep(_SETTLE)
+      raise watch.find_failure(*look()) or problem
+    if None not in statuses:
       return
-    elif problem := watch.find_overdue(lives, now - begin, now, limits):
+    if problem := watch.find_overdue(lives, now - begin, now, limits):
       raise problem
-    elif not told and (notice := watch.find_notice(lives, now, limits.grace)):
+    if not told and (notice := watch.find_notice(lives, now, limits.grace)):
       print(f"jaxsparse.launch: {notice}", file=sys.stderr, flush=True)
       told = True
     time.sleep(_POLL)
@@ -212,12 +212,10 @@ def _mpirun(command: Sequence[str], ranks: int, hosts: Sequence[Host], folder: s
   yield [*_guard("mpirun", os.getpid()), *start, *_guard("rank", 0), *command], own
 
 
-def _settings(devices: int) -> dict[str, str]:
-  """Variables of every rank that the user may have set otherwise, for so many devices of all ranks."""
-  added = {"GLIBC_TUNABLES": ":".join(f"{name}={value}" for name, value in TUNABLES.items())}
-  if devices > len(list_gpus()):
-    added["JAX_PLATFORMS"] = "cpu"
-  return {name: os.environ.get(name, value) for name, value in added.items()}
+def _defaults(devices: int) -> dict[str, str]:
+  """Variables of every rank that the user has not set, for so many devices of all ranks."""
+  platform = {"JAX_PLATFORMS": "cpu"} if devices > len(list_gpus()) else {}
+  return {"GLIBC_TUNABLES": ":".join(f"{name}={value}" for name, value in TUNABLES.items())} | platform
 
 
 def list_gpus() -> list[str]:
@@ -235,14 +233,14 @@ def _guard(kind: Literal["rank", "mpirun"], launcher: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def _processes(commands: Iterator[Command], shared: dict[str, str]) -> Iterator[list[subprocess.Popen]]:
-  """Processes of the commands, with `shared` variables, which end with all their descendants when the block ends."""
+def _processes(commands: Iterator[Command], environment: dict[str, str]) -> Iterator[list[subprocess.Popen]]:
+  """Processes of the commands, which end with all their descendants when the block ends."""
   processes: list[subprocess.Popen] = []
   try:
     for arguments, own in commands:
-      environment = os.environ | shared | own
       # In a session of its own, so that a signal of the terminal reaches the launcher alone.
-      processes.append(subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, start_new_session=True))
+      env = environment | own
+      processes.append(subprocess.Popen(arguments, env=env, stdin=subprocess.DEVNULL, start_new_session=True))
     yield processes
   finally:
     for process in processes:
