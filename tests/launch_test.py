@@ -33,8 +33,8 @@ def command(*arguments):
   return ["env", "--default-signal", sys.executable, "-m", "jaxsparse.launch", *arguments]
 
 
-def launched(*arguments):
-  return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False)
+def launched(*arguments, **options):
+  return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=290, check=False, **options)
 
 
 def as_rank(program, folder, rank, ranks):
@@ -62,13 +62,7 @@ def soon(holds):
 
 ENDS = [  # whether it is quick with processes and with MPI
   ("killed", "os.kill(os.getpid(), 9)", "was ended by SIGKILL; the other 2 of 3 ranks were ended", True, True),
-  (
-    "raises",
-    "raise ValueError('enough')",
-    "failed: ValueError: enough; the other 2 of 3 ranks",
-    True,
-    False,
-  ),
+  ("raises", "raise ValueError('enough')", "failed: ValueError: enough; the other 2 of 3 ranks", True, False),
   ("exits", "sys.exit('disk is full')", "failed: SystemExit: disk is full; the other 2 of 3 ranks", False, False),
   ("vanishes", "os._exit(0)", "ended with status 0 ", False, False),
   ("stops", f"os.kill(os.getpid(), {signal.SIGSTOP:d})", "is stopped ", False, False),
@@ -112,25 +106,6 @@ def test_ranks_that_go_on_without_a_step_get_the_grace(tmp_path, engine):
   assert launcher.returncode == 0
 
 
-NOT_JOINED = r"^ranks? .*without having joined.*launch.join\(\).*MpiComm\(\)"
-CLONE = "from mpi4py import MPI; import jaxsparse as js; js.MpiComm(MPI.COMM_WORLD.Clone())"
-ALONE = r"^rank \d failed: RuntimeError: js.MpiComm\(\) in rank \d of 3, .*--engine=mpi --ranks=3"
-
-
-@pytest.mark.parametrize(
-  ("program", "engine", "message"),
-  [
-    row("print()", "processes", NOT_JOINED, quick=True),
-    row("print()", "mpi", NOT_JOINED),
-    row(CLONE, "processes", ALONE, quick=True),
-  ],
-)
-def test_ranks_that_would_train_alone_are_refused(program, engine, message):
-  with pytest.raises(launch.RunFailed, match=message):
-    launch.run([sys.executable, "-c", program], 3, engine, limit=150)
-  launch.run([sys.executable, "-c", program], 1, engine, limit=150)
-
-
 @ENGINES
 def test_a_rank_that_does_not_join_is_named(tmp_path, engine):
   program = ["sh", "-c", 'test ${JAXSPARSE_RANK-$OMPI_COMM_WORLD_RANK} = 2 && sleep 600; exec "$@"', "sh"]
@@ -144,22 +119,31 @@ def test_a_rank_that_does_not_join_is_named(tmp_path, engine):
   assert str(error.value).startswith("rank 2 did not join")
 
 
+NOT_JOINED = r"^ranks? .*without having joined.*launch.join\(\).*MpiComm\(\)"
+CLONE = "from mpi4py import MPI; import jaxsparse as js; js.MpiComm(MPI.COMM_WORLD.Clone())"
+ALONE = r"^rank \d failed: RuntimeError: js.MpiComm\(\) in rank \d of 2, .*--engine=mpi --ranks=2"
+EXITS_FIRST = 'test "$JAXSPARSE_RANK" = 0 && sleep 60; echo why >&2; exit 7'
+
+
 @pytest.mark.parametrize(
   ("program", "message", "options"),
   [
-    (["sleep", "60"], r"more than 0.5 s and ranks 0, 1 still ran", {"limit": 0.5}),
-    (["sleep", "60"], r"more than 0.5 s", {"limit": 0.5, "restarts": 3}),  # nothing is lost, so it does not start again
-    (["true"], r"without having joined the run", {"restarts": 3}),
-    (
-      ["sh", "-c", 'test "$JAXSPARSE_RANK" = 0 && sleep 60; echo why >&2; exit 7'],
-      r"^rank 1 exited with status 7: why; the other 1 of 2 ranks were ended",
-      {},
-    ),
+    row(["sleep", "60"], r"more than 0.5 s and ranks 0, 1 still ran", {"limit": 0.5}, quick=True),
+    row(["sleep", "60"], r"more than 0.5 s", {"limit": 0.5, "restarts": 3}, quick=True),  # nothing is lost
+    row(["true"], NOT_JOINED, {"restarts": 3}, quick=True),
+    row(["true"], NOT_JOINED, {"engine": "mpi"}),
+    row([sys.executable, "-c", CLONE], ALONE, {}, quick=True),
+    row(["sh", "-c", EXITS_FIRST], r"^rank 1 exited with status 7: why; the other 1 of 2 ranks", {}, quick=True),
   ],
 )
 def test_runs_that_fail(program, message, options):
   with pytest.raises(launch.RunFailed, match=message):
     launch.run(program, 2, **options)
+
+
+@pytest.mark.parametrize("program", [["true"], [sys.executable, "-c", CLONE]])
+def test_a_rank_may_be_alone(program):
+  launch.run(program, 1)
 
 
 GLOO = "JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer"
@@ -243,10 +227,8 @@ def test_a_rank_that_has_lost_another_prints_a_traceback_only_without_the_cause(
   if known:
     (tmp_path / "1").write_text('{"ended": 1.0, "status": -9}\n')
   kind, _, message = GLOO.partition(": ")
-  program = (
-    f"import jax; from jaxsparse import launch; launch.fail_on_exceptions(); raise jax.errors.{kind}({message!r})"
-  )
-  done = as_rank(program, tmp_path, 0, 2)
+  first = "import jax; from jaxsparse import launch; launch.fail_on_exceptions()"
+  done = as_rank(f"{first}; raise jax.errors.{kind}({message!r})", tmp_path, 0, 2)
   assert done.returncode == 1
   assert watch.read_life(tmp_path, 0).said == GLOO
   assert ("Traceback" in done.stderr) != known
@@ -257,9 +239,10 @@ EXITS = """
 import atexit, os, sys, threading
 from jaxsparse import launch
 
-rank = os.getpid()
+rank, how, status = os.getpid(), HOW, STATUS
 atexit.register(lambda: os.getpid() == rank and os._exit(99))  # as a handler that waits for other ranks
-{first}
+if how == "asks first":
+  launch.fail_on_exceptions()
 
 def main():
   launch.fail_on_exceptions()  # as `join` does
@@ -273,33 +256,32 @@ def main():
   if os.fork() == 0:
     sys.exit(5)
   assert os.waitstatus_to_exitcode(os.wait()[1]) == 5
-  {end}
+  if how == "in main":
+    sys.exit(status)
+  return status
 
 try:
-  {call}
+  sys.exit(main())
 finally:
   if os.getpid() == rank:
     print("cleaned up")
 """
-IN_MAIN = {"first": "", "end": "sys.exit(STATUS)", "call": "main()"}
-RETURNS = {"first": "", "end": "return STATUS", "call": "sys.exit(main())"}
-ASKS_FIRST = RETURNS | {"first": "launch.fail_on_exceptions()"}
 
 
 @pytest.mark.parametrize(
-  ("program", "code", "status", "printed", "said"),
+  ("how", "code", "status", "printed", "said"),
   [
-    (IN_MAIN, "'disk is full'", 1, "disk is full\n", "SystemExit: disk is full"),
-    (IN_MAIN, "3", 3, "", "SystemExit: 3"),
-    (IN_MAIN, "True", 1, "", "SystemExit: True"),
-    (IN_MAIN, "0", 99, "", ""),
-    (ASKS_FIRST, "'disk is full'", 1, "disk is full\n", "SystemExit: disk is full"),
-    (RETURNS, "3", 99, "", ""),  # Python has looked up `sys.exit` before `main` joins
+    ("in main", "disk is full", 1, "disk is full\n", "SystemExit: disk is full"),
+    ("in main", 3, 3, "", "SystemExit: 3"),
+    ("in main", True, 1, "", "SystemExit: True"),
+    ("in main", 0, 99, "", ""),
+    ("asks first", "disk is full", 1, "disk is full\n", "SystemExit: disk is full"),
+    ("", 3, 99, "", ""),  # Python has looked up `sys.exit` before `main` joins
   ],
 )
-def test_sys_exit_with_a_status_ends_a_rank_at_once(tmp_path, program, code, status, printed, said):
+def test_sys_exit_with_a_status_ends_a_rank_at_once(tmp_path, how, code, status, printed, said):
   """Unless it is caught, or in a thread or a child."""
-  done = as_rank(EXITS.format(**program).replace("STATUS", code), tmp_path, 0, 2)
+  done = as_rank(EXITS.replace("HOW", repr(how)).replace("STATUS", repr(code)), tmp_path, 0, 2)
   assert (done.returncode, done.stderr, done.stdout) == (status, printed, "cleaned up\n")
   life = watch.read_life(tmp_path, 0)
   assert life.said == said
@@ -426,6 +408,6 @@ def test_the_ranks_that_are_left_start_again(engine):
   assert (done.returncode, done.stdout) == (0, "attempt 1 of 2\n")
   told = "rank 1 was ended by SIGKILL; the other 2 of 3 ranks were ended; 2 of 3 start again, 1 restarts remain"
   assert f"jaxsparse.launch: {told}\n" in done.stderr
-  done = launched("--restarts=2", *[arguments[0], "--min_ranks=3", *arguments[3:]])
+  done = launched("--restarts=2", arguments[0], "--min_ranks=3", *arguments[3:])
   assert done.returncode == 1
   assert "ranks were ended; 2 of 3 are left, fewer than min_ranks=3\n" in done.stderr
