@@ -90,6 +90,8 @@ state = js.init(tx, params, comm)
 if os.path.exists("saved"):
   with open("saved", "rb") as file:
     begin, params, state = pickle.load(file)
+  like = js.abstract_state(tx, params, comm, workers=3)
+  assert jax.tree.map(np.shape, state) == jax.tree.map(np.shape, like)
   state = js.resize(state, params, comm)
 for number in range(begin, 30):
   if (number, world.rank, launch.attempt()) == (17, 1, 0):
