@@ -115,14 +115,14 @@ def test_the_inner_launcher_states_the_number_of_ranks(monkeypatch, variables, f
   stated = environment.read_counts()
   assert [str(one).split()[0] for one in stated] == found
   assert launch.is_rank() == bool(found)
-  environment.check_consistent("a rank", stated)
+  environment.check("a rank", stated, max((one.ranks for one in stated), default=1), "it counts", "")
 
 
 @pytest.mark.parametrize(
   ("variables", "message"),
   [
-    (of(OPEN_MPI, 0, 4) | of("PMI", 0, 2), "a rank: PMI_SIZE=2 states 2 ranks, but OMPI_COMM_WORLD_SIZE states 4. "),
-    (of("PMI", 0, 2) | {"PMIX_RANK": "2"}, "a rank: PMIX_RANK=2 states at least 3 ranks, but PMI_SIZE states 2. "),
+    (of(OPEN_MPI, 0, 4) | of("PMI", 0, 2), "a rank: OMPI_.*=4 states 4 ranks, but it counts 2. Unset OMPI_COMM_WORLD_"),
+    (of("PMI", 0, 2) | {"PMIX_RANK": "2"}, "a rank: PMIX_RANK=2 states at least 3 ranks, but it counts 2. Unset PMIX_"),
     (of("PMI", "0", "two"), "PMI_SIZE='two' is not a number, .*: unset it$"),
     (of("PMI", "-1", ""), "PMI_RANK='-1' is not a number, .*: unset it$"),
   ],
@@ -130,4 +130,4 @@ def test_the_inner_launcher_states_the_number_of_ranks(monkeypatch, variables, f
 def test_variables_that_cannot_be_right_are_refused(monkeypatch, variables, message):
   monkeypatch.setattr(os, "environ", outside() | variables)
   with pytest.raises((RuntimeError, ValueError), match=f"^{message}"):
-    environment.check_consistent("a rank", environment.read_counts())
+    environment.check("a rank", environment.read_counts(), 2, "it counts", "")

@@ -95,15 +95,8 @@ def test_a_rank_that_ends_before_the_others_is_named(tmp_path, capfd, statement,
 
 @ENGINES
 def test_ranks_that_go_on_without_a_step_get_the_grace(tmp_path, engine):
-  program = ends(engine, tmp_path, "sys.exit()", others="pass")
-  with subprocess.Popen(
-    command("--ranks=3", f"--engine={engine}", "--limit=150", "--", *program), stderr=subprocess.PIPE, text=True
-  ) as launcher:
-    said = "jaxsparse.launch: rank 1 left the run, ranks 0, 2 still run and get 60 s to end (--grace)\n"
-    assert said in iter(launcher.stderr.readline, "")
-    (tmp_path / "end").touch()
-    launcher.stderr.read()
-  assert launcher.returncode == 0
+  program = ends(engine, tmp_path, "sys.exit()", others=f"open({str(tmp_path / 'end')!r}, 'w'); time.sleep(2)")
+  launch.run(program, 3, engine, limit=150)
 
 
 @ENGINES
@@ -195,7 +188,7 @@ def test_the_first_cause(lives, cause):
 )
 def test_ranks_that_end_before_others_or_do_not_end(lives, problem):
   lives = [watch.Life(rank, arrived=True, **facts) for rank, facts in enumerate(lives)]
-  found = watch.find_overdue(lives, 10.0, 10.0, watch.Limits(5.0, None, 5.0, 0.0))
+  found = watch.find_overdue(lives, 10.0, 10.0, start=5.0, grace=5.0, whole=math.inf, begun=0.0)
   assert found is None if problem is None else str(found).startswith(problem)
 
 

@@ -50,14 +50,6 @@ def read_counts() -> list[RankCount]:
   return several or (slurm if any(one.ranks > 1 for one in slurm) else launched + mpi)
 
 
-def check_consistent(who: str, counts: Sequence[RankCount]) -> None:
-  """Raises RuntimeError if two variables state numbers of ranks that cannot both be right."""
-  advice = "Unset the one whose launcher did not start this process, or start the program by one launcher"
-  for one in counts:
-    if one.exact:
-      check(who, counts, one.ranks, f"{one.variable} states", advice)
-
-
 def check_mpi(who: str, counts: Sequence[RankCount], mpi: Any) -> None:
   """Raises RuntimeError unless `mpi4py.MPI` counts the stated ranks; it counts one where another MPI started them."""
   library = name_mpi(mpi)
@@ -79,7 +71,8 @@ def check(who: str, counts: Sequence[RankCount], ranks: int, counted: str, advic
   """Raises RuntimeError with the variable, both numbers and the advice unless all that is stated allows `ranks`."""
   for one in counts:
     if not one.allows(ranks):
-      raise RuntimeError(f"{who}: {one}, but {counted} {ranks}. {advice}")
+      unset = f"Unset {one.variable} if its launcher did not start this process. " if len(counts) > 1 else ""
+      raise RuntimeError(f"{who}: {one}, but {counted} {ranks}. {unset}{advice}")
 
 
 def _read(rank: str, size: str) -> list[RankCount]:

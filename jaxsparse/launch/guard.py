@@ -126,11 +126,7 @@ def _start(command: list[str], mask: set[signal.Signals | int], sink: int | None
     die_with_parent(signal.SIGKILL, parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-  try:
-    return subprocess.Popen(command, stdout=sink if rank() else None, stderr=sink, preexec_fn=prepare)
-  except OSError as error:
-    os.write(2, f"error: cannot run {command[0]!r}: {error.strerror}\n".encode())
-    os._exit(127)
+  return subprocess.Popen(command, stdout=sink if rank() else None, stderr=sink, preexec_fn=prepare)
 
 
 def _wait(child: int, is_rank: bool) -> int | None:

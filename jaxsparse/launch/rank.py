@@ -46,11 +46,11 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
     >>> import jaxsparse.launch
     >>> jaxsparse.launch.join()  # this process is not a rank
   """
+  import jax
+
   counts = _arrive()
   if not counts:
     return
-  import jax
-
   options = _distributed_options(counts)
   # What C++ writes to standard output, as gloo does, goes to standard error; the output of Python stays there.
   sys.stdout.flush()
@@ -63,7 +63,6 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
     shutdown_timeout_seconds=_DAY if guard.RECORDS in os.environ else _SHUTDOWN,
     **options,
   )
-  _record_exit_first()
   advice = "JAX_COORDINATOR_ADDRESS and other variables of JAX may name another run"
   environment.check(environment.JOIN, counts, jax.process_count(), "jax.process_count() is", advice)
   _connect()
@@ -73,8 +72,7 @@ def join_mpi() -> None:
   """Makes this process a rank of MPI; `js.MpiComm()` calls it before MPI starts.
 
   Raises:
-    RuntimeError: in one of several ranks of `--engine=processes`, each of which MPI would take for its only rank; or if
-      two variables of launchers state different numbers of ranks.
+    RuntimeError: in one of several ranks of `--engine=processes`, each of which MPI would take for its only rank.
   """
   counts = _arrive()
   ranks = counts[0].ranks if counts else 1
@@ -83,7 +81,6 @@ def join_mpi() -> None:
       f"js.MpiComm() in rank {guard.rank()} of {ranks}, whose --engine=processes has no MPI. Start the program with "
       f"--engine=mpi --ranks={ranks}, or call jaxsparse.launch.join() and give a mesh in place of the comm"
     )
-  environment.check_consistent("js.MpiComm()", counts)
 
 
 def fail(error: object) -> NoReturn:
@@ -131,7 +128,7 @@ def fail_on_exceptions() -> None:
     leave(status)
 
   sys.excepthook, sys.exit = hook, exit_
-  _record_exit_first()
+  atexit.register(_record_exit, os.getpid())  # runs before those of JAX, which wait for the other ranks
 
 
 def count_step(processes: int) -> None:
@@ -202,7 +199,6 @@ def _distributed_options(counts: Sequence[environment.RankCount]) -> dict[str, A
   if guard.COORDINATOR in os.environ:
     address, ranks, rank = (os.environ[name] for name in (guard.COORDINATOR, guard.RANKS, guard.RANK))
     return {"coordinator_address": address, "num_processes": int(ranks), "process_id": int(rank)}
-  environment.check_consistent(environment.JOIN, counts)
   if counts[0].variable in environment.SLURM:
     # JAX would take SLURM_NTASKS, which may be that of the job.
     return {"cluster_detection_method": "slurm", "num_processes": counts[0].ranks}
@@ -221,12 +217,6 @@ def _end(said: str, status: int = 1) -> NoReturn:
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status)
-
-
-def _record_exit_first() -> None:
-  """Makes `_record_exit` the first exit handler: those that JAX registers wait for the other ranks."""
-  atexit.unregister(_record_exit)
-  atexit.register(_record_exit, os.getpid())
 
 
 def _record_exit(rank: int) -> None:

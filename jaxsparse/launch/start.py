@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -19,9 +20,8 @@ from typing import Literal, NamedTuple
 from jaxsparse.launch import guard, watch
 from jaxsparse.launch.guard import KILL_AFTER
 from jaxsparse.launch.rank import GRACE, START_TIMEOUT
-from jaxsparse.launch.watch import Life, Limits, RunFailed
+from jaxsparse.launch.watch import Life, RunFailed
 
-Engine = Literal["processes", "mpi"]
 Command = tuple[list[str], dict[str, str]]  # arguments, and variables of the environment
 
 _MALLOC = {"hugetlb": 1, "mmap_threshold": 1 << 34, "trim_threshold": 1 << 34, "arena_max": 1}
@@ -56,7 +56,7 @@ class Host(NamedTuple):
 def run(
   command: Sequence[str],
   ranks: int,
-  engine: Engine = "processes",
+  engine: Literal["processes", "mpi"] = "processes",
   *,
   devices: int = 1,
   hosts: Sequence[Host] | None = None,
@@ -113,7 +113,8 @@ def run(
   if shutil.which(command[0]) is None:
     raise FileNotFoundError(errno.ENOENT, "no such program, give a program on PATH, or its path", command[0])
   hosts = [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))] if hosts is None else hosts
-  limits = Limits(start_timeout, limit, grace, time.monotonic())
+  whole = math.inf if limit is None else limit
+  limits = {"start": start_timeout, "grace": grace, "whole": whole, "begun": time.monotonic()}
   shared = {guard.DEVICES: str(devices), guard.PREFIX: "1" if prefix else ""}
   with _noted_signals() as signals:
     for attempt in range(restarts + 1):
@@ -156,7 +157,7 @@ def free_port() -> int:
 
 
 def _wait(
-  processes: Sequence[subprocess.Popen], ranks: int, folder: pathlib.Path, limits: Limits, signals: Sequence[int]
+  processes: list[subprocess.Popen], ranks: int, folder: pathlib.Path, limits: dict[str, float], signals: list[int]
 ) -> None:
   """Returns when all ranks have ended with status 0, or after a signal; raises RunFailed when a rank fails."""
 
@@ -165,7 +166,7 @@ def _wait(
     guards = statuses if len(statuses) == ranks else [None] * ranks  # mpirun has one status
     return [watch.read_life(folder, rank, status) for rank, status in enumerate(guards)], statuses
 
-  begin, told = time.monotonic(), False
+  begin = time.monotonic()
   while not signals:
     lives, statuses = look()
     now = time.monotonic()
@@ -174,11 +175,8 @@ def _wait(
       raise watch.find_failure(*look()) or problem
     if None not in statuses:
       return
-    if problem := watch.find_overdue(lives, now - begin, now, limits):
+    if problem := watch.find_overdue(lives, now - begin, now, **limits):
       raise problem
-    if not told and (notice := watch.find_notice(lives, now, limits.grace)):
-      print(f"jaxsparse.launch: {notice}", file=sys.stderr, flush=True)
-      told = True
     time.sleep(_POLL)
 
 

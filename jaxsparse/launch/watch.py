@@ -12,7 +12,6 @@ from typing import NamedTuple
 HEARTBEAT = 10  # seconds without a heartbeat after which a rank counts as dead
 
 _NEVER = math.inf
-_NOTICE = 2.0  # seconds after which the launcher prints that a rank has ended and others have not
 # The exception, or the last line, of a rank that lost its connection to another one. The type distinguishes it from
 # exceptions of the program that use the same words.
 _LOST = re.compile(
@@ -33,15 +32,6 @@ class RunFailed(RuntimeError):
   def __init__(self, message: str, lost: Collection[int] = ()):
     super().__init__(message)
     self.lost = frozenset(lost)
-
-
-class Limits(NamedTuple):
-  """Seconds until all ranks must have joined, for the run since `begun`, and between the first and the last end."""
-
-  start: float
-  whole: float | None
-  grace: float
-  begun: float
 
 
 class Life(NamedTuple):
@@ -147,16 +137,28 @@ def find_failure(lives: Sequence[Life], statuses: Sequence[int | None]) -> RunFa
   return None
 
 
-def find_overdue(lives: Sequence[Life], waited: float, now: float, limits: Limits) -> RunFailed | None:
-  """The limit that a rank or the run has exceeded, or None; `waited` are the seconds since the ranks started."""
+def find_overdue(
+  lives: Sequence[Life], waited: float, now: float, *, start: float, grace: float, whole: float, begun: float
+) -> RunFailed | None:
+  """The limit that a rank or the run has exceeded, or None.
+
+  Args:
+    lives: of all ranks.
+    waited: seconds since they were started.
+    now: time of the monotonic clock.
+    start: seconds until all ranks must have joined.
+    grace: seconds that ranks get to end after the first one has ended.
+    whole: seconds that the run may take.
+    begun: time at which it began, perhaps with more ranks.
+  """
   missing = [life for life in lives if not life.arrived]
   stopped = [life for life in lives if now - life.stopped > HEARTBEAT]
   running = [life for life in lives if life.ended == _NEVER]
   first, going_on = first_over(lives), [life for life in lives if life.over == _NEVER]
   ahead = [life for life in going_on if first and life.steps > first.steps]
   lost: list[Life] = []
-  if missing and len(lives) > 1 and waited > limits.start:
-    problem, lost = f"{_names(missing)} did not join within {limits.start:g} s", missing
+  if missing and len(lives) > 1 and waited > start:
+    problem, lost = f"{_names(missing)} did not join within {start:g} s", missing
   elif stopped:
     problem, lost = f"{stopped[0]}, for more than {HEARTBEAT} s", stopped[:1]
   elif first and ahead:
@@ -164,24 +166,16 @@ def find_overdue(lives: Sequence[Life], waited: float, now: float, limits: Limit
       f"{first} after {first.steps} training steps, and {_names(going_on)} still ran: rank {ahead[0].rank} was in step "
       f"{ahead[0].steps}, which needs all ranks. Give every rank the same number of steps"
     )
-  elif first and going_on and now - first.over > limits.grace:
-    late = f"{limits.grace:g} s later: they wait for it, or need a longer --grace"
+  elif first and going_on and now - first.over > grace:
+    late = f"{grace:g} s later: they wait for it, or need a longer --grace"
     problem = f"{first} and {_names(going_on)} still ran {late}"
-  elif not going_on and now - max(life.over for life in lives) > limits.grace:
-    problem = f"{_names(running) if running else 'mpirun'} did not end within {limits.grace:g} s after the last rank"
-  elif limits.whole is not None and now - limits.begun > limits.whole:
-    problem = f"the run has taken more than {limits.whole:g} s and {_names(running)} still ran"
+  elif not going_on and now - max(life.over for life in lives) > grace:
+    problem = f"{_names(running) if running else 'mpirun'} did not end within {grace:g} s after the last rank"
+  elif now - begun > whole:
+    problem = f"the run has taken more than {whole:g} s and {_names(running)} still ran"
   else:
     return None
   return RunFailed(f"{problem}; the run is ended", [life.rank for life in lost])
-
-
-def find_notice(lives: Sequence[Life], now: float, grace: float) -> str:
-  """The notice that a rank has ended and others have not, after some seconds; else an empty string."""
-  first, going_on = first_over(lives), [life for life in lives if life.over == _NEVER]
-  if not first or not going_on or now - first.over < _NOTICE:
-    return ""
-  return f"{first}, {_names(going_on)} still run and get {grace:g} s to end (--grace)"
 
 
 def _names(lives: Sequence[Life]) -> str:
