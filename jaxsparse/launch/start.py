@@ -218,11 +218,9 @@ def _defaults(devices: int) -> dict[str, str]:
 
 def list_gpus() -> list[str]:
   """Numbers of the GPUs that this process may use."""
-  visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-  if visible is not None:
-    return [name for name in visible.split(",") if name]
-  found = pathlib.Path("/proc/driver/nvidia/gpus")
-  return [str(number) for number, _ in enumerate(found.iterdir())] if found.is_dir() else []
+  count = len([*pathlib.Path("/proc/driver/nvidia").glob("gpus/*")])
+  visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+  return [name for name in visible.split(",") if name]
 
 
 def _guard(kind: Literal["rank", "mpirun"], launcher: int) -> list[str]:
