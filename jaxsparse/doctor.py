@@ -270,13 +270,14 @@ def _scatter() -> dict[str, Any]:
   launch.join()
   axes = ("hosts", "devices")
   mesh = jax.make_mesh((jax.process_count(), jax.local_device_count()), axes)
-  rows = jnp.arange(mesh.size * _ENTRIES).reshape(*mesh.devices.shape, _ENTRIES).astype(jnp.float32)
+  rows = np.arange(mesh.size * _ENTRIES, dtype=np.float32).reshape(*mesh.devices.shape, _ENTRIES)
 
   def count_wrong() -> jax.Array:
     host, device = map(jax.lax.axis_index, axes)
     wrong = jnp.int32(0)
     for along, over in (("hosts", 0), ("devices", 1), (axes, (0, 1))):
-      part, sums = jax.lax.psum_scatter(rows[host, device], along, tiled=True), rows.sum(over, keepdims=True)
+      part = jax.lax.psum_scatter(jnp.asarray(rows)[host, device], along, tiled=True)
+      sums = jnp.asarray(rows.sum(over, keepdims=True))
       mine = sums[host % sums.shape[0], device % sums.shape[1]].reshape(-1, part.size)[jax.lax.axis_index(along)]
       wrong += jnp.sum(part != mine)
     return jax.lax.psum(wrong, axes)

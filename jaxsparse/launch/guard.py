@@ -148,19 +148,18 @@ def _wait(child: int, is_rank: bool) -> int | None:
 def drop_gloo_lines(lines: Iterable[str]) -> Iterator[str]:
   """`lines` without the line that gloo writes for each communicator; no setting of gloo or XLA switches it off.
 
-  Threads of a process write such lines at once, one a device, so pieces of several alternate, and a line may hold the
-  number alone with which another line ends.
+  Threads of a process write such lines at once, one a device, so pieces of several alternate, and a line may hold
+  nothing but the numbers with which others end.
   """
   unfinished, before = 0, ""
   for line in lines:
     kept = _GLOO_OUTPUT.sub("", line)
-    if kept != line:
-      before += kept
-    elif not (unfinished and line.strip().isdigit()):
+    if kept == line and (not unfinished or line.strip("0123456789\n")):
       yield before + line
       before = ""
-      continue
-    unfinished = max(0, unfinished + line.count("[Gloo]") - 1)
+    else:
+      before += kept if kept != line else ""
+      unfinished = max(0, unfinished + line.count("[Gloo]") - 1)
   if before:
     yield before
 
