@@ -61,19 +61,24 @@ def same(found, wanted, what):
   np.testing.assert_array_equal(local(found).view(np.uint32), wanted.view(np.uint32), what)
 
 
-def _streaming(axis):
-  """Two fragments of a sparse exchange, which adds in rank order; gloo's all-reduce does not."""
-  collective = js.make_collective("spardl", density=0.3)
-  return js.streaming_diloco(optax.sgd(0.25), axis, fragments=2, every=4, momentum=0.5, collective=collective)
+def _chain(axis, rate=0.25, momentum=0.5, density=0.3):
+  return optax.chain(js.spardl_transform(axis, density=density), optax.sgd(rate, momentum=momentum))
 
 
+def _own_steps(axis, every=3, rate=0.5, apply_residual=False):
+  outer = optax.chain(js.spardl_transform(axis, density=0.3), optax.sgd(rate, momentum=0.5))
+  return js.local_steps(optax.sgd(0.25), outer, every=every, apply_residual=apply_residual)
+
+
+SPARDL = js.make_collective("spardl", density=0.3)
 WAYS = {
-  "every step": lambda axis: _chain(axis),
-  "local": lambda axis: js.local_steps(
-    optax.sgd(0.25, momentum=0.5), optax.chain(js.spardl_transform(axis, density=0.3), optax.sgd(0.5)), every=3
-  ),
+  "every step": _chain,
+  "local": _own_steps,
   "sparseloco": lambda axis: js.sparseloco(optax.sgd(0.25), axis, every=3, density=0.25, chunk=16),
-  "streaming": _streaming,
+  # A sparse exchange adds in rank order; gloo's all-reduce does not.
+  "streaming": lambda axis: js.streaming_diloco(
+    optax.sgd(0.25), axis, fragments=2, every=4, momentum=0.5, collective=SPARDL
+  ),
   "demo": lambda axis: js.demo_transform(axis, learning_rate=0.25, density=0.25, chunk=16),
 }
 """Ways to train whose products are exact, so that every program has their bits; those of the demo are rounded."""
@@ -195,15 +200,6 @@ def lonely(engine_name: str, file: str) -> None:
     end = time.monotonic() + 60
     while not pathlib.Path(file, "0").exists() and time.monotonic() < end:
       time.sleep(0.1)
-
-
-def _chain(axis, rate=0.25, momentum=0.5, density=0.3):
-  return optax.chain(js.spardl_transform(axis, density=density), optax.sgd(rate, momentum=momentum))
-
-
-def _own_steps(axis, every=3, rate=0.5, apply_residual=False):
-  outer = optax.chain(js.spardl_transform(axis, density=0.3), optax.sgd(rate, momentum=0.5))
-  return js.local_steps(optax.sgd(0.25), outer, every=every, apply_residual=apply_residual)
 
 
 SCHEDULES = optax.cosine_decay_schedule(0.1, 100), optax.cosine_decay_schedule(0.1, 200)

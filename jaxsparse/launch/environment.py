@@ -53,11 +53,11 @@ def read_counts() -> list[RankCount]:
 def check_mpi(who: str, counts: Sequence[RankCount], mpi: Any) -> None:
   """Raises RuntimeError unless `mpi4py.MPI` counts the stated ranks; it counts one where another MPI started them."""
   library = name_mpi(mpi)
-  srun = " or an srun --mpi=TYPE that it supports (srun --mpi=list)" if counts[0].variable in SLURM else ""
   advice = (
     f"mpi4py was built for {library}, probably another MPI than the launcher's: this rank would train without the "
-    f"others. Start the program by the mpirun of {library}{srun}, or build mpi4py and mpi4jax for the launcher's MPI "
-    f"(docs/how_to/many_hosts.md). Without MPI, call {JOIN} and start it by python -m jaxsparse.launch --ranks=N"
+    f"others. Start the program by the mpirun of {library}, or under Slurm by an srun --mpi=TYPE that it supports; or "
+    f"build mpi4py and mpi4jax for the launcher's MPI (docs/how_to/many_hosts.md). Without MPI, call {JOIN} and start "
+    "it by python -m jaxsparse.launch --ranks=N"
   )
   check(who, counts, mpi.COMM_WORLD.Get_size(), "MPI.COMM_WORLD has size", advice)
 

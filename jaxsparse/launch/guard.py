@@ -87,12 +87,12 @@ def _main() -> None:
   launcher, kind, *command = int(sys.argv[1]), *sys.argv[2:]
   is_rank = kind == "rank"
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-  mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+  signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
   die_with_parent(signal.SIGTERM, launcher or os.getppid())
   if sys.platform == "linux":
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
   source, sink = os.pipe()
-  process = _start(command, mask, sink if is_rank else None)
+  process = _start(command, sink if is_rank else None)
   os.close(sink)
   last = collections.deque([""], maxlen=1)
   relay = threading.Thread(target=_relay, args=(source, last), daemon=True)
@@ -111,21 +111,23 @@ def _main() -> None:
   os._exit(128 + signal.SIGTERM if status is None else status if status >= 0 else 128 - status)
 
 
-def _start(command: list[str], mask: set[signal.Signals | int], sink: int | None) -> subprocess.Popen:
+def _start(command: list[str], sink: int | None) -> subprocess.Popen:
   """The process of the command.
 
   Args:
     command: a program and its arguments.
-    mask: signals that the command blocks.
     sink: descriptor for its standard error, and for its standard output unless it is rank 0; None redirects neither.
   """
   parent = os.getpid()
 
   def prepare() -> None:
     die_with_parent(signal.SIGKILL, parent)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
-  return subprocess.Popen(command, stdout=sink if rank() else None, stderr=sink, preexec_fn=prepare)
+  try:
+    return subprocess.Popen(command, stdout=sink if rank() else None, stderr=sink, preexec_fn=prepare)
+  except OSError as error:
+    sys.exit(f"error: cannot run {command[0]!r}: {error.strerror}")
 
 
 def _wait(child: int, is_rank: bool) -> int | None:
