@@ -11,6 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import jax
+
+from jaxsparse import _compat
 from jaxsparse.launch import environment, guard, watch
 
 START_TIMEOUT = 120.0  # seconds until every rank must have called `join`
@@ -46,8 +49,6 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
     >>> import jaxsparse.launch
     >>> jaxsparse.launch.join()  # this process is not a rank
   """
-  import jax
-
   counts = _arrive()
   if not counts:
     return
@@ -234,11 +235,6 @@ def _open_steps() -> io.FileIO | None:
 
 def _connect() -> None:
   """Connects all ranks now: later, gloo would time out after 30 s if one rank compiles longer than another."""
-  import jax
-  from jax.sharding import PartitionSpec
-
-  from jaxsparse import _compat
-
   mesh = jax.make_mesh((jax.device_count(),), ("ranks",))
   total = lambda: jax.lax.psum(jax.lax.axis_index("ranks"), "ranks")
-  jax.block_until_ready(jax.jit(_compat.shard_map(total, mesh, (), PartitionSpec()))())
+  jax.block_until_ready(jax.jit(_compat.shard_map(total, mesh, (), jax.sharding.PartitionSpec()))())
