@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from jaxsparse.doctor import checks
-from jaxsparse.doctor.__main__ import main
+from jaxsparse import doctor
 
 KEPT = "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=17179869184:glibc.malloc.arena_max=1"
 
@@ -49,14 +48,14 @@ def test_what_hangs_is_ended():
 
 def test_a_probe_that_fails_is_shown_by_its_last_lines(monkeypatch, tmp_path):
   monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
-  (found,) = checks.check_devices(60)
+  (found,) = doctor.check_devices(60)
   assert (found.status, found.what, found.fix) == ("FAIL", "JAX", "unset JAX_PLATFORMS, which is 'nonsense'")
   assert found.detail.startswith("finds no devices: exit status 1\n")
   assert "RuntimeError: Unable to initialize backend 'nonsense'" in found.detail.splitlines()[-1]
   assert len(found.detail.splitlines()) < 20
   (tmp_path / "mpi4jax.py").write_text("raise ImportError('libmpi.so.40: cannot open shared object file')")
   monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
-  (found,) = checks.check_mpi(60)
+  (found,) = doctor.check_mpi(60)
   assert found.status == "FAIL"
   assert found.detail.endswith("ImportError: libmpi.so.40: cannot open shared object file")
   assert "pip cache remove mpi4jax" in found.fix
@@ -72,7 +71,7 @@ def test_a_probe_that_fails_is_shown_by_its_last_lines(monkeypatch, tmp_path):
 )
 def test_settings_of_glibc_that_are_missing(monkeypatch, tunables, fix):
   monkeypatch.setenv("GLIBC_TUNABLES", tunables)
-  *_, found = checks.check_memory()
+  *_, found = doctor.check_memory()
   assert found.status == "warn"
   assert fix in found.fix
 
@@ -90,7 +89,7 @@ def test_settings_of_glibc_that_are_missing(monkeypatch, tunables, fix):
 )
 def test_messages_of_gpus(monkeypatch, forced, cuda, aware, status, said):
   monkeypatch.setenv("MPI4JAX_USE_CUDA_MPI", forced)
-  found = checks.check_gpu_messages(cuda, aware)
+  found = doctor.check_gpu_messages(cuda, aware)
   assert found.status == status
   assert said in found.detail
   assert found.fix == ("" if status == "ok" else "unset MPI4JAX_USE_CUDA_MPI")
@@ -101,5 +100,5 @@ def test_a_rank_is_no_patient(monkeypatch, capsys):
     monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
   monkeypatch.setattr(sys, "argv", ["jaxsparse.doctor"])
   with pytest.raises(SystemExit, match="2"):
-    main()
+    doctor.main()
   assert "start the doctor by itself" in capsys.readouterr().err

@@ -31,7 +31,7 @@ def run_two(arguments, variables):
 
 
 ALONE = "states 2 ranks, but MPI.COMM_WORLD has size 1. mpi4py was built for Open MPI"
-START = "start the program by python -m jaxsparse.launch --ranks=N\n"
+ADVICE = f"Without MPI, call {environment.JOIN} and start it by python -m jaxsparse.launch --ranks=N\n"
 PMI = {"PMI_RANK": "{rank}", "PMI_SIZE": "2"}
 
 
@@ -39,19 +39,19 @@ LAUNCHER = {"JAXSPARSE_RANK": "{rank}", "JAXSPARSE_RANKS": "2"}
 
 
 @pytest.mark.parametrize(
-  ("call", "variables", "says", "advice"),
+  ("call", "variables", "says"),
   [
-    (environment.JOIN, PMI, f"PMI_SIZE=2 {ALONE}", f"Without MPI, {START}"),
-    ("js.MpiComm()", STEP, f"SLURM_STEP_NUM_TASKS=2 {ALONE}", f"Without MPI, call {environment.JOIN} and {START}"),
+    (environment.JOIN, PMI, f"PMI_SIZE=2 {ALONE}"),
+    ("js.MpiComm()", STEP, f"SLURM_STEP_NUM_TASKS=2 {ALONE}"),
   ],
 )
-def test_ranks_that_would_train_alone_are_refused(call, variables, says, advice):
+def test_ranks_that_would_train_alone_are_refused(call, variables, says):
   """Processes that another launcher has started, of which MPI knows nothing; it gives each rank a world of its own."""
   program = f"import jaxsparse as js, jaxsparse.launch; {call}; print('trains')"
   for status, printed, error in run_two(["-c", program], variables):
     assert (status, printed) == (1, "")
     assert f"RuntimeError: {call.partition('(')[0]}(): {says}" in error
-    assert advice in error
+    assert ADVICE in error
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,13 @@ def test_ranks_that_would_train_alone_are_refused(call, variables, says, advice)
   ids=["srun", "launcher"],
 )
 def test_ranks_join_without_mpi_and_without_a_guard(variables):
-  """No guard reads what the ranks write, and gloo is quiet all the same."""
+  """No guard reads what the ranks write; gloo's lines go to standard error."""
   port = str(free_port())
   named = {"JAXSPARSE_COORDINATOR": f"127.0.0.1:{port}"}
   place = named if "JAXSPARSE_RANK" in variables else {"JAX_COORDINATOR_PORT": port}
-  found = run_two([str(RANKS), "quiet", "processes", "none"], variables | place | {"JAX_PLATFORMS": "cpu"})
-  assert found == [(0, "2.0\n", ""), (0, "", "")]
+  ranks = run_two([str(RANKS), "quiet", "processes", "none"], variables | place | {"JAX_PLATFORMS": "cpu"})
+  assert [(status, printed) for status, printed, _ in ranks] == [(0, "2.0\n"), (0, "")]
+  assert all(line.startswith("[Gloo] Rank ") for *_, error in ranks for line in error.splitlines())
 
 
 def of(prefix, rank, size):
@@ -114,14 +115,14 @@ def test_the_inner_launcher_states_the_number_of_ranks(monkeypatch, variables, f
   stated = environment.read_counts()
   assert [str(one).split()[0] for one in stated] == found
   assert launch.is_rank() == bool(found)
-  environment.check_consistent("a rank", stated)
+  environment.check("a rank", stated, max((one.ranks for one in stated), default=1), "it counts", "")
 
 
 @pytest.mark.parametrize(
   ("variables", "message"),
   [
-    (of(OPEN_MPI, 0, 4) | of("PMI", 0, 2), "a rank: PMI_SIZE=2 states 2 ranks, but OMPI_COMM_WORLD_SIZE states 4. "),
-    (of("PMI", 0, 2) | {"PMIX_RANK": "2"}, "a rank: PMIX_RANK=2 states at least 3 ranks, but PMI_SIZE states 2. "),
+    (of(OPEN_MPI, 0, 4) | of("PMI", 0, 2), "a rank: OMPI_.*=4 states 4 ranks, but it counts 2. Unset OMPI_COMM_WORLD_"),
+    (of("PMI", 0, 2) | {"PMIX_RANK": "2"}, "a rank: PMIX_RANK=2 states at least 3 ranks, but it counts 2. Unset PMIX_"),
     (of("PMI", "0", "two"), "PMI_SIZE='two' is not a number, .*: unset it$"),
     (of("PMI", "-1", ""), "PMI_RANK='-1' is not a number, .*: unset it$"),
   ],
@@ -129,4 +130,4 @@ def test_the_inner_launcher_states_the_number_of_ranks(monkeypatch, variables, f
 def test_variables_that_cannot_be_right_are_refused(monkeypatch, variables, message):
   monkeypatch.setattr(os, "environ", outside() | variables)
   with pytest.raises((RuntimeError, ValueError), match=f"^{message}"):
-    environment.check_consistent("a rank", environment.read_counts())
+    environment.check("a rank", environment.read_counts(), 2, "it counts", "")

@@ -1,8 +1,13 @@
-"""Importing changes nothing, in a rank of a run neither, and needs jax, numpy and optax only."""
+"""What a user gets: an import that changes nothing and needs jax, numpy and optax only, and the wheel."""
 
 import os
+import pathlib
 import subprocess
 import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 # What other packages change when they are imported is there before; then every public module is imported.
 PROGRAM = """
@@ -38,7 +43,7 @@ copied = lambda x: list(x) if isinstance(x, list) else x
 before = state()
 import jaxsparse
 names = [module.name for module in pkgutil.walk_packages(jaxsparse.__path__, "jaxsparse.")]
-assert {"jaxsparse.launch.rank", "jaxsparse.comm.mpi", "jaxsparse.partial", "jaxsparse.doctor.probes"} < {*names}
+assert {"jaxsparse.launch.rank", "jaxsparse.comm.mpi", "jaxsparse.partial", "jaxsparse.doctor"} < {*names}
 for name in names:
   __import__(name)
 after = state()
@@ -54,12 +59,17 @@ RANK |= {f"SLURM_{name}": "0" for name in ("JOB_ID", "STEP_ID", "PROCID", "LOCAL
 RANK |= {"SLURM_STEP_NODELIST": "localhost", "JAXSPARSE_COORDINATOR": "127.0.0.1:1"}
 
 
+def run(*arguments, status=0, **options):
+  """(standard output, standard error) of Python."""
+  command = [sys.executable, *arguments]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **options)
+  assert done.returncode == status, done.stdout[-1000:] + done.stderr[-2000:]
+  return done.stdout, done.stderr
+
+
 def test_importing_changes_nothing(tmp_path):
-  environment = os.environ | RANK | {"JAXSPARSE_RECORDS": str(tmp_path)}
-  done = subprocess.run(
-    [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120, check=False
-  )
-  assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+  """In a rank of a run neither."""
+  assert run("-c", PROGRAM, env=os.environ | RANK | {"JAXSPARSE_RECORDS": str(tmp_path)}) == ("", "")
   assert not os.listdir(tmp_path)
 
 
@@ -104,6 +114,19 @@ main()
 
 def test_jax_numpy_and_optax_are_enough():
   """Partial reduce between processes names the extra that it needs."""
-  done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120, check=False)
   expected = "error: js.partial.Server and Worker need pyzmq: pip install 'jaxsparse[partial]'\n"
-  assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
+  assert run("-c", ALONE, status=1) == ("", expected)
+
+
+@pytest.mark.long
+def test_the_wheel_works_outside_the_tree(tmp_path):
+  run("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=ROOT)
+  (wheel,) = tmp_path.glob("*.whl")
+  site = tmp_path / "site"
+  run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)
+  assert (site / "jaxsparse" / "py.typed").exists()
+  assert not (site / "benchmarks").exists()
+  program = "import jaxsparse as js, numpy as np; print(js.__file__, js.simulate('spardl', np.ones((3, 6)), k=6).total)"
+  printed, _ = run("-c", program, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)})
+  assert printed.startswith(str(site))
+  assert "[3. 3. 3. 3. 3. 3.]" in printed

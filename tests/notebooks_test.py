@@ -7,6 +7,7 @@ import nbformat
 import pytest
 
 from tests import notebooks
+from tests.structure_test import imported
 
 EACH = pytest.mark.parametrize("path", notebooks.NOTEBOOKS, ids=lambda path: path.stem)
 MACHINE = re.compile(r"/(home|root|tmp|usr|work|opt|Users|content)/|site-packages|Warning|Traceback")
@@ -55,12 +56,3 @@ def test_outputs_are_saved_and_name_no_machine(path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_notebooks_run(path):
   assert figures(notebooks.executed(path))
-
-
-def imported(tree):
-  """Names of modules that a program imports."""
-  for node in ast.walk(tree):
-    if isinstance(node, ast.Import):
-      yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-      yield node.module

@@ -18,10 +18,9 @@ def tree(module):
   return ast.parse(MODULES[module].read_text())
 
 
-def imported(module):
-  """Absolute names of what a module imports anywhere, in functions too: modules, or names within them."""
-  package = module.split(".")[: None if MODULES[module].name == "__init__.py" else -1]
-  for node in ast.walk(tree(module)):
+def imported(tree, package=()):
+  """Absolute names of what a module of a package imports anywhere, in functions too: modules, or names within them."""
+  for node in ast.walk(tree):
     if isinstance(node, ast.Import):
       yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -45,7 +44,8 @@ def code_lines(function):
 
 @EVERY_MODULE
 def test_no_import_runs_upwards(module):
-  ours = [name for name in imported(module) if name.split(".")[0] == "jaxsparse"]
+  package = module.split(".")[: None if MODULES[module].name == "__init__.py" else -1]
+  ours = [name for name in imported(tree(module), package) if name.split(".")[0] == "jaxsparse"]
   assert [name for name in ours if layer_of(name) > layer_of(module)] == []
 
 

@@ -18,6 +18,14 @@ SUBNET = "10.77.0.0/16"
 MOST_HOSTS = 250
 UNSHAPED = "none"  # the rate of links that are not shaped
 
+_MPI = [  # mpirun starts ranks by an agent in place of ssh, and they talk over the lab alone
+  "OMPI_MCA_pml=ob1",
+  "OMPI_MCA_btl=tcp,self",
+  f"OMPI_MCA_btl_tcp_if_include={SUBNET}",
+  f"PRTE_MCA_prte_if_include={SUBNET}",
+  "PRTE_MCA_plm=ssh",
+  f"PRTE_MCA_plm_ssh_agent={pathlib.Path(__file__).with_name('agent.sh')}",
+]
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:([kmgt]i?)?(bit|bps))?", re.IGNORECASE)
 _LAB = threading.Lock()
 _INTERFACES = pathlib.Path("/proc/self/net/dev")  # of the network namespace of this process
@@ -42,7 +50,7 @@ def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
   for number in range(hosts):
     # The host name is the host's own as well: a program that binds what its name resolves to binds the lab's address.
     own_name = ["unshare", "--uts", "sh", "-c", f'hostname {owner}-{number} && exec "$@"', "sh"]
-    enter = ["ip", "netns", "exec", f"{owner}-{number}", *own_name]
+    enter = ["ip", "netns", "exec", f"{owner}-{number}", "env", *_MPI, *own_name]
     team.append(Host(f"{owner}-{number}", f"10.77.0.{number + 1}", enter))
   try:
     with removed_behind([switch, *(host.name for host in team)]):

@@ -12,7 +12,7 @@ and `attempt()` counts. When the launcher ends, even by SIGKILL, its ranks end.
 
 `start` starts and ends a run, `guard` is the parent process of each rank, which ends the rank, `rank` has the functions
 that a rank calls, `environment` reads how many ranks a launcher has started, and `watch` finds the cause of a failure
-in the records of ranks and guards. None of them imports JAX before a rank joins, and importing them changes nothing.
+in the records of ranks and guards. Importing them changes nothing.
 """
 
 from jaxsparse.launch.rank import attempt, fail, fail_on_exceptions, is_rank, join

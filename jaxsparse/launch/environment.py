@@ -50,32 +50,29 @@ def read_counts() -> list[RankCount]:
   return several or (slurm if any(one.ranks > 1 for one in slurm) else launched + mpi)
 
 
-def check_consistent(who: str, counts: Sequence[RankCount]) -> None:
-  """Raises RuntimeError if two variables state numbers of ranks that cannot both be right."""
-  advice = "Unset the one whose launcher did not start this process, or start the program by one launcher"
-  for one in counts:
-    if one.exact:
-      check(who, counts, one.ranks, f"{one.variable} states", advice)
-
-
 def check_mpi(who: str, counts: Sequence[RankCount], mpi: Any) -> None:
   """Raises RuntimeError unless `mpi4py.MPI` counts the stated ranks; it counts one where another MPI started them."""
-  library = mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
-  srun = " or an srun --mpi=TYPE that it supports (srun --mpi=list)" if counts[0].variable in SLURM else ""
-  without = "" if who == JOIN else f"call {JOIN} and "
+  library = name_mpi(mpi)
   advice = (
     f"mpi4py was built for {library}, probably another MPI than the launcher's: this rank would train without the "
-    f"others. Start the program by the mpirun of {library}{srun}, or build mpi4py and mpi4jax for the launcher's MPI "
-    f"(docs/how_to/many_hosts.md). Without MPI, {without}start the program by python -m jaxsparse.launch --ranks=N"
+    f"others. Start the program by the mpirun of {library}, or under Slurm by an srun --mpi=TYPE that it supports; or "
+    f"build mpi4py and mpi4jax for the launcher's MPI (docs/how_to/many_hosts.md). Without MPI, call {JOIN} and start "
+    "it by python -m jaxsparse.launch --ranks=N"
   )
   check(who, counts, mpi.COMM_WORLD.Get_size(), "MPI.COMM_WORLD has size", advice)
+
+
+def name_mpi(mpi: Any) -> str:
+  """Name and version of the MPI that `mpi4py.MPI` was built for."""
+  return mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
 
 
 def check(who: str, counts: Sequence[RankCount], ranks: int, counted: str, advice: str) -> None:
   """Raises RuntimeError with the variable, both numbers and the advice unless all that is stated allows `ranks`."""
   for one in counts:
     if not one.allows(ranks):
-      raise RuntimeError(f"{who}: {one}, but {counted} {ranks}. {advice}")
+      unset = f"Unset {one.variable} if its launcher did not start this process. " if len(counts) > 1 else ""
+      raise RuntimeError(f"{who}: {one}, but {counted} {ranks}. {unset}{advice}")
 
 
 def _read(rank: str, size: str) -> list[RankCount]:

@@ -18,22 +18,22 @@ import collections
 import contextlib
 import ctypes
 import json
+import math
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-RECORDS, PREFIX, COORDINATOR, RANK, RANKS, DEVICES, GRACE, ATTEMPT = (
-  f"JAXSPARSE_{name}" for name in ("RECORDS", "PREFIX", "COORDINATOR", "RANK", "RANKS", "DEVICES", "GRACE", "ATTEMPT")
+RECORDS, PREFIX, COORDINATOR, RANK, RANKS, DEVICES, ATTEMPT = (
+  f"JAXSPARSE_{name}" for name in ("RECORDS", "PREFIX", "COORDINATOR", "RANK", "RANKS", "DEVICES", "ATTEMPT")
 )
 MPI = {"OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE", "PMI_RANK": "PMI_SIZE", "PMIX_RANK": ""}
 """Variables that launchers of MPI set: the number of a rank, and the number of ranks, which PMIx does not state."""
-STEPS = struct.Struct("<q")  # format of a rank's number of steps
 HAS_PROC = sys.platform == "linux" and os.path.exists("/proc/self/stat")  # a guard finds its children in /proc
 KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
 
@@ -41,12 +41,11 @@ _KILL_MPIRUN_AFTER = 6.0
 _GIVE_UP = 10.0  # seconds that a guard waits for processes to end after SIGKILL
 _DRAIN = 0.2  # seconds to read the last output of a rank that has ended, while its descendants keep the pipe open
 _LONGEST = 300  # characters of a line in a record
-_CHUNK = 1 << 16
+_LONGEST_OUTPUT = 1 << 16  # characters of a line that the guard reads at once
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
-_GLOO = rb"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : "
-_GLOO_LINES = re.compile(rb"(?:%s)(?:%s|\d|\n)*\n" % (_GLOO, _GLOO))
+_GLOO = r"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : "
+_GLOO_OUTPUT = re.compile(rf"(?:{_GLOO})(?:{_GLOO}|\d)*\n")
 
 
 def rank() -> int | None:
@@ -65,8 +64,7 @@ def record(**facts: Any) -> None:
 
 def shorten(text: str) -> str:
   """The first line of a text, cut to the length of a record."""
-  lines = text.strip().splitlines()
-  return lines[0][:_LONGEST] if lines else ""
+  return text.strip().partition("\n")[0][:_LONGEST]
 
 
 def die_with_parent(number: int, parent: int) -> None:
@@ -89,23 +87,22 @@ def _main() -> None:
   launcher, kind, *command = int(sys.argv[1]), *sys.argv[2:]
   is_rank = kind == "rank"
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-  mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+  signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
   die_with_parent(signal.SIGTERM, launcher or os.getppid())
   if sys.platform == "linux":
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
   source, sink = os.pipe()
-  process = _start(command, mask, sink if is_rank else None)  # it would be waited for where it is deleted
-  child = process.pid
+  process = _start(command, sink if is_rank else None)
   os.close(sink)
   last = collections.deque([""], maxlen=1)
   relay = threading.Thread(target=_relay, args=(source, last), daemon=True)
   relay.start()
-  status, told = _wait(child, is_rank)
+  status = _wait(process.pid, is_rank)
   relay.join(_DRAIN)
   if is_rank and status is not None:
-    record(ended=time.monotonic(), status=status, line=last[0], told=told, stopped=None)
+    record(ended=time.monotonic(), status=status, line=last[0], stopped=math.inf)
   # mpirun itself ends its ranks, and then removes their files.
-  _end_children(KILL_AFTER if is_rank else _KILL_MPIRUN_AFTER, child if status is None else None)
+  _end_children(KILL_AFTER if is_rank else _KILL_MPIRUN_AFTER, process)
   relay.join(_DRAIN)
   if launcher and os.getppid() != launcher and (folder := os.environ.get(RECORDS)):
     import shutil
@@ -114,33 +111,27 @@ def _main() -> None:
   os._exit(128 + signal.SIGTERM if status is None else status if status >= 0 else 128 - status)
 
 
-def _start(command: list[str], mask: set[signal.Signals | int], sink: int | None) -> subprocess.Popen:
+def _start(command: list[str], sink: int | None) -> subprocess.Popen:
   """The process of the command.
 
   Args:
     command: a program and its arguments.
-    mask: signals that the command blocks.
     sink: descriptor for its standard error, and for its standard output unless it is rank 0; None redirects neither.
   """
   parent = os.getpid()
 
   def prepare() -> None:
     die_with_parent(signal.SIGKILL, parent)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
   try:
     return subprocess.Popen(command, stdout=sink if rank() else None, stderr=sink, preexec_fn=prepare)
   except OSError as error:
-    os.write(2, f"error: cannot run {command[0]!r}: {error.strerror}\n".encode())
-    os._exit(127)
+    sys.exit(f"error: cannot run {command[0]!r}: {error.strerror}")
 
 
-def _wait(child: int, is_rank: bool) -> tuple[int | None, bool]:
-  """Waits until the child has ended or a signal tells the guard to end.
-
-  Returns:
-    Exit status of the child, negative for a signal, None if it still runs; and whether the guard received a signal.
-  """
+def _wait(child: int, is_rank: bool) -> int | None:
+  """Exit status of the child, negative for a signal; None once a signal has told the guard to end."""
   while True:
     told = signal.sigwait(_SIGNALS) != signal.SIGCHLD
     while (change := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:
@@ -148,30 +139,31 @@ def _wait(child: int, is_rank: bool) -> tuple[int | None, bool]:
       if pid != child:
         continue  # an orphan that the guard has adopted
       if os.WIFEXITED(status) or os.WIFSIGNALED(status):
-        return os.waitstatus_to_exitcode(status), told or bool(signal.sigpending() & {*_SIGNALS[1:]})
+        told = told or bool(signal.sigpending() & {*_SIGNALS[1:]})  # mpirun signals the child, too
+        return None if told and os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
       if is_rank:
-        record(stopped=time.monotonic() if os.WIFSTOPPED(status) else None)
+        record(stopped=time.monotonic() if os.WIFSTOPPED(status) else math.inf)
     if told:
-      return None, True
+      return None
 
 
-def drop_gloo_lines(text: bytes) -> bytes:
-  """`text` without the line that gloo writes for each communicator; no setting of gloo or XLA switches it off.
+def drop_gloo_lines(lines: Iterable[str]) -> Iterator[str]:
+  """`lines` without the line that gloo writes for each communicator; no setting of gloo or XLA switches it off.
 
-  Threads of a process write such lines at once, one a device, so pieces of several may alternate.
+  Threads of a process write such lines at once, one a device, so pieces of several alternate, and a line may hold
+  nothing but the numbers with which others end.
   """
-  return _GLOO_LINES.sub(_keep_other_lines, text)
-
-
-def _keep_other_lines(found: re.Match[bytes]) -> bytes:
-  """The lines in a match of `_GLOO_LINES` that are not gloo's: numbers, once all lines that gloo began have ended."""
-  kept, unfinished = [], 0
-  for line in found.group().splitlines(keepends=True):
-    unfinished += line.count(b"[Gloo]")
-    if not line.strip() or (line.strip().isdigit() and not unfinished):
-      kept.append(line)
-    unfinished = max(0, unfinished - 1)
-  return b"".join(kept)
+  unfinished, before = 0, ""
+  for line in lines:
+    kept = _GLOO_OUTPUT.sub("", line)
+    if kept == line and (not unfinished or line.strip("0123456789\n")):
+      yield before + line
+      before = ""
+    else:
+      before += kept if kept != line else ""
+      unfinished = max(0, unfinished + line.count("[Gloo]") - 1)
+  if before:
+    yield before
 
 
 def _relay(source: int, last: collections.deque[str]) -> None:
@@ -181,26 +173,21 @@ def _relay(source: int, last: collections.deque[str]) -> None:
     source: descriptor of the output.
     last: receives the last line that is not blank.
   """
-  prefix = f"[rank {rank()}] ".encode() if os.environ.get(PREFIX) else b""
-  chunk, rest = b" ", b""
-  while chunk:
-    chunk = os.read(source, _CHUNK)
-    *lines, rest = _LINE_END.split(drop_gloo_lines(rest + chunk))
-    if rest and not chunk:
-      rest += b"\n"
-    if not chunk or len(rest) > _CHUNK:
-      lines, rest = [*lines, rest], b""
-    last.extend(shorten(line.decode(errors="replace")) for line in lines if line.strip())
-    text = b"".join(prefix + line for line in lines if line)
-    with contextlib.suppress(OSError):  # standard error is closed; the pipe must be read all the same
-      while text:
-        text = text[os.write(2, text) :]
+  prefix = f"[rank {rank()}] " if os.environ.get(PREFIX) else ""
+  with open(source, encoding="utf-8", errors="replace", newline="") as output:  # a line may end with "\r", too
+    for line in drop_gloo_lines(iter(lambda: output.readline(_LONGEST_OUTPUT), "")):
+      if line.strip():
+        last.append(shorten(line))
+      text = (prefix + line + ("" if line.endswith(("\n", "\r")) else "\n")).encode()
+      with contextlib.suppress(OSError):  # standard error is closed; the pipe must be read all the same
+        while text:
+          text = text[os.write(2, text) :]
 
 
-def _end_children(kill_after: float, child: int | None) -> None:
+def _end_children(kill_after: float, process: subprocess.Popen) -> None:
   """Ends children, then orphans of them that the guard adopts: SIGTERM, and SIGKILL `kill_after` seconds later."""
   start, asked = time.monotonic(), set[int]()
-  while (found := _children(child)) and (waited := time.monotonic() - start) < _GIVE_UP:
+  while (found := _children(process)) and (waited := time.monotonic() - start) < _GIVE_UP:
     late = waited > kill_after
     for pid in found if late else found - asked:
       with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -209,10 +196,10 @@ def _end_children(kill_after: float, child: int | None) -> None:
     time.sleep(0.01)
 
 
-def _children(child: int | None) -> set[int]:
-  """Process ids of children, also adopted ones, that have not ended, from /proc; without it `child` alone."""
+def _children(process: subprocess.Popen) -> set[int]:
+  """Ids of child processes, also adopted ones, that have not ended, from /proc; without it of `process` alone."""
   if not HAS_PROC:
-    return {child} if child and os.waitpid(child, os.WNOHANG)[0] == 0 else set()
+    return {process.pid} if process.poll() is None else set()
   found = set()
   for entry in filter(str.isdigit, os.listdir("/proc")):
     with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", errors="replace") as file:

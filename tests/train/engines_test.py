@@ -17,7 +17,7 @@ from jaxsparse.train import simulation
 from jaxsparse.train.engine import engine_of
 from jaxsparse.transform.metrics import summary
 from tests.cases import CASES, DEFAULTS, assert_same_bits, averaged, mesh_of, normals, row, sim, start
-from tests.ranks import WAYS, train_a_little, trained
+from tests.ranks import WAYS, trained
 
 RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 STEPS, N = 2, 64
@@ -101,29 +101,19 @@ def test_metrics_that_one_process_alone_asks_for(tmp_path):
   assert "call it on every process, not only where jax.process_index() == 0" in (tmp_path / "0").read_text()
 
 
-def test_one_training_step_for_all_engines(tmp_path):
-  """Parameters after five steps with momentum, bit for bit."""
-  file = tmp_path / "batch.npz"
-  batch = normals(1, 6, 3)
-  np.savez(file, batch=batch)
-  found = {}
-  for engine in ("processes", "mpi"):
-    run("training", engine, 3, file)
-    found[engine] = json.loads(file.with_suffix(".json").read_text())
-  found |= {"devices": train_a_little(mesh_of(3), "workers", batch), "sim": train_a_little(sim(3), sim(3), batch)}
-  for name, one in found.items():
-    for key in ("w", "b", "loss"):
-      np.testing.assert_allclose(one[key], found["sim"][key], rtol=2e-6, err_msg=name)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("engine", ["devices", "processes", "mpi"])
-def test_local_steps_have_the_same_bits_on_every_engine(tmp_path, engine):
+@pytest.mark.parametrize(
+  ("engine", "names"),
+  [
+    *(row(engine, ["every step"], quick=True, id=f"step-{engine}") for engine in ("processes", "mpi")),
+    *(row(engine, [*WAYS], id=engine) for engine in ("devices", "processes", "mpi")),
+  ],
+)
+def test_training_has_the_same_bits_on_every_engine(tmp_path, engine, names):
   """Also in fragments with a delay, and DeMo, whose sign shows the last bit of a sum near 0."""
   batch = normals(1, 3, 36)
-  expected = {name: trained(make(sim(3)), sim(3), batch) for name, make in WAYS.items()}
+  expected = {name: trained(WAYS[name](sim(3)), sim(3), batch) for name in names}
   if engine == "devices":
-    assert_same_bits({name: trained(make("workers"), mesh_of(3), batch) for name, make in WAYS.items()}, expected)
+    assert_same_bits({name: trained(WAYS[name]("workers"), mesh_of(3), batch) for name in names}, expected)
     return
   file = tmp_path / "expected.npz"
   named = {f"{name}/{leaf}": x for name, leaves in expected.items() for leaf, x in leaves.items()}
