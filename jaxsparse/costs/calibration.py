@@ -144,7 +144,7 @@ def fit(
     >>> profile.alpha > 0 and profile.beta > 0 and profile.algorithms["spardl:density=0.01"].arithmetic > 0
     True
   """
-  engine = engine_of(mesh, axis)
+  engine = engine_of(mesh, axis).flat
   if engine.workers < 2:
     raise ValueError("fit: one worker sends nothing, give at least two workers")
   if not seconds > 0:
@@ -158,7 +158,7 @@ def fit(
   links, reduce, inside = meter.measure_links(), meter.measure_all_reduce(), (0.0, 0.0)
   devices = math.prod(engine.axes[name] for name in engine.others)
   if devices > 1:
-    inside = _Meter(engine_of(mesh, engine.others), engine.others, n, repetitions).measure_links()[:2]
+    inside = _Meter(engine_of(mesh, engine.others).flat, engine.others, n, repetitions).measure_links()[:2]
   grads, measured = timing.gradients(engine, n, axis)(0), dict[str, Algorithm]()
   left = seconds - meter.find_slowest(time.monotonic() - start)
   for number, (label, collective) in enumerate(zip(labels, collectives, strict=True)):

@@ -30,8 +30,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.costs import Profile, advise, label_of
 from jaxsparse.overlap.network import Link
 from jaxsparse.train import timing
-from jaxsparse.train.engine import check_batch
-from jaxsparse.train.sharded import training_engine
+from jaxsparse.train.engine import check_batch, engine_of
 from jaxsparse.types import Comm
 
 _WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are
@@ -108,7 +107,7 @@ def measure(
   leaves = jax.tree_util.tree_leaves_with_path(params)
   if not leaves:
     raise ValueError(f"measure: params={params!r} have no leaf")
-  engine = training_engine(mesh, axis)
+  engine = engine_of(mesh, axis)
   check_batch(batch, engine, axis)
   specs = PartitionSpec(), PartitionSpec(axis)
 

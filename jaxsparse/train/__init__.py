@@ -7,7 +7,6 @@ residual_rows  residuals of all workers, read and written on the host
 flushing     `js.flush`: all residuals, delivered densely
 worker       the step of one worker: loss, gradients, update, metrics
 engine       where the workers run: a mesh, MPI, or the simulator; maps and compiles programs over them
-sharded      the engine of a mesh whose workers have several devices
 replicas     compares values that must be equal on all workers
 programs     compares the programs of all processes
 donation     arguments whose buffers XLA may overwrite

@@ -17,9 +17,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxsparse._compat import AxisName
-from jaxsparse.train.engine import Engine, put_global
+from jaxsparse.train.engine import Engine, engine_of, put_global
 from jaxsparse.train.residual_rows import Residual, carry_over, gather, homes_of, residuals_of
-from jaxsparse.train.sharded import training_engine
 from jaxsparse.train.starting import check_state, place_state, shape_of
 from jaxsparse.train.step import init
 from jaxsparse.transform import checks
@@ -77,7 +76,7 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
     >>> int(state.layout.workers), state.carried.residual.shape
     (4, (32,))
   """
-  engine = training_engine(mesh, axis)
+  engine = engine_of(mesh, axis)
   check_state(state, params)
 
   def start(params: optax.Params) -> Any:
@@ -128,7 +127,7 @@ def convert(
     >>> state.carried.shared.step
     Array(0, dtype=int32)
   """
-  engine = training_engine(mesh, axis)
+  engine = engine_of(mesh, axis)
   check_state(state, params)
   checks.check_landed("js.convert", state)
   return _carry_state(engine, state, init(tx, params, mesh, axis=axis), params)

@@ -4,26 +4,27 @@ The program of one worker is the same on every engine. An engine maps the progra
 `PartitionSpec` for each argument and result says whether it is split along the workers or equal on all of them.
 """
 
-import abc
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
-from jaxsparse._compat import AxisName, local_shard
+from jaxsparse._compat import AxisName, local_shard, names_of
 from jaxsparse.comm import AxisComm, SimComm, all_gather, in_rank_order
 from jaxsparse.comm.mpi import RANKS, MpiComm
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.types import Comm
 
+_ARGUMENTS = ("params", "state", "batch", "argument ")  # of a step
 
-class Engine(abc.ABC):
+
+class Engine:
   """Runs a program at every worker; `js.init` and `js.make_train_step` use workers through this interface only.
 
   Attributes:
@@ -39,7 +40,7 @@ class Engine(abc.ABC):
   """
 
   workers: int
-  held: int
+  held: int = 1
   comm: Comm
   axes: dict[Any, int]
   axis: AxisName
@@ -60,9 +61,13 @@ class Engine(abc.ABC):
     """An engine of the same devices on which the types of arrays tell how they are sharded inside a worker."""
     return contextlib.nullcontext(self)
 
-  @abc.abstractmethod
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """The function of all workers that runs `function` at each of them, like `jax.shard_map`."""
+    """The function of all workers that runs `function` at each of them, like `jax.shard_map`.
+
+    Where a process has one worker, with the arrays of this worker only, it is `function` itself.
+    """
+    del in_specs, out_specs
+    return function
 
   def jit(
     self, worker: Callable, in_specs: Any, out_specs: Any, donate: Any = (), options: Any = None, shardings: Any = None
@@ -110,6 +115,8 @@ def check_batch(batch: Any, engine: Engine, axis: AxisName, parts: int = 1) -> N
 def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
   """The engine of a mesh, with one worker at each index of `axis`, or of a comm that knows its own workers.
 
+  Other axes of a mesh lie inside a worker; `flat` maps a program over them, too.
+
   Raises:
     ValueError: if the mesh has no such axis, or there are no workers.
     TypeError: if `where` is neither a mesh nor such a comm.
@@ -117,7 +124,8 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
   if not (where.devices.size if isinstance(where, Mesh) else getattr(where, "members", None) != 0):
     raise ValueError(f"0 workers along axis {axis!r}: choose at least 1")
   if isinstance(where, Mesh):
-    return _OnMesh(where, axis)
+    inside = tuple(name for name in where.axis_names if name not in names_of(axis))
+    return _OnMesh(where, axis, inside if any(where.shape[name] > 1 for name in inside) else ())
   if isinstance(where, MpiComm):
     return _Rank(where)
   if isinstance(where, SimComm) and where.members is not None:
@@ -133,58 +141,84 @@ def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., 
 
 
 class _OnMesh(Engine):
-  """Workers along an axis of a mesh whose devices may belong to many processes."""
+  """Workers along an axis of a mesh whose devices may belong to many processes.
 
-  def __init__(self, mesh: Mesh, axis: AxisName):
-    names = _compat.names_of(axis)
+  A program is mapped over all axes but those `inside` a worker, along which the compiler partitions it. Arguments that
+  lie on the mesh keep their shardings inside, and so do the results that replace them; others are replicated inside.
+  """
+
+  def __init__(self, mesh: Mesh, axis: AxisName, inside: tuple[str, ...] = ()):
+    names = names_of(axis)
     unknown = [name for name in names if name not in mesh.shape]
     if unknown:
       raise ValueError(f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
     self.comm = AxisComm(axis)
-    self.axis, self.axes = axis, dict(mesh.shape)
-    self.others = tuple(name for name in mesh.axis_names if name not in names)
+    self.axis, self.axes = axis, {name: size for name, size in mesh.shape.items() if name not in inside}
+    self.others = tuple(name for name in self.axes if name not in names)
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes, me = len(taking_part), jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
-    self._mesh = mesh
+    self._mesh, self._inside, self._is_explicit = mesh, inside, _compat.has_explicit_axes(mesh)
+    self._known: dict[Any, NamedSharding] = {}
 
   @property
   def platform(self) -> str:
     return self._mesh.devices.flat[0].platform
 
+  @property
+  def flat(self) -> Engine:
+    return _OnMesh(self._mesh, self.axis)
+
+  @contextlib.contextmanager
+  def typed(self) -> Iterator[Engine]:
+    if not self._inside:
+      yield self
+      return
+    devices = self._mesh.devices
+    explicit = Mesh(devices, self._mesh.axis_names, axis_types=(AxisType.Explicit,) * devices.ndim)
+    with jax.set_mesh(explicit):
+      yield _OnMesh(explicit, self.axis, self._inside)
+
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    return _compat.shard_map(function, self._mesh, in_specs, out_specs)
+    shard_map = _compat.partly_mapped if self._inside and self._is_explicit else _compat.shard_map
+    specs = self._without_inside(in_specs), self._without_inside(out_specs)
+    return shard_map(function, self._mesh, *specs, tuple(self.axes))
 
   def jit(
     self, worker: Callable, in_specs: Any, out_specs: Any, donate: Any = (), options: Any = None, shardings: Any = None
   ) -> Any:
-    del shardings
-    arguments, results = self._shardings(in_specs), self._shardings(out_specs)
-    mapped = self.map(worker, in_specs, out_specs)
-
-    def program(*given: Any) -> Any:
-      every = jax.tree.broadcast(arguments, given, is_leaf=is_spec)
-      return mapped(*jax.tree.map(jax.sharding.reshard, given, every))
-
+    program = mapped = self.map(worker, in_specs, out_specs)
+    arguments, results = (self._inside and shardings) or (self._shardings(in_specs), self._shardings(out_specs))
+    if self._is_explicit and not self._inside:  # shard_map rejects what is sharded otherwise
+      program = lambda *given: mapped(*jax.tree.map(jax.sharding.reshard, given, broadcast_specs(arguments, given)))
     return jax.jit(
-      program if _compat.has_explicit_axes(self._mesh) else mapped,  # shard_map rejects what is sharded otherwise
-      in_shardings=arguments,
-      out_shardings=results,
-      donate_argnums=donate,
-      compiler_options=options,
+      program, in_shardings=arguments, out_shardings=results, donate_argnums=donate, compiler_options=options
     )
 
   def place(self, tree: Any, specs: Any) -> Any:
-    return self._put(tree, jax.tree.leaves(jax.tree.broadcast(self._shardings(specs), tree, is_leaf=is_spec)))
-
-  def _put(self, tree: Any, shardings: Sequence[NamedSharding]) -> Any:
+    shardings = self.shardings(tree, specs) if self._inside else broadcast_specs(self._shardings(specs), tree)
     leaves, structure = jax.tree.flatten(tree)
+    pairs = list(zip(leaves, jax.tree.leaves(shardings), strict=True))
     # Runs in every step: comparing shardings is sixty times faster than a device_put that moves nothing.
-    if all(getattr(leaf, "sharding", None) == sharding for leaf, sharding in zip(leaves, shardings, strict=True)):
+    if all(getattr(leaf, "sharding", None) == sharding for leaf, sharding in pairs):
       return tree
     put = put_global if self._mesh.is_multi_process else jax.device_put
-    return jax.tree.unflatten(structure, map(put, leaves, shardings))
+    return jax.tree.unflatten(structure, [put(leaf, sharding) for leaf, sharding in pairs])
+
+  def shardings(self, tree: Any, specs: Any) -> Any:
+    if not self._inside:
+      return None
+
+    def sharding_of(path: Any, leaf: Any, spec: PartitionSpec) -> NamedSharding:
+      key = getattr(leaf, "sharding", None), spec, np.ndim(leaf)
+      if isinstance(leaf, jax.core.Tracer):
+        return self._sharding(path, leaf, spec)
+      if key not in self._known:  # runs in every step, for every leaf
+        self._known[key] = self._sharding(path, leaf, spec)
+      return self._known[key]
+
+    return jax.tree_util.tree_map_with_path(sharding_of, tree, broadcast_specs(specs, tree))
 
   def spread(self, value: np.ndarray) -> jax.Array:
     sharding = self._shardings(PartitionSpec(self.axis))
@@ -201,6 +235,33 @@ class _OnMesh(Engine):
   def _shardings(self, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=is_spec)
 
+  def _sharding(self, path: Any, leaf: Any, spec: PartitionSpec) -> NamedSharding:
+    """The sharding of `spec`, and where that says nothing of the axes inside, along these that of the leaf itself."""
+    own = self._own_spec(leaf)
+    if own is not None and spec == self._without_inside(spec):
+      along_workers = _compat.trimmed(self._without_inside(own))
+      if not spec and along_workers:
+        raise ValueError(
+          f"{_ARGUMENTS[path[0].idx]}{jax.tree_util.keystr(path[1:])} of shape {leaf.shape} is sharded as {own}, along "
+          f"{self.axis!r}, the axis of the workers, each of which needs all of it: choose shards along {self._inside}"
+        )
+      if along_workers == spec:
+        spec = own
+    if self._is_explicit:  # as in the types of results, or the next step would compile again
+      spec = PartitionSpec(*spec, *[None] * (np.ndim(leaf) - len(spec)))
+    return NamedSharding(self._mesh, spec)
+
+  def _own_spec(self, leaf: Any) -> PartitionSpec | None:
+    """The spec of a leaf on this mesh; None for one that lies elsewhere."""
+    sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape != self._mesh.shape:
+      return None
+    is_abstract = not isinstance(sharding.mesh, Mesh)  # as under a trace
+    return sharding.spec if is_abstract or np.array_equal(sharding.mesh.devices, self._mesh.devices) else None
+
+  def _without_inside(self, specs: Any) -> Any:
+    return jax.tree.map(lambda spec: _compat.without_axes(spec, self._inside), specs, is_leaf=is_spec)
+
 
 class _Simulated(Engine):
   """All workers under vmap on one device; arrays outside a program have the shapes that they have on a mesh."""
@@ -213,8 +274,7 @@ class _Simulated(Engine):
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     def mapped(*arguments: Any) -> Any:
       stacked = self._each(in_specs, arguments, lambda x: x.reshape(self.workers, -1, *x.shape[1:]), lambda x: x)
-      every = jax.tree.broadcast(in_specs, arguments, is_leaf=is_spec)
-      axes = jax.tree.map(lambda spec: 0 if spec else None, every, is_leaf=is_spec)
+      axes = jax.tree.map(lambda spec: 0 if spec else None, broadcast_specs(in_specs, arguments), is_leaf=is_spec)
       results = jax.vmap(function, in_axes=axes, axis_name=self.axis, axis_size=self.workers)(*stacked)
       return self._each(out_specs, results, lambda x: x.reshape(-1, *x.shape[2:]), lambda x: x[0])
 
@@ -224,23 +284,18 @@ class _Simulated(Engine):
   def _each(specs: Any, tree: Any, split: Callable, same: Callable) -> Any:
     """Applies `split` to the leaves that are split along the workers, and `same` to the others."""
     choose = lambda spec, leaf: (split if spec else same)(leaf)
-    return jax.tree.map(choose, jax.tree.broadcast(specs, tree, is_leaf=is_spec), tree, is_leaf=is_spec)
+    return jax.tree.map(choose, broadcast_specs(specs, tree), tree, is_leaf=is_spec)
 
 
 class _Rank(Engine):
   """A rank of MPI: one worker, with the arrays of this worker only."""
 
-  held = 1
   axis: AxisName = RANKS
 
   def __init__(self, comm: MpiComm):
     self.workers = self.processes = comm.size
     self.process = int(comm.rank)
     self.axes, self.comm = {}, comm
-
-  def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    del in_specs, out_specs
-    return function
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     return _gathered(self.comm)(self.spread(value))  # type: ignore[arg-type]
@@ -251,7 +306,7 @@ def _line_of_processes(mesh: Mesh) -> tuple[Mesh, Callable]:
   """A mesh of one device of each process of a mesh, and a program that gathers rows of its devices on all of them."""
   first = {device.process_index: device for device in reversed(list(mesh.devices.flat))}
   devices = np.array([first[process] for process in sorted(first)])
-  line = Mesh(devices, ("processes",), axis_types=(jax.sharding.AxisType.Auto,))
+  line = Mesh(devices, ("processes",), axis_types=(AxisType.Auto,))
   return line, jax.jit(lambda rows: rows, out_shardings=NamedSharding(line, PartitionSpec()))
 
 
@@ -276,3 +331,8 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
 def is_spec(x: Any) -> bool:
   """Whether x is a leaf of a pytree of specs or of shardings."""
   return isinstance(x, (PartitionSpec, NamedSharding))
+
+
+def broadcast_specs(specs: Any, tree: Any) -> Any:
+  """A spec, or a sharding, for each leaf of a tree, from a prefix of it."""
+  return jax.tree.broadcast(specs, tree, is_leaf=is_spec)

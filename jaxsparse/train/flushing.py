@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxsparse import flatten
 from jaxsparse._compat import AxisName
 from jaxsparse.comm.one_at_a_time import dispatch
-from jaxsparse.train.sharded import training_engine
+from jaxsparse.train.engine import engine_of
 from jaxsparse.train.starting import check_state
 from jaxsparse.transform import checks
 from jaxsparse.transform.groups import leaf_names, leaf_numbers
@@ -58,7 +58,7 @@ def flush(
     >>> params, update, float(js.metrics(state).residual_norm)
     (Array([2., 0., 3.], dtype=float32), Array([0., 1., 0.], dtype=float32), 0.0)
   """
-  engine = training_engine(mesh, axis)
+  engine = engine_of(mesh, axis)
   for node in check_state(state, params):
     checks.check_workers(node, engine.workers, held=engine.held)
   checks.check_landed("js.flush", state)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxsparse._compat import names_of
 from jaxsparse.comm import pack
 from jaxsparse.comm.replication import axes_of_spec
-from jaxsparse.train.engine import Engine, is_spec, local_shard, rows_of
+from jaxsparse.train.engine import Engine, broadcast_specs, is_spec, local_shard, rows_of
 
 
 def check_processes(engine: Engine, tree: Any, name: str) -> None:
@@ -65,7 +65,7 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
   Raises:
     ValueError: naming the first leaf that differs and the workers, on every process.
   """
-  every = jax.tree.broadcast(tuple(specs), tuple(trees), is_leaf=is_spec)
+  every = broadcast_specs(tuple(specs), tuple(trees))
   axes = set(names_of(engine.axis))
   split = [not axes.isdisjoint(axes_of_spec(spec)) for spec in jax.tree.leaves(every, is_leaf=is_spec)]
   paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tuple(trees))]

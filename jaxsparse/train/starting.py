@@ -15,8 +15,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train import programs
-from jaxsparse.train.engine import Engine, local_shard
-from jaxsparse.train.sharded import training_engine
+from jaxsparse.train.engine import Engine, engine_of, local_shard
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.specs import placed
@@ -75,7 +74,7 @@ def abstract_state(
     >>> state = js.resize(state, params, mesh)  # doctest: +SKIP
   """
   check_whole("abstract_state", 1, optional=True, workers=workers)
-  engine = training_engine(mesh, axis)
+  engine = engine_of(mesh, axis)
   with engine.typed() as typed:
     state, specs = _shapes(typed, start_of(engine, tx), params)
 

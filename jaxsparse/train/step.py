@@ -19,8 +19,7 @@ from jaxsparse.launch.rank import count_step
 from jaxsparse.train import programs, replicas
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.donation import without_aliases
-from jaxsparse.train.engine import check_batch
-from jaxsparse.train.sharded import training_engine
+from jaxsparse.train.engine import check_batch, engine_of
 from jaxsparse.train.starting import LIKELY_MISTAKES, check_update, place_state, start_of, start_workers
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
@@ -66,7 +65,7 @@ def init(
     >>> state.carried.residual.size == 8 * len(jax.devices())
     True
   """
-  engine = training_engine(mesh, axis)
+  engine = engine_of(mesh, axis)
   checks.check_alive({"params": params})
 
   start = start_of(engine, tx)
@@ -178,7 +177,7 @@ class TrainStep:
   """
 
   def __init__(self, worker: Worker, mesh: Mesh | Comm, axis: AxisName, donate: bool):
-    self._engine = training_engine(mesh, axis)
+    self._engine = engine_of(mesh, axis)
     self.workers = self._engine.workers
     self._axis, self._worker, self._donate = self._engine.axis, worker, donate
     self._specs: dict[Any, tuple[Any, Any]] = {}
