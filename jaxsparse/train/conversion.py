@@ -7,19 +7,19 @@ and the arrays of all other transformations. So `resize` is `convert` with the t
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse._compat import AxisName
-from jaxsparse.train.engine import Engine, engine_of, put_global
-from jaxsparse.train.residual_rows import Residual, carry_over, gather, homes_of, residuals_of
-from jaxsparse.train.starting import check_state, place_state, shape_of
+from jaxsparse.train.engine import Engine, engine_of
+from jaxsparse.train.residual_rows import Residual, carry_over, gather, homes_of, put_like, residuals_of
+from jaxsparse.train.starting import check_state, place_state
 from jaxsparse.train.step import init
 from jaxsparse.transform import checks
 from jaxsparse.transform.groups import leaf_names
@@ -91,7 +91,14 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
   following = iter(reduce_states(place_state(engine, start, params)[0]))
 
   def begin(path: Any, x: Any, row: bool) -> Any:
-    return next(following) if is_reduce_state(x) else shape_of(mesh, path, x, params, engine if row else None)
+    if is_reduce_state(x):
+      return next(following)
+    rows, axes = ((engine.held,), (axis,)) if row else ((), ())
+    shape = np.shape(x)[len(rows) :]
+    spec, sharding = _spec_of_moment(path, shape, params), None
+    if spec is not None and isinstance(mesh, Mesh):
+      sharding = NamedSharding(mesh, PartitionSpec(*axes, *spec))
+    return jax.ShapeDtypeStruct((*rows, *shape), x.dtype, sharding=sharding)
 
   fresh = jax.tree_util.tree_map_with_path(begin, state, has_worker_axis(state), is_leaf=is_reduce_state)
   return _carry_state(engine, state, fresh, params)
@@ -150,21 +157,26 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
 
   def carry(old: Any, new: Any) -> Any:
     if not is_reduce_state(old):
-      return _put_like(new, old if np.shape(old) == new.shape else _mean(gather(old), new))
+      return put_like(new, old if np.shape(old) == new.shape else _mean(gather(old), new))
     if before == after and old.layout[3:] == new.layout[3:] and _shapes(old) == _shapes(new):
       # The checksum of the old layout may be that of an earlier version.
-      return jax.tree.map(_put_like, new, old._replace(layout=new.layout))
+      return jax.tree.map(put_like, new, old._replace(layout=new.layout))
     return carry_over(new, params, residuals, old.counters, before, after, engine.process)
 
   after_state = jax.tree.map(carry, state, fresh, is_leaf=is_reduce_state)
   return engine.place(after_state, placed(after_state, engine.axis))
 
 
-def _put_like(like: Any, x: Any) -> Any:
-  """The array with the sharding of another one, if that lies on a mesh."""
-  if getattr(x, "sharding", None) == like.sharding:
-    return x
-  return put_global(gather(x), like.sharding) if isinstance(like.sharding, NamedSharding) else jnp.asarray(gather(x))
+def _spec_of_moment(path: Any, shape: tuple[int, ...], params: optax.Params) -> PartitionSpec | None:
+  """The spec of the parameter that an array of a state is like: its path ends with that of the parameter."""
+  specs = {
+    len(name): param.sharding.spec
+    for name, param in jax.tree_util.tree_leaves_with_path(params)
+    if path[len(path) - len(name) :] == name
+    and np.shape(param) == shape
+    and isinstance(getattr(param, "sharding", None), NamedSharding)
+  }
+  return specs[max(specs)] if specs else None
 
 
 def _mean(rows: Any, like: Any) -> np.ndarray:
@@ -207,20 +219,17 @@ def _check_rows(node: ReduceState, before: int, after: int) -> None:
     )
 
 
-def _check_homes(residuals: Sequence[Residual | None], homes: dict[int, Any], names: Sequence[str]) -> None:
+def _check_homes(residuals: Mapping[int, Residual], homes: Mapping[int, Any], names: Sequence[str]) -> None:
   """Raises ValueError if the residual of a leaf would be lost, or lies otherwise on the devices inside a worker."""
-  for number, residual in enumerate(residuals):
-    if residual is None:
-      continue
-    name = names[number]
+  for number, residual in sorted(residuals.items()):
     if number not in homes:
-      if any(residual.read(device).any() for device in residual.rows):
+      if residual.rows.any():
         raise ValueError(
-          f"parameters{name} has a residual that is not zero, and its new collective keeps none: deliver it by "
-          "js.flush before, or choose a collective with a residual"
+          f"parameters{names[number]} has a residual that is not zero, and its new collective keeps none: deliver it "
+          "by js.flush before, or choose a collective with a residual"
         )
     elif homes[number] != residual.lies:
       raise ValueError(
-        f"parameters{name} lies inside a worker as {residual.lies} in the state, and as {homes[number]} here, with "
-        "axes and spec: give a mesh with the same axes inside, and the same shardings of the parameters"
+        f"parameters{names[number]} lies inside a worker as {residual.lies} in the state, and as {homes[number]} here, "
+        "with axes and spec: give a mesh with the same axes inside, and the same shardings of the parameters"
       )

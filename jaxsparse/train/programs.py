@@ -1,15 +1,14 @@
 """Comparison of the programs of all processes, before they run for the first time.
 
 Processes that run other programs, with another learning rate or other shapes, would train apart or wait for each other
-for ever. They exchange a digest of the traced program, an array of one shape for all programs. Only where digests
-differ do they exchange the text of the first line that does, so that every process raises the same error.
+for ever. They exchange a digest of the traced program. Only where digests differ do they exchange its text, so that
+every process finds the same first difference and raises the same error.
 """
 
-import hashlib
+import itertools
 import sys
-import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +18,10 @@ from jax.extend import core
 from jaxsparse import _compat
 from jaxsparse.comm.program_text import Line, ProgramText
 from jaxsparse.train.engine import Engine
-from jaxsparse.train.replicas import gather_numbers, listing
+from jaxsparse.train.replicas import gather_where_different, listing, unlike_first
 from jaxsparse.transform.state import is_reduce_state
 
 _PATIENCE = 300.0  # seconds; one process may evaluate before a step
-_LONGEST = 4096  # bytes of a line that are exchanged for an error
 
 
 def wait_for_all(tree: Any, what: str, now: str) -> None:
@@ -67,20 +65,20 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
     return
   head = [f"jax {jax.__version__}, jaxsparse {sys.modules['jaxsparse'].__version__}", *head]
   text = ProgramText(jaxpr) if jaxpr else None
-  whole = "\n".join([*head, text.digest if text else ""])
-  digests = gather_numbers(engine, np.frombuffer(hashlib.sha256(whole.encode()).digest()[:8], np.uint32))
-  if np.all(digests == digests[0]):
-    return
-  kind, found = "", _difference(engine, list(map(Line, head)))
-  if not found:
-    found = _difference(engine, text.lines() if text else [])
-    kind = f" in line {found.number + 1} of the jaxpr" if found else ""
-  others = found.others if found else np.flatnonzero(np.any(digests != digests[0], axis=1))
-  difference = found.message if found else "not known"
-  raise ValueError(
-    f"{what} of {listing(others)} is not that of process 0. The first difference{kind} is {difference}. Every process "
-    "must run the same code with the same options, shapes and versions; data of a process's own belongs in the batch"
-  )
+  lines = lambda: [list(map(Line, head)), text.lines() if text else []]
+  every = gather_where_different(engine, [head, text and text.digest], lines)
+  for part, parts in enumerate(zip(*every, strict=True)):
+    for number, row in enumerate(itertools.zip_longest(*parts, fillvalue=Line("nothing")), 1):
+      texts, sources = zip(*row, strict=True)
+      if others := unlike_first(texts):
+        process, where = others[0], [f" ({source})" if source else "" for source in sources]
+        first, other = _excerpts(texts[0], texts[process])
+        raise ValueError(
+          f"{what} of {listing(others)} is not that of process 0. The first difference"
+          f"{f' in line {number} of the jaxpr' if part else ''} is `{first}` on process 0{where[0]}, and `{other}` on "
+          f"process {process}{where[process]}. Every process must run the same code with the same options, shapes and "
+          "versions; data of a process's own belongs in the batch"
+        )
 
 
 def described(arguments: Any, names: Sequence[str], shardings: Any = None) -> list[str]:
@@ -99,44 +97,6 @@ def described(arguments: Any, names: Sequence[str], shardings: Any = None) -> li
 
 def _named(path: Any, names: Sequence[str]) -> str:
   return names[path[0].idx] + jax.tree_util.keystr(path[1:])
-
-
-class _Difference(NamedTuple):
-  """The first line that differs between processes.
-
-  Attributes:
-    number: of the line, from 0.
-    others: the processes whose line is not that of process 0.
-    message: both lines.
-  """
-
-  number: int
-  others: np.ndarray
-  message: str
-
-
-def _difference(engine: Engine, lines: Sequence[Line]) -> _Difference | None:
-  """The first of these lines that differs between processes."""
-  longest = int(gather_numbers(engine, [len(lines)]).max())
-  rows = gather_numbers(engine, [*(zlib.crc32(line.text.encode()) for line in lines), *[0] * (longest - len(lines))])
-  differs = np.any(rows != rows[0], axis=0)
-  if not differs.any():
-    return None
-  number = int(np.argmax(differs))
-  others = np.flatnonzero(rows[:, number] != rows[0, number])
-  line = lines[number] if number < len(lines) else Line("nothing")
-  texts, sources = _texts(engine, line.text), _texts(engine, line.where and f" ({line.where})")
-  process = int(others[0])
-  first, other = _excerpts(texts[0], texts[process])
-  message = f"`{first}` on process 0{sources[0]}, and `{other}` on process {process}{sources[process]}"
-  return _Difference(number, others, message)
-
-
-def _texts(engine: Engine, text: str) -> list[str]:
-  """The text of each process."""
-  buffer = text.encode()[:_LONGEST].ljust(_LONGEST, b"\0")
-  rows = gather_numbers(engine, np.frombuffer(buffer, np.uint32))
-  return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 
 def _excerpts(*texts: str) -> list[str]:

@@ -4,8 +4,10 @@
 present values. Workers or processes exchange checksums, so that every process finds the same difference and raises.
 """
 
+import hashlib
+import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,25 +34,43 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
   """
   if engine.processes == 1:
     return
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  shapes = [(jax.tree_util.keystr(path), jnp.shape(leaf), str(jnp.result_type(leaf))) for path, leaf in leaves]
-  sums = [0 if _is_sharded(leaf) else zlib.crc32(_bytes(leaf)) for _, leaf in leaves]
-  # Two numbers, so that processes with different numbers of leaves exchange arrays of one shape.
-  shape, values = gather_numbers(engine, [zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(sums).encode())]).T
-  if (others := np.flatnonzero(shape != shape[0])).size:
+  leaves = [
+    (jax.tree_util.keystr(path), str(jnp.result_type(leaf)), jnp.shape(leaf), _crc(leaf))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+  every = gather_where_different(engine, leaves, lambda: leaves)
+  kinds = [[leaf[:3] for leaf in one] for one in every]
+  if others := unlike_first(kinds):
     raise ValueError(
       f"{name}: those of {listing(others)} have other names, shapes or dtypes than those of process 0; on this process "
-      f"they are {shapes}. Every process must give the same"
+      f"they are {[leaf[:3] for leaf in leaves]}. Every process must give the same"
     )
-  if np.all(values == values[0]):
-    return
-  rows = gather_numbers(engine, sums)
-  number = int(np.flatnonzero(np.any(rows != rows[0], axis=0))[0])
-  others = np.flatnonzero(rows[:, number] != rows[0, number])
-  raise ValueError(
-    f"{name}{shapes[number][0]} differs between processes: {listing(others)} and process 0 give other values. Make it "
-    "from the same seed on every process, not from jax.process_index()"
-  )
+  for row in zip(*every, strict=True):
+    if others := unlike_first(row):
+      raise ValueError(
+        f"{name}{row[0][0]} differs between processes: {listing(others)} and process 0 give other values. Make it "
+        "from the same seed on every process, not from jax.process_index()"
+      )
+
+
+def gather_where_different(engine: Engine, digest: Any, value: Callable[[], Any]) -> list[Any]:
+  """What `value` returns on each process, as JSON has it, if their digests differ; else []. Every process must call.
+
+  A digest is exchanged as an array of one shape, so that processes need not have equally many lines, leaves or shapes.
+  """
+  found = hashlib.sha256(json.dumps(digest).encode()).digest()[:8]
+  digests = engine.of_processes(np.frombuffer(found, np.uint32))
+  if np.all(digests == digests[0]):
+    return []
+  text = json.dumps(value()).encode()
+  longest = int(engine.of_processes(np.array([len(text)], np.uint32)).max())
+  texts = engine.of_processes(np.frombuffer(text.ljust(longest + -longest % 4), np.uint32))
+  return [json.loads(text.tobytes()) for text in texts]
+
+
+def unlike_first(values: Sequence[Any]) -> list[int]:
+  """The numbers of the values that are not equal to the first one."""
+  return [number for number, value in enumerate(values) if value != values[0]]
 
 
 def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], names: Sequence[str]) -> None:
@@ -65,36 +85,33 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
   Raises:
     ValueError: naming the first leaf that differs and the workers, on every process.
   """
-  every = broadcast_specs(tuple(specs), tuple(trees))
-  axes = set(names_of(engine.axis))
-  split = [not axes.isdisjoint(axes_of_spec(spec)) for spec in jax.tree.leaves(every, is_leaf=is_spec)]
-  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tuple(trees))]
-  same = [path for path, is_split in zip(paths, split, strict=True) if not is_split]
+  flat = engine.flat
+  trees, specs = tuple(trees), tuple(specs)
+  arguments = engine.place(trees, specs)
+  if inside := engine.shardings(trees, specs):  # the devices of a worker hold shards
+    specs = jax.tree.map(lambda sharding: sharding.spec, inside)
+  every = jax.tree.leaves(broadcast_specs(specs, trees), is_leaf=is_spec)
+  same = [number for number, spec in enumerate(every) if axes_of_spec(spec).isdisjoint(names_of(engine.axis))]
 
   def checksums(*trees: Any) -> jax.Array:
-    leaves = [leaf for leaf, is_split in zip(jax.tree.leaves(trees), split, strict=True) if not is_split]
-    sums = jnp.stack([_checksum(leaf) for leaf in leaves])
+    leaves = jax.tree.leaves(trees)
+    sums = jnp.stack([_checksum(leaves[number]) for number in same])
     return jax.lax.all_gather(sums, flat.others).reshape(-1, *sums.shape) if flat.others else sums[None]
 
-  flat = engine.flat
-  arguments = engine.place(tuple(trees), tuple(specs))
-  if inside := engine.shardings(tuple(trees), tuple(specs)):  # the devices of a worker hold shards
-    specs = jax.tree.map(lambda sharding: sharding.spec, inside)
-    every = specs
-  rows = rows_of(flat, checksums, tuple(specs))(*arguments)  # [worker, device of it, array, 2]
-  own = [spec for spec, is_split in zip(jax.tree.leaves(every, is_leaf=is_spec), split, strict=True) if not is_split]
-  alike = np.stack([_first_alike(flat, spec) for spec in own], axis=1)
+  rows = rows_of(flat, checksums, specs)(*arguments)  # [worker, device of it, array, 2]
+  alike = np.stack([_first_alike(flat, every[number]) for number in same], axis=1)
   differs = np.any(rows != np.take_along_axis(rows[0], alike[..., None], axis=0), axis=3)  # [worker, device, array]
-  if differs.any():
-    number = int(np.flatnonzero(differs.any(axis=(0, 1)))[0])
+  wrong = differs.any(axis=(0, 1))
+  if wrong.any():
+    number = int(np.argmax(wrong))
     worker, device = np.argwhere(differs[..., number])[0]
     who = f"{listing(np.flatnonzero(differs[..., number].any(1)), 'worker', 'workers')} and worker 0 hold other values"
     if flat.others:
       who = f"device {device} of worker {worker} and device {alike[device, number]} of worker 0 hold other values"
-    leaf = names[same[number][0].idx] + jax.tree_util.keystr(same[number][1:])
+    path, _ = jax.tree_util.tree_leaves_with_path(trees)[same[number]]
     raise ValueError(
-      f"{leaf} and {differs.any(axis=(0, 1)).sum() - 1} other of {len(same)} arrays that should be the "
-      f"same on every worker are not: {who}"
+      f"{names[path[0].idx]}{jax.tree_util.keystr(path[1:])} and {wrong.sum() - 1} other of {len(same)} arrays that "
+      f"should be the same on every worker are not: {who}"
     )
 
 
@@ -134,22 +151,15 @@ def _mixed(x: jax.Array) -> jax.Array:
   return x ^ (x >> 16)
 
 
-def gather_numbers(engine: Engine, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-  """The numbers of all processes, u32[processes, …]; every process must call."""
-  return engine.of_processes(np.array(numbers, np.uint32))
-
-
-def _is_sharded(leaf: Any) -> bool:
-  return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated
-
-
-def _bytes(leaf: Any) -> memoryview:
-  """The first shard of a leaf on this process, as bytes."""
+def _crc(leaf: Any) -> int:
+  """The checksum of the first shard of a leaf on this process; 0 where other processes hold other parts."""
   if isinstance(leaf, jax.Array):
+    if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+      return 0
     leaf = local_shard(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-  return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
+  return zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
 
 
-def listing(numbers: np.ndarray, one: str = "process", several: str = "processes") -> str:
+def listing(numbers: Sequence[int] | np.ndarray, one: str = "process", several: str = "processes") -> str:
   """Numbers as text: "process 1", or "processes 1, 2"."""
-  return f"{one if numbers.size == 1 else several} " + ", ".join(map(str, numbers))
+  return f"{one if len(numbers) == 1 else several} " + ", ".join(map(str, numbers))

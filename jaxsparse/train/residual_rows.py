@@ -5,69 +5,62 @@ residuals of the workers that are congruent to it modulo P′, none if it is new
 
     r′_w = P′/P Σ_{v ≡ w mod P′} r_v        hence        Σ_w r′_w / P′ = Σ_v r_v / P
 
-Sums are of float64, rounded once: an entry of r′ is wrong by at most 2⁻²⁴ of its magnitude. A process reads the
-residuals of its own workers only, unless other processes hold them.
+Sums are of float64, rounded once: an entry of r′ is wrong by at most 2⁻²⁴ of its magnitude.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxsparse.train.engine import put_global
 from jaxsparse.transform.groups import Group, leaf_numbers
 from jaxsparse.transform.state import ReduceState, devices_of, join_groups, split_groups
 from jaxsparse.types import Counters, State
 
 
 class Residual(NamedTuple):
-  """Where a state holds the residual of a leaf.
+  """The residual of a leaf at the devices whose arrays this process has.
 
   Attributes:
-    row: of the group of the leaf, at one device: f32[m] by the number of the device, `worker * S + device`.
-    rows: the numbers of the devices whose residuals are there.
-    start: the first entry of the leaf in a row.
-    size: the number of its entries.
+    rows: f32[devices, entries]; row `worker * S + device − first` is that of a device of a worker.
+    first: 0, or under MPI the number of this worker.
     lies: axes of the devices inside a worker, and the spec of the leaf along them; None for one device.
   """
 
-  row: Callable[[int], np.ndarray]
-  rows: range
-  start: int
-  size: int
+  rows: np.ndarray
+  first: int
   lies: Any
 
-  def read(self, device: int) -> np.ndarray:
-    """The residual of the leaf at a device."""
-    return self.row(device)[self.start : self.start + self.size]
-
   def carry_over(self, number: int, devices: int, before: int, after: int) -> np.ndarray:
-    """r′ of device `number` of all: f32[size], from those of `before` workers, for `after` workers."""
+    """r′ of device `number` of all: f32[entries], from those of `before` workers, for `after` workers."""
     worker, device = divmod(number, devices)
-    owed = [self.read(old * devices + device).astype(np.float64) for old in range(worker, before, after)]
-    total = functools.reduce(np.add, owed) if owed else np.zeros(self.size)  # no sum with 0: -0 stays -0
+    numbers = [old * devices + device - self.first for old in range(worker, before, after)]
+    owed = [self.rows[row].astype(np.float64) for row in numbers]
+    total = functools.reduce(np.add, owed) if owed else np.zeros(self.rows.shape[1])  # no sum with 0: -0 stays -0
     return (total * after / before).astype(np.float32)
 
 
-def residuals_of(nodes: Sequence[ReduceState], params: optax.Params, rank: int) -> list[Residual | None]:
-  """The residual of each leaf of the parameters; None for a leaf that has none.
+def residuals_of(nodes: Sequence[ReduceState], params: optax.Params, rank: int) -> dict[int, Residual]:
+  """The residual of each leaf of the parameters that has one, by the number of the leaf.
 
   Args:
     nodes: the states of transforms, of all workers or, under MPI, of one.
     params: the parameters.
     rank: number of this worker, where `nodes` are those of one.
   """
-  found: list[Residual | None] = [None] * len(jax.tree.leaves(params))
+  found = {}
   for node in nodes:
-    rows = _rows_of(node, rank)
     for group, part in _groups(node):
       if part.residual is not None:
-        row, start = functools.partial(_row, gather(part.residual), rows), 0
+        rows, start = np.asarray(gather(part.residual)).reshape(node.counters.skipped.size, -1), 0
         for number, size, lies in _leaves(node, group, params):
-          found[number] = Residual(row, rows, start, size, lies)
+          found[number] = Residual(rows[:, start : start + size], _first_row(node, rank), lies)
           start += size
   return found
 
@@ -81,7 +74,7 @@ def homes_of(nodes: Sequence[ReduceState], params: optax.Params) -> dict[int, An
 def carry_over(
   fresh: ReduceState,
   params: optax.Params,
-  residuals: Sequence[Residual | None],
+  residuals: Mapping[int, Residual],
   counters: Counters,
   before: int,
   after: int,
@@ -98,26 +91,30 @@ def carry_over(
     after: number of workers P′.
     rank: number of this worker, where `fresh` is the state of one.
   """
-  devices, rows, parts = devices_of(fresh), _rows_of(fresh, rank), []
-
-  def row(owed: Sequence[tuple[Residual | None, int]], device: int) -> np.ndarray:
-    new = [r.carry_over(device, devices, before, after) if r else np.zeros(size, np.float32) for r, size in owed]
-    return np.concatenate(new)
-
-  def total(values: np.ndarray, device: int) -> np.ndarray:
-    return values[device % devices, None]
-
-  for group, part in _groups(fresh):
-    if part.residual is not None:
-      owed = [(residuals[number], size) for number, size, _ in _leaves(fresh, group, params)]
-      part = part._replace(residual=_from_rows(part.residual, rows, functools.partial(row, owed)))
-    parts.append(part)
-  for name, values in _totals(counters, devices).items():
-    carried = _from_rows(getattr(fresh.counters, name), rows, functools.partial(total, values))
-    fresh = fresh._replace(counters=fresh.counters._replace(**{name: carried}))
-  method = fresh.layout.method
+  method, devices, first = fresh.layout.method, devices_of(fresh), _first_row(fresh, rank)
   assert method is not None
-  return fresh._replace(carried=join_groups(parts, method.alone))
+
+  def residual_of(group: Group, like: jax.Array) -> jax.Array:
+    leaves = [(residuals.get(number), size) for number, size, _ in _leaves(fresh, group, params)]
+    entries = sum(size for _, size in leaves)
+
+    def rows(index: Any) -> np.ndarray:
+      low, high, _ = index[0].indices(like.size)
+      numbers = range(first + low // entries, first + high // entries)
+      carry = lambda one, size, to: one.carry_over(to, devices, before, after) if one else np.zeros(size, np.float32)
+      return np.concatenate([carry(*leaf, number) for number in numbers for leaf in leaves])
+
+    return jax.make_array_from_callback(like.shape, like.sharding, rows)
+
+  parts = [
+    part if part.residual is None else part._replace(residual=residual_of(group, part.residual))
+    for group, part in _groups(fresh)
+  ]
+  totals = {
+    name: put_like(like := getattr(fresh.counters, name), np.tile(row, like.size // devices).reshape(like.shape))
+    for name, row in _totals(counters, devices).items()
+  }
+  return fresh._replace(carried=join_groups(parts, method.alone), counters=fresh.counters._replace(**totals))
 
 
 def gather(x: Any) -> Any:
@@ -127,6 +124,13 @@ def gather(x: Any) -> Any:
   if not x.is_fully_replicated:
     x = jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec()))  # type: ignore[attr-defined]
   return x.addressable_data(0)
+
+
+def put_like(like: Any, x: Any) -> Any:
+  """The array with the sharding of another one, if that lies on a mesh."""
+  if getattr(x, "sharding", None) == like.sharding:
+    return x
+  return put_global(gather(x), like.sharding) if isinstance(like.sharding, NamedSharding) else jnp.asarray(gather(x))
 
 
 def _totals(counters: Counters, devices: int) -> dict[str, np.ndarray]:
@@ -153,30 +157,6 @@ def _leaves(node: ReduceState, group: Group, params: optax.Params) -> Iterator[t
     yield numbers[leaf], sizes[leaf], (shards.axes, shards.specs[leaf]) if shards else None
 
 
-def _rows_of(node: ReduceState, rank: int) -> range:
-  """The numbers of the devices whose arrays a state holds: those of all workers, or that of one under MPI."""
-  rows = node.counters.skipped.size
-  alone = rows == 1 and int(np.max(gather(node.layout.workers))) > 1
-  return range(rank, rank + 1) if alone else range(rows)
-
-
-def _row(x: Any, rows: range, number: int) -> np.ndarray:
-  """Row `number` of an array with so many rows along its leading axes, flat."""
-  each, number = x.size // len(rows), number - rows.start
-  for shard in x.addressable_shards if isinstance(x, jax.Array) and x.ndim == 1 else ():
-    low, high, _ = shard.index[0].indices(x.size)
-    if low <= number * each and (number + 1) * each <= high:
-      return np.asarray(shard.data)[number * each - low : (number + 1) * each - low]
-  return np.asarray(x).reshape(len(rows), each)[number]
-
-
-def _from_rows(like: jax.Array, rows: range, row: Callable[[int], np.ndarray]) -> jax.Array:
-  """The array with the shape and the sharding of another one, made of so many rows along its leading axes."""
-  each = like.size // len(rows)
-
-  def part(index: Any) -> np.ndarray:
-    low, high, _ = index[0].indices(like.shape[0]) if like.ndim == 1 else (0, like.size, 1)
-    found = np.concatenate([row(rows.start + number) for number in range(low // each, high // each)])
-    return found if like.ndim == 1 else found.reshape(like.shape)[index]
-
-  return jax.make_array_from_callback(like.shape, like.sharding, part)
+def _first_row(node: ReduceState, rank: int) -> int:
+  """The number of the device of the first row of a state: 0, or under MPI that of the worker whose state it is."""
+  return rank if node.counters.skipped.size == 1 < int(np.max(gather(node.layout.workers))) else 0
