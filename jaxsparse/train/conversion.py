@@ -22,17 +22,9 @@ from jaxsparse.train.residual_rows import Residual, carry_over, gather, homes_of
 from jaxsparse.train.starting import check_state, place_state
 from jaxsparse.train.step import init
 from jaxsparse.transform import checks
+from jaxsparse.transform import state as states
 from jaxsparse.transform.groups import leaf_names
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.state import (
-  LocalState,
-  ReduceState,
-  has_worker_axis,
-  is_reduce_state,
-  local_states,
-  reduce_rows,
-  reduce_states,
-)
 from jaxsparse.transform.update import first_state
 from jaxsparse.types import Comm
 
@@ -81,17 +73,17 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
 
   def start(params: optax.Params) -> Any:
     del params
-    return [restart(*one) for one in reduce_rows(state)]
+    return [restart(*one) for one in states.reduce_rows(state)]
 
-  def restart(node: ReduceState, row: bool) -> Any:
+  def restart(node: states.ReduceState, row: bool) -> Any:
     fresh = first_state(engine.comm, node.layout.method, node.layout.shards)  # type: ignore[arg-type]
     zeros = jnp.int32(0), jnp.int32(0)
-    return LocalState(jax.tree.map(lambda x: x[None], fresh), (), (), *zeros) if row else fresh
+    return states.LocalState(jax.tree.map(lambda x: x[None], fresh), (), (), *zeros) if row else fresh
 
-  following = iter(reduce_states(place_state(engine, start, params)[0]))
+  following = iter(states.reduce_states(place_state(engine, start, params)[0]))
 
   def begin(path: Any, x: Any, row: bool) -> Any:
-    if is_reduce_state(x):
+    if states.is_reduce_state(x):
       return next(following)
     rows, axes = ((engine.held,), (axis,)) if row else ((), ())
     shape = np.shape(x)[len(rows) :]
@@ -100,7 +92,7 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
       sharding = NamedSharding(mesh, PartitionSpec(*axes, *spec))
     return jax.ShapeDtypeStruct((*rows, *shape), x.dtype, sharding=sharding)
 
-  fresh = jax.tree_util.tree_map_with_path(begin, state, has_worker_axis(state), is_leaf=is_reduce_state)
+  fresh = jax.tree_util.tree_map_with_path(begin, state, states.has_worker_axis(state), is_leaf=states.is_reduce_state)
   return _carry_state(engine, state, fresh, params)
 
 
@@ -143,12 +135,12 @@ def convert(
 def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -> Any:
   """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
   _check_structure(state, fresh)
-  nodes = reduce_states(state)
+  nodes = states.reduce_states(state)
   before, after = int(np.max(gather(nodes[0].layout.workers))), engine.workers
   residuals = residuals_of(nodes, params, engine.process)
   _check_rows(nodes[0], before, after)
-  _check_homes(residuals, homes_of(reduce_states(fresh), params), leaf_names(params))
-  if local_states(state) and before != after:
+  _check_homes(residuals, homes_of(states.reduce_states(fresh), params), leaf_names(params))
+  if states.local_states(state) and before != after:
     warnings.warn(
       f"js.resize: the workers have parameters or optimizers of their own, all {after} of them go on from the mean of "
       f"those of the {before} workers",
@@ -156,14 +148,14 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
     )
 
   def carry(old: Any, new: Any) -> Any:
-    if not is_reduce_state(old):
+    if not states.is_reduce_state(old):
       return put_like(new, old if np.shape(old) == new.shape else _mean(gather(old), new))
     if before == after and old.layout[3:] == new.layout[3:] and _shapes(old) == _shapes(new):
       # The checksum of the old layout may be that of an earlier version.
       return jax.tree.map(put_like, new, old._replace(layout=new.layout))
     return carry_over(new, params, residuals, old.counters, before, after, engine.process)
 
-  after_state = jax.tree.map(carry, state, fresh, is_leaf=is_reduce_state)
+  after_state = jax.tree.map(carry, state, fresh, is_leaf=states.is_reduce_state)
   return engine.place(after_state, placed(after_state, engine.axis))
 
 
@@ -196,9 +188,9 @@ def _check_structure(state: Any, fresh: Any) -> None:
 
   def described(tree: Any) -> list[str]:
     """The path of each array, with its type and its shape at a worker."""
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_reduce_state)
-    shape = lambda x, row: "" if is_reduce_state(x) else f" {x.dtype}{list(np.shape(x)[row:])}"
-    rows = jax.tree.leaves(has_worker_axis(tree))
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
+    shape = lambda x, row: "" if states.is_reduce_state(x) else f" {x.dtype}{list(np.shape(x)[row:])}"
+    rows = jax.tree.leaves(states.has_worker_axis(tree))
     return [jax.tree_util.keystr(path) + shape(x, row) for (path, x), row in zip(found, rows, strict=True)]
 
   gone, new = (sorted(set(a) - set(b)) for a, b in itertools.permutations((described(state), described(fresh))))
@@ -210,7 +202,7 @@ def _check_structure(state: Any, fresh: Any) -> None:
     )
 
 
-def _check_rows(node: ReduceState, before: int, after: int) -> None:
+def _check_rows(node: states.ReduceState, before: int, after: int) -> None:
   rows = node.counters.skipped.size
   if rows == 1 < before != after:
     raise ValueError(

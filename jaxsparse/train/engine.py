@@ -46,6 +46,7 @@ class Engine:
   axis: AxisName
   others: tuple[str, ...] = ()
   process, processes = 0, 1
+  _inside: tuple[str, ...] = ()  # axes of the devices of a worker, which a program is not mapped over
 
   @property
   def platform(self) -> str:
@@ -76,8 +77,11 @@ class Engine:
 
     Arguments and results are sharded as their specs say, or as `shardings` of both do, where workers have devices.
     """
-    del shardings
-    return jax.jit(self.map(worker, in_specs, out_specs), donate_argnums=donate, compiler_options=options)
+    program, own = self.map(worker, in_specs, out_specs), (self._shardings(in_specs), self._shardings(out_specs))
+    arguments, results = (self._inside and shardings) or own
+    return jax.jit(
+      program, in_shardings=arguments, out_shardings=results, donate_argnums=donate, compiler_options=options
+    )
 
   def place(self, tree: Any, specs: Any) -> Any:
     """`tree` with the shardings of `specs`; `jit` would reshard it too, but compile once more for other shardings."""
@@ -87,6 +91,10 @@ class Engine:
   def shardings(self, tree: Any, specs: Any) -> Any:
     """The shardings that `place` gives a tree where they depend on those it has, inside a worker; else None."""
     del tree, specs
+
+  def _shardings(self, specs: Any) -> Any:
+    """The shardings that specs say; None where there is no mesh."""
+    del specs
 
   def spread(self, value: np.ndarray) -> jax.Array:
     """The array [workers, …] split along the workers, in which the rows of this process's workers are its `value`."""
@@ -153,8 +161,8 @@ class _OnMesh(Engine):
     if unknown:
       raise ValueError(f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
-    self.comm = AxisComm(axis)
-    self.axis, self.axes = axis, {name: size for name, size in mesh.shape.items() if name not in inside}
+    self.comm, self.axis = AxisComm(axis), axis
+    self.axes = {name: size for name, size in mesh.shape.items() if name not in inside}
     self.others = tuple(name for name in self.axes if name not in names)
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes, me = len(taking_part), jax.process_index()
@@ -183,18 +191,14 @@ class _OnMesh(Engine):
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     shard_map = _compat.partly_mapped if self._inside and self._is_explicit else _compat.shard_map
     specs = self._without_inside(in_specs), self._without_inside(out_specs)
-    return shard_map(function, self._mesh, *specs, tuple(self.axes))
+    mapped = shard_map(function, self._mesh, *specs, tuple(self.axes))
+    if self._inside or not self._is_explicit:
+      return mapped
 
-  def jit(
-    self, worker: Callable, in_specs: Any, out_specs: Any, donate: Any = (), options: Any = None, shardings: Any = None
-  ) -> Any:
-    program = mapped = self.map(worker, in_specs, out_specs)
-    arguments, results = (self._inside and shardings) or (self._shardings(in_specs), self._shardings(out_specs))
-    if self._is_explicit and not self._inside:  # shard_map rejects what is sharded otherwise
-      program = lambda *given: mapped(*jax.tree.map(jax.sharding.reshard, given, broadcast_specs(arguments, given)))
-    return jax.jit(
-      program, in_shardings=arguments, out_shardings=results, donate_argnums=donate, compiler_options=options
-    )
+    def program(*given: Any) -> Any:  # shard_map rejects what is sharded otherwise
+      return mapped(*jax.tree.map(jax.sharding.reshard, given, broadcast_specs(self._shardings(in_specs), given)))
+
+    return program
 
   def place(self, tree: Any, specs: Any) -> Any:
     shardings = self.shardings(tree, specs) if self._inside else broadcast_specs(self._shardings(specs), tree)
@@ -272,19 +276,17 @@ class _Simulated(Engine):
     self.axis, self.axes, self.comm = comm.axis, {comm.axis: comm.members}, comm
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    split = lambda spec, x: x.reshape(self.workers, -1, *x.shape[1:]) if spec else x
+    joined = lambda spec, x: x.reshape(-1, *x.shape[2:]) if spec else x[0]
+
     def mapped(*arguments: Any) -> Any:
-      stacked = self._each(in_specs, arguments, lambda x: x.reshape(self.workers, -1, *x.shape[1:]), lambda x: x)
-      axes = jax.tree.map(lambda spec: 0 if spec else None, broadcast_specs(in_specs, arguments), is_leaf=is_spec)
-      results = jax.vmap(function, in_axes=axes, axis_name=self.axis, axis_size=self.workers)(*stacked)
-      return self._each(out_specs, results, lambda x: x.reshape(-1, *x.shape[2:]), lambda x: x[0])
+      specs = broadcast_specs(in_specs, arguments)
+      axes = jax.tree.map(lambda spec: 0 if spec else None, specs, is_leaf=is_spec)
+      each = jax.vmap(function, in_axes=axes, axis_name=self.axis, axis_size=self.workers)
+      results = each(*jax.tree.map(split, specs, arguments, is_leaf=is_spec))
+      return jax.tree.map(joined, broadcast_specs(out_specs, results), results, is_leaf=is_spec)
 
     return mapped
-
-  @staticmethod
-  def _each(specs: Any, tree: Any, split: Callable, same: Callable) -> Any:
-    """Applies `split` to the leaves that are split along the workers, and `same` to the others."""
-    choose = lambda spec, leaf: (split if spec else same)(leaf)
-    return jax.tree.map(choose, broadcast_specs(specs, tree), tree, is_leaf=is_spec)
 
 
 class _Rank(Engine):

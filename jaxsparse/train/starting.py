@@ -76,10 +76,9 @@ def abstract_state(
   """
   check_whole("abstract_state", 1, optional=True, workers=workers)
   engine = engine_of(mesh, axis)
-  start = start_of(engine, tx)
   with engine.typed() as typed:
-    arguments, specs = _specs_of(typed, start, params)
-    state = jax.eval_shape(typed.map(start, (PartitionSpec(),), specs), *arguments)
+    arguments, specs = _specs_of(typed, tx.init, params)
+    state = jax.eval_shape(typed.map(tx.init, (PartitionSpec(),), specs), *arguments)
   on_mesh = lambda spec: NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else None
   shardings = engine.shardings(state, specs) or jax.tree.map(on_mesh, specs)
   state = jax.tree.map(_shape, state, shardings)
@@ -93,16 +92,6 @@ def abstract_state(
     return _resize_node(node, workers, host) if states.is_reduce_state(node) else node
 
   return jax.tree.map(resize, state, states.has_worker_axis(state), is_leaf=states.is_reduce_state)
-
-
-def start_of(engine: Engine, tx: optax.GradientTransformation) -> Callable[[optax.Params], Any]:
-  """The function of parameters that makes the state of one worker of an engine."""
-
-  def start(params: optax.Params) -> Any:
-    replication.check_axes(tx.init, (params,), engine.axis)
-    return tx.init(params)
-
-  return start
 
 
 def place_state(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
@@ -171,9 +160,14 @@ def check_state(state: Any, params: optax.Params) -> list[ReduceState]:
 
 def _specs_of(engine: Engine, start: Callable, params: optax.Params) -> tuple[tuple[Any], Any]:
   """The arguments of `start`, placed, and the specs of the state that it returns."""
-  replicated = PartitionSpec()
-  arguments = engine.place((params,), (replicated,))
-  return arguments, placed(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), engine.axis)
+
+  def checked(params: optax.Params) -> Any:
+    replication.check_axes(start, (params,), engine.axis)
+    return start(params)
+
+  arguments = engine.place((params,), (PartitionSpec(),))
+  state = jax.eval_shape(engine.map(checked, (PartitionSpec(),), PartitionSpec()), *arguments)
+  return arguments, placed(state, engine.axis)
 
 
 def _shape(x: Any, sharding: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:

@@ -20,7 +20,7 @@ from jaxsparse.train import programs, replicas
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.donation import without_aliases
 from jaxsparse.train.engine import check_batch, engine_of
-from jaxsparse.train.starting import LIKELY_MISTAKES, check_update, place_state, start_of, start_workers
+from jaxsparse.train.starting import LIKELY_MISTAKES, check_update, place_state, start_workers
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
@@ -68,11 +68,10 @@ def init(
   engine = engine_of(mesh, axis)
   checks.check_alive({"params": params})
 
-  start = start_of(engine, tx)
   if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
-    return start_workers(engine, start, params)[0]
+    return start_workers(engine, tx.init, params)[0]
   replicas.check_processes(engine, params, "params")
-  state, specs = place_state(engine, start, params)
+  state, specs = place_state(engine, tx.init, params)
   check_update(engine, tx, params, state, specs)
   return state
 

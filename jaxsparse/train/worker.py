@@ -198,7 +198,7 @@ def _over_workers(comm: Comm, x: jax.Array, how: AuxReduce) -> jax.Array:
 
 
 def _reduced(tree: Any, how: AuxReduce, reduce: Callable[[jax.Array, Any], jax.Array]) -> Any:
-  """Each leaf reduced by `reduce(leaf, how)`: "mean" is the sum of counts, integers or booleans, of at least 32 bits."""
+  """Each leaf reduced by `reduce(leaf, how)`: "mean" is the sum of integers and booleans, in 32 bits or more."""
 
   def reduced(x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
