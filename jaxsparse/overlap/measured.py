@@ -129,7 +129,7 @@ def measure(
     some = lambda *arguments: [gradients(*arguments)[number][None] for number in wanted]
     return engine.jit(some, specs, specs[1], shardings=shardings)
 
-  programs, watch = [cut(count) for count in (0, *bounds)], timing.Stopwatch(engine.flat, axis)
+  programs, watch = [cut(count) for count in (0, *bounds)], timing.Stopwatch(engine.flat)
   rounds = [[watch.time(program, *arguments)[0] for program in programs] for _ in range(repetitions + 1)]
   medians = map(statistics.median, zip(*rounds[1:], strict=True))  # the first round compiles
   seconds = list(itertools.accumulate(medians, max))  # each program includes the work of the one before

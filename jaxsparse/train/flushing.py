@@ -59,8 +59,7 @@ def flush(
     (Array([2., 0., 3.], dtype=float32), Array([0., 1., 0.], dtype=float32), 0.0)
   """
   engine = engine_of(mesh, axis)
-  for node in check_state(state, params):
-    checks.check_workers(node, engine.workers, held=engine.held)
+  check_state(state, params, engine)
   checks.check_landed("js.flush", state)
 
   comm = engine.comm

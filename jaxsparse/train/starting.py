@@ -146,16 +146,20 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
       raise
 
 
-def check_state(state: Any, params: optax.Params) -> list[ReduceState]:
-  """The states of transforms in a state of these parameters, after all checks that need no other state."""
+def check_state(state: Any, params: optax.Params, engine: Engine | None = None, shapes: bool = False) -> None:
+  """Checks a state of these parameters, and of these workers if an engine is given; it may consist of `shapes`."""
   checks.check_alive({"params": params, "state": state})
-  checks.check_arrays(state)
+  if not shapes:
+    checks.check_arrays(state)
   nodes = states.reduce_states(state)
   if not nodes:
     raise ValueError(checks.why_none(state))
-  checks.check_layout(state)
+  # The arrays of one worker do not show how many there are: only the layout does.
+  checks.check_layout(state, engine.workers if engine and engine.held == 1 else None)
   checks.check_params(nodes, params)
-  return nodes
+  if engine:
+    for node in nodes:
+      checks.check_workers(node, engine.workers, held=engine.held)
 
 
 def _specs_of(engine: Engine, start: Callable, params: optax.Params) -> tuple[tuple[Any], Any]:

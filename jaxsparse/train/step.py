@@ -20,7 +20,7 @@ from jaxsparse.train import programs, replicas
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.donation import without_aliases
 from jaxsparse.train.engine import check_batch, engine_of
-from jaxsparse.train.starting import LIKELY_MISTAKES, check_update, place_state, start_workers
+from jaxsparse.train.starting import LIKELY_MISTAKES, check_state, check_update, place_state, start_workers
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
@@ -207,8 +207,7 @@ class TrainStep:
     """
     if not states.local_states(state):
       return params, state
-    checks.check_alive({"params": params, "state": state})
-    checks.check_params(states.reduce_states(state), params)
+    check_state(state, params, self._engine)
     if (names := tuple(extra)) not in self._exchanges:
       specs = (PartitionSpec(), placed(state, self._axis))
       arguments = (*specs, dict.fromkeys(extra, PartitionSpec()))
@@ -251,7 +250,11 @@ class TrainStep:
     engine, arguments = self._engine, (params, state, batch, given)
     structure = jax.tree.structure((state, given))
     if structure not in self._specs:
-      self._specs[structure] = self._specs_of(state, given)
+      same: Any = PartitionSpec()
+      own, split = placed(state, self._axis), PartitionSpec(self._axis)
+      model_state = split if self._worker.model_state == "worker" else same
+      in_specs = (same, own, split, Given(same, model_state, dict.fromkeys(given.extra, same)))
+      self._specs[structure] = in_specs, (same, own, StepMetrics(same, same, same, model_state))
     in_specs, out_specs = self._specs[structure]
     shardings = engine.shardings(arguments, in_specs)
     known = structure, tuple(jax.tree.leaves(shardings))
@@ -291,14 +294,6 @@ class TrainStep:
     self._alike.add(known)
     return arguments
 
-  def _specs_of(self, state: Any, given: Given) -> tuple[Any, Any]:
-    """The specs of the arguments of a step, and of its results."""
-    same: Any = PartitionSpec()
-    split, own = PartitionSpec(self._axis), placed(state, self._axis)
-    model_state = split if self._worker.model_state == "worker" else same
-    in_specs = (same, own, split, Given(same, model_state, dict.fromkeys(given.extra, same)))
-    return in_specs, (same, own, StepMetrics(same, same, same, model_state))
-
   def _check(self, params: optax.Params, state: Any, batch: Any, given: Given) -> None:
     checks.check_alive({"params": params, "state": state, "batch": batch, "model_state": given.model_state})
     numbers = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float)
@@ -308,15 +303,8 @@ class TrainStep:
     check_batch(batch, self._engine, self._axis, self._worker.accumulate)
     if self._worker.model_state == "worker":
       self._check_rows(given.model_state)
-    if self._known is not None and _identity(state) is self._known:
-      return
-    nodes = states.reduce_states(state)
-    if not nodes:
-      raise ValueError(checks.why_none(state))
-    for node in nodes:
-      checks.check_workers(node, self.workers, held=self._engine.held)
-    checks.check_layout(state, self.workers)
-    checks.check_params(nodes, params)
+    if self._known is None or _identity(state) is not self._known:
+      check_state(state, params, self._engine, shapes=True)
 
   def _check_rows(self, model_state: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):

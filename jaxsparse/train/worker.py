@@ -102,14 +102,12 @@ def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, giv
     def loss_fn(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
       wanted = ["loss", *["model_state"] * (model_state is not None), *["aux"] * worker.has_aux]
       found = worker.loss_fn(params, batch, **named)
-      if len(wanted) == 1 and isinstance(found, tuple):
+      found = found if isinstance(found, tuple) else (found,)
+      if len(found) != len(wanted):
         raise ValueError(
-          f"loss_fn returned {len(found)} values, it should return the loss: for (loss, aux) give make_train_step "
-          "has_aux=True, for (loss, model_state) give the step model_state="
+          f"loss_fn returned {len(found)} values, it should return ({', '.join(wanted)}): for aux give make_train_step "
+          "has_aux=True, for a model state give the step model_state="
         )
-      found = found if len(wanted) > 1 else (found,)
-      if not isinstance(found, tuple) or len(found) != len(wanted):
-        raise ValueError(f"loss_fn returned {jax.tree.structure(found)}, it should return ({', '.join(wanted)})")
       parts = dict(zip(wanted, found, strict=True))
       _check_structure(model_state, parts.get("model_state"))
       return parts["loss"], (parts.get("model_state"), parts.get("aux"))
