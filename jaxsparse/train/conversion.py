@@ -136,9 +136,13 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
   """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
   _check_structure(state, fresh)
   nodes = states.reduce_states(state)
-  before, after = int(np.max(gather(nodes[0].layout.workers))), engine.workers
+  before, after, rows = int(np.max(gather(nodes[0].layout.workers))), engine.workers, nodes[0].counters.skipped.size
   residuals = residuals_of(nodes, params, engine.process)
-  _check_rows(nodes[0], before, after)
+  if rows == 1 < before != after:
+    raise ValueError(
+      f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
+      f"{before}, concatenated along their leading axes, as js.init makes them on a mesh"
+    )
   _check_homes(residuals, homes_of(states.reduce_states(fresh), params), leaf_names(params))
   if states.local_states(state) and before != after:
     warnings.warn(
@@ -150,10 +154,10 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
   def carry(old: Any, new: Any) -> Any:
     if not states.is_reduce_state(old):
       return put_like(new, old if np.shape(old) == new.shape else _mean(gather(old), new))
-    if before == after and old.layout[3:] == new.layout[3:] and _shapes(old) == _shapes(new):
+    if before == after and old.layout[3:] == new.layout[3:] and rows == new.counters.skipped.size:
       # The checksum of the old layout may be that of an earlier version.
       return jax.tree.map(put_like, new, old._replace(layout=new.layout))
-    return carry_over(new, params, residuals, old.counters, before, after, engine.process)
+    return carry_over(new, params, residuals, old.counters, before, engine)
 
   after_state = jax.tree.map(carry, state, fresh, is_leaf=states.is_reduce_state)
   return engine.place(after_state, placed(after_state, engine.axis))
@@ -179,10 +183,6 @@ def _mean(rows: Any, like: Any) -> np.ndarray:
   return np.broadcast_to(one, like.shape)
 
 
-def _shapes(tree: Any) -> list[tuple[int, ...]]:
-  return [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
-
-
 def _check_structure(state: Any, fresh: Any) -> None:
   """Raises ValueError unless the states differ in those of jaxsparse transforms only."""
 
@@ -199,15 +199,6 @@ def _check_structure(state: Any, fresh: Any) -> None:
       f"the optimizer state has {', '.join(gone) or 'nothing'} where that of the new chain has "
       f"{', '.join(new) or 'nothing'}: js.convert replaces jaxsparse transforms and keeps all others. For other "
       "changes call step.synchronize where there are local steps, js.flush, and then js.init"
-    )
-
-
-def _check_rows(node: states.ReduceState, before: int, after: int) -> None:
-  rows = node.counters.skipped.size
-  if rows == 1 < before != after:
-    raise ValueError(
-      f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
-      f"{before}, concatenated along their leading axes, as js.init makes them on a mesh"
     )
 
 

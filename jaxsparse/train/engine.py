@@ -7,10 +7,11 @@ The program of one worker is the same on every engine. An engine maps the progra
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -22,6 +23,11 @@ from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.types import Comm
 
 _ARGUMENTS = ("params", "state", "batch", "argument ")  # of a step
+
+
+def name_argument(path: Any, names: Sequence[str] = _ARGUMENTS) -> str:
+  """The path of an array in a tuple of arguments, as errors name it."""
+  return names[path[0].idx] + jax.tree_util.keystr(path[1:])
 
 
 class Engine:
@@ -98,7 +104,7 @@ class Engine:
 
   def spread(self, value: np.ndarray) -> jax.Array:
     """The array [workers, …] split along the workers, in which the rows of this process's workers are its `value`."""
-    return jax.numpy.broadcast_to(value, (self.held, *value.shape))
+    return self.place(jnp.broadcast_to(value, (self.held, *value.shape)), PartitionSpec(self.axis))
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     """The values of all processes, [processes, …]; every process must call."""
@@ -224,10 +230,6 @@ class _OnMesh(Engine):
 
     return jax.tree_util.tree_map_with_path(sharding_of, tree, broadcast_specs(specs, tree))
 
-  def spread(self, value: np.ndarray) -> jax.Array:
-    sharding = self._shardings(PartitionSpec(self.axis))
-    return jax.make_array_from_callback((self.workers, *value.shape), sharding, lambda _: value[None])
-
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     # Not along the workers: processes may share each of these, and then no two rows of workers would differ.
     mesh, gather = _line_of_processes(self._mesh)
@@ -242,15 +244,14 @@ class _OnMesh(Engine):
   def _sharding(self, path: Any, leaf: Any, spec: PartitionSpec) -> NamedSharding:
     """The sharding of `spec`, and where that says nothing of the axes inside, along these that of the leaf itself."""
     own = self._own_spec(leaf)
-    if own is not None and spec == self._without_inside(spec):
-      along_workers = _compat.trimmed(self._without_inside(own))
-      if not spec and along_workers:
-        raise ValueError(
-          f"{_ARGUMENTS[path[0].idx]}{jax.tree_util.keystr(path[1:])} of shape {leaf.shape} is sharded as {own}, along "
-          f"{self.axis!r}, the axis of the workers, each of which needs all of it: choose shards along {self._inside}"
-        )
-      if along_workers == spec:
-        spec = own
+    along_workers = None if own is None else _compat.trimmed(self._without_inside(own))
+    if along_workers and not spec:
+      raise ValueError(
+        f"{name_argument(path)} of shape {leaf.shape} is sharded as {own}, along {self.axis!r}, the axis of the "
+        f"workers, each of which needs all of it: choose shards along {self._inside}"
+      )
+    if own is not None and along_workers == spec:
+      spec = own
     if self._is_explicit:  # as in the types of results, or the next step would compile again
       spec = PartitionSpec(*spec, *[None] * (np.ndim(leaf) - len(spec)))
     return NamedSharding(self._mesh, spec)

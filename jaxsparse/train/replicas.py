@@ -1,11 +1,16 @@
-"""Comparison of values that must be equal on all workers: parameters before training, replicated values on demand.
+"""Comparison of what must be the same everywhere: values on all workers, values and programs on all processes.
 
-`comm.replication` proves on a jaxpr, before a program runs, that replicated results stay equal. This module compares
-present values. Workers or processes exchange checksums, so that every process finds the same difference and raises.
+`comm.replication` proves on a jaxpr, before a program runs, that replicated results stay equal. `check_replicas`
+compares present values, by checksums that workers exchange. Processes that run other programs, with another learning
+rate or other shapes, would train apart or wait for each other for ever. So before a program runs for the first time,
+they exchange a digest of it. Where digests differ, they exchange its text, so that every process finds the same first
+difference and raises the same error.
 """
 
 import hashlib
+import itertools
 import json
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +18,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from jaxsparse._compat import names_of
+from jaxsparse import _compat
 from jaxsparse.comm import pack
+from jaxsparse.comm.program_text import Line, ProgramText
 from jaxsparse.comm.replication import axes_of_spec
-from jaxsparse.train.engine import Engine, broadcast_specs, is_spec, local_shard, rows_of
+from jaxsparse.train.engine import Engine, broadcast_specs, is_spec, local_shard, name_argument, rows_of
+from jaxsparse.transform.state import is_reduce_state
+
+_PATIENCE = 300.0  # seconds; one process may evaluate before a step
 
 
 def check_processes(engine: Engine, tree: Any, name: str) -> None:
@@ -73,6 +83,95 @@ def unlike_first(values: Sequence[Any]) -> list[int]:
   return [number for number, value in enumerate(values) if value != values[0]]
 
 
+def wait_for_all(tree: Any, what: str, now: str) -> None:
+  """Waits for the other processes that hold a part of a tree, before they compare a program that has run before.
+
+  Raises:
+    RuntimeError: if one of them runs the program as before, and does not compare it.
+  """
+  try:
+    _compat.wait_for_processes(tree, what, _PATIENCE)
+  except RuntimeError:
+    raise RuntimeError(
+      f"{what} of process {jax.process_index()} has arguments of other shapes than before, and within {_PATIENCE:g} s "
+      f"another process did not come to a step that has. Give the same shapes on every process in each step; here {now}"
+    ) from None  # its text and JAX's would say something else of the same
+
+
+def check_traced(engine: Engine, what: str, program: Any, arguments: Sequence[Any], results: str = "") -> None:
+  """`check_same` of the trace of a jitted function, and of its `results` if they have a name.
+
+  JAX keeps the trace for the call with the same arguments.
+  """
+  if engine.processes > 1 and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+    traced = program.trace(*arguments)
+    check_same(engine, what, described((traced.out_info,), (results,)) if results else (), traced.jaxpr)
+
+
+def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.ClosedJaxpr | None = None) -> None:
+  """Checks that all processes of an engine have the same lines and the same jaxpr; every process must call.
+
+  Args:
+    engine: the workers.
+    what: the name of the program, for the error.
+    head: lines that say what the program is made of.
+    jaxpr: of the program.
+
+  Raises:
+    ValueError: naming the first difference, on every process.
+  """
+  if engine.processes == 1:
+    return
+  head = [f"jax {jax.__version__}, jaxsparse {sys.modules['jaxsparse'].__version__}", *head]
+  text = ProgramText(jaxpr) if jaxpr else None
+  lines = lambda: [list(map(Line, head)), text.lines() if text else []]
+  every = gather_where_different(engine, [head, text and text.digest], lines)
+  for part, parts in enumerate(zip(*every, strict=True)):
+    for number, row in enumerate(itertools.zip_longest(*parts, fillvalue=Line("nothing")), 1):
+      texts, sources = zip(*row, strict=True)
+      if others := unlike_first(texts):
+        process, where = others[0], [f" ({source})" if source else "" for source in sources]
+        first, other = _excerpts(texts[0], texts[process])
+        raise ValueError(
+          f"{what} of {listing(others)} is not that of process 0. The first difference"
+          f"{f' in line {number} of the jaxpr' if part else ''} is `{first}` on process 0{where[0]}, and `{other}` on "
+          f"process {process}{where[process]}. Every process must run the same code with the same options, shapes and "
+          "versions; data of a process's own belongs in the batch"
+        )
+  if every:
+    raise ValueError(f"{what} is not the same on all processes, but its text is: give every process the same code")
+
+
+def described(arguments: Any, names: Sequence[str], shardings: Any = None) -> list[str]:
+  """Dtypes, shapes and shardings of arguments, and the collectives of the transforms in a state among them."""
+  lies = jax.tree.leaves(shardings)
+  lines = []
+  for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(arguments)):
+    of = f" sharded as {lies[number].spec}" if lies else ""
+    lines.append(f"{name_argument(path, names)} is {jnp.result_type(x).name}{list(np.shape(x))}{of}")
+  for path, node in jax.tree_util.tree_leaves_with_path(arguments, is_leaf=is_reduce_state):
+    if is_reduce_state(node) and node.layout.method:
+      labels = ", ".join(group.collective.label for group in node.layout.method.groups)
+      lines.insert(0, f"{name_argument(path, names)} is that of {labels}")
+  return lines
+
+
+def _excerpts(*texts: str) -> list[str]:
+  """The parts of two texts around the first character that differs."""
+  same = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+  begin, end = max(0, same - 100), same + 100
+  return ["…" * (begin > 0) + text[begin:end] + "…" * (end < len(text)) for text in texts]
+
+
+def _crc(leaf: Any) -> int:
+  """The checksum of the first shard of a leaf on this process; 0 where other processes hold other parts."""
+  if isinstance(leaf, jax.Array):
+    if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+      return 0
+    leaf = local_shard(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+  return zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+
+
 def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], names: Sequence[str]) -> None:
   """Checks that leaves with an empty spec are bitwise the same on all devices of all workers; every process must call.
 
@@ -91,7 +190,7 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
   if inside := engine.shardings(trees, specs):  # the devices of a worker hold shards
     specs = jax.tree.map(lambda sharding: sharding.spec, inside)
   every = jax.tree.leaves(broadcast_specs(specs, trees), is_leaf=is_spec)
-  same = [number for number, spec in enumerate(every) if axes_of_spec(spec).isdisjoint(names_of(engine.axis))]
+  same = [number for number, spec in enumerate(every) if axes_of_spec(spec).isdisjoint(_compat.names_of(engine.axis))]
 
   def checksums(*trees: Any) -> jax.Array:
     leaves = jax.tree.leaves(trees)
@@ -110,7 +209,7 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
       who = f"device {device} of worker {worker} and device {alike[device, number]} of worker 0 hold other values"
     path, _ = jax.tree_util.tree_leaves_with_path(trees)[same[number]]
     raise ValueError(
-      f"{names[path[0].idx]}{jax.tree_util.keystr(path[1:])} and {wrong.sum() - 1} other of {len(same)} arrays that "
+      f"{name_argument(path, names)} and {wrong.sum() - 1} other of {len(same)} arrays that "
       f"should be the same on every worker are not: {who}"
     )
 
@@ -149,15 +248,6 @@ def _mixed(x: jax.Array) -> jax.Array:
   for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
     x = (x ^ (x >> shift)) * jnp.uint32(factor)
   return x ^ (x >> 16)
-
-
-def _crc(leaf: Any) -> int:
-  """The checksum of the first shard of a leaf on this process; 0 where other processes hold other parts."""
-  if isinstance(leaf, jax.Array):
-    if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-      return 0
-    leaf = local_shard(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-  return zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
 
 
 def listing(numbers: Sequence[int] | np.ndarray, one: str = "process", several: str = "processes") -> str:

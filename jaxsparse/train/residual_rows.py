@@ -9,7 +9,7 @@ Sums are of float64, rounded once: an entry of r′ is wrong by at most 2⁻²�
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsparse.train.engine import put_global
+from jaxsparse.train.engine import Engine, put_global
 from jaxsparse.transform.groups import Group, leaf_numbers
 from jaxsparse.transform.state import ReduceState, devices_of, join_groups, split_groups
 from jaxsparse.types import Counters, State
@@ -74,24 +74,22 @@ def homes_of(nodes: Sequence[ReduceState], params: optax.Params) -> dict[int, An
 def carry_over(
   fresh: ReduceState,
   params: optax.Params,
-  residuals: Mapping[int, Residual],
+  residuals: dict[int, Residual],
   counters: Counters,
   before: int,
-  after: int,
-  rank: int,
+  engine: Engine,
 ) -> ReduceState:
   """`fresh` with the residuals and the totals of other states; what else its collectives remember starts anew.
 
   Args:
-    fresh: the state before the first step, of `after` workers or, under MPI, of one of them.
+    fresh: the state before the first step, of P′ workers or, under MPI, of one of them.
     params: the parameters.
     residuals: of `before` workers, by leaf.
     counters: of the same workers.
     before: number of workers P.
-    after: number of workers P′.
-    rank: number of this worker, where `fresh` is the state of one.
+    engine: the workers of `fresh`.
   """
-  method, devices, first = fresh.layout.method, devices_of(fresh), _first_row(fresh, rank)
+  method, devices, first = fresh.layout.method, devices_of(fresh), _first_row(fresh, engine.process)
   assert method is not None
 
   def residual_of(group: Group, like: jax.Array) -> jax.Array:
@@ -101,7 +99,9 @@ def carry_over(
     def rows(index: Any) -> np.ndarray:
       low, high, _ = index[0].indices(like.size)
       numbers = range(first + low // entries, first + high // entries)
-      carry = lambda one, size, to: one.carry_over(to, devices, before, after) if one else np.zeros(size, np.float32)
+      carry = lambda one, size, to: (
+        one.carry_over(to, devices, before, engine.workers) if one else np.zeros(size, np.float32)
+      )
       return np.concatenate([carry(*leaf, number) for number in numbers for leaf in leaves])
 
     return jax.make_array_from_callback(like.shape, like.sharding, rows)

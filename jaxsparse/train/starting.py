@@ -15,7 +15,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import SoloComm, replication
 from jaxsparse.comm.one_at_a_time import dispatch
-from jaxsparse.train import programs
+from jaxsparse.train import replicas
 from jaxsparse.train.engine import Engine, engine_of, local_shard
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
@@ -105,7 +105,7 @@ def start_workers(engine: Engine, start: Callable, params: optax.Params) -> tupl
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
   program = engine.jit(start, (PartitionSpec(),), spec, shardings=(None, None))
-  programs.check_traced(engine, "the initial state", program, arguments, results="state")
+  replicas.check_traced(engine, "the initial state", program, arguments, results="state")
   return dispatch(program, *arguments), spec
 
 
@@ -128,12 +128,12 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
   same, split = PartitionSpec(), PartitionSpec(engine.axis)
   arguments = engine.place((params, state, params), (same, own, same))
   if engine.processes > 1:
-    head = programs.described((params, state), ("params", "state"))
+    head = replicas.described((params, state), ("params", "state"))
     try:
       jaxpr = engine.jit(updates, (same, own, same), (same,)).trace(*arguments).jaxpr
     except Exception:  # it needs what only a step gives, or the step will show the error
       jaxpr = None
-    programs.check_same(engine, "tx.update", head, jaxpr)
+    replicas.check_same(engine, "tx.update", head, jaxpr)
   if not uncovered:
     return
   checked = replication.checked(updates, (split, own, same), (same,), engine.axis, LIKELY_MISTAKES)

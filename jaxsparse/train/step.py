@@ -16,7 +16,7 @@ from jaxsparse.comm import replication
 from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.launch.rank import count_step
-from jaxsparse.train import programs, replicas
+from jaxsparse.train import replicas
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.donation import without_aliases
 from jaxsparse.train.engine import check_batch, engine_of
@@ -282,15 +282,15 @@ class TrainStep:
     options = {name: value for name, value in worker._asdict().items() if not callable(value) and name != "tx"}
     head = [f"make_train_step has {options | {'donate': self._donate}}"]
     shardings = engine.shardings(arguments, specs)
-    head += programs.described(arguments, ("params", "state", "batch", "argument"), shardings)
+    head += replicas.described(arguments, ("params", "state", "batch", "argument"), shardings)
     if self._alike:  # processes come to their first step when they like
-      new = programs.described(arguments[2:], ("batch", "argument"), shardings and shardings[2:])
-      programs.wait_for_all(arguments[:2], "the training step", "\n".join(new))
-    programs.check_same(engine, "the training step", head)
+      new = replicas.described(arguments[2:], ("batch", "argument"), shardings and shardings[2:])
+      replicas.wait_for_all(arguments[:2], "the training step", "\n".join(new))
+    replicas.check_same(engine, "the training step", head)
     shared = given._replace(model_state=None) if worker.model_state == "worker" else given
     replicas.check_processes(engine, shared._asdict(), "step: argument ")
     arguments = engine.place(arguments, specs)
-    programs.check_traced(engine, "the training step", program, arguments)
+    replicas.check_traced(engine, "the training step", program, arguments)
     self._alike.add(known)
     return arguments
 
