@@ -193,7 +193,8 @@ class TrainStep:
     program, specs = self._program(params, state, batch, given)
     count_step(self._engine.processes)
     first = _identity(state) is not self._known
-    arguments = self._compared(program, (params, state, batch, given), specs)
+    self._compare_processes(program, (params, state, batch, given), specs)
+    arguments = self._engine.place((params, state, batch, given), specs)
     if self._donate:
       arguments = without_aliases(arguments, by_buffer=first)
     params, state, metrics = dispatch(program, *arguments, follow=lambda results: results[2].loss)
@@ -237,12 +238,7 @@ class TrainStep:
   ) -> jax.stages.Lowered:
     """The lowered step, to inspect its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
     arguments = params, state, batch, Given(rng, model_state, extra)
-    program, specs = self._program(*arguments)
-    shardings = self._engine.shardings(arguments, specs)
-    if shardings is not None:  # a call places its arguments
-      shape_of = lambda x, lies: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=lies)
-      arguments = jax.tree.map(shape_of, arguments, shardings)
-    return program.lower(*arguments)
+    return self._program(*arguments)[0].lower(*arguments)
 
   def _program(self, params: optax.Params, state: Any, batch: Any, given: Given) -> tuple[Any, Any]:
     """The jitted step for arguments of this structure and these shardings, and their specs."""
@@ -259,26 +255,27 @@ class TrainStep:
     shardings = engine.shardings(arguments, in_specs)
     known = structure, tuple(jax.tree.leaves(shardings))
     if known not in self._programs:
-      worker = functools.partial(self._worker.step, engine.comm)
-      likely, inside = LIKELY_MISTAKES, engine.others
-      checked = replication.checked(worker, in_specs, out_specs, engine.axis, likely, inside, commit_early)
-      options = compiler_options(engine.platform) if states.in_groups(state) else None
-      donated = (0, 1) if self._donate else ()
+      step = functools.partial(self._worker.step, engine.comm)
+      checked = replication.checked(
+        step, in_specs, out_specs, engine.axis, LIKELY_MISTAKES, engine.others, commit_early
+      )
       open_: Any = None  # the compiler's choice
       after = shardings and (*shardings[:2], StepMetrics(open_, open_, open_, shardings[3].model_state))
+      donated = (0, 1) if self._donate else ()
+      options = compiler_options(engine.platform) if states.in_groups(state) else None
       program = engine.jit(checked, in_specs, out_specs, donated, options, shardings and (shardings, after))
       self._programs[known] = program
     return self._programs[known], in_specs
 
-  def _compared(self, program: Any, arguments: tuple[Any, ...], specs: Any) -> tuple[Any, ...]:
-    """The arguments, placed; all processes compare a program and its arguments where either is new."""
+  def _compare_processes(self, program: Any, arguments: tuple[Any, ...], specs: Any) -> None:
+    """Compares a program and its arguments between all processes, where either is new."""
     engine, worker, given = self._engine, self._worker, arguments[3]
     # Only some ranks of MPI may come here again, and their messages would be taken for others: they compare once.
     if engine.processes == 1 or (self._alike and isinstance(engine.comm, MpiComm)):
-      return engine.place(arguments, specs)
+      return
     known = program, *((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(arguments[2:]))
     if known in self._alike:
-      return engine.place(arguments, specs)
+      return
     options = {name: value for name, value in worker._asdict().items() if not callable(value) and name != "tx"}
     head = [f"make_train_step has {options | {'donate': self._donate}}"]
     shardings = engine.shardings(arguments, specs)
@@ -289,10 +286,8 @@ class TrainStep:
     replicas.check_same(engine, "the training step", head)
     shared = given._replace(model_state=None) if worker.model_state == "worker" else given
     replicas.check_processes(engine, shared._asdict(), "step: argument ")
-    arguments = engine.place(arguments, specs)
-    replicas.check_traced(engine, "the training step", program, arguments)
+    replicas.check_traced(engine, "the training step", program, engine.place(arguments, specs))
     self._alike.add(known)
-    return arguments
 
   def _check(self, params: optax.Params, state: Any, batch: Any, given: Given) -> None:
     checks.check_alive({"params": params, "state": state, "batch": batch, "model_state": given.model_state})
