@@ -71,15 +71,11 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
   engine = engine_of(mesh, axis)
   check_state(state, params)
 
-  def start(params: optax.Params) -> Any:
-    del params
-    return [restart(*one) for one in states.reduce_rows(state)]
-
   def restart(node: states.ReduceState, row: bool) -> Any:
-    fresh = first_state(engine.comm, node.layout.method, node.layout.shards)  # type: ignore[arg-type]
-    zeros = jnp.int32(0), jnp.int32(0)
-    return states.LocalState(jax.tree.map(lambda x: x[None], fresh), (), (), *zeros) if row else fresh
+    fresh, zero = first_state(engine.comm, node.layout.method, node.layout.shards), jnp.int32(0)  # type: ignore[arg-type]
+    return states.LocalState(jax.tree.map(lambda x: x[None], fresh), (), (), zero, zero) if row else fresh
 
+  start = lambda _: [restart(*one) for one in states.reduce_rows(state)]
   following = iter(states.reduce_states(place_state(engine, start, params)[0]))
 
   def begin(path: Any, x: Any, row: bool) -> Any:

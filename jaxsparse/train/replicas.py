@@ -10,6 +10,7 @@ difference and raises the same error.
 import hashlib
 import itertools
 import json
+import math
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -216,11 +217,10 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
 
 def _first_alike(flat: Engine, spec: PartitionSpec) -> np.ndarray:
   """For each device of a worker the first one that holds the same shard: device 0, unless the spec cuts the array."""
-  sizes = [flat.axes[name] for name in flat.others]
-  if not sizes:
-    return np.zeros(1, np.int64)
-  cut = np.array([name in axes_of_spec(spec) for name in flat.others])
-  return np.ravel_multi_index(tuple(np.indices(sizes).reshape(len(sizes), -1) * cut[:, None]), sizes)
+  sizes, cut = [flat.axes[name] for name in flat.others], axes_of_spec(spec)
+  devices = np.arange(math.prod(sizes)).reshape(sizes)
+  first = devices[tuple(slice(None) if name in cut else slice(1) for name in flat.others)]
+  return np.broadcast_to(first, sizes).reshape(-1)
 
 
 def _checksum(x: jax.Array) -> jax.Array:

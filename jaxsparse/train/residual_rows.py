@@ -9,7 +9,7 @@ Sums are of float64, rounded once: an entry of r′ is wrong by at most 2⁻²�
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,11 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsparse.train.engine import Engine, put_global
-from jaxsparse.transform.groups import Group, leaf_numbers
+from jaxsparse.transform.groups import leaf_numbers
 from jaxsparse.transform.state import ReduceState, devices_of, join_groups, split_groups
-from jaxsparse.types import Counters, State
+from jaxsparse.types import Counters
+
+Home = tuple[int, int, Any]
 
 
 class Residual(NamedTuple):
@@ -56,10 +58,10 @@ def residuals_of(nodes: Sequence[ReduceState], params: optax.Params, rank: int) 
   """
   found = {}
   for node in nodes:
-    for group, part in _groups(node):
-      if part.residual is not None:
+    for part, homes in zip(split_groups(node.carried), _homes(node, params), strict=True):
+      if homes:
         rows, start = np.asarray(gather(part.residual)).reshape(node.counters.skipped.size, -1), 0
-        for number, size, lies in _leaves(node, group, params):
+        for number, size, lies in homes:
           found[number] = Residual(rows[:, start : start + size], _first_row(node, rank), lies)
           start += size
   return found
@@ -67,8 +69,7 @@ def residuals_of(nodes: Sequence[ReduceState], params: optax.Params, rank: int) 
 
 def homes_of(nodes: Sequence[ReduceState], params: optax.Params) -> dict[int, Any]:
   """How each leaf of the parameters that has a residual lies on the devices inside a worker, by its number."""
-  parts = [(node, group) for node in nodes for group, part in _groups(node) if part.residual is not None]
-  return {number: lies for node, group in parts for number, _, lies in _leaves(node, group, params)}
+  return {number: lies for node in nodes for homes in _homes(node, params) for number, _, lies in homes}
 
 
 def carry_over(
@@ -89,11 +90,10 @@ def carry_over(
     before: number of workers P.
     engine: the workers of `fresh`.
   """
-  method, devices, first = fresh.layout.method, devices_of(fresh), _first_row(fresh, engine.process)
-  assert method is not None
+  devices, first = devices_of(fresh), _first_row(fresh, engine.process)
 
-  def residual_of(group: Group, like: jax.Array) -> jax.Array:
-    leaves = [(residuals.get(number), size) for number, size, _ in _leaves(fresh, group, params)]
+  def residual_of(homes: Sequence[Home], like: jax.Array) -> jax.Array:
+    leaves = [(residuals.get(number), size) for number, size, _ in homes]
     entries = sum(size for _, size in leaves)
 
     def rows(index: Any) -> np.ndarray:
@@ -107,14 +107,17 @@ def carry_over(
     return jax.make_array_from_callback(like.shape, like.sharding, rows)
 
   parts = [
-    part if part.residual is None else part._replace(residual=residual_of(group, part.residual))
-    for group, part in _groups(fresh)
+    part._replace(residual=residual_of(homes, part.residual)) if homes else part
+    for part, homes in zip(split_groups(fresh.carried), _homes(fresh, params), strict=True)
   ]
   totals = {
     name: put_like(like := getattr(fresh.counters, name), np.tile(row, like.size // devices).reshape(like.shape))
     for name, row in _totals(counters, devices).items()
   }
-  return fresh._replace(carried=join_groups(parts, method.alone), counters=fresh.counters._replace(**totals))
+  return fresh._replace(
+    carried=join_groups(parts, not isinstance(fresh.carried.residual, tuple)),
+    counters=fresh.counters._replace(**totals),
+  )
 
 
 def gather(x: Any) -> Any:
@@ -142,19 +145,17 @@ def _totals(counters: Counters, devices: int) -> dict[str, np.ndarray]:
   return {name: values[most] for name, values in rows.items()}
 
 
-def _groups(node: ReduceState) -> Iterator[tuple[Group, State]]:
-  """Each group of the transform with its state."""
-  assert node.layout.method is not None
-  return zip(node.layout.method.groups, split_groups(node.carried), strict=True)
+def _homes(node: ReduceState, params: optax.Params) -> list[list[Home]]:
+  """Of each leaf of each group its number in the parameters, its entries at a device, and how it lies.
 
-
-def _leaves(node: ReduceState, group: Group, params: optax.Params) -> Iterator[tuple[int, int, Any]]:
-  """Of each leaf of a group its number in the parameters, its entries at a device, and how it lies."""
+  A group without a residual has none.
+  """
   method, shards = node.layout.method, node.layout.shards
   assert method is not None
   numbers, sizes = leaf_numbers(method.names, params), shards.sizes if shards else method.sizes
-  for leaf in group.leaves:
-    yield numbers[leaf], sizes[leaf], (shards.axes, shards.specs[leaf]) if shards else None
+  home = lambda leaf: (numbers[leaf], sizes[leaf], (shards.axes, shards.specs[leaf]) if shards else None)
+  parts = zip(method.groups, split_groups(node.carried), strict=True)
+  return [[] if part.residual is None else list(map(home, group.leaves)) for group, part in parts]
 
 
 def _first_row(node: ReduceState, rank: int) -> int:
