@@ -5,7 +5,6 @@ by a new transformation. Then they carry over what must not be lost: residuals (
 and the arrays of all other transformations. So `resize` is `convert` with the transformation of the old state.
 """
 
-import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -182,19 +181,19 @@ def _mean(rows: Any, like: Any) -> np.ndarray:
 def _check_structure(state: Any, fresh: Any) -> None:
   """Raises ValueError unless the states differ in those of jaxsparse transforms only."""
 
-  def described(tree: Any) -> list[str]:
+  def described(tree: Any) -> set[str]:
     """The path of each array, with its type and its shape at a worker."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
     shape = lambda x, row: "" if states.is_reduce_state(x) else f" {x.dtype}{list(np.shape(x)[row:])}"
     rows = jax.tree.leaves(states.has_worker_axis(tree))
-    return [jax.tree_util.keystr(path) + shape(x, row) for (path, x), row in zip(found, rows, strict=True)]
+    return {jax.tree_util.keystr(path) + shape(x, row) for (path, x), row in zip(found, rows, strict=True)}
 
-  gone, new = (sorted(set(a) - set(b)) for a, b in itertools.permutations((described(state), described(fresh))))
-  if gone or new:
+  old, new = described(state), described(fresh)
+  if old != new:
     raise ValueError(
-      f"the optimizer state has {', '.join(gone) or 'nothing'} where that of the new chain has "
-      f"{', '.join(new) or 'nothing'}: js.convert replaces jaxsparse transforms and keeps all others. For other "
-      "changes call step.synchronize where there are local steps, js.flush, and then js.init"
+      f"the optimizer state has {', '.join(sorted(old - new)) or 'nothing'} where that of the new chain has "
+      f"{', '.join(sorted(new - old)) or 'nothing'}: js.convert replaces jaxsparse transforms and keeps all others. "
+      "For other changes call step.synchronize where there are local steps, js.flush, and then js.init"
     )
 
 

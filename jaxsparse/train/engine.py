@@ -221,11 +221,10 @@ class _OnMesh(Engine):
       return None
 
     def sharding_of(path: Any, leaf: Any, spec: PartitionSpec) -> NamedSharding:
-      key = getattr(leaf, "sharding", None), spec, np.ndim(leaf)
-      if isinstance(leaf, jax.core.Tracer):
-        return self._sharding(path, leaf, spec)
+      lies = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+      key = lies, spec, np.ndim(leaf)
       if key not in self._known:  # runs in every step, for every leaf
-        self._known[key] = self._sharding(path, leaf, spec)
+        self._known[key] = self._sharding(path, np.shape(leaf), lies, spec)
       return self._known[key]
 
     return jax.tree_util.tree_map_with_path(sharding_of, tree, broadcast_specs(specs, tree))
@@ -241,24 +240,23 @@ class _OnMesh(Engine):
   def _shardings(self, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=is_spec)
 
-  def _sharding(self, path: Any, leaf: Any, spec: PartitionSpec) -> NamedSharding:
+  def _sharding(self, path: Any, shape: tuple[int, ...], lies: Any, spec: PartitionSpec) -> NamedSharding:
     """The sharding of `spec`, and where that says nothing of the axes inside, along these that of the leaf itself."""
-    own = self._own_spec(leaf)
+    own = self._own_spec(lies)
     along_workers = None if own is None else _compat.trimmed(self._without_inside(own))
     if along_workers and not spec:
       raise ValueError(
-        f"{name_argument(path)} of shape {leaf.shape} is sharded as {own}, along {self.axis!r}, the axis of the "
-        f"workers, each of which needs all of it: choose shards along {self._inside}"
+        f"{name_argument(path)} of shape {shape} is sharded as {own}, along {self.axis!r}, the axis of the workers, "
+        f"each of which needs all of it: choose shards along {self._inside}"
       )
     if own is not None and along_workers == spec:
       spec = own
     if self._is_explicit:  # as in the types of results, or the next step would compile again
-      spec = PartitionSpec(*spec, *[None] * (np.ndim(leaf) - len(spec)))
+      spec = PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
     return NamedSharding(self._mesh, spec)
 
-  def _own_spec(self, leaf: Any) -> PartitionSpec | None:
-    """The spec of a leaf on this mesh; None for one that lies elsewhere."""
-    sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+  def _own_spec(self, sharding: Any) -> PartitionSpec | None:
+    """The spec of a sharding on this mesh; None for one elsewhere."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.shape != self._mesh.shape:
       return None
     is_abstract = not isinstance(sharding.mesh, Mesh)  # as under a trace

@@ -62,14 +62,12 @@ def flush(
   check_state(state, params, engine)
   checks.check_landed("js.flush", state)
 
-  comm = engine.comm
-
   def mean(owing: list[jax.Array]) -> list[jax.Array]:
     """One all-reduce of the residuals of a transform, at each device of a worker."""
     if not owing:
       return owing
     flat, restore = flatten.flatten(owing)
-    return restore(comm.all_reduce(flat) / comm.size)
+    return restore(engine.comm.all_reduce(flat) / engine.workers)
 
   def worker(params: optax.Params, state: Any) -> tuple[optax.Updates, Any]:
     leaves, structure = jax.tree.flatten(params)
