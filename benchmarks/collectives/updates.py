@@ -139,7 +139,7 @@ class Bench:
   def _alone(self, collective: js.Collective) -> tuple[float, float]:
     """(arithmetic, selection): seconds without any message, and until the first one."""
     grads = self._gradients(0)
-    arithmetic, update = timing.alone(self._engine, self._watch, collective, grads, self._n, self._repetitions)
+    arithmetic, update = timing.alone(self._engine, self._watch, collective, grads, self._repetitions)
     first = self._engine.jit(until_first_message(update.function), update.specs, PartitionSpec("workers"))
     starts = [self._watch.time(first, grads, update.state)[0] for _ in range(self._repetitions + 1)]
     return arithmetic, min(arithmetic, statistics.median(starts[1:]))

@@ -234,7 +234,7 @@ class _Meter:
     jaxpr = schedule(collective, self._n, self._engine.workers)
     reduces, (name, options) = uses_all_reduce(jaxpr, self._engine.workers), collective_of(label)
     slowdown = self.measure_all_reduce(options["dtype"])[1] / reduce_beta if reduces and "dtype" in options else 1.0
-    each = self._engine, self._watch, collective, grads, self._n, self._repetitions, budget
+    each = self._engine, self._watch, collective, grads, self._repetitions, budget
     arithmetic = timing.alone(*each)[0] / self._n
     fill = self._measure_fill(make_collective(name, **options))
     return Algorithm(arithmetic, fill, reduces, count_agreements(jaxpr), slowdown)

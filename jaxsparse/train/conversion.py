@@ -82,9 +82,8 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
       return next(following)
     rows, axes = ((engine.held,), (axis,)) if row else ((), ())
     shape = np.shape(x)[len(rows) :]
-    spec, sharding = _spec_of_moment(path, shape, params), None
-    if spec is not None and isinstance(mesh, Mesh):
-      sharding = NamedSharding(mesh, PartitionSpec(*axes, *spec))
+    spec = _spec_of_moment(path, shape, params)
+    sharding = None if spec is None else engine.shardings_of(PartitionSpec(*axes, *spec))
     return jax.ShapeDtypeStruct((*rows, *shape), x.dtype, sharding=sharding)
 
   fresh = jax.tree_util.tree_map_with_path(begin, state, states.has_worker_axis(state), is_leaf=states.is_reduce_state)
@@ -132,13 +131,14 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
   _check_structure(state, fresh)
   nodes = states.reduce_states(state)
   before, after, rows = int(np.max(gather(nodes[0].layout.workers))), engine.workers, nodes[0].counters.skipped.size
-  residuals = residuals_of(nodes, params, engine.process)
+  residuals = residuals_of(nodes, params)
   if rows == 1 < before != after:
     raise ValueError(
       f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
       f"{before}, concatenated along their leading axes, as js.init makes them on a mesh"
     )
-  _check_homes(residuals, homes_of(states.reduce_states(fresh), params), leaf_names(params))
+  homes = [home for node in states.reduce_states(fresh) for group in homes_of(node, params) for home in group]
+  _check_homes(residuals, {number: lies for number, _, lies in homes}, leaf_names(params))
   if states.local_states(state) and before != after:
     warnings.warn(
       f"js.resize: the workers have parameters or optimizers of their own, all {after} of them go on from the mean of "

@@ -99,14 +99,14 @@ def wait_for_all(tree: Any, what: str, now: str) -> None:
     ) from None  # its text and JAX's would say something else of the same
 
 
-def check_traced(engine: Engine, what: str, program: Any, arguments: Sequence[Any], results: str = "") -> None:
-  """`check_same` of the trace of a jitted function, and of its `results` if they have a name.
+def check_traced(engine: Engine, what: str, program: Any, arguments: Sequence[Any], makes_state: bool = False) -> None:
+  """`check_same` of the trace of a jitted function, and of its result if that is the state.
 
   JAX keeps the trace for the call with the same arguments.
   """
   if engine.processes > 1 and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
     traced = program.trace(*arguments)
-    check_same(engine, what, described((traced.out_info,), (results,)) if results else (), traced.jaxpr)
+    check_same(engine, what, described((None, traced.out_info)) if makes_state else (), traced.jaxpr)
 
 
 def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.ClosedJaxpr | None = None) -> None:
@@ -143,17 +143,17 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
     raise ValueError(f"{what} is not the same on all processes, but its text is: give every process the same code")
 
 
-def described(arguments: Any, names: Sequence[str], shardings: Any = None) -> list[str]:
-  """Dtypes, shapes and shardings of arguments, and the collectives of the transforms in a state among them."""
+def described(arguments: tuple[Any, ...], shardings: Any = None) -> list[str]:
+  """Dtypes, shapes and shardings of arguments of a step, and the collectives of the transforms in the state."""
   lies = jax.tree.leaves(shardings)
   lines = []
   for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(arguments)):
     of = f" sharded as {lies[number].spec}" if lies else ""
-    lines.append(f"{name_argument(path, names)} is {jnp.result_type(x).name}{list(np.shape(x))}{of}")
+    lines.append(f"{name_argument(path)} is {jnp.result_type(x).name}{list(np.shape(x))}{of}")
   for path, node in jax.tree_util.tree_leaves_with_path(arguments, is_leaf=is_reduce_state):
     if is_reduce_state(node) and node.layout.method:
       labels = ", ".join(group.collective.label for group in node.layout.method.groups)
-      lines.insert(0, f"{name_argument(path, names)} is that of {labels}")
+      lines.insert(0, f"{name_argument(path)} is that of {labels}")
   return lines
 
 
@@ -173,21 +173,18 @@ def _crc(leaf: Any) -> int:
   return zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
 
 
-def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], names: Sequence[str]) -> None:
+def check_replicas(engine: Engine, trees: tuple[Any, ...], specs: tuple[Any, ...]) -> None:
   """Checks that leaves with an empty spec are bitwise the same on all devices of all workers; every process must call.
 
   Args:
     engine: the workers.
-    trees: pytrees of arrays.
+    trees: the parameters and the state.
     specs: a prefix pytree of specs for each tree.
-    names: a name for each tree, for the error.
 
   Raises:
     ValueError: naming the first leaf that differs and the workers, on every process.
   """
-  flat = engine.flat
-  trees, specs = tuple(trees), tuple(specs)
-  arguments = engine.place(trees, specs)
+  flat, arguments = engine.flat, engine.place(trees, specs)
   if inside := engine.shardings(trees, specs):  # the devices of a worker hold shards
     specs = jax.tree.map(lambda sharding: sharding.spec, inside)
   every = jax.tree.leaves(broadcast_specs(specs, trees), is_leaf=is_spec)
@@ -210,7 +207,7 @@ def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], n
       who = f"device {device} of worker {worker} and device {alike[device, number]} of worker 0 hold other values"
     path, _ = jax.tree_util.tree_leaves_with_path(trees)[same[number]]
     raise ValueError(
-      f"{name_argument(path, names)} and {wrong.sum() - 1} other of {len(same)} arrays that "
+      f"{name_argument(path)} and {wrong.sum() - 1} other of {len(same)} arrays that "
       f"should be the same on every worker are not: {who}"
     )
 

@@ -27,49 +27,37 @@ Home = tuple[int, int, Any]
 
 
 class Residual(NamedTuple):
-  """The residual of a leaf at the devices whose arrays this process has.
+  """The residual of a leaf.
 
   Attributes:
-    rows: f32[devices, entries]; row `worker * S + device − first` is that of a device of a worker.
-    first: 0, or under MPI the number of this worker.
+    rows: f32[devices, entries] with row `worker * S + device` for each device of each worker, or under MPI with the
+      only row of this worker.
     lies: axes of the devices inside a worker, and the spec of the leaf along them; None for one device.
   """
 
   rows: np.ndarray
-  first: int
   lies: Any
 
   def carry_over(self, number: int, devices: int, before: int, after: int) -> np.ndarray:
     """r′ of device `number` of all: f32[entries], from those of `before` workers, for `after` workers."""
     worker, device = divmod(number, devices)
-    numbers = [old * devices + device - self.first for old in range(worker, before, after)]
-    owed = [self.rows[row].astype(np.float64) for row in numbers]
+    numbers = [old * devices + device for old in range(worker, before, after)]
+    owed = [self.rows[number % len(self.rows)].astype(np.float64) for number in numbers]
     total = functools.reduce(np.add, owed) if owed else np.zeros(self.rows.shape[1])  # no sum with 0: -0 stays -0
     return (total * after / before).astype(np.float32)
 
 
-def residuals_of(nodes: Sequence[ReduceState], params: optax.Params, rank: int) -> dict[int, Residual]:
-  """The residual of each leaf of the parameters that has one, by the number of the leaf.
-
-  Args:
-    nodes: the states of transforms, of all workers or, under MPI, of one.
-    params: the parameters.
-    rank: number of this worker, where `nodes` are those of one.
-  """
+def residuals_of(nodes: Sequence[ReduceState], params: optax.Params) -> dict[int, Residual]:
+  """The residual of each leaf of the parameters that has one, by the number of the leaf."""
   found = {}
   for node in nodes:
-    for part, homes in zip(split_groups(node.carried), _homes(node, params), strict=True):
+    for part, homes in zip(split_groups(node.carried), homes_of(node, params), strict=True):
       if homes:
         rows, start = np.asarray(gather(part.residual)).reshape(node.counters.skipped.size, -1), 0
         for number, size, lies in homes:
-          found[number] = Residual(rows[:, start : start + size], _first_row(node, rank), lies)
+          found[number] = Residual(rows[:, start : start + size], lies)
           start += size
   return found
-
-
-def homes_of(nodes: Sequence[ReduceState], params: optax.Params) -> dict[int, Any]:
-  """How each leaf of the parameters that has a residual lies on the devices inside a worker, by its number."""
-  return {number: lies for node in nodes for homes in _homes(node, params) for number, _, lies in homes}
 
 
 def carry_over(
@@ -90,7 +78,7 @@ def carry_over(
     before: number of workers P.
     engine: the workers of `fresh`.
   """
-  devices, first = devices_of(fresh), _first_row(fresh, engine.process)
+  devices, first = devices_of(fresh), engine.process if fresh.counters.skipped.size == 1 else 0
 
   def residual_of(homes: Sequence[Home], like: jax.Array) -> jax.Array:
     leaves = [(residuals.get(number), size) for number, size, _ in homes]
@@ -108,16 +96,14 @@ def carry_over(
 
   parts = [
     part._replace(residual=residual_of(homes, part.residual)) if homes else part
-    for part, homes in zip(split_groups(fresh.carried), _homes(fresh, params), strict=True)
+    for part, homes in zip(split_groups(fresh.carried), homes_of(fresh, params), strict=True)
   ]
-  totals = {
-    name: put_like(like := getattr(fresh.counters, name), np.tile(row, like.size // devices).reshape(like.shape))
-    for name, row in _totals(counters, devices).items()
-  }
-  return fresh._replace(
-    carried=join_groups(parts, not isinstance(fresh.carried.residual, tuple)),
-    counters=fresh.counters._replace(**totals),
-  )
+  new = fresh.counters
+  for name, row in _totals(counters, devices).items():
+    like = getattr(new, name)
+    new = new._replace(**{name: put_like(like, np.tile(row, like.size // devices).reshape(like.shape))})
+  carried = join_groups(parts, alone=not isinstance(fresh.carried.residual, tuple))
+  return fresh._replace(carried=carried, counters=new)
 
 
 def gather(x: Any) -> Any:
@@ -145,7 +131,7 @@ def _totals(counters: Counters, devices: int) -> dict[str, np.ndarray]:
   return {name: values[most] for name, values in rows.items()}
 
 
-def _homes(node: ReduceState, params: optax.Params) -> list[list[Home]]:
+def homes_of(node: ReduceState, params: optax.Params) -> list[list[Home]]:
   """Of each leaf of each group its number in the parameters, its entries at a device, and how it lies.
 
   A group without a residual has none.
@@ -156,8 +142,3 @@ def _homes(node: ReduceState, params: optax.Params) -> list[list[Home]]:
   home = lambda leaf: (numbers[leaf], sizes[leaf], (shards.axes, shards.specs[leaf]) if shards else None)
   parts = zip(method.groups, split_groups(node.carried), strict=True)
   return [[] if part.residual is None else list(map(home, group.leaves)) for group, part in parts]
-
-
-def _first_row(node: ReduceState, rank: int) -> int:
-  """The number of the device of the first row of a state: 0, or under MPI that of the worker whose state it is."""
-  return rank if node.counters.skipped.size == 1 < int(np.max(gather(node.layout.workers))) else 0

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
@@ -20,7 +20,6 @@ from jaxsparse.train.engine import Engine, engine_of, local_shard
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.state import ReduceState
 from jaxsparse.transform.update import first_state
 from jaxsparse.types import Comm
 
@@ -79,12 +78,12 @@ def abstract_state(
   with engine.typed() as typed:
     arguments, specs = _specs_of(typed, tx.init, params)
     state = jax.eval_shape(typed.map(tx.init, (PartitionSpec(),), specs), *arguments)
-  on_mesh = lambda spec: NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else None
-  shardings = engine.shardings(state, specs) or jax.tree.map(on_mesh, specs)
-  state = jax.tree.map(_shape, state, shardings)
+  shardings = engine.shardings(state, specs) or engine.shardings_of(specs)
+  if shardings:
+    state = jax.tree.map(_shape, state, shardings)
   if workers is None or workers == engine.workers:
     return state
-  host = _host() if isinstance(mesh, Mesh) else None
+  host = _host() if shardings else None
 
   def resize(node: Any, row: bool) -> Any:
     if row:
@@ -105,7 +104,7 @@ def start_workers(engine: Engine, start: Callable, params: optax.Params) -> tupl
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
   program = engine.jit(start, (PartitionSpec(),), spec, shardings=(None, None))
-  replicas.check_traced(engine, "the initial state", program, arguments, results="state")
+  replicas.check_traced(engine, "the initial state", program, arguments, makes_state=True)
   return dispatch(program, *arguments), spec
 
 
@@ -128,7 +127,7 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
   same, split = PartitionSpec(), PartitionSpec(engine.axis)
   arguments = engine.place((params, state, params), (same, own, same))
   if engine.processes > 1:
-    head = replicas.described((params, state), ("params", "state"))
+    head = replicas.described((params, state))
     try:
       jaxpr = engine.jit(updates, (same, own, same), (same,)).trace(*arguments).jaxpr
     except Exception:  # it needs what only a step gives, or the step will show the error
@@ -186,7 +185,7 @@ def _host() -> SingleDeviceSharding:
     return SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _resize_node(node: ReduceState, workers: int, sharding: Any) -> ReduceState:
+def _resize_node(node: states.ReduceState, workers: int, sharding: Any) -> states.ReduceState:
   """The shapes of a state as those of a state of another number of workers."""
   method, shards, devices = node.layout.method, node.layout.shards, states.devices_of(node)
   assert method is not None
@@ -196,4 +195,4 @@ def _resize_node(node: ReduceState, workers: int, sharding: Any) -> ReduceState:
   same = lambda x: _shape(x, sharding, (devices, *x.shape) if shards else x.shape)
   carried, counters = jax.tree.map(rows, (one.carried._replace(shared=()), one.counters))
   carried = carried._replace(shared=jax.tree.map(same, one.carried.shared))
-  return ReduceState(carried, counters, jax.tree.map(lambda x: _shape(x, sharding), node.layout))
+  return states.ReduceState(carried, counters, jax.tree.map(lambda x: _shape(x, sharding), node.layout))

@@ -149,12 +149,9 @@ def make_train_step(
     >>> float(jnp.abs(params - 1).max()) < 1e-3
     True
   """
-  for option, value, choices in (
-    ("aux_reduce", aux_reduce, get_args(AuxReduce)),
-    ("model_state", model_state, get_args(ModelState)),
-  ):
-    if value not in choices:
-      raise ValueError(f"make_train_step: {option}={value!r}, choose one of {', '.join(map(repr, choices))}")
+  for option, value, kind in (("aux_reduce", aux_reduce, AuxReduce), ("model_state", model_state, ModelState)):
+    if value not in get_args(kind):
+      raise ValueError(f"make_train_step: {option}={value!r}, choose one of {', '.join(map(repr, get_args(kind)))}")
   check_whole("make_train_step", 1, accumulate=accumulate)
   return TrainStep(Worker(loss_fn, tx, has_aux, aux_reduce, model_state, accumulate), mesh, axis, donate)
 
@@ -231,7 +228,7 @@ class TrainStep:
     checks.check_alive({"params": params, "state": state})
     checks.check_params(states.reduce_states(state), params)
     specs = (PartitionSpec(), placed(state, self._axis))
-    replicas.check_replicas(self._engine, (params, state), specs, ("params", "state"))
+    replicas.check_replicas(self._engine, (params, state), specs)
 
   def lower(
     self, params: optax.Params, state: Any, batch: Any, *, rng: Any = None, model_state: Any = None, **extra: Any
@@ -279,9 +276,9 @@ class TrainStep:
     options = {name: value for name, value in worker._asdict().items() if not callable(value) and name != "tx"}
     head = [f"make_train_step has {options | {'donate': self._donate}}"]
     shardings = engine.shardings(arguments, specs)
-    head += replicas.described(arguments, ("params", "state", "batch", "argument"), shardings)
+    head += replicas.described(arguments, shardings)
     if self._alike:  # processes come to their first step when they like
-      new = replicas.described(arguments[2:], ("batch", "argument"), shardings and shardings[2:])
+      new = replicas.described((None, None, *arguments[2:]), shardings and (None, None, *shardings[2:]))
       replicas.wait_for_all(arguments[:2], "the training step", "\n".join(new))
     replicas.check_same(engine, "the training step", head)
     shared = given._replace(model_state=None) if worker.model_state == "worker" else given
@@ -296,18 +293,15 @@ class TrainStep:
       if not all(isinstance(leaf, numbers) for leaf in jax.tree.leaves(value)):
         raise TypeError(f"step: extra argument {name}={value!r}: give arrays or numbers, which can be traced")
     check_batch(batch, self._engine, self._axis, self._worker.accumulate)
-    if self._worker.model_state == "worker":
-      self._check_rows(given.model_state)
-    if self._known is None or _identity(state) is not self._known:
-      check_state(state, params, self._engine, shapes=True)
-
-  def _check_rows(self, model_state: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+    rows = given.model_state if self._worker.model_state == "worker" else None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
       if jnp.shape(leaf)[:1] != (self._engine.held,):
         raise ValueError(
           f"model_state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: with model_state='worker' give it a "
           f"leading axis of {self._engine.held}, one entry for each worker"
         )
+    if self._known is None or _identity(state) is not self._known:
+      check_state(state, params, self._engine, shapes=True)
 
 
 def _identity(state: Any) -> Any:

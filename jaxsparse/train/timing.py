@@ -77,19 +77,13 @@ class Update:
 
 
 def alone(
-  engine: Engine,
-  watch: Stopwatch,
-  collective: Collective,
-  grads: jax.Array,
-  n: int,
-  repetitions: int,
-  budget: float = math.inf,
+  engine: Engine, watch: Stopwatch, collective: Collective, grads: jax.Array, repetitions: int, budget: float = math.inf
 ) -> tuple[float, Update]:
   """Seconds of the arithmetic of an update, and the update: no messages are sent, and all workers compute at once.
 
   The result is the median of the repetitions, fewer of them where they take more than `budget` seconds together.
   """
-  update = Update(engine, collective, SoloComm(engine.workers), n)
+  update = Update(engine, collective, SoloComm(engine.workers), grads.size // engine.held)
   times: list[float] = []
   # Warm-up: the first call compiles, the second is the first with a residual.
   while len(times) < 3 or (len(times) < repetitions + 2 and sum(times[2:]) < budget):

@@ -56,9 +56,11 @@ class Worker(NamedTuple):
     self, comm: Comm, params: optax.Params, state: Any, batch: Any, given: "Given"
   ) -> tuple[optax.Params, Any, StepMetrics]:
     """One step: the next parameters, state, and metrics. Besides `tx`, only loss, aux and model state are reduced."""
-    loss, grads, model_state, aux = _gradients(self, comm, own_params(params, state), batch, given)
-    if given.model_state is not None:  # NaN in it would stay for good: mark the gradient, and all workers skip the step
-      finite = flatten.stays_finite(_own_model_state(self, given), model_state)
+    own = jax.tree.map(lambda x: x[0], given.model_state) if self.model_state == "worker" else given.model_state
+    key = None if given.rng is None else jax.random.fold_in(given.rng, comm.rank)
+    loss, grads, model_state, aux = _gradients(self, own_params(params, state), batch, key, own)
+    if own is not None:  # NaN in it would stay for good: mark the gradient, and all workers skip the step
+      finite = flatten.stays_finite(own, model_state)
       grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
     loss = comm.all_reduce(loss) / comm.size
     extra = {"value": loss} | given.extra
@@ -91,10 +93,8 @@ class Given(NamedTuple):
   extra: dict[str, Any]
 
 
-def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, given: Given) -> tuple[Any, ...]:
+def _gradients(worker: Worker, params: optax.Params, batch: Any, key: Any, model_state: Any) -> tuple[Any, ...]:
   """(loss, gradients, model state, aux) of one worker's part of the batch."""
-  model_state = _own_model_state(worker, given)
-  key = None if given.rng is None else jax.random.fold_in(given.rng, comm.rank)
 
   def grads_of_part(batch: Any, key: Any, model_state: Any) -> tuple[Any, ...]:
     named = {name: x for name, x in (("rng", key), ("model_state", model_state)) if x is not None}
@@ -109,7 +109,9 @@ def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, giv
           "has_aux=True, for a model state give the step model_state="
         )
       parts = dict(zip(wanted, found, strict=True))
-      _check_structure(model_state, parts.get("model_state"))
+      was, now = (jax.tree.map(lambda x: jax.typeof(x).str_short(), x) for x in (model_state, parts.get("model_state")))
+      if was != now:
+        raise ValueError(f"loss_fn returned a model_state of {now}, it was given one of {was}")
       return parts["loss"], (parts.get("model_state"), parts.get("aux"))
 
     (loss, (after, aux)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
@@ -118,18 +120,6 @@ def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, giv
   if worker.accumulate == 1:
     return grads_of_part(batch, key, model_state)
   return _accumulated(worker, grads_of_part, batch, key, model_state, params)
-
-
-def _own_model_state(worker: Worker, given: Given) -> Any:
-  """The model state that this worker begins the step with."""
-  rows = worker.model_state == "worker"
-  return jax.tree.map(lambda x: x[0], given.model_state) if rows else given.model_state
-
-
-def _check_structure(before: Any, after: Any) -> None:
-  was, now = (jax.tree.map(lambda x: jax.typeof(x).str_short(), tree) for tree in (before, after))
-  if was != now:
-    raise ValueError(f"loss_fn returned a model_state of {now}, it was given one of {was}")
 
 
 def _accumulated(

@@ -145,8 +145,3 @@ def test_metrics_over_the_workers_of_a_comm_are_those_of_the_whole_state():
       lambda s: js.metrics(s, comm), (js.specs(state, "workers"),), jax.sharding.PartitionSpec()
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), inside(state), js.metrics(state))
-
-
-def test_what_is_no_engine_is_refused():
-  with pytest.raises(TypeError, match=r"give a jax.sharding.Mesh, a js.MpiComm, or js.SimComm\(axis, members=P\)"):
-    js.init(js.dense_transform("workers"), jnp.zeros(3), js.SimComm("workers"))

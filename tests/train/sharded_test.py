@@ -23,13 +23,8 @@ from tests.ranks import train_sharded
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 BOTH_KINDS = pytest.mark.parametrize("kind", KINDS, ids=str)
-MESHES = [
-  {"hosts": 4, "x": 2},
-  {"hosts": 2, "x": 4},
-  {"hosts": 3, "x": 2},
-  {"hosts": 2, "x": 2, "y": 2},
-  {"hosts": 2, "x": 2},
-]
+MESHES = [{"hosts": 4, "x": 2}, {"hosts": 2, "x": 4}, {"hosts": 3, "x": 2}, {"hosts": 2, "x": 2, "y": 2}]
+ONE_DEVICE, TWO_HOSTS = {"hosts": 4}, {"hosts": 2, "x": 2}
 LEAVES = {
   "fsdp": ((8, 6), P("x")),
   "odd": ((7,), P()),
@@ -143,7 +138,7 @@ def test_every_device_has_the_bits_of_the_simulator(case):
 
 @pytest.mark.parametrize(
   ("sizes", "kind"),
-  quick_of(itertools.product(MESHES[:4], KINDS), [(MESHES[2], KINDS[0]), (MESHES[3], KINDS[1])]),
+  quick_of(itertools.product(MESHES, KINDS), [(MESHES[2], KINDS[0]), (MESHES[3], KINDS[1])]),
   ids=lambda given: "x".join(map(str, given.values())) if isinstance(given, dict) else str(given),
 )
 def test_any_mesh_and_any_sharding(sizes, kind):
@@ -160,16 +155,16 @@ def test_large_shards_of_the_candidate_path():
 def test_shardings_where_neither_types_nor_init_tell_them():
   mesh = mesh_of(MESHES[0])
   shardings = {name: NamedSharding(mesh, spec) for name, (_, spec) in LEAVES.items()}
-  tx = js.spardl_transform("hosts", shardings=shardings, density=0.2)
-  bare, known = (started(tx, mesh, LEAVES, bare=bare)[1] for bare in (True, False))
+  state_of = lambda given, bare=True: started(js.topka_transform("hosts", shardings=given, k=9), mesh, LEAVES, bare)[1]
+  bare, known = state_of(shardings), state_of(shardings, bare=False)
   assert bare.layout.shards == known.layout.shards
   assert jax.tree.map(jnp.shape, bare) == jax.tree.map(jnp.shape, known)
-  del shardings["odd"]
-  with pytest.raises(ValueError, match=r"shardings=.*: parameters\['odd'\] has none, give a PartitionSpec or"):
-    started(js.spardl_transform("hosts", shardings=shardings, density=0.2), mesh, LEAVES, bare=True)
-  uneven = {name: P("x") if name == "odd" else spec for name, (_, spec) in LEAVES.items()}
-  with pytest.raises(ValueError, match=r"parameters\['odd'\] has shape \(7,\) .* cuts 7 entries into 2 shards"):
-    started(js.spardl_transform("hosts", shardings=uneven, density=0.2), mesh, LEAVES, bare=True)
+  for given, message in (
+    ({"one": P()}, r"shardings=.*: parameters\['fsdp'\] has none, give a PartitionSpec or"),
+    (shardings | {"odd": P("x")}, r"parameters\['odd'\] has shape \(7,\) .* cuts 7 entries into 2 shards"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      state_of(given)
 
 
 def test_groups_of_leaves():
@@ -206,7 +201,6 @@ def loss_fn(params, batch, **sharding):
 
 
 LOSSES = {AxisType.Auto: loss_fn, AxisType.Explicit: functools.partial(loss_fn, out_sharding=P())}
-ONE_DEVICE = {"hosts": 4}
 
 
 def model_of(tx, kind=AxisType.Auto, sizes=MESHES[0], loss=None, donate=False, **options):
@@ -271,8 +265,12 @@ def test_a_step_keeps_shardings_donates_and_compiles_once(kind, sizes):
   step.check(params, state)
 
 
-@pytest.mark.parametrize("kind", quick_of(KINDS, quick=[AxisType.Explicit]), ids=str)
-def test_dense_between_hosts_is_plain_data_parallel_training(kind):
+@pytest.mark.parametrize(
+  ("kind", "rows"),  # of a micro-batch of one host: 1, which its two devices do not divide, or 2
+  quick_of(itertools.product(KINDS, [8, 16]), [(AxisType.Auto, 16), (AxisType.Explicit, 8)]),
+  ids=str,
+)
+def test_dense_between_hosts_is_plain_data_parallel_training(kind, rows):
   """Micro-batches, aux, keys and model state too: against workers of one device."""
 
   def loss(params, batch, rng, model_state):
@@ -282,25 +280,13 @@ def test_dense_between_hosts_is_plain_data_parallel_training(kind):
   results, tx = [], chain_of(js.dense_transform("hosts"))
   for sizes in (ONE_DEVICE, MESHES[0]):
     step, params, state = model_of(tx, kind, sizes, loss, has_aux=True, aux_reduce="stack", accumulate=2)
-    kept = jnp.zeros(())
+    kept, lies = jnp.zeros(()), NamedSharding(mesh_of(sizes, kind), P(tuple(sizes)))  # batches are sharded inside too
     for i in range(3):
-      params, state, metrics = step(params, state, batch_of(i), rng=jax.random.key(i), model_state=kept)
+      batch = jax.device_put(batch_of(i, rows), lies)
+      params, state, metrics = step(params, state, batch, rng=jax.random.key(i), model_state=kept)
       kept = metrics.model_state
     results.append(jax.tree.map(np.asarray, (params, metrics.loss, metrics.aux, kept)))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), *results)
-
-
-@BOTH_KINDS
-@pytest.mark.parametrize("rows", [8, 16])  # of a micro-batch of one host: 1, which its two devices do not divide, and 2
-def test_micro_batches_of_a_batch_that_is_sharded_inside(kind, rows):
-  mesh, loss = mesh_of(MESHES[0], kind), lambda params, batch: jnp.mean((batch * params["gain"][None] - 1.0) ** 2)
-  params = put({"gain": jnp.asarray(normals(0, 12))}, mesh, {"gain": P()})
-  tx, results = chain_of(js.dense_transform("hosts")), []
-  batch = jax.device_put(batch_of(1, rows), NamedSharding(mesh, P(("hosts", "x"))))
-  for accumulate in (1, 2):
-    step = js.make_train_step(loss, tx, mesh, axis="hosts", accumulate=accumulate, donate=False)
-    results.append(step(params, js.init(tx, params, mesh, axis="hosts"), batch)[0]["gain"])
-  np.testing.assert_allclose(*results, rtol=1e-5)
 
 
 def words_by_level(text, devices):
@@ -399,8 +385,8 @@ def test_parameters_of_workers_of_their_own():
   synchronized = step.synchronize(params, state)
   assert lie_alike(synchronized, first[1:])
   step.check(*synchronized)
-  _, fresh, like = model_of(tx, sizes=MESHES[4])
-  resized = js.resize(state, fresh, mesh_of(MESHES[4]), axis="hosts")
+  _, fresh, like = model_of(tx, sizes=TWO_HOSTS)
+  resized = js.resize(state, fresh, mesh_of(TWO_HOSTS), axis="hosts")
   assert lie_alike(resized, like)
   for name, mean_moved in moved.items():
     np.testing.assert_allclose(synchronized[0][name], np.asarray(params[name]) - mean_moved, rtol=1e-5, atol=1e-6)
@@ -445,8 +431,8 @@ def test_a_state_of_the_host_goes_on_bit_for_bit():
 def test_a_state_of_other_hosts(kind):
   """Each device takes over the residuals of the same device; moments keep shards, from arrays of the host as well."""
   _, params, state = sparse_model(kind)
-  mesh = mesh_of(MESHES[4], kind)
-  other, fresh, like = model_of(SPARSE, kind, MESHES[4])
+  mesh = mesh_of(TWO_HOSTS, kind)
+  other, fresh, like = model_of(SPARSE, kind, TWO_HOSTS)
   fresh = jax.tree.map(lambda x, new: jax.device_put(np.asarray(x), new.sharding), params, fresh)
   rows = np.asarray(state[0].carried.residual).reshape(2, 2, 2, -1)  # [worker // 2, worker % 2, device, entry]
   for given in (jax.tree.map(np.asarray, state), state):
