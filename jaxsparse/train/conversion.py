@@ -131,12 +131,12 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
   _check_structure(state, fresh)
   nodes = states.reduce_states(state)
   before, after, rows = int(np.max(gather(nodes[0].layout.workers))), engine.workers, nodes[0].counters.skipped.size
-  residuals = residuals_of(nodes, params)
   if rows == 1 < before != after:
     raise ValueError(
       f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
       f"{before}, concatenated along their leading axes, as js.init makes them on a mesh"
     )
+  residuals = residuals_of(nodes, params, before)
   homes = [home for node in states.reduce_states(fresh) for group in homes_of(node, params) for home in group]
   _check_homes(residuals, {number: lies for number, _, lies in homes}, leaf_names(params))
   if states.local_states(state) and before != after:
@@ -152,7 +152,7 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
     if before == after and old.layout[3:] == new.layout[3:] and rows == new.counters.skipped.size:
       # The checksum of the old layout may be that of an earlier version.
       return jax.tree.map(put_like, new, old._replace(layout=new.layout))
-    return carry_over(new, params, residuals, old.counters, before, engine)
+    return carry_over(new, params, residuals, old.counters, engine)
 
   after_state = jax.tree.map(carry, state, fresh, is_leaf=states.is_reduce_state)
   return engine.place(after_state, placed(after_state, engine.axis))

@@ -161,8 +161,7 @@ class _OnMesh(Engine):
 
   def __init__(self, mesh: Mesh, axis: AxisName, inside: tuple[str, ...] = ()):
     names = names_of(axis)
-    unknown = [name for name in names if name not in mesh.shape]
-    if unknown:
+    if unknown := [name for name in names if name not in mesh.shape]:
       raise ValueError(f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
     self.comm, self.axis = AxisComm(axis), axis

@@ -23,8 +23,6 @@ from jaxsparse.transform.groups import leaf_numbers
 from jaxsparse.transform.state import ReduceState, devices_of, join_groups, split_groups
 from jaxsparse.types import Counters
 
-Home = tuple[int, int, Any]
-
 
 class Residual(NamedTuple):
   """The residual of a leaf.
@@ -32,22 +30,24 @@ class Residual(NamedTuple):
   Attributes:
     rows: f32[devices, entries] with row `worker * S + device` for each device of each worker, or under MPI with the
       only row of this worker.
+    workers: number of workers P.
     lies: axes of the devices inside a worker, and the spec of the leaf along them; None for one device.
   """
 
   rows: np.ndarray
-  lies: Any
+  workers: int = 1
+  lies: Any = None
 
-  def carry_over(self, number: int, devices: int, before: int, after: int) -> np.ndarray:
-    """r′ of device `number` of all: f32[entries], from those of `before` workers, for `after` workers."""
+  def carry_over(self, number: int, devices: int, workers: int) -> np.ndarray:
+    """r′ of device `number` of P′ workers: f32[entries]."""
     worker, device = divmod(number, devices)
-    numbers = [old * devices + device for old in range(worker, before, after)]
+    numbers = [old * devices + device for old in range(worker, self.workers, workers)]
     owed = [self.rows[number % len(self.rows)].astype(np.float64) for number in numbers]
     total = functools.reduce(np.add, owed) if owed else np.zeros(self.rows.shape[1])  # no sum with 0: -0 stays -0
-    return (total * after / before).astype(np.float32)
+    return (total * workers / self.workers).astype(np.float32)
 
 
-def residuals_of(nodes: Sequence[ReduceState], params: optax.Params) -> dict[int, Residual]:
+def residuals_of(nodes: Sequence[ReduceState], params: optax.Params, workers: int) -> dict[int, Residual]:
   """The residual of each leaf of the parameters that has one, by the number of the leaf."""
   found = {}
   for node in nodes:
@@ -55,42 +55,33 @@ def residuals_of(nodes: Sequence[ReduceState], params: optax.Params) -> dict[int
       if homes:
         rows, start = np.asarray(gather(part.residual)).reshape(node.counters.skipped.size, -1), 0
         for number, size, lies in homes:
-          found[number] = Residual(rows[:, start : start + size], lies)
+          found[number] = Residual(rows[:, start : start + size], workers, lies)
           start += size
   return found
 
 
 def carry_over(
-  fresh: ReduceState,
-  params: optax.Params,
-  residuals: dict[int, Residual],
-  counters: Counters,
-  before: int,
-  engine: Engine,
+  fresh: ReduceState, params: optax.Params, residuals: dict[int, Residual], counters: Counters, engine: Engine
 ) -> ReduceState:
   """`fresh` with the residuals and the totals of other states; what else its collectives remember starts anew.
 
   Args:
     fresh: the state before the first step, of P′ workers or, under MPI, of one of them.
     params: the parameters.
-    residuals: of `before` workers, by leaf.
+    residuals: of P workers, by leaf.
     counters: of the same workers.
-    before: number of workers P.
     engine: the workers of `fresh`.
   """
   devices, first = devices_of(fresh), engine.process if fresh.counters.skipped.size == 1 else 0
 
-  def residual_of(homes: Sequence[Home], like: jax.Array) -> jax.Array:
-    leaves = [(residuals.get(number), size) for number, size, _ in homes]
-    entries = sum(size for _, size in leaves)
+  def residual_of(homes: Sequence[tuple[int, int, Any]], like: jax.Array) -> jax.Array:
+    leaves = [residuals.get(number) or Residual(np.zeros((1, size), np.float32)) for number, size, _ in homes]
+    entries = sum(size for _, size, _ in homes)
 
     def rows(index: Any) -> np.ndarray:
       low, high, _ = index[0].indices(like.size)
       numbers = range(first + low // entries, first + high // entries)
-      carry = lambda one, size, to: (
-        one.carry_over(to, devices, before, engine.workers) if one else np.zeros(size, np.float32)
-      )
-      return np.concatenate([carry(*leaf, number) for number in numbers for leaf in leaves])
+      return np.concatenate([leaf.carry_over(number, devices, engine.workers) for number in numbers for leaf in leaves])
 
     return jax.make_array_from_callback(like.shape, like.sharding, rows)
 
@@ -131,7 +122,7 @@ def _totals(counters: Counters, devices: int) -> dict[str, np.ndarray]:
   return {name: values[most] for name, values in rows.items()}
 
 
-def homes_of(node: ReduceState, params: optax.Params) -> list[list[Home]]:
+def homes_of(node: ReduceState, params: optax.Params) -> list[list[tuple[int, int, Any]]]:
   """Of each leaf of each group its number in the parameters, its entries at a device, and how it lies.
 
   A group without a residual has none.

@@ -83,8 +83,7 @@ def simulate(
     raise ValueError("simulate: give residuals or state, not both: a state holds its own residuals")
   totals, state = reduce_all(collective, rows, state)
   residuals = jnp.zeros_like(totals) if state.carried.residual is None else state.carried.residual
-  counters = jax.tree.map(jnp.ravel, state.counters)
-  metrics = summary([state._replace(counters=counters)])
+  metrics = summary([state._replace(counters=jax.tree.map(jnp.ravel, state.counters))])
   return Simulated(restore(totals[0]), jax.vmap(restore)(residuals), metrics, state)
 
 
