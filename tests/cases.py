@@ -1,6 +1,7 @@
 """The table that the laws are tested over: every collective that exists, with every choice of its options."""
 
 import functools
+import math
 import re
 from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from jaxsparse import _compat
 from jaxsparse.collectives import Collective, SparseCollective, _base, _kinds, make_collective
+from jaxsparse.transform.state import reduce_states, split_groups
 
 WORKERS = (1, 2, 3, 4, 5, 6, 8, 13, 16)
 QUICK = (1, 3, 4)
@@ -213,6 +215,19 @@ def update_program(tx: optax.GradientTransformation, state: Any, workers: int) -
     return jax.tree.map(lambda x: x[None], updates), state
 
   return jax.jit(_compat.shard_map(worker, mesh_of(workers), (P("workers"), spec), (P("workers"), spec)))
+
+
+def residuals_by_leaf(state: Any, workers: int) -> dict[str, np.ndarray]:
+  """f64[P, entries] of each leaf that has a residual, by its name."""
+  found = {}
+  for node in reduce_states(state):
+    method = node.layout.method
+    for group, part in zip(method.groups, split_groups(node.carried), strict=True):
+      if part.residual is not None:
+        ends = np.cumsum([math.prod(method.shapes[leaf]) for leaf in group.leaves])[:-1]
+        each = np.split(np.asarray(part.residual, np.float64).reshape(workers, -1), ends, axis=1)
+        found |= {method.names[leaf]: row for leaf, row in zip(group.leaves, each, strict=True)}
+  return found
 
 
 def integers(seed: int, *shape: int) -> np.ndarray:

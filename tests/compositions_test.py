@@ -21,8 +21,8 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.transform.state import LocalState, ReduceState, reduce_rows, reduce_states
-from tests.cases import CASES, assert_same_bits, integers, mesh_of, row, start
+from jaxsparse.transform.state import LocalState, ReduceState, reduce_states
+from tests.cases import CASES, assert_same_bits, integers, mesh_of, residuals_by_leaf, row, start
 
 WORKERS, STEPS, FAULTS, MOMENTUM = 3, 9, 20, 0.5
 SHAPES = {"bias": (5,), "scale": (3,), "w": (6, 8)}
@@ -149,18 +149,9 @@ def by_leaf(tree: Any) -> np.ndarray:
 
 def owed(state: Any) -> np.ndarray:
   """f64[N], the sum over workers of residuals and of what is moved."""
-  sums = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-  for node in (node for node, of_inner in reduce_rows(state) if not of_inner):
-    parts = node.carried.residual if isinstance(node.carried.residual, tuple) else (node.carried.residual,)
-    for group, residual in zip(node.layout.method.groups, parts, strict=True):
-      if residual is None:
-        continue
-      flat = np.asarray(residual, np.float64).reshape(WORKERS, -1).sum(0)
-      for leaf in group.leaves:
-        name, shape = node.layout.method.names[leaf][2:-2], node.layout.method.shapes[leaf]
-        own, flat = np.split(flat, [math.prod(shape)])
-        sums[name] += own.reshape(shape)
-  return by_leaf(sums) + (by_leaf(state.moved) if isinstance(state, LocalState) and state.moved else 0)
+  found = residuals_by_leaf(state, WORKERS)
+  rows = {name: found.get(f"['{name}']", np.zeros(shape)) for name, shape in SHAPES.items()}
+  return by_leaf(rows) + (by_leaf(state.moved) if isinstance(state, LocalState) and state.moved else 0)
 
 
 def entered(cell: Cell, composition: str, grads: np.ndarray) -> np.ndarray:

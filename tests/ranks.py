@@ -282,9 +282,9 @@ def _across(me):
 def one_sided(engine_name: str, file: str) -> None:
   """Rank 1 alone gives its third step another batch, while rank 0 goes on."""
   where, axis, me = join(engine_name)
-  from jaxsparse.train import programs
+  from jaxsparse.train import replicas
 
-  programs._PATIENCE = 3.0
+  replicas._PATIENCE = 3.0
   tx, params = _chain(axis), {"w": jnp.zeros((9, 4))}
   state, step = js.init(tx, params, where), js.make_train_step(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), tx, where)
   for number in range(4):
@@ -302,9 +302,9 @@ def one_sided(engine_name: str, file: str) -> None:
 def outer_rates(engine_name: str, file: str) -> None:
   """Two ranks whose programs nobody compares train with other outer rates: `step.check` finds what came of it."""
   where, axis, me = join(engine_name)
-  from jaxsparse.train import programs
+  from jaxsparse.train import replicas
 
-  programs.check_same = lambda *_: None
+  replicas.check_same = lambda *_: None
   told = []
   rate = (0.5, 0.25)[me]
   for tx in (_own_steps(axis, every=2, rate=rate), js.diloco(optax.sgd(0.1), axis, every=2, learning_rate=rate)):

@@ -18,7 +18,7 @@ from benchmarks.trainer import Trainer
 from benchmarks.workers import AXIS
 from jaxsparse.comm import SoloComm
 from jaxsparse.train import timing
-from jaxsparse.train.starting import start_of, start_workers
+from jaxsparse.train.starting import start_workers
 from jaxsparse.train.worker import Given, Worker
 
 _REPETITIONS = 9  # of the parts of a step
@@ -149,7 +149,7 @@ def _parts(trainer: Trainer, watch: timing.Stopwatch) -> tuple[float, float]:
   same, split = PartitionSpec(), PartitionSpec(AXIS)
   compute = _compute(trainer, watch)
   given = engine.place((next(trainer.batches), trainer.statistics), (split, split))
-  state, own = start_workers(engine, start_of(engine, worker.tx), trainer.params)
+  state, own = start_workers(engine, worker.tx.init, trainer.params)
 
   def alone(params: Any, state: Any, batch: Any, running: Any) -> tuple[Any, Any]:
     return worker.step(comm, params, state, batch, Given(None, running, {}))[:2]

@@ -144,7 +144,7 @@ def fit(
     >>> profile.alpha > 0 and profile.beta > 0 and profile.algorithms["spardl:density=0.01"].arithmetic > 0
     True
   """
-  engine = engine_of(mesh, axis)
+  engine = engine_of(mesh, axis).flat
   if engine.workers < 2:
     raise ValueError("fit: one worker sends nothing, give at least two workers")
   if not seconds > 0:
@@ -158,8 +158,8 @@ def fit(
   links, reduce, inside = meter.measure_links(), meter.measure_all_reduce(), (0.0, 0.0)
   devices = math.prod(engine.axes[name] for name in engine.others)
   if devices > 1:
-    inside = _Meter(engine_of(mesh, engine.others), engine.others, n, repetitions).measure_links()[:2]
-  grads, measured = timing.gradients(engine, n, axis)(0), dict[str, Algorithm]()
+    inside = _Meter(engine_of(mesh, engine.others).flat, engine.others, n, repetitions).measure_links()[:2]
+  grads, measured = timing.gradients(engine, n)(0), dict[str, Algorithm]()
   left = seconds - meter.find_slowest(time.monotonic() - start)
   for number, (label, collective) in enumerate(zip(labels, collectives, strict=True)):
     if measured and left <= 0:
@@ -207,7 +207,7 @@ class _Meter:
 
   def __init__(self, engine: Engine, axis: AxisName, n: int, repetitions: int):
     self._engine, self._axis, self._n, self._repetitions = engine, axis, n, repetitions
-    self._watch = timing.Stopwatch(engine, axis)
+    self._watch = timing.Stopwatch(engine)
 
   def find_slowest(self, seconds: float) -> float:
     """The most of the `seconds` of all processes, so that they decide alike."""
@@ -234,7 +234,7 @@ class _Meter:
     jaxpr = schedule(collective, self._n, self._engine.workers)
     reduces, (name, options) = uses_all_reduce(jaxpr, self._engine.workers), collective_of(label)
     slowdown = self.measure_all_reduce(options["dtype"])[1] / reduce_beta if reduces and "dtype" in options else 1.0
-    each = self._engine, self._watch, collective, grads, self._n, self._repetitions, self._axis, budget
+    each = self._engine, self._watch, collective, grads, self._repetitions, budget
     arithmetic = timing.alone(*each)[0] / self._n
     fill = self._measure_fill(make_collective(name, **options))
     return Algorithm(arithmetic, fill, reduces, count_agreements(jaxpr), slowdown)
@@ -243,8 +243,8 @@ class _Meter:
     """Words of an update / predicted words, for normally distributed gradients; 1 where message sizes are constant."""
     if not collective.sizes_vary or collective.needs_shapes:  # or they vary by leaves alone, and the larger ones count
       return 1.0
-    update = timing.Update(self._engine, collective, self._engine.comm, _SHAPE, self._axis)
-    make = timing.gradients(self._engine, _SHAPE, self._axis)
+    update = timing.Update(self._engine, collective, self._engine.comm, _SHAPE)
+    make = timing.gradients(self._engine, _SHAPE)
     for _ in range(2):  # the first step may differ: it computes new thresholds and regions
       _, update.state = update.program(make(0), update.state)
     words = float(metrics(update.state).words_sent)

@@ -27,8 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxsparse._compat import AxisName, inner_jaxprs
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.train import timing
-from jaxsparse.train.engine import check_batch
-from jaxsparse.train.sharded import training_engine
+from jaxsparse.train.engine import check_batch, engine_of
 from jaxsparse.types import Comm
 
 _WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are
@@ -106,7 +105,7 @@ def measure(
   leaves = jax.tree_util.tree_leaves_with_path(params)
   if not leaves:
     raise ValueError(f"measure: params={params!r} have no leaf")
-  engine = training_engine(mesh, axis)
+  engine = engine_of(mesh, axis)
   check_batch(batch, engine, axis)
   specs = PartitionSpec(), PartitionSpec(axis)
 
@@ -128,7 +127,7 @@ def measure(
     some = lambda *arguments: [gradients(*arguments)[number][None] for number in wanted]
     return engine.jit(some, specs, specs[1], shardings=shardings)
 
-  programs, watch = [cut(count) for count in (0, *bounds)], timing.Stopwatch(engine.flat, axis)
+  programs, watch = [cut(count) for count in (0, *bounds)], timing.Stopwatch(engine.flat)
   rounds = [[watch.time(program, *arguments)[0] for program in programs] for _ in range(repetitions + 1)]
   medians = map(statistics.median, zip(*rounds[1:], strict=True))  # the first round compiles
   seconds = list(itertools.accumulate(medians, max))  # each program includes the work of the one before

@@ -7,9 +7,7 @@ residual_rows  residuals of all workers, read and written on the host
 flushing     `js.flush`: all residuals, delivered densely
 worker       the step of one worker: loss, gradients, update, metrics
 engine       where the workers run: a mesh, MPI, or the simulator; maps and compiles programs over them
-sharded      the engine of a mesh whose workers have several devices
-replicas     compares values that must be equal on all workers
-programs     compares the programs of all processes
+replicas     compares what must be the same on all workers, and the programs of all processes
 donation     arguments whose buffers XLA may overwrite
 compiling    compiler options that keep collectives apart and overlap them with backward
 simulation   `js.simulate`, one reduction of any number of workers on one device

@@ -8,13 +8,8 @@ _GPU = {
   # Collectives in flight at once. The plan limits them by data dependencies; this number is larger than it needs.
   "xla_gpu_experimental_parallel_collective_overlap_limit": 64,
 }
-_OPTIONS: dict[str, dict[str, str | bool | int]] = {
-  "cpu": {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"},
-  "gpu": dict(_GPU),
-  "cuda": dict(_GPU),
-  "rocm": dict(_GPU),
-  "tpu": {},
-}
+_CPU = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+_OPTIONS: dict[str, dict] = {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "rocm": _GPU, "tpu": {}}
 
 
 def compiler_options(platform: str) -> dict[str, str | bool | int]:

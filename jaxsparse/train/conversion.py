@@ -5,35 +5,25 @@ by a new transformation. Then they carry over what must not be lost: residuals (
 and the arrays of all other transformations. So `resize` is `convert` with the transformation of the old state.
 """
 
-import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse._compat import AxisName
 from jaxsparse.flatten import leaf_shapes
-from jaxsparse.train.engine import Engine, put_global
-from jaxsparse.train.residual_rows import Residual, carry_over, gather, homes_of, residuals_of
-from jaxsparse.train.sharded import training_engine
-from jaxsparse.train.starting import check_state, place_state, shape_of
+from jaxsparse.train.engine import Engine, engine_of
+from jaxsparse.train.residual_rows import Residual, carry_over, gather, homes_of, put_like, residuals_of
+from jaxsparse.train.starting import check_state, place_state
 from jaxsparse.train.step import init
 from jaxsparse.transform import checks
+from jaxsparse.transform import state as states
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.state import (
-  LocalState,
-  ReduceState,
-  has_worker_axis,
-  is_reduce_state,
-  local_states,
-  reduce_rows,
-  reduce_states,
-)
 from jaxsparse.transform.update import first_state
 from jaxsparse.types import Comm
 
@@ -77,24 +67,26 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
     >>> int(state.layout.workers), state.carried.residual.shape
     (4, (32,))
   """
-  engine = training_engine(mesh, axis)
+  engine = engine_of(mesh, axis)
   check_state(state, params)
 
-  def start(params: optax.Params) -> Any:
-    del params
-    return [restart(*one) for one in reduce_rows(state)]
+  def restart(node: states.ReduceState, row: bool) -> Any:
+    fresh, zero = first_state(engine.comm, node.layout.method, node.layout.shards), jnp.int32(0)  # type: ignore[arg-type]
+    return states.LocalState(jax.tree.map(lambda x: x[None], fresh), (), (), zero, zero) if row else fresh
 
-  def restart(node: ReduceState, row: bool) -> Any:
-    fresh = first_state(engine.comm, node.layout.method, node.layout.shards)  # type: ignore[arg-type]
-    zeros = jnp.int32(0), jnp.int32(0)
-    return LocalState(jax.tree.map(lambda x: x[None], fresh), (), (), *zeros) if row else fresh
-
-  following = iter(reduce_states(place_state(engine, start, params)[0]))
+  start = lambda _: [restart(*one) for one in states.reduce_rows(state)]
+  following = iter(states.reduce_states(place_state(engine, start, params)[0]))
 
   def begin(path: Any, x: Any, row: bool) -> Any:
-    return next(following) if is_reduce_state(x) else shape_of(mesh, path, x, params, engine if row else None)
+    if states.is_reduce_state(x):
+      return next(following)
+    rows, axes = ((engine.held,), (axis,)) if row else ((), ())
+    shape = np.shape(x)[len(rows) :]
+    spec = _spec_of_moment(path, shape, params)
+    sharding = None if spec is None else engine.shardings_of(PartitionSpec(*axes, *spec))
+    return jax.ShapeDtypeStruct((*rows, *shape), x.dtype, sharding=sharding)
 
-  fresh = jax.tree_util.tree_map_with_path(begin, state, has_worker_axis(state), is_leaf=is_reduce_state)
+  fresh = jax.tree_util.tree_map_with_path(begin, state, states.has_worker_axis(state), is_leaf=states.is_reduce_state)
   return _carry_state(engine, state, fresh, params)
 
 
@@ -128,7 +120,7 @@ def convert(
     >>> state.carried.shared.step
     Array(0, dtype=int32)
   """
-  engine = training_engine(mesh, axis)
+  engine = engine_of(mesh, axis)
   check_state(state, params)
   checks.check_landed("js.convert", state)
   return _carry_state(engine, state, init(tx, params, mesh, axis=axis), params)
@@ -137,12 +129,17 @@ def convert(
 def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -> Any:
   """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
   _check_structure(state, fresh)
-  nodes = reduce_states(state)
-  before, after = int(np.max(gather(nodes[0].layout.workers))), engine.workers
-  residuals = residuals_of(nodes, params, engine.process)
-  _check_rows(nodes[0], before, after)
-  _check_homes(residuals, homes_of(reduce_states(fresh), params), list(leaf_shapes(params)))
-  if local_states(state) and before != after:
+  nodes = states.reduce_states(state)
+  before, after, rows = int(np.max(gather(nodes[0].layout.workers))), engine.workers, nodes[0].counters.skipped.size
+  if rows == 1 < before != after:
+    raise ValueError(
+      f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
+      f"{before}, concatenated along their leading axes, as js.init makes them on a mesh"
+    )
+  residuals = residuals_of(nodes, params, before)
+  homes = [home for node in states.reduce_states(fresh) for group in homes_of(node, params) for home in group]
+  _check_homes(residuals, {number: lies for number, _, lies in homes}, list(leaf_shapes(params)))
+  if states.local_states(state) and before != after:
     warnings.warn(
       f"js.resize: the workers have parameters or optimizers of their own, all {after} of them go on from the mean of "
       f"those of the {before} workers",
@@ -150,22 +147,27 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
     )
 
   def carry(old: Any, new: Any) -> Any:
-    if not is_reduce_state(old):
-      return _put_like(new, old if np.shape(old) == new.shape else _mean(gather(old), new))
-    if before == after and old.layout[3:] == new.layout[3:] and _shapes(old) == _shapes(new):
+    if not states.is_reduce_state(old):
+      return put_like(new, old if np.shape(old) == new.shape else _mean(gather(old), new))
+    if before == after and old.layout[3:] == new.layout[3:] and rows == new.counters.skipped.size:
       # The checksum of the old layout may be that of an earlier version.
-      return jax.tree.map(_put_like, new, old._replace(layout=new.layout))
-    return carry_over(new, params, residuals, old.counters, before, after, engine.process)
+      return jax.tree.map(put_like, new, old._replace(layout=new.layout))
+    return carry_over(new, params, residuals, old.counters, engine)
 
-  after_state = jax.tree.map(carry, state, fresh, is_leaf=is_reduce_state)
+  after_state = jax.tree.map(carry, state, fresh, is_leaf=states.is_reduce_state)
   return engine.place(after_state, placed(after_state, engine.axis))
 
 
-def _put_like(like: Any, x: Any) -> Any:
-  """The array with the sharding of another one, if that lies on a mesh."""
-  if getattr(x, "sharding", None) == like.sharding:
-    return x
-  return put_global(gather(x), like.sharding) if isinstance(like.sharding, NamedSharding) else jnp.asarray(gather(x))
+def _spec_of_moment(path: Any, shape: tuple[int, ...], params: optax.Params) -> PartitionSpec | None:
+  """The spec of the parameter that an array of a state is like: its path ends with that of the parameter."""
+  specs = {
+    len(name): param.sharding.spec
+    for name, param in jax.tree_util.tree_leaves_with_path(params)
+    if path[len(path) - len(name) :] == name
+    and np.shape(param) == shape
+    and isinstance(getattr(param, "sharding", None), NamedSharding)
+  }
+  return specs[max(specs)] if specs else None
 
 
 def _mean(rows: Any, like: Any) -> np.ndarray:
@@ -176,52 +178,36 @@ def _mean(rows: Any, like: Any) -> np.ndarray:
   return np.broadcast_to(one, like.shape)
 
 
-def _shapes(tree: Any) -> list[tuple[int, ...]]:
-  return [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
-
-
 def _check_structure(state: Any, fresh: Any) -> None:
   """Raises ValueError unless the states differ in those of jaxsparse transforms only."""
 
-  def described(tree: Any) -> list[str]:
+  def described(tree: Any) -> set[str]:
     """The path of each array, with its type and its shape at a worker."""
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_reduce_state)
-    shape = lambda x, row: "" if is_reduce_state(x) else f" {x.dtype}{list(np.shape(x)[row:])}"
-    rows = jax.tree.leaves(has_worker_axis(tree))
-    return [jax.tree_util.keystr(path) + shape(x, row) for (path, x), row in zip(found, rows, strict=True)]
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
+    shape = lambda x, row: "" if states.is_reduce_state(x) else f" {x.dtype}{list(np.shape(x)[row:])}"
+    rows = jax.tree.leaves(states.has_worker_axis(tree))
+    return {jax.tree_util.keystr(path) + shape(x, row) for (path, x), row in zip(found, rows, strict=True)}
 
-  gone, new = (sorted(set(a) - set(b)) for a, b in itertools.permutations((described(state), described(fresh))))
-  if gone or new:
+  old, new = described(state), described(fresh)
+  if old != new:
     raise ValueError(
-      f"the optimizer state has {', '.join(gone) or 'nothing'} where that of the new chain has "
-      f"{', '.join(new) or 'nothing'}: js.convert replaces jaxsparse transforms and keeps all others. For other "
-      "changes call step.synchronize where there are local steps, js.flush, and then js.init"
+      f"the optimizer state has {', '.join(sorted(old - new)) or 'nothing'} where that of the new chain has "
+      f"{', '.join(sorted(new - old)) or 'nothing'}: js.convert replaces jaxsparse transforms and keeps all others. "
+      "For other changes call step.synchronize where there are local steps, js.flush, and then js.init"
     )
 
 
-def _check_rows(node: ReduceState, before: int, after: int) -> None:
-  rows = node.counters.skipped.size
-  if rows == 1 < before != after:
-    raise ValueError(
-      f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
-      f"{before}, concatenated along their leading axes, as js.init makes them on a mesh"
-    )
-
-
-def _check_homes(residuals: Sequence[Residual | None], homes: dict[int, Any], names: Sequence[str]) -> None:
+def _check_homes(residuals: Mapping[int, Residual], homes: Mapping[int, Any], names: Sequence[str]) -> None:
   """Raises ValueError if the residual of a leaf would be lost, or lies otherwise on the devices inside a worker."""
-  for number, residual in enumerate(residuals):
-    if residual is None:
-      continue
-    name = names[number]
+  for number, residual in sorted(residuals.items()):
     if number not in homes:
-      if any(residual.read(device).any() for device in residual.rows):
+      if residual.rows.any():
         raise ValueError(
-          f"parameters{name} has a residual that is not zero, and its new collective keeps none: deliver it by "
-          "js.flush before, or choose a collective with a residual"
+          f"parameters{names[number]} has a residual that is not zero, and its new collective keeps none: deliver it "
+          "by js.flush before, or choose a collective with a residual"
         )
     elif homes[number] != residual.lies:
       raise ValueError(
-        f"parameters{name} lies inside a worker as {residual.lies} in the state, and as {homes[number]} here, with "
-        "axes and spec: give a mesh with the same axes inside, and the same shardings of the parameters"
+        f"parameters{names[number]} lies inside a worker as {residual.lies} in the state, and as {homes[number]} here, "
+        "with axes and spec: give a mesh with the same axes inside, and the same shardings of the parameters"
       )

@@ -1,6 +1,5 @@
 """Arguments of a step whose buffers XLA may overwrite."""
 
-import functools
 from typing import Any
 
 import jax
@@ -17,20 +16,16 @@ def without_aliases(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, .
     by_buffer: whether to compare buffers, too. The arrays that a step returns never share buffers, so for them it is
       enough to compare the arrays.
   """
-  donated: set[Any] = set()
-
-  def keys(leaf: jax.Array) -> set[Any]:
-    if not by_buffer or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      return {id(leaf)}
-    return {id(leaf), *(shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards if shard.data.size)}
-
-  def own(leaf: Any, is_donated: bool) -> Any:
+  leaves, structure = jax.tree.flatten(arguments)
+  given, donated = len(jax.tree.leaves(arguments[:2])), set[int]()
+  for number, leaf in enumerate(leaves):
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-      return leaf
-    shared = not donated.isdisjoint(mine := keys(leaf))
-    if is_donated:
-      donated.update(mine)
-    return jnp.copy(leaf) if shared else leaf
-
-  first = jax.tree.map(functools.partial(own, is_donated=True), arguments[:2])
-  return first + jax.tree.map(functools.partial(own, is_donated=False), arguments[2:])
+      continue
+    own = {id(leaf)}
+    if by_buffer and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      own.update(shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards if shard.data.size)
+    if not donated.isdisjoint(own):
+      leaves[number] = jnp.copy(leaf)
+    if number < given:
+      donated |= own
+  return jax.tree.unflatten(structure, leaves)

@@ -4,26 +4,31 @@ The program of one worker is the same on every engine. An engine maps the progra
 `PartitionSpec` for each argument and result says whether it is split along the workers or equal on all of them.
 """
 
-import abc
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
-from jaxsparse._compat import AxisName, local_shard
+from jaxsparse._compat import AxisName, local_shard, names_of
 from jaxsparse.comm import AxisComm, SimComm, all_gather, in_rank_order
 from jaxsparse.comm.mpi import RANKS, MpiComm
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.types import Comm
 
 
-class Engine(abc.ABC):
+def name_argument(path: Any) -> str:
+  """The path of an array in the arguments of a step, as errors name it."""
+  return ("params", "state", "batch", "argument ")[path[0].idx] + jax.tree_util.keystr(path[1:])
+
+
+class Engine:
   """Runs a program at every worker; `js.init` and `js.make_train_step` use workers through this interface only.
 
   Attributes:
@@ -39,12 +44,13 @@ class Engine(abc.ABC):
   """
 
   workers: int
-  held: int
+  held: int = 1
   comm: Comm
   axes: dict[Any, int]
   axis: AxisName
   others: tuple[str, ...] = ()
   process, processes = 0, 1
+  _inside: tuple[str, ...] = ()  # axes of the devices of a worker, which a program is not mapped over
 
   @property
   def platform(self) -> str:
@@ -60,9 +66,13 @@ class Engine(abc.ABC):
     """An engine of the same devices on which the types of arrays tell how they are sharded inside a worker."""
     return contextlib.nullcontext(self)
 
-  @abc.abstractmethod
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """The function of all workers that runs `function` at each of them, like `jax.shard_map`."""
+    """The function of all workers that runs `function` at each of them, like `jax.shard_map`.
+
+    Where a process has one worker, with the arrays of this worker only, it is `function` itself.
+    """
+    del in_specs, out_specs
+    return function
 
   def jit(
     self, worker: Callable, in_specs: Any, out_specs: Any, donate: Any = (), options: Any = None, shardings: Any = None
@@ -71,8 +81,11 @@ class Engine(abc.ABC):
 
     Arguments and results are sharded as their specs say, or as `shardings` of both do, where workers have devices.
     """
-    del shardings
-    return jax.jit(self.map(worker, in_specs, out_specs), donate_argnums=donate, compiler_options=options)
+    program, own = self.map(worker, in_specs, out_specs), (self.shardings_of(in_specs), self.shardings_of(out_specs))
+    arguments, results = (self._inside and shardings) or own
+    return jax.jit(
+      program, in_shardings=arguments, out_shardings=results, donate_argnums=donate, compiler_options=options
+    )
 
   def place(self, tree: Any, specs: Any) -> Any:
     """`tree` with the shardings of `specs`; `jit` would reshard it too, but compile once more for other shardings."""
@@ -83,9 +96,13 @@ class Engine(abc.ABC):
     """The shardings that `place` gives a tree where they depend on those it has, inside a worker; else None."""
     del tree, specs
 
+  def shardings_of(self, specs: Any) -> Any:
+    """The shardings that specs say, for a prefix of a tree; None where there is no mesh."""
+    del specs
+
   def spread(self, value: np.ndarray) -> jax.Array:
     """The array [workers, …] split along the workers, in which the rows of this process's workers are its `value`."""
-    return jax.numpy.broadcast_to(value, (self.held, *value.shape))
+    return self.place(jnp.broadcast_to(value, (self.held, *value.shape)), PartitionSpec(self.axis))
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     """The values of all processes, [processes, …]; every process must call."""
@@ -110,6 +127,8 @@ def check_batch(batch: Any, engine: Engine, axis: AxisName, parts: int = 1) -> N
 def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
   """The engine of a mesh, with one worker at each index of `axis`, or of a comm that knows its own workers.
 
+  Other axes of a mesh lie inside a worker; `flat` maps a program over them, too.
+
   Raises:
     ValueError: if the mesh has no such axis, or there are no workers.
     TypeError: if `where` is neither a mesh nor such a comm.
@@ -117,7 +136,8 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
   if not (where.devices.size if isinstance(where, Mesh) else getattr(where, "members", None) != 0):
     raise ValueError(f"0 workers along axis {axis!r}: choose at least 1")
   if isinstance(where, Mesh):
-    return _OnMesh(where, axis)
+    inside = tuple(name for name in where.axis_names if name not in names_of(axis))
+    return _OnMesh(where, axis, inside if any(where.shape[name] > 1 for name in inside) else ())
   if isinstance(where, MpiComm):
     return _Rank(where)
   if isinstance(where, SimComm) and where.members is not None:
@@ -133,62 +153,75 @@ def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., 
 
 
 class _OnMesh(Engine):
-  """Workers along an axis of a mesh whose devices may belong to many processes."""
+  """Workers along an axis of a mesh whose devices may belong to many processes.
 
-  def __init__(self, mesh: Mesh, axis: AxisName):
-    names = _compat.names_of(axis)
-    unknown = [name for name in names if name not in mesh.shape]
-    if unknown:
+  A program is mapped over all axes but those `inside` a worker, along which the compiler partitions it. Arguments that
+  lie on the mesh keep their shardings inside, and so do the results that replace them; others are replicated inside.
+  """
+
+  def __init__(self, mesh: Mesh, axis: AxisName, inside: tuple[str, ...] = ()):
+    names = names_of(axis)
+    if unknown := [name for name in names if name not in mesh.shape]:
       raise ValueError(f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
-    self.comm = AxisComm(axis)
-    self.axis, self.axes = axis, dict(mesh.shape)
-    self.others = tuple(name for name in mesh.axis_names if name not in names)
+    self.comm, self.axis = AxisComm(axis), axis
+    self.axes = {name: size for name, size in mesh.shape.items() if name not in inside}
+    self.others = tuple(name for name in self.axes if name not in names)
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes, me = len(taking_part), jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
-    self._mesh = mesh
+    self._mesh, self._inside, self._is_explicit = mesh, inside, _compat.has_explicit_axes(mesh)
+    self._known: dict[Any, NamedSharding] = {}
 
   @property
   def platform(self) -> str:
     return self._mesh.devices.flat[0].platform
 
+  @property
+  def flat(self) -> Engine:
+    return _OnMesh(self._mesh, self.axis)
+
+  @contextlib.contextmanager
+  def typed(self) -> Iterator[Engine]:
+    if not self._inside:
+      yield self
+      return
+    devices = self._mesh.devices
+    explicit = Mesh(devices, self._mesh.axis_names, axis_types=(AxisType.Explicit,) * devices.ndim)
+    with jax.set_mesh(explicit):
+      yield _OnMesh(explicit, self.axis, self._inside)
+
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    return _compat.shard_map(function, self._mesh, in_specs, out_specs)
+    shard_map = _compat.partly_mapped if self._inside and self._is_explicit else _compat.shard_map
+    specs = self._without_inside(in_specs), self._without_inside(out_specs)
+    mapped = shard_map(function, self._mesh, *specs, tuple(self.axes))
+    if self._inside or not self._is_explicit:
+      return mapped
 
-  def jit(
-    self, worker: Callable, in_specs: Any, out_specs: Any, donate: Any = (), options: Any = None, shardings: Any = None
-  ) -> Any:
-    del shardings
-    arguments, results = self._shardings(in_specs), self._shardings(out_specs)
-    mapped = self.map(worker, in_specs, out_specs)
+    def program(*given: Any) -> Any:  # shard_map rejects what is sharded otherwise
+      return mapped(*jax.tree.map(jax.sharding.reshard, given, broadcast_specs(self.shardings_of(in_specs), given)))
 
-    def program(*given: Any) -> Any:
-      every = jax.tree.broadcast(arguments, given, is_leaf=is_spec)
-      return mapped(*jax.tree.map(jax.sharding.reshard, given, every))
-
-    return jax.jit(
-      program if _compat.has_explicit_axes(self._mesh) else mapped,  # shard_map rejects what is sharded otherwise
-      in_shardings=arguments,
-      out_shardings=results,
-      donate_argnums=donate,
-      compiler_options=options,
-    )
+    return program
 
   def place(self, tree: Any, specs: Any) -> Any:
-    return self._put(tree, jax.tree.leaves(jax.tree.broadcast(self._shardings(specs), tree, is_leaf=is_spec)))
-
-  def _put(self, tree: Any, shardings: Sequence[NamedSharding]) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    # Runs in every step: comparing shardings is sixty times faster than a device_put that moves nothing.
-    if all(getattr(leaf, "sharding", None) == sharding for leaf, sharding in zip(leaves, shardings, strict=True)):
-      return tree
+    shardings = self.shardings(tree, specs) if self._inside else broadcast_specs(self.shardings_of(specs), tree)
     put = put_global if self._mesh.is_multi_process else jax.device_put
-    return jax.tree.unflatten(structure, map(put, leaves, shardings))
+    # Runs in every step: comparing shardings is sixty times faster than a device_put that moves nothing.
+    keep = lambda leaf, sharding: leaf if getattr(leaf, "sharding", None) == sharding else put(leaf, sharding)
+    return jax.tree.map(keep, tree, shardings)
 
-  def spread(self, value: np.ndarray) -> jax.Array:
-    sharding = self._shardings(PartitionSpec(self.axis))
-    return jax.make_array_from_callback((self.workers, *value.shape), sharding, lambda _: value[None])
+  def shardings(self, tree: Any, specs: Any) -> Any:
+    if not self._inside:
+      return None
+
+    def sharding_of(path: Any, leaf: Any, spec: PartitionSpec) -> NamedSharding:
+      lies = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+      key = lies, spec, np.ndim(leaf)
+      if key not in self._known:  # runs in every step, for every leaf
+        self._known[key] = self._sharding(path, np.shape(leaf), lies, spec)
+      return self._known[key]
+
+    return jax.tree_util.tree_map_with_path(sharding_of, tree, broadcast_specs(specs, tree))
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     # Not along the workers: processes may share each of these, and then no two rows of workers would differ.
@@ -198,8 +231,33 @@ class _OnMesh(Engine):
       rows = jax.make_array_from_callback((self.processes, *value.shape), split, lambda _: value[None])
       return np.asarray(local_shard(dispatch(gather, rows)))
 
-  def _shardings(self, specs: Any) -> Any:
+  def shardings_of(self, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=is_spec)
+
+  def _sharding(self, path: Any, shape: tuple[int, ...], lies: Any, spec: PartitionSpec) -> NamedSharding:
+    """The sharding of `spec`, and where that says nothing of the axes inside, along these that of the leaf itself."""
+    own = self._own_spec(lies)
+    along_workers = None if own is None else _compat.trimmed(self._without_inside(own))
+    if along_workers and not spec:
+      raise ValueError(
+        f"{name_argument(path)} of shape {shape} is sharded as {own}, along {self.axis!r}, the axis of the workers, "
+        f"each of which needs all of it: choose shards along {self._inside}"
+      )
+    if own is not None and along_workers == spec:
+      spec = own
+    if self._is_explicit:  # as in the types of results, or the next step would compile again
+      spec = PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
+    return NamedSharding(self._mesh, spec)
+
+  def _own_spec(self, sharding: Any) -> PartitionSpec | None:
+    """The spec of a sharding on this mesh; None for one elsewhere."""
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape != self._mesh.shape:
+      return None
+    is_abstract = not isinstance(sharding.mesh, Mesh)  # as under a trace
+    return sharding.spec if is_abstract or np.array_equal(sharding.mesh.devices, self._mesh.devices) else None
+
+  def _without_inside(self, specs: Any) -> Any:
+    return jax.tree.map(lambda spec: _compat.without_axes(spec, self._inside), specs, is_leaf=is_spec)
 
 
 class _Simulated(Engine):
@@ -211,36 +269,28 @@ class _Simulated(Engine):
     self.axis, self.axes, self.comm = comm.axis, {comm.axis: comm.members}, comm
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    split = lambda spec, x: x.reshape(self.workers, -1, *x.shape[1:]) if spec else x
+    joined = lambda spec, x: x.reshape(-1, *x.shape[2:]) if spec else x[0]
+
     def mapped(*arguments: Any) -> Any:
-      stacked = self._each(in_specs, arguments, lambda x: x.reshape(self.workers, -1, *x.shape[1:]), lambda x: x)
-      every = jax.tree.broadcast(in_specs, arguments, is_leaf=is_spec)
-      axes = jax.tree.map(lambda spec: 0 if spec else None, every, is_leaf=is_spec)
-      results = jax.vmap(function, in_axes=axes, axis_name=self.axis, axis_size=self.workers)(*stacked)
-      return self._each(out_specs, results, lambda x: x.reshape(-1, *x.shape[2:]), lambda x: x[0])
+      specs = broadcast_specs(in_specs, arguments)
+      axes = jax.tree.map(lambda spec: 0 if spec else None, specs, is_leaf=is_spec)
+      each = jax.vmap(function, in_axes=axes, axis_name=self.axis, axis_size=self.workers)
+      results = each(*jax.tree.map(split, specs, arguments, is_leaf=is_spec))
+      return jax.tree.map(joined, broadcast_specs(out_specs, results), results, is_leaf=is_spec)
 
     return mapped
-
-  @staticmethod
-  def _each(specs: Any, tree: Any, split: Callable, same: Callable) -> Any:
-    """Applies `split` to the leaves that are split along the workers, and `same` to the others."""
-    choose = lambda spec, leaf: (split if spec else same)(leaf)
-    return jax.tree.map(choose, jax.tree.broadcast(specs, tree, is_leaf=is_spec), tree, is_leaf=is_spec)
 
 
 class _Rank(Engine):
   """A rank of MPI: one worker, with the arrays of this worker only."""
 
-  held = 1
   axis: AxisName = RANKS
 
   def __init__(self, comm: MpiComm):
     self.workers = self.processes = comm.size
     self.process = int(comm.rank)
     self.axes, self.comm = {}, comm
-
-  def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    del in_specs, out_specs
-    return function
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     return _gathered(self.comm)(self.spread(value))  # type: ignore[arg-type]
@@ -251,7 +301,7 @@ def _line_of_processes(mesh: Mesh) -> tuple[Mesh, Callable]:
   """A mesh of one device of each process of a mesh, and a program that gathers rows of its devices on all of them."""
   first = {device.process_index: device for device in reversed(list(mesh.devices.flat))}
   devices = np.array([first[process] for process in sorted(first)])
-  line = Mesh(devices, ("processes",), axis_types=(jax.sharding.AxisType.Auto,))
+  line = Mesh(devices, ("processes",), axis_types=(AxisType.Auto,))
   return line, jax.jit(lambda rows: rows, out_shardings=NamedSharding(line, PartitionSpec()))
 
 
@@ -262,8 +312,6 @@ def _gathered(comm: MpiComm) -> Callable[..., np.ndarray]:
 
 def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
   """A global array over all processes, from the same whole array on each of them."""
-  if getattr(x, "sharding", None) == sharding:
-    return x
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return jax.device_put(x, sharding)
   if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
@@ -276,3 +324,8 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
 def is_spec(x: Any) -> bool:
   """Whether x is a leaf of a pytree of specs or of shardings."""
   return isinstance(x, (PartitionSpec, NamedSharding))
+
+
+def broadcast_specs(specs: Any, tree: Any) -> Any:
+  """A spec, or a sharding, for each leaf of a tree, from a prefix of it."""
+  return jax.tree.broadcast(specs, tree, is_leaf=is_spec)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxsparse import flatten
 from jaxsparse._compat import AxisName
 from jaxsparse.comm.one_at_a_time import dispatch
-from jaxsparse.train.sharded import training_engine
+from jaxsparse.train.engine import engine_of
 from jaxsparse.train.starting import check_state
 from jaxsparse.transform import checks
 from jaxsparse.transform.residuals import moved_leaves, take_residuals
@@ -57,19 +57,16 @@ def flush(
     >>> params, update, float(js.metrics(state).residual_norm)
     (Array([2., 0., 3.], dtype=float32), Array([0., 1., 0.], dtype=float32), 0.0)
   """
-  engine = training_engine(mesh, axis)
-  for node in check_state(state, params):
-    checks.check_workers(node, engine.workers, held=engine.held)
+  engine = engine_of(mesh, axis)
+  check_state(state, params, engine)
   checks.check_landed("js.flush", state)
-
-  comm = engine.comm
 
   def mean(owing: list[jax.Array]) -> list[jax.Array]:
     """One all-reduce of the residuals of a transform, at each device of a worker."""
     if not owing:
       return owing
     flat, restore = flatten.flatten(owing)
-    return restore(comm.all_reduce(flat) / comm.size)
+    return restore(engine.comm.all_reduce(flat) / engine.workers)
 
   def worker(params: optax.Params, state: Any) -> tuple[optax.Updates, Any]:
     leaves, moved = flatten.leaves_by_name(params), moved_leaves(state)

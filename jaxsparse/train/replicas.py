@@ -1,22 +1,35 @@
-"""Comparison of values that must be equal on all workers: parameters before training, replicated values on demand.
+"""Comparison of what must be the same everywhere: values on all workers, values and programs on all processes.
 
-`comm.replication` proves on a jaxpr, before a program runs, that replicated results stay equal. This module compares
-present values. Workers or processes exchange checksums, so that every process finds the same difference and raises.
+`comm.replication` proves on a jaxpr, before a program runs, that replicated results stay equal. `check_replicas`
+compares present values, by checksums that workers exchange. Processes that run other programs, with another learning
+rate or other shapes, would train apart or wait for each other for ever. So before a program runs for the first time,
+they exchange a digest of it. Where digests differ, they exchange its text, so that every process finds the same first
+difference and raises the same error.
 """
 
+import hashlib
+import itertools
+import json
+import math
+import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from jaxsparse._compat import names_of
+from jaxsparse import _compat
 from jaxsparse.comm import pack
+from jaxsparse.comm.program_text import Line, ProgramText
 from jaxsparse.comm.replication import axes_of_spec
-from jaxsparse.train.engine import Engine, is_spec, local_shard, rows_of
+from jaxsparse.train.engine import Engine, broadcast_specs, is_spec, local_shard, name_argument, rows_of
+from jaxsparse.transform.state import is_reduce_state
+
+_PATIENCE = 300.0  # seconds; one process may evaluate before a step
 
 
 def check_processes(engine: Engine, tree: Any, name: str) -> None:
@@ -32,79 +45,179 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
   """
   if engine.processes == 1:
     return
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  shapes = [(jax.tree_util.keystr(path), jnp.shape(leaf), str(jnp.result_type(leaf))) for path, leaf in leaves]
-  sums = [0 if _is_sharded(leaf) else zlib.crc32(_bytes(leaf)) for _, leaf in leaves]
-  # Two numbers, so that processes with different numbers of leaves exchange arrays of one shape.
-  shape, values = gather_numbers(engine, [zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(sums).encode())]).T
-  if (others := np.flatnonzero(shape != shape[0])).size:
+  leaves = [
+    (jax.tree_util.keystr(path), str(jnp.result_type(leaf)), jnp.shape(leaf), _crc(leaf))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+  every = gather_where_different(engine, leaves, lambda: leaves)
+  kinds = [[leaf[:3] for leaf in one] for one in every]
+  if others := unlike_first(kinds):
     raise ValueError(
       f"{name}: those of {listing(others)} have other names, shapes or dtypes than those of process 0; on this process "
-      f"they are {shapes}. Every process must give the same"
+      f"they are {[leaf[:3] for leaf in leaves]}. Every process must give the same"
     )
-  if np.all(values == values[0]):
+  for row in zip(*every, strict=True):
+    if others := unlike_first(row):
+      raise ValueError(
+        f"{name}{row[0][0]} differs between processes: {listing(others)} and process 0 give other values. Make it "
+        "from the same seed on every process, not from jax.process_index()"
+      )
+
+
+def gather_where_different(engine: Engine, digest: Any, value: Callable[[], Any]) -> list[Any]:
+  """What `value` returns on each process, as JSON has it, if their digests differ; else []. Every process must call.
+
+  A digest is exchanged as an array of one shape, so that processes need not have equally many lines, leaves or shapes.
+  """
+  found = hashlib.sha256(json.dumps(digest).encode()).digest()[:8]
+  digests = engine.of_processes(np.frombuffer(found, np.uint32))
+  if np.all(digests == digests[0]):
+    return []
+  text = json.dumps(value()).encode()
+  longest = int(engine.of_processes(np.array([len(text)], np.uint32)).max())
+  texts = engine.of_processes(np.frombuffer(text.ljust(longest + -longest % 4), np.uint32))
+  return [json.loads(text.tobytes()) for text in texts]
+
+
+def unlike_first(values: Sequence[Any]) -> list[int]:
+  """The numbers of the values that are not equal to the first one."""
+  return [number for number, value in enumerate(values) if value != values[0]]
+
+
+def wait_for_all(tree: Any, what: str, now: str) -> None:
+  """Waits for the other processes that hold a part of a tree, before they compare a program that has run before.
+
+  Raises:
+    RuntimeError: if one of them runs the program as before, and does not compare it.
+  """
+  try:
+    _compat.wait_for_processes(tree, what, _PATIENCE)
+  except RuntimeError:
+    raise RuntimeError(
+      f"{what} of process {jax.process_index()} has arguments of other shapes than before, and within {_PATIENCE:g} s "
+      f"another process did not come to a step that has. Give the same shapes on every process in each step; here {now}"
+    ) from None  # its text and JAX's would say something else of the same
+
+
+def check_traced(engine: Engine, what: str, program: Any, arguments: Sequence[Any], makes_state: bool = False) -> None:
+  """`check_same` of the trace of a jitted function, and of its result if that is the state.
+
+  JAX keeps the trace for the call with the same arguments.
+  """
+  if engine.processes > 1 and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+    traced = program.trace(*arguments)
+    check_same(engine, what, described((None, traced.out_info)) if makes_state else (), traced.jaxpr)
+
+
+def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.ClosedJaxpr | None = None) -> None:
+  """Checks that all processes of an engine have the same lines and the same jaxpr; every process must call.
+
+  Args:
+    engine: the workers.
+    what: the name of the program, for the error.
+    head: lines that say what the program is made of.
+    jaxpr: of the program.
+
+  Raises:
+    ValueError: naming the first difference, on every process.
+  """
+  if engine.processes == 1:
     return
-  rows = gather_numbers(engine, sums)
-  number = int(np.flatnonzero(np.any(rows != rows[0], axis=0))[0])
-  others = np.flatnonzero(rows[:, number] != rows[0, number])
-  raise ValueError(
-    f"{name}{shapes[number][0]} differs between processes: {listing(others)} and process 0 give other values. Make it "
-    "from the same seed on every process, not from jax.process_index()"
-  )
+  head = [f"jax {jax.__version__}, jaxsparse {sys.modules['jaxsparse'].__version__}", *head]
+  text = ProgramText(jaxpr) if jaxpr else None
+  lines = lambda: [list(map(Line, head)), text.lines() if text else []]
+  every = gather_where_different(engine, [head, text and text.digest], lines)
+  for part, parts in enumerate(zip(*every, strict=True)):
+    for number, row in enumerate(itertools.zip_longest(*parts, fillvalue=Line("nothing")), 1):
+      texts, sources = zip(*row, strict=True)
+      if others := unlike_first(texts):
+        process, where = others[0], [f" ({source})" if source else "" for source in sources]
+        first, other = _excerpts(texts[0], texts[process])
+        raise ValueError(
+          f"{what} of {listing(others)} is not that of process 0. The first difference"
+          f"{f' in line {number} of the jaxpr' if part else ''} is `{first}` on process 0{where[0]}, and `{other}` on "
+          f"process {process}{where[process]}. Every process must run the same code with the same options, shapes and "
+          "versions; data of a process's own belongs in the batch"
+        )
+  if every:
+    raise ValueError(f"{what} is not the same on all processes, but its text is: give every process the same code")
 
 
-def check_replicas(engine: Engine, trees: Sequence[Any], specs: Sequence[Any], names: Sequence[str]) -> None:
+def described(arguments: tuple[Any, ...], shardings: Any = None) -> list[str]:
+  """Dtypes, shapes and shardings of arguments of a step, and the collectives of the transforms in the state."""
+  lies = jax.tree.leaves(shardings)
+  lines = []
+  for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(arguments)):
+    of = f" sharded as {lies[number].spec}" if lies else ""
+    lines.append(f"{name_argument(path)} is {jnp.result_type(x).name}{list(np.shape(x))}{of}")
+  for path, node in jax.tree_util.tree_leaves_with_path(arguments, is_leaf=is_reduce_state):
+    if is_reduce_state(node) and node.layout.method:
+      labels = ", ".join(group.collective.label for group in node.layout.method.groups)
+      lines.insert(0, f"{name_argument(path)} is that of {labels}")
+  return lines
+
+
+def _excerpts(*texts: str) -> list[str]:
+  """The parts of two texts around the first character that differs."""
+  same = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+  begin, end = max(0, same - 100), same + 100
+  return ["…" * (begin > 0) + text[begin:end] + "…" * (end < len(text)) for text in texts]
+
+
+def _crc(leaf: Any) -> int:
+  """The checksum of the first shard of a leaf on this process; 0 where other processes hold other parts."""
+  if isinstance(leaf, jax.Array):
+    if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+      return 0
+    leaf = local_shard(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+  return zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+
+
+def check_replicas(engine: Engine, trees: tuple[Any, ...], specs: tuple[Any, ...]) -> None:
   """Checks that leaves with an empty spec are bitwise the same on all devices of all workers; every process must call.
 
   Args:
     engine: the workers.
-    trees: pytrees of arrays.
+    trees: the parameters and the state.
     specs: a prefix pytree of specs for each tree.
-    names: a name for each tree, for the error.
 
   Raises:
     ValueError: naming the first leaf that differs and the workers, on every process.
   """
-  every = jax.tree.broadcast(tuple(specs), tuple(trees), is_leaf=is_spec)
-  axes = set(names_of(engine.axis))
-  split = [not axes.isdisjoint(axes_of_spec(spec)) for spec in jax.tree.leaves(every, is_leaf=is_spec)]
-  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tuple(trees))]
-  same = [path for path, is_split in zip(paths, split, strict=True) if not is_split]
+  flat, arguments = engine.flat, engine.place(trees, specs)
+  if inside := engine.shardings(trees, specs):  # the devices of a worker hold shards
+    specs = jax.tree.map(lambda sharding: sharding.spec, inside)
+  every = jax.tree.leaves(broadcast_specs(specs, trees), is_leaf=is_spec)
+  same = [number for number, spec in enumerate(every) if axes_of_spec(spec).isdisjoint(_compat.names_of(engine.axis))]
 
   def checksums(*trees: Any) -> jax.Array:
-    leaves = [leaf for leaf, is_split in zip(jax.tree.leaves(trees), split, strict=True) if not is_split]
-    sums = jnp.stack([_checksum(leaf) for leaf in leaves])
+    leaves = jax.tree.leaves(trees)
+    sums = jnp.stack([_checksum(leaves[number]) for number in same])
     return jax.lax.all_gather(sums, flat.others).reshape(-1, *sums.shape) if flat.others else sums[None]
 
-  flat = engine.flat
-  arguments = engine.place(tuple(trees), tuple(specs))
-  if inside := engine.shardings(tuple(trees), tuple(specs)):  # the devices of a worker hold shards
-    specs = jax.tree.map(lambda sharding: sharding.spec, inside)
-    every = specs
-  rows = rows_of(flat, checksums, tuple(specs))(*arguments)  # [worker, device of it, array, 2]
-  own = [spec for spec, is_split in zip(jax.tree.leaves(every, is_leaf=is_spec), split, strict=True) if not is_split]
-  alike = np.stack([_first_alike(flat, spec) for spec in own], axis=1)
+  rows = rows_of(flat, checksums, specs)(*arguments)  # [worker, device of it, array, 2]
+  alike = np.stack([_first_alike(flat, every[number]) for number in same], axis=1)
   differs = np.any(rows != np.take_along_axis(rows[0], alike[..., None], axis=0), axis=3)  # [worker, device, array]
-  if differs.any():
-    number = int(np.flatnonzero(differs.any(axis=(0, 1)))[0])
+  wrong = differs.any(axis=(0, 1))
+  if wrong.any():
+    number = int(np.argmax(wrong))
     worker, device = np.argwhere(differs[..., number])[0]
     who = f"{listing(np.flatnonzero(differs[..., number].any(1)), 'worker', 'workers')} and worker 0 hold other values"
     if flat.others:
       who = f"device {device} of worker {worker} and device {alike[device, number]} of worker 0 hold other values"
-    leaf = names[same[number][0].idx] + jax.tree_util.keystr(same[number][1:])
+    path, _ = jax.tree_util.tree_leaves_with_path(trees)[same[number]]
     raise ValueError(
-      f"{leaf} and {differs.any(axis=(0, 1)).sum() - 1} other of {len(same)} arrays that should be the "
-      f"same on every worker are not: {who}"
+      f"{name_argument(path)} and {wrong.sum() - 1} other of {len(same)} arrays that "
+      f"should be the same on every worker are not: {who}"
     )
 
 
 def _first_alike(flat: Engine, spec: PartitionSpec) -> np.ndarray:
   """For each device of a worker the first one that holds the same shard: device 0, unless the spec cuts the array."""
-  sizes = [flat.axes[name] for name in flat.others]
-  if not sizes:
-    return np.zeros(1, np.int64)
-  cut = np.array([name in axes_of_spec(spec) for name in flat.others])
-  return np.ravel_multi_index(tuple(np.indices(sizes).reshape(len(sizes), -1) * cut[:, None]), sizes)
+  sizes, cut = [flat.axes[name] for name in flat.others], axes_of_spec(spec)
+  devices = np.arange(math.prod(sizes)).reshape(sizes)
+  first = devices[tuple(slice(None) if name in cut else slice(1) for name in flat.others)]
+  return np.broadcast_to(first, sizes).reshape(-1)
 
 
 def _checksum(x: jax.Array) -> jax.Array:
@@ -134,22 +247,6 @@ def _mixed(x: jax.Array) -> jax.Array:
   return x ^ (x >> 16)
 
 
-def gather_numbers(engine: Engine, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-  """The numbers of all processes, u32[processes, …]; every process must call."""
-  return engine.of_processes(np.array(numbers, np.uint32))
-
-
-def _is_sharded(leaf: Any) -> bool:
-  return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated
-
-
-def _bytes(leaf: Any) -> memoryview:
-  """The first shard of a leaf on this process, as bytes."""
-  if isinstance(leaf, jax.Array):
-    leaf = local_shard(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-  return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
-
-
-def listing(numbers: np.ndarray, one: str = "process", several: str = "processes") -> str:
+def listing(numbers: Sequence[int] | np.ndarray, one: str = "process", several: str = "processes") -> str:
   """Numbers as text: "process 1", or "processes 1, 2"."""
-  return f"{one if numbers.size == 1 else several} " + ", ".join(map(str, numbers))
+  return f"{one if len(numbers) == 1 else several} " + ", ".join(map(str, numbers))

@@ -41,12 +41,7 @@ class Simulated(NamedTuple):
 
 
 def simulate(
-  name: str | Collective,
-  grads: Any,
-  residuals: Any = None,
-  *,
-  state: ReduceState | None = None,
-  **config: Any,
+  name: str | Collective, grads: Any, residuals: Any = None, *, state: ReduceState | None = None, **config: Any
 ) -> Simulated:
   """Runs one reduction of P workers on one device, under vmap.
 

@@ -1,5 +1,6 @@
 """The state of all workers before the first step, as arrays and as shapes (`js.abstract_state`), and its checks."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -8,20 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
-from jaxsparse.comm import replication
+from jaxsparse.comm import SoloComm, replication
 from jaxsparse.comm.one_at_a_time import dispatch
-from jaxsparse.train import programs
-from jaxsparse.train.engine import Engine, local_shard
-from jaxsparse.train.sharded import training_engine
+from jaxsparse.train import replicas
+from jaxsparse.train.engine import Engine, engine_of, local_shard
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.state import ReduceState
-from jaxsparse.transform.update import init_state
+from jaxsparse.transform.update import first_state
 from jaxsparse.types import Comm
 
 LIKELY_MISTAKES = {
@@ -75,35 +74,23 @@ def abstract_state(
     >>> state = js.resize(state, params, mesh)  # doctest: +SKIP
   """
   check_whole("abstract_state", 1, optional=True, workers=workers)
-  engine = training_engine(mesh, axis)
+  engine = engine_of(mesh, axis)
   with engine.typed() as typed:
-    state, specs = _shapes(typed, start_of(engine, tx), params)
+    arguments, specs = _specs_of(typed, tx.init, params)
+    state = jax.eval_shape(typed.map(tx.init, (PartitionSpec(),), specs), *arguments)
+  shardings = engine.shardings(state, specs) or engine.shardings_of(specs)
+  if shardings:
+    state = jax.tree.map(_shape, state, shardings)
+  if workers is None or workers == engine.workers:
+    return state
+  host = _host() if shardings else None
 
-  def shape(path: Any, x: Any, row: bool) -> Any:
-    return x if states.is_reduce_state(x) else shape_of(mesh, path, x, params, engine if row else None)
+  def resize(node: Any, row: bool) -> Any:
+    if row:
+      return jax.tree.map(lambda x: _shape(x, host, (workers, *x.shape[1:])), node)
+    return _resize_node(node, workers, host) if states.is_reduce_state(node) else node
 
-  state = jax.tree_util.tree_map_with_path(shape, state, states.has_worker_axis(state), is_leaf=states.is_reduce_state)
-  if workers == engine.workers:
-    workers = None
-  if workers is not None:
-    state = _of_workers(state, workers)
-    specs = jax.tree.map(lambda _: PartitionSpec(), state)
-  if not isinstance(mesh, Mesh):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-  shardings = engine.shardings(state, specs) or jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-  if workers is not None:
-    shardings = _on_host(shardings)
-  return jax.tree.map(lambda x, lies: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), state, shardings)
-
-
-def start_of(engine: Engine, tx: optax.GradientTransformation) -> Callable[[optax.Params], Any]:
-  """The function of parameters that makes the state of one worker of an engine."""
-
-  def start(params: optax.Params) -> Any:
-    replication.check_axes(tx.init, (params,), engine.axis)
-    return tx.init(params)
-
-  return start
+  return jax.tree.map(resize, state, states.has_worker_axis(state), is_leaf=states.is_reduce_state)
 
 
 def place_state(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
@@ -117,7 +104,7 @@ def start_workers(engine: Engine, start: Callable, params: optax.Params) -> tupl
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
   program = engine.jit(start, (PartitionSpec(),), spec, shardings=(None, None))
-  programs.check_traced(engine, "the initial state", program, arguments, results="state")
+  replicas.check_traced(engine, "the initial state", program, arguments, makes_state=True)
   return dispatch(program, *arguments), spec
 
 
@@ -140,12 +127,12 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
   same, split = PartitionSpec(), PartitionSpec(engine.axis)
   arguments = engine.place((params, state, params), (same, own, same))
   if engine.processes > 1:
-    head = programs.described((params, state), ("params", "state"))
+    head = replicas.described((params, state))
     try:
       jaxpr = engine.jit(updates, (same, own, same), (same,)).trace(*arguments).jaxpr
     except Exception:  # it needs what only a step gives, or the step will show the error
       jaxpr = None
-    programs.check_same(engine, "tx.update", head, jaxpr)
+    replicas.check_same(engine, "tx.update", head, jaxpr)
   if not uncovered:
     return
   checked = replication.checked(updates, (split, own, same), (same,), engine.axis, LIKELY_MISTAKES)
@@ -158,83 +145,54 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
       raise
 
 
-def shape_of(
-  mesh: Mesh | Comm, path: Any, x: Any, params: optax.Params, of_each: Engine | None = None
-) -> jax.ShapeDtypeStruct:
-  """The shape of an array of a state on a mesh, sharded as its parameter if it is one of a parameter.
-
-  Args:
-    mesh: the mesh, or a comm.
-    path: of the array in the state; that of a moment ends with the path of its parameter.
-    x: the array, perhaps of another number of workers.
-    params: the parameters.
-    of_each: the workers, if the array has a row for each of them.
-  """
-  rows, axes = ((of_each.held,), (of_each.axis,)) if of_each else ((), ())
-  own, sharding = np.shape(x)[len(rows) :], None
-  for name, param in jax.tree_util.tree_leaves_with_path(params):
-    lies = getattr(param, "sharding", None)
-    if path[len(path) - len(name) :] == name and own == np.shape(param) and isinstance(lies, NamedSharding):
-      sharding = NamedSharding(mesh, PartitionSpec(*axes, *lies.spec)) if isinstance(mesh, Mesh) else None
-  return jax.ShapeDtypeStruct((*rows, *own), jnp.result_type(x), sharding=sharding)
-
-
-def check_state(state: Any, params: optax.Params) -> list[ReduceState]:
-  """The states of transforms in a state of these parameters, after all checks that need no other state."""
+def check_state(state: Any, params: optax.Params, engine: Engine | None = None, shapes: bool = False) -> None:
+  """Checks a state of these parameters, and of these workers if an engine is given; it may consist of `shapes`."""
   checks.check_alive({"params": params, "state": state})
-  checks.check_arrays(state)
+  if not shapes:
+    checks.check_arrays(state)
   nodes = states.reduce_states(state)
   if not nodes:
     raise ValueError(checks.why_none(state))
-  checks.check_layout(state)
+  # The arrays of one worker do not show how many there are: only the layout does.
+  checks.check_layout(state, engine.workers if engine and engine.held == 1 else None)
   checks.check_params(nodes, params)
-  return nodes
-
-
-def _shapes(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
-  """The shapes of `start_workers`, and its specs."""
-  arguments, spec = _specs_of(engine, start, params)
-  return jax.eval_shape(engine.map(start, (PartitionSpec(),), spec), *arguments), spec
+  if engine:
+    for node in nodes:
+      checks.check_workers(node, engine.workers, held=engine.held)
 
 
 def _specs_of(engine: Engine, start: Callable, params: optax.Params) -> tuple[tuple[Any], Any]:
   """The arguments of `start`, placed, and the specs of the state that it returns."""
-  replicated = PartitionSpec()
-  arguments = engine.place((params,), (replicated,))
-  return arguments, placed(jax.eval_shape(engine.map(start, (replicated,), replicated), *arguments), engine.axis)
+
+  def checked(params: optax.Params) -> Any:
+    replication.check_axes(start, (params,), engine.axis)
+    return start(params)
+
+  arguments = engine.place((params,), (PartitionSpec(),))
+  state = jax.eval_shape(engine.map(checked, (PartitionSpec(),), PartitionSpec()), *arguments)
+  return arguments, placed(state, engine.axis)
 
 
-def _on_host(shardings: Any) -> Any:
-  """The shardings of a state, with one of this process alone for the arrays that belong to workers."""
+def _shape(x: Any, sharding: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype, sharding=sharding)
+
+
+def _host() -> SingleDeviceSharding:
+  """The memory of this process."""
   try:
-    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    return SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
   except RuntimeError:  # JAX_PLATFORMS leaves out the CPU
-    host = SingleDeviceSharding(jax.local_devices()[0])
-
-  def move(node: Any, row: bool) -> Any:
-    return jax.tree.map(lambda _: host, node) if row or states.is_reduce_state(node) else node
-
-  return jax.tree.map(move, shardings, states.has_worker_axis(shardings), is_leaf=states.is_reduce_state)
+    return SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _of_workers(state: Any, workers: int) -> Any:
+def _resize_node(node: states.ReduceState, workers: int, sharding: Any) -> states.ReduceState:
   """The shapes of a state as those of a state of another number of workers."""
-
-  def resize_node(node: Any, row: bool) -> Any:
-    if row:
-      return jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers, *x.shape[1:]), x.dtype), node)
-    return _node_of_workers(node, workers) if states.is_reduce_state(node) else node
-
-  return jax.tree.map(resize_node, state, states.has_worker_axis(state), is_leaf=states.is_reduce_state)
-
-
-def _node_of_workers(node: ReduceState, workers: int) -> ReduceState:
   method, shards, devices = node.layout.method, node.layout.shards, states.devices_of(node)
   assert method is not None
-  groups = shards.groups(method.groups) if shards else method.groups
-  parts = [jax.eval_shape(lambda group=group: init_state(group.collective, group.entries, workers)) for group in groups]
-  carried = states.join_groups([part.carried for part in parts], method.alone)
-  rows = lambda x: jax.ShapeDtypeStruct((workers * devices * x.shape[0], *x.shape[1:]), x.dtype)
-  same = lambda x: jax.ShapeDtypeStruct((devices, *x.shape) if shards else x.shape, x.dtype)
-  shared, split = jax.tree.map(same, carried.shared), jax.tree.map(rows, carried._replace(shared=()))
-  return node._replace(carried=split._replace(shared=shared), counters=jax.tree.map(rows, parts[0].counters))
+  own = dataclasses.replace(method, groups=tuple(shards.groups(method.groups))) if shards else method
+  one = jax.eval_shape(lambda: first_state(SoloComm(workers), own, None))
+  rows = lambda x: _shape(x, sharding, (workers * devices * x.shape[0], *x.shape[1:]))
+  same = lambda x: _shape(x, sharding, (devices, *x.shape) if shards else x.shape)
+  carried, counters = jax.tree.map(rows, (one.carried._replace(shared=()), one.counters))
+  carried = carried._replace(shared=jax.tree.map(same, one.carried.shared))
+  return states.ReduceState(carried, counters, jax.tree.map(lambda x: _shape(x, sharding), node.layout))

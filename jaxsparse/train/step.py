@@ -16,12 +16,11 @@ from jaxsparse.comm import replication
 from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.launch.rank import count_step
-from jaxsparse.train import programs, replicas
+from jaxsparse.train import replicas
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.donation import without_aliases
-from jaxsparse.train.engine import check_batch
-from jaxsparse.train.sharded import training_engine
-from jaxsparse.train.starting import LIKELY_MISTAKES, check_update, place_state, start_of, start_workers
+from jaxsparse.train.engine import check_batch, engine_of
+from jaxsparse.train.starting import LIKELY_MISTAKES, check_state, check_update, place_state, start_workers
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
@@ -66,14 +65,13 @@ def init(
     >>> state.carried.residual.size == 8 * len(jax.devices())
     True
   """
-  engine = training_engine(mesh, axis)
+  engine = engine_of(mesh, axis)
   checks.check_alive({"params": params})
 
-  start = start_of(engine, tx)
   if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
-    return start_workers(engine, start, params)[0]
+    return start_workers(engine, tx.init, params)[0]
   replicas.check_processes(engine, params, "params")
-  state, specs = place_state(engine, start, params)
+  state, specs = place_state(engine, tx.init, params)
   check_update(engine, tx, params, state, specs)
   return state
 
@@ -151,12 +149,9 @@ def make_train_step(
     >>> float(jnp.abs(params - 1).max()) < 1e-3
     True
   """
-  for option, value, choices in (
-    ("aux_reduce", aux_reduce, get_args(AuxReduce)),
-    ("model_state", model_state, get_args(ModelState)),
-  ):
-    if value not in choices:
-      raise ValueError(f"make_train_step: {option}={value!r}, choose one of {', '.join(map(repr, choices))}")
+  for option, value, kind in (("aux_reduce", aux_reduce, AuxReduce), ("model_state", model_state, ModelState)):
+    if value not in get_args(kind):
+      raise ValueError(f"make_train_step: {option}={value!r}, choose one of {', '.join(map(repr, get_args(kind)))}")
   check_whole("make_train_step", 1, accumulate=accumulate)
   return TrainStep(Worker(loss_fn, tx, has_aux, aux_reduce, model_state, accumulate), mesh, axis, donate)
 
@@ -178,7 +173,7 @@ class TrainStep:
   """
 
   def __init__(self, worker: Worker, mesh: Mesh | Comm, axis: AxisName, donate: bool):
-    self._engine = training_engine(mesh, axis)
+    self._engine = engine_of(mesh, axis)
     self.workers = self._engine.workers
     self._axis, self._worker, self._donate = self._engine.axis, worker, donate
     self._specs: dict[Any, tuple[Any, Any]] = {}
@@ -195,7 +190,8 @@ class TrainStep:
     program, specs = self._program(params, state, batch, given)
     count_step(self._engine.processes)
     first = _identity(state) is not self._known
-    arguments = self._compared(program, (params, state, batch, given), specs)
+    self._compare_processes(program, (params, state, batch, given), specs)
+    arguments = self._engine.place((params, state, batch, given), specs)
     if self._donate:
       arguments = without_aliases(arguments, by_buffer=first)
     params, state, metrics = dispatch(program, *arguments, follow=lambda results: results[2].loss)
@@ -209,8 +205,7 @@ class TrainStep:
     """
     if not states.local_states(state):
       return params, state
-    checks.check_alive({"params": params, "state": state})
-    checks.check_params(states.reduce_states(state), params)
+    check_state(state, params, self._engine)
     if (names := tuple(extra)) not in self._exchanges:
       specs = (PartitionSpec(), placed(state, self._axis))
       arguments = (*specs, dict.fromkeys(extra, PartitionSpec()))
@@ -233,19 +228,14 @@ class TrainStep:
     checks.check_alive({"params": params, "state": state})
     checks.check_params(states.reduce_states(state), params)
     specs = (PartitionSpec(), placed(state, self._axis))
-    replicas.check_replicas(self._engine, (params, state), specs, ("params", "state"))
+    replicas.check_replicas(self._engine, (params, state), specs)
 
   def lower(
     self, params: optax.Params, state: Any, batch: Any, *, rng: Any = None, model_state: Any = None, **extra: Any
   ) -> jax.stages.Lowered:
     """The lowered step, to inspect its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
     arguments = params, state, batch, Given(rng, model_state, extra)
-    program, specs = self._program(*arguments)
-    shardings = self._engine.shardings(arguments, specs)
-    if shardings is not None:  # a call places its arguments
-      shape_of = lambda x, lies: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=lies)
-      arguments = jax.tree.map(shape_of, arguments, shardings)
-    return program.lower(*arguments)
+    return self._program(*arguments)[0].lower(*arguments)
 
   def _program(self, params: optax.Params, state: Any, batch: Any, given: Given) -> tuple[Any, Any]:
     """The jitted step for arguments of this structure and these shardings, and their specs."""
@@ -253,53 +243,48 @@ class TrainStep:
     engine, arguments = self._engine, (params, state, batch, given)
     structure = jax.tree.structure((state, given))
     if structure not in self._specs:
-      self._specs[structure] = self._specs_of(state, given)
+      same: Any = PartitionSpec()
+      own, split = placed(state, self._axis), PartitionSpec(self._axis)
+      model_state = split if self._worker.model_state == "worker" else same
+      in_specs = (same, own, split, Given(same, model_state, dict.fromkeys(given.extra, same)))
+      self._specs[structure] = in_specs, (same, own, StepMetrics(same, same, same, model_state))
     in_specs, out_specs = self._specs[structure]
     shardings = engine.shardings(arguments, in_specs)
     known = structure, tuple(jax.tree.leaves(shardings))
     if known not in self._programs:
-      worker = functools.partial(self._worker.step, engine.comm)
-      likely, inside = LIKELY_MISTAKES, engine.others
-      checked = replication.checked(worker, in_specs, out_specs, engine.axis, likely, inside, commit_early)
-      options = compiler_options(engine.platform) if states.in_groups(state) else None
-      donated = (0, 1) if self._donate else ()
+      step = functools.partial(self._worker.step, engine.comm)
+      checked = replication.checked(
+        step, in_specs, out_specs, engine.axis, LIKELY_MISTAKES, engine.others, commit_early
+      )
       open_: Any = None  # the compiler's choice
       after = shardings and (*shardings[:2], StepMetrics(open_, open_, open_, shardings[3].model_state))
+      donated = (0, 1) if self._donate else ()
+      options = compiler_options(engine.platform) if states.in_groups(state) else None
       program = engine.jit(checked, in_specs, out_specs, donated, options, shardings and (shardings, after))
       self._programs[known] = program
     return self._programs[known], in_specs
 
-  def _compared(self, program: Any, arguments: tuple[Any, ...], specs: Any) -> tuple[Any, ...]:
-    """The arguments, placed; all processes compare a program and its arguments where either is new."""
+  def _compare_processes(self, program: Any, arguments: tuple[Any, ...], specs: Any) -> None:
+    """Compares a program and its arguments between all processes, where either is new."""
     engine, worker, given = self._engine, self._worker, arguments[3]
     # Only some ranks of MPI may come here again, and their messages would be taken for others: they compare once.
     if engine.processes == 1 or (self._alike and isinstance(engine.comm, MpiComm)):
-      return engine.place(arguments, specs)
+      return
     known = program, *((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(arguments[2:]))
     if known in self._alike:
-      return engine.place(arguments, specs)
+      return
     options = {name: value for name, value in worker._asdict().items() if not callable(value) and name != "tx"}
     head = [f"make_train_step has {options | {'donate': self._donate}}"]
     shardings = engine.shardings(arguments, specs)
-    head += programs.described(arguments, ("params", "state", "batch", "argument"), shardings)
+    head += replicas.described(arguments, shardings)
     if self._alike:  # processes come to their first step when they like
-      new = programs.described(arguments[2:], ("batch", "argument"), shardings and shardings[2:])
-      programs.wait_for_all(arguments[:2], "the training step", "\n".join(new))
-    programs.check_same(engine, "the training step", head)
+      new = replicas.described((None, None, *arguments[2:]), shardings and (None, None, *shardings[2:]))
+      replicas.wait_for_all(arguments[:2], "the training step", "\n".join(new))
+    replicas.check_same(engine, "the training step", head)
     shared = given._replace(model_state=None) if worker.model_state == "worker" else given
     replicas.check_processes(engine, shared._asdict(), "step: argument ")
-    arguments = engine.place(arguments, specs)
-    programs.check_traced(engine, "the training step", program, arguments)
+    replicas.check_traced(engine, "the training step", program, engine.place(arguments, specs))
     self._alike.add(known)
-    return arguments
-
-  def _specs_of(self, state: Any, given: Given) -> tuple[Any, Any]:
-    """The specs of the arguments of a step, and of its results."""
-    same: Any = PartitionSpec()
-    split, own = PartitionSpec(self._axis), placed(state, self._axis)
-    model_state = split if self._worker.model_state == "worker" else same
-    in_specs = (same, own, split, Given(same, model_state, dict.fromkeys(given.extra, same)))
-    return in_specs, (same, own, StepMetrics(same, same, same, model_state))
 
   def _check(self, params: optax.Params, state: Any, batch: Any, given: Given) -> None:
     checks.check_alive({"params": params, "state": state, "batch": batch, "model_state": given.model_state})
@@ -308,25 +293,15 @@ class TrainStep:
       if not all(isinstance(leaf, numbers) for leaf in jax.tree.leaves(value)):
         raise TypeError(f"step: extra argument {name}={value!r}: give arrays or numbers, which can be traced")
     check_batch(batch, self._engine, self._axis, self._worker.accumulate)
-    if self._worker.model_state == "worker":
-      self._check_rows(given.model_state)
-    if self._known is not None and _identity(state) is self._known:
-      return
-    nodes = states.reduce_states(state)
-    if not nodes:
-      raise ValueError(checks.why_none(state))
-    for node in nodes:
-      checks.check_workers(node, self.workers, held=self._engine.held)
-    checks.check_layout(state, self.workers)
-    checks.check_params(nodes, params)
-
-  def _check_rows(self, model_state: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+    rows = given.model_state if self._worker.model_state == "worker" else None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
       if jnp.shape(leaf)[:1] != (self._engine.held,):
         raise ValueError(
           f"model_state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: with model_state='worker' give it a "
           f"leading axis of {self._engine.held}, one entry for each worker"
         )
+    if self._known is None or _identity(state) is not self._known:
+      check_state(state, params, self._engine, shapes=True)
 
 
 def _identity(state: Any) -> Any:

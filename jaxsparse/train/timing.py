@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective
 from jaxsparse.comm import SoloComm
 from jaxsparse.train.engine import Engine, rows_of
@@ -19,15 +18,9 @@ from jaxsparse.train.starting import start_workers
 from jaxsparse.transform.update import init_state, reduce_step
 from jaxsparse.types import Comm
 
-_AXIS = "workers"
-
 
 class Stopwatch:
   """Times programs of an engine: all workers start together, and the time of the slowest is the result.
-
-  Args:
-    engine: the workers.
-    axis: the mesh axis of the workers, for an engine on a mesh.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -39,9 +32,9 @@ class Stopwatch:
     (True, Array([0, 1, 4], dtype=int32))
   """
 
-  def __init__(self, engine: Engine, axis: AxisName = _AXIS):
+  def __init__(self, engine: Engine):
     self._engine = engine
-    self._rows = rows_of(engine, lambda x: x[0], (PartitionSpec(axis),))
+    self._rows = rows_of(engine, lambda x: x[0], (PartitionSpec(engine.axis),))
 
   def gather(self, value: float) -> np.ndarray:
     """The `value` of each worker's process, f32[P], on every process."""
@@ -75,8 +68,8 @@ class Update:
     Array([1.5, 2.5, 3.5, 1.5, 2.5, 3.5], dtype=float32)
   """
 
-  def __init__(self, engine: Engine, collective: Collective, comm: Comm, n: int, axis: AxisName = _AXIS):
-    split = PartitionSpec(axis)
+  def __init__(self, engine: Engine, collective: Collective, comm: Comm, n: int):
+    split = PartitionSpec(engine.axis)
     self.function = lambda grads, state: reduce_step(collective, comm, grads, state, comm.size)
     self.state, own = start_workers(engine, lambda flat: init_state(collective, flat.size, comm.size), jnp.zeros(n))
     self.specs = (split, own)
@@ -84,36 +77,27 @@ class Update:
 
 
 def alone(
-  engine: Engine,
-  watch: Stopwatch,
-  collective: Collective,
-  grads: jax.Array,
-  n: int,
-  repetitions: int,
-  axis: AxisName = _AXIS,
-  budget: float = math.inf,
+  engine: Engine, watch: Stopwatch, collective: Collective, grads: jax.Array, repetitions: int, budget: float = math.inf
 ) -> tuple[float, Update]:
   """Seconds of the arithmetic of an update, and the update: no messages are sent, and all workers compute at once.
 
   The result is the median of the repetitions, fewer of them where they take more than `budget` seconds together.
   """
-  update = Update(engine, collective, SoloComm(engine.workers), n, axis)
-  split = PartitionSpec(axis)
-  copied = engine.jit(jnp.copy, (split,), split)  # the update donates its gradients
+  update = Update(engine, collective, SoloComm(engine.workers), grads.size // engine.held)
   times: list[float] = []
   # Warm-up: the first call compiles, the second is the first with a residual.
   while len(times) < 3 or (len(times) < repetitions + 2 and sum(times[2:]) < budget):
-    seconds, (_, update.state) = watch.time(update.program, copied(grads), update.state)
+    seconds, (_, update.state) = watch.time(update.program, jnp.copy(grads), update.state)  # it donates both
     times.append(seconds)
   return statistics.median(times[2:]), update
 
 
-def gradients(engine: Engine, n: int, axis: AxisName = _AXIS) -> Callable[[int], jax.Array]:
+def gradients(engine: Engine, n: int) -> Callable[[int], jax.Array]:
   """A function from a seed to the gradients of all workers, n independent standard normal numbers at each."""
 
   def make(seed: jax.Array) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(seed), engine.comm.rank)
     return jax.random.normal(key, (n,), jnp.float32)
 
-  program = engine.jit(make, (PartitionSpec(),), PartitionSpec(axis))
+  program = engine.jit(make, (PartitionSpec(),), PartitionSpec(engine.axis))
   return lambda seed: program(np.int32(seed))

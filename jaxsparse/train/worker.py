@@ -56,9 +56,11 @@ class Worker(NamedTuple):
     self, comm: Comm, params: optax.Params, state: Any, batch: Any, given: "Given"
   ) -> tuple[optax.Params, Any, StepMetrics]:
     """One step: the next parameters, state, and metrics. Besides `tx`, only loss, aux and model state are reduced."""
-    loss, grads, model_state, aux = _gradients(self, comm, own_params(params, state), batch, given)
-    if given.model_state is not None:  # NaN in it would stay for good: mark the gradient, and all workers skip the step
-      finite = flatten.stays_finite(_own_model_state(self, given), model_state)
+    own = jax.tree.map(lambda x: x[0], given.model_state) if self.model_state == "worker" else given.model_state
+    key = None if given.rng is None else jax.random.fold_in(given.rng, comm.rank)
+    loss, grads, model_state, aux = _gradients(self, own_params(params, state), batch, key, own)
+    if own is not None:  # NaN in it would stay for good: mark the gradient, and all workers skip the step
+      finite = flatten.stays_finite(own, model_state)
       grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
     loss = comm.all_reduce(loss) / comm.size
     extra = {"value": loss} | given.extra
@@ -69,7 +71,8 @@ class Worker(NamedTuple):
     # Running statistics never recover from NaN, which optax.zero_nans may have hidden.
     keep = functools.partial(jnp.where, skipped | ~flatten.stays_finite(given.model_state, model_state))
     model_state = jax.tree.map(keep, given.model_state, model_state)
-    return params, state, StepMetrics(loss, skipped, _over_workers(comm, aux, self.aux_reduce), model_state)
+    aux = _reduced(aux, self.aux_reduce, functools.partial(_over_workers, comm))
+    return params, state, StepMetrics(loss, skipped, aux, model_state)
 
   def synchronize(self, params: optax.Params, state: Any, extra: dict[str, Any]) -> tuple[optax.Params, Any]:
     """An exchange of what the workers have moved, without a step of other leaves: the next parameters and state."""
@@ -90,28 +93,25 @@ class Given(NamedTuple):
   extra: dict[str, Any]
 
 
-def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, given: Given) -> tuple[Any, ...]:
+def _gradients(worker: Worker, params: optax.Params, batch: Any, key: Any, model_state: Any) -> tuple[Any, ...]:
   """(loss, gradients, model state, aux) of one worker's part of the batch."""
-  model_state = _own_model_state(worker, given)
-  key = None if given.rng is None else jax.random.fold_in(given.rng, comm.rank)
 
   def grads_of_part(batch: Any, key: Any, model_state: Any) -> tuple[Any, ...]:
-    named = {"rng": key, "model_state": model_state}
-    named = {name: value for name, value in named.items() if value is not None}
+    named = {name: x for name, x in (("rng", key), ("model_state", model_state)) if x is not None}
 
     def loss_fn(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
       wanted = ["loss", *["model_state"] * (model_state is not None), *["aux"] * worker.has_aux]
       found = worker.loss_fn(params, batch, **named)
-      if len(wanted) == 1 and isinstance(found, tuple):
+      found = found if isinstance(found, tuple) else (found,)
+      if len(found) != len(wanted):
         raise ValueError(
-          f"loss_fn returned {len(found)} values, it should return the loss: for (loss, aux) give make_train_step "
-          "has_aux=True, for (loss, model_state) give the step model_state="
+          f"loss_fn returned {len(found)} values, it should return ({', '.join(wanted)}): for aux give make_train_step "
+          "has_aux=True, for a model state give the step model_state="
         )
-      found = found if len(wanted) > 1 else (found,)
-      if not isinstance(found, tuple) or len(found) != len(wanted):
-        raise ValueError(f"loss_fn returned {jax.tree.structure(found)}, it should return ({', '.join(wanted)})")
       parts = dict(zip(wanted, found, strict=True))
-      _check_structure(model_state, parts.get("model_state"))
+      was, now = (jax.tree.map(lambda x: jax.typeof(x).str_short(), x) for x in (model_state, parts.get("model_state")))
+      if was != now:
+        raise ValueError(f"loss_fn returned a model_state of {now}, it was given one of {was}")
       return parts["loss"], (parts.get("model_state"), parts.get("aux"))
 
     (loss, (after, aux)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
@@ -120,18 +120,6 @@ def _gradients(worker: Worker, comm: Comm, params: optax.Params, batch: Any, giv
   if worker.accumulate == 1:
     return grads_of_part(batch, key, model_state)
   return _accumulated(worker, grads_of_part, batch, key, model_state, params)
-
-
-def _own_model_state(worker: Worker, given: Given) -> Any:
-  """The model state that this worker begins the step with."""
-  rows = worker.model_state == "worker"
-  return jax.tree.map(lambda x: x[0], given.model_state) if rows else given.model_state
-
-
-def _check_structure(before: Any, after: Any) -> None:
-  was, now = (jax.tree.map(lambda x: jax.typeof(x).str_short(), tree) for tree in (before, after))
-  if was != now:
-    raise ValueError(f"loss_fn returned a model_state of {now}, it was given one of {was}")
 
 
 def _accumulated(
@@ -158,7 +146,12 @@ def _accumulated(
   numbers = jnp.arange(worker.accumulate, dtype=jnp.int32)
   ((loss, grads), model_state), aux = jax.lax.scan(accumulate_part, (zeros, model_state), (numbers, parts))
   grads = jax.tree.map(lambda grad, like: (grad / worker.accumulate).astype(like.dtype), grads, params)
-  return loss / worker.accumulate, grads, model_state, _over_parts(aux, worker.aux_reduce)
+  return (
+    loss / worker.accumulate,
+    grads,
+    model_state,
+    _reduced(aux, worker.aux_reduce, lambda x, how: _OVER_PARTS[how](x)),
+  )
 
 
 def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
@@ -171,47 +164,36 @@ def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
         f"model_state{jax.tree_util.keystr(path)} is a random key, which workers cannot average: keep keys out of the "
         "model state and give the step rng=key"
       )
-  floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-  mean = lambda x: _over_workers(comm, x, "mean" if floating(x) else "max").astype(x.dtype)
-  return jax.tree.map(mean, model_state)
+  over_workers = functools.partial(_over_workers, comm)
+  how = lambda x: "mean" if jnp.issubdtype(x.dtype, jnp.floating) else "max"
+  return jax.tree.map(lambda x: _reduced(x, how(x), over_workers).astype(x.dtype), model_state)  # type: ignore[arg-type]
 
 
-_REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+_OVER_PARTS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "mean": lambda x: x.mean(0),
   "sum": lambda x: x.sum(0, dtype=x.dtype),
   "max": lambda x: x.max(0),
   "min": lambda x: x.min(0),
+  "stack": lambda x: x,
 }
 
 
-def _reducible(x: jax.Array, how: AuxReduce) -> tuple[jax.Array, Any]:
-  """The leaf and its reduction: for integers and booleans "mean" becomes "sum", and the dtype has at least 32 bits."""
-  if jnp.issubdtype(x.dtype, jnp.floating):
-    return x, how
-  if x.dtype.itemsize < 4:
-    x = x.astype(jnp.uint32 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else jnp.int32)
-  return x, "sum" if how == "mean" else how
-
-
-def _over_parts(tree: Any, how: AuxReduce) -> Any:
-  """Reduces leaves over their leading axis of micro-batches; "stack" keeps it."""
+def _over_workers(comm: Comm, x: jax.Array, how: AuxReduce) -> jax.Array:
+  """The reduction of a leaf over the workers; "stack" gives it a leading axis of P."""
   if how == "stack":
-    return tree
+    return mark_total(in_rank_order(comm, all_gather(comm, x)), axes_of(comm))
+  return comm.all_reduce(x) / comm.size if how == "mean" else comm.all_reduce(x, how)
+
+
+def _reduced(tree: Any, how: AuxReduce, reduce: Callable[[jax.Array, Any], jax.Array]) -> Any:
+  """Each leaf reduced by `reduce(leaf, how)`: "mean" is the sum of integers and booleans, in 32 bits or more."""
 
   def reduced(x: jax.Array) -> jax.Array:
-    x, op = _reducible(x, how)
-    return _REDUCTIONS[op](x)
+    x = jnp.asarray(x)
+    if how == "stack" or jnp.issubdtype(x.dtype, jnp.floating):
+      return reduce(x, how)
+    if x.dtype.itemsize < 4:
+      x = x.astype(jnp.uint32 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else jnp.int32)
+    return reduce(x, "sum" if how == "mean" else how)
 
   return jax.tree.map(reduced, tree)
-
-
-def _over_workers(comm: Comm, tree: Any, how: AuxReduce) -> Any:
-  """Reduces leaves over the workers; "stack" gives them a leading axis of P."""
-
-  def reduced(x: jax.Array) -> jax.Array:
-    if how == "stack":
-      return mark_total(in_rank_order(comm, all_gather(comm, x)), axes_of(comm))
-    x, op = _reducible(x, how)
-    return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
-
-  return jax.tree.map(lambda x: reduced(jnp.asarray(x)), tree)

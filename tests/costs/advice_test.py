@@ -211,5 +211,5 @@ def test_repetitions_end_with_their_share_of_the_seconds(budget, timed, monkeypa
   engine, runs = engine_of(js.SimComm("workers", members=2), "workers"), []
   watch, grads = timing.Stopwatch(engine), timing.gradients(engine, 10)(0)
   monkeypatch.setattr(watch, "time", lambda program, *arguments: runs.append(1) or (1.0, program(*arguments)))
-  seconds, _ = timing.alone(engine, watch, js.make_collective("dense"), grads, 10, 9, budget=budget)
+  seconds, _ = timing.alone(engine, watch, js.make_collective("dense"), grads, 9, budget=budget)
   assert (seconds, len(runs)) == (1.0, 2 + timed)  # with two of warm-up

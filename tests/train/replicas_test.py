@@ -1,6 +1,5 @@
 """Values and programs that must be the same on all workers, and are not: every difference is found."""
 
-import functools
 import json
 import pathlib
 import re
@@ -25,60 +24,24 @@ RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 VALUES = normals(0, 64)
 
 
-def _swapped(x, a, b):
-  x = x.copy()
-  x[[a, b]] = x[[b, a]]
-  return x
-
-
-def _flipped(x, bit, at=5):
-  words = x.copy().view(np.uint32)
-  words[at] ^= np.uint32(1 << bit)
-  return words.view(np.float32)
-
-
-CHANGES = {
-  "negated": lambda x: -x,
-  "twice": lambda x: 2 * x,
-  "half of them negated": lambda x: np.where(np.arange(64) % 2, -x, x),
-  "one negated": lambda x: np.where(np.arange(64) == 63, -x, x),
-  "two negated": lambda x: np.where(np.arange(64) % 32 == 7, -x, x),
-  "reversed": lambda x: x[::-1],
-  "rolled by a block": lambda x: np.roll(x, 32),
-  "two swapped": lambda x: _swapped(x, 3, 60),
-  "the lowest bit": lambda x: _flipped(x, 0),
-  "the highest bit": lambda x: _flipped(x, 31),
-  "an exponent": lambda x: _flipped(x, 23),
-}
-
-
-@functools.cache
-def _compared():
-  """(mesh, function that compares what three workers hold of a pytree)."""
-  mesh, tx = mesh_of(3), js.dense_transform("workers")
-  step = js.make_train_step(lambda p, _: jnp.sum(p["x"]), tx, mesh)
-  return mesh, lambda params: step.check(params, ())
-
-
 def _apart(mesh, ours, theirs):
   """An array that JAX takes for replicated, and of which the last device holds another value."""
   pieces = [jax.device_put(theirs if device == mesh.devices[-1] else ours, device) for device in mesh.devices]
   return jax.make_array_from_single_device_arrays(ours.shape, NamedSharding(mesh, PartitionSpec()), pieces)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_check_finds_every_change(change):
-  mesh, check = _compared()
-  other = np.ascontiguousarray(CHANGES[change](VALUES), np.float32)
-  check({"x": _apart(mesh, VALUES, VALUES), "y": _apart(mesh, other, other)})
-  with pytest.raises(ValueError, match=r"params\['x'\] and 0 other of 2 arrays .*: worker 2 and worker 0 hold other"):
-    check({"x": _apart(mesh, VALUES, other), "y": _apart(mesh, other, other)})
-
-
-def test_check_finds_leaves_that_are_swapped():
-  mesh, check = _compared()
+def test_check_names_the_first_array_that_differs_and_the_workers():
+  mesh = mesh_of(3)
+  check = js.make_train_step(lambda p, _: jnp.sum(p["x"]), js.dense_transform("workers"), mesh).check
+  same, swapped, one_bit = VALUES, VALUES.copy(), VALUES.copy()
+  swapped[[3, 60]] = swapped[[60, 3]]
+  one_bit.view(np.uint32)[5] ^= 1
+  check({"x": _apart(mesh, same, same), "y": _apart(mesh, swapped, swapped)}, ())
+  for other in (-same, swapped, one_bit):
+    with pytest.raises(ValueError, match=r"params\['x'\] and 0 other of 2 arrays .*: worker 2 and worker 0 hold other"):
+      check({"x": _apart(mesh, same, other), "y": _apart(mesh, other, other)}, ())
   with pytest.raises(ValueError, match=r"params\['x'\] and 1 other of 2 arrays"):
-    check({"x": _apart(mesh, VALUES, 2 * VALUES), "y": _apart(mesh, 2 * VALUES, VALUES)})
+    check({"x": _apart(mesh, same, -same), "y": _apart(mesh, -same, same)}, ())  # leaves that are swapped
 
 
 WORDS = st.integers(0, 2**32 - 1)
@@ -96,15 +59,6 @@ def test_hashes_differ_where_words_do(words, data):
   for other in (data.draw(ROWS), shuffled, flipped, ~words, words ^ np.uint32(1 << 31), words + np.uint32(1 << 23)):
     assert (_hashed(other) == found).all() == (other == words).all()
   assert np.asarray(_hashed(flipped))[0] != found[0]
-
-
-def test_hashes_are_as_good_as_random():
-  """Of 2¹⁶ vectors that differ little, no two have the same 64 bits, and 2³² / 2³³ pairs share 32 of them."""
-  words = np.zeros((2**16, 4), np.uint32)
-  words[:, 1], words[:, 3] = np.arange(2**16) << 16, np.arange(2**16)
-  found = np.asarray(_hashed(words))
-  assert len(np.unique(found, axis=0)) == 2**16
-  assert all(len(np.unique(found[:, one])) >= 2**16 - 10 for one in (0, 1))
 
 
 NAMED = {  # what the error says of each difference, on both ranks

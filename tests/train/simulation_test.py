@@ -13,15 +13,6 @@ from tests.cases import assert_same_bits, normals
 ZEROS = np.zeros((2, 4), np.float32)
 
 
-def test_a_loop_of_steps_carries_the_state():
-  grads = normals(0, 2, 3, 10)
-  first = js.simulate("topka", grads[0], k=2)
-  by_state = js.simulate("topka", grads[1], state=first.state, k=2)
-  by_residuals = js.simulate("topka", grads[1], first.residuals, k=2)
-  np.testing.assert_array_equal(by_state.total, by_residuals.total)
-  np.testing.assert_array_equal(by_state.residuals, by_residuals.residuals)
-
-
 def test_a_collective_of_your_own():
   """It has the name of its module."""
 
@@ -66,7 +57,7 @@ def test_bad_input(name, given, options, error, message):
     js.simulate(name, *given, **options)
 
 
-def test_a_pytree():
+def test_a_pytree_and_a_loop_of_steps_by_state_or_residuals():
   grads = {"w": normals(0, 3, 4, 2), "b": normals(1, 3, 2)}
   flat = np.concatenate([grads["b"], grads["w"].reshape(3, -1)], axis=1)
   run = functools.partial(js.simulate, "topka", k=3)
@@ -75,5 +66,7 @@ def test_a_pytree():
   assert_same_bits(one.residuals["w"], other.residuals[:, 2:].reshape(3, 4, 2))
   again, flat_again = run(grads, residuals=one.residuals), run(flat, residuals=other.residuals)
   assert_same_bits(again.total["w"], flat_again.total[2:].reshape(4, 2))
+  by_state = run(grads, state=one.state)
+  assert_same_bits((by_state.total, by_state.residuals), (again.total, again.residuals))
   with pytest.raises(ValueError, match=r"grads\['w'\] has shape \(2, 4, 2\), .* 3 workers"):
     run(grads | {"w": normals(0, 2, 4, 2)})
