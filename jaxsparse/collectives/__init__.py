@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-from jaxsparse.collectives._base import Collective, SparseCollective, name_of, replace_fields
+from jaxsparse.collectives._base import Collective, SparseCollective, replace_fields
 
 __all__ = [
   "Collective",
@@ -23,7 +23,6 @@ __all__ = [
   "make_collective",
   "make_instance",
   "make_plain",
-  "name_of",
 ]
 
 
@@ -35,7 +34,7 @@ def _kinds() -> dict[str, type[Collective]]:
     if not module.name.startswith("_"):
       imported = importlib.import_module(f"{__name__}.{module.name}")
       classes = [kind for _, kind in inspect.getmembers(imported, inspect.isclass) if issubclass(kind, Collective)]
-      (kinds[module.name],) = {c for c in classes if name_of(c) == module.name and not inspect.isabstract(c)}
+      (kinds[module.name],) = {c for c in classes if not inspect.isabstract(c) and c.name == module.name}
   return kinds
 
 
@@ -101,7 +100,7 @@ def make_instance(kind: type[Collective], config: Mapping[str, Any]) -> Collecti
 def _checked_options(kind: type[Collective], config: Mapping[str, Any]) -> Mapping[str, Any]:
   options = _options(kind)
   if unknown := sorted(set(config) - set(options)):
-    raise TypeError(f"{name_of(kind)}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}")
+    raise TypeError(f"{kind.name}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}")
   return config
 
 

@@ -6,9 +6,10 @@ few capacities, the workers agree on the number of entries that they need, and t
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,18 @@ from jaxsparse.types import Comm, Sparse, State, saturated, saturated_product
 _NOT_FINITE = jnp.iinfo(jnp.int32).max
 
 
-@dataclasses.dataclass(frozen=True)
-class Writer:
-  """Encodes the messages of a step: a codec of rows of entries, and the key of its random rounding, None without."""
+class Writer(NamedTuple):
+  """Encodes the messages of a step.
+
+  Attributes:
+    codec: of rows of entries.
+    key: of random rounding; None without.
+    next_step: the number of the next step, i32[]; () without random rounding.
+  """
 
   codec: Codec
-  key: jax.Array | None
+  key: jax.Array | None = None
+  next_step: Any = ()
 
   def encode(self, entries: Sparse, number: int) -> tuple[Any, Sparse]:
     """Rows of entries as message `number` of this step, and their rounding errors, in the slots of the entries."""
@@ -47,7 +54,7 @@ class Writer:
 
   def gather(self, comm: Comm, message: Any) -> Sparse:
     """All-gathers messages: the rows of all workers, first those of worker `rank`, then those of rank + 1, …."""
-    return self.codec.decode(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), all_gather(comm, message)))
+    return self.codec.decode(jax.tree.map(_join_rows, all_gather(comm, message)))
 
   def words_used(self, entries: jax.Array, capacity: int) -> jax.Array:
     """Words of `entries` i32[] entries, u32[]: their share of a message of `capacity` slots."""
@@ -55,6 +62,9 @@ class Writer:
     if words == 2 * capacity:
       return saturated_product(entries, 2)
     return saturated(entries.astype(jnp.float32) * (words / capacity), jnp.uint32)
+
+
+_join_rows = functools.partial(jax.lax.collapse, start_dimension=0, stop_dimension=2)
 
 
 def words_of(codec: Codec, size: int, capacity: int, rows: int = 1) -> int:
@@ -108,22 +118,18 @@ class EncodingCollective(SparseCollective):
   wire: Wire = "f32"
 
   @property
-  def draws(self) -> bool:
-    """Whether rounding is random, so that `shared` counts steps."""
-    return FORMATS[self.wire].draws
+  def first_step(self) -> Any:
+    """The number of the first step, i32[], where rounding is random; () where nothing is drawn from it."""
+    return jnp.int32(0) if FORMATS[self.wire].draws else ()
 
   def init(self, n: int, size: int) -> State:
-    return super().init(n, size)._replace(shared=jnp.int32(0) if self.draws else ())
-
-  def next_step(self, step: Any) -> Any:
-    """The number of the next step, i32[]; () where nothing is drawn from it."""
-    return step + 1 if self.draws else step
+    return super().init(n, size)._replace(shared=self.first_step)
 
   def writer(self, codec: Codec, step: Any, block: jax.Array) -> Writer:
     """The writer of a step; workers that give the same number `block`, i32[], round alike."""
-    if not self.draws:
-      return Writer(codec, None)
-    return Writer(codec, jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), block))
+    if not FORMATS[self.wire].draws:
+      return Writer(codec)
+    return Writer(codec, jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), block), step + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,9 +146,6 @@ class SelectingCollective(EncodingCollective):
   def chosen_codec(self, length: int) -> Codec:
     """The codec of selected entries, to which nothing has been added."""
     return codec_of(self.wire, length, by_chunk=self.selection.one_per_chunk)
-
-  def slots(self, n: int, size: int) -> int:
-    return max(super().slots(n, size), self.selection.slots(n, self.entries(n)))
 
   def init(self, n: int, size: int) -> State:
     self.selection.check(self.name, n, self.entries(n))

@@ -17,9 +17,9 @@ class Wrapped(Collective):
 
   collective: Collective
 
-  @property
-  def name(self) -> str:
-    return f"{super().name.removeprefix('_')} {self.collective.name}"
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "name", f"wrapped {self.collective.name}")
+    super().__post_init__()
 
   @property
   def conserves(self) -> bool:
@@ -40,9 +40,6 @@ class Wrapped(Collective):
   @property
   def mixes_entries(self) -> bool:
     return self.collective.mixes_entries
-
-  def selects(self, n: int, state: State) -> bool | jax.Array:
-    return self.collective.selects(n, state)
 
   def slots(self, n: int, size: int) -> int:
     return self.collective.slots(n, size)
@@ -71,6 +68,7 @@ class Momentum(NamedTuple):
 class Corrected(Wrapped):
   """A collective that reduces the momentum of each worker in place of its gradient; see `js.momentum_corrected`."""
 
+  conserves = False  # it conserves momentum, not gradients
   momentum: float
   nesterov: bool = False
   masking: bool = True
@@ -84,10 +82,6 @@ class Corrected(Wrapped):
         f"momentum_corrected: masking=True with {self.collective.name}, which delivers a part of every entry, so that "
         "each step would zero all momentum: choose masking=False, or a collective that sends entries"
       )
-
-  @property
-  def conserves(self) -> bool:
-    return False  # it conserves momentum, not gradients
 
   def init(self, n: int, size: int) -> State:
     state = self.collective.init(n, size)
@@ -129,9 +123,7 @@ class WarmedUp(Wrapped):
   steps: tuple[int, ...]
   densities: tuple[float, ...]
 
-  @property
-  def sizes_vary(self) -> bool:
-    return True
+  sizes_vary = True
 
   def rungs(self) -> list[SparseCollective]:
     """The collective of each density, its own last."""

@@ -65,10 +65,6 @@ class ChunkTopk(SparseCollective):
     k_chunk = self.entries(length) if self.k is None else -(-self.entries(n) * length // n)
     return -(-n // length), length, k_chunk
 
-  def slots(self, n: int, size: int) -> int:
-    rows, length, k_chunk = self.chunks(n)
-    return max(super().slots(n, size), rows * length, size * rows * k_chunk)
-
   def cost(self, n: int, size: int) -> Cost:
     rows, length, k_chunk = self.chunks(n)
     return Cost(len(schedules.strides(size)), words_of(codec_of(self.wire, length), size, k_chunk, rows))
@@ -87,7 +83,7 @@ class ChunkTopk(SparseCollective):
     n, (rows, length, k_chunk) = acc.size, self.chunks(acc.size)
     starts = length * jnp.arange(rows, dtype=jnp.int32)[:, None]
     chosen = top_k(jnp.pad(acc, (0, rows * length - n)).reshape(rows, length), k_chunk)
-    writer = Writer(codec_of(self.wire, length), None)
+    writer = Writer(codec_of(self.wire, length))
     message, errors = writer.encode(chosen, 0)
 
     def flat(entries: Sparse) -> Sparse:

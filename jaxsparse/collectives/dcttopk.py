@@ -62,10 +62,7 @@ class DctTopk(ChunkTopk):
   """
 
   leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
-
-  @property
-  def mixes_entries(self) -> bool:
-    return True
+  mixes_entries = True
 
   def __post_init__(self) -> None:
     super().__post_init__()

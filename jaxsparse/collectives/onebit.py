@@ -68,9 +68,6 @@ class OneBit(Collective):
     del size
     return State(residual=jnp.zeros(n, jnp.float32))
 
-  def slots(self, n: int, size: int) -> int:
-    return max(super().slots(n, size), math.prod(_shape(n, size)))
-
   def cost(self, n: int, size: int) -> Cost:
     _, blocks, block = _shape(n, size)
     return Cost(size - 1 + len(schedules.strides(size)), 2 * (size - 1) * blocks * (block // BITS + 1))

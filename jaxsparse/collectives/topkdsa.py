@@ -42,13 +42,7 @@ class TopkDSA(SelectingCollective):
     >>> tx = optax.chain(js.topkdsa_transform("workers", density=0.01), optax.sgd(0.1))
   """
 
-  @property
-  def sizes_vary(self) -> bool:
-    return True
-
-  def slots(self, n: int, size: int) -> int:
-    most = self.capacities(n, size)[-1]  # entries of a region are looked for up to so many beyond all k
-    return max(super().slots(n, size), self.entries(n) + most, codec_of(self.wire, n).slots(size, most))
+  sizes_vary = True
 
   def cost(self, n: int, size: int) -> Cost:
     length = math.ceil(n / size)
@@ -85,7 +79,7 @@ class TopkDSA(SelectingCollective):
       return own, writer.widen_errors(errors, capacities[-1]), words
 
     own, lost, split_words = switch(capacities, fullest, split)
-    sums = dataclasses.replace(writer, codec=codec_of(self.wire, length))
+    sums = writer._replace(codec=codec_of(self.wire, length))
     most, even, slots = size * capacities[-1], -(-k // size), min(size * k, n)
     total, rounded_off, words = _gather(comm, own, sums, most, even, slots)
     starts = bitset.rank(sent, bounds)
@@ -97,7 +91,7 @@ class TopkDSA(SelectingCollective):
       overflow=count - starts[-1],
     )
     residual = pending_nonzero(acc, selected, total, lost + rounded_off)
-    return Reduced(total, State(residual, memory, self.next_step(state.shared)), counters)
+    return Reduced(total, State(residual, memory, writer.next_step), counters)
 
 
 def _gather(

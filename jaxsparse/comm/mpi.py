@@ -70,15 +70,17 @@ class MpiComm(View):
     if found := environment.read_counts():
       environment.check_mpi("js.MpiComm()", found, _mpi4jax()[0])
 
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """(`RANKS`,) where all ranks belong to this view, else ()."""
+    return (RANKS,) if self.size == self._engine_size() else ()
+
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines `x` of all workers of the view in rank order."""
     return mark_total(all_reduce_in_order(self, x, op), self.axes)
 
   def _engine_size(self) -> int:
     return self.communicator.Get_size()
-
-  def _names(self) -> tuple[str, ...]:
-    return (RANKS,)
 
   def _engine_rank(self) -> jax.Array:
     return rank_p.bind(jnp.int32(self.communicator.Get_rank()))

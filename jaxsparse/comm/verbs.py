@@ -89,7 +89,7 @@ class View:
   @property
   def axes(self) -> tuple[str, ...]:
     """Names of the axes all of whose workers belong to this view; empty for a view of some workers."""
-    return () if self.size < self._engine_size() else self._names()
+    return ()
 
   def shift(self, tree: Tree, by: int) -> Tree:
     """Sends `tree` to worker (rank + by) mod size and returns that of worker (rank − by) mod size: one message."""
@@ -117,24 +117,18 @@ class View:
 
   def _send(self, tree: Tree, pairs: schedules.Pairs) -> Tree:
     """Sends `tree` along pairs of this view, and along the same pairs of all views that tile the engine."""
-    starts = self._first_workers()
-    moves = [(start + a * self.stride, start + b * self.stride) for start in starts for a, b in pairs]
+    moves = [(view[source], view[destination]) for view in self._views() for source, destination in pairs]
     return unpack(self._ppermute(pack(tree), moves), tree)
 
-  def _first_workers(self) -> list[int]:
-    """First worker of each of the views that tile the engine."""
-    if self.members is None:
-      return [0]
-    span = self.stride * self.members
-    return [first + offset for first in range(0, self._engine_size(), span) for offset in range(self.stride)]
+  def _views(self) -> list[range]:
+    """The workers of each of the views that tile the engine."""
+    span, engine = self.stride * self.size, self._engine_size()
+    starts = (first + offset for first in range(0, engine, span) for offset in range(self.stride))
+    return [range(start, start + span, self.stride) for start in starts]
 
   def _engine_size(self) -> int:
     """Number of workers of the engine."""
     raise NotImplementedError
-
-  def _names(self) -> tuple[str, ...]:
-    """Names of the axes of the workers of the engine."""
-    return ()
 
   def _engine_rank(self) -> jax.Array:
     """Number of this worker within the engine, i32[]."""
@@ -225,13 +219,15 @@ class AxisComm(View):
   stride: int = 1
   members: int | None = None
 
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """The names of `axis` where this view is the whole of it, else ()."""
+    return _compat.names_of(self.axis) if self.size == self._engine_size() else ()
+
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines `x` of all workers of the view by the all-reduce of XLA, in its order of summation."""
     reduce = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
-    groups = None  # one view is the whole axis; otherwise the axis indices of each of the views that tile it
-    if self.members is not None:
-      span = self.stride * self.members
-      groups = [list(range(start, start + span, self.stride)) for start in self._first_workers()]
+    groups = None if self.members is None else [list(view) for view in self._views()]
     return reduce(x, self.axis, axis_index_groups=groups)
 
   def _engine_size(self) -> int:
@@ -239,14 +235,11 @@ class AxisComm(View):
       return jax.lax.axis_size(self.axis)
     except NameError as error:
       if mapped := jax.sharding.get_abstract_mesh().manual_axes:
-        raise other_axes_error(self._names(), mapped) from error
+        raise other_axes_error(_compat.names_of(self.axis), mapped) from error
       raise ValueError(
         f"axis {self.axis!r} is not mapped here: jaxsparse transforms take the local gradients of one worker, so init "
         f"and update must run inside jax.shard_map over {self.axis!r}; js.init and js.make_train_step do that for you"
       ) from error
-
-  def _names(self) -> tuple[str, ...]:
-    return _compat.names_of(self.axis)
 
   def _engine_rank(self) -> jax.Array:
     return jax.lax.axis_index(self.axis)

@@ -13,7 +13,6 @@ import optax
 
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, make_collective, make_instance
-from jaxsparse.collectives._base import name_of
 from jaxsparse.transform.groups import Special
 from jaxsparse.transform.update import collective_transform
 from jaxsparse.types import Comm
@@ -78,7 +77,7 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
   options = inspect.signature(cls).parameters
   common = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
   signature = own.replace(parameters=[*common, *options.values()])
-  transform.__name__ = transform.__qualname__ = f"{name_of(cls)}_transform"
+  transform.__name__ = transform.__qualname__ = f"{cls.name}_transform"
   transform.__module__ = __name__.partition(".")[0]  # where users find it
   transform.__doc__ = _documentation(cls)
   transform.__kwdefaults__ = {name: one.default for name, one in options.items() if one.default is not one.empty}

@@ -173,7 +173,6 @@ def test_if_nobody_has_a_finite_model_all_are_told(where, leaves):
 @everywhere
 def test_a_worker_that_is_never_finite_ends_and_the_others_go_on(where):
   """As when the state of its optimizer has a NaN in it: it would hold up the others for ever."""
-
   ended = threading.Event()
 
   def train(worker, number):

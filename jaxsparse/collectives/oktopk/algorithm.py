@@ -78,23 +78,13 @@ class OkTopk(EncodingCollective):
     super().__post_init__()
     check_whole(self.name, 1, threshold_period=self.threshold_period, region_period=self.region_period)
 
-  @property
-  def sizes_vary(self) -> bool:
-    return True
+  sizes_vary = True
 
   def sizes(self, n: int, size: int) -> Sizes:
     """The capacities of messages, in entries."""
     even = -(-self.entries(n) // size)
     most = even + even // 2
     return Sizes(even, most, direct=3 * even - most, surplus=2 * even - most)
-
-  def slots(self, n: int, size: int) -> int:
-    sizes = self.sizes(n, size)
-    sums = size * (sizes.most + sizes.surplus)  # of an owner, with what balancing moves to it
-    selected = min(n, 2 * self.entries(n)) + sizes.most  # the last entries of a region are looked for up to that far
-    return max(
-      super().slots(n, size), sums, selected, codec_of(self.wire, n).slots(size, max(sizes.most, sizes.direct))
-    )
 
   def init(self, n: int, size: int) -> State:
     reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))  # its step also numbers the noise of `wire`
