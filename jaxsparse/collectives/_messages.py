@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._base import SparseCollective
-from jaxsparse.comm import all_gather, schedules
+from jaxsparse.comm import all_gather, exchange, schedules
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
 from jaxsparse.sparse.codec import Codec, codec_of
@@ -48,13 +48,34 @@ class Writer(NamedTuple):
     errors = entries.values - rounded if self.codec.rounds else jnp.zeros_like(rounded)
     return message, entries._replace(values=errors)
 
-  def widen_errors(self, errors: Sparse, slots: int) -> list[Sparse]:
-    """The rounding errors in rows of `slots` slots; [] if values are not rounded."""
-    return [sparse.widen(errors, slots, self.codec.length)] if self.codec.rounds else []
-
   def gather(self, comm: Comm, message: Any) -> Sparse:
     """All-gathers messages: the rows of all workers, first those of worker `rank`, then those of rank + 1, …."""
     return self.codec.decode(jax.tree.map(_join_rows, all_gather(comm, message)))
+
+  def gather_rows(self, comm: Comm, row: Sparse, number: int, slots: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+    """Gathers a row of entries, [1, c], of each worker as message `number` of this step.
+
+    Returns:
+      (rows, lost, words): the rows of all workers, as `gather` orders them; the rounding errors of the own row in
+      `slots` slots, [] if values are not rounded; the words sent.
+    """
+    message, errors = self.encode(row, number)
+    words = saturated(words_of(self.codec, comm.size, row.indices.size), jnp.uint32)
+    return self.gather(comm, message), self._lost(errors, slots), words
+
+  def exchange_rows(self, comm: Comm, rows: Sparse, number: int, slots: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+    """Sends row w of entries, [P, c], to worker w as message `number` of this step.
+
+    Returns:
+      (received, lost, words): a row of each sender; the rounding errors of the rows sent, in rows of `slots` slots, []
+      if values are not rounded; the words sent.
+    """
+    message, errors = self.encode(rows, number)
+    words = saturated_product(self.codec.words(1, rows.indices.shape[1]), comm.size - 1)
+    return self.codec.decode(exchange(comm, message)), self._lost(errors, slots), words
+
+  def _lost(self, errors: Sparse, slots: int) -> list[Sparse]:
+    return [sparse.widen(errors, slots, self.codec.length)] if self.codec.rounds else []
 
   def words_used(self, entries: jax.Array, capacity: int) -> jax.Array:
     """Words of `entries` i32[] entries, u32[]: their share of a message of `capacity` slots."""

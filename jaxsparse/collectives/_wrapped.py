@@ -1,6 +1,7 @@
 """Collectives around another one: momentum before the exchange (Deep Gradient Compression, §3), and rising sparsity."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -146,10 +147,10 @@ class WarmedUp(Wrapped):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     step, shared = state.shared
     inner = state._replace(shared=shared)
-    reduced = [lambda one=one: one.reduce(comm, grads, inner) for one in self.rungs()]
-    sizes = [_count_slots(jax.eval_shape(one)) for one in reduced]
-    most = max(total for total, _ in sizes), max(entries for _, entries in sizes)
-    branches = [lambda one=one: _with_slots(one(), grads.size, most) for one in reduced]
+    reduced = [functools.partial(one.reduce, comm, grads, inner) for one in self.rungs()]
+    count = lambda *rungs: max(one.indices.size if _is_sparse(one) else 0 for one in rungs)
+    slots = jax.tree.map(count, *map(jax.eval_shape, reduced), is_leaf=_is_sparse)
+    branches = [lambda one=one: _with_slots(one(), grads.size, slots) for one in reduced]
     after = jax.lax.switch(self._rung(step), branches)
     return after._replace(state=after.state._replace(shared=WarmUp(step + 1, after.state.shared)))
 
@@ -158,20 +159,13 @@ class WarmedUp(Wrapped):
     return jnp.sum(step >= jnp.array(self.steps, jnp.int32), dtype=jnp.int32)
 
 
-def _count_slots(reduced: Reduced) -> tuple[int, int]:
-  """The slots of the total and of the pending residual; 0 where they have none."""
-  entries = lambda x: x.indices.size if isinstance(x, Sparse) else 0
-  residual = reduced.state.residual
-  return entries(reduced.total), entries(residual.entries) if isinstance(residual, Pending) else 0
+def _is_sparse(x: Any) -> bool:
+  return isinstance(x, Sparse)
 
 
-def _with_slots(reduced: Reduced, n: int, most: tuple[int, int]) -> Reduced:
-  """The same result in arrays whose shapes and dtypes depend neither on the density nor on the collective's numbers."""
-  wide = lambda entries, slots: sparse.widen(jax.tree.map(jnp.ravel, entries), slots, n)
-  total, state, counters = reduced
-  if isinstance(total, Sparse):
-    total = wide(total, most[0])
-  if isinstance(state.residual, Pending):
-    state = state._replace(residual=state.residual._replace(entries=wide(state.residual.entries, most[1])))
+def _with_slots(reduced: Reduced, n: int, slots: Reduced) -> Reduced:
+  """The same result, with so many slots of entries, in dtypes that do not depend on the collective's numbers."""
+  widen = lambda x, most: sparse.widen(sparse.ravel(x), most, n) if _is_sparse(x) else x
+  total, state, counters = jax.tree.map(widen, reduced, slots, is_leaf=_is_sparse)
   cast = lambda x, like: saturated(x, like.dtype).reshape(())
   return Reduced(total, state, jax.tree.map(cast, counters, Counters.zeros()))

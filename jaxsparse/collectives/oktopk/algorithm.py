@@ -8,17 +8,17 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._base import check_whole
-from jaxsparse.collectives._messages import EncodingCollective, Writer, agree, geometric, switch
+from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, switch
 from jaxsparse.collectives.oktopk.balance import Sizes, balance_and_gather, consensus_bounds, even_bounds, imbalance
 from jaxsparse.collectives.oktopk.thresholds import kth_magnitude, nudge_by_factor, nudge_in_proportion, search_near
-from jaxsparse.comm import exchange, number_of_each, schedules
+from jaxsparse.comm import number_of_each, schedules
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select import top_k
 from jaxsparse.select.accumulator import pending_nonzero
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product, saturated_sum
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_sum
 
 
 class Reused(NamedTuple):
@@ -118,7 +118,12 @@ class OkTopk(EncodingCollective):
     finite, needed = agree(comm, crowd.max(), jnp.isfinite(sent.values).all())
 
     writer = self.writer(codec_of(self.wire, n), reused.step, comm.rank)
-    rows, lost, words = _split(comm, writer, sent, needed, sizes)
+
+    def split(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+      rows, lost, words = writer.exchange_rows(comm, sparse.narrow(sent, capacity), 0, sizes.most)
+      return sparse.widen(rows, sizes.most, n), lost, words
+
+    rows, lost, words = switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, split)
     sums = sparse.merge(rows, n)
     threshold = self._threshold(comm, sums, exact, n, reused)
     mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
@@ -166,21 +171,3 @@ class OkTopk(EncodingCollective):
       return reused.bounds
     fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
     return jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n), lambda: reused.bounds)
-
-
-def _split(
-  comm: Comm, writer: Writer, chunks: Sparse, needed: jax.Array, sizes: Sizes
-) -> tuple[Sparse, list[Sparse], jax.Array]:
-  """Sends selected entries [P, most] to the owners of their regions.
-
-  Returns:
-    (rows, lost, words): the received rows [P, most] by sender, the rounding errors of the sent ones, and words sent.
-  """
-
-  def send(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-    message, errors = writer.encode(sparse.narrow(chunks, capacity), 0)
-    rows = writer.codec.decode(exchange(comm, message))
-    words = saturated_product(writer.codec.words(1, capacity), comm.size - 1)
-    return sparse.widen(rows, sizes.most, writer.codec.length), writer.widen_errors(errors, sizes.most), words
-
-  return switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, send)

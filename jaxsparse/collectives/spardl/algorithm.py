@@ -1,7 +1,6 @@
 """The SparDL all-reduce: reduce-scatter inside teams, sums over teams, all-gather inside teams."""
 
 import dataclasses
-import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from jaxsparse.collectives.spardl.teams import Adaptive, Summed, adapt, b_sag, r
 from jaxsparse.comm import schedules
 from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.select.selectors import Accumulator
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated, saturated_sum
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_sum
 
 
 class Shared(NamedTuple):
@@ -138,7 +137,11 @@ class SparDL(SelectingCollective):
       summed = summed._replace(merged=comm.all_reduce(summed.merged, "max"))
     elif self.teams > 1:
       summed = r_sag(same_block, summed.own, writer)
-    gather = functools.partial(gather_totals, team, summed.own, writer, k_block)
+
+    def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+      rows, lost, words = writer.gather_rows(team, sparse.narrow(summed.own, capacity), 0, k_block)
+      return sparse.widen(rows, k_block, blocks.length), lost, words
+
     delivered, errors, gather_words = switch(capacities, summed.merged, gather)
     for entries in summed.returned:
       acc = acc.add(entries)
@@ -191,28 +194,6 @@ def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumu
   # Subtract the own block; entries that later rounds drop are added back as residual.
   acc = acc.add(own._replace(values=-own.values))
   return acc, sparse.concatenate([own, *reversed(bags)])
-
-
-def gather_totals(
-  team: Comm, own: Sparse, writer: Writer, k_block: int, capacity: int
-) -> tuple[Sparse, list[Sparse], jax.Array]:
-  """The blocks of all workers of a team, by Bruck's all-gather.
-
-  Args:
-    team: the P/d workers of the team.
-    own: [1, L] entries, the total of this worker's block.
-    writer: encodes messages.
-    k_block: L.
-    capacity: the entries of a message, at most L.
-
-  Returns:
-    (rows, errors, words): [P/d, L] entries, one row for each block in the home frame; the rounding errors of the own
-    block, the same in every team; and the words sent.
-  """
-  message, errors = writer.encode(sparse.narrow(own, capacity), 0)
-  rows = sparse.widen(writer.gather(team, message), k_block, writer.codec.length)
-  words = saturated(words_of(writer.codec, team.size, capacity), jnp.uint32)
-  return rows, writer.widen_errors(errors, k_block), words
 
 
 def _is_power_of_two(number: int) -> bool:
