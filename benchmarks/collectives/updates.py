@@ -22,7 +22,7 @@ from benchmarks import report
 from benchmarks.collectives.laws import Laws
 from benchmarks.specs import Spec
 from benchmarks.workers import Workers
-from jaxsparse.comm import message_p
+from jaxsparse.comm.verbs import message_p
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of, local_shard
 

@@ -44,8 +44,7 @@ class MpiComm(View):
     communicator: of mpi4py; a clone of COMM_WORLD by default. Use your own communicator for nothing else.
     host_staging: whether messages go through host memory and mpi4py. None chooses this where the device is not a CPU
       and mpi4jax was built without CUDA, which would crash otherwise.
-    stride: distance between neighbours of this view.
-    members: number of workers of this view; None for all ranks.
+    stride, members: as of `js.comm.View`.
 
   Raises:
     RuntimeError: in one of several ranks of `jaxsparse.launch --engine=processes`, which MPI does not connect, or if
@@ -62,8 +61,6 @@ class MpiComm(View):
 
   communicator: Any = dataclasses.field(default_factory=_world)
   host_staging: bool | None = None
-  stride: int = 1
-  members: int | None = None
 
   def __post_init__(self) -> None:
     join_mpi()  # also where the caller gives a communicator

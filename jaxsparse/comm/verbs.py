@@ -67,14 +67,19 @@ def list_axes(axes: Iterable[str]) -> str:
   return " and ".join(map(repr, sorted(axes))) or "none"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class View:
   """`members` workers of an engine, `stride` apart; a subclass for each engine.
 
   A subclass implements the number of workers of the engine, the number of this worker, and the sending of a buffer.
+
+  Attributes:
+    stride: distance between neighbours of this view.
+    members: number of workers of this view; None for all workers of the engine.
   """
 
-  stride: int
-  members: int | None
+  stride: int = 1
+  members: int | None = None
 
   @property
   def size(self) -> int:
@@ -111,9 +116,9 @@ class View:
     Raises:
       ValueError: if `teams` does not divide `size`, naming the divisors.
     """
-    length, view = schedules.team_size(self.size, teams), cast(Any, self)
-    member = dataclasses.replace(view, stride=self.stride * length, members=teams)
-    return dataclasses.replace(view, members=length), member
+    length = schedules.team_size(self.size, teams)
+    member = dataclasses.replace(self, stride=self.stride * length, members=teams)
+    return dataclasses.replace(self, members=length), member
 
   def _send(self, tree: Tree, pairs: schedules.Pairs) -> Tree:
     """Sends `tree` along pairs of this view, and along the same pairs of all views that tile the engine."""
@@ -203,8 +208,7 @@ class AxisComm(View):
 
   Attributes:
     axis: the name of the axis, or a tuple of names (ranks vary slowest along the first).
-    stride: distance on the axis between neighbours of this view.
-    members: number of workers of this view; None for the whole axis.
+    stride, members: as of `js.comm.View`.
 
   Example:
     >>> from jax.sharding import PartitionSpec as P
@@ -216,8 +220,6 @@ class AxisComm(View):
   """
 
   axis: _compat.AxisName
-  stride: int = 1
-  members: int | None = None
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -295,8 +297,6 @@ class SoloComm(View):
   """
 
   workers: int
-  stride: int = 1
-  members: int | None = None
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """P times `x`, the sum of P equal arrays; `x` for "max" and "min"."""
