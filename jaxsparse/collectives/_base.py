@@ -26,7 +26,8 @@ _Kind = TypeVar("_Kind", bound="Collective")
 class Collective(abc.ABC):
   """An all-reduce algorithm: pure functions of arrays that communicate by the verbs of `Comm`.
 
-  Fields are options. A value of a field typed `Literal[...]` is checked against the choices of its type.
+  Fields are options. A value of a field typed `Literal[...]` is checked against the choices of its type, and that of a
+  field in `ranges` against its range.
 
   Example:
     A new algorithm, a ring: each gradient passes through all workers in P − 1 messages, and each worker adds them in
@@ -48,6 +49,9 @@ class Collective(abc.ABC):
     Array([7., 7., 7.], dtype=float32)
   """
 
+  ranges: ClassVar[tuple[tuple[str, int, int | None], ...]] = ()
+  """(option, smallest value, largest value or None) of each option that is a whole number."""
+
   name: ClassVar[str]
   """The name by which users choose the collective: that of its module, or of its package in jaxsparse/collectives."""
 
@@ -68,6 +72,9 @@ class Collective(abc.ABC):
         raise ValueError(
           f"{self.name}: {field}={getattr(self, field)!r}, choose one of {', '.join(map(repr, choices))}"
         )
+    for field, low, high in self.ranges:
+      check_whole(self.name, low, high, **{field: getattr(self, field)})
+    check_fraction(self.name, decay=self.decay)
 
   @property
   def label(self) -> str:
@@ -277,7 +284,8 @@ class SparseCollective(Collective):
     density, k = self.density, self.k
     if (density is None) == (k is None):
       raise ValueError(f"{self.name}: give exactly one of density and k, got density={density!r} and k={k!r}")
-    check_fraction(self.name, decay=self.decay, **{} if density is None else {"density": density})
+    if density is not None:
+      check_fraction(self.name, density=density)
     if k is not None and not (_is_number(k, numbers.Integral) and k >= 1):
       raise ValueError(f"{self.name}: k={k!r}, choose a whole number from 1 up to the number of gradient entries")
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse.collectives._base import Collective, check_fraction
+from jaxsparse.collectives._base import Collective
 from jaxsparse.comm import all_gather, exchange, in_rank_order, schedules
 from jaxsparse.sparse.bitset import BITS
 from jaxsparse.sparse.sums import round_mantissa, row_sums, unit_of
@@ -59,10 +59,6 @@ class OneBit(Collective):
   """
 
   decay: float = 1.0
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    check_fraction(self.name, decay=self.decay)
 
   def init(self, n: int, size: int) -> State:
     del size

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import flatten
-from jaxsparse.collectives._base import Collective, check_fraction, check_whole, replace_fields
+from jaxsparse.collectives._base import Collective, replace_fields
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State, saturated, saturated_sum
 
@@ -85,12 +85,7 @@ class PowerSGD(Collective):
   seed: int = 0
   decay: float = 1.0
   leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    check_whole(self.name, 1, rank=self.rank)
-    check_whole(self.name, 0, 2**32 - 1, seed=self.seed)
-    check_fraction(self.name, decay=self.decay)
+  ranges = (("rank", 1, None), ("seed", 0, 2**32 - 1))
 
   @property
   def sizes_vary(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives._base import Collective, check_fraction, check_whole
+from jaxsparse.collectives._base import Collective
 from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.sums import largest_magnitude, ordered_sum, round_mantissa_up
@@ -49,12 +49,7 @@ class QSGD(Collective):
   error_feedback: Literal[False, True] = False
   seed: int = 0
   decay: float = 1.0
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    check_whole(self.name, 1, 2**23, levels=self.levels)
-    check_whole(self.name, 0, 2**32 - 1, seed=self.seed)
-    check_fraction(self.name, decay=self.decay)
+  ranges = (("levels", 1, 2**23), ("seed", 0, 2**32 - 1))
 
   @property
   def conserves(self) -> bool:

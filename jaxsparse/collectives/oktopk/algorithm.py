@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, switch
 from jaxsparse.collectives.oktopk.balance import Sizes, balance_and_gather, consensus_bounds, even_bounds, imbalance
 from jaxsparse.collectives.oktopk.thresholds import kth_magnitude, nudge_by_factor, nudge_in_proportion, search_near
@@ -73,11 +72,7 @@ class OkTopk(EncodingCollective):
   region_period: int = 64
   nudge: Literal["search", "fixed", "none"] = "search"
   regions: Literal["balanced", "even"] = "balanced"
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    check_whole(self.name, 1, threshold_period=self.threshold_period, region_period=self.region_period)
-
+  ranges = (("threshold_period", 1, None), ("region_period", 1, None))
   sizes_vary = True
 
   def sizes(self, n: int, size: int) -> Sizes:
@@ -92,13 +87,11 @@ class OkTopk(EncodingCollective):
 
   def cost(self, n: int, size: int) -> Cost:
     sizes, codec = self.sizes(n, size), codec_of(self.wire, n)
-    split, direct, surplus, even = (
-      codec.words(1, one) for one in (sizes.most, sizes.direct, sizes.surplus, sizes.even)
-    )
+    even, most, direct, surplus = (codec.words(1, capacity) for capacity in sizes)
     # The largest message, P counts of owners, 31 or 66 counts for the global threshold, P − 1 boundaries in 2 parts.
     counts, bounds = 66 if self.nudge == "search" else 31, 2 * (size - 1) if self.regions == "balanced" else 0
     agreements = (1 + size + counts + bounds) * (size > 1)
-    words = (split + max(direct, surplus + even)) * (size - 1)
+    words = (most + max(direct, surplus + even)) * (size - 1)
     return Cost(2 * (size - 1) + len(schedules.strides(size)), words, agreements)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
@@ -125,7 +118,8 @@ class OkTopk(EncodingCollective):
 
     rows, lost, words = switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, split)
     sums = sparse.merge(rows, n)
-    threshold = self._threshold(comm, sums, exact, n, reused)
+    follow = lambda: search_near(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
+    threshold = jax.lax.cond(exact | (reused.threshold == 0), lambda: kth_magnitude(comm, sums, k, n), follow)
     mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
     owned = number_of_each(comm, sparse.count(mine, n))
     kept, rounded_off, balanced, gather_words = balance_and_gather(comm, writer, mine, owned, sizes)
@@ -143,27 +137,13 @@ class OkTopk(EncodingCollective):
       balanced=balanced,
       threshold_age=reused.step % self.threshold_period,
     )
-    local, threshold = self._nudged(local, selected, threshold, wanted, k)
+    if self.nudge == "search":
+      local = nudge_in_proportion(local, selected, k)
+    elif self.nudge == "fixed":
+      local, threshold = nudge_by_factor(local, selected, k), nudge_by_factor(threshold, wanted, k)
     residual = pending_nonzero(acc, sent.indices, kept, lost + rounded_off)
     next_state = State(residual, local[None], Reused(reused.step + 1, threshold, bounds))
     return Reduced(kept._replace(values=jnp.where(finite, kept.values, jnp.nan)), next_state, counters)
-
-  def _threshold(self, comm: Comm, sums: Sparse, exact: jax.Array, n: int, reused: Reused) -> jax.Array:
-    """The global threshold of this step, f32[]."""
-    k = self.entries(n)
-
-    def follow() -> jax.Array:
-      return search_near(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
-
-    return jax.lax.cond(exact | (reused.threshold == 0), lambda: kth_magnitude(comm, sums, k, n), follow)
-
-  def _nudged(
-    self, local: jax.Array, selected: jax.Array, threshold: jax.Array, wanted: jax.Array, k: int
-  ) -> tuple[jax.Array, jax.Array]:
-    """The local and the global threshold of the next step, f32[]."""
-    if self.nudge == "fixed":
-      return nudge_by_factor(local, selected, k), nudge_by_factor(threshold, wanted, k)
-    return nudge_in_proportion(local, selected, k) if self.nudge == "search" else local, threshold
 
   def _bounds(self, comm: Comm, chosen: jax.Array, n: int, reused: Reused) -> jax.Array:
     """The boundaries of regions: balanced every `region_period` steps, and while the global threshold is 0."""

@@ -144,7 +144,8 @@ def balance(
   n, even = writer.codec.length, sizes.even
   mean = jnp.minimum(-(-jnp.sum(owned, dtype=jnp.int32) // comm.size), even)
   above, below = jnp.maximum(owned - mean, 0), jnp.maximum(mean - owned, 0)
-  ordered = _by_magnitude(mine, n)
+  _, order = jax.lax.top_k(jnp.where(mine.indices < n, jnp.abs(mine.values), -1.0), mine.indices.size)
+  ordered = Sparse(mine.indices[order], mine.values[order])  # the largest magnitude first, empty slots last
   beyond = jnp.arange(ordered.indices.size, dtype=jnp.int32) - mean  # at least 0 for surplus entries
   number = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank] + beyond
   free = jnp.arange(even, dtype=jnp.int32)[:, None] < below[None]
@@ -154,9 +155,3 @@ def balance(
   received, lost, words = writer.exchange_rows(comm, moved, 2, sizes.surplus)
   together = sparse.concatenate([sparse.where(beyond < 0, ordered, n), sparse.ravel(received)])
   return top_k_of_entries(together, even, even, n)[0], lost, words
-
-
-def _by_magnitude(entries: Sparse, end: int) -> Sparse:
-  """[c] entries, the largest magnitude first, empty slots last."""
-  _, order = jax.lax.top_k(jnp.where(entries.indices < end, jnp.abs(entries.values), -1.0), entries.indices.size)
-  return jax.tree.map(lambda x: x[order], entries)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.collectives._messages import SelectingCollective, Writer, geometric, switch, words_of
 from jaxsparse.collectives.spardl.teams import Adaptive, Summed, adapt, b_sag, r_sag
 from jaxsparse.comm import schedules
@@ -70,10 +69,10 @@ class SparDL(SelectingCollective):
   teams: int = 1
   sag: Literal["auto", "recursive", "bruck"] = "auto"
   residual: Literal["global", "partial", "local"] = "global"
+  ranges = (("teams", 1, None),)
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    check_whole(self.name, 1, teams=self.teams)
     if self.sag == "recursive" and not _is_power_of_two(self.teams):
       raise ValueError(
         f"{self.name}: sag='recursive' with teams={self.teams}, choose a power of two, or sag='bruck' or 'auto'"
