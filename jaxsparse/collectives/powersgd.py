@@ -5,6 +5,7 @@ the factors of the last step. What r directions leave out stays in the residual.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Self
@@ -121,10 +122,7 @@ class PowerSGD(Collective):
     matrices, others = self._split(acc)
     key, to_left = jax.random.fold_in(jax.random.key(self.seed), factors.step + 1), factors.step % 2 == 0
     if self.alternate:
-      turns = (
-        lambda: _to_left(comm, key, matrices, others, factors),
-        lambda: _to_right(comm, key, matrices, others, factors),
-      )
+      turns = [functools.partial(turn, comm, key, matrices, others, factors) for turn in (_to_left, _to_right)]
       turn = jax.lax.cond(to_left, *turns)
     else:
       half = _to_left(comm, key, matrices, others, factors)
@@ -200,10 +198,7 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]
            [0. , 1. , 0. ]], dtype=float32)
   """
   drawn = _drawn(key, [factor.shape for factor in factors])
-
-  def add(number: jax.Array, bases: list[jax.Array]) -> list[jax.Array]:
-    return [_with_column(*one, number) for one in zip(bases, factors, drawn, strict=True)]
-
+  add = lambda number, bases: [_with_column(*one, number) for one in zip(bases, factors, drawn, strict=True)]
   most = max((factor.shape[1] for factor in factors), default=0)
   return jax.lax.fori_loop(0, most, add, [0 * factor for factor in factors])
 
