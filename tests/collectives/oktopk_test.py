@@ -110,13 +110,6 @@ def test_a_worker_alone_does_the_work_of_one_among_others():
     assert float(counters.imbalance[0]) == 1
 
 
-@pytest.mark.parametrize("option", ["threshold_period", "region_period"])
-def test_bad_periods(option):
-  for value in (0, -1, 2.5, True):
-    with pytest.raises(ValueError, match=f"{option}={value!r}, choose a whole number from 1 up"):
-      js.oktopk_transform("workers", density=0.1, **{option: value})
-
-
 def delivered_mass(nudge, batches, k):
   """Of each step, how much of the magnitude of the exact top-k of all that workers hold is delivered."""
   workers, n = batches[0].shape
@@ -161,10 +154,3 @@ def test_entries_that_overflow_a_message_are_the_smallest(regions):
     for start, end in itertools.pairwise(bounds):
       inside = [i for i in two_k if start <= i < end]
       assert {i for i in range(start, end) if left[i] != own[i]} <= set(inside[:most])
-
-
-def test_reused_thresholds_deliver_most_of_the_largest_entries():
-  """Residuals fill up in the first steps, and more and more entries reach a threshold that follows slowly or not."""
-  for nudge in ("fixed", "none"):
-    shares, _ = delivered_mass(nudge, [normals(step, 4, 2000) for step in range(14)], k=100)
-    assert min(shares) > 0.55, nudge

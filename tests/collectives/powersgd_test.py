@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives.powersgd import Factors, orthonormal
+from jaxsparse.collectives.powersgd import orthonormal
 from jaxsparse.comm import all_reduce_cost
 from tests.cases import mesh_of, normals
 from tests.reference.powersgd import PowerSGD
@@ -46,40 +46,6 @@ def test_equals_the_papers_in_numpy(alternate):
     messages = [rows + others, columns + others] if alternate else [rows + others, columns]
     expected = [all_reduce_cost(count, workers).words for count in messages]
     assert int(js.metrics(state).words_sent) == (expected[number % 2] if alternate else sum(expected))
-
-
-def test_the_worked_example():
-  """Two workers, rank 1, from Q = (1, 0, 0, 0); then the other factor from the same gradients, by ACP-SGD."""
-  corner = lambda *rows: np.pad(np.array(rows, np.float32), ((0, 2), (0, 2)))
-  grads = {"w": jnp.stack([corner([3, 0], [0, 1]), corner([1, 2], [0, 1])])}
-  unit = jnp.array([[1.0], [0.0], [0.0], [0.0]])
-  state = js.simulate("powersgd", grads, rank=1).state
-  rows = lambda factor: (jnp.stack([factor, factor]),)
-  first = state._replace(carried=js.State(jnp.zeros((2, 16)), (), Factors((), rows(unit), jnp.zeros(2, jnp.int32))))
-  out = js.simulate("powersgd", grads, state=first, rank=1)
-  np.testing.assert_allclose(out.total["w"], corner([4, 2], [0, 0]), atol=1e-6)
-  np.testing.assert_allclose(out.residuals["w"], [corner([0, 0], [0, 1])] * 2, atol=1e-6)
-
-  right = jnp.array([[4.0], [2.0], [0.0], [0.0]])
-  turn = first._replace(
-    carried=js.State(out.state.carried.residual, (), Factors(rows(0 * unit), rows(right), jnp.zeros(2, jnp.int32)))
-  )
-  out = js.simulate("powersgd", grads, state=turn, rank=1, alternate=True)
-  np.testing.assert_allclose(out.total["w"], corner([4, 2], [1.6, 0.8]), atol=1e-6)
-  kept = [corner([0.6, -1.2], [-0.8, 1.6]), corner([-0.6, 1.2], [-0.8, 1.6])]
-  np.testing.assert_allclose(out.residuals["w"], kept, atol=1e-6)
-
-
-@pytest.mark.parametrize("alternate", [False, True])
-def test_what_is_left_out_is_delivered_later(alternate):
-  """Of the same gradient in every step, all but a share that falls as 1/steps; one step of rank 1 leaves out half."""
-  grads, state, total = {"w": jnp.asarray(normals(3, 2, 20, 10))}, None, 0
-  for steps in range(1, 101):
-    out = js.simulate("powersgd", grads, state=state, rank=1, alternate=alternate)
-    state, total = out.state, total + out.total["w"]
-    if steps in (1, 100):
-      missing = np.linalg.norm(total / steps - grads["w"].sum(0)) / np.linalg.norm(grads["w"].sum(0))
-      assert missing > 0.5 if steps == 1 else missing < 0.2
 
 
 @pytest.mark.parametrize("alternate", [False, True])
@@ -163,9 +129,3 @@ def test_words_of_a_model_are_those_of_its_leaves():
   assert update.words == cost.words
   with pytest.raises(ValueError, match=r"powersgd: n=100 entries, its leaves of shapes .* have 6"):
     js.costs.count(js.make_collective("powersgd").for_leaves(((3, 2),)), n=100, workers=4)
-
-
-def test_options_outside_their_choices():
-  for option, value in (("rank", 0), ("rank", 1.5), ("seed", -1), ("decay", 0), ("alternate", 2)):
-    with pytest.raises(ValueError, match=f"powersgd: {option}={value}, choose"):
-      js.powersgd_transform("workers", **{option: value})
