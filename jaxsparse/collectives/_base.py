@@ -183,9 +183,8 @@ def label_of(name: str, config: Mapping[str, Any]) -> str:
     >>> label_of("spardl", {"density": 0.01, "teams": 2})
     'spardl:teams=2:density=0.01'
   """
-  last = {"density": config["density"]} if "density" in config else {}
-  options = {key: value for key, value in config.items() if key not in last} | last
-  return ":".join([name, *(f"{key}={value}" for key, value in options.items())])
+  options = [f"{key}={value}" for key, value in config.items() if key != "density"]
+  return ":".join([name, *options, *([f"density={config['density']}"] if "density" in config else [])])
 
 
 def collective_of(label: str) -> tuple[str, dict[str, Any]]:

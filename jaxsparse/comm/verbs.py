@@ -6,6 +6,7 @@ jaxpr: what is equal on all workers (`mark_total`), the rank of a process of MPI
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -49,9 +50,8 @@ def mark_total(tree: Any, axes: Sequence[str] | None) -> Any:
   """
   if axes is not None and not axes:  # a view of some workers: its total is not equal on all of them
     return tree
-  leaves, structure = jax.tree.flatten(tree)
-  marked = [total_p.bind(x, axes=None if axes is None else frozenset(axes)) for x in leaves]
-  return jax.tree.unflatten(structure, marked)
+  named = None if axes is None else frozenset(axes)
+  return jax.tree.map(functools.partial(total_p.bind, axes=named), tree)
 
 
 def other_axes_error(ours: Iterable[str], mapped: Iterable[str]) -> ValueError:
