@@ -97,15 +97,6 @@ def test_demo_in_scipy(combine):
   step.check(params, state)
 
 
-def test_full_tiles_have_chunks_of_their_own():
-  """However large another leaf is: each tile sends its k largest."""
-  grads = {"a": 1e3 * normals(0, 1, 5), "w": normals(1, 1, 8, 4)}
-  total = js.simulate("dcttopk", grads, density=1 / 16, chunk=16).total
-  for top in (0, 4):
-    coefficients = scipy.fft.dctn(np.asarray(total["w"], np.float64)[top : top + 4], norm="ortho")
-    assert np.count_nonzero(np.abs(coefficients) > 1e-4) == 1
-
-
 @pytest.mark.parametrize("chunk", [10, 2**13])
 def test_a_chunk_that_is_no_tile(chunk):
   with pytest.raises(ValueError, match=f"dcttopk: chunk={chunk}, choose a square number, 4096 for tiles of 64 × 64"):

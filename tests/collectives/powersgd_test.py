@@ -74,31 +74,15 @@ def test_a_state_of_other_leaves():
 def test_no_number_in_a_matrix_skips_the_step(alternate, value):
   """Also where the factor that a worker multiplies it with is 0."""
   grads = {"bias": np.ones((2, 3), np.float32), "w": normals(0, 2, 9, 7)}
-  clean = state = js.simulate("powersgd", grads, rank=1, alternate=alternate).state
-  for step in range(2):
-    bad = dict(grads, w=grads["w"].copy())
-    bad["w"][1, 4, 5] = value
+  bad = dict(grads, w=grads["w"].copy())
+  bad["w"][1, 4, 5] = value
+  first = js.simulate("powersgd", grads, rank=1, alternate=alternate).state
+  for state in (first, js.simulate("powersgd", grads, state=first, rank=1, alternate=alternate).state):
     out = js.simulate("powersgd", bad, state=state, rank=1, alternate=alternate)
     assert out.metrics.skipped
     assert not np.any(out.total["w"])
     assert not np.any(out.total["bias"])
     jax.tree.map(np.testing.assert_array_equal, out.state.carried, state.carried)
-    state = js.simulate("powersgd", grads, state=clean, rank=1, alternate=alternate).state if step == 0 else state
-
-
-@pytest.mark.parametrize("alternate", [False, True])
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
-def test_matrices_of_low_rank_and_extreme_size_are_exact(alternate, scale):
-  """Factors of more columns than the matrix has directions: rank 1, twice a row, zeros."""
-  grads = {"w": np.zeros((2, 9, 8), np.float32)}
-  grads["w"][0, 3], grads["w"][1, 3] = scale, 2 * scale
-  out = js.simulate("powersgd", grads, rank=2, alternate=alternate)
-  if alternate:  # the first step delivers what lies in the directions it was given, the second one all of it
-    out = js.simulate("powersgd", {"w": 0 * grads["w"]}, state=out.state, rank=2, alternate=True)
-  else:
-    np.testing.assert_allclose(out.total["w"], grads["w"].sum(0), atol=1e-5 * scale)
-  np.testing.assert_allclose(out.residuals["w"], 0 * grads["w"], atol=1e-5 * scale)
-  assert np.isfinite(out.total["w"]).all()
 
 
 def test_bases_are_orthonormal_and_made_without_lapack():

@@ -63,15 +63,3 @@ def test_long_gradients_are_decoded_to_within_a_level(n):
   assert (np.abs(each - grads) <= scales).all()
   assert used.tolist() == (each != 0).sum(axis=1).tolist()
   np.testing.assert_array_equal(decode_sum(messages, 8, n, np.arange(3)), (each[0] + each[1]) + each[2])
-
-
-def test_every_worker_and_step_draws_anew():
-  grads = np.ones((2, 400), np.float32)
-  one = js.simulate("qsgd", grads[:1], levels=1)
-  two = js.simulate("qsgd", grads, levels=1)
-  assert np.any(np.asarray(two.total) != 2 * np.asarray(one.total))
-  later = js.simulate("qsgd", grads[:1], levels=1, state=one.state)
-  assert np.any(np.asarray(later.total) != np.asarray(one.total))
-  np.testing.assert_array_equal(js.simulate("qsgd", grads, levels=1).total, two.total)
-  words = [js.costs.count("qsgd", n=32_000, workers=2, levels=levels).words for levels in (1, 7, 127)]
-  assert words == [1 + 2000, 1 + 4000, 1 + 8000]

@@ -253,23 +253,15 @@ def test_a_state_that_was_cut_is_refused():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # orbax's own
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-  ("was", "message"),
-  [
-    ("six workers", "they were cut or padded, as Orbax does with strict=False"),
-    ("a smaller model", "restored into that of other parameters, .* than it was saved from"),
-  ],
-)
-def test_a_checkpoint_that_orbax_fits_to_other_shapes_is_refused(tmp_path, was, message):
+def test_a_checkpoint_that_orbax_fits_to_other_shapes_is_refused(tmp_path):
   tx, params = optax.chain(SPARSE, optax.sgd(0.1)), jax.tree.map(jnp.asarray, PARAMS)
-  smaller = was == "a smaller model"
-  other = js.init(tx, {"kernel": jnp.zeros(20)} if smaller else params, mesh_of(4 if smaller else 6))
+  other = js.init(tx, {"kernel": jnp.zeros(20)}, mesh_of(4))  # of a smaller model
   with orbax.checkpoint.StandardCheckpointer() as saver:
     saver.save(tmp_path / "checkpoint", other)
   like = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, js.init(tx, params, mesh_of(4)))
   with orbax.checkpoint.StandardCheckpointer() as saver:
     state = saver.restore(tmp_path / "checkpoint", like, strict=False)
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match="restored into that of other parameters, .* than it was saved from"):
     js.make_train_step(loss_fn, tx, mesh_of(4))(params, state, batch_of(0))
 
 
