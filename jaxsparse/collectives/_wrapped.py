@@ -131,8 +131,7 @@ class WarmedUp(Wrapped):
     return [*(replace_fields(self.collective, density=one, k=None) for one in self.densities), self.collective]
 
   def selects(self, n: int, state: State) -> bool | jax.Array:
-    own = state._replace(shared=state.shared.collective)
-    return jnp.array([one.selects(n, own) for one in self.rungs()])[self._rung(state.shared.step)]
+    return jnp.array([one.entries(n) < n for one in self.rungs()])[self._rung(state.shared.step)]
 
   def slots(self, n: int, size: int) -> int:
     return max(one.slots(n, size) for one in self.rungs())

@@ -78,8 +78,8 @@ class TopkDSA(SelectingCollective):
 
     own, lost, split_words = switch(capacities, fullest, split)
     sums = writer._replace(codec=codec_of(self.wire, length))
-    most, even, slots = size * capacities[-1], -(-k // size), min(size * k, n)
-    total, rounded_off, words = _gather(comm, own, sums, most, even, slots)
+    even = -(-k // size)
+    total, rounded_off, words = _gather(comm, own, sums, most=size * capacities[-1], even=even, slots=min(size * k, n))
     starts = bitset.rank(sent, bounds)
     counters = Counters(
       words_sent=saturated_sum(split_words, words),

@@ -156,9 +156,7 @@ class SparDL(SelectingCollective):
       used = words.astype(jnp.float32) * selected.astype(jnp.float32) / (k_block * team.size)
     delivers = jnp.count_nonzero(delivered.values)
     counters = Counters(words, used, selected=selected, delivered=delivers, merged=summed.merged)
-    adaptive = state.shared.adaptive
-    if self.is_bruck:
-      adaptive = adapt(adaptive, summed.merged, capacities[0], k_block)
+    adaptive = adapt(state.shared.adaptive, summed.merged, capacities[0], k_block) if self.is_bruck else ()
     memory = self.selection.next(state.worker, chosen, blocks.length)
     total = Sparse(blocks.flat_indices(delivered.indices), delivered.values)
     return Reduced(total, State(residual, memory, Shared(adaptive, writer.next_step)), counters)
