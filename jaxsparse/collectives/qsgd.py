@@ -71,15 +71,13 @@ class QSGD(Collective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
-    acc = grads if state.residual is None else grads + state.residual
+    acc = grads + state.residual if self.error_feedback else grads
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), state.shared), comm.rank)
     message, used = encode(key, acc, self.levels, self.bits)
     rows = all_gather(comm, message)
     total = decode_sum(rows, self.bits, n, in_rank_order(comm, jnp.arange(comm.size, dtype=jnp.int32)))
-
-    residual = None
-    if state.residual is not None:
-      residual = acc - decode_sum(message[None], self.bits, n, jnp.zeros(1, jnp.int32))
+    own = lambda: decode_sum(message[None], self.bits, n, jnp.zeros(1, jnp.int32))
+    residual = acc - own() if self.error_feedback else None
     words = self.cost(n, comm.size).words
     counters = Counters(words, words, selected=used, delivered=bitset.count(bitset.pack(total != 0)))
     return Reduced(total, state._replace(residual=residual, shared=state.shared + 1), counters)

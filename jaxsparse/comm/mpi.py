@@ -83,9 +83,8 @@ class MpiComm(View):
     return rank_p.bind(jnp.int32(self.communicator.Get_rank()))
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    own = self.communicator.Get_rank()
-    source = {destination: source for source, destination in pairs}.get(own)
-    return _message(self, buffer, dict(pairs).get(own), source)
+    own, sources = self.communicator.Get_rank(), {destination: source for source, destination in pairs}
+    return _message(self, buffer, dict(pairs).get(own), sources.get(own))
 
 
 def _send_message(view: MpiComm, buffer: jax.Array, destination: int | None, source: int | None) -> jax.Array:

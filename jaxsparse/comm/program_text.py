@@ -84,7 +84,9 @@ class ProgramText:
     for equation in inner.eqns:
       operands = ["of this rank"] if equation.primitive is rank_p else map(read, equation.invars)
       results = " ".join(map(result_of, equation.outvars))
-      params = "" if _is_message(equation) else self._params(equation.params)
+      given = {} if _is_message(equation) else equation.params
+      named = [name for name in sorted(given) if name not in _NAMES and given[name] is not None]
+      params = " ".join(f"{name}={self._text(given[name])}" for name in named)
       yield " ".join(filter(None, [equation.primitive.name, params, *operands, "->", results])), equation
     yield " ".join(["return", *map(read, inner.outvars)]), None
 
@@ -101,10 +103,6 @@ class ProgramText:
     else:
       short = hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16]
     return f"{short}:{_shape(aval)}"
-
-  def _params(self, params: Mapping[str, Any]) -> str:
-    given = ((name, params[name]) for name in sorted(params) if name not in _NAMES and params[name] is not None)
-    return " ".join(f"{name}={self._text(value)}" for name, value in given)
 
   def _text(self, value: Any) -> str:
     """A parameter of an equation."""

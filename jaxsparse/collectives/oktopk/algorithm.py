@@ -103,7 +103,10 @@ class OkTopk(EncodingCollective):
     reach = by_threshold.select_reaching(acc, local)
     selected, most = bitset.count(reach), min(n, 2 * k)
     chosen = by_threshold.cut_to_largest(acc, reach, most)
-    bounds = self._bounds(comm, chosen, n, reused)
+    bounds = reused.bounds
+    if self.regions == "balanced" and comm.size > 1:
+      fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
+      bounds = jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n), lambda: reused.bounds)
     crowd = jnp.diff(bitset.rank(chosen, bounds))
     fitting = by_threshold.cut_regions(acc, chosen, bounds, sizes.most, most)
     sent = by_threshold.read_regions(acc, fitting, bounds, sizes.most, most)
@@ -144,10 +147,3 @@ class OkTopk(EncodingCollective):
     residual = pending_nonzero(acc, sent.indices, kept, lost + rounded_off)
     next_state = State(residual, local[None], Reused(reused.step + 1, threshold, bounds))
     return Reduced(kept._replace(values=jnp.where(finite, kept.values, jnp.nan)), next_state, counters)
-
-  def _bounds(self, comm: Comm, chosen: jax.Array, n: int, reused: Reused) -> jax.Array:
-    """The boundaries of regions: balanced every `region_period` steps, and while the global threshold is 0."""
-    if self.regions == "even" or comm.size == 1:
-      return reused.bounds
-    fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
-    return jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n), lambda: reused.bounds)
