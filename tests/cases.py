@@ -257,3 +257,15 @@ def rows(tree: Any, workers: int) -> np.ndarray:
   """f64[P, n] of a pytree whose leaves begin with an axis of workers."""
   leaves = [np.asarray(leaf).astype(np.float64).reshape(workers, -1) for leaf in jax.tree.leaves(tree)]
   return np.concatenate([np.zeros((workers, 0)), *leaves], axis=1)
+
+
+def check_steps(name: str, grads: np.ndarray, reference: Callable, **options: Any) -> Any:
+  """Totals and residuals of steps are those of `reference(gradients, residuals)`, bit for bit; returns the last one."""
+  left, state = np.zeros_like(grads[0]), None
+  for step in grads:
+    total, left, *_ = reference(step, left)
+    out = js.simulate(name, step, state=state, **options)
+    state = out.state
+    np.testing.assert_array_equal(np.broadcast_to(out.total, total.shape), total)
+    np.testing.assert_array_equal(out.residuals, left)
+  return out

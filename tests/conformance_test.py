@@ -19,6 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
+from jaxsparse.collectives import _kinds, make_collective
+from jaxsparse.collectives._base import choices_of
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.costs.counting import count_jaxpr, schedule
 from jaxsparse.train import simulation
@@ -27,6 +29,7 @@ from tests.cases import (
   CASES,
   CONSERVING,
   REPLICATING,
+  Case,
   assert_same_bits,
   each,
   each_case,
@@ -234,6 +237,18 @@ def test_the_state_keeps_its_types_under_x64(case):
   assert totals.dtype == jnp.float32
   assert describe(state) == expected
   assert describe(after) == expected
+
+
+@pytest.mark.parametrize("name", js.collective_names())
+def test_options_outside_their_choices_are_refused(name):
+  kind = _kinds()[name]
+  wrong = [(option, "other", "choose one of ") for option in choices_of(kind)]
+  for option, low, high in kind.ranges:
+    bad = (low - 1, low + 0.5, True, *([high + 1] if high else []))
+    wrong += [(option, value, f"choose a whole number from {low} ") for value in bad]
+  for option, value, message in wrong:
+    with pytest.raises(ValueError, match=f"{name}: {option}={value!r}, {message}"):
+      make_collective(name, **Case(name).config(density=0.1), **{option: value})
 
 
 @pytest.mark.long

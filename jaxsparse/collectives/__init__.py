@@ -5,7 +5,6 @@ a collective and its options as one string. `js.make_transform` and `js.NAME_tra
 transformation (transform/factories.py).
 """
 
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -13,7 +12,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-from jaxsparse.collectives._base import Collective, SparseCollective, name_of, replace_fields
+from jaxsparse.collectives._base import Collective, SparseCollective, replace_fields
 
 __all__ = [
   "Collective",
@@ -23,7 +22,6 @@ __all__ = [
   "make_collective",
   "make_instance",
   "make_plain",
-  "name_of",
 ]
 
 
@@ -35,7 +33,7 @@ def _kinds() -> dict[str, type[Collective]]:
     if not module.name.startswith("_"):
       imported = importlib.import_module(f"{__name__}.{module.name}")
       classes = [kind for _, kind in inspect.getmembers(imported, inspect.isclass) if issubclass(kind, Collective)]
-      (kinds[module.name],) = {c for c in classes if name_of(c) == module.name and not inspect.isabstract(c)}
+      (kinds[module.name],) = {c for c in classes if not inspect.isabstract(c) and c.name == module.name}
   return kinds
 
 
@@ -59,7 +57,7 @@ def collective_options(name: str) -> tuple[str, ...]:
     >>> collective_options("dense")
     ('dtype',)
   """
-  return _options(_kind(name))
+  return tuple(inspect.signature(_kind(name)).parameters)
 
 
 def make_collective(name: str | Collective, **config: Any) -> Collective:
@@ -78,9 +76,7 @@ def make_collective(name: str | Collective, **config: Any) -> Collective:
     >>> half, make_collective(half) == half
     (Dense(dtype='bfloat16'), True)
   """
-  if isinstance(name, Collective):
-    return replace_fields(name, **_checked_options(type(name), config))
-  return make_instance(_kind(name), config)
+  return make_instance(name if isinstance(name, Collective) else _kind(name), config)
 
 
 def make_plain(name: str) -> Collective:
@@ -93,23 +89,15 @@ def make_plain(name: str) -> Collective:
   return make_collective(name, **({"density": 1.0} if "density" in collective_options(name) else {}))
 
 
-def make_instance(kind: type[Collective], config: Mapping[str, Any]) -> Collective:
-  """An instance of `kind` with these options; raises TypeError for an option that it does not have."""
-  return kind(**_checked_options(kind, config))
-
-
-def _checked_options(kind: type[Collective], config: Mapping[str, Any]) -> Mapping[str, Any]:
-  options = _options(kind)
+def make_instance(model: type[Collective] | Collective, config: Mapping[str, Any]) -> Collective:
+  """An instance of a class, or like another instance, with these options; TypeError for one that it does not have."""
+  options = inspect.signature(model if isinstance(model, type) else type(model)).parameters
   if unknown := sorted(set(config) - set(options)):
-    raise TypeError(f"{name_of(kind)}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}")
-  return config
+    raise TypeError(f"{model.name}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}")
+  return model(**config) if isinstance(model, type) else replace_fields(model, **config)
 
 
 def _kind(name: str) -> type[Collective]:
   if name not in _kinds():
     raise ValueError(f"unknown collective {name!r}, choose one of {', '.join(collective_names())}")
   return _kinds()[name]
-
-
-def _options(kind: type[Collective]) -> tuple[str, ...]:
-  return tuple(field.name for field in dataclasses.fields(kind) if field.init)

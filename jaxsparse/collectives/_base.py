@@ -4,21 +4,20 @@ import abc
 import ast
 import copy
 import dataclasses
+import inspect
 import math
 import numbers
 import typing
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Cost, Reduced, State
 
-_MOST = 2**31 - bitset.GROUP * bitset.BITS  # indices are i32, and bitsets are padded to whole groups of words
-
+_MOST = 2**31 - 2**17  # indices are i32; those of padding and of empty slots of a message are up to 2¹⁷ beyond a vector
 
 _Kind = TypeVar("_Kind", bound="Collective")
 
@@ -27,7 +26,8 @@ _Kind = TypeVar("_Kind", bound="Collective")
 class Collective(abc.ABC):
   """An all-reduce algorithm: pure functions of arrays that communicate by the verbs of `Comm`.
 
-  Fields are options. A value of a field typed `Literal[...]` is checked against the choices of its type.
+  Fields are options. A value of a field typed `Literal[...]` is checked against the choices of its type, and that of a
+  field in `ranges` against its range.
 
   Example:
     A new algorithm, a ring: each gradient passes through all workers in P − 1 messages, and each worker adds them in
@@ -49,9 +49,19 @@ class Collective(abc.ABC):
     Array([7., 7., 7.], dtype=float32)
   """
 
+  ranges: ClassVar[tuple[tuple[str, int, int | None], ...]] = ()
+  """(option, smallest value, largest value or None) of each option that is a whole number."""
+
+  name: ClassVar[str]
+  """The name by which users choose the collective: that of its module, or of its package in jaxsparse/collectives."""
+
+  def __init_subclass__(cls) -> None:
+    inside = cls.__module__.removeprefix(f"{__package__}.")
+    cls.name = inside.partition(".")[0] if inside != cls.__module__ else inside.rpartition(".")[2]
+
   def __post_init__(self) -> None:
     if arrays := [field for field, value in vars(self).items() if isinstance(value, jax.Array)]:
-      options = tuple(field.name for field in dataclasses.fields(self) if field.init)
+      options = tuple(inspect.signature(type(self)).parameters)
       raise TypeError(
         f"{self.name}: {', '.join(arrays)} must be plain Python values, they are part of the program that is compiled. "
         "optax.inject_hyperparams makes arrays of all numbers, of defaults too, but of those in its static_args: give "
@@ -62,18 +72,16 @@ class Collective(abc.ABC):
         raise ValueError(
           f"{self.name}: {field}={getattr(self, field)!r}, choose one of {', '.join(map(repr, choices))}"
         )
-
-  @property
-  def name(self) -> str:
-    """The name by which users choose the collective: that of its module, or of its package in jaxsparse/collectives."""
-    return name_of(type(self))
+    for field, low, high in self.ranges:
+      check_whole(self.name, low, high, **{field: getattr(self, field)})
+    check_fraction(self.name, decay=self.decay)
 
   @property
   def label(self) -> str:
     """The name with the options that differ from their defaults: "spardl:teams=2:density=0.01"."""
-    options = [field for field in dataclasses.fields(self) if field.init]
-    fields = {field.name: (getattr(self, field.name), field.default) for field in options}
-    return label_of(self.name, {name: value for name, (value, default) in fields.items() if value != default})
+    options = inspect.signature(type(self)).parameters
+    changed = {name: getattr(self, name) for name in options if getattr(self, name) != options[name].default}
+    return label_of(self.name, changed)
 
   @property
   def conserves(self) -> bool:
@@ -111,8 +119,8 @@ class Collective(abc.ABC):
     return False
 
   def slots(self, n: int, size: int) -> int:
-    """An upper bound on the i32 indices and offsets of a step, here n padded to a multiple of `size` workers."""
-    return n + size
+    """An upper bound on the flat indices of a step, i32, also of those that padding reaches."""
+    return n + 2 * size
 
   def check_size(self, n: int, size: int) -> None:
     """Checks, before anything is computed, that the arrays of a step are short enough for i32 indices.
@@ -122,11 +130,9 @@ class Collective(abc.ABC):
     """
     slots = self.slots(n, size)
     if slots > _MOST:
-      unpacked = "" if getattr(self, "wire", "f32") == "f32" else ", by wire='f32'"
       raise ValueError(
         f"{self.name}: {n} gradient entries at each of {size} workers take {slots} indices, which have 31 bits: choose "
-        f"at most {_MOST}, by groups of leaves (js.bucketed_transform) or a smaller density or k{unpacked}; or choose "
-        "'dense'"
+        f"at most {_MOST}, by groups of leaves (js.bucketed_transform) or a smaller density or k; or choose 'dense'"
       )
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
@@ -170,18 +176,6 @@ def replace_fields(collective: _Kind, **fields: Any) -> _Kind:
   return changed
 
 
-def name_of(kind: type[Collective]) -> str:
-  """The name of a kind of collective: that of its module, or of its package in jaxsparse/collectives.
-
-  Example:
-    >>> from jaxsparse.collectives.dense import Dense
-    >>> name_of(Dense)
-    'dense'
-  """
-  inside = kind.__module__.removeprefix(f"{__package__}.")
-  return inside.partition(".")[0] if inside != kind.__module__ else inside.rpartition(".")[2]
-
-
 def label_of(name: str, config: Mapping[str, Any]) -> str:
   """The label of a collective with these options; the density comes last.
 
@@ -189,9 +183,8 @@ def label_of(name: str, config: Mapping[str, Any]) -> str:
     >>> label_of("spardl", {"density": 0.01, "teams": 2})
     'spardl:teams=2:density=0.01'
   """
-  last = {"density": config["density"]} if "density" in config else {}
-  options = {key: value for key, value in config.items() if key not in last} | last
-  return ":".join([name, *(f"{key}={value}" for key, value in options.items())])
+  options = [f"{key}={value}" for key, value in config.items() if key != "density"]
+  return ":".join([name, *options, *([f"density={config['density']}"] if "density" in config else [])])
 
 
 def collective_of(label: str) -> tuple[str, dict[str, Any]]:
@@ -219,27 +212,26 @@ def collective_of(label: str) -> tuple[str, dict[str, Any]]:
 
 def choices_of(kind: type[Collective]) -> dict[str, tuple[Any, ...]]:
   """The `Literal` fields of a collective, each with its choices."""
-  hints = typing.get_type_hints(kind)
-  fields = [field.name for field in dataclasses.fields(kind) if field.init]
-  return {name: get_args(hints[name]) for name in fields if get_origin(hints[name]) is Literal}
+  options, hints = inspect.signature(kind).parameters, typing.get_type_hints(kind)
+  return {name: get_args(hints[name]) for name in options if get_origin(hints[name]) is Literal}
 
 
-def _is_number(value: object, kind: type) -> bool:
+def _is_number(value: Any, kind: type) -> bool:
   return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def check_fraction(name: str, **values: object) -> None:
+def check_fraction(name: str, **values: Any) -> None:
   """Checks that `values` are numbers in (0, 1].
 
   Raises:
     ValueError: naming the value and the choices.
   """
   for field, value in values.items():
-    if not (_is_number(value, numbers.Real) and 0 < typing.cast(float, value) <= 1):
+    if not (_is_number(value, numbers.Real) and 0 < value <= 1):
       raise ValueError(f"{name}: {field}={value!r}, choose a number in (0, 1]")
 
 
-def check_whole(name: str, low: int, high: int | None = None, *, optional: bool = False, **values: object) -> None:
+def check_whole(name: str, low: int, high: int | None = None, *, optional: bool = False, **values: Any) -> None:
   """Checks that `values` are whole numbers from `low` to `high`, or None where that is `optional`.
 
   Raises:
@@ -248,7 +240,7 @@ def check_whole(name: str, low: int, high: int | None = None, *, optional: bool 
   for field, value in values.items():
     if optional and value is None:
       continue
-    if not (_is_number(value, numbers.Integral) and typing.cast(int, value) >= low and (high is None or value <= high)):  # type: ignore[operator]
+    if not (_is_number(value, numbers.Integral) and low <= value and (high is None or value <= high)):
       upper = "up" if high is None else f"to {high}"
       raise ValueError(f"{name}: {field}={value!r}, choose a whole number from {low} {upper}{', or None' * optional}")
 
@@ -291,7 +283,8 @@ class SparseCollective(Collective):
     density, k = self.density, self.k
     if (density is None) == (k is None):
       raise ValueError(f"{self.name}: give exactly one of density and k, got density={density!r} and k={k!r}")
-    check_fraction(self.name, decay=self.decay, **{} if density is None else {"density": density})
+    if density is not None:
+      check_fraction(self.name, density=density)
     if k is not None and not (_is_number(k, numbers.Integral) and k >= 1):
       raise ValueError(f"{self.name}: k={k!r}, choose a whole number from 1 up to the number of gradient entries")
 
@@ -306,6 +299,9 @@ class SparseCollective(Collective):
   def selects(self, n: int, state: State) -> bool | jax.Array:
     del state
     return self.entries(n) < n
+
+  def slots(self, n: int, size: int) -> int:
+    return n + 2 * (size + self.entries(n))  # the last chunk or region may reach so far beyond
 
   def entries(self, n: int) -> int:
     """The number k of entries to deliver of n.

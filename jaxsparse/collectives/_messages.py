@@ -6,16 +6,17 @@ few capacities, the workers agree on the number of entries that they need, and t
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._base import SparseCollective
-from jaxsparse.comm import all_gather, schedules
+from jaxsparse.comm import all_gather, exchange, schedules
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
 from jaxsparse.sparse.codec import Codec, codec_of
@@ -25,12 +26,18 @@ from jaxsparse.types import Comm, Sparse, State, saturated, saturated_product
 _NOT_FINITE = jnp.iinfo(jnp.int32).max
 
 
-@dataclasses.dataclass(frozen=True)
-class Writer:
-  """Encodes the messages of a step: a codec of rows of entries, and the key of its random rounding, None without."""
+class Writer(NamedTuple):
+  """Encodes the messages of a step.
+
+  Attributes:
+    codec: of rows of entries.
+    key: of random rounding; None without.
+    next_step: the number of the next step, i32[]; () without random rounding.
+  """
 
   codec: Codec
-  key: jax.Array | None
+  key: jax.Array | None = None
+  next_step: Any = ()
 
   def encode(self, entries: Sparse, number: int) -> tuple[Any, Sparse]:
     """Rows of entries as message `number` of this step, and their rounding errors, in the slots of the entries."""
@@ -41,13 +48,34 @@ class Writer:
     errors = entries.values - rounded if self.codec.rounds else jnp.zeros_like(rounded)
     return message, entries._replace(values=errors)
 
-  def widen_errors(self, errors: Sparse, slots: int) -> list[Sparse]:
-    """The rounding errors in rows of `slots` slots; [] if values are not rounded."""
-    return [sparse.widen(errors, slots, self.codec.length)] if self.codec.rounds else []
-
   def gather(self, comm: Comm, message: Any) -> Sparse:
     """All-gathers messages: the rows of all workers, first those of worker `rank`, then those of rank + 1, …."""
-    return self.codec.decode(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), all_gather(comm, message)))
+    return self.codec.decode(jax.tree.map(_join_rows, all_gather(comm, message)))
+
+  def gather_rows(self, comm: Comm, row: Sparse, number: int, slots: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+    """Gathers a row of entries, [1, c], of each worker as message `number` of this step.
+
+    Returns:
+      (rows, lost, words): the rows of all workers, as `gather` orders them; the rounding errors of the own row in
+      `slots` slots, [] if values are not rounded; the words sent.
+    """
+    message, errors = self.encode(row, number)
+    words = saturated(words_of(self.codec, comm.size, row.indices.size), jnp.uint32)
+    return self.gather(comm, message), self._lost(errors, slots), words
+
+  def exchange_rows(self, comm: Comm, rows: Sparse, number: int, slots: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+    """Sends row w of entries, [P, c], to worker w as message `number` of this step.
+
+    Returns:
+      (received, lost, words): a row of each sender; the rounding errors of the rows sent, in rows of `slots` slots, []
+      if values are not rounded; the words sent.
+    """
+    message, errors = self.encode(rows, number)
+    words = saturated_product(self.codec.words(1, rows.indices.shape[1]), comm.size - 1)
+    return self.codec.decode(exchange(comm, message)), self._lost(errors, slots), words
+
+  def _lost(self, errors: Sparse, slots: int) -> list[Sparse]:
+    return [sparse.widen(errors, slots, self.codec.length)] if self.codec.rounds else []
 
   def words_used(self, entries: jax.Array, capacity: int) -> jax.Array:
     """Words of `entries` i32[] entries, u32[]: their share of a message of `capacity` slots."""
@@ -55,6 +83,9 @@ class Writer:
     if words == 2 * capacity:
       return saturated_product(entries, 2)
     return saturated(entries.astype(jnp.float32) * (words / capacity), jnp.uint32)
+
+
+_join_rows = functools.partial(jax.lax.collapse, start_dimension=0, stop_dimension=2)
 
 
 def words_of(codec: Codec, size: int, capacity: int, rows: int = 1) -> int:
@@ -108,22 +139,18 @@ class EncodingCollective(SparseCollective):
   wire: Wire = "f32"
 
   @property
-  def draws(self) -> bool:
-    """Whether rounding is random, so that `shared` counts steps."""
-    return FORMATS[self.wire].draws
+  def first_step(self) -> Any:
+    """The number of the first step, i32[], where rounding is random; () where nothing is drawn from it."""
+    return jnp.int32(0) if FORMATS[self.wire].draws else ()
 
   def init(self, n: int, size: int) -> State:
-    return super().init(n, size)._replace(shared=jnp.int32(0) if self.draws else ())
-
-  def next_step(self, step: Any) -> Any:
-    """The number of the next step, i32[]; () where nothing is drawn from it."""
-    return step + 1 if self.draws else step
+    return super().init(n, size)._replace(shared=self.first_step)
 
   def writer(self, codec: Codec, step: Any, block: jax.Array) -> Writer:
     """The writer of a step; workers that give the same number `block`, i32[], round alike."""
-    if not self.draws:
-      return Writer(codec, None)
-    return Writer(codec, jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), block))
+    if not FORMATS[self.wire].draws:
+      return Writer(codec)
+    return Writer(codec, jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), block), step + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,9 +167,6 @@ class SelectingCollective(EncodingCollective):
   def chosen_codec(self, length: int) -> Codec:
     """The codec of selected entries, to which nothing has been added."""
     return codec_of(self.wire, length, by_chunk=self.selection.one_per_chunk)
-
-  def slots(self, n: int, size: int) -> int:
-    return max(super().slots(n, size), self.selection.slots(n, self.entries(n)))
 
   def init(self, n: int, size: int) -> State:
     self.selection.check(self.name, n, self.entries(n))

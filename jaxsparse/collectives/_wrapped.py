@@ -1,6 +1,7 @@
 """Collectives around another one: momentum before the exchange (Deep Gradient Compression, §3), and rising sparsity."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -17,9 +18,9 @@ class Wrapped(Collective):
 
   collective: Collective
 
-  @property
-  def name(self) -> str:
-    return f"{super().name.removeprefix('_')} {self.collective.name}"
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "name", f"wrapped {self.collective.name}")
+    super().__post_init__()
 
   @property
   def conserves(self) -> bool:
@@ -40,9 +41,6 @@ class Wrapped(Collective):
   @property
   def mixes_entries(self) -> bool:
     return self.collective.mixes_entries
-
-  def selects(self, n: int, state: State) -> bool | jax.Array:
-    return self.collective.selects(n, state)
 
   def slots(self, n: int, size: int) -> int:
     return self.collective.slots(n, size)
@@ -71,6 +69,7 @@ class Momentum(NamedTuple):
 class Corrected(Wrapped):
   """A collective that reduces the momentum of each worker in place of its gradient; see `js.momentum_corrected`."""
 
+  conserves = False  # it conserves momentum, not gradients
   momentum: float
   nesterov: bool = False
   masking: bool = True
@@ -84,10 +83,6 @@ class Corrected(Wrapped):
         f"momentum_corrected: masking=True with {self.collective.name}, which delivers a part of every entry, so that "
         "each step would zero all momentum: choose masking=False, or a collective that sends entries"
       )
-
-  @property
-  def conserves(self) -> bool:
-    return False  # it conserves momentum, not gradients
 
   def init(self, n: int, size: int) -> State:
     state = self.collective.init(n, size)
@@ -129,17 +124,14 @@ class WarmedUp(Wrapped):
   steps: tuple[int, ...]
   densities: tuple[float, ...]
 
-  @property
-  def sizes_vary(self) -> bool:
-    return True
+  sizes_vary = True
 
   def rungs(self) -> list[SparseCollective]:
     """The collective of each density, its own last."""
     return [*(replace_fields(self.collective, density=one, k=None) for one in self.densities), self.collective]
 
   def selects(self, n: int, state: State) -> bool | jax.Array:
-    own = state._replace(shared=state.shared.collective)
-    return jnp.array([one.selects(n, own) for one in self.rungs()])[self._rung(state.shared.step)]
+    return jnp.array([one.entries(n) < n for one in self.rungs()])[self._rung(state.shared.step)]
 
   def slots(self, n: int, size: int) -> int:
     return max(one.slots(n, size) for one in self.rungs())
@@ -154,10 +146,10 @@ class WarmedUp(Wrapped):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     step, shared = state.shared
     inner = state._replace(shared=shared)
-    reduced = [lambda one=one: one.reduce(comm, grads, inner) for one in self.rungs()]
-    sizes = [_count_slots(jax.eval_shape(one)) for one in reduced]
-    most = max(total for total, _ in sizes), max(entries for _, entries in sizes)
-    branches = [lambda one=one: _with_slots(one(), grads.size, most) for one in reduced]
+    reduced = [functools.partial(one.reduce, comm, grads, inner) for one in self.rungs()]
+    count = lambda *rungs: max(one.indices.size if _is_sparse(one) else 0 for one in rungs)
+    slots = jax.tree.map(count, *map(jax.eval_shape, reduced), is_leaf=_is_sparse)
+    branches = [lambda one=one: _with_slots(one(), grads.size, slots) for one in reduced]
     after = jax.lax.switch(self._rung(step), branches)
     return after._replace(state=after.state._replace(shared=WarmUp(step + 1, after.state.shared)))
 
@@ -166,20 +158,13 @@ class WarmedUp(Wrapped):
     return jnp.sum(step >= jnp.array(self.steps, jnp.int32), dtype=jnp.int32)
 
 
-def _count_slots(reduced: Reduced) -> tuple[int, int]:
-  """The slots of the total and of the pending residual; 0 where they have none."""
-  entries = lambda x: x.indices.size if isinstance(x, Sparse) else 0
-  residual = reduced.state.residual
-  return entries(reduced.total), entries(residual.entries) if isinstance(residual, Pending) else 0
+def _is_sparse(x: Any) -> bool:
+  return isinstance(x, Sparse)
 
 
-def _with_slots(reduced: Reduced, n: int, most: tuple[int, int]) -> Reduced:
-  """The same result in arrays whose shapes and dtypes depend neither on the density nor on the collective's numbers."""
-  wide = lambda entries, slots: sparse.widen(jax.tree.map(jnp.ravel, entries), slots, n)
-  total, state, counters = reduced
-  if isinstance(total, Sparse):
-    total = wide(total, most[0])
-  if isinstance(state.residual, Pending):
-    state = state._replace(residual=state.residual._replace(entries=wide(state.residual.entries, most[1])))
+def _with_slots(reduced: Reduced, n: int, slots: Reduced) -> Reduced:
+  """The same result, with so many slots of entries, in dtypes that do not depend on the collective's numbers."""
+  widen = lambda x, most: sparse.widen(sparse.ravel(x), most, n) if _is_sparse(x) else x
+  total, state, counters = jax.tree.map(widen, reduced, slots, is_leaf=_is_sparse)
   cast = lambda x, like: saturated(x, like.dtype).reshape(())
   return Reduced(total, state, jax.tree.map(cast, counters, Counters.zeros()))

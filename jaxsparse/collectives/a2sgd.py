@@ -55,13 +55,7 @@ class A2SGD(Collective):
   means: Literal["vector", "leaf"] = "vector"
   leaves: tuple[int, ...] = dataclasses.field(default=(), init=False)
 
-  @property
-  def conserves(self) -> bool:
-    return False
-
-  @property
-  def replicates(self) -> bool:
-    return False
+  conserves = replicates = False
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
     sizes = tuple(size for size in map(math.prod, shapes) if size)

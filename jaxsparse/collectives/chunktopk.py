@@ -5,14 +5,13 @@ entry is its position in a chunk. Bruck's all-gather sends ⌈log₂P⌉ message
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import SparseCollective, check_whole
+from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.collectives._messages import Writer, words_of
 from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select import top_k
@@ -50,10 +49,7 @@ class ChunkTopk(SparseCollective):
   chunk: int = 4096
   wire: Literal["f32", "2bit"] = "f32"
   combine: Literal["workers", "contributors"] = "workers"
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    check_whole(self.name, 1, LONGEST, chunk=self.chunk)
+  ranges = (("chunk", 1, LONGEST),)
 
   @property
   def conserves(self) -> bool:
@@ -64,10 +60,6 @@ class ChunkTopk(SparseCollective):
     length = min(self.chunk, n)
     k_chunk = self.entries(length) if self.k is None else -(-self.entries(n) * length // n)
     return -(-n // length), length, k_chunk
-
-  def slots(self, n: int, size: int) -> int:
-    rows, length, k_chunk = self.chunks(n)
-    return max(super().slots(n, size), rows * length, size * rows * k_chunk)
 
   def cost(self, n: int, size: int) -> Cost:
     rows, length, k_chunk = self.chunks(n)
@@ -87,7 +79,7 @@ class ChunkTopk(SparseCollective):
     n, (rows, length, k_chunk) = acc.size, self.chunks(acc.size)
     starts = length * jnp.arange(rows, dtype=jnp.int32)[:, None]
     chosen = top_k(jnp.pad(acc, (0, rows * length - n)).reshape(rows, length), k_chunk)
-    writer = Writer(codec_of(self.wire, length), None)
+    writer = Writer(codec_of(self.wire, length))
     message, errors = writer.encode(chosen, 0)
 
     def flat(entries: Sparse) -> Sparse:
@@ -96,16 +88,11 @@ class ChunkTopk(SparseCollective):
       return jax.tree.map(jnp.ravel, sparse.where(whole.indices < n, whole, n))
 
     received = jax.tree.map(lambda x: x.reshape(comm.size, rows, k_chunk), writer.gather(comm, message))
-    total = _COMBINED[self.combine](jax.vmap(flat)(in_rank_order(comm, received)), n)
+    by_worker = jax.vmap(flat)(in_rank_order(comm, received))
+    total = sparse.merge(by_worker, n)
+    if self.combine == "contributors":
+      counts = sparse.merge(by_worker._replace(values=jnp.ones_like(by_worker.values)), n).values
+      total = total._replace(values=comm.size * (total.values / jnp.maximum(counts, 1.0)))
     words = self.cost(n, comm.size).words
     counters = Counters(words, words, selected=rows * k_chunk, delivered=jnp.count_nonzero(total.values))
     return total, flat(writer.codec.decode(message)), flat(errors), counters
-
-
-def _contributors(rows: Sparse, n: int) -> Sparse:
-  """P times the mean of each index over the rows that have it."""
-  total, ones = sparse.merge(rows, n), rows._replace(values=jnp.ones_like(rows.values))
-  return total._replace(values=len(rows.indices) * (total.values / jnp.maximum(sparse.merge(ones, n).values, 1.0)))
-
-
-_COMBINED: dict[str, Callable[[Sparse, int], Sparse]] = {"workers": sparse.merge, "contributors": _contributors}

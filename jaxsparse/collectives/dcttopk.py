@@ -62,10 +62,7 @@ class DctTopk(ChunkTopk):
   """
 
   leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
-
-  @property
-  def mixes_entries(self) -> bool:
-    return True
+  mixes_entries = True
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -84,19 +81,14 @@ class DctTopk(ChunkTopk):
 
 
 class _Region(NamedTuple):
-  """A part of a leaf, as a matrix, that consists of tiles of `height` × `width`."""
+  """A part of a leaf, as a matrix, that consists of tiles of `height` × `width`: `down` · `across` of them."""
 
   height: int
   width: int
   leaf: int
-  rows: slice
-  columns: slice
-
-  @property
-  def tiles(self) -> tuple[int, int]:
-    """The number of tiles along each axis."""
-    rows, columns = (part.stop - part.start for part in (self.rows, self.columns))
-    return rows // self.height, columns // self.width
+  part: tuple[slice, slice]
+  down: int
+  across: int
 
 
 class Tiling(NamedTuple):
@@ -119,7 +111,7 @@ class Tiling(NamedTuple):
     leaves = [leaf.reshape(_matrix_shape(shape)) for leaf, shape in zip(leaves, self.shapes, strict=True)]
     parts = []
     for (height, width), regions in self._sizes():
-      tiles = jnp.concatenate([_cut(leaves[one.leaf][one.rows, one.columns], one) for one in regions])
+      tiles = jnp.concatenate([_cut(leaves[one.leaf][one.part], one) for one in regions])
       parts.append(_transform(tiles, cosines(height), cosines(width)).reshape(-1))
     return jnp.concatenate(parts)
 
@@ -128,21 +120,21 @@ class Tiling(NamedTuple):
     leaves = [jnp.zeros(_matrix_shape(shape), coefficients.dtype) for shape in self.shapes]
     start = 0
     for (height, width), regions in self._sizes():
-      counts = [math.prod(one.tiles) for one in regions]
+      counts = [one.down * one.across for one in regions]
       end = start + sum(counts) * height * width
       tiles = coefficients[start:end].reshape(-1, height, width)
       tiles, start = _transform(tiles, cosines(height).T, cosines(width).T), end
       for one, part in zip(regions, flatten.parts(tiles, counts), strict=True):
-        leaves[one.leaf] = leaves[one.leaf].at[one.rows, one.columns].set(_join(part, one))
+        leaves[one.leaf] = leaves[one.leaf].at[one.part].set(_join(part, one))
     return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
 
   def _sizes(self) -> list[tuple[tuple[int, int], list[_Region]]]:
     """The regions of each size of tiles, the largest first."""
     regions = []
     for number, shape in enumerate(self.shapes):
-      rows, columns = (_split_axis(size, self.side) for size in _matrix_shape(shape))
-      for (part, height), (across, width) in itertools.product(rows, columns):
-        regions.append(_Region(height, width, number, part, across))
+      axes = (_split_axis(size, self.side) for size in _matrix_shape(shape))
+      for (rows, height, down), (columns, width, across) in itertools.product(*axes):
+        regions.append(_Region(height, width, number, (rows, columns), down, across))
     regions.sort(key=lambda one: (-one.height * one.width, one.height))
     return [(key, list(group)) for key, group in itertools.groupby(regions, key=lambda one: one[:2])]
 
@@ -151,24 +143,22 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
   return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
-def _split_axis(length: int, side: int) -> list[tuple[slice, int]]:
-  """The parts of an axis with tiles of one length each: those of `side`, and the rest."""
-  whole = length - length % side
-  parts = [(slice(0, whole), side), (slice(whole, length), length - whole)]
-  return [(part, size) for part, size in parts if part.stop > part.start]
+def _split_axis(length: int, side: int) -> list[tuple[slice, int, int]]:
+  """The parts of an axis, the length of their tiles, and how many there are: those of `side`, and one of the rest."""
+  count, rest = divmod(length, side)
+  parts = [(slice(0, length - rest), side, count), (slice(length - rest, length), rest, 1)]
+  return [part for part in parts if part[0].stop > part[0].start]
 
 
 def _cut(region: jax.Array, one: _Region) -> jax.Array:
   """The tiles of a region, [tiles, height, width]."""
-  down, across = one.tiles
-  return region.reshape(down, one.height, across, one.width).swapaxes(1, 2).reshape(-1, one.height, one.width)
+  return region.reshape(one.down, one.height, one.across, one.width).swapaxes(1, 2).reshape(-1, one.height, one.width)
 
 
 def _join(tiles: jax.Array, one: _Region) -> jax.Array:
   """Undoes `_cut`."""
-  down, across = one.tiles
-  whole = tiles.reshape(down, across, one.height, one.width).swapaxes(1, 2)
-  return whole.reshape(down * one.height, across * one.width)
+  rows = tiles.reshape(one.down, one.across, one.height, one.width).swapaxes(1, 2)
+  return rows.reshape(one.down * one.height, one.across * one.width)
 
 
 @functools.cache

@@ -49,16 +49,11 @@ class GaussianK(EncodingCollective):
 
   correction: Literal[True, False] = True
 
-  @property
-  def sizes_vary(self) -> bool:
-    return True
+  sizes_vary = True
 
   def capacity(self, n: int) -> int:
     """The largest number of entries that one worker sends."""
     return min(n, math.ceil(5 * self.entries(n) / 4))
-
-  def slots(self, n: int, size: int) -> int:
-    return max(super().slots(n, size), codec_of(self.wire, n).slots(size, self.capacity(n)))
 
   def cost(self, n: int, size: int) -> Cost:
     words = words_of(codec_of(self.wire, n), size, self.capacity(n))
@@ -90,7 +85,7 @@ class GaussianK(EncodingCollective):
     overflow = jnp.maximum(selected - most, 0)
     delivered = jnp.count_nonzero(total.values)
     counters = Counters(words, used, selected=selected, delivered=delivered, overflow=overflow)
-    state = state._replace(residual=pending_except(acc, errors), shared=self.next_step(state.shared))
+    state = state._replace(residual=pending_except(acc, errors), shared=writer.next_step)
     return Reduced(total._replace(values=jnp.where(finite, total.values, jnp.nan)), state, counters)
 
 

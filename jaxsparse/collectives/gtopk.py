@@ -41,10 +41,6 @@ class GTopk(SelectingCollective):
     >>> tx = optax.chain(js.gtopk_transform("workers", density=0.01), optax.sgd(0.1))
   """
 
-  def slots(self, n: int, size: int) -> int:
-    k = self.entries(n)
-    return max(super().slots(n, size), 2 * k, codec_of(self.wire, n).slots(1, k))  # a merge has two times k slots
-
   def cost(self, n: int, size: int) -> Cost:
     rounds = 2 * len(schedules.strides(size))
     return Cost(rounds, codec_of(self.wire, n).words(1, self.entries(n)) * rounds)
@@ -58,7 +54,7 @@ class GTopk(SelectingCollective):
     residual = pending_returned(acc, total.indices, chosen.indices, returned)
     words = self.cost(n, comm.size).words
     counters = Counters(words, words, selected=selected, delivered=sparse.count(total, n))
-    return Reduced(total, State(residual, memory, self.next_step(state.shared)), counters)
+    return Reduced(total, State(residual, memory, writer.next_step), counters)
 
   def _merge(self, comm: Comm, chosen: Sparse, writer: Writer, n: int) -> tuple[Sparse, list[Sparse]]:
     """The ⊕ of the [1, k] entries of all workers, and what merges and messages of this worker dropped of the sums."""

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse.collectives._base import Collective, check_fraction
+from jaxsparse.collectives._base import Collective
 from jaxsparse.comm import all_gather, exchange, in_rank_order, schedules
 from jaxsparse.sparse.bitset import BITS
 from jaxsparse.sparse.sums import round_mantissa, row_sums, unit_of
@@ -60,16 +60,9 @@ class OneBit(Collective):
 
   decay: float = 1.0
 
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    check_fraction(self.name, decay=self.decay)
-
   def init(self, n: int, size: int) -> State:
     del size
     return State(residual=jnp.zeros(n, jnp.float32))
-
-  def slots(self, n: int, size: int) -> int:
-    return max(super().slots(n, size), math.prod(_shape(n, size)))
 
   def cost(self, n: int, size: int) -> Cost:
     _, blocks, block = _shape(n, size)

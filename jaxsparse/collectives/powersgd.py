@@ -5,6 +5,7 @@ the factors of the last step. What r directions leave out stays in the residual.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Self
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import flatten
-from jaxsparse.collectives._base import Collective, check_fraction, check_whole, replace_fields
+from jaxsparse.collectives._base import Collective, replace_fields
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State, saturated, saturated_sum
 
@@ -85,12 +86,7 @@ class PowerSGD(Collective):
   seed: int = 0
   decay: float = 1.0
   leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    check_whole(self.name, 1, rank=self.rank)
-    check_whole(self.name, 0, 2**32 - 1, seed=self.seed)
-    check_fraction(self.name, decay=self.decay)
+  ranges = (("rank", 1, None), ("seed", 0, 2**32 - 1))
 
   @property
   def sizes_vary(self) -> bool:
@@ -126,21 +122,17 @@ class PowerSGD(Collective):
     matrices, others = self._split(acc)
     key, to_left = jax.random.fold_in(jax.random.key(self.seed), factors.step + 1), factors.step % 2 == 0
     if self.alternate:
-      turns = (
-        lambda: _to_left(comm, key, matrices, others, factors),
-        lambda: _to_right(comm, key, matrices, others, factors),
-      )
-      turn = jax.lax.cond(to_left, *turns)
+      turns = [functools.partial(turn, comm, key, matrices, others, factors) for turn in (_to_left, _to_right)]
+      total, own, summed, after = jax.lax.cond(to_left, *turns)
     else:
-      half = _to_left(comm, key, matrices, others, factors)
-      turn = _to_right(comm, key, matrices, others[:0], half.factors)
-      turn = turn._replace(others=half.others, factors=turn.factors._replace(left=()))
+      _, _, summed, half = _to_left(comm, key, matrices, others, factors)
+      total, own, _, after = _to_right(comm, key, matrices, others[:0], half)
+      after = after._replace(left=())
     costs = [saturated(cost.words, jnp.uint32) for cost in self._costs(n, comm.size)]
     words = jnp.where(to_left, *costs) if self.alternate else saturated_sum(*costs)
-    residual = acc - self._join(turn.own, others)
-    state = state._replace(residual=residual, shared=turn.factors._replace(step=factors.step + 1))
-    counters = Counters(words, words, selected=n, delivered=n)
-    return Reduced(self._join(turn.total, turn.others), state, counters)
+    residual = acc - self._join(own, others)
+    state = state._replace(residual=residual, shared=after._replace(step=factors.step + 1))
+    return Reduced(self._join(total, summed), state, Counters(words, words, selected=n, delivered=n))
 
   def _check(self, factors: Factors, n: int) -> None:
     """Raises ValueError for the state of other leaves, or of another rank."""
@@ -205,10 +197,7 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]
            [0. , 1. , 0. ]], dtype=float32)
   """
   drawn = _drawn(key, [factor.shape for factor in factors])
-
-  def add(number: jax.Array, bases: list[jax.Array]) -> list[jax.Array]:
-    return [_with_column(*one, number) for one in zip(bases, factors, drawn, strict=True)]
-
+  add = lambda number, bases: [_with_column(*one, number) for one in zip(bases, factors, drawn, strict=True)]
   most = max((factor.shape[1] for factor in factors), default=0)
   return jax.lax.fori_loop(0, most, add, [0 * factor for factor in factors])
 
@@ -234,24 +223,16 @@ def _unit(vector: jax.Array) -> jax.Array:
   return vector / jnp.maximum(jnp.linalg.norm(vector), 1.0)
 
 
-class _Turn(NamedTuple):
-  """One all-reduce of factors.
-
-  Attributes:
-    total: what it delivers of each matrix.
-    own: the projection of each matrix of this worker, which the total contains.
-    others: the sum of all other entries.
-    factors: those before, and the new ones.
-  """
-
-  total: list[jax.Array]
-  own: list[jax.Array]
-  others: jax.Array
-  factors: Factors
+_Turn = tuple[list[jax.Array], list[jax.Array], jax.Array, Factors]
 
 
 def _to_left(comm: Comm, key: jax.Array, matrices: list[jax.Array], others: jax.Array, factors: Factors) -> _Turn:
-  """The left factors, from the right ones; all of them and `others` are summed by one all-reduce."""
+  """The left factors, from the right ones: all of them and `others` are summed by one all-reduce.
+
+  Returns:
+    (total, own, others, factors): what the all-reduce delivers of each matrix; the projection of each matrix of this
+    worker, which the total contains; the sum of all other entries; the factors before, with the new ones.
+  """
   bases = orthonormal(factors.right, key)
   own = _products(matrices, bases)
   flat = jnp.concatenate([*(factor.reshape(-1) for factor in own), others])
@@ -259,7 +240,7 @@ def _to_left(comm: Comm, key: jax.Array, matrices: list[jax.Array], others: jax.
   *sums, others = flatten.parts(flat, [*(factor.size for factor in own), others.size])
   left = tuple(one.reshape(factor.shape) for one, factor in zip(sums, own, strict=True))
   transposed = [basis.T for basis in bases]
-  return _Turn(_products(left, transposed), _products(own, transposed), others, factors._replace(left=left))
+  return _products(left, transposed), _products(own, transposed), others, factors._replace(left=left)
 
 
 def _to_right(comm: Comm, key: jax.Array, matrices: list[jax.Array], others: jax.Array, factors: Factors) -> _Turn:
@@ -267,7 +248,7 @@ def _to_right(comm: Comm, key: jax.Array, matrices: list[jax.Array], others: jax
   mirrored = Factors(factors.right, factors.left, factors.step)
   total, own, others, after = _to_left(comm, key, [matrix.T for matrix in matrices], others, mirrored)
   total, own = ([matrix.T for matrix in found] for found in (total, own))
-  return _Turn(total, own, others, Factors(after.right, after.left, after.step))
+  return total, own, others, Factors(after.right, after.left, after.step)
 
 
 def _products(matrices: Sequence[jax.Array], factors: Sequence[jax.Array]) -> list[jax.Array]:

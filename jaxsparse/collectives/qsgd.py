@@ -16,7 +16,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives._base import Collective, check_fraction, check_whole
+from jaxsparse.collectives._base import Collective
 from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.sums import largest_magnitude, ordered_sum, round_mantissa_up
@@ -49,12 +49,7 @@ class QSGD(Collective):
   error_feedback: Literal[False, True] = False
   seed: int = 0
   decay: float = 1.0
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    check_whole(self.name, 1, 2**23, levels=self.levels)
-    check_whole(self.name, 0, 2**32 - 1, seed=self.seed)
-    check_fraction(self.name, decay=self.decay)
+  ranges = (("levels", 1, 2**23), ("seed", 0, 2**32 - 1))
 
   @property
   def conserves(self) -> bool:
@@ -76,15 +71,13 @@ class QSGD(Collective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
-    acc = grads if state.residual is None else grads + state.residual
+    acc = grads + state.residual if self.error_feedback else grads
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), state.shared), comm.rank)
     message, used = encode(key, acc, self.levels, self.bits)
     rows = all_gather(comm, message)
     total = decode_sum(rows, self.bits, n, in_rank_order(comm, jnp.arange(comm.size, dtype=jnp.int32)))
-
-    residual = None
-    if state.residual is not None:
-      residual = acc - decode_sum(message[None], self.bits, n, jnp.zeros(1, jnp.int32))
+    own = lambda: decode_sum(message[None], self.bits, n, jnp.zeros(1, jnp.int32))
+    residual = acc - own() if self.error_feedback else None
     words = self.cost(n, comm.size).words
     counters = Counters(words, words, selected=used, delivered=bitset.count(bitset.pack(total != 0)))
     return Reduced(total, state._replace(residual=residual, shared=state.shared + 1), counters)

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives._base import SparseCollective, check_whole
+from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.select.accumulator import pending_zeros
 from jaxsparse.select.blocks import LazySum
@@ -35,10 +35,7 @@ class RandomK(SparseCollective):
   """
 
   seed: int = 0
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    check_whole(self.name, 0, 2**32 - 1, seed=self.seed)
+  ranges = (("seed", 0, 2**32 - 1),)
 
   def init(self, n: int, size: int) -> State:
     return super().init(n, size)._replace(shared=jnp.zeros((), jnp.int32))

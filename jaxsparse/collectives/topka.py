@@ -29,9 +29,6 @@ class TopkA(SelectingCollective):
     >>> tx = optax.chain(js.topka_transform("workers", density=0.01), optax.sgd(0.1))
   """
 
-  def slots(self, n: int, size: int) -> int:
-    return max(super().slots(n, size), self.chosen_codec(n).slots(size, self.entries(n)))
-
   def cost(self, n: int, size: int) -> Cost:
     return Cost(len(schedules.strides(size)), words_of(self.chosen_codec(n), size, self.entries(n)))
 
@@ -45,4 +42,4 @@ class TopkA(SelectingCollective):
     words = words_of(writer.codec, comm.size, k)
     used = saturated_product(writer.words_used(selected, k), comm.size - 1)
     counters = Counters(words, used, selected=selected, delivered=jnp.count_nonzero(total.values))
-    return Reduced(total, State(pending_except(acc, errors), memory, self.next_step(state.shared)), counters)
+    return Reduced(total, State(pending_except(acc, errors), memory, writer.next_step), counters)

@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import SelectingCollective, Writer, geometric, switch, words_of
-from jaxsparse.comm import all_gather, exchange, in_rank_order, schedules
+from jaxsparse.collectives._messages import SelectingCollective, Writer, geometric, switch
+from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.select import threshold
 from jaxsparse.select.accumulator import pending_nonzero
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated, saturated_product, saturated_sum
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product, saturated_sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,13 +42,7 @@ class TopkDSA(SelectingCollective):
     >>> tx = optax.chain(js.topkdsa_transform("workers", density=0.01), optax.sgd(0.1))
   """
 
-  @property
-  def sizes_vary(self) -> bool:
-    return True
-
-  def slots(self, n: int, size: int) -> int:
-    most = self.capacities(n, size)[-1]  # entries of a region are looked for up to so many beyond all k
-    return max(super().slots(n, size), self.entries(n) + most, codec_of(self.wire, n).slots(size, most))
+  sizes_vary = True
 
   def cost(self, n: int, size: int) -> Cost:
     length = math.ceil(n / size)
@@ -78,16 +72,14 @@ class TopkDSA(SelectingCollective):
     selected = jnp.where(bitset.contains(sent, selected), selected, n)
 
     def split(capacity: int) -> tuple[jax.Array, list[Sparse], jax.Array]:
-      message, errors = writer.encode(threshold.read_regions(acc, sent, bounds, capacity, most=k), 0)
-      rows = writer.codec.decode(exchange(comm, message))
-      own = sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length)
-      words = saturated_product(writer.codec.words(1, capacity), size - 1)
-      return own, writer.widen_errors(errors, capacities[-1]), words
+      entries = threshold.read_regions(acc, sent, bounds, capacity, most=k)
+      rows, lost, words = writer.exchange_rows(comm, entries, 0, capacities[-1])
+      return sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length), lost, words
 
     own, lost, split_words = switch(capacities, fullest, split)
-    sums = dataclasses.replace(writer, codec=codec_of(self.wire, length))
-    most, even, slots = size * capacities[-1], -(-k // size), min(size * k, n)
-    total, rounded_off, words = _gather(comm, own, sums, most, even, slots)
+    sums = writer._replace(codec=codec_of(self.wire, length))
+    even = -(-k // size)
+    total, rounded_off, words = _gather(comm, own, sums, most=size * capacities[-1], even=even, slots=min(size * k, n))
     starts = bitset.rank(sent, bounds)
     counters = Counters(
       words_sent=saturated_sum(split_words, words),
@@ -97,7 +89,7 @@ class TopkDSA(SelectingCollective):
       overflow=count - starts[-1],
     )
     residual = pending_nonzero(acc, selected, total, lost + rounded_off)
-    return Reduced(total, State(residual, memory, self.next_step(state.shared)), counters)
+    return Reduced(total, State(residual, memory, writer.next_step), counters)
 
 
 def _gather(
@@ -107,7 +99,7 @@ def _gather(
 
   Of the own region, f32[length], at most `most` sums are not 0; the smallest capacity of a message is `even`.
   """
-  length, size = own.size, comm.size
+  length, size, end = own.size, comm.size, own.size * comm.size
   few = min(most, length // 2)  # more entries than that take more words than the dense region
   capacities = geometric(min(few, even), few, count=4) if few else ()
   if most > few:
@@ -115,25 +107,21 @@ def _gather(
   chosen = bitset.pack(own != 0)
   fullest = comm.all_reduce(bitset.count(chosen), "max")
 
-  def lost(errors: Sparse) -> list[Sparse]:
-    flat = jnp.where(errors.indices < length, errors.indices + comm.rank * length, size * length)
-    return [sparse.widen(Sparse(flat, errors.values), few, size * length)] if writer.codec.rounds else []
+  def flat(entries: Sparse, region: jax.Array) -> Sparse:
+    """Entries of regions with flat indices."""
+    return sparse.where(entries.indices < length, entries._replace(indices=entries.indices + length * region), end)
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
     if capacity == length:
       regions = in_rank_order(comm, all_gather(comm, own)).reshape(-1)
       total = threshold.read_first(LazySum((regions,)), bitset.pack(regions != 0), slots)
-      nothing = Sparse(jnp.full(few, length, jnp.int32), jnp.zeros(few, jnp.float32))
-      return total, lost(nothing), saturated_product(length, size - 1)
+      nothing = Sparse(jnp.full((1, few), end, jnp.int32), jnp.zeros((1, few), jnp.float32))
+      return total, [nothing] * writer.codec.rounds, saturated_product(length, size - 1)
     sums = threshold.read_first(LazySum((own,)), chosen, capacity)
-    message, errors = writer.encode(sparse.as_row(sums), 1)
-    rows = in_rank_order(comm, writer.gather(comm, message))
-    flat = rows.indices + length * jnp.arange(size, dtype=jnp.int32)[:, None]
-    flat = jnp.where(rows.indices < length, flat, size * length)
-    entries = Sparse(flat.reshape(-1), rows.values.reshape(-1))
+    rows, lost, words = writer.gather_rows(comm, sparse.as_row(sums), 1, few)
+    entries = sparse.ravel(flat(in_rank_order(comm, rows), jnp.arange(size, dtype=jnp.int32)[:, None]))
     if size * capacity > slots:
-      entries = sparse.compress(entries, entries.indices < size * length, slots, size * length)
-    words = saturated(words_of(writer.codec, size, capacity), jnp.uint32)
-    return sparse.widen(entries, slots, size * length), lost(sparse.only_row(errors)), words
+      entries = sparse.compress(entries, entries.indices < end, slots, end)
+    return sparse.widen(entries, slots, end), [flat(errors, comm.rank) for errors in lost], words
 
   return switch(capacities, fullest, gather)

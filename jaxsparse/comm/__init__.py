@@ -5,27 +5,8 @@ sends to whom, and builds an all-gather, a personalized exchange and an all-redu
 checks on a jaxpr which values are equal on all workers.
 """
 
-from jaxsparse.comm.schedules import (
-  all_gather,
-  all_reduce_cost,
-  all_reduce_in_order,
-  combine_rows,
-  exchange,
-  in_rank_order,
-)
-from jaxsparse.comm.verbs import (
-  AxisComm,
-  SimComm,
-  SoloComm,
-  View,
-  axes_of,
-  comm_of,
-  message_p,
-  number_of_each,
-  pack,
-  unpack,
-)
+from jaxsparse.comm.schedules import all_gather, all_reduce_cost, all_reduce_in_order, exchange, in_rank_order
+from jaxsparse.comm.verbs import AxisComm, SimComm, SoloComm, View, axes_of, comm_of, number_of_each, pack, unpack
 
-__all__ = ["AxisComm", "SimComm", "SoloComm", "View", "all_gather", "all_reduce_cost", "all_reduce_in_order"]
-__all__ += ["axes_of", "combine_rows", "comm_of", "exchange", "in_rank_order", "message_p", "number_of_each"]
-__all__ += ["pack", "unpack"]
+__all__ = ["AxisComm", "SimComm", "SoloComm", "View", "all_gather", "all_reduce_cost", "all_reduce_in_order", "axes_of"]
+__all__ += ["comm_of", "exchange", "in_rank_order", "number_of_each", "pack", "unpack"]

@@ -44,8 +44,7 @@ class MpiComm(View):
     communicator: of mpi4py; a clone of COMM_WORLD by default. Use your own communicator for nothing else.
     host_staging: whether messages go through host memory and mpi4py. None chooses this where the device is not a CPU
       and mpi4jax was built without CUDA, which would crash otherwise.
-    stride: distance between neighbours of this view.
-    members: number of workers of this view; None for all ranks.
+    stride, members: as of `js.comm.View`.
 
   Raises:
     RuntimeError: in one of several ranks of `jaxsparse.launch --engine=processes`, which MPI does not connect, or if
@@ -62,13 +61,16 @@ class MpiComm(View):
 
   communicator: Any = dataclasses.field(default_factory=_world)
   host_staging: bool | None = None
-  stride: int = 1
-  members: int | None = None
 
   def __post_init__(self) -> None:
     join_mpi()  # also where the caller gives a communicator
     if found := environment.read_counts():
       environment.check_mpi("js.MpiComm()", found, _mpi4jax()[0])
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """(`RANKS`,) where all ranks belong to this view, else ()."""
+    return (RANKS,) if self.size == self._engine_size() else ()
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines `x` of all workers of the view in rank order."""
@@ -77,16 +79,12 @@ class MpiComm(View):
   def _engine_size(self) -> int:
     return self.communicator.Get_size()
 
-  def _names(self) -> tuple[str, ...]:
-    return (RANKS,)
-
   def _engine_rank(self) -> jax.Array:
     return rank_p.bind(jnp.int32(self.communicator.Get_rank()))
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    own = self.communicator.Get_rank()
-    source = {destination: source for source, destination in pairs}.get(own)
-    return _message(self, buffer, dict(pairs).get(own), source)
+    own, sources = self.communicator.Get_rank(), {destination: source for source, destination in pairs}
+    return _message(self, buffer, dict(pairs).get(own), sources.get(own))
 
 
 def _send_message(view: MpiComm, buffer: jax.Array, destination: int | None, source: int | None) -> jax.Array:

@@ -40,8 +40,6 @@ def dispatch(program: Callable, *arguments: Any, follow: Callable[[Any], jax.Arr
 
 def _share_threads(leaves: list[Any]) -> bool:
   """Whether the first array among the leaves lies on several devices of CPUs."""
-  x = next((x for x in leaves if isinstance(x, jax.Array)), None)
-  if x is None or isinstance(x, jax.core.Tracer):
-    return False
-  one: Any = next(iter(x.sharding.device_set))
-  return len(x.sharding.device_set) > 1 and one.platform == "cpu"
+  first = next((x for x in leaves if isinstance(x, jax.Array)), None)
+  devices: list[Any] = [] if first is None or isinstance(first, jax.core.Tracer) else [*first.sharding.device_set]
+  return len(devices) > 1 and devices[0].platform == "cpu"

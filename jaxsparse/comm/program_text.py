@@ -20,6 +20,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jaxsparse import _compat
 from jaxsparse.comm.verbs import MESSAGE, rank_p
 
+_Jaxpr = core.Jaxpr | core.ClosedJaxpr
+
 
 class Line(NamedTuple):
   """One line of a program.
@@ -46,36 +48,35 @@ class ProgramText:
   """
 
   def __init__(self, closed: core.ClosedJaxpr):
-    self._bodies: dict[int, tuple[str, Any]] = {}  # with the jaxpr: ids of others are used again
-    self._shapes: dict[Any, str] = {}
+    self._bodies: dict[Any, str] = {}
     self._closed = closed
     self.digest: str = self._body(closed)
 
   def lines(self) -> list[Line]:
     """All lines, those of a body before the equation that runs it."""
-    return list(self._all_lines(self._closed))
 
-  def _all_lines(self, jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Iterator[Line]:
-    for text, equation in self._lines(jaxpr):
-      for body in _bodies_of(equation) if equation else ():
-        yield from self._all_lines(body)
-      yield Line(text, _compat.source_of(equation) if equation else "")
+    def lines_of(jaxpr: _Jaxpr) -> Iterator[Line]:
+      for text, equation in self._lines(jaxpr):
+        for body in _bodies_of(equation) if equation else ():
+          yield from lines_of(body)
+        yield Line(text, _compat.source_of(equation) if equation else "")
 
-  def _body(self, jaxpr: core.Jaxpr | core.ClosedJaxpr) -> str:
+    return list(lines_of(self._closed))
+
+  def _body(self, jaxpr: _Jaxpr) -> str:
     """The digest of a jaxpr."""
-    if id(jaxpr) not in self._bodies:
-      self._bodies[id(jaxpr)] = "", jaxpr
+    if jaxpr not in self._bodies:
       text = "\n".join(line for line, _ in self._lines(jaxpr))
-      self._bodies[id(jaxpr)] = hashlib.sha256(text.encode()).hexdigest()[:16], jaxpr
-    return self._bodies[id(jaxpr)][0]
+      self._bodies[jaxpr] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return self._bodies[jaxpr]
 
-  def _lines(self, jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Iterator[tuple[str, core.JaxprEqn | None]]:
+  def _lines(self, jaxpr: _Jaxpr) -> Iterator[tuple[str, core.JaxprEqn | None]]:
     """The constants, the equations, and the results of a jaxpr, without those of the bodies of equations."""
-    inner, consts = _jaxpr_of(jaxpr), jaxpr.consts if isinstance(jaxpr, core.ClosedJaxpr) else ()
+    inner, consts = (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else (jaxpr, ())
     names: dict[Any, str] = {}
     name = lambda var: names.setdefault(var, f"v{len(names)}")
     read = lambda atom: self._value(atom.val, atom.aval) if isinstance(atom, core.Literal) else name(atom)
-    result_of = lambda var: f"{name(var)}:{self._shape(var.aval)}"
+    result_of = lambda var: f"{name(var)}:{_shape(var.aval)}"
     for var in inner.invars:
       name(var)
     for var, const in zip(inner.constvars, consts, strict=False):
@@ -83,33 +84,25 @@ class ProgramText:
     for equation in inner.eqns:
       operands = ["of this rank"] if equation.primitive is rank_p else map(read, equation.invars)
       results = " ".join(map(result_of, equation.outvars))
-      params = "" if _is_message(equation) else self._params(equation.params)
+      given = {} if _is_message(equation) else equation.params
+      named = [name for name in sorted(given) if name not in _NAMES and given[name] is not None]
+      params = " ".join(f"{name}={self._text(given[name])}" for name in named)
       yield " ".join(filter(None, [equation.primitive.name, params, *operands, "->", results])), equation
     yield " ".join(["return", *map(read, inner.outvars)]), None
-
-  def _shape(self, aval: Any) -> str:
-    if aval not in self._shapes:
-      self._shapes[aval] = aval.str_short(short_dtypes=True) + "~" * getattr(aval, "weak_type", False)
-    return self._shapes[aval]
 
   def _value(self, x: Any, aval: Any) -> str:
     """A number, or the hash of an array; of an array that other processes hold in part its shape."""
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
       x = jax.random.key_data(x)
-    if isinstance(x, jax.Array) and not x.is_fully_replicated and not x.is_fully_addressable:
-      return self._shape(aval)
-    if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
-      return self._shape(aval)
+    in_part = isinstance(x, jax.Array) and not x.is_fully_replicated and not x.is_fully_addressable
+    if in_part or not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+      return _shape(aval)
     x = np.asarray(_compat.local_shard(x))
     if x.size == 1:  # as a float, 0.1 of float32 is 0.10000000149011612
       short = str(x.reshape(())[()] if x.dtype == np.float32 else x.item())
     else:
       short = hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16]
-    return f"{short}:{self._shape(aval)}"
-
-  def _params(self, params: Mapping[str, Any]) -> str:
-    given = ((name, params[name]) for name in sorted(params) if name not in _NAMES and params[name] is not None)
-    return " ".join(f"{name}={self._text(value)}" for name, value in given)
+    return f"{short}:{_shape(aval)}"
 
   def _text(self, value: Any) -> str:
     """A parameter of an equation."""
@@ -121,10 +114,9 @@ class ProgramText:
       return self._value(value, jax.typeof(value))
     if isinstance(value, (tuple, list)):
       return f"({','.join(map(self._text, value))}{',' * (len(value) == 1)})"
-    if isinstance(value, (set, frozenset)):
-      return f"{{{','.join(sorted(map(self._text, value)))}}}"
-    if isinstance(value, Mapping):
-      return self._text(sorted((self._text(key), self._text(item)) for key, item in value.items()))
+    if isinstance(value, (set, frozenset, Mapping)):
+      items = value.items() if isinstance(value, Mapping) else value
+      return f"{{{','.join(sorted(map(self._text, items)))}}}"
     if isinstance(value, (Mesh, AbstractMesh)):
       return self._text((dict(value.shape), value.axis_types))
     if isinstance(value, NamedSharding):
@@ -132,27 +124,25 @@ class ProgramText:
     if isinstance(value, Sharding) or callable(value):
       return str(getattr(value, "__name__", type(value).__name__))
     if dataclasses.is_dataclass(value):
-      return type(value).__name__ + self._text(
-        {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name not in _NAMES}
-      )
+      names = [field.name for field in dataclasses.fields(value) if field.name not in _NAMES]
+      return type(value).__name__ + self._text({name: getattr(value, name) for name in names})
     text = repr(value)
     return type(value).__name__ if _OWN.search(text) else text
+
+
+def _shape(aval: Any) -> str:
+  return aval.str_short(short_dtypes=True) + "~" * getattr(aval, "weak_type", False)
 
 
 _NAMES = ("name", "debug_info", "source_info", "src_info", "name_and_src_info", "name_stack")
 _OWN = re.compile(r"0x[0-9a-f]|\.py\b")  # an address, a file
 
 
-def _jaxpr_of(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
-  return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-
-
 def _is_message(equation: core.JaxprEqn) -> bool:
   return equation.params.get("name") == MESSAGE
 
 
-def _bodies_of(equation: core.JaxprEqn) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
-  for value in () if _is_message(equation) else equation.params.values():
-    for item in value if isinstance(value, (tuple, list)) else (value,):
-      if isinstance(item, (core.Jaxpr, core.ClosedJaxpr)):
-        yield item
+def _bodies_of(equation: core.JaxprEqn) -> list[_Jaxpr]:
+  values = () if _is_message(equation) else equation.params.values()
+  items = (item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,)))
+  return [item for item in items if isinstance(item, _Jaxpr)]

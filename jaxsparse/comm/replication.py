@@ -60,10 +60,9 @@ def checked(
 
   def traced(*arguments: Any) -> Any:
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    follow = _AxesOfValues(axes.union(others))
+    follow = _AxesOfValues(axes, axes.union(others))
     varying = [axes_of_spec(spec) & follow.every for spec in _spec_of_each(arguments, in_specs)]
     outputs = follow.find_axes(closed.jaxpr, varying)
-    follow.check_marks(axes)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     for varies, spec, path in zip(outputs, _spec_of_each(shapes, out_specs), paths, strict=True):
       if differs := varies - axes_of_spec(spec):
@@ -79,29 +78,22 @@ def checked(
 def check_axes(function: Callable, arguments: Sequence[Any], axis: AxisName) -> None:
   """Raises ValueError if a transform inside `function`, the program of one worker, is over other axes than `axis`."""
   jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-  follow = _AxesOfValues(frozenset(names_of(axis)))
-  follow.find_axes(jaxpr, [frozenset()] * len(jaxpr.invars))
-  follow.check_marks(frozenset(names_of(axis)))
+  axes = frozenset(names_of(axis))
+  _AxesOfValues(axes, axes).find_axes(jaxpr, [frozenset()] * len(jaxpr.invars))
 
 
 class _AxesOfValues:
-  """Computes the axes that each value of a jaxpr may vary over, and collects the axes of all marks.
+  """Computes the axes that each value of a jaxpr may vary over.
 
   Args:
+    axes: those of the workers, which all marks must have.
     every: all axes that the program is mapped over. It may be partitioned along others, whose devices together
       compute one value, and map a part of itself over them.
   """
 
-  def __init__(self, every: Axes):
-    self.every = every
-    self._marks: set[Axes] = set()
+  def __init__(self, axes: Axes, every: Axes):
+    self.axes, self.every = axes, every
     self._loops = {"cond": self._cond, "scan": self._scan, "while": self._while}
-
-  def check_marks(self, axes: Axes) -> None:
-    """Raises ValueError for a mark over other axes than `axes`."""
-    for marked in self._marks:
-      if marked != axes:
-        raise other_axes_error(marked, axes)
 
   def find_axes(self, jaxpr: core.Jaxpr, inputs: Sequence[Axes]) -> list[Axes]:
     """The axes that each result of a jaxpr may vary over.
@@ -109,6 +101,9 @@ class _AxesOfValues:
     Args:
       jaxpr: of one worker's program, or of a function that it calls.
       inputs: the axes that each of its inputs may vary over.
+
+    Raises:
+      ValueError: for a mark over other axes than those of the workers.
     """
     known = dict(zip(jaxpr.invars, inputs, strict=True)) | dict.fromkeys(jaxpr.constvars, frozenset())
     read = lambda atom: frozenset() if isinstance(atom, core.Literal) else known[atom]
@@ -121,13 +116,15 @@ class _AxesOfValues:
     name, params = equation.primitive.name, equation.params
     if name in self._loops:
       return self._loops[name](params, inputs)
-    body = next((_jaxpr_of(params[key]) for key in _BODIES if key in params), None)
+    body = next(inner_jaxprs({key: params[key] for key in _BODIES if key in params}), None)
     if body is not None and len(body.invars) == len(inputs) and len(body.outvars) == len(equation.outvars):
       results = self.find_axes(body, inputs)
       return [axes & self.every for axes in results] if name == "shard_map" else results
-    varies = _union(inputs)
+    varies: Axes = frozenset().union(*inputs)
     if equation.primitive is total_p:
-      varies = self._note_mark(params["axes"], varies)
+      if params["axes"] not in (None, self.axes):
+        raise other_axes_error(params["axes"], self.axes)
+      varies = varies - self.axes if params["axes"] else frozenset()
     elif name in _PSUMS:
       varies = varies - _axis_names(params) if params.get("axis_index_groups") is None else varies
     elif name in _SENDS or name == "axis_index":
@@ -139,21 +136,15 @@ class _AxesOfValues:
       varies = varies.union(*(axes for results in bodies for axes in results))
     return [varies] * len(equation.outvars)
 
-  def _note_mark(self, axes: Axes | None, varies: Axes) -> Axes:
-    if axes is None:
-      return frozenset()
-    self._marks.add(axes)
-    return varies - axes
-
   def _cond(self, params: Any, inputs: list[Axes]) -> list[Axes]:
     index, *operands = inputs
-    branches = [self.find_axes(_jaxpr_of(branch), operands) for branch in params["branches"]]
-    return [_union([index, *results]) for results in zip(*branches, strict=True)]
+    branches = [self.find_axes(branch.jaxpr, operands) for branch in params["branches"]]
+    return [index.union(*results) for results in zip(*branches, strict=True)]
 
   def _scan(self, params: Any, inputs: list[Axes]) -> list[Axes]:
     start, count = scan_counts(params)
     consts, carry, scanned = inputs[:start], inputs[start : start + count], inputs[start + count :]
-    step = lambda carry: self.find_axes(_jaxpr_of(params["jaxpr"]), [*consts, *carry, *scanned])
+    step = lambda carry: self.find_axes(params["jaxpr"].jaxpr, [*consts, *carry, *scanned])
     return step(_fixed_point(lambda carry: step(carry)[:count], carry))
 
   def _while(self, params: Any, inputs: list[Axes]) -> list[Axes]:
@@ -161,8 +152,8 @@ class _AxesOfValues:
     cond_consts, body_consts, carry = inputs[:first], inputs[first:second], inputs[second:]
 
     def step(carry: list[Axes]) -> list[Axes]:
-      (more,) = self.find_axes(_jaxpr_of(params["cond_jaxpr"]), [*cond_consts, *carry])
-      results = self.find_axes(_jaxpr_of(params["body_jaxpr"]), [*body_consts, *carry])
+      (more,) = self.find_axes(params["cond_jaxpr"].jaxpr, [*cond_consts, *carry])
+      results = self.find_axes(params["body_jaxpr"].jaxpr, [*body_consts, *carry])
       return [more | result for result in results]
 
     return _fixed_point(step, carry)
@@ -184,14 +175,6 @@ def _axis_names(params: Any) -> Axes:
 def axes_of_spec(spec: PartitionSpec) -> Axes:
   """Names of the axes that a spec splits an array along."""
   return frozenset(name for part in spec if part is not None for name in names_of(part))
-
-
-def _union(sets: Sequence[Axes]) -> Axes:
-  return frozenset().union(*sets)
-
-
-def _jaxpr_of(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
-  return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
 def _spec_of_each(tree: Any, specs: Any) -> list[PartitionSpec]:

@@ -14,8 +14,6 @@ from jaxsparse.types import Comm, Cost, Reduction, Tree
 
 Pairs = tuple[tuple[int, int], ...]
 
-_WORD = 4  # bytes
-
 
 def strides(size: int) -> tuple[int, ...]:
   """The ⌈log₂ size⌉ strides of a recursive-halving schedule for any number of workers, largest first.
@@ -49,12 +47,11 @@ def checked_pairs(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
     ValueError: route: worker 1 receives more than once in one round of ((0, 1), (2, 1))
   """
   pairs = tuple((int(source), int(destination)) for source, destination in pairs)
+  if outside := [pair for pair in pairs if min(pair) < 0 or max(pair) >= size]:
+    raise ValueError(f"route {outside[0]}: workers are numbered 0 … {size - 1}")
   for verb, ends in zip(("sends", "receives"), zip(*pairs, strict=True), strict=False):
-    if min(ends) < 0 or max(ends) >= size:
-      pair = next(pair for pair in pairs if not all(0 <= worker < size for worker in pair))
-      raise ValueError(f"route {pair}: workers are numbered 0 … {size - 1}")
-    if len(set(ends)) < len(ends):
-      worker = collections.Counter(ends).most_common(1)[0][0]
+    worker, times = collections.Counter(ends).most_common(1)[0]
+    if times > 1:
       raise ValueError(f"route: worker {worker} {verb} more than once in one round of {pairs}")
   return pairs
 
@@ -94,7 +91,7 @@ def combine_rows(rows: jax.Array, op: Reduction) -> jax.Array:
   """Combines rows [P, …] in rank order, 16-bit floats in float32: the bits do not depend on the engine."""
   combine = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[op]
   dtype = rows.dtype
-  if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < _WORD:
+  if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
     rows = rows.astype(jnp.float32)
   result, _ = jax.lax.scan(lambda total, row: (combine(total, row), None), rows[0], rows[1:])
   return result.astype(dtype)

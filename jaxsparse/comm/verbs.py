@@ -6,6 +6,7 @@ jaxpr: what is equal on all workers (`mark_total`), the rank of a process of MPI
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -49,9 +50,8 @@ def mark_total(tree: Any, axes: Sequence[str] | None) -> Any:
   """
   if axes is not None and not axes:  # a view of some workers: its total is not equal on all of them
     return tree
-  leaves, structure = jax.tree.flatten(tree)
-  marked = [total_p.bind(x, axes=None if axes is None else frozenset(axes)) for x in leaves]
-  return jax.tree.unflatten(structure, marked)
+  named = None if axes is None else frozenset(axes)
+  return jax.tree.map(functools.partial(total_p.bind, axes=named), tree)
 
 
 def other_axes_error(ours: Iterable[str], mapped: Iterable[str]) -> ValueError:
@@ -67,14 +67,19 @@ def list_axes(axes: Iterable[str]) -> str:
   return " and ".join(map(repr, sorted(axes))) or "none"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class View:
   """`members` workers of an engine, `stride` apart; a subclass for each engine.
 
   A subclass implements the number of workers of the engine, the number of this worker, and the sending of a buffer.
+
+  Attributes:
+    stride: distance between neighbours of this view.
+    members: number of workers of this view; None for all workers of the engine.
   """
 
-  stride: int
-  members: int | None
+  stride: int = 1
+  members: int | None = None
 
   @property
   def size(self) -> int:
@@ -89,7 +94,7 @@ class View:
   @property
   def axes(self) -> tuple[str, ...]:
     """Names of the axes all of whose workers belong to this view; empty for a view of some workers."""
-    return () if self.size < self._engine_size() else self._names()
+    return ()
 
   def shift(self, tree: Tree, by: int) -> Tree:
     """Sends `tree` to worker (rank + by) mod size and returns that of worker (rank − by) mod size: one message."""
@@ -111,30 +116,24 @@ class View:
     Raises:
       ValueError: if `teams` does not divide `size`, naming the divisors.
     """
-    length, view = schedules.team_size(self.size, teams), cast(Any, self)
-    member = dataclasses.replace(view, stride=self.stride * length, members=teams)
-    return dataclasses.replace(view, members=length), member
+    length = schedules.team_size(self.size, teams)
+    member = dataclasses.replace(self, stride=self.stride * length, members=teams)
+    return dataclasses.replace(self, members=length), member
 
   def _send(self, tree: Tree, pairs: schedules.Pairs) -> Tree:
     """Sends `tree` along pairs of this view, and along the same pairs of all views that tile the engine."""
-    starts = self._first_workers()
-    moves = [(start + a * self.stride, start + b * self.stride) for start in starts for a, b in pairs]
+    moves = [(view[source], view[destination]) for view in self._views() for source, destination in pairs]
     return unpack(self._ppermute(pack(tree), moves), tree)
 
-  def _first_workers(self) -> list[int]:
-    """First worker of each of the views that tile the engine."""
-    if self.members is None:
-      return [0]
-    span = self.stride * self.members
-    return [first + offset for first in range(0, self._engine_size(), span) for offset in range(self.stride)]
+  def _views(self) -> list[range]:
+    """The workers of each of the views that tile the engine."""
+    span, engine = self.stride * self.size, self._engine_size()
+    starts = (first + offset for first in range(0, engine, span) for offset in range(self.stride))
+    return [range(start, start + span, self.stride) for start in starts]
 
   def _engine_size(self) -> int:
     """Number of workers of the engine."""
     raise NotImplementedError
-
-  def _names(self) -> tuple[str, ...]:
-    """Names of the axes of the workers of the engine."""
-    return ()
 
   def _engine_rank(self) -> jax.Array:
     """Number of this worker within the engine, i32[]."""
@@ -209,8 +208,7 @@ class AxisComm(View):
 
   Attributes:
     axis: the name of the axis, or a tuple of names (ranks vary slowest along the first).
-    stride: distance on the axis between neighbours of this view.
-    members: number of workers of this view; None for the whole axis.
+    stride, members: as of `js.comm.View`.
 
   Example:
     >>> from jax.sharding import PartitionSpec as P
@@ -222,16 +220,16 @@ class AxisComm(View):
   """
 
   axis: _compat.AxisName
-  stride: int = 1
-  members: int | None = None
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """The names of `axis` where this view is the whole of it, else ()."""
+    return _compat.names_of(self.axis) if self.size == self._engine_size() else ()
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines `x` of all workers of the view by the all-reduce of XLA, in its order of summation."""
     reduce = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
-    groups = None  # one view is the whole axis; otherwise the axis indices of each of the views that tile it
-    if self.members is not None:
-      span = self.stride * self.members
-      groups = [list(range(start, start + span, self.stride)) for start in self._first_workers()]
+    groups = None if self.members is None else [list(view) for view in self._views()]
     return reduce(x, self.axis, axis_index_groups=groups)
 
   def _engine_size(self) -> int:
@@ -239,14 +237,11 @@ class AxisComm(View):
       return jax.lax.axis_size(self.axis)
     except NameError as error:
       if mapped := jax.sharding.get_abstract_mesh().manual_axes:
-        raise other_axes_error(self._names(), mapped) from error
+        raise other_axes_error(_compat.names_of(self.axis), mapped) from error
       raise ValueError(
         f"axis {self.axis!r} is not mapped here: jaxsparse transforms take the local gradients of one worker, so init "
         f"and update must run inside jax.shard_map over {self.axis!r}; js.init and js.make_train_step do that for you"
       ) from error
-
-  def _names(self) -> tuple[str, ...]:
-    return _compat.names_of(self.axis)
 
   def _engine_rank(self) -> jax.Array:
     return jax.lax.axis_index(self.axis)
@@ -302,8 +297,6 @@ class SoloComm(View):
   """
 
   workers: int
-  stride: int = 1
-  members: int | None = None
 
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """P times `x`, the sum of P equal arrays; `x` for "max" and "min"."""

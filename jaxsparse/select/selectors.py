@@ -36,11 +36,6 @@ class Selector(abc.ABC):
     """Raises ValueError for blocks that it cannot choose from, with the name of the collective."""
     del name, length, k
 
-  def slots(self, length: int, k: int) -> int:
-    """An upper bound on the i32 indices that choosing k entries of a block computes."""
-    del k
-    return length
-
   def init(self, rows: int) -> Any:
     """The memory before the first step: a pytree of arrays with a leading axis, () for none."""
     del rows
@@ -85,9 +80,6 @@ class PerChunk(Selector):
         f"{name}: selector='chunked' with {k} chunks in blocks of {length} entries, choose at least "
         f"{-(-length // _LONGEST_CHUNK)} chunks by a larger k or density, or another selector"
       )
-
-  def slots(self, length: int, k: int) -> int:
-    return length + 2 * k  # the last two rows of k entries may reach beyond the block
 
   def start(self, blocks: Blocks, memory: Any) -> Accumulator:
     del memory

@@ -26,6 +26,7 @@ from jaxsparse.types import Sparse
 
 _LOWS = (4, 8, 16)  # bits of a low part: two to a byte, one byte, two bytes
 _KEY_BITS = 31  # of a non-negative i32
+_MOST_BITS = 2**31 - bitset.GROUP * bitset.BITS  # of a bitset, whose numbers are i32
 _WORD = 4  # bytes
 
 
@@ -67,10 +68,6 @@ class _Coordinates:
 
   def words(self, rows: int, capacity: int) -> int:
     return 2 * rows * capacity
-
-  def slots(self, rows: int, capacity: int) -> int:
-    del rows, capacity
-    return self.length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +114,6 @@ class _QuasiSuccinct(_Formatted):
     high = rows * _high_words(capacity, self.length >> low)
     return _padded(rows * math.ceil(capacity * low / 8)) + high + _value_words(rows, capacity, self.format)
 
-  def slots(self, rows: int, capacity: int) -> int:
-    bits = rows * bitset.BITS * _high_words(capacity, self.length >> low_bits(capacity, self.length))
-    return max(bits, self.length + (2 << max(_LOWS)))  # bits of all rows, and the index that no high part gives
-
 
 @dataclasses.dataclass(frozen=True)
 class _ByChunk(_Formatted):
@@ -142,10 +135,6 @@ class _ByChunk(_Formatted):
   def words(self, rows: int, capacity: int) -> int:
     positions = rows * capacity * jnp.dtype(self._position(capacity)).itemsize
     return _padded(positions) + _value_words(rows, capacity, self.format)
-
-  def slots(self, rows: int, capacity: int) -> int:
-    del rows
-    return self.length + 2 * capacity  # an empty slot has a position beyond the last one of its chunk
 
   def _position(self, chunks: int) -> Any:
     sizes = (jnp.uint8, jnp.uint16, jnp.uint32)
@@ -173,8 +162,7 @@ def codec_of(wire: Wire | Literal["2bit"], length: int, *, by_chunk: bool = Fals
       at least `length` and value 0. The noise is f32[rows, c] in [0, 1), for "int8" only.
     - `decode(message)` returns the same entries with rounded values, the same bits on every worker; empty slots have
       index `length`.
-    - `words(rows, capacity)` are the 4-byte words of a message, `slots(rows, capacity)` an upper bound on the i32
-      numbers, indices and offsets, that encode or decode it.
+    - `words(rows, capacity)` are the 4-byte words of a message.
 
   Example:
     >>> entries = Sparse(jnp.array([[700, 9, 30]]), jnp.array([[1.27, 0.0, 0.5]]))
@@ -276,6 +264,11 @@ def _read_high(words: jax.Array, capacity: int) -> jax.Array:
   In a message of zeros, which has no set bits, the results exceed every high part.
   """
   rows, count = words.shape
+  if (bits := bitset.BITS * words.size) > _MOST_BITS:
+    raise ValueError(
+      f"messages of {rows} rows of {capacity} entries take {bits} indices of bits, which have 31 bits: "
+      "choose wire='f32', a smaller density or k, or groups of leaves (js.bucketed_transform)"
+    )
   whole = jnp.pad(words.reshape(-1), (0, -words.size % bitset.GROUP))
   return bitset.nonzero(whole, rows * capacity).reshape(rows, capacity) - _bit_offsets(rows, capacity, count)
 

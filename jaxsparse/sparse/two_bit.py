@@ -46,11 +46,6 @@ class TwoBit:
     """The 4-byte words of a message."""
     return -(-rows * capacity // 2) + BINS * rows
 
-  def slots(self, rows: int, capacity: int) -> int:
-    """An upper bound on the numbers that encoding and decoding compute."""
-    del rows, capacity
-    return BINS * LONGEST
-
 
 def _read(table: jax.Array, codes: jax.Array) -> jax.Array:
   return jnp.take_along_axis(table, codes, axis=1)

@@ -13,7 +13,6 @@ import optax
 
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, make_collective, make_instance
-from jaxsparse.collectives._base import name_of
 from jaxsparse.transform.groups import Special
 from jaxsparse.transform.update import collective_transform
 from jaxsparse.types import Comm
@@ -60,7 +59,7 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
   own = inspect.signature(transform)
   *common, _ = own.parameters.values()
   signature = own.replace(parameters=[*common, *inspect.signature(cls).parameters.values()])
-  transform.__name__ = transform.__qualname__ = f"{name_of(cls)}_transform"
+  transform.__name__ = transform.__qualname__ = f"{cls.name}_transform"
   transform.__module__ = __name__.partition(".")[0]  # where users find it
   transform.__doc__ = _documentation(cls)
   annotations = {name: parameter.annotation for name, parameter in signature.parameters.items()}

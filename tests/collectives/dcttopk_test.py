@@ -67,14 +67,6 @@ def test_coefficients_and_their_inverse_in_scipy(side):
   np.testing.assert_array_equal(bits(jax.jit(tiling.entries)(there[1])), bits(back[1]))
 
 
-def test_the_worked_example():
-  """Of the coefficients 4, 2, 2, 2 the first is sent; it is 2 at every entry."""
-  grads = {"w": jnp.array([[[5.0, 1.0], [1.0, 1.0]]])}
-  out = js.simulate("dcttopk", grads, k=1, chunk=4)
-  np.testing.assert_allclose(out.total["w"], [[2, 2], [2, 2]], atol=1e-6)
-  np.testing.assert_allclose(out.residuals["w"][0], [[3, -1], [-1, -1]], atol=1e-6)
-
-
 @pytest.mark.parametrize("combine", quick_of(["workers", "contributors"], quick=["workers"]))
 def test_demo_in_scipy(combine):
   """Three steps of three workers on a mesh: home = β r + g, the sign of what is delivered, and what is kept."""
@@ -103,15 +95,6 @@ def test_demo_in_scipy(combine):
     kept = decay * (home - np.array([inverse(row) for row in sent]))
     np.testing.assert_allclose(np.reshape(state[0].carried.residual, (workers, n)), kept, atol=1e-5)
   step.check(params, state)
-
-
-def test_full_tiles_have_chunks_of_their_own():
-  """However large another leaf is: each tile sends its k largest."""
-  grads = {"a": 1e3 * normals(0, 1, 5), "w": normals(1, 1, 8, 4)}
-  total = js.simulate("dcttopk", grads, density=1 / 16, chunk=16).total
-  for top in (0, 4):
-    coefficients = scipy.fft.dctn(np.asarray(total["w"], np.float64)[top : top + 4], norm="ortho")
-    assert np.count_nonzero(np.abs(coefficients) > 1e-4) == 1
 
 
 @pytest.mark.parametrize("chunk", [10, 2**13])

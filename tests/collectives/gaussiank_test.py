@@ -36,19 +36,10 @@ def test_without_correction_heavy_tails_are_underestimated():
   assert 0.75 * 200 <= float(near.selected) <= 1.25 * 200
   plain, adjusted = (js.simulate("gaussiank", grads, k=2000, correction=on).metrics for on in (False, True))
   assert float(plain.selected) < 0.75 * 2000 <= float(adjusted.selected)
-  with pytest.raises(ValueError, match="correction='no', choose one of True, False"):
-    js.gaussiank_transform("workers", k=1, correction="no")
 
 
 def test_of_more_entries_than_there_is_room_for_the_largest_are_sent():
   rising = np.where(np.arange(4000) % 2, 1, -1) * np.linspace(10, 11, 4000)
   out = js.simulate("gaussiank", np.tile(rising, (2, 1)).astype(np.float32), k=3000)
-  assert int(out.metrics.overflow) == 2 * 250
+  assert (int(out.metrics.overflow), int(out.metrics.delivered)) == (2 * 250, 3750)
   np.testing.assert_array_equal(np.flatnonzero(out.total), np.arange(250, 4000))
-
-
-def test_what_is_selected_beyond_the_capacity_stays_and_is_counted():
-  grads = np.where(np.arange(4000) % 2, 1, -1).astype(np.float32)[None] * np.ones((2, 1), np.float32)
-  out = js.simulate("gaussiank", grads, k=3000)
-  assert int(out.metrics.overflow) == 2 * (4000 - 3750)
-  assert int(out.metrics.delivered) == 3750

@@ -11,7 +11,7 @@ import jaxsparse as js
 from jaxsparse.collectives.oktopk.balance import consensus_bounds, floor_mean
 from jaxsparse.comm import SimComm, SoloComm
 from jaxsparse.sparse import bitset
-from tests.cases import normals, quick_of, row
+from tests.cases import normals, row
 from tests.reference.oktopk import OkTopk
 
 
@@ -110,39 +110,6 @@ def test_a_worker_alone_does_the_work_of_one_among_others():
     assert float(counters.imbalance[0]) == 1
 
 
-@pytest.mark.parametrize("option", ["threshold_period", "region_period"])
-def test_bad_periods(option):
-  for value in (0, -1, 2.5, True):
-    with pytest.raises(ValueError, match=f"{option}={value!r}, choose a whole number from 1 up"):
-      js.oktopk_transform("workers", density=0.1, **{option: value})
-
-
-def delivered_mass(nudge, batches, k):
-  """Of each step, how much of the magnitude of the exact top-k of all that workers hold is delivered."""
-  workers, n = batches[0].shape
-  state, residuals, shares, overflow = None, np.zeros((workers, n), np.float32), [], []
-  for grads in batches:
-    total = (grads + residuals).sum(0)
-    out = js.simulate("oktopk", grads, state=state, k=k, nudge=nudge)
-    state, residuals = out.state, np.asarray(out.residuals)
-    most = np.sort(np.abs(total))[-k:].sum()
-    shares.append(np.abs(np.asarray(out.total)).sum() / most if most else 1.0)
-    overflow.append(int(out.metrics.overflow))
-  return shares, overflow
-
-
-@pytest.mark.parametrize("nudge", quick_of(["search", "fixed", "none"], quick=["search"]))
-@pytest.mark.parametrize("first", [0, 5])
-def test_a_threshold_of_fewer_than_k_entries_is_taken_anew_at_the_next_step(nudge, first):
-  """A first batch of few or no entries other than 0, as from masked or frozen layers, has no k-th magnitude."""
-  workers, n, k = 4, 2000, 100
-  sparse = np.zeros((workers, n), np.float32)
-  sparse[:, :first] = 1
-  shares, overflow = delivered_mass(nudge, [sparse, *(normals(step, workers, n) for step in range(12))], k)
-  assert min(shares[1:]) > 0.5
-  assert overflow[1] < workers * k / 2
-
-
 @pytest.mark.parametrize("regions", ["balanced", "even"])
 def test_entries_that_overflow_a_message_are_the_smallest(regions):
   """The second step reuses the threshold of the first, which all entries reach."""
@@ -161,10 +128,3 @@ def test_entries_that_overflow_a_message_are_the_smallest(regions):
     for start, end in itertools.pairwise(bounds):
       inside = [i for i in two_k if start <= i < end]
       assert {i for i in range(start, end) if left[i] != own[i]} <= set(inside[:most])
-
-
-def test_reused_thresholds_deliver_most_of_the_largest_entries():
-  """Residuals fill up in the first steps, and more and more entries reach a threshold that follows slowly or not."""
-  for nudge in ("fixed", "none"):
-    shares, _ = delivered_mass(nudge, [normals(step, 4, 2000) for step in range(14)], k=100)
-    assert min(shares) > 0.55, nudge

@@ -63,27 +63,3 @@ def test_long_gradients_are_decoded_to_within_a_level(n):
   assert (np.abs(each - grads) <= scales).all()
   assert used.tolist() == (each != 0).sum(axis=1).tolist()
   np.testing.assert_array_equal(decode_sum(messages, 8, n, np.arange(3)), (each[0] + each[1]) + each[2])
-
-
-def test_every_worker_and_step_draws_anew():
-  grads = np.ones((2, 400), np.float32)
-  one = js.simulate("qsgd", grads[:1], levels=1)
-  two = js.simulate("qsgd", grads, levels=1)
-  assert np.any(np.asarray(two.total) != 2 * np.asarray(one.total))
-  later = js.simulate("qsgd", grads[:1], levels=1, state=one.state)
-  assert np.any(np.asarray(later.total) != np.asarray(one.total))
-  np.testing.assert_array_equal(js.simulate("qsgd", grads, levels=1).total, two.total)
-  words = [js.costs.count("qsgd", n=32_000, workers=2, levels=levels).words for levels in (1, 7, 127)]
-  assert words == [1 + 2000, 1 + 4000, 1 + 8000]
-
-
-def test_giants_and_dwarfs_neither_overflow_nor_vanish():
-  for scale in (2.0**120, 2.0**-100):
-    grads = np.full((3, 16), scale, np.float32)
-    np.testing.assert_allclose(js.simulate("qsgd", grads, levels=2**20).total, 3 * grads[0], rtol=1e-4)
-
-
-def test_bad_levels():
-  for levels in (0, -4, 1.5, True, 2**23 + 1):
-    with pytest.raises(ValueError, match=f"levels={levels!r}, choose a whole number from 1 to 8388608"):
-      js.qsgd_transform("workers", levels=levels)

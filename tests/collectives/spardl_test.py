@@ -3,7 +3,6 @@
 import pathlib
 
 import hypothesis
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.costs.counting import schedule
-from tests.cases import QUICK, WORKERS, bits, normals, quick_of, row
+from tests.cases import QUICK, WORKERS, bits, check_steps, normals, quick_of, row
 from tests.reference import spardl_options as options
 from tests.reference.spardl import spardl
 
@@ -27,18 +26,6 @@ def test_equals_the_authors_results_bit_for_bit():
     np.testing.assert_array_equal(bits(out.residuals), bits(GOLDEN["residual"][step]))
 
 
-def check_steps(grads, reference, **options):
-  """Totals and residuals of steps are those of `reference(gradients, residuals)`, bit for bit; returns the last one."""
-  left, state = np.zeros_like(grads[0]), None
-  for step in grads:
-    total, left, *_ = reference(step, left)
-    out = js.simulate("spardl", step, state=state, **options)
-    state = out.state
-    np.testing.assert_array_equal(np.broadcast_to(out.total, total.shape), total)
-    np.testing.assert_array_equal(out.residuals, left)
-  return out
-
-
 @pytest.mark.parametrize(
   ("workers", "n", "k"),
   [
@@ -47,13 +34,13 @@ def check_steps(grads, reference, **options):
   ],
 )
 def test_equals_the_paper_in_numpy(workers, n, k):
-  check_steps(normals(0, 3, workers, n), lambda grads, left: spardl(grads, left, k), k=k)
+  check_steps("spardl", normals(0, 3, workers, n), lambda grads, left: spardl(grads, left, k), k=k)
 
 
 @pytest.mark.parametrize(("workers", "kind"), [(3, "partial"), (6, "partial"), (6, "local")])
 def test_the_ablations_of_the_paper_equal_numpy(workers, kind):
   reference = lambda grads, left: options.spardl(grads, left, 9, kind)
-  check_steps(normals(0, 3, workers, 50), reference, k=9, residual=kind)
+  check_steps("spardl", normals(0, 3, workers, 50), reference, k=9, residual=kind)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +63,7 @@ def test_selectors_and_a_rounding_wire_equal_numpy(workers, n, k, selector, wire
       return options.spardl(grads, left, k, choose=chunked.choose, rounded=rounded, received=chunked.received)
     return options.spardl(grads, left, k, choose=reuse if selector == "reuse" else None, rounded=rounded)
 
-  out = check_steps(normals(0, 5, workers, n), reference, k=k, selector=selector, wire=wire)
+  out = check_steps("spardl", normals(0, 5, workers, n), reference, k=k, selector=selector, wire=wire)
   if selector == "reuse":
     by_row = (np.arange(workers)[:, None] + np.arange(workers)) % workers
     bounds = np.reshape(out.state.carried.worker.bounds, (workers, workers))
@@ -92,7 +79,7 @@ def test_equals_the_paper_with_ties(shape, seed, least):
   """Few distinct values: what is selected depends on the rule for ties, everywhere."""
   workers, n, k = shape
   grads = np.random.default_rng(seed).integers(least, 3, (workers, n)).astype(np.float32)
-  check_steps(grads[None], lambda grads, left: spardl(grads, left, k), k=k)
+  check_steps("spardl", grads[None], lambda grads, left: spardl(grads, left, k), k=k)
 
 
 TEAMS = [
@@ -115,7 +102,8 @@ def test_teams_equal_the_paper_in_numpy(workers, teams, sag, n, k):
     totals, left, adaptive = options.teams(grads, left, k, teams, bruck, adaptive)
     return totals, left
 
-  out = check_steps(normals(0, 6, workers, n), reference, k=k, teams=teams, sag=sag)
+  out = check_steps("spardl", normals(0, 6, workers, n), reference, k=k, teams=teams, sag=sag)
+  assert (int(out.metrics.merged) > 0) == bruck  # only B-SAG counts the indices of a sum
   if bruck:
     assert tuple(int(value[0]) for value in out.state.carried.shared.adaptive) == adaptive
 
@@ -135,12 +123,6 @@ def test_h_grows_where_teams_agree_and_shrinks_where_they_do_not():
     assert abs(int(out.metrics.merged) - merged) <= 4
 
 
-@pytest.mark.parametrize(("teams", "sag"), [(1, "auto"), (2, "recursive"), (2, "bruck")])
-def test_only_b_sag_counts_the_indices_of_a_sum_over_teams(teams, sag):
-  out = js.simulate("spardl", normals(0, 4, 40), k=8, teams=teams, sag=sag)
-  assert (int(out.metrics.merged) > 0) == (sag == "bruck")
-
-
 def test_the_wire_shrinks_with_h():
   grads = np.tile(normals(0, 1, 400), (6, 1))
   first = js.simulate("spardl", grads, k=80, teams=3)
@@ -156,9 +138,6 @@ def test_teams_that_do_not_fit():
     js.spardl_transform("workers", k=3, teams=3, sag="recursive")
   with pytest.raises(ValueError, match="selector='chunked' with teams=2: .*, choose teams=1, or another selector"):
     js.spardl_transform("workers", k=3, teams=2, selector="chunked")
-  for teams in (0, -2, 1.5, True):
-    with pytest.raises(ValueError, match=f"teams={teams!r}, choose a whole number from 1 up"):
-      js.spardl_transform("workers", k=3, teams=teams)
 
 
 def test_the_schedule_compiles_as_fast_for_many_workers():
@@ -168,13 +147,6 @@ def test_the_schedule_compiles_as_fast_for_many_workers():
     jaxpr = schedule(js.make_collective("spardl", density=0.01), 10_000, workers)
     size[workers] = len(str(jaxpr).split(" = "))
   assert size[256] < 2.5 * size[16]
-
-
-def test_padding_never_reaches_total_or_residual():
-  out = js.simulate("spardl", np.zeros((4, 5), np.float32), np.full((4, 5), 1.0), k=5)
-  np.testing.assert_array_equal(out.total, np.full(5, 4.0))
-  assert out.residuals.shape == (4, 5)
-  assert not jax.numpy.any(out.residuals)
 
 
 @pytest.mark.parametrize("spike", [1e2, 1e8, 3.3e38])
@@ -194,24 +166,3 @@ def test_a_reused_threshold_recovers_from_a_spike(spike):
     assert np.isfinite(state.carried.worker.bounds).all()
   assert not any(skipped)
   assert min(selected[5:]) > k / 2
-
-
-def test_a_reused_threshold_outlives_a_skipped_step():
-  first = js.simulate("spardl", normals(0, 2, 400), k=20, selector="reuse")
-  for bad in (np.inf, -np.inf, np.nan):
-    broken = normals(1, 2, 400)
-    broken[1, :200] = bad
-    skipped = js.simulate("spardl", broken, state=first.state, k=20, selector="reuse")
-    assert bool(skipped.metrics.skipped)
-    np.testing.assert_array_equal(skipped.state.carried.worker.bounds, first.state.carried.worker.bounds)
-
-
-def test_an_infinite_threshold_does_not_silence_a_block():
-  """As a state has it whose growth has gone beyond the largest finite number."""
-  state = js.simulate("spardl", normals(0, 2, 400), k=20, selector="reuse").state
-  endless = jax.tree.map(lambda x: jnp.full_like(x, np.inf), state.carried.worker)
-  state = state._replace(carried=state.carried._replace(worker=endless))
-  for step in range(2):
-    out = js.simulate("spardl", normals(step, 2, 400), state=state, k=20, selector="reuse")
-    state = out.state
-  assert int(out.metrics.selected) == 20

@@ -132,11 +132,6 @@ def test_split_of_a_split(run):
   np.testing.assert_array_equal(within, np.repeat(np.arange(12).reshape(6, 2).sum(1), 2))
 
 
-def test_split_names_the_divisors():
-  with pytest.raises(ValueError, match=r"teams=4 does not divide the 6 workers, choose one of \[1, 2, 3, 6\]"):
-    simulated(lambda comm, x: comm.split(4)[0].shift(x, 1), jnp.zeros(6))
-
-
 @engines
 @each_size
 def test_all_gather_has_rows_in_the_home_frame_and_numbers_are_in_rank_order(run, workers):

@@ -101,26 +101,6 @@ def test_words_are_those_of_the_packed_message(wire_):
       assert codec.words(rows, capacity) == jax.eval_shape(packed, Sparse(*entries), entries[1]).size
 
 
-@pytest.mark.parametrize("wire_", SHORT)
-def test_offsets_are_those_that_slots_promise(wire_):
-  """The last bit of all rows, computed by numpy with 64 bits, for sizes that fit and for some that do not."""
-  for rows, capacity, length in [
-    *SHAPES,
-    (6, 24_548, 2_454_711),
-    (256, 10**7, 10**9),
-    (4, 2**29, 2**30),
-    (1, 9, 2**31 - 9),
-  ]:
-    low = codecs.low_bits(capacity, length)
-    count = -(-(capacity + (length >> low)) // 32)  # words of a row
-    last = np.int64(32) * count * (rows - 1) + capacity - 1 + (length >> low)
-    beyond = (((length >> low) + 1) << low) + (1 << low) - 1  # of a message without high parts
-    assert max(last, beyond) < codec_of(wire_, length).slots(rows, capacity) <= max(32 * count * rows, length + 2**17)
-    chunks = min(capacity, length)
-    empty = -(-length // chunks) * chunks + chunks - 1
-    assert empty < codec_of(wire_, length, by_chunk=True).slots(rows, chunks)
-
-
 def test_sizes_at_one_percent():
   size = lambda wire_, **layout: codec_of(wire_, 2_454_711, **layout).words(1, 24_548)
   whole = 2 * 24_548

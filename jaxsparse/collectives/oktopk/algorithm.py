@@ -7,18 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import check_whole
-from jaxsparse.collectives._messages import EncodingCollective, Writer, agree, geometric, switch
+from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, switch
 from jaxsparse.collectives.oktopk.balance import Sizes, balance_and_gather, consensus_bounds, even_bounds, imbalance
 from jaxsparse.collectives.oktopk.thresholds import kth_magnitude, nudge_by_factor, nudge_in_proportion, search_near
-from jaxsparse.comm import exchange, number_of_each, schedules
+from jaxsparse.comm import number_of_each, schedules
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select import top_k
 from jaxsparse.select.accumulator import pending_nonzero
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product, saturated_sum
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_sum
 
 
 class Reused(NamedTuple):
@@ -73,14 +72,8 @@ class OkTopk(EncodingCollective):
   region_period: int = 64
   nudge: Literal["search", "fixed", "none"] = "search"
   regions: Literal["balanced", "even"] = "balanced"
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    check_whole(self.name, 1, threshold_period=self.threshold_period, region_period=self.region_period)
-
-  @property
-  def sizes_vary(self) -> bool:
-    return True
+  ranges = (("threshold_period", 1, None), ("region_period", 1, None))
+  sizes_vary = True
 
   def sizes(self, n: int, size: int) -> Sizes:
     """The capacities of messages, in entries."""
@@ -88,27 +81,17 @@ class OkTopk(EncodingCollective):
     most = even + even // 2
     return Sizes(even, most, direct=3 * even - most, surplus=2 * even - most)
 
-  def slots(self, n: int, size: int) -> int:
-    sizes = self.sizes(n, size)
-    sums = size * (sizes.most + sizes.surplus)  # of an owner, with what balancing moves to it
-    selected = min(n, 2 * self.entries(n)) + sizes.most  # the last entries of a region are looked for up to that far
-    return max(
-      super().slots(n, size), sums, selected, codec_of(self.wire, n).slots(size, max(sizes.most, sizes.direct))
-    )
-
   def init(self, n: int, size: int) -> State:
     reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))  # its step also numbers the noise of `wire`
     return super().init(n, size)._replace(worker=jnp.zeros(1, jnp.float32), shared=reused)
 
   def cost(self, n: int, size: int) -> Cost:
     sizes, codec = self.sizes(n, size), codec_of(self.wire, n)
-    split, direct, surplus, even = (
-      codec.words(1, one) for one in (sizes.most, sizes.direct, sizes.surplus, sizes.even)
-    )
+    even, most, direct, surplus = (codec.words(1, capacity) for capacity in sizes)
     # The largest message, P counts of owners, 31 or 66 counts for the global threshold, P − 1 boundaries in 2 parts.
     counts, bounds = 66 if self.nudge == "search" else 31, 2 * (size - 1) if self.regions == "balanced" else 0
     agreements = (1 + size + counts + bounds) * (size > 1)
-    words = (split + max(direct, surplus + even)) * (size - 1)
+    words = (most + max(direct, surplus + even)) * (size - 1)
     return Cost(2 * (size - 1) + len(schedules.strides(size)), words, agreements)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
@@ -120,7 +103,10 @@ class OkTopk(EncodingCollective):
     reach = by_threshold.select_reaching(acc, local)
     selected, most = bitset.count(reach), min(n, 2 * k)
     chosen = by_threshold.cut_to_largest(acc, reach, most)
-    bounds = self._bounds(comm, chosen, n, reused)
+    bounds = reused.bounds
+    if self.regions == "balanced" and comm.size > 1:
+      fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
+      bounds = jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n), lambda: reused.bounds)
     crowd = jnp.diff(bitset.rank(chosen, bounds))
     fitting = by_threshold.cut_regions(acc, chosen, bounds, sizes.most, most)
     sent = by_threshold.read_regions(acc, fitting, bounds, sizes.most, most)
@@ -128,9 +114,15 @@ class OkTopk(EncodingCollective):
     finite, needed = agree(comm, crowd.max(), jnp.isfinite(sent.values).all())
 
     writer = self.writer(codec_of(self.wire, n), reused.step, comm.rank)
-    rows, lost, words = _split(comm, writer, sent, needed, sizes)
+
+    def split(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+      rows, lost, words = writer.exchange_rows(comm, sparse.narrow(sent, capacity), 0, sizes.most)
+      return sparse.widen(rows, sizes.most, n), lost, words
+
+    rows, lost, words = switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, split)
     sums = sparse.merge(rows, n)
-    threshold = self._threshold(comm, sums, exact, n, reused)
+    follow = lambda: search_near(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
+    threshold = jax.lax.cond(exact | (reused.threshold == 0), lambda: kth_magnitude(comm, sums, k, n), follow)
     mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
     owned = number_of_each(comm, sparse.count(mine, n))
     kept, rounded_off, balanced, gather_words = balance_and_gather(comm, writer, mine, owned, sizes)
@@ -148,49 +140,10 @@ class OkTopk(EncodingCollective):
       balanced=balanced,
       threshold_age=reused.step % self.threshold_period,
     )
-    local, threshold = self._nudged(local, selected, threshold, wanted, k)
+    if self.nudge == "search":
+      local = nudge_in_proportion(local, selected, k)
+    elif self.nudge == "fixed":
+      local, threshold = nudge_by_factor(local, selected, k), nudge_by_factor(threshold, wanted, k)
     residual = pending_nonzero(acc, sent.indices, kept, lost + rounded_off)
     next_state = State(residual, local[None], Reused(reused.step + 1, threshold, bounds))
     return Reduced(kept._replace(values=jnp.where(finite, kept.values, jnp.nan)), next_state, counters)
-
-  def _threshold(self, comm: Comm, sums: Sparse, exact: jax.Array, n: int, reused: Reused) -> jax.Array:
-    """The global threshold of this step, f32[]."""
-    k = self.entries(n)
-
-    def follow() -> jax.Array:
-      return search_near(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
-
-    return jax.lax.cond(exact | (reused.threshold == 0), lambda: kth_magnitude(comm, sums, k, n), follow)
-
-  def _nudged(
-    self, local: jax.Array, selected: jax.Array, threshold: jax.Array, wanted: jax.Array, k: int
-  ) -> tuple[jax.Array, jax.Array]:
-    """The local and the global threshold of the next step, f32[]."""
-    if self.nudge == "fixed":
-      return nudge_by_factor(local, selected, k), nudge_by_factor(threshold, wanted, k)
-    return nudge_in_proportion(local, selected, k) if self.nudge == "search" else local, threshold
-
-  def _bounds(self, comm: Comm, chosen: jax.Array, n: int, reused: Reused) -> jax.Array:
-    """The boundaries of regions: balanced every `region_period` steps, and while the global threshold is 0."""
-    if self.regions == "even" or comm.size == 1:
-      return reused.bounds
-    fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
-    return jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n), lambda: reused.bounds)
-
-
-def _split(
-  comm: Comm, writer: Writer, chunks: Sparse, needed: jax.Array, sizes: Sizes
-) -> tuple[Sparse, list[Sparse], jax.Array]:
-  """Sends selected entries [P, most] to the owners of their regions.
-
-  Returns:
-    (rows, lost, words): the received rows [P, most] by sender, the rounding errors of the sent ones, and words sent.
-  """
-
-  def send(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-    message, errors = writer.encode(sparse.narrow(chunks, capacity), 0)
-    rows = writer.codec.decode(exchange(comm, message))
-    words = saturated_product(writer.codec.words(1, capacity), comm.size - 1)
-    return sparse.widen(rows, sizes.most, writer.codec.length), writer.widen_errors(errors, sizes.most), words
-
-  return switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, send)

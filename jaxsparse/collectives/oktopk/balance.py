@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import Writer, geometric, switch, words_of
-from jaxsparse.comm import exchange
+from jaxsparse.collectives._messages import Writer, geometric, switch
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse import bitset
-from jaxsparse.types import Comm, Sparse, saturated, saturated_sum
+from jaxsparse.types import Comm, Sparse, saturated_sum
 
 _TRIGGER = 4  # balance if an owner has more than this many times the mean number of entries (§5.3)
 
@@ -97,31 +96,24 @@ def balance_and_gather(
   n = writer.codec.length
   crowded = (imbalance(owned) > _TRIGGER) | (owned.max() > sizes.direct)
 
-  def lost(errors: Sparse, slots: int) -> list[Sparse]:
-    return writer.widen_errors(jax.tree.map(jnp.ravel, errors), slots)
-
   def gather(block: Sparse) -> tuple[Sparse, list[Sparse], jax.Array]:
     """The blocks of all workers in rows of `direct` slots, concatenated, the rounding errors and the words sent."""
-    message, errors = writer.encode(sparse.as_row(block), 1)
-    rows = sparse.widen(writer.gather(comm, message), sizes.direct, n)
-    words = saturated(words_of(writer.codec, comm.size, block.indices.size), jnp.uint32)
-    return jax.tree.map(jnp.ravel, rows), lost(errors, sizes.direct), words
-
-  surplus = comm.size * sizes.surplus
-  nothing = Sparse(jnp.full(surplus, n, jnp.int32), jnp.zeros(surplus, jnp.float32))
+    rows, lost, words = writer.gather_rows(comm, sparse.as_row(block), 1, sizes.direct)
+    return sparse.ravel(sparse.widen(rows, sizes.direct, n)), lost, words
 
   def direct() -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
     capacities = geometric(-(-sizes.even // 2), sizes.direct, count=4)
     most = sparse.compress(mine, mine.indices < n, sizes.direct, n)
-    kept, errors, words = switch(capacities, owned.max(), lambda c: gather(sparse.narrow(most, c)))
-    return kept, errors + lost(nothing, surplus), imbalance(owned), words
+    kept, lost, words = switch(capacities, owned.max(), lambda c: gather(sparse.narrow(most, c)))
+    shape = comm.size, sizes.surplus
+    nothing = Sparse(jnp.full(shape, n, jnp.int32), jnp.zeros(shape, jnp.float32))  # of the messages that balance
+    return kept, [*lost, nothing] if lost else [], imbalance(owned), words
 
   def balanced() -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
-    block, moved = balance(comm, writer, mine, owned, sizes.even, sizes.surplus)
-    kept, errors, words = gather(block)
+    block, moved, balance_words = balance(comm, writer, mine, owned, sizes)
+    kept, lost, words = gather(block)
     counts = jnp.sum((kept.indices < n).reshape(comm.size, -1), axis=1, dtype=jnp.int32)
-    words = saturated_sum(words, writer.codec.words(1, sizes.surplus) * (comm.size - 1))
-    return kept, errors + lost(moved, surplus), imbalance(counts), words
+    return kept, lost + moved, imbalance(counts), saturated_sum(words, balance_words)
 
   if comm.size == 1:
     return direct()
@@ -129,8 +121,8 @@ def balance_and_gather(
 
 
 def balance(
-  comm: Comm, writer: Writer, mine: Sparse, owned: jax.Array, even: int, surplus: int
-) -> tuple[Sparse, Sparse]:
+  comm: Comm, writer: Writer, mine: Sparse, owned: jax.Array, sizes: Sizes
+) -> tuple[Sparse, list[Sparse], jax.Array]:
   """Moves entries from workers with more than the mean number to those with fewer, point to point (§3.1.2).
 
   The surplus entries of all workers are numbered by rank, the smallest magnitudes of a worker being its surplus. The
@@ -143,31 +135,23 @@ def balance(
     writer: encodes and decodes messages.
     mine: entries of this worker.
     owned: i32[P], the number of entries of each worker.
-    even: the largest number of entries of a worker after balancing.
-    surplus: slots of a message.
+    sizes: the capacities: a worker has at most `even` entries after balancing, and a message `surplus`.
 
   Returns:
-    [even] entries of this worker, and the rounding errors [P, surplus] of those it moved; entries without a free slot,
-    or beyond `surplus` in a message, are in no result.
+    [even] entries of this worker, the rounding errors [P, surplus] of those it moved, and the words sent; entries
+    without a free slot, or beyond `surplus` in a message, are in no result.
   """
-  n = writer.codec.length
+  n, even = writer.codec.length, sizes.even
   mean = jnp.minimum(-(-jnp.sum(owned, dtype=jnp.int32) // comm.size), even)
   above, below = jnp.maximum(owned - mean, 0), jnp.maximum(mean - owned, 0)
-  ordered = _by_magnitude(mine, n)
+  _, order = jax.lax.top_k(jnp.where(mine.indices < n, jnp.abs(mine.values), -1.0), mine.indices.size)
+  ordered = Sparse(mine.indices[order], mine.values[order])  # the largest magnitude first, empty slots last
   beyond = jnp.arange(ordered.indices.size, dtype=jnp.int32) - mean  # at least 0 for surplus entries
   number = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank] + beyond
   free = jnp.arange(even, dtype=jnp.int32)[:, None] < below[None]
   slot = jnp.searchsorted(jnp.cumsum(free.ravel(), dtype=jnp.int32), number + 1).astype(jnp.int32)
   moves = (beyond >= 0) & (ordered.indices < n) & (slot < free.size)
-  moved = sparse.split(ordered, jnp.where(moves, slot % comm.size, comm.size), comm.size, surplus, n)
-  message, errors = writer.encode(moved, 2)
-  received = writer.codec.decode(exchange(comm, message))
-  own = sparse.where(beyond < 0, ordered, n)
-  together = jax.tree.map(lambda a, b: jnp.concatenate([a, b.reshape(-1)]), own, received)
-  return top_k_of_entries(together, even, even, n)[0], errors
-
-
-def _by_magnitude(entries: Sparse, end: int) -> Sparse:
-  """[c] entries, the largest magnitude first, empty slots last."""
-  _, order = jax.lax.top_k(jnp.where(entries.indices < end, jnp.abs(entries.values), -1.0), entries.indices.size)
-  return jax.tree.map(lambda x: x[order], entries)
+  moved = sparse.split(ordered, jnp.where(moves, slot % comm.size, comm.size), comm.size, sizes.surplus, n)
+  received, lost, words = writer.exchange_rows(comm, moved, 2, sizes.surplus)
+  together = sparse.concatenate([sparse.where(beyond < 0, ordered, n), sparse.ravel(received)])
+  return top_k_of_entries(together, even, even, n)[0], lost, words

@@ -7,14 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.collectives._messages import SelectingCollective, Writer, geometric, switch, words_of
 from jaxsparse.collectives.spardl.teams import Adaptive, Summed, adapt, b_sag, r_sag
 from jaxsparse.comm import schedules
 from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.select.selectors import Accumulator
-from jaxsparse.sparse.codec import Codec, codec_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated, saturated_sum
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_sum
 
 
 class Shared(NamedTuple):
@@ -71,10 +69,10 @@ class SparDL(SelectingCollective):
   teams: int = 1
   sag: Literal["auto", "recursive", "bruck"] = "auto"
   residual: Literal["global", "partial", "local"] = "global"
+  ranges = (("teams", 1, None),)
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    check_whole(self.name, 1, teams=self.teams)
     if self.sag == "recursive" and not _is_power_of_two(self.teams):
       raise ValueError(
         f"{self.name}: sag='recursive' with teams={self.teams}, choose a power of two, or sag='bruck' or 'auto'"
@@ -98,8 +96,8 @@ class SparDL(SelectingCollective):
   def sizes_vary(self) -> bool:
     return self.is_bruck
 
-  def k_of_block(self, n: int, size: int) -> int:
-    """L, the number of entries that are sent of each of the size / teams blocks.
+  def capacities(self, n: int, size: int) -> tuple[int, ...]:
+    """The capacities of a message, entries of a block: L; for B-SAG ⌈L/d⌉ … L, since Algorithm 2 changes h.
 
     Raises:
       ValueError: if `teams` does not divide `size`, naming the divisors; if blocks are too long for the selector.
@@ -107,50 +105,43 @@ class SparDL(SelectingCollective):
     team = schedules.team_size(size, self.teams)
     k_block = -(-self.entries(n) // team)
     self.selection.check(self.name, -(-n // team), k_block)
-    return k_block
-
-  def slots(self, n: int, size: int) -> int:
-    team, k_block = size // self.teams, self.k_of_block(n, size)
-    team_codec, sag_codec = self._codecs(-(-n // team))
-    merged = self.teams if self.is_bruck else min(2, self.teams)
-    messages = max(team_codec.slots(team, k_block), sag_codec.slots(self.teams, k_block))
-    return max(super().slots(n, size), merged * k_block, messages)
-
-  def capacities(self, n: int, size: int) -> tuple[int, ...]:
-    """The capacities of a block in a message: L; for B-SAG ⌈L/d⌉ … L, since Algorithm 2 changes h."""
-    k_block = self.k_of_block(n, size)
     sends_all = k_block * size >= n * self.teams  # whole blocks, of which no entry is dropped
     return geometric(-(-k_block // self.teams), k_block) if self.is_bruck and not sends_all else (k_block,)
 
   def init(self, n: int, size: int) -> State:
-    capacities, state = self.capacities(n, size), super().init(n, size)
-    adaptive = Adaptive.start(capacities[0], capacities[-1]) if self.is_bruck else ()
-    return state._replace(worker=self.selection.init(size // self.teams), shared=Shared(adaptive, state.shared))
+    capacities = self.capacities(n, size)
+    shared = Shared(Adaptive.start(capacities[0], capacities[-1]) if self.is_bruck else (), self.first_step)
+    return State(jnp.zeros(n, jnp.float32), self.selection.init(size // self.teams), shared)
 
   def cost(self, n: int, size: int) -> Cost:
-    k_block, team = self.k_of_block(n, size), size // self.teams
-    team_codec, sag_codec = self._codecs(-(-n // team))
+    k_block, team = self.capacities(n, size)[-1], size // self.teams
+    codec = self.chosen_codec(-(-n // team))
     rounds = len(schedules.strides(self.teams))  # R-SAG sends L entries per round, B-SAG up to L of each other team
-    sag = words_of(sag_codec, self.teams, k_block) if self.is_bruck else rounds * sag_codec.words(1, k_block)
-    words = 2 * words_of(team_codec, team, k_block) + sag
+    sag = words_of(codec, self.teams, k_block) if self.is_bruck else rounds * codec.words(1, k_block)
+    words = 2 * words_of(codec, team, k_block) + sag
     return Cost(2 * len(schedules.strides(team)) + rounds, words, agreements=int(self.is_bruck))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    k_block, capacities = self.k_of_block(grads.size, comm.size), self.capacities(grads.size, comm.size)
+    capacities = self.capacities(grads.size, comm.size)
+    k_block = capacities[-1]
     team, same_block = comm.split(self.teams)
     blocks = Blocks.for_workers(team, LazySum((grads, state.residual)), k_block)
     # The noise depends on the block, not on the team: all teams must round the sum of a block alike.
-    codecs = self._codecs(blocks.length)
-    team_writer, sag_writer = (self.writer(codec, state.shared.step, team.rank) for codec in codecs)
+    writer = self.writer(self.chosen_codec(blocks.length), state.shared.step, team.rank)
 
-    acc, chosen = reduce_scatter(team, self.selection.start(blocks, state.worker), team_writer)
+    acc, chosen = reduce_scatter(team, self.selection.start(blocks, state.worker), writer)
     summed = Summed(Sparse(chosen.indices[:1], chosen.values[:1]), [], jnp.int32(0), jnp.uint32(0))
     if self.is_bruck:
-      summed = b_sag(same_block, summed.own, state.shared.adaptive.h, capacities, sag_writer)
+      summed = b_sag(same_block, summed.own, state.shared.adaptive.h, capacities, writer)
       summed = summed._replace(merged=comm.all_reduce(summed.merged, "max"))
     elif self.teams > 1:
-      summed = r_sag(same_block, summed.own, sag_writer)
-    delivered, errors, gather_words = gather_totals(team, summed, capacities, team_writer)
+      summed = r_sag(same_block, summed.own, writer)
+
+    def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+      rows, lost, words = writer.gather_rows(team, sparse.narrow(summed.own, capacity), 0, k_block)
+      return sparse.widen(rows, k_block, blocks.length), lost, words
+
+    delivered, errors, gather_words = switch(capacities, summed.merged, gather)
     for entries in summed.returned:
       acc = acc.add(entries)
     for entries in errors:  # each team has the same
@@ -158,23 +149,17 @@ class SparDL(SelectingCollective):
 
     ablations = {"partial": delivered.indices, "local": chosen.indices}
     residual = acc.pending(delivered.indices, zeroed=ablations.get(self.residual))
-    words = saturated_sum(words_of(team_writer.codec, team.size, k_block), summed.words, gather_words)
+    words = saturated_sum(words_of(writer.codec, team.size, k_block), summed.words, gather_words)
     selected = sparse.count(chosen, blocks.length)
     used = words
     if not self.selection.fills_slots:
       used = words.astype(jnp.float32) * selected.astype(jnp.float32) / (k_block * team.size)
     delivers = jnp.count_nonzero(delivered.values)
     counters = Counters(words, used, selected=selected, delivered=delivers, merged=summed.merged)
-    adaptive, step = state.shared
-    if self.is_bruck:
-      adaptive = adapt(adaptive, summed.merged, capacities[0], k_block)
+    adaptive = adapt(state.shared.adaptive, summed.merged, capacities[0], k_block) if self.is_bruck else ()
     memory = self.selection.next(state.worker, chosen, blocks.length)
     total = Sparse(blocks.flat_indices(delivered.indices), delivered.values)
-    return Reduced(total, State(residual, memory, Shared(adaptive, self.next_step(step))), counters)
-
-  def _codecs(self, length: int) -> tuple[Codec, Codec]:
-    """The codecs of blocks inside a team, and between teams."""
-    return self.chosen_codec(length), codec_of(self.wire, length)
+    return Reduced(total, State(residual, memory, Shared(adaptive, writer.next_step)), counters)
 
 
 def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumulator, Sparse]:
@@ -206,32 +191,6 @@ def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumu
   # Subtract the own block; entries that later rounds drop are added back as residual.
   acc = acc.add(own._replace(values=-own.values))
   return acc, sparse.concatenate([own, *reversed(bags)])
-
-
-def gather_totals(
-  team: Comm, summed: Summed, capacities: tuple[int, ...], writer: Writer
-) -> tuple[Sparse, list[Sparse], jax.Array]:
-  """The blocks of all workers of a team, by Bruck's all-gather.
-
-  Args:
-    team: the P/d workers of the team.
-    summed: `own` is the total of this worker's block; `merged`, the most entries of any block, chooses the capacity.
-    capacities: the message sizes that are compiled, up to L.
-    writer: encodes messages.
-
-  Returns:
-    (rows, errors, words): [P/d, L] entries, one row for each block in the home frame; the rounding errors of the own
-    block, the same in every team; and the words sent.
-  """
-  k_block = summed.own.indices.size
-
-  def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-    message, errors = writer.encode(sparse.narrow(summed.own, capacity), 0)
-    rows = sparse.widen(writer.gather(team, message), k_block, writer.codec.length)
-    words = saturated(words_of(writer.codec, team.size, capacity), jnp.uint32)
-    return rows, writer.widen_errors(errors, k_block), words
-
-  return switch(capacities, summed.merged, gather)
 
 
 def _is_power_of_two(number: int) -> bool:

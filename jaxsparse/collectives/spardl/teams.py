@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import Writer, switch, words_of
+from jaxsparse.collectives._messages import Writer, switch
 from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.types import Comm, Sparse, saturated
@@ -74,11 +74,10 @@ def b_sag(same_block: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ..
   head, tail = map(sparse.as_row, top_k_of_entries(sparse.only_row(own), h, k_block, length))
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
-    message, errors = writer.encode(sparse.narrow(head, capacity), _MESSAGES)
-    merged = sparse.merge(in_rank_order(same_block, writer.gather(same_block, message)), length)
+    rows, lost, words = writer.gather_rows(same_block, sparse.narrow(head, capacity), _MESSAGES, k_block)
+    merged = sparse.merge(in_rank_order(same_block, rows), length)
     kept, _ = top_k_of_entries(merged, k_block, k_block, length)
-    words = saturated(words_of(writer.codec, same_block.size, capacity), jnp.uint32)
-    return sparse.as_row(kept), writer.widen_errors(errors, k_block), sparse.count(merged, length), words
+    return sparse.as_row(kept), lost, sparse.count(merged, length), words
 
   kept, errors, merged, words = switch(capacities, h, gather)
   return Summed(kept, [tail, *errors], merged, words)
