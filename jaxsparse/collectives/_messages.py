@@ -43,7 +43,7 @@ class Writer:
 
   def widen_errors(self, errors: Sparse, slots: int) -> list[Sparse]:
     """The rounding errors in rows of `slots` slots; [] if values are not rounded."""
-    return [sparse.widen(errors, slots, self.codec.length)] if self.codec.rounds else []
+    return [sparse.resize(errors, slots, self.codec.length)] if self.codec.rounds else []
 
   def gather(self, comm: Comm, message: Any) -> Sparse:
     """All-gathers messages: the rows of all workers, first those of worker `rank`, then those of rank + 1, …."""

@@ -175,7 +175,7 @@ def _count_slots(reduced: Reduced) -> tuple[int, int]:
 
 def _with_slots(reduced: Reduced, n: int, most: tuple[int, int]) -> Reduced:
   """The same result in arrays whose shapes and dtypes depend neither on the density nor on the collective's numbers."""
-  wide = lambda entries, slots: sparse.widen(jax.tree.map(jnp.ravel, entries), slots, n)
+  wide = lambda entries, slots: sparse.resize(jax.tree.map(jnp.ravel, entries), slots, n)
   total, state, counters = reduced
   if isinstance(total, Sparse):
     total = wide(total, most[0])

@@ -117,7 +117,7 @@ def _gather(
 
   def lost(errors: Sparse) -> list[Sparse]:
     flat = jnp.where(errors.indices < length, errors.indices + comm.rank * length, size * length)
-    return [sparse.widen(Sparse(flat, errors.values), few, size * length)] if writer.codec.rounds else []
+    return [sparse.resize(Sparse(flat, errors.values), few, size * length)] if writer.codec.rounds else []
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
     if capacity == length:
@@ -134,6 +134,6 @@ def _gather(
     if size * capacity > slots:
       entries = sparse.compress(entries, entries.indices < size * length, slots, size * length)
     words = saturated(words_of(writer.codec, size, capacity), jnp.uint32)
-    return sparse.widen(entries, slots, size * length), lost(sparse.only_row(errors)), words
+    return sparse.resize(entries, slots, size * length), lost(sparse.only_row(errors)), words
 
   return switch(capacities, fullest, gather)

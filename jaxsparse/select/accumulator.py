@@ -15,7 +15,7 @@ docs/understand/selection.md explains the three, and shows the same algorithm in
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -25,31 +25,6 @@ from jaxsparse.select import exact, ordering
 from jaxsparse.select.blocks import Blocks, LazySum, keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Pending, Sparse
-
-
-class Threshold(NamedTuple):
-  """A threshold of the selection that is known beforehand.
-
-  Attributes:
-    least: i32[rows], at least 1: the smallest key (`keys_of`) of a selected entry.
-    needed: i32[], the minimum number of candidates that reach `Candidates.low` to prove that they contain the top-k.
-  """
-
-  least: jax.Array
-  needed: jax.Array
-
-
-class _Added(NamedTuple):
-  """Entries that were added to the first rows.
-
-  Attributes:
-    before: [rows, c] with flat indices, and the values before the addition; empty where something was added earlier.
-    new: i32[rows, c], block-relative indices that are neither candidates nor were added to before; the block's length
-      elsewhere.
-  """
-
-  before: Sparse
-  new: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +40,11 @@ class TopKAccumulator:
     touched: the bitset of flat indices to which received values were added.
     candidates: the candidates of the initial vector; None for short blocks, which are searched whole.
     threshold: the threshold of the selection; None to select the k largest.
-    added: the additions, in their order.
-    log: the entries that were sent, with flat indices and the unsent part of each value.
+    new: i32[rows, c] of each addition to the first rows: block-relative indices that are neither candidates nor were
+      added to before; the block's length elsewhere.
+    before: [c] entries of each addition, with flat indices, and the values before it; empty where something was added
+      earlier.
+    sent: [c] entries, with flat indices and the unsent part of each value.
 
   Example:
     >>> from jaxsparse.comm import SoloComm
@@ -87,9 +65,10 @@ class TopKAccumulator:
   grads: jax.Array
   touched: jax.Array
   candidates: exact.Candidates | None
-  threshold: Threshold | None = None
-  added: tuple[_Added, ...] = ()
-  log: tuple[Sparse, ...] = ()
+  threshold: exact.Threshold | None
+  new: tuple[jax.Array, ...]
+  before: tuple[Sparse, ...]
+  sent: tuple[Sparse, ...]
 
   @classmethod
   def start(cls, blocks: Blocks, least: jax.Array | None = None) -> Self:
@@ -99,54 +78,63 @@ class TopKAccumulator:
       blocks: the blocks.
       least: i32[rows], at least 1: the smallest key of a selected entry of a row.
     """
-    candidates, threshold = None, None if least is None else Threshold(least, jnp.int32(blocks.k))
-    if exact.use_candidates(blocks.length, blocks.k):
-      if least is None:
-        candidates = exact.find_candidates(blocks)
-      else:
-        reaching = exact.find_candidates(blocks, least)
-        fit = reaching.fits.all()
+    candidates, threshold = exact.find_candidates(blocks, least), None
+    if least is not None:
+      needed = jnp.int32(blocks.k)
+      if candidates is not None:
+        fit, reaching = candidates.fits.all(), candidates
         candidates = jax.lax.cond(fit, lambda: reaching, lambda: exact.find_candidates(blocks))
         # Where they fit, all entries of at least `least` are candidates: nothing is left to prove.
-        threshold = Threshold(least, jnp.where(fit, 0, blocks.k))
-    return cls(blocks, blocks.x.parts[0], bitset.empty(blocks.x.size), candidates, threshold)
+        needed = jnp.where(fit, 0, blocks.k)
+      threshold = exact.Threshold(least, needed)
+    none = (Sparse(jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32)),)
+    return cls(blocks, blocks.x.parts[0], bitset.empty(blocks.x.size), candidates, threshold, (), none, none)
 
   def largest(self, first: int, last: int) -> Sparse:
     """The entries to send of rows first … last − 1, [last − first, k]."""
-    least = None if self.threshold is None else self.threshold.least[first:last]
+    blocks, rows = self.blocks, last - first
+    threshold = self.threshold and self.threshold._replace(least=self.threshold.least[first:last])
     if self.candidates is None:
-      indices = self._search_rows(first, last - first, least)
-    else:
-      some = self._known_indices(first, last)
-      values = self._read_at(self.blocks.flat_indices(some, first))
-      keys = jnp.where(some < self.blocks.length, keys_of(values), -1)
-      low, fits = self.candidates.low[first:last], self.candidates.fits[first:last]
-      needed = self.blocks.k if self.threshold is None else self.threshold.needed
+      every = jnp.broadcast_to(jnp.arange(blocks.length, dtype=jnp.int32), (rows, blocks.length))
+      chosen = exact.top_k(self._read_at(every, first), blocks.k)
+      if threshold is None:
+        return chosen
+      reach = keys_of(chosen.values) >= threshold.least[:, None]
+      return sparse.where(reach, chosen, blocks.length)
+    known = [self.candidates.indices[first:last]]
+    for new in (new[first:last] for new in self.new if first < len(new)):
+      more = ((0, rows - len(new)), (0, bitset.align(new.shape[1]) - new.shape[1]))
+      known.append(jnp.pad(new, more, constant_values=blocks.length))
+    low, fits = self.candidates.low[first:last], self.candidates.fits[first:last]
+    candidates = exact.Candidates(self.candidates.members, jnp.concatenate(known, axis=1), low, fits)
 
-      def search_row(row: jax.Array) -> jax.Array:
-        """By a sort: it rarely runs, and compiles fastest."""
-        return self._search_rows(first + row, 1, None if least is None else least[row][None], "sort")[0]
+    def search_row(row: jax.Array) -> jax.Array:
+      """The entries to send of one row, of all of it: it rarely runs, and a sort compiles fastest."""
+      keys = keys_of(self._read_at(jnp.arange(blocks.length, dtype=jnp.int32)[None], first + row))
+      chosen = exact.sort_rows(keys, blocks.k)[0]
+      return chosen if threshold is None else jnp.where(keys[0, chosen] >= threshold.least[row], chosen, blocks.length)
 
-      indices = exact.search_among(keys, some, self.blocks, low, fits, needed, search_row, least)
-    return Sparse(indices, self._read_at(self.blocks.flat_indices(indices, first)))
+    values = self._read_at(candidates.indices, first)
+    indices = exact.search_among(candidates, values, blocks, search_row, threshold)
+    return Sparse(indices, self._read_at(indices, first))
 
   def log_sent(self, unsent: Sparse, first: int) -> Self:
     """Logs that entries of rows first … were sent: `unsent` [r, k] is the part of each that was not."""
-    sent = Sparse(self.blocks.flat_indices(unsent.indices, first), unsent.values)
-    return dataclasses.replace(self, log=(*self.log, sent))
+    flat = self.blocks.flat_indices(unsent.indices, first)
+    return dataclasses.replace(self, sent=(*self.sent, Sparse(flat.reshape(-1), unsent.values.reshape(-1))))
 
   def add(self, entries: Sparse) -> Self:
     """Adds [r, c] entries to the first r rows."""
     n, flat = self.blocks.x.size, self.blocks.flat_indices(entries.indices)
-    before, untouched = self._read_at(flat), ~bitset.contains(self.touched, flat)
+    before, untouched = self._read_at(entries.indices, 0), ~bitset.contains(self.touched, flat)
     new = untouched & ~bitset.contains(self.candidates.members, flat) if self.candidates else untouched
     indices = jnp.where(untouched, flat, n)
-    added = _Added(Sparse(indices, before), jnp.where(new, entries.indices, self.blocks.length))
     return dataclasses.replace(
       self,
       grads=sparse.put(self.grads, flat, before + entries.values),
       touched=bitset.insert(self.touched, indices, n),
-      added=(*self.added, added),
+      new=(*self.new, jnp.where(new, entries.indices, self.blocks.length)),
+      before=(*self.before, Sparse(indices.reshape(-1), before.reshape(-1))),
     )
 
   def pending(self, delivered: jax.Array, zeroed: jax.Array | None = None) -> Pending:
@@ -161,50 +149,23 @@ class TopKAccumulator:
     current = bitset.empty(n)
     if zeroed is None:
       current = bitset.insert(current, self.blocks.flat_indices(delivered), n)
-      log = _join_slots(self.log)
-      given = log._replace(indices=jnp.where(bitset.contains(current, log.indices), log.indices, n))
+      sent = sparse.concatenate(self.sent)
+      given = sent._replace(indices=jnp.where(bitset.contains(current, sent.indices), sent.indices, n))
     else:
       flat = self.blocks.flat_indices(zeroed).reshape(-1)
       given = Sparse(flat, jnp.zeros(flat.shape, jnp.float32))
-    added = _join_slots([one.before for one in self.added])
+    added = sparse.concatenate(self.before)
     # Where nothing was added, the sum of gradient and residual is the initial value and the current one.
     values = jnp.where(bitset.contains(current, added.indices), sparse.read_at(self.grads, added.indices), added.values)
     known = bitset.insert(bitset.empty(n), given.indices, n)
     others = Sparse(jnp.where(bitset.contains(known, added.indices), n, added.indices), values)
     return Pending(self.grads, self.blocks.x.parts[1], sparse.concatenate([given, others]))
 
-  def _read_at(self, flat: jax.Array) -> jax.Array:
-    """The current values, from which sent entries are not subtracted; 0 beyond the end."""
+  def _read_at(self, indices: jax.Array, first: jax.Array | int) -> jax.Array:
+    """The current values of [r, c] entries of rows from `first` on, from which sent ones are not subtracted."""
+    flat = self.blocks.flat_indices(indices, first)
     grads, residual = sparse.read_at(self.grads, flat), sparse.read_at(self.blocks.x.parts[1], flat)
     return jnp.where(bitset.contains(self.touched, flat), grads, grads + residual)  # −0 + 0 would be 0
-
-  def _search_rows(
-    self, first: jax.Array | int, rows: int, least: jax.Array | None, method: exact.Search | None = None
-  ) -> jax.Array:
-    """The indices of the entries to send of rows first … first + rows − 1, i32[rows, k], from all entries of a row."""
-    everything = jnp.broadcast_to(jnp.arange(self.blocks.length, dtype=jnp.int32), (rows, self.blocks.length))
-    chosen = exact.top_k(self._read_at(self.blocks.flat_indices(everything, first)), self.blocks.k, method=method)
-    if least is None:
-      return chosen.indices
-    return jnp.where(keys_of(chosen.values) >= least[:, None], chosen.indices, self.blocks.length)
-
-  def _known_indices(self, first: int, last: int) -> jax.Array:
-    """The indices of candidates and of received entries, i32[last − first, c], each index once."""
-    assert self.candidates is not None
-    known = [self.candidates.indices[first:last]]
-    for added in self.added:
-      new = added.new[first:last]
-      count, slots = new.shape
-      if count:
-        more = ((0, last - first - count), (0, bitset.align(slots) - slots))
-        known.append(jnp.pad(new, more, constant_values=self.blocks.length))
-    return jnp.concatenate(known, axis=1)
-
-
-def _join_slots(parts: Sequence[Sparse]) -> Sparse:
-  """All slots of several arrays of entries, [c]."""
-  empty = Sparse(jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32))
-  return sparse.concatenate([sparse.ravel(part) for part in parts]) if parts else empty
 
 
 def pending_except(x: LazySum, entries: Sparse) -> Pending:

@@ -20,8 +20,8 @@ def flags_of(draw, n, rows=()):
 
 
 @jax.jit
-def read(flags, ordinals):
-  """What functions of the set of flags return: for all indices and a few more, and for a few ranks."""
+def read(flags):
+  """What functions of the set of flags return, for all indices and a few more."""
   words, n = bitset.pack(flags), flags.size
   every = jnp.arange(bitset.BITS * words.size + 40, dtype=jnp.int32)
   return {
@@ -29,7 +29,6 @@ def read(flags, ordinals):
     "contains": bitset.contains(words, every),
     "nonzero": bitset.nonzero(words, n + 2),
     "first": bitset.nonzero(words, 1),
-    "select": bitset.select(words, ordinals),
   }
 
 
@@ -38,15 +37,12 @@ def read(flags, ordinals):
 def test_bitsets_are_sets(n, data):
   flags = data.draw(flags_of(n))
   members, beyond = np.flatnonzero(flags), bitset.BITS * bitset.empty(n).size
-  ordinals = np.array([0, len(members) // 2, len(members) - 1, len(members)], np.int32)
-  got = read(flags, ordinals)
+  got = read(flags)
   assert got["count"] == len(members)
   np.testing.assert_array_equal(np.flatnonzero(got["contains"]), members)
   nonzero = np.pad(members, (0, n + 2 - len(members)), constant_values=beyond)
   np.testing.assert_array_equal(got["nonzero"], nonzero)
   np.testing.assert_array_equal(got["first"], nonzero[:1])
-  selected = np.append(members, beyond - 1)[ordinals]
-  np.testing.assert_array_equal(got["select"][ordinals >= 0], selected[ordinals >= 0])
 
 
 @pytest.mark.parametrize("n", LENGTHS)
@@ -75,7 +71,7 @@ def joined(before, new):
   return bitset.insert(bitset.pack(before), new, before.size)
 
 
-pack, pack_reaching = jax.jit(bitset.pack), jax.jit(bitset.pack_reaching)
+pack = jax.jit(bitset.pack)
 
 
 @pytest.mark.parametrize("n", LENGTHS)
@@ -92,12 +88,3 @@ def test_rows_are_packed_as_one_by_one(flags):
   assert words.shape == (3, 16)
   np.testing.assert_array_equal(words, [pack(row) for row in flags])
   np.testing.assert_array_equal(bitset.count(words), flags.sum(axis=1))
-
-
-@pytest.mark.parametrize("n", LENGTHS)
-@hypothesis.given(seed=st.integers(0, 2**32 - 1))
-def test_keys_are_compared_with_the_bound_of_their_word(n, seed):
-  random = np.random.default_rng(seed)
-  keys, bounds = random.integers(0, 5, n), random.integers(0, 6, -(-n // 32))
-  words = pack_reaching(keys.astype(np.int32), bounds.astype(np.int32))
-  np.testing.assert_array_equal(words, pack(keys >= np.repeat(bounds, 32)[:n]))

@@ -175,7 +175,8 @@ class OkTopk(EncodingCollective):
     if self.regions == "even" or comm.size == 1:
       return reused.bounds
     fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
-    return jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n), lambda: reused.bounds)
+    most = min(n, 2 * self.entries(n))
+    return jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n, most), lambda: reused.bounds)
 
 
 def _split(
@@ -188,9 +189,9 @@ def _split(
   """
 
   def send(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-    message, errors = writer.encode(sparse.narrow(chunks, capacity), 0)
+    message, errors = writer.encode(sparse.resize(chunks, capacity, writer.codec.length), 0)
     rows = writer.codec.decode(exchange(comm, message))
     words = saturated_product(writer.codec.words(1, capacity), comm.size - 1)
-    return sparse.widen(rows, sizes.most, writer.codec.length), writer.widen_errors(errors, sizes.most), words
+    return sparse.resize(rows, sizes.most, writer.codec.length), writer.widen_errors(errors, sizes.most), words
 
   return switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, send)

@@ -41,7 +41,7 @@ def even_bounds(n: int, size: int) -> jax.Array:
   return jnp.array([n * region // size for region in range(size + 1)], jnp.int32)
 
 
-def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
+def consensus_bounds(comm: Comm, chosen: jax.Array, n: int, most: int) -> jax.Array:
   """Boundaries of regions with about equally many selected entries, i32[P + 1] (§3.1.1).
 
   Each worker proposes boundaries that divide its own selected entries equally; the result is the mean of the proposals.
@@ -51,11 +51,12 @@ def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
     comm: at least two workers.
     chosen: the bitset of the entries that this worker selected.
     n: length of the gradient.
+    most: the largest number of entries that a worker selects.
   """
   size, selected = comm.size, bitset.count(chosen)
   cut = jnp.arange(1, size, dtype=jnp.int32)
   ranks = cut * (selected // size) + cut * (selected % size) // size  # cut · selected / P without overflow
-  proposal = bitset.select(chosen, ranks)
+  proposal = bitset.nonzero(chosen, most)[ranks]
   proposal = jnp.where(selected < size, even_bounds(n, size)[1:-1], proposal)
   edge = lambda value: jnp.full(1, value, jnp.int32)
   return jnp.concatenate([edge(0), floor_mean(comm, proposal), edge(n)])
@@ -103,7 +104,7 @@ def balance_and_gather(
   def gather(block: Sparse) -> tuple[Sparse, list[Sparse], jax.Array]:
     """The blocks of all workers in rows of `direct` slots, concatenated, the rounding errors and the words sent."""
     message, errors = writer.encode(sparse.as_row(block), 1)
-    rows = sparse.widen(writer.gather(comm, message), sizes.direct, n)
+    rows = sparse.resize(writer.gather(comm, message), sizes.direct, n)
     words = saturated(words_of(writer.codec, comm.size, block.indices.size), jnp.uint32)
     return jax.tree.map(jnp.ravel, rows), lost(errors, sizes.direct), words
 
@@ -113,7 +114,7 @@ def balance_and_gather(
   def direct() -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
     capacities = geometric(-(-sizes.even // 2), sizes.direct, count=4)
     most = sparse.compress(mine, mine.indices < n, sizes.direct, n)
-    kept, errors, words = switch(capacities, owned.max(), lambda c: gather(sparse.narrow(most, c)))
+    kept, errors, words = switch(capacities, owned.max(), lambda c: gather(sparse.resize(most, c, n)))
     return kept, errors + lost(nothing, surplus), imbalance(owned), words
 
   def balanced() -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:

@@ -226,8 +226,8 @@ def gather_totals(
   k_block = summed.own.indices.size
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-    message, errors = writer.encode(sparse.narrow(summed.own, capacity), 0)
-    rows = sparse.widen(writer.gather(team, message), k_block, writer.codec.length)
+    message, errors = writer.encode(sparse.resize(summed.own, capacity, writer.codec.length), 0)
+    rows = sparse.resize(writer.gather(team, message), k_block, writer.codec.length)
     words = saturated(words_of(writer.codec, team.size, capacity), jnp.uint32)
     return rows, writer.widen_errors(errors, k_block), words
 

@@ -74,7 +74,7 @@ def b_sag(same_block: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ..
   head, tail = map(sparse.as_row, top_k_of_entries(sparse.only_row(own), h, k_block, length))
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
-    message, errors = writer.encode(sparse.narrow(head, capacity), _MESSAGES)
+    message, errors = writer.encode(sparse.resize(head, capacity, length), _MESSAGES)
     merged = sparse.merge(in_rank_order(same_block, writer.gather(same_block, message)), length)
     kept, _ = top_k_of_entries(merged, k_block, k_block, length)
     words = saturated(words_of(writer.codec, same_block.size, capacity), jnp.uint32)
