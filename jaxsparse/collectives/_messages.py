@@ -142,10 +142,9 @@ class SelectingCollective(EncodingCollective):
     return codec_of(self.wire, length, by_chunk=self.selection.one_per_chunk)
 
   def slots(self, n: int, size: int) -> int:
-    return max(super().slots(n, size), self.selection.slots(n, self.entries(n)))
+    return max(super().slots(n, size), self.selection.slots(self.name, n, self.entries(n)))
 
   def init(self, n: int, size: int) -> State:
-    self.selection.check(self.name, n, self.entries(n))
     return super().init(n, size)._replace(worker=self.selection.init(1))
 
   def choose(self, acc: LazySum, memory: Any) -> tuple[Sparse, jax.Array, Any]:

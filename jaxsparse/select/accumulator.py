@@ -4,7 +4,7 @@ Three things are done late, which saves passes over n entries:
 
 - sum: gradient and residual are added only where they are read (`LazySum`);
 - sent and received entries: received values are added in the buffer of the gradient, in place if it is donated; sent
-  entries are only logged;
+  entries stay where they are;
 - residual: `Pending` until the end of the step, when one pass materializes it in the old one's buffer.
 
 Sending changes nothing by itself. At an index that is not delivered, every worker keeps gradient + old residual, even
@@ -44,7 +44,6 @@ class TopKAccumulator:
       added to before; the block's length elsewhere.
     before: [c] entries of each addition, with flat indices, and the values before it; empty where something was added
       earlier.
-    sent: [c] entries, with flat indices and the unsent part of each value.
 
   Example:
     >>> from jaxsparse.comm import SoloComm
@@ -53,11 +52,11 @@ class TopKAccumulator:
     >>> bag = acc.largest(1, 2)
     >>> bag.indices, bag.values
     (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
-    >>> acc = acc.log_sent(bag._replace(values=jnp.zeros((1, 1))), first=1)
     >>> acc = acc.add(Sparse(jnp.array([[1]]), jnp.array([[10.0]])))
     >>> acc.largest(0, 1)
     Sparse(indices=Array([[1]], dtype=int32), values=Array([[12.]], dtype=float32))
-    >>> acc.pending(jnp.array([[1], [0]])).entries
+    >>> unsent = Sparse(jnp.array([[2], [0]]), jnp.zeros((2, 1)))  # nothing of block 0, all of entry 0 of block 1
+    >>> acc.pending(jnp.array([[1], [0]]), unsent).entries
     Sparse(indices=Array([2, 1], dtype=int32), values=Array([ 0., 12.], dtype=float32))
   """
 
@@ -66,9 +65,8 @@ class TopKAccumulator:
   touched: jax.Array
   candidates: exact.Candidates | None
   threshold: exact.Threshold | None
-  new: tuple[jax.Array, ...]
-  before: tuple[Sparse, ...]
-  sent: tuple[Sparse, ...]
+  new: tuple[jax.Array, ...] = ()
+  before: tuple[Sparse, ...] = ()
 
   @classmethod
   def start(cls, blocks: Blocks, least: jax.Array | None = None) -> Self:
@@ -87,8 +85,7 @@ class TopKAccumulator:
         # Where they fit, all entries of at least `least` are candidates: nothing is left to prove.
         needed = jnp.where(fit, 0, blocks.k)
       threshold = exact.Threshold(least, needed)
-    none = (Sparse(jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32)),)
-    return cls(blocks, blocks.x.parts[0], bitset.empty(blocks.x.size), candidates, threshold, (), none, none)
+    return cls(blocks, blocks.x.parts[0], bitset.empty(blocks.x.size), candidates, threshold)
 
   def largest(self, first: int, last: int) -> Sparse:
     """The entries to send of rows first … last − 1, [last − first, k]."""
@@ -118,11 +115,6 @@ class TopKAccumulator:
     indices = exact.search_among(candidates, values, blocks, search_row, threshold)
     return Sparse(indices, self._read_at(indices, first))
 
-  def log_sent(self, unsent: Sparse, first: int) -> Self:
-    """Logs that entries of rows first … were sent: `unsent` [r, k] is the part of each that was not."""
-    flat = self.blocks.flat_indices(unsent.indices, first)
-    return dataclasses.replace(self, sent=(*self.sent, Sparse(flat.reshape(-1), unsent.values.reshape(-1))))
-
   def add(self, entries: Sparse) -> Self:
     """Adds [r, c] entries to the first r rows."""
     n, flat = self.blocks.x.size, self.blocks.flat_indices(entries.indices)
@@ -137,27 +129,28 @@ class TopKAccumulator:
       before=(*self.before, Sparse(indices.reshape(-1), before.reshape(-1))),
     )
 
-  def pending(self, delivered: jax.Array, zeroed: jax.Array | None = None) -> Pending:
-    """The next residual.
+  def pending(self, delivered: jax.Array, unsent: Sparse, zeroed: jax.Array | None = None) -> Pending:
+    """The next residual, after at least one addition.
 
     Args:
       delivered: i32[rows, c], where the total delivers entries: the residual there is the current value without what
         was sent, elsewhere it is the initial value. All that was received is undone where it is not delivered.
+      unsent: [rows, k] entries that were sent, with the part of each value that was not; empty in rows not sent.
       zeroed: for ablations, i32[r, c]: the residual is 0 at these, and elsewhere the initial value.
     """
-    n = self.blocks.x.size
-    current = bitset.empty(n)
+    n, none = self.blocks.x.size, jnp.zeros_like(self.touched)
+    current = none
     if zeroed is None:
-      current = bitset.insert(current, self.blocks.flat_indices(delivered), n)
-      sent = sparse.concatenate(self.sent)
-      given = sent._replace(indices=jnp.where(bitset.contains(current, sent.indices), sent.indices, n))
+      current = bitset.insert(none, self.blocks.flat_indices(delivered), n)
+      flat, values = self.blocks.flat_indices(unsent.indices).reshape(-1), unsent.values.reshape(-1)
+      given = Sparse(jnp.where(bitset.contains(current, flat), flat, n), values)
     else:
       flat = self.blocks.flat_indices(zeroed).reshape(-1)
       given = Sparse(flat, jnp.zeros(flat.shape, jnp.float32))
     added = sparse.concatenate(self.before)
     # Where nothing was added, the sum of gradient and residual is the initial value and the current one.
     values = jnp.where(bitset.contains(current, added.indices), sparse.read_at(self.grads, added.indices), added.values)
-    known = bitset.insert(bitset.empty(n), given.indices, n)
+    known = bitset.insert(none, given.indices, n)
     others = Sparse(jnp.where(bitset.contains(known, added.indices), n, added.indices), values)
     return Pending(self.grads, self.blocks.x.parts[1], sparse.concatenate([given, others]))
 

@@ -196,8 +196,9 @@ def search_among(
     chosen = kth_largest(keys, indices, jnp.minimum(k, reached), low).selects(keys, indices)
     if threshold is not None:
       chosen &= keys >= threshold.least[:, None]
-    ranks = bitset.ranks(bitset.pack(chosen).reshape(-1)).reshape(indices.shape)
-    slot = jnp.where(chosen, ranks - ranks[:, :1] + k * rows[:, None], rows.size * k)
+    ends = bitset.running_sum(chosen.astype(jnp.int32).reshape(-1)).reshape(indices.shape)
+    starts = ends - chosen
+    slot = jnp.where(chosen, starts - starts[:, :1] + k * rows[:, None], rows.size * k)
     empty = jnp.full(rows.size * k, length, jnp.int32)
     return sparse.put(empty, slot.reshape(-1), indices.reshape(-1)).reshape(-1, k)
 

@@ -32,13 +32,13 @@ class Selector(abc.ABC):
   one_per_chunk = False
   fills_slots = True
 
-  def check(self, name: str, length: int, k: int) -> None:
-    """Raises ValueError for blocks that it cannot choose from, with the name of the collective."""
-    del name, length, k
+  def slots(self, name: str, length: int, k: int) -> int:
+    """An upper bound on the i32 indices that choosing k entries of a block computes.
 
-  def slots(self, length: int, k: int) -> int:
-    """An upper bound on the i32 indices that choosing k entries of a block computes."""
-    del k
+    Raises:
+      ValueError: for blocks that it cannot choose from, with the name of the collective.
+    """
+    del name, k
     return length
 
   def init(self, rows: int) -> Any:
@@ -79,14 +79,12 @@ class PerChunk(Selector):
 
   one_per_chunk = True
 
-  def check(self, name: str, length: int, k: int) -> None:
+  def slots(self, name: str, length: int, k: int) -> int:
     if length > k * _LONGEST_CHUNK:
       raise ValueError(
         f"{name}: selector='chunked' with {k} chunks in blocks of {length} entries, choose at least "
         f"{-(-length // _LONGEST_CHUNK)} chunks by a larger k or density, or another selector"
       )
-
-  def slots(self, length: int, k: int) -> int:
     return length + 2 * k  # the last two rows of k entries may reach beyond the block
 
   def start(self, blocks: Blocks, memory: Any) -> Accumulator:

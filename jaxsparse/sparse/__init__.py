@@ -95,7 +95,7 @@ def compress(entries: Sparse, keep: jax.Array, slots: int, end: int) -> Sparse:
     >>> compress(entries, jnp.array([True, False, True]), slots=3, end=9)
     Sparse(indices=Array([4, 7, 9], dtype=int32), values=Array([2., 5., 0.], dtype=float32))
   """
-  slot = jnp.where(keep, bitset.ranks(bitset.pack(keep))[: keep.size], slots)
+  slot = jnp.where(keep, bitset.running_sum(keep.astype(jnp.int32)) - 1, slots)
   return Sparse(
     put(jnp.full(slots, end, jnp.int32), slot, entries.indices),
     put(jnp.zeros(slots, jnp.float32), slot, entries.values),

@@ -121,18 +121,6 @@ def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
   return (running_sum(counts) - counts)[word] + within
 
 
-def ranks(words: jax.Array) -> jax.Array:
-  """The number of members below every index, i32[32 · words.size].
-
-  Example:
-    >>> ranks(pack(jnp.array([True, False, True])))[:4]
-    Array([0, 1, 1, 2], dtype=int32)
-  """
-  below = (jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)) - 1
-  counts, within = (jax.lax.population_count(x).astype(jnp.int32) for x in (words, words[:, None] & below[None]))
-  return ((running_sum(counts) - counts)[:, None] + within).reshape(-1)
-
-
 def running_sum(x: jax.Array) -> jax.Array:
   """The sums of the first 1, 2, … of i32[n], in rows of 8 or 16: `jnp.cumsum` is two to three times as many kernels.
 

@@ -102,19 +102,17 @@ class SparDL(SelectingCollective):
     """L, the number of entries that are sent of each of the size / teams blocks.
 
     Raises:
-      ValueError: if `teams` does not divide `size`, naming the divisors; if blocks are too long for the selector.
+      ValueError: if `teams` does not divide `size`, naming the divisors.
     """
-    team = schedules.team_size(size, self.teams)
-    k_block = -(-self.entries(n) // team)
-    self.selection.check(self.name, -(-n // team), k_block)
-    return k_block
+    return -(-self.entries(n) // schedules.team_size(size, self.teams))
 
   def slots(self, n: int, size: int) -> int:
     team, k_block = size // self.teams, self.k_of_block(n, size)
     team_codec, sag_codec = self._codecs(-(-n // team))
     merged = self.teams if self.is_bruck else min(2, self.teams)
     messages = max(team_codec.slots(team, k_block), sag_codec.slots(self.teams, k_block))
-    return max(super().slots(n, size), merged * k_block, messages)
+    selection = self.selection.slots(self.name, -(-n // team), k_block)
+    return max(super().slots(n, size), selection, merged * k_block, messages)
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
     """The capacities of a block in a message: L; for B-SAG ⌈L/d⌉ … L, since Algorithm 2 changes h."""
@@ -143,7 +141,7 @@ class SparDL(SelectingCollective):
     codecs = self._codecs(blocks.length)
     team_writer, sag_writer = (self.writer(codec, state.shared.step, team.rank) for codec in codecs)
 
-    acc, chosen = reduce_scatter(team, self.selection.start(blocks, state.worker), team_writer)
+    acc, chosen, unsent = reduce_scatter(team, self.selection.start(blocks, state.worker), team_writer)
     summed = Summed(Sparse(chosen.indices[:1], chosen.values[:1]), [], jnp.int32(0), jnp.uint32(0))
     if self.is_bruck:
       summed = b_sag(same_block, summed.own, state.shared.adaptive.h, capacities, sag_writer)
@@ -157,7 +155,7 @@ class SparDL(SelectingCollective):
       acc = acc.add(entries._replace(values=entries.values / self.teams))
 
     ablations = {"partial": delivered.indices, "local": chosen.indices}
-    residual = acc.pending(delivered.indices, zeroed=ablations.get(self.residual))
+    residual = acc.pending(delivered.indices, unsent, zeroed=ablations.get(self.residual))
     words = saturated_sum(words_of(team_writer.codec, team.size, k_block), summed.words, gather_words)
     selected = sparse.count(chosen, blocks.length)
     used = words
@@ -177,7 +175,7 @@ class SparDL(SelectingCollective):
     return self.chosen_codec(length), codec_of(self.wire, length)
 
 
-def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumulator, Sparse]:
+def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumulator, Sparse, Sparse]:
   """Spar-Reduce-Scatter: worker w gets the sum of block w, of which each message contains L entries (§3.1).
 
   Each worker numbers the blocks from its own: row b is block (rank + b) mod P, the "home frame". In the round of stride
@@ -192,20 +190,22 @@ def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumu
     writer: encodes messages.
 
   Returns:
-    (acc, chosen): the accumulator without the sent entries, and the `Sparse` [P, L] entries selected of each row. Row 0
-    of `chosen` is the sum of this worker's block; the other rows were sent.
+    (acc, chosen, unsent): the accumulator, in which the sent entries still are; the [P, L] entries selected of each
+    row, of which row 0 is the sum of this worker's block and the others were sent; and [P, L] the sent ones with the
+    unsent part of each value.
   """
-  bags = []
+  bags, unsent = [], []
   for stride in schedules.strides(comm.size):
     bag = acc.largest(stride, min(2 * stride, comm.size))
     message, errors = writer.encode(bag, stride)
-    acc = acc.log_sent(errors, stride)
     acc = acc.add(writer.codec.decode(comm.shift(message, stride)))
     bags.append(bag)
+    unsent.append(errors)
   own = acc.largest(0, 1)
   # Subtract the own block; entries that later rounds drop are added back as residual.
   acc = acc.add(own._replace(values=-own.values))
-  return acc, sparse.concatenate([own, *reversed(bags)])
+  kept = own._replace(indices=jnp.full_like(own.indices, writer.codec.length))
+  return acc, sparse.concatenate([own, *reversed(bags)]), sparse.concatenate([kept, *reversed(unsent)])
 
 
 def gather_totals(
