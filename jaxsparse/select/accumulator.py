@@ -39,7 +39,7 @@ class TopKAccumulator:
     grads: f32[n]; gradient + residual + received values where `touched`, elsewhere the gradient alone.
     touched: the bitset of flat indices to which received values were added.
     candidates: the candidates of the initial vector; None for short blocks, which are searched whole.
-    threshold: the threshold of the selection; None to select the k largest.
+    least: i32[rows], at least 1: the smallest key (`keys_of`) of a selected entry; None to select the k largest.
     new: i32[rows, c] of each addition to the first rows: block-relative indices that are neither candidates nor were
       added to before; the block's length elsewhere.
     before: [c] entries of each addition, with flat indices, and the values before it; empty where something was added
@@ -57,14 +57,14 @@ class TopKAccumulator:
     Sparse(indices=Array([[1]], dtype=int32), values=Array([[12.]], dtype=float32))
     >>> unsent = Sparse(jnp.array([[2], [0]]), jnp.zeros((2, 1)))  # nothing of block 0, all of entry 0 of block 1
     >>> acc.pending(jnp.array([[1], [0]]), unsent).entries
-    Sparse(indices=Array([2, 1], dtype=int32), values=Array([ 0., 12.], dtype=float32))
+    Sparse(indices=Array([4, 2, 1], dtype=int32), values=Array([ 0.,  0., 12.], dtype=float32))
   """
 
   blocks: Blocks
   grads: jax.Array
   touched: jax.Array
   candidates: exact.Candidates | None
-  threshold: exact.Threshold | None
+  least: jax.Array | None
   new: tuple[jax.Array, ...] = ()
   before: tuple[Sparse, ...] = ()
 
@@ -76,43 +76,38 @@ class TopKAccumulator:
       blocks: the blocks.
       least: i32[rows], at least 1: the smallest key of a selected entry of a row.
     """
-    candidates, threshold = exact.find_candidates(blocks, least), None
-    if least is not None:
-      needed = jnp.int32(blocks.k)
-      if candidates is not None:
-        fit, reaching = candidates.fits.all(), candidates
-        candidates = jax.lax.cond(fit, lambda: reaching, lambda: exact.find_candidates(blocks))
-        # Where they fit, all entries of at least `least` are candidates: nothing is left to prove.
-        needed = jnp.where(fit, 0, blocks.k)
-      threshold = exact.Threshold(least, needed)
-    return cls(blocks, blocks.x.parts[0], bitset.empty(blocks.x.size), candidates, threshold)
+    candidates = exact.find_candidates(blocks, least)
+    if candidates is not None and least is not None:
+      reaching = candidates
+      candidates = jax.lax.cond(reaching.fits.all(), lambda: reaching, lambda: exact.find_candidates(blocks))
+    return cls(blocks, blocks.x.parts[0], bitset.empty(blocks.x.size), candidates, least)
 
   def largest(self, first: int, last: int) -> Sparse:
     """The entries to send of rows first … last − 1, [last − first, k]."""
     blocks, rows = self.blocks, last - first
-    threshold = self.threshold and self.threshold._replace(least=self.threshold.least[first:last])
+    least = None if self.least is None else self.least[first:last]
     if self.candidates is None:
       every = jnp.broadcast_to(jnp.arange(blocks.length, dtype=jnp.int32), (rows, blocks.length))
       chosen = exact.top_k(self._read_at(every, first), blocks.k)
-      if threshold is None:
-        return chosen
-      reach = keys_of(chosen.values) >= threshold.least[:, None]
-      return sparse.where(reach, chosen, blocks.length)
+      return chosen if least is None else sparse.where(keys_of(chosen.values) >= least[:, None], chosen, blocks.length)
     known = [self.candidates.indices[first:last]]
     for new in (new[first:last] for new in self.new if first < len(new)):
       more = ((0, rows - len(new)), (0, bitset.align(new.shape[1]) - new.shape[1]))
       known.append(jnp.pad(new, more, constant_values=blocks.length))
-    low, fits = self.candidates.low[first:last], self.candidates.fits[first:last]
-    candidates = exact.Candidates(self.candidates.members, jnp.concatenate(known, axis=1), low, fits)
+    candidates = self.candidates._replace(
+      indices=jnp.concatenate(known, axis=1),
+      low=self.candidates.low[first:last],
+      fits=self.candidates.fits[first:last],
+    )
 
     def search_row(row: jax.Array) -> jax.Array:
       """The entries to send of one row, of all of it: it rarely runs, and a sort compiles fastest."""
       keys = keys_of(self._read_at(jnp.arange(blocks.length, dtype=jnp.int32)[None], first + row))
       chosen = exact.sort_rows(keys, blocks.k)[0]
-      return chosen if threshold is None else jnp.where(keys[0, chosen] >= threshold.least[row], chosen, blocks.length)
+      return chosen if least is None else jnp.where(keys[0, chosen] >= least[row], chosen, blocks.length)
 
     values = self._read_at(candidates.indices, first)
-    indices = exact.search_among(candidates, values, blocks, search_row, threshold)
+    indices = exact.search_among(candidates, values, blocks, search_row, least)
     return Sparse(indices, self._read_at(indices, first))
 
   def add(self, entries: Sparse) -> Self:

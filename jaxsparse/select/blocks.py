@@ -143,13 +143,10 @@ def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: ja
   """
   k, low = (jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:1])[:, None] for value in (k, low))
   high = jnp.maximum(jnp.max(keys, axis=1, keepdims=True), low) + 1
-
-  def count(cut: Cut) -> jax.Array:
-    return bitset.count(bitset.pack(cut.selects(keys, indices)))[:, None]
-
-  by_counting, sort = functools.partial(bisect, count), functools.partial(by_sorting, keys, indices)
+  by_counting = functools.partial(bisect, functools.partial(Cut.selects, keys=keys, indices=indices))
   if keys.shape[1] > _FEW:
     return by_counting(k, low, high)
+  sort = functools.partial(by_sorting, keys, indices)
   return jax.lax.platform_dependent(k, low, high, cuda=sort, rocm=sort, default=by_counting)
 
 
@@ -160,22 +157,29 @@ def by_sorting(keys: jax.Array, indices: jax.Array, k: jax.Array, *_: jax.Array)
   return Cut(jnp.where(k > 0, TOP - key, TOP), last)
 
 
-def bisect(count: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, high: jax.Array) -> Cut:
-  """The cut at which a selection has k keys; all arrays are i32 of one shape.
+def bisect(
+  selects: Callable[[Cut], jax.Array],
+  k: jax.Array,
+  low: jax.Array,
+  high: jax.Array,
+  count: Callable[[jax.Array], jax.Array] = bitset.count,
+) -> Cut:
+  """The cut at which k keys are selected; k, low and high are i32 of one shape.
 
   Args:
-    count: the number of keys that a `Cut` selects.
-    k: how many it shall be.
+    selects: which keys a `Cut` selects.
+    k: how many they shall be.
     low: a key that at least k keys reach.
     high: a key that fewer than k keys reach.
+    count: how many are selected, from the bitset of them.
   """
-  bracket = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
-  def halve(state: bracket) -> bracket:
+  def halve(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Halves low … high, first of the last key; then, with `ties`, of minus the last index of that key."""
     low, high, key, ties = state
     middle = low + (high - low) // 2
-    found = count(Cut(jnp.where(ties, key, middle), jnp.where(ties, -middle, _LAST)))
+    cut = Cut(jnp.where(ties, key, middle), jnp.where(ties, -middle, _LAST))
+    found = count(bitset.pack(selects(cut))).reshape(k.shape)
     low, high = jnp.where(found >= k, middle, low), jnp.where(found >= k, high, middle)
     # At −_LAST all indices of `key` are selected, at 1 none.
     to_ties = ~ties & ((found == k) | (high - low <= 1))
@@ -183,10 +187,10 @@ def bisect(count: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, high
     low, high = jnp.where(to_ties, -_LAST, low), jnp.where(to_ties, 1, high)
     return low, jnp.where(found == k, low, high), key, ties | to_ties
 
-  def is_open(state: bracket) -> jax.Array:
+  def is_open(state: tuple[jax.Array, ...]) -> jax.Array:
     low, high, _, ties = state
     return (~ties | (high - low > 1)).any()
 
-  start = (low, high, jnp.zeros_like(low), jnp.zeros(low.shape, jnp.bool_))
+  start: tuple[jax.Array, ...] = (low, high, jnp.zeros_like(low), jnp.zeros(low.shape, jnp.bool_))
   low, _, key, _ = jax.lax.while_loop(is_open, halve, start)
   return Cut(key, -low)

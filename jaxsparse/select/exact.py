@@ -104,12 +104,14 @@ class Candidates(NamedTuple):
     indices: i32[rows, c], block-relative, ascending; the block's length in empty slots.
     low: i32[rows], a key (`keys_of`). If `fits`, every entry of the block that reaches it is a candidate.
     fits: bool[rows], whether all entries that reach `low` fit into the slots.
+    needed: i32[], the minimum number of candidates that reach `low` to prove that they contain all to be selected.
   """
 
   members: jax.Array
   indices: jax.Array
   low: jax.Array
   fits: jax.Array
+  needed: jax.Array
 
 
 def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates | None:
@@ -117,8 +119,8 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
 
   Args:
     blocks: the blocks; entries beyond n count as zeros and are never candidates.
-    low: i32[rows], at least 1: the smallest key of a candidate. By default a key that, with high probability, a few
-      more than k entries reach, estimated from a sample of each block.
+    low: i32[rows], at least 1: the smallest key of an entry to be selected, and so of a candidate. By default a key
+      that, with high probability, a few more than k entries reach, estimated from a sample of each block.
 
   Example:
     >>> x = LazySum((jax.random.normal(jax.random.key(0), (100_000,)),))
@@ -133,8 +135,8 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   if low is None:
     # One at random from each of equal parts of a block, so that periodic data give a fair sample.
     parts = np.arange(size) + np.random.default_rng(length).random(size)
-    indices = jnp.array(np.minimum(parts * length / size, length - 1), jnp.int32)[None]
-    keys = keys_of(blocks.x.read_at(indices + length * jnp.arange(rows, dtype=jnp.int32)[:, None]))
+    sample = jnp.array(np.minimum(parts * length / size, length - 1), jnp.int32)[None]
+    keys = keys_of(blocks.x.read_at(sample + length * jnp.arange(rows, dtype=jnp.int32)[:, None]))
     cut = kth_largest(keys, jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape), rank)
     # Never 0: the candidates of a block of few non-zero entries would fill the slots of other blocks with zeros.
     by_block = jnp.maximum(cut.key[:, 0], 1)
@@ -153,19 +155,8 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
   relative = found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
   fits = (end - begin <= capacity) & (end < found.size)  # else the list may be cut
-  return Candidates(members, jnp.where(slots < end[:, None], relative, length), by_block[blocks.order], fits)
-
-
-class Threshold(NamedTuple):
-  """A threshold of the selection that is known beforehand.
-
-  Attributes:
-    least: i32[rows], at least 1: the smallest key (`keys_of`) of a selected entry; fewer than k may reach it.
-    needed: i32[], the minimum number of candidates that reach `Candidates.low` to prove that they contain the top-k.
-  """
-
-  least: jax.Array
-  needed: jax.Array
+  indices, needed = jnp.where(slots < end[:, None], relative, length), jnp.int32(blocks.k if low is None else 0)
+  return Candidates(members, indices, by_block[blocks.order], fits, needed)
 
 
 def search_among(
@@ -173,7 +164,7 @@ def search_among(
   values: jax.Array,
   blocks: Blocks,
   search_row: Callable[[jax.Array], jax.Array],
-  threshold: Threshold | None = None,
+  least: jax.Array | None = None,
 ) -> jax.Array:
   """The k largest entries of each row, found among its candidates where these provably contain them.
 
@@ -182,27 +173,27 @@ def search_among(
     values: f32[rows, c], of the candidates.
     blocks: says the length of a block, and k.
     search_row: (row) -> i32[k], the result for a row from all its entries; runs, row by row, if not proven.
-    threshold: of the rows; None to select k entries.
+    least: i32[rows], at least 1: the smallest key of a selected entry; fewer than k entries may reach it.
 
   Returns:
     i32[rows, k], block-relative, in the order of `candidates.indices`; `length` in empty slots.
   """
-  (_, indices, low, fits), k, length = candidates, blocks.k, blocks.length
+  (_, indices, low, fits, needed), k, length = candidates, blocks.k, blocks.length
   rows = jnp.arange(len(indices), dtype=jnp.int32)
   keys = jnp.where(indices < length, keys_of(values), -1)
   reached = bitset.count(bitset.pack(keys >= low[:, None]))
 
   def search_candidates() -> jax.Array:
     chosen = kth_largest(keys, indices, jnp.minimum(k, reached), low).selects(keys, indices)
-    if threshold is not None:
-      chosen &= keys >= threshold.least[:, None]
+    if least is not None:
+      chosen &= keys >= least[:, None]
     ends = bitset.running_sum(chosen.astype(jnp.int32).reshape(-1)).reshape(indices.shape)
     starts = ends - chosen
     slot = jnp.where(chosen, starts - starts[:, :1] + k * rows[:, None], rows.size * k)
     empty = jnp.full(rows.size * k, length, jnp.int32)
     return sparse.put(empty, slot.reshape(-1), indices.reshape(-1)).reshape(-1, k)
 
-  proven = (fits & (reached >= (k if threshold is None else threshold.needed))).all()
+  proven = (fits & (reached >= needed)).all()
   return jax.lax.cond(proven, search_candidates, functools.partial(jax.lax.map, search_row, rows))
 
 
@@ -225,9 +216,9 @@ def _bisect_row(blocks: Blocks, row: jax.Array) -> jax.Array:
   single = blocks.order.size == 1
   values = blocks.x.values if single else blocks.x.slice(blocks.order[row] * blocks.length, blocks.length)
   keys = keys_of(values)
-  members = lambda cut: bitset.pack(cut.selects(keys, jnp.arange(keys.size, dtype=jnp.int32)))
-  cut = bisect(lambda cut: bitset.count(members(cut)), jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
-  return bitset.nonzero(members(cut), blocks.k)
+  selects = lambda cut: cut.selects(keys, jnp.arange(keys.size, dtype=jnp.int32))
+  cut = bisect(selects, jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
+  return bitset.nonzero(bitset.pack(selects(cut)), blocks.k)
 
 
 def _by_sorting(blocks: Blocks) -> jax.Array:

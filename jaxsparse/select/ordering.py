@@ -31,9 +31,7 @@ def depend_on(read: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def following(comm: Comm, totals: Sequence[jax.Array]) -> Comm:
-  """`comm`, whose messages start only after all of `totals` are computed; `comm` itself if `totals` is empty."""
-  if not totals:
-    return comm
+  """`comm`, whose messages start only after all of `totals`, at least one, are computed."""
   return _Following(comm, jnp.array([depend_on(total, jnp.int32(0)) for total in totals]).min())
 
 

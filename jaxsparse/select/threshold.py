@@ -115,9 +115,8 @@ def cut_regions(x: LazySum, members: jax.Array, bounds: jax.Array, capacity: int
     keys = jnp.where(indices < x.size, keys_of(x.read_at(indices)), -1)
     region = jnp.searchsorted(bounds[1:-1], indices, side="right")
     selects = lambda cut: Cut(cut.key[region], cut.last[region]).selects(keys, indices)
-    count = lambda cut: jnp.diff(bitset.rank(bitset.pack(selects(cut)), starts))
-    low = jnp.zeros_like(starts[1:])
-    cut = bisect(count, jnp.minimum(jnp.diff(starts), capacity), low, low + TOP)
+    low, most_of_each = jnp.zeros_like(starts[1:]), jnp.minimum(jnp.diff(starts), capacity)
+    cut = bisect(selects, most_of_each, low, low + TOP, lambda words: jnp.diff(bitset.rank(words, starts)))
     return bitset.insert(jnp.zeros_like(members), jnp.where(selects(cut), indices, x.size), x.size)
 
   return jax.lax.cond((jnp.diff(starts) > capacity).any(), largest, lambda: members)

@@ -249,8 +249,9 @@ def reduce_groups(
   """
   delivered: list[_Delivered] = []
   for group, flat, state, rounding in zip(groups, grads, states, roundings or [None] * len(groups), strict=True):
-    following = ordering.following(comm, [delivered[number].finite for number in group.waits_for])
-    delivered.append(_deliver(comm, group.collective.reduce(following, flat, state), divisor, rounding))
+    earlier = [delivered[number].finite for number in group.waits_for]
+    reduced = group.collective.reduce(ordering.following(comm, earlier) if earlier else comm, flat, state)
+    delivered.append(_deliver(comm, reduced, divisor, rounding))
   finite = functools.reduce(jnp.logical_and, [one.finite for one in delivered])
   if inside:
     finite = jax.lax.pmin(finite.astype(jnp.int32), inside) > 0
