@@ -124,24 +124,18 @@ class TopKAccumulator:
       before=(*self.before, Sparse(indices.reshape(-1), before.reshape(-1))),
     )
 
-  def pending(self, delivered: jax.Array, unsent: Sparse, zeroed: jax.Array | None = None) -> Pending:
+  def pending(self, delivered: jax.Array, unsent: Sparse) -> Pending:
     """The next residual, after at least one addition.
 
     Args:
       delivered: i32[rows, c], where the total delivers entries: the residual there is the current value without what
         was sent, elsewhere it is the initial value. All that was received is undone where it is not delivered.
       unsent: [rows, k] entries that were sent, with the part of each value that was not; empty in rows not sent.
-      zeroed: for ablations, i32[r, c]: the residual is 0 at these, and elsewhere the initial value.
     """
     n, none = self.blocks.x.size, jnp.zeros_like(self.touched)
-    current = none
-    if zeroed is None:
-      current = bitset.insert(none, self.blocks.flat_indices(delivered), n)
-      flat, values = self.blocks.flat_indices(unsent.indices).reshape(-1), unsent.values.reshape(-1)
-      given = Sparse(jnp.where(bitset.contains(current, flat), flat, n), values)
-    else:
-      flat = self.blocks.flat_indices(zeroed).reshape(-1)
-      given = Sparse(flat, jnp.zeros(flat.shape, jnp.float32))
+    current = bitset.insert(none, self.blocks.flat_indices(delivered), n)
+    flat = self.blocks.flat_indices(unsent.indices).reshape(-1)
+    given = Sparse(jnp.where(bitset.contains(current, flat), flat, n), unsent.values.reshape(-1))
     added = sparse.concatenate(self.before)
     # Where nothing was added, the sum of gradient and residual is the initial value and the current one.
     values = jnp.where(bitset.contains(current, added.indices), sparse.read_at(self.grads, added.indices), added.values)

@@ -206,16 +206,13 @@ def _by_bracket(blocks: Blocks) -> jax.Array:
 
 
 def _by_bisection(blocks: Blocks) -> jax.Array:
-  if blocks.order.size == 1:  # not batched: XLA on CPU compiles a batch of rows to slower code
-    return _bisect_row(blocks, jnp.int32(0))[None]
-  return jax.vmap(functools.partial(_bisect_row, blocks))(jnp.arange(blocks.order.size, dtype=jnp.int32))
+  # One row after the other: XLA on CPU compiles a batch of rows to slower code.
+  return jax.lax.map(functools.partial(_bisect_row, blocks), jnp.arange(blocks.order.size, dtype=jnp.int32))
 
 
 def _bisect_row(blocks: Blocks, row: jax.Array) -> jax.Array:
   """The k largest of one row, i32[k], by counting."""
-  single = blocks.order.size == 1
-  values = blocks.x.values if single else blocks.x.slice(blocks.order[row] * blocks.length, blocks.length)
-  keys = keys_of(values)
+  keys = keys_of(blocks.x.slice(blocks.order[row] * blocks.length, blocks.length))
   selects = lambda cut: cut.selects(keys, jnp.arange(keys.size, dtype=jnp.int32))
   cut = bisect(selects, jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
   return bitset.nonzero(bitset.pack(selects(cut)), blocks.k)

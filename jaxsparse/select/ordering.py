@@ -69,10 +69,5 @@ class _Following:
     return _Following(team, self.sent), _Following(member, self.sent)
 
   def _dependent(self, tree: Tree) -> Tree:
-    """The same bits, one entry of which depends on `sent`."""
-    leaves, structure = jax.tree.flatten(tree)
-    number = max(range(len(leaves)), key=lambda leaf: leaves[leaf].size)
-    flat = leaves[number].reshape(-1)
-    first = jnp.where(self.sent >= 0, flat[0], jnp.zeros((), flat.dtype))
-    leaves[number] = flat.at[0].set(first).reshape(leaves[number].shape)
-    return jax.tree.unflatten(structure, leaves)
+    """The same bits, which depend on `sent`."""
+    return jax.tree.map(lambda x: jnp.where(self.sent >= 0, x, jnp.zeros_like(x)), tree)

@@ -142,18 +142,11 @@ class ChunkAccumulator:
     best = sparse.concatenate([best, _rows(self.best, rows, None)])
     return dataclasses.replace(self, best=best, added=(*self.added, entries))
 
-  def pending(self, delivered: jax.Array, unsent: Sparse, zeroed: jax.Array | None = None) -> Pending:
-    """The next residual: where delivered (one entry a chunk) the current values, without what was sent; initial ones.
-
-    For ablations, zeros at `zeroed` and elsewhere the initial values.
-    """
-    if zeroed is None:
-      indices = delivered
-      values = jnp.where(delivered == unsent.indices, unsent.values, self._current_values(delivered))
-    else:
-      indices, values = zeroed, jnp.zeros(zeroed.shape, jnp.float32)
+  def pending(self, delivered: jax.Array, unsent: Sparse) -> Pending:
+    """The next residual: the current values without what was sent where delivered, one entry a chunk; or the initial."""
+    values = jnp.where(delivered == unsent.indices, unsent.values, self._current_values(delivered))
     grads, residual = self.blocks.x.parts
-    return Pending(grads, residual, Sparse(self.blocks.flat_indices(indices), values))
+    return Pending(grads, residual, Sparse(self.blocks.flat_indices(delivered), values))
 
   def _current_values(self, indices: jax.Array) -> jax.Array:
     """The values of one entry of each chunk of the first rows, from which sent ones are not subtracted."""

@@ -96,10 +96,8 @@ def compress(entries: Sparse, keep: jax.Array, slots: int, end: int) -> Sparse:
     Sparse(indices=Array([4, 7, 9], dtype=int32), values=Array([2., 5., 0.], dtype=float32))
   """
   slot = jnp.where(keep, bitset.running_sum(keep.astype(jnp.int32)) - 1, slots)
-  return Sparse(
-    put(jnp.full(slots, end, jnp.int32), slot, entries.indices),
-    put(jnp.zeros(slots, jnp.float32), slot, entries.values),
-  )
+  empty = Sparse(jnp.full(slots, end, jnp.int32), jnp.zeros(slots, jnp.float32))
+  return jax.tree.map(lambda row, new: put(row, slot, new), empty, entries)
 
 
 def add_rows(rows: Sparse, end: int) -> jax.Array:

@@ -154,8 +154,10 @@ class SparDL(SelectingCollective):
     for entries in errors:  # each team has the same
       acc = acc.add(entries._replace(values=entries.values / self.teams))
 
-    ablations = {"partial": delivered.indices, "local": chosen.indices}
-    residual = acc.pending(delivered.indices, unsent, zeroed=ablations.get(self.residual))
+    left_at = chosen.indices if self.residual == "local" else delivered.indices
+    if self.residual != "global":  # ablations: nothing stays of what was delivered, or sent
+      unsent = Sparse(left_at, jnp.zeros(left_at.shape, jnp.float32))
+    residual = acc.pending(left_at, unsent)
     words = saturated_sum(words_of(team_writer.codec, team.size, k_block), summed.words, gather_words)
     selected = sparse.count(chosen, blocks.length)
     used = words
