@@ -151,10 +151,10 @@ def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: ja
 
 
 def by_sorting(keys: jax.Array, indices: jax.Array, k: jax.Array, *_: jax.Array) -> Cut:
-  """`kth_largest` by a sort; k is i32[rows, 1]."""
+  """`kth_largest` by a sort; k is i32[rows, 1], at least 1 where the cut is used."""
   ordered = jax.lax.sort((TOP - keys, indices), num_keys=2)
   key, last = (jnp.take_along_axis(x, jnp.maximum(k, 1) - 1, axis=1, mode="clip") for x in ordered)
-  return Cut(jnp.where(k > 0, TOP - key, TOP), last)
+  return Cut(TOP - key, last)
 
 
 def bisect(

@@ -143,7 +143,7 @@ class ChunkAccumulator:
     return dataclasses.replace(self, best=best, added=(*self.added, entries))
 
   def pending(self, delivered: jax.Array, unsent: Sparse) -> Pending:
-    """The next residual: the current values without what was sent where delivered, one entry a chunk; or the initial."""
+    """The next residual: where delivered, one entry a chunk, the current values without what was sent; else initial."""
     values = jnp.where(delivered == unsent.indices, unsent.values, self._current_values(delivered))
     grads, residual = self.blocks.x.parts
     return Pending(grads, residual, Sparse(self.blocks.flat_indices(delivered), values))

@@ -4,7 +4,6 @@ import functools
 
 import hypothesis
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -45,8 +44,3 @@ def test_the_cut_selects_the_k_largest_with_ties_to_the_lowest_index(way, rows):
   for row, count in enumerate(k):
     expected = np.lexsort((indices[row], -keys[row]))[:count]
     np.testing.assert_array_equal(np.flatnonzero(chosen[row]), np.sort(expected))
-
-
-def test_by_sorting_selects_none_for_k_of_0():
-  keys, indices = jnp.array([[3, 1, 4]]), jnp.arange(3)[None]
-  assert not chosen_by("sorting", keys, indices, jnp.array([0]), jnp.array([0])).any()

@@ -16,15 +16,6 @@ from jaxsparse.sparse import bitset
 from tests.reference import largest
 
 
-def test_a_full_region_keeps_its_largest_and_takes_no_slot_of_another():
-  x = LazySum((jnp.array([3.0, 4.0, 0.0, -4.0, 2.0, 1.0]),))
-  members = threshold.select_reaching(x, jnp.float32(1))
-  bounds = jnp.array([0, 4, 6])
-  fitting = threshold.cut_regions(x, members, bounds, 2, most=5)
-  rows = threshold.read_regions(x, fitting, bounds, 2, most=5)
-  np.testing.assert_array_equal(rows.indices, [[1, 3], [4, 5]])
-
-
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _in_regions(values, bounds, most, capacity):
   x = LazySum(tuple(values))

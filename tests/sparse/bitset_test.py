@@ -45,12 +45,6 @@ def test_bitsets_are_sets(n, data):
   np.testing.assert_array_equal(got["first"], nonzero[:1])
 
 
-@pytest.mark.parametrize("n", LENGTHS)
-def test_the_empty_set_has_the_words_of_every_other(n):
-  assert bitset.empty(n).shape == bitset.pack(jnp.zeros(n, bool)).shape
-  assert not bitset.empty(n).any()
-
-
 @jax.jit
 def ranks(flags, indices):
   return bitset.rank(bitset.pack(flags), indices.reshape(2, -1)).reshape(-1)

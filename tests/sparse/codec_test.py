@@ -82,15 +82,6 @@ def test_entries_come_back_in_the_order_of_their_high_parts(shape, wire_, data):
   assert (np.asarray(got.values)[np.asarray(got.indices) == length] == 0).all()
 
 
-def test_coordinate_form_is_sent_as_it_is():
-  entries, noise = some_entries(2, 3, 9)
-  codec = codec_of("f32", 9)
-  message, rounded = codec.encode(entries, noise)
-  assert message is entries
-  assert codec.decode(message) is entries
-  assert rounded is entries.values
-
-
 @pytest.mark.parametrize("wire_", ["f32", *SHORT])
 def test_words_are_those_of_the_packed_message(wire_):
   for rows, capacity, length in [*SHAPES, (3, 5, 8), (5, 31, 10_000), (6, 24_548, 2_454_711), (2, 70_000, 2**30)]:
@@ -121,21 +112,6 @@ def test_offsets_are_those_that_slots_promise(wire_):
     assert empty < codec_of(wire_, length, by_chunk=True).slots(rows, chunks)
 
 
-def test_sizes_at_one_percent():
-  size = lambda wire_, **layout: codec_of(wire_, 2_454_711, **layout).words(1, 24_548)
-  whole = 2 * 24_548
-  assert size("f32") == whole
-  assert size("bf16") < 0.4 * whole
-  assert size("int8") < 0.28 * whole
-  assert size("int8", by_chunk=True) < 0.2501 * whole
-
-
-def test_the_low_part_is_the_one_of_the_fewest_words():
-  for capacity, length in ((1, 1), (7, 7), (10, 20), (10, 4000), (24_548, 2_454_711), (10, 2**30)):
-    cost = lambda low, capacity=capacity, length=length: low * capacity + capacity + (length >> low)
-    assert cost(codecs.low_bits(capacity, length)) == min(map(cost, (4, 8, 16)))
-
-
 def test_levels_are_unbiased():
   values = jnp.array([[1.0, -0.3, 0.123, -1e-4, 0.0, -1.0, 0.999]])
   entries = Sparse(jnp.arange(7, dtype=jnp.int32)[None], values)
@@ -159,32 +135,21 @@ def test_noise_belongs_to_the_slots_of_the_entries():
   np.testing.assert_allclose(got.values, [[0.0, 1.0, 127.0, 0.0]], rtol=2e-5)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("wire_", SHORT)
-def test_what_is_not_finite_shows_in_its_row_and_in_no_other(wire_, bad):
-  entries, noise = some_entries(3, 20, 1000)
-  for slot in (0, 7, 19):
-    broken = entries._replace(values=entries.values.at[1, slot].set(bad))
-    got = decode(encode(broken, 1000, wire_, noise), 1000, wire_)
-    assert np.isfinite(got.values).all(axis=1).tolist() == [True, False, True]
-    np.testing.assert_array_equal(np.sort(got.indices), np.sort(entries.indices))
-
-
 @pytest.mark.parametrize("wire_", ["f32", *SHORT])
 @pytest.mark.parametrize("by_chunk", [False, True])
-def test_what_is_not_finite_shows_in_a_row_of_thousands_of_values(wire_, by_chunk):
-  """XLA's maximum of so many values drops a NaN on CPU."""
-  capacity, length = 20_000, 40_000
-  codec = codec_of(wire_, length, by_chunk=by_chunk)
+@pytest.mark.parametrize("capacity", [20, 20_000])
+def test_what_is_not_finite_shows_in_its_row_and_in_no_other(wire_, by_chunk, capacity):
+  """XLA's maximum of thousands of values drops a NaN on CPU."""
+  codec = codec_of(wire_, 2 * capacity, by_chunk=by_chunk)
   there_and_back = jax.jit(lambda entries, noise: codec.decode(codec.encode(entries, noise)[0]).values)
-  values = np.random.default_rng(0).standard_normal((2, capacity)).astype(np.float32)
-  indices, noise = jnp.arange(2 * capacity, dtype=jnp.int32).reshape(2, -1) % capacity, jnp.full(values.shape, 0.5)
+  values = np.random.default_rng(0).standard_normal((3, capacity)).astype(np.float32)
+  indices, noise = jnp.arange(3 * capacity, dtype=jnp.int32).reshape(3, -1) % capacity, jnp.full(values.shape, 0.5)
   for slots in (0, capacity // 2 + 1, capacity - 1, slice(None)):
     for bad in (np.nan, np.inf, -np.inf):
       broken = values.copy()
       broken[1, slots] = bad
       got = there_and_back(Sparse(indices, jnp.array(broken)), noise)
-      assert np.isfinite(got).all(axis=1).tolist() == [True, False], (slots, bad)
+      assert np.isfinite(got).all(axis=1).tolist() == [True, False, True], (slots, bad)
 
 
 @pytest.mark.parametrize("wire_", SHORT)
