@@ -20,6 +20,7 @@ from jaxsparse.types import Sparse
 from tests.cases import bits
 from tests.reference import largest
 from tests.select.gradients import GRADIENTS, simple
+from tests.sparse.entries_test import rows_of_entries
 
 METHODS = ["bracket", "bisect", "sort"]
 floats = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, np.inf, -np.inf, np.nan, 1e-42, 3e38]) | st.floats(width=32)
@@ -110,25 +111,16 @@ def test_bad_arguments():
 
 
 SLOTS, END = 12, 30
-
-
-@functools.partial(jax.jit, static_argnames="slots")
-def jitted_top_k_of_entries(entries, k, slots):
-  return exact.top_k_of_entries(entries, k, slots, END)
+top_k_of_entries = jax.jit(exact.top_k_of_entries, static_argnums=(2, 3))
 
 
 @pytest.mark.parametrize("slots", [5, SLOTS])
 @hypothesis.given(data=st.data())
 def test_the_largest_of_entries_and_the_rest(slots, data):
   """Ties, empty slots anywhere, and k from 0 to more than there are entries."""
-  filled = np.array(data.draw(st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS)))
-  k = data.draw(st.integers(0, slots))
-  random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-  indices = np.where(filled, random.permutation(END)[:SLOTS], END + random.integers(0, 3, SLOTS)).astype(np.int32)
-  values = np.where(filled, data.draw(hypothesis.extra.numpy.arrays(np.float32, SLOTS, elements=floats)), 0)
-  values = values.astype(np.float32)
-
-  kept, rest = jitted_top_k_of_entries(Sparse(jnp.array(indices), jnp.array(values)), k, slots)
+  indices, values = (x[0] for x in data.draw(rows_of_entries(1, SLOTS, END)))
+  filled, k = indices < END, data.draw(st.integers(0, slots))
+  kept, rest = top_k_of_entries(Sparse(indices, values), k, slots, END)
 
   chosen = largest(dict(zip(indices[filled].tolist(), values[filled], strict=True)), k)
   in_kept = np.isin(indices, list(chosen))

@@ -24,13 +24,9 @@ normal = {"width": 32, "allow_nan": False, "allow_infinity": False, "allow_subno
 
 
 @functools.partial(jax.jit, static_argnames=("length", "wire_"))
-def encode(entries, length, wire_, noise):
-  return codec_of(wire_, length).encode(entries, noise)[0]
-
-
-@functools.partial(jax.jit, static_argnames=("length", "wire_"))
-def decode(message, length, wire_):
-  return codec_of(wire_, length).decode(message)
+def there_and_back(entries, length, wire_, noise):
+  codec = codec_of(wire_, length)
+  return codec.decode(codec.encode(entries, noise)[0])
 
 
 @st.composite
@@ -63,7 +59,7 @@ def some_entries(rows, capacity, length, seed=0):
 def test_entries_come_back_in_the_order_of_their_high_parts(shape, wire_, data):
   _, capacity, length = shape
   entries, noise = data.draw(messages(*shape, st.floats(**normal)))
-  got = decode(encode(entries, length, wire_, noise), length, wire_)
+  got = there_and_back(entries, length, wire_, noise)
 
   indices = np.minimum(entries.indices, length)
   high = np.where(indices < length, indices >> codecs.low_bits(capacity, length), length + 1)
@@ -117,9 +113,7 @@ def test_levels_are_unbiased():
   entries = Sparse(jnp.arange(7, dtype=jnp.int32)[None], values)
   times = 4096
   noise = jnp.array((np.arange(times)[:, None, None] + np.random.default_rng(0).random((1, 1, 7))) / times, jnp.float32)
-  codec = codec_of("int8", 7)
-  there_and_back = lambda noise: codec.decode(codec.encode(entries, noise)[0])
-  got = jax.jit(jax.vmap(there_and_back))(noise).values
+  got = jax.vmap(lambda noise: there_and_back(entries, 7, "int8", noise))(noise).values
   # A grid of noise gives the mean up to one step of it.
   np.testing.assert_allclose(np.asarray(got, np.float64).mean(0), values, atol=1.01 / 127 / times, rtol=1e-6)
   assert (np.abs(got - values[None]) <= 1.001 / 127).all()
@@ -130,7 +124,7 @@ def test_noise_belongs_to_the_slots_of_the_entries():
   indices = jnp.array([[900, 20, 999, 300]])  # the third is empty
   entries = Sparse(indices, jnp.array([[127.0, 0.5, 0.0, 0.5]]))
   noise = jnp.array([[0.0, 0.0, 0.9, 0.9]])
-  got = decode(encode(entries, 999, "int8", noise), 999, "int8")
+  got = there_and_back(entries, 999, "int8", noise)
   assert got.indices.tolist() == [[20, 300, 900, 999]]
   np.testing.assert_allclose(got.values, [[0.0, 1.0, 127.0, 0.0]], rtol=2e-5)
 
@@ -141,14 +135,14 @@ def test_noise_belongs_to_the_slots_of_the_entries():
 def test_what_is_not_finite_shows_in_its_row_and_in_no_other(wire_, by_chunk, capacity):
   """XLA's maximum of thousands of values drops a NaN on CPU."""
   codec = codec_of(wire_, 2 * capacity, by_chunk=by_chunk)
-  there_and_back = jax.jit(lambda entries, noise: codec.decode(codec.encode(entries, noise)[0]).values)
+  decoded = jax.jit(lambda entries, noise: codec.decode(codec.encode(entries, noise)[0]).values)
   values = np.random.default_rng(0).standard_normal((3, capacity)).astype(np.float32)
   indices, noise = jnp.arange(3 * capacity, dtype=jnp.int32).reshape(3, -1) % capacity, jnp.full(values.shape, 0.5)
   for slots in (0, capacity // 2 + 1, capacity - 1, slice(None)):
     for bad in (np.nan, np.inf, -np.inf):
       broken = values.copy()
       broken[1, slots] = bad
-      got = there_and_back(Sparse(indices, jnp.array(broken)), noise)
+      got = decoded(Sparse(indices, jnp.array(broken)), noise)
       assert np.isfinite(got).all(axis=1).tolist() == [True, False, True], (slots, bad)
 
 
@@ -157,7 +151,7 @@ def test_the_largest_are_finite_and_the_smallest_are_numbers(wire_):
   largest, least = np.finfo(np.float32).max, np.finfo(np.float32).tiny
   values = np.array([[largest, -largest], [least, -least], [0.0, -0.0], [1e-45, largest]], np.float32)
   entries = Sparse(jnp.array([[0, 1]] * 4, jnp.int32), jnp.array(values))
-  got = decode(encode(entries, 2, wire_, jnp.full((4, 2), 0.9999)), 2, wire_).values
+  got = there_and_back(entries, 2, wire_, jnp.full((4, 2), 0.9999)).values
   assert np.isfinite(got).all()
   np.testing.assert_allclose(got, values, rtol=2.0**-7, atol=1e-37)
   assert (got[2] == 0).all()
