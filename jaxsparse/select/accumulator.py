@@ -14,6 +14,7 @@ docs/understand/selection.md explains the three, and shows the same algorithm in
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Self
 
@@ -106,8 +107,8 @@ class TopKAccumulator:
       chosen = exact.sort_rows(keys, blocks.k)[0]
       return chosen if least is None else jnp.where(keys[0, chosen] >= least[row], chosen, blocks.length)
 
-    values = self._read_at(candidates.indices, first)
-    indices = exact.search_among(candidates, values, blocks, search_row, least)
+    read = functools.partial(self._read_at, first=first)
+    indices = exact.search_among(candidates, read, blocks, search_row, least)
     return Sparse(indices, self._read_at(indices, first))
 
   def add(self, entries: Sparse) -> Self:

@@ -161,7 +161,7 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
 
 def search_among(
   candidates: Candidates,
-  values: jax.Array,
+  read: Callable[[jax.Array], jax.Array],
   blocks: Blocks,
   search_row: Callable[[jax.Array], jax.Array],
   least: jax.Array | None = None,
@@ -170,30 +170,42 @@ def search_among(
 
   Args:
     candidates: of the rows, c a multiple of 256; each index once, in any order.
-    values: f32[rows, c], of the candidates.
+    read: (i32[rows, c]) -> f32[rows, c], the values of block-relative indices.
     blocks: says the length of a block, and k.
     search_row: (row) -> i32[k], the result for a row from all its entries; runs, row by row, if not proven.
     least: i32[rows], at least 1: the smallest key of a selected entry; fewer than k entries may reach it.
 
   Returns:
-    i32[rows, k], block-relative, in the order of `candidates.indices`; `length` in empty slots.
+    i32[rows, k], block-relative, in the order of `candidates.indices` unless zeros are selected; `length` in empty
+    slots.
   """
   (_, indices, low, fits, needed), k, length = candidates, blocks.k, blocks.length
   rows = jnp.arange(len(indices), dtype=jnp.int32)
-  keys = jnp.where(indices < length, keys_of(values), -1)
+  keys = jnp.where(indices < length, keys_of(read(indices)), -1)
   reached = bitset.count(bitset.pack(keys >= low[:, None]))
+
+  def append(found: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array) -> jax.Array:
+    """`found` [rows, k], in whose slots from `filled` i32[rows] on are the first flagged entries of `new` [rows, c]."""
+    ones = flags.astype(jnp.int32)
+    before = bitset.running_sum(ones.reshape(-1)).reshape(ones.shape) - ones
+    slot = filled[:, None] + before - before[:, :1]
+    slot = jnp.where(flags & (slot < k), slot + k * rows[:, None], rows.size * k)
+    return sparse.put(found.reshape(-1), slot.reshape(-1), new.reshape(-1)).reshape(-1, k)
 
   def search_candidates() -> jax.Array:
     chosen = kth_largest(keys, indices, jnp.minimum(k, reached), low).selects(keys, indices)
     if least is not None:
       chosen &= keys >= least[:, None]
-    ends = bitset.running_sum(chosen.astype(jnp.int32).reshape(-1)).reshape(indices.shape)
-    starts = ends - chosen
-    slot = jnp.where(chosen, starts - starts[:, :1] + k * rows[:, None], rows.size * k)
-    empty = jnp.full(rows.size * k, length, jnp.int32)
-    return sparse.put(empty, slot.reshape(-1), indices.reshape(-1)).reshape(-1, k)
+    found = append(jnp.full((rows.size, k), length, jnp.int32), jnp.zeros_like(rows), chosen, indices)
+    return found if least is not None else jax.lax.cond((reached < k).any(), add_zeros, lambda found: found, found)
 
-  proven = (fits & (reached >= needed)).all()
+  def add_zeros(found: jax.Array) -> jax.Array:
+    """Fills rows of fewer than k non-zero entries with zeros of the lowest indices; these are among the first k."""
+    first = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), found.shape)
+    return jnp.sort(append(found, reached, keys_of(read(first)) == 0, first), axis=1)
+
+  # Where all that reach the smallest key above 0 are known, the others are zeros.
+  proven = (fits & ((reached >= needed) | (low == 1))).all()
   return jax.lax.cond(proven, search_candidates, functools.partial(jax.lax.map, search_row, rows))
 
 
@@ -201,8 +213,8 @@ def _by_bracket(blocks: Blocks) -> jax.Array:
   candidates = find_candidates(blocks)
   if candidates is None:
     return _by_bisection(blocks)
-  values = blocks.x.read_at(blocks.flat_indices(candidates.indices))
-  return search_among(candidates, values, blocks, functools.partial(_bisect_row, blocks))
+  read = lambda indices: blocks.x.read_at(blocks.flat_indices(indices))
+  return search_among(candidates, read, blocks, functools.partial(_bisect_row, blocks))
 
 
 def _by_bisection(blocks: Blocks) -> jax.Array:

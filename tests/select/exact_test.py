@@ -97,6 +97,16 @@ def test_rows_without_enough_candidates_do_not_spoil_others(batched):
     np.testing.assert_array_equal(indices, simple(row, 500))
 
 
+def test_rows_of_few_entries_are_filled_with_their_first_zeros():
+  """All non-zero entries are candidates then, so no row is searched as a whole."""
+  rows, k = np.stack([GRADIENTS[name] for name in ("mostly zeros", "normal", "zeros")]), 500
+  rows[0, 3] = -0.0
+  blocks = Blocks(LazySum((jnp.array(rows.reshape(-1)),)), jnp.arange(3), rows.shape[1], k)
+  read = lambda indices: blocks.x.read_at(blocks.flat_indices(indices))
+  chosen = exact.search_among(exact.find_candidates(blocks), read, blocks, lambda row: jnp.full(k, -1))
+  np.testing.assert_array_equal(chosen, [simple(row, k) for row in rows])
+
+
 def test_few_entries_and_no_rows():
   assert top_k(jnp.arange(5.0), 2, method="bracket").indices.tolist() == [3, 4]
   assert top_k(jnp.zeros((0, 20_000)), 5).indices.shape == (0, 5)
