@@ -95,11 +95,8 @@ class TopKAccumulator:
     for new in (new[first:last] for new in self.new if first < len(new)):
       more = ((0, rows - len(new)), (0, bitset.align(new.shape[1]) - new.shape[1]))
       known.append(jnp.pad(new, more, constant_values=blocks.length))
-    candidates = self.candidates._replace(
-      indices=jnp.concatenate(known, axis=1),
-      low=self.candidates.low[first:last],
-      fits=self.candidates.fits[first:last],
-    )
+    low, fits = (of_all[first:last] for of_all in (self.candidates.low, self.candidates.fits))
+    candidates = self.candidates._replace(indices=jnp.concatenate(known, axis=1), low=low, fits=fits)
 
     def search_row(row: jax.Array) -> jax.Array:
       """The entries to send of one row, of all of it: it rarely runs, and a sort compiles fastest."""

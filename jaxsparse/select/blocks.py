@@ -144,9 +144,7 @@ def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: ja
   k, low = (jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:1])[:, None] for value in (k, low))
   high = jnp.maximum(jnp.max(keys, axis=1, keepdims=True), low) + 1
   by_counting = functools.partial(bisect, functools.partial(Cut.selects, keys=keys, indices=indices))
-  if keys.shape[1] > _FEW:
-    return by_counting(k, low, high)
-  sort = functools.partial(by_sorting, keys, indices)
+  sort = by_counting if keys.shape[1] > _FEW else functools.partial(by_sorting, keys, indices)
   return jax.lax.platform_dependent(k, low, high, cuda=sort, rocm=sort, default=by_counting)
 
 

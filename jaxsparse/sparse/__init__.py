@@ -174,9 +174,8 @@ def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -
   position = jnp.arange(row.size, dtype=jnp.int32) - jnp.searchsorted(row, row).astype(jnp.int32)
   fits = (position < capacity) & (row < rows)
   slot = jnp.where(fits, row * capacity + position, rows * capacity)
-  indices = put(jnp.full(rows * capacity, end, jnp.int32), slot, entries.indices[order])
-  values = put(jnp.zeros(rows * capacity, jnp.float32), slot, entries.values[order])
-  return Sparse(indices.reshape(rows, capacity), values.reshape(rows, capacity))
+  empty = Sparse(jnp.full(rows * capacity, end, jnp.int32), jnp.zeros(rows * capacity, jnp.float32))
+  return jax.tree.map(lambda row, new: put(row, slot, new[order]).reshape(rows, capacity), empty, entries)
 
 
 def count(entries: Sparse, end: int) -> jax.Array:
