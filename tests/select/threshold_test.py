@@ -1,6 +1,7 @@
 """Selection by a given threshold: of too many entries the largest, of every region its own."""
 
 import functools
+import itertools
 
 import hypothesis
 import hypothesis.extra.numpy
@@ -33,9 +34,7 @@ def test_regions_hold_their_largest_in_the_order_of_their_indices(values, cuts):
   reach = {i: value for i, value in enumerate(values.sum(0)) if abs(value) >= 1}
   chosen = largest(reach, most)
   rows = _in_regions(jnp.array(values), jnp.array(bounds, jnp.int32), most, capacity)
-  for row, at, start, end in zip(
-    np.asarray(rows.indices), np.asarray(rows.values), bounds[:-1], bounds[1:], strict=True
-  ):
+  for (start, end), row, at in zip(itertools.pairwise(bounds), *map(np.asarray, rows), strict=True):
     expected = sorted(largest({i: value for i, value in chosen.items() if start <= i < end}, capacity))
     empty = capacity - len(expected)
     assert row.tolist() == expected + [300] * empty

@@ -15,6 +15,7 @@ from jaxsparse.sparse import codec as codecs
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.types import Sparse
 from tests.cases import bits
+from tests.sparse.entries_test import rows_of_entries
 
 # (rows, capacity, length), of low parts of 4, 8 and 16 bits; full blocks, and blocks with fewer entries than slots
 SHAPES = [(1, 1, 1), (1, 20, 3), (3, 9, 33), (2, 5, 3000), (3, 3, 1_000_000)]
@@ -32,15 +33,10 @@ def there_and_back(entries, length, wire_, noise):
 @st.composite
 def messages(draw, rows, capacity, length, elements):
   """Entries with empty slots anywhere, in any order, and noise."""
-  random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-  indices = length + random.integers(0, 3, (rows, capacity))
-  for row in indices:
-    most = min(capacity, length)
-    drawn = st.lists(st.integers(0, length - 1), min_size=draw(st.sampled_from([0, most])), max_size=most, unique=True)
-    some = np.array(draw(drawn), np.int64)
-    row[random.permutation(capacity)[: len(some)]] = some
-  values = draw(hypothesis.extra.numpy.arrays(np.float32, (rows, capacity), elements=elements))
-  noise = draw(st.sampled_from([np.zeros, lambda shape: np.full(shape, 1 - 2.0**-24), random.random]))((rows, capacity))
+  indices, _ = draw(rows_of_entries(rows, capacity, length))
+  values = draw(hypothesis.extra.numpy.arrays(np.float32, indices.shape, elements=elements))
+  random = np.random.default_rng(draw(st.integers(0, 2**32 - 1))).random
+  noise = draw(st.sampled_from([np.zeros, lambda shape: np.full(shape, 1 - 2.0**-24), random]))(indices.shape)
   values = np.where(indices < length, values, 0)
   return Sparse(jnp.array(indices, jnp.int32), jnp.array(values)), jnp.array(noise, jnp.float32)
 
