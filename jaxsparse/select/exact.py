@@ -1,8 +1,8 @@
 """Exact top-k by magnitude, the selection that all collectives share.
 
     find_candidates   one pass over n entries: a sample of each block gives a threshold that a few more than k reach
-    search_among      the k largest of the candidates, by counting
-    by_counting       if the candidates are not proven to contain the top-k, the k largest of whole blocks, by counting
+    search_among      the k largest of the candidates, by counting; fewer than k non-zero entries, and the first zeros
+    _bisect_row       if the candidates are not proven to contain the top-k, the k largest of whole blocks, by counting
 
 The result is bitwise the same on every path: ties go to the lowest index, and NaN ranks above all numbers, so that it
 is always selected.
