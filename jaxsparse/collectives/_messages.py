@@ -75,7 +75,7 @@ class Writer(NamedTuple):
     return self.codec.decode(exchange(comm, message)), self._lost(errors, slots), words
 
   def _lost(self, errors: Sparse, slots: int) -> list[Sparse]:
-    return [sparse.widen(errors, slots, self.codec.length)] if self.codec.rounds else []
+    return [sparse.resize(errors, slots, self.codec.length)] if self.codec.rounds else []
 
   def words_used(self, entries: jax.Array, capacity: int) -> jax.Array:
     """Words of `entries` i32[] entries, u32[]: their share of a message of `capacity` slots."""

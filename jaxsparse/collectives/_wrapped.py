@@ -164,7 +164,7 @@ def _is_sparse(x: Any) -> bool:
 
 def _with_slots(reduced: Reduced, n: int, slots: Reduced) -> Reduced:
   """The same result, with so many slots of entries, in dtypes that do not depend on the collective's numbers."""
-  widen = lambda x, most: sparse.widen(sparse.ravel(x), most, n) if _is_sparse(x) else x
+  widen = lambda x, most: sparse.resize(jax.tree.map(jnp.ravel, x), most, n) if _is_sparse(x) else x
   total, state, counters = jax.tree.map(widen, reduced, slots, is_leaf=_is_sparse)
   cast = lambda x, like: saturated(x, like.dtype).reshape(())
   return Reduced(total, state, jax.tree.map(cast, counters, Counters.zeros()))

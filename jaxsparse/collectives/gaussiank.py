@@ -74,10 +74,10 @@ class GaussianK(EncodingCollective):
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
 
     def gather(capacity: int) -> tuple[Sparse, Sparse, jax.Array]:
-      message, errors = writer.encode(sparse.as_row(sparse.narrow(sent, capacity)), 0)
+      message, errors = writer.encode(sparse.as_row(sparse.resize(sent, capacity, n)), 0)
       rows = writer.gather(comm, message)
       words = saturated(words_of(writer.codec, comm.size, capacity), jnp.uint32)
-      return sparse.widen(rows, most, n), sparse.widen(errors, most, n), words
+      return sparse.resize(rows, most, n), sparse.resize(errors, most, n), words
 
     rows, errors, words = switch(geometric(min(most, max(1, k // 4)), most), needed, gather)
     total = sparse.merge(in_rank_order(comm, rows), n)

@@ -119,9 +119,9 @@ def _gather(
       return total, [nothing] * writer.codec.rounds, saturated_product(length, size - 1)
     sums = threshold.read_first(LazySum((own,)), chosen, capacity)
     rows, lost, words = writer.gather_rows(comm, sparse.as_row(sums), 1, few)
-    entries = sparse.ravel(flat(in_rank_order(comm, rows), jnp.arange(size, dtype=jnp.int32)[:, None]))
+    entries = jax.tree.map(jnp.ravel, flat(in_rank_order(comm, rows), jnp.arange(size, dtype=jnp.int32)[:, None]))
     if size * capacity > slots:
       entries = sparse.compress(entries, entries.indices < end, slots, end)
-    return sparse.widen(entries, slots, end), [flat(errors, comm.rank) for errors in lost], words
+    return sparse.resize(entries, slots, end), [flat(errors, comm.rank) for errors in lost], words
 
   return switch(capacities, fullest, gather)

@@ -4,7 +4,7 @@ Three things are done late, which saves passes over n entries:
 
 - sum: gradient and residual are added only where they are read (`LazySum`);
 - sent and received entries: received values are added in the buffer of the gradient, in place if it is donated; sent
-  entries are only logged;
+  entries stay where they are;
 - residual: `Pending` until the end of the step, when one pass materializes it in the old one's buffer.
 
 Sending changes nothing by itself. At an index that is not delivered, every worker keeps gradient + old residual, even
@@ -14,8 +14,9 @@ docs/understand/selection.md explains the three, and shows the same algorithm in
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -25,31 +26,6 @@ from jaxsparse.select import exact, ordering
 from jaxsparse.select.blocks import Blocks, LazySum, keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Pending, Sparse
-
-
-class Threshold(NamedTuple):
-  """A threshold of the selection that is known beforehand.
-
-  Attributes:
-    least: i32[rows], at least 1: the smallest key (`keys_of`) of a selected entry.
-    needed: i32[], the minimum number of candidates that reach `Candidates.low` to prove that they contain the top-k.
-  """
-
-  least: jax.Array
-  needed: jax.Array
-
-
-class _Added(NamedTuple):
-  """Entries that were added to the first rows.
-
-  Attributes:
-    before: [rows, c] with flat indices, and the values before the addition; empty where something was added earlier.
-    new: i32[rows, c], block-relative indices that are neither candidates nor were added to before; the block's length
-      elsewhere.
-  """
-
-  before: Sparse
-  new: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +40,11 @@ class TopKAccumulator:
     grads: f32[n]; gradient + residual + received values where `touched`, elsewhere the gradient alone.
     touched: the bitset of flat indices to which received values were added.
     candidates: the candidates of the initial vector; None for short blocks, which are searched whole.
-    threshold: the threshold of the selection; None to select the k largest.
-    added: the additions, in their order.
-    log: the entries that were sent, with flat indices and the unsent part of each value.
+    least: i32[rows], at least 1: the smallest key (`keys_of`) of a selected entry; None to select the k largest.
+    new: i32[rows, c] of each addition to the first rows: block-relative indices that are neither candidates nor were
+      added to before; the block's length elsewhere.
+    before: [c] entries of each addition, with flat indices, and the values before it; empty where something was added
+      earlier.
 
   Example:
     >>> from jaxsparse.comm import SoloComm
@@ -75,21 +53,21 @@ class TopKAccumulator:
     >>> bag = acc.largest(1, 2)
     >>> bag.indices, bag.values
     (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
-    >>> acc = acc.log_sent(bag._replace(values=jnp.zeros((1, 1))), first=1)
     >>> acc = acc.add(Sparse(jnp.array([[1]]), jnp.array([[10.0]])))
     >>> acc.largest(0, 1)
     Sparse(indices=Array([[1]], dtype=int32), values=Array([[12.]], dtype=float32))
-    >>> acc.pending(jnp.array([[1], [0]])).entries
-    Sparse(indices=Array([2, 1], dtype=int32), values=Array([ 0., 12.], dtype=float32))
+    >>> unsent = Sparse(jnp.array([[2], [0]]), jnp.zeros((2, 1)))  # nothing of block 0, all of entry 0 of block 1
+    >>> acc.pending(jnp.array([[1], [0]]), unsent).entries
+    Sparse(indices=Array([4, 2, 1], dtype=int32), values=Array([ 0.,  0., 12.], dtype=float32))
   """
 
   blocks: Blocks
   grads: jax.Array
   touched: jax.Array
   candidates: exact.Candidates | None
-  threshold: Threshold | None = None
-  added: tuple[_Added, ...] = ()
-  log: tuple[Sparse, ...] = ()
+  least: jax.Array | None
+  new: tuple[jax.Array, ...] = ()
+  before: tuple[Sparse, ...] = ()
 
   @classmethod
   def start(cls, blocks: Blocks, least: jax.Array | None = None) -> Self:
@@ -99,112 +77,75 @@ class TopKAccumulator:
       blocks: the blocks.
       least: i32[rows], at least 1: the smallest key of a selected entry of a row.
     """
-    candidates, threshold = None, None if least is None else Threshold(least, jnp.int32(blocks.k))
-    if exact.use_candidates(blocks.length, blocks.k):
-      if least is None:
-        candidates = exact.find_candidates(blocks)
-      else:
-        reaching = exact.find_candidates(blocks, least)
-        fit = reaching.fits.all()
-        candidates = jax.lax.cond(fit, lambda: reaching, lambda: exact.find_candidates(blocks))
-        # Where they fit, all entries of at least `least` are candidates: nothing is left to prove.
-        threshold = Threshold(least, jnp.where(fit, 0, blocks.k))
-    return cls(blocks, blocks.x.parts[0], bitset.empty(blocks.x.size), candidates, threshold)
+    candidates = exact.find_candidates(blocks, least)
+    if candidates is not None and least is not None:
+      reaching = candidates
+      candidates = jax.lax.cond(reaching.fits.all(), lambda: reaching, lambda: exact.find_candidates(blocks))
+    return cls(blocks, blocks.x.parts[0], bitset.empty(blocks.x.size), candidates, least)
 
   def largest(self, first: int, last: int) -> Sparse:
     """The entries to send of rows first … last − 1, [last − first, k]."""
-    least = None if self.threshold is None else self.threshold.least[first:last]
+    blocks, rows = self.blocks, last - first
+    least = None if self.least is None else self.least[first:last]
     if self.candidates is None:
-      indices = self._search_rows(first, last - first, least)
-    else:
-      some = self._known_indices(first, last)
-      values = self._read_at(self.blocks.flat_indices(some, first))
-      keys = jnp.where(some < self.blocks.length, keys_of(values), -1)
-      low, fits = self.candidates.low[first:last], self.candidates.fits[first:last]
-      needed = self.blocks.k if self.threshold is None else self.threshold.needed
+      every = jnp.broadcast_to(jnp.arange(blocks.length, dtype=jnp.int32), (rows, blocks.length))
+      chosen = exact.top_k(self._read_at(every, first), blocks.k)
+      return chosen if least is None else sparse.where(keys_of(chosen.values) >= least[:, None], chosen, blocks.length)
+    known = [self.candidates.indices[first:last]]
+    for new in (new[first:last] for new in self.new if first < len(new)):
+      more = ((0, rows - len(new)), (0, bitset.align(new.shape[1]) - new.shape[1]))
+      known.append(jnp.pad(new, more, constant_values=blocks.length))
+    low, fits = (of_all[first:last] for of_all in (self.candidates.low, self.candidates.fits))
+    candidates = self.candidates._replace(indices=jnp.concatenate(known, axis=1), low=low, fits=fits)
 
-      def search_row(row: jax.Array) -> jax.Array:
-        """By a sort: it rarely runs, and compiles fastest."""
-        return self._search_rows(first + row, 1, None if least is None else least[row][None], "sort")[0]
+    def search_row(row: jax.Array) -> jax.Array:
+      """The entries to send of one row, of all of it: it rarely runs, and a sort compiles fastest."""
+      keys = keys_of(self._read_at(jnp.arange(blocks.length, dtype=jnp.int32)[None], first + row))
+      chosen = exact.sort_rows(keys, blocks.k)[0]
+      return chosen if least is None else jnp.where(keys[0, chosen] >= least[row], chosen, blocks.length)
 
-      indices = exact.search_among(keys, some, self.blocks, low, fits, needed, search_row, least)
-    return Sparse(indices, self._read_at(self.blocks.flat_indices(indices, first)))
-
-  def log_sent(self, unsent: Sparse, first: int) -> Self:
-    """Logs that entries of rows first … were sent: `unsent` [r, k] is the part of each that was not."""
-    sent = Sparse(self.blocks.flat_indices(unsent.indices, first), unsent.values)
-    return dataclasses.replace(self, log=(*self.log, sent))
+    read = functools.partial(self._read_at, first=first)
+    indices = exact.search_among(candidates, read, blocks, search_row, least)
+    return Sparse(indices, self._read_at(indices, first))
 
   def add(self, entries: Sparse) -> Self:
     """Adds [r, c] entries to the first r rows."""
     n, flat = self.blocks.x.size, self.blocks.flat_indices(entries.indices)
-    before, untouched = self._read_at(flat), ~bitset.contains(self.touched, flat)
+    before, untouched = self._read_at(entries.indices, 0), ~bitset.contains(self.touched, flat)
     new = untouched & ~bitset.contains(self.candidates.members, flat) if self.candidates else untouched
     indices = jnp.where(untouched, flat, n)
-    added = _Added(Sparse(indices, before), jnp.where(new, entries.indices, self.blocks.length))
     return dataclasses.replace(
       self,
       grads=sparse.put(self.grads, flat, before + entries.values),
       touched=bitset.insert(self.touched, indices, n),
-      added=(*self.added, added),
+      new=(*self.new, jnp.where(new, entries.indices, self.blocks.length)),
+      before=(*self.before, Sparse(indices.reshape(-1), before.reshape(-1))),
     )
 
-  def pending(self, delivered: jax.Array, zeroed: jax.Array | None = None) -> Pending:
-    """The next residual.
+  def pending(self, delivered: jax.Array, unsent: Sparse) -> Pending:
+    """The next residual, after at least one addition.
 
     Args:
       delivered: i32[rows, c], where the total delivers entries: the residual there is the current value without what
         was sent, elsewhere it is the initial value. All that was received is undone where it is not delivered.
-      zeroed: for ablations, i32[r, c]: the residual is 0 at these, and elsewhere the initial value.
+      unsent: [rows, k] entries that were sent, with the part of each value that was not; empty in rows not sent.
     """
-    n = self.blocks.x.size
-    current = bitset.empty(n)
-    if zeroed is None:
-      current = bitset.insert(current, self.blocks.flat_indices(delivered), n)
-      log = _join_slots(self.log)
-      given = log._replace(indices=jnp.where(bitset.contains(current, log.indices), log.indices, n))
-    else:
-      flat = self.blocks.flat_indices(zeroed).reshape(-1)
-      given = Sparse(flat, jnp.zeros(flat.shape, jnp.float32))
-    added = _join_slots([one.before for one in self.added])
+    n, none = self.blocks.x.size, jnp.zeros_like(self.touched)
+    current = bitset.insert(none, self.blocks.flat_indices(delivered), n)
+    flat = self.blocks.flat_indices(unsent.indices).reshape(-1)
+    given = Sparse(jnp.where(bitset.contains(current, flat), flat, n), unsent.values.reshape(-1))
+    added = sparse.concatenate(self.before)
     # Where nothing was added, the sum of gradient and residual is the initial value and the current one.
     values = jnp.where(bitset.contains(current, added.indices), sparse.read_at(self.grads, added.indices), added.values)
-    known = bitset.insert(bitset.empty(n), given.indices, n)
+    known = bitset.insert(none, given.indices, n)
     others = Sparse(jnp.where(bitset.contains(known, added.indices), n, added.indices), values)
     return Pending(self.grads, self.blocks.x.parts[1], sparse.concatenate([given, others]))
 
-  def _read_at(self, flat: jax.Array) -> jax.Array:
-    """The current values, from which sent entries are not subtracted; 0 beyond the end."""
+  def _read_at(self, indices: jax.Array, first: jax.Array | int) -> jax.Array:
+    """The current values of [r, c] entries of rows from `first` on, from which sent ones are not subtracted."""
+    flat = self.blocks.flat_indices(indices, first)
     grads, residual = sparse.read_at(self.grads, flat), sparse.read_at(self.blocks.x.parts[1], flat)
     return jnp.where(bitset.contains(self.touched, flat), grads, grads + residual)  # −0 + 0 would be 0
-
-  def _search_rows(
-    self, first: jax.Array | int, rows: int, least: jax.Array | None, method: exact.Search | None = None
-  ) -> jax.Array:
-    """The indices of the entries to send of rows first … first + rows − 1, i32[rows, k], from all entries of a row."""
-    everything = jnp.broadcast_to(jnp.arange(self.blocks.length, dtype=jnp.int32), (rows, self.blocks.length))
-    chosen = exact.top_k(self._read_at(self.blocks.flat_indices(everything, first)), self.blocks.k, method=method)
-    if least is None:
-      return chosen.indices
-    return jnp.where(keys_of(chosen.values) >= least[:, None], chosen.indices, self.blocks.length)
-
-  def _known_indices(self, first: int, last: int) -> jax.Array:
-    """The indices of candidates and of received entries, i32[last − first, c], each index once."""
-    assert self.candidates is not None
-    known = [self.candidates.indices[first:last]]
-    for added in self.added:
-      new = added.new[first:last]
-      count, slots = new.shape
-      if count:
-        more = ((0, last - first - count), (0, bitset.align(slots) - slots))
-        known.append(jnp.pad(new, more, constant_values=self.blocks.length))
-    return jnp.concatenate(known, axis=1)
-
-
-def _join_slots(parts: Sequence[Sparse]) -> Sparse:
-  """All slots of several arrays of entries, [c]."""
-  empty = Sparse(jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32))
-  return sparse.concatenate([sparse.ravel(part) for part in parts]) if parts else empty
 
 
 def pending_except(x: LazySum, entries: Sparse) -> Pending:

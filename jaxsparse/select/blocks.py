@@ -11,7 +11,6 @@ from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxsparse import sparse
 from jaxsparse.sparse import bitset
@@ -23,7 +22,6 @@ TOP = _NAN + 1
 
 _FEW = 1 << 20  # keys of a row that GPUs sort
 _LAST = jnp.iinfo(jnp.int32).max - 2  # above every index; high − low stays within i32
-_DEVIATIONS = 3.5  # a sample is off by more once in 4,000 times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +109,10 @@ def keys_of(x: jax.Array) -> jax.Array:
 
 
 class Cut(NamedTuple):
-  """The end of a selection, which contains keys above `key`, and of keys equal to `key` the indices up to `last`.
+  """The end of a selection: of larger keys than `key`, and of equal ones with indices up to `last`.
 
   Attributes:
-    key: i32[rows]; a scalar for a single row, or i32[c], one for each key.
+    key: i32[rows, 1]; i32[] for a single row, or i32[c], one for each key.
     last: likewise.
   """
 
@@ -123,8 +121,7 @@ class Cut(NamedTuple):
 
   def selects(self, keys: jax.Array, indices: jax.Array) -> jax.Array:
     """Which of i32[rows, c] or i32[c] keys are in the selection, bool like them."""
-    key, last = (jnp.expand_dims(x, tuple(range(x.ndim, keys.ndim))) for x in self)
-    return (keys > key) | ((keys == key) & (indices <= last))
+    return (keys > self.key) | ((keys == self.key) & (indices <= self.last))
 
 
 def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: jax.Array | int = 0) -> Cut:
@@ -144,101 +141,54 @@ def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: ja
     >>> jnp.flatnonzero(cut.selects(keys, indices)[0])
     Array([1, 2], dtype=int32)
   """
-  k, low = (jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:1]) for value in (k, low))
-  if keys.shape[1] > _FEW:
-    return by_counting(keys, indices, k, low)
-  choices = {"cuda": by_sorting, "rocm": by_sorting, "default": by_counting}
-  return jax.lax.platform_dependent(keys, indices, k, low, **choices)
+  k, low = (jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:1])[:, None] for value in (k, low))
+  high = jnp.maximum(jnp.max(keys, axis=1, keepdims=True), low) + 1
+  by_counting = functools.partial(bisect, functools.partial(Cut.selects, keys=keys, indices=indices))
+  sort = by_counting if keys.shape[1] > _FEW else functools.partial(by_sorting, keys, indices)
+  return jax.lax.platform_dependent(k, low, high, cuda=sort, rocm=sort, default=by_counting)
 
 
-def by_sorting(keys: jax.Array, indices: jax.Array, k: jax.Array, _: jax.Array) -> Cut:
-  """`kth_largest` by a sort; k is i32[rows]."""
+def by_sorting(keys: jax.Array, indices: jax.Array, k: jax.Array, *_: jax.Array) -> Cut:
+  """`kth_largest` by a sort; k is i32[rows, 1], at least 1 where the cut is used."""
   ordered = jax.lax.sort((TOP - keys, indices), num_keys=2)
-  last = jnp.maximum(k, 1)[:, None] - 1
-  key, index = (jnp.take_along_axis(x, last, axis=1, mode="clip")[:, 0] for x in ordered)
-  return Cut(jnp.where(k > 0, TOP - key, TOP), index)
+  key, last = (jnp.take_along_axis(x, jnp.maximum(k, 1) - 1, axis=1, mode="clip") for x in ordered)
+  return Cut(TOP - key, last)
 
 
-def by_counting(keys: jax.Array, indices: jax.Array, k: jax.Array, low: jax.Array) -> Cut:
-  """`kth_largest` by bisection: each round counts the keys of a selection; k and low are i32[rows]."""
-  high = jnp.maximum(jnp.max(keys, axis=1), low) + 1
-  return bisect(lambda cut: bitset.count(bitset.pack(cut.selects(keys, indices))), k, low, high)
-
-
-class _Bracket(NamedTuple):
-  """The state of a bisection: first for the last key of each row, then for the last index with that key; each [rows].
-
-  Attributes:
-    low: i32, a selection from here on has at least k keys; in the second phase, minus an index.
-    high: i32, likewise fewer.
-    key: i32, the last key, in the second phase.
-    ties: bool, whether the second phase has begun.
-  """
-
-  low: jax.Array
-  high: jax.Array
-  key: jax.Array
-  ties: jax.Array
-
-
-def bisect(count_of: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, high: jax.Array) -> Cut:
-  """The cut at which a selection has k keys.
+def bisect(
+  selects: Callable[[Cut], jax.Array],
+  k: jax.Array,
+  low: jax.Array,
+  high: jax.Array,
+  count: Callable[[jax.Array], jax.Array] = bitset.count,
+) -> Cut:
+  """The cut at which k keys are selected; k, low and high are i32 of one shape.
 
   Args:
-    count_of: the number of keys of a selection, i32[rows], for its `Cut`; all may be scalars instead.
-    k: i32[rows].
-    low: i32[rows], a key that at least k keys reach.
-    high: i32[rows], a key that fewer than k keys reach.
+    selects: which keys a `Cut` selects.
+    k: how many they shall be.
+    low: a key that at least k keys reach.
+    high: a key that fewer than k keys reach.
+    count: how many are selected, from the bitset of them.
   """
 
-  def halve(bracket: _Bracket) -> _Bracket:
-    low, high, key, ties = bracket
+  def halve(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Halves low … high, first of the last key; then, with `ties`, of minus the last index of that key."""
+    low, high, key, ties = state
     middle = low + (high - low) // 2
-    count = count_of(Cut(jnp.where(ties, key, middle), jnp.where(ties, -middle, _LAST)))
-    low, high = jnp.where(count >= k, middle, low), jnp.where(count >= k, high, middle)
-    exact = count == k
-    # Then over m = −index: at m = −_LAST all indices of `key` are selected, at 1 none.
-    to_ties = ~ties & (exact | (high - low <= 1))
+    cut = Cut(jnp.where(ties, key, middle), jnp.where(ties, -middle, _LAST))
+    found = count(bitset.pack(selects(cut))).reshape(k.shape)
+    low, high = jnp.where(found >= k, middle, low), jnp.where(found >= k, high, middle)
+    # At −_LAST all indices of `key` are selected, at 1 none.
+    to_ties = ~ties & ((found == k) | (high - low <= 1))
     key = jnp.where(to_ties, low, key)
     low, high = jnp.where(to_ties, -_LAST, low), jnp.where(to_ties, 1, high)
-    return _Bracket(low, jnp.where(exact, low, high), key, ties | to_ties)
+    return low, jnp.where(found == k, low, high), key, ties | to_ties
 
-  def is_open(bracket: _Bracket) -> jax.Array:
-    return (~bracket.ties | (bracket.high - bracket.low > 1)).any()
+  def is_open(state: tuple[jax.Array, ...]) -> jax.Array:
+    low, high, _, ties = state
+    return (~ties | (high - low > 1)).any()
 
-  start = _Bracket(low, high, jnp.zeros_like(low), jnp.zeros(low.shape, jnp.bool_))
-  bracket = jax.lax.while_loop(is_open, halve, start)
-  return Cut(bracket.key, -bracket.low)
-
-
-def sample_indices(n: int, size: int) -> jax.Array:
-  """`size` indices below n, one at random from each of `size` equal parts, so that periodic data give a fair sample.
-
-  Example:
-    >>> indices = sample_indices(1000, 10)
-    >>> bool((indices // 100 == jnp.arange(10)).all())
-    True
-  """
-  parts = np.arange(size) + np.random.default_rng(n).random(size)
-  return jnp.array(np.minimum(parts * n / size, n - 1), jnp.int32)
-
-
-def rank_in_sample(size: int, fraction: float) -> tuple[int, float]:
-  """The rank in a sample of a threshold that at least a given fraction of all keys reaches, and the most that reach it.
-
-  Args:
-    size: keys of the sample.
-    fraction: of all keys that are wanted, in (0, 1].
-
-  Returns:
-    (rank, most): the rank-th largest key of the sample is the threshold; at most `most` times as many keys as wanted
-    reach it. Each fails about once in 4,000 samples.
-
-  Example:
-    >>> rank, most = rank_in_sample(65536, 0.01)
-    >>> rank, round(most, 2)
-    (745, 1.28)
-  """
-  mean = size * fraction
-  rank = min(size, int(mean + _DEVIATIONS * mean**0.5 + 1))
-  return rank, (rank + _DEVIATIONS * rank**0.5 + 1) / mean
+  start: tuple[jax.Array, ...] = (low, high, jnp.zeros_like(low), jnp.zeros(low.shape, jnp.bool_))
+  low, _, key, _ = jax.lax.while_loop(is_open, halve, start)
+  return Cut(key, -low)

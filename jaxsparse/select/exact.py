@@ -1,7 +1,7 @@
 """Exact top-k by magnitude, the selection that all collectives share.
 
     find_candidates   one pass over n entries: a sample of each block gives a threshold that a few more than k reach
-    search_among      the k largest of the candidates, by counting
+    search_among      the k largest of the candidates, by counting; fewer than k non-zero entries, and the first zeros
     _bisect_row       if the candidates are not proven to contain the top-k, the k largest of whole blocks, by counting
 
 The result is bitwise the same on every path: ties go to the lowest index, and NaN ranks above all numbers, so that it
@@ -14,18 +14,10 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsparse import sparse
-from jaxsparse.select.blocks import (
-  TOP,
-  Blocks,
-  LazySum,
-  bisect,
-  keys_of,
-  kth_largest,
-  rank_in_sample,
-  sample_indices,
-)
+from jaxsparse.select.blocks import TOP, Blocks, LazySum, bisect, keys_of, kth_largest
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
@@ -35,6 +27,7 @@ SHORT = 1 << 14
 """Entries of a block up to which one sort costs less than a search for candidates."""
 
 _SAMPLES = (SHORT, 1 << 16)  # of a block, at least and at most
+_DEVIATIONS = 3.5  # a sample is off by more once in 4,000 times
 
 
 def top_k(x: jax.Array | LazySum, k: int, *, method: Search | None = None) -> Sparse:
@@ -82,25 +75,25 @@ def method_for(n: int, k: int) -> Search:
     >>> method_for(1_000_000, 10_000), method_for(1_000_000, 900_000), method_for(1_000, 10)
     ('bracket', 'bisect', 'sort')
   """
-  return "sort" if n <= SHORT else "bracket" if use_candidates(n, k) else "bisect"
+  return "sort" if n <= SHORT else "bracket" if plan_search(n, k) else "bisect"
 
 
-def use_candidates(length: int, k: int) -> bool:
-  """Whether blocks are long enough, and candidates few enough, that finding candidates first saves time.
+def plan_search(length: int, k: int) -> tuple[int, int, int] | None:
+  """How candidates for the k largest entries of a block are found; None where that takes longer than without them.
+
+  Returns:
+    (size, rank, slots): the rank-th largest key of a sample of `size` entries is the threshold of the candidates. That
+    more than `slots`, or fewer than k, of the entries reach it happens about once in 4,000 samples each.
 
   Example:
-    >>> use_candidates(1_000_000, 10_000), use_candidates(1_000_000, 900_000), use_candidates(1_000, 10)
-    (True, False, False)
+    >>> plan_search(1_000_000, 10_000), plan_search(1_000_000, 900_000)
+    ((16384, 209, 16128), None)
   """
-  return length > SHORT and _plan_search(length, k)[2] < length // 2
-
-
-def _plan_search(length: int, k: int) -> tuple[int, int, int]:
-  """The size of the sample of a block, the rank in it of the candidates' threshold, and the slots for candidates."""
-  least, most = _SAMPLES
-  size = bitset.align(min(max(length // 128, least), most))
-  rank, factor = rank_in_sample(size, k / length)
-  return size, rank, bitset.align(int(k * factor))
+  size = bitset.align(min(max(length // 128, _SAMPLES[0]), _SAMPLES[1]))
+  mean = size * k / length
+  rank = min(size, int(mean + _DEVIATIONS * mean**0.5 + 1))
+  slots = bitset.align(int(k * (rank + _DEVIATIONS * rank**0.5 + 1) / mean))
+  return (size, rank, slots) if length > SHORT and slots < length // 2 else None
 
 
 class Candidates(NamedTuple):
@@ -111,21 +104,23 @@ class Candidates(NamedTuple):
     indices: i32[rows, c], block-relative, ascending; the block's length in empty slots.
     low: i32[rows], a key (`keys_of`). If `fits`, every entry of the block that reaches it is a candidate.
     fits: bool[rows], whether all entries that reach `low` fit into the slots.
+    needed: i32[], the minimum number of candidates that reach `low` to prove that they contain all to be selected.
   """
 
   members: jax.Array
   indices: jax.Array
   low: jax.Array
   fits: jax.Array
+  needed: jax.Array
 
 
-def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates:
-  """Candidates for the k largest entries of each block.
+def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates | None:
+  """Candidates for the k largest entries of each block; None where `plan_search` has none.
 
   Args:
     blocks: the blocks; entries beyond n count as zeros and are never candidates.
-    low: i32[rows], at least 1: the smallest key of a candidate. By default a key that, with high probability, a few
-      more than k entries reach, estimated from a sample of each block.
+    low: i32[rows], at least 1: the smallest key of an entry to be selected, and so of a candidate. By default a key
+      that, with high probability, a few more than k entries reach, estimated from a sample of each block.
 
   Example:
     >>> x = LazySum((jax.random.normal(jax.random.key(0), (100_000,)),))
@@ -133,11 +128,25 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates:
     >>> found.fits, bool((x.read_at(50_000 + found.indices[0, :100]) ** 2 > 4).all())
     (Array([ True,  True], dtype=bool), True)
   """
-  n, length, rows = blocks.x.size, blocks.length, blocks.order.size
-  capacity = _plan_search(length, blocks.k)[2]
-  by_block = _estimate_keys(blocks) if low is None else jnp.zeros_like(low).at[blocks.order].set(low)
-  members = bitset.pack_reaching(keys_of(blocks.x.values), _keys_of_words(by_block, length, n))
-  # A word of two blocks uses the lower key: up to 32 more.
+  n, length, rows, plan = blocks.x.size, blocks.length, blocks.order.size, plan_search(blocks.length, blocks.k)
+  if plan is None:
+    return None
+  size, rank, capacity = plan
+  if low is None:
+    # One at random from each of equal parts of a block, so that periodic data give a fair sample.
+    parts = np.arange(size) + np.random.default_rng(length).random(size)
+    sample = jnp.array(np.minimum(parts * length / size, length - 1), jnp.int32)[None]
+    keys = keys_of(blocks.x.read_at(sample + length * jnp.arange(rows, dtype=jnp.int32)[:, None]))
+    cut = kth_largest(keys, jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape), rank)
+    # Never 0: the candidates of a block of few non-zero entries would fill the slots of other blocks with zeros.
+    by_block = jnp.maximum(cut.key[:, 0], 1)
+  else:
+    by_block = jnp.zeros_like(low).at[blocks.order].set(low)
+  # A word of entries of two blocks is compared with the lower key: up to 32 more candidates.
+  starts = jnp.arange(0, n, bitset.BITS, dtype=jnp.int32)
+  ends = jnp.minimum(starts + (bitset.BITS - 1), n - 1)
+  of_word = jnp.minimum(by_block[starts // length], by_block[ends // length])
+  members = bitset.pack(keys_of(blocks.x.values) >= jnp.repeat(of_word, bitset.BITS)[:n])
   found = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
   edges = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32) * length, n)  # empty slots hold n or more
@@ -146,106 +155,89 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates:
   slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
   relative = found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
   fits = (end - begin <= capacity) & (end < found.size)  # else the list may be cut
-  return Candidates(members, jnp.where(slots < end[:, None], relative, length), by_block[blocks.order], fits)
-
-
-def _keys_of_words(low: jax.Array, length: int, n: int) -> jax.Array:
-  """The key of each word of n bits: that of its block, the lower one where a word belongs to two blocks."""
-  group = bitset.GROUP * bitset.BITS
-  assert length >= group, "a group of words lies in one block or two"
-  starts = jnp.arange(0, n, group, dtype=jnp.int32)
-  block = starts // length
-  left = ((block + 1) * length - starts)[:, None]  # indices of the group in its first block
-  own, next_one = low[block][:, None], low[jnp.minimum(block + 1, low.size - 1)][:, None]
-  word = jnp.arange(0, group, bitset.BITS, dtype=jnp.int32)[None]
-  both = jnp.where(word >= left, next_one, jnp.minimum(own, next_one))
-  keys = jnp.where(word + bitset.BITS <= left, own, both).reshape(-1)
-  return keys[: -(-n // bitset.BITS)]
-
-
-def _estimate_keys(blocks: Blocks) -> jax.Array:
-  """A key for each block, i32[rows], that a few more than k of its entries reach."""
-  size, rank, _ = _plan_search(blocks.length, blocks.k)
-  starts = blocks.length * jnp.arange(blocks.order.size, dtype=jnp.int32)
-  keys = keys_of(blocks.x.read_at(sample_indices(blocks.length, size)[None] + starts[:, None]))
-  order = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape)
-  # Never 0: the candidates of a block of few non-zero entries would fill the slots of other blocks with zeros.
-  return jnp.maximum(kth_largest(keys, order, rank).key, 1)
+  indices, needed = jnp.where(slots < end[:, None], relative, length), jnp.int32(blocks.k if low is None else 0)
+  return Candidates(members, indices, by_block[blocks.order], fits, needed)
 
 
 def search_among(
-  keys: jax.Array,
-  indices: jax.Array,
+  candidates: Candidates,
+  read: Callable[[jax.Array], jax.Array],
   blocks: Blocks,
-  low: jax.Array,
-  fits: jax.Array,
-  needed: jax.Array | int,
   search_row: Callable[[jax.Array], jax.Array],
   least: jax.Array | None = None,
 ) -> jax.Array:
-  """The k largest entries of each block, found among some of its entries where these provably contain them.
+  """The k largest entries of each row, found among its candidates where these provably contain them.
 
   Args:
-    keys: i32[rows, c], c a multiple of 256, of entries known to be large, each once; −1 in empty slots.
-    indices: i32[rows, c], block-relative.
+    candidates: of the rows, c a multiple of 256; each index once, in any order.
+    read: (i32[rows, c]) -> f32[rows, c], the values of block-relative indices.
     blocks: says the length of a block, and k.
-    low: i32[rows], a key.
-    fits: bool[rows], whether every entry of a block that reaches `low` is given.
-    needed: the number of keys that reach `low` which proves that the given entries contain the k largest.
     search_row: (row) -> i32[k], the result for a row from all its entries; runs, row by row, if not proven.
     least: i32[rows], at least 1: the smallest key of a selected entry; fewer than k entries may reach it.
 
   Returns:
-    i32[rows, k], block-relative, in the order of `indices`; `length` in empty slots.
+    i32[rows, k], block-relative, in the order of `candidates.indices` unless zeros are selected; `length` in empty
+    slots.
   """
-  (rows, size), k, length = keys.shape, blocks.k, blocks.length
+  (_, indices, low, fits, needed), k, length = candidates, blocks.k, blocks.length
+  rows = jnp.arange(len(indices), dtype=jnp.int32)
+  keys = jnp.where(indices < length, keys_of(read(indices)), -1)
   reached = bitset.count(bitset.pack(keys >= low[:, None]))
 
-  def among_these() -> jax.Array:
+  def append(found: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array) -> jax.Array:
+    """`found` [rows, k], in whose slots from `filled` i32[rows] on are the first flagged entries of `new` [rows, c]."""
+    ones = flags.astype(jnp.int32)
+    before = bitset.running_sum(ones.reshape(-1)).reshape(ones.shape) - ones
+    slot = filled[:, None] + before - before[:, :1]
+    slot = jnp.where(flags & (slot < k), slot + k * rows[:, None], rows.size * k)
+    return sparse.put(found.reshape(-1), slot.reshape(-1), new.reshape(-1)).reshape(-1, k)
+
+  def search_candidates() -> jax.Array:
     chosen = kth_largest(keys, indices, jnp.minimum(k, reached), low).selects(keys, indices)
     if least is not None:
       chosen &= keys >= least[:, None]
-    ranks = bitset.ranks(bitset.pack(chosen).reshape(-1)).reshape(rows, size)
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    slot = jnp.where(chosen, ranks - ranks[:, :1] + k * row, rows * k)
-    empty = jnp.full(rows * k, length, jnp.int32)
-    return sparse.put(empty, slot.reshape(-1), indices.reshape(-1)).reshape(rows, k)
+    found = append(jnp.full((rows.size, k), length, jnp.int32), jnp.zeros_like(rows), chosen, indices)
+    return found if least is not None else jax.lax.cond((reached < k).any(), add_zeros, lambda found: found, found)
 
-  def search_each_row() -> jax.Array:
-    return jax.lax.map(search_row, jnp.arange(rows, dtype=jnp.int32))
+  def add_zeros(found: jax.Array) -> jax.Array:
+    """Fills rows of fewer than k non-zero entries with zeros of the lowest indices; these are among the first k."""
+    first = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), found.shape)
+    return jnp.sort(append(found, reached, keys_of(read(first)) == 0, first), axis=1)
 
-  return jax.lax.cond((fits & (reached >= needed)).all(), among_these, search_each_row)
+  # Where all that reach the smallest key above 0 are known, the others are zeros.
+  proven = (fits & ((reached >= needed) | (low == 1))).all()
+  return jax.lax.cond(proven, search_candidates, functools.partial(jax.lax.map, search_row, rows))
 
 
 def _by_bracket(blocks: Blocks) -> jax.Array:
-  if blocks.length < bitset.GROUP * bitset.BITS:  # too short for candidates
+  candidates = find_candidates(blocks)
+  if candidates is None:
     return _by_bisection(blocks)
-  some = find_candidates(blocks)
-  keys = jnp.where(some.indices < blocks.length, keys_of(blocks.x.read_at(blocks.flat_indices(some.indices))), -1)
-  search_row = functools.partial(_bisect_row, blocks)
-  return search_among(keys, some.indices, blocks, some.low, some.fits, blocks.k, search_row)
+  read = lambda indices: blocks.x.read_at(blocks.flat_indices(indices))
+  return search_among(candidates, read, blocks, functools.partial(_bisect_row, blocks))
 
 
 def _by_bisection(blocks: Blocks) -> jax.Array:
-  if blocks.order.size == 1:  # not batched: XLA on CPU compiles a batch of rows to slower code
-    return _bisect_row(blocks, jnp.int32(0))[None]
-  return jax.vmap(functools.partial(_bisect_row, blocks))(jnp.arange(blocks.order.size, dtype=jnp.int32))
+  # One row after the other: XLA on CPU compiles a batch of rows to slower code.
+  return jax.lax.map(functools.partial(_bisect_row, blocks), jnp.arange(blocks.order.size, dtype=jnp.int32))
 
 
 def _bisect_row(blocks: Blocks, row: jax.Array) -> jax.Array:
   """The k largest of one row, i32[k], by counting."""
-  single = blocks.order.size == 1
-  values = blocks.x.values if single else blocks.x.slice(blocks.order[row] * blocks.length, blocks.length)
-  keys = keys_of(values)
-  members = lambda cut: bitset.pack(cut.selects(keys, jnp.arange(keys.size, dtype=jnp.int32)))
-  cut = bisect(lambda cut: bitset.count(members(cut)), jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
-  return bitset.nonzero(members(cut), blocks.k)
+  keys = keys_of(blocks.x.slice(blocks.order[row] * blocks.length, blocks.length))
+  selects = lambda cut: cut.selects(keys, jnp.arange(keys.size, dtype=jnp.int32))
+  cut = bisect(selects, jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
+  return bitset.nonzero(bitset.pack(selects(cut)), blocks.k)
 
 
 def _by_sorting(blocks: Blocks) -> jax.Array:
+  return sort_rows(keys_of(blocks.x.values).reshape(blocks.order.size, blocks.length), blocks.k)
+
+
+def sort_rows(keys: jax.Array, k: int) -> jax.Array:
+  """The indices of the k largest keys of i32[rows, c], ascending, i32[rows, k]."""
   # As floats: compilers have a fast top_k of floats, but sort integers.
-  magnitudes = jax.lax.bitcast_convert_type(keys_of(blocks.x.values), jnp.float32)
-  return jnp.sort(jax.lax.top_k(magnitudes.reshape(blocks.order.size, blocks.length), blocks.k)[1], axis=-1)
+  return jnp.sort(jax.lax.top_k(jax.lax.bitcast_convert_type(keys, jnp.float32), k)[1], axis=-1)
 
 
 _METHODS = {"bracket": _by_bracket, "bisect": _by_bisection, "sort": _by_sorting}
@@ -273,6 +265,5 @@ def top_k_of_entries(entries: Sparse, k: jax.Array | int, slots: int, end: int) 
   keys = jnp.pad(jnp.where(entries.indices < end, keys_of(entries.values), -1), more, constant_values=-1)[None]
   indices = jnp.pad(entries.indices, more)[None]
   count = jnp.minimum(k, sparse.count(entries, end))
-  cut = kth_largest(keys, indices, count)
-  chosen = cut.selects(keys, indices)[0, : entries.indices.size] & (count > 0)
+  chosen = kth_largest(keys, indices, count).selects(keys, indices)[0, : entries.indices.size] & (count > 0)
   return sparse.compress(entries, chosen, slots, end), sparse.where(~chosen, entries, end)

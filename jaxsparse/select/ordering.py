@@ -31,9 +31,7 @@ def depend_on(read: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def following(comm: Comm, totals: Sequence[jax.Array]) -> Comm:
-  """`comm`, whose messages start only after all of `totals` are computed; `comm` itself if `totals` is empty."""
-  if not totals:
-    return comm
+  """`comm`, whose messages start only after all of `totals`, at least one, are computed."""
   return _Following(comm, jnp.array([depend_on(total, jnp.int32(0)) for total in totals]).min())
 
 
@@ -71,10 +69,5 @@ class _Following:
     return _Following(team, self.sent), _Following(member, self.sent)
 
   def _dependent(self, tree: Tree) -> Tree:
-    """The same bits, one entry of which depends on `sent`."""
-    leaves, structure = jax.tree.flatten(tree)
-    number = max(range(len(leaves)), key=lambda leaf: leaves[leaf].size)
-    flat = leaves[number].reshape(-1)
-    first = jnp.where(self.sent >= 0, flat[0], jnp.zeros((), flat.dtype))
-    leaves[number] = flat.at[0].set(first).reshape(leaves[number].shape)
-    return jax.tree.unflatten(structure, leaves)
+    """The same bits, which depend on `sent`."""
+    return jax.tree.map(lambda x: jnp.where(self.sent >= 0, x, jnp.zeros_like(x)), tree)

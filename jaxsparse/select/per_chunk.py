@@ -10,7 +10,7 @@ chunk. Magnitudes that differ in these bits only count as equal: 7 of the 23 bit
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -90,14 +90,6 @@ def _champions_of_block(blocks: Blocks, start: jax.Array) -> jax.Array:
   return jnp.where(best < 0, length, indices)
 
 
-class _Change(NamedTuple):
-  """`entries` [rows, k], one of each chunk of the rows from `first` on, are added to the values, or replace them."""
-
-  first: int
-  entries: Sparse
-  adds: bool
-
-
 @dataclasses.dataclass(frozen=True)
 class ChunkAccumulator:
   """Blocks of which the largest known entry of each of k chunks of a row is sent; methods as of `TopKAccumulator`.
@@ -108,8 +100,8 @@ class ChunkAccumulator:
 
   Attributes:
     blocks: the layout, and the initial vector, which does not change.
-    best: the largest known entries of the rows that were not sent yet.
-    changes: what was sent and added, in order.
+    best: [rows, k], the largest known entries.
+    added: [r, k] entries that were added to the first r rows, in order.
 
   Example:
     >>> from jaxsparse.comm import SoloComm
@@ -119,16 +111,16 @@ class ChunkAccumulator:
     >>> bag = acc.largest(1, 2)
     >>> bag.indices, bag.values
     (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
-    >>> acc = acc.log_sent(bag._replace(values=jnp.zeros((1, 1))), first=1)
     >>> acc = acc.add(Sparse(jnp.array([[0]]), jnp.array([[10.0]])))
-    >>> acc.largest(0, 1).values, acc.pending(jnp.array([[1], [0]])).entries.values
+    >>> unsent = Sparse(jnp.array([[2], [0]]), jnp.zeros((2, 1)))  # nothing of block 0, all of entry 0 of block 1
+    >>> acc.largest(0, 1).values, acc.pending(jnp.array([[1], [0]]), unsent).entries.values
     (Array([[11.5]], dtype=float32), Array([[2.],
            [0.]], dtype=float32))
   """
 
   blocks: Blocks
   best: Sparse
-  changes: tuple[_Change, ...] = ()
+  added: tuple[Sparse, ...] = ()
 
   @classmethod
   def start(cls, blocks: Blocks) -> Self:
@@ -140,11 +132,6 @@ class ChunkAccumulator:
     """The largest known entry of each chunk of rows first … last − 1."""
     return _rows(self.best, first, last)
 
-  def log_sent(self, unsent: Sparse, first: int) -> Self:
-    """Logs that entries of rows first … were sent, with the unsent part of each value."""
-    change = _Change(first, unsent, adds=False)
-    return dataclasses.replace(self, best=_rows(self.best, 0, first), changes=(*self.changes, change))
-
   def add(self, entries: Sparse) -> Self:
     """Adds [r, k] entries to the first r rows."""
     rows, length, k = len(entries.indices), self.blocks.length, self.blocks.k
@@ -153,28 +140,21 @@ class ChunkAccumulator:
     wins = (entries.indices < length) & ((entries.indices == known.indices) | larger)
     best = Sparse(jnp.where(wins, entries.indices, known.indices), jnp.where(wins, values, known.values))
     best = sparse.concatenate([best, _rows(self.best, rows, None)])
-    return dataclasses.replace(self, best=best, changes=(*self.changes, _Change(0, entries, adds=True)))
+    return dataclasses.replace(self, best=best, added=(*self.added, entries))
 
-  def pending(self, delivered: jax.Array, zeroed: jax.Array | None = None) -> Pending:
-    """The next residual: the current values where delivered (one entry a chunk), and elsewhere the initial ones.
-
-    For ablations, zeros at `zeroed` and elsewhere the initial values.
-    """
-    indices = delivered if zeroed is None else zeroed
-    values = self._current_values(indices) if zeroed is None else jnp.zeros(indices.shape, jnp.float32)
+  def pending(self, delivered: jax.Array, unsent: Sparse) -> Pending:
+    """The next residual: where delivered, one entry a chunk, the current values without what was sent; else initial."""
+    values = jnp.where(delivered == unsent.indices, unsent.values, self._current_values(delivered))
     grads, residual = self.blocks.x.parts
-    return Pending(grads, residual, Sparse(self.blocks.flat_indices(indices), values))
+    return Pending(grads, residual, Sparse(self.blocks.flat_indices(delivered), values))
 
   def _current_values(self, indices: jax.Array) -> jax.Array:
-    """The current values of one entry of each chunk of the first rows."""
+    """The values of one entry of each chunk of the first rows, from which sent ones are not subtracted."""
     values = self.blocks.x.read_at(self.blocks.flat_indices(indices))
-    for first, entries, adds in self.changes:
-      last = min(first + len(entries.indices), len(indices))
-      if first < last:
-        old, change = values[first:last], _rows(entries, 0, last - first)
-        new = old + change.values if adds else change.values
-        changed = jnp.where(indices[first:last] == change.indices, new, old)
-        values = jnp.concatenate([values[:first], changed, values[last:]])
+    for added in self.added:
+      rows = min(len(added.indices), len(indices))
+      old, more = values[:rows], _rows(added, 0, rows)
+      values = jnp.concatenate([jnp.where(indices[:rows] == more.indices, old + more.values, old), values[rows:]])
     return values
 
 

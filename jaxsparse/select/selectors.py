@@ -116,37 +116,28 @@ class Reuse(Selector):
     return TopKAccumulator.start(blocks, least=jnp.maximum(keys_of(memory.bounds), 1))
 
   def next(self, memory: Reused, chosen: Sparse, length: int) -> Reused:
-    return next_thresholds(memory, chosen, length)
+    """The thresholds of the next step: the smallest selected magnitude, raised by its growth; lower after fewer than k.
 
+    If all k slots of a row are filled, the threshold is the smallest selected magnitude, times the square root of its
+    growth since the last step, a growth of 1 … 2. Magnitudes grow while residuals accumulate, by √(t + 1)/√t in step t
+    if gradients are noise, so that too many entries would reach a constant threshold. If c < k slots are filled, the
+    threshold is multiplied by 3/4 + c/(4 k). If fewer than half of them are, for example after a spike, the threshold
+    is far too high: it becomes 0, and the next step selects as `Exact` does.
 
-def next_thresholds(reused: Reused, chosen: Sparse, length: int) -> Reused:
-  """The thresholds of the next step: the smallest selected magnitude, raised by its growth; lower after fewer than k.
-
-  If all k slots of a row are filled, the threshold is the smallest selected magnitude, times the square root of its
-  growth since the last step, a growth of 1 … 2. Magnitudes grow while residuals accumulate, by √(t + 1)/√t in step t if
-  gradients are noise, so that too many entries would reach a constant threshold. If c < k slots are filled, the
-  threshold is multiplied by 3/4 + c/(4 k). If fewer than half of them are, for example after a spike, the threshold is
-  far too high: it becomes 0, and the next step selects as `Exact` does.
-
-  Args:
-    reused: the thresholds of this step.
-    chosen: [rows, k] entries, chosen in this step.
-    length: length of a block.
-
-  Example:
-    >>> chosen = Sparse(jnp.array([[0, 1], [3, 9]]), jnp.array([[5.0, -4.0], [6.0, 0.0]]))
-    >>> next_thresholds(Reused(jnp.array([1.0, 6.0]), jnp.array([3.24, 6.0])), chosen, length=9)
-    Reused(bounds=Array([4.444..., 5.25     ], dtype=float32), levels=Array([4., 0.], dtype=float32))
-  """
-  valid = chosen.indices < length
-  count, k = jnp.sum(valid, axis=1, dtype=jnp.int32), valid.shape[1]
-  least = jnp.min(jnp.where(valid, jnp.abs(chosen.values), jnp.inf), axis=1)
-  full = count == k
-  growth = jnp.where(reused.levels > 0, jnp.clip(least / reused.levels, 1.0, 2.0), 1.0)
-  lower = jnp.where(2 * count < k, 0.0, reused.bounds * (0.75 + count.astype(jnp.float32) / (4 * k)))
-  # At most the largest finite number: no entry would reach infinity.
-  raised = jnp.minimum(least * jnp.sqrt(growth), jnp.finfo(jnp.float32).max)
-  return Reused(jnp.where(full, raised, lower), jnp.where(full, least, 0.0))
+    Example:
+      >>> chosen = Sparse(jnp.array([[0, 1], [3, 9]]), jnp.array([[5.0, -4.0], [6.0, 0.0]]))
+      >>> Reuse().next(Reused(jnp.array([1.0, 6.0]), jnp.array([3.24, 6.0])), chosen, length=9)
+      Reused(bounds=Array([4.444..., 5.25     ], dtype=float32), levels=Array([4., 0.], dtype=float32))
+    """
+    valid = chosen.indices < length
+    count, k = jnp.sum(valid, axis=1, dtype=jnp.int32), valid.shape[1]
+    least = jnp.min(jnp.where(valid, jnp.abs(chosen.values), jnp.inf), axis=1)
+    full = count == k
+    growth = jnp.where(memory.levels > 0, jnp.clip(least / memory.levels, 1.0, 2.0), 1.0)
+    lower = jnp.where(2 * count < k, 0.0, memory.bounds * (0.75 + count.astype(jnp.float32) / (4 * k)))
+    # At most the largest finite number: no entry would reach infinity.
+    raised = jnp.minimum(least * jnp.sqrt(growth), jnp.finfo(jnp.float32).max)
+    return Reused(jnp.where(full, raised, lower), jnp.where(full, least, 0.0))
 
 
 SelectorName = Literal["exact", "chunked", "reuse"]

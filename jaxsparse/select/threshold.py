@@ -108,22 +108,15 @@ def cut_regions(x: LazySum, members: jax.Array, bounds: jax.Array, capacity: int
   if capacity >= most:
     return members
   starts = bitset.rank(members, bounds)
-  largest = lambda: _cut_by_counting(x, members, bounds, starts, capacity, most)
+
+  def largest() -> jax.Array:
+    """By counting, all regions at once."""
+    indices = jnp.minimum(bitset.nonzero(members, most), x.size)
+    keys = jnp.where(indices < x.size, keys_of(x.read_at(indices)), -1)
+    region = jnp.searchsorted(bounds[1:-1], indices, side="right")
+    selects = lambda cut: Cut(cut.key[region], cut.last[region]).selects(keys, indices)
+    low, most_of_each = jnp.zeros_like(starts[1:]), jnp.minimum(jnp.diff(starts), capacity)
+    cut = bisect(selects, most_of_each, low, low + TOP, lambda words: jnp.diff(bitset.rank(words, starts)))
+    return bitset.insert(jnp.zeros_like(members), jnp.where(selects(cut), indices, x.size), x.size)
+
   return jax.lax.cond((jnp.diff(starts) > capacity).any(), largest, lambda: members)
-
-
-def _cut_by_counting(
-  x: LazySum, members: jax.Array, bounds: jax.Array, starts: jax.Array, capacity: int, most: int
-) -> jax.Array:
-  """`cut_regions` by counting, all regions at once.
-
-  `starts` are the ranks of the bounds among the selected entries.
-  """
-  indices = jnp.minimum(bitset.nonzero(members, most), x.size)
-  keys = jnp.where(indices < x.size, keys_of(x.read_at(indices)), -1)
-  region = jnp.clip(jnp.searchsorted(bounds, indices, side="right").astype(jnp.int32) - 1, 0, bounds.size - 2)
-  selects = lambda cut: Cut(cut.key[region], cut.last[region]).selects(keys, indices)
-  count_of = lambda cut: jnp.diff(bitset.rank(bitset.pack(selects(cut)), starts))
-  low = jnp.zeros(bounds.size - 1, jnp.int32)
-  cut = bisect(count_of, jnp.minimum(jnp.diff(starts), capacity), low, low + TOP)
-  return bitset.insert(jnp.zeros_like(members), jnp.where(selects(cut), indices, x.size), x.size)

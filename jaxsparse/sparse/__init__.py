@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
-__all__ = ["add", "add_rows", "as_row", "compress", "concatenate", "count", "merge", "narrow", "only_row", "put"]
-__all__ += ["ravel", "read_at", "split", "where", "widen"]
+__all__ = ["add", "add_rows", "as_row", "compress", "concatenate", "count", "merge", "only_row", "put", "read_at"]
+__all__ += ["resize", "split", "where"]
 
 
 def read_at(x: jax.Array, indices: jax.Array) -> jax.Array:
@@ -70,35 +70,21 @@ def only_row(rows: Sparse) -> Sparse:
   return Sparse(rows.indices[0], rows.values[0])
 
 
-def ravel(entries: Sparse) -> Sparse:
-  """The entries of all rows as one row of slots, [c]."""
-  return Sparse(entries.indices.reshape(-1), entries.values.reshape(-1))
-
-
 def concatenate(parts: Sequence[Sparse]) -> Sparse:
   """The slots, or the rows of slots, of several arrays of entries, one after the other."""
   return Sparse(*(jnp.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def widen(entries: Sparse, slots: int, end: int) -> Sparse:
-  """`entries` with empty slots appended to each row, which then has `slots` of them.
+def resize(entries: Sparse, slots: int, end: int) -> Sparse:
+  """`entries` with `slots` slots in each row: the first ones, and empty slots after them.
 
   Example:
-    >>> widen(Sparse(jnp.array([4]), jnp.array([2.0])), slots=2, end=9)
+    >>> resize(Sparse(jnp.array([4]), jnp.array([2.0])), slots=2, end=9)
     Sparse(indices=Array([4, 9], dtype=int32), values=Array([2., 0.], dtype=float32))
   """
-  more = [(0, 0)] * (entries.indices.ndim - 1) + [(0, slots - entries.indices.shape[-1])]
-  return Sparse(jnp.pad(entries.indices, more, constant_values=end), jnp.pad(entries.values, more))
-
-
-def narrow(entries: Sparse, slots: int) -> Sparse:
-  """The first `slots` slots of each row; `widen` restores a row whose other slots are empty.
-
-  Example:
-    >>> narrow(Sparse(jnp.array([4, 9]), jnp.array([2.0, 0.0])), slots=1)
-    Sparse(indices=Array([4], dtype=int32), values=Array([2.], dtype=float32))
-  """
-  return Sparse(entries.indices[..., :slots], entries.values[..., :slots])
+  indices, values = entries.indices[..., :slots], entries.values[..., :slots]
+  more = [(0, 0)] * (indices.ndim - 1) + [(0, slots - indices.shape[-1])]
+  return Sparse(jnp.pad(indices, more, constant_values=end), jnp.pad(values, more))
 
 
 def compress(entries: Sparse, keep: jax.Array, slots: int, end: int) -> Sparse:
@@ -109,11 +95,9 @@ def compress(entries: Sparse, keep: jax.Array, slots: int, end: int) -> Sparse:
     >>> compress(entries, jnp.array([True, False, True]), slots=3, end=9)
     Sparse(indices=Array([4, 7, 9], dtype=int32), values=Array([2., 5., 0.], dtype=float32))
   """
-  slot = jnp.where(keep, bitset.ranks(bitset.pack(keep))[: keep.size], slots)
-  return Sparse(
-    put(jnp.full(slots, end, jnp.int32), slot, entries.indices),
-    put(jnp.zeros(slots, jnp.float32), slot, entries.values),
-  )
+  slot = jnp.where(keep, bitset.running_sum(keep.astype(jnp.int32)) - 1, slots)
+  empty = Sparse(jnp.full(slots, end, jnp.int32), jnp.zeros(slots, jnp.float32))
+  return jax.tree.map(lambda row, new: put(row, slot, new), empty, entries)
 
 
 def add_rows(rows: Sparse, end: int) -> jax.Array:
@@ -190,9 +174,8 @@ def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -
   position = jnp.arange(row.size, dtype=jnp.int32) - jnp.searchsorted(row, row).astype(jnp.int32)
   fits = (position < capacity) & (row < rows)
   slot = jnp.where(fits, row * capacity + position, rows * capacity)
-  indices = put(jnp.full(rows * capacity, end, jnp.int32), slot, entries.indices[order])
-  values = put(jnp.zeros(rows * capacity, jnp.float32), slot, entries.values[order])
-  return Sparse(indices.reshape(rows, capacity), values.reshape(rows, capacity))
+  empty = Sparse(jnp.full(rows * capacity, end, jnp.int32), jnp.zeros(rows * capacity, jnp.float32))
+  return jax.tree.map(lambda row, new: put(row, slot, new[order]).reshape(rows, capacity), empty, entries)
 
 
 def count(entries: Sparse, end: int) -> jax.Array:

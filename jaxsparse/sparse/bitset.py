@@ -37,20 +37,6 @@ def pack(flags: jax.Array) -> jax.Array:
   return jnp.pad(words, (0, -words.size % GROUP)).reshape(*flags.shape[:-1], -1)
 
 
-def pack_reaching(keys: jax.Array, thresholds: jax.Array) -> jax.Array:
-  """Packs `key >= threshold`, with one threshold for the 32 keys of a word.
-
-  Args:
-    keys: [n]; an elementwise pass that computes them is fused with this one.
-    thresholds: [⌈n/32⌉].
-
-  Example:
-    >>> pack_reaching(jnp.array([3, 1, 4]), jnp.array([3]))[0]
-    Array(5, dtype=uint32)
-  """
-  return pack(keys >= jnp.repeat(thresholds, BITS)[: keys.size])
-
-
 def empty(n: int) -> jax.Array:
   """The empty set of indices below n, u32[⌈n/256⌉ · 8].
 
@@ -80,7 +66,7 @@ def count(words: jax.Array) -> jax.Array:
     >>> count(pack(jnp.array([True, False, True])))
     Array(2, dtype=int32)
   """
-  return jnp.sum(_counts(words), axis=-1, dtype=jnp.int32)
+  return jnp.sum(jax.lax.population_count(words), axis=-1, dtype=jnp.int32)
 
 
 def nonzero(words: jax.Array, capacity: int) -> jax.Array:
@@ -92,13 +78,29 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
     >>> nonzero(pack(jnp.array([True, False, True])), 2)
     Array([0, 2], dtype=int32)
   """
-  counts = _group_counts(words)
+  counts = count(words.reshape(-1, GROUP))
   ends = running_sum(counts)
   starts = ends - counts
   slots = jnp.arange(align(capacity), dtype=jnp.int32)
   marks = jnp.zeros(slots.size, jnp.int32).at[starts].add(1, mode="drop", indices_are_sorted=True)
   group = running_sum(marks) - 1
-  found = jnp.where(slots < ends[-1], _select_within(words, group, slots - starts[group]), BITS * words.size)
+  # The word of the member of that rank in the group.
+  ordinal, first = slots - starts[group], group * GROUP
+  word, bits, within = first, jnp.zeros(group.shape, jnp.uint32), ordinal
+  for number in range(GROUP):
+    candidate = words[first + number]
+    members = jax.lax.population_count(candidate).astype(jnp.int32)
+    inside = (ordinal >= 0) & (ordinal < members)
+    word, bits = jnp.where(inside, first + number, word), jnp.where(inside, candidate, bits)
+    within, ordinal = jnp.where(inside, ordinal, within), ordinal - members
+  position = jnp.zeros(bits.shape, jnp.int32)
+  for width in (16, 8, 4, 2, 1):  # the bit in the word: half of the rest at a time
+    low = bits & jnp.uint32((1 << width) - 1)
+    members = jax.lax.population_count(low).astype(jnp.int32)
+    upper = within >= members
+    within, position = jnp.where(upper, within - members, within), jnp.where(upper, position + width, position)
+    bits = jnp.where(upper, bits >> width, low)
+  found = jnp.where(slots < ends[-1], word * BITS + position, BITS * words.size)
   if slots.size == capacity:
     return found
   # A scatter, no slice: XLA would fuse a slice, and search slot by slot to a length that does not fill the vectors.
@@ -115,18 +117,8 @@ def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
   word = jnp.minimum(indices // BITS, words.size - 1)
   bit = jnp.minimum(indices - BITS * word, BITS).astype(jnp.uint32)
   below = jnp.where(bit < BITS, (jnp.uint32(1) << (bit % BITS)) - 1, ~jnp.uint32(0))
-  return _counts_before(words)[word] + _counts(words[word] & below)
-
-
-def ranks(words: jax.Array) -> jax.Array:
-  """The number of members below every index, i32[32 · words.size].
-
-  Example:
-    >>> ranks(pack(jnp.array([True, False, True])))[:4]
-    Array([0, 1, 1, 2], dtype=int32)
-  """
-  below = (jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)) - 1
-  return (_counts_before(words)[:, None] + _counts(words[:, None] & below[None])).reshape(-1)
+  counts, within = (jax.lax.population_count(x).astype(jnp.int32) for x in (words, words[word] & below))
+  return (running_sum(counts) - counts)[word] + within
 
 
 def running_sum(x: jax.Array) -> jax.Array:
@@ -167,55 +159,3 @@ def insert(words: jax.Array, indices: jax.Array, n: int) -> jax.Array:
   """
   bits = jnp.uint32(1) << (indices % BITS).astype(jnp.uint32)
   return words.at[jnp.where(indices < n, indices // BITS, words.size)].add(bits, mode="drop")
-
-
-def select(words: jax.Array, ordinals: jax.Array) -> jax.Array:
-  """The members of a few ranks, 0 for the smallest, i32 like `ordinals`; the last index of all for higher ranks.
-
-  Example:
-    >>> select(pack(jnp.array([True, False, True])), jnp.array([1, 0]))
-    Array([2, 0], dtype=int32)
-  """
-  counts = _group_counts(words)
-  ends = running_sum(counts)
-  group = jnp.searchsorted(ends, ordinals, side="right").astype(jnp.int32)
-  group = jnp.minimum(group, counts.size - 1)
-  found = _select_within(words, group, ordinals - (ends[group] - counts[group]))
-  return jnp.where(ordinals < ends[-1], found, BITS * words.size - 1)
-
-
-def _counts_before(words: jax.Array) -> jax.Array:
-  """The number of members before each word, i32 like the words."""
-  groups, counts = _group_counts(words), _counts(words).reshape(-1, GROUP)
-  column = jnp.arange(GROUP, dtype=jnp.int32)
-  within = jnp.sum(jnp.where(column[:, None] > column[None], counts[:, None], 0), axis=2, dtype=jnp.int32)
-  return ((running_sum(groups) - groups)[:, None] + within).reshape(-1)
-
-
-def _counts(words: jax.Array) -> jax.Array:
-  return jax.lax.population_count(words).astype(jnp.int32)
-
-
-def _group_counts(words: jax.Array) -> jax.Array:
-  return jnp.sum(_counts(words).reshape(-1, GROUP), axis=1, dtype=jnp.int32)
-
-
-def _select_within(words: jax.Array, group: jax.Array, ordinal: jax.Array) -> jax.Array:
-  """The member of rank `ordinal` among those of a group, 0 for the smallest."""
-  word, bits = group * GROUP, jnp.zeros(group.shape, jnp.uint32)
-  found = jnp.zeros(group.shape, jnp.bool_)
-  for number in range(GROUP):
-    candidate = words[group * GROUP + number]
-    members = _counts(candidate)
-    inside = ~found & (ordinal < members)
-    word, bits = jnp.where(inside, group * GROUP + number, word), jnp.where(inside, candidate, bits)
-    found |= inside
-    ordinal = jnp.where(found, ordinal, ordinal - members)
-  position = jnp.zeros(bits.shape, jnp.int32)
-  for width in (16, 8, 4, 2, 1):  # the bit of that rank in its word: half of the rest at a time
-    low = bits & jnp.uint32((1 << width) - 1)
-    members = _counts(low)
-    upper = ordinal >= members
-    ordinal, position = jnp.where(upper, ordinal - members, ordinal), jnp.where(upper, position + width, position)
-    bits = jnp.where(upper, bits >> width, low)
-  return word * BITS + position

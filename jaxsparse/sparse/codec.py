@@ -112,7 +112,8 @@ class _QuasiSuccinct(_Formatted):
   def words(self, rows: int, capacity: int) -> int:
     low = low_bits(capacity, self.length)
     high = rows * _high_words(capacity, self.length >> low)
-    return _padded(rows * math.ceil(capacity * low / 8)) + high + _value_words(rows, capacity, self.format)
+    lows = math.ceil(rows * math.ceil(capacity * low / 8) / _WORD)
+    return lows + high + _value_words(rows, capacity, self.format)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ class _ByChunk(_Formatted):
 
   def words(self, rows: int, capacity: int) -> int:
     positions = rows * capacity * jnp.dtype(self._position(capacity)).itemsize
-    return _padded(positions) + _value_words(rows, capacity, self.format)
+    return math.ceil(positions / _WORD) + _value_words(rows, capacity, self.format)
 
   def _position(self, chunks: int) -> Any:
     sizes = (jnp.uint8, jnp.uint16, jnp.uint32)
@@ -221,12 +222,8 @@ def order_of(buckets: jax.Array, last: int) -> jax.Array:
   return order
 
 
-def _padded(count: int) -> int:
-  return math.ceil(count / _WORD)
-
-
 def _value_words(rows: int, capacity: int, values: Values) -> int:
-  return _padded(rows * capacity * values.bytes) + rows * values.scaled
+  return math.ceil(rows * capacity * values.bytes / _WORD) + rows * values.scaled
 
 
 def _write_low(indices: jax.Array, low: int) -> jax.Array:

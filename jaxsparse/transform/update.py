@@ -220,8 +220,8 @@ def reduce_groups(
   grads, restore = zip(*map(flatten.flatten, own), strict=True)
   axes, delivered = axes_of(comm), list[_Delivered]()
   for group, mine, flat, before in zip(groups, own, grads, states, strict=True):
-    following = ordering.following(comm, [delivered[number].finite for number in group.waits_for])
-    reduced = group.collective.reduce(following, flat, before)
+    earlier = [delivered[number].finite for number in group.waits_for]
+    reduced = group.collective.reduce(ordering.following(comm, earlier) if earlier else comm, flat, before)
     total, error, rounding = reduced.total, None, flatten.rounding(mine)
     values, indices = (total.values, total.indices) if isinstance(total, Sparse) else (total, None)
     mean = values / divisor

@@ -14,14 +14,14 @@ from tests.select.gradients import GRADIENTS, N, keys_in_numpy
 K = 300
 
 
-def found_and_reached(x, order, length, k=K, low=None, parts=None):
-  """The candidates for blocks of x, and for each row the indices of the entries that reach its key.
+def found_and_reached(parts, order, length, low=None):
+  """The candidates for blocks of the sum of `parts`, and for each row the indices of the entries that reach its key.
 
   Checks that candidates ascend, are members, and are all of these where they fit, and that each other candidate shares
   a word of 32 with another block.
   """
-  parts = (x,) if parts is None else parts
-  find = jax.jit(lambda *parts: exact.find_candidates(Blocks(LazySum(parts), jnp.array(order), length, k), low))
+  x = sum(parts)
+  find = jax.jit(lambda *parts: exact.find_candidates(Blocks(LazySum(parts), jnp.array(order), length, K), low))
   found = find(*parts)
   members, reached = set(bitset.nonzero(found.members, bitset.count(found.members).item()).tolist()), []
   for row, block in enumerate(order):
@@ -41,47 +41,40 @@ def found_and_reached(x, order, length, k=K, low=None, parts=None):
   return found, reached
 
 
-def test_candidates_hold_the_largest_of_every_block():
-  gradient, residual = GRADIENTS["normal"], GRADIENTS["heavy tail"]
-  order = np.array([2, 0, 1], np.int32)
-  found, reached = found_and_reached(gradient + residual, order, -(-N // 3), parts=(gradient, residual))
+SMALL = GRADIENTS["normal"] * 1e-3
+
+
+@pytest.mark.parametrize(
+  ("parts", "order"),
+  [
+    ((GRADIENTS["normal"], GRADIENTS["heavy tail"]), [2, 0, 1]),
+    # Whether or not blocks reach beyond n, and n fills its last word.
+    *(((normals(n, n),), [0, 1, 2]) for n in (2**17, 2**17 - 1, 2**17 + 1)),
+    # A word of 32 entries that belongs to two blocks is compared with the lower of their keys.
+    ((np.concatenate([SMALL, GRADIENTS["normal"], SMALL]),), [1, 2, 0]),
+  ],
+)
+def test_candidates_hold_the_largest_of_every_block(parts, order):
+  found, reached = found_and_reached(parts, np.array(order, np.int32), -(-len(parts[0]) // 3))
   assert found.fits.all()
   assert min(map(len, reached)) >= K
 
 
 def test_known_keys_take_the_place_of_a_sample():
   order, low = np.array([1, 2, 0], np.int32), keys_in_numpy(np.array([3.0, 9.0, 2.0], np.float32))
-  found, reached = found_and_reached(GRADIENTS["normal"], order, -(-N // 3), low=low)
+  found, reached = found_and_reached((GRADIENTS["normal"],), order, -(-N // 3), low=low)
   np.testing.assert_array_equal(found.low, low)
   assert found.fits.tolist() == [True, True, False]  # of the last more reach their key than there are slots
   assert 0 < len(reached[0]) < K
   assert len(reached[1]) == 0
 
 
-@pytest.mark.parametrize("n", [2**17, 2**17 - 1, 2**17 + 1])
-def test_candidates_of_the_last_block_are_found(n):
-  """Whether or not blocks reach beyond n, and n fills its last word."""
-  x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
-  found, reached = found_and_reached(x, np.arange(3, dtype=np.int32), -(-n // 3))
-  assert found.fits.all()
-  assert min(map(len, reached)) >= K
-
-
 def test_candidates_say_where_they_are_too_many_or_too_few():
   x = np.concatenate([GRADIENTS["normal"], GRADIENTS["zeros"], GRADIENTS["equal"]])
-  found, reached = found_and_reached(x, np.arange(3, dtype=np.int32), N)
+  found, reached = found_and_reached((x,), np.arange(3, dtype=np.int32), N)
   assert found.fits.tolist() == [True, True, False]
   assert len(reached[0]) >= K
   assert len(reached[1]) == 0  # no key of 0, which every entry would reach
-
-
-def test_neighbours_of_a_block_without_large_entries_keep_their_candidates():
-  """A word of 32 entries that belongs to two blocks is compared with the lower of their keys."""
-  x = np.concatenate([GRADIENTS["normal"] * 1e-3, GRADIENTS["normal"], GRADIENTS["normal"] * 1e-3])
-  found, reached = found_and_reached(x, np.array([1, 2, 0], np.int32), N)
-  assert N % 32
-  assert found.fits.all()
-  assert min(map(len, reached)) >= K
 
 
 def test_a_large_entry_in_a_word_of_two_blocks_is_found():

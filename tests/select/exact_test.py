@@ -1,7 +1,9 @@
 """Exact top-k: every method gives the same bits, ties to the lowest index, NaN first."""
 
 import functools
+import itertools
 import re
+from unittest import mock
 
 import hypothesis
 import hypothesis.extra.numpy
@@ -18,6 +20,7 @@ from jaxsparse.types import Sparse
 from tests.cases import bits
 from tests.reference import largest
 from tests.select.gradients import GRADIENTS, simple
+from tests.sparse.entries_test import rows_of_entries
 
 METHODS = ["bracket", "bisect", "sort"]
 floats = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, np.inf, -np.inf, np.nan, 1e-42, 3e38]) | st.floats(width=32)
@@ -31,24 +34,26 @@ jitted_top_k = jax.jit(top_k, static_argnums=1, static_argnames="method")
     ("sort", 40, 1),
     ("sort", 40, 5),
     ("bisect", 40, 5),
-    ("bracket", 40, 40),  # too short for candidates
-    ("bracket", 300, 5),
-    ("bracket", 300, 300),
+    ("bracket", 600, 5),
+    ("bracket", 600, 600),  # without candidates
   ],
 )
 @hypothesis.given(data=st.data())
 def test_equals_a_sort_by_magnitude(method, n, k, data):
   x = data.draw(hypothesis.extra.numpy.arrays(np.float32, (2, n), elements=floats))
-  chosen = jitted_top_k(x, k, method=method)
+  with mock.patch.object(exact, "SHORT", 0):  # candidates of rows of any length
+    chosen = jitted_top_k(x, k, method=method)
   for row, indices, values in zip(x, np.asarray(chosen.indices), np.asarray(chosen.values), strict=True):
     assert sorted(largest(dict(enumerate(row)), k)) == indices.tolist()
     np.testing.assert_array_equal(values, row[indices])
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_methods_agree_on_long_rows(method, lazy):
-  """A lazy sum is selected from as its sum."""
+@pytest.mark.parametrize(("method", "lazy"), [*itertools.product(METHODS, (False, True)), ("as on GPU", False)])
+def test_methods_agree_on_long_rows(method, lazy, monkeypatch):
+  """A lazy sum is selected from as its sum. GPUs sort few keys."""
+  if method == "as on GPU":
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, **_: cuda(*args))
+    method = "bracket"
   select = jax.jit(lambda *parts: top_k(LazySum(parts) if lazy else parts[0], 700, method=method))
   added = jax.jit(jnp.add)
   for (name, x), y in zip(GRADIENTS.items(), [*GRADIENTS.values()][::-1], strict=True):
@@ -58,39 +63,23 @@ def test_methods_agree_on_long_rows(method, lazy):
     np.testing.assert_array_equal(bits(chosen.values), bits(whole[np.asarray(chosen.indices)]), err_msg=name)
 
 
-@pytest.fixture
-def as_on_gpu(monkeypatch):
-  """Few keys are sorted, as there."""
-  monkeypatch.setattr(blocks, "by_counting", blocks.by_sorting)
-
-
-@pytest.mark.usefixtures("as_on_gpu")
-def test_methods_agree_on_long_rows_as_on_gpu():
-  test_methods_agree_on_long_rows("bracket", lazy=False)
+def lowered(platform, function, *args):
+  return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
   """In the program as it is lowered for a GPU, which takes none."""
-  n = 3 << 20
-  x, k = jax.ShapeDtypeStruct((n,), jnp.float32), n // 100
-
-  def find(x):
-    return exact.find_candidates(Blocks(LazySum((x,)), jnp.array([1, 0]), -(-n // 2), k // 2))
-
-  lowered = lambda function, *args, platform: (
-    jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
-  )
-  text = {platform: lowered(find, x, platform=platform) for platform in ("cuda", "cpu")}
-  loops = {platform: program.count("stablehlo.while") for platform, program in text.items()}
-  assert loops == {"cuda": 1, "cpu": 2}  # a search of a fixed number of rounds
-  assert "stablehlo.sort" not in text["cpu"]
-  some = jax.ShapeDtypeStruct((2, bitset.align(k)), jnp.int32)
-  cut = lowered(functools.partial(blocks.kth_largest, k=9), some, some, platform="cuda")
+  n, k = 3 << 20, (3 << 20) // 100
+  x, some = jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((2, bitset.align(k)), jnp.int32)
+  find = lambda x: exact.find_candidates(Blocks(LazySum((x,)), jnp.array([1, 0]), -(-n // 2), k // 2))
+  on_cpu, on_gpu = (lowered(platform, find, x) for platform in ("cpu", "cuda"))
+  assert [text.count("stablehlo.while") for text in (on_cpu, on_gpu)] == [2, 1]  # a search of a fixed number of rounds
+  assert "stablehlo.sort" not in on_cpu
+  cut = lowered("cuda", functools.partial(blocks.kth_largest, k=9), some, some)
   assert "stablehlo.while" not in cut
-  whole = lowered(functools.partial(top_k, k=k), x, platform="cuda")
-  for program in (text["cuda"], whole, cut):
-    rows = re.findall(r"\}\) : \(tensor<(?:\d+x)?(\d+)xi32>, tensor<(?:\d+x)?\d+xi32>\) -> \(tensor", program)
-    assert len(rows) == program.count('"stablehlo.sort"') > 0
+  for program in (on_gpu, lowered("cuda", functools.partial(top_k, k=k), x), cut):
+    sorts = program.split('"stablehlo.sort"')[1:]
+    rows = [re.search(r"\}\) : \(tensor<(?:\d+x)?(\d+)xi32>", sort)[1] for sort in sorts]
     assert max(map(int, rows)) < n // 20
 
 
@@ -99,16 +88,21 @@ def test_rows_without_enough_candidates_do_not_spoil_others(batched):
   rows = np.stack([GRADIENTS["normal"], GRADIENTS["equal"], GRADIENTS["heavy tail"], GRADIENTS["few values"]])
   select = functools.partial(top_k, k=500, method="bracket")
   chosen = jax.jit(jax.vmap(select))(rows) if batched else select(rows)
-  for row, indices in zip(rows, chosen.indices, strict=True):
-    np.testing.assert_array_equal(indices, simple(row, 500))
+  np.testing.assert_array_equal(chosen.indices, [simple(row, 500) for row in rows])
 
 
-def test_few_entries_and_no_rows():
-  assert top_k(jnp.arange(5.0), 2, method="bracket").indices.tolist() == [3, 4]
+def test_rows_of_few_entries_are_filled_with_their_first_zeros():
+  """All non-zero entries are candidates then, so no row is searched as a whole."""
+  rows, k = np.stack([GRADIENTS[name] for name in ("mostly zeros", "normal", "zeros")]), 500
+  rows[0, 3] = -0.0
+  blocks = Blocks(LazySum((jnp.array(rows.reshape(-1)),)), jnp.arange(3), rows.shape[1], k)
+  read = lambda indices: blocks.x.read_at(blocks.flat_indices(indices))
+  chosen = exact.search_among(exact.find_candidates(blocks), read, blocks, lambda _: jnp.full(k, -1))
+  np.testing.assert_array_equal(chosen, [simple(row, k) for row in rows])
+
+
+def test_no_rows_and_bad_arguments():
   assert top_k(jnp.zeros((0, 20_000)), 5).indices.shape == (0, 5)
-
-
-def test_bad_arguments():
   for k in (0, 5):
     with pytest.raises(ValueError, match=f"k={k}, choose a number of entries from 1 to the 4"):
       top_k(np.zeros(4, np.float32), k)
@@ -117,25 +111,16 @@ def test_bad_arguments():
 
 
 SLOTS, END = 12, 30
-
-
-@functools.partial(jax.jit, static_argnames="slots")
-def jitted_top_k_of_entries(entries, k, slots):
-  return exact.top_k_of_entries(entries, k, slots, END)
+top_k_of_entries = jax.jit(exact.top_k_of_entries, static_argnums=(2, 3))
 
 
 @pytest.mark.parametrize("slots", [5, SLOTS])
 @hypothesis.given(data=st.data())
 def test_the_largest_of_entries_and_the_rest(slots, data):
   """Ties, empty slots anywhere, and k from 0 to more than there are entries."""
-  filled = np.array(data.draw(st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS)))
-  k = data.draw(st.integers(0, slots))
-  random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-  indices = np.where(filled, random.permutation(END)[:SLOTS], END + random.integers(0, 3, SLOTS)).astype(np.int32)
-  values = np.where(filled, data.draw(hypothesis.extra.numpy.arrays(np.float32, SLOTS, elements=floats)), 0)
-  values = values.astype(np.float32)
-
-  kept, rest = jitted_top_k_of_entries(Sparse(jnp.array(indices), jnp.array(values)), k, slots)
+  indices, values = (x[0] for x in data.draw(rows_of_entries(1, SLOTS, END)))
+  filled, k = indices < END, data.draw(st.integers(0, slots))
+  kept, rest = top_k_of_entries(Sparse(indices, values), k, slots, END)
 
   chosen = largest(dict(zip(indices[filled].tolist(), values[filled], strict=True)), k)
   in_kept = np.isin(indices, list(chosen))

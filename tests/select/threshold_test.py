@@ -1,6 +1,7 @@
 """Selection by a given threshold: of too many entries the largest, of every region its own."""
 
 import functools
+import itertools
 
 import hypothesis
 import hypothesis.extra.numpy
@@ -14,15 +15,6 @@ from jaxsparse.select import threshold
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
 from tests.reference import largest
-
-
-def test_a_full_region_keeps_its_largest_and_takes_no_slot_of_another():
-  x = LazySum((jnp.array([3.0, 4.0, 0.0, -4.0, 2.0, 1.0]),))
-  members = threshold.select_reaching(x, jnp.float32(1))
-  bounds = jnp.array([0, 4, 6])
-  fitting = threshold.cut_regions(x, members, bounds, 2, most=5)
-  rows = threshold.read_regions(x, fitting, bounds, 2, most=5)
-  np.testing.assert_array_equal(rows.indices, [[1, 3], [4, 5]])
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -42,9 +34,7 @@ def test_regions_hold_their_largest_in_the_order_of_their_indices(values, cuts):
   reach = {i: value for i, value in enumerate(values.sum(0)) if abs(value) >= 1}
   chosen = largest(reach, most)
   rows = _in_regions(jnp.array(values), jnp.array(bounds, jnp.int32), most, capacity)
-  for row, at, start, end in zip(
-    np.asarray(rows.indices), np.asarray(rows.values), bounds[:-1], bounds[1:], strict=True
-  ):
+  for (start, end), row, at in zip(itertools.pairwise(bounds), *map(np.asarray, rows), strict=True):
     expected = sorted(largest({i: value for i, value in chosen.items() if start <= i < end}, capacity))
     empty = capacity - len(expected)
     assert row.tolist() == expected + [300] * empty

@@ -20,16 +20,16 @@ def flags_of(draw, n, rows=()):
 
 
 @jax.jit
-def read(flags, ordinals):
-  """What functions of the set of flags return: for all indices and a few more, and for a few ranks."""
+def read(flags):
+  """What functions of the set of flags return, for all indices and a few more."""
   words, n = bitset.pack(flags), flags.size
   every = jnp.arange(bitset.BITS * words.size + 40, dtype=jnp.int32)
   return {
     "count": bitset.count(words),
     "contains": bitset.contains(words, every),
+    "rank": bitset.rank(words, every.reshape(2, -1)).reshape(-1),
     "nonzero": bitset.nonzero(words, n + 2),
     "first": bitset.nonzero(words, 1),
-    "select": bitset.select(words, ordinals),
   }
 
 
@@ -38,44 +38,18 @@ def read(flags, ordinals):
 def test_bitsets_are_sets(n, data):
   flags = data.draw(flags_of(n))
   members, beyond = np.flatnonzero(flags), bitset.BITS * bitset.empty(n).size
-  ordinals = np.array([0, len(members) // 2, len(members) - 1, len(members)], np.int32)
-  got = read(flags, ordinals)
+  got = read(flags)
   assert got["count"] == len(members)
   np.testing.assert_array_equal(np.flatnonzero(got["contains"]), members)
+  smaller = np.concatenate([np.cumsum(flags) - flags, np.full(len(got["rank"]) - n, flags.sum())])
+  np.testing.assert_array_equal(got["rank"], smaller)
   nonzero = np.pad(members, (0, n + 2 - len(members)), constant_values=beyond)
   np.testing.assert_array_equal(got["nonzero"], nonzero)
   np.testing.assert_array_equal(got["first"], nonzero[:1])
-  selected = np.append(members, beyond - 1)[ordinals]
-  np.testing.assert_array_equal(got["select"][ordinals >= 0], selected[ordinals >= 0])
 
 
-@pytest.mark.parametrize("n", LENGTHS)
-def test_the_empty_set_has_the_words_of_every_other(n):
-  assert bitset.empty(n).shape == bitset.pack(jnp.zeros(n, bool)).shape
-  assert not bitset.empty(n).any()
-
-
-@jax.jit
-def ranks(flags, indices):
-  return bitset.rank(bitset.pack(flags), indices.reshape(2, -1)).reshape(-1)
-
-
-@pytest.mark.parametrize("n", LENGTHS)
-@hypothesis.given(data=st.data())
-def test_ranks_are_numbers_of_smaller_members(n, data):
-  flags = data.draw(flags_of(n))
-  every = np.arange(bitset.BITS * bitset.empty(n).size + 40, dtype=np.int32)
-  smaller = np.concatenate([np.cumsum(flags) - flags, np.full(every.size - n, flags.sum())])
-  order = np.random.default_rng(n).permutation(every)
-  np.testing.assert_array_equal(ranks(flags, order), smaller[order])
-
-
-@jax.jit
-def joined(before, new):
-  return bitset.insert(bitset.pack(before), new, before.size)
-
-
-pack, pack_reaching = jax.jit(bitset.pack), jax.jit(bitset.pack_reaching)
+pack = jax.jit(bitset.pack)
+joined = jax.jit(lambda before, new: bitset.insert(bitset.pack(before), new, before.size))
 
 
 @pytest.mark.parametrize("n", LENGTHS)
@@ -92,12 +66,3 @@ def test_rows_are_packed_as_one_by_one(flags):
   assert words.shape == (3, 16)
   np.testing.assert_array_equal(words, [pack(row) for row in flags])
   np.testing.assert_array_equal(bitset.count(words), flags.sum(axis=1))
-
-
-@pytest.mark.parametrize("n", LENGTHS)
-@hypothesis.given(seed=st.integers(0, 2**32 - 1))
-def test_keys_are_compared_with_the_bound_of_their_word(n, seed):
-  random = np.random.default_rng(seed)
-  keys, bounds = random.integers(0, 5, n), random.integers(0, 6, -(-n // 32))
-  words = pack_reaching(keys.astype(np.int32), bounds.astype(np.int32))
-  np.testing.assert_array_equal(words, pack(keys >= np.repeat(bounds, 32)[:n]))

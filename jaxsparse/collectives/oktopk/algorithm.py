@@ -106,7 +106,7 @@ class OkTopk(EncodingCollective):
     bounds = reused.bounds
     if self.regions == "balanced" and comm.size > 1:
       fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
-      bounds = jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n), lambda: reused.bounds)
+      bounds = jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n, most), lambda: reused.bounds)
     crowd = jnp.diff(bitset.rank(chosen, bounds))
     fitting = by_threshold.cut_regions(acc, chosen, bounds, sizes.most, most)
     sent = by_threshold.read_regions(acc, fitting, bounds, sizes.most, most)
@@ -116,8 +116,8 @@ class OkTopk(EncodingCollective):
     writer = self.writer(codec_of(self.wire, n), reused.step, comm.rank)
 
     def split(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-      rows, lost, words = writer.exchange_rows(comm, sparse.narrow(sent, capacity), 0, sizes.most)
-      return sparse.widen(rows, sizes.most, n), lost, words
+      rows, lost, words = writer.exchange_rows(comm, sparse.resize(sent, capacity, n), 0, sizes.most)
+      return sparse.resize(rows, sizes.most, n), lost, words
 
     rows, lost, words = switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, split)
     sums = sparse.merge(rows, n)

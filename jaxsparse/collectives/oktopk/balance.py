@@ -40,7 +40,7 @@ def even_bounds(n: int, size: int) -> jax.Array:
   return jnp.array([n * region // size for region in range(size + 1)], jnp.int32)
 
 
-def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
+def consensus_bounds(comm: Comm, chosen: jax.Array, n: int, most: int) -> jax.Array:
   """Boundaries of regions with about equally many selected entries, i32[P + 1] (§3.1.1).
 
   Each worker proposes boundaries that divide its own selected entries equally; the result is the mean of the proposals.
@@ -50,11 +50,12 @@ def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
     comm: at least two workers.
     chosen: the bitset of the entries that this worker selected.
     n: length of the gradient.
+    most: the largest number of entries that a worker selects.
   """
   size, selected = comm.size, bitset.count(chosen)
   cut = jnp.arange(1, size, dtype=jnp.int32)
   ranks = cut * (selected // size) + cut * (selected % size) // size  # cut · selected / P without overflow
-  proposal = bitset.select(chosen, ranks)
+  proposal = bitset.nonzero(chosen, most)[ranks]
   proposal = jnp.where(selected < size, even_bounds(n, size)[1:-1], proposal)
   edge = lambda value: jnp.full(1, value, jnp.int32)
   return jnp.concatenate([edge(0), floor_mean(comm, proposal), edge(n)])
@@ -99,12 +100,12 @@ def balance_and_gather(
   def gather(block: Sparse) -> tuple[Sparse, list[Sparse], jax.Array]:
     """The blocks of all workers in rows of `direct` slots, concatenated, the rounding errors and the words sent."""
     rows, lost, words = writer.gather_rows(comm, sparse.as_row(block), 1, sizes.direct)
-    return sparse.ravel(sparse.widen(rows, sizes.direct, n)), lost, words
+    return jax.tree.map(jnp.ravel, sparse.resize(rows, sizes.direct, n)), lost, words
 
   def direct() -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
     capacities = geometric(-(-sizes.even // 2), sizes.direct, count=4)
     most = sparse.compress(mine, mine.indices < n, sizes.direct, n)
-    kept, lost, words = switch(capacities, owned.max(), lambda c: gather(sparse.narrow(most, c)))
+    kept, lost, words = switch(capacities, owned.max(), lambda c: gather(sparse.resize(most, c, n)))
     shape = comm.size, sizes.surplus
     nothing = Sparse(jnp.full(shape, n, jnp.int32), jnp.zeros(shape, jnp.float32))  # of the messages that balance
     return kept, [*lost, nothing] if lost else [], imbalance(owned), words
@@ -153,5 +154,5 @@ def balance(
   moves = (beyond >= 0) & (ordered.indices < n) & (slot < free.size)
   moved = sparse.split(ordered, jnp.where(moves, slot % comm.size, comm.size), comm.size, sizes.surplus, n)
   received, lost, words = writer.exchange_rows(comm, moved, 2, sizes.surplus)
-  together = sparse.concatenate([sparse.where(beyond < 0, ordered, n), sparse.ravel(received)])
+  together = sparse.concatenate([sparse.where(beyond < 0, ordered, n), jax.tree.map(jnp.ravel, received)])
   return top_k_of_entries(together, even, even, n)[0], lost, words

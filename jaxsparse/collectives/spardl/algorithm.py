@@ -100,7 +100,7 @@ class SparDL(SelectingCollective):
     """The capacities of a message, entries of a block: L; for B-SAG ⌈L/d⌉ … L, since Algorithm 2 changes h.
 
     Raises:
-      ValueError: if `teams` does not divide `size`, naming the divisors; if blocks are too long for the selector.
+      ValueError: if `teams` does not divide `size`, naming the divisors.
     """
     team = schedules.team_size(size, self.teams)
     k_block = -(-self.entries(n) // team)
@@ -129,7 +129,7 @@ class SparDL(SelectingCollective):
     # The noise depends on the block, not on the team: all teams must round the sum of a block alike.
     writer = self.writer(self.chosen_codec(blocks.length), state.shared.step, team.rank)
 
-    acc, chosen = reduce_scatter(team, self.selection.start(blocks, state.worker), writer)
+    acc, chosen, unsent = reduce_scatter(team, self.selection.start(blocks, state.worker), writer)
     summed = Summed(Sparse(chosen.indices[:1], chosen.values[:1]), [], jnp.int32(0), jnp.uint32(0))
     if self.is_bruck:
       summed = b_sag(same_block, summed.own, state.shared.adaptive.h, capacities, writer)
@@ -138,8 +138,8 @@ class SparDL(SelectingCollective):
       summed = r_sag(same_block, summed.own, writer)
 
     def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-      rows, lost, words = writer.gather_rows(team, sparse.narrow(summed.own, capacity), 0, k_block)
-      return sparse.widen(rows, k_block, blocks.length), lost, words
+      rows, lost, words = writer.gather_rows(team, sparse.resize(summed.own, capacity, blocks.length), 0, k_block)
+      return sparse.resize(rows, k_block, blocks.length), lost, words
 
     delivered, errors, gather_words = switch(capacities, summed.merged, gather)
     for entries in summed.returned:
@@ -147,8 +147,10 @@ class SparDL(SelectingCollective):
     for entries in errors:  # each team has the same
       acc = acc.add(entries._replace(values=entries.values / self.teams))
 
-    ablations = {"partial": delivered.indices, "local": chosen.indices}
-    residual = acc.pending(delivered.indices, zeroed=ablations.get(self.residual))
+    left_at = chosen.indices if self.residual == "local" else delivered.indices
+    if self.residual != "global":  # ablations: nothing stays of what was delivered, or sent
+      unsent = Sparse(left_at, jnp.zeros(left_at.shape, jnp.float32))
+    residual = acc.pending(left_at, unsent)
     words = saturated_sum(words_of(writer.codec, team.size, k_block), summed.words, gather_words)
     selected = sparse.count(chosen, blocks.length)
     used = words
@@ -162,7 +164,7 @@ class SparDL(SelectingCollective):
     return Reduced(total, State(residual, memory, Shared(adaptive, writer.next_step)), counters)
 
 
-def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumulator, Sparse]:
+def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumulator, Sparse, Sparse]:
   """Spar-Reduce-Scatter: worker w gets the sum of block w, of which each message contains L entries (§3.1).
 
   Each worker numbers the blocks from its own: row b is block (rank + b) mod P, the "home frame". In the round of stride
@@ -177,20 +179,22 @@ def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumu
     writer: encodes messages.
 
   Returns:
-    (acc, chosen): the accumulator without the sent entries, and the `Sparse` [P, L] entries selected of each row. Row 0
-    of `chosen` is the sum of this worker's block; the other rows were sent.
+    (acc, chosen, unsent): the accumulator, in which the sent entries still are; the [P, L] entries selected of each
+    row, of which row 0 is the sum of this worker's block and the others were sent; and [P, L] the sent ones with the
+    unsent part of each value.
   """
-  bags = []
+  bags, unsent = [], []
   for stride in schedules.strides(comm.size):
     bag = acc.largest(stride, min(2 * stride, comm.size))
     message, errors = writer.encode(bag, stride)
-    acc = acc.log_sent(errors, stride)
     acc = acc.add(writer.codec.decode(comm.shift(message, stride)))
     bags.append(bag)
+    unsent.append(errors)
   own = acc.largest(0, 1)
   # Subtract the own block; entries that later rounds drop are added back as residual.
   acc = acc.add(own._replace(values=-own.values))
-  return acc, sparse.concatenate([own, *reversed(bags)])
+  kept = own._replace(indices=jnp.full_like(own.indices, writer.codec.length))
+  return acc, sparse.concatenate([own, *reversed(bags)]), sparse.concatenate([kept, *reversed(unsent)])
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -74,7 +74,7 @@ def b_sag(same_block: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ..
   head, tail = map(sparse.as_row, top_k_of_entries(sparse.only_row(own), h, k_block, length))
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
-    rows, lost, words = writer.gather_rows(same_block, sparse.narrow(head, capacity), _MESSAGES, k_block)
+    rows, lost, words = writer.gather_rows(same_block, sparse.resize(head, capacity, length), _MESSAGES, k_block)
     merged = sparse.merge(in_rank_order(same_block, rows), length)
     kept, _ = top_k_of_entries(merged, k_block, k_block, length)
     return sparse.as_row(kept), lost, sparse.count(merged, length), words
