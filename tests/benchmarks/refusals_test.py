@@ -12,7 +12,7 @@ REFUSED = {
     (["--algorithms=spardl:teams=4"], "teams=4"),
   ],
   "controller": [
-    (["--group_size=40"], "error: group_size=40, choose a whole number in 2 … 32"),
+    (["--group_size=40"], "error: controller: group_size=40, choose a whole number from 2 to 32"),
     (["--seconds=0"], "flag --seconds=0: "),
   ],
   "costs": [
@@ -39,7 +39,7 @@ REFUSED = {
     (["--methods=constant:3:0.5"], "error: --methods=constant:3:0.5, choose from allreduce, eager, adpsgd, bsp"),
     (["--methods=dynamic:3:1"], "error: --methods=dynamic:3:1: decay=1.0, choose a number in [0, 1)"),
     (["--methods=dynamic"], "choose from allreduce, eager, adpsgd, bsp, asp, hete, backup, constant:P, dynamic:P"),
-    (["--methods=dynamic:9"], "error: --methods=dynamic:9: group_size=9, choose a whole number in 2 … 8"),
+    (["--methods=dynamic:9"], "error: --methods=dynamic:9: controller: group_size=9, choose a whole number"),
   ],
   "hierarchy": [(["--way=sparse"], "choose from dense, flat, between"), (["--hosts=1"], "flag --hosts=1: ")],
   "netlab": [

@@ -195,7 +195,6 @@ TestController = Machine.TestCase
   ("arguments", "options", "message"),
   [
     ((1, 2), {}, r"controller: workers=1, choose a whole number from 2 up"),
-    ((True, 2), {}, r"workers=True"),
     ((4, 5), {}, r"controller: group_size=5, choose a whole number from 2 to 4"),
     ((4, 2, "equal"), {}, r"weights='equal', choose 'constant' or 'dynamic'"),
     ((4, 2), {"missing": "none"}, r"missing='none', choose 'initial' or 'closest'"),

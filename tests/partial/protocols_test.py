@@ -19,6 +19,7 @@ from jaxsparse.partial.worker_protocol import Model, Request, Unreachable, Worke
 
 ITERATIONS = 4
 LIMIT, TIMEOUT, RECONNECT, LATENCY, STEP = 5.0, 20.0, 10.0, 1.0, 0.2
+DISTURBANCES = st.lists(st.sampled_from(["dead", "restart", "suspended", "resume", "serve", "diverges"]), max_size=8)
 
 
 class Process:
@@ -156,9 +157,6 @@ class Network:
           deliver(*content)
     elif len(running) > 1:
       setattr(self.random.choice(running), kind, True)
-
-
-DISTURBANCES = st.lists(st.sampled_from(["dead", "restart", "suspended", "resume", "serve", "diverges"]), max_size=8)
 
 
 @settings(max_examples=100)

@@ -134,15 +134,14 @@ def test_any_bytes_are_parsed_or_rejected(frames):
 
 
 def test_a_silent_worker_is_dropped_after_the_limit_and_its_group_is_told(grouped):
-  wire = grouped
-  wire.wait(LIMIT - 0.1, 0, 2, 3)
-  assert 1 in wire.controller.alive
-  wire.wait(0.3)
-  assert wire.controller.alive == (0, 2, 3)
-  assert wire.heard(0) == [(Answer.ABORT, {"number": FIRST + 1, "worker": 1})]
-  assert wire.heard(2) == wire.heard(3) == []
-  assert reasons(wire.say(Signal(Says.READY, 1, 2)))[0].startswith("absent: worker 1")
-  assert wire.say(hello(1)) == welcome(donor=0)  # it returns, and is named a donor
+  grouped.wait(LIMIT - 0.1, 0, 2, 3)
+  assert 1 in grouped.controller.alive
+  grouped.wait(0.3)
+  assert grouped.controller.alive == (0, 2, 3)
+  assert grouped.heard(0) == [(Answer.ABORT, {"number": FIRST + 1, "worker": 1})]
+  assert grouped.heard(2) == grouped.heard(3) == []
+  assert reasons(grouped.say(Signal(Says.READY, 1, 2)))[0].startswith("absent: worker 1")
+  assert grouped.say(hello(1)) == welcome(donor=0)  # it returns, and is named a donor
 
 
 def test_heartbeats_are_sent_to_all(wire):

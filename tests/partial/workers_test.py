@@ -1,6 +1,7 @@
 """Workers as users run them, in processes over TCP (here: threads of this one) and on the devices of one process."""
 
 import contextlib
+import functools
 import threading
 import time
 from concurrent import futures
@@ -22,10 +23,6 @@ NAMED = "worker 2: params['w'] of iteration"
 def over_tcp(controller, start, keys=None):
   with js.partial.Server(controller, keys=keys) as server:
     yield lambda number: js.partial.Worker(server.address, number, start, keys=keys, timeout=20)
-
-
-def encrypted(controller, start):
-  return over_tcp(controller, start, js.partial.Keys.make())
 
 
 @contextlib.contextmanager
@@ -57,7 +54,7 @@ def entries(params):
 everywhere = pytest.mark.parametrize("where", [over_tcp, on_devices])
 
 
-@pytest.mark.parametrize("where", [over_tcp, encrypted, on_devices])
+@pytest.mark.parametrize("where", [over_tcp, functools.partial(over_tcp, keys=js.partial.Keys.make()), on_devices])
 def test_groups_keep_the_sum_and_all_end_with_one_model(where):
   """Constant weights keep the sum of all models, since W is doubly stochastic."""
 
