@@ -117,8 +117,11 @@ def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
   word = jnp.minimum(indices // BITS, words.size - 1)
   bit = jnp.minimum(indices - BITS * word, BITS).astype(jnp.uint32)
   below = jnp.where(bit < BITS, (jnp.uint32(1) << (bit % BITS)) - 1, ~jnp.uint32(0))
-  counts, within = (jax.lax.population_count(x).astype(jnp.int32) for x in (words, words[word] & below))
-  return (running_sum(counts) - counts)[word] + within
+  counts, inside = (jax.lax.population_count(x).astype(jnp.int32) for x in (words, words[word] & below))
+  groups, column = counts.reshape(-1, GROUP), jnp.arange(GROUP, dtype=jnp.int32)
+  before = jnp.sum(jnp.where(column[:, None] > column[None], groups[:, None], 0), axis=2, dtype=jnp.int32)
+  totals = jnp.sum(groups, axis=1, dtype=jnp.int32)
+  return ((running_sum(totals) - totals)[:, None] + before).reshape(-1)[word] + inside
 
 
 def running_sum(x: jax.Array) -> jax.Array:

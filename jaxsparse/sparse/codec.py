@@ -111,9 +111,8 @@ class _QuasiSuccinct(_Formatted):
 
   def words(self, rows: int, capacity: int) -> int:
     low = low_bits(capacity, self.length)
-    high = rows * _high_words(capacity, self.length >> low)
     lows = math.ceil(rows * math.ceil(capacity * low / 8) / _WORD)
-    return lows + high + _value_words(rows, capacity, self.format)
+    return lows + rows * _high_words(capacity, self.length >> low) + _value_words(rows, capacity, self.format)
 
 
 @dataclasses.dataclass(frozen=True)

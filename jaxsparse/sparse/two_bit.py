@@ -35,20 +35,16 @@ class TwoBit:
     """u16[rows, c] and the tables f32[rows, 4]; and the values that receivers decode."""
     del noise
     codes, table = quantize(entries.values)
-    return ((entries.indices << 2 | codes).astype(jnp.uint16), table), _read(table, codes)
+    return ((entries.indices << 2 | codes).astype(jnp.uint16), table), jnp.take_along_axis(table, codes, axis=1)
 
   def decode(self, message: tuple[jax.Array, jax.Array]) -> Sparse:
     """The entries, in their slots."""
     both, table = message[0].astype(jnp.int32), message[1]
-    return Sparse(both >> 2, _read(table, both & 3))
+    return Sparse(both >> 2, jnp.take_along_axis(table, both & 3, axis=1))
 
   def words(self, rows: int, capacity: int) -> int:
     """The 4-byte words of a message."""
     return -(-rows * capacity // 2) + BINS * rows
-
-
-def _read(table: jax.Array, codes: jax.Array) -> jax.Array:
-  return jnp.take_along_axis(table, codes, axis=1)
 
 
 def quantize(values: jax.Array) -> tuple[jax.Array, jax.Array]:
