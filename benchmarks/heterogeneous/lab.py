@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from jaxsparse.collectives import make_collective
-from jaxsparse.flatten import flatten
 from jaxsparse.partial.controller import Group
+from jaxsparse.sparse.flatten import flatten
 from jaxsparse.types import Cost
 
 Pace = Callable[[np.random.Generator], float]

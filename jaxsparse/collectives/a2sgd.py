@@ -13,10 +13,9 @@ from typing import Literal, Self
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import flatten
 from jaxsparse.collectives._base import Collective, replace_fields
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.sparse import bitset
+from jaxsparse.sparse import bitset, flatten
 from jaxsparse.sparse.sums import ordered_sum
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 

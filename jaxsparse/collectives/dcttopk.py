@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import flatten, sparse
+from jaxsparse import sparse
 from jaxsparse.collectives._base import replace_fields
 from jaxsparse.collectives.chunktopk import ChunkTopk
+from jaxsparse.sparse import flatten
 from jaxsparse.sparse.sums import round_mantissa
 from jaxsparse.types import Comm, Reduced, State
 

@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import flatten
 from jaxsparse.collectives._base import Collective, replace_fields
 from jaxsparse.comm import all_reduce_cost
+from jaxsparse.sparse import flatten
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State, saturated, saturated_sum
 
 
@@ -69,7 +69,7 @@ class PowerSGD(Collective):
     seed: of the first factors, and of random directions, 0 … 2³² − 1.
 
   Raises:
-    ValueError: for a rank or a seed outside its choices; when used, for a state of other leaves or of another rank.
+    ValueError: for a rank or a seed outside its choices.
 
   Example:
     A matrix of rank 1 arrives whole:
@@ -117,7 +117,6 @@ class PowerSGD(Collective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, factors = grads.size, state.shared
-    self._check(factors, n)
     acc = grads + state.residual
     matrices, others = self._split(acc)
     key, to_left = jax.random.fold_in(jax.random.key(self.seed), factors.step + 1), factors.step % 2 == 0
@@ -133,16 +132,6 @@ class PowerSGD(Collective):
     residual = acc - self._join(own, others)
     state = state._replace(residual=residual, shared=after._replace(step=factors.step + 1))
     return Reduced(self._join(total, summed), state, Counters(words, words, selected=n, delivered=n))
-
-  def _check(self, factors: Factors, n: int) -> None:
-    """Raises ValueError for the state of other leaves, or of another rank."""
-    found = [factor.shape for factor in factors.right]
-    wanted = [(matrix[1], self.rank) for _, matrix in self._layout(n) if matrix]
-    if found != wanted:
-      raise ValueError(
-        f"{self.name}: the state has right factors of shapes {found}, rank {self.rank} of leaves of shapes "
-        f"{self.leaves} needs {wanted}: make one with js.init or js.convert"
-      )
 
   def _layout(self, n: int) -> list[tuple[int, tuple[int, int] | None]]:
     """The entries of each leaf, and its matrix (a, b), None for a leaf that is sent as it is."""

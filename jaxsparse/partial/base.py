@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse.flatten import flatten
 from jaxsparse.partial.messages import Says
+from jaxsparse.sparse.flatten import flatten
 
 REFUSALS = 10  # so many models of one worker in succession that are not finite raise an error
 

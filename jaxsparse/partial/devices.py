@@ -26,10 +26,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
-from jaxsparse.flatten import flatten
 from jaxsparse.partial.base import BaseWorker, check_start
 from jaxsparse.partial.controller import Controller, Group
 from jaxsparse.partial.messages import Says
+from jaxsparse.sparse.flatten import flatten
 
 _AXIS = "group"
 _SPLIT = PartitionSpec(_AXIS)

@@ -22,13 +22,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsparse.flatten import flatten
 from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial import messages, saving, sockets
 from jaxsparse.partial.base import BaseWorker, check_start
 from jaxsparse.partial.messages import Kind, Piece, Says, Signal
 from jaxsparse.partial.sockets import Keys, zmq
 from jaxsparse.partial.worker_protocol import Event, Model, Request, Unreachable, WorkerProtocol
+from jaxsparse.sparse.flatten import flatten
 
 RECONNECT = 60.0  # seconds that a worker tries to reach a controller that has been silent for its limit
 _LAST_WORDS = 1000  # milliseconds that a leaving worker waits for BYE to be sent: the server may be dead

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse._compat import AxisName
-from jaxsparse.flatten import leaf_shapes
+from jaxsparse.sparse.flatten import leaf_shapes
 from jaxsparse.train.engine import Engine, engine_of
 from jaxsparse.train.residual_rows import Residual, carry_over, gather, homes_of, put_like, residuals_of
 from jaxsparse.train.starting import check_state, place_state

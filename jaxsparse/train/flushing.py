@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxsparse import flatten
 from jaxsparse._compat import AxisName
 from jaxsparse.comm.one_at_a_time import dispatch
+from jaxsparse.sparse import flatten
 from jaxsparse.train.engine import engine_of
 from jaxsparse.train.starting import check_state
 from jaxsparse.transform import checks

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsparse.flatten import leaf_shapes
+from jaxsparse.sparse.flatten import leaf_shapes
 from jaxsparse.train.engine import Engine, put_global
 from jaxsparse.transform.state import ReduceState, devices_of, join_groups, split_groups
 from jaxsparse.types import Counters

@@ -9,7 +9,7 @@ import optax
 
 from jaxsparse import _compat
 from jaxsparse.comm import AxisComm
-from jaxsparse.flatten import leaf_shapes, leaves_by_name
+from jaxsparse.sparse.flatten import leaf_shapes, leaves_by_name
 from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import LocalState, ReduceState, checksum_of, devices_of, local_states, reduce_states
 from jaxsparse.types import Comm

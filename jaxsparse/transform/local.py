@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import flatten
 from jaxsparse.collectives._base import check_whole
+from jaxsparse.sparse import flatten
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import flatten
+from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import ReduceState, join_groups, split_groups

@@ -24,9 +24,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsparse import _compat, flatten
+from jaxsparse import _compat
 from jaxsparse._compat import names_of
 from jaxsparse.comm import axes_of
+from jaxsparse.sparse import flatten
 from jaxsparse.transform.groups import Group
 from jaxsparse.types import Comm
 

@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxsparse import _compat, flatten, sparse
+from jaxsparse import _compat, sparse
 from jaxsparse.collectives import Collective
 from jaxsparse.comm import axes_of, comm_of
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.select import ordering
 from jaxsparse.select.accumulator import materialize
+from jaxsparse.sparse import flatten
 from jaxsparse.transform import checks
 from jaxsparse.transform.groups import Assignment, Group, Method, Shapes, Special, assign_collectives, groups_of
 from jaxsparse.transform.metrics import count_idle_step, count_step

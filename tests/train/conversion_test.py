@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse.flatten import leaf_shapes
+from jaxsparse.sparse.flatten import leaf_shapes
 from jaxsparse.transform.groups import Method, assign_collectives, groups_of
 from jaxsparse.transform.shards import Shards
 from jaxsparse.transform.state import Layout, is_reduce_state

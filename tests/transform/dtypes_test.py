@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxsparse as js
-from jaxsparse import flatten
+from jaxsparse.sparse import flatten
 from tests.cases import normals, sim, start
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.flatten import leaf_shapes
+from jaxsparse.sparse.flatten import leaf_shapes
 from jaxsparse.transform.groups import Bundle, assign_collectives, groups_of, split_k
 from tests.cases import mesh_of
 
