@@ -61,7 +61,8 @@ class Writer(NamedTuple):
     """
     message, errors = self.encode(row, number)
     words = saturated(words_of(self.codec, comm.size, row.indices.size), jnp.uint32)
-    return self.gather(comm, message), self._lost(errors, slots), words
+    lost = [sparse.resize(errors, slots, self.codec.length)] if self.codec.rounds else []
+    return self.gather(comm, message), lost, words
 
   def exchange_rows(self, comm: Comm, rows: Sparse, number: int, slots: int) -> tuple[Sparse, list[Sparse], jax.Array]:
     """Sends row w of entries, [P, c], to worker w as message `number` of this step.
@@ -72,10 +73,8 @@ class Writer(NamedTuple):
     """
     message, errors = self.encode(rows, number)
     words = saturated_product(self.codec.words(1, rows.indices.shape[1]), comm.size - 1)
-    return self.codec.decode(exchange(comm, message)), self._lost(errors, slots), words
-
-  def _lost(self, errors: Sparse, slots: int) -> list[Sparse]:
-    return [sparse.resize(errors, slots, self.codec.length)] if self.codec.rounds else []
+    lost = [sparse.resize(errors, slots, self.codec.length)] if self.codec.rounds else []
+    return self.codec.decode(exchange(comm, message)), lost, words
 
   def words_used(self, entries: jax.Array, capacity: int) -> jax.Array:
     """Words of `entries` i32[] entries, u32[]: their share of a message of `capacity` slots."""

@@ -197,7 +197,7 @@ def search_among(
     if least is not None:
       chosen &= keys >= least[:, None]
     found = append(jnp.full((rows.size, k), length, jnp.int32), jnp.zeros_like(rows), chosen, indices)
-    return found if least is not None else jax.lax.cond((reached < k).any(), add_zeros, lambda found: found, found)
+    return found if least is not None else jax.lax.cond((reached < k).any(), add_zeros, jnp.asarray, found)
 
   def add_zeros(found: jax.Array) -> jax.Array:
     """Fills rows of fewer than k non-zero entries with zeros of the lowest indices; these are among the first k."""

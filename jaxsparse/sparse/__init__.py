@@ -4,8 +4,9 @@ Array shapes are static and numbers of entries are not, so a row may have empty 
 scatter drops, and value 0. Sums add rows in their order, not in the order of arrival, so that every worker computes the
 same bits (Law R).
 
-Beside this module: `flatten`, a gradient pytree as one vector; `bitset`, sets of indices, one bit per index; `codec`, what a message looks like, with the formats
-of its values in `values` and `two_bit`; `sums`, floating-point sums with reproducible bits.
+Beside this module: `flatten`, a gradient pytree as one vector; `bitset`, sets of indices, one bit per index; `codec`,
+what a message looks like, with the formats of its values in `values` and `two_bit`; `sums`, floating-point sums with
+reproducible bits.
 """
 
 from collections.abc import Sequence
