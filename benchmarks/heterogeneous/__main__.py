@@ -11,8 +11,7 @@ partial reduce as the paper describes it, where the weight of iterations that no
 
 --parts chooses what is measured:
 
-    levels    Table 1 at --levels; ρ of the groups against Figure 4; Figure 8, partial reduce over P at the lowest
-              level; Figures 7 (a) and 3, accuracy over time and what each worker does (heterogeneous.png, timeline.png)
+    levels    Table 1 at --levels; ρ of the groups against Figure 4; Figure 8, partial reduce over P at the lowest level
     tail      Figure 9: --tail_workers workers whose step times have a heavy tail, that of a cluster shared with others
     scale     Figure 11: the same step times, --scale workers, speed-ups over one worker
     decay     --decays as the α of dynamic weights, P = 3, at the highest level
@@ -21,10 +20,8 @@ partial reduce as the paper describes it, where the weight of iterations that no
 Rows are added to --results; --parts=none makes the tables of that file.
 
 Examples:
-  python -m benchmarks.heterogeneous
   python -m benchmarks.heterogeneous --levels=3 --methods=allreduce,dynamic:3,dynamic:5,dynamic:3:0.9 --seed=0
   python -m benchmarks.heterogeneous --parts=tail,scale --limit=4000
-  python -m benchmarks.heterogeneous --parts=decay --folds=5 --seed=0
   python -m benchmarks.heterogeneous --parts=none --results=benchmarks/results/heterogeneous.json
   python -m benchmarks.heterogeneous --json | jq '.rows[] | [.environment.level, .label, .seconds]'
 """
@@ -65,7 +62,6 @@ _FOLDS = flags.DEFINE_integer(
   "folds", 1, "Folds of cross-validation, each tested from each seed; 1 for one of five.", 1
 )
 _RESULTS = flags.DEFINE_string("results", None, "A file to which rows are added, and from which the tables are made.")
-_REPORT_DIR = entry.define_report_dir("the figures")
 _JSON = entry.define_json()
 
 _TAIL = 1.2  # jitter of tail and scale: log-normal step times with a heavy tail
@@ -131,11 +127,8 @@ _MAKERS = {"levels": _levels, "tail": _tail, "scale": _scale, "decay": _decay, "
 entry.require(_PARTS, lambda parts: set(parts) <= {*_MAKERS, "none"}, f"from {', '.join(_MAKERS)}, or none")
 
 
-def _measure(cases: Sequence[Case], kept: dict[tuple, Row], console: rich.console.Console) -> tables.Runs:
-  """Adds the rows of cases to those that are kept; returns the runs of each method and environment.
-
-  There is one run for each seed and fold; what several parts ask for is run once.
-  """
+def _measure(cases: Sequence[Case], kept: dict[tuple, Row], console: rich.console.Console) -> None:
+  """Adds the rows of cases to those that are kept; what several parts ask for is run once for each seed and fold."""
   settings = virtual.Settings(_WORKERS.value, _LEARNING_RATE.value, _TARGET.value, _LIMIT.value, _FOLDS.value)
   seeds, bench = list(itertools.product(_SEED.value, range(settings.folds))), Bench(settings)
   runs: dict[tuple[str, Environment], list[Simulation]] = {}
@@ -146,7 +139,6 @@ def _measure(cases: Sequence[Case], kept: dict[tuple, Row], console: rich.consol
     kept[case.key] = virtual.make_row(case.part, method, where, settings, runs[method.label, where])
     if _RESULTS.value:
       report.keep(pathlib.Path(_RESULTS.value), {}, {"rows": report.rounded(list(kept.values()))})
-  return runs
 
 
 def main() -> None:
@@ -158,7 +150,8 @@ def main() -> None:
   path = pathlib.Path(_RESULTS.value or "")
   former = virtual.from_json(json.loads(path.read_text())["rows"]) if path.is_file() else []
   kept: dict[tuple, Row] = {(one.part, one.label, one.environment): one for one in former}
-  runs = _measure(cases, kept, console) if cases else {}
+  if cases:
+    _measure(cases, kept, console)
   shown = {case.key for case in cases}
   rows = [one for key, one in kept.items() if _RESULTS.value or key in shown]
   if not rows:
@@ -166,29 +159,14 @@ def main() -> None:
   for part, title in tables.PARTS.items():
     for own in tables.group_by_environment(one for one in rows if one.part == part):
       console.print(tables.table(own, title))
-  rhos = tables.figure_4() if "levels" in _PARTS.value else []
-  for one in rhos:
-    shares = f"the slowest is in {one.share:.2f} of the groups ({one.paper_share:.2f})"
-    console.print(f"Figure 4, {one.what}: ρ is {one.rho:.3f} (there {one.paper:g}), {shares}", highlight=False)
+  rhos = tables.figure_4() if "levels" in _PARTS.value else {}
   if speed_ups := tables.speed_ups(rows):
     console.print(tables.scale_table(speed_ups))
-  if runs and "levels" in _PARTS.value:
-    _draw(runs)
-  now = {one.what: one.rho for one in rhos} | tables.paper_cells(rows)
-  console.print(papers.beside(papers.of("heterogeneous"), now))
+  console.print(papers.beside(papers.of("heterogeneous"), rhos | tables.paper_cells(rows)))
   reached = tables.goals(rows)
   report.say(reached, console)
   if _JSON.value:
     report.print_json({"rows": report.rounded(rows), "figure_4": rhos, "goals": reached})
-
-
-def _draw(runs: tables.Runs) -> None:
-  """Draws the figures of the runs at the highest level."""
-  folder, worst = pathlib.Path(_REPORT_DIR.value), _environment(max(_LEVELS.value))
-  shown = {label: own[0] for (label, where), own in runs.items() if where == worst and label in _METHODS.value}
-  tables.draw_curves(shown, worst, _TARGET.value, folder / "heterogeneous.png")
-  chosen = {label: run for label, run in shown.items() if label in ("allreduce", "eager", "constant:3")}
-  tables.draw_timeline(chosen or dict([*shown.items()][:1]), worst, folder / "timeline.png")
 
 
 if __name__ == "__main__":

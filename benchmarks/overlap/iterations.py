@@ -78,13 +78,6 @@ def row(model: str, plan: js.overlap.Plan) -> Row:
   return Row(model, plan.kind, len(plan.groups), at_once, seconds, plan.exposed, measured, speed_up, bound_of(model))
 
 
-def start_up_of_wfbp(model: str, beta: float) -> float:
-  """The α that would explain the paper's WFBP, which is bound by sending from the first gradient on; `beta` is β."""
-  times, sizes = layers_of(model)
-  sending = PAPER[model].seconds["wfbp"] - PAPER[model].forward - times[-1]
-  return (sending - beta * sum(sizes)) / len(sizes)
-
-
 def measured(rows: list[Row]) -> dict[str, float]:
   """The cells of the paper's tables that were predicted, by their names."""
   found: dict[str, float] = {}

@@ -6,7 +6,7 @@ import jaxsparse as js
 from benchmarks import report
 from benchmarks.overlap import hiding
 from benchmarks.overlap.contention import Curve
-from benchmarks.overlap.iterations import PAPER, WORKERS, Row, bound_of, layers_of, start_up_of_wfbp
+from benchmarks.overlap.iterations import PAPER, WORKERS, Row
 
 
 def table(rows: list[Row], link: js.overlap.Link, ways: int) -> rich.table.Table:
@@ -25,19 +25,6 @@ def table(rows: list[Row], link: js.overlap.Link, ways: int) -> rich.table.Table
   heads = ["network", "plan", "sent", "at once", "s", "paper", "± %", "exposed s", "paper", "wfbp / this", "paper"]
   title = f"seconds an iteration, {WORKERS} workers, {setting}: predicted, and by the paper"
   return report.table(title, [*heads, "S", "S_max"], lines, text=2)
-
-
-def network_table(models: list[str], beta: float) -> rich.table.Table:
-  """The inputs of the predictions: the networks, and the paper's figures for them."""
-  lines = []
-  for model in models:
-    paper, (_, sizes) = PAPER[model], layers_of(model)
-    counts = f"{len(sizes)}", f"{sum(sizes) / 4:,.0f}", f"{sum(size < 8192 for size in sizes)}"
-    seconds = f"{paper.forward:.3f}", f"{paper.backward:.3f}"
-    start_up = report.milliseconds(start_up_of_wfbp(model, beta), 2)
-    lines.append([model, *counts, *seconds, f"{bound_of(model):.1f}", f"{paper.bound:.1f}", start_up])
-  heads = "network", "tensors", "parameters", "< 8 kB", "forward s", "backward s", "S_max", "paper", "α of WFBP, ms"
-  return report.table("the networks, and the paper's figures for them", heads, lines)
 
 
 def lab_table(setting: hiding.Setting, rows: list[hiding.Measured]) -> rich.table.Table:

@@ -154,10 +154,10 @@ def test_rho_is_that_of_figure_4():
 benchmark = functools.partial(commands.run, "benchmarks.heterogeneous")
 
 
-def test_tables_figures_and_goals(tmp_path):
+def test_tables_and_goals():
   methods = "--methods=allreduce,initial:2"
   small = ("--workers=4", "--levels=1,3", "--sweep=2", "--seed=0", "--target=0.8", "--learning_rate=0.1", "--limit=60")
-  done = benchmark(methods, *small, f"--report_dir={tmp_path}", "--json")
+  done = benchmark(methods, *small, "--json")
   assert done.returncode == 0, done.stderr[-2000:]
   result = json.loads(done.stdout)
   rows = {(row["label"], row["environment"]["level"]): row for row in result["rows"] if row["part"] == "levels"}
@@ -167,14 +167,12 @@ def test_tables_figures_and_goals(tmp_path):
   assert 0 < rows["initial:2", 3]["rho"] < 1
   assert rows["allreduce", 3]["rho"] is None
   assert [row["label"] for row in result["rows"] if row["part"] == "sweep"] == ["constant:2"]
-  even, slow = result["figure_4"]
-  assert even["rho"] == pytest.approx(0.5, abs=0.05)
-  assert slow["rho"] > even["rho"] + 0.05
+  even, slow = result["figure_4"].values()
+  assert even == pytest.approx(0.5, abs=0.05)
+  assert slow > even + 0.05
   assert (
     "goal: dynamic partial reduce (P = 3) ≥ 1.48 × as fast as all-reduce at HL = 3, simulated: not meas" in done.stderr
   )
-  for name in ("heterogeneous", "timeline"):
-    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
 SETTINGS = virtual.Settings(8, 0.1, 0.8, 60.0)
@@ -217,9 +215,9 @@ def test_rows_outlive_json_and_give_the_papers_cells():
 def test_every_part_is_kept_and_made_again_from_the_file(tmp_path):
   small = ("--workers=4", "--levels=1", "--seed=0", "--limit=3", "--scale=1,4", "--tail_workers=4", "--decays=0.5")
   kept = f"--results={tmp_path / 'rows.json'}"
-  done = benchmark("--parts=tail,scale,decay,links", *small, kept, f"--report_dir={tmp_path}")
+  done = benchmark("--parts=tail,scale,decay,links", *small, kept)
   assert done.returncode == 0, done.stderr[-2000:]
-  again = benchmark("--parts=none", kept, f"--report_dir={tmp_path}", "--json")
+  again = benchmark("--parts=none", kept, "--json")
   rows = json.loads(again.stdout)["rows"]
   assert rows == json.loads((tmp_path / "rows.json").read_text())["rows"]
   assert {one["part"] for one in rows} == {"tail", "scale", "decay", "links"}

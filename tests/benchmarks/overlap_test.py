@@ -1,7 +1,6 @@
 """The paper's setting on paper: real layers, and the numbers that the paper's own tables say."""
 
 import functools
-import itertools
 import json
 import os
 import shutil
@@ -11,7 +10,7 @@ import pytest
 
 import jaxsparse as js
 from benchmarks import workers
-from benchmarks.overlap import architectures, contention, hiding, iterations, report, runtime, timelines
+from benchmarks.overlap import architectures, contention, hiding, iterations, report, runtime
 from tests.benchmarks import commands
 from tests.cases import mesh_of
 
@@ -35,8 +34,8 @@ def test_the_networks_are_the_real_ones(model):
   assert iterations.bound_of(model) == pytest.approx(iterations.PAPER[model].bound, abs=0.06)
 
 
-def test_rows_as_a_table_a_figure_and_json(tmp_path):
-  done = benchmark("--model=bert_base", "--plan=single,wfbp,mg_wfbp,asc_wfbp", f"--report_dir={tmp_path}", "--json")
+def test_rows_as_a_table_and_json():
+  done = benchmark("--model=bert_base", "--plan=single,wfbp,mg_wfbp,asc_wfbp", "--json")
   assert done.returncode == 0, done.stderr[-2000:]
   rows = {row["plan"]: row for row in json.loads(done.stdout)}
   assert rows["wfbp"]["groups"] == 206
@@ -46,7 +45,6 @@ def test_rows_as_a_table_a_figure_and_json(tmp_path):
   computing = one.forward + one.backward
   assert rows["single"]["seconds"] == pytest.approx(computing + 1.4e-3 + 1.7e-9 * 4 * 110_106_428)
   assert rows["single"]["speed_up"] == pytest.approx(32 * computing / rows["single"]["seconds"])
-  assert (tmp_path / "overlap_bert_base.png").stat().st_size > 10_000
   for row in rows.values():
     assert row["exposed"] == pytest.approx(row["seconds"] - computing)
   assert "S_max" in done.stderr
@@ -91,22 +89,6 @@ def test_contention_in_the_lab():
 def test_a_plan_that_leads_elsewhere_is_no_row():
   with pytest.raises(RuntimeError, match="parameters of a plan are 1.0e\\+00 from those of a plain all-reduce"):
     hiding._check_same([jnp.zeros(2)], [jnp.ones(2)])
-
-
-def test_a_figure_shows_every_layer_and_communication_where_the_plan_says():
-  layers = [0.2, 0.1, 0.1], [2e5, 1e6, 2e6]
-  wfbp, asc = (js.overlap.plan(kind, *layers, alpha=0.05, beta=1e-7, gamma=1.5) for kind in ("wfbp", "asc_wfbp"))
-  for plan, panel in zip((wfbp, asc), timelines.draw_plans(wfbp, asc).axes, strict=True):
-    backward, sent, start_ups = (
-      [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars] for bars in panel.containers
-    )
-    assert backward == [pytest.approx(x) for x in ((0, 100), (100, 200), (200, 400))]
-    assert sent == [pytest.approx((1e3 * one.start, 1e3 * one.end)) for one in plan.timeline]
-    assert start_ups == [pytest.approx((1e3 * one.start, 1e3 * one.start + 50)) for one in plan.timeline]
-    rows = [bar.get_y() for bar in panel.containers[1]]
-    for (a, row), (b, other) in itertools.combinations(zip(plan.timeline, rows, strict=True), 2):
-      assert row != other or a.end <= b.start
-    assert (len(set(rows)) > 1) == (plan is asc)
 
 
 def test_what_a_runtime_overlaps_is_measured():
