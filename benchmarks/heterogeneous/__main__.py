@@ -29,8 +29,7 @@ Examples:
 import itertools
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import rich.console
 import rich.progress
@@ -58,9 +57,7 @@ _TARGET = flags.DEFINE_float("target", 0.97, "Test accuracy to reach.")
 _LIMIT = flags.DEFINE_float("limit", 600, "Seconds of virtual time after which a method counts as not reaching it.")
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, _RATE_HELP)
 _SEED = entry.define_seeds([0, 1, 2])
-_FOLDS = flags.DEFINE_integer(
-  "folds", 1, "Folds of cross-validation, each tested from each seed; 1 for one of five.", 1
-)
+_FOLDS = flags.DEFINE_integer("folds", 1, "Folds of cross-validation, tested from each seed; 1 for one of five.", 1)
 _RESULTS = flags.DEFINE_string("results", None, "A file to which rows are added, and from which the tables are made.")
 _JSON = entry.define_json()
 
@@ -70,73 +67,65 @@ entry.require(_SCALE, lambda sizes: not {2, 3} & set(sizes), "1, or at least 4: 
 entry.require(_LIMIT, lambda limit: limit > 0, "more than 0")
 
 
-class Case(NamedTuple):
-  """What to measure, and for which part."""
-
-  part: str
-  environment: Environment
-  method: Method
-
-  @property
-  def key(self) -> tuple[str, str, Environment]:
-    """That of the row."""
-    return self.part, self.method.label, self.environment
+Cases = dict[tuple[str, str, Environment], Method]  # by part, label and where: the key of a row
 
 
 def _environment(level: int, slow_links: int = 0) -> Environment:
   return Environment(_WORKERS.value, level, slow_links=slow_links, occupancy=_OCCUPANCY.value)
 
 
-def _cases(part: str, where: Environment, labels: Iterable[str]) -> list[Case]:
-  return [Case(part, where, virtual.parse_method(label, where.workers)) for label in dict.fromkeys(labels)]
+def _cases(part: str, where: Environment, labels: Iterable[str]) -> Cases:
+  return {(part, label, where): virtual.parse_method(label, where.workers) for label in labels}
 
 
-def _levels() -> list[Case]:
-  cases = [case for level in _LEVELS.value for case in _cases("levels", _environment(level), _METHODS.value)]
-  return cases + _cases("sweep", _environment(min(_LEVELS.value)), [f"constant:{size}" for size in _SWEEP.value])
+def _levels() -> Cases:
+  cases = _cases("sweep", _environment(min(_LEVELS.value)), [f"constant:{size}" for size in _SWEEP.value])
+  for level in _LEVELS.value:
+    cases |= _cases("levels", _environment(level), _METHODS.value)
+  return cases
 
 
-def _tail() -> list[Case]:
+def _tail() -> Cases:
   labels = "allreduce", "backup", "adpsgd", "asp", "constant:4", "dynamic:4"
   return _cases("tail", Environment(_TAIL_WORKERS.value, jitter=_TAIL), labels)
 
 
-def _scale() -> list[Case]:
-  cases = []
+def _scale() -> Cases:
+  cases: Cases = {}
   for size in _SCALE.value:
     where = Environment(size, jitter=_TAIL)
-    cases += _cases("scale", where, ["allreduce"])
+    cases |= _cases("scale", where, ["allreduce"])
     if size > 1:
-      cases.append(Case("scale", where, Method("backup", "backup", {"backups": size // 4})))  # as in the paper
-      cases += _cases("scale", where, ["constant:4", "dynamic:4"])
+      cases["scale", "backup", where] = Method("backup", {"backups": size // 4})  # as in the paper
+      cases |= _cases("scale", where, ["constant:4", "dynamic:4"])
   return cases
 
 
-def _decay() -> list[Case]:
+def _decay() -> Cases:
   labels = [f"{name}:3:{alpha}" for name in ("dynamic", "initial") for alpha in _DECAYS.value]
   return _cases("decay", _environment(max(_LEVELS.value)), labels)
 
 
-def _links() -> list[Case]:
+def _links() -> Cases:
   labels = "allreduce", "backup", "adpsgd", "asp", "constant:3", "dynamic:3"
-  places = [_environment(level, slow_links=2) for level in (1, max(_LEVELS.value))]
-  return [case for where in places for case in _cases("links", where, labels)]
+  alone, beside = (_environment(level, slow_links=2) for level in (1, max(_LEVELS.value)))
+  return _cases("links", alone, labels) | _cases("links", beside, labels)
 
 
 _MAKERS = {"levels": _levels, "tail": _tail, "scale": _scale, "decay": _decay, "links": _links}
 entry.require(_PARTS, lambda parts: set(parts) <= {*_MAKERS, "none"}, f"from {', '.join(_MAKERS)}, or none")
 
 
-def _measure(cases: Sequence[Case], kept: dict[tuple, Row], console: rich.console.Console) -> None:
+def _measure(cases: Cases, kept: dict[tuple, Row], console: rich.console.Console) -> None:
   """Adds the rows of cases to those that are kept; what several parts ask for is run once for each seed and fold."""
   settings = virtual.Settings(_WORKERS.value, _LEARNING_RATE.value, _TARGET.value, _LIMIT.value, _FOLDS.value)
   seeds, bench = list(itertools.product(_SEED.value, range(settings.folds))), Bench(settings)
   runs: dict[tuple[str, Environment], list[Simulation]] = {}
-  for case in rich.progress.track(cases, "simulating", console=console):
-    where, method = case.environment, case.method
-    if (method.label, where) not in runs:
-      runs[method.label, where] = [bench.simulate(method, where, seed, fold) for seed, fold in seeds]
-    kept[case.key] = virtual.make_row(case.part, method, where, settings, runs[method.label, where])
+  for key in rich.progress.track(cases, "simulating", console=console):
+    part, label, where = key
+    if (label, where) not in runs:
+      runs[label, where] = [bench.simulate(cases[key], where, seed, fold) for seed, fold in seeds]
+    kept[key] = virtual.make_row(part, label, where, settings, runs[label, where])
     if _RESULTS.value:
       report.keep(pathlib.Path(_RESULTS.value), {}, {"rows": report.rounded(list(kept.values()))})
 
@@ -146,14 +135,15 @@ def main() -> None:
   console = workers.make_console(stderr=_JSON.value)
   if max(_LEVELS.value) > _WORKERS.value:
     raise ValueError(f"--levels={max(_LEVELS.value)}, choose 1 … {_WORKERS.value}, the number of workers")
-  cases = [case for part in _PARTS.value if part != "none" for case in _MAKERS[part]()]
+  cases: Cases = {}
+  for part in _PARTS.value:
+    cases |= _MAKERS[part]() if part != "none" else {}
   path = pathlib.Path(_RESULTS.value or "")
   former = virtual.from_json(json.loads(path.read_text())["rows"]) if path.is_file() else []
   kept: dict[tuple, Row] = {(one.part, one.label, one.environment): one for one in former}
   if cases:
     _measure(cases, kept, console)
-  shown = {case.key for case in cases}
-  rows = [one for key, one in kept.items() if _RESULTS.value or key in shown]
+  rows = list(kept.values())
   if not rows:
     raise ValueError("--parts=none needs --results, a file with rows")
   for part, title in tables.PARTS.items():

@@ -97,7 +97,7 @@ def paper_cells(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def figure_4(groups: int = 1000) -> dict[str, float]:
-  """ρ in the two environments of Figure 4, N = 3 and P = 2, with step times drawn."""
+  """ρ in both environments of Figure 4, N = 3 and P = 2, and in what part of the groups the slowest worker is."""
   found = {}
   for what, slow in (("homogeneous", 1.0), ("one twice as slow", 2.0)):
     paces = [*shared_paces(2, 1), *shared_paces(1, 1, seconds=slow)]
@@ -105,6 +105,7 @@ def figure_4(groups: int = 1000) -> dict[str, float]:
     lab = Lab(lambda x, batch: jnp.sum(x * batch), jnp.zeros(1), batches, paces, optax.identity())
     run = lab.run(make_method("constant", lab, group_size=2), seconds=groups * 2 / (2 + 1 / slow))
     found[what] = rho(run.groups, 3)
+    found[f"{what}, slowest"] = sum(2 in group.members for group in run.groups) / len(run.groups)
   return found
 
 
