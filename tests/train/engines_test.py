@@ -76,15 +76,6 @@ def test_every_collective_gives_the_same_bits(tmp_path, engine, ranks, names, mo
   run("equality", engine, ranks, file, *more)
 
 
-@pytest.mark.parametrize("engine", [row("processes", quick=True), row("mpi")])
-def test_parameters_that_differ_between_processes_are_named(tmp_path, engine):
-  run("differing", engine, 3, tmp_path)
-  for rank in range(3):
-    assert "params['b'] differs between processes: processes 1, 2 and process 0" in (tmp_path / f"2-{rank}").read_text()
-    assert "params: those of process 1 have other names, shapes" in (tmp_path / f"1-{rank}").read_text()
-    assert "argument ['rng'] differs between processes: processes 1, 2 and" in (tmp_path / f"key-{rank}").read_text()
-
-
 def test_metrics_that_one_process_alone_asks_for(tmp_path):
   run("lonely", "processes", 2, tmp_path)
   assert "call it on every process, not only where jax.process_index() == 0" in (tmp_path / "0").read_text()

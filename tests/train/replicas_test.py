@@ -78,6 +78,9 @@ NAMED = {  # what the error says of each difference, on both ranks
   "batch type": r"`batch is float32\[\d, 9\]` on process 0, and `batch is bfloat16\[\d, 9\]` on process 1",
   "accumulate": r"accumulate': 1.* on process 0, and .*accumulate': 2.* on process 1",
   "donate": r"donate': True.* on process 0, and .*donate': False.* on process 1",
+  "values of params": r"params\['b'\] differs between processes: process 1 and process 0 give other values",
+  "names of params": r"params: those of process 1 have other names, shapes or dtypes than those of process 0",
+  "random key": r"argument \['rng'\] differs between processes: process 1 and process 0",
 }
 
 
