@@ -15,6 +15,7 @@ import optax
 
 import jaxsparse as js
 from jaxsparse import launch
+from jaxsparse.train import replicas
 from jaxsparse.train.engine import engine_of, local_shard
 from jaxsparse.train.starting import start_workers
 from jaxsparse.transform.update import init_state, reduce_step
@@ -192,7 +193,7 @@ TRANSFORMS = {
   "no momentum": lambda axis, me: _chain(axis, momentum=(0.5, None)[me]),
   "density": lambda axis, me: _chain(axis, density=(0.3, 0.5)[me]),
   "every": lambda axis, me: _own_steps(axis, every=(3, 5)[me]),
-  "outer rate": lambda axis, me: _own_steps(axis, rate=(0.5, 0.25)[me]),
+  "outer rate": lambda axis, me: _own_steps(axis, every=2, rate=(0.5, 0.25)[me]),
   "apply_residual": lambda axis, me: _own_steps(axis, apply_residual=(False, True)[me]),
 }
 OPTIONS = {
@@ -210,18 +211,18 @@ OPTIONS = {
 
 
 def different(engine_name: str, file: str) -> None:
-  """Two ranks that run other programs, and then the same; each writes the errors that it got."""
+  """Two ranks that run other programs, then the same, then others that nobody compares; each writes its errors."""
   where, axis, me = join(engine_name)
   cases = {name: {"tx": make(axis, me)} for name, make in TRANSFORMS.items()}
   cases |= {name: options[me] for name, options in OPTIONS.items()}
-  told = {}
-  for name, options in {**cases, "nothing": {}}.items():
+  told = {"across": _across(me) if engine_name == "processes" else []}
+  for name, options in {**cases, "nothing": {}, "not compared": cases["outer rate"]}.items():
+    if name == "not compared":
+      replicas.check_same = lambda *_: None
     try:
       _trained_alike(where, axis, me, engine_name, **options)
     except ValueError as error:
       told[name] = str(error).partition("; on this process they are ")[0]
-  if engine_name == "processes":
-    told["across"] = _across(me)
   pathlib.Path(file, f"{me}.json").write_text(json.dumps(told))
 
 
@@ -267,8 +268,6 @@ def _across(me):
 def one_sided(engine_name: str, file: str) -> None:
   """Rank 1 alone gives its third step another batch, while rank 0 goes on."""
   where, axis, me = join(engine_name)
-  from jaxsparse.train import replicas
-
   replicas._PATIENCE = 3.0
   tx, params = _chain(axis), {"w": jnp.zeros((9, 4))}
   state, step = js.init(tx, params, where), js.make_train_step(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), tx, where)
@@ -284,23 +283,7 @@ def one_sided(engine_name: str, file: str) -> None:
     jax.block_until_ready(metrics.loss)
 
 
-def outer_rates(engine_name: str, file: str) -> None:
-  """Two ranks whose programs nobody compares train with other outer rates: `step.check` finds what came of it."""
-  where, axis, me = join(engine_name)
-  from jaxsparse.train import replicas
-
-  replicas.check_same = lambda *_: None
-  told = []
-  rate = (0.5, 0.25)[me]
-  for tx in (_own_steps(axis, every=2, rate=rate), js.diloco(optax.sgd(0.1), axis, every=2, learning_rate=rate)):
-    try:
-      _trained_alike(where, axis, me, engine_name, tx)
-    except ValueError as error:
-      told.append(str(error))
-  pathlib.Path(file, f"{me}.json").write_text(json.dumps(told))
-
-
 if __name__ == "__main__":
   jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
-  programs = (equality, ends, quiet, different, one_sided, outer_rates, lonely, sharded, ways)
+  programs = (equality, ends, quiet, different, one_sided, lonely, sharded, ways)
   {program.__name__: program for program in programs}[sys.argv[1]](*sys.argv[2 : 6 if sys.argv[1] == "ends" else 4])
