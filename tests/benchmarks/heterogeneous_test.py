@@ -136,12 +136,8 @@ def test_a_message_takes_as_long_as_the_slowest_link_of_its_ends():
 
 
 def test_rho_is_that_of_figure_4():
-  for groups, expected in (
-    ([(0, 1), (1, 2), (0, 2)], 0.5),
-    ([(0, 1)] * 2 + [(1, 2), (0, 2)], 0.625),
-    ([(0, 1, 2)], 0),
-    ([(0, 1)], 1),
-  ):
+  pairs = [(0, 1), (1, 2), (0, 2)]
+  for groups, expected in ((pairs, 0.5), ([(0, 1), *pairs], 0.625), ([(0, 1, 2)], 0), ([(0, 1)], 1)):
     found = [Group(members, (1 / len(members),) * len(members), 1) for members in groups]
     assert virtual.rho(found, 3) == pytest.approx(expected, abs=1e-9)
 
@@ -166,9 +162,7 @@ def test_tables_and_goals():
   assert even == pytest.approx(0.5, abs=0.05)
   assert slow > even + 0.05
   assert slowest == pytest.approx(0.42, abs=0.01)  # as in benchmarks/paper_tables.toml
-  assert (
-    "goal: dynamic partial reduce (P = 3) ≥ 1.48 × as fast as all-reduce at HL = 3, simulated: not meas" in done.stderr
-  )
+  assert "1.48 × as fast as all-reduce at HL = 3, simulated: not measured" in done.stderr
 
 
 SETTINGS = virtual.Settings(8, 0.1, 0.8, 60.0)

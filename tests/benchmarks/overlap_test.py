@@ -5,14 +5,12 @@ import json
 import os
 import shutil
 
-import jax.numpy as jnp
 import pytest
 
 import jaxsparse as js
 from benchmarks import workers
-from benchmarks.overlap import architectures, contention, hiding, iterations, report, runtime
+from benchmarks.overlap import architectures, contention, hiding, iterations, report
 from tests.benchmarks import commands
-from tests.cases import mesh_of
 
 # Tensors as in Table III; parameters of the published models.
 SIZES = {
@@ -59,10 +57,10 @@ def test_a_lab_on_one_device_measures_what_it_plans():
   assert rows["wfbp, dense"].groups == lab.setting.tensors == 4
   assert rows["wfbp, dense"].predicted >= rows["mg_wfbp, dense"].predicted > rows["no communication"].seconds > 0
   exposed = list(report.lab_table(lab.setting, list(rows.values())).columns[5].cells)
-  assert exposed[1] == "0.0"
-  assert float(exposed[3]) == pytest.approx(
-    1e3 * (rows["wfbp, dense"].seconds - rows["no communication"].seconds), abs=0.1
-  )
+  seconds = rows["wfbp, dense"].seconds - rows["no communication"].seconds
+  assert (exposed[1], float(exposed[3])) == ("0.0", pytest.approx(1e3 * seconds, abs=0.1))
+  assert lab.setting.start_ups > 0
+  assert 0 <= lab.setting.hidden <= 1
 
 
 def test_two_all_reduces_at_once():
@@ -84,16 +82,3 @@ def test_contention_in_the_lab():
   longest = curve["points"][-1]
   assert longest["one"] > 0.9 * longest["size"] / curve["speed"]  # a link is no faster than its rate
   assert longest["two"] > 1.8 * longest["size"] / curve["speed"]
-
-
-def test_a_plan_that_leads_elsewhere_is_no_row():
-  with pytest.raises(RuntimeError, match="parameters of a plan are 1.0e\\+00 from those of a plain all-reduce"):
-    hiding._check_same([jnp.zeros(2)], [jnp.ones(2)])
-
-
-def test_what_a_runtime_overlaps_is_measured():
-  found = runtime.measure_runtime(mesh_of(2), repetitions=1)
-  assert found.start_ups > 0
-  assert 0 <= found.hidden <= 1
-  with pytest.raises(ValueError, match="one worker sends nothing"):
-    runtime.measure_runtime(mesh_of(1))
