@@ -152,14 +152,14 @@ def main() -> None:
       result["simulated"] += runs
       result["lost"].append(lost)
       report.keep(pathlib.Path(_REPORT_DIR.value) / "elastic.json", {}, result)
-  _report(result, pathlib.Path(_REPORT_DIR.value))
+  _report(result)
 
 
-def _report(result: dict[str, list[Any]], folder: pathlib.Path) -> None:
+def _report(result: dict[str, list[Any]]) -> None:
   """Prints the tables, and raises RuntimeError if gradients were lost where none should be."""
   for part in result:
     if result[part]:
-      print(f"{part}:\n{tables.elastic(part, folder)}\n")
+      print(f"{part}:\n{tables.elastic(part, _REPORT_DIR.value)}\n")
   complete = [run for run in (*result["runs"], *result["simulated"]) if not run.run.startswith("without")]
   if bad := [run for run in complete if run.lost > _ROUNDING]:
     raise RuntimeError(f"{bad[0].run}, seed {bad[0].seed}: {bad[0].lost:.1e} of the gradient is lost")
