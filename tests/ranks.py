@@ -21,6 +21,12 @@ from jaxsparse.train.starting import start_workers
 from jaxsparse.transform.update import init_state, reduce_step
 
 
+def run(program: str, engine: str, ranks: int, file: pathlib.Path, *more: str, limit: float = 240, devices: int = 1):
+  """Runs a program of this file on so many ranks."""
+  command = [sys.executable, __file__, program, engine, str(file), *more]
+  launch.run(command, ranks, engine, devices=devices, start_timeout=120, limit=limit)
+
+
 def join(engine: str):
   """(what js.init takes, the axis of a transform, the rank)."""
   if engine == "mpi":

@@ -1,8 +1,6 @@
 """The same collectives on every engine: devices, processes, MPI and the simulator give the same bits."""
 
 import json
-import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +9,14 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse import launch
 from jaxsparse.costs import counting
 from jaxsparse.train import simulation
 from jaxsparse.train.engine import engine_of
 from jaxsparse.transform.metrics import summary
 from tests.cases import CASES, DEFAULTS, assert_same_bits, averaged, mesh_of, normals, row, sim, start
-from tests.ranks import WAYS, trained
+from tests.ranks import WAYS, run, trained
 
-RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 STEPS, N = 2, 64
-
-
-def run(what, engine, ranks, file, *more):
-  command = [sys.executable, str(RANKS), what, engine, str(file), *more]
-  launch.run(command, ranks, engine, start_timeout=120, limit=240)
 
 
 def gradients(collective, workers, engine):

@@ -1,9 +1,7 @@
 """Values and programs that must be the same on all workers, and are not: every difference is found."""
 
 import json
-import pathlib
 import re
-import sys
 
 import hypothesis
 import hypothesis.extra.numpy as arrays
@@ -18,9 +16,8 @@ import jaxsparse as js
 from jaxsparse import launch
 from jaxsparse.train.replicas import hashed
 from tests.cases import mesh_of, normals, row
-from tests.ranks import OPTIONS, TRANSFORMS
+from tests.ranks import OPTIONS, TRANSFORMS, run
 
-RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 VALUES = normals(0, 64)
 
 
@@ -94,8 +91,7 @@ ACROSS = [  # where each worker has a device of both processes
 @pytest.mark.parametrize("engine", [row("processes", quick=True), row("mpi")])
 def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine):
   """Both the same; where nobody compares programs, `step.check` finds what came of them."""
-  command = [sys.executable, str(RANKS), "different", engine, str(tmp_path)]
-  launch.run(command, 2, engine, devices=2 if engine == "processes" else 1, start_timeout=120, limit=180)
+  run("different", engine, 2, tmp_path, devices=2 if engine == "processes" else 1)
   told, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
   assert told == other
   across, late = told.pop("across"), told.pop("not compared")
@@ -111,8 +107,7 @@ def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine)
 @pytest.mark.long
 def test_a_rank_that_alone_gives_another_batch_is_told(tmp_path):
   """The other one waits for it in its step, until the launcher ends the run."""
-  command = [sys.executable, str(RANKS), "one_sided", "processes", str(tmp_path)]
   with pytest.raises(launch.RunFailed, match="rank 1"):
-    launch.run(command, 2, start_timeout=120, limit=120)
+    run("one_sided", "processes", 2, tmp_path, limit=120)
   told = (tmp_path / "1").read_text()
   assert re.search(r"step of process 1 has arguments of other shapes .* here batch is float32\[4, 9\]$", told)
