@@ -1,15 +1,8 @@
 r"""Partial reduce beside seven other ways to train workers of different speeds, in virtual time: the paper's Table 1.
 
-Eight workers train an MLP on the digits. Gradients are real; a step of a worker takes a second of virtual time, give or
-take 10 %, and HL times as long for each of HL workers that share one accelerator (§5.2), or less with --occupancy. The
-run time is the virtual time until the mean of the models first has the --target accuracy on the test set, evaluated
-every half second. Everything is deterministic by seed; the tables show means over the seeds, and over the folds of
-cross-validation with --folds.
-
-"per update" is an average of a group or of all, or one step of the one model, as in the paper. "initial" is dynamic
-partial reduce as the paper describes it, where the weight of iterations that no worker is in goes to the initial model.
-
---parts chooses what is measured:
+Workers train an MLP on the digits. Gradients are real, time is virtual: a run ends when the mean of the models, evaluated
+every half second, has the --target accuracy on the test set. All is deterministic by seed; the tables show means over
+seeds and folds, and benchmarks/pages/stragglers.md explains their columns. --parts chooses what is measured:
 
     levels    Table 1 at --levels; ρ of the groups against Figure 4; Figure 8, partial reduce over P at the lowest level
     tail      Figure 9: --tail_workers workers whose step times have a heavy tail, that of a cluster shared with others
