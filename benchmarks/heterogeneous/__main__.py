@@ -1,8 +1,8 @@
 r"""Partial reduce beside seven other ways to train workers of different speeds, in virtual time: the paper's Table 1.
 
-Workers train an MLP on the digits. Gradients are real, time is virtual: a run ends when the mean of the models, evaluated
-every half second, has the --target accuracy on the test set. All is deterministic by seed; the tables show means over
-seeds and folds, and benchmarks/pages/stragglers.md explains their columns. --parts chooses what is measured:
+Workers train an MLP on the digits. Gradients are real, time is virtual: a run ends when the mean of the models,
+evaluated every half second, has the --target accuracy on the test set. All is deterministic by seed; the tables show
+means over seeds and folds, and benchmarks/pages/stragglers.md explains them. --parts chooses what is measured:
 
     levels    Table 1 at --levels; ρ of the groups against Figure 4; Figure 8, partial reduce over P at the lowest level
     tail      Figure 9: --tail_workers workers whose step times have a heavy tail, that of a cluster shared with others

@@ -3,7 +3,7 @@
 import pytest
 
 import jaxsparse as js
-from benchmarks import workers
+from benchmarks import papers, workers
 from benchmarks.overlap import architectures, contention, hiding, iterations, report
 from tests.benchmarks.commands import needs_lab, result_of
 
@@ -21,7 +21,8 @@ def test_the_networks_are_the_real_ones(model):
   tensors = architectures.MODELS[model]()
   assert (len(tensors), sum(tensor.entries for tensor in tensors)) == SIZES[model]
   assert sum(tensor.seconds for tensor in tensors) == pytest.approx(iterations.PAPER[model].backward, rel=0.6)
-  assert iterations.bound_of(model) == pytest.approx(iterations.PAPER[model].bound, abs=0.06)
+  bound = papers.number("ASC-WFBP", "Table V, S_max", f"{model} bound")
+  assert iterations.bound_of(model) == pytest.approx(bound, abs=0.06)
 
 
 def test_rows_as_a_table_and_json():
@@ -29,7 +30,6 @@ def test_rows_as_a_table_and_json():
   rows = {row["plan"]: row for row in found}
   assert rows["wfbp"]["groups"] == 206
   assert rows["asc_wfbp"]["seconds"] <= rows["mg_wfbp"]["seconds"] <= rows["wfbp"]["seconds"]
-  assert rows["asc_wfbp"]["measured"] == 0.924
   one = iterations.PAPER["bert_base"]
   computing = one.forward + one.backward
   assert rows["single"]["seconds"] == pytest.approx(computing + 1.4e-3 + 1.7e-9 * 4 * 110_106_428)
