@@ -1,20 +1,17 @@
 r"""Partial reduce really run beside all-reduce: processes on this machine, some of them slowed by sleeping, one killed.
 
 Every worker is a process that trains an MLP on the digits. A step takes 0.05 seconds of sleep on top of its
-arithmetic, which stands for the accelerator that this machine does not have, and three times as long at the --slow
-slowest. Three runs, one after the other:
+arithmetic, which stands for an accelerator, and three times as long at the --slow slowest. Three runs:
 
     all-reduce         js.make_train_step with dense gradients, processes of JAX over gloo
     partial reduce     js.partial.Worker, each at its own pace
-    one killed         the same; a fast worker is killed after half of the time that the run before took
+    one killed         partial reduce; a fast worker is killed after half of the time that the run before took
 
-Each counts seconds from when all workers have compiled and are ready, until worker 0's model has an accuracy of 0.96
-on the test set, which it looks at after each step.
+Seconds are from when all workers are ready, until worker 0's model has an accuracy of 0.96 on the test set.
 
 Examples:
   python -m benchmarks.straggling
-  python -m benchmarks.straggling --slow=1 --group_size=3 --weights=constant
-  python -m benchmarks.straggling --json | jq .runs
+  python -m benchmarks.straggling --slow=1 --json | jq .runs
 """
 
 import contextlib
@@ -44,8 +41,6 @@ from jaxsparse.launch.rank import START_TIMEOUT
 
 _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.")
 _SLOW = flags.DEFINE_integer("slow", 2, "How many of them are slow.")
-_GROUP_SIZE = flags.DEFINE_integer("group_size", 2, "Workers in a group of partial reduce.")
-_WEIGHTS = flags.DEFINE_enum("weights", "dynamic", ["constant", "dynamic"], "Of partial reduce.")
 _ROWS = flags.DEFINE_string("rows", None, "Write the outcome here and print nothing: how ranks tell who started them.")
 _JSON = entry.define_json()
 
@@ -146,8 +141,7 @@ def run_all_reduce() -> Outcome:
 
 def run_partial(run: str, kill_after: float | None = None) -> Outcome:
   """The whole run, every worker a process; worker 1 is killed after so many seconds."""
-  weights: Any = _WEIGHTS.value
-  server = js.partial.Server(js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value, weights))
+  server = js.partial.Server(js.partial.Controller(_WORKERS.value, 2, "dynamic"))
   threading.Thread(target=server.serve, daemon=True).start()
   context = multiprocessing.get_context("spawn")
   ready, ended = context.Barrier(_WORKERS.value + 1), context.RawValue("b", 0)
@@ -197,13 +191,11 @@ def main() -> None:
   console = workers.make_console(stderr=_JSON.value)
   if not 0 <= _SLOW.value <= _WORKERS.value - 2:
     raise ValueError(f"--slow={_SLOW.value}, choose 0 … {_WORKERS.value - 2}: two workers at least are fast")
-  js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value)  # raises ValueError for wrong flags
   outcomes = [run_all_reduce(), run_partial("partial reduce")]
   outcomes.append(run_partial("one killed", (outcomes[1].seconds or _LIMIT) / 2))
-  kind = f"groups of {_GROUP_SIZE.value}, {_WEIGHTS.value} weights"
   lines = [[one.run, report.number(one.seconds, ".1f"), f"{one.accuracy:.4f}", str(one.iterations)] for one in outcomes]
   heads = "run", f"seconds to {_TARGET:g}", "accuracy", "iterations of worker 0"
-  title = f"{_WORKERS.value} processes, {_SLOW.value} of them {_FACTOR:g} × as slow, {kind}"
+  title = f"{_WORKERS.value} processes, {_SLOW.value} of them {_FACTOR:g} × as slow, groups of 2, dynamic weights"
   console.print(report.table(title, heads, lines))
   reached = goals(outcomes)
   report.say(reached, console)

@@ -166,9 +166,9 @@ def runs(*names: str) -> str:
   return markdown(head, rows)
 
 
-def elastic(part: str) -> str:
+def elastic(part: str, folder: str = str(RESULTS)) -> str:
   """Trainings that lose a worker and gain two: `runs` in the lab, `simulated`, `recoveries`, or the residual `lost`."""
-  found = json.loads((RESULTS / "elastic.json").read_text())[part]
+  found = json.loads(pathlib.Path(folder, "elastic.json").read_text())[part]
   if part == "lost":
     head = ["the lost worker's residual / the update of a step, ℓ₂", "what it gained since the last checkpoint"]
     return markdown(head, means(found, [], {"all": ",.2f", "since": ",.2f"}))

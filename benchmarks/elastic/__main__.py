@@ -4,11 +4,10 @@ Hosts of the network lab, a rank on each, train the digits CNN with SparDL and S
 step one rank kills itself with SIGKILL: the launcher ends the others and starts again as many as are left. Later the
 run ends its phase, and more ranks go on. Batches have the same examples for every number of workers. Needs root.
 
-A second table is about the residual of a lost worker: simulated workers go on without going back to a checkpoint, with
-that residual and without.
+Simulated workers go on without going back to a checkpoint, with the residual of the lost worker and without.
+benchmarks/pages/faults.md explains the numbers.
 
-Examples:
-  python -m benchmarks.elastic
+Example:
   python -m benchmarks.elastic --rate=100mbit --seed=0 --workers=4 --joining=1 --batch_size=60
 """
 
@@ -23,12 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
-import rich.table
 from absl import flags
 
 import jaxsparse as js
-from benchmarks import entry, netlab, report, workers
+from benchmarks import entry, netlab, report, tables, workers
 from benchmarks.elastic import phases
 from benchmarks.elastic.phases import DYING, Phase, Recovery, Training
 from jaxsparse import launch
@@ -49,7 +46,6 @@ _REPORT_DIR = entry.define_report_dir("elastic.json")
 _PHASE = flags.DEFINE_string("phase", None, "Internal: the phase of a rank, as JSON.")
 
 _ROUNDING = 1e-3  # a larger fraction of the gradient than rounding loses is a mistake
-_PARTS = ("end, start", "import, join", "restore, resize", "compile, step")  # of a recovery
 
 
 class Run(NamedTuple):
@@ -132,27 +128,6 @@ def simulated(seed: int) -> tuple[list[Run], Lost]:
   return [undisturbed, *runs], Lost(seed, of_step(residual), of_step(residual - saved))
 
 
-def outcomes(runs: Sequence[Run], title: str) -> rich.table.Table:
-  """The runs of each kind, over seeds."""
-  lines = []
-  for name in dict.fromkeys(run.run for run in runs):
-    own = [run for run in runs if run.run == name]
-    accuracy, mass = (report.spread([getattr(one, key) for one in own], ".4f") for key in ("accuracy", "delivered"))
-    lines.append([name, accuracy, mass, f"{max(run.lost for run in own):.1e}"])
-  return report.table(title, ("run", "test accuracy", "delivered", "lost"), lines)
-
-
-def times(found: Sequence[Recovery]) -> rich.table.Table:
-  """Seconds of each change of the number of workers, over seeds."""
-  lines = []
-  for change in dict.fromkeys(one.change for one in found):
-    own = [one for one in found if one.change == change]
-    columns = [*zip(*(one.parts for one in own), strict=True), [sum(one.parts) for one in own]]
-    lines.append([change, *(report.spread(column, ".1f") for column in columns), str(max(one.again for one in own))])
-  title = "seconds until the first new step, mean over seeds ± standard deviation"
-  return report.table(title, ("workers", *_PARTS, "all", "steps again"), lines)
-
-
 def main() -> None:
   """Runs all seeds, and reports."""
   if any(_BATCH_SIZE.value % size for size in sizes()):
@@ -177,18 +152,14 @@ def main() -> None:
       result["simulated"] += runs
       result["lost"].append(lost)
       report.keep(pathlib.Path(_REPORT_DIR.value) / "elastic.json", {}, result)
-  _report(result, workers.make_console())
+  _report(result)
 
 
-def _report(result: dict[str, list[Any]], console: rich.console.Console) -> None:
+def _report(result: dict[str, list[Any]]) -> None:
   """Prints the tables, and raises RuntimeError if gradients were lost where none should be."""
-  if result["runs"]:
-    console.print(outcomes(result["runs"], f"{_STEPS.value} steps in the lab, links of {_RATE.value}"))
-    console.print(times(result["recoveries"]))
-  console.print(outcomes(result["simulated"], f"{_STEPS.value} steps, simulated; a worker is lost without going back"))
-  whole, since = (report.spread([getattr(one, name) for one in result["lost"]], ".2f") for name in ("all", "since"))
-  update = "the update of one step"
-  console.print(f"the residual of the lost worker: {whole} × {update}, {since} × of it since the last checkpoint")
+  for part in result:
+    if result[part]:
+      print(f"{part}:\n{tables.elastic(part, _REPORT_DIR.value)}\n")
   complete = [run for run in (*result["runs"], *result["simulated"]) if not run.run.startswith("without")]
   if bad := [run for run in complete if run.lost > _ROUNDING]:
     raise RuntimeError(f"{bad[0].run}, seed {bad[0].seed}: {bad[0].lost:.1e} of the gradient is lost")

@@ -1,18 +1,10 @@
 r"""Partial reduce beside seven other ways to train workers of different speeds, in virtual time: the paper's Table 1.
 
-Eight workers train an MLP on the digits. Gradients are real; a step of a worker takes a second of virtual time, give or
-take 10 %, and HL times as long for each of HL workers that share one accelerator (§5.2), or less with --occupancy. The
-run time is the virtual time until the mean of the models first has the --target accuracy on the test set, evaluated
-every half second. Everything is deterministic by seed; the tables show means over the seeds, and over the folds of
-cross-validation with --folds.
+Workers train an MLP on the digits. Gradients are real, time is virtual: a run ends when the mean of the models,
+evaluated every half second, has the --target accuracy on the test set. All is deterministic by seed; the tables show
+means over seeds and folds, and benchmarks/pages/stragglers.md explains them. --parts chooses what is measured:
 
-"per update" is an average of a group or of all, or one step of the one model, as in the paper. "initial" is dynamic
-partial reduce as the paper describes it, where the weight of iterations that no worker is in goes to the initial model.
-
---parts chooses what is measured:
-
-    levels    Table 1 at --levels; ρ of the groups against Figure 4; Figure 8, partial reduce over P at the lowest
-              level; Figures 7 (a) and 3, accuracy over time and what each worker does (heterogeneous.png, timeline.png)
+    levels    Table 1 at --levels; ρ of the groups against Figure 4; Figure 8, partial reduce over P at the lowest level
     tail      Figure 9: --tail_workers workers whose step times have a heavy tail, that of a cluster shared with others
     scale     Figure 11: the same step times, --scale workers, speed-ups over one worker
     decay     --decays as the α of dynamic weights, P = 3, at the highest level
@@ -21,10 +13,8 @@ partial reduce as the paper describes it, where the weight of iterations that no
 Rows are added to --results; --parts=none makes the tables of that file.
 
 Examples:
-  python -m benchmarks.heterogeneous
   python -m benchmarks.heterogeneous --levels=3 --methods=allreduce,dynamic:3,dynamic:5,dynamic:3:0.9 --seed=0
   python -m benchmarks.heterogeneous --parts=tail,scale --limit=4000
-  python -m benchmarks.heterogeneous --parts=decay --folds=5 --seed=0
   python -m benchmarks.heterogeneous --parts=none --results=benchmarks/results/heterogeneous.json
   python -m benchmarks.heterogeneous --json | jq '.rows[] | [.environment.level, .label, .seconds]'
 """
@@ -32,8 +22,7 @@ Examples:
 import itertools
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import rich.console
 import rich.progress
@@ -61,11 +50,8 @@ _TARGET = flags.DEFINE_float("target", 0.97, "Test accuracy to reach.")
 _LIMIT = flags.DEFINE_float("limit", 600, "Seconds of virtual time after which a method counts as not reaching it.")
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.02, _RATE_HELP)
 _SEED = entry.define_seeds([0, 1, 2])
-_FOLDS = flags.DEFINE_integer(
-  "folds", 1, "Folds of cross-validation, each tested from each seed; 1 for one of five.", 1
-)
+_FOLDS = flags.DEFINE_integer("folds", 1, "Folds of cross-validation, tested from each seed; 1 for one of five.", 1)
 _RESULTS = flags.DEFINE_string("results", None, "A file to which rows are added, and from which the tables are made.")
-_REPORT_DIR = entry.define_report_dir("the figures")
 _JSON = entry.define_json()
 
 _TAIL = 1.2  # jitter of tail and scale: log-normal step times with a heavy tail
@@ -74,79 +60,67 @@ entry.require(_SCALE, lambda sizes: not {2, 3} & set(sizes), "1, or at least 4: 
 entry.require(_LIMIT, lambda limit: limit > 0, "more than 0")
 
 
-class Case(NamedTuple):
-  """What to measure, and for which part."""
-
-  part: str
-  environment: Environment
-  method: Method
-
-  @property
-  def key(self) -> tuple[str, str, Environment]:
-    """That of the row."""
-    return self.part, self.method.label, self.environment
+Cases = dict[tuple[str, str, Environment], Method]  # by part, label and where: the key of a row
 
 
 def _environment(level: int, slow_links: int = 0) -> Environment:
   return Environment(_WORKERS.value, level, slow_links=slow_links, occupancy=_OCCUPANCY.value)
 
 
-def _cases(part: str, where: Environment, labels: Iterable[str]) -> list[Case]:
-  return [Case(part, where, virtual.parse_method(label, where.workers)) for label in dict.fromkeys(labels)]
+def _cases(part: str, where: Environment, labels: Iterable[str]) -> Cases:
+  return {(part, label, where): virtual.parse_method(label, where.workers) for label in labels}
 
 
-def _levels() -> list[Case]:
-  cases = [case for level in _LEVELS.value for case in _cases("levels", _environment(level), _METHODS.value)]
-  return cases + _cases("sweep", _environment(min(_LEVELS.value)), [f"constant:{size}" for size in _SWEEP.value])
+def _levels() -> Cases:
+  cases = _cases("sweep", _environment(min(_LEVELS.value)), [f"constant:{size}" for size in _SWEEP.value])
+  for level in _LEVELS.value:
+    cases |= _cases("levels", _environment(level), _METHODS.value)
+  return cases
 
 
-def _tail() -> list[Case]:
+def _tail() -> Cases:
   labels = "allreduce", "backup", "adpsgd", "asp", "constant:4", "dynamic:4"
   return _cases("tail", Environment(_TAIL_WORKERS.value, jitter=_TAIL), labels)
 
 
-def _scale() -> list[Case]:
-  cases = []
+def _scale() -> Cases:
+  cases: Cases = {}
   for size in _SCALE.value:
     where = Environment(size, jitter=_TAIL)
-    cases += _cases("scale", where, ["allreduce"])
+    cases |= _cases("scale", where, ["allreduce"])
     if size > 1:
-      cases.append(Case("scale", where, Method("backup", "backup", {"backups": size // 4})))  # as in the paper
-      cases += _cases("scale", where, ["constant:4", "dynamic:4"])
+      cases["scale", "backup", where] = Method("backup", {"backups": size // 4})  # as in the paper
+      cases |= _cases("scale", where, ["constant:4", "dynamic:4"])
   return cases
 
 
-def _decay() -> list[Case]:
+def _decay() -> Cases:
   labels = [f"{name}:3:{alpha}" for name in ("dynamic", "initial") for alpha in _DECAYS.value]
   return _cases("decay", _environment(max(_LEVELS.value)), labels)
 
 
-def _links() -> list[Case]:
+def _links() -> Cases:
   labels = "allreduce", "backup", "adpsgd", "asp", "constant:3", "dynamic:3"
-  places = [_environment(level, slow_links=2) for level in (1, max(_LEVELS.value))]
-  return [case for where in places for case in _cases("links", where, labels)]
+  alone, beside = (_environment(level, slow_links=2) for level in (1, max(_LEVELS.value)))
+  return _cases("links", alone, labels) | _cases("links", beside, labels)
 
 
 _MAKERS = {"levels": _levels, "tail": _tail, "scale": _scale, "decay": _decay, "links": _links}
 entry.require(_PARTS, lambda parts: set(parts) <= {*_MAKERS, "none"}, f"from {', '.join(_MAKERS)}, or none")
 
 
-def _measure(cases: Sequence[Case], kept: dict[tuple, Row], console: rich.console.Console) -> tables.Runs:
-  """Adds the rows of cases to those that are kept; returns the runs of each method and environment.
-
-  There is one run for each seed and fold; what several parts ask for is run once.
-  """
+def _measure(cases: Cases, kept: dict[tuple, Row], console: rich.console.Console) -> None:
+  """Adds the rows of cases to those that are kept; what several parts ask for is run once for each seed and fold."""
   settings = virtual.Settings(_WORKERS.value, _LEARNING_RATE.value, _TARGET.value, _LIMIT.value, _FOLDS.value)
   seeds, bench = list(itertools.product(_SEED.value, range(settings.folds))), Bench(settings)
   runs: dict[tuple[str, Environment], list[Simulation]] = {}
-  for case in rich.progress.track(cases, "simulating", console=console):
-    where, method = case.environment, case.method
-    if (method.label, where) not in runs:
-      runs[method.label, where] = [bench.simulate(method, where, seed, fold) for seed, fold in seeds]
-    kept[case.key] = virtual.make_row(case.part, method, where, settings, runs[method.label, where])
+  for key in rich.progress.track(cases, "simulating", console=console):
+    part, label, where = key
+    if (label, where) not in runs:
+      runs[label, where] = [bench.simulate(cases[key], where, seed, fold) for seed, fold in seeds]
+    kept[key] = virtual.make_row(part, label, where, settings, runs[label, where])
     if _RESULTS.value:
       report.keep(pathlib.Path(_RESULTS.value), {}, {"rows": report.rounded(list(kept.values()))})
-  return runs
 
 
 def main() -> None:
@@ -154,41 +128,28 @@ def main() -> None:
   console = workers.make_console(stderr=_JSON.value)
   if max(_LEVELS.value) > _WORKERS.value:
     raise ValueError(f"--levels={max(_LEVELS.value)}, choose 1 … {_WORKERS.value}, the number of workers")
-  cases = [case for part in _PARTS.value if part != "none" for case in _MAKERS[part]()]
+  cases: Cases = {}
+  for part in _PARTS.value:
+    cases |= _MAKERS[part]() if part != "none" else {}
   path = pathlib.Path(_RESULTS.value or "")
   former = virtual.from_json(json.loads(path.read_text())["rows"]) if path.is_file() else []
   kept: dict[tuple, Row] = {(one.part, one.label, one.environment): one for one in former}
-  runs = _measure(cases, kept, console) if cases else {}
-  shown = {case.key for case in cases}
-  rows = [one for key, one in kept.items() if _RESULTS.value or key in shown]
+  if cases:
+    _measure(cases, kept, console)
+  rows = list(kept.values())
   if not rows:
     raise ValueError("--parts=none needs --results, a file with rows")
   for part, title in tables.PARTS.items():
     for own in tables.group_by_environment(one for one in rows if one.part == part):
       console.print(tables.table(own, title))
-  rhos = tables.figure_4() if "levels" in _PARTS.value else []
-  for one in rhos:
-    shares = f"the slowest is in {one.share:.2f} of the groups ({one.paper_share:.2f})"
-    console.print(f"Figure 4, {one.what}: ρ is {one.rho:.3f} (there {one.paper:g}), {shares}", highlight=False)
+  rhos = tables.figure_4() if "levels" in _PARTS.value else {}
   if speed_ups := tables.speed_ups(rows):
     console.print(tables.scale_table(speed_ups))
-  if runs and "levels" in _PARTS.value:
-    _draw(runs)
-  now = {one.what: one.rho for one in rhos} | tables.paper_cells(rows)
-  console.print(papers.beside(papers.of("heterogeneous"), now))
+  console.print(papers.beside(papers.of("heterogeneous"), rhos | tables.paper_cells(rows)))
   reached = tables.goals(rows)
   report.say(reached, console)
   if _JSON.value:
     report.print_json({"rows": report.rounded(rows), "figure_4": rhos, "goals": reached})
-
-
-def _draw(runs: tables.Runs) -> None:
-  """Draws the figures of the runs at the highest level."""
-  folder, worst = pathlib.Path(_REPORT_DIR.value), _environment(max(_LEVELS.value))
-  shown = {label: own[0] for (label, where), own in runs.items() if where == worst and label in _METHODS.value}
-  tables.draw_curves(shown, worst, _TARGET.value, folder / "heterogeneous.png")
-  chosen = {label: run for label, run in shown.items() if label in ("allreduce", "eager", "constant:3")}
-  tables.draw_timeline(chosen or dict([*shown.items()][:1]), worst, folder / "timeline.png")
 
 
 if __name__ == "__main__":

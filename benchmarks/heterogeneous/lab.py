@@ -5,7 +5,7 @@ import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,16 +17,6 @@ from jaxsparse.sparse.flatten import flatten
 from jaxsparse.types import Cost
 
 Pace = Callable[[np.random.Generator], float]
-Activity = Literal["work", "wait", "average"]
-
-
-class Span(NamedTuple):
-  """A worker's activity from `start` to `end`, in seconds, for a timeline like the paper's Figure 3."""
-
-  worker: int
-  activity: Activity
-  start: float
-  end: float
 
 
 class Simulation(NamedTuple):
@@ -39,7 +29,6 @@ class Simulation(NamedTuple):
   curve: list[tuple[float, int, float]]  # (seconds, updates, value of `evaluate`) of each evaluation
   params: Any  # at the end; the mean over the workers if they have models of their own
   groups: list[Group]  # of partial reduce, in the order in which they were formed
-  timeline: list[Span]  # of all workers
 
 
 def shared_paces(
@@ -111,11 +100,10 @@ class Lab:
     self.now, self.updates, self.groups = 0.0, 0, list[Group]()
     self._scheduled: list[tuple[float, int, Callable[[], object]]] = []
     self._count = self._gradients = 0
-    self._timeline, self._curve = list[Span](), list[tuple[float, int, float]]()
+    self._curve = list[tuple[float, int, float]]()
     self._batches = [batches(worker) for worker in range(self.workers)]
     self._paces, self._draws = paces, [np.random.default_rng([seed, worker]) for worker in range(self.workers)]
     self._tx, self._alpha, self._beta, self._links = tx, alpha, beta, links or [1.0] * self.workers
-    self._ended = [0.0] * self.workers  # when each worker ended its last activity
     self._gradient = jax.jit(jax.grad(lambda model, batch: loss(self._unflatten(model), batch)))
     self.step = jax.jit(self._step)
 
@@ -136,9 +124,8 @@ class Lab:
     while not (reached := bool(self._curve) and self._curve[-1][2] >= target) and self._scheduled[0][0] < seconds:
       self.now, _, action = heapq.heappop(self._scheduled)
       action()
-    counts = self.updates, self._gradients
-    end = self.now if reached else seconds
-    return Simulation(end, reached, *counts, self._curve, self._unflatten(method.model()), self.groups, self._timeline)
+    end, params = self.now if reached else seconds, self._unflatten(method.model())
+    return Simulation(end, reached, self.updates, self._gradients, self._curve, params, self.groups)
 
   def after(self, seconds: float, action: Callable[[], object]) -> None:
     """Schedules an action; those of one time run in the order in which they were scheduled."""
@@ -147,26 +134,23 @@ class Lab:
 
   def work(self, worker: int, model: jax.Array) -> None:
     """Starts a worker's computation of the gradient of `model`; the method's `arrive` is called at its end."""
-    took = self._paces[worker](self._draws[worker])
-    self._timeline.append(Span(worker, "work", self.now, self.now + took))
 
     def arrive() -> None:
-      self._ended[worker] = self.now
       self._gradients += 1
       self._method.arrive(worker, self._gradient(model, next(self._batches[worker])))
 
-    self.after(took, arrive)
+    self.after(self._paces[worker](self._draws[worker]), arrive)
 
   def average(self, workers: list[int], members: int, done: Callable[[], object], signals: int = 0) -> None:
     """Starts an all-reduce of `members` workers after so many signals; `workers` wait for it. Calls `done` then."""
     took = make_collective("dense").cost(self.initial.size, members).seconds(self._alpha, self._beta)
     ends = workers if len(workers) == members else range(self.workers)
-    self._communicate(workers, ends, took + signals * self._alpha, done)
+    self._communicate(ends, took + signals * self._alpha, done)
 
   def exchange(self, workers: list[int], models: int, done: Callable[[], object], peer: int | None = None) -> None:
     """Each worker sends or receives so many models, to and from `peer`, by default a server. Calls `done` then."""
     took = Cost(models, models * self.initial.size).seconds(self._alpha, self._beta)
-    self._communicate(workers, workers if peer is None else [*workers, peer], took, done)
+    self._communicate(workers if peer is None else [*workers, peer], took, done)
 
   def start(self) -> Any:
     """The optimizer's state before the first step."""
@@ -176,12 +160,6 @@ class Lab:
     change, state = self._tx.update(gradient, state, model)
     return model + change, state
 
-  def _communicate(self, workers: list[int], ends: Iterable[int], took: float, done: Callable[[], object]) -> None:
-    """Messages between `ends` for which `workers` wait: they end their waiting, and average for as long as it takes."""
-    took *= max(self._links[end] for end in ends)
-    for worker in workers:
-      if self._ended[worker] < self.now:
-        self._timeline.append(Span(worker, "wait", self._ended[worker], self.now))
-      self._ended[worker] = self.now
-      self._timeline.append(Span(worker, "average", self.now, self.now + took))
-    self.after(took, done)
+  def _communicate(self, ends: Iterable[int], took: float, done: Callable[[], object]) -> None:
+    """Messages between `ends`, as slow as the slowest link of these."""
+    self.after(took * max(self._links[end] for end in ends), done)

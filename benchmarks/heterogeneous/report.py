@@ -1,16 +1,14 @@
-"""Tables and figures of `benchmarks.heterogeneous`, ours beside the paper's, and its goal."""
+"""Tables of `benchmarks.heterogeneous`, the paper's cells that it measures, and its goal."""
 
 import itertools
-import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
 import rich.table
 
-from benchmarks import papers, report
-from benchmarks.heterogeneous.lab import Lab, Simulation, shared_paces
+from benchmarks import report
+from benchmarks.heterogeneous.lab import Lab, shared_paces
 from benchmarks.heterogeneous.methods import make_method
 from benchmarks.heterogeneous.virtual import Environment, Row, rho
 
@@ -22,8 +20,6 @@ PARTS = {
   "decay": "α of dynamic weights",
   "links": "slow links",
 }
-Runs = Mapping[tuple[str, Environment], list[Simulation]]  # one for each seed and fold
-_COLORS = {"work": "tab:blue", "wait": "tab:green", "average": "tab:red"}
 _TABLE_1 = {
   "all-reduce": "allreduce",
   "AD-PSGD": "adpsgd",
@@ -33,16 +29,6 @@ _TABLE_1 = {
   "PS, 3 backup workers": "backup",
   "constant, P = 3": "constant:3",
 }
-
-
-class Spread(NamedTuple):
-  """One environment of the paper's Figure 4: ρ of the groups, and in how many of them the slowest worker is."""
-
-  what: str
-  paper: float
-  rho: float
-  paper_share: float
-  share: float
 
 
 def table(rows: Sequence[Row], title: str) -> rich.table.Table:
@@ -110,17 +96,16 @@ def paper_cells(rows: Sequence[Row]) -> dict[str, float]:
   return found
 
 
-def figure_4(groups: int = 1000) -> list[Spread]:
-  """The two environments of Figure 4, N = 3 and P = 2, with step times drawn."""
-  found = []
-  for what, slow, share in (("homogeneous", 1.0, 2 / 3), ("one twice as slow", 2.0, 1 / 2)):
+def figure_4(groups: int = 1000) -> dict[str, float]:
+  """ρ in both environments of Figure 4, N = 3 and P = 2, and in what part of the groups the slowest worker is."""
+  found = {}
+  for what, slow in (("homogeneous", 1.0), ("one twice as slow", 2.0)):
     paces = [*shared_paces(2, 1), *shared_paces(1, 1, seconds=slow)]
     batches = lambda _: itertools.repeat(jnp.zeros(1))
     lab = Lab(lambda x, batch: jnp.sum(x * batch), jnp.zeros(1), batches, paces, optax.identity())
     run = lab.run(make_method("constant", lab, group_size=2), seconds=groups * 2 / (2 + 1 / slow))
-    slow_ones = sum(2 in group.members for group in run.groups) / len(run.groups)
-    paper = papers.number("Partial Reduce", "Figure 4", what)
-    found.append(Spread(what, paper, rho(run.groups, 3), share, slow_ones))
+    found[what] = rho(run.groups, 3)
+    found[f"{what}, slowest"] = sum(2 in group.members for group in run.groups) / len(run.groups)
   return found
 
 
@@ -131,36 +116,3 @@ def goals(rows: Sequence[Row]) -> list[report.Goal]:
   base, dynamic = seconds.get(("allreduce", 3)), seconds.get(("dynamic:3", 3))
   what = "dynamic partial reduce (P = 3) ≥ 1.48 × as fast as all-reduce at HL = 3, simulated"
   return [report.goal(what, base / dynamic if base and dynamic else None, least=1.48)]
-
-
-def draw_curves(runs: Mapping[str, Simulation], environment: Environment, target: float, path: pathlib.Path) -> None:
-  """Accuracy over virtual time, by the label of the method, Figure 7(a)."""
-  plot, panel = report.pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-  panel.set_prop_cycle(color=[report.pyplot.get_cmap("tab20")(number) for number in range(20)])
-  for label, run in runs.items():
-    seconds, _, accuracy = zip(*run.curve, strict=True)
-    panel.plot(seconds, accuracy, label=label, linewidth=1)
-  panel.axhline(target, color="black", linewidth=0.5)
-  panel.set(xlabel="seconds of virtual time", ylabel="test accuracy", ylim=(0.8, 1.0))
-  panel.grid(alpha=0.3)
-  panel.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1))
-  report.save(plot, f"{environment}, digits", path)
-
-
-def draw_timeline(runs: Mapping[str, Simulation], environment: Environment, path: pathlib.Path) -> None:
-  """When each worker computed, waited and averaged in the first seconds, Figure 3."""
-  until, size = 4.0 * environment.level, (9, 2.4 * len(runs))
-  plot, panels = report.pyplot.subplots(len(runs), 1, figsize=size, sharex=True, squeeze=False, layout="constrained")
-  for panel, (label, run) in zip(panels[:, 0], runs.items(), strict=True):
-    for activity, color in _COLORS.items():
-      spans = [span for span in run.timeline if span.activity == activity and span.start < until]
-      places = [span.worker for span in spans], [span.end - span.start for span in spans], 0.8
-      left = [span.start for span in spans]
-      panel.barh(*places, left, color=color, edgecolor="white", linewidth=0.3, label=activity)
-    panel.set(title=label, ylabel="worker", xlim=(0, until))
-    panel.title.set_fontsize("small")
-    panel.invert_yaxis()
-  panels[-1, 0].set(xlabel="seconds of virtual time")
-  handles, labels = panels[0, 0].get_legend_handles_labels()
-  plot.legend(handles, labels, loc="outside right upper", fontsize="small")
-  report.save(plot, f"{environment.workers} workers, the last {environment.level} share an accelerator", path)

@@ -18,9 +18,8 @@ from jaxsparse.partial.controller import Group
 
 
 class Method(NamedTuple):
-  """One line of a table: its label, as the user wrote it; name and options for `methods.make_method`."""
+  """What `methods.make_method` takes."""
 
-  label: str
   name: str
   options: dict[str, Any]
 
@@ -77,7 +76,7 @@ class Row(NamedTuple):
 def parse_method(label: str, workers: int) -> Method:
   """The method that a label of --methods names; ValueError for a name, a group size or an α that does not fit."""
   if label in methods.NAMES:
-    return Method(label, label, {"backups": 3 * workers // 8} if label == "backup" else {})  # the paper's 3 of 8
+    return Method(label, {"backups": 3 * workers // 8} if label == "backup" else {})  # the paper's 3 of 8
   found = re.fullmatch(r"(constant):(\d+)|(dynamic|initial):(\d+)(?::(.+))?", label)
   if not found:
     choices = f"{', '.join(methods.NAMES)}, constant:P, dynamic:P, initial:P, and with an α dynamic:P:α, initial:P:α"
@@ -90,7 +89,7 @@ def parse_method(label: str, workers: int) -> Method:
     js.partial.Controller(workers, weights=name, **options)
   except ValueError as error:
     raise ValueError(f"--methods={label}: {error}") from None
-  return Method(label, name, options)
+  return Method(name, options)
 
 
 class Bench:
@@ -137,23 +136,19 @@ def rho(groups: Sequence[Group], workers: int) -> float:
   return float(sorted(np.abs(np.linalg.eigvals(total / len(groups))))[-2])
 
 
-def make_row(
-  part: str, method: Method, environment: Environment, settings: Settings, runs: Sequence[Simulation]
-) -> Row:
+def make_row(part: str, label: str, environment: Environment, settings: Settings, runs: Sequence[Simulation]) -> Row:
   """Means over the runs of all seeds and folds."""
   seconds = [run.seconds for run in runs]
-  everywhere = all(run.reached for run in runs)
+  grouped = all(run.groups for run in runs)
   return Row(
-    *(part, method.label, environment, settings, len(runs)),
+    *(part, label, environment, settings, len(runs)),
     reached=sum(run.reached for run in runs),
-    seconds=statistics.mean(seconds) if everywhere else None,
+    seconds=statistics.mean(seconds) if all(run.reached for run in runs) else None,
     deviation=statistics.stdev(seconds) if len(runs) > 1 else 0.0,
     updates=statistics.mean(run.updates for run in runs),
     gradients=statistics.mean(run.gradients for run in runs),
     per_update=statistics.mean(run.seconds / max(1, run.updates) for run in runs),
-    rho=statistics.mean(rho(run.groups, environment.workers) for run in runs)
-    if all(run.groups for run in runs)
-    else None,
+    rho=statistics.mean(rho(run.groups, environment.workers) for run in runs) if grouped else None,
   )
 
 

@@ -1,25 +1,17 @@
 r"""Seconds an iteration with communication hidden behind backward: the ASC-WFBP paper's setting on paper, or in a lab.
 
-On paper, beside what the paper measured: with no --rate. With --rate (needs root) a model of many small tensors is
-trained on hosts of the network lab, whose links are that fast (benchmarks/overlap/hiding.py). With --contention: one
+Without --rate predictions for the layers of real networks, beside what the paper measured. With --rate (needs root) a
+model of many small tensors is trained on hosts of the network lab, whose links are that fast. With --contention one
 all-reduce and two at once by message size, and γ (Figures 4 and 5), in the paper's model or measured.
 
-Layers are those of the real networks (benchmarks/overlap/architectures.py), their backward times a roofline scaled to
-the paper's total. Where the paper does not print the seconds of computing, Tables IV and V say them: S · t(ASC) / P,
-and a third of it is forward as it is for ResNet-152, which gives back the S_max that the paper prints. Predicted is
-forward and the plan's iteration time, with a start-up of --alpha for each all-reduce and --beta for each byte.
-
-"exposed" is communication that backward does not hide (Figure 6): predicted, the paper's iteration less its computing,
-in the lab a step less one without communication. S is the throughput of all workers over that of one; S_max is Eq. 42,
-a link that is always full, at 9.43 Gbit/s; "α of WFBP" would explain the measured time of WFBP. Figures of timelines
-are overlap_MODEL.png in --report_dir.
+"exposed" is communication that backward does not hide (Figure 6). S is the throughput of all workers over that of one;
+S_max is Eq. 42, a link that is always full, at 9.43 Gbit/s.
 
 Examples:
   python -m benchmarks.overlap
   python -m benchmarks.overlap --model=bert_base --plan=mg_wfbp,asc_wfbp --gamma=2
   python -m benchmarks.overlap --rate=1gbit,100mbit --workers=4
   python -m benchmarks.overlap --contention --rate=1gbit,100mbit --json | jq '.[].points'
-  python -m benchmarks.overlap --alpha=5e-5 --ways=4 --json | jq '.[] | [.model, .plan, .seconds]'
 """
 
 import json
@@ -32,7 +24,7 @@ from absl import flags
 
 import jaxsparse as js
 from benchmarks import entry, netlab, papers, report, workers
-from benchmarks.overlap import architectures, contention, hiding, iterations, timelines
+from benchmarks.overlap import architectures, contention, hiding, iterations
 from benchmarks.overlap import report as tables
 from benchmarks.workers import make_console
 from jaxsparse import launch
@@ -53,7 +45,6 @@ _RATE = flags.DEFINE_list("rate", [], "Measure, on lab links of these speeds, as
 _HOSTS = flags.DEFINE_integer("workers", 4, "Hosts of the lab, a worker on each.", lower_bound=2)
 _REPETITIONS = flags.DEFINE_integer("repetitions", 9, "Timed steps of each plan in the lab.", lower_bound=1)
 _ROWS = flags.DEFINE_string("rows", None, "Write the rows here and print nothing: how ranks tell who started them.")
-_REPORT_DIR = entry.define_report_dir("the figures")
 _JSON = entry.define_json()
 
 
@@ -82,17 +73,14 @@ def _measure_lab(rate: str) -> Any:
 
 
 def _report_paper(console: rich.console.Console) -> list[Any]:
-  """Plans for every network, with a figure of each."""
-  rows, folder, kinds = [], pathlib.Path(_REPORT_DIR.value), list[Any](_PLAN.value)
+  """Plans for every network."""
+  rows, kinds = [], list[Any](_PLAN.value)
   for model in rich.progress.track(_MODEL.value, "planning", console=console, transient=True):
     times, sizes = iterations.layers_of(model)
     plans = [js.overlap.plan(kind, times, sizes, **_link()._asdict(), ways=_WAYS.value) for kind in kinds]
     rows += [iterations.row(model, plan) for plan in plans]
-    folder.mkdir(parents=True, exist_ok=True)  # only when the flags have made plans
-    timelines.draw_plans(*plans).savefig(folder / f"overlap_{model}.png", dpi=120)
-  console.print(tables.network_table(_MODEL.value, _BETA.value), tables.table(rows, _link(), _WAYS.value))
+  console.print(tables.table(rows, _link(), _WAYS.value))
   console.print(papers.beside(papers.of("overlap"), iterations.measured(rows)))
-  console.print(f"figures: {folder / 'overlap_*.png'}")
   return rows
 
 

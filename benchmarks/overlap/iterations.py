@@ -17,20 +17,18 @@ _REDUCTIONS = (  # in the text beside Figure 6: cell, plan, plan that it is comp
 
 
 class Paper(NamedTuple):
-  """The paper's measurements of a network on 32 GPUs, Tables IV and V."""
+  """The paper's seconds of computing in an iteration, on each of 32 GPUs."""
 
-  seconds: dict[str, float]  # of an iteration, by kind of plan
-  bound: float  # S_max
-  forward: float  # seconds
-  backward: float  # seconds
+  forward: float
+  backward: float
 
 
 def _read_paper(model: str) -> Paper:
-  """Its figures for a network, from Tables IV and V; the text has the seconds of computing of ResNet-152 only."""
-  number = lambda table, cell: papers.number("ASC-WFBP", table, f"{model} {cell}")
-  seconds = {kind: number("Table IV", kind) for kind in ("wfbp", "mg_wfbp", "asc_wfbp")}
-  third = number("Table V, S", "speed_up") * seconds["asc_wfbp"] / WORKERS / 3 if model != "resnet152" else 0.091
-  return Paper(seconds, number("Table V, S_max", "bound"), third, 2 * third)
+  """Its figures for a network: S · t(ASC) / P of Tables IV and V, a third of it forward; the text has ResNet-152's."""
+  speed_up = papers.number("ASC-WFBP", "Table V, S", f"{model} speed_up")
+  seconds = papers.number("ASC-WFBP", "Table IV", f"{model} asc_wfbp")
+  third = speed_up * seconds / WORKERS / 3 if model != "resnet152" else 0.091
+  return Paper(third, 2 * third)
 
 
 PAPER = {model: _read_paper(model) for model in architectures.MODELS}
@@ -45,14 +43,8 @@ class Row(NamedTuple):
   most_at_once: int  # of them
   seconds: float  # predicted, of an iteration with its forward pass
   exposed: float  # predicted, those of communication that backward does not hide
-  measured: float | None  # seconds by the paper, or None
   speed_up: float  # predicted S
   bound: float  # S_max by Eq. 42
-
-  @property
-  def paper_exposed(self) -> float | None:
-    """That of the paper: its seconds less those of computing."""
-    return None if self.measured is None else self.measured - PAPER[self.model].forward - PAPER[self.model].backward
 
 
 def layers_of(model: str) -> tuple[list[float], list[float]]:
@@ -70,19 +62,12 @@ def bound_of(model: str) -> float:
 
 
 def row(model: str, plan: js.overlap.Plan) -> Row:
-  """The prediction beside the measurement."""
+  """The prediction."""
   paper = PAPER[model]
   seconds, spans = paper.forward + plan.iteration_time, plan.timeline
   at_once = max(1 + sum(other.end > one.start for other in spans[:number]) for number, one in enumerate(spans))
-  speed_up, measured = WORKERS * (paper.forward + paper.backward) / seconds, paper.seconds.get(plan.kind)
-  return Row(model, plan.kind, len(plan.groups), at_once, seconds, plan.exposed, measured, speed_up, bound_of(model))
-
-
-def start_up_of_wfbp(model: str, beta: float) -> float:
-  """The α that would explain the paper's WFBP, which is bound by sending from the first gradient on; `beta` is β."""
-  times, sizes = layers_of(model)
-  sending = PAPER[model].seconds["wfbp"] - PAPER[model].forward - times[-1]
-  return (sending - beta * sum(sizes)) / len(sizes)
+  speed_up = WORKERS * (paper.forward + paper.backward) / seconds
+  return Row(model, plan.kind, len(plan.groups), at_once, seconds, plan.exposed, speed_up, bound_of(model))
 
 
 def measured(rows: list[Row]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import jaxsparse as js
 from benchmarks import report
 from benchmarks.overlap import hiding
 from benchmarks.overlap.contention import Curve
-from benchmarks.overlap.iterations import PAPER, WORKERS, Row, bound_of, layers_of, start_up_of_wfbp
+from benchmarks.overlap.iterations import WORKERS, Row
 
 
 def table(rows: list[Row], link: js.overlap.Link, ways: int) -> rich.table.Table:
@@ -15,29 +15,10 @@ def table(rows: list[Row], link: js.overlap.Link, ways: int) -> rich.table.Table
   lines = []
   for one in rows:
     wfbp = next((other.seconds for other in rows if (other.model, other.plan) == (one.model, "wfbp")), None)
-    paper = ["–"] * 3
-    if one.measured:
-      percent, ratio = 100 * (one.seconds / one.measured - 1), PAPER[one.model].seconds["wfbp"] / one.measured
-      paper = [f"{one.measured:.3f}", f"{percent:+.0f}", f"{ratio:.2f}"]
-    lines.append([one.model, one.plan, str(one.groups), str(one.most_at_once), f"{one.seconds:.3f}", *paper[:2]])
-    lines[-1] += [f"{one.exposed:.3f}", report.number(one.paper_exposed, ".3f"), report.ratio(wfbp, one.seconds)]
-    lines[-1] += [paper[2], f"{one.speed_up:.1f}", f"{one.bound:.1f}"]
-  heads = ["network", "plan", "sent", "at once", "s", "paper", "± %", "exposed s", "paper", "wfbp / this", "paper"]
-  title = f"seconds an iteration, {WORKERS} workers, {setting}: predicted, and by the paper"
-  return report.table(title, [*heads, "S", "S_max"], lines, text=2)
-
-
-def network_table(models: list[str], beta: float) -> rich.table.Table:
-  """The inputs of the predictions: the networks, and the paper's figures for them."""
-  lines = []
-  for model in models:
-    paper, (_, sizes) = PAPER[model], layers_of(model)
-    counts = f"{len(sizes)}", f"{sum(sizes) / 4:,.0f}", f"{sum(size < 8192 for size in sizes)}"
-    seconds = f"{paper.forward:.3f}", f"{paper.backward:.3f}"
-    start_up = report.milliseconds(start_up_of_wfbp(model, beta), 2)
-    lines.append([model, *counts, *seconds, f"{bound_of(model):.1f}", f"{paper.bound:.1f}", start_up])
-  heads = "network", "tensors", "parameters", "< 8 kB", "forward s", "backward s", "S_max", "paper", "α of WFBP, ms"
-  return report.table("the networks, and the paper's figures for them", heads, lines)
+    lines.append([one.model, one.plan, str(one.groups), str(one.most_at_once), f"{one.seconds:.3f}"])
+    lines[-1] += [f"{one.exposed:.3f}", report.ratio(wfbp, one.seconds), f"{one.speed_up:.1f}", f"{one.bound:.1f}"]
+  heads = "network", "plan", "sent", "at once", "s", "exposed s", "wfbp / this", "S", "S_max"
+  return report.table(f"seconds an iteration, {WORKERS} workers, {setting}: predicted", heads, lines, text=2)
 
 
 def lab_table(setting: hiding.Setting, rows: list[hiding.Measured]) -> rich.table.Table:

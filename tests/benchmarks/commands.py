@@ -3,16 +3,22 @@
 import concurrent.futures
 import contextlib
 import io
+import json
 import multiprocessing
 import os
 import pathlib
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
 import traceback
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
+
+needs_lab = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
 
 # A process for each of several runs, forked after the imports that take seconds.
 _FORKS = multiprocessing.get_context("forkserver")
@@ -24,6 +30,13 @@ def run(module, *flags, **settings):
   command = [sys.executable, "-m", module, *map(str, flags)]
   environment = os.environ | settings
   return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+
+def result_of(name, *flags, **settings):
+  """What `python -m benchmarks.NAME flags --json` prints."""
+  done = run(f"benchmarks.{name}", *flags, "--json", **settings)
+  assert done.returncode == 0, done.stderr[-2000:]
+  return json.loads(done.stdout)
 
 
 def _run_here(module, flags):

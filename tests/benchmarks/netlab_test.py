@@ -14,6 +14,7 @@ import time
 import pytest
 
 from benchmarks import netlab
+from benchmarks.netlab.namespaces import started
 from tests.benchmarks.commands import ROOT
 
 # Starts a sleeper in the first host, says who is who, and waits.
@@ -87,18 +88,12 @@ def remains(pid):
   return sorted(name for name in names if name.startswith(f"jslab-{pid}-"))
 
 
-def alive(pid):
-  with contextlib.suppress(OSError):
-    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-  return False
-
-
 def ends(pid):
   """Whether a process ends within a few seconds."""
   deadline = time.monotonic() + 10
-  while alive(pid) and time.monotonic() < deadline:
+  while started(pid) and time.monotonic() < deadline:
     time.sleep(0.01)
-  return not alive(pid)
+  return not started(pid)
 
 
 @needs_lab
@@ -162,7 +157,7 @@ def test_signals_leave_nothing(number, terminal):
 def test_what_a_killed_lab_left_is_removed_by_the_next():
   with idle_lab() as (process, outside, inside):
     assert len(remains(process.pid)) == 2
-    assert alive(inside)
+    assert started(inside)
     reused = f"jslab-{os.getpid()}-1-0"  # our process id, but of a process that started with the machine
     subprocess.run(["ip", "netns", "add", reused], check=True)
     process.kill()  # and not waited for: a zombie owns nothing
@@ -170,7 +165,7 @@ def test_what_a_killed_lab_left_is_removed_by_the_next():
     with netlab.lab(1, None):
       assert remains(process.pid) == []
       assert reused not in remains(os.getpid())
-      assert not alive(inside)
+      assert not started(inside)
     assert ends(outside)
 
 
@@ -184,7 +179,7 @@ def test_labs_of_two_processes_and_an_error():
       subprocess.run([*hosts[0].enter, "true"], check=True)
     assert remains(os.getpid()) == []
     assert len(remains(process.pid)) == 2
-    assert alive(inside)
+    assert started(inside)
     with contextlib.suppress(KeyError), netlab.lab(1, None) as (host,):  # a stubborn process ends with an error's lab
       wait = [*host.enter, "sh", "-c", "trap '' TERM; echo; exec sleep 600"]
       stubborn = subprocess.Popen(wait, stdout=subprocess.PIPE)

@@ -84,7 +84,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, subtests, tmp_path):
-  writes = name in ("collectives", "elastic", "heterogeneous", "overlap", "race", "train")
+  writes = name in ("collectives", "elastic", "race", "train")
   folder = [f"--report_dir={tmp_path / 'none'}"] if writes else []
   rows = [(folder + flags, message) for flags, message in REFUSED[name]]
   commands.check_refusals(f"benchmarks.{name}", rows, subtests)

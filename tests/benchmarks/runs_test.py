@@ -1,8 +1,6 @@
 """Benchmarks as a user runs them: their results have what they promise."""
 
 import json
-import os
-import shutil
 
 import jax
 import numpy as np
@@ -12,14 +10,7 @@ from jax.sharding import AxisType, Mesh
 import jaxsparse as js
 from benchmarks import evidence, hierarchy, specs
 from tests.benchmarks import commands
-
-needs_lab = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
-
-
-def result_of(name, *flags, **settings):
-  done = commands.run(f"benchmarks.{name}", *flags, "--json", **settings)
-  assert done.returncode == 0, done.stderr[-2000:]
-  return json.loads(done.stdout)
+from tests.benchmarks.commands import needs_lab, result_of
 
 
 def test_train_learns_and_keeps_its_runs(tmp_path):

@@ -94,15 +94,6 @@ def test_a_loss_may_talk_over_the_axis_and_leave_parameters_unused(where):
   assert js.overlap.measure(loss, params, jnp.ones((4, 4)), where, repetitions=1).order == (1, 0, 2)
 
 
-def test_cuts_are_spread_over_the_work():
-  for work, cuts, expected in (
-    ([1, 1, 1], 8, [1, 2, 3]),
-    ([1] * 8, 4, [2, 4, 6, 8]),
-    ([9, 1, 1, 1], 2, [1, 4]),
-  ):
-    assert measured.choose_cuts(np.cumsum([0.0, *work]), cuts) == expected
-
-
 def test_seconds_between_two_cuts_are_shared_out_by_work(monkeypatch):
   """The gradients of one leaf take 1 s more than the forward pass, those of all three 8 s more than that."""
 

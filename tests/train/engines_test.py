@@ -1,8 +1,6 @@
 """The same collectives on every engine: devices, processes, MPI and the simulator give the same bits."""
 
 import json
-import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +9,14 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse import launch
 from jaxsparse.costs import counting
 from jaxsparse.train import simulation
 from jaxsparse.train.engine import engine_of
 from jaxsparse.transform.metrics import summary
 from tests.cases import CASES, DEFAULTS, assert_same_bits, averaged, mesh_of, normals, row, sim, start
-from tests.ranks import WAYS, trained
+from tests.ranks import WAYS, run, trained
 
-RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 STEPS, N = 2, 64
-
-
-def run(what, engine, ranks, file, *more):
-  command = [sys.executable, str(RANKS), what, engine, str(file), *more]
-  launch.run(command, ranks, engine, start_timeout=120, limit=240)
 
 
 def gradients(collective, workers, engine):
@@ -74,15 +65,6 @@ def test_every_collective_gives_the_same_bits(tmp_path, engine, ranks, names, mo
   file = tmp_path / "expected.npz"
   np.savez(file, **expected([case for case in CASES if str(case) in names], ranks, engine))
   run("equality", engine, ranks, file, *more)
-
-
-@pytest.mark.parametrize("engine", [row("processes", quick=True), row("mpi")])
-def test_parameters_that_differ_between_processes_are_named(tmp_path, engine):
-  run("differing", engine, 3, tmp_path)
-  for rank in range(3):
-    assert "params['b'] differs between processes: processes 1, 2 and process 0" in (tmp_path / f"2-{rank}").read_text()
-    assert "params: those of process 1 have other names, shapes" in (tmp_path / f"1-{rank}").read_text()
-    assert "argument ['rng'] differs between processes: processes 1, 2 and" in (tmp_path / f"key-{rank}").read_text()
 
 
 def test_metrics_that_one_process_alone_asks_for(tmp_path):

@@ -1,9 +1,7 @@
 """Values and programs that must be the same on all workers, and are not: every difference is found."""
 
 import json
-import pathlib
 import re
-import sys
 
 import hypothesis
 import hypothesis.extra.numpy as arrays
@@ -18,9 +16,8 @@ import jaxsparse as js
 from jaxsparse import launch
 from jaxsparse.train.replicas import hashed
 from tests.cases import mesh_of, normals, row
-from tests.ranks import OPTIONS, TRANSFORMS
+from tests.ranks import OPTIONS, TRANSFORMS, run
 
-RANKS = pathlib.Path(__file__).parents[1] / "ranks.py"
 VALUES = normals(0, 64)
 
 
@@ -44,8 +41,7 @@ def test_check_names_the_first_array_that_differs_and_the_workers():
     check({"x": _apart(mesh, same, -same), "y": _apart(mesh, -same, same)}, ())  # leaves that are swapped
 
 
-WORDS = st.integers(0, 2**32 - 1)
-ROWS = arrays.arrays(np.uint32, 16, elements=WORDS)
+ROWS = arrays.arrays(np.uint32, 16)
 _hashed = jax.jit(hashed)
 
 
@@ -78,6 +74,9 @@ NAMED = {  # what the error says of each difference, on both ranks
   "batch type": r"`batch is float32\[\d, 9\]` on process 0, and `batch is bfloat16\[\d, 9\]` on process 1",
   "accumulate": r"accumulate': 1.* on process 0, and .*accumulate': 2.* on process 1",
   "donate": r"donate': True.* on process 0, and .*donate': False.* on process 1",
+  "values of params": r"params\['b'\] differs between processes: process 1 and process 0 give other values",
+  "names of params": r"params: those of process 1 have other names, shapes or dtypes than those of process 0",
+  "random key": r"argument \['rng'\] differs between processes: process 1 and process 0",
 }
 
 
@@ -89,22 +88,17 @@ ACROSS = [  # where each worker has a device of both processes
 ]
 
 
-def _told_by(tmp_path, what, engine):
-  command = [sys.executable, str(RANKS), what, engine, str(tmp_path)]
-  devices = 2 if engine == "processes" and what == "different" else 1
-  launch.run(command, 2, engine, devices=devices, start_timeout=120, limit=180)
-  first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-  assert first == second
-  return first
-
-
 @pytest.mark.parametrize("engine", [row("processes", quick=True), row("mpi")])
 def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine):
-  told = _told_by(tmp_path, "different", engine)
-  across = told.pop("across", [])
+  """Both the same; where nobody compares programs, `step.check` finds what came of them."""
+  run("different", engine, 2, tmp_path, devices=2 if engine == "processes" else 1)
+  told, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+  assert told == other
+  across, late = told.pop("across"), told.pop("not compared")
   assert len(across) == (8 if engine == "processes" else 0)
   for message, error in zip(ACROSS * 2, across, strict=False):
     assert re.search(message, error), error
+  assert re.match(r"params\['[bw]'\] and \d other of \d+ arrays .*: workers? (1|2, 3) and worker 0 hold other", late)
   assert {*told} == {*NAMED} == {*TRANSFORMS, *OPTIONS}  # the same programs run
   for name, message in NAMED.items():
     assert re.search(message, told[name]), (name, told[name])
@@ -113,15 +107,7 @@ def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine)
 @pytest.mark.long
 def test_a_rank_that_alone_gives_another_batch_is_told(tmp_path):
   """The other one waits for it in its step, until the launcher ends the run."""
-  command = [sys.executable, str(RANKS), "one_sided", "processes", str(tmp_path)]
   with pytest.raises(launch.RunFailed, match="rank 1"):
-    launch.run(command, 2, start_timeout=120, limit=120)
+    run("one_sided", "processes", 2, tmp_path, limit=120)
   told = (tmp_path / "1").read_text()
   assert re.search(r"step of process 1 has arguments of other shapes .* here batch is float32\[4, 9\]$", told)
-
-
-def test_check_finds_ranks_with_other_outer_rates(tmp_path):
-  told = _told_by(tmp_path, "outer_rates", "processes")
-  assert len(told) == 2
-  for error in told:
-    assert re.match(r"params\['[bw]'\] and \d other of \d+ arrays .* are not: worker 1 and worker 0 hold other", error)

@@ -3,9 +3,7 @@
 import functools
 import itertools
 import math
-import pathlib
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse import launch
 from jaxsparse.train.worker import Given
 from tests.cases import AS_USERS, CASES, assert_same_bits, averaged, each_case, integers, normals, quick_of
-from tests.ranks import train_sharded
+from tests.ranks import run, train_sharded
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 BOTH_KINDS = pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -397,9 +394,7 @@ def test_hosts_of_several_processes_and_devices(tmp_path):
   """Two processes of two devices each over gloo have the results of four devices of one process."""
   file = tmp_path / "batch.npz"
   np.savez(file, batch=normals(1, 8, 3))
-  ranks = pathlib.Path(__file__).parents[1] / "ranks.py"
-  command = [sys.executable, str(ranks), "sharded", "processes", str(file)]
-  launch.run(command, 2, devices=2, start_timeout=120, limit=240)
+  run("sharded", "processes", 2, file, devices=2)
   expected = train_sharded(mesh_of({"hosts": 2, "devices": 2}), np.load(file)["batch"])
   with np.load(file.with_suffix(".out.npz")) as found:
     for got, wanted in zip(found.values(), jax.tree.leaves(expected), strict=True):
