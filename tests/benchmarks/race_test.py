@@ -212,12 +212,10 @@ def test_curves_go_on_where_they_were(tmp_path):
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
 def test_a_small_race_in_the_lab(tmp_path):
-  more = "--parts=curves,paces,wholes,advice", "--rate=20mbit", "--timed_steps=6", "--seed=0"
+  more = "--parts=curves,paces,wholes", "--rate=20mbit", "--timed_steps=6", "--seed=0"
   done = commands.run("benchmarks.race", *SMALL, *more, f"--report_dir={tmp_path}", f"--cache_dir={tmp_path / 'cache'}")
   assert done.returncode == 0, done.stderr[-2000:]
   found = json.loads(done.stdout)
-  (advised,) = found["advice"]
-  assert advised["method"] in advised["seconds"].keys() == {"dense", "spardl:density=0.1"}
   dense, sparse = found["paces"]
   assert dense["bytes"] > 4 * 199_210 > sparse["bytes"] > 0
   assert dense["seconds"] > sparse["seconds"] > 0

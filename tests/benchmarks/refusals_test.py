@@ -56,7 +56,7 @@ REFUSED = {
   ],
   "race": [
     (["--seed="], "flag --seed=: give at least one number"),
-    (["--parts=curves,none"], "--parts=none, choose from curves, paces, wholes, advice, or none alone"),
+    (["--parts=curves,none"], "--parts=none, choose from curves, paces, wholes, or none alone"),
     (["--clip=nan"], "--clip=nan: choose at least 0"),
     (["--warm_up=301"], "--warm_up=301, choose at most --steps=300"),
     (["--steps=20", "--most=10"], "--most=10, choose at least --steps=20"),
@@ -64,6 +64,7 @@ REFUSED = {
     (["--parts=curves", f"--report_dir={__file__}"], __file__),
     (["--parts=none", "--results=/tmp"], "/tmp"),
     (["--task=fnn3", "--parts=curves", "--data_dir=/nowhere"], "/nowhere has no data_batch_1"),
+    (["--parts=curves", "--data_dir=/nowhere"], "is for tasks on images, resnet20, vgg16, fnn3; --task=lm has a text"),
   ],
   "scale": [(["--workers=8,1"], "flag --workers=8,1: ")],
   "selection": [
@@ -76,7 +77,6 @@ REFUSED = {
     (["--batch_size=1000"], "does not fit in 1437 training images"),
     (["--task=lm", "--folds=5"], "--folds=5 is for the digits: other data come with a test set of their own"),
     (["--task=lm", "--data_dir=/nowhere"], "--data_dir is for --task=images"),
-    (["--trace=loss"], "choose from words_sent"),
     (["extra"], "unexpected arguments ['extra']"),
   ],
 }
