@@ -37,15 +37,14 @@ def test_train_learns_and_keeps_its_runs(tmp_path):
 
 
 @pytest.mark.long
-def test_train_with_seeds_folds_and_a_trace(tmp_path):
-  flags = "--seed=0,3", "--algorithm=oktopk:region_period=8,a2sgd", "--optimizer=adam", "--trace=drift,selected"
+def test_train_with_seeds_and_folds(tmp_path):
+  flags = "--seed=0,3", "--algorithm=oktopk:region_period=8,a2sgd", "--optimizer=adam"
   more = "--steps=8", "--workers=2", "--engine=sim", "--folds=3", f"--report_dir={tmp_path}"
   runs = result_of("train", *flags, *more)["runs"]
   grid = [("oktopk:region_period=8", fold, seed) for fold in range(3) for seed in (0, 3)]
   assert [(run["algorithm"], run["fold"], run["seed"]) for run in runs[:6]] == grid
   assert len({run["test_loss"] for run in runs}) == 12
   assert runs[6]["trace"]["drift"][-1] > 0 == runs[0]["trace"]["drift"][-1]
-  assert (tmp_path / "trace.png").stat().st_size > 10_000
 
 
 def test_the_controller_has_throughput_and_latency():
