@@ -1,12 +1,9 @@
-r"""Records the gradients of every worker in a training, for benchmarks to time real ones in the order they came.
+"""Records the gradients of every worker in a training, for benchmarks to time real ones in the order they came.
 
-Eight workers train the byte-level language model `lm.small` (136,896 parameters, 4 windows of text each) with SparDL at
-1 % and SGD at 0.3. The gradients of steps 200 … 299 are kept in --cache_dir, 438 MB, the same on every machine with the
-same versions of JAX and Python. A gradient of n entries repeats the model: copy c is the whole gradient with a sign, a
-scale of 1/2 … 2 and a first step of its own, the same on every worker and in every step; one of fewer entries takes
-evenly spaced ones. Workers beyond the eighth begin 37 steps later each round.
-
-    python -m benchmarks.recorded
+Eight workers train `lm.small` (136,896 parameters, 4 windows of text each) with SparDL at 1 % and SGD at 0.3; gradients
+of steps 200 … 299 are kept in --cache_dir, 438 MB. A gradient of n entries repeats the model: copy c is the whole one
+with a sign, a scale of 1/2 … 2 and a first step of its own, the same on every worker and in every step; one of fewer
+entries takes evenly spaced ones. Workers beyond the eighth begin 37 steps later each round.
 """
 
 import itertools

@@ -1,16 +1,11 @@
 r"""Scale on paper: the predicted time of an update on the wire for 8 … 4096 workers, and the making of its program.
 
-Predicted is the wire alone, `messages · α + bytes · β` by each algorithm's formula, an upper bound where the sizes of
-messages vary; selection and sums come on top. In `spardl:teams=best` the number of teams is the fastest divisor of P.
-
-Measured are the seconds to trace, lower and compile the update for P forced CPU devices, with compilation caches off:
-the update does not run, and n hardly matters. SparDL has 2⌈log₂P⌉ rounds, so the seconds should grow as log₂P.
-
-With --first_step nothing is predicted: measured is the making of the first step of `js.make_train_step` for 1,000,000
-parameters and P = 4, of all algorithms. The goal is 3 s at most for each; the exit status is 1 where one misses it.
+Predicted is `messages · α + bytes · β` by each algorithm's formula, an upper bound where the sizes of messages vary. In
+`spardl:teams=best` the number of teams is the fastest divisor of P. Measured are the seconds to trace, lower and
+compile the update for P forced CPU devices, without compilation caches: the update does not run, n hardly matters. With
+--first_step only the first step of `js.make_train_step` is made, for 4 workers, by all algorithms: in 3 s at most each.
 
 Examples:
-  python -m benchmarks.scale
   python -m benchmarks.scale --first_step --schedule_of=spardl,oktopk --n=16000000 --repeats=1
   python -m benchmarks.scale --json | jq '.predicted[] | select(.workers == 4096 and .algorithm == "spardl")'
 """
@@ -108,16 +103,12 @@ def predict(label: str, workers: int, n: int, density: float) -> list[Predicted]
 
 
 def cpu_devices(number: int) -> list[jax.Device]:
-  """`number` forced CPU devices; call it before anything else makes devices.
-
-  XLA's CPU client takes more than 2048 of them for those of several processes, and compiles for these only in a
-  distributed run; one of a single process will do.
-  """
+  """`number` forced CPU devices; call it before anything else makes devices."""
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", number)
   jax.config.update("jax_enable_compilation_cache", False)
   jax.monitoring.register_event_duration_secs_listener(_note)
-  if number > _DEVICES_OF_A_PROCESS:
+  if number > _DEVICES_OF_A_PROCESS:  # XLA takes more for those of several processes, and wants a distributed run
     with socket.socket() as free:
       free.bind(("localhost", 0))
       address = f"localhost:{free.getsockname()[1]}"

@@ -1,7 +1,6 @@
 """Times updates of an algorithm with all workers in step, checks each result, and keeps and shows the rows."""
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -48,7 +47,7 @@ class Row(NamedTuple):
   words: float  # 4-byte words that the worker sent that sent most, mean over the timed steps
   messages: int  # of one worker, one after the other, counted from the schedule
   checked: str  # the laws that were checked after every timed step: "C" nothing is lost, "R" the same bits everywhere
-  wrong: int  # entries that broke one of them, summed over the steps
+  wrong: int  # parts of the vector, at most 4096, that broke one of them, summed over the steps
   predicted: float | None = None  # seconds by the cost model
 
   @property
@@ -105,11 +104,10 @@ class Bench:
       seconds, (_, state) = self._watch.time(update.program, self._gradients(number), state)
       warming, number = warming + (seconds if number else 0.0), number + 1  # the first compiles
     while len(times) < timed and (period > 1 or sum(times) < ENOUGH):
-      again = functools.partial(self._gradients, number + len(times))
-      grads = again()
+      grads = self._gradients(number + len(times))
       before = laws.before(grads, state)
       seconds, (mean, state) = self._watch.time(update.program, grads, state)
-      wrong += laws.wrong(mean, state, before, again)
+      wrong += laws.wrong(mean, state, before)
       times.append(seconds)
       words.append(float(local_shard(read(state).words_sent)))
     return {

@@ -1,15 +1,9 @@
 r"""Seconds until a training's loss is as low as dense's: methods race on one task, in the network lab.
 
-Every method starts from the same parameters and sees the same batches. --parts says what is measured:
-
-  curves  loss over steps, which does not depend on the links: once for each method and seed, in this process
-  paces   seconds a step at each rate, a process of JAX on each host of the lab (needs root), with the first --optimizer
-  wholes  whole trainings in the lab from the first seed, on a clock that stands still while a model is evaluated
-  none    nothing: tables and figures of all that the file has
-
-Steps times pace are the seconds to the target: dense's loss after --steps, of its best optimizer, from the same seed.
-Evaluated are the parameters of the last exchange, which all workers have. Rows are kept in --results as they are
-measured; given again, the command measures what is missing. race.png and seconds.png are made from that file alone.
+Every method starts from the same parameters and sees the same batches. Steps to the target, dense's loss after --steps
+with its best optimizer, are those of the part `curves`; seconds a step of `paces`, with the first --optimizer; `wholes`
+trains from the first seed in the lab (benchmarks/pages/training.md). Evaluated are the parameters of the last exchange.
+Rows are kept in --results as they are measured; given again, the command measures what is missing.
 
 Examples:
   python -m benchmarks.race

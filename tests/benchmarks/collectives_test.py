@@ -111,7 +111,7 @@ def test_rows_of_several_sizes(tmp_path):
   assert rows[3]["busbw"] == 4 * 2000 / rows[3]["seconds"] / 1e9  # 2(P − 1)/P = 1
   kept = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
   assert [{**row, "run": kept[0]["run"]} for row in rows] == kept
-  assert "wrong entries: 0 OK" in done.stderr
+  assert "wrong: 0 OK" in done.stderr
 
 
 def test_an_interrupted_run_keeps_its_rows(tmp_path):
