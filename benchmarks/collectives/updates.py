@@ -144,10 +144,8 @@ class Kept:
 
 def line(row: Row) -> str:
   """One row in words, to print as soon as it is measured."""
-  times = ", ".join(f"{name} {report.milliseconds(own)}" for name, own in (("mean", row.mean), ("p90", row.p90)))
-  predicted = "" if row.predicted is None else f", predicted {report.milliseconds(row.predicted)}"
-  counts = f"busbw {row.busbw:.3f} GB/s, wrong {_wrong(row)}, {row.steps} steps"
-  return f"{row.algorithm}: {report.milliseconds(row.seconds)} ms ({times}{predicted}), {counts}"
+  times = f"{report.milliseconds(row.seconds)} ms (mean {report.milliseconds(row.mean)})"
+  return f"{row.algorithm}: {times}, busbw {row.busbw:.3f} GB/s, wrong {_wrong(row)}, {row.steps} steps"
 
 
 def _wrong(row: Row) -> str:
