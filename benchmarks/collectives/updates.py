@@ -62,11 +62,7 @@ class Row(NamedTuple):
 
 
 def plan(collective: js.Collective, warm_up: int, repetitions: int) -> tuple[int, int, int]:
-  """(untimed steps, timed steps, period): whole periods, where the mean counts each kind of step as often as training.
-
-  A period is the least common multiple of the options `*_period`: Ok-Topk takes exact thresholds every 32 steps and
-  draws regions every 64.
-  """
+  """(untimed steps, timed steps, period): whole periods, whose mean counts each kind of step as a training does."""
   options = dataclasses.asdict(collective) if dataclasses.is_dataclass(collective) else {}
   period = math.lcm(*(value for name, value in options.items() if name.endswith("_period")))
   timed = math.ceil(repetitions / period) * period

@@ -105,10 +105,7 @@ def line(row: Curve | Pace | Whole) -> str:
 
 
 def draw_curves(results: Results, rates: Sequence[str], target: Target, path: pathlib.Path) -> None:
-  """Loss above the target over steps, and over seconds at each rate, slow links first: a line for each seed.
-
-  A dot is where a line reaches the target of its seed.
-  """
+  """Loss above the target over steps, and over seconds at each rate: a line for each seed, a dot at its target."""
   rates, targets = slow_first(rates), target.of_seeds(results)
   plot, panels = report.pyplot.subplots(
     1, 1 + len(rates), figsize=(3.4 * (1 + len(rates)), 4.2), sharey=True, squeeze=False, layout="constrained"

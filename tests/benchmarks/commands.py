@@ -7,11 +7,15 @@ import multiprocessing
 import os
 import pathlib
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
 import traceback
 
+import pytest
+
+needs_lab = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
 ROOT = pathlib.Path(__file__).parents[2]
 
 # A process for each of several runs, forked after the imports that take seconds.

@@ -1,8 +1,6 @@
 """Benchmarks as a user runs them: their results have what they promise."""
 
 import json
-import os
-import shutil
 
 import jax
 import numpy as np
@@ -12,8 +10,6 @@ from jax.sharding import AxisType, Mesh
 import jaxsparse as js
 from benchmarks import evidence, hierarchy, specs
 from tests.benchmarks import commands
-
-needs_lab = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
 
 
 def result_of(name, *flags, **settings):
@@ -69,13 +65,6 @@ def test_the_evidence_of_the_library_is_that_of_the_results():
   assert evidence.WRITTEN.read_text() == evidence.text()
 
 
-def test_algorithms_are_parsed_with_shared_and_own_options():
-  values = ["spardl:teams=3:k=5", "dense,dense,qsgd:levels=4"]
-  both, same, text = specs.parse(values, workers=6, density=None, teams=1)
-  assert both == ("spardl:teams=3:k=5", "spardl", {"density": None, "teams": 3, "k": 5})
-  assert (same.label, text.config) == ("dense", {"levels": 4})
-
-
 def test_selection_checks_and_times_every_program():
   flags = "--n=40000", "--inputs=normal,gradients,equal", "--repetitions=1", "--update=2"
   # Memory is of programs as users have them.
@@ -118,7 +107,7 @@ def test_each_way_of_hosts_with_devices_trains():
 
 
 @pytest.mark.long
-@needs_lab
+@commands.needs_lab
 def test_in_the_lab_between_hosts_sends_at_most_half_of_flat():
   flags = "--rate=100mbit", "--way=flat,between", "--width=128", "--blocks=1", "--steps=4"
   flat, between = result_of("hierarchy", *flags)
@@ -126,7 +115,7 @@ def test_in_the_lab_between_hosts_sends_at_most_half_of_flat():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lab", ["--nolab", pytest.param("--lab", marks=needs_lab)])
+@pytest.mark.parametrize("lab", ["--nolab", pytest.param("--lab", marks=commands.needs_lab)])
 def test_elastic_loses_what_a_worker_owes_and_nothing_else(lab, tmp_path):
   flags = "--workers=3", "--joining=1", "--batch_size=12", "--seed=0", "--steps=14", "--kill_at=5", "--join_at=9"
   more = "--save_every=2", "--density=0.1", f"--report_dir={tmp_path}"

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxsparse as js
 from benchmarks import methods, recipes, workers
 from benchmarks.overlap import architectures
 from benchmarks.tasks import base, data, images, lm, registry, text
@@ -25,11 +24,6 @@ ENTRIES = {
   "vgg16": 14_728_266,  # the same, and Ok-Topk, Table 2
   "fnn3": 199_210,  # A2SGD, Table I
 }
-
-
-def two_workers(**changes):
-  comm = js.SimComm("workers", members=2)
-  return workers.Workers(comm, comm, 2, shares=2, number=0)._replace(**changes)
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +51,13 @@ def test_a_share_of_a_batch_depends_on_seed_step_and_worker_alone(tasks):
 
 
 def test_a_process_gives_its_share_of_windows_that_predict_each_next_byte():
-  task = lm.small()
-  first, again = (next(task.batches(0, two_workers(), 3)) for _ in range(2))
+  task, place = lm.small(), workers.here("sim", 2)
+  first, again = (next(task.batches(0, place, 3)) for _ in range(2))
   assert first["input"].shape == first["label"].shape == (6, lm.LENGTH)
   np.testing.assert_array_equal(first["input"][:, 1:], first["label"][:, :-1])
   np.testing.assert_array_equal(first["input"], again["input"])
   for number in range(2):  # a rank of MPI gives its own share alone
-    own = next(task.batches(0, two_workers(shares=1, number=number), 3))
+    own = next(task.batches(0, place._replace(shares=1, number=number), 3))
     np.testing.assert_array_equal(own["input"], first["input"][3 * number : 3 * number + 3])
   windows = lm.windows(np.arange(200, dtype=np.uint8))
   np.testing.assert_array_equal(windows[:, 1:].ravel(), np.arange(1, 193))
@@ -100,19 +94,10 @@ def test_a_model_of_text_sees_no_later_byte(make):
   assert changed[4:].all()
 
 
-class Normalized(nnx.Module):
-  """Batch normalization alone."""
-
-  def __init__(self):
-    self.norm = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
-
-  def __call__(self, x):
-    return self.norm(x)
-
-
 def test_training_moves_running_statistics_and_evaluation_uses_them():
   inputs, labels = np.array([[10.0, 0.0], [12.0, 0.0]], np.float32), np.array([0, 1], np.int32)
-  task = Task("norm", "two rows", lambda _: Normalized(), drawn(lambda *_: (inputs, labels)), (inputs, labels))
+  module = lambda _: nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
+  task = Task("norm", "two rows", module, drawn(lambda *_: (inputs, labels)), (inputs, labels))
   model = model_of(task, seed=0)
   _, after = jax.jit(model.loss)(model.params, next(task.stream(0, 1, 2)), model.statistics)
   assert len([leaf for leaf in jax.tree.leaves(after) if float(leaf[0]) == 5.5]) == 1  # half of the way from 0 to 11
@@ -126,7 +111,7 @@ def test_each_task_trains(tasks, name):
   recipe = recipes.Recipe(recipes.Optimizer("adam", 0.001), clip=1.0)
   task = tasks[name]._replace(held_out=tuple(part[:2] for part in tasks[name].held_out))
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    trainer = Trainer(task, method, recipe, two_workers(), batch_size=2, seed=0)
+    trainer = Trainer(task, method, recipe, workers.here("sim", 2), batch_size=2, seed=0)
     losses = [trainer.step() for _ in range(3)]
     loss, accuracy = trainer.evaluate()
   assert np.isfinite([*losses, loss]).all()
