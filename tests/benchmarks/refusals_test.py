@@ -23,7 +23,6 @@ REFUSED = {
     (["--workers=4", "--levels=1,5"], "error: --levels=5, choose 1 … 4, the number of workers"),
     (["--methods=constant:3:0.5"], "error: --methods=constant:3:0.5, choose from allreduce, eager, adpsgd, bsp"),
     (["--methods=dynamic:3:1"], "error: --methods=dynamic:3:1: decay=1.0, choose a number in [0, 1)"),
-    (["--methods=dynamic:9"], "error: --methods=dynamic:9: controller: group_size=9, choose a whole number"),
   ],
   "hierarchy": [(["--way=sparse"], "choose from dense, flat, between")],
   "netlab": [
@@ -49,13 +48,9 @@ REFUSED = {
     (["--parts=curves", "--data_dir=/nowhere"], "is for tasks on images, resnet20, vgg16, fnn3; --task=lm has a text"),
   ],
   "scale": [(["--workers=8,1"], "flag --workers=8,1: ")],
-  "selection": [
-    (["--density=1.5"], "--density=1.5: choose a share above 0, up to 1"),
-    (["--inputs=uniform"], "choose from normal, student-t, heavy-tail, gradients, sorted"),
-  ],
+  "selection": [(["--density=1.5"], "--density=1.5: choose a share above 0, up to 1")],
   "straggling": [(["--slow=5"], "error: --slow=5, choose 0 … 4: two workers at least are fast")],
   "train": [
-    (["--algorithm=sparse"], "unknown collective 'sparse', choose one of a2sgd, chunktopk, dcttopk, dense"),
     (["--batch_size=1000"], "does not fit in 1437 training images"),
     (["--task=lm", "--folds=5"], "--folds=5 is for the digits: other data come with a test set of their own"),
     (["--task=lm", "--data_dir=/nowhere"], "--data_dir is for --task=images"),
