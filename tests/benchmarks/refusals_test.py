@@ -43,7 +43,6 @@ REFUSED = {
     (["--steps=20", "--most=10"], "--most=10, choose at least --steps=20"),
     (["--preset=spardl-fig6c", "--task=lm"], "--task=lm: --preset=spardl-fig6c trains resnet20"),
     (["--parts=curves", f"--report_dir={__file__}"], __file__),
-    (["--parts=none", "--results=/tmp"], "/tmp"),
     (["--task=fnn3", "--parts=curves", "--data_dir=/nowhere"], "/nowhere has no data_batch_1"),
     (["--parts=curves", "--data_dir=/nowhere"], "is for tasks on images, resnet20, vgg16, fnn3; --task=lm has a text"),
   ],
