@@ -1,10 +1,7 @@
-r"""Writes what the races have taught into the library, for `js.costs.advise`: jaxsparse/costs/evidence.json.
+"""Writes what the races have taught into the library, for `js.costs.advise`: jaxsparse/costs/evidence.json.
 
 From the curves in benchmarks/results/race_*.json: the steps of each method to the loss that dense has after its last
 step, over the steps of dense. A method that did not reach it from every seed has none: null.
-
-Examples:
-  python -m benchmarks.evidence
 """
 
 import json

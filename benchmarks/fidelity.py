@@ -1,10 +1,6 @@
-r"""The papers' numbers beside ours, all of them, each with a verdict.
-
-The numbers are those of benchmarks/paper_tables.toml: ours were measured by the benchmark that is named, whose tables
-are in benchmarks/pages. benchmarks/pages/papers.md says what each verdict means.
+r"""The papers' numbers beside ours, those of paper_tables.toml, each with a verdict (benchmarks/pages/papers.md).
 
 Examples:
-  python -m benchmarks.fidelity
   python -m benchmarks.fidelity --paper=SparDL,Ok-Topk --verdict=contradicted
   python -m benchmarks.fidelity --json | jq '.[] | select(.verdict == "not run") | [.paper, .table, .name]'
 """

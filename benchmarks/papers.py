@@ -75,11 +75,8 @@ def every() -> tuple[Cell, ...]:
 
 def number(paper: str, table: str, name: str) -> float:
   """The paper's number of a cell; KeyError if there is no such cell, or it has none."""
-  values = {(one.paper, one.table, one.name): one.paper_value for one in every()}
-  value = values[paper, table, name]
-  if value is None:
-    raise KeyError((paper, table, name))
-  return value
+  values = {(one.paper, one.table, one.name): one.paper_value for one in every() if one.paper_value is not None}
+  return values[paper, table, name]
 
 
 def tables_of(cells: Sequence[Cell], measured: Iterable[str] = ()) -> list[rich.table.Table]:
@@ -88,7 +85,7 @@ def tables_of(cells: Sequence[Cell], measured: Iterable[str] = ()) -> list[rich.
   about: dict[str, list[str]] = {}
   for one in cells:
     ours = text(one.ours) + "*" * (one.name in measured)
-    rows.append([one.table, one.name, paper_text(one), ours, one.verdict])
+    rows.append([one.table, one.name, "> " * one.above + text(one.paper_value), ours, one.verdict])
     noise = f"; noise {one.noise:.0%}" if one.noise else ""
     setting = f"`{one.benchmark}`: {one.differs or 'the same'}{noise}"
     about.setdefault(one.table, [one.table, one.what, one.setting, setting, one.reason])
@@ -110,11 +107,6 @@ def beside(cells: Sequence[Cell], measured: Mapping[str, float] | None = None) -
 def of(benchmark: str) -> list[Cell]:
   """The cells that a benchmark measures."""
   return [cell for cell in every() if cell.benchmark == benchmark]
-
-
-def paper_text(cell: Cell) -> str:
-  """The paper's number in words."""
-  return f"> {text(cell.paper_value)}" if cell.above else text(cell.paper_value)
 
 
 def text(value: float | None) -> str:

@@ -1,12 +1,9 @@
-r"""Records the gradients of every worker in a training, for benchmarks to time real ones in the order they came.
+"""Records the gradients of every worker in a training, for benchmarks to time real ones in the order they came.
 
-Eight workers train the byte-level language model `lm.small` (136,896 parameters, 4 windows of text each) with SparDL at
-1 % and SGD at 0.3. The gradients of steps 200 … 299 are kept in --cache_dir, 438 MB, the same on every machine with the
-same versions of JAX and Python. A gradient of n entries repeats the model: copy c is the whole gradient with a sign, a
-scale of 1/2 … 2 and a first step of its own, the same on every worker and in every step; one of fewer entries takes
-evenly spaced ones. Workers beyond the eighth begin 37 steps later each round.
-
-    python -m benchmarks.recorded
+Eight workers train `lm.small` (136,896 parameters, 4 windows of text each) with SparDL at 1 % and SGD at 0.3; gradients
+of steps 200 … 299 are kept in --cache_dir, 438 MB. A gradient of n entries repeats the model: copy c is the whole one
+with a sign, a scale of 1/2 … 2 and a first step of its own, the same on every worker and in every step. Workers beyond
+the eighth begin 37 steps later each round.
 """
 
 import itertools
@@ -72,19 +69,18 @@ def gradients(place: workers.Workers, path: pathlib.Path, n: int) -> Callable[[i
     return (own[(step + first + late) % steps] * scales[:, None]).ravel()[:n]
 
   split = PartitionSpec("workers")
-  program, own = engine.jit(make, (split, PartitionSpec()), split), _placed(engine, place, recording, n)
+  program, own = engine.jit(make, (split, PartitionSpec()), split), _placed(engine, place, recording)
   return lambda step: program(own, np.int32(step))
 
 
-def _placed(engine: Engine, place: workers.Workers, recording: np.ndarray, n: int) -> jax.Array:
+def _placed(engine: Engine, place: workers.Workers, recording: np.ndarray) -> jax.Array:
   """The recorded steps of all workers, one worker's after the other's, where the engine wants its arrays."""
   size, steps, entries = recording.shape
-  columns = np.linspace(0, entries - 1, n).astype(int) if n < entries else slice(None)
-  of_workers = lambda own: np.concatenate([recording[worker % size][:, columns] for worker in own])
+  of_workers = lambda own: np.concatenate([recording[worker % size] for worker in own])
   if not isinstance(place.where, Mesh):
     rows = place.share(1)
     return jnp.asarray(of_workers(range(rows.start, rows.stop)))
-  shape, sharding = (engine.workers * steps, min(n, entries)), NamedSharding(place.where, PartitionSpec("workers"))
+  shape, sharding = (engine.workers * steps, entries), NamedSharding(place.where, PartitionSpec("workers"))
   own = lambda index: range(engine.workers * steps)[index[0]][::steps]  # first rows of the workers of one device
   return jax.make_array_from_callback(shape, sharding, lambda index: of_workers(row // steps for row in own(index)))
 

@@ -155,10 +155,10 @@ def progress(console: rich.console.Console, name: str, steps: int) -> Iterator[C
     yield lambda step, loss: bars.update(bar, completed=step, description=f"{name}: loss {loss:.3f}")
 
 
-def band(panel: axes.Axes, x: Sequence[float], lines: Sequence[Sequence[float]], label: str, **style: Any) -> None:
+def band(panel: axes.Axes, x: Sequence[float], lines: Sequence[Sequence[float]], label: str) -> None:
   """Draws the mean of `lines` over `x`, and a band from the least to the most."""
   columns = list(zip(*lines, strict=True))
-  (line,) = panel.plot(x, list(map(statistics.mean, columns)), label=label, **style)
+  (line,) = panel.plot(x, list(map(statistics.mean, columns)), label=label)
   if len(lines) > 1:
     panel.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.2)
   panel.grid(alpha=0.3)

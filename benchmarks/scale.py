@@ -1,24 +1,18 @@
 r"""Scale on paper: the predicted time of an update on the wire for 8 … 4096 workers, and the making of its program.
 
-Predicted is the wire alone, `messages · α + bytes · β` by each algorithm's formula, an upper bound where the sizes of
-messages vary; selection and sums come on top. In `spardl:teams=best` the number of teams is the fastest divisor of P.
-
-Measured are the seconds to trace, lower and compile the update for P forced CPU devices, with compilation caches off:
-the update does not run, and n hardly matters. SparDL has 2⌈log₂P⌉ rounds, so the seconds should grow as log₂P.
-
-With --first_step nothing is predicted: measured is the making of the first step of `js.make_train_step` for 1,000,000
-parameters and P = 4, of all algorithms. The goal is 3 s at most for each; the exit status is 1 where one misses it.
+Predicted is `messages · α + bytes · β` by each algorithm's formula, an upper bound where the sizes of messages vary. In
+`spardl:teams=best` the number of teams is the fastest divisor of P. Measured are the seconds to trace, lower and
+compile the update for P forced CPU devices, without compilation caches: the update does not run, n hardly matters. With
+--first_step it is the first step of `js.make_train_step` for 4 workers and 1,000,000 parameters: at most 3 s is good.
 
 Examples:
-  python -m benchmarks.scale
-  python -m benchmarks.scale --first_step --schedule_of=spardl,oktopk --n=16000000 --repeats=1
+  python -m benchmarks.scale --first_step --schedule_of=dense,spardl,oktopk
   python -m benchmarks.scale --json | jq '.predicted[] | select(.workers == 4096 and .algorithm == "spardl")'
 """
 
 import itertools
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -43,7 +37,6 @@ PHASES = ("trace", "lower", "compile")
 _DEVICES_OF_A_PROCESS = 2048
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the event by which JAX tells how long lowering took
 _LOWERINGS: list[float] = []  # seconds of each lowering since it was cleared
-ProgramOf = Callable[[specs.Spec, int, Mesh], Callable[[], jax.stages.Lowered]]
 
 NETWORKS = {  # (α seconds a message, β seconds a byte)
   "1GbE": (50e-6, 8e-9),  # TCP, 1 Gbit/s
@@ -51,15 +44,13 @@ NETWORKS = {  # (α seconds a message, β seconds a byte)
   "400Gb": (5e-6, 0.02e-9),  # RDMA, 400 Gbit/s
 }
 
-FIRST_N, FIRST_WORKERS, FIRST_SECONDS = 1_000_000, 4, 3.0
-_FIRST_OF = ["dense", "spardl", "spardl:selector=chunked", "spardl:selector=reuse", "spardl:teams=2", "spardl:teams=4"]
-
+FIRST_WORKERS, FIRST_N = 4, 1_000_000  # of the first training step
 _SIZES = [2**bit for bit in range(3, 13)]
 _WORKERS = entry.define_numbers("workers", _SIZES, "Numbers of workers.", flags.IntegerParser(lower_bound=2))
 _N = flags.DEFINE_integer("n", 14_728_266, "Gradient entries; VGG-16 by default.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to deliver.")
 _SCHEDULE_OF = flags.DEFINE_list("schedule_of", ["spardl"], "Algorithms to compile; none with --schedule_of=.")
-_FIRST_STEP = flags.DEFINE_bool("first_step", False, "Compile the first training step of many algorithms instead.")
+_FIRST_STEP = flags.DEFINE_bool("first_step", False, "Compile the first step of a training, not one update.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "How often to make each program; the median counts.", lower_bound=1)
 _JSON = entry.define_json()
 
@@ -108,16 +99,12 @@ def predict(label: str, workers: int, n: int, density: float) -> list[Predicted]
 
 
 def cpu_devices(number: int) -> list[jax.Device]:
-  """`number` forced CPU devices; call it before anything else makes devices.
-
-  XLA's CPU client takes more than 2048 of them for those of several processes, and compiles for these only in a
-  distributed run; one of a single process will do.
-  """
+  """`number` forced CPU devices; call it before anything else makes devices."""
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", number)
   jax.config.update("jax_enable_compilation_cache", False)
   jax.monitoring.register_event_duration_secs_listener(_note)
-  if number > _DEVICES_OF_A_PROCESS:
+  if number > _DEVICES_OF_A_PROCESS:  # XLA takes more for those of several processes, and wants a distributed run
     with socket.socket() as free:
       free.bind(("localhost", 0))
       address = f"localhost:{free.getsockname()[1]}"
@@ -152,7 +139,7 @@ def update_of(spec: specs.Spec, n: int, mesh: Mesh) -> Callable[[], jax.stages.L
   return lambda: program.lower(jax.ShapeDtypeStruct((mesh.size * n,), jnp.float32))
 
 
-def make_program(program_of: ProgramOf, spec: specs.Spec, n: int, mesh: Mesh) -> Program:
+def make_program(program_of: Callable[..., Any], spec: specs.Spec, n: int, mesh: Mesh) -> Program:
   """Traces, lowers and compiles a program, with JAX's caches cleared."""
   lower = program_of(spec, n, mesh)
   jax.clear_caches()
@@ -166,12 +153,11 @@ def make_program(program_of: ProgramOf, spec: specs.Spec, n: int, mesh: Mesh) ->
   return Program(spec.label, mesh.size, messages, middle - start - lowering, lowering, end - middle)
 
 
-def make_programs(
-  program_of: ProgramOf, labels: list[str], sizes: list[int], n: int, console: rich.console.Console
-) -> list[Program]:
+def make_programs(labels: list[str], sizes: list[int], console: rich.console.Console) -> list[Program]:
   """The programs of every algorithm for every P; all once, then all again, so a busy moment spoils one run of each."""
   if not labels:
     return []
+  program_of, n = (step_of, FIRST_N) if _FIRST_STEP.value else (update_of, _N.value)
   specs_of = [specs.parse(labels, workers, density=_DENSITY.value) for workers in sizes]
   devices = np.array(cpu_devices(max(sizes)))
   meshes = [Mesh(devices[:workers], (AXIS,)) for workers in sizes]
@@ -203,36 +189,18 @@ def program_table(rows: Sequence[Program], title: str) -> rich.table.Table:
   return report.table(title, ("algorithm", "P", "messages", *PHASES, "total", "runs"), lines, caption="medians")
 
 
-def _report_first_step(console: rich.console.Console) -> bool:
-  """Makes the first steps and reports them; whether all meet the goal."""
-  others = sorted(set(specs.of_vectors()) - set(_FIRST_OF))
-  labels = _SCHEDULE_OF.value if _SCHEDULE_OF.present else [*_FIRST_OF, *others]
-  sizes, n = _WORKERS.value if _WORKERS.present else [FIRST_WORKERS], _N.value if _N.present else FIRST_N
-  programs = make_programs(step_of, labels, sizes, n, console)
-  console.print(program_table(programs, f"seconds to make the first training step of n = {n:,} parameters"))
-  slowest = max(programs, key=lambda program: program.total)
-  what = f"the first step of every algorithm compiles in {FIRST_SECONDS:g} s, slowest {slowest.algorithm}"
-  goal = report.goal(what, slowest.total, most=FIRST_SECONDS)
-  report.say([goal], console)
-  if _JSON.value:
-    plain = [program._asdict() | {"total": program.total} for program in programs]
-    report.print_json({"n": n, "density": _DENSITY.value, "first_step": plain, "goals": [goal]})
-  return bool(goal.met)
-
-
 def main() -> None:
   """Predicts, measures and reports."""
   console, sizes = make_console(stderr=_JSON.value), sorted(_WORKERS.value)
-  if _FIRST_STEP.value:
-    sys.exit(not _report_first_step(console))
   settings = itertools.product(sizes, [*specs.of_vectors(), f"spardl:{BEST}"])
   found = [predict(label, workers, _N.value, _DENSITY.value) for workers, label in settings]
   predicted = [row for rows in zip(*found, strict=True) for row in rows]  # a network after the other
-  programs = make_programs(update_of, _SCHEDULE_OF.value, sizes, _N.value, console)
-  title = f"one update of n = {_N.value:,} entries, density {_DENSITY.value:g}"
-  console.print(speed_table(predicted, f"{title}: predicted on the wire"))
+  programs = make_programs(_SCHEDULE_OF.value, [FIRST_WORKERS] if _FIRST_STEP.value else sizes, console)
+  title = f"one update of n = {_N.value:,} entries, density {_DENSITY.value:g}: predicted on the wire"
+  console.print(speed_table(predicted, title))
   if programs:
-    console.print(program_table(programs, f"{title}: seconds to make the program"))
+    what = f"the first training step of n = {FIRST_N:,}" if _FIRST_STEP.value else f"one update of n = {_N.value:,}"
+    console.print(program_table(programs, f"{what} entries: seconds to make the program"))
   if _JSON.value:
     rows = {"networks": NETWORKS, "predicted": predicted, "compiled": programs}
     report.print_json({"n": _N.value, "density": _DENSITY.value, **rows})

@@ -1,16 +1,10 @@
 r"""Seconds of selecting k of n float32 on one device, beside `lax.top_k` of the magnitudes and one read of the vector.
 
 `js.select.top_k` finds the k largest, "threshold" all entries of at least the exact k-th magnitude. Each result is
-checked against `lax.top_k`: the same indices, the same bits of the values. Programs take turns, with a read after each;
-medians are of one run. Where many entries are equal a bracket misses, and `top_k` bisects as well: it takes longer.
-Inputs "gradients" are those of the digits CNN after a few steps of SGD, of as many batches as fill n entries.
+checked bit for bit against `lax.top_k`. Programs take turns, with a read after each. Then one SparDL update of one of
+--update workers alone, whose messages are copies of its own (`benchmarks.collectives` checks its laws).
 
-Then one whole SparDL update of one of --update workers alone, whose messages are copies of its own; only shapes and
-finiteness are checked (`benchmarks.collectives` checks the laws).
-
-Examples:
-  python -m benchmarks.selection
-  python -m benchmarks.selection --inputs=normal,gradients --n=1000000 --density=0.001
+Example: python -m benchmarks.selection --inputs=normal,gradients --n=1000000 --density=0.001
 """
 
 import collections

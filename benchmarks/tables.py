@@ -1,6 +1,4 @@
-"""Writes the tables of the pages from the JSON of benchmarks/results: `make tables`, or python -m benchmarks.tables.
-
-A page marks where a table belongs; all between the two marks is replaced, so that no number is copied by hand:
+"""Writes the tables of the pages from the JSON of benchmarks/results, between two marks: `make tables`.
 
     <!-- table: race race_lm -->
     <!-- end -->

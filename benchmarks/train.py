@@ -1,13 +1,11 @@
 r"""Trains one model with several all-reduces, data-parallel, and compares accuracy, loss and words sent.
 
-Every algorithm starts from the same parameters and sees the same batches in the same order. Each run is printed and
-kept in train.json in --report_dir as soon as it ends. At the end follow a table, and a figure, demo.png: accuracy over
-steps, and over words sent. With --trace also trace.png: what `js.metrics` said in every step.
+Every algorithm starts from the same parameters and sees the same batches in the same order. Each run is kept in
+train.json in --report_dir as soon as it ends; demo.png shows accuracy over steps, and over words sent. --json prints a
+`trace` of each run too: what `js.metrics` said in every step.
 
 Examples:
-  python -m benchmarks.train
   python -m benchmarks.train --algorithm=spardl,spardl:residual=partial,spardl:residual=local --seed=0,1,2
-  python -m benchmarks.train --algorithm=oktopk,gaussiank,oktopk:regions=even --trace=selected,delivered,imbalance
   python -m benchmarks.train --task=lm --engine=sim --workers=4 --batch_size=4 --optimizer=adamw:0.001,sgd:0.3
   python -m benchmarks.train --data_dir=$HOME/cifar --steps=5000
 """
@@ -34,22 +32,17 @@ _ENGINE = flags.DEFINE_enum("engine", "devices", list(workers.ENGINES), workers.
 _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that a sparse all-reduce delivers in a step.")
 _TASK = flags.DEFINE_enum("task", "images", ["images", "lm"], "lm: a byte-level language model, see tasks/lm.py.")
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Train on CIFAR-10: the folder that holds cifar-10-batches-py.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Train on CIFAR-10: the folder that holds cifar-10-batches-bin.")
 _STEPS = flags.DEFINE_integer("steps", 1500, "Training steps of each algorithm.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images, or windows of text, of each worker.", lower_bound=1)
 _OPTIMIZER = flags.DEFINE_multi_string("optimizer", ["sgd"], f"What follows the all-reduce. {recipes.HELP}")
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "Peak rate of optimizers that name none; cosine decay.")
 _SEED = entry.define_seeds([0])
 _FOLDS = flags.DEFINE_integer("folds", 1, "Folds of cross-validation on the digits; 1: the first of five.", 1)
-_TRACE = flags.DEFINE_list("trace", [], "Metrics of js.metrics to draw over the steps, for example selected,delivered.")
-_REPORT_DIR = entry.define_report_dir("train.json and the figures demo.png and trace.png")
+_REPORT_DIR = entry.define_report_dir("train.json and the figure demo.png")
 _JSON = entry.define_json()
 
-entry.require_choices(_TRACE, js.Metrics.names())
-
-
-CURVE_POINTS = 40  # evaluations during a run
-_SPREADS = "± is the standard deviation over seeds and folds"
+_CURVE_POINTS = 40  # evaluations during a run
 
 
 class Run(NamedTuple):
@@ -74,7 +67,7 @@ class Run(NamedTuple):
 def train(trainer: Trainer, on_step: Callable) -> Run:
   """Trains for the steps of the recipe; calls `on_step` with each step and its loss."""
   method, recipe = trainer.method, trainer.recipe
-  few = min(recipe.steps, CURVE_POINTS // 2)  # closer together where accuracy changes most, at the start
+  few = min(recipe.steps, _CURVE_POINTS // 2)  # closer together where accuracy changes most, at the start
   spreads = (np.linspace, np.geomspace)
   points = {round(point) for spread in spreads for point in spread(1, recipe.steps, few)} | {recipe.steps}
   trace: dict[str, list[float]] = {name: [] for name in js.Metrics.names()}
@@ -106,15 +99,6 @@ def train(trainer: Trainer, on_step: Callable) -> Run:
   )
 
 
-def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:
-  """The runs of each algorithm, one for each seed and fold; of each optimizer too, where there are several."""
-  several = len({run.optimizer for run in runs}) > 1
-  groups: dict[str, list[Run]] = {}
-  for run in runs:
-    groups.setdefault(f"{run.optimizer}, " * several + run.algorithm, []).append(run)
-  return groups
-
-
 def table(runs: Sequence[Run], title: str) -> rich.table.Table:
   """The algorithms side by side: means over seeds and folds."""
   dense = next((run.words_per_step for run in runs if run.algorithm == "dense"), math.nan)
@@ -126,32 +110,23 @@ def table(runs: Sequence[Run], title: str) -> rich.table.Table:
   forms |= {"vs dense": ",.3f", "messages_per_step": "g", "ms": ".1f", "residual_norm": ".3f"}
   heads = ["optimizer", "algorithm", "test accuracy", "test loss", "train loss", "words / step", "vs dense"]
   heads += ["messages", "ms / step", "residual norm"]
-  return report.table(title, heads, report.means(rows, heads[:2], forms), text=2, caption=_SPREADS, wraps=heads[:2])
+  caption = "± is the standard deviation over seeds and folds"
+  return report.table(title, heads, report.means(rows, heads[:2], forms), text=2, caption=caption, wraps=heads[:2])
 
 
 def figure(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
   """Test accuracy over steps, and over words sent by each worker; a band from the worst to the best run."""
+  groups: dict[str, list[Run]] = {}
+  for run in runs:
+    groups.setdefault(f"{run.optimizer}, {run.algorithm}", []).append(run)
   plot, (over_steps, over_words) = report.pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
-  for label, group in by_algorithm(runs).items():
+  for label, group in groups.items():
     words = statistics.mean(run.words_per_step for run in group)
     report.band(over_steps, group[0].steps, [run.accuracy for run in group], label)
     report.band(over_words, [max(1, step * words) for step in group[0].steps], [run.accuracy for run in group], label)
   over_steps.set(xlabel="step", ylabel="test accuracy")
   over_words.set(xlabel="words sent by each worker (4 bytes each)", xscale="log")
   over_words.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small")
-  report.save(plot, title, path)
-
-
-def trace(runs: Sequence[Run], names: Sequence[str], title: str, path: pathlib.Path) -> None:
-  """Metrics of `js.metrics` over the steps, one panel each."""
-  size = (5.5 * len(names), 4)
-  plot, panels = report.pyplot.subplots(1, len(names), figsize=size, squeeze=False, layout="constrained")
-  for panel, name in zip(panels[0], names, strict=True):
-    for label, group in by_algorithm(runs).items():
-      lines = [run.trace[name] for run in group]
-      report.band(panel, range(1, len(lines[0]) + 1), lines, label, linewidth=0.8)
-    panel.set(xlabel="step", ylabel=name.replace("_", " "))
-  panels[0][-1].legend(fontsize="small")
   report.save(plot, title, path)
 
 
@@ -195,9 +170,6 @@ def main() -> None:
   figure(runs, title, folder / "demo.png")
   console.print(table(runs, f"after {_STEPS.value} steps"))
   console.print(f"figure: {folder / 'demo.png'}")
-  if _TRACE.value:
-    trace(runs, _TRACE.value, title, folder / "trace.png")
-    console.print(f"figure: {folder / 'trace.png'}")
   if _JSON.value:
     report.print_json({"title": title, "runs": runs})
 

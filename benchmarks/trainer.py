@@ -54,9 +54,6 @@ class Trainer:
     return self._step.synchronize(self.params, self.state)[0]
 
   def evaluate(self, params: Any = None, on: Arrays | None = None) -> tuple[float, float]:
-    """Loss and accuracy on what is held out, or on other inputs and labels.
-
-    Of the parameters of the last exchange, unless others are given, by the statistics of this process's first worker.
-    """
-    statistics = jax.tree.map(lambda leaf: local_shard(leaf)[0], self.statistics)
+    """Loss and accuracy on what is held out, or `on` others, of the parameters of the last exchange, or `params`."""
+    statistics = jax.tree.map(lambda leaf: local_shard(leaf)[0], self.statistics)  # of this process's first worker
     return self.model.evaluate(self.params if params is None else params, statistics, on)

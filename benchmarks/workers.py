@@ -104,15 +104,12 @@ def here(engine: str, workers: int) -> Workers:
 
 
 def share_programs(folder: pathlib.Path) -> None:
-  """Keeps every compiled program in `folder` from now on, and has one rank compile for all; call it before `here`.
-
-  Rank 0 sends binaries to ranks of JAX's runtime that have the same cache key. On CPU, JAX hashes the devices of the
-  process that asks, so keys differ; here the kinds of all devices are hashed instead. The function that is replaced is
-  private to JAX: without it every rank compiles for itself, and so do ranks of MPI, whose programs name a communicator.
-  """
+  """Keeps every compiled program in `folder` from now on, and has one rank compile for all; call it before `here`."""
   jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  # Rank 0 sends binaries to ranks with the same cache key. On CPU, JAX hashes the devices of the process that asks, so
+  # keys differ; hash the kinds of all devices instead. Without this private function every rank compiles for itself.
   from jax._src import cache_key
 
   if hasattr(cache_key, "_hash_accelerator_config") and hasattr(cache_key, "_hash_devices"):

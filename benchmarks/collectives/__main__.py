@@ -1,24 +1,10 @@
 r"""Milliseconds per update of every all-reduce, selection included, with the ranks in step, every timed result checked.
 
-With --rate the ranks run on hosts of the network lab (needs root), whose links are that fast; several rates, numbers of
-workers, sizes or densities are run one after the other. With --pin each rank has a core of its own. A program that
-mpirun or srun started measures with the ranks of that job, on their network.
-
-Gradients are recorded ones of a language model's training (`benchmarks.recorded`), another in every step, or normals.
-Residuals grow in the --warm_up steps. An algorithm with a period (Ok-Topk: thresholds every 32 steps, regions every 64)
-is timed over whole periods, 70 steps at least, warm-up included; others over --repetitions.
-
-A row is printed as soon as it is measured, and kept as a line of collectives.jsonl: an interruption, or an algorithm
-that fails and ends the ranks, loses none of them. At the end follows a table. The exit status is 0 if all was measured,
-and nothing wrong.
-
-Columns: ms, mean, p90: over the timed steps, of the slowest rank; × f32, × bf16: dense's median / this one; busbw: GB/s
-as in nccl-tests, 4n bytes / median · 2(P − 1)/P; #wrong: entries of all timed steps that were lost, made up, or not the
-same bits on every rank; words: of 4 bytes that a rank sent; arithmetic: ms without a network, all ranks at work at
-once; wire: the rest of ms.
+With --rate the ranks run on hosts of the network lab (needs root), whose links are that fast. A program that mpirun or
+srun started measures with the ranks of that job. Each row is a line of collectives.jsonl as soon as it is measured; the
+exit status is 0 if all was measured, and nothing wrong. benchmarks/pages/updates.md says what the columns are.
 
 Examples:
-  python -m benchmarks.collectives --rate=1gbit
   python -m benchmarks.collectives --rate=10mbit,100mbit,1gbit,none --algorithms=spardl,dense --predict
   python -m benchmarks.collectives --engine=devices --workers=2,4,8 --n=100000 --json | jq '.[].busbw'
   mpirun -n 64 python -m benchmarks.collectives --engine=mpi --workers=64
@@ -56,7 +42,6 @@ _REPETITIONS = flags.DEFINE_integer("repetitions", 5, "Timed steps of an algorit
 _WARM_UP = flags.DEFINE_integer("warm_up", None, "Untimed steps; 30 with recorded gradients, 1 with normal ones.", 1)
 _PREDICT = flags.DEFINE_bool("predict", False, "Also fit the cost model on the same workers and show its predictions.")
 _CACHE_DIR = entry.define_cache_dir()
-_SHARE = flags.DEFINE_bool("share_programs", True, "Share compiled programs between ranks and runs.")
 _REPORT_DIR = entry.define_report_dir("collectives.jsonl")
 _JSON = entry.define_json()
 _RUN = flags.DEFINE_string("run", None, "Internal: names the run in collectives.jsonl.")
@@ -96,8 +81,7 @@ def _measure(size: int, rate: str, kept: Kept) -> bool:
   """What the ranks of this run do; whether this one reports."""
   if _PIN.value:
     workers.pin()
-  if _SHARE.value:
-    workers.share_programs(pathlib.Path(_CACHE_DIR.value) / "programs")
+  workers.share_programs(pathlib.Path(_CACHE_DIR.value) / "programs")
   place, real = workers.here(_ENGINE.value, size), _GRADIENTS.value == "recorded"
   cases = _cases(size)
   label = lambda spec: js.costs.label_of(spec.name, spec.config)
@@ -139,7 +123,7 @@ def _report(measured: Sequence[Row], failed: Sequence[str]) -> bool:
     console.print(updates.table(measured))
     console.print(f"rows: {_path()}", soft_wrap=True)
   wrong = sum(row.wrong for row in measured)
-  console.print(f"wrong entries: {wrong:,}{'' if wrong else ' OK'}")
+  console.print(f"wrong: {wrong:,}{'' if wrong else ' OK'}")
   for problem in failed:
     print(f"error: {problem}", file=sys.stderr)
   if _JSON.value:

@@ -1,7 +1,6 @@
 """Times updates of an algorithm with all workers in step, checks each result, and keeps and shows the rows."""
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -48,7 +47,7 @@ class Row(NamedTuple):
   words: float  # 4-byte words that the worker sent that sent most, mean over the timed steps
   messages: int  # of one worker, one after the other, counted from the schedule
   checked: str  # the laws that were checked after every timed step: "C" nothing is lost, "R" the same bits everywhere
-  wrong: int  # entries that broke one of them, summed over the steps
+  wrong: int  # parts of the vector, at most 4096, that broke one of them, summed over the steps
   predicted: float | None = None  # seconds by the cost model
 
   @property
@@ -63,11 +62,7 @@ class Row(NamedTuple):
 
 
 def plan(collective: js.Collective, warm_up: int, repetitions: int) -> tuple[int, int, int]:
-  """(untimed steps, timed steps, period): whole periods, where the mean counts each kind of step as often as training.
-
-  A period is the least common multiple of the options `*_period`: Ok-Topk takes exact thresholds every 32 steps and
-  draws regions every 64.
-  """
+  """(untimed steps, timed steps, period): whole periods, whose mean counts each kind of step as a training does."""
   options = dataclasses.asdict(collective) if dataclasses.is_dataclass(collective) else {}
   period = math.lcm(*(value for name, value in options.items() if name.endswith("_period")))
   timed = math.ceil(repetitions / period) * period
@@ -105,11 +100,10 @@ class Bench:
       seconds, (_, state) = self._watch.time(update.program, self._gradients(number), state)
       warming, number = warming + (seconds if number else 0.0), number + 1  # the first compiles
     while len(times) < timed and (period > 1 or sum(times) < ENOUGH):
-      again = functools.partial(self._gradients, number + len(times))
-      grads = again()
+      grads = self._gradients(number + len(times))
       before = laws.before(grads, state)
       seconds, (mean, state) = self._watch.time(update.program, grads, state)
-      wrong += laws.wrong(mean, state, before, again)
+      wrong += laws.wrong(mean, state, before)
       times.append(seconds)
       words.append(float(local_shard(read(state).words_sent)))
     return {
@@ -146,10 +140,8 @@ class Kept:
 
 def line(row: Row) -> str:
   """One row in words, to print as soon as it is measured."""
-  times = ", ".join(f"{name} {report.milliseconds(own)}" for name, own in (("mean", row.mean), ("p90", row.p90)))
-  predicted = "" if row.predicted is None else f", predicted {report.milliseconds(row.predicted)}"
-  counts = f"busbw {row.busbw:.3f} GB/s, wrong {_wrong(row)}, {row.steps} steps"
-  return f"{row.algorithm}: {report.milliseconds(row.seconds)} ms ({times}{predicted}), {counts}"
+  times = f"{report.milliseconds(row.seconds)} ms (mean {report.milliseconds(row.mean)})"
+  return f"{row.algorithm}: {times}, busbw {row.busbw:.3f} GB/s, wrong {_wrong(row)}, {row.steps} steps"
 
 
 def _wrong(row: Row) -> str:

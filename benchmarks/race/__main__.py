@@ -1,16 +1,9 @@
 r"""Seconds until a training's loss is as low as dense's: methods race on one task, in the network lab.
 
-Every method starts from the same parameters and sees the same batches. --parts says what is measured:
-
-  curves  loss over steps, which does not depend on the links: once for each method and seed, in this process
-  paces   seconds a step at each rate, a process of JAX on each host of the lab (needs root), with the first --optimizer
-  wholes  whole trainings in the lab from the first seed, on a clock that stands still while a model is evaluated
-  advice  which of the methods reaches the target first, as `js.costs.advise` says
-  none    nothing: tables and figures of all that the file has
-
-Steps times pace are the seconds to the target: dense's loss after --steps, of its best optimizer, from the same seed.
-Evaluated are the parameters of the last exchange, which all workers have. Rows are kept in --results as they are
-measured; given again, the command measures what is missing. race.png and seconds.png are made from that file alone.
+Every method starts from the same parameters and sees the same batches. Steps to the target, dense's loss after --steps
+with its best optimizer, are those of the part `curves`; seconds a step of `paces`, with the first --optimizer; `wholes`
+trains from the first seed in the lab (benchmarks/pages/training.md). Evaluated are the parameters of the last exchange.
+Rows are kept in --results as they are measured; given again, the command measures what is missing.
 
 Examples:
   python -m benchmarks.race
@@ -57,7 +50,7 @@ _TARGET = flags.DEFINE_float("target", None, "The loss to reach instead of dense
 _SEED = entry.define_seeds([0, 1, 2])
 _TIMED = flags.DEFINE_integer("timed_steps", 30, "Steps to time at each rate, at least.", lower_bound=3)
 _PARTS = flags.DEFINE_multi_string("parts", ["curves", "paces"], f"What to measure: {', '.join(KINDS)}, or none.")
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "For tasks on images: the folder that holds cifar-10-batches-py.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "For tasks on images: the folder that holds cifar-10-batches-bin.")
 _RESULTS = flags.DEFINE_string("results", None, "The file of the rows; race_TASK.json in --report_dir by default.")
 _REPORT_DIR = entry.define_report_dir("the figures, race.png and seconds.png")
 _CACHE_DIR = entry.define_cache_dir()
@@ -154,8 +147,6 @@ def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None
 
 def _missing(part: str, rate: str, plan: Plan, results: Results) -> list[Runner]:
   """The methods whose rows of a part the file lacks."""
-  if part == "advice":
-    return [] if results.find("advice", rate=rate) else plan.runners
   if part == "wholes":
     seed = _SEED.value[0]
     return [one for one in plan.runners if not _is_trained("wholes", plan, results, seed, one, rate=rate)]
@@ -188,9 +179,6 @@ def _rank(plan: Plan) -> None:
       results.add(row)
       print(tables.line(row), file=sys.stderr if _JSON.value else sys.stdout, flush=True)
 
-  if part == "advice":
-    keep(measuring.advised(plan.start(missing[0], place), missing, rate))
-    return
   for runner in missing:
     if part == "paces":
       keep(measuring.pace(plan.start(runner, place), rate, _TIMED.value))
@@ -217,8 +205,6 @@ def _report(plan: Plan, results: Results, preset: presets.Preset | None, console
     console.print(f"{results.path} has {what}", highlight=False, soft_wrap=True)
   if results.rows["wholes"]:
     console.print(tables.wholes(results))
-  for advice in results.rows["advice"]:
-    console.print(tables.line(advice), highlight=False, soft_wrap=True)
   if measured := preset.measured(results, target) if preset else {}:
     console.print(papers.beside([cell for cell in papers.of("race") if cell.name in measured], measured))
   if results.rows["curves"]:
@@ -247,7 +233,7 @@ def main() -> None:
   try:
     if "curves" in plan.parts:
       _curves(plan, results, console)
-    for part, rate in itertools.product(("paces", "advice", "wholes"), plan.rates):
+    for part, rate in itertools.product(("paces", "wholes"), plan.rates):
       if part in plan.parts:
         _lab(part, rate, plan, results)
   except KeyboardInterrupt:

@@ -2,17 +2,16 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
-import jaxsparse as js
 from benchmarks import report
 from benchmarks.methods import Method
 from benchmarks.netlab import sent_bytes
-from benchmarks.race.results import Advised, Curve, Pace, Whole
+from benchmarks.race.results import Curve, Pace, Whole
 from benchmarks.recipes import Recipe
 from benchmarks.trainer import Trainer
 from benchmarks.workers import AXIS
@@ -110,36 +109,9 @@ def pace(trainer: Trainer, rate: str, steps: int) -> Pace:
   return Pace(trainer.method.label, rate, timed, seconds, compute, max(0.0, alone - compute), most)
 
 
-def advised(trainer: Trainer, runners: Sequence[Runner], rate: str) -> Advised:
-  """The advice on these methods, from the evidence of trainings with the same optimizer."""
-  specs = [runner.method.spec for runner in runners]
-  labels = dict.fromkeys(js.costs.label_of(spec.name, spec.config) for spec in specs)
-  profile = js.costs.fit(trainer.place.where, n=trainer.params, algorithms=list(labels), seconds=math.inf)
-  keys = [runner.key for runner in runners]
-  evidence = [one for one in js.costs.evidence() if {"method": one.method, "optimizer": one.optimizer} in keys]
-  compute = _compute(trainer, timing.Stopwatch(trainer.engine))
-  found = js.costs.advise(trainer.params, profile, evidence=evidence, compute=compute)
-  name = lambda one: one.evidence.method if one.evidence else one.label
-  return Advised(rate, name(found.best), {name(one): one.to_loss for one in found.predictions}, found.why)
-
-
 def _of_periods(times: list[float], every: int) -> float:
   """Seconds a step: the median over the periods of `every` steps."""
   return statistics.median(sum(times[start : start + every]) / every for start in range(0, len(times), every))
-
-
-def _compute(trainer: Trainer, watch: timing.Stopwatch) -> float:
-  """Seconds of forward and backward, all workers at once."""
-  split = PartitionSpec(AXIS)
-
-  def gradients(params: Any, batch: Any, running: Any) -> Any:
-    own = jax.tree.map(lambda x: x[0], running)
-    grads, _ = jax.grad(trainer.model.loss, has_aux=True)(params, batch, own)
-    return jax.tree.map(lambda x: x[None], grads)
-
-  backward = trainer.engine.jit(gradients, (PartitionSpec(), split, split), split)
-  given = trainer.engine.place((next(trainer.batches), trainer.statistics), (split, split))
-  return statistics.median(watch.time(backward, trainer.params, *given)[0] for _ in range(_REPETITIONS + 1))
 
 
 def _parts(trainer: Trainer, watch: timing.Stopwatch) -> tuple[float, float]:
@@ -147,8 +119,15 @@ def _parts(trainer: Trainer, watch: timing.Stopwatch) -> tuple[float, float]:
   engine, every, comm = trainer.engine, trainer.method.every, SoloComm(trainer.place.size)
   worker = Worker(trainer.model.loss, trainer.method.make(comm, trainer.recipe.make()), False, "mean", "worker", 1)
   same, split = PartitionSpec(), PartitionSpec(AXIS)
-  compute = _compute(trainer, watch)
+
+  def gradients(params: Any, batch: Any, running: Any) -> Any:
+    own = jax.tree.map(lambda x: x[0], running)
+    grads, _ = jax.grad(trainer.model.loss, has_aux=True)(params, batch, own)
+    return jax.tree.map(lambda x: x[None], grads)
+
+  backward = engine.jit(gradients, (same, split, split), split)
   given = engine.place((next(trainer.batches), trainer.statistics), (split, split))
+  compute = statistics.median(watch.time(backward, trainer.params, *given)[0] for _ in range(_REPETITIONS + 1))
   state, own = start_workers(engine, worker.tx.init, trainer.params)
 
   def alone(params: Any, state: Any, batch: Any, running: Any) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import rich.table
 
 from benchmarks import netlab, report
-from benchmarks.race.results import Advised, Curve, Pace, Results, Whole
+from benchmarks.race.results import Curve, Pace, Results, Whole
 from benchmarks.race.standings import DENSE, Standing, Target, crossing, standings
 from benchmarks.report import number
 
@@ -96,10 +96,8 @@ def title(results: Results) -> str:
   return f"{setting['task']}, {setting['hosts']} workers, {setting['batch_size']} inputs each, {setting['recipe']}"
 
 
-def line(row: Curve | Pace | Whole | Advised) -> str:
+def line(row: Curve | Pace | Whole) -> str:
   """One row in words."""
-  if isinstance(row, Advised):
-    return f"{row.rate}, js.costs.advise: {row.why}"
   if isinstance(row, Pace):
     return f"{row.rate}, {row.method}: {milliseconds(row)} ms a step, {row.bytes / 1e6:.3f} MB a host"
   head = f"{row.method}, {row.optimizer}, seed {row.seed}: loss {row.loss[-1]:.4f} after {row.steps[-1]} steps"
@@ -107,10 +105,7 @@ def line(row: Curve | Pace | Whole | Advised) -> str:
 
 
 def draw_curves(results: Results, rates: Sequence[str], target: Target, path: pathlib.Path) -> None:
-  """Loss above the target over steps, and over seconds at each rate, slow links first: a line for each seed.
-
-  A dot is where a line reaches the target of its seed.
-  """
+  """Loss above the target over steps, and over seconds at each rate: a line for each seed, a dot at its target."""
   rates, targets = slow_first(rates), target.of_seeds(results)
   plot, panels = report.pyplot.subplots(
     1, 1 + len(rates), figsize=(3.4 * (1 + len(rates)), 4.2), sharey=True, squeeze=False, layout="constrained"

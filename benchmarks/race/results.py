@@ -58,16 +58,7 @@ class Whole(NamedTuple):
   loss: list[float]  # on what is held out; infinite from where a training diverges
 
 
-class Advised(NamedTuple):
-  """The method that `js.costs.advise` names for links of one rate, from a profile fitted on them and the evidence."""
-
-  rate: str  # of the links
-  method: str  # the one that reaches dense's loss first
-  seconds: dict[str, float]  # predicted of each method to the loss that dense has after one step
-  why: str  # the reason in words, with the evidence
-
-
-KINDS: dict[str, Any] = {"curves": Curve, "paces": Pace, "wholes": Whole, "advice": Advised}
+KINDS: dict[str, Any] = {"curves": Curve, "paces": Pace, "wholes": Whole}
 
 
 class Results:
@@ -107,7 +98,7 @@ class Results:
     """
     kind = next(name for name, make in KINDS.items() if isinstance(row, make))
     key = {name: getattr(row, name) for name in ("method", "optimizer", "seed", "rate") if name in row._fields}
-    length = lambda one: np.max(getattr(one, "steps", 0))
+    length = lambda one: np.max(one.steps)
     self.path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(self.path.parent, os.O_RDONLY)
     try:

@@ -1,16 +1,14 @@
-"""Data sets for training runs: the digits inside scikit-learn, and CIFAR-10 from its python files."""
+"""Data sets for training runs: the digits inside scikit-learn, and CIFAR-10 from its binary files."""
 
-import io
 import pathlib
-import pickle
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 FOLDS = 5  # of the digits, unless something else is asked for
 CLASSES = 10
-CIFAR10_FILES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+CIFAR10_FILES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
 
 
 class Dataset(NamedTuple):
@@ -64,11 +62,11 @@ def _digits(fold: int, folds: int) -> Dataset:
 
 
 def _cifar10(folder: pathlib.Path) -> Dataset:
-  if (folder / "cifar-10-batches-py").is_dir():
-    folder = folder / "cifar-10-batches-py"
+  if (folder / "cifar-10-batches-bin").is_dir():
+    folder = folder / "cifar-10-batches-bin"
   missing = [name for name in CIFAR10_FILES if not (folder / name).is_file()]
   if missing:
-    expected = f"expected the files of the python version of the data set, unpacked: {', '.join(CIFAR10_FILES)}"
+    expected = f"expected the files of the binary version of the data set, unpacked: {', '.join(CIFAR10_FILES)}"
     raise FileNotFoundError(f"CIFAR-10: {folder} has no {', '.join(missing)}; {expected}")
   *train, (test_images, test_labels) = (_cifar10_file(folder / name) for name in CIFAR10_FILES)
   images, labels = (np.concatenate(parts) for parts in zip(*train, strict=True))
@@ -76,31 +74,12 @@ def _cifar10(folder: pathlib.Path) -> Dataset:
 
 
 def _cifar10_file(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-  """One file: a pickled dictionary of `data` u8[count, 3072], channel by channel, and `labels`, 0 … 9."""
-  try:
-    content = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
-    data, labels = np.asarray(content[b"data"]), np.asarray(content[b"labels"])
-    if data.dtype != np.uint8 or data.shape != (len(labels), 3072) or not np.isin(labels, np.arange(CLASSES)).all():
-      raise ValueError(f"it holds data {data.dtype.name}{list(data.shape)} and labels {list(labels.shape)}")
-  except Exception as error:  # pickle raises whatever the bytes make it raise
-    expected = "a pickled dictionary of data uint8[count, 3072] and labels [count] of 0 … 9"
-    raise ValueError(f"CIFAR-10: {path} is not {expected} ({type(error).__name__}: {error})") from error
-  return data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1).astype(np.float32), labels
-
-
-class _ArraysOnly(pickle.Unpickler):
-  """Loads arrays and plain containers; a pickle that names anything else is refused, not run."""
-
-  _ALLOWED = frozenset(
-    {("multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
-  )
-
-  def find_class(self, module: str, name: str) -> Any:
-    last = module.rpartition(".")[2]
-    if (last, name) not in self._ALLOWED:
-      raise pickle.UnpicklingError(f"it names {module}.{name}")
-    # Files written long ago name numpy.core, which has moved.
-    return super().find_class("numpy._core.multiarray" if last == "multiarray" else module, name)
+  """Images and labels of one file, whose records are a label u8, 0 … 9, and u8[3072], channel by channel."""
+  content = np.fromfile(path, np.uint8)
+  if not content.size or content.size % 3073 or (content[::3073] >= CLASSES).any():
+    raise ValueError(f"CIFAR-10: {path} is not records of 3073 bytes that begin with a label of 0 … 9")
+  rows = content.reshape(-1, 3073)
+  return rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1).astype(np.float32), rows[:, 0]
 
 
 def _standardized(raw: Dataset) -> Dataset:

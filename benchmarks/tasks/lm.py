@@ -1,8 +1,4 @@
-"""Byte-level language models on text that every Python brings (`benchmarks.tasks.text`); nothing is downloaded.
-
-`small` is that of `benchmarks.train` on the help topics; the others are those of `benchmarks.race` on topics and
-docstrings.
-"""
+"""Language models of bytes: `small` of `benchmarks.train` on Python's help topics, the others of `benchmarks.race`."""
 
 from collections.abc import Callable
 
@@ -118,10 +114,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-  """A decoder over bytes; 2 blocks of width 64 have 136,896 parameters.
-
-  Without `bias` no layer has one and the last normalization no scale; without `causal` a byte sees those behind it.
-  """
+  """A decoder over bytes; without `bias` no scale ends the last normalization, without `causal` a byte sees all."""
 
   def __init__(
     self, rngs: nnx.Rngs, width: int = 64, heads: int = 4, blocks: int = 2, bias: bool = True, causal: bool = True

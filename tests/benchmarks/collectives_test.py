@@ -1,8 +1,6 @@
 """The benchmark of updates: what it times is checked, and rows outlive what ends a run."""
 
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,14 +17,11 @@ from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of
 from tests.benchmarks import commands
 
-
-def place(size=3):
-  sim = js.SimComm("workers", members=size)
-  return workers.Workers(sim, sim, size, shares=size, number=0)
+PLACE = workers.here("sim", 3)
 
 
 def bench(n=600):
-  return updates.Bench(place(), "sim", n, warm_up=2, repetitions=2)
+  return updates.Bench(PLACE, "sim", n, warm_up=2, repetitions=2)
 
 
 def test_a_row_has_the_words_and_the_laws():
@@ -55,7 +50,7 @@ def test_wrong_entries_are_counted(monkeypatch):
 
   wrong = 0
   for step in (2, 3):  # the two that are timed; without residuals each is a step of its own
-    grads = timing.gradients(engine_of(place().where, "workers"), 600)(step).reshape(3, 600)
+    grads = timing.gradients(engine_of(PLACE.where, "workers"), 600)(step).reshape(3, 600)
     total = js.simulate("spardl", grads, density=0.1).total
     wrong += int((jnp.abs(grads.sum(0) - total) > 1e-5).sum())
   assert wrong > 1000
@@ -85,7 +80,7 @@ def test_a_longer_gradient_repeats_the_recorded_one(tmp_path):
   recording = np.random.default_rng(0).standard_t(2, (size, steps, entries)).astype(np.float32)
   np.save(path, recording)
   n = 2 * entries + 7
-  grads = recorded.gradients(place(), path, n)
+  grads = recorded.gradients(PLACE, path, n)
   rows = np.stack([np.asarray(grads(step)).reshape(3, n) for step in range(steps)])
   for copy in (slice(entries), slice(entries, 2 * entries)):  # each begins with a step and a scale of its own
     ratios = rows[0, 0, copy] / recording[0]
@@ -94,7 +89,7 @@ def test_a_longer_gradient_repeats_the_recorded_one(tmp_path):
     for step in range(steps):
       expected = ratios[first, 0] * recording[:, (first + step) % steps]
       np.testing.assert_allclose(rows[step, :2, copy], expected, 1e-4)
-  assert np.asarray(recorded.gradients(place(), path, 10)(0)).shape == (30,)
+  assert np.asarray(recorded.gradients(PLACE, path, 10)(0)).shape == (30,)
 
 
 def small(tmp_path, *flags):
@@ -108,10 +103,9 @@ def test_rows_of_several_sizes(tmp_path):
   rows = json.loads(done.stdout)
   assert [(row["algorithm"], row["n"]) for row in rows[:3]] == [("topka", 1000), ("dense", 1000), ("topka", 2000)]
   assert (rows[3]["words"], rows[3]["wrong"]) == (2000, 0)
-  assert rows[3]["busbw"] == 4 * 2000 / rows[3]["seconds"] / 1e9  # 2(P − 1)/P = 1
   kept = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
   assert [{**row, "run": kept[0]["run"]} for row in rows] == kept
-  assert "wrong entries: 0 OK" in done.stderr
+  assert "wrong: 0 OK" in done.stderr
 
 
 def test_an_interrupted_run_keeps_its_rows(tmp_path):
@@ -137,7 +131,7 @@ def test_a_row_that_fails_is_named(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="the lab needs root and iproute2")
+@commands.needs_lab
 def test_in_the_lab_dense_takes_what_the_wire_takes(tmp_path):
   flags = ("--n=250000", "--algorithms=dense,topka", "--repetitions=2", "--rate=20mbit", "--predict", "--json")
   done = small(tmp_path, *flags)

@@ -1,12 +1,10 @@
 """The papers' numbers: every cell names a benchmark that exists, and verdicts follow from the numbers."""
 
 import importlib.util
-import json
 
 import pytest
 
 from benchmarks import papers
-from tests.benchmarks import commands
 
 CELL = papers.Cell("paper", "Table 1", "one", "seconds", "GPUs", "train", 2.0, False, 2.1, "CPUs", False, "")
 
@@ -22,13 +20,9 @@ CELL = papers.Cell("paper", "Table 1", "one", "seconds", "GPUs", "train", 2.0, F
     ({"ratio": True, "ours": 1.8}, "reproduced"),  # a gain of 0.8 beside one of 1
     ({"ratio": True, "ours": 1.6}, "other setting"),
     ({"ratio": True, "ours": 1.05}, "contradicted"),
-    ({"ratio": True, "ours": 0.7}, "contradicted"),
-    ({"ratio": True, "paper_value": 0.5, "ours": 0.55}, "reproduced"),
     ({"ratio": True, "paper_value": 0.5, "ours": 1.2}, "contradicted"),
     ({"above": True, "paper_value": 1.0, "ours": 1.2}, "reproduced"),
-    ({"above": True, "paper_value": 1.0, "ours": 0.9}, "contradicted"),
     ({"above": True, "paper_value": 1.0, "ours": 1.03, "noise": 0.05}, "undecided"),
-    ({"noise": 0.04}, "reproduced"),
     ({"noise": 0.1}, "undecided"),
     ({"ratio": True, "ours": 1.05, "noise": 0.9}, "undecided"),  # contradicted to other setting, by way of reproduced
     ({"fitted": True}, "calibrated"),
@@ -55,13 +49,3 @@ def test_numbers_of_this_run_stand_in_for_kept_ones():
   numbers, _ = papers.beside([CELL, CELL._replace(name="two", ours=None)], {"two": 5.0}).renderables
   assert list(numbers.columns[3].cells) == ["2.1", "5*"]
   assert list(numbers.columns[4].cells) == ["reproduced", "other setting"]
-
-
-@pytest.mark.long
-def test_the_list_as_json():
-  done = commands.run("benchmarks.fidelity", "--paper=SparDL", "--verdict=contradicted", "--json")
-  assert done.returncode == 0, done.stderr[-2000:]
-  cells = json.loads(done.stdout)
-  chosen = [cell for cell in papers.every() if (cell.paper, cell.verdict) == ("SparDL", "contradicted")]
-  assert [(cell["table"], cell["name"]) for cell in cells] == [(cell.table, cell.name) for cell in chosen]
-  assert f"{len(cells)} contradicted" in done.stderr

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import shutil
 
 import numpy as np
 import pytest
@@ -58,7 +56,8 @@ def test_seconds_to_the_loss_are_steps_times_pace(results):
   assert (fast.seconds.mean, fast.speed_up.mean) == (0.5 * 37.5, pytest.approx((60 / 17.5 + 60 / 20) / 2))
   assert fast.more_steps == Spread(pytest.approx(37.5 / 30), pytest.approx(math.sqrt(12.5) / 30))
   assert found["dense"].speed_up == Spread(1.0, 0.0)
-  assert found["never"].steps == Spread(30, 0.0, missing=1)
+  assert found["never"].steps == Spread(30, 0.0, missing=1)  # behind the others, though faster from its one seed
+  assert f"{found['never'].seconds:.1f}" == "15.0 (1 missing)"
   own = ranked(results, loss=3.0)["fast"]  # a target of its own counts instead of dense's loss
   assert (own.steps.mean, own.speed_up.mean) == (25, pytest.approx((40 / 15 + 40 / 10) / 2))  # 30 and 20 steps
 
@@ -69,14 +68,6 @@ def test_dense_races_with_its_best_optimizer(results):
   results.add(curve("dense", 0, [1, 0.2, 0.1], optimizer="adam 1"))  # one seed alone does not count
   assert {one.optimizer for one in baselines(results, 30).values()} == {"adam:0.003"}
   assert baselines(results, 50) == ranked(results, 50) == {}
-
-
-def test_a_method_without_all_seeds_is_behind(results):
-  results.add(curve("quick", 0, [1, 1, 1]))
-  results.add(pace("quick", 0.1))
-  found = ranked(results)
-  assert next(iter(found)) == "fast"
-  assert f"{found['quick'].seconds:.1f}" == "1.0 (1 missing)"
 
 
 def test_a_training_that_diverges_has_no_number_and_is_not_the_target(results):
@@ -136,8 +127,9 @@ def test_the_command_reports_what_the_file_has(results, tmp_path):
 
 
 def test_methods_and_optimizers_are_parsed():
-  (one,) = methods.parse("method", ["gradients/spardl:density=0.1:teams=2"], 4)
+  one, other = methods.parse("method", ["gradients/spardl:density=0.1:teams=2", "dense,dense"], 4, density=0.5, teams=1)
   assert (one.way, one.spec.config, one.every) == ("gradients", {"density": 0.1, "teams": 2}, 1)
+  assert (other.label, other.spec.config) == ("dense", {})  # which has none of the shared options
   labels = ["local/dense", "local:every=3:momentum=0.9/dense", "updates/dense", "a2sgd"]
   assert [one.every for one in methods.parse("method", labels, 4)] == [10, 3, 1, methods.AVERAGED_EVERY]
   found = recipes.parse_optimizers(["adamw:0.003,sgd", "window_adam:window=8", "sgd"], 0.1)
@@ -151,7 +143,6 @@ def test_methods_and_optimizers_are_parsed():
     ("local:steps=2/dense", "local has no option 'steps', choose from every, rate, momentum"),
     ("warmed_up/often/dense", "unknown change 'often', choose one of corrected, warmed_up, leaves"),
     ("updates/a2sgd", "by a2sgd, whose totals differ between them"),
-    ("spardl:density=2", "density=2, choose a number in"),
     ("lion", "--optimizer=lion, choose one of sgd, momentum, adam, adamw, lars"),
     ("sgd:fast", "--optimizer=sgd:fast: .*'fast'; write name:rate:option=value, as in window_adam:0.001:window=4"),
     ("sgd:0", "--optimizer=sgd:0: learning rate 0, choose a positive one"),
@@ -210,14 +201,12 @@ def test_curves_go_on_where_they_were(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
+@commands.needs_lab
 def test_a_small_race_in_the_lab(tmp_path):
-  more = "--parts=curves,paces,wholes,advice", "--rate=20mbit", "--timed_steps=6", "--seed=0"
+  more = "--parts=curves,paces,wholes", "--rate=20mbit", "--timed_steps=6", "--seed=0"
   done = commands.run("benchmarks.race", *SMALL, *more, f"--report_dir={tmp_path}", f"--cache_dir={tmp_path / 'cache'}")
   assert done.returncode == 0, done.stderr[-2000:]
   found = json.loads(done.stdout)
-  (advised,) = found["advice"]
-  assert advised["method"] in advised["seconds"].keys() == {"dense", "spardl:density=0.1"}
   dense, sparse = found["paces"]
   assert dense["bytes"] > 4 * 199_210 > sparse["bytes"] > 0
   assert dense["seconds"] > sparse["seconds"] > 0

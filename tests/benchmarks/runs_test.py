@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 import jaxsparse as js
 from benchmarks import evidence, hierarchy, specs
 from tests.benchmarks import commands
-from tests.benchmarks.commands import needs_lab, result_of
+from tests.benchmarks.commands import result_of
 
 
 def test_train_learns_and_keeps_its_runs(tmp_path):
@@ -28,15 +28,14 @@ def test_train_learns_and_keeps_its_runs(tmp_path):
 
 
 @pytest.mark.long
-def test_train_with_seeds_folds_and_a_trace(tmp_path):
-  flags = "--seed=0,3", "--algorithm=oktopk:region_period=8,a2sgd", "--optimizer=adam", "--trace=drift,selected"
+def test_train_with_seeds_and_folds(tmp_path):
+  flags = "--seed=0,3", "--algorithm=oktopk:region_period=8,a2sgd", "--optimizer=adam"
   more = "--steps=8", "--workers=2", "--engine=sim", "--folds=3", f"--report_dir={tmp_path}"
   runs = result_of("train", *flags, *more)["runs"]
   grid = [("oktopk:region_period=8", fold, seed) for fold in range(3) for seed in (0, 3)]
   assert [(run["algorithm"], run["fold"], run["seed"]) for run in runs[:6]] == grid
   assert len({run["test_loss"] for run in runs}) == 12
   assert runs[6]["trace"]["drift"][-1] > 0 == runs[0]["trace"]["drift"][-1]
-  assert (tmp_path / "trace.png").stat().st_size > 10_000
 
 
 def test_the_controller_has_throughput_and_latency():
@@ -59,13 +58,6 @@ def test_costs_are_counted_beside_formulas():
 def test_the_evidence_of_the_library_is_that_of_the_results():
   """After a race's results changed: python -m benchmarks.evidence."""
   assert evidence.WRITTEN.read_text() == evidence.text()
-
-
-def test_algorithms_are_parsed_with_shared_and_own_options():
-  values = ["spardl:teams=3:k=5", "dense,dense,qsgd:levels=4"]
-  both, same, text = specs.parse(values, workers=6, density=None, teams=1)
-  assert both == ("spardl:teams=3:k=5", "spardl", {"density": None, "teams": 3, "k": 5})
-  assert (same.label, text.config) == ("dense", {"levels": 4})
 
 
 def test_selection_checks_and_times_every_program():
@@ -93,10 +85,9 @@ def test_scale_predicts_as_js_costs_and_makes_programs():
   assert all(row[phase] > 0 for row in result["compiled"] for phase in ("trace", "lower", "compile"))
 
 
-def test_scale_holds_the_first_step_against_its_goal():
-  done = commands.run("benchmarks.scale", "--first_step", "--schedule_of=dense", "--n=1000", "--repeats=1", "--json")
-  (goal,) = json.loads(done.stdout)["goals"]
-  assert done.returncode == (0 if goal["met"] else 1)
+def test_scale_makes_first_steps():
+  (row,) = result_of("scale", "--first_step", "--schedule_of=dense", "--repeats=1")["compiled"]
+  assert (row["workers"], row["runs"]) == (4, 1)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax
@@ -111,7 +102,7 @@ def test_each_way_of_hosts_with_devices_trains():
 
 
 @pytest.mark.long
-@needs_lab
+@commands.needs_lab
 def test_in_the_lab_between_hosts_sends_at_most_half_of_flat():
   flags = "--rate=100mbit", "--way=flat,between", "--width=128", "--blocks=1", "--steps=4"
   flat, between = result_of("hierarchy", *flags)
@@ -119,7 +110,7 @@ def test_in_the_lab_between_hosts_sends_at_most_half_of_flat():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lab", ["--nolab", pytest.param("--lab", marks=needs_lab)])
+@pytest.mark.parametrize("lab", ["--nolab", pytest.param("--lab", marks=commands.needs_lab)])
 def test_elastic_loses_what_a_worker_owes_and_nothing_else(lab, tmp_path):
   flags = "--workers=3", "--joining=1", "--batch_size=12", "--seed=0", "--steps=14", "--kill_at=5", "--join_at=9"
   more = "--save_every=2", "--density=0.1", f"--report_dir={tmp_path}"
