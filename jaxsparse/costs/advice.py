@@ -294,8 +294,7 @@ def _predict(label: str, params: Any, profile: Profile) -> Prediction:
   alpha, beta = (profile.reduce_alpha, profile.reduce_beta) if measured.reduces else (profile.alpha, profile.beta)
   wire = cost.messages * alpha + 4 * words * beta * measured.slowdown + agreeing * profile.reduce_alpha
   arithmetic = measured.arithmetic * -(-count_entries(params) // profile.devices)
-  gathered = count_inside(params, devices=profile.devices)
-  inside = gathered.seconds(profile.inside_alpha, profile.inside_beta)
+  inside = count_inside(params, devices=profile.devices).seconds(profile.inside_alpha, profile.inside_beta)
   return Prediction(label, name, options, arithmetic, wire, cost.messages, words, inside)
 
 

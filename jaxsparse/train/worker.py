@@ -147,12 +147,7 @@ def _accumulated(
   numbers = jnp.arange(worker.accumulate, dtype=jnp.int32)
   ((loss, grads), model_state), aux = jax.lax.scan(accumulate_part, (zeros, model_state), (numbers, parts))
   grads = jax.tree.map(lambda grad, like: (grad / worker.accumulate).astype(like.dtype), grads, params)
-  return (
-    loss / worker.accumulate,
-    grads,
-    model_state,
-    _reduced(aux, worker.aux_reduce, lambda x, how: _OVER_PARTS[how](x)),
-  )
+  return loss / worker.accumulate, grads, model_state, _reduced(aux, worker.aux_reduce, _over_parts)
 
 
 def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
@@ -170,13 +165,10 @@ def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
   return jax.tree.map(lambda x: _reduced(x, how(x), over_workers).astype(x.dtype), model_state)  # type: ignore[arg-type]
 
 
-_OVER_PARTS: dict[str, Callable[[jax.Array], jax.Array]] = {
-  "mean": lambda x: x.mean(0),
-  "sum": lambda x: x.sum(0, dtype=x.dtype),
-  "max": lambda x: x.max(0),
-  "min": lambda x: x.min(0),
-  "stack": lambda x: x,
-}
+def _over_parts(x: jax.Array, how: AuxReduce) -> jax.Array:
+  """The reduction of a leaf over the micro-batches, its leading axis."""
+  reductions: dict[str, Callable[..., jax.Array]] = {"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max, "min": jnp.min}
+  return x if how == "stack" else reductions[how](x, 0).astype(x.dtype)
 
 
 def _over_workers(comm: Comm, x: jax.Array, how: AuxReduce) -> jax.Array:
