@@ -18,11 +18,6 @@ def names_of(axis: AxisName) -> tuple[str, ...]:
   return (axis,) if isinstance(axis, str) else axis
 
 
-def has_explicit_axes(mesh: Mesh) -> bool:
-  """Whether `mesh` has Explicit axes, so that the types of its arrays have shardings, as with `jax.make_mesh`."""
-  return AxisType.Explicit in mesh.axis_types
-
-
 def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
   """`jax.lax.ppermute` along pairs of workers in the numbering of `jax.lax.axis_index`.
 

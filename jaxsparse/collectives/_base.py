@@ -125,8 +125,7 @@ class Collective(abc.ABC):
     Raises:
       ValueError: if they are not, naming the limit.
     """
-    slots = self.slots(n, size)
-    if slots > _MOST:
+    if (slots := self.slots(n, size)) > _MOST:
       raise ValueError(
         f"{self.name}: {n} gradient entries at each of {size} workers take {slots} indices, which have 31 bits: choose "
         f"at most {_MOST}, by groups of leaves (js.bucketed_transform) or a smaller density or k; or choose 'dense'"

@@ -63,9 +63,8 @@ def checked(
     follow = _AxesOfValues(axes, axes.union(others))
     varying = [axes_of_spec(spec) & follow.every for spec in jax.tree.leaves(jax.tree.broadcast(in_specs, arguments))]
     outputs = follow.find_axes(closed.jaxpr, varying)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     allowed = jax.tree.leaves(jax.tree.broadcast(out_specs, shapes))
-    for varies, spec, path in zip(outputs, allowed, paths, strict=True):
+    for varies, spec, (path, _) in zip(outputs, allowed, jax.tree_util.tree_leaves_with_path(shapes), strict=True):
       if differs := varies - axes_of_spec(spec):
         name, why = list(results.items())[path[0].idx]
         leaf = name + jax.tree_util.keystr(path[1:])

@@ -212,10 +212,8 @@ def advise(
   for steps in every:
     check_whole("advise", 1, every=steps)
   updates = [_predict(label, params, profile)._replace(compute=compute) for label in profile.algorithms]
-  if evidence:
-    found = _with_evidence(updates, evidence)
-  else:
-    found = [update._replace(every=steps) for steps in every for update in updates]
+  without_evidence = [update._replace(every=steps) for steps in every for update in updates]
+  found = _with_evidence(updates, evidence) if evidence else without_evidence
   predictions = sorted(found, key=lambda one: one.to_loss)
   return Advice(predictions, _explain(predictions))
 

@@ -81,10 +81,8 @@ class Engine:
     Arguments and results are sharded as their specs say, or as `shardings` of both do, where workers have devices.
     """
     program, own = self.map(worker, in_specs, out_specs), (self.shardings_of(in_specs), self.shardings_of(out_specs))
-    arguments, results = (self._inside and shardings) or own
-    return jax.jit(
-      program, in_shardings=arguments, out_shardings=results, donate_argnums=donate, compiler_options=options
-    )
+    given, results = (self._inside and shardings) or own
+    return jax.jit(program, in_shardings=given, out_shardings=results, donate_argnums=donate, compiler_options=options)
 
   def place(self, tree: Any, specs: Any) -> Any:
     """`tree` with the shardings of `specs`; `jit` would reshard it too, but compile once more for other shardings."""
@@ -166,7 +164,8 @@ class _OnMesh(Engine):
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes, me = len(taking_part), jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
-    self._mesh, self._inside, self._is_explicit = mesh, inside, _compat.has_explicit_axes(mesh)
+    # Where axes are Explicit, as with `jax.make_mesh`, the types of arrays have shardings.
+    self._mesh, self._inside, self._is_explicit = mesh, inside, AxisType.Explicit in mesh.axis_types
     self._known: dict[Any, NamedSharding] = {}
 
   @property

@@ -166,11 +166,10 @@ def _excerpts(*texts: str) -> list[str]:
 
 def _crc(leaf: Any) -> int:
   """The checksum of the first shard of a leaf on this process; 0 where other processes hold other parts."""
-  if isinstance(leaf, jax.Array):
-    if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-      return 0
-    leaf = local_shard(_compat.words_of_keys(leaf))
-  return zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+  if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+    return 0
+  held = np.ascontiguousarray(local_shard(_compat.words_of_keys(leaf)))
+  return zlib.crc32(held.reshape(-1).view(np.uint8).data)
 
 
 def check_replicas(engine: Engine, trees: tuple[Any, ...], specs: tuple[Any, ...]) -> None:

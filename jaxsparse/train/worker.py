@@ -64,8 +64,7 @@ class Worker(NamedTuple):
       finite = flatten.stays_finite(own, model_state)
       grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
     loss = comm.all_reduce(loss) / comm.size
-    extra = {"value": loss} | given.extra
-    updates, state = atomic(self.tx).update(grads, state, params, **extra)
+    updates, state = atomic(self.tx).update(grads, state, params, **{"value": loss} | given.extra)
     params = optax.apply_updates(params, updates)
     skipped = states.is_skipped(state)
     model_state = _next_model_state(self, comm, model_state)
