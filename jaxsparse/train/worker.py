@@ -166,8 +166,8 @@ def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
 
 def _over_parts(x: jax.Array, how: AuxReduce) -> jax.Array:
   """The reduction of a leaf over the micro-batches, its leading axis."""
-  reductions: dict[str, Callable[..., jax.Array]] = {"mean": jnp.mean, "sum": jnp.sum, "max": jnp.max, "min": jnp.min}
-  return x if how == "stack" else reductions[how](x, 0).astype(x.dtype)
+  over = {"mean": x.mean, "sum": functools.partial(x.sum, dtype=x.dtype), "max": x.max, "min": x.min}
+  return x if how == "stack" else over[how](0)
 
 
 def _over_workers(comm: Comm, x: jax.Array, how: AuxReduce) -> jax.Array:
