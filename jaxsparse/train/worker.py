@@ -166,7 +166,8 @@ def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
 
 def _over_parts(x: jax.Array, how: AuxReduce) -> jax.Array:
   """The reduction of a leaf over the micro-batches, its leading axis."""
-  over = {"mean": x.mean, "sum": functools.partial(x.sum, dtype=x.dtype), "max": x.max, "min": x.min}
+  total = functools.partial(x.sum, dtype=x.dtype)
+  over: dict[str, Callable] = {"mean": x.mean, "sum": total, "max": x.max, "min": x.min}
   return x if how == "stack" else over[how](0)
 
 
