@@ -18,7 +18,11 @@ from jaxsparse.types import Comm, Counters, saturated, saturated_sum
 _SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over transforms; of the rest the largest
 
 # How the counters of workers become one number.
-_OVER_WORKERS: dict[str, Literal["sum", "mean"]] = {"words_used": "mean", "selected": "mean", "overflow": "sum"}
+_OVER_WORKERS: dict[str, Literal["sum", "max", "mean"]] = {
+  "words_used": "mean",
+  "selected": "mean",
+  "overflow": "sum",
+}
 
 
 class Metrics(NamedTuple):
