@@ -61,11 +61,10 @@ class Collective(abc.ABC):
 
   def __post_init__(self) -> None:
     if arrays := [field for field, value in vars(self).items() if isinstance(value, jax.Array)]:
-      options = tuple(inspect.signature(type(self)).parameters)
       raise TypeError(
         f"{self.name}: {', '.join(arrays)} must be plain Python values, they are part of the program that is compiled. "
         "optax.inject_hyperparams makes arrays of all numbers, of defaults too, but of those in its static_args: give "
-        f"static_args={options!r}"
+        f"static_args={tuple(inspect.signature(type(self)).parameters)!r}"
       )
     for field, choices in choices_of(type(self)).items():
       if (value := getattr(self, field)) not in choices:

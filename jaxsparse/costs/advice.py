@@ -155,12 +155,7 @@ class Advice(NamedTuple):
 
 
 def advise(
-  params: Any,
-  profile: Profile,
-  every: Sequence[int] = (1,),
-  *,
-  evidence: Sequence[Evidence] = (),
-  compute: float = 0.0,
+  params: Any, profile: Profile, every: Sequence[int] = (1,), *, evidence: Sequence[Evidence] = (), compute: float = 0.0
 ) -> Advice:
   """Predicts the seconds per step of every algorithm of a profile, and names the fastest, dense included.
 
