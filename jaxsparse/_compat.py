@@ -18,11 +18,6 @@ def names_of(axis: AxisName) -> tuple[str, ...]:
   return (axis,) if isinstance(axis, str) else axis
 
 
-def has_explicit_axes(mesh: Mesh) -> bool:
-  """Whether `mesh` has Explicit axes, so that the types of its arrays have shardings, as with `jax.make_mesh`."""
-  return AxisType.Explicit in mesh.axis_types
-
-
 def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
   """`jax.lax.ppermute` along pairs of workers in the numbering of `jax.lax.axis_index`.
 
@@ -47,14 +42,17 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
   return len(consts), len(carry)
 
 
-def inner_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
+def bodies_of(params: Mapping[str, Any]) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
   """The jaxprs in the parameters of an equation: bodies of loops, branches, functions."""
   for value in params.values():
     for item in value if isinstance(value, (tuple, list)) else (value,):
-      if isinstance(item, core.ClosedJaxpr):
-        yield item.jaxpr
-      elif isinstance(item, core.Jaxpr):
+      if isinstance(item, (core.Jaxpr, core.ClosedJaxpr)):
         yield item
+
+
+def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
+  """`bodies_of`, without the constants of closed ones."""
+  return (body.jaxpr if isinstance(body, core.ClosedJaxpr) else body for body in bodies_of(params))
 
 
 def source_of(equation: core.JaxprEqn) -> str:
@@ -172,6 +170,12 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
 
 
 _SCALINGS = ("div", "mul", "convert_element_type", "reshape", "ravel", "squeeze", "expand_dims")
+
+
+def words_of_keys(x: Any) -> Any:
+  """The words of an array of random keys; anything else as it is."""
+  is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return jax.random.key_data(x) if is_key else x
 
 
 def local_shard(x: Any) -> Any:

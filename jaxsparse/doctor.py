@@ -296,9 +296,7 @@ def main() -> None:
   """Prints each finding as soon as it is there; the exit status is 1 if one is "FAIL", else 0."""
   description = "Reports what this installation can do, and for everything that it cannot do, a fix."
   parser = argparse.ArgumentParser(prog="python -m jaxsparse.doctor", description=description)
-  parser.add_argument(
-    "--timeout", type=float, default=_TIMEOUT, help=f"seconds for a program of two workers ({_TIMEOUT:g})"
-  )
+  parser.add_argument("--timeout", type=float, default=_TIMEOUT, help="seconds for a two-worker program (%(default)g)")
   parser.add_argument("--json", action="store_true", help="a list of objects instead of lines")
   parser.add_argument("--probe", help=argparse.SUPPRESS)
   options = parser.parse_args()

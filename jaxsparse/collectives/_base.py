@@ -61,17 +61,14 @@ class Collective(abc.ABC):
 
   def __post_init__(self) -> None:
     if arrays := [field for field, value in vars(self).items() if isinstance(value, jax.Array)]:
-      options = tuple(inspect.signature(type(self)).parameters)
       raise TypeError(
         f"{self.name}: {', '.join(arrays)} must be plain Python values, they are part of the program that is compiled. "
         "optax.inject_hyperparams makes arrays of all numbers, of defaults too, but of those in its static_args: give "
-        f"static_args={options!r}"
+        f"static_args={tuple(inspect.signature(type(self)).parameters)!r}"
       )
     for field, choices in choices_of(type(self)).items():
-      if getattr(self, field) not in choices:
-        raise ValueError(
-          f"{self.name}: {field}={getattr(self, field)!r}, choose one of {', '.join(map(repr, choices))}"
-        )
+      if (value := getattr(self, field)) not in choices:
+        raise ValueError(f"{self.name}: {field}={value!r}, choose one of {', '.join(map(repr, choices))}")
     for field, low, high in self.ranges:
       check_whole(self.name, low, high, **{field: getattr(self, field)})
     check_fraction(self.name, decay=self.decay)
@@ -115,7 +112,6 @@ class Collective(abc.ABC):
 
   def selects(self, n: int, state: State) -> bool | jax.Array:
     """Whether a step delivers some of n entries and keeps the others as they are; not with a density of 1."""
-    del n, state
     return False
 
   def slots(self, n: int, size: int) -> int:
@@ -128,8 +124,7 @@ class Collective(abc.ABC):
     Raises:
       ValueError: if they are not, naming the limit.
     """
-    slots = self.slots(n, size)
-    if slots > _MOST:
+    if (slots := self.slots(n, size)) > _MOST:
       raise ValueError(
         f"{self.name}: {n} gradient entries at each of {size} workers take {slots} indices, which have 31 bits: choose "
         f"at most {_MOST}, by groups of leaves (js.bucketed_transform) or a smaller density or k; or choose 'dense'"
@@ -137,12 +132,10 @@ class Collective(abc.ABC):
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
     """The collective for gradients that consist of leaves of these shapes; most collectives ignore the shapes."""
-    del shapes
     return self
 
   def for_devices(self, devices: int) -> Self:
     """The collective of each of `devices` devices that share a gradient out among themselves."""
-    del devices
     return self
 
   def init(self, n: int, size: int) -> State:
@@ -151,7 +144,6 @@ class Collective(abc.ABC):
     Raises:
       ValueError: if the options do not fit n or `size`.
     """
-    del n, size
     return State()
 
   @abc.abstractmethod
@@ -292,12 +284,10 @@ class SparseCollective(Collective):
     return self if self.k is None else dataclasses.replace(self, k=-(-self.k // devices))
 
   def init(self, n: int, size: int) -> State:
-    del size
     self.entries(n)  # raises if k > n
     return State(residual=jnp.zeros(n, jnp.float32))
 
   def selects(self, n: int, state: State) -> bool | jax.Array:
-    del state
     return self.entries(n) < n
 
   def slots(self, n: int, size: int) -> int:

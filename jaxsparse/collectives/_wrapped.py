@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -10,6 +11,11 @@ import jax.numpy as jnp
 from jaxsparse import sparse
 from jaxsparse.collectives._base import Collective, SparseCollective, replace_fields
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State, saturated
+
+
+def _of_inner(name: str) -> Any:
+  """A property that is that of the collective inside."""
+  return property(operator.attrgetter(f"collective.{name}"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,25 +28,11 @@ class Wrapped(Collective):
     object.__setattr__(self, "name", f"wrapped {self.collective.name}")
     super().__post_init__()
 
-  @property
-  def conserves(self) -> bool:
-    return self.collective.conserves
-
-  @property
-  def replicates(self) -> bool:
-    return self.collective.replicates
-
-  @property
-  def decay(self) -> float:
-    return self.collective.decay
-
-  @property
-  def sizes_vary(self) -> bool:
-    return self.collective.sizes_vary
-
-  @property
-  def mixes_entries(self) -> bool:
-    return self.collective.mixes_entries
+  conserves = _of_inner("conserves")
+  replicates = _of_inner("replicates")
+  decay = _of_inner("decay")
+  sizes_vary = _of_inner("sizes_vary")
+  mixes_entries = _of_inner("mixes_entries")
 
   def slots(self, n: int, size: int) -> int:
     return self.collective.slots(n, size)

@@ -61,7 +61,6 @@ class OneBit(Collective):
   decay: float = 1.0
 
   def init(self, n: int, size: int) -> State:
-    del size
     return State(residual=jnp.zeros(n, jnp.float32))
 
   def cost(self, n: int, size: int) -> Cost:

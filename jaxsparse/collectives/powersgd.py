@@ -100,7 +100,6 @@ class PowerSGD(Collective):
     return replace_fields(self, leaves=shapes)
 
   def init(self, n: int, size: int) -> State:
-    del size
     layout = self._layout(n)
     if (found := sum(entries for entries, _ in layout)) != n:
       raise ValueError(f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {found}")

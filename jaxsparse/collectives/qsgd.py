@@ -61,7 +61,6 @@ class QSGD(Collective):
     return (2 * self.levels).bit_length()
 
   def init(self, n: int, size: int) -> State:
-    del size
     residual = jnp.zeros(n, jnp.float32) if self.error_feedback else None
     return State(residual=residual, shared=jnp.zeros((), jnp.int32))
 

@@ -57,7 +57,7 @@ class ProgramText:
 
     def lines_of(jaxpr: _Jaxpr) -> Iterator[Line]:
       for text, equation in self._lines(jaxpr):
-        for body in _bodies_of(equation) if equation else ():
+        for body in _compat.bodies_of(_params_of(equation)) if equation else ():
           yield from lines_of(body)
         yield Line(text, _compat.source_of(equation) if equation else "")
 
@@ -84,7 +84,7 @@ class ProgramText:
     for equation in inner.eqns:
       operands = ["of this rank"] if equation.primitive is rank_p else map(read, equation.invars)
       results = " ".join(map(result_of, equation.outvars))
-      given = {} if _is_message(equation) else equation.params
+      given = _params_of(equation)
       named = [name for name in sorted(given) if name not in _NAMES and given[name] is not None]
       params = " ".join(f"{name}={self._text(given[name])}" for name in named)
       yield " ".join(filter(None, [equation.primitive.name, params, *operands, "->", results])), equation
@@ -92,8 +92,7 @@ class ProgramText:
 
   def _value(self, x: Any, aval: Any) -> str:
     """A number, or the hash of an array; of an array that other processes hold in part its shape."""
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-      x = jax.random.key_data(x)
+    x = _compat.words_of_keys(x)
     in_part = isinstance(x, jax.Array) and not x.is_fully_replicated and not x.is_fully_addressable
     if in_part or not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
       return _shape(aval)
@@ -138,11 +137,6 @@ _NAMES = ("name", "debug_info", "source_info", "src_info", "name_and_src_info", 
 _OWN = re.compile(r"0x[0-9a-f]|\.py\b")  # an address, a file
 
 
-def _is_message(equation: core.JaxprEqn) -> bool:
-  return equation.params.get("name") == MESSAGE
-
-
-def _bodies_of(equation: core.JaxprEqn) -> list[_Jaxpr]:
-  values = () if _is_message(equation) else equation.params.values()
-  items = (item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,)))
-  return [item for item in items if isinstance(item, _Jaxpr)]
+def _params_of(equation: core.JaxprEqn) -> dict[str, Any]:
+  """The parameters of an equation that are the same on every rank."""
+  return {} if equation.params.get("name") == MESSAGE else equation.params

@@ -61,10 +61,10 @@ def checked(
   def traced(*arguments: Any) -> Any:
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     follow = _AxesOfValues(axes, axes.union(others))
-    varying = [axes_of_spec(spec) & follow.every for spec in _spec_of_each(arguments, in_specs)]
+    varying = [axes_of_spec(spec) & follow.every for spec in jax.tree.leaves(jax.tree.broadcast(in_specs, arguments))]
     outputs = follow.find_axes(closed.jaxpr, varying)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
-    for varies, spec, path in zip(outputs, _spec_of_each(shapes, out_specs), paths, strict=True):
+    allowed = jax.tree.leaves(jax.tree.broadcast(out_specs, shapes))
+    for varies, spec, (path, _) in zip(outputs, allowed, jax.tree_util.tree_leaves_with_path(shapes), strict=True):
       if differs := varies - axes_of_spec(spec):
         name, why = list(results.items())[path[0].idx]
         leaf = name + jax.tree_util.keystr(path[1:])
@@ -175,8 +175,3 @@ def _axis_names(params: Any) -> Axes:
 def axes_of_spec(spec: PartitionSpec) -> Axes:
   """Names of the axes that a spec splits an array along."""
   return frozenset(name for part in spec if part is not None for name in names_of(part))
-
-
-def _spec_of_each(tree: Any, specs: Any) -> list[PartitionSpec]:
-  is_spec = lambda x: isinstance(x, PartitionSpec)
-  return jax.tree.leaves(jax.tree.broadcast(specs, tree, is_leaf=is_spec), is_leaf=is_spec)

@@ -310,5 +310,4 @@ class SoloComm(View):
     return jnp.int32(0)
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    del pairs
     return message_p.bind(buffer)

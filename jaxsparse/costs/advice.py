@@ -155,12 +155,7 @@ class Advice(NamedTuple):
 
 
 def advise(
-  params: Any,
-  profile: Profile,
-  every: Sequence[int] = (1,),
-  *,
-  evidence: Sequence[Evidence] = (),
-  compute: float = 0.0,
+  params: Any, profile: Profile, every: Sequence[int] = (1,), *, evidence: Sequence[Evidence] = (), compute: float = 0.0
 ) -> Advice:
   """Predicts the seconds per step of every algorithm of a profile, and names the fastest, dense included.
 
@@ -212,10 +207,8 @@ def advise(
   for steps in every:
     check_whole("advise", 1, every=steps)
   updates = [_predict(label, params, profile)._replace(compute=compute) for label in profile.algorithms]
-  if evidence:
-    found = _with_evidence(updates, evidence)
-  else:
-    found = [update._replace(every=steps) for steps in every for update in updates]
+  without_evidence = [update._replace(every=steps) for steps in every for update in updates]
+  found = _with_evidence(updates, evidence) if evidence else without_evidence
   predictions = sorted(found, key=lambda one: one.to_loss)
   return Advice(predictions, _explain(predictions))
 
@@ -294,8 +287,7 @@ def _predict(label: str, params: Any, profile: Profile) -> Prediction:
   alpha, beta = (profile.reduce_alpha, profile.reduce_beta) if measured.reduces else (profile.alpha, profile.beta)
   wire = cost.messages * alpha + 4 * words * beta * measured.slowdown + agreeing * profile.reduce_alpha
   arithmetic = measured.arithmetic * -(-count_entries(params) // profile.devices)
-  gathered = count_inside(params, devices=profile.devices)
-  inside = gathered.seconds(profile.inside_alpha, profile.inside_beta)
+  inside = count_inside(params, devices=profile.devices).seconds(profile.inside_alpha, profile.inside_beta)
   return Prediction(label, name, options, arithmetic, wire, cost.messages, words, inside)
 
 

@@ -151,8 +151,7 @@ def fit(
     raise ValueError(f"fit: seconds={seconds!r}, give more than 0, math.inf for no limit")
   start = time.monotonic()
   labels = candidates(engine.workers, densities, n) if algorithms is None else _add_densities(algorithms, densities)
-  parsed = [collective_of(label) for label in labels]
-  collectives = [make_sized(name, n, engine.workers, **options)[0] for name, options in parsed]
+  collectives = [make_sized(name, n, engine.workers, **options)[0] for name, options in map(collective_of, labels)]
   n = count_entries(n)
   meter = _Meter(engine, axis, n, repetitions)
   links, reduce, inside = meter.measure_links(), meter.measure_all_reduce(), (0.0, 0.0)
@@ -234,8 +233,7 @@ class _Meter:
     jaxpr = schedule(collective, self._n, self._engine.workers)
     reduces, (name, options) = uses_all_reduce(jaxpr, self._engine.workers), collective_of(label)
     slowdown = self.measure_all_reduce(options["dtype"])[1] / reduce_beta if reduces and "dtype" in options else 1.0
-    each = self._engine, self._watch, collective, grads, self._repetitions, budget
-    arithmetic = timing.alone(*each)[0] / self._n
+    arithmetic = timing.alone(self._engine, self._watch, collective, grads, self._repetitions, budget)[0] / self._n
     fill = self._measure_fill(make_collective(name, **options))
     return Algorithm(arithmetic, fill, reduces, count_agreements(jaxpr), slowdown)
 

@@ -38,7 +38,6 @@ class Selector(abc.ABC):
 
   def init(self, rows: int) -> Any:
     """The memory before the first step: a pytree of arrays with a leading axis, () for none."""
-    del rows
     return ()
 
   @abc.abstractmethod
@@ -51,7 +50,6 @@ class Selector(abc.ABC):
 
   def next(self, memory: Any, chosen: Sparse, length: int) -> Any:
     """The memory for the next step, from the entries [rows, k] selected in this step."""
-    del chosen, length
     return memory
 
 
@@ -60,12 +58,10 @@ class Exact(Selector):
   """The k entries of largest magnitude of each row, ties to the lowest index."""
 
   def start(self, blocks: Blocks, memory: Any) -> Accumulator:
-    del memory
     return TopKAccumulator.start(blocks)
 
   def choose(self, x: LazySum, k: int, memory: Any) -> Sparse:
-    del memory  # nor has it the bookkeeping of an accumulator
-    return sparse.as_row(top_k(x, k))
+    return sparse.as_row(top_k(x, k))  # without the bookkeeping of an accumulator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +78,6 @@ class PerChunk(Selector):
       )
 
   def start(self, blocks: Blocks, memory: Any) -> Accumulator:
-    del memory
     return ChunkAccumulator.start(blocks)
 
 

@@ -60,7 +60,6 @@ class _Coordinates:
   rounds = False
 
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Sparse, jax.Array]:
-    del noise
     return entries, entries.values
 
   def decode(self, message: Sparse) -> Sparse:

@@ -33,7 +33,6 @@ class TwoBit:
 
   def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     """u16[rows, c] and the tables f32[rows, 4]; and the values that receivers decode."""
-    del noise
     codes, table = quantize(entries.values)
     return ((entries.indices << 2 | codes).astype(jnp.uint16), table), jnp.take_along_axis(table, codes, axis=1)
 

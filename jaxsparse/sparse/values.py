@@ -29,7 +29,6 @@ class Values:
 
   def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """Encodes f32[rows, c] values; the second result is their scale f32[rows], or None without one."""
-    del noise
     return values, None
 
 
@@ -41,7 +40,6 @@ class BFloat16(Values):
 
   def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """bf16[rows, c]."""
-    del noise
     # XLA may drop a conversion to bf16 and back, so that the sender decodes other values than the receivers. It may not
     # drop `reduce_precision`.
     rounded = jax.lax.reduce_precision(_clamped(values), exponent_bits=8, mantissa_bits=7)

@@ -71,7 +71,6 @@ class Engine:
 
     Where a process has one worker, with the arrays of this worker only, it is `function` itself.
     """
-    del in_specs, out_specs
     return function
 
   def jit(
@@ -82,23 +81,18 @@ class Engine:
     Arguments and results are sharded as their specs say, or as `shardings` of both do, where workers have devices.
     """
     program, own = self.map(worker, in_specs, out_specs), (self.shardings_of(in_specs), self.shardings_of(out_specs))
-    arguments, results = (self._inside and shardings) or own
-    return jax.jit(
-      program, in_shardings=arguments, out_shardings=results, donate_argnums=donate, compiler_options=options
-    )
+    given, results = (self._inside and shardings) or own
+    return jax.jit(program, in_shardings=given, out_shardings=results, donate_argnums=donate, compiler_options=options)
 
   def place(self, tree: Any, specs: Any) -> Any:
     """`tree` with the shardings of `specs`; `jit` would reshard it too, but compile once more for other shardings."""
-    del specs
     return tree
 
   def shardings(self, tree: Any, specs: Any) -> Any:
     """The shardings that `place` gives a tree where they depend on those it has, inside a worker; else None."""
-    del tree, specs
 
   def shardings_of(self, specs: Any) -> Any:
     """The shardings that specs say, for a prefix of a tree; None where there is no mesh."""
-    del specs
 
   def spread(self, value: np.ndarray) -> jax.Array:
     """The array [workers, …] split along the workers, in which the rows of this process's workers are its `value`."""
@@ -170,7 +164,8 @@ class _OnMesh(Engine):
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes, me = len(taking_part), jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
-    self._mesh, self._inside, self._is_explicit = mesh, inside, _compat.has_explicit_axes(mesh)
+    # Where axes are Explicit, as with `jax.make_mesh`, the types of arrays have shardings.
+    self._mesh, self._inside, self._is_explicit = mesh, inside, AxisType.Explicit in mesh.axis_types
     self._known: dict[Any, NamedSharding] = {}
 
   @property
@@ -199,12 +194,12 @@ class _OnMesh(Engine):
       return mapped
 
     def program(*given: Any) -> Any:  # shard_map rejects what is sharded otherwise
-      return mapped(*jax.tree.map(jax.sharding.reshard, given, broadcast_specs(self.shardings_of(in_specs), given)))
+      return mapped(*jax.tree.map(jax.sharding.reshard, given, jax.tree.broadcast(self.shardings_of(in_specs), given)))
 
     return program
 
   def place(self, tree: Any, specs: Any) -> Any:
-    shardings = self.shardings(tree, specs) if self._inside else broadcast_specs(self.shardings_of(specs), tree)
+    shardings = self.shardings(tree, specs) if self._inside else jax.tree.broadcast(self.shardings_of(specs), tree)
     put = put_global if self._mesh.is_multi_process else jax.device_put
     # Runs in every step: comparing shardings is sixty times faster than a device_put that moves nothing.
     keep = lambda leaf, sharding: leaf if getattr(leaf, "sharding", None) == sharding else put(leaf, sharding)
@@ -221,7 +216,7 @@ class _OnMesh(Engine):
         self._known[key] = self._sharding(path, np.shape(leaf), lies, spec)
       return self._known[key]
 
-    return jax.tree_util.tree_map_with_path(sharding_of, tree, broadcast_specs(specs, tree))
+    return jax.tree_util.tree_map_with_path(sharding_of, tree, jax.tree.broadcast(specs, tree))
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     # Not along the workers: processes may share each of these, and then no two rows of workers would differ.
@@ -232,7 +227,7 @@ class _OnMesh(Engine):
       return np.asarray(local_shard(dispatch(gather, rows)))
 
   def shardings_of(self, specs: Any) -> Any:
-    return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
 
   def _sharding(self, path: Any, shape: tuple[int, ...], lies: Any, spec: PartitionSpec) -> NamedSharding:
     """The sharding of `spec`, and where that says nothing of the axes inside, along these that of the leaf itself."""
@@ -257,7 +252,7 @@ class _OnMesh(Engine):
     return sharding.spec if is_abstract or np.array_equal(sharding.mesh.devices, self._mesh.devices) else None
 
   def _without_inside(self, specs: Any) -> Any:
-    return jax.tree.map(lambda spec: _compat.without_axes(spec, self._inside), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: _compat.without_axes(spec, self._inside), specs)
 
 
 class _Simulated(Engine):
@@ -273,11 +268,11 @@ class _Simulated(Engine):
     joined = lambda spec, x: x.reshape(-1, *x.shape[2:]) if spec else x[0]
 
     def mapped(*arguments: Any) -> Any:
-      specs = broadcast_specs(in_specs, arguments)
-      axes = jax.tree.map(lambda spec: 0 if spec else None, specs, is_leaf=is_spec)
+      specs = jax.tree.broadcast(in_specs, arguments)
+      axes = jax.tree.map(lambda spec: 0 if spec else None, specs)
       each = jax.vmap(function, in_axes=axes, axis_name=self.axis, axis_size=self.workers)
-      results = each(*jax.tree.map(split, specs, arguments, is_leaf=is_spec))
-      return jax.tree.map(joined, broadcast_specs(out_specs, results), results, is_leaf=is_spec)
+      results = each(*jax.tree.map(split, specs, arguments))
+      return jax.tree.map(joined, jax.tree.broadcast(out_specs, results), results)
 
     return mapped
 
@@ -319,13 +314,3 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
   whole = np.asarray(x)
   return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
-
-
-def is_spec(x: Any) -> bool:
-  """Whether x is a leaf of a pytree of specs or of shardings."""
-  return isinstance(x, (PartitionSpec, NamedSharding))
-
-
-def broadcast_specs(specs: Any, tree: Any) -> Any:
-  """A spec, or a sharding, for each leaf of a tree, from a prefix of it."""
-  return jax.tree.broadcast(specs, tree, is_leaf=is_spec)

@@ -26,7 +26,7 @@ from jaxsparse import _compat
 from jaxsparse.comm import pack
 from jaxsparse.comm.program_text import Line, ProgramText
 from jaxsparse.comm.replication import axes_of_spec
-from jaxsparse.train.engine import Engine, broadcast_specs, is_spec, local_shard, name_argument, rows_of
+from jaxsparse.train.engine import Engine, local_shard, name_argument, rows_of
 from jaxsparse.transform.state import is_reduce_state
 
 _PATIENCE = 300.0  # seconds; one process may evaluate before a step
@@ -166,11 +166,10 @@ def _excerpts(*texts: str) -> list[str]:
 
 def _crc(leaf: Any) -> int:
   """The checksum of the first shard of a leaf on this process; 0 where other processes hold other parts."""
-  if isinstance(leaf, jax.Array):
-    if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-      return 0
-    leaf = local_shard(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-  return zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+  if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+    return 0
+  held = np.ascontiguousarray(local_shard(_compat.words_of_keys(leaf)))
+  return zlib.crc32(held.reshape(-1).view(np.uint8).data)
 
 
 def check_replicas(engine: Engine, trees: tuple[Any, ...], specs: tuple[Any, ...]) -> None:
@@ -187,12 +186,12 @@ def check_replicas(engine: Engine, trees: tuple[Any, ...], specs: tuple[Any, ...
   flat, arguments = engine.flat, engine.place(trees, specs)
   if inside := engine.shardings(trees, specs):  # the devices of a worker hold shards
     specs = jax.tree.map(lambda sharding: sharding.spec, inside)
-  every = jax.tree.leaves(broadcast_specs(specs, trees), is_leaf=is_spec)
+  every = jax.tree.leaves(jax.tree.broadcast(specs, trees))
   same = [number for number, spec in enumerate(every) if axes_of_spec(spec).isdisjoint(_compat.names_of(engine.axis))]
 
   def checksums(*trees: Any) -> jax.Array:
     leaves = jax.tree.leaves(trees)
-    sums = jnp.stack([_checksum(leaves[number]) for number in same])
+    sums = jnp.stack([hashed(pack(_compat.words_of_keys(leaves[number]))) for number in same])
     return jax.lax.all_gather(sums, flat.others).reshape(-1, *sums.shape) if flat.others else sums[None]
 
   rows = rows_of(flat, checksums, specs)(*arguments)  # [worker, device of it, array, 2]
@@ -218,13 +217,6 @@ def _first_alike(flat: Engine, spec: PartitionSpec) -> np.ndarray:
   devices = np.arange(math.prod(sizes)).reshape(sizes)
   first = devices[tuple(slice(None) if name in cut else slice(1) for name in flat.others)]
   return np.broadcast_to(first, sizes).reshape(-1)
-
-
-def _checksum(x: jax.Array) -> jax.Array:
-  """u32[2] of an array: `hashed` of its words."""
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    x = jax.random.key_data(x)
-  return hashed(pack(x))
 
 
 def hashed(words: jax.Array) -> jax.Array:

@@ -78,8 +78,7 @@ def abstract_state(
   with engine.typed() as typed:
     arguments, specs = _specs_of(typed, tx.init, params)
     state = jax.eval_shape(typed.map(tx.init, (PartitionSpec(),), specs), *arguments)
-  shardings = engine.shardings(state, specs) or engine.shardings_of(specs)
-  if shardings:
+  if shardings := engine.shardings(state, specs) or engine.shardings_of(specs):
     state = jax.tree.map(_shape, state, shardings)
   if workers is None or workers == engine.workers:
     return state

@@ -64,8 +64,7 @@ class Worker(NamedTuple):
       finite = flatten.stays_finite(own, model_state)
       grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
     loss = comm.all_reduce(loss) / comm.size
-    extra = {"value": loss} | given.extra
-    updates, state = atomic(self.tx).update(grads, state, params, **extra)
+    updates, state = atomic(self.tx).update(grads, state, params, **{"value": loss} | given.extra)
     params = optax.apply_updates(params, updates)
     skipped = states.is_skipped(state)
     model_state = _next_model_state(self, comm, model_state)
@@ -147,12 +146,7 @@ def _accumulated(
   numbers = jnp.arange(worker.accumulate, dtype=jnp.int32)
   ((loss, grads), model_state), aux = jax.lax.scan(accumulate_part, (zeros, model_state), (numbers, parts))
   grads = jax.tree.map(lambda grad, like: (grad / worker.accumulate).astype(like.dtype), grads, params)
-  return (
-    loss / worker.accumulate,
-    grads,
-    model_state,
-    _reduced(aux, worker.aux_reduce, lambda x, how: _OVER_PARTS[how](x)),
-  )
+  return loss / worker.accumulate, grads, model_state, _reduced(aux, worker.aux_reduce, _over_parts)
 
 
 def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
@@ -170,13 +164,11 @@ def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
   return jax.tree.map(lambda x: _reduced(x, how(x), over_workers).astype(x.dtype), model_state)  # type: ignore[arg-type]
 
 
-_OVER_PARTS: dict[str, Callable[[jax.Array], jax.Array]] = {
-  "mean": lambda x: x.mean(0),
-  "sum": lambda x: x.sum(0, dtype=x.dtype),
-  "max": lambda x: x.max(0),
-  "min": lambda x: x.min(0),
-  "stack": lambda x: x,
-}
+def _over_parts(x: jax.Array, how: AuxReduce) -> jax.Array:
+  """The reduction of a leaf over the micro-batches, its leading axis."""
+  total = functools.partial(x.sum, dtype=x.dtype)
+  over: dict[str, Callable] = {"mean": x.mean, "sum": total, "max": x.max, "min": x.min}
+  return x if how == "stack" else over[how](0)
 
 
 def _over_workers(comm: Comm, x: jax.Array, how: AuxReduce) -> jax.Array:

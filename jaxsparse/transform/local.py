@@ -251,10 +251,8 @@ class _LocalSteps(NamedTuple):
   def _agree(self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Stepped:
     """No update of the anchor; the workers agree on whether all of them are finite."""
     zeros = jax.tree.map(jnp.zeros_like, params)
-    first = self._outer(state, 0)
-    _, agreed = self.outer.update(
-      self.fragments.part(zeros, 0), first, self.fragments.part(params, 0), agree=finite, **extra
-    )
+    first, sent, own = self._outer(state, 0), self.fragments.part(zeros, 0), self.fragments.part(params, 0)
+    _, agreed = self.outer.update(sent, first, own, agree=finite, **extra)
     check_agreed(first, agreed)
     skipped = states.is_skipped(agreed)
     flight = state.flight._replace(left=jnp.maximum(state.flight.left - 1, 0)) if self.delay else ()
