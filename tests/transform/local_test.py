@@ -102,6 +102,8 @@ def test_a_residual_from_before_is_applied_in_the_first_step():
   _, skipped, metrics = step(params, state, zeros + np.nan)
   assert metrics.skipped
   np.testing.assert_array_equal(residual_of(skipped, 2), before)
+  found = js.metrics(skipped)
+  assert float(found.words_per_step) == pytest.approx(float(found.total_words) / 3)
   anchor = flat(params)
   for _ in range(2):
     params, state, _ = step(params, state, zeros)
