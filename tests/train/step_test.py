@@ -150,16 +150,16 @@ def test_aux_is_averaged_where_it_is_floating_point():
 # Keys.
 
 
-def test_each_worker_has_a_key_of_its_own():
+def test_each_worker_and_micro_batch_has_a_key_of_its_own():
   def loss(params, batch, rng):
     del batch
     return jnp.sum(params["w"] * 0), jax.random.normal(rng, ())
 
-  step, params, state = make(loss=loss, has_aux=True, aux_reduce="stack")
+  step, params, state = make(loss=loss, has_aux=True, aux_reduce="stack", accumulate=2)
   params, state, first = step(params, state, batch_of(0), rng=jax.random.key(1))
   params, state, other = step(params, state, batch_of(0), rng=jax.random.key(2))
   _, _, again = step(params, state, batch_of(0), rng=jax.random.key(1))
-  assert len({*np.asarray(first.aux).tolist(), *np.asarray(other.aux).tolist()}) == 6
+  assert len({*np.ravel(first.aux).tolist(), *np.ravel(other.aux).tolist()}) == 12
   np.testing.assert_array_equal(first.aux, again.aux)
 
 
