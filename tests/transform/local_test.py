@@ -135,6 +135,8 @@ def test_diloco_in_numpy():
     np.testing.assert_allclose(flat(params), anchor, atol=1e-5)
     np.testing.assert_allclose(flat(params)[None] - rows(state.moved, workers), own, atol=1e-5)
     assert float(js.metrics(state).drift) == pytest.approx(apart, abs=1e-5)
+  update, _ = js.flush(state, params, sim(workers))  # the outer collective has no residual
+  np.testing.assert_allclose(flat(update), anchor - np.mean(own, 0), atol=1e-5)
 
 
 def test_in_a_step_of_ones_own():
