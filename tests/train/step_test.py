@@ -238,6 +238,17 @@ def test_a_model_state_that_overflows_at_one_worker_is_not_kept():
   assert_same_bits(same, after)
 
 
+def test_counts_of_a_model_state_are_the_largest_and_a_mean_that_overflows_is_not_kept():
+  after = lambda batch: {"mean": batch.max(), "steps": batch.min().astype(jnp.int32)}
+  loss = lambda params, batch, model_state: (0 * params["w"].sum() * model_state["mean"], after(batch))
+  step, params, state = make(loss=loss)
+  batch, given = np.repeat(np.float32([[0], [5], [1]]), 4, axis=0), {"mean": jnp.float32(7), "steps": jnp.int32(7)}
+  for column, expected in ((batch, (2, 5)), (np.full((12, 1), 3e38, np.float32), (7, 7))):
+    params, state, metrics = step(params, state, np.hstack([batch, column]), model_state=given)
+    assert (float(metrics.model_state["mean"]), int(metrics.model_state["steps"])) == expected
+    assert not metrics.skipped
+
+
 # Bad input.
 
 OTHER_STATE = lambda p, b, model_state: (loss_fn(p, b), {"other": model_state["mean"]})
