@@ -42,6 +42,7 @@ def test_equals_the_paper_in_numpy(n, k, regions, periods, nudge, workers):
     grads = (normals if step < 6 else skewed)(step, workers, n)
     if step < 2:
       grads[:, 5:] = 0  # fewer than k entries
+      grads[1:2, 0], grads[2:, 0] = -grads[0, 0], 0  # a sum of 0, which their senders keep
     total = expected.reduce(grads)
     out = js.simulate("oktopk", grads, state=state, **options)
     state = out.state

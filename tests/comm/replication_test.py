@@ -194,8 +194,11 @@ def test_control_flow_and_collectives_of_the_loss_are_followed():
     lambda x, rank: _by_reference(x, rank),
     lambda x, rank: jax.checkpoint(lambda v: v * rank)(x),
     lambda x, rank: jax.lax.while_loop(lambda c: c[0] < rank, lambda c: (c[0] + 1, c[1] + 1), (0.0, x))[1],
+    lambda x, rank: jax.lax.cond(rank > 0, lambda x: x + 1, lambda x: x, x),
+    lambda x, rank: jax.lax.scan(lambda c, _: ((c[1], rank), None), (x, x), length=2)[0][0],
+    lambda x, rank: x * jax.lax.psum(rank, "workers", axis_index_groups=[[0], [1], [2]]),
   ],
-  ids=["callback", "custom_linear_solve", "reference", "checkpoint", "while"],
+  ids=["callback", "custom_linear_solve", "reference", "checkpoint", "while", "cond", "scan", "groups"],
 )
 def test_nothing_that_is_not_known_passes_for_the_same(unknown):
   def update(updates, state, params=None):

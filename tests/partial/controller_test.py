@@ -240,6 +240,14 @@ def test_the_group_filter_waits_after_as_many_groups_as_its_history():
   assert controller.ready(2, 1)
 
 
+def test_groups_up_to_one_that_failed_do_not_count():
+  controller = js.partial.Controller(3, 2, history=2)
+  meet = lambda step: len(controller.ready(0, step) + controller.ready(1, step))
+  assert [meet(1), meet(2)] == [1, 1]
+  controller.failed(0, number=2)
+  assert [meet(3), meet(4), meet(5)] == [1, 1, 0]
+
+
 def test_a_slow_worker_does_not_hold_the_others_up_by_default():
   """Worker 0 is eight times as slow: the seven others are never all waiting."""
   controller = js.partial.Controller(8, 3)

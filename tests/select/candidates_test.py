@@ -75,6 +75,8 @@ def test_candidates_say_where_they_are_too_many_or_too_few():
   assert found.fits.tolist() == [True, True, False]
   assert len(reached[0]) >= K
   assert len(reached[1]) == 0  # no key of 0, which every entry would reach
+  found, _ = found_and_reached((x[::-1],), np.arange(3, dtype=np.int32), N)
+  assert not found.fits.any()  # those of the first block fill all slots
 
 
 def test_a_large_entry_in_a_word_of_two_blocks_is_found():

@@ -125,6 +125,14 @@ def test_training_goes_on_with_other_workers(thresholds):
   assert js.metrics(state).total_words > words
 
 
+def test_totals_go_on_from_the_worker_that_has_sent_most():
+  state = js.init(js.topka_transform(sim(3), k=3), PARAMS, sim(3))
+  totals = {"total_words": [9, 2, 1], "total_wraps": [0, 1, 1]}  # the lower and the upper 32 bits
+  counters = state.counters._replace(**{name: jnp.array(rows, jnp.uint32) for name, rows in totals.items()})
+  after = js.resize(state._replace(counters=counters), PARAMS, sim(2)).counters
+  assert (after.total_words.tolist(), after.total_wraps.tolist()) == ([2, 2], [1, 1])
+
+
 PLAN = js.overlap.plan("wfbp", [1.0] * 4, [12, 80, 4, 160], alpha=1e-3, beta=1e-8, gamma=1.0)
 
 

@@ -325,7 +325,7 @@ def test_law_w_by_level(kind):
   assert [(op, words) for op, words in between if op != "collective-permute"] == [("all-reduce", 1)]  # the loss
   inside = [(op, words) for op, words, far in found if not far]
   assert all(words < 16 * 12 / 2 for op, words in inside if op == "all-gather"), inside  # `gain`, and nothing more
-  assert int(js.metrics(state).words_sent) == 2 * cost.words
+  assert int(js.metrics(state).words_sent) == int(js.metrics(state).total_words) == 2 * cost.words
 
 
 def test_nan_on_one_shard_skips_the_step_on_all_shards():

@@ -150,16 +150,16 @@ def test_aux_is_averaged_where_it_is_floating_point():
 # Keys.
 
 
-def test_each_worker_has_a_key_of_its_own():
+def test_each_worker_and_micro_batch_has_a_key_of_its_own():
   def loss(params, batch, rng):
     del batch
     return jnp.sum(params["w"] * 0), jax.random.normal(rng, ())
 
-  step, params, state = make(loss=loss, has_aux=True, aux_reduce="stack")
+  step, params, state = make(loss=loss, has_aux=True, aux_reduce="stack", accumulate=2)
   params, state, first = step(params, state, batch_of(0), rng=jax.random.key(1))
   params, state, other = step(params, state, batch_of(0), rng=jax.random.key(2))
   _, _, again = step(params, state, batch_of(0), rng=jax.random.key(1))
-  assert len({*np.asarray(first.aux).tolist(), *np.asarray(other.aux).tolist()}) == 6
+  assert len({*np.ravel(first.aux).tolist(), *np.ravel(other.aux).tolist()}) == 12
   np.testing.assert_array_equal(first.aux, again.aux)
 
 
@@ -236,6 +236,17 @@ def test_a_model_state_that_overflows_at_one_worker_is_not_kept():
   assert metrics.skipped
   assert float(metrics.model_state) == 1
   assert_same_bits(same, after)
+
+
+def test_counts_of_a_model_state_are_the_largest_and_a_mean_that_overflows_is_not_kept():
+  after = lambda batch: {"mean": batch.max(), "steps": batch.min().astype(jnp.int32)}
+  loss = lambda params, batch, model_state: (0 * params["w"].sum() * model_state["mean"], after(batch))
+  step, params, state = make(loss=loss)
+  batch, given = np.repeat(np.float32([[0], [5], [1]]), 4, axis=0), {"mean": jnp.float32(7), "steps": jnp.int32(7)}
+  for column, expected in ((batch, (2, 5)), (np.full((12, 1), 3e38, np.float32), (7, 7))):
+    params, state, metrics = step(params, state, np.hstack([batch, column]), model_state=given)
+    assert (float(metrics.model_state["mean"]), int(metrics.model_state["steps"])) == expected
+    assert not metrics.skipped
 
 
 # Bad input.

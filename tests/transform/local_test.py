@@ -102,6 +102,8 @@ def test_a_residual_from_before_is_applied_in_the_first_step():
   _, skipped, metrics = step(params, state, zeros + np.nan)
   assert metrics.skipped
   np.testing.assert_array_equal(residual_of(skipped, 2), before)
+  found = js.metrics(skipped)
+  assert float(found.words_per_step) == pytest.approx(float(found.total_words) / 3)
   anchor = flat(params)
   for _ in range(2):
     params, state, _ = step(params, state, zeros)
@@ -133,6 +135,8 @@ def test_diloco_in_numpy():
     np.testing.assert_allclose(flat(params), anchor, atol=1e-5)
     np.testing.assert_allclose(flat(params)[None] - rows(state.moved, workers), own, atol=1e-5)
     assert float(js.metrics(state).drift) == pytest.approx(apart, abs=1e-5)
+  update, _ = js.flush(state, params, sim(workers))  # the outer collective has no residual
+  np.testing.assert_allclose(flat(update), anchor - np.mean(own, 0), atol=1e-5)
 
 
 def test_in_a_step_of_ones_own():
@@ -165,6 +169,8 @@ def test_other_workers_and_what_is_flushed():
   with jax.numpy_dtype_promotion("standard"):  # adam needs it
     for number in range(5):
       params, state, _ = step(params, state, normals(number, 8, N))
+    count = jax.device_put(np.int32([5, 7, 6, 5]), state.inner[0].count.sharding)
+    state = state._replace(inner=(state.inner[0]._replace(count=count), *state.inner[1:]))
     owed = (rows(state.moved, 4) + residual_of(state, 4)).mean(0)
     params = jax.tree.map(np.asarray, params)
     with pytest.warns(UserWarning, match="all 6 of them go on from the mean of those of the 4 workers"):
@@ -175,6 +181,7 @@ def test_other_workers_and_what_is_flushed():
     chex.assert_trees_all_equal_shapes_and_dtypes(js.abstract_state(tx, params, mesh_of(6), workers=4), state)
     np.testing.assert_allclose((rows(resized.moved, 6) + residual_of(resized, 6)).mean(0), owed, atol=1e-6)
     np.testing.assert_allclose(rows(resized.inner[0].mu, 6)[0], rows(state.inner[0].mu, 4).mean(0), atol=1e-6)
+    assert resized.inner[0].count.tolist() == [7] * 6
     update, flushed = js.flush(resized, params, mesh_of(6))
     np.testing.assert_allclose(flat(update), owed, atol=1e-6)
     assert float(js.metrics(flushed).residual_norm) == float(js.metrics(flushed).drift) == 0

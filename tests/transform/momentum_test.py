@@ -60,11 +60,16 @@ def test_momentum_is_zero_where_mass_has_left(case):
     np.testing.assert_array_equal(state.carried.worker.momentum, expected)
 
 
-@pytest.mark.parametrize("name", ["dense", "spardl"])
+@pytest.mark.parametrize("name", ["dense", "spardl", "ladder"])
 def test_everything_delivered_is_momentum_after_the_mean(name):
   """Nothing is masked; the mean of each worker's momentum is the momentum of the mean."""
-  workers, options = 4, {"density": 1.0} if name == "spardl" else {}
-  collective, trace = corrected(js.make_collective(name, **options), 0.9), np.zeros(N)
+  workers, trace = 4, np.zeros(N)
+  made = {
+    "dense": js.make_collective("dense"),
+    "spardl": js.make_collective("spardl", density=1.0),
+    "ladder": WarmedUp(collective=js.make_collective("spardl", density=0.1), steps=(3,), densities=(1.0,)),
+  }
+  collective = corrected(made[name], 0.9)
   state = simulation.initial(collective, workers, N)
   for step in range(3):
     grads = normals(step, workers, N)
