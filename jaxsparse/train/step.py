@@ -235,7 +235,11 @@ class TrainStep:
   ) -> jax.stages.Lowered:
     """The lowered step, to inspect its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
     arguments = params, state, batch, Given(rng, model_state, extra)
-    return self._program(*arguments)[0].lower(*arguments)
+    program, specs = self._program(*arguments)
+    if (shardings := self._engine.shardings(arguments, specs)) is not None:  # a call places its arguments
+      shape_of = lambda x, lies: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=lies)
+      arguments = jax.tree.map(shape_of, arguments, shardings)
+    return program.lower(*arguments)
 
   def _program(self, params: optax.Params, state: Any, batch: Any, given: Given) -> tuple[Any, Any]:
     """The jitted step for arguments of this structure and these shardings, and their specs."""
