@@ -1,6 +1,6 @@
 """Communication-efficient data-parallel training in JAX.
 
-A sparse all-reduce is an ordinary JAX function over five communication verbs. A gradient passes through the packages in
+A sparse all-reduce is an ordinary JAX function over the verbs of a `Comm`. A gradient passes through the packages in
 this order:
 
     gradient pytree

@@ -201,8 +201,8 @@ class Reduced(NamedTuple):
   """The result of a collective at one worker.
 
   Attributes:
-    total: the estimate of the *sum* over workers, bitwise the same on every worker (Law R): f32[n], or its `Sparse`
-      entries, each index once and empty slots with index n or more, which the caller scatters into a vector.
+    total: the estimate of the *sum* over workers, as a vector bitwise the same on every worker (Law R): f32[n], or its
+      `Sparse` entries in any order, each index once, empty slots with index n or more, which the caller scatters.
     state: the next `State`; its residual, f32[n] or `Pending`, is what `total` did not deliver (Law C).
     counters: the step's `Counters`, scalars.
 

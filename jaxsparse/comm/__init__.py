@@ -1,4 +1,4 @@
-"""Five communication verbs, and the engines that implement them: a shard_map axis, the simulator, MPI.
+"""The communication verbs of a `Comm`, and the engines that implement them: a shard_map axis, the simulator, MPI.
 
 `verbs` has the comms of a mesh axis, of the simulator, and of one worker alone, `mpi` that of MPI. `schedules` says who
 sends to whom, and builds an all-gather, a personalized exchange and an all-reduce from `shift` alone. `replication`

@@ -48,7 +48,7 @@ def mark_total(tree: Any, axes: Sequence[str] | None) -> Any:
     >>> mark_total(jnp.ones(2), ("workers",))
     Array([1., 1.], dtype=float32)
   """
-  if axes is not None and not axes:  # a view of some workers: its total is not equal on all of them
+  if axes is not None and not axes:  # a view of some workers: other views have other totals
     return tree
   named = None if axes is None else frozenset(axes)
   return jax.tree.map(functools.partial(total_p.bind, axes=named), tree)

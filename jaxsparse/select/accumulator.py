@@ -32,7 +32,7 @@ from jaxsparse.types import Pending, Sparse
 class TopKAccumulator:
   """Blocks of which the k largest entries of a row are sent, or those of them that reach a known threshold.
 
-  Rows are those of `Blocks`; each row is sent once, and nothing is added to it afterwards. Indices of entries are
+  Rows are those of `Blocks`; each is selected once, and only row 0 is added to afterwards. Indices of entries are
   block-relative; index `length` and value 0 are an empty slot. `ChunkAccumulator` has the same methods.
 
   Attributes:
@@ -40,10 +40,10 @@ class TopKAccumulator:
     grads: f32[n]; gradient + residual + received values where `touched`, elsewhere the gradient alone.
     touched: the bitset of flat indices to which received values were added.
     candidates: the candidates of the initial vector; None for short blocks, which are searched whole.
-    least: i32[rows], at least 1: the smallest key (`keys_of`) of a selected entry; None to select the k largest.
+    least: i32[rows], at least 1: the key (`keys_of`) that a selected entry must reach; None for the k largest.
     new: i32[rows, c] of each addition to the first rows: block-relative indices that are neither candidates nor were
       added to before; the block's length elsewhere.
-    before: [c] entries of each addition, with flat indices, and the values before it; empty where something was added
+    before: [c] entries of each addition, with flat indices and the initial values; empty where something was added
       earlier.
 
   Example:
@@ -56,8 +56,8 @@ class TopKAccumulator:
     >>> acc = acc.add(Sparse(jnp.array([[1]]), jnp.array([[10.0]])))
     >>> acc.largest(0, 1)
     Sparse(indices=Array([[1]], dtype=int32), values=Array([[12.]], dtype=float32))
-    >>> unsent = Sparse(jnp.array([[2], [0]]), jnp.zeros((2, 1)))  # nothing of block 0, all of entry 0 of block 1
-    >>> acc.pending(jnp.array([[1], [0]]), unsent).entries
+    >>> sent = Sparse(jnp.array([[2], [0]]), jnp.zeros((2, 1)))  # nothing of block 0, all of entry 0 of block 1
+    >>> acc.pending(jnp.array([[1], [0]]), sent).entries
     Sparse(indices=Array([4, 2, 1], dtype=int32), values=Array([ 0.,  0., 12.], dtype=float32))
   """
 
@@ -75,7 +75,7 @@ class TopKAccumulator:
 
     Args:
       blocks: the blocks.
-      least: i32[rows], at least 1: the smallest key of a selected entry of a row.
+      least: i32[rows], at least 1: the key that a selected entry of a row must reach.
     """
     candidates = exact.find_candidates(blocks, least)
     if candidates is not None and least is not None:
@@ -122,18 +122,18 @@ class TopKAccumulator:
       before=(*self.before, Sparse(indices.reshape(-1), before.reshape(-1))),
     )
 
-  def pending(self, delivered: jax.Array, unsent: Sparse) -> Pending:
+  def pending(self, delivered: jax.Array, sent: Sparse) -> Pending:
     """The next residual, after at least one addition.
 
     Args:
       delivered: i32[rows, c], where the total delivers entries: the residual there is the current value without what
         was sent, elsewhere it is the initial value. All that was received is undone where it is not delivered.
-      unsent: [rows, k] entries that were sent, with the part of each value that was not; empty in rows not sent.
+      sent: [rows, k] entries that were sent, with the rounding error of each value; empty in rows not sent.
     """
     n, none = self.blocks.x.size, jnp.zeros_like(self.touched)
     current = bitset.insert(none, self.blocks.flat_indices(delivered), n)
-    flat = self.blocks.flat_indices(unsent.indices).reshape(-1)
-    given = Sparse(jnp.where(bitset.contains(current, flat), flat, n), unsent.values.reshape(-1))
+    flat = self.blocks.flat_indices(sent.indices).reshape(-1)
+    given = Sparse(jnp.where(bitset.contains(current, flat), flat, n), sent.values.reshape(-1))
     added = sparse.concatenate(self.before)
     # Where nothing was added, the sum of gradient and residual is the initial value and the current one.
     values = jnp.where(bitset.contains(current, added.indices), sparse.read_at(self.grads, added.indices), added.values)

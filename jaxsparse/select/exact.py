@@ -1,7 +1,7 @@
 """Exact top-k by magnitude, the selection that all collectives share.
 
     find_candidates   one pass over n entries: a sample of each block gives a threshold that a few more than k reach
-    search_among      the k largest of the candidates, by counting; fewer than k non-zero entries, and the first zeros
+    search_among      the k largest of the candidates, by counting; if fewer are not 0, these and the first zeros
     _bisect_row       if the candidates are not proven to contain the top-k, the k largest of whole blocks, by counting
 
 The result is bitwise the same on every path: ties go to the lowest index, and NaN ranks above all numbers, so that it
@@ -173,7 +173,7 @@ def search_among(
     read: (i32[rows, c]) -> f32[rows, c], the values of block-relative indices.
     blocks: says the length of a block, and k.
     search_row: (row) -> i32[k], the result for a row from all its entries; runs, row by row, if not proven.
-    least: i32[rows], at least 1: the smallest key of a selected entry; fewer than k entries may reach it.
+    least: i32[rows], at least 1: the key that a selected entry must reach; fewer than k entries may.
 
   Returns:
     i32[rows, k], block-relative, in the order of `candidates.indices` unless zeros are selected; `length` in empty

@@ -112,8 +112,8 @@ class ChunkAccumulator:
     >>> bag.indices, bag.values
     (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
     >>> acc = acc.add(Sparse(jnp.array([[0]]), jnp.array([[10.0]])))
-    >>> unsent = Sparse(jnp.array([[2], [0]]), jnp.zeros((2, 1)))  # nothing of block 0, all of entry 0 of block 1
-    >>> acc.largest(0, 1).values, acc.pending(jnp.array([[1], [0]]), unsent).entries.values
+    >>> sent = Sparse(jnp.array([[2], [0]]), jnp.zeros((2, 1)))  # nothing of block 0, all of entry 0 of block 1
+    >>> acc.largest(0, 1).values, acc.pending(jnp.array([[1], [0]]), sent).entries.values
     (Array([[11.5]], dtype=float32), Array([[2.],
            [0.]], dtype=float32))
   """
@@ -142,9 +142,9 @@ class ChunkAccumulator:
     best = sparse.concatenate([best, _rows(self.best, rows, None)])
     return dataclasses.replace(self, best=best, added=(*self.added, entries))
 
-  def pending(self, delivered: jax.Array, unsent: Sparse) -> Pending:
+  def pending(self, delivered: jax.Array, sent: Sparse) -> Pending:
     """The next residual: where delivered, one entry a chunk, the current values without what was sent; else initial."""
-    values = jnp.where(delivered == unsent.indices, unsent.values, self._current_values(delivered))
+    values = jnp.where(delivered == sent.indices, sent.values, self._current_values(delivered))
     grads, residual = self.blocks.x.parts
     return Pending(grads, residual, Sparse(self.blocks.flat_indices(delivered), values))
 

@@ -33,7 +33,7 @@ def _is_plain(node: Any) -> bool:
 
 
 def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
-  """Checks that a state was made for `workers` workers, before anything is computed with it.
+  """Checks, by shapes alone since `layout` is traced, that a state was made for `workers` workers.
 
   Args:
     state: a state whose per-worker arrays are those of `held` workers, concatenated.

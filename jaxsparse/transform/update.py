@@ -88,7 +88,7 @@ def grouped_transform(
     flatten.check_leaves(updates)
     check_inside(comm, state.layout.shards)
     checks.check_local(comm, updates)
-    if agree is not None:  # no exchange: the step is skipped unless `agree` holds at every worker
+    if agree is not None:  # `js.local_steps` between exchanges: zeros, and `skipped` unless all agree
       agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
       return jax.tree.map(jnp.zeros_like, updates), count_idle_step(state, ~agreed)
     groups = grouped(flatten.leaf_shapes(updates))

@@ -129,7 +129,7 @@ class SparDL(SelectingCollective):
     # The noise depends on the block, not on the team: all teams must round the sum of a block alike.
     writer = self.writer(self.chosen_codec(blocks.length), state.shared.step, team.rank)
 
-    acc, chosen, unsent = reduce_scatter(team, self.selection.start(blocks, state.worker), writer)
+    acc, chosen, sent = reduce_scatter(team, self.selection.start(blocks, state.worker), writer)
     summed = Summed(Sparse(chosen.indices[:1], chosen.values[:1]), [], jnp.int32(0), jnp.uint32(0))
     if self.is_bruck:
       summed = b_sag(same_block, summed.own, state.shared.adaptive.h, capacities, writer)
@@ -147,10 +147,10 @@ class SparDL(SelectingCollective):
     for entries in errors:  # each team has the same
       acc = acc.add(entries._replace(values=entries.values / self.teams))
 
-    left_at = chosen.indices if self.residual == "local" else delivered.indices
+    gone_at = chosen.indices if self.residual == "local" else delivered.indices
     if self.residual != "global":  # ablations: nothing stays of what was delivered, or sent
-      unsent = Sparse(left_at, jnp.zeros(left_at.shape, jnp.float32))
-    residual = acc.pending(left_at, unsent)
+      sent = Sparse(gone_at, jnp.zeros(gone_at.shape, jnp.float32))
+    residual = acc.pending(gone_at, sent)
     words = saturated_sum(words_of(writer.codec, team.size, k_block), summed.words, gather_words)
     selected = sparse.count(chosen, blocks.length)
     used = words
@@ -179,22 +179,22 @@ def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumu
     writer: encodes messages.
 
   Returns:
-    (acc, chosen, unsent): the accumulator, in which the sent entries still are; the [P, L] entries selected of each
+    (acc, chosen, errors): the accumulator, in which the sent entries still are; the [P, L] entries selected of each
     row, of which row 0 is the sum of this worker's block and the others were sent; and [P, L] the sent ones with the
-    unsent part of each value.
+    rounding error of each value, none in row 0.
   """
-  bags, unsent = [], []
+  bags, lost = [], []
   for stride in schedules.strides(comm.size):
     bag = acc.largest(stride, min(2 * stride, comm.size))
     message, errors = writer.encode(bag, stride)
     acc = acc.add(writer.codec.decode(comm.shift(message, stride)))
     bags.append(bag)
-    unsent.append(errors)
+    lost.append(errors)
   own = acc.largest(0, 1)
-  # Subtract the own block; entries that later rounds drop are added back as residual.
+  # Subtract the own block; what R-SAG, B-SAG or rounding drop of it is added back by `reduce`.
   acc = acc.add(own._replace(values=-own.values))
-  kept = own._replace(indices=jnp.full_like(own.indices, writer.codec.length))
-  return acc, sparse.concatenate([own, *reversed(bags)]), sparse.concatenate([kept, *reversed(unsent)])
+  not_sent = own._replace(indices=jnp.full_like(own.indices, writer.codec.length))
+  return acc, sparse.concatenate([own, *reversed(bags)]), sparse.concatenate([not_sent, *reversed(lost)])
 
 
 def _is_power_of_two(number: int) -> bool:

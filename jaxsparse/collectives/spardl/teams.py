@@ -33,9 +33,9 @@ class Summed(NamedTuple):
 def r_sag(same_block: Comm, own: Sparse, writer: Writer) -> Summed:
   """Sums one block over 2^j teams by recursive doubling and keeps the L largest entries of the sum after each step.
 
-  After step t = 0, 1, … groups of 2^(t + 1) workers have the same sum and drop the same entries, so each worker adds
-  1/2^(t + 1) of the dropped entries to its residual. (The paper's "half" is right for the first step only.) Before step
-  t, groups of 2^t workers send the same message, so each adds 1/2^t of its rounding errors.
+  After step t = 0, 1, … groups of 2^(t + 1) workers have the same sum and drop the same entries, so each worker returns
+  1/2^(t + 1) of the dropped entries to its accumulator. (The paper's "half" is right for the first step only.) Before step
+  t, groups of 2^t workers send the same message, so each returns 1/2^t of its rounding errors.
 
   Args:
     same_block: the workers that own this block, one in each team.
@@ -61,7 +61,7 @@ def b_sag(same_block: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ..
   """Sums the h largest entries of a block of each team, in team order, for any number of teams.
 
   The L largest entries of the sum are kept. The others are in no total, so the accumulators they come from still have
-  them, and nothing is added back.
+  them, and they are not returned. Entries of `own` beyond h are: other teams may deliver their indices.
 
   Args:
     same_block: the workers that own this block, one in each team.
@@ -89,7 +89,7 @@ class Adaptive(NamedTuple):
   Attributes:
     h: i32[], the number of entries of a block that each team sends, ⌈L/d⌉ … L.
     step: i32[], the last change of h.
-    right: bool[], whether the last step was in the right direction and was not a doubled one.
+    right: bool[], whether that change was in the right direction (see `adapt`) and was not a doubled one.
   """
 
   h: jax.Array
@@ -98,7 +98,7 @@ class Adaptive(NamedTuple):
 
   @classmethod
   def start(cls, low: int, k_block: int) -> Self:
-    """The state before the first step: h = ⌈L/d⌉, and a step of 1 % of the range of h."""
+    """The state before the first update: h = ⌈L/d⌉, to be changed by 1 % of its range."""
     return cls(jnp.int32(low), jnp.int32(max(1, round(0.01 * (k_block - low)))), jnp.bool_(False))
 
 
