@@ -17,7 +17,7 @@ sum of two sparse blocks has up to 2 L entries. The messages that worker 0 of si
 That is 2⌈log₂P⌉ messages and 4 L (P − 1) words, an entry being two words, for any P, a power of two or not.
 
 With d teams the reduce-scatter and the all-gather run inside teams of P/d workers, over P/d blocks of L = ⌈k d/P⌉
-entries. Between them the paper's Spar-All-Gather adds up the same block of all teams (§3.3): fewer messages, more words. The
+entries. Between them Spar-All-Gather adds up the same block of all teams (§3.3): fewer messages, more words. The
 messages that worker 0 of two teams of three sends:
 
     reduce-scatter   stride 2   block  2        ->  worker 2   of its team 0 1 2

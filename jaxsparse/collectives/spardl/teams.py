@@ -34,8 +34,8 @@ def r_sag(same_block: Comm, own: Sparse, writer: Writer) -> Summed:
   """Sums one block over 2^j teams by recursive doubling and keeps the L largest entries of the sum after each step.
 
   After step t = 0, 1, … groups of 2^(t + 1) workers have the same sum and drop the same entries, so each worker returns
-  1/2^(t + 1) of the dropped entries to its accumulator. (The paper's "half" is right for the first step only.) Before step
-  t, groups of 2^t workers send the same message, so each returns 1/2^t of its rounding errors.
+  1/2^(t + 1) of the dropped entries. (The paper's "half" is right for the first step only.) Before step t,
+  groups of 2^t workers send the same message, so each returns 1/2^t of its rounding errors.
 
   Args:
     same_block: the workers that own this block, one in each team.
