@@ -1,5 +1,6 @@
 """Parses the flag --algorithm of benchmarks: names of collectives, with options that differ from the defaults."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -57,3 +58,16 @@ def listed(values: Sequence[str]) -> list[str]:
 def of_vectors() -> list[str]:
   """The collectives whose cost depends on the number of entries alone, and not on the shapes of leaves."""
   return [name for name in js.collective_names() if not make_plain(name).needs_shapes]
+
+
+def _vgg16() -> dict[str, tuple[int, ...]]:
+  widths = (3, 64, 64, 128, 128, *(256,) * 3, *(512,) * 6)
+  shapes: dict[str, tuple[int, ...]] = {}
+  for number, (inputs, out) in enumerate(itertools.pairwise(widths)):
+    shapes[f"conv{number}"] = (3, 3, inputs, out)
+    shapes |= {f"{name}{number}": (out,) for name in ("bias", "scale", "shift")}
+  return shapes | {"kernel": (512, 10), "bias": (10,)}
+
+
+VGG16 = _vgg16()
+"""Shapes of the 14,728,266 parameters of VGG-16 for CIFAR-10, with normalization: of collectives that need shapes."""

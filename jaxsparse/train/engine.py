@@ -85,7 +85,10 @@ class Engine:
     return jax.jit(program, in_shardings=given, out_shardings=results, donate_argnums=donate, compiler_options=options)
 
   def place(self, tree: Any, specs: Any) -> Any:
-    """`tree` with the shardings of `specs`; `jit` would reshard it too, but compile once more for other shardings."""
+    """`tree` with the shardings of `specs`; `jit` would reshard it too, but compile once more for other shardings.
+
+    Leaves may be `jax.ShapeDtypeStruct`, also on a mesh of devices that are not there (`jax.experimental.topologies`).
+    """
     return tree
 
   def shardings(self, tree: Any, specs: Any) -> Any:
@@ -200,7 +203,8 @@ class _OnMesh(Engine):
 
   def place(self, tree: Any, specs: Any) -> Any:
     shardings = self.shardings(tree, specs) if self._inside else jax.tree.broadcast(self.shardings_of(specs), tree)
-    put = put_global if self._mesh.is_multi_process else jax.device_put
+    put_array = put_global if self._mesh.is_multi_process else jax.device_put
+    put = lambda leaf, lies: (shape_of if isinstance(leaf, jax.ShapeDtypeStruct) else put_array)(leaf, lies)
     # Runs in every step: comparing shardings is sixty times faster than a device_put that moves nothing.
     keep = lambda leaf, sharding: leaf if getattr(leaf, "sharding", None) == sharding else put(leaf, sharding)
     return jax.tree.map(keep, tree, shardings)
@@ -303,6 +307,13 @@ def _line_of_processes(mesh: Mesh) -> tuple[Mesh, Callable]:
 @functools.lru_cache(maxsize=4)
 def _gathered(comm: MpiComm) -> Callable[..., np.ndarray]:
   return rows_of(_Rank(comm), lambda x: x[0], (PartitionSpec(RANKS),))
+
+
+def shape_of(x: Any, sharding: Any = None, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+  """The shape and dtype of an array or number, with a sharding, by default its own; or another shape of its dtype."""
+  dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+  shape = np.shape(x) if shape is None else shape
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or getattr(x, "sharding", None))
 
 
 def put_global(x: Any, sharding: NamedSharding) -> jax.Array:

@@ -16,7 +16,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import SoloComm, replication
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train import replicas
-from jaxsparse.train.engine import Engine, engine_of, local_shard
+from jaxsparse.train.engine import Engine, engine_of, local_shard, shape_of
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.specs import placed
@@ -76,17 +76,17 @@ def abstract_state(
   check_whole("abstract_state", 1, optional=True, workers=workers)
   engine = engine_of(mesh, axis)
   with engine.typed() as typed:
-    arguments, specs = _specs_of(typed, tx.init, params)
+    arguments, specs = _specs_of(typed, tx.init, jax.tree.map(shape_of, params))
     state = jax.eval_shape(typed.map(tx.init, (PartitionSpec(),), specs), *arguments)
   if shardings := engine.shardings(state, specs) or engine.shardings_of(specs):
-    state = jax.tree.map(_shape, state, shardings)
+    state = jax.tree.map(shape_of, state, shardings)
   if workers is None or workers == engine.workers:
     return state
   host = _host() if shardings else None
 
   def resize(node: Any, row: bool) -> Any:
     if row:
-      return jax.tree.map(lambda x: _shape(x, host, (workers, *x.shape[1:])), node)
+      return jax.tree.map(lambda x: shape_of(x, host, (workers, *x.shape[1:])), node)
     return _resize_node(node, workers, host) if states.is_reduce_state(node) else node
 
   return jax.tree.map(resize, state, states.has_worker_axis(state), is_leaf=states.is_reduce_state)
@@ -172,10 +172,6 @@ def _specs_of(engine: Engine, start: Callable, params: optax.Params) -> tuple[tu
   return arguments, placed(state, engine.axis)
 
 
-def _shape(x: Any, sharding: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype, sharding=sharding)
-
-
 def _host() -> SingleDeviceSharding:
   """The memory of this process."""
   try:
@@ -190,8 +186,8 @@ def _resize_node(node: states.ReduceState, workers: int, sharding: Any) -> state
   assert method is not None
   own = dataclasses.replace(method, groups=tuple(shards.groups(method.groups))) if shards else method
   one = jax.eval_shape(lambda: first_state(SoloComm(workers), own, None))
-  rows = lambda x: _shape(x, sharding, (workers * devices * x.shape[0], *x.shape[1:]))
-  same = lambda x: _shape(x, sharding, (devices, *x.shape) if shards else x.shape)
+  rows = lambda x: shape_of(x, sharding, (workers * devices * x.shape[0], *x.shape[1:]))
+  same = lambda x: shape_of(x, sharding, (devices, *x.shape) if shards else x.shape)
   carried, counters = jax.tree.map(rows, (one.carried._replace(shared=()), one.counters))
   carried = carried._replace(shared=jax.tree.map(same, one.carried.shared))
-  return states.ReduceState(carried, counters, jax.tree.map(lambda x: _shape(x, sharding), node.layout))
+  return states.ReduceState(carried, counters, jax.tree.map(lambda x: shape_of(x, sharding), node.layout))

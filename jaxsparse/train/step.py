@@ -19,7 +19,7 @@ from jaxsparse.launch.rank import count_step
 from jaxsparse.train import replicas
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.donation import without_aliases
-from jaxsparse.train.engine import check_batch, engine_of
+from jaxsparse.train.engine import check_batch, engine_of, shape_of
 from jaxsparse.train.starting import LIKELY_MISTAKES, check_state, check_update, place_state, start_workers
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
@@ -236,10 +236,7 @@ class TrainStep:
     """The lowered step, to inspect its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
     arguments = params, state, batch, Given(rng, model_state, extra)
     program, specs = self._program(*arguments)
-    if (shardings := self._engine.shardings(arguments, specs)) is not None:  # a call places its arguments
-      shape_of = lambda x, lies: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=lies)
-      arguments = jax.tree.map(shape_of, arguments, shardings)
-    return program.lower(*arguments)
+    return program.lower(*self._engine.place(jax.tree.map(shape_of, arguments), specs))
 
   def _program(self, params: optax.Params, state: Any, batch: Any, given: Given) -> tuple[Any, Any]:
     """The jitted step for arguments of this structure and these shardings, and their specs."""
