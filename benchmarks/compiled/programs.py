@@ -1,8 +1,11 @@
 """The programs to compile: an update of each collective, and the step of a transformer of 124 M parameters."""
 
-import numpy as np
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse as js
@@ -26,3 +29,71 @@ def update(spec: specs.Spec, devices: list, n: int) -> jax.stages.Lowered:
   each = lambda x: jax.ShapeDtypeStruct((len(devices) * x.shape[0], *x.shape[1:]), x.dtype, sharding=NamedSharding(mesh, rows))
   program = jax.shard_map(tx.update, mesh=mesh, in_specs=(rows, own), out_specs=(rows, own), check_vma=False)
   return jax.jit(program, donate_argnums=(0, 1)).lower(jax.tree.map(each, params), state)
+
+
+METHODS: dict[str, Callable[[js.overlap.Plan], optax.GradientTransformation]] = {
+  "dense": lambda plan: optax.chain(js.bucketed_transform("dense", "hosts", plan=plan), optax.adam(3e-4)),
+  "spardl": lambda plan: optax.chain(
+    js.bucketed_transform("spardl", "hosts", plan=plan, density=0.01), optax.adam(3e-4)
+  ),
+  "signs": lambda plan: js.local_steps(
+    optax.adam(3e-4),
+    optax.chain(js.bucketed_transform("onebit", "hosts", plan=plan), optax.sgd(1.0)),
+    every=1,
+    apply_residual=True,
+  ),
+}
+"""The way between hosts: dense, and the two that docs/start.md recommends."""
+
+
+def step(method: str, devices: list, hosts: int, sequences: int = 8) -> tuple[jax.stages.Lowered, int]:
+  """The training step of a transformer, and its parameters: each host a worker, in which parameters are sharded.
+
+  Args:
+    method: one of `METHODS`.
+    devices: of all hosts, those of one host behind another.
+    hosts: number of workers.
+    sequences: of 1,024 tokens, of each device.
+  """
+  mesh = Mesh(np.array(devices).reshape(hosts, -1), ("hosts", "devices"))
+  lies = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+  along_last = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies(*[None] * (x.ndim - 1), "devices"))
+  params = jax.tree.map(along_last, jax.eval_shape(_parameters))
+  tokens = jax.ShapeDtypeStruct((len(devices) * sequences, _LENGTH + 1), jnp.int32, sharding=lies(("hosts", "devices")))
+  sizes = [4 * x.size for x in jax.tree.leaves(params)]
+  plan = js.overlap.plan("optimal", [1e-3] * len(sizes), sizes, alpha=1e-4, beta=1e-10, gamma=1.5)
+  tx = METHODS[method](plan)
+  state = js.abstract_state(tx, params, mesh, axis="hosts")
+  lowered = js.make_train_step(_loss, tx, mesh, axis="hosts").lower(params, state, tokens)
+  return lowered, sum(map(jnp.size, jax.tree.leaves(params)))
+
+
+_WIDTH, _BLOCKS, _HEADS, _LENGTH, _SYMBOLS = 768, 12, 12, 1024, 50_304  # GPT-2 small; its symbols in whole hundreds
+
+
+def _parameters() -> dict[str, jax.Array]:
+  d, blocks = _WIDTH, _BLOCKS
+  shapes = {"up": (d, 4 * d), "down": (4 * d, d), "qkv": (d, 3 * d), "out": (d, d), "norm1": (d,), "norm2": (d,)}
+  stacked = {name: jnp.zeros((blocks, *shape)) for name, shape in shapes.items()}
+  return stacked | {"symbols": jnp.zeros((_SYMBOLS, d)), "positions": jnp.zeros((_LENGTH, d)), "norm": jnp.zeros(d)}
+
+
+def _loss(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+  """The mean cross-entropy of the next token; products in bfloat16, blocks computed again in backward."""
+  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  gather = lambda tree: jax.lax.with_sharding_constraint(tree, PartitionSpec())  # weights travel inside a host, no activations
+  normal = lambda x, scale: x * jax.lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True) + 1e-6).astype(x.dtype) * scale
+  split = lambda x: x.reshape(*x.shape[:-1], _HEADS, -1)
+
+  @jax.checkpoint
+  def block(x: jax.Array, own: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+    own = gather(own)
+    q, k, v = map(split, jnp.split(normal(x, own["norm1"]) @ own["qkv"], 3, -1))
+    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ own["out"]
+    return x + jax.nn.gelu(normal(x, own["norm2"]) @ own["up"]) @ own["down"], None
+
+  symbols = gather(half["symbols"])
+  blocks = {name: x for name, x in half.items() if name not in ("symbols", "positions", "norm")}
+  x, _ = jax.lax.scan(block, symbols[tokens[:, :-1]] + gather(half["positions"])[None], blocks)
+  logits = (normal(x, gather(half["norm"])) @ symbols.T).astype(jnp.float32)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()

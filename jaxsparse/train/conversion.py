@@ -154,7 +154,8 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
       return jax.tree.map(put_like, new, old._replace(layout=new.layout))
     return carry_over(new, params, residuals, old.counters, engine)
 
-  after_state = jax.tree.map(carry, state, fresh, is_leaf=states.is_reduce_state)
+  old, (new, structure) = (jax.tree.flatten(x, is_leaf=states.is_reduce_state) for x in (state, fresh))
+  after_state = jax.tree.unflatten(structure, map(carry, old[0], new))  # of `Applied` or without
   return engine.place(after_state, placed(after_state, engine.axis))
 
 

@@ -26,8 +26,8 @@ from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
 from jaxsparse.transform.checks import check_agreed, check_arrays_of, check_local_state
 from jaxsparse.transform.fragments import Fragments, fill_zeros
-from jaxsparse.transform.residuals import own_params, residual_to_moved
-from jaxsparse.transform.state import Flight, LocalState
+from jaxsparse.transform.residuals import own_params
+from jaxsparse.transform.state import Applied, Flight, LocalState
 
 
 def local_steps(
@@ -78,7 +78,7 @@ def local_steps(
   updates in them, delivered or not (the local models of CSER, Xie et al., 2020). Then a gradient is not late because
   its entries wait to be delivered, and a sparse exchange learns faster, above all with `every=1`:
 
-      θ   ← θ + outer(θ − θ_w),   θ_w ← θ − r_w           (θ − θ_w includes the residual from now on)
+      θ   ← θ + outer(θ − r_w − θ_w),   θ_w ← θ − r_w     (r_w that of the last exchange, then of this one)
 
   With `optax.sgd(1.0)` outside, the mean of θ_w over the workers moves as if everything were delivered at once. At the
   end `js.flush` gives the update that takes the anchor there.
@@ -98,8 +98,7 @@ def local_steps(
     delay: τ, less than H/F, the steps between an exchange and its use. A step that is compiled as one program still
       ends after its messages.
     mixing: α in [0, 1), the weight of a worker's own parameters; 0 in plain DiLoCo.
-    apply_residual: whether the parameters of a worker include what it has moved and no exchange has delivered. The
-      state then holds that in `moved` and not in the residual, for a few passes over n entries in each step. Not
+    apply_residual: whether the parameters of a worker include what it has moved and no exchange has delivered. Not
       together with `delay`.
 
   Returns:
@@ -163,18 +162,14 @@ class _LocalSteps(NamedTuple):
   mixing: float
   apply_residual: bool
 
-  @property
-  def at_once(self) -> bool:
-    """Whether nothing stays moved from one step to the next."""
-    return self.every == 1 and not self.apply_residual
-
   def init(self, params: optax.Params) -> LocalState:
     """The state of one worker before the first step."""
-    moved = () if self.at_once else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
+    moved = () if self.every == 1 else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
     flight = Flight(jax.tree.map(jnp.zeros_like, params), jnp.int32(0), jnp.int32(0)) if self.delay else ()
     outer = {number: self.outer.init(self.fragments.part(params, number)) for number in range(self.fragments.count)}
     outer = outer[0] if self.fragments.count == 1 else outer
-    state = LocalState(_in_rows(self.inner.init(params)), outer, moved, jnp.int32(0), jnp.int32(0), flight)
+    inner, zero, applied = _in_rows(self.inner.init(params)), jnp.int32(0), Applied() if self.apply_residual else ()
+    state = LocalState(inner, outer, moved, zero, zero, flight, applied)
     check_local_state(state)
     return state
 
@@ -196,17 +191,13 @@ class _LocalSteps(NamedTuple):
     kind = jnp.int32(1) if self.every == 1 else self._choose_kind(tried)
     done = branches[1](tried) if self.every == 1 else jax.lax.switch(kind, branches, tried)
     applied = jnp.where(kind > self.fragments.count, tried.flight.fragment + 1, 0) if self.delay else kind
-    moved = () if self.at_once else self._keep_moved(applied, moved, done.updates, params)
-    outer = done.outer
-    if self.apply_residual:
-      moved, taken = residual_to_moved(moved, outer)
-      outer = jax.tree.map(functools.partial(jnp.where, done.skipped), outer, taken)
+    moved = () if self.every == 1 else self._keep_moved(applied, moved, done.updates, params)
     if self.every:
       ends = tried.since >= self.every
       ends = ends & (done.flight.left == 0) if self.delay else ends
       tried = tried._replace(since=jnp.where(ends, 0, tried.since))
     after = tried._replace(inner=inner, outer=(), moved=moved, flight=done.flight)
-    return done.updates, select_state(done.skipped, state._replace(outer=()), after)._replace(outer=outer)
+    return done.updates, select_state(done.skipped, state._replace(outer=()), after)._replace(outer=done.outer)
 
   def _choose_kind(self, state: LocalState) -> jax.Array:
     """The kind of this step: 0 no exchange, 1 … F that of a fragment, F + 1 the update in flight is applied."""
@@ -228,7 +219,7 @@ class _LocalSteps(NamedTuple):
     """The inner state and what is moved after the step of this worker, and whether both are finite, bool[]."""
     before = jax.tree.map(lambda leaf: leaf[0], state.inner)
     updates, after = self.inner.update(grads, before, own_params(params, state), **extra)
-    if self.at_once:
+    if self.every == 1:
       moved = jax.tree.map(lambda u: -u[None], updates)
     else:
       moved = jax.tree.map(lambda was, u: was - u[None].astype(jnp.float32), state.moved, updates)
@@ -314,10 +305,7 @@ class _LocalSteps(NamedTuple):
       return jnp.where(is_flying(number), jnp.zeros_like(left), left) if self.delay else left
 
     moved = jax.tree.map(keep, self.fragments.numbers(params), state.moved, params)
-    outer = after.outer
-    if self.apply_residual:
-      moved, outer = residual_to_moved(moved, outer)
-    after = after._replace(inner=state.inner, outer=outer, moved=moved, since=jnp.int32(0))
+    after = after._replace(inner=state.inner, moved=moved, since=jnp.int32(0))
     return jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), total), select_state(skipped, state, after)
 
   def _outer(self, state: LocalState, number: int) -> Any:

@@ -42,10 +42,10 @@ class Metrics(NamedTuple):
     threshold_age: steps since exact thresholds were last computed (Ok-Topk, `threshold_period`).
     skipped: whether every worker skipped the step, because of NaN or Inf at one of them.
     skipped_steps: how many steps have been skipped so far.
-    residual_norm: ℓ₂ norm of all residuals together; 0 where local steps apply them, see `drift`.
+    residual_norm: ℓ₂ norm of all residuals together.
     total_words: 4-byte words sent since the state was made, by the worker that sent most; rounded to float32.
-    drift: root mean square over workers of the ℓ₂ distance of their parameters to the mean (`js.local_steps`); 0 after
-      an exchange, unless residuals are applied.
+    drift: root mean square over workers of the ℓ₂ distance of their parameters to the mean (`js.local_steps`), but for
+      residuals that are applied; 0 after an exchange.
     since_exchange: steps since the last exchange, with fragments since that of the last one; 0 without local steps.
     words_per_step: with local steps the mean of the words of all steps since the state was made, skipped ones included;
       else `words_sent`.

@@ -10,7 +10,7 @@ import optax
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.groups import Group
-from jaxsparse.transform.state import ReduceState, join_groups, split_groups
+from jaxsparse.transform.state import Applied, ReduceState, join_groups, split_groups
 from jaxsparse.transform.update import at_devices
 
 
@@ -30,8 +30,11 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
     >>> js.own_params(params, state)
     Array([0.75, 1.  ], dtype=float32)
   """
-  moved = moved_leaves(state)
-  own = lambda name, p: (p.astype(jnp.float32) - moved[name][0]).astype(p.dtype) if name in moved else p
+  behind: dict[str, Any] = {name: leaf[0] for name, leaf in moved_leaves(state).items()}
+  for node in states.local_states(state):
+    for one in states.reduce_states(node.outer) if isinstance(node.applied, Applied) else ():
+      behind |= {name: behind.get(name, 0.0) + leaf for name, leaf in _residual_leaves(one).items()}
+  own = lambda name, p: (p.astype(jnp.float32) - behind[name]).astype(p.dtype) if name in behind else p
   leaves = [own(name, p) for name, p in flatten.leaves_by_name(params).items()]
   return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
@@ -42,20 +45,11 @@ def moved_leaves(state: Any) -> dict[str, jax.Array]:
   return {name: leaf for leaves in found for name, leaf in leaves.items()}
 
 
-def residual_to_moved(moved: Any, outer: Any) -> tuple[Any, Any]:
-  """What a worker has moved with its residuals added, and `outer` with residuals of zeros."""
-  leaves = flatten.leaves_by_name(moved)
-
-  def take(node: Any) -> Any:
-    if not states.is_reduce_state(node):
-      return node
-    own = [leaves[name][0] for name in node.layout.method.names]
-    sums, node = take_residuals(own, node, own)
-    leaves.update(zip(node.layout.method.names, [leaf[None] for leaf in sums], strict=True))
-    return node
-
-  outer = jax.tree.map(take, outer, is_leaf=states.is_reduce_state)
-  return jax.tree.unflatten(jax.tree.structure(moved), leaves.values()), outer
+def _residual_leaves(node: ReduceState) -> dict[str, jax.Array]:
+  """The residual of this worker by the names of its leaves, f32 in their shapes; zeros of leaves without one."""
+  method: Any = node.layout.method
+  leaves, _ = take_residuals([jnp.zeros(shape, jnp.float32) for shape in method.shapes], node)
+  return dict(zip(method.names, leaves, strict=True))
 
 
 def take_residuals(

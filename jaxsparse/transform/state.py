@@ -96,6 +96,10 @@ class Flight(NamedTuple):
   fragment: jax.Array
 
 
+class Applied(NamedTuple):
+  """Marks local steps with `apply_residual`; it has no arrays."""
+
+
 class LocalState(NamedTuple):
   """The optax state of `js.local_steps`.
 
@@ -104,12 +108,13 @@ class LocalState(NamedTuple):
       shard_map.
     outer: the state of the outer chain: residuals as in a `ReduceState`, everything else the same on every worker. With
       fragments a dict with the state of each by its number.
-    moved: like the parameters, f32[1 or P, …]: the anchor minus the parameters of a worker, θ − θ_w; () with `every=1`,
-      which leaves nothing moved unless residuals are applied.
+    moved: like the parameters, f32[1 or P, …]: the anchor minus the parameters of a worker, θ − θ_w, but for an applied
+      residual; () with `every=1`, which leaves nothing moved.
     since: i32[], steps since the last exchange, with a delay since it was applied; with fragments since that of the
       last fragment.
     steps: i32[], steps since the state was made, without skipped ones.
     flight: with a delay the `Flight` of the last exchange; else ().
+    applied: `Applied` where the parameters of a worker include its residual, θ_w = θ − moved − residual; else ().
   """
 
   inner: Any
@@ -118,6 +123,7 @@ class LocalState(NamedTuple):
   since: jax.Array
   steps: jax.Array
   flight: Any = ()
+  applied: Any = ()
 
 
 def is_reduce_state(node: Any) -> bool:
@@ -157,15 +163,14 @@ def has_worker_axis(state: Any) -> Any:
 
   Example:
     >>> has_worker_axis((LocalState([jnp.zeros(2)], [jnp.zeros(2)], (), jnp.int32(0), jnp.int32(0)), jnp.zeros(3)))
-    (LocalState(inner=[True], outer=[False], moved=(), since=False, steps=False, flight=()), False)
+    (LocalState(inner=[True], outer=[False], moved=(), since=False, steps=False, flight=(), applied=()), False)
   """
 
   def rows_of(node: Any) -> Any:
     if not is_local_state(node):
       return False
     inner, moved = jax.tree.map(lambda _: True, (node.inner, node.moved), is_leaf=is_reduce_state)
-    since, steps, flight = jax.tree.map(lambda _: False, node[3:])
-    return LocalState(inner, has_worker_axis(node.outer), moved, since, steps, flight)
+    return LocalState(inner, has_worker_axis(node.outer), moved, *jax.tree.map(lambda _: False, node[3:]))
 
   return jax.tree.map(rows_of, state, is_leaf=lambda node: is_local_state(node) or is_reduce_state(node))
 
