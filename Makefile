@@ -10,8 +10,9 @@ WORKERS ?= 2
 STAMP := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 DOCS_STAMP := $(VENV)/docs
 SITE := out/site
+ACCELERATORS := .venv-accelerators
 
-.PHONY: help install demo docs tables test test-all lint types format clean
+.PHONY: help install demo docs tables test test-all accelerators lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -55,6 +56,18 @@ test: lint types  ## everything that CI checks
 test-all: lint types docs  ## every number of workers, site, notebooks, wheel and lab too, with more examples
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '' --hypothesis-profile all
 
+$(ACCELERATORS)/installed: constraints.txt
+	$(PYTHON) -m venv --clear $(ACCELERATORS)
+	$(ACCELERATORS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'jax[cuda12,tpu]' \
+	  absl-py flax matplotlib optax orbax-checkpoint rich scikit-learn
+	@touch $@
+
+# 7 GB in an environment of its own, and some 20 minutes.
+accelerators: $(ACCELERATORS)/installed  ## compile every update and a step for H100 and TPU, which need not be there
+	for given in cuda,1x1x8 cuda,1x1x64 tpu,v5e:2x4; do \
+	  $(ACCELERATORS)/bin/python -m benchmarks.compiled --platform=$${given%%,*} --topology=$${given#*,} || failed=1; \
+	done; exit $${failed:-0}
+
 lint: install  ## ruff, and whether the formatting is its own
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,4 +80,4 @@ format: install  ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 clean:  ## removes the environment and everything built
-	rm -rf $(VENV) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ACCELERATORS) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,6 +22,8 @@ import rich.table
 import jaxsparse as js
 from benchmarks import papers as cells_of_papers
 from benchmarks import report
+from benchmarks.compiled import hlo
+from benchmarks.compiled.rows import HEADS, Row
 from benchmarks.heterogeneous import report as in_virtual_time
 from benchmarks.heterogeneous import virtual
 from benchmarks.overlap import contention as contention_of
@@ -99,6 +101,17 @@ def _rows(name: str) -> list[dict[str, Any]]:
   """The rows of a kept table, by heads of its columns."""
   found = _kept()[name]
   return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+
+
+def compiled(part: str, *topologies: str) -> str:
+  """The "updates" or "steps" that were compiled for these platforms and topologies."""
+  rows = []
+  for topology in topologies:
+    found = json.loads((RESULTS / f"compiled_{topology}.json").read_text())
+    for one in found[part]:
+      exchanges = [hlo.Exchange(**exchange) for exchange in one["exchanges"]]
+      rows.append([topology.replace("_", " "), *Row(**one | {"exchanges": exchanges}).cells])
+  return markdown(["devices", *HEADS], rows)
 
 
 @functools.cache
@@ -269,7 +282,7 @@ def wire() -> str:
 
 
 _SIMPLE = (kept, race, paces, wholes, losses, runs, papers, verdicts, summary, wire)
-TABLES = {function.__name__: function for function in (*_SIMPLE, elastic, heterogeneous, contention)}
+TABLES = {function.__name__: function for function in (*_SIMPLE, elastic, heterogeneous, contention, compiled)}
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """The programs to compile: an update of each collective, and the step of a transformer of 124 M parameters."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +17,26 @@ from jaxsparse.collectives import make_plain
 AXIS = "workers"
 
 
-def update(spec: specs.Spec, devices: list, n: int) -> jax.stages.Lowered:
-  """The update of a collective on n float32 (VGG-16's leaves where it needs shapes), each device a worker.
+def _shapes(spec: specs.Spec, n: int) -> dict[str, tuple[int, ...]]:
+  return specs.VGG16 if make_plain(spec.name).needs_shapes else {"w": (n,)}
 
-  Gradient and state are donated, as in a step.
-  """
+
+def entries(spec: specs.Spec, n: int) -> int:
+  """The entries of the gradient of a collective: n, or those of VGG-16 where it needs shapes."""
+  return sum(map(math.prod, _shapes(spec, n).values()))
+
+
+def traced(spec: specs.Spec, devices: list[Any], n: int) -> jax.stages.Traced:
+  """The update of a collective on a gradient of n entries, each device a worker; it is donated, and so is the state."""
   mesh = Mesh(np.array(devices), (AXIS,))
   tx = js.make_transform(spec.name, AXIS, **spec.config)
-  shapes = specs.VGG16 if make_plain(spec.name).needs_shapes else {"w": (n,)}
-  params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+  params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in _shapes(spec, n).items()}
   state = js.abstract_state(tx, params, mesh, axis=AXIS)
   own, rows = js.specs(state, axis=AXIS), PartitionSpec(AXIS)
-  each = lambda x: jax.ShapeDtypeStruct((len(devices) * x.shape[0], *x.shape[1:]), x.dtype, sharding=NamedSharding(mesh, rows))
+  split = NamedSharding(mesh, rows)
+  each = lambda x: jax.ShapeDtypeStruct((len(devices) * x.shape[0], *x.shape[1:]), x.dtype, sharding=split)
   program = jax.shard_map(tx.update, mesh=mesh, in_specs=(rows, own), out_specs=(rows, own), check_vma=False)
-  return jax.jit(program, donate_argnums=(0, 1)).lower(jax.tree.map(each, params), state)
+  return jax.jit(program, donate_argnums=(0, 1)).trace(jax.tree.map(each, params), state)
 
 
 METHODS: dict[str, Callable[[js.overlap.Plan], optax.GradientTransformation]] = {
@@ -46,8 +54,8 @@ METHODS: dict[str, Callable[[js.overlap.Plan], optax.GradientTransformation]] = 
 """The way between hosts: dense, and the two that docs/start.md recommends."""
 
 
-def step(method: str, devices: list, hosts: int, sequences: int = 8) -> tuple[jax.stages.Lowered, int]:
-  """The training step of a transformer, and its parameters: each host a worker, in which parameters are sharded.
+def step(method: str, devices: list[Any], hosts: int, sequences: int = 8) -> jax.stages.Lowered:
+  """The training step of a transformer, with bfloat16 products: each host a worker, whose devices share the parameters.
 
   Args:
     method: one of `METHODS`.
@@ -64,11 +72,13 @@ def step(method: str, devices: list, hosts: int, sequences: int = 8) -> tuple[ja
   plan = js.overlap.plan("optimal", [1e-3] * len(sizes), sizes, alpha=1e-4, beta=1e-10, gamma=1.5)
   tx = METHODS[method](plan)
   state = js.abstract_state(tx, params, mesh, axis="hosts")
-  lowered = js.make_train_step(_loss, tx, mesh, axis="hosts").lower(params, state, tokens)
-  return lowered, sum(map(jnp.size, jax.tree.leaves(params)))
+  return js.make_train_step(_loss, tx, mesh, axis="hosts").lower(params, state, tokens)
 
 
 _WIDTH, _BLOCKS, _HEADS, _LENGTH, _SYMBOLS = 768, 12, 12, 1024, 50_304  # GPT-2 small; its symbols in whole hundreds
+
+
+PARAMETERS = 124_373_760
 
 
 def _parameters() -> dict[str, jax.Array]:
@@ -81,9 +91,13 @@ def _parameters() -> dict[str, jax.Array]:
 def _loss(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
   """The mean cross-entropy of the next token; products in bfloat16, blocks computed again in backward."""
   half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-  gather = lambda tree: jax.lax.with_sharding_constraint(tree, PartitionSpec())  # weights travel inside a host, no activations
-  normal = lambda x, scale: x * jax.lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True) + 1e-6).astype(x.dtype) * scale
+  # Weights travel inside a host, and no activations.
+  gather = lambda tree: jax.lax.with_sharding_constraint(tree, PartitionSpec())
   split = lambda x: x.reshape(*x.shape[:-1], _HEADS, -1)
+
+  def normal(x: jax.Array, scale: jax.Array) -> jax.Array:
+    square = jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True)
+    return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype) * scale
 
   @jax.checkpoint
   def block(x: jax.Array, own: dict[str, jax.Array]) -> tuple[jax.Array, None]:

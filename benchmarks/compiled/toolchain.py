@@ -1,27 +1,42 @@
-"""The devices to compile for, on a machine that has none: import this before JAX."""
+"""The devices to compile for, on a machine that has none."""
 
 import importlib.util
 import os
 import pathlib
+from typing import Any
+
+import jax
+from jax.experimental import topologies
 
 _H100 = pathlib.Path(__file__).with_name("h100.txtpb")
-TOPOLOGIES = {"cuda": "1x1x8", "tpu": "v5e:2x4"}  # of CUDA: slices x hosts x devices of one
+TOPOLOGIES = {"cuda": "1x1x8", "tpu": "v5e:2x4"}  # of CUDA slices x hosts x devices
 
 
 def prepare() -> None:
-  """Sets the environment in which JAX compiles for CUDA and TPU; JAX must not be imported yet."""
-  os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # asks no metadata server of a cloud
-  if spec := importlib.util.find_spec("nvidia.cuda_nvcc"):
-    toolkit = next(iter(spec.submodule_search_locations))
-    os.environ["PATH"] = f"{toolkit}/bin:{os.environ['PATH']}"  # ptxas
-    flags = f"--xla_gpu_cuda_data_dir={toolkit} --xla_gpu_autotune_level=0"  # no device to tune kernels on
+  """Sets the environment in which XLA compiles for CUDA and TPU, before JAX has devices."""
+  jax.config.update("jax_platforms", "cpu")
+  os.environ |= {"CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+  try:
+    spec = importlib.util.find_spec("nvidia.cuda_nvcc")
+  except ModuleNotFoundError:
+    spec = None
+  if spec and spec.submodule_search_locations:
+    toolkit = spec.submodule_search_locations[0]
+    os.environ["PATH"] = f"{toolkit}/bin:{os.environ['PATH']}"  # of ptxas
+    flags = f"--xla_gpu_cuda_data_dir={toolkit} --xla_gpu_autotune_level=0"  # kernels are tuned on a device only
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
 
-def devices(platform: str, topology: str) -> list:
-  """The devices of a topology, which can be compiled for, but not run on."""
-  from jax.experimental import topologies
+def devices(platform: str, topology: str) -> list[Any]:
+  """The devices of a topology.
 
+  Raises:
+    RuntimeError: where JAX's compiler for the platform is not installed.
+  """
   options = {"cuda": {"target_config": _H100.read_text(), "topology": topology}, "tpu": {"topology_name": topology}}
-  return topologies.get_topology_desc(platform=platform, **options[platform]).devices
+  try:
+    return list(topologies.get_topology_desc(platform=platform, **options[platform]).devices)
+  except (NotImplementedError, RuntimeError, ValueError) as error:
+    raise RuntimeError(
+      f"no devices {topology} of {platform} to compile for, run `make accelerators`: {error}"
+    ) from error
