@@ -168,8 +168,8 @@ class _LocalSteps(NamedTuple):
     flight = Flight(jax.tree.map(jnp.zeros_like, params), jnp.int32(0), jnp.int32(0)) if self.delay else ()
     outer = {number: self.outer.init(self.fragments.part(params, number)) for number in range(self.fragments.count)}
     outer = outer[0] if self.fragments.count == 1 else outer
-    inner, zero, applied = _in_rows(self.inner.init(params)), jnp.int32(0), Applied() if self.apply_residual else ()
-    state = LocalState(inner, outer, moved, zero, zero, flight, applied)
+    inner, applied = _in_rows(self.inner.init(params)), Applied() if self.apply_residual else ()
+    state = LocalState(inner, outer, moved, jnp.int32(0), jnp.int32(0), flight, applied)
     check_local_state(state)
     return state
 
