@@ -134,21 +134,17 @@ def merge(rows: Sparse, end: int) -> Sparse:
     Sparse(indices=Array([0, 2, 9, 9], dtype=int32), values=Array([1., 6., 0., 0.], dtype=float32))
   """
 
-  def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-    first = ~bitset.contains(members, indices) & (indices < end)
-    return bitset.insert(members, jnp.where(first, indices, end), end), first
+  def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, None]:
+    return bitset.insert(members, jnp.where(bitset.contains(members, indices), end, indices), end), None
 
-  members, first = jax.lax.scan(unite, bitset.empty(end), rows.indices)
+  members, _ = jax.lax.scan(unite, bitset.empty(end), rows.indices)
   slots = min(rows.indices.size, end)
-
-  def add(values: jax.Array, row: tuple[Sparse, jax.Array]) -> tuple[jax.Array, None]:
-    entries, first = row
-    slot = jnp.where(entries.indices < end, bitset.rank(members, entries.indices), slots)
-    # The first value of an index is written, not added to 0: −0 + 0 would be 0.
-    return put(values, slot, jnp.where(first, entries.values, read_at(values, slot) + entries.values)), None
-
-  values, _ = jax.lax.scan(add, jnp.zeros(slots, jnp.float32), (rows, first))
-  return Sparse(jnp.minimum(bitset.nonzero(members, slots), end), values)
+  slot = jnp.where(rows.indices < end, bitset.rank(members, rows.indices), slots)
+  add_row = lambda values, row: (add(values, row.indices, row.values), None)
+  # −0 + x has the bits of x, also for x = −0; 0 + x does not.
+  values, _ = jax.lax.scan(add_row, jnp.full(slots, -0.0, jnp.float32), Sparse(slot, rows.values))
+  indices = jnp.minimum(bitset.nonzero(members, slots), end)
+  return Sparse(indices, jnp.where(indices < end, values, 0.0))
 
 
 def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -> Sparse:
@@ -156,7 +152,7 @@ def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -
 
   Args:
     entries: [c].
-    row: i32[c], the row of each entry, 0 … rows − 1; entries with any other number are dropped.
+    row: i32[c], the row of each entry, 0 … rows − 1; entries with a larger number are dropped.
     rows: number of rows.
     capacity: slots of a row.
     end: length of the vector.
@@ -172,7 +168,8 @@ def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -
   """
   order = jnp.argsort(row, stable=True)
   row = row[order]
-  position = jnp.arange(row.size, dtype=jnp.int32) - jnp.searchsorted(row, row).astype(jnp.int32)
+  starts = jnp.sum(row[None] < jnp.arange(rows, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+  position = jnp.arange(row.size, dtype=jnp.int32) - starts[jnp.minimum(row, rows - 1)]
   fits = (position < capacity) & (row < rows)
   slot = jnp.where(fits, row * capacity + position, rows * capacity)
   empty = Sparse(jnp.full(rows * capacity, end, jnp.int32), jnp.zeros(rows * capacity, jnp.float32))
