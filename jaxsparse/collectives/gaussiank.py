@@ -64,7 +64,7 @@ class GaussianK(EncodingCollective):
     limit = fit_threshold(acc, k)
     if self.correction:
       largest = top_k(acc, min(5 * k // 4 + 1, n))
-      limit = correct_threshold(limit, largest, k)
+      limit = correct_threshold(limit, largest, k, n)
       selected = bitset.count(threshold.select_reaching(acc, limit))
       sent = cut_reaching(largest, limit, most, n)
     else:
@@ -107,7 +107,7 @@ def fit_threshold(x: LazySum, k: int) -> jax.Array:
   return jnp.abs(mean) + tail * jnp.sqrt(variance)
 
 
-def correct_threshold(limit: jax.Array, largest: Sparse, k: int) -> jax.Array:
+def correct_threshold(limit: jax.Array, largest: Sparse, k: int, end: int) -> jax.Array:
   """A threshold f32[] that 3k/4 … 5k/4 entries reach: `limit`, divided or multiplied by 1.02 up to 20 times.
 
   At least 3k/4 entries reach a threshold if the ⌈3k/4⌉-th largest does, and more than 5k/4 do if the (⌊5k/4⌋ + 1)-th
@@ -116,15 +116,16 @@ def correct_threshold(limit: jax.Array, largest: Sparse, k: int) -> jax.Array:
   Args:
     limit: f32[].
     largest: the ⌊5k/4⌋ + 1 largest entries, or all if they are fewer.
-    k: at most the number of entries.
+    k: number of entries that a worker sends.
+    end: length of the vector.
 
   Example:
     >>> ones = Sparse(jnp.arange(8), jnp.ones(8))
-    >>> round(float(correct_threshold(jnp.float32(2), ones, k=8)), 3)  # 20 steps down
+    >>> round(float(correct_threshold(jnp.float32(2), ones, k=8, end=8)), 3)  # 20 steps down
     1.346
   """
   few, many = -(-3 * k // 4), 5 * k // 4
-  enough = keys_of(threshold.kth_magnitude(largest, few))
+  enough = keys_of(threshold.kth_magnitude(largest, few, end))
   more = keys_of(largest.values).min() if many < largest.indices.size else -1
 
   def adjust(_: int, limit: jax.Array) -> jax.Array:

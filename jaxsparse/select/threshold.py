@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.select.blocks import TOP, LazySum, keys_of, kth_largest
+from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.select.exact import top_k
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
@@ -57,7 +57,7 @@ def choose_reaching(
 
   def search() -> tuple[jax.Array, jax.Array, jax.Array]:
     largest = top_k(x, most)
-    threshold = jnp.where(is_exact, kth_magnitude(largest, k), last)
+    threshold = jnp.where(is_exact, kth_magnitude(largest, k, x.size), last)
     reach = select_reaching(x, threshold)
     count = bitset.count(reach)
     cut = bitset.insert(jnp.zeros_like(reach), largest.indices, x.size)
@@ -68,18 +68,40 @@ def choose_reaching(
   return jax.lax.cond(is_exact | (count > most), search, lambda: (last, reach, count))
 
 
-def kth_magnitude(entries: Sparse, k: int) -> jax.Array:
-  """The k-th largest magnitude of [c] entries, f32[]; c is at least k.
+def kth_magnitude(entries: Sparse, k: int, end: int, add: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
+  """The k-th largest magnitude of the entries, f32[]; 0 if there are fewer than k.
+
+  Args:
+    entries: of any shape.
+    k: at least 1.
+    end: length of the vector.
+    add: of i32[], the sum over all workers whose entries count, an all-reduce; called 31 times.
 
   Example:
-    >>> kth_magnitude(Sparse(jnp.arange(3), jnp.array([1.0, -3.0, 2.0])), k=2)
+    >>> kth_magnitude(Sparse(jnp.arange(3), jnp.array([1.0, -3.0, 2.0])), k=2, end=3)
     Array(2., dtype=float32)
   """
-  more = bitset.align(entries.indices.size) - entries.indices.size
-  keys = jnp.pad(keys_of(entries.values), (0, more), constant_values=-1)[None]
-  slots = jnp.arange(keys.size, dtype=jnp.int32)[None]
-  selected = kth_largest(keys, slots, k).selects(keys, slots)
-  return jax.lax.bitcast_convert_type(jnp.min(jnp.where(selected, keys, TOP)), jnp.float32)
+  keys = jnp.where(entries.indices < end, keys_of(entries.values), -1)
+  key = largest_that(lambda key: add(bitset.count(bitset.pack(keys >= key))) >= k, jnp.int32(0), bits=31)
+  return jax.lax.bitcast_convert_type(key, jnp.float32)
+
+
+def largest_that(holds: Callable[[jax.Array], jax.Array], zero: jax.Array, bits: int) -> jax.Array:
+  """The largest numbers below 2^bits for which `holds`, i32 like `zero`; 0 where it holds for none.
+
+  A number above one for which it does not hold must not be one for which it does. One bit after the other: a loop of
+  constant length, since in one of unknown length a GPU waits for the host.
+
+  Example:
+    >>> largest_that(lambda x: x * x <= 50, jnp.int32(0), bits=4)
+    Array(7, dtype=int32)
+  """
+
+  def decide(step: jax.Array, found: jax.Array) -> jax.Array:
+    candidate = found | (1 << (bits - 1 - step))
+    return jnp.where(holds(candidate), candidate, found)
+
+  return jax.lax.fori_loop(0, bits, decide, zero)
 
 
 def read_first(x: LazySum, members: jax.Array, capacity: int) -> Sparse:
@@ -135,25 +157,17 @@ def read_regions(entries: Sparse, starts: jax.Array, capacity: int, end: int) ->
   sizes = jnp.diff(starts)
 
   def cut() -> tuple[Sparse, jax.Array]:
-    """All regions at once, by counting: bit by bit of the smallest key that is kept, then of the slot where ties end."""
+    """By counting, all regions at once: the smallest key that is kept, then the slot at which equal keys are cut."""
     keys, slots = keys_of(entries.values), jnp.arange(entries.indices.size, dtype=jnp.int32)
     region = jnp.searchsorted(starts[1:-1], slots, side="right", method="compare_all")
     members = jax.vmap(lambda number: bitset.pack((region == number) & (slots < starts[-1])))(jnp.arange(sizes.size))
     count = lambda flags: bitset.count(bitset.pack(flags)[None] & members)
-    kept = jnp.minimum(sizes, capacity)
-
-    def largest(bits: int, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-      """The largest number of so many bits for which `holds`, i32[c], of each slot's region."""
-      candidate = lambda step, found: found | (1 << (bits - 1 - step))
-      decide = lambda step, found: jnp.where(holds(candidate(step, found)[region]), candidate(step, found), found)
-      return jax.lax.fori_loop(0, bits, decide, jnp.zeros_like(sizes))[region]
-
-    key = largest(31, lambda key: count(keys >= key) >= kept)
-    above = count(keys > key)
-    last = largest(slots.size.bit_length(), lambda last: above + count((keys == key) & (slots < last)) <= kept)
-    keep = ((keys > key) | ((keys == key) & (slots < last))) & (slots < starts[-1])
-    ends = bitset.running_sum(kept)
-    return sparse.compress(entries, keep, slots.size, end), jnp.append(0, ends)
+    zero, kept = jnp.zeros_like(sizes), jnp.minimum(sizes, capacity)
+    key = largest_that(lambda key: count(keys >= key[region]) >= kept, zero, bits=31)[region]
+    reaches = lambda last: (keys > key) | ((keys == key) & (slots < last[region]))
+    last = largest_that(lambda last: count(reaches(last)) <= kept, zero, slots.size.bit_length())
+    keep = reaches(last) & (slots < starts[-1])
+    return sparse.compress(entries, keep, slots.size, end), jnp.append(0, jnp.cumsum(kept, dtype=jnp.int32))
 
   entries, starts = jax.lax.cond((sizes > capacity).any(), cut, lambda: (entries, starts))
   slots = starts[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]

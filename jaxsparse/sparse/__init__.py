@@ -152,7 +152,7 @@ def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -
 
   Args:
     entries: [c].
-    row: i32[c], the row of each entry, 0 … rows − 1; entries with a larger number are dropped.
+    row: i32[c], the row of each entry, 0 … rows − 1; entries with any other number are dropped.
     rows: number of rows.
     capacity: slots of a row.
     end: length of the vector.
@@ -168,8 +168,7 @@ def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -
   """
   order = jnp.argsort(row, stable=True)
   row = row[order]
-  starts = jnp.sum(row[None] < jnp.arange(rows, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
-  position = jnp.arange(row.size, dtype=jnp.int32) - starts[jnp.minimum(row, rows - 1)]
+  position = jnp.arange(row.size, dtype=jnp.int32) - jnp.searchsorted(row, row).astype(jnp.int32)
   fits = (position < capacity) & (row < rows)
   slot = jnp.where(fits, row * capacity + position, rows * capacity)
   empty = Sparse(jnp.full(rows * capacity, end, jnp.int32), jnp.zeros(rows * capacity, jnp.float32))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, switch
 from jaxsparse.collectives.oktopk.balance import Sizes, balance_and_gather, consensus_bounds, even_bounds, imbalance
-from jaxsparse.collectives.oktopk.thresholds import kth_magnitude, nudge_by_factor, nudge_in_proportion, search_near
+from jaxsparse.collectives.oktopk.thresholds import nudge_by_factor, nudge_in_proportion, search_near
 from jaxsparse.comm import number_of_each, schedules
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select.accumulator import pending_nonzero
@@ -118,7 +118,8 @@ class OkTopk(EncodingCollective):
     rows, lost, words = switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, split)
     sums = sparse.merge(rows, n)
     follow = lambda: search_near(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
-    threshold = jax.lax.cond(exact | (reused.threshold == 0), lambda: kth_magnitude(comm, sums, k, n), follow)
+    search = lambda: by_threshold.kth_magnitude(sums, k, n, comm.all_reduce)
+    threshold = jax.lax.cond(exact | (reused.threshold == 0), search, follow)
     mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
     owned = number_of_each(comm, sparse.count(mine, n))
     kept, rounded_off, balanced, gather_words = balance_and_gather(comm, writer, mine, owned, sizes)

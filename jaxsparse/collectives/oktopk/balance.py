@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import Writer, geometric, switch
-from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Sparse, saturated_sum
 
@@ -146,12 +145,18 @@ def balance(
   _, order = jax.lax.top_k(jnp.where(mine.indices < n, jnp.abs(mine.values), -1.0), mine.indices.size)
   ordered = Sparse(mine.indices[order], mine.values[order])  # the largest magnitude first, empty slots last
   beyond = jnp.arange(ordered.indices.size, dtype=jnp.int32) - mean  # at least 0 for surplus entries
-  number = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank] + beyond
+  start = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank]
   free = jnp.arange(even, dtype=jnp.int32)[:, None] < below[None]
   slots = bitset.nonzero(bitset.pack(free.ravel()), free.size)
-  slot = slots[jnp.clip(number, 0, free.size - 1)]
-  moves = (beyond >= 0) & (ordered.indices < n) & (number < free.size) & (slot < free.size)
-  moved = sparse.split(ordered, jnp.where(moves, slot % comm.size, comm.size), comm.size, sizes.surplus, n)
+  first, slot = (slots[jnp.clip(start + place, 0, free.size - 1)] for place in (0, beyond))
+  turn, worker = slot // comm.size, slot % comm.size
+  # The free slots before the first one of this rank are for lower ranks.
+  column = turn - jnp.minimum(below[worker], first // comm.size + (worker < first % comm.size).astype(jnp.int32))
+  moves = (beyond >= 0) & (ordered.indices < n) & (start + beyond < jnp.sum(below)) & (column < sizes.surplus)
+  place = jnp.where(moves, worker * sizes.surplus + column, comm.size * sizes.surplus)
+  empty = jnp.full(comm.size * sizes.surplus, n, jnp.int32), jnp.zeros(comm.size * sizes.surplus, jnp.float32)
+  put = lambda row, new: sparse.put(row, place, new).reshape(comm.size, sizes.surplus)
+  moved = jax.tree.map(put, Sparse(*empty), ordered)
   received, lost, words = writer.exchange_rows(comm, moved, 2, sizes.surplus)
   together = sparse.concatenate([sparse.where(beyond < 0, ordered, n), jax.tree.map(jnp.ravel, received)])
-  return top_k_of_entries(together, even, even, n)[0], lost, words
+  return sparse.compress(together, together.indices < n, even, n), lost, words
