@@ -21,7 +21,7 @@ from jaxsparse.select.accumulator import pending_except
 from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
-from jaxsparse.sparse.sums import ordered_sum
+from jaxsparse.sparse.sums import ordered_sum, round_mantissa
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated, saturated_product
 
 _ADJUSTMENTS = 20
@@ -103,7 +103,7 @@ def fit_threshold(x: LazySum, k: int) -> jax.Array:
     return jnp.float32(0)
   tail = abs(statistics.NormalDist().inv_cdf(k / x.size / 2))
   mean = ordered_sum(*x.parts) / x.size
-  variance = ordered_sum(*x.parts, term=lambda values: (values - mean) ** 2) / x.size
+  variance = ordered_sum(*x.parts, term=lambda values: round_mantissa((values - mean) ** 2)) / x.size
   return jnp.abs(mean) + tail * jnp.sqrt(variance)
 
 

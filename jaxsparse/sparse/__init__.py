@@ -140,11 +140,12 @@ def merge(rows: Sparse, end: int) -> Sparse:
   members, _ = jax.lax.scan(unite, bitset.empty(end), rows.indices)
   slots = min(rows.indices.size, end)
   slot = jnp.where(rows.indices < end, bitset.rank(members, rows.indices), slots)
-  add_row = lambda values, row: (add(values, row.indices, row.values), None)
-  # −0 + x has the bits of x, also for x = −0; 0 + x does not.
-  values, _ = jax.lax.scan(add_row, jnp.full(slots, -0.0, jnp.float32), Sparse(slot, rows.values))
-  indices = jnp.minimum(bitset.nonzero(members, slots), end)
-  return Sparse(indices, jnp.where(indices < end, values, 0.0))
+  # Not filled with `end`: XLA on GPUs would keep a copy of that, to compare the result with.
+  indices = jnp.full(slots, 2**31 - 1, jnp.int32).at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
+  add_row = lambda values, row: (add(values, *row), None)
+  # Sums start at −0: −0 + x is x, and 0 + −0 would be 0.
+  values, _ = jax.lax.scan(add_row, jnp.where(indices < end, -0.0, 0.0), (slot, rows.values))
+  return Sparse(jnp.minimum(indices, end), values)
 
 
 def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -> Sparse:
