@@ -102,8 +102,15 @@ def fit_threshold(x: LazySum, k: int) -> jax.Array:
   if k == x.size:
     return jnp.float32(0)
   tail = abs(statistics.NormalDist().inv_cdf(k / x.size / 2))
-  mean = ordered_sum(*x.parts) / x.size
-  variance = ordered_sum(*x.parts, term=lambda values: round_mantissa((values - mean) ** 2)) / x.size
+
+  def average(number: jax.Array, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """First of the values, then of the squares of their distances from that mean."""
+    squares = lambda values: round_mantissa((values - before[1]) ** 2)
+    term = lambda values: jnp.where(number == 0, values, squares(values))
+    return before[1], ordered_sum(*x.parts, term=term) / x.size
+
+  # A loop of two rounds: otherwise XLA on CPUs computes the mean again for every entry.
+  mean, variance = jax.lax.fori_loop(0, 2, average, (jnp.float32(0), jnp.float32(0)))
   return jnp.abs(mean) + tail * jnp.sqrt(variance)
 
 
@@ -132,7 +139,7 @@ def correct_threshold(limit: jax.Array, largest: Sparse, k: int, end: int) -> ja
     too_few, too_many = keys_of(limit) > enough, keys_of(limit) <= more
     return limit * jnp.where(too_few, 1 / _FACTOR, jnp.where(too_many, _FACTOR, 1.0))
 
-  return jax.lax.fori_loop(0, _ADJUSTMENTS, adjust, limit, unroll=True)
+  return jax.lax.fori_loop(0, _ADJUSTMENTS, adjust, limit, unroll=10)
 
 
 def cut_reaching(largest: Sparse, limit: jax.Array, most: int, end: int) -> Sparse:
