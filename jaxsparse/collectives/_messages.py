@@ -113,22 +113,28 @@ def agree(comm: Comm, needed: jax.Array, finite: jax.Array) -> tuple[jax.Array, 
   return most != _NOT_FINITE, most
 
 
-def switch(capacities: Sequence[int], needed: jax.Array, branch: Callable[[int], Any]) -> Any:
-  """`branch(capacity)` for the smallest of `capacities` that is at least `needed`, or for the largest if none is.
+def switch(
+  capacities: Sequence[int],
+  needed: jax.Array,
+  branch: Callable[[int], Any],
+  otherwise: Callable[[], Any] | None = None,
+) -> Any:
+  """`branch(capacity)` for the smallest of `capacities` that is at least `needed`.
 
   Args:
     capacities: in increasing order.
     needed: i32[], the same on every worker, since `branch` may communicate.
     branch: returns a pytree of the same shapes for every capacity; compiled once for each.
+    otherwise: what is returned if no capacity is sufficient; by default `branch` of the largest.
 
   Example:
     >>> switch((2, 4, 8), jnp.int32(3), lambda capacity: jnp.int32(capacity))
     Array(4, dtype=int32)
   """
-  if len(capacities) == 1:
-    return branch(capacities[0])
-  smaller = jnp.sum(needed > jnp.array(capacities[:-1], jnp.int32), dtype=jnp.int32)
-  return jax.lax.switch(smaller, [lambda capacity=c: branch(capacity) for c in capacities])
+  branches: list[Callable[[], Any]] = [functools.partial(branch, capacity) for capacity in capacities]
+  branches += [otherwise] if otherwise else []
+  smaller = jnp.sum(needed > jnp.array(capacities[: len(branches) - 1], jnp.int32), dtype=jnp.int32)
+  return jax.lax.switch(smaller, branches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

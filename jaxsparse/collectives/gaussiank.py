@@ -19,10 +19,9 @@ from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select import threshold, top_k
 from jaxsparse.select.accumulator import pending_except
 from jaxsparse.select.blocks import LazySum, keys_of
-from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
-from jaxsparse.sparse.sums import ordered_sum
+from jaxsparse.sparse.sums import ordered_sum, round_mantissa
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated, saturated_product
 
 _ADJUSTMENTS = 20
@@ -64,10 +63,13 @@ class GaussianK(EncodingCollective):
     acc = LazySum((grads, state.residual))
     limit = fit_threshold(acc, k)
     if self.correction:
-      limit = correct_threshold(limit, acc, k)
-    chosen = threshold.select_reaching(acc, limit)
-    selected = bitset.count(chosen)
-    sent = threshold.read_first(acc, threshold.cut_to_largest(acc, chosen, most), most)
+      largest = top_k(acc, min(5 * k // 4 + 1, n))
+      limit = correct_threshold(limit, largest, k, n)
+      selected = bitset.count(threshold.select_reaching(acc, limit))
+      sent = cut_reaching(largest, limit, most, n)
+    else:
+      _, chosen, selected = threshold.choose_reaching(acc, limit, jnp.bool_(False), k, most)
+      sent = threshold.read_first(acc, chosen, most)
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
     finite, needed = agree(comm, selected, jnp.isfinite(sent.values).all())
 
@@ -100,28 +102,61 @@ def fit_threshold(x: LazySum, k: int) -> jax.Array:
   if k == x.size:
     return jnp.float32(0)
   tail = abs(statistics.NormalDist().inv_cdf(k / x.size / 2))
-  mean = ordered_sum(*x.parts) / x.size
-  variance = ordered_sum(*x.parts, term=lambda values: (values - mean) ** 2) / x.size
+
+  def average(number: jax.Array, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """First of the values, then of the squares of their distances from that mean."""
+    squares = lambda values: round_mantissa((values - before[1]) ** 2)
+    term = lambda values: jnp.where(number == 0, values, squares(values))
+    return before[1], ordered_sum(*x.parts, term=term) / x.size
+
+  # A loop of two rounds: otherwise XLA on CPUs computes the mean again for every entry.
+  mean, variance = jax.lax.fori_loop(0, 2, average, (jnp.float32(0), jnp.float32(0)))
   return jnp.abs(mean) + tail * jnp.sqrt(variance)
 
 
-def correct_threshold(limit: jax.Array, x: LazySum, k: int) -> jax.Array:
-  """A threshold f32[] that 3k/4 … 5k/4 entries of x reach: `limit`, divided or multiplied by 1.02 up to 20 times.
+def correct_threshold(limit: jax.Array, largest: Sparse, k: int, end: int) -> jax.Array:
+  """A threshold f32[] that 3k/4 … 5k/4 entries reach: `limit`, divided or multiplied by 1.02 up to 20 times.
 
   At least 3k/4 entries reach a threshold if the ⌈3k/4⌉-th largest does, and more than 5k/4 do if the (⌊5k/4⌋ + 1)-th
-  largest does. So each of the 20 steps compares the threshold with these two magnitudes and does not read x again.
+  largest does. So each of the 20 steps compares the threshold with these two magnitudes.
+
+  Args:
+    limit: f32[].
+    largest: the ⌊5k/4⌋ + 1 largest entries, or all if they are fewer.
+    k: number of entries that a worker sends.
+    end: length of the vector.
 
   Example:
-    >>> round(float(correct_threshold(jnp.float32(2), LazySum((jnp.ones(8),)), k=8)), 3)  # 20 steps down
+    >>> ones = Sparse(jnp.arange(8), jnp.ones(8))
+    >>> round(float(correct_threshold(jnp.float32(2), ones, k=8, end=8)), 3)  # 20 steps down
     1.346
   """
   few, many = -(-3 * k // 4), 5 * k // 4
-  largest = top_k(x, min(many + 1, x.size))
-  enough, _ = top_k_of_entries(largest, few, few, x.size)
-  too_few = lambda limit: keys_of(limit) > keys_of(enough.values).min()
-  too_many = lambda limit: keys_of(limit) <= (keys_of(largest.values).min() if many < x.size else -1)
+  enough = keys_of(threshold.kth_magnitude(largest, few, end))
+  more = keys_of(largest.values).min() if many < largest.indices.size else -1
 
   def adjust(_: int, limit: jax.Array) -> jax.Array:
-    return limit * jnp.where(too_few(limit), 1 / _FACTOR, jnp.where(too_many(limit), _FACTOR, 1.0))
+    too_few, too_many = keys_of(limit) > enough, keys_of(limit) <= more
+    return limit * jnp.where(too_few, 1 / _FACTOR, jnp.where(too_many, _FACTOR, 1.0))
 
-  return jax.lax.fori_loop(0, _ADJUSTMENTS, adjust, limit)
+  return jax.lax.fori_loop(0, _ADJUSTMENTS, adjust, limit, unroll=10)
+
+
+def cut_reaching(largest: Sparse, limit: jax.Array, most: int, end: int) -> Sparse:
+  """The entries of magnitude ≥ limit, at most the `most` largest of them, ties to the lowest index.
+
+  Args:
+    largest: the largest entries of a vector, in ascending order: `most`, or one more.
+    limit: f32[].
+    most: slots of the result.
+    end: length of the vector.
+
+  Example:
+    >>> cut_reaching(Sparse(jnp.arange(3), jnp.array([3.0, 2.0, 2.0])), jnp.float32(2), most=2, end=9).indices
+    Array([0, 1], dtype=int32)
+  """
+  reach = ~(jnp.abs(largest.values) < limit) & (largest.values != 0)
+  if largest.indices.size > most:
+    keys, slots = keys_of(largest.values), jnp.arange(most + 1, dtype=jnp.int32)
+    reach &= (slots != jnp.max(jnp.where(keys == keys.min(), slots, -1))) | ~reach.all()
+  return sparse.compress(largest, reach, most, end)

@@ -64,31 +64,29 @@ class TopkDSA(SelectingCollective):
     acc, capacities = LazySum((grads, state.residual)), self.capacities(n, size)
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
     picked, count, memory = self.choose(acc, state.worker)
-    selected = picked.indices[0]
-    chosen = bitset.insert(bitset.empty(n), selected, n)
+    chosen = threshold.read_first(acc, bitset.insert(bitset.empty(n), picked.indices[0], n), k)
     bounds = jnp.array([min(region * length, n) for region in range(size + 1)], jnp.int32)
-    fullest = comm.all_reduce(jnp.diff(bitset.rank(chosen, bounds)).max(), "max")
-    sent = threshold.cut_regions(acc, chosen, bounds, capacities[-1], most=k)
-    selected = jnp.where(bitset.contains(sent, selected), selected, n)
+    starts = threshold.region_starts(chosen.indices, bounds)
+    fullest = comm.all_reduce(jnp.diff(starts).max(), "max")
+    sent = threshold.read_regions(chosen, starts, capacities[-1], n)
 
     def split(capacity: int) -> tuple[jax.Array, list[Sparse], jax.Array]:
-      entries = threshold.read_regions(acc, sent, bounds, capacity, most=k)
-      rows, lost, words = writer.exchange_rows(comm, entries, 0, capacities[-1])
+      rows, lost, words = writer.exchange_rows(comm, sparse.resize(sent, capacity, n), 0, capacities[-1])
       return sparse.add_rows(rows._replace(indices=rows.indices - comm.rank * length), length), lost, words
 
     own, lost, split_words = switch(capacities, fullest, split)
     sums = writer._replace(codec=codec_of(self.wire, length))
     even = -(-k // size)
     total, rounded_off, words = _gather(comm, own, sums, most=size * capacities[-1], even=even, slots=min(size * k, n))
-    starts = bitset.rank(sent, bounds)
+    fitting, kept = jnp.sum(sent.indices < n, axis=1, dtype=jnp.int32), sparse.count(sent, n)
     counters = Counters(
       words_sent=saturated_sum(split_words, words),
-      words_used=saturated_sum(writer.words_used(starts[-1] - jnp.diff(starts)[comm.rank], even), words),
+      words_used=saturated_sum(writer.words_used(kept - fitting[comm.rank], even), words),
       selected=count,
       delivered=jnp.count_nonzero(total.values),
-      overflow=count - starts[-1],
+      overflow=count - kept,
     )
-    residual = pending_nonzero(acc, selected, total, lost + rounded_off)
+    residual = pending_nonzero(acc, sent.indices, total, lost + rounded_off)
     return Reduced(total, State(residual, memory, writer.next_step), counters)
 
 

@@ -3,10 +3,13 @@
 The selected entries are a bitset over the n entries of a lazily summed vector.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.select.blocks import TOP, Cut, LazySum, bisect, keys_of
+from jaxsparse import sparse
+from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.select.exact import top_k
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
@@ -28,23 +31,77 @@ def select_reaching(x: LazySum, threshold: jax.Array) -> jax.Array:
   return bitset.pack(~(jnp.abs(values) < threshold) & (values != 0))
 
 
-def cut_to_largest(x: LazySum, members: jax.Array, most: int) -> jax.Array:
-  """The bitset of the `most` largest selected entries, ties to the lowest index; `members` where there are no more.
+def choose_reaching(
+  x: LazySum, last: jax.Array, is_exact: jax.Array, k: int, most: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The entries that reach the last threshold or, where `is_exact`, the k-th largest magnitude.
+
+  Of more than `most` of them, the `most` largest, ties to the lowest index.
 
   Args:
     x: f32[n].
-    members: of `select_reaching`.
-    most: at least 1.
+    last: f32[], the last threshold.
+    is_exact: bool[].
+    k: at most `most`.
+    most: at most n.
+
+  Returns:
+    (threshold f32[], the bitset of the entries, the number that reach the threshold i32[]).
 
   Example:
-    >>> x = LazySum((jnp.array([3.0, 0.0, -2.0, 4.0]),))
-    >>> bitset.nonzero(cut_to_largest(x, select_reaching(x, jnp.float32(1)), 2), 2)
-    Array([0, 3], dtype=int32)
+    >>> x = LazySum((jnp.array([3.0, 0.0, -2.0, 4.0, 3.0]),))
+    >>> threshold, members, count = choose_reaching(x, jnp.float32(0), jnp.bool_(True), k=2, most=2)
+    >>> threshold, bitset.nonzero(members, 2), count
+    (Array(3., dtype=float32), Array([0, 3], dtype=int32), Array(3, dtype=int32))
   """
-  if most >= x.size:
-    return members
-  largest = lambda: bitset.insert(jnp.zeros_like(members), top_k(x, most).indices, x.size)
-  return jax.lax.cond(bitset.count(members) > most, largest, lambda: members)
+
+  def search() -> tuple[jax.Array, jax.Array, jax.Array]:
+    largest = top_k(x, most)
+    threshold = jnp.where(is_exact, kth_magnitude(largest, k, x.size), last)
+    reach = select_reaching(x, threshold)
+    count = bitset.count(reach)
+    cut = bitset.insert(jnp.zeros_like(reach), largest.indices, x.size)
+    return threshold, jnp.where(count > most, cut, reach), count
+
+  reach = select_reaching(x, last)
+  count = bitset.count(reach)
+  return jax.lax.cond(is_exact | (count > most), search, lambda: (last, reach, count))
+
+
+def kth_magnitude(entries: Sparse, k: int, end: int, add: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
+  """The k-th largest magnitude of the entries, f32[]; 0 if there are fewer than k.
+
+  Args:
+    entries: of any shape.
+    k: at least 1.
+    end: length of the vector.
+    add: of i32[], the sum over all workers whose entries count, an all-reduce; called 31 times.
+
+  Example:
+    >>> kth_magnitude(Sparse(jnp.arange(3), jnp.array([1.0, -3.0, 2.0])), k=2, end=3)
+    Array(2., dtype=float32)
+  """
+  keys = jnp.where(entries.indices < end, keys_of(entries.values), -1)
+  key = largest_that(lambda key: add(bitset.count(bitset.pack(keys >= key))) >= k, jnp.int32(0), bits=31)
+  return jax.lax.bitcast_convert_type(key, jnp.float32)
+
+
+def largest_that(holds: Callable[[jax.Array], jax.Array], zero: jax.Array, bits: int) -> jax.Array:
+  """The largest numbers below 2^bits for which `holds`, i32 like `zero`; 0 where it holds for none.
+
+  A number above one for which it does not hold must not be one for which it does. One bit after the other: a loop of
+  constant length, since in one of unknown length a GPU waits for the host.
+
+  Example:
+    >>> largest_that(lambda x: x * x <= 50, jnp.int32(0), bits=4)
+    Array(7, dtype=int32)
+  """
+
+  def decide(step: jax.Array, found: jax.Array) -> jax.Array:
+    candidate = found | (1 << (bits - 1 - step))
+    return jnp.where(holds(candidate), candidate, found)
+
+  return jax.lax.fori_loop(0, bits, decide, zero)
 
 
 def read_first(x: LazySum, members: jax.Array, capacity: int) -> Sparse:
@@ -64,59 +121,55 @@ def read_first(x: LazySum, members: jax.Array, capacity: int) -> Sparse:
   return Sparse(indices, x.read_at(indices))
 
 
-def read_regions(x: LazySum, members: jax.Array, bounds: jax.Array, capacity: int, most: int) -> Sparse:
-  """The selected entries of each region, in the order of their indices.
+def region_starts(indices: jax.Array, bounds: jax.Array) -> jax.Array:
+  """The slot at which the entries of each region start, i32[r + 1]; the last one is the number of entries.
 
   Args:
-    x: f32[n].
-    members: of `cut_regions`.
+    indices: i32[c], ascending; empty slots are last.
     bounds: i32[r + 1], region i is bounds[i] … bounds[i + 1] − 1.
-    capacity: slots of each region, at least the entries of any.
-    most: the largest number of selected entries.
+
+  Example:
+    >>> region_starts(jnp.array([0, 2, 5, 5]), jnp.array([0, 1, 5]))
+    Array([0, 1, 2], dtype=int32)
+  """
+  # By comparing all: a binary search is a loop of many small kernels.
+  return bitset.count(jax.vmap(lambda bound: bitset.pack(indices < bound))(bounds))
+
+
+def read_regions(entries: Sparse, starts: jax.Array, capacity: int, end: int) -> Sparse:
+  """The `capacity` largest entries of each region, ties to the lowest index, in the order of their indices.
+
+  Args:
+    entries: [c], in ascending order; empty slots are last.
+    starts: i32[r + 1], of `region_starts`.
+    capacity: slots of a region.
+    end: length of the vector.
 
   Returns:
-    [r, capacity] entries; empty slots have index n.
+    [r, capacity] entries.
 
   Example:
-    >>> x = LazySum((jnp.array([3.0, 0.0, -2.0, 1.0]),))
-    >>> read_regions(x, select_reaching(x, jnp.float32(1)), jnp.array([0, 1, 4]), 2, most=3).indices
-    Array([[0, 4],
-           [2, 3]], dtype=int32)
+    >>> entries = Sparse(jnp.array([0, 1, 2, 4]), jnp.array([3.0, 2.0, 3.0, 4.0]))
+    >>> read_regions(entries, jnp.array([0, 1, 4]), capacity=2, end=5).indices
+    Array([[0, 5],
+           [2, 4]], dtype=int32)
   """
-  starts = bitset.rank(members, bounds)
-  found = bitset.nonzero(members, min((bounds.size - 1) * capacity, most))
+  sizes = jnp.diff(starts)
+
+  def cut() -> tuple[Sparse, jax.Array]:
+    """By counting, all regions at once: the smallest key that is kept, then the slot at which equal keys are cut."""
+    keys, slots = keys_of(entries.values), jnp.arange(entries.indices.size, dtype=jnp.int32)
+    region = jnp.searchsorted(starts[1:-1], slots, side="right", method="compare_all")
+    members = jax.vmap(lambda number: bitset.pack((region == number) & (slots < starts[-1])))(jnp.arange(sizes.size))
+    count = lambda flags: bitset.count(bitset.pack(flags)[None] & members)
+    zero, kept = jnp.zeros_like(sizes), jnp.minimum(sizes, capacity)
+    key = largest_that(lambda key: count(keys >= key[region]) >= kept, zero, bits=31)[region]
+    reaches = lambda last: (keys > key) | ((keys == key) & (slots < last[region]))
+    last = largest_that(lambda last: count(reaches(last)) <= kept, zero, slots.size.bit_length())
+    keep = reaches(last) & (slots < starts[-1])
+    return sparse.compress(entries, keep, slots.size, end), jnp.append(0, jnp.cumsum(kept, dtype=jnp.int32))
+
+  entries, starts = jax.lax.cond((sizes > capacity).any(), cut, lambda: (entries, starts))
   slots = starts[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
-  indices = jnp.where(slots < starts[1:, None], found[jnp.minimum(slots, found.size - 1)], x.size)
-  return Sparse(indices, x.read_at(indices))
-
-
-def cut_regions(x: LazySum, members: jax.Array, bounds: jax.Array, capacity: int, most: int) -> jax.Array:
-  """The bitset of the `capacity` largest selected entries of each region, ties to the lowest index.
-
-  Args:
-    x: f32[n].
-    members: of `select_reaching`, at most `most` entries.
-    bounds: i32[r + 1], region i is bounds[i] … bounds[i + 1] − 1.
-    capacity: the largest number of entries of a region.
-    most: the largest number of selected entries.
-
-  Example:
-    >>> x = LazySum((jnp.array([3.0, 0.0, -2.0, 1.0, 2.0]),))
-    >>> bitset.nonzero(cut_regions(x, select_reaching(x, jnp.float32(1)), jnp.array([0, 1, 5]), 2, most=4), 3)
-    Array([0, 2, 4], dtype=int32)
-  """
-  if capacity >= most:
-    return members
-  starts = bitset.rank(members, bounds)
-
-  def largest() -> jax.Array:
-    """By counting, all regions at once."""
-    indices = jnp.minimum(bitset.nonzero(members, most), x.size)
-    keys = jnp.where(indices < x.size, keys_of(x.read_at(indices)), -1)
-    region = jnp.searchsorted(bounds[1:-1], indices, side="right")
-    selects = lambda cut: Cut(cut.key[region], cut.last[region]).selects(keys, indices)
-    low, most_of_each = jnp.zeros_like(starts[1:]), jnp.minimum(jnp.diff(starts), capacity)
-    cut = bisect(selects, most_of_each, low, low + TOP, lambda words: jnp.diff(bitset.rank(words, starts)))
-    return bitset.insert(jnp.zeros_like(members), jnp.where(selects(cut), indices, x.size), x.size)
-
-  return jax.lax.cond((jnp.diff(starts) > capacity).any(), largest, lambda: members)
+  inside = slots < starts[1:, None]
+  return sparse.where(inside, jax.tree.map(lambda x: x[jnp.where(inside, slots, 0)], entries), end)

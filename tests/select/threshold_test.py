@@ -20,9 +20,9 @@ from tests.reference import largest
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _in_regions(values, bounds, most, capacity):
   x = LazySum(tuple(values))
-  members = threshold.cut_to_largest(x, threshold.select_reaching(x, jnp.float32(1)), most)
-  fitting = threshold.cut_regions(x, members, bounds, capacity, most)
-  return threshold.read_regions(x, fitting, bounds, capacity, most)
+  _, members, _ = threshold.choose_reaching(x, jnp.float32(1), jnp.bool_(False), 1, most)
+  entries = threshold.read_first(x, members, most)
+  return threshold.read_regions(entries, threshold.region_starts(entries.indices, bounds), capacity, x.size)
 
 
 @hypothesis.given(
@@ -47,5 +47,5 @@ def test_a_threshold_selects_every_nan_and_infinity(most):
   values[[7, 20_003]] = np.nan, -np.inf
   x = LazySum((jnp.array(values),))
   for limit in (0.0, 3.0, 1e30):
-    members = threshold.cut_to_largest(x, threshold.select_reaching(x, jnp.float32(limit)), most)
+    _, members, _ = threshold.choose_reaching(x, jnp.float32(limit), jnp.bool_(False), 1, most)
     assert bitset.contains(members, jnp.array([7, 20_003])).all()

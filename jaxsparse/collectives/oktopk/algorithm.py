@@ -9,13 +9,11 @@ import jax.numpy as jnp
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, switch
 from jaxsparse.collectives.oktopk.balance import Sizes, balance_and_gather, consensus_bounds, even_bounds, imbalance
-from jaxsparse.collectives.oktopk.thresholds import kth_magnitude, nudge_by_factor, nudge_in_proportion, search_near
+from jaxsparse.collectives.oktopk.thresholds import nudge_by_factor, nudge_in_proportion, search_near
 from jaxsparse.comm import number_of_each, schedules
 from jaxsparse.select import threshold as by_threshold
-from jaxsparse.select import top_k
 from jaxsparse.select.accumulator import pending_nonzero
 from jaxsparse.select.blocks import LazySum
-from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_sum
 
@@ -99,17 +97,15 @@ class OkTopk(EncodingCollective):
     reused: Reused = state.shared
     acc = LazySum((grads, state.residual))
     exact, last = reused.step % self.threshold_period == 0, state.worker[0]
-    local = jax.lax.cond(exact | (last == 0), lambda: jnp.abs(top_k(acc, k).values).min(), lambda: last)
-    reach = by_threshold.select_reaching(acc, local)
-    selected, most = bitset.count(reach), min(n, 2 * k)
-    chosen = by_threshold.cut_to_largest(acc, reach, most)
+    most = min(n, 2 * k)
+    local, members, selected = by_threshold.choose_reaching(acc, last, exact | (last == 0), k, most)
+    chosen = by_threshold.read_first(acc, members, most)
     bounds = reused.bounds
     if self.regions == "balanced" and comm.size > 1:
       fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
-      bounds = jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen, n, most), lambda: reused.bounds)
-    crowd = jnp.diff(bitset.rank(chosen, bounds))
-    fitting = by_threshold.cut_regions(acc, chosen, bounds, sizes.most, most)
-    sent = by_threshold.read_regions(acc, fitting, bounds, sizes.most, most)
+      bounds = jax.lax.cond(fresh, lambda: consensus_bounds(comm, chosen.indices, n), lambda: reused.bounds)
+    starts = by_threshold.region_starts(chosen.indices, bounds)
+    crowd, sent = jnp.diff(starts), by_threshold.read_regions(chosen, starts, sizes.most, n)
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
     finite, needed = agree(comm, crowd.max(), jnp.isfinite(sent.values).all())
 
@@ -122,7 +118,8 @@ class OkTopk(EncodingCollective):
     rows, lost, words = switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, split)
     sums = sparse.merge(rows, n)
     follow = lambda: search_near(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
-    threshold = jax.lax.cond(exact | (reused.threshold == 0), lambda: kth_magnitude(comm, sums, k, n), follow)
+    search = lambda: by_threshold.kth_magnitude(sums, k, n, comm.all_reduce)
+    threshold = jax.lax.cond(exact | (reused.threshold == 0), search, follow)
     mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
     owned = number_of_each(comm, sparse.count(mine, n))
     kept, rounded_off, balanced, gather_words = balance_and_gather(comm, writer, mine, owned, sizes)

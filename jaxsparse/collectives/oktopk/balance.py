@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import Writer, geometric, switch
-from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Sparse, saturated_sum
 
@@ -40,7 +39,7 @@ def even_bounds(n: int, size: int) -> jax.Array:
   return jnp.array([n * region // size for region in range(size + 1)], jnp.int32)
 
 
-def consensus_bounds(comm: Comm, chosen: jax.Array, n: int, most: int) -> jax.Array:
+def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
   """Boundaries of regions with about equally many selected entries, i32[P + 1] (§3.1.1).
 
   Each worker proposes boundaries that divide its own selected entries equally; the result is the mean of the proposals.
@@ -48,15 +47,13 @@ def consensus_bounds(comm: Comm, chosen: jax.Array, n: int, most: int) -> jax.Ar
 
   Args:
     comm: at least two workers.
-    chosen: the bitset of the entries that this worker selected.
+    chosen: i32[c], the indices that this worker selected, ascending; n in empty slots, which are last.
     n: length of the gradient.
-    most: the largest number of entries that a worker selects.
   """
-  size, selected = comm.size, bitset.count(chosen)
+  size, selected = comm.size, jnp.sum(chosen < n, dtype=jnp.int32)
   cut = jnp.arange(1, size, dtype=jnp.int32)
   ranks = cut * (selected // size) + cut * (selected % size) // size  # cut · selected / P without overflow
-  proposal = bitset.nonzero(chosen, most)[ranks]
-  proposal = jnp.where(selected < size, even_bounds(n, size)[1:-1], proposal)
+  proposal = jnp.where(selected < size, even_bounds(n, size)[1:-1], chosen[ranks])
   edge = lambda value: jnp.full(1, value, jnp.int32)
   return jnp.concatenate([edge(0), floor_mean(comm, proposal), edge(n)])
 
@@ -95,30 +92,30 @@ def balance_and_gather(
     u32[]).
   """
   n = writer.codec.length
-  crowded = (imbalance(owned) > _TRIGGER) | (owned.max() > sizes.direct)
+  block = sparse.compress(mine, mine.indices < n, sizes.direct, n)
 
   def gather(block: Sparse) -> tuple[Sparse, list[Sparse], jax.Array]:
     """The blocks of all workers in rows of `direct` slots, concatenated, the rounding errors and the words sent."""
     rows, lost, words = writer.gather_rows(comm, sparse.as_row(block), 1, sizes.direct)
     return jax.tree.map(jnp.ravel, sparse.resize(rows, sizes.direct, n)), lost, words
 
-  def direct() -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
-    capacities = geometric(-(-sizes.even // 2), sizes.direct, count=4)
-    most = sparse.compress(mine, mine.indices < n, sizes.direct, n)
-    kept, lost, words = switch(capacities, owned.max(), lambda c: gather(sparse.resize(most, c, n)))
+  def direct(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
+    kept, lost, words = gather(sparse.resize(block, capacity, n))
     shape = comm.size, sizes.surplus
     nothing = Sparse(jnp.full(shape, n, jnp.int32), jnp.zeros(shape, jnp.float32))  # of the messages that balance
     return kept, [*lost, nothing] if lost else [], imbalance(owned), words
 
   def balanced() -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
-    block, moved, balance_words = balance(comm, writer, mine, owned, sizes)
-    kept, lost, words = gather(block)
+    even, moved, balance_words = balance(comm, writer, mine, owned, sizes)
+    kept, lost, words = gather(even)
     counts = jnp.sum((kept.indices < n).reshape(comm.size, -1), axis=1, dtype=jnp.int32)
     return kept, lost + moved, imbalance(counts), saturated_sum(words, balance_words)
 
+  capacities = geometric(-(-sizes.even // 2), sizes.direct, count=4)
   if comm.size == 1:
-    return direct()
-  return jax.lax.cond(crowded, balanced, direct)
+    return switch(capacities, owned.max(), direct)
+  needed = jnp.where(imbalance(owned) > _TRIGGER, sizes.direct + 1, owned.max())
+  return switch(capacities, needed, direct, balanced)
 
 
 def balance(
@@ -148,11 +145,18 @@ def balance(
   _, order = jax.lax.top_k(jnp.where(mine.indices < n, jnp.abs(mine.values), -1.0), mine.indices.size)
   ordered = Sparse(mine.indices[order], mine.values[order])  # the largest magnitude first, empty slots last
   beyond = jnp.arange(ordered.indices.size, dtype=jnp.int32) - mean  # at least 0 for surplus entries
-  number = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank] + beyond
+  start = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank]
   free = jnp.arange(even, dtype=jnp.int32)[:, None] < below[None]
-  slot = jnp.searchsorted(jnp.cumsum(free.ravel(), dtype=jnp.int32), number + 1).astype(jnp.int32)
-  moves = (beyond >= 0) & (ordered.indices < n) & (slot < free.size)
-  moved = sparse.split(ordered, jnp.where(moves, slot % comm.size, comm.size), comm.size, sizes.surplus, n)
+  slots = bitset.nonzero(bitset.pack(free.ravel()), free.size)
+  first, slot = (slots[jnp.clip(start + place, 0, free.size - 1)] for place in (0, beyond))
+  turn, worker = slot // comm.size, slot % comm.size
+  # The free slots before the first one of this rank are for lower ranks.
+  column = turn - jnp.minimum(below[worker], first // comm.size + (worker < first % comm.size).astype(jnp.int32))
+  moves = (beyond >= 0) & (ordered.indices < n) & (start + beyond < jnp.sum(below)) & (column < sizes.surplus)
+  place = jnp.where(moves, worker * sizes.surplus + column, comm.size * sizes.surplus)
+  empty = jnp.full(comm.size * sizes.surplus, n, jnp.int32), jnp.zeros(comm.size * sizes.surplus, jnp.float32)
+  put = lambda row, new: sparse.put(row, place, new).reshape(comm.size, sizes.surplus)
+  moved = jax.tree.map(put, Sparse(*empty), ordered)
   received, lost, words = writer.exchange_rows(comm, moved, 2, sizes.surplus)
   together = sparse.concatenate([sparse.where(beyond < 0, ordered, n), jax.tree.map(jnp.ravel, received)])
-  return top_k_of_entries(together, even, even, n)[0], lost, words
+  return sparse.compress(together, together.indices < n, even, n), lost, words

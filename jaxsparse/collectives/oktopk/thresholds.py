@@ -1,4 +1,4 @@
-"""Thresholds of Ok-Topk: the exact global threshold, and updates of thresholds between exact ones."""
+"""Updates of the thresholds of Ok-Topk between exact ones."""
 
 import jax
 import jax.numpy as jnp
@@ -9,23 +9,6 @@ from jaxsparse.types import Comm, Sparse
 
 _STEP = 1.012
 _INT32 = jnp.iinfo(jnp.int32).max
-
-
-def kth_magnitude(comm: Comm, entries: Sparse, k: int, end: int) -> jax.Array:
-  """The exact k-th largest magnitude of the entries of all workers, f32[]; 0 if there are fewer than k.
-
-  By bisection on the 31 bits of a magnitude, which as an integer have the same order: 31 all-reduces of a count, and no
-  sort.
-  """
-  bits = jax.lax.bitcast_convert_type(jnp.abs(entries.values), jnp.int32)
-  bits = jnp.where(entries.indices < end, bits, -1)
-
-  def decide(step: jax.Array, found: jax.Array) -> jax.Array:
-    candidate = found | (1 << (30 - step))
-    reached = comm.all_reduce(bitset.count(bitset.pack(bits >= candidate)))
-    return jnp.where(reached >= k, candidate, found)
-
-  return jax.lax.bitcast_convert_type(jax.lax.fori_loop(0, 31, decide, jnp.int32(0)), jnp.float32)
 
 
 def search_near(comm: Comm, entries: Sparse, threshold: jax.Array, k: int, end: int) -> jax.Array:
