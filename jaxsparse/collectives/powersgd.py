@@ -289,7 +289,7 @@ def _turn(
   # No entry of a basis is larger than 1, but for rounding.
   rank, largest = len(bases[0]) if bases else 0, lambda x: jnp.abs(x).max(initial=0.0)
   bound = jnp.maximum(2 * rank * largest(flat[: flat.size - others.size]), largest(others))
-  return _Turn(total, mine, others, bound, factors._replace(**{"right" if to_right else "left": new}))
+  return _Turn(total, mine, others, bound, factors._replace(right=new) if to_right else factors._replace(left=new))
 
 
 def _after(read: jax.Array, x: jax.Array) -> jax.Array:

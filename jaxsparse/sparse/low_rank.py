@@ -1,6 +1,6 @@
-"""Vectors of low-rank matrices and of pieces between them (`types.LowRank`), never stored as a whole without need.
+"""Vectors of low-rank matrices and of pieces between them (`types.LowRank`), computed where they are written.
 
-A product of factors of few columns costs no more than the read of its entries, so they are computed where they are used.
+A product of factors of few columns costs no more than the read of its entries.
 """
 
 import itertools

@@ -227,7 +227,7 @@ def reduce_groups(
     if rounding and isinstance(total, LowRank):
       total = low_rank.dense(total)
     values, indices = (total.values, total.indices) if isinstance(total, Sparse) else (total, None)
-    mean = values / divisor
+    mean: Any = values / divisor
     if rounding:
       exact, mean = mean, rounding(mean, indices)
       error = exact - mean
