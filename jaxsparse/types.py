@@ -176,14 +176,36 @@ def saturated_product(count: jax.Array | int, factor: int) -> jax.Array:
   return jnp.where(count > jnp.uint32(_MOST_WORDS // max(1, factor)), most, count * jnp.uint32(factor))
 
 
+class LowRank(NamedTuple):
+  """A vector f32[n] that consists of low-rank matrices, row by row, and other vectors, one piece after the other.
+
+  Attributes:
+    pieces: each f32[m], or (L f32[r, a], R f32[r, b]) for the matrix LᵀR.
+    bound: f32[], no magnitude of an entry is larger; Inf or NaN if an entry may be.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> (js.types.LowRank((jnp.array([3.0]),), bound=jnp.float32(3)) / 2).pieces
+    (Array([1.5], dtype=float32),)
+  """
+
+  pieces: tuple[jax.Array | tuple[jax.Array, jax.Array], ...]
+  bound: jax.Array
+
+  def __truediv__(self, divisor: int) -> Self:
+    divided = [(piece[0] / divisor, piece[1]) if isinstance(piece, tuple) else piece / divisor for piece in self.pieces]
+    return self._replace(pieces=tuple(divided))
+
+
 class Pending(NamedTuple):
-  """A residual that is not materialized yet: gradient + old residual, except at some entries.
+  """A residual that is not materialized yet: gradient + old residual, except at some entries, or less a vector.
 
   Attributes:
     grads: f32[n], the gradient; where values were received, gradient + residual + received values; `entries` contains
       all these indices.
     residual: f32[n], the old residual.
     entries: entries of the new residual that replace the sum. Each index below n occurs once; others are empty slots.
+      Or the `LowRank` vector to subtract from the sum.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -194,15 +216,16 @@ class Pending(NamedTuple):
 
   grads: jax.Array
   residual: jax.Array
-  entries: Sparse
+  entries: Sparse | LowRank
 
 
 class Reduced(NamedTuple):
   """The result of a collective at one worker.
 
   Attributes:
-    total: the estimate of the *sum* over workers, as a vector bitwise the same on every worker (Law R): f32[n], or its
-      `Sparse` entries in any order, each index once, empty slots with index n or more, which the caller scatters.
+    total: the estimate of the *sum* over workers, as a vector bitwise the same on every worker (Law R): f32[n], a
+      `LowRank` one, or its `Sparse` entries in any order, each index once, empty slots with index n or more, which the
+      caller scatters.
     state: the next `State`; its residual, f32[n] or `Pending`, is what `total` did not deliver (Law C).
     counters: the step's `Counters`, scalars.
 
@@ -212,7 +235,7 @@ class Reduced(NamedTuple):
     Array([1., 1.], dtype=float32)
   """
 
-  total: jax.Array | Sparse
+  total: jax.Array | Sparse | LowRank
   state: State
   counters: Counters
 

@@ -6,6 +6,7 @@ the factors of the last step. What r directions leave out stays in the residual.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Self
@@ -15,8 +16,10 @@ import jax.numpy as jnp
 
 from jaxsparse.collectives._base import Collective, replace_fields
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.sparse import flatten
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State, saturated, saturated_sum
+from jaxsparse.sparse import flatten, noise
+from jaxsparse.types import Comm, Cost, Counters, LowRank, Pending, Reduced, State, saturated, saturated_sum
+
+_Factorized = tuple[jax.Array, jax.Array]
 
 
 class Factors(NamedTuple):
@@ -37,6 +40,14 @@ class Factors(NamedTuple):
   left: tuple[jax.Array, ...]
   right: tuple[jax.Array, ...]
   step: jax.Array
+
+
+class _Leaf(NamedTuple):
+  """A leaf that is a matrix of shape (a, b): its first flat index and its gradient, f32[a · b]."""
+
+  start: int
+  grads: jax.Array
+  shape: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,21 +127,25 @@ class PowerSGD(Collective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, factors = grads.size, state.shared
-    acc = grads + state.residual
-    matrices, others = self._split(acc)
-    key, to_left = jax.random.fold_in(jax.random.key(self.seed), factors.step + 1), factors.step % 2 == 0
+    key, to_left = noise.fold(noise.key_of(self.seed), factors.step), factors.step % 2 == 0
+    leaves, others = self._split(grads, state.residual)
+    others = jax.lax.optimization_barrier(others)
+    left, right = (functools.partial(_turn, comm, key, leaves, to_right=to_right) for to_right in (False, True))
     if self.alternate:
-      turns = [functools.partial(turn, comm, key, matrices, others, factors) for turn in (_to_left, _to_right)]
-      total, own, summed, after = jax.lax.cond(to_left, *turns)
+      turns = [lambda turn=turn: turn(state.residual, others, factors) for turn in (left, right)]
+      done = jax.lax.cond(to_left, *turns)
+      summed, bound, after = done.others, done.bound, done.factors
     else:
-      _, _, summed, half = _to_left(comm, key, matrices, others, factors)
-      total, own, _, after = _to_right(comm, key, matrices, others[:0], half)
-      after = after._replace(left=())
+      half = left(state.residual, others, factors)
+      # Another residual to XLA: else it would store the sums until the second half.
+      done = right(_after(half.bound, state.residual), others[:0], half.factors)
+      summed, bound, after = half.others, jnp.maximum(half.bound, done.bound), done.factors._replace(left=())
     costs = [saturated(cost.words, jnp.uint32) for cost in self._costs(n, comm.size)]
     words = jnp.where(to_left, *costs) if self.alternate else saturated_sum(*costs)
-    residual = acc - self._join(own, others)
+    total, own = (LowRank(self._join(n, *pieces), bound) for pieces in ((done.total, summed), (done.own, others)))
+    residual = Pending(grads, state.residual, own)
     state = state._replace(residual=residual, shared=after._replace(step=factors.step + 1))
-    return Reduced(self._join(total, summed), state, Counters(words, words, selected=n, delivered=n))
+    return Reduced(total, state, Counters(words, words, selected=n, delivered=n))
 
   def _layout(self, n: int) -> list[tuple[int, tuple[int, int] | None]]:
     """The entries of each leaf, and its matrix (a, b), None for a leaf that is sent as it is."""
@@ -145,19 +160,26 @@ class PowerSGD(Collective):
     counts = left + others, right + others * self.alternate
     return [all_reduce_cost(count, size) if count else Cost(0, 0) for count in counts]
 
-  def _split(self, flat: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """The matrices of f32[n], and all other entries."""
-    sizes, shapes = zip(*self._layout(flat.size), strict=True)
-    leaves = list(zip(flatten.parts(flat, sizes), shapes, strict=True))
-    others = [leaf for leaf, matrix in leaves if not matrix]
-    return [leaf.reshape(matrix) for leaf, matrix in leaves if matrix], jnp.concatenate([flat[:0], *others])
+  def _split(self, grads: jax.Array, residual: jax.Array) -> tuple[list[_Leaf], jax.Array]:
+    """The matrices of a gradient f32[n], and gradient + residual of all other entries."""
+    entries, shapes = zip(*self._layout(grads.size), strict=True)
+    starts = [0, *itertools.accumulate(entries)]
+    leaves = list(zip(starts, flatten.parts(grads, entries), shapes, strict=False))
+    others = [part + residual[start : start + part.size] for start, part, shape in leaves if not shape]
+    matrices = [_Leaf(start, part, shape) for start, part, shape in leaves if shape]
+    return matrices, jnp.concatenate([grads[:0], *others])
 
-  def _join(self, matrices: Sequence[jax.Array], others: jax.Array) -> jax.Array:
-    """Undoes `_split`."""
-    layout = self._layout(others.size + sum(matrix.size for matrix in matrices))
-    rest = flatten.parts(others, [entries for entries, matrix in layout if not matrix])
-    found, single = iter(matrices), iter(rest)
-    return jnp.concatenate([next(found).reshape(-1) if matrix else next(single) for _, matrix in layout])
+  def _join(self, n: int, matrices: Sequence[_Factorized], others: jax.Array) -> tuple[jax.Array | _Factorized, ...]:
+    """The pieces of a `LowRank` vector: undoes `_split`."""
+    found, pieces, start = iter(matrices), list[jax.Array | _Factorized](), 0
+    layout = self._layout(n)
+    for whole, leaves in itertools.groupby(layout, key=lambda leaf: leaf[1] is None):
+      sizes = [entries for entries, _ in leaves]
+      if whole:
+        pieces, start = [*pieces, others[start : start + sum(sizes)]], start + sum(sizes)
+      else:
+        pieces += [next(found) for _ in sizes]
+    return tuple(pieces)
 
 
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -171,76 +193,112 @@ def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
   return min(cuts, key=sum, default=(1, math.prod(shape)))
 
 
-def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
-  """Orthonormal columns for each f32[a, r], r ≤ a, whose span contains that of the factor.
+def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
+  """Bases f32[S, r, most] of S factors f32[a, r], r ≤ a ≤ most: rows of length a, zeros behind them.
 
-  Gram–Schmidt with every projection done twice, so that columns that depend on each other become orthogonal, too; for a
-  column that leaves nothing, a random one. The QR of `jnp.linalg` calls LAPACK, and two batches of it at once block
-  each other on CPUs with few cores (JAX 0.10.2).
+  The rows are orthonormal, and each column of the factor is a sum of them, by Householder reflections of all factors at
+  once. They are orthonormal for columns that depend on each other, too. A column of zeros is replaced by a random one.
+  The QR of `jnp.linalg` calls LAPACK, and two batches of it at once block each other on CPUs with few cores (JAX
+  0.10.2).
 
   Example:
-    >>> (basis,) = orthonormal([jnp.array([[3.0, 3.0], [0.0, 1.0], [4.0, 4.0]])], jax.random.key(0))
-    >>> jnp.abs(basis.T.round(3))
+    >>> (basis,) = orthonormal([jnp.array([[3.0, 3.0], [0.0, 1.0], [4.0, 4.0]])], noise.key_of(0))
+    >>> jnp.abs(basis.round(3))
     Array([[0.6, 0. , 0.8],
            [0. , 1. , 0. ]], dtype=float32)
   """
-  drawn = _drawn(key, [factor.shape for factor in factors])
-  add = lambda number, bases: [_with_column(*one, number) for one in zip(bases, factors, drawn, strict=True)]
-  most = max((factor.shape[1] for factor in factors), default=0)
-  return jax.lax.fori_loop(0, most, add, [0 * factor for factor in factors])
+  if not factors:
+    return jnp.zeros((0, 0, 0))
+  rank, most = factors[0].shape[1], max(len(factor) for factor in factors)
+  x = jnp.stack([jnp.pad(factor.T, ((0, 0), (0, most - len(factor)))) for factor in factors])
+  row, largest = jnp.arange(most)[None], jnp.abs(x).max(2, keepdims=True)
+  inside = row < jnp.array([len(factor) for factor in factors])[:, None]
+  drawn = jnp.where(inside[:, None], noise.uniform(noise.bits(key, x.size)).reshape(x.shape) - 0.5, 0.0)
+  x = jnp.where(largest == 0, drawn, x / jnp.where(largest == 0, 1.0, largest))
+
+  def reflect(number: jax.Array, before: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """I − scale v vᵀ maps the column, from its entry `number` on, to one entry."""
+    x, vectors, scales = before
+    column, entries = jnp.where(row >= number, x[:, number], 0.0), x[:, :, number]
+    products = _einsum("sa,sra->sr", column, x)
+    square, entry = products[:, number, None], entries[:, number, None]
+    image = jnp.where(entry < 0, 1.0, -1.0) * jnp.sqrt(square)
+    vector, half = column - jnp.where(row == number, image, 0.0), square - image * entry  # ‖v‖² / 2
+    scale = jnp.where(half == 0, 0.0, 1 / jnp.where(half == 0, 1.0, half))
+    x = x - (scale * (products - image * entries))[:, :, None] * vector[:, None]
+    return x, vectors.at[:, number].set(vector), scales.at[:, number].set(scale[:, 0])
+
+  def weigh(turn: jax.Array, weights: jax.Array) -> jax.Array:
+    """The weights f32[S, r] of a reflection's v in each row of the basis; the last reflection comes first."""
+    number = rank - 1 - turn
+    later = _einsum("sq,sqr->sr", products[:, number], weights)
+    return weights.at[:, number].set(scales[:, number, None] * (vectors[:, number, :rank] - later))
+
+  _, vectors, scales = jax.lax.fori_loop(0, rank, reflect, (x, jnp.zeros_like(x), jnp.zeros(x.shape[:2])))
+  products = _einsum("sra,sqa->srq", vectors, vectors)
+  weights = jax.lax.fori_loop(0, rank, weigh, jnp.zeros_like(products))
+  return jnp.eye(rank, most)[None] - _einsum("sqr,sqa->sra", weights, vectors)
 
 
-def _with_column(basis: jax.Array, factor: jax.Array, drawn: jax.Array, number: jax.Array) -> jax.Array:
-  """A basis, whose columns from `number` on are zeros, and what the column of the factor adds to it."""
-  found, other = (_beside(basis, columns[:, number]) for columns in (factor, drawn))
-  return basis.at[:, number].set(jnp.where(jnp.any(found != 0), found, other))
+class _Turn(NamedTuple):
+  """Half a step.
 
-
-def _beside(basis: jax.Array, vector: jax.Array) -> jax.Array:
-  """The part of a vector that is orthogonal to a basis, with norm 1, or zeros."""
-  for _ in range(2):
-    vector = _unit(vector)
-    vector = vector - jnp.matmul(basis, jnp.matmul(vector, basis, precision="highest"), precision="highest")
-  return _unit(vector)
-
-
-def _unit(vector: jax.Array) -> jax.Array:
-  """The vector with norm 1, or zeros."""
-  largest = jnp.abs(vector).max()
-  vector = vector / jnp.where(largest == 0, 1.0, largest)  # so that squares neither overflow nor underflow
-  return vector / jnp.maximum(jnp.linalg.norm(vector), 1.0)
-
-
-_Turn = tuple[list[jax.Array], list[jax.Array], jax.Array, Factors]
-
-
-def _to_left(comm: Comm, key: jax.Array, matrices: list[jax.Array], others: jax.Array, factors: Factors) -> _Turn:
-  """The left factors, from the right ones: all of them and `others` are summed by one all-reduce.
-
-  Returns:
-    (total, own, others, factors): what the all-reduce delivers of each matrix; the projection of each matrix of this
-    worker, which the total contains; the sum of all other entries; the factors before, with the new ones.
+  Attributes:
+    total: what the all-reduce delivers of each matrix, as factors.
+    own: the projection of each matrix of this worker, which the total contains.
+    others: the sum of all other entries.
+    bound: f32[], no magnitude of an entry of `total` or `others` is larger.
+    factors: those before, with the new ones.
   """
-  bases = orthonormal(factors.right, key)
-  own = _products(matrices, bases)
+
+  total: list[_Factorized]
+  own: list[_Factorized]
+  others: jax.Array
+  bound: jax.Array
+  factors: Factors
+
+
+def _turn(
+  comm: Comm,
+  key: jax.Array,
+  leaves: list[_Leaf],
+  residual: jax.Array,
+  others: jax.Array,
+  factors: Factors,
+  *,
+  to_right: bool,
+) -> _Turn:
+  """The left factors, from the right ones, or the right ones, from the left ones.
+
+  One all-reduce sums all of them, and the other entries.
+  """
+  given = factors.left if to_right else factors.right
+  bases = [basis[:, : len(factor)] for basis, factor in zip(orthonormal(given, key), given, strict=True)]
+  own = list[jax.Array]()
+  for leaf, basis in zip(leaves, bases, strict=True):  # one sum at a time
+    residual = _after(own[-1] if own else basis, residual)
+    matrix = (leaf.grads + residual[leaf.start : leaf.start + leaf.grads.size]).reshape(leaf.shape)
+    own.append(_matmul(basis, matrix) if to_right else _matmul(matrix, basis.T))
   flat = jnp.concatenate([*(factor.reshape(-1) for factor in own), others])
   flat = comm.all_reduce(flat) if flat.size else flat
   *sums, others = flatten.parts(flat, [*(factor.size for factor in own), others.size])
-  left = tuple(one.reshape(factor.shape) for one, factor in zip(sums, own, strict=True))
-  transposed = [basis.T for basis in bases]
-  return _products(left, transposed), _products(own, transposed), others, factors._replace(left=left)
+  summed = [one.reshape(factor.shape) for one, factor in zip(sums, own, strict=True)]
+  factorized = lambda factor, basis: (basis, factor) if to_right else (factor.T, basis)
+  total, mine = (list(map(factorized, found, bases)) for found in (summed, own))
+  new = tuple(factor.T if to_right else factor for factor in summed)
+  # No entry of a basis is larger than 1, but for rounding.
+  rank, largest = len(bases[0]) if bases else 0, lambda x: jnp.abs(x).max(initial=0.0)
+  bound = jnp.maximum(2 * rank * largest(flat[: flat.size - others.size]), largest(others))
+  return _Turn(total, mine, others, bound, factors._replace(right=new) if to_right else factors._replace(left=new))
 
 
-def _to_right(comm: Comm, key: jax.Array, matrices: list[jax.Array], others: jax.Array, factors: Factors) -> _Turn:
-  """The right factors, from the left ones: those of the transposed matrices."""
-  mirrored = Factors(factors.right, factors.left, factors.step)
-  total, own, others, after = _to_left(comm, key, [matrix.T for matrix in matrices], others, mirrored)
-  total, own = ([matrix.T for matrix in found] for found in (total, own))
-  return total, own, others, Factors(after.right, after.left, after.step)
+def _after(read: jax.Array, x: jax.Array) -> jax.Array:
+  """`x`, available to an accelerator only after `read` is computed."""
+  return jax.lax.optimization_barrier((x, read))[0]
 
 
-def _products(matrices: Sequence[jax.Array], factors: Sequence[jax.Array]) -> list[jax.Array]:
-  return [jnp.matmul(m, factor, precision="highest") for m, factor in zip(matrices, factors, strict=True)]
+_matmul = functools.partial(jnp.matmul, precision="highest")
+_einsum = functools.partial(jnp.einsum, precision="highest")
 
 
 def _drawn(key: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:

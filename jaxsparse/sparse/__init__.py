@@ -6,7 +6,7 @@ same bits (Law R).
 
 Beside this module: `flatten`, a gradient pytree as one vector; `bitset`, sets of indices, one bit per index; `codec`,
 what a message looks like, with the formats of its values in `values` and `two_bit`; `sums`, floating-point sums with
-reproducible bits.
+reproducible bits; `low_rank`, vectors of low-rank matrices; `noise`, random bits of an index.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
 """`js.metrics`: the communication of a run, read from its optax state."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -228,13 +229,17 @@ def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: ja
   steps = [Counters(*[saturated(new, old.dtype).reshape(1) for new, old in pair]) for pair in pairs]
   step = combine_counters(steps, n) if len(steps) > 1 else steps[0]
   total = before.total_words + step.words_sent
-  return step._replace(
+  step = step._replace(
     density=step.delivered.astype(jnp.float32) / float(n),
-    skipped=~finite.reshape(1),
     skipped_steps=before.skipped_steps + (~finite).astype(jnp.int32),
     total_words=total,
     total_wraps=before.total_wraps + (total < step.words_sent).astype(jnp.uint32),
   )
+  # On GPUs one kernel, in place, in place of a copy of each constant: all read `never`, which is no scalar to XLA, and
+  # which no compiler knows to be false.
+  never = jax.lax.optimization_barrier(jnp.tile(before.skipped_steps, 2))[:1] < 0
+  step = jax.tree.map(functools.partial(jnp.where, never), before, step._replace(skipped=before.skipped))
+  return step._replace(skipped=~finite.reshape(1))  # the same on every worker
 
 
 def count_idle_step(state: Any, skipped: jax.Array) -> Any:

@@ -25,13 +25,13 @@ from jaxsparse.comm import axes_of, comm_of
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.select import ordering
 from jaxsparse.select.accumulator import materialize
-from jaxsparse.sparse import flatten
+from jaxsparse.sparse import flatten, low_rank
 from jaxsparse.transform import checks
 from jaxsparse.transform.groups import Assignment, Group, Method, Shapes, Special, assign_collectives, groups_of
 from jaxsparse.transform.metrics import count_idle_step, count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
 from jaxsparse.transform.state import Layout, ReduceState, join_groups, split_groups
-from jaxsparse.types import Comm, Counters, Pending, Reduced, Sparse, State
+from jaxsparse.types import Comm, Counters, LowRank, Pending, Reduced, Sparse, State
 
 
 class Transform(optax.GradientTransformationExtraArgs):
@@ -190,7 +190,7 @@ class _Delivered(NamedTuple):
   """
 
   reduced: Reduced
-  mean: jax.Array
+  mean: jax.Array | LowRank
   error: jax.Array | None
   finite: jax.Array
 
@@ -224,12 +224,15 @@ def reduce_groups(
     earlier = [delivered[number].finite for number in group.waits_for]
     reduced = group.collective.reduce(ordering.following(comm, earlier) if earlier else comm, flat, before)
     total, error, rounding = reduced.total, None, flatten.rounding(mine)
+    if rounding and isinstance(total, LowRank):
+      total = low_rank.dense(total)
     values, indices = (total.values, total.indices) if isinstance(total, Sparse) else (total, None)
-    mean = values / divisor
+    mean: Any = values / divisor
     if rounding:
       exact, mean = mean, rounding(mean, indices)
       error = exact - mean
-    delivered.append(_Delivered(reduced, mean, error, mark_total(flatten.all_finite(mean), axes)))
+    bound = mean.bound if isinstance(mean, LowRank) else mean
+    delivered.append(_Delivered(reduced, mean, error, mark_total(flatten.all_finite(bound), axes)))
   finite = functools.reduce(jnp.logical_and, [one.finite for one in delivered])
   if inside:
     finite = jax.lax.pmin(finite.astype(jnp.int32), inside) > 0
@@ -262,8 +265,11 @@ def _commit(
   if residual is not None and delivered.error is not None:
     error = decay * jnp.where(finite, delivered.error, 0.0)
     residual = sparse.add(residual, total.indices, error) if isinstance(total, Sparse) else residual + error
-  mean = jnp.where(finite, delivered.mean, 0.0)
-  update = sparse.put(jnp.full_like(grads, zero), total.indices, mean) if isinstance(total, Sparse) else mean
+  if isinstance(delivered.mean, LowRank):
+    update = low_rank.put(delivered.mean, grads, finite & (zero == 0))
+  else:
+    mean = jnp.where(finite, delivered.mean, 0.0)
+    update = sparse.put(jnp.full_like(grads, zero), total.indices, mean) if isinstance(total, Sparse) else mean
   keep = functools.partial(jnp.where, finite)
   rest = jax.tree.map(keep, after._replace(residual=None), before._replace(residual=None))
   return update, rest._replace(residual=residual)

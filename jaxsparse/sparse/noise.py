@@ -1,0 +1,43 @@
+"""Random bits as a function of a key and an index, which are computed where they are used, and never stored."""
+
+import jax
+import jax.numpy as jnp
+
+
+def fold(key: jax.Array, number: jax.Array | int) -> jax.Array:
+  """Another key u32[2], for each number i32[] or u32[]."""
+  number = jnp.asarray(number).astype(jnp.uint32)
+  return jnp.stack([_mix(key[0] ^ _mix(number + jnp.uint32(0x9E3779B9))), _mix(key[1] + _mix(number ^ key[0]))])
+
+
+def key_of(seed: int) -> jax.Array:
+  """The key u32[2] of a seed, 0 … 2³² − 1.
+
+  Example:
+    >>> bits(fold(key_of(0), 1), 2).shape
+    (2,)
+  """
+  return fold(jnp.array([seed, ~seed & 0xFFFFFFFF], jnp.uint32), 0)
+
+
+def bits(key: jax.Array, n: int, start: jax.Array | int = 0) -> jax.Array:
+  """Random bits u32[n] of a key, elementwise in the index, from index `start` on."""
+  index = jnp.arange(n, dtype=jnp.uint32) + jnp.asarray(start).astype(jnp.uint32)
+  return _mix(_mix(index ^ key[0]) + key[1])
+
+
+def uniform(bits: jax.Array) -> jax.Array:
+  """Numbers in [0, 1) of 24 bits, f32 like the random bits.
+
+  Example:
+    >>> uniform(jnp.uint32(2**31))
+    Array(0.5, dtype=float32)
+  """
+  return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+  """A bijection of u32 each of whose result bits depends on every bit of x: Wellons' `lowbias32`."""
+  for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+    x = (x ^ (x >> shift)) * jnp.uint32(factor)
+  return x ^ (x >> 16)

@@ -1,0 +1,29 @@
+"""Vectors of low-rank matrices: the form for accelerators against that for CPUs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsparse.sparse import low_rank
+from jaxsparse.types import LowRank
+from tests.cases import normals
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_every_platform_writes_the_same(monkeypatch, finite):
+  piece = lambda a, b: (jnp.asarray(normals(a, 3, a)), jnp.asarray(normals(b, 3, b)))
+  x = LowRank((piece(5, 8), jnp.arange(4.0), piece(6, 2)), bound=jnp.float32(1))
+  grads, residual = jnp.asarray(normals(0, 2, 56))
+  entries = np.concatenate([np.asarray(p[0].T @ p[1]).ravel() if isinstance(p, tuple) else p for p in x.pieces])
+  expected = [entries * finite, 0.5 * (grads + residual - entries) if finite else residual]
+
+  def both(x):
+    keep = jnp.bool_(finite)
+    return low_rank.put(x, grads, keep), low_rank.subtract(x, grads, residual, keep, decay=0.5)
+
+  for found, one in zip(jax.jit(both)(x), expected, strict=True):
+    np.testing.assert_allclose(found, one, atol=1e-5)
+  monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, **_: cuda(*args))
+  for found, one in zip(jax.jit(lambda x: both(x))(x), expected, strict=True):
+    np.testing.assert_allclose(found, one, atol=1e-5)
