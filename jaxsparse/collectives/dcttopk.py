@@ -26,6 +26,7 @@ import numpy as np
 from jaxsparse import sparse
 from jaxsparse.collectives._base import replace_fields
 from jaxsparse.collectives.chunktopk import ChunkTopk
+from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import flatten
 from jaxsparse.sparse.sums import round_mantissa
 from jaxsparse.types import Comm, Reduced, State
@@ -76,7 +77,7 @@ class DctTopk(ChunkTopk):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, acc = grads.size, grads + state.residual
     tiling = Tiling(self.leaves or ((n,),), math.isqrt(self.chunk))
-    total, sent, _, counters = self.exchange(comm, tiling.coefficients(acc))
+    total, sent, _, counters = self.exchange(comm, LazySum((tiling.coefficients(acc),)))
     inverse = lambda entries: tiling.entries(sparse.put(jnp.zeros_like(acc), entries.indices, entries.values))
     return Reduced(inverse(total), state._replace(residual=acc - inverse(sent)), counters)
 

@@ -134,21 +134,18 @@ def merge(rows: Sparse, end: int) -> Sparse:
     Sparse(indices=Array([0, 2, 9, 9], dtype=int32), values=Array([1., 6., 0., 0.], dtype=float32))
   """
 
-  def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-    first = ~bitset.contains(members, indices) & (indices < end)
-    return bitset.insert(members, jnp.where(first, indices, end), end), first
+  def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, None]:
+    return bitset.insert(members, jnp.where(bitset.contains(members, indices), end, indices), end), None
 
-  members, first = jax.lax.scan(unite, bitset.empty(end), rows.indices)
+  members, _ = jax.lax.scan(unite, bitset.empty(end), rows.indices)
   slots = min(rows.indices.size, end)
-
-  def add(values: jax.Array, row: tuple[Sparse, jax.Array]) -> tuple[jax.Array, None]:
-    entries, first = row
-    slot = jnp.where(entries.indices < end, bitset.rank(members, entries.indices), slots)
-    # The first value of an index is written, not added to 0: −0 + 0 would be 0.
-    return put(values, slot, jnp.where(first, entries.values, read_at(values, slot) + entries.values)), None
-
-  values, _ = jax.lax.scan(add, jnp.zeros(slots, jnp.float32), (rows, first))
-  return Sparse(jnp.minimum(bitset.nonzero(members, slots), end), values)
+  slot = jnp.where(rows.indices < end, bitset.rank(members, rows.indices), slots)
+  # Not filled with `end`: XLA on GPUs would keep a copy of that, to compare the result with.
+  indices = jnp.full(slots, 2**31 - 1, jnp.int32).at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
+  add_row = lambda values, row: (add(values, *row), None)
+  # Sums start at −0: −0 + x is x, and 0 + −0 would be 0.
+  values, _ = jax.lax.scan(add_row, jnp.where(indices < end, jnp.float32(-0.0), jnp.float32(0)), (slot, rows.values))
+  return Sparse(jnp.minimum(indices, end), values)
 
 
 def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -> Sparse:
