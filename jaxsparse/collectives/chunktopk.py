@@ -14,7 +14,8 @@ from jaxsparse import sparse
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.collectives._messages import Writer, words_of
 from jaxsparse.comm import in_rank_order, schedules
-from jaxsparse.select import top_k
+from jaxsparse.select.blocks import LazySum
+from jaxsparse.select.chunks import top_k_of_chunks
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.sparse.two_bit import LONGEST
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
@@ -66,11 +67,11 @@ class ChunkTopk(SparseCollective):
     return Cost(len(schedules.strides(size)), words_of(codec_of(self.wire, length), size, k_chunk, rows))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    total, _, errors, counters = self.exchange(comm, grads + state.residual)
+    total, _, errors, counters = self.exchange(comm, LazySum((grads, state.residual)))
     return Reduced(total, state._replace(residual=Pending(grads, state.residual, errors)), counters)
 
-  def exchange(self, comm: Comm, acc: jax.Array) -> tuple[Sparse, Sparse, Sparse, Counters]:
-    """Sends the largest entries of each chunk of `acc`, f32[n].
+  def exchange(self, comm: Comm, acc: LazySum) -> tuple[Sparse, Sparse, Sparse, Counters]:
+    """Sends the largest entries of each chunk of `acc`.
 
     Returns:
       (total, sent, errors, counters): the entries of the total; those of this worker as receivers decode them, and what
@@ -78,7 +79,7 @@ class ChunkTopk(SparseCollective):
     """
     n, (rows, length, k_chunk) = acc.size, self.chunks(acc.size)
     starts = length * jnp.arange(rows, dtype=jnp.int32)[:, None]
-    chosen = top_k(jnp.pad(acc, (0, rows * length - n)).reshape(rows, length), k_chunk)
+    chosen = top_k_of_chunks(acc, length, k_chunk)
     writer = Writer(codec_of(self.wire, length))
     message, errors = writer.encode(chosen, 0)
 

@@ -26,9 +26,12 @@ import numpy as np
 from jaxsparse import sparse
 from jaxsparse.collectives._base import replace_fields
 from jaxsparse.collectives.chunktopk import ChunkTopk
+from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import flatten
 from jaxsparse.sparse.sums import round_mantissa
 from jaxsparse.types import Comm, Reduced, State
+
+_PIECES = 16  # of the tiles, which are transformed one after the other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,7 @@ class DctTopk(ChunkTopk):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, acc = grads.size, grads + state.residual
     tiling = Tiling(self.leaves or ((n,),), math.isqrt(self.chunk))
-    total, sent, _, counters = self.exchange(comm, tiling.coefficients(acc))
+    total, sent, _, counters = self.exchange(comm, LazySum((tiling.coefficients(acc),)))
     inverse = lambda entries: tiling.entries(sparse.put(jnp.zeros_like(acc), entries.indices, entries.values))
     return Reduced(inverse(total), state._replace(residual=acc - inverse(sent)), counters)
 
@@ -177,9 +180,23 @@ def cosines(length: int) -> np.ndarray:
 
 
 def _transform(tiles: jax.Array, left: np.ndarray, right: np.ndarray) -> jax.Array:
-  """`left · tile · rightᵀ` of each tile."""
-  tiles = _sum_in_order([tiles[:, :, j, None] * right[None, None, :, j] for j in range(len(right))])
-  return _sum_in_order([tiles[:, j, None, :] * left[None, :, j, None] for j in range(len(left))])
+  """`left · tile · rightᵀ` of each tile, in place: a few tiles at a time, so that their terms stay in a cache."""
+
+  def transform(tiles: jax.Array) -> jax.Array:
+    tiles = _sum_in_order([tiles[:, :, j, None] * right[None, None, :, j] for j in range(len(right))])
+    return _sum_in_order([tiles[:, j, None, :] * left[None, :, j, None] for j in range(len(left))])
+
+  count = len(tiles) // _PIECES
+
+  def replace(piece: jax.Array, tiles: jax.Array) -> jax.Array:
+    # Between barriers XLA on GPUs makes one kernel of a transform; it would store the products else.
+    part = jax.lax.optimization_barrier(jax.lax.dynamic_slice_in_dim(tiles, piece * count, count))
+    part = jax.lax.optimization_barrier(transform(part))
+    return jax.lax.dynamic_update_slice_in_dim(tiles, part, piece * count, 0)
+
+  if count * _PIECES < len(tiles):
+    tiles = tiles.at[count * _PIECES :].set(transform(tiles[count * _PIECES :]))
+  return jax.lax.fori_loop(0, _PIECES, replace, tiles) if count else tiles
 
 
 def _sum_in_order(terms: list[jax.Array]) -> jax.Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import sparse
-from jaxsparse.select.blocks import Blocks, keys_of
+from jaxsparse.select.blocks import Blocks, LazySum, keys_of
 from jaxsparse.types import Pending, Sparse
 
 _WIDE = 4096  # entries that are compared at a time, so that short rows are not read one by one
@@ -38,8 +38,16 @@ def find_champions(blocks: Blocks) -> jax.Array:
     Array([[0, 1],
            [2, 1]], dtype=int32)
   """
-  # One block after the other: XLA on CPU compiles a batch of slices to slower code.
-  return jax.lax.map(lambda block: _champions_of_block(blocks, block * blocks.length), blocks.order)
+
+  def in_loops(order: jax.Array, *parts: jax.Array) -> jax.Array:
+    # One block after the other: XLA on CPU compiles a batch of slices to slower code.
+    same = dataclasses.replace(blocks, x=LazySum(parts), order=order)
+    return jax.lax.map(lambda block: _champions_of_block(same, block * blocks.length), order)
+
+  def at_once(order: jax.Array, *parts: jax.Array) -> jax.Array:
+    return find_champions_at_once(dataclasses.replace(blocks, x=LazySum(parts), order=order))
+
+  return jax.lax.platform_dependent(blocks.order, *blocks.x.parts, cuda=at_once, rocm=at_once, default=in_loops)
 
 
 def coarse(keys: jax.Array, length: int, chunks: int) -> jax.Array:
@@ -55,6 +63,24 @@ def coarse(keys: jax.Array, length: int, chunks: int) -> jax.Array:
 def _mask(length: int, chunks: int) -> int:
   """The bits of a key that hold the number of a row."""
   return (1 << (-(-length // chunks)).bit_length()) - 1
+
+
+def find_champions_at_once(blocks: Blocks) -> jax.Array:
+  """`find_champions` by one reduction: loops whose length depends on a block would make a GPU wait for the host."""
+  length, chunks, count = blocks.length, blocks.k, blocks.order.size
+  mask, rows = _mask(length, chunks), -(-length // chunks)
+  keys = jnp.pad(keys_of(blocks.x.values), (0, count * length - blocks.x.size), constant_values=-1)
+  keys = jnp.pad(keys.reshape(count, length), ((0, 0), (0, rows * chunks - length)), constant_values=-1)
+  row = jnp.arange(rows, dtype=jnp.int32)[None, :, None]
+  best = (coarse(keys, length, chunks).reshape(count, rows, chunks) | (mask - row)).max(axis=1)
+  return _indices_of(best, length, chunks)[blocks.order]
+
+
+def _indices_of(best: jax.Array, length: int, chunks: int) -> jax.Array:
+  """The block-relative indices of the largest entries, of their ranks [..., chunks]; `length` of negative ranks."""
+  mask = _mask(length, chunks)
+  chunk = jax.lax.broadcasted_iota(jnp.int32, best.shape, best.ndim - 1)
+  return jnp.where(best < 0, length, (mask - (best & mask)) * chunks + chunk)
 
 
 def _champions_of_block(blocks: Blocks, start: jax.Array) -> jax.Array:
@@ -86,8 +112,7 @@ def _champions_of_block(blocks: Blocks, start: jax.Array) -> jax.Array:
   rest = rank(blocks.x.read_at(start + first + column), first)
   best = jnp.maximum(best, jnp.where(first + column < filled, rest, -1))
   best = best.reshape(-1, chunks).max(axis=0)
-  indices = (mask - (best & mask)) * chunks + jnp.arange(chunks, dtype=jnp.int32)
-  return jnp.where(best < 0, length, indices)
+  return _indices_of(best, length, chunks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,10 @@ def test_champions_of_chunks(n, workers, k):
   parts = random.integers(-9, 10, (2, n)).astype(np.float32)
   parts[1, n // 2] = np.nan
   order = random.permutation(workers).astype(np.int32)
-  best = jax.jit(lambda order, *parts: per_chunk.find_champions(Blocks(LazySum(parts), order, length, k)))(
-    order, *parts
-  )
+  blocks = lambda order, *parts: Blocks(LazySum(parts), order, length, k)
+  best = jax.jit(lambda *args: per_chunk.find_champions(blocks(*args)))(order, *parts)
+  at_once = jax.jit(lambda *args: per_chunk.find_champions_at_once(blocks(*args)))(order, *parts)
+  np.testing.assert_array_equal(at_once, best)
   for block, indices in zip(order, np.asarray(best), strict=True):
     values = np.nan_to_num(np.abs(parts.sum(0)[block * length : (block + 1) * length]), nan=np.inf)
     of_chunks = [values[chunk::k] for chunk in range(k)]

@@ -1,0 +1,168 @@
+"""The k largest entries of each chunk of consecutive entries of a vector: the same entries on every platform.
+
+    CPU    _by_threshold   a key that at least k entries of a chunk reach; the k largest of those that do, by counting
+    GPU    _by_groups      the k groups of 8 whose maxima are largest contain the k largest; sorts of 8 k keys, no n
+    TPU    _by_sorting     `lax.top_k` of some chunks at a time
+
+Nothing waits for the host on GPUs: which method runs does not depend on the entries.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsparse.select.blocks import TOP, LazySum, keys_of
+from jaxsparse.select.exact import sort_rows
+from jaxsparse.sparse import bitset
+from jaxsparse.types import Sparse
+
+_CACHED = 1 << 18  # entries that are read twice by a CPU
+_PIECES = 16  # that TPUs sort, one after the other
+_GROUP = 8  # entries, or maxima, that a GPU compares at once
+_KEY_BITS = 31
+
+_Read = Callable[[jax.Array], jax.Array]
+_Method = Callable[[jax.Array, _Read, int, int], jax.Array]
+
+
+def top_k_of_chunks(x: LazySum, length: int, k: int) -> Sparse:
+  """The k entries of largest magnitude of each chunk, ties to the lowest index; NaN ranks above everything.
+
+  Args:
+    x: f32[n]; zeros fill the last chunk.
+    length: entries of a chunk.
+    k: entries of each chunk, at most `length`.
+
+  Returns:
+    [⌈n / length⌉, k] entries, ascending indices relative to their chunk.
+
+  Example:
+    >>> top_k_of_chunks(LazySum((jnp.array([1.0, -3.0, 2.0, 4.0, 0.0]),)), length=3, k=2)
+    Sparse(indices=Array([[1, 2],
+           [0, 1]], dtype=int32), values=Array([[-3.,  2.],
+           [ 4.,  0.]], dtype=float32))
+  """
+  rows = -(-x.size // length)
+
+  def method(select: _Method, pieces: int) -> Callable[..., jax.Array]:
+    return lambda *parts: _in_pieces(select, LazySum(parts), length, k, -(-rows // pieces))
+
+  on_gpu = method(_by_groups, 1) if 2 * _GROUP * k <= length else method(_by_sorting, _PIECES)
+  bracketed = length % (bitset.GROUP * bitset.BITS) == 0 and 4 * _groups(k) <= length
+  on_cpu = method(_by_threshold if bracketed else _by_sorting, max(1, rows * length // _CACHED))
+  on_tpu = method(_by_sorting, _PIECES)
+  indices = jax.lax.platform_dependent(*x.parts, cuda=on_gpu, rocm=on_gpu, tpu=on_tpu, default=on_cpu)
+  return Sparse(indices, x.read_at(indices + length * jnp.arange(rows, dtype=jnp.int32)[:, None]))
+
+
+def _in_pieces(select: _Method, x: LazySum, length: int, k: int, rows: int) -> jax.Array:
+  """`select` of each `rows` chunks, i32[⌈n / length⌉, k]."""
+  size = rows * length
+  whole, rest = divmod(x.size, size)
+
+  def one(start: jax.Array) -> jax.Array:
+    return select(x.slice(start, size), lambda at: x.read_at(start + at), length, k)
+
+  found = jnp.zeros((0, k), jnp.int32)
+  if whole:
+    found = jax.lax.map(one, size * jnp.arange(whole, dtype=jnp.int32)).reshape(-1, k)
+  if not rest:
+    return found
+  values = jnp.pad(x.slice(jnp.int32(whole * size), rest), (0, -rest % length))
+  return jnp.concatenate([found, select(values, lambda at: x.read_at(whole * size + at), length, k)])
+
+
+def _by_sorting(values: jax.Array, read: _Read, length: int, k: int) -> jax.Array:
+  """The positions of the k largest of each chunk, i32[rows, k].
+
+  Args:
+    values: f32[rows · length], as an expression.
+    read: the values at given indices.
+    length: of a chunk.
+    k: of each.
+  """
+  del read
+  return sort_rows(keys_of(values).reshape(-1, length), k)
+
+
+def _by_groups(values: jax.Array, read: _Read, length: int, k: int) -> jax.Array:
+  """`_by_sorting`, of groups of groups before groups, and of these before entries.
+
+  The k groups with the largest maxima, ties to the first group, contain the k largest entries: for an entry of another
+  group, each of them has a larger one, or an equal one of a lower index.
+  """
+  levels = [keys_of(values).reshape(-1, length)]
+  rows = len(levels[0])
+  while levels[-1].shape[1] >= _GROUP * k:
+    groups = jnp.pad(levels[-1], ((0, 0), (0, -levels[-1].shape[1] % _GROUP)), constant_values=-1)
+    levels.append(groups.reshape(rows, -1, _GROUP).max(axis=2))
+  keys, indices = levels[-1], jnp.arange(levels[-1].shape[1], dtype=jnp.int32)[None]
+  for keys_below in reversed([None, *levels[1:-1]]):
+    indices = _first(keys, jnp.broadcast_to(indices, keys.shape), k)[:, :, None] * _GROUP
+    indices = (indices + jnp.arange(_GROUP, dtype=jnp.int32)[None, None]).reshape(rows, -1)
+    if keys_below is None:
+      chunk = jnp.arange(rows, dtype=jnp.int32)[:, None]
+      keys = jnp.where(indices < length, keys_of(read(chunk * length + indices)), -1)
+    else:
+      keys = jnp.take_along_axis(keys_below, indices, axis=1, mode="fill", fill_value=-1)
+  return jnp.sort(_first(keys, indices, k), axis=1)
+
+
+def _first(keys: jax.Array, indices: jax.Array, k: int) -> jax.Array:
+  """The indices of the k largest keys of each row, the largest first."""
+  return jax.lax.sort((TOP - keys, indices), num_keys=2, is_stable=False)[1][:, :k]
+
+
+def _groups(k: int) -> int:
+  """The number of groups whose k-th largest maximum few more than k entries reach."""
+  return max(128, 1 << (3 * k - 1).bit_length())
+
+
+def _by_threshold(values: jax.Array, read: _Read, length: int, k: int) -> jax.Array:
+  """`_by_sorting`, of the entries that reach the k-th largest of the maxima of groups, where these are not too many."""
+  size, groups, rows = values.size, _groups(k), values.size // length
+  mean = -groups * np.log1p(-k / groups)  # entries of random order that reach the threshold
+  slots = 32 * -(-int(1.9 * mean) // 32)
+  capacity = bitset.align(int(rows * (1.1 * mean + 2)) + slots)
+  keys = keys_of(values)
+  of_groups = keys.reshape(rows, -1, groups)  # every `groups`-th entry
+  # Not `max(axis=1)`, which XLA on CPU compiles to slower code.
+  best = functools.reduce(jnp.maximum, [of_groups[:, number] for number in range(length // groups)])
+  upper = (best >> 16).astype(jnp.int16).T  # a lower threshold, by half as many rounds of twice as wide vectors
+  low = _kth_largest(upper, jnp.int16(k), 15).astype(jnp.int32)[:, None] << 16
+  reaches = keys.reshape(rows, length) >= jnp.maximum(low, 1)
+  # Where fewer than k entries are not 0, the others are zeros among the first k.
+  first = bitset.pack(jnp.arange(length) < k)[None]
+  members = bitset.pack(reaches.reshape(-1)).reshape(rows, -1) | jnp.where(low == 0, first, jnp.uint32(0))
+  counts = bitset.count(members)
+  ends = bitset.running_sum(counts)
+
+  def search() -> jax.Array:
+    found = bitset.nonzero(members.reshape(-1), capacity)
+    slot = (ends - counts)[:, None] + jnp.arange(slots, dtype=jnp.int32)[None]
+    found = jnp.where(slot < ends[:, None], found[slot], size)
+    keys = jnp.where(found < size, keys_of(read(found)), -1).T
+    least = _kth_largest(keys, jnp.int32(k), _KEY_BITS)
+    above, ties = keys > least[None], keys == least[None]
+    left = k - jnp.sum(above, axis=0, dtype=jnp.int32)
+    backward = jnp.where(ties, slots - jnp.arange(slots, dtype=jnp.int32)[:, None], 0)
+    chosen = above | (backward >= jnp.maximum(_kth_largest(backward, left, slots.bit_length()), 1)[None])
+    return found.reshape(-1)[bitset.nonzero(bitset.pack(chosen.T.reshape(-1)), rows * k)].reshape(rows, k) % length
+
+  fits = (jnp.max(counts) <= slots) & (ends[-1] <= capacity)
+  return jax.lax.cond(fits, search, lambda: _by_sorting(values, read, length, k))
+
+
+def _kth_largest(keys: jax.Array, k: jax.Array, bits: int) -> jax.Array:
+  """The k-th largest of each column, bit by bit; keys are integers [c, rows] below 2 to the power of `bits`."""
+  one = jnp.ones((), keys.dtype)
+
+  def decide(bit: jax.Array, least: jax.Array) -> jax.Array:
+    higher = least | (one << (bits - 1 - bit).astype(keys.dtype))
+    reached = jnp.sum((keys >= higher[None]).astype(keys.dtype), axis=0, dtype=keys.dtype)
+    return jnp.where(reached >= k, higher, least)
+
+  return jax.lax.fori_loop(0, bits, decide, jnp.zeros(keys.shape[1], keys.dtype))
