@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import sparse
-from jaxsparse.select.blocks import TOP, Blocks, LazySum, bisect, keys_of, kth_largest
+from jaxsparse.select.blocks import TOP, Blocks, Cut, LazySum, bisect, keys_of, kth_largest
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
@@ -27,6 +27,7 @@ SHORT = 1 << 14
 """Entries of a block up to which one sort costs less than a search for candidates."""
 
 _SAMPLES = (SHORT, 1 << 16)  # of a block, at least and at most
+_NO_SLOT = jnp.iinfo(jnp.int32).max
 _DEVIATIONS = 3.5  # a sample is off by more once in 4,000 times
 
 
@@ -150,7 +151,7 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   found = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
   edges = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32) * length, n)  # empty slots hold n or more
-  starts = jnp.searchsorted(found, edges).astype(jnp.int32)
+  starts = jnp.searchsorted(found, edges, method="scan_unrolled").astype(jnp.int32)
   begin, end = starts[blocks.order], starts[blocks.order + 1]
   slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
   relative = found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
@@ -179,9 +180,43 @@ def search_among(
     i32[rows, k], block-relative, in the order of `candidates.indices` unless zeros are selected; `length` in empty
     slots.
   """
-  (_, indices, low, fits, needed), k, length = candidates, blocks.k, blocks.length
-  rows = jnp.arange(len(indices), dtype=jnp.int32)
-  keys = jnp.where(indices < length, keys_of(read(indices)), -1)
+  k, length = blocks.k, blocks.length
+  keys = jnp.where(candidates.indices < length, keys_of(read(candidates.indices)), -1)
+  find = lambda way: functools.partial(way, read=read, k=k, length=length, least=least)
+  args = keys, candidates.indices, candidates.low
+  found, reached = bitset.by_platform(*args, gpu=find(_by_order), default=find(_by_count))
+  # Where all that reach the smallest key above 0 are known, the others are zeros.
+  proven = candidates.fits & ((reached >= candidates.needed) | (candidates.low == 1))
+  rows = jnp.arange(len(keys), dtype=jnp.int32)
+  return jax.lax.cond(proven.all(), lambda: found, lambda: jax.lax.map(search_row, rows))
+
+
+def _by_order(
+  keys: jax.Array, indices: jax.Array, low: jax.Array, *, read: Callable, k: int, length: int, least: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+  """`search_among` on GPUs, where two sorts are fewer kernels than counting: (i32[rows, k], how many reach `low`).
+
+  The first sort orders by key, the second puts the k largest into the order of `indices`.
+  """
+  # Zeros are selected only where all others are known; of these the first k entries have enough.
+  first = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (len(keys), k))
+  zeros = jnp.where(keys_of(read(first)) == 0, 0, -1)
+  keys, indices = (jnp.concatenate(pair, 1) for pair in ((jnp.where(keys == 0, -1, keys), zeros), (indices, first)))
+  slots = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)
+  keys, indices, slots = (x[:, :k] for x in jax.lax.sort((TOP - keys, indices, slots), num_keys=2))
+  is_full = TOP - keys[:, -1] >= low
+  slots = jnp.where(is_full.all(), slots, indices)
+  if least is not None:
+    chosen = TOP - keys >= least[:, None]
+    slots, indices = jnp.where(chosen, slots, _NO_SLOT), jnp.where(chosen, indices, length)
+  return jax.lax.sort((slots, indices), num_keys=1)[1], jnp.where(is_full, k, 0)
+
+
+def _by_count(
+  keys: jax.Array, indices: jax.Array, low: jax.Array, *, read: Callable, k: int, length: int, least: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+  """`search_among` where no loop waits for a host: (i32[rows, k], how many reach `low`)."""
+  rows = jnp.arange(len(keys), dtype=jnp.int32)
   reached = bitset.count(bitset.pack(keys >= low[:, None]))
 
   def append(found: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array) -> jax.Array:
@@ -192,21 +227,18 @@ def search_among(
     slot = jnp.where(flags & (slot < k), slot + k * rows[:, None], rows.size * k)
     return sparse.put(found.reshape(-1), slot.reshape(-1), new.reshape(-1)).reshape(-1, k)
 
-  def search_candidates() -> jax.Array:
-    chosen = kth_largest(keys, indices, jnp.minimum(k, reached), low).selects(keys, indices)
-    if least is not None:
-      chosen &= keys >= least[:, None]
-    found = append(jnp.full((rows.size, k), length, jnp.int32), jnp.zeros_like(rows), chosen, indices)
-    return found if least is not None else jax.lax.cond((reached < k).any(), add_zeros, jnp.asarray, found)
-
   def add_zeros(found: jax.Array) -> jax.Array:
     """Fills rows of fewer than k non-zero entries with zeros of the lowest indices; these are among the first k."""
     first = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), found.shape)
     return jnp.sort(append(found, reached, keys_of(read(first)) == 0, first), axis=1)
 
-  # Where all that reach the smallest key above 0 are known, the others are zeros.
-  proven = (fits & ((reached >= needed) | (low == 1))).all()
-  return jax.lax.cond(proven, search_candidates, functools.partial(jax.lax.map, search_row, rows))
+  chosen = kth_largest(keys, indices, jnp.minimum(k, reached), low).selects(keys, indices)
+  if least is not None:
+    chosen &= keys >= least[:, None]
+  found = append(jnp.full((rows.size, k), length, jnp.int32), jnp.zeros_like(rows), chosen, indices)
+  if least is None:
+    found = jax.lax.cond((reached < k).any(), add_zeros, jnp.asarray, found)
+  return found, reached
 
 
 def _by_bracket(blocks: Blocks) -> jax.Array:
@@ -223,11 +255,19 @@ def _by_bisection(blocks: Blocks) -> jax.Array:
 
 
 def _bisect_row(blocks: Blocks, row: jax.Array) -> jax.Array:
-  """The k largest of one row, i32[k], by counting."""
-  keys = keys_of(blocks.x.slice(blocks.order[row] * blocks.length, blocks.length))
-  selects = lambda cut: cut.selects(keys, jnp.arange(keys.size, dtype=jnp.int32))
-  cut = bisect(selects, jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
-  return bitset.nonzero(bitset.pack(selects(cut)), blocks.k)
+  start = blocks.order[row] * blocks.length
+  return search_keys(lambda start: keys_of(blocks.x.slice(start, blocks.length)), start, blocks.length, blocks.k)
+
+
+def search_keys(read: Callable[[jax.Array], jax.Array], start: jax.Array, length: int, k: int) -> jax.Array:
+  """The k largest of the keys `read(start)`, i32[length], by counting: their indices, ascending, i32[k]."""
+
+  def selects(cut: Cut) -> jax.Array:
+    # On GPU the keys are computed again in each round: a compiler that took them out of the loop would store them.
+    cut, here = bitset.by_platform(cut, start, gpu=lambda *x: jax.lax.optimization_barrier(x), default=lambda *x: x)
+    return cut.selects(read(here), jnp.arange(length, dtype=jnp.int32))
+
+  return bitset.nonzero(bitset.pack(selects(bisect(selects, jnp.int32(k), jnp.int32(0), jnp.int32(TOP)))), k)
 
 
 def _by_sorting(blocks: Blocks) -> jax.Array:
