@@ -98,17 +98,13 @@ class TopKAccumulator:
     low, fits = (of_all[first:last] for of_all in (self.candidates.low, self.candidates.fits))
     candidates = self.candidates._replace(indices=jnp.concatenate(known, axis=1), low=low, fits=fits)
 
-    def search_row(row: jax.Array) -> jax.Array:
-      """The entries to send of one row, of all of it."""
-      start = blocks.order[first + row] * blocks.length
-      chosen = exact.search_keys(self._keys_from, start, blocks.length, blocks.k)
-      if least is None:
-        return chosen
-      keys = keys_of(self._read_at(chosen[None], first + row)[0])
-      return jnp.where(keys >= least[row], chosen, blocks.length)
+    def search_all() -> jax.Array:
+      starts = blocks.order[first:last] * blocks.length
+      chosen = exact.search_keys(self._keys_from, starts, blocks.length, blocks.k)
+      return chosen if least is None else jnp.where(keys_of(read(chosen)) >= least[:, None], chosen, blocks.length)
 
     read = functools.partial(self._read_at, first=first)
-    indices = exact.search_among(candidates, read, blocks, search_row, least)
+    indices = exact.search_among(candidates, read, blocks, search_all, least)
     return Sparse(indices, self._read_at(indices, first))
 
   def add(self, entries: Sparse) -> Self:

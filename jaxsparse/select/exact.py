@@ -2,7 +2,7 @@
 
     find_candidates   one pass over n entries: a sample of each block gives a threshold that a few more than k reach
     search_among      the k largest of the candidates, by counting; if fewer are not 0, these and the first zeros
-    _bisect_row       if the candidates are not proven to contain the top-k, the k largest of whole blocks, by counting
+    search_keys       if the candidates are not proven to contain the top-k, the k largest of whole blocks, by counting
 
 The result is bitwise the same on every path: ties go to the lowest index, and NaN ranks above all numbers, so that it
 is always selected.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import sparse
-from jaxsparse.select.blocks import TOP, Blocks, Cut, LazySum, bisect, keys_of, kth_largest
+from jaxsparse.select.blocks import TOP, Blocks, Cut, LazySum, bisect, by_digits, keys_of, kth_largest
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
@@ -138,9 +138,11 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
     parts = np.arange(size) + np.random.default_rng(length).random(size)
     sample = jnp.array(np.minimum(parts * length / size, length - 1), jnp.int32)[None]
     keys = keys_of(blocks.x.read_at(sample + length * jnp.arange(rows, dtype=jnp.int32)[:, None]))
-    cut = kth_largest(keys, jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape), rank)
+    slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape)
+    by_sort = lambda keys: jnp.sort(keys, axis=1)[:, -rank]  # so few that a GPU sorts them in one kernel
+    cut = bitset.by_platform(keys, gpu=by_sort, default=lambda keys: kth_largest(keys, slots, rank).key[:, 0])
     # Never 0: the candidates of a block of few non-zero entries would fill the slots of other blocks with zeros.
-    by_block = jnp.maximum(cut.key[:, 0], 1)
+    by_block = jnp.maximum(cut, 1)
   else:
     by_block = jnp.zeros_like(low).at[blocks.order].set(low)
   # A word of entries of two blocks is compared with the lower key: up to 32 more candidates.
@@ -151,7 +153,12 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   found = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
   edges = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32) * length, n)  # empty slots hold n or more
-  starts = jnp.searchsorted(found, edges, method="scan_unrolled").astype(jnp.int32)
+  starts = bitset.by_platform(
+    members,
+    found,
+    gpu=lambda members, _: bitset.rank(members, edges),
+    default=lambda _, found: jnp.searchsorted(found, edges).astype(jnp.int32),
+  )
   begin, end = starts[blocks.order], starts[blocks.order + 1]
   slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
   relative = found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
@@ -164,7 +171,7 @@ def search_among(
   candidates: Candidates,
   read: Callable[[jax.Array], jax.Array],
   blocks: Blocks,
-  search_row: Callable[[jax.Array], jax.Array],
+  search_all: Callable[[], jax.Array],
   least: jax.Array | None = None,
 ) -> jax.Array:
   """The k largest entries of each row, found among its candidates where these provably contain them.
@@ -173,7 +180,7 @@ def search_among(
     candidates: of the rows, c a multiple of 256; each index once, in any order.
     read: (i32[rows, c]) -> f32[rows, c], the values of block-relative indices.
     blocks: says the length of a block, and k.
-    search_row: (row) -> i32[k], the result for a row from all its entries; runs, row by row, if not proven.
+    search_all: returns the result from all entries of the rows; runs if not proven.
     least: i32[rows], at least 1: the key that a selected entry must reach; fewer than k entries may.
 
   Returns:
@@ -187,29 +194,27 @@ def search_among(
   found, reached = bitset.by_platform(*args, gpu=find(_by_order), default=find(_by_count))
   # Where all that reach the smallest key above 0 are known, the others are zeros.
   proven = candidates.fits & ((reached >= candidates.needed) | (candidates.low == 1))
-  rows = jnp.arange(len(keys), dtype=jnp.int32)
-  return jax.lax.cond(proven.all(), lambda: found, lambda: jax.lax.map(search_row, rows))
+  return jax.lax.cond(proven.all(), lambda: found, search_all)
 
 
 def _by_order(
   keys: jax.Array, indices: jax.Array, low: jax.Array, *, read: Callable, k: int, length: int, least: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """`search_among` on GPUs, where two sorts are fewer kernels than counting: (i32[rows, k], how many reach `low`).
-
-  The first sort orders by key, the second puts the k largest into the order of `indices`.
-  """
+  """`search_among` on GPUs: a sort of the slots of chosen entries is fewer kernels than a running sum and a scatter."""
   # Zeros are selected only where all others are known; of these the first k entries have enough.
   first = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (len(keys), k))
   zeros = jnp.where(keys_of(read(first)) == 0, 0, -1)
   keys, indices = (jnp.concatenate(pair, 1) for pair in ((jnp.where(keys == 0, -1, keys), zeros), (indices, first)))
-  slots = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)
-  keys, indices, slots = (x[:, :k] for x in jax.lax.sort((TOP - keys, indices, slots), num_keys=2))
-  is_full = TOP - keys[:, -1] >= low
-  slots = jnp.where(is_full.all(), slots, indices)
+  cut = kth_largest(keys, indices, k)
+  chosen, is_full = cut.selects(keys, indices), cut.key[:, 0] >= low
   if least is not None:
-    chosen = TOP - keys >= least[:, None]
-    slots, indices = jnp.where(chosen, slots, _NO_SLOT), jnp.where(chosen, indices, length)
-  return jax.lax.sort((slots, indices), num_keys=1)[1], jnp.where(is_full, k, 0)
+    chosen &= keys >= least[:, None]
+  # With zeros in the order of indices, else in that of the slots.
+  slots = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)
+  order = jnp.where(chosen, jnp.where(is_full.all() | (least is not None), slots, indices), _NO_SLOT)
+  order = jax.lax.sort(order, is_stable=False)[:, :k]
+  found = jnp.where(is_full.all() | (least is not None), jnp.take_along_axis(indices, order, 1, mode="clip"), order)
+  return jnp.where(order < _NO_SLOT, found, length), jnp.where(is_full, k, 0)
 
 
 def _by_count(
@@ -246,28 +251,37 @@ def _by_bracket(blocks: Blocks) -> jax.Array:
   if candidates is None:
     return _by_bisection(blocks)
   read = lambda indices: blocks.x.read_at(blocks.flat_indices(indices))
-  return search_among(candidates, read, blocks, functools.partial(_bisect_row, blocks))
+  return search_among(candidates, read, blocks, lambda: _by_bisection(blocks))
 
 
 def _by_bisection(blocks: Blocks) -> jax.Array:
-  # One row after the other: XLA on CPU compiles a batch of rows to slower code.
-  return jax.lax.map(functools.partial(_bisect_row, blocks), jnp.arange(blocks.order.size, dtype=jnp.int32))
+  read = lambda start: keys_of(blocks.x.slice(start, blocks.length))
+  return search_keys(read, blocks.order * blocks.length, blocks.length, blocks.k)
 
 
-def _bisect_row(blocks: Blocks, row: jax.Array) -> jax.Array:
-  start = blocks.order[row] * blocks.length
-  return search_keys(lambda start: keys_of(blocks.x.slice(start, blocks.length)), start, blocks.length, blocks.k)
+def search_keys(read: Callable[[jax.Array], jax.Array], starts: jax.Array, length: int, k: int) -> jax.Array:
+  """The k largest keys of each row, by counting: their indices, ascending, i32[rows, k].
 
+  Args:
+    read: returns the keys of the row that starts there, i32[length].
+    starts: i32[rows].
+    length: keys of a row.
+    k: how many to select.
+  """
 
-def search_keys(read: Callable[[jax.Array], jax.Array], start: jax.Array, length: int, k: int) -> jax.Array:
-  """The k largest of the keys `read(start)`, i32[length], by counting: their indices, ascending, i32[k]."""
+  def search_row(start: jax.Array) -> jax.Array:
+    def selects(cut: Cut) -> jax.Array:
+      # Keys are computed again in each round: a compiler that took them out of the loop would store them.
+      cut, here = jax.lax.optimization_barrier((cut, start))
+      return cut.selects(read(here), jnp.arange(length, dtype=jnp.int32))
 
-  def selects(cut: Cut) -> jax.Array:
-    # On GPU the keys are computed again in each round: a compiler that took them out of the loop would store them.
-    cut, here = bitset.by_platform(cut, start, gpu=lambda *x: jax.lax.optimization_barrier(x), default=lambda *x: x)
-    return cut.selects(read(here), jnp.arange(length, dtype=jnp.int32))
+    by_halves = lambda k: bisect(selects, k, jnp.int32(0), jnp.int32(TOP))
+    flat = lambda cut: Cut(cut.key.reshape(()), cut.last.reshape(()))
+    in_rounds = lambda k: flat(by_digits(lambda cut: selects(flat(cut))[None, None], k.reshape(1, 1), bits=1))
+    cut = jax.lax.platform_dependent(jnp.int32(k), cpu=by_halves, default=in_rounds)
+    return bitset.nonzero(bitset.pack(selects(cut)), k)
 
-  return bitset.nonzero(bitset.pack(selects(bisect(selects, jnp.int32(k), jnp.int32(0), jnp.int32(TOP)))), k)
+  return jax.lax.map(search_row, starts)  # one by one: a batch takes memory, and XLA on CPU compiles it to slower code
 
 
 def _by_sorting(blocks: Blocks) -> jax.Array:
