@@ -98,14 +98,13 @@ class TopKAccumulator:
     low, fits = (of_all[first:last] for of_all in (self.candidates.low, self.candidates.fits))
     candidates = self.candidates._replace(indices=jnp.concatenate(known, axis=1), low=low, fits=fits)
 
-    def search_row(row: jax.Array) -> jax.Array:
-      """The entries to send of one row, of all of it: it rarely runs, and a sort compiles fastest."""
-      keys = keys_of(self._read_at(jnp.arange(blocks.length, dtype=jnp.int32)[None], first + row))
-      chosen = exact.sort_rows(keys, blocks.k)[0]
-      return chosen if least is None else jnp.where(keys[0, chosen] >= least[row], chosen, blocks.length)
+    def search_all() -> jax.Array:
+      starts = blocks.order[first:last] * blocks.length
+      chosen = exact.search_keys(self._keys_from, starts, blocks.length, blocks.k)
+      return chosen if least is None else jnp.where(keys_of(read(chosen)) >= least[:, None], chosen, blocks.length)
 
     read = functools.partial(self._read_at, first=first)
-    indices = exact.search_among(candidates, read, blocks, search_row, least)
+    indices = exact.search_among(candidates, read, blocks, search_all, least)
     return Sparse(indices, self._read_at(indices, first))
 
   def add(self, entries: Sparse) -> Self:
@@ -141,9 +140,17 @@ class TopKAccumulator:
     others = Sparse(jnp.where(bitset.contains(known, added.indices), n, added.indices), values)
     return Pending(self.grads, self.blocks.x.parts[1], sparse.concatenate([given, others]))
 
+  def _keys_from(self, start: jax.Array) -> jax.Array:
+    """The keys of the current values of a block that starts there; those beyond the end are 0."""
+    n = self.blocks.x.size
+    flat = jnp.minimum(start + jnp.arange(self.blocks.length, dtype=jnp.int32), n)
+    return keys_of(self._read_flat(flat))
+
   def _read_at(self, indices: jax.Array, first: jax.Array | int) -> jax.Array:
     """The current values of [r, c] entries of rows from `first` on, from which sent ones are not subtracted."""
-    flat = self.blocks.flat_indices(indices, first)
+    return self._read_flat(self.blocks.flat_indices(indices, first))
+
+  def _read_flat(self, flat: jax.Array) -> jax.Array:
     grads, residual = sparse.read_at(self.grads, flat), sparse.read_at(self.blocks.x.parts[1], flat)
     return jnp.where(bitset.contains(self.touched, flat), grads, grads + residual)  # −0 + 0 would be 0
 

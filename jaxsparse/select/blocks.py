@@ -20,7 +20,6 @@ _NAN = 0x7F80_0001
 TOP = _NAN + 1
 """Every key of `keys_of` is smaller."""
 
-_FEW = 1 << 20  # keys of a row that GPUs sort
 _LAST = jnp.iinfo(jnp.int32).max - 2  # above every index; high − low stays within i32
 
 
@@ -127,7 +126,7 @@ class Cut(NamedTuple):
 def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: jax.Array | int = 0) -> Cut:
   """The cut that selects the k largest keys of each row, ties to the lowest index.
 
-  By counting. GPUs sort up to 2²⁰ keys a row: each round of counting would synchronize with the host.
+  By counting: on CPU by halves, elsewhere digit by digit, which never waits for the host.
 
   Args:
     keys: i32[rows, c], c a multiple of 256; −1 in empty slots.
@@ -142,17 +141,36 @@ def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: ja
     Array([1, 2], dtype=int32)
   """
   k, low = (jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:1])[:, None] for value in (k, low))
-  high = jnp.maximum(jnp.max(keys, axis=1, keepdims=True), low) + 1
-  by_counting = functools.partial(bisect, functools.partial(Cut.selects, keys=keys, indices=indices))
-  sort = by_counting if keys.shape[1] > _FEW else functools.partial(by_sorting, keys, indices)
-  return jax.lax.platform_dependent(k, low, high, cuda=sort, rocm=sort, default=by_counting)
+
+  def by_halves(k: jax.Array, low: jax.Array) -> Cut:
+    high = jnp.maximum(jnp.max(keys, axis=1, keepdims=True), low) + 1
+    return bisect(functools.partial(Cut.selects, keys=keys, indices=indices), k, low, high)
+
+  selects = lambda cuts: cuts.selects(keys[:, None], indices[:, None])
+  return jax.lax.platform_dependent(k, low, cpu=by_halves, default=lambda k, _: by_digits(selects, k))
 
 
-def by_sorting(keys: jax.Array, indices: jax.Array, k: jax.Array, *_: jax.Array) -> Cut:
-  """`kth_largest` by a sort; k is i32[rows, 1], at least 1 where the cut is used."""
-  ordered = jax.lax.sort((TOP - keys, indices), num_keys=2)
-  key, last = (jnp.take_along_axis(x, jnp.maximum(k, 1) - 1, axis=1, mode="clip") for x in ordered)
-  return Cut(TOP - key, last)
+def by_digits(selects: Callable[[Cut], jax.Array], k: jax.Array, bits: int = 4) -> Cut:
+  """The cut that selects the k largest, by counting in a fixed number of rounds: no round waits for the host.
+
+  A round finds one digit, of the key or, later, of what the last index is below the largest i32.
+
+  Args:
+    selects: which keys several cuts of each row select, bool[rows, d, c] for i32[rows, d, 1].
+    k: i32[rows, 1]; all keys of at least 0 are selected where they are fewer.
+    bits: of a digit; more are fewer rounds, of more cuts.
+  """
+  digits, rounds = jnp.arange(1, 1 << bits, dtype=jnp.int32)[None, None], -(-31 // bits)
+  cut_at = lambda state: Cut(state[0], jnp.iinfo(jnp.int32).max - state[1])
+
+  def refine(step: jax.Array, state: jax.Array) -> jax.Array:
+    shift = (rounds - 1 - step % rounds) * bits
+    part = (jnp.arange(2, dtype=jnp.int32) == step // rounds).astype(jnp.int32)[:, None, None]
+    counts = jnp.sum(selects(cut_at((state + part * (digits << shift))[..., None])), axis=2, dtype=jnp.int32)
+    enough = (counts >= k) & ((digits << shift) >> shift == digits)[0]  # a digit may be beyond 31 bits
+    return state + part * (jnp.sum(enough, axis=1, keepdims=True, dtype=jnp.int32) << shift)[None]
+
+  return cut_at(jax.lax.fori_loop(0, 2 * rounds, refine, jnp.zeros((2, *k.shape), jnp.int32)))
 
 
 def bisect(

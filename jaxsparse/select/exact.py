@@ -2,7 +2,7 @@
 
     find_candidates   one pass over n entries: a sample of each block gives a threshold that a few more than k reach
     search_among      the k largest of the candidates, by counting; if fewer are not 0, these and the first zeros
-    _bisect_row       if the candidates are not proven to contain the top-k, the k largest of whole blocks, by counting
+    search_keys       if the candidates are not proven to contain the top-k, the k largest of whole blocks, by counting
 
 The result is bitwise the same on every path: ties go to the lowest index, and NaN ranks above all numbers, so that it
 is always selected.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import sparse
-from jaxsparse.select.blocks import TOP, Blocks, LazySum, bisect, keys_of, kth_largest
+from jaxsparse.select.blocks import TOP, Blocks, Cut, LazySum, bisect, by_digits, keys_of, kth_largest
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
@@ -27,6 +27,7 @@ SHORT = 1 << 14
 """Entries of a block up to which one sort costs less than a search for candidates."""
 
 _SAMPLES = (SHORT, 1 << 16)  # of a block, at least and at most
+_NO_SLOT = jnp.iinfo(jnp.int32).max
 _DEVIATIONS = 3.5  # a sample is off by more once in 4,000 times
 
 
@@ -137,9 +138,11 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
     parts = np.arange(size) + np.random.default_rng(length).random(size)
     sample = jnp.array(np.minimum(parts * length / size, length - 1), jnp.int32)[None]
     keys = keys_of(blocks.x.read_at(sample + length * jnp.arange(rows, dtype=jnp.int32)[:, None]))
-    cut = kth_largest(keys, jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape), rank)
+    slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape)
+    by_sort = lambda keys: jnp.sort(keys, axis=1)[:, -rank]  # so few that a GPU sorts them in one kernel
+    cut = bitset.by_platform(keys, gpu=by_sort, default=lambda keys: kth_largest(keys, slots, rank).key[:, 0])
     # Never 0: the candidates of a block of few non-zero entries would fill the slots of other blocks with zeros.
-    by_block = jnp.maximum(cut.key[:, 0], 1)
+    by_block = jnp.maximum(cut, 1)
   else:
     by_block = jnp.zeros_like(low).at[blocks.order].set(low)
   # A word of entries of two blocks is compared with the lower key: up to 32 more candidates.
@@ -150,7 +153,12 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   found = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
   edges = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32) * length, n)  # empty slots hold n or more
-  starts = jnp.searchsorted(found, edges).astype(jnp.int32)
+  starts = bitset.by_platform(
+    members,
+    found,
+    gpu=lambda members, _: bitset.rank(members, edges),
+    default=lambda _, found: jnp.searchsorted(found, edges).astype(jnp.int32),
+  )
   begin, end = starts[blocks.order], starts[blocks.order + 1]
   slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
   relative = found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
@@ -163,7 +171,7 @@ def search_among(
   candidates: Candidates,
   read: Callable[[jax.Array], jax.Array],
   blocks: Blocks,
-  search_row: Callable[[jax.Array], jax.Array],
+  search_all: Callable[[], jax.Array],
   least: jax.Array | None = None,
 ) -> jax.Array:
   """The k largest entries of each row, found among its candidates where these provably contain them.
@@ -172,16 +180,48 @@ def search_among(
     candidates: of the rows, c a multiple of 256; each index once, in any order.
     read: (i32[rows, c]) -> f32[rows, c], the values of block-relative indices.
     blocks: says the length of a block, and k.
-    search_row: (row) -> i32[k], the result for a row from all its entries; runs, row by row, if not proven.
+    search_all: returns the result from all entries of the rows; runs if not proven.
     least: i32[rows], at least 1: the key that a selected entry must reach; fewer than k entries may.
 
   Returns:
     i32[rows, k], block-relative, in the order of `candidates.indices` unless zeros are selected; `length` in empty
     slots.
   """
-  (_, indices, low, fits, needed), k, length = candidates, blocks.k, blocks.length
-  rows = jnp.arange(len(indices), dtype=jnp.int32)
-  keys = jnp.where(indices < length, keys_of(read(indices)), -1)
+  k, length = blocks.k, blocks.length
+  keys = jnp.where(candidates.indices < length, keys_of(read(candidates.indices)), -1)
+  find = lambda way: functools.partial(way, read=read, k=k, length=length, least=least)
+  args = keys, candidates.indices, candidates.low
+  found, reached = bitset.by_platform(*args, gpu=find(_by_order), default=find(_by_count))
+  # Where all that reach the smallest key above 0 are known, the others are zeros.
+  proven = candidates.fits & ((reached >= candidates.needed) | (candidates.low == 1))
+  return jax.lax.cond(proven.all(), lambda: found, search_all)
+
+
+def _by_order(
+  keys: jax.Array, indices: jax.Array, low: jax.Array, *, read: Callable, k: int, length: int, least: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+  """`search_among` on GPUs: a sort of the slots of chosen entries is fewer kernels than a running sum and a scatter."""
+  # Zeros are selected only where all others are known; of these the first k entries have enough.
+  first = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (len(keys), k))
+  zeros = jnp.where(keys_of(read(first)) == 0, 0, -1)
+  keys, indices = (jnp.concatenate(pair, 1) for pair in ((jnp.where(keys == 0, -1, keys), zeros), (indices, first)))
+  cut = kth_largest(keys, indices, k)
+  chosen, is_full = cut.selects(keys, indices), cut.key[:, 0] >= low
+  if least is not None:
+    chosen &= keys >= least[:, None]
+  # With zeros in the order of indices, else in that of the slots.
+  slots = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)
+  order = jnp.where(chosen, jnp.where(is_full.all() | (least is not None), slots, indices), _NO_SLOT)
+  order = jax.lax.sort(order, is_stable=False)[:, :k]
+  found = jnp.where(is_full.all() | (least is not None), jnp.take_along_axis(indices, order, 1, mode="clip"), order)
+  return jnp.where(order < _NO_SLOT, found, length), jnp.where(is_full, k, 0)
+
+
+def _by_count(
+  keys: jax.Array, indices: jax.Array, low: jax.Array, *, read: Callable, k: int, length: int, least: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+  """`search_among` where no loop waits for a host: (i32[rows, k], how many reach `low`)."""
+  rows = jnp.arange(len(keys), dtype=jnp.int32)
   reached = bitset.count(bitset.pack(keys >= low[:, None]))
 
   def append(found: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array) -> jax.Array:
@@ -192,21 +232,18 @@ def search_among(
     slot = jnp.where(flags & (slot < k), slot + k * rows[:, None], rows.size * k)
     return sparse.put(found.reshape(-1), slot.reshape(-1), new.reshape(-1)).reshape(-1, k)
 
-  def search_candidates() -> jax.Array:
-    chosen = kth_largest(keys, indices, jnp.minimum(k, reached), low).selects(keys, indices)
-    if least is not None:
-      chosen &= keys >= least[:, None]
-    found = append(jnp.full((rows.size, k), length, jnp.int32), jnp.zeros_like(rows), chosen, indices)
-    return found if least is not None else jax.lax.cond((reached < k).any(), add_zeros, jnp.asarray, found)
-
   def add_zeros(found: jax.Array) -> jax.Array:
     """Fills rows of fewer than k non-zero entries with zeros of the lowest indices; these are among the first k."""
     first = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), found.shape)
     return jnp.sort(append(found, reached, keys_of(read(first)) == 0, first), axis=1)
 
-  # Where all that reach the smallest key above 0 are known, the others are zeros.
-  proven = (fits & ((reached >= needed) | (low == 1))).all()
-  return jax.lax.cond(proven, search_candidates, functools.partial(jax.lax.map, search_row, rows))
+  chosen = kth_largest(keys, indices, jnp.minimum(k, reached), low).selects(keys, indices)
+  if least is not None:
+    chosen &= keys >= least[:, None]
+  found = append(jnp.full((rows.size, k), length, jnp.int32), jnp.zeros_like(rows), chosen, indices)
+  if least is None:
+    found = jax.lax.cond((reached < k).any(), add_zeros, jnp.asarray, found)
+  return found, reached
 
 
 def _by_bracket(blocks: Blocks) -> jax.Array:
@@ -214,20 +251,37 @@ def _by_bracket(blocks: Blocks) -> jax.Array:
   if candidates is None:
     return _by_bisection(blocks)
   read = lambda indices: blocks.x.read_at(blocks.flat_indices(indices))
-  return search_among(candidates, read, blocks, functools.partial(_bisect_row, blocks))
+  return search_among(candidates, read, blocks, lambda: _by_bisection(blocks))
 
 
 def _by_bisection(blocks: Blocks) -> jax.Array:
-  # One row after the other: XLA on CPU compiles a batch of rows to slower code.
-  return jax.lax.map(functools.partial(_bisect_row, blocks), jnp.arange(blocks.order.size, dtype=jnp.int32))
+  read = lambda start: keys_of(blocks.x.slice(start, blocks.length))
+  return search_keys(read, blocks.order * blocks.length, blocks.length, blocks.k)
 
 
-def _bisect_row(blocks: Blocks, row: jax.Array) -> jax.Array:
-  """The k largest of one row, i32[k], by counting."""
-  keys = keys_of(blocks.x.slice(blocks.order[row] * blocks.length, blocks.length))
-  selects = lambda cut: cut.selects(keys, jnp.arange(keys.size, dtype=jnp.int32))
-  cut = bisect(selects, jnp.int32(blocks.k), jnp.int32(0), jnp.int32(TOP))
-  return bitset.nonzero(bitset.pack(selects(cut)), blocks.k)
+def search_keys(read: Callable[[jax.Array], jax.Array], starts: jax.Array, length: int, k: int) -> jax.Array:
+  """The k largest keys of each row, by counting: their indices, ascending, i32[rows, k].
+
+  Args:
+    read: returns the keys of the row that starts there, i32[length].
+    starts: i32[rows].
+    length: keys of a row.
+    k: how many to select.
+  """
+
+  def search_row(start: jax.Array) -> jax.Array:
+    def selects(cut: Cut) -> jax.Array:
+      # Keys are computed again in each round: a compiler that took them out of the loop would store them.
+      cut, here = jax.lax.optimization_barrier((cut, start))
+      return cut.selects(read(here), jnp.arange(length, dtype=jnp.int32))
+
+    by_halves = lambda k: bisect(selects, k, jnp.int32(0), jnp.int32(TOP))
+    flat = lambda cut: Cut(cut.key.reshape(()), cut.last.reshape(()))
+    in_rounds = lambda k: flat(by_digits(lambda cut: selects(flat(cut))[None, None], k.reshape(1, 1), bits=1))
+    cut = jax.lax.platform_dependent(jnp.int32(k), cpu=by_halves, default=in_rounds)
+    return bitset.nonzero(bitset.pack(selects(cut)), k)
+
+  return jax.lax.map(search_row, starts)  # one by one: a batch takes memory, and XLA on CPU compiles it to slower code
 
 
 def _by_sorting(blocks: Blocks) -> jax.Array:

@@ -4,6 +4,10 @@ A comparison of n entries that is packed at once reads the entries and writes n/
 indices, and every function returns indices in ascending order.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -11,6 +15,11 @@ BITS = 32
 _ALIGNED = 256  # slots
 _SHORT = 256  # numbers that a running sum adds up all at once
 GROUP = 8  # words, 256 bits, that are counted together: few enough groups for a running sum, few enough words to search
+
+
+def by_platform(*args: jax.Array, gpu: Callable[..., Any], default: Callable[..., Any]) -> Any:
+  """`gpu(*args)` in a program for GPUs, `default(*args)` in one for CPUs or TPUs: two ways to the same bits."""
+  return jax.lax.platform_dependent(*args, cuda=gpu, rocm=gpu, default=default)
 
 
 def pack(flags: jax.Array) -> jax.Array:
@@ -34,7 +43,9 @@ def pack(flags: jax.Array) -> jax.Array:
   if rest.size:  # apart, since padding flags would copy what they are computed from
     last = jnp.sum(jnp.where(rest, bits[: rest.size], jnp.uint32(0)), dtype=jnp.uint32, keepdims=True)
     words = jnp.concatenate([words, last])
-  return jnp.pad(words, (0, -words.size % GROUP)).reshape(*flags.shape[:-1], -1)
+  words = jnp.pad(words, (0, -words.size % GROUP)).reshape(*flags.shape[:-1], -1)
+  # Without a barrier, a GPU would read the entries again for every use of the words.
+  return by_platform(words, gpu=jax.lax.optimization_barrier, default=lambda words: words)
 
 
 def empty(n: int) -> jax.Array:
@@ -72,12 +83,27 @@ def count(words: jax.Array) -> jax.Array:
 def nonzero(words: jax.Array, capacity: int) -> jax.Array:
   """The `capacity` smallest members, i32[capacity]; 32 · words.size in the slots that a smaller set leaves empty.
 
-  Each group of words marks the slot of its first member; the running sum of the marks is the group of each slot.
-
   Example:
     >>> nonzero(pack(jnp.array([True, False, True])), 2)
     Array([0, 2], dtype=int32)
   """
+  by_slot, by_index = (functools.partial(way, capacity=capacity) for way in (_nonzero_by_slot, _nonzero_by_index))
+  return by_platform(words, gpu=by_index, default=by_slot)
+
+
+def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
+  """Each index below 32 · words.size that is a member writes itself to the slot of its rank: few kernels, all wide."""
+  index = jnp.arange(BITS * words.size, dtype=jnp.int32)
+  up_to = words[index // BITS] << (BITS - 1 - index % BITS).astype(jnp.uint32)  # the bit of the index is the highest
+  counts = jax.lax.population_count(words).astype(jnp.int32)
+  before = (running_sum(counts) - counts)[index // BITS]
+  slot = jnp.where(up_to >> (BITS - 1) != 0, before + jax.lax.population_count(up_to).astype(jnp.int32) - 1, capacity)
+  empty = jnp.full(capacity, BITS * words.size, jnp.int32)
+  return empty.at[slot].set(index, mode="drop", unique_indices=True)
+
+
+def _nonzero_by_slot(words: jax.Array, capacity: int) -> jax.Array:
+  """Each group of words marks the slot of its first member; the running sum of the marks is the group of each slot."""
   counts = count(words.reshape(-1, GROUP))
   ends = running_sum(counts)
   starts = ends - counts
@@ -118,19 +144,21 @@ def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
   bit = jnp.minimum(indices - BITS * word, BITS).astype(jnp.uint32)
   below = jnp.where(bit < BITS, (jnp.uint32(1) << (bit % BITS)) - 1, ~jnp.uint32(0))
   counts, inside = (jax.lax.population_count(x).astype(jnp.int32) for x in (words, words[word] & below))
-  groups, column = counts.reshape(-1, GROUP), jnp.arange(GROUP, dtype=jnp.int32)
-  before = jnp.sum(jnp.where(column[:, None] > column[None], groups[:, None], 0), axis=2, dtype=jnp.int32)
-  totals = jnp.sum(groups, axis=1, dtype=jnp.int32)
-  return ((running_sum(totals) - totals)[:, None] + before).reshape(-1)[word] + inside
+  return (running_sum(counts) - counts)[word] + inside
 
 
 def running_sum(x: jax.Array) -> jax.Array:
-  """The sums of the first 1, 2, … of i32[n], in rows of 8 or 16: `jnp.cumsum` is two to three times as many kernels.
+  """The sums of the first 1, 2, … of i32[n].
 
   Example:
     >>> running_sum(jnp.array([3, 1, 2]))
     Array([3, 4, 6], dtype=int32)
   """
+  return by_platform(x, gpu=jnp.cumsum, default=_running_sum_of_rows)
+
+
+def _running_sum_of_rows(x: jax.Array) -> jax.Array:
+  """In rows of 8 or 16: on CPU `jnp.cumsum` takes two to three times as long."""
   n = x.size
   width = n if n <= _SHORT else 16 if n <= _SHORT**2 else 8
   rows = jnp.pad(x, (0, -n % width)).reshape(-1, width)
@@ -139,7 +167,7 @@ def running_sum(x: jax.Array) -> jax.Array:
   if len(rows) == 1:
     return sums[0]
   totals = jnp.sum(rows, axis=1, dtype=jnp.int32)  # not the last column of `sums`, which XLA would compute in full
-  return (sums + (running_sum(totals) - totals)[:, None]).reshape(-1)[:n]
+  return (sums + (_running_sum_of_rows(totals) - totals)[:, None]).reshape(-1)[:n]
 
 
 def contains(words: jax.Array, indices: jax.Array) -> jax.Array:

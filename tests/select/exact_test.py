@@ -52,7 +52,7 @@ def test_equals_a_sort_by_magnitude(method, n, k, data):
 def test_methods_agree_on_long_rows(method, lazy, monkeypatch):
   """A lazy sum is selected from as its sum. GPUs sort few keys."""
   if method == "as on GPU":
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, **_: cuda(*args))
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, cuda=None, **_: (cuda or default)(*args))
     method = "bracket"
   select = jax.jit(lambda *parts: top_k(LazySum(parts) if lazy else parts[0], 700, method=method))
   added = jax.jit(jnp.add)
@@ -73,14 +73,14 @@ def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
   x, some = jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((2, bitset.align(k)), jnp.int32)
   find = lambda x: exact.find_candidates(Blocks(LazySum((x,)), jnp.array([1, 0]), -(-n // 2), k // 2))
   on_cpu, on_gpu = (lowered(platform, find, x) for platform in ("cpu", "cuda"))
-  assert [text.count("stablehlo.while") for text in (on_cpu, on_gpu)] == [2, 1]  # a search of a fixed number of rounds
+  assert [text.count("stablehlo.while") for text in (on_cpu, on_gpu)] == [2, 0]  # searchsorted is one
   assert "stablehlo.sort" not in on_cpu
   cut = lowered("cuda", functools.partial(blocks.kth_largest, k=9), some, some)
-  assert "stablehlo.while" not in cut
+  assert cut.count("stablehlo.while") == 1
   for program in (on_gpu, lowered("cuda", functools.partial(top_k, k=k), x), cut):
     sorts = program.split('"stablehlo.sort"')[1:]
     rows = [re.search(r"\}\) : \(tensor<(?:\d+x)?(\d+)xi32>", sort)[1] for sort in sorts]
-    assert max(map(int, rows)) < n // 20
+    assert all(int(row) < n // 20 for row in rows)
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -97,7 +97,7 @@ def test_rows_of_few_entries_are_filled_with_their_first_zeros():
   rows[0, 3] = -0.0
   blocks = Blocks(LazySum((jnp.array(rows.reshape(-1)),)), jnp.arange(3), rows.shape[1], k)
   read = lambda indices: blocks.x.read_at(blocks.flat_indices(indices))
-  chosen = exact.search_among(exact.find_candidates(blocks), read, blocks, lambda _: jnp.full(k, -1))
+  chosen = exact.search_among(exact.find_candidates(blocks), read, blocks, lambda: jnp.full((3, k), -1))
   np.testing.assert_array_equal(chosen, [simple(row, k) for row in rows])
 
 
