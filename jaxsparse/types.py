@@ -1,6 +1,6 @@
 """Types that all packages share: sparse entries, verbs, the state and result of a collective, counters, costs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import jax
@@ -219,14 +219,29 @@ class Pending(NamedTuple):
   entries: Sparse | LowRank
 
 
+class Scaled(NamedTuple):
+  """A total and a next residual that are not materialized yet: each entry of the total is ± one of a few values.
+
+  Attributes:
+    values: f32[m], at least 0.
+    finish: (mean, error, finite, decay) -> the update and the next residual, f32[n] each: the total with the values
+      `mean`, and `decay` times the sum of what the total does not deliver and of the total with the values `error`,
+      which may be None. Zeros and the residual before if not `finite`.
+  """
+
+  values: jax.Array
+  finish: Callable[[jax.Array, jax.Array | None, jax.Array, float], tuple[jax.Array, jax.Array]]
+
+
 class Reduced(NamedTuple):
   """The result of a collective at one worker.
 
   Attributes:
     total: the estimate of the *sum* over workers, as a vector bitwise the same on every worker (Law R): f32[n], a
       `LowRank` one, or its `Sparse` entries in any order, each index once, empty slots with index n or more, which the
-      caller scatters.
-    state: the next `State`; its residual, f32[n] or `Pending`, is what `total` did not deliver (Law C).
+      caller scatters; or `Scaled`.
+    state: the next `State`; its residual, f32[n] or `Pending`, is what `total` did not deliver (Law C). `Scaled` makes
+      it, so that there it is the one before.
     counters: the step's `Counters`, scalars.
 
   Example:
@@ -235,7 +250,7 @@ class Reduced(NamedTuple):
     Array([1., 1.], dtype=float32)
   """
 
-  total: jax.Array | Sparse | LowRank
+  total: jax.Array | Sparse | LowRank | Scaled
   state: State
   counters: Counters
 

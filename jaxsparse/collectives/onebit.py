@@ -10,26 +10,28 @@ The messages of worker 0 of four:
 
 import dataclasses
 import functools
-import math
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxsparse.collectives._base import Collective
-from jaxsparse.comm import all_gather, exchange, in_rank_order, schedules
-from jaxsparse.sparse.bitset import BITS
-from jaxsparse.sparse.sums import round_mantissa, row_sums, unit_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+from jaxsparse.comm import all_gather, in_rank_order, schedules
+from jaxsparse.select import ordering
+from jaxsparse.sparse.sums import round_mantissa, row_sums
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Scaled, State
 
-_BLOCK = 1024  # entries, so that scales add a bit to every 32
+_ROWS = 32  # of a block, the bits of a word
+_COLUMNS = 128  # at most, the lanes of a TPU
+_CHUNK = 8  # blocks at a time, few enough for the cache of a CPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneBit(Collective):
   """Sends the sign of every entry and a scale for each block, and keeps the rounding errors in residuals (1-bit Adam).
 
-  The gradient is divided into P regions, each owned by one worker, and regions into blocks of at most 1,024 entries.
+  The gradient is divided into P regions, each owned by one worker, and regions into blocks of at most 4,096 entries.
   With `sgn(0) = 1`, the mean taken over a block b, and `acc_w = gradient_w + residual_w`,
 
       Q(x) = sgn(x) · √(mean x²)
@@ -37,14 +39,14 @@ class OneBit(Collective):
       total = Q(sum)                                            on every worker
       next residual_w = acc_w − Q(acc_w),   of the owner  sum − Q(sum)
 
-  so that `total + Σ_w residual_w` is what entered, to rounding. This is only the compressor of 1-bit Adam, without its
-  dense warm-up, its frozen second moment and its momentum; and 1-bit Adam has one scale for a message, rounds the
-  owner's own entries, too, and keeps the errors of sums apart. Q leaves 40 % of the energy of normal entries. The same
-  gradient in every step leaves a residual of some three times its norm; with EF-SignSGD's scale, the mean of `|x|`, it
-  would be more than ten times that.
+  so that `total + Σ_w residual_w` is what entered, to rounding. The mean square is that of `x` to 12 significant bits.
+  This is only the compressor of 1-bit Adam, without its dense warm-up, its frozen second moment and its momentum; and
+  1-bit Adam has one scale for a message, rounds the owner's own entries, too, and keeps the errors of sums apart. Q
+  leaves 40 % of the energy of normal entries. The same gradient in every step leaves a residual of some three times its
+  norm; with EF-SignSGD's scale, the mean of `|x|`, it would be more than ten times that.
 
   A step sends P − 1 + ⌈log₂P⌉ messages. They have a bit for each entry and a word for each block, both
-  `2 (P − 1)/P` times: for n much larger than 1,024 P, 1/31 of the words of a dense all-reduce.
+  `2 (P − 1)/P` times: for n much larger than 4,096 P, 1/32 of the words of a dense all-reduce.
 
   Every entry of a block is delivered with the same magnitude, and none as zero. So Adam cannot learn from totals how
   much each gradient varies: exchange the **updates** of each worker's own optimizer, in `js.local_steps`. Parameters
@@ -63,83 +65,285 @@ class OneBit(Collective):
   def init(self, n: int, size: int) -> State:
     return State(residual=jnp.zeros(n, jnp.float32))
 
+  def slots(self, n: int, size: int) -> int:
+    layout = _Blocks.of(n, size)
+    return layout.count * layout.block
+
   def cost(self, n: int, size: int) -> Cost:
-    _, blocks, block = _shape(n, size)
-    return Cost(size - 1 + len(schedules.strides(size)), 2 * (size - 1) * blocks * (block // BITS + 1))
+    return Cost(size - 1 + len(schedules.strides(size)), 2 * (size - 1) * _Blocks.of(n, size).words)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, size = grads.size, comm.size
-    shape = _shape(n, size)
-    acc = jnp.pad(grads + state.residual, (0, math.prod(shape) - n)).reshape(shape)
-    counts = _counts(n, shape)
-    inverse_counts = jnp.asarray(1 / np.maximum(counts, 1), jnp.float32)
-    is_owner = [comm.rank == worker for worker in range(size)]
-
-    def own_region(regions: jax.Array) -> jax.Array:
-      return jax.lax.dynamic_index_in_dim(regions, comm.rank, keepdims=False)
-
-    message = encode(acc, inverse_counts)
-    received = exchange(comm, message)
-    added = [jnp.where(owner, own_region(acc), decode(row)) for owner, row in zip(is_owner, received, strict=True)]
-    within = jnp.arange(shape[2], dtype=jnp.int32)[None] < own_region(jnp.asarray(counts))[:, None]
-    region = jnp.where(within, functools.reduce(jnp.add, added), 0.0)
-    sums = encode(region, own_region(inverse_counts))
-    total = decode(in_rank_order(comm, all_gather(comm, sums))).reshape(-1)[:n]
-
-    # Region by region: XLA on CPU takes three times as long for a select over all of them.
-    left = [
-      jnp.where(owner, region, acc[worker]) - decode(jnp.where(owner, sums, message[worker]))
-      for worker, owner in enumerate(is_owner)
-    ]
-    ends = [min(end * region.size, n) for end in range(size + 1)]
-    residual = [part.reshape(-1)[: end - start] for part, start, end in zip(left, ends[:-1], ends[1:], strict=True)]
+    n, size, rank = grads.size, comm.size, comm.rank
+    blocks, acc = _Blocks.of(n, size), (grads, state.residual)
+    messages = blocks.pack(*blocks.encode(acc, jnp.int32(0), blocks.count))
+    received = [comm.shift(messages[(rank + by) % size], by) for by in range(1, size)]
+    sums = blocks.sum_region(acc, rank, received)
+    (own,) = blocks.pack(*blocks.encode((sums,), rank * blocks.region, blocks.region, skip=_CHUNK))
+    total = blocks.unpack(in_rank_order(comm, all_gather(comm, own)))
+    kept = blocks.unpack(messages.at[rank].set(own))
     words = self.cost(n, size).words
-    counters = Counters(words, words, selected=n, delivered=n)
-    return Reduced(total, state._replace(residual=jnp.concatenate(residual)), counters)
+    finish = functools.partial(blocks.finish, acc, rank, sums, kept, total[0])
+    return Reduced(Scaled(total[1], finish), state, Counters(words, words, selected=n, delivered=n))
 
 
-def _shape(n: int, size: int) -> tuple[int, int, int]:
-  """Regions, their blocks and the entries of one, whole words of signs: the last blocks of a vector are padded."""
-  length = -(-n // size)
-  blocks = max(1, -(-length // _BLOCK))
-  return size, blocks, BITS * max(1, -(-length // (BITS * blocks)))
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+  """The blocks of a vector: 32 rows of up to 128 consecutive entries each; the last ones are padded.
+
+  Bit r of word c of a block is the sign in row r and column c. So 32 entries of a word are far apart, and neighbours
+  have neighbouring words: all is done to whole rows, which suits the vector units of CPUs and the lanes of TPUs.
+
+  Attributes:
+    n: entries of the vector.
+    columns: of a block.
+    region: blocks of a worker's region.
+    count: blocks of all regions.
+  """
+
+  n: int
+  columns: int
+  region: int
+  count: int
+
+  @classmethod
+  def of(cls, n: int, size: int) -> Self:
+    columns = min(_COLUMNS, -(-n // (size * _ROWS)))
+    region = -(-n // (size * _ROWS * columns))
+    return cls(n, columns, region, size * region)
+
+  @property
+  def block(self) -> int:
+    """Entries of a block."""
+    return _ROWS * self.columns
+
+  @property
+  def margin(self) -> int:
+    """Entries before and after the sums of a region."""
+    return _CHUNK * self.block
+
+  @property
+  def words(self) -> int:
+    """Words of a message: those of the blocks of a region, and their scales."""
+    return self.region * (self.columns + 1)
+
+  def pack(self, signs: jax.Array, scales: jax.Array) -> jax.Array:
+    """The messages of regions, u32[regions, words], of u32[blocks, columns] and f32[blocks]."""
+    scales = jax.lax.bitcast_convert_type(scales, jnp.uint32).reshape(-1, self.region)
+    return jnp.concatenate([signs.reshape(len(scales), -1), scales], axis=1)
+
+  def unpack(self, messages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The inverse of `pack`."""
+    signs, scales = jnp.split(messages, [self.region * self.columns], axis=1)
+    return signs.reshape(-1, self.columns), jax.lax.bitcast_convert_type(scales, jnp.float32).reshape(-1)
+
+  def encode(
+    self, parts: Sequence[jax.Array], first: jax.Array, count: int, skip: int = 0
+  ) -> tuple[jax.Array, jax.Array]:
+    """The signs u32[count, columns] and the scales f32[count] of the sum of `parts` after `skip` blocks.
+
+    Their blocks are blocks `first` and following of the vector.
+    """
+
+    def columns_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array, jax.Array]:
+      x = self._read(parts, skip + start, count)
+      rows = [x[:, row] for row in range(_ROWS)]
+      signs = [jnp.where(row < 0, jnp.uint32(1 << bit), jnp.uint32(0)) for bit, row in enumerate(rows)]
+      squares = lambda unit: _tree(jnp.add, [_truncate(row * unit) ** 2 for row in rows])
+      return _tree(jnp.bitwise_or, signs), _root_mean(squares, jnp.float32(1 / _ROWS))
+
+    size = count * self.columns
+    empty = (jnp.zeros(size, jnp.uint32), jnp.zeros(size, jnp.float32))
+    signs, means = _by_chunks(columns_of, min(count, parts[0].size // self.block), count, empty, (self.columns,) * 2)
+    # One kernel of a GPU writes both.
+    signs, means = jax.lax.optimization_barrier((signs.reshape(count, -1), means.reshape(count, -1)))
+    entries = self._entries(first + jnp.arange(count, dtype=jnp.int32))
+    squares = lambda unit: row_sums(round_mantissa(round_mantissa(means * unit) ** 2))
+    return signs, _root_mean(squares, _ROWS / jnp.maximum(entries, 1).astype(jnp.float32))
+
+  def sum_region(self, parts: Sequence[jax.Array], rank: jax.Array, received: Sequence[jax.Array]) -> jax.Array:
+    """The sums of a region, f32[margin + region + margin], of own entries and messages; 0 where padded."""
+
+    def add(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array]:
+      block = rank * self.region + start
+      x = self._read_padded(parts, block, count)
+      for message in received:
+        cut = functools.partial(_cut, message)
+        signs = cut(start * self.columns, count * self.columns).reshape(count, -1)
+        scales = cut(self.region * self.columns + start, count)
+        x = x + decode(signs, jax.lax.bitcast_convert_type(scales, jnp.float32))
+      entries = self._entries(block + jnp.arange(count, dtype=jnp.int32))
+      position = jnp.arange(self.block, dtype=jnp.int32).reshape(1, _ROWS, self.columns)
+      return (jnp.where(position < entries[:, None, None], x, 0.0),)
+
+    empty = jnp.zeros(self.region * self.block + 2 * self.margin, jnp.float32)
+    return _by_chunks(add, self.region, self.region, (empty,), (self.block,), _CHUNK)[0]
+
+  def finish(
+    self,
+    parts: Sequence[jax.Array],
+    rank: jax.Array,
+    sums: jax.Array,
+    kept: tuple[jax.Array, jax.Array],
+    signs: jax.Array,
+    mean: jax.Array,
+    error: jax.Array | None,
+    finite: jax.Array,
+    decay: float,
+  ) -> tuple[jax.Array, jax.Array]:
+    """The update and the next residual, as `Scaled.finish`, in one pass over the vector."""
+
+    def finish(start: jax.Array | int, count: int, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+      cut = lambda x: _cut(x, start, count)
+      shape = lambda x: x
+      if isinstance(start, int):  # flat entries, of which the last block may have fewer
+        shape = lambda x: x.reshape(-1)[: self.n - start * self.block]
+      if count == self.count:
+        residual, grads = buffers
+        region = sums[self.margin : -self.margin].reshape(1, self.region, _ROWS, -1)
+        region = jnp.broadcast_to(region, (count // self.region, *region.shape[1:]))
+      else:
+        if isinstance(start, int):  # a gather is stored, so that its buffer can be written in place
+          rest = jnp.arange(start * self.block, self.n, dtype=jnp.int32)
+          residual, grads = (x[rest] for x in buffers)
+        else:
+          read = lambda x: _cut(x, start * self.block, count * self.block).reshape(count, _ROWS, -1)
+          residual, grads = map(read, buffers)
+        inside = jnp.clip(start - rank * self.region + _CHUNK, 0, self.region + _CHUNK)
+        region = _cut(sums, inside * self.block, count * self.block)
+      region = region.reshape(count, _ROWS, -1)
+      number = start - rank * self.region + jnp.arange(count, dtype=jnp.int32)
+      owner = jnp.broadcast_to(((number >= 0) & (number < self.region))[:, None, None], region.shape)
+      after = jnp.where(shape(owner), shape(region), grads + residual) - shape(decode(*map(cut, kept)))
+      if error is not None:
+        after = after + shape(decode(cut(signs), cut(error)))
+      after = after if decay == 1 else decay * after
+      update = jnp.where(finite, shape(decode(cut(signs), cut(mean))), 0.0)
+      return jnp.where(finite, after, residual), update
+
+    written = _by_chunks(finish, self.n // self.block, self.count, (parts[1], parts[0]), (self.block,) * 2)
+    residual, update = jax.lax.optimization_barrier(written)  # one kernel of a GPU writes both, in place
+    return update, residual
+
+  def _entries(self, block: jax.Array) -> jax.Array:
+    """The entries of blocks that are no padding."""
+    whole, rest = divmod(self.n, self.block)
+    return jnp.where(block < whole, self.block, jnp.where(block == whole, rest, 0))
+
+  def _read(self, parts: Sequence[jax.Array], start: jax.Array | int, count: int) -> jax.Array:
+    """The sum of `parts` in blocks from `start` on, f32[count, 32, columns]; zeros beyond their end if it is an int."""
+    length = count * self.block
+    if isinstance(start, int):
+      x = functools.reduce(jnp.add, [part[start * self.block :][:length] for part in parts])
+      x = jnp.pad(x, (0, length - x.size))
+    else:
+      x = functools.reduce(jnp.add, [_cut(part, start * self.block, length) for part in parts])
+    return x.reshape(count, _ROWS, self.columns)
+
+  def _read_padded(self, parts: Sequence[jax.Array], start: jax.Array, count: int) -> jax.Array:
+    """The sum of `parts` in blocks from `start` on, f32[count, 32, columns]; zeros beyond their end."""
+    length, start = count * self.block, start * self.block
+    parts = [jnp.pad(part, (0, max(0, length - part.size))) for part in parts]
+    inside = jnp.minimum(start, parts[0].size - length)
+    x = functools.reduce(jnp.add, [_cut(part, inside, length) for part in parts])
+    return _cut(jnp.pad(x, (0, length)), start - inside, length).reshape(count, _ROWS, self.columns)
 
 
-def _counts(n: int, shape: tuple[int, int, int]) -> np.ndarray:
-  """The entries of each block that are no padding, i32[regions, blocks]."""
-  regions, blocks, block = shape
-  starts = block * np.arange(regions * blocks, dtype=np.int64)
-  return np.clip(n - starts, 0, block).reshape(regions, blocks).astype(np.int32)
-
-
-def encode(x: jax.Array, inverse_counts: jax.Array) -> jax.Array:
-  """Signs and scales of blocks f32[..., block]: u32[..., block/32 + 1], the last word the scale.
+def decode(signs: jax.Array, scales: jax.Array) -> jax.Array:
+  """Q: the scale of each block with the signs of its entries, f32[blocks, 32, columns].
 
   Args:
-    x: the blocks; zeros where they are padded.
-    inverse_counts: f32[...], 1 / the entries of each block that are no padding.
+    signs: u32[blocks, columns].
+    scales: f32[blocks].
 
   Example:
-    >>> words = encode(jnp.array([-7.0, 1.0] * 16), jnp.float32(1 / 32))
-    >>> decode(words)[:3]
-    Array([-5.,  5., -5.], dtype=float32)
+    >>> decode(jnp.array([[1, 0]], jnp.uint32), jnp.array([5.0]))[0, :2]
+    Array([[-5.,  5.],
+           [ 5.,  5.]], dtype=float32)
   """
-  flat = x.reshape(-1, x.shape[-1])
-  unit = unit_of(jnp.max(jnp.abs(flat), axis=1))
-  squares = row_sums(round_mantissa((flat / unit[:, None]) ** 2)).reshape(inverse_counts.shape)
-  scale = round_mantissa(unit.reshape(inverse_counts.shape) * jnp.sqrt(squares * inverse_counts))
-  signs = (x < 0).reshape(*inverse_counts.shape, -1, BITS)
-  words = jnp.sum(jnp.where(signs, _bits(signs.ndim), jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
-  return jnp.concatenate([words, jax.lax.bitcast_convert_type(scale, jnp.uint32)[..., None]], axis=-1)
+  row = jnp.arange(_ROWS, dtype=jnp.uint32).reshape(1, _ROWS, 1)
+  magnitudes = jax.lax.bitcast_convert_type(scales, jnp.uint32).reshape(-1, 1, 1)
+  return jax.lax.bitcast_convert_type(magnitudes ^ (signs[:, None] >> row << 31), jnp.float32)
 
 
-def decode(words: jax.Array) -> jax.Array:
-  """Q: the scale of a block with the signs of its entries, f32[..., block] of u32[..., block/32 + 1]."""
-  signs = (words[..., :-1, None] & _bits(words.ndim + 1)) != 0
-  scale = jax.lax.bitcast_convert_type(words[..., -1], jnp.float32)[..., None, None]
-  return jnp.where(signs, -scale, scale).reshape(*words.shape[:-1], -1)
+def _by_chunks(
+  compute: Callable[..., tuple[jax.Array, ...]],
+  whole: int,
+  count: int,
+  results: tuple[jax.Array, ...],
+  sizes: tuple[int, ...],
+  skip: int = 0,
+) -> tuple[jax.Array, ...]:
+  """`results`, flat, with what `compute(start, count, results)` returns of some blocks in place of theirs.
+
+  A GPU computes all blocks at once. Others take eight at a time, and write them in the next step of the loop: XLA then
+  stores them in the cache, and does not compute them entry by entry in the order of a flat vector, which does not
+  vectorize.
+
+  Args:
+    compute: `start` is an int where blocks may be padded.
+    whole: number of blocks that are not padded.
+    count: number of all blocks.
+    results: f32[...] or u32[...] each.
+    sizes: entries of a block in each of the results.
+    skip: blocks before the first in each of the results.
+  """
+
+  def write(
+    results: tuple[jax.Array, ...], start: jax.Array | int, new: tuple[jax.Array, ...]
+  ) -> tuple[jax.Array, ...]:
+    written = list[jax.Array]()
+    for result, x, size in zip(results, new, sizes, strict=True):
+      begin = jnp.int32((skip + start) * size)
+      if written and isinstance(start, int):  # one after the other, since XLA may compute `new` where it is written
+        begin = ordering.depend_on(written[-1][:1], begin)
+      written.append(jax.lax.dynamic_update_slice(result, x.reshape(-1), (begin,)))
+    return tuple(written)
+
+  def run(chunk: int, *results: jax.Array) -> tuple[jax.Array, ...]:
+    steps = whole // chunk
+
+    def step(number: jax.Array, carry: Any) -> Any:
+      results = write(carry[0], jnp.maximum(number - 1, 0) * chunk, carry[1])  # at first, what is there
+      return results, compute(number * chunk, chunk, results)
+
+    if steps:
+      shapes = jax.eval_shape(lambda: compute(jnp.int32(0), chunk, results))
+      first = [
+        x[skip * size :][: shape.size].reshape(shape.shape)
+        for x, size, shape in zip(results, sizes, shapes, strict=True)
+      ]
+      results, last = jax.lax.fori_loop(0, steps, step, (results, tuple(first)))
+      results = write(results, (steps - 1) * chunk, last)
+    rest = count - steps * chunk
+    return write(results, steps * chunk, compute(steps * chunk, rest, results)) if rest else results
+
+  at_once, by_chunks = functools.partial(run, count + 1), functools.partial(run, _CHUNK)
+  return jax.lax.platform_dependent(*results, cuda=at_once, rocm=at_once, default=by_chunks)
 
 
-def _bits(axes: int) -> jax.Array:
-  """The bits of a word along the last of so many axes."""
-  return (jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)).reshape(*[1] * (axes - 1), BITS)
+def _cut(x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+  """`size` rows of x from `start` on."""
+  return jax.lax.dynamic_slice_in_dim(x, start, size)
+
+
+def _tree(combine: Callable[[jax.Array, jax.Array], jax.Array], terms: list[jax.Array]) -> jax.Array:
+  """Combines 2ⁱ terms in pairs."""
+  while len(terms) > 1:
+    half = len(terms) // 2
+    terms = [combine(*pair) for pair in zip(terms[:half], terms[half:], strict=True)]
+  return terms[0]
+
+
+def _truncate(x: jax.Array) -> jax.Array:
+  """Truncates x to 12 significant bits. Its square is exact, so that a fused multiply-add gives the same bits."""
+  words = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFF000)
+  return jax.lax.bitcast_convert_type(words, jnp.float32)
+
+
+def _root_mean(squares: Callable[[float], jax.Array], share: jax.Array) -> jax.Array:
+  """√(share · Σ x²) of `squares(unit) = Σ (unit · x)²`, with the unit at which squares neither over- nor underflow."""
+  # `squares` rounds products with the unit: XLA may square the unit alone, which overflows.
+  low, middle, high = (squares(2.0**-unit) for unit in (-80, 0, 80))
+  root = lambda squares, unit: unit * jnp.sqrt(share * squares)
+  few = jnp.where(middle < 2.0**-80, root(low, 2.0**-80), root(middle, 1.0))
+  return jnp.where(middle > 2.0**100, root(high, 2.0**80), few)

@@ -31,7 +31,7 @@ from jaxsparse.transform.groups import Assignment, Group, Method, Shapes, Specia
 from jaxsparse.transform.metrics import count_idle_step, count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
 from jaxsparse.transform.state import Layout, ReduceState, join_groups, split_groups
-from jaxsparse.types import Comm, Counters, LowRank, Pending, Reduced, Sparse, State
+from jaxsparse.types import Comm, Counters, LowRank, Pending, Reduced, Scaled, Sparse, State
 
 
 class Transform(optax.GradientTransformationExtraArgs):
@@ -226,7 +226,12 @@ def reduce_groups(
     total, error, rounding = reduced.total, None, flatten.rounding(mine)
     if rounding and isinstance(total, LowRank):
       total = low_rank.dense(total)
-    values, indices = (total.values, total.indices) if isinstance(total, Sparse) else (total, None)
+    if isinstance(total, Scaled) and rounding and len(set(map(jnp.result_type, mine))) > 1:
+      # Entries of one value are rounded to several dtypes.
+      total, residual = total.finish(total.values, None, jnp.bool_(True), 1.0)
+      reduced = reduced._replace(total=total, state=reduced.state._replace(residual=residual))
+    values = total.values if isinstance(total, (Sparse, Scaled)) else total
+    indices = total.indices if isinstance(total, Sparse) else None
     mean: Any = values / divisor
     if rounding:
       exact, mean = mean, rounding(mean, indices)
@@ -255,21 +260,24 @@ def _commit(
 ) -> tuple[jax.Array, State]:
   """The update f32[n] and the next state of one group; zeros and the state before where the step is not `finite`."""
   total, after, _ = delivered.reduced
-  zero, residual = jnp.float32(0), after.residual
+  zero, residual, mean, error = jnp.float32(0), after.residual, delivered.mean, delivered.error
+  keep = functools.partial(jnp.where, finite)
+  rest = jax.tree.map(keep, after._replace(residual=None), before._replace(residual=None))
+  if isinstance(total, Scaled):
+    update, residual = total.finish(mean, error, finite, decay)
+    return update, rest._replace(residual=residual)
   if isinstance(residual, Pending):
     residual = materialize(residual, finite, decay)
     # A 0 that depends on the new residual: all reads of `grads` precede the reuse of its buffer for the update.
     zero = ordering.depend_on(residual[:1], jnp.int32(0)).astype(jnp.float32)
   elif residual is not None:
     residual = jnp.where(finite, residual if decay == 1 else decay * residual, before.residual)
-  if residual is not None and delivered.error is not None:
-    error = decay * jnp.where(finite, delivered.error, 0.0)
+  if residual is not None and error is not None:
+    error = decay * jnp.where(finite, error, 0.0)
     residual = sparse.add(residual, total.indices, error) if isinstance(total, Sparse) else residual + error
-  if isinstance(delivered.mean, LowRank):
-    update = low_rank.put(delivered.mean, grads, finite & (zero == 0))
-  else:
-    mean = jnp.where(finite, delivered.mean, 0.0)
-    update = sparse.put(jnp.full_like(grads, zero), total.indices, mean) if isinstance(total, Sparse) else mean
-  keep = functools.partial(jnp.where, finite)
-  rest = jax.tree.map(keep, after._replace(residual=None), before._replace(residual=None))
+  if isinstance(mean, LowRank):
+    return low_rank.put(mean, grads, finite & (zero == 0)), rest._replace(residual=residual)
+  update = jnp.where(finite, mean, 0.0)
+  if isinstance(total, Sparse):
+    update = sparse.put(jnp.full_like(grads, zero), total.indices, update)
   return update, rest._replace(residual=residual)

@@ -8,13 +8,13 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.train import simulation
-from tests.cases import mesh_of, normals
+from tests.cases import assert_same_bits, mesh_of, normals
 from tests.reference.rounding import onebit
 
 
-@pytest.mark.parametrize(("workers", "n"), [(3, 4507), (4, 90)])
+@pytest.mark.parametrize(("workers", "n"), [(3, 4507), (4, 90), (2, 16 * 4096 + 5), (3, 8 * 4096 + 10)])
 def test_equals_the_formulas_in_numpy(workers, n):
-  """Five steps on a mesh; 4,507 entries of three workers are regions of two blocks each."""
+  """Five steps on a mesh; with more than eight blocks of 4,096 entries some are taken together, and some are left."""
   mesh = mesh_of(workers)
   tx = optax.chain(js.onebit_transform("workers"), optax.sgd(1.0))
   params = jnp.zeros(n)
@@ -68,4 +68,21 @@ def test_zero_counts_as_positive_and_one_bit_is_sent_of_an_entry():
   np.testing.assert_allclose(out.total, np.sqrt(8) * np.array([1, 1, 1, -1]), rtol=1e-6)
   np.testing.assert_array_equal(js.simulate("onebit", jnp.zeros((3, 50))).total, np.zeros(50))
   cost = js.costs.predict("onebit", n=4 * 1024 * 100, workers=4)
-  assert cost == js.Cost(messages=3 + 2, words=2 * 3 * 100 * (1024 // 32 + 1))
+  assert cost == js.Cost(messages=3 + 2, words=2 * 3 * 25 * (4096 // 32 + 1))
+
+
+@pytest.mark.parametrize(("workers", "n"), [(2, 16 * 4096 + 5), (3, 100)])
+def test_all_blocks_at_once_as_on_a_gpu_give_the_bits_of_a_few_at_a_time(workers, n, monkeypatch):
+  collective, grads = js.make_collective("onebit", decay=0.5), jnp.asarray(normals(0, workers, n))
+  grads = grads.at[0, : n // 3].multiply(2.0**90).at[1, n // 2 :].multiply(2.0**-90)
+  start = simulation.initial(collective, workers, n)
+  expected = simulation.reduce_all(collective, grads, start)
+  monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, **_: cuda(*args))
+  assert_same_bits(jax.jit(simulation.reduce_all.__wrapped__, static_argnums=0)(collective, grads, start), expected)
+
+
+@pytest.mark.parametrize("exponent", [-120, -60, 60, 120])
+def test_scales_neither_over_nor_underflow(exponent):
+  signs = np.where(np.arange(5000) % 3 == 0, -1.5, 1.5)[None].astype(np.float32)
+  out = js.simulate("onebit", signs * np.float32(2.0**exponent))
+  np.testing.assert_allclose(np.asarray(out.total) / 2.0**exponent, signs[0], rtol=2e-7)

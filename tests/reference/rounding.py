@@ -25,32 +25,29 @@ def qsgd(gradients, noise, levels):
 def onebit(accumulators):
   """Total f[n] and the next residuals f[P, n] of gradients + residuals f[P, n]."""
   workers, n = accumulators.shape
-  owned = regions(n, workers)
-  sent = np.stack([with_signs(row, np.concatenate(owned)) for row in accumulators])
+  blocks, per_region = blocks_of(n, workers)
+  sent = np.stack([with_signs(row, blocks) for row in accumulators])
   kept, sums = accumulators - sent, np.empty(n)
-  for owner, blocks in enumerate(owned):  # the owner of a region does not round its own entries
-    inside = slice(blocks[0][0], blocks[-1][1])
-    sums[inside] = sent[:, inside].sum(0) - sent[owner, inside] + accumulators[owner, inside]
-  total = with_signs(sums, np.concatenate(owned))
-  for owner, blocks in enumerate(owned):
-    inside = slice(blocks[0][0], blocks[-1][1])
-    kept[owner, inside] = (sums - total)[inside]
+  regions = [slice(w * per_region, (w + 1) * per_region) for w in range(workers)]
+  for owner, region in enumerate(regions):  # the owner of a region does not round its own entries
+    sums[region] = sent[:, region].sum(0) - sent[owner, region] + accumulators[owner, region]
+  total = with_signs(sums, blocks)
+  for owner, region in enumerate(regions):
+    kept[owner, region] = (sums - total)[region]
   return total, kept
 
 
 def with_signs(x, blocks):
-  """Q: of each block, sgn(x) times the root of the mean square."""
+  """Q: of each block, sgn(x) times the root of the mean square of its entries to 12 significant bits."""
   result = np.empty_like(x)
-  for start, end in blocks:
-    part = x[start:end]
-    result[start:end] = np.where(part < 0, -1.0, 1.0) * np.sqrt((part**2).mean()) if part.size else 0.0
+  for block in blocks:
+    short = (x[block].astype(np.float32).view(np.uint32) & 0xFFFFF000).view(np.float32).astype(np.float64)
+    result[block] = np.where(x[block] < 0, -1.0, 1.0) * np.sqrt((short**2).mean()) if short.size else 0.0
   return result
 
 
-def regions(n, workers):
-  """The blocks of each worker's region, at most 1,024 entries each, equal, and whole words of signs."""
-  length = -(-n // workers)
-  count = -(-length // 1024)
-  block = 32 * -(-length // (32 * count))
-  ends = np.minimum(block * np.arange(workers * count + 1), n)
-  return np.stack([ends[:-1], ends[1:]], axis=1).reshape(workers, count, 2)
+def blocks_of(n, workers):
+  """The blocks of all regions, 32 equal rows of at most 128 entries each, and the entries of a region."""
+  columns = min(128, -(-n // (32 * workers)))
+  per_region = -(-n // (32 * columns * workers)) * 32 * columns
+  return [slice(start, min(n, start + 32 * columns)) for start in range(0, n, 32 * columns)], per_region
