@@ -223,7 +223,7 @@ class _LocalSteps(NamedTuple):
       moved = jax.tree.map(lambda u: -u[None], updates)
     else:
       moved = jax.tree.map(lambda was, u: was - u[None].astype(jnp.float32), state.moved, updates)
-    finite = flatten.all_finite(moved) & flatten.stays_finite(before, after)
+    finite = flatten.all_finite(updates if self.every == 1 else moved) & flatten.stays_finite(before, after)
     if states.reduce_states(after):  # a transform returns zeros for what is not finite
       finite &= ~states.is_skipped(after)
     return _in_rows(after), moved, finite
