@@ -216,13 +216,16 @@ class _Blocks:
       after = jnp.where(shape(owner), shape(region), grads + residual) - shape(decode(*map(cut, kept)))
       if error is not None:
         after = after + shape(decode(cut(signs), cut(error)))
-      after = after if decay == 1 else decay * after
-      update = jnp.where(finite, shape(decode(cut(signs), cut(mean))), 0.0)
-      return jnp.where(finite, after, residual), update
+      after = jnp.where(finite, after if decay == 1 else decay * after, residual)
+      apply = finite
+      if count == self.count:  # a GPU writes the update where the gradient is, after the residual
+        after = jax.lax.optimization_barrier(after)
+        apply = ordering.depend_on(after[:1], finite.astype(jnp.int32)) > 0
+      return after, jnp.where(apply, shape(decode(cut(signs), cut(mean))), 0.0)
 
-    written = _by_chunks(finish, self.n // self.block, self.count, (parts[1], parts[0]), (self.block,) * 2)
-    residual, update = jax.lax.optimization_barrier(written)  # one kernel of a GPU writes both, in place
-    return update, residual
+    grads, residual = parts
+    after, update = _by_chunks(finish, self.n // self.block, self.count, (residual, grads), (self.block,) * 2)
+    return update, after
 
   def _entries(self, block: jax.Array) -> jax.Array:
     """The entries of blocks that are no padding."""
