@@ -176,36 +176,14 @@ def saturated_product(count: jax.Array | int, factor: int) -> jax.Array:
   return jnp.where(count > jnp.uint32(_MOST_WORDS // max(1, factor)), most, count * jnp.uint32(factor))
 
 
-class LowRank(NamedTuple):
-  """A vector f32[n] that consists of low-rank matrices, row by row, and other vectors, one piece after the other.
-
-  Attributes:
-    pieces: each f32[m], or (L f32[r, a], R f32[r, b]) for the matrix LᵀR.
-    bound: f32[], no magnitude of an entry is larger; Inf or NaN if an entry may be.
-
-  Example:
-    >>> import jax.numpy as jnp, jaxsparse as js
-    >>> (js.types.LowRank((jnp.array([3.0]),), bound=jnp.float32(3)) / 2).pieces
-    (Array([1.5], dtype=float32),)
-  """
-
-  pieces: tuple[jax.Array | tuple[jax.Array, jax.Array], ...]
-  bound: jax.Array
-
-  def __truediv__(self, divisor: int) -> Self:
-    divided = [(piece[0] / divisor, piece[1]) if isinstance(piece, tuple) else piece / divisor for piece in self.pieces]
-    return self._replace(pieces=tuple(divided))
-
-
 class Pending(NamedTuple):
-  """A residual that is not materialized yet: gradient + old residual, except at some entries, or less a vector.
+  """A residual that is not materialized yet: gradient + old residual, except at some entries.
 
   Attributes:
     grads: f32[n], the gradient; where values were received, gradient + residual + received values; `entries` contains
       all these indices.
     residual: f32[n], the old residual.
     entries: entries of the new residual that replace the sum. Each index below n occurs once; others are empty slots.
-      Or the `LowRank` vector to subtract from the sum.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -216,32 +194,34 @@ class Pending(NamedTuple):
 
   grads: jax.Array
   residual: jax.Array
-  entries: Sparse | LowRank
+  entries: Sparse
 
 
-class Scaled(NamedTuple):
-  """A total and a next residual that are not materialized yet: each entry of the total is ± one of a few values.
+class Deferred(NamedTuple):
+  """A total and a next residual that one pass over n entries writes, once it is known whether the step is skipped.
 
   Attributes:
-    values: f32[m], at least 0.
-    finish: (mean, error, finite, decay) -> the update and the next residual, f32[n] each: the total with the values
-      `mean`, and `decay` times the sum of what the total does not deliver and of the total with the values `error`,
-      which may be None. Zeros and the residual before if not `finite`.
+    values: f32 arrays of which the total is a linear function; NaN or Inf where an entry of the total may be.
+    finish: (values, error, finite, decay) -> the update and the next residual, f32[n] each: the total of `values`, and
+      `decay` times the sum of what the total does not deliver and of the total of `error`, like values or None. Zeros
+      and the residual before if not `finite`.
+    are_magnitudes: whether each entry is ± one of the values, so that rounded values are those of rounded entries.
   """
 
-  values: jax.Array
-  finish: Callable[[jax.Array, jax.Array | None, jax.Array, float], tuple[jax.Array, jax.Array]]
+  values: Any
+  finish: Callable[[Any, Any, jax.Array, float], tuple[jax.Array, jax.Array]]
+  are_magnitudes: bool = False
 
 
 class Reduced(NamedTuple):
   """The result of a collective at one worker.
 
   Attributes:
-    total: the estimate of the *sum* over workers, as a vector bitwise the same on every worker (Law R): f32[n], a
-      `LowRank` one, or its `Sparse` entries in any order, each index once, empty slots with index n or more, which the
-      caller scatters; or `Scaled`.
-    state: the next `State`; its residual, f32[n] or `Pending`, is what `total` did not deliver (Law C). `Scaled` makes
-      it, so that there it is the one before.
+    total: the estimate of the *sum* over workers, as a vector bitwise the same on every worker (Law R): f32[n], its
+      `Sparse` entries in any order, each index once, empty slots with index n or more, which the caller scatters, or
+      `Deferred`.
+    state: the next `State`; its residual, f32[n] or `Pending`, is what `total` did not deliver (Law C). That of a
+      `Deferred` total is the one before.
     counters: the step's `Counters`, scalars.
 
   Example:
@@ -250,7 +230,7 @@ class Reduced(NamedTuple):
     Array([1., 1.], dtype=float32)
   """
 
-  total: jax.Array | Sparse | LowRank | Scaled
+  total: jax.Array | Sparse | Deferred
   state: State
   counters: Counters
 

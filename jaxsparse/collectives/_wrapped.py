@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ def _mask_momentum(momentum: jax.Array, sent: jax.Array, residual: jax.Array, af
   """The momentum with zeros where the next residual is not `sent + residual`."""
   if not isinstance(after, Pending):
     return jnp.where(after == sent + residual, momentum, 0.0)
-  indices, values = cast(Sparse, after.entries)
+  indices, values = after.entries
   left = values != sparse.read_at(sent, indices) + sparse.read_at(residual, indices)
   return sparse.put(momentum, jnp.where(left, indices, momentum.size), 0.0)
 

@@ -20,7 +20,7 @@ from jaxsparse.collectives._base import Collective
 from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.select import ordering
 from jaxsparse.sparse.sums import round_mantissa, row_sums
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Scaled, State
+from jaxsparse.types import Comm, Cost, Counters, Deferred, Reduced, State
 
 _ROWS = 32  # of a block, the bits of a word
 _COLUMNS = 128  # at most, the lanes of a TPU
@@ -79,11 +79,12 @@ class OneBit(Collective):
     received = [comm.shift(messages[(rank + by) % size], by) for by in range(1, size)]
     sums = blocks.sum_region(acc, rank, received)
     (own,) = blocks.pack(*blocks.encode((sums,), rank * blocks.region, blocks.region, skip=_CHUNK))
-    total = blocks.unpack(in_rank_order(comm, all_gather(comm, own)))
+    signs, scales = blocks.unpack(in_rank_order(comm, all_gather(comm, own)))
     kept = blocks.unpack(messages.at[rank].set(own))
     words = self.cost(n, size).words
-    finish = functools.partial(blocks.finish, acc, rank, sums, kept, total[0])
-    return Reduced(Scaled(total[1], finish), state, Counters(words, words, selected=n, delivered=n))
+    finish = functools.partial(blocks.finish, acc, rank, sums, kept, signs)
+    total = Deferred(scales, finish, are_magnitudes=True)
+    return Reduced(total, state, Counters(words, words, selected=n, delivered=n))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +191,7 @@ class _Blocks:
     finite: jax.Array,
     decay: float,
   ) -> tuple[jax.Array, jax.Array]:
-    """The update and the next residual, as `Scaled.finish`, in one pass over the vector."""
+    """The update and the next residual, as `Deferred.finish`, in one pass over the vector."""
 
     def finish(start: jax.Array | int, count: int, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
       cut = lambda x: _cut(x, start, count)

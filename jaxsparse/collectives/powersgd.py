@@ -9,15 +9,16 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse.collectives._base import Collective, replace_fields
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.sparse import flatten, noise
-from jaxsparse.types import Comm, Cost, Counters, LowRank, Pending, Reduced, State, saturated, saturated_sum
+from jaxsparse.select import ordering
+from jaxsparse.sparse import flatten, low_rank, noise
+from jaxsparse.types import Comm, Cost, Counters, Deferred, Reduced, State, saturated, saturated_sum
 
 _Factorized = tuple[jax.Array, jax.Array]
 
@@ -142,10 +143,21 @@ class PowerSGD(Collective):
       summed, bound, after = half.others, jnp.maximum(half.bound, done.bound), done.factors._replace(left=())
     costs = [saturated(cost.words, jnp.uint32) for cost in self._costs(n, comm.size)]
     words = jnp.where(to_left, *costs) if self.alternate else saturated_sum(*costs)
-    total, own = (LowRank(self._join(n, *pieces), bound) for pieces in ((done.total, summed), (done.own, others)))
-    residual = Pending(grads, state.residual, own)
-    state = state._replace(residual=residual, shared=after._replace(step=factors.step + 1))
-    return Reduced(total, state, Counters(words, words, selected=n, delivered=n))
+    total, own = (self._join(n, *pieces) for pieces in ((done.total, summed), (done.own, others)))
+
+    def finish(values: Any, _: None, finite: jax.Array, decay: float) -> tuple[jax.Array, jax.Array]:
+      pairs = zip(values[0], total, strict=True)
+      pieces = [(left, piece[1]) if isinstance(piece, tuple) else left for left, piece in pairs]
+      residual = low_rank.subtract(own, grads, state.residual, finite, decay)
+      # All reads of `grads` precede the reuse of its buffer for the update.
+      finite &= ordering.depend_on(residual[:1], jnp.int32(0)) == 0
+      return low_rank.put(pieces, grads, finite), residual
+
+    # Linear in the left factors. The bound is Inf or NaN where a product may be.
+    lefts = [piece[0] if isinstance(piece, tuple) else piece for piece in total]
+    after_state = state._replace(shared=after._replace(step=factors.step + 1))
+    counters = Counters(words, words, selected=n, delivered=n)
+    return Reduced(Deferred((lefts, bound), finish), after_state, counters)
 
   def _layout(self, n: int) -> list[tuple[int, tuple[int, int] | None]]:
     """The entries of each leaf, and its matrix (a, b), None for a leaf that is sent as it is."""
@@ -170,7 +182,7 @@ class PowerSGD(Collective):
     return matrices, jnp.concatenate([grads[:0], *others])
 
   def _join(self, n: int, matrices: Sequence[_Factorized], others: jax.Array) -> tuple[jax.Array | _Factorized, ...]:
-    """The pieces of a `LowRank` vector: undoes `_split`."""
+    """The pieces of a low-rank vector: undoes `_split`."""
     found, pieces, start = iter(matrices), list[jax.Array | _Factorized](), 0
     layout = self._layout(n)
     for whole, leaves in itertools.groupby(layout, key=lambda leaf: leaf[1] is None):

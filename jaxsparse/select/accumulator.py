@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jaxsparse import sparse
 from jaxsparse.select import exact, ordering
 from jaxsparse.select.blocks import Blocks, LazySum, keys_of
-from jaxsparse.sparse import bitset, low_rank
-from jaxsparse.types import LowRank, Pending, Sparse
+from jaxsparse.sparse import bitset
+from jaxsparse.types import Pending, Sparse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,8 +211,6 @@ def pending_nonzero(x: LazySum, sent: jax.Array, total: Sparse, returned: Sequen
 
 def materialize(pending: Pending, finite: jax.Array, decay: float) -> jax.Array:
   """β times the new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
-  if isinstance(pending.entries, LowRank):
-    return low_rank.subtract(pending.entries, pending.grads, pending.residual, finite, decay)
   # All reads precede the writes in place, so that XLA can alias the buffers.
   finite = ordering.depend_on(pending.entries.values, finite.astype(jnp.int32)) > 0
   # The `where` makes this another expression than selection's gradient + residual: XLA would compute that sum once and

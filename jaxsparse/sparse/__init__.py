@@ -144,7 +144,7 @@ def merge(rows: Sparse, end: int) -> Sparse:
   indices = jnp.full(slots, 2**31 - 1, jnp.int32).at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
   add_row = lambda values, row: (add(values, *row), None)
   # Sums start at −0: −0 + x is x, and 0 + −0 would be 0.
-  values, _ = jax.lax.scan(add_row, jnp.where(indices < end, -0.0, 0.0), (slot, rows.values))
+  values, _ = jax.lax.scan(add_row, jnp.where(indices < end, jnp.float32(-0.0), jnp.float32(0)), (slot, rows.values))
   return Sparse(jnp.minimum(indices, end), values)
 
 

@@ -1,40 +1,40 @@
-"""Vectors of low-rank matrices and of pieces between them (`types.LowRank`), computed where they are written.
+"""Vectors that consist of low-rank matrices, row by row, and other vectors, computed where they are written.
 
-A product of factors of few columns costs no more than the read of its entries.
+A vector f32[n] is given by its pieces, one after the other: each f32[m], or (L f32[r, a], R f32[r, b]) for LᵀR. A
+product of factors of few rows costs no more than the read of its entries.
 """
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.types import LowRank
-
 Piece = jax.Array | tuple[jax.Array, jax.Array]
 
 
-def dense(x: LowRank) -> jax.Array:
+def dense(x: Sequence[Piece]) -> jax.Array:
   """All entries of the vector, f32[n].
 
   Example:
     >>> factors = jnp.array([[1.0, 2.0]]), jnp.array([[1.0, 3.0]])
-    >>> dense(LowRank((factors, jnp.ones(1)), bound=jnp.float32(6)))
+    >>> dense([factors, jnp.ones(1)])
     Array([1., 3., 2., 6., 1.], dtype=float32)
   """
-  return jnp.concatenate([_matrix(piece).reshape(-1) for piece in x.pieces])
+  return jnp.concatenate([_matrix(piece).reshape(-1) for piece in x])
 
 
-def put(x: LowRank, into: jax.Array, finite: jax.Array) -> jax.Array:
+def put(x: Sequence[Piece], into: jax.Array, finite: jax.Array) -> jax.Array:
   """All entries of the vector, or zeros unless `finite`, bool[]: f32[n], in the buffer of `into`.
 
   Example:
-    >>> put(LowRank((jnp.ones(1), jnp.zeros(1)), bound=jnp.float32(1)), jnp.array([3.0, 2.0]), jnp.bool_(True))
+    >>> put([jnp.ones(1), jnp.zeros(1)], jnp.array([3.0, 2.0]), jnp.bool_(True))
     Array([1., 0.], dtype=float32)
   """
 
-  def by_pieces(x: LowRank, into: jax.Array) -> jax.Array:
-    new = lambda: [_matrix(piece) for piece in x.pieces]
+  def by_pieces(x: Sequence[Piece], into: jax.Array) -> jax.Array:
+    new = lambda: [_matrix(piece) for piece in x]
     pieces = jax.lax.cond(finite, new, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(new)))
     return _put_at(_starts(x), pieces, into)
 
@@ -43,40 +43,39 @@ def put(x: LowRank, into: jax.Array, finite: jax.Array) -> jax.Array:
   return jax.lax.platform_dependent(x, into, default=by_pieces, cuda=at_once, rocm=at_once, tpu=at_once)
 
 
-def subtract(x: LowRank, grads: jax.Array, residual: jax.Array, finite: jax.Array, decay: float) -> jax.Array:
+def subtract(x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: jax.Array, decay: float) -> jax.Array:
   """`decay * (grads + residual - x)`, f32[n], in the buffer of `residual`, which is returned unless `finite`, bool[].
 
   Example:
-    >>> x = LowRank((jnp.ones(1), jnp.zeros(1)), bound=jnp.float32(1))
-    >>> subtract(x, jnp.array([3.0, 2.0]), jnp.array([0.0, 1.0]), jnp.bool_(True), 0.5)
+    >>> subtract([jnp.ones(1), jnp.zeros(1)], jnp.array([3.0, 2.0]), jnp.array([0.0, 1.0]), jnp.bool_(True), 0.5)
     Array([1. , 1.5], dtype=float32)
   """
   starts = _starts(x)
 
-  def by_pieces(x: LowRank, grads: jax.Array, residual: jax.Array) -> jax.Array:
-    for start, piece in zip(starts, x.pieces, strict=True):
+  def by_pieces(x: Sequence[Piece], grads: jax.Array, residual: jax.Array) -> jax.Array:
+    for start, piece in zip(starts, x, strict=True):
       entries = _matrix(piece).reshape(-1)
       own, old = (part[start : start + entries.size] for part in (grads, residual))
       new = jnp.where(finite, decay * (own + old - entries), old)
       residual = jax.lax.dynamic_update_slice(residual, new, (start,))
     return residual
 
-  def on_cpu(x: LowRank, grads: jax.Array, residual: jax.Array) -> jax.Array:
+  def on_cpu(x: Sequence[Piece], grads: jax.Array, residual: jax.Array) -> jax.Array:
     """Pieces that a conditional returns are stored, each by a loop over rows, before any is copied to its place."""
-    shapes = [jax.eval_shape(_matrix, piece).shape for piece in x.pieces]
+    shapes = [jax.eval_shape(_matrix, piece).shape for piece in x]
     cut = lambda flat: [flat[start : start + math.prod(shape)] for start, shape in zip(starts, shapes, strict=True)]
     shaped = lambda parts: [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
     sums = shaped(map(jnp.add, cut(grads), cut(residual)))
-    new = lambda: [decay * (one - _matrix(piece)) for one, piece in zip(sums, x.pieces, strict=True)]
+    new = lambda: [decay * (one - _matrix(piece)) for one, piece in zip(sums, x, strict=True)]
     return _put_at(starts, jax.lax.cond(finite, new, lambda: shaped(cut(residual))), residual)
 
   others = dict.fromkeys(("cuda", "rocm", "tpu"), by_pieces)
   return jax.lax.platform_dependent(x, grads, residual, default=on_cpu, **others)
 
 
-def _starts(x: LowRank) -> list[int]:
+def _starts(x: Sequence[Piece]) -> list[int]:
   """The flat index of each piece."""
-  sizes = [piece.size if isinstance(piece, jax.Array) else piece[0].shape[1] * piece[1].shape[1] for piece in x.pieces]
+  sizes = [piece.size if isinstance(piece, jax.Array) else piece[0].shape[1] * piece[1].shape[1] for piece in x]
   return [0, *itertools.accumulate(sizes)][:-1]
 
 

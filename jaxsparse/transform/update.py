@@ -25,13 +25,13 @@ from jaxsparse.comm import axes_of, comm_of
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.select import ordering
 from jaxsparse.select.accumulator import materialize
-from jaxsparse.sparse import flatten, low_rank
+from jaxsparse.sparse import flatten
 from jaxsparse.transform import checks
 from jaxsparse.transform.groups import Assignment, Group, Method, Shapes, Special, assign_collectives, groups_of
 from jaxsparse.transform.metrics import count_idle_step, count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
 from jaxsparse.transform.state import Layout, ReduceState, join_groups, split_groups
-from jaxsparse.types import Comm, Counters, LowRank, Pending, Reduced, Scaled, Sparse, State
+from jaxsparse.types import Comm, Counters, Deferred, Pending, Reduced, Sparse, State
 
 
 class Transform(optax.GradientTransformationExtraArgs):
@@ -190,7 +190,7 @@ class _Delivered(NamedTuple):
   """
 
   reduced: Reduced
-  mean: jax.Array | LowRank
+  mean: Any
   error: jax.Array | None
   finite: jax.Array
 
@@ -224,20 +224,17 @@ def reduce_groups(
     earlier = [delivered[number].finite for number in group.waits_for]
     reduced = group.collective.reduce(ordering.following(comm, earlier) if earlier else comm, flat, before)
     total, error, rounding = reduced.total, None, flatten.rounding(mine)
-    if rounding and isinstance(total, LowRank):
-      total = low_rank.dense(total)
-    if isinstance(total, Scaled) and rounding and len(set(map(jnp.result_type, mine))) > 1:
-      # Entries of one value are rounded to several dtypes.
+    one_dtype = len(set(map(jnp.result_type, mine))) == 1
+    if isinstance(total, Deferred) and rounding and not (total.are_magnitudes and one_dtype):
       total, residual = total.finish(total.values, None, jnp.bool_(True), 1.0)
       reduced = reduced._replace(total=total, state=reduced.state._replace(residual=residual))
-    values = total.values if isinstance(total, (Sparse, Scaled)) else total
+    values = total.values if isinstance(total, Sparse | Deferred) else total
     indices = total.indices if isinstance(total, Sparse) else None
-    mean: Any = values / divisor
+    mean = jax.tree.map(lambda x: x / divisor, values)
     if rounding:
       exact, mean = mean, rounding(mean, indices)
       error = exact - mean
-    bound = mean.bound if isinstance(mean, LowRank) else mean
-    delivered.append(_Delivered(reduced, mean, error, mark_total(flatten.all_finite(bound), axes)))
+    delivered.append(_Delivered(reduced, mean, error, mark_total(flatten.all_finite(mean), axes)))
   finite = functools.reduce(jnp.logical_and, [one.finite for one in delivered])
   if inside:
     finite = jax.lax.pmin(finite.astype(jnp.int32), inside) > 0
@@ -263,7 +260,7 @@ def _commit(
   zero, residual, mean, error = jnp.float32(0), after.residual, delivered.mean, delivered.error
   keep = functools.partial(jnp.where, finite)
   rest = jax.tree.map(keep, after._replace(residual=None), before._replace(residual=None))
-  if isinstance(total, Scaled):
+  if isinstance(total, Deferred):
     update, residual = total.finish(mean, error, finite, decay)
     return update, rest._replace(residual=residual)
   if isinstance(residual, Pending):
@@ -275,8 +272,6 @@ def _commit(
   if residual is not None and error is not None:
     error = decay * jnp.where(finite, error, 0.0)
     residual = sparse.add(residual, total.indices, error) if isinstance(total, Sparse) else residual + error
-  if isinstance(mean, LowRank):
-    return low_rank.put(mean, grads, finite & (zero == 0)), rest._replace(residual=residual)
   update = jnp.where(finite, mean, 0.0)
   if isinstance(total, Sparse):
     update = sparse.put(jnp.full_like(grads, zero), total.indices, update)
