@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+import jaxsparse as js
 from jaxsparse.select import blocks, exact, top_k
 from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
-from tests.cases import bits
+from tests.cases import bits, row
 from tests.reference import largest
 from tests.select.gradients import GRADIENTS, simple
 from tests.sparse.entries_test import rows_of_entries
@@ -48,11 +49,15 @@ def test_equals_a_sort_by_magnitude(method, n, k, data):
     np.testing.assert_array_equal(values, row[indices])
 
 
+def as_on_gpu(*args, default, cuda=None, **_):
+  return (cuda or default)(*args)
+
+
 @pytest.mark.parametrize(("method", "lazy"), [*itertools.product(METHODS, (False, True)), ("as on GPU", False)])
 def test_methods_agree_on_long_rows(method, lazy, monkeypatch):
   """A lazy sum is selected from as its sum. GPUs sort few keys."""
   if method == "as on GPU":
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, cuda=None, **_: (cuda or default)(*args))
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpu)
     method = "bracket"
   select = jax.jit(lambda *parts: top_k(LazySum(parts) if lazy else parts[0], 700, method=method))
   added = jax.jit(jnp.add)
@@ -61,6 +66,43 @@ def test_methods_agree_on_long_rows(method, lazy, monkeypatch):
     chosen = select(x, y)
     np.testing.assert_array_equal(chosen.indices, simple(whole, 700), err_msg=name)
     np.testing.assert_array_equal(bits(chosen.values), bits(whole[np.asarray(chosen.indices)]), err_msg=name)
+
+
+ROUNDS = {
+  "normal": lambda random, shape: random.standard_normal(shape),
+  "ties": lambda random, shape: np.round(2 * random.standard_normal(shape)),
+  "few non-zeros": lambda random, shape: np.where(random.random(shape) < 0.01, random.standard_normal(shape), -0.0),
+  "spikes": lambda random, shape: random.standard_t(1, shape),
+  # The others cancel what worker 0 has: too few candidates are left, and whole blocks are searched.
+  "cancelling": lambda random, shape: np.outer(
+    [shape[0] - 1] + (shape[0] - 1) * [-1], random.standard_normal(shape[1])
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  ("workers", "selector"),
+  [row(workers, name, quick=(workers, name) == (3, "exact")) for workers in (1, 3, 8) for name in ("exact", "reuse")],
+)
+def test_rounds_give_the_same_bits_as_on_gpu(workers, selector, monkeypatch):
+  """Totals and residuals of SparDL, of values that random rounding draws by slot, so that the order counts, too."""
+  monkeypatch.setattr(exact, "SHORT", 0)
+  inputs = {name: draw(np.random.default_rng(0), (workers, 8_000)).astype(np.float32) for name, draw in ROUNDS.items()}
+
+  def run():
+    outs = {name: js.simulate("spardl", x, k=160, selector=selector, wire="int8") for name, x in inputs.items()}
+    return {name: (bits(out.total), bits(out.residuals)) for name, out in outs.items()}
+
+  on_cpu = run()
+  jax.clear_caches()
+  chosen = mock.Mock(side_effect=as_on_gpu)
+  monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+  on_gpu = run()
+  assert chosen.called
+  jax.clear_caches()
+  for name, arrays in on_cpu.items():
+    for one, other in zip(arrays, on_gpu[name], strict=True):
+      np.testing.assert_array_equal(one, other, err_msg=name)
 
 
 def lowered(platform, function, *args):

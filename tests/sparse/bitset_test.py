@@ -30,6 +30,7 @@ def read(flags):
     "rank": bitset.rank(words, every.reshape(2, -1)).reshape(-1),
     "nonzero": bitset.nonzero(words, n + 2),
     "first": bitset.nonzero(words, 1),
+    "nonzero as on GPU": bitset._nonzero_by_index(words, n + 2),
   }
 
 
@@ -46,6 +47,7 @@ def test_bitsets_are_sets(n, data):
   nonzero = np.pad(members, (0, n + 2 - len(members)), constant_values=beyond)
   np.testing.assert_array_equal(got["nonzero"], nonzero)
   np.testing.assert_array_equal(got["first"], nonzero[:1])
+  np.testing.assert_array_equal(got["nonzero as on GPU"], nonzero)
 
 
 pack = jax.jit(bitset.pack)
