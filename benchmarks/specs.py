@@ -79,7 +79,7 @@ VGG16 = _vgg16()
 
 
 def shapes(n: int) -> tuple[tuple[int, ...], ...]:
-  """Shapes of leaves of n entries together: those of VGG-16 in their order, again and again; the last, cut, is a vector.
+  """Shapes of leaves of n entries: those of VGG-16 in their order, again and again; the last, cut, is a vector.
 
   Example:
     >>> shapes(1_800)
