@@ -1,6 +1,7 @@
 """Parses the flag --algorithm of benchmarks: names of collectives, with options that differ from the defaults."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,10 @@ class Spec(NamedTuple):
   def collective(self) -> js.Collective:
     """The collective with its options."""
     return js.make_collective(self.name, **self.config)
+
+  def sized(self, n: int) -> js.Collective:
+    """The collective of n entries: where it needs shapes, of the leaves that `shapes(n)` gives."""
+    return self.collective.for_leaves(shapes(n)) if self.collective.needs_shapes else self.collective
 
 
 def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
@@ -71,3 +76,18 @@ def _vgg16() -> dict[str, tuple[int, ...]]:
 
 VGG16 = _vgg16()
 """Shapes of the 14,728,266 parameters of VGG-16 for CIFAR-10, with normalization: of collectives that need shapes."""
+
+
+def shapes(n: int) -> tuple[tuple[int, ...], ...]:
+  """Shapes of leaves of n entries: those of VGG-16 in their order, again and again; the last, cut, is a vector.
+
+  Example:
+    >>> shapes(1_800)
+    ((3, 3, 3, 64), (64,), (8,))
+  """
+  found, left = list[tuple[int, ...]](), n
+  for shape in itertools.cycle(VGG16.values()):
+    if (entries := math.prod(shape)) >= left:
+      return (*found, shape if entries == left else (left,))
+    found, left = [*found, shape], left - entries
+  raise AssertionError

@@ -2,7 +2,8 @@ r"""Milliseconds per update of every all-reduce, selection included, with the ra
 
 With --rate the ranks run on hosts of the network lab (needs root), whose links are that fast. A program that mpirun or
 srun started measures with the ranks of that job. Each row is a line of collectives.jsonl as soon as it is measured; the
-exit status is 0 if all was measured, and nothing wrong. benchmarks/pages/updates.md says what the columns are.
+exit status is 0 if all was measured, and nothing wrong. benchmarks/pages/updates.md says what the columns are. Where
+the words depend on the shapes of leaves (powersgd), the n entries are the leaves of VGG-16, in their order.
 
 Examples:
   python -m benchmarks.collectives --rate=10mbit,100mbit,1gbit,none --algorithms=spardl,dense --predict
@@ -65,7 +66,7 @@ def _cases(size: int) -> list[tuple[int, float, specs.Spec]]:
   if names == ["all"]:
     teams = [f"spardl:teams={d}" for d in range(2, size + 1) if size % d == 0]
     first = ["dense", "dense:dtype=bfloat16", "spardl", *teams]
-    names = [*first, *sorted(set(specs.of_vectors()) - set(first))]
+    names = [*first, *sorted(set(js.collective_names()) - set(first))]
   return [
     (n, density, spec)
     for n, density in itertools.product(_N.value, _DENSITY.value)
@@ -87,7 +88,8 @@ def _measure(size: int, rate: str, kept: Kept) -> bool:
   label = lambda spec: js.costs.label_of(spec.name, spec.config)
   profile = None
   if _PREDICT.value:
-    labels = list(dict.fromkeys(label(spec) for _, _, spec in cases))
+    fitted = [spec for _, _, spec in cases if not spec.collective.needs_shapes]  # the model scales one n to others
+    labels = list(dict.fromkeys(map(label, fitted)))
     profile = js.costs.fit(place.where, algorithms=labels, seconds=math.inf)
   for n, of_size in itertools.groupby(cases, lambda case: case[0]):
     gradients = recorded.gradients(place, recorded.path_in(_CACHE_DIR.value), n) if real else None

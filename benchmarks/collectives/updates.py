@@ -81,15 +81,15 @@ class Bench:
 
   def row(self, spec: Spec, density: float, rate: str = "", pinned: bool = False) -> Row:
     """Times and checks one algorithm."""
-    grads = self._gradients(0)
-    arithmetic, _ = timing.alone(self._engine, self._watch, spec.collective, grads, self._n, self._repetitions)
-    messages = js.costs.count(spec.name, n=self._n, workers=self._workers.size, **spec.config).messages
+    collective = spec.sized(self._n)
+    arithmetic, _ = timing.alone(self._engine, self._watch, collective, self._gradients(0), self._repetitions)
+    messages = js.costs.count(collective, n=self._n, workers=self._workers.size).messages
     setting = (spec.label, self._name, self._workers.size, self._n, density, rate, self._kind, pinned)
     return Row(*setting, arithmetic=arithmetic, messages=messages, **self._updates(spec))
 
   def _updates(self, spec: Spec) -> dict[str, Any]:
     """What the warm-up and the timed steps say of a row."""
-    update = timing.Update(self._engine, spec.collective, self._engine.comm, self._n)
+    update = timing.Update(self._engine, spec.sized(self._n), self._engine.comm, self._n)
     untimed, timed, period = plan(spec.collective, self._warm_up, self._repetitions)
     warm_up = 1 if update.state.carried.residual is None else untimed  # nothing grows
     read, laws = jax.jit(self._workers.metrics), Laws(self._engine, spec, update.specs)

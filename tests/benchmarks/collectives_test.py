@@ -33,6 +33,19 @@ def test_a_row_has_the_words_and_the_laws():
   assert row.busbw == pytest.approx(2 * 2 / 3 * 4 * 600 / row.seconds / 1e9)
 
 
+@pytest.mark.parametrize("label", ["powersgd", "powersgd:rank=2:alternate=True"])
+def test_what_needs_shapes_has_the_leaves_of_vgg16(label):
+  (spec,) = specs.parse([label], 3)
+  n = 1728 + 3 * 64 + 36_864 + 100  # a cut fifth leaf
+  assert specs.shapes(n) == ((3, 3, 3, 64), *[(64,)] * 3, (3, 3, 64, 64), (64,), (36,))
+  assert specs.shapes(14_728_266) == tuple(specs.VGG16.values())
+  row = bench(n).row(spec, 0.1)
+  params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in specs.shapes(n)]
+  cost = js.costs.predict(spec.name, n=params, workers=3, **spec.config)
+  assert (row.checked, row.wrong, row.messages) == ("C R", 0, cost.messages)
+  assert row.words <= cost.words
+
+
 def test_an_algorithm_with_a_period_is_timed_over_whole_ones():
   steps_of = lambda label, **counts: updates.plan(specs.parse([label], 3, density=0.1)[0].collective, **counts)
   assert steps_of("oktopk:threshold_period=8:region_period=12", warm_up=1, repetitions=5) == (46, 24, 24)  # 70 steps
@@ -124,9 +137,9 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path):
 
 
 def test_a_row_that_fails_is_named(tmp_path):
-  done = small(tmp_path, "--engine=sim", "--n=1000", "--algorithms=dense,powersgd:rank=4")  # it needs shapes of leaves
+  done = small(tmp_path, "--engine=sim", "--n=1000", "--algorithms=dense,topka:density=None:k=2000")
   assert done.returncode == 1
-  assert "error: powersgd:rank=4: rank 0 failed: " in done.stderr
+  assert "error: topka:density=None:k=2000: rank 0 failed: " in done.stderr
   assert "│ dense " in done.stdout
 
 
