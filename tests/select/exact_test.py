@@ -44,9 +44,9 @@ def test_equals_a_sort_by_magnitude(method, n, k, data):
   x = data.draw(hypothesis.extra.numpy.arrays(np.float32, (2, n), elements=floats))
   with mock.patch.object(exact, "SHORT", 0):  # candidates of rows of any length
     chosen = jitted_top_k(x, k, method=method)
-  for row, indices, values in zip(x, np.asarray(chosen.indices), np.asarray(chosen.values), strict=True):
-    assert sorted(largest(dict(enumerate(row)), k)) == indices.tolist()
-    np.testing.assert_array_equal(values, row[indices])
+  for entries, indices, values in zip(x, np.asarray(chosen.indices), np.asarray(chosen.values), strict=True):
+    assert sorted(largest(dict(enumerate(entries)), k)) == indices.tolist()
+    np.testing.assert_array_equal(values, entries[indices])
 
 
 def as_on_gpu(*args, default, cuda=None, **_):
