@@ -75,7 +75,8 @@ class QSGD(Collective):
     acc = grads + state.residual if self.error_feedback else grads
     key = noise.fold(noise.fold(noise.key_of(self.seed), state.shared), comm.rank)
     message = encode(key, acc, self.levels, self.bits)
-    total = decode_sum(all_gather(comm, message), self.bits, n, (jnp.arange(comm.size) - comm.rank) % comm.size)
+    order = (jnp.arange(comm.size, dtype=jnp.int32) - comm.rank) % comm.size
+    total = decode_sum(all_gather(comm, message), self.bits, n, order)
     residual = acc - decode_sum(message[None], self.bits, n, jnp.zeros(1, jnp.int32)) if self.error_feedback else None
     words = self.cost(n, comm.size).words
     used = count_levels(message, self.bits)
@@ -142,7 +143,7 @@ def encode(key: jax.Array, x: jax.Array, levels: int, bits: int) -> jax.Array:
 
   message = jnp.zeros(1 + size + (rest > 0), jnp.uint32).at[0].set(jax.lax.bitcast_convert_type(scale, jnp.uint32))
   if rest:
-    message = message.at[-1:].set(pack([*x[x.size - rest :, None], *jnp.zeros((rows - rest, 1))], size))
+    message = message.at[-1:].set(pack([*x[x.size - rest :, None], *jnp.zeros((rows - rest, 1), jnp.float32)], size))
   return _by_blocks(fill, message, size)
 
 
@@ -181,8 +182,9 @@ def decode_sum(messages: jax.Array, bits: int, n: int, order: jax.Array) -> jax.
       total = jax.lax.dynamic_update_slice(total, part, (row * size + start,))
     return total
 
-  last = jnp.concatenate([*add(size, 1)[:rest], jnp.zeros(0)]) if rest else jnp.zeros(0)
-  total = jnp.zeros(n, jnp.float32).at[n - rest :].set(last)
+  total = jnp.zeros(n, jnp.float32)
+  if rest:
+    total = total.at[n - rest :].set(jnp.concatenate(add(size, 1)[:rest]))
   return _by_blocks(fill, total, size)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives.qsgd import count_levels, decode, decode_sum, draw_noise, encode, scale_of
+from jaxsparse.collectives.qsgd import count_levels, decode, decode_sum, draw_noise, encode
 from jaxsparse.sparse import noise
 from tests.cases import normals
 from tests.reference import rounding
@@ -39,7 +39,6 @@ def test_the_mean_over_seeds_is_the_gradient(levels):
   grads, draws = normals(0, 1, 8)[0], 20_000
   keys = jax.vmap(lambda draw: noise.fold(noise.key_of(levels), draw))(jnp.arange(draws))
   bits = js.make_collective("qsgd", levels=levels).bits
-  scale = scale_of(jnp.asarray(grads), levels)
   values = jax.jit(jax.vmap(lambda key: decode_sum(encode(key, grads, levels, bits)[None], bits, 8, np.array([0]))))(
     keys
   )
@@ -67,7 +66,7 @@ def test_levels_survive_packing(levels):
 def test_noise_is_uniform_and_differs_between_rows_workers_and_steps():
   key = noise.key_of(0)
   drawn = np.stack([draw_noise(noise.fold(key, number), row, 50_000) for number in (0, 1) for row in (0, 1, 2)])
-  assert (0 <= drawn).all()
+  assert (drawn >= 0).all()
   assert (drawn < 1).all()
   counts = np.stack([np.histogram(one, 100, (0, 1))[0] for one in drawn])
   assert np.abs(counts - 500).max() < 5 * np.sqrt(500)
