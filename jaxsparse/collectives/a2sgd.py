@@ -85,7 +85,7 @@ def two_means(grads: jax.Array) -> jax.Array:
   """
 
   def mean_of_sign(positive: bool) -> jax.Array:
-    count = jnp.maximum(bitset.count(bitset.pack((grads >= 0) == positive)), 1).astype(jnp.float32)
+    count = jnp.maximum(bitset.count_true((grads >= 0) == positive), 1).astype(jnp.float32)
     return ordered_sum(grads, term=lambda part: jnp.where((part >= 0) == positive, jnp.abs(part), 0.0)) / count
 
   return jnp.stack([mean_of_sign(True), mean_of_sign(False)])

@@ -220,7 +220,7 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
            [0. , 1. , 0. ]], dtype=float32)
   """
   if not factors:
-    return jnp.zeros((0, 0, 0))
+    return jnp.zeros((0, 0, 0), jnp.float32)
   rank, most = factors[0].shape[1], max(len(factor) for factor in factors)
   x = jnp.stack([jnp.pad(factor.T, ((0, 0), (0, most - len(factor)))) for factor in factors])
   row, largest = jnp.arange(most)[None], jnp.abs(x).max(2, keepdims=True)
@@ -246,10 +246,10 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
     later = _einsum("sq,sqr->sr", products[:, number], weights)
     return weights.at[:, number].set(scales[:, number, None] * (vectors[:, number, :rank] - later))
 
-  _, vectors, scales = jax.lax.fori_loop(0, rank, reflect, (x, jnp.zeros_like(x), jnp.zeros(x.shape[:2])))
+  _, vectors, scales = jax.lax.fori_loop(0, rank, reflect, (x, jnp.zeros_like(x), jnp.zeros(x.shape[:2], jnp.float32)))
   products = _einsum("sra,sqa->srq", vectors, vectors)
   weights = jax.lax.fori_loop(0, rank, weigh, jnp.zeros_like(products))
-  return jnp.eye(rank, most)[None] - _einsum("sqr,sqa->sra", weights, vectors)
+  return jnp.eye(rank, most, dtype=jnp.float32)[None] - _einsum("sqr,sqa->sra", weights, vectors)
 
 
 class _Turn(NamedTuple):

@@ -11,18 +11,20 @@ code depends on the data, and messages here have static sizes, so each level has
 import dataclasses
 import functools
 import math
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse.collectives._base import Collective
-from jaxsparse.comm import all_gather, in_rank_order, schedules
-from jaxsparse.sparse import bitset
+from jaxsparse.comm import all_gather, schedules
+from jaxsparse.sparse import bitset, noise
 from jaxsparse.sparse.sums import largest_magnitude, ordered_sum, round_mantissa_up
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 _BLOCK = 1 << 15  # words
+_SHARED = 1 << 16  # the number of a key that no row has
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,14 +73,14 @@ class QSGD(Collective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
     acc = grads + state.residual if self.error_feedback else grads
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), state.shared), comm.rank)
-    message, used = encode(key, acc, self.levels, self.bits)
-    rows = all_gather(comm, message)
-    total = decode_sum(rows, self.bits, n, in_rank_order(comm, jnp.arange(comm.size, dtype=jnp.int32)))
-    own = lambda: decode_sum(message[None], self.bits, n, jnp.zeros(1, jnp.int32))
-    residual = acc - own() if self.error_feedback else None
+    key = noise.fold(noise.fold(noise.key_of(self.seed), state.shared), comm.rank)
+    message = encode(key, acc, self.levels, self.bits)
+    order = (jnp.arange(comm.size, dtype=jnp.int32) - comm.rank) % comm.size
+    total = decode_sum(all_gather(comm, message), self.bits, n, order)
+    residual = acc - decode_sum(message[None], self.bits, n, jnp.zeros(1, jnp.int32)) if self.error_feedback else None
     words = self.cost(n, comm.size).words
-    counters = Counters(words, words, selected=used, delivered=bitset.count(bitset.pack(total != 0)))
+    used = count_levels(message, self.bits)
+    counters = Counters(words, words, selected=used, delivered=bitset.count_true(total != 0))
     return Reduced(total, state._replace(residual=residual, shared=state.shared + 1), counters)
 
 
@@ -99,93 +101,105 @@ def scale_of(x: jax.Array, levels: int) -> jax.Array:
   return round_mantissa_up(norm / levels, bits=levels.bit_length())
 
 
-def quantize(key: jax.Array, x: jax.Array, scale: jax.Array, levels: int) -> jax.Array:
-  """Random levels i32[n], −levels … levels, whose mean times `scale` is x.
+def quantize(drawn: jax.Array, x: jax.Array, scale: jax.Array, levels: int) -> jax.Array:
+  """Levels i32 like x, −levels … levels; for numbers `drawn` uniformly from [0, 1) the mean of `scale` times them is x.
 
   Example:
-    >>> quantize(jax.random.key(0), jnp.array([0.0, -2.0]), jnp.float32(0.5), levels=4)
+    >>> quantize(jnp.array([0.7, 0.7]), jnp.array([0.0, -2.0]), jnp.float32(0.5), levels=4)
     Array([ 0, -4], dtype=int32)
   """
-  level = jnp.floor(jnp.abs(x) / jnp.where(scale == 0, 1.0, scale) + draw_noise(key, x.size))
+  level = jnp.floor(jnp.abs(x) / jnp.where(scale == 0, 1.0, scale) + drawn)
   return (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)
 
 
-def draw_noise(key: jax.Array, n: int) -> jax.Array:
-  """f32[n], each uniform in [0, 1): the high 16 bits differ between entries, the lower bits are the same for all.
+def draw_noise(key: jax.Array, row: int, size: int, start: jax.Array | int = 0) -> jax.Array:
+  """f32[size], each uniform in [0, 1), for the levels in row `row` of the words from `start` on.
 
-  Drawing 32 bits for each entry would take as long as the rest of QSGD.
+  The high 16 bits differ between entries, the lower bits are the same for all; two rows share the bits of a hash.
   """
-  own, shared = jax.random.split(key)
-  # An even number of them: on CPU JAX takes several times as long for an odd one.
-  pairs = jax.random.bits(own, (bitset.align(-(-n // 2)),), jnp.uint32)
-  high = jax.lax.bitcast_convert_type(pairs, jnp.uint16).reshape(-1)[:n].astype(jnp.float32)
-  noise = (high + jax.random.uniform(shared, (), jnp.float32)) * 2.0**-16
-  return jnp.minimum(noise, 1 - 2.0**-24)  # high + shared may round up to 2¹⁶
+  drawn = noise.bits(noise.fold(key, row // 2), size, start)
+  high = (drawn >> 16 if row % 2 else drawn & 0xFFFF).astype(jnp.float32)
+  shared = noise.uniform(noise.fold(key, _SHARED)[0])
+  return jnp.minimum((high + shared) * 2.0**-16, 1 - 2.0**-24)  # high + shared may round up to 2¹⁶
 
 
-def encode(key: jax.Array, x: jax.Array, levels: int, bits: int) -> tuple[jax.Array, jax.Array]:
-  """The message u32[1 + w] of f32[n], its scale and its packed levels, and how many levels are not 0, i32[].
+def encode(key: jax.Array, x: jax.Array, levels: int, bits: int) -> jax.Array:
+  """The message u32[1 + w] of f32[n]: its scale, and words with m = ⌊32 / bits⌋ levels of `bits` bits each.
 
-  Each block of 2¹⁵ words is drawn and packed before the next: its random numbers stay in the cache.
+  With v = ⌊n / m⌋, word i < v has the levels of entries i, v + i, 2v + i and so on: rows of neighbours, which are read
+  side by side. The last word has those of the n mod m entries that are left.
   """
-  scale, span = scale_of(x, levels), 32 // bits * _BLOCK
-  blocks = x.size // span
+  scale, (rows, size, rest) = scale_of(x, levels), _layout(x.size, bits)
 
-  def pack(block: jax.Array | int, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-    drawn = quantize(jax.random.fold_in(key, block), part, scale, levels)
-    return pack_levels(drawn, bits), bitset.count(bitset.pack(drawn != 0))
+  def pack(parts: Sequence[jax.Array], start: jax.Array | int) -> jax.Array:
+    drawn = [draw_noise(key, row, part.size, start) for row, part in enumerate(parts)]
+    level = [quantize(one, part, scale, levels) for one, part in zip(drawn, parts, strict=True)]
+    words = [(one + (1 << (bits - 1))).astype(jnp.uint32) << (bits * row) for row, one in enumerate(level)]
+    return functools.reduce(jnp.bitwise_or, words)
 
-  def fill(block: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    message, used = carry
-    words, more = pack(block, jax.lax.dynamic_slice(x, (block * span,), (span,)))
-    return jax.lax.dynamic_update_slice(message, words, (1 + block * _BLOCK,)), used + more
+  def fill(message: jax.Array, start: jax.Array | int, length: int) -> jax.Array:
+    parts = [jax.lax.dynamic_slice(x, (row * size + start,), (length,)) for row in range(rows)]
+    return jax.lax.dynamic_update_slice(message, pack(parts, start), (1 + start,))
 
-  last, used = pack(blocks, x[blocks * span :])
-  first = jax.lax.bitcast_convert_type(scale, jnp.uint32)[None]
-  message = jnp.concatenate([first, jnp.zeros(blocks * _BLOCK, jnp.uint32), last])
-  return jax.lax.fori_loop(0, blocks, fill, (message, used)) if blocks else (message, used)
+  message = jnp.zeros(1 + size + (rest > 0), jnp.uint32).at[0].set(jax.lax.bitcast_convert_type(scale, jnp.uint32))
+  if rest:
+    message = message.at[-1:].set(pack([*x[x.size - rest :, None], *jnp.zeros((rows - rest, 1), jnp.float32)], size))
+  return _by_blocks(fill, message, size)
+
+
+def decode(words: jax.Array, row: int, bits: int) -> jax.Array:
+  """One row of the levels of u32[w] words, i32[w].
+
+  Example:
+    >>> message = encode(noise.key_of(0), jnp.array([-3.0, 0.0, 4.0]), levels=5, bits=4)
+    >>> [decode(message[1:], row, bits=4).tolist() for row in range(3)]
+    [[-3], [0], [4]]
+  """
+  return ((words >> (bits * row)) & jnp.uint32((1 << bits) - 1)).astype(jnp.int32) - (1 << (bits - 1))
+
+
+def count_levels(message: jax.Array, bits: int) -> jax.Array:
+  """How many levels of a message are not 0, i32[]."""
+  zero = sum(1 << (bits * row + bits - 1) for row in range(32 // bits))  # a word whose levels are all 0
+  different = message[1:] ^ jnp.uint32(zero)
+  any_bit = functools.reduce(jnp.bitwise_or, [different >> bit for bit in range(bits)])
+  return bitset.count(any_bit & jnp.uint32(zero >> (bits - 1)))
 
 
 def decode_sum(messages: jax.Array, bits: int, n: int, order: jax.Array) -> jax.Array:
-  """The sum f32[n] of the messages of `encode`, u32[P, 1 + w], added in the order i32[P] of their rows.
+  """The sum f32[n] of messages u32[P, 1 + w], added in the order i32[P] of their rows."""
+  rows, size, rest = _layout(n, bits)
+  scales = jax.lax.bitcast_convert_type(messages[:, 0], jnp.float32)[order]
 
-  Block by block, so that a block of the sum stays in the cache while the entries of all messages are added, and that
-  only blocks are put in order.
+  def add(start: jax.Array | int, length: int) -> list[jax.Array]:
+    """All rows of the levels of some words."""
+    words = [jax.lax.dynamic_slice(messages, (number, 1 + start), (1, length))[0] for number in order]
+    each = lambda row: [decode(one, row, bits).astype(jnp.float32) * s for one, s in zip(words, scales, strict=True)]
+    return [functools.reduce(jnp.add, each(row)) for row in range(rows)]
+
+  def fill(total: jax.Array, start: jax.Array | int, length: int) -> jax.Array:
+    for row, part in enumerate(add(start, length)):
+      total = jax.lax.dynamic_update_slice(total, part, (row * size + start,))
+    return total
+
+  total = jnp.zeros(n, jnp.float32)
+  if rest:
+    total = total.at[n - rest :].set(jnp.concatenate(add(size, 1)[:rest]))
+  return _by_blocks(fill, total, size)
+
+
+def _layout(n: int, bits: int) -> tuple[int, int, int]:
+  """(levels of a word, whole words, other entries)."""
+  rows = 32 // bits
+  return rows, n // rows, n % rows
+
+
+def _by_blocks(fill: Callable[[jax.Array, Any, int], jax.Array], into: jax.Array, size: int) -> jax.Array:
+  """`fill(into, start, length)` for all words: on GPUs at once, else for blocks that stay in the cache of a CPU.
+
+  The last block overlaps the one before.
   """
-  span, scales = 32 // bits * _BLOCK, jax.lax.bitcast_convert_type(messages[:, 0], jnp.float32)
-  blocks = n // span
-
-  def add_rows(rows: jax.Array) -> jax.Array:
-    levels = [unpack_levels(row, bits).astype(jnp.float32) for row in rows[order]]
-    return functools.reduce(jnp.add, [level * scale for level, scale in zip(levels, scales[order], strict=True)])
-
-  def fill(block: jax.Array, total: jax.Array) -> jax.Array:
-    rows = jax.lax.dynamic_slice(messages, (0, 1 + block * _BLOCK), (len(messages), _BLOCK))
-    return jax.lax.dynamic_update_slice(total, add_rows(rows), (block * span,))
-
-  last = add_rows(messages[:, 1 + blocks * _BLOCK :])[: n - blocks * span]
-  total = jnp.pad(last, (blocks * span, 0))
-  return jax.lax.fori_loop(0, blocks, fill, total) if blocks else total
-
-
-def pack_levels(levels: jax.Array, bits: int) -> jax.Array:
-  """Signed levels of `bits` bits each as u32[w], ⌊32 / bits⌋ in a word: word i has levels i, w + i, 2w + i and so on.
-
-  Example:
-    >>> unpack_levels(pack_levels(jnp.array([-3, 0, 3]), bits=3), bits=3)[:3]
-    Array([-3,  0,  3], dtype=int32)
-  """
-  per_word = 32 // bits
-  offset = (levels + (1 << (bits - 1))).astype(jnp.uint32)
-  parts = jnp.pad(offset, (0, -levels.size % per_word)).reshape(per_word, -1)
-  return jnp.bitwise_or.reduce(parts << _shifts(bits), axis=0)
-
-
-def unpack_levels(words: jax.Array, bits: int) -> jax.Array:
-  """The levels of u32[w] words, i32[⌊32 / bits⌋ · w], in the order before `pack_levels`, and its padding."""
-  offset = (words[None] >> _shifts(bits)) & jnp.uint32((1 << bits) - 1)
-  return (offset.astype(jnp.int32) - (1 << (bits - 1))).reshape(-1)
-
-
-def _shifts(bits: int) -> jax.Array:
-  return (jnp.arange(32 // bits, dtype=jnp.uint32) * bits)[:, None]
+  length = min(_BLOCK, size)
+  step = lambda number, into: fill(into, jnp.minimum(number * length, size - length), length)
+  loop = lambda into: jax.lax.fori_loop(0, -(-size // max(length, 1)), step, into)
+  return bitset.by_platform(into, gpu=lambda into: jax.lax.optimization_barrier(fill(into, 0, size)), default=loop)
