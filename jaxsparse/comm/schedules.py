@@ -148,7 +148,10 @@ def exchange(comm: Comm, rows: Tree) -> Tree:
   """
   away = (comm.rank + jnp.arange(comm.size, dtype=jnp.int32)) % comm.size
   home_frame = jax.tree.map(lambda x: x[away], rows)
-  own = jax.tree.map(lambda x: x[:1], home_frame)
-  sent = [comm.shift(jax.tree.map(lambda x, b=b: x[b : b + 1], home_frame), b) for b in range(1, comm.size)]
+  # Behind a barrier, XLA for GPUs compiles one kernel that copies a row; else P − 1 that compute a row each.
+  home_frame, numbers = jax.lax.optimization_barrier((home_frame, [jnp.uint32(row) for row in range(comm.size)]))
+  row_of = lambda number: jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, number, 1), home_frame)
+  own, *others = map(row_of, numbers)
+  sent = [comm.shift(row, by) for by, row in enumerate(others, start=1)]
   # The row of worker rank − b is row P − b of the home frame.
   return in_rank_order(comm, jax.tree.map(lambda *parts: jnp.concatenate(parts), own, *reversed(sent)))

@@ -152,7 +152,12 @@ def balance(
   turn, worker = slot // comm.size, slot % comm.size
   # The free slots before the first one of this rank are for lower ranks.
   column = turn - jnp.minimum(below[worker], first // comm.size + (worker < first % comm.size).astype(jnp.int32))
-  moves = (beyond >= 0) & (ordered.indices < n) & (start + beyond < jnp.sum(below)) & (column < sizes.surplus)
+  moves = (
+    (beyond >= 0)
+    & (ordered.indices < n)
+    & (start + beyond < jnp.sum(below, dtype=jnp.int32))
+    & (column < sizes.surplus)
+  )
   place = jnp.where(moves, worker * sizes.surplus + column, comm.size * sizes.surplus)
   empty = jnp.full(comm.size * sizes.surplus, n, jnp.int32), jnp.zeros(comm.size * sizes.surplus, jnp.float32)
   put = lambda row, new: sparse.put(row, place, new).reshape(comm.size, sizes.surplus)
