@@ -142,6 +142,11 @@ def test_local_steps(tmp_path):
   run("\n".join([CONTEXT, local, DATA, adam, MOVED, DATA, momentum, TRAIN, DATA, corrected, TRAIN]), tmp_path)
 
 
+def test_compile_ahead(tmp_path):
+  (howto,) = snippets("docs/how_to/compile_ahead.md")
+  assert "HloModule" in run("\n".join([CONTEXT, howto]), tmp_path)
+
+
 def test_the_table_of_the_reference_is_that_of_the_docstrings():
   assert (ROOT / "docs" / "reference" / "index.md").read_text() == api.page(), "run `python docs/api.py`"
 

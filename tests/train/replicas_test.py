@@ -60,7 +60,7 @@ def test_hashes_differ_where_words_do(words, data):
 NAMED = {  # what the error says of each difference, on both ranks
   "learning rate": r"`mul -0.25:f32.* on process 0 .*optax.*, and `mul -0.5:f32.* on process 1",
   "schedule": r"tx.update of process 1 is .*`min v\d+ 100.0.* on process 0 .*cosine_decay_schedule.*`min v\d+ 200.0",
-  "table of rates": r"line 1 of the jaxpr is `constant [0-9a-f]{16}:f32\[5\]",
+  "table of rates": r"first difference in line \d+ of the jaxpr is `constant [0-9a-f]{16}:f32\[5\]",
   "injected rate": r"the initial state of process 1 is not .*0.25:f32\[\] .*0.5:f32\[\] ",
   "momentum": r"`mul 0.5:f32.*trace.*`mul 0.75:f32",
   "no momentum": r"`state\[1\]\[0\].trace\['b'\] is float32\[4\]` on process 0, and `nothing` on process 1",

@@ -95,6 +95,9 @@ def check_against_the_simulator(name, sizes, leaves, kind=AxisType.Auto, steps=2
   _, state, specs = started(tx, mesh, leaves)
   own = config | ({"k": -(-config["k"] // devices)} if "k" in config else {})
   update, states = update_of(tx, mesh, state), [None] * devices
+  # A compiler may fuse the products of factors with what they are subtracted from.
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  same = close if name == "powersgd" else assert_same_bits
   for step in range(steps):
     grads = gradients(draw, 10 * step, workers, leaves)
     arguments = put(grads, mesh, specs, ["hosts"]), state
@@ -111,11 +114,11 @@ def check_against_the_simulator(name, sizes, leaves, kind=AxisType.Auto, steps=2
       states[device] = out.state
       expected = np.asarray(mean(jnp.concatenate([leaf.reshape(-1) for leaf in out.total]), workers))
       for worker in range(workers) if js.make_collective(name, **config).replicates else [0]:
-        assert_same_bits(*(kept(one, leaves, inside, device) for one in (got[device, worker], expected)))
+        same(*(kept(one, leaves, inside, device) for one in (got[device, worker], expected)))
       if (residual := state.carried.residual) is not None:
         mine = np.asarray(residual).reshape(workers, devices, -1)[:, device]
         residuals = np.concatenate([leaf.reshape(workers, -1) for leaf in out.residuals], axis=1)
-        assert_same_bits(mine, residuals)
+        same(mine, residuals)
 
 
 mean = jax.jit(lambda total, workers: total / workers, static_argnums=1)  # by a constant, as in the update

@@ -1,12 +1,4 @@
-"""1-bit all-reduce: the sign of each entry and a scale for each block, before and after the sum (1-bit Adam, 2021).
-
-Sending signs and adding the rounding errors to the next gradient is 1-bit SGD (Seide et al., 2014). Rounding the sums,
-too, so that a worker receives one bit an entry and not P − 1, is the compressed all-reduce of 1-bit Adam (Tang et al.).
-The messages of worker 0 of four:
-
-    scatter      signs of its region 1 -> worker 1, of region 2 -> worker 2, of region 3 -> worker 3
-    all-gather   stride 1, 2: the signs of the sums of regions, as in SparDL
-"""
+"""The blocks of a vector whose signs are sent: encoding, sums of a region, and the pass that writes the results."""
 
 import dataclasses
 import functools
@@ -16,79 +8,16 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives._base import Collective
-from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.select import ordering
 from jaxsparse.sparse.sums import round_mantissa, row_sums
-from jaxsparse.types import Comm, Cost, Counters, Deferred, Reduced, State
 
 _ROWS = 32  # of a block, the bits of a word
 _COLUMNS = 128  # at most, the lanes of a TPU
-_CHUNK = 8  # blocks at a time, few enough for the cache of a CPU
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OneBit(Collective):
-  """Sends the sign of every entry and a scale for each block, and keeps the rounding errors in residuals (1-bit Adam).
-
-  The gradient is divided into P regions, each owned by one worker, and regions into blocks of at most 4,096 entries.
-  With `sgn(0) = 1`, the mean taken over a block b, and `acc_w = gradient_w + residual_w`,
-
-      Q(x) = sgn(x) · √(mean x²)
-      sum  = acc_owner + Σ_{w ≠ owner} Q(acc_w)                 at the owner of a region
-      total = Q(sum)                                            on every worker
-      next residual_w = acc_w − Q(acc_w),   of the owner  sum − Q(sum)
-
-  so that `total + Σ_w residual_w` is what entered, to rounding. The mean square is that of `x` to 12 significant bits.
-  This is only the compressor of 1-bit Adam, without its dense warm-up, its frozen second moment and its momentum; and
-  1-bit Adam has one scale for a message, rounds the owner's own entries, too, and keeps the errors of sums apart. Q
-  leaves 40 % of the energy of normal entries. The same gradient in every step leaves a residual of some three times its
-  norm; with EF-SignSGD's scale, the mean of `|x|`, it would be more than ten times that.
-
-  A step sends P − 1 + ⌈log₂P⌉ messages. They have a bit for each entry and a word for each block, both
-  `2 (P − 1)/P` times: for n much larger than 4,096 P, 1/32 of the words of a dense all-reduce.
-
-  Every entry of a block is delivered with the same magnitude, and none as zero. So Adam cannot learn from totals how
-  much each gradient varies: exchange the **updates** of each worker's own optimizer, in `js.local_steps`. Parameters
-  that must not move need `special={"their names": "dense"}`, and so do leaves with much smaller updates than those
-  beside them, since blocks do not end where leaves do.
-
-  Example:
-    >>> import jax.numpy as jnp, jaxsparse as js
-    >>> out = js.simulate("onebit", jnp.array([[1.0, -7.0], [0.0, 0.0]]))
-    >>> out.total, out.residuals[0]
-    (Array([ 5., -5.], dtype=float32), Array([-4., -2.], dtype=float32))
-  """
-
-  decay: float = 1.0
-
-  def init(self, n: int, size: int) -> State:
-    return State(residual=jnp.zeros(n, jnp.float32))
-
-  def slots(self, n: int, size: int) -> int:
-    layout = _Blocks.of(n, size)
-    return layout.count * layout.block
-
-  def cost(self, n: int, size: int) -> Cost:
-    return Cost(size - 1 + len(schedules.strides(size)), 2 * (size - 1) * _Blocks.of(n, size).words)
-
-  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, size, rank = grads.size, comm.size, comm.rank
-    blocks, acc = _Blocks.of(n, size), (grads, state.residual)
-    messages = blocks.pack(*blocks.encode(acc, jnp.int32(0), blocks.count))
-    received = [comm.shift(messages[(rank + by) % size], by) for by in range(1, size)]
-    sums = blocks.sum_region(acc, rank, received)
-    (own,) = blocks.pack(*blocks.encode((sums,), rank * blocks.region, blocks.region, skip=_CHUNK))
-    signs, scales = blocks.unpack(in_rank_order(comm, all_gather(comm, own)))
-    kept = blocks.unpack(messages.at[rank].set(own))
-    words = self.cost(n, size).words
-    finish = functools.partial(blocks.finish, acc, rank, sums, kept, signs)
-    total = Deferred(scales, finish, are_magnitudes=True)
-    return Reduced(total, state, Counters(words, words, selected=n, delivered=n))
+CHUNK = 8  # blocks at a time, few enough for the cache of a CPU
 
 
 @dataclasses.dataclass(frozen=True)
-class _Blocks:
+class Blocks:
   """The blocks of a vector: 32 rows of up to 128 consecutive entries each; the last ones are padded.
 
   Bit r of word c of a block is the sign in row r and column c. So 32 entries of a word are far apart, and neighbours
@@ -120,7 +49,7 @@ class _Blocks:
   @property
   def margin(self) -> int:
     """Entries before and after the sums of a region."""
-    return _CHUNK * self.block
+    return CHUNK * self.block
 
   @property
   def words(self) -> int:
@@ -177,7 +106,7 @@ class _Blocks:
       return (jnp.where(position < entries[:, None, None], x, 0.0),)
 
     empty = jnp.zeros(self.region * self.block + 2 * self.margin, jnp.float32)
-    return _by_chunks(add, self.region, self.region, (empty,), (self.block,), _CHUNK)[0]
+    return _by_chunks(add, self.region, self.region, (empty,), (self.block,), CHUNK)[0]
 
   def finish(
     self,
@@ -209,7 +138,7 @@ class _Blocks:
         else:
           read = lambda x: _cut(x, start * self.block, count * self.block).reshape(count, _ROWS, -1)
           residual, grads = map(read, buffers)
-        inside = jnp.clip(start - rank * self.region + _CHUNK, 0, self.region + _CHUNK)
+        inside = jnp.clip(start - rank * self.region + CHUNK, 0, self.region + CHUNK)
         region = _cut(sums, inside * self.block, count * self.block)
       region = region.reshape(count, _ROWS, -1)
       number = start - rank * self.region + jnp.arange(count, dtype=jnp.int32)
@@ -321,7 +250,7 @@ def _by_chunks(
     rest = count - steps * chunk
     return write(results, steps * chunk, compute(steps * chunk, rest, results)) if rest else results
 
-  at_once, by_chunks = functools.partial(run, count + 1), functools.partial(run, _CHUNK)
+  at_once, by_chunks = functools.partial(run, count + 1), functools.partial(run, CHUNK)
   return jax.lax.platform_dependent(*results, cuda=at_once, rocm=at_once, default=by_chunks)
 
 

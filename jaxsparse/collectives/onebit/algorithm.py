@@ -1,0 +1,72 @@
+"""The 1-bit all-reduce: signs of regions to their owners, and the signs of the sums to all workers."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse.collectives._base import Collective
+from jaxsparse.collectives.onebit.blocks import CHUNK, Blocks
+from jaxsparse.comm import all_gather, in_rank_order, schedules
+from jaxsparse.types import Comm, Cost, Counters, Deferred, Reduced, State
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneBit(Collective):
+  """Sends the sign of every entry and a scale for each block, and keeps the rounding errors in residuals (1-bit Adam).
+
+  The gradient is divided into P regions, each owned by one worker, and regions into blocks of at most 4,096 entries.
+  With `sgn(0) = 1`, the mean taken over a block b, and `acc_w = gradient_w + residual_w`,
+
+      Q(x) = sgn(x) · √(mean x²)
+      sum  = acc_owner + Σ_{w ≠ owner} Q(acc_w)                 at the owner of a region
+      total = Q(sum)                                            on every worker
+      next residual_w = acc_w − Q(acc_w),   of the owner  sum − Q(sum)
+
+  so that `total + Σ_w residual_w` is what entered, to rounding. The mean square is that of `x` to 12 significant bits.
+  This is only the compressor of 1-bit Adam, without its dense warm-up, its frozen second moment and its momentum; and
+  1-bit Adam has one scale for a message, rounds the owner's own entries, too, and keeps the errors of sums apart. Q
+  leaves 40 % of the energy of normal entries. The same gradient in every step leaves a residual of some three times its
+  norm; with EF-SignSGD's scale, the mean of `|x|`, it would be more than ten times that.
+
+  A step sends P − 1 + ⌈log₂P⌉ messages. They have a bit for each entry and a word for each block, both
+  `2 (P − 1)/P` times: for n much larger than 4,096 P, 1/32 of the words of a dense all-reduce.
+
+  Every entry of a block is delivered with the same magnitude, and none as zero. So Adam cannot learn from totals how
+  much each gradient varies: exchange the **updates** of each worker's own optimizer, in `js.local_steps`. Parameters
+  that must not move need `special={"their names": "dense"}`, and so do leaves with much smaller updates than those
+  beside them, since blocks do not end where leaves do.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> out = js.simulate("onebit", jnp.array([[1.0, -7.0], [0.0, 0.0]]))
+    >>> out.total, out.residuals[0]
+    (Array([ 5., -5.], dtype=float32), Array([-4., -2.], dtype=float32))
+  """
+
+  decay: float = 1.0
+
+  def init(self, n: int, size: int) -> State:
+    return State(residual=jnp.zeros(n, jnp.float32))
+
+  def slots(self, n: int, size: int) -> int:
+    layout = Blocks.of(n, size)
+    return layout.count * layout.block
+
+  def cost(self, n: int, size: int) -> Cost:
+    return Cost(size - 1 + len(schedules.strides(size)), 2 * (size - 1) * Blocks.of(n, size).words)
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    n, size, rank = grads.size, comm.size, comm.rank
+    blocks, acc = Blocks.of(n, size), (grads, state.residual)
+    messages = blocks.pack(*blocks.encode(acc, jnp.int32(0), blocks.count))
+    received = [comm.shift(messages[(rank + by) % size], by) for by in range(1, size)]
+    sums = blocks.sum_region(acc, rank, received)
+    (own,) = blocks.pack(*blocks.encode((sums,), rank * blocks.region, blocks.region, skip=CHUNK))
+    signs, scales = blocks.unpack(in_rank_order(comm, all_gather(comm, own)))
+    kept = blocks.unpack(messages.at[rank].set(own))
+    words = self.cost(n, size).words
+    finish = functools.partial(blocks.finish, acc, rank, sums, kept, signs)
+    total = Deferred(scales, finish, are_magnitudes=True)
+    return Reduced(total, state, Counters(words, words, selected=n, delivered=n))
