@@ -202,8 +202,9 @@ def _by_order(
 ) -> tuple[jax.Array, jax.Array]:
   """`search_among` on GPUs: a sort of the slots of chosen entries is fewer kernels than a running sum and a scatter."""
   # Zeros are selected only where all others are known; of these the first k entries have enough.
-  first = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (len(keys), k))
-  zeros = jnp.where(keys_of(read(first)) == 0, 0, -1)
+  width = bitset.align(k)
+  first = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (len(keys), width))
+  zeros = jnp.where((first < k) & (keys_of(read(first)) == 0), 0, -1)
   keys, indices = (jnp.concatenate(pair, 1) for pair in ((jnp.where(keys == 0, -1, keys), zeros), (indices, first)))
   cut = kth_largest(keys, indices, k)
   chosen, is_full = cut.selects(keys, indices), cut.key[:, 0] >= low
