@@ -173,7 +173,7 @@ def decode_sum(messages: jax.Array, bits: int, n: int, order: jax.Array) -> jax.
 
   def add(start: jax.Array | int, length: int) -> list[jax.Array]:
     """All rows of the levels of some words."""
-    words = [jax.lax.dynamic_slice(messages, (number, 1 + start), (1, length))[0] for number in order]
+    words = [jax.lax.dynamic_slice(messages, (number, jnp.int32(1) + start), (1, length))[0] for number in order]
     each = lambda row: [decode(one, row, bits).astype(jnp.float32) * s for one, s in zip(words, scales, strict=True)]
     return [functools.reduce(jnp.add, each(row)) for row in range(rows)]
 
@@ -201,5 +201,5 @@ def _by_blocks(fill: Callable[[jax.Array, Any, int], jax.Array], into: jax.Array
   """
   length = min(_BLOCK, size)
   step = lambda number, into: fill(into, jnp.minimum(number * length, size - length), length)
-  loop = lambda into: jax.lax.fori_loop(0, -(-size // max(length, 1)), step, into)
+  loop = lambda into: jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-size // max(length, 1))), step, into)
   return bitset.by_platform(into, gpu=lambda into: jax.lax.optimization_barrier(fill(into, 0, size)), default=loop)
