@@ -57,7 +57,10 @@ nitpick_ignore_regex = [
   ("py:.*", r"jaxsparse\.([A-Z]+(_transform)?|ring_transform|PerWorker)"),  # placeholders, an example, the past
   ("py:.*", r"jaxsparse\.partial\.(simulate|sharing)"),  # the past
   ("py:class", r"jaxsparse\.transform\.state\.Layout"),  # not public
-  ("py:class", r"jaxsparse\.(costs\.calibration\.Algorithm|overlap\.(plans\.Group|network\.Sent))"),  # of fields
+  (
+    "py:class",
+    r"jaxsparse\.(costs\.calibration\.Algorithm|overlap\.(plans\.Group|network\.Sent)|types\.Deferred)",
+  ),  # of fields
 ]
 python_use_unqualified_type_names = True
 
