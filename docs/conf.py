@@ -61,6 +61,7 @@ nitpick_ignore_regex = [
     "py:class",
     r"jaxsparse\.(costs\.calibration\.Algorithm|overlap\.(plans\.Group|network\.Sent)|types\.Deferred)",
   ),  # of fields
+  ("py:class", r"jaxsparse\.types\.Deferred"),  # of a field
 ]
 python_use_unqualified_type_names = True
 

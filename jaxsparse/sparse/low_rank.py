@@ -4,6 +4,7 @@ A vector f32[n] is given by its pieces, one after the other: each f32[m], or (L 
 product of factors of few rows costs no more than the read of its entries.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -90,4 +91,4 @@ def _matrix(piece: Piece) -> jax.Array:
   if isinstance(piece, jax.Array):
     return piece
   left, right = piece
-  return sum(column[:, None] * row[None] for column, row in zip(left, right, strict=True))
+  return functools.reduce(jnp.add, [column[:, None] * row[None] for column, row in zip(left, right, strict=True)])
