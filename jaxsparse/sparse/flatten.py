@@ -38,19 +38,17 @@ def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
 Rounding = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
-def rounding(tree: Any) -> Rounding | None:
-  """The function that rounds f32 values to what the leaves can hold; None where they hold every float32.
+def rounding(sizes: Sequence[int], dtypes: Sequence[Any]) -> Rounding | None:
+  """The function that rounds f32 values to what leaves of these sizes and dtypes hold; None if they hold each float32.
 
   Its arguments are f32[n], or values f32[...] and their flat indices i32[...], of which those from n on do not matter.
 
   Example:
     >>> import jax.numpy as jnp
-    >>> to = rounding([jnp.zeros(1), jnp.zeros(1, jnp.float16)])
+    >>> to = rounding([1, 1], [jnp.dtype(jnp.float32), jnp.dtype(jnp.float16)])
     >>> to(jnp.array([84000.1, 84000.1]), None), to(jnp.array([0.1]), jnp.array([1]))
     (Array([84000.1,     inf], dtype=float32), Array([0.09997559], dtype=float32))
   """
-  leaves = jax.tree.leaves(tree)
-  sizes, dtypes = [jnp.size(leaf) for leaf in leaves], [jnp.result_type(leaf) for leaf in leaves]
   narrow = [dtype for dtype in dict.fromkeys(dtypes) if jnp.finfo(dtype).bits < 32]
 
   def rounded(values: jax.Array, indices: jax.Array | None) -> jax.Array:

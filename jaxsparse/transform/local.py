@@ -253,9 +253,12 @@ class _LocalSteps(NamedTuple):
     """The exchange of what was moved in a fragment; with a delay its update is in flight from then on."""
     moved, own = self.fragments.part(state.moved, number), self.fragments.part(params, number)
     # NaN of one worker makes all of them skip the exchange: `outer` finds it in its total.
-    mark = lambda moved, p: jnp.where(finite, flatten.representable(moved[0], p.dtype)[0], jnp.nan).astype(p.dtype)
-    sent = jax.tree.map(mark, moved, own)
-    updates, outer = atomic(self.outer).update(sent, self._outer(state, number), own, **extra)
+    mark = lambda moved: jnp.where(finite, moved, jnp.nan).astype(moved.dtype)
+    held = lambda moved, p: flatten.representable(moved, p.dtype)[0].astype(p.dtype)  # the rest stays in `moved`
+    sent = jax.tree.map(lambda moved, p: mark(moved[0] if self.every == 1 else held(moved[0], p)), moved, own)
+    # With every=1 no `moved` stays: sums are rounded to these dtypes, what that leaves is in the residual.
+    dtypes = {name: p.dtype for name, p in flatten.leaves_by_name(own).items()}
+    updates, outer = atomic(self.outer).update(sent, self._outer(state, number), own, dtypes=dtypes, **extra)
     updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, own)
     skipped = states.is_skipped(outer)
     if self.fragments.count > 1:

@@ -11,7 +11,7 @@ to the next step. What follows in a chain is undone by `atomic`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -82,7 +82,13 @@ def grouped_transform(
     return first_state(comm, method, shards_of(comm, params, shardings))
 
   def update(
-    updates: optax.Updates, state: ReduceState, params: Any = None, *, agree: jax.Array | None = None, **extra: Any
+    updates: optax.Updates,
+    state: ReduceState,
+    params: Any = None,
+    *,
+    agree: jax.Array | None = None,
+    dtypes: Mapping[str, Any] | None = None,
+    **extra: Any,
   ) -> tuple[optax.Updates, ReduceState]:
     del params, extra
     flatten.check_leaves(updates)
@@ -94,7 +100,9 @@ def grouped_transform(
     groups = grouped(flatten.leaf_shapes(updates))
     checks.check_method(state, groups, updates, comm.size, alone)
     leaves, structure = jax.tree.flatten(updates)
-    step = functools.partial(reduce_groups, comm, divisor=comm.size)
+    # `js.local_steps` with wider updates than parameters: of the mean, by the names of the leaves
+    own = [(dtypes or {}).get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()]
+    step = functools.partial(reduce_groups, comm, divisor=comm.size, dtypes=own)
     leaves, state = at_devices(step, groups, leaves, state)
     return jax.tree.unflatten(structure, leaves), state
 
@@ -196,7 +204,13 @@ class _Delivered(NamedTuple):
 
 
 def reduce_groups(
-  comm: Comm, groups: list[Group], leaves: list[jax.Array], state: ReduceState, divisor: int, inside: Sequence[str] = ()
+  comm: Comm,
+  groups: list[Group],
+  leaves: list[jax.Array],
+  state: ReduceState,
+  divisor: int,
+  inside: Sequence[str] = (),
+  dtypes: Sequence[Any] | None = None,
 ) -> tuple[list[jax.Array], ReduceState]:
   """One reduction of each group of leaves at one worker, or of their pieces at one of its devices.
 
@@ -211,21 +225,22 @@ def reduce_groups(
     state: of one worker or device.
     divisor: of the totals.
     inside: names of the axes of the devices of a worker, which agree on one scalar: all of them skip a step, or none.
+    dtypes: of the results; by default those of the leaves.
 
   Returns:
-    The sums of the leaves over the workers, divided by `divisor` and rounded to their dtypes; and the next state. What
-    is rounded off stays in the residuals, the same share at each worker.
+    The sums of the leaves over the workers, divided by `divisor` and rounded to `dtypes`; and the next state. What is
+    rounded off stays in the residuals, the same share at each worker.
   """
   means, states = list(leaves), split_groups(state.carried)
-  own = [[leaves[leaf] for leaf in group.leaves] for group in groups]
-  grads, restore = zip(*map(flatten.flatten, own), strict=True)
+  dtypes = list(map(jnp.result_type, leaves)) if dtypes is None else dtypes
+  grads, restore = zip(*(flatten.flatten([leaves[leaf] for leaf in group.leaves]) for group in groups), strict=True)
   axes, delivered = axes_of(comm), list[_Delivered]()
-  for group, mine, flat, before in zip(groups, own, grads, states, strict=True):
+  for group, flat, before in zip(groups, grads, states, strict=True):
     earlier = [delivered[number].finite for number in group.waits_for]
     reduced = group.collective.reduce(ordering.following(comm, earlier) if earlier else comm, flat, before)
-    total, error, rounding = reduced.total, None, flatten.rounding(mine)
-    one_dtype = len(set(map(jnp.result_type, mine))) == 1
-    if isinstance(total, Deferred) and rounding and not (total.are_magnitudes and one_dtype):
+    total, error, own = reduced.total, None, [dtypes[leaf] for leaf in group.leaves]
+    rounding = flatten.rounding([leaves[leaf].size for leaf in group.leaves], own)
+    if isinstance(total, Deferred) and rounding and not (total.are_magnitudes and len(set(own)) == 1):
       total, residual = total.finish(total.values, None, jnp.bool_(True), 1.0)
       reduced = reduced._replace(total=total, state=reduced.state._replace(residual=residual))
     values = total.values if isinstance(total, Sparse | Deferred) else total
@@ -247,7 +262,7 @@ def reduce_groups(
   counters = count_step([one.reduced.counters for one in delivered], entries, state.counters, finite)
   for group, unflatten, update in zip(groups, restore, updates, strict=True):
     for leaf, mean in zip(group.leaves, unflatten(update), strict=True):
-      means[leaf] = mean
+      means[leaf] = mean.astype(dtypes[leaf])
   carried = join_groups(states, alone=not isinstance(state.carried.residual, tuple))
   return means, state._replace(carried=carried, counters=counters)
 

@@ -54,16 +54,16 @@ def test_rounding_is_that_of_the_cast(dtype, like):
     with np.errstate(over="ignore"):
       expected = values.astype(like).astype(np.float32)
     expected = np.where(np.abs(expected) < 2.0**-126, 0, expected)
-    found = np.array(flatten.rounding([jnp.zeros(16, dtype)])(jnp.asarray(values), None))
+    found = np.array(flatten.rounding([16], [jnp.dtype(dtype)])(jnp.asarray(values), None))
     np.testing.assert_array_equal(np.where(np.abs(found) < 2.0**-126, 0, found), expected)
 
   holds()
 
 
 def test_rounding_of_entries_is_that_of_their_leaf():
-  leaves = [jnp.zeros(3, jnp.bfloat16), jnp.zeros(2), jnp.zeros(4, jnp.float16)]
-  to, values = flatten.rounding(leaves), jnp.asarray(normals(0, 9))
+  dtypes = list(map(jnp.dtype, (jnp.bfloat16, jnp.float32, jnp.float16)))
+  to, values = flatten.rounding([3, 2, 4], dtypes), jnp.asarray(normals(0, 9))
   order = np.random.default_rng(0).permutation(9)
   np.testing.assert_array_equal(to(values[order], jnp.asarray(order)), to(values, None)[order])
   assert float(to(jnp.array([0.1]), jnp.array([9]))[0]) == np.float32(0.1)  # an empty slot
-  assert flatten.rounding([jnp.zeros(3), jnp.zeros(2)]) is None
+  assert flatten.rounding([3, 2], [dtypes[1]] * 2) is None
