@@ -135,7 +135,7 @@ def update_of(spec: specs.Spec, n: int, mesh: Mesh) -> Callable[[], jax.stages.L
     return jax.tree.map(jnp.atleast_1d, tx.update(grads, state))
 
   split = PartitionSpec(AXIS)
-  program = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+  program = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=split, out_specs=split))
   return lambda: program.lower(jax.ShapeDtypeStruct((mesh.size * n,), jnp.float32))
 
 

@@ -60,6 +60,7 @@ from jaxsparse.overlap.buckets import bucketed_transform
 from jaxsparse.train.conversion import convert, resize
 from jaxsparse.train.flushing import flush
 from jaxsparse.train.simulation import simulate
+from jaxsparse.train.stacked import stacked
 from jaxsparse.train.starting import abstract_state
 from jaxsparse.train.step import init, make_train_step
 from jaxsparse.transform import factories
@@ -98,6 +99,6 @@ __all__ += ["Cost", "Counters", "Metrics", "Reduced", "Sparse", "State", "metric
 __all__ += ["atomic", "bucketed_transform", "make_transform", "momentum_corrected", "specs", "warmed_up"]
 __all__ += ["demo_transform", "diloco", "local_steps", "own_params", "scale_by_window_adam"]
 __all__ += ["sparseloco", "streaming_diloco"]
-__all__ += ["abstract_state", "convert", "flush", "init", "make_train_step", "resize", "simulate"]
+__all__ += ["abstract_state", "convert", "flush", "init", "make_train_step", "resize", "simulate", "stacked"]
 __all__ += [f"{name}_transform" for name in collective_names()]
 __all__.sort()

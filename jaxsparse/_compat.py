@@ -145,14 +145,6 @@ def trimmed(spec: PartitionSpec) -> PartitionSpec:
   return PartitionSpec(*parts)
 
 
-def is_summed_over(axis: AxisName, x: jax.Array) -> bool:
-  """Whether x, inside a shard_map that checks replication, is typed as equal on all workers along `axis`."""
-  number, own = (jax.typeof(value) for value in (jax.lax.axis_index(axis), x))
-  axes, newer = set(names_of(axis)), hasattr(own, "manual_axis_type")  # older versions have `.vma`
-  checked, varying = (kind.manual_axis_type.varying if newer else kind.vma for kind in (number, own))
-  return axes <= checked and not axes & varying
-
-
 def is_psum(x: jax.Array, axis: AxisName) -> bool:
   """Whether the traced x is a psum or pmean over `axis`, perhaps scaled, cast or reshaped.
 
@@ -167,6 +159,12 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
       return False
     (x,) = operands
   return False
+
+
+def is_argument_of_shard_map(x: jax.Array) -> bool:
+  """Whether the traced x is an argument of the program of a shard_map around it, and not checked for replication."""
+  frame = getattr(getattr(x, "_trace", None), "frame", None)
+  return frame is not None and frame.debug_info.traced_for == "shard_map" and x.parent is None  # type: ignore[attr-defined]
 
 
 _SCALINGS = ("div", "mul", "convert_element_type", "reshape", "ravel", "squeeze", "expand_dims")

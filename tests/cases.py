@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse import _compat
 from jaxsparse.collectives import Collective, SparseCollective, _base, _kinds, make_collective
 from jaxsparse.transform.state import reduce_states, split_groups
 
@@ -214,7 +213,8 @@ def update_program(tx: optax.GradientTransformation, state: Any, workers: int) -
     updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state)
     return jax.tree.map(lambda x: x[None], updates), state
 
-  return jax.jit(_compat.shard_map(worker, mesh_of(workers), (P("workers"), spec), (P("workers"), spec)))
+  specs = (P("workers"), spec)
+  return jax.jit(jax.shard_map(worker, mesh=mesh_of(workers), in_specs=specs, out_specs=specs))
 
 
 def residuals_by_leaf(state: Any, workers: int) -> dict[str, np.ndarray]:

@@ -35,7 +35,7 @@ def traced(spec: specs.Spec, devices: list[Any], n: int) -> jax.stages.Traced:
   own, rows = js.specs(state, axis=AXIS), PartitionSpec(AXIS)
   split = NamedSharding(mesh, rows)
   each = lambda x: jax.ShapeDtypeStruct((len(devices) * x.shape[0], *x.shape[1:]), x.dtype, sharding=split)
-  program = jax.shard_map(tx.update, mesh=mesh, in_specs=(rows, own), out_specs=(rows, own), check_vma=False)
+  program = jax.shard_map(tx.update, mesh=mesh, in_specs=(rows, own), out_specs=(rows, own))
   return jax.jit(program, donate_argnums=(0, 1)).trace(jax.tree.map(each, params), state)
 
 

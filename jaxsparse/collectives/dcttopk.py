@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import sparse
+from jaxsparse import _varying, sparse
 from jaxsparse.collectives._base import replace_fields
 from jaxsparse.collectives.chunktopk import ChunkTopk
 from jaxsparse.select.blocks import LazySum
@@ -196,7 +196,7 @@ def _transform(tiles: jax.Array, left: np.ndarray, right: np.ndarray) -> jax.Arr
 
   if count * _PIECES < len(tiles):
     tiles = tiles.at[count * _PIECES :].set(transform(tiles[count * _PIECES :]))
-  return jax.lax.fori_loop(0, _PIECES, replace, tiles) if count else tiles
+  return _varying.fori_loop(0, _PIECES, replace, tiles) if count else tiles
 
 
 def _sum_in_order(terms: list[jax.Array]) -> jax.Array:

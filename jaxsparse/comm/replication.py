@@ -1,8 +1,8 @@
 """Checks on the jaxpr of a program, before it runs, which values are equal on all workers.
 
-JAX types a value inside `jax.shard_map` as varying or not over each axis. It types a total that is built of ppermutes
-as varying, although Law R makes it equal on all workers, so the library switches that check off (`check_vma=False`) and
-does its own. For every value of one worker's program this module computes the set of axes that the value may vary over:
+JAX types a value inside `jax.shard_map` as varying or not over each axis, and so tells that a result differs, but not
+which leaf and why, and only on a mesh. So in the library's own steps that check is off (`check_vma=False`), and for
+every value of one worker's program this module computes the set of axes that the value may vary over:
 
     sharded inputs, axis_index         the axes of their PartitionSpec, of their name
     psum and the like over whole axes  without these axes
@@ -10,7 +10,8 @@ does its own. For every value of one worker's program this module computes the s
     callbacks, references              all axes, since their results are unknown
     any other operation                the union over its operands
 
-Transforms mark with `mark_total` the values that a law makes equal on all workers; the check trusts these marks.
+Transforms mark with `mark_total` the values that a law makes equal on all workers. This check trusts these marks, as do
+the types of JAX in a shard_map of the user's own.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

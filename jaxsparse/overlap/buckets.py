@@ -46,9 +46,8 @@ def bucketed_transform(
   or Inf in one group skips the step for all. Simultaneous groups wait for the same ones before them and not for each
   other: which of them starts first is the runtime's choice.
 
-  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis` with
-  `check_vma=False`; see `js.spardl_transform`. In a `jax.jit` of your own give
-  `compiler_options=js.overlap.compiler_options(platform)`.
+  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis`; see
+  `js.spardl_transform`. In a `jax.jit` of your own give `compiler_options=js.overlap.compiler_options(platform)`.
 
   Args:
     name: one of `js.collective_names()` whose total is the same on every worker.

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsparse import _varying
+
 
 def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
   """All leaves as one f32[n], in pytree order, and the inverse function, from f32[n] to their shapes and dtypes.
@@ -137,7 +139,7 @@ def stays_finite(before: Any, after: Any) -> jax.Array:
   stays = lambda old, new: all_finite(new) | ~all_finite(old)
   compare = lambda: jnp.all(jnp.array(jax.tree.leaves(jax.tree.map(stays, before, after)), jnp.bool_))
   # On CPU a pass over each leaf of `before` less; elsewhere a conditional waits for the host.
-  look = lambda: jax.lax.cond(all_finite(after), lambda: jnp.bool_(True), compare)
+  look = lambda: _varying.cond(all_finite(after), lambda: jnp.bool_(True), compare)
   return jax.lax.platform_dependent(cpu=look, default=compare)
 
 

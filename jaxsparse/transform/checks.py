@@ -1,5 +1,6 @@
 """Checks of states and gradients before anything is computed with them; each error says what to do instead."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxsparse import _compat
+from jaxsparse import _compat, _varying
 from jaxsparse.comm import AxisComm
 from jaxsparse.sparse.flatten import leaf_shapes, leaves_by_name
 from jaxsparse.transform.groups import Group
@@ -206,16 +207,26 @@ def check_method(state: ReduceState, groups: Sequence[Group], grads: optax.Updat
 def check_local(comm: Comm, grads: optax.Updates) -> None:
   """Checks that gradients are those of one worker, as far as it shows; raises ValueError if they are not.
 
-  Under check_vma=True JAX sums the gradients of replicated parameters by itself, and types say so. Otherwise the last
-  operations of the trace show a psum or pmean of the user's own.
+  Where a shard_map checks replication, JAX sums the gradients of replicated parameters by itself, and types say so.
+  Otherwise the last operations of the trace show a psum or pmean of the user's own.
+
+  Warns:
+    UserWarning: without that check, if gradients come into the shard_map as they are.
   """
   if not isinstance(comm, AxisComm):
     return
   leaves = jax.tree_util.tree_leaves_with_path(grads)
-  typed = all(_compat.is_summed_over(comm.axis, leaf) for _, leaf in leaves)  # a single one may be constant
+  typed = all(_varying.is_summed_over(comm.axis, leaf) for _, leaf in leaves)  # a single one may be constant
   if summed := [path for path, leaf in leaves if typed or _compat.is_psum(leaf, comm.axis)]:
     raise ValueError(
       f"gradients{jax.tree_util.keystr(summed[0])} is summed or averaged over {comm.axis!r} already: jaxsparse takes "
-      "the local gradients of one worker, leave out the pmean or psum; and give jax.shard_map check_vma=False "
-      "(js.make_train_step does), or JAX sums the gradients of replicated parameters"
+      "the gradients of one worker: leave out the pmean or psum, and take them at js.own_params(params, state), since "
+      "JAX sums those at replicated parameters; or by js.stacked(tx, mesh).value_and_grad, where a partitioner averages"
+    )
+  if not _varying.checked_axes() and all(_compat.is_argument_of_shard_map(leaf) for _, leaf in leaves):
+    warnings.warn(
+      "gradients come into a shard_map with check_vma=False as they are: if they are averaged already, or every worker "
+      "has the same batch, nothing is saved, and no error tells; take them inside it, or by "
+      "js.stacked(tx, mesh).value_and_grad",
+      stacklevel=2,
     )

@@ -92,9 +92,9 @@ def make_transform(
   """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.
 
   The transform reduces the gradients of the P workers of `axis`; its update is `total / P`. It takes the local,
-  un-averaged gradients of one worker, inside `jax.shard_map` over `axis` with `check_vma=False` (`js.make_train_step`
-  does it). It is the **first** of its chain but for stateless scaling, such as the unscaling of a loss, which belongs
-  before it; the transformations after it see its update.
+  un-averaged gradients of one worker: inside `jax.shard_map` over `axis`, at `js.own_params(params, state)`;
+  `js.make_train_step` and `js.stacked` take them so. It is the **first** of its chain but for stateless scaling, such
+  as the unscaling of a loss, which belongs before it; the transformations after it see its update.
 
   Args:
     name: one of `js.collective_names()`, or a collective of your own.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxsparse import _varying
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.groups import Group
@@ -15,7 +16,10 @@ from jaxsparse.transform.update import at_devices
 
 
 def own_params(params: optax.Params, state: Any) -> optax.Params:
-  """The parameters of this worker, θ_w: `params` itself where nothing is moved. Inside shard_map.
+  """The parameters of this worker, θ_w, at which it takes its gradient; inside shard_map.
+
+  Where nothing is moved their values are those of `params`. Of `params` themselves, which are typed as equal on all
+  workers, JAX would sum the gradients over the workers.
 
   Args:
     params: the anchor, the same on every worker.
@@ -36,7 +40,8 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
       behind |= {name: behind.get(name, 0.0) + leaf for name, leaf in _residual_leaves(one).items()}
   own = lambda name, p: (p.astype(jnp.float32) - behind[name]).astype(p.dtype) if name in behind else p
   leaves = [own(name, p) for name, p in flatten.leaves_by_name(params).items()]
-  return jax.tree.unflatten(jax.tree.structure(params), leaves)
+  axes = frozenset().union(*(_varying.axes_of_type(node.counters.skipped) for node in states.reduce_states(state)))
+  return _varying.as_varying(jax.tree.unflatten(jax.tree.structure(params), leaves), axes)
 
 
 def moved_leaves(state: Any) -> dict[str, jax.Array]:

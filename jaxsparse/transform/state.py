@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat
+from jaxsparse.comm.verbs import mark_total
 from jaxsparse.transform.groups import Method
 from jaxsparse.transform.shards import Shards
 from jaxsparse.types import Counters, State
@@ -194,7 +195,7 @@ def in_groups(state: Any) -> bool:
 def is_skipped(state: Any) -> jax.Array:
   """Whether a transform skipped this step, bool[], on all devices of all workers; inside shard_map."""
   flags = [_compat.resharded(node.counters.skipped, PartitionSpec()) for node in reduce_states(state)]
-  return jnp.any(jnp.array([flag.reshape(-1)[0] for flag in flags]))
+  return mark_total(jnp.any(jnp.array([flag.reshape(-1)[0] for flag in flags])), None)
 
 
 def join_groups(states: Sequence[State], alone: bool) -> State:

@@ -93,10 +93,10 @@ def grouped_transform(
     del params, extra
     flatten.check_leaves(updates)
     check_inside(comm, state.layout.shards)
-    checks.check_local(comm, updates)
     if agree is not None:  # `js.local_steps` between exchanges: zeros, and `skipped` unless all agree
       agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
       return jax.tree.map(jnp.zeros_like, updates), count_idle_step(state, ~agreed)
+    checks.check_local(comm, updates)
     groups = grouped(flatten.leaf_shapes(updates))
     checks.check_method(state, groups, updates, comm.size, alone)
     leaves, structure = jax.tree.flatten(updates)

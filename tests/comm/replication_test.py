@@ -152,6 +152,11 @@ def test_gradients_that_are_averaged_in_a_shard_map_of_ones_own():
     return lambda: jax.jit(mapped).lower(params, state, batch_of(0))
 
   program(lambda grads: grads)()
+  bare = {"mesh": mesh, "in_specs": (P(), specs), "out_specs": (P(), specs)}
+  with pytest.raises(ValueError, match="summed or averaged over 'workers' already"):
+    jax.eval_shape(jax.shard_map(SPARSE.update, **bare), params, state)
+  with pytest.warns(UserWarning, match="come into a shard_map .* as they are: if they are averaged already, or every"):
+    jax.eval_shape(jax.shard_map(SPARSE.update, check_vma=False, **bare), params, state)
   clipped = lambda grads: jax.tree.map(lambda g: g / jax.lax.pmax(jnp.abs(g).max(), "workers"), grads)
   program(clipped)()  # a scale of all workers is no average
   for average in (

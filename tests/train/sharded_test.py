@@ -67,9 +67,7 @@ def started(tx, mesh, leaves, bare=None):
   params = put({name: jnp.zeros(shape) for name, (shape, _) in leaves.items()}, mesh, specs)
   if not (mesh.axis_types[0] == AxisType.Explicit if bare is None else bare):
     return params, js.init(tx, params, mesh, axis="hosts"), specs
-  init = lambda out: jax.shard_map(
-    tx.init, mesh=mesh, in_specs=P(), out_specs=out, axis_names={"hosts"}, check_vma=False
-  )
+  init = lambda out: jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=out, axis_names={"hosts"})
   spec = js.specs(jax.eval_shape(init(P()), params), "hosts")
   return params, jax.jit(init(spec))(params), specs
 
@@ -83,7 +81,7 @@ def update_of(tx, mesh, state):
 
   spec = js.specs(state, "hosts")
   specs = (P("hosts"), spec)
-  mapped = jax.shard_map(worker, mesh=mesh, in_specs=specs, out_specs=specs, axis_names={"hosts"}, check_vma=False)
+  mapped = jax.shard_map(worker, mesh=mesh, in_specs=specs, out_specs=specs, axis_names={"hosts"})
   return jax.jit(mapped, out_shardings=(None, jax.tree.map(lambda x: x.sharding, state)))
 
 

@@ -150,9 +150,7 @@ def test_in_a_step_of_ones_own():
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  own = jax.jit(
-    jax.shard_map(worker, mesh=mesh, in_specs=(P(), spec, P("workers")), out_specs=(P(), spec), check_vma=False)
-  )
+  own = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(P(), spec, P("workers")), out_specs=(P(), spec)))
   params2, state2 = jax.device_put(params, jax.NamedSharding(mesh, P())), state
   for number in range(4):
     batch = jax.device_put(normals(number, 6, N), jax.NamedSharding(mesh, P("workers")))

@@ -120,7 +120,7 @@ def test_gradients_that_jax_already_summed():
     return tx.update(jax.grad(lambda p: jnp.sum(p * batch[0]))(params), state)
 
   program = jax.shard_map(worker, mesh=mesh_of(WORKERS), in_specs=(P(), spec, P("workers")), out_specs=(P(), spec))
-  with pytest.raises(ValueError, match="summed or averaged over 'workers' already.*check_vma=False"):
+  with pytest.raises(ValueError, match="summed or averaged over 'workers' already.*js.own_params"):
     jax.jit(program)(jnp.zeros(4), state, jnp.zeros((WORKERS, 4)))
 
 

@@ -1,0 +1,96 @@
+"""The axes that a value varies over by its type, where a shard_map checks replication; loops and branches of one type.
+
+`jax.shard_map` types each value with the axes over which workers may have different ones, unless `check_vma=False`.
+Then, and outside of a shard_map, types have no axes, and everything here returns what it is given.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxsparse._compat import AxisName, names_of
+
+
+def axes_of_type(x: Any) -> frozenset[str]:
+  """The axes that a value, or an abstract value, varies over by its type."""
+  own = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+  return own.manual_axis_type.varying if hasattr(own, "manual_axis_type") else getattr(own, "vma", frozenset())
+
+
+def checked_axes() -> frozenset[str]:
+  """The axes over which a shard_map around this program checks replication."""
+  manual = jax.sharding.get_abstract_mesh().manual_axes
+  return frozenset(manual) if manual and axes_of_type(jax.lax.axis_index(manual[0])) else frozenset()
+
+
+def as_varying(tree: Any, axes: AxisName | frozenset[str]) -> Any:
+  """`tree` whose arrays vary over `axes` by their types, too."""
+  wanted = axes if isinstance(axes, frozenset) else frozenset(names_of(axes)) & checked_axes()
+
+  def cast(x: Any) -> Any:
+    missing = tuple(sorted(wanted - axes_of_type(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+  return jax.tree.map(cast, tree)
+
+
+def is_summed_over(axis: AxisName, x: jax.Array) -> bool:
+  """Whether x is typed as equal on all workers along `axis`."""
+  axes = frozenset(names_of(axis))
+  return axes <= checked_axes() and not axes & axes_of_type(x)
+
+
+def equal_along(x: Any, axes: frozenset[str] | None) -> Any:
+  """The abstract value `x`, typed as equal along `axes`; None for all."""
+  axes = axes_of_type(x) if axes is None else axes
+  if not axes_of_type(x) & axes:
+    return x
+  if hasattr(x, "manual_axis_type"):
+    return x.update(manual_axis_type=x.manual_axis_type.update(varying=x.manual_axis_type.varying - axes))
+  return x.update(vma=x.vma - axes)
+
+
+def fori_loop(first: Any, end: Any, step: Callable, start: Any, **options: Any) -> Any:
+  """`jax.lax.fori_loop`, whose `start` gets the axes of what `step` returns."""
+  return jax.lax.fori_loop(first, end, step, _with_axes_of(lambda carry: step(first, carry), start), **options)
+
+
+def scan(step: Callable, start: Any, rows: Any) -> tuple[Any, Any]:
+  """`jax.lax.scan`, whose `start` gets the axes of what `step` returns."""
+  first = lambda carry: step(carry, jax.tree.map(lambda x: x[0], rows))[0]
+  return jax.lax.scan(step, _with_axes_of(first, start), rows)
+
+
+def while_loop(goes_on: Callable, step: Callable, start: Any) -> Any:
+  """`jax.lax.while_loop`, whose `start` gets the axes of what `step` returns."""
+  return jax.lax.while_loop(goes_on, step, _with_axes_of(step, start))
+
+
+def switch(index: jax.Array, branches: Sequence[Callable], *operands: Any) -> Any:
+  """`jax.lax.switch`, whose branches all return what one of them returns by its type."""
+  return jax.lax.switch(index, _alike(branches, operands), *operands)
+
+
+def cond(which: jax.Array, true: Callable, false: Callable, *operands: Any) -> Any:
+  """`jax.lax.cond`, whose branches both return what one of them returns by its type."""
+  return jax.lax.cond(which, *_alike((true, false), operands), *operands)
+
+
+def _alike(branches: Sequence[Callable], operands: Sequence[Any]) -> Sequence[Callable]:
+  if not checked_axes():
+    return branches
+  results = [jax.eval_shape(branch, *operands) for branch in branches]
+  axes = jax.tree.map(lambda *found: frozenset().union(*map(axes_of_type, found)), *results)
+  return [lambda *given, branch=branch: jax.tree.map(as_varying, branch(*given), axes) for branch in branches]
+
+
+def _with_axes_of(step: Callable, start: Any) -> Any:
+  """`start`, typed as varying over the axes of `step(start)`, after any number of steps."""
+  if not checked_axes():
+    return start
+  while True:
+    after = jax.tree.map(lambda x, result: as_varying(x, axes_of_type(result)), start, jax.eval_shape(step, start))
+    if jax.tree.map(axes_of_type, after) == jax.tree.map(axes_of_type, start):
+      return start
+    start = after

@@ -1,0 +1,167 @@
+"""`js.stacked`: a chain for trainers that are programs of all workers, under `jax.jit` with global arrays.
+
+There a gradient of each worker is a row of an array [P, …] that is sharded along the axis of the workers. What other
+axes of the mesh shard is left to the partitioner.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxsparse._compat import AxisName
+from jaxsparse.comm import replication
+from jaxsparse.sparse import flatten
+from jaxsparse.train.engine import check_batch, engine_of
+from jaxsparse.train.starting import LIKELY_MISTAKES, check_state
+from jaxsparse.train.step import init
+from jaxsparse.transform import state as states
+from jaxsparse.transform.atomic import atomic, commit_early
+from jaxsparse.transform.residuals import own_params
+from jaxsparse.transform.specs import specs
+from jaxsparse.types import Comm
+
+_SAME = PartitionSpec()
+
+
+class Stacked(optax.GradientTransformationExtraArgs):
+  """A chain over stacked gradients; made by `stacked`.
+
+  Attributes:
+    own_params: `own_params(params, state)` are the parameters of each worker, [P, …].
+    value_and_grad: `value_and_grad(loss_fn)(params, state, batch)` is the mean loss and the gradient of each worker.
+  """
+
+  own_params: Callable[[optax.Params, Any], optax.Params]
+  value_and_grad: Callable[..., Callable[..., tuple[Any, optax.Updates]]]
+
+
+def stacked(tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisName = "workers") -> Stacked:
+  """`tx` outside of `shard_map`, for gradients with a leading axis of workers: in a `jax.jit` of your own.
+
+      loss, grads = tx.value_and_grad(loss_fn)(params, state, batch)      before anything is averaged
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+
+  Row w of a gradient, [P, …], is that of worker w, and lies with it: under a partitioner that sees one batch, a
+  gradient is averaged before an optimizer sees it, so it is taken by `tx.value_and_grad`, or by `jax.vmap` over
+  replicas. There is no other message than those of `tx`. The result is that of `js.make_train_step`, with its checks,
+  and a step with NaN or Inf leaves everything as it was (`js.atomic`).
+
+  Parameters are shared, [...], or have a row for each worker, all equal, [P, …]; so have the updates. With
+  `js.local_steps` both are those of the anchor, and a worker computes its gradient at its row of
+  `tx.own_params(params, state)`, as `tx.value_and_grad` does. `tx.update(grads, state, params, synchronize=True)` is
+  the exchange without a step.
+
+  `tx.init(params)` is `js.init(tx, params, mesh, axis=axis)` of shared parameters; `js.abstract_state`, `js.specs`,
+  `js.metrics`, `js.resize` and `js.flush` take its state.
+
+  Args:
+    tx: the chain.
+    mesh: the mesh, or the comm, of the workers. Axes other than `axis` lie inside a worker.
+    axis: the axis of the mesh, or tuple of axes, with one worker at each index.
+
+  Returns:
+    A `Stacked`, an `optax.GradientTransformation` with `own_params` and `value_and_grad`.
+
+  Raises:
+    ValueError: as `js.init`. When used: for arrays without a row for each worker, naming the first; for a state of
+      other workers or parameters.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> chain = optax.chain(js.spardl_transform("workers", density=0.5), optax.sgd(0.25))
+    >>> tx, params = js.stacked(chain, mesh), jnp.zeros(4)
+    >>> state = tx.init(params)
+    >>> @jax.jit
+    ... def step(params, state, batch):
+    ...   loss, grads = tx.value_and_grad(lambda p, batch: jnp.mean((p[None] - batch) ** 2))(params, state, batch)
+    ...   updates, state = tx.update(grads, state, params)
+    ...   return optax.apply_updates(params, updates), state
+    >>> for _ in range(100):
+    ...   params, state = step(params, state, jnp.ones((len(jax.devices()), 4)))
+    >>> float(jnp.abs(params - 1).max()) < 1e-3
+    True
+  """
+  engine, rows = engine_of(mesh, axis), PartitionSpec(axis)
+  first = lambda tree: jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
+  as_row = lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+
+  def update(
+    grads: optax.Updates, state: Any, params: Any = None, *, synchronize: bool = False, **extra: Any
+  ) -> tuple[optax.Updates, Any]:
+    shared = first(jax.eval_shape(lambda: grads)) if params is None else params
+    has_rows = _has_rows(state, shared, engine.held)
+    _check_rows(grads, engine.held)
+    form, own = rows if has_rows else _SAME, specs(state, axis)
+    in_specs, out_specs = (rows, own, form, _SAME), (form, own)
+
+    def worker(grads: optax.Updates, state: Any, params: Any, extra: dict[str, Any]) -> tuple[optax.Updates, Any]:
+      given = extra | ({"synchronize": True} if synchronize else {})
+      updates, state = atomic(tx).update(first(grads), state, first(params) if has_rows else params, **given)
+      return as_row(updates) if has_rows else updates, state
+
+    mistakes = {"updates": LIKELY_MISTAKES["params"], "state": LIKELY_MISTAKES["state"]}
+    checked = replication.checked(worker, in_specs, out_specs, engine.axis, mistakes, engine.others, commit_early)
+    return engine.map(checked, in_specs, out_specs)(grads, state, params, extra)
+
+  def each(function: Callable, params: optax.Params, state: Any, batch: Any = (), results: Any = rows) -> Any:
+    """`function(own parameters, batch)` of each worker."""
+    has_rows = _has_rows(state, params, engine.held)
+
+    def worker(params: optax.Params, state: Any, batch: Any) -> Any:
+      return function(own_params(first(params) if has_rows else params, state), batch)
+
+    return engine.map(worker, (rows if has_rows else _SAME, specs(state, axis), rows), results)(params, state, batch)
+
+  def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, optax.Updates]]:
+    def of_worker(params: optax.Params, batch: tuple[Any, ...]) -> tuple[Any, Any, optax.Updates]:
+      value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
+      loss, aux = value if has_aux else (value, ())
+      return engine.comm.all_reduce(loss) / engine.workers, as_row(aux), as_row(grads)
+
+    def value_and_grad_of(params: optax.Params, state: Any, *batch: Any) -> tuple[Any, optax.Updates]:
+      check_batch(batch, engine, axis)
+      loss, aux, grads = each(of_worker, params, state, batch, (_SAME, rows, rows))
+      return (loss, aux) if has_aux else loss, grads
+
+    return value_and_grad_of
+
+  result = Stacked(functools.partial(init, tx, mesh=mesh, axis=axis), update)
+  result.own_params = lambda params, state: each(lambda own, _: as_row(own), params, state)
+  result.value_and_grad = value_and_grad
+  return result
+
+
+def _has_rows(state: Any, params: optax.Params, workers: int) -> bool:
+  """Whether parameters have a row for each worker; of those that a state was made for.
+
+  Raises:
+    ValueError: if they are other ones.
+  """
+  known = {name: shape for node in states.reduce_states(state) for name, shape in _shapes(node)}
+  found = flatten.leaf_shapes(params)
+  if known and all(found.get(name) == (workers, *shape) for name, shape in known.items()):
+    return True
+  check_state(state, params, shapes=True)
+  return False
+
+
+def _shapes(node: states.ReduceState) -> Any:
+  return zip(node.layout.method.names, node.layout.method.shapes, strict=True) if node.layout.method else ()
+
+
+def _check_rows(grads: optax.Updates, workers: int) -> None:
+  """Raises ValueError for a gradient without a row for each worker, naming its leaf."""
+  for name, leaf in flatten.leaves_by_name(grads).items():
+    if np.shape(leaf)[:1] != (workers,):
+      raise ValueError(
+        f"gradients{name} has shape {np.shape(leaf)}, not a row for each of {workers} workers: take gradients by "
+        "tx.value_and_grad(loss_fn)(params, state, batch), before they are averaged"
+      )

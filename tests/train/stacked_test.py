@@ -1,0 +1,120 @@
+"""`js.stacked`: gradients with a leading axis of workers in a jit of one's own, against `js.make_train_step`."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsparse as js
+from tests.cases import assert_same_bits, mesh_of, normals, row, sim, start
+from tests.compositions_test import COMPOSITIONS
+
+WORKERS, N = 3, 56
+PARAMS = {"bias": jnp.ones(5), "scale": jnp.ones(3), "w": jnp.ones((6, 8))}
+ROWS, SHARED = P("workers"), P()
+
+
+def quadratic(params, batch):
+  flat = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(params)])
+  return jnp.mean(jnp.sum((flat[None] - batch) ** 2, 1))
+
+
+def broadcast(tree, workers, mesh=None):
+  rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), tree)
+  return jax.device_put(rows, NamedSharding(mesh, ROWS)) if mesh else rows
+
+
+def stepped(tx, by_hand=False):
+  """One step of a trainer; `by_hand` takes the gradients of replicas by vmap."""
+
+  @jax.jit
+  def step(params, state, batch):
+    if by_hand:
+      parts = batch.reshape(-1, 2, N)
+      grads = jax.vmap(jax.grad(quadratic))(tx.own_params(params, state), parts)
+    else:
+      _, grads = tx.value_and_grad(quadratic)(params, state, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return step
+
+
+@pytest.mark.parametrize("form", ["shared", "rows"])
+@pytest.mark.parametrize(
+  "composition",
+  [row(name, quick=name in ("adamw", "local 4 applied", "streaming"), id=name) for name in COMPOSITIONS],
+)
+def test_the_bits_of_a_training_step(composition, form):
+  """Also with NaN at one worker; parameters that are shared, or have a row for each worker."""
+  transform = js.spardl_transform("workers", density=0.2, **({"decay": 0.5} if composition == "decayed" else {}))
+  chain, mesh = COMPOSITIONS[composition](transform), mesh_of(WORKERS)
+  tx = js.stacked(chain, mesh)
+  step, params, state = start(chain, mesh, PARAMS, quadratic)
+  own, state2 = stepped(tx, by_hand=form == "rows"), tx.init(params)
+  assert_same_bits(state2, state)
+  params2 = broadcast(params, WORKERS, mesh) if form == "rows" else params
+  with jax.numpy_dtype_promotion("standard"):
+    for number in range(6):
+      batch = normals(number, 2 * WORKERS, N)
+      batch[-1, 0] = np.nan if number == 2 else 1
+      params, state, _ = step(params, state, batch)
+      params2, state2 = jax.block_until_ready(own(params2, state2, batch))
+  shared = jax.tree.map(lambda x: x[0], params2) if form == "rows" else params2
+  chex.assert_trees_all_close((shared, state2), (params, state), rtol=1e-5, atol=1e-6)
+  for leaf in jax.tree.leaves(params2) if form == "rows" else ():
+    assert_same_bits(leaf, jnp.broadcast_to(leaf[:1], leaf.shape))
+
+
+def test_replicas_are_not_gathered_and_keep_their_shards():
+  """Rows of two workers of two devices each: the only messages are those of the transform and of shards inside."""
+  mesh = jax.sharding.Mesh(
+    np.array(jax.devices()[:4]).reshape(2, 2), ("workers", "fsdp"), axis_types=(AxisType.Auto,) * 2
+  )
+  inside = {"bias": P(), "scale": P(), "w": P("fsdp", None)}
+  put = lambda tree, specs: jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs)
+  tx = js.stacked(optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1, momentum=0.9)), mesh)
+  state = tx.init(put(PARAMS, inside))
+  grads = put(broadcast(PARAMS, 2), {name: P("workers", *spec) for name, spec in inside.items()})
+  program = jax.jit(tx.update).lower(grads, state, grads).compile()
+  assert "all-gather" not in "".join(line for line in program.as_text().splitlines() if "[2,6,8]" in line)
+  updates, after = program(grads, state, grads)
+  assert updates["w"].sharding.is_equivalent_to(grads["w"].sharding, 3)
+  assert after[0].carried.residual.sharding.is_equivalent_to(state[0].carried.residual.sharding, 1)
+
+
+def test_synchronize_and_what_owns_a_worker():
+  chain = COMPOSITIONS["local 4"](js.spardl_transform("workers", density=0.2))
+  tx, step = js.stacked(chain, sim(WORKERS)), js.make_train_step(quadratic, chain, sim(WORKERS), donate=False)
+  params, state = PARAMS, tx.init(PARAMS)
+  params, state = stepped(tx)(params, state, normals(0, 2 * WORKERS, N))
+  own = tx.own_params(params, state)
+  apart = jax.tree.map(lambda own, p: jnp.abs(own - p[None]).max(), own, params)
+  assert all(x > 0 for x in jax.tree.leaves(apart))
+  expected = step.synchronize(params, state)
+  grads = jax.tree.map(jnp.zeros_like, own)
+  updates, state = tx.update(grads, state, params, synchronize=True)
+  assert_same_bits((optax.apply_updates(params, updates), state), expected)
+
+
+def test_refusals():
+  mesh = mesh_of(WORKERS)
+  tx = js.stacked(optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)), mesh)
+  state = tx.init(PARAMS)
+  with pytest.raises(ValueError, match=r"gradients\['bias'\] has shape \(5,\), not a row for each of 3 workers"):
+    tx.update(PARAMS, state, PARAMS)
+  with pytest.raises(ValueError, match=r"made for parameters\['bias'\] of shape \(5,\)"):
+    tx.update(broadcast(PARAMS, WORKERS), state, PARAMS | {"bias": jnp.ones(7)})
+  with pytest.raises(ValueError, match=r"batch\[0\] has shape \(4, 56\): its leading axis must divide"):
+    tx.value_and_grad(quadratic)(PARAMS, state, jnp.ones((4, N)))
+  uncovered = js.stacked(
+    optax.masked(js.spardl_transform("workers", density=0.2), {"bias": False, "scale": True, "w": True}), mesh
+  )
+  with pytest.warns(UserWarning, match="no jaxsparse transform covers"):
+    state = uncovered.init(PARAMS)
+  with pytest.raises(ValueError, match=r"updates\['bias'\] would differ between the workers"):
+    uncovered.update(broadcast(PARAMS, WORKERS), state, PARAMS)

@@ -1,0 +1,43 @@
+"""In a shard_map of one's own that checks replication, as `jax.shard_map` does unless told otherwise."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxsparse as js
+from tests.cases import CASES, assert_same_bits, linear, mesh_of, row, start
+from tests.compositions_test import COMPOSITIONS, SHAPES, SPARSE, WORKERS, N, integers, jnp, refusal
+
+NAMES = [case.name for case in CASES if not case.options]
+QUICK = {("spardl", name) for name in ("local 4 applied", "local inner", "multi_transform", "streaming", "warmed up")}
+CELLS = [(name, composition) for name in NAMES for composition in COMPOSITIONS if not refusal(name, composition)]
+
+
+@pytest.mark.parametrize(
+  ("name", "composition"), [row(*cell, quick=cell in QUICK, id="-".join(cell)) for cell in CELLS]
+)
+def test_the_bits_are_those_of_a_training_step(name, composition):
+  options = {"density": 0.2} if name in SPARSE else {}
+  options |= {"special": {"bias": "dense"}} if composition == "special" else {}
+  options |= {"decay": 0.5} if composition == "decayed" else {}
+  tx = js.atomic(COMPOSITIONS[composition](js.make_transform(name, "workers", **options)))
+  params, mesh = {leaf: jnp.zeros(shape) for leaf, shape in SHAPES.items()}, mesh_of(WORKERS)
+  step, params, state = start(tx, mesh, params)
+  specs = js.specs(state, "workers")
+
+  def worker(params, state, batch):
+    grads = jax.grad(linear)(js.own_params(params, state), batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  own = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(P(), specs, P("workers")), out_specs=(P(), specs)))
+  params2, state2 = params, state
+  for number in range(5):
+    batch = integers(number, WORKERS, N)
+    batch[1, 3] = np.nan if number == 2 else 1
+    with jax.numpy_dtype_promotion("standard"):  # adam needs it
+      params, state, _ = step(params, state, batch)
+      params2, state2 = jax.block_until_ready(own(params2, state2, batch))
+  assert_same_bits((params2, state2), (params, state))
