@@ -85,14 +85,22 @@ def test_the_readme_runs_as_it_stands(tmp_path):
 
 
 def test_use(tmp_path):
-  *_, diff, flax, _ = snippets("docs/how_to/training_step.md")
+  *_, diff, _ = snippets("docs/how_to/training_step.md")
   _, labels, _ = snippets("docs/how_to/leaves.md")
   (board,) = snippets("docs/how_to/metrics.md")
   writer = "class writer: add_scalar = lambda *found: print(*found)\nstep_number = 3\n"
-  trained = "assert loss_fn(train.params, batch) < 1\n"
-  out = run("\n".join([CONTEXT, diff, MOVED, DATA, flax, trained, DATA, labels, TRAIN, writer, board]), tmp_path)
+  trained = "assert loss_fn(params, batch) < 1\n"
+  out = run("\n".join([CONTEXT, diff, trained, MOVED, DATA, labels, TRAIN, writer, board]), tmp_path)
   assert "residual_norm" in out
   assert "jaxsparse/sparse/words_sent" in out
+
+
+def test_your_trainer(tmp_path):
+  jit, nnx, linen, inside, equinox, rows, scaled = snippets("docs/how_to/your_trainer.md")
+  learns = "assert loss < 1\n"
+  same = "import numpy as np\nassert all((row == row[:1]).all() for row in map(np.asarray, jax.tree.leaves(rows)))\n"
+  parts = [CONTEXT, jit, learns, MOVED, DATA, nnx, DATA, linen, learns, inside, equinox]
+  run("\n".join([*parts, rows, same, DATA, scaled, learns]), tmp_path)
 
 
 @pytest.mark.long

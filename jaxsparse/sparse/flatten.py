@@ -154,19 +154,25 @@ def parts(array: jax.Array, sizes: Sequence[int], axis: int = 0) -> list[jax.Arr
   return jnp.split(array, list(itertools.accumulate(sizes))[:-1], axis=axis)
 
 
+VALUE = ".value"  # ends the path of the array in a `flax.nnx.Variable`
+
+
 def leaves_by_name(tree: Any) -> dict[str, Any]:
   """Each leaf, in the order of `flatten`, by its name: its path, as errors and `special=` write it.
 
   Leaves are known by their names and not by the structure of a pytree: a restored one may have other containers, and
-  need not compare or pickle.
+  need not compare or pickle. A `flax.nnx.Variable` has the name of the array that it holds: `nnx.Optimizer` inits a
+  transformation with variables and updates it with arrays.
 
   Example:
     >>> leaves_by_name({"b": {"c": 0.5}, "w": 1.0})
     {"['b']['c']": 0.5, "['w']": 1.0}
   """
-  return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+  return {
+    jax.tree_util.keystr(path).removesuffix(VALUE): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
 
 
 def leaf_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
   """The shape of each leaf by its name, in the order of `flatten`."""
-  return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+  return {name: np.shape(leaf) for name, leaf in leaves_by_name(tree).items()}

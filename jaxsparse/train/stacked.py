@@ -34,7 +34,9 @@ class Stacked(optax.GradientTransformationExtraArgs):
 
   Attributes:
     own_params: `own_params(params, state)` are the parameters of each worker, [P, …].
-    value_and_grad: `value_and_grad(loss_fn)(params, state, batch)` is the mean loss and the gradient of each worker.
+    value_and_grad: `value_and_grad(loss_fn, has_aux=False)(params, state, *batches, **shared)` is the mean loss of
+      `loss_fn(params, *batches, **shared)` and the gradient of each worker, at its own parameters and for its part of
+      each batch. With `has_aux` the loss is (loss, aux), with the aux of each worker as a row.
   """
 
   own_params: Callable[[optax.Params, Any], optax.Params]
@@ -111,30 +113,31 @@ def stacked(tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisNa
     checked = replication.checked(worker, in_specs, out_specs, engine.axis, mistakes, engine.others, commit_early)
     return engine.map(checked, in_specs, out_specs)(grads, state, params, extra)
 
-  def each(function: Callable, params: optax.Params, state: Any, batch: Any = (), results: Any = rows) -> Any:
-    """`function(own parameters, batch)` of each worker."""
+  def each(function: Callable, params: optax.Params, state: Any, batch: Any, shared: Any, results: Any) -> Any:
+    """`function(own parameters, batch, shared)` of each worker."""
     has_rows = _has_rows(state, params, engine.held)
 
-    def worker(params: optax.Params, state: Any, batch: Any) -> Any:
-      return function(own_params(first(params) if has_rows else params, state), batch)
+    def worker(params: optax.Params, state: Any, batch: Any, shared: Any) -> Any:
+      return function(own_params(first(params) if has_rows else params, state), batch, shared)
 
-    return engine.map(worker, (rows if has_rows else _SAME, specs(state, axis), rows), results)(params, state, batch)
+    in_specs = (rows if has_rows else _SAME, specs(state, axis), rows, _SAME)
+    return engine.map(worker, in_specs, results)(params, state, batch, shared)
 
   def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, optax.Updates]]:
-    def of_worker(params: optax.Params, batch: tuple[Any, ...]) -> tuple[Any, Any, optax.Updates]:
-      value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
+    def of_worker(params: optax.Params, batch: tuple[Any, ...], shared: Any) -> tuple[Any, Any, optax.Updates]:
+      value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch, **shared)
       loss, aux = value if has_aux else (value, ())
       return engine.comm.all_reduce(loss) / engine.workers, as_row(aux), as_row(grads)
 
-    def value_and_grad_of(params: optax.Params, state: Any, *batch: Any) -> tuple[Any, optax.Updates]:
+    def value_and_grad_of(params: optax.Params, state: Any, *batch: Any, **shared: Any) -> tuple[Any, optax.Updates]:
       check_batch(batch, engine, axis)
-      loss, aux, grads = each(of_worker, params, state, batch, (_SAME, rows, rows))
+      loss, aux, grads = each(of_worker, params, state, batch, shared, (_SAME, rows, rows))
       return (loss, aux) if has_aux else loss, grads
 
     return value_and_grad_of
 
   result = Stacked(functools.partial(init, tx, mesh=mesh, axis=axis), update)
-  result.own_params = lambda params, state: each(lambda own, _: as_row(own), params, state)
+  result.own_params = lambda params, state: each(lambda own, *_: as_row(own), params, state, (), (), rows)
   result.value_and_grad = value_and_grad
   return result
 

@@ -12,7 +12,7 @@ from jaxsparse import _compat, _varying
 from jaxsparse.comm import AxisComm
 from jaxsparse.sparse.flatten import leaf_shapes, leaves_by_name
 from jaxsparse.transform.groups import Group
-from jaxsparse.transform.state import LocalState, ReduceState, checksum_of, devices_of, local_states, reduce_states
+from jaxsparse.transform.state import LocalState, ReduceState, checksums_of, devices_of, local_states, reduce_states
 from jaxsparse.types import Comm
 
 
@@ -69,7 +69,7 @@ def check_layout(state: Any, workers: int | None = None) -> None:
     found, entries = (int(np.max(_compat.local_shard(number))) for number in node.layout[:2])
     shards, rows = node.layout.shards, node.counters.skipped.size
     checksum = int(np.max(_compat.local_shard(node.layout.checksum)))
-    if all(checksum != checksum_of(*node.layout[3:], earlier=earlier) for earlier in (False, True)):
+    if checksum not in checksums_of(*node.layout[3:]):
       raise ValueError(
         "the optimizer state was restored into that of other parameters, shards, groups of leaves or options of a "
         "collective than it was saved from: restore it into js.abstract_state of what it was saved from, then call "

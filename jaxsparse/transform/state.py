@@ -5,6 +5,7 @@ concatenated over workers along their leading axis, which is sharded; shared arr
 a worker (`shards`) have a part each in the same way.
 """
 
+import dataclasses
 import json
 import zlib
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse.comm.verbs import mark_total
+from jaxsparse.sparse import flatten
 from jaxsparse.transform.groups import Method
 from jaxsparse.transform.shards import Shards
 from jaxsparse.types import Counters, State
@@ -62,6 +64,12 @@ def checksum_of(shards: Shards | None, method: Method | None, earlier: bool = Fa
   if method:
     grouping = {"names": method.names, "shapes": method.shapes, "groups": groups}
   return zlib.crc32(json.dumps({"shards": layout, "method": grouping}).encode())
+
+
+def checksums_of(shards: Shards | None, method: Method | None) -> list[int]:
+  """The checksums of a layout in this version and before, when names of `flax.nnx` variables ended differently."""
+  named = method and dataclasses.replace(method, names=tuple(name + flatten.VALUE for name in method.names))
+  return [checksum_of(shards, one, earlier) for one in (method, named) for earlier in (False, True)]
 
 
 class ReduceState(NamedTuple):

@@ -1,15 +1,20 @@
 """`js.stacked`: gradients with a leading axis of workers in a jit of one's own, against `js.make_train_step`."""
 
+import contextlib
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
+from jaxsparse.transform.state import checksum_of
 from tests.cases import assert_same_bits, mesh_of, normals, row, sim, start
 from tests.compositions_test import COMPOSITIONS
 
@@ -118,3 +123,54 @@ def test_refusals():
     state = uncovered.init(PARAMS)
   with pytest.raises(ValueError, match=r"updates\['bias'\] would differ between the workers"):
     uncovered.update(broadcast(PARAMS, WORKERS), state, PARAMS)
+
+
+def test_a_loss_scale_that_changes_is_taken_away_before_the_transform():
+  """Delivered and owed is the sum of the gradients, in their own size; a step that overflows has not happened."""
+  tx = js.stacked(optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(1.0)), sim(WORKERS))
+  params, state, entered, delivered = PARAMS, tx.init(PARAMS), 0.0, 0.0
+  for number, scale in enumerate([2.0**10, 2.0**126, 2.0**4, 2.0**12]):
+    grads = {name: jnp.asarray(normals(number, WORKERS, *leaf.shape)) * scale for name, leaf in PARAMS.items()}
+    overflows = number == 1
+    grads["scale"] = grads["scale"] * jnp.float32(jnp.inf if overflows else 1)
+    updates, state = jax.jit(tx.update)(jax.tree.map(lambda g, s=scale: g / s, grads), state, params)
+    assert bool(js.metrics(state).skipped) == overflows
+    entered += 0 if overflows else sum(np.float64(g).sum() / scale for g in grads.values())
+    delivered -= WORKERS * sum(np.float64(u).sum() for u in updates.values())
+  assert delivered + np.float64(state[0].carried.residual).sum() == pytest.approx(entered, abs=1e-4)
+
+
+def test_a_flax_optimizer_and_a_checkpoint_of_its_variables():
+  """Names are those of arrays whether a transformation gets variables or arrays; earlier ones are read, too."""
+  model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+  tx = js.stacked(optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)), mesh_of(WORKERS))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  grads = jax.tree.map(lambda p: jnp.ones((WORKERS, *p.shape)), nnx.state(model))
+  optimizer.update(model, grads)
+  state = nnx.as_pure(optimizer.opt_state)
+  layout = state[0].layout
+  assert layout.method.names == ("['bias']", "['kernel']")
+  earlier = dataclasses.replace(layout.method, names=("['bias'].value", "['kernel'].value"))
+  for method, message in ((earlier, None), (dataclasses.replace(earlier, names=("a", "b")), "restored into")):
+    checksum = jnp.uint32(checksum_of(None, method))
+    old = (state[0]._replace(layout=layout._replace(checksum=checksum)), *state[1:])
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+      js.specs(old, "workers")
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_injected_rates_stay_after_a_resize(around):
+  schedule, transform = optax.exponential_decay(0.1, 1, 0.5), js.spardl_transform("workers", density=0.2)
+  chain = lambda learning_rate: optax.chain(transform, optax.sgd(learning_rate))
+  after = optax.chain(transform, optax.inject_hyperparams(optax.sgd)(learning_rate=schedule))
+  tx = optax.inject_hyperparams(chain)(learning_rate=schedule) if around else after
+  step, params, state = start(tx, sim(4), PARAMS, quadratic)
+  for number in range(4):
+    if number == 2:
+      step, state = (
+        js.make_train_step(quadratic, tx, sim(WORKERS), donate=False),
+        js.resize(state, params, sim(WORKERS)),
+      )
+    params, state, _ = step(params, state, normals(number, 12, N))
+  (node,) = (one for one in (state if not around else [state]) if hasattr(one, "hyperparams"))
+  assert float(node.hyperparams["learning_rate"]) == float(schedule(3))
