@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import sys
 
 import chex
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
+from jaxsparse import launch
 from jaxsparse.transform.state import checksum_of
 from tests.cases import assert_same_bits, mesh_of, normals, row, sim, start
 from tests.compositions_test import COMPOSITIONS
@@ -174,3 +176,42 @@ def test_injected_rates_stay_after_a_resize(around):
     params, state, _ = step(params, state, normals(number, 12, N))
   (node,) = (one for one in (state if not around else [state]) if hasattr(one, "hyperparams"))
   assert float(node.hyperparams["learning_rate"]) == float(schedule(3))
+
+
+ONE_REPLICA_A_PROCESS = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jaxsparse as js
+from jaxsparse import launch
+from jaxsparse import launch
+
+launch.join()
+mesh = jax.make_mesh((jax.device_count(),), ("workers",), axis_types=(jax.sharding.AxisType.Auto,))
+chain = js.local_steps(optax.adam(0.1), optax.chain(js.onebit_transform("workers"), optax.sgd(1.0)), every=2)
+tx, split = js.stacked(chain, mesh), NamedSharding(mesh, P("workers"))
+own = lambda row: jax.make_array_from_process_local_data(split, row)
+loss_fn = lambda p, batch: jnp.mean((p[None] - batch) ** 2)
+
+
+@jax.jit
+def train(rows, state, batch):
+  grads = jax.vmap(jax.grad(loss_fn))(tx.own_params(rows, state), batch)
+  updates, state = tx.update(grads, state, rows)
+  return optax.apply_updates(rows, updates), state
+
+
+rows, state = own(np.zeros((1, 30), np.float32)), tx.init(jnp.zeros(30))
+for number in range(6):
+  batch = np.full((1, 4, 30), jax.process_index() + 1, np.float32)
+  rows, state = jax.block_until_ready(train(rows, state, own(batch)))
+found = multihost_utils.process_allgather(rows, tiled=True)
+assert (found == found[:1]).all() and (found > 0.2).all(), found
+"""
+
+
+def test_one_replica_a_process(tmp_path):
+  program = tmp_path / "program.py"
+  program.write_text(ONE_REPLICA_A_PROCESS)
+  launch.run([sys.executable, str(program)], ranks=2, start_timeout=120, limit=240)
