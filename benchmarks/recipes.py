@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import optax
+import optax.contrib
 
 import jaxsparse as js
 from benchmarks import specs
@@ -16,6 +17,11 @@ def window_adam(rate: Any, window: int = 4, b1: float = 0.9, b2: float = 0.999) 
   return optax.chain(js.scale_by_window_adam(window, b1, b2), optax.scale_by_learning_rate(rate))
 
 
+def muon(rate: Any, adam: float = 0.001) -> optax.GradientTransformation:
+  """Muon for matrices, and Adam with a constant rate of its own for everything else."""
+  return optax.contrib.muon(rate, adam_learning_rate=adam)
+
+
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
   "sgd": optax.sgd,
   "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
@@ -23,6 +29,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
   "adamw": optax.adamw,
   "lars": optax.lars,
   "window_adam": window_adam,
+  "muon": muon,
 }
 _EXAMPLE = "window_adam:0.001:window=4"
 HELP = f"Any of {', '.join(OPTIMIZERS)}, as in adam:0.001 or {_EXAMPLE}, separated by commas."

@@ -45,6 +45,7 @@ from jaxsparse.collectives import (
   gaussiank,
   gtopk,
   make_collective,
+  nbit,
   oktopk,
   onebit,
   powersgd,
@@ -83,6 +84,7 @@ dcttopk_transform = factories.transform_function(dcttopk.DctTopk)
 dense_transform = factories.transform_function(dense.Dense)
 gaussiank_transform = factories.transform_function(gaussiank.GaussianK)
 gtopk_transform = factories.transform_function(gtopk.GTopk)
+nbit_transform = factories.transform_function(nbit.NBit)
 oktopk_transform = factories.transform_function(oktopk.OkTopk)
 onebit_transform = factories.transform_function(onebit.OneBit)
 powersgd_transform = factories.transform_function(powersgd.PowerSGD)

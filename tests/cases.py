@@ -54,7 +54,7 @@ BESIDE: dict[tuple[str, Any], dict[str, Any]] = {
   ("spardl", "recursive"): {"teams": 4},
 }
 LONG = re.compile(
-  "chunktopk-(chunk|wire)|dcttopk-|gaussiank-wire|gtopk-(wire|selector=(chunked|reuse$))|oktopk-(?!wire=int8)"
+  "chunktopk-(chunk|wire)|dcttopk-|gaussiank-wire|gtopk-(wire|selector=(chunked|reuse$))|nbit-bits=[18]|oktopk-(?!wire=int8)"
   "|powersgd-rank=1$|qsgd-levels|spardl-(teams=[58]|selector=.*wire|wire=.*teams)|topka-(wire|selector=(chunked$|reuse))|topkdsa-"
 )
 """Cases with options that `make test` leaves out.
@@ -94,7 +94,7 @@ class Case(NamedTuple):
 
     Levels are shares of the largest number, and bases and scales have roots.
     """
-    rounds = self.name in ("dcttopk", "onebit", "powersgd", "qsgd")
+    rounds = self.name in ("dcttopk", "nbit", "onebit", "powersgd", "qsgd")
     return not rounds and "int8" not in str(self) and "2bit" not in str(self)
 
   @property

@@ -113,7 +113,7 @@ def refusal(name: str, composition: str) -> str | None:
     return f"{name}: unknown option decay"
   if name == "a2sgd" and composition != "local inner":
     return "a2sgd|A2SGD"
-  if composition == "local inner" and name in {*SPARSE, "onebit", "powersgd"}:
+  if composition == "local inner" and name in {*SPARSE, "nbit", "onebit", "powersgd"}:
     return "inner has a jaxsparse transform with a residual"
   if composition in ("warmed up", "corrected warm up") and name not in SPARSE:
     return "warmed_up: .* has no density"
@@ -196,6 +196,7 @@ QUICK = {("spardl", composition, "float32") for composition in COMPOSITIONS} | {
   ("chunktopk", "plain", "bfloat16"),
   ("dcttopk", "corrected", "float32"),
   ("dense", "diloco", "float16"),
+  ("nbit", "local 4 applied", "bfloat16"),
   ("onebit", "local 4 applied", "bfloat16"),
   ("onebit", "local wide", "float16"),
   ("onebit", "plain", "bfloat16"),

@@ -240,7 +240,8 @@ class AxisComm(View):
         raise other_axes_error(_compat.names_of(self.axis), mapped) from error
       raise ValueError(
         f"axis {self.axis!r} is not mapped here: jaxsparse transforms take the local gradients of one worker, so init "
-        f"and update must run inside jax.shard_map over {self.axis!r}; js.init and js.make_train_step do that for you"
+        f"and update must run inside jax.shard_map over {self.axis!r}; js.init, js.make_train_step and, in a "
+        "jax.jit of your own, js.stacked do that for you"
       ) from error
 
   def _engine_rank(self) -> jax.Array:

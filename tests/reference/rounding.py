@@ -1,4 +1,4 @@
-"""Collectives that deliver something of every entry, in numpy: A2SGD, QSGD, the 1-bit all-reduce."""
+"""Collectives that deliver something of every entry, in numpy: A2SGD, QSGD, the all-reduce in a few bits an entry."""
 
 import numpy as np
 
@@ -22,27 +22,31 @@ def qsgd(gradients, noise, levels):
   return norm * np.sign(gradients) * np.minimum(level, levels) / levels
 
 
-def onebit(accumulators):
+def nbit(accumulators, bits=1):
   """Total f[n] and the next residuals f[P, n] of gradients + residuals f[P, n]."""
   workers, n = accumulators.shape
   blocks, per_region = blocks_of(n, workers)
-  sent = np.stack([with_signs(row, blocks) for row in accumulators])
+  sent = np.stack([rounded(row, blocks, bits) for row in accumulators])
   kept, sums = accumulators - sent, np.empty(n)
   regions = [slice(w * per_region, (w + 1) * per_region) for w in range(workers)]
   for owner, region in enumerate(regions):  # the owner of a region does not round its own entries
     sums[region] = sent[:, region].sum(0) - sent[owner, region] + accumulators[owner, region]
-  total = with_signs(sums, blocks)
+  total = rounded(sums, blocks, bits)
   for owner, region in enumerate(regions):
     kept[owner, region] = (sums - total)[region]
   return total, kept
 
 
-def with_signs(x, blocks):
-  """Q: of each block, sgn(x) times the root of the mean square of its entries to 12 significant bits."""
+def rounded(x, blocks, bits):
+  """Q: of each block, odd multiples of a share of the root of the mean square of its entries to 12 significant bits."""
   result = np.empty_like(x)
   for block in blocks:
     short = (x[block].astype(np.float32).view(np.uint32) & 0xFFFFF000).view(np.float32).astype(np.float64)
-    result[block] = np.where(x[block] < 0, -1.0, 1.0) * np.sqrt((short**2).mean()) if short.size else 0.0
+    half = {1: 1.0, 2: 0.49785, 4: 0.1676, 8: 0.0154}[bits] * np.sqrt((short**2).mean()) if short.size else 0.0
+    fraction, exponent = np.frexp(half)  # to 24 − b significant bits
+    half = half if bits == 1 else np.ldexp(np.round(np.ldexp(fraction, 24 - bits)), exponent - 24 + bits)
+    steps = np.minimum(np.floor(np.abs(x[block]) / (2 * half or 1)), 2 ** (bits - 1) - 1)
+    result[block] = np.where(x[block] < 0, -1.0, 1.0) * half * (2 * steps + 1)
   return result
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -45,28 +46,33 @@ class OneBit(Collective):
     (Array([ 5., -5.], dtype=float32), Array([-4., -2.], dtype=float32))
   """
 
+  bits: typing.ClassVar[int] = 1
+
   decay: float = 1.0
 
   def init(self, n: int, size: int) -> State:
     return State(residual=jnp.zeros(n, jnp.float32))
 
   def slots(self, n: int, size: int) -> int:
-    layout = Blocks.of(n, size)
+    layout = self._blocks(n, size)
     return layout.count * layout.block
 
   def cost(self, n: int, size: int) -> Cost:
-    return Cost(size - 1 + len(schedules.strides(size)), 2 * (size - 1) * Blocks.of(n, size).words)
+    return Cost(size - 1 + len(schedules.strides(size)), 2 * (size - 1) * self._blocks(n, size).words)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, size, rank = grads.size, comm.size, comm.rank
-    blocks, acc = Blocks.of(n, size), (grads, state.residual)
+    blocks, acc = self._blocks(n, size), (grads, state.residual)
     messages = blocks.pack(*blocks.encode(acc, jnp.int32(0), blocks.count))
     received = [comm.shift(messages[(rank + by) % size], by) for by in range(1, size)]
     sums = blocks.sum_region(acc, rank, received)
     (own,) = blocks.pack(*blocks.encode((sums,), rank * blocks.region, blocks.region, skip=CHUNK))
-    signs, scales = blocks.unpack(in_rank_order(comm, all_gather(comm, own)))
+    codes, halves = blocks.unpack(in_rank_order(comm, all_gather(comm, own)))
     kept = blocks.unpack(messages.at[rank].set(own))
     words = self.cost(n, size).words
-    finish = functools.partial(blocks.finish, acc, rank, sums, kept, signs)
-    total = Deferred(scales, finish, are_magnitudes=True)
+    finish = functools.partial(blocks.finish, acc, rank, sums, kept, codes)
+    total = Deferred(halves, finish, are_magnitudes=self.bits == 1)
     return Reduced(total, state, Counters(words, words, selected=n, delivered=n))
+
+  def _blocks(self, n: int, size: int) -> Blocks:
+    return Blocks.of(n, size, self.bits)

@@ -1,4 +1,4 @@
-"""The blocks of a vector whose signs are sent: encoding, sums of a region, and the pass that writes the results."""
+"""The blocks of a vector that is sent in a few bits an entry: codes, sums of a region, the pass that writes results."""
 
 import dataclasses
 import functools
@@ -14,6 +14,7 @@ from jaxsparse.sparse.sums import round_mantissa, row_sums
 
 _ROWS = 32  # of a block, the bits of a word
 _COLUMNS = 128  # at most, the lanes of a TPU
+_HALF_STEPS = {1: 1.0, 2: 0.49785, 4: 0.1676, 8: 0.0154}  # by bits, as a share of the root of the mean square
 CHUNK = 8  # blocks at a time, few enough for the cache of a CPU
 
 
@@ -21,26 +22,30 @@ CHUNK = 8  # blocks at a time, few enough for the cache of a CPU
 class Blocks:
   """The blocks of a vector: 32 rows of up to 128 consecutive entries each; the last ones are padded.
 
-  Bit r of word c of a block is the sign in row r and column c. So 32 entries of a word are far apart, and neighbours
-  have neighbouring words: all is done to whole rows, which suits the vector units of CPUs and the lanes of TPUs.
+  The code of an entry has its sign as the highest of b bits, and as the others the number of whole steps in its
+  magnitude, at most 2ᵇ⁻¹ − 1. A column has b words: the first has the codes of the first 32/b rows, and so on. So the
+  entries of a word are far apart, and neighbours have neighbouring words: all is done to whole rows, which suits the
+  vector units of CPUs and the lanes of TPUs.
 
   Attributes:
     n: entries of the vector.
+    bits: b, of a code.
     columns: of a block.
     region: blocks of a worker's region.
     count: blocks of all regions.
   """
 
   n: int
+  bits: int
   columns: int
   region: int
   count: int
 
   @classmethod
-  def of(cls, n: int, size: int) -> Self:
+  def of(cls, n: int, size: int, bits: int = 1) -> Self:
     columns = min(_COLUMNS, -(-n // (size * _ROWS)))
     region = -(-n // (size * _ROWS * columns))
-    return cls(n, columns, region, size * region)
+    return cls(n, bits, columns, region, size * region)
 
   @property
   def block(self) -> int:
@@ -53,43 +58,77 @@ class Blocks:
     return CHUNK * self.block
 
   @property
+  def width(self) -> int:
+    """Words of a block."""
+    return self.bits * self.columns
+
+  @property
   def words(self) -> int:
     """Words of a message: those of the blocks of a region, and their scales."""
-    return self.region * (self.columns + 1)
+    return self.region * (self.width + 1)
 
-  def pack(self, signs: jax.Array, scales: jax.Array) -> jax.Array:
-    """The messages of regions, u32[regions, words], of u32[blocks, columns] and f32[blocks]."""
+  def pack(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """The messages of regions, u32[regions, words], of u32[blocks, width] and f32[blocks]."""
     scales = jax.lax.bitcast_convert_type(scales, jnp.uint32).reshape(-1, self.region)
-    return jnp.concatenate([signs.reshape(len(scales), -1), scales], axis=1)
+    return jnp.concatenate([codes.reshape(len(scales), -1), scales], axis=1)
 
   def unpack(self, messages: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The inverse of `pack`."""
-    signs, scales = jnp.split(messages, [self.region * self.columns], axis=1)
-    return signs.reshape(-1, self.columns), jax.lax.bitcast_convert_type(scales, jnp.float32).reshape(-1)
+    codes, scales = jnp.split(messages, [self.region * self.width], axis=1)
+    return codes.reshape(-1, self.width), jax.lax.bitcast_convert_type(scales, jnp.float32).reshape(-1)
 
   def encode(
     self, parts: Sequence[jax.Array], first: jax.Array, count: int, skip: int = 0
   ) -> tuple[jax.Array, jax.Array]:
-    """The signs u32[count, columns] and the scales f32[count] of the sum of `parts` after `skip` blocks.
+    """The codes u32[count, width] and the half steps f32[count] of the sum of `parts` after `skip` blocks.
 
     Their blocks are blocks `first` and following of the vector.
     """
 
-    def columns_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array, jax.Array]:
+    def columns_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array, ...]:
       x = self._read(parts, skip + start, count)
-      rows = [x[:, row] for row in range(_ROWS)]
-      signs = [jnp.where(row < 0, jnp.uint32(1 << bit), jnp.uint32(0)) for bit, row in enumerate(rows)]
-      squares = lambda unit: _tree(jnp.add, [_truncate(row * unit) ** 2 for row in rows])
-      return _tree(jnp.bitwise_or, signs), _root_mean(squares, jnp.float32(1 / _ROWS))
+      squares = lambda unit: _tree(jnp.add, [_truncate(x[:, row] * unit) ** 2 for row in range(_ROWS)])
+      means = _root_mean(squares, jnp.float32(1 / _ROWS))
+      return (self._codes(x), means) if self.bits == 1 else (means,)  # signs need no scale, so one pass is enough
 
-    size = count * self.columns
-    empty = (jnp.zeros(size, jnp.uint32), jnp.zeros(size, jnp.float32))
-    signs, means = _by_chunks(columns_of, min(count, parts[0].size // self.block), count, empty, (self.columns,) * 2)
+    def codes_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array]:
+      return (self._codes(self._read(parts, skip + start, count), _cut(halves, start, count)),)
+
+    whole = min(count, parts[0].size // self.block)
+    kinds = (jnp.uint32, jnp.float32)[self.bits > 1 :]
+    empty = tuple(jnp.zeros(count * self.columns, kind) for kind in kinds)
+    found = _by_chunks(columns_of, whole, count, empty, (self.columns,) * len(kinds))
     # One kernel of a GPU writes both.
-    signs, means = jax.lax.optimization_barrier((signs.reshape(count, -1), means.reshape(count, -1)))
+    *signs, means = jax.lax.optimization_barrier([x.reshape(count, -1) for x in found])
     entries = self._entries(first + jnp.arange(count, dtype=jnp.int32))
     squares = lambda unit: row_sums(round_mantissa(round_mantissa(means * unit) ** 2))
-    return signs, _root_mean(squares, _ROWS / jnp.maximum(entries, 1).astype(jnp.float32))
+    halves = _root_mean(squares, _ROWS / jnp.maximum(entries, 1).astype(jnp.float32))
+    if self.bits == 1:
+      return signs[0], halves
+    # Of so few bits that all multiples are exact, and not finite where a multiple is not.
+    halves = jax.lax.reduce_precision(_HALF_STEPS[self.bits] * halves, 8, 23 - self.bits)
+    halves = jnp.where(jnp.isfinite(halves * 2.0**self.bits), halves, jnp.inf)
+    empty = (jnp.zeros(count * self.width, jnp.uint32),)
+    (codes,) = _by_chunks(codes_of, whole, count, empty, (self.width,))
+    return codes.reshape(count, -1), halves
+
+  def _codes(self, x: jax.Array, halves: jax.Array | None = None) -> jax.Array:
+    """The words of the codes of f32[blocks, 32, columns], u32[blocks, width]; the half steps of blocks if bits > 1."""
+    most, rows = (1 << self.bits - 1) - 1, _ROWS // self.bits
+
+    def code(row: int, bit: int) -> jax.Array:
+      entry = x[:, row]
+      sign = jnp.where(entry < 0, jnp.uint32(1 << bit + self.bits - 1), jnp.uint32(0))
+      if halves is None:
+        return sign
+      steps = jnp.abs(entry) * jnp.where(halves > 0, 0.5 / halves, 0.0)[:, None]
+      return sign | jnp.minimum(steps, most).astype(jnp.uint32) << bit
+
+    words = [
+      _tree(jnp.bitwise_or, [code(word * rows + row, self.bits * row) for row in range(rows)])
+      for word in range(self.bits)
+    ]
+    return words[0] if self.bits == 1 else jnp.concatenate(words, axis=1)
 
   def sum_region(self, parts: Sequence[jax.Array], rank: jax.Array, received: Sequence[jax.Array]) -> jax.Array:
     """The sums of a region, f32[margin + region + margin], of own entries and messages; 0 where padded."""
@@ -99,9 +138,9 @@ class Blocks:
       x = self._read_padded(parts, block, count)
       for message in received:
         cut = functools.partial(_cut, message)
-        signs = cut(start * self.columns, count * self.columns).reshape(count, -1)
-        scales = cut(self.region * self.columns + start, count)
-        x = x + decode(signs, jax.lax.bitcast_convert_type(scales, jnp.float32))
+        codes = cut(start * self.width, count * self.width).reshape(count, -1)
+        halves = cut(self.region * self.width + start, count)
+        x = x + self.decode(codes, jax.lax.bitcast_convert_type(halves, jnp.float32))
       entries = self._entries(block + jnp.arange(count, dtype=jnp.int32))
       position = jnp.arange(self.block, dtype=jnp.int32).reshape(1, _ROWS, self.columns)
       return (jnp.where(position < entries[:, None, None], x, 0.0),)
@@ -115,7 +154,7 @@ class Blocks:
     rank: jax.Array,
     sums: jax.Array,
     kept: tuple[jax.Array, jax.Array],
-    signs: jax.Array,
+    codes: jax.Array,
     mean: jax.Array,
     error: jax.Array | None,
     finite: jax.Array,
@@ -144,19 +183,40 @@ class Blocks:
       region = region.reshape(count, _ROWS, -1)
       number = start - rank * self.region + jnp.arange(count, dtype=jnp.int32)
       owner = jnp.broadcast_to(((number >= 0) & (number < self.region))[:, None, None], region.shape)
-      after = jnp.where(shape(owner), shape(region), grads + residual) - shape(decode(*map(cut, kept)))
+      after = jnp.where(shape(owner), shape(region), grads + residual) - shape(self.decode(*map(cut, kept)))
       if error is not None:
-        after = after + shape(decode(cut(signs), cut(error)))
+        after = after + shape(self.decode(cut(codes), cut(error)))
       after = jnp.where(finite, after if decay == 1 else decay * after, residual)
       apply = finite
       if count == self.count:  # a GPU writes the update where the gradient is, after the residual
         after = jax.lax.optimization_barrier(after)
         apply = ordering.depend_on(after[:1], finite.astype(jnp.int32)) > 0
-      return after, jnp.where(apply, shape(decode(cut(signs), cut(mean))), 0.0)
+      return after, jnp.where(apply, shape(self.decode(cut(codes), cut(mean))), 0.0)
 
     grads, residual = parts
     after, update = _by_chunks(finish, self.n // self.block, self.count, (residual, grads), (self.block,) * 2)
     return update, after
+
+  def decode(self, codes: jax.Array, halves: jax.Array) -> jax.Array:
+    """Q: ± an odd multiple of half a step of its block for each code, f32[blocks, 32, columns].
+
+    Args:
+      codes: u32[blocks, width].
+      halves: f32[blocks].
+
+    Example:
+      >>> Blocks.of(64, 1).decode(jnp.array([[1, 0]], jnp.uint32), jnp.array([5.0]))[0, :2]
+      Array([[-5.,  5.],
+             [ 5.,  5.]], dtype=float32)
+    """
+    rows = _ROWS // self.bits
+    bit = self.bits * jnp.arange(rows, dtype=jnp.uint32).reshape(1, 1, rows, 1)
+    code = (codes.reshape(-1, self.bits, 1, self.columns) >> bit).reshape(-1, _ROWS, self.columns)
+    magnitudes = halves.reshape(-1, 1, 1)
+    if self.bits > 1:
+      magnitudes = magnitudes * (2 * (code & (1 << self.bits - 1) - 1) + 1).astype(jnp.float32)
+    words = jax.lax.bitcast_convert_type(magnitudes, jnp.uint32)
+    return jax.lax.bitcast_convert_type(words ^ (code >> self.bits - 1 << 31), jnp.float32)
 
   def _entries(self, block: jax.Array) -> jax.Array:
     """The entries of blocks that are no padding."""
@@ -180,23 +240,6 @@ class Blocks:
     inside = jnp.minimum(start, parts[0].size - length)
     x = functools.reduce(jnp.add, [_cut(part, inside, length) for part in parts])
     return _cut(jnp.pad(x, (0, length)), start - inside, length).reshape(count, _ROWS, self.columns)
-
-
-def decode(signs: jax.Array, scales: jax.Array) -> jax.Array:
-  """Q: the scale of each block with the signs of its entries, f32[blocks, 32, columns].
-
-  Args:
-    signs: u32[blocks, columns].
-    scales: f32[blocks].
-
-  Example:
-    >>> decode(jnp.array([[1, 0]], jnp.uint32), jnp.array([5.0]))[0, :2]
-    Array([[-5.,  5.],
-           [ 5.,  5.]], dtype=float32)
-  """
-  row = jnp.arange(_ROWS, dtype=jnp.uint32).reshape(1, _ROWS, 1)
-  magnitudes = jax.lax.bitcast_convert_type(scales, jnp.uint32).reshape(-1, 1, 1)
-  return jax.lax.bitcast_convert_type(magnitudes ^ (signs[:, None] >> row << 31), jnp.float32)
 
 
 def _by_chunks(
