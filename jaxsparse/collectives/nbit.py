@@ -16,9 +16,9 @@ class NBit(OneBit):
 
       Q(x) = sgn(x) · h · (2 · min(⌊|x| / 2h⌋, 2ᵇ⁻¹ − 1) + 1),    h = c · √(mean x²)
 
-  h has 24 − b significant bits, and c is 1, 0.498, 0.168 and 0.0154 for 1, 2, 4 and 8 bits. Of normal entries this loses
-  40, 12, 1.2 and 0.01 % of their energy, with 2 bits and more the least. An entry of more than 2ᵇ − 1 times h arrives in
-  several steps.
+  h has 24 − b significant bits, and c is 1, 0.498, 0.168 and 0.0154 for 1, 2, 4 and 8 bits. Normal entries lose 40, 12,
+  1.2 and 0.01 % of their energy, with 2 bits and more the least that they can. An entry of more than 2ᵇ − 1 times h
+  arrives in several steps.
 
   A step sends P − 1 + ⌈log₂P⌉ messages of b bits for each entry and a word for each block, both `2 (P − 1)/P` times.
 
