@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -366,6 +367,21 @@ def test_local_steps_and_what_their_transforms_remember(kind, applied):
   moved = {name: np.asarray(state.moved[name]).mean(0) for name in params}
   assert any(np.any(np.asarray(update[name]) != moved[name]) for name in params)  # residuals, too
   assert float(js.metrics(flushed).drift) == float(js.metrics(flushed).residual_norm) == 0
+
+
+def test_muon_orthogonalizes_whole_matrices():
+  """Newton-Schulz of shards alone would be another update: that of hosts of two devices is that of hosts of one."""
+  tx = js.local_steps(optax.contrib.muon(0.05, adam_learning_rate=0.01), averaged("hosts"), every=2)
+  ends = []
+  for sizes in ({"hosts": 2}, TWO_HOSTS):
+    step, params, state = model_of(tx, sizes=sizes)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+      for number in range(4):
+        params, state, _ = jax.block_until_ready(step(params, state, batch_of(number)))
+    ends.append(params)
+  for name, alone in ends[0].items():
+    np.testing.assert_allclose(np.asarray(ends[1][name]), np.asarray(alone), rtol=2e-4, atol=2e-5)
+  assert any(np.abs(np.asarray(leaf)).max() > 0.01 for leaf in ends[0].values())
 
 
 @pytest.mark.filterwarnings("ignore:js.resize. the workers have parameters")
