@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse.collectives._base import Collective
-from jaxsparse.collectives.onebit.blocks import CHUNK, Blocks
+from jaxsparse.collectives.onebit.blocks import CHUNK, Blocks, Exchanged
 from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.types import Comm, Cost, Counters, Deferred, Reduced, State
 
@@ -70,7 +70,7 @@ class OneBit(Collective):
     codes, halves = blocks.unpack(in_rank_order(comm, all_gather(comm, own)))
     kept = blocks.unpack(messages.at[rank].set(own))
     words = self.cost(n, size).words
-    finish = functools.partial(blocks.finish, acc, rank, sums, kept, codes)
+    finish = functools.partial(blocks.finish, acc, Exchanged(rank, sums, kept, codes))
     total = Deferred(halves, finish, are_magnitudes=self.bits == 1)
     return Reduced(total, state, Counters(words, words, selected=n, delivered=n))
 

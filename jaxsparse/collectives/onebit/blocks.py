@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,22 @@ _ROWS = 32  # of a block, the bits of a word
 _COLUMNS = 128  # at most, the lanes of a TPU
 _HALF_STEPS = {1: 1.0, 2: 0.49785, 4: 0.1676, 8: 0.0154}  # by bits, as a share of the root of the mean square
 CHUNK = 8  # blocks at a time, few enough for the cache of a CPU
+
+
+class Exchanged(NamedTuple):
+  """What a worker has after the messages of a step.
+
+  Attributes:
+    rank: of the worker.
+    sums: of its region, as `Blocks.sum_region` returns them.
+    kept: (codes, half steps) of all blocks that it has delivered: of its own entries, in its region of the sums.
+    codes: of the total, u32[blocks, width].
+  """
+
+  rank: jax.Array
+  sums: jax.Array
+  kept: tuple[jax.Array, jax.Array]
+  codes: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,16 +167,14 @@ class Blocks:
   def finish(
     self,
     parts: Sequence[jax.Array],
-    rank: jax.Array,
-    sums: jax.Array,
-    kept: tuple[jax.Array, jax.Array],
-    codes: jax.Array,
+    exchanged: Exchanged,
     mean: jax.Array,
     error: jax.Array | None,
     finite: jax.Array,
     decay: float,
   ) -> tuple[jax.Array, jax.Array]:
     """The update and the next residual, as `Deferred.finish`, in one pass over the vector."""
+    rank, sums, kept, codes = exchanged
 
     def finish(start: jax.Array | int, count: int, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
       cut = lambda x: _cut(x, start, count)
