@@ -12,10 +12,20 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run(program, folder):
-  """(status, output, seconds) of a program of ray_programs.py in a process of its own."""
-  own = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-  command = [sys.executable, str(pathlib.Path(__file__).with_name("ray_programs.py")), program, str(folder)]
+def snippets(page):
+  """The blocks of Python of a page."""
+  return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def run(program, folder, file="ray_programs.py"):
+  """(status, output, seconds) of a file, and a program in it, in a process of its own."""
+  own = {
+    "PYTHONPATH": f"{ROOT}:{folder}",
+    "JAX_PLATFORMS": "cpu",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+  }
+  command = [sys.executable, str(pathlib.Path(__file__).parent / file), program, str(folder)]
   begin = time.monotonic()
   done = subprocess.run(
     command, env=os.environ | own, cwd=folder, capture_output=True, text=True, timeout=240, check=False
@@ -47,3 +57,13 @@ def test_a_worker_that_is_killed_ends_the_others(program, tmp_path):
   }
   assert ends[program.partition(",")[0]] in printed, printed[-3000:]
   assert re.search(r"Gloo .* failed: .*Connection (closed|reset) by peer", printed), printed[-3000:]
+
+
+def test_the_page_runs(tmp_path):
+  (trainer,) = snippets("docs/how_to/clusters.md")
+  _, program, _ = snippets("docs/how_to/many_hosts.md")
+  (tmp_path / "train.py").write_text(f"{program}assert step.workers == 2\nassert metrics.loss < 0.05\n")
+  (tmp_path / "main.py").write_text(f"import ray\n\nray.init(num_cpus=2, include_dashboard=False)\n{trainer}")
+  status, printed, _ = run("", tmp_path, tmp_path / "main.py")
+  assert status == 0, printed[-3000:]
+  assert "2 workers, loss " in printed
