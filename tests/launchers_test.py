@@ -34,17 +34,19 @@ OPEN_MPI_4 = {  # of rank 0 of 4 on two hosts
   "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0",
   "OMPI_COMM_WORLD_LOCAL_RANK": "0",
 }  # fmt: skip
-TORCHRUN = {  # of the last rank of `torchrun --nnodes=2 --nproc_per_node=4`
+TORCHRUN = {  # of the last rank of `torchrun --nnodes=2 --nproc_per_node=4`, PyTorch 2.13
   "LOCAL_RANK": "3", "RANK": "7", "GROUP_RANK": "1", "ROLE_RANK": "7", "ROLE_NAME": "default", "LOCAL_WORLD_SIZE": "4",
   "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "ROLE_WORLD_SIZE": "8", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500",
   "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
   "TORCHELASTIC_RUN_ID": "82cc045e-a1d1-42cf-959f-0abe79084961", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+  "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
 }  # fmt: skip
 PMIX = {  # of rank 1 of `prterun -n 2`, which states no number
   "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-vm-24156@1", "PRTE_LAUNCHED": "1", "PMIX_VERSION": "5.0.11",
 }  # fmt: skip
-HYDRA = {  # of rank 1 of `mpiexec -n 2`, MPICH 4
-  "PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "9", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1",
+HYDRA = {  # of rank 1 of `mpiexec -n 2`, MPICH 5
+  "HYDI_CONTROL_FD": "7", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1", "PMI_FD": "11", "PMI_HOSTNAME": "vm",
+  "PMI_RANK": "1", "PMI_SIZE": "2",
 }  # fmt: skip
 PODS = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_PORT": "tcp://10.0.0.1:443", "JOB_COMPLETION_INDEX": "3"}
 GKE = PODS | {  # of the last host of a JobSet of two slices of two hosts; JAX itself sets the last one
