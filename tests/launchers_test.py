@@ -1,9 +1,11 @@
 """What launchers set for their ranks, as recorded or documented, and what `join` makes of it."""
 
+import http.server
 import os
 import pathlib
 import subprocess
 import sys
+import threading
 import types
 
 import jax
@@ -249,6 +251,40 @@ def test_ranks_of_recorded_environments_sum(name, tmp_path):
   for rank, (status, printed, error) in enumerate(run_two(["-c", SUMS], variables | {"JAX_PLATFORMS": "cpu"})):
     assert (status, printed) == (0, f"{name}, {rank}, 3.0\n"), error[-3000:]
     assert f"jaxsparse.launch.join(): rank {rank} of 2, by {name} (" in error
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+  """Those of hosts of a Cloud TPU: /RANK/…/attributes/NAME."""
+
+  def do_GET(self):
+    found = {"agent-worker-number": self.path.split("/")[1], "worker-network-endpoints": "127.0.0.1,127.0.0.1"}
+    name = self.path.rpartition("/")[2]
+    self.send_response(200 if name in (*found, "tpu-env") else 404)
+    self.end_headers()
+    self.wfile.write(found.get(name, "").encode())
+
+  def log_message(self, *_):
+    pass
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_hosts_of_a_cloud_tpu_ask_its_metadata(known):
+  pytest.importorskip("requests")  # as JAX for TPUs has it
+  # JAX forbids the question on a machine without TPUs.
+  program = "import os, jax; del os.environ['TPU_SKIP_MDS_QUERY'];" + SUMS
+  with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = server.server_port if known else free_port()
+    own = {"JAX_FORCE_TPU_INIT": "1", "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_PORT": str(free_port())}
+    ranks = run_two(["-c", program], own | {"GCE_METADATA_IP": f"127.0.0.1:{port}/{{rank}}"})
+    server.shutdown()
+  for rank, (status, printed, error) in enumerate(ranks):
+    if known:
+      assert (status, printed) == (0, f"Cloud TPU, {rank}, 3.0\n"), error[-3000:]
+      assert f"rank {rank} of 2, by Cloud TPU\n" in error
+    else:
+      assert status == 1
+      assert "RuntimeError: jaxsparse.launch.join(): JAX does not find the run of Cloud TPU: HTTPConn" in error
 
 
 def test_mpirun_by_itself(tmp_path):

@@ -56,7 +56,7 @@ def read_counts() -> list[RankCount]:
 def check_agreement(launcher: Launcher, counts: Sequence[RankCount]) -> None:
   """Raises RuntimeError where the variables of two launchers contradict each other."""
   if stated := next((one for one in counts if one.exact), None):
-    environment.check(JOIN, counts, stated.ranks, f"{stated.variable} states", "A rank is one of one run")
+    environment.check(JOIN, counts, stated.ranks, f"{stated.variable} states", "A process is a rank of one run only")
   own, other = os.environ.get(launcher.rank), os.environ.get("RANK")
   if own and other and own != other:
     raise RuntimeError(f"{JOIN}: {launcher.rank}={own}, but RANK={other}: unset RANK")
@@ -164,7 +164,10 @@ def _read_pods() -> list[RankCount] | None:
 
 def _join_pods(counts: Sequence[RankCount]) -> dict[str, Any]:
   if importlib.util.find_spec("kubernetes") is None:
-    advice = f"Install jax[k8s], which asks the cluster for the other pods, or set {', '.join(_TORCH)}"
+    advice = (
+      f"Install jax[k8s], which asks the cluster for the other pods, or set {', '.join(_TORCH)}; unset it in a pod "
+    )
+    advice += "that trains alone"
     raise ImportError(f"{JOIN}: {counts[0]}, but the package kubernetes is missing. {advice}")
   return {}
 

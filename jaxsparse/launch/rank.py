@@ -76,7 +76,7 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
       shutdown_timeout_seconds=_DAY if guard.RECORDS in os.environ else _SHUTDOWN,
       **options,
     )
-  except ValueError as error:
+  except (ValueError, OSError) as error:
     raise RuntimeError(f"{environment.JOIN}: JAX does not find the run of {launcher.name}: {error}") from error
   advice = "JAX_COORDINATOR_ADDRESS and other variables of JAX may name another run"
   environment.check(environment.JOIN, counts, jax.process_count(), "jax.process_count() is", advice)
