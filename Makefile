@@ -11,8 +11,9 @@ STAMP := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys
 DOCS_STAMP := $(VENV)/docs
 SITE := out/site
 ACCELERATORS := .venv-accelerators
+TRAINERS := .venv-trainers
 
-.PHONY: help install demo docs tables test test-all accelerators lint types format clean
+.PHONY: help install demo docs tables test test-all accelerators trainers lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -70,6 +71,16 @@ accelerators: $(ACCELERATORS)/installed  ## compile every update and a step for 
 	$(ACCELERATORS)/bin/python -m benchmarks.compiled --platform=tpu --steps= \
 	  --algorithms=dense,onebit,randomk,powersgd,qsgd,a2sgd,spardl:selector=chunked
 
+$(TRAINERS)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation \
+	  -e '.[trainers]'
+	@touch $@
+
+trainers: $(TRAINERS)/installed  ## run inside other people's trainers, in an environment of its own: Ray
+	$(TRAINERS)/bin/python -m pytest -m '' tests/trainers
+
 lint: install  ## ruff, and whether the formatting is its own
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,4 +93,4 @@ format: install  ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 clean:  ## removes the environment and everything built
-	rm -rf $(VENV) $(ACCELERATORS) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ACCELERATORS) $(TRAINERS) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,9 @@
-"""Writes what the races have taught into the library, for `js.costs.advise`: jaxsparse/costs/evidence.json.
+"""Writes what was measured into the library, for `js.costs.advise`.
 
-From the curves in benchmarks/results/race_*.json: the steps of each method to the loss that dense has after its last
-step, over the steps of dense. A method that did not reach it from every seed has none: null.
+evidence.json, from the curves in benchmarks/results/race_*.json: the steps of each method to the loss that dense has
+after its last step, over the steps of dense. A method that did not reach it from every seed has none: null.
+
+predictions.json, from the kept table of predictions: milliseconds of updates as predicted, and as measured.
 """
 
 import json
@@ -9,13 +11,13 @@ import pathlib
 from typing import Any
 
 import jaxsparse as js
-from benchmarks import entry, methods, report
+from benchmarks import entry, methods, report, tables
 from benchmarks.race.results import Results
 from benchmarks.race.standings import DENSE, Target, baselines, standings
 from benchmarks.tasks import registry
 
 RESULTS = sorted((pathlib.Path(__file__).parent / "results").glob("race_*.json"))
-WRITTEN = pathlib.Path(js.costs.__file__).with_name("evidence.json")
+COSTS = pathlib.Path(js.costs.__file__).parent
 
 
 def rows(results: Results) -> list[dict[str, Any]]:
@@ -35,15 +37,27 @@ def rows(results: Results) -> list[dict[str, Any]]:
   return found
 
 
-def text() -> str:
-  """The file."""
-  found = [report.rounded(row) for path in RESULTS for row in rows(Results(path, None))]
-  return "[\n" + ",\n".join(json.dumps(row) for row in found) + "\n]\n"
+def predictions() -> list[dict[str, Any]]:
+  """A row for each algorithm and network of the kept table."""
+  found = []
+  for row in tables.kept_rows("predictions"):
+    for network in [head for head in row if f"predicted, {head}" in row]:
+      times = {"measured": row[network], "predicted": row[f"predicted, {network}"]}
+      found.append({"algorithm": row["algorithm"], "network": network} | times)
+  return found
+
+
+def texts() -> dict[str, str]:
+  """The files, by name."""
+  evidence = [report.rounded(row) for path in RESULTS for row in rows(Results(path, None))]
+  files = {"evidence.json": evidence, "predictions.json": predictions()}
+  return {name: "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n" for name, found in files.items()}
 
 
 def main() -> None:
-  """Writes the file."""
-  report.replace(WRITTEN, text())
+  """Writes the files."""
+  for name, text in texts().items():
+    report.replace(COSTS / name, text)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def kept(name: str) -> str:
   return "\n".join([*commands, "", markdown(list(found["columns"]), rows)])
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
+def kept_rows(name: str) -> list[dict[str, Any]]:
   """The rows of a kept table, by heads of its columns."""
   found = _kept()[name]
   return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
@@ -255,11 +255,11 @@ def summary() -> str:
         numbers = [number(found[one].seconds, ",.1f") for one in (DENSE, method)]
         gain = number(found[method].speed_up, ",.2f")
         rows.append([what, f"4 hosts, {rate_text(rate)}", name_of(method), *numbers, gain])
-  ms_of = {f"6 hosts, {row['links']}": row for row in _rows("updates_rates") if row["n"] == 14_728_266}
+  ms_of = {f"6 hosts, {row['links']}": row for row in kept_rows("updates_rates") if row["n"] == 14_728_266}
   gains: dict[tuple[str, str], float] = {}
   for table, network in _UPDATES:
-    ms_of[network] = {row["algorithm"]: row["ms"] for row in _rows(table)}
-    gains |= {(network, row["algorithm"]): row["× f32"] for row in _rows(table)}
+    ms_of[network] = {row["algorithm"]: row["ms"] for row in kept_rows(table)}
+    gains |= {(network, row["algorithm"]): row["× f32"] for row in kept_rows(table)}
   for network, ms in ms_of.items():
     for method, text in (("spardl", "SparDL"), ("spardl:selector=chunked:wire=bf16", "SparDL, chunked, bf16")):
       if method in ms:

@@ -4,6 +4,7 @@ lost_rank_test.py runs docs/how_to/checkpoints.md. The cells of pages that are n
 whenever `make docs` builds the site.
 """
 
+import os
 import pathlib
 import re
 import subprocess
@@ -15,6 +16,7 @@ import jaxsparse as js
 from docs import api
 from jaxsparse import launch
 from jaxsparse.launch.start import free_port
+from tests.environment_test import outside
 
 ROOT = pathlib.Path(__file__).parents[1]
 TRAIN = """
@@ -23,6 +25,11 @@ step = js.make_train_step(loss_fn, tx, mesh)
 params, state, _ = step(params, state, batch)
 """
 FENCE = r"```(python|diff)\n(.*?)```"
+
+
+def blocks(page, kind):
+  """The blocks of code of a kind."""
+  return re.findall(rf"```{kind}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 def snippets(page):
@@ -55,7 +62,9 @@ def run(program, folder, ranks=None, engine="processes"):
 def test_every_snippet_is_run():
   """Each page with code is named in a test; the diff of docs/how_to/migrating.md begins in PyTorch."""
   pages = {"README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))}
-  tests = "".join((ROOT / "tests" / name).read_text() for name in ("docs_test.py", "lost_rank_test.py"))
+  tests = "".join(
+    (ROOT / "tests" / name).read_text() for name in ("docs_test.py", "lost_rank_test.py", "trainers/ray_test.py")
+  )
   unnamed = [page for page in pages if snippets(page) and f'snippets("{page}")' not in tests]
   assert unnamed == ["docs/how_to/migrating.md"]
   (four_lines,), (advice,) = snippets("docs/index.md"), snippets("docs/which_method.md")
@@ -135,6 +144,21 @@ def test_many_hosts(tmp_path):
   run(program + "assert metrics.loss < 0.05\n", tmp_path, ranks=2)
   steps = "for batch in batches:\n  params, state, _ = step(params, state, batch)\nmetrics(state)\n"
   run(IMPORTS + DATA + mpi + steps, tmp_path, ranks=2, engine="mpi")
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "RANK="])
+def test_your_cluster(launcher, tmp_path):
+  """The blocks for one machine; tests/trainers has that of Ray, tests/launchers_test.py the variables of the others."""
+  (block,) = [code for code in blocks("docs/how_to/clusters.md", "bash") if launcher in code]
+  assert "29500" in block or launcher == "mpirun"
+  _, program, _ = snippets("docs/how_to/many_hosts.md")
+  (tmp_path / "train.py").write_text(program)
+  folders = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+  root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+  own = outside() | root | {"PATH": folders, "JAX_PLATFORMS": "cpu"}
+  script = ["bash", "-ec", block.replace("29500", str(free_port()))]
+  done = subprocess.run(script, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+  assert done.stdout.count("2 workers, loss ") == 2, done.stderr[-3000:]
 
 
 def test_sharded_models(tmp_path):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxsparse import launch
-from jaxsparse.launch import environment
+from jaxsparse.launch import environment, launchers
 from jaxsparse.launch.start import free_port
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
@@ -17,8 +17,10 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
 
 def outside():
   """The environment without variables of launchers."""
-  prefixes = ("JAXSPARSE_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
-  return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+  prefixes = ("JAXSPARSE_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_", "TPU_", "MEGASCALE_", "KUBERNETES_")
+  names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "JOB_COMPLETION_INDEX")
+  own = os.environ.items()
+  return {name: value for name, value in own if not name.startswith(prefixes) and name not in names}
 
 
 def run_two(arguments, variables):
@@ -112,7 +114,7 @@ OPEN_MPI, RUN = "OMPI_COMM_WORLD", {"JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "3
 )
 def test_the_inner_launcher_states_the_number_of_ranks(monkeypatch, variables, found):
   monkeypatch.setattr(os, "environ", outside() | variables)
-  stated = environment.read_counts()
+  stated = launchers.read_counts()
   assert [str(one).split()[0] for one in stated] == found
   assert launch.is_rank() == bool(found)
   environment.check("a rank", stated, max((one.ranks for one in stated), default=1), "it counts", "")
@@ -130,4 +132,4 @@ def test_the_inner_launcher_states_the_number_of_ranks(monkeypatch, variables, f
 def test_variables_that_cannot_be_right_are_refused(monkeypatch, variables, message):
   monkeypatch.setattr(os, "environ", outside() | variables)
   with pytest.raises((RuntimeError, ValueError), match=f"^{message}"):
-    environment.check("a rank", environment.read_counts(), 2, "it counts", "")
+    environment.check("a rank", launchers.read_counts(), 2, "it counts", "")

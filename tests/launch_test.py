@@ -332,7 +332,8 @@ def test_a_launcher_that_ends_leaves_nobody(tmp_path, signals, engine):
   files.mkdir()
   environment = os.environ | {"TMPDIR": str(files), "PIDS": str(noted)}
   arguments = command("--ranks=2", f"--engine={engine}", "--restarts=9", "--", "sh", "-c", STUBBORN)
-  with subprocess.Popen(arguments, env=environment, start_new_session=True) as launcher:
+  pipe = {"stderr": subprocess.PIPE, "text": True}
+  with subprocess.Popen(arguments, env=environment, start_new_session=True, **pipe) as launcher:
     try:
       assert soon(lambda: noted.exists() and len(noted.read_text().split()) == 4)
       for number in [signal.Signals[f"SIG{name}"] for name in signals.split("-")]:
@@ -341,6 +342,11 @@ def test_a_launcher_that_ends_leaves_nobody(tmp_path, signals, engine):
       status = launcher.wait(60)
     finally:
       launcher.kill()
+    said = launcher.stderr.read()
+  if number != signal.SIGKILL:
+    first = f"SIG{signals.partition('-')[0]}"
+    line = f"jaxsparse.launch: {first}, the run of sh -c {STUBBORN} has ended, no rank is left running\n"
+    assert said == line
   assert status == (-number if number == signal.SIGKILL else 128 + number)
   pids = noted.read_text().split()
   assert len(pids) == 4  # it has not started again
@@ -376,6 +382,12 @@ def test_without_proc_a_guard_ends_its_child_and_the_launcher_the_group(tmp_path
 def test_bad_arguments(options, message):
   with pytest.raises(ValueError, match=message):
     launch.run(["true"], **{"ranks": 1} | options)
+
+
+def test_the_number_of_ranks_has_a_short_name():
+  for option in (["-n", "2"], ["-n2"], ["--ranks=2"]):
+    done = launched(*option, "--no-prefix", "--", "sh", "-c", f"{JOINED}echo of $JAXSPARSE_RANKS")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "of 2\n", "of 2\n")
 
 
 def test_the_command_line_says_what_is_wrong():

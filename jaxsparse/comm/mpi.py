@@ -63,8 +63,7 @@ class MpiComm(View):
   host_staging: bool | None = None
 
   def __post_init__(self) -> None:
-    join_mpi()  # also where the caller gives a communicator
-    if found := environment.read_counts():
+    if found := join_mpi():  # also where the caller gives a communicator
       environment.check_mpi("js.MpiComm()", found, _mpi4jax()[0])
 
   @property

@@ -135,7 +135,8 @@ def fit(
     progress: called with a line of text for each algorithm that is measured, `print` for instance, in one process.
 
   Raises:
-    ValueError: for one worker, which sends nothing, or an algorithm that does not fit the number of workers.
+    ValueError: for one worker, which sends nothing, an algorithm that does not fit the number of workers, or one that
+      is no label, as an instance of a collective.
 
   Example:
     >>> import jax, jaxsparse as js
@@ -193,6 +194,11 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
 
 
 def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[str]:
+  if isinstance(labels, str):
+    raise ValueError(f"fit: algorithms={labels!r}, give a list of labels")
+  if strange := [one for one in labels if not isinstance(one, str)]:  # `advise` makes collectives from labels
+    known = f"of {', '.join(collective_names())}"
+    raise ValueError(f"fit: {strange[0]} is no label, give a name with options, 'spardl:teams=2:density=0.01', {known}")
   result = []
   for label in labels:
     name, config = collective_of(label)

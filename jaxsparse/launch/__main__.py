@@ -1,9 +1,11 @@
 """The command line: `python -m jaxsparse.launch --ranks=6 -- COMMAND`."""
 
 import argparse
+import contextlib
 import signal
 import sys
 
+from jaxsparse.launch import guard
 from jaxsparse.launch.rank import GRACE, START_TIMEOUT
 from jaxsparse.launch.start import run
 from jaxsparse.launch.watch import RunFailed
@@ -17,7 +19,7 @@ def main() -> None:
     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
   )
   add = parser.add_argument
-  add("--ranks", type=int, required=True, help="number of ranks", default=argparse.SUPPRESS)
+  add("-n", "--ranks", type=int, required=True, help="number of ranks", default=argparse.SUPPRESS)
   add("--devices", type=int, default=1, help="number of devices of each rank")
   add("--engine", choices=("processes", "mpi"), default="processes", help="connects ranks: jax.distributed, or MPI")
   add("--start_timeout", type=float, default=START_TIMEOUT, help="seconds until all ranks must have joined")
@@ -37,7 +39,11 @@ def main() -> None:
   except (RunFailed, ValueError, OSError) as error:
     sys.exit(f"error: {error}")
   except KeyboardInterrupt as error:
-    sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
+    number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
+    with contextlib.suppress(OSError):  # the terminal may be closed
+      ended = f"the run of {guard.shorten(' '.join(command))} has ended, no rank is left running"
+      print(f"jaxsparse.launch: {number.name}, {ended}", file=sys.stderr, flush=True)
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

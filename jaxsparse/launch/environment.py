@@ -1,6 +1,7 @@
-"""How many ranks were started with this process, by the variables that launchers set for each rank."""
+"""How many ranks were started with this process, by variables of our launcher, of MPI and of Slurm."""
 
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ class RankCount(NamedTuple):
   """A number of ranks that a variable states.
 
   Attributes:
-    variable: its name.
+    variable: its name, or the call that states it.
     ranks: the number.
     exact: False where the variable holds the number of this rank, so that there are at least `ranks`.
   """
@@ -28,26 +29,41 @@ class RankCount(NamedTuple):
     return ranks == self.ranks if self.exact else ranks >= self.ranks
 
   def __str__(self) -> str:
-    return f"{self.variable}={os.environ[self.variable]} states {'' if self.exact else 'at least '}{self.ranks} ranks"
+    value = f"={os.environ[self.variable]}" if self.variable in os.environ else ""
+    return f"{self.variable}{value} states {'' if self.exact else 'at least '}{self.ranks} ranks"
 
 
-def read_counts() -> list[RankCount]:
-  """What the launcher that started this process as a rank states; nothing in a process that is not a rank.
+def read_launched() -> list[RankCount] | None:
+  """What this library's launcher states; with `--engine=mpi` its ranks are those of mpirun."""
+  return read(guard.RANK, guard.RANKS) if guard.COORDINATOR in os.environ else None
 
-  Where one launcher has started another, a rank has the variables of both, and the inner one counts: this library's,
-  then mpirun, which may start its ranks by srun, then srun. An mpirun of one rank, such as a shell, comes after an srun
-  of several. Slurm's variables count in a step, that is under srun: a batch script has some without being a rank.
-  SLURM_NTASKS counts only without SLURM_STEP_NUM_TASKS: in the shell of salloc, a step of one task, it is that of the
-  job. Variables of PMI and PMIx that agree with those of the step are Slurm's own.
+
+def read_mpi() -> list[RankCount] | None:
+  """What a launcher of MPI states.
+
+  mpirun may start its ranks by srun, and is the inner one, but an mpirun of one rank, such as a shell, comes after an
+  srun of several. Variables of PMI and PMIx that agree with those of a step are Slurm's own.
   """
-  launched = _read(guard.RANK, guard.RANKS)
-  if guard.COORDINATOR in os.environ:
-    return launched
-  slurm = (_read("", SLURM[0]) or _read("", SLURM[1])) if "SLURM_STEP_ID" in os.environ else []
-  mpi = [one for rank, size in guard.MPI.items() if os.environ.get(rank) for one in _read(rank, size)]
+  launched, slurm = read(guard.RANK, guard.RANKS), _read_step()
+  mpi = [one for rank, size in guard.MPI.items() if os.environ.get(rank) for one in read(rank, size)]
   mpi = [one for one in mpi if not (one.variable.startswith("PMI") and any(one.allows(own.ranks) for own in slurm))]
-  several = [one for one in launched + mpi if one.ranks > 1]
-  return several or (slurm if any(one.ranks > 1 for one in slurm) else launched + mpi)
+  if several := [one for one in launched + mpi if one.ranks > 1]:
+    return several
+  return None if read_slurm() else launched + mpi or None
+
+
+def read_slurm() -> list[RankCount] | None:
+  """What srun states of several tasks."""
+  return [one for one in _read_step() if one.ranks > 1] or None
+
+
+def _read_step() -> list[RankCount]:
+  """What srun states: a batch script has some of its variables, but no step.
+
+  SLURM_NTASKS counts only without SLURM_STEP_NUM_TASKS: in the shell of salloc, a step of one task, it is that of the
+  job.
+  """
+  return (read("", SLURM[0]) or read("", SLURM[1])) if "SLURM_STEP_ID" in os.environ else []
 
 
 def check_mpi(who: str, counts: Sequence[RankCount], mpi: Any) -> None:
@@ -75,7 +91,7 @@ def check(who: str, counts: Sequence[RankCount], ranks: int, counted: str, advic
       raise RuntimeError(f"{who}: {one}, but {counted} {ranks}. {unset}{advice}")
 
 
-def _read(rank: str, size: str) -> list[RankCount]:
+def read(rank: str, size: str) -> list[RankCount]:
   """What two variables state, the number of this rank and the number of ranks; nothing if neither is set."""
   for name, exact in ((size, True), (rank, False)):
     if value := os.environ.get(name):  # an empty one is not set
@@ -83,3 +99,15 @@ def _read(rank: str, size: str) -> list[RankCount]:
         raise ValueError(f"{name}={value!r} is not a number, as launchers set it for each rank: unset it")
       return [RankCount(name, int(value) + (not exact), exact)]
   return []
+
+
+def free_port() -> int:
+  """A port of this machine on which no process listens now.
+
+  Example:
+    >>> 0 < free_port() < 2**16
+    True
+  """
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    return probe.getsockname()[1]

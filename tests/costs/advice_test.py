@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import time
 
 import jax
@@ -66,6 +67,24 @@ def test_a_link_predicts_what_the_advice_does():
       assert link.seconds(4 * n) == pytest.approx(one.seconds, rel=1e-3)
 
 
+def test_the_print_out_says_what_it_does_not_know():
+  """Accuracy, and how far predictions were off where updates were measured."""
+  *_, why, accuracy, errors = str(js.costs.advise(10_000_000, PROFILE)).splitlines()
+  assert why.startswith(SPARDL)
+  assert accuracy.startswith("Accuracy is not considered: a lower density, or more local steps, are always faster")
+  assert re.fullmatch(r"Seconds are predicted: of the last 32 .* at most \d+%, 27 by at most 25%, .* by 50%.", errors)
+  *_, accuracy, _ = str(js.costs.advise(1000, PROFILE, evidence=[row_of("updates/spardl")])).splitlines()
+  assert accuracy.startswith("Accuracy counts by these trainings alone")
+
+
+def test_a_label_has_the_number_of_local_steps():
+  best = js.costs.advise(10_000_000, PROFILE, every=(1, 30)).best
+  assert (best.label, best.title) == (f"{SPARDL} every 30 steps",) * 2
+  assert js.make_collective(best.name, **best.config).density == 0.01
+  found = js.costs.advise(1000, PROFILE, evidence=[row_of("local:every=10/spardl", every=10)]).predictions
+  assert {one.label for one in found} == {"dense", f"{SPARDL} every 10 steps"}
+
+
 def row_of(method, every=1, steps=1.2, collective=SPARDL):
   return Evidence(method, collective, every, "adam:0.001", "lm", 4, steps, 0.1 if steps else None, 3)
 
@@ -105,9 +124,9 @@ def test_the_worst_training_of_a_method_counts():
 def test_local_steps_divide_an_update_among_their_steps():
   one, ten, both = (js.costs.advise(10_000_000, PROFILE, every=every) for every in ((1,), (10,), (1, 10)))
   for update, step in zip(one.predictions, ten.predictions, strict=True):
-    assert (step.label, step.words, step.wire) == (update.label, update.words, update.wire)
+    assert (step.label, step.words, step.wire) == (f"{update.label} every 10 steps", update.words, update.wire)
     assert step.seconds == pytest.approx(update.seconds / 10)
-  assert (both.best.label, both.best.every) == (SPARDL, 10)
+  assert (both.best.name, both.best.every) == ("spardl", 10)
   assert both.why.startswith(f"{SPARDL} every 10 steps: ")
 
 
@@ -164,6 +183,11 @@ BAD = [
   (lambda: js.costs.fit(mesh_of(1)), "one worker sends nothing"),
   (lambda: js.costs.fit(mesh_of(2), seconds=0), "fit: seconds=0, give more than 0"),
   (lambda: js.costs.fit(mesh_of(2), algorithms=["speedy"]), "unknown collective 'speedy'"),
+  (
+    lambda: js.costs.fit(mesh_of(2), algorithms=[js.make_collective("topka", k=3)]),
+    "fit: .*TopkA.* is no label, .*'spardl:teams=2:density=0.01', of a2sgd, ",
+  ),
+  (lambda: js.costs.fit(mesh_of(2), algorithms="topka"), "fit: algorithms='topka', give a list of labels"),
   (lambda: js.costs.fit(mesh_of(2), algorithms=["powersgd"]), "powersgd: the words of n=.* give the parameters as n"),
   (lambda: js.costs.advise(0, PROFILE), "n=0, choose a whole number from 1 up"),
   (lambda: js.costs.advise(5, Profile(2, 1e-4, 1e-9)), "the profile has no algorithm"),

@@ -1,0 +1,185 @@
+"""The launchers whose ranks `join` connects: how each is recognized, and what JAX is told about the run.
+
+What JAX detects is left to it: Slurm, Open MPI before 5, mpi4py, TPUs, Kubernetes. A launcher may run inside another
+one: `LAUNCHERS` has the inner ones first.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxsparse.launch import environment, guard
+from jaxsparse.launch.environment import JOIN, RankCount, read
+
+_TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")  # JAX prefers the first
+_URI, _ADDRESS = "OMPI_MCA_orte_hnp_uri", "JAX_COORDINATOR_ADDRESS"  # from which JAX knows where rank 0 is
+
+
+class Launcher(NamedTuple):
+  """A way to start ranks.
+
+  Attributes:
+    name: for people.
+    read: the numbers of ranks that it states, perhaps none; None in a process that it has not started.
+    options: arguments of `jax.distributed.initialize`; raises RuntimeError where they would name another run.
+    rank: its variable for the number of this rank.
+    is_inner: whether RANK and WORLD_SIZE may be those of an outer launcher, and need not agree with it.
+  """
+
+  name: str
+  read: Callable[[], list[RankCount] | None]
+  options: Callable[[Sequence[RankCount]], dict[str, Any]]
+  rank: str = ""
+  is_inner: bool = False
+
+
+def find() -> tuple[Launcher, list[RankCount]] | None:
+  """The innermost launcher that started this process, and all numbers of ranks that are stated; None without one."""
+  for one in LAUNCHERS:
+    if (counts := one.read()) is not None:
+      return one, counts if one.is_inner else list(dict.fromkeys([*counts, *read(*_TORCH[:2])]))
+  return None
+
+
+def read_counts() -> list[RankCount]:
+  """All numbers of ranks that are stated for this process; none in a process that is not a rank."""
+  found = find()
+  return found[1] if found else []
+
+
+def check_agreement(launcher: Launcher, counts: Sequence[RankCount]) -> None:
+  """Raises RuntimeError where the variables of two launchers contradict each other."""
+  if stated := next((one for one in counts if one.exact), None):
+    environment.check(JOIN, counts, stated.ranks, f"{stated.variable} states", "A process is a rank of one run only")
+  own, other = os.environ.get(launcher.rank), os.environ.get("RANK")
+  if own and other and own != other:
+    raise RuntimeError(f"{JOIN}: {launcher.rank}={own}, but RANK={other}: unset RANK")
+
+
+def _need(counts: Sequence[RankCount], names: Sequence[str], advice: str) -> list[str]:
+  """The values of variables; raises RuntimeError with those that are not set."""
+  if missing := [name for name in names if not os.environ.get(name)]:
+    raise RuntimeError(f"{JOIN}: {counts[0]}, without {', '.join(missing)}. {advice}")
+  return [os.environ[name] for name in names]
+
+
+def _connect(address: str, ranks: int | str, rank: int | str, gpu: str = "") -> dict[str, Any]:
+  """All that JAX must know; `gpu` is the variable for the number of the GPU of this rank, if each rank has one."""
+  told: dict[str, Any] = {"cluster_detection_method": "deactivate", "coordinator_address": address}
+  if gpu in os.environ and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+    told["local_device_ids"] = int(os.environ[gpu])
+  return told | {"num_processes": int(ranks), "process_id": int(rank)}
+
+
+def _join_own(_: Sequence[RankCount]) -> dict[str, Any]:
+  return _connect(*(os.environ[name] for name in (guard.COORDINATOR, guard.RANKS, guard.RANK)))
+
+
+def _read_torch() -> list[RankCount] | None:
+  counts = read(*_TORCH[:2])
+  return None if counts == [RankCount("WORLD_SIZE", 1)] and "MASTER_ADDR" not in os.environ else counts or None
+
+
+def _read_torchrun() -> list[RankCount] | None:
+  return _read_torch() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def _join_torch(counts: Sequence[RankCount]) -> dict[str, Any]:
+  advice = f"Set all of {', '.join(_TORCH)} for each rank, or unset {counts[0].variable}"
+  rank, ranks, host, port = _need(counts, _TORCH, advice)
+  if not (rank.isdecimal() and int(rank) < int(ranks) and port.isdecimal()):
+    raise RuntimeError(f"{JOIN}: RANK={rank}, WORLD_SIZE={ranks}, MASTER_PORT={port}: no rank of {ranks}, or no port")
+  taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself listens there
+  host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+  shared = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > 1
+  return _connect(f"{host}:{int(port) + taken}", ranks, rank, "LOCAL_RANK" if shared else "")
+
+
+def _read_ray() -> list[RankCount] | None:
+  try:  # a worker of Ray Train has imported it; elsewhere it raises RuntimeError, or has no size
+    size = sys.modules["ray.train"].get_context().get_world_size()
+  except (KeyError, RuntimeError):
+    return None
+  return [RankCount("ray.train.get_context().get_world_size()", size)] if size else None
+
+
+def _join_ray(_: Sequence[RankCount]) -> dict[str, Any]:
+  ray, collective = importlib.import_module("ray"), importlib.import_module("ray.train.collective")
+  context = sys.modules["ray.train"].get_context()
+  own = f"{ray.util.get_node_ip_address()}:{environment.free_port()}" if context.get_world_rank() == 0 else None
+  return _connect(collective.broadcast_from_rank_zero(own), context.get_world_size(), context.get_world_rank())
+
+
+def _join_mpi(counts: Sequence[RankCount]) -> dict[str, Any]:
+  size, rank, here = (os.environ.get(f"OMPI_COMM_WORLD_{name}", "") for name in ("SIZE", "RANK", "LOCAL_SIZE"))
+  if rank and _URI in os.environ:
+    return {"cluster_detection_method": "ompi"}
+  # Open MPI 5 tells a rank no address of another host, but it names the run.
+  port = 61_440 + zlib.crc32(os.environ.get("PMIX_NAMESPACE", "").encode()) % 4_096
+  address = os.environ.get(_ADDRESS) or (f"127.0.0.1:{port}" if size == here else None)
+  if size and rank and address:
+    return _connect(address, size, rank, "OMPI_COMM_WORLD_LOCAL_RANK")
+  try:
+    from mpi4py import MPI
+  except (ImportError, RuntimeError) as error:
+    advice = f"Install it for the MPI of the launcher, or give all ranks of Open MPI {_ADDRESS}=HOST:PORT of rank 0"
+    raise ImportError(f"{JOIN}: {counts[0]}, but mpi4py does not load: {error}. {advice}") from error
+  environment.check_mpi(JOIN, counts, MPI)
+  return {"cluster_detection_method": "mpi4py"}
+
+
+def _join_slurm(counts: Sequence[RankCount]) -> dict[str, Any]:
+  _need(counts, _SLURM, "srun sets them for each task")
+  # JAX would take SLURM_NTASKS, which may be that of the job.
+  return {"cluster_detection_method": "slurm", "num_processes": counts[0].ranks}
+
+
+def _read_tpus() -> list[RankCount] | None:
+  name = next((name for name in _HOSTS if os.environ.get(name)), "")
+  hosts = len(os.environ.get(name, "").split(",")) * int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
+  return [RankCount(name, hosts)] if hosts > 1 else None
+
+
+def _join_tpus(counts: Sequence[RankCount]) -> dict[str, Any]:
+  _need(counts, ["TPU_WORKER_ID"], "GKE sets it in each pod with TPUs")
+  _need(counts, ["TPU_ML_PLATFORM"], "JAX sets it where it finds TPUs: install jax[tpu], and request google.com/tpu")
+  return {"cluster_detection_method": "gketpu"}
+
+
+def _read_metadata() -> list[RankCount] | None:
+  # JAX sets the first one on a machine with TPUs; its metadata, which JAX reads, name the other hosts.
+  names = {"TPU_ML_PLATFORM", "TPU_SKIP_MDS_QUERY", *_HOSTS}
+  return [] if names & os.environ.keys() == {"TPU_ML_PLATFORM"} else None
+
+
+def _read_pods() -> list[RankCount] | None:
+  return read("JOB_COMPLETION_INDEX", "") or None if "KUBERNETES_SERVICE_HOST" in os.environ else None
+
+
+def _join_pods(counts: Sequence[RankCount]) -> dict[str, Any]:
+  if importlib.util.find_spec("kubernetes") is None:
+    advice = (
+      f"Install jax[k8s], which asks the cluster for the other pods, or set {', '.join(_TORCH)}; unset it in a pod "
+    )
+    advice += "that trains alone"
+    raise ImportError(f"{JOIN}: {counts[0]}, but the package kubernetes is missing. {advice}")
+  return {}
+
+
+LAUNCHERS = (
+  Launcher("jaxsparse.launch", environment.read_launched, _join_own, is_inner=True),
+  Launcher("torchrun", _read_torchrun, _join_torch, is_inner=True),
+  Launcher("Ray Train", _read_ray, _join_ray),
+  Launcher("MPI", environment.read_mpi, _join_mpi, "OMPI_COMM_WORLD_RANK"),
+  Launcher("Slurm", environment.read_slurm, _join_slurm, "SLURM_PROCID"),
+  Launcher("GKE with TPUs", _read_tpus, _join_tpus),
+  Launcher("RANK and WORLD_SIZE", _read_torch, _join_torch),
+  Launcher("a Job of Kubernetes", _read_pods, _join_pods),
+  Launcher("Cloud TPU", _read_metadata, lambda _: {"cluster_detection_method": "gcetpu"}),
+)
