@@ -145,6 +145,22 @@ def trimmed(spec: PartitionSpec) -> PartitionSpec:
   return PartitionSpec(*parts)
 
 
+def axes_of_type(x: Any) -> frozenset[str]:
+  """The axes that a value, or an abstract value, varies over by its type."""
+  own = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+  return own.manual_axis_type.varying if hasattr(own, "manual_axis_type") else getattr(own, "vma", frozenset())
+
+
+def equal_along(x: Any, axes: frozenset[str] | None) -> Any:
+  """The abstract value `x`, typed as equal along `axes`; None for all."""
+  axes = axes_of_type(x) if axes is None else axes
+  if not axes_of_type(x) & axes:
+    return x
+  if hasattr(x, "manual_axis_type"):
+    return x.update(manual_axis_type=x.manual_axis_type.update(varying=x.manual_axis_type.varying - axes))
+  return x.update(vma=x.vma - axes)
+
+
 def is_psum(x: jax.Array, axis: AxisName) -> bool:
   """Whether the traced x is a psum or pmean over `axis`, perhaps scaled, cast or reshaped.
 

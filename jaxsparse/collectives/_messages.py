@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _varying, sparse
+from jaxsparse import sparse
 from jaxsparse.collectives._base import SparseCollective
-from jaxsparse.comm import all_gather, exchange, schedules
+from jaxsparse.comm import all_gather, exchange, schedules, varying
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
 from jaxsparse.sparse.codec import Codec, codec_of
@@ -134,7 +134,7 @@ def switch(
   branches: list[Callable[[], Any]] = [functools.partial(branch, capacity) for capacity in capacities]
   branches += [otherwise] if otherwise else []
   smaller = jnp.sum(needed > jnp.array(capacities[: len(branches) - 1], jnp.int32), dtype=jnp.int32)
-  return _varying.switch(smaller, branches)
+  return varying.switch(smaller, branches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

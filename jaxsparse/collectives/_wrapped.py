@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _varying, sparse
+from jaxsparse import sparse
 from jaxsparse.collectives._base import Collective, SparseCollective, replace_fields
+from jaxsparse.comm import varying
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State, saturated
 
 
@@ -142,7 +143,7 @@ class WarmedUp(Wrapped):
     count = lambda *rungs: max(one.indices.size if _is_sparse(one) else 0 for one in rungs)
     slots = jax.tree.map(count, *map(jax.eval_shape, reduced), is_leaf=_is_sparse)
     branches = [lambda one=one: _with_slots(one(), grads.size, slots) for one in reduced]
-    after = _varying.switch(self._rung(step), branches)
+    after = varying.switch(self._rung(step), branches)
     return after._replace(state=after.state._replace(shared=WarmUp(step + 1, after.state.shared)))
 
   def _rung(self, step: jax.Array) -> jax.Array:

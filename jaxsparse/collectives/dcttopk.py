@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import _varying, sparse
+from jaxsparse import sparse
 from jaxsparse.collectives._base import replace_fields
 from jaxsparse.collectives.chunktopk import ChunkTopk
+from jaxsparse.comm import varying
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import flatten
 from jaxsparse.sparse.sums import round_mantissa
@@ -196,7 +197,7 @@ def _transform(tiles: jax.Array, left: np.ndarray, right: np.ndarray) -> jax.Arr
 
   if count * _PIECES < len(tiles):
     tiles = tiles.at[count * _PIECES :].set(transform(tiles[count * _PIECES :]))
-  return _varying.fori_loop(0, _PIECES, replace, tiles) if count else tiles
+  return varying.fori_loop(0, _PIECES, replace, tiles) if count else tiles
 
 
 def _sum_in_order(terms: list[jax.Array]) -> jax.Array:

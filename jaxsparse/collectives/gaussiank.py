@@ -13,9 +13,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _varying, sparse
+from jaxsparse import sparse
 from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, switch, words_of
-from jaxsparse.comm import in_rank_order, schedules
+from jaxsparse.comm import in_rank_order, schedules, varying
 from jaxsparse.select import threshold, top_k
 from jaxsparse.select.accumulator import pending_except
 from jaxsparse.select.blocks import LazySum, keys_of
@@ -110,7 +110,7 @@ def fit_threshold(x: LazySum, k: int) -> jax.Array:
     return before[1], ordered_sum(*x.parts, term=term) / x.size
 
   # A loop of two rounds: otherwise XLA on CPUs computes the mean again for every entry.
-  mean, variance = _varying.fori_loop(0, 2, average, (jnp.float32(0), jnp.float32(0)))
+  mean, variance = varying.fori_loop(0, 2, average, (jnp.float32(0), jnp.float32(0)))
   return jnp.abs(mean) + tail * jnp.sqrt(variance)
 
 
@@ -139,7 +139,7 @@ def correct_threshold(limit: jax.Array, largest: Sparse, k: int, end: int) -> ja
     too_few, too_many = keys_of(limit) > enough, keys_of(limit) <= more
     return limit * jnp.where(too_few, 1 / _FACTOR, jnp.where(too_many, _FACTOR, 1.0))
 
-  return _varying.fori_loop(0, _ADJUSTMENTS, adjust, limit, unroll=10)
+  return varying.fori_loop(0, _ADJUSTMENTS, adjust, limit, unroll=10)
 
 
 def cut_reaching(largest: Sparse, limit: jax.Array, most: int, end: int) -> Sparse:

@@ -14,9 +14,8 @@ from typing import Any, Literal, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _varying
 from jaxsparse.collectives._base import Collective, replace_fields
-from jaxsparse.comm import all_reduce_cost
+from jaxsparse.comm import all_reduce_cost, varying
 from jaxsparse.select import ordering
 from jaxsparse.sparse import flatten, low_rank, noise
 from jaxsparse.types import Comm, Cost, Counters, Deferred, Reduced, State, saturated, saturated_sum
@@ -135,7 +134,7 @@ class PowerSGD(Collective):
     left, right = (functools.partial(_turn, comm, key, leaves, to_right=to_right) for to_right in (False, True))
     if self.alternate:
       turns = [lambda turn=turn: turn(state.residual, others, factors) for turn in (left, right)]
-      done = _varying.cond(to_left, *turns)
+      done = varying.cond(to_left, *turns)
       summed, bound, after = done.others, done.bound, done.factors
     else:
       half = left(state.residual, others, factors)
@@ -247,9 +246,9 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
     later = _einsum("sq,sqr->sr", products[:, number], weights)
     return weights.at[:, number].set(scales[:, number, None] * (vectors[:, number, :rank] - later))
 
-  _, vectors, scales = _varying.fori_loop(0, rank, reflect, (x, jnp.zeros_like(x), jnp.zeros(x.shape[:2], jnp.float32)))
+  _, vectors, scales = varying.fori_loop(0, rank, reflect, (x, jnp.zeros_like(x), jnp.zeros(x.shape[:2], jnp.float32)))
   products = _einsum("sra,sqa->srq", vectors, vectors)
-  weights = _varying.fori_loop(0, rank, weigh, jnp.zeros_like(products))
+  weights = varying.fori_loop(0, rank, weigh, jnp.zeros_like(products))
   return jnp.eye(rank, most, dtype=jnp.float32)[None] - _einsum("sqr,sqa->sra", weights, vectors)
 
 

@@ -17,9 +17,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _varying
 from jaxsparse.collectives._base import Collective
-from jaxsparse.comm import all_gather, schedules
+from jaxsparse.comm import all_gather, schedules, varying
 from jaxsparse.sparse import bitset, noise
 from jaxsparse.sparse.sums import largest_magnitude, ordered_sum, round_mantissa_up
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
@@ -202,5 +201,5 @@ def _by_blocks(fill: Callable[[jax.Array, Any, int], jax.Array], into: jax.Array
   """
   length = min(_BLOCK, size)
   step = lambda number, into: fill(into, jnp.minimum(number * length, size - length), length)
-  loop = lambda into: _varying.fori_loop(jnp.int32(0), jnp.int32(-(-size // max(length, 1))), step, into)
+  loop = lambda into: varying.fori_loop(jnp.int32(0), jnp.int32(-(-size // max(length, 1))), step, into)
   return bitset.by_platform(into, gpu=lambda into: jax.lax.optimization_barrier(fill(into, 0, size)), default=loop)

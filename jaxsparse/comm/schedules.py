@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _varying
+from jaxsparse.comm import varying
 from jaxsparse.types import Comm, Cost, Reduction, Tree
 
 Pairs = tuple[tuple[int, int], ...]
@@ -94,7 +94,7 @@ def combine_rows(rows: jax.Array, op: Reduction) -> jax.Array:
   dtype = rows.dtype
   if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
     rows = rows.astype(jnp.float32)
-  result, _ = _varying.scan(lambda total, row: (combine(total, row), None), rows[0], rows[1:])
+  result, _ = varying.scan(lambda total, row: (combine(total, row), None), rows[0], rows[1:])
   return result.astype(dtype)
 
 

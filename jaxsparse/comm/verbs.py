@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from jaxsparse import _compat, _varying
+from jaxsparse import _compat
 from jaxsparse.comm import schedules
 from jaxsparse.types import Comm, Reduction, Tree
 
@@ -28,7 +28,7 @@ def _identity(name: str) -> core.Primitive:
   """A primitive that returns its operand and that every transformation of JAX keeps."""
   primitive = core.Primitive(name)
   primitive.def_impl(lambda x, **_: x)
-  primitive.def_abstract_eval(lambda x, **total: _varying.equal_along(x, **total) if total else x)
+  primitive.def_abstract_eval(lambda x, **total: _compat.equal_along(x, **total) if total else x)
   mlir.register_lowering(primitive, lambda _, x, **__: [x])
   ad.deflinear2(primitive, lambda cotangent, *_, **__: [cotangent])
   batching.primitive_batchers[primitive] = lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])

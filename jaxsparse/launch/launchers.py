@@ -164,11 +164,10 @@ def _read_pods() -> list[RankCount] | None:
 
 def _join_pods(counts: Sequence[RankCount]) -> dict[str, Any]:
   if importlib.util.find_spec("kubernetes") is None:
-    advice = (
-      f"Install jax[k8s], which asks the cluster for the other pods, or set {', '.join(_TORCH)}; unset it in a pod "
+    raise ImportError(
+      f"{JOIN}: {counts[0]}, but the package kubernetes is missing. Install jax[k8s], which asks the cluster for the "
+      f"other pods, or set {', '.join(_TORCH)}; unset it in a pod that trains alone"
     )
-    advice += "that trains alone"
-    raise ImportError(f"{JOIN}: {counts[0]}, but the package kubernetes is missing. {advice}")
   return {}
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _varying, sparse
+from jaxsparse import sparse
+from jaxsparse.comm import varying
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm
 
@@ -170,7 +171,7 @@ def by_digits(selects: Callable[[Cut], jax.Array], k: jax.Array, bits: int = 4) 
     enough = (counts >= k) & ((digits << shift) >> shift == digits)[0]  # a digit may be beyond 31 bits
     return state + part * (jnp.sum(enough, axis=1, keepdims=True, dtype=jnp.int32) << shift)[None]
 
-  return cut_at(_varying.fori_loop(0, 2 * rounds, refine, jnp.zeros((2, *k.shape), jnp.int32)))
+  return cut_at(varying.fori_loop(0, 2 * rounds, refine, jnp.zeros((2, *k.shape), jnp.int32)))
 
 
 def bisect(
@@ -208,5 +209,5 @@ def bisect(
     return (~ties | (high - low > 1)).any()
 
   start: tuple[jax.Array, ...] = (low, high, jnp.zeros_like(low), jnp.zeros(low.shape, jnp.bool_))
-  low, _, key, _ = _varying.while_loop(is_open, halve, start)
+  low, _, key, _ = varying.while_loop(is_open, halve, start)
   return Cut(key, -low)

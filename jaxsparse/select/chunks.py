@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import _varying
+from jaxsparse.comm import varying
 from jaxsparse.select.blocks import TOP, LazySum, keys_of
 from jaxsparse.select.exact import sort_rows
 from jaxsparse.sparse import bitset
@@ -166,4 +166,4 @@ def _kth_largest(keys: jax.Array, k: jax.Array, bits: int) -> jax.Array:
     reached = jnp.sum((keys >= higher[None]).astype(keys.dtype), axis=0, dtype=keys.dtype)
     return jnp.where(reached >= k, higher, least)
 
-  return _varying.fori_loop(0, bits, decide, jnp.zeros(keys.shape[1], keys.dtype))
+  return varying.fori_loop(0, bits, decide, jnp.zeros(keys.shape[1], keys.dtype))

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import _varying, sparse
+from jaxsparse import sparse
+from jaxsparse.comm import varying
 from jaxsparse.select.blocks import Blocks, LazySum, keys_of
 from jaxsparse.types import Pending, Sparse
 
@@ -106,8 +107,8 @@ def _champions_of_block(blocks: Blocks, start: jax.Array) -> jax.Array:
     return step
 
   best = jnp.full(width, -1, jnp.int32)
-  best = _varying.fori_loop(0, filled // (_ROWS * width), compare(_ROWS), best)
-  best = _varying.fori_loop(filled // (_ROWS * width) * _ROWS, filled // width, compare(1), best)
+  best = varying.fori_loop(0, filled // (_ROWS * width), compare(_ROWS), best)
+  best = varying.fori_loop(filled // (_ROWS * width) * _ROWS, filled // width, compare(1), best)
   first = filled // width * width
   rest = rank(blocks.x.read_at(start + first + column), first)
   best = jnp.maximum(best, jnp.where(first + column < filled, rest, -1))

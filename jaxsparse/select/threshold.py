@@ -8,7 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _varying, sparse
+from jaxsparse import sparse
+from jaxsparse.comm import varying
 from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.select.exact import top_k
 from jaxsparse.sparse import bitset
@@ -101,7 +102,7 @@ def largest_that(holds: Callable[[jax.Array], jax.Array], zero: jax.Array, bits:
     candidate = found | (1 << (bits - 1 - step))
     return jnp.where(holds(candidate), candidate, found)
 
-  return _varying.fori_loop(0, bits, decide, zero)
+  return varying.fori_loop(0, bits, decide, zero)
 
 
 def read_first(x: LazySum, members: jax.Array, capacity: int) -> Sparse:

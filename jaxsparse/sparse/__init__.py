@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _varying
+from jaxsparse.comm import varying
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
@@ -114,7 +114,7 @@ def add_rows(rows: Sparse, end: int) -> jax.Array:
     Array([1., 0., 6.], dtype=float32)
   """
   add = lambda total, row: (total.at[row.indices].add(row.values, mode="drop", unique_indices=True), None)
-  return _varying.scan(add, jnp.zeros(end, jnp.float32), rows)[0]
+  return varying.scan(add, jnp.zeros(end, jnp.float32), rows)[0]
 
 
 def merge(rows: Sparse, end: int) -> Sparse:
@@ -138,14 +138,14 @@ def merge(rows: Sparse, end: int) -> Sparse:
   def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, None]:
     return bitset.insert(members, jnp.where(bitset.contains(members, indices), end, indices), end), None
 
-  members, _ = _varying.scan(unite, bitset.empty(end), rows.indices)
+  members, _ = varying.scan(unite, bitset.empty(end), rows.indices)
   slots = min(rows.indices.size, end)
   slot = jnp.where(rows.indices < end, bitset.rank(members, rows.indices), slots)
   # Not filled with `end`: XLA on GPUs would keep a copy of that, to compare the result with.
   indices = jnp.full(slots, 2**31 - 1, jnp.int32).at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
   add_row = lambda values, row: (add(values, *row), None)
   # Sums start at −0: −0 + x is x, and 0 + −0 would be 0.
-  values, _ = _varying.scan(add_row, jnp.where(indices < end, jnp.float32(-0.0), jnp.float32(0)), (slot, rows.values))
+  values, _ = varying.scan(add_row, jnp.where(indices < end, jnp.float32(-0.0), jnp.float32(0)), (slot, rows.values))
   return Sparse(jnp.minimum(indices, end), values)
 
 

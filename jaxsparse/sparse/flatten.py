@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import _varying
+from jaxsparse.comm import varying
 
 
 def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
@@ -139,7 +139,7 @@ def stays_finite(before: Any, after: Any) -> jax.Array:
   stays = lambda old, new: all_finite(new) | ~all_finite(old)
   compare = lambda: jnp.all(jnp.array(jax.tree.leaves(jax.tree.map(stays, before, after)), jnp.bool_))
   # On CPU a pass over each leaf of `before` less; elsewhere a conditional waits for the host.
-  look = lambda: _varying.cond(all_finite(after), lambda: jnp.bool_(True), compare)
+  look = lambda: varying.cond(all_finite(after), lambda: jnp.bool_(True), compare)
   return jax.lax.platform_dependent(cpu=look, default=compare)
 
 

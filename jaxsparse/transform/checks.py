@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import optax
 
-from jaxsparse import _compat, _varying
-from jaxsparse.comm import AxisComm
+from jaxsparse import _compat
+from jaxsparse.comm import AxisComm, varying
 from jaxsparse.sparse.flatten import leaf_shapes, leaves_by_name
 from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import LocalState, ReduceState, checksums_of, devices_of, local_states, reduce_states
@@ -216,14 +216,14 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   if not isinstance(comm, AxisComm):
     return
   leaves = jax.tree_util.tree_leaves_with_path(grads)
-  typed = all(_varying.is_summed_over(comm.axis, leaf) for _, leaf in leaves)  # a single one may be constant
+  typed = all(varying.is_summed_over(comm.axis, leaf) for _, leaf in leaves)  # a single one may be constant
   if summed := [path for path, leaf in leaves if typed or _compat.is_psum(leaf, comm.axis)]:
     raise ValueError(
       f"gradients{jax.tree_util.keystr(summed[0])} is summed or averaged over {comm.axis!r} already: jaxsparse takes "
       "the gradients of one worker: leave out the pmean or psum, and take them at js.own_params(params, state), since "
       "JAX sums those at replicated parameters; or by js.stacked(tx, mesh).value_and_grad, where a partitioner averages"
     )
-  if not _varying.checked_axes() and all(_compat.is_argument_of_shard_map(leaf) for _, leaf in leaves):
+  if not varying.checked_axes() and all(_compat.is_argument_of_shard_map(leaf) for _, leaf in leaves):
     warnings.warn(
       "gradients come into a shard_map with check_vma=False as they are: if they are averaged already, or every worker "
       "has the same batch, nothing is saved, and no error tells; take them inside it, or by "

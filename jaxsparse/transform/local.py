@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import _varying
 from jaxsparse.collectives._base import check_whole
+from jaxsparse.comm import varying
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
@@ -190,7 +190,7 @@ class _LocalSteps(NamedTuple):
     # The branches return neither what was moved nor the inner state: XLA copies the results of a conditional.
     branches = [lambda tried, kind=kind: kind(tried, params, finite, extra) for kind in kinds]
     kind = jnp.int32(1) if self.every == 1 else self._choose_kind(tried)
-    done = branches[1](tried) if self.every == 1 else _varying.switch(kind, branches, tried)
+    done = branches[1](tried) if self.every == 1 else varying.switch(kind, branches, tried)
     applied = jnp.where(kind > self.fragments.count, tried.flight.fragment + 1, 0) if self.delay else kind
     moved = () if self.every == 1 else self._keep_moved(applied, moved, done.updates, params)
     if self.every:
@@ -284,7 +284,7 @@ class _LocalSteps(NamedTuple):
     if self.fragments.count == 1 and not self.mixing:
       # Nothing is moved right after an exchange, and outer momentum would move the anchor all the same.
       again = lambda: self._exchange_all(state, params, extra)
-      return _varying.cond(state.since == 0, lambda: (total, state), again)
+      return varying.cond(state.since == 0, lambda: (total, state), again)
     return self._exchange_all(state, params, extra)
 
   def _exchange_all(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
@@ -297,7 +297,7 @@ class _LocalSteps(NamedTuple):
       if self.delay:
         apply = lambda state: self._apply_flight(state, params, finite, extra)
         others = lambda state, exchange=exchange: exchange(state)._replace(flight=state.flight)
-        done = _varying.cond(is_flying(number), apply, others, after)
+        done = varying.cond(is_flying(number), apply, others, after)
       else:
         done = exchange(after)
       total, skipped = jax.tree.map(jnp.add, total, done.updates), skipped | done.skipped

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import _varying
+from jaxsparse import _compat
+from jaxsparse.comm import varying
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.groups import Group
@@ -40,8 +41,8 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
       behind |= {name: behind.get(name, 0.0) + leaf for name, leaf in _residual_leaves(one).items()}
   own = lambda name, p: (p.astype(jnp.float32) - behind[name]).astype(p.dtype) if name in behind else p
   leaves = [own(name, p) for name, p in flatten.leaves_by_name(params).items()]
-  axes = frozenset().union(*(_varying.axes_of_type(node.counters.skipped) for node in states.reduce_states(state)))
-  return _varying.as_varying(jax.tree.unflatten(jax.tree.structure(params), leaves), axes)
+  axes = frozenset().union(*(_compat.axes_of_type(node.counters.skipped) for node in states.reduce_states(state)))
+  return varying.as_varying(jax.tree.unflatten(jax.tree.structure(params), leaves), axes)
 
 
 def moved_leaves(state: Any) -> dict[str, jax.Array]:

@@ -6,11 +6,11 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _varying, sparse
+from jaxsparse import sparse
 from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, switch
 from jaxsparse.collectives.oktopk.balance import Sizes, balance_and_gather, consensus_bounds, even_bounds, imbalance
 from jaxsparse.collectives.oktopk.thresholds import nudge_by_factor, nudge_in_proportion, search_near
-from jaxsparse.comm import number_of_each, schedules
+from jaxsparse.comm import number_of_each, schedules, varying
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select.accumulator import pending_nonzero
 from jaxsparse.select.blocks import LazySum
@@ -103,7 +103,7 @@ class OkTopk(EncodingCollective):
     bounds = reused.bounds
     if self.regions == "balanced" and comm.size > 1:
       fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
-      bounds = _varying.cond(fresh, lambda: consensus_bounds(comm, chosen.indices, n), lambda: reused.bounds)
+      bounds = varying.cond(fresh, lambda: consensus_bounds(comm, chosen.indices, n), lambda: reused.bounds)
     starts = by_threshold.region_starts(chosen.indices, bounds)
     crowd, sent = jnp.diff(starts), by_threshold.read_regions(chosen, starts, sizes.most, n)
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
@@ -119,7 +119,7 @@ class OkTopk(EncodingCollective):
     sums = sparse.merge(rows, n)
     follow = lambda: search_near(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
     search = lambda: by_threshold.kth_magnitude(sums, k, n, comm.all_reduce)
-    threshold = _varying.cond(exact | (reused.threshold == 0), search, follow)
+    threshold = varying.cond(exact | (reused.threshold == 0), search, follow)
     mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
     owned = number_of_each(comm, sparse.count(mine, n))
     kept, rounded_off, balanced, gather_words = balance_and_gather(comm, writer, mine, owned, sizes)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _varying
+from jaxsparse.comm import varying
 from jaxsparse.select import ordering
 from jaxsparse.sparse.sums import round_mantissa, row_sums
 
@@ -303,7 +303,7 @@ def _by_chunks(
         x[skip * size :][: shape.size].reshape(shape.shape)
         for x, size, shape in zip(results, sizes, shapes, strict=True)
       ]
-      results, last = _varying.fori_loop(0, steps, step, (results, tuple(first)))
+      results, last = varying.fori_loop(0, steps, step, (results, tuple(first)))
       results = write(results, (steps - 1) * chunk, last)
     rest = count - steps * chunk
     return write(results, steps * chunk, compute(steps * chunk, rest, results)) if rest else results

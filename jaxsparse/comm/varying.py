@@ -9,13 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxsparse._compat import AxisName, names_of
-
-
-def axes_of_type(x: Any) -> frozenset[str]:
-  """The axes that a value, or an abstract value, varies over by its type."""
-  own = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
-  return own.manual_axis_type.varying if hasattr(own, "manual_axis_type") else getattr(own, "vma", frozenset())
+from jaxsparse._compat import AxisName, axes_of_type, names_of
 
 
 def checked_axes() -> frozenset[str]:
@@ -39,16 +33,6 @@ def is_summed_over(axis: AxisName, x: jax.Array) -> bool:
   """Whether x is typed as equal on all workers along `axis`."""
   axes = frozenset(names_of(axis))
   return axes <= checked_axes() and not axes & axes_of_type(x)
-
-
-def equal_along(x: Any, axes: frozenset[str] | None) -> Any:
-  """The abstract value `x`, typed as equal along `axes`; None for all."""
-  axes = axes_of_type(x) if axes is None else axes
-  if not axes_of_type(x) & axes:
-    return x
-  if hasattr(x, "manual_axis_type"):
-    return x.update(manual_axis_type=x.manual_axis_type.update(varying=x.manual_axis_type.varying - axes))
-  return x.update(vma=x.vma - axes)
 
 
 def fori_loop(first: Any, end: Any, step: Callable, start: Any, **options: Any) -> Any:
