@@ -98,9 +98,8 @@ def stacked(tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisNa
   def update(
     grads: optax.Updates, state: Any, params: Any = None, *, synchronize: bool = False, **extra: Any
   ) -> tuple[optax.Updates, Any]:
-    shared = first(jax.eval_shape(lambda: grads)) if params is None else params
-    has_rows = _has_rows(state, shared, engine.held)
     _check_rows(grads, engine.held)
+    has_rows = params is not None and _has_rows(state, params, engine.held)
     form, own = rows if has_rows else _SAME, specs(state, axis)
     in_specs, out_specs = (rows, own, form, _SAME), (form, own)
 

@@ -219,9 +219,10 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   typed = all(varying.is_summed_over(comm.axis, leaf) for _, leaf in leaves)  # a single one may be constant
   if summed := [path for path, leaf in leaves if typed or _compat.is_psum(leaf, comm.axis)]:
     raise ValueError(
-      f"gradients{jax.tree_util.keystr(summed[0])} is summed or averaged over {comm.axis!r} already: jaxsparse takes "
-      "the gradients of one worker: leave out the pmean or psum, and take them at js.own_params(params, state), since "
-      "JAX sums those at replicated parameters; or by js.stacked(tx, mesh).value_and_grad, where a partitioner averages"
+      f"gradients{jax.tree_util.keystr(summed[0])} is summed or averaged over {comm.axis!r} already, or every worker "
+      "has the same batch: leave out the pmean or psum, and take the gradient of one worker at "
+      "js.own_params(params, state), since JAX sums those at replicated parameters; or where a partitioner averages by "
+      "js.stacked(tx, mesh).value_and_grad"
     )
   if not varying.checked_axes() and all(_compat.is_argument_of_shard_map(leaf) for _, leaf in leaves):
     warnings.warn(
