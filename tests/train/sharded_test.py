@@ -369,6 +369,34 @@ def test_local_steps_and_what_their_transforms_remember(kind, applied):
   assert float(js.metrics(flushed).drift) == float(js.metrics(flushed).residual_norm) == 0
 
 
+@BOTH_KINDS
+def test_stacked_in_a_jit_of_ones_own(kind):
+  """The parameters, moments and residuals of a training step, where they lie; nothing of a worker is gathered."""
+  chain = js.local_steps(
+    optax.sgd(0.1, momentum=0.5), optax.chain(js.topka_transform("hosts", density=0.2), optax.sgd(1.0)), every=2
+  )
+  step, params, state = model_of(chain, kind, sizes=TWO_HOSTS)
+  mesh = mesh_of(TWO_HOSTS, kind)
+  tx = js.stacked(chain, mesh, axis="hosts")
+
+  @jax.jit
+  def train(params, state, batch):
+    loss, grads = tx.value_and_grad(LOSSES[kind])(params, state, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  own = params, tx.init(params)
+  assert lie_alike(own[1], state)
+  for number in range(4):
+    batch = jax.device_put(batch_of(number), NamedSharding(mesh, P("hosts")))
+    *own, loss = jax.block_until_ready(train(*own, batch))
+    params, state, metrics = step(params, state, batch)
+    np.testing.assert_allclose(loss, metrics.loss, rtol=1e-5)
+  assert lie_alike(own[0], params)
+  for one, other in zip(jax.tree.leaves(own), jax.tree.leaves((params, state)), strict=True):
+    np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-6)
+
+
 def test_muon_orthogonalizes_whole_matrices():
   """Newton-Schulz of shards alone would be another update: that of hosts of two devices is that of hosts of one."""
   tx = js.local_steps(optax.contrib.muon(0.05, adam_learning_rate=0.01), averaged("hosts"), every=2)
