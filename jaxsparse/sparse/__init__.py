@@ -134,18 +134,22 @@ def merge(rows: Sparse, end: int) -> Sparse:
     Sparse(indices=Array([0, 2, 9, 9], dtype=int32), values=Array([1., 6., 0., 0.], dtype=float32))
   """
 
+  # Behind a barrier, XLA for GPUs keeps one copy of the rows; else the messages that they come from, to read them again.
+  rows = jax.lax.optimization_barrier(rows)
+
   def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, None]:
     return bitset.insert(members, jnp.where(bitset.contains(members, indices), end, indices), end), None
 
   members, _ = jax.lax.scan(unite, bitset.empty(end), rows.indices)
   slots = min(rows.indices.size, end)
   slot = jnp.where(rows.indices < end, bitset.rank(members, rows.indices), slots)
-  # Not filled with `end`: XLA on GPUs would keep a copy of that, to compare the result with.
-  indices = jnp.full(slots, 2**31 - 1, jnp.int32).at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
+  slot, size = jax.lax.optimization_barrier((slot, bitset.count(members)))
+  filled = jnp.arange(slots, dtype=jnp.int32) < size
+  indices = jnp.where(filled, 0, end).at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
   add_row = lambda values, row: (add(values, *row), None)
   # Sums start at −0: −0 + x is x, and 0 + −0 would be 0.
-  values, _ = jax.lax.scan(add_row, jnp.where(indices < end, jnp.float32(-0.0), jnp.float32(0)), (slot, rows.values))
-  return Sparse(jnp.minimum(indices, end), values)
+  values, _ = jax.lax.scan(add_row, jnp.where(filled, jnp.float32(-0.0), jnp.float32(0)), (slot, rows.values))
+  return Sparse(indices, values)
 
 
 def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -> Sparse:
