@@ -133,8 +133,7 @@ def merge(rows: Sparse, end: int) -> Sparse:
     >>> merge(rows, end=9)
     Sparse(indices=Array([0, 2, 9, 9], dtype=int32), values=Array([1., 6., 0., 0.], dtype=float32))
   """
-
-  # Behind a barrier, XLA for GPUs keeps one copy of the rows; else the messages that they come from, to read them again.
+  # Behind a barrier, XLA for GPUs keeps one copy of the rows, and not the messages that they come from as well.
   rows = jax.lax.optimization_barrier(rows)
 
   def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, None]:
@@ -145,7 +144,9 @@ def merge(rows: Sparse, end: int) -> Sparse:
   slot = jnp.where(rows.indices < end, bitset.rank(members, rows.indices), slots)
   slot, size = jax.lax.optimization_barrier((slot, bitset.count(members)))
   filled = jnp.arange(slots, dtype=jnp.int32) < size
-  indices = jnp.where(filled, 0, end).at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
+  indices = (
+    jnp.where(filled, jnp.int32(0), jnp.int32(end)).at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
+  )
   add_row = lambda values, row: (add(values, *row), None)
   # Sums start at −0: −0 + x is x, and 0 + −0 would be 0.
   values, _ = jax.lax.scan(add_row, jnp.where(filled, jnp.float32(-0.0), jnp.float32(0)), (slot, rows.values))
