@@ -142,15 +142,16 @@ def merge(rows: Sparse, end: int) -> Sparse:
   members, _ = jax.lax.scan(unite, bitset.empty(end), rows.indices)
   slots = min(rows.indices.size, end)
   slot = jnp.where(rows.indices < end, bitset.rank(members, rows.indices), slots)
+  # Barriers order what XLA for GPUs would have in memory all at once: the slots, the values of the sum, its indices.
   slot, size = jax.lax.optimization_barrier((slot, bitset.count(members)))
-  filled = jnp.arange(slots, dtype=jnp.int32) < size
-  indices = (
-    jnp.where(filled, jnp.int32(0), jnp.int32(end)).at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
-  )
+  filled = lambda size: jnp.arange(slots, dtype=jnp.int32) < size
   add_row = lambda values, row: (add(values, *row), None)
   # Sums start at −0: −0 + x is x, and 0 + −0 would be 0.
-  values, _ = jax.lax.scan(add_row, jnp.where(filled, jnp.float32(-0.0), jnp.float32(0)), (slot, rows.values))
-  return Sparse(indices, values)
+  values, _ = jax.lax.scan(add_row, jnp.where(filled(size), jnp.float32(-0.0), jnp.float32(0)), (slot, rows.values))
+  slot, size, values = jax.lax.optimization_barrier((slot, size, values))
+  indices = jnp.where(filled(size), jnp.int32(0), jnp.int32(end))
+  indices = indices.at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
+  return jax.lax.optimization_barrier(Sparse(indices, values))
 
 
 def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -> Sparse:
