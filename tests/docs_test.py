@@ -171,7 +171,8 @@ def test_sharded_models(tmp_path):
 def test_local_steps(tmp_path):
   local, momentum, corrected = snippets("docs/how_to/local_steps.md")
   adam, muon = snippets("docs/how_to/adam.md")
-  run("\n".join([CONTEXT, local, DATA, adam, MOVED, DATA, muon, TRAIN, DATA, momentum, TRAIN, DATA, corrected, TRAIN]), tmp_path)
+  parts = [CONTEXT, local, DATA, adam, MOVED, DATA, muon, TRAIN, DATA, momentum, TRAIN, DATA, corrected, TRAIN]
+  run("\n".join(parts), tmp_path)
 
 
 def test_compile_ahead(tmp_path):

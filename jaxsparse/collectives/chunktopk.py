@@ -67,19 +67,20 @@ class ChunkTopk(SparseCollective):
     return Cost(len(schedules.strides(size)), words_of(codec_of(self.wire, length), size, k_chunk, rows))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    total, _, errors, counters = self.exchange(comm, LazySum((grads, state.residual)))
+    _, length, k_chunk = self.chunks(grads.size)
+    chosen = top_k_of_chunks(LazySum((grads, state.residual)), length, k_chunk)
+    total, _, errors, counters = self.exchange(comm, chosen, grads.size)
     return Reduced(total, state._replace(residual=Pending(grads, state.residual, errors)), counters)
 
-  def exchange(self, comm: Comm, acc: LazySum) -> tuple[Sparse, Sparse, Sparse, Counters]:
-    """Sends the largest entries of each chunk of `acc`.
+  def exchange(self, comm: Comm, chosen: Sparse, n: int) -> tuple[Sparse, Sparse, Sparse, Counters]:
+    """Sends the chosen entries of each chunk of a vector of n.
 
     Returns:
       (total, sent, errors, counters): the entries of the total; those of this worker as receivers decode them, and what
       was rounded off of each, in the same slots.
     """
-    n, (rows, length, k_chunk) = acc.size, self.chunks(acc.size)
+    rows, length, k_chunk = self.chunks(n)
     starts = length * jnp.arange(rows, dtype=jnp.int32)[:, None]
-    chosen = top_k_of_chunks(acc, length, k_chunk)
     writer = Writer(codec_of(self.wire, length))
     message, errors = writer.encode(chosen, 0)
 

@@ -17,7 +17,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import NamedTuple, Self
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,13 @@ from jaxsparse.collectives._base import replace_fields
 from jaxsparse.collectives.chunktopk import ChunkTopk
 from jaxsparse.comm import varying
 from jaxsparse.select.blocks import LazySum
-from jaxsparse.sparse import flatten
+from jaxsparse.select.chunks import top_k_of_chunks
+from jaxsparse.sparse import bitset, flatten
 from jaxsparse.sparse.sums import round_mantissa
-from jaxsparse.types import Comm, Reduced, State
+from jaxsparse.types import Comm, Deferred, Reduced, Sparse, State
 
-_PIECES = 16  # of the tiles, which are transformed one after the other
+_PIECES = 16  # of the tiles, which a CPU transforms one after the other
+_GPU_PIECES = 32  # of the vector, whose coefficients a GPU computes one after the other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,11 +81,58 @@ class DctTopk(ChunkTopk):
     return replace_fields(self, leaves=shapes)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, acc = grads.size, grads + state.residual
-    tiling = Tiling(self.leaves or ((n,),), math.isqrt(self.chunk))
-    total, sent, _, counters = self.exchange(comm, LazySum((tiling.coefficients(acc),)))
-    inverse = lambda entries: tiling.entries(sparse.put(jnp.zeros_like(acc), entries.indices, entries.values))
-    return Reduced(inverse(total), state._replace(residual=acc - inverse(sent)), counters)
+    n = grads.size
+    tiling, (_, length, k_chunk) = Tiling(self.leaves or ((n,),), math.isqrt(self.chunk)), self.chunks(n)
+    chosen = tiling.largest(grads, state.residual, length, k_chunk)
+    total, sent, _, counters = self.exchange(comm, chosen, n)
+    # Inf or NaN where an entry of the total may be: a coefficient has a share of less than 2 in one of an axis's terms.
+    bound = jnp.max(jnp.abs(total.values)) * (4.0 * self.chunk)
+
+    def finish(values: Any, _: None, finite: jax.Array, decay: float) -> tuple[jax.Array, jax.Array]:
+      factor = values[1]  # of entries, not of coefficients: these have the same bits for every number of workers
+      on_gpu, whole = (functools.partial(way, tiling, decay) for way in (_finish_by_pieces, _finish))
+      args: Any = grads, state.residual, total, sent, factor, finite
+      return bitset.by_platform(*args, gpu=on_gpu, default=whole)
+
+    return Reduced(Deferred((bound, jnp.float32(1)), finish), state, counters)
+
+
+def _finish(
+  tiling: "Tiling",
+  decay: float,
+  grads: jax.Array,
+  residual: jax.Array,
+  total: Sparse,
+  sent: Sparse,
+  factor: jax.Array,
+  finite: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """The update, `factor` times the total in the basis of the gradient, and the next residual: `Deferred.finish`."""
+  inverse = lambda entries: tiling.entries(sparse.put(jnp.zeros_like(grads), entries.indices, entries.values))
+  rest = decay * (grads + residual - inverse(sent))
+  return jnp.where(finite, factor * inverse(total), 0.0), jnp.where(finite, rest, residual)
+
+
+def _finish_by_pieces(
+  tiling: "Tiling",
+  decay: float,
+  grads: jax.Array,
+  residual: jax.Array,
+  total: Sparse,
+  sent: Sparse,
+  factor: jax.Array,
+  finite: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """`_finish` in place: in the buffer of the residual, and then in that of the gradient."""
+
+  def keep(residual: jax.Array, entries: jax.Array, at: jax.Array) -> jax.Array:
+    old = residual[at]
+    return jnp.where(finite, decay * (grads[at] + old - entries), old)
+
+  residual = tiling.put_entries(residual, sent, keep)
+  grads, residual = jax.lax.optimization_barrier((grads, residual))
+  update = tiling.put_entries(grads, total, lambda *one: jnp.where(finite, factor * one[1], 0.0))
+  return update, residual
 
 
 class _Region(NamedTuple):
@@ -133,6 +183,86 @@ class Tiling(NamedTuple):
         leaves[one.leaf] = leaves[one.leaf].at[one.part].set(_join(part, one))
     return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
 
+  def largest(self, grads: jax.Array, residual: jax.Array, length: int, k: int) -> Sparse:
+    """The k largest coefficients of each chunk of `length` of f32[n] + f32[n], as `top_k_of_chunks`."""
+
+    def by_pieces(*parts: jax.Array) -> Sparse:
+      """Pieces of whole chunks of the largest tiles, which may be almost all, one after the other; then the rest."""
+      groups, rows = self._groups(), max(1, self.size // _GPU_PIECES // length)
+      per_piece, pieces = 0, 0
+      if length % groups[0].area == 0:
+        per_piece = rows * length // groups[0].area
+        pieces = groups[0].tiles // per_piece
+
+      def coefficients(group: _Group, tiles: jax.Array) -> jax.Array:
+        at = self._positions(group, tiles)
+        entries = jax.lax.optimization_barrier(functools.reduce(jnp.add, [part[at] for part in parts]))
+        return jax.lax.optimization_barrier(_transform_at_once(entries, *group.cosines)).reshape(-1)
+
+      def one(number: jax.Array) -> Sparse:
+        tiles = number * per_piece + jnp.arange(per_piece, dtype=jnp.int32)
+        return top_k_of_chunks(LazySum((coefficients(groups[0], tiles),)), length, k)
+
+      found = []
+      if pieces:
+        by_piece = jax.lax.map(one, jnp.arange(pieces, dtype=jnp.int32))
+        found.append(jax.tree.map(lambda x: x.reshape(-1, k), by_piece))
+      firsts = [pieces * per_piece, *[0] * (len(groups) - 1)]
+      counts = zip(groups, firsts, strict=True)
+      rest = [coefficients(group, jnp.arange(first, group.tiles)) for group, first in counts if first < group.tiles]
+      if rest:
+        found.append(top_k_of_chunks(LazySum((jnp.concatenate(rest),)), length, k))
+      return sparse.concatenate(found)
+
+    at_once = lambda *parts: top_k_of_chunks(LazySum((self.coefficients(parts[0] + parts[1]),)), length, k)
+    return bitset.by_platform(grads, residual, gpu=by_pieces, default=at_once)
+
+  def put_entries(self, x: jax.Array, coefficients: Sparse, new: Callable[..., jax.Array]) -> jax.Array:
+    """f32[n] with `new(x, entries, at)` at flat indices `at`: of all entries of sparse coefficients, by pieces."""
+    for group in self._groups():
+      tiles = min(group.tiles, max(1, self.size // _GPU_PIECES // group.area))
+
+      def put(number: jax.Array, x: jax.Array, group: _Group = group, tiles: int = tiles) -> jax.Array:
+        numbers = number * tiles + jnp.arange(tiles, dtype=jnp.int32)
+        slots, size = coefficients.indices - (group.start + number * (tiles * group.area)), tiles * group.area
+        dense = sparse.put(jnp.zeros(size), jnp.where((slots >= 0) & (slots < size), slots, size), coefficients.values)
+        left, right = group.cosines
+        at = self._positions(group, numbers)
+        entries = _transform_at_once(dense.reshape(-1, group.height, group.width), left.T, right.T)
+        return sparse.put(x, at, jax.lax.optimization_barrier(new(x, jax.lax.optimization_barrier(entries), at)))
+
+      x = varying.fori_loop(0, -(-group.tiles // tiles), put, x)
+    return x
+
+  @property
+  def size(self) -> int:
+    """Number of entries n."""
+    return sum(map(math.prod, self.shapes))
+
+  def _positions(self, group: "_Group", tiles: jax.Array) -> jax.Array:
+    """The flat indices of the entries of some tiles of a group, i32[tiles, height, width]; n beyond the last tile."""
+    rows = [_matrix_shape(shape)[1] for shape in self.shapes]
+    leaves = [0, *itertools.accumulate(map(math.prod, self.shapes))]
+    starts = [0, *itertools.accumulate(one.down * one.across for one in group.regions)]
+    corners = [leaves[one.leaf] + one.part[0].start * rows[one.leaf] + one.part[1].start for one in group.regions]
+    table = starts[:-1], corners, [rows[one.leaf] for one in group.regions], [one.across for one in group.regions]
+    bounds = jnp.array(starts[1:-1], jnp.int32)
+    region = jnp.searchsorted(bounds, tiles, side="right", method="compare_all")
+    start, corner, row, across = (jnp.array(column, jnp.int32)[region] for column in table)
+    down, right = jnp.divmod(tiles - start, across)
+    first = corner + down * group.height * row + right * group.width
+    inside = row[:, None] * jnp.arange(group.height, dtype=jnp.int32)[None]
+    at = (first[:, None] + inside)[:, :, None] + jnp.arange(group.width, dtype=jnp.int32)[None, None]
+    return jnp.where((tiles < group.tiles)[:, None, None], at, self.size)
+
+  def _groups(self) -> list["_Group"]:
+    """The tiles of each size, the largest first."""
+    groups, start = list[_Group](), 0
+    for (height, width), regions in self._sizes():
+      groups.append(_Group(height, width, start, sum(one.down * one.across for one in regions), regions))
+      start += groups[-1].tiles * groups[-1].area
+    return groups
+
   def _sizes(self) -> list[tuple[tuple[int, int], list[_Region]]]:
     """The regions of each size of tiles, the largest first."""
     regions = []
@@ -142,6 +272,26 @@ class Tiling(NamedTuple):
         regions.append(_Region(height, width, number, (rows, columns), down, across))
     regions.sort(key=lambda one: (-one.height * one.width, one.height))
     return [(key, list(group)) for key, group in itertools.groupby(regions, key=lambda one: one[:2])]
+
+
+class _Group(NamedTuple):
+  """The tiles of `height` × `width`, whose coefficients begin at `start`."""
+
+  height: int
+  width: int
+  start: int
+  tiles: int
+  regions: list[_Region]
+
+  @property
+  def area(self) -> int:
+    """Entries of a tile."""
+    return self.height * self.width
+
+  @property
+  def cosines(self) -> tuple[np.ndarray, np.ndarray]:
+    """The matrices of both axes."""
+    return cosines(self.height), cosines(self.width)
 
 
 def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -182,22 +332,20 @@ def cosines(length: int) -> np.ndarray:
 
 def _transform(tiles: jax.Array, left: np.ndarray, right: np.ndarray) -> jax.Array:
   """`left · tile · rightᵀ` of each tile, in place: a few tiles at a time, so that their terms stay in a cache."""
-
-  def transform(tiles: jax.Array) -> jax.Array:
-    tiles = _sum_in_order([tiles[:, :, j, None] * right[None, None, :, j] for j in range(len(right))])
-    return _sum_in_order([tiles[:, j, None, :] * left[None, :, j, None] for j in range(len(left))])
-
   count = len(tiles) // _PIECES
 
   def replace(piece: jax.Array, tiles: jax.Array) -> jax.Array:
-    # Between barriers XLA on GPUs makes one kernel of a transform; it would store the products else.
-    part = jax.lax.optimization_barrier(jax.lax.dynamic_slice_in_dim(tiles, piece * count, count))
-    part = jax.lax.optimization_barrier(transform(part))
+    part = _transform_at_once(jax.lax.dynamic_slice_in_dim(tiles, piece * count, count), left, right)
     return jax.lax.dynamic_update_slice_in_dim(tiles, part, piece * count, 0)
 
   if count * _PIECES < len(tiles):
-    tiles = tiles.at[count * _PIECES :].set(transform(tiles[count * _PIECES :]))
+    tiles = tiles.at[count * _PIECES :].set(_transform_at_once(tiles[count * _PIECES :], left, right))
   return varying.fori_loop(0, _PIECES, replace, tiles) if count else tiles
+
+
+def _transform_at_once(tiles: jax.Array, left: np.ndarray, right: np.ndarray) -> jax.Array:
+  tiles = _sum_in_order([tiles[:, :, j, None] * right[None, None, :, j] for j in range(len(right))])
+  return _sum_in_order([tiles[:, j, None, :] * left[None, :, j, None] for j in range(len(left))])
 
 
 def _sum_in_order(terms: list[jax.Array]) -> jax.Array:

@@ -2,7 +2,8 @@
 
 An entry becomes ‖g‖ · sign · level / s with a level 0 … s, drawn so that the mean is the entry. One of 2 s + 1 values
 takes b = ⌈log₂(2s + 1)⌉ bits, and a word contains ⌊32 / b⌋ of them. Bruck's all-gather sends ⌈log₂P⌉ messages and P − 1
-times the packed levels and their scale.
+times the packed levels and their scale. Long gradients are sent in up to 2 P pieces, each by an all-gather of its own,
+so that the levels of all workers are never in memory at once.
 
 The paper sends the levels in Elias' code (§3.2), which takes fewer bits where most levels are 0. The length of that
 code depends on the data, and messages here have static sizes, so each level has a fixed width.
@@ -10,9 +11,8 @@ code depends on the data, and messages here have static sizes, so each level has
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxsparse.sparse.sums import largest_magnitude, ordered_sum, round_mantissa
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 _BLOCK = 1 << 15  # words
+_UNROLLED = 8  # workers whose levels one kernel adds: the compiler takes long for many
 _SHARED = 1 << 16  # the number of a key that no row has
 
 
@@ -67,21 +68,79 @@ class QSGD(Collective):
     return State(residual=residual, shared=jnp.zeros((), jnp.int32))
 
   def cost(self, n: int, size: int) -> Cost:
-    packed = math.ceil(n / (32 // self.bits))
-    return Cost(len(schedules.strides(size)), (1 + packed) * (size - 1))
+    layout = Layout.of(n, self.bits, size)
+    words = layout.pieces * (layout.head + layout.length) * (size - 1)
+    return Cost(layout.pieces * len(schedules.strides(size)), words)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n = grads.size
+    n, layout = grads.size, Layout.of(grads.size, self.bits, comm.size)
     acc = grads + state.residual if self.error_feedback else grads
     key = noise.fold(noise.fold(noise.key_of(self.seed), state.shared), comm.rank)
-    message = encode(key, acc, self.levels, self.bits)
+    rounding = Rounding(key, scale_of(acc, self.levels), self.levels, self.bits)
     order = (jnp.arange(comm.size, dtype=jnp.int32) - comm.rank) % comm.size
-    total = decode_sum(all_gather(comm, message), self.bits, n, order)
-    residual = acc - decode_sum(message[None], self.bits, n, jnp.zeros(1, jnp.int32)) if self.error_feedback else None
+    # Behind a barrier: XLA for GPUs would keep a copy of `acc`, to count its levels once more.
+    head = jax.lax.optimization_barrier(rounding.encode_head(acc, layout))
+
+    def exchange(x: jax.Array, piece: jax.Array | int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+      """`acc` with the sums of this piece and of those before; what workers sent ahead of it, and the own levels."""
+      words = rounding.encode(x, layout, piece)
+      messages = all_gather(comm, jnp.concatenate([head, words]))
+      return put_sums(x, messages, order, layout, piece), (messages[:, : layout.head], count_levels(words, self.bits))
+
+    if layout.pieces == 1:
+      total, (heads, used) = exchange(acc, 0)
+    else:
+      total, (heads, used) = varying.scan(exchange, acc, jnp.arange(layout.pieces, dtype=jnp.int32))
+      heads, used = heads[-1], jnp.sum(used, dtype=jnp.int32)
+    total = put_head_sums(total, heads, order, layout)
+    residual = acc - rounding.rounded(acc, layout) if self.error_feedback else None
     words = self.cost(n, comm.size).words
-    used = count_levels(message, self.bits)
+    used += count_levels(head[1:], self.bits)
     counters = Counters(words, words, selected=used, delivered=bitset.count_true(total != 0))
     return Reduced(total, state._replace(residual=residual, shared=state.shared + 1), counters)
+
+
+class Layout(NamedTuple):
+  """Where the levels of f32[n] are in messages.
+
+  With v = ⌊n / m⌋, word i < v has the levels of entries i, v + i, 2v + i and so on: rows of neighbours, which are read
+  side by side. A message has a piece of the words, so that those of all workers are never in memory at once. Ahead of
+  its words it has the scale, the words that are left, and one with the n mod m entries that are left.
+
+  Attributes:
+    bits: of a level.
+    words: v.
+    pieces: number of messages.
+    length: words of a piece.
+    rest: n mod m.
+
+  Example:
+    >>> Layout.of(1003, bits=8, workers=2)
+    Layout(bits=8, words=250, pieces=1, length=250, rest=3)
+  """
+
+  bits: int
+  words: int
+  pieces: int
+  length: int
+  rest: int
+
+  @classmethod
+  def of(cls, n: int, bits: int, workers: int) -> Self:
+    """The layout of n entries; P times a piece is at most n/2 levels, unless these are few."""
+    words, rest = divmod(n, 32 // bits)
+    pieces = max(1, min(2 * workers, words // _BLOCK))
+    return cls(bits, words, pieces, words // pieces, rest)
+
+  @property
+  def rows(self) -> int:
+    """m, the levels of a word."""
+    return 32 // self.bits
+
+  @property
+  def head(self) -> int:
+    """Words of a message ahead of those of a piece."""
+    return 1 + self.words % self.pieces + (self.rest > 0)
 
 
 def scale_of(x: jax.Array, levels: int) -> jax.Array:
@@ -123,75 +182,122 @@ def draw_noise(key: jax.Array, row: int, size: int, start: jax.Array | int = 0) 
   return jnp.minimum((high + shared) * 2.0**-16, 1 - 2.0**-24)  # high + shared may round up to 2¹⁶
 
 
-def encode(key: jax.Array, x: jax.Array, levels: int, bits: int) -> jax.Array:
-  """The message u32[1 + w] of f32[n]: its scale, and words with m = ⌊32 / bits⌋ levels of `bits` bits each.
+class Rounding(NamedTuple):
+  """The rounding of one worker in one step.
 
-  With v = ⌊n / m⌋, word i < v has the levels of entries i, v + i, 2v + i and so on: rows of neighbours, which are read
-  side by side. The last word has those of the n mod m entries that are left.
+  Attributes:
+    key: u32[2], of the random numbers.
+    scale: f32[], the difference of two levels.
+    levels: the largest level.
+    bits: of a level.
   """
-  scale, (rows, size, rest) = scale_of(x, levels), _layout(x.size, bits)
 
-  def pack(parts: Sequence[jax.Array], start: jax.Array | int) -> jax.Array:
-    drawn = [draw_noise(key, row, part.size, start) for row, part in enumerate(parts)]
-    level = [quantize(one, part, scale, levels) for one, part in zip(drawn, parts, strict=True)]
-    words = [(one + (1 << (bits - 1))).astype(jnp.uint32) << (bits * row) for row, one in enumerate(level)]
+  key: jax.Array
+  scale: jax.Array
+  levels: int
+  bits: int
+
+  def level(self, row: int, part: jax.Array, start: jax.Array | int) -> jax.Array:
+    """The levels i32 of entries f32[size], which are in row `row` of the words from `start` on."""
+    return quantize(draw_noise(self.key, row, part.size, start), part, self.scale, self.levels)
+
+  def pack(self, parts: Sequence[jax.Array], start: jax.Array | int) -> jax.Array:
+    """The words u32[size] from `start` on, of rows of entries f32[size]."""
+    level = [self.level(row, part, start) for row, part in enumerate(parts)]
+    words = [(one + (1 << (self.bits - 1))).astype(jnp.uint32) << (self.bits * row) for row, one in enumerate(level)]
     return functools.reduce(jnp.bitwise_or, words)
 
-  def fill(message: jax.Array, start: jax.Array | int, length: int) -> jax.Array:
-    parts = [jax.lax.dynamic_slice(x, (row * size + start,), (length,)) for row in range(rows)]
-    return jax.lax.dynamic_update_slice(message, pack(parts, start), (1 + start,))
+  def encode(self, x: jax.Array, layout: Layout, piece: jax.Array | int) -> jax.Array:
+    """The words u32[length] of a piece of f32[n]."""
 
-  message = jnp.zeros(1 + size + (rest > 0), jnp.uint32).at[0].set(jax.lax.bitcast_convert_type(scale, jnp.uint32))
-  if rest:
-    message = message.at[-1:].set(pack([*x[x.size - rest :, None], *jnp.zeros((rows - rest, 1), jnp.float32)], size))
-  return _by_blocks(fill, message, size)
+    def fill(words: jax.Array, start: jax.Array | int, length: int) -> jax.Array:
+      first = piece * layout.length + start
+      return jax.lax.dynamic_update_slice(words, self.pack(_rows_of(x, layout, first, length), first), (start,))
+
+    return _by_blocks(fill, jnp.zeros(layout.length, jnp.uint32), layout.length)
+
+  def encode_head(self, x: jax.Array, layout: Layout) -> jax.Array:
+    """What is ahead of the words of a message, u32[head]."""
+    first, size = layout.pieces * layout.length, layout.words % layout.pieces
+    head = [jax.lax.bitcast_convert_type(self.scale, jnp.uint32)[None]]
+    if size:
+      head.append(self.pack(_rows_of(x, layout, first, size), first))
+    if layout.rest:
+      head.append(
+        self.pack([*x[x.size - layout.rest :, None], *jnp.zeros((layout.rows - layout.rest, 1))], layout.words)
+      )
+    return jnp.concatenate(head)
+
+  def rounded(self, x: jax.Array, layout: Layout) -> jax.Array:
+    """What receivers decode of f32[n]."""
+    parts = [x[row * layout.words : (row + 1) * layout.words] for row in range(layout.rows)]
+    level = [self.level(row, part, 0) for row, part in enumerate(parts)]
+    level += [self.level(row, x[x.size - layout.rest + row, None], layout.words) for row in range(layout.rest)]
+    return jnp.concatenate(level).astype(jnp.float32) * self.scale
 
 
 def decode(words: jax.Array, row: int, bits: int) -> jax.Array:
   """One row of the levels of u32[w] words, i32[w].
 
   Example:
-    >>> message = encode(noise.key_of(0), jnp.array([-3.0, 0.0, 4.0]), levels=5, bits=4)
-    >>> [decode(message[1:], row, bits=4).tolist() for row in range(3)]
-    [[-3], [0], [4]]
+    >>> decode(jnp.array([0x7F81], jnp.uint32), 0, bits=8), decode(jnp.array([0x7F81], jnp.uint32), 1, bits=8)
+    (Array([1], dtype=int32), Array([-1], dtype=int32))
   """
   return ((words >> (bits * row)) & jnp.uint32((1 << bits) - 1)).astype(jnp.int32) - (1 << (bits - 1))
 
 
-def count_levels(message: jax.Array, bits: int) -> jax.Array:
-  """How many levels of a message are not 0, i32[]."""
+def count_levels(words: jax.Array, bits: int) -> jax.Array:
+  """How many levels of u32[w] words are not 0, i32[]."""
   zero = sum(1 << (bits * row + bits - 1) for row in range(32 // bits))  # a word whose levels are all 0
-  different = message[1:] ^ jnp.uint32(zero)
+  different = words ^ jnp.uint32(zero)
   any_bit = functools.reduce(jnp.bitwise_or, [different >> bit for bit in range(bits)])
   return bitset.count(any_bit & jnp.uint32(zero >> (bits - 1)))
 
 
-def decode_sum(messages: jax.Array, bits: int, n: int, order: jax.Array) -> jax.Array:
-  """The sum f32[n] of messages u32[P, 1 + w], added in the order i32[P] of their rows."""
-  rows, size, rest = _layout(n, bits)
-  scales = jax.lax.bitcast_convert_type(messages[:, 0], jnp.float32)[order]
+def put_sums(x: jax.Array, messages: jax.Array, order: jax.Array, layout: Layout, piece: jax.Array | int) -> jax.Array:
+  """f32[n] with the sums of a piece in the place of its entries: of messages u32[P, w], added in the order i32[P]."""
 
-  def add(start: jax.Array | int, length: int) -> list[jax.Array]:
-    """All rows of the levels of some words."""
-    words = [jax.lax.dynamic_slice(messages, (number, jnp.int32(1) + start), (1, length))[0] for number in order]
-    each = lambda row: [decode(one, row, bits).astype(jnp.float32) * s for one, s in zip(words, scales, strict=True)]
-    return [functools.reduce(jnp.add, each(row)) for row in range(rows)]
+  def fill(x: jax.Array, start: jax.Array | int, length: int) -> jax.Array:
+    for row, part in enumerate(_sum_rows(messages, order, layout, layout.head + start, length)):
+      x = jax.lax.dynamic_update_slice(x, part, (row * layout.words + piece * layout.length + start,))
+    return x
 
-  def fill(total: jax.Array, start: jax.Array | int, length: int) -> jax.Array:
-    for row, part in enumerate(add(start, length)):
-      total = jax.lax.dynamic_update_slice(total, part, (row * size + start,))
-    return total
-
-  total = jnp.zeros(n, jnp.float32)
-  if rest:
-    total = total.at[n - rest :].set(jnp.concatenate(add(size, 1)[:rest]))
-  return _by_blocks(fill, total, size)
+  return _by_blocks(fill, x, layout.length)
 
 
-def _layout(n: int, bits: int) -> tuple[int, int, int]:
-  """(levels of a word, whole words, other entries)."""
-  rows = 32 // bits
-  return rows, n // rows, n % rows
+def put_head_sums(x: jax.Array, heads: jax.Array, order: jax.Array, layout: Layout) -> jax.Array:
+  """f32[n] with the sums of what is ahead of the words of messages, u32[P, head]."""
+  if layout.head == 1:
+    return x
+  # Behind barriers: XLA for GPUs would decode once for each row, and again wherever the total is read.
+  sums = jax.lax.optimization_barrier(jnp.stack(_sum_rows(heads, order, layout, 1, layout.head - 1)))
+  first, size = layout.pieces * layout.length, layout.words % layout.pieces
+  for row in range(layout.rows if size else 0):
+    x = jax.lax.dynamic_update_slice(x, sums[row, :size], (row * layout.words + first,))
+  if layout.rest:
+    x = x.at[x.size - layout.rest :].set(sums[: layout.rest, -1])
+  return jax.lax.optimization_barrier(x)
+
+
+def _sum_rows(
+  messages: jax.Array, order: jax.Array, layout: Layout, start: jax.Array | int, length: int
+) -> tuple[jax.Array, ...]:
+  """The sums of all workers' levels of words start … start + length − 1, f32[length] of each row."""
+
+  def add(sums: tuple[jax.Array, ...], number: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+    words = jax.lax.dynamic_slice(messages, (number, jnp.asarray(start, jnp.int32)), (1, length))[0]
+    scale = jax.lax.bitcast_convert_type(messages[number, 0], jnp.float32)
+    return tuple(
+      one + decode(words, row, layout.bits).astype(jnp.float32) * scale for row, one in enumerate(sums)
+    ), None
+
+  nothing = (jnp.full(length, -0.0, jnp.float32),) * layout.rows  # −0 + x is x
+  return varying.scan(add, nothing, order, unroll=min(_UNROLLED, len(order)))[0]
+
+
+def _rows_of(x: jax.Array, layout: Layout, start: jax.Array | int, length: int) -> list[jax.Array]:
+  """The entries of words start … start + length − 1, f32[length] of each row."""
+  return [jax.lax.dynamic_slice(x, (row * layout.words + start,), (length,)) for row in range(layout.rows)]
 
 
 def _by_blocks(fill: Callable[[jax.Array, Any, int], jax.Array], into: jax.Array, size: int) -> jax.Array:

@@ -40,10 +40,10 @@ def fori_loop(first: Any, end: Any, step: Callable, start: Any, **options: Any) 
   return jax.lax.fori_loop(first, end, step, _with_axes_of(lambda carry: step(first, carry), start), **options)
 
 
-def scan(step: Callable, start: Any, rows: Any) -> tuple[Any, Any]:
+def scan(step: Callable, start: Any, rows: Any, **options: Any) -> tuple[Any, Any]:
   """`jax.lax.scan`, whose `start` gets the axes of what `step` returns."""
   first = lambda carry: step(carry, jax.tree.map(lambda x: x[0], rows))[0]
-  return jax.lax.scan(step, _with_axes_of(first, start), rows)
+  return jax.lax.scan(step, _with_axes_of(first, start), rows, **options)
 
 
 def while_loop(goes_on: Callable, step: Callable, start: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsparse import sparse
 from jaxsparse.comm import varying
@@ -161,17 +162,22 @@ def by_digits(selects: Callable[[Cut], jax.Array], k: jax.Array, bits: int = 4) 
     k: i32[rows, 1]; all keys of at least 0 are selected where they are fewer.
     bits: of a digit; more are fewer rounds, of more cuts.
   """
-  digits, rounds = jnp.arange(1, 1 << bits, dtype=jnp.int32)[None, None], -(-31 // bits)
+  digits, rounds = np.arange(1, 1 << bits, dtype=np.int32)[None, None], -(-31 // bits)  # a constant: no kernel
+  rows, more = len(k), -len(k) % 8
   cut_at = lambda state: Cut(state[0], jnp.iinfo(jnp.int32).max - state[1])
 
   def refine(step: jax.Array, state: jax.Array) -> jax.Array:
     shift = (rounds - 1 - step % rounds) * bits
     part = (jnp.arange(2, dtype=jnp.int32) == step // rounds).astype(jnp.int32)[:, None, None]
-    counts = jnp.sum(selects(cut_at((state + part * (digits << shift))[..., None])), axis=2, dtype=jnp.int32)
+    cuts = cut_at((state[:, :rows] + part * (digits << shift))[..., None])
+    counts = jnp.sum(selects(cuts), axis=2, dtype=jnp.int32)
     enough = (counts >= k) & ((digits << shift) >> shift == digits)[0]  # a digit may be beyond 31 bits
-    return state + part * (jnp.sum(enough, axis=1, keepdims=True, dtype=jnp.int32) << shift)[None]
+    found = jnp.sum(enough, axis=1, keepdims=True, dtype=jnp.int32) << shift
+    return state + part * jnp.pad(found, ((0, more), (0, 0)))[None]
 
-  return cut_at(varying.fori_loop(0, 2 * rounds, refine, jnp.zeros((2, *k.shape), jnp.int32)))
+  # In rows of 8, so that one kernel makes the zeros of several searches.
+  start = jnp.zeros((2, rows + more, 1), jnp.int32)
+  return cut_at(varying.fori_loop(0, 2 * rounds, refine, start)[:, :rows])
 
 
 def bisect(

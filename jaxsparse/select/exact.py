@@ -188,9 +188,8 @@ def search_among(
     slots.
   """
   k, length = blocks.k, blocks.length
-  keys = jnp.where(candidates.indices < length, keys_of(read(candidates.indices)), -1)
   find = lambda way: functools.partial(way, read=read, k=k, length=length, least=least)
-  args = keys, candidates.indices, candidates.low
+  args = candidates.indices, candidates.low
   found, reached = bitset.by_platform(*args, gpu=find(_by_order), default=find(_by_count))
   # Where all that reach the smallest key above 0 are known, the others are zeros.
   proven = candidates.fits & ((reached >= candidates.needed) | (candidates.low == 1))
@@ -198,20 +197,21 @@ def search_among(
 
 
 def _by_order(
-  keys: jax.Array, indices: jax.Array, low: jax.Array, *, read: Callable, k: int, length: int, least: jax.Array | None
+  indices: jax.Array, low: jax.Array, *, read: Callable, k: int, length: int, least: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
   """`search_among` on GPUs: a sort of the slots of chosen entries is fewer kernels than a running sum and a scatter."""
   # Zeros are selected only where all others are known; of these the first k entries have enough.
-  width = bitset.align(k)
-  first = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (len(keys), width))
-  zeros = jnp.where((first < k) & (keys_of(read(first)) == 0), 0, -1)
-  keys, indices = (jnp.concatenate(pair, 1) for pair in ((jnp.where(keys == 0, -1, keys), zeros), (indices, first)))
+  known, width = indices.shape[1], bitset.align(k)
+  slots = jnp.broadcast_to(jnp.arange(known + width, dtype=jnp.int32), (len(indices), known + width))
+  # No concatenation, which XLA would not compute in one kernel with the keys.
+  indices = jnp.where(slots < known, jnp.pad(indices, ((0, 0), (0, width))), slots - known)
+  keys = keys_of(read(indices))
+  keys = jnp.where(jnp.where(slots < known, (indices < length) & (keys > 0), (indices < k) & (keys == 0)), keys, -1)
   cut = kth_largest(keys, indices, k)
   chosen, is_full = cut.selects(keys, indices), cut.key[:, 0] >= low
   if least is not None:
     chosen &= keys >= least[:, None]
   # With zeros in the order of indices, else in that of the slots.
-  slots = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)
   order = jnp.where(chosen, jnp.where(is_full.all() | (least is not None), slots, indices), _NO_SLOT)
   order = jax.lax.sort(order, is_stable=False)[:, :k]
   found = jnp.where(is_full.all() | (least is not None), jnp.take_along_axis(indices, order, 1, mode="clip"), order)
@@ -219,10 +219,10 @@ def _by_order(
 
 
 def _by_count(
-  keys: jax.Array, indices: jax.Array, low: jax.Array, *, read: Callable, k: int, length: int, least: jax.Array | None
+  indices: jax.Array, low: jax.Array, *, read: Callable, k: int, length: int, least: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
   """`search_among` where no loop waits for a host: (i32[rows, k], how many reach `low`)."""
-  rows = jnp.arange(len(keys), dtype=jnp.int32)
+  rows, keys = jnp.arange(len(indices), dtype=jnp.int32), jnp.where(indices < length, keys_of(read(indices)), -1)
   reached = bitset.count(bitset.pack(keys >= low[:, None]))
 
   def append(found: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array) -> jax.Array:

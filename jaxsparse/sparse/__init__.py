@@ -134,6 +134,8 @@ def merge(rows: Sparse, end: int) -> Sparse:
     >>> merge(rows, end=9)
     Sparse(indices=Array([0, 2, 9, 9], dtype=int32), values=Array([1., 6., 0., 0.], dtype=float32))
   """
+  # Behind a barrier, XLA for GPUs keeps one copy of the rows, and not the messages that they come from as well.
+  rows = jax.lax.optimization_barrier(rows)
 
   def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, None]:
     return bitset.insert(members, jnp.where(bitset.contains(members, indices), end, indices), end), None
@@ -141,12 +143,16 @@ def merge(rows: Sparse, end: int) -> Sparse:
   members, _ = varying.scan(unite, bitset.empty(end), rows.indices)
   slots = min(rows.indices.size, end)
   slot = jnp.where(rows.indices < end, bitset.rank(members, rows.indices), slots)
-  # Not filled with `end`: XLA on GPUs would keep a copy of that, to compare the result with.
-  indices = jnp.full(slots, 2**31 - 1, jnp.int32).at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
+  # Barriers order what XLA for GPUs would have in memory all at once: the slots, the values of the sum, its indices.
+  slot, size = jax.lax.optimization_barrier((slot, bitset.count(members)))
+  filled = lambda size: jnp.arange(slots, dtype=jnp.int32) < size
   add_row = lambda values, row: (add(values, *row), None)
   # Sums start at −0: −0 + x is x, and 0 + −0 would be 0.
-  values, _ = varying.scan(add_row, jnp.where(indices < end, jnp.float32(-0.0), jnp.float32(0)), (slot, rows.values))
-  return Sparse(jnp.minimum(indices, end), values)
+  values, _ = varying.scan(add_row, jnp.where(filled(size), jnp.float32(-0.0), jnp.float32(0)), (slot, rows.values))
+  slot, size, values = jax.lax.optimization_barrier((slot, size, values))
+  indices = jnp.where(filled(size), jnp.int32(0), jnp.int32(end))
+  indices = indices.at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
+  return jax.lax.optimization_barrier(Sparse(indices, values))
 
 
 def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -> Sparse:

@@ -37,15 +37,26 @@ def pack(flags: jax.Array) -> jax.Array:
     Array([5, 0], dtype=uint32)
   """
   flat = flags.reshape(-1)  # all rows as one: XLA on CPU compiles a batch of them to slower code
-  whole, bits = flat.size // BITS * BITS, jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
-  words = jnp.sum(jnp.where(flat[:whole].reshape(-1, BITS), bits[None], jnp.uint32(0)), axis=1, dtype=jnp.uint32)
-  rest = flat[whole:]
-  if rest.size:  # apart, since padding flags would copy what they are computed from
-    last = jnp.sum(jnp.where(rest, bits[: rest.size], jnp.uint32(0)), dtype=jnp.uint32, keepdims=True)
-    words = jnp.concatenate([words, last])
-  words = jnp.pad(words, (0, -words.size % GROUP)).reshape(*flags.shape[:-1], -1)
-  # Without a barrier, a GPU would read the entries again for every use of the words.
-  return by_platform(words, gpu=jax.lax.optimization_barrier, default=lambda words: words)
+  return by_platform(flat, gpu=_pack_padded, default=_pack_whole).reshape(*flags.shape[:-1], -1)
+
+
+def _pack_padded(flags: jax.Array) -> jax.Array:
+  """One kernel. Without the barrier a GPU would read the entries again for every use of the words."""
+  return jax.lax.optimization_barrier(_pack_words(jnp.pad(flags, (0, -flags.size % (GROUP * BITS)))))
+
+
+def _pack_whole(flags: jax.Array) -> jax.Array:
+  """The last word apart: on CPU padding flags would copy what they are computed from."""
+  whole = flags.size // BITS * BITS
+  words, rest = _pack_words(flags[:whole]), flags[whole:]
+  if rest.size:
+    words = jnp.concatenate([words, _pack_words(jnp.pad(rest, (0, BITS - rest.size)))])
+  return jnp.pad(words, (0, -words.size % GROUP))
+
+
+def _pack_words(flags: jax.Array) -> jax.Array:
+  bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
+  return jnp.sum(jnp.where(flags.reshape(-1, BITS), bits[None], jnp.uint32(0)), axis=1, dtype=jnp.uint32)
 
 
 def empty(n: int) -> jax.Array:

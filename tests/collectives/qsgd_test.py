@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives.qsgd import count_levels, decode, decode_sum, draw_noise, encode
+from jaxsparse.collectives import qsgd
+from jaxsparse.collectives.qsgd import Layout, count_levels, decode, draw_noise
 from jaxsparse.sparse import noise
 from tests.cases import normals
 from tests.reference import rounding
+
+
+def rounding_of(key, x, levels):
+  return qsgd.Rounding(key, qsgd.scale_of(x, levels), levels, js.make_collective("qsgd", levels=levels).bits)
 
 
 def noise_of(key, n, levels):
@@ -38,10 +43,8 @@ def test_equals_the_paper_in_numpy(levels):
 def test_the_mean_over_seeds_is_the_gradient(levels):
   grads, draws = normals(0, 1, 8)[0], 20_000
   keys = jax.vmap(lambda draw: noise.fold(noise.key_of(levels), draw))(jnp.arange(draws))
-  bits = js.make_collective("qsgd", levels=levels).bits
-  values = jax.jit(jax.vmap(lambda key: decode_sum(encode(key, grads, levels, bits)[None], bits, 8, np.array([0]))))(
-    keys
-  )
+  layout = Layout.of(8, rounding_of(keys[0], grads, levels).bits, workers=1)
+  values = jax.jit(jax.vmap(lambda key: rounding_of(key, grads, levels).rounded(grads, layout)))(keys)
   # The standard error of a mean of values that are at most one level from the entry, five times over.
   tolerance = 5 * np.linalg.norm(grads) / levels / 2 / np.sqrt(draws)
   np.testing.assert_allclose(values.mean(0), grads, atol=tolerance)
@@ -50,17 +53,19 @@ def test_the_mean_over_seeds_is_the_gradient(levels):
 
 @pytest.mark.parametrize("levels", [1, 2, 7, 127, 128, 40_000, 2**23])
 def test_levels_survive_packing(levels):
-  bits = js.make_collective("qsgd", levels=levels).bits
   values = np.random.default_rng(0).integers(-levels, levels + 1, 101).astype(np.float32)
   values[:3] = -levels, levels, 0
-  message = encode(noise.key_of(0), values, levels, bits)
-  scale = np.asarray(message[0]).view(np.float32)
-  rows = np.stack([decode(message[1:], row, bits) for row in range(32 // bits)])
-  whole = 101 // len(rows)
+  rounding = rounding_of(noise.key_of(0), values, levels)
+  layout, bits = Layout.of(101, rounding.bits, workers=1), rounding.bits
+  head = rounding.encode_head(values, layout)
+  words = jnp.concatenate([rounding.encode(values, layout, piece=0), head[1:]])
+  scale = np.asarray(head[0]).view(np.float32)
+  rows = np.stack([decode(words, row, bits) for row in range(layout.rows)])
+  whole = layout.words
   level = np.concatenate([rows[:, :whole].reshape(-1), rows[:, whole:].reshape(-1)])
   assert (np.abs(level[:101] - values / scale) < 1).all()
   assert not level[101:].any()
-  assert count_levels(message, bits) == np.count_nonzero(level)
+  assert count_levels(words, bits) == np.count_nonzero(level)
 
 
 def test_noise_is_uniform_and_differs_between_rows_workers_and_steps():
@@ -74,12 +79,19 @@ def test_noise_is_uniform_and_differs_between_rows_workers_and_steps():
   assert np.abs(apart).max() < 5 / np.sqrt(25_000)
 
 
+@pytest.mark.parametrize("levels", [127, 130])
 @pytest.mark.parametrize("n", [131_071, 131_072, 300_003])  # one block of the wire less an entry, one, more than two
-def test_long_gradients_are_decoded_to_within_a_level(n):
-  grads = normals(0, 3, n)
-  messages = jax.jit(jax.vmap(lambda x: encode(noise.key_of(0), x, 127, 8)))(grads)
-  scales = np.array([np.asarray(messages[:, 0]).view(np.float32)]).reshape(3, 1)
-  each = np.stack([decode_sum(message[None], 8, n, np.array([0])) for message in messages])
-  assert (np.abs(each - grads) <= scales).all()
-  assert [int(count_levels(one, 8)) for one in messages] == (each != 0).sum(axis=1).tolist()
-  np.testing.assert_array_equal(decode_sum(messages, 8, n, np.arange(3)), (each[0] + each[1]) + each[2])
+def test_long_gradients_are_sent_in_pieces_to_within_a_level(n, levels):
+  workers, grads = 3, normals(0, 3, n)
+  out = js.simulate("qsgd", grads, levels=levels)
+  keys = [noise.fold(noise.fold(noise.key_of(0), 0), rank) for rank in range(workers)]
+  each = [rounding_of(key, x, levels) for key, x in zip(keys, grads, strict=True)]
+  layout = Layout.of(n, each[0].bits, workers)
+  assert layout.pieces == max(1, layout.words // qsgd._BLOCK)
+  values = np.stack([rounding.rounded(x, layout) for rounding, x in zip(each, grads, strict=True)])
+  assert (np.abs(values - grads) <= np.array([rounding.scale for rounding in each])[:, None]).all()
+  np.testing.assert_array_equal(out.total, (values[0] + values[1]) + values[2])
+  assert float(out.metrics.selected) == pytest.approx((values != 0).sum(axis=1).mean())
+  cost = js.costs.count("qsgd", n=n, workers=workers, levels=levels)
+  assert cost == js.costs.predict("qsgd", n=n, workers=workers, levels=levels)
+  assert cost.messages == 2 * layout.pieces
