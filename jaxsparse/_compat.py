@@ -60,6 +60,12 @@ def source_of(equation: core.JaxprEqn) -> str:
   return source_info_util.summarize(equation.source_info)
 
 
+def by_platform(*args: Any, default: Callable[..., Any], gpu: Callable[..., Any] | None = None, **others: Any) -> Any:
+  """`gpu(*args)`, `tpu(*args)` or `cpu(*args)` in a program for such devices, else `default(*args)`: the same bits."""
+  gpus = {"cuda": gpu, "rocm": gpu} if gpu else {}
+  return jax.lax.platform_dependent(*args, default=default, **gpus, **others)
+
+
 def shard_map(
   function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any, axes: Sequence[str] = ()
 ) -> Callable:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsparse import _compat
 from jaxsparse.comm import varying
 
 
@@ -140,7 +141,7 @@ def stays_finite(before: Any, after: Any) -> jax.Array:
   compare = lambda: jnp.all(jnp.array(jax.tree.leaves(jax.tree.map(stays, before, after)), jnp.bool_))
   # On CPU a pass over each leaf of `before` less; elsewhere a conditional waits for the host.
   look = lambda: varying.cond(all_finite(after), lambda: jnp.bool_(True), compare)
-  return jax.lax.platform_dependent(cpu=look, default=compare)
+  return _compat.by_platform(cpu=look, default=compare)
 
 
 def parts(array: jax.Array, sizes: Sequence[int], axis: int = 0) -> list[jax.Array]:

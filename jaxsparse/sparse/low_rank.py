@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxsparse import _compat
+
 Piece = jax.Array | tuple[jax.Array, jax.Array]
 
 
@@ -41,7 +43,7 @@ def put(x: Sequence[Piece], into: jax.Array, finite: jax.Array) -> jax.Array:
 
   at_once = lambda x, _: dense(jax.tree.map(lambda part: jnp.where(finite, part, 0.0), x))
   # XLA on CPU would choose the piece anew for each entry.
-  return jax.lax.platform_dependent(x, into, default=by_pieces, cuda=at_once, rocm=at_once, tpu=at_once)
+  return _compat.by_platform(x, into, cpu=by_pieces, default=at_once)
 
 
 def subtract(x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: jax.Array, decay: float) -> jax.Array:
@@ -70,8 +72,7 @@ def subtract(x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: 
     new = lambda: [decay * (one - _matrix(piece)) for one, piece in zip(sums, x, strict=True)]
     return _put_at(starts, jax.lax.cond(finite, new, lambda: shaped(cut(residual))), residual)
 
-  others = dict.fromkeys(("cuda", "rocm", "tpu"), by_pieces)
-  return jax.lax.platform_dependent(x, grads, residual, default=on_cpu, **others)
+  return _compat.by_platform(x, grads, residual, cpu=on_cpu, default=by_pieces)
 
 
 def _starts(x: Sequence[Piece]) -> list[int]:

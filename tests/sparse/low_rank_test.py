@@ -23,6 +23,6 @@ def test_every_platform_writes_the_same(monkeypatch, finite):
 
   for found, one in zip(jax.jit(both)(x), expected, strict=True):
     np.testing.assert_allclose(found, one, atol=1e-5)
-  monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, **_: cuda(*args))
+  monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
   for found, one in zip(jax.jit(lambda x: both(x))(x), expected, strict=True):
     np.testing.assert_allclose(found, one, atol=1e-5)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from jaxsparse import _compat
 from jaxsparse.comm import varying
 from jaxsparse.select import ordering
 from jaxsparse.sparse.sums import round_mantissa, row_sums
@@ -309,7 +310,7 @@ def _by_chunks(
     return write(results, steps * chunk, compute(steps * chunk, rest, results)) if rest else results
 
   at_once, by_chunks = functools.partial(run, count + 1), functools.partial(run, CHUNK)
-  return jax.lax.platform_dependent(*results, cuda=at_once, rocm=at_once, default=by_chunks)
+  return _compat.by_platform(*results, gpu=at_once, default=by_chunks)
 
 
 def _cut(x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
