@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 BITS = 32
 _ALIGNED = 256  # slots
+_ROW = 4096  # flags of 128 words
 _SHORT = 256  # numbers that a running sum adds up all at once
 GROUP = 8  # words, 256 bits, that are counted together: few enough groups for a running sum, few enough words to search
 
@@ -37,12 +38,28 @@ def pack(flags: jax.Array) -> jax.Array:
     Array([5, 0], dtype=uint32)
   """
   flat = flags.reshape(-1)  # all rows as one: XLA on CPU compiles a batch of them to slower code
-  return by_platform(flat, gpu=_pack_padded, default=_pack_whole).reshape(*flags.shape[:-1], -1)
+  ways = {"cuda": _pack_padded, "rocm": _pack_padded, "tpu": _pack_by_product, "default": _pack_whole}
+  return jax.lax.platform_dependent(flat, **ways).reshape(*flags.shape[:-1], -1)
 
 
 def _pack_padded(flags: jax.Array) -> jax.Array:
   """One kernel. Without the barrier a GPU would read the entries again for every use of the words."""
   return jax.lax.optimization_barrier(_pack_words(jnp.pad(flags, (0, -flags.size % (GROUP * BITS)))))
+
+
+def _pack_by_product(flags: jax.Array) -> jax.Array:
+  """Each half of a word is a sum of 16 powers of two, exact in float32: a product with a matrix, in whole rows of 128.
+
+  Words of 32 neighbours are rows of 32 lanes on a TPU, which compile for minutes.
+  """
+  rows = jnp.pad(flags, (0, -flags.size % _ROW)).reshape(-1, _ROW)
+  flag, half = (jax.lax.broadcasted_iota(jnp.int32, (_ROW, _ROW // 16), axis) for axis in (0, 1))
+  words = _ROW // BITS  # first the lower halves of a row's words, then the upper ones
+  inside = (flag // BITS == half % words) & (flag % BITS // 16 == half // words)
+  weights = jnp.where(inside, (1 << flag % 16).astype(jnp.float32), 0.0).astype(jnp.bfloat16)
+  halves = jnp.dot(rows.astype(jnp.bfloat16), weights, preferred_element_type=jnp.float32).astype(jnp.uint32)
+  whole = (halves[:, :words] | halves[:, words:] << 16).reshape(-1)
+  return whole[: GROUP * -(-flags.size // (GROUP * BITS))]
 
 
 def _pack_whole(flags: jax.Array) -> jax.Array:

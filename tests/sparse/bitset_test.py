@@ -34,6 +34,13 @@ def read(flags):
   }
 
 
+@pytest.mark.parametrize("n", [*LENGTHS, 4095, 4097, 9000])
+def test_all_platforms_pack_the_same_words(n):
+  flags = np.random.default_rng(n).random(n) < 0.5
+  for pack in (bitset._pack_padded, bitset._pack_by_product):
+    np.testing.assert_array_equal(jax.jit(pack)(flags), bitset.pack(flags))
+
+
 @pytest.mark.parametrize("n", LENGTHS)
 @hypothesis.given(data=st.data())
 def test_bitsets_are_sets(n, data):
