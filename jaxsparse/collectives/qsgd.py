@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from jaxsparse import _compat
 from jaxsparse.collectives._base import Collective
 from jaxsparse.comm import all_gather, schedules, varying
 from jaxsparse.sparse import bitset, noise
@@ -308,4 +309,4 @@ def _by_blocks(fill: Callable[[jax.Array, Any, int], jax.Array], into: jax.Array
   length = min(_BLOCK, size)
   step = lambda number, into: fill(into, jnp.minimum(number * length, size - length), length)
   loop = lambda into: varying.fori_loop(jnp.int32(0), jnp.int32(-(-size // max(length, 1))), step, into)
-  return bitset.by_platform(into, gpu=lambda into: jax.lax.optimization_barrier(fill(into, 0, size)), default=loop)
+  return _compat.by_platform(into, gpu=lambda into: jax.lax.optimization_barrier(fill(into, 0, size)), default=loop)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import sparse
+from jaxsparse import _compat, sparse
 from jaxsparse.comm import varying
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm
@@ -149,7 +149,7 @@ def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: ja
     return bisect(functools.partial(Cut.selects, keys=keys, indices=indices), k, low, high)
 
   selects = lambda cuts: cuts.selects(keys[:, None], indices[:, None])
-  return jax.lax.platform_dependent(k, low, cpu=by_halves, default=lambda k, _: by_digits(selects, k))
+  return _compat.by_platform(k, low, cpu=by_halves, default=lambda k, _: by_digits(selects, k))
 
 
 def by_digits(selects: Callable[[Cut], jax.Array], k: jax.Array, bits: int = 4) -> Cut:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsparse import _compat
 from jaxsparse.comm import varying
 from jaxsparse.select.blocks import TOP, LazySum, keys_of
 from jaxsparse.select.exact import sort_rows
@@ -55,7 +56,7 @@ def top_k_of_chunks(x: LazySum, length: int, k: int) -> Sparse:
   bracketed = length % (bitset.GROUP * bitset.BITS) == 0 and 4 * _groups(k) <= length
   on_cpu = method(_by_threshold if bracketed else _by_sorting, max(1, rows * length // _CACHED))
   on_tpu = method(_by_sorting, _PIECES)
-  indices = jax.lax.platform_dependent(*x.parts, cuda=on_gpu, rocm=on_gpu, tpu=on_tpu, default=on_cpu)
+  indices = _compat.by_platform(*x.parts, gpu=on_gpu, tpu=on_tpu, default=on_cpu)
   return Sparse(indices, x.read_at(indices + length * jnp.arange(rows, dtype=jnp.int32)[:, None]))
 
 

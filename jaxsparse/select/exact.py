@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import sparse
+from jaxsparse import _compat, sparse
 from jaxsparse.select.blocks import TOP, Blocks, Cut, LazySum, bisect, by_digits, keys_of, kth_largest
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
@@ -140,7 +140,7 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
     keys = keys_of(blocks.x.read_at(sample + length * jnp.arange(rows, dtype=jnp.int32)[:, None]))
     slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape)
     by_sort = lambda keys: jnp.sort(keys, axis=1)[:, -rank]  # so few that a GPU sorts them in one kernel
-    cut = bitset.by_platform(keys, gpu=by_sort, default=lambda keys: kth_largest(keys, slots, rank).key[:, 0])
+    cut = _compat.by_platform(keys, gpu=by_sort, default=lambda keys: kth_largest(keys, slots, rank).key[:, 0])
     # Never 0: the candidates of a block of few non-zero entries would fill the slots of other blocks with zeros.
     by_block = jnp.maximum(cut, 1)
   else:
@@ -153,7 +153,7 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   found = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
   edges = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32) * length, n)  # empty slots hold n or more
-  starts = bitset.by_platform(
+  starts = _compat.by_platform(
     members,
     found,
     gpu=lambda members, _: bitset.rank(members, edges),
@@ -190,7 +190,7 @@ def search_among(
   k, length = blocks.k, blocks.length
   find = lambda way: functools.partial(way, read=read, k=k, length=length, least=least)
   args = candidates.indices, candidates.low
-  found, reached = bitset.by_platform(*args, gpu=find(_by_order), default=find(_by_count))
+  found, reached = _compat.by_platform(*args, gpu=find(_by_order), default=find(_by_count))
   # Where all that reach the smallest key above 0 are known, the others are zeros.
   proven = candidates.fits & ((reached >= candidates.needed) | (candidates.low == 1))
   return jax.lax.cond(proven.all(), lambda: found, search_all)
@@ -279,7 +279,7 @@ def search_keys(read: Callable[[jax.Array], jax.Array], starts: jax.Array, lengt
     by_halves = lambda k: bisect(selects, k, jnp.int32(0), jnp.int32(TOP))
     flat = lambda cut: Cut(cut.key.reshape(()), cut.last.reshape(()))
     in_rounds = lambda k: flat(by_digits(lambda cut: selects(flat(cut))[None, None], k.reshape(1, 1), bits=1))
-    cut = jax.lax.platform_dependent(jnp.int32(k), cpu=by_halves, default=in_rounds)
+    cut = _compat.by_platform(jnp.int32(k), cpu=by_halves, default=in_rounds)
     return bitset.nonzero(bitset.pack(selects(cut)), k)
 
   return jax.lax.map(search_row, starts)  # one by one: a batch takes memory, and XLA on CPU compiles it to slower code

@@ -17,21 +17,21 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.sparse import bitset
+from jaxsparse import _compat
 from jaxsparse.types import Comm, Reduction, Tree
 
 
 def depend_on(read: jax.Array, x: jax.Array) -> jax.Array:
-  """`x`, i32, available only after all of `read` is computed: `x + min(Σ [read ≠ 0], 0)`.
+  """`x`, a number, available only after all of `read` is computed: `x + min(Σ [read ≠ 0], 0)`.
 
   Example:
     >>> depend_on(jnp.array([1.0, 2.0]), jnp.array([7]))
     Array([7], dtype=int32)
   """
-  add = lambda read, x: x + jnp.minimum(jnp.sum(read.astype(jnp.bool_), dtype=jnp.int32), 0)
+  add = lambda read, x: x + jnp.minimum(jnp.sum(read.astype(jnp.bool_), dtype=x.dtype), 0)
   # On GPUs one element behind a barrier, which all of `read` precedes, is a kernel less.
   one = lambda read, x: add(jax.lax.optimization_barrier(read).reshape(-1)[:1], x)
-  return bitset.by_platform(read, x, gpu=one, default=add) if read.size > 1 else add(read, x)
+  return _compat.by_platform(read, x, gpu=one, default=add) if read.size > 1 else add(read, x)
 
 
 def following(comm: Comm, totals: Sequence[jax.Array]) -> Comm:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import sparse
+from jaxsparse import _compat, sparse
 from jaxsparse.comm import varying
 from jaxsparse.select.blocks import Blocks, LazySum, keys_of
 from jaxsparse.types import Pending, Sparse
@@ -48,7 +48,7 @@ def find_champions(blocks: Blocks) -> jax.Array:
   def at_once(order: jax.Array, *parts: jax.Array) -> jax.Array:
     return find_champions_at_once(dataclasses.replace(blocks, x=LazySum(parts), order=order))
 
-  return jax.lax.platform_dependent(blocks.order, *blocks.x.parts, cuda=at_once, rocm=at_once, default=in_loops)
+  return _compat.by_platform(blocks.order, *blocks.x.parts, gpu=at_once, default=in_loops)
 
 
 def coarse(keys: jax.Array, length: int, chunks: int) -> jax.Array:

@@ -19,7 +19,7 @@ from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
 __all__ = ["add", "add_rows", "as_row", "compress", "concatenate", "count", "merge", "only_row", "put", "read_at"]
-__all__ += ["resize", "split", "where"]
+__all__ += ["resize", "where"]
 
 
 def read_at(x: jax.Array, indices: jax.Array) -> jax.Array:
@@ -153,34 +153,6 @@ def merge(rows: Sparse, end: int) -> Sparse:
   indices = jnp.where(filled(size), jnp.int32(0), jnp.int32(end))
   indices = indices.at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
   return jax.lax.optimization_barrier(Sparse(indices, values))
-
-
-def split(entries: Sparse, row: jax.Array, rows: int, capacity: int, end: int) -> Sparse:
-  """Distributes entries to rows: each row gets its first `capacity` entries, in their order.
-
-  Args:
-    entries: [c].
-    row: i32[c], the row of each entry, 0 … rows − 1; entries with any other number are dropped.
-    rows: number of rows.
-    capacity: slots of a row.
-    end: length of the vector.
-
-  Returns:
-    [rows, capacity] entries.
-
-  Example:
-    >>> entries = Sparse(jnp.array([7, 1, 6]), jnp.array([3.0, 2.0, 1.0]))
-    >>> split(entries, jnp.array([1, 0, 1]), rows=2, capacity=1, end=9).indices
-    Array([[1],
-           [7]], dtype=int32)
-  """
-  order = jnp.argsort(row, stable=True)
-  row = row[order]
-  position = jnp.arange(row.size, dtype=jnp.int32) - jnp.searchsorted(row, row).astype(jnp.int32)
-  fits = (position < capacity) & (row < rows)
-  slot = jnp.where(fits, row * capacity + position, rows * capacity)
-  empty = Sparse(jnp.full(rows * capacity, end, jnp.int32), jnp.zeros(rows * capacity, jnp.float32))
-  return jax.tree.map(lambda row, new: put(row, slot, new[order]).reshape(rows, capacity), empty, entries)
 
 
 def count(entries: Sparse, end: int) -> jax.Array:

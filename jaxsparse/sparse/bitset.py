@@ -5,22 +5,17 @@ indices, and every function returns indices in ascending order.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxsparse import _compat
 
 BITS = 32
 _ALIGNED = 256  # slots
 _ROW = 4096  # flags of 128 words
 _SHORT = 256  # numbers that a running sum adds up all at once
 GROUP = 8  # words, 256 bits, that are counted together: few enough groups for a running sum, few enough words to search
-
-
-def by_platform(*args: jax.Array, gpu: Callable[..., Any], default: Callable[..., Any]) -> Any:
-  """`gpu(*args)` in a program for GPUs, `default(*args)` in one for CPUs or TPUs: two ways to the same bits."""
-  return jax.lax.platform_dependent(*args, cuda=gpu, rocm=gpu, default=default)
 
 
 def pack(flags: jax.Array) -> jax.Array:
@@ -38,8 +33,8 @@ def pack(flags: jax.Array) -> jax.Array:
     Array([5, 0], dtype=uint32)
   """
   flat = flags.reshape(-1)  # all rows as one: XLA on CPU compiles a batch of them to slower code
-  ways = {"cuda": _pack_padded, "rocm": _pack_padded, "tpu": _pack_by_product, "default": _pack_whole}
-  return jax.lax.platform_dependent(flat, **ways).reshape(*flags.shape[:-1], -1)
+  words = _compat.by_platform(flat, gpu=_pack_padded, tpu=_pack_by_product, default=_pack_whole)
+  return words.reshape(*flags.shape[:-1], -1)
 
 
 def _pack_padded(flags: jax.Array) -> jax.Array:
@@ -114,7 +109,7 @@ def count_true(flags: jax.Array) -> jax.Array:
     Array(2, dtype=int32)
   """
   add = functools.partial(jnp.sum, dtype=jnp.int32)
-  return jax.lax.platform_dependent(flags, default=lambda x: count(pack(x)), cuda=add, rocm=add, tpu=add)
+  return _compat.by_platform(flags, cpu=lambda x: count(pack(x)), default=add)
 
 
 def nonzero(words: jax.Array, capacity: int) -> jax.Array:
@@ -125,7 +120,7 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
     Array([0, 2], dtype=int32)
   """
   by_slot, by_index = (functools.partial(way, capacity=capacity) for way in (_nonzero_by_slot, _nonzero_by_index))
-  return by_platform(words, gpu=by_index, default=by_slot)
+  return _compat.by_platform(words, gpu=by_index, default=by_slot)
 
 
 def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
@@ -191,7 +186,7 @@ def running_sum(x: jax.Array) -> jax.Array:
     >>> running_sum(jnp.array([3, 1, 2]))
     Array([3, 4, 6], dtype=int32)
   """
-  return by_platform(x, gpu=jnp.cumsum, default=_running_sum_of_rows)
+  return _compat.by_platform(x, gpu=jnp.cumsum, default=_running_sum_of_rows)
 
 
 def _running_sum_of_rows(x: jax.Array) -> jax.Array:

@@ -234,12 +234,12 @@ def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: ja
     skipped_steps=before.skipped_steps + (~finite).astype(jnp.int32),
     total_words=total,
     total_wraps=before.total_wraps + (total < step.words_sent).astype(jnp.uint32),
+    skipped=~finite.reshape(1),
   )
   # On GPUs one kernel, in place, in place of a copy of each constant: all read `never`, which is no scalar to XLA, and
   # which no compiler knows to be false.
   never = jax.lax.optimization_barrier(jnp.tile(before.skipped_steps, 2))[:1] < 0
-  step = jax.tree.map(functools.partial(jnp.where, never), before, step._replace(skipped=before.skipped))
-  return step._replace(skipped=~finite.reshape(1))  # the same on every worker
+  return jax.tree.map(functools.partial(jnp.where, never), before, step)
 
 
 def count_idle_step(state: Any, skipped: jax.Array) -> Any:

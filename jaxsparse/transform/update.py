@@ -281,7 +281,7 @@ def _commit(
   if isinstance(residual, Pending):
     residual = materialize(residual, finite, decay)
     # A 0 that depends on the new residual: all reads of `grads` precede the reuse of its buffer for the update.
-    zero = ordering.depend_on(residual[:1], jnp.int32(0)).astype(jnp.float32)
+    zero = ordering.depend_on(residual[:1], jnp.float32(0))
   elif residual is not None:
     residual = jnp.where(finite, residual if decay == 1 else decay * residual, before.residual)
   if residual is not None and error is not None:

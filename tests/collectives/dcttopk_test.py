@@ -10,7 +10,7 @@ import pytest
 import scipy.fft
 
 import jaxsparse as js
-from jaxsparse.collectives.dcttopk import Tiling
+from jaxsparse.collectives.dcttopk.tiling import Tiling
 from tests.cases import bits, mesh_of, normals, quick_of
 
 SHAPES = {"matrix": (8, 12), "prime": (7, 5), "scalar": (), "stacked": (3, 5, 4), "vector": (11,)}

@@ -38,7 +38,6 @@ def dictionaries(indices, values, end):
 
 merge, add_rows = (jax.jit(function, static_argnums=1) for function in (sparse.merge, sparse.add_rows))
 compressed = jax.jit(sparse.compress, static_argnames=("slots", "end"))
-split = jax.jit(sparse.split, static_argnames=("rows", "capacity", "end"))
 
 
 @pytest.mark.parametrize(("rows", "slots", "end"), [(1, 1, 1), (1, 9, 20), (3, 5, 4), (4, 7, 40), (3, 100, 300)])
@@ -66,18 +65,3 @@ def test_compressed_entries_keep_their_order(slots, data):
   empty = max(0, slots - keep.sum())
   np.testing.assert_array_equal(got.indices, np.pad(indices[keep], (0, empty), constant_values=end)[:slots])
   np.testing.assert_array_equal(bits(got.values), bits(np.pad(values[keep], (0, empty))[:slots]))
-
-
-@pytest.mark.parametrize("capacity", [1, 3, 9])
-@hypothesis.given(data=st.data())
-def test_entries_are_distributed_to_rows_in_their_order(capacity, data):
-  end, rows = 40, 3
-  indices, values = (x[0] for x in data.draw(rows_of_entries(1, 9, end)))
-  row = np.array(data.draw(st.lists(st.integers(0, rows), min_size=9, max_size=9)), np.int32)
-  row = np.where(indices < end, row, rows)
-  got = split(Sparse(indices, values), row, rows=rows, capacity=capacity, end=end)
-  for number in range(rows):
-    mine = np.flatnonzero(row == number)[:capacity]
-    more = (0, capacity - mine.size)
-    np.testing.assert_array_equal(got.indices[number], np.pad(indices[mine], more, constant_values=end))
-    np.testing.assert_array_equal(bits(got.values[number]), bits(np.pad(values[mine], more)))
