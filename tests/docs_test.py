@@ -62,9 +62,8 @@ def run(program, folder, ranks=None, engine="processes"):
 def test_every_snippet_is_run():
   """Each page with code is named in a test; the diff of docs/how_to/migrating.md begins in PyTorch."""
   pages = {"README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))}
-  tests = "".join(
-    (ROOT / "tests" / name).read_text() for name in ("docs_test.py", "lost_rank_test.py", "trainers/ray_test.py")
-  )
+  files = "docs_test.py", "lost_rank_test.py", "trainers/ray_test.py", "trainers/drjax_test.py"
+  tests = "".join((ROOT / "tests" / name).read_text() for name in files)
   unnamed = [page for page in pages if snippets(page) and f'snippets("{page}")' not in tests]
   assert unnamed == ["docs/how_to/migrating.md"]
   (four_lines,), (advice,) = snippets("docs/index.md"), snippets("docs/which_method.md")
