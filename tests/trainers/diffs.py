@@ -15,5 +15,5 @@ def changed(code, diff):
 
 
 def lines_changed(diff):
-  """The number of lines that a diff adds and removes."""
-  return tuple(sum(line.startswith(sign) for line in diff.splitlines()) for sign in "+-")
+  """The number of lines that a diff adds and removes, but for empty ones."""
+  return tuple(sum(line.startswith(sign) and line != sign for line in diff.splitlines()) for sign in "+-")
