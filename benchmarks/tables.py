@@ -234,6 +234,22 @@ def papers(*words: str) -> str:
   return "\n\n".join(_of_rich("", {"": one}) for one in both)
 
 
+def trainers() -> str:
+  """DiLoCo in DrJAX with its own exchange and with ours: held-out loss, and words that a replica sends."""
+  names = {
+    "drjax": "`drjax.reduce_mean`, Nesterov",
+    "dense": "`js.dense_transform`, Nesterov",
+    "signs": "`js.onebit_transform`, Nesterov",
+    "sparseloco": "SparseLoCo: `js.chunktopk_transform` in 2 bits, SGD",
+  }
+  found = json.loads((RESULTS / "trainers.json").read_text())
+  dense = {row["seed"]: row["words"] for row in found if row["exchange"] == "drjax"}
+  shown = [row | {"exchange": names[row["exchange"]], "share": row["words"] / dense[row["seed"]]} for row in found]
+  forms = {"loss": ",.3f", "accuracy": ",.3f", "words": ",.0f", "share": ",.3f"}
+  head = ["exchange and outer optimizer", "held-out loss", "accuracy", "words an exchange", "of DrJAX's"]
+  return markdown(head, means(shown, ["exchange"], forms))
+
+
 def verdicts() -> str:
   """How many numbers of each paper have which verdict."""
   counts = collections.Counter((cell.paper, cell.verdict) for cell in cells_of_papers.every())
@@ -281,7 +297,7 @@ def wire() -> str:
   return markdown(["model", "n", *(f"{name}: {one}" for name in networks for one in ("dense", "SparDL 1 %"))], rows)
 
 
-_SIMPLE = (kept, race, paces, wholes, losses, runs, papers, verdicts, summary, wire)
+_SIMPLE = (kept, race, paces, wholes, losses, runs, papers, trainers, verdicts, summary, wire)
 TABLES = {function.__name__: function for function in (*_SIMPLE, elastic, heterogeneous, contention, compiled)}
 
 

@@ -17,6 +17,7 @@ Examples:
 """
 
 import functools
+import importlib.util
 import json
 import pathlib
 from collections.abc import Callable, Iterator
@@ -133,7 +134,9 @@ def _rounds(task: Task, seed: int, replicas: int, every: int, rounds: int) -> It
 
 
 def main() -> None:
-  """Trains with each exchange from each seed, and prints their losses and words."""
+  """Trains with each exchange from each seed, and prints their losses and words; RuntimeError without drjax."""
+  if importlib.util.find_spec("drjax") is None:
+    raise RuntimeError("drjax is not installed: pip install 'jaxsparse[trainers]'")
   jax.config.update("jax_num_cpu_devices", _REPLICAS.value)
   console, task, rows = make_console(stderr=_JSON.value), lm.small(), []
   for seed in _SEED.value:

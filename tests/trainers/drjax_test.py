@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.benchmarks import commands
 from tests.docs_test import blocks, run, snippets
 from tests.trainers.diffs import changed, lines_changed
 
@@ -60,3 +61,12 @@ def test_fewer_words(outer, most, axes, tmp_path):
   assert 0 < words <= most
   assert max(messages) <= words
   assert loss < 0.2
+
+
+def test_the_benchmark():
+  flags = "--exchange=drjax,dense,signs", "--rounds=2", "--every=2", "--seed=3"
+  theirs, dense, signs = commands.result_of("trainers", *flags)
+  assert dense["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+  assert dense["words"] == theirs["words"] == 1.5 * dense["n"]
+  assert 0 < signs["words"] < dense["words"] / 25
+  assert signs["loss"] < 6
