@@ -73,12 +73,13 @@ accelerators: $(ACCELERATORS)/installed  ## compile every update and a step for 
 
 $(TRAINERS)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(TRAINERS)
-	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables \
+	  setuptools wheel
 	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation \
 	  -e '.[trainers]'
 	@touch $@
 
-trainers: $(TRAINERS)/installed  ## run inside other people's trainers, in an environment of its own: Ray
+trainers: $(TRAINERS)/installed  ## run inside other people's trainers, in an environment of its own: Ray, DrJAX, Tunix, MaxText
 	$(TRAINERS)/bin/python -m pytest -m '' tests/trainers
 
 lint: install  ## ruff, and whether the formatting is its own
