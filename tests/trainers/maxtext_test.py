@@ -1,8 +1,10 @@
 """MaxText: its own training loop on a toy configuration, as it is and after the diff of docs/how_to/trainers.md."""
 
 import importlib.util
+import math
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -49,7 +51,7 @@ def trained(folder, diff=""):
   own = {
     "PYTHONPATH": f"{folder}:{ROOT}",
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 --xla_dump_to={folder}/programs --xla_dump_hlo_as_text",
   }
   done = subprocess.run(
     [sys.executable, "program.py", *given],
@@ -67,6 +69,18 @@ def trained(folder, diff=""):
   return [float(entry) for entry in found["params"]], *map(int, found.get("words", []))
 
 
+def sent_between_replicas(folder):
+  """{operation: largest number of entries} of the messages of the compiled step between devices 0 and 2 or 1 and 3."""
+  program = min((folder / "programs").glob("*train_step.after_optimizations.txt"))
+  largest = {}
+  for line in program.read_text().splitlines():
+    found = re.search(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(", line)
+    if found and re.search(r"(groups|pairs)=(\{\{0,2\}|mesh\S* \{[^}]*'diloco')", line):
+      sizes = [math.prod(map(int, filter(None, one.split(",")))) for one in re.findall(r"\[([\d,]*)\]", found[1])]
+      largest[found[2]] = max(largest.get(found[2], 0), *sizes)
+  return largest
+
+
 def test_dense_is_theirs_and_signs_have_fewer_words(tmp_path):
   assert lines_changed(DIFF) == (6, 6)
   (theirs,) = trained(tmp_path / "theirs")
@@ -75,4 +89,5 @@ def test_dense_is_theirs_and_signs_have_fewer_words(tmp_path):
   assert words == len(theirs)  # 2 (P − 1) / P of them
   signs, words = trained(tmp_path / "signs", DIFF)
   assert 0 < words < len(theirs) / 15  # 8,240 entries of a device, padded
+  assert sent_between_replicas(tmp_path / "signs") == {"all-reduce": 1, "collective-permute": words / 4}
   assert signs != pytest.approx(theirs, rel=1e-4, abs=1e-5)
