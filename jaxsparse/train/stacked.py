@@ -98,7 +98,7 @@ def stacked(tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisNa
   def update(
     grads: optax.Updates, state: Any, params: Any = None, *, synchronize: bool = False, **extra: Any
   ) -> tuple[optax.Updates, Any]:
-    _check_rows(grads, engine.held)
+    _check_rows(grads, params, engine.held)
     has_rows = params is not None and _has_rows(state, params, engine.held)
     form, own = rows if has_rows else _SAME, specs(state, axis)
     in_specs, out_specs = (rows, own, form, _SAME), (form, own)
@@ -159,9 +159,12 @@ def _shapes(node: states.ReduceState) -> Any:
   return zip(node.layout.method.names, node.layout.method.shapes, strict=True) if node.layout.method else ()
 
 
-def _check_rows(grads: optax.Updates, workers: int) -> None:
-  """Raises ValueError for a gradient without a row for each worker, naming its leaf."""
-  for name, leaf in flatten.leaves_by_name(grads).items():
+def _check_rows(grads: optax.Updates, params: optax.Params | None, workers: int) -> None:
+  """Raises ValueError for a gradient without a row for each worker, or of no parameters, naming its leaf."""
+  leaves = flatten.leaves_by_name(grads)
+  if params is not None and (others := set(leaves) ^ set(flatten.leaves_by_name(params))):
+    raise ValueError(f"gradients or parameters have no leaf {min(others)}: give both with the same leaves")
+  for name, leaf in leaves.items():
     if np.shape(leaf)[:1] != (workers,):
       raise ValueError(
         f"gradients{name} has shape {np.shape(leaf)}, not a row for each of {workers} workers: take gradients by "

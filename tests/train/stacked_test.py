@@ -114,6 +114,8 @@ def test_refusals():
   state = tx.init(PARAMS)
   with pytest.raises(ValueError, match=r"gradients\['bias'\] has shape \(5,\), not a row for each of 3 workers"):
     tx.update(PARAMS, state, PARAMS)
+  with pytest.raises(ValueError, match=r"gradients or parameters have no leaf \['bias'\]"):
+    tx.update({name: leaf for name, leaf in broadcast(PARAMS, WORKERS).items() if name != "bias"}, state, PARAMS)
   with pytest.raises(ValueError, match=r"made for parameters\['bias'\] of shape \(5,\)"):
     tx.update(broadcast(PARAMS, WORKERS), state, PARAMS | {"bias": jnp.ones(7)})
   with pytest.raises(ValueError, match=r"batch\[0\] has shape \(4, 56\): its leading axis must divide"):
