@@ -20,7 +20,14 @@ from jaxsparse.train import replicas
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.donation import without_aliases
 from jaxsparse.train.engine import check_batch, engine_of, shape_of
-from jaxsparse.train.starting import LIKELY_MISTAKES, check_state, check_update, place_state, start_workers
+from jaxsparse.train.starting import (
+  LIKELY_MISTAKES,
+  check_state,
+  check_update,
+  place_state,
+  start_workers,
+  warn_of_selection,
+)
 from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
@@ -56,7 +63,8 @@ def init(
       arrays in its state precedes the transform.
 
   Warns:
-    UserWarning: if no transform covers a leaf, whose update would be made of the gradient of one worker.
+    UserWarning: if no transform covers a leaf, whose update would be made of the gradient of one worker; on TPUs, of a
+      selector that compiles for minutes.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -73,6 +81,7 @@ def init(
   replicas.check_processes(engine, params, "params")
   state, specs = place_state(engine, tx.init, params)
   check_update(engine, tx, params, state, specs)
+  warn_of_selection(engine.platform, state)
   return state
 
 
