@@ -18,12 +18,11 @@ def checked_axes() -> frozenset[str]:
   return frozenset(manual) if manual and axes_of_type(jax.lax.axis_index(manual[0])) else frozenset()
 
 
-def as_varying(tree: Any, axes: AxisName | frozenset[str]) -> Any:
+def as_varying(tree: Any, axes: frozenset[str]) -> Any:
   """`tree` whose arrays vary over `axes` by their types, too."""
-  wanted = axes if isinstance(axes, frozenset) else frozenset(names_of(axes)) & checked_axes()
 
   def cast(x: Any) -> Any:
-    missing = tuple(sorted(wanted - axes_of_type(x)))
+    missing = tuple(sorted(axes - axes_of_type(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
   return jax.tree.map(cast, tree)
