@@ -30,7 +30,7 @@ class NBit(OneBit):
     >>> import jax.numpy as jnp, jaxsparse as js
     >>> out = js.simulate("nbit", jnp.array([[1.0, -7.0], [0.0, 0.0]]), bits=4)
     >>> out.total.round(1), out.residuals[0].round(1)
-    (Array([ 0.8, -7.6], dtype=float32), Array([0.2, 0.6], dtype=float32))
+    (Array([ 0.8, -7.5], dtype=float32), Array([0.2, 0.5], dtype=float32))
   """
 
   bits: Literal[1, 2, 4, 8] = 4  # type: ignore[misc]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxsparse._compat import AxisName, axes_of_type, names_of
 
@@ -36,7 +37,8 @@ def is_summed_over(axis: AxisName, x: jax.Array) -> bool:
 
 def fori_loop(first: Any, end: Any, step: Callable, start: Any, **options: Any) -> Any:
   """`jax.lax.fori_loop`, whose `start` gets the axes of what `step` returns."""
-  return jax.lax.fori_loop(first, end, step, _with_axes_of(lambda carry: step(first, carry), start), **options)
+  once = lambda carry: step(jnp.asarray(first), carry)
+  return jax.lax.fori_loop(first, end, step, _with_axes_of(once, start), **options)
 
 
 def scan(step: Callable, start: Any, rows: Any, **options: Any) -> tuple[Any, Any]:

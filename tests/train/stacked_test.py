@@ -150,7 +150,7 @@ def test_a_flax_optimizer_and_a_checkpoint_of_its_variables():
   tx = js.stacked(optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)), mesh_of(WORKERS))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   grads = jax.tree.map(lambda p: jnp.ones((WORKERS, *p.shape)), nnx.state(model))
-  optimizer.update(model, grads)
+  nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))(model, optimizer, grads)
   state = nnx.as_pure(optimizer.opt_state)
   layout = state[0].layout
   assert layout.method.names == ("['bias']", "['kernel']")
