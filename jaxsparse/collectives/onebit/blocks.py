@@ -109,7 +109,7 @@ class Blocks:
       return (self._codes(x), means) if self.bits == 1 else (means,)  # signs need no scale, so one pass is enough
 
     def codes_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array]:
-      return (self._codes(self._read(parts, skip + start, count), _cut(halves, start, count)),)
+      return (self._codes(self._read(again, skip + start, count), _cut(halves, start, count)),)
 
     whole = min(count, parts[0].size // self.block)
     kinds = (jnp.uint32, jnp.float32)[self.bits > 1 :]
@@ -125,6 +125,8 @@ class Blocks:
     # Of so few bits that all multiples are exact, and not finite where a multiple is not.
     halves = jax.lax.reduce_precision(_HALF_STEPS[self.bits] * halves, 8, 23 - self.bits)
     halves = jnp.where(jnp.isfinite(halves * 2.0**self.bits), halves, jnp.inf)
+    # Read again behind a barrier: XLA for GPUs would store the sum for both passes.
+    *again, halves = jax.lax.optimization_barrier((*parts, halves))
     empty = (jnp.zeros(count * self.width, jnp.uint32),)
     (codes,) = _by_chunks(codes_of, whole, count, empty, (self.width,))
     return codes.reshape(count, -1), halves
