@@ -120,7 +120,8 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
   if not uncovered and engine.processes == 1:
     return
 
-  def updates(grads: optax.Updates, state: Any, params: optax.Params) -> tuple[optax.Updates]:
+  def updates(like: optax.Updates, state: Any, params: optax.Params) -> tuple[optax.Updates]:
+    grads = jax.tree.map(jnp.negative, like)  # computed here, as gradients are
     return (optax.with_extra_args_support(tx).update(grads, state, params, value=jnp.float32(0))[0],)
 
   same, split = PartitionSpec(), PartitionSpec(engine.axis)

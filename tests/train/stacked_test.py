@@ -181,7 +181,7 @@ def test_injected_rates_stay_after_a_resize(around):
 
 
 ONE_REPLICA_A_PROCESS = """
-import sys
+import warnings
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -189,6 +189,7 @@ import jaxsparse as js
 from jaxsparse import launch
 from jaxsparse import launch
 
+warnings.simplefilter("error", UserWarning)
 launch.join()
 mesh = jax.make_mesh((jax.device_count(),), ("workers",), axis_types=(jax.sharding.AxisType.Auto,))
 chain = js.local_steps(optax.adam(0.1), optax.chain(js.onebit_transform("workers"), optax.sgd(1.0)), every=2)
