@@ -204,6 +204,25 @@ def check_method(state: ReduceState, groups: Sequence[Group], grads: optax.Updat
     )
 
 
+def _summed_error(path: Any, axis: Any) -> ValueError:
+  return ValueError(
+    f"gradients{jax.tree_util.keystr(path)} is summed or averaged over {axis!r} already, or every worker has the same "
+    "batch: leave out the pmean or psum, and take the gradient of one worker at js.own_params(params, state), since "
+    "JAX sums those at replicated parameters; or where a partitioner averages by js.stacked(tx, mesh).value_and_grad"
+  )
+
+
+def check_own_gradients(grads: optax.Updates, state: LocalState) -> None:
+  """Raises ValueError for gradients that are equal on all workers by their types: at the anchor of local steps.
+
+  Where a shard_map checks replication, the counters of each worker tell the axes of the workers.
+  """
+  axes = frozenset().union(*(_compat.axes_of_type(node.counters.skipped) for node in reduce_states(state.outer)))
+  leaves = jax.tree_util.tree_leaves_with_path(grads)
+  if axes and leaves and not any(axes & _compat.axes_of_type(leaf) for _, leaf in leaves):
+    raise _summed_error(leaves[0][0], " and ".join(sorted(axes)))
+
+
 def check_local(comm: Comm, grads: optax.Updates) -> None:
   """Checks that gradients are those of one worker, as far as it shows; raises ValueError if they are not.
 
@@ -218,12 +237,7 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   leaves = jax.tree_util.tree_leaves_with_path(grads)
   typed = all(varying.is_summed_over(comm.axis, leaf) for _, leaf in leaves)  # a single one may be constant
   if summed := [path for path, leaf in leaves if typed or _compat.is_psum(leaf, comm.axis)]:
-    raise ValueError(
-      f"gradients{jax.tree_util.keystr(summed[0])} is summed or averaged over {comm.axis!r} already, or every worker "
-      "has the same batch: leave out the pmean or psum, and take the gradient of one worker at "
-      "js.own_params(params, state), since JAX sums those at replicated parameters; or where a partitioner averages by "
-      "js.stacked(tx, mesh).value_and_grad"
-    )
+    raise _summed_error(summed[0], comm.axis)
   if not varying.checked_axes() and all(_compat.is_argument_of_shard_map(leaf) for _, leaf in leaves):
     warnings.warn(
       "gradients come into a shard_map with check_vma=False as they are: if they are averaged already, or every worker "

@@ -25,7 +25,7 @@ from jaxsparse.sparse import flatten
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
-from jaxsparse.transform.checks import check_agreed, check_arrays_of, check_local_state
+from jaxsparse.transform.checks import check_agreed, check_arrays_of, check_local_state, check_own_gradients
 from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.state import Applied, Flight, LocalState
@@ -183,6 +183,7 @@ class _LocalSteps(NamedTuple):
     check_arrays_of(self.init, state, params)
     if synchronize:
       return self._synchronize(state, params, extra)
+    check_own_gradients(grads, state)
     inner, moved, finite = self._own_step(grads, state, params, extra)
     tried = state._replace(inner=(), moved=moved, since=state.since + 1, steps=state.steps + 1)
     exchanges = [functools.partial(self._exchange, number) for number in range(self.fragments.count)]

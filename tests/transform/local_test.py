@@ -159,6 +159,21 @@ def test_in_a_step_of_ones_own():
   chex.assert_trees_all_close((params, state.moved), (params2, state2.moved), rtol=1e-6)
 
 
+def test_a_gradient_at_the_anchor_is_refused():
+  """In a step of one's own, where types tell that the anchor is equal on all workers."""
+  mesh = mesh_of(3)
+  tx = js.local_steps(optax.sgd(0.1), optax.chain(SPARDL("workers"), optax.sgd(1.0)), every=2)
+  _, params, state = start(tx, mesh, quadratic)
+  spec = js.specs(state, "workers")
+
+  def worker(params, state, batch):
+    return tx.update(jax.grad(quadratic)(params, batch), state, params)
+
+  step = jax.shard_map(worker, mesh=mesh, in_specs=(P(), spec, P("workers")), out_specs=(P(), spec))
+  with pytest.raises(ValueError, match=r"take the gradient of one worker at js.own_params\(params, state\)"):
+    jax.eval_shape(step, params, state, normals(0, 6, N))
+
+
 def test_other_workers_and_what_is_flushed():
   """The mean of what is moved and owed is kept, and delivered densely by js.flush."""
   tx = js.local_steps(optax.adam(0.1), optax.chain(SPARDL("workers"), optax.sgd(0.5, momentum=0.5)), every=3)
