@@ -153,7 +153,7 @@ def warn_of_selection(platform: str, state: Any) -> None:
   if platform == "tpu" and slow:
     warnings.warn(
       f"js.init: on TPUs exact selection compiles for minutes, as in {slow[0]}: choose selector='chunked', which "
-      "needs no sort, and which benchmarks/pages/accelerators.md compares",
+      "selects the largest entry of each of k chunks in one pass",
       stacklevel=3,
     )
 
