@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -68,39 +68,34 @@ class DctTopk(ChunkTopk):
     def finish(values: Any, _: None, finite: jax.Array, decay: float) -> tuple[jax.Array, jax.Array]:
       factor = values[1]  # of entries, not of coefficients: these have the same bits for every number of workers
       on_gpu, whole = (functools.partial(way, tiling, decay) for way in (_finish_by_pieces, _finish))
-      args: Any = grads, state.residual, total, sent, factor, finite
-      return _compat.by_platform(*args, gpu=on_gpu, default=whole)
+      step = _Step(grads, cast(jax.Array, state.residual), total, sent, factor, finite)
+      return _compat.by_platform(step, gpu=on_gpu, default=whole)
 
     return Reduced(Deferred((bound, jnp.float32(1)), finish), state, counters)
 
 
-def _finish(
-  tiling: Tiling,
-  decay: float,
-  grads: jax.Array,
-  residual: jax.Array,
-  total: Sparse,
-  sent: Sparse,
-  factor: jax.Array,
-  finite: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+class _Step(NamedTuple):
+  """What a worker has after the messages of a step; entries of the total and of what it sent are coefficients."""
+
+  grads: jax.Array
+  residual: jax.Array
+  total: Sparse
+  sent: Sparse
+  factor: jax.Array
+  finite: jax.Array
+
+
+def _finish(tiling: Tiling, decay: float, step: _Step) -> tuple[jax.Array, jax.Array]:
   """The update, `factor` times the total in the basis of the gradient, and the next residual: `Deferred.finish`."""
+  grads, residual, total, sent, factor, finite = step
   inverse = lambda entries: tiling.entries(sparse.put(jnp.zeros_like(grads), entries.indices, entries.values))
   rest = decay * (grads + residual - inverse(sent))
   return jnp.where(finite, factor * inverse(total), 0.0), jnp.where(finite, rest, residual)
 
 
-def _finish_by_pieces(
-  tiling: Tiling,
-  decay: float,
-  grads: jax.Array,
-  residual: jax.Array,
-  total: Sparse,
-  sent: Sparse,
-  factor: jax.Array,
-  finite: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def _finish_by_pieces(tiling: Tiling, decay: float, step: _Step) -> tuple[jax.Array, jax.Array]:
   """`_finish` in place: in the buffer of the residual, and then in that of the gradient."""
+  grads, residual, total, sent, factor, finite = step
 
   def keep(residual: jax.Array, entries: jax.Array, at: jax.Array) -> jax.Array:
     old = residual[at]
