@@ -17,9 +17,11 @@ change all the time, so every worker's progress reaches every other worker after
 
 from jaxsparse.partial.controller import Controller
 from jaxsparse.partial.devices import Devices
+from jaxsparse.partial.quorum import Quorum
+from jaxsparse.partial.rounds import Rounds
 from jaxsparse.partial.saving import restore
 from jaxsparse.partial.server import Server
 from jaxsparse.partial.sockets import Keys
 from jaxsparse.partial.worker import ControllerLost, Worker
 
-__all__ = ["Controller", "ControllerLost", "Devices", "Keys", "Server", "Worker", "restore"]
+__all__ = ["Controller", "ControllerLost", "Devices", "Keys", "Quorum", "Rounds", "Server", "Worker", "restore"]

@@ -1,4 +1,4 @@
-"""Runs the controller of partial reduce until all workers leave."""
+"""Runs the controller of partial reduce (--group_size), or of rounds (--quorum), until all workers leave."""
 
 import argparse
 import pathlib
@@ -7,6 +7,7 @@ import sys
 from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial import sockets
 from jaxsparse.partial.controller import Controller
+from jaxsparse.partial.quorum import Quorum
 from jaxsparse.partial.server import LIMIT, Server
 from jaxsparse.partial.sockets import Keys, zmq
 
@@ -17,10 +18,15 @@ def main() -> None:
   parser = argparse.ArgumentParser(prog="python -m jaxsparse.partial", description=__doc__, formatter_class=defaults)
   add = parser.add_argument
   add("--workers", type=int, required=True, default=argparse.SUPPRESS, help="number of workers, N")
-  add("--group_size", type=int, required=True, default=argparse.SUPPRESS, help="number of workers in a group, P")
-  add("--weights", choices=("constant", "dynamic"), default="constant", help="of models in an average")
-  add("--decay", type=float, default=0.5, help="of dynamic weights, in [0, 1)")
-  add("--missing", choices=("closest", "initial"), default="closest", help="where weights without a member go")
+  kind = parser.add_mutually_exclusive_group(required=True).add_argument
+  kind("--group_size", type=int, default=argparse.SUPPRESS, help="number of workers in a group, P")
+  kind("--quorum", type=int, default=argparse.SUPPRESS, help="number of workers that a round takes, K")
+  add("--grace", type=float, default=argparse.SUPPRESS, help="seconds that a worker waits for more than K; default 2")
+  weights = "of models in an average of a group; default constant"
+  add("--weights", choices=("constant", "dynamic"), default=argparse.SUPPRESS, help=weights)
+  add("--decay", type=float, default=argparse.SUPPRESS, help="of dynamic weights, in [0, 1); default 0.5")
+  missing = "where weights without a member go; default closest"
+  add("--missing", choices=("closest", "initial"), default=argparse.SUPPRESS, help=missing)
   add("--history", type=int, default=argparse.SUPPRESS, help="T: groups that it may take to connect all workers")
   add("--address", default=sockets.LOOPBACK, help="where to listen")
   add("--keys", type=pathlib.Path, help="file of the run's CURVE keys; created if it does not exist")
@@ -30,13 +36,13 @@ def main() -> None:
   address, path = options.pop("address"), options.pop("keys")
   limits = {name: options.pop(name) for name in ("limit", "start_timeout")}
   try:
-    controller = Controller(**options)
+    controller: Controller | Quorum = (Quorum if "quorum" in options else Controller)(**options)
     if path and not path.exists():
       Keys.make().write(path)
     server = Server(controller, address, keys=Keys.read(path) if path else None, **limits)
   except ModuleNotFoundError as error:
     sys.exit(f"error: {error}")
-  except (ValueError, OSError, zmq.ZMQError) as error:
+  except (TypeError, ValueError, OSError, zmq.ZMQError) as error:  # an option of the other controller
     sys.exit(f"error: {error}")
   print(server.address, flush=True)
   server.serve()

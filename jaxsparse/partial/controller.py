@@ -138,6 +138,11 @@ class Controller:
     return tuple(sorted(self._last))
 
   @property
+  def over(self) -> bool:
+    """Whether all workers have left."""
+    return not self._last
+
+  @property
   def waiting(self) -> tuple[int, ...]:
     """The workers that are ready and in no group yet, the longest-waiting first."""
     return tuple(self._queue)

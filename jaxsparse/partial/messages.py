@@ -1,8 +1,10 @@
 """The messages of partial reduce as bytes: signals, answers, and pieces of models.
 
-    worker ──> server    kind u8 | worker u16 | value i64, big-endian        HELLO, NOT_FINITE: the worker's address
+    worker ──> server    kind u8 | worker u16 | value i64 | Stand i64 × 3    HELLO, NOT_FINITE: the worker's address
     server ──> worker    kind u8 | JSON
-    worker ──> worker    kind u8 | number i64 | sender u16, big-endian       and in a second frame, values in f32
+    worker ──> worker    kind u8 | number i64 | sender u16 | tag u32         and in a second frame, 4-byte words
+
+Integers are big-endian.
 
 Bytes are parsed strictly. The server answers a malformed signal with the reason, a worker ignores a malformed piece.
 """
@@ -18,7 +20,7 @@ import numpy as np
 
 from jaxsparse.partial.controller import Rejected
 
-_SIGNAL, _PIECE = struct.Struct("!BHq"), struct.Struct("!BqH")
+_SIGNAL, _PIECE = struct.Struct("!BHqqqq"), struct.Struct("!BqHI")
 _ADDRESS = re.compile(r"tcp://([\w.-]{1,200}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", re.ASCII)
 LONGEST = 4096  # bytes of a signal or a handshake; a connection that sends a longer message is closed
 
@@ -34,6 +36,7 @@ class Says(enum.IntEnum):
     BEAT: heartbeat.
     SYNCHRONIZE: it has done `value` iterations and waits for the average of all workers.
     NOT_FINITE: HELLO of a worker whose model is not finite: it is welcome once another worker has a model for it.
+    DONE: it has the result of round `value`, and its digest.
   """
 
   HELLO = 1
@@ -43,6 +46,7 @@ class Says(enum.IntEnum):
   BEAT = 5
   SYNCHRONIZE = 6
   NOT_FINITE = 7
+  DONE = 8
 
 
 class Answer(enum.IntEnum):
@@ -54,6 +58,8 @@ class Answer(enum.IntEnum):
     ABORT: a member of a group sends no more pieces to it; with the numbers of both.
     BEAT: heartbeat.
     REJECTED: answers a signal that is rejected; with the reason.
+    COMMIT: all members have the result of a round; with its number and digest, and a donor for those of another digest.
+    BEHIND: answers READY of a worker that has missed a round; with the address of a donor.
   """
 
   WELCOME = 1
@@ -61,6 +67,8 @@ class Answer(enum.IntEnum):
   ABORT = 3
   BEAT = 4
   REJECTED = 5
+  COMMIT = 6
+  BEHIND = 7
 
 
 class Kind(enum.IntEnum):
@@ -71,19 +79,36 @@ class Kind(enum.IntEnum):
     MODEL: answers FETCH; number is the model's iteration, values are f32[n].
     PART: the receiver's shard of the sender's model, for the average of group `number`.
     MEAN: the sender's shard of that average.
+    MESSAGE: message `tag` of the sender to the receiver in round `number`.
   """
 
   FETCH = 1
   MODEL = 2
   PART = 3
   MEAN = 4
+  MESSAGE = 5
+
+
+class Stand(NamedTuple):
+  """Where a worker of rounds stands.
+
+  Attributes:
+    round: the number of rounds that its anchor has been through.
+    base: the number of the group of the last one; 0 before the first.
+    last: the number of a group whose result the worker has, without knowing whether it counts, 0 for none. In DONE the
+      digest of the result.
+  """
+
+  round: int = 0
+  base: int = 0
+  last: int = 0
 
 
 class Signal(NamedTuple):
   """A message of a worker to the server: `value` as `Says` describes it, `address` for HELLO and NOT_FINITE.
 
   Example:
-    >>> Signal(Says.READY, 3, 17).pack().hex()
+    >>> Signal(Says.READY, 3, 17).pack()[:11].hex()
     '0200030000000000000011'
   """
 
@@ -91,10 +116,11 @@ class Signal(NamedTuple):
   worker: int
   value: int = 0
   address: str = ""
+  stand: Stand = Stand()
 
   def pack(self) -> bytes:
     """The bytes of this signal."""
-    return _SIGNAL.pack(self.says, self.worker, self.value) + self.address.encode()
+    return _SIGNAL.pack(self.says, self.worker, self.value, *self.stand) + self.address.encode()
 
 
 class ServerMessage(NamedTuple):
@@ -109,17 +135,18 @@ class Piece(NamedTuple):
 
   Example:
     >>> parse_piece([bytes(frame) for frame in Piece(Kind.PART, 7, 3, np.ones(2, np.float32)).pack()])
-    Piece(kind=<Kind.PART: 3>, number=7, sender=3, values=array([1., 1.], dtype=float32))
+    Piece(kind=<Kind.PART: 3>, number=7, sender=3, values=array([1., 1.], dtype=float32), tag=0)
   """
 
   kind: Kind
   number: int
   sender: int
   values: np.ndarray = np.empty(0, np.float32)
+  tag: int = 0
 
   def pack(self) -> list[Any]:
     """The frames of this piece, without copying the values."""
-    return [_PIECE.pack(self.kind, self.number, self.sender), self.values.data]
+    return [_PIECE.pack(self.kind, self.number, self.sender, self.tag), self.values.data]
 
 
 def parse_signal(frames: list[bytes]) -> Signal:
@@ -130,8 +157,8 @@ def parse_signal(frames: list[bytes]) -> Signal:
   """
   with contextlib.suppress(ValueError, struct.error):
     (frame,) = frames
-    kind, worker, value = _SIGNAL.unpack(frame[: _SIGNAL.size])
-    signal = Signal(Says(kind), worker, value, frame[_SIGNAL.size :].decode("ascii"))
+    kind, worker, value, *stand = _SIGNAL.unpack(frame[: _SIGNAL.size])
+    signal = Signal(Says(kind), worker, value, frame[_SIGNAL.size :].decode("ascii"), Stand(*stand))
     found = _ADDRESS.fullmatch(signal.address)  # the server hands it to other workers, which must be able to parse it
     if (found and 0 < int(found[2]) < 2**16) if kind in (Says.HELLO, Says.NOT_FINITE) else not signal.address:
       return signal
@@ -142,8 +169,8 @@ def parse_piece(frames: list[bytes]) -> Piece | None:
   """The piece in a message of another worker; None for any other message."""
   if len(frames) != 2 or len(frames[0]) != _PIECE.size or len(frames[1]) % 4:
     return None
-  kind, number, sender = _PIECE.unpack(frames[0])
-  return Piece(Kind(kind), number, sender, np.frombuffer(frames[1], np.float32)) if kind in set(Kind) else None
+  kind, number, sender, tag = _PIECE.unpack(frames[0])
+  return Piece(Kind(kind), number, sender, np.frombuffer(frames[1], np.float32), tag) if kind in set(Kind) else None
 
 
 def pack_answer(kind: Answer, **content: Any) -> bytes:

@@ -55,11 +55,12 @@ class Request(NamedTuple):
   """Event: the training loop asks for something; every request but BYE has one reply.
 
   READY averages `model` with a group, SYNCHRONIZE with all workers; NOT_FINITE gets the model of another worker. HELLO
-  is open from the beginning: it gets the model to start from.
+  is open from the beginning: it gets the model to start from. In rounds READY has the `weight` of what was trained.
   """
 
   says: Says
   model: Model | None = None
+  weight: int = 0
 
 
 class Unreachable(NamedTuple):
@@ -119,10 +120,10 @@ class WorkerProtocol:
     self._timeout = self._limit = timeout  # the server states its own limit in WELCOME
     self._reconnect, self._tell_server, self._send, self._reply_to_loop = reconnect, tell, send, reply
     self._request, self._waiting = Says.HELLO, True  # the last request, and whether it has not been answered yet
-    self._average: Average | None = None  # in progress; the request is open
+    self._average: Any = None  # in progress, with the methods of `Average`; the request is open
     self._members: dict[int, str] = {}  # addresses of the current group's members
     self._settled = 0  # no piece is owed to, or expected from, groups up to this number
-    self._early: dict[int, Piece] = {}  # by sender, for a group that the server has not named yet
+    self._early: dict[tuple[int, int], Piece] = {}  # by sender and tag, for a group that the server has not named yet
     self._donor: str | None = None  # the address of the worker whose model has to replace the own one
     self._now = self._last_tick = self._next_signal = now  # HELLO, NOT_FINITE or BEAT is sent at `_next_signal`
     self._deadline = now + timeout  # for the next message of the server
@@ -145,9 +146,9 @@ class WorkerProtocol:
         self._take_request(event)
       case ServerMessage():
         self._take_server_message(event)
-      case Piece(Kind.MODEL, iteration, _, vector):
-        if self.state == "fetching" and vector.size == self._initial.size:
-          self._reply(Model(vector, iteration))
+      case Piece(Kind.MODEL):
+        if self.state == "fetching":
+          self._take_model(event)
       case Piece():
         self._take_piece(event)
       case Unreachable(address):
@@ -165,9 +166,13 @@ class WorkerProtocol:
     if now > self._patience and (self._average or self.state != "joined"):
       self._give_up()
     elif now > self._deadline:
-      self.state, self.lost = "ended", ("sign of life", self._limit + self._reconnect)
+      self._miss_server()
     elif now >= self._next_signal:
       self._repeat_signal()
+
+  def _miss_server(self) -> None:
+    """The server has been silent for too long."""
+    self.state, self.lost = "ended", ("sign of life", self._limit + self._reconnect)
 
   def _repeat_signal(self) -> None:
     if self.state == "joining":
@@ -215,7 +220,15 @@ class WorkerProtocol:
     elif self._request == Says.NOT_FINITE:
       self._join_again(0)
     else:
-      self._tell(self._request, self.model.iteration)
+      self._signal_request()
+
+  def _signal_request(self) -> None:
+    self._tell(self._request, self.model.iteration)
+
+  def _take_model(self, piece: Piece) -> None:
+    """The model of the donor answers the open request."""
+    if piece.values.size == self._initial.size:
+      self._reply(Model(piece.values, piece.number))
 
   def _join_again(self, delay: float) -> None:
     self.state, self._next_signal = "joining", self._now + delay
@@ -252,7 +265,8 @@ class WorkerProtocol:
     if kind == "absent":  # the server has dropped this worker and aborted its group, or is another server
       self._settled = 0
       if self.state != "joining":
-        self._average, self._patience = None, self._now + self._timeout
+        self._lose_place()
+        self._patience = self._now + self._timeout
         self._join_again(_RETRY)
     elif kind == "nobody":
       if self._waits_for(Says.NOT_FINITE):
@@ -261,6 +275,10 @@ class WorkerProtocol:
       refused = self.state == "joining"
       self._reply(ValueError(f"worker {self._number}: {reason}"))  # if no request is open, the next one raises it
       self.state = "ended" if refused else "joined"
+
+  def _lose_place(self) -> None:
+    """The server no longer counts on this worker in a group."""
+    self._average = None
 
   # The average of a group.
 
@@ -271,21 +289,26 @@ class WorkerProtocol:
 
   def _start_average(self, content: dict[str, Any]) -> None:
     group = Group(**{name: content[name] for name in Group._fields})
+    group = group._replace(members=tuple(group.members), weights=tuple(group.weights))
     self._members = dict(zip(group.members, content["addresses"], strict=True))
-    average = self._average = Average(group, self._number, self.model.vector, self._initial)
-    early, self._early = self._early.values(), {}
+    average = self._average = self._begin_average(group)
+    early, self._early = list(self._early.values()), {}
     received = [average.receive(part) for part in early if part.number == group.number]
     self._progress(average, itertools.chain(average.begin(), *received))
+
+  def _begin_average(self, group: Group) -> Any:
+    """What computes the average of a group."""
+    return Average(group, self._number, self.model.vector, self._initial)
 
   def _take_piece(self, piece: Piece) -> None:
     if self._average and self._average.group.number == piece.number:
       self._progress(self._average, self._average.receive(piece))
-    elif piece.number > self._settled and piece.kind == Kind.PART and self._awaits_group:
-      self._early.pop(piece.sender, None)
+    elif piece.number > self._settled and piece.kind != Kind.MEAN and self._awaits_group:
+      self._early.pop((piece.sender, piece.tag), None)
       if piece.values.size + sum(other.values.size for other in self._early.values()) <= self._initial.size + _MEMBERS:
-        self._early[piece.sender] = piece
+        self._early[piece.sender, piece.tag] = piece
 
-  def _progress(self, average: Average, pieces: Iterable[tuple[int, Piece]]) -> None:
+  def _progress(self, average: Any, pieces: Iterable[tuple[int, Piece]]) -> None:
     """Sends pieces, and answers the request if the average is done."""
     self._patience = self._now + self._timeout
     for member, piece in pieces:
@@ -294,7 +317,7 @@ class WorkerProtocol:
       self._settled, self._average = average.group.number, None
       self._reply(Model(average.result, average.group.iteration))
 
-  def _fail(self, average: Average) -> None:
+  def _fail(self, average: Any) -> None:
     """Keeps the own model and asks for another group."""
     self._settled, self._average = average.group.number, None
     self._tell(Says.FAILED, self._settled)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import jaxsparse as js
 from jaxsparse.partial import messages
 from jaxsparse.partial.messages import Kind, Piece, Says
-from jaxsparse.partial.server import ServerProtocol
+from jaxsparse.partial.server_protocol import ServerProtocol
 from jaxsparse.partial.worker_protocol import Model, Request, Unreachable, WorkerProtocol
 
 ITERATIONS = 4
@@ -89,12 +89,14 @@ class Process:
 class Network:
   """Channels that keep their order, each message at most `LATENCY` late."""
 
+  kind = Process
+
   def __init__(self, random, workers, size, entries):
     self.random, self.workers, self.size, self.entries = random, workers, size, entries
     self.now, self.serial, self.events, self.arrivals, self.processes = 0.0, itertools.count(), [], {}, []
     self.serve()
     for number in range(workers):
-      self.processes.append(Process(self, number))
+      self.processes.append(self.kind(self, number))
 
   def living(self):
     return [process for process in self.processes if process.lives]
@@ -115,7 +117,7 @@ class Network:
     return True
 
   def hear(self, connection, frame):
-    if self.controller.alive:
+    if not self.controller.over:
       self.server.receive(connection, [frame], self.now)
 
   def advance(self):
@@ -131,7 +133,7 @@ class Network:
     for process in self.living():
       if not process.suspended:
         process.tick()
-    if self.controller.alive:
+    if not self.controller.over:
       self.server.tick(self.now)
 
   def serve(self):
@@ -145,11 +147,11 @@ class Network:
     living = self.living()
     running = [process for process in living if not process.suspended and process.protocol.state == "joined"]
     if kind == "serve":
-      if self.controller.alive:
+      if not self.controller.over:
         self.serve()
     elif kind == "restart":
       crashed = {process.number for process in self.processes if process.dead} - {process.number for process in living}
-      self.processes += [Process(self, number) for number in sorted(crashed)[:1]]
+      self.processes += [self.kind(self, number) for number in sorted(crashed)[:1]]
     elif kind == "resume":
       for process in living:
         process.suspended, held, process.held = False, process.held, []

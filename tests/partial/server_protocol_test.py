@@ -12,7 +12,7 @@ import jaxsparse as js
 from jaxsparse.partial import messages
 from jaxsparse.partial.controller import Rejected
 from jaxsparse.partial.messages import Answer, Says, Signal
-from jaxsparse.partial.server import ServerProtocol
+from jaxsparse.partial.server_protocol import ServerProtocol
 
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9, 10)]
 LIMIT, START = 5.0, 60.0
@@ -89,7 +89,7 @@ def test_groups_go_to_their_members_and_nobody_else(wire):
   assert wire.heard(3) == [answer]
   assert wire.heard(0) == wire.heard(2) == []
   assert wire.protocol.rejected == 0
-  assert len(Signal(Says.READY, 3, 5).pack()) == 11
+  assert len(Signal(Says.READY, 3, 5).pack()) == 35
 
 
 MALFORMED = [

@@ -58,7 +58,7 @@ def serve(workers=2, **options):
 def test_an_oversized_message_ends_its_connection_only(socket):
   """To the server, and to a worker."""
   with serve() as server, js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
-    for to, size in ((server.address, 1), (worker._data.get_string(zmq.LAST_ENDPOINT), 12 + 1)):
+    for to, size in ((server.address, 1), (worker._endpoint.address, 12 + 1)):
       stranger = socket(zmq.DEALER)
       monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
       stranger.connect(to)
@@ -150,7 +150,7 @@ def test_training_goes_on_with_a_controller_that_is_restarted():
 def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, socket, takes):
   """A worker that takes no byte may be dead, on a machine that is gone; the time to take one is 0.5 s here, not 5."""
   monkeypatch.setattr(sockets, "_STALLED", 10000 if takes else 500)
-  monkeypatch.setattr("jaxsparse.partial.worker._LAST_WORDS", 100)
+  monkeypatch.setattr("jaxsparse.partial.endpoint._LAST_WORDS", 100)
   entries, slow, pieces = 10_000_000, socket(zmq.ROUTER), socket(zmq.DEALER)
   slow.rcvhwm = 1  # the first message fills the queue; of the second, TCP takes no more than its buffers
   slow.rcvbuf = 100_000
@@ -177,7 +177,7 @@ def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, sock
 
 
 def test_leaving_does_not_wait_for_a_server_that_is_gone(monkeypatch):
-  monkeypatch.setattr("jaxsparse.partial.worker._LAST_WORDS", 300)
+  monkeypatch.setattr("jaxsparse.partial.endpoint._LAST_WORDS", 300)
   with serve() as server:
     worker = js.partial.Worker(server.address, 0, jnp.zeros(3))
   begin = time.monotonic()

@@ -166,7 +166,7 @@ def test_forged_parts_do_not_fill_the_memory(ready):
   """Those that are early have no more entries together than any group sends, and take the place of none of its."""
   forged = [part(number, sender, *[0.0] * 30000) for number, sender in ((5, 5), (4, 6), (5, 6), (5, 7))]
   ready(*forged, part(5, 0, 3, 5))
-  assert {sender: early.number for sender, early in ready.protocol._early.items()} == {0: 5, 5: 5, 6: 5}
+  assert {sender: early.number for (sender, _), early in ready.protocol._early.items()} == {0: 5, 5: 5, 6: 5}
   assert ready(group(5)) == [sent(0, Kind.PART, 5, 1, 1), sent(0, Kind.MEAN, 5, 2, 3)]
 
 

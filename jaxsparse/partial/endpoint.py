@@ -1,0 +1,160 @@
+"""The thread and the sockets of a worker in a process of its own; all decisions are those of its protocol.
+
+    training loop ── post ─────> │        │ <── DEALER ──> server
+                  <── take ───── │ thread │ <── ROUTER ─── other workers: pieces, requests for the model
+                                 │        │ ─── DEALER ──> other workers: the same, a socket for each (`Peers`)
+
+The thread answers other workers while the training loop computes; it adds the clock, and turns messages into events.
+"""
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxsparse.partial import messages, sockets
+from jaxsparse.partial.messages import Kind, Piece, Signal
+from jaxsparse.partial.sockets import Keys, zmq
+from jaxsparse.partial.worker_protocol import Unreachable, WorkerProtocol
+
+_LAST_WORDS = 1000  # milliseconds that a leaving worker waits for BYE to be sent: the server may be dead
+
+
+class Endpoint:
+  """Runs the protocol of a worker from `start` until the protocol ends.
+
+  Args:
+    servers: addresses of the server, and of those that take its place.
+    bind: the address at which other workers reach this one.
+    keys: CURVE keys of the run.
+    longest: bytes of the longest piece.
+    timeout: seconds that a worker that leaves waits for its last pieces to be sent.
+
+  Attributes:
+    address: where other workers reach this one, with the port.
+  """
+
+  def __init__(self, servers: Sequence[str], bind: str, keys: Keys | None, longest: int, timeout: float):
+    sockets.check_address(bind, keys, reachable=True)
+    self.timeout = timeout
+    self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    self._last_answer: Exception = RuntimeError("this worker has left")  # to every request after the end
+    self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    self._network = sockets.Network(keys)
+    self._data, self.address = self._network.bind(bind, longest, self._from_worker)
+    self._servers = itertools.cycle(servers)
+    self._connect()
+    self._lock, self._closing = threading.Lock(), False  # of `_wake_up`, which other threads use
+    self._wake_up, posted = (self._network.context.socket(zmq.PAIR) for _ in range(2))
+    posted.bind("inproc://events")
+    self._wake_up.connect("inproc://events")
+    self._network.listen(posted, lambda _: self._handle(self._events.get()))
+    from_donor = lambda frames: self._from_worker([b"", *frames])
+    unreachable = lambda address: self._handle(Unreachable(address))
+    self._peers = sockets.Peers(self._network, longest, from_donor, unreachable)
+
+  def start(
+    self, protocol: WorkerProtocol, model: Callable[[], Piece], lose: Callable[[str], Exception], name: str
+  ) -> None:
+    """Starts the thread.
+
+    Args:
+      protocol: made with the methods of this endpoint.
+      model: the piece for another worker that asks for the model.
+      lose: saves what is to be saved after the server was lost, as the message says; every request raises the result.
+      name: of the thread.
+    """
+    self._protocol, self._model, self._lose = protocol, model, lose
+    self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+    self._thread.start()
+
+  # In other threads.
+
+  def post(self, event: Any) -> None:
+    """Gives the protocol an event."""
+    self._events.put(event)
+    with self._lock:
+      if not self._closing:
+        self._wake_up.send(b"")
+
+  def take(self, seconds: float | None = None) -> Any:
+    """The answer to the open request, which is raised if it is an exception.
+
+    Raises:
+      queue.Empty: if there is none for so many seconds.
+    """
+    if isinstance(answer := self._answers.get(timeout=seconds), Exception):
+      if answer is self._last_answer:
+        self._answers.put(answer)
+      raise answer
+    return answer
+
+  def join(self) -> None:
+    """Waits for the end of the thread."""
+    self._thread.join()
+
+  # For the protocol, in the thread.
+
+  def tell(self, signal: Signal) -> None:
+    """Sends a signal to the server."""
+    with contextlib.suppress(zmq.Again):  # no connection, for lack of keys for example: the deadline will pass
+      self._server.send(signal.pack(), zmq.NOBLOCK)
+
+  def send(self, address: str, piece: Piece) -> None:
+    """Sends a piece to another worker."""
+    self._peers.send(address, piece)
+
+  def reply(self, answer: Any) -> None:
+    """Answers the open request."""
+    self._answers.put(answer)
+
+  def switch(self) -> None:
+    """Connects to the next server."""
+    self._network.forget(self._server)
+    self._connect()
+
+  def _connect(self) -> None:
+    """Connects to the next server."""
+    self._server, self._connected = self._network.client(), next(self._servers)
+    self._server.connect(self._connected)
+    self._network.listen(self._server, lambda frames: self._handle(messages.parse_answer(frames[0])))
+
+  def _run(self) -> None:
+    """Runs the protocol until the worker leaves or the server is lost."""
+    try:
+      while self._protocol.state != "ended":
+        self._protocol.tick(time.monotonic())
+        self._network.wait(self._protocol.interval)
+      awaited, seconds = self._protocol.lost
+      if awaited:
+        self._last_answer = self._lose(f"no {awaited} from the controller at {self._connected} for {seconds:g} s")
+    except Exception as error:  # or the training loop would wait for ever
+      self._last_answer = error
+    finally:
+      self._answers.put(self._last_answer)
+      self._close()
+
+  def _close(self) -> None:
+    """Closes the sockets after the last pieces have been sent to the workers that take them."""
+    with self._lock:
+      self._closing = True
+    end = time.monotonic() + self.timeout
+    try:
+      while self._peers.sending and time.monotonic() < end:
+        self._network.wait(0.01)
+    finally:
+      self._network.close(_LAST_WORDS)
+
+  def _handle(self, event: Any) -> None:
+    self._protocol.handle(event, time.monotonic())
+
+  def _from_worker(self, frames: list[bytes]) -> None:
+    connection, *content = frames
+    piece = messages.parse_piece(content)
+    if piece and piece.kind == Kind.FETCH:
+      self._data.send_multipart([connection, *self._model().pack()], copy=False)
+    elif piece:
+      self._handle(piece)

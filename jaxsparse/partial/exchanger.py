@@ -1,0 +1,187 @@
+"""Runs the exchanges of a worker of rounds in a thread of its own, while its device computes."""
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent import futures
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxsparse.partial.controller import Group
+from jaxsparse.partial.messages import Kind, Piece, Stand
+from jaxsparse.partial.outer_step import Anchor, OuterStep, Result, digest_of
+from jaxsparse.partial.round_protocol import Done, Send
+
+
+class Run:
+  """The messages of one exchange, with the methods of `Average`: the program of the outer step sends and waits.
+
+  After `fail` nothing is sent, and zeros are received at once, so that the program ends; its result is dropped.
+
+  Attributes:
+    digest: of the result, 0 until the exchange is done.
+    result: of the outer step, None until it is done.
+  """
+
+  done = False  # of the average; whether a round counts is said by the server
+
+  def __init__(self, group: Group, number: int, post: Callable[[Any], None]):
+    self.group, self.digest = group, 0
+    self.result: Result | None = None
+    self._me, self._post = number, post
+    self._changed, self._failed = threading.Condition(), False
+    self._received: dict[tuple[int, int], np.ndarray] = {}  # by sender and tag
+    self._tag = 0
+
+  def needs(self, number: int, _: int) -> bool:
+    """Whether this is the exchange of group `number`: it takes all members."""
+    return number == self.group.number
+
+  def begin(self) -> Iterable[tuple[int, Piece]]:
+    """Nothing: the program of the outer step sends the first pieces, too."""
+    return ()
+
+  def receive(self, piece: Piece) -> Iterable[tuple[int, Piece]]:
+    """Takes a piece of a member."""
+    with self._changed:
+      if piece.kind == Kind.MESSAGE and piece.sender in self.group.members:
+        self._received.setdefault((piece.sender, piece.tag), piece.values)
+        self._changed.notify()
+    return ()
+
+  def fail(self) -> None:
+    """Ends the exchange without a result."""
+    with self._changed:
+      self._failed = True
+      self._changed.notify()
+
+  @property
+  def failed(self) -> bool:
+    """Whether the exchange has ended without a result."""
+    return self._failed
+
+  def exchange(self, words: np.ndarray, destination: int | None, source: int | None) -> np.ndarray:
+    """One message of the program, as `PeerComm.send`; messages are numbered alike at all members."""
+    self._tag, members = self._tag + 1, self.group.members
+    if destination is not None and members[destination] == self._me:
+      return words
+    if destination is not None and not self._failed:
+      values = np.array(words).view(np.float32)  # XLA reuses the buffer of a callback
+      self._post(Send(members[destination], Piece(Kind.MESSAGE, self.group.number, self._me, values, self._tag)))
+    if source is not None:
+      key = members[source], self._tag
+      with self._changed:
+        self._changed.wait_for(lambda: self._failed or key in self._received)
+        received = self._received.pop(key, None)
+      if received is not None and received.size == words.size:
+        return received.view(np.uint32)
+      self._failed = True  # also for a message of another program
+    return np.zeros_like(words)
+
+
+class Exchanger:
+  """The anchor of a worker, and its exchanges, one at a time: `round_protocol.Exchange`.
+
+  Args:
+    outer: the outer step.
+    anchor: before the first round.
+    number: of this worker.
+
+  Attributes:
+    anchor: after the last round that counted.
+    group: of the last round that counted.
+    given: θ − θ_w, what this worker gives in the next round.
+    delivered: the result of the last round of this worker that counted.
+    returned: what it gave in a round that did not count in the end, after a second server decided otherwise.
+  """
+
+  def __init__(self, outer: OuterStep, anchor: Anchor, number: int):
+    self.anchor, self.given, self.group = anchor, anchor.params, Group((), (), 0)
+    self.delivered: Result | None = None
+    self.returned: Any = None
+    self._outer, self._number = outer, number
+    self._before: tuple[Anchor, Any] | None = None  # the anchor before the last round, and what was given in it
+    self._run: Run | None = None
+    self._thread, self._compiler = futures.ThreadPoolExecutor(1), futures.ThreadPoolExecutor(1)
+    self.post: Callable[[Any], None]  # gives the protocol an event; to be set before the first exchange
+
+  def begin(self, group: Group) -> Run:
+    """Starts the exchange of a group."""
+    run = self._run = Run(group, self._number, self.post)
+    self._thread.submit(self._exchange, run, self.anchor, self.given)
+    return run
+
+  def _exchange(self, run: Run, anchor: Anchor, given: Any) -> None:
+    group, rank = run.group, run.group.members.index(self._number)
+    try:
+      size, weight = len(group.members), group.weights[rank]
+      run.result = self._outer.run(anchor, given, weight, size, rank, group.number, run.exchange)
+      run.digest = digest_of(self._outer.pack(run.result.anchor))
+    except Exception as error:  # raised by the training loop
+      run.fail()
+      self.post(error)
+    if not run.failed:
+      self.post(Done(group.number, run.digest))
+
+  def commit(self) -> Stand:
+    """The result of the exchange that is done counts."""
+    run = self._run
+    assert run is not None
+    assert run.result is not None
+    self._before = self.anchor, self.given
+    self.anchor, self.delivered, self.group = run.result.anchor, run.result, run.group
+    for size in (self.anchor.size - 1, self.anchor.size + 1):  # of the group if a worker is lost, or joins
+      self._compiler.submit(self._outer.compile, self.anchor, size)
+    return self.anchor.stand
+
+  def go_back(self) -> Stand:
+    """The result that has counted last differs from that of most members: the anchor is again that before."""
+    assert self._before is not None
+    before, _ = self._before
+    self.anchor = self._outer.unpack(self._outer.pack(before), self.anchor)
+    return self.anchor.stand
+
+  def drop(self) -> None:
+    """The exchange that was begun last counts for nobody."""
+    if self._run:
+      self._run.fail()
+
+  def adopt(self, model: Piece) -> Stand | None:
+    """Takes the anchor of a donor, unless it is older; the residual of this worker stays, and what it gives."""
+    try:
+      anchor = self._outer.unpack(model.values.tobytes(), self.anchor)
+    except (ValueError, TypeError):
+      return None
+    if anchor.stand.round < self.anchor.stand.round:
+      return None
+    if self._before and self.anchor.stand.round and self.anchor.stand.base not in anchor.lineage:
+      before, self.returned = self._before  # the last round of this worker does not count
+      anchor = self._outer.unpack(model.values.tobytes(), before)
+      self._before = None
+    self.anchor = anchor
+    return anchor.stand
+
+  def model(self) -> Piece:
+    """The anchor, for a worker that joins or has missed a round."""
+    content = self._outer.pack(self.anchor)
+    return Piece(Kind.MODEL, self.anchor.stand.round, self._number, np.frombuffer(content, np.float32))
+
+  def compile(self) -> None:
+    """Compiles the outer step for the size of the last group."""
+    self._outer.compile(self.anchor, self.anchor.size)
+
+  def prepare(self, given: Any, post: Callable[[Any], None]) -> None:
+    """Copies what is to be given to the CPU and calls `post(whether it is finite)`, in the thread of exchanges."""
+
+    def copy() -> None:
+      self.given = self._outer.on_cpu(given)
+      post(all(bool(np.isfinite(leaf).all()) for leaf in map(np.asarray, jax.tree.leaves(self.given))))
+
+    self._thread.submit(copy)
+
+  def close(self) -> None:
+    """Ends the threads; an exchange that runs is dropped."""
+    self.drop()
+    for thread in (self._thread, self._compiler):
+      thread.shutdown(cancel_futures=True)

@@ -1,0 +1,213 @@
+"""The outer step of a round, compiled once for each size of group: what the workers give, reduced, moves the anchor.
+
+given_w = weight_w · (θ − θ_w)          θ′ = θ + outer(given, residual)          on the CPU of each worker
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxsparse.comm.peers import PeerComm
+from jaxsparse.partial.messages import Stand
+from jaxsparse.transform import state as states
+from jaxsparse.transform.atomic import atomic
+from jaxsparse.transform.fragments import Fragments, fill_zeros
+from jaxsparse.types import Comm
+
+_LINEAGE = 64  # rounds that a worker may have missed and still learn whether its last one counted
+
+
+class Anchor(NamedTuple):
+  """What all workers have alike after a round, and what this worker has of its own.
+
+  Attributes:
+    params: θ, f32, a pytree of arrays of the CPU.
+    outer: the state of the outer chain for a group of `size` workers, by the number of the fragment.
+    size: the number of workers that the state of the outer chain is for; 0, without a state, before the first round.
+    stand: the last round.
+    lineage: the numbers of the groups of the last rounds, oldest first.
+  """
+
+  params: Any
+  outer: dict[int, Any]
+  size: int = 0
+  stand: Stand = Stand()
+  lineage: tuple[int, ...] = ()
+
+
+class Result(NamedTuple):
+  """The outcome of an exchange.
+
+  Attributes:
+    anchor: after the round.
+    fragment: the number of the fragment that was exchanged.
+    skipped: whether the total was not finite, so that nothing has happened.
+  """
+
+  anchor: Anchor
+  fragment: int
+  skipped: bool
+
+
+class OuterStep:
+  """The outer chain of rounds.
+
+  Args:
+    chain: makes the chain for a comm: `lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0))`.
+    fragments: F, as of `js.local_steps`: round r exchanges fragment r mod F.
+    device: of the CPU, by default the first one. JAX runs programs with messages one after the other on a device, so
+      that workers in one process need one each.
+  """
+
+  def __init__(
+    self, chain: Callable[[Comm], optax.GradientTransformation], fragments: int = 1, device: jax.Device | None = None
+  ):
+    self._chain, self._fragments = chain, Fragments(fragments)
+    self._cpu = device or jax.local_devices(backend="cpu")[0]
+    self._send: Callable[..., np.ndarray] = lambda words, *_: words  # of the exchange that runs
+    self._programs: dict[tuple[int, int], Any] = {}
+
+  def start(self, params: Any) -> Anchor:
+    """The anchor of a worker before the first round."""
+    return Anchor(self.on_cpu(params), {})
+
+  def on_cpu(self, tree: Any) -> Any:
+    """A pytree in float32 on the CPU."""
+    return jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf, np.float32), self._cpu), tree)
+
+  def run(self, anchor: Anchor, given: Any, weight: float, size: int, rank: int, number: int, send: Callable) -> Result:
+    """The outer step of a round with `size` workers; blocks until all messages have come.
+
+    Args:
+      anchor: of this worker, the same on all workers but for residuals.
+      given: θ − θ_w of this worker, f32.
+      weight: of this worker in the mean.
+      size: P, the number of workers in the round.
+      rank: of this worker among them.
+      number: of the group.
+      send: sends and receives messages, as of `PeerComm`.
+    """
+    fragment = anchor.stand.round % self._fragments.count
+    outer = self._carry(anchor, size)
+    self._send = send
+    operands = self._operands(fragment, np.int32(rank), np.float32(weight), given, outer[fragment], anchor.params)
+    params, after, skipped = self.program(size, fragment, operands)(*operands)
+    stand = Stand(anchor.stand.round + 1, number)
+    lineage = (*anchor.lineage, number)[-_LINEAGE:]
+    return Result(Anchor(params, outer | {fragment: after}, size, stand, lineage), fragment, bool(skipped))
+
+  def _operands(self, fragment: int, rank: np.int32, weight: np.float32, given: Any, outer: Any, params: Any) -> Any:
+    return jax.device_put((rank, weight, self._fragments.part(given, fragment), outer, params), self._cpu)
+
+  def program(self, size: int, fragment: int, operands: Any) -> Any:
+    """The compiled outer step of a fragment for groups of a size."""
+    key = size, fragment
+    if key not in self._programs:
+      with jax.default_device(self._cpu):
+        step = jax.jit(functools.partial(self._step, size, fragment))
+        self._programs[key] = step.lower(*operands).compile()
+    return self._programs[key]
+
+  def compile(self, anchor: Anchor, size: int) -> None:
+    """Compiles the outer steps of all fragments for groups of a size."""
+    outer = self._carry(anchor, size) if size else {}
+    for fragment in outer:
+      zeros = np.int32(0), np.float32(0), anchor.params
+      self.program(size, fragment, self._operands(fragment, *zeros, outer[fragment], anchor.params))
+
+  def _comm(self, size: int, rank: jax.Array) -> PeerComm:
+    return PeerComm(size, rank, lambda *message: self._send(*message))
+
+  def _step(
+    self, size: int, fragment: int, rank: jax.Array, weight: jax.Array, given: Any, outer: Any, params: Any
+  ) -> tuple[Any, Any, jax.Array]:
+    own = self._fragments.part(params, fragment)
+    weighted = jax.tree.map(lambda leaf: weight * leaf, given)
+    updates, outer = atomic(self._chain(self._comm(size, rank))).update(weighted, outer, own)
+    if self._fragments.count > 1:
+      updates = fill_zeros(params, updates)
+    return optax.apply_updates(params, updates), outer, states.is_skipped(outer)
+
+  def _first(self, params: Any, size: int) -> dict[int, Any]:
+    """The state of the outer chain before the first round, for groups of a size."""
+    with jax.default_device(self._cpu):
+      chain = self._chain(self._comm(size, jnp.int32(0)))
+      return {n: chain.init(self._fragments.part(params, n)) for n in range(self._fragments.count)}
+
+  def _carry(self, anchor: Anchor, size: int) -> dict[int, Any]:
+    """The state of the outer chain for groups of a size: residuals and other transformations stay as they are."""
+    if size == anchor.size:
+      return anchor.outer
+    first = self._first(anchor.params, size)
+    return jax.tree.map(_carry_node, anchor.outer, first, is_leaf=states.is_reduce_state) if anchor.size else first
+
+  def undelivered(self, anchor: Anchor) -> list[Any]:
+    """The residuals of this worker, in the unit of an update, one for each fragment and transform."""
+    return [node.carried.residual for node in states.reduce_states(anchor.outer)]
+
+  # The part that all workers have alike, as bytes.
+
+  def pack(self, anchor: Anchor) -> bytes:
+    """The bytes of what all workers have alike; it is the same on each of them."""
+    header = json.dumps([*anchor.stand, anchor.size, *anchor.lineage]).encode()
+    arrays = (np.ascontiguousarray(leaf).tobytes() for leaf in (*jax.tree.leaves(anchor.params), *_alike(anchor.outer)))
+    content = b"".join([len(header).to_bytes(4), header, *arrays])
+    return content + bytes(-len(content) % 4)
+
+  def unpack(self, content: bytes, own: Anchor) -> Anchor:
+    """The anchor of another worker, with the residuals of this one.
+
+    Raises:
+      ValueError: for bytes that are not those of such an anchor.
+    """
+    length = int.from_bytes(content[:4])
+    round_, base, last, size, *lineage = json.loads(content[4 : 4 + length])
+    at, arrays = 4 + length, list[np.ndarray]()
+    outer = self._carry(own, size or own.size)
+    leaves, structure = jax.tree.flatten(own.params)
+    for like in (*leaves, *(_alike(outer) if size else ())):
+      arrays.append(np.frombuffer(content, like.dtype, like.size, at).reshape(like.shape))
+      at += like.nbytes
+    if not 0 <= len(content) - at < 4:
+      raise ValueError(f"{len(content)} bytes, those of an anchor of this model are {at}")
+    params = self.on_cpu(jax.tree.unflatten(structure, arrays[: len(leaves)]))
+    alike = arrays[len(leaves) :] if size else _alike(self._first(params, own.size) if own.size else {})
+    outer = _with_alike(outer, jax.device_put(alike, self._cpu))
+    return Anchor(params, outer, size or own.size, Stand(round_, base, last), tuple(lineage))
+
+
+def digest_of(content: bytes) -> int:
+  """62 bits of a hash."""
+  return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest()) >> 2
+
+
+def _carry_node(old: Any, new: Any) -> Any:
+  if not states.is_reduce_state(old):
+    return old
+  return new._replace(carried=new.carried._replace(residual=old.carried.residual), counters=old.counters)
+
+
+def _alike(outer: Any) -> list[Any]:
+  """The arrays of a state of the outer chain that are the same on every worker."""
+  nodes = jax.tree.leaves(outer, is_leaf=states.is_reduce_state)
+  return jax.tree.leaves([node.carried.shared if states.is_reduce_state(node) else node for node in nodes])
+
+
+def _with_alike(outer: Any, arrays: list[Any]) -> Any:
+  """A state of the outer chain with these in place of the arrays that are the same on every worker."""
+  following = iter(arrays)
+
+  def replace(node: Any) -> Any:
+    if not states.is_reduce_state(node):
+      return next(following)
+    shared = jax.tree.map(lambda _: next(following), node.carried.shared)
+    return node._replace(carried=node.carried._replace(shared=shared))
+
+  return jax.tree.map(replace, outer, is_leaf=states.is_reduce_state)

@@ -1,0 +1,198 @@
+"""The controller of rounds: decides when a round begins, who takes part, and whether its result counts.
+
+A pure state machine without clock, network or models, as `controller` is. A round is a group whose result all workers
+apply, so that their anchors stay equal bit for bit. It is decided in two phases:
+
+    ready(2, 40) ──> enough are ready ──> Group((0, 2, 5), weights, round)
+    done(0, …), done(2, …), done(5, …) ──> Verdict: the result counts
+    failed(2, …) or leave(2) before all are done ──> the result counts for nobody
+
+Only one round is under way at a time. Workers that become ready meanwhile wait, and those whose anchor is not that of
+the last round are told so: they fetch it from another worker, and keep what they have trained for the next round.
+"""
+
+import collections
+import secrets
+from typing import NamedTuple
+
+from jaxsparse.collectives._base import check_whole
+from jaxsparse.partial.controller import Group, Rejected
+from jaxsparse.partial.messages import Stand
+
+
+class Behind(Exception):
+  """A worker is ready whose anchor is not that of the last round."""
+
+
+class Verdict(NamedTuple):
+  """The result of a round counts.
+
+  Attributes:
+    group: of the round.
+    digest: of the result, that of most members.
+    differing: members with another result, which have to fetch this one.
+    behind: workers that were ready for a round of the anchor before, which have to fetch it, too.
+  """
+
+  group: Group
+  digest: int
+  differing: tuple[int, ...]
+  behind: tuple[int, ...]
+
+
+class Quorum:
+  """Begins rounds of the workers that are ready.
+
+  - A round begins as soon as all workers that are there are ready, or at `release`, which the server calls when the
+    worker that has waited longest has done so for `grace` seconds: with all that are ready, if they are K or more.
+  - Its members have the same anchor, that of the last round whose result counted.
+  - Its result counts when all members have it, and for nobody if one of them is lost before.
+  - The weight of a member is its share of what all members have trained.
+
+  Args:
+    workers: numbers that workers may have: 0 … N − 1.
+    quorum: K, the number of workers that a round takes. More than N/2 if there is a second server, so that they never
+      hold rounds at the same time.
+    grace: seconds for which a worker that is ready waits for others when K of them are ready.
+
+  Attributes:
+    stand: the last round whose result counted, as `Stand` says.
+    lost: how many workers were lost, and `lost_weight` the sum of what they had trained and not delivered.
+    paused: whether no round begins: after its start a server waits for workers that know more than others.
+    over: whether all workers have left, the last one in good order.
+
+  Raises:
+    ValueError: for arguments outside these choices.
+
+  Example:
+    >>> quorum = Quorum(3, quorum=2, first=6)
+    >>> [quorum.join(worker, Stand()) for worker in range(3)]
+    [None, None, None]
+    >>> quorum.ready(0, 40, Stand()), quorum.ready(2, 10, Stand()), quorum.release()
+    ([], [], [Group(members=(0, 2), weights=(0.8, 0.2), iteration=0, initial=0.0, number=7)])
+    >>> quorum.done(0, 7, digest=99), quorum.done(2, 7, digest=99).digest, quorum.stand
+    (None, 99, Stand(round=1, base=7, last=0))
+  """
+
+  def __init__(self, workers: int, quorum: int, *, grace: float = 2.0, first: int | None = None):
+    check_whole("quorum", 1, workers=workers)
+    check_whole("quorum", 1, workers, quorum=quorum)
+    if not isinstance(grace, int | float) or not grace >= 0:
+      raise ValueError(f"grace={grace!r}, choose 0 seconds or more")
+    self.workers, self.quorum, self.grace = workers, quorum, float(grace)
+    self.stand, self.lost, self.lost_weight = Stand(), 0, 0
+    self.over = self.paused = False
+    # Another number for each server, or pieces of a group of one before could be taken for those of a later one.
+    self._number = secrets.randbits(61) if first is None else first
+    self._present: set[int] = set()
+    self._ready: dict[int, int] = {}  # weights of the workers that are ready, first come first
+    self._under_way: Group | None = None
+    self._digests: dict[int, int] = {}  # of the members of the group under way that are done
+
+  @property
+  def alive(self) -> tuple[int, ...]:
+    """The workers that are there, ascending."""
+    return tuple(sorted(self._present))
+
+  @property
+  def waiting(self) -> tuple[int, ...]:
+    """The workers that are ready and in no group, the longest-waiting first."""
+    return tuple(self._ready)
+
+  def join(self, worker: int, stand: Stand) -> Group | None:
+    """A worker is there, or there again, ready for nothing: the group whose result counts for nobody then.
+
+    The worker that has been through most rounds tells a new controller which was the last one.
+    """
+    if worker not in range(self.workers):
+      raise Rejected(f"unknown: worker {worker!r}, there are 0 … {self.workers - 1}")
+    group = self.failed(worker, self._under_way.number) if self._under_way and worker in self._present else None
+    self._ready.pop(worker, None)
+    self._present.add(worker)
+    self.over = False
+    if self._under_way is None and stand.round > self.stand.round:
+      self.stand = Stand(stand.round, stand.base)
+      self._ready.clear()  # they are behind
+    return group
+
+  def ready(self, worker: int, weight: int, stand: Stand) -> list[Group]:
+    """A worker has trained for `weight` steps or tokens since it last delivered; the round that begins now, if any.
+
+    Raises:
+      Behind: if its anchor is not that of the last round.
+    """
+    self._check(worker)
+    if worker in self._ready or self._is_member(worker):
+      raise Rejected(f"duplicate: worker {worker} is ready already")
+    if weight < 1:
+      raise Rejected(f"weight {weight} of worker {worker} is malformed, send 1 or more")
+    if (stand.round, stand.base) != self.stand[:2]:
+      raise Behind
+    self._ready[worker] = weight
+    return self.begin_if_all_ready()
+
+  def begin_if_all_ready(self) -> list[Group]:
+    """The round of all workers that are there, if all are ready."""
+    return self.release() if self._present == self._ready.keys() else []
+
+  def release(self) -> list[Group]:
+    """The round of those that are ready, if they are enough."""
+    if self.paused or self._under_way or len(self._ready) < self.quorum:
+      return []
+    self._number += 1
+    members, total = tuple(sorted(self._ready)), sum(self._ready.values())
+    weights = tuple(self._ready[worker] / total for worker in members)
+    self._under_way, self._digests = Group(members, weights, self.stand.round, number=self._number), {}
+    self._ready.clear()
+    return [self._under_way]
+
+  def go_back(self, stand: Stand) -> None:
+    """Nobody has the anchor of the last round any more: the last one is that of this stand."""
+    self.stand = Stand(stand.round, stand.base)
+
+  def done(self, worker: int, number: int, digest: int) -> Verdict | None:
+    """A member has the result of a round, which counts if all of them have it."""
+    self._check(worker)
+    group = self._under_way
+    if group is None or group.number != number or worker not in group.members:
+      return None  # it has failed for another member
+    self._digests[worker] = digest
+    if len(self._digests) < len(group.members):
+      return None
+    (agreed, _), *_ = collections.Counter(self._digests.values()).most_common(1)
+    differing = tuple(worker for worker in group.members if self._digests[worker] != agreed)
+    verdict = Verdict(group, agreed, differing, self.waiting)
+    self.stand, self._under_way = Stand(self.stand.round + 1, number), None
+    self._ready.clear()
+    return verdict
+
+  def failed(self, worker: int, number: int) -> Group | None:
+    """A member cannot take part in a round to its end: the group whose result counts for nobody, if it has not yet."""
+    self._check(worker)
+    group = self._under_way
+    if group is None or group.number != number or worker not in group.members:
+      return None
+    self._under_way = None
+    return group
+
+  def leave(self, worker: int, weight: int | None = None) -> tuple[Group | None, list[Group]]:
+    """A worker ends, or is lost with what it had trained for `weight` steps or tokens.
+
+    Returns:
+      The group whose result counts for nobody then, and the round that begins now.
+    """
+    self._check(worker)
+    group = self.failed(worker, self._under_way.number) if self._under_way else None
+    self._present.discard(worker)
+    self._ready.pop(worker, None)
+    if weight is not None:
+      self.lost, self.lost_weight = self.lost + 1, self.lost_weight + weight
+    self.over = not self._present and weight is None
+    return group, self.begin_if_all_ready()
+
+  def _check(self, worker: int) -> None:
+    if worker not in self._present:
+      raise Rejected(f"absent: worker {worker} has to join")
+
+  def _is_member(self, worker: int) -> bool:
+    return self._under_way is not None and worker in self._under_way.members

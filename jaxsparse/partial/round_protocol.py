@@ -1,0 +1,194 @@
+"""The protocol of a worker of rounds: that of partial reduce, whose averages are rounds that count for all or nobody.
+
+    Request(READY, weight) ──> READY ──> GROUP: the exchange runs ──> Done(digest) ──> DONE ──> COMMIT: adopt, reply
+                                  └────> BEHIND: fetch the anchor of a donor, then READY again
+    ABORT, or no message for `timeout` seconds ──> drop what the exchange has computed, then READY again
+
+Between DONE and COMMIT a worker does not know whether the round counts. If the server is gone then, it says so to the
+next one when it joins, which knows from the others, or decides.
+
+A server that is silent is no reason to end: training goes on, and the worker tries the next address, over and over.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jaxsparse.partial.controller import Group
+from jaxsparse.partial.messages import Answer, Piece, Says, ServerMessage, Signal, Stand
+from jaxsparse.partial.worker_protocol import _RETRY, Event, Request, WorkerProtocol
+
+
+class Done(NamedTuple):
+  """Event: the exchange of round `number` has ended; `digest` is that of its result."""
+
+  number: int
+  digest: int
+
+
+class Send(NamedTuple):
+  """Event: the exchange of a round sends a piece to a member."""
+
+  member: int
+  piece: Piece
+
+
+class Exchange(Protocol):
+  """What runs the exchanges of a worker, one at a time, and has its anchor."""
+
+  def begin(self, group: Group) -> Any:
+    """Starts the exchange of a group; the result has the methods of `Average`."""
+
+  def commit(self) -> Stand:
+    """The result of the exchange that is done counts; where the worker stands now."""
+
+  def go_back(self) -> Stand:
+    """The result that has counted last differs from that of most members: the anchor is again that before."""
+
+  def drop(self) -> None:
+    """The exchange that was begun last counts for nobody."""
+
+  def adopt(self, model: Piece) -> Stand | None:
+    """Takes the anchor of a donor; None if it is not one. What this worker has trained is kept."""
+
+
+class RoundProtocol(WorkerProtocol):
+  """The protocol of one worker.
+
+  Args:
+    number, address, timeout, now, tell, send, reply: as of `WorkerProtocol`.
+    entries: of the model.
+    exchange: runs the exchanges.
+    switch: connects to the next server.
+
+  Attributes:
+    stand: where the worker stands.
+    grace: seconds for which workers wait for each other, as the server says.
+    undelivered: what it has trained for since it last delivered, for the server to count if it is lost.
+  """
+
+  def __init__(
+    self,
+    number: int,
+    entries: int,
+    address: str,
+    timeout: float,
+    now: float,
+    *outlets: Any,
+    exchange: Exchange,
+    switch: Callable[[], None],
+  ):
+    nothing = np.broadcast_to(np.float32(0), entries)  # the exchange has the model
+    super().__init__(number, nothing, address, timeout, 0.0, now, *outlets)
+    self._exchange, self._switch = exchange, switch
+    self.stand, self.grace, self.undelivered, self._weight = Stand(), 0.0, 0, 0
+    self._after = 0  # the number of rounds after the last one of this worker
+
+  def handle(self, event: Event | Done | Send | Exception, now: float) -> None:
+    """Does what an event asks for; raises one that is an error of an exchange."""
+    match event:
+      case Request(weight=weight) if weight:
+        self._weight = weight
+        super().handle(event, now)
+      case Exception():
+        raise event
+      case Done(number, digest):
+        if self._runs(number):
+          self._now = now
+          self.stand = self.stand._replace(last=number)
+          if self.state == "joined":
+            self._tell(Says.DONE, number, stand=Stand(last=digest))
+      case Send(member, piece):
+        if self._runs(piece.number):
+          self._patience = now + self._timeout
+          self._send(self._members[member], piece)
+      case _:
+        super().handle(event, now)
+
+  def _runs(self, number: int) -> bool:
+    """Whether this is the round whose exchange runs or has a result."""
+    return self._average is not None and self._average.group.number == number
+
+  def _signal_request(self) -> None:
+    self._tell(self._request, self._weight)
+
+  def _begin_average(self, group: Group) -> Any:
+    return self._exchange.begin(group)
+
+  def _take_server_message(self, message: ServerMessage) -> None:
+    kind, content = message
+    if kind == Answer.WELCOME and self.state == "joining":
+      self.grace = content["grace"]
+      if self._average:  # of which a server before has told this worker
+        self._settle(counts=content["number"] == self.stand.last != 0)
+    super()._take_server_message(message)
+    if kind == Answer.COMMIT and self._runs(content["number"]) and self.stand.last == content["number"]:
+      differs = self._average.digest != content["digest"]
+      self._settle(counts=True)
+      if differs:
+        self.stand, self._donor = self._exchange.go_back(), content["donor"]
+      self._begin_request()
+    elif kind == Answer.BEHIND and self._awaits_group:
+      self._donor = content["donor"]
+      if self._donor:
+        self._begin_request()
+      else:
+        self._join_again(_RETRY)
+
+  def _begin_request(self) -> None:
+    if self._request == Says.HELLO and not self._donor and self.stand.round < self._after:
+      self._join_again(_RETRY)  # for the anchor of its last round
+    else:
+      super()._begin_request()
+
+  def _settle(self, counts: bool) -> None:
+    """The exchange has a result that counts, or is dropped."""
+    number, self._average = self._average.group.number, None
+    self._settled = number
+    if counts:
+      self.stand = self._exchange.commit()
+      self._after = self.stand.round
+      self._request = Says.HELLO  # of what the training loop waits for only the anchor is left
+    else:
+      self._exchange.drop()
+      self.stand = self.stand._replace(last=0)
+
+  def _fail(self, average: Any) -> None:
+    self._settle(counts=False)
+    self._tell(Says.FAILED, average.group.number)
+    self._begin_request()
+
+  def _take_model(self, piece: Piece) -> None:
+    if stand := self._exchange.adopt(piece):
+      self.stand, self._donor, self.state = stand, None, "joined"
+      self._patience = self._now + self._timeout
+      self._begin_request()
+    else:  # the donor may not have heard that the round counts
+      self._join_again(_RETRY)
+
+  def _lose_place(self) -> None:
+    """Keeps a result that may count."""
+    if self._average and not self.stand.last:
+      self._settle(counts=False)
+
+  def _miss_server(self) -> None:
+    self._deadline = self._now + self._limit
+    self._switch()
+    self._lose_place()
+    self._join_again(0)
+
+  def _give_up(self) -> None:
+    if self._average and self.stand.last:  # only the server knows whether it counts
+      self._patience = self._now + self._timeout
+    elif self.state == "joining" and not self.stand.round and self._waits_for(Says.HELLO):
+      super()._give_up()
+    elif self._average:
+      self._fail(self._average)
+    else:
+      self._patience = self._now + self._timeout
+      self._join_again(0)
+
+  def _tell(self, says: Says, value: int = 0, address: str = "", stand: Stand | None = None) -> None:
+    value = self.undelivered if says == Says.BEAT else value
+    self._tell_server(Signal(says, self._number, value, address, stand or self.stand))

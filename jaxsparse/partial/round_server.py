@@ -1,0 +1,113 @@
+"""The server's protocol with the workers of rounds: a state machine without sockets and clocks, as `ServerProtocol` is.
+
+    READY ──> Quorum.ready ──> GROUP to the members ──> DONE of each, with a digest ──> COMMIT to all of them
+                         └───> BEHIND, with the address of a donor
+
+After its start a server begins no round for `limit` seconds, unless all workers that may come are there. It asks each
+that joins where it stands, since a server before it may have told only some of the members that a round counts.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from jaxsparse.partial import messages
+from jaxsparse.partial.controller import Group, Rejected
+from jaxsparse.partial.messages import Answer, Says, Signal, Stand
+from jaxsparse.partial.quorum import Behind, Quorum, Verdict
+from jaxsparse.partial.server_protocol import Member, ServerProtocol
+
+
+class RoundServerProtocol(ServerProtocol):
+  """The protocol of a `Quorum`; arguments and methods are those of `ServerProtocol`."""
+
+  _controller: Quorum
+
+  def __init__(self, *arguments: Any, now: float, limit: float, **options: Any):
+    super().__init__(*arguments, now=now, limit=limit, **options)
+    self._controller.paused, self._resumes = True, now + limit
+
+  def tick(self, now: float) -> None:
+    """Also begins the rounds after the first `limit` seconds."""
+    super().tick(now)
+    if self._controller.paused and (now > self._resumes or len(self._members) == self._controller.workers):
+      self._controller.paused = False
+      self._announce(self._controller.begin_if_all_ready())
+
+  def _take_progress(self, signal: Signal, member: Member) -> None:
+    says, worker, value, _, stand = signal
+    if says == Says.BEAT:
+      member.weight = value
+    elif says == Says.READY:
+      member.stand, member.weight, member.patience = Stand(*stand[:2]), value, self._now + self._controller.grace
+      try:
+        self._announce(self._controller.ready(worker, value, stand))
+      except Behind:
+        self._tell_behind([worker], self._donor(member))
+    elif says == Says.DONE:
+      if verdict := self._controller.done(worker, value, digest=stand.last):
+        self._commit(verdict)
+    elif says == Says.FAILED:
+      self._abort_group(self._controller.failed(worker, value), worker)
+    else:
+      raise Rejected(f"unknown: {says!r} in rounds")
+
+  def _commit(self, verdict: Verdict) -> None:
+    """All members have the result of a round; those that are ready for it meanwhile are behind."""
+    group, digest, differing, behind = verdict
+    donor = next(self._members[worker] for worker in group.members if worker not in differing)
+    content = {"number": group.number, "digest": digest, "donor": donor.address}
+    for worker in group.members:
+      member = self._members[worker]
+      member.stand, member.weight = self._controller.stand, 0
+      self._send(member.connection, messages.pack_answer(Answer.COMMIT, **content))
+    self._tell_behind(behind, donor.address)
+
+  def _tell_behind(self, workers: Iterable[int], donor: str | None) -> None:
+    for worker in workers:
+      self._send(self._members[worker].connection, messages.pack_answer(Answer.BEHIND, donor=donor))
+
+  def _join(self, signal: Signal) -> None:
+    stand, quorum = signal.stand, self._controller
+    if stand.last and quorum.paused and stand.last != quorum.stand.base:
+      raise Rejected(f"duplicate: whether round {stand.last} counts is known when others are there")
+    waiting = quorum.waiting
+    self._abort_group(quorum.join(signal.worker, stand), signal.worker)
+    self._tell_behind(set(waiting) - {*quorum.waiting, signal.worker}, signal.address)
+
+  def _welcome(self, signal: Signal, member: Member) -> None:
+    stand, last = signal.stand, self._controller.stand
+    counts = stand.last != 0 and stand.last == last.base
+    member.stand = last if counts else Stand(stand.round, stand.base)
+    donor = None if member.stand == last else self._donor(member)
+    content = {"limit": self._limit, "donor": donor, "number": stand.last if counts else 0}
+    self._send(member.connection, messages.pack_answer(Answer.WELCOME, grace=self._controller.grace, **content))
+
+  def _donor(self, member: Member) -> str | None:
+    """The address of a worker with the anchor of the last round; another one each time that a worker joins."""
+    donors = [other.address for other in self._members.values() if other.stand == self._controller.stand]
+    if donors:
+      return donors[member.hellos % len(donors)]
+    if not self._controller.paused:
+      self._controller.go_back(max(other.stand for other in self._members.values()))
+    return None
+
+  def _leave(self, worker: int, settled: int | None = None) -> None:
+    member = self._members.get(worker)
+    if member is None:  # one that was expected, and has never come
+      self._forget(worker)
+      return
+    weight = member.weight if settled is None else None
+    if weight is not None:
+      logging.getLogger(__name__).warning(f"worker {worker} is lost, with what it had trained for {weight} steps")
+    group, begun = self._controller.leave(worker, weight)
+    self._abort_group(group, worker)
+    self._forget(worker)
+    self._announce(begun)
+
+  def _abort_group(self, group: Group | None, worker: int) -> None:
+    """Tells the other members that the result of a group counts for nobody."""
+    for other in group.members if group else ():
+      if other in self._members and other != worker:
+        frame = messages.pack_answer(Answer.ABORT, number=group.number, worker=worker)  # type: ignore[union-attr]
+        self._send(self._members[other].connection, frame)

@@ -1,0 +1,280 @@
+"""`Rounds`: local steps of workers that come and go, each in a process of its own; exchanges that wait for nobody."""
+
+import functools
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse.collectives._base import check_whole
+from jaxsparse.launch.rank import START_TIMEOUT
+from jaxsparse.partial import messages, sockets
+from jaxsparse.partial.base import REFUSALS, check_start
+from jaxsparse.partial.controller import Group
+from jaxsparse.partial.endpoint import Endpoint
+from jaxsparse.partial.exchanger import Exchanger
+from jaxsparse.partial.messages import Says
+from jaxsparse.partial.outer_step import OuterStep
+from jaxsparse.partial.round_protocol import RoundProtocol
+from jaxsparse.partial.sockets import Keys
+from jaxsparse.partial.worker import ControllerLost
+from jaxsparse.partial.worker_protocol import Request
+from jaxsparse.transform.fragments import Fragments
+from jaxsparse.types import Comm
+
+
+class Rounds:
+  """A worker that trains by itself and exchanges what it has moved in rounds with those that are there.
+
+      θ_w ← θ_w + inner(∇_w(θ_w))                                      your steps, without a message
+      θ   ← θ + outer(Σ_w weight_w (θ − θ_w)),   θ_w ← θ               a round, every H steps
+
+  This is `js.local_steps` between processes that may be lost, suspended, slow, or new: the anchor θ is the same on all
+  workers after each round, bit for bit, which they check. The server (`python -m jaxsparse.partial --quorum=K`) begins
+  a round when K workers are ready and the first of them has waited for the grace window, with all that are ready. Who
+  comes later keeps what it has moved, and its residual, for the next round. A round counts for all its members or for
+  none. Over all rounds, with r the residuals:
+
+      Σ updates + Σ_w r_w = Σ rounds Σ_w weight_w (θ − θ_w)             (Law C; r of a lost worker is lost)
+
+  The exchange runs on the CPU in the background. With a delay of τ steps it begins τ steps before it is applied, so
+  that it takes no time from training. What a worker moves meanwhile goes into the next round.
+
+  Args:
+    address: of the server, or a list: where a server does not answer for its limit, the next one is tried, over and
+      over. Training goes on meanwhile; no worker ends because the server does.
+    number: this worker's, 0 … N − 1; a worker that is started again takes its old one, or any that is free.
+    params: the parameters that training starts from, the same for all workers.
+    outer: makes the outer chain for the `js.Comm` of a round, by any collective of this library:
+      `lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0))`.
+    every: H, the steps from a round to the next one. A slow worker may have fewer: weights are shares of what was
+      trained.
+    fragments, delay: F and τ, as of `js.local_steps`.
+    mixing: α, as of `js.local_steps`, whose default with a delay is 0: a worker then drops what it moved meanwhile.
+      None, the default here, keeps it.
+    wait: seconds that a step waits for its round to end; training goes on then, and the round is applied after a later
+      step. By default the grace window of the server.
+    bind, keys: as of `js.partial.Worker`.
+    timeout: seconds to wait for the server at the start, and for the next message of another worker that the server
+      takes for alive.
+    device: of the CPU, for exchanges; for several workers in one process.
+
+  Attributes:
+    params: to begin with: those given, or the anchor of a worker that was there before.
+    round: the number of rounds that the anchor has been through.
+    group: the `Group` of the last round of this worker: `members`, their `weights`, and its `iteration`, from 0. A
+      change of members tells a loop to share out its data anew.
+
+  Raises:
+    ValueError: for arguments outside these choices, an address that requires keys without them, a number that a living
+      worker has, or parameters that are not finite, or of another size than those of other workers.
+    ControllerLost: if no server answers at the start.
+
+  Example:
+    >>> import jax.numpy as jnp, optax, jaxsparse as js
+    >>> outer = lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0))
+    >>> with js.partial.Server(js.partial.Quorum(1, quorum=1)) as server:
+    ...   with js.partial.Rounds(server.address, 0, jnp.zeros(3), outer, every=10) as worker:
+    ...     params = worker.params
+    ...     for _ in range(10):
+    ...       params = worker.step(params + 0.5)
+    >>> params, worker.round
+    (Array([5., 5., 5.], dtype=float32), 1)
+
+  DiLoCo (Douillard et al., 2023), Streaming DiLoCo (2025) for fragments, delay and mixing.
+  """
+
+  def __init__(
+    self,
+    address: str | Sequence[str],
+    number: int,
+    params: Any,
+    outer: Callable[[Comm], optax.GradientTransformation],
+    *,
+    every: int,
+    fragments: int = 1,
+    delay: int = 0,
+    mixing: float | None = None,
+    wait: float | None = None,
+    bind: str = sockets.LOOPBACK,
+    keys: Keys | None = None,
+    timeout: float = START_TIMEOUT,
+    device: jax.Device | None = None,
+  ):
+    check_whole("Rounds", 1, every=every)
+    check_whole("Rounds", 1, every, fragments=fragments)
+    check_whole("Rounds", 0, every // fragments - 1, delay=delay)
+    if mixing is not None and not 0 <= mixing < 1:
+      raise ValueError(f"Rounds: mixing={mixing!r}, choose 0 up to less than 1, or None")
+    check_start(params)
+    self._turn, self._delay, self._mixing, self._wait = every // fragments, delay, mixing, wait
+    self._of_fragment = Fragments(fragments).numbers(params)
+    step = OuterStep(outer, fragments, device)
+    exchanger = self._exchanger = Exchanger(step, step.start(params), number)
+    longest = len(step.pack(exchanger.anchor)) + messages.LONGEST
+    addresses = [address] if isinstance(address, str) else list(address)
+    endpoint = self._endpoint = Endpoint(addresses, bind, keys, 2 * longest, timeout)
+    exchanger.post = endpoint.post
+    entries = sum(leaf.size for leaf in jax.tree.leaves(exchanger.anchor.params))
+    outlets = endpoint.tell, endpoint.send, endpoint.reply
+    self._protocol = RoundProtocol(
+      number, entries, endpoint.address, timeout, time.monotonic(), *outlets, exchange=exchanger, switch=endpoint.switch
+    )
+    endpoint.start(self._protocol, exchanger.model, ControllerLost, f"rounds, worker {number}")
+    endpoint.take()
+    exchanger.compile()
+    self._place = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), params)
+    self._dtypes = jax.tree.map(jnp.result_type, params)
+    self._anchor = self._on_device(exchanger.anchor.params)
+    self._moved = jax.tree.map(jnp.zeros_like, self._anchor)  # θ − θ_w when `step` returned parameters last
+    self.params = self._own(self._anchor, self._moved)
+    self._since, self._weight, self._refused = 0, 0, 0
+    self._flight: tuple[Any, int] | None = None  # what was given and its weight, while an exchange is under way
+    self._patient = True  # whether no step has waited for it yet
+
+  @property
+  def round(self) -> int:
+    """The number of rounds that the anchor has been through."""
+    return self._exchanger.anchor.stand.round
+
+  @property
+  def group(self) -> Group:
+    """The group of the last round of this worker."""
+    return self._exchanger.group
+
+  def step(self, params: Any, weight: int = 1) -> Any:
+    """To be called after each local step: begins an exchange or applies a round where it is time.
+
+    Args:
+      params: of this worker, after a local step from those that the last call returned.
+      weight: what was trained since the last call, in steps or tokens: a whole number.
+
+    Returns:
+      The parameters to go on from: the given ones, or after a round the anchor and what was moved meanwhile. Where it
+      is time for a round, parameters that are not finite are replaced by the anchor, with a warning.
+
+    Raises:
+      FloatingPointError: at the tenth time in succession that the parameters are not finite.
+    """
+    check_whole("step", 1, weight=weight)
+    self._since, self._weight = self._since + 1, self._weight + weight
+    self._protocol.undelivered = self._weight
+    if self._flight is None and self._since >= self._turn - self._delay:
+      self._begin(params)
+    if self._since < self._turn:
+      return params
+    wait = self._protocol.grace if self._wait is None else self._wait
+    return self._finish(params, wait if self._patient else 0)
+
+  def leave(self, params: Any = None) -> Any:
+    """Leaves: the other workers continue without this one.
+
+    Args:
+      params: after a last local step, to exchange what they have moved in a last round; None to leave at once.
+
+    Returns:
+      The anchor, as parameters.
+    """
+    if params is not None:
+      deadline = self._protocol.grace + self._endpoint.timeout
+      for _ in range(1 + (self._flight is not None)):
+        if self._flight is None:
+          self._begin(params)
+        params = self._finish(params, deadline)
+    self._endpoint.post(Request(Says.BYE))
+    self._endpoint.join()
+    self._exchanger.close()
+    return self._own(self._on_device(self._exchanger.anchor.params), jax.tree.map(jnp.zeros_like, self._anchor))
+
+  def __enter__(self) -> Self:
+    """The worker."""
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    """Leaves, if it has not left."""
+    if self._protocol.state != "ended":
+      self.leave()
+
+  def _begin(self, params: Any) -> None:
+    """Begins the exchange of what was moved."""
+    given = _moved(self._anchor, self._moved, params)
+    if (returned := self._exchanger.returned) is not None:
+      given, self._exchanger.returned = jax.tree.map(jnp.add, given, self._on_device(returned)), None
+    self._flight, self._patient, weight = (given, self._weight), True, self._weight
+    request = Request(Says.READY, weight=weight)
+    post = lambda finite: self._endpoint.post(request) if finite else self._endpoint.reply(None)
+    self._exchanger.prepare(given, post)
+
+  def _finish(self, params: Any, wait: float) -> Any:
+    """Applies the round of the exchange under way if it has ended after so many seconds."""
+    self._patient = False
+    try:
+      answer = self._endpoint.take(wait)
+    except queue.Empty:
+      return params
+    return self._restart() if answer is None else self._apply(params)
+
+  def _restart(self) -> Any:
+    """The parameters of the anchor, in place of those that are not finite."""
+    self._refused += 1
+    if self._refused >= REFUSALS:
+      raise FloatingPointError(f"the parameters are not finite, {REFUSALS} times in succession")
+    logging.getLogger(__name__).warning("the parameters are not finite: training goes on from the anchor")
+    self._anchor = self._on_device(self._exchanger.anchor.params)
+    self._moved = jax.tree.map(jnp.zeros_like, self._anchor)
+    self._flight, self._since, self._weight = None, 0, 0
+    return self._own(self._anchor, self._moved)
+
+  def _apply(self, params: Any) -> Any:
+    """The parameters after the round of the exchange that was under way."""
+    assert self._flight is not None
+    result, (given, weight) = self._exchanger.delivered, self._flight
+    assert result is not None
+    after = self._on_device(self._exchanger.anchor.params)
+    moved = _moved(self._anchor, self._moved, params)
+    if not result.skipped:
+      keep = _keep if self._mixing is None else functools.partial(_mix, self._mixing)
+      choose = lambda number, *leaves: keep(*leaves) if number == result.fragment else leaves[0]
+      moved = jax.tree.map(choose, self._of_fragment, moved, given, self._anchor, after)
+      self._weight -= weight
+    self._anchor, self._moved = after, moved
+    self._flight, self._since, self._refused = None, 0, 0
+    self._protocol.undelivered = self._weight
+    return self._own(after, moved)
+
+  def _on_device(self, tree: Any) -> Any:
+    return jax.tree.map(lambda leaf, place: leaf if place is None else jax.device_put(leaf, place), tree, self._place)
+
+  def _own(self, anchor: Any, moved: Any) -> Any:
+    return jax.tree.map(_own, anchor, moved, self._dtypes)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _own(anchor: jax.Array, moved: jax.Array, dtype: Any) -> jax.Array:
+  return (anchor - moved).astype(dtype)
+
+
+@jax.jit
+def _moved(anchor: Any, moved: Any, params: Any) -> Any:
+  """θ − θ_w: what it was when `step` returned parameters last, and what was moved since."""
+
+  def add(anchor: jax.Array, moved: jax.Array, param: jax.Array) -> jax.Array:
+    return moved + (_own(anchor, moved, param.dtype).astype(jnp.float32) - param.astype(jnp.float32))
+
+  return jax.tree.map(add, anchor, moved, params)
+
+
+@jax.jit
+def _keep(moved: jax.Array, given: jax.Array, *_: jax.Array) -> jax.Array:
+  return moved - given
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mix(mixing: float, moved: jax.Array, _: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
+  """θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u."""
+  return mixing * (moved + (after - before))

@@ -1,0 +1,158 @@
+"""The outer step of a round: the bits of the simulator, one program a size, and nothing lost as groups change."""
+
+import queue
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from jaxsparse.partial.outer_step import OuterStep, digest_of
+from jaxsparse.transform import state as states
+from tests.cases import CASES, each_case, normals
+
+PARAMS = {"w": np.linspace(-1, 1, 40, dtype=np.float32).reshape(4, 10), "b": np.zeros(9, np.float32)}
+N = 49
+
+
+class Group:
+  """Workers in threads, a device each, whose messages go through queues."""
+
+  def __init__(self, chain, workers, fragments=1):
+    self.steps = [OuterStep(chain, fragments, device=jax.devices()[worker]) for worker in range(workers)]
+    self.anchors = [step.start(PARAMS) for step in self.steps]
+    self.number = 0
+
+  def round(self, members, given, weights=None):
+    """The results of a round of these workers, each of whom has given its row."""
+    channels = {(a, b): queue.Queue() for a in members for b in members}
+    self.number, results = self.number + 1, dict.fromkeys(members)
+
+    def run(rank, worker):
+      def send(words, destination, source):
+        if destination is not None:
+          channels[worker, members[destination]].put(np.array(words))
+        received = None if source is None else channels[members[source], worker].get(timeout=60)
+        return np.zeros_like(words) if received is None else received
+
+      weight = 1 / len(members) if weights is None else weights[rank]
+      operands = given[worker], weight, len(members), rank, self.number, send
+      results[worker] = self.steps[worker].run(self.anchors[worker], *operands)
+
+    threads = [threading.Thread(target=run, args=one) for one in enumerate(members)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+    for worker, result in results.items():
+      self.anchors[worker] = result.anchor
+    packs = {self.steps[worker].pack(self.anchors[worker]) for worker in members}
+    assert len(packs) == 1  # what all have alike
+    return packs.pop()
+
+  def catch_up(self, worker, content):
+    self.anchors[worker] = self.steps[worker].unpack(content, self.anchors[worker])
+    assert digest_of(self.steps[worker].pack(self.anchors[worker])) == digest_of(content)
+
+  def flat(self, worker):
+    return flat(self.anchors[worker].params)
+
+  def residuals(self):
+    found = (step.undelivered(anchor) for step, anchor in zip(self.steps, self.anchors, strict=True))
+    return sum(np.asarray(part, np.float64) for parts in found for part in parts)
+
+
+def flat(tree):
+  return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def trees(seed, workers):
+  rows = normals(seed, workers, N)
+  return [{"b": row[:9], "w": row[9:].reshape(4, 10)} for row in rows]
+
+
+@each_case([case for case in CASES if case.make(density=0.5).replicates], quick=("spardl", "onebit", "powersgd"))
+def test_bits_are_those_of_the_simulator(case):
+  """Three rounds of all collectives with the same workers, of equal weight."""
+  workers = dict(case.options).get("teams", 2) * (1 if "teams" in str(case) else 2)
+  chain = lambda comm: optax.chain(js.make_transform(case.name, comm, **case.config(density=0.25)), optax.sgd(0.5))
+  group = Group(chain, workers)
+  tx = js.atomic(chain(js.SimComm("workers", members=workers)))
+  step = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name="workers"))
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  state = jax.vmap(lambda _: tx.init(params), axis_name="workers")(jnp.arange(workers))
+  for seed in range(3):
+    given = trees(seed, workers)
+    group.round(range(workers), given)
+    updates, state = step(jax.tree.map(lambda *rows: jnp.stack(rows), *given), state, params)
+    params = jax.tree.map(lambda p, u: p + u[0], params, updates)
+  # P is a power of two: a weight of 1/P changes no bit but the exponent. Compilers may fuse otherwise.
+  np.testing.assert_allclose(group.flat(0), flat(params), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["spardl", "onebit", "oktopk"])
+def test_nothing_is_lost_while_workers_come_and_go(name):
+  """Σ updates + Σ residuals = Σ what was given, over groups of any size; who was away catches up before."""
+  options = {} if "bit" in name else {"density": 0.1}
+  group = Group(lambda comm: optax.chain(js.make_transform(name, comm, **options), optax.sgd(1.0)), workers=4)
+  entered, content = np.zeros(N), None
+  for number, members in enumerate([(0, 1), (0, 1, 2), (1, 3), (0, 1, 2, 3), (2, 3), (3,)]):
+    for worker in members if content else ():
+      group.catch_up(worker, content)
+    given, weights = trees(number, 4), np.arange(1, 1 + len(members), dtype=np.float32)
+    weights /= weights.sum()
+    content = group.round(members, given, weights)
+    entered += sum(float(weights[rank]) * flat(given[worker]).astype(np.float64) for rank, worker in enumerate(members))
+    moved = flat(PARAMS).astype(np.float64) - group.flat(members[-1])
+    np.testing.assert_allclose(moved + group.residuals(), entered, rtol=1e-4, atol=2e-5)
+
+
+def test_momentum_and_fragments_are_handed_to_a_worker_that_was_away():
+  """Round r is of fragment r mod F; the outer momentum of each fragment goes on."""
+  chain = lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(1.0, momentum=0.5))
+  group = Group(chain, workers=3, fragments=2)
+  ones = {name: np.ones_like(leaf) for name, leaf in PARAMS.items()}
+  content = [group.round((0, 1), [ones] * 3) for _ in range(4)][-1]
+  group.catch_up(2, content)
+  group.round((1, 2), [ones] * 3)
+  np.testing.assert_allclose(group.flat(2)[:9], PARAMS["b"] - (1 + 1.5), rtol=1e-6)
+  np.testing.assert_allclose(group.flat(2)[9:], PARAMS["w"].ravel() - (1 + 1.5 + 1.75), rtol=1e-6)
+
+
+def test_one_program_for_a_size_whoever_is_in_the_group():
+  group = Group(js.dense_transform, workers=3)
+  content = group.round((0, 1), trees(0, 3))
+  for members in ((1, 2), (0, 2)):
+    for worker in members:
+      group.catch_up(worker, content)
+    content = group.round(members, trees(0, 3))
+  assert [len(step._programs) for step in group.steps] == [1, 1, 1]
+  group.steps[0].compile(group.anchors[0], 3)
+  group.catch_up(1, content)
+  before = dict(group.steps[0]._programs)
+  group.round((0, 1, 2), trees(1, 3))
+  assert group.steps[0]._programs == before
+
+
+def test_a_round_whose_total_is_not_finite_changes_nothing():
+  group = Group(lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0, momentum=0.9)), workers=2)
+  group.round((0, 1), trees(0, 2))
+  before = group.flat(0), group.residuals()
+  given = trees(1, 2)
+  given[1]["b"][3] = np.nan
+  group.round((0, 1), given)
+  np.testing.assert_array_equal(group.flat(0), before[0])
+  np.testing.assert_array_equal(group.residuals(), before[1])
+  assert all(node.counters.skipped.all() for node in states.reduce_states(group.anchors[0].outer))
+
+
+def test_bytes_of_another_model_are_refused():
+  step = OuterStep(js.dense_transform)
+  own = step.start(PARAMS)
+  content = step.pack(own)
+  for forged in (b"", content[:-8], b"\0" * len(content), content + bytes(4)):
+    with pytest.raises(ValueError, match="byte|buffer|size|Expecting|end"):
+      step.unpack(forged, own)

@@ -1,0 +1,197 @@
+"""Rounds in virtual time: real protocols of workers and server, over a network that delays, crashes and suspends.
+
+What a round delivers is abstract: a worker makes units of mass, gives those that it has in a round, and half of them
+are delivered. An anchor is the sequence of the rounds that it has been through. Whatever the schedule:
+
+- the workers that have been through the same round have been through the same rounds before, and equal results;
+- a living worker has what it has made and what the rounds of its anchor have not delivered, to the unit;
+- when it is quiet, all living workers go on from round to round.
+"""
+
+import collections
+from random import Random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxsparse as js
+from jaxsparse.partial.messages import Kind, Piece, Says, Stand
+from jaxsparse.partial.round_protocol import Done, RoundProtocol
+from jaxsparse.partial.round_server import RoundServerProtocol
+from jaxsparse.partial.worker_protocol import Request, Unreachable
+from tests.partial import protocols_test
+from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
+
+ROUNDS, GRACE = 6, 2.0
+DISTURBANCES = st.lists(st.sampled_from(["dead", "restart", "suspended", "resume", "serve"]), max_size=10)
+
+
+class Run:
+  """An exchange: each member sends what it gives to all others."""
+
+  done = False
+
+  def __init__(self, process, group):
+    self.process, self.group, self.digest, self.active = process, group, 0, True
+    self.parts = {process.number: process.offered + process.residual}
+    self.anchor, self.residual = process.anchor, process.residual
+
+  def needs(self, number, _):
+    return number == self.group.number
+
+  def begin(self):
+    for member in self.group.members:
+      if member != self.process.number:
+        values = np.array([self.parts[self.process.number]], np.float32)
+        yield member, Piece(Kind.MESSAGE, self.group.number, self.process.number, values, tag=1)
+    self.finish()
+
+  def receive(self, piece):
+    self.parts.setdefault(piece.sender, int(piece.values[0]))
+    self.finish()
+    return ()
+
+  def finish(self):
+    if len(self.parts) == len(self.group.members) and not self.digest:
+      number = self.group.number
+      total = sum(part - part // 2 for part in self.parts.values())
+      assert self.process.network.totals.setdefault((self.anchor, number), total) == total
+      self.wrong, self.process.diverges = self.process.diverges, False
+      self.process.network.wrong[number] += self.wrong
+      self.digest = hash((*self.anchor, number, self.wrong and 1 + self.process.serial)) % 2**62 + 1
+      event = Done(number, self.digest)
+      self.process.network.at(self.process.network.now + LATENCY, self.process, self.process.finish, self, event)
+
+
+class Process(protocols_test.Process):
+  """One process of a worker; its state is what an `Exchanger` has."""
+
+  def __init__(self, network, number):
+    self.network, self.number, self.serial = network, number, len(network.processes)
+    self.address = f"tcp://127.0.0.1:{self.serial + 1}"
+    self.dead = self.failed = self.suspended = self.diverges = self.wrong = False
+    self.held = []
+    self.made = self.moved = self.offered = self.residual = 0
+    self.anchor, self.run, self.before, self.waits = (), None, None, False
+    self.delivered = {}  # by the anchor after the round
+    outlets = self.tell, self.send, self.take
+    options = {"exchange": self, "switch": lambda: None}
+    self.protocol = RoundProtocol(number, 1000, self.address, TIMEOUT, network.now, *outlets, **options)
+
+  def finish(self, run, event):
+    if run.active:
+      self.handle(event)
+
+  def receive(self, sender, piece):
+    if not self.lives:
+      sender.handle(Unreachable(self.address))
+    elif piece.kind == Kind.FETCH:
+      model = self.anchor
+      self.network.models.append(model)
+      values = np.array([len(self.network.models) - 1], np.float32)
+      self.network.post((self, sender), sender, sender.handle, Piece(Kind.MODEL, 0, self.number, values))
+    else:
+      self.handle(piece)
+
+  # What an `Exchanger` does.
+
+  def begin(self, group):
+    self.run = Run(self, group)
+    return self.run
+
+  def commit(self):
+    run = self.run
+    own, self.before = run.parts[self.number], (self.anchor, self.moved, self.offered, self.residual)
+    self.anchor, self.residual, self.offered = (*run.anchor, run.group.number), own // 2, 0
+    self.delivered[self.anchor], self.wrong = own - own // 2, run.wrong
+    return Stand(len(self.anchor), self.anchor[-1])
+
+  def go_back(self):
+    self.anchor = self.anchor[:-1]
+    return Stand(len(self.anchor), self.anchor[-1] if self.anchor else 0)
+
+  def drop(self):
+    if self.run:
+      self.run.active = False
+
+  def adopt(self, piece):
+    anchor = self.network.models[int(piece.values[0])]
+    if len(anchor) < len(self.anchor):
+      return None
+    self.wrong = False
+    if self.anchor and self.anchor[-1] not in anchor:  # the last round does not count
+      before, _, offered, residual = self.before
+      assert before == () or before[-1] in anchor
+      self.moved, self.residual = self.moved + offered, residual
+      del self.delivered[self.anchor]
+    self.anchor = anchor
+    return Stand(len(anchor), anchor[-1] if anchor else 0)
+
+  # The training loop.
+
+  def take(self, answer):
+    if isinstance(answer, Exception):
+      self.failed = True
+      return
+    assert self.offered == 0
+    if self.run and 2 * self.network.wrong[self.run.group.number] < len(self.run.group.members):
+      assert not self.wrong  # it has the anchor of the majority
+    until = self.network.now + 2 * LATENCY * self.network.random.random()
+    self.network.at(until, self, self.next)
+
+  def next(self):
+    made = self.network.random.randint(1, 100)
+    self.made, self.moved = self.made + made, self.moved + made
+    self.offered, self.moved = self.moved, 0
+    self.handle(Request(Says.READY, weight=1))
+
+  def tick(self):
+    self.protocol.tick(self.network.now)
+    self.check()
+
+  def check(self):
+    assert self.made == self.moved + self.offered + self.residual + sum(self.delivered.values())
+    for anchor in self.delivered:  # but for a round whose result has to be fetched
+      assert anchor == self.anchor[: len(anchor)] or anchor[:-1] == self.anchor
+    known = self.network.anchors.setdefault(self.anchor[-1:], self.anchor)
+    assert known == self.anchor
+
+
+class Network(protocols_test.Network):
+  """With the controller of rounds."""
+
+  kind = Process
+
+  def __init__(self, random, workers, quorum):
+    self.wrong = collections.Counter()  # results that differ, by the number of the group
+    self.totals, self.models, self.anchors, self.goal, self.servers = {}, [], {}, 0, 0
+    super().__init__(random, workers, quorum, entries=1000)
+
+  def serve(self):
+    self.servers += 1
+    self.controller = js.partial.Quorum(self.workers, self.size, grace=GRACE, first=10**6 * self.servers)
+    options = {"limit": LIMIT, "start_timeout": TIMEOUT}
+    self.server = RoundServerProtocol(self.controller, self.send, **options, now=self.now)
+
+
+@settings(max_examples=600)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), DISTURBANCES | st.lists(st.just("diverges"), max_size=8))
+def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturbances):
+  """A random schedule with the disturbances in it, then a quiet one for `ROUNDS` rounds more."""
+  random = Random(seed)
+  network = Network(random, workers, quorum=workers // 2 + 1)
+  for kind in disturbances:
+    network.at(random.random() * 30, None, network.disturb, kind)
+  while not network.goal or any(len(process.anchor) < network.goal for process in network.living()):
+    network.advance()
+    if network.now > 31 and not network.goal:
+      network.goal = ROUNDS + max(len(process.anchor) for process in network.living())
+      network.disturb("resume")
+      for _ in range(workers):
+        network.disturb("restart")
+    assert network.now < 110
+  for process in network.processes:
+    assert process.dead or not process.failed
+    if not process.dead:
+      process.check()

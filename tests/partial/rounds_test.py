@@ -1,0 +1,216 @@
+"""Workers of rounds in threads, with real sockets: the result of `js.local_steps`, and workers that come and go."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from tests.cases import averaged
+from tests.launch_test import soon
+
+START = {"b": jnp.zeros(4), "w": jnp.ones((2, 4))}
+pytestmark = pytest.mark.filterwarnings("ignore:.*is lost")
+
+
+def averaging(comm):
+  return averaged(comm)
+
+
+def in_threads(count, work):
+  """What `work(number)` returns for each worker; raises what one of them raises."""
+  found, errors = [None] * count, []
+
+  def run(number):
+    try:
+      found[number] = work(number)
+    except BaseException as error:
+      errors.append(error)
+
+  threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(120)
+  if errors:
+    raise errors[0]
+  assert not any(thread.is_alive() for thread in threads)
+  return found
+
+
+def serve(workers, quorum=None, grace=60.0, **options):
+  return js.partial.Server(js.partial.Quorum(workers, workers if quorum is None else quorum, grace=grace), **options)
+
+
+def join(server, number, params=START, outer=averaging, **options):
+  options = {"every": 4, "device": jax.devices()[1 + number]} | options
+  return js.partial.Rounds(server.address, number, params, outer, **options)
+
+
+def gradient(number, step, params):
+  """Multiples of 1/8, so that no sum rounds."""
+  return jax.tree.map(lambda leaf: jnp.full(leaf.shape, (number + 1) * (1 + step % 3) / 8, leaf.dtype), params)
+
+
+@pytest.mark.parametrize(
+  "options", [{}, {"fragments": 2}, {"delay": 1, "mixing": 0.5}, {"fragments": 2, "delay": 1, "mixing": 0.0}], ids=str
+)
+def test_rounds_are_local_steps_bit_for_bit(options):
+  """When nothing fails: with fragments, a delay and mixing as `js.local_steps` defines them."""
+  steps, workers = 16, 4
+  comm = js.SimComm("workers", members=workers)
+  tx = js.local_steps(optax.sgd(0.5), averaged(comm), every=4, **{"mixing": 0.0} | options)
+  update = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name="workers"))
+  params, state = START, jax.vmap(lambda _: tx.init(START), axis_name="workers")(jnp.arange(workers))
+  for number in range(steps):
+    grads = [gradient(worker, number, START) for worker in range(workers)]
+    updates, state = update(jax.tree.map(lambda *rows: jnp.stack(rows), *grads), state, params)
+    params = jax.tree.map(lambda p, u: p + u[0], params, updates)
+
+  def train(number):
+    with join(server, number, **options) as worker:
+      own = worker.params
+      for step in range(steps):
+        own = worker.step(jax.tree.map(lambda p, g: p - 0.5 * g, own, gradient(number, step, own)))
+      return worker._exchanger.anchor.params, own
+
+  with serve(workers) as server:
+    found = in_threads(workers, train)
+  own = jax.vmap(lambda state: js.own_params(params, state))(state)
+  for number, (anchor, theirs) in enumerate(found):
+    jax.tree.map(np.testing.assert_array_equal, anchor, params)
+    jax.tree.map(lambda x, y, number=number: np.testing.assert_array_equal(x, y[number]), theirs, own)
+
+
+def test_what_is_moved_while_an_exchange_is_under_way_goes_into_the_next_round():
+  """Without mixing nothing is dropped: after a last round the anchor has moved by the mean of all steps."""
+
+  def train(number):
+    with join(server, number, delay=3) as worker:
+      own = worker.params
+      for _ in range(9):
+        own = worker.step(jax.tree.map(lambda leaf: leaf + (1.0 + number), own))
+      return worker.leave(own)
+
+  with serve(2) as server:
+    for found in in_threads(2, train):
+      jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 9 * 1.5), found, START)
+
+
+def test_bfloat16_parameters_lose_nothing_but_their_own_roundings():
+  """The anchor is float32: steps that are too small for bfloat16 at the anchor add up over rounds."""
+  params = jnp.full(4, 256, jnp.bfloat16)
+
+  def train(number):
+    with join(server, number, params, every=1) as worker:
+      own = worker.params
+      for _ in range(8):
+        own = worker.step(own + jnp.bfloat16(2 * number))  # the mean of 0 and 2, where bfloat16 has steps of 2
+      return worker.leave(), worker.round
+
+  with serve(2) as server:
+    for found, rounds in in_threads(2, train):
+      assert (found.dtype, rounds) == (jnp.bfloat16, 8)
+      np.testing.assert_array_equal(np.asarray(found, np.float32), 264)
+
+
+def test_a_late_worker_keeps_what_it_moved_and_a_new_one_gets_the_anchor():
+  """Worker 1 sleeps through rounds of 0 and 2; then 3 joins. Weights are those of the steps."""
+  asleep, awake = threading.Event(), threading.Event()
+
+  def train(number):
+    if number == 3:
+      assert awake.wait(60)
+    with join(server, number, every=2) as worker:
+      own, rounds = worker.params, []
+      if number == 3:
+        assert worker.round > 2
+        assert float(own["b"][0]) > 0
+      while not rounds or rounds[-1].members != (0, 1, 2, 3):
+        own = worker.step(jax.tree.map(lambda leaf: leaf + 1.0, own))
+        if worker.group.members and worker.group not in rounds:
+          rounds.append(worker.group)
+        if number == 1 and rounds:
+          asleep.set()
+          assert awake.wait(60)
+        if number == 0 and asleep.is_set() and worker.round > 3:
+          awake.set()
+        time.sleep(0.02)
+      return own, worker.leave(), rounds
+
+  with serve(4, quorum=2, grace=0.2) as server:
+    found = in_threads(4, train)
+  _, anchor, rounds = found[0]
+  assert {group.members for group in rounds} >= {(0, 2), (0, 1, 2, 3)}
+  for _, other, _ in found[1:]:
+    jax.tree.map(np.testing.assert_array_equal, other, anchor)
+  moved = np.concatenate([np.ravel(anchor["b"]), np.ravel(anchor["w"]) - 1])
+  np.testing.assert_array_equal(moved, moved[0])  # all entries alike
+
+
+def test_parameters_that_are_not_finite_enter_no_round(caplog):
+  """The worker goes on from the anchor; the others do without it."""
+
+  def train(number):
+    with join(server, number, every=1) as worker:
+      own = worker.params
+      for step in range(6):
+        change = jnp.nan if number == step == 1 else 1.0
+          own = worker.step(jax.tree.map(lambda leaf, change=change: leaf + change, own))
+      return worker.leave(own)
+
+  with serve(2, quorum=1, grace=0.1) as server:
+    found = in_threads(2, train)
+  assert "not finite" in caplog.text
+  assert all(np.isfinite(np.asarray(leaf)).all() for params in found for leaf in jax.tree.leaves(params))
+
+
+def test_the_server_is_replaced_by_another_one():
+  """No worker ends, none has to be told; the second address is that of a server that was there all the time."""
+
+  def train(number):
+    addresses = [first.address, second.address]
+    options = {"every": 2, "device": jax.devices()[1 + number], "wait": 0.1}
+    with js.partial.Rounds(addresses, number, START, averaging, **options) as worker:
+      own, deadline = worker.params, time.monotonic() + 60
+      while worker.round < 20:
+        assert time.monotonic() < deadline
+        own = worker.step(jax.tree.map(lambda leaf: leaf + 1.0, own))
+        time.sleep(0.01)
+        if number == 0 and worker.round == 5:
+          first._stop.set()
+      return worker._exchanger.anchor
+
+  with serve(2, grace=0.2, limit=0.5) as first, serve(2, grace=0.2, limit=0.5) as second:
+    found = in_threads(2, train)
+  assert {anchor.stand for anchor in found if anchor.stand.round == 20} == {max(anchor.stand for anchor in found)}
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"every": 0}, "Rounds: every=0"),
+    ({"every": 4, "fragments": 5}, "Rounds: fragments=5"),
+    ({"every": 4, "delay": 4}, "Rounds: delay=4"),
+    ({"every": 4, "mixing": 1.0}, "Rounds: mixing=1.0"),
+  ],
+)
+def test_bad_arguments(options, message):
+  with pytest.raises(ValueError, match=message):
+    js.partial.Rounds("tcp://127.0.0.1:9", 0, START, averaging, **options)
+
+
+def test_a_server_that_is_not_there():
+  with pytest.raises(js.partial.ControllerLost, match="no WELCOME"):
+    js.partial.Rounds("tcp://127.0.0.1:9", 0, START, averaging, every=2, timeout=0.5)
+
+
+def test_another_model_is_refused():
+  with serve(2, quorum=1, grace=0.1) as server, join(server, 0):
+    assert soon(lambda: server._controller.alive == (0,))
+    with pytest.raises(ValueError, match="unlike: worker 1 has a model of 3 entries"):
+      join(server, 1, jnp.zeros(3))
