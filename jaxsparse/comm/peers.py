@@ -34,6 +34,7 @@ class PeerComm(View):
     stride, members: as of `js.comm.View`.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> alone = PeerComm(1, jnp.int32(0), send=lambda words, destination, source: words)
     >>> alone.all_reduce(jnp.arange(3.0))
     Array([0., 1., 2.], dtype=float32)

@@ -95,11 +95,11 @@ class WorkerProtocol:
     >>> outlets = {"tell": print, "send": print, "reply": print}
     >>> protocol = WorkerProtocol(3, np.zeros(2, np.float32), "tcp://127.0.0.1:9", 5.0, 60.0, now=0.0, **outlets)
     >>> protocol.tick(0.1)
-    Signal(says=<Says.HELLO: 1>, worker=3, value=2, address='tcp://127.0.0.1:9')
+    Signal(says=<Says.HELLO: 1>, worker=3, value=2, address='tcp://127.0.0.1:9', stand=Stand(round=0, base=0, last=0))
     >>> protocol.handle(ServerMessage(Answer.WELCOME, {"limit": 5.0, "donor": None}), 0.2)
     Model(vector=array([0., 0.], dtype=float32), iteration=0)
     >>> protocol.handle(Request(Says.READY, Model(np.ones(2, np.float32), 1)), 0.3)
-    Signal(says=<Says.READY: 2>, worker=3, value=1, address='')
+    Signal(says=<Says.READY: 2>, worker=3, value=1, address='', stand=Stand(round=0, base=0, last=0))
   """
 
   def __init__(

@@ -160,7 +160,7 @@ def test_parameters_that_are_not_finite_enter_no_round(caplog):
       own = worker.params
       for step in range(6):
         change = jnp.nan if number == step == 1 else 1.0
-          own = worker.step(jax.tree.map(lambda leaf, change=change: leaf + change, own))
+        own = worker.step(jax.tree.map(lambda leaf, change=change: leaf + change, own))
       return worker.leave(own)
 
   with serve(2, quorum=1, grace=0.1) as server:

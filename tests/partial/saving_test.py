@@ -53,7 +53,7 @@ def test_every_call_after_the_controller_is_lost_raises_it_and_leaving_ends_norm
     held, _ = worker.reduce(params, 3)
     server.__exit__()
     if computes:
-      worker._thread.join(60)
+      worker._endpoint._thread.join(60)
     for call in (worker.reduce, worker.reduce, worker.synchronize):
       with pytest.raises(js.partial.ControllerLost, match="no sign of life from the controller at tcp://.* for 0.5 s"):
         call(params, 4)
