@@ -185,12 +185,22 @@ def test_the_table_of_the_reference_is_that_of_the_docstrings():
 
 def test_stragglers(tmp_path):
   (worker,) = snippets("docs/how_to/stragglers.md")
+  assert "1_000" in worker
+  run_workers(tmp_path, worker.replace("1_000", "5"), ["--group_size=3", "--weights=dynamic"])
+
+
+def test_rounds(tmp_path):
+  (worker,) = snippets("docs/how_to/rounds.md")
+  assert "worker.round < 40" in worker
+  run_workers(tmp_path, worker.replace("worker.round < 40", "worker.round < 3"), ["--quorum=2", "--grace=0.5"])
+
+
+def run_workers(tmp_path, worker, options):
+  """Three processes of a page's worker, and the server with these options."""
   address = f"tcp://127.0.0.1:{free_port()}"
   assert "tcp://127.0.0.1:29500" in worker
-  assert "1_000" in worker
-  worker = worker.replace("tcp://127.0.0.1:29500", address).replace("1_000", "5")
-  (tmp_path / "program.py").write_text(worker)
-  serve = [sys.executable, "-m", "jaxsparse.partial", "--workers=3", "--group_size=3", "--weights=dynamic"]
+  (tmp_path / "program.py").write_text(worker.replace("tcp://127.0.0.1:29500", address))
+  serve = [sys.executable, "-m", "jaxsparse.partial", "--workers=3", *options]
   server = subprocess.Popen([*serve, f"--address={address}"], cwd=ROOT)
   try:
     ranks = [

@@ -1,18 +1,25 @@
-"""Partial reduce: data-parallel training that does not wait for stragglers (Miao et al., SIGMOD 2021).
+"""Training with the workers that are there: partial reduce (Miao et al., SIGMOD 2021), and rounds of local steps.
 
-An all-reduce in every step makes all workers as slow as the slowest. In partial reduce each worker trains a model of
-its own at its own pace. After a step it sends a signal, "ready", to a controller. As soon as P workers are ready (P <
-N), the controller makes a group of them; the group averages its models, while the other workers keep computing. Groups
+Each worker trains a model of its own at its own pace, in a process that sends messages to a server and to other
+workers. The server says who exchanges with whom, and no model passes through it.
+
+Partial reduce: as soon as P of N workers are ready, they average their models, while the others keep computing. Groups
 change all the time, so every worker's progress reaches every other worker after a few averages.
 
-    controller         `Controller`, a pure state machine: ready signals in, groups and weights out
-    server             `Server`, the controller over TCP
-    worker             `Worker`, in a process on any host: trains, and averages with groups; others may crash
-    worker_protocol    its decisions, a pure state machine; exchange: the average of a group as messages
-    messages, sockets  messages as bytes; ZeroMQ and `Keys`, with the extra `jaxsparse[partial]`
-    saving             `restore`: a worker saves its parameters if the controller is lost
-    devices            `Devices`: workers in threads of one process, a device each; averages are JAX collectives
-    base               what all workers share; a model with NaN or Inf enters no average
+Rounds: workers exchange what they have moved from a common anchor with those that are there, by any collective, and all
+have the same anchor afterwards.
+
+                      partial reduce                         rounds
+    who               `Controller`, pure state machines      `Quorum`
+    server            `Server`, over TCP, with the decisions of
+                      server_protocol                        round_server
+    worker            `Worker`                               `Rounds`
+    its decisions     worker_protocol                        round_protocol
+    what is computed  exchange: an average as messages       exchanger, outer_step: an optax chain
+
+    endpoint, messages, sockets   thread and sockets of a worker, messages as bytes, ZeroMQ and `Keys`; with pyzmq
+    base, saving                  models with NaN or Inf enter no average; `restore`: after the server was lost
+    devices                       `Devices`: partial reduce in threads of one process, averages are JAX collectives
 """
 
 from jaxsparse.partial.controller import Controller

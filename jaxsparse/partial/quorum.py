@@ -124,8 +124,8 @@ class Quorum:
     self._check(worker)
     if worker in self._ready or self._is_member(worker):
       raise Rejected(f"duplicate: worker {worker} is ready already")
-    if weight < 1:
-      raise Rejected(f"weight {weight} of worker {worker} is malformed, send 1 or more")
+    if weight < 0:
+      raise Rejected(f"weight {weight} of worker {worker} is malformed, send 0 or more")
     if (stand.round, stand.base) != self.stand[:2]:
       raise Behind
     self._ready[worker] = weight
@@ -141,7 +141,7 @@ class Quorum:
       return []
     self._number += 1
     members, total = tuple(sorted(self._ready)), sum(self._ready.values())
-    weights = tuple(self._ready[worker] / total for worker in members)
+    weights = tuple(self._ready[worker] / total if total else 1 / len(members) for worker in members)
     self._under_way, self._digests = Group(members, weights, self.stand.round, number=self._number), {}
     self._ready.clear()
     return [self._under_way]

@@ -88,7 +88,7 @@ class RoundProtocol(WorkerProtocol):
   def handle(self, event: Event | Done | Send | Exception, now: float) -> None:
     """Does what an event asks for; raises one that is an error of an exchange."""
     match event:
-      case Request(weight=weight) if weight:
+      case Request(Says.READY, weight=weight):
         self._weight = weight
         super().handle(event, now)
       case Exception():

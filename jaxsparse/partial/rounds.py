@@ -152,7 +152,7 @@ class Rounds:
 
     Args:
       params: of this worker, after a local step from those that the last call returned.
-      weight: what was trained since the last call, in steps or tokens: a whole number.
+      weight: what was trained since the last call, in steps or tokens: a whole number, 0 for nothing.
 
     Returns:
       The parameters to go on from: the given ones, or after a round the anchor and what was moved meanwhile. Where it
@@ -161,7 +161,7 @@ class Rounds:
     Raises:
       FloatingPointError: at the tenth time in succession that the parameters are not finite.
     """
-    check_whole("step", 1, weight=weight)
+    check_whole("step", 0, weight=weight)
     self._since, self._weight = self._since + 1, self._weight + weight
     self._protocol.undelivered = self._weight
     if self._flight is None and self._since >= self._turn - self._delay:

@@ -1,4 +1,4 @@
-"""Processes that die or stop: workers while they compute and inside an average, and the controller."""
+"""Processes that die or stop: workers while they compute, inside an average or a round, and the server."""
 
 import contextlib
 import signal
@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
+from jaxsparse.launch.start import free_port
 from tests.launch_test import soon
 from tests.partial.trainer import START
 
 
 @pytest.fixture
 def start(tmp_path):
-  """Starts a process of trainer.py, which ends with the test."""
+  """Starts a process of a module of tests.partial, which ends with the test."""
   with contextlib.ExitStack() as ends:
 
-    def start(what, number, address):
-      command = [sys.executable, "-m", "tests.partial.trainer", what, address, str(number), str(tmp_path)]
+    def start(what, number, address, module="trainer"):
+      command = [sys.executable, "-m", f"tests.partial.{module}", what, address, str(number), str(tmp_path)]
       with (tmp_path / f"{number}.log").open("a") as out:
         process = ends.enter_context(subprocess.Popen(command, stdout=out, stderr=out))
       ends.callback(process.kill)
@@ -57,3 +58,36 @@ def test_workers_that_die_and_return_and_a_lost_controller(start, tmp_path):
     assert 0.5 < float(np.asarray(params["b"]).min()) <= 1
   iteration, value = lines(3)[killed].split()
   assert int(iteration) > 0 < float(value)  # the trained model of another worker
+
+
+def test_rounds_go_on_whoever_dies(start, tmp_path):
+  """Worker 2 kills itself inside a round and is started again, 1 is suspended, and the server is replaced.
+
+  The workers that have been through a round have the same anchor after it, and all that live are in the last rounds.
+  """
+  address = f"tcp://127.0.0.1:{free_port()}"
+  serve = lambda: js.partial.Server(js.partial.Quorum(3, quorum=2, grace=0.3), address, limit=1.0)
+  lines = lambda number: [line.split() for line in (tmp_path / f"{number}.log").read_text().splitlines()]
+  rounds = lambda number: [line for line in lines(number) if line[0] == "round"]
+  members = lambda: {group for number in range(3) for _, _, _, group in rounds(number)[-1:]}
+  with serve() as server:
+    workers = [start(what, number, server.address, "round_trainer") for number, what in enumerate(("", "", "dies"))]
+    assert workers[2].wait(90) == -signal.SIGKILL
+    died = len(rounds(0))
+    assert soon(lambda: len(rounds(0)) > died + 3)
+    workers[2] = start("", 2, server.address, "round_trainer")
+    assert soon(lambda: members() == {"0,1,2"})
+    workers[1].send_signal(signal.SIGSTOP)
+    assert soon(lambda: rounds(0)[-1][3] == "0,2" and 1 not in server._controller.alive)
+    workers[1].send_signal(signal.SIGCONT)
+    assert soon(lambda: members() == {"0,1,2"})
+    assert server._controller.lost == 2
+  stopped = len(rounds(0))
+  with serve():
+    assert soon(lambda: min(len(rounds(number)) for number in (0, 1, 2)) > 3 and len(rounds(0)) > stopped + 3)
+    assert soon(lambda: members() == {"0,1,2"})
+    anchors = {}
+    for number in range(3):
+      for _, group, digest, _ in rounds(number):
+        assert anchors.setdefault(group, digest) == digest
+    assert all(worker.poll() is None for worker in workers)
