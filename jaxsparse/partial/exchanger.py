@@ -1,5 +1,6 @@
 """Runs the exchanges of a worker of rounds in a thread of its own, while its device computes."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent import futures
@@ -10,7 +11,7 @@ import numpy as np
 
 from jaxsparse.partial.controller import Group
 from jaxsparse.partial.messages import Kind, Piece, Stand
-from jaxsparse.partial.outer_step import Anchor, OuterStep, Result, digest_of
+from jaxsparse.partial.outer_step import Anchor, OuterStep, Result
 from jaxsparse.partial.round_protocol import Done, Send
 
 
@@ -26,7 +27,7 @@ class Run:
 
   done = False  # of the average; whether a round counts is said by the server
 
-  def __init__(self, group: Group, number: int, post: Callable[[Any], None]):
+  def __init__(self, group: Group, number: int, post: Callable[[Any], object]):
     self.group, self.digest = group, 0
     self.result: Result | None = None
     self._me, self._post = number, post
@@ -76,7 +77,10 @@ class Run:
         received = self._received.pop(key, None)
       if received is not None and received.size == words.size:
         return received.view(np.uint32)
-      self._failed = True  # also for a message of another program
+      if received is not None:
+        unlike = f"worker {members[source]} sent {received.size} words instead of {words.size} in a round"
+        logging.getLogger(__name__).warning(f"{unlike}: have all workers the same outer chain and the same version?")
+      self._failed = True
     return np.zeros_like(words)
 
 
@@ -117,12 +121,10 @@ class Exchanger:
     try:
       size, weight = len(group.members), group.weights[rank]
       run.result = self._outer.run(anchor, given, weight, size, rank, group.number, run.exchange)
-      run.digest = digest_of(self._outer.pack(run.result.anchor))
+      run.digest = self._outer.digest(run.result.anchor)
+      self.post(Done(group.number, None if run.failed else run.digest))
     except Exception as error:  # raised by the training loop
-      run.fail()
       self.post(error)
-    if not run.failed:
-      self.post(Done(group.number, run.digest))
 
   def commit(self) -> Stand:
     """The result of the exchange that is done counts."""

@@ -6,7 +6,7 @@ given_w = weight_w · (θ − θ_w)          θ′ = θ + outer(given, residual)
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -70,7 +70,7 @@ class OuterStep:
     self, chain: Callable[[Comm], optax.GradientTransformation], fragments: int = 1, device: jax.Device | None = None
   ):
     self._chain, self._fragments = chain, Fragments(fragments)
-    self._cpu = device or jax.local_devices(backend="cpu")[0]
+    self._cpu = device or _first_cpu()
     self._send: Callable[..., np.ndarray] = lambda words, *_: words  # of the exchange that runs
     self._programs: dict[tuple[int, int], Any] = {}
 
@@ -154,12 +154,24 @@ class OuterStep:
 
   # The part that all workers have alike, as bytes.
 
-  def pack(self, anchor: Anchor) -> bytes:
-    """The bytes of what all workers have alike; it is the same on each of them."""
+  def _parts(self, anchor: Anchor) -> Iterable[Any]:
+    """The buffers of what all workers have alike, without copies."""
     header = json.dumps([*anchor.stand, anchor.size, *anchor.lineage]).encode()
-    arrays = (np.ascontiguousarray(leaf).tobytes() for leaf in (*jax.tree.leaves(anchor.params), *_alike(anchor.outer)))
-    content = b"".join([len(header).to_bytes(4), header, *arrays])
+    yield from (len(header).to_bytes(4), header)
+    for leaf in (*jax.tree.leaves(anchor.params), *_alike(anchor.outer)):
+      yield np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+
+  def pack(self, anchor: Anchor) -> bytes:
+    """The bytes of what all workers have alike; they are the same on each of them."""
+    content = b"".join(self._parts(anchor))
     return content + bytes(-len(content) % 4)
+
+  def digest(self, anchor: Anchor) -> int:
+    """62 bits of a hash of what all workers have alike."""
+    found = hashlib.blake2b(digest_size=8)
+    for part in self._parts(anchor):
+      found.update(part)
+    return int.from_bytes(found.digest()) >> 2
 
   def unpack(self, content: bytes, own: Anchor) -> Anchor:
     """The anchor of another worker, with the residuals of this one.
@@ -183,9 +195,11 @@ class OuterStep:
     return Anchor(params, outer, size or own.size, Stand(round_, base, last), tuple(lineage))
 
 
-def digest_of(content: bytes) -> int:
-  """62 bits of a hash."""
-  return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest()) >> 2
+def _first_cpu() -> jax.Device:
+  try:
+    return jax.local_devices(backend="cpu")[0]
+  except RuntimeError as error:
+    raise ValueError("Rounds: exchanges run on the CPU: add it to JAX_PLATFORMS, as in cuda,cpu") from error
 
 
 def _carry_node(old: Any, new: Any) -> Any:

@@ -21,10 +21,10 @@ from jaxsparse.partial.worker_protocol import _RETRY, Event, Request, WorkerProt
 
 
 class Done(NamedTuple):
-  """Event: the exchange of round `number` has ended; `digest` is that of its result."""
+  """Event: the exchange of round `number` has ended; `digest` is that of its result, None without one."""
 
   number: int
-  digest: int
+  digest: int | None
 
 
 class Send(NamedTuple):
@@ -94,17 +94,23 @@ class RoundProtocol(WorkerProtocol):
       case Exception():
         raise event
       case Done(number, digest):
+        self._now = now
         if self._runs(number):
-          self._now = now
-          self.stand = self.stand._replace(last=number)
-          if self.state == "joined":
-            self._tell(Says.DONE, number, stand=Stand(last=digest))
+          self._take_result(number, digest)
       case Send(member, piece):
         if self._runs(piece.number):
           self._patience = now + self._timeout
           self._send(self._members[member], piece)
       case _:
         super().handle(event, now)
+
+  def _take_result(self, number: int, digest: int | None) -> None:
+    if digest is None:
+      self._fail(self._average)
+    else:
+      self.stand = self.stand._replace(last=number)
+      if self.state == "joined":
+        self._tell(Says.DONE, number, stand=Stand(last=digest))
 
   def _runs(self, number: int) -> bool:
     """Whether this is the round whose exchange runs or has a result."""

@@ -27,6 +27,8 @@ from jaxsparse.partial.worker_protocol import Request
 from jaxsparse.transform.fragments import Fragments
 from jaxsparse.types import Comm
 
+_MOST_ARRAYS = 8  # for each parameter in the message of a donor
+
 
 class Rounds:
   """A worker that trains by itself and exchanges what it has moved in rounds with those that are there.
@@ -112,13 +114,15 @@ class Rounds:
     if mixing is not None and not 0 <= mixing < 1:
       raise ValueError(f"Rounds: mixing={mixing!r}, choose 0 up to less than 1, or None")
     check_start(params)
+    params = jax.tree.map(jnp.asarray, params)
     self._turn, self._delay, self._mixing, self._wait = every // fragments, delay, mixing, wait
     self._of_fragment = Fragments(fragments).numbers(params)
     step = OuterStep(outer, fragments, device)
     exchanger = self._exchanger = Exchanger(step, step.start(params), number)
-    longest = len(step.pack(exchanger.anchor)) + messages.LONGEST
+    # A donor sends its anchor with the state of the outer chain, of Adam for example two arrays a parameter.
+    longest = _MOST_ARRAYS * len(step.pack(exchanger.anchor)) + messages.LONGEST
     addresses = [address] if isinstance(address, str) else list(address)
-    endpoint = self._endpoint = Endpoint(addresses, bind, keys, 2 * longest, timeout)
+    endpoint = self._endpoint = Endpoint(addresses, bind, keys, longest, timeout)
     exchanger.post = endpoint.post
     entries = sum(leaf.size for leaf in jax.tree.leaves(exchanger.anchor.params))
     outlets = endpoint.tell, endpoint.send, endpoint.reply
@@ -128,7 +132,7 @@ class Rounds:
     endpoint.start(self._protocol, exchanger.model, ControllerLost, f"rounds, worker {number}")
     endpoint.take()
     exchanger.compile()
-    self._place = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), params)
+    self._place = jax.tree.map(lambda leaf: leaf.sharding, params)
     self._dtypes = jax.tree.map(jnp.result_type, params)
     self._anchor = self._on_device(exchanger.anchor.params)
     self._moved = jax.tree.map(jnp.zeros_like, self._anchor)  # θ − θ_w when `step` returned parameters last
@@ -248,7 +252,7 @@ class Rounds:
     return self._own(after, moved)
 
   def _on_device(self, tree: Any) -> Any:
-    return jax.tree.map(lambda leaf, place: leaf if place is None else jax.device_put(leaf, place), tree, self._place)
+    return jax.device_put(tree, self._place)
 
   def _own(self, anchor: Any, moved: Any) -> Any:
     return jax.tree.map(_own, anchor, moved, self._dtypes)

@@ -11,7 +11,6 @@ import optax
 
 import jaxsparse as js
 from jaxsparse.partial.exchanger import Run
-from jaxsparse.partial.outer_step import digest_of
 from tests.partial.trainer import START
 
 
@@ -40,7 +39,7 @@ def train(what: str, address: str, number: int) -> None:
 
     def report():
       stand, anchor = commit(), exchanger.anchor
-      print("round", stand.base, digest_of(exchanger._outer.pack(anchor)), flush=True, end=" ")
+      print("round", stand.base, exchanger._outer.digest(anchor), flush=True, end=" ")
       print(",".join(map(str, exchanger.group.members)), flush=True)
       return stand
 

@@ -1,0 +1,135 @@
+r"""Loss of a training in rounds whose late workers are others in each round, beside one in which nobody is late.
+
+M workers train by themselves for H steps. In a round M - late of them, drawn at random, exchange what they have moved,
+with the outer step of `js.partial.Rounds`; the others keep theirs for the next round. All in one process, in turn:
+seconds are not measured.
+
+Example:
+  python -m benchmarks.late --late=0,2 --steps=300 --seed=0
+"""
+
+import itertools
+import pathlib
+from concurrent import futures
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+
+from benchmarks import entry, methods, recipes, report, workers
+from benchmarks.tasks import registry
+from benchmarks.tasks.base import Task, model_of
+from jaxsparse.partial.controller import Group
+from jaxsparse.partial.exchanger import Run
+from jaxsparse.partial.outer_step import OuterStep
+
+_WORKERS = flags.DEFINE_integer("workers", 6, "M, the number of workers.", lower_bound=2)
+_LATE = entry.define_numbers("late", [0, 2], "How many are late in each round.", flags.IntegerParser(0))
+_EVERY = flags.DEFINE_integer("every", 8, "H, the steps from one round to the next.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 300, "Steps of each worker.", lower_bound=1)
+_TASK = flags.DEFINE_string("task", "lm", "What is trained, as of benchmarks.race.")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Examples of a worker in a step.", lower_bound=1)
+_COLLECTIVE = flags.DEFINE_string("collective", "onebit", "The collective of a round, as of benchmarks.race.")
+_OPTIMIZER = flags.DEFINE_string("optimizer", "adam:0.001", "The optimizer of each worker, as of benchmarks.race.")
+_CLIP = flags.DEFINE_float("clip", 1.0, "Largest norm of a gradient, 0 for any.", lower_bound=0.0)
+_SEED = entry.define_seeds([0, 1, 2])
+_REPORT_DIR = entry.define_report_dir("late.json")
+
+
+class Outcome(NamedTuple):
+  """A training and the loss of its anchor on held-out data."""
+
+  late: int
+  seed: int
+  steps: int
+  loss: float
+
+
+class Workers:
+  """All workers of a training, with the outer step of `js.partial.Rounds` on a device each."""
+
+  def __init__(self, task: Task, seed: int):
+    self.model = model_of(task, seed)
+    count = range(_WORKERS.value)
+    (method,) = methods.parse("collective", [_COLLECTIVE.value], _WORKERS.value)
+    outer = lambda comm: optax.chain(method.exchange(comm, {}), optax.sgd(1.0))
+    self.steps = [OuterStep(outer, device=jax.devices()[1 + worker]) for worker in count]
+    self.anchors = [step.start(self.model.params) for step in self.steps]
+    optimizer = recipes.Recipe(recipes.parse_optimizers([_OPTIMIZER.value], 0.001)[0], clip=_CLIP.value)
+    self.tx = optimizer.make()
+    self.params, self.states = [self.model.params] * len(count), [self.tx.init(self.model.params)] * len(count)
+    self._local = jax.jit(self._local_step)
+
+  def _local_step(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+    grads = jax.grad(self.model.loss, has_aux=True)(params, batch, self.model.statistics)[0]
+    updates, state = self.tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  def train(self, batch: Any) -> None:
+    """A step of every worker with its rows of a batch."""
+    size = len(jax.tree.leaves(batch)[0]) // len(self.params)
+    for worker, state in enumerate(self.states):
+      own = jax.tree.map(lambda x, worker=worker: x[worker * size : (worker + 1) * size], batch)
+      self.params[worker], self.states[worker] = self._local(self.params[worker], state, own)
+
+  def exchange(self, members: tuple[int, ...], number: int) -> None:
+    """A round of these workers; the others get its anchor, and keep what they have moved."""
+    moved = [jax.tree.map(jnp.subtract, self._anchor(worker), own) for worker, own in enumerate(self.params)]
+    group, runs = Group(members, (1 / len(members),) * len(members), number, number=number), dict[int, Run]()
+    post = lambda send: runs[send.member].receive(send.piece)
+    runs.update({worker: Run(group, worker, post) for worker in members})
+
+    def run(worker: int) -> Any:
+      operands = group.weights[0], len(members), members.index(worker), number, runs[worker].exchange
+      return self.steps[worker].run(self.anchors[worker], moved[worker], *operands)
+
+    with futures.ThreadPoolExecutor(len(members)) as pool:
+      for worker, result in zip(members, pool.map(run, members), strict=True):
+        self.anchors[worker] = result.anchor
+        moved[worker] = jax.tree.map(jnp.zeros_like, moved[worker])
+    content, *others = {self.steps[worker].pack(self.anchors[worker]) for worker in members}
+    if others:
+      raise RuntimeError(f"anchors of the members of round {number} differ")
+    for worker in set(range(len(self.params))) - set(members):
+      self.anchors[worker] = self.steps[worker].unpack(content, self.anchors[worker])
+    self.params = [jax.tree.map(jnp.subtract, self._anchor(worker), one) for worker, one in enumerate(moved)]
+
+  def _anchor(self, worker: int) -> Any:
+    return jax.device_put(self.anchors[worker].params, jax.devices()[0])
+
+
+def train(task: Task, seed: int, late: int, show: Any) -> float:
+  """The loss on held-out data of the anchor after a training."""
+  own, random = Workers(task, seed), np.random.default_rng(seed)
+  batches = task.stream(seed, _WORKERS.value, _BATCH_SIZE.value)
+  for step, batch in enumerate(itertools.islice(batches, _STEPS.value), start=1):
+    own.train(batch)
+    if step % _EVERY.value == 0 or step == _STEPS.value:
+      members = sorted(random.permutation(_WORKERS.value)[: _WORKERS.value - late].tolist())
+      own.exchange(tuple(members), step)
+    show(step, 0.0)
+  return own.model.evaluate(own._anchor(members[0]), own.model.statistics, None)[0]
+
+
+def main() -> None:
+  """Trains each, and prints a row of each number of late workers."""
+  jax.config.update("jax_num_cpu_devices", 1 + _WORKERS.value)  # outer steps have one each
+  console, outcomes = workers.make_console(), list[Outcome]()
+  task = registry.make(_TASK.value)
+  for seed in _SEED.value:
+    for late in _LATE.value:
+      with report.progress(console, f"{late} of {_WORKERS.value} late, seed {seed}", _STEPS.value) as show:
+        outcomes.append(Outcome(late, seed, _STEPS.value, train(task, seed, late, show)))
+  setting = {"task": str(task), "workers": _WORKERS.value, "every": _EVERY.value, "batch_size": _BATCH_SIZE.value}
+  setting |= {"collective": _COLLECTIVE.value, "optimizer": _OPTIMIZER.value}
+  path = pathlib.Path(_REPORT_DIR.value, "late.json")
+  report.keep(path, {"setting": setting}, {"outcomes": report.rounded(outcomes)})
+  rows = report.means((one._asdict() for one in outcomes), ["late", "steps"], {"loss": ".3f"})
+  console.print(report.table("Loss on held-out data", [f"late of {_WORKERS.value}", "steps", "loss"], rows))
+
+
+if __name__ == "__main__":
+  entry.run(main)

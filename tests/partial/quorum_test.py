@@ -1,0 +1,122 @@
+"""The controller of rounds: when they begin, with whom and with which weights, and when they count."""
+
+import pytest
+
+import jaxsparse as js
+from jaxsparse.partial.controller import Rejected
+from jaxsparse.partial.messages import Stand
+from jaxsparse.partial.quorum import Behind
+
+START = Stand()
+
+
+@pytest.fixture
+def quorum():
+  """Three of five workers are there, two are enough."""
+  found = js.partial.Quorum(5, quorum=2, first=9)
+  for worker in (0, 1, 3):
+    found.join(worker, START)
+  return found
+
+
+def ready(quorum, *workers):
+  return [group for worker in workers for group in quorum.ready(worker, 1, quorum.stand)]
+
+
+def test_a_round_begins_with_all_that_are_there_or_at_a_release_with_enough(quorum):
+  assert ready(quorum, 0, 3) == []
+  (group,) = ready(quorum, 1)
+  assert (group.members, group.iteration, group.number) == ((0, 1, 3), 0, 10)
+  assert quorum.failed(1, 10) == group
+  assert ready(quorum, 3) == quorum.release() == []
+  assert ready(quorum, 0) == []
+  (group,) = quorum.release()
+  assert (group.members, group.number) == ((0, 3), 11)
+
+
+def test_weights_are_shares_of_what_was_trained(quorum):
+  quorum.ready(0, 30, START)
+  quorum.ready(1, 0, START)
+  (group,) = quorum.ready(3, 10, START)
+  assert group.weights == (0.75, 0.0, 0.25)
+  quorum.failed(0, group.number)
+  for worker in (0, 1, 3):
+    groups = quorum.ready(worker, 0, START)
+  assert groups[0].weights == (1 / 3, 1 / 3, 1 / 3)
+
+
+def test_a_result_counts_when_all_members_have_it(quorum):
+  (group,) = ready(quorum, 0, 1, 3)
+  assert quorum.done(0, 10, digest=5) is quorum.done(3, 10, digest=6) is None
+  assert quorum.stand == START
+  verdict = quorum.done(1, 10, digest=5)
+  assert (verdict.group, verdict.digest, verdict.differing) == (group, 5, (3,))
+  assert quorum.stand == Stand(1, 10)
+  with pytest.raises(Behind):
+    quorum.ready(0, 1, START)
+
+
+def test_a_member_that_is_lost_or_joins_again_ends_its_round_for_all(quorum):
+  (group,) = ready(quorum, 0, 1, 3)
+  quorum.done(0, 10, digest=5)
+  assert quorum.leave(3, weight=7) == (group, [])
+  assert quorum.done(1, 10, digest=5) is None
+  assert (quorum.stand, quorum.lost, quorum.lost_weight) == (START, 1, 7)
+  (group,) = ready(quorum, 0, 1)
+  assert quorum.join(1, START) == group
+
+
+def test_the_last_that_all_wait_for_leaves(quorum):
+  ready(quorum, 0, 1)
+  (group,) = quorum.leave(3)[1]
+  assert group.members == (0, 1)
+
+
+def test_workers_that_are_ready_while_a_round_is_under_way_are_behind_when_it_counts(quorum):
+  ready(quorum, 0, 1)
+  quorum.release()
+  ready(quorum, 3)
+  quorum.done(0, 10, digest=5)
+  assert quorum.done(1, 10, digest=5).behind == (3,)
+  assert quorum.waiting == ()
+
+
+def test_a_new_controller_learns_where_rounds_are_from_the_most_trained_worker():
+  quorum = js.partial.Quorum(3, quorum=2)
+  quorum.join(0, START)
+  ready(quorum, 0)
+  quorum.join(1, Stand(4, 44, last=45))
+  assert (quorum.stand, quorum.waiting) == (Stand(4, 44), ())
+  quorum.join(2, Stand(3, 33))
+  assert quorum.stand == Stand(4, 44)
+
+
+def test_it_is_over_when_the_last_worker_has_left_in_good_order(quorum):
+  for worker in (0, 1):
+    quorum.leave(worker)
+  quorum.leave(3, weight=1)
+  assert not quorum.over  # all were lost, some may be started again
+  quorum.join(3, START)
+  quorum.leave(3)
+  assert quorum.over
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda quorum: quorum.join(5, START), "unknown: worker 5, there are 0 … 4"),
+    (lambda quorum: quorum.ready(2, 1, START), "absent: worker 2"),
+    (lambda quorum: quorum.ready(0, -1, START), "weight -1 of worker 0 is malformed"),
+    (lambda quorum: ready(quorum, 0, 0), "duplicate: worker 0 is ready already"),
+    (lambda quorum: quorum.done(2, 10, 1), "absent: worker 2"),
+  ],
+)
+def test_what_is_rejected(quorum, call, message):
+  with pytest.raises(Rejected, match=message):
+    call(quorum)
+
+
+@pytest.mark.parametrize("options", [{"quorum": 0}, {"quorum": 4}, {"quorum": 2, "grace": -1}, {"quorum": True}])
+def test_bad_options(options):
+  with pytest.raises(ValueError, match="quorum=|grace="):
+    js.partial.Quorum(3, **options)
