@@ -59,8 +59,9 @@ class Rounds:
     fragments, delay: F and τ, as of `js.local_steps`.
     mixing: α, as of `js.local_steps`, whose default with a delay is 0: a worker then drops what it moved meanwhile.
       None, the default here, keeps it.
-    wait: seconds that a step waits for its round to end; training goes on then, and the round is applied after a later
-      step. By default the grace window of the server.
+    wait: seconds that a step waits for its round to end, each H steps; training goes on then, and the round is applied
+      after a later step. So a worker that is alone goes slowly, and not far from the others. By default the grace
+      window of the server.
     bind, keys: as of `js.partial.Worker`.
     timeout: seconds to wait for the server at the start, and for the next message of another worker that the server
       takes for alive.
@@ -139,7 +140,6 @@ class Rounds:
     self.params = self._own(self._anchor, self._moved)
     self._since, self._weight, self._refused = 0, 0, 0
     self._flight: tuple[Any, int] | None = None  # what was given and its weight, while an exchange is under way
-    self._patient = True  # whether no step has waited for it yet
 
   @property
   def round(self) -> int:
@@ -173,7 +173,7 @@ class Rounds:
     if self._since < self._turn:
       return params
     wait = self._protocol.grace if self._wait is None else self._wait
-    return self._finish(params, wait if self._patient else 0)
+    return self._finish(params, 0 if self._since % self._turn else wait)
 
   def leave(self, params: Any = None) -> Any:
     """Leaves: the other workers continue without this one.
@@ -209,14 +209,13 @@ class Rounds:
     given = _moved(self._anchor, self._moved, params)
     if (returned := self._exchanger.returned) is not None:
       given, self._exchanger.returned = jax.tree.map(jnp.add, given, self._on_device(returned)), None
-    self._flight, self._patient, weight = (given, self._weight), True, self._weight
+    self._flight, weight = (given, self._weight), self._weight
     request = Request(Says.READY, weight=weight)
     post = lambda finite: self._endpoint.post(request) if finite else self._endpoint.reply(None)
     self._exchanger.prepare(given, post)
 
   def _finish(self, params: Any, wait: float) -> Any:
     """Applies the round of the exchange under way if it has ended after so many seconds."""
-    self._patient = False
     try:
       answer = self._endpoint.take(wait)
     except queue.Empty:
