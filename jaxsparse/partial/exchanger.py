@@ -157,8 +157,8 @@ class Exchanger:
       return None
     if anchor.stand.round < self.anchor.stand.round:
       return None
-    if self._before and self.anchor.stand.round and self.anchor.stand.base not in anchor.lineage:
-      before, self.returned = self._before  # the last round of this worker does not count
+    if self._before and not anchor.follows(self.anchor.stand):  # its last round does not count
+      before, self.returned = self._before
       anchor = self._outer.unpack(model.values.tobytes(), before)
       self._before = None
     self.anchor = anchor

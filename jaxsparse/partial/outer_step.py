@@ -41,6 +41,11 @@ class Anchor(NamedTuple):
   stand: Stand = Stand()
   lineage: tuple[int, ...] = ()
 
+  def follows(self, stand: Stand) -> bool:
+    """Whether it has been through that round; taken for granted if it is too long ago."""
+    later = self.stand.round - stand.round
+    return later >= len(self.lineage) or self.lineage[-1 - later] == stand.base
+
 
 class Result(NamedTuple):
   """The outcome of an exchange.

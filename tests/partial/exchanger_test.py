@@ -1,0 +1,128 @@
+"""The anchor of a worker: rounds that count, that do not, and those of other workers."""
+
+import queue
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from jaxsparse.partial.controller import Group
+from jaxsparse.partial.exchanger import Exchanger, Run
+from jaxsparse.partial.messages import Kind, Piece, Stand
+from jaxsparse.partial.outer_step import OuterStep
+from jaxsparse.partial.round_protocol import Done, Send
+
+
+def outer(comm):
+  return optax.chain(js.topka_transform(comm, k=1), optax.sgd(1.0))
+
+
+class Worker:
+  """A worker whose rounds have no other member."""
+
+  def __init__(self):
+    step = OuterStep(outer)
+    self.exchanger, self.events = Exchanger(step, step.start(jnp.zeros(3)), number=0), queue.Queue()
+    self.exchanger.post = self.events.put
+
+  def round(self, number, *given, commit=True):
+    self.exchanger.given = jnp.array(given)
+    self.exchanger.begin(Group((0,), (1.0,), 0, number=number))
+    event = self.events.get(timeout=60)
+    assert isinstance(event, Done), event
+    if commit:
+      self.exchanger.commit()
+    else:
+      self.exchanger.drop()
+
+  @property
+  def anchor(self):
+    return np.asarray(self.exchanger.anchor.params).tolist()
+
+  @property
+  def residual(self):
+    (found,) = self.exchanger._outer.undelivered(self.exchanger.anchor)
+    return np.asarray(found).tolist()
+
+
+@pytest.fixture
+def worker():
+  return Worker()
+
+
+def test_a_round_that_counts_and_one_that_does_not(worker):
+  worker.round(5, 4.0, 2.0, 1.0)
+  assert (worker.anchor, worker.residual) == ([-4, 0, 0], [0, 2, 1])
+  worker.round(6, 9.0, 9.0, 9.0, commit=False)
+  assert (worker.anchor, worker.residual) == ([-4, 0, 0], [0, 2, 1])
+  worker.round(7, 0.0, 0.0, 3.0)
+  assert (worker.anchor, worker.residual) == ([-4, 0, -4], [0, 2, 0])
+  assert worker.exchanger.anchor.lineage == (5, 7)
+
+
+def test_the_anchor_of_a_donor_with_the_residual_of_this_worker(worker):
+  donor = Worker()
+  worker.round(5, 4.0, 2.0, 1.0)
+  donor.round(5, 4.0, 0.0, 1.0)
+  donor.round(6, 0.0, 7.0, 0.0)
+  assert worker.exchanger.adopt(donor.exchanger.model()) == Stand(2, 6)
+  assert (worker.anchor, worker.residual) == ([-4, -7, 0], [0, 2, 1])
+  assert donor.exchanger.adopt(Worker().exchanger.model()) is None  # an older one
+  assert donor.exchanger.adopt(Piece(Kind.MODEL, 0, 0, np.ones(7, np.float32))) is None
+  assert donor.anchor == worker.anchor
+  assert worker.exchanger.returned is None
+
+
+def test_a_last_round_that_another_server_knows_nothing_of_is_undone(worker):
+  """What the worker had given comes back, and its residual is that before."""
+  donor = Worker()
+  worker.round(5, 4.0, 2.0, 1.0)
+  worker.round(6, 8.0, 0.0, 0.0)
+  donor.round(5, 4.0, 2.0, 1.0)
+  donor.round(16, 0.0, 7.0, 0.0)
+  worker.exchanger.adopt(donor.exchanger.model())
+  assert (worker.anchor, worker.residual) == ([-4, -9, 0], [0, 2, 1])
+  assert np.asarray(worker.exchanger.returned).tolist() == [8, 0, 0]
+
+
+def test_a_last_round_that_was_long_ago_counts(worker):
+  donor = Worker()
+  worker.round(5, 4.0, 2.0, 1.0)
+  for number in range(5, 75):
+    donor.round(number, 1.0, 0.0, 0.0)
+  worker.exchanger.adopt(donor.exchanger.model())
+  assert worker.exchanger.returned is None
+  assert worker.residual == [0, 2, 1]
+
+
+def test_a_result_unlike_that_of_the_others_is_taken_back_but_what_was_given_is_not(worker):
+  worker.round(5, 4.0, 2.0, 1.0)
+  worker.round(6, 8.0, 0.0, 0.0)
+  assert worker.exchanger.go_back() == Stand(1, 5)
+  assert (worker.anchor, worker.residual) == ([-4, 0, 0], [0, 2, 1])
+
+
+def test_an_exchange_ends_without_a_result_when_it_fails_or_a_message_is_unlike(caplog):
+  """No thread waits for ever, and nothing more is sent."""
+  events = queue.Queue()
+  run = Run(Group((0, 1), (0.5, 0.5), 0, number=3), 0, events.put)
+  run.receive(Piece(Kind.MESSAGE, 3, 1, np.ones(2, np.float32), tag=1))
+  assert run.exchange(np.zeros(3, np.uint32), 1, 1).tolist() == [0, 0, 0]
+  assert isinstance(events.get(), Send)
+  assert run.failed
+  assert "worker 1 sent 2 words instead of 3" in caplog.text
+  assert run.exchange(np.zeros(3, np.uint32), 1, 1).tolist() == [0, 0, 0]
+  assert events.empty()
+
+
+def test_an_error_of_the_outer_chain_is_an_event(worker):
+  def fails(_):
+    raise TypeError("no such chain")
+
+  worker.exchanger._outer = OuterStep(fails)
+  worker.exchanger.begin(Group((0,), (1.0,), 0, number=1))
+  assert str(worker.events.get(timeout=60)) == "no such chain"
+  assert jax.tree.leaves(worker.exchanger.anchor.outer) == []
