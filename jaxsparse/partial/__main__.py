@@ -30,15 +30,23 @@ def main() -> None:
   add("--history", type=int, default=argparse.SUPPRESS, help="T: groups that it may take to connect all workers")
   add("--address", default=sockets.LOOPBACK, help="where to listen")
   add("--keys", type=pathlib.Path, help="file of the run's CURVE keys; created if it does not exist")
+  each = "folder of a file of keys for each worker, by its number, and one for the server; created if it does not exist"
+  add("--own_keys", type=pathlib.Path, help=each)
   add("--limit", type=float, default=LIMIT, help="seconds without heartbeat until a worker is dropped")
   add("--start_timeout", type=float, default=START_TIMEOUT, help="seconds until a worker that never joins is dropped")
   options = vars(parser.parse_args())
-  address, path = options.pop("address"), options.pop("keys")
+  address, path, folder = (options.pop(name) for name in ("address", "keys", "own_keys"))
   limits = {name: options.pop(name) for name in ("limit", "start_timeout")}
   try:
     controller: Controller | Quorum = (Quorum if "quorum" in options else Controller)(**options)
+    if folder and not folder.exists():
+      folder.mkdir(mode=0o700)
+      *own, last = Keys.make_own(controller.workers)
+      for name, keys in zip([*map(str, range(len(own))), "server"], [*own, last], strict=True):
+        keys.write(folder / name)
     if path and not path.exists():
       Keys.make().write(path)
+    path = folder / "server" if folder else path
     server = Server(controller, address, keys=Keys.read(path) if path else None, **limits)
   except ModuleNotFoundError as error:
     sys.exit(f"error: {error}")

@@ -149,13 +149,17 @@ class Exchanger:
     if self._run:
       self._run.fail()
 
-  def adopt(self, model: Piece) -> Stand | None:
-    """Takes the anchor of a donor, unless it is older; the residual of this worker stays, and what it gives."""
+  def adopt(self, model: Piece, base: int, digest: int) -> Stand | None:
+    """Takes the anchor of a donor; the residual of this worker stays, and what it gives.
+
+    Not one that is older, nor that of round `base` with another digest than this one, unless that is 0.
+    """
     try:
       anchor = self._outer.unpack(model.values.tobytes(), self.anchor)
     except (ValueError, TypeError):
       return None
-    if anchor.stand.round < self.anchor.stand.round:
+    differs = digest and anchor.stand.base == base and self._outer.digest(anchor) != digest
+    if differs or anchor.stand.round < self.anchor.stand.round:
       return None
     if self._before and not anchor.follows(self.anchor.stand):  # its last round does not count
       before, self.returned = self._before

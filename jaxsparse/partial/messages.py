@@ -173,6 +173,20 @@ def parse_piece(frames: list[bytes]) -> Piece | None:
   return Piece(Kind(kind), number, sender, np.frombuffer(frames[1], np.float32), tag) if kind in set(Kind) else None
 
 
+def sender_of(frames: list[bytes]) -> int | None:
+  """The number of the worker that a signal or a piece says it is of; None for any other message.
+
+  Example:
+    >>> sender_of([Signal(Says.READY, 3, 17).pack()]), sender_of([b"!"])
+    (3, None)
+  """
+  if piece := parse_piece(frames):
+    return piece.sender
+  with contextlib.suppress(Rejected):
+    return parse_signal(frames).worker
+  return None
+
+
 def pack_answer(kind: Answer, **content: Any) -> bytes:
   """The bytes of an answer.
 

@@ -56,7 +56,7 @@ class Quorum:
     grace: seconds for which a worker that is ready waits for others when K of them are ready.
 
   Attributes:
-    stand: the last round whose result counted, as `Stand` says.
+    stand: the last round whose result counted, as `Stand` says, and `digest` of its result; 0 if another server knew.
     lost: how many workers were lost, and `lost_weight` the sum of what they had trained and not delivered.
     paused: whether no round begins: after its start a server waits for workers that know more than others.
     over: whether all workers have left, the last one in good order.
@@ -80,7 +80,7 @@ class Quorum:
     if not isinstance(grace, int | float) or not grace >= 0:
       raise ValueError(f"grace={grace!r}, choose 0 seconds or more")
     self.workers, self.quorum, self.grace = workers, quorum, float(grace)
-    self.stand, self.lost, self.lost_weight = Stand(), 0, 0
+    self.stand, self.digest, self.lost, self.lost_weight = Stand(), 0, 0, 0
     self.over = self.paused = False
     # Another number for each server, or pieces of a group of one before could be taken for those of a later one.
     self._number = secrets.randbits(61) if first is None else first
@@ -111,7 +111,7 @@ class Quorum:
     self._present.add(worker)
     self.over = False
     if self._under_way is None and stand.round > self.stand.round:
-      self.stand = Stand(stand.round, stand.base)
+      self.stand, self.digest = Stand(stand.round, stand.base), 0
       self._ready.clear()  # they are behind
     return group
 
@@ -148,7 +148,7 @@ class Quorum:
 
   def go_back(self, stand: Stand) -> None:
     """Nobody has the anchor of the last round any more: the last one is that of this stand."""
-    self.stand = Stand(stand.round, stand.base)
+    self.stand, self.digest = Stand(stand.round, stand.base), 0
 
   def done(self, worker: int, number: int, digest: int) -> Verdict | None:
     """A member has the result of a round, which counts if all of them have it."""
@@ -162,7 +162,7 @@ class Quorum:
     (agreed, _), *_ = collections.Counter(self._digests.values()).most_common(1)
     differing = tuple(worker for worker in group.members if self._digests[worker] != agreed)
     verdict = Verdict(group, agreed, differing, self.waiting)
-    self.stand, self._under_way = Stand(self.stand.round + 1, number), None
+    self.stand, self.digest, self._under_way = Stand(self.stand.round + 1, number), agreed, None
     self._ready.clear()
     return verdict
 

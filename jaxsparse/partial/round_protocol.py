@@ -49,8 +49,8 @@ class Exchange(Protocol):
   def drop(self) -> None:
     """The exchange that was begun last counts for nobody."""
 
-  def adopt(self, model: Piece) -> Stand | None:
-    """Takes the anchor of a donor; None if it is not one. What this worker has trained is kept."""
+  def adopt(self, model: Piece, base: int, digest: int) -> Stand | None:
+    """Takes the anchor of a donor; None if it is older, or that of round `base` and has another digest, if not 0."""
 
 
 class RoundProtocol(WorkerProtocol):
@@ -84,6 +84,7 @@ class RoundProtocol(WorkerProtocol):
     self._exchange, self._switch = exchange, switch
     self.stand, self.grace, self.undelivered, self._weight = Stand(), 0.0, 0, 0
     self._after = 0  # the number of rounds after the last one of this worker
+    self._last = 0, 0  # the number of the last round, and the digest of its result, as the server says
 
   def handle(self, event: Event | Done | Send | Exception, now: float) -> None:
     """Does what an event asks for; raises one that is an error of an exchange."""
@@ -128,6 +129,8 @@ class RoundProtocol(WorkerProtocol):
       self.grace = content["grace"]
       if self._average:  # of which a server before has told this worker
         self._settle(counts=content["number"] == self.stand.last != 0)
+    if "base" in content:
+      self._last = content["base"], content["digest"]
     super()._take_server_message(message)
     if kind == Answer.COMMIT and self._runs(content["number"]) and self.stand.last == content["number"]:
       differs = self._average.digest != content["digest"]
@@ -166,7 +169,7 @@ class RoundProtocol(WorkerProtocol):
     self._begin_request()
 
   def _take_model(self, piece: Piece) -> None:
-    if stand := self._exchange.adopt(piece):
+    if stand := self._exchange.adopt(piece, *self._last):
       self.stand, self._donor, self.state = stand, None, "joined"
       self._patience = self._now + self._timeout
       self._begin_request()

@@ -54,9 +54,9 @@ class RoundServerProtocol(ServerProtocol):
 
   def _commit(self, verdict: Verdict) -> None:
     """All members have the result of a round; those that are ready for it meanwhile are behind."""
-    group, digest, differing, behind = verdict
+    group, _, differing, behind = verdict
     donor = next(self._members[worker] for worker in group.members if worker not in differing)
-    content = {"number": group.number, "digest": digest, "donor": donor.address}
+    content = {"number": group.number, "donor": donor.address, **self._last}
     for worker in group.members:
       member = self._members[worker]
       member.stand, member.weight = self._controller.stand, 0
@@ -65,7 +65,13 @@ class RoundServerProtocol(ServerProtocol):
 
   def _tell_behind(self, workers: Iterable[int], donor: str | None) -> None:
     for worker in workers:
-      self._send(self._members[worker].connection, messages.pack_answer(Answer.BEHIND, donor=donor))
+      content = {"donor": donor, **self._last}
+      self._send(self._members[worker].connection, messages.pack_answer(Answer.BEHIND, **content))
+
+  @property
+  def _last(self) -> dict[str, int]:
+    """The last round, for a worker that checks the anchor of a donor."""
+    return {"base": self._controller.stand.base, "digest": self._controller.digest}
 
   def _join(self, signal: Signal) -> None:
     stand, quorum = signal.stand, self._controller
@@ -80,7 +86,7 @@ class RoundServerProtocol(ServerProtocol):
     counts = stand.last != 0 and stand.last == last.base
     member.stand = last if counts else Stand(stand.round, stand.base)
     donor = None if member.stand == last else self._donor(member)
-    content = {"limit": self._limit, "donor": donor, "number": stand.last if counts else 0}
+    content = {"limit": self._limit, "donor": donor, "number": stand.last if counts else 0, **self._last}
     self._send(member.connection, messages.pack_answer(Answer.WELCOME, grace=self._controller.grace, **content))
 
   def _donor(self, member: Member) -> str | None:

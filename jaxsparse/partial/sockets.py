@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-from jaxsparse.partial.messages import Piece
+from jaxsparse.partial.messages import Piece, sender_of
 
 
 class _Missing:
@@ -38,7 +38,13 @@ _STALLED = 5000  # milliseconds in which another worker's machine takes no byte 
 class Keys(NamedTuple):
   """A CURVE key pair that the server and all workers of a run share; anybody who has it can join the run.
 
-  Each key is 40 characters (Z85). Pass them to the workers as secretly as a password.
+  Each key is 40 characters (Z85). Pass them to the workers as secretly as a password. With `make_own` each worker has a
+  pair of its own besides, so that none can speak for another one.
+
+  Attributes:
+    public, secret: of the run, by which workers know the server and each other.
+    own: the pair of this worker; () where all share that of the run.
+    workers: the public keys of all workers by their numbers.
 
   Example:
     >>> import tempfile
@@ -52,11 +58,19 @@ class Keys(NamedTuple):
 
   public: bytes
   secret: bytes
+  own: tuple[bytes, ...] = ()
+  workers: tuple[bytes, ...] = ()
 
   @classmethod
   def make(cls) -> Keys:
     """Makes the keys of a run."""
     return cls(*zmq.curve_keypair())
+
+  @classmethod
+  def make_own(cls, workers: int) -> list[Keys]:
+    """Makes the keys of a run of so many workers: those of each worker, and at the end those of the server."""
+    run, pairs = cls.make(), [zmq.curve_keypair() for _ in range(workers + 1)]
+    return [run._replace(own=pair, workers=tuple(public for public, _ in pairs[:-1])) for pair in pairs]
 
   @classmethod
   def read(cls, path: str | os.PathLike[str]) -> Keys:
@@ -65,10 +79,10 @@ class Keys(NamedTuple):
     Raises:
       ValueError: if the file holds anything else.
     """
-    words = pathlib.Path(path).read_bytes().split()
-    if [len(word) for word in words] != [40, 40]:
+    public, secret, *others = words = pathlib.Path(path).read_bytes().split() or [b"", b""]
+    if {len(word) for word in words} != {40} or len(others) in (1, 2):
       raise ValueError(f"{path} holds no keys, python -m jaxsparse.partial --keys=FILE writes some to a new file")
-    return cls(*words)
+    return cls(public, secret, tuple(others[:2]), tuple(others[2:]))
 
   def write(self, path: str | os.PathLike[str]) -> None:
     """Writes the keys to a new file that only its owner can read.
@@ -77,7 +91,7 @@ class Keys(NamedTuple):
       FileExistsError: if the file exists: a run may be using it.
     """
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-      file.write(b"%s %s\n" % self)
+      file.write(b"\n".join([self.public, self.secret, *self.own, *self.workers, b""]))
 
 
 def check_address(address: str, keys: Keys | None, *, reachable: bool = False) -> None:
@@ -107,7 +121,9 @@ def check_address(address: str, keys: Keys | None, *, reachable: bool = False) -
 
 
 class Network:
-  """Sockets that encrypt, and admit only peers with the keys of the run; without keys, any peer.
+  """Sockets that encrypt, and admit only peers with keys of the run; without keys, any peer.
+
+  Where workers have keys of their own, messages whose sender is another one than they say are dropped.
 
   Args:
     keys: of the run.
@@ -124,10 +140,12 @@ class Network:
   def __init__(self, keys: Keys | None):
     self._keys, self.context = keys, zmq.Context()
     self._poller, self._handlers = zmq.Poller(), dict[zmq.Socket, Handler]()
+    self._bound = set[zmq.Socket]()  # ROUTERs, whose clients have keys of their own
     if keys:
       from zmq.auth.thread import ThreadAuthenticator
 
-      admits = types.SimpleNamespace(callback=lambda _, key: key == keys.public)
+      admitted = keys.workers or (keys.public,)
+      admits = types.SimpleNamespace(callback=lambda _, key: key in admitted)
       self._guard = ThreadAuthenticator(self.context)  # a thread that authenticates clients (ZMTP's ZAP)
       self._guard.start()
       self._guard.configure_curve_callback(domain=_DOMAIN, credentials_provider=admits)
@@ -136,7 +154,7 @@ class Network:
     """A new DEALER, to be connected to a ROUTER of the run."""
     socket = self.context.socket(zmq.DEALER)
     if self._keys:
-      socket.curve_publickey, socket.curve_secretkey = self._keys
+      socket.curve_publickey, socket.curve_secretkey = self._keys.own or self._keys[:2]
       socket.curve_serverkey = self._keys.public
     return socket
 
@@ -145,8 +163,10 @@ class Network:
     socket = self.context.socket(zmq.ROUTER)
     socket.maxmsgsize = longest
     if self._keys:
-      socket.curve_publickey, socket.curve_secretkey = self._keys
+      socket.curve_publickey, socket.curve_secretkey = self._keys[:2]
       socket.curve_server, socket.zap_domain = True, _DOMAIN.encode()
+      if self._keys.workers:
+        self._bound.add(socket)
     try:
       socket.bind(address)
     except zmq.ZMQError:
@@ -173,7 +193,16 @@ class Network:
         for _ in range(_MOST_AT_ONCE):
           if socket not in self._handlers:  # a handler has closed it
             break
-          self._handlers[socket](socket.recv_multipart(zmq.NOBLOCK))
+          if frames := self._receive(socket):
+            self._handlers[socket](frames)
+
+  def _receive(self, socket: zmq.Socket) -> list[bytes]:
+    """The next message; [] for one that says it is of another worker than that whose key has sent it."""
+    if socket not in self._bound:
+      return socket.recv_multipart(zmq.NOBLOCK)
+    received = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    frames, key = [frame.bytes for frame in received], str(received[-1].get("User-Id")).encode()
+    return frames if sender_of(frames[1:]) == self._keys.workers.index(key) else []  # type: ignore[union-attr]
 
   def close(self, linger: int) -> None:
     """Closes all sockets; messages of this end may take so many milliseconds more to be sent."""

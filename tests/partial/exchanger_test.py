@@ -68,11 +68,15 @@ def test_the_anchor_of_a_donor_with_the_residual_of_this_worker(worker):
   worker.round(5, 4.0, 2.0, 1.0)
   donor.round(5, 4.0, 0.0, 1.0)
   donor.round(6, 0.0, 7.0, 0.0)
-  assert worker.exchanger.adopt(donor.exchanger.model()) == Stand(2, 6)
+  assert worker.exchanger.adopt(donor.exchanger.model(), 0, 0) == Stand(2, 6)
   assert (worker.anchor, worker.residual) == ([-4, -7, 0], [0, 2, 1])
-  assert donor.exchanger.adopt(Worker().exchanger.model()) is None  # an older one
-  assert donor.exchanger.adopt(Piece(Kind.MODEL, 0, 0, np.ones(7, np.float32))) is None
+  assert donor.exchanger.adopt(Worker().exchanger.model(), 0, 0) is None  # an older one
+  assert donor.exchanger.adopt(Piece(Kind.MODEL, 0, 0, np.ones(7, np.float32)), 0, 0) is None
   assert donor.anchor == worker.anchor
+  digest = donor.exchanger._outer.digest(donor.exchanger.anchor)
+  assert worker.exchanger.adopt(donor.exchanger.model(), 6, digest + 1) is None
+  assert worker.exchanger.adopt(donor.exchanger.model(), 6, digest) == Stand(2, 6)
+  assert worker.exchanger.adopt(donor.exchanger.model(), 5, digest + 1) == Stand(2, 6)  # of a round before
   assert worker.exchanger.returned is None
 
 
@@ -83,7 +87,7 @@ def test_a_last_round_that_another_server_knows_nothing_of_is_undone(worker):
   worker.round(6, 8.0, 0.0, 0.0)
   donor.round(5, 4.0, 2.0, 1.0)
   donor.round(16, 0.0, 7.0, 0.0)
-  worker.exchanger.adopt(donor.exchanger.model())
+  worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
   assert (worker.anchor, worker.residual) == ([-4, -9, 0], [0, 2, 1])
   assert np.asarray(worker.exchanger.returned).tolist() == [8, 0, 0]
 
@@ -93,7 +97,7 @@ def test_a_last_round_that_was_long_ago_counts(worker):
   worker.round(5, 4.0, 2.0, 1.0)
   for number in range(5, 75):
     donor.round(number, 1.0, 0.0, 0.0)
-  worker.exchanger.adopt(donor.exchanger.model())
+  worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
   assert worker.exchanger.returned is None
   assert worker.residual == [0, 2, 1]
 

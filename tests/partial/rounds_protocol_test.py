@@ -115,7 +115,7 @@ class Process(protocols_test.Process):
     if self.run:
       self.run.active = False
 
-  def adopt(self, piece):
+  def adopt(self, piece, base, digest):
     anchor = self.network.models[int(piece.values[0])]
     if len(anchor) < len(self.anchor):
       return None

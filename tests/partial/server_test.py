@@ -26,7 +26,7 @@ class Client:
   def __init__(self, socket, address, keys=None, known=None):
     self.socket = socket(zmq.DEALER)
     if keys:
-      self.socket.curve_publickey, self.socket.curve_secretkey = keys
+      self.socket.curve_publickey, self.socket.curve_secretkey = keys[:2]
       self.socket.curve_serverkey = known or keys.public
     self.socket.connect(address)
 
@@ -201,3 +201,32 @@ def test_the_command_line(tmp_path, monkeypatch):
   monkeypatch.setattr(sys, "argv", ["jaxsparse.partial", "--workers=2", "--group_size=3"])
   with pytest.raises(SystemExit, match="^error: controller: group_size=3, choose a whole number from 2 to 2$"):
     main()
+
+
+def test_a_worker_with_keys_of_its_own_cannot_speak_for_another_one(socket):
+  """Neither to the server nor to a worker; the keys of the run do not let anybody in."""
+  *own, at_server = js.partial.Keys.make_own(3)
+  with serve(3, keys=at_server) as server:
+    Client(socket, server.address, own[0].own, known=at_server.public).join(0, 3)
+    for liar, number in ((own[0].own, 1), (own[0][:2], 0)):
+      client = Client(socket, server.address, liar, known=at_server.public)
+      client.socket.send(Signal(Says.HELLO, number, 1, "tcp://127.0.0.1:9").pack())
+      assert not client.socket.poll(300)
+    with js.partial.Worker(server.address, 1, jnp.zeros(3), keys=own[1]) as worker:
+      address = worker._endpoint.address
+      for sender, answers in ((0, False), (2, True)):
+        client = socket(zmq.DEALER)
+        client.curve_publickey, client.curve_secretkey = own[2].own
+        client.curve_serverkey = at_server.public
+        client.connect(address)
+        client.send_multipart(Piece(Kind.FETCH, 0, sender).pack())
+        assert bool(client.poll(5000 if answers else 300)) == answers
+
+
+def test_keys_of_each_worker_are_read_as_they_were_written(tmp_path):
+  for number, keys in enumerate(js.partial.Keys.make_own(2)):
+    keys.write(tmp_path / str(number))
+    assert js.partial.Keys.read(tmp_path / str(number)) == keys
+  (tmp_path / "cut").write_bytes(b"\n".join([b"x" * 40] * 3))
+  with pytest.raises(ValueError, match="holds no keys"):
+    js.partial.Keys.read(tmp_path / "cut")
