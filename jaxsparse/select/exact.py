@@ -145,11 +145,22 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
     by_block = jnp.maximum(cut, 1)
   else:
     by_block = jnp.zeros_like(low).at[blocks.order].set(low)
-  # A word of entries of two blocks is compared with the lower key: up to 32 more candidates.
-  starts = jnp.arange(0, n, bitset.BITS, dtype=jnp.int32)
-  ends = jnp.minimum(starts + (bitset.BITS - 1), n - 1)
-  of_word = jnp.minimum(by_block[starts // length], by_block[ends // length])
-  members = bitset.pack(keys_of(blocks.x.values) >= jnp.repeat(of_word, bitset.BITS)[:n])
+
+  def by_word(by_block: jax.Array) -> jax.Array:
+    # A word of entries of two blocks is compared with the lower key: up to 32 more candidates.
+    starts = jnp.arange(0, n, bitset.BITS, dtype=jnp.int32)
+    ends = jnp.minimum(starts + (bitset.BITS - 1), n - 1)
+    of_word = jnp.minimum(by_block[starts // length], by_block[ends // length])
+    return jnp.repeat(of_word, bitset.BITS)[:n]
+
+  def by_entry(by_block: jax.Array) -> jax.Array:
+    # A TPU would pad rows of 32 to 128, and store them.
+    index = jnp.arange(n, dtype=jnp.int32)
+    at_least = lambda low, row: jnp.where(index >= row * length, by_block[row], low)
+    return functools.reduce(at_least, range(1, rows), jnp.broadcast_to(by_block[0], n))
+
+  low_of_entry = _compat.by_platform(by_block, tpu=by_entry, default=by_word)
+  members = bitset.pack(keys_of(blocks.x.values) >= low_of_entry)
   found = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
   edges = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32) * length, n)  # empty slots hold n or more
@@ -191,8 +202,10 @@ def search_among(
   find = lambda way: functools.partial(way, read=read, k=k, length=length, least=least)
   args = candidates.indices, candidates.low
   found, reached = _compat.by_platform(*args, gpu=find(_by_order), default=find(_by_count))
-  # Where all that reach the smallest key above 0 are known, the others are zeros.
-  proven = candidates.fits & ((reached >= candidates.needed) | (candidates.low == 1))
+  # Where all that reach the smallest key above 0 are known, the others are zeros, which a TPU leaves to `search_all`.
+  zeros = lambda low: low == 1
+  filled = _compat.by_platform(candidates.low, tpu=lambda low: zeros(low) & (least is not None), default=zeros)
+  proven = candidates.fits & ((reached >= candidates.needed) | filled)
   return jax.lax.cond(proven.all(), lambda: found, search_all)
 
 
@@ -223,7 +236,7 @@ def _by_count(
 ) -> tuple[jax.Array, jax.Array]:
   """`search_among` where no loop waits for a host: (i32[rows, k], how many reach `low`)."""
   rows, keys = jnp.arange(len(indices), dtype=jnp.int32), jnp.where(indices < length, keys_of(read(indices)), -1)
-  reached = bitset.count(bitset.pack(keys >= low[:, None]))
+  reached = bitset.count_true(keys >= low[:, None])
 
   def append(found: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array) -> jax.Array:
     """`found` [rows, k], in whose slots from `filled` i32[rows] on are the first flagged entries of `new` [rows, c]."""
@@ -242,8 +255,9 @@ def _by_count(
   if least is not None:
     chosen &= keys >= least[:, None]
   found = append(jnp.full((rows.size, k), length, jnp.int32), jnp.zeros_like(rows), chosen, indices)
-  if least is None:
-    found = jax.lax.cond((reached < k).any(), add_zeros, jnp.asarray, found)
+  if least is None:  # on a TPU the sort takes long to compile
+    fill = lambda found: jax.lax.cond((reached < k).any(), add_zeros, jnp.asarray, found)
+    found = _compat.by_platform(found, tpu=jnp.asarray, default=fill)
   return found, reached
 
 

@@ -13,7 +13,8 @@ from jaxsparse import _compat
 
 BITS = 32
 _ALIGNED = 256  # slots
-_ROW = 4096  # flags of 128 words
+_LANES = 128  # of a TPU
+_ROW = BITS * _LANES  # flags of 128 words
 _SHORT = 256  # numbers that a running sum adds up all at once
 GROUP = 8  # words, 256 bits, that are counted together: few enough groups for a running sum, few enough words to search
 
@@ -45,16 +46,17 @@ def _pack_padded(flags: jax.Array) -> jax.Array:
 def _pack_by_product(flags: jax.Array) -> jax.Array:
   """Each half of a word is a sum of 16 powers of two, exact in float32: a product with a matrix, in whole rows of 128.
 
-  Words of 32 neighbours are rows of 32 lanes on a TPU, which compile for minutes.
+  Words of 32 neighbours are rows of 32 lanes on a TPU, which compile for minutes, and so are quotients of indices.
   """
-  rows = jnp.pad(flags, (0, -flags.size % _ROW)).reshape(-1, _ROW)
-  flag, half = (jax.lax.broadcasted_iota(jnp.int32, (_ROW, _ROW // 16), axis) for axis in (0, 1))
-  words = _ROW // BITS  # first the lower halves of a row's words, then the upper ones
-  inside = (flag // BITS == half % words) & (flag % BITS // 16 == half // words)
-  weights = jnp.where(inside, (1 << flag % 16).astype(jnp.float32), 0.0).astype(jnp.bfloat16)
-  halves = jnp.dot(rows.astype(jnp.bfloat16), weights, preferred_element_type=jnp.float32).astype(jnp.uint32)
-  whole = (halves[:, :words] | halves[:, words:] << 16).reshape(-1)
-  return whole[: GROUP * -(-flags.size // (GROUP * BITS))]
+  rows = jnp.pad(flags, (0, -flags.size % _ROW)).reshape(-1, BITS, _LANES)
+  row, lane, half = (jax.lax.broadcasted_iota(jnp.int32, (BITS, _LANES, 2 * _LANES), axis) for axis in range(3))
+  # First the lower halves of the words of a row of 4,096 flags, then the upper ones.
+  inside = ((row << 2 | lane >> 5) == (half & _LANES - 1)) & ((lane >> 4 & 1) == half >> 7)
+  weights = jnp.where(inside, (1 << (lane & 15)).astype(jnp.float32), 0.0).astype(jnp.bfloat16)
+  both = (((1, 2), (0, 1)), ((), ()))
+  halves = jax.lax.dot_general(rows.astype(jnp.bfloat16), weights, both, preferred_element_type=jnp.float32)
+  lower, upper = jnp.split(halves.astype(jnp.uint32), 2, axis=1)
+  return (lower | upper << 16).reshape(-1)[: GROUP * -(-flags.size // (GROUP * BITS))]
 
 
 def _pack_whole(flags: jax.Array) -> jax.Array:
@@ -102,13 +104,13 @@ def count(words: jax.Array) -> jax.Array:
 
 
 def count_true(flags: jax.Array) -> jax.Array:
-  """The number of flags that are set, i32[], of bool[n] that is not stored.
+  """The number of flags that are set, i32[] of bool[n], or i32[rows] of bool[rows, n]; these are not stored.
 
   Example:
     >>> count_true(jnp.array([True, False, True]))
     Array(2, dtype=int32)
   """
-  add = functools.partial(jnp.sum, dtype=jnp.int32)
+  add = functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
   return _compat.by_platform(flags, cpu=lambda x: count(pack(x)), default=add)
 
 
@@ -120,7 +122,8 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
     Array([0, 2], dtype=int32)
   """
   by_slot, by_index = (functools.partial(way, capacity=capacity) for way in (_nonzero_by_slot, _nonzero_by_index))
-  return _compat.by_platform(words, gpu=by_index, default=by_slot)
+  by_word = functools.partial(by_slot, group=1)  # a TPU gathers entry by entry, and pads rows of 8 to 128
+  return _compat.by_platform(words, gpu=by_index, tpu=by_word, default=by_slot)
 
 
 def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
@@ -134,22 +137,22 @@ def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
   return empty.at[slot].set(index, mode="drop", unique_indices=True)
 
 
-def _nonzero_by_slot(words: jax.Array, capacity: int) -> jax.Array:
-  """Each group of words marks the slot of its first member; the running sum of the marks is the group of each slot."""
-  counts = count(words.reshape(-1, GROUP))
+def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax.Array:
+  """Each `group` of words marks the slot of its first member: the running sum of the marks is the group of each slot."""
+  counts = count(words.reshape(-1, group))
   ends = running_sum(counts)
   starts = ends - counts
   slots = jnp.arange(align(capacity), dtype=jnp.int32)
   marks = jnp.zeros(slots.size, jnp.int32).at[starts].add(1, mode="drop", indices_are_sorted=True)
-  group = running_sum(marks) - 1
+  number = running_sum(marks) - 1
   # The word of the member of that rank in the group.
-  ordinal, first = slots - starts[group], group * GROUP
-  word, bits, within = first, jnp.zeros(group.shape, jnp.uint32), ordinal
-  for number in range(GROUP):
-    candidate = words[first + number]
+  ordinal, first = slots - starts[number], number * group
+  word, bits, within = first, jnp.zeros(first.shape, jnp.uint32), ordinal
+  for offset in range(group):
+    candidate = words[first + offset]
     members = jax.lax.population_count(candidate).astype(jnp.int32)
     inside = (ordinal >= 0) & (ordinal < members)
-    word, bits = jnp.where(inside, first + number, word), jnp.where(inside, candidate, bits)
+    word, bits = jnp.where(inside, first + offset, word), jnp.where(inside, candidate, bits)
     within, ordinal = jnp.where(inside, ordinal, within), ordinal - members
   position = jnp.zeros(bits.shape, jnp.int32)
   for width in (16, 8, 4, 2, 1):  # the bit in the word: half of the rest at a time
@@ -186,7 +189,18 @@ def running_sum(x: jax.Array) -> jax.Array:
     >>> running_sum(jnp.array([3, 1, 2]))
     Array([3, 4, 6], dtype=int32)
   """
-  return _compat.by_platform(x, gpu=jnp.cumsum, default=_running_sum_of_rows)
+  return _compat.by_platform(x, gpu=jnp.cumsum, tpu=_running_sum_of_lanes, default=_running_sum_of_rows)
+
+
+def _running_sum_of_lanes(x: jax.Array) -> jax.Array:
+  """In whole tiles of 8 rows of 128, by shifts: windows, and rows of 8 or 16, compile for seconds."""
+  sums = jnp.pad(x, (0, -x.size % (8 * _LANES))).reshape(-1, _LANES)
+  for step in (1, 2, 4, 8, 16, 32, 64):
+    sums += jnp.pad(sums[:, :-step], ((0, 0), (step, 0)))
+  if x.size > _LANES:
+    totals = sums[:, -1]
+    sums += (_running_sum_of_lanes(totals) - totals)[:, None]
+  return sums.reshape(-1)[: x.size]
 
 
 def _running_sum_of_rows(x: jax.Array) -> jax.Array:

@@ -49,15 +49,18 @@ def test_equals_a_sort_by_magnitude(method, n, k, data):
     np.testing.assert_array_equal(values, entries[indices])
 
 
-def as_on_gpu(*args, default, cuda=None, **_):
-  return (cuda or default)(*args)
+def as_on(platform):
+  return lambda *args, default, **others: others.get(platform, default)(*args)
 
 
-@pytest.mark.parametrize(("method", "lazy"), [*itertools.product(METHODS, (False, True)), ("as on GPU", False)])
+ON_ACCELERATORS = [("as on cuda", False), ("as on tpu", False)]
+
+
+@pytest.mark.parametrize(("method", "lazy"), [*itertools.product(METHODS, (False, True)), *ON_ACCELERATORS])
 def test_methods_agree_on_long_rows(method, lazy, monkeypatch):
   """A lazy sum is selected from as its sum. GPUs sort few keys."""
-  if method == "as on GPU":
-    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpu)
+  if method not in METHODS:
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on(method.split()[-1]))
     method = "bracket"
   select = jax.jit(lambda *parts: top_k(LazySum(parts) if lazy else parts[0], 700, method=method))
   added = jax.jit(jnp.add)
@@ -84,7 +87,7 @@ ROUNDS = {
   ("workers", "selector"),
   [row(workers, name, quick=(workers, name) == (3, "exact")) for workers in (1, 3, 8) for name in ("exact", "reuse")],
 )
-def test_rounds_give_the_same_bits_as_on_gpu(workers, selector, monkeypatch):
+def test_rounds_give_the_same_bits_as_on_accelerators(workers, selector, monkeypatch):
   """Totals and residuals of SparDL, of values that random rounding draws by slot, so that the order counts, too."""
   monkeypatch.setattr(exact, "SHORT", 0)
   inputs = {name: draw(np.random.default_rng(0), (workers, 8_000)).astype(np.float32) for name, draw in ROUNDS.items()}
@@ -95,14 +98,15 @@ def test_rounds_give_the_same_bits_as_on_gpu(workers, selector, monkeypatch):
 
   on_cpu = run()
   jax.clear_caches()
-  chosen = mock.Mock(side_effect=as_on_gpu)
-  monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
-  on_gpu = run()
-  assert chosen.called
-  jax.clear_caches()
-  for name, arrays in on_cpu.items():
-    for one, other in zip(arrays, on_gpu[name], strict=True):
-      np.testing.assert_array_equal(one, other, err_msg=name)
+  for platform in ("cuda", "tpu"):
+    chosen = mock.Mock(side_effect=as_on(platform))
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+    found = run()
+    assert chosen.called
+    jax.clear_caches()
+    for name, arrays in on_cpu.items():
+      for one, other in zip(arrays, found[name], strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=f"{platform}, {name}")
 
 
 def lowered(platform, function, *args):

@@ -31,6 +31,7 @@ def read(flags):
     "nonzero": bitset.nonzero(words, n + 2),
     "first": bitset.nonzero(words, 1),
     "nonzero as on GPU": bitset._nonzero_by_index(words, n + 2),
+    "nonzero as on TPU": bitset._nonzero_by_slot(words, n + 2, group=1),
   }
 
 
@@ -55,6 +56,7 @@ def test_bitsets_are_sets(n, data):
   np.testing.assert_array_equal(got["nonzero"], nonzero)
   np.testing.assert_array_equal(got["first"], nonzero[:1])
   np.testing.assert_array_equal(got["nonzero as on GPU"], nonzero)
+  np.testing.assert_array_equal(got["nonzero as on TPU"], nonzero)
 
 
 pack = jax.jit(bitset.pack)
