@@ -122,7 +122,8 @@ class Cut(NamedTuple):
 
   def selects(self, keys: jax.Array, indices: jax.Array) -> jax.Array:
     """Which of i32[rows, c] or i32[c] keys are in the selection, bool like them."""
-    return (keys > self.key) | ((keys == self.key) & (indices <= self.last))
+    # One use of the keys, which XLA for TPUs would store for two.
+    return keys > self.key - (indices <= self.last).astype(jnp.int32)
 
 
 def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: jax.Array | int = 0) -> Cut:

@@ -270,7 +270,11 @@ def _by_bracket(blocks: Blocks) -> jax.Array:
 
 
 def _by_bisection(blocks: Blocks) -> jax.Array:
-  read = lambda start: keys_of(blocks.x.slice(start, blocks.length))
+  def read(start: jax.Array) -> jax.Array:
+    first, *others = blocks.x.parts
+    first = jnp.where(start >= 0, first, 0.0)  # always, but a slice of a whole vector would not depend on `start`
+    return keys_of(LazySum((first, *others)).slice(start, blocks.length))
+
   return search_keys(read, blocks.order * blocks.length, blocks.length, blocks.k)
 
 
@@ -288,6 +292,9 @@ def search_keys(read: Callable[[jax.Array], jax.Array], starts: jax.Array, lengt
     def selects(cut: Cut) -> jax.Array:
       # Keys are computed again in each round: a compiler that took them out of the loop would store them.
       cut, here = jax.lax.optimization_barrier((cut, start))
+      # XLA for TPUs removes barriers first; it does not know that the key is at least 0.
+      after = lambda here, key: here + jnp.minimum(key, 0)
+      here = _compat.by_platform(here, cut.key, tpu=after, default=lambda here, _: here)
       return cut.selects(read(here), jnp.arange(length, dtype=jnp.int32))
 
     by_halves = lambda k: bisect(selects, k, jnp.int32(0), jnp.int32(TOP))

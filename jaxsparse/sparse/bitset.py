@@ -138,7 +138,7 @@ def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
 
 
 def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax.Array:
-  """Each `group` of words marks the slot of its first member: the running sum of the marks is the group of each slot."""
+  """Each group of words marks the slot of its first member; the running sum of the marks is the group of each slot."""
   counts = count(words.reshape(-1, group))
   ends = running_sum(counts)
   starts = ends - counts
