@@ -1,9 +1,11 @@
 """Recipes of trainings: the optimizer, the schedule of its rate, and clipping."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import optax
 import optax.contrib
 
@@ -17,9 +19,42 @@ def window_adam(rate: Any, window: int = 4, b1: float = 0.9, b2: float = 0.999) 
   return optax.chain(js.scale_by_window_adam(window, b1, b2), optax.scale_by_learning_rate(rate))
 
 
-def muon(rate: Any, adam: float = 0.001) -> optax.GradientTransformation:
-  """Muon for matrices, and Adam with a constant rate of its own for everything else."""
-  return optax.contrib.muon(rate, adam_learning_rate=adam)
+def muon(
+  rate: Any, adam: float = 0.001, only: str = "", rows: int = 0, steps: int = 5, beta: float = 0.95
+) -> optax.GradientTransformation:
+  """Muon for matrices whose names match `only`, and Adam with a constant rate of its own for everything else.
+
+  With `rows`, each block of so many rows or columns of a matrix, along its longer side, is orthogonalized by itself.
+  """
+
+  def sides(params: Any) -> Any:
+    is_chosen = lambda path, leaf: leaf.ndim >= 2 and re.search(only, jax.tree_util.keystr(path))
+    chosen = lambda path, leaf: optax.contrib.MuonDimensionNumbers(-2, -1) if is_chosen(path, leaf) else None
+    return jax.tree_util.tree_map_with_path(chosen, params)
+
+  given = {"ns_steps": steps, "beta": beta, "adam_learning_rate": adam, "muon_weight_dimension_numbers": sides}
+  tx = optax.contrib.muon(rate, **given)
+  return in_blocks(tx, rows) if rows else tx
+
+
+def in_blocks(inner: optax.GradientTransformation, rows: int) -> optax.GradientTransformation:
+  """`inner` with each matrix as f32[blocks, rows, shorter side]; one whose longer side `rows` does not divide whole."""
+
+  def split(leaf: jax.Array) -> jax.Array:
+    if leaf.ndim != 2 or max(leaf.shape) % rows:
+      return leaf
+    long = leaf if leaf.shape[0] >= leaf.shape[1] else leaf.T
+    return long.reshape(-1, rows, long.shape[1])
+
+  def join(blocks: jax.Array, like: jax.Array) -> jax.Array:
+    is_wide = like.ndim == 2 and like.shape[0] < like.shape[1] and blocks.ndim == 3
+    return blocks.reshape(like.shape[::-1]).T if is_wide else blocks.reshape(like.shape)
+
+  def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    updates, state = inner.update(jax.tree.map(split, grads), state, jax.tree.map(split, params))
+    return jax.tree.map(join, updates, grads), state
+
+  return optax.GradientTransformation(lambda params: inner.init(jax.tree.map(split, params)), update)
 
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {

@@ -3,6 +3,7 @@
 import json
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from benchmarks.race.standings import Target, baselines, crossing, loss_after, s
 from benchmarks.report import Spread
 from benchmarks.tasks import registry
 from tests.benchmarks import commands
+from tests.cases import normals
 
 SETTING = {"task": "lm", "hosts": 4, "batch_size": 4, "recipe": "constant rate"}
 STEPS = [10, 20, 30, 40]
@@ -152,6 +154,26 @@ def test_methods_and_optimizers_are_parsed():
 def test_methods_and_optimizers_are_refused(wrong, message):
   with pytest.raises(ValueError, match=message):
     recipes.parse_optimizers([wrong], 0.1) if "--optimizer" in message else methods.parse("method", [wrong], 4)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_muon_orthogonalizes_blocks_of_matrices_whose_names_match():
+  """Rows or columns along the longer side; the same as without blocks where one is the whole of it; Adam for others."""
+  params = {name: jnp.zeros(size) for name, size in {"blocks": (4, 12), "tall": (12, 4), "embed": (4, 6)}.items()}
+  grads = {name: jnp.asarray(normals(number, *leaf.shape)) for number, (name, leaf) in enumerate(params.items())}
+
+  def updates(**options):
+    tx = recipes.muon(1.0, only="blocks|tall", adam=0.5, **options)
+    return tx.update(grads, tx.init(params), params)[0]
+
+  found, whole = updates(rows=4), updates()
+  np.testing.assert_array_equal(found["embed"], whole["embed"])
+  assert np.ptp(abs(found["embed"])) < 1e-5  # the first step of Adam
+  for blocks in (found["blocks"].T.reshape(3, 4, 4), found["tall"].reshape(3, 4, 4)):
+    for block in blocks:
+      values = np.linalg.svd(block, compute_uv=False)
+      assert values.max() / values.min() < 3  # as five steps of Newton-Schulz leave them
+  np.testing.assert_allclose(updates(rows=12)["tall"], whole["tall"], rtol=1e-5, atol=1e-6)
 
 
 def test_recipes_have_a_schedule_and_clip_before_the_optimizer():
