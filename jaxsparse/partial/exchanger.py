@@ -174,8 +174,9 @@ class Exchanger:
     return Piece(Kind.MODEL, self.anchor.stand.round, self._number, np.frombuffer(content, np.float32))
 
   def compile(self) -> None:
-    """Compiles the outer step for the size of the last group."""
-    self._outer.compile(self.anchor, self.anchor.size)
+    """Compiles the outer step for the size of the last group, and with this worker, which joins it."""
+    for size in (self.anchor.size, self.anchor.size + 1) if self.anchor.size else ():
+      self._outer.compile(self.anchor, size)
 
   def prepare(self, given: Any, post: Callable[[Any], None]) -> None:
     """Copies what is to be given to the CPU and calls `post(whether it is finite)`, in the thread of exchanges."""
