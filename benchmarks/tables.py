@@ -34,6 +34,7 @@ from benchmarks.race.report import name_of, rate_text, slow_first
 from benchmarks.race.results import Curve, Results
 from benchmarks.race.standings import DENSE, Target, loss_after, standings
 from benchmarks.report import means, number, spread
+from benchmarks.rounds import report as rounds_report
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -193,6 +194,12 @@ def elastic(part: str, folder: str = str(RESULTS)) -> str:
   return markdown(["run", "test accuracy", "delivered", "lost"], [[*row, f"{lost[row[0]]:.1e}"] for row in rows])
 
 
+def rounds(part: str, folder: str = str(RESULTS)) -> str:
+  """Rounds in the lab: what is `hidden` of exchanges, `goodput` beside synchronous training, `recoveries`, `faults`."""
+  found = json.loads(pathlib.Path(folder, "rounds.json").read_text())[part]
+  return _of_rich("", {"": rounds_report.make(part, found)})
+
+
 def heterogeneous(*parts: str) -> str:
   """Parts of the comparison in virtual time as `benchmarks.heterogeneous` prints them, or `speed_ups` over a worker."""
   rows = virtual.from_json(json.loads((RESULTS / "heterogeneous.json").read_text())["rows"])
@@ -298,7 +305,7 @@ def wire() -> str:
 
 
 _SIMPLE = (kept, race, paces, wholes, losses, runs, papers, trainers, verdicts, summary, wire)
-TABLES = {function.__name__: function for function in (*_SIMPLE, elastic, heterogeneous, contention, compiled)}
+TABLES = {function.__name__: function for function in (*_SIMPLE, elastic, rounds, heterogeneous, contention, compiled)}
 
 
 def main() -> None:

@@ -125,3 +125,20 @@ def test_elastic_loses_what_a_worker_owes_and_nothing_else(lab, tmp_path):
   expected = [] if lab == "--nolab" else ["3 -> 2", "2 -> 3"]
   assert [one["change"] for one in found["recoveries"]] == expected
   assert all(min(one["parts"]) > 0 for one in found["recoveries"])
+
+
+@pytest.mark.long
+@commands.needs_lab
+def test_rounds_lose_no_worker_but_the_killed_one(tmp_path):
+  flags = "--parts=goodput", "--workers=3", "--quorum=2", "--seconds=4", "--kill_every=4", "--pace=0.05"
+  done = commands.run("benchmarks.rounds", *flags, f"--report_dir={tmp_path}")
+  assert done.returncode == 0, done.stderr[-3000:]
+  found = json.loads((tmp_path / "rounds.json").read_text())
+  calm, killed = found["goodput"]
+  assert (calm["kills"], killed["kills"], calm["lost"]) == (0, 1, 0)
+  assert calm["equal"]
+  assert killed["equal"]
+  assert min(killed["trained"], killed["delivered"]) > 0
+  (recovery,) = found["recoveries"]
+  assert recovery["round"] > 0
+  assert recovery["joined"] > 0

@@ -1,0 +1,114 @@
+"""Rounds with real processes in the lab: what an exchange costs a step, and what faults cost.
+
+--parts chooses what is measured, on hosts of the network lab, which needs root:
+
+    hidden       a step of the transformer of 3.3 M parameters with an exchange in flight, and without
+    goodput      examples that are in the model, a second, with a worker killed every --kill_every seconds and another
+                 one started at once, against none killed
+    faults       a worker stopped, cut off, slow, with NaN; the controller killed twice; garbage: waits and gaps
+    synchronous  goodput of training that starts again from a checkpoint with the ranks that are left
+
+Workers of goodput and faults train the digits CNN in steps of at least --pace seconds, in which the core is idle for
+most of the time, as on a host with an accelerator. benchmarks/pages/faults.md explains the numbers.
+
+Example:
+  python -m benchmarks.rounds --parts=goodput --seconds=120 --seed=1
+"""
+
+import contextlib
+import itertools
+import json
+import pathlib
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from absl import flags
+
+from benchmarks import entry, netlab, report, tables
+from benchmarks.rounds import measures, worker
+from benchmarks.rounds.team import Team
+from benchmarks.rounds.worker import Settings
+
+_ALL = ["goodput", "faults", "synchronous", "hidden"]
+_PARTS = flags.DEFINE_list("parts", _ALL, "What to measure: goodput, faults, synchronous, hidden.")
+_WORKERS = flags.DEFINE_integer("workers", 6, "Workers of goodput and faults.", lower_bound=2)
+_QUORUM = flags.DEFINE_integer("quorum", 4, "Workers that a round of theirs takes, K.", lower_bound=1)
+_SECONDS = flags.DEFINE_float("seconds", 300, "Of each run of goodput, and of hidden.", lower_bound=1)
+_KILL_EVERY = flags.DEFINE_float("kill_every", 60, "Seconds between two kills.", lower_bound=1)
+_HOLD = flags.DEFINE_float("hold", 30, "Seconds for which a worker is stopped; cut off for two thirds.", lower_bound=1)
+_EVERY = flags.DEFINE_integer("every", 5, "H of goodput and faults.", lower_bound=1)
+_PACE = flags.DEFINE_float("pace", 0.2, "Seconds of a step of goodput and faults at least.", lower_bound=0)
+_RATES = flags.DEFINE_list("rates", ["100mbit:16:8", "10mbit:64:32"], "Of hidden: the links, H and the delay.")
+_RATE = flags.DEFINE_string("rate", "100mbit", "Speed of the links of goodput and faults.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the choice of the workers that are killed.")
+_REPORT_DIR = entry.define_report_dir("rounds.json")
+_WORKER = flags.DEFINE_string("worker", None, "Internal: the settings of a worker, as JSON.")
+_GARBAGE = flags.DEFINE_string("garbage", None, "Internal: addresses, keys and number of messages, as JSON.")
+
+_BATCH = {"cnn": 16, "lm": 4}
+entry.require_choices(_PARTS, _ALL, empty=False)
+
+
+@contextlib.contextmanager
+def _team(rate: str, workers: int, quorum: int, task: str, every: int, delay: int, pace: float) -> Iterator[Team]:
+  with contextlib.ExitStack() as stack:
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxsparse-"))
+    hosts, sizes = stack.enter_context(netlab.lab(workers + 1, rate)), list(range(quorum, workers + 1))
+    team = Team(hosts, quorum, Settings(task, _BATCH[task], every, delay, pace, sizes, folder=folder))
+    yield stack.enter_context(team)
+
+
+def _six() -> Any:
+  return _team(_RATE.value, _WORKERS.value, _QUORUM.value, "cnn", _EVERY.value, _EVERY.value // 2, _PACE.value)
+
+
+def _hidden() -> Iterator[tuple[str, Any]]:
+  for text in _RATES.value:
+    rate, every, delay = text.split(":")
+    with _team(rate, 4, 4, "lm", int(every), int(delay), 0.0) as team:
+      yield "hidden", measures.hidden(team, rate, _SECONDS.value)
+
+
+def _of_six() -> Iterator[tuple[str, Any]]:
+  with _six() as team:
+    for kill_every in (0, _KILL_EVERY.value) if "goodput" in _PARTS.value else ():
+      found, recoveries = measures.goodput(team, _SECONDS.value, kill_every, _SEED.value)
+      yield "goodput", found
+      yield from (("recoveries", one) for one in recoveries)
+    if "faults" in _PARTS.value:
+      yield from (("faults", one) for one in measures.faults(team, _HOLD.value))
+
+
+def _synchronous() -> Iterator[tuple[str, Any]]:
+  with netlab.lab(_WORKERS.value, _RATE.value) as hosts:
+    for kill_every in (0, _KILL_EVERY.value):
+      seconds = _SECONDS.value if kill_every else min(_SECONDS.value, 60)
+      yield "goodput", measures.synchronous(hosts, seconds, kill_every, _SEED.value)
+
+
+def main() -> None:
+  """Measures the parts, and reports."""
+  if _WORKER.value:
+    worker.run(Settings(*json.loads(_WORKER.value)))
+    return
+  if _GARBAGE.value:
+    addresses, keys, count = json.loads(_GARBAGE.value)
+    worker.send_garbage(addresses, pathlib.Path(keys), count)
+    return
+  path = pathlib.Path(_REPORT_DIR.value, "rounds.json")
+  result: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
+  kept = {"hidden": ["hidden"], "goodput": ["goodput", "recoveries"], "faults": ["faults"], "synchronous": []}
+  result |= {name: [] for part in _PARTS.value for name in kept[part]}
+  parts = [_of_six] if {"goodput", "faults"} & set(_PARTS.value) else []
+  parts += [make for name, make in (("hidden", _hidden), ("synchronous", _synchronous)) if name in _PARTS.value]
+  for name, one in itertools.chain.from_iterable(part() for part in parts):
+    result.setdefault(name, []).append(report.rounded(one._asdict()))
+    report.keep(path, {}, result)
+    print(one, flush=True)
+  for name in result:
+    print(f"{name}:\n{tables.rounds(name, _REPORT_DIR.value)}\n")
+
+
+if __name__ == "__main__":
+  entry.run(main)

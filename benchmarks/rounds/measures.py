@@ -1,0 +1,239 @@
+"""What `benchmarks.rounds` measures on a team of workers."""
+
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.elastic.phases import Phase
+from benchmarks.rounds.team import PROGRAMS, Team, wait
+from jaxsparse.launch.start import HOSTS, Host
+
+_AFTER = 10.0  # seconds for which a team is watched after a fault
+
+
+class Round(NamedTuple):
+  """A round, as its members wrote it."""
+
+  time: float  # when the first member went on from its result
+  members: list[int]
+  steps: float  # of all members, that the round has brought into the model
+  equal: bool  # whether all members wrote the same digest of their anchor
+
+
+class Hidden(NamedTuple):
+  """Steps while an exchange is in flight, and without one."""
+
+  rate: str
+  every: int
+  delay: int
+  without: float  # median seconds of the training step
+  flying: float
+  flight: float  # steps that an exchange is in flight
+  call: float  # median seconds of the call after it, `Rounds.step`, and the longest
+  longest: float
+  step: float  # seconds a step, with all
+
+
+class Goodput(NamedTuple):
+  """A run in which workers are killed, or none."""
+
+  mode: str  # rounds or synchronous
+  seconds: float
+  kills: int
+  trained: float | None  # examples a second of all workers
+  delivered: float  # examples a second that are in the model
+  lost: int | None  # steps whose result is in no model
+  loss: float | None  # of training, the mean of the last quarter
+  longest: float | None  # seconds of a call of `Rounds.step`
+  equal: bool | None  # whether anchors were equal after each round
+
+
+class Recovery(NamedTuple):
+  """What followed a kill, in seconds."""
+
+  round: float  # until the rest had the next round
+  usual: float  # between two rounds, the median
+  imported: float  # the newcomer: until it had started and imported
+  compiled: float  # from then on until it had compiled its step
+  joined: float  # until it had the anchor, and had compiled the outer step
+  member: float  # until it went on from its first round
+
+
+class Fault(NamedTuple):
+  """What followed a fault."""
+
+  fault: str
+  longest: float  # seconds of a call of `Rounds.step`, of all workers that are not stopped
+  gap: float  # seconds between two rounds at most
+  usual: float  # the median
+  again: float | None  # seconds from the end of the fault until a round had all workers
+  lost: int  # workers that the controller took for lost
+  equal: bool  # whether anchors were equal after each round
+
+
+def rounds_of(team: Team, begin: float = 0.0, end: float = float("inf")) -> list[Round]:
+  """The rounds of a span of time."""
+  groups: dict[int, list[dict[str, Any]]] = {}
+  for one in team.events("round", begin=begin, end=end):
+    groups.setdefault(one["number"], []).append(one)
+  found = []
+  for own in groups.values():
+    digests = {one["digest"] for one in own if one["stand"][1] == one["number"]}
+    found.append(Round(own[0]["time"], own[0]["members"], own[0]["steps"] * (not own[0]["skipped"]), len(digests) <= 1))
+  return sorted(found)
+
+
+def hidden(team: Team, rate: str, seconds: float) -> Hidden:
+  """Lets a team train."""
+  begin = time.monotonic()
+  time.sleep(seconds)
+  steps, one = team.events("step", begin=begin), team.settings[0]
+  median = lambda flying: statistics.median(step["trained"] for step in steps if step["flying"] == flying)
+  calls = [step["waited"] for step in steps]
+  flight = sum(step["flying"] > 0 for step in steps) / len(team.events("round", begin=begin))
+  pace = len(team.hosts) * seconds / len(steps)
+  found = median(0), median(2), flight, statistics.median(calls), max(calls), pace
+  return Hidden(rate, one.every, one.delay, *found)
+
+
+def goodput(team: Team, seconds: float, kill_every: float, seed: int) -> tuple[Goodput, list[Recovery]]:
+  """Trains for so many seconds, kills a worker every so often, and starts another one in its place at once."""
+  begin, kills, dice, before = time.monotonic(), list[tuple[float, int]](), random.Random(seed), sum(team.lost())
+  while kill_every and (at := begin + kill_every * (len(kills) + 0.5)) < begin + seconds:
+    time.sleep(max(0.0, at - time.monotonic()))
+    kills.append((time.monotonic(), number := dice.randrange(len(team.hosts))))
+    team.replace(number)
+  time.sleep(max(0.0, begin + seconds - time.monotonic()))
+  end = time.monotonic()
+  rounds, steps = rounds_of(team, begin, end), team.events("step", begin=begin, end=end)
+  lost = sum(team.lost()) - before
+  per_second = lambda steps: team.settings[0].batch * steps / (end - begin)
+  rates = per_second(len(steps)), per_second(sum(one.steps for one in rounds))
+  loss = statistics.mean(step["loss"] for step in steps[-len(steps) // 4 :])
+  longest, equal = max(step["waited"] for step in steps), all(one.equal for one in rounds)
+  found = Goodput("rounds", end - begin, len(kills), *rates, lost, loss, longest, equal)
+  return found, [_recovery(team, rounds, *kill) for kill in kills]
+
+
+def _recovery(team: Team, rounds: list[Round], killed: float, number: int) -> Recovery:
+  first: dict[str, float] = {}
+  for one in team.events("imported", "compiled", "joined", "round", begin=killed):
+    if one["worker"] == number:
+      first.setdefault(one["event"], one["time"])
+  until = [first.get(name, float("nan")) for name in ("imported", "compiled", "joined", "round")]
+  after = next((one.time for one in rounds if one.time > killed and number not in one.members), float("nan"))
+  parts = [after - before for before, after in zip([killed, *until], until, strict=False)]
+  return Recovery(after - killed, _usual(rounds), *parts)
+
+
+def _usual(rounds: list[Round]) -> float:
+  return statistics.median(after.time - before.time for before, after in itertools.pairwise(rounds))
+
+
+def faults(team: Team, hold: float) -> Iterator[Fault]:
+  """One fault after the other; between them all workers are there again."""
+  last = len(team.hosts) - 1
+
+  def stop() -> None:
+    team.processes[1].send_signal(signal.SIGSTOP)
+    time.sleep(hold)
+    team.processes[1].send_signal(signal.SIGCONT)
+
+  def cut() -> None:
+    with team.cut(2):
+      time.sleep(hold * 2 / 3)
+
+  def kill_controller() -> None:
+    for _ in range(2):
+      team.controller.kill()
+      team.controller.wait(10)
+      time.sleep(3)
+      team.start_controller()
+      time.sleep(hold / 3)
+
+  def send(number: int) -> Callable[[], None]:
+    return lambda: team.processes[0].send_signal(number)
+
+  fast, every = team.settings[last], max(1, team.settings[last].every // 4)
+  yield _fault(team, "none, for comparison", lambda: time.sleep(hold))
+  yield _fault(team, f"a worker stopped for {hold:g} s", stop, but=1)
+  yield _fault(team, f"a link cut for {hold * 2 / 3:.0f} s", cut)
+  yield _fault(team, "the controller killed twice, for 3 s each", kill_controller)
+  yield _fault(team, "a worker gives NaN", send(signal.SIGUSR2))
+  yield _fault(team, "parameters of a worker NaN, until it ends", send(signal.SIGUSR1))
+  team.replace(0)
+  garbage = "10,000 messages of garbage to the controller, and to a worker"
+  yield _fault(team, garbage, lambda: team.send_garbage(10_000))
+  team.replace(last, every=every, delay=every // 2, pace=4 * fast.pace)
+  team.settle()
+  yield _fault(team, "a worker 4 times slower", lambda: time.sleep(hold))
+  team.replace(last, every=fast.every, delay=fast.delay, pace=fast.pace)
+
+
+def _fault(team: Team, name: str, happen: Callable[[], None], but: int | None = None) -> Fault:
+  begin, lost = time.monotonic(), len(team.lost())
+  happen()
+  end = time.monotonic()
+  time.sleep(_AFTER)
+  rounds = rounds_of(team, begin - _AFTER)
+  again = next((one.time - end for one in rounds if one.time > end and len(one.members) == len(team.hosts)), None)
+  gaps = [after.time - before.time for before, after in itertools.pairwise(rounds)]
+  calls = [step["waited"] for step in team.events("step", begin=begin) if step["worker"] != but]
+  equal = all(one.equal for one in rounds)
+  return Fault(name, max(calls), max(gaps), statistics.median(gaps), again, len(team.lost()) - lost, equal)
+
+
+def synchronous(hosts: Sequence[Host], seconds: float, kill_every: float, seed: int) -> Goodput:
+  """The training of `benchmarks.elastic` by `jaxsparse.launch --restarts`, which goes on with the ranks that are left.
+
+  Counts the steps up to the last checkpoint, each of as many examples for any number of ranks.
+  """
+  kills, dice, batch = 0, random.Random(seed), 60
+  with tempfile.TemporaryDirectory(prefix="jaxsparse-") as folder:
+    marks, checkpoints = pathlib.Path(folder, "marks"), pathlib.Path(folder, "checkpoints")
+    phase = json.dumps(Phase(0, 10**6, batch, 0.01, 25, folder, until=10**6))
+    command = [sys.executable, "-m", "jaxsparse.launch", f"--ranks={len(hosts)}", "--restarts=99", "--"]
+    command += [sys.executable, "-m", "benchmarks.elastic", f"--phase={phase}"]
+    environment = os.environ | PROGRAMS | {HOSTS: json.dumps([host._asdict() for host in hosts])}
+    with open(f"{folder}/log", "w") as log, subprocess.Popen(command, env=environment, stdout=log, stderr=log) as run:
+      try:
+        wait(marks.exists, "the first step")
+        begin, first = time.monotonic(), _saved(checkpoints)
+        while kill_every and (at := begin + kill_every * (kills + 0.5)) < begin + seconds:
+          time.sleep(max(0.0, at - time.monotonic()))
+          if ranks := _ranks(hosts):
+            os.kill(dice.choice(ranks), signal.SIGKILL)
+          kills += 1
+        time.sleep(max(0.0, begin + seconds - time.monotonic()))
+        took, steps = time.monotonic() - begin, _saved(checkpoints) - first
+      finally:
+        run.terminate()
+  return Goodput("synchronous", took, kills, None, batch * steps / took, None, None, None, None)
+
+
+def _saved(checkpoints: pathlib.Path) -> int:
+  """The step of the last checkpoint, 0 without one."""
+  return max((int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal()), default=0)
+
+
+def _ranks(hosts: Sequence[Host]) -> list[int]:
+  """The processes that train: of those with their command on each host the last one, which others have started."""
+  found = []
+  for host in hosts:
+    listed = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, timeout=10, check=False).stdout
+    with contextlib.suppress(OSError):  # one has ended meanwhile
+      found.append(
+        [pid for pid in map(int, listed.split()) if b"--phase" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+      )
+  return [max(own) for own in found if own]

@@ -1,0 +1,68 @@
+"""Tables of `benchmarks.rounds`: the columns of each part, with the field of a record and its format."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import rich.table
+
+from benchmarks.report import milliseconds, number, ratio, table
+
+Row = dict[str, Any]
+Column = Callable[[Row], str]
+_plain = lambda name, form="": lambda row: number(row[name], form)
+_ms = lambda name: lambda row: milliseconds(row[name])
+
+_HIDDEN: Mapping[str, Column] = {
+  "links": _plain("rate"),
+  "H": _plain("every"),
+  "delay": _plain("delay"),
+  "step without an exchange, ms": _ms("without"),
+  "with one in flight": _ms("flying"),
+  "ratio": lambda row: ratio(row["flying"], row["without"]),
+  "steps in flight": _plain("flight", ".1f"),
+  "call of `step`": _ms("call"),
+  "longest": _ms("longest"),
+  "a step with all": _ms("step"),
+}
+_GOODPUT: Mapping[str, Column] = {
+  "": _plain("mode"),
+  "kills": _plain("kills"),
+  "seconds": _plain("seconds", ".0f"),
+  "trained/s": _plain("trained", ",.0f"),
+  "in the model/s": _plain("delivered", ",.0f"),
+  "goodput": _plain("goodput", ".1%"),
+  "steps lost": _plain("lost"),
+  "longest `step`, s": _plain("longest", ".2f"),
+  "anchors equal": lambda row: _EQUAL[row["equal"]],
+}
+_FAULTS: Mapping[str, Column] = {
+  "fault": _plain("fault"),
+  "longest `step`, s": _plain("longest", ".2f"),
+  "longest gap, s": _plain("gap", ".2f"),
+  "median gap": _plain("usual", ".2f"),
+  "until all again, s": _plain("again", ".1f"),
+  "workers lost": _plain("lost"),
+  "anchors equal": lambda row: _EQUAL[row["equal"]],
+}
+_PHASES = {
+  "round": "kill to the next round of the rest",
+  "usual": "between two rounds",
+  "imported": "newcomer: start, import",
+  "compiled": "newcomer: data, model, compile",
+  "joined": "newcomer: join, fetch the anchor, compile the outer step",
+  "member": "newcomer: until its first round",
+}
+_EQUAL = {True: "yes", False: "no", None: "–"}
+
+
+def make(part: str, rows: list[Row]) -> rich.table.Table:
+  """The table of a part."""
+  if part == "recoveries":
+    own = {what: [row[name] for row in rows if row[name] is not None] for name, what in _PHASES.items()}
+    cells = [[what, f"{statistics.median(all_):.1f}", f"{max(all_):.1f}"] for what, all_ in own.items() if all_]
+    return table("", ["seconds", "median", "worst"], cells)
+  calm = {row["mode"]: row["delivered"] for row in rows if not row["kills"]} if part == "goodput" else {}
+  rows = [row | {"goodput": row["delivered"] / calm[row["mode"]]} for row in rows] if calm else rows
+  columns = {"hidden": _HIDDEN, "goodput": _GOODPUT, "faults": _FAULTS}[part]
+  return table("", list(columns), [[cell(row) for cell in columns.values()] for row in rows])

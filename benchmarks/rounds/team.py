@@ -1,0 +1,144 @@
+"""The workers of `benchmarks.rounds` and their controller, on hosts of the lab, and what is done to them."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from benchmarks.rounds.worker import Settings
+from jaxsparse.launch.start import Host
+from jaxsparse.partial.sockets import Keys
+
+# Seconds, of the controller. A grace window of H steps: workers that have fallen out of step meet again.
+LIMIT, GRACE = 3.0, 1.0
+# Every start would compile for tens of seconds on a machine whose cores six workers share.
+PROGRAMS = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path("out/cache/programs").resolve())}
+PROGRAMS |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+_START = 240.0  # seconds in which a worker has to join
+_PORT = 2900
+
+
+class Team:
+  """A controller on the last host, and a worker on each of the others; `with` ends them."""
+
+  def __init__(self, hosts: Sequence[Host], quorum: int, settings: Settings):
+    *self.hosts, self._controller_host = hosts
+    self._quorum, self.folder = quorum, pathlib.Path(settings.folder)
+    server = f"tcp://{self._controller_host.address}:{_PORT}"
+    self.settings = [
+      settings._replace(number=number, server=server, address=f"tcp://{host.address}:*")
+      for number, host in enumerate(self.hosts)
+    ]
+    self.processes: dict[int, subprocess.Popen[bytes]] = {}
+    Keys.make().write(self.folder / "keys")
+
+  def __enter__(self) -> "Team":
+    self.start_controller()
+    for number in range(len(self.hosts)):
+      self.start(number)
+    self.wait(lambda: len(self.events("joined")) == len(self.hosts), "all workers to join")
+    self.settle()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    for process in (*self.processes.values(), self.controller):
+      process.kill()
+      process.wait(10)
+
+  def start_controller(self) -> None:
+    """Starts the controller, at the same address each time."""
+    options = {"workers": len(self.hosts), "quorum": self._quorum, "grace": GRACE, "limit": LIMIT}
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    flags += [f"--address={self.settings[0].server}", f"--keys={self.folder / 'keys'}"]
+    command = [*self._controller_host.enter, sys.executable, "-m", "jaxsparse.partial", *flags]
+    with (self.folder / "controller").open("ab") as log:
+      self.controller = subprocess.Popen(command, stdout=log, stderr=log)
+
+  def start(self, number: int, **changes: Any) -> None:
+    """Starts a worker, in place of one that has ended."""
+    one = self.settings[number] = self.settings[number]._replace(life=self.settings[number].life + 1, **changes)
+    command = [*self.hosts[number].enter, sys.executable, "-m", "benchmarks.rounds", f"--worker={json.dumps(one)}"]
+    with (self.folder / "output").open("ab") as log:
+      self.processes[number] = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | PROGRAMS)
+
+  def kill(self, number: int) -> None:
+    """Ends a worker by SIGKILL."""
+    self.processes[number].kill()
+    self.processes[number].wait(10)
+
+  def replace(self, number: int, **changes: Any) -> None:
+    """Kills a worker, starts another one, and waits until that has joined."""
+    self.kill(number)
+    self.start(number, **changes)
+    joined = lambda: [one for one in self.events("joined") if one["worker"] == number]
+    self.wait(lambda: len(joined()) == self.settings[number].life, f"worker {number} to join")
+
+  def finish(self) -> list[dict[str, Any]]:
+    """Ends all workers in good order: how each one ended."""
+    for process in self.processes.values():
+      process.send_signal(signal.SIGTERM)
+    self.wait(lambda: all(process.poll() is not None for process in self.processes.values()), "workers to end")
+    return self.events("end")
+
+  def wait(self, holds: Callable[[], bool], what: str) -> None:
+    """Waits until a condition holds; RuntimeError with the workers' output if it does not."""
+    wait(holds, what, self.folder / "output")
+
+  def settle(self, rounds: int = 8) -> float:
+    """Waits until there have been so many rounds of all workers: the time of the first one."""
+    begin = time.monotonic()
+
+    def found() -> list[float]:
+      rounds = self.events("round", begin=begin)
+      return list({one["number"]: one["time"] for one in rounds if len(one["members"]) == len(self.hosts)}.values())
+
+    self.wait(lambda: len(found()) >= rounds, f"{rounds} rounds of all workers")
+    return min(found())
+
+  def lost(self) -> list[int]:
+    """The steps that workers had trained and not delivered which the controller took for lost."""
+    return [int(steps) for steps in re.findall(r"trained for (\d+) steps", (self.folder / "controller").read_text())]
+
+  def events(self, *kinds: str, begin: float = 0.0, end: float = float("inf")) -> list[dict[str, Any]]:
+    """What workers have written from `begin` to `end`, in order of time."""
+    found, wanted = [], [f'"event": "{kind}"' for kind in kinds]
+    for path in self.folder.glob("worker*"):
+      for line in (line for line in path.read_text().splitlines() if any(words in line for words in wanted)):
+        with contextlib.suppress(ValueError):  # half a line of one that was killed
+          found.append(json.loads(line))
+    chosen = (one for one in found if begin <= one["time"] <= end)
+    return sorted(chosen, key=lambda one: one["time"])
+
+  @contextlib.contextmanager
+  def cut(self, number: int) -> Iterator[None]:
+    """No packet comes from a host, or gets there, during the block."""
+    switch = self.hosts[number].name.rpartition("-")[0] + "-switch"
+    port = ["ip", "-n", switch, "link", "set", f"port{number}"]
+    subprocess.run([*port, "down"], check=True, timeout=10)
+    try:
+      yield
+    finally:
+      subprocess.run([*port, "up"], check=True, timeout=10)
+
+  def send_garbage(self, count: int) -> None:
+    """Sends so many messages that are none to the controller and to a worker."""
+    last = self.events("joined")[-1]
+    job = json.dumps([[self.settings[0].server, last["address"]], str(self.folder / "keys"), count])
+    command = [*self.hosts[0].enter, sys.executable, "-m", "benchmarks.rounds", f"--garbage={job}"]
+    subprocess.run(command, check=True, timeout=120)
+
+
+def wait(holds: Callable[[], bool], what: str, output: pathlib.Path | None = None) -> None:
+  """Waits until a condition holds; RuntimeError if it does not in time."""
+  end = time.monotonic() + _START
+  while not holds():
+    if time.monotonic() > end:
+      raise RuntimeError(f"waited {_START:g} s for {what}" + (f":\n{output.read_text()[-3000:]}" if output else ""))
+    time.sleep(0.5)

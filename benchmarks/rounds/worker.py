@@ -1,0 +1,135 @@
+"""A worker of `benchmarks.rounds`: it trains, takes part in rounds, and writes what happens, a JSON object a line."""
+
+import json
+import pathlib
+import signal
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxsparse as js
+from benchmarks.tasks import data, images, registry
+from benchmarks.tasks.base import Task, model_of
+from jaxsparse.partial import messages
+from jaxsparse.partial.sockets import Keys, zmq
+
+
+class Settings(NamedTuple):
+  """Of a worker."""
+
+  task: str  # cnn, of the digits, or the name of another task
+  batch: int  # examples of a step
+  every: int  # H
+  delay: int
+  pace: float  # seconds of a step at least: the device is idle for the rest
+  sizes: list[int]  # of groups, for which the outer step is compiled at the start
+  number: int = 0
+  life: int = 0  # how often a worker has been started in place of this one
+  server: str = ""
+  address: str = ""  # of this worker's host
+  folder: str = ""  # of the keys, and of what the workers write
+
+
+def make_task(name: str) -> Task:
+  """The task of that name."""
+  return images.make_small("cnn", data.load("digits")) if name == "cnn" else registry.make(name)
+
+
+def run(one: Settings) -> None:
+  """Trains until SIGTERM. SIGUSR1 makes the parameters NaN once, SIGUSR2 what is given in the next round."""
+  folder, asked = pathlib.Path(one.folder), set[int]()
+  for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: asked.add(number))
+  with (folder / f"worker{one.number}.{one.life}").open("a", buffering=1) as log:
+
+    def say(event: str, **facts: Any) -> None:
+      facts = {"event": event, "worker": one.number, "life": one.life, "time": time.monotonic()} | facts
+      log.write(json.dumps(facts) + "\n")
+
+    say("imported")
+    task = make_task(one.task)
+    model, tx = model_of(task, 0), optax.adam(1e-3)
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+      loss, gradient = jax.value_and_grad(model.plain_loss)(params, batch)
+      updates, state = tx.update(gradient, state, params)
+      return optax.apply_updates(params, updates), state, loss
+
+    batches = task.stream(1000 * one.life + one.number, 1, one.batch)
+    start = jax.device_put(model.params, jax.devices()[0])
+    state = step(start, jax.device_put(tx.init(start), jax.devices()[0]), next(batches))[1]
+    jax.block_until_ready(step(start, state, next(batches)))
+    say("compiled")
+    transform = js.dense_transform if one.task == "cnn" else js.onebit_transform
+    outer = lambda comm: optax.chain(transform(comm), optax.sgd(1.0))
+    options: dict[str, Any] = {"every": one.every, "delay": one.delay, "keys": Keys.read(folder / "keys")}
+    with js.partial.Rounds(one.server, one.number, start, outer, bind=one.address, **options) as worker:
+      for size in one.sizes:
+        worker._exchanger._outer.compile(worker._exchanger.anchor, size)
+      say("joined", address=worker._endpoint.address)
+      _train(one, worker, step, state, batches, asked, say)
+      params = worker.leave()
+    loss, accuracy = model.evaluate(params, model.statistics)
+    say("end", loss=loss, accuracy=accuracy)
+
+
+def _train(one: Settings, worker: Any, step: Any, state: Any, batches: Any, asked: set[int], say: Any) -> None:
+  """Trains until SIGTERM, and says what each step and each round was."""
+  exchanger, params, last = worker._exchanger, worker.params, 0
+  nan = lambda tree: jax.tree.map(lambda leaf: leaf * jnp.nan, tree)
+  flies = lambda: worker._flight is not None and worker._endpoint._answers.empty()
+  while signal.SIGTERM not in asked:
+    flying, start = flies(), time.monotonic()
+    params, state, loss = step(params, state, next(batches))
+    jax.block_until_ready((params, state))
+    trained = time.monotonic() - start
+    flying += flies()
+    time.sleep(max(0.0, one.pace - trained))
+    if signal.SIGUSR1 in asked:
+      asked.discard(signal.SIGUSR1)
+      params = nan(params)
+    if signal.SIGUSR2 in asked:
+      asked.discard(signal.SIGUSR2)
+      _poison(exchanger)
+    weight, start = worker._flight[1] if worker._flight else worker._weight + 1, time.monotonic()
+    params = worker.step(params)
+    say("step", loss=float(loss), trained=trained, waited=time.monotonic() - start, flying=flying)
+    if worker._flight is None and worker.group.number != last:
+      group, stand, last = worker.group, exchanger.anchor.stand, worker.group.number
+      share = group.weights[group.members.index(one.number)]
+      facts = {"digest": exchanger._outer.digest(exchanger.anchor), "skipped": exchanger.delivered.skipped}
+      say("round", number=group.number, members=group.members, steps=weight / share, stand=stand, **facts)
+
+
+def _poison(exchanger: Any) -> None:
+  """Has the worker give NaN in its next round, which it would refuse to do."""
+  run = exchanger._outer.run
+
+  def poisoned(anchor: Any, given: Any, *rest: Any) -> Any:
+    exchanger._outer.run = run
+    return run(anchor, jax.tree.map(lambda leaf: leaf * jnp.nan, given), *rest)
+
+  exchanger._outer.run = poisoned
+
+
+def send_garbage(addresses: list[str], keys: pathlib.Path, count: int) -> None:
+  """Sends so many messages that are none, or forged, to each address."""
+  context, random = zmq.Context(), np.random.default_rng(0)
+  for address in addresses:
+    socket = context.socket(zmq.DEALER)
+    own = Keys.read(keys)
+    socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = own.public, own.secret, own.public
+    socket.connect(address)
+    for number in range(count):
+      kind, worker, long = (int(random.integers(bound)) for bound in (12, 8, 200))
+      forged = messages._SIGNAL.pack(kind, worker, *(int(x) for x in random.integers(-9, 2**62, 4)))
+      piece = messages._PIECE.pack(kind, int(random.integers(2**62)), worker, int(random.integers(9)))
+      choices = [random.bytes(long)], [forged], [piece, random.bytes(long // 4 * 4)], [b""] * (1 + long % 5)
+      socket.send_multipart(list(choices[number % 4]))
+    socket.close(linger=10_000)
+  context.term()
