@@ -39,7 +39,7 @@ _KILL_EVERY = flags.DEFINE_float("kill_every", 60, "Seconds between two kills.",
 _HOLD = flags.DEFINE_float("hold", 30, "Seconds for which a worker is stopped; cut off for two thirds.", lower_bound=1)
 _EVERY = flags.DEFINE_integer("every", 5, "H of goodput and faults.", lower_bound=1)
 _PACE = flags.DEFINE_float("pace", 0.2, "Seconds of a step of goodput and faults at least.", lower_bound=0)
-_RATES = flags.DEFINE_list("rates", ["100mbit:16:8", "10mbit:64:32"], "Of hidden: the links, H and the delay.")
+_RATES = flags.DEFINE_list("rates", ["100mbit:16:8", "10mbit:32:16"], "Of hidden: the links, H and the delay.")
 _RATE = flags.DEFINE_string("rate", "100mbit", "Speed of the links of goodput and faults.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the choice of the workers that are killed.")
 _REPORT_DIR = entry.define_report_dir("rounds.json")

@@ -91,7 +91,7 @@ class Team:
     """Waits until a condition holds; RuntimeError with the workers' output if it does not."""
     wait(holds, what, self.folder / "output")
 
-  def settle(self, rounds: int = 8) -> float:
+  def settle(self, rounds: int = 3) -> float:
     """Waits until there have been so many rounds of all workers: the time of the first one."""
     begin = time.monotonic()
 
