@@ -10,6 +10,7 @@ from benchmarks.report import milliseconds, number, ratio, table
 
 Row = dict[str, Any]
 Column = Callable[[Row], str]
+_EQUAL = {True: "yes", False: "no", None: "–"}
 _plain = lambda name, form="": lambda row: number(row[name], form)
 _ms = lambda name: lambda row: milliseconds(row[name])
 
@@ -53,7 +54,6 @@ _PHASES = {
   "joined": "newcomer: join, fetch the anchor, compile the outer step",
   "member": "newcomer: until its first round",
 }
-_EQUAL = {True: "yes", False: "no", None: "–"}
 
 
 def make(part: str, rows: list[Row]) -> rich.table.Table:
