@@ -194,6 +194,13 @@ def elastic(part: str, folder: str = str(RESULTS)) -> str:
   return markdown(["run", "test accuracy", "delivered", "lost"], [[*row, f"{lost[row[0]]:.1e}"] for row in rows])
 
 
+def late() -> str:
+  """Trainings in rounds of which some workers are late."""
+  found = json.loads((RESULTS / "late.json").read_text())
+  of = f"late in each round, of {found['setting']['workers']}"
+  return markdown([of, "steps", "held-out loss"], means(found["outcomes"], ["late", "steps"], {"loss": ",.3f"}))
+
+
 def rounds(part: str, folder: str = str(RESULTS)) -> str:
   """Rounds in the lab: what is `hidden` of exchanges, `goodput` beside synchronous training, `recoveries`, `faults`."""
   found = json.loads(pathlib.Path(folder, "rounds.json").read_text())[part]
@@ -305,7 +312,9 @@ def wire() -> str:
 
 
 _SIMPLE = (kept, race, paces, wholes, losses, runs, papers, trainers, verdicts, summary, wire)
-TABLES = {function.__name__: function for function in (*_SIMPLE, elastic, rounds, heterogeneous, contention, compiled)}
+TABLES = {
+  function.__name__: function for function in (*_SIMPLE, elastic, late, rounds, heterogeneous, contention, compiled)
+}
 
 
 def main() -> None:

@@ -14,6 +14,8 @@ from jaxsparse.partial.messages import Kind, Piece, Stand
 from jaxsparse.partial.outer_step import Anchor, OuterStep, Result
 from jaxsparse.partial.round_protocol import Done, Send
 
+_FIRST = 3  # sizes of groups for which a worker compiles before the first round
+
 
 class Run:
   """The messages of one exchange, with the methods of `Average`: the program of the outer step sends and waits.
@@ -95,6 +97,7 @@ class Exchanger:
   Attributes:
     anchor: after the last round that counted.
     group: of the last round that counted.
+    sizes: the smallest and the largest group.
     given: θ − θ_w, what this worker gives in the next round.
     delivered: the result of the last round of this worker that counted.
     returned: what it gave in a round that did not count in the end, after a second server decided otherwise.
@@ -102,6 +105,7 @@ class Exchanger:
 
   def __init__(self, outer: OuterStep, anchor: Anchor, number: int):
     self.anchor, self.given, self.group = anchor, anchor.params, Group((), (), 0)
+    self.sizes = 1, 1
     self.delivered: Result | None = None
     self.returned: Any = None
     self._outer, self._number = outer, number
@@ -134,7 +138,7 @@ class Exchanger:
     self._before = self.anchor, self.given
     self.anchor, self.delivered, self.group = run.result.anchor, run.result, run.group
     for size in (self.anchor.size - 1, self.anchor.size + 1):  # of the group if a worker is lost, or joins
-      self._compiler.submit(self._outer.compile, self.anchor, size)
+      self._compiler.submit(self._compile, size)
     return self.anchor.stand
 
   def go_back(self) -> Stand:
@@ -174,8 +178,13 @@ class Exchanger:
     return Piece(Kind.MODEL, self.anchor.stand.round, self._number, np.frombuffer(content, np.float32))
 
   def compile(self) -> None:
-    """Compiles the outer step for the size of the last group, and with this worker, which joins it."""
-    for size in (self.anchor.size, self.anchor.size + 1) if self.anchor.size else ():
+    """Compiles the outer step for the group that this worker joins, with it and without; at first for the largest."""
+    last, (_, most) = self.anchor.size, self.sizes
+    for size in (last, last + 1) if last else range(most, most - _FIRST, -1):
+      self._compile(size)
+
+  def _compile(self, size: int) -> None:
+    if self.sizes[0] <= size <= self.sizes[1]:
       self._outer.compile(self.anchor, size)
 
   def prepare(self, given: Any, post: Callable[[Any], None]) -> None:

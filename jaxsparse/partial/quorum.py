@@ -43,8 +43,9 @@ class Verdict(NamedTuple):
 class Quorum:
   """Begins rounds of the workers that are ready.
 
-  - A round begins as soon as all workers that are there are ready, or at `release`, which the server calls when the
-    worker that has waited longest has done so for `grace` seconds: with all that are ready, if they are K or more.
+  - A round begins as soon as all workers that are there are ready, but for those that are new, or at `release`, which
+    the server calls when the worker that has waited longest has done so for `grace` seconds: with all that are ready,
+    if they are K or more.
   - Its members have the same anchor, that of the last round whose result counted.
   - Its result counts when all members have it, and for nobody if one of them is lost before.
   - The weight of a member is its share of what all members have trained.
@@ -85,6 +86,7 @@ class Quorum:
     # Another number for each server, or pieces of a group of one before could be taken for those of a later one.
     self._number = secrets.randbits(61) if first is None else first
     self._present: set[int] = set()
+    self._expected: set[int] = set()  # of those, who have been ready since they joined
     self._ready: dict[int, int] = {}  # weights of the workers that are ready, first come first
     self._under_way: Group | None = None
     self._digests: dict[int, int] = {}  # of the members of the group under way that are done
@@ -108,6 +110,7 @@ class Quorum:
       raise Rejected(f"unknown: worker {worker!r}, there are 0 … {self.workers - 1}")
     group = self.failed(worker, self._under_way.number) if self._under_way and worker in self._present else None
     self._ready.pop(worker, None)
+    self._expected.discard(worker)
     self._present.add(worker)
     self.over = False
     if self._under_way is None and stand.round > self.stand.round:
@@ -129,11 +132,13 @@ class Quorum:
     if (stand.round, stand.base) != self.stand[:2]:
       raise Behind
     self._ready[worker] = weight
+    self._expected.add(worker)
     return self.begin_if_all_ready()
 
   def begin_if_all_ready(self) -> list[Group]:
-    """The round of all workers that are there, if all are ready."""
-    return self.release() if self._present == self._ready.keys() else []
+    """The round of all workers that are there, if all are ready; after the first one without those that are new."""
+    expected = self._expected if self.stand.round else self._present
+    return self.release() if expected == self._ready.keys() else []
 
   def release(self) -> list[Group]:
     """The round of those that are ready, if they are enough."""
@@ -183,7 +188,8 @@ class Quorum:
     """
     self._check(worker)
     group = self.failed(worker, self._under_way.number) if self._under_way else None
-    self._present.discard(worker)
+    for those in (self._present, self._expected):
+      those.discard(worker)
     self._ready.pop(worker, None)
     if weight is not None:
       self.lost, self.lost_weight = self.lost + 1, self.lost_weight + weight

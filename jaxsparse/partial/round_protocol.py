@@ -65,6 +65,7 @@ class RoundProtocol(WorkerProtocol):
   Attributes:
     stand: where the worker stands.
     grace: seconds for which workers wait for each other, as the server says.
+    sizes: the smallest and the largest group.
     undelivered: what it has trained for since it last delivered, for the server to count if it is lost.
   """
 
@@ -82,7 +83,7 @@ class RoundProtocol(WorkerProtocol):
     nothing = np.broadcast_to(np.float32(0), entries)  # the exchange has the model
     super().__init__(number, nothing, address, timeout, 0.0, now, *outlets)
     self._exchange, self._switch = exchange, switch
-    self.stand, self.grace, self.undelivered, self._weight = Stand(), 0.0, 0, 0
+    self.stand, self.grace, self.sizes, self.undelivered, self._weight = Stand(), 0.0, (1, 1), 0, 0
     self._after = 0  # the number of rounds after the last one of this worker
     self._last = 0, 0  # the number of the last round, and the digest of its result, as the server says
 
@@ -126,7 +127,7 @@ class RoundProtocol(WorkerProtocol):
   def _take_server_message(self, message: ServerMessage) -> None:
     kind, content = message
     if kind == Answer.WELCOME and self.state == "joining":
-      self.grace = content["grace"]
+      self.grace, self.sizes = content["grace"], tuple(content["sizes"])
       if self._average:  # of which a server before has told this worker
         self._settle(counts=content["number"] == self.stand.last != 0)
     if "base" in content:

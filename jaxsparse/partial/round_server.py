@@ -87,7 +87,9 @@ class RoundServerProtocol(ServerProtocol):
     member.stand = last if counts else Stand(stand.round, stand.base)
     donor = None if member.stand == last else self._donor(member)
     content = {"limit": self._limit, "donor": donor, "number": stand.last if counts else 0, **self._last}
-    self._send(member.connection, messages.pack_answer(Answer.WELCOME, grace=self._controller.grace, **content))
+    quorum = self._controller
+    options = {"grace": quorum.grace, "sizes": [quorum.quorum, quorum.workers]}
+    self._send(member.connection, messages.pack_answer(Answer.WELCOME, **content, **options))
 
   def _donor(self, member: Member) -> str | None:
     """The address of a worker with the anchor of the last round; another one each time that a worker joins."""

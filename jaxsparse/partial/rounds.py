@@ -132,6 +132,7 @@ class Rounds:
     )
     endpoint.start(self._protocol, exchanger.model, ControllerLost, f"rounds, worker {number}")
     endpoint.take()
+    exchanger.sizes = self._protocol.sizes
     exchanger.compile()
     self._place = jax.tree.map(lambda leaf: leaf.sharding, params)
     self._dtypes = jax.tree.map(jnp.result_type, params)

@@ -34,6 +34,22 @@ def test_a_round_begins_with_all_that_are_there_or_at_a_release_with_enough(quor
   assert (group.members, group.number) == ((0, 3), 11)
 
 
+def test_a_round_does_not_wait_for_a_new_worker_that_has_never_been_ready(quorum):
+  """But for the first one, in which all are new."""
+  ready(quorum, 0, 1, 3)
+  for worker in (0, 1, 3):
+    quorum.done(worker, 10, digest=5)
+  quorum.join(2, START)
+  (group,) = ready(quorum, 0, 1, 3)
+  assert group.members == (0, 1, 3)
+  ready(quorum, 2)
+  for worker in (0, 1, 3):
+    quorum.done(worker, 11, digest=5)
+  assert ready(quorum, 0, 1, 3) == []  # it is known now
+  (group,) = ready(quorum, 2)
+  assert group.members == (0, 1, 2, 3)
+
+
 def test_weights_are_shares_of_what_was_trained(quorum):
   quorum.ready(0, 30, START)
   quorum.ready(1, 0, START)
