@@ -292,9 +292,9 @@ def search_keys(read: Callable[[jax.Array], jax.Array], starts: jax.Array, lengt
     def selects(cut: Cut) -> jax.Array:
       # Keys are computed again in each round: a compiler that took them out of the loop would store them.
       cut, here = jax.lax.optimization_barrier((cut, start))
-      # XLA for TPUs removes barriers first; it does not know that the key is at least 0.
+      # XLA for TPUs removes barriers first; it does not know that the key is at least 0. Both branches have its type.
       after = lambda here, key: here + jnp.minimum(key, 0)
-      here = _compat.by_platform(here, cut.key, tpu=after, default=lambda here, _: here)
+      here = _compat.by_platform(here, cut.key, tpu=after, default=lambda here, key: here + 0 * key)
       return cut.selects(read(here), jnp.arange(length, dtype=jnp.int32))
 
     by_halves = lambda k: bisect(selects, k, jnp.int32(0), jnp.int32(TOP))
