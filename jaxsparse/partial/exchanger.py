@@ -25,6 +25,7 @@ class Run:
   Attributes:
     digest: of the result, 0 until the exchange is done.
     result: of the outer step, None until it is done.
+    failed: whether the exchange has ended without a result.
   """
 
   done = False  # of the average; whether a round counts is said by the server
@@ -33,7 +34,7 @@ class Run:
     self.group, self.digest = group, 0
     self.result: Result | None = None
     self._me, self._post = number, post
-    self._changed, self._failed = threading.Condition(), False
+    self._changed, self.failed = threading.Condition(), False
     self._received: dict[tuple[int, int], np.ndarray] = {}  # by sender and tag
     self._tag = 0
 
@@ -56,33 +57,28 @@ class Run:
   def fail(self) -> None:
     """Ends the exchange without a result."""
     with self._changed:
-      self._failed = True
+      self.failed = True
       self._changed.notify()
-
-  @property
-  def failed(self) -> bool:
-    """Whether the exchange has ended without a result."""
-    return self._failed
 
   def exchange(self, words: np.ndarray, destination: int | None, source: int | None) -> np.ndarray:
     """One message of the program, as `PeerComm.send`; messages are numbered alike at all members."""
     self._tag, members = self._tag + 1, self.group.members
     if destination is not None and members[destination] == self._me:
       return words
-    if destination is not None and not self._failed:
+    if destination is not None and not self.failed:
       values = np.array(words).view(np.float32)  # XLA reuses the buffer of a callback
       self._post(Send(members[destination], Piece(Kind.MESSAGE, self.group.number, self._me, values, self._tag)))
     if source is not None:
       key = members[source], self._tag
       with self._changed:
-        self._changed.wait_for(lambda: self._failed or key in self._received)
+        self._changed.wait_for(lambda: self.failed or key in self._received)
         received = self._received.pop(key, None)
       if received is not None and received.size == words.size:
         return received.view(np.uint32)
       if received is not None:
         unlike = f"worker {members[source]} sent {received.size} words instead of {words.size} in a round"
         logging.getLogger(__name__).warning(f"{unlike}: have all workers the same outer chain and the same version?")
-      self._failed = True
+      self.failed = True
     return np.zeros_like(words)
 
 
@@ -145,7 +141,7 @@ class Exchanger:
     """The result that has counted last differs from that of most members: the anchor is again that before."""
     assert self._before is not None
     before, _ = self._before
-    self.anchor = self._outer.unpack(self._outer.pack(before), self.anchor)
+    self.anchor = self._outer.with_residual(before, self.anchor)
     return self.anchor.stand
 
   def drop(self) -> None:
@@ -167,7 +163,7 @@ class Exchanger:
       return None
     if self._before and not anchor.follows(self.anchor.stand):  # its last round does not count
       before, self.returned = self._before
-      anchor = self._outer.unpack(model.values.tobytes(), before)
+      anchor = self._outer.with_residual(anchor, before)
       self._before = None
     self.anchor = anchor
     return anchor.stand

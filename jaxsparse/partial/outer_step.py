@@ -122,8 +122,9 @@ class OuterStep:
 
   def compile(self, anchor: Anchor, size: int) -> None:
     """Compiles the outer steps of all fragments for groups of a size."""
-    outer = self._carry(anchor, size) if size else {}
-    for fragment in outer:
+    missing = [fragment for fragment in range(self._fragments.count) if (size, fragment) not in self._programs]
+    outer = self._carry(anchor, size) if missing else {}
+    for fragment in missing:
       zeros = np.int32(0), np.float32(0), anchor.params
       self.program(size, fragment, self._operands(fragment, *zeros, outer[fragment], anchor.params))
 
@@ -187,17 +188,23 @@ class OuterStep:
     length = int.from_bytes(content[:4])
     round_, base, last, size, *lineage = json.loads(content[4 : 4 + length])
     at, arrays = 4 + length, list[np.ndarray]()
-    outer = self._carry(own, size or own.size)
+    outer = self._carry(own, size) if size else {}
     leaves, structure = jax.tree.flatten(own.params)
-    for like in (*leaves, *(_alike(outer) if size else ())):
+    for like in (*leaves, *_alike(outer)):
       arrays.append(np.frombuffer(content, like.dtype, like.size, at).reshape(like.shape))
       at += like.nbytes
     if not 0 <= len(content) - at < 4:
       raise ValueError(f"{len(content)} bytes, those of an anchor of this model are {at}")
     params = self.on_cpu(jax.tree.unflatten(structure, arrays[: len(leaves)]))
-    alike = arrays[len(leaves) :] if size else _alike(self._first(params, own.size) if own.size else {})
-    outer = _with_alike(outer, jax.device_put(alike, self._cpu))
-    return Anchor(params, outer, size or own.size, Stand(round_, base, last), tuple(lineage))
+    outer = _with_alike(outer, jax.device_put(arrays[len(leaves) :], self._cpu))
+    found = Anchor(params, outer, size, Stand(round_, base, last), tuple(lineage))
+    return found if size else self.with_residual(found, own)
+
+  def with_residual(self, anchor: Anchor, own: Anchor) -> Anchor:
+    """`anchor` with what another one, `own`, has of this worker alone: residuals above all."""
+    size = anchor.size or own.size
+    alike = _alike(self._carry(anchor, size))
+    return anchor._replace(outer=_with_alike(self._carry(own, size), alike), size=size)
 
 
 def _first_cpu() -> jax.Device:
