@@ -31,6 +31,7 @@ class PeerComm(View):
     number: i32[], the rank of this worker.
     send: `send(words, destination, source)` sends u32[m] words to a rank and returns those that it receives from
       another one; either may be None, and without a source the result is zeros. Called in the order of the program.
+    divisor: 1, of a total for an update; the number of workers for any other comm.
     stride, members: as of `js.comm.View`.
 
   Example:

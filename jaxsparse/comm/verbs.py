@@ -87,11 +87,6 @@ class View:
     return self._engine_size() if self.members is None else self.members
 
   @property
-  def divisor(self) -> int:
-    """What a total is divided by for an update: the number of workers."""
-    return self.size
-
-  @property
   def rank(self) -> jax.Array:
     """Number of this worker within the view, i32[]."""
     return self._engine_rank() // self.stride % self.size

@@ -108,7 +108,7 @@ class Quorum:
     """
     if worker not in range(self.workers):
       raise Rejected(f"unknown: worker {worker!r}, there are 0 … {self.workers - 1}")
-    group = self.failed(worker, self._under_way.number) if self._under_way and worker in self._present else None
+    group = self._drop_round_of(worker)
     self._ready.pop(worker, None)
     self._expected.discard(worker)
     self._present.add(worker)
@@ -125,7 +125,7 @@ class Quorum:
       Behind: if its anchor is not that of the last round.
     """
     self._check(worker)
-    if worker in self._ready or self._is_member(worker):
+    if worker in self._ready or self._round_of(worker):
       raise Rejected(f"duplicate: worker {worker} is ready already")
     if weight < 0:
       raise Rejected(f"weight {weight} of worker {worker} is malformed, send 0 or more")
@@ -158,8 +158,8 @@ class Quorum:
   def done(self, worker: int, number: int, digest: int) -> Verdict | None:
     """A member has the result of a round, which counts if all of them have it."""
     self._check(worker)
-    group = self._under_way
-    if group is None or group.number != number or worker not in group.members:
+    group = self._round_of(worker)
+    if group is None or group.number != number:
       return None  # it has failed for another member
     self._digests[worker] = digest
     if len(self._digests) < len(group.members):
@@ -174,11 +174,8 @@ class Quorum:
   def failed(self, worker: int, number: int) -> Group | None:
     """A member cannot take part in a round to its end: the group whose result counts for nobody, if it has not yet."""
     self._check(worker)
-    group = self._under_way
-    if group is None or group.number != number or worker not in group.members:
-      return None
-    self._under_way = None
-    return group
+    group = self._round_of(worker)
+    return self._drop_round_of(worker) if group and group.number == number else None
 
   def leave(self, worker: int, weight: int | None = None) -> tuple[Group | None, list[Group]]:
     """A worker ends, or is lost with what it had trained for `weight` steps or tokens.
@@ -187,7 +184,7 @@ class Quorum:
       The group whose result counts for nobody then, and the round that begins now.
     """
     self._check(worker)
-    group = self.failed(worker, self._under_way.number) if self._under_way else None
+    group = self._drop_round_of(worker)
     for those in (self._present, self._expected):
       those.discard(worker)
     self._ready.pop(worker, None)
@@ -200,5 +197,12 @@ class Quorum:
     if worker not in self._present:
       raise Rejected(f"absent: worker {worker} has to join")
 
-  def _is_member(self, worker: int) -> bool:
-    return self._under_way is not None and worker in self._under_way.members
+  def _round_of(self, worker: int) -> Group | None:
+    """The group under way, if a worker is in it."""
+    return self._under_way if self._under_way and worker in self._under_way.members else None
+
+  def _drop_round_of(self, worker: int) -> Group | None:
+    """The same, whose result counts for nobody from now on."""
+    if group := self._round_of(worker):
+      self._under_way = None
+    return group

@@ -102,7 +102,7 @@ def grouped_transform(
     leaves, structure = jax.tree.flatten(updates)
     # `js.local_steps` with wider updates than parameters: of the mean, by the names of the leaves
     own = [(dtypes or {}).get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()]
-    divisor = getattr(comm, "divisor", comm.size)  # of comms that users write, too
+    divisor = getattr(comm, "divisor", comm.size)  # `PeerComm` has one: what its workers give is weighted already
     step = functools.partial(reduce_groups, comm, divisor=divisor, dtypes=own)
     leaves, state = at_devices(step, groups, leaves, state)
     return jax.tree.unflatten(structure, leaves), state
