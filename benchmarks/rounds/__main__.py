@@ -54,8 +54,8 @@ entry.require_choices(_PARTS, _ALL, empty=False)
 def _team(rate: str, workers: int, quorum: int, task: str, every: int, delay: int, pace: float) -> Iterator[Team]:
   with contextlib.ExitStack() as stack:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxsparse-"))
-    hosts, sizes = stack.enter_context(netlab.lab(workers + 1, rate)), list(range(quorum, workers + 1))
-    team = Team(hosts, quorum, Settings(task, _BATCH[task], every, delay, pace, sizes, folder=folder))
+    hosts = stack.enter_context(netlab.lab(workers + 1, rate))
+    team = Team(hosts, quorum, Settings(task, _BATCH[task], every, delay, pace, folder=folder))
     yield stack.enter_context(team)
 
 

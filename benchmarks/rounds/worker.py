@@ -26,7 +26,6 @@ class Settings(NamedTuple):
   every: int  # H
   delay: int
   pace: float  # seconds of a step at least: the device is idle for the rest
-  sizes: list[int]  # of groups, for which the outer step is compiled at the start
   number: int = 0
   life: int = 0  # how often a worker has been started in place of this one
   server: str = ""
@@ -69,8 +68,6 @@ def run(one: Settings) -> None:
     outer = lambda comm: optax.chain(transform(comm), optax.sgd(1.0))
     options: dict[str, Any] = {"every": one.every, "delay": one.delay, "keys": Keys.read(folder / "keys")}
     with js.partial.Rounds(one.server, one.number, start, outer, bind=one.address, **options) as worker:
-      for size in one.sizes:
-        worker._exchanger._outer.compile(worker._exchanger.anchor, size)
       say("joined", address=worker._endpoint.address)
       _train(one, worker, step, state, batches, asked, say)
       params = worker.leave()
