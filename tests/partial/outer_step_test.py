@@ -1,7 +1,6 @@
 """The outer step of a round: the bits of the simulator, one program a size, and nothing lost as groups change."""
 
-import queue
-import threading
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,8 @@ import optax
 import pytest
 
 import jaxsparse as js
+from jaxsparse.partial.controller import Group
+from jaxsparse.partial.exchanger import Run
 from jaxsparse.partial.outer_step import OuterStep
 from jaxsparse.transform import state as states
 from tests.cases import CASES, each_case, normals
@@ -18,8 +19,8 @@ PARAMS = {"w": np.linspace(-1, 1, 40, dtype=np.float32).reshape(4, 10), "b": np.
 N = 49
 
 
-class Group:
-  """Workers in threads, a device each, whose messages go through queues."""
+class Team:
+  """Workers in threads, a device each, whose messages are those of `Run`."""
 
   def __init__(self, chain, workers, fragments=1):
     self.steps = [OuterStep(chain, fragments, device=jax.devices()[worker]) for worker in range(workers)]
@@ -28,27 +29,18 @@ class Group:
 
   def round(self, members, given, weights=None):
     """The results of a round of these workers, each of whom has given its row."""
-    channels = {(a, b): queue.Queue() for a in members for b in members}
-    self.number, results = self.number + 1, dict.fromkeys(members)
+    self.number, weights = self.number + 1, [1 / len(members)] * len(members) if weights is None else weights
+    group, runs = Group(tuple(members), tuple(weights), 0, number=self.number), {}
+    post = lambda send: runs[send.member].receive(send.piece)
+    runs.update({worker: Run(group, worker, post) for worker in members})
 
     def run(rank, worker):
-      def send(words, destination, source):
-        if destination is not None:
-          channels[worker, members[destination]].put(np.array(words))
-        received = None if source is None else channels[members[source], worker].get(timeout=60)
-        return np.zeros_like(words) if received is None else received
+      operands = given[worker], weights[rank], len(members), rank, self.number, runs[worker].exchange
+      return self.steps[worker].run(self.anchors[worker], *operands)
 
-      weight = 1 / len(members) if weights is None else weights[rank]
-      operands = given[worker], weight, len(members), rank, self.number, send
-      results[worker] = self.steps[worker].run(self.anchors[worker], *operands)
-
-    threads = [threading.Thread(target=run, args=one) for one in enumerate(members)]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
-    for worker, result in results.items():
-      self.anchors[worker] = result.anchor
+    with futures.ThreadPoolExecutor(len(members)) as pool:
+      for worker, result in zip(members, pool.map(run, range(len(members)), members, timeout=120), strict=True):
+        self.anchors[worker] = result.anchor
     packs = {self.steps[worker].pack(self.anchors[worker]) for worker in members}
     assert len(packs) == 1  # what all have alike
     assert len({self.steps[worker].digest(self.anchors[worker]) for worker in members}) == 1
@@ -80,7 +72,7 @@ def test_bits_are_those_of_the_simulator(case):
   """Three rounds of all collectives with the same workers, of equal weight."""
   workers = dict(case.options).get("teams", 2) * (1 if "teams" in str(case) else 2)
   chain = lambda comm: optax.chain(js.make_transform(case.name, comm, **case.config(density=0.25)), optax.sgd(0.5))
-  group = Group(chain, workers)
+  group = Team(chain, workers)
   tx = js.atomic(chain(js.SimComm("workers", members=workers)))
   step = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name="workers"))
   params = jax.tree.map(jnp.asarray, PARAMS)
@@ -98,7 +90,7 @@ def test_bits_are_those_of_the_simulator(case):
 def test_nothing_is_lost_while_workers_come_and_go(name):
   """Σ updates + Σ residuals = Σ what was given, over groups of any size; who was away catches up before."""
   options = {} if "bit" in name else {"density": 0.1}
-  group = Group(lambda comm: optax.chain(js.make_transform(name, comm, **options), optax.sgd(1.0)), workers=4)
+  group = Team(lambda comm: optax.chain(js.make_transform(name, comm, **options), optax.sgd(1.0)), workers=4)
   entered, content = np.zeros(N), None
   for number, members in enumerate([(0, 1), (0, 1, 2), (1, 3), (0, 1, 2, 3), (2, 3), (3,)]):
     for worker in members if content else ():
@@ -114,7 +106,7 @@ def test_nothing_is_lost_while_workers_come_and_go(name):
 def test_momentum_and_fragments_are_handed_to_a_worker_that_was_away():
   """Round r is of fragment r mod F; the outer momentum of each fragment goes on."""
   chain = lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(1.0, momentum=0.5))
-  group = Group(chain, workers=3, fragments=2)
+  group = Team(chain, workers=3, fragments=2)
   ones = {name: np.ones_like(leaf) for name, leaf in PARAMS.items()}
   content = [group.round((0, 1), [ones] * 3) for _ in range(4)][-1]
   group.catch_up(2, content)
@@ -124,7 +116,7 @@ def test_momentum_and_fragments_are_handed_to_a_worker_that_was_away():
 
 
 def test_one_program_for_a_size_whoever_is_in_the_group():
-  group = Group(js.dense_transform, workers=3)
+  group = Team(js.dense_transform, workers=3)
   content = group.round((0, 1), trees(0, 3))
   for members in ((1, 2), (0, 2)):
     for worker in members:
@@ -139,7 +131,7 @@ def test_one_program_for_a_size_whoever_is_in_the_group():
 
 
 def test_a_round_whose_total_is_not_finite_changes_nothing():
-  group = Group(lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0, momentum=0.9)), workers=2)
+  group = Team(lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0, momentum=0.9)), workers=2)
   group.round((0, 1), trees(0, 2))
   before = group.flat(0), group.residuals()
   given = trees(1, 2)

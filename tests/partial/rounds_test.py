@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxsparse as js
+from jaxsparse.partial.outer_step import OuterStep
 from tests.cases import averaged
 from tests.launch_test import soon
 
@@ -167,6 +168,34 @@ def test_parameters_that_are_not_finite_enter_no_round(caplog):
     found = in_threads(2, train)
   assert "not finite" in caplog.text
   assert all(np.isfinite(np.asarray(leaf)).all() for params in found for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_one(dtype, monkeypatch):
+  """NaN that a worker gives past its own check, outer momentum, parameters of 16 bits: what SGD in numpy gives."""
+  outer = lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(1.0, momentum=0.5))
+  on_cpu = OuterStep.run
+
+  def poisoned(self, anchor, given, *options):
+    rank, number = options[2], anchor.stand.round
+    if (rank, number) == (1, 1):
+      given = jax.tree.map(lambda leaf: leaf * jnp.nan, given)
+    return on_cpu(self, anchor, given, *options)
+
+  monkeypatch.setattr(OuterStep, "run", poisoned)
+
+  def train(number):
+    with join(server, number, jnp.zeros(4, dtype), outer, every=2) as worker:
+      own = worker.params
+      for _ in range(6):
+        own = worker.step(own + jnp.ones((), dtype) * jnp.asarray(1 + 2 * number, dtype))
+      return own, worker.round
+
+  with serve(2) as server:
+    for found, rounds in in_threads(2, train):
+      assert (found.dtype, rounds) == (dtype, 3)
+      # 2 steps of 1 and of 3 a round: 4, nothing, and 8 of two rounds with the momentum of the first
+      np.testing.assert_array_equal(np.asarray(found, np.float32), 4 + (8 + 0.5 * 4))
 
 
 def test_the_server_is_replaced_by_another_one():
