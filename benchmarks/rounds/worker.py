@@ -99,19 +99,19 @@ def _train(one: Settings, worker: Any, step: Any, state: Any, batches: Any, aske
     if worker._flight is None and worker.group.number != last:
       group, stand, last = worker.group, exchanger.anchor.stand, worker.group.number
       share = group.weights[group.members.index(one.number)]
-      facts = {"digest": exchanger._outer.digest(exchanger.anchor), "skipped": exchanger.delivered.skipped}
+      facts = {"digest": exchanger.outer.digest(exchanger.anchor), "skipped": exchanger.delivered.skipped}
       say("round", number=group.number, members=group.members, steps=weight / share, stand=stand, **facts)
 
 
 def _poison(exchanger: Any) -> None:
   """Has the worker give NaN in its next round, which it would refuse to do."""
-  run = exchanger._outer.run
+  run = exchanger.outer.run
 
   def poisoned(anchor: Any, given: Any, *rest: Any) -> Any:
-    exchanger._outer.run = run
+    exchanger.outer.run = run
     return run(anchor, jax.tree.map(lambda leaf: leaf * jnp.nan, given), *rest)
 
-  exchanger._outer.run = poisoned
+  exchanger.outer.run = poisoned
 
 
 def send_garbage(addresses: list[str], keys: pathlib.Path, count: int) -> None:

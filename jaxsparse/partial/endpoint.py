@@ -12,7 +12,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxsparse.partial import messages, sockets
@@ -57,17 +57,21 @@ class Endpoint:
     self._peers = sockets.Peers(self._network, longest, from_donor, unreachable)
 
   def start(
-    self, protocol: WorkerProtocol, model: Callable[[], Piece], lose: Callable[[str], Exception], name: str
+    self,
+    protocol: WorkerProtocol,
+    answers: Mapping[Kind, Callable[[Piece], Piece]],
+    lose: Callable[[str], Exception],
+    name: str,
   ) -> None:
     """Starts the thread.
 
     Args:
       protocol: made with the methods of this endpoint.
-      model: the piece for another worker that asks for the model.
+      answers: by the kind of a piece of another worker, the piece that answers it; others go to the protocol.
       lose: saves what is to be saved after the server was lost, as the message says; every request raises the result.
       name: of the thread.
     """
-    self._protocol, self._model, self._lose = protocol, model, lose
+    self._protocol, self._answer, self._lose = protocol, answers, lose
     self._thread = threading.Thread(target=self._run, daemon=True, name=name)
     self._thread.start()
 
@@ -154,7 +158,7 @@ class Endpoint:
   def _from_worker(self, frames: list[bytes]) -> None:
     connection, *content = frames
     piece = messages.parse_piece(content)
-    if piece and piece.kind == Kind.FETCH:
-      self._data.send_multipart([connection, *self._model().pack()], copy=False)
+    if piece and piece.kind in self._answer:
+      self._data.send_multipart([connection, *self._answer[piece.kind](piece).pack()], copy=False)
     elif piece:
       self._handle(piece)

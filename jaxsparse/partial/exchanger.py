@@ -86,7 +86,7 @@ class Exchanger:
   """The anchor of a worker, and its exchanges, one at a time: `round_protocol.Exchange`.
 
   Args:
-    outer: the outer step.
+    outer: the outer step; also an attribute.
     anchor: before the first round.
     number: of this worker.
 
@@ -104,15 +104,17 @@ class Exchanger:
     self.sizes = 1, 1
     self.delivered: Result | None = None
     self.returned: Any = None
-    self._outer, self._number = outer, number
+    self.outer, self._number = outer, number
     self._before: tuple[Anchor, Any] | None = None  # the anchor before the last round, and what was given in it
     self._run: Run | None = None
+    self._inherited: list[np.ndarray] | None = []  # residuals taken over since the last exchange began; None: no more
     self._thread, self._compiler = futures.ThreadPoolExecutor(1), futures.ThreadPoolExecutor(1)
     self.post: Callable[[Any], None]  # gives the protocol an event; to be set before the first exchange
 
   def begin(self, group: Group) -> Run:
     """Starts the exchange of a group."""
     run = self._run = Run(group, self._number, self.post)
+    self._inherited = []
     self._thread.submit(self._exchange, run, self.anchor, self.given)
     return run
 
@@ -120,8 +122,8 @@ class Exchanger:
     group, rank = run.group, run.group.members.index(self._number)
     try:
       size, weight = len(group.members), group.weights[rank]
-      run.result = self._outer.run(anchor, given, weight, size, rank, group.number, run.exchange)
-      run.digest = self._outer.digest(run.result.anchor)
+      run.result = self.outer.run(anchor, given, weight, size, rank, group.number, run.exchange)
+      run.digest = self.outer.digest(run.result.anchor)
       self.post(Done(group.number, None if run.failed else run.digest))
     except Exception as error:  # raised by the training loop
       self.post(error)
@@ -133,6 +135,8 @@ class Exchanger:
     assert run.result is not None
     self._before = self.anchor, self.given
     self.anchor, self.delivered, self.group = run.result.anchor, run.result, run.group
+    for residual in self._inherited or ():
+      self.anchor = self.outer.add_residual(self.anchor, residual)
     for size in (self.anchor.size - 1, self.anchor.size + 1):  # of the group if a worker is lost, or joins
       self._compiler.submit(self._compile, size)
     return self.anchor.stand
@@ -141,7 +145,7 @@ class Exchanger:
     """The result that has counted last differs from that of most members: the anchor is again that before."""
     assert self._before is not None
     before, _ = self._before
-    self.anchor = self._outer.with_residual(before, self.anchor)
+    self.anchor = self.outer.with_residual(before, self.anchor)
     return self.anchor.stand
 
   def drop(self) -> None:
@@ -155,22 +159,42 @@ class Exchanger:
     Not one that is older, nor that of round `base` with another digest than this one, unless that is 0.
     """
     try:
-      anchor = self._outer.unpack(model.values.tobytes(), self.anchor)
+      anchor = self.outer.unpack(model.values.tobytes(), self.anchor)
     except (ValueError, TypeError):
       return None
-    differs = digest and anchor.stand.base == base and self._outer.digest(anchor) != digest
+    differs = digest and anchor.stand.base == base and self.outer.digest(anchor) != digest
     if differs or anchor.stand.round < self.anchor.stand.round:
       return None
     if self._before and not anchor.follows(self.anchor.stand):  # its last round does not count
       before, self.returned = self._before
-      anchor = self._outer.with_residual(anchor, before)
+      anchor = self.outer.with_residual(anchor, before)
       self._before = None
     self.anchor = anchor
     return anchor.stand
 
+  def inherit(self, piece: Piece) -> Piece:
+    """Takes over the residual of a worker that leaves; the answer has the number 1, or 0 where that is not possible."""
+    taken = self._inherited is not None and bool(np.isfinite(piece.values).all())
+    try:
+      self.anchor = self.outer.add_residual(self.anchor, piece.values) if taken else self.anchor
+    except ValueError:  # of another model, or this worker has been in no round
+      taken = False
+    if taken:
+      assert self._inherited is not None
+      self._inherited.append(piece.values)
+      if self._before:
+        before, given = self._before
+        self._before = self.outer.add_residual(before, piece.values), given
+    return Piece(Kind.TAKEN, int(taken), self._number)
+
+  def hand_over(self) -> np.ndarray:
+    """The residual, for another worker: this one leaves, and takes none over any more."""
+    self._inherited = None
+    return self.outer.residual(self.anchor)
+
   def model(self) -> Piece:
     """The anchor, for a worker that joins or has missed a round."""
-    content = self._outer.pack(self.anchor)
+    content = self.outer.pack(self.anchor)
     return Piece(Kind.MODEL, self.anchor.stand.round, self._number, np.frombuffer(content, np.float32))
 
   def compile(self) -> None:
@@ -181,13 +205,13 @@ class Exchanger:
 
   def _compile(self, size: int) -> None:
     if self.sizes[0] <= size <= self.sizes[1]:
-      self._outer.compile(self.anchor, size)
+      self.outer.compile(self.anchor, size)
 
   def prepare(self, given: Any, post: Callable[[Any], None]) -> None:
     """Copies what is to be given to the CPU and calls `post(whether it is finite)`, in the thread of exchanges."""
 
     def copy() -> None:
-      self.given = self._outer.on_cpu(given)
+      self.given = self.outer.on_cpu(given)
       post(all(bool(np.isfinite(leaf).all()) for leaf in map(np.asarray, jax.tree.leaves(self.given))))
 
     self._thread.submit(copy)

@@ -80,6 +80,8 @@ class Kind(enum.IntEnum):
     PART: the receiver's shard of the sender's model, for the average of group `number`.
     MEAN: the sender's shard of that average.
     MESSAGE: message `tag` of the sender to the receiver in round `number`.
+    RESIDUAL: the residual of a worker that leaves rounds, for the receiver to take over.
+    TAKEN: answers RESIDUAL; number is 1 if the receiver has taken it over, else 0.
   """
 
   FETCH = 1
@@ -87,6 +89,8 @@ class Kind(enum.IntEnum):
   PART = 3
   MEAN = 4
   MESSAGE = 5
+  RESIDUAL = 6
+  TAKEN = 7
 
 
 class Stand(NamedTuple):

@@ -154,9 +154,33 @@ class OuterStep:
     first = self._first(anchor.params, size)
     return jax.tree.map(_carry_node, anchor.outer, first, is_leaf=states.is_reduce_state) if anchor.size else first
 
-  def undelivered(self, anchor: Anchor) -> list[Any]:
-    """The residuals of this worker, in the unit of an update, one for each fragment and transform."""
-    return [node.carried.residual for node in states.reduce_states(anchor.outer)]
+  def residual(self, anchor: Anchor) -> np.ndarray:
+    """f32[m], the residuals of this worker in the unit of an update, those of all fragments and transforms in a row."""
+    leaves = jax.tree.leaves([node.carried.residual for node in states.reduce_states(anchor.outer)])
+    return np.concatenate([np.empty(0, np.float32), *map(np.ravel, leaves)], dtype=np.float32)
+
+  def add_residual(self, anchor: Anchor, more: np.ndarray) -> Anchor:
+    """`anchor` with f32[m] added to the residuals.
+
+    Raises:
+      ValueError: for another m.
+    """
+    if more.size != (size := self.residual(anchor).size):
+      raise ValueError(f"{more.size} entries, the residuals of this worker have {size}")
+    at = 0
+
+    def add(leaf: jax.Array) -> jax.Array:
+      nonlocal at
+      at += leaf.size
+      part = more[at - leaf.size : at].reshape(leaf.shape).astype(leaf.dtype)
+      return jax.device_put(np.asarray(leaf) + part, self._cpu)
+
+    def add_to(node: Any) -> Any:
+      if not states.is_reduce_state(node):
+        return node
+      return node._replace(carried=node.carried._replace(residual=jax.tree.map(add, node.carried.residual)))
+
+    return anchor._replace(outer=jax.tree.map(add_to, anchor.outer, is_leaf=states.is_reduce_state))
 
   # The part that all workers have alike, as bytes.
 

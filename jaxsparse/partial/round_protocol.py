@@ -3,6 +3,7 @@
     Request(READY, weight) ──> READY ──> GROUP: the exchange runs ──> Done(digest) ──> DONE ──> COMMIT: adopt, reply
                                   └────> BEHIND: fetch the anchor of a donor, then READY again
     ABORT, or no message for `timeout` seconds ──> drop what the exchange has computed, then READY again
+    Request(BYE) ──> BYE ──> Piece(RESIDUAL) to another worker of the last round ──> Piece(TAKEN): the end
 
 Between DONE and COMMIT a worker does not know whether the round counts. If the server is gone then, it says so to the
 next one when it joins, which knows from the others, or decides.
@@ -16,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxsparse.partial.controller import Group
-from jaxsparse.partial.messages import Answer, Piece, Says, ServerMessage, Signal, Stand
-from jaxsparse.partial.worker_protocol import _RETRY, Event, Request, WorkerProtocol
+from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal, Stand
+from jaxsparse.partial.worker_protocol import _RETRY, Event, Request, Unreachable, WorkerProtocol
 
 
 class Done(NamedTuple):
@@ -52,6 +53,9 @@ class Exchange(Protocol):
   def adopt(self, model: Piece, base: int, digest: int) -> Stand | None:
     """Takes the anchor of a donor; None if it is older, or that of round `base` and has another digest, if not 0."""
 
+  def hand_over(self) -> np.ndarray:
+    """f32[m], the residual of this worker, which leaves."""
+
 
 class RoundProtocol(WorkerProtocol):
   """The protocol of one worker.
@@ -84,12 +88,19 @@ class RoundProtocol(WorkerProtocol):
     super().__init__(number, nothing, address, timeout, 0.0, now, *outlets)
     self._exchange, self._switch = exchange, switch
     self.stand, self.grace, self.sizes, self.undelivered, self._weight = Stand(), 0.0, (1, 1), 0, 0
+    self._leaves, self._heir, self._heirs = False, "", list[str]()  # addresses of who may take over the residual
     self._after = 0  # the number of rounds after the last one of this worker
     self._last = 0, 0  # the number of the last round, and the digest of its result, as the server says
 
   def handle(self, event: Event | Done | Send | Exception, now: float) -> None:
     """Does what an event asks for; raises one that is an error of an exchange."""
     match event:
+      case Piece(Kind.TAKEN, 1) if self.state == "leaving":
+        self.state = "ended"
+      case Piece(Kind.TAKEN) | Unreachable(self._heir) if self.state == "leaving":
+        self._hand_over()
+      case _ if self.state == "leaving":
+        pass
       case Request(Says.READY, weight=weight):
         self._weight = weight
         super().handle(event, now)
@@ -105,6 +116,13 @@ class RoundProtocol(WorkerProtocol):
           self._send(self._members[member], piece)
       case _:
         super().handle(event, now)
+
+  def tick(self, now: float) -> None:
+    """Time has passed; one that leaves waits for `timeout` seconds at most."""
+    if self.state != "leaving":
+      super().tick(now)
+    elif now > self._patience:
+      self.state = "ended"
 
   def _take_result(self, number: int, digest: int | None) -> None:
     if digest is None:
@@ -146,8 +164,30 @@ class RoundProtocol(WorkerProtocol):
       else:
         self._join_again(_RETRY)
 
+  def _leave(self) -> None:
+    self._leaves, self._patience = True, self._now + self._timeout
+    if not (self._average and self.stand.last):  # else it will soon know whether the round counts
+      self._hand_over()
+
+  def _hand_over(self) -> None:
+    """Says goodbye, and gives the residual to the first worker of the last round that takes it."""
+    if self.state != "leaving":
+      if self._average:
+        self._settle(counts=False)
+      self._tell(Says.BYE, self._settled)
+      self.state, self._residual = "leaving", self._exchange.hand_over()
+      others = [address for member, address in self._members.items() if member != self._number]
+      self._heirs = others if self._residual.any() else []
+    if self._heirs:
+      self._heir = self._heirs.pop()
+      self._send(self._heir, Piece(Kind.RESIDUAL, 0, self._number, self._residual))
+    else:
+      self.state = "ended"
+
   def _begin_request(self) -> None:
-    if self._request == Says.HELLO and not self._donor and self.stand.round < self._after:
+    if self._leaves:
+      self._hand_over()
+    elif self._request == Says.HELLO and not self._donor and self.stand.round < self._after:
       self._join_again(_RETRY)  # for the anchor of its last round
     else:
       super()._begin_request()
@@ -189,7 +229,9 @@ class RoundProtocol(WorkerProtocol):
     self._join_again(0)
 
   def _give_up(self) -> None:
-    if self._average and self.stand.last:  # only the server knows whether it counts
+    if self._leaves:
+      self.state = "ended"
+    elif self._average and self.stand.last:  # only the server knows whether it counts
       self._patience = self._now + self._timeout
     elif self.state == "joining" and not self.stand.round and self._waits_for(Says.HELLO):
       super()._give_up()

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxsparse.collectives._base import check_whole
@@ -18,12 +19,13 @@ from jaxsparse.partial.base import REFUSALS, check_start
 from jaxsparse.partial.controller import Group
 from jaxsparse.partial.endpoint import Endpoint
 from jaxsparse.partial.exchanger import Exchanger
-from jaxsparse.partial.messages import Says
+from jaxsparse.partial.messages import Kind, Says
 from jaxsparse.partial.outer_step import OuterStep
 from jaxsparse.partial.round_protocol import RoundProtocol
 from jaxsparse.partial.sockets import Keys
 from jaxsparse.partial.worker import ControllerLost
 from jaxsparse.partial.worker_protocol import Request
+from jaxsparse.sparse.flatten import flatten
 from jaxsparse.transform.fragments import Fragments
 from jaxsparse.types import Comm
 
@@ -42,7 +44,9 @@ class Rounds:
   comes later keeps what it has moved, and its residual, for the next round. A round counts for all its members or for
   none. Over all rounds, with r the residuals:
 
-      Σ updates + Σ_w r_w = Σ rounds Σ_w weight_w (θ − θ_w)             (Law C; r of a lost worker is lost)
+      Σ updates + Σ_w r_w = Σ rounds Σ_w weight_w (θ − θ_w)             (Law C)
+
+  A worker that leaves hands its residual over to another one; that of a lost worker is lost.
 
   The exchange runs on the CPU in the background. With a delay of τ steps it begins τ steps before it is applied, so
   that it takes no time from training. What a worker moves meanwhile goes into the next round.
@@ -66,6 +70,8 @@ class Rounds:
     timeout: seconds to wait for the server at the start, and for the next message of another worker that the server
       takes for alive.
     device: of the CPU, for exchanges; for several workers in one process.
+    state: what `state` was when this worker's process last saved it, to go on from after all workers have ended. Who
+      saved an older round takes the anchor of the others.
 
   Attributes:
     params: to begin with: those given, or the anchor of a worker that was there before.
@@ -108,6 +114,7 @@ class Rounds:
     keys: Keys | None = None,
     timeout: float = START_TIMEOUT,
     device: jax.Device | None = None,
+    state: dict[str, Any] | None = None,
   ):
     check_whole("Rounds", 1, every=every)
     check_whole("Rounds", 1, every, fragments=fragments)
@@ -119,7 +126,10 @@ class Rounds:
     self._turn, self._delay, self._mixing, self._wait = every // fragments, delay, mixing, wait
     self._of_fragment = Fragments(fragments).numbers(params)
     step = OuterStep(outer, fragments, device)
-    exchanger = self._exchanger = Exchanger(step, step.start(params), number)
+    anchor = step.start(params)
+    if state:
+      anchor = step.add_residual(step.unpack(state["anchor"].tobytes(), anchor), state["residual"])
+    exchanger = self._exchanger = Exchanger(step, anchor, number)
     # A donor sends its anchor with the state of the outer chain, of Adam for example two arrays a parameter.
     longest = _MOST_ARRAYS * len(step.pack(exchanger.anchor)) + messages.LONGEST
     addresses = [address] if isinstance(address, str) else list(address)
@@ -130,7 +140,9 @@ class Rounds:
     self._protocol = RoundProtocol(
       number, entries, endpoint.address, timeout, time.monotonic(), *outlets, exchange=exchanger, switch=endpoint.switch
     )
-    endpoint.start(self._protocol, exchanger.model, ControllerLost, f"rounds, worker {number}")
+    self._protocol.stand = anchor.stand
+    answers = {Kind.FETCH: lambda _: exchanger.model(), Kind.RESIDUAL: exchanger.inherit}
+    endpoint.start(self._protocol, answers, ControllerLost, f"rounds, worker {number}")
     endpoint.take()
     exchanger.sizes = self._protocol.sizes
     exchanger.compile()
@@ -138,8 +150,11 @@ class Rounds:
     self._dtypes = jax.tree.map(jnp.result_type, params)
     self._anchor = self._on_device(exchanger.anchor.params)
     self._moved = jax.tree.map(jnp.zeros_like, self._anchor)  # θ − θ_w when `step` returned parameters last
-    self.params = self._own(self._anchor, self._moved)
     self._since, self._weight, self._refused = 0, 0, 0
+    if state:
+      self._moved = self._on_device(flatten(self._moved)[1](state["moved"]))
+      self._weight = int(state["weight"])
+    self.params = self._own(self._anchor, self._moved)
     self._flight: tuple[Any, int] | None = None  # what was given and its weight, while an exchange is under way
 
   @property
@@ -151,6 +166,19 @@ class Rounds:
   def group(self) -> Group:
     """The group of the last round of this worker."""
     return self._exchanger.group
+
+  @property
+  def state(self) -> dict[str, Any]:
+    """Arrays to save and to begin with again: the anchor and the outer state, the residual, and what was moved since.
+
+    Raises:
+      RuntimeError: while an exchange is under way: save after a call of `step` that has changed `round`.
+    """
+    if self._flight is not None:
+      raise RuntimeError("an exchange is under way: save the state after a call of `step` that has changed `round`")
+    anchor, outer = self._exchanger.anchor, self._exchanger.outer
+    content, moved = np.frombuffer(outer.pack(anchor), np.uint8), np.asarray(flatten(self._moved)[0])
+    return {"anchor": content, "residual": outer.residual(anchor), "moved": moved, "weight": np.int64(self._weight)}
 
   def step(self, params: Any, weight: int = 1) -> Any:
     """To be called after each local step: begins an exchange or applies a round where it is time.
@@ -208,8 +236,6 @@ class Rounds:
   def _begin(self, params: Any) -> None:
     """Begins the exchange of what was moved."""
     given = _moved(self._anchor, self._moved, params)
-    if (returned := self._exchanger.returned) is not None:
-      given, self._exchanger.returned = jax.tree.map(jnp.add, given, self._on_device(returned)), None
     self._flight, weight = (given, self._weight), self._weight
     request = Request(Says.READY, weight=weight)
     post = lambda finite: self._endpoint.post(request) if finite else self._endpoint.reply(None)
@@ -246,6 +272,8 @@ class Rounds:
       choose = lambda number, *leaves: keep(*leaves) if number == result.fragment else leaves[0]
       moved = jax.tree.map(choose, self._of_fragment, moved, given, self._anchor, after)
       self._weight -= weight
+    if (returned := self._exchanger.returned) is not None:
+      moved, self._exchanger.returned = jax.tree.map(jnp.add, moved, self._on_device(returned)), None
     self._anchor, self._moved = after, moved
     self._flight, self._since, self._refused = None, 0, 0
     self._protocol.undelivered = self._weight

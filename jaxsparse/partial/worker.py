@@ -99,7 +99,7 @@ class Worker(BaseWorker):
     outlets = endpoint.tell, endpoint.send, endpoint.reply
     times = timeout, reconnect, time.monotonic()
     self._protocol = WorkerProtocol(number, np.asarray(initial), endpoint.address, *times, *outlets)
-    endpoint.start(self._protocol, self._model, self._lose, f"partial reduce, worker {number}")
+    endpoint.start(self._protocol, {Kind.FETCH: self._model}, self._lose, f"partial reduce, worker {number}")
     vector, self.iteration = self._take()
     self.params = unflatten(vector)
 
@@ -119,7 +119,7 @@ class Worker(BaseWorker):
     answer = self._endpoint.take()
     return jax.numpy.asarray(answer.vector), answer.iteration
 
-  def _model(self) -> Piece:
+  def _model(self, _: Piece) -> Piece:
     vector, iteration = self._protocol.model
     return Piece(Kind.MODEL, iteration, self.number, vector)
 

@@ -6,11 +6,12 @@ Events go in with the time at which they happen:
     ServerMessage(GROUP)  ──┼──> handle(event, now) ──┼──> send(address, piece)      to another member of the group
     Piece(PART, …)        ──┘                         └──> reply(average)            to the training loop
 
-It is in one of four states:
+It is in one of these states:
 
     joining     sends HELLO until the server answers WELCOME; again if the server has dropped this worker
     fetching    waits for the model of the donor, another worker, that WELCOME has named
     joined      serves requests: READY -> GROUP -> pieces -> average
+    leaving     in rounds: has said goodbye, and waits for another worker to take over its residual
     ended       the worker has left, was rejected, or has lost the controller; nothing happens any more
 
 A controller that is silent may come back. Until it has been silent for its own limit and `reconnect` seconds more, the
@@ -115,7 +116,7 @@ class WorkerProtocol:
     reply: Callable[[Model | Exception], None],
   ):
     self.model, self.lost = Model(initial, 0), ("", 0.0)
-    self.state: Literal["joining", "fetching", "joined", "ended"] = "joining"
+    self.state: Literal["joining", "fetching", "joined", "leaving", "ended"] = "joining"
     self._number, self._initial, self._address = number, initial, address
     self._timeout = self._limit = timeout  # the server states its own limit in WELCOME
     self._reconnect, self._tell_server, self._send, self._reply_to_loop = reconnect, tell, send, reply

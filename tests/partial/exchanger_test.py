@@ -44,8 +44,7 @@ class Worker:
 
   @property
   def residual(self):
-    (found,) = self.exchanger._outer.undelivered(self.exchanger.anchor)
-    return np.asarray(found).tolist()
+    return self.exchanger.outer.residual(self.exchanger.anchor).tolist()
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def test_the_anchor_of_a_donor_with_the_residual_of_this_worker(worker):
   assert donor.exchanger.adopt(Worker().exchanger.model(), 0, 0) is None  # an older one
   assert donor.exchanger.adopt(Piece(Kind.MODEL, 0, 0, np.ones(7, np.float32)), 0, 0) is None
   assert donor.anchor == worker.anchor
-  digest = donor.exchanger._outer.digest(donor.exchanger.anchor)
+  digest = donor.exchanger.outer.digest(donor.exchanger.anchor)
   assert worker.exchanger.adopt(donor.exchanger.model(), 6, digest + 1) is None
   assert worker.exchanger.adopt(donor.exchanger.model(), 6, digest) == Stand(2, 6)
   assert worker.exchanger.adopt(donor.exchanger.model(), 5, digest + 1) == Stand(2, 6)  # of a round before
@@ -126,7 +125,7 @@ def test_an_error_of_the_outer_chain_is_an_event(worker):
   def fails(_):
     raise TypeError("no such chain")
 
-  worker.exchanger._outer = OuterStep(fails)
+  worker.exchanger.outer = OuterStep(fails)
   worker.exchanger.begin(Group((0,), (1.0,), 0, number=1))
   assert str(worker.events.get(timeout=60)) == "no such chain"
   assert jax.tree.leaves(worker.exchanger.anchor.outer) == []

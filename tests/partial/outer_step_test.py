@@ -54,8 +54,8 @@ class Team:
     return flat(self.anchors[worker].params)
 
   def residuals(self):
-    found = (step.undelivered(anchor) for step, anchor in zip(self.steps, self.anchors, strict=True))
-    return sum(np.asarray(part, np.float64) for parts in found for part in parts)
+    found = (step.residual(anchor) for step, anchor in zip(self.steps, self.anchors, strict=True))
+    return sum(part.astype(np.float64) for part in found if part.size)
 
 
 def flat(tree):

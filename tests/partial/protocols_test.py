@@ -28,7 +28,7 @@ class Process:
   def __init__(self, network, number):
     self.network, self.number, self.serial = network, number, len(network.processes)
     self.address = f"tcp://127.0.0.1:{self.serial + 1}"
-    self.dead = self.failed = self.suspended = self.diverges = False
+    self.dead = self.failed = self.suspended = self.diverges = self.leaves = False
     self.held, self.found = [], []  # what has come while it is suspended, and the models that it has trained with
     outlets = {"tell": self.tell, "send": self.send, "reply": self.take}
     start = np.zeros(network.entries, np.float32)
@@ -145,7 +145,8 @@ class Network:
   def disturb(self, kind):
     """A worker crashes, is restarted, suspended, resumed, or diverges; one always runs. Or the server is restarted."""
     living = self.living()
-    running = [process for process in living if not process.suspended and process.protocol.state == "joined"]
+    stays = lambda process: not process.suspended and not process.leaves and process.protocol.state == "joined"
+    running = [process for process in living if stays(process)]
     if kind == "serve":
       if not self.controller.over:
         self.serve()

@@ -39,7 +39,7 @@ def train(what: str, address: str, number: int) -> None:
 
     def report():
       stand, anchor = commit(), exchanger.anchor
-      print("round", stand.base, exchanger._outer.digest(anchor), flush=True, end=" ")
+      print("round", stand.base, exchanger.outer.digest(anchor), flush=True, end=" ")
       print(",".join(map(str, exchanger.group.members)), flush=True)
       return stand
 

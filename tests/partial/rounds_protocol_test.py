@@ -5,6 +5,7 @@ are delivered. An anchor is the sequence of the rounds that it has been through.
 
 - the workers that have been through the same round have been through the same rounds before, and equal results;
 - a living worker has what it has made and what the rounds of its anchor have not delivered, to the unit;
+- what a worker that leaves has not delivered of what it gave is taken over by one worker at most;
 - when it is quiet, all living workers go on from round to round.
 """
 
@@ -24,7 +25,7 @@ from tests.partial import protocols_test
 from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
 
 ROUNDS, GRACE = 6, 2.0
-DISTURBANCES = st.lists(st.sampled_from(["dead", "restart", "suspended", "resume", "serve"]), max_size=10)
+DISTURBANCES = st.lists(st.sampled_from(["dead", "restart", "suspended", "resume", "serve", "leaves"]), max_size=10)
 
 
 class Run:
@@ -70,14 +71,18 @@ class Process(protocols_test.Process):
   def __init__(self, network, number):
     self.network, self.number, self.serial = network, number, len(network.processes)
     self.address = f"tcp://127.0.0.1:{self.serial + 1}"
-    self.dead = self.failed = self.suspended = self.diverges = self.wrong = False
+    self.dead = self.failed = self.suspended = self.diverges = self.wrong = self.leaves = self.left = False
     self.held = []
     self.made = self.moved = self.offered = self.residual = 0
-    self.anchor, self.run, self.before, self.waits = (), None, None, False
+    self.anchor, self.run, self.before, self.inherited = (), None, None, 0
     self.delivered = {}  # by the anchor after the round
     outlets = self.tell, self.send, self.take
     options = {"exchange": self, "switch": lambda: None}
     self.protocol = RoundProtocol(number, 1000, self.address, TIMEOUT, network.now, *outlets, **options)
+
+  def handle(self, event):
+    super().handle(event)
+    self.dead = self.dead or self.protocol.state == "ended"
 
   def finish(self, run, event):
     if run.active:
@@ -91,19 +96,23 @@ class Process(protocols_test.Process):
       self.network.models.append(model)
       values = np.array([len(self.network.models) - 1], np.float32)
       self.network.post((self, sender), sender, sender.handle, Piece(Kind.MODEL, 0, self.number, values))
+    elif piece.kind == Kind.RESIDUAL:
+      answer = Piece(Kind.TAKEN, int(self.inherit(sender, int(piece.values[0]))), self.number)
+      self.network.post((self, sender), sender, sender.handle, answer)
     else:
       self.handle(piece)
 
   # What an `Exchanger` does.
 
   def begin(self, group):
-    self.run = Run(self, group)
+    self.run, self.inherited = Run(self, group), 0
+    self.network.members[group.number].append(self)
     return self.run
 
   def commit(self):
     run = self.run
     own, self.before = run.parts[self.number], (self.anchor, self.moved, self.offered, self.residual)
-    self.anchor, self.residual, self.offered = (*run.anchor, run.group.number), own // 2, 0
+    self.anchor, self.residual, self.offered = (*run.anchor, run.group.number), own // 2 + self.inherited, 0
     self.delivered[self.anchor], self.wrong = own - own // 2, run.wrong
     return Stand(len(self.anchor), self.anchor[-1])
 
@@ -128,6 +137,20 @@ class Process(protocols_test.Process):
     self.anchor = anchor
     return Stand(len(anchor), anchor[-1] if anchor else 0)
 
+  def hand_over(self):
+    self.left = True
+    return np.array([self.residual], np.float32)
+
+  def inherit(self, sender, residual):
+    if not self.left:
+      self.network.heirs[sender.serial].append(self.serial)
+      self.made, self.residual = self.made + residual, self.residual + residual
+      self.inherited += residual
+      if self.before:
+        *before, own = self.before
+        self.before = *before, own + residual
+    return not self.left
+
   # The training loop.
 
   def take(self, answer):
@@ -147,6 +170,8 @@ class Process(protocols_test.Process):
     self.handle(Request(Says.READY, weight=1))
 
   def tick(self):
+    if self.leaves and not self.protocol._leaves:
+      self.handle(Request(Says.BYE))
     self.protocol.tick(self.network.now)
     self.check()
 
@@ -165,6 +190,8 @@ class Network(protocols_test.Network):
 
   def __init__(self, random, workers, quorum):
     self.wrong = collections.Counter()  # results that differ, by the number of the group
+    self.heirs = collections.defaultdict(list)  # who has taken over the residual of a process
+    self.members = collections.defaultdict(list)  # processes, by the number of the group
     self.totals, self.models, self.anchors, self.goal, self.servers = {}, [], {}, 0, 0
     super().__init__(random, workers, quorum, entries=1000)
 
@@ -188,10 +215,16 @@ def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturban
     if network.now > 31 and not network.goal:
       network.goal = ROUNDS + max(len(process.anchor) for process in network.living())
       network.disturb("resume")
-      for _ in range(workers):
-        network.disturb("restart")
+    if network.goal:
+      network.disturb("restart")
+      if network.controller.over:  # the last worker that was there has left, those that were cut off come back
+        network.serve()
     assert network.now < 110
   for process in network.processes:
     assert process.dead or not process.failed
     if not process.dead:
       process.check()
+  assert all(len(heirs) == 1 for heirs in network.heirs.values())
+  anchor = network.living()[0].anchor
+  for length, number in enumerate(anchor, start=1):  # who has handed its residual over knew which rounds counted
+    assert all(anchor[:length] in process.delivered for process in network.members[number] if process.left)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 
 import jaxsparse as js
@@ -196,6 +197,90 @@ def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_
       assert (found.dtype, rounds) == (dtype, 3)
       # 2 steps of 1 and of 3 a round: 4, nothing, and 8 of two rounds with the momentum of the first
       np.testing.assert_array_equal(np.asarray(found, np.float32), 4 + (8 + 0.5 * 4))
+
+
+def ramp(number):
+  """What worker `number` moves in a step."""
+  return jax.tree.map(lambda leaf: 1.0 + number + jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), START)
+
+
+def flat(tree):
+  return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def test_a_worker_that_leaves_hands_its_residual_over_to_another_one():
+  """Σ updates + Σ residuals = Σ weight_w (θ − θ_w), over four rounds, of which worker 0 leaves after two."""
+  outer = lambda comm: optax.chain(js.topka_transform(comm, k=1), optax.sgd(1.0))
+
+  def train(number):
+    with join(server, number, every=1, outer=outer) as worker:
+      assert soon(lambda: server._controller.alive == (0, 1, 2))
+      own, end = worker.params, 2 if number == 0 else 4
+      while worker.round < end:
+        own = worker.step(jax.tree.map(jnp.subtract, own, ramp(number)))
+        if number and worker.round == 2:
+          assert gone.wait(60)
+          assert soon(lambda: server._controller.alive == (1, 2))
+      residual = worker.state["residual"]
+      if number:
+        end_of_both.wait(60)
+      anchor = worker.leave()
+    if number == 0:
+      gone.set()
+    return anchor, residual
+
+  gone, end_of_both = threading.Event(), threading.Barrier(2)
+  with serve(3, quorum=2) as server:
+    (_, handed_over), *found = in_threads(3, train)
+  assert handed_over.any()
+  (anchor, first), (_, second) = found
+  own = [flat(ramp(number)) for number in range(3)]
+  np.testing.assert_allclose(flat(START) - flat(anchor) + first + second, 2 * sum(own) / 3 + own[1] + own[2], rtol=1e-5)
+
+
+def test_training_goes_on_from_a_saved_state_as_if_it_had_not_ended(tmp_path):
+  """Residuals, outer momentum, and what is moved while an exchange is under way; stored by orbax."""
+  outer = lambda comm: optax.chain(js.topka_transform(comm, k=2), optax.sgd(1.0, momentum=0.5))
+  store = orbax.checkpoint.PyTreeCheckpointer()
+
+  def run(rounds, restore=False):
+    def train(number):
+      state = store.restore(tmp_path / f"{number}") if restore else None
+      with join(server, number, outer=outer, delay=1, state=state) as worker:
+        own, before = worker.params, worker.round
+        while worker.round < before + rounds:
+          own = worker.step(jax.tree.map(jnp.subtract, own, ramp(number)))
+        return worker.state, own
+
+    with serve(2) as server:
+      return in_threads(2, train)
+
+  expected = run(4)
+  for number, (state, _) in enumerate(run(2)):
+    store.save(tmp_path / f"{number}", state)
+  for (state, params), (other, others) in zip(run(2, restore=True), expected, strict=True):
+    np.testing.assert_array_equal(flat(params), flat(others))
+    np.testing.assert_array_equal(state["residual"], other["residual"])
+    np.testing.assert_array_equal(state["moved"], other["moved"])
+  assert state["residual"].any()
+  assert state["moved"].any()
+
+
+def test_what_was_given_in_a_round_that_another_server_undid_is_given_once_more():
+  """The next round delivers it, once."""
+
+  def train(number):
+    with join(server, number, every=2) as worker:
+      own = worker.params
+      for step in range(6):
+        if step == 1:
+          worker._exchanger.returned = jax.tree.map(lambda leaf: 8.0 * jnp.ones_like(leaf), START)
+        own = worker.step(jax.tree.map(lambda leaf: leaf - 1.0, own))
+      return own
+
+  with serve(2) as server:
+    for found in in_threads(2, train):
+      jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y - 6 - 8), found, START)
 
 
 def test_the_server_is_replaced_by_another_one():
