@@ -34,6 +34,8 @@ _TASK = flags.DEFINE_string("task", "lm", "What is trained, as of benchmarks.rac
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Examples of a worker in a step.", lower_bound=1)
 _COLLECTIVE = flags.DEFINE_string("collective", "onebit", "The collective of a round, as of benchmarks.race.")
 _OPTIMIZER = flags.DEFINE_string("optimizer", "adam:0.001", "The optimizer of each worker, as of benchmarks.race.")
+_SCHEDULE = flags.DEFINE_enum("schedule", "constant", list(recipes.SCHEDULES), "Of the rate, over --steps.")
+_APPLY_RESIDUAL = flags.DEFINE_bool("apply_residual", True, "Whether workers go on from the anchor less residuals.")
 _CLIP = flags.DEFINE_float("clip", 1.0, "Largest norm of a gradient, 0 for any.", lower_bound=0.0)
 _SEED = entry.define_seeds([0, 1, 2])
 _REPORT_DIR = entry.define_report_dir("late.json")
@@ -58,8 +60,8 @@ class Workers:
     outer = lambda comm: optax.chain(method.exchange(comm, {}), optax.sgd(1.0))
     self.steps = [OuterStep(outer, device=jax.devices()[1 + worker]) for worker in count]
     self.anchors = [step.start(self.model.params) for step in self.steps]
-    optimizer = recipes.Recipe(recipes.parse_optimizers([_OPTIMIZER.value], 0.001)[0], clip=_CLIP.value)
-    self.tx = optimizer.make()
+    (optimizer,) = recipes.parse_optimizers([_OPTIMIZER.value], 0.001)
+    self.tx = recipes.Recipe(optimizer, _SCHEDULE.value, clip=_CLIP.value, steps=_STEPS.value).make()
     self.params, self.states = [self.model.params] * len(count), [self.tx.init(self.model.params)] * len(count)
     self._local = jax.jit(self._local_step)
 
@@ -77,8 +79,8 @@ class Workers:
 
   def exchange(self, members: tuple[int, ...], number: int) -> None:
     """A round of these workers; the others get its anchor, and keep what they have moved."""
-    moved = [jax.tree.map(jnp.subtract, self._anchor(worker), own) for worker, own in enumerate(self.params)]
-    group, runs = Group(members, (1 / len(members),) * len(members), number, number=number), dict[int, Run]()
+    moved = [jax.tree.map(jnp.subtract, self._base(worker), own) for worker, own in enumerate(self.params)]
+    group, runs = Group(members, (1 / _WORKERS.value,) * len(members), number, number=number), dict[int, Run]()
     post = lambda send: runs[send.member].receive(send.piece)
     runs.update({worker: Run(group, worker, post) for worker in members})
 
@@ -95,10 +97,13 @@ class Workers:
       raise RuntimeError(f"anchors of the members of round {number} differ")
     for worker in set(range(len(self.params))) - set(members):
       self.anchors[worker] = self.steps[worker].unpack(content, self.anchors[worker])
-    self.params = [jax.tree.map(jnp.subtract, self._anchor(worker), one) for worker, one in enumerate(moved)]
+    self.params = [jax.tree.map(jnp.subtract, self._base(worker), one) for worker, one in enumerate(moved)]
 
-  def _anchor(self, worker: int) -> Any:
-    return jax.device_put(self.anchors[worker].params, jax.devices()[0])
+  def _base(self, worker: int) -> Any:
+    """The parameters of a worker that has moved nothing since the last round."""
+    anchor = self.anchors[worker]
+    own = self.steps[worker].less_residual(anchor, 1 / _WORKERS.value) if _APPLY_RESIDUAL.value else anchor.params
+    return jax.device_put(own, jax.devices()[0])
 
 
 def train(task: Task, seed: int, late: int, show: Any) -> float:
@@ -111,7 +116,8 @@ def train(task: Task, seed: int, late: int, show: Any) -> float:
       members = sorted(random.permutation(_WORKERS.value)[: _WORKERS.value - late].tolist())
       own.exchange(tuple(members), step)
     show(step, 0.0)
-  return own.model.evaluate(own._anchor(members[0]), own.model.statistics, None)[0]
+  anchor = jax.device_put(own.anchors[members[0]].params, jax.devices()[0])
+  return own.model.evaluate(anchor, own.model.statistics, None)[0]
 
 
 def main() -> None:
@@ -124,7 +130,8 @@ def main() -> None:
       with report.progress(console, f"{late} of {_WORKERS.value} late, seed {seed}", _STEPS.value) as show:
         outcomes.append(Outcome(late, seed, _STEPS.value, train(task, seed, late, show)))
   setting = {"task": str(task), "workers": _WORKERS.value, "every": _EVERY.value, "batch_size": _BATCH_SIZE.value}
-  setting |= {"collective": _COLLECTIVE.value, "optimizer": _OPTIMIZER.value}
+  setting |= {"collective": _COLLECTIVE.value, "optimizer": _OPTIMIZER.value, "schedule": _SCHEDULE.value}
+  setting |= {"apply_residual": _APPLY_RESIDUAL.value}
   path = pathlib.Path(_REPORT_DIR.value, "late.json")
   report.keep(path, {"setting": setting}, {"outcomes": report.rounded(outcomes)})
   rows = report.means((one._asdict() for one in outcomes), ["late", "steps"], {"loss": ".3f"})

@@ -90,7 +90,8 @@ def rounds_of(team: Team, begin: float = 0.0, end: float = float("inf")) -> list
   found = []
   for own in groups.values():
     digests = {one["digest"] for one in own if one["stand"][1] == one["number"]}
-    found.append(Round(own[0]["time"], own[0]["members"], own[0]["steps"] * (not own[0]["skipped"]), len(digests) <= 1))
+    steps = sum(one["steps"] for one in own if not one["skipped"])
+    found.append(Round(own[0]["time"], own[0]["members"], steps, len(digests) <= 1))
   return sorted(found)
 
 

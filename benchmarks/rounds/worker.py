@@ -93,14 +93,13 @@ def _train(one: Settings, worker: Any, step: Any, state: Any, batches: Any, aske
     if signal.SIGUSR2 in asked:
       asked.discard(signal.SIGUSR2)
       _poison(exchanger)
-    weight, start = worker._flight[1] if worker._flight else worker._weight + 1, time.monotonic()
+    weight, start = int(worker._flight[1][0] if worker._flight else worker._trained[0] + 1), time.monotonic()
     params = worker.step(params)
     say("step", loss=float(loss), trained=trained, waited=time.monotonic() - start, flying=flying)
     if worker._flight is None and worker.group.number != last:
       group, stand, last = worker.group, exchanger.anchor.stand, worker.group.number
-      share = group.weights[group.members.index(one.number)]
       facts = {"digest": exchanger.outer.digest(exchanger.anchor), "skipped": exchanger.delivered.skipped}
-      say("round", number=group.number, members=group.members, steps=weight / share, stand=stand, **facts)
+      say("round", number=group.number, members=group.members, steps=weight, stand=stand, **facts)
 
 
 def _poison(exchanger: Any) -> None:

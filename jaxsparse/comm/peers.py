@@ -23,8 +23,8 @@ class PeerComm(View):
   Programs depend on the number of workers, not on who they are: the rank is an argument of the compiled program. So one
   program serves all groups of a size, and its results are bit-identical to those of the simulator.
 
-  What the workers of a round give is weighted already, with weights that sum to 1. So the update of a transform is the
-  total, not the total / P, and residuals are in the same unit in groups of any size.
+  What the workers of a round give is weighted already, with weights that sum to 1 or less. So the update of a transform
+  is the total, not the total / P, and residuals are in the same unit in groups of any size.
 
   Attributes:
     workers: their number.

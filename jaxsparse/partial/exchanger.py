@@ -96,12 +96,13 @@ class Exchanger:
     sizes: the smallest and the largest group.
     given: θ − θ_w, what this worker gives in the next round.
     delivered: the result of the last round of this worker that counted.
+    is_final: whether this worker leaves for good.
     returned: what it gave in a round that did not count in the end, after a second server decided otherwise.
   """
 
   def __init__(self, outer: OuterStep, anchor: Anchor, number: int):
     self.anchor, self.given, self.group = anchor, anchor.params, Group((), (), 0)
-    self.sizes = 1, 1
+    self.sizes, self.is_final = (1, 1), False
     self.delivered: Result | None = None
     self.returned: Any = None
     self.outer, self._number = outer, number
@@ -188,9 +189,9 @@ class Exchanger:
     return Piece(Kind.TAKEN, int(taken), self._number)
 
   def hand_over(self) -> np.ndarray:
-    """The residual, for another worker: this one leaves, and takes none over any more."""
+    """The residual, for another worker if it `is_final`: this one leaves, and takes none over any more."""
     self._inherited = None
-    return self.outer.residual(self.anchor)
+    return self.outer.residual(self.anchor) if self.is_final else np.empty(0, np.float32)
 
   def model(self) -> Piece:
     """The anchor, for a worker that joins or has missed a round."""

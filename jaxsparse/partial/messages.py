@@ -30,7 +30,8 @@ class Says(enum.IntEnum):
 
   Attributes:
     HELLO: the worker joins, with a model of `value` entries; the address for other workers follows.
-    READY: it has done `value` iterations and is ready to average with a group.
+    READY: it has done `value` iterations and is ready to average with a group. In rounds `value` is the weight of a
+      step.
     FAILED: it could not average with group `value`.
     BYE: it leaves, and owes no piece to groups up to number `value`.
     BEAT: heartbeat.

@@ -16,9 +16,11 @@ import optax
 
 from jaxsparse.comm.peers import PeerComm
 from jaxsparse.partial.messages import Stand
+from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic
 from jaxsparse.transform.fragments import Fragments, fill_zeros
+from jaxsparse.transform.residuals import residual_leaves
 from jaxsparse.types import Comm
 
 _LINEAGE = 64  # rounds that a worker may have missed and still learn whether its last one counted
@@ -153,6 +155,14 @@ class OuterStep:
       return anchor.outer
     first = self._first(anchor.params, size)
     return jax.tree.map(_carry_node, anchor.outer, first, is_leaf=states.is_reduce_state) if anchor.size else first
+
+  def less_residual(self, anchor: Anchor, weight: float) -> Any:
+    """θ − r_w / weight, f32: the anchor and all that this worker has given, with that weight, and not delivered."""
+    parts = [residual_leaves(node) for node in states.reduce_states(anchor.outer)]
+    behind = {name: leaf for part in parts for name, leaf in part.items()}
+    less = lambda name, leaf: leaf - behind[name] / np.float32(weight) if name in behind else leaf
+    leaves = [less(name, leaf) for name, leaf in flatten.leaves_by_name(anchor.params).items()]
+    return jax.tree.unflatten(jax.tree.structure(anchor.params), leaves)
 
   def residual(self, anchor: Anchor) -> np.ndarray:
     """f32[m], the residuals of this worker in the unit of an update, those of all fragments and transforms in a row."""

@@ -3,7 +3,7 @@
 A pure state machine without clock, network or models, as `controller` is. A round is a group whose result all workers
 apply, so that their anchors stay equal bit for bit. It is decided in two phases:
 
-    ready(2, 40) ──> enough are ready ──> Group((0, 2, 5), weights, round)
+    ready(2, 1) ──> enough are ready ──> Group((0, 2, 5), weights, round)
     done(0, …), done(2, …), done(5, …) ──> Verdict: the result counts
     failed(2, …) or leave(2) before all are done ──> the result counts for nobody
 
@@ -48,7 +48,8 @@ class Quorum:
     if they are K or more.
   - Its members have the same anchor, that of the last round whose result counted.
   - Its result counts when all members have it, and for nobody if one of them is lost before.
-  - The weight of a member is its share of what all members have trained.
+  - All steps count alike, whether they are delivered early or late: with M workers that are there, each with the same
+    batch, the weight of a member is 1/M, and the weights of a round without all M sum to less than 1.
 
   Args:
     workers: numbers that workers may have: 0 … N − 1.
@@ -69,7 +70,7 @@ class Quorum:
     >>> quorum = Quorum(3, quorum=2, first=6)
     >>> [quorum.join(worker, Stand()) for worker in range(3)]
     [None, None, None]
-    >>> quorum.ready(0, 40, Stand()), quorum.ready(2, 10, Stand()), quorum.release()
+    >>> quorum.ready(0, 4, Stand()), quorum.ready(2, 1, Stand()), quorum.release()
     ([], [], [Group(members=(0, 2), weights=(0.8, 0.2), iteration=0, initial=0.0, number=7)])
     >>> quorum.done(0, 7, digest=99), quorum.done(2, 7, digest=99).digest, quorum.stand
     (None, 99, Stand(round=1, base=7, last=0))
@@ -86,8 +87,8 @@ class Quorum:
     # Another number for each server, or pieces of a group of one before could be taken for those of a later one.
     self._number = secrets.randbits(61) if first is None else first
     self._present: set[int] = set()
-    self._expected: set[int] = set()  # of those, who have been ready since they joined
-    self._ready: dict[int, int] = {}  # weights of the workers that are ready, first come first
+    self._expected: dict[int, int] = {}  # weights of those who have been ready since they joined
+    self._ready: list[int] = []  # the longest-waiting first
     self._under_way: Group | None = None
     self._digests: dict[int, int] = {}  # of the members of the group under way that are done
 
@@ -109,8 +110,7 @@ class Quorum:
     if worker not in range(self.workers):
       raise Rejected(f"unknown: worker {worker!r}, there are 0 … {self.workers - 1}")
     group = self._drop_round_of(worker)
-    self._ready.pop(worker, None)
-    self._expected.discard(worker)
+    self._forget(worker)
     self._present.add(worker)
     self.over = False
     if self._under_way is None and stand.round > self.stand.round:
@@ -119,7 +119,12 @@ class Quorum:
     return group
 
   def ready(self, worker: int, weight: int, stand: Stand) -> list[Group]:
-    """A worker has trained for `weight` steps or tokens since it last delivered; the round that begins now, if any.
+    """A worker has something to deliver; the round that begins now, if any.
+
+    Args:
+      worker: its number.
+      weight: of each of its steps beside those of other workers.
+      stand: where it stands.
 
     Raises:
       Behind: if its anchor is not that of the last round.
@@ -131,22 +136,22 @@ class Quorum:
       raise Rejected(f"weight {weight} of worker {worker} is malformed, send 0 or more")
     if (stand.round, stand.base) != self.stand[:2]:
       raise Behind
-    self._ready[worker] = weight
-    self._expected.add(worker)
+    self._ready.append(worker)
+    self._expected[worker] = weight
     return self.begin_if_all_ready()
 
   def begin_if_all_ready(self) -> list[Group]:
     """The round of all workers that are there, if all are ready; after the first one without those that are new."""
-    expected = self._expected if self.stand.round else self._present
-    return self.release() if expected == self._ready.keys() else []
+    expected = set(self._expected) if self.stand.round else self._present
+    return self.release() if expected == set(self._ready) else []
 
   def release(self) -> list[Group]:
     """The round of those that are ready, if they are enough."""
     if self.paused or self._under_way or len(self._ready) < self.quorum:
       return []
     self._number += 1
-    members, total = tuple(sorted(self._ready)), sum(self._ready.values())
-    weights = tuple(self._ready[worker] / total if total else 1 / len(members) for worker in members)
+    members, total = tuple(sorted(self._ready)), sum(self._expected.values())
+    weights = tuple(self._expected[worker] / total if total else 1 / len(members) for worker in members)
     self._under_way, self._digests = Group(members, weights, self.stand.round, number=self._number), {}
     self._ready.clear()
     return [self._under_way]
@@ -185,13 +190,18 @@ class Quorum:
     """
     self._check(worker)
     group = self._drop_round_of(worker)
-    for those in (self._present, self._expected):
-      those.discard(worker)
-    self._ready.pop(worker, None)
+    self._present.discard(worker)
+    self._forget(worker)
     if weight is not None:
       self.lost, self.lost_weight = self.lost + 1, self.lost_weight + weight
     self.over = not self._present and weight is None
     return group, self.begin_if_all_ready()
+
+  def _forget(self, worker: int) -> None:
+    """A worker is ready for nothing."""
+    self._expected.pop(worker, None)
+    if worker in self._ready:
+      self._ready.remove(worker)
 
   def _check(self, worker: int) -> None:
     if worker not in self._present:

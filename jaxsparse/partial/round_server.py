@@ -39,7 +39,7 @@ class RoundServerProtocol(ServerProtocol):
     if says == Says.BEAT:
       member.weight = value
     elif says == Says.READY:
-      member.stand, member.weight, member.patience = Stand(*stand[:2]), value, self._now + self._controller.grace
+      member.stand, member.patience = Stand(*stand[:2]), self._now + self._controller.grace
       try:
         self._announce(self._controller.ready(worker, value, stand))
       except Behind:

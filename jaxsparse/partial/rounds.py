@@ -29,6 +29,7 @@ from jaxsparse.sparse.flatten import flatten
 from jaxsparse.transform.fragments import Fragments
 from jaxsparse.types import Comm
 
+_FRACTION = 16  # bits of the mean weight of a step behind the point
 _MOST_ARRAYS = 8  # for each parameter in the message of a donor
 
 
@@ -46,7 +47,7 @@ class Rounds:
 
       Σ updates + Σ_w r_w = Σ rounds Σ_w weight_w (θ − θ_w)             (Law C)
 
-  A worker that leaves hands its residual over to another one; that of a lost worker is lost.
+  A worker that leaves for good hands its residual over to another one; that of a lost worker is lost.
 
   The exchange runs on the CPU in the background. With a delay of τ steps it begins τ steps before it is applied, so
   that it takes no time from training. What a worker moves meanwhile goes into the next round.
@@ -58,11 +59,12 @@ class Rounds:
     params: the parameters that training starts from, the same for all workers.
     outer: makes the outer chain for the `js.Comm` of a round, by any collective of this library:
       `lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0))`.
-    every: H, the steps from a round to the next one. A slow worker may have fewer: weights are shares of what was
-      trained.
+    every: H, the steps from a round to the next one. A slow worker may have fewer.
     fragments, delay: F and τ, as of `js.local_steps`.
     mixing: α, as of `js.local_steps`, whose default with a delay is 0: a worker then drops what it moved meanwhile.
       None, the default here, keeps it.
+    apply_residual: whether the parameters of a worker include what it has given and no round has delivered, as of
+      `js.local_steps`: θ_w ← θ − r_w / weight_w after a round. Signs learn faster so. Not with `mixing`.
     wait: seconds that a step waits for its round to end, each H steps; training goes on then, and the round is applied
       after a later step. So a worker that is alone goes slowly, and not far from the others. By default the grace
       window of the server.
@@ -109,6 +111,7 @@ class Rounds:
     fragments: int = 1,
     delay: int = 0,
     mixing: float | None = None,
+    apply_residual: bool = False,
     wait: float | None = None,
     bind: str = sockets.LOOPBACK,
     keys: Keys | None = None,
@@ -116,14 +119,12 @@ class Rounds:
     device: jax.Device | None = None,
     state: dict[str, Any] | None = None,
   ):
-    check_whole("Rounds", 1, every=every)
-    check_whole("Rounds", 1, every, fragments=fragments)
-    check_whole("Rounds", 0, every // fragments - 1, delay=delay)
-    if mixing is not None and not 0 <= mixing < 1:
-      raise ValueError(f"Rounds: mixing={mixing!r}, choose 0 up to less than 1, or None")
+    _check(every, fragments, delay, mixing, apply_residual)
     check_start(params)
     params = jax.tree.map(jnp.asarray, params)
     self._turn, self._delay, self._mixing, self._wait = every // fragments, delay, mixing, wait
+    self._number, self._applies = number, apply_residual
+    self._share = 0.0  # the weight of this worker in its last round
     self._of_fragment = Fragments(fragments).numbers(params)
     step = OuterStep(outer, fragments, device)
     anchor = step.start(params)
@@ -148,14 +149,17 @@ class Rounds:
     exchanger.compile()
     self._place = jax.tree.map(lambda leaf: leaf.sharding, params)
     self._dtypes = jax.tree.map(jnp.result_type, params)
-    self._anchor = self._on_device(exchanger.anchor.params)
-    self._moved = jax.tree.map(jnp.zeros_like, self._anchor)  # θ − θ_w when `step` returned parameters last
-    self._since, self._weight, self._refused = 0, 0, 0
+    if state:
+      self._share = float(state["share"])
+    self._base = self._make_base()
+    self._moved = jax.tree.map(jnp.zeros_like, self._base)  # base − θ_w when `step` returned parameters last
+    self._since, self._refused = 0, 0
+    self._trained = np.zeros(2, np.int64)  # the weight of what was trained since this worker last delivered, and steps
     if state:
       self._moved = self._on_device(flatten(self._moved)[1](state["moved"]))
-      self._weight = int(state["weight"])
-    self.params = self._own(self._anchor, self._moved)
-    self._flight: tuple[Any, int] | None = None  # what was given and its weight, while an exchange is under way
+      self._trained += state["trained"]
+    self.params = self._own(self._base, self._moved)
+    self._flight: tuple[Any, np.ndarray] | None = None  # while an exchange is under way: what was given, its `_trained`
 
   @property
   def round(self) -> int:
@@ -178,14 +182,17 @@ class Rounds:
       raise RuntimeError("an exchange is under way: save the state after a call of `step` that has changed `round`")
     anchor, outer = self._exchanger.anchor, self._exchanger.outer
     content, moved = np.frombuffer(outer.pack(anchor), np.uint8), np.asarray(flatten(self._moved)[0])
-    return {"anchor": content, "residual": outer.residual(anchor), "moved": moved, "weight": np.int64(self._weight)}
+    own = {"moved": moved, "trained": self._trained, "share": np.float64(self._share)}
+    return {"anchor": content, "residual": outer.residual(anchor)} | own
 
   def step(self, params: Any, weight: int = 1) -> Any:
     """To be called after each local step: begins an exchange or applies a round where it is time.
 
     Args:
       params: of this worker, after a local step from those that the last call returned.
-      weight: what was trained since the last call, in steps or tokens: a whole number, 0 for nothing.
+      weight: of this step beside those of other workers: the examples or tokens of its batch, a whole number; 0 if
+        nothing was trained. All are delivered with a weight of their own over that of a step of all workers that are
+        there, late ones too: steps that are late count as much as others, and no round moves the anchor too far.
 
     Returns:
       The parameters to go on from: the given ones, or after a round the anchor and what was moved meanwhile. Where it
@@ -195,8 +202,9 @@ class Rounds:
       FloatingPointError: at the tenth time in succession that the parameters are not finite.
     """
     check_whole("step", 0, weight=weight)
-    self._since, self._weight = self._since + 1, self._weight + weight
-    self._protocol.undelivered = self._weight
+    self._since += 1
+    self._trained += weight, 1
+    self._protocol.undelivered = int(self._trained[0])
     if self._flight is None and self._since >= self._turn - self._delay:
       self._begin(params)
     if self._since < self._turn:
@@ -208,12 +216,14 @@ class Rounds:
     """Leaves: the other workers continue without this one.
 
     Args:
-      params: after a last local step, to exchange what they have moved in a last round; None to leave at once.
+      params: as `step` returned them last, to leave for good: what they have moved is exchanged in a last round, and
+        another worker takes over the residual. None to leave at once, and to go on from `state` some day.
 
     Returns:
       The anchor, as parameters.
     """
     if params is not None:
+      self._exchanger.is_final = True
       deadline = self._protocol.grace + self._endpoint.timeout
       for _ in range(1 + (self._flight is not None)):
         if self._flight is None:
@@ -222,7 +232,7 @@ class Rounds:
     self._endpoint.post(Request(Says.BYE))
     self._endpoint.join()
     self._exchanger.close()
-    return self._own(self._on_device(self._exchanger.anchor.params), jax.tree.map(jnp.zeros_like, self._anchor))
+    return self._own(self._on_device(self._exchanger.anchor.params), jax.tree.map(jnp.zeros_like, self._base))
 
   def __enter__(self) -> Self:
     """The worker."""
@@ -235,9 +245,9 @@ class Rounds:
 
   def _begin(self, params: Any) -> None:
     """Begins the exchange of what was moved."""
-    given = _moved(self._anchor, self._moved, params)
-    self._flight, weight = (given, self._weight), self._weight
-    request = Request(Says.READY, weight=weight)
+    given = _moved(self._base, self._moved, params)
+    self._flight, (weight, steps) = (given, self._trained.copy()), self._trained.tolist()
+    request = Request(Says.READY, weight=(weight << _FRACTION) // max(1, steps))
     post = lambda finite: self._endpoint.post(request) if finite else self._endpoint.reply(None)
     self._exchanger.prepare(given, post)
 
@@ -255,29 +265,37 @@ class Rounds:
     if self._refused >= REFUSALS:
       raise FloatingPointError(f"the parameters are not finite, {REFUSALS} times in succession")
     logging.getLogger(__name__).warning("the parameters are not finite: training goes on from the anchor")
-    self._anchor = self._on_device(self._exchanger.anchor.params)
-    self._moved = jax.tree.map(jnp.zeros_like, self._anchor)
-    self._flight, self._since, self._weight = None, 0, 0
-    return self._own(self._anchor, self._moved)
+    self._base = self._make_base()
+    self._moved = jax.tree.map(jnp.zeros_like, self._base)
+    self._flight, self._since = None, 0
+    self._trained[:] = 0
+    return self._own(self._base, self._moved)
 
   def _apply(self, params: Any) -> Any:
     """The parameters after the round of the exchange that was under way."""
     assert self._flight is not None
-    result, (given, weight) = self._exchanger.delivered, self._flight
+    result, (given, trained) = self._exchanger.delivered, self._flight
     assert result is not None
-    after = self._on_device(self._exchanger.anchor.params)
-    moved = _moved(self._anchor, self._moved, params)
+    group = self.group
+    self._share = group.weights[group.members.index(self._number)]
+    after = self._make_base()
+    moved = _moved(self._base, self._moved, params)
     if not result.skipped:
       keep = _keep if self._mixing is None else functools.partial(_mix, self._mixing)
       choose = lambda number, *leaves: keep(*leaves) if number == result.fragment else leaves[0]
-      moved = jax.tree.map(choose, self._of_fragment, moved, given, self._anchor, after)
-      self._weight -= weight
+      moved = jax.tree.map(choose, self._of_fragment, moved, given, self._base, after)
+      self._trained -= trained
     if (returned := self._exchanger.returned) is not None:
       moved, self._exchanger.returned = jax.tree.map(jnp.add, moved, self._on_device(returned)), None
-    self._anchor, self._moved = after, moved
+    self._base, self._moved = after, moved
     self._flight, self._since, self._refused = None, 0, 0
-    self._protocol.undelivered = self._weight
+    self._protocol.undelivered = int(self._trained[0])
     return self._own(after, moved)
+
+  def _make_base(self) -> Any:
+    """f32 on the device: the anchor, with `apply_residual` less the residual, from which a worker goes on."""
+    anchor, applies = self._exchanger.anchor, self._applies and self._share
+    return self._on_device(self._exchanger.outer.less_residual(anchor, self._share) if applies else anchor.params)
 
   def _on_device(self, tree: Any) -> Any:
     return jax.device_put(tree, self._place)
@@ -286,19 +304,29 @@ class Rounds:
     return jax.tree.map(_own, anchor, moved, self._dtypes)
 
 
+def _check(every: int, fragments: int, delay: int, mixing: float | None, apply_residual: bool) -> None:
+  check_whole("Rounds", 1, every=every)
+  check_whole("Rounds", 1, every, fragments=fragments)
+  check_whole("Rounds", 0, every // fragments - 1, delay=delay)
+  if mixing is not None and not 0 <= mixing < 1:
+    raise ValueError(f"Rounds: mixing={mixing!r}, choose 0 up to less than 1, or None")
+  if apply_residual and mixing is not None:
+    raise ValueError(f"Rounds: apply_residual={apply_residual!r} with mixing={mixing!r}, choose one of them")
+
+
 @functools.partial(jax.jit, static_argnums=2)
-def _own(anchor: jax.Array, moved: jax.Array, dtype: Any) -> jax.Array:
-  return (anchor - moved).astype(dtype)
+def _own(base: jax.Array, moved: jax.Array, dtype: Any) -> jax.Array:
+  return (base - moved).astype(dtype)
 
 
 @jax.jit
-def _moved(anchor: Any, moved: Any, params: Any) -> Any:
-  """θ − θ_w: what it was when `step` returned parameters last, and what was moved since."""
+def _moved(base: Any, moved: Any, params: Any) -> Any:
+  """Base − θ_w: what it was when `step` returned parameters last, and what was moved since."""
 
-  def add(anchor: jax.Array, moved: jax.Array, param: jax.Array) -> jax.Array:
-    return moved + (_own(anchor, moved, param.dtype).astype(jnp.float32) - param.astype(jnp.float32))
+  def add(base: jax.Array, moved: jax.Array, param: jax.Array) -> jax.Array:
+    return moved + (_own(base, moved, param.dtype).astype(jnp.float32) - param.astype(jnp.float32))
 
-  return jax.tree.map(add, anchor, moved, params)
+  return jax.tree.map(add, base, moved, params)
 
 
 @jax.jit

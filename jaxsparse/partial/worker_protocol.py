@@ -56,7 +56,7 @@ class Request(NamedTuple):
   """Event: the training loop asks for something; every request but BYE has one reply.
 
   READY averages `model` with a group, SYNCHRONIZE with all workers; NOT_FINITE gets the model of another worker. HELLO
-  is open from the beginning: it gets the model to start from. In rounds READY has the `weight` of what was trained.
+  is open from the beginning: it gets the model to start from. In rounds READY has the `weight` of a step.
   """
 
   says: Says

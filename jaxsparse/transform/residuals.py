@@ -38,7 +38,7 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
   behind: dict[str, Any] = {name: leaf[0] for name, leaf in moved_leaves(state).items()}
   for node in states.local_states(state):
     for one in states.reduce_states(node.outer) if isinstance(node.applied, Applied) else ():
-      behind |= {name: behind.get(name, 0.0) + leaf for name, leaf in _residual_leaves(one).items()}
+      behind |= {name: behind.get(name, 0.0) + leaf for name, leaf in residual_leaves(one).items()}
   own = lambda name, p: (p.astype(jnp.float32) - behind[name]).astype(p.dtype) if name in behind else p
   leaves = [own(name, p) for name, p in flatten.leaves_by_name(params).items()]
   axes = frozenset().union(*(_compat.axes_of_type(node.counters.skipped) for node in states.reduce_states(state)))
@@ -51,7 +51,7 @@ def moved_leaves(state: Any) -> dict[str, jax.Array]:
   return {name: leaf for leaves in found for name, leaf in leaves.items()}
 
 
-def _residual_leaves(node: ReduceState) -> dict[str, jax.Array]:
+def residual_leaves(node: ReduceState) -> dict[str, jax.Array]:
   """The residual of this worker by the names of its leaves, f32 in their shapes; zeros of leaves without one."""
   method: Any = node.layout.method
   leaves, _ = take_residuals([jnp.zeros(shape, jnp.float32) for shape in method.shapes], node)

@@ -50,7 +50,8 @@ def test_a_round_does_not_wait_for_a_new_worker_that_has_never_been_ready(quorum
   assert group.members == (0, 1, 2, 3)
 
 
-def test_weights_are_shares_of_what_was_trained(quorum):
+def test_weights_are_of_all_that_are_there_and_not_new(quorum):
+  """A worker that is late delivers with the same weight, so that its steps count as much as others."""
   quorum.ready(0, 30, START)
   quorum.ready(1, 0, START)
   (group,) = quorum.ready(3, 10, START)
@@ -59,6 +60,20 @@ def test_weights_are_shares_of_what_was_trained(quorum):
   for worker in (0, 1, 3):
     groups = quorum.ready(worker, 0, START)
   assert groups[0].weights == (1 / 3, 1 / 3, 1 / 3)
+  for worker in (0, 1, 3):
+    quorum.done(worker, groups[0].number, digest=5)
+  for worker in (0, 1):
+    quorum.ready(worker, 1, quorum.stand)
+  assert quorum.release()[0].weights == (0.5, 0.5)  # what 3 trains weighs nothing
+  quorum.failed(0, groups[0].number + 1)
+  quorum.ready(0, 2, quorum.stand)
+  quorum.ready(3, 5, quorum.stand)
+  assert quorum.release()[0].weights == (0.25, 0.625)  # 1 is late
+  quorum.leave(1, weight=4)
+  quorum.failed(0, groups[0].number + 2)
+  quorum.ready(0, 2, quorum.stand)
+  (group,) = quorum.ready(3, 2, quorum.stand)
+  assert group.weights == (0.5, 0.5)
 
 
 def test_a_result_counts_when_all_members_have_it(quorum):
