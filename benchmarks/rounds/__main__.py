@@ -2,6 +2,7 @@
 
 --parts chooses what is measured, on hosts of the network lab, which needs root:
 
+    race         seconds until the transformer of 3.3 M parameters has dense Adam's loss after 300 steps
     hidden       a step of the transformer of 3.3 M parameters with an exchange in flight, and without
     goodput      examples that are in the model, a second, with a worker killed every --kill_every seconds and another
                  one started at once, against none killed
@@ -26,12 +27,14 @@ from typing import Any
 from absl import flags
 
 from benchmarks import entry, netlab, report, tables
+from benchmarks.race.results import Results
+from benchmarks.race.standings import DENSE
 from benchmarks.rounds import measures, worker
 from benchmarks.rounds.team import Team
 from benchmarks.rounds.worker import Settings
 
-_ALL = ["goodput", "faults", "synchronous", "hidden"]
-_PARTS = flags.DEFINE_list("parts", _ALL, "What to measure: goodput, faults, synchronous, hidden.")
+_ALL = ["goodput", "faults", "synchronous", "hidden", "race"]
+_PARTS = flags.DEFINE_list("parts", _ALL, f"What to measure: {', '.join(_ALL)}.")
 _WORKERS = flags.DEFINE_integer("workers", 6, "Workers of goodput and faults.", lower_bound=2)
 _QUORUM = flags.DEFINE_integer("quorum", 4, "Workers that a round of theirs takes, K.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 300, "Of each run of goodput, and of hidden.", lower_bound=1)
@@ -40,6 +43,11 @@ _HOLD = flags.DEFINE_float("hold", 30, "Seconds for which a worker is stopped; c
 _EVERY = flags.DEFINE_integer("every", 5, "H of goodput and faults.", lower_bound=1)
 _PACE = flags.DEFINE_float("pace", 0.2, "Seconds of a step of goodput and faults at least.", lower_bound=0)
 _RATES = flags.DEFINE_list("rates", ["100mbit:16:8", "10mbit:32:16"], "Of hidden: the links, H and the delay.")
+_RACE = flags.DEFINE_list("race", ["10mbit:4:2"], "Of the race: the links, H and the delay.")
+_ROUNDS = flags.DEFINE_integer("rounds", 40, "Of the race: so many are held.", lower_bound=8)
+_BESIDE = flags.DEFINE_string(
+  "beside", "benchmarks/results/blocks_lm.json", "The synchronous race, with its optimizer."
+)
 _RATE = flags.DEFINE_string("rate", "100mbit", "Speed of the links of goodput and faults.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the choice of the workers that are killed.")
 _REPORT_DIR = entry.define_report_dir("rounds.json")
@@ -51,11 +59,13 @@ entry.require_choices(_PARTS, _ALL, empty=False)
 
 
 @contextlib.contextmanager
-def _team(rate: str, workers: int, quorum: int, task: str, every: int, delay: int, pace: float) -> Iterator[Team]:
+def _team(
+  rate: str, workers: int, quorum: int, task: str, every: int, delay: int, pace: float, **options: Any
+) -> Iterator[Team]:
   with contextlib.ExitStack() as stack:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxsparse-"))
     hosts = stack.enter_context(netlab.lab(workers + 1, rate))
-    team = Team(hosts, quorum, Settings(task, _BATCH[task], every, delay, pace, folder=folder))
+    team = Team(hosts, quorum, Settings(task, _BATCH[task], every, delay, pace, folder=folder, **options))
     yield stack.enter_context(team)
 
 
@@ -68,6 +78,17 @@ def _hidden() -> Iterator[tuple[str, Any]]:
     rate, every, delay = text.split(":")
     with _team(rate, 4, 4, "lm", int(every), int(delay), 0.0) as team:
       yield "hidden", measures.hidden(team, rate, _SECONDS.value)
+
+
+def _race() -> Iterator[tuple[str, Any]]:
+  results = Results(pathlib.Path(_BESIDE.value), None)
+  (method,) = {curve.method for curve in results.rows["curves"]} - {DENSE}
+  optimizer = next(curve.optimizer for curve in results.find("curves", method=method))
+  for text, seed in itertools.product(_RACE.value, range(3)):
+    rate, every, delay = text.split(":")
+    options = {"optimizer": optimizer, "apply_residual": True, "keep": 2, "seed": seed}
+    with _team(rate, 4, 4, "lm", int(every), int(delay), 0.0, **options) as team:
+      yield "race", measures.race(team, rate, results, _ROUNDS.value)
 
 
 def _of_six() -> Iterator[tuple[str, Any]]:
@@ -98,10 +119,11 @@ def main() -> None:
     return
   path = pathlib.Path(_REPORT_DIR.value, "rounds.json")
   result: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
-  kept = {"hidden": ["hidden"], "goodput": ["goodput", "recoveries"], "faults": ["faults"], "synchronous": []}
-  result |= {name: [] for part in _PARTS.value for name in kept[part]}
+  kept = {"goodput": ["goodput", "recoveries"], "synchronous": []}
+  result |= {name: [] for part in _PARTS.value for name in kept.get(part, [part])}
   parts = [_of_six] if {"goodput", "faults"} & set(_PARTS.value) else []
-  parts += [make for name, make in (("hidden", _hidden), ("synchronous", _synchronous)) if name in _PARTS.value]
+  others = {"hidden": _hidden, "synchronous": _synchronous, "race": _race}
+  parts += [make for name, make in others.items() if name in _PARTS.value]
   for name, one in itertools.chain.from_iterable(part() for part in parts):
     result.setdefault(name, []).append(report.rounded(one._asdict()))
     report.keep(path, {}, result)

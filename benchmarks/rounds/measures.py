@@ -15,8 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from benchmarks.elastic.phases import Phase
+from benchmarks.race.results import Results, Whole
+from benchmarks.race.standings import Target, crossing
 from benchmarks.rounds.team import PROGRAMS, Team, wait
+from benchmarks.rounds.worker import make_task
+from benchmarks.tasks.base import model_of
 from jaxsparse.launch.start import HOSTS, Host
 
 _AFTER = 10.0  # seconds for which a team is watched after a fault
@@ -43,6 +50,19 @@ class Hidden(NamedTuple):
   call: float  # median seconds of the call after it, `Rounds.step`, and the longest
   longest: float
   step: float  # seconds a step, with all
+
+
+class Race(NamedTuple):
+  """A training until the anchor has a loss on held-out data, beside the synchronous one."""
+
+  rate: str
+  every: int
+  delay: int
+  seed: int
+  target: float  # dense Adam's loss after 300 steps from that seed
+  steps: float  # of each worker
+  seconds: float
+  synchronous: float  # seconds of `benchmarks.race`, with the same optimizer, collective and H
 
 
 class Goodput(NamedTuple):
@@ -106,6 +126,31 @@ def hidden(team: Team, rate: str, seconds: float) -> Hidden:
   pace = len(team.hosts) * seconds / len(steps)
   found = median(0), median(2), flight, statistics.median(calls), max(calls), pace
   return Hidden(rate, one.every, one.delay, *found)
+
+
+def race(team: Team, rate: str, results: Results, rounds: int) -> Race:
+  """Lets a team train for so many rounds, then evaluates the anchors that the first worker has written."""
+  one, kept = team.settings[0], lambda number: team.folder / f"anchor{number}.npz"
+  team.wait(lambda: any(end["stand"][0] >= rounds for end in team.events("round")), f"{rounds} rounds")
+  begin = min(step["time"] - step["trained"] - step["waited"] for step in team.events("step")[: len(team.hosts)])
+  ends = {end["stand"][0]: end["time"] - begin for end in team.events("round") if not end["worker"]}
+  team.end()
+  model = model_of(make_task(one.task), one.seed)
+  whole = Whole("rounds", one.optimizer, one.seed, rate, [], [], [])
+  for number in range(one.keep, rounds, one.keep):
+    with np.load(kept(number)) as leaves:
+      params = jax.tree.unflatten(jax.tree.structure(model.params), list(leaves.values()))
+    whole.steps.append(number * one.every)
+    whole.seconds.append(ends[number])
+    whole.loss.append(model.evaluate(params, model.statistics)[0])
+  target = Target(300).of_seeds(results)[one.seed]
+  (curve,) = results.find("curves", optimizer=one.optimizer, seed=one.seed)
+  (pace,) = results.find("paces", method=curve.method, rate=rate)
+  steps, synchronous = crossing(whole, target), crossing(curve, target)
+  if steps is None or synchronous is None:
+    raise RuntimeError(f"the loss {target} was not reached: {whole.loss}")
+  seconds = float(np.interp(steps, whole.steps, whole.seconds))
+  return Race(rate, one.every, one.delay, one.seed, target, steps, seconds, synchronous * pace.seconds)
 
 
 def goodput(team: Team, seconds: float, kill_every: float, seed: int) -> tuple[Goodput, list[Recovery]]:

@@ -26,6 +26,17 @@ _HIDDEN: Mapping[str, Column] = {
   "longest": _ms("longest"),
   "a step with all": _ms("step"),
 }
+_RACE: Mapping[str, Column] = {
+  "links": _plain("rate"),
+  "H": _plain("every"),
+  "delay": _plain("delay"),
+  "seed": _plain("seed"),
+  "loss": _plain("target", ".3f"),
+  "steps": _plain("steps", ".0f"),
+  "seconds": _plain("seconds", ".1f"),
+  "synchronous, seconds": _plain("synchronous", ".1f"),
+  "ratio": lambda row: ratio(row["synchronous"], row["seconds"]),
+}
 _GOODPUT: Mapping[str, Column] = {
   "": _plain("mode"),
   "kills": _plain("kills"),
@@ -64,5 +75,5 @@ def make(part: str, rows: list[Row]) -> rich.table.Table:
     return table("", ["seconds", "median", "worst"], cells)
   calm = {row["mode"]: row["delivered"] for row in rows if not row["kills"]} if part == "goodput" else {}
   rows = [row | {"goodput": row["delivered"] / calm[row["mode"]]} for row in rows] if calm else rows
-  columns = {"hidden": _HIDDEN, "goodput": _GOODPUT, "faults": _FAULTS}[part]
+  columns = {"hidden": _HIDDEN, "race": _RACE, "goodput": _GOODPUT, "faults": _FAULTS}[part]
   return table("", list(columns), [[cell(row) for cell in columns.values()] for row in rows])

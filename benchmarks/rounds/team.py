@@ -48,6 +48,10 @@ class Team:
     return self
 
   def __exit__(self, *_: object) -> None:
+    self.end()
+
+  def end(self) -> None:
+    """Ends all processes."""
     for process in (*self.processes.values(), self.controller):
       process.kill()
       process.wait(10)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 import jaxsparse as js
+from benchmarks import recipes
 from benchmarks.tasks import data, images, registry
 from benchmarks.tasks.base import Task, model_of
 from jaxsparse.partial import messages
@@ -26,6 +27,10 @@ class Settings(NamedTuple):
   every: int  # H
   delay: int
   pace: float  # seconds of a step at least: the device is idle for the rest
+  optimizer: str = "adam:0.001"
+  apply_residual: bool = False
+  keep: int = 0  # the first worker writes the anchor into the folder after each so many rounds, 0 for never
+  seed: int = 0
   number: int = 0
   life: int = 0  # how often a worker has been started in place of this one
   server: str = ""
@@ -51,7 +56,8 @@ def run(one: Settings) -> None:
 
     say("imported")
     task = make_task(one.task)
-    model, tx = model_of(task, 0), optax.adam(1e-3)
+    model = model_of(task, one.seed)
+    tx = recipes.Recipe(recipes.parse_optimizers([one.optimizer], 0.001)[0], clip=1.0).make()
 
     @jax.jit
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
@@ -59,14 +65,15 @@ def run(one: Settings) -> None:
       updates, state = tx.update(gradient, state, params)
       return optax.apply_updates(params, updates), state, loss
 
-    batches = task.stream(1000 * one.life + one.number, 1, one.batch)
+    batches = task.stream(10_000 * one.seed + 1000 * one.life + one.number, 1, one.batch)
     start = jax.device_put(model.params, jax.devices()[0])
     state = step(start, jax.device_put(tx.init(start), jax.devices()[0]), next(batches))[1]
     jax.block_until_ready(step(start, state, next(batches)))
     say("compiled")
     transform = js.dense_transform if one.task == "cnn" else js.onebit_transform
     outer = lambda comm: optax.chain(transform(comm), optax.sgd(1.0))
-    options: dict[str, Any] = {"every": one.every, "delay": one.delay, "keys": Keys.read(folder / "keys")}
+    options: dict[str, Any] = {"every": one.every, "delay": one.delay, "apply_residual": one.apply_residual}
+    options["keys"] = Keys.read(folder / "keys")
     with js.partial.Rounds(one.server, one.number, start, outer, bind=one.address, **options) as worker:
       say("joined", address=worker._endpoint.address)
       _train(one, worker, step, state, batches, asked, say)
@@ -99,6 +106,8 @@ def _train(one: Settings, worker: Any, step: Any, state: Any, batches: Any, aske
     if worker._flight is None and worker.group.number != last:
       group, stand, last = worker.group, exchanger.anchor.stand, worker.group.number
       facts = {"digest": exchanger.outer.digest(exchanger.anchor), "skipped": exchanger.delivered.skipped}
+      if one.keep and not one.number and stand.round % one.keep == 0:
+        np.savez(pathlib.Path(one.folder, f"anchor{stand.round}"), *jax.tree.leaves(exchanger.anchor.params))
       say("round", number=group.number, members=group.members, steps=weight, stand=stand, **facts)
 
 
