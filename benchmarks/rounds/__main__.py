@@ -21,6 +21,7 @@ import itertools
 import json
 import pathlib
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ from benchmarks import entry, netlab, report, tables
 from benchmarks.race.results import Results
 from benchmarks.race.standings import DENSE
 from benchmarks.rounds import measures, worker
+from benchmarks.rounds import report as rounds
 from benchmarks.rounds.team import Team
 from benchmarks.rounds.worker import Settings
 
@@ -91,14 +93,22 @@ def _race() -> Iterator[tuple[str, Any]]:
       yield "race", measures.race(team, rate, results, _ROUNDS.value)
 
 
-def _of_six() -> Iterator[tuple[str, Any]]:
+def _goodput() -> Iterator[tuple[str, Any]]:
+  for kill_every in (0, _KILL_EVERY.value):
+    with _six() as team:
+      found, recoveries, curve = measures.goodput(team, _SECONDS.value, kill_every, _SEED.value)
+    yield "goodput", found
+    yield from (("recoveries", one) for one in recoveries)
+    yield "curves", curve
+
+
+def _faults() -> Iterator[tuple[str, Any]]:
   with _six() as team:
-    for kill_every in (0, _KILL_EVERY.value) if "goodput" in _PARTS.value else ():
-      found, recoveries = measures.goodput(team, _SECONDS.value, kill_every, _SEED.value)
-      yield "goodput", found
-      yield from (("recoveries", one) for one in recoveries)
-    if "faults" in _PARTS.value:
-      yield from (("faults", one) for one in measures.faults(team, _HOLD.value))
+    begin, marks = time.monotonic(), []
+    for one in measures.faults(team, _HOLD.value):
+      yield "faults", one
+      marks.append(time.monotonic())
+    yield "faulty", measures.curve(team, "one fault after the other", begin, marks[:-1])
 
 
 def _synchronous() -> Iterator[tuple[str, Any]]:
@@ -119,15 +129,16 @@ def main() -> None:
     return
   path = pathlib.Path(_REPORT_DIR.value, "rounds.json")
   result: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
-  kept = {"goodput": ["goodput", "recoveries"], "synchronous": []}
+  kept = {"goodput": ["goodput", "recoveries", "curves"], "faults": ["faults", "faulty"], "synchronous": []}
   result |= {name: [] for part in _PARTS.value for name in kept.get(part, [part])}
-  parts = [_of_six] if {"goodput", "faults"} & set(_PARTS.value) else []
-  others = {"hidden": _hidden, "synchronous": _synchronous, "race": _race}
-  parts += [make for name, make in others.items() if name in _PARTS.value]
-  for name, one in itertools.chain.from_iterable(part() for part in parts):
+  parts = {"goodput": _goodput, "faults": _faults, "hidden": _hidden, "synchronous": _synchronous, "race": _race}
+  for name, one in itertools.chain.from_iterable(make() for part, make in parts.items() if part in _PARTS.value):
     result.setdefault(name, []).append(report.rounded(one._asdict()))
     report.keep(path, {}, result)
     print(one, flush=True)
+  curves = [*result.pop("curves", []), *result.pop("faulty", [])]
+  if curves:
+    rounds.draw(curves, path.with_suffix(".png"))
   for name in result:
     print(f"{name}:\n{tables.rounds(name, _REPORT_DIR.value)}\n")
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import random
@@ -26,6 +27,7 @@ from benchmarks.rounds.worker import make_task
 from benchmarks.tasks.base import model_of
 from jaxsparse.launch.start import HOSTS, Host
 
+_BIN = 5.0  # seconds
 _AFTER = 10.0  # seconds for which a team is watched after a fault
 
 
@@ -63,6 +65,15 @@ class Race(NamedTuple):
   steps: float  # of each worker
   seconds: float
   synchronous: float  # seconds of `benchmarks.race`, with the same optimizer, collective and H
+
+
+class Curve(NamedTuple):
+  """Loss of training over time."""
+
+  name: str
+  seconds: list[float]
+  loss: list[float]
+  marks: list[float]  # seconds at which something happened
 
 
 class Goodput(NamedTuple):
@@ -128,6 +139,15 @@ def hidden(team: Team, rate: str, seconds: float) -> Hidden:
   return Hidden(rate, one.every, one.delay, *found)
 
 
+def curve(team: Team, name: str, begin: float, marks: Sequence[float]) -> Curve:
+  """The loss of training since `begin`, the mean of all steps of each `_BIN` seconds."""
+  bins: dict[int, list[float]] = {}
+  for step in team.events("step", begin=begin):
+    bins.setdefault(int((step["time"] - begin) // _BIN), []).append(step["loss"])
+  means = {number: statistics.mean(filter(math.isfinite, own)) for number, own in sorted(bins.items())}
+  return Curve(name, [_BIN * (1 + number) for number in means], list(means.values()), [at - begin for at in marks])
+
+
 def race(team: Team, rate: str, results: Results, rounds: int) -> Race:
   """Lets a team train for so many rounds, then evaluates the anchors that the first worker has written."""
   one, kept = team.settings[0], lambda number: team.folder / f"anchor{number}.npz"
@@ -153,7 +173,7 @@ def race(team: Team, rate: str, results: Results, rounds: int) -> Race:
   return Race(rate, one.every, one.delay, one.seed, target, steps, seconds, synchronous * pace.seconds)
 
 
-def goodput(team: Team, seconds: float, kill_every: float, seed: int) -> tuple[Goodput, list[Recovery]]:
+def goodput(team: Team, seconds: float, kill_every: float, seed: int) -> tuple[Goodput, list[Recovery], Curve]:
   """Trains for so many seconds, kills a worker every so often, and starts another one in its place at once."""
   begin, kills, dice, before = time.monotonic(), list[tuple[float, int]](), random.Random(seed), sum(team.lost())
   while kill_every and (at := begin + kill_every * (len(kills) + 0.5)) < begin + seconds:
@@ -169,7 +189,8 @@ def goodput(team: Team, seconds: float, kill_every: float, seed: int) -> tuple[G
   loss = statistics.mean(step["loss"] for step in steps[-len(steps) // 4 :])
   longest, equal = max(step["waited"] for step in steps), all(one.equal for one in rounds)
   found = Goodput("rounds", end - begin, len(kills), *rates, lost, loss, longest, equal)
-  return found, [_recovery(team, rounds, *kill) for kill in kills]
+  name = f"a worker killed every {kill_every:g} s" if kill_every else "no fault"
+  return found, [_recovery(team, rounds, *kill) for kill in kills], curve(team, name, begin, [at for at, _ in kills])
 
 
 def _recovery(team: Team, rounds: list[Round], killed: float, number: int) -> Recovery:

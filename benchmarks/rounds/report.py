@@ -1,12 +1,14 @@
 """Tables of `benchmarks.rounds`: the columns of each part, with the field of a record and its format."""
 
+import pathlib
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import rich.table
 
-from benchmarks.report import milliseconds, number, ratio, table
+from benchmarks.report import milliseconds, number, pyplot, ratio, save, table
 
 Row = dict[str, Any]
 Column = Callable[[Row], str]
@@ -65,6 +67,18 @@ _PHASES = {
   "joined": "newcomer: join, fetch the anchor, compile the outer step",
   "member": "newcomer: until its first round",
 }
+
+
+def draw(curves: list[Row], path: pathlib.Path) -> None:
+  """Loss of training over seconds, with a mark at each fault."""
+  plot, panel = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+  for row in curves:
+    (line,) = panel.plot(row["seconds"], row["loss"], label=row["name"], linewidth=1.2)
+    panel.plot(row["marks"], np.interp(row["marks"], row["seconds"], row["loss"]), "x", color=line.get_color())
+  panel.set(xlabel="seconds", ylabel="loss of training", yscale="log")
+  panel.grid(alpha=0.3)
+  panel.legend(fontsize="small")
+  save(plot, "six workers in rounds, x where a fault happens", path)
 
 
 def make(part: str, rows: list[Row]) -> rich.table.Table:
