@@ -182,7 +182,7 @@ class Rounds:
       raise RuntimeError("an exchange is under way: save the state after a call of `step` that has changed `round`")
     anchor, outer = self._exchanger.anchor, self._exchanger.outer
     content, moved = np.frombuffer(outer.pack(anchor), np.uint8), np.asarray(flatten(self._moved)[0])
-    own = {"moved": moved, "trained": self._trained, "share": np.float64(self._share)}
+    own = {"moved": moved, "trained": self._trained.copy(), "share": np.float64(self._share)}
     return {"anchor": content, "residual": outer.residual(anchor)} | own
 
   def step(self, params: Any, weight: int = 1) -> Any:
@@ -190,9 +190,9 @@ class Rounds:
 
     Args:
       params: of this worker, after a local step from those that the last call returned.
-      weight: of this step beside those of other workers: the examples or tokens of its batch, a whole number; 0 if
-        nothing was trained. All are delivered with a weight of their own over that of a step of all workers that are
-        there, late ones too: steps that are late count as much as others, and no round moves the anchor too far.
+      weight: of this step: the examples or tokens of its batch, a whole number; 0 if nothing was trained. The weight of
+        a worker in a round is its mean over the sum of those of all workers that are there, also of late ones: every
+        step counts alike, whenever it is delivered.
 
     Returns:
       The parameters to go on from: the given ones, or after a round the anchor and what was moved meanwhile. Where it
