@@ -5,7 +5,7 @@ with the outer step of `js.partial.Rounds`; the others keep theirs for the next 
 seconds are not measured.
 
 Example:
-  python -m benchmarks.late --late=0,2 --steps=300 --seed=0
+  python -m benchmarks.late --late=0,2 --steps=300,1000 --seed=0
 """
 
 import itertools
@@ -26,15 +26,16 @@ from jaxsparse.partial.controller import Group
 from jaxsparse.partial.exchanger import Run
 from jaxsparse.partial.outer_step import OuterStep
 
+_MUON = "muon:0.01:adam=0.003:only=blocks:rows=64:steps=3:beta=0.9"
 _WORKERS = flags.DEFINE_integer("workers", 6, "M, the number of workers.", lower_bound=2)
 _LATE = entry.define_numbers("late", [0, 2], "How many are late in each round.", flags.IntegerParser(0))
-_EVERY = flags.DEFINE_integer("every", 8, "H, the steps from one round to the next.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 300, "Steps of each worker.", lower_bound=1)
+_EVERY = flags.DEFINE_integer("every", 4, "H, the steps from one round to the next.", lower_bound=1)
+_STEPS = entry.define_numbers("steps", [300, 1000], "Steps of each worker, of trainings one after the other.")
 _TASK = flags.DEFINE_string("task", "lm", "What is trained, as of benchmarks.race.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Examples of a worker in a step.", lower_bound=1)
 _COLLECTIVE = flags.DEFINE_string("collective", "onebit", "The collective of a round, as of benchmarks.race.")
-_OPTIMIZER = flags.DEFINE_string("optimizer", "adam:0.001", "The optimizer of each worker, as of benchmarks.race.")
-_SCHEDULE = flags.DEFINE_enum("schedule", "constant", list(recipes.SCHEDULES), "Of the rate, over --steps.")
+_OPTIMIZER = flags.DEFINE_string("optimizer", _MUON, "The optimizer of each worker, as of benchmarks.race.")
+_SCHEDULE = flags.DEFINE_enum("schedule", "cosine", list(recipes.SCHEDULES), "Of the rate, over --steps.")
 _APPLY_RESIDUAL = flags.DEFINE_bool("apply_residual", True, "Whether workers go on from the anchor less residuals.")
 _CLIP = flags.DEFINE_float("clip", 1.0, "Largest norm of a gradient, 0 for any.", lower_bound=0.0)
 _SEED = entry.define_seeds([0, 1, 2])
@@ -53,7 +54,7 @@ class Outcome(NamedTuple):
 class Workers:
   """All workers of a training, with the outer step of `js.partial.Rounds` on a device each."""
 
-  def __init__(self, task: Task, seed: int):
+  def __init__(self, task: Task, seed: int, steps: int):
     self.model = model_of(task, seed)
     count = range(_WORKERS.value)
     (method,) = methods.parse("collective", [_COLLECTIVE.value], _WORKERS.value)
@@ -61,7 +62,7 @@ class Workers:
     self.steps = [OuterStep(outer, device=jax.devices()[1 + worker]) for worker in count]
     self.anchors = [step.start(self.model.params) for step in self.steps]
     (optimizer,) = recipes.parse_optimizers([_OPTIMIZER.value], 0.001)
-    self.tx = recipes.Recipe(optimizer, _SCHEDULE.value, clip=_CLIP.value, steps=_STEPS.value).make()
+    self.tx = recipes.Recipe(optimizer, _SCHEDULE.value, clip=_CLIP.value, steps=steps).make()
     self.params, self.states = [self.model.params] * len(count), [self.tx.init(self.model.params)] * len(count)
     self._local = jax.jit(self._local_step)
 
@@ -106,13 +107,13 @@ class Workers:
     return jax.device_put(own, jax.devices()[0])
 
 
-def train(task: Task, seed: int, late: int, show: Any) -> float:
+def train(task: Task, seed: int, late: int, steps: int, show: Any) -> float:
   """The loss on held-out data of the anchor after a training."""
-  own, random = Workers(task, seed), np.random.default_rng(seed)
+  own, random = Workers(task, seed, steps), np.random.default_rng(seed)
   batches = task.stream(seed, _WORKERS.value, _BATCH_SIZE.value)
-  for step, batch in enumerate(itertools.islice(batches, _STEPS.value), start=1):
+  for step, batch in enumerate(itertools.islice(batches, steps), start=1):
     own.train(batch)
-    if step % _EVERY.value == 0 or step == _STEPS.value:
+    if step % _EVERY.value == 0 or step == steps:
       members = sorted(random.permutation(_WORKERS.value)[: _WORKERS.value - late].tolist())
       own.exchange(tuple(members), step)
     show(step, 0.0)
@@ -125,15 +126,14 @@ def main() -> None:
   jax.config.update("jax_num_cpu_devices", 1 + _WORKERS.value)  # outer steps have one each
   console, outcomes = workers.make_console(), list[Outcome]()
   task = registry.make(_TASK.value)
-  for seed in _SEED.value:
-    for late in _LATE.value:
-      with report.progress(console, f"{late} of {_WORKERS.value} late, seed {seed}", _STEPS.value) as show:
-        outcomes.append(Outcome(late, seed, _STEPS.value, train(task, seed, late, show)))
+  path = pathlib.Path(_REPORT_DIR.value, "late.json")
   setting = {"task": str(task), "workers": _WORKERS.value, "every": _EVERY.value, "batch_size": _BATCH_SIZE.value}
   setting |= {"collective": _COLLECTIVE.value, "optimizer": _OPTIMIZER.value, "schedule": _SCHEDULE.value}
   setting |= {"apply_residual": _APPLY_RESIDUAL.value}
-  path = pathlib.Path(_REPORT_DIR.value, "late.json")
-  report.keep(path, {"setting": setting}, {"outcomes": report.rounded(outcomes)})
+  for seed, steps, late in itertools.product(_SEED.value, _STEPS.value, _LATE.value):
+    with report.progress(console, f"{late} of {_WORKERS.value} late, seed {seed}", steps) as show:
+      outcomes.append(Outcome(late, seed, steps, train(task, seed, late, steps, show)))
+    report.keep(path, {"setting": setting}, {"outcomes": report.rounded(outcomes)})
   rows = report.means((one._asdict() for one in outcomes), ["late", "steps"], {"loss": ".3f"})
   console.print(report.table("Loss on held-out data", [f"late of {_WORKERS.value}", "steps", "loss"], rows))
 
