@@ -25,7 +25,7 @@ class Exchanged(NamedTuple):
   Attributes:
     rank: of the worker.
     sums: of its region, as `Blocks.sum_region` returns them.
-    kept: the half steps of all blocks that it has delivered, f32[blocks]: of its own entries, in its region of the sums.
+    kept: f32[blocks], the half steps of all blocks that it delivered: of its own entries, in its region of the sums.
     codes: of the total, u32[blocks, width].
   """
 
@@ -148,8 +148,7 @@ class Blocks:
 
   def _steps(self, x: jax.Array, halves: jax.Array) -> jax.Array:
     """The whole steps in the magnitude of each entry that its code has, u32 like x."""
-    steps = jnp.abs(x) * jnp.where(halves > 0, 0.5 / halves, 0.0)
-    return jnp.minimum(steps, (1 << self.bits - 1) - 1).astype(jnp.uint32)
+    return jnp.minimum(jnp.abs(x) * jnp.where(halves > 0, 0.5 / halves, 0.0), 2 ** (self.bits - 1) - 1).astype("uint32")
 
   def _round(self, x: jax.Array, halves: jax.Array) -> jax.Array:
     """Q(x), as `decode` returns it, with the half steps of the entries."""
