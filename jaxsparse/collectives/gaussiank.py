@@ -17,12 +17,12 @@ from jaxsparse import sparse
 from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, switch, words_of
 from jaxsparse.comm import in_rank_order, schedules, varying
 from jaxsparse.select import threshold, top_k
-from jaxsparse.select.accumulator import pending_except
+from jaxsparse.select.accumulator import pending_except, pending_zeros
 from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.sparse.sums import ordered_sum, round_mantissa
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated, saturated_product
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product
 
 _ADJUSTMENTS = 20
 _FACTOR = 1.02
@@ -75,19 +75,18 @@ class GaussianK(EncodingCollective):
 
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
 
-    def gather(capacity: int) -> tuple[Sparse, Sparse, jax.Array]:
-      message, errors = writer.encode(sparse.as_row(sparse.resize(sent, capacity, n)), 0)
-      rows = writer.gather(comm, message)
-      words = saturated(words_of(writer.codec, comm.size, capacity), jnp.uint32)
-      return sparse.resize(rows, most, n), sparse.resize(errors, most, n), words
+    def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+      rows, lost, words = writer.gather_rows(comm, sparse.as_row(sparse.resize(sent, capacity, n)), 0, most)
+      return sparse.resize(rows, most, n), lost, words
 
-    rows, errors, words = switch(geometric(min(most, max(1, k // 4)), most), needed, gather)
+    rows, lost, words = switch(geometric(min(most, max(1, k // 4)), most), needed, gather)
     total = sparse.merge(in_rank_order(comm, rows), n)
     used = saturated_product(writer.words_used(jnp.minimum(selected, most), most), comm.size - 1)
     overflow = jnp.maximum(selected - most, 0)
     delivered = jnp.count_nonzero(total.values)
     counters = Counters(words, used, selected=selected, delivered=delivered, overflow=overflow)
-    state = state._replace(residual=pending_except(acc, errors), shared=writer.next_step)
+    residual = pending_except(acc, *lost) if lost else pending_zeros(acc, sent.indices)
+    state = state._replace(residual=residual, shared=writer.next_step)
     return Reduced(total._replace(values=jnp.where(finite, total.values, jnp.nan)), state, counters)
 
 

@@ -220,10 +220,11 @@ def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counte
   return whole._replace(density=whole.delivered.astype(jnp.float32) / jnp.float32(n))
 
 
-def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: jax.Array) -> Counters:
+def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: jax.Array, update: jax.Array) -> Counters:
   """The counters of a step of n entries from those of its reductions, in the dtypes of those `before` it.
 
-  Words are added to those of all steps in two u32, the lower and the upper 32 bits.
+  Words are added to those of all steps in two u32, the lower and the upper 32 bits. Of `update`, f32[n], nothing is
+  counted.
   """
   pairs = [zip(one, before, strict=True) for one in reduced]
   steps = [Counters(*[saturated(new, old.dtype).reshape(1) for new, old in pair]) for pair in pairs]
@@ -236,9 +237,15 @@ def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: ja
     total_wraps=before.total_wraps + (total < step.words_sent).astype(jnp.uint32),
     skipped=~finite.reshape(1),
   )
-  # On GPUs one kernel, in place, in place of a copy of each constant: all read `never`, which is no scalar to XLA, and
-  # which no compiler knows to be false.
-  never = jax.lax.optimization_barrier(jnp.tile(before.skipped_steps, 2))[:1] < 0
+  # On GPUs one kernel, in place, in place of a copy of each constant: all read `never`, which no compiler of programs
+  # knows to be false, and which is there of an array, since XLA would copy scalars.
+  bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF
+  never = _compat.by_platform(
+    update,
+    before.skipped_steps,
+    gpu=lambda update, steps: (bits(update[:1]) < 0) & (steps >= 0),
+    default=lambda _, steps: steps < 0,
+  )
   return jax.tree.map(functools.partial(jnp.where, never), before, step)
 
 

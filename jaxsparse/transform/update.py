@@ -260,7 +260,7 @@ def reduce_groups(
     updates.append(mark_total(update, axes) if group.collective.replicates else update)
     states[number] = after._replace(shared=mark_total(after.shared, axes))
   entries = sum(group.entries for group in groups)
-  counters = count_step([one.reduced.counters for one in delivered], entries, state.counters, finite)
+  counters = count_step([one.reduced.counters for one in delivered], entries, state.counters, finite, updates[0])
   for group, unflatten, update in zip(groups, restore, updates, strict=True):
     for leaf, mean in zip(group.leaves, unflatten(update), strict=True):
       means[leaf] = mean.astype(dtypes[leaf])

@@ -63,12 +63,13 @@ class OneBit(Collective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, size, rank = grads.size, comm.size, comm.rank
     blocks, acc = self._blocks(n, size), (grads, state.residual)
-    messages = blocks.pack(*blocks.encode(acc, jnp.int32(0), blocks.count))
+    own = blocks.encode(acc, jnp.int32(0), blocks.count)
+    messages = blocks.pack(*own)
     received = [comm.shift(messages[(rank + by) % size], by) for by in range(1, size)]
     sums = blocks.sum_region(acc, rank, received)
-    (own,) = blocks.pack(*blocks.encode((sums,), rank * blocks.region, blocks.region, skip=CHUNK))
-    codes, halves = blocks.unpack(in_rank_order(comm, all_gather(comm, own)))
-    kept = blocks.unpack(messages.at[rank].set(own))
+    summed = blocks.encode((sums,), rank * blocks.region, blocks.region, skip=CHUNK)
+    codes, halves = blocks.unpack(in_rank_order(comm, all_gather(comm, blocks.pack(*summed)[0])))
+    kept = jax.lax.dynamic_update_slice(own[1], summed[1], (rank * blocks.region,))
     words = self.cost(n, size).words
     finish = functools.partial(blocks.finish, acc, Exchanged(rank, sums, kept, codes))
     total = Deferred(halves, finish, are_magnitudes=self.bits == 1)

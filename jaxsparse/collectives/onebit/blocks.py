@@ -25,13 +25,13 @@ class Exchanged(NamedTuple):
   Attributes:
     rank: of the worker.
     sums: of its region, as `Blocks.sum_region` returns them.
-    kept: (codes, half steps) of all blocks that it has delivered: of its own entries, in its region of the sums.
+    kept: f32[blocks], the half steps of all blocks that it delivered: of its own entries, in its region of the sums.
     codes: of the total, u32[blocks, width].
   """
 
   rank: jax.Array
   sums: jax.Array
-  kept: tuple[jax.Array, jax.Array]
+  kept: jax.Array
   codes: jax.Array
 
 
@@ -133,21 +133,27 @@ class Blocks:
 
   def _codes(self, x: jax.Array, halves: jax.Array | None = None) -> jax.Array:
     """The words of the codes of f32[blocks, 32, columns], u32[blocks, width]; the half steps of blocks if bits > 1."""
-    most, rows = (1 << self.bits - 1) - 1, _ROWS // self.bits
+    rows = _ROWS // self.bits
 
     def code(row: int, bit: int) -> jax.Array:
       entry = x[:, row]
       sign = jnp.where(entry < 0, jnp.uint32(1 << bit + self.bits - 1), jnp.uint32(0))
-      if halves is None:
-        return sign
-      steps = jnp.abs(entry) * jnp.where(halves > 0, 0.5 / halves, 0.0)[:, None]
-      return sign | jnp.minimum(steps, most).astype(jnp.uint32) << bit
+      return sign if halves is None else sign | self._steps(entry, halves[:, None]) << bit
 
     words = [
       _tree(jnp.bitwise_or, [code(word * rows + row, self.bits * row) for row in range(rows)])
       for word in range(self.bits)
     ]
     return words[0] if self.bits == 1 else jnp.concatenate(words, axis=1)
+
+  def _steps(self, x: jax.Array, halves: jax.Array) -> jax.Array:
+    """The whole steps in the magnitude of each entry that its code has, u32 like x."""
+    return jnp.minimum(jnp.abs(x) * jnp.where(halves > 0, 0.5 / halves, 0.0), 2 ** (self.bits - 1) - 1).astype("uint32")
+
+  def _round(self, x: jax.Array, halves: jax.Array) -> jax.Array:
+    """Q(x), as `decode` returns it, with the half steps of the entries."""
+    magnitudes = halves if self.bits == 1 else halves * (2 * self._steps(x, halves) + 1).astype(jnp.float32)
+    return jnp.where(x < 0, -magnitudes, magnitudes)
 
   def sum_region(self, parts: Sequence[jax.Array], rank: jax.Array, received: Sequence[jax.Array]) -> jax.Array:
     """The sums of a region, f32[margin + region + margin], of own entries and messages; 0 where padded."""
@@ -200,7 +206,8 @@ class Blocks:
       region = region.reshape(count, _ROWS, -1)
       number = start - rank * self.region + jnp.arange(count, dtype=jnp.int32)
       owner = jnp.broadcast_to(((number >= 0) & (number < self.region))[:, None, None], region.shape)
-      after = jnp.where(shape(owner), shape(region), grads + residual) - shape(self.decode(*map(cut, kept)))
+      entered = jnp.where(shape(owner), shape(region), grads + residual)
+      after = entered - self._round(entered, shape(jnp.broadcast_to(cut(kept)[:, None, None], region.shape)))
       if error is not None:
         after = after + shape(self.decode(cut(codes), cut(error)))
       after = jnp.where(finite, after if decay == 1 else decay * after, residual)
