@@ -26,7 +26,7 @@ from benchmarks.race import measuring, presets
 from benchmarks.race import report as tables
 from benchmarks.race.measuring import Length, Runner
 from benchmarks.race.results import KINDS, Results
-from benchmarks.race.standings import DENSE, Target, standings
+from benchmarks.race.standings import DENSE, Target, points, standings
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task
 from benchmarks.trainer import Trainer
@@ -52,7 +52,7 @@ _TIMED = flags.DEFINE_integer("timed_steps", 30, "Steps to time at each rate, at
 _PARTS = flags.DEFINE_multi_string("parts", ["curves", "paces"], f"What to measure: {', '.join(KINDS)}, or none.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "For tasks on images: the folder that holds cifar-10-batches-bin.")
 _RESULTS = flags.DEFINE_string("results", None, "The file of the rows; race_TASK.json in --report_dir by default.")
-_REPORT_DIR = entry.define_report_dir("the figures, race.png and seconds.png")
+_REPORT_DIR = entry.define_report_dir("the figures, race.png, seconds.png and frontier.png")
 _CACHE_DIR = entry.define_cache_dir()
 _JSON = entry.define_json()
 _RANK = flags.DEFINE_list("rank", [], "Internal: the part and the rate that a rank of the lab measures.")
@@ -211,7 +211,10 @@ def _report(plan: Plan, results: Results, preset: presets.Preset | None, console
     folder = pathlib.Path(_REPORT_DIR.value)
     tables.draw_curves(results, rates, target, folder / "race.png")
     tables.draw_bars(results, rates, target, folder / "seconds.png")
-    console.print(f"figures: {folder / 'race.png'}, {folder / 'seconds.png'}")
+    if points(results, target.steps):
+      console.print(tables.losses(results, target.steps))
+      tables.draw_frontier(results, target.steps, folder / "frontier.png")
+    console.print(f"figures in {folder}: race.png, seconds.png, frontier.png")
   if _JSON.value:
     ranked = {rate: standings(results, rate, target) for rate in rates or [""]}
     report.print_json({"setting": results.setting, **results.rows, "standings": ranked})

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import methods, papers, recipes, report
 from benchmarks.race import measuring, presets
 from benchmarks.race.results import Curve, Pace, Results, Whole
-from benchmarks.race.standings import Target, baselines, crossing, loss_after, standings
+from benchmarks.race.standings import Target, baselines, crossing, loss_after, points, standings
 from benchmarks.report import Spread
 from benchmarks.tasks import registry
 from tests.benchmarks import commands
@@ -72,6 +72,20 @@ def test_dense_races_with_its_best_optimizer(results):
   assert baselines(results, 50) == ranked(results, 50) == {}
 
 
+def test_losses_after_equal_steps_stand_over_bits(results):
+  """Beside dense's from the same seed; of what has one seed only the best rate, and nothing that is not as far."""
+  for rate, last in (("adam:0.001", 2.0), ("adam:0.003", 2.5)):
+    results.add(curve("signs", 0, [4, 3, last], optimizer=rate)._replace(words=1.0))
+  results.add(curve("short", 0, [4, 3]))
+  found = {one.method: one for one in points(results, 20, 30)}
+  assert list(found) == ["unpaced", "dense", "signs", "fast", "never"]
+  dense, signs, never = (found[name] for name in ("dense", "signs", "never"))
+  assert (dense.bits, dense.loss, dense.above) == (48, 1.5, Spread(0.0, 0.0))  # 2 · 3/4 · 32
+  assert (signs.bits, signs.optimizer, signs.above.mean) == (pytest.approx(0.48), "adam:0.001", 0.0)
+  assert never.above == Spread(50.0, pytest.approx(math.sqrt(5000)))
+  assert [loss.mean for loss in never.losses] == [3.5, never.loss]
+
+
 def test_a_training_that_diverges_has_no_number_and_is_not_the_target(results):
   for seed, last in ((0, math.inf), (1, 0.1)):
     results.add(curve("dense", seed, [4, 2, last], optimizer="adam:9"))
@@ -124,7 +138,7 @@ def test_the_command_reports_what_the_file_has(results, tmp_path):
   assert done.returncode == 0, done.stderr[-2000:]
   assert [one["method"] for one in json.loads(done.stdout)["standings"]["10mbit"]][:2] == ["fast", "dense"]
   assert "10mbit links: seconds to dense's loss after 30 steps, from seeds 0, 1" in done.stderr
-  for name in ("race.png", "seconds.png"):
+  for name in ("race.png", "seconds.png", "frontier.png"):
     assert (tmp_path / name).stat().st_size > 10_000
 
 
