@@ -3,7 +3,8 @@ r"""Seconds until a training's loss is as low as dense's: methods race on one ta
 Every method starts from the same parameters and sees the same batches. Steps to the target, dense's loss after --steps
 with its best optimizer, are those of the part `curves`; seconds a step of `paces`, with the first --optimizer; `wholes`
 trains from the first seed in the lab (benchmarks/pages/training.md). Evaluated are the parameters of the last exchange.
-Rows are kept in --results as they are measured; given again, the command measures what is missing.
+Rows are kept in --results as they are measured; given again, the command measures what is missing, and a curve that was
+interrupted goes on from its last evaluation, with what --cache_dir has of it.
 
 Examples:
   python -m benchmarks.race
@@ -11,6 +12,7 @@ Examples:
   python -m benchmarks.race --preset=spardl-fig6c
 """
 
+import hashlib
 import itertools
 import math
 import pathlib
@@ -139,8 +141,10 @@ def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None
     if _is_trained("curves", plan, results, seed, runner):
       continue
     length = _length_of("curves", plan, results, seed, runner)
+    training = hashlib.sha256(repr((results.setting, runner.key, seed, length.every)).encode()).hexdigest()
+    folder = pathlib.Path(_CACHE_DIR.value) / "curves" / training[:16]
     with report.progress(console, f"{runner}, seed {seed}", length.most) as show:
-      measuring.curve(plan.start(runner, place, seed), length, results.add, show)
+      measuring.curve(plan.start(runner, place, seed), length, results.add, show, folder)
     (row,) = results.find("curves", **runner.key, seed=seed)
     console.print(tables.line(row), highlight=False, soft_wrap=True)
 

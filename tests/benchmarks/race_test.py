@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import methods, papers, recipes, report
+from benchmarks import methods, papers, recipes, report, workers
 from benchmarks.race import measuring, presets
 from benchmarks.race.results import Curve, Pace, Results, Whole
 from benchmarks.race.standings import Target, baselines, crossing, loss_after, points, standings
 from benchmarks.report import Spread
 from benchmarks.tasks import registry
+from benchmarks.trainer import Trainer
 from tests.benchmarks import commands
 from tests.cases import normals
 
@@ -220,6 +221,33 @@ def test_a_preset_measures_the_papers_cells_where_every_seed_has_a_number(result
   measured = lambda **own: presets.Preset("A paper", given | own, 1, cells).measured(results, Target(30))
   assert measured(task="bert") == measured(hosts=3) == {}
   assert measured() == {"later": pytest.approx(60 / 18.75), "worse": pytest.approx(2.5 / 1.5), "slower": 4.0}
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::UserWarning")  # orbax's own
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_curve_that_was_interrupted_goes_on_bit_for_bit(tmp_path):
+  place, task = workers.here("sim", 2), registry.make("fnn3")
+  (method,) = methods.parse("method", ["local:every=4:apply_residual=True/onebit"], 2)
+  recipe = recipes.Recipe(recipes.Optimizer("adam", 0.001), "cosine", steps=12)
+  kept, started = [], []
+
+  def train(until):
+    def show(step, _):
+      started.append(step)
+      if step == until:
+        raise KeyboardInterrupt
+
+    trainer = Trainer(task, method, recipe, place, 4, seed=0)
+    measuring.curve(trainer, measuring.Length(12, 12, 3), kept.append, show, tmp_path / "curve")
+    return kept[-1]
+
+  whole = train(until=13)
+  assert not (tmp_path / "curve").exists()
+  with pytest.raises(KeyboardInterrupt):
+    train(until=8)
+  assert train(until=13) == whole
+  assert started[12:] == [*range(1, 9), *range(7, 13)]
 
 
 SMALL = ("--task=fnn3", "--hosts=2", "--steps=20", "--every=5", "--method=dense,updates/spardl:density=0.1", "--json")
