@@ -154,9 +154,10 @@ def _missing(part: str, rate: str, plan: Plan, results: Results) -> list[Runner]
   if part == "wholes":
     seed = _SEED.value[0]
     return [one for one in plan.runners if not _is_trained("wholes", plan, results, seed, one, rate=rate)]
-  has = {pace.method for pace in results.find("paces", rate=rate) if pace.steps >= _TIMED.value}
+  paces = [pace for pace in results.find("paces", rate=rate) if pace.steps >= _TIMED.value]
+  has = {(pace.method, pace.optimizer) for pace in paces}
   first = [runner for runner in plan.runners if runner.recipe == plan.runners[0].recipe]
-  return [runner for runner in first if runner.method.label not in has]
+  return [one for one in first if not {tuple(one.key.values()), (one.method.label, "")} & has]
 
 
 def _lab(part: str, rate: str, plan: Plan, results: Results) -> None:

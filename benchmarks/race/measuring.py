@@ -123,7 +123,8 @@ def pace(trainer: Trainer, rate: str, steps: int) -> Pace:
   own = _of_periods(trainer.times[untimed:], every), (sent_bytes() - sent) / timed
   compute, alone = _parts(trainer, watch)
   seconds, most = (float(watch.gather(value).max()) for value in own)
-  return Pace(trainer.method.label, rate, timed, seconds, compute, max(0.0, alone - compute), most)
+  parts = compute, max(0.0, alone - compute)
+  return Pace(trainer.method.label, rate, timed, seconds, *parts, most, str(trainer.recipe.optimizer))
 
 
 def _of_periods(times: list[float], every: int) -> float:

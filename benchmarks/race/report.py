@@ -87,10 +87,10 @@ def wholes(results: Results) -> rich.table.Table:
   """Whole trainings on the clock, beside steps times seconds a step."""
   lines = []
   for one in results.rows["wholes"]:
-    paces = results.find("paces", rate=one.rate, method=one.method)
+    pace = results.pace_of(one, one.rate)
     curves = results.find("curves", method=one.method, optimizer=one.optimizer, seed=one.seed)
     at = dict(zip(curves[0].steps, curves[0].loss, strict=True)) if curves else {}
-    expected = (one.steps[-1] - 1) * paces[0].seconds if paces else None
+    expected = (one.steps[-1] - 1) * pace.seconds if pace else None
     lines.append([one.rate, one.method, one.optimizer, str(one.seed), str(one.steps[-1]), f"{one.seconds[-1]:,.1f}"])
     lines[-1] += [number(expected, ",.1f"), f"{one.loss[-1]:.3f}", number(at.get(one.steps[-1]), ".3f")]
   heads = "rate", "method", "optimizer", "seed", "steps", "seconds", "steps × pace", "loss", "loss of the curve"
@@ -137,10 +137,10 @@ def draw_curves(results: Results, rates: Sequence[str], target: Target, path: pa
   above: list[float] = []
   for panel, rate in zip(panels[0], ["", *rates], strict=True):
     for curve in results.rows["curves"]:
-      paces = results.find("paces", rate=rate, method=curve.method)
-      if curve.seed not in targets or (rate and not paces):
+      pace = results.pace_of(curve, rate)
+      if curve.seed not in targets or (rate and not pace):
         continue
-      scale, goal = paces[0].seconds if rate else 1.0, targets[curve.seed]
+      scale, goal = pace.seconds if pace else 1.0, targets[curve.seed]
       above += [loss - goal for loss in curve.loss]
       style: dict[str, Any] = {"color": colours[curve.method], "linewidth": 1.2}
       panel.plot([scale * step for step in curve.steps], [loss - goal for loss in curve.loss], **style)

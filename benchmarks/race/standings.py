@@ -100,19 +100,21 @@ def baselines(results: Results, steps: int) -> dict[int, Curve]:
 def standings(results: Results, rate: str, target: Target) -> list[Standing]:
   """The methods, the fastest first; those that do not reach the target, or have no pace, at the end."""
   targets = target.of_seeds(results)
-  paces: dict[str, Pace] = {pace.method: pace for pace in results.find("paces", rate=rate)}
-  seconds_of = lambda method: paces[method].seconds if method in paces else math.nan
+  seconds_of = lambda pace: pace.seconds if pace else math.nan
   groups = _groups(curve for curve in results.rows["curves"] if curve.seed in targets)
-  of_dense = _crossings(baselines(results, target.steps), targets)
+  dense = baselines(results, target.steps)
+  of_dense = _crossings(dense, targets)
+  dense_pace = next((results.pace_of(curve, rate) for curve in dense.values()), None)
   found = []
   for (method, optimizer), curves in groups.items():
     counts = _crossings(curves, targets)
-    seconds = counts * seconds_of(method)
+    pace = results.pace_of(next(iter(curves.values())), rate)
+    seconds = counts * seconds_of(pace)
     words = statistics.mean(curve.words for curve in curves.values())
     losses = [loss_after(curves[seed], target.steps) if seed in curves else None for seed in targets]
-    speed_ups = of_dense * seconds_of(DENSE) / seconds
+    speed_ups = of_dense * seconds_of(dense_pace) / seconds
     spreads = map(Spread.of, (counts, losses, seconds, speed_ups, counts / of_dense))
-    found.append(Standing(method, optimizer, words, paces.get(method), *spreads))
+    found.append(Standing(method, optimizer, words, pace, *spreads))
   in_all = lambda one: one.seconds.mean if one.seconds and not one.seconds.missing else math.inf
   return sorted(found, key=in_all)
 

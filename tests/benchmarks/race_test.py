@@ -25,8 +25,8 @@ def curve(method, seed, losses, optimizer="adam:0.001"):
   return Curve(method, optimizer, seed, STEPS[: len(losses)], list(losses), [0.0] * len(losses), 100.0)
 
 
-def pace(method, seconds, rate="10mbit"):
-  return Pace(method, rate, 30, seconds, compute=0.4, rest=0.1, bytes=1e6)
+def pace(method, seconds, rate="10mbit", **more):
+  return Pace(method, rate, 30, seconds, compute=0.4, rest=0.1, bytes=1e6, **more)
 
 
 @pytest.fixture
@@ -71,6 +71,15 @@ def test_dense_races_with_its_best_optimizer(results):
   results.add(curve("dense", 0, [1, 0.2, 0.1], optimizer="adam 1"))  # one seed alone does not count
   assert {one.optimizer for one in baselines(results, 30).values()} == {"adam:0.003"}
   assert baselines(results, 50) == ranked(results, 50) == {}
+
+
+def test_a_pace_is_that_of_an_optimizer_with_the_same_options(results):
+  for seconds, optimizer in ((3.0, "adam:0.1"), (4.0, "adam:0.1:b1=0.8")):
+    results.add(pace("fast", seconds, optimizer=optimizer))
+  of = lambda optimizer: results.pace_of(curve("fast", 0, [1], optimizer), "10mbit").seconds
+  assert [of("adam:0.001"), of("adam:0.2:b1=0.8"), of("sgd:0.1")] == [3.0, 4.0, 0.5]
+  assert ranked(results)["fast"].pace.seconds == 3.0
+  assert results.pace_of(curve("unpaced", 0, [1]), "10mbit") is None
 
 
 def test_losses_after_equal_steps_stand_over_bits(results):
