@@ -42,11 +42,13 @@ NAMES = {  # of methods in tables and figures
 
 
 def table(results: Results, rate: str, target: Target) -> rich.table.Table:
-  """The methods at one rate, the fastest first."""
+  """The methods at one rate, the fastest first; of all that were timed there, if a rate is given."""
   seeds = ", ".join(map(str, sorted(target.of_seeds(results))))
   title = f"{rate} links: " * bool(rate) + f"seconds to {target}, from seeds {seeds} (± standard deviation)"
   lines = []
   for one in standings(results, rate, target):
+    if rate and not one.pace:
+      continue
     lines.append([one.method, one.optimizer, number(one.seconds, ",.1f"), number(one.speed_up, ",.2f")])
     lines[-1] += [number(one.steps, ",.0f"), number(one.more_steps, ",.2f"), milliseconds(one.pace)]
     lines[-1] += [f"{one.words:,.0f}", number(one.loss, ",.3f")]
@@ -202,10 +204,11 @@ def draw_frontier(results: Results, steps: int, path: pathlib.Path) -> None:
   panel.set(ylabel=f"held-out loss after {steps} steps, nats")
   panel.grid(alpha=0.3)
   mark = functools.partial(report.pyplot.Line2D, [], [], linestyle="")
-  handles = [mark(color=colour, marker="o", label=name_of(method)) for method, colour in colours.items()]
+  shown = [method for method in colours if any(one.method == method for one in found)]
+  handles = [mark(color=colours[method], marker="o", label=name_of(method)) for method in shown]
   handles += [mark(color="black", fillstyle="none", marker=one, label=kind) for kind, one in markers.items()]
   plot.legend(handles=handles, loc="outside lower center", ncols=2, fontsize="small")
-  report.save(plot, f"{title(results)}; line: the lowest loss for so many bits", path)
+  report.save(plot, f"{title(results)}\nline: the lowest loss for so many bits", path)
 
 
 def _colours_of(results: Results) -> dict[str, Any]:
