@@ -82,14 +82,14 @@ def loss_after(curve: Curve, steps: float) -> float | None:
 def baselines(results: Results, steps: int) -> dict[int, Curve]:
   """For each seed dense's curve, with the optimizer of lowest mean loss after `steps`.
 
-  Of those trained from three seeds or more; from most, if none has so many.
+  Of those trained from two seeds or more, if there are any.
   """
   of: dict[str, list[tuple[Curve, float]]] = {}
   for curve in results.find("curves", method=DENSE):
     loss = loss_after(curve, steps)
     if loss is not None:
       of.setdefault(curve.optimizer, []).append((curve, loss))
-  enough = min(3, max(map(len, of.values()), default=0))
+  enough = min(2, max(map(len, of.values()), default=0))
   mean = lambda optimizer: statistics.mean(loss for _, loss in of[optimizer])
   best = min((optimizer for optimizer in of if len(of[optimizer]) >= enough), key=mean, default=None)
   if best is None or math.isinf(mean(best)):
