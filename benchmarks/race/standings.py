@@ -122,7 +122,7 @@ def standings(results: Results, rate: str, target: Target) -> list[Standing]:
 def points(results: Results, *steps: float) -> list[Point]:
   """Each method and optimizer after so many steps, the lowest loss after the last of them first.
 
-  Without those that were not trained so far. Of a method and kind of optimizer that were trained from one seed only,
+  Of trainings that were as long. Of a method and kind of optimizer that were trained from one seed only,
   the best rate, where none has more seeds.
   """
   dense = baselines(results, int(steps[-1]))
@@ -132,7 +132,8 @@ def points(results: Results, *steps: float) -> list[Point]:
   hosts = results.setting["hosts"]
   entries = next(iter(dense.values())).words * hosts / (2 * (hosts - 1))  # dense sends 2(P − 1)/P words for each
   found = []
-  for (method, optimizer), curves in _groups(results.rows["curves"]).items():
+  as_far = (curve for curve in results.rows["curves"] if loss_after(curve, steps[-1]) is not None)
+  for (method, optimizer), curves in _groups(as_far).items():
     losses = [{seed: loss_after(curve, one) for seed, curve in curves.items()} for one in steps]
     above = [100 * (loss / least[seed] - 1) for seed, loss in losses[-1].items() if loss and seed in least]
     words, drift = (statistics.mean(getattr(curve, name) for curve in curves.values()) for name in ("words", "drift"))
