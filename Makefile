@@ -45,6 +45,8 @@ tables: install  ## fill the tables of all pages from results and docstrings, an
 	$(BIN)/python docs/api.py
 	$(BIN)/python docs/curves.py
 	$(BIN)/python -m benchmarks.race --parts=none --results=benchmarks/results/race_lm.json --report_dir=benchmarks/results > /dev/null
+	$(BIN)/python -m benchmarks.race --parts=none --results=benchmarks/results/thousand_lm_medium.json --report_dir=out/thousand > /dev/null
+	cp out/thousand/frontier.png benchmarks/results
 
 # Not part of `dev`, so that `make test` has less to install.
 $(DOCS_STAMP): $(STAMP)

@@ -1,7 +1,8 @@
 """Writes what was measured into the library, for `js.costs.advise`.
 
-evidence.json, from the curves in benchmarks/results/race_*.json: the steps of each method to the loss that dense has
-after its last step, over the steps of dense. A method that did not reach it from every seed has none: null.
+evidence.json, from the curves in benchmarks/results/race_*.json and best_lm.json: the steps of each method to the loss
+that dense has after its last step, over the steps of dense. A method that did not reach it from every seed has none:
+null.
 
 predictions.json, from the kept table of predictions: milliseconds of updates as predicted, and as measured.
 """
@@ -16,19 +17,24 @@ from benchmarks.race.results import Results
 from benchmarks.race.standings import DENSE, Target, baselines, standings
 from benchmarks.tasks import registry
 
-RESULTS = sorted((pathlib.Path(__file__).parent / "results").glob("race_*.json"))
+_FOLDER = pathlib.Path(__file__).parent / "results"
+RESULTS = [*sorted(_FOLDER.glob("race_*.json")), _FOLDER / "best_lm.json"]
 COSTS = pathlib.Path(js.costs.__file__).parent
 
 
 def rows(results: Results) -> list[dict[str, Any]]:
-  """A row for each method of a race but dense that was trained from every seed."""
+  """A row for each method of a race but dense that was trained from every seed, with dense's kind of optimizer."""
   steps = max(curve.steps[-1] for curve in results.find("curves", method=DENSE))
   task = registry.make(results.setting["task"])
-  seeds, hosts = len(baselines(results, steps)), results.setting["hosts"]
+  dense, hosts = baselines(results, steps), results.setting["hosts"]
+  seeds, kind_of = len(dense), lambda optimizer: optimizer.split(":")[0].split("_")[-1]  # window_adam is an adam
+  kinds = {kind_of(curve.optimizer) for curve in dense.values()}
   same = {"task": f"{task.name}, {task.entries:,} parameters", "workers": hosts, "seeds": seeds}
   found = []
   for one in standings(results, "", Target(steps)):
-    if one.method != DENSE and len(results.find("curves", method=one.method, optimizer=one.optimizer)) == seeds:
+    if one.method == DENSE or kind_of(one.optimizer) not in kinds:
+      continue
+    if len(results.find("curves", method=one.method, optimizer=one.optimizer)) == seeds:
       (method,) = methods.parse("method", [one.method], hosts)
       ratio = one.more_steps if one.more_steps and not one.more_steps.missing else None
       collective = js.costs.label_of(method.spec.name, method.spec.config)

@@ -10,10 +10,8 @@ with their command and commit in benchmarks/results/tables, and `kept NAME` writ
 import collections
 import functools
 import json
-import math
 import pathlib
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -31,9 +29,9 @@ from benchmarks.overlap import report as overlap_report
 from benchmarks.overlap.iterations import WORKERS
 from benchmarks.race import report as race_report
 from benchmarks.race.report import name_of, rate_text, slow_first
-from benchmarks.race.results import Curve, Results
-from benchmarks.race.standings import DENSE, Target, loss_after, standings
-from benchmarks.report import means, number, spread
+from benchmarks.race.results import Results
+from benchmarks.race.standings import DENSE, Target, standings
+from benchmarks.report import means, number
 from benchmarks.rounds import report as rounds_report
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -141,29 +139,8 @@ def wholes(name: str) -> str:
 
 
 def losses(name: str, *steps: str) -> str:
-  """Held-out loss after so many steps, lowest first.
-
-  Of a method and optimizer that were trained from one seed only, the best rate, where no other has more seeds.
-  """
-  groups: dict[tuple[str, str], list[Curve]] = {}
-  for curve in _results(name).rows["curves"]:
-    groups.setdefault((curve.method, curve.optimizer), []).append(curve)
-  mean = lambda curves: statistics.mean(loss_after(curve, float(steps[-1])) or math.inf for curve in curves)
-  shown, seen = [], set()
-  for (method, optimizer), curves in sorted(groups.items(), key=lambda one: (-len(one[1]), mean(one[1]))):
-    family = method, re.sub(r":window=\d+|:0\.\d+", "", optimizer)
-    shown += [curves] if len(curves) > 1 or family not in seen else []
-    seen.add(family)
-  rows = []
-  for curves in sorted(shown, key=mean):
-    reached = [spread([loss_after(curve, float(step)) for curve in curves], ",.3f") for step in steps]
-    at = curves[0].steps.index(int(steps[-1]))
-    accuracy = statistics.mean(curve.accuracy[at] for curve in curves)
-    words, drift = (statistics.mean(getattr(curve, name) for curve in curves) for name in ("words", "drift"))
-    rows.append([f"`{curves[0].method}`", f"`{curves[0].optimizer}`", str(len(curves)), *reached])
-    rows[-1] += [f"{accuracy:.3f}", f"{words:,.0f}", f"{drift:.3g}"]
-  head = ["`--method`", "`--optimizer`", "seeds", *(f"loss at {step}" for step in steps)]
-  return markdown([*head, "accuracy", "words a step", "drift"], rows)
+  """Held-out loss after so many steps over bits, lowest loss first."""
+  return _of_rich("", {"": race_report.losses(_results(name), *map(float, steps))}, ["method", "optimizer"])
 
 
 def runs(*names: str) -> str:

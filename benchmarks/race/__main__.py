@@ -3,7 +3,8 @@ r"""Seconds until a training's loss is as low as dense's: methods race on one ta
 Every method starts from the same parameters and sees the same batches. Steps to the target, dense's loss after --steps
 with its best optimizer, are those of the part `curves`; seconds a step of `paces`, with the first --optimizer; `wholes`
 trains from the first seed in the lab (benchmarks/pages/training.md). Evaluated are the parameters of the last exchange.
-Rows are kept in --results as they are measured; given again, the command measures what is missing.
+Rows are kept in --results as they are measured; given again, the command measures what is missing, and a curve that was
+interrupted goes on from its last evaluation, with what --cache_dir has of it.
 
 Examples:
   python -m benchmarks.race
@@ -11,6 +12,7 @@ Examples:
   python -m benchmarks.race --preset=spardl-fig6c
 """
 
+import hashlib
 import itertools
 import math
 import pathlib
@@ -26,7 +28,7 @@ from benchmarks.race import measuring, presets
 from benchmarks.race import report as tables
 from benchmarks.race.measuring import Length, Runner
 from benchmarks.race.results import KINDS, Results
-from benchmarks.race.standings import DENSE, Target, standings
+from benchmarks.race.standings import DENSE, Target, points, standings
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task
 from benchmarks.trainer import Trainer
@@ -52,7 +54,7 @@ _TIMED = flags.DEFINE_integer("timed_steps", 30, "Steps to time at each rate, at
 _PARTS = flags.DEFINE_multi_string("parts", ["curves", "paces"], f"What to measure: {', '.join(KINDS)}, or none.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "For tasks on images: the folder that holds cifar-10-batches-bin.")
 _RESULTS = flags.DEFINE_string("results", None, "The file of the rows; race_TASK.json in --report_dir by default.")
-_REPORT_DIR = entry.define_report_dir("the figures, race.png and seconds.png")
+_REPORT_DIR = entry.define_report_dir("the figures, race.png, seconds.png and frontier.png")
 _CACHE_DIR = entry.define_cache_dir()
 _JSON = entry.define_json()
 _RANK = flags.DEFINE_list("rank", [], "Internal: the part and the rate that a rank of the lab measures.")
@@ -139,8 +141,10 @@ def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None
     if _is_trained("curves", plan, results, seed, runner):
       continue
     length = _length_of("curves", plan, results, seed, runner)
+    training = hashlib.sha256(repr((results.setting, runner.key, seed, length.every)).encode()).hexdigest()
+    folder = pathlib.Path(_CACHE_DIR.value) / "curves" / training[:16]
     with report.progress(console, f"{runner}, seed {seed}", length.most) as show:
-      measuring.curve(plan.start(runner, place, seed), length, results.add, show)
+      measuring.curve(plan.start(runner, place, seed), length, results.add, show, folder)
     (row,) = results.find("curves", **runner.key, seed=seed)
     console.print(tables.line(row), highlight=False, soft_wrap=True)
 
@@ -150,9 +154,10 @@ def _missing(part: str, rate: str, plan: Plan, results: Results) -> list[Runner]
   if part == "wholes":
     seed = _SEED.value[0]
     return [one for one in plan.runners if not _is_trained("wholes", plan, results, seed, one, rate=rate)]
-  has = {pace.method for pace in results.find("paces", rate=rate) if pace.steps >= _TIMED.value}
+  paces = [pace for pace in results.find("paces", rate=rate) if pace.steps >= _TIMED.value]
+  has = {(pace.method, pace.optimizer) for pace in paces}
   first = [runner for runner in plan.runners if runner.recipe == plan.runners[0].recipe]
-  return [runner for runner in first if runner.method.label not in has]
+  return [one for one in first if not {tuple(one.key.values()), (one.method.label, "")} & has]
 
 
 def _lab(part: str, rate: str, plan: Plan, results: Results) -> None:
@@ -211,7 +216,10 @@ def _report(plan: Plan, results: Results, preset: presets.Preset | None, console
     folder = pathlib.Path(_REPORT_DIR.value)
     tables.draw_curves(results, rates, target, folder / "race.png")
     tables.draw_bars(results, rates, target, folder / "seconds.png")
-    console.print(f"figures: {folder / 'race.png'}, {folder / 'seconds.png'}")
+    if points(results, target.steps):
+      console.print(tables.losses(results, target.steps))
+      tables.draw_frontier(results, target.steps, folder / "frontier.png")
+    console.print(f"figures in {folder}: race.png, seconds.png, frontier.png")
   if _JSON.value:
     ranked = {rate: standings(results, rate, target) for rate in rates or [""]}
     report.print_json({"setting": results.setting, **results.rows, "standings": ranked})

@@ -1,11 +1,14 @@
 """Measures a method: its loss over steps, its seconds a step and their parts, and a whole training on the clock."""
 
 import math
+import pathlib
+import shutil
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import orbax.checkpoint as ocp
 from jax.sharding import PartitionSpec
 
 from benchmarks import report
@@ -58,20 +61,34 @@ class Length(NamedTuple):
     return steps % self.every == 0 or steps in (self.steps, self.most)
 
 
-def curve(trainer: Trainer, length: Length, keep: Callable, show: Callable) -> None:
-  """Trains one method; `keep` gets the curve so far at each evaluation, `show` each step and its loss."""
-  words, drift = 0.0, 0.0
+def curve(trainer: Trainer, length: Length, keep: Callable, show: Callable, folder: pathlib.Path) -> None:
+  """Trains one method; `keep` gets the curve so far at each evaluation, `show` each step and its loss.
+
+  A training that was interrupted goes on behind its last evaluation, from `folder`, which is removed at the end.
+  """
   so_far = Curve(trainer.method.label, str(trainer.recipe.optimizer), trainer.seed, [], [], [], 0.0)
-  while not length.is_done(trainer.steps, so_far.loss):
-    show(trainer.steps + 1, trainer.step())
-    found = trainer.metrics()
-    words, drift = words + found["words_sent"], max(drift, found["drift"])
-    if length.is_evaluated(trainer.steps):
-      loss, accuracy = trainer.evaluate()
-      so_far.steps.append(trainer.steps)
-      so_far.loss.append(_round_loss(loss))
-      so_far.accuracy.append(accuracy)
-      keep(so_far._replace(words=words / trainer.steps, drift=drift))
+  leaves, structure = jax.tree.flatten(trainer.trained)
+  options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+  checkpoints = {"options": options, "item_handlers": ocp.StandardCheckpointHandler()}
+  with ocp.CheckpointManager(folder.resolve(), **checkpoints) as saver:
+    if begin := saver.latest_step():
+      leaves = saver.restore(begin, args=ocp.args.StandardRestore(leaves))
+      trainer.go_on(jax.tree.unflatten(structure, leaves), begin)
+      so_far = Curve(**saver.metadata(begin).custom_metadata)
+    while not length.is_done(trainer.steps, so_far.loss):
+      show(trainer.steps + 1, trainer.step())
+      found = trainer.metrics()
+      words, drift = so_far.words + found["words_sent"], max(so_far.drift, found["drift"])
+      so_far = so_far._replace(words=words, drift=drift)
+      if length.is_evaluated(trainer.steps):
+        loss, accuracy = trainer.evaluate()
+        so_far.steps.append(trainer.steps)
+        so_far.loss.append(_round_loss(loss))
+        so_far.accuracy.append(accuracy)
+        keep(so_far._replace(words=so_far.words / trainer.steps))
+        trained = ocp.args.StandardSave(jax.tree.leaves(trainer.trained))
+        saver.save(trainer.steps, args=trained, custom_metadata=so_far._asdict())
+  shutil.rmtree(folder)
 
 
 def whole(trainer: Trainer, rate: str, length: Length, keep: Callable[[Whole], None]) -> None:
@@ -106,7 +123,8 @@ def pace(trainer: Trainer, rate: str, steps: int) -> Pace:
   own = _of_periods(trainer.times[untimed:], every), (sent_bytes() - sent) / timed
   compute, alone = _parts(trainer, watch)
   seconds, most = (float(watch.gather(value).max()) for value in own)
-  return Pace(trainer.method.label, rate, timed, seconds, compute, max(0.0, alone - compute), most)
+  parts = compute, max(0.0, alone - compute)
+  return Pace(trainer.method.label, rate, timed, seconds, *parts, most, str(trainer.recipe.optimizer))
 
 
 def _of_periods(times: list[float], every: int) -> float:

@@ -1,5 +1,6 @@
 """The tables and figures of a race, from its results alone."""
 
+import functools
 import math
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -9,11 +10,15 @@ import rich.table
 
 from benchmarks import netlab, report
 from benchmarks.race.results import Curve, Pace, Results, Whole
-from benchmarks.race.standings import DENSE, Standing, Target, crossing, standings
+from benchmarks.race.standings import DENSE, Point, Standing, Target, crossing, points, standings
 from benchmarks.report import number
 
 PACE = "ms a step = compute + rest + exchange"
 _PARTS = "compute: forward, backward; rest: selection, sums, optimizer; exchange: what messages add"
+_LOSS = "% above dense", "accuracy", "bits", "drift"
+_BITS = (
+  "bits: that a worker sends a parameter and step; drift: largest distance of the workers' parameters to their mean"
+)
 NAMES = {  # of methods in tables and figures
   "dense": "dense",
   "updates:apply_residual=True/onebit": "signs, every step",
@@ -25,15 +30,25 @@ NAMES = {  # of methods in tables and figures
   "oktopk:density=0.01": "Ok-Topk 1 %",
   "topka:density=0.01": "TopkA 1 %",
   "topkdsa:density=0.01": "TopkDSA 1 %",
+  "local:apply_residual=True:every=2/onebit": "signs, every 2 steps",
+  "local:every=8:apply_residual=True/onebit": "signs, every 8 steps",
+  "local:every=16:apply_residual=True/onebit": "signs, every 16 steps",
+  "updates/dense": "updates, dense",
+  "updates/spardl:density=0.01": "updates, SparDL 1 %",
+  "updates:apply_residual=True/spardl:density=0.01": "updates, SparDL 1 %, applied residual",
+  "updates:apply_residual=True/powersgd:rank=4:alternate=True": "updates, PowerSGD rank 4",
+  "updates:apply_residual=True/powersgd:rank=16:alternate=True": "updates, PowerSGD rank 16",
 }
 
 
 def table(results: Results, rate: str, target: Target) -> rich.table.Table:
-  """The methods at one rate, the fastest first."""
+  """The methods at one rate, the fastest first; of all that were timed there, if a rate is given."""
   seeds = ", ".join(map(str, sorted(target.of_seeds(results))))
   title = f"{rate} links: " * bool(rate) + f"seconds to {target}, from seeds {seeds} (± standard deviation)"
   lines = []
   for one in standings(results, rate, target):
+    if rate and not one.pace:
+      continue
     lines.append([one.method, one.optimizer, number(one.seconds, ",.1f"), number(one.speed_up, ",.2f")])
     lines[-1] += [number(one.steps, ",.0f"), number(one.more_steps, ",.2f"), milliseconds(one.pace)]
     lines[-1] += [f"{one.words:,.0f}", number(one.loss, ",.3f")]
@@ -41,6 +56,16 @@ def table(results: Results, rate: str, target: Target) -> rich.table.Table:
   caption = f"{_PARTS}; (1 missing): of a seed not trained, or not as far"
   loss = f"loss at {target.steps} steps"
   return report.table(title, [*heads, loss], lines, text=2, caption=caption, wraps=[*heads[:2], PACE, loss])
+
+
+def losses(results: Results, *steps: float) -> rich.table.Table:
+  """The methods after equal steps, the lowest loss first."""
+  lines = []
+  for one in points(results, *steps):
+    lines.append([one.method, one.optimizer, str(one.seeds), *(number(loss, ",.3f") for loss in one.losses)])
+    lines[-1] += [number(one.above, ",.1f"), f"{one.accuracy:.3f}", f"{one.bits:.2g}", f"{one.drift:.3g}"]
+  heads = ["method", "optimizer", "seeds", *(f"loss at {one:g}" for one in steps), *_LOSS]
+  return report.table("loss after equal steps", heads, lines, text=2, caption=_BITS, wraps=heads[:2])
 
 
 def paces(results: Results) -> rich.table.Table:
@@ -64,10 +89,10 @@ def wholes(results: Results) -> rich.table.Table:
   """Whole trainings on the clock, beside steps times seconds a step."""
   lines = []
   for one in results.rows["wholes"]:
-    paces = results.find("paces", rate=one.rate, method=one.method)
+    pace = results.pace_of(one, one.rate)
     curves = results.find("curves", method=one.method, optimizer=one.optimizer, seed=one.seed)
     at = dict(zip(curves[0].steps, curves[0].loss, strict=True)) if curves else {}
-    expected = (one.steps[-1] - 1) * paces[0].seconds if paces else None
+    expected = (one.steps[-1] - 1) * pace.seconds if pace else None
     lines.append([one.rate, one.method, one.optimizer, str(one.seed), str(one.steps[-1]), f"{one.seconds[-1]:,.1f}"])
     lines[-1] += [number(expected, ",.1f"), f"{one.loss[-1]:.3f}", number(at.get(one.steps[-1]), ".3f")]
   heads = "rate", "method", "optimizer", "seed", "steps", "seconds", "steps × pace", "loss", "loss of the curve"
@@ -114,10 +139,10 @@ def draw_curves(results: Results, rates: Sequence[str], target: Target, path: pa
   above: list[float] = []
   for panel, rate in zip(panels[0], ["", *rates], strict=True):
     for curve in results.rows["curves"]:
-      paces = results.find("paces", rate=rate, method=curve.method)
-      if curve.seed not in targets or (rate and not paces):
+      pace = results.pace_of(curve, rate)
+      if curve.seed not in targets or (rate and not pace):
         continue
-      scale, goal = paces[0].seconds if rate else 1.0, targets[curve.seed]
+      scale, goal = pace.seconds if pace else 1.0, targets[curve.seed]
       above += [loss - goal for loss in curve.loss]
       style: dict[str, Any] = {"color": colours[curve.method], "linewidth": 1.2}
       panel.plot([scale * step for step in curve.steps], [loss - goal for loss in curve.loss], **style)
@@ -159,6 +184,31 @@ def draw_bars(results: Results, rates: Sequence[str], target: Target, path: path
     panel.spines[["top", "right"]].set_visible(False)
   panels[0][0].invert_yaxis()
   report.save(plot, f"seconds to {target}: {title(results)}; × = times as soon as dense", path)
+
+
+def draw_frontier(results: Results, steps: int, path: pathlib.Path) -> None:
+  """Loss after equal steps over the bits that a worker sends a parameter and step, and a line of the lowest loss."""
+  found, colours = points(results, steps), _colours_of(results)
+  markers = dict(zip(dict.fromkeys(one.optimizer.split(":")[0] for one in found), "os^Dvp*X", strict=False))
+  plot, panel = report.pyplot.subplots(figsize=(8, 6), layout="constrained")
+  lowest: list[Point] = []
+  for one in sorted(found, key=lambda one: (one.bits, one.loss)):
+    style: dict[str, Any] = {"color": colours[one.method], "markersize": 6, "capsize": 2}
+    deviation = one.losses[-1].deviation if one.losses[-1] else 0
+    panel.errorbar(one.bits, one.loss, deviation, marker=markers[one.optimizer.split(":")[0]], **style)
+    lowest += [one] if not lowest or one.loss < lowest[-1].loss else []
+  line = [one.bits for one in lowest], [one.loss for one in lowest]
+  panel.step(*line, where="post", color="black", linewidth=0.8, zorder=1)
+  panel.set(xscale="log", xlabel="bits that a worker sends a parameter and step")
+  panel.xaxis.set_major_formatter("{x:g}")
+  panel.set(ylabel=f"held-out loss after {steps} steps, nats")
+  panel.grid(alpha=0.3)
+  mark = functools.partial(report.pyplot.Line2D, [], [], linestyle="")
+  shown = [method for method in colours if any(one.method == method for one in found)]
+  handles = [mark(color=colours[method], marker="o", label=name_of(method)) for method in shown]
+  handles += [mark(color="black", fillstyle="none", marker=one, label=kind) for kind, one in markers.items()]
+  plot.legend(handles=handles, loc="outside lower center", ncols=2, fontsize="small")
+  report.save(plot, f"{title(results)}\nline: the lowest loss for so many bits", path)
 
 
 def _colours_of(results: Results) -> dict[str, Any]:

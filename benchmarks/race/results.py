@@ -37,6 +37,7 @@ class Pace(NamedTuple):
   compute: float  # of these, forward and backward, all workers at once
   rest: float  # selection, sums and optimizer, likewise
   bytes: float  # a step that the network interface of a host has sent, headers included; of the host that sent most
+  optimizer: str = ""  # that was timed: its name, rate and options; empty in files that do not say it
 
   @property
   def parts(self) -> tuple[float, float, float]:
@@ -91,6 +92,11 @@ class Results:
     """The rows of a kind with these fields."""
     return [row for row in self.rows[kind] if all(getattr(row, name) == value for name, value in key.items())]
 
+  def pace_of(self, row: Curve | Whole, rate: str) -> Pace | None:
+    """The pace of a training at a rate: of its method and optimizer, at any learning rate, or of one not named."""
+    paces = {_options_of(one.optimizer): one for one in self.find("paces", rate=rate, method=row.method)}
+    return paces.get(_options_of(row.optimizer), paces.get(""))
+
   def add(self, row: Any) -> None:
     """Writes a row into the file, in place of one of the same method, optimizer, seed and rate.
 
@@ -112,6 +118,12 @@ class Results:
       report.keep(self.path, {"setting": self.setting}, self.rows)
     finally:
       os.close(folder)
+
+
+def _options_of(optimizer: str) -> str:
+  """An optimizer without its learning rate: adam:b1=0.8 of adam:0.001:b1=0.8."""
+  name, _, options = optimizer.partition(":")
+  return f"{name}:{options.partition(':')[2]}" if name else ""
 
 
 def _read(make: Any, row: dict[str, Any]) -> Any:

@@ -1,8 +1,9 @@
 """Who is first: steps and seconds until a loss is reached, the steps of a curve times the seconds a step of a pace."""
 
 import math
+import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,20 @@ class Standing(NamedTuple):
   more_steps: Spread | None  # to the target / those of dense, from the same seeds
 
 
+class Point(NamedTuple):
+  """One method with one optimizer, after equal steps."""
+
+  method: str  # its label
+  optimizer: str  # name, rate and options
+  seeds: int  # that were trained
+  bits: float  # that a worker sends a parameter and step, of the worker that sent most
+  losses: list[Spread | None]  # after each number of steps
+  loss: float  # after the last of them, mean over the seeds
+  above: Spread | None  # percent over that of dense with its best optimizer, from the same seeds
+  accuracy: float  # after the last of them, mean over the seeds
+  drift: float  # the largest distance of the workers' parameters to their mean
+
+
 def crossing(curve: Curve | Whole, target: float) -> float | None:
   """The first step at which the loss is at most `target`, interpolated between evaluations; None if it never is."""
   first = next((number for number, loss in enumerate(curve.loss) if loss <= target), None)
@@ -65,15 +80,18 @@ def loss_after(curve: Curve, steps: float) -> float | None:
 
 
 def baselines(results: Results, steps: int) -> dict[int, Curve]:
-  """For each seed dense's curve, with the optimizer of lowest mean loss after `steps`, of those from most seeds."""
+  """For each seed dense's curve, with the optimizer of lowest mean loss after `steps`.
+
+  Of those trained from two seeds or more, if there are any.
+  """
   of: dict[str, list[tuple[Curve, float]]] = {}
   for curve in results.find("curves", method=DENSE):
     loss = loss_after(curve, steps)
     if loss is not None:
       of.setdefault(curve.optimizer, []).append((curve, loss))
-  most = max(map(len, of.values()), default=0)
+  enough = min(2, max(map(len, of.values()), default=0))
   mean = lambda optimizer: statistics.mean(loss for _, loss in of[optimizer])
-  best = min((optimizer for optimizer in of if len(of[optimizer]) == most), key=mean, default=None)
+  best = min((optimizer for optimizer in of if len(of[optimizer]) >= enough), key=mean, default=None)
   if best is None or math.isinf(mean(best)):
     return {}
   return {curve.seed: curve for curve, _ in of[best]}
@@ -82,24 +100,62 @@ def baselines(results: Results, steps: int) -> dict[int, Curve]:
 def standings(results: Results, rate: str, target: Target) -> list[Standing]:
   """The methods, the fastest first; those that do not reach the target, or have no pace, at the end."""
   targets = target.of_seeds(results)
-  paces: dict[str, Pace] = {pace.method: pace for pace in results.find("paces", rate=rate)}
-  seconds_of = lambda method: paces[method].seconds if method in paces else math.nan
-  groups: dict[tuple[str, str], dict[int, Curve]] = {}
-  for curve in results.rows["curves"]:
-    if curve.seed in targets:
-      groups.setdefault((curve.method, curve.optimizer), {})[curve.seed] = curve
-  of_dense = _crossings(baselines(results, target.steps), targets)
+  seconds_of = lambda pace: pace.seconds if pace else math.nan
+  groups = _groups(curve for curve in results.rows["curves"] if curve.seed in targets)
+  dense = baselines(results, target.steps)
+  of_dense = _crossings(dense, targets)
+  dense_pace = next((results.pace_of(curve, rate) for curve in dense.values()), None)
   found = []
   for (method, optimizer), curves in groups.items():
     counts = _crossings(curves, targets)
-    seconds = counts * seconds_of(method)
+    pace = results.pace_of(next(iter(curves.values())), rate)
+    seconds = counts * seconds_of(pace)
     words = statistics.mean(curve.words for curve in curves.values())
     losses = [loss_after(curves[seed], target.steps) if seed in curves else None for seed in targets]
-    speed_ups = of_dense * seconds_of(DENSE) / seconds
+    speed_ups = of_dense * seconds_of(dense_pace) / seconds
     spreads = map(Spread.of, (counts, losses, seconds, speed_ups, counts / of_dense))
-    found.append(Standing(method, optimizer, words, paces.get(method), *spreads))
+    found.append(Standing(method, optimizer, words, pace, *spreads))
   in_all = lambda one: one.seconds.mean if one.seconds and not one.seconds.missing else math.inf
   return sorted(found, key=in_all)
+
+
+def points(results: Results, *steps: float) -> list[Point]:
+  """Each method and optimizer after so many steps, the lowest loss after the last of them first.
+
+  Of trainings that were as long. Of a method and kind of optimizer that were trained from one seed only,
+  the best rate, where none has more seeds.
+  """
+  dense = baselines(results, int(steps[-1]))
+  if not dense:
+    return []
+  least = {seed: loss_after(curve, steps[-1]) or math.inf for seed, curve in dense.items()}
+  hosts = results.setting["hosts"]
+  entries = next(iter(dense.values())).words * hosts / (2 * (hosts - 1))  # dense sends 2(P − 1)/P words for each
+  found = []
+  as_far = (curve for curve in results.rows["curves"] if loss_after(curve, steps[-1]) is not None)
+  for (method, optimizer), curves in _groups(as_far).items():
+    losses = [{seed: loss_after(curve, one) for seed, curve in curves.items()} for one in steps]
+    above = [100 * (loss / least[seed] - 1) for seed, loss in losses[-1].items() if loss and seed in least]
+    words, drift = (statistics.mean(getattr(curve, name) for curve in curves.values()) for name in ("words", "drift"))
+    accuracy = statistics.mean(np.interp(steps[-1], curve.steps, curve.accuracy) for curve in curves.values())
+    spreads = [Spread.of(list(one.values())) for one in losses]
+    if spreads[-1]:
+      key = method, optimizer, len(curves), 32 * words / entries
+      found.append(Point(*key, spreads, spreads[-1].mean, Spread.of(above), float(accuracy), drift))
+  shown, seen = [], set()
+  for one in sorted(found, key=lambda one: (-one.seeds, one.loss)):
+    family = one.method, re.sub(r":window=\d+|:0\.\d+", "", one.optimizer)
+    shown += [one] if one.seeds > 1 or family not in seen else []
+    seen.add(family)
+  return sorted(shown, key=lambda one: one.loss)
+
+
+def _groups(curves: Iterable[Curve]) -> dict[tuple[str, str], dict[int, Curve]]:
+  """The curves of each method and optimizer, by seed."""
+  found: dict[tuple[str, str], dict[int, Curve]] = {}
+  for curve in curves:
+    found.setdefault((curve.method, curve.optimizer), {})[curve.seed] = curve
+  return found
 
 
 def _crossings(curves: Mapping[int, Curve], targets: Mapping[int, float]) -> np.ndarray:

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import methods, papers, recipes, report
+from benchmarks import methods, papers, recipes, report, workers
 from benchmarks.race import measuring, presets
 from benchmarks.race.results import Curve, Pace, Results, Whole
-from benchmarks.race.standings import Target, baselines, crossing, loss_after, standings
+from benchmarks.race.standings import Target, baselines, crossing, loss_after, points, standings
 from benchmarks.report import Spread
 from benchmarks.tasks import registry
+from benchmarks.trainer import Trainer
 from tests.benchmarks import commands
 from tests.cases import normals
 
@@ -24,8 +25,8 @@ def curve(method, seed, losses, optimizer="adam:0.001"):
   return Curve(method, optimizer, seed, STEPS[: len(losses)], list(losses), [0.0] * len(losses), 100.0)
 
 
-def pace(method, seconds, rate="10mbit"):
-  return Pace(method, rate, 30, seconds, compute=0.4, rest=0.1, bytes=1e6)
+def pace(method, seconds, rate="10mbit", **more):
+  return Pace(method, rate, 30, seconds, compute=0.4, rest=0.1, bytes=1e6, **more)
 
 
 @pytest.fixture
@@ -70,6 +71,29 @@ def test_dense_races_with_its_best_optimizer(results):
   results.add(curve("dense", 0, [1, 0.2, 0.1], optimizer="adam 1"))  # one seed alone does not count
   assert {one.optimizer for one in baselines(results, 30).values()} == {"adam:0.003"}
   assert baselines(results, 50) == ranked(results, 50) == {}
+
+
+def test_a_pace_is_that_of_an_optimizer_with_the_same_options(results):
+  for seconds, optimizer in ((3.0, "adam:0.1"), (4.0, "adam:0.1:b1=0.8")):
+    results.add(pace("fast", seconds, optimizer=optimizer))
+  of = lambda optimizer: results.pace_of(curve("fast", 0, [1], optimizer), "10mbit").seconds
+  assert [of("adam:0.001"), of("adam:0.2:b1=0.8"), of("sgd:0.1")] == [3.0, 4.0, 0.5]
+  assert ranked(results)["fast"].pace.seconds == 3.0
+  assert results.pace_of(curve("unpaced", 0, [1]), "10mbit") is None
+
+
+def test_losses_after_equal_steps_stand_over_bits(results):
+  """Beside dense's from the same seed; of what has one seed only the best rate, and nothing that is not as far."""
+  for rate, last in (("adam:0.001", 2.0), ("adam:0.003", 2.5)):
+    results.add(curve("signs", 0, [4, 3, last], optimizer=rate)._replace(words=1.0))
+  results.add(curve("short", 0, [4, 3]))
+  found = {one.method: one for one in points(results, 20, 30)}
+  assert list(found) == ["unpaced", "dense", "signs", "fast", "never"]
+  dense, signs, never = (found[name] for name in ("dense", "signs", "never"))
+  assert (dense.bits, dense.loss, dense.above) == (48, 1.5, Spread(0.0, 0.0))  # 2 · 3/4 · 32
+  assert (signs.bits, signs.optimizer, signs.above.mean) == (pytest.approx(0.48), "adam:0.001", 0.0)
+  assert never.above == Spread(50.0, pytest.approx(math.sqrt(5000)))
+  assert [loss.mean for loss in never.losses] == [3.5, never.loss]
 
 
 def test_a_training_that_diverges_has_no_number_and_is_not_the_target(results):
@@ -124,7 +148,7 @@ def test_the_command_reports_what_the_file_has(results, tmp_path):
   assert done.returncode == 0, done.stderr[-2000:]
   assert [one["method"] for one in json.loads(done.stdout)["standings"]["10mbit"]][:2] == ["fast", "dense"]
   assert "10mbit links: seconds to dense's loss after 30 steps, from seeds 0, 1" in done.stderr
-  for name in ("race.png", "seconds.png"):
+  for name in ("race.png", "seconds.png", "frontier.png"):
     assert (tmp_path / name).stat().st_size > 10_000
 
 
@@ -206,6 +230,33 @@ def test_a_preset_measures_the_papers_cells_where_every_seed_has_a_number(result
   measured = lambda **own: presets.Preset("A paper", given | own, 1, cells).measured(results, Target(30))
   assert measured(task="bert") == measured(hosts=3) == {}
   assert measured() == {"later": pytest.approx(60 / 18.75), "worse": pytest.approx(2.5 / 1.5), "slower": 4.0}
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::UserWarning")  # orbax's own
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_curve_that_was_interrupted_goes_on_bit_for_bit(tmp_path):
+  place, task = workers.here("sim", 2), registry.make("fnn3")
+  (method,) = methods.parse("method", ["local:every=4:apply_residual=True/onebit"], 2)
+  recipe = recipes.Recipe(recipes.Optimizer("adam", 0.001), "cosine", steps=12)
+  kept, started = [], []
+
+  def train(until):
+    def show(step, _):
+      started.append(step)
+      if step == until:
+        raise KeyboardInterrupt
+
+    trainer = Trainer(task, method, recipe, place, 4, seed=0)
+    measuring.curve(trainer, measuring.Length(12, 12, 3), kept.append, show, tmp_path / "curve")
+    return kept[-1]
+
+  whole = train(until=13)
+  assert not (tmp_path / "curve").exists()
+  with pytest.raises(KeyboardInterrupt):
+    train(until=8)
+  assert train(until=13) == whole
+  assert started[12:] == [*range(1, 9), *range(7, 13)]
 
 
 SMALL = ("--task=fnn3", "--hosts=2", "--steps=20", "--every=5", "--method=dense,updates/spardl:density=0.1", "--json")
