@@ -73,7 +73,7 @@ LIKE_LOCAL_STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("outer", "options"), LIKE_LOCAL_STEPS, ids=str)
+@pytest.mark.parametrize(("outer", "options"), LIKE_LOCAL_STEPS, ids=lambda one: getattr(one, "__name__", str(one)))
 def test_rounds_are_local_steps_bit_for_bit(outer, options):
   """When nothing fails: with fragments, a delay, mixing and residuals as `js.local_steps` defines them."""
   steps, workers = 16, 4
