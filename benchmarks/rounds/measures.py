@@ -165,9 +165,8 @@ def race(team: Team, rate: str, results: Results, rounds: int) -> Race:
     whole.loss.append(model.evaluate(params, model.statistics)[0])
   target = Target(300).of_seeds(results)[one.seed]
   (curve,) = results.find("curves", optimizer=one.optimizer, seed=one.seed)
-  (pace,) = results.find("paces", method=curve.method, rate=rate)
-  steps, synchronous = crossing(whole, target), crossing(curve, target)
-  if steps is None or synchronous is None:
+  steps, synchronous, pace = crossing(whole, target), crossing(curve, target), results.pace_of(curve, rate)
+  if steps is None or synchronous is None or pace is None:
     raise RuntimeError(f"the loss {target} was not reached: {whole.loss}")
   seconds = float(np.interp(steps, whole.steps, whole.seconds))
   return Race(rate, one.every, one.delay, one.seed, target, steps, seconds, synchronous * pace.seconds)
