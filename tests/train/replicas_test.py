@@ -67,7 +67,7 @@ NAMED = {  # what the error says of each difference, on both ranks
   "density": r"`state\[0\] is that of spardl:density=0.3` on process 0, and `state\[0\] is that of spardl:density=0.5`",
   "every": r"`ge v\d+ 3:i32\[\] .*local.py.*`ge v\d+ 5:i32\[\] ",
   "outer rate": r"`mul -0.5:f32.*`mul -0.25:f32",
-  "apply_residual": r"tx.update of process 1 is not .*_residual_leaves",
+  "apply_residual": r"tx.update of process 1 is not .*residual_leaves",
   "loss scale": r"the training step of process 1 is not .*`mul 1.0:f32.*ranks.py.*`mul 2.0:f32",
   "constant": r"`constant [0-9a-f]{16}:f32\[9,4\]",
   "batch size": r"`batch is float32\[(4|8), 9\]` on process 0, and `batch is float32\[(8|16), 9\]` on process 1",

@@ -168,7 +168,7 @@ def test_each_worker_and_micro_batch_has_a_key_of_its_own():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_micro_batches_give_the_step_of_the_whole_batch(dtype):
-  """With whole numbers, whose sums are exact in any order; the loss of bfloat16 is rounded, or not, as XLA likes."""
+  """With whole numbers, whose sums are exact in any order; means of losses are rounded, or not, as XLA likes."""
   loss = lambda params, batch: jnp.mean((batch.astype(dtype) @ params["w"]).astype(jnp.float32) * jnp.arange(4.0)[None])
   params, batch = {"w": np.zeros((5, 4), dtype)}, 32 * integers(0, 24, 5)
   found = []
@@ -179,7 +179,7 @@ def test_micro_batches_give_the_step_of_the_whole_batch(dtype):
     assert start["w"].dtype == dtype
     found.append((start["w"], metrics.loss))
   np.testing.assert_allclose(*(np.asarray(w, np.float32) for w, _ in found), rtol=1e-6)
-  assert found[0][1] == pytest.approx(float(found[1][1]), rel=float(jnp.finfo(dtype).eps))
+  assert found[0][1] == pytest.approx(float(found[1][1]), rel=4 * float(jnp.finfo(dtype).eps))
 
 
 # Model state.
