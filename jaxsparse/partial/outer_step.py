@@ -166,8 +166,7 @@ class OuterStep:
 
   def residual(self, anchor: Anchor) -> np.ndarray:
     """f32[m], the residuals of this worker in the unit of an update, those of all fragments and transforms in a row."""
-    leaves = jax.tree.leaves([node.carried.residual for node in states.reduce_states(anchor.outer)])
-    return np.concatenate([np.empty(0, np.float32), *map(np.ravel, leaves)], dtype=np.float32)
+    return np.concatenate([np.empty(0, np.float32), *map(np.ravel, _residuals(anchor.outer))], dtype=np.float32)
 
   def add_residual(self, anchor: Anchor, more: np.ndarray) -> Anchor:
     """`anchor` with f32[m] added to the residuals.
@@ -175,14 +174,13 @@ class OuterStep:
     Raises:
       ValueError: for another m.
     """
-    if more.size != (size := self.residual(anchor).size):
+    ends = np.cumsum([leaf.size for leaf in _residuals(anchor.outer)], dtype=int)
+    if more.size != (size := ends[-1] if ends.size else 0):
       raise ValueError(f"{more.size} entries, the residuals of this worker have {size}")
-    at = 0
+    following = iter(np.split(more, ends[:-1]))
 
     def add(leaf: jax.Array) -> jax.Array:
-      nonlocal at
-      at += leaf.size
-      part = more[at - leaf.size : at].reshape(leaf.shape).astype(leaf.dtype)
+      part = next(following).reshape(leaf.shape).astype(leaf.dtype)
       return jax.device_put(np.asarray(leaf) + part, self._cpu)
 
     def add_to(node: Any) -> Any:
@@ -252,6 +250,11 @@ def _carry_node(old: Any, new: Any) -> Any:
   if not states.is_reduce_state(old):
     return old
   return new._replace(carried=new.carried._replace(residual=old.carried.residual), counters=old.counters)
+
+
+def _residuals(outer: Any) -> list[jax.Array]:
+  """The residuals in a state of the outer chain, in its order."""
+  return jax.tree.leaves([node.carried.residual for node in states.reduce_states(outer)])
 
 
 def _alike(outer: Any) -> list[Any]:
