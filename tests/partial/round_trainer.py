@@ -39,8 +39,8 @@ def train(what: str, address: str, number: int) -> None:
 
     def report():
       stand, anchor = commit(), exchanger.anchor
-      print("round", stand.base, exchanger.outer.digest(anchor), flush=True, end=" ")
-      print(",".join(map(str, exchanger.group.members)), flush=True)
+      members = ",".join(map(str, exchanger.group.members))
+      print("round", stand.base, exchanger.outer.digest(anchor), members, flush=True)
       return stand
 
     exchanger.commit = report
